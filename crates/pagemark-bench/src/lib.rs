@@ -1,0 +1,1 @@
+//! Measurements of Pagemark beside its peers, printed as ratios.

@@ -1,0 +1,2 @@
+//! Targets that are processes: attach to a running one or start one, follow its threads, children and
+//! mappings, track their memory from outside, freeze them, save and restore them.

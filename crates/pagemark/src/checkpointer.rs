@@ -1,0 +1,1 @@
+//! Freeze, collect, save state, copy, thaw.

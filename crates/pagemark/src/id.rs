@@ -1,0 +1,86 @@
+//! The name of stored content: a keyed hash of it.
+
+use std::fmt;
+
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+/// The name under which a store holds content: the first 16 bytes of its keyed BLAKE3 hash.
+///
+/// The key belongs to the store, so that content prepared by a hostile target cannot collide on purpose.
+/// [`ContentId::ZERO`] is reserved: it names a page of zeros (and the empty tree) and is never stored.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
+pub struct ContentId(pub [u8; 16]);
+
+impl ContentId {
+    /// The page of zeros, and the tree without pages.
+    pub const ZERO: ContentId = ContentId([0; 16]);
+
+    /// True for the page of zeros and the empty tree.
+    pub fn is_zero(self) -> bool {
+        self == Self::ZERO
+    }
+
+    /// The id of `content` under `key`. Content of zeros only is the caller's to recognise.
+    pub fn of(key: &[u8; 32], content: &[u8]) -> ContentId {
+        let hash = blake3::keyed_hash(key, content);
+        let mut id = [0; 16];
+        id.copy_from_slice(&hash.as_bytes()[..16]);
+        ContentId(id)
+    }
+
+    /// Reads 32 hexadecimal digits.
+    pub fn from_hex(text: &str) -> Option<ContentId> {
+        if text.len() != 32 || !text.is_ascii() {
+            return None;
+        }
+        let mut id = [0; 16];
+        for (byte, digits) in id.iter_mut().zip(text.as_bytes().chunks(2)) {
+            *byte = u8::from_str_radix(std::str::from_utf8(digits).ok()?, 16).ok()?;
+        }
+        Some(ContentId(id))
+    }
+}
+
+impl fmt::Display for ContentId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
+    }
+}
+
+impl fmt::Debug for ContentId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "ContentId({self})")
+    }
+}
+
+impl Serialize for ContentId {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+impl<'de> Deserialize<'de> for ContentId {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let text = String::deserialize(deserializer)?;
+        ContentId::from_hex(&text).ok_or_else(|| serde::de::Error::custom("a content id is 32 hexadecimal digits"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn hex_is_read_as_written() {
+        let id = ContentId::of(&[7; 32], b"content");
+        assert_eq!(ContentId::from_hex(&id.to_string()), Some(id));
+        assert_eq!(ContentId::from_hex("12"), None);
+        assert_eq!(ContentId::from_hex(&"é".repeat(16)), None);
+        assert_eq!(ContentId::from_hex(&"+f".repeat(16)), None);
+    }
+
+    #[test]
+    fn the_key_changes_the_id() {
+        assert_ne!(ContentId::of(&[1; 32], b"x"), ContentId::of(&[2; 32], b"x"));
+    }
+}

@@ -1,0 +1,1 @@
+//! The thin layer at the kernel interface: one file an interface, safe types above it.
