@@ -30,7 +30,7 @@ impl ContentId {
 
     /// Reads 32 hexadecimal digits.
     pub fn from_hex(text: &str) -> Option<ContentId> {
-        if text.len() != 32 || !text.is_ascii() {
+        if text.len() != 32 || !text.bytes().all(|digit| digit.is_ascii_hexdigit()) {
             return None;
         }
         let mut id = [0; 16];
