@@ -1,7 +1,5 @@
 //! Sets of disjoint address ranges.
 
-use std::collections::BTreeMap;
-
 /// Addresses from `start` up to, not including, `end`, in bytes.
 pub type Range = std::ops::Range<u64>;
 
@@ -9,6 +7,9 @@ pub type Range = std::ops::Range<u64>;
 ///
 /// What was written is a `RangeSet`. Its granularity (page, sub-page, word) is a property of the mechanism
 /// that found it, never an assumption of the code that reads it.
+///
+/// Adding ranges in ascending order, as trackers do, costs nothing but the memory; adding one in the middle moves
+/// what lies behind it. Whole sets are added and taken out in one pass.
 ///
 /// ```
 /// use pagemark::RangeSet;
@@ -19,8 +20,7 @@ pub type Range = std::ops::Range<u64>;
 /// ```
 #[derive(Clone, Default, PartialEq, Eq, Debug)]
 pub struct RangeSet {
-    /// Start to end.
-    ranges: BTreeMap<u64, u64>,
+    ranges: Vec<Range>,
 }
 
 impl RangeSet {
@@ -41,12 +41,12 @@ impl RangeSet {
 
     /// How many addresses are in the set.
     pub fn total_bytes(&self) -> u64 {
-        self.ranges.iter().map(|(start, end)| end - start).sum()
+        self.ranges.iter().map(|range| range.end - range.start).sum()
     }
 
     /// The ranges in ascending order.
     pub fn iter(&self) -> impl DoubleEndedIterator<Item = Range> + '_ {
-        self.ranges.iter().map(|(&start, &end)| start..end)
+        self.ranges.iter().cloned()
     }
 
     /// Removes everything.
@@ -59,20 +59,20 @@ impl RangeSet {
         if range.is_empty() {
             return;
         }
-        let (mut start, mut end) = (range.start, range.end);
-        if let Some((&before, &before_end)) = self.ranges.range(..=start).next_back()
-            && before_end >= start
-        {
-            if before_end >= end {
-                return;
+        match self.ranges.last_mut() {
+            Some(last) if range.start > last.end => self.ranges.push(range),
+            Some(last) if range.start >= last.start => last.end = last.end.max(range.end),
+            None => self.ranges.push(range),
+            Some(_) => {
+                let first = self.ranges.partition_point(|other| other.end < range.start);
+                let behind = self.ranges.partition_point(|other| other.start <= range.end);
+                let mut merged = range;
+                if let [from, .., to] | [from @ to] = &self.ranges[first..behind] {
+                    merged = merged.start.min(from.start)..merged.end.max(to.end);
+                }
+                self.ranges.splice(first..behind, [merged]);
             }
-            start = before;
         }
-        while let Some((&next, &next_end)) = self.ranges.range(start..=end).next() {
-            self.ranges.remove(&next);
-            end = end.max(next_end);
-        }
-        self.ranges.insert(start, end);
     }
 
     /// Takes a range out.
@@ -80,40 +80,55 @@ impl RangeSet {
         if range.is_empty() {
             return;
         }
-        if let Some((&before, &before_end)) = self.ranges.range(..range.start).next_back()
-            && before_end > range.start
-        {
-            self.ranges.insert(before, range.start);
-            if before_end > range.end {
-                self.ranges.insert(range.end, before_end);
-            }
-        }
-        while let Some((&next, &next_end)) = self.ranges.range(range.start..range.end).next() {
-            self.ranges.remove(&next);
-            if next_end > range.end {
-                self.ranges.insert(range.end, next_end);
-            }
+        let first = self.ranges.partition_point(|other| other.end <= range.start);
+        let behind = self.ranges.partition_point(|other| other.start < range.end);
+        if let [from, .., to] | [from @ to] = &self.ranges[first..behind] {
+            let left = from.start..range.start;
+            let right = range.end..to.end;
+            self.ranges.splice(first..behind, [left, right].into_iter().filter(|rest| !rest.is_empty()));
         }
     }
 
     /// Adds all of `other`.
     pub fn extend(&mut self, other: &RangeSet) {
-        other.iter().for_each(|range| self.insert(range));
+        if self.ranges.last().is_none_or(|last| other.ranges.first().is_none_or(|next| next.start >= last.start)) {
+            other.iter().for_each(|range| self.insert(range));
+            return;
+        }
+        let mut merged = RangeSet { ranges: Vec::with_capacity(self.ranges.len() + other.ranges.len()) };
+        let (mut mine, mut theirs) = (self.ranges.drain(..).peekable(), other.iter().peekable());
+        while let Some(next) = match (mine.peek(), theirs.peek()) {
+            (Some(a), Some(b)) if a.start <= b.start => mine.next(),
+            (Some(_), None) => mine.next(),
+            _ => theirs.next(),
+        } {
+            merged.insert(next);
+        }
+        drop(mine);
+        *self = merged;
     }
 
     /// Takes all of `other` out.
     pub fn subtract(&mut self, other: &RangeSet) {
-        other.iter().for_each(|range| self.remove(range));
+        let mut rest = RangeSet::new();
+        for range in self.ranges.drain(..) {
+            let mut start = range.start;
+            for hole in other.within(range.clone()) {
+                rest.insert(start..hole.start);
+                start = hole.end;
+            }
+            rest.insert(start..range.end);
+        }
+        *self = rest;
     }
 
     /// The parts of `range` that are in the set, in ascending order.
     pub fn within(&self, range: Range) -> impl Iterator<Item = Range> + '_ {
-        let first = match self.ranges.range(..=range.start).next_back() {
-            Some((&start, &end)) if end > range.start => start,
-            _ => range.start,
-        };
-        let bounds = if range.is_empty() { first..first } else { first..range.end };
-        self.ranges.range(bounds).map(move |(&start, &end)| start.max(range.start)..end.min(range.end))
+        let first = self.ranges.partition_point(|other| other.end <= range.start);
+        self.ranges[first..]
+            .iter()
+            .map(move |other| other.start.max(range.start)..other.end.min(range.end))
+            .take_while(|part| !part.is_empty())
     }
 
     /// The addresses that are in both sets.
@@ -123,7 +138,7 @@ impl RangeSet {
 
     /// True if `address` is in the set.
     pub fn contains(&self, address: u64) -> bool {
-        self.ranges.range(..=address).next_back().is_some_and(|(_, &end)| end > address)
+        self.within(address..address.saturating_add(1)).next().is_some()
     }
 
     /// True if all of `range` is in the set. The empty range always is.
@@ -187,6 +202,13 @@ mod tests {
             let other: RangeSet = other.into_iter().collect();
             let both: BTreeSet<_> = set.intersection(&other).iter().flatten().collect();
             prop_assert_eq!(both, other.iter().flatten().filter(|a| model.contains(a)).collect());
+            let mut more = set.clone();
+            more.extend(&other);
+            prop_assert_eq!(&more, &set.iter().chain(other.iter()).collect());
+            let mut less = set.clone();
+            less.subtract(&other);
+            let left: BTreeSet<_> = model.iter().copied().filter(|&a| !other.contains(a)).collect();
+            prop_assert_eq!(less.iter().flatten().collect::<BTreeSet<_>>(), left);
             for address in 0..80 {
                 prop_assert_eq!(set.contains(address), model.contains(&address));
             }
