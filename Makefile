@@ -1,0 +1,31 @@
+# `make demo` and `make test` do everything that they need, set-up included.
+
+.DEFAULT_GOAL := build
+.PHONY: setup criu build demo test fmt clippy doc licences fuzz bench clean
+
+FUZZ_SECONDS ?= 60
+
+setup: ; @scripts/setup.sh
+
+criu: ; @scripts/setup.sh criu
+
+build: ; cargo build --release --locked
+
+demo: setup build ; @scripts/demo.sh
+
+# Everything below, then all tests, and a summary that says what was skipped and why.
+test: ; @scripts/test.sh
+
+fmt: ; cargo fmt --all --check
+
+clippy: ; cargo clippy --workspace --all-targets --locked -- -D warnings
+
+doc: ; RUSTDOCFLAGS=-Dwarnings cargo doc --workspace --no-deps --locked
+
+licences: ; @scripts/licences.py
+
+fuzz: ; @scripts/fuzz.sh $(FUZZ_SECONDS)
+
+bench: build ; target/release/pagemark bench process
+
+clean: ; cargo clean
