@@ -19,7 +19,7 @@ pub mod sys;
 
 pub use id::ContentId;
 pub use ranges::{Range, RangeSet};
-pub use store::{Kind, Store, StoreError};
+pub use store::{Kind, MemoryStore, Store, StoreError};
 pub use tracker::{Mechanism, TrackError, Tracker};
 pub use tree::PageTree;
 

@@ -1,5 +1,628 @@
 //! The page tree: a snapshot is an immutable radix tree whose leaves name pages.
+//!
+//! Each node has 16 children, so that it covers 4 bits of the page number. A node's id is the hash of its children's
+//! ids, and the tree is as high as its highest page needs: equal content has an equal root. A changed copy shares every
+//! unchanged node with the original, in memory and in a store, so it costs O(changed pages).
+
+use std::collections::HashMap;
+use std::ops::Range;
+use std::sync::Arc;
+
+use crate::{ContentId, Kind, Store, StoreError};
+
+/// Children of a node.
+const FAN_OUT: usize = 16;
+/// Bits of the page number that one level covers.
+const LEVEL_BITS: u32 = 4;
+/// The level of the root of the highest possible tree; it covers all of `u64`.
+const MAX_LEVEL: u8 = 15;
 
 /// Which page of a space holds what: page number to content.
+///
+/// A page that the tree does not name holds [`ContentId::ZERO`]. A clone costs nothing, and shares with the original what
+/// neither changes.
+///
+/// A node remembers that it was saved, so that [`PageTree::save`] puts only what is new. That memory belongs to one tree
+/// value: clones made before do not have it. So a tree is saved into one store only, and who saves into a store whose
+/// content may yet be discarded keeps a clone from before, and goes on from that if it is (or calls
+/// [`PageTree::forget_saved`]).
+///
+/// ```
+/// use pagemark::{ContentId, PageTree};
+/// let page = ContentId([1; 16]);
+/// let mut tree = PageTree::new();
+/// tree.set(0x7fff_0000, page);
+/// let before = tree.clone();
+/// tree.clear(0..u64::MAX);
+/// assert_eq!(before.get(0x7fff_0000), page);
+/// assert_eq!(tree.page_count(), 0);
+/// ```
 #[derive(Clone, Default)]
-pub struct PageTree {}
+pub struct PageTree {
+    root: Option<Arc<Node>>,
+}
+
+#[derive(Clone)]
+struct Node {
+    /// 0 for a leaf.
+    level: u8,
+    /// The id under which this very content was saved; zero while it was not.
+    saved: ContentId,
+    /// Pages below. A store can hold a tree that names a subtree often, so this may exceed what exists.
+    pages: u64,
+    children: Children,
+}
+
+#[derive(Clone)]
+enum Children {
+    Pages([ContentId; FAN_OUT]),
+    Nodes([Option<Arc<Node>>; FAN_OUT]),
+}
+
+impl Node {
+    fn empty(level: u8) -> Node {
+        let children = match level {
+            0 => Children::Pages([ContentId::ZERO; FAN_OUT]),
+            _ => Children::Nodes(Default::default()),
+        };
+        Node { level, saved: ContentId::ZERO, pages: 0, children }
+    }
+
+    /// Names a page. Returns how many pages there are more.
+    fn set(&mut self, page: u64, id: ContentId) -> u64 {
+        self.saved = ContentId::ZERO;
+        let child = child_of(page, self.level);
+        let more = match &mut self.children {
+            Children::Pages(ids) => u64::from(std::mem::replace(&mut ids[child], id).is_zero()),
+            Children::Nodes(nodes) => {
+                let node = nodes[child].get_or_insert_with(|| Arc::new(Node::empty(self.level - 1)));
+                Arc::make_mut(node).set(page, id)
+            }
+        };
+        self.pages = self.pages.saturating_add(more);
+        more
+    }
+
+    /// Forgets the pages from `first` to `last`, where `base` is the first page that the node covers.
+    fn clear(&mut self, base: u64, first: u64, last: u64) {
+        self.saved = ContentId::ZERO;
+        let level = self.level;
+        let touched = |child: usize| {
+            let (from, to) = span(base, level, child);
+            (from <= last && to >= first).then_some((from, from >= first && to <= last))
+        };
+        match &mut self.children {
+            Children::Pages(ids) => {
+                for (child, id) in ids.iter_mut().enumerate() {
+                    if touched(child).is_some() {
+                        *id = ContentId::ZERO;
+                    }
+                }
+                self.pages = ids.iter().filter(|id| !id.is_zero()).count() as u64;
+            }
+            Children::Nodes(nodes) => {
+                for (child, slot) in nodes.iter_mut().enumerate() {
+                    let (Some((from, whole)), Some(node)) = (touched(child), slot.as_mut()) else { continue };
+                    if !whole {
+                        Arc::make_mut(node).clear(from, first, last);
+                    }
+                    if whole || node.pages == 0 {
+                        *slot = None;
+                    }
+                }
+                self.pages = nodes.iter().flatten().fold(0, |sum: u64, node| sum.saturating_add(node.pages));
+            }
+        }
+    }
+
+    /// True if the root could be lower: it has no child but the first.
+    fn is_too_high(&self) -> bool {
+        matches!(&self.children, Children::Nodes(nodes) if nodes[1..].iter().all(Option::is_none))
+    }
+
+    fn save(node: &mut Arc<Node>, store: &mut dyn Store) -> Result<ContentId, StoreError> {
+        if !node.saved.is_zero() {
+            return Ok(node.saved);
+        }
+        let node = Arc::make_mut(node);
+        let mut record = NodeRecord { level: node.level, children: [ContentId::ZERO; FAN_OUT] };
+        match &mut node.children {
+            Children::Pages(ids) => record.children = *ids,
+            Children::Nodes(nodes) => {
+                for (id, child) in record.children.iter_mut().zip(nodes) {
+                    if let Some(child) = child {
+                        *id = Node::save(child, store)?;
+                    }
+                }
+            }
+        }
+        node.saved = record.put(store)?;
+        Ok(node.saved)
+    }
+
+    fn forget_saved(node: &mut Arc<Node>) {
+        let node = Arc::make_mut(node);
+        node.saved = ContentId::ZERO;
+        if let Children::Nodes(nodes) = &mut node.children {
+            nodes.iter_mut().flatten().for_each(Node::forget_saved);
+        }
+    }
+
+    /// `known` holds what was loaded already: a subtree that is named often is loaded once.
+    fn load(
+        id: ContentId,
+        record: &NodeRecord,
+        store: &dyn Store,
+        known: &mut HashMap<ContentId, Arc<Node>>,
+    ) -> Result<Arc<Node>, StoreError> {
+        let mut node = Node { saved: id, ..Node::empty(record.level) };
+        match &mut node.children {
+            Children::Pages(ids) => {
+                *ids = record.children;
+                node.pages = ids.iter().filter(|id| !id.is_zero()).count() as u64;
+            }
+            Children::Nodes(nodes) => {
+                for (slot, &child) in nodes.iter_mut().zip(&record.children).filter(|(_, id)| !id.is_zero()) {
+                    let loaded = match known.get(&child) {
+                        Some(loaded) if loaded.level + 1 == record.level => loaded.clone(),
+                        _ => Node::load(child, &NodeRecord::get(child, record.level - 1, store)?, store, known)?,
+                    };
+                    node.pages = node.pages.saturating_add(loaded.pages);
+                    *slot = Some(loaded);
+                }
+            }
+        }
+        let node = Arc::new(node);
+        known.insert(id, node.clone());
+        Ok(node)
+    }
+}
+
+impl PageTree {
+    /// The tree that names no page.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// What a page holds; [`ContentId::ZERO`] for one that is not named.
+    pub fn get(&self, page: u64) -> ContentId {
+        let mut node = match &self.root {
+            Some(root) if level_for(page) <= root.level => root,
+            _ => return ContentId::ZERO,
+        };
+        loop {
+            let child = child_of(page, node.level);
+            match &node.children {
+                Children::Pages(ids) => return ids[child],
+                Children::Nodes(nodes) => match &nodes[child] {
+                    Some(next) => node = next,
+                    None => return ContentId::ZERO,
+                },
+            }
+        }
+    }
+
+    /// Says what a page holds. [`ContentId::ZERO`] takes its name out.
+    pub fn set(&mut self, page: u64, id: ContentId) {
+        // What does not change stays shared, and stays saved.
+        if self.get(page) == id {
+            return;
+        }
+        if id.is_zero() {
+            return self.clear_inclusive(page, page);
+        }
+        let level = level_for(page);
+        let mut root = self.root.take().unwrap_or_else(|| Arc::new(Node::empty(level)));
+        while root.level < level {
+            let mut higher = Node::empty(root.level + 1);
+            higher.pages = root.pages;
+            if let Children::Nodes(nodes) = &mut higher.children {
+                nodes[0] = Some(root);
+            }
+            root = Arc::new(higher);
+        }
+        Arc::make_mut(&mut root).set(page, id);
+        self.root = Some(root);
+    }
+
+    /// Forgets pages. Costs O(levels) and what is freed, however many pages the range has.
+    pub fn clear(&mut self, pages: Range<u64>) {
+        if !pages.is_empty() && self.range(pages.clone()).next().is_some() {
+            self.clear_inclusive(pages.start, pages.end - 1);
+        }
+    }
+
+    fn clear_inclusive(&mut self, first: u64, last: u64) {
+        let Some(mut root) = self.root.take() else { return };
+        Arc::make_mut(&mut root).clear(0, first, last);
+        while root.pages > 0 && root.is_too_high() {
+            let Children::Nodes(nodes) = &root.children else { break };
+            let Some(lower) = nodes[0].clone() else { break };
+            root = lower;
+        }
+        self.root = (root.pages > 0).then_some(root);
+    }
+
+    /// The named pages in ascending order.
+    pub fn iter(&self) -> impl Iterator<Item = (u64, ContentId)> + '_ {
+        self.walk(0, u64::MAX)
+    }
+
+    /// The named pages of a range in ascending order.
+    pub fn range(&self, pages: Range<u64>) -> impl Iterator<Item = (u64, ContentId)> + '_ {
+        // An empty range must give nothing: its first page is behind its last.
+        let (first, last) = if pages.is_empty() { (1, 0) } else { (pages.start, pages.end - 1) };
+        self.walk(first, last)
+    }
+
+    fn walk(&self, first: u64, last: u64) -> Walk<'_> {
+        Walk { path: self.root.as_deref().map(|root| (root, 0, 0)).into_iter().collect(), first, last }
+    }
+
+    /// How many pages are named.
+    pub fn page_count(&self) -> u64 {
+        self.root.as_ref().map_or(0, |root| root.pages)
+    }
+
+    /// Puts the nodes that this tree did not save before, and returns the root's id; [`ContentId::ZERO`] for the tree
+    /// without pages. See [`PageTree`] for what to do when the store then discards them.
+    ///
+    /// # Errors
+    /// What [`Store::put`] gives; what was put until then counts as saved.
+    pub fn save(&mut self, store: &mut dyn Store) -> Result<ContentId, StoreError> {
+        self.root.as_mut().map_or(Ok(ContentId::ZERO), |root| Node::save(root, store))
+    }
+
+    /// Makes the next [`PageTree::save`] put every node.
+    pub fn forget_saved(&mut self) {
+        self.root.iter_mut().for_each(Node::forget_saved);
+    }
+
+    /// Reads a saved tree. Each node is read once, so that memory and time are bounded by what the store holds.
+    ///
+    /// # Errors
+    /// What [`Store::get`] gives, and [`StoreError::Damaged`] for content that is no tree.
+    pub fn load(root: ContentId, store: &dyn Store) -> Result<PageTree, StoreError> {
+        if root.is_zero() {
+            return Ok(PageTree::new());
+        }
+        let record = NodeRecord::get_root(root, store)?;
+        Ok(PageTree { root: Some(Node::load(root, &record, store, &mut HashMap::new())?) })
+    }
+
+    /// Calls `visit` for each page that two saved trees name differently, in ascending order, with what `a` and what `b`
+    /// says it holds. Subtrees that both share are not read.
+    ///
+    /// # Errors
+    /// As [`PageTree::load`], and what `visit` returns.
+    pub fn diff(
+        store: &dyn Store,
+        a: ContentId,
+        b: ContentId,
+        visit: &mut dyn FnMut(u64, ContentId, ContentId) -> Result<(), StoreError>,
+    ) -> Result<(), StoreError> {
+        if a == b {
+            return Ok(());
+        }
+        let level_of = |id: ContentId| match id.is_zero() {
+            true => Ok(0),
+            false => NodeRecord::get_root(id, store).map(|record| record.level),
+        };
+        let (a, b) = (Subtree { id: a, level: level_of(a)? }, Subtree { id: b, level: level_of(b)? });
+        diff_subtrees(store, a.level.max(b.level), 0, a, b, visit)
+    }
+}
+
+/// Iterates over the named pages.
+struct Walk<'a> {
+    /// From the root down: a node, the first page it covers, and the child to look at next.
+    path: Vec<(&'a Node, u64, usize)>,
+    first: u64,
+    last: u64,
+}
+
+impl Iterator for Walk<'_> {
+    type Item = (u64, ContentId);
+
+    fn next(&mut self) -> Option<(u64, ContentId)> {
+        while let Some((node, base, child)) = self.path.last_mut() {
+            if *child == FAN_OUT {
+                self.path.pop();
+                continue;
+            }
+            let (node, index) = (*node, *child);
+            let (from, to) = span(*base, node.level, index);
+            *child += 1;
+            if from > self.last {
+                self.path.clear();
+                return None;
+            }
+            if to < self.first {
+                continue;
+            }
+            match &node.children {
+                Children::Pages(ids) if !ids[index].is_zero() => return Some((from, ids[index])),
+                Children::Nodes(nodes) => {
+                    if let Some(next) = &nodes[index] {
+                        self.path.push((next, from, 0));
+                    }
+                }
+                Children::Pages(_) => {}
+            }
+        }
+        None
+    }
+}
+
+/// A node as it is stored: the level in one byte, two bytes of which bit `i` (least significant first) says that child
+/// `i` exists, then the ids of the children that exist.
+pub(crate) struct NodeRecord {
+    /// 0 for a leaf, whose children are pages.
+    pub(crate) level: u8,
+    /// [`ContentId::ZERO`] where there is none.
+    pub(crate) children: [ContentId; FAN_OUT],
+}
+
+impl NodeRecord {
+    fn put(&self, store: &mut dyn Store) -> Result<ContentId, StoreError> {
+        let mut bytes = [0; 3 + FAN_OUT * 16];
+        let (mut present, mut length) = (0u16, 3);
+        for (child, id) in self.children.iter().enumerate().filter(|(_, id)| !id.is_zero()) {
+            present |= 1 << child;
+            bytes[length..length + 16].copy_from_slice(&id.0);
+            length += 16;
+        }
+        bytes[0] = self.level;
+        bytes[1..3].copy_from_slice(&present.to_le_bytes());
+        store.put(Kind::Node, &bytes[..length])
+    }
+
+    fn decode(bytes: &[u8]) -> Option<NodeRecord> {
+        let ([level, low, high], ids) = bytes.split_first_chunk()?;
+        let present = u16::from_le_bytes([*low, *high]);
+        let (ids, rest) = ids.as_chunks::<16>();
+        if *level > MAX_LEVEL || present == 0 || ids.len() != present.count_ones() as usize || !rest.is_empty() {
+            return None;
+        }
+        let mut ids = ids.iter();
+        let mut children = [ContentId::ZERO; FAN_OUT];
+        for child in (0..FAN_OUT).filter(|child| present & 1 << child != 0) {
+            children[child] = ContentId(*ids.next()?);
+        }
+        let named = children.iter().filter(|id| !id.is_zero()).count();
+        (named == present.count_ones() as usize).then_some(NodeRecord { level: *level, children })
+    }
+
+    /// Reads a root, of whatever level.
+    pub(crate) fn get_root(id: ContentId, store: &dyn Store) -> Result<NodeRecord, StoreError> {
+        let damaged = |reason: &str| StoreError::Damaged { id, reason: reason.into() };
+        let record = NodeRecord::decode(&store.get(Kind::Node, id)?).ok_or_else(|| damaged("it is no tree node"))?;
+        if record.level > 0 && record.children[1..].iter().all(|id| id.is_zero()) {
+            return Err(damaged("it is higher than a tree of its pages is"));
+        }
+        Ok(record)
+    }
+
+    /// Reads a node below the root.
+    pub(crate) fn get(id: ContentId, level: u8, store: &dyn Store) -> Result<NodeRecord, StoreError> {
+        match NodeRecord::decode(&store.get(Kind::Node, id)?) {
+            Some(record) if record.level == level => Ok(record),
+            Some(record) => Err(StoreError::Damaged {
+                id,
+                reason: format!("a tree node of level {} at level {level}", record.level),
+            }),
+            None => Err(StoreError::Damaged { id, reason: "it is no tree node".into() }),
+        }
+    }
+
+    /// The pages that a child covers, if the node covers those from `base`: the first and the last.
+    pub(crate) fn child_span(&self, base: u64, child: usize) -> (u64, u64) {
+        span(base, self.level, child)
+    }
+}
+
+/// A subtree to compare; one that is not there has the id zero.
+#[derive(Clone, Copy)]
+struct Subtree {
+    id: ContentId,
+    level: u8,
+}
+
+impl Subtree {
+    /// The children that the subtree has, or would have if it were as high as `level`.
+    fn children(self, level: u8, store: &dyn Store) -> Result<[Subtree; FAN_OUT], StoreError> {
+        let mut children = [Subtree { id: ContentId::ZERO, level: 0 }; FAN_OUT];
+        if self.id.is_zero() {
+        } else if self.level < level {
+            children[0] = self;
+        } else {
+            let record = NodeRecord::get(self.id, level, store)?;
+            for (child, id) in children.iter_mut().zip(record.children) {
+                *child = Subtree { id, level: level.saturating_sub(1) };
+            }
+        }
+        Ok(children)
+    }
+}
+
+fn diff_subtrees(
+    store: &dyn Store,
+    level: u8,
+    base: u64,
+    a: Subtree,
+    b: Subtree,
+    visit: &mut dyn FnMut(u64, ContentId, ContentId) -> Result<(), StoreError>,
+) -> Result<(), StoreError> {
+    let (a, b) = (a.children(level, store)?, b.children(level, store)?);
+    for (child, (a, b)) in a.into_iter().zip(b).enumerate().filter(|(_, (a, b))| a.id != b.id) {
+        let (first, _) = span(base, level, child);
+        match level {
+            0 => visit(first, a.id, b.id)?,
+            _ => diff_subtrees(store, level - 1, first, a, b, visit)?,
+        }
+    }
+    Ok(())
+}
+
+/// The level of the root of the lowest tree that has `page`.
+fn level_for(page: u64) -> u8 {
+    (page.checked_ilog2().unwrap_or(0) / LEVEL_BITS) as u8
+}
+
+fn child_of(page: u64, level: u8) -> usize {
+    (page >> (LEVEL_BITS * u32::from(level))) as usize % FAN_OUT
+}
+
+/// The first and the last page that a child covers.
+fn span(base: u64, level: u8, child: usize) -> (u64, u64) {
+    let shift = LEVEL_BITS * u32::from(level);
+    let first = base + ((child as u64) << shift);
+    (first, first + ((1 << shift) - 1))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::MemoryStore;
+
+    fn id(number: u8) -> ContentId {
+        ContentId(if number == 0 { [0; 16] } else { [number; 16] })
+    }
+
+    #[derive(Debug, Clone)]
+    enum Change {
+        Set(u64, u8),
+        Clear(Range<u64>),
+        Save,
+    }
+
+    fn page() -> impl Strategy<Value = u64> {
+        prop_oneof![0u64..40, 0x7_ffff_fff0u64..0x8_0000_0020, any::<u64>(), Just(u64::MAX)]
+    }
+
+    fn change() -> impl Strategy<Value = Change> {
+        prop_oneof![
+            6 => (page(), 0u8..4).prop_map(|(page, id)| Change::Set(page, id)),
+            2 => (page(), page()).prop_map(|(a, b)| Change::Clear(a.min(b)..a.max(b))),
+            1 => (page(), 0u64..40).prop_map(|(a, n)| Change::Clear(a..a.saturating_add(n))),
+            1 => Just(Change::Save),
+        ]
+    }
+
+    fn content(tree: &PageTree) -> Vec<(u64, ContentId)> {
+        tree.iter().collect()
+    }
+
+    fn build(model: &BTreeMap<u64, ContentId>) -> PageTree {
+        let mut tree = PageTree::new();
+        model.iter().rev().for_each(|(&page, &id)| tree.set(page, id));
+        tree
+    }
+
+    proptest! {
+        #[test]
+        fn behaves_like_a_map(changes in prop::collection::vec(change(), 0..60), a in page(), b in page()) {
+            let mut store = MemoryStore::new();
+            let (mut tree, mut model) = (PageTree::new(), BTreeMap::new());
+            let mut saved: Vec<(ContentId, BTreeMap<u64, ContentId>)> = Vec::new();
+            for change in changes {
+                let before = (tree.clone(), content(&tree));
+                match change {
+                    Change::Set(page, 0) => { tree.set(page, ContentId::ZERO); model.remove(&page); }
+                    Change::Set(page, n) => { tree.set(page, id(n)); model.insert(page, id(n)); }
+                    Change::Clear(pages) => { tree.clear(pages.clone()); model.retain(|p, _| !pages.contains(p)); }
+                    Change::Save => saved.push((tree.save(&mut store).unwrap(), model.clone())),
+                }
+                prop_assert_eq!(content(&before.0), before.1, "a clone changed");
+                prop_assert_eq!(content(&tree), model.clone().into_iter().collect::<Vec<_>>());
+                prop_assert_eq!(tree.page_count(), model.len() as u64);
+            }
+            for page in model.keys().copied().chain([a, b]) {
+                prop_assert_eq!(tree.get(page), model.get(&page).copied().unwrap_or_default());
+            }
+            let range = a.min(b)..a.max(b);
+            let expected: Vec<_> = model.range(range.clone()).map(|(&page, &id)| (page, id)).collect();
+            prop_assert_eq!(tree.range(range).collect::<Vec<_>>(), expected);
+
+            let root = tree.save(&mut store).unwrap();
+            prop_assert_eq!(build(&model).save(&mut store).unwrap(), root, "equal content, another root");
+            saved.push((root, model));
+            for (root, model) in &saved {
+                let loaded = PageTree::load(*root, &store).unwrap();
+                prop_assert_eq!(content(&loaded), model.clone().into_iter().collect::<Vec<_>>());
+                prop_assert_eq!(loaded.page_count(), model.len() as u64);
+            }
+            for pair in saved.windows(2) {
+                let mut found = Vec::new();
+                PageTree::diff(&store, pair[0].0, pair[1].0, &mut |page, a, b| { found.push((page, a, b)); Ok(()) }).unwrap();
+                let pages: std::collections::BTreeSet<u64> = pair[0].1.keys().chain(pair[1].1.keys()).copied().collect();
+                let in_model = |side: usize, page| pair[side].1.get(&page).copied().unwrap_or_default();
+                let expected: Vec<_> = pages.into_iter().map(|page| (page, in_model(0, page), in_model(1, page)))
+                    .filter(|(_, a, b)| a != b).collect();
+                prop_assert_eq!(found, expected);
+            }
+        }
+
+        #[test]
+        fn any_bytes_are_a_node_or_an_error(bytes in prop::collection::vec(any::<u8>(), 0..300)) {
+            let mut store = MemoryStore::new();
+            let id = store.put(Kind::Node, &bytes).unwrap();
+            if let Ok(tree) = PageTree::load(id, &store) {
+                prop_assert!(tree.page_count() > 0);
+            }
+        }
+    }
+
+    #[test]
+    fn a_change_saves_only_its_path() {
+        let mut store = MemoryStore::new();
+        let mut tree = PageTree::new();
+        (0..4096).for_each(|page| tree.set(page, ContentId([(page % 251) as u8 + 1; 16])));
+        tree.save(&mut store).unwrap();
+        let before = store.content_count();
+        tree.set(17, id(255));
+        tree.save(&mut store).unwrap();
+        assert_eq!(store.content_count() - before, 3, "a leaf and the two nodes above it");
+    }
+
+    #[test]
+    fn what_was_saved_into_a_discarded_store_is_saved_again() {
+        let mut tree = PageTree::new();
+        tree.set(5, id(1));
+        let mut before = tree.clone();
+        let root = tree.save(&mut MemoryStore::with_key([1; 32])).unwrap();
+        let mut store = MemoryStore::with_key([1; 32]);
+        assert_eq!(before.save(&mut store).unwrap(), root);
+        assert_eq!(store.content_count(), 1);
+        let mut store = MemoryStore::with_key([1; 32]);
+        tree.forget_saved();
+        assert_eq!(tree.save(&mut store).unwrap(), root);
+        assert_eq!(store.content_count(), 1);
+    }
+
+    #[test]
+    fn a_small_tree_that_names_itself_very_often_loads_at_once() {
+        let mut store = MemoryStore::new();
+        let mut child = id(1);
+        for level in 0..=MAX_LEVEL {
+            child = NodeRecord { level, children: [child; FAN_OUT] }.put(&mut store).unwrap();
+        }
+        assert_eq!(PageTree::load(child, &store).unwrap().page_count(), u64::MAX);
+    }
+
+    #[test]
+    fn refuses_levels_that_do_not_descend() {
+        let mut store = MemoryStore::new();
+        let leaf = NodeRecord { level: 0, children: [id(1); FAN_OUT] }.put(&mut store).unwrap();
+        let high = NodeRecord { level: 2, children: [leaf; FAN_OUT] }.put(&mut store).unwrap();
+        assert!(matches!(PageTree::load(high, &store), Err(StoreError::Damaged { .. })));
+        let mut children = [ContentId::ZERO; FAN_OUT];
+        children[0] = leaf;
+        let lone = NodeRecord { level: 1, children }.put(&mut store).unwrap();
+        assert!(matches!(PageTree::load(lone, &store), Err(StoreError::Damaged { .. })));
+    }
+}
