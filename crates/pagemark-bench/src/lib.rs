@@ -1,1 +1,62 @@
-//! Measurements of Pagemark beside its peers, printed as ratios.
+//! Measurements of Pagemark beside its peers: interleaved in one run, printed as ratios.
+
+use std::io;
+
+pub mod peer;
+pub mod stats;
+pub mod trackee;
+pub mod workload;
+
+/// A measurement.
+#[derive(clap::Subcommand, Clone, Debug)]
+pub enum Bench {
+    /// The measured program itself
+    #[command(hide = true)]
+    Workload(workload::Workload),
+}
+
+impl Bench {
+    /// Runs the measurement and prints what it found.
+    ///
+    /// # Errors
+    /// Something that is measured could not be done.
+    pub fn run(&self) -> Result<(), BenchError> {
+        match self {
+            Bench::Workload(workload) => workload::run(workload).map_err(BenchError::on("run the workload")),
+        }
+    }
+}
+
+/// A measurement could not be made.
+#[derive(Debug, thiserror::Error)]
+pub enum BenchError {
+    /// A system call failed.
+    #[error("could not {operation}: {source}")]
+    System {
+        /// What was being done.
+        operation: &'static str,
+        /// Why it failed.
+        source: io::Error,
+    },
+    /// The workload did not start as it should.
+    #[error("the workload did not start; it said {said:?}")]
+    Workload {
+        /// What it printed.
+        said: String,
+    },
+    /// The peer failed.
+    #[error("CRIU's full dump failed: {reason}")]
+    Peer {
+        /// Its own words.
+        reason: String,
+    },
+    /// Pagemark itself failed.
+    #[error(transparent)]
+    Pagemark(#[from] Box<dyn std::error::Error + Send + Sync>),
+}
+
+impl BenchError {
+    pub(crate) fn on(operation: &'static str) -> impl FnOnce(io::Error) -> BenchError {
+        move |source| BenchError::System { operation, source }
+    }
+}
