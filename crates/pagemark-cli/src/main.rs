@@ -1,3 +1,89 @@
 //! The command `pagemark`.
 
-fn main() {}
+mod attach;
+mod bench;
+mod diff;
+mod doctor;
+mod documents;
+mod export;
+mod failure;
+mod heat;
+mod live;
+mod log;
+mod output;
+mod place;
+mod prune;
+mod report;
+mod restore;
+mod run;
+mod show;
+mod signals;
+mod sys;
+mod take;
+mod text;
+mod top;
+mod verify;
+
+use std::process::ExitCode;
+
+use clap::{CommandFactory, Parser, Subcommand};
+
+/// Keeps a running, unmodified program checkpointed, and brings it back
+///
+/// Saves only the memory pages that the program has written since the last checkpoint.
+#[derive(Parser, Debug)]
+#[command(name = "pagemark", version, max_term_width = 120, subcommand_required = true, arg_required_else_help = true)]
+struct Pagemark {
+    #[command(subcommand)]
+    command: Subcommands,
+}
+
+#[derive(Subcommand, Debug)]
+enum Subcommands {
+    Run(run::Run),
+    Attach(attach::Attach),
+    Checkpoint(attach::Checkpoint),
+    Restore(restore::Restore),
+    Log(log::Log),
+    Show(show::Show),
+    Diff(diff::Diff),
+    Verify(verify::Verify),
+    Prune(prune::Prune),
+    Export(export::Export),
+    Top(top::Top),
+    Doctor(doctor::Doctor),
+    Bench(bench::Bench),
+    Completions(documents::Completions),
+    Man(documents::Man),
+}
+
+fn main() -> ExitCode {
+    let outcome = match Pagemark::parse().command {
+        Subcommands::Run(command) => command.run(),
+        Subcommands::Attach(command) => command.run(),
+        Subcommands::Checkpoint(command) => command.run(),
+        Subcommands::Restore(command) => command.run(),
+        Subcommands::Log(command) => command.run(),
+        Subcommands::Show(command) => command.run(),
+        Subcommands::Diff(command) => command.run(),
+        Subcommands::Verify(command) => command.run(),
+        Subcommands::Prune(command) => command.run(),
+        Subcommands::Export(command) => command.run(),
+        Subcommands::Top(command) => command.run(),
+        Subcommands::Doctor(command) => command.run(),
+        Subcommands::Bench(command) => command.run(),
+        Subcommands::Completions(command) => command.run(Pagemark::command()),
+        Subcommands::Man(command) => command.run(Pagemark::command()),
+    };
+    outcome.unwrap_or_else(failure::Failure::report)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        Pagemark::command().debug_assert();
+    }
+}

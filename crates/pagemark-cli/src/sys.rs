@@ -1,0 +1,48 @@
+//! The few calls of the C library that have no safe form elsewhere.
+
+use std::io;
+use std::mem::MaybeUninit;
+use std::os::fd::{FromRawFd, OwnedFd};
+
+use nix::unistd::Pid;
+
+/// A descriptor that becomes readable when the process exits.
+pub fn pidfd_open(pid: Pid) -> io::Result<OwnedFd> {
+    // SAFETY: the call takes two numbers and touches no memory of ours.
+    let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, pid.as_raw(), 0) };
+    if fd < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the kernel has just made this descriptor for us; nobody else owns it.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd as i32) })
+}
+
+/// A moment in the local time zone.
+pub struct LocalTime {
+    pub year: i32,
+    pub month: i32,
+    pub day: i32,
+    pub hour: i32,
+    pub minute: i32,
+    pub second: i32,
+}
+
+/// Seconds since 1970 UTC in the local time zone. None where the year does not fit.
+pub fn local_time(unix_seconds: i64) -> Option<LocalTime> {
+    let mut broken_down = MaybeUninit::<libc::tm>::zeroed();
+    // SAFETY: both pointers are to live values of the right type; localtime_r keeps neither.
+    let found = unsafe { libc::localtime_r(&unix_seconds, broken_down.as_mut_ptr()) };
+    if found.is_null() {
+        return None;
+    }
+    // SAFETY: localtime_r succeeded and has filled it in; zeros were a valid value before.
+    let time = unsafe { broken_down.assume_init() };
+    Some(LocalTime {
+        year: time.tm_year.checked_add(1900)?,
+        month: time.tm_mon + 1,
+        day: time.tm_mday,
+        hour: time.tm_hour,
+        minute: time.tm_min,
+        second: time.tm_sec,
+    })
+}

@@ -1,0 +1,41 @@
+//! `pagemark verify`: rereads everything.
+
+use std::process::ExitCode;
+
+use clap::Args;
+
+use crate::failure::{Failure, Outcome};
+use crate::live::Progress;
+use crate::output::{print, print_json};
+use crate::place::Place;
+use crate::text;
+
+/// Reread the whole repository and tell what is damaged
+///
+/// Exits with 1 if something is.
+#[derive(Args, Debug)]
+pub struct Verify {
+    #[command(flatten)]
+    place: Place,
+    /// One JSON document
+    #[arg(long)]
+    json: bool,
+}
+
+impl Verify {
+    pub fn run(self) -> Outcome {
+        let repository = self.place.open()?;
+        let mut progress = Progress::new("verifying");
+        let report = repository
+            .verify(&mut |step| progress.at(step.done_bytes, step.total_bytes, text::bytes))
+            .map_err(|error| Failure::new(format!("cannot verify {}", repository.path().display()), error))?;
+        drop(progress);
+        let status = if report.damaged.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE };
+        if self.json {
+            print_json(&report)?;
+            return Ok(status);
+        }
+        print(&format!("{report}"));
+        Ok(status)
+    }
+}
