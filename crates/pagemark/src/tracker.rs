@@ -7,6 +7,17 @@ use serde::{Deserialize, Serialize};
 
 use crate::RangeSet;
 
+pub mod adaptive;
+pub mod compare;
+pub mod full;
+pub mod pagemap_scan;
+mod populated;
+pub mod probe;
+pub mod soft_dirty;
+
+pub use populated::{Pages, populated};
+pub use probe::{Cost, Probe, probe};
+
 /// Finds the ranges of one address space that were written.
 ///
 /// A tracker may over-report and must never miss a write. Its first `collect` of a range reports all of it

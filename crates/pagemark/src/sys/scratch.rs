@@ -1,0 +1,123 @@
+//! Memory of our own to try mechanisms on.
+
+use std::io;
+
+use crate::{PAGE_SIZE, Range};
+
+/// A private anonymous mapping whose pages are written and remapped only through system calls and volatile accesses.
+#[derive(Debug)]
+pub struct Scratch {
+    start: u64,
+    pages: usize,
+}
+
+impl Scratch {
+    /// One with the given number of pages, none of them populated.
+    ///
+    /// # Panics
+    /// If the kernel gives no address space, as a failed allocation does.
+    pub fn new(pages: usize) -> Self {
+        // SAFETY: a new private anonymous mapping at an address that the kernel chooses touches no other memory.
+        let start = unsafe {
+            libc::mmap(
+                std::ptr::null_mut(),
+                pages * PAGE_SIZE,
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE,
+                -1,
+                0,
+            )
+        };
+        assert_ne!(start, libc::MAP_FAILED, "mapping {pages} pages: {}", io::Error::last_os_error());
+        Scratch { start: start as u64, pages }
+    }
+
+    /// Where page `page` is.
+    ///
+    /// # Panics
+    /// If the mapping has fewer pages. (One behind the last is allowed.)
+    pub fn address(&self, page: usize) -> u64 {
+        assert!(page <= self.pages, "page {page} of {}", self.pages);
+        self.start + (page * PAGE_SIZE) as u64
+    }
+
+    /// All of it.
+    pub fn range(&self) -> Range {
+        self.address(0)..self.address(self.pages)
+    }
+
+    /// Writes a number to the beginning of a page, which must be mapped and writable.
+    pub fn write(&self, page: usize, value: u64) {
+        assert!(page < self.pages, "page {page} of {}", self.pages);
+        // SAFETY: the page lies within our own mapping, no reference to it exists anywhere, and the address is aligned.
+        unsafe { std::ptr::write_volatile(self.address(page) as *mut u64, value) }
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        // SAFETY: the mapping is ours, and only raw accesses through `self` touch it.
+        unsafe { libc::munmap(self.start as *mut libc::c_void, self.pages * PAGE_SIZE) };
+    }
+}
+
+/// What only tests do to the mapping.
+#[cfg(test)]
+#[expect(clippy::undocumented_unsafe_blocks, reason = "all calls change nothing but the mapping that the value owns")]
+impl Scratch {
+    /// The number at the beginning of a page.
+    pub fn read(&self, page: usize) -> u64 {
+        assert!(page < self.pages);
+        unsafe { std::ptr::read_volatile(self.address(page) as *const u64) }
+    }
+
+    fn call(&self, from: usize, count: usize, call: impl FnOnce(*mut libc::c_void, usize) -> bool) {
+        assert!(from + count <= self.pages);
+        let start = self.address(from) as *mut libc::c_void;
+        assert!(call(start, count * PAGE_SIZE), "{}", io::Error::last_os_error());
+    }
+
+    /// Leaves a hole in the mapping.
+    pub fn unmap(&self, from: usize, count: usize) {
+        self.call(from, count, |start, length| unsafe { libc::munmap(start, length) } == 0);
+    }
+
+    /// Maps new memory over part of the mapping.
+    pub fn remap_new(&self, from: usize, count: usize) {
+        let protection = libc::PROT_READ | libc::PROT_WRITE;
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED | libc::MAP_NORESERVE;
+        self.call(from, count, |start, length| {
+            libc::MAP_FAILED != unsafe { libc::mmap(start, length, protection, flags, -1, 0) }
+        });
+    }
+
+    /// Maps a file privately over part of the mapping.
+    pub fn map_file(&self, from: usize, count: usize, file: &std::fs::File, shared: bool) {
+        let protection = libc::PROT_READ | libc::PROT_WRITE;
+        let flags = libc::MAP_FIXED | if shared { libc::MAP_SHARED } else { libc::MAP_PRIVATE };
+        let descriptor = std::os::fd::AsRawFd::as_raw_fd(file);
+        self.call(from, count, |start, length| {
+            libc::MAP_FAILED != unsafe { libc::mmap(start, length, protection, flags, descriptor, 0) }
+        });
+    }
+
+    /// Changes the protection of part of the mapping.
+    pub fn protect(&self, from: usize, count: usize, protection: libc::c_int) {
+        self.call(from, count, |start, length| unsafe { libc::mprotect(start, length, protection) } == 0);
+    }
+
+    /// Advises the kernel about part of the mapping.
+    pub fn advise(&self, from: usize, count: usize, advice: libc::c_int) {
+        self.call(from, count, |start, length| unsafe { libc::madvise(start, length, advice) } == 0);
+    }
+
+    /// Moves pages over others; the place they leave is unmapped.
+    pub fn move_pages(&self, from: usize, count: usize, to: usize) {
+        assert!(to + count <= self.pages);
+        let target = self.address(to) as *mut libc::c_void;
+        let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
+        self.call(from, count, |start, length| {
+            libc::MAP_FAILED != unsafe { libc::mremap(start, length, length, flags, target) }
+        });
+    }
+}
