@@ -138,6 +138,9 @@ pub enum StoreError {
     /// It was opened to be read.
     #[error("the checkpoint was opened to be read: nothing can be put into it")]
     ReadOnly,
+    /// An earlier write failed, so that what was put since the last commit is lost.
+    #[error("an earlier write failed: the checkpoint cannot be completed")]
+    Aborted,
     /// The storage below failed.
     #[error("{operation} {path}: {source}")]
     Io {

@@ -119,3 +119,12 @@ pub struct Cost {
     /// manifest, filled from the commit record when read.
     pub written_bytes: u64,
 }
+
+impl Manifest {
+    /// The roots of all page trees that it names.
+    pub(crate) fn roots(&self) -> impl Iterator<Item = ContentId> + '_ {
+        let spaces = self.spaces.iter().map(|space| space.root);
+        let files = self.files.iter().map(|file| file.root);
+        spaces.chain(files).chain(self.state.iter().map(|state| state.root))
+    }
+}
