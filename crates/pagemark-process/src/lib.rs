@@ -1,2 +1,8 @@
 //! Targets that are processes: attach to a running one or start one, follow its threads, children and
 //! mappings, track their memory from outside, freeze them, save and restore them.
+
+pub mod spawn;
+pub mod files;
+pub mod criu;
+pub mod restore;
+pub mod stdio;

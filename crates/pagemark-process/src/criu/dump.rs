@@ -1,0 +1,385 @@
+//! Saving everything of a process tree but its memory, while that is frozen for some milliseconds.
+//!
+//! `criu dump --lazy-pages` freezes the tree, writes all state, and then waits as a page server with the tree still frozen, and
+//! with its own code already taken out of the processes. A byte on its status descriptor says so. In that moment the last dirty
+//! pages are collected; then a message on the page server's socket ends CRIU, and the tree runs on.
+//!
+//! CRIU must not be killed before that moment, because it may be running code inside a process. So it runs in a session of its own,
+//! and its page server's socket is one end of a pair whose other end only Pagemark has: when Pagemark is killed, at any instant,
+//! CRIU goes on to the moment at which it would serve pages, finds the socket closed, and ends as it does after a complete dump.
+
+use std::fs::File;
+use std::io::{Read, Write};
+use std::os::fd::AsRawFd;
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::Child;
+use std::time::{Duration, Instant};
+
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use pagemark::PAGE_SIZE;
+
+use super::images::{ImageError, PageRun, Pagemap, PstreeEntry, read_all};
+use super::{Criu, CriuError, errors_in_log, images};
+use crate::stdio::{self, Outside};
+
+/// CRIU's log in the images directory.
+const LOG: &str = "dump.log";
+
+/// What Pagemark itself has to remember for the restore, in the images directory.
+pub(crate) const NOTES: &str = "pagemark.json";
+
+/// How long CRIU may take to save the state. Its own limit for freezing is 10 s.
+const SAVE_LIMIT: Duration = Duration::from_secs(120);
+
+/// How long CRIU may take to let the tree run on.
+const THAW_LIMIT: Duration = Duration::from_secs(30);
+
+/// How often the tree is looked at to see whether it is frozen.
+const LOOK: Duration = Duration::from_micros(200);
+
+/// Message of CRIU's page protocol that ends the page server: command, pages, address, image; 32 bytes with padding.
+const FORCE_CLOSE: u32 = 0x1024;
+
+/// What to save, and how.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct DumpOptions {
+    /// Saves established TCP connections too. Without it they are restored closed, and never disturbed by the dump.
+    pub keep_connections: bool,
+}
+
+/// What Pagemark has to remember about a dump to restore it.
+#[derive(Clone, PartialEq, Eq, Debug, Default, serde::Serialize, serde::Deserialize)]
+pub(crate) struct Notes {
+    /// Connections are in the images.
+    pub keep_connections: bool,
+    /// The root was no session leader: it gets the restoring command's session.
+    pub shell_job: bool,
+    /// Standard streams that lead out of the tree.
+    pub outside: Vec<Outside>,
+}
+
+/// When what happened.
+#[derive(Clone, Copy, Debug)]
+pub struct Timings {
+    /// The root process was stopped.
+    pub frozen_at: Instant,
+    /// All state but memory was saved.
+    pub state_saved_at: Instant,
+    /// The root process ran again.
+    pub thawed_at: Instant,
+}
+
+impl Timings {
+    /// How long the tree was frozen.
+    pub fn downtime(&self) -> Duration {
+        self.thawed_at - self.frozen_at
+    }
+}
+
+/// A dump that is under way. Dropped at any point, the tree runs on.
+#[derive(Debug)]
+pub struct Dump {
+    pid: i32,
+    directory: PathBuf,
+    child: Child,
+    /// None once CRIU was told to end.
+    socket: Option<UnixStream>,
+    status: File,
+    frozen_at: Option<Instant>,
+    state_saved_at: Option<Instant>,
+}
+
+impl Dump {
+    /// Starts CRIU and returns at once. The tree under `pid` runs on for some 40 ms, then it is frozen. `directory` must exist and be
+    /// empty; the images go there. They hold secrets of the processes, so it should be its owner's alone.
+    ///
+    /// # Errors
+    /// [`CriuError::Gone`], or CRIU could not be started.
+    pub fn start(criu: &Criu, pid: i32, directory: &Path, options: &DumpOptions) -> Result<Dump, CriuError> {
+        let tree = stdio::tree(pid).map_err(|_| CriuError::Gone { pid })?;
+        let notes = Notes {
+            keep_connections: options.keep_connections,
+            shell_job: nix::unistd::getsid(Some(nix::unistd::Pid::from_raw(pid)))
+                .map_err(|_| CriuError::Gone { pid })?
+                .as_raw()
+                != pid,
+            outside: stdio::survey(&tree),
+        };
+        write_notes(directory, &notes)?;
+
+        let io = |what: &str| CriuError::io(format!("{what} for CRIU"));
+        let (socket, page_server) = UnixStream::pair().map_err(io("make a socket pair"))?;
+        let (status_read, status_write) =
+            nix::unistd::pipe2(nix::fcntl::OFlag::O_CLOEXEC).map_err(|e| io("make a pipe")(e.into()))?;
+
+        let mut command = criu.command("dump", directory, LOG);
+        command.args(["-t", &pid.to_string(), "--lazy-pages", "--leave-running", "--file-locks", "--skip-in-flight"]);
+        command.args(["--ghost-limit", "1073741824", "--manage-cgroups=ignore"]);
+        command.args(["--ps-socket", &page_server.as_raw_fd().to_string()]);
+        command.args(["--status-fd", &status_write.as_raw_fd().to_string()]);
+        command.arg(if options.keep_connections { "--tcp-established" } else { "--tcp-close" });
+        if notes.shell_job {
+            command.arg("--shell-job");
+        }
+        command.args(stdio::dump_arguments(&notes.outside));
+        // CRIU also gets the reading end of its status pipe: if Pagemark is killed, writing to it must not fail.
+        let inherited = [page_server.as_raw_fd(), status_write.as_raw_fd(), status_read.as_raw_fd()];
+        // SAFETY: only system calls are made between fork and exec, which is allowed in a child of a process with threads.
+        unsafe {
+            command.pre_exec(move || crate::stdio::own_session_with(&inherited));
+        }
+        let child = command.spawn().map_err(io(&format!("start {}", criu.path().display())))?;
+        Ok(Dump {
+            pid,
+            directory: directory.into(),
+            child,
+            socket: Some(socket),
+            status: File::from(status_read),
+            frozen_at: None,
+            state_saved_at: None,
+        })
+    }
+
+    /// Waits at most this long until the tree is being frozen. True if it is. The root process is stopped then, others of its threads
+    /// or processes may still run; [`Dump::wait_state_saved`] waits for all.
+    ///
+    /// # Errors
+    /// CRIU failed. The tree runs on.
+    pub fn wait_frozen(&mut self, at_most: Duration) -> Result<bool, CriuError> {
+        let deadline = Instant::now() + at_most;
+        while self.frozen_at.is_none() {
+            if tracer(self.pid).ok_or(CriuError::Gone { pid: self.pid })? == self.child.id() as i32 {
+                self.frozen_at = Some(Instant::now());
+                break;
+            }
+            if self.has_ended()? {
+                return Err(self.failure());
+            }
+            if Instant::now() >= deadline {
+                return Ok(false);
+            }
+            std::thread::sleep(LOOK);
+        }
+        Ok(true)
+    }
+
+    /// Waits until the whole tree is frozen and all its state but memory is saved. The tree stays frozen until [`Dump::thaw`].
+    ///
+    /// # Errors
+    /// CRIU failed, in its own words. The tree runs on.
+    pub fn wait_state_saved(&mut self) -> Result<(), CriuError> {
+        let deadline = Instant::now() + SAVE_LIMIT;
+        while !self.wait_frozen(Duration::from_secs(1))? {
+            if Instant::now() >= deadline {
+                return Err(self.no_answer("freeze the processes", SAVE_LIMIT));
+            }
+        }
+        // The reading end is in CRIU too, so the end of CRIU is no end of file: it is looked for now and then.
+        while !wait_readable(&self.status, Duration::from_millis(100))? {
+            if self.has_ended()? {
+                return Err(self.failure());
+            }
+            if Instant::now() >= deadline {
+                return Err(self.no_answer("save the state", SAVE_LIMIT));
+            }
+        }
+        let mut byte = [0];
+        match self.status.read(&mut byte) {
+            Ok(1) => {
+                self.state_saved_at = Some(Instant::now());
+                Ok(())
+            }
+            Ok(_) => {
+                self.child.wait().map_err(CriuError::io("wait for CRIU"))?;
+                Err(self.failure())
+            }
+            Err(error) => Err(CriuError::io("read CRIU's status")(error)),
+        }
+    }
+
+    /// Lets the tree run on, and waits until it does.
+    ///
+    /// # Errors
+    /// The state was not saved: no [`Dump::wait_state_saved`] has succeeded, or CRIU failed after it. The tree runs on all the same.
+    pub fn thaw(mut self) -> Result<(Timings, SavedState), CriuError> {
+        let (Some(frozen_at), Some(state_saved_at)) = (self.frozen_at, self.state_saved_at) else {
+            return Err(CriuError::Failed { what: self.what(), reason: "the state is not saved yet".into() });
+        };
+        // It must stay open until CRIU has ended, because CRIU answers.
+        let mut socket = self.socket.take();
+        if let Some(socket) = &mut socket {
+            let mut message = [0; 32];
+            message[..4].copy_from_slice(&FORCE_CLOSE.to_le_bytes());
+            // If it can't be sent, closing the socket has the same effect.
+            let _ = socket.write_all(&message);
+        }
+        let deadline = Instant::now() + THAW_LIMIT;
+        let mut thawed_at = None;
+        let status = loop {
+            // A root process that was killed meanwhile is not frozen either.
+            if thawed_at.is_none() && tracer(self.pid).unwrap_or(0) == 0 {
+                thawed_at = Some(Instant::now());
+            }
+            if let Some(status) = self.child.try_wait().map_err(CriuError::io("wait for CRIU"))? {
+                break status;
+            }
+            if Instant::now() >= deadline {
+                return Err(self.no_answer("let the processes run on", THAW_LIMIT));
+            }
+            std::thread::sleep(LOOK);
+        };
+        drop(socket);
+        if !status.success() {
+            return Err(self.failure());
+        }
+        let thawed_at = thawed_at.unwrap_or_else(Instant::now);
+        let state = SavedState::read(&self.directory)?;
+        Ok((Timings { frozen_at, state_saved_at, thawed_at }, state))
+    }
+
+    fn has_ended(&mut self) -> Result<bool, CriuError> {
+        Ok(self.child.try_wait().map_err(CriuError::io("wait for CRIU"))?.is_some())
+    }
+
+    fn what(&self) -> String {
+        format!("save the state of process {}", self.pid)
+    }
+
+    /// Why CRIU ended, from its log.
+    fn failure(&self) -> CriuError {
+        if tracer(self.pid).is_none() {
+            return CriuError::Gone { pid: self.pid };
+        }
+        CriuError::Failed { what: self.what(), reason: errors_in_log(&self.directory.join(LOG)) }
+    }
+
+    fn no_answer(&self, what: &str, limit: Duration) -> CriuError {
+        CriuError::NoAnswer { what: what.into(), criu_pid: self.child.id(), limit_s: limit.as_secs() }
+    }
+}
+
+impl Drop for Dump {
+    fn drop(&mut self) {
+        // Closed, the socket ends CRIU as soon as that is harmless.
+        self.socket = None;
+        let deadline = Instant::now() + THAW_LIMIT;
+        while matches!(self.child.try_wait(), Ok(None)) && Instant::now() < deadline {
+            std::thread::sleep(LOOK);
+        }
+    }
+}
+
+fn wait_readable(file: &File, at_most: Duration) -> Result<bool, CriuError> {
+    use std::os::fd::AsFd;
+    let mut fds = [PollFd::new(file.as_fd(), PollFlags::POLLIN)];
+    let timeout = PollTimeout::try_from(at_most).unwrap_or(PollTimeout::MAX);
+    match poll(&mut fds, timeout) {
+        Ok(count) => Ok(count > 0),
+        Err(nix::errno::Errno::EINTR) => Ok(false),
+        Err(error) => Err(CriuError::io("wait for CRIU")(error.into())),
+    }
+}
+
+/// Who traces a process; zero if nobody. None if it is gone.
+fn tracer(pid: i32) -> Option<i32> {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+    let line = |name: &str| status.lines().find_map(|line| line.strip_prefix(name)).map(str::trim);
+    if line("State:")?.starts_with(['Z', 'X']) {
+        return None;
+    }
+    line("TracerPid:")?.parse().ok()
+}
+
+fn write_notes(directory: &Path, notes: &Notes) -> Result<(), CriuError> {
+    let path = directory.join(NOTES);
+    let text = serde_json::to_vec(notes).map_err(|e| CriuError::io(format!("write {}", path.display()))(e.into()))?;
+    std::fs::write(&path, text).map_err(CriuError::io(format!("write {}", path.display())))
+}
+
+/// What CRIU saved, in its images directory.
+#[derive(Debug)]
+pub struct SavedState {
+    /// The files that belong to the checkpoint as they are. The content of the processes' private pages is not among them.
+    pub files: Vec<PathBuf>,
+    /// The processes, the root first.
+    pub processes: Vec<ProcessImage>,
+}
+
+/// The private memory of a process as CRIU's images describe it.
+#[derive(Debug)]
+pub struct ProcessImage {
+    /// The process.
+    pub pid: i32,
+    /// Its pages that hold something, in ascending order. The content of those which are not present is Pagemark's to keep.
+    pub runs: Vec<PageRun>,
+    pages_path: PathBuf,
+}
+
+impl SavedState {
+    /// Reads what a dump left in `directory`.
+    ///
+    /// # Errors
+    /// [`CriuError::Image`] if an image can't be understood.
+    pub fn read(directory: &Path) -> Result<SavedState, CriuError> {
+        let mut processes = Vec::new();
+        let mut pages_of_processes = Vec::new();
+        for process in read_pstree(directory)? {
+            let path = directory.join(format!("pagemap-{}.img", process.pid));
+            // A zombie has no memory.
+            if !path.exists() {
+                continue;
+            }
+            let pagemap = Pagemap::read(&path)?;
+            let pages_path = directory.join(format!("pages-{}.img", pagemap.pages_id));
+            pages_of_processes.push(pages_path.clone());
+            processes.push(ProcessImage { pid: process.pid as i32, runs: pagemap.runs().collect(), pages_path });
+        }
+        let mut files = Vec::new();
+        let entries =
+            std::fs::read_dir(directory).map_err(CriuError::io(format!("read directory {}", directory.display())))?;
+        for entry in entries {
+            let path = entry.map_err(CriuError::io(format!("read directory {}", directory.display())))?.path();
+            let is_image = path.extension().is_some_and(|extension| extension == "img");
+            let is_notes = path.file_name().is_some_and(|name| name == NOTES);
+            if (is_image || is_notes) && !pages_of_processes.contains(&path) {
+                files.push(path);
+            }
+        }
+        files.sort();
+        Ok(SavedState { files, processes })
+    }
+}
+
+/// The processes of an images directory, the root first.
+pub(crate) fn read_pstree(directory: &Path) -> Result<Vec<PstreeEntry>, ImageError> {
+    read_all(&directory.join("pstree.img"), images::ImageKind::Pstree)
+}
+
+impl ProcessImage {
+    /// Visits each page whose content CRIU saved itself, as page number and content, in ascending order.
+    ///
+    /// # Errors
+    /// The pages image could not be read, or what `visit` gives.
+    pub fn for_each_present<E: From<CriuError>>(
+        &self,
+        visit: &mut dyn FnMut(u64, &[u8; PAGE_SIZE]) -> Result<(), E>,
+    ) -> Result<(), E> {
+        if !self.runs.iter().any(|run| run.present) {
+            return Ok(());
+        }
+        let what = || format!("read {}", self.pages_path.display());
+        let file = File::open(&self.pages_path).map_err(CriuError::io(what()))?;
+        let mut reader = std::io::BufReader::with_capacity(1 << 20, file);
+        let mut page = [0; PAGE_SIZE];
+        for run in self.runs.iter().filter(|run| run.present) {
+            for number in run.page..run.page + run.pages {
+                reader.read_exact(&mut page).map_err(CriuError::io(what()))?;
+                visit(number, &page)?;
+            }
+        }
+        Ok(())
+    }
+}
+
