@@ -1,0 +1,556 @@
+//! What the target's files held at the last checkpoint, and what of it changed since.
+
+use std::collections::HashMap;
+use std::path::Path;
+
+use pagemark::repository::FileRecord;
+use pagemark::{Kind, PAGE_SIZE, PageTree, RangeSet, Store};
+
+use super::list::{Key, OpenFile, SharedMapping};
+use super::scan::{Fingerprints, Page, page_count, sample_holds, scan};
+use super::{FilesError, encode_path};
+
+/// By process, the addresses written since the [`FileTracker`] was last asked; nothing for a process of which that
+/// is not known.
+pub type Written = HashMap<i32, RangeSet>;
+
+/// Follows the content of files from one checkpoint to the next, so that a checkpoint costs what changed.
+///
+/// In every checkpoint: [`FileTracker::precopy`] while the target runs, as often as is liked;
+/// [`FileTracker::freeze_copy`] while it is frozen; [`FileTracker::finish`] when it runs again.
+///
+/// A file whose times and size are unchanged is not opened. Of one that only grows by appending, the new tail is
+/// read (and some pages picked from the rest, to notice that it was replaced). Any other is read whole, holes left
+/// out, and compared by a fingerprint of each page, so that only pages that changed are held in memory and stored.
+///
+/// When what was stored is not kept (a commit failed), call [`FileTracker::forget`].
+#[derive(Default)]
+pub struct FileTracker {
+    held: HashMap<Key, Held>,
+    /// What belongs to the checkpoint that is being made.
+    frozen: Vec<OpenFile>,
+}
+
+/// What copying the files took while the target was frozen.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Copied {
+    /// Files that had to be read.
+    pub read_files: u64,
+    /// Bytes read from them.
+    pub read_bytes: u64,
+    /// Pages that were found changed and are held in memory until [`FileTracker::finish`].
+    pub changed_pages: u64,
+}
+
+impl FileTracker {
+    /// Knows no file yet.
+    pub fn new() -> FileTracker {
+        FileTracker::default()
+    }
+
+    /// Reads and stores what changed while the target runs, so that less is left for the freeze.
+    ///
+    /// # Errors
+    /// [`FilesError::Store`]. A file that cannot be read is left for the freeze, which tells.
+    pub fn precopy(&mut self, files: &[OpenFile], written: &Written, store: &mut dyn Store) -> Result<(), FilesError> {
+        for file in files {
+            let mut held = self.held.remove(&file.key()).unwrap_or_default();
+            held.store_pending(&file.path, store)?;
+            let Held { tree, known, seen, .. } = &mut held;
+            let done = look(seen, known, file, written, &mut |page, content| {
+                let id = store.put(Kind::Page, content).map_err(FilesError::store(&file.path))?;
+                tree.set(page, id);
+                Ok(())
+            });
+            match done {
+                Ok(_) => {
+                    held.cut(file.size);
+                    self.held.insert(file.key(), held);
+                }
+                // Not kept: what was taken from it is not told apart from what was not.
+                Err(FilesError::Io { .. }) => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads what changed since, with the target frozen: `files` as listed in the freeze. What they hold from now
+    /// on is not part of the checkpoint.
+    ///
+    /// # Errors
+    /// [`FilesError::Io`] if a file cannot be read.
+    pub fn freeze_copy(&mut self, files: &[OpenFile], written: &Written) -> Result<Copied, FilesError> {
+        let mut copied = Copied::default();
+        self.frozen.clear();
+        for file in files {
+            let mut held = self.held.remove(&file.key()).unwrap_or_default();
+            let Held { pending, known, seen, .. } = &mut held;
+            let read = look(seen, known, file, written, &mut |page, content| {
+                pending.numbers.push(page);
+                pending.content.extend_from_slice(content);
+                copied.changed_pages += 1;
+                Ok(())
+            })?;
+            held.pending_size = Some(file.size);
+            copied.read_files += u64::from(read.is_some());
+            copied.read_bytes += read.unwrap_or(0);
+            self.held.insert(file.key(), held);
+        }
+        self.frozen = files.to_vec();
+        Ok(copied)
+    }
+
+    /// Stores what [`FileTracker::freeze_copy`] took, and tells of every file what it held then. Files that the
+    /// target has no longer open are forgotten.
+    ///
+    /// # Errors
+    /// [`FilesError::Store`].
+    pub fn finish(&mut self, store: &mut dyn Store) -> Result<Vec<FileRecord>, FilesError> {
+        let mut records = Vec::with_capacity(self.frozen.len());
+        let mut kept = HashMap::with_capacity(self.frozen.len());
+        for file in std::mem::take(&mut self.frozen) {
+            let Some(mut held) = self.held.remove(&file.key()) else { continue };
+            held.store_pending(&file.path, store)?;
+            records.push(FileRecord {
+                path: encode_path(&file.path),
+                size: file.size,
+                root: held.tree.save(store).map_err(FilesError::store(&file.path))?,
+                mode: file.mode,
+                uid: file.uid,
+                gid: file.gid,
+                modified_unix_ns: file.mtime_ns,
+            });
+            kept.insert(file.key(), held);
+        }
+        self.held = kept;
+        Ok(records)
+    }
+
+    /// Forgets everything: the next checkpoint reads and stores every file anew.
+    pub fn forget(&mut self) {
+        *self = FileTracker::default();
+    }
+}
+
+/// A file and what it held when it was last looked at.
+#[derive(Default)]
+struct Held {
+    seen: Option<Seen>,
+    known: Fingerprints,
+    tree: PageTree,
+    pending: Pending,
+    /// Bytes of the file when `pending` was taken.
+    pending_size: Option<u64>,
+}
+
+/// Pages that were read in a freeze and are not stored yet.
+#[derive(Default)]
+struct Pending {
+    numbers: Vec<u64>,
+    content: Vec<u8>,
+}
+
+/// How a file looked.
+struct Seen {
+    size: u64,
+    mtime_ns: i64,
+    ctime_ns: i64,
+    seen_ns: i64,
+    mappings: Vec<SharedMapping>,
+}
+
+impl Held {
+    /// Cuts the tree to the file's size.
+    fn cut(&mut self, size: u64) {
+        self.tree.clear(page_count(size)..u64::MAX / PAGE_SIZE as u64);
+    }
+
+    fn store_pending(&mut self, path: &Path, store: &mut dyn Store) -> Result<(), FilesError> {
+        let pending = std::mem::take(&mut self.pending);
+        for (page, content) in pending.numbers.into_iter().zip(pending.content.chunks(PAGE_SIZE)) {
+            let id = store.put(Kind::Page, content).map_err(FilesError::store(path))?;
+            self.tree.set(page, id);
+        }
+        if let Some(size) = self.pending_size.take() {
+            self.cut(size);
+        }
+        Ok(())
+    }
+}
+
+/// Reads what may have changed since `seen` and emits the pages that did. Returns the bytes read, none if the file
+/// did not have to be opened.
+fn look(
+    seen: &mut Option<Seen>,
+    known: &mut Fingerprints,
+    file: &OpenFile,
+    written: &Written,
+    emit: &mut dyn FnMut(u64, &Page) -> Result<(), FilesError>,
+) -> Result<Option<u64>, FilesError> {
+    // What is not marked as seen at the end is read whole the next time.
+    let last = seen.take();
+    let changed = last.as_ref().map_or(Changed::Anything, |last| last.changed(file, written));
+    let mut read_bytes = None;
+    if changed != Changed::Within(RangeSet::new()) {
+        let opened = file.open()?;
+        let whole = || [0..file.size].into_iter().collect();
+        let bytes = match changed {
+            Changed::Within(bytes) => bytes,
+            Changed::Anything => whole(),
+            Changed::From(old_size) => {
+                if sample_holds(&opened, old_size, known).map_err(FilesError::io("read", &file.path))? {
+                    [old_size..file.size.max(old_size + 1)].into_iter().collect()
+                } else {
+                    whole()
+                }
+            }
+        };
+        known.truncate(page_count(file.size));
+        read_bytes = Some(scan(&opened, &file.path, file.size, &bytes, known, emit)?);
+    }
+    *seen = Some(Seen::of(file));
+    Ok(read_bytes)
+}
+
+/// What may have changed in a file.
+#[derive(PartialEq, Eq)]
+enum Changed {
+    /// These bytes.
+    Within(RangeSet),
+    /// What comes from this byte on.
+    From(u64),
+    Anything,
+}
+
+impl Seen {
+    fn of(file: &OpenFile) -> Seen {
+        let OpenFile { size, mtime_ns, ctime_ns, seen_ns, .. } = *file;
+        Seen { size, mtime_ns, ctime_ns, seen_ns, mappings: file.mappings.clone() }
+    }
+
+    fn changed(&self, file: &OpenFile, written: &Written) -> Changed {
+        let same = (self.size, self.mtime_ns, self.ctime_ns) == (file.size, file.mtime_ns, file.ctime_ns);
+        match self.mapped(file, written) {
+            Some(bytes) if same && !self.is_fresh() && !file.times_unreliable => Changed::Within(bytes),
+            Some(_) if file.append_only && file.size >= self.size && !file.times_unreliable => Changed::From(self.size),
+            _ => Changed::Anything,
+        }
+    }
+
+    /// True if the file changed so shortly before it was looked at that a later change may bear the same time.
+    fn is_fresh(&self) -> bool {
+        const TICK_NS: i64 = 20_000_000;
+        const COARSE_NS: i64 = 2_000_000_000;
+        let newest_ns = self.mtime_ns.max(self.ctime_ns);
+        // Some file systems count in seconds, or pairs of them.
+        let tick_ns = if newest_ns % 1_000_000_000 == 0 { COARSE_NS } else { TICK_NS };
+        newest_ns > self.seen_ns.saturating_sub(tick_ns)
+    }
+
+    /// The bytes written through shared mappings; none if that is not known.
+    fn mapped(&self, file: &OpenFile, written: &Written) -> Option<RangeSet> {
+        if !self.mappings.iter().all(|mapping| file.mappings.contains(mapping)) {
+            // Who knows what was written through it before it went.
+            return None;
+        }
+        let mut bytes = RangeSet::new();
+        for SharedMapping { pid, addresses, offset } in &file.mappings {
+            for part in written.get(pid)?.within(addresses.clone()) {
+                let in_file = |address: u64| (address - addresses.start).saturating_add(*offset);
+                bytes.insert(in_file(part.start)..in_file(part.end));
+            }
+        }
+        Some(bytes)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+    use std::fs::{self, File, OpenOptions};
+    use std::io::Write;
+    use std::os::unix::fs::FileExt;
+    use std::path::PathBuf;
+    use std::time::{Duration, SystemTime};
+
+    use pagemark::MemoryStore;
+    use proptest::prelude::*;
+
+    use super::super::{What, open_for_writing, put_back};
+    use super::*;
+
+    /// What this process has open below `directory`: the tests are their own target.
+    fn open_below(directory: &Path) -> Vec<OpenFile> {
+        let files = open_for_writing(&[own_pid()]).expect("our own files can be listed");
+        files.into_iter().filter(|file| file.path.starts_with(directory)).collect()
+    }
+
+    fn own_pid() -> i32 {
+        std::process::id() as i32
+    }
+
+    fn tick() {
+        std::thread::sleep(Duration::from_millis(30));
+    }
+
+    #[derive(Clone, Debug)]
+    enum Step {
+        Append(usize, usize, u8),
+        Overwrite(usize, u64, usize, u8),
+        Cut(usize, u64),
+        Move(usize),
+        Close(usize),
+        StartAgain(usize),
+        Precopy,
+        Wait,
+        Checkpoint,
+    }
+
+    const FILES: usize = 3;
+
+    fn step() -> impl Strategy<Value = Step> {
+        let file = || 0..FILES;
+        prop_oneof![
+            6 => (file(), 0usize..9000, any::<u8>()).prop_map(|(file, length, byte)| Step::Append(file, length, byte)),
+            4 => (file(), 0u64..40_000, 0usize..9000, any::<u8>())
+                .prop_map(|(file, at, length, byte)| Step::Overwrite(file, at, length, byte)),
+            2 => (file(), 0u64..3_000_000).prop_map(|(file, size)| Step::Cut(file, size)),
+            1 => file().prop_map(Step::Move),
+            1 => file().prop_map(Step::Close),
+            1 => file().prop_map(Step::StartAgain),
+            3 => Just(Step::Precopy),
+            1 => Just(Step::Wait),
+            4 => Just(Step::Checkpoint),
+        ]
+    }
+
+    /// A program with some files: the first is only ever appended to, while it is open.
+    struct Program {
+        directory: PathBuf,
+        files: [Option<(PathBuf, File)>; FILES],
+        names: usize,
+    }
+
+    impl Program {
+        fn create(&mut self, file: usize) {
+            self.names += 1;
+            let path = self.directory.join(format!("file{}", self.names));
+            let mut options = OpenOptions::new();
+            let options = match file {
+                0 => options.append(true),
+                1 => options.write(true),
+                _ => options.read(true).write(true),
+            };
+            let opened = options.create(true).open(&path).unwrap();
+            self.files[file] = Some((path, opened));
+        }
+
+        fn take(&mut self, step: &Step) {
+            match *step {
+                Step::Append(file, length, byte) => {
+                    if let Some((_, open)) = &mut self.files[file] {
+                        let end = open.metadata().unwrap().len();
+                        let content = vec![byte; length];
+                        if file == 0 { open.write_all(&content) } else { open.write_all_at(&content, end) }.unwrap();
+                    }
+                }
+                Step::Overwrite(file, at, length, byte) if file != 0 => {
+                    if let Some((_, open)) = &self.files[file] {
+                        open.write_all_at(&vec![byte; length], at).unwrap();
+                    }
+                }
+                Step::Cut(file, size) if file != 0 => {
+                    if let Some((_, open)) = &self.files[file] {
+                        open.set_len(size).unwrap();
+                    }
+                }
+                Step::Move(file) => {
+                    self.names += 1;
+                    if let Some((path, _)) = &mut self.files[file] {
+                        let new = self.directory.join(format!("file{}", self.names));
+                        fs::rename(&path, &new).unwrap();
+                        *path = new;
+                    }
+                }
+                Step::Close(file) => self.files[file] = None,
+                Step::StartAgain(file) => {
+                    if let Some((path, _)) = self.files[file].take() {
+                        fs::remove_file(path).unwrap();
+                    }
+                    self.create(file);
+                }
+                Step::Wait => tick(),
+                _ => {}
+            }
+        }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+        #[test]
+        fn every_checkpoint_is_put_back_as_it_was(steps in prop::collection::vec(step(), 1..40)) {
+            let directory = tempfile::tempdir().unwrap();
+            let mut program = Program { directory: directory.path().to_path_buf(), files: [None, None, None], names: 0 };
+            (0..FILES).for_each(|file| program.create(file));
+            let (mut store, mut tracker) = (MemoryStore::new(), FileTracker::new());
+            let mut checkpoints = Vec::new();
+            for step in &steps {
+                program.take(step);
+                let nothing_mapped = Written::from([(own_pid(), RangeSet::new())]);
+                match step {
+                    Step::Precopy => {
+                        tracker.precopy(&open_below(directory.path()), &nothing_mapped, &mut store).unwrap();
+                    }
+                    Step::Checkpoint => {
+                        tracker.freeze_copy(&open_below(directory.path()), &nothing_mapped).unwrap();
+                        let held: BTreeMap<PathBuf, Vec<u8>> = program.files.iter().flatten()
+                            .map(|(path, _)| (path.clone(), fs::read(path).unwrap())).collect();
+                        checkpoints.push((tracker.finish(&mut store).unwrap(), held));
+                    }
+                    _ => {}
+                }
+            }
+            program.files = [None, None, None];
+            for (number, (records, held)) in checkpoints.iter().enumerate().rev() {
+                prop_assert_eq!(records.len(), held.len());
+                let before: BTreeMap<_, _> = held.keys().filter_map(|path| Some((path, fs::read(path).ok()?))).collect();
+                for done in put_back(records, &store, SystemTime::now()).unwrap() {
+                    prop_assert_eq!(&fs::read(&done.path).unwrap(), &held[&done.path], "checkpoint {}", number);
+                    match (before.get(&done.path), done.set_aside) {
+                        (None, aside) => prop_assert_eq!((done.what, aside), (What::Recreated, None)),
+                        (Some(content), None) => prop_assert_eq!(content, &held[&done.path]),
+                        (Some(content), Some(aside)) => prop_assert_eq!(content, &fs::read(aside).unwrap()),
+                    }
+                }
+                let again = put_back(records, &store, SystemTime::now()).unwrap();
+                prop_assert!(again.iter().all(|done| done.what == What::Untouched));
+            }
+        }
+    }
+
+    #[test]
+    fn costs_what_changed() {
+        let directory = tempfile::tempdir().unwrap();
+        let mut log = OpenOptions::new().append(true).create(true).open(directory.path().join("log")).unwrap();
+        let data =
+            OpenOptions::new().write(true).create(true).truncate(true).open(directory.path().join("data")).unwrap();
+        let content: Vec<u8> = (0..4_000_000u32).map(|n| (n / 5000) as u8 | 1).collect();
+        log.write_all(&content).unwrap();
+        data.write_all_at(&content, 0).unwrap();
+        let (mut store, mut tracker, written) = (MemoryStore::new(), FileTracker::new(), Written::new());
+        let mut checkpoint = |tracker: &mut FileTracker| {
+            let copied = tracker.freeze_copy(&open_below(directory.path()), &written).unwrap();
+            tracker.finish(&mut store).unwrap();
+            copied
+        };
+        tick();
+        let pages = content.len().div_ceil(PAGE_SIZE) as u64;
+        assert_eq!(checkpoint(&mut tracker).changed_pages, 2 * pages);
+        assert_eq!(checkpoint(&mut tracker), Copied::default());
+        log.write_all(b"more").unwrap();
+        let copied = checkpoint(&mut tracker);
+        assert_eq!((copied.read_files, copied.changed_pages), (1, 1));
+        assert!(copied.read_bytes <= PAGE_SIZE as u64, "{copied:?}");
+        tick();
+        checkpoint(&mut tracker);
+        data.write_all_at(b"x", 1_000_000).unwrap();
+        let copied = checkpoint(&mut tracker);
+        assert_eq!((copied.read_files, copied.changed_pages), (1, 1));
+        tracker.forget();
+        assert_eq!(checkpoint(&mut tracker).changed_pages, 2 * pages);
+    }
+
+    #[test]
+    fn a_log_that_was_replaced_in_place_is_noticed() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("log");
+        let mut log = OpenOptions::new().append(true).create(true).open(&path).unwrap();
+        log.write_all(&[1; 100_000]).unwrap();
+        let (mut store, mut tracker, written) = (MemoryStore::new(), FileTracker::new(), Written::new());
+        tracker.precopy(&open_below(directory.path()), &written, &mut store).unwrap();
+        // As `logrotate` does with copytruncate.
+        log.set_len(0).unwrap();
+        log.write_all(&[2; 200_000]).unwrap();
+        tracker.freeze_copy(&open_below(directory.path()), &written).unwrap();
+        let records = tracker.finish(&mut store).unwrap();
+        drop(log);
+        fs::remove_file(&path).unwrap();
+        put_back(&records, &store, SystemTime::now()).unwrap();
+        assert_eq!(fs::read(&path).unwrap(), [2; 200_000]);
+    }
+
+    #[test]
+    fn writes_through_a_mapping_are_seen() {
+        for place in [std::env::temp_dir(), PathBuf::from("/dev/shm")] {
+            let directory = tempfile::tempdir_in(place).unwrap();
+            let path = directory.path().join("mapped");
+            let file = OpenOptions::new().read(true).write(true).create_new(true).open(&path).unwrap();
+            file.set_len(16 * PAGE_SIZE as u64).unwrap();
+            let mut memory = Mapped::new(&file);
+            drop(file);
+            let (mut store, mut tracker) = (MemoryStore::new(), FileTracker::new());
+            let mut checkpoint = |written: &Written| {
+                let files = open_below(directory.path());
+                assert_eq!((files.len(), files[0].append_only), (1, false));
+                let copied = tracker.freeze_copy(&files, written).unwrap();
+                (copied, tracker.finish(&mut store).unwrap())
+            };
+            let start = memory.start();
+            let written = |page: u64| {
+                let page = start + page * PAGE_SIZE as u64;
+                Written::from([(own_pid(), [page..page + PAGE_SIZE as u64].into_iter().collect())])
+            };
+            memory.bytes()[5 * PAGE_SIZE] = 1;
+            tick();
+            assert_eq!(checkpoint(&Written::new()).0.changed_pages, 1);
+            memory.bytes()[6 * PAGE_SIZE] = 2;
+            assert_eq!(checkpoint(&Written::new()).0.changed_pages, 1);
+            tick();
+            checkpoint(&Written::new());
+            memory.bytes()[6 * PAGE_SIZE] = 3;
+            let (copied, records) = checkpoint(&written(6));
+            assert_eq!(copied.changed_pages, 1);
+            let expected = memory.bytes().to_vec();
+            memory.bytes()[7 * PAGE_SIZE] = 4;
+            drop(memory);
+            let done = put_back(&records, &store, SystemTime::now()).unwrap();
+            assert_eq!(done[0].what, What::Replaced);
+            assert!(fs::read(&path).unwrap() == expected);
+        }
+    }
+
+    /// A shared writable mapping of a whole file.
+    struct Mapped {
+        start: std::ptr::NonNull<std::ffi::c_void>,
+        length: usize,
+    }
+
+    impl Mapped {
+        fn new(file: &File) -> Mapped {
+            use nix::sys::mman::{MapFlags, ProtFlags, mmap};
+            let length = file.metadata().unwrap().len() as usize;
+            let size = std::num::NonZeroUsize::new(length).unwrap();
+            let access = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
+            // SAFETY: a new mapping at an address of the kernel's choice touches no other memory.
+            let start = unsafe { mmap(None, size, access, MapFlags::MAP_SHARED, file, 0) }.unwrap();
+            Mapped { start, length }
+        }
+
+        fn start(&self) -> u64 {
+            self.start.as_ptr() as u64
+        }
+
+        fn bytes(&mut self) -> &mut [u8] {
+            // SAFETY: the mapping lives as long as `self`, is borrowed from it alone, and its file is not cut.
+            unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr().cast(), self.length) }
+        }
+    }
+
+    impl Drop for Mapped {
+        fn drop(&mut self) {
+            // SAFETY: made by `new`, and nothing borrows it any more.
+            unsafe { nix::sys::mman::munmap(self.start, self.length) }.unwrap();
+        }
+    }
+}

@@ -1,0 +1,277 @@
+//! Programs that check themselves for ever are checkpointed while they run, killed, and come back: their memory is bitwise what
+//! it was at the freeze, and they go on checking.
+
+use std::collections::BTreeMap;
+use std::ffi::OsString;
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant, SystemTime};
+
+use nix::sys::signal::{SigSet, Signal, kill};
+use nix::unistd::Pid;
+use pagemark::Mechanism;
+use pagemark::checkpointer::Strategy;
+use pagemark::repository::Repository;
+use pagemark_process::criu::Criu;
+use pagemark_process::files::put_back;
+use pagemark_process::job::{Job, Options};
+use pagemark_process::restore::{RestoreOptions, Streams, prepare};
+use pagemark_process::spawn::spawn;
+use pagemark_testing::skip;
+
+const PAGE: usize = 4096;
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// What each page held, by process and address.
+type Image = BTreeMap<(i32, u64), Box<[u8; PAGE]>>;
+
+fn wait_for<T>(what: &str, mut condition: impl FnMut() -> Option<T>) -> T {
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        if let Some(value) = condition() {
+            return value;
+        }
+        assert!(Instant::now() < deadline, "waited too long for {what}");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+/// Reads what a stopped process's memory holds, without Pagemark's own code: every page that is in memory or swapped out, but
+/// for pages of mapped files that were not changed.
+fn image_of(pid: i32, image: &mut Image) {
+    let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).expect("the process lives");
+    let pagemap = File::open(format!("/proc/{pid}/pagemap")).expect("its pagemap");
+    let memory = File::open(format!("/proc/{pid}/mem")).expect("its memory");
+    for line in maps.lines() {
+        let mut words = line.split_whitespace();
+        let (range, permissions) = (words.next().expect("a range"), words.next().expect("permissions"));
+        if ["[vdso]", "[vvar]", "[vvar_vclock]", "[vsyscall]"].iter().any(|name| line.ends_with(name)) {
+            continue;
+        }
+        let (start, end) = range.split_once('-').expect("a range");
+        let parse = |text| u64::from_str_radix(text, 16).expect("an address");
+        let (start, end) = (parse(start), parse(end));
+        let mut entries = vec![0; ((end - start) as usize / PAGE) * 8];
+        pagemap.read_exact_at(&mut entries, start / PAGE as u64 * 8).expect("its pagemap");
+        for (index, entry) in entries.chunks_exact(8).enumerate() {
+            let entry = u64::from_ne_bytes(entry.try_into().expect("eight bytes"));
+            let populated = entry & (3 << 62) != 0;
+            let of_a_file = entry & (1 << 61) != 0;
+            if populated && (!of_a_file || permissions.ends_with('s')) {
+                let address = start + (index * PAGE) as u64;
+                let mut page = Box::new([0; PAGE]);
+                memory.read_exact_at(&mut page[..], address).unwrap_or_else(|e| panic!("{address:#x} in {line}: {e}"));
+                image.insert((pid, address), page);
+            }
+        }
+    }
+}
+
+fn assert_same_memory(frozen: &Image, pids: &[i32]) {
+    for &pid in pids {
+        let memory = File::open(format!("/proc/{pid}/mem")).expect("the restored process's memory");
+        let mut page = [0; PAGE];
+        for ((_, address), expected) in frozen.range((pid, 0)..(pid + 1, 0)) {
+            memory.read_exact_at(&mut page, *address).unwrap_or_else(|e| panic!("{pid} at {address:#x}: {e}"));
+            assert!(page == **expected, "process {pid}: page {address:#x} is not as it was at the freeze");
+        }
+        let mut restored = Image::new();
+        image_of(pid, &mut restored);
+        for (key, page) in &restored {
+            let known = frozen.contains_key(key) || page.iter().all(|&byte| byte == 0);
+            assert!(known, "process {pid}: page {:#x} holds something, and was not there", key.1);
+        }
+    }
+}
+
+/// A program that reports into a directory.
+struct Program {
+    directory: tempfile::TempDir,
+    pid: i32,
+}
+
+impl Program {
+    fn start(command: &[&str]) -> Program {
+        let directory = tempfile::tempdir().expect("a temporary directory");
+        let mut words: Vec<OsString> = vec!["sh".into(), "-c".into()];
+        // The streams lead nowhere, and the working directory stays.
+        let script = "exec \"$@\" < /dev/null > \"$0/output\" 2>&1".to_owned();
+        words.push(script.into());
+        words.push(directory.path().into());
+        words.extend(command.iter().map(|word| word.replace("DIRECTORY", &directory.path().display().to_string()).into()));
+        let child = spawn(&words, SigSet::empty()).expect("the program starts");
+        let program = Program { directory, pid: child.id() as i32 };
+        // Reaped when it is killed, so that its id is free for the restore.
+        std::thread::spawn(move || { let mut child = child; child.wait() });
+        program
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.directory.path().join(name)
+    }
+
+    fn progress(&self) -> u64 {
+        std::fs::metadata(self.path("progress")).map_or(0, |file| file.len())
+    }
+
+    fn wait_for_progress(&self) {
+        let before = self.progress();
+        wait_for("progress", || {
+            self.assert_well();
+            (self.progress() > before + 26).then_some(())
+        });
+    }
+
+    fn assert_well(&self) {
+        let violated = std::fs::read_to_string(self.path("violated"));
+        assert!(violated.is_err(), "{violated:?}");
+        let stat = std::fs::read_to_string(format!("/proc/{}/stat", self.pid)).unwrap_or_default();
+        let output = std::fs::read_to_string(self.path("output"));
+        assert!(!stat.is_empty() && !stat.contains(") Z"), "the program has ended: {output:?}");
+    }
+
+    fn signal(&self, signal: Signal) {
+        kill(Pid::from_raw(self.pid), signal).expect("the program lives");
+    }
+}
+
+impl Drop for Program {
+    fn drop(&mut self) {
+        kill_all(&descendants(self.pid));
+    }
+}
+
+fn descendants(pid: i32) -> Vec<i32> {
+    let mut pids = vec![pid];
+    let mut next = 0;
+    while let Some(&pid) = pids.get(next) {
+        for task in std::fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten() {
+            let children = std::fs::read_to_string(task.path().join("children")).unwrap_or_default();
+            pids.extend(children.split_whitespace().filter_map(|pid| pid.parse::<i32>().ok()));
+        }
+        next += 1;
+    }
+    pids
+}
+
+fn kill_all(pids: &[i32]) {
+    for &pid in pids {
+        let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
+    }
+    for &pid in pids {
+        wait_for("a killed process to go", || {
+            // Restored processes are nobody's children here; those of the program go with it.
+            let _ = nix::sys::wait::waitpid(Pid::from_raw(pid), Some(nix::sys::wait::WaitPidFlag::WNOHANG));
+            (!Path::new(&format!("/proc/{pid}")).exists()).then_some(())
+        });
+    }
+}
+
+/// The story of each test: checkpoints while the program runs and `between` disturbs it, then death, then life.
+fn comes_back(command: &[&str], mechanism: Mechanism, strategy: Strategy, mut between: impl FnMut(&Program, u32)) {
+    let criu = match Criu::find() {
+        Ok(criu) => criu,
+        Err(error) => skip!("{error}"),
+    };
+    let program = Program::start(command);
+    program.wait_for_progress();
+    let place = tempfile::tempdir().expect("a temporary directory");
+    let repository = Repository::create(&place.path().join("repository")).expect("a repository");
+    let options = Options { mechanism: Some(mechanism), strategy, ..Options::new("test") };
+    let mut job = Job::attach(program.pid, repository, options).expect("attach");
+
+    let frozen = Arc::new(Mutex::new((Image::new(), Vec::new())));
+    let witness = frozen.clone();
+    job.set_freeze_hook(Box::new(move |pids| {
+        let mut image = Image::new();
+        pids.iter().for_each(|&pid| image_of(pid, &mut image));
+        *witness.lock().expect("no panic") = (image, pids.to_vec());
+    }));
+    let mut taken = job.checkpoint().expect("the first checkpoint");
+    for round in 0..4 {
+        between(&program, round);
+        program.wait_for_progress();
+        taken = job.checkpoint().unwrap_or_else(|error| panic!("checkpoint after round {round}: {error}"));
+    }
+    program.wait_for_progress();
+    job.detach();
+    program.wait_for_progress();
+    let (image, pids) = std::mem::take(&mut *frozen.lock().expect("no panic"));
+    kill_all(&pids);
+
+    let repository = Repository::open(&place.path().join("repository")).expect("the repository");
+    let checkpoint = repository.read("test", taken.sequence).expect("the checkpoint");
+    let images = tempfile::tempdir().expect("a temporary directory");
+    let prepared = prepare(&checkpoint.manifest, &checkpoint, images.path()).expect("prepare the restore");
+    put_back(&checkpoint.manifest.files, &checkpoint, SystemTime::now()).expect("put files back");
+    let options = RestoreOptions { stopped: true, streams: Streams::Null, as_child: false };
+    let restored = prepared.run(&criu, &options).expect("restore");
+    assert_eq!(restored.root_pid, program.pid);
+    assert_eq!(restored.pids.iter().collect::<std::collections::BTreeSet<_>>(), pids.iter().collect());
+    assert_same_memory(&image, &restored.pids);
+    for &pid in &restored.pids {
+        kill(Pid::from_raw(pid), Signal::SIGCONT).expect("the restored process lives");
+    }
+    program.wait_for_progress();
+    program.wait_for_progress();
+}
+
+const TORTURE: &str = env!("CARGO_BIN_EXE_torture");
+const FAMILY: &str = env!("CARGO_BIN_EXE_family");
+const PAGES: &str = env!("CARGO_BIN_EXE_pages");
+
+fn undisturbed(_: &Program, _: u32) {}
+
+#[test]
+fn eight_threads_that_do_everything_at_once() {
+    comes_back(&[TORTURE, "DIRECTORY"], Mechanism::Adaptive, Strategy::default(), undisturbed);
+}
+
+#[test]
+fn eight_threads_stopped_and_copied() {
+    comes_back(&[TORTURE, "DIRECTORY"], Mechanism::PagemapScan, Strategy::StopAndCopy, undisturbed);
+}
+
+#[test]
+fn eight_threads_compared() {
+    comes_back(&[TORTURE, "DIRECTORY"], Mechanism::Compare, Strategy::default(), undisturbed);
+}
+
+#[test]
+fn eight_threads_copied_in_full() {
+    comes_back(&[TORTURE, "DIRECTORY"], Mechanism::Full, Strategy::default(), undisturbed);
+}
+
+#[test]
+fn a_family_that_talks_through_pipes() {
+    comes_back(&[FAMILY, "DIRECTORY"], Mechanism::Adaptive, Strategy::default(), undisturbed);
+}
+
+#[test]
+fn a_process_that_maps_and_forks_between_checkpoints() {
+    comes_back(&[PAGES, "DIRECTORY"], Mechanism::Adaptive, Strategy::default(), |program, round| {
+        program.signal(if round % 2 == 0 { Signal::SIGUSR1 } else { Signal::SIGUSR2 });
+    });
+}
+
+#[test]
+fn an_interpreter() {
+    let script = "\
+import hashlib, sys
+state, log = {0: 'seed'}, open(sys.argv[1] + '/progress', 'a', buffering=1)
+while True:
+    last = len(state) - 1
+    state[last + 1] = hashlib.sha256(state[last].encode()).hexdigest()
+    if last % 500 == 0:
+        check = 'seed'
+        for index in range(1, len(state)):
+            check = hashlib.sha256(check.encode()).hexdigest()
+            if state[index] != check:
+                open(sys.argv[1] + '/violated', 'w').write(f'{index}: {state[index]}')
+                sys.exit(99)
+        log.write(f'ok {last:9}\\n')
+";
+    comes_back(&["python3", "-c", script, "DIRECTORY"], Mechanism::Adaptive, Strategy::default(), undisturbed);
+}
