@@ -51,12 +51,11 @@ impl Attach {
     pub fn run(self) -> Outcome {
         let job = job_of(&self.how, self.pid)?;
         let repository = self.place.open_or_create()?;
-        let path = repository.path().to_owned();
         let options = self.how.options(job.clone());
         let signals = Signals::hold_for_stop()?;
         // Attach once now, so that what can't be attached to is said at once and ends with a status.
-        let attached =
-            Job::attach(self.pid, repository, options.clone()).map_err(|error| attach_failure(self.pid, error))?;
+        let attached = Job::attach(self.pid, repository.clone(), options.clone())
+            .map_err(|error| attach_failure(self.pid, error))?;
         attached.detach();
 
         let (sender, events) = mpsc::channel();
@@ -66,7 +65,7 @@ impl Attach {
         let mut report = Report::choose(self.when.quiet, self.json, report::stdout());
         let series = Series {
             pid,
-            repository: path,
+            repository,
             options,
             every: self.when.every,
             policy: self.when.keep.policy(),

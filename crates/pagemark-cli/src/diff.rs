@@ -87,7 +87,7 @@ impl Diff {
         if self.hex {
             for process in &difference.processes {
                 for &(page, old, new) in &process.pages {
-                    print(&hex(b.store(), page, old, new).map_err(damaged)?);
+                    print(&hex(&b, page, old, new).map_err(damaged)?);
                 }
             }
         }
@@ -137,11 +137,11 @@ fn compare(a: &Checkpoint, b: &Checkpoint, keep_pages: bool) -> Result<Differenc
     let mut processes = Vec::new();
     for space in &b.manifest.spaces {
         let before = a.manifest.spaces.iter().find(|other| other.pid == space.pid);
-        processes.push(compare_space(b.store(), before, Some(space), keep_pages)?);
+        processes.push(compare_space(b, before, Some(space), keep_pages)?);
     }
     for space in &a.manifest.spaces {
         if !b.manifest.spaces.iter().any(|other| other.pid == space.pid) {
-            processes.push(compare_space(a.store(), Some(space), None, keep_pages)?);
+            processes.push(compare_space(a, Some(space), None, keep_pages)?);
         }
     }
     Ok(Difference {

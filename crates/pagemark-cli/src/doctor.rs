@@ -46,6 +46,7 @@ struct MechanismFinding {
     works: bool,
     /// Nanoseconds a page; none if it does not work.
     first_write_ns: Option<f64>,
+    hot_write_ns: Option<f64>,
     collect_ns: Option<f64>,
     /// Why it does not work, and what would enable it.
     reason: Option<String>,
@@ -70,12 +71,13 @@ impl Doctor {
 }
 
 fn finding(probe: Probe) -> MechanismFinding {
-    let Probe { mechanism, works } = probe;
-    match works {
+    let Probe { mechanism, result } = probe;
+    match result {
         Ok(cost) => MechanismFinding {
             mechanism,
             works: true,
             first_write_ns: Some(cost.first_write_ns),
+            hot_write_ns: Some(cost.hot_write_ns),
             collect_ns: Some(cost.collect_ns),
             reason: None,
         },
@@ -83,6 +85,7 @@ fn finding(probe: Probe) -> MechanismFinding {
             mechanism,
             works: false,
             first_write_ns: None,
+            hot_write_ns: None,
             collect_ns: None,
             reason: Some(reason.to_string()),
         },
@@ -118,19 +121,20 @@ fn told(findings: &Findings) -> String {
         Some(auto) => out += &format!("auto        {auto}\n\n"),
         None => out += "auto        none works\n\n",
     }
-    let mut table = Table::new(&["mechanism", "works", ">first write", ">collect", ""]);
+    let mut table = Table::new(&["mechanism", "works", ">first write", ">when hot", ">collect", ""]);
     let cost = |ns: Option<f64>| ns.map_or("-".into(), |ns| format!("{ns:.0} ns"));
     for found in &findings.mechanisms {
         table.row([
             found.mechanism.name().into(),
             if found.works { "✓" } else { "✗" }.into(),
             cost(found.first_write_ns),
+            cost(found.hot_write_ns),
             cost(found.collect_ns),
             clean(found.reason.as_deref().unwrap_or("")),
         ]);
     }
     out += &table.to_string();
-    out +=
-        "\nCosts are for each page: what the program's first write to it takes longer, and what collecting it takes.\n";
+    out += "\nCosts are for each page: the program's first write to it in an interval, the same for a page that is written in every\n\
+         interval, and collecting it.\n";
     out
 }

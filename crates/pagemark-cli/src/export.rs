@@ -1,8 +1,8 @@
 //! `pagemark export`: a checkpoint for other programs.
 
-use std::fs::{self, File, OpenOptions};
+use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{BufWriter, Write};
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -79,8 +79,11 @@ fn criu(checkpoint: &Checkpoint, directory: &Path) -> Outcome {
     if fs::read_dir(directory).is_ok_and(|mut entries| entries.next().is_some()) {
         return Err(Failure::plain(format!("{} is not empty", directory.display())).help("name a new directory"));
     }
-    pagemark_process::restore::export_criu(checkpoint, directory)
-        .map_err(|error| Failure::new(format!("cannot write CRIU's images into {}", directory.display()), error))?;
-    print(&format!("{}: `criu restore -D {}` takes it\n", directory.display(), directory.display()));
+    let what = || format!("cannot write CRIU's images into {}", directory.display());
+    // Memory holds secrets: the directory is its owner's alone.
+    DirBuilder::new().recursive(true).mode(0o700).create(directory).map_err(|error| Failure::new(what(), error))?;
+    let arguments = pagemark_process::restore::export_criu(&checkpoint.manifest, checkpoint, directory)
+        .map_err(|error| Failure::new(what(), error))?;
+    print(&format!("{}: `criu {}` takes it\n", directory.display(), arguments.join(" ")));
     Ok(ExitCode::SUCCESS)
 }

@@ -1,13 +1,19 @@
 //! `pagemark restore`: brings a program back.
 
+use std::fmt::Display;
+use std::path::PathBuf;
 use std::process::ExitCode;
+use std::time::SystemTime;
 
 use clap::Args;
 use nix::errno::Errno;
-use nix::sys::prctl::set_child_subreaper;
 use nix::sys::wait::{WaitStatus, waitpid};
 use nix::unistd::Pid;
-use pagemark_process::restore::{RestoreOptions, Restored, restore};
+use pagemark::PAGE_SIZE;
+use pagemark::repository::{Checkpoint, Manifest};
+use pagemark_process::criu::Criu;
+use pagemark_process::files::{PutBack, What, put_back};
+use pagemark_process::restore::{RestoreOptions, Restored, Streams, prepare};
 use serde::Serialize;
 
 use crate::failure::{Failure, Outcome};
@@ -27,12 +33,6 @@ pub struct Restore {
     /// The checkpoint's number [default: the newest]
     #[arg(long, value_name = "N")]
     checkpoint: Option<u64>,
-    /// Let the program run before its memory is there; pages come as it touches them
-    #[arg(long)]
-    lazy: bool,
-    /// Go on with the client connections, which must have been kept in the checkpoint
-    #[arg(long)]
-    keep_connections: bool,
     /// Return at once; the program goes on by itself, without this terminal
     #[arg(long)]
     detach: bool,
@@ -51,7 +51,10 @@ pub struct Restore {
 struct Document<'a> {
     job: &'a str,
     sequence: u64,
+    /// The root process.
     pid: i32,
+    /// All of them, the root first.
+    pids: &'a [i32],
     files: Vec<File>,
 }
 
@@ -74,65 +77,82 @@ impl Restore {
         }
         reference.sequence = self.checkpoint.or(reference.sequence);
         let checkpoint = read(&repository, &reference)?;
+        if self.detach {
+            let (restored, files) = self.bring_back(&checkpoint)?;
+            return self.told(&checkpoint.manifest, &restored, files);
+        }
+        let signals = Signals::hold_for_target()?;
+        let (restored, files) = self.bring_back(&checkpoint)?;
+        let root = Pid::from_raw(restored.root_pid);
+        signals.pass_on_to(root)?;
+        self.told(&checkpoint.manifest, &restored, files)?;
+        // A checkpoint that is held can't be pruned.
+        drop(checkpoint);
+        wait(root)
+    }
+
+    /// Puts the files back and the processes.
+    fn bring_back(&self, checkpoint: &Checkpoint) -> Result<(Restored, Vec<File>), Failure> {
         let manifest = &checkpoint.manifest;
         let name = format!("{}@{}", manifest.job, manifest.sequence);
-
-        // The program becomes a child of this process, so that its exit status can be had.
-        let signals = if self.detach {
-            None
-        } else {
-            set_child_subreaper(true).map_err(|error| Failure::new("cannot become the program's parent", error))?;
-            Some(Signals::hold_for_target()?)
-        };
-        let options =
-            RestoreOptions { lazy: self.lazy, keep_connections: self.keep_connections, detached: self.detach };
-        if !self.quiet && !self.json {
-            eprintln!("pagemark: restoring {name} from {}", text::ago(manifest.taken_unix_us));
-        }
-        let restored = restore(&checkpoint, &options).map_err(|error| {
-            Failure::new(format!("cannot restore {name}"), error)
-                .help("nothing of the checkpoint is lost; `pagemark log` lists others")
-        })?;
-        let files = files(&restored);
-        if self.json {
-            return print_json(&Document {
-                job: &manifest.job,
-                sequence: manifest.sequence,
-                pid: restored.root_pid,
-                files,
-            });
-        }
+        let failed = |error: &dyn Display| Failure::new(format!("cannot restore {name}"), error);
+        let criu =
+            Criu::find().map_err(|error| failed(&error).help("`make criu` in Pagemark's sources gets a CRIU"))?;
+        // Only its owner can look into it; goes when this returns.
+        let images = tempfile::Builder::new().prefix("pagemark-restore-").tempdir();
+        let images = images.map_err(|error| failed(&error).help("TMPDIR names another place for temporary files"))?;
         if !self.quiet {
-            for file in &files {
-                match &file.set_aside {
-                    Some(aside) => {
-                        eprintln!("pagemark: {} put back; what it held is in {}", clean(&file.path), clean(aside))
-                    }
-                    None => eprintln!("pagemark: {} put back", clean(&file.path)),
-                }
-            }
-            eprintln!("pagemark: {name} runs as process {}", restored.root_pid);
+            let pages: u64 = manifest.spaces.iter().map(|space| space.pages).sum();
+            let memory = text::bytes(pages * PAGE_SIZE as u64);
+            eprintln!("pagemark: restoring {name} from {} ({memory})", text::ago(manifest.taken_unix_us));
         }
-        match signals {
-            None => Ok(ExitCode::SUCCESS),
-            Some(signals) => {
-                let pid = Pid::from_raw(restored.root_pid);
-                signals.pass_on_to(pid)?;
-                wait(pid)
+        let prepared = prepare(manifest, checkpoint, images.path())
+            .map_err(|error| failed(&error).help("nothing was touched; memory needs room in TMPDIR meanwhile"))?;
+        let files = put_back(&manifest.files, checkpoint, SystemTime::now()).map_err(|error| failed(&error))?;
+        let files: Vec<_> = files.into_iter().filter(|file| file.what != What::Untouched).map(File::from).collect();
+        let options = RestoreOptions {
+            as_child: !self.detach,
+            stopped: false,
+            streams: if self.detach { Streams::Null } else { Streams::Inherit },
+        };
+        match prepared.run(&criu, &options) {
+            Ok(restored) => Ok((restored, files)),
+            Err(error) => {
+                // That files were put back is not to be kept back.
+                tell_files(&files);
+                Err(failed(&error))
             }
         }
     }
+
+    fn told(&self, manifest: &Manifest, restored: &Restored, files: Vec<File>) -> Outcome {
+        if !self.quiet {
+            tell_files(&files);
+            eprintln!("pagemark: {}@{} runs as process {}", manifest.job, manifest.sequence, restored.root_pid);
+        }
+        if self.json {
+            let (job, sequence) = (manifest.job.as_str(), manifest.sequence);
+            return print_json(&Document { job, sequence, pid: restored.root_pid, pids: &restored.pids, files });
+        }
+        Ok(ExitCode::SUCCESS)
+    }
 }
 
-fn files(restored: &Restored) -> Vec<File> {
-    restored
-        .files_put_back
-        .iter()
-        .map(|file| File {
-            path: file.path.display().to_string(),
-            set_aside: file.set_aside.as_ref().map(|aside| aside.display().to_string()),
-        })
-        .collect()
+impl From<PutBack> for File {
+    fn from(file: PutBack) -> Self {
+        let text = |path: PathBuf| path.display().to_string();
+        File { path: text(file.path), set_aside: file.set_aside.map(text) }
+    }
+}
+
+fn tell_files(files: &[File]) {
+    for file in files {
+        let path = clean(&file.path);
+        match &file.set_aside {
+            Some(aside) => eprintln!("pagemark: {path} put back; what it held is in {}", clean(aside)),
+            None => eprintln!("pagemark: {path} put back"),
+        }
+    }
 }
 
 /// Waits until the program exits, and gives its status as a shell would.

@@ -13,7 +13,7 @@ use crate::failure::{Failure, Outcome};
 use crate::place::{Place, job_name};
 use crate::report::{self, Report};
 use crate::signals::{Signals, announce_exit};
-use crate::take::{How, Series, When, last_word};
+use crate::take::{How, Series, When, cannot_here, last_word};
 
 /// Start a program and keep it checkpointed
 ///
@@ -42,8 +42,7 @@ impl Run {
         // Whatever would make every checkpoint fail is said before the program starts.
         let repository = self.place.open_or_create()?;
         let options = self.how.options(job.clone());
-        self.how.check()?;
-        let path = repository.path().to_owned();
+        options.check().map_err(cannot_here)?;
 
         let signals = Signals::hold_for_target()?;
         let mut child = spawn(&self.command, signals.before())
@@ -56,7 +55,7 @@ impl Run {
         let mut report = Report::choose(self.when.quiet, self.json, report::stderr());
         let series = Series {
             pid,
-            repository: path,
+            repository,
             options,
             every: self.when.every,
             policy: self.when.keep.policy(),

@@ -89,7 +89,7 @@ fn head(out: &mut String, manifest: &Manifest) {
 
 /// One process and its mappings, with the pages that the checkpoint holds of each.
 fn process(checkpoint: &Checkpoint, space: &SpaceRecord) -> Result<String, Failure> {
-    let tree = PageTree::load(space.root, checkpoint.store()).map_err(|error| {
+    let tree = PageTree::load(space.root, checkpoint).map_err(|error| {
         Failure::new(format!("cannot read the memory of process {}", space.pid), error)
             .help("`pagemark verify` tells what is damaged")
     })?;

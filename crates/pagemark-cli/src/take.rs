@@ -1,6 +1,5 @@
 //! What `run`, `attach` and `checkpoint` have in common: options, and checkpoints one after the other.
 
-use std::path::PathBuf;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
@@ -9,7 +8,6 @@ use nix::unistd::Pid;
 use pagemark::Mechanism;
 use pagemark::checkpointer::Strategy;
 use pagemark::repository::{Policy, Repository};
-use pagemark_process::criu::Criu;
 use pagemark_process::job::{Job, Options, StateMode};
 
 use crate::failure::Failure;
@@ -52,18 +50,6 @@ enum StrategyName {
 }
 
 impl How {
-    /// Says now what would make every checkpoint fail.
-    pub fn check(&self) -> Result<(), Failure> {
-        if !self.memory_only {
-            Criu::find().map_err(|error| {
-                Failure::new("a program's state cannot be saved here", error).help(
-                    "`make criu` in Pagemark's sources gets a CRIU; --memory-only saves memory and registers alone",
-                )
-            })?;
-        }
-        Ok(())
-    }
-
     /// As the library wants it, for the checkpoints of `job`.
     pub fn options(&self, job: String) -> Options {
         Options {
@@ -121,8 +107,8 @@ const PRUNE_SHARE: u32 = 20;
 pub struct Series<'a> {
     /// The target's root process.
     pub pid: Pid,
-    /// Where the repository is.
-    pub repository: PathBuf,
+    /// Where they go.
+    pub repository: Repository,
     /// As for one checkpoint.
     pub options: Options,
     /// Time from the begin of one checkpoint to the begin of the next.
@@ -188,10 +174,7 @@ impl Series<'_> {
         let name = self.options.job.clone();
         if attached.is_none() {
             self.report.show(&format!("{name}: the first checkpoint saves all memory …"));
-            let repository = Repository::open(&self.repository).map_err(|error| {
-                Trouble::Failed(format!("cannot open the repository at {}: {error}", self.repository.display()))
-            })?;
-            let job = Job::attach(pid.as_raw(), repository, self.options.clone()).map_err(|error| {
+            let job = Job::attach(pid.as_raw(), self.repository.clone(), self.options.clone()).map_err(|error| {
                 if error.is_target_gone() {
                     Trouble::Gone
                 } else {
@@ -222,8 +205,7 @@ impl Series<'_> {
             return;
         }
         let begin = Instant::now();
-        let pruned = Repository::open(&self.repository)
-            .and_then(|repository| repository.prune(policy, Some(&self.options.job), &mut |_| {}));
+        let pruned = self.repository.prune(policy, Some(&self.options.job), &mut |_| {});
         if let Err(error) = pruned {
             self.report.failed(&format!("cannot prune {}: {error}", self.options.job));
         }
@@ -255,6 +237,12 @@ pub fn last_word(job: &str, done: &Done) -> String {
         ),
         None => format!("no checkpoint of {job} was taken"),
     }
+}
+
+/// Saving state on this machine is not possible as asked for.
+pub fn cannot_here(error: impl std::fmt::Display) -> Failure {
+    Failure::new("checkpoints can't be taken here as asked for", error)
+        .help("`pagemark doctor` tells what works; --memory-only saves memory and registers alone, without CRIU")
 }
 
 /// Attaching or a single checkpoint failed: what to do about it.

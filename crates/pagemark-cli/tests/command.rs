@@ -1,0 +1,238 @@
+//! What the command says and how it ends, where no checkpoint is needed for it.
+
+use std::path::Path;
+use std::process::{Command, Output, Stdio};
+
+use serde_json::Value;
+use tempfile::TempDir;
+
+/// Runs `pagemark` with a repository of its own, which does not exist yet.
+struct Pagemark {
+    home: TempDir,
+}
+
+impl Pagemark {
+    fn new() -> Self {
+        Pagemark { home: TempDir::new().expect("a temporary directory") }
+    }
+
+    fn command(&self) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_pagemark"));
+        command.env("PAGEMARK_REPO", self.repository()).env_remove("XDG_DATA_HOME").stdin(Stdio::null());
+        command
+    }
+
+    fn repository(&self) -> std::path::PathBuf {
+        self.home.path().join("repository")
+    }
+
+    fn run(&self, arguments: &[&str]) -> Output {
+        self.command().args(arguments).output().expect("pagemark starts")
+    }
+}
+
+fn stderr(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+fn stdout(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stdout).into_owned()
+}
+
+/// Asserts that it failed with `status`, told why on stderr with `text` in it, and nothing on stdout.
+#[track_caller]
+fn assert_fails(output: &Output, status: i32, text: &str) {
+    let told = stderr(output);
+    assert_eq!(output.status.code(), Some(status), "{told}");
+    assert!(told.contains(text), "{text:?} is not in {told:?}");
+    assert_eq!(stdout(output), "");
+}
+
+#[test]
+fn wrong_usage_ends_with_2() {
+    let pagemark = Pagemark::new();
+    for arguments in [
+        &[][..],
+        &["no-such-command"],
+        &["run"],
+        &["run", "--every", "soon", "--", "true"],
+        &["run", "--every", "0s", "--", "true"],
+        &["run", "--mechanism", "magic", "--", "true"],
+        &["run", "--keep-last", "0", "--", "true"],
+        &["attach"],
+        &["attach", "x"],
+        &["diff", "a@1"],
+        &["diff", "a@x", "a@2"],
+        &["export", "a"],
+        &["export", "a", "--core", "x", "--criu", "y"],
+        &["restore", "--json"],
+        &["show", "@3"],
+    ] {
+        let output = pagemark.run(arguments);
+        assert_eq!(output.status.code(), Some(2), "{arguments:?}: {}", stderr(&output));
+    }
+    let output = pagemark.run(&["run", "--mechanism", "magic", "--", "true"]);
+    assert!(stderr(&output).contains("pagemap-scan"), "the mechanisms are not named: {}", stderr(&output));
+    assert!(!pagemark.repository().exists());
+}
+
+#[test]
+fn without_a_repository_it_is_said_what_to_do() {
+    let pagemark = Pagemark::new();
+    for arguments in [
+        &["log"][..],
+        &["log", "redis"],
+        &["restore"],
+        &["restore", "redis"],
+        &["show", "redis@1"],
+        &["diff", "redis@1", "redis@2"],
+        &["verify"],
+        &["prune", "--keep-last", "1"],
+        &["export", "redis", "--core", "core"],
+    ] {
+        let output = pagemark.run(arguments);
+        assert_fails(&output, 1, "pagemark: there is no repository at");
+        assert!(stderr(&output).contains("\nhelp: "), "{arguments:?} gives no help: {}", stderr(&output));
+        assert!(!pagemark.repository().exists(), "{arguments:?} made a repository");
+    }
+}
+
+#[test]
+fn prune_wants_to_know_what_to_keep() {
+    assert_fails(&Pagemark::new().run(&["prune"]), 2, "it is not said what to keep");
+}
+
+#[test]
+fn processes_that_cannot_be_attached_to_are_told() {
+    let pagemark = Pagemark::new();
+    // Larger than the kernel's largest process id.
+    for pid in ["4194305", "0"] {
+        assert_fails(&pagemark.run(&["attach", pid]), 1, &format!("there is no process {pid}"));
+        assert_fails(&pagemark.run(&["checkpoint", pid]), 1, &format!("there is no process {pid}"));
+    }
+    assert!(!pagemark.repository().exists());
+    for command in ["attach", "checkpoint", "top"] {
+        let output = pagemark.run(&[command, "1"]);
+        assert_eq!(output.status.code(), Some(1), "{command}: {}", stderr(&output));
+        assert!(stderr(&output).starts_with("pagemark: cannot "), "{}", stderr(&output));
+    }
+}
+
+#[test]
+fn a_program_that_cannot_start_ends_as_in_a_shell() {
+    let pagemark = Pagemark::new();
+    let missing = pagemark.run(&["run", "--memory-only", "--", "/no/such/program"]);
+    assert_fails(&missing, 127, "cannot start /no/such/program");
+    assert_fails(&pagemark.run(&["run", "--memory-only", "--", "/"]), 126, "cannot start /");
+}
+
+#[test]
+fn a_program_runs_as_if_by_itself() {
+    let pagemark = Pagemark::new();
+    let script = "echo out; echo err >&2; pwd; echo \"$VALUE\"; cat; exit 7";
+    let mut command = pagemark.command();
+    command.args(["run", "--memory-only", "--quiet", "--every", "1h", "--", "sh", "-c", script]);
+    command
+        .env("VALUE", "of the environment")
+        .current_dir("/usr")
+        .stdin(std::fs::File::open("/proc/self/comm").expect("Linux"));
+    let output = command.output().expect("pagemark starts");
+    assert_eq!(output.status.code(), Some(7), "{}", stderr(&output));
+    let lines: Vec<_> = stdout(&output).lines().map(str::to_owned).collect();
+    assert_eq!(lines[..3], ["out", "/usr", "of the environment"]);
+    assert_eq!(lines.len(), 4, "stdin was not the program's: {lines:?}");
+    assert_eq!(stderr(&output), "err\n");
+}
+
+#[test]
+fn the_last_word_goes_to_stderr_alone() {
+    let output = Pagemark::new().run(&["run", "--memory-only", "--every", "1h", "--", "echo", "out"]);
+    assert!(output.status.success());
+    assert_eq!(stdout(&output), "out\n");
+    assert_eq!(stderr(&output), "pagemark: no checkpoint of echo was taken\n");
+}
+
+#[test]
+fn a_signal_that_ends_the_program_is_in_the_status() {
+    let output = Pagemark::new().run(&["run", "--memory-only", "--quiet", "--", "sh", "-c", "kill -KILL $$"]);
+    assert_eq!(output.status.code(), Some(128 + 9));
+}
+
+#[test]
+fn signals_to_pagemark_reach_the_program() {
+    use std::io::{BufRead, BufReader};
+    let pagemark = Pagemark::new();
+    let script = "trap 'echo hup' HUP; trap 'echo term; exit 3' TERM; echo ready; while :; do sleep 0.01; done";
+    let mut child = pagemark
+        .command()
+        .args(["run", "--memory-only", "--quiet", "--every", "1h", "--", "sh", "-c", script])
+        .stdout(Stdio::piped())
+        .spawn()
+        .expect("pagemark starts");
+    let mut lines = BufReader::new(child.stdout.take().expect("it is a pipe")).lines().map_while(Result::ok);
+    let pid = nix::unistd::Pid::from_raw(child.id() as i32);
+    assert_eq!(lines.next().as_deref(), Some("ready"));
+    nix::sys::signal::kill(pid, nix::sys::signal::SIGHUP).expect("it runs");
+    assert_eq!(lines.next().as_deref(), Some("hup"));
+    nix::sys::signal::kill(pid, nix::sys::signal::SIGTERM).expect("it runs");
+    assert_eq!(lines.next().as_deref(), Some("term"));
+    assert_eq!(child.wait().expect("it is ours").code(), Some(3));
+}
+
+#[test]
+fn doctor_names_every_mechanism() {
+    let output = Pagemark::new().run(&["doctor", "--json"]);
+    assert!(output.status.success(), "{}", stderr(&output));
+    let findings: Value = serde_json::from_slice(&output.stdout).expect("one JSON document");
+    let mechanisms = findings["mechanisms"].as_array().expect("a list");
+    for name in ["adaptive", "pagemap-scan", "soft-dirty", "compare", "full"] {
+        let found = mechanisms.iter().find(|found| found["mechanism"] == name).unwrap_or_else(|| panic!("no {name}"));
+        let works = found["works"].as_bool().expect("true or false");
+        assert_eq!(found["reason"].is_null(), works, "{found}");
+        assert_eq!(found["collect_ns"].is_number(), works, "{found}");
+    }
+    assert!(findings["criu"]["text"].is_string());
+    let told = stdout(&Pagemark::new().run(&["doctor"]));
+    assert!(told.contains("mechanism") && told.contains("pagemap-scan") && told.contains("CRIU"), "{told}");
+}
+
+#[test]
+fn completions_and_manual_pages_know_every_command() {
+    let pagemark = Pagemark::new();
+    for shell in ["bash", "zsh", "fish"] {
+        let output = pagemark.run(&["completions", shell]);
+        assert!(output.status.success() && stdout(&output).contains("doctor"), "{shell}");
+    }
+    let directory = pagemark.home.path().join("man");
+    assert!(pagemark.run(&["man", &directory.display().to_string()]).status.success());
+    for command in [
+        "",
+        "-run",
+        "-attach",
+        "-checkpoint",
+        "-restore",
+        "-log",
+        "-show",
+        "-diff",
+        "-verify",
+        "-prune",
+        "-export",
+        "-top",
+        "-doctor",
+    ] {
+        let page = directory.join(format!("pagemark{command}.1"));
+        assert!(page.exists(), "{} is missing", page.display());
+    }
+    let output = pagemark.run(&["man", "/proc/nothing"]);
+    assert_fails(&output, 1, "cannot write manual pages into /proc/nothing");
+}
+
+#[test]
+fn a_reader_that_goes_away_is_no_crash() {
+    let pagemark = Pagemark::new();
+    let binary = Path::new(env!("CARGO_BIN_EXE_pagemark")).display().to_string();
+    let script = format!("{binary} completions bash | true; {binary} doctor | true");
+    let output =
+        Command::new("sh").args(["-c", &script]).env("PAGEMARK_REPO", pagemark.repository()).output().expect("sh");
+    assert_eq!(stderr(&output), "");
+}
