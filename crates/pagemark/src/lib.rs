@@ -1,7 +1,7 @@
 //! Finds out which memory a program writes, and checkpoints only that.
 //!
 //! The modules stand in the order in which a page travels: a [`target`] is tracked by a [`tracker`], which
-//! names written [`ranges`]; the checkpointer reads them from the target and puts them into a
+//! names written [`ranges`]; the [`checkpointer`] reads them from the target and puts them into a
 //! [`store`], whose ids enter a [`tree`]; the tree and the target's state become a checkpoint in the
 //! [`repository`].
 
@@ -10,6 +10,7 @@ pub mod ranges;
 pub mod target;
 pub mod tracker;
 
+pub mod checkpointer;
 pub mod store;
 pub mod tree;
 

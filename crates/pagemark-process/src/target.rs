@@ -1,0 +1,398 @@
+//! A process tree as a target: followed while it runs, frozen and its state saved by CRIU or, for checkpoints of
+//! memory alone, by ptrace.
+
+use std::collections::HashSet;
+use std::path::PathBuf;
+use std::time::{Duration, SystemTime};
+
+use pagemark::target::{SpaceId, Target};
+use pagemark::{Mechanism, Range, RangeSet};
+
+use crate::attach::AttachError;
+use crate::criu::{Criu, CriuError, Dump, DumpOptions, SavedState};
+use crate::family::{self, FamilyError};
+use crate::files::{FileTracker, FilesError, OpenFile, Written, open_for_writing};
+use crate::freezer::{FreezeError, Freezer, ThreadRegisters};
+use crate::mappings::{Mapping, MappingKind};
+use crate::proc::Stat;
+use crate::space::{AddressSpace, SpaceError};
+
+/// What freezes the tree, and what it saves besides memory.
+#[derive(Clone, Debug)]
+pub enum Saver {
+    /// CRIU: the whole state, so that the tree can be restored.
+    Criu {
+        /// The program.
+        criu: Criu,
+        /// What to save.
+        options: DumpOptions,
+    },
+    /// Ptrace: registers alone, to look at.
+    Registers,
+}
+
+/// A process and all its descendants.
+pub struct ProcessTarget {
+    root_pid: i32,
+    mechanism: Mechanism,
+    saver: Saver,
+    processes: Vec<Process>,
+    next_space: SpaceId,
+    /// What open files held, from one checkpoint to the next.
+    pub files: FileTracker,
+    freeze: Freeze,
+    /// Made anew for each freeze; CRIU's images go there.
+    images: Option<tempfile::TempDir>,
+    saved: Option<Saved>,
+    at_freeze: Option<FreezeHook>,
+}
+
+/// Called with the ids of all processes, the root first, while they stand still and their state is saved.
+pub type FreezeHook = Box<dyn FnMut(&[i32]) + Send>;
+
+struct Process {
+    id: SpaceId,
+    space: AddressSpace,
+    /// Written through shared mappings of files since the files were copied last.
+    shared_written: RangeSet,
+    /// Seen first when it could not be attached to, because the tree was being frozen: everything counts as written.
+    untracked: bool,
+}
+
+/// How far freezing has come.
+enum Freeze {
+    Running,
+    Dumping(Dump),
+    Stopped(Freezer),
+}
+
+/// What a freeze saved besides memory.
+pub struct Saved {
+    /// When the tree was frozen.
+    pub frozen_at: SystemTime,
+    /// The state.
+    pub state: SavedBy,
+    /// The processes, the root first, as they were in the freeze.
+    pub processes: Vec<FrozenProcess>,
+}
+
+/// The state, by who saved it.
+pub enum SavedBy {
+    /// CRIU's images, in a directory that goes with this value.
+    Criu(SavedState, tempfile::TempDir),
+    /// Registers of each thread.
+    Registers(Vec<ThreadRegisters>),
+}
+
+/// A process as it was in the freeze.
+pub struct FrozenProcess {
+    /// Its address space.
+    pub space: SpaceId,
+    /// Its process id.
+    pub pid: i32,
+    /// Its short name.
+    pub name: String,
+    /// Its mappings.
+    pub mappings: Vec<Mapping>,
+    /// Private pages that held data, where CRIU does not tell.
+    pub populated: Option<RangeSet>,
+}
+
+/// A process tree could not be checkpointed.
+#[derive(Debug, thiserror::Error)]
+pub enum TargetError {
+    /// A process could not be attached to.
+    #[error(transparent)]
+    Attach(#[from] AttachError),
+    /// Memory could not be tracked or read.
+    #[error(transparent)]
+    Space(#[from] SpaceError),
+    /// The tree's processes could not be listed.
+    #[error(transparent)]
+    Family(#[from] FamilyError),
+    /// CRIU failed.
+    #[error(transparent)]
+    Criu(#[from] CriuError),
+    /// Ptrace failed.
+    #[error(transparent)]
+    Freeze(#[from] FreezeError),
+    /// Open files could not be read.
+    #[error(transparent)]
+    Files(#[from] FilesError),
+    /// There is no place for CRIU's images.
+    #[error("cannot make a directory for the state in {directory}: {source}")]
+    Directory {
+        /// Where it was to be.
+        directory: PathBuf,
+        /// Why not.
+        source: std::io::Error,
+    },
+}
+
+impl TargetError {
+    /// True if the root process has exited, so that there is nothing to checkpoint any more.
+    pub fn is_gone(&self) -> bool {
+        match self {
+            TargetError::Family(error) => matches!(error, FamilyError::Gone { .. }),
+            TargetError::Attach(error) => error.is_gone(),
+            TargetError::Space(error) => error.is_gone(),
+            TargetError::Criu(error) => matches!(error, CriuError::Gone { .. }),
+            TargetError::Freeze(error) => matches!(error, FreezeError::Family(FamilyError::Gone { .. })),
+            TargetError::Files(_) | TargetError::Directory { .. } => false,
+        }
+    }
+}
+
+impl ProcessTarget {
+    /// Attaches to a running process and its descendants.
+    ///
+    /// # Errors
+    /// [`TargetError::Attach`] if it can't be attached to.
+    pub fn attach(root_pid: i32, mechanism: Mechanism, saver: Saver) -> Result<ProcessTarget, TargetError> {
+        let mut target = ProcessTarget {
+            root_pid,
+            mechanism,
+            saver,
+            processes: Vec::new(),
+            next_space: 0,
+            files: FileTracker::new(),
+            freeze: Freeze::Running,
+            images: None,
+            saved: None,
+            at_freeze: None,
+        };
+        let space = AddressSpace::attach(root_pid, mechanism)?;
+        target.enter(space, false);
+        Ok(target)
+    }
+
+    /// The process at the root of the tree.
+    pub fn root_pid(&self) -> i32 {
+        self.root_pid
+    }
+
+    /// Regular files that the tree has open for writing now.
+    ///
+    /// # Errors
+    /// [`TargetError::Files`].
+    pub fn open_files(&self) -> Result<Vec<OpenFile>, TargetError> {
+        let pids: Vec<i32> = self.processes.iter().map(|process| process.space.pid()).collect();
+        Ok(open_for_writing(&pids)?)
+    }
+
+    /// Has `hook` called in each freeze: to take a snapshot of something else at the same instant. The time it takes is downtime.
+    pub fn set_freeze_hook(&mut self, hook: FreezeHook) {
+        self.at_freeze = Some(hook);
+    }
+
+    /// What the last freeze saved. It is given away once.
+    pub fn take_saved(&mut self) -> Option<Saved> {
+        self.saved.take()
+    }
+
+    fn enter(&mut self, space: AddressSpace, untracked: bool) {
+        let id = self.next_space;
+        self.next_space += 1;
+        self.processes.push(Process { id, space, shared_written: RangeSet::new(), untracked });
+    }
+
+    /// True while nothing else, CRIU above all, may have the processes stopped: then they can be attached to.
+    fn may_attach(&self) -> bool {
+        matches!(self.freeze, Freeze::Running)
+    }
+
+    fn process(&mut self, space: SpaceId) -> Option<&mut Process> {
+        self.processes.iter_mut().find(|process| process.id == space)
+    }
+
+    /// Copies what open files hold, while the tree is frozen.
+    fn copy_files(&mut self) -> Result<(), TargetError> {
+        let files = self.open_files()?;
+        let written: Written = self
+            .processes
+            .iter_mut()
+            .map(|process| (process.space.pid(), std::mem::take(&mut process.shared_written)))
+            .collect();
+        self.files.freeze_copy(&files, &written)?;
+        Ok(())
+    }
+
+    /// The processes as they are in the freeze.
+    fn describe(&self) -> Vec<FrozenProcess> {
+        let with_populated = matches!(self.saver, Saver::Registers);
+        self.processes
+            .iter()
+            .map(|process| FrozenProcess {
+                space: process.id,
+                pid: process.space.pid(),
+                name: Stat::read(process.space.pid()).map_or_else(|_| String::new(), |stat| stat.command),
+                mappings: process.space.mappings().to_vec(),
+                populated: with_populated.then(|| process.space.populated()),
+            })
+            .collect()
+    }
+}
+
+impl Target for ProcessTarget {
+    type Error = TargetError;
+
+    fn spaces(&mut self) -> Result<Vec<SpaceId>, TargetError> {
+        let present = family::members(self.root_pid)?;
+        let alive: HashSet<_> = present.iter().map(|member| (member.pid, member.start_ticks)).collect();
+        self.processes.retain(|process| alive.contains(&(process.space.pid(), process.space.start_ticks())));
+        let may_attach = self.may_attach();
+        for member in present {
+            let known = self.processes.iter().position(|process| process.space.pid() == member.pid);
+            match known {
+                Some(index) if !self.processes[index].untracked || !may_attach => {}
+                Some(index) => {
+                    // The pages that it is known to hold stay known; all count as written once more.
+                    if let Some(space) = self.attach_member(member.pid)? {
+                        self.processes[index].space = space;
+                        self.processes[index].untracked = false;
+                    }
+                }
+                None if !may_attach => {
+                    let space = AddressSpace::attach(member.pid, Mechanism::Full)?;
+                    self.enter(space, true);
+                }
+                None => {
+                    if let Some(space) = self.attach_member(member.pid)? {
+                        self.enter(space, false);
+                    }
+                }
+            }
+        }
+        Ok(self.processes.iter().map(|process| process.id).collect())
+    }
+
+    fn collect(&mut self, space: SpaceId, dirty: &mut RangeSet) -> Result<(), TargetError> {
+        let (may_attach, mechanism) = (self.may_attach(), self.mechanism);
+        let Some(process) = self.process(space) else { return Ok(()) };
+        let mut found = RangeSet::new();
+        match process.space.collect(&mut found) {
+            Ok(()) => {}
+            Err(error) if error.is_gone() => {
+                // It executed another program, or exits now; the next listing of processes tells.
+                let pid = process.space.pid();
+                match AddressSpace::attach(pid, if may_attach { mechanism } else { Mechanism::Full }) {
+                    Ok(space) => {
+                        process.space = space;
+                        process.untracked = !may_attach;
+                        process.space.collect(&mut found)?;
+                    }
+                    Err(error) if error.is_gone() => return Ok(()),
+                    Err(error) => return Err(error.into()),
+                }
+            }
+            Err(error) => return Err(error.into()),
+        }
+        let shared = Mapping::ranges(process.space.mappings(), MappingKind::SharedFile);
+        process.shared_written.extend(&found.intersection(&shared));
+        found.subtract(&shared);
+        dirty.extend(&found);
+        Ok(())
+    }
+
+    fn read(&mut self, space: SpaceId, ranges: &[Range], buffer: &mut [u8]) -> Result<RangeSet, TargetError> {
+        match self.process(space) {
+            Some(process) => Ok(process.space.read(ranges, buffer)?),
+            None => Ok(ranges.iter().cloned().collect()),
+        }
+    }
+
+    fn begin_freeze(&mut self) -> Result<(), TargetError> {
+        self.freeze = match &self.saver {
+            Saver::Criu { criu, options } => {
+                let images = images_directory()?;
+                let dump = Dump::start(criu, self.root_pid, images.path(), options)?;
+                self.images = Some(images);
+                Freeze::Dumping(dump)
+            }
+            Saver::Registers => Freeze::Stopped(Freezer::freeze(self.root_pid)?),
+        };
+        Ok(())
+    }
+
+    fn wait_frozen(&mut self, at_most: Duration) -> Result<bool, TargetError> {
+        match &mut self.freeze {
+            Freeze::Dumping(dump) => match dump.wait_frozen(at_most) {
+                Ok(frozen) => Ok(frozen),
+                Err(error) => {
+                    self.freeze = Freeze::Running;
+                    Err(error.into())
+                }
+            },
+            Freeze::Running | Freeze::Stopped(_) => Ok(true),
+        }
+    }
+
+    fn save_state(&mut self) -> Result<(), TargetError> {
+        if let Freeze::Dumping(dump) = &mut self.freeze
+            && let Err(error) = dump.wait_state_saved()
+        {
+            self.freeze = Freeze::Running;
+            return Err(error.into());
+        }
+        if let Some(hook) = &mut self.at_freeze {
+            let pids: Vec<i32> = family::members(self.root_pid)?.iter().map(|member| member.pid).collect();
+            hook(&pids);
+        }
+        Ok(())
+    }
+
+    fn thaw(&mut self) -> Result<Duration, TargetError> {
+        let described = self.describe();
+        // Files are copied while the tree stands still, but nothing about them may keep it from running on.
+        let (state, files, frozen_since, frozen_time) = match std::mem::replace(&mut self.freeze, Freeze::Running) {
+            Freeze::Dumping(dump) => {
+                let files = self.copy_files();
+                let (timings, state) = dump.thaw()?;
+                let images = self.images.take().map_or_else(images_directory, Ok)?;
+                (SavedBy::Criu(state, images), files, timings.frozen_at, timings.downtime())
+            }
+            Freeze::Stopped(freezer) => {
+                let frozen_since = freezer.frozen_at();
+                let registers = freezer.registers();
+                let frozen_time = freezer.thaw()?;
+                (SavedBy::Registers(registers?), Ok(()), frozen_since, frozen_time)
+            }
+            Freeze::Running => return Ok(Duration::ZERO),
+        };
+        files?;
+        self.saved = Some(Saved { frozen_at: SystemTime::now() - frozen_since.elapsed(), state, processes: described });
+        Ok(frozen_time)
+    }
+
+    fn relax(&mut self) -> Result<(), TargetError> {
+        for process in &mut self.processes {
+            match process.space.relax() {
+                Err(error) if !error.is_gone() => return Err(error.into()),
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+}
+
+impl ProcessTarget {
+    /// Attaches to a member of the tree; None if it has exited meanwhile.
+    fn attach_member(&self, pid: i32) -> Result<Option<AddressSpace>, TargetError> {
+        match AddressSpace::attach(pid, self.mechanism) {
+            Ok(space) => Ok(Some(space)),
+            Err(error) if error.is_gone() => Ok(None),
+            Err(error) => Err(error.into()),
+        }
+    }
+}
+
+/// A directory for CRIU's images, its owner's alone. They lie in memory for their short life: they are written while the
+/// tree is frozen, and hold its secrets.
+fn images_directory() -> Result<tempfile::TempDir, TargetError> {
+    let memory = PathBuf::from("/dev/shm");
+    let directory = if memory.is_dir() { memory } else { std::env::temp_dir() };
+    tempfile::Builder::new()
+        .prefix("pagemark-state-")
+        .tempdir_in(&directory)
+        .map_err(|source| TargetError::Directory { directory, source })
+}
