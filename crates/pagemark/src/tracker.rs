@@ -43,6 +43,11 @@ pub trait Tracker: Send {
     /// started for part of `ranges` only.
     fn collect(&mut self, ranges: &RangeSet, dirty: &mut RangeSet) -> Result<(), TrackError>;
 
+    /// The pages that held data at the last `collect`, for trackers that know.
+    fn populated(&self) -> Option<&RangeSet> {
+        None
+    }
+
     /// Says that a long interval begins, in which the target should run at its own speed. `adaptive` unprotects here what
     /// will be written anyway; for other trackers there is nothing to do.
     ///

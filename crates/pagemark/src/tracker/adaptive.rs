@@ -41,11 +41,6 @@ impl Adaptive {
         Adaptive { scan, intervals: VecDeque::new(), current: None, round: 0, released_pages: 0 }
     }
 
-    /// The pages that held data at the last collect.
-    pub fn populated(&self) -> &RangeSet {
-        self.scan.populated()
-    }
-
     /// Pages that the last `relax` left unprotected.
     pub fn released_pages(&self) -> u64 {
         self.released_pages
@@ -71,6 +66,10 @@ impl Adaptive {
 impl Tracker for Adaptive {
     fn mechanism(&self) -> Mechanism {
         Mechanism::Adaptive
+    }
+
+    fn populated(&self) -> Option<&RangeSet> {
+        self.scan.populated()
     }
 
     fn collect(&mut self, ranges: &RangeSet, dirty: &mut RangeSet) -> Result<(), TrackError> {

@@ -33,11 +33,6 @@ impl Compare {
         Compare { pagemap, memory, pages, seen: Seen::default(), hashes: BTreeMap::new() }
     }
 
-    /// The pages that held data at the last collect.
-    pub fn populated(&self) -> &RangeSet {
-        self.seen.pages()
-    }
-
     /// Hashes `range`, and adds to `dirty` what is new or differs.
     fn compare(&mut self, range: &Range, buffer: &mut Vec<u8>, dirty: &mut RangeSet) -> Result<(), TrackError> {
         buffer.resize((range.end - range.start) as usize, 0);
@@ -66,6 +61,10 @@ impl Compare {
 impl Tracker for Compare {
     fn mechanism(&self) -> Mechanism {
         Mechanism::Compare
+    }
+
+    fn populated(&self) -> Option<&RangeSet> {
+        Some(self.seen.pages())
     }
 
     fn collect(&mut self, ranges: &RangeSet, dirty: &mut RangeSet) -> Result<(), TrackError> {

@@ -19,16 +19,15 @@ impl Full {
     pub fn new(pagemap: Arc<Pagemap>, pages: Pages) -> Self {
         Full { pagemap, pages, seen: Seen::default() }
     }
-
-    /// The pages that held data at the last collect.
-    pub fn populated(&self) -> &RangeSet {
-        self.seen.pages()
-    }
 }
 
 impl Tracker for Full {
     fn mechanism(&self) -> Mechanism {
         Mechanism::Full
+    }
+
+    fn populated(&self) -> Option<&RangeSet> {
+        Some(self.seen.pages())
     }
 
     fn collect(&mut self, ranges: &RangeSet, dirty: &mut RangeSet) -> Result<(), TrackError> {

@@ -31,11 +31,6 @@ impl PagemapScan {
         PagemapScan { pagemap, userfaultfd, pages, seen: Seen::default() }
     }
 
-    /// The pages that held data at the last collect.
-    pub fn populated(&self) -> &RangeSet {
-        self.seen.pages()
-    }
-
     /// Leaves `range` unprotected, so that its pages count as written.
     pub(super) fn release(&self, range: &Range) -> Result<(), TrackError> {
         match self.userfaultfd.write_protect(range, false) {
@@ -134,6 +129,10 @@ struct Found {
 impl Tracker for PagemapScan {
     fn mechanism(&self) -> Mechanism {
         Mechanism::PagemapScan
+    }
+
+    fn populated(&self) -> Option<&RangeSet> {
+        Some(self.seen.pages())
     }
 
     fn collect(&mut self, ranges: &RangeSet, dirty: &mut RangeSet) -> Result<(), TrackError> {

@@ -31,11 +31,6 @@ impl SoftDirty {
         check_kernel()?;
         Ok(SoftDirty { pagemap, clear_refs, pages, seen: Seen::default() })
     }
-
-    /// The pages that held data at the last collect.
-    pub fn populated(&self) -> &RangeSet {
-        self.seen.pages()
-    }
 }
 
 /// Tries whether the kernel has soft-dirty bits, on a page of this process: a page just written has its bit set.
@@ -62,6 +57,10 @@ pub fn check_kernel() -> Result<(), TrackError> {
 impl Tracker for SoftDirty {
     fn mechanism(&self) -> Mechanism {
         Mechanism::SoftDirty
+    }
+
+    fn populated(&self) -> Option<&RangeSet> {
+        Some(self.seen.pages())
     }
 
     fn collect(&mut self, ranges: &RangeSet, dirty: &mut RangeSet) -> Result<(), TrackError> {

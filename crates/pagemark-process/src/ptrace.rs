@@ -1,0 +1,301 @@
+//! The thin layer over ptrace.
+//!
+//! Everything here allocates nothing and locks nothing, so that it can be used after `fork` in a program with threads.
+//! Errors are numbers of errno.
+
+use std::time::{Duration, Instant};
+
+/// General registers of a thread.
+pub type Registers = libc::user_regs_struct;
+
+const PTRACE_GETSIGMASK: libc::c_uint = 0x420a;
+const PTRACE_SETSIGMASK: libc::c_uint = 0x420b;
+const PTRACE_PEEKSIGINFO: libc::c_uint = 0x4209;
+const PTRACE_GET_RSEQ_CONFIGURATION: libc::c_uint = 0x420f;
+const PTRACE_GET_SYSCALL_USER_DISPATCH_CONFIG: libc::c_uint = 0x4211;
+const PTRACE_PEEKSIGINFO_SHARED: u32 = 1;
+
+/// Option of [`seize`]: the tracee's seccomp filters are not asked. Needs CAP_SYS_ADMIN.
+pub const SUSPEND_SECCOMP: usize = 1 << 21;
+/// Option of [`seize`]: stops at system calls are told from others.
+pub const TRACE_SYSGOOD: usize = 1;
+
+/// The code segment of 64-bit programs.
+pub const CODE_SEGMENT_64: u64 = 0x33;
+
+/// How long a thread is given to stop before it is looked at again.
+const POLL: libc::timespec = libc::timespec { tv_sec: 0, tv_nsec: 30_000 };
+
+type Result<T> = std::result::Result<T, libc::c_int>;
+
+/// A change of a tracee's state.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Stop {
+    /// Stopped as asked by [`interrupt`], or by job control.
+    Trap,
+    /// At the entry or the exit of a system call.
+    SystemCall,
+    /// About to receive a signal, which [`resume`] delivers or drops.
+    Signal(libc::c_int),
+    /// Another event.
+    Event,
+    /// It is gone.
+    Exited,
+}
+
+/// How a tracee is resumed.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Until {
+    /// Until something happens.
+    Event,
+    /// Until the next entry or exit of a system call.
+    SystemCall,
+}
+
+pub fn errno() -> libc::c_int {
+    // SAFETY: the location is this thread's own and always valid.
+    unsafe { *libc::__errno_location() }
+}
+
+fn check(result: libc::c_long) -> Result<libc::c_long> {
+    if result < 0 { Err(errno()) } else { Ok(result) }
+}
+
+/// A request whose address and data are plain numbers.
+fn request(request: libc::c_uint, thread: i32, address: usize, data: usize) -> Result<()> {
+    // SAFETY: the requests made through this function take numbers alone: they touch no memory of ours.
+    check(unsafe { libc::ptrace(request, thread, address, data) }).map(|_| ())
+}
+
+/// A request that reads from, or writes to, `data`.
+fn transfer<T>(request: libc::c_uint, thread: i32, address: usize, data: &mut T) -> Result<libc::c_long> {
+    // SAFETY: each caller pairs the request with the type that the kernel transfers for it, and with its size in `address`
+    // where the request takes one.
+    check(unsafe { libc::ptrace(request, thread, address, std::ptr::from_mut(data)) })
+}
+
+/// Attaches to a thread, which runs on.
+pub fn seize(thread: i32, options: usize) -> Result<()> {
+    request(libc::PTRACE_SEIZE, thread, 0, options)
+}
+
+/// Stops a thread, soon; [`wait`] tells when.
+pub fn interrupt(thread: i32) -> Result<()> {
+    request(libc::PTRACE_INTERRUPT, thread, 0, 0)
+}
+
+/// Lets a stopped thread run and delivers the signal to it, unless it is 0.
+pub fn resume(thread: i32, until: Until, signal: libc::c_int) -> Result<()> {
+    let how = match until {
+        Until::Event => libc::PTRACE_CONT,
+        Until::SystemCall => libc::PTRACE_SYSCALL,
+    };
+    request(how, thread, 0, signal as usize)
+}
+
+/// Lets go of a stopped thread, which runs on unless job control stops it.
+pub fn detach(thread: i32) -> Result<()> {
+    request(libc::PTRACE_DETACH, thread, 0, 0)
+}
+
+/// Reads the general registers of a stopped thread.
+pub fn registers(thread: i32) -> Result<Registers> {
+    // SAFETY: the structure consists of numbers, for which zeros are valid.
+    let mut registers: Registers = unsafe { std::mem::zeroed() };
+    transfer(libc::PTRACE_GETREGS, thread, 0, &mut registers)?;
+    Ok(registers)
+}
+
+/// Sets the general registers of a stopped thread.
+pub fn set_registers(thread: i32, registers: &Registers) -> Result<()> {
+    transfer(libc::PTRACE_SETREGS, thread, 0, &mut { *registers }).map(|_| ())
+}
+
+/// Reads a register set (`NT_PRSTATUS`, `NT_X86_XSTATE`, …) of a stopped thread into `buffer`; returns its length.
+pub fn register_set(thread: i32, set: libc::c_int, buffer: &mut [u8]) -> Result<usize> {
+    let mut vector = libc::iovec { iov_base: buffer.as_mut_ptr().cast(), iov_len: buffer.len() };
+    transfer(libc::PTRACE_GETREGSET, thread, set as usize, &mut vector)?;
+    Ok(vector.iov_len)
+}
+
+/// Which signals a stopped thread has blocked, one bit each.
+pub fn signal_mask(thread: i32) -> Result<u64> {
+    let mut mask = 0u64;
+    transfer(PTRACE_GETSIGMASK, thread, size_of::<u64>(), &mut mask)?;
+    Ok(mask)
+}
+
+/// Blocks signals in a stopped thread.
+pub fn set_signal_mask(thread: i32, mut mask: u64) -> Result<()> {
+    transfer(PTRACE_SETSIGMASK, thread, size_of::<u64>(), &mut mask).map(|_| ())
+}
+
+/// True if a signal that is not in `mask` waits for a stopped thread or for its process.
+pub fn has_pending_signal(thread: i32, mask: u64) -> Result<bool> {
+    #[repr(C)]
+    struct Peek {
+        offset: u64,
+        flags: u32,
+        count: i32,
+    }
+    for flags in [0, PTRACE_PEEKSIGINFO_SHARED] {
+        for offset in 0.. {
+            let mut peek = Peek { offset, flags, count: 1 };
+            // SAFETY: the structure consists of numbers and bytes, for which zeros are valid.
+            let mut info: libc::siginfo_t = unsafe { std::mem::zeroed() };
+            // SAFETY: the kernel reads `peek` and writes at most one siginfo to `info`; both live through the call.
+            let count = check(unsafe {
+                libc::ptrace(PTRACE_PEEKSIGINFO, thread, std::ptr::from_mut(&mut peek), std::ptr::from_mut(&mut info))
+            })?;
+            if count == 0 {
+                break;
+            }
+            if mask.checked_shr((info.si_signo - 1) as u32).unwrap_or(1) & 1 == 0 {
+                return Ok(true);
+            }
+        }
+    }
+    Ok(false)
+}
+
+/// Reads a word of a stopped thread's memory.
+pub fn word(thread: i32, address: u64) -> Result<u64> {
+    let mut word = 0u64;
+    // The system call itself, unlike the function of the C library, stores the word and returns only success.
+    // SAFETY: the kernel writes one word to `word`, which lives through the call.
+    let result = unsafe {
+        libc::syscall(libc::SYS_ptrace, libc::PTRACE_PEEKDATA, thread, address as usize, std::ptr::from_mut(&mut word))
+    };
+    check(result)?;
+    Ok(word)
+}
+
+/// True if a stopped thread with these registers is within a restartable sequence, which may not be left otherwise than by
+/// its end or its abort handler.
+pub fn is_in_restartable_sequence(thread: i32, registers: &Registers) -> Result<bool> {
+    #[repr(C)]
+    #[derive(Default)]
+    struct Configuration {
+        pointer: u64,
+        size: u32,
+        signature: u32,
+        flags: u32,
+        padding: u32,
+    }
+    let mut configuration = Configuration::default();
+    let size = size_of::<Configuration>();
+    match transfer(PTRACE_GET_RSEQ_CONFIGURATION, thread, size, &mut configuration) {
+        // The kernel has no restartable sequences, or can't tell (before 5.13).
+        Err(libc::EIO | libc::EINVAL) => return Ok(false),
+        other => other?,
+    };
+    if configuration.pointer == 0 {
+        return Ok(false);
+    }
+    let sequence = word(thread, configuration.pointer + 8)?;
+    if sequence == 0 {
+        return Ok(false);
+    }
+    // A pointer to nowhere is the program's own affair, which the kernel will answer.
+    let (Ok(start), Ok(length)) = (word(thread, sequence + 8), word(thread, sequence + 16)) else { return Ok(false) };
+    Ok(registers.rip.wrapping_sub(start) < length)
+}
+
+/// True if system calls of a stopped thread are turned into signals (`PR_SET_SYSCALL_USER_DISPATCH`).
+pub fn dispatches_system_calls(thread: i32) -> bool {
+    let mut configuration = [0u64; 4];
+    let size = size_of_val(&configuration);
+    transfer(PTRACE_GET_SYSCALL_USER_DISPATCH_CONFIG, thread, size, &mut configuration).is_ok() && configuration[0] != 0
+}
+
+/// What has happened to a tracee, if anything has.
+pub fn poll(thread: i32) -> Result<Option<Stop>> {
+    let mut status = 0;
+    // SAFETY: the kernel writes a status to the integer, which lives through the call.
+    match unsafe { libc::waitpid(thread, &mut status, libc::__WALL | libc::WNOHANG) } {
+        0 => Ok(None),
+        -1 => match errno() {
+            libc::EINTR => Ok(None),
+            libc::ECHILD => Ok(Some(Stop::Exited)),
+            error => Err(error),
+        },
+        _ if !libc::WIFSTOPPED(status) => Ok(Some(Stop::Exited)),
+        _ => Ok(Some(match (status >> 16, libc::WSTOPSIG(status)) {
+            (libc::PTRACE_EVENT_STOP, _) => Stop::Trap,
+            (0, signal) if signal == libc::SIGTRAP | 0x80 => Stop::SystemCall,
+            (0, signal) => Stop::Signal(signal),
+            _ => Stop::Event,
+        })),
+    }
+}
+
+/// Waits until something happens to a tracee. `ETIMEDOUT` if nothing does.
+pub fn wait(thread: i32, deadline: Instant) -> Result<Stop> {
+    loop {
+        if let Some(stop) = poll(thread)? {
+            return Ok(stop);
+        }
+        if Instant::now() > deadline {
+            return Err(libc::ETIMEDOUT);
+        }
+        // SAFETY: the time lives through the call, and no remainder is asked for.
+        unsafe { libc::nanosleep(&POLL, std::ptr::null_mut()) };
+    }
+}
+
+/// Waits until an interrupted thread has stopped where its registers may be changed, delivering the signals that come first.
+/// False if it has exited instead.
+pub fn wait_trap(thread: i32, deadline: Instant) -> Result<bool> {
+    loop {
+        let signal = match wait(thread, deadline)? {
+            Stop::Trap => return Ok(true),
+            Stop::Exited => return Ok(false),
+            Stop::Signal(signal) => signal,
+            Stop::SystemCall | Stop::Event => 0,
+        };
+        match resume(thread, Until::Event, signal) {
+            Ok(()) | Err(libc::ESRCH) => {}
+            Err(error) => return Err(error),
+        }
+    }
+}
+
+/// System calls that an interruption without a signal ends by EINTR, and which can simply be made again when it did.
+/// With the index of the argument (or none) that must be `forever` for that to be without any effect.
+fn again(system_call: i64, registers: &Registers) -> (bool, bool) {
+    let forever_if = |is_forever: bool| (true, is_forever);
+    match system_call {
+        libc::SYS_epoll_wait | libc::SYS_epoll_pwait => forever_if((registers.r10 as i32) < 0),
+        libc::SYS_epoll_pwait2 => forever_if(registers.r10 == 0),
+        libc::SYS_rt_sigtimedwait => forever_if(registers.rdx == 0),
+        libc::SYS_semop => forever_if(true),
+        libc::SYS_semtimedop => forever_if(registers.r10 == 0),
+        libc::SYS_io_getevents => forever_if(registers.r8 == 0),
+        // With SO_RCVTIMEO, whose time is not known here.
+        libc::SYS_recvfrom | libc::SYS_recvmsg | libc::SYS_accept | libc::SYS_accept4 | libc::SYS_read => {
+            forever_if(false)
+        }
+        _ => (false, false),
+    }
+}
+
+/// Some system calls answer EINTR when a stop has interrupted them, though no signal was handled. This makes the stopped
+/// thread make the call again instead, where nothing else can have interrupted it. A call with a time limit begins anew
+/// with all of it; unless `also_limited`, such a call is left alone.
+pub fn make_interrupted_call_again(thread: i32, registers: &mut Registers, also_limited: bool) -> Result<bool> {
+    let (can, is_forever) = again(registers.orig_rax as i64, registers);
+    if registers.rax as i64 != -i64::from(libc::EINTR) || !can || !(is_forever || also_limited) {
+        return Ok(false);
+    }
+    if has_pending_signal(thread, signal_mask(thread)?)? {
+        return Ok(false);
+    }
+    registers.rax = registers.orig_rax;
+    registers.rip = registers.rip.wrapping_sub(2);
+    Ok(true)
+}
+
+/// Time until which something that begins now may take.
+pub fn deadline(time: Duration) -> Instant {
+    Instant::now() + time
+}

@@ -1,0 +1,350 @@
+//! The memory of one process, tracked and read from outside.
+
+use std::fs::OpenOptions;
+use std::io;
+use std::path::Path;
+use std::sync::Arc;
+
+use pagemark::sys::memory::Memory;
+use pagemark::sys::pagemap::Pagemap;
+use pagemark::sys::userfaultfd::Userfaultfd;
+use pagemark::tracker::Pages;
+use pagemark::tracker::adaptive::Adaptive;
+use pagemark::tracker::compare::Compare;
+use pagemark::tracker::full::Full;
+use pagemark::tracker::pagemap_scan::PagemapScan;
+use pagemark::tracker::soft_dirty::SoftDirty;
+use pagemark::{Mechanism, Range, RangeSet, TrackError, Tracker};
+
+use crate::attach::{self, AttachError};
+use crate::freezer::{self, FreezeError};
+use crate::inject;
+use crate::mappings::{self, Mapping, MappingKind};
+use crate::proc::{Stat, Status};
+
+/// The memory of a process could not be tracked or read.
+#[derive(Debug, thiserror::Error)]
+pub enum SpaceError {
+    /// The process has exited, or executed another program: then it can be attached to anew.
+    #[error("process {pid} has exited or executed another program")]
+    Gone {
+        /// The process id.
+        pid: i32,
+    },
+    /// The tracker failed.
+    #[error("process {pid}: {source}")]
+    Track {
+        /// The process id.
+        pid: i32,
+        /// Why.
+        source: TrackError,
+    },
+    /// The process could not be stopped, as `soft-dirty` needs it.
+    #[error(transparent)]
+    Freeze(#[from] FreezeError),
+    /// A system call failed.
+    #[error("process {pid}: {operation}: {source}")]
+    System {
+        /// The process id.
+        pid: i32,
+        /// The call, and on what.
+        operation: &'static str,
+        /// Why it failed.
+        source: io::Error,
+    },
+}
+
+/// The memory of one process. When this is dropped, or the process that holds it dies, nothing stays behind in the tracked one.
+///
+/// It belongs to the memory, not to the process id: once the process has exited or executed another program, every call fails with
+/// [`SpaceError::Gone`], whatever has the process id then.
+pub struct AddressSpace {
+    pid: i32,
+    start_ticks: u64,
+    mechanism: Mechanism,
+    pagemap: Arc<Pagemap>,
+    memory: Arc<Memory>,
+    /// Private memory, in parts of different kinds, since their pages are to be told apart from a file's or not.
+    parts: Vec<Part>,
+    /// Shared mappings of files.
+    shared: Box<dyn Tracker>,
+    mappings: Vec<Mapping>,
+    maps: Vec<u8>,
+}
+
+struct Part {
+    kinds: &'static [MappingKind],
+    tracker: Box<dyn Tracker>,
+}
+
+const ANONYMOUS: &[MappingKind] = &[MappingKind::Anonymous];
+const PRIVATE_FILE: &[MappingKind] = &[MappingKind::PrivateFile];
+const PRIVATE: &[MappingKind] = &[MappingKind::Anonymous, MappingKind::PrivateFile];
+
+impl SpaceError {
+    /// True if the process has exited or executed another program.
+    pub fn is_gone(&self) -> bool {
+        matches!(self, SpaceError::Gone { .. })
+    }
+}
+
+impl AddressSpace {
+    /// Attaches to a process that runs. For `pagemap-scan` and `adaptive` it is stopped for a fraction of a millisecond.
+    ///
+    /// # Errors
+    /// [`AttachError`]; the process is as it was.
+    pub fn attach(pid: i32, mechanism: Mechanism) -> Result<AddressSpace, AttachError> {
+        attach::check(pid)?;
+        let scans = matches!(mechanism, Mechanism::PagemapScan | Mechanism::Adaptive);
+        if scans {
+            attach::check_untraced(pid)?;
+            attach::check_userfaultfd(pid)?;
+        }
+        let pagemap = Arc::new(open_pagemap(pid)?);
+        let memory = Memory::open(pid).map_err(|error| AttachError::system(pid, "opening its memory", error))?;
+        let memory = Arc::new(memory);
+        let start_ticks =
+            Stat::read(pid).map_err(|error| AttachError::system(pid, "reading its state", error))?.start_ticks;
+        let mappings = mappings::read(pid).map_err(|error| AttachError::system(pid, "reading its mappings", error))?;
+        let (parts, shared) = if scans {
+            let userfaultfd = Arc::new(take_userfaultfd(pid, mechanism)?);
+            register(pid, &userfaultfd, &mappings)?;
+            let scan = |pages| PagemapScan::new(pagemap.clone(), userfaultfd.clone(), pages);
+            let anonymous = scan(Pages::All);
+            let anonymous: Box<dyn Tracker> = match mechanism {
+                Mechanism::Adaptive => Box::new(Adaptive::new(anonymous)),
+                _ => Box::new(anonymous),
+            };
+            let parts = vec![
+                Part { kinds: ANONYMOUS, tracker: anonymous },
+                Part { kinds: PRIVATE_FILE, tracker: Box::new(scan(Pages::NotOfFile)) },
+            ];
+            (parts, Box::new(scan(Pages::All)) as Box<dyn Tracker>)
+        } else {
+            let tracker: Box<dyn Tracker> = match mechanism {
+                Mechanism::Compare => Box::new(Compare::new(pagemap.clone(), memory.clone(), Pages::NotOfFile)),
+                Mechanism::SoftDirty => Box::new(soft_dirty(pid, pagemap.clone())?),
+                _ => Box::new(Full::new(pagemap.clone(), Pages::NotOfFile)),
+            };
+            // Files tell by their own times whether they were written, which with these mechanisms must do.
+            let shared = Box::new(Full::new(pagemap.clone(), Pages::All));
+            (vec![Part { kinds: PRIVATE, tracker }], shared as Box<dyn Tracker>)
+        };
+        let space =
+            AddressSpace { pid, start_ticks, mechanism, pagemap, memory, parts, shared, mappings, maps: Vec::new() };
+        match space.pagemap.is_alive() {
+            Ok(true) => Ok(space),
+            Ok(false) => Err(AttachError::NoSuchProcess { pid }),
+            Err(error) => Err(AttachError::system(pid, "reading its pagemap", error)),
+        }
+    }
+
+    /// The process id.
+    pub fn pid(&self) -> i32 {
+        self.pid
+    }
+
+    /// When the process was started, clock ticks since boot.
+    pub fn start_ticks(&self) -> u64 {
+        self.start_ticks
+    }
+
+    /// The mechanism it is tracked by.
+    pub fn mechanism(&self) -> Mechanism {
+        self.mechanism
+    }
+
+    /// The mappings as they were when they were read last.
+    pub fn mappings(&self) -> &[Mapping] {
+        &self.mappings
+    }
+
+    /// False once the process has exited or executed another program.
+    ///
+    /// # Errors
+    /// [`SpaceError::System`].
+    pub fn is_alive(&self) -> Result<bool, SpaceError> {
+        self.pagemap.is_alive().map_err(|source| self.system("reading its pagemap", source))
+    }
+
+    /// Reads the mappings anew.
+    ///
+    /// # Errors
+    /// [`SpaceError`].
+    pub fn refresh_mappings(&mut self) -> Result<&[Mapping], SpaceError> {
+        let mappings = mappings::read_into(self.pid, &mut self.maps);
+        // First whether these were still its mappings.
+        self.check_alive()?;
+        self.mappings = mappings.map_err(|source| self.system("reading its mappings", source))?;
+        Ok(&self.mappings)
+    }
+
+    /// Adds to `dirty` what was written since the last call in private memory, the first time all of it that holds data, and
+    /// what stopped holding data; and what was written, or may have been, through writable shared mappings of files. The
+    /// mappings are read anew first.
+    ///
+    /// # Errors
+    /// [`SpaceError`]; nothing is lost.
+    pub fn collect(&mut self, dirty: &mut RangeSet) -> Result<(), SpaceError> {
+        self.refresh_mappings()?;
+        if self.mechanism == Mechanism::SoftDirty {
+            return self.collect_stopped(dirty);
+        }
+        self.collect_parts(dirty)
+    }
+
+    fn collect_parts(&mut self, dirty: &mut RangeSet) -> Result<(), SpaceError> {
+        let shared = ranges(&self.mappings, Mapping::writes_file);
+        self.shared.collect(&shared, dirty).map_err(|source| track(self.pid, source))?;
+        for part in &mut self.parts {
+            let ranges: RangeSet = ranges(&self.mappings, |mapping| part.kinds.contains(&mapping.kind));
+            part.tracker.collect(&ranges, dirty).map_err(|source| track(self.pid, source))?;
+        }
+        Ok(())
+    }
+
+    /// For a mechanism that does not bear writes while it collects. If the process is traced, it is stopped already: only whoever has
+    /// frozen it calls this then.
+    fn collect_stopped(&mut self, dirty: &mut RangeSet) -> Result<(), SpaceError> {
+        let status = Status::read(self.pid).map_err(|_| SpaceError::Gone { pid: self.pid })?;
+        if status.tracer_pid != 0 {
+            return self.collect_parts(dirty);
+        }
+        freezer::while_stopped(self.pid, || self.collect_parts(dirty))?
+    }
+
+    /// Says that a long interval begins, as [`Tracker::relax`] does.
+    ///
+    /// # Errors
+    /// [`SpaceError`].
+    pub fn relax(&mut self) -> Result<(), SpaceError> {
+        self.parts.iter_mut().try_for_each(|part| part.tracker.relax()).map_err(|source| track(self.pid, source))
+    }
+
+    /// The pages of private memory that held data at the last [`AddressSpace::collect`]: of anonymous memory all that are
+    /// populated, of private mappings of files those that were modified.
+    pub fn populated(&self) -> RangeSet {
+        let mut populated = RangeSet::new();
+        for part in &self.parts {
+            if let Some(pages) = part.tracker.populated() {
+                populated.extend(pages);
+            }
+        }
+        populated
+    }
+
+    /// Reads `ranges`, made of pages, one after the other into `buffer`, whose length is their sum. Returns the pages that are
+    /// not there; the buffer's content for them is unspecified. Pages of private memory that held no data at the last collect
+    /// count as not there without being touched, since reading would populate them.
+    ///
+    /// # Errors
+    /// [`SpaceError`].
+    pub fn read(&self, ranges: &[Range], buffer: &mut [u8]) -> Result<RangeSet, SpaceError> {
+        let empty = self.without_data(ranges);
+        let missing =
+            if empty.is_empty() { self.memory.read(ranges, buffer) } else { self.read_around(ranges, &empty, buffer) };
+        self.check_alive()?;
+        missing.map_err(|source| self.system("reading its memory", source))
+    }
+
+    /// The pages of private mappings among `ranges` that held no data at the last collect.
+    fn without_data(&self, wanted: &[Range]) -> RangeSet {
+        let wanted: RangeSet = wanted.iter().cloned().collect();
+        let mut empty = RangeSet::new();
+        for part in &self.parts {
+            let Some(populated) = part.tracker.populated() else { continue };
+            // Only what lies in mappings of this part: of the others it knows nothing.
+            let mine = ranges(&self.mappings, |mapping| part.kinds.contains(&mapping.kind));
+            let mut without = wanted.intersection(&mine);
+            without.subtract(populated);
+            empty.extend(&without);
+        }
+        empty
+    }
+
+    fn read_around(&self, ranges: &[Range], empty: &RangeSet, buffer: &mut [u8]) -> io::Result<RangeSet> {
+        let mut missing = empty.clone();
+        let mut rest = buffer;
+        for range in ranges {
+            let (mine, others) = std::mem::take(&mut rest)
+                .split_at_mut_checked((range.end - range.start) as usize)
+                .ok_or_else(|| io::Error::from(io::ErrorKind::InvalidInput))?;
+            rest = others;
+            let mut full: RangeSet = [range.clone()].into_iter().collect();
+            full.subtract(empty);
+            for piece in full.iter() {
+                let part = (piece.start - range.start) as usize..(piece.end - range.start) as usize;
+                missing.extend(&self.memory.read(&[piece], &mut mine[part])?);
+            }
+        }
+        Ok(missing)
+    }
+
+    fn check_alive(&self) -> Result<(), SpaceError> {
+        if self.is_alive()? { Ok(()) } else { Err(SpaceError::Gone { pid: self.pid }) }
+    }
+
+    fn system(&self, operation: &'static str, source: io::Error) -> SpaceError {
+        match source.raw_os_error() {
+            Some(libc::ESRCH) => SpaceError::Gone { pid: self.pid },
+            _ if source.kind() == io::ErrorKind::NotFound => SpaceError::Gone { pid: self.pid },
+            _ => SpaceError::System { pid: self.pid, operation, source },
+        }
+    }
+}
+
+fn ranges(mappings: &[Mapping], wanted: impl Fn(&Mapping) -> bool) -> RangeSet {
+    mappings.iter().filter(|mapping| wanted(mapping)).map(Mapping::range).collect()
+}
+
+fn track(pid: i32, source: TrackError) -> SpaceError {
+    match source {
+        TrackError::Gone => SpaceError::Gone { pid },
+        source => SpaceError::Track { pid, source },
+    }
+}
+
+fn open_pagemap(pid: i32) -> Result<Pagemap, AttachError> {
+    Pagemap::open(Path::new(&format!("/proc/{pid}/pagemap")))
+        .map_err(|error| AttachError::system(pid, "opening its pagemap", error))
+}
+
+fn take_userfaultfd(pid: i32, mechanism: Mechanism) -> Result<Userfaultfd, AttachError> {
+    let descriptor = inject::userfaultfd(pid).map_err(|error| AttachError::inject(pid, error))?;
+    Userfaultfd::from_new(descriptor).map_err(|error| AttachError::Track {
+        pid,
+        source: TrackError::Unavailable {
+            mechanism,
+            reason: format!("no asynchronous write-protection, which Linux 6.7 has ({error})"),
+        },
+    })
+}
+
+/// Registers anonymous memory ahead, to hear at once if another userfaultfd has some of it. A mapping that changes at this
+/// moment is left to the first collect.
+fn register(pid: i32, userfaultfd: &Userfaultfd, mappings: &[Mapping]) -> Result<(), AttachError> {
+    for range in Mapping::ranges(mappings, MappingKind::Anonymous).iter() {
+        if let Err(error) = userfaultfd.register(&range) {
+            match error.raw_os_error() {
+                Some(libc::EBUSY) => {
+                    let found = format!(
+                        "it watches {:x}-{:x}, for the process or for another pagemark",
+                        range.start, range.end
+                    );
+                    return Err(AttachError::uses_userfaultfd(pid, found));
+                }
+                Some(libc::ESRCH) => return Err(AttachError::NoSuchProcess { pid }),
+                _ => {}
+            }
+        }
+    }
+    Ok(())
+}
+
+fn soft_dirty(pid: i32, pagemap: Arc<Pagemap>) -> Result<SoftDirty, AttachError> {
+    let clear_refs = OpenOptions::new()
+        .write(true)
+        .open(format!("/proc/{pid}/clear_refs"))
+        .map_err(|error| AttachError::system(pid, "opening its clear_refs", error))?;
+    SoftDirty::new(pagemap, clear_refs, Pages::NotOfFile).map_err(|source| AttachError::Track { pid, source })
+}
