@@ -5,6 +5,7 @@
 
 pub mod dump;
 pub mod images;
+pub(crate) mod timers;
 
 use std::ffi::OsString;
 use std::os::unix::fs::PermissionsExt;

@@ -4,7 +4,7 @@
 //! written from the page trees. Then `criu restore` does the rest.
 
 use std::fs::{File, OpenOptions};
-use std::io::{BufWriter, Seek, Write};
+use std::io::{BufWriter, IsTerminal, Seek, Write};
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::process::CommandExt;
@@ -16,7 +16,7 @@ use pagemark::{ContentId, PAGE_SIZE, PageTree, Store, StoreError};
 use crate::criu::dump::{NOTES, Notes, read_pstree};
 use crate::criu::images::{Pagemap, PstreeEntry};
 use crate::criu::{Criu, CriuError, ImageError, errors_in_log};
-use crate::stdio;
+use crate::stdio::{self, Own};
 
 /// CRIU's log in the images directory.
 const LOG: &str = "restore.log";
@@ -160,9 +160,7 @@ pub(crate) fn prepare_with(
     if manifest.kind != TargetKind::Process {
         return Err(RestoreError::MemoryOnly { job: manifest.job.clone(), sequence: manifest.sequence });
     }
-    for record in &manifest.state {
-        write_state(record, store, directory)?;
-    }
+    write_states(manifest, store, directory)?;
     let prepared = open_prepared(directory)?;
     write_pages(manifest, store, directory, memory, &prepared.processes)?;
     Ok(prepared)
@@ -176,14 +174,13 @@ pub fn export_criu(manifest: &Manifest, store: &dyn Store, directory: &Path) -> 
     if manifest.kind != TargetKind::Process {
         return Err(RestoreError::MemoryOnly { job: manifest.job.clone(), sequence: manifest.sequence });
     }
-    for record in &manifest.state {
-        write_state(record, store, directory)?;
-    }
+    write_states(manifest, store, directory)?;
     let notes = read_notes(directory)?;
     write_pages(manifest, store, directory, Memory::Whole, &read_pstree(directory)?)?;
     let mut arguments = vec!["restore".to_string(), "-D".into(), directory.display().to_string()];
     arguments.extend(restore_flags(&notes).map(String::from));
-    let streams = stdio::restore_arguments(&notes.outside, [0, 1, 2]);
+    let own = [0, 1, 2].map(|descriptor| Own { descriptor, is_terminal: false });
+    let streams = stdio::redirect(directory, &notes.outside, own)?;
     arguments.extend(streams.iter().map(|argument| argument.to_string_lossy().into_owned()));
     Ok(arguments)
 }
@@ -231,7 +228,9 @@ impl Prepared {
     ) -> Result<Restored, RestoreError> {
         self.check_free()?;
         let streams = streams(options.streams)?;
-        let numbers = [streams[0].as_raw_fd(), streams[1].as_raw_fd(), streams[2].as_raw_fd()];
+        let own = |stream: &OwnedFd| Own { descriptor: stream.as_raw_fd(), is_terminal: stream.is_terminal() };
+        let own = [own(&streams[0]), own(&streams[1]), own(&streams[2])];
+        let numbers = own.map(|own| own.descriptor);
         let mut command = criu.command("restore", &self.directory, LOG);
         command.arg("--restore-detached").args(restore_flags(&self.notes)).args(further);
         if options.as_child {
@@ -244,7 +243,7 @@ impl Prepared {
             // The session's terminal is found by CRIU's own standard input.
             command.stdin(std::process::Stdio::inherit());
         }
-        command.args(stdio::restore_arguments(&self.notes.outside, numbers));
+        command.args(stdio::redirect(&self.directory, &self.notes.outside, own)?);
         // SAFETY: only system calls are made between fork and exec, which is allowed in a child of a process with threads.
         unsafe {
             command.pre_exec(move || stdio::keep_open(&numbers));
@@ -304,6 +303,14 @@ fn read_notes(directory: &Path) -> Result<Notes, RestoreError> {
     let path = directory.join(NOTES);
     let text = std::fs::read(&path).map_err(|error| damaged(format!("its state lacks {NOTES} ({error})")))?;
     serde_json::from_slice(&text).map_err(|error| damaged(format!("its state file {NOTES} is not as written: {error}")))
+}
+
+/// Writes the state files.
+fn write_states(manifest: &Manifest, store: &dyn Store, directory: &Path) -> Result<(), RestoreError> {
+    for record in &manifest.state {
+        write_state(record, store, directory)?;
+    }
+    Ok(crate::criu::timers::arm_expired(directory)?)
 }
 
 /// Writes one file of the state.

@@ -26,6 +26,10 @@ pub enum ImageKind {
     Mm,
     /// `files.img`: the open files.
     Files,
+    /// `fdinfo-N.img`: the descriptors of one table, and which open files they are.
+    Descriptors,
+    /// `tty-info.img`: the terminals.
+    Terminals,
 }
 
 impl ImageKind {
@@ -36,6 +40,8 @@ impl ImageKind {
             ImageKind::Core => 0x5505_3847,
             ImageKind::Mm => 0x5749_2820,
             ImageKind::Files => 0x5630_3138,
+            ImageKind::Descriptors => 0x5621_3732,
+            ImageKind::Terminals => 0x5945_3036,
         }
     }
 }
@@ -284,8 +290,27 @@ impl Pagemap {
 }
 
 /// Replaces a field of varint type in an encoded message that was decoded before; all else stays as it is.
-fn with_varint(message: &[u8], field: u32, value: u64) -> Vec<u8> {
-    use prost::encoding::{DecodeContext, WireType, decode_key, encode_key, encode_varint, skip_field};
+pub(crate) fn with_varint(message: &[u8], field: u32, value: u64) -> Vec<u8> {
+    use prost::encoding::{WireType, encode_key, encode_varint};
+    let mut output = without(message, field);
+    encode_key(field, WireType::Varint, &mut output);
+    encode_varint(value, &mut output);
+    output
+}
+
+/// The same for a field that is a message.
+pub(crate) fn with_bytes(message: &[u8], field: u32, value: &[u8]) -> Vec<u8> {
+    use prost::encoding::{WireType, encode_key, encode_varint};
+    let mut output = without(message, field);
+    encode_key(field, WireType::LengthDelimited, &mut output);
+    encode_varint(value.len() as u64, &mut output);
+    output.extend_from_slice(value);
+    output
+}
+
+/// An encoded message without one of its fields.
+fn without(message: &[u8], field: u32) -> Vec<u8> {
+    use prost::encoding::{DecodeContext, decode_key, skip_field};
     let mut output = Vec::with_capacity(message.len() + 2);
     let mut rest = message;
     while !rest.is_empty() {
@@ -298,10 +323,185 @@ fn with_varint(message: &[u8], field: u32, value: u64) -> Vec<u8> {
             output.extend_from_slice(&begin[..begin.len() - rest.len()]);
         }
     }
-    encode_key(field, WireType::Varint, &mut output);
-    encode_varint(value, &mut output);
     output
 }
+
+/// A descriptor of `fdinfo-N.img`.
+#[derive(Clone, PartialEq, Message)]
+pub struct DescriptorEntry {
+    /// The open file's id in `files.img`.
+    #[prost(uint32, required, tag = "1")]
+    pub id: u32,
+    /// The open file's type, a `FILE_…` number.
+    #[prost(uint32, required, tag = "3")]
+    pub kind: u32,
+    /// The descriptor's number.
+    #[prost(uint32, required, tag = "4")]
+    pub number: u32,
+}
+
+impl DescriptorEntry {
+    /// Number of the field `kind`.
+    pub(crate) const KIND: u32 = 3;
+}
+
+/// Type of an open file that was opened by its path.
+pub const FILE_REGULAR: u32 = 1;
+/// Type of an open file that is an end of a pipe.
+pub const FILE_PIPE: u32 = 2;
+/// Type of an open file that is a terminal.
+pub const FILE_TERMINAL: u32 = 11;
+
+/// An open file of `files.img`, as far as its type is known here.
+#[derive(Clone, PartialEq, Message)]
+pub struct FileEntry {
+    /// A `FILE_…` number.
+    #[prost(uint32, required, tag = "1")]
+    pub kind: u32,
+    /// Its id.
+    #[prost(uint32, required, tag = "2")]
+    pub id: u32,
+    /// One that was opened by its path.
+    #[prost(message, optional, tag = "3")]
+    pub regular: Option<RegularEntry>,
+    /// A timer's descriptor.
+    #[prost(message, optional, tag = "12")]
+    pub timer: Option<TimerEntry>,
+    /// An end of a pipe.
+    #[prost(message, optional, tag = "18")]
+    pub pipe: Option<PipeEntry>,
+    /// A terminal.
+    #[prost(message, optional, tag = "19")]
+    pub terminal: Option<TerminalEntry>,
+}
+
+impl FileEntry {
+    /// Number of the field `timer`.
+    pub(crate) const TIMER: u32 = 12;
+}
+
+/// A timer's descriptor.
+#[derive(Clone, PartialEq, Message)]
+pub struct TimerEntry {
+    /// Its id.
+    #[prost(uint32, required, tag = "1")]
+    pub id: u32,
+    /// As `open` takes them.
+    #[prost(uint32, required, tag = "2")]
+    pub flags: u32,
+    /// Who is signalled.
+    #[prost(message, required, tag = "3")]
+    pub owner: Owner,
+    /// The clock.
+    #[prost(uint32, required, tag = "4")]
+    pub clock: u32,
+    /// Expirations that were not read yet.
+    #[prost(uint64, required, tag = "5")]
+    pub ticks: u64,
+    /// As `timerfd_settime` takes them.
+    #[prost(uint32, required, tag = "6")]
+    pub settime_flags: u32,
+    /// Time to go: seconds.
+    #[prost(uint64, required, tag = "7")]
+    pub seconds: u64,
+    /// Time to go: nanoseconds.
+    #[prost(uint64, required, tag = "8")]
+    pub nanoseconds: u64,
+    /// Interval: seconds.
+    #[prost(uint64, required, tag = "9")]
+    pub interval_seconds: u64,
+    /// Interval: nanoseconds.
+    #[prost(uint64, required, tag = "10")]
+    pub interval_nanoseconds: u64,
+}
+
+/// A file that was opened by its path.
+#[derive(Clone, PartialEq, Message)]
+pub struct RegularEntry {
+    /// Its id.
+    #[prost(uint32, required, tag = "1")]
+    pub id: u32,
+    /// As `open` takes them.
+    #[prost(uint32, required, tag = "2")]
+    pub flags: u32,
+    /// Position; all ones for none.
+    #[prost(uint64, required, tag = "3")]
+    pub position: u64,
+    /// Who is signalled.
+    #[prost(message, required, tag = "5")]
+    pub owner: Owner,
+    /// Path.
+    #[prost(string, required, tag = "6")]
+    pub name: String,
+}
+
+/// Who is signalled when a file is ready.
+#[derive(Clone, PartialEq, Message)]
+pub struct Owner {
+    /// User.
+    #[prost(uint32, required, tag = "1")]
+    pub uid: u32,
+    /// Effective user.
+    #[prost(uint32, required, tag = "2")]
+    pub euid: u32,
+    /// The signal.
+    #[prost(uint32, required, tag = "3")]
+    pub signal: u32,
+    /// What `pid` is.
+    #[prost(uint32, required, tag = "4")]
+    pub pid_type: u32,
+    /// Process, thread or process group.
+    #[prost(uint32, required, tag = "5")]
+    pub pid: u32,
+}
+
+/// An end of a pipe.
+#[derive(Clone, PartialEq, Message)]
+pub struct PipeEntry {
+    /// Its id.
+    #[prost(uint32, required, tag = "1")]
+    pub id: u32,
+    /// The pipe's inode.
+    #[prost(uint32, required, tag = "2")]
+    pub pipe_id: u32,
+    /// As `open` takes them.
+    #[prost(uint32, required, tag = "3")]
+    pub flags: u32,
+    /// Who is signalled.
+    #[prost(message, required, tag = "4")]
+    pub owner: Owner,
+}
+
+/// An open terminal.
+#[derive(Clone, PartialEq, Message)]
+pub struct TerminalEntry {
+    /// Its id.
+    #[prost(uint32, required, tag = "1")]
+    pub id: u32,
+    /// Id in `tty-info.img`.
+    #[prost(uint32, required, tag = "2")]
+    pub info_id: u32,
+    /// As `open` takes them.
+    #[prost(uint32, required, tag = "3")]
+    pub flags: u32,
+    /// Who is signalled.
+    #[prost(message, required, tag = "4")]
+    pub owner: Owner,
+}
+
+/// A terminal of `tty-info.img`.
+#[derive(Clone, PartialEq, Message)]
+pub struct TerminalInfo {
+    /// Its id.
+    #[prost(uint32, required, tag = "1")]
+    pub id: u32,
+    /// [`TERMINAL_EXTERNAL`] if it was left out of the dump.
+    #[prost(uint32, required, tag = "2")]
+    pub kind: u32,
+}
+
+/// Type of a terminal whose other end is outside the dumped processes.
+pub const TERMINAL_EXTERNAL: u32 = 5;
 
 /// A process of `pstree.img`.
 #[derive(Clone, PartialEq, Message)]

@@ -1,0 +1,327 @@
+//! Saves the state of real programs, kills them, and restores them. Memory is compared bitwise with memory at the freeze.
+
+mod support;
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::process::CommandExt;
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use pagemark_process::criu::{CriuError, Dump, DumpOptions};
+use pagemark_process::restore::{RestoreError, RestoreOptions, Streams, prepare};
+use support::{Program, criu, eventually, is_alive, is_running, read_number, take};
+
+/// Counts in a file that is replaced as a whole, so that whoever looks at it sees a whole number.
+const COUNTER: &str = r#"
+import os, sys, time
+state = {i: str(i) * 5 for i in range(50000)}
+n = 0
+while True:
+    n += 1
+    state[n % 50000] = str(n)
+    assert len(state) == 50000
+    if n % 2000 == 0:
+        with open('count.new', 'w') as f: f.write(str(n))
+        os.rename('count.new', 'count')
+"#;
+
+#[test]
+fn python_goes_on_where_it_was() {
+    let Some(criu) = criu("python_goes_on_where_it_was") else { return };
+    let mut program = Program::python(COUNTER);
+    eventually("the program counts", || program.read("count").is_some());
+    let at_checkpoint: u64 = program.read("count").unwrap().parse().unwrap();
+    let taken = take(&criu, program.pid(), &DumpOptions::default());
+    let thawed: u64 = program.read("count").unwrap().parse().unwrap();
+    eventually("the program runs on", || program.read("count").unwrap().parse::<u64>().unwrap() > thawed + 10000);
+    program.kill();
+
+    let restored = taken.restore(&criu, &RestoreOptions { as_child: true, stopped: true, ..Default::default() });
+    assert_eq!(restored.root_pid, program.pid());
+    taken.compare(&restored.pids);
+    program.adopt(&restored);
+    let before = program.read("count").unwrap();
+    program.resume();
+    // The count is behind the one that the killed program had reached, and goes on from there.
+    eventually("the program counts", || program.read("count").unwrap() != before);
+    let after: u64 = program.read("count").unwrap().parse().unwrap();
+    assert!(after >= at_checkpoint && after <= thawed + 2000, "{at_checkpoint} {after} {thawed} {before}");
+    eventually("the program counts on", || program.read("count").unwrap().parse::<u64>().unwrap() > after + 10000);
+    assert!(is_running(program.pid()));
+}
+
+#[test]
+fn a_dropped_dump_leaves_the_program_running() {
+    let Some(criu) = criu("a_dropped_dump_leaves_the_program_running") else { return };
+    let program = Program::python(COUNTER);
+    eventually("the program counts", || program.read("count").is_some());
+    for stage in 0..3 {
+        let directory = tempfile::tempdir().unwrap();
+        let mut dump = Dump::start(&criu, program.pid(), directory.path(), &DumpOptions::default()).unwrap();
+        if stage > 0 {
+            while !dump.wait_frozen(Duration::from_millis(5)).unwrap() {}
+        }
+        if stage > 1 {
+            dump.wait_state_saved().unwrap();
+        }
+        drop(dump);
+        let before = program.read("count").unwrap();
+        eventually("the program counts on", || program.read("count").unwrap() != before);
+        assert_eq!(support::tracer(program.pid()), 0);
+    }
+    let _ = take(&criu, program.pid(), &DumpOptions::default());
+}
+
+#[test]
+fn what_cannot_be_saved_or_restored_is_said() {
+    let Some(criu) = criu("what_cannot_be_saved_or_restored_is_said") else { return };
+    let directory = tempfile::tempdir().unwrap();
+    let gone = Dump::start(&criu, i32::MAX - 1, directory.path(), &DumpOptions::default());
+    assert!(matches!(gone, Err(CriuError::Gone { .. })), "{gone:?}");
+
+    let mut program = Program::python(COUNTER);
+    eventually("the program counts", || program.read("count").is_some());
+    let taken = take(&criu, program.pid(), &DumpOptions::default());
+    let refused = prepare(&taken.manifest, &taken.store, tempfile::tempdir().unwrap().path());
+    let Err(RestoreError::PidInUse { pid, command }) = refused else { panic!("{refused:?}") };
+    assert_eq!(pid, program.pid());
+    assert!(command.contains("python"), "{command}");
+    assert!(is_running(program.pid()));
+
+    program.kill();
+    let mut hostile = taken.manifest.clone();
+    hostile.state[0].name = "../escaped.img".into();
+    let refused = prepare(&hostile, &taken.store, tempfile::tempdir().unwrap().path());
+    assert!(matches!(refused, Err(RestoreError::Damaged { .. })), "{refused:?}");
+    let mut incomplete = taken.manifest.clone();
+    incomplete.spaces.clear();
+    let refused = prepare(&incomplete, &taken.store, tempfile::tempdir().unwrap().path());
+    assert!(matches!(refused, Err(RestoreError::Damaged { .. })), "{refused:?}");
+}
+
+/// A descriptor for a process outside the tree is something that CRIU refuses.
+#[test]
+fn criu_says_why_it_refuses() {
+    let Some(criu) = criu("criu_says_why_it_refuses") else { return };
+    let program = Program::python(
+        "import os, time\nfd = os.pidfd_open(1)\nopen('count', 'w').write('1')\nwhile True: time.sleep(0.01)",
+    );
+    eventually("the program is there", || program.read("count").is_some());
+    let directory = tempfile::tempdir().unwrap();
+    let mut dump = Dump::start(&criu, program.pid(), directory.path(), &DumpOptions::default()).unwrap();
+    let error = dump.wait_state_saved().unwrap_err();
+    let CriuError::Failed { what, reason } = &error else { panic!("{error:?}") };
+    assert!(what.contains(&program.pid().to_string()), "{what}");
+    assert!(!reason.is_empty() && !reason.contains("no error message"), "{reason}");
+    drop(dump);
+    assert!(is_running(program.pid()));
+}
+
+const FAMILY: &str = r#"
+import os, sys, time
+# The parent sends numbers, the child answers with their squares.
+there, back = os.pipe(), os.pipe()
+child = os.fork()
+if child == 0:
+    os.close(there[1]); os.close(back[0])
+    r, w = os.fdopen(there[0]), os.fdopen(back[1], 'w')
+    for line in r:
+        print(int(line) ** 2, file=w, flush=True)
+    os._exit(0)
+os.close(there[0]); os.close(back[1])
+w, r = os.fdopen(there[1], 'w'), os.fdopen(back[0])
+n = 0
+while True:
+    n += 1
+    print(n, file=w, flush=True)
+    answer = int(r.readline())
+    if answer != n * n:
+        open('wrong', 'w').write(f'{n} {answer}')
+        os._exit(99)
+    if n % 500 == 0:
+        with open('count.new', 'w') as f: f.write(str(n))
+        os.rename('count.new', 'count')
+"#;
+
+#[test]
+fn a_family_with_pipes_comes_back() {
+    let Some(criu) = criu("a_family_with_pipes_comes_back") else { return };
+    let mut program = Program::python(FAMILY);
+    for _ in 0..3 {
+        eventually("the program counts", || program.read("count").is_some());
+        let taken = take(&criu, program.pid(), &DumpOptions::default());
+        assert_eq!(taken.manifest.spaces.len(), 2);
+        program.kill();
+        let restored = taken.restore(&criu, &RestoreOptions { as_child: true, stopped: true, ..Default::default() });
+        taken.compare(&restored.pids);
+        program.adopt(&restored);
+        program.resume();
+        let before: u64 = program.read("count").unwrap().parse().unwrap();
+        eventually("the family counts on", || program.read("count").unwrap().parse::<u64>().unwrap() > before + 1000);
+        assert_eq!(program.read("wrong"), None);
+    }
+}
+
+const TORTURE: &str = include_str!("torture.c");
+
+#[test]
+fn threads_signals_and_timers_come_back() {
+    let Some(criu) = criu("threads_signals_and_timers_come_back") else { return };
+    let Some(mut program) = Program::c("threads_signals_and_timers_come_back", TORTURE) else { return };
+    for _ in 0..3 {
+        eventually("the program counts", || program.read("count").is_some());
+        let taken = take(&criu, program.pid(), &DumpOptions::default());
+        program.kill();
+        let restored = taken.restore(&criu, &RestoreOptions { as_child: true, stopped: true, ..Default::default() });
+        taken.compare(&restored.pids);
+        program.adopt(&restored);
+        program.resume();
+        let before: u64 = program.read("count").unwrap().parse().unwrap();
+        eventually("the program counts on", || {
+            assert!(is_running(program.pid()), "{:?}", program.read("wrong"));
+            program.read("count").unwrap().parse::<u64>().unwrap() > before + 20
+        });
+        assert_eq!(program.read("wrong"), None);
+    }
+}
+
+const TALKER: &str = r#"
+import sys, time
+n = 0
+while True:
+    n += 1
+    print('line', n, flush=True)
+    time.sleep(0.01)
+"#;
+
+#[test]
+fn output_into_a_pipe_goes_to_the_restoring_command() {
+    let Some(criu) = criu("output_into_a_pipe_goes_to_the_restoring_command") else { return };
+    let mut program = Program::python_with(TALKER, Stdio::piped());
+    let mut lines = BufReader::new(program.stdout());
+    assert_eq!(read_number(&mut lines), 1);
+    let taken = take(&criu, program.pid(), &DumpOptions::default());
+    assert!(read_number(&mut lines) > 1);
+    program.kill();
+    let mut rest = String::new();
+    lines.read_to_string(&mut rest).unwrap();
+    // The last line may have been cut by the kill.
+    let last_before: u64 = rest.lines().filter_map(|line| line.strip_prefix("line ")?.parse().ok()).max().unwrap_or(2);
+
+    // The restoring command is a process of its own, with a pipe for its output.
+    let (mut restorer, restored) = taken.restore_by_command(&criu, Stdio::piped());
+    let mut lines = BufReader::new(restorer.stdout.take().unwrap());
+    let first = read_number(&mut lines);
+    assert!(first >= 2 && first <= last_before + 1, "{first} {last_before}");
+    for number in first + 1..first + 20 {
+        assert_eq!(read_number(&mut lines), number);
+    }
+    program.adopt(&restored);
+    restorer.wait().unwrap();
+    program.kill();
+
+    // With no stream of its own, the restored program writes to /dev/null and lives.
+    let restored = taken.restore(&criu, &RestoreOptions { as_child: true, streams: Streams::Null, ..Default::default() });
+    program.adopt(&restored);
+    let target = std::fs::read_link(format!("/proc/{}/fd/1", program.pid())).unwrap();
+    assert_eq!(target.to_str(), Some("/dev/null"));
+    std::thread::sleep(Duration::from_millis(100));
+    assert!(is_running(program.pid()));
+}
+
+#[test]
+fn a_program_on_a_terminal_gets_the_restoring_commands() {
+    let Some(criu) = criu("a_program_on_a_terminal_gets_the_restoring_commands") else { return };
+    for own_terminal in [false, true] {
+        let terminal = support::Terminal::open();
+        let mut program = Program::python_on(TALKER, &terminal, own_terminal);
+        let mut lines = terminal.lines();
+        assert_eq!(read_number(&mut lines), 1);
+        let taken = take(&criu, program.pid(), &DumpOptions::default());
+        assert!(read_number(&mut lines) > 1);
+        program.kill();
+        drop(lines);
+        drop(terminal);
+
+        let other = support::Terminal::open();
+        let (mut restorer, restored) = taken.restore_on(&criu, &other);
+        program.adopt(&restored);
+        let mut lines = other.lines();
+        let first = read_number(&mut lines);
+        for number in first + 1..first + 20 {
+            assert_eq!(read_number(&mut lines), number);
+        }
+        restorer.wait().unwrap();
+        program.kill();
+
+        // Detached, without any terminal.
+        let restored =
+            taken.restore(&criu, &RestoreOptions { as_child: true, streams: Streams::Null, ..Default::default() });
+        program.adopt(&restored);
+        std::thread::sleep(Duration::from_millis(100));
+        assert!(is_running(program.pid()));
+    }
+}
+
+/// Not a test by itself: the restoring command of the tests above, as a process of its own.
+#[test]
+fn restoring_command() {
+    support::restoring_command();
+}
+
+/// Not a test by itself: takes dumps until it is killed.
+#[test]
+fn dumping_command() {
+    let Some(pid) = std::env::var("PAGEMARK_TEST_DUMP").ok().and_then(|pid| pid.parse().ok()) else { return };
+    let criu = pagemark_process::criu::Criu::find().unwrap();
+    println!("ready");
+    std::io::stdout().flush().unwrap();
+    loop {
+        let directory = tempfile::tempdir().unwrap();
+        let mut dump = Dump::start(&criu, pid, directory.path(), &DumpOptions::default()).unwrap();
+        dump.wait_state_saved().unwrap();
+        dump.thaw().unwrap();
+    }
+}
+
+#[test]
+fn killed_at_any_instant_it_leaves_the_program_running() {
+    let Some(criu) = criu("killed_at_any_instant_it_leaves_the_program_running") else { return };
+    let Some(program) = Program::c("killed_at_any_instant_it_leaves_the_program_running", TORTURE) else { return };
+    eventually("the program counts", || program.read("count").is_some());
+    let descriptors = program.descriptors();
+    let code = program.executable_mappings();
+    for round in 0..60_u64 {
+        let mut dumper = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "dumping_command", "--nocapture"])
+            .env("PAGEMARK_TEST_DUMP", program.pid().to_string())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null())
+            .process_group(0)
+            .spawn()
+            .unwrap();
+        let mut lines = BufReader::new(dumper.stdout.take().unwrap());
+        loop {
+            let mut line = String::new();
+            assert_ne!(lines.read_line(&mut line).unwrap(), 0, "the dumping command ended");
+            if line.contains("ready") {
+                break;
+            }
+        }
+        // A dump takes some 50 ms: the instants are spread over two of them, a different one each time.
+        std::thread::sleep(Duration::from_micros(round * 100_000 / 60 + round * 7919 % 1000));
+        dumper.kill().unwrap();
+        dumper.wait().unwrap();
+        eventually("nobody traces the program", || support::tracer(program.pid()) == 0);
+        let before: u64 = program.read("count").unwrap().parse().unwrap();
+        eventually("the program counts on", || {
+            assert!(is_alive(program.pid()), "round {round}: {:?}", program.read("wrong"));
+            program.read("count").unwrap().parse::<u64>().unwrap() > before
+        });
+    }
+    eventually("no CRIU is left", || support::tracer(program.pid()) == 0);
+    assert_eq!(program.read("wrong"), None);
+    assert_eq!(program.descriptors(), descriptors);
+    assert_eq!(program.executable_mappings(), code);
+    let _ = take(&criu, program.pid(), &DumpOptions::default());
+}

@@ -1,0 +1,493 @@
+//! What the tests share: programs to save, and checkpoints held in memory.
+
+#![allow(dead_code, reason = "each test binary uses a part of it")]
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{BufRead, BufReader};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::FileExt;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdout, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use nix::sys::signal::{Signal, kill};
+use nix::sys::wait::waitpid;
+use nix::unistd::Pid;
+use pagemark::repository::{Cost, Manifest, SpaceRecord, StateRecord, TargetKind};
+use pagemark::{Kind, Mechanism, PAGE_SIZE, PageTree, Store, store::MemoryStore};
+use pagemark_process::criu::images::{CoreEntry, ImageKind, read_first};
+use pagemark_process::criu::{Criu, CriuError, Dump, DumpOptions, Timings};
+use pagemark_process::restore::{RestoreOptions, Restored, prepare};
+
+/// The kernel leaves these bytes below a stack pointer alone.
+const RED_ZONE: u64 = 128;
+/// The frame of a signal ends within these bytes below a stack pointer, vector registers included.
+const SIGNAL_FRAME: u64 = 16 << 10;
+
+/// Says that a test did not run.
+pub fn skipped(test: &str, reason: &str) {
+    eprintln!("skipped: {test}: {reason}");
+    if let Some(path) = std::env::var_os("PAGEMARK_SKIP_LOG") {
+        use std::io::Write;
+        let log = std::fs::OpenOptions::new().append(true).create(true).open(path);
+        log.and_then(|mut log| writeln!(log, "skipped: {test}: {reason}")).expect("the log of skipped tests is writable");
+    }
+}
+
+/// A CRIU that works here, or None after saying why the test is skipped.
+pub fn criu(test: &str) -> Option<Criu> {
+    if !nix::unistd::geteuid().is_root() {
+        skipped(test, "not root");
+        return None;
+    }
+    Criu::find().map_err(|error| skipped(test, &error.to_string())).ok()
+}
+
+/// Waits until something is so. It may take long on a busy machine; what never comes fails.
+pub fn eventually(what: &str, mut is_so: impl FnMut() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while !is_so() {
+        assert!(Instant::now() < deadline, "not within a minute: {what}");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+/// The number of the next line of the form `line N`, past what a test harness writes between them.
+pub fn read_number(lines: &mut impl BufRead) -> u64 {
+    loop {
+        let mut line = String::new();
+        assert_ne!(lines.read_line(&mut line).unwrap(), 0, "the output ends");
+        if let Some((_, number)) = line.trim_end().rsplit_once("line ") {
+            return number.parse().unwrap();
+        }
+    }
+}
+
+fn status_field(pid: i32, name: &str) -> Option<String> {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+    status.lines().find_map(|line| line.strip_prefix(name)).map(|value| value.trim().to_string())
+}
+
+pub fn tracer(pid: i32) -> i32 {
+    status_field(pid, "TracerPid:").map_or(0, |value| value.parse().unwrap())
+}
+
+pub fn is_running(pid: i32) -> bool {
+    status_field(pid, "State:").is_some_and(|state| !state.starts_with(['Z', 'X', 'T', 't']))
+}
+
+pub fn is_alive(pid: i32) -> bool {
+    status_field(pid, "State:").is_some_and(|state| !state.starts_with(['Z', 'X']))
+}
+
+/// A program that is saved, killed and restored. It ends with the value.
+pub struct Program {
+    directory: tempfile::TempDir,
+    child: Option<Child>,
+    pids: Vec<i32>,
+}
+
+impl Program {
+    /// Runs a Python text in a directory of its own.
+    pub fn python(text: &str) -> Program {
+        Program::python_with(text, Stdio::null())
+    }
+
+    pub fn python_with(text: &str, output: Stdio) -> Program {
+        Program::start(Command::new(python()).arg("-c").arg(text).stdin(Stdio::null()).stdout(output))
+    }
+
+    /// On a terminal, which is its controlling terminal or is not.
+    pub fn python_on(text: &str, terminal: &Terminal, controlling: bool) -> Program {
+        let mut command = Command::new(python());
+        command.arg("-c").arg(text);
+        terminal.attach(&mut command, controlling);
+        Program::start_as_it_is(&mut command, tempfile::tempdir().unwrap())
+    }
+
+    /// Compiles and runs a C program.
+    pub fn c(test: &str, text: &str) -> Option<Program> {
+        let directory = tempfile::tempdir().unwrap();
+        compile(test, text, directory.path())?;
+        Some(Program::start_in(&mut Command::new(directory.path().join("program")), directory))
+    }
+
+    pub fn start(command: &mut Command) -> Program {
+        Program::start_in(command, tempfile::tempdir().unwrap())
+    }
+
+    fn start_in(command: &mut Command, directory: tempfile::TempDir) -> Program {
+        command.stderr(Stdio::null());
+        // SAFETY: setsid is a system call and nothing more.
+        unsafe { command.pre_exec(|| nix::unistd::setsid().map(drop).map_err(Into::into)) };
+        Program::start_as_it_is(command, directory)
+    }
+
+    fn start_as_it_is(command: &mut Command, directory: tempfile::TempDir) -> Program {
+        let child = command.current_dir(directory.path()).spawn().unwrap();
+        let pids = vec![child.id() as i32];
+        Program { directory, child: Some(child), pids }
+    }
+
+    pub fn pid(&self) -> i32 {
+        self.pids[0]
+    }
+
+    pub fn directory(&self) -> &Path {
+        self.directory.path()
+    }
+
+    pub fn stdout(&mut self) -> ChildStdout {
+        self.child.as_mut().unwrap().stdout.take().unwrap()
+    }
+
+    /// A file in the program's directory.
+    pub fn read(&self, name: &str) -> Option<String> {
+        std::fs::read_to_string(self.directory.path().join(name)).ok()
+    }
+
+    /// Kills the whole tree and waits until its process ids are free.
+    pub fn kill(&mut self) {
+        let pids = tree(self.pid());
+        for &pid in pids.iter().chain(&self.pids) {
+            let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
+        }
+        if let Some(mut child) = self.child.take() {
+            child.wait().unwrap();
+        }
+        for pid in pids {
+            eventually("a killed process is gone", || {
+                let _ = waitpid(Pid::from_raw(pid), Some(nix::sys::wait::WaitPidFlag::WNOHANG));
+                !Path::new(&format!("/proc/{pid}")).exists()
+            });
+        }
+    }
+
+    /// Goes on with restored processes.
+    pub fn adopt(&mut self, restored: &Restored) {
+        self.pids = restored.pids.clone();
+    }
+
+    /// Lets restored processes run.
+    pub fn resume(&self) {
+        for &pid in &self.pids {
+            kill(Pid::from_raw(pid), Signal::SIGCONT).unwrap();
+        }
+    }
+
+    pub fn descriptors(&self) -> Vec<PathBuf> {
+        let entries = std::fs::read_dir(format!("/proc/{}/fd", self.pid())).unwrap();
+        let mut targets: Vec<_> = entries.filter_map(|entry| std::fs::read_link(entry.unwrap().path()).ok()).collect();
+        // The program itself opens and closes these.
+        targets.retain(|target| !target.starts_with(self.directory.path()));
+        targets.sort();
+        targets
+    }
+
+    pub fn executable_mappings(&self) -> Vec<String> {
+        let maps = std::fs::read_to_string(format!("/proc/{}/maps", self.pid())).unwrap();
+        maps.lines().filter(|line| line.split(' ').nth(1).unwrap().contains('x')).map(str::to_string).collect()
+    }
+}
+
+impl Drop for Program {
+    fn drop(&mut self) {
+        if Path::new(&format!("/proc/{}", self.pid())).exists() {
+            self.kill();
+        }
+    }
+}
+
+/// The interpreter itself; what is found in PATH may be a script that starts it.
+fn python() -> PathBuf {
+    let output = Command::new("python3").args(["-c", "import sys; print(sys.executable)"]).output().unwrap();
+    String::from_utf8(output.stdout).unwrap().trim().into()
+}
+
+pub fn compile(test: &str, text: &str, directory: &Path) -> Option<()> {
+    std::fs::write(directory.join("program.c"), text).unwrap();
+    let compiler = Command::new("cc")
+        .args(["-g", "-O1", "-pthread", "-o", "program", "program.c", "-lrt"])
+        .current_dir(directory)
+        .status();
+    match compiler {
+        Ok(status) => assert!(status.success(), "the program does not compile"),
+        Err(error) => {
+            skipped(test, &format!("no C compiler: {error}"));
+            return None;
+        }
+    }
+    Some(())
+}
+
+fn tree(root: i32) -> Vec<i32> {
+    let mut pids = vec![root];
+    let mut next = 0;
+    while let Some(&pid) = pids.get(next) {
+        next += 1;
+        let Ok(tasks) = std::fs::read_dir(format!("/proc/{pid}/task")) else { continue };
+        for task in tasks.flatten() {
+            let children = std::fs::read_to_string(task.path().join("children")).unwrap_or_default();
+            pids.extend(children.split_whitespace().map(|pid| pid.parse::<i32>().unwrap()));
+        }
+    }
+    pids
+}
+
+/// The content of a process's memory: page number to page. Pages that hold nothing, or what a file holds, are not in it.
+pub type Memory = BTreeMap<u64, Box<[u8; PAGE_SIZE]>>;
+
+/// All private memory of a process that holds something, and its shared anonymous memory.
+pub fn memory(pid: i32) -> Memory {
+    let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).unwrap();
+    let pagemap = File::open(format!("/proc/{pid}/pagemap")).unwrap();
+    let mem = File::open(format!("/proc/{pid}/mem")).unwrap();
+    let mut memory = Memory::new();
+    for line in maps.lines() {
+        let mut fields = line.split_ascii_whitespace();
+        let (start, end) = fields.next().unwrap().split_once('-').unwrap();
+        let permissions = fields.next().unwrap();
+        let name = fields.nth(3).unwrap_or("");
+        let anonymous_shared = permissions.ends_with('s') && name.starts_with("/dev/zero");
+        if name.starts_with("[v") || permissions.ends_with('s') && !anonymous_shared {
+            continue;
+        }
+        let number = |text| u64::from_str_radix(text, 16).unwrap() / PAGE_SIZE as u64;
+        for page in number(start)..number(end) {
+            let mut entry = [0; 8];
+            pagemap.read_exact_at(&mut entry, page * 8).unwrap();
+            let entry = u64::from_ne_bytes(entry);
+            let (held, of_file) = (entry >> 62 != 0, entry >> 61 & 1 != 0);
+            if !held || of_file && !anonymous_shared {
+                continue;
+            }
+            let mut content = Box::new([0; PAGE_SIZE]);
+            // A page without access rights can be read by the kernel all the same.
+            mem.read_exact_at(&mut content[..], page * PAGE_SIZE as u64).unwrap();
+            memory.insert(page, content);
+        }
+    }
+    memory
+}
+
+/// A checkpoint in memory.
+pub struct Taken {
+    pub manifest: Manifest,
+    pub store: MemoryStore,
+    pub memory: BTreeMap<i32, Memory>,
+    pub timings: Timings,
+    /// Of all threads.
+    pub stack_pointers: Vec<u64>,
+}
+
+/// Takes a checkpoint as a real one is taken, but reads all memory while the program is frozen.
+pub fn take(criu: &Criu, pid: i32, options: &DumpOptions) -> Taken {
+    let directory = tempfile::tempdir().unwrap();
+    let mut dump = Dump::start(criu, pid, directory.path(), options).unwrap();
+    while !dump.wait_frozen(Duration::from_millis(5)).unwrap() {}
+    dump.wait_state_saved().unwrap();
+    let memory: BTreeMap<i32, Memory> = tree(pid).into_iter().map(|pid| (pid, memory(pid))).collect();
+    let (timings, state) = dump.thaw().unwrap();
+    assert!(timings.frozen_at <= timings.state_saved_at && timings.state_saved_at <= timings.thawed_at);
+
+    let mut store = MemoryStore::new();
+    let mut spaces = Vec::new();
+    for process in &state.processes {
+        let mut tree = PageTree::new();
+        let content = &memory[&process.pid];
+        for (&page, bytes) in content {
+            tree.set(page, store.put(Kind::Page, &bytes[..]).unwrap());
+        }
+        process
+            .for_each_present::<CriuError>(&mut |page, bytes| {
+                match content.get(&page) {
+                    Some(seen) => assert!(seen[..] == bytes[..], "page {page:#x} is not as it was"),
+                    // CRIU also saves the code that the kernel gives to each process.
+                    None => tree.set(page, store.put(Kind::Page, bytes).unwrap()),
+                }
+                Ok(())
+            })
+            .unwrap();
+        let root = tree.save(&mut store).unwrap();
+        let pages = tree.page_count();
+        spaces.push(SpaceRecord { pid: process.pid, name: "program".into(), root, pages, mappings: Vec::new() });
+    }
+    let mut files = Vec::new();
+    let mut stack_pointers = Vec::new();
+    for path in &state.files {
+        if path.file_name().unwrap().to_str().unwrap().starts_with("core-") {
+            let core: CoreEntry = read_first(path, ImageKind::Core).unwrap();
+            stack_pointers.push(core.thread_info.unwrap().gpregs.sp);
+        }
+        let content = std::fs::read(path).unwrap();
+        let mut tree = PageTree::new();
+        for (number, chunk) in content.chunks(PAGE_SIZE).enumerate() {
+            let mut page = [0; PAGE_SIZE];
+            page[..chunk.len()].copy_from_slice(chunk);
+            tree.set(number as u64, store.put(Kind::Page, &page).unwrap());
+        }
+        let name = path.file_name().unwrap().to_str().unwrap().to_string();
+        files.push(StateRecord { name, size: content.len() as u64, root: tree.save(&mut store).unwrap() });
+    }
+    let manifest = Manifest {
+        job: "test".into(),
+        sequence: 1,
+        taken_unix_us: 0,
+        command: Vec::new(),
+        mechanism: Mechanism::Full,
+        kind: TargetKind::Process,
+        spaces,
+        files: Vec::new(),
+        state: files,
+        cost: Cost::default(),
+    };
+    Taken { manifest, store, memory, timings, stack_pointers }
+}
+
+impl Taken {
+    /// Restores into this process as the restoring command.
+    pub fn restore(&self, criu: &Criu, options: &RestoreOptions) -> Restored {
+        let directory = tempfile::tempdir().unwrap();
+        let prepared = prepare(&self.manifest, &self.store, directory.path()).unwrap();
+        match prepared.run(criu, options) {
+            Ok(restored) => restored,
+            Err(error) => {
+                let log = std::fs::read_to_string(directory.path().join("restore.log")).unwrap_or_default();
+                panic!("{error}\n{log}");
+            }
+        }
+    }
+
+    /// What lies below a stack pointer is dead; the kernel puts the frame of a signal there before the processes stop.
+    fn is_dead(&self, address: u64) -> bool {
+        self.stack_pointers.iter().any(|&sp| (sp - SIGNAL_FRAME..sp - RED_ZONE).contains(&address))
+    }
+
+    /// Compares memory of restored, stopped processes with memory at the freeze.
+    pub fn compare(&self, pids: &[i32]) {
+        for pid in pids {
+            let (then, now) = (&self.memory[pid], memory(*pid));
+            let mut differing = Vec::new();
+            // The kernel itself writes the processor's number into a thread's `struct rseq` whenever it goes on.
+            let mut rseq = 0;
+            let threads = std::fs::read_dir(format!("/proc/{pid}/task")).unwrap().count();
+            for (page, content) in then {
+                let zeros = [0; PAGE_SIZE];
+                let restored = now.get(page).map_or(&zeros[..], |page| &page[..]);
+                if restored != &content[..] {
+                    let dead = |at: usize| self.is_dead(page * PAGE_SIZE as u64 + at as u64);
+                    let differs = |at: &usize| restored[*at] != content[*at] && !dead(*at);
+                    let (Some(at), Some(last)) = ((0..PAGE_SIZE).find(differs), (0..PAGE_SIZE).rfind(differs)) else {
+                        continue;
+                    };
+                    if at / 32 == last / 32 {
+                        rseq += 1;
+                        if rseq <= threads {
+                            continue;
+                        }
+                    }
+                    differing.push(format!("{:#x}", page * PAGE_SIZE as u64 + at as u64));
+                }
+            }
+            for (page, content) in &now {
+                let held = |(at, byte): (usize, &u8)| *byte != 0 && !self.is_dead(page * PAGE_SIZE as u64 + at as u64);
+                if !then.contains_key(page) && content.iter().enumerate().any(held) {
+                    differing.push(format!("new page {:#x}", page * PAGE_SIZE as u64));
+                }
+            }
+            assert!(differing.is_empty(), "process {pid}, {} pages: {differing:?}", then.len());
+        }
+    }
+
+    /// Restores by a restoring command that is a process of its own, with this output.
+    pub fn restore_by_command(&self, criu: &Criu, output: Stdio) -> (Child, Restored) {
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command.stdin(Stdio::null()).stdout(output).stderr(Stdio::null());
+        self.run_command(criu, command)
+    }
+
+    /// The same on a terminal.
+    pub fn restore_on(&self, criu: &Criu, terminal: &Terminal) -> (Child, Restored) {
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        terminal.attach(&mut command, true);
+        self.run_command(criu, command)
+    }
+
+    fn run_command(&self, criu: &Criu, mut command: Command) -> (Child, Restored) {
+        let directory = tempfile::tempdir().unwrap();
+        let prepared = prepare(&self.manifest, &self.store, directory.path()).unwrap();
+        let pids = prepared.pids();
+        let done = directory.path().join("done");
+        let child = command
+            .args(["--exact", "restoring_command", "--nocapture"])
+            .env("PAGEMARK_TEST_RESTORE", directory.path())
+            .env("PAGEMARK_CRIU", criu.path())
+            .spawn()
+            .unwrap();
+        eventually("the restoring command is done", || done.exists());
+        let outcome = std::fs::read_to_string(&done).unwrap();
+        assert_eq!(outcome, "restored");
+        (child, Restored { root_pid: pids[0], pids })
+    }
+}
+
+/// The restoring command: `criu restore` on a prepared directory.
+pub fn restoring_command() {
+    let Some(directory) = std::env::var_os("PAGEMARK_TEST_RESTORE").map(PathBuf::from) else { return };
+    let criu = Criu::find().unwrap();
+    let prepared = pagemark_process::restore::open_prepared(&directory).unwrap();
+    let outcome = match prepared.run(&criu, &RestoreOptions::default()) {
+        Ok(_) => "restored".to_string(),
+        Err(error) => {
+            let log = std::fs::read_to_string(directory.join("restore.log")).unwrap_or_default();
+            format!("{error}\n{log}")
+        }
+    };
+    std::fs::write(directory.join("done.new"), outcome).unwrap();
+    std::fs::rename(directory.join("done.new"), directory.join("done")).unwrap();
+}
+
+/// A pseudo-terminal.
+pub struct Terminal {
+    master: OwnedFd,
+    slave: PathBuf,
+}
+
+impl Terminal {
+    pub fn open() -> Terminal {
+        use nix::pty::{PtyMaster, grantpt, posix_openpt, ptsname_r, unlockpt};
+        let master: PtyMaster =
+            posix_openpt(nix::fcntl::OFlag::O_RDWR | nix::fcntl::OFlag::O_NOCTTY | nix::fcntl::OFlag::O_CLOEXEC).unwrap();
+        grantpt(&master).unwrap();
+        unlockpt(&master).unwrap();
+        let slave = ptsname_r(&master).unwrap().into();
+        Terminal { master: master.as_fd().try_clone_to_owned().unwrap(), slave }
+    }
+
+    /// Makes the terminal a command's standard streams, in a session of its own.
+    pub fn attach(&self, command: &mut Command, controlling: bool) {
+        use std::os::unix::fs::OpenOptionsExt;
+        let open = || {
+            let mut options = std::fs::OpenOptions::new();
+            options.read(true).write(true).custom_flags(libc::O_NOCTTY).open(&self.slave).unwrap()
+        };
+        command.stdin(open()).stdout(open()).stderr(open());
+        // SAFETY: two system calls between fork and exec.
+        unsafe {
+            command.pre_exec(move || {
+                nix::unistd::setsid()?;
+                if controlling && libc::ioctl(0, libc::TIOCSCTTY, 0) != 0 {
+                    return Err(std::io::Error::last_os_error());
+                }
+                Ok(())
+            })
+        };
+    }
+
+    /// What is written to the terminal.
+    pub fn lines(&self) -> impl BufRead {
+        BufReader::new(File::from(self.master.try_clone().unwrap()))
+    }
+}
