@@ -26,6 +26,6 @@ licences: ; @scripts/licences.py
 
 fuzz: ; @scripts/fuzz.sh $(FUZZ_SECONDS)
 
-bench: build ; target/release/pagemark bench process
+bench: build ; $${CARGO_TARGET_DIR:-target}/release/pagemark bench process
 
 clean: ; cargo clean

@@ -8,10 +8,12 @@
 mod memory;
 mod report;
 mod skip;
+mod trackee;
 
 pub use memory::{Region, SplitMix, expected};
 pub use report::{Report, VIOLATED};
 pub use skip::skipped;
+pub use trackee::{rounds, trackee, violation};
 
 /// Says that the running test is skipped, and why (as for `format!`), and returns from it.
 #[macro_export]

@@ -21,7 +21,12 @@ pub type Written = HashMap<i32, RangeSet>;
 ///
 /// A file whose times and size are unchanged is not opened. Of one that only grows by appending, the new tail is
 /// read (and some pages picked from the rest, to notice that it was replaced). Any other is read whole, holes left
-/// out, and compared by a fingerprint of each page, so that only pages that changed are held in memory and stored.
+/// out, and compared by a fingerprint of each page, so that only pages that changed are held in memory and stored;
+/// the reading itself takes 1 to 3 µs a page, and happens in the freeze if it changed since the pre-copy.
+///
+/// Changes by programs outside the target are noticed like the target's own, but for one: truncating a file that the
+/// target only appends to, and writing it anew to a greater length with the same pages at all places that are looked
+/// at. Memory: 16 bytes a page of the files, and the page tree.
 ///
 /// When what was stored is not kept (a commit failed), call [`FileTracker::forget`].
 #[derive(Default)]

@@ -1,0 +1,47 @@
+//! How a test gets at the checked programs.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::OnceLock;
+
+/// The built program of that name (`torture`, `pages` or `family`), for tests of any crate of the workspace.
+///
+/// # Panics
+/// If it cannot be built, since then nothing can be tested.
+pub fn trackee(name: &str) -> PathBuf {
+    static DIRECTORY: OnceLock<PathBuf> = OnceLock::new();
+    DIRECTORY.get_or_init(build).join(name)
+}
+
+/// Builds the programs beside the running test, which lies in `TARGET/PROFILE/deps`. The test runner builds them only
+/// together with their own tests.
+fn build() -> PathBuf {
+    let test = std::env::current_exe().expect("a running program has a path");
+    let profile = test.parent().and_then(Path::parent).expect("tests lie two directories deep").to_path_buf();
+    let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or("cargo".into()));
+    cargo.args(["build", "--quiet", "--locked", "--package", "pagemark-testing", "--bins"]);
+    cargo.arg("--manifest-path").arg(concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml"));
+    if profile.ends_with("release") {
+        cargo.arg("--release");
+    }
+    if let Some(target) = profile.parent() {
+        cargo.arg("--target-dir").arg(target);
+    }
+    let status = cargo.status().expect("cargo runs");
+    assert!(status.success(), "the programs for the tests could not be built");
+    profile
+}
+
+/// The rounds of checks that a program reported into `directory`, from the last whole line of `progress`; 0 before the
+/// first.
+pub fn rounds(directory: &Path) -> u64 {
+    let text = fs::read_to_string(directory.join("progress")).unwrap_or_default();
+    let whole = text.rsplit_once('\n').map_or("", |(lines, _)| lines);
+    whole.lines().last().and_then(|line| line.strip_prefix("ok")?.trim().parse().ok()).unwrap_or(0)
+}
+
+/// What a program found violated, if it did.
+pub fn violation(directory: &Path) -> Option<String> {
+    fs::read_to_string(directory.join("violated")).ok()
+}
