@@ -62,7 +62,9 @@ pub struct Restored {
 #[derive(Debug, thiserror::Error)]
 pub enum RestoreError {
     /// The checkpoint has memory alone.
-    #[error("checkpoint {sequence} of {job} holds memory alone and can't be restored; it can be looked at, or exported as a core file")]
+    #[error(
+        "checkpoint {sequence} of {job} holds memory alone and can't be restored; it can be looked at, or exported as a core file"
+    )]
     MemoryOnly {
         /// The job.
         job: String,
@@ -142,11 +144,8 @@ pub fn prepare(manifest: &Manifest, store: &dyn Store, directory: &Path) -> Resu
 /// # Errors
 /// [`RestoreError`]; also if the process ids are no longer free.
 pub fn open_prepared(directory: &Path) -> Result<Prepared, RestoreError> {
-    let prepared = Prepared {
-        directory: directory.into(),
-        notes: read_notes(directory)?,
-        processes: read_pstree(directory)?,
-    };
+    let prepared =
+        Prepared { directory: directory.into(), notes: read_notes(directory)?, processes: read_pstree(directory)? };
     prepared.check_free()?;
     Ok(prepared)
 }

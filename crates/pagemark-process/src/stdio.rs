@@ -14,8 +14,8 @@ use std::path::{Path, PathBuf};
 use prost::Message;
 
 use crate::criu::images::{
-    DescriptorEntry, FILE_REGULAR, FileEntry, Image, ImageKind, RegularEntry, TERMINAL_EXTERNAL, TerminalInfo, read_all,
-    with_varint,
+    DescriptorEntry, FILE_REGULAR, FileEntry, Image, ImageKind, RegularEntry, TERMINAL_EXTERNAL, TerminalInfo,
+    read_all, with_varint,
 };
 use crate::criu::{CriuError, ImageError};
 

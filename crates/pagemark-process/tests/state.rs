@@ -221,7 +221,8 @@ fn output_into_a_pipe_goes_to_the_restoring_command() {
     program.kill();
 
     // With no stream of its own, the restored program writes to /dev/null and lives.
-    let restored = taken.restore(&criu, &RestoreOptions { as_child: true, streams: Streams::Null, ..Default::default() });
+    let restored =
+        taken.restore(&criu, &RestoreOptions { as_child: true, streams: Streams::Null, ..Default::default() });
     program.adopt(&restored);
     let target = std::fs::read_link(format!("/proc/{}/fd/1", program.pid())).unwrap();
     assert_eq!(target.to_str(), Some("/dev/null"));

@@ -32,7 +32,8 @@ pub fn skipped(test: &str, reason: &str) {
     if let Some(path) = std::env::var_os("PAGEMARK_SKIP_LOG") {
         use std::io::Write;
         let log = std::fs::OpenOptions::new().append(true).create(true).open(path);
-        log.and_then(|mut log| writeln!(log, "skipped: {test}: {reason}")).expect("the log of skipped tests is writable");
+        log.and_then(|mut log| writeln!(log, "skipped: {test}: {reason}"))
+            .expect("the log of skipped tests is writable");
     }
 }
 
@@ -209,7 +210,7 @@ fn python() -> PathBuf {
 pub fn compile(test: &str, text: &str, directory: &Path) -> Option<()> {
     std::fs::write(directory.join("program.c"), text).unwrap();
     let compiler = Command::new("cc")
-        .args(["-g", "-O1", "-pthread", "-o", "program", "program.c", "-lrt"])
+        .args(["-g", "-O0", "-pthread", "-o", "program", "program.c", "-lrt"])
         .current_dir(directory)
         .status();
     match compiler {
@@ -459,7 +460,8 @@ impl Terminal {
     pub fn open() -> Terminal {
         use nix::pty::{PtyMaster, grantpt, posix_openpt, ptsname_r, unlockpt};
         let master: PtyMaster =
-            posix_openpt(nix::fcntl::OFlag::O_RDWR | nix::fcntl::OFlag::O_NOCTTY | nix::fcntl::OFlag::O_CLOEXEC).unwrap();
+            posix_openpt(nix::fcntl::OFlag::O_RDWR | nix::fcntl::OFlag::O_NOCTTY | nix::fcntl::OFlag::O_CLOEXEC)
+                .unwrap();
         grantpt(&master).unwrap();
         unlockpt(&master).unwrap();
         let slave = ptsname_r(&master).unwrap().into();

@@ -1,0 +1,491 @@
+//! ELF core files: a checkpoint as debuggers read it.
+//!
+//! Memory that a file holds unchanged is not written; debuggers read it from the file, whose name and place are in the core.
+
+use std::io::{Seek, SeekFrom, Write};
+
+use pagemark::repository::{Manifest, MappingRecord, SpaceRecord, StateRecord};
+use pagemark::{PAGE_SIZE, PageTree, Store, StoreError};
+use prost::Message;
+
+use crate::criu::images::{CoreEntry, FloatRegisters, GeneralRegisters, Image, ImageKind, MmEntry, PstreeEntry};
+
+/// Largest state file that is read whole, bytes.
+const LARGEST_STATE: u64 = 64 << 20;
+
+/// A hole of this many pages ends a segment of a mapping that a file backs.
+const HOLE_PAGES: u64 = 1;
+
+const NT_PRSTATUS: u32 = 1;
+const NT_FPREGSET: u32 = 2;
+const NT_PRPSINFO: u32 = 3;
+const NT_AUXV: u32 = 6;
+const NT_FILE: u32 = 0x4649_4c45;
+const NT_X86_XSTATE: u32 = 0x202;
+
+/// Header sizes of 64-bit ELF.
+const FILE_HEADER: u64 = 64;
+const PROGRAM_HEADER: u64 = 56;
+const SECTION_HEADER: u64 = 64;
+
+/// Program headers from which on their number does not fit into the file header.
+const MANY: usize = 0xffff;
+
+/// A core file could not be written.
+#[derive(Debug, thiserror::Error)]
+pub enum CoreError {
+    /// The checkpoint has no such process.
+    #[error("the checkpoint has no process {pid}; it has {present}")]
+    NoProcess {
+        /// The process.
+        pid: i32,
+        /// Those it has.
+        present: String,
+    },
+    /// The checkpoint has no registers for a process.
+    #[error("the checkpoint is damaged: {reason}")]
+    Damaged {
+        /// How it was noticed.
+        reason: String,
+    },
+    /// A page or node could not be read.
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    /// The core file could not be written.
+    #[error("write the core file: {0}")]
+    Io(#[from] std::io::Error),
+}
+
+/// A thread's registers.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct ThreadRegisters {
+    /// The thread id.
+    pub tid: i32,
+    /// In the order of `struct user_regs_struct`.
+    pub general: [u64; 27],
+    /// As the instruction `fxsave` writes them, 512 bytes.
+    pub float: Option<Vec<u8>>,
+    /// As the instruction `xsave` writes them, with the mask of enabled features at byte 464, as `NT_X86_XSTATE` has it.
+    pub extended: Option<Vec<u8>>,
+    /// Signals that are blocked, one bit each.
+    pub blocked: u64,
+}
+
+/// What a core file says of a process besides its memory.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct CoreProcess {
+    /// The process id.
+    pub pid: i32,
+    /// Its parent's.
+    pub ppid: i32,
+    /// Its process group.
+    pub pgid: i32,
+    /// Its session.
+    pub sid: i32,
+    /// Owner.
+    pub uid: u32,
+    /// Group.
+    pub gid: u32,
+    /// Short name.
+    pub name: String,
+    /// Command line, for people to read.
+    pub command: String,
+    /// The auxiliary vector, in pairs; empty if it is not known.
+    pub auxv: Vec<u64>,
+    /// The threads, the first one first.
+    pub threads: Vec<ThreadRegisters>,
+}
+
+impl ThreadRegisters {
+    /// From CRIU's image of the thread. None if it is of another kind of processor.
+    pub fn from_image(tid: i32, core: &CoreEntry) -> Option<ThreadRegisters> {
+        let info = core.thread_info.as_ref()?;
+        let float = fxsave(&info.fpregs);
+        Some(ThreadRegisters {
+            tid,
+            general: general(&info.gpregs),
+            extended: xsave(&float, &info.fpregs),
+            float: Some(float),
+            blocked: core.thread.as_ref().and_then(|thread| thread.blocked).unwrap_or(0),
+        })
+    }
+}
+
+impl CoreProcess {
+    /// From the state of a checkpoint.
+    ///
+    /// # Errors
+    /// [`CoreError`]
+    pub fn from_checkpoint(manifest: &Manifest, store: &dyn Store, pid: i32) -> Result<CoreProcess, CoreError> {
+        let damaged = |reason: String| CoreError::Damaged { reason };
+        let processes: Vec<PstreeEntry> = read_state(manifest, store, "pstree.img", ImageKind::Pstree)?;
+        let process =
+            processes.iter().find(|process| process.pid as i32 == pid).ok_or_else(|| no_process(manifest, pid))?;
+        let mm: Vec<MmEntry> = read_state(manifest, store, &format!("mm-{pid}.img"), ImageKind::Mm)?;
+        let mut threads = Vec::new();
+        let mut first: Option<CoreEntry> = None;
+        for &tid in &process.threads {
+            let cores: Vec<CoreEntry> = read_state(manifest, store, &format!("core-{tid}.img"), ImageKind::Core)?;
+            let core = cores.into_iter().next().ok_or_else(|| damaged(format!("thread {tid} has no registers")))?;
+            let registers = ThreadRegisters::from_image(tid as i32, &core)
+                .ok_or_else(|| damaged(format!("thread {tid} has no registers of an x86-64 processor")))?;
+            threads.push(registers);
+            first.get_or_insert(core);
+        }
+        let first = first.ok_or_else(|| damaged(format!("process {pid} has no thread")))?;
+        let creds = first.thread.and_then(|thread| thread.creds);
+        Ok(CoreProcess {
+            pid,
+            ppid: process.ppid as i32,
+            pgid: process.pgid as i32,
+            sid: process.sid as i32,
+            uid: creds.as_ref().map_or(0, |creds| creds.uid),
+            gid: creds.as_ref().map_or(0, |creds| creds.gid),
+            name: first.task.map(|task| task.comm).unwrap_or_default(),
+            command: manifest.command.join(" "),
+            auxv: mm.into_iter().next().map(|mm| mm.auxv).unwrap_or_default(),
+            threads,
+        })
+    }
+}
+
+fn no_process(manifest: &Manifest, pid: i32) -> CoreError {
+    let present: Vec<String> = manifest.spaces.iter().map(|space| space.pid.to_string()).collect();
+    CoreError::NoProcess { pid, present: present.join(", ") }
+}
+
+/// Reads the messages of an image among the state files.
+fn read_state<M: Message + Default>(
+    manifest: &Manifest,
+    store: &dyn Store,
+    name: &str,
+    kind: ImageKind,
+) -> Result<Vec<M>, CoreError> {
+    let damaged = |reason: String| CoreError::Damaged { reason: format!("{name}: {reason}") };
+    let record: &StateRecord =
+        manifest.state.iter().find(|record| record.name == name).ok_or_else(|| damaged("it is missing".into()))?;
+    if record.size > LARGEST_STATE {
+        return Err(damaged(format!("{} bytes are too many", record.size)));
+    }
+    let tree = PageTree::load(record.root, store)?;
+    let mut bytes = Vec::new();
+    let mut page = [0; PAGE_SIZE];
+    for number in 0..record.size.div_ceil(PAGE_SIZE as u64) {
+        store.get_page(tree.get(number), &mut page)?;
+        bytes.extend_from_slice(&page);
+    }
+    bytes.truncate(record.size as usize);
+    let image = Image::decode(&bytes, kind).map_err(damaged)?;
+    let decode = |message: &Vec<u8>| M::decode(message.as_slice());
+    image.messages.iter().map(decode).collect::<Result<_, _>>().map_err(|e| damaged(e.to_string()))
+}
+
+/// Writes a core file of a process of a checkpoint that has its whole state. Without `pid`, of the root process.
+///
+/// # Errors
+/// [`CoreError`]
+pub fn export_core(
+    manifest: &Manifest,
+    store: &dyn Store,
+    pid: Option<i32>,
+    out: &mut (impl Write + Seek),
+) -> Result<(), CoreError> {
+    let root = manifest.spaces.first().map(|space| space.pid);
+    let pid = pid.or(root).ok_or_else(|| CoreError::Damaged { reason: "it has no process".into() })?;
+    let space = manifest.spaces.iter().find(|space| space.pid == pid).ok_or_else(|| no_process(manifest, pid))?;
+    write_core(out, space, &CoreProcess::from_checkpoint(manifest, store, pid)?, store)
+}
+
+/// Writes a core file. Zeros in memory become holes of the file.
+///
+/// # Errors
+/// [`CoreError`]
+pub fn write_core(
+    out: &mut (impl Write + Seek),
+    space: &SpaceRecord,
+    process: &CoreProcess,
+    store: &dyn Store,
+) -> Result<(), CoreError> {
+    let tree = PageTree::load(space.root, store)?;
+    let segments = segments(space, &tree);
+    let notes = notes(space, process);
+
+    let headers = segments.len() + 1;
+    let notes_at = FILE_HEADER + PROGRAM_HEADER * headers as u64;
+    let sections_at = if headers >= MANY { notes_at + notes.len() as u64 } else { 0 };
+    let notes_end = notes_at + notes.len() as u64 + if sections_at > 0 { SECTION_HEADER } else { 0 };
+    let memory_at = notes_end.next_multiple_of(PAGE_SIZE as u64);
+
+    let mut bytes = file_header(headers, sections_at);
+    program_header(&mut bytes, 4, 0, notes_at, 0, notes.len() as u64, 0, 4);
+    let mut offset = memory_at;
+    for segment in &segments {
+        let size = segment.end - segment.start;
+        let held = if segment.held { size } else { 0 };
+        program_header(&mut bytes, 1, segment.flags, offset, segment.start, held, size, PAGE_SIZE as u64);
+        offset += held;
+    }
+    bytes.extend_from_slice(&notes);
+    if sections_at > 0 {
+        section_header(&mut bytes, headers);
+    }
+    out.write_all(&bytes)?;
+
+    let mut page = [0; PAGE_SIZE];
+    let mut offset = memory_at;
+    let mut position = None;
+    for segment in segments.iter().filter(|segment| segment.held) {
+        let first = segment.start / PAGE_SIZE as u64;
+        for (number, id) in tree.range(first..segment.end / PAGE_SIZE as u64) {
+            let at = offset + (number - first) * PAGE_SIZE as u64;
+            if position != Some(at) {
+                out.seek(SeekFrom::Start(at))?;
+            }
+            store.get_page(id, &mut page)?;
+            out.write_all(&page)?;
+            position = Some(at + PAGE_SIZE as u64);
+        }
+        offset += segment.end - segment.start;
+    }
+    // The file reaches to the end of memory even if that is zeros.
+    if offset > memory_at && position != Some(offset) {
+        out.seek(SeekFrom::Start(offset - 1))?;
+        out.write_all(&[0])?;
+    }
+    out.flush()?;
+    Ok(())
+}
+
+/// A part of memory.
+struct Segment {
+    start: u64,
+    end: u64,
+    flags: u32,
+    /// Its content is in the core file.
+    held: bool,
+}
+
+fn segments(space: &SpaceRecord, tree: &PageTree) -> Vec<Segment> {
+    let mut segments = Vec::new();
+    for mapping in &space.mappings {
+        let aligned = mapping.start.is_multiple_of(PAGE_SIZE as u64) && mapping.end.is_multiple_of(PAGE_SIZE as u64);
+        if mapping.start >= mapping.end || !aligned {
+            continue;
+        }
+        let allows = |permission: char, flag: u32| if mapping.permissions.contains(permission) { flag } else { 0 };
+        let flags = allows('r', 4) | allows('w', 2) | allows('x', 1);
+        let segment = |start: u64, end: u64, held: bool| Segment { start, end, flags, held };
+        let pages = mapping.start / PAGE_SIZE as u64..mapping.end / PAGE_SIZE as u64;
+        let mut held = tree.range(pages).map(|(number, _)| number).peekable();
+        // Anonymous memory is zeros where nothing is held. A reservation without access that holds nothing is left out.
+        if is_anonymous(mapping) {
+            segments.push(segment(mapping.start, mapping.end, flags != 0 || held.peek().is_some()));
+            continue;
+        }
+        let mut start = mapping.start;
+        while let Some(first) = held.next() {
+            let mut last = first;
+            while let Some(next) = held.next_if(|next| *next <= last + HOLE_PAGES) {
+                last = next;
+            }
+            let (from, to) = (first * PAGE_SIZE as u64, (last + 1) * PAGE_SIZE as u64);
+            if start < from {
+                segments.push(segment(start, from, false));
+            }
+            segments.push(segment(from, to, true));
+            start = to;
+        }
+        if start < mapping.end {
+            segments.push(segment(start, mapping.end, false));
+        }
+    }
+    segments
+}
+
+/// True if nothing but the process itself gives the mapping its content.
+fn is_anonymous(mapping: &MappingRecord) -> bool {
+    let private = mapping.permissions.ends_with('p');
+    private && (mapping.name.is_empty() || mapping.name.starts_with('[') && !mapping.name.starts_with("[v"))
+}
+
+fn notes(space: &SpaceRecord, process: &CoreProcess) -> Vec<u8> {
+    let mut notes = Vec::new();
+    for (index, thread) in process.threads.iter().enumerate() {
+        note(&mut notes, "CORE", NT_PRSTATUS, &status(process, thread));
+        if index == 0 {
+            note(&mut notes, "CORE", NT_PRPSINFO, &information(process));
+            let auxv: Vec<u8> = process.auxv.iter().flat_map(|value| value.to_le_bytes()).collect();
+            if !auxv.is_empty() {
+                note(&mut notes, "CORE", NT_AUXV, &auxv);
+            }
+            note(&mut notes, "CORE", NT_FILE, &mapped_files(space));
+        }
+        if let Some(float) = &thread.float {
+            note(&mut notes, "CORE", NT_FPREGSET, float);
+        }
+        if let Some(extended) = &thread.extended {
+            note(&mut notes, "LINUX", NT_X86_XSTATE, extended);
+        }
+    }
+    notes
+}
+
+fn note(notes: &mut Vec<u8>, owner: &str, kind: u32, content: &[u8]) {
+    put32(notes, owner.len() as u32 + 1);
+    put32(notes, content.len() as u32);
+    put32(notes, kind);
+    notes.extend_from_slice(owner.as_bytes());
+    notes.push(0);
+    notes.resize(notes.len().next_multiple_of(4), 0);
+    notes.extend_from_slice(content);
+    notes.resize(notes.len().next_multiple_of(4), 0);
+}
+
+/// `struct elf_prstatus`.
+fn status(process: &CoreProcess, thread: &ThreadRegisters) -> Vec<u8> {
+    let mut bytes = vec![0; 24];
+    put64(&mut bytes, thread.blocked);
+    for id in [thread.tid, process.ppid, process.pgid, process.sid] {
+        put32(&mut bytes, id as u32);
+    }
+    // Times used.
+    bytes.extend([0; 64]);
+    thread.general.iter().for_each(|value| put64(&mut bytes, *value));
+    put32(&mut bytes, u32::from(thread.float.is_some()));
+    put32(&mut bytes, 0);
+    bytes
+}
+
+/// `struct elf_prpsinfo`.
+fn information(process: &CoreProcess) -> Vec<u8> {
+    let mut bytes = vec![0, b'S', 0, 0, 0, 0, 0, 0];
+    put64(&mut bytes, 0);
+    put32(&mut bytes, process.uid);
+    put32(&mut bytes, process.gid);
+    for id in [process.pid, process.ppid, process.pgid, process.sid] {
+        put32(&mut bytes, id as u32);
+    }
+    put_text(&mut bytes, &process.name, 16);
+    put_text(&mut bytes, &process.command, 80);
+    bytes
+}
+
+/// The note `NT_FILE`: which mapping shows which file.
+fn mapped_files(space: &SpaceRecord) -> Vec<u8> {
+    let files: Vec<&MappingRecord> = space.mappings.iter().filter(|mapping| mapping.name.starts_with('/')).collect();
+    let mut bytes = Vec::new();
+    put64(&mut bytes, files.len() as u64);
+    put64(&mut bytes, PAGE_SIZE as u64);
+    for mapping in &files {
+        put64(&mut bytes, mapping.start);
+        put64(&mut bytes, mapping.end);
+        put64(&mut bytes, mapping.offset / PAGE_SIZE as u64);
+    }
+    for mapping in &files {
+        bytes.extend_from_slice(mapping.name.replace('\0', "").as_bytes());
+        bytes.push(0);
+    }
+    bytes
+}
+
+fn file_header(headers: usize, sections_at: u64) -> Vec<u8> {
+    let mut bytes = b"\x7fELF\x02\x01\x01\0\0\0\0\0\0\0\0\0".to_vec();
+    // A core file, for x86-64, version 1.
+    put16(&mut bytes, 4);
+    put16(&mut bytes, 62);
+    put32(&mut bytes, 1);
+    put64(&mut bytes, 0);
+    put64(&mut bytes, FILE_HEADER);
+    put64(&mut bytes, sections_at);
+    put32(&mut bytes, 0);
+    put16(&mut bytes, FILE_HEADER as u16);
+    put16(&mut bytes, PROGRAM_HEADER as u16);
+    put16(&mut bytes, headers.min(MANY) as u16);
+    put16(&mut bytes, if sections_at > 0 { SECTION_HEADER as u16 } else { 0 });
+    put16(&mut bytes, u16::from(sections_at > 0));
+    put16(&mut bytes, 0);
+    bytes
+}
+
+#[allow(clippy::too_many_arguments, reason = "the fields of a program header, in its own order")]
+fn program_header(
+    bytes: &mut Vec<u8>,
+    kind: u32,
+    flags: u32,
+    offset: u64,
+    address: u64,
+    file_size: u64,
+    memory_size: u64,
+    alignment: u64,
+) {
+    put32(bytes, kind);
+    put32(bytes, flags);
+    for value in [offset, address, 0, file_size, memory_size, alignment] {
+        put64(bytes, value);
+    }
+}
+
+/// The one section header whose only purpose is to say how many program headers there are.
+fn section_header(bytes: &mut Vec<u8>, headers: usize) {
+    bytes.extend([0; 44]);
+    put32(bytes, headers as u32);
+    bytes.extend([0; 16]);
+}
+
+fn put16(bytes: &mut Vec<u8>, value: u16) {
+    bytes.extend(value.to_le_bytes());
+}
+
+fn put32(bytes: &mut Vec<u8>, value: u32) {
+    bytes.extend(value.to_le_bytes());
+}
+
+fn put64(bytes: &mut Vec<u8>, value: u64) {
+    bytes.extend(value.to_le_bytes());
+}
+
+/// Text in a field of fixed size, cut if need be, ended by a zero.
+fn put_text(bytes: &mut Vec<u8>, text: &str, size: usize) {
+    let end = bytes.len() + size;
+    bytes.extend(text.bytes().filter(|&byte| byte != 0).take(size - 1));
+    bytes.resize(end, 0);
+}
+
+fn general(registers: &GeneralRegisters) -> [u64; 27] {
+    let r = registers;
+    [
+        r.r15, r.r14, r.r13, r.r12, r.bp, r.bx, r.r11, r.r10, r.r9, r.r8, r.ax, r.cx, r.dx, r.si, r.di, r.orig_ax,
+        r.ip, r.cs, r.flags, r.sp, r.ss, r.fs_base, r.gs_base, r.ds, r.es, r.fs, r.gs,
+    ]
+}
+
+/// The 512 bytes that the instruction `fxsave` writes.
+fn fxsave(registers: &FloatRegisters) -> Vec<u8> {
+    let mut bytes = Vec::with_capacity(512);
+    for word in [registers.cwd, registers.swd, registers.twd, registers.fop] {
+        put16(&mut bytes, word as u16);
+    }
+    put64(&mut bytes, registers.rip);
+    put64(&mut bytes, registers.rdp);
+    put32(&mut bytes, registers.mxcsr);
+    put32(&mut bytes, registers.mxcsr_mask);
+    registers.st_space.iter().take(32).for_each(|value| put32(&mut bytes, *value));
+    bytes.resize(160, 0);
+    registers.xmm_space.iter().take(64).for_each(|value| put32(&mut bytes, *value));
+    bytes.resize(512, 0);
+    bytes
+}
+
+/// What the instruction `xsave` writes for the floating-point, SSE and AVX registers.
+fn xsave(fxsave: &[u8], registers: &FloatRegisters) -> Option<Vec<u8>> {
+    /// Floating-point, SSE and AVX.
+    const FEATURES: u64 = 7;
+    let xsave = registers.xsave.as_ref()?;
+    let mut bytes = fxsave.to_vec();
+    bytes[464..472].copy_from_slice(&FEATURES.to_le_bytes());
+    put64(&mut bytes, xsave.xstate_bv & FEATURES);
+    bytes.resize(576, 0);
+    xsave.ymmh_space.iter().take(64).for_each(|value| put32(&mut bytes, *value));
+    bytes.resize(832, 0);
+    Some(bytes)
+}
