@@ -24,8 +24,8 @@ pub type Written = HashMap<i32, RangeSet>;
 /// out, and compared by a fingerprint of each page, so that only pages that changed are held in memory and stored;
 /// the reading itself takes 1 to 3 µs a page, and happens in the freeze if it changed since the pre-copy.
 ///
-/// Changes by programs outside the target are noticed like the target's own, but for one: truncating a file that the
-/// target only appends to, and writing it anew to a greater length with the same pages at all places that are looked
+/// What other programs change is noticed like what the target changes. One change goes unseen: a file that is only
+/// appended to is truncated and written anew to a greater length, with the same pages in all places that are looked
 /// at. Memory: 16 bytes a page of the files, and the page tree.
 ///
 /// When what was stored is not kept (a commit failed), call [`FileTracker::forget`].
