@@ -32,8 +32,9 @@ impl BottomLine {
         }
         let mut out = String::new();
         if self.drawn_for != Some((columns, rows)) {
-            // A new line first, for the case that the cursor is in the last one; then, setting the region moves the cursor.
-            out += &format!("\n\x1b[A\x1b7\x1b[1;{}r\x1b8", rows - 1);
+            // Down and up first, in the same column, for the case that the cursor is in the last line. Setting the region
+            // moves the cursor.
+            out += &format!("\x1bD\x1b[A\x1b7\x1b[1;{}r\x1b8", rows - 1);
             self.drawn_for = Some((columns, rows));
         }
         let shown: String = line.chars().take(usize::from(columns) - 1).collect();

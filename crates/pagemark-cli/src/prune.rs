@@ -1,5 +1,6 @@
 //! `pagemark prune`: removes old checkpoints and gives their space back.
 
+use std::collections::BTreeMap;
 use std::process::ExitCode;
 
 use clap::Args;
@@ -44,8 +45,19 @@ impl Prune {
         if self.json {
             return print_json(&report);
         }
+        let mut jobs: BTreeMap<&str, Vec<u64>> = BTreeMap::new();
         for (job, sequence) in &report.removed {
-            print(&format!("removed {job}@{sequence}\n"));
+            jobs.entry(job).or_default().push(*sequence);
+        }
+        for (job, sequences) in jobs {
+            print(&format!("{job}: removed {}\n", ranges(sequences)));
+        }
+        for (job, sequence) in &report.in_use {
+            print(&format!("{job}@{sequence} stays: it is being read\n"));
+        }
+        if !report.unreadable.is_empty() {
+            eprintln!("pagemark: {} pieces of content are missing or damaged", report.unreadable.len());
+            eprintln!("help: `pagemark verify` tells which checkpoints that touches");
         }
         print(&format!(
             "{} checkpoints removed, {} given back\n",
@@ -53,5 +65,31 @@ impl Prune {
             text::bytes(report.freed_bytes)
         ));
         Ok(ExitCode::SUCCESS)
+    }
+}
+
+/// `@1, @3–@7`.
+fn ranges(mut sequences: Vec<u64>) -> String {
+    sequences.sort_unstable();
+    let runs = sequences.chunk_by(|before, after| before + 1 == *after);
+    let texts: Vec<_> = runs
+        .filter_map(|run| match run {
+            [] => None,
+            [only] => Some(format!("@{only}")),
+            [first, .., last] => Some(format!("@{first}–@{last}")),
+        })
+        .collect();
+    texts.join(", ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn runs_of_numbers_are_told_as_one() {
+        assert_eq!(ranges(vec![7, 1, 3, 6, 5, 4]), "@1, @3–@7");
+        assert_eq!(ranges(vec![2]), "@2");
+        assert_eq!(ranges(vec![]), "");
     }
 }

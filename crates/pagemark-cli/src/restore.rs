@@ -13,7 +13,7 @@ use pagemark::PAGE_SIZE;
 use pagemark::repository::{Checkpoint, Manifest};
 use pagemark_process::criu::Criu;
 use pagemark_process::files::{PutBack, What, put_back};
-use pagemark_process::restore::{RestoreOptions, Restored, Streams, prepare};
+use pagemark_process::restore::{RestoreError, RestoreOptions, Restored, Streams, prepare};
 use serde::Serialize;
 
 use crate::failure::{Failure, Outcome};
@@ -106,8 +106,12 @@ impl Restore {
             let memory = text::bytes(pages * PAGE_SIZE as u64);
             eprintln!("pagemark: restoring {name} from {} ({memory})", text::ago(manifest.taken_unix_us));
         }
-        let prepared = prepare(manifest, checkpoint, images.path())
-            .map_err(|error| failed(&error).help("nothing was touched; memory needs room in TMPDIR meanwhile"))?;
+        let prepared = prepare(manifest, checkpoint, images.path()).map_err(|error| {
+            failed(&error).help(match error {
+                RestoreError::Io { .. } => "nothing was touched; all memory needs room in TMPDIR meanwhile",
+                _ => "nothing was touched",
+            })
+        })?;
         let files = put_back(&manifest.files, checkpoint, SystemTime::now()).map_err(|error| failed(&error))?;
         let files: Vec<_> = files.into_iter().filter(|file| file.what != What::Untouched).map(File::from).collect();
         let options = RestoreOptions {

@@ -100,7 +100,7 @@ impl Keep {
 /// The first checkpoint is not put off longer than this: a job that is killed early should come back too.
 const FIRST_AT_MOST: Duration = Duration::from_secs(1);
 
-/// Pruning may take this share of the time, no more.
+/// Pruning rests at least so many times as long as it took.
 const PRUNE_SHARE: u32 = 20;
 
 /// Takes checkpoints of one target until an event ends it.
@@ -199,17 +199,20 @@ impl Series<'_> {
         }
     }
 
+    /// Removes what is not to stay. Giving its space back takes longer, so that is done now and then.
     fn prune(&mut self, pruning: &mut Pruning) {
         let Some(policy) = &self.policy else { return };
-        if pruning.last.is_some_and(|(end, took)| end.elapsed() < took * PRUNE_SHARE) {
-            return;
-        }
+        let job = Some(self.options.job.as_str());
+        let rested = pruning.last.is_none_or(|(end, took)| end.elapsed() >= took * PRUNE_SHARE);
         let begin = Instant::now();
-        let pruned = self.repository.prune(policy, Some(&self.options.job), &mut |_| {});
+        let pruned =
+            if rested { self.repository.prune(policy, job, &mut |_| {}) } else { self.repository.expire(policy, job) };
+        if rested {
+            pruning.last = Some((Instant::now(), begin.elapsed()));
+        }
         if let Err(error) = pruned {
             self.report.failed(&format!("cannot prune {}: {error}", self.options.job));
         }
-        pruning.last = Some((Instant::now(), begin.elapsed()));
     }
 }
 

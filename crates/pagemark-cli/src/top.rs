@@ -9,9 +9,8 @@ use clap::Args;
 use crossterm::event::{self, Event as Input, KeyCode, KeyEvent, KeyModifiers};
 use crossterm::{cursor, execute, terminal};
 use nix::unistd::Pid;
-use pagemark::tracker::TrackError;
 use pagemark::{Mechanism, PAGE_SIZE, RangeSet};
-use pagemark_process::space::AddressSpace;
+use pagemark_process::space::{AddressSpace, SpaceError};
 use serde::Serialize;
 
 use crate::failure::{Failure, Outcome};
@@ -34,6 +33,9 @@ pub struct Top {
     /// A line of JSON an interval
     #[arg(long)]
     json: bool,
+    /// How written pages are found; `compare` where Pagemark checkpoints the process already
+    #[arg(long, default_value = "pagemap-scan")]
+    mechanism: Mechanism,
     /// Process id; this process alone, without its children
     pid: i32,
 }
@@ -62,7 +64,7 @@ struct MappingRate {
 impl Top {
     pub fn run(self) -> Outcome {
         let signals = Signals::hold_for_stop()?;
-        let mut space = AddressSpace::attach(self.pid, Mechanism::PagemapScan)
+        let mut space = AddressSpace::attach(self.pid, self.mechanism)
             .map_err(|error| Failure::new(format!("cannot watch process {}", self.pid), error))?;
         let (sender, events) = mpsc::channel();
         announce_exit(Pid::from_raw(self.pid), sender.clone())?;
@@ -146,17 +148,17 @@ impl<'a> Watch<'a> {
     /// What was written since the last call. None if the process is gone.
     fn next(&mut self) -> Result<Option<(Interval, RangeSet)>, Failure> {
         let failed =
-            |pid: i32, error: TrackError| Failure::new(format!("cannot watch process {pid} any longer"), error);
+            |pid: i32, error: SpaceError| Failure::new(format!("cannot watch process {pid} any longer"), error);
         let areas = match self.space.refresh_mappings() {
             Ok(mappings) => mappings.iter().filter(|mapping| mapping.is_tracked()).map(area).collect(),
-            Err(TrackError::Gone) => return Ok(None),
+            Err(SpaceError::Gone { .. }) => return Ok(None),
             Err(error) => return Err(failed(self.pid, error)),
         };
         self.areas = areas;
         let mut dirty = RangeSet::new();
         match self.space.collect(&mut dirty) {
             Ok(()) => {}
-            Err(TrackError::Gone) => return Ok(None),
+            Err(SpaceError::Gone { .. }) => return Ok(None),
             Err(error) => return Err(failed(self.pid, error)),
         }
         let seconds = self.since.elapsed().as_secs_f64();

@@ -8,7 +8,7 @@ use crate::failure::{Failure, Outcome};
 use crate::live::Progress;
 use crate::output::{print, print_json};
 use crate::place::Place;
-use crate::text;
+use crate::text::{self, clean};
 
 /// Reread the whole repository and tell what is damaged
 ///
@@ -35,7 +35,8 @@ impl Verify {
             print_json(&report)?;
             return Ok(status);
         }
-        print(&format!("{report}"));
+        // It names files, and names can hold anything.
+        report.to_string().lines().for_each(|line| print(&(clean(line) + "\n")));
         Ok(status)
     }
 }
