@@ -216,21 +216,15 @@ pub fn check(pid: i32) -> Result<(), AttachError> {
     if stat.is_kernel_thread {
         return Err(AttachError::KernelThread { pid, command: stat.command });
     }
-    // A main thread that has exited while others run looks the same.
-    let is_dead = stat.is_zombie()
-        && !proc::threads(pid)
-            .unwrap_or_default()
-            .into_iter()
-            .any(|thread| Stat::read(thread).is_ok_and(|thread| !thread.is_zombie()));
-    if is_dead {
+    let Some(thread) = proc::live_thread(pid) else {
         return Err(AttachError::Zombie { pid, command: stat.command });
-    }
+    };
     if is_ancestor(pid, own) {
         return Err(AttachError::Ancestor { pid, command: stat.command });
     }
-    std::fs::File::open(format!("/proc/{pid}/mem"))
+    std::fs::File::open(format!("/proc/{thread}/mem"))
         .map_err(|error| AttachError::system(pid, "opening its memory", error))?;
-    if proc::is_32_bit(pid).map_err(|error| AttachError::system(pid, "reading its program", error))? {
+    if proc::is_32_bit(thread).map_err(|error| AttachError::system(pid, "reading its program", error))? {
         return Err(AttachError::Is32Bit { pid, command: stat.command });
     }
     Ok(())
@@ -253,8 +247,8 @@ pub fn check_untraced(pid: i32) -> Result<(), AttachError> {
 /// # Errors
 /// [`AttachError::UsesUserfaultfd`].
 pub fn check_userfaultfd(pid: i32) -> Result<(), AttachError> {
-    let descriptors =
-        proc::descriptors(pid).map_err(|error| AttachError::system(pid, "listing its descriptors", error))?;
+    let descriptors = proc::descriptors(proc::live_thread(pid).unwrap_or(pid))
+        .map_err(|error| AttachError::system(pid, "listing its descriptors", error))?;
     if let Some((number, _)) = descriptors.iter().find(|(_, link)| link == b"anon_inode:[userfaultfd]") {
         return Err(AttachError::uses_userfaultfd(pid, format!("descriptor {number}")));
     }

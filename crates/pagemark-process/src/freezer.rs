@@ -15,6 +15,10 @@ use crate::ptrace;
 /// How long a tree is given to stop.
 const PATIENCE: Duration = Duration::from_secs(10);
 
+/// A wait with a time limit begins anew after a freeze if the limit is at most this, so that freezes in quick succession
+/// can't make it last for ever.
+const RENEWED_WAIT_MS: u64 = 100;
+
 const NT_X86_XSTATE: libc::c_int = 0x202;
 
 /// Bytes of extended registers at most.
@@ -163,7 +167,7 @@ impl Drop for Held {
         for &(_, tid) in &self.threads {
             // What fails here fails because the thread is gone.
             let again = ptrace::registers(tid).and_then(|mut registers| {
-                if ptrace::make_interrupted_call_again(tid, &mut registers, false)? {
+                if ptrace::make_interrupted_call_again(tid, &mut registers, RENEWED_WAIT_MS)? {
                     ptrace::set_registers(tid, &registers)?;
                 }
                 Ok(())

@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use pagemark::sys::userfaultfd::FLAGS;
 
 use crate::mappings;
-use crate::proc::{self, Stat};
+use crate::proc;
 use crate::ptrace::{self, Registers, Stop, Until};
 
 /// How long the target's threads are given to stop.
@@ -123,14 +123,14 @@ impl Step {
 /// [`InjectError`]; the process runs on as it was.
 pub fn userfaultfd(pid: i32) -> Result<OwnedFd, InjectError> {
     let system = |step| move |source| InjectError::System { step, source };
-    let thread = live_thread(pid)?;
+    let thread = proc::live_thread(pid).ok_or(InjectError::Gone)?;
     let status = proc::Status::read(thread).map_err(|_| InjectError::Gone)?;
     let suspend_seccomp = status.seccomp_mode != 0;
     let (ours, theirs) = socket_pair().map_err(system("making a socket pair"))?;
     let mut order = Order {
         thread,
         is_leader: thread == pid,
-        instruction: syscall_instruction(pid)?,
+        instruction: syscall_instruction(thread)?,
         options: ptrace::TRACE_SYSGOOD | if suspend_seccomp { ptrace::SUSPEND_SECCOMP } else { 0 },
         threads_directory: CString::new(format!("/proc/{pid}/task")).map_err(|_| InjectError::Gone)?,
         socket: theirs.as_raw_fd(),
@@ -145,7 +145,7 @@ pub fn userfaultfd(pid: i32) -> Result<OwnedFd, InjectError> {
     let (step, errno, descriptor) = answer.map_err(system("hearing from the helper process"))?;
     match (step, descriptor) {
         (Step::Done, Some(descriptor)) => Ok(descriptor),
-        (Step::Seize, _) if errno == libc::EPERM && suspend_seccomp && can_trace_without_suspending(pid) => {
+        (Step::Seize, _) if errno == libc::EPERM && suspend_seccomp && can_trace_without_suspending(thread) => {
             Err(InjectError::Seccomp)
         }
         (step, _) => Err(step.error(errno)),
@@ -153,23 +153,14 @@ pub fn userfaultfd(pid: i32) -> Result<OwnedFd, InjectError> {
 }
 
 /// True if only the suspension of seccomp was refused: then its memory may be seen, which needs the same right as ptrace.
-fn can_trace_without_suspending(pid: i32) -> bool {
-    std::fs::File::open(format!("/proc/{pid}/mem")).is_ok()
-}
-
-/// The first thread that has not exited; the main thread may have.
-fn live_thread(pid: i32) -> Result<i32, InjectError> {
-    proc::threads(pid)
-        .map_err(|_| InjectError::Gone)?
-        .into_iter()
-        .find(|&thread| Stat::read(thread).is_ok_and(|stat| !stat.is_zombie()))
-        .ok_or(InjectError::Gone)
+fn can_trace_without_suspending(thread: i32) -> bool {
+    std::fs::File::open(format!("/proc/{thread}/mem")).is_ok()
 }
 
 /// Finds a `syscall` instruction in the vdso or, where that has none, in other code.
-fn syscall_instruction(pid: i32) -> Result<u64, InjectError> {
+fn syscall_instruction(thread: i32) -> Result<u64, InjectError> {
     let system = |step| move |source| InjectError::System { step, source };
-    let mut code: Vec<_> = mappings::read(pid)
+    let mut code: Vec<_> = mappings::read(thread)
         .map_err(system("reading its mappings"))?
         .into_iter()
         .filter(|mapping| mapping.executable && mapping.readable && mapping.name != b"[vsyscall]")
@@ -178,7 +169,7 @@ fn syscall_instruction(pid: i32) -> Result<u64, InjectError> {
         return Err(InjectError::Gone);
     }
     code.sort_by_key(|mapping| mapping.name != b"[vdso]");
-    let memory = pagemark::sys::memory::Memory::open(pid).map_err(system("opening its memory"))?;
+    let memory = pagemark::sys::memory::Memory::open(thread).map_err(system("opening its memory"))?;
     for mapping in code {
         let mut start = mapping.start;
         while start < mapping.end {
@@ -339,7 +330,7 @@ type Helped<T> = Result<T, (Step, libc::c_int)>;
 /// Lets a thread go that was not used.
 fn let_go(thread: i32) -> Result<(), libc::c_int> {
     let mut registers = ptrace::registers(thread)?;
-    if ptrace::make_interrupted_call_again(thread, &mut registers, true)? {
+    if ptrace::make_interrupted_call_again(thread, &mut registers, u64::MAX)? {
         ptrace::set_registers(thread, &registers)?;
     }
     ptrace::detach(thread)
@@ -452,7 +443,7 @@ fn make(order: &Order, deadline: Instant) -> Helped<RawFd> {
         return Err((Step::Gone, 0));
     }
     let mask = ptrace::signal_mask(thread).map_err(inspect)?;
-    ptrace::make_interrupted_call_again(thread, &mut original, true).map_err(inspect)?;
+    ptrace::make_interrupted_call_again(thread, &mut original, u64::MAX).map_err(inspect)?;
 
     // Signals wait until the thread is as it was.
     ptrace::set_signal_mask(thread, u64::MAX).map_err(inspect)?;

@@ -23,6 +23,9 @@ pub const TRACE_SYSGOOD: usize = 1;
 /// The code segment of 64-bit programs.
 pub const CODE_SEGMENT_64: u64 = 0x33;
 
+/// Looks at a thread that is to stop before sleeping in between.
+const QUICK_POLLS: u32 = 50;
+
 /// How long a thread is given to stop before it is looked at again.
 const POLL: libc::timespec = libc::timespec { tv_sec: 0, tv_nsec: 30_000 };
 
@@ -231,9 +234,14 @@ pub fn poll(thread: i32) -> Result<Option<Stop>> {
 
 /// Waits until something happens to a tracee. `ETIMEDOUT` if nothing does.
 pub fn wait(thread: i32, deadline: Instant) -> Result<Stop> {
-    loop {
+    for tries in 0u32.. {
         if let Some(stop) = poll(thread)? {
             return Ok(stop);
+        }
+        if tries < QUICK_POLLS {
+            // Mostly it takes no longer than the thread needs to be scheduled.
+            std::thread::yield_now();
+            continue;
         }
         if Instant::now() > deadline {
             return Err(libc::ETIMEDOUT);
@@ -241,6 +249,7 @@ pub fn wait(thread: i32, deadline: Instant) -> Result<Stop> {
         // SAFETY: the time lives through the call, and no remainder is asked for.
         unsafe { libc::nanosleep(&POLL, std::ptr::null_mut()) };
     }
+    Err(libc::ETIMEDOUT)
 }
 
 /// Waits until an interrupted thread has stopped where its registers may be changed, delivering the signals that come first.
@@ -260,31 +269,32 @@ pub fn wait_trap(thread: i32, deadline: Instant) -> Result<bool> {
     }
 }
 
-/// System calls that an interruption without a signal ends by EINTR, and which can simply be made again when it did.
-/// With the index of the argument (or none) that must be `forever` for that to be without any effect.
-fn again(system_call: i64, registers: &Registers) -> (bool, bool) {
-    let forever_if = |is_forever: bool| (true, is_forever);
-    match system_call {
-        libc::SYS_epoll_wait | libc::SYS_epoll_pwait => forever_if((registers.r10 as i32) < 0),
-        libc::SYS_epoll_pwait2 => forever_if(registers.r10 == 0),
-        libc::SYS_rt_sigtimedwait => forever_if(registers.rdx == 0),
-        libc::SYS_semop => forever_if(true),
-        libc::SYS_semtimedop => forever_if(registers.r10 == 0),
-        libc::SYS_io_getevents => forever_if(registers.r8 == 0),
+/// How long a system call may wait, in milliseconds, if it is one that an interruption without a signal ends by EINTR, and
+/// that can simply be made again when it did. 0: for ever, so that nothing is lost by waiting
+/// anew; `u64::MAX`: for a time that is not known here.
+fn wait_limit_ms(registers: &Registers) -> Option<u64> {
+    match registers.orig_rax as i64 {
+        libc::SYS_epoll_wait | libc::SYS_epoll_pwait => Some(u64::try_from(registers.r10 as i32).unwrap_or(0)),
+        libc::SYS_epoll_pwait2 | libc::SYS_semtimedop if registers.r10 == 0 => Some(0),
+        libc::SYS_rt_sigtimedwait if registers.rdx == 0 => Some(0),
+        libc::SYS_io_getevents if registers.r8 == 0 => Some(0),
+        libc::SYS_semop => Some(0),
+        libc::SYS_epoll_pwait2 | libc::SYS_semtimedop | libc::SYS_rt_sigtimedwait | libc::SYS_io_getevents => {
+            Some(u64::MAX)
+        }
         // With SO_RCVTIMEO, whose time is not known here.
         libc::SYS_recvfrom | libc::SYS_recvmsg | libc::SYS_accept | libc::SYS_accept4 | libc::SYS_read => {
-            forever_if(false)
+            Some(u64::MAX)
         }
-        _ => (false, false),
+        _ => None,
     }
 }
 
 /// Some system calls answer EINTR when a stop has interrupted them, though no signal was handled. This makes the stopped
-/// thread make the call again instead, where nothing else can have interrupted it. A call with a time limit begins anew
-/// with all of it; unless `also_limited`, such a call is left alone.
-pub fn make_interrupted_call_again(thread: i32, registers: &mut Registers, also_limited: bool) -> Result<bool> {
-    let (can, is_forever) = again(registers.orig_rax as i64, registers);
-    if registers.rax as i64 != -i64::from(libc::EINTR) || !can || !(is_forever || also_limited) {
+/// thread make the call again instead, where nothing else can have interrupted it. A call with a time limit begins anew with
+/// all of it, so one whose limit exceeds `limit_ms` is left alone.
+pub fn make_interrupted_call_again(thread: i32, registers: &mut Registers, limit_ms: u64) -> Result<bool> {
+    if registers.rax as i64 != -i64::from(libc::EINTR) || !wait_limit_ms(registers).is_some_and(|ms| ms <= limit_ms) {
         return Ok(false);
     }
     if has_pending_signal(thread, signal_mask(thread)?)? {

@@ -20,7 +20,7 @@ use crate::attach::{self, AttachError};
 use crate::freezer::{self, FreezeError};
 use crate::inject;
 use crate::mappings::{self, Mapping, MappingKind};
-use crate::proc::{Stat, Status};
+use crate::proc::{self, Stat, Status};
 
 /// The memory of a process could not be tracked or read.
 #[derive(Debug, thiserror::Error)]
@@ -60,6 +60,8 @@ pub enum SpaceError {
 /// [`SpaceError::Gone`], whatever has the process id then.
 pub struct AddressSpace {
     pid: i32,
+    /// One that runs, by which the memory is reached.
+    thread: i32,
     start_ticks: u64,
     mechanism: Mechanism,
     pagemap: Arc<Pagemap>,
@@ -94,18 +96,32 @@ impl AddressSpace {
     /// # Errors
     /// [`AttachError`]; the process is as it was.
     pub fn attach(pid: i32, mechanism: Mechanism) -> Result<AddressSpace, AttachError> {
+        loop {
+            // A main thread that exits in the midst of it, while others run, is no reason to fail.
+            let thread = proc::live_thread(pid);
+            match Self::attach_once(pid, mechanism) {
+                Err(_) if thread.is_some() && proc::live_thread(pid).is_some_and(|now| Some(now) != thread) => {}
+                attached => return attached,
+            }
+        }
+    }
+
+    fn attach_once(pid: i32, mechanism: Mechanism) -> Result<AddressSpace, AttachError> {
         attach::check(pid)?;
         let scans = matches!(mechanism, Mechanism::PagemapScan | Mechanism::Adaptive);
         if scans {
             attach::check_untraced(pid)?;
             attach::check_userfaultfd(pid)?;
         }
-        let pagemap = Arc::new(open_pagemap(pid)?);
-        let memory = Memory::open(pid).map_err(|error| AttachError::system(pid, "opening its memory", error))?;
+        // Under the number of a main thread that has exited before its process the memory is hidden.
+        let thread = proc::live_thread(pid).ok_or(AttachError::NoSuchProcess { pid })?;
+        let pagemap = Arc::new(open_pagemap(pid, thread)?);
+        let memory = Memory::open(thread).map_err(|error| AttachError::system(pid, "opening its memory", error))?;
         let memory = Arc::new(memory);
         let start_ticks =
             Stat::read(pid).map_err(|error| AttachError::system(pid, "reading its state", error))?.start_ticks;
-        let mappings = mappings::read(pid).map_err(|error| AttachError::system(pid, "reading its mappings", error))?;
+        let mappings =
+            mappings::read(thread).map_err(|error| AttachError::system(pid, "reading its mappings", error))?;
         let (parts, shared) = if scans {
             let userfaultfd = Arc::new(take_userfaultfd(pid, mechanism)?);
             register(pid, &userfaultfd, &mappings)?;
@@ -123,15 +139,25 @@ impl AddressSpace {
         } else {
             let tracker: Box<dyn Tracker> = match mechanism {
                 Mechanism::Compare => Box::new(Compare::new(pagemap.clone(), memory.clone(), Pages::NotOfFile)),
-                Mechanism::SoftDirty => Box::new(soft_dirty(pid, pagemap.clone())?),
+                Mechanism::SoftDirty => Box::new(soft_dirty(pid, thread, pagemap.clone())?),
                 _ => Box::new(Full::new(pagemap.clone(), Pages::NotOfFile)),
             };
             // Files tell by their own times whether they were written, which with these mechanisms must do.
             let shared = Box::new(Full::new(pagemap.clone(), Pages::All));
             (vec![Part { kinds: PRIVATE, tracker }], shared as Box<dyn Tracker>)
         };
-        let space =
-            AddressSpace { pid, start_ticks, mechanism, pagemap, memory, parts, shared, mappings, maps: Vec::new() };
+        let space = AddressSpace {
+            pid,
+            thread,
+            start_ticks,
+            mechanism,
+            pagemap,
+            memory,
+            parts,
+            shared,
+            mappings,
+            maps: Vec::new(),
+        };
         match space.pagemap.is_alive() {
             Ok(true) => Ok(space),
             Ok(false) => Err(AttachError::NoSuchProcess { pid }),
@@ -172,7 +198,13 @@ impl AddressSpace {
     /// # Errors
     /// [`SpaceError`].
     pub fn refresh_mappings(&mut self) -> Result<&[Mapping], SpaceError> {
-        let mappings = mappings::read_into(self.pid, &mut self.maps);
+        let mut mappings = mappings::read_into(self.thread, &mut self.maps);
+        if !mappings.as_ref().is_ok_and(|mappings| !mappings.is_empty()) {
+            // The thread may have exited before its process.
+            self.thread = proc::live_thread(self.pid).ok_or(SpaceError::Gone { pid: self.pid })?;
+            self.memory.reach_through(self.thread);
+            mappings = mappings::read_into(self.thread, &mut self.maps);
+        }
         // First whether these were still its mappings.
         self.check_alive()?;
         self.mappings = mappings.map_err(|source| self.system("reading its mappings", source))?;
@@ -206,7 +238,7 @@ impl AddressSpace {
     /// For a mechanism that does not bear writes while it collects. If the process is traced, it is stopped already: only whoever has
     /// frozen it calls this then.
     fn collect_stopped(&mut self, dirty: &mut RangeSet) -> Result<(), SpaceError> {
-        let status = Status::read(self.pid).map_err(|_| SpaceError::Gone { pid: self.pid })?;
+        let status = Status::read(self.thread).map_err(|_| SpaceError::Gone { pid: self.pid })?;
         if status.tracer_pid != 0 {
             return self.collect_parts(dirty);
         }
@@ -304,8 +336,8 @@ fn track(pid: i32, source: TrackError) -> SpaceError {
     }
 }
 
-fn open_pagemap(pid: i32) -> Result<Pagemap, AttachError> {
-    Pagemap::open(Path::new(&format!("/proc/{pid}/pagemap")))
+fn open_pagemap(pid: i32, thread: i32) -> Result<Pagemap, AttachError> {
+    Pagemap::open(Path::new(&format!("/proc/{thread}/pagemap")))
         .map_err(|error| AttachError::system(pid, "opening its pagemap", error))
 }
 
@@ -341,10 +373,10 @@ fn register(pid: i32, userfaultfd: &Userfaultfd, mappings: &[Mapping]) -> Result
     Ok(())
 }
 
-fn soft_dirty(pid: i32, pagemap: Arc<Pagemap>) -> Result<SoftDirty, AttachError> {
+fn soft_dirty(pid: i32, thread: i32, pagemap: Arc<Pagemap>) -> Result<SoftDirty, AttachError> {
     let clear_refs = OpenOptions::new()
         .write(true)
-        .open(format!("/proc/{pid}/clear_refs"))
+        .open(format!("/proc/{thread}/clear_refs"))
         .map_err(|error| AttachError::system(pid, "opening its clear_refs", error))?;
     SoftDirty::new(pagemap, clear_refs, Pages::NotOfFile).map_err(|source| AttachError::Track { pid, source })
 }

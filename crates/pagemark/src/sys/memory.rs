@@ -3,6 +3,7 @@
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
+use std::sync::atomic::{AtomicI32, Ordering};
 
 use crate::{PAGE_SIZE, Range, RangeSet};
 
@@ -12,7 +13,7 @@ const RANGES_AT_ONCE: usize = 1024;
 /// The memory of one address space, for reading.
 #[derive(Debug)]
 pub struct Memory {
-    pid: libc::pid_t,
+    thread: AtomicI32,
     /// Reads what protection hides, and belongs to this address space even when the process executes another program.
     mem: File,
 }
@@ -26,12 +27,17 @@ impl Memory {
         Self::open(std::process::id() as libc::pid_t)
     }
 
-    /// That of another process.
+    /// That of another process, by its number or that of any of its threads.
     ///
     /// # Errors
     /// There is no such process, or its memory is not ours to read.
     pub fn open(pid: i32) -> io::Result<Self> {
-        Ok(Memory { pid, mem: File::open(format!("/proc/{pid}/mem"))? })
+        Ok(Memory { thread: AtomicI32::new(pid), mem: File::open(format!("/proc/{pid}/mem"))? })
+    }
+
+    /// Names another thread of the same process, for when the one by which the memory was reached has exited.
+    pub fn reach_through(&self, thread: i32) {
+        self.thread.store(thread, Ordering::Relaxed);
     }
 
     /// Reads `ranges`, made of pages, one after the other into `buffer`, whose length is their sum. Returns the pages that
@@ -93,11 +99,12 @@ impl Memory {
     }
 
     fn read_batch(&self, remote: &[libc::iovec], buffer: &mut [u8]) -> io::Result<usize> {
+        let thread = self.thread.load(Ordering::Relaxed);
         let local = libc::iovec { iov_base: buffer.as_mut_ptr().cast(), iov_len: buffer.len() };
         // SAFETY: the local vector is `buffer`, borrowed for the call; the remote addresses are only ever used by the
         // kernel in the other address space.
         let read_bytes =
-            unsafe { libc::process_vm_readv(self.pid, &local, 1, remote.as_ptr(), remote.len() as libc::c_ulong, 0) };
+            unsafe { libc::process_vm_readv(thread, &local, 1, remote.as_ptr(), remote.len() as libc::c_ulong, 0) };
         if read_bytes < 0 { Err(io::Error::last_os_error()) } else { Ok(read_bytes as usize) }
     }
 }

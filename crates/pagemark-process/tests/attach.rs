@@ -1,0 +1,351 @@
+//! Attaching to processes that check that nothing disturbs them.
+
+use std::fs::{self, File};
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::fs::FileExt;
+use std::os::unix::process::CommandExt;
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+use std::sync::OnceLock;
+use std::time::{Duration, Instant};
+
+use pagemark::{Mechanism, PAGE_SIZE, RangeSet};
+use pagemark_process::attach::AttachError;
+use pagemark_process::freezer::Freezer;
+use pagemark_process::space::AddressSpace;
+use pagemark_process::{inject, proc};
+
+/// Says that a test can't run here.
+macro_rules! skip {
+    ($($reason:tt)*) => {{
+        eprintln!("skipped: {}", format!($($reason)*));
+        return;
+    }};
+}
+
+/// The compiled trackee; none where there is no C compiler.
+fn steady() -> Option<&'static PathBuf> {
+    static PROGRAM: OnceLock<Option<(tempfile::TempDir, PathBuf)>> = OnceLock::new();
+    let compile = || {
+        let directory = tempfile::tempdir().unwrap();
+        let program = directory.path().join("steady");
+        let source = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/trackee/steady.c");
+        let done = Command::new("cc").args(["-O2", "-pthread", "-o"]).arg(&program).arg(source).status().ok()?;
+        assert!(done.success(), "the trackee does not compile");
+        Some((directory, program))
+    };
+    PROGRAM.get_or_init(compile).as_ref().map(|(_, program)| program)
+}
+
+/// A trackee that runs, and is killed in the end.
+struct Steady {
+    child: Child,
+    rounds: File,
+    _directory: tempfile::TempDir,
+}
+
+impl Steady {
+    fn start(mode: &str) -> Option<Steady> {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("rounds");
+        fs::write(&path, [0; 4096]).unwrap();
+        let mut command = Command::new(steady()?);
+        command.arg(mode).arg(&path).stdin(Stdio::piped()).stdout(Stdio::piped());
+        let mut child = command.spawn().unwrap();
+        let mut line = String::new();
+        BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
+        assert_eq!(line, "ready\n");
+        Some(Steady { child, rounds: File::open(path).unwrap(), _directory: directory })
+    }
+
+    fn pid(&self) -> i32 {
+        self.child.id() as i32
+    }
+
+    fn rounds(&self) -> u64 {
+        let mut bytes = [0; 8];
+        self.rounds.read_exact_at(&mut bytes, 0).unwrap();
+        u64::from_ne_bytes(bytes)
+    }
+
+    /// Waits until it has gone on for some rounds, and makes sure that it has not complained.
+    fn goes_on(&mut self) {
+        let before = self.rounds();
+        let deadline = Instant::now() + Duration::from_secs(20);
+        while self.rounds() < before + 5 {
+            assert_eq!(self.child.try_wait().unwrap(), None, "the trackee has complained");
+            assert!(Instant::now() < deadline, "the trackee stands still");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    fn signal(&self, signal: i32) {
+        // SAFETY: a signal to a child of ours that has not been waited for.
+        assert_eq!(unsafe { libc::kill(self.pid(), signal) }, 0);
+    }
+
+    fn is_stopped(&self) -> bool {
+        proc::Stat::read(self.pid()).unwrap().state == 'T'
+    }
+}
+
+impl Drop for Steady {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn no_userfaultfd_within(pid: i32) -> bool {
+    proc::descriptors(pid).unwrap().iter().all(|(_, link)| link != b"anon_inode:[userfaultfd]")
+}
+
+#[test]
+fn two_hundred_injections_disturb_nobody() {
+    for mode in ["sleep", "compute", "poll", "threads", "signals", "filter"] {
+        let Some(mut steady) = Steady::start(mode) else { skip!("no C compiler") };
+        steady.goes_on();
+        let begin = Instant::now();
+        for _ in 0..200 {
+            match inject::userfaultfd(steady.pid()) {
+                Ok(descriptor) => drop(descriptor),
+                Err(error) => panic!("{mode}: {error}"),
+            }
+        }
+        eprintln!("{mode}: {:?} an injection", begin.elapsed() / 200);
+        assert!(no_userfaultfd_within(steady.pid()) || mode == "threads");
+        steady.goes_on();
+    }
+}
+
+#[test]
+fn a_blocked_reader_is_not_interrupted() {
+    for mode in ["read", "strict"] {
+        let Some(mut steady) = Steady::start(mode) else { skip!("no C compiler") };
+        let mut input = steady.child.stdin.take().unwrap();
+        for byte in 0..200 {
+            let descriptor = inject::userfaultfd(steady.pid());
+            assert!(descriptor.is_ok(), "{mode}: {descriptor:?}");
+            input.write_all(&[byte]).unwrap();
+        }
+        drop(input);
+        let status = steady.child.wait().unwrap();
+        assert_eq!(status.code(), Some(0), "{mode}: {status}");
+        assert_eq!(steady.rounds(), 200);
+    }
+}
+
+#[test]
+fn a_stopped_process_stays_stopped() {
+    for mode in ["sleep", "threads"] {
+        let Some(mut steady) = Steady::start(mode) else { skip!("no C compiler") };
+        steady.goes_on();
+        steady.signal(libc::SIGSTOP);
+        let threads = || proc::threads(steady.pid()).unwrap();
+        let all_stopped =
+            || threads().iter().all(|&thread| matches!(proc::Stat::read(thread).unwrap().state, 'T' | 'Z'));
+        while !all_stopped() {
+            std::thread::yield_now();
+        }
+        for _ in 0..20 {
+            inject::userfaultfd(steady.pid()).unwrap();
+        }
+        let deadline = Instant::now() + Duration::from_secs(10);
+        while !all_stopped() {
+            assert!(Instant::now() < deadline, "it has been woken");
+        }
+        let before = steady.rounds();
+        std::thread::sleep(Duration::from_millis(50));
+        assert_eq!(steady.rounds(), before, "it runs");
+        assert!(steady.is_stopped() || mode == "threads");
+        steady.signal(libc::SIGCONT);
+        steady.goes_on();
+    }
+}
+
+#[test]
+fn who_cannot_be_tracked_is_told_why() {
+    let Some(steady) = Steady::start("userfaultfd") else { skip!("no C compiler") };
+    let refused = AddressSpace::attach(steady.pid(), Mechanism::PagemapScan).err();
+    assert!(matches!(refused, Some(AttachError::UsesUserfaultfd { .. })), "{refused:?}");
+
+    let mut full = Steady::start("full").unwrap();
+    let refused = AddressSpace::attach(full.pid(), Mechanism::Adaptive).err();
+    assert!(matches!(refused, Some(AttachError::Inject { .. })), "{refused:?}");
+    assert!(refused.unwrap().to_string().contains("prlimit"));
+    full.goes_on();
+
+    let mut twice = Steady::start("sleep").unwrap();
+    let first = AddressSpace::attach(twice.pid(), Mechanism::PagemapScan).unwrap();
+    let refused = AddressSpace::attach(twice.pid(), Mechanism::PagemapScan).err();
+    assert!(matches!(refused, Some(AttachError::UsesUserfaultfd { .. })), "{refused:?}");
+    drop(first);
+    AddressSpace::attach(twice.pid(), Mechanism::PagemapScan).unwrap();
+    twice.goes_on();
+}
+
+/// A 32-bit program of two instructions: `pause`, again and again.
+#[rustfmt::skip]
+const PAUSE_32: [u8; 93] = [
+    0x7f, b'E', b'L', b'F', 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0,
+    2, 0, 3, 0, 1, 0, 0, 0, 0x54, 0x80, 0x04, 0x08, 52, 0, 0, 0,
+    0, 0, 0, 0, 0, 0, 0, 0, 52, 0, 32, 0, 1, 0, 0, 0, 0, 0, 0, 0,
+    1, 0, 0, 0, 0, 0, 0, 0, 0, 0x80, 0x04, 0x08, 0, 0x80, 0x04, 0x08,
+    93, 0, 0, 0, 93, 0, 0, 0, 5, 0, 0, 0, 0, 0x10, 0, 0,
+    0xb8, 29, 0, 0, 0, 0xcd, 0x80, 0xeb, 0xf7,
+];
+
+#[test]
+fn a_32_bit_program_is_refused() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("pause");
+    fs::write(&path, PAUSE_32).unwrap();
+    fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o700)).unwrap();
+    let mut child = match Command::new(&path).spawn() {
+        Ok(child) => child,
+        Err(error) => skip!("this kernel runs no 32-bit programs: {error}"),
+    };
+    let refused = AddressSpace::attach(child.id() as i32, Mechanism::PagemapScan).err();
+    child.kill().unwrap();
+    child.wait().unwrap();
+    assert!(matches!(refused, Some(AttachError::Is32Bit { .. })), "{refused:?}");
+}
+
+/// Not a test: the other half of the next one, in a process of its own that is to be killed.
+#[test]
+fn injects_until_it_is_killed() {
+    let Ok(pid) = std::env::var("PAGEMARK_INJECT_INTO") else { return };
+    let pid = pid.parse().unwrap();
+    println!("\nbegins");
+    let mut held = Vec::new();
+    loop {
+        // Refused while a helper whose parent was killed is still at work.
+        if let Ok(descriptor) = inject::userfaultfd(pid) {
+            held.push(descriptor);
+        }
+        held.truncate(16);
+    }
+}
+
+#[test]
+fn killed_at_any_instant_it_leaves_the_target_alone() {
+    for mode in ["sleep", "threads", "compute"] {
+        let Some(mut steady) = Steady::start(mode) else { skip!("no C compiler") };
+        for round in 0..60u64 {
+            let mut injector = Command::new(std::env::current_exe().unwrap());
+            injector.args(["--exact", "injects_until_it_is_killed", "--nocapture"]).process_group(0);
+            injector.env("PAGEMARK_INJECT_INTO", steady.pid().to_string()).stdout(Stdio::piped());
+            let mut injector = injector.spawn().unwrap();
+            let mut lines = BufReader::new(injector.stdout.take().unwrap()).lines();
+            while lines.next().unwrap().unwrap() != "begins" {}
+            // Spread over the time that an injection takes, and some.
+            std::thread::sleep(Duration::from_micros(round * 37 % 2000));
+            injector.kill().unwrap();
+            injector.wait().unwrap();
+            steady.goes_on();
+        }
+        // The last helper, if one is left, soon ends.
+        let deadline = Instant::now() + Duration::from_secs(20);
+        while proc::threads(steady.pid())
+            .unwrap()
+            .iter()
+            .any(|&thread| proc::Status::read(thread).is_ok_and(|status| status.tracer_pid != 0))
+        {
+            assert!(Instant::now() < deadline, "it is still traced");
+        }
+        steady.goes_on();
+    }
+}
+
+#[test]
+fn a_frozen_tree_stands_still_and_runs_on() {
+    for mode in ["sleep", "threads", "signals", "compute"] {
+        let Some(mut steady) = Steady::start(mode) else { skip!("no C compiler") };
+        for _ in 0..50 {
+            steady.goes_on();
+            let freezer = Freezer::freeze(steady.pid()).unwrap();
+            let before = steady.rounds();
+            let registers = freezer.registers().unwrap();
+            let live = proc::threads(steady.pid()).unwrap();
+            assert!(registers.len() + 1 >= live.len() && !registers.is_empty());
+            assert!(registers.iter().all(|thread| thread.general.len() == size_of::<libc::user_regs_struct>()));
+            std::thread::sleep(Duration::from_millis(2));
+            assert_eq!(steady.rounds(), before, "{mode}: it runs");
+            freezer.thaw().unwrap();
+        }
+        drop(Freezer::freeze(steady.pid()).unwrap());
+        steady.goes_on();
+    }
+}
+
+#[test]
+fn what_another_process_writes_is_found_and_read() {
+    for mechanism in [Mechanism::Full, Mechanism::Compare, Mechanism::PagemapScan, Mechanism::Adaptive] {
+        let Some(mut steady) = Steady::start("threads") else { skip!("no C compiler") };
+        let mut space = AddressSpace::attach(steady.pid(), mechanism).unwrap();
+        // What a copy would hold that takes only what was collected.
+        let mut copy = std::collections::BTreeMap::new();
+        for _ in 0..20 {
+            steady.goes_on();
+            let freezer = Freezer::freeze(steady.pid()).unwrap();
+            let mut dirty = RangeSet::new();
+            space.collect(&mut dirty).unwrap();
+            let ranges: Vec<_> = dirty.iter().collect();
+            let mut bytes = vec![0; dirty.total_bytes() as usize];
+            let missing = space.read(&ranges, &mut bytes).unwrap();
+            let addresses = ranges.into_iter().flat_map(|range| range.step_by(PAGE_SIZE));
+            for (address, page) in addresses.zip(bytes.chunks(PAGE_SIZE)) {
+                if missing.contains(address) {
+                    copy.remove(&address);
+                } else {
+                    copy.insert(address, page.to_vec());
+                }
+            }
+            // All of it, read at once.
+            let populated = space.populated();
+            let ranges: Vec<_> = populated.iter().collect();
+            let mut bytes = vec![0; populated.total_bytes() as usize];
+            let missing = space.read(&ranges, &mut bytes).unwrap();
+            let addresses = ranges.into_iter().flat_map(|range| range.step_by(PAGE_SIZE));
+            for (address, page) in addresses.zip(bytes.chunks(PAGE_SIZE)) {
+                if !missing.contains(address) {
+                    assert!(copy.get(&address).is_some_and(|copied| copied == page), "{mechanism}: {address:#x}");
+                }
+            }
+            freezer.thaw().unwrap();
+            space.relax().unwrap();
+        }
+        steady.child.kill().unwrap();
+        steady.child.wait().unwrap();
+        assert!(space.collect(&mut RangeSet::new()).is_err_and(|error| error.is_gone()));
+        assert!(space.read(&[], &mut []).is_err_and(|error| error.is_gone()));
+    }
+}
+
+#[test]
+fn another_program_in_the_same_process_is_not_taken_for_the_first() {
+    let Some(program) = steady() else { skip!("no C compiler") };
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("rounds");
+    fs::write(&path, [0; 4096]).unwrap();
+    // A shell that becomes the trackee when it is told to.
+    let mut child = Command::new("sh")
+        .arg("-c")
+        .arg(format!("read line; exec {} sleep {}", program.display(), path.display()))
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let pid = child.id() as i32;
+    let mut space = AddressSpace::attach(pid, Mechanism::Adaptive).unwrap();
+    space.collect(&mut RangeSet::new()).unwrap();
+    child.stdin.take().unwrap().write_all(b"go\n").unwrap();
+    let mut line = String::new();
+    BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
+    assert_eq!(line, "ready\n");
+    assert!(space.collect(&mut RangeSet::new()).is_err_and(|error| error.is_gone()));
+    let mut anew = AddressSpace::attach(pid, Mechanism::Adaptive).unwrap();
+    anew.collect(&mut RangeSet::new()).unwrap();
+    child.kill().unwrap();
+    child.wait().unwrap();
+}
