@@ -5,7 +5,9 @@
 
 pub mod dump;
 pub mod images;
+mod notify;
 pub(crate) mod timers;
+mod withhold;
 
 use std::ffi::OsString;
 use std::os::unix::fs::PermissionsExt;

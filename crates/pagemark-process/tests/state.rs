@@ -296,6 +296,8 @@ fn killed_at_any_instant_it_leaves_the_program_running() {
         let mut dumper = Command::new(std::env::current_exe().unwrap())
             .args(["--exact", "dumping_command", "--nocapture"])
             .env("PAGEMARK_TEST_DUMP", program.pid().to_string())
+            // What a killed one leaves goes with the program's directory.
+            .env("TMPDIR", program.directory())
             .stdout(Stdio::piped())
             .stderr(Stdio::null())
             .process_group(0)

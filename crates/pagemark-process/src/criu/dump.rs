@@ -8,6 +8,7 @@
 //! and its page server's socket is one end of a pair whose other end only Pagemark has: when Pagemark is killed, at any instant,
 //! CRIU goes on to the moment at which it would serve pages, finds the socket closed, and ends as it does after a complete dump.
 
+use std::collections::HashMap;
 use std::fs::File;
 use std::io::{Read, Write};
 use std::os::fd::AsRawFd;
@@ -18,9 +19,10 @@ use std::process::Child;
 use std::time::{Duration, Instant};
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use pagemark::PAGE_SIZE;
+use pagemark::{PAGE_SIZE, RangeSet};
 
 use super::images::{ImageError, PageRun, Pagemap, PstreeEntry, read_all};
+use super::withhold::Withholding;
 use super::{Criu, CriuError, errors_in_log, images};
 use crate::stdio::{self, Outside};
 
@@ -87,6 +89,7 @@ pub struct Dump {
     /// None once CRIU was told to end.
     socket: Option<UnixStream>,
     status: File,
+    withholding: Option<Withholding>,
     frozen_at: Option<Instant>,
     state_saved_at: Option<Instant>,
 }
@@ -126,17 +129,27 @@ impl Dump {
         command.args(stdio::dump_arguments(&notes.outside));
         // CRIU also gets the reading end of its status pipe: if Pagemark is killed, writing to it must not fail.
         let inherited = [page_server.as_raw_fd(), status_write.as_raw_fd(), status_read.as_raw_fd()];
+        let (receiver, sender) = UnixStream::pair().map_err(io("make a socket pair"))?;
+        let sender_number = sender.as_raw_fd();
+        // A filtered process may not suspend the filters of another, which CRIU has to if the tree has any.
+        let withhold = !tree.iter().any(|pid| has_seccomp(*pid));
         // SAFETY: only system calls are made between fork and exec, which is allowed in a child of a process with threads.
         unsafe {
-            command.pre_exec(move || crate::stdio::own_session_with(&inherited));
+            command.pre_exec(move || {
+                crate::stdio::own_session_with(&inherited)?;
+                if withhold { super::notify::submit(sender_number) } else { Ok(()) }
+            });
         }
         let child = command.spawn().map_err(io(&format!("start {}", criu.path().display())))?;
+        let withholding = withhold.then(|| Withholding::start(&receiver, tree));
+        let withholding = withholding.transpose().map_err(io("answer system calls"))?;
         Ok(Dump {
             pid,
             directory: directory.into(),
             child,
             socket: Some(socket),
             status: File::from(status_read),
+            withholding,
             frozen_at: None,
             state_saved_at: None,
         })
@@ -235,6 +248,8 @@ impl Dump {
             return Err(self.failure());
         }
         let thawed_at = thawed_at.unwrap_or_else(Instant::now);
+        let withheld = self.withholding.take().map(Withholding::finish).unwrap_or_default();
+        add_withheld(&self.directory, &withheld)?;
         let state = SavedState::read(&self.directory)?;
         Ok((Timings { frozen_at, state_saved_at, thawed_at }, state))
     }
@@ -269,6 +284,26 @@ impl Drop for Dump {
             std::thread::sleep(LOOK);
         }
     }
+}
+
+/// Names in CRIU's images what was withheld from it.
+fn add_withheld(directory: &Path, withheld: &HashMap<i32, RangeSet>) -> Result<(), CriuError> {
+    for (pid, ranges) in withheld {
+        let path = directory.join(format!("pagemap-{pid}.img"));
+        let mut pagemap = Pagemap::read(&path)?;
+        pagemap.add_withheld(ranges);
+        std::fs::write(&path, pagemap.encode_lazy()).map_err(CriuError::io(format!("write {}", path.display())))?;
+    }
+    Ok(())
+}
+
+/// True if a process or one of its threads is under a seccomp filter.
+fn has_seccomp(pid: i32) -> bool {
+    let Ok(tasks) = std::fs::read_dir(format!("/proc/{pid}/task")) else { return false };
+    tasks.flatten().any(|task| {
+        let status = std::fs::read_to_string(task.path().join("status")).unwrap_or_default();
+        status.lines().find_map(|line| line.strip_prefix("Seccomp:")).is_some_and(|mode| mode.trim() != "0")
+    })
 }
 
 fn wait_readable(file: &File, at_most: Duration) -> Result<bool, CriuError> {
