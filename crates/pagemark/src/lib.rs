@@ -11,6 +11,7 @@ pub mod target;
 pub mod tracker;
 
 pub mod checkpointer;
+pub mod content;
 pub mod store;
 pub mod tree;
 

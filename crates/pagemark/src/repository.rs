@@ -33,9 +33,11 @@ mod index;
 mod lock;
 pub mod manifest;
 mod pack;
+mod prune;
 mod record;
 mod storage;
 mod table;
+mod verify;
 mod writer;
 
 use std::collections::HashSet;
@@ -49,10 +51,12 @@ use serde::{Deserialize, Serialize};
 
 pub use checkpoint::Checkpoint;
 pub use manifest::{Cost, FileRecord, Manifest, MappingRecord, SpaceRecord, StateRecord, TargetKind};
+pub use prune::{Policy, PruneReport};
 pub use record::CheckpointInfo;
+pub use verify::{Damage, Part, Touched, VerifyReport};
 pub use writer::Writer;
 
-use crate::{ContentId, Kind, PAGE_SIZE, StoreError};
+use crate::{ContentId, PAGE_SIZE, StoreError};
 use format::{FORMAT, Format, hash16, number_name, random};
 use index::View;
 use lock::Lock;
@@ -66,6 +70,15 @@ const MAX_OPEN_PACKS: usize = 16;
 #[derive(Clone)]
 pub struct Repository {
     inner: Arc<Inner>,
+}
+
+/// How far long work is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Progress {
+    /// Bytes done with.
+    pub done_bytes: u64,
+    /// Bytes to be done with in all.
+    pub total_bytes: u64,
 }
 
 struct Inner {
@@ -342,7 +355,7 @@ impl Inner {
 
     /// A pack to read from; none if it is gone.
     fn open_pack(&self, number: u64) -> Result<Option<(Arc<File>, PathBuf)>, StoreError> {
-        let path = self.path.join("packs").join(format!("{}.pack", number_name(number)));
+        let path = self.pack_path(number);
         let mut packs = locked(&self.open_packs);
         if let Some(at) = packs.iter().position(|(other, _)| *other == number) {
             packs[..=at].rotate_right(1);
@@ -394,19 +407,29 @@ impl Inner {
         }
     }
 
-    fn get(&self, kind: Kind, id: ContentId) -> Result<Vec<u8>, StoreError> {
-        if kind == Kind::Page && id.is_zero() {
-            return Ok(vec![0; PAGE_SIZE]);
-        }
+    fn get(&self, id: ContentId) -> Result<Vec<u8>, StoreError> {
         self.fetch(id, &mut |source, entry| Ok(pack::read_record(source, &self.format.key, entry)?.raw))
     }
 
     fn get_page(&self, id: ContentId, page: &mut [u8; PAGE_SIZE]) -> Result<(), StoreError> {
-        if id.is_zero() {
-            page.fill(0);
-            return Ok(());
-        }
         self.fetch(id, &mut |source, entry| pack::read_page(source, &self.format.key, entry, page))
+    }
+
+    /// True if some copy of a piece of content is there.
+    fn holds(&self, id: ContentId) -> Result<bool, StoreError> {
+        match self.view().find(id)? {
+            Ok(Some(_)) => Ok(true),
+            // It may have moved.
+            Ok(None) | Err(_) => match self.fetch(id, &mut |_, _| Ok(())) {
+                Ok(()) => Ok(true),
+                Err(StoreError::Missing { .. }) => Ok(false),
+                Err(error) => Err(error),
+            },
+        }
+    }
+
+    fn pack_path(&self, number: u64) -> PathBuf {
+        self.path.join("packs").join(format!("{}.pack", number_name(number)))
     }
 
     fn job_path(&self, job: &str) -> PathBuf {

@@ -3,8 +3,10 @@
 use std::fs::File;
 use std::sync::Arc;
 
+use super::pack::read_record;
 use super::record::{self, CheckpointInfo};
 use super::storage::io_error;
+use super::table::Entry;
 use super::{Inner, Manifest, Repository, RepositoryError, check_job_name};
 use crate::{ContentId, Kind, PAGE_SIZE, Store, StoreError};
 
@@ -13,7 +15,7 @@ use crate::{ContentId, Kind, PAGE_SIZE, Store, StoreError};
 pub struct Checkpoint {
     /// What it consists of.
     pub manifest: Manifest,
-    inner: Arc<Inner>,
+    reader: Reader,
     /// The commit record, with a shared lock on it.
     _pin: File,
 }
@@ -26,7 +28,7 @@ impl Repository {
     pub fn read(&self, job: &str, sequence: u64) -> Result<Checkpoint, RepositoryError> {
         let (pin, info) = self.inner.pin(job, sequence)?;
         let manifest = self.inner.read_manifest(job, &info)?;
-        Ok(Checkpoint { manifest, inner: self.inner.clone(), _pin: pin })
+        Ok(Checkpoint { manifest, reader: Reader(self.inner.clone()), _pin: pin })
     }
 }
 
@@ -46,7 +48,7 @@ impl Inner {
     }
 
     pub(super) fn read_manifest(&self, job: &str, info: &CheckpointInfo) -> Result<Manifest, RepositoryError> {
-        let bytes = self.get(Kind::Manifest, info.manifest)?;
+        let bytes = self.get(info.manifest)?;
         let damaged = |reason: String| RepositoryError::Store(StoreError::Damaged { id: info.manifest, reason });
         let mut manifest: Manifest =
             serde_json::from_slice(&bytes).map_err(|error| damaged(format!("it is no manifest: {error}")))?;
@@ -58,17 +60,53 @@ impl Inner {
     }
 }
 
-impl Store for Checkpoint {
-    /// Always [`StoreError::ReadOnly`].
+/// The repository's content as a store that can be read.
+pub(super) struct Reader(pub(super) Arc<Inner>);
+
+impl Reader {
+    /// True if this copy of a piece of content is as it was written.
+    pub(super) fn is_whole(&self, copy: &Entry) -> Result<bool, StoreError> {
+        let Some((file, path)) = self.0.open_pack(copy.pack)? else { return Ok(false) };
+        match read_record(&(&*file, path.as_path()), &self.0.format.key, copy) {
+            Ok(_) => Ok(true),
+            Err(StoreError::Damaged { .. }) => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+}
+
+impl Store for Reader {
     fn put(&mut self, _: Kind, _: &[u8]) -> Result<ContentId, StoreError> {
         Err(StoreError::ReadOnly)
     }
 
     fn get(&self, kind: Kind, id: ContentId) -> Result<Vec<u8>, StoreError> {
-        self.inner.get(kind, id)
+        if kind == Kind::Page && id.is_zero() {
+            return Ok(vec![0; PAGE_SIZE]);
+        }
+        self.0.get(id)
     }
 
     fn get_page(&self, id: ContentId, page: &mut [u8; PAGE_SIZE]) -> Result<(), StoreError> {
-        self.inner.get_page(id, page)
+        if id.is_zero() {
+            page.fill(0);
+            return Ok(());
+        }
+        self.0.get_page(id, page)
+    }
+}
+
+/// Content can be read, not put.
+impl Store for Checkpoint {
+    fn put(&mut self, kind: Kind, content: &[u8]) -> Result<ContentId, StoreError> {
+        self.reader.put(kind, content)
+    }
+
+    fn get(&self, kind: Kind, id: ContentId) -> Result<Vec<u8>, StoreError> {
+        self.reader.get(kind, id)
+    }
+
+    fn get_page(&self, id: ContentId, page: &mut [u8; PAGE_SIZE]) -> Result<(), StoreError> {
+        self.reader.get_page(id, page)
     }
 }

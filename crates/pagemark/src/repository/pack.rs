@@ -16,8 +16,9 @@ use crate::{ContentId, Kind, PAGE_SIZE, StoreError};
 pub(super) const RECORD_HEADER_BYTES: usize = 32;
 /// The largest piece of content.
 pub(super) const MAX_PIECE_BYTES: usize = 64 << 20;
-/// A pack with so many records is ended, and another begun: what a writer holds in memory is bounded.
-const MAX_PACK_RECORDS: usize = 128 << 10;
+/// A pack with so many records is ended, and another begun: what a writer holds in memory is bounded. In tests packs are
+/// small, so that a checkpoint has several.
+const MAX_PACK_RECORDS: usize = if cfg!(test) { 64 } else { 128 << 10 };
 /// A pack with so many bytes is ended. With one more record it still stays below 4 GiB.
 const MAX_PACK_BYTES: u64 = 256 << 20;
 /// LZ4 makes a byte into no more than this many.

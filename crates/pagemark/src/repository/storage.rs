@@ -10,8 +10,8 @@ use crate::StoreError;
 #[cfg(test)]
 pub(crate) mod faults;
 
-/// How much is written at once.
-const BUFFER_BYTES: usize = 1 << 20;
+/// How much is written at once. Tests write often, to be able to fail often.
+const BUFFER_BYTES: usize = if cfg!(test) { 32 << 10 } else { 1 << 20 };
 
 /// The operations that change a repository. Each either happens or fails, and is durable only once it is synced.
 #[derive(Clone, Default)]

@@ -4,7 +4,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::index::{View, numbers_in};
+use super::checkpoint::Reader;
+use super::index::{BadTable, View, numbers_in};
 use super::lock::Lock;
 use super::pack::NewPacks;
 use super::record::{CheckpointInfo, NewRecord};
@@ -81,10 +82,21 @@ impl Inner {
         match view.merged(&self.path, &self.format, &self.storage) {
             Ok(Some(view)) => drop(self.set_view(view)),
             Ok(None) => {}
-            Err(StoreError::Io { path, source, .. }) if source.kind() == std::io::ErrorKind::InvalidData => {
-                view.tables.iter().filter(|table| table.path() == path).for_each(|table| self.reject(table.number));
+            // A damaged table is not used again: each pack has its own.
+            Err(error) => drop(self.reject_unreadable(&error, view)),
+        }
+    }
+
+    /// If a table of the view turned out to be damaged, says so and is true.
+    pub(super) fn reject_unreadable(&self, error: &StoreError, view: &View) -> bool {
+        let StoreError::Io { path, source, .. } = error else { return false };
+        let table = view.tables.iter().find(|table| table.path() == path && !table.is_rebuilt());
+        match table.filter(|_| source.kind() == std::io::ErrorKind::InvalidData) {
+            Some(table) => {
+                self.reject(table.number);
+                true
             }
-            Err(_) => {}
+            None => false,
         }
     }
 }
@@ -138,8 +150,8 @@ impl Writer {
         loop {
             match self.view.find(id)? {
                 Ok(found) => return Ok(found.is_some()),
-                Err(bad) => {
-                    self.inner.reject(bad.0);
+                Err(BadTable(number)) => {
+                    self.inner.reject(number);
                     self.view = self.inner.refresh()?;
                 }
             }
@@ -162,7 +174,7 @@ impl Store for Writer {
     fn get(&self, kind: Kind, id: ContentId) -> Result<Vec<u8>, StoreError> {
         match self.packs.read(id)? {
             Some(record) => Ok(record.raw),
-            None => self.inner.get(kind, id),
+            None => Reader(self.inner.clone()).get(kind, id),
         }
     }
 
@@ -176,7 +188,7 @@ impl Store for Writer {
                     .map_err(|_| StoreError::Damaged { id, reason: format!("a page of {length} bytes") })?;
                 Ok(())
             }
-            None => self.inner.get_page(id, page),
+            None => Reader(self.inner.clone()).get_page(id, page),
         }
     }
 }

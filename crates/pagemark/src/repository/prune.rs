@@ -1,0 +1,453 @@
+//! Giving space back: old checkpoints go, then the content that only they had.
+
+use std::collections::{HashMap, HashSet};
+use std::fs::{File, TryLockError};
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use serde::Serialize;
+
+use super::checkpoint::Reader;
+use super::index::{BadTable, View};
+use super::pack::{NewPacks, read_record};
+use super::record;
+use super::storage::io_error;
+use super::table::{Entry, Table};
+use super::{Inner, Progress, Repository, RepositoryError, check_job_name};
+use crate::tree::NodeRecord;
+use crate::{ContentId, StoreError};
+
+/// How long to wait for a writer to end.
+const LOCK_WAIT: Duration = Duration::from_secs(30);
+/// A pack is written anew once less than this part of it, in percent, is needed.
+const MIN_LIVE_PERCENT: u64 = 75;
+/// Packs below this size are put together once there are [`MAX_SMALL_PACKS`].
+const SMALL_PACK_BYTES: u64 = 4 << 20;
+const MAX_SMALL_PACKS: usize = 16;
+/// Old packs are removed each time so much of them was written anew: that bounds the space that is needed meanwhile.
+const BATCH_BYTES: u64 = if cfg!(test) { 64 << 10 } else { 256 << 20 };
+
+/// Which checkpoints of a job stay. One that is named by either rule stays, and the newest always does; with no rule all do.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Policy {
+    /// So many of the newest.
+    pub keep_last: Option<u32>,
+    /// The newest of each period of this length, counted from 1970 UTC.
+    pub keep_every: Option<Duration>,
+}
+
+/// What [`Repository::prune`] did.
+#[derive(Clone, PartialEq, Eq, Debug, Default, Serialize)]
+pub struct PruneReport {
+    /// The checkpoints that were removed: job and sequence.
+    pub removed: Vec<(String, u64)>,
+    /// Those that would have been, but are being read.
+    pub in_use: Vec<(String, u64)>,
+    /// Bytes that the repository became smaller.
+    pub freed_bytes: u64,
+    /// Content that checkpoints name and that is missing or damaged: see [`Repository::verify`].
+    pub unreadable: Vec<ContentId>,
+}
+
+impl Policy {
+    /// Of checkpoints in ascending order, given by when they were taken, which stay.
+    fn keeps(&self, taken_unix_us: &[u64]) -> Vec<bool> {
+        let count = taken_unix_us.len();
+        if *self == Policy::default() {
+            return vec![true; count];
+        }
+        let last = self.keep_last.unwrap_or(0).max(1) as usize;
+        let mut periods = HashSet::new();
+        let mut keeps = vec![false; count];
+        for at in (0..count).rev() {
+            let period_us = self.keep_every.map(|period| period.as_micros().max(1));
+            let first_of_period =
+                period_us.is_some_and(|period| periods.insert(u128::from(taken_unix_us[at]) / period));
+            keeps[at] = at + last >= count || first_of_period;
+        }
+        keeps
+    }
+}
+
+impl Repository {
+    /// Removes the checkpoints, of one job or of all, that `policy` does not keep. Content stays until [`Repository::prune`],
+    /// so this costs little.
+    ///
+    /// # Errors
+    /// Another process kept writing, or a file could not be read or removed.
+    pub fn expire(&self, policy: &Policy, job: Option<&str>) -> Result<PruneReport, RepositoryError> {
+        let _lock = self.inner.lock("removes checkpoints", LOCK_WAIT)?;
+        let mut report = PruneReport::default();
+        self.inner.expire(policy, job, &mut report)?;
+        Ok(report)
+    }
+
+    /// Removes the checkpoints, of one job or of all, that `policy` does not keep, and all content that none needs any more.
+    /// Readers go on; a checkpoint that one has open stays. Writers wait meanwhile.
+    ///
+    /// Costs reading the page trees of all checkpoints that stay, each shared part once, and writing the packs anew
+    /// that are largely not needed.
+    ///
+    /// # Errors
+    /// Another process kept writing, or a file could not be read, written or removed; what was not removed then
+    /// the next prune removes. A damaged checkpoint is no error.
+    pub fn prune(
+        &self,
+        policy: &Policy,
+        job: Option<&str>,
+        progress: &mut dyn FnMut(Progress),
+    ) -> Result<PruneReport, RepositoryError> {
+        let inner = &self.inner;
+        let _lock = inner.lock("prunes", LOCK_WAIT)?;
+        let before_bytes = inner.file_bytes()?;
+        let mut report = PruneReport::default();
+        inner.clean()?;
+        inner.expire(policy, job, &mut report)?;
+        loop {
+            let (view, marks) = match inner.mark(&mut report)? {
+                Ok(marked) => marked,
+                Err(BadTable(number)) => {
+                    inner.reject(number);
+                    continue;
+                }
+            };
+            match inner.sweep(&view, &marks, progress) {
+                // What the sweep did is done; marking again finds what is left.
+                Err(RepositoryError::Store(error)) if inner.reject_unreadable(&error, &view) => {}
+                swept => break swept?,
+            }
+        }
+        report.freed_bytes = before_bytes.saturating_sub(inner.file_bytes()?);
+        Ok(report)
+    }
+}
+
+/// Which entries of a view's tables are needed: a bit each.
+struct Marks {
+    tables: Vec<Vec<u64>>,
+}
+
+impl Marks {
+    fn for_view(view: &View) -> Marks {
+        let words = |table: &Arc<Table>| vec![0; table.entry_count.div_ceil(64) as usize];
+        Marks { tables: view.tables.iter().map(words).collect() }
+    }
+
+    /// True if it was not set.
+    fn set(&mut self, table: usize, position: u64) -> bool {
+        let word = &mut self.tables[table][(position / 64) as usize];
+        let bit = 1 << (position % 64);
+        let is_new = *word & bit == 0;
+        *word |= bit;
+        is_new
+    }
+
+    fn has(&self, table: usize, position: u64) -> bool {
+        self.tables[table][(position / 64) as usize] & 1 << (position % 64) != 0
+    }
+
+    /// Calls `visit` with each needed entry.
+    fn live(&self, view: &View, visit: &mut dyn FnMut(Entry)) -> Result<(), StoreError> {
+        for (number, table) in view.tables.iter().enumerate() {
+            for (position, entry) in table.entries().enumerate() {
+                let entry = entry?;
+                if self.has(number, position as u64) {
+                    visit(entry);
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Goes through everything that checkpoints name.
+struct Marker<'a> {
+    view: &'a View,
+    marks: Marks,
+    reader: Reader,
+    unreadable: HashSet<ContentId>,
+}
+
+/// A table is damaged, or the storage failed.
+enum MarkError {
+    Table(BadTable),
+    Store(StoreError),
+}
+
+impl From<StoreError> for MarkError {
+    fn from(error: StoreError) -> Self {
+        MarkError::Store(error)
+    }
+}
+
+impl Marker<'_> {
+    /// Marks one copy of a piece of content. True if it is there and was not marked before.
+    fn mark(&mut self, id: ContentId) -> Result<bool, MarkError> {
+        let Some(mut chosen) = self.view.find(id)?.map_err(MarkError::Table)? else {
+            self.unreadable.insert(id);
+            return Ok(false);
+        };
+        // Copies are rare: a prune that was interrupted leaves some. The one that stays must be whole.
+        let mut next = chosen.table + 1;
+        while let Some(other) = self.view.find_from(id, next)?.map_err(MarkError::Table)? {
+            next = other.table + 1;
+            if other.entry != chosen.entry && !self.reader.is_whole(&chosen.entry)? {
+                chosen = other;
+            }
+        }
+        Ok(self.marks.set(chosen.table, chosen.position))
+    }
+
+    fn mark_tree(&mut self, id: ContentId, level: Option<u8>) -> Result<(), MarkError> {
+        if id.is_zero() || !self.mark(id)? {
+            return Ok(());
+        }
+        let record = match level {
+            None => NodeRecord::get_root(id, &self.reader),
+            Some(level) => NodeRecord::get(id, level, &self.reader),
+        };
+        let record = match record {
+            Ok(record) => record,
+            Err(StoreError::Missing { .. } | StoreError::Damaged { .. }) => {
+                self.unreadable.insert(id);
+                return Ok(());
+            }
+            Err(error) => return Err(error.into()),
+        };
+        for child in record.children.into_iter().filter(|child| !child.is_zero()) {
+            match record.level.checked_sub(1) {
+                None => drop(self.mark(child)?),
+                Some(level) => self.mark_tree(child, Some(level))?,
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Inner {
+    /// Bytes of all packs and index files.
+    fn file_bytes(&self) -> Result<u64, StoreError> {
+        let mut bytes = 0;
+        for part in ["packs", "index"] {
+            let directory = self.path.join(part);
+            let add = || -> std::io::Result<u64> {
+                std::fs::read_dir(&directory)?.map(|file| Ok(file?.metadata()?.len())).sum()
+            };
+            bytes += add().map_err(|source| io_error("list", &directory, source))?;
+        }
+        Ok(bytes)
+    }
+
+    fn expire(&self, policy: &Policy, job: Option<&str>, report: &mut PruneReport) -> Result<(), RepositoryError> {
+        let jobs = match job {
+            Some(job) => check_job_name(job).map(|()| vec![job.to_owned()])?,
+            None => self.job_names()?,
+        };
+        for job in jobs {
+            let directory = self.job_path(&job);
+            let mut records = Vec::new();
+            for sequence in self.sequences(&job)? {
+                match record::open(&directory.join(record::name(sequence)), &job, sequence, &self.format) {
+                    Ok(opened) => records.extend(opened),
+                    // It names nothing any more, but is left for people to look at.
+                    Err(RepositoryError::DamagedRecord { .. }) => {}
+                    Err(error) => return Err(error),
+                }
+            }
+            let taken: Vec<u64> = records.iter().map(|(_, info)| info.taken_unix_us).collect();
+            let keeps = policy.keeps(&taken);
+            let mut removed_any = false;
+            for ((file, info), _) in records.into_iter().zip(keeps).filter(|(_, keep)| !keep) {
+                let path = directory.join(record::name(info.sequence));
+                match file.try_lock() {
+                    Ok(()) => {
+                        self.storage.remove(&path)?;
+                        report.removed.push((job.clone(), info.sequence));
+                        removed_any = true;
+                    }
+                    Err(TryLockError::WouldBlock) => report.in_use.push((job.clone(), info.sequence)),
+                    Err(TryLockError::Error(source)) => return Err(io_error("lock", &path, source).into()),
+                }
+            }
+            // Content goes only after the records that name it are gone for good.
+            if removed_any {
+                self.storage.sync_dir(&directory)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Finds everything that a checkpoint needs.
+    fn mark(
+        self: &Arc<Self>,
+        report: &mut PruneReport,
+    ) -> Result<Result<(Arc<View>, Marks), BadTable>, RepositoryError> {
+        let view = self.refresh()?;
+        let reader = Reader(self.clone());
+        let marks = Marks::for_view(&view);
+        let mut marker = Marker { view: &view, marks, reader, unreadable: HashSet::new() };
+        for job in self.job_names()? {
+            for sequence in self.sequences(&job)? {
+                let path = self.job_path(&job).join(record::name(sequence));
+                let info = match record::open(&path, &job, sequence, &self.format) {
+                    Ok(Some((_, info))) => info,
+                    Ok(None) | Err(RepositoryError::DamagedRecord { .. }) => continue,
+                    Err(error) => return Err(error),
+                };
+                let mut mark_checkpoint = || -> Result<(), MarkError> {
+                    marker.mark(info.manifest)?;
+                    let manifest = match self.read_manifest(&job, &info) {
+                        Ok(manifest) => manifest,
+                        Err(RepositoryError::Store(error @ StoreError::Io { .. })) => return Err(error.into()),
+                        Err(_) => {
+                            marker.unreadable.insert(info.manifest);
+                            return Ok(());
+                        }
+                    };
+                    manifest.roots().try_for_each(|root| marker.mark_tree(root, None))
+                };
+                match mark_checkpoint() {
+                    Ok(()) => {}
+                    Err(MarkError::Table(bad)) => return Ok(Err(bad)),
+                    Err(MarkError::Store(error)) => return Err(error.into()),
+                }
+            }
+        }
+        report.unreadable = marker.unreadable.into_iter().collect();
+        report.unreadable.sort_unstable();
+        let marks = marker.marks;
+        Ok(Ok((view, marks)))
+    }
+
+    /// Removes packs that are not needed, writes those anew of which little is, and brings the index up to date.
+    fn sweep(
+        self: &Arc<Self>,
+        view: &View,
+        marks: &Marks,
+        progress: &mut dyn FnMut(Progress),
+    ) -> Result<(), RepositoryError> {
+        let mut live_bytes: HashMap<u64, u64> = HashMap::new();
+        marks.live(view, &mut |entry| {
+            *live_bytes.entry(entry.pack).or_default() +=
+                u64::from(entry.stored_bytes) + super::pack::RECORD_HEADER_BYTES as u64;
+        })?;
+        let rebuilt: HashSet<u64> =
+            view.tables.iter().filter(|table| table.is_rebuilt()).map(|table| table.number).collect();
+        let (mut dead, mut sparse, mut small) = (Vec::new(), Vec::new(), Vec::new());
+        for &pack in &view.packs {
+            let path = self.pack_path(pack);
+            let file_bytes = std::fs::metadata(&path).map_err(|source| io_error("read", &path, source))?.len();
+            match live_bytes.get(&pack) {
+                None => dead.push(pack),
+                Some(live) if rebuilt.contains(&pack) || live * 100 < file_bytes * MIN_LIVE_PERCENT => {
+                    sparse.push(pack)
+                }
+                Some(_) if file_bytes < SMALL_PACK_BYTES => small.push(pack),
+                Some(_) => {}
+            }
+        }
+        if sparse.len() + small.len() > MAX_SMALL_PACKS {
+            sparse.append(&mut small);
+        }
+        let mut now = View { tables: view.tables.clone(), packs: view.packs.clone() };
+        self.remove_packs(&dead, &mut now)?;
+
+        let sources: HashSet<u64> = sparse.iter().copied().collect();
+        let mut moving = Vec::new();
+        marks.live(view, &mut |entry| moving.extend(sources.contains(&entry.pack).then_some(entry)))?;
+        moving.sort_unstable_by_key(|entry| (entry.pack, entry.offset));
+        let total_bytes = moving.iter().map(|entry| u64::from(entry.stored_bytes)).sum();
+        let (mut done_bytes, mut batch_bytes) = (0, 0);
+        let mut packs = self.new_packs();
+        let mut moved = Vec::new();
+        for entries in moving.chunk_by(|a, b| a.pack == b.pack) {
+            let path = self.pack_path(entries[0].pack);
+            let file = File::open(&path).map_err(|source| io_error("open", &path, source))?;
+            if self.copy(entries, &file, &path, &mut packs)? {
+                moved.push(entries[0].pack);
+            }
+            let bytes = entries.iter().map(|entry| u64::from(entry.stored_bytes)).sum::<u64>();
+            done_bytes += bytes;
+            batch_bytes += bytes;
+            progress(Progress { done_bytes, total_bytes });
+            if batch_bytes >= BATCH_BYTES {
+                self.replace_packs(std::mem::replace(&mut packs, self.new_packs()), &moved, &mut now)?;
+                moved.clear();
+                batch_bytes = 0;
+            }
+        }
+        self.replace_packs(packs, &moved, &mut now)?;
+
+        if now.packs != view.packs {
+            if now.packs.is_empty() {
+                for table in now.tables.iter().filter(|table| table.kind == super::format::FileKind::Index) {
+                    self.storage.remove(table.path())?;
+                }
+            } else {
+                let group = now.tables.clone();
+                now.merge(&group, &self.path, &self.format, &self.storage)?;
+            }
+        }
+        self.refresh()?;
+        Ok(())
+    }
+
+    /// Copies records to new packs. False if one is damaged: then the pack stays.
+    fn copy(&self, entries: &[Entry], file: &File, path: &Path, packs: &mut NewPacks) -> Result<bool, StoreError> {
+        let mut all = true;
+        for entry in entries {
+            match read_record(&(file, path), &self.format.key, entry) {
+                Ok(record) => packs.copy(&record)?,
+                Err(StoreError::Damaged { .. }) => all = false,
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(all)
+    }
+
+    fn replace_packs(&self, mut packs: NewPacks, moved: &[u64], now: &mut View) -> Result<(), StoreError> {
+        let (tables, _) = packs.publish()?;
+        packs.keep();
+        now.packs.extend(tables.iter().map(|table| table.number));
+        now.packs.sort_unstable();
+        now.tables.extend(tables);
+        self.remove_packs(moved, now)
+    }
+
+    fn remove_packs(&self, packs: &[u64], now: &mut View) -> Result<(), StoreError> {
+        if packs.is_empty() {
+            return Ok(());
+        }
+        for pack in packs {
+            self.storage.remove(&self.pack_path(*pack))?;
+        }
+        self.storage.sync_dir(&self.path.join("packs"))?;
+        let removed: HashSet<&u64> = packs.iter().collect();
+        now.packs.retain(|pack| !removed.contains(pack));
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn kept(policy: Policy, taken_s: &[u64]) -> Vec<u64> {
+        let taken: Vec<u64> = taken_s.iter().map(|s| s * 1_000_000).collect();
+        taken_s.iter().copied().zip(policy.keeps(&taken)).filter(|(_, keep)| *keep).map(|(taken, _)| taken).collect()
+    }
+
+    #[test]
+    fn the_policy_keeps_the_last_and_the_newest_of_each_period() {
+        let taken = [1, 5, 9, 11, 19, 35, 36];
+        let every = Some(Duration::from_secs(10));
+        assert_eq!(kept(Policy::default(), &taken), taken);
+        assert_eq!(kept(Policy { keep_last: Some(2), keep_every: None }, &taken), [35, 36]);
+        assert_eq!(kept(Policy { keep_last: None, keep_every: every }, &taken), [9, 19, 36]);
+        assert_eq!(kept(Policy { keep_last: Some(3), keep_every: every }, &taken), [9, 19, 35, 36]);
+        assert_eq!(kept(Policy { keep_last: Some(0), keep_every: None }, &taken), [36]);
+        assert_eq!(kept(Policy { keep_last: None, keep_every: Some(Duration::ZERO) }, &taken), taken);
+        assert_eq!(kept(Policy { keep_last: Some(u32::MAX), keep_every: None }, &taken), taken);
+    }
+}
