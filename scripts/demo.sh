@@ -85,7 +85,7 @@ if ask ping >/dev/null 2>&1; then fail "something listens on port $port already"
 step "1. Start Redis under Pagemark, with a checkpoint every second"
 command_line "pagemark run --every 1s -- redis-server --port $port …"
 "$pagemark" run --every 1s --job redis -- redis-server --port "$port" --bind 127.0.0.1 --save '' --appendonly no \
-    --enable-debug-command local --logfile /dev/null </dev/null >/dev/null 2>"$log" &
+    --enable-debug-command local --logfile /dev/null </dev/null >/dev/null 2> >(exec cat >"$log") &
 runner=$!
 wait_for_redis
 redis=$(ask info server | tr -d '\r' | sed -n 's/^process_id://p')

@@ -57,6 +57,8 @@ def main():
     text = sys.stdin.read().replace("\r\n", "\n")
     # What `script` puts around a session, then every sequence but colours.
     text = "\n".join(line for line in text.split("\n") if not re.match(r"Script (started|done)", line)).strip("\n")
+    # A line that was rewritten in place is shown as it was last.
+    text = "\n".join(line.rsplit("\r\x1b[K")[-1] for line in text.split("\n"))
     text = re.sub(r"\x1b(\[[0-9;?]*[A-LN-Za-ln-z]|[78D])", "", text).replace("\r", "")
     lines = [list(pieces(line)) for line in text.split("\n")]
     width = round(arguments.columns * CHARACTER_WIDTH + 2 * MARGIN)

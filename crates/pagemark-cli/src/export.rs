@@ -1,7 +1,8 @@
 //! `pagemark export`: a checkpoint for other programs.
 
-use std::fs::{self, DirBuilder};
-use std::os::unix::fs::DirBuilderExt;
+use std::fs::{self, DirBuilder, File, OpenOptions};
+use std::io::{BufWriter, Write};
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -19,6 +20,9 @@ pub struct Export {
     place: Place,
     #[command(flatten)]
     form: Form,
+    /// With --core: which process of the checkpoint [default: the root of the tree]
+    #[arg(long, value_name = "PID", requires = "core")]
+    pid: Option<i32>,
     /// The checkpoint; the newest without a number
     #[arg(value_name = "JOB[@N]")]
     checkpoint: Reference,
@@ -27,6 +31,9 @@ pub struct Export {
 #[derive(Args, Debug)]
 #[group(required = true, multiple = false)]
 struct Form {
+    /// An ELF core file, which gdb opens with registers and threads
+    #[arg(long, value_name = "FILE")]
+    core: Option<PathBuf>,
     /// A directory that plain `criu restore` takes
     #[arg(long, value_name = "DIR")]
     criu: Option<PathBuf>,
@@ -36,10 +43,41 @@ impl Export {
     pub fn run(self) -> Outcome {
         let repository = self.place.open()?;
         let checkpoint = read(&repository, &self.checkpoint)?;
-        match &self.form.criu {
-            Some(directory) => criu(&checkpoint, directory),
-            None => Err(Failure::usage("it is not said what to export").help("--criu DIR")),
+        match (&self.form.core, &self.form.criu) {
+            (Some(file), _) => self.core(&checkpoint, file),
+            (None, Some(directory)) => criu(&checkpoint, directory),
+            (None, None) => Err(Failure::usage("it is not said what to export").help("--core FILE or --criu DIR")),
         }
+    }
+
+    fn core(&self, checkpoint: &Checkpoint, path: &Path) -> Outcome {
+        let spaces = &checkpoint.manifest.spaces;
+        let pid = self.pid.or(spaces.first().map(|space| space.pid)).unwrap_or(0);
+        if !spaces.iter().any(|space| space.pid == pid) {
+            let pids: Vec<_> = spaces.iter().map(|space| space.pid.to_string()).collect();
+            return Err(Failure::plain(format!("the checkpoint holds no process {pid}"))
+                .help(format!("it holds {}", pids.join(", "))));
+        }
+        let failed = |error| Failure::new(format!("cannot write {}", path.display()), error);
+        // Memory holds secrets: the file is its owner's alone. Nothing that exists is overwritten.
+        let file: File = OpenOptions::new()
+            .write(true)
+            .create_new(true)
+            .mode(0o600)
+            .open(path)
+            .map_err(|error| failed(error).help("name a file that does not exist yet, in a directory that does"))?;
+        let mut out = BufWriter::with_capacity(1 << 20, file);
+        let written = pagemark_process::core_file::export_core(&checkpoint.manifest, checkpoint, Some(pid), &mut out)
+            .map_err(|error| {
+                Failure::new(format!("cannot write a core of process {pid} to {}", path.display()), error)
+            });
+        if let Err(failure) = written.and_then(|()| out.flush().map_err(failed)) {
+            // What is half written is no core; it was made here, so nothing of anybody's is lost.
+            let _ = fs::remove_file(path);
+            return Err(failure);
+        }
+        print(&format!("{}: process {pid}; open it with `gdb PROGRAM {}`\n", path.display(), path.display()));
+        Ok(ExitCode::SUCCESS)
     }
 }
 

@@ -1,9 +1,12 @@
 //! `pagemark restore`: brings a program back.
 
 use std::fmt::Display;
-use std::path::PathBuf;
+use std::fs;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use std::time::SystemTime;
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::thread;
+use std::time::{Duration, SystemTime};
 
 use clap::Args;
 use nix::errno::Errno;
@@ -17,6 +20,7 @@ use pagemark_process::restore::{RestoreError, RestoreOptions, Restored, Streams,
 use serde::Serialize;
 
 use crate::failure::{Failure, Outcome};
+use crate::live::Progress;
 use crate::output::print_json;
 use crate::place::{Place, Reference, only_job, read};
 use crate::signals::Signals;
@@ -106,7 +110,8 @@ impl Restore {
             let memory = text::bytes(pages * PAGE_SIZE as u64);
             eprintln!("pagemark: restoring {name} from {} ({memory})", text::ago(manifest.taken_unix_us));
         }
-        let prepared = prepare(manifest, checkpoint, images.path()).map_err(|error| {
+        let prepared = with_progress(images.path(), manifest, || prepare(manifest, checkpoint, images.path()));
+        let prepared = prepared.map_err(|error| {
             failed(&error).help(match error {
                 RestoreError::Io { .. } => "nothing was touched; all memory needs room in TMPDIR meanwhile",
                 _ => "nothing was touched",
@@ -157,6 +162,25 @@ fn tell_files(files: &[File]) {
             None => eprintln!("pagemark: {path} put back"),
         }
     }
+}
+
+/// Does `work`, which fills `directory` with the checkpoint's memory, and shows how far it is.
+fn with_progress<T>(directory: &Path, manifest: &Manifest, work: impl FnOnce() -> T) -> T {
+    let total: u64 = manifest.spaces.iter().map(|space| space.pages * PAGE_SIZE as u64).sum();
+    thread::scope(|scope| {
+        let (done, is_done) = mpsc::channel::<()>();
+        scope.spawn(move || {
+            let mut progress = Progress::new("reading");
+            while is_done.recv_timeout(Duration::from_millis(100)) == Err(RecvTimeoutError::Timeout) {
+                let files = fs::read_dir(directory).into_iter().flatten().flatten();
+                let written: u64 = files.filter_map(|file| file.metadata().ok()).map(|file| file.len()).sum();
+                progress.at(written.min(total), total, text::bytes);
+            }
+        });
+        let result = work();
+        drop(done);
+        result
+    })
 }
 
 /// Waits until the program exits, and gives its status as a shell would.

@@ -64,7 +64,7 @@ fn wrong_usage_ends_with_2() {
         &["diff", "a@1"],
         &["diff", "a@x", "a@2"],
         &["export", "a"],
-        &["export", "a", "--criu"],
+        &["export", "a", "--core", "x", "--criu", "y"],
         &["restore", "--json"],
         &["show", "@3"],
     ] {
@@ -88,7 +88,7 @@ fn without_a_repository_it_is_said_what_to_do() {
         &["diff", "redis@1", "redis@2"],
         &["verify"],
         &["prune", "--keep-last", "1"],
-        &["export", "redis", "--criu", "images"],
+        &["export", "redis", "--core", "core"],
     ] {
         let output = pagemark.run(arguments);
         assert_fails(&output, 1, "pagemark: there is no repository at");
