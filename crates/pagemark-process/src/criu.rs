@@ -76,7 +76,9 @@ pub enum CriuError {
         reason: String,
     },
     /// CRIU does not answer. It is left alone, since to end it might harm the process.
-    #[error("CRIU (process {criu_pid}) did not {what} within {limit_s} s; it is left alone, and lets the process run on when it is done")]
+    #[error(
+        "CRIU (process {criu_pid}) did not {what} within {limit_s} s; it is left alone, and lets the process run on when it is done"
+    )]
     NoAnswer {
         /// What was waited for.
         what: String,
@@ -244,8 +246,11 @@ mod tests {
         let old = script("old", "echo Version: 3.17.1");
         assert!(matches!(Criu::at(&old), Err(CriuError::TooOld { found, .. }) if found == "3.17.1"));
         let broken = script("broken", "echo no such library >&2; exit 127");
-        assert!(matches!(Criu::at(&broken), Err(CriuError::Unusable { reason, .. }) if reason.contains("no such library")));
-        let failing = script("failing", "[ $1 = --version ] && echo Version: 4.2 && exit; echo 'Error (a.c:1): no root'; exit 1");
+        assert!(
+            matches!(Criu::at(&broken), Err(CriuError::Unusable { reason, .. }) if reason.contains("no such library"))
+        );
+        let failing =
+            script("failing", "[ $1 = --version ] && echo Version: 4.2 && exit; echo 'Error (a.c:1): no root'; exit 1");
         assert!(matches!(Criu::at(&failing), Err(CriuError::Unusable { reason, .. }) if reason == "no root"));
         assert!(matches!(Criu::at(Path::new("/nonexistent")), Err(CriuError::Unusable { .. })));
     }

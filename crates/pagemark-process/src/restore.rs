@@ -9,12 +9,13 @@ use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use pagemark::repository::{Manifest, SpaceRecord, StateRecord, TargetKind};
-use pagemark::{ContentId, PAGE_SIZE, PageTree, Store, StoreError};
+use pagemark::{ContentId, PAGE_SIZE, PageTree, RangeSet, Store, StoreError};
 
 use crate::criu::dump::{NOTES, Notes, read_pstree};
-use crate::criu::images::{Pagemap, PstreeEntry};
+use crate::criu::images::{CoreEntry, ImageKind, MmEntry, Pagemap, Place, PstreeEntry, read_first};
 use crate::criu::{Criu, CriuError, ImageError, errors_in_log};
 use crate::stdio::{self, Own};
 
@@ -23,6 +24,9 @@ const LOG: &str = "restore.log";
 
 /// Descriptors that are handed over get numbers from here on, so that they are clear of CRIU's own.
 const HANDED_OVER: RawFd = 64;
+
+/// How often it is looked whether CRIU is done.
+const LOOK: Duration = Duration::from_millis(1);
 
 /// Pages that are written at once.
 const BATCH_PAGES: usize = 64;
@@ -115,7 +119,7 @@ fn io(what: impl Into<String>) -> impl FnOnce(std::io::Error) -> RestoreError {
 /// An images directory that is complete, for process ids that are free.
 #[derive(Debug)]
 pub struct Prepared {
-    directory: PathBuf,
+    pub(crate) directory: PathBuf,
     notes: Notes,
     processes: Vec<PstreeEntry>,
 }
@@ -216,14 +220,19 @@ impl Prepared {
     /// # Errors
     /// [`RestoreError::PidInUse`], or [`RestoreError::Criu`] with CRIU's own words.
     pub fn run(self, criu: &Criu, options: &RestoreOptions) -> Result<Restored, RestoreError> {
-        self.run_with(criu, options, &[])
+        self.run_with(criu, options, &[], &mut || {
+            std::thread::sleep(LOOK);
+            Ok(())
+        })
     }
 
+    /// Restores the tree, and calls `meanwhile` again and again until it runs.
     pub(crate) fn run_with(
         self,
         criu: &Criu,
         options: &RestoreOptions,
         further: &[&str],
+        meanwhile: &mut dyn FnMut() -> Result<(), RestoreError>,
     ) -> Result<Restored, RestoreError> {
         self.check_free()?;
         let streams = streams(options.streams)?;
@@ -247,9 +256,22 @@ impl Prepared {
         unsafe {
             command.pre_exec(move || stdio::keep_open(&numbers));
         }
-        let status = command.status().map_err(io(format!("start {}", criu.path().display())))?;
+        let mut child = command.spawn().map_err(io(format!("start {}", criu.path().display())))?;
         let pids = self.pids();
         let root_pid = *pids.first().ok_or_else(|| damaged("it has no process"))?;
+        let status = loop {
+            match child.try_wait().map_err(io("wait for CRIU"))? {
+                Some(status) => break status,
+                None => {
+                    if let Err(error) = meanwhile() {
+                        // The tree can't be completed; who has begun it ends it.
+                        let _ = child.kill();
+                        let _ = child.wait();
+                        return Err(error);
+                    }
+                }
+            }
+        };
         if !status.success() {
             let reason = errors_in_log(&self.directory.join(LOG));
             let what = format!("restore process {root_pid}");
@@ -344,18 +366,47 @@ fn write_pages(
             .find(|space| space.pid == process.pid as i32)
             .ok_or_else(|| damaged(format!("the memory of process {} is missing", process.pid)))?;
         let tree = PageTree::load(space.root, store)?;
+        let never_lazy = if memory == Memory::Lazy { never_lazy(directory, process)? } else { RangeSet::new() };
+        let (image, runs) = pagemap.place(|page, run| {
+            if run.present {
+                // CRIU saved it itself: maybe a page that hides a file's, which has to be there even if it holds zeros.
+                Place::Present
+            } else if tree.get(page).is_zero() {
+                Place::Nowhere
+            } else if memory == Memory::Lazy && !never_lazy.contains(page * PAGE_SIZE as u64) {
+                Place::Lazy
+            } else {
+                Place::Present
+            }
+        });
         let mut output = create(&directory.join(format!("pages-{}.img", pagemap.pages_id)))?;
-        let wanted = pagemap.runs().filter(|run| memory == Memory::Whole || run.present);
         let mut pages = 0;
-        for run in wanted {
+        for run in runs.iter().filter(|run| run.present) {
             pages += run.pages;
             output.pages(store, (run.page..run.page + run.pages).map(|page| tree.get(page)))?;
         }
         output.finish(pages * PAGE_SIZE as u64)?;
-        let image = if memory == Memory::Whole { pagemap.encode_present() } else { pagemap.encode_lazy() };
         std::fs::write(&path, image).map_err(io(format!("write {}", path.display())))?;
     }
     Ok(())
+}
+
+/// What CRIU can't deliver on demand: locked and huge mappings, and the pages on which threads have their stacks.
+fn never_lazy(directory: &Path, process: &PstreeEntry) -> Result<RangeSet, RestoreError> {
+    let mut ranges = RangeSet::new();
+    let mm: MmEntry = read_first(&directory.join(format!("mm-{}.img", process.pid)), ImageKind::Mm)?;
+    let unfit = (libc::MAP_LOCKED | libc::MAP_HUGETLB) as u32;
+    for vma in mm.vmas.iter().filter(|vma| vma.flags & unfit != 0 && vma.start < vma.end) {
+        ranges.insert(vma.start..vma.end);
+    }
+    for thread in &process.threads {
+        let core: CoreEntry = read_first(&directory.join(format!("core-{thread}.img")), ImageKind::Core)?;
+        if let Some(info) = core.thread_info {
+            let page = info.gpregs.sp / PAGE_SIZE as u64;
+            ranges.insert(page * PAGE_SIZE as u64..(page + 1) * PAGE_SIZE as u64);
+        }
+    }
+    Ok(ranges)
 }
 
 /// A file that is written page by page; pages of zeros become holes.

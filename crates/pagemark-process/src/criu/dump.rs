@@ -212,6 +212,11 @@ impl Dump {
         }
     }
 
+    /// True once [`Dump::wait_state_saved`] has succeeded: every process stands still.
+    pub fn is_state_saved(&self) -> bool {
+        self.state_saved_at.is_some()
+    }
+
     /// Lets the tree run on, and waits until it does.
     ///
     /// # Errors
@@ -292,7 +297,7 @@ fn add_withheld(directory: &Path, withheld: &HashMap<i32, RangeSet>) -> Result<(
         let path = directory.join(format!("pagemap-{pid}.img"));
         let mut pagemap = Pagemap::read(&path)?;
         pagemap.add_withheld(ranges);
-        std::fs::write(&path, pagemap.encode_lazy()).map_err(CriuError::io(format!("write {}", path.display())))?;
+        std::fs::write(&path, pagemap.encode()).map_err(CriuError::io(format!("write {}", path.display())))?;
     }
     Ok(())
 }
@@ -392,15 +397,15 @@ pub(crate) fn read_pstree(directory: &Path) -> Result<Vec<PstreeEntry>, ImageErr
     read_all(&directory.join("pstree.img"), images::ImageKind::Pstree)
 }
 
+/// Takes a page's number and its content.
+pub type Visit<'a, E> = &'a mut dyn FnMut(u64, &[u8; PAGE_SIZE]) -> Result<(), E>;
+
 impl ProcessImage {
     /// Visits each page whose content CRIU saved itself, as page number and content, in ascending order.
     ///
     /// # Errors
     /// The pages image could not be read, or what `visit` gives.
-    pub fn for_each_present<E: From<CriuError>>(
-        &self,
-        visit: &mut dyn FnMut(u64, &[u8; PAGE_SIZE]) -> Result<(), E>,
-    ) -> Result<(), E> {
+    pub fn for_each_present<E: From<CriuError>>(&self, visit: Visit<'_, E>) -> Result<(), E> {
         if !self.runs.iter().any(|run| run.present) {
             return Ok(());
         }

@@ -180,8 +180,10 @@ pub struct PagemapEntry {
 }
 
 impl PagemapEntry {
-    /// Number of the field `flags`.
+    const VADDR: u32 = 1;
+    const COMPAT_NR_PAGES: u32 = 2;
     const FLAGS: u32 = 4;
+    const NR_PAGES: u32 = 5;
 
     /// Pages of the run.
     pub fn pages(&self) -> u64 {
@@ -270,23 +272,54 @@ impl Pagemap {
         self.entries.sort_by_key(|(run, _)| run.page);
     }
 
-    /// Makes every run present, as an image for a restore without page server needs it; or every run that was not present lazy.
-    pub fn encode_present(&self) -> Vec<u8> {
-        self.encode(|_| PAGE_PRESENT)
+    /// The image as it was read, with the runs added: what is not present is lazy.
+    pub fn encode(&self) -> Vec<u8> {
+        self.place(|_, run| if run.present { Place::Present } else { Place::Lazy }).0
     }
 
-    /// As it was read, with the runs added: what is not present is lazy.
-    pub fn encode_lazy(&self) -> Vec<u8> {
-        self.encode(|run| if run.present { PAGE_PRESENT } else { PAGE_LAZY })
-    }
-
-    fn encode(&self, flags: impl Fn(&PageRun) -> u32) -> Vec<u8> {
+    /// An image whose pages are where `place` says, and its runs. Runs are divided where need be.
+    pub fn place(&self, place: impl Fn(u64, &PageRun) -> Place) -> (Vec<u8>, Vec<PageRun>) {
         let mut image = Image { kind: ImageKind::Pagemap, messages: vec![self.head.clone()] };
+        let mut runs = Vec::new();
         for (run, message) in &self.entries {
-            image.messages.push(with_varint(message, PagemapEntry::FLAGS, u64::from(flags(run))));
+            let end = run.page + run.pages;
+            let mut page = run.page;
+            while page < end {
+                let first = page;
+                let where_to = place(page, run);
+                page += 1;
+                while page < end && place(page, run) == where_to {
+                    page += 1;
+                }
+                let flags = match where_to {
+                    Place::Nowhere => continue,
+                    Place::Lazy => PAGE_LAZY,
+                    Place::Present => PAGE_PRESENT,
+                };
+                let part = PageRun { page: first, pages: page - first, present: where_to == Place::Present };
+                let mut message = with_varint(message, PagemapEntry::FLAGS, u64::from(flags));
+                if part.pages != run.pages {
+                    message = with_varint(&message, PagemapEntry::VADDR, first * pagemark::PAGE_SIZE as u64);
+                    message = with_varint(&message, PagemapEntry::COMPAT_NR_PAGES, 0);
+                    message = with_varint(&message, PagemapEntry::NR_PAGES, part.pages);
+                }
+                image.messages.push(message);
+                runs.push(part);
+            }
         }
-        image.encode()
+        (image.encode(), runs)
     }
+}
+
+/// Where a restore finds a page.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Place {
+    /// It holds zeros, or what the mapped file holds.
+    Nowhere,
+    /// It is delivered on demand.
+    Lazy,
+    /// In the pages image.
+    Present,
 }
 
 /// Replaces a field of varint type in an encoded message that was decoded before; all else stays as it is.
@@ -709,4 +742,121 @@ pub struct XsaveEntry {
     /// Upper halves of the vector registers.
     #[prost(uint32, repeated, packed = "false", tag = "2")]
     pub ymmh_space: Vec<u32>,
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn pagemap(runs: &[(u64, u64, bool)]) -> Image {
+        let mut image = Image::new(ImageKind::Pagemap);
+        image.messages.push(PagemapHead { pages_id: 3 }.encode_to_vec());
+        for &(page, pages, present) in runs {
+            let entry = PagemapEntry {
+                vaddr: page * pagemark::PAGE_SIZE as u64,
+                compat_nr_pages: 0,
+                in_parent: None,
+                flags: Some(if present { PAGE_PRESENT } else { PAGE_LAZY }),
+                nr_pages: Some(pages),
+            };
+            image.messages.push(entry.encode_to_vec());
+        }
+        image
+    }
+
+    /// Gaps before runs, lengths, and whether they are present.
+    fn runs() -> impl Strategy<Value = Vec<(u64, u64, bool)>> {
+        prop::collection::vec((0_u64..5, 1_u64..20, any::<bool>()), 0..20).prop_map(|parts| {
+            let mut next = 100;
+            let place = |(gap, pages, present)| {
+                let page = next + gap;
+                next = page + pages;
+                (page, pages, present)
+            };
+            parts.into_iter().map(place).collect()
+        })
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_are_read_or_refused(bytes in prop::collection::vec(any::<u8>(), 0..300)) {
+            let mut image = [COMMON_MAGIC.to_le_bytes(), ImageKind::Pagemap.magic().to_le_bytes()].concat();
+            image.extend(&bytes);
+            let _ = Image::decode(&image, ImageKind::Pagemap).and_then(Pagemap::from_image);
+            let _ = Image::decode(&bytes, ImageKind::Core);
+        }
+
+        #[test]
+        fn a_damaged_image_is_read_or_refused(runs in runs(), at in any::<prop::sample::Index>(), byte in any::<u8>()) {
+            let mut bytes = pagemap(&runs).encode();
+            let at = at.index(bytes.len());
+            bytes[at] = byte;
+            let _ = Image::decode(&bytes, ImageKind::Pagemap).and_then(Pagemap::from_image);
+        }
+
+        #[test]
+        fn every_page_is_where_it_was_placed(runs in runs(), seed in any::<u64>()) {
+            let map = Pagemap::from_image(pagemap(&runs)).unwrap();
+            let choose = |page: u64, _: &PageRun| match page.wrapping_mul(seed | 1) >> 13 & 3 {
+                0 => Place::Nowhere,
+                1 => Place::Lazy,
+                _ => Place::Present,
+            };
+            let (bytes, placed) = map.place(choose);
+            let read = Pagemap::from_image(Image::decode(&bytes, ImageKind::Pagemap).unwrap()).unwrap();
+            prop_assert_eq!(read.runs().collect::<Vec<_>>(), placed);
+            prop_assert_eq!(read.pages_id, 3);
+            for run in map.runs() {
+                for page in run.page..run.page + run.pages {
+                    let found = read.runs().find(|run| (run.page..run.page + run.pages).contains(&page));
+                    let place = match found {
+                        None => Place::Nowhere,
+                        Some(PageRun { present: true, .. }) => Place::Present,
+                        Some(_) => Place::Lazy,
+                    };
+                    prop_assert_eq!(place, choose(page, &run));
+                }
+            }
+        }
+
+        #[test]
+        fn what_was_withheld_is_added_once(runs in runs(), ranges in prop::collection::vec((90_u64..400, 1_u64..30), 0..8)) {
+            let page_size = pagemark::PAGE_SIZE as u64;
+            let withheld: pagemark::RangeSet =
+                ranges.iter().map(|&(page, pages)| page * page_size..(page + pages) * page_size).collect();
+            let mut map = Pagemap::from_image(pagemap(&runs)).unwrap();
+            map.add_withheld(&withheld);
+            let read = Pagemap::from_image(Image::decode(&map.encode(), ImageKind::Pagemap).unwrap()).unwrap();
+            for page in 90..450 {
+                let before = runs.iter().find(|(first, pages, _)| (*first..first + pages).contains(&page));
+                let after: Vec<_> = read.runs().filter(|run| (run.page..run.page + run.pages).contains(&page)).collect();
+                let expected = before.map(|run| run.2).or(withheld.contains(page * page_size).then_some(false));
+                prop_assert_eq!(after.iter().map(|run| run.present).collect::<Vec<_>>(), expected.into_iter().collect::<Vec<_>>());
+            }
+        }
+    }
+
+    #[test]
+    fn unknown_fields_are_kept() {
+        let entry = PagemapEntry { vaddr: 4096, nr_pages: Some(1), flags: Some(PAGE_LAZY), ..Default::default() };
+        // Field 99, a string.
+        let unknown = [0x9a, 0x06, 0x03, b'a', b'b', b'c'];
+        let message = [entry.encode_to_vec(), unknown.to_vec()].concat();
+        let changed = with_varint(&message, PagemapEntry::FLAGS, u64::from(PAGE_PRESENT));
+        assert!(changed.windows(unknown.len()).any(|window| window == unknown));
+        assert_eq!(PagemapEntry::decode(changed.as_slice()).unwrap().flags, Some(PAGE_PRESENT));
+    }
+
+    #[test]
+    fn runs_out_of_order_and_of_a_previous_image_are_refused() {
+        assert!(Pagemap::from_image(pagemap(&[(10, 5, true), (12, 1, true)])).is_err());
+        assert!(Pagemap::from_image(pagemap(&[(u64::MAX >> 12, u64::MAX, true)])).is_err());
+        assert!(Pagemap::from_image(Image::new(ImageKind::Pagemap)).is_err());
+        let mut image = pagemap(&[]);
+        let parent = PagemapEntry { flags: Some(PAGE_IN_PARENT), nr_pages: Some(1), ..Default::default() };
+        image.messages.push(parent.encode_to_vec());
+        assert!(Pagemap::from_image(image).is_err());
+    }
 }
