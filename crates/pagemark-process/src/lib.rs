@@ -16,3 +16,5 @@ pub mod space;
 mod ptrace;
 pub mod job;
 pub mod target;
+pub mod core_file;
+pub mod lazy;
