@@ -175,7 +175,7 @@ fn syscall_instruction(thread: i32) -> Result<u64, InjectError> {
         while start < mapping.end {
             let end = mapping.end.min(start + (1 << 20));
             let mut bytes = vec![0; (end - start) as usize];
-            memory.read(&[start..end], &mut bytes).map_err(system("reading its code"))?;
+            memory.read(std::slice::from_ref(&(start..end)), &mut bytes).map_err(system("reading its code"))?;
             if let Some(offset) = bytes.windows(2).position(|pair| pair == [0x0f, 0x05]) {
                 return Ok(start + offset as u64);
             }

@@ -294,7 +294,7 @@ fn wait_limit_ms(registers: &Registers) -> Option<u64> {
 /// thread make the call again instead, where nothing else can have interrupted it. A call with a time limit begins anew with
 /// all of it, so one whose limit exceeds `limit_ms` is left alone.
 pub fn make_interrupted_call_again(thread: i32, registers: &mut Registers, limit_ms: u64) -> Result<bool> {
-    if registers.rax as i64 != -i64::from(libc::EINTR) || !wait_limit_ms(registers).is_some_and(|ms| ms <= limit_ms) {
+    if registers.rax as i64 != -i64::from(libc::EINTR) || wait_limit_ms(registers).is_none_or(|ms| ms > limit_ms) {
         return Ok(false);
     }
     if has_pending_signal(thread, signal_mask(thread)?)? {

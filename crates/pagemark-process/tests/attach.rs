@@ -14,14 +14,7 @@ use pagemark_process::attach::AttachError;
 use pagemark_process::freezer::Freezer;
 use pagemark_process::space::AddressSpace;
 use pagemark_process::{inject, proc};
-
-/// Says that a test can't run here.
-macro_rules! skip {
-    ($($reason:tt)*) => {{
-        eprintln!("skipped: {}", format!($($reason)*));
-        return;
-    }};
-}
+use pagemark_testing::skip;
 
 /// The compiled trackee; none where there is no C compiler.
 fn steady() -> Option<&'static PathBuf> {

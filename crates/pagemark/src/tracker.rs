@@ -14,6 +14,8 @@ pub mod pagemap_scan;
 mod populated;
 pub mod probe;
 pub mod soft_dirty;
+#[cfg(test)]
+mod tests;
 
 pub use populated::{Pages, populated};
 pub use probe::{Cost, Probe, probe};

@@ -77,9 +77,12 @@ impl Scratch {
         assert!(call(start, count * PAGE_SIZE), "{}", io::Error::last_os_error());
     }
 
-    /// Leaves a hole in the mapping.
-    pub fn unmap(&self, from: usize, count: usize) {
-        self.call(from, count, |start, length| unsafe { libc::munmap(start, length) } == 0);
+    /// Takes part of the mapping out of use. Were it unmapped, another thread could be given the place.
+    pub fn take_out(&self, from: usize, count: usize) {
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED | libc::MAP_NORESERVE;
+        self.call(from, count, |start, length| {
+            libc::MAP_FAILED != unsafe { libc::mmap(start, length, libc::PROT_NONE, flags, -1, 0) }
+        });
     }
 
     /// Maps new memory over part of the mapping.
@@ -111,13 +114,33 @@ impl Scratch {
         self.call(from, count, |start, length| unsafe { libc::madvise(start, length, advice) } == 0);
     }
 
-    /// Moves pages over others; the place they leave is unmapped.
-    pub fn move_pages(&self, from: usize, count: usize, to: usize) {
-        assert!(to + count <= self.pages);
-        let target = self.address(to) as *mut libc::c_void;
-        let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
-        self.call(from, count, |start, length| {
-            libc::MAP_FAILED != unsafe { libc::mremap(start, length, length, flags, target) }
+    /// Moves pages over others; the place they leave stays mapped, without data. False, with nothing changed, if they belong
+    /// to several mappings: those the kernel does not move at once.
+    pub fn try_move(&self, from: usize, count: usize, to: usize) -> bool {
+        assert!(from + count <= self.pages && to + count <= self.pages);
+        let source = self.address(from)..self.address(from + count);
+        let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+        let is_one = maps.lines().any(|line| {
+            let (start, rest) = line.split_once('-').unwrap();
+            let end = rest.split_once(' ').unwrap().0;
+            let number = |text| u64::from_str_radix(text, 16).unwrap();
+            number(start) <= source.start && source.end <= number(end)
+        });
+        if is_one {
+            let target = self.address(to) as *mut libc::c_void;
+            let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED | libc::MREMAP_DONTUNMAP;
+            self.call(from, count, |start, length| {
+                libc::MAP_FAILED != unsafe { libc::mremap(start, length, length, flags, target) }
+            });
+        }
+        is_one
+    }
+
+    /// Lets the kernel write a page, from a file.
+    pub fn fill_from(&self, page: usize, file: &mut std::fs::File) {
+        self.call(page, 1, |start, length| {
+            let descriptor = std::os::fd::AsRawFd::as_raw_fd(file);
+            usize::try_from(unsafe { libc::read(descriptor, start, length) }) == Ok(length)
         });
     }
 }

@@ -59,7 +59,7 @@ impl Adaptive {
 
     /// True if the piece of address space at `address` is left protected in this interval.
     fn is_probed(&self, address: u64) -> bool {
-        (address / SLICE_BYTES).wrapping_add(self.round) % PROBE_SLICES == 0
+        (address / SLICE_BYTES).wrapping_add(self.round).is_multiple_of(PROBE_SLICES)
     }
 }
 

@@ -5,6 +5,7 @@
 
 use std::io;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use super::populated::{Pages, Seen, check_alive};
 use crate::sys::pagemap::{Filter, Pagemap, SWAPPED, WP_ALLOWED, WRITTEN};
@@ -15,20 +16,58 @@ use crate::{Mechanism, Range, RangeSet, TrackError, Tracker};
 /// is reported each time.
 const REGISTER_TRIES: u32 = 4;
 
+/// When mappings of another process are registered: only while they can't change.
+///
+/// Registering a part of a mapping splits it, and a process that then resizes what it knows as one mapping gets an error.
+/// Between reading where a running process's mappings are and registering them they may have become others.
+#[derive(Debug, Default)]
+pub struct Registration {
+    stands_still: AtomicBool,
+    left_pages: AtomicU64,
+}
+
+impl Registration {
+    /// Says whether the process stands still from now on.
+    pub fn set_stands_still(&self, stands_still: bool) {
+        self.stands_still.store(stands_still, Ordering::Relaxed);
+    }
+
+    /// Pages that were reported since the last call because they lie in mappings that are not registered, and could not
+    /// be then. They are reported by every collect.
+    pub fn take_left_pages(&self) -> u64 {
+        self.left_pages.swap(0, Ordering::Relaxed)
+    }
+
+    fn is_allowed(&self) -> bool {
+        self.stands_still.load(Ordering::Relaxed)
+    }
+}
+
 /// Tracks by PAGEMAP_SCAN.
 #[derive(Debug)]
 pub struct PagemapScan {
     pagemap: Arc<Pagemap>,
     userfaultfd: Arc<Userfaultfd>,
     pages: Pages,
+    /// What `register` was asked for.
+    registered: RangeSet,
     seen: Seen,
+    /// None for memory whose mappings nobody changes meanwhile.
+    registration: Option<Arc<Registration>>,
 }
 
 impl PagemapScan {
     /// Tracks the address space of `pagemap`, from which `userfaultfd` must be too. Several trackers can share both, for
     /// different ranges.
     pub fn new(pagemap: Arc<Pagemap>, userfaultfd: Arc<Userfaultfd>, pages: Pages) -> Self {
-        PagemapScan { pagemap, userfaultfd, pages, seen: Seen::default() }
+        let registered = RangeSet::new();
+        PagemapScan { pagemap, userfaultfd, pages, registered, seen: Seen::default(), registration: None }
+    }
+
+    /// Registers mappings only when `registration` allows it.
+    #[must_use]
+    pub fn registering(self, registration: Arc<Registration>) -> Self {
+        PagemapScan { registration: Some(registration), ..self }
     }
 
     /// Leaves `range` unprotected, so that its pages count as written.
@@ -38,6 +77,28 @@ impl PagemapScan {
             Err(error) if error.raw_os_error() == Some(libc::ENOENT) => Ok(()),
             other => other.map_err(|error| TrackError::from_io(error, || format!("unprotecting {range:#x?}"))),
         }
+    }
+
+    /// Registers ranges that are named for the first time. This alone tells whether somebody else tracks them: a scan takes
+    /// no notice of who has registered a mapping. What can't be registered for another reason may hold no data, so that it
+    /// never matters; if it does, [`PagemapScan::collect_new`] meets it.
+    fn claim(&mut self, ranges: &RangeSet) -> Result<(), TrackError> {
+        let mut new = ranges.clone();
+        match &self.registration {
+            Some(registration) if !registration.is_allowed() => return Ok(()),
+            // Mappings may have taken the place of others: only whole ones are sure not to be split.
+            Some(_) => {}
+            None => new.subtract(&self.registered),
+        }
+        for range in new.iter() {
+            match self.userfaultfd.register(&range) {
+                Err(error) if error.raw_os_error() == Some(libc::ESRCH) => return Err(TrackError::Gone),
+                Err(error) if error.raw_os_error() == Some(libc::EBUSY) => return Err(refused(&range, error)),
+                _ => {}
+            }
+        }
+        self.registered = ranges.clone();
+        Ok(())
     }
 
     /// Scans and protects `range` as far as it is registered.
@@ -72,11 +133,19 @@ impl PagemapScan {
             }
             found.written.extend(&new);
             found.populated.extend(&new);
-            // The mappings as wholes; if one among them can't be registered, those at least that hold data.
-            let registered = self
-                .userfaultfd
-                .register(range)
-                .or_else(|_| new.iter().try_for_each(|run| self.userfaultfd.register(&run)));
+            let registered = match &self.registration {
+                Some(registration) if !registration.is_allowed() => {
+                    let left_pages = new.total_bytes() / crate::PAGE_SIZE as u64;
+                    registration.left_pages.fetch_add(left_pages, Ordering::Relaxed);
+                    return Ok(());
+                }
+                Some(_) => self.userfaultfd.register(range),
+                // The mappings as wholes; if one among them can't be registered, those at least that hold data.
+                None => self
+                    .userfaultfd
+                    .register(range)
+                    .or_else(|_| new.iter().try_for_each(|run| self.userfaultfd.register(&run))),
+            };
             if let Err(error) = registered {
                 if error.raw_os_error() == Some(libc::ESRCH) {
                     return Err(TrackError::Gone);
@@ -136,6 +205,7 @@ impl Tracker for PagemapScan {
     }
 
     fn collect(&mut self, ranges: &RangeSet, dirty: &mut RangeSet) -> Result<(), TrackError> {
+        self.claim(ranges)?;
         let mut found = Found::default();
         let result = ranges
             .iter()

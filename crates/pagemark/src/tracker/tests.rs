@@ -1,0 +1,506 @@
+//! Every tracker against an oracle, on memory of our own.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use proptest::prelude::*;
+
+use super::adaptive::{Adaptive, HOT_AFTER, PROBE_SLICES};
+use super::pagemap_scan::PagemapScan;
+use super::probe::own;
+use super::{Pages, populated};
+use crate::sys::memory::Memory;
+use crate::sys::pagemap::Pagemap;
+use crate::sys::scratch::Scratch;
+use crate::sys::userfaultfd::Userfaultfd;
+use crate::{Mechanism, PAGE_SIZE, Range, RangeSet, TrackError, Tracker};
+
+const PAGE: u64 = PAGE_SIZE as u64;
+
+/// Pages in the random programs: several huge pages' worth would take too long to compare.
+const PAGES: usize = 1100;
+
+/// A tracker of our own memory, or none where this machine lacks the mechanism.
+fn tracker(mechanism: Mechanism) -> Option<Box<dyn Tracker>> {
+    match own(mechanism) {
+        Ok(tracker) => Some(tracker),
+        Err(TrackError::Unavailable { reason, .. }) => {
+            pagemark_testing::skipped(&format!("{mechanism}: {reason}"));
+            None
+        }
+        Err(error) => panic!("{mechanism}: {error}"),
+    }
+}
+
+#[derive(Clone, Debug)]
+enum Step {
+    Write { page: usize, count: usize, value: u64 },
+    Read { page: usize, count: usize },
+    DontNeed { page: usize, count: usize },
+    MapNew { page: usize, count: usize },
+    Unmap { page: usize, count: usize },
+    Move { from: usize, count: usize, to: usize },
+    Protect { page: usize, count: usize, writable: bool },
+    HugePages { on: bool },
+    MapFile { page: usize, count: usize },
+    Collect,
+    Relax,
+}
+
+fn part() -> impl Strategy<Value = (usize, usize)> {
+    (0usize..PAGES - 1, prop_oneof![4 => 1usize..6, 1 => 100usize..600])
+        .prop_map(|(page, count)| (page, count.min(PAGES - page)))
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    prop_oneof![
+        8 => (part(), any::<u64>()).prop_map(|((page, count), value)| Step::Write { page, count, value }),
+        2 => part().prop_map(|(page, count)| Step::Read { page, count }),
+        2 => part().prop_map(|(page, count)| Step::DontNeed { page, count }),
+        1 => part().prop_map(|(page, count)| Step::MapNew { page, count }),
+        1 => part().prop_map(|(page, count)| Step::Unmap { page, count }),
+        1 => (part(), 0usize..PAGES).prop_map(|((from, count), to)| Step::Move { from, count, to }),
+        1 => (part(), any::<bool>()).prop_map(|((page, count), writable)| Step::Protect { page, count, writable }),
+        1 => any::<bool>().prop_map(|on| Step::HugePages { on }),
+        1 => part().prop_map(|(page, count)| Step::MapFile { page, count }),
+        4 => Just(Step::Collect),
+        3 => Just(Step::Relax),
+    ]
+}
+
+/// What a page may be used for.
+#[derive(Clone, Copy, PartialEq)]
+enum State {
+    Unmapped,
+    ReadOnly,
+    Writable,
+}
+
+/// Memory on which a random program runs, and a copy kept by a tracker's word alone.
+struct Machine {
+    scratch: Scratch,
+    states: Vec<State>,
+    file: File,
+    memory: Memory,
+    pagemap: Pagemap,
+    tracker: Box<dyn Tracker>,
+    copy: BTreeMap<u64, Vec<u8>>,
+    pages: Pages,
+}
+
+impl Machine {
+    fn new(tracker: Box<dyn Tracker>, pages: Pages) -> Self {
+        let file = tempfile::tempfile().unwrap();
+        for page in 0..PAGES {
+            file.write_all_at(&(page as u64 + 1).to_ne_bytes(), page as u64 * PAGE).unwrap();
+        }
+        file.set_len(PAGES as u64 * PAGE).unwrap();
+        Machine {
+            scratch: Scratch::new(PAGES),
+            states: vec![State::Writable; PAGES],
+            file,
+            memory: Memory::of_this_process().unwrap(),
+            pagemap: Pagemap::of_this_process().unwrap(),
+            tracker,
+            copy: BTreeMap::new(),
+            pages,
+        }
+    }
+
+    fn mapped(&self) -> RangeSet {
+        let is_mapped = |&page: &usize| self.states[page] != State::Unmapped;
+        (0..PAGES).filter(is_mapped).map(|page| self.scratch.address(page)..self.scratch.address(page + 1)).collect()
+    }
+
+    fn all_are(&self, page: usize, count: usize, state: State) -> bool {
+        self.states[page..page + count].iter().all(|&other| other == state)
+    }
+
+    fn any_unmapped(&self, page: usize, count: usize) -> bool {
+        self.states[page..page + count].contains(&State::Unmapped)
+    }
+
+    fn run(&mut self, step: &Step) {
+        match *step {
+            Step::Write { page, count, value } => {
+                for page in page..page + count {
+                    if self.states[page] == State::Writable {
+                        self.scratch.write(page, value);
+                    }
+                }
+            }
+            Step::Read { page, count } => {
+                for page in page..page + count {
+                    if self.states[page] != State::Unmapped {
+                        self.scratch.read(page);
+                    }
+                }
+            }
+            Step::DontNeed { page, count } if !self.any_unmapped(page, count) => {
+                self.scratch.advise(page, count, libc::MADV_DONTNEED);
+            }
+            Step::MapNew { page, count } => {
+                self.scratch.remap_new(page, count);
+                self.states[page..page + count].fill(State::Writable);
+            }
+            Step::MapFile { page, count } if self.pages == Pages::NotOfFile => {
+                self.scratch.map_file(page, count, &self.file, false);
+                self.states[page..page + count].fill(State::Writable);
+            }
+            Step::Unmap { page, count } => {
+                self.scratch.take_out(page, count);
+                self.states[page..page + count].fill(State::Unmapped);
+            }
+            Step::Move { from, count, to } => {
+                let count = count.min(PAGES - to);
+                let apart = from + count <= to || to + count <= from;
+                if count > 0
+                    && apart
+                    && self.all_are(from, count, State::Writable)
+                    && self.scratch.try_move(from, count, to)
+                {
+                    self.states[to..to + count].fill(State::Writable);
+                }
+            }
+            Step::Protect { page, count, writable } if !self.any_unmapped(page, count) => {
+                let (protection, state) = if writable {
+                    (libc::PROT_READ | libc::PROT_WRITE, State::Writable)
+                } else {
+                    (libc::PROT_READ, State::ReadOnly)
+                };
+                self.scratch.protect(page, count, protection);
+                self.states[page..page + count].fill(state);
+            }
+            Step::HugePages { on } if !self.any_unmapped(0, PAGES) => {
+                self.scratch.advise(0, PAGES, if on { libc::MADV_HUGEPAGE } else { libc::MADV_NOHUGEPAGE });
+            }
+            Step::Relax => self.tracker.relax().unwrap(),
+            Step::Collect => self.collect(),
+            _ => {}
+        }
+    }
+
+    fn read(&self, set: &RangeSet) -> BTreeMap<u64, Vec<u8>> {
+        let ranges: Vec<Range> = set.iter().collect();
+        let mut bytes = vec![0; set.total_bytes() as usize];
+        let missing = self.memory.read(&ranges, &mut bytes).unwrap();
+        assert!(missing.is_empty(), "{missing:x?}");
+        ranges
+            .into_iter()
+            .flat_map(|range| range.step_by(PAGE_SIZE))
+            .zip(bytes.chunks(PAGE_SIZE).map(<[u8]>::to_vec))
+            .collect()
+    }
+
+    /// Takes over what the tracker reports, and makes sure that the copy is then exact.
+    fn collect(&mut self) {
+        let mapped = self.mapped();
+        let mut dirty = RangeSet::new();
+        self.tracker.collect(&mapped, &mut dirty).unwrap();
+        let mut outside = dirty.clone();
+        outside.subtract(&mapped);
+        assert!(outside.is_empty(), "reported but not mapped: {outside:x?}");
+        let now = self.tracker.populated().unwrap().clone();
+        // The kernel itself may populate pages at any time, to make huge ones: with zeros.
+        let mut unknown = populated(&self.pagemap, self.pages, &mapped).unwrap();
+        unknown.subtract(&now);
+        assert!(self.read(&unknown).values().flatten().all(|&byte| byte == 0), "data is not known: {unknown:x?}");
+        self.copy.retain(|&address, _| mapped.contains(address) && !dirty.contains(address));
+        self.copy.extend(self.read(&now.intersection(&dirty)));
+        let expected = self.read(&now);
+        assert!(self.copy.keys().eq(expected.keys()), "pages that hold data differ");
+        for (address, page) in &expected {
+            assert!(self.copy[address] == *page, "a write to {address:#x} was missed");
+        }
+    }
+}
+
+fn runs_exactly(mechanism: Mechanism, steps: &[Step]) {
+    let Some(tracker) = tracker(mechanism) else { return };
+    let mut machine = Machine::new(tracker, Pages::All);
+    steps.iter().for_each(|step| machine.run(step));
+    machine.collect();
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 96, max_shrink_iters: 200, ..ProptestConfig::default() })]
+
+    #[test]
+    fn pagemap_scan_misses_nothing(steps in prop::collection::vec(step(), 1..60)) {
+        runs_exactly(Mechanism::PagemapScan, &steps);
+    }
+
+    #[test]
+    fn adaptive_misses_nothing(steps in prop::collection::vec(step(), 1..100)) {
+        runs_exactly(Mechanism::Adaptive, &steps);
+    }
+
+    #[test]
+    fn private_files_are_exact(steps in prop::collection::vec(step(), 1..60)) {
+        let Some(scan) = scan(Pages::NotOfFile) else { return Ok(()) };
+        let mut machine = Machine::new(Box::new(scan), Pages::NotOfFile);
+        machine.run(&Step::MapFile { page: 0, count: PAGES / 2 });
+        steps.iter().for_each(|step| machine.run(step));
+        machine.collect();
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 24, max_shrink_iters: 100, ..ProptestConfig::default() })]
+
+    #[test]
+    fn the_others_miss_nothing(steps in prop::collection::vec(step(), 1..40)) {
+        for mechanism in [Mechanism::Full, Mechanism::Compare] {
+            runs_exactly(mechanism, &steps);
+        }
+    }
+}
+
+#[test]
+fn soft_dirty_misses_nothing() {
+    // Asked once, so that it is said only once where the kernel lacks it.
+    if tracker(Mechanism::SoftDirty).is_none() {
+        return;
+    }
+    let steps = prop::collection::vec(step(), 1..40);
+    let config = ProptestConfig { cases: 24, source_file: Some(file!()), ..ProptestConfig::default() };
+    proptest::test_runner::TestRunner::new(config)
+        .run(&steps, |steps| {
+            runs_exactly(Mechanism::SoftDirty, &steps);
+            Ok(())
+        })
+        .unwrap();
+}
+
+fn scan(pages: Pages) -> Option<PagemapScan> {
+    match Userfaultfd::of_this_process() {
+        Ok(userfaultfd) => {
+            let pagemap = Arc::new(Pagemap::of_this_process().unwrap());
+            Some(PagemapScan::new(pagemap, Arc::new(userfaultfd), pages))
+        }
+        Err(error) => {
+            pagemark_testing::skipped(&format!("no userfaultfd with asynchronous write-protection: {error}"));
+            None
+        }
+    }
+}
+
+fn one(range: Range) -> RangeSet {
+    [range].into_iter().collect()
+}
+
+fn collected(tracker: &mut dyn Tracker, ranges: &RangeSet) -> RangeSet {
+    let mut dirty = RangeSet::new();
+    tracker.collect(ranges, &mut dirty).unwrap();
+    dirty
+}
+
+#[test]
+fn only_what_was_written_is_reported() {
+    for mechanism in [Mechanism::PagemapScan, Mechanism::Adaptive, Mechanism::Compare] {
+        let Some(mut tracker) = tracker(mechanism) else { continue };
+        // Far more than is used: 64 GiB.
+        let scratch = Scratch::new(16 << 20);
+        let all = one(scratch.range());
+        for page in [5, 1 << 20, (16 << 20) - 1] {
+            scratch.write(page, 1);
+        }
+        assert_eq!(collected(tracker.as_mut(), &all).total_bytes(), 3 * PAGE, "{mechanism}");
+        assert!(collected(tracker.as_mut(), &all).is_empty(), "{mechanism}");
+        scratch.read(5);
+        scratch.write(1 << 20, 2);
+        assert_eq!(collected(tracker.as_mut(), &all), one(scratch.address(1 << 20)..scratch.address((1 << 20) + 1)));
+    }
+}
+
+#[test]
+fn tracking_allocates_no_page_tables() {
+    let page_table_kib = || -> u64 {
+        let status = std::fs::read_to_string("/proc/self/status").unwrap();
+        let line = status.lines().find_map(|line| line.strip_prefix("VmPTE:")).unwrap();
+        line.trim().trim_end_matches(" kB").parse().unwrap()
+    };
+    let Some(mut tracker) = tracker(Mechanism::Adaptive) else { return };
+    // Page tables for all of it would take 256 MiB.
+    let scratch = Scratch::new(32 << 20);
+    scratch.write(0, 1);
+    let before = page_table_kib();
+    for _ in 0..5 {
+        collected(tracker.as_mut(), &one(scratch.range()));
+        tracker.relax().unwrap();
+    }
+    assert!(page_table_kib() < before + (8 << 10), "{} KiB, then {} KiB", before, page_table_kib());
+}
+
+#[test]
+fn a_page_of_a_private_file_is_reported_once_it_is_modified() {
+    let Some(mut scan) = scan(Pages::NotOfFile) else { return };
+    let file = tempfile::tempfile().unwrap();
+    file.set_len(64 * PAGE).unwrap();
+    let scratch = Scratch::new(64);
+    scratch.map_file(0, 64, &file, false);
+    let all = one(scratch.range());
+    (0..64).for_each(|page| _ = scratch.read(page));
+    assert!(collected(&mut scan, &all).is_empty());
+    scratch.write(7, 1);
+    let seventh = one(scratch.address(7)..scratch.address(8));
+    assert_eq!(collected(&mut scan, &all), seventh);
+    assert!(collected(&mut scan, &all).is_empty());
+    // Back to what the file holds, without a write.
+    scratch.advise(7, 1, libc::MADV_DONTNEED);
+    assert_eq!(scratch.read(7), 0);
+    assert_eq!(collected(&mut scan, &all), seventh);
+}
+
+#[test]
+fn a_write_through_a_shared_mapping_is_reported() {
+    let Some(mut scan) = scan(Pages::All) else { return };
+    let file = tempfile::tempfile().unwrap();
+    file.set_len(64 * PAGE).unwrap();
+    let scratch = Scratch::new(64);
+    scratch.map_file(0, 64, &file, true);
+    let all = one(scratch.range());
+    (0..64).for_each(|page| scratch.write(page, 1));
+    assert_eq!(collected(&mut scan, &all), all);
+    assert!(collected(&mut scan, &all).is_empty());
+    scratch.write(9, 2);
+    assert_eq!(collected(&mut scan, &all), one(scratch.address(9)..scratch.address(10)));
+}
+
+#[test]
+fn the_kernel_s_own_writes_are_reported() {
+    let Some(mut scan) = scan(Pages::All) else { return };
+    let scratch = Scratch::new(4);
+    (0..4).for_each(|page| scratch.write(page, 1));
+    let all = one(scratch.range());
+    collected(&mut scan, &all);
+    // The kernel writes into the third page, as for any `read`.
+    let mut file = File::open("/dev/zero").unwrap();
+    scratch.fill_from(2, &mut file);
+    assert_eq!(collected(&mut scan, &all), one(scratch.address(2)..scratch.address(3)));
+}
+
+#[test]
+fn what_another_userfaultfd_has_is_named() {
+    let (Some(mut first), Some(mut second)) = (scan(Pages::All), scan(Pages::All)) else { return };
+    let scratch = Scratch::new(4);
+    scratch.write(1, 1);
+    let all = one(scratch.range());
+    collected(&mut first, &all);
+    match second.collect(&all, &mut RangeSet::new()) {
+        Err(TrackError::Unavailable { reason, .. }) => {
+            // All of the mapping belongs to the first, so the second has nothing to say of it.
+            assert!(reason.contains(&format!("{:x}", scratch.address(0))), "{reason}");
+        }
+        other => panic!("{other:?}"),
+    }
+}
+
+/// Counts the pages of `range` that a write would meet protected.
+fn protected_pages(range: &Range) -> u64 {
+    use crate::sys::pagemap::{Filter, PRESENT, WRITTEN};
+    let mut pages = 0;
+    let filter = Filter { all: PRESENT, none: WRITTEN, ..Filter::default() };
+    Pagemap::of_this_process().unwrap().scan(range, filter, |run, _| pages += (run.end - run.start) / PAGE).unwrap();
+    pages
+}
+
+#[test]
+fn a_working_set_that_is_rewritten_meets_no_protection_once_warm() {
+    let Some(scan) = scan(Pages::All) else { return };
+    let mut adaptive = Adaptive::new(scan);
+    // The first half is rewritten in each interval, with gaps; the other rests.
+    let scratch = Scratch::new(32 << 10);
+    let all = one(scratch.range());
+    (0..32 << 10).for_each(|page| scratch.write(page, 1));
+    collected(&mut adaptive, &all);
+    let hot: Vec<usize> = (0..16 << 10).filter(|page| page % 5 != 0).collect();
+    let mut met = Vec::new();
+    for interval in 0..HOT_AFTER as u64 + PROBE_SLICES {
+        adaptive.relax().unwrap();
+        let resting = scratch.address(16 << 10)..scratch.address(32 << 10);
+        let resting_protected = protected_pages(&resting);
+        let in_hot: u64 =
+            hot.iter().map(|&page| protected_pages(&(scratch.address(page)..scratch.address(page + 1)))).sum();
+        hot.iter().for_each(|&page| scratch.write(page, interval));
+        let dirty = collected(&mut adaptive, &all);
+        assert!(hot.iter().all(|&page| dirty.contains(scratch.address(page))));
+        // The rounds of a pre-copy that follow are exact.
+        assert!(collected(&mut adaptive, &all).is_empty());
+        scratch.write(hot[3], 7);
+        assert_eq!(collected(&mut adaptive, &all).total_bytes(), PAGE);
+        if interval >= HOT_AFTER as u64 {
+            assert_eq!(resting_protected, 16 << 10, "resting pages were let go");
+            assert_eq!(dirty.total_bytes(), hot.len() as u64 * PAGE, "gaps were reported");
+            met.push(in_hot);
+        }
+    }
+    // A sixteenth is probed in each interval, all of it in sixteen.
+    let total: u64 = met.iter().sum();
+    assert_eq!(total, hot.len() as u64, "{met:?}");
+    // Once cooled, it is found out within as many intervals.
+    for _ in 0..PROBE_SLICES + 1 {
+        adaptive.relax().unwrap();
+        collected(&mut adaptive, &all);
+    }
+    adaptive.relax().unwrap();
+    assert_eq!(adaptive.released_pages(), 0);
+    assert!(collected(&mut adaptive, &all).is_empty());
+}
+
+#[test]
+fn threads_that_write_all_the_time_lose_nothing() {
+    for mechanism in [Mechanism::PagemapScan, Mechanism::Adaptive, Mechanism::Compare] {
+        let Some(mut tracker) = tracker(mechanism) else { continue };
+        const WRITERS: usize = 4;
+        const EACH: usize = 256;
+        let scratch = Arc::new(Scratch::new(WRITERS * EACH));
+        let all = one(scratch.range());
+        let stop = Arc::new(AtomicBool::new(false));
+        let writers: Vec<_> = (0..WRITERS)
+            .map(|writer| {
+                let (scratch, stop) = (scratch.clone(), stop.clone());
+                std::thread::spawn(move || {
+                    let mut version = 0u64;
+                    let mut seed = writer as u64 + 1;
+                    while !stop.load(Ordering::Relaxed) {
+                        version += 1;
+                        seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+                        scratch.write(writer * EACH + (seed >> 33) as usize % EACH, version);
+                    }
+                })
+            })
+            .collect();
+        let memory = Memory::of_this_process().unwrap();
+        let mut copy: BTreeMap<u64, u64> = BTreeMap::new();
+        let mut take = |tracker: &mut dyn Tracker| {
+            let dirty = collected(tracker, &all);
+            let ranges: Vec<Range> = dirty.iter().collect();
+            let mut bytes = vec![0; dirty.total_bytes() as usize];
+            memory.read(&ranges, &mut bytes).unwrap();
+            for (address, page) in
+                ranges.into_iter().flat_map(|range| range.step_by(PAGE_SIZE)).zip(bytes.chunks(PAGE_SIZE))
+            {
+                let version = u64::from_ne_bytes(page[..8].try_into().unwrap());
+                let old = copy.insert(address, version).unwrap_or(0);
+                assert!(old <= version, "{mechanism}: time ran backwards at {address:#x}");
+            }
+        };
+        for round in 0..60 {
+            take(tracker.as_mut());
+            if round % 3 == 0 {
+                tracker.relax().unwrap();
+            }
+        }
+        stop.store(true, Ordering::Relaxed);
+        writers.into_iter().for_each(|writer| writer.join().unwrap());
+        take(tracker.as_mut());
+        for page in 0..WRITERS * EACH {
+            let copied = copy.get(&scratch.address(page)).copied().unwrap_or(0);
+            assert_eq!(copied, scratch.read(page), "{mechanism}: page {page}");
+        }
+    }
+}
