@@ -3,8 +3,11 @@
 mod support;
 
 use std::io::{BufRead, BufReader, Read, Write};
+use std::net::TcpStream;
 use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use pagemark_process::criu::{CriuError, Dump, DumpOptions};
@@ -327,4 +330,139 @@ fn killed_at_any_instant_it_leaves_the_program_running() {
     assert_eq!(program.descriptors(), descriptors);
     assert_eq!(program.executable_mappings(), code);
     let _ = take(&criu, program.pid(), &DumpOptions::default());
+}
+
+/// A connection to a Redis server.
+struct Redis(BufReader<TcpStream>);
+
+impl Redis {
+    fn connect(port: u16) -> Option<Redis> {
+        let stream = TcpStream::connect(("127.0.0.1", port)).ok()?;
+        stream.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
+        Some(Redis(BufReader::new(stream)))
+    }
+
+    fn ask(&mut self, command: &str) -> std::io::Result<String> {
+        self.0.get_mut().write_all(format!("{command}\r\n").as_bytes())?;
+        let mut line = String::new();
+        if self.0.read_line(&mut line)? == 0 {
+            return Err(std::io::ErrorKind::UnexpectedEof.into());
+        }
+        if let Some(length) = line.strip_prefix('$') {
+            let length: usize = length.trim().parse().expect("a length");
+            let mut text = vec![0; length + 2];
+            self.0.read_exact(&mut text)?;
+            return Ok(String::from_utf8_lossy(&text[..length]).into_owned());
+        }
+        Ok(line.trim_end().to_string())
+    }
+}
+
+#[test]
+fn redis_keeps_its_clients_and_comes_back_with_every_key() {
+    let test = "redis_keeps_its_clients_and_comes_back_with_every_key";
+    let Some(criu) = criu(test) else { return };
+    if Command::new("redis-server").arg("--version").stdout(Stdio::null()).status().is_err() {
+        return support::skipped(test, "no redis-server");
+    }
+    const PORT: u16 = 7801;
+    for keep_connections in [false, true] {
+        let mut command = Command::new("redis-server");
+        command.args(["--port", &PORT.to_string(), "--save", "", "--enable-debug-command", "local"]);
+        command.stdin(Stdio::null()).stdout(Stdio::null());
+        let mut server = Program::start(&mut command);
+        let mut first = None;
+        eventually("the server listens", || {
+            first = Redis::connect(PORT);
+            first.is_some()
+        });
+        let mut client = first.unwrap();
+        assert!(client.ask("DEBUG POPULATE 100000 key 100").unwrap().starts_with("+OK"));
+
+        // A client that writes and reads all the time notices nothing of checkpoints.
+        let stop = Arc::new(AtomicBool::new(false));
+        let load = std::thread::spawn({
+            let stop = stop.clone();
+            let mut client = Redis::connect(PORT).unwrap();
+            move || {
+                let mut count = 0_u64;
+                while !stop.load(Ordering::Relaxed) {
+                    count += 1;
+                    assert!(client.ask(&format!("SET key:{} {count}", count % 5000)).unwrap().starts_with("+OK"));
+                    assert_eq!(client.ask(&format!("GET key:{}", count % 5000)).unwrap(), count.to_string());
+                }
+                count
+            }
+        });
+        let options = DumpOptions { keep_connections };
+        for _ in 0..5 {
+            let taken = take(&criu, server.pid(), &options);
+            eprintln!("frozen for {:?} (memory is read slowly here)", taken.timings.downtime());
+        }
+        stop.store(true, Ordering::Relaxed);
+        assert!(load.join().unwrap() > 0);
+
+        let digest = client.ask("DEBUG DIGEST").unwrap();
+        let taken = take(&criu, server.pid(), &options);
+        client.ask("FLUSHALL").unwrap();
+        assert_ne!(client.ask("DEBUG DIGEST").unwrap(), digest);
+        server.kill();
+        let restored =
+            taken.restore(&criu, &RestoreOptions { as_child: true, streams: Streams::Null, ..Default::default() });
+        server.adopt(&restored);
+        if !keep_connections {
+            // The old connection is closed.
+            assert!(client.ask("PING").is_err());
+        }
+        let mut client = Redis::connect(PORT).unwrap();
+        assert_eq!(client.ask("DEBUG DIGEST").unwrap(), digest);
+        assert!(client.ask("SET key:1 after").unwrap().starts_with("+OK"));
+        assert_eq!(client.ask("GET key:1").unwrap(), "after");
+        server.kill();
+    }
+}
+
+const FILTERED: &str = r#"
+#include <fcntl.h>
+#include <linux/filter.h>
+#include <linux/seccomp.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/prctl.h>
+#include <unistd.h>
+
+int main(void)
+{
+	struct sock_filter allow[] = { { 0x06, 0, 0, SECCOMP_RET_ALLOW } };
+	struct sock_fprog program = { 1, allow };
+	char *memory = malloc(8 << 20);
+	memset(memory, 7, 8 << 20);
+	if (prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) || prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program))
+		return 1;
+	for (long n = 1;; n++) {
+		if (memory[n % (8 << 20)] != 7)
+			return 2;
+		int fd = open("count.new", O_CREAT | O_WRONLY | O_TRUNC, 0600);
+		dprintf(fd, "%ld", n);
+		close(fd);
+		rename("count.new", "count");
+		usleep(1000);
+	}
+}
+"#;
+
+#[test]
+fn a_program_under_a_seccomp_filter_comes_back() {
+    let Some(criu) = criu("a_program_under_a_seccomp_filter_comes_back") else { return };
+    let Some(mut program) = Program::c("a_program_under_a_seccomp_filter_comes_back", FILTERED) else { return };
+    eventually("the program counts", || program.read("count").is_some());
+    let taken = take(&criu, program.pid(), &DumpOptions::default());
+    program.kill();
+    let restored = taken.restore(&criu, &RestoreOptions { as_child: true, stopped: true, ..Default::default() });
+    taken.compare(&restored.pids);
+    program.adopt(&restored);
+    program.resume();
+    let before: u64 = program.read("count").unwrap().parse().unwrap();
+    eventually("the program counts on", || program.read("count").unwrap().parse::<u64>().unwrap() > before + 50);
 }
