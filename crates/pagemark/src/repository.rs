@@ -58,7 +58,7 @@ pub use writer::Writer;
 
 use crate::{ContentId, PAGE_SIZE, StoreError};
 use format::{FORMAT, Format, hash16, number_name, random};
-use index::View;
+use index::{BadTable, View};
 use lock::Lock;
 use storage::{Storage, io_error};
 use table::Entry;
@@ -382,12 +382,12 @@ impl Inner {
         loop {
             let mut failure = StoreError::Missing { id };
             let mut next_table = 0;
-            loop {
+            let is_searched = loop {
                 match view.find_from(id, next_table)? {
-                    Ok(None) => break,
-                    Err(bad) => {
-                        self.reject(bad.0);
-                        break;
+                    Ok(None) => break true,
+                    Err(BadTable(number)) => {
+                        self.reject(number);
+                        break false;
                     }
                     Ok(Some(found)) => {
                         next_table = found.table + 1;
@@ -398,9 +398,9 @@ impl Inner {
                         }
                     }
                 }
-            }
+            };
             let now = self.refresh()?;
-            if now.is_same(&view) {
+            if is_searched && now.is_same(&view) {
                 return Err(failure);
             }
             view = now;

@@ -81,7 +81,7 @@ impl Filter {
         for bit in (0..6).map(|index| bits >> (9 * index) & 511) {
             mask[(bit / 64) as usize] |= 1 << (bit % 64);
         }
-        ((u128::from(block) * self.blocks.len() as u128 >> 64) as usize, mask)
+        (((u128::from(block) * self.blocks.len() as u128) >> 64) as usize, mask)
     }
 
     fn insert(&mut self, id: ContentId) {

@@ -527,3 +527,107 @@ fn a_full_disk_or_an_error_at_any_step_costs_only_what_was_under_way() {
         assert!(failures > 10, "{work:?} failed at {failures} of {steps} steps only");
     }
 }
+
+/// The checkpoints that cannot be read. What can be is compared.
+fn unreadable(repository: &Repository, model: &Model) -> BTreeSet<(String, u64)> {
+    let mut failed = BTreeSet::new();
+    for ((job, sequence), pages) in model {
+        match read(repository, job, *sequence) {
+            Ok(read) => assert!(read == content(pages), "{job}@{sequence} is read, but wrong"),
+            Err(_) => drop(failed.insert((job.clone(), *sequence))),
+        }
+    }
+    failed
+}
+
+fn touched(report: &VerifyReport) -> BTreeSet<(String, u64)> {
+    let touched = report.damaged.iter().flat_map(|damage| &damage.touched);
+    touched.map(|touched| (touched.job.clone(), touched.sequence)).collect()
+}
+
+#[test]
+fn damage_anywhere_is_noticed_and_told_exactly() {
+    let (_directory, repository, model) = example(9);
+    let path = repository.path();
+    let mut random = 88172645463325252u64;
+    let mut below = |end: u64| {
+        random ^= random << 13;
+        random ^= random >> 7;
+        random ^= random << 17;
+        (random >> 16) % end
+    };
+    let (mut lost, mut harmless) = (0, 0);
+    for file in files(path).into_iter().filter(|path| path.is_file() && !path.ends_with("lock")) {
+        let original = std::fs::read(&file).unwrap();
+        for round in 0..24 {
+            let mut damaged = original.clone();
+            let at = below(original.len() as u64) as usize;
+            match round {
+                0 => damaged.truncate(at),
+                1 => damaged[at..].fill(0),
+                2 => damaged.extend_from_slice(&original),
+                3 => damaged.clear(),
+                // The table and its tail too, which are short.
+                4..10 => damaged[original.len() - 1 - at % original.len().min(400)] ^= 1 << below(8),
+                _ => damaged[at] ^= 1 << below(8),
+            }
+            if damaged == original {
+                continue;
+            }
+            std::fs::write(&file, &damaged).unwrap();
+            let repository = match Repository::open(path) {
+                Ok(repository) => repository,
+                Err(error) => {
+                    assert!(file.ends_with("config"), "{error}");
+                    continue;
+                }
+            };
+            let failed = unreadable(&repository, &model);
+            let report = repository.verify(&mut |_| {}).unwrap();
+            assert_eq!(touched(&report), failed, "{} changed at {at}:\n{report}", file.display());
+            if !file.ends_with("config") {
+                assert!(!report.damaged.is_empty(), "{} changed at {at} and nobody noticed", file.display());
+            }
+            if failed.is_empty() { harmless += 1 } else { lost += 1 }
+        }
+        std::fs::write(&file, &original).unwrap();
+        // A file that is gone is noticed where it is needed.
+        if !file.ends_with("config")
+            && !file.parent().unwrap().ends_with("one")
+            && !file.parent().unwrap().ends_with("two")
+        {
+            std::fs::remove_file(&file).unwrap();
+            let repository = Repository::open(path).unwrap();
+            assert_eq!(touched(&repository.verify(&mut |_| {}).unwrap()), unreadable(&repository, &model));
+            std::fs::write(&file, &original).unwrap();
+        }
+    }
+    assert!(lost > 50 && harmless > 50, "{lost} {harmless}");
+    assert_eq!(Repository::open(path).unwrap().verify(&mut |_| {}).unwrap().damaged, []);
+}
+
+#[test]
+fn verify_tells_the_page() {
+    let (_directory, repository, _) = example(0);
+    commit(&repository, "one", &[(3, 1001), (0x7fff0, 1003)].into()).unwrap();
+    commit(&repository, "two", &[(9, 1003)].into()).unwrap();
+    let tree = {
+        let checkpoint = repository.read("two", 1).unwrap();
+        PageTree::load(checkpoint.manifest.spaces[0].root, &checkpoint).unwrap()
+    };
+    let found = repository.inner.view().find(tree.get(9)).unwrap().ok().flatten().unwrap();
+    let file = File::options().write(true).open(repository.inner.pack_path(found.entry.pack)).unwrap();
+    std::os::unix::fs::FileExt::write_all_at(&file, b"damage", u64::from(found.entry.offset) + 100).unwrap();
+    let report = repository.verify(&mut |_| {}).unwrap();
+    assert_eq!(report.damaged.len(), 1);
+    assert_eq!(report.damaged[0].id, Some(tree.get(9)));
+    let page =
+        |job: &str, address| Touched { job: job.into(), sequence: 1, part: Part::Process(17), address, pages: 1 };
+    assert_eq!(report.damaged[0].touched, [page("one", 0x7fff_0000), page("two", 9 * PAGE_SIZE as u64)]);
+    let text = report.to_string();
+    assert!(text.contains("touches two@1: memory of process 17, the page at 0x9000"), "{text}");
+    // Pruning neither stops at the damage nor hides it.
+    let pruned = repository.prune(&Policy::default(), None, &mut |_| {}).unwrap();
+    assert!(pruned.removed.is_empty());
+    assert_eq!(repository.verify(&mut |_| {}).unwrap().damaged, report.damaged);
+}
