@@ -3,6 +3,7 @@
 use std::io;
 
 pub mod peer;
+pub mod process;
 pub mod stats;
 pub mod trackee;
 pub mod workload;
@@ -10,6 +11,8 @@ pub mod workload;
 /// A measurement.
 #[derive(clap::Subcommand, Clone, Debug)]
 pub enum Bench {
+    /// What checkpoints of a process cost, beside CRIU's full dump
+    Process(process::Options),
     /// The measured program itself
     #[command(hide = true)]
     Workload(workload::Workload),
@@ -22,6 +25,7 @@ impl Bench {
     /// Something that is measured could not be done.
     pub fn run(&self) -> Result<(), BenchError> {
         match self {
+            Bench::Process(options) => process::run(options),
             Bench::Workload(workload) => workload::run(workload).map_err(BenchError::on("run the workload")),
         }
     }

@@ -4,6 +4,7 @@ use std::io;
 
 use pagemark::TrackError;
 
+use crate::freezer::FreezeError;
 use crate::inject::InjectError;
 use crate::proc::{self, Stat, Status};
 
@@ -104,6 +105,14 @@ pub enum AttachError {
         pid: i32,
         /// Why not.
         source: InjectError,
+    },
+    /// It could not be stopped to read its mappings.
+    #[error("cannot track process {pid}: {source}")]
+    Stop {
+        /// The process id.
+        pid: i32,
+        /// Why not.
+        source: FreezeError,
     },
     /// It can't be tracked.
     #[error("cannot track process {pid}: {source}")]
@@ -292,7 +301,7 @@ mod tests {
         assert!(parent == 1 || matches!(check(parent), Err(AttachError::Ancestor { .. })));
         match Stat::read(2) {
             Ok(stat) if stat.is_kernel_thread => assert!(matches!(check(2), Err(AttachError::KernelThread { .. }))),
-            _ => eprintln!("skipped: process 2 is no kernel thread here"),
+            _ => pagemark_testing::skipped("process 2 is no thread of the kernel here"),
         }
         let thread = std::thread::spawn(|| {
             // SAFETY: the call has no arguments and can't fail.

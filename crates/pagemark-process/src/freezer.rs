@@ -3,10 +3,16 @@
 //! Should this process die meanwhile, the kernel lets all tracees run on.
 
 use std::collections::{HashSet, VecDeque};
-use std::io;
-use std::sync::mpsc::{Receiver, Sender, channel};
-use std::thread::JoinHandle;
+use std::io::{self, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::panic::AssertUnwindSafe;
 use std::time::{Duration, Instant};
+
+use nix::sys::signal::{SigSet, SigmaskHow, sigprocmask};
+use nix::sys::wait::waitpid;
+use nix::unistd::{ForkResult, Pid, fork};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
 
 use crate::family::{self, FamilyError, Member};
 use crate::proc::{self, Stat};
@@ -56,12 +62,12 @@ pub enum FreezeError {
         /// The thread.
         tid: i32,
         /// What was done.
-        operation: &'static str,
+        operation: String,
         /// Why it failed.
         source: io::Error,
     },
-    /// The thread that holds the tree could not be started, or has died; then the tree runs.
-    #[error("the thread that holds the tree is not there: {0}")]
+    /// The process that holds the tree could not be started, or has died; then the tree runs.
+    #[error("the process that holds the stopped ones is not there: {0}")]
     NoHolder(io::Error),
 }
 
@@ -137,7 +143,7 @@ impl Held {
     }
 
     /// Stops a process and all its descendants.
-    fn stop_tree(&mut self, root_pid: i32, deadline: Instant) -> Result<Vec<Member>, FreezeError> {
+    fn stop_tree(&mut self, root_pid: i32, deadline: Instant) -> Result<(), FreezeError> {
         loop {
             // A process is stopped before its children are listed: then they are all there. And a parent waiting in vfork for
             // its child stops only once the child has gone on, so the child must not be stopped first.
@@ -152,7 +158,7 @@ impl Held {
             }
             // Once more, for children that were given another parent within the tree meanwhile.
             if self.threads.len() == before {
-                return Ok(family::members(root_pid)?);
+                return family::members(root_pid).map(drop).map_err(FreezeError::from);
             }
         }
     }
@@ -206,21 +212,27 @@ fn registers(pid: i32, tid: i32) -> Result<Option<ThreadRegisters>, FreezeError>
 }
 
 fn system(pid: i32, tid: i32, operation: &'static str, errno: libc::c_int) -> FreezeError {
-    FreezeError::System { pid, tid, operation, source: io::Error::from_raw_os_error(errno) }
+    FreezeError::System { pid, tid, operation: operation.into(), source: io::Error::from_raw_os_error(errno) }
 }
 
-enum Request {
-    Registers(Sender<Result<Vec<ThreadRegisters>, FreezeError>>),
-    Thaw(Sender<Duration>),
+/// What is stopped.
+#[derive(Clone, Copy)]
+enum Scope {
+    /// A process and all its descendants.
+    Tree(i32),
+    /// One process.
+    Process(i32),
 }
 
-/// A stopped process tree. It runs on when this is dropped.
+/// A stopped process tree. It runs on when this is dropped, and when this process dies.
+///
+/// The tree is held by a process of its own. The kernel tells of a tracee's stops also whoever waits for it as its parent,
+/// if that is in the tracer's process; a program that waits for a child which it has started would take the stop for the end.
 #[derive(Debug)]
 pub struct Freezer {
     members: Vec<Member>,
     frozen_at: Instant,
-    requests: Option<Sender<Request>>,
-    holder: Option<JoinHandle<()>>,
+    holder: Holder,
 }
 
 impl Freezer {
@@ -229,14 +241,9 @@ impl Freezer {
     /// # Errors
     /// [`FreezeError`]; the tree runs.
     pub fn freeze(root_pid: i32) -> Result<Freezer, FreezeError> {
-        let (frozen, is_frozen) = channel();
-        let (requests, orders) = channel();
-        let holder = std::thread::Builder::new()
-            .name("pagemark-freeze".to_owned())
-            .spawn(move || hold(root_pid, &frozen, &orders))
-            .map_err(FreezeError::NoHolder)?;
-        let members = is_frozen.recv().map_err(|_| dead())??;
-        Ok(Freezer { members, frozen_at: Instant::now(), requests: Some(requests), holder: Some(holder) })
+        let frozen_at = Instant::now();
+        let holder = Holder::start(Scope::Tree(root_pid))?;
+        Ok(Freezer { members: family::members(root_pid)?, frozen_at, holder })
     }
 
     /// The stopped processes, the root first.
@@ -244,7 +251,7 @@ impl Freezer {
         &self.members
     }
 
-    /// When the last thread had stopped.
+    /// When the first thread was about to be stopped.
     pub fn frozen_at(&self) -> Instant {
         self.frozen_at
     }
@@ -254,9 +261,7 @@ impl Freezer {
     /// # Errors
     /// They can't be read; the tree stays stopped.
     pub fn registers(&self) -> Result<Vec<ThreadRegisters>, FreezeError> {
-        let (answer, answered) = channel();
-        self.request(Request::Registers(answer))?;
-        answered.recv().map_err(|_| dead())?
+        self.holder.ask(&Order::Registers)
     }
 
     /// Lets the tree run on. Returns how long it was stopped, from the first thread on.
@@ -264,23 +269,118 @@ impl Freezer {
     /// # Errors
     /// [`FreezeError::NoHolder`]: it ran already.
     pub fn thaw(self) -> Result<Duration, FreezeError> {
-        let (answer, answered) = channel();
-        self.request(Request::Thaw(answer))?;
-        answered.recv().map_err(|_| dead())
-    }
-
-    fn request(&self, request: Request) -> Result<(), FreezeError> {
-        self.requests.as_ref().and_then(|requests| requests.send(request).ok()).ok_or_else(dead)
+        self.holder.ask::<()>(&Order::Thaw)?;
+        Ok(self.frozen_at.elapsed())
     }
 }
 
-impl Drop for Freezer {
-    fn drop(&mut self) {
-        drop(self.requests.take());
-        if let Some(holder) = self.holder.take() {
-            // Its panic would have been told by the request that met it.
-            let _ = holder.join();
+/// Runs `work` while all threads of one process are stopped.
+pub(crate) fn while_stopped<T>(pid: i32, work: impl FnOnce() -> T) -> Result<T, FreezeError> {
+    let holder = Holder::start(Scope::Process(pid))?;
+    let result = work();
+    holder.ask::<()>(&Order::Thaw)?;
+    Ok(result)
+}
+
+/// What the holder is told to do.
+#[derive(Serialize, Deserialize)]
+enum Order {
+    Registers,
+    Thaw,
+}
+
+/// A failure as the holder reports it.
+#[derive(Serialize, Deserialize)]
+enum Failure {
+    Gone { pid: i32 },
+    NotPermitted { pid: i32, tid: i32, errno: i32 },
+    DoesNotStop { pid: i32, tid: i32 },
+    System { pid: i32, tid: i32, operation: String, errno: i32 },
+}
+
+impl From<FreezeError> for Failure {
+    fn from(error: FreezeError) -> Failure {
+        let errno = |error: &io::Error| error.raw_os_error().unwrap_or(libc::EIO);
+        match error {
+            FreezeError::Family(FamilyError::Gone { pid }) => Failure::Gone { pid },
+            FreezeError::Family(FamilyError::System { pid, source }) => {
+                Failure::System { pid, tid: pid, operation: "listing its children".into(), errno: errno(&source) }
+            }
+            FreezeError::NotPermitted { pid, tid, source } => Failure::NotPermitted { pid, tid, errno: errno(&source) },
+            FreezeError::DoesNotStop { pid, tid } => Failure::DoesNotStop { pid, tid },
+            FreezeError::System { pid, tid, operation, source } => {
+                Failure::System { pid, tid, operation, errno: errno(&source) }
+            }
+            FreezeError::NoHolder(source) => {
+                Failure::System { pid: 0, tid: 0, operation: "holding".into(), errno: errno(&source) }
+            }
         }
+    }
+}
+
+impl From<Failure> for FreezeError {
+    fn from(failure: Failure) -> FreezeError {
+        match failure {
+            Failure::Gone { pid } => FreezeError::Family(FamilyError::Gone { pid }),
+            Failure::NotPermitted { pid, tid, errno } => {
+                FreezeError::NotPermitted { pid, tid, source: io::Error::from_raw_os_error(errno) }
+            }
+            Failure::DoesNotStop { pid, tid } => FreezeError::DoesNotStop { pid, tid },
+            Failure::System { pid, tid, operation, errno } => {
+                FreezeError::System { pid, tid, operation, source: io::Error::from_raw_os_error(errno) }
+            }
+        }
+    }
+}
+
+/// The process that holds stopped ones. They run on when this is dropped.
+#[derive(Debug)]
+struct Holder {
+    pid: Pid,
+    /// Closed, it lets go.
+    socket: Option<UnixStream>,
+}
+
+impl Holder {
+    fn start(scope: Scope) -> Result<Holder, FreezeError> {
+        let (socket, other) = UnixStream::pair().map_err(FreezeError::NoHolder)?;
+        // SAFETY: the child runs on a copy of this thread alone. It allocates, which the C library allows after a fork, takes no
+        // lock of this program's, does not return from here, and ends without running destructors or exit handlers.
+        match unsafe { fork() }.map_err(|error| FreezeError::NoHolder(error.into()))? {
+            ForkResult::Child => {
+                drop(socket);
+                // An unwinding panic must not go on in the copy of the caller.
+                let _ = std::panic::catch_unwind(AssertUnwindSafe(|| hold(scope, &other)));
+                // SAFETY: it only ends the process.
+                unsafe { libc::_exit(0) }
+            }
+            ForkResult::Parent { child } => {
+                drop(other);
+                let holder = Holder { pid: child, socket: Some(socket) };
+                holder.answer::<()>()?;
+                Ok(holder)
+            }
+        }
+    }
+
+    fn ask<T: DeserializeOwned>(&self, order: &Order) -> Result<T, FreezeError> {
+        let mut socket = self.socket.as_ref().ok_or_else(dead)?;
+        send(&mut socket, order).map_err(FreezeError::NoHolder)?;
+        self.answer()
+    }
+
+    fn answer<T: DeserializeOwned>(&self) -> Result<T, FreezeError> {
+        let mut socket = self.socket.as_ref().ok_or_else(dead)?;
+        let answer: Result<T, Failure> = receive(&mut socket).map_err(FreezeError::NoHolder)?;
+        Ok(answer?)
+    }
+}
+
+impl Drop for Holder {
+    fn drop(&mut self) {
+        self.socket = None;
+        // Nobody else waits for it; if somebody did, it is gone all the same.
+        let _ = waitpid(self.pid, None);
     }
 }
 
@@ -288,36 +388,50 @@ fn dead() -> FreezeError {
     FreezeError::NoHolder(io::Error::from(io::ErrorKind::BrokenPipe))
 }
 
-/// The life of the thread that holds a tree: ptrace obeys only the thread that attached.
-fn hold(root_pid: i32, frozen: &Sender<Result<Vec<Member>, FreezeError>>, orders: &Receiver<Request>) {
-    let since = Instant::now();
+/// The life of the process that holds others.
+fn hold(scope: Scope, mut socket: &UnixStream) {
+    // Not the terminal's business: an interrupted holder would leave calls of the stopped processes interrupted.
+    let _ = sigprocmask(SigmaskHow::SIG_SETMASK, Some(&SigSet::all()), None);
     let mut held = Held::default();
-    let stopped = held.stop_tree(root_pid, ptrace::deadline(PATIENCE));
+    let deadline = ptrace::deadline(PATIENCE);
+    let stopped = match scope {
+        Scope::Tree(root_pid) => held.stop_tree(root_pid, deadline),
+        Scope::Process(pid) => held.stop_process(pid, deadline),
+    };
     if stopped.is_err() {
-        // The tree runs before anybody hears of it.
-        drop(held);
-        let _ = frozen.send(stopped);
+        // The processes run before anybody hears of it.
+        held = Held::default();
+    }
+    if send(&mut socket, &stopped.map_err(Failure::from)).is_err() {
         return;
     }
-    if frozen.send(stopped).is_err() {
-        return;
-    }
-    for order in orders {
-        match order {
-            // Whoever asked may have gone away.
-            Request::Registers(answer) => drop(answer.send(held.registers())),
-            Request::Thaw(answer) => {
+    while let Ok(order) = receive(&mut socket) {
+        let sent = match order {
+            Order::Registers => send(&mut socket, &held.registers().map_err(Failure::from)),
+            Order::Thaw => {
                 drop(held);
-                let _ = answer.send(since.elapsed());
+                let _ = send(&mut socket, &Ok::<(), Failure>(()));
                 return;
             }
+        };
+        if sent.is_err() {
+            return;
         }
     }
 }
 
-/// Runs `work` while all threads of one process are stopped.
-pub(crate) fn while_stopped<T>(pid: i32, work: impl FnOnce() -> T) -> Result<T, FreezeError> {
-    let mut held = Held::default();
-    held.stop_process(pid, ptrace::deadline(PATIENCE))?;
-    Ok(work())
+fn send(socket: &mut impl Write, message: &impl Serialize) -> io::Result<()> {
+    let text = serde_json::to_vec(message)?;
+    let mut bytes = (text.len() as u64).to_le_bytes().to_vec();
+    bytes.extend(text);
+    socket.write_all(&bytes)
 }
+
+fn receive<T: DeserializeOwned>(socket: &mut impl Read) -> io::Result<T> {
+    let mut length = [0; 8];
+    socket.read_exact(&mut length)?;
+    let mut text = vec![0; u64::from_le_bytes(length) as usize];
+    socket.read_exact(&mut text)?;
+    Ok(serde_json::from_slice(&text)?)
+}
+

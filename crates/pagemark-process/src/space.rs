@@ -4,6 +4,7 @@ use std::fs::OpenOptions;
 use std::io;
 use std::path::Path;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use pagemark::sys::memory::Memory;
 use pagemark::sys::pagemap::Pagemap;
@@ -12,7 +13,7 @@ use pagemark::tracker::Pages;
 use pagemark::tracker::adaptive::Adaptive;
 use pagemark::tracker::compare::Compare;
 use pagemark::tracker::full::Full;
-use pagemark::tracker::pagemap_scan::PagemapScan;
+use pagemark::tracker::pagemap_scan::{PagemapScan, Registration};
 use pagemark::tracker::soft_dirty::SoftDirty;
 use pagemark::{Mechanism, Range, RangeSet, TrackError, Tracker};
 
@@ -72,7 +73,14 @@ pub struct AddressSpace {
     shared: Box<dyn Tracker>,
     mappings: Vec<Mapping>,
     maps: Vec<u8>,
+    /// For mechanisms that register mappings.
+    registration: Arc<Registration>,
+    stopped_time: Duration,
 }
+
+/// Pages in new mappings for which it pays to stop the process shortly, so that they are tracked and need not be copied in
+/// every round and once more while it is frozen.
+const MANY_PAGES: u64 = 1024;
 
 struct Part {
     kinds: &'static [MappingKind],
@@ -122,10 +130,18 @@ impl AddressSpace {
             Stat::read(pid).map_err(|error| AttachError::system(pid, "reading its state", error))?.start_ticks;
         let mappings =
             mappings::read(thread).map_err(|error| AttachError::system(pid, "reading its mappings", error))?;
+        let registration = Arc::new(Registration::default());
         let (parts, shared) = if scans {
             let userfaultfd = Arc::new(take_userfaultfd(pid, mechanism)?);
-            register(pid, &userfaultfd, &mappings)?;
-            let scan = |pages| PagemapScan::new(pagemap.clone(), userfaultfd.clone(), pages);
+            freezer::while_stopped(pid, || {
+                let mappings = mappings::read(thread);
+                let mappings = mappings.map_err(|error| AttachError::system(pid, "reading its mappings", error))?;
+                register(pid, &userfaultfd, &mappings)
+            })
+            .map_err(|source| AttachError::Stop { pid, source })??;
+            let scan = |pages| {
+                PagemapScan::new(pagemap.clone(), userfaultfd.clone(), pages).registering(registration.clone())
+            };
             let anonymous = scan(Pages::All);
             let anonymous: Box<dyn Tracker> = match mechanism {
                 Mechanism::Adaptive => Box::new(Adaptive::new(anonymous)),
@@ -157,6 +173,8 @@ impl AddressSpace {
             shared,
             mappings,
             maps: Vec::new(),
+            registration,
+            stopped_time: Duration::ZERO,
         };
         match space.pagemap.is_alive() {
             Ok(true) => Ok(space),
@@ -215,14 +233,48 @@ impl AddressSpace {
     /// what stopped holding data; and what was written, or may have been, through writable shared mappings of files. The
     /// mappings are read anew first.
     ///
+    /// The process is stopped for a fraction of a millisecond if there is much in new mappings, which can be registered
+    /// only then.
+    ///
     /// # Errors
     /// [`SpaceError`]; nothing is lost.
     pub fn collect(&mut self, dirty: &mut RangeSet) -> Result<(), SpaceError> {
+        self.collect_unstopped(dirty)?;
+        if self.registration.take_left_pages() < MANY_PAGES {
+            return Ok(());
+        }
+        let begin = Instant::now();
+        let collected = freezer::while_stopped(self.pid, || self.collect_frozen(dirty));
+        self.stopped_time += begin.elapsed();
+        collected?
+    }
+
+    /// As [`AddressSpace::collect`], for a process that something else may be about to stop.
+    ///
+    /// # Errors
+    /// [`SpaceError`]; nothing is lost.
+    pub fn collect_unstopped(&mut self, dirty: &mut RangeSet) -> Result<(), SpaceError> {
         self.refresh_mappings()?;
         if self.mechanism == Mechanism::SoftDirty {
             return self.collect_stopped(dirty);
         }
         self.collect_parts(dirty)
+    }
+
+    /// As [`AddressSpace::collect`], for a process that stands still.
+    ///
+    /// # Errors
+    /// [`SpaceError`]; nothing is lost.
+    pub fn collect_frozen(&mut self, dirty: &mut RangeSet) -> Result<(), SpaceError> {
+        self.registration.set_stands_still(true);
+        let collected = self.collect_unstopped(dirty);
+        self.registration.set_stands_still(false);
+        collected
+    }
+
+    /// For how long [`AddressSpace::collect`] has stopped the process since the last call.
+    pub fn take_stopped_time(&mut self) -> Duration {
+        std::mem::take(&mut self.stopped_time)
     }
 
     fn collect_parts(&mut self, dirty: &mut RangeSet) -> Result<(), SpaceError> {

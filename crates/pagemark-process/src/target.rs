@@ -66,6 +66,17 @@ enum Freeze {
     Stopped(Freezer),
 }
 
+impl Freeze {
+    /// True if no process of the tree can do anything.
+    fn stands_still(&self) -> bool {
+        match self {
+            Freeze::Running => false,
+            Freeze::Dumping(dump) => dump.is_state_saved(),
+            Freeze::Stopped(_) => true,
+        }
+    }
+}
+
 /// What a freeze saved besides memory.
 pub struct Saved {
     /// When the tree was frozen.
@@ -268,9 +279,19 @@ impl Target for ProcessTarget {
 
     fn collect(&mut self, space: SpaceId, dirty: &mut RangeSet) -> Result<(), TargetError> {
         let (may_attach, mechanism) = (self.may_attach(), self.mechanism);
-        let Some(process) = self.process(space) else { return Ok(()) };
+        let ProcessTarget { processes, freeze, .. } = self;
+        let Some(process) = processes.iter_mut().find(|process| process.id == space) else { return Ok(()) };
+        let collect = match freeze {
+            Freeze::Running => AddressSpace::collect,
+            _ if freeze.stands_still() => AddressSpace::collect_frozen,
+            _ => AddressSpace::collect_unstopped,
+        };
+        // What was compared must be what is copied, else a page that changes and changes back in between is missed.
+        if mechanism == Mechanism::Compare && !freeze.stands_still() {
+            return Ok(());
+        }
         let mut found = RangeSet::new();
-        match process.space.collect(&mut found) {
+        match collect(&mut process.space, &mut found) {
             Ok(()) => {}
             Err(error) if error.is_gone() => {
                 // It executed another program, or exits now; the next listing of processes tells.
@@ -279,7 +300,7 @@ impl Target for ProcessTarget {
                     Ok(space) => {
                         process.space = space;
                         process.untracked = !may_attach;
-                        process.space.collect(&mut found)?;
+                        collect(&mut process.space, &mut found)?;
                     }
                     Err(error) if error.is_gone() => return Ok(()),
                     Err(error) => return Err(error.into()),
@@ -361,7 +382,9 @@ impl Target for ProcessTarget {
         };
         files?;
         self.saved = Some(Saved { frozen_at: SystemTime::now() - frozen_since.elapsed(), state, processes: described });
-        Ok(frozen_time)
+        // Registering new mappings stopped it, too.
+        let stopped_time: Duration = self.processes.iter_mut().map(|process| process.space.take_stopped_time()).sum();
+        Ok(frozen_time + stopped_time)
     }
 
     fn relax(&mut self) -> Result<(), TargetError> {
