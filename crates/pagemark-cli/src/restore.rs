@@ -15,7 +15,8 @@ use nix::unistd::Pid;
 use pagemark::PAGE_SIZE;
 use pagemark::repository::{Checkpoint, Manifest};
 use pagemark_process::criu::Criu;
-use pagemark_process::files::{PutBack, What, put_back};
+use pagemark_process::files::{FilesError, PutBack, What, put_back};
+use pagemark_process::lazy;
 use pagemark_process::restore::{RestoreError, RestoreOptions, Restored, Streams, prepare};
 use serde::Serialize;
 
@@ -37,7 +38,11 @@ pub struct Restore {
     /// The checkpoint's number [default: the newest]
     #[arg(long, value_name = "N")]
     checkpoint: Option<u64>,
-    /// Return at once; the program goes on by itself, without this terminal
+    /// Let the program run before its memory is there: what it touches comes at once, the rest one after the other. Until all
+    /// of it is there, it ends if Pagemark ends
+    #[arg(long)]
+    lazy: bool,
+    /// Return at once (with --lazy, once all memory is there); the program goes on by itself, without this terminal
     #[arg(long)]
     detach: bool,
     /// Say nothing but errors
@@ -82,21 +87,28 @@ impl Restore {
         reference.sequence = self.checkpoint.or(reference.sequence);
         let checkpoint = read(&repository, &reference)?;
         if self.detach {
-            let (restored, files) = self.bring_back(&checkpoint)?;
-            return self.told(&checkpoint.manifest, &restored, files);
+            // A tree whose memory is still to come ends with this process, so it is not to end in between.
+            let _held = if self.lazy { Some(Signals::hold_for_stop()?) } else { None };
+            self.bring_back(&checkpoint, |restored, files| self.told(&checkpoint.manifest, restored, files))?;
+            return Ok(ExitCode::SUCCESS);
         }
         let signals = Signals::hold_for_target()?;
-        let (restored, files) = self.bring_back(&checkpoint)?;
-        let root = Pid::from_raw(restored.root_pid);
-        signals.pass_on_to(root)?;
-        self.told(&checkpoint.manifest, &restored, files)?;
+        let root = self.bring_back(&checkpoint, |restored, files| {
+            signals.pass_on_to(Pid::from_raw(restored.root_pid))?;
+            self.told(&checkpoint.manifest, restored, files)
+        })?;
         // A checkpoint that is held can't be pruned.
         drop(checkpoint);
-        wait(root)
+        wait(Pid::from_raw(root))
     }
 
-    /// Puts the files back and the processes.
-    fn bring_back(&self, checkpoint: &Checkpoint) -> Result<(Restored, Vec<File>), Failure> {
+    /// Puts the files and the processes back, and calls `running` once they run. Returns the root process's id once they need
+    /// nothing more.
+    fn bring_back(
+        &self,
+        checkpoint: &Checkpoint,
+        running: impl FnOnce(&Restored, Vec<File>) -> Result<(), Failure>,
+    ) -> Result<i32, Failure> {
         let manifest = &checkpoint.manifest;
         let name = format!("{}@{}", manifest.job, manifest.sequence);
         let failed = |error: &dyn Display| Failure::new(format!("cannot restore {name}"), error);
@@ -110,40 +122,55 @@ impl Restore {
             let memory = text::bytes(pages * PAGE_SIZE as u64);
             eprintln!("pagemark: restoring {name} from {} ({memory})", text::ago(manifest.taken_unix_us));
         }
-        let prepared = with_progress(images.path(), manifest, || prepare(manifest, checkpoint, images.path()));
-        let prepared = prepared.map_err(|error| {
+        let untouched = |error: RestoreError| {
             failed(&error).help(match error {
-                RestoreError::Io { .. } => "nothing was touched; all memory needs room in TMPDIR meanwhile",
+                RestoreError::Io { .. } => "nothing was touched; memory needs room in TMPDIR meanwhile",
                 _ => "nothing was touched",
             })
-        })?;
-        let files = put_back(&manifest.files, checkpoint, SystemTime::now()).map_err(|error| failed(&error))?;
-        let files: Vec<_> = files.into_iter().filter(|file| file.what != What::Untouched).map(File::from).collect();
+        };
         let options = RestoreOptions {
             as_child: !self.detach,
             stopped: false,
             streams: if self.detach { Streams::Null } else { Streams::Inherit },
         };
-        match prepared.run(&criu, &options) {
-            Ok(restored) => Ok((restored, files)),
-            Err(error) => {
-                // That files were put back is not to be kept back.
-                tell_files(&files);
-                Err(failed(&error))
-            }
+        if self.lazy {
+            let prepared = lazy::prepare(manifest, checkpoint, images.path()).map_err(untouched)?;
+            let files = put_files_back(checkpoint).map_err(|error| failed(&error))?;
+            let restoring = prepared.run(&criu, checkpoint, &options);
+            let restoring = restoring.inspect_err(|_| tell_files(&files)).map_err(|error| failed(&error))?;
+            running(restoring.restored(), files)?;
+            let (root, total_pages) = (restoring.restored().root_pid, restoring.total_pages());
+            // Where the program has the terminal, it has all of it.
+            let mut progress = self.detach.then(|| Progress::new("delivering"));
+            let delivered = restoring.deliver(&mut |pages| {
+                if let Some(progress) = &mut progress {
+                    progress.at(pages, total_pages, text::count);
+                }
+            });
+            delivered.map_err(|error| {
+                failed(&error).help("its memory did not come whole, so it was ended; it can be restored again")
+            })?;
+            return Ok(root);
         }
+        let prepared = with_progress(images.path(), manifest, || prepare(manifest, checkpoint, images.path()));
+        let prepared = prepared.map_err(untouched)?;
+        let files = put_files_back(checkpoint).map_err(|error| failed(&error))?;
+        let restored = prepared.run(&criu, &options);
+        let restored = restored.inspect_err(|_| tell_files(&files)).map_err(|error| failed(&error))?;
+        running(&restored, files)?;
+        Ok(restored.root_pid)
     }
 
-    fn told(&self, manifest: &Manifest, restored: &Restored, files: Vec<File>) -> Outcome {
+    fn told(&self, manifest: &Manifest, restored: &Restored, files: Vec<File>) -> Result<(), Failure> {
         if !self.quiet {
             tell_files(&files);
             eprintln!("pagemark: {}@{} runs as process {}", manifest.job, manifest.sequence, restored.root_pid);
         }
         if self.json {
             let (job, sequence) = (manifest.job.as_str(), manifest.sequence);
-            return print_json(&Document { job, sequence, pid: restored.root_pid, pids: &restored.pids, files });
+            print_json(&Document { job, sequence, pid: restored.root_pid, pids: &restored.pids, files })?;
         }
-        Ok(ExitCode::SUCCESS)
+        Ok(())
     }
 }
 
@@ -154,6 +181,13 @@ impl From<PutBack> for File {
     }
 }
 
+/// Gives the files what they held, and returns those that were changed for it.
+fn put_files_back(checkpoint: &Checkpoint) -> Result<Vec<File>, FilesError> {
+    let files = put_back(&checkpoint.manifest.files, checkpoint, SystemTime::now())?;
+    Ok(files.into_iter().filter(|file| file.what != What::Untouched).map(File::from).collect())
+}
+
+/// Told also where the restore fails afterwards.
 fn tell_files(files: &[File]) {
     for file in files {
         let path = clean(&file.path);

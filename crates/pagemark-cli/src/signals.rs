@@ -72,7 +72,9 @@ impl Signals {
     /// somebody sends to Pagemark goes to the target alone.
     pub fn pass_on_to(self, target: Pid) -> Result<(), Failure> {
         self.each(move |signal, from_kernel| {
-            let whom = if from_kernel { Pid::from_raw(-target.as_raw()) } else { target };
+            // A shell stops and continues whole jobs.
+            let to_all = from_kernel || matches!(signal, Signal::SIGTSTP | Signal::SIGCONT);
+            let whom = if to_all { Pid::from_raw(-target.as_raw()) } else { target };
             // The target leads a session without a terminal, where SIGTSTP stops nothing.
             let passed = if signal == Signal::SIGTSTP { Signal::SIGSTOP } else { signal };
             match kill(whom, passed) {

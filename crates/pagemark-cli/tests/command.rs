@@ -236,3 +236,38 @@ fn a_reader_that_goes_away_is_no_crash() {
         Command::new("sh").args(["-c", &script]).env("PAGEMARK_REPO", pagemark.repository()).output().expect("sh");
     assert_eq!(stderr(&output), "");
 }
+
+#[test]
+fn a_stopped_job_is_continued_whole() {
+    use nix::sys::signal::{Signal, kill};
+    use std::io::{BufRead, BufReader};
+    let pagemark = Pagemark::new();
+    // The child of the program has to go on too.
+    let script = "sh -c 'while :; do echo child; sleep 0.01; done'; :";
+    let mut child = pagemark
+        .command()
+        .args(["run", "--memory-only", "--quiet", "--every", "1h", "--", "sh", "-c", script])
+        .stdout(Stdio::piped())
+        .spawn()
+        .expect("pagemark starts");
+    let mut lines = BufReader::new(child.stdout.take().expect("it is a pipe")).lines().map_while(Result::ok);
+    let pid = nix::unistd::Pid::from_raw(child.id() as i32);
+    assert_eq!(lines.next().as_deref(), Some("child"));
+    kill(pid, Signal::SIGTSTP).expect("it runs");
+    let state = || {
+        let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).expect("it is not gone");
+        stat.rsplit(") ").next().and_then(|rest| rest.chars().next())
+    };
+    while state() != Some('T') {
+        std::thread::sleep(std::time::Duration::from_millis(5));
+    }
+    kill(pid, Signal::SIGCONT).expect("it is stopped");
+    // More than a pipe that was full before could hold.
+    for _ in 0..20 {
+        assert_eq!(lines.next().as_deref(), Some("child"));
+    }
+    // To the program alone; its child ends when nobody reads any more.
+    kill(pid, Signal::SIGTERM).expect("it runs");
+    drop(lines);
+    assert_eq!(child.wait().expect("it is ours").code(), Some(128 + 15));
+}
