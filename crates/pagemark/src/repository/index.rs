@@ -17,6 +17,9 @@ const MERGE_TABLES: usize = 6;
 /// A table is merged with smaller ones if it is not larger than this many times all of them.
 const MERGE_RATIO: u64 = 3;
 
+/// Of packs that no index file covers, which are few unless index files are lost, so many tables are kept open.
+const MAX_OPEN_TABLES: usize = if cfg!(test) { 8 } else { 64 };
+
 /// What the repository consisted of at one moment: the packs, and tables that name all that is in them.
 #[derive(Default)]
 pub(super) struct View {
@@ -108,7 +111,12 @@ impl View {
                 continue;
             }
             match open_pack_table(root, format, number, bad.contains(&number))? {
-                Some(table) => view.tables.push(Arc::new(table)),
+                Some(mut table) => {
+                    if view.tables.len() >= MAX_OPEN_TABLES {
+                        table.close();
+                    }
+                    view.tables.push(Arc::new(table));
+                }
                 None => drop(gone.insert(number)),
             }
         }

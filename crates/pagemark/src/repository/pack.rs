@@ -359,7 +359,7 @@ impl NewPacks {
         }
         writer.finish(&[number])?;
         let file = current.file.finish()?;
-        let path = current.file.path().to_owned();
+        let path = self.directory.join(format!("{}.pack", number_name(number)));
         let table = Table::open(file, &path, &self.format, FileKind::Pack, number)?.map_err(|Unreadable(reason)| {
             io_error("read back", &path, std::io::Error::new(std::io::ErrorKind::InvalidData, reason))
         })?;
@@ -380,7 +380,7 @@ impl NewPacks {
             file.sync()?;
         }
         for (file, table) in &mut self.finished {
-            file.rename(&self.directory.join(format!("{}.pack", number_name(table.number))))?;
+            file.rename(table.path())?;
         }
         if !self.finished.is_empty() {
             self.storage.sync_dir(&self.directory)?;

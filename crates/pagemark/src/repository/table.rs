@@ -188,8 +188,9 @@ pub(super) struct Table {
 }
 
 enum Source {
-    /// With the directory: a block's first id (its first 8 bytes) and its check.
-    File { file: File, directory: Vec<(u64, u64)> },
+    /// With the directory: a block's first id (its first 8 bytes) and its check. The file is opened when it is read if
+    /// it is not kept open.
+    File { file: Option<File>, directory: Vec<(u64, u64)> },
     /// For a pack whose table is damaged.
     Memory(Vec<Entry>),
 }
@@ -258,7 +259,7 @@ impl Table {
         };
         let filter = Filter { blocks: filter.as_chunks().0.iter().map(words).collect() };
         let (key, path) = (format.key, path.to_owned());
-        let source = Source::File { file, directory };
+        let source = Source::File { file: Some(file), directory };
         Ok(Ok(Table { number, kind, packs, entry_count, entries_offset, file_bytes, key, path, source, filter }))
     }
 
@@ -283,6 +284,13 @@ impl Table {
     /// True if the file's own table is damaged.
     pub(super) fn is_rebuilt(&self) -> bool {
         matches!(self.source, Source::Memory(_))
+    }
+
+    /// Keeps the file open no longer.
+    pub(super) fn close(&mut self) {
+        if let Source::File { file, .. } = &mut self.source {
+            *file = None;
+        }
     }
 
     /// Where the table is.
@@ -320,13 +328,27 @@ impl Table {
 
     fn read_block<'b>(
         &self,
-        file: &File,
+        file: &Option<File>,
         directory: &[(u64, u64)],
         block: usize,
         buffer: &'b mut [u8; BLOCK_BYTES],
     ) -> Result<Result<&'b [[u8; ENTRY_BYTES]], Unreadable>, StoreError> {
         let begin = (block * BLOCK_ENTRIES) as u64;
         let bytes = &mut buffer[..(self.entry_count - begin).min(BLOCK_ENTRIES as u64) as usize * ENTRY_BYTES];
+        let opened;
+        let file = match file {
+            Some(file) => file,
+            None => match File::open(&self.path) {
+                Ok(file) => {
+                    opened = file;
+                    &opened
+                }
+                Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+                    return Ok(Err(Unreadable("it is gone".into())));
+                }
+                Err(source) => return Err(io_error("open", &self.path, source)),
+            },
+        };
         file.read_exact_at(bytes, self.entries_offset + begin * ENTRY_BYTES as u64)
             .map_err(|source| io_error("read", &self.path, source))?;
         if hash16(&self.key, &[bytes])[..8] != directory[block].1.to_le_bytes() {
