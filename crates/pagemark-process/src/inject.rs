@@ -125,13 +125,14 @@ pub fn userfaultfd(pid: i32) -> Result<OwnedFd, InjectError> {
     let system = |step| move |source| InjectError::System { step, source };
     let thread = proc::live_thread(pid).ok_or(InjectError::Gone)?;
     let status = proc::Status::read(thread).map_err(|_| InjectError::Gone)?;
-    let suspend_seccomp = status.seccomp_mode != 0;
+    let has_filters = status.seccomp_mode != 0;
     let (ours, theirs) = socket_pair().map_err(system("making a socket pair"))?;
     let mut order = Order {
         thread,
         is_leader: thread == pid,
         instruction: syscall_instruction(thread)?,
-        options: ptrace::TRACE_SYSGOOD | if suspend_seccomp { ptrace::SUSPEND_SECCOMP } else { 0 },
+        options: ptrace::TRACE_SYSGOOD | ptrace::SUSPEND_SECCOMP,
+        must_suspend_seccomp: has_filters,
         threads_directory: CString::new(format!("/proc/{pid}/task")).map_err(|_| InjectError::Gone)?,
         socket: theirs.as_raw_fd(),
         threads: Vec::with_capacity(MOST_THREADS),
@@ -145,7 +146,7 @@ pub fn userfaultfd(pid: i32) -> Result<OwnedFd, InjectError> {
     let (step, errno, descriptor) = answer.map_err(system("hearing from the helper process"))?;
     match (step, descriptor) {
         (Step::Done, Some(descriptor)) => Ok(descriptor),
-        (Step::Seize, _) if errno == libc::EPERM && suspend_seccomp && can_trace_without_suspending(thread) => {
+        (Step::Seize, _) if errno == libc::EPERM && has_filters && can_trace_without_suspending(thread) => {
             Err(InjectError::Seccomp)
         }
         (step, _) => Err(step.error(errno)),
@@ -263,6 +264,8 @@ struct Order {
     is_leader: bool,
     instruction: u64,
     options: usize,
+    /// False if the process has no filters, as far as is known.
+    must_suspend_seccomp: bool,
     threads_directory: CString,
     socket: RawFd,
     /// The threads that are held, the first of them the one that makes the calls.
@@ -339,7 +342,13 @@ fn let_go(thread: i32) -> Result<(), libc::c_int> {
 /// Stops all threads, until no new one appears.
 fn hold(order: &mut Order, deadline: Instant) -> Helped<()> {
     // The one that will make the calls first: whether it may be traced decides.
-    ptrace::seize(order.thread, order.options).map_err(|errno| (Step::Seize, errno))?;
+    // Suspended also if there is no filter yet: there may be one before the thread stops.
+    let mut seized = ptrace::seize(order.thread, order.options);
+    if seized == Err(libc::EPERM) && !order.must_suspend_seccomp {
+        order.options &= !ptrace::SUSPEND_SECCOMP;
+        seized = ptrace::seize(order.thread, order.options);
+    }
+    seized.map_err(|errno| (Step::Seize, errno))?;
     ptrace::interrupt(order.thread).map_err(|errno| (Step::Seize, errno))?;
     if !ptrace::wait_trap(order.thread, deadline).map_err(|errno| (Step::Stop, errno))? {
         return Err((Step::Gone, 0));

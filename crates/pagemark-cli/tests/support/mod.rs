@@ -1,0 +1,221 @@
+//! What the end-to-end stories share: the command under test with a repository of its own, and a Redis client.
+#![allow(dead_code, reason = "each story uses a part")]
+
+use std::ffi::OsStr;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::TcpStream;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+/// Nothing here may wait for ever.
+pub const PATIENCE: Duration = Duration::from_secs(120);
+
+/// Waits until `condition` gives something.
+pub fn wait_for<T>(what: &str, mut condition: impl FnMut() -> Option<T>) -> T {
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        if let Some(value) = condition() {
+            return value;
+        }
+        assert!(Instant::now() < deadline, "waited too long: {what}");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+/// The command, with a repository and a working directory that go with it.
+pub struct Pagemark {
+    directory: tempfile::TempDir,
+}
+
+/// A checkpoint as `pagemark log --json` lists it.
+#[derive(Clone, Copy, Debug)]
+pub struct Listed {
+    pub sequence: u64,
+    pub taken_unix_us: u64,
+}
+
+impl Pagemark {
+    pub fn new() -> Pagemark {
+        Pagemark { directory: tempfile::tempdir().expect("a temporary directory") }
+    }
+
+    pub fn directory(&self) -> &Path {
+        self.directory.path()
+    }
+
+    pub fn repository(&self) -> PathBuf {
+        self.directory().join("repository")
+    }
+
+    pub fn command(&self, arguments: &[&str]) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_pagemark"));
+        command.args(arguments).env("PAGEMARK_REPO", self.repository()).current_dir(self.directory());
+        command
+    }
+
+    /// Runs to the end, and expects success.
+    pub fn done(&self, arguments: &[&str]) -> String {
+        let output = self.output(arguments);
+        assert!(output.status.success(), "pagemark {arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8(output.stdout).expect("UTF-8")
+    }
+
+    pub fn output(&self, arguments: &[&str]) -> Output {
+        self.command(arguments).stdin(Stdio::null()).output().expect("the command runs")
+    }
+
+    pub fn json(&self, arguments: &[&str]) -> serde_json::Value {
+        serde_json::from_str(&self.done(arguments)).expect("JSON")
+    }
+
+    /// `pagemark run`, with the target's output in the file `output`.
+    pub fn run(&self, options: &[&str], program: &[impl AsRef<OsStr>]) -> Runner {
+        let output = std::fs::File::create(self.directory().join("pagemark.log")).expect("a log file");
+        let child = self
+            .command(&["run"])
+            .args(options)
+            .arg("--")
+            .args(program)
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(output)
+            .spawn()
+            .expect("pagemark starts");
+        Runner { child }
+    }
+
+    pub fn checkpoints(&self, job: &str) -> Vec<Listed> {
+        let output = self.output(&["log", "--json", job]);
+        if !output.status.success() {
+            return Vec::new();
+        }
+        let document: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
+        let list = document["checkpoints"].as_array().or(document.as_array()).cloned().unwrap_or_default();
+        list.iter()
+            .map(|entry| Listed {
+                sequence: entry["sequence"].as_u64().expect("a number"),
+                taken_unix_us: entry["taken_unix_us"].as_u64().expect("a time"),
+            })
+            .collect()
+    }
+
+    /// Waits for a checkpoint that was taken after this instant.
+    pub fn checkpoint_after(&self, job: &str, unix_us: u64) -> u64 {
+        wait_for("a checkpoint", || {
+            self.checkpoints(job).iter().find(|listed| listed.taken_unix_us > unix_us).map(|listed| listed.sequence)
+        })
+    }
+
+    pub fn log(&self) -> String {
+        std::fs::read_to_string(self.directory().join("pagemark.log")).unwrap_or_default()
+    }
+}
+
+/// A running `pagemark run`, killed with its target when dropped.
+pub struct Runner {
+    pub child: Child,
+}
+
+impl Runner {
+    /// The target: Pagemark's only child that leads a session of its own.
+    pub fn target(&self) -> i32 {
+        let pagemark = self.child.id() as i32;
+        wait_for("the target", || {
+            children(pagemark).into_iter().find(|&pid| {
+                nix::unistd::getsid(Some(nix::unistd::Pid::from_raw(pid))).is_ok_and(|session| session.as_raw() == pid)
+                    && !command_line(pid).contains("criu")
+            })
+        })
+    }
+
+    /// Kills Pagemark without warning; the target lives on.
+    pub fn kill(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+impl Drop for Runner {
+    fn drop(&mut self) {
+        self.kill();
+    }
+}
+
+pub fn now_unix_us() -> u64 {
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+    now.expect("after 1970").as_micros() as u64
+}
+
+pub fn children(pid: i32) -> Vec<i32> {
+    let text = std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap_or_default();
+    text.split_whitespace().filter_map(|pid| pid.parse().ok()).collect()
+}
+
+pub fn command_line(pid: i32) -> String {
+    String::from_utf8_lossy(&std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default()).replace('\0', " ")
+}
+
+pub fn is_alive(pid: i32) -> bool {
+    std::fs::read_to_string(format!("/proc/{pid}/stat"))
+        .is_ok_and(|stat| !stat.rsplit(')').next().unwrap_or("").trim_start().starts_with(['Z', 'X']))
+}
+
+/// Kills a process and waits until it is gone, so that its id is free again.
+pub fn kill_and_wait(pid: i32) {
+    let _ = nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), nix::sys::signal::Signal::SIGKILL);
+    wait_for("a killed process to go", || (!Path::new(&format!("/proc/{pid}")).exists()).then_some(()));
+}
+
+/// A connection to a Redis server.
+pub struct Redis {
+    stream: BufReader<TcpStream>,
+}
+
+impl Redis {
+    pub fn connect(port: u16) -> Option<Redis> {
+        let stream = TcpStream::connect(("127.0.0.1", port)).ok()?;
+        stream.set_read_timeout(Some(PATIENCE)).ok()?;
+        stream.set_nodelay(true).ok()?;
+        Some(Redis { stream: BufReader::new(stream) })
+    }
+
+    /// Sends a command and gives the reply as text; a list's items are separated by line breaks.
+    pub fn call(&mut self, words: &[&str]) -> std::io::Result<String> {
+        let mut request = format!("*{}\r\n", words.len());
+        for word in words {
+            request.push_str(&format!("${}\r\n{word}\r\n", word.len()));
+        }
+        self.stream.get_mut().write_all(request.as_bytes())?;
+        self.reply()
+    }
+
+    fn reply(&mut self) -> std::io::Result<String> {
+        let mut line = String::new();
+        if self.stream.read_line(&mut line)? == 0 {
+            return Err(std::io::ErrorKind::UnexpectedEof.into());
+        }
+        let line = line.trim_end().to_owned();
+        let length = || line[1..].parse::<i64>().unwrap_or(-1);
+        match line.as_bytes().first() {
+            Some(b'$') if length() >= 0 => {
+                let mut value = vec![0; length() as usize + 2];
+                self.stream.read_exact(&mut value)?;
+                value.truncate(length() as usize);
+                Ok(String::from_utf8_lossy(&value).into_owned())
+            }
+            Some(b'$') => Ok(String::new()),
+            Some(b'*') => {
+                let items: Result<Vec<String>, _> = (0..length()).map(|_| self.reply()).collect();
+                Ok(items?.join("\n"))
+            }
+            Some(b'-') => Err(std::io::Error::other(line)),
+            _ => Ok(line[1..].to_owned()),
+        }
+    }
+
+    /// The reply of a command that must succeed.
+    pub fn must(&mut self, words: &[&str]) -> String {
+        self.call(words).unwrap_or_else(|error| panic!("redis {words:?}: {error}"))
+    }
+}
