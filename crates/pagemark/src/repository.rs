@@ -60,6 +60,7 @@ use crate::{ContentId, PAGE_SIZE, StoreError};
 use format::{FORMAT, Format, hash16, number_name, random};
 use index::{BadTable, View};
 use lock::Lock;
+use pack::RecordSource;
 use storage::{Storage, io_error};
 use table::Entry;
 
@@ -376,7 +377,7 @@ impl Inner {
     fn fetch<T>(
         &self,
         id: ContentId,
-        read: &mut dyn FnMut(&(&File, &Path), &Entry) -> Result<T, StoreError>,
+        mut read: impl FnMut(&dyn RecordSource, &Entry) -> Result<T, StoreError>,
     ) -> Result<T, StoreError> {
         let mut view = self.view();
         loop {
@@ -392,7 +393,7 @@ impl Inner {
                     Ok(Some(found)) => {
                         next_table = found.table + 1;
                         let Some((file, path)) = self.open_pack(found.entry.pack)? else { continue };
-                        match read(&(&file, &path), &found.entry) {
+                        match read(&(&*file, path.as_path()), &found.entry) {
                             Err(error @ StoreError::Damaged { .. }) => failure = error,
                             done => return done,
                         }
@@ -408,11 +409,11 @@ impl Inner {
     }
 
     fn get(&self, id: ContentId) -> Result<Vec<u8>, StoreError> {
-        self.fetch(id, &mut |source, entry| Ok(pack::read_record(source, &self.format.key, entry)?.raw))
+        self.fetch(id, |source, entry| Ok(pack::read_record(source, &self.format.key, entry)?.raw))
     }
 
     fn get_page(&self, id: ContentId, page: &mut [u8; PAGE_SIZE]) -> Result<(), StoreError> {
-        self.fetch(id, &mut |source, entry| pack::read_page(source, &self.format.key, entry, page))
+        self.fetch(id, |source, entry| pack::read_page(source, &self.format.key, entry, page))
     }
 
     /// True if some copy of a piece of content is there.
@@ -420,7 +421,7 @@ impl Inner {
         match self.view().find(id)? {
             Ok(Some(_)) => Ok(true),
             // It may have moved.
-            Ok(None) | Err(_) => match self.fetch(id, &mut |_, _| Ok(())) {
+            Ok(None) | Err(_) => match self.fetch(id, |_, _| Ok(())) {
                 Ok(()) => Ok(true),
                 Err(StoreError::Missing { .. }) => Ok(false),
                 Err(error) => Err(error),

@@ -82,7 +82,7 @@ impl Storage {
     fn write(&self, file: &mut File, path: &Path, bytes: &[u8]) -> Result<(), StoreError> {
         let mut write = || {
             #[cfg(test)]
-            self.before(faults::Step::Write(path, file, bytes))?;
+            self.before(faults::Step::Write(file, bytes))?;
             file.write_all(bytes)
         };
         write().map_err(|source| io_error("write", path, source))
@@ -119,11 +119,6 @@ impl NewFile {
     /// What was appended so far, bytes.
     pub(crate) fn len(&self) -> u64 {
         self.flushed_bytes + self.buffer.len() as u64
-    }
-
-    /// Where the file is.
-    pub(crate) fn path(&self) -> &Path {
-        &self.path
     }
 
     /// Appends all of `parts`, or fails; after a failure it is not known what of them is in the file.

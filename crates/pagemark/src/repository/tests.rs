@@ -38,7 +38,7 @@ fn page(number: u64) -> [u8; PAGE_SIZE] {
     let make = || {
         let mut random = number.wrapping_mul(0x9e37_79b9_7f4a_7c15);
         std::array::from_fn(|at| {
-            if number % 2 == 0 {
+            if number.is_multiple_of(2) {
                 return number.to_le_bytes()[at % 8];
             }
             random ^= random << 13;

@@ -14,7 +14,7 @@ pub(crate) enum Step<'a> {
     Rename(&'a Path, &'a Path),
     Remove(&'a Path),
     SyncDir(&'a Path),
-    Write(&'a Path, &'a mut File, &'a [u8]),
+    Write(&'a mut File, &'a [u8]),
     Sync(&'a Path),
 }
 
@@ -114,7 +114,7 @@ impl Faults {
         };
         match fails {
             Some(error) => {
-                if let Step::Write(_, file, bytes) = step {
+                if let Step::Write(file, bytes) = step {
                     let part = state.below(bytes.len() as u64 + 1) as usize;
                     file.write_all(&bytes[..part])?;
                 }
