@@ -345,8 +345,11 @@ impl Inner {
     /// Looks what is there now.
     fn refresh(&self) -> Result<Arc<View>, StoreError> {
         let rejected = locked(&self.rejected).clone();
-        let view = View::read(&self.path, &self.format, &self.view(), &rejected)?;
-        Ok(self.set_view(view))
+        let old = self.view();
+        if old.is_current(&self.path, &rejected) {
+            return Ok(old);
+        }
+        Ok(self.set_view(View::read(&self.path, &self.format, &old, &rejected)?))
     }
 
     /// Says that a table is damaged: from the next [`Inner::refresh`] on it is not used.

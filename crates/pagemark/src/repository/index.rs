@@ -3,8 +3,10 @@
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashSet};
 use std::fs::File;
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
 use super::format::{FileKind, Format, number_name, parse_number, random_number};
 use super::pack;
@@ -27,6 +29,31 @@ pub(super) struct View {
     pub(super) tables: Vec<Arc<Table>>,
     /// The packs that exist, in ascending order. What a table says of others is out of date.
     pub(super) packs: Vec<u64>,
+    /// Tells whether it is still what is there.
+    stamp: Option<Stamp>,
+}
+
+/// When the directories changed last, seconds and nanoseconds, and which tables were known to be damaged then.
+#[derive(PartialEq, Eq)]
+struct Stamp {
+    changed: [(i64, i64); 2],
+    bad_tables: usize,
+}
+
+/// A directory that changed less than this ago may change again without a new time.
+const CLOCK_TICK: Duration = Duration::from_millis(100);
+
+impl Stamp {
+    /// None while it would not tell a change.
+    fn take(root: &Path, bad: &HashSet<u64>) -> Option<Stamp> {
+        let mut changed = [(0, 0); 2];
+        for (time, part) in changed.iter_mut().zip(["packs", "index"]) {
+            let metadata = std::fs::metadata(root.join(part)).ok()?;
+            metadata.modified().ok()?.elapsed().ok().filter(|ago| *ago > CLOCK_TICK)?;
+            *time = (metadata.mtime(), metadata.mtime_nsec());
+        }
+        Some(Stamp { changed, bad_tables: bad.len() })
+    }
 }
 
 /// Where a copy of a piece of content is: the table's place in the view, the entry's in the table.
@@ -59,6 +86,20 @@ impl View {
         Ok(Ok(None))
     }
 
+    /// This view with more packs.
+    pub(super) fn with_packs(&self, more: &[Arc<Table>]) -> View {
+        let mut view = View { tables: self.tables.clone(), packs: self.packs.clone(), stamp: None };
+        view.packs.extend(more.iter().map(|table| table.number));
+        view.packs.sort_unstable();
+        view.tables.extend(more.iter().cloned());
+        view
+    }
+
+    /// True if nothing changed since the view was read.
+    pub(super) fn is_current(&self, root: &Path, bad: &HashSet<u64>) -> bool {
+        self.stamp.is_some() && self.stamp == Stamp::take(root, bad)
+    }
+
     pub(super) fn has_pack(&self, pack: u64) -> bool {
         self.packs.binary_search(&pack).is_ok()
     }
@@ -71,6 +112,7 @@ impl View {
 
     /// Looks what is there now. Tables that `old` has are not read again; `bad` ones are not used.
     pub(super) fn read(root: &Path, format: &Format, old: &View, bad: &HashSet<u64>) -> Result<View, StoreError> {
+        let stamp = Stamp::take(root, bad);
         let mut packs = numbers_in(&root.join("packs"), ".pack")?;
         packs.sort_unstable();
         let mut indexes = Vec::new();
@@ -94,7 +136,7 @@ impl View {
             }
         }
         indexes.sort_unstable_by_key(|table| (Reverse(table.entry_count), table.number));
-        let mut view = View { tables: Vec::new(), packs };
+        let mut view = View { tables: Vec::new(), packs, stamp };
         let mut covered = HashSet::new();
         for table in indexes {
             let more = table.packs.iter().filter(|&&pack| view.has_pack(pack) && covered.insert(pack)).count();
@@ -174,7 +216,7 @@ impl View {
         let mut tables: Vec<_> = self.tables.iter().filter(|table| !is_merged(table)).cloned().collect();
         tables.push(Arc::new(table));
         tables.sort_by_key(|table| (table.kind == FileKind::Pack, Reverse(table.entry_count), table.number));
-        Ok(View { tables, packs: self.packs.clone() })
+        Ok(View { tables, packs: self.packs.clone(), stamp: None })
     }
 
     fn write_merged(

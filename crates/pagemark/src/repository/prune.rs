@@ -350,7 +350,7 @@ impl Inner {
         if sparse.len() + small.len() > MAX_SMALL_PACKS {
             sparse.append(&mut small);
         }
-        let mut now = View { tables: view.tables.clone(), packs: view.packs.clone() };
+        let mut now = view.with_packs(&[]);
         self.remove_packs(&dead, &mut now)?;
 
         let sources: HashSet<u64> = sparse.iter().copied().collect();
@@ -409,9 +409,7 @@ impl Inner {
     fn replace_packs(&self, mut packs: NewPacks, moved: &[u64], now: &mut View) -> Result<(), StoreError> {
         let (tables, _) = packs.publish()?;
         packs.keep();
-        now.packs.extend(tables.iter().map(|table| table.number));
-        now.packs.sort_unstable();
-        now.tables.extend(tables);
+        *now = now.with_packs(&tables);
         self.remove_packs(moved, now)
     }
 

@@ -133,11 +133,7 @@ impl Writer {
         self.packs.keep();
         let info = record.publish()?;
 
-        let mut view = View { tables: self.view.tables.clone(), packs: self.view.packs.clone() };
-        view.packs.extend(tables.iter().map(|table| table.number));
-        view.packs.sort_unstable();
-        view.tables.extend(tables);
-        let view = self.inner.set_view(view);
+        let view = self.inner.set_view(self.view.with_packs(&tables));
         self.inner.merge_tables(&view);
         Ok(info)
     }
