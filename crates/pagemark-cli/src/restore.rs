@@ -2,6 +2,7 @@
 
 use std::fmt::Display;
 use std::fs;
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::mpsc::{self, RecvTimeoutError};
@@ -115,7 +116,8 @@ impl Restore {
         let criu =
             Criu::find().map_err(|error| failed(&error).help("`make criu` in Pagemark's sources gets a CRIU"))?;
         // Only its owner can look into it; goes when this returns.
-        let images = tempfile::Builder::new().prefix("pagemark-restore-").tempdir();
+        let private = fs::Permissions::from_mode(0o700);
+        let images = tempfile::Builder::new().prefix("pagemark-restore-").permissions(private).tempdir();
         let images = images.map_err(|error| failed(&error).help("TMPDIR names another place for temporary files"))?;
         if !self.quiet {
             let pages: u64 = manifest.spaces.iter().map(|space| space.pages).sum();

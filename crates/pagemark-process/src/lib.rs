@@ -14,6 +14,7 @@ pub mod mappings;
 pub mod proc;
 pub mod space;
 mod ptrace;
+pub mod scratch;
 pub mod job;
 pub mod target;
 pub mod core_file;

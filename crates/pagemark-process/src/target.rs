@@ -15,6 +15,7 @@ use crate::files::{FileTracker, FilesError, OpenFile, Written, open_for_writing}
 use crate::freezer::{FreezeError, Freezer, ThreadRegisters};
 use crate::mappings::{Mapping, MappingKind};
 use crate::proc::Stat;
+use crate::scratch::{self, ScratchDirectory};
 use crate::space::{AddressSpace, SpaceError};
 
 /// What freezes the tree, and what it saves besides memory.
@@ -42,7 +43,7 @@ pub struct ProcessTarget {
     pub files: FileTracker,
     freeze: Freeze,
     /// Made anew for each freeze; CRIU's images go there.
-    images: Option<tempfile::TempDir>,
+    images: Option<ScratchDirectory>,
     saved: Option<Saved>,
     at_freeze: Option<FreezeHook>,
 }
@@ -90,7 +91,7 @@ pub struct Saved {
 /// The state, by who saved it.
 pub enum SavedBy {
     /// CRIU's images, in a directory that goes with this value.
-    Criu(SavedState, tempfile::TempDir),
+    Criu(SavedState, ScratchDirectory),
     /// Registers of each thread.
     Registers(Vec<ThreadRegisters>),
 }
@@ -174,6 +175,8 @@ impl ProcessTarget {
         };
         let space = AddressSpace::attach(root_pid, mechanism)?;
         target.enter(space, false);
+        // What a Pagemark that was killed left there holds secrets, and room in memory.
+        scratch::sweep(&scratch::parent());
         Ok(target)
     }
 
@@ -411,11 +414,7 @@ impl ProcessTarget {
 
 /// A directory for CRIU's images, its owner's alone. They lie in memory for their short life: they are written while the
 /// tree is frozen, and hold its secrets.
-fn images_directory() -> Result<tempfile::TempDir, TargetError> {
-    let memory = PathBuf::from("/dev/shm");
-    let directory = if memory.is_dir() { memory } else { std::env::temp_dir() };
-    tempfile::Builder::new()
-        .prefix("pagemark-state-")
-        .tempdir_in(&directory)
-        .map_err(|source| TargetError::Directory { directory, source })
+fn images_directory() -> Result<ScratchDirectory, TargetError> {
+    let directory = scratch::parent();
+    ScratchDirectory::new_in(&directory).map_err(|source| TargetError::Directory { directory, source })
 }

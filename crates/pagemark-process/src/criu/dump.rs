@@ -24,6 +24,7 @@ use pagemark::{PAGE_SIZE, RangeSet};
 use super::images::{ImageError, PageRun, Pagemap, PstreeEntry, read_all};
 use super::withhold::Withholding;
 use super::{Criu, CriuError, errors_in_log, images};
+use crate::scratch;
 use crate::stdio::{self, Outside};
 
 /// CRIU's log in the images directory.
@@ -128,7 +129,10 @@ impl Dump {
         }
         command.args(stdio::dump_arguments(&notes.outside));
         // CRIU also gets the reading end of its status pipe: if Pagemark is killed, writing to it must not fail.
-        let inherited = [page_server.as_raw_fd(), status_write.as_raw_fd(), status_read.as_raw_fd()];
+        // And the directory: it is not left over while CRIU writes into it.
+        let images = scratch::hold(directory).map_err(io(&format!("hold {}", directory.display())))?;
+        let inherited =
+            [page_server.as_raw_fd(), status_write.as_raw_fd(), status_read.as_raw_fd(), images.as_raw_fd()];
         let (receiver, sender) = UnixStream::pair().map_err(io("make a socket pair"))?;
         let sender_number = sender.as_raw_fd();
         // A filtered process may not suspend the filters of another, which CRIU has to if the tree has any.
