@@ -5,9 +5,7 @@ mod support;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use support::{Pagemark, Redis, kill_and_wait, now_unix_us, wait_for};
-
-const PORT: u16 = 7841;
+use support::{Pagemark, Redis, free_port, kill_and_wait, now_unix_us, wait_for};
 
 /// Keys that `DEBUG POPULATE` makes, of 1000 bytes each.
 const KEYS: u64 = 1_000_000;
@@ -21,13 +19,13 @@ struct Load {
 }
 
 impl Load {
-    fn start() -> Load {
+    fn start(port: u16) -> Load {
         let stop = Arc::new(AtomicBool::new(false));
         let acknowledged = Arc::new(AtomicU64::new(0));
         let writer = {
             let (stop, acknowledged) = (stop.clone(), acknowledged.clone());
             std::thread::spawn(move || {
-                let mut redis = Redis::connect(PORT).expect("a connection for the writer");
+                let mut redis = Redis::connect(port).expect("a connection for the writer");
                 let mut random = 88172645463325252u64;
                 for value in 1.. {
                     random ^= random << 13;
@@ -55,7 +53,7 @@ impl Load {
         let reader = {
             let stop = stop.clone();
             std::thread::spawn(move || {
-                let mut redis = Redis::connect(PORT).expect("a connection for the reader");
+                let mut redis = Redis::connect(port).expect("a connection for the reader");
                 for key in (0..KEYS).cycle() {
                     let reply = redis.call(&["GET", &format!("key:{key}")]);
                     if stop.load(Ordering::SeqCst) {
@@ -82,15 +80,16 @@ fn digest(redis: &mut Redis) -> String {
 #[test]
 fn a_redis_server_under_load_is_killed_and_comes_back() {
     let pagemark = Pagemark::new();
-    let port = PORT.to_string();
+    let port = free_port();
+    let port_text = port.to_string();
     let server =
-        ["redis-server", "--port", &port, "--save", "", "--appendonly", "no", "--enable-debug-command", "local"];
+        ["redis-server", "--port", &port_text, "--save", "", "--appendonly", "no", "--enable-debug-command", "local"];
     let mut runner = pagemark.run(&["--every", "1s", "--job", "redis"], &server);
-    let mut redis = wait_for("the server", || Redis::connect(PORT));
+    let mut redis = wait_for("the server", || Redis::connect(port));
     let target = runner.target();
     redis.must(&["DEBUG", "POPULATE", &KEYS.to_string(), "key", "1000"]);
 
-    let load = Load::start();
+    let load = Load::start(port);
     let acknowledged_before = wait_for("some load", || {
         let value = load.acknowledged.load(Ordering::SeqCst);
         (value > 500).then_some(value)
@@ -106,7 +105,7 @@ fn a_redis_server_under_load_is_killed_and_comes_back() {
     assert_eq!(still, expected, "something wrote in the quiet time");
 
     // Later writes, in the middle of which everything is killed.
-    let load = Load::start();
+    let load = Load::start(port);
     wait_for("more load", || (load.acknowledged.load(Ordering::SeqCst) > 300).then_some(()));
     load.stop.store(true, Ordering::SeqCst);
     runner.kill();
@@ -115,7 +114,7 @@ fn a_redis_server_under_load_is_killed_and_comes_back() {
 
     // As it was when it was quiet: every key has its value.
     pagemark.done(&["restore", "--detach", &format!("redis@{quiet}")]);
-    let mut redis = wait_for("the restored server", || Redis::connect(PORT));
+    let mut redis = wait_for("the restored server", || Redis::connect(port));
     assert_eq!(digest(&mut redis), expected, "the restored data differ from those at the checkpoint");
     assert_eq!(redis.must(&["SET", "after", "1"]), "OK");
     assert_eq!(redis.must(&["GET", "after"]), "1");
@@ -123,7 +122,7 @@ fn a_redis_server_under_load_is_killed_and_comes_back() {
 
     // As it was in the middle of the load: a consistent cut, nothing acknowledged before it lost.
     pagemark.done(&["restore", "--detach", "--lazy", &format!("redis@{under_load}")]);
-    let mut redis = wait_for("the restored server", || Redis::connect(PORT));
+    let mut redis = wait_for("the restored server", || Redis::connect(port));
     let (left, right) = (redis.must(&["GET", "left"]), redis.must(&["GET", "right"]));
     assert_eq!(left, right, "a transaction was cut in two");
     let value: u64 = left.parse().expect("a number");

@@ -102,9 +102,15 @@ impl Pagemark {
 
     /// Waits for a checkpoint that was taken after this instant.
     pub fn checkpoint_after(&self, job: &str, unix_us: u64) -> u64 {
-        wait_for("a checkpoint", || {
-            self.checkpoints(job).iter().find(|listed| listed.taken_unix_us > unix_us).map(|listed| listed.sequence)
-        })
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            let newer = self.checkpoints(job).into_iter().find(|listed| listed.taken_unix_us > unix_us);
+            if let Some(listed) = newer {
+                return listed.sequence;
+            }
+            assert!(Instant::now() < deadline, "no checkpoint came; pagemark said:\n{}", self.log());
+            std::thread::sleep(Duration::from_millis(50));
+        }
     }
 
     pub fn log(&self) -> String {
@@ -138,8 +144,16 @@ impl Runner {
 
 impl Drop for Runner {
     fn drop(&mut self) {
+        let targets = children(self.child.id() as i32);
         self.kill();
+        targets.into_iter().for_each(kill_and_wait);
     }
+}
+
+/// A port of the loopback interface that nobody listens on.
+pub fn free_port() -> u16 {
+    let listener = std::net::TcpListener::bind(("127.0.0.1", 0)).expect("a port");
+    listener.local_addr().expect("its number").port()
 }
 
 pub fn now_unix_us() -> u64 {

@@ -1,0 +1,194 @@
+//! Processes to attach to, which show whether somebody disturbed them.
+#![allow(dead_code, reason = "each story uses a part")]
+
+use std::fs;
+use std::io::{BufRead, BufReader};
+use std::os::unix::process::CommandExt;
+use std::path::PathBuf;
+use std::process::{Child, Command, Output, Stdio};
+use std::sync::OnceLock;
+
+use crate::support::{Pagemark, command_line, is_alive, wait_for};
+
+/// The user that may nothing.
+pub const NOBODY: u32 = 65534;
+
+/// The compiled program `subject.c`, for every user; none where there is no C compiler.
+pub fn subject() -> Option<PathBuf> {
+    static PROGRAM: OnceLock<Option<(tempfile::TempDir, PathBuf)>> = OnceLock::new();
+    let compile = || {
+        let directory = public_directory();
+        let program = directory.path().join("subject");
+        let source = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/subject.c");
+        let done = Command::new("cc").args(["-O1", "-o"]).arg(&program).arg(source).status().ok()?;
+        assert!(done.success(), "subject.c does not compile");
+        Some((directory, program))
+    };
+    PROGRAM.get_or_init(compile).as_ref().map(|(_, program)| program.clone())
+}
+
+/// A directory that every user can look into.
+pub fn public_directory() -> tempfile::TempDir {
+    use std::os::unix::fs::PermissionsExt;
+    let all = fs::Permissions::from_mode(0o755);
+    tempfile::Builder::new().permissions(all).tempdir().expect("a temporary directory")
+}
+
+/// A running `subject`, killed when dropped.
+pub struct Subject {
+    child: Child,
+    descriptors: Vec<String>,
+}
+
+impl Subject {
+    pub fn start(mode: &[&str]) -> Option<Subject> {
+        Self::start_as(None, mode)
+    }
+
+    /// Belongs to user `user`, if that is given.
+    pub fn start_as(user: Option<u32>, mode: &[&str]) -> Option<Subject> {
+        let mut command = Command::new(subject()?);
+        if let Some(user) = user {
+            command.uid(user).gid(user);
+        }
+        Some(Self::spawn(command.args(mode)))
+    }
+
+    fn spawn(command: &mut Command) -> Subject {
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null()).current_dir("/");
+        // SAFETY: `setsid` alone is called between fork and exec.
+        unsafe { command.pre_exec(|| Ok(nix::unistd::setsid().map(drop)?)) };
+        let mut child = command.spawn().expect("the subject starts");
+        let mut line = String::new();
+        BufReader::new(child.stdout.take().expect("a pipe")).read_line(&mut line).expect("a line");
+        assert_eq!(line, "ready\n", "the subject did not start");
+        let descriptors = descriptors(child.id() as i32);
+        Subject { child, descriptors }
+    }
+
+    pub fn pid(&self) -> i32 {
+        self.child.id() as i32
+    }
+
+    pub fn pid_text(&self) -> String {
+        self.pid().to_string()
+    }
+
+    pub fn signal(&self, signal: nix::sys::signal::Signal) {
+        nix::sys::signal::kill(nix::unistd::Pid::from_raw(self.pid()), signal).expect("it lives");
+    }
+
+    /// Asserts that it runs as if nobody had ever looked at it.
+    #[track_caller]
+    pub fn is_untouched(&self) {
+        untouched(self.pid(), &self.descriptors);
+    }
+
+    /// The exit status, once it has ended by itself.
+    pub fn wait(&mut self) -> Option<i32> {
+        self.child.wait().expect("our child").code()
+    }
+
+    /// Kills it, and waits until its id is free.
+    pub fn kill(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+impl Drop for Subject {
+    fn drop(&mut self) {
+        self.kill();
+    }
+}
+
+/// What a process has open: number and what it leads to.
+pub fn descriptors(pid: i32) -> Vec<String> {
+    let entries = fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten();
+    let mut list: Vec<String> = entries
+        .filter_map(|entry| {
+            Some(format!("{} {}", entry.file_name().display(), fs::read_link(entry.path()).ok()?.display()))
+        })
+        .collect();
+    list.sort();
+    list
+}
+
+pub fn status_field(pid: i32, name: &str) -> Option<String> {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+    status.lines().find_map(|line| line.strip_prefix(name)).map(|value| value.trim_start_matches(':').trim().into())
+}
+
+/// Asserts that a process runs, untraced, with these descriptors and no page watched by a userfaultfd.
+#[track_caller]
+pub fn untouched(pid: i32, expected: &[String]) {
+    assert!(is_alive(pid), "process {pid} is gone");
+    assert_eq!(status_field(pid, "TracerPid").as_deref(), Some("0"), "it is traced");
+    let state = status_field(pid, "State").unwrap_or_default();
+    assert!(!state.starts_with(['T', 't']), "it is stopped: {state}");
+    assert_eq!(descriptors(pid), expected, "its descriptors are not as they were");
+    assert!(!is_watched(pid), "a userfaultfd still watches its memory");
+}
+
+/// True if a mapping of the process is registered with a userfaultfd.
+pub fn is_watched(pid: i32) -> bool {
+    let smaps = fs::read_to_string(format!("/proc/{pid}/smaps")).unwrap_or_default();
+    let flags = smaps.lines().filter_map(|line| line.strip_prefix("VmFlags:"));
+    flags.flat_map(str::split_whitespace).any(|flag| matches!(flag, "uw" | "um" | "ui"))
+}
+
+/// Waits until nothing of a killed Pagemark works on the process any more, as its last helper may for a moment.
+pub fn wait_until_left_alone(pid: i32) {
+    wait_for("CRIU and helpers to end", || {
+        let traced = status_field(pid, "TracerPid").is_some_and(|tracer| tracer != "0");
+        (!traced && criu_on(pid).is_empty() && !is_watched(pid)).then_some(())
+    });
+}
+
+/// CRIU's processes that dump the process.
+pub fn criu_on(pid: i32) -> Vec<i32> {
+    let wanted = " dump --no-default-config -D ";
+    let target = format!(" -t {pid} ");
+    let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
+    processes
+        .filter_map(|entry| entry.file_name().to_string_lossy().parse().ok())
+        .filter(|&process| {
+            let line = command_line(process);
+            line.contains(wanted) && line.contains(&target)
+        })
+        .collect()
+}
+
+pub fn stderr(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+/// Asserts that it failed with status 1, told all of `texts`, and what to do.
+#[track_caller]
+pub fn assert_fails(output: &Output, texts: &[&str]) {
+    let told = stderr(output);
+    assert_eq!(output.status.code(), Some(1), "{told}");
+    assert!(told.starts_with("pagemark: "), "{told}");
+    assert!(told.contains("\nhelp: "), "no help: {told}");
+    for text in texts {
+        assert!(told.contains(text), "{text:?} is not in: {told}");
+    }
+}
+
+/// Asserts that the repository holds what it should, every byte of it.
+#[track_caller]
+pub fn verifies(pagemark: &Pagemark) {
+    let output = pagemark.output(&["verify"]);
+    let told = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success(), "the repository is damaged: {told}{}", stderr(&output));
+}
+
+pub fn is_root() -> bool {
+    nix::unistd::geteuid().is_root()
+}
+
+/// True if whole processes can be checkpointed here.
+pub fn has_criu() -> bool {
+    static FOUND: OnceLock<bool> = OnceLock::new();
+    *FOUND.get_or_init(|| is_root() && pagemark_process::criu::Criu::find().is_ok())
+}
