@@ -70,6 +70,7 @@ impl Export {
         let written = pagemark_process::core_file::export_core(&checkpoint.manifest, checkpoint, Some(pid), &mut out)
             .map_err(|error| {
                 Failure::new(format!("cannot write a core of process {pid} to {}", path.display()), error)
+                    .help("`pagemark verify` tells if the checkpoint is damaged")
             });
         if let Err(failure) = written.and_then(|()| out.flush().map_err(failed)) {
             // What is half written is no core; it was made here, so nothing of anybody's is lost.

@@ -40,7 +40,10 @@ impl Prune {
             .prune(&policy, self.job.as_deref(), &mut |step| {
                 progress.at(step.done_bytes, step.total_bytes, text::bytes)
             })
-            .map_err(|error| Failure::new(format!("cannot prune {}", repository.path().display()), error))?;
+            .map_err(|error| {
+                Failure::new(format!("cannot prune {}", repository.path().display()), error)
+                    .help("what was not removed stays as it was; `pagemark verify` tells if anything is damaged")
+            })?;
         drop(progress);
         if self.json {
             return print_json(&report);

@@ -64,8 +64,10 @@ struct MappingRate {
 impl Top {
     pub fn run(self) -> Outcome {
         let signals = Signals::hold_for_stop()?;
-        let mut space = AddressSpace::attach(self.pid, self.mechanism)
-            .map_err(|error| Failure::new(format!("cannot watch process {}", self.pid), error))?;
+        let mut space = AddressSpace::attach(self.pid, self.mechanism).map_err(|error| {
+            Failure::new(format!("cannot watch process {}", self.pid), error)
+                .help("`pagemark doctor` tells what works on this machine")
+        })?;
         let (sender, events) = mpsc::channel();
         announce_exit(Pid::from_raw(self.pid), sender.clone())?;
         signals.stop_at(sender)?;

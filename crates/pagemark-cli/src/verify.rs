@@ -28,7 +28,10 @@ impl Verify {
         let mut progress = Progress::new("verifying");
         let report = repository
             .verify(&mut |step| progress.at(step.done_bytes, step.total_bytes, text::bytes))
-            .map_err(|error| Failure::new(format!("cannot verify {}", repository.path().display()), error))?;
+            .map_err(|error| {
+                Failure::new(format!("cannot verify {}", repository.path().display()), error)
+                    .help("it must be readable as a whole: run pagemark as the user that owns it")
+            })?;
         drop(progress);
         let status = if report.damaged.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE };
         if self.json {

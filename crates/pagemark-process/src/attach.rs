@@ -247,7 +247,10 @@ pub fn check_untraced(pid: i32) -> Result<(), AttachError> {
     let status = Status::read(pid).map_err(|error| AttachError::system(pid, "reading its status", error))?;
     match status.tracer_pid {
         0 => Ok(()),
-        tracer => Err(AttachError::Traced { pid, tracer, tracer_command: command(tracer) }),
+        thread => {
+            let tracer = process_of(thread).unwrap_or(thread);
+            Err(AttachError::Traced { pid, tracer, tracer_command: command(tracer) })
+        }
     }
 }
 
@@ -318,7 +321,9 @@ mod tests {
         check_untraced(pid).unwrap();
         crate::ptrace::seize(pid, 0).unwrap();
         check(pid).unwrap();
-        assert!(matches!(check_untraced(pid), Err(AttachError::Traced { tracer, .. }) if tracer != 0));
+        assert!(
+            matches!(check_untraced(pid), Err(AttachError::Traced { tracer, .. }) if tracer == std::process::id() as i32)
+        );
         child.kill().unwrap();
         while !Stat::read(pid).unwrap().is_zombie() {
             std::thread::yield_now();

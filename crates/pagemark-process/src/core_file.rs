@@ -4,11 +4,13 @@
 
 use std::io::{Seek, SeekFrom, Write};
 
-use pagemark::repository::{Manifest, MappingRecord, SpaceRecord, StateRecord};
+use pagemark::repository::{Manifest, MappingRecord, SpaceRecord, StateRecord, TargetKind};
 use pagemark::{PAGE_SIZE, PageTree, Store, StoreError};
 use prost::Message;
 
 use crate::criu::images::{CoreEntry, FloatRegisters, GeneralRegisters, Image, ImageKind, MmEntry, PstreeEntry};
+use crate::freezer;
+use crate::job::REGISTERS;
 
 /// Largest state file that is read whole, bytes.
 const LARGEST_STATE: u64 = 64 << 20;
@@ -117,6 +119,9 @@ impl CoreProcess {
     /// # Errors
     /// [`CoreError`]
     pub fn from_checkpoint(manifest: &Manifest, store: &dyn Store, pid: i32) -> Result<CoreProcess, CoreError> {
+        if manifest.kind == TargetKind::Memory {
+            return Self::from_registers(manifest, store, pid);
+        }
         let damaged = |reason: String| CoreError::Damaged { reason };
         let processes: Vec<PstreeEntry> = read_state(manifest, store, "pstree.img", ImageKind::Pstree)?;
         let process =
@@ -149,6 +154,51 @@ impl CoreProcess {
     }
 }
 
+impl CoreProcess {
+    /// From a checkpoint of memory and registers alone. It has no family, owner and auxiliary vector: they are zero and empty.
+    fn from_registers(manifest: &Manifest, store: &dyn Store, pid: i32) -> Result<CoreProcess, CoreError> {
+        let space = manifest.spaces.iter().find(|space| space.pid == pid).ok_or_else(|| no_process(manifest, pid))?;
+        let damaged = |reason: String| CoreError::Damaged { reason: format!("{REGISTERS}: {reason}") };
+        let bytes = read_file(manifest, store, REGISTERS)?;
+        let all: Vec<freezer::ThreadRegisters> =
+            serde_json::from_slice(&bytes).map_err(|error| damaged(error.to_string()))?;
+        let mut threads = Vec::new();
+        for held in all.into_iter().filter(|held| held.pid == pid) {
+            let words: Vec<u64> = held
+                .general
+                .chunks_exact(8)
+                .filter_map(|word| Some(u64::from_le_bytes(word.try_into().ok()?)))
+                .collect();
+            threads.push(ThreadRegisters {
+                tid: held.tid,
+                general: words
+                    .try_into()
+                    .map_err(|_| damaged(format!("thread {} has {} bytes", held.tid, held.general.len())))?,
+                float: Some(held.floating_point).filter(|bytes| !bytes.is_empty()),
+                extended: Some(held.xstate).filter(|bytes| !bytes.is_empty()),
+                blocked: held.signal_mask,
+            });
+        }
+        if threads.is_empty() {
+            return Err(damaged(format!("process {pid} has no thread")));
+        }
+        // A debugger shows the first thread first.
+        threads.sort_by_key(|thread| (thread.tid != pid, thread.tid));
+        Ok(CoreProcess {
+            pid,
+            ppid: 0,
+            pgid: 0,
+            sid: 0,
+            uid: 0,
+            gid: 0,
+            name: space.name.clone(),
+            command: manifest.command.join(" "),
+            auxv: Vec::new(),
+            threads,
+        })
+    }
+}
+
 fn no_process(manifest: &Manifest, pid: i32) -> CoreError {
     let present: Vec<String> = manifest.spaces.iter().map(|space| space.pid.to_string()).collect();
     CoreError::NoProcess { pid, present: present.join(", ") }
@@ -161,6 +211,15 @@ fn read_state<M: Message + Default>(
     name: &str,
     kind: ImageKind,
 ) -> Result<Vec<M>, CoreError> {
+    let damaged = |reason: String| CoreError::Damaged { reason: format!("{name}: {reason}") };
+    let bytes = read_file(manifest, store, name)?;
+    let image = Image::decode(&bytes, kind).map_err(damaged)?;
+    let decode = |message: &Vec<u8>| M::decode(message.as_slice());
+    image.messages.iter().map(decode).collect::<Result<_, _>>().map_err(|e| damaged(e.to_string()))
+}
+
+/// Reads a state file.
+fn read_file(manifest: &Manifest, store: &dyn Store, name: &str) -> Result<Vec<u8>, CoreError> {
     let damaged = |reason: String| CoreError::Damaged { reason: format!("{name}: {reason}") };
     let record: &StateRecord =
         manifest.state.iter().find(|record| record.name == name).ok_or_else(|| damaged("it is missing".into()))?;
@@ -175,12 +234,10 @@ fn read_state<M: Message + Default>(
         bytes.extend_from_slice(&page);
     }
     bytes.truncate(record.size as usize);
-    let image = Image::decode(&bytes, kind).map_err(damaged)?;
-    let decode = |message: &Vec<u8>| M::decode(message.as_slice());
-    image.messages.iter().map(decode).collect::<Result<_, _>>().map_err(|e| damaged(e.to_string()))
+    Ok(bytes)
 }
 
-/// Writes a core file of a process of a checkpoint that has its whole state. Without `pid`, of the root process.
+/// Writes a core file of a process of a checkpoint. Without `pid`, of the root process.
 ///
 /// # Errors
 /// [`CoreError`]
