@@ -434,4 +434,3 @@ fn receive<T: DeserializeOwned>(socket: &mut impl Read) -> io::Result<T> {
     socket.read_exact(&mut text)?;
     Ok(serde_json::from_slice(&text)?)
 }
-

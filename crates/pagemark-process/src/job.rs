@@ -66,14 +66,12 @@ impl Options {
 
     fn saver(&self) -> Result<Saver, JobError> {
         Ok(match self.state {
-            StateMode::Process => Saver::Criu {
-                criu: Criu::find()?,
-                options: DumpOptions { keep_connections: self.keep_connections },
-            },
+            StateMode::Process => {
+                Saver::Criu { criu: Criu::find()?, options: DumpOptions { keep_connections: self.keep_connections } }
+            }
             StateMode::MemoryOnly => Saver::Registers,
         })
     }
-
 }
 
 /// A process tree that is attached to, and the repository that its checkpoints go to.

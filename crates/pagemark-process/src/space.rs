@@ -139,9 +139,8 @@ impl AddressSpace {
                 register(pid, &userfaultfd, &mappings)
             })
             .map_err(|source| AttachError::Stop { pid, source })??;
-            let scan = |pages| {
-                PagemapScan::new(pagemap.clone(), userfaultfd.clone(), pages).registering(registration.clone())
-            };
+            let scan =
+                |pages| PagemapScan::new(pagemap.clone(), userfaultfd.clone(), pages).registering(registration.clone());
             let anonymous = scan(Pages::All);
             let anonymous: Box<dyn Tracker> = match mechanism {
                 Mechanism::Adaptive => Box::new(Adaptive::new(anonymous)),
@@ -354,7 +353,7 @@ impl AddressSpace {
                 .split_at_mut_checked((range.end - range.start) as usize)
                 .ok_or_else(|| io::Error::from(io::ErrorKind::InvalidInput))?;
             rest = others;
-            let mut full: RangeSet = [range.clone()].into_iter().collect();
+            let mut full = RangeSet::from(range.clone());
             full.subtract(empty);
             for piece in full.iter() {
                 let part = (piece.start - range.start) as usize..(piece.end - range.start) as usize;

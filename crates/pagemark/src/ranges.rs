@@ -147,6 +147,12 @@ impl RangeSet {
     }
 }
 
+impl From<Range> for RangeSet {
+    fn from(range: Range) -> Self {
+        std::iter::once(range).collect()
+    }
+}
+
 impl FromIterator<Range> for RangeSet {
     fn from_iter<I: IntoIterator<Item = Range>>(ranges: I) -> Self {
         let mut set = RangeSet::new();

@@ -190,7 +190,7 @@ mod tests {
         file.write_all_at(b"near", 5000).unwrap();
         let mut known = Fingerprints::default();
         let mut changed = Vec::new();
-        let all: RangeSet = [0..size].into_iter().collect();
+        let all = RangeSet::from(0..size);
         let mut run = |known: &mut Fingerprints| {
             changed.clear();
             let read = scan(&file, Path::new("far"), size, &all, known, &mut |page, content| {

@@ -199,13 +199,13 @@ fn look(
     let mut read_bytes = None;
     if changed != Changed::Within(RangeSet::new()) {
         let opened = file.open()?;
-        let whole = || [0..file.size].into_iter().collect();
+        let whole = || RangeSet::from(0..file.size);
         let bytes = match changed {
             Changed::Within(bytes) => bytes,
             Changed::Anything => whole(),
             Changed::From(old_size) => {
                 if sample_holds(&opened, old_size, known).map_err(FilesError::io("read", &file.path))? {
-                    [old_size..file.size.max(old_size + 1)].into_iter().collect()
+                    RangeSet::from(old_size..file.size.max(old_size + 1))
                 } else {
                     whole()
                 }
@@ -504,7 +504,7 @@ mod tests {
             let start = memory.start();
             let written = |page: u64| {
                 let page = start + page * PAGE_SIZE as u64;
-                Written::from([(own_pid(), [page..page + PAGE_SIZE as u64].into_iter().collect())])
+                Written::from([(own_pid(), RangeSet::from(page..page + PAGE_SIZE as u64))])
             };
             memory.bytes()[5 * PAGE_SIZE] = 1;
             tick();
