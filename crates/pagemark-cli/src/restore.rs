@@ -2,7 +2,6 @@
 
 use std::fmt::Display;
 use std::fs;
-use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::mpsc::{self, RecvTimeoutError};
@@ -19,6 +18,7 @@ use pagemark_process::criu::Criu;
 use pagemark_process::files::{FilesError, PutBack, What, put_back};
 use pagemark_process::lazy;
 use pagemark_process::restore::{RestoreError, RestoreOptions, Restored, Streams, prepare};
+use pagemark_process::scratch::{self, ScratchDirectory};
 use serde::Serialize;
 
 use crate::failure::{Failure, Outcome};
@@ -115,9 +115,10 @@ impl Restore {
         let failed = |error: &dyn Display| Failure::new(format!("cannot restore {name}"), error);
         let criu =
             Criu::find().map_err(|error| failed(&error).help("`make criu` in Pagemark's sources gets a CRIU"))?;
-        // Only its owner can look into it; goes when this returns.
-        let private = fs::Permissions::from_mode(0o700);
-        let images = tempfile::Builder::new().prefix("pagemark-restore-").permissions(private).tempdir();
+        // Goes when this returns. What a restore that was killed left holds secrets and much room.
+        let place = std::env::temp_dir();
+        scratch::sweep(&place);
+        let images = ScratchDirectory::new_in(&place);
         let images = images.map_err(|error| failed(&error).help("TMPDIR names another place for temporary files"))?;
         if !self.quiet {
             let pages: u64 = manifest.spaces.iter().map(|space| space.pages).sum();

@@ -17,6 +17,7 @@ use pagemark::{ContentId, PAGE_SIZE, PageTree, RangeSet, Store, StoreError};
 use crate::criu::dump::{NOTES, Notes, read_pstree};
 use crate::criu::images::{CoreEntry, ImageKind, MmEntry, Pagemap, Place, PstreeEntry, read_first};
 use crate::criu::{Criu, CriuError, ImageError, errors_in_log};
+use crate::scratch;
 use crate::stdio::{self, Own};
 
 /// CRIU's log in the images directory.
@@ -238,7 +239,10 @@ impl Prepared {
         let streams = streams(options.streams)?;
         let own = |stream: &OwnedFd| Own { descriptor: stream.as_raw_fd(), is_terminal: stream.is_terminal() };
         let own = [own(&streams[0]), own(&streams[1]), own(&streams[2])];
-        let numbers = own.map(|own| own.descriptor);
+        // CRIU also holds the directory, so that it is not taken for one that is left over.
+        let held = scratch::hold(&self.directory).map_err(io(format!("hold {}", self.directory.display())))?;
+        let [input, output, error] = own.map(|own| own.descriptor);
+        let numbers = [input, output, error, held.as_raw_fd()];
         let mut command = criu.command("restore", &self.directory, LOG);
         command.arg("--restore-detached").args(restore_flags(&self.notes)).args(further);
         if options.as_child {

@@ -1,7 +1,7 @@
 //! Directories for CRIU's images, which hold a process's secrets and go when they are no longer needed, whoever is killed.
 //!
 //! Who uses such a directory holds a shared lock on it: this process by [`ScratchDirectory`], and CRIU by a descriptor that
-//! it inherits ([`hold`]). The kernel gives back the lock of a process that is killed, so a directory that can be locked
+//! it inherits (`hold`). The kernel gives back the lock of a process that is killed, so a directory that can be locked
 //! exclusively is left over, and [`sweep`] removes it.
 
 use std::fs::{self, File, OpenOptions};
@@ -21,7 +21,10 @@ pub struct ScratchDirectory {
 
 impl ScratchDirectory {
     /// Makes one in `parent`.
-    pub(crate) fn new_in(parent: &Path) -> io::Result<ScratchDirectory> {
+    ///
+    /// # Errors
+    /// It could not be made.
+    pub fn new_in(parent: &Path) -> io::Result<ScratchDirectory> {
         loop {
             let private = fs::Permissions::from_mode(0o700);
             let directory = tempfile::Builder::new().prefix(PREFIX).permissions(private).tempdir_in(parent)?;
@@ -56,7 +59,7 @@ pub(crate) fn hold(directory: &Path) -> io::Result<File> {
 
 /// Removes the directories of this user in `parent` that nobody holds any more: those of processes that were killed.
 /// Returns how many.
-pub(crate) fn sweep(parent: &Path) -> usize {
+pub fn sweep(parent: &Path) -> usize {
     // SAFETY: the call has no arguments and can't fail.
     let user = unsafe { libc::geteuid() };
     let entries = fs::read_dir(parent).into_iter().flatten().flatten();
