@@ -21,7 +21,7 @@ static WHOLE: LazyLock<Vec<(PathBuf, Vec<u8>)>> = LazyLock::new(|| {
     let mut tree = PageTree::new();
     for round in 0..7u8 {
         let mut writer = repository.writer("making it", Duration::ZERO).unwrap();
-        for page in 0..5 {
+        for page in 0..2 {
             let content: [u8; PAGE_SIZE] = std::array::from_fn(|at| (at as u8 / 64).wrapping_mul(round + 1) ^ page);
             tree.set(u64::from(page) * 300, writer.put(Kind::Page, &content).unwrap());
         }
