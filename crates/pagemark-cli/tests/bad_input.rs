@@ -1,0 +1,525 @@
+//! Targets that can't be attached to, targets that go away, machines that lack something, repositories that are damaged, full
+//! or held: each is told clearly, harms no target and loses no checkpoint.
+
+#[path = "support/subject.rs"]
+mod subject;
+mod support;
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+use std::time::Duration;
+
+use nix::sys::signal::Signal;
+use pagemark::repository::Repository;
+use pagemark_testing::skip;
+use subject::{NOBODY, Subject, assert_fails, has_criu, is_root, public_directory, stderr, verifies};
+use support::{Pagemark, wait_for};
+
+/// `pagemark checkpoint --memory-only --job subject`, which needs no CRIU.
+fn look(pagemark: &Pagemark, pid: i32) -> Output {
+    pagemark.output(&["checkpoint", "--memory-only", "--job", "subject", &pid.to_string()])
+}
+
+/// The command as user nobody, with a home of its own.
+fn as_nobody(home: &Path) -> Command {
+    let program = home.join("pagemark");
+    if !program.exists() {
+        // The build directory may be closed to others.
+        fs::copy(env!("CARGO_BIN_EXE_pagemark"), &program).expect("a copy of the command");
+        fs::set_permissions(&program, fs::Permissions::from_mode(0o755)).expect("its permissions");
+        fs::create_dir(home.join("home")).expect("a home");
+        std::os::unix::fs::chown(home.join("home"), Some(NOBODY), Some(NOBODY)).expect("its owner");
+    }
+    let mut command = Command::new(program);
+    command.uid(NOBODY).gid(NOBODY).env_clear().env("HOME", home.join("home")).current_dir("/").stdin(Stdio::null());
+    command
+}
+
+fn run(command: &mut Command) -> Output {
+    command.output().expect("the command runs")
+}
+
+#[test]
+fn processes_that_are_no_targets_are_told() {
+    let pagemark = Pagemark::new();
+    let output = look(&pagemark, 1);
+    assert_fails(&output, &["cannot checkpoint process 1", "attach to one of its services"]);
+    assert_fails(&look(&pagemark, i32::MAX), &["there is no process 2147483647"]);
+    if fs::read_to_string("/proc/2/comm").is_ok_and(|name| name == "kthreadd\n") {
+        assert_fails(&look(&pagemark, 2), &["process 2 (kthreadd) is a thread of the kernel"]);
+    } else {
+        pagemark_testing::skipped("process 2 is no thread of the kernel here");
+    }
+
+    let by_shell = |script: &str| {
+        let mut shell = Command::new("sh");
+        shell.args(["-c", script, "sh", env!("CARGO_BIN_EXE_pagemark")]).env("PAGEMARK_REPO", pagemark.repository());
+        run(shell.stdin(Stdio::null()))
+    };
+    let own = by_shell(r#"exec "$1" checkpoint --memory-only --job subject $$"#);
+    assert_fails(&own, &["is pagemark itself"]);
+    let parent = by_shell(r#""$1" checkpoint --memory-only --job subject $$; exit $?"#);
+    assert_fails(&parent, &["has started pagemark", "run pagemark from elsewhere"]);
+    verifies(&pagemark);
+}
+
+#[test]
+fn a_process_of_somebody_else_is_left_alone() {
+    if !is_root() {
+        skip!("only root can be somebody else");
+    }
+    let Some(subject) = Subject::start(&["plain"]) else { skip!("no C compiler") };
+    let home = public_directory();
+    for command in ["checkpoint", "attach"] {
+        let output = run(as_nobody(home.path()).args([command, "--memory-only", &subject.pid_text()]));
+        assert_fails(&output, &["may not be traced", "it belongs to user 0; run pagemark as that user or as root"]);
+    }
+    let output = run(as_nobody(home.path()).args(["top", "--count", "1", &subject.pid_text()]));
+    assert_fails(&output, &["may not be traced", "it belongs to user 0"]);
+    subject.is_untouched();
+}
+
+/// A 32-bit program of two instructions: `pause`, again and again.
+#[rustfmt::skip]
+const PAUSE_32: [u8; 93] = [
+    0x7f, b'E', b'L', b'F', 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0,
+    2, 0, 3, 0, 1, 0, 0, 0, 0x54, 0x80, 0x04, 0x08, 52, 0, 0, 0,
+    0, 0, 0, 0, 0, 0, 0, 0, 52, 0, 32, 0, 1, 0, 0, 0, 0, 0, 0, 0,
+    1, 0, 0, 0, 0, 0, 0, 0, 0, 0x80, 0x04, 0x08, 0, 0x80, 0x04, 0x08,
+    93, 0, 0, 0, 93, 0, 0, 0, 5, 0, 0, 0, 0, 0x10, 0, 0,
+    0xb8, 29, 0, 0, 0, 0xcd, 0x80, 0xeb, 0xf7,
+];
+
+#[test]
+fn a_32_bit_program_is_told() {
+    let pagemark = Pagemark::new();
+    let program = pagemark.directory().join("pause");
+    fs::write(&program, PAUSE_32).expect("a program");
+    fs::set_permissions(&program, fs::Permissions::from_mode(0o700)).expect("its permissions");
+    let mut child = match Command::new(&program).spawn() {
+        Ok(child) => child,
+        Err(error) => skip!("this kernel runs no 32-bit programs: {error}"),
+    };
+    let output = look(&pagemark, child.id() as i32);
+    let lives = support::is_alive(child.id() as i32);
+    child.kill().expect("it lives");
+    child.wait().expect("our child");
+    assert_fails(&output, &["(pause) is a 32-bit program; only 64-bit ones can be attached to"]);
+    assert!(lives, "it did not survive");
+}
+
+#[test]
+fn a_filter_against_userfaultfd_is_suspended_or_told() {
+    for mode in ["refuses", "kills"] {
+        let Some(subject) = Subject::start(&[mode]) else { skip!("no C compiler") };
+        if is_root() {
+            let pagemark = Pagemark::new();
+            let output = look(&pagemark, subject.pid());
+            assert!(output.status.success(), "{mode}: {}", stderr(&output));
+            subject.is_untouched();
+
+            let home = public_directory();
+            let subject = Subject::start_as(Some(NOBODY), &[mode]).expect("as before");
+            let pid = subject.pid_text();
+            let output = run(as_nobody(home.path()).args(["checkpoint", "--memory-only", &pid]));
+            assert_fails(&output, &["seccomp filter", "run pagemark as root, or use --mechanism compare"]);
+            subject.is_untouched();
+            // What the message tells to do works.
+            let way_out = ["checkpoint", "--memory-only", "--mechanism", "compare", &pid];
+            let output = run(as_nobody(home.path()).args(way_out));
+            assert!(output.status.success(), "{mode}: {}", stderr(&output));
+            subject.is_untouched();
+        }
+    }
+}
+
+#[test]
+fn a_process_with_a_userfaultfd_of_its_own_is_told() {
+    if !is_root() {
+        skip!("userfaultfd needs root here");
+    }
+    let Some(subject) = Subject::start(&["userfaultfd"]) else { skip!("no C compiler") };
+    let pagemark = Pagemark::new();
+    assert_fails(
+        &pagemark.output(&["checkpoint", "--memory-only", "--mechanism", "pagemap-scan", &subject.pid_text()]),
+        &["(subject) uses userfaultfd itself (descriptor", "use --mechanism compare"],
+    );
+    subject.is_untouched();
+    let way_out = ["checkpoint", "--memory-only", "--mechanism", "compare", &subject.pid_text()];
+    pagemark.done(&way_out);
+    subject.is_untouched();
+}
+
+#[test]
+fn a_process_under_a_debugger_is_told() {
+    let Some(subject) = Subject::start(&["plain"]) else { skip!("no C compiler") };
+    let pagemark = Pagemark::new();
+    let pid = nix::unistd::Pid::from_raw(subject.pid());
+    nix::sys::ptrace::seize(pid, nix::sys::ptrace::Options::empty()).expect("our child");
+    let tracer = format!("is traced by process {}", std::process::id());
+    assert_fails(&look(&pagemark, subject.pid()), &[&tracer, "detach that first"]);
+    // Let go by stopping first, as ptrace wants it.
+    nix::sys::ptrace::interrupt(pid).expect("it is ours");
+    nix::sys::wait::waitpid(pid, None).expect("it stops");
+    nix::sys::ptrace::detach(pid, None).expect("it is stopped");
+    subject.is_untouched();
+    assert!(look(&pagemark, subject.pid()).status.success());
+    subject.is_untouched();
+}
+
+/// Targets that exit at any moment of attaching, copying, freezing and saving.
+#[test]
+fn targets_that_exit_meanwhile_are_told() {
+    let Some(program) = subject::subject() else { skip!("no C compiler") };
+    let pagemark = Pagemark::new();
+    let program = program.display().to_string();
+    for round in 0..24 {
+        let ms = (round * 29 % 230).to_string();
+        let mut arguments = vec!["run", "--every", "20ms", "--job", "run"];
+        if !has_criu() {
+            arguments.push("--memory-only");
+        }
+        let output = pagemark.output(&[&arguments[..], &["--", &program, "exits", &ms]].concat());
+        let told = stderr(&output);
+        assert_eq!(output.status.code(), Some(7), "after {ms} ms: {told}");
+        assert!(told.lines().last().is_some_and(|line| line.contains("of run")), "after {ms} ms: {told}");
+        assert!(!told.contains("panicked"), "{told}");
+    }
+    let (mut taken, mut gone) = (0, 0);
+    for round in 0..24 {
+        let mut subject = Subject::start(&["exits", &(round * 13 % 170).to_string()]).expect("as before");
+        let pid = subject.pid_text();
+        let mut arguments = vec!["checkpoint", "--job", "once", &pid];
+        if !has_criu() {
+            arguments.push("--memory-only");
+        }
+        let output = pagemark.output(&arguments);
+        if output.status.success() {
+            taken += 1;
+        } else {
+            gone += 1;
+            let told = stderr(&output);
+            assert_fails(&output, &[&pid]);
+            assert!(["there is no process", "is gone", "has exited"].iter().any(|text| told.contains(text)), "{told}");
+        }
+        assert_eq!(subject.wait(), Some(7), "it did not end as it would have");
+    }
+    eprintln!("{taken} checkpoints were taken, {gone} targets were gone");
+    assert!(gone > 0, "no target exited in time");
+    verifies(&pagemark);
+}
+
+/// The command without any CRIU, or with the one that is given.
+fn without_criu(pagemark: &Pagemark, criu: Option<&Path>, arguments: &[&str]) -> Output {
+    let empty = pagemark.directory().join("empty");
+    fs::create_dir_all(&empty).expect("a directory");
+    let mut command = pagemark.command(arguments);
+    command.env("PATH", &empty).env("XDG_CACHE_HOME", &empty).env_remove("PAGEMARK_CRIU").stdin(Stdio::null());
+    if let Some(criu) = criu {
+        command.env("PAGEMARK_CRIU", criu);
+    }
+    run(&mut command)
+}
+
+fn script(directory: &Path, name: &str, text: &str) -> PathBuf {
+    let path = directory.join(name);
+    fs::write(&path, format!("#!/bin/sh\n{text}\n")).expect("a script");
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).expect("its permissions");
+    path
+}
+
+#[test]
+fn without_criu_memory_can_be_saved_and_looked_at() {
+    let pagemark = Pagemark::new();
+    let data = pagemark.directory().join("data").display().to_string();
+    let Some(subject) = Subject::start(&["data", "1", &data]) else { skip!("no C compiler") };
+    let pid = subject.pid_text();
+    let old = script(pagemark.directory(), "old", "echo Version: 3.17.1");
+    let broken = script(pagemark.directory(), "broken", "echo 'libnet.so.9: no such file' >&2; exit 127");
+    for (criu, texts) in [
+        (None, &["CRIU was not found", "$PAGEMARK_CRIU", "install CRIU 4.2 or later", "make criu"][..]),
+        (Some(Path::new("/nonexistent")), &["/nonexistent does not work here", "No such file"]),
+        (Some(&old), &["is CRIU 3.17.1, and 4.2 or later is needed", "make criu"]),
+        (Some(&broken), &["does not work here", "libnet.so.9"]),
+    ] {
+        for arguments in [&["checkpoint", &pid][..], &["attach", &pid], &["run", "--", "true"]] {
+            let output = without_criu(&pagemark, criu, arguments);
+            assert_fails(&output, texts);
+            assert!(stderr(&output).contains("memory alone"), "{}", stderr(&output));
+        }
+    }
+    subject.is_untouched();
+
+    for _ in 0..2 {
+        let output = without_criu(&pagemark, None, &["checkpoint", "--memory-only", "--job", "memory", &pid]);
+        assert!(output.status.success(), "{}", stderr(&output));
+    }
+    subject.is_untouched();
+    let core = pagemark.directory().join("core");
+    for arguments in [
+        &["show", "memory@1"][..],
+        &["diff", "memory@1", "memory@2"],
+        &["log", "memory"],
+        &["export", "memory@2", "--core", core.to_str().expect("UTF-8")],
+        &["verify"],
+    ] {
+        let output = without_criu(&pagemark, None, arguments);
+        assert!(output.status.success(), "{arguments:?}: {}", stderr(&output));
+    }
+    match Command::new("gdb")
+        .args(["--batch", "-nx", "-ex", "info registers rip", "-ex", "x/4xb $rsp", "-c"])
+        .arg(&core)
+        .output()
+    {
+        Ok(output) => {
+            let told = String::from_utf8_lossy(&output.stdout);
+            assert!(
+                told.contains("rip ") && told.contains("0x7ff") && !stderr(&output).contains("not access"),
+                "{told}{}",
+                stderr(&output)
+            );
+        }
+        Err(_) => pagemark_testing::skipped("no gdb"),
+    }
+    let output = pagemark.output(&["restore", "memory@2"]);
+    let reason = if has_criu() { "holds memory alone and can't be restored" } else { "CRIU" };
+    assert_fails(&output, &["cannot restore memory@2", reason, "nothing was touched"][..2 + usize::from(has_criu())]);
+    subject.is_untouched();
+}
+
+#[test]
+fn a_repository_that_is_written_names_the_writer() {
+    let Some(subject) = Subject::start(&["plain"]) else { skip!("no C compiler") };
+    let pagemark = Pagemark::new();
+    assert!(look(&pagemark, subject.pid()).status.success());
+    let repository = Repository::open(&pagemark.repository()).expect("a repository");
+    let held = repository.writer("a test", Duration::from_secs(10)).expect("the lock");
+    let own = format!("process {} (a test)", std::process::id());
+    // What only reads does not wait.
+    verifies(&pagemark);
+    assert_eq!(pagemark.checkpoints("subject").len(), 1);
+    // Both wait for half a minute.
+    let mut prune = pagemark.command(&["prune", "--keep-last", "1"]);
+    let prune = prune.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("it starts");
+    assert_fails(&look(&pagemark, subject.pid()), &["is held by", &own, "Try again"]);
+    assert_fails(&prune.wait_with_output().expect("it ends"), &["is held by", &own, "Try again"]);
+    subject.is_untouched();
+    drop(held);
+    assert!(look(&pagemark, subject.pid()).status.success());
+    verifies(&pagemark);
+}
+
+#[test]
+fn what_is_no_repository_is_left_alone() {
+    let Some(subject) = Subject::start(&["plain"]) else { skip!("no C compiler") };
+    let pagemark = Pagemark::new();
+    let repository = pagemark.repository();
+    fs::create_dir(&repository).expect("a directory");
+    fs::write(repository.join("letter"), "dear").expect("a file");
+    for arguments in [&["log"][..], &["verify"], &["restore", "subject"], &["prune", "--keep-last", "1"]] {
+        assert_fails(&pagemark.output(arguments), &["is no repository", "--repo DIR"]);
+    }
+    assert_fails(&look(&pagemark, subject.pid()), &["holds something else than a repository"]);
+    assert_eq!(fs::read_dir(&repository).expect("a directory").count(), 1);
+    fs::remove_dir_all(&repository).expect("it goes");
+
+    fs::write(&repository, "a file").expect("a file");
+    assert_fails(&look(&pagemark, subject.pid()), &["cannot open the repository"]);
+    assert_fails(&pagemark.output(&["log"]), &["cannot open the repository"]);
+    assert_eq!(fs::read_to_string(&repository).expect("a file"), "a file");
+    fs::remove_file(&repository).expect("it goes");
+
+    assert!(look(&pagemark, subject.pid()).status.success());
+    let config = repository.join("config");
+    let text = fs::read_to_string(&config).expect("its configuration");
+    let mut newer: serde_json::Value = serde_json::from_str(&text).expect("JSON");
+    newer["format"] = 99.into();
+    fs::write(&config, newer.to_string()).expect("written");
+    for arguments in [&["log"][..], &["verify"], &["restore", "subject"]] {
+        assert_fails(&pagemark.output(arguments), &["has the format 99", "use the one that wrote it, or a later one"]);
+    }
+    assert_fails(&look(&pagemark, subject.pid()), &["has the format 99"]);
+    fs::write(&config, text).expect("written");
+    verifies(&pagemark);
+
+    if is_root() {
+        // It is private: nobody else can look into it.
+        let home = public_directory();
+        let closed = home.path().join("repository");
+        pagemark.done(&["checkpoint", "--memory-only", "--repo", closed.to_str().expect("UTF-8"), &subject.pid_text()]);
+        for arguments in [&["log"][..], &["verify"]] {
+            let output = run(as_nobody(home.path()).args(arguments).arg("--repo").arg(&closed));
+            assert_fails(&output, &["cannot open the repository", "Permission denied"]);
+        }
+    }
+    subject.is_untouched();
+}
+
+/// Every file below a directory.
+fn files(directory: &Path, list: &mut Vec<PathBuf>) {
+    for entry in fs::read_dir(directory).expect("a directory") {
+        let path = entry.expect("an entry").path();
+        if path.is_dir() { files(&path, list) } else { list.push(path) }
+    }
+}
+
+#[test]
+fn damage_to_any_file_is_told() {
+    let pagemark = Pagemark::new();
+    let data = pagemark.directory().join("data").display().to_string();
+    let Some(subject) = Subject::start(&["data", "1", &data]) else { skip!("no C compiler") };
+    for _ in 0..3 {
+        assert!(look(&pagemark, subject.pid()).status.success());
+    }
+    let mut all = Vec::new();
+    files(&pagemark.repository(), &mut all);
+    all.retain(|path| path.file_name().is_some_and(|name| name != "lock"));
+    assert!(all.len() > 5, "{all:?}");
+    let no_panic = |output: &Output, what: &str| {
+        let told = stderr(output);
+        assert!(matches!(output.status.code(), Some(0 | 1)) && !told.contains("panicked"), "{what}: {told}");
+    };
+    for path in &all {
+        let whole = fs::read(path).expect("a file");
+        let content = whole.trim_ascii_end().len();
+        let mut damages = vec![whole[..whole.len() / 2].to_vec(), whole[..content - 1].to_vec(), Vec::new()];
+        for at in [0, content / 3, content - 1] {
+            let mut flipped = whole.clone();
+            flipped[at] ^= 0x10;
+            damages.push(flipped);
+        }
+        for (number, damage) in damages.iter().enumerate() {
+            let what = format!("damage {number} of {}", path.display());
+            fs::write(path, damage).expect("written");
+            let output = pagemark.output(&["verify"]);
+            no_panic(&output, &what);
+            let told = stderr(&output) + &String::from_utf8_lossy(&output.stdout);
+            assert_eq!(output.status.code(), Some(1), "{what} was not noticed: {told}");
+            let name = path.file_name().expect("a name").display().to_string();
+            assert!(told.contains(&name), "{what} is not named: {told}");
+            if number % 2 == 0 {
+                for arguments in [&["log"][..], &["show", "subject@1"], &["diff", "subject@1", "subject@3"]] {
+                    no_panic(&pagemark.output(arguments), &what);
+                }
+            }
+        }
+        fs::write(path, &whole).expect("written");
+    }
+    verifies(&pagemark);
+    assert_eq!(pagemark.checkpoints("subject").len(), 3);
+    subject.is_untouched();
+}
+
+/// A small file system of its own, gone when dropped.
+struct SmallDisk {
+    directory: tempfile::TempDir,
+}
+
+impl SmallDisk {
+    fn mount(options: &str) -> Option<SmallDisk> {
+        let directory = tempfile::tempdir().expect("a temporary directory");
+        let mut mount = Command::new("mount");
+        mount.args(["-t", "tmpfs", "-o", options, "pagemark-test"]).arg(directory.path()).stderr(Stdio::null());
+        mount.status().is_ok_and(|status| status.success()).then_some(SmallDisk { directory })
+    }
+
+    fn path(&self) -> &Path {
+        self.directory.path()
+    }
+}
+
+impl Drop for SmallDisk {
+    fn drop(&mut self) {
+        let _ = Command::new("umount").args(["-l"]).arg(self.directory.path()).status();
+    }
+}
+
+#[test]
+fn a_full_disk_loses_nothing_but_the_checkpoint() {
+    let Some(disk) = SmallDisk::mount("size=32m,mode=700") else { skip!("no file system can be mounted") };
+    let pagemark = Pagemark::new();
+    let data = pagemark.directory().join("data");
+    let Some(mut subject) = Subject::start(&["data", "8", data.to_str().expect("UTF-8")]) else {
+        skip!("no C compiler")
+    };
+    let repository = disk.path().join("repository");
+    let (place, pid) = (repository.to_str().expect("UTF-8"), subject.pid_text());
+    let mut arguments = vec!["checkpoint", "--job", "subject", "--repo", place, &pid];
+    if !has_criu() {
+        arguments.push("--memory-only");
+    }
+    let verified = || {
+        pagemark.done(&["verify", "--repo", place]);
+    };
+    let count = || Repository::open(&repository).expect("it opens").checkpoints("subject").expect("a list").len();
+    let progress = || fs::read_to_string(&data).unwrap_or_default();
+    let goes_on = || {
+        let before = progress().len();
+        wait_for("the target to go on", || (progress().len() > before + 3).then_some(()));
+    };
+    goes_on();
+    pagemark.done(&arguments);
+    assert_eq!(count(), 1);
+
+    // Twice the data, and no room for it.
+    subject.signal(Signal::SIGUSR1);
+    wait_for("more data", || progress().ends_with('+').then_some(()));
+    let filler = disk.path().join("filler");
+    fs::write(&filler, vec![1; 18 << 20]).expect("room for the filler");
+    for _ in 0..3 {
+        assert_fails(&pagemark.output(&arguments), &["cannot checkpoint process", place, "No space left on device"]);
+        subject.is_untouched();
+        goes_on();
+        assert_eq!(count(), 1);
+        verified();
+    }
+    fs::remove_file(&filler).expect("it goes");
+    pagemark.done(&arguments);
+    assert_eq!(count(), 2);
+    verified();
+    subject.is_untouched();
+
+    if !has_criu() {
+        skip!("no CRIU to restore with");
+    }
+    let target = subject.pid();
+    subject.kill();
+    pagemark.done(&["restore", "--detach", "--repo", place, "subject@2"]);
+    goes_on();
+    assert!(progress().ends_with('+'), "it has lost data");
+    support::kill_and_wait(target);
+}
+
+#[test]
+fn restores_that_cannot_be_are_told() {
+    if !has_criu() {
+        skip!("no CRIU to restore with");
+    }
+    let Some(mut subject) = Subject::start(&["plain"]) else { skip!("no C compiler") };
+    let pagemark = Pagemark::new();
+    let pid = subject.pid_text();
+    for _ in 0..3 {
+        pagemark.done(&["checkpoint", "--job", "subject", &pid]);
+    }
+    subject.is_untouched();
+    for arguments in
+        [&["restore", "subject"][..], &["restore", "--detach", "subject"], &["restore", "--lazy", "subject"]]
+    {
+        assert_fails(&pagemark.output(arguments), &["cannot restore subject@3", &pid]);
+        subject.is_untouched();
+    }
+    assert_fails(&pagemark.output(&["restore", "subject@99"]), &["there is no checkpoint 99", "pagemark log subject"]);
+    assert_fails(&pagemark.output(&["restore", "unknown"]), &["job unknown has no checkpoints", "subject"]);
+    pagemark.done(&["prune", "--keep-last", "1"]);
+    assert_fails(&pagemark.output(&["restore", "subject@1"]), &["there is no checkpoint 1", "pagemark log subject"]);
+    verifies(&pagemark);
+
+    let target = subject.pid();
+    subject.kill();
+    pagemark.done(&["restore", "--detach", "subject"]);
+    assert!(support::is_alive(target));
+    support::kill_and_wait(target);
+}

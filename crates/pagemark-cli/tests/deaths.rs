@@ -1,0 +1,244 @@
+//! Pagemark is killed at any instant: the target runs on as if nothing had been, and the repository is at its last complete
+//! checkpoint.
+
+#[path = "support/subject.rs"]
+mod subject;
+mod support;
+
+use std::collections::BTreeSet;
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use pagemark::repository::Repository;
+use pagemark_testing::{SplitMix, rounds, skip, trackee, violation};
+use subject::{Subject, descriptors, has_criu, is_root, untouched, verifies, wait_until_left_alone};
+use support::{Pagemark, Runner, kill_and_wait, wait_for};
+
+/// How often an attached Pagemark is killed.
+const ROUNDS: u64 = 40;
+
+/// Directories with a process's state that nobody works in any more.
+fn left_over() -> BTreeSet<PathBuf> {
+    let entries = fs::read_dir("/dev/shm").into_iter().flatten().flatten();
+    entries
+        .filter(|entry| entry.file_name().to_string_lossy().starts_with("pagemark-state-"))
+        .map(|entry| entry.path())
+        .filter(|path| File::open(path).is_ok_and(|directory| directory.try_lock().is_ok()))
+        .collect()
+}
+
+/// The program `torture`, that checks itself, and what must stay as it was.
+struct Tortured {
+    pid: i32,
+    directory: PathBuf,
+    descriptors: Vec<String>,
+}
+
+impl Tortured {
+    /// Asserts that it goes on without a violation, and as if nobody had ever looked at it.
+    #[track_caller]
+    fn goes_on(&self, when: &str) {
+        wait_until_left_alone(self.pid);
+        let before = rounds(&self.directory);
+        wait_for("the target to go on", || (rounds(&self.directory) > before + 3).then_some(()));
+        assert_eq!(violation(&self.directory), None, "{when}");
+        untouched(self.pid, &self.descriptors);
+    }
+}
+
+/// `pagemark attach` in the background, with its output in `attach.log`.
+fn attach(pagemark: &Pagemark, options: &[&str], pid: i32) -> Child {
+    let log = File::create(pagemark.directory().join("attach.log")).expect("a log file");
+    let mut command = pagemark.command(&["attach", "--job", "subject"]);
+    command.args(options).arg(pid.to_string()).stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
+    command.spawn().expect("pagemark starts")
+}
+
+fn kill(child: &mut Child, when: &str) {
+    assert_eq!(child.try_wait().expect("our child"), None, "{when}: it has ended before it was killed");
+    child.kill().expect("our child");
+    child.wait().expect("our child");
+}
+
+/// Asserts that every checkpoint that is listed can be read, and that none is missing in between.
+fn opens(repository: &Path, at_least: usize) -> usize {
+    let repository = Repository::open(repository).expect("the repository opens");
+    let list = repository.checkpoints("subject").expect("its list");
+    assert!(list.len() >= at_least, "checkpoints are lost: {} of {at_least}", list.len());
+    let numbers: Vec<u64> = list.iter().map(|info| info.sequence).collect();
+    assert!(numbers.windows(2).all(|pair| pair[0] < pair[1]), "{numbers:?}");
+    if let Some(last) = numbers.last() {
+        repository.read("subject", *last).expect("the last checkpoint reads");
+    }
+    list.len()
+}
+
+#[test]
+fn killed_at_any_instant_it_harms_nothing() {
+    if !is_root() || !has_criu() {
+        skip!("whole checkpoints need root and CRIU");
+    }
+    let pagemark = Pagemark::new();
+    let directory = pagemark.directory().join("torture");
+    fs::create_dir(&directory).expect("a directory");
+    let program = trackee("torture").display().to_string();
+    let mut random = SplitMix(7);
+
+    // As it starts the target, and soon after.
+    let path = directory.display().to_string();
+    let mut tortured = None;
+    for ms in [30, 90, 200, 500] {
+        if let Some(Tortured { pid, .. }) = tortured {
+            kill_and_wait(pid);
+        }
+        let _ = fs::remove_file(directory.join("progress"));
+        let mut runner: Runner = pagemark.run(&["--every", "50ms", "--job", "subject"], &[&program, &path]);
+        let pid = runner.target();
+        wait_for("the target to begin", || (rounds(&directory) > 3).then_some(()));
+        std::thread::sleep(Duration::from_millis(ms));
+        runner.kill();
+        wait_until_left_alone(pid);
+        let now = Tortured { pid, directory: directory.clone(), descriptors: descriptors(pid) };
+        now.goes_on(&format!("run was killed after {ms} ms"));
+        assert!(!now.descriptors.iter().any(|line| line.contains("userfaultfd") || line.contains("pagemark-state")));
+        tortured = Some(now);
+    }
+    let tortured = tortured.expect("it was started");
+
+    // Attached again and again: dying while it attaches, copies, starts CRIU, freezes, saves and commits, spread over somewhat
+    // more than the first checkpoint takes.
+    let begin = Instant::now();
+    pagemark.done(&["checkpoint", "--job", "subject", &tortured.pid.to_string()]);
+    let spread_ms = 150 + begin.elapsed().as_millis() as u64 * 3 / 2;
+    let mut count = opens(&pagemark.repository(), 1);
+    let mut seen = BTreeSet::new();
+    for round in 0..ROUNDS {
+        let ms = round * spread_ms / ROUNDS + random.below(20);
+        let when = format!("attach was killed after {ms} ms");
+        let mut child = attach(&pagemark, &["--every", "50ms"], tortured.pid);
+        std::thread::sleep(Duration::from_millis(ms));
+        kill(&mut child, &when);
+        tortured.goes_on(&when);
+        count = opens(&pagemark.repository(), count);
+        seen.extend(left_over());
+        if round % 10 == 9 {
+            verifies(&pagemark);
+        }
+    }
+    verifies(&pagemark);
+    let attached: Vec<_> = pagemark.checkpoints("subject");
+    eprintln!("killed within {spread_ms} ms; {count} checkpoints; {} directories were left over", seen.len());
+
+    // The next one finds nothing in its way, and clears up.
+    pagemark.done(&["checkpoint", "--job", "subject", &tortured.pid.to_string()]);
+    tortured.goes_on("a checkpoint was taken");
+    let remaining: Vec<_> = seen.intersection(&left_over()).cloned().collect();
+    assert!(remaining.is_empty(), "never removed: {remaining:?}");
+
+    kill_and_wait(tortured.pid);
+    // The last that was complete before it was killed, and the very last.
+    for sequence in [attached[attached.len() - 1].sequence, pagemark.checkpoints("subject")[attached.len()].sequence] {
+        let _ = fs::remove_file(directory.join("progress"));
+        let name = format!("subject@{sequence}");
+        pagemark.done(&["restore", "--detach", &name]);
+        let before = rounds(&directory);
+        wait_for("the restored target to go on", || (rounds(&directory) > before + 3).then_some(()));
+        assert_eq!(violation(&directory), None, "{name}");
+        kill_and_wait(tortured.pid);
+    }
+}
+
+#[test]
+fn killed_while_it_commits_it_loses_nothing() {
+    let pagemark = Pagemark::new();
+    let data = pagemark.directory().join("data");
+    let data_text = data.display().to_string();
+    let Some(subject) = Subject::start(&["data", "4", &data_text]) else { skip!("no C compiler") };
+    let mut random = SplitMix(11);
+    let mut count = 0;
+    for round in 0..36 {
+        // `full` writes the most; every third only a little.
+        let mechanism = if round % 3 == 0 { "auto" } else { "full" };
+        let options = ["--memory-only", "--every", "1ms", "--keep-last", "5", "--mechanism", mechanism];
+        let mut child = attach(&pagemark, &options, subject.pid());
+        std::thread::sleep(Duration::from_millis(20 + random.below(300)));
+        kill(&mut child, &format!("round {round}"));
+        verifies(&pagemark);
+        // Pruning keeps five at least.
+        count = opens(&pagemark.repository(), count.min(5));
+        wait_until_left_alone(subject.pid());
+        subject.is_untouched();
+    }
+    assert!(count >= 5, "only {count} checkpoints were ever complete");
+    let mut diff = Command::new(env!("CARGO_BIN_EXE_pagemark"));
+    diff.args(["show", "subject"]).env("PAGEMARK_REPO", pagemark.repository()).stdout(Stdio::null());
+    assert!(diff.status().expect("it runs").success());
+}
+
+#[test]
+fn a_restore_that_is_killed_leaves_nothing_in_the_way() {
+    if !is_root() || !has_criu() {
+        skip!("whole checkpoints need root and CRIU");
+    }
+    let pagemark = Pagemark::new();
+    let data = pagemark.directory().join("data");
+    let data_text = data.display().to_string();
+    let Some(mut subject) = Subject::start(&["data", "48", &data_text]) else { skip!("no C compiler") };
+    pagemark.done(&["checkpoint", "--job", "subject", &subject.pid_text()]);
+    let pid = subject.pid();
+    subject.kill();
+
+    let place = pagemark.directory().join("temporary");
+    fs::create_dir(&place).expect("a directory");
+    let restore = || {
+        let mut command = pagemark.command(&["restore", "--detach", "subject"]);
+        command.env("TMPDIR", &place).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
+        command.spawn().expect("pagemark starts")
+    };
+    let remaining = || fs::read_dir(&place).expect("a directory").count();
+    let (mut whole, mut most) = (0, 0);
+    for ms in (0..480).step_by(30) {
+        let mut child = restore();
+        std::thread::sleep(Duration::from_millis(ms));
+        let _ = child.kill();
+        child.wait().expect("our child");
+        most = most.max(remaining());
+        // CRIU may have begun already, and completes what it does.
+        wait_for("CRIU to end", || criu_in(&place).is_empty().then_some(()));
+        if support::is_alive(pid) {
+            whole += 1;
+            goes_on(&data, pid);
+            kill_and_wait(pid);
+        }
+    }
+    eprintln!("{whole} restores were complete; at most {most} directories were left over");
+    assert!(most <= 1, "left-over directories pile up: {most}");
+
+    let output = restore().wait_with_output().expect("it ends");
+    assert!(output.status.success(), "{}", subject::stderr(&output));
+    goes_on(&data, pid);
+    assert_eq!(remaining(), 0, "a left-over directory was not removed");
+    kill_and_wait(pid);
+}
+
+/// Asserts that a subject that holds data checks it on, and that it is right.
+fn goes_on(data: &Path, pid: i32) {
+    let length = || fs::metadata(data).map_or(0, |metadata| metadata.len());
+    let before = length();
+    wait_for("the restored target to go on", || {
+        assert!(support::is_alive(pid), "the restored target has found its data wrong");
+        (length() > before + 2).then_some(())
+    });
+}
+
+/// CRIU's processes whose images lie below a directory.
+fn criu_in(directory: &Path) -> Vec<i32> {
+    let wanted = format!(" restore --no-default-config -D {}", directory.display());
+    let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
+    processes
+        .filter_map(|entry| entry.file_name().to_string_lossy().parse().ok())
+        .filter(|&process| support::command_line(process).contains(&wanted))
+        .collect()
+}

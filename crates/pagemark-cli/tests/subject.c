@@ -1,0 +1,114 @@
+/*
+ * subject MODE: a process to attach to. It prints "ready" and goes on for ever.
+ *
+ *   plain            does nothing
+ *   userfaultfd      has a userfaultfd of its own
+ *   refuses, kills   forbids itself the system call userfaultfd by a seccomp filter
+ *   data MIB FILE    holds so much random data, checks it again and again, and adds a byte to FILE each time it is right;
+ *                    with SIGUSR1 it gets as much again. Ends with 99 if anything is wrong.
+ *   exits MS         ends with 7 after so many milliseconds in which it writes memory
+ */
+#include <fcntl.h>
+#include <linux/filter.h>
+#include <linux/seccomp.h>
+#include <signal.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+static volatile sig_atomic_t more;
+
+static void want_more(int signal) { (void)signal; more = 1; }
+
+static uint64_t draw(uint64_t *state)
+{
+    *state ^= *state << 13;
+    *state ^= *state >> 7;
+    *state ^= *state << 17;
+    return *state;
+}
+
+static void forbid(uint32_t how)
+{
+    struct sock_filter filter[] = {
+        BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, nr)),
+        BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, __NR_userfaultfd, 0, 1),
+        BPF_STMT(BPF_RET | BPF_K, how),
+        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
+    };
+    struct sock_fprog program = { sizeof filter / sizeof *filter, filter };
+    if (prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) || prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program)) {
+        perror("seccomp");
+        exit(98);
+    }
+}
+
+static void hold_data(size_t words, const char *path)
+{
+    uint64_t *parts[2] = { 0, 0 };
+    for (int count = 0;;) {
+        if (count < 1 || (more && count < 2)) {
+            uint64_t state = 88172645463325252u + count;
+            uint64_t *part = mmap(0, words * 8, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+            if (part == MAP_FAILED)
+                exit(98);
+            for (size_t i = 0; i < words; i++)
+                part[i] = draw(&state);
+            parts[count++] = part;
+        }
+        for (int part = 0; part < count; part++) {
+            uint64_t state = 88172645463325252u + part;
+            for (size_t i = 0; i < words; i++)
+                if (parts[part][i] != draw(&state))
+                    exit(99);
+        }
+        int file = open(path, O_WRONLY | O_APPEND | O_CREAT, 0600);
+        if (file < 0 || write(file, count == 1 ? "." : "+", 1) != 1)
+            exit(98);
+        close(file);
+        usleep(5000);
+    }
+}
+
+static void exit_after(int ms)
+{
+    struct timespec begin, now;
+    static volatile char memory[64 << 12];
+    clock_gettime(CLOCK_MONOTONIC, &begin);
+    do {
+        for (size_t i = 0; i < sizeof memory; i += 4096)
+            memory[i]++;
+        usleep(200);
+        clock_gettime(CLOCK_MONOTONIC, &now);
+    } while ((now.tv_sec - begin.tv_sec) * 1000 + (now.tv_nsec - begin.tv_nsec) / 1000000 < ms);
+    exit(7);
+}
+
+int main(int argc, char **argv)
+{
+    const char *mode = argc > 1 ? argv[1] : "";
+    signal(SIGUSR1, want_more);
+    if (!strcmp(mode, "userfaultfd") && syscall(__NR_userfaultfd, O_CLOEXEC) < 0) {
+        perror("userfaultfd");
+        return 98;
+    }
+    if (!strcmp(mode, "refuses"))
+        forbid(SECCOMP_RET_ERRNO | 1);
+    if (!strcmp(mode, "kills"))
+        forbid(SECCOMP_RET_KILL_PROCESS);
+    puts("ready");
+    fflush(stdout);
+    if (!strcmp(mode, "data") && argc > 3)
+        hold_data((size_t)atoi(argv[2]) << 17, argv[3]);
+    if (!strcmp(mode, "exits") && argc > 2)
+        exit_after(atoi(argv[2]));
+    for (;;)
+        usleep(5000);
+}
