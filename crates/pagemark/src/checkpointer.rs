@@ -34,7 +34,7 @@ impl Default for Strategy {
 const BATCH_PAGES: u64 = 128;
 
 /// How long to wait for the freeze before another pre-copy round begins.
-const FREEZE_POLL: Duration = Duration::from_millis(4);
+const FREEZE_POLL: Duration = Duration::from_millis(16);
 
 /// Keeps, from one checkpoint of a target to the next, what each page of its memory holds.
 ///
