@@ -30,11 +30,15 @@ impl Default for Strategy {
     }
 }
 
-/// Pages that are read at once in a pre-copy round: they stay in the cache until they are hashed.
-const BATCH_PAGES: u64 = 128;
-
 /// How long to wait for the freeze before another pre-copy round begins.
 const FREEZE_POLL: Duration = Duration::from_millis(16);
+
+/// Pages that are copied are held in memory until the target runs again, up to so many bytes. What a later round copies once
+/// more is then hashed, compressed and stored only as it was last.
+const IN_FLIGHT_BYTES: usize = 128 << 20;
+
+/// Of which so many stay with us from one checkpoint to the next.
+const KEPT_BYTES: usize = 2 << 20;
 
 /// Keeps, from one checkpoint of a target to the next, what each page of its memory holds.
 ///
@@ -43,7 +47,7 @@ const FREEZE_POLL: Duration = Duration::from_millis(16);
 #[derive(Default)]
 pub struct Checkpointer {
     spaces: HashMap<SpaceId, Space>,
-    flight: FlightBuffer,
+    flight: Flight,
 }
 
 /// The memory of one space as far as it is known.
@@ -62,9 +66,9 @@ struct Space {
 /// What a capture found, before it is committed.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Capture {
-    /// Pages copied, all rounds together.
+    /// Pages found written, each counted once, however often it was copied.
     pub dirty_pages: u64,
-    /// Those of them copied while the target was frozen.
+    /// Pages copied while the target was frozen.
     pub frozen_pages: u64,
     /// Pre-copy rounds.
     pub rounds: u32,
@@ -107,7 +111,6 @@ impl Checkpointer {
             loop {
                 let found_pages = self.round(target, store)?;
                 capture.rounds += 1;
-                capture.dirty_pages += found_pages;
                 if found_pages <= enough_pages || capture.rounds >= max_rounds {
                     break;
                 }
@@ -117,7 +120,7 @@ impl Checkpointer {
         target.begin_freeze().map_err(CaptureError::Target)?;
         while !target.wait_frozen(FREEZE_POLL).map_err(CaptureError::Target)? {
             if strategy != Strategy::StopAndCopy {
-                capture.dirty_pages += self.round(target, store)?;
+                self.round(target, store)?;
                 capture.rounds += 1;
             }
         }
@@ -127,10 +130,11 @@ impl Checkpointer {
         let copied = self.copy_frozen(target);
         capture.memory_downtime = memory_begin.elapsed();
         capture.downtime = target.thaw().map_err(CaptureError::Target)?;
-        let copied = copied.map_err(CaptureError::Target)?;
+        capture.frozen_pages = copied.map_err(CaptureError::Target)?;
 
-        capture.frozen_pages = self.land(&copied, store)?;
-        capture.dirty_pages += capture.frozen_pages;
+        self.land(store)?;
+        capture.dirty_pages =
+            self.spaces.values().map(|space| space.uncommitted.total_bytes()).sum::<u64>() / PAGE_SIZE as u64;
         target.relax().map_err(CaptureError::Target)?;
         Ok(capture)
     }
@@ -151,6 +155,7 @@ impl Checkpointer {
     /// Says that the capture, or the commit of it, failed: the store no longer holds what was put, so that everything
     /// collected since the last commit is to be copied again.
     pub fn aborted(&mut self) {
+        self.flight.clear();
         for space in self.spaces.values_mut() {
             space.tree = space.committed.clone();
             space.pending.extend(&std::mem::take(&mut space.uncommitted));
@@ -172,102 +177,148 @@ impl Checkpointer {
     fn round<T: Target>(&mut self, target: &mut T, store: &mut dyn Store) -> Result<u64, CaptureError<T::Error>> {
         self.collect(target).map_err(CaptureError::Target)?;
         let mut found_pages = 0;
-        let mut buffer = vec![0; (BATCH_PAGES as usize) * PAGE_SIZE];
-        for (&id, space) in &mut self.spaces {
+        for id in self.spaces.keys().copied().collect::<Vec<_>>() {
+            let Some(space) = self.spaces.get_mut(&id) else { continue };
             let pending = std::mem::take(&mut space.pending);
             space.uncommitted.extend(&pending);
             found_pages += pending.total_bytes() / PAGE_SIZE as u64;
-            for batch in Batches::new(&pending) {
-                let bytes: u64 = batch.iter().map(|range| range.end - range.start).sum();
-                let buffer = &mut buffer[..bytes as usize];
-                let missing = target.read(id, &batch, buffer).map_err(CaptureError::Target)?;
-                enter(&mut space.tree, &batch, buffer, &missing, store)?;
+            for part in Parts::new(&pending, IN_FLIGHT_BYTES as u64) {
+                if self.flight.total_bytes + part.total_bytes() as usize > IN_FLIGHT_BYTES {
+                    self.land(store)?;
+                }
+                self.flight.copy(target, id, part).map_err(CaptureError::Target)?;
             }
         }
         Ok(found_pages)
     }
 
-    /// Collects and copies what is left while the target is frozen.
-    fn copy_frozen<T: Target>(&mut self, target: &mut T) -> Result<Vec<Copied>, T::Error> {
+    /// Collects and copies what is left while the target is frozen. Returns how many pages that were.
+    fn copy_frozen<T: Target>(&mut self, target: &mut T) -> Result<u64, T::Error> {
         self.collect(target)?;
-        let pending_bytes: u64 = self.spaces.values().map(|space| space.pending.total_bytes()).sum();
-        self.flight.reserve(pending_bytes as usize);
-        let mut copied = Vec::with_capacity(self.spaces.len());
-        let mut offset = 0;
-        for (&id, space) in &mut self.spaces {
-            let ranges: Vec<Range> = space.pending.iter().collect();
-            let bytes = space.pending.total_bytes() as usize;
-            let missing = target.read(id, &ranges, self.flight.slice(offset..offset + bytes))?;
-            copied.push(Copied { space: id, ranges, offset, missing });
-            offset += bytes;
-        }
-        Ok(copied)
-    }
-
-    /// Puts what was copied into the store.
-    fn land(&mut self, copied: &[Copied], store: &mut dyn Store) -> Result<u64, StoreError> {
         let mut frozen_pages = 0;
-        for copy in copied {
-            let Some(space) = self.spaces.get_mut(&copy.space) else { continue };
+        for (&id, space) in &mut self.spaces {
             let pending = std::mem::take(&mut space.pending);
             space.uncommitted.extend(&pending);
-            let bytes = pending.total_bytes() as usize;
-            frozen_pages += (bytes / PAGE_SIZE) as u64;
-            let content = self.flight.slice(copy.offset..copy.offset + bytes);
-            enter(&mut space.tree, &copy.ranges, content, &copy.missing, store)?;
+            frozen_pages += pending.total_bytes() / PAGE_SIZE as u64;
+            self.flight.copy(target, id, pending)?;
         }
-        self.flight.release();
         Ok(frozen_pages)
     }
+
+    /// Puts what is in flight into the store.
+    fn land(&mut self, store: &mut dyn Store) -> Result<(), StoreError> {
+        let mut landed: HashMap<SpaceId, RangeSet> = HashMap::new();
+        // The last copy of a page counts.
+        for mut copied in std::mem::take(&mut self.flight.copied).into_iter().rev() {
+            let Some(space) = self.spaces.get_mut(&copied.space) else { continue };
+            let landed = landed.entry(copied.space).or_default();
+            let buffer = &mut self.flight.buffers[copied.buffer];
+            let mut offset = copied.offset;
+            for range in copied.ranges.iter() {
+                let content = buffer.slice(offset..offset + (range.end - range.start) as usize);
+                offset += content.len();
+                let mut superseded = landed.within(range.clone()).peekable();
+                for (address, page) in range.step_by(PAGE_SIZE).zip(content.chunks_exact(PAGE_SIZE)) {
+                    while superseded.next_if(|later| later.end <= address).is_some() {}
+                    if superseded.peek().is_some_and(|later| later.start <= address) {
+                        continue;
+                    }
+                    let is_missing = !copied.missing.is_empty() && copied.missing.contains(address);
+                    let id = if is_missing { ContentId::ZERO } else { store.put(Kind::Page, page)? };
+                    space.tree.set(address / PAGE_SIZE as u64, id);
+                }
+            }
+            landed.extend(&std::mem::take(&mut copied.ranges));
+        }
+        self.flight.clear();
+        Ok(())
+    }
 }
 
-/// Where the pages of one space lie in the flight buffer.
+/// Pages that were copied from the target and are not yet in the store.
+#[derive(Default)]
+struct Flight {
+    buffers: Vec<FlightBuffer>,
+    /// Bytes of the last buffer that are in use.
+    used_bytes: usize,
+    /// Bytes of all buffers that are in use.
+    total_bytes: usize,
+    /// In the order in which they were copied.
+    copied: Vec<Copied>,
+}
+
+/// Where a copy lies: the ranges one after the other.
 struct Copied {
     space: SpaceId,
-    ranges: Vec<Range>,
-    offset: usize,
+    ranges: RangeSet,
+    /// What could not be read, because it was no longer there.
     missing: RangeSet,
+    buffer: usize,
+    offset: usize,
 }
 
-/// Enters pages into a tree: `content` holds `ranges` one after the other.
-fn enter(
-    tree: &mut PageTree,
-    ranges: &[Range],
-    content: &[u8],
-    missing: &RangeSet,
-    store: &mut dyn Store,
-) -> Result<(), StoreError> {
-    let mut pages = content.chunks_exact(PAGE_SIZE);
-    for address in ranges.iter().cloned().flat_map(|range| range.step_by(PAGE_SIZE)) {
-        let Some(page) = pages.next() else { break };
-        let id = if !missing.is_empty() && missing.contains(address) {
-            ContentId::ZERO
-        } else {
-            store.put(Kind::Page, page)?
-        };
-        tree.set(address / PAGE_SIZE as u64, id);
+impl Flight {
+    /// Makes sure that some pages can be copied without a page fault.
+    fn prepare(&mut self) {
+        let buffer = self.room(KEPT_BYTES);
+        let used_bytes = self.used_bytes;
+        self.buffers[buffer].populate(used_bytes..used_bytes + KEPT_BYTES);
     }
-    Ok(())
+
+    /// The buffer with room for so many bytes behind what is used of it.
+    fn room(&mut self, bytes: usize) -> usize {
+        if self.buffers.last().is_none_or(|buffer| buffer.length() - self.used_bytes < bytes) {
+            self.buffers.push(FlightBuffer::new(bytes.max(IN_FLIGHT_BYTES)));
+            self.used_bytes = 0;
+        }
+        self.buffers.len() - 1
+    }
+
+    fn copy<T: Target>(&mut self, target: &mut T, space: SpaceId, ranges: RangeSet) -> Result<(), T::Error> {
+        let bytes = ranges.total_bytes() as usize;
+        if bytes == 0 {
+            return Ok(());
+        }
+        let buffer = self.room(bytes);
+        let offset = self.used_bytes;
+        let list: Vec<Range> = ranges.iter().collect();
+        let missing = target.read(space, &list, self.buffers[buffer].slice(offset..offset + bytes))?;
+        self.used_bytes += bytes;
+        self.total_bytes += bytes;
+        self.copied.push(Copied { space, ranges, missing, buffer, offset });
+        Ok(())
+    }
+
+    fn clear(&mut self) {
+        self.copied.clear();
+        self.buffers.truncate(1);
+        self.used_bytes = 0;
+        self.total_bytes = 0;
+        if let Some(buffer) = self.buffers.first_mut() {
+            buffer.release_behind(KEPT_BYTES);
+        }
+    }
 }
 
-/// Cuts a set into lists of ranges of at most [`BATCH_PAGES`] pages.
-struct Batches<I: Iterator<Item = Range>> {
-    ranges: I,
+/// Cuts a set into sets of at most so many bytes.
+struct Parts<'a> {
+    ranges: Box<dyn Iterator<Item = Range> + 'a>,
     rest: Option<Range>,
+    most_bytes: u64,
 }
 
-impl<'a> Batches<Box<dyn Iterator<Item = Range> + 'a>> {
-    fn new(set: &'a RangeSet) -> Self {
-        Batches { ranges: Box::new(set.iter()), rest: None }
+impl<'a> Parts<'a> {
+    fn new(set: &'a RangeSet, most_bytes: u64) -> Self {
+        Parts { ranges: Box::new(set.iter()), rest: None, most_bytes }
     }
 }
 
-impl<I: Iterator<Item = Range>> Iterator for Batches<I> {
-    type Item = Vec<Range>;
+impl Iterator for Parts<'_> {
+    type Item = RangeSet;
 
-    fn next(&mut self) -> Option<Vec<Range>> {
-        let mut room = BATCH_PAGES * PAGE_SIZE as u64;
-        let mut batch = Vec::new();
+    fn next(&mut self) -> Option<RangeSet> {
+        let mut room = self.most_bytes;
+        let mut part = RangeSet::new();
         while room > 0 {
             let Some(range) = self.rest.take().or_else(|| self.ranges.next()) else { break };
             let end = range.end.min(range.start + room);
@@ -275,8 +326,216 @@ impl<I: Iterator<Item = Range>> Iterator for Batches<I> {
             if end < range.end {
                 self.rest = Some(end..range.end);
             }
-            batch.push(range.start..end);
+            part.insert(range.start..end);
         }
-        (!batch.is_empty()).then_some(batch)
+        (!part.is_empty()).then_some(part)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::RefCell;
+    use std::collections::{BTreeMap, BTreeSet};
+    use std::convert::Infallible;
+    use std::rc::Rc;
+
+    use proptest::prelude::{any, prop, prop_assert, prop_oneof, proptest};
+    use proptest::strategy::Strategy as _;
+
+    use super::*;
+    use crate::store::MemoryStore;
+
+    const PAGES: u64 = 64;
+
+    /// A target that writes, whenever it is asked anything while it runs, what its script says next.
+    struct Scripted {
+        /// What each page of each space holds; a page that is not there is not mapped.
+        memory: BTreeMap<(SpaceId, u64), u8>,
+        written: BTreeMap<SpaceId, BTreeSet<u64>>,
+        spaces: BTreeSet<SpaceId>,
+        script: Rc<RefCell<Vec<Act>>>,
+        looks_before_freeze: u32,
+        is_frozen: bool,
+    }
+
+    #[derive(Clone, Debug)]
+    enum Act {
+        Write(SpaceId, u64, u8),
+        Unmap(SpaceId, u64),
+        Fork(SpaceId, SpaceId),
+        Exit(SpaceId),
+    }
+
+    fn act() -> impl proptest::strategy::Strategy<Value = Act> {
+        prop_oneof![
+            20 => (0u64..3, 0..PAGES, 0u8..4).prop_map(|(space, page, value)| Act::Write(space, page, value)),
+            4 => (0u64..3, 0..PAGES).prop_map(|(space, page)| Act::Unmap(space, page)),
+            1 => (0u64..3, 1u64..3).prop_map(|(from, to)| Act::Fork(from, to)),
+            1 => (1u64..3).prop_map(Act::Exit),
+        ]
+    }
+
+    impl Scripted {
+        fn new(script: Rc<RefCell<Vec<Act>>>) -> Self {
+            let (memory, written) = (BTreeMap::new(), BTreeMap::new());
+            Scripted { memory, written, spaces: [0].into(), script, looks_before_freeze: 0, is_frozen: false }
+        }
+
+        fn run(&mut self) {
+            let act = if self.is_frozen { None } else { self.script.borrow_mut().pop() };
+            match act {
+                Some(Act::Write(space, page, value)) if self.spaces.contains(&space) => {
+                    self.memory.insert((space, page), value);
+                    self.written.entry(space).or_default().insert(page);
+                }
+                Some(Act::Unmap(space, page)) => {
+                    self.memory.remove(&(space, page));
+                }
+                Some(Act::Fork(from, to)) if self.spaces.contains(&from) && !self.spaces.contains(&to) => {
+                    self.spaces.insert(to);
+                    for page in 0..PAGES {
+                        if let Some(&value) = self.memory.get(&(from, page)) {
+                            self.memory.insert((to, page), value);
+                            self.written.entry(to).or_default().insert(page);
+                        }
+                    }
+                }
+                Some(Act::Exit(space)) => {
+                    self.spaces.remove(&space);
+                    self.written.remove(&space);
+                    self.memory.retain(|key, _| key.0 != space);
+                }
+                _ => {}
+            }
+        }
+    }
+
+    impl Target for Scripted {
+        type Error = Infallible;
+
+        fn spaces(&mut self) -> Result<Vec<SpaceId>, Infallible> {
+            self.run();
+            Ok(self.spaces.iter().copied().collect())
+        }
+
+        fn collect(&mut self, space: SpaceId, dirty: &mut RangeSet) -> Result<(), Infallible> {
+            for page in self.written.remove(&space).unwrap_or_default() {
+                dirty.insert(page * PAGE_SIZE as u64..(page + 1) * PAGE_SIZE as u64);
+            }
+            self.run();
+            Ok(())
+        }
+
+        fn read(&mut self, space: SpaceId, ranges: &[Range], buffer: &mut [u8]) -> Result<RangeSet, Infallible> {
+            let mut missing = RangeSet::new();
+            let mut pages = buffer.chunks_exact_mut(PAGE_SIZE);
+            for address in ranges.iter().cloned().flat_map(|range| range.step_by(PAGE_SIZE)) {
+                self.run();
+                let page = pages.next().expect("as long as the ranges");
+                match self.memory.get(&(space, address / PAGE_SIZE as u64)) {
+                    Some(&value) => page.fill(value),
+                    None => missing.insert(address..address + PAGE_SIZE as u64),
+                }
+            }
+            assert!(pages.next().is_none());
+            Ok(missing)
+        }
+
+        fn begin_freeze(&mut self) -> Result<(), Infallible> {
+            self.run();
+            self.looks_before_freeze = 2;
+            Ok(())
+        }
+
+        fn wait_frozen(&mut self, _: Duration) -> Result<bool, Infallible> {
+            self.run();
+            self.is_frozen = self.looks_before_freeze == 0;
+            self.looks_before_freeze = self.looks_before_freeze.saturating_sub(1);
+            Ok(self.is_frozen)
+        }
+
+        fn save_state(&mut self) -> Result<(), Infallible> {
+            assert!(self.is_frozen);
+            Ok(())
+        }
+
+        fn thaw(&mut self) -> Result<Duration, Infallible> {
+            self.is_frozen = false;
+            Ok(Duration::ZERO)
+        }
+
+        fn relax(&mut self) -> Result<(), Infallible> {
+            Ok(())
+        }
+    }
+
+    /// A store that fails at its nth page.
+    struct Failing<'a> {
+        store: &'a mut MemoryStore,
+        puts_left: u32,
+    }
+
+    impl Store for Failing<'_> {
+        fn put(&mut self, kind: Kind, content: &[u8]) -> Result<ContentId, StoreError> {
+            self.puts_left = self.puts_left.checked_sub(1).ok_or(StoreError::ReadOnly)?;
+            self.store.put(kind, content)
+        }
+
+        fn get(&self, kind: Kind, id: ContentId) -> Result<Vec<u8>, StoreError> {
+            self.store.get(kind, id)
+        }
+
+        fn get_page(&self, id: ContentId, page: &mut [u8; PAGE_SIZE]) -> Result<(), StoreError> {
+            self.store.get_page(id, page)
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn a_capture_is_the_memory_at_the_freeze(
+            script in prop::collection::vec(act(), 0..400),
+            stop_and_copy in any::<bool>(),
+            failures in prop::collection::vec(0u32..40, 6),
+        ) {
+            let strategy = match stop_and_copy {
+                true => Strategy::StopAndCopy,
+                false => Strategy::PreCopy { max_rounds: 3, enough_pages: 2 },
+            };
+            let script = Rc::new(RefCell::new(script));
+            let mut target = Scripted::new(script);
+            let mut checkpointer = Checkpointer::new();
+            let mut store = MemoryStore::new();
+            for puts_left in failures {
+                (0..20).for_each(|_| target.run());
+                // Every other checkpoint may fail in the middle.
+                let puts_left = if puts_left % 2 == 0 { u32::MAX } else { puts_left };
+                let mut failing = Failing { store: &mut store, puts_left };
+                // What the target holds when it runs on is what it held when it was frozen: nothing runs after thawing.
+                if checkpointer.capture(&mut target, &mut failing, strategy).is_err() {
+                    checkpointer.aborted();
+                    continue;
+                }
+                for &space in &target.spaces {
+                    let tree = checkpointer.tree(space).expect("it was there");
+                    for page in 0..PAGES {
+                        let mut content = [0; PAGE_SIZE];
+                        store.get_page(tree.get(page), &mut content).expect("the page was put");
+                        if let Some(&value) = target.memory.get(&(space, page)) {
+                            prop_assert!(content.iter().all(|&byte| byte == value), "space {space}, page {page}");
+                        }
+                    }
+                }
+                checkpointer.committed();
+            }
+        }
+    }
+
+    #[test]
+    fn parts_are_no_larger_than_asked_for_and_miss_nothing() {
+        let set: RangeSet = [0..10, 20..25, 30..31].into_iter().collect();
+        let parts: Vec<RangeSet> = Parts::new(&set, 4).collect();
+        assert!(parts.iter().all(|part| part.total_bytes() <= 4));
+        assert_eq!(parts.len(), 4);
+        assert_eq!(parts.iter().flat_map(RangeSet::iter).collect::<RangeSet>(), set);
     }
 }

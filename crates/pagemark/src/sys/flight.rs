@@ -1,4 +1,4 @@
-//! Memory for pages in flight, mapped before the target is frozen so that copying meets no page fault.
+//! Memory for pages in flight, mapped before it is needed so that copying meets few page faults.
 
 use std::num::NonZeroUsize;
 use std::ops::Range;
@@ -6,45 +6,26 @@ use std::ptr::NonNull;
 
 use nix::sys::mman::{MapFlags, MmapAdvise, ProtFlags, madvise, mmap_anonymous, munmap};
 
-/// Kept populated from one checkpoint to the next, bytes.
-const KEPT: usize = 2 << 20;
+/// What huge pages are aligned to, bytes.
+const HUGE_PAGE: usize = 2 << 20;
 
-/// A buffer that is grown and populated ahead of use, and given back to the kernel after it.
-#[derive(Default)]
+/// A piece of memory that pages are copied to.
 pub struct FlightBuffer {
-    mapping: Option<(NonNull<libc::c_void>, usize)>,
-    /// Bytes that the last capture needed: the guess for the next one.
-    last_used: usize,
+    start: NonNull<libc::c_void>,
+    length: usize,
 }
 
 // SAFETY: the mapping is owned by this value alone, and any thread may access or unmap it.
 unsafe impl Send for FlightBuffer {}
 
 impl FlightBuffer {
-    /// Populates what the next capture will probably need.
-    pub fn prepare(&mut self) {
-        let likely = (self.last_used + self.last_used / 4).max(KEPT);
-        self.reserve(likely);
-        if let Some((start, length)) = self.mapping {
-            // A kernel without it (before 5.14) populates page by page as the copy goes.
-            // SAFETY: the range lies in our own mapping; populating changes no content.
-            let _ = unsafe { libc::madvise(start.as_ptr(), likely.min(length), libc::MADV_POPULATE_WRITE) };
-        }
-        self.last_used = 0;
-    }
-
-    /// Makes room for `bytes`. What the buffer held may be lost.
+    /// Maps room for `bytes`. It takes memory only as it is written.
     ///
     /// # Panics
     /// If the kernel gives no address space, as a failed allocation does.
-    pub fn reserve(&mut self, bytes: usize) {
-        self.last_used = self.last_used.max(bytes);
-        if self.mapping.is_some_and(|(_, length)| length >= bytes) {
-            return;
-        }
-        self.unmap();
-        let length = bytes.next_multiple_of(2 << 20);
-        let Some(size) = NonZeroUsize::new(length) else { return };
+    pub fn new(bytes: usize) -> FlightBuffer {
+        let length = bytes.next_multiple_of(HUGE_PAGE);
+        let size = NonZeroUsize::new(length).unwrap_or(NonZeroUsize::MIN);
         // SAFETY: a new private anonymous mapping at an address that the kernel chooses touches no other memory.
         let start = unsafe {
             mmap_anonymous(
@@ -55,45 +36,55 @@ impl FlightBuffer {
             )
         };
         let Ok(start) = start else { std::alloc::handle_alloc_error(std::alloc::Layout::new::<[u8; 4096]>()) };
-        // Huge pages make populating cheap; without them it merely costs more.
+        // Huge pages make the first write to it cheap; without them it merely costs more.
         // SAFETY: the range is the mapping just made.
-        let _ = unsafe { madvise(start, length, MmapAdvise::MADV_HUGEPAGE) };
-        self.mapping = Some((start, length));
+        let _ = unsafe { madvise(start, size.get(), MmapAdvise::MADV_HUGEPAGE) };
+        FlightBuffer { start, length: size.get() }
     }
 
-    /// A part of what was reserved.
+    /// Bytes of room.
+    pub fn length(&self) -> usize {
+        self.length
+    }
+
+    /// Has the kernel give memory for the part ahead of its use.
+    pub fn populate(&mut self, part: Range<usize>) {
+        let part = self.slice(part);
+        // A kernel without it (before 5.14) gives it page by page as the copy goes.
+        // SAFETY: the part lies in our own mapping; populating changes no content.
+        let _ = unsafe { libc::madvise(aligned(part.as_mut_ptr()), part.len(), libc::MADV_POPULATE_WRITE) };
+    }
+
+    /// A part of it.
     ///
     /// # Panics
-    /// If it was not reserved.
+    /// If it is not that long.
     pub fn slice(&mut self, part: Range<usize>) -> &mut [u8] {
-        let (start, length) = self.mapping.unwrap_or((NonNull::dangling(), 0));
-        assert!(part.start <= part.end && part.end <= length, "the part {part:?} was not reserved");
-        // SAFETY: the part lies in our own readable and writable mapping (or is empty), and the borrow of `self` keeps
-        // it mapped and unaliased.
-        unsafe { std::slice::from_raw_parts_mut(start.as_ptr().cast::<u8>().add(part.start), part.len()) }
+        assert!(part.start <= part.end && part.end <= self.length, "{part:?} of a buffer of {} bytes", self.length);
+        // SAFETY: the part lies in our own readable and writable mapping, and the borrow of `self` keeps it mapped and
+        // unaliased.
+        unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr().cast::<u8>().add(part.start), part.len()) }
     }
 
-    /// Gives the memory back, but for a little.
-    pub fn release(&mut self) {
-        if let Some((start, length)) = self.mapping
-            && length > KEPT
-        {
+    /// Gives the memory behind the first `kept` bytes back to the kernel; their content is zeros then.
+    pub fn release_behind(&mut self, kept: usize) {
+        let kept = kept.next_multiple_of(HUGE_PAGE).min(self.length);
+        if kept < self.length {
             // SAFETY: the range lies in our own mapping, and `&mut self` shows that no slice of it is in use.
-            let _ = unsafe { madvise(start.byte_add(KEPT), length - KEPT, MmapAdvise::MADV_DONTNEED) };
-        }
-    }
-
-    fn unmap(&mut self) {
-        if let Some((start, length)) = self.mapping.take() {
-            // SAFETY: the mapping is ours and no slice of it can be borrowed now.
-            let _ = unsafe { munmap(start, length) };
+            let _ = unsafe { madvise(self.start.byte_add(kept), self.length - kept, MmapAdvise::MADV_DONTNEED) };
         }
     }
 }
 
+/// The page in which an address lies.
+fn aligned(address: *mut u8) -> *mut libc::c_void {
+    address.map_addr(|address| address & !(crate::PAGE_SIZE - 1)).cast()
+}
+
 impl Drop for FlightBuffer {
     fn drop(&mut self) {
-        self.unmap();
+        // SAFETY: the mapping is ours and no slice of it can be borrowed now.
+        let _ = unsafe { munmap(self.start, self.length) };
     }
 }
 
@@ -102,23 +93,19 @@ mod tests {
     use super::*;
 
     #[test]
-    fn grows_and_keeps_what_is_written_until_released() {
-        let mut buffer = FlightBuffer::default();
-        assert!(buffer.slice(0..0).is_empty());
-        buffer.prepare();
-        for bytes in [5000, 3 << 20, 100] {
-            buffer.reserve(bytes);
-            buffer.slice(0..bytes).fill(7);
-            assert!(buffer.slice(0..bytes).iter().all(|&byte| byte == 7));
-            buffer.release();
-        }
+    fn keeps_what_is_written_until_it_is_released() {
+        let mut buffer = FlightBuffer::new(5 << 20);
+        assert_eq!(buffer.length(), 6 << 20);
+        buffer.populate(0..8192);
+        buffer.slice(0..5 << 20).fill(7);
+        buffer.release_behind(1);
+        assert!(buffer.slice(0..2 << 20).iter().all(|&byte| byte == 7));
+        assert!(buffer.slice(2 << 20..6 << 20).iter().all(|&byte| byte == 0));
     }
 
     #[test]
-    #[should_panic(expected = "was not reserved")]
-    fn refuses_more_than_was_reserved() {
-        let mut buffer = FlightBuffer::default();
-        buffer.reserve(4096);
-        buffer.slice(0..(4 << 20));
+    #[should_panic(expected = "of a buffer of")]
+    fn refuses_more_than_it_has() {
+        FlightBuffer::new(4096).slice(0..(4 << 20));
     }
 }
