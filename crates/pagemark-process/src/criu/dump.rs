@@ -16,6 +16,8 @@ use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Child;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -91,8 +93,55 @@ pub struct Dump {
     socket: Option<UnixStream>,
     status: File,
     withholding: Option<Withholding>,
-    frozen_at: Option<Instant>,
+    watch: Watch,
     state_saved_at: Option<Instant>,
+}
+
+/// Sees when the tree is frozen, whatever Pagemark does meanwhile: what is not seen would not count as downtime.
+#[derive(Debug)]
+struct Watch {
+    shared: Arc<Watched>,
+    thread: Option<std::thread::JoinHandle<()>>,
+}
+
+#[derive(Debug, Default)]
+struct Watched {
+    frozen_at: OnceLock<Instant>,
+    is_over: AtomicBool,
+}
+
+impl Watch {
+    fn start(pid: i32, criu_pid: i32) -> std::io::Result<Watch> {
+        let shared = Arc::new(Watched::default());
+        let watched = shared.clone();
+        let thread = std::thread::Builder::new().name("pagemark-watch".into()).spawn(move || {
+            while !watched.is_over.load(Ordering::Relaxed) {
+                match tracer(pid) {
+                    Some(tracer) if tracer == criu_pid => {
+                        let _ = watched.frozen_at.set(Instant::now());
+                        return;
+                    }
+                    Some(_) => std::thread::sleep(LOOK),
+                    None => return,
+                }
+            }
+        })?;
+        Ok(Watch { shared, thread: Some(thread) })
+    }
+
+    fn frozen_at(&self) -> Option<Instant> {
+        self.shared.frozen_at.get().copied()
+    }
+}
+
+impl Drop for Watch {
+    fn drop(&mut self) {
+        self.shared.is_over.store(true, Ordering::Relaxed);
+        if let Some(thread) = self.thread.take() {
+            // It does not panic.
+            let _ = thread.join();
+        }
+    }
 }
 
 impl Dump {
@@ -145,6 +194,7 @@ impl Dump {
             });
         }
         let child = command.spawn().map_err(io(&format!("start {}", criu.path().display())))?;
+        let watch = Watch::start(pid, child.id() as i32).map_err(io("start a thread"))?;
         let withholding = withhold.then(|| Withholding::start(&receiver, tree));
         let withholding = withholding.transpose().map_err(io("answer system calls"))?;
         Ok(Dump {
@@ -154,7 +204,7 @@ impl Dump {
             socket: Some(socket),
             status: File::from(status_read),
             withholding,
-            frozen_at: None,
+            watch,
             state_saved_at: None,
         })
     }
@@ -166,11 +216,11 @@ impl Dump {
     /// CRIU failed. The tree runs on.
     pub fn wait_frozen(&mut self, at_most: Duration) -> Result<bool, CriuError> {
         let deadline = Instant::now() + at_most;
-        while self.frozen_at.is_none() {
-            if tracer(self.pid).ok_or(CriuError::Gone { pid: self.pid })? == self.child.id() as i32 {
-                self.frozen_at = Some(Instant::now());
-                break;
+        loop {
+            if self.watch.frozen_at().is_some() {
+                return Ok(true);
             }
+            tracer(self.pid).ok_or(CriuError::Gone { pid: self.pid })?;
             if self.has_ended()? {
                 return Err(self.failure());
             }
@@ -179,7 +229,6 @@ impl Dump {
             }
             std::thread::sleep(LOOK);
         }
-        Ok(true)
     }
 
     /// Waits until the whole tree is frozen and all its state but memory is saved. The tree stays frozen until [`Dump::thaw`].
@@ -226,7 +275,7 @@ impl Dump {
     /// # Errors
     /// The state was not saved: no [`Dump::wait_state_saved`] has succeeded, or CRIU failed after it. The tree runs on all the same.
     pub fn thaw(mut self) -> Result<(Timings, SavedState), CriuError> {
-        let (Some(frozen_at), Some(state_saved_at)) = (self.frozen_at, self.state_saved_at) else {
+        let (Some(frozen_at), Some(state_saved_at)) = (self.watch.frozen_at(), self.state_saved_at) else {
             return Err(CriuError::Failed { what: self.what(), reason: "the state is not saved yet".into() });
         };
         // It must stay open until CRIU has ended, because CRIU answers.
