@@ -4,6 +4,7 @@ use std::io;
 
 pub mod peer;
 pub mod process;
+pub mod redis;
 pub mod stats;
 pub mod trackee;
 pub mod workload;
@@ -13,6 +14,8 @@ pub mod workload;
 pub enum Bench {
     /// What checkpoints of a process cost, beside CRIU's full dump
     Process(process::Options),
+    /// What a Redis server does under load while it is checkpointed, beside what it does alone
+    Redis(redis::Options),
     /// The measured program itself
     #[command(hide = true)]
     Workload(workload::Workload),
@@ -26,6 +29,7 @@ impl Bench {
     pub fn run(&self) -> Result<(), BenchError> {
         match self {
             Bench::Process(options) => process::run(options),
+            Bench::Redis(options) => redis::run(options),
             Bench::Workload(workload) => workload::run(workload).map_err(BenchError::on("run the workload")),
         }
     }
