@@ -138,7 +138,20 @@ CONF
     for package in "$work"/cache/archives/*.deb; do
         dpkg-deb -x "$package" "$work/root" || fail "$package could not be unpacked" "is the disk full? run this again"
     done
-    cat >"$work/criu" <<'WRAPPER'
+    write_wrapper "$work"
+    new_enough "$work/criu" ||
+        fail "what $archive calls unstable holds no CRIU >= $criu_needed that starts here" \
+            "build CRIU $criu_needed or later and set PAGEMARK_CRIU to it"
+    rm -rf "$cache/criu/root"
+    mv "$work/root" "$cache/criu/root"
+    write_wrapper "$cache/criu"
+}
+
+# The command that starts the CRIU which lies in directory $1. Its plugins would be another version's, and a directory
+# for them that is not there makes every dump fail.
+write_wrapper() {
+    mkdir -p "$1/no-plugins"
+    cat >"$1/criu.new" <<'WRAPPER'
 #!/bin/sh
 # Starts CRIU through the loader and the libraries that came with it, without plugins.
 here=$(dirname "$(readlink -f "$0")")
@@ -147,17 +160,14 @@ export CRIU_LIBS_DIR
 exec "$here/root/usr/lib64/ld-linux-x86-64.so.2" --library-path "$here/root/usr/lib/x86_64-linux-gnu" \
     "$here/root/usr/sbin/criu" "$@"
 WRAPPER
-    chmod 755 "$work/criu"
-    new_enough "$work/criu" ||
-        fail "what $archive calls unstable holds no CRIU >= $criu_needed that starts here" \
-            "build CRIU $criu_needed or later and set PAGEMARK_CRIU to it"
-    rm -rf "$cache/criu/root"
-    mv "$work/root" "$cache/criu/root"
-    mv "$work/criu" "$cache/criu/criu"
+    chmod 755 "$1/criu.new"
+    mv "$1/criu.new" "$1/criu"
 }
 
 set_up_criu() {
     local criu
+    # Also one that an earlier version of this script has set up.
+    if [ -d "$cache/criu/root" ]; then write_wrapper "$cache/criu"; fi
     if ! criu=$(find_criu); then
         fetch_criu
         criu=$(find_criu) || fail "the fetched CRIU does not start" "remove $cache/criu and run this again"
