@@ -11,11 +11,13 @@ use support::{Program, criu, eventually, is_running, take};
 const HOLDER: &str = r#"
 import os, time
 block = [bytes([i % 251 + 1]) * 65536 for i in range(1024)]
+count = os.open('count.new', os.O_CREAT | os.O_RDWR | os.O_TRUNC, 0o600)
+os.pwrite(count, b'%-20d' % 0, 0)
+os.rename('count.new', 'count')
 n = 0
 while True:
     n += 1
-    with open('count.new', 'w') as f: f.write(str(n))
-    os.rename('count.new', 'count')
+    os.pwrite(count, b'%-20d' % n, 0)
     if os.path.exists('check'):
         right = all(block[i] == bytes([i % 251 + 1]) * 65536 for i in range(1024))
         open('checked', 'w').write('right' if right else 'wrong')

@@ -14,18 +14,20 @@ use pagemark_process::criu::{CriuError, Dump, DumpOptions};
 use pagemark_process::restore::{RestoreError, RestoreOptions, Streams, prepare};
 use support::{Program, criu, eventually, is_alive, is_running, read_number, take};
 
-/// Counts in a file that is replaced as a whole, so that whoever looks at it sees a whole number.
+/// Counts in a file that keeps its name and size: CRIU restores it as it is then.
 const COUNTER: &str = r#"
 import os, sys, time
 state = {i: str(i) * 5 for i in range(50000)}
+count = os.open('count.new', os.O_CREAT | os.O_RDWR | os.O_TRUNC, 0o600)
+os.pwrite(count, b'%-20d' % 0, 0)
+os.rename('count.new', 'count')
 n = 0
 while True:
     n += 1
     state[n % 50000] = str(n)
     assert len(state) == 50000
     if n % 2000 == 0:
-        with open('count.new', 'w') as f: f.write(str(n))
-        os.rename('count.new', 'count')
+        os.pwrite(count, b'%-20d' % n, 0)
 "#;
 
 #[test]
@@ -133,6 +135,9 @@ if child == 0:
     os._exit(0)
 os.close(there[0]); os.close(back[1])
 w, r = os.fdopen(there[1], 'w'), os.fdopen(back[0])
+count = os.open('count.new', os.O_CREAT | os.O_RDWR | os.O_TRUNC, 0o600)
+os.pwrite(count, b'%-20d' % 0, 0)
+os.rename('count.new', 'count')
 n = 0
 while True:
     n += 1
@@ -142,8 +147,7 @@ while True:
         open('wrong', 'w').write(f'{n} {answer}')
         os._exit(99)
     if n % 500 == 0:
-        with open('count.new', 'w') as f: f.write(str(n))
-        os.rename('count.new', 'count')
+        os.pwrite(count, b'%-20d' % n, 0)
 "#;
 
 #[test]
@@ -443,10 +447,15 @@ int main(void)
 	for (long n = 1;; n++) {
 		if (memory[n % (8 << 20)] != 7)
 			return 2;
-		int fd = open("count.new", O_CREAT | O_WRONLY | O_TRUNC, 0600);
-		dprintf(fd, "%ld", n);
-		close(fd);
-		rename("count.new", "count");
+		static int count = -1;
+		char text[32];
+		snprintf(text, sizeof(text), "%-20ld", (long)n);
+		if (count < 0) {
+			count = open("count.new", O_CREAT | O_RDWR, 0600);
+			pwrite(count, text, 20, 0);
+			rename("count.new", "count");
+		}
+		pwrite(count, text, 20, 0);
 		usleep(1000);
 	}
 }

@@ -146,7 +146,8 @@ impl Program {
 
     /// A file in the program's directory.
     pub fn read(&self, name: &str) -> Option<String> {
-        std::fs::read_to_string(self.directory.path().join(name)).ok()
+        let text = std::fs::read_to_string(self.directory.path().join(name)).ok()?;
+        Some(text.trim().to_owned())
     }
 
     /// Kills the whole tree and waits until its process ids are free.
