@@ -2,12 +2,12 @@
 
 use std::ffi::OsStr;
 use std::fs::File;
-use std::io::Read;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use pagemark::checkpointer::{Capture, CaptureError, Checkpointer, Strategy};
+use pagemark::content::{ContentError, store_bytes};
 use pagemark::repository::{
     Cost, Manifest, MappingRecord, Repository, RepositoryError, SpaceRecord, StateRecord, TargetKind,
 };
@@ -284,41 +284,28 @@ fn cut(tree: &mut PageTree, kept: impl Iterator<Item = std::ops::Range<u64>>) {
 fn save_files(paths: &[PathBuf], store: &mut dyn Store) -> Result<Vec<StateRecord>, JobError> {
     let mut records = Vec::with_capacity(paths.len());
     for path in paths {
-        let io = |source| JobError::State { path: path.clone(), source };
+        let mut file = File::open(path).map_err(|source| JobError::State { path: path.clone(), source })?;
+        let (size, root) = store_bytes(store, &mut file).map_err(|error| match error {
+            ContentError::Read(source) => JobError::State { path: path.clone(), source },
+            ContentError::Store(error) => error.into(),
+        })?;
         let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default().to_owned();
-        records.push(save_content(name, &mut File::open(path).map_err(io)?, store, io)?);
+        records.push(StateRecord { name, size, root });
     }
     Ok(records)
-}
-
-fn save_content(
-    name: String,
-    content: &mut impl Read,
-    store: &mut dyn Store,
-    io: impl Fn(std::io::Error) -> JobError,
-) -> Result<StateRecord, JobError> {
-    let mut tree = PageTree::new();
-    let mut size = 0;
-    loop {
-        let mut page = Vec::with_capacity(PAGE_SIZE);
-        let read_bytes = content.by_ref().take(PAGE_SIZE as u64).read_to_end(&mut page).map_err(&io)? as u64;
-        if read_bytes == 0 {
-            break;
-        }
-        page.resize(PAGE_SIZE, 0);
-        tree.set(size / PAGE_SIZE as u64, store.put(Kind::Page, &page)?);
-        size += read_bytes;
-    }
-    Ok(StateRecord { name, size, root: tree.save(store)? })
 }
 
 /// The state file with the registers of a checkpoint of memory alone: a list of [`ThreadRegisters`] in JSON.
 pub const REGISTERS: &str = "registers.json";
 
 fn save_registers(registers: &[ThreadRegisters], store: &mut dyn Store) -> Result<StateRecord, JobError> {
-    let io = |source: std::io::Error| JobError::State { path: REGISTERS.into(), source };
-    let text = serde_json::to_vec(registers).map_err(|error| io(error.into()))?;
-    save_content(REGISTERS.to_owned(), &mut text.as_slice(), store, io)
+    let state = |source| JobError::State { path: REGISTERS.into(), source };
+    let text = serde_json::to_vec(registers).map_err(|error| state(error.into()))?;
+    let (size, root) = store_bytes(store, &mut text.as_slice()).map_err(|error| match error {
+        ContentError::Read(source) => state(source),
+        ContentError::Store(error) => error.into(),
+    })?;
+    Ok(StateRecord { name: REGISTERS.to_owned(), size, root })
 }
 
 fn mapping_record(mapping: &Mapping) -> MappingRecord {
