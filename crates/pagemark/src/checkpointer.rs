@@ -118,6 +118,28 @@ impl Checkpointer {
         }
         self.flight.prepare();
         target.begin_freeze().map_err(CaptureError::Target)?;
+        if let Err(error) = self.freeze_and_copy(target, store, strategy, &mut capture) {
+            // Whatever failed, the store above all, the target must not stand still for it; the first error is the one to tell.
+            let _ = target.thaw();
+            return Err(error);
+        }
+        capture.downtime = target.thaw().map_err(CaptureError::Target)?;
+
+        self.land(store)?;
+        capture.dirty_pages =
+            self.spaces.values().map(|space| space.uncommitted.total_bytes()).sum::<u64>() / PAGE_SIZE as u64;
+        target.relax().map_err(CaptureError::Target)?;
+        Ok(capture)
+    }
+
+    /// What happens from the begin of the freeze to the thaw.
+    fn freeze_and_copy<T: Target>(
+        &mut self,
+        target: &mut T,
+        store: &mut dyn Store,
+        strategy: Strategy,
+        capture: &mut Capture,
+    ) -> Result<(), CaptureError<T::Error>> {
         while !target.wait_frozen(FREEZE_POLL).map_err(CaptureError::Target)? {
             if strategy != Strategy::StopAndCopy {
                 self.round(target, store)?;
@@ -129,14 +151,8 @@ impl Checkpointer {
         let memory_begin = Instant::now();
         let copied = self.copy_frozen(target);
         capture.memory_downtime = memory_begin.elapsed();
-        capture.downtime = target.thaw().map_err(CaptureError::Target)?;
         capture.frozen_pages = copied.map_err(CaptureError::Target)?;
-
-        self.land(store)?;
-        capture.dirty_pages =
-            self.spaces.values().map(|space| space.uncommitted.total_bytes()).sum::<u64>() / PAGE_SIZE as u64;
-        target.relax().map_err(CaptureError::Target)?;
-        Ok(capture)
+        Ok(())
     }
 
     /// What a space held at the last capture. None for a space that was not there.
@@ -356,6 +372,8 @@ mod tests {
         script: Rc<RefCell<Vec<Act>>>,
         looks_before_freeze: u32,
         is_frozen: bool,
+        /// From the begin of a freeze to the thaw.
+        is_held: bool,
     }
 
     #[derive(Clone, Debug)]
@@ -378,7 +396,15 @@ mod tests {
     impl Scripted {
         fn new(script: Rc<RefCell<Vec<Act>>>) -> Self {
             let (memory, written) = (BTreeMap::new(), BTreeMap::new());
-            Scripted { memory, written, spaces: [0].into(), script, looks_before_freeze: 0, is_frozen: false }
+            Scripted {
+                memory,
+                written,
+                spaces: [0].into(),
+                script,
+                looks_before_freeze: 0,
+                is_frozen: false,
+                is_held: false,
+            }
         }
 
         fn run(&mut self) {
@@ -444,6 +470,7 @@ mod tests {
         fn begin_freeze(&mut self) -> Result<(), Infallible> {
             self.run();
             self.looks_before_freeze = 2;
+            self.is_held = true;
             Ok(())
         }
 
@@ -461,6 +488,7 @@ mod tests {
 
         fn thaw(&mut self) -> Result<Duration, Infallible> {
             self.is_frozen = false;
+            self.is_held = false;
             Ok(Duration::ZERO)
         }
 
@@ -511,7 +539,9 @@ mod tests {
                 let puts_left = if puts_left % 2 == 0 { u32::MAX } else { puts_left };
                 let mut failing = Failing { store: &mut store, puts_left };
                 // What the target holds when it runs on is what it held when it was frozen: nothing runs after thawing.
-                if checkpointer.capture(&mut target, &mut failing, strategy).is_err() {
+                let captured = checkpointer.capture(&mut target, &mut failing, strategy);
+                prop_assert!(!target.is_held, "the target was left frozen: {captured:?}");
+                if captured.is_err() {
                     checkpointer.aborted();
                     continue;
                 }
