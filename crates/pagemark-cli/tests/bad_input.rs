@@ -1,5 +1,5 @@
-//! Targets that can't be attached to, targets that go away, machines that lack something, repositories that are damaged, full
-//! or held: each is told clearly, harms no target and loses no checkpoint.
+//! Targets that can't be attached to, targets that go away, machines that lack something, repositories that are damaged or
+//! held: each is told clearly, harms no target and loses no checkpoint.
 
 #[path = "support/subject.rs"]
 mod subject;
@@ -12,11 +12,10 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::time::Duration;
 
-use nix::sys::signal::Signal;
 use pagemark::repository::Repository;
 use pagemark_testing::skip;
 use subject::{NOBODY, Subject, assert_fails, has_criu, is_root, public_directory, stderr, verifies};
-use support::{Pagemark, wait_for};
+use support::Pagemark;
 
 /// `pagemark checkpoint --memory-only --job subject`, which needs no CRIU.
 fn look(pagemark: &Pagemark, pid: i32) -> Output {
@@ -411,86 +410,6 @@ fn damage_to_any_file_is_told() {
     verifies(&pagemark);
     assert_eq!(pagemark.checkpoints("subject").len(), 3);
     subject.is_untouched();
-}
-
-/// A small file system of its own, gone when dropped.
-struct SmallDisk {
-    directory: tempfile::TempDir,
-}
-
-impl SmallDisk {
-    fn mount(options: &str) -> Option<SmallDisk> {
-        let directory = tempfile::tempdir().expect("a temporary directory");
-        let mut mount = Command::new("mount");
-        mount.args(["-t", "tmpfs", "-o", options, "pagemark-test"]).arg(directory.path()).stderr(Stdio::null());
-        mount.status().is_ok_and(|status| status.success()).then_some(SmallDisk { directory })
-    }
-
-    fn path(&self) -> &Path {
-        self.directory.path()
-    }
-}
-
-impl Drop for SmallDisk {
-    fn drop(&mut self) {
-        let _ = Command::new("umount").args(["-l"]).arg(self.directory.path()).status();
-    }
-}
-
-#[test]
-fn a_full_disk_loses_nothing_but_the_checkpoint() {
-    let Some(disk) = SmallDisk::mount("size=32m,mode=700") else { skip!("no file system can be mounted") };
-    let pagemark = Pagemark::new();
-    let data = pagemark.directory().join("data");
-    let Some(mut subject) = Subject::start(&["data", "8", data.to_str().expect("UTF-8")]) else {
-        skip!("no C compiler")
-    };
-    let repository = disk.path().join("repository");
-    let (place, pid) = (repository.to_str().expect("UTF-8"), subject.pid_text());
-    let mut arguments = vec!["checkpoint", "--job", "subject", "--repo", place, &pid];
-    if !has_criu() {
-        arguments.push("--memory-only");
-    }
-    let verified = || {
-        pagemark.done(&["verify", "--repo", place]);
-    };
-    let count = || Repository::open(&repository).expect("it opens").checkpoints("subject").expect("a list").len();
-    let progress = || fs::read_to_string(&data).unwrap_or_default();
-    let goes_on = || {
-        let before = progress().len();
-        wait_for("the target to go on", || (progress().len() > before + 3).then_some(()));
-    };
-    goes_on();
-    pagemark.done(&arguments);
-    assert_eq!(count(), 1);
-
-    // Twice the data, and no room for it.
-    subject.signal(Signal::SIGUSR1);
-    wait_for("more data", || progress().ends_with('+').then_some(()));
-    let filler = disk.path().join("filler");
-    fs::write(&filler, vec![1; 18 << 20]).expect("room for the filler");
-    for _ in 0..3 {
-        assert_fails(&pagemark.output(&arguments), &["cannot checkpoint process", place, "No space left on device"]);
-        subject.is_untouched();
-        goes_on();
-        assert_eq!(count(), 1);
-        verified();
-    }
-    fs::remove_file(&filler).expect("it goes");
-    pagemark.done(&arguments);
-    assert_eq!(count(), 2);
-    verified();
-    subject.is_untouched();
-
-    if !has_criu() {
-        skip!("no CRIU to restore with");
-    }
-    let target = subject.pid();
-    subject.kill();
-    pagemark.done(&["restore", "--detach", "--repo", place, "subject@2"]);
-    goes_on();
-    assert!(progress().ends_with('+'), "it has lost data");
-    support::kill_and_wait(target);
 }
 
 #[test]
