@@ -175,12 +175,14 @@ fn measure(options: &Options, trackee: &Trackee, percent: f64, mechanism: Mechan
     Ok(row)
 }
 
-/// Anonymous memory of this process, bytes: what Pagemark needs for itself.
+/// Anonymous memory of this process, bytes, without what it has lent to the kernel: what Pagemark needs for itself.
 fn own_memory_bytes() -> Result<u64, BenchError> {
-    let status = std::fs::read_to_string("/proc/self/status").map_err(BenchError::on("read its own memory use"))?;
-    let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:"));
-    let kib = line.and_then(|line| line.split_whitespace().next()).and_then(|kib| kib.parse::<u64>().ok());
-    Ok(kib.unwrap_or(0) * 1024)
+    let rollup = std::fs::read_to_string("/proc/self/smaps_rollup").map_err(BenchError::on("read its own memory use"))?;
+    let kib = |name| {
+        let line = rollup.lines().find_map(|line| line.strip_prefix(name));
+        line.and_then(|line| line.split_whitespace().next()).and_then(|kib| kib.parse::<u64>().ok()).unwrap_or(0)
+    };
+    Ok((kib("Anonymous:") - kib("LazyFree:").min(kib("Anonymous:"))) * 1024)
 }
 
 fn print(options: &Options, rows: &[Row]) {

@@ -37,7 +37,7 @@ const FREEZE_POLL: Duration = Duration::from_millis(16);
 /// more is then hashed, compressed and stored only as it was last.
 const IN_FLIGHT_BYTES: usize = 128 << 20;
 
-/// Of which so many stay with us from one checkpoint to the next.
+/// Of which so many stay with us from one checkpoint to the next; the rest is lent to the kernel.
 const KEPT_BYTES: usize = 2 << 20;
 
 /// Keeps, from one checkpoint of a target to the next, what each page of its memory holds.
@@ -311,7 +311,7 @@ impl Flight {
         self.used_bytes = 0;
         self.total_bytes = 0;
         if let Some(buffer) = self.buffers.first_mut() {
-            buffer.release_behind(KEPT_BYTES);
+            buffer.lend_behind(KEPT_BYTES);
         }
     }
 }

@@ -353,6 +353,8 @@ impl NewPacks {
             .map(|(id, (offset, stored_bytes))| Entry { id, pack: number, offset, stored_bytes })
             .collect();
         entries.sort_unstable_by_key(|entry| entry.id);
+        // The table is looked into for each page of the next checkpoints.
+        current.file.stay_cached()?;
         let mut writer = TableWriter::new(&mut current.file, &self.format, FileKind::Pack, entries.len() as u64);
         for entry in &entries {
             writer.push(entry)?;

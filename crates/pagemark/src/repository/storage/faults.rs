@@ -7,6 +7,8 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use nix::fcntl::{FcntlArg, OFlag, fcntl};
+
 /// An operation that is about to happen.
 pub(crate) enum Step<'a> {
     Create(&'a Path),
@@ -116,6 +118,8 @@ impl Faults {
             Some(error) => {
                 if let Step::Write(file, bytes) = step {
                     let part = state.below(bytes.len() as u64 + 1) as usize;
+                    // Any part of it, not only whole blocks.
+                    fcntl(&*file, FcntlArg::F_SETFL(OFlag::O_APPEND))?;
                     file.write_all(&bytes[..part])?;
                 }
                 Err(error)
