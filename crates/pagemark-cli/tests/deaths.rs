@@ -7,6 +7,7 @@ mod support;
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};
+use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -223,6 +224,51 @@ fn a_restore_that_is_killed_leaves_nothing_in_the_way() {
     kill_and_wait(pid);
 }
 
+#[test]
+fn a_lazy_restore_that_is_killed_takes_the_program_with_it() {
+    if !is_root() || !has_criu() {
+        skip!("whole checkpoints need root and CRIU");
+    }
+    let pagemark = Pagemark::new();
+    let data = pagemark.directory().join("data");
+    let data_text = data.display().to_string();
+    let Some(mut subject) = Subject::start(&["data", "64", &data_text]) else { skip!("no C compiler") };
+    pagemark.done(&["checkpoint", "--job", "subject", &subject.pid_text()]);
+    let pid = subject.pid();
+    subject.kill();
+
+    let place = pagemark.directory().join("temporary");
+    fs::create_dir(&place).expect("a directory");
+    for (detach, ms) in [(true, 0), (false, 0), (true, 5), (true, 20)] {
+        let mut command = pagemark.command(&["restore", "--lazy", "subject"]);
+        if detach {
+            command.arg("--detach");
+        }
+        command.env("TMPDIR", &place).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
+        let mut child = command.spawn().expect("pagemark starts");
+        // The last it says before it delivers memory.
+        let lines = BufReader::new(child.stderr.take().expect("a pipe")).lines().map_while(Result::ok);
+        let line = lines.into_iter().find(|line| line.contains("runs as process"));
+        assert!(line.is_some(), "it was not restored");
+        std::thread::sleep(Duration::from_millis(ms));
+        let delivers = !delivers_to(&place).is_empty();
+        kill(&mut child, "a lazy restore was killed");
+        // It reads zeros nowhere, and does not wait for its memory for ever: it ends.
+        if delivers {
+            wait_for("the program without its memory to end", || (!support::is_alive(pid)).then_some(()));
+        }
+        kill_and_wait(pid);
+        wait_for("CRIU to end", || (delivers_to(&place).is_empty() && criu_in(&place).is_empty()).then_some(()));
+    }
+
+    // The checkpoint is as it was. It checks all its data, so that all of it is asked for.
+    let mut restore = pagemark.command(&["restore", "--lazy", "--detach", "subject"]);
+    let output = restore.env("TMPDIR", &place).output().expect("the command runs");
+    assert!(output.status.success(), "{}", subject::stderr(&output));
+    goes_on(&data, pid);
+    kill_and_wait(pid);
+}
+
 /// Asserts that a subject that holds data checks it on, and that it is right.
 fn goes_on(data: &Path, pid: i32) {
     let length = || fs::metadata(data).map_or(0, |metadata| metadata.len());
@@ -233,9 +279,18 @@ fn goes_on(data: &Path, pid: i32) {
     });
 }
 
-/// CRIU's processes whose images lie below a directory.
+/// CRIU's processes that restore from images below a directory.
 fn criu_in(directory: &Path) -> Vec<i32> {
-    let wanted = format!(" restore --no-default-config -D {}", directory.display());
+    criu_that("restore", directory)
+}
+
+/// CRIU's processes that deliver memory on demand for images below a directory.
+fn delivers_to(directory: &Path) -> Vec<i32> {
+    criu_that("lazy-pages", directory)
+}
+
+fn criu_that(does: &str, directory: &Path) -> Vec<i32> {
+    let wanted = format!(" {does} --no-default-config -D {}", directory.display());
     let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
     processes
         .filter_map(|entry| entry.file_name().to_string_lossy().parse().ok())

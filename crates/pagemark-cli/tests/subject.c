@@ -6,6 +6,8 @@
  *   refuses, kills   forbids itself the system call userfaultfd by a seccomp filter
  *   data MIB FILE    holds so much random data, checks it again and again, and adds a byte to FILE each time it is right;
  *                    with SIGUSR1 it gets as much again. Ends with 99 if anything is wrong.
+ *   steps MIB FILE   holds so much data that changes with each step, checks all of it, and writes into FILE how many steps it
+ *                    has made, and "paused" while it makes none because there is a file FILE.pause. Ends with 99 if anything is wrong.
  *   exits MS         ends with 7 after so many milliseconds in which it writes memory
  */
 #include <fcntl.h>
@@ -77,6 +79,36 @@ static void hold_data(size_t words, const char *path)
     }
 }
 
+static void take_steps(size_t words, const char *path)
+{
+    enum { PAGE_WORDS = 512 };
+    size_t pages = words / PAGE_WORDS;
+    uint64_t *data = mmap(0, words * 8, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    int file = open(path, O_RDWR | O_CREAT, 0600);
+    char pause_path[4096], text[64];
+    snprintf(pause_path, sizeof pause_path, "%s.pause", path);
+    if (data == MAP_FAILED || file < 0)
+        exit(98);
+    for (uint64_t steps = 0;;) {
+        /* Page p was written last in the newest step s with s % pages == p. */
+        for (size_t i = 0; i < words; i++) {
+            size_t behind = (steps + pages - i / PAGE_WORDS) % pages;
+            if (data[i] != (behind < steps ? (steps - behind) * 0x9e3779b97f4a7c15u + i : 0))
+                exit(99);
+        }
+        int paused = !access(pause_path, F_OK);
+        snprintf(text, sizeof text, "%-20llu%-10s", (unsigned long long)steps, paused ? "paused" : "");
+        if (pwrite(file, text, 30, 0) != 30)
+            exit(98);
+        if (!paused) {
+            uint64_t *page = data + ++steps % pages * PAGE_WORDS;
+            for (size_t i = 0; i < PAGE_WORDS; i++)
+                page[i] = steps * 0x9e3779b97f4a7c15u + (page - data) + i;
+        }
+        usleep(1000);
+    }
+}
+
 static void exit_after(int ms)
 {
     struct timespec begin, now;
@@ -107,6 +139,8 @@ int main(int argc, char **argv)
     fflush(stdout);
     if (!strcmp(mode, "data") && argc > 3)
         hold_data((size_t)atoi(argv[2]) << 17, argv[3]);
+    if (!strcmp(mode, "steps") && argc > 3)
+        take_steps((size_t)atoi(argv[2]) << 17, argv[3]);
     if (!strcmp(mode, "exits") && argc > 2)
         exit_after(atoi(argv[2]));
     for (;;)

@@ -1,10 +1,11 @@
 //! Processes to attach to, which show whether somebody disturbed them.
 #![allow(dead_code, reason = "each story uses a part")]
 
+use std::ffi::OsStr;
 use std::fs;
 use std::io::{BufRead, BufReader};
 use std::os::unix::process::CommandExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::sync::OnceLock;
 
@@ -41,12 +42,12 @@ pub struct Subject {
 }
 
 impl Subject {
-    pub fn start(mode: &[&str]) -> Option<Subject> {
+    pub fn start(mode: &[impl AsRef<OsStr>]) -> Option<Subject> {
         Self::start_as(None, mode)
     }
 
     /// Belongs to user `user`, if that is given.
-    pub fn start_as(user: Option<u32>, mode: &[&str]) -> Option<Subject> {
+    pub fn start_as(user: Option<u32>, mode: &[impl AsRef<OsStr>]) -> Option<Subject> {
         let mut command = Command::new(subject()?);
         if let Some(user) = user {
             command.uid(user).gid(user);
@@ -99,6 +100,60 @@ impl Subject {
 impl Drop for Subject {
     fn drop(&mut self) {
         self.kill();
+    }
+}
+
+/// The program `subject` that takes steps, by the file into which it writes them. It makes none while it is paused.
+pub struct Steps {
+    file: PathBuf,
+}
+
+impl Steps {
+    /// In a directory of the test.
+    pub fn new(directory: &Path) -> Steps {
+        Steps { file: directory.join("steps") }
+    }
+
+    /// The arguments that make `subject` take steps, holding so much data.
+    pub fn arguments(&self, mib: u32) -> Vec<String> {
+        vec!["steps".into(), mib.to_string(), self.file.display().to_string()]
+    }
+
+    /// Steps made, and whether it is paused.
+    fn state(&self) -> (u64, bool) {
+        let text = fs::read_to_string(&self.file).unwrap_or_default();
+        let mut words = text.split_whitespace();
+        (words.next().and_then(|word| word.parse().ok()).unwrap_or(0), words.next() == Some("paused"))
+    }
+
+    /// Waits until process `pid` has made some steps more, and found its data right.
+    pub fn goes_on(&self, pid: i32) {
+        let before = self.state().0;
+        wait_for("steps", || {
+            assert!(is_alive(pid), "it has ended: its data was wrong");
+            (self.state().0 > before + 20).then_some(())
+        });
+    }
+
+    /// Has it pause from its next step on, also if it does not run yet.
+    pub fn order_pause(&self) {
+        fs::write(self.file.with_extension("pause"), "").expect("a file");
+    }
+
+    /// Pauses it, and gives the steps made.
+    pub fn pause(&self) -> u64 {
+        self.order_pause();
+        wait_for("the pause", || Some(self.state()).filter(|(_, paused)| *paused)).0
+    }
+
+    /// Waits until a paused one says that it has made so many steps.
+    pub fn is_paused_at(&self, steps: u64) {
+        wait_for("the pause", || (self.state() == (steps, true)).then_some(()));
+    }
+
+    /// Lets it make steps.
+    pub fn resume(&self) {
+        fs::remove_file(self.file.with_extension("pause")).expect("it is paused");
     }
 }
 

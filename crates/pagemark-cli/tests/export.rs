@@ -1,0 +1,52 @@
+//! Checkpoints as other programs take them.
+
+#[path = "support/subject.rs"]
+mod subject;
+mod support;
+
+use std::fs::File;
+use std::process::{Command, Stdio};
+
+use pagemark_process::criu::Criu;
+use pagemark_testing::skip;
+use subject::{Steps, Subject, has_criu};
+use support::{Pagemark, kill_and_wait};
+
+#[test]
+fn plain_criu_restores_what_was_exported_for_it() {
+    if !has_criu() {
+        skip!("no CRIU to restore with");
+    }
+    let pagemark = Pagemark::new();
+    let steps = Steps::new(pagemark.directory());
+    let Some(mut subject) = Subject::start(&steps.arguments(4)) else { skip!("no C compiler") };
+    let pid = subject.pid();
+    // The first checkpoint has all its memory, the second what changed; both are in what is exported.
+    steps.goes_on(pid);
+    pagemark.done(&["checkpoint", "--job", "subject", &subject.pid_text()]);
+    steps.goes_on(pid);
+    let at_checkpoint = steps.pause();
+    pagemark.done(&["checkpoint", "--job", "subject", &subject.pid_text()]);
+    steps.resume();
+    steps.goes_on(pid);
+    subject.kill();
+
+    let directory = pagemark.directory().join("images");
+    let told = pagemark.done(&["export", "subject@2", "--criu", directory.to_str().expect("UTF-8")]);
+    let (_, line) = told.split_once("`criu ").expect("it tells how to use it");
+    let arguments = line.split_once('`').expect("it tells all of it").0.split(' ');
+    steps.order_pause();
+    let output = File::create(pagemark.directory().join("criu.log")).expect("a log file");
+    let mut criu = Command::new(Criu::find().expect("it was found before").path())
+        .args(arguments)
+        .stdin(Stdio::null())
+        .stdout(output.try_clone().expect("one more"))
+        .stderr(output)
+        .spawn()
+        .expect("CRIU starts");
+    steps.is_paused_at(at_checkpoint);
+    steps.resume();
+    steps.goes_on(pid);
+    kill_and_wait(pid);
+    criu.wait().expect("our child");
+}
