@@ -59,7 +59,10 @@ impl Doctor {
             kernel: kernel(),
             root: nix::unistd::geteuid().is_root(),
             criu: criu(),
-            auto: mechanisms.iter().find(|found| found.works).map(|found| found.mechanism),
+            auto: mechanisms
+                .iter()
+                .find(|found| found.works && found.mechanism.reaches_other_processes())
+                .map(|found| found.mechanism),
             mechanisms,
         };
         if self.json {

@@ -155,7 +155,11 @@ impl AddressSpace {
             let tracker: Box<dyn Tracker> = match mechanism {
                 Mechanism::Compare => Box::new(Compare::new(pagemap.clone(), memory.clone(), Pages::NotOfFile)),
                 Mechanism::SoftDirty => Box::new(soft_dirty(pid, thread, pagemap.clone())?),
-                _ => Box::new(Full::new(pagemap.clone(), Pages::NotOfFile)),
+                Mechanism::Full => Box::new(Full::new(pagemap.clone(), Pages::NotOfFile)),
+                mechanism => {
+                    let reason = "it tracks only a program's own memory, as a region".to_owned();
+                    return Err(AttachError::Track { pid, source: TrackError::Unavailable { mechanism, reason } });
+                }
             };
             // Files tell by their own times whether they were written, which with these mechanisms must do.
             let shared = Box::new(Full::new(pagemap.clone(), Pages::All));

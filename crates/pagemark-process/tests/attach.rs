@@ -166,6 +166,8 @@ fn who_cannot_be_tracked_is_told_why() {
     let refused = AddressSpace::attach(full.pid(), Mechanism::Adaptive).err();
     assert!(matches!(refused, Some(AttachError::Inject { .. })), "{refused:?}");
     assert!(refused.unwrap().to_string().contains("prlimit"));
+    let refused = AddressSpace::attach(full.pid(), Mechanism::Mprotect).err();
+    assert!(refused.unwrap().to_string().contains("only a program's own memory"));
     full.goes_on();
 
     let mut twice = Steady::start("sleep").unwrap();

@@ -1,7 +1,11 @@
 //! The thin layer at the kernel interface: one file an interface, safe types above it.
 
+pub mod fault;
 pub mod flight;
+pub mod gate;
 pub mod memory;
+pub mod own_memory;
 pub mod pagemap;
 pub(crate) mod scratch;
+pub mod signals;
 pub mod userfaultfd;

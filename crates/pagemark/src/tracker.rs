@@ -5,14 +5,17 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-use crate::RangeSet;
+use crate::{Range, RangeSet};
 
 pub mod adaptive;
 pub mod compare;
 pub mod full;
+pub mod mprotect;
+mod page_bits;
 pub mod pagemap_scan;
 mod populated;
 pub mod probe;
+mod protected;
 pub mod soft_dirty;
 #[cfg(test)]
 mod tests;
@@ -50,6 +53,19 @@ pub trait Tracker: Send {
         None
     }
 
+    /// Lets the kernel write to `range` on behalf of system calls, until [`Tracker::unpin`]: each collect reports the pages
+    /// around it. Mechanisms that see what system calls write have nothing to do; for the others such a call fails with
+    /// `EFAULT` where nothing is pinned. The same range may be pinned several times.
+    ///
+    /// # Errors
+    /// As [`Tracker::collect`]; then nothing is pinned.
+    fn pin(&mut self, _range: &Range) -> Result<(), TrackError> {
+        Ok(())
+    }
+
+    /// Ends one [`Tracker::pin`] of the same range.
+    fn unpin(&mut self, _range: &Range) {}
+
     /// Says that a long interval begins, in which the target should run at its own speed. `adaptive` unprotects here what
     /// will be written anyway; for other trackers there is nothing to do.
     ///
@@ -68,6 +84,8 @@ pub enum Mechanism {
     Full,
     /// Compare with what was there before.
     Compare,
+    /// Read-only pages and a signal handler; own memory only.
+    Mprotect,
     /// Linux 6.7: userfaultfd WP_ASYNC and the PAGEMAP_SCAN ioctl.
     PagemapScan,
     /// `CONFIG_MEM_SOFT_DIRTY`.
@@ -78,14 +96,26 @@ pub enum Mechanism {
 
 impl Mechanism {
     /// Every mechanism, the preferred one first.
-    pub const ALL: [Mechanism; 5] =
-        [Mechanism::Adaptive, Mechanism::PagemapScan, Mechanism::SoftDirty, Mechanism::Compare, Mechanism::Full];
+    pub const ALL: [Mechanism; 6] = [
+        Mechanism::Adaptive,
+        Mechanism::PagemapScan,
+        Mechanism::SoftDirty,
+        Mechanism::Mprotect,
+        Mechanism::Compare,
+        Mechanism::Full,
+    ];
+
+    /// True if it can track other processes too, and not only this one's own memory.
+    pub fn reaches_other_processes(self) -> bool {
+        !matches!(self, Mechanism::Mprotect)
+    }
 
     /// The name in commands and reports.
     pub fn name(self) -> &'static str {
         match self {
             Mechanism::Full => "full",
             Mechanism::Compare => "compare",
+            Mechanism::Mprotect => "mprotect",
             Mechanism::PagemapScan => "pagemap-scan",
             Mechanism::SoftDirty => "soft-dirty",
             Mechanism::Adaptive => "adaptive",

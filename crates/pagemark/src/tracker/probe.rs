@@ -7,6 +7,7 @@ use std::time::Instant;
 use super::adaptive::{Adaptive, HOT_AFTER, PROBE_SLICES};
 use super::compare::Compare;
 use super::full::Full;
+use super::mprotect::Mprotect;
 use super::pagemap_scan::PagemapScan;
 use super::populated::Pages;
 use super::soft_dirty::SoftDirty;
@@ -50,9 +51,10 @@ pub fn probe() -> Vec<Probe> {
 }
 
 impl Mechanism {
-    /// The preferred one among those that work here: what `auto` means.
+    /// The preferred one for other processes among those that work here: what `auto` means.
     pub fn choose() -> Mechanism {
-        Mechanism::ALL.into_iter().find(|&mechanism| check(mechanism).is_ok()).unwrap_or(Mechanism::Full)
+        let mut all = Mechanism::ALL.into_iter().filter(|mechanism| mechanism.reaches_other_processes());
+        all.find(|&mechanism| check(mechanism).is_ok()).unwrap_or(Mechanism::Full)
     }
 }
 
@@ -76,6 +78,7 @@ pub fn own(mechanism: Mechanism) -> Result<Box<dyn Tracker>, TrackError> {
             let memory = Memory::of_this_process().map_err(system("opening /proc/self/mem"))?;
             Box::new(Compare::new(pagemap, Arc::new(memory), Pages::All))
         }
+        Mechanism::Mprotect => Box::new(Mprotect::new(pagemap)),
         Mechanism::PagemapScan => Box::new(scan(pagemap)?),
         Mechanism::Adaptive => Box::new(Adaptive::new(scan(pagemap)?)),
         Mechanism::SoftDirty => {

@@ -300,7 +300,7 @@ fn collected(tracker: &mut dyn Tracker, ranges: &RangeSet) -> RangeSet {
 
 #[test]
 fn only_what_was_written_is_reported() {
-    for mechanism in [Mechanism::PagemapScan, Mechanism::Adaptive, Mechanism::Compare] {
+    for mechanism in [Mechanism::PagemapScan, Mechanism::Adaptive, Mechanism::Compare, Mechanism::Mprotect] {
         let Some(mut tracker) = tracker(mechanism) else { continue };
         // Far more than is used: 64 GiB.
         let scratch = Scratch::new(16 << 20);
@@ -453,7 +453,7 @@ fn a_working_set_that_is_rewritten_meets_no_protection_once_warm() {
 
 #[test]
 fn threads_that_write_all_the_time_lose_nothing() {
-    for mechanism in [Mechanism::PagemapScan, Mechanism::Adaptive, Mechanism::Compare] {
+    for mechanism in [Mechanism::PagemapScan, Mechanism::Adaptive, Mechanism::Compare, Mechanism::Mprotect] {
         let Some(mut tracker) = tracker(mechanism) else { continue };
         const WRITERS: usize = 4;
         const EACH: usize = 256;

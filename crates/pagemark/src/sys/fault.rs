@@ -1,0 +1,261 @@
+//! The one SIGSEGV handler of the process: it takes a write to protected memory to whoever protected it, and everything else
+//! to the handler that was there before.
+//!
+//! What happens in the handler is async-signal-safe: it reads a fixed table by atomic loads, and calls handlers that promise
+//! the same. All signals are blocked meanwhile.
+
+use std::io;
+use std::mem::MaybeUninit;
+use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use crate::Range;
+
+/// Ranges that can be armed at once.
+pub const SLOTS: usize = 4096;
+
+/// The bit of the processor's error code that tells a write.
+const ERROR_WRITE: i64 = 1 << 1;
+
+/// `si_code` of a fault whose mapping does not allow the access.
+const SEGV_ACCERR: libc::c_int = 2;
+
+/// A write that met memory which does not allow it.
+pub struct Fault<'a> {
+    /// The first byte that was refused. What is written may begin before it, in another page.
+    pub address: u64,
+    /// The registers of the thread. What is changed here is how it goes on.
+    pub context: &'a mut libc::ucontext_t,
+}
+
+/// What becomes of a write that met protected memory.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Outcome {
+    /// The thread goes on: the write is done, or will now succeed.
+    Resume,
+    /// The write is not allowed for another reason: it is a crash of the program.
+    Crash,
+}
+
+/// Whoever protects memory.
+pub trait WriteFault: Send + Sync {
+    /// Handles a write to the armed range. Runs in a signal handler, on any thread, on several at once, also in a child
+    /// that `fork` made: nothing that is not async-signal-safe may be done.
+    fn handle(&self, fault: &mut Fault<'_>) -> Outcome;
+}
+
+/// A range whose write faults go to a handler, as long as this exists.
+#[derive(Debug)]
+pub struct Armed {
+    slot: &'static Slot,
+    process: u32,
+}
+
+struct Entry {
+    range: Range,
+    handler: Arc<dyn WriteFault>,
+}
+
+#[derive(Debug)]
+struct Slot {
+    /// The range, for looking; what holds is that of the entry.
+    start: AtomicU64,
+    end: AtomicU64,
+    /// Signal handlers that may use the entry.
+    readers: AtomicU32,
+    /// Null where nothing is armed.
+    entry: AtomicPtr<Entry>,
+}
+
+static TABLE: [Slot; SLOTS] = [const {
+    Slot {
+        start: AtomicU64::new(0),
+        end: AtomicU64::new(0),
+        readers: AtomicU32::new(0),
+        entry: AtomicPtr::new(std::ptr::null_mut()),
+    }
+}; SLOTS];
+
+/// Slots from here on were never used.
+static USED: AtomicUsize = AtomicUsize::new(0);
+
+/// Held while a slot is chosen and filled, and while the handler is installed.
+static FILLING: Mutex<()> = Mutex::new(());
+
+/// What SIGSEGV did before; null before our handler is installed. What it points to is never freed.
+static PREVIOUS: AtomicPtr<libc::sigaction> = AtomicPtr::new(std::ptr::null_mut());
+
+/// Sends the write faults in `range` to `handler`.
+///
+/// # Errors
+/// `ENOSPC`: [`SLOTS`] ranges are armed already. Or the signal handler can't be installed.
+pub fn arm(range: Range, handler: Arc<dyn WriteFault>) -> io::Result<Armed> {
+    let _filling = FILLING.lock().unwrap_or_else(PoisonError::into_inner);
+    install()?;
+    let free = TABLE.iter().position(|slot| slot.entry.load(Ordering::Relaxed).is_null());
+    let index = free.ok_or_else(|| io::Error::from_raw_os_error(libc::ENOSPC))?;
+    let slot = &TABLE[index];
+    let (start, end) = (range.start, range.end);
+    slot.entry.store(Box::into_raw(Box::new(Entry { range, handler })), Ordering::SeqCst);
+    slot.start.store(start, Ordering::SeqCst);
+    slot.end.store(end, Ordering::SeqCst);
+    USED.fetch_max(index + 1, Ordering::SeqCst);
+    Ok(Armed { slot, process: std::process::id() })
+}
+
+impl Drop for Armed {
+    fn drop(&mut self) {
+        if self.process != std::process::id() {
+            // A child made by fork: threads that were in the handler are counted, but are not there to leave it.
+            return;
+        }
+        self.slot.end.store(0, Ordering::SeqCst);
+        self.slot.start.store(0, Ordering::SeqCst);
+        // The slot counts as free only when it is empty, so that nobody fills it before its readers have left.
+        let entry = self.slot.entry.load(Ordering::SeqCst);
+        let _filling = FILLING.lock().unwrap_or_else(PoisonError::into_inner);
+        self.slot.entry.store(std::ptr::null_mut(), Ordering::SeqCst);
+        while self.slot.readers.load(Ordering::SeqCst) != 0 {
+            std::thread::yield_now();
+        }
+        // SAFETY: the pointer came from `Box::into_raw` in `arm`. A signal handler that used it had announced itself in
+        // `readers` before it loaded it, and all those have left; later ones find the slot empty.
+        drop(unsafe { Box::from_raw(entry) });
+    }
+}
+
+/// Calls the handler in whose range the fault lies.
+fn dispatch(fault: &mut Fault<'_>) -> Outcome {
+    for slot in &TABLE[..USED.load(Ordering::SeqCst)] {
+        if fault.address < slot.start.load(Ordering::SeqCst) || fault.address >= slot.end.load(Ordering::SeqCst) {
+            continue;
+        }
+        slot.readers.fetch_add(1, Ordering::SeqCst);
+        let entry = slot.entry.load(Ordering::SeqCst);
+        // SAFETY: a pointer in the table is valid, and stays so while `readers` counts us.
+        let outcome = match unsafe { entry.as_ref() } {
+            Some(entry) if entry.range.contains(&fault.address) => Some(entry.handler.handle(fault)),
+            _ => None,
+        };
+        slot.readers.fetch_sub(1, Ordering::SeqCst);
+        if let Some(outcome) = outcome {
+            return outcome;
+        }
+    }
+    Outcome::Crash
+}
+
+/// Installs the handler, once.
+fn install() -> io::Result<()> {
+    if !PREVIOUS.load(Ordering::Acquire).is_null() {
+        return Ok(());
+    }
+    let mut previous = MaybeUninit::<libc::sigaction>::uninit();
+    // SAFETY: the call only writes the structure that it is given.
+    check(unsafe { libc::sigaction(libc::SIGSEGV, std::ptr::null(), previous.as_mut_ptr()) })?;
+    // SAFETY: the call has filled it in.
+    let mut previous = Box::new(unsafe { previous.assume_init() });
+    // The handler must find it from its first call on.
+    let published = &raw mut *previous;
+    PREVIOUS.store(published, Ordering::Release);
+    // SAFETY: all zeros are a valid value of this plain structure.
+    let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
+    action.sa_sigaction = on_signal as *const () as usize;
+    // Writes to a protected stack are handled on the thread's alternate one, if it has one.
+    action.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK;
+    // SAFETY: the set is ours to fill.
+    unsafe { libc::sigfillset(&mut action.sa_mask) };
+    // SAFETY: the handler does only what is async-signal-safe.
+    let result = check(unsafe { libc::sigaction(libc::SIGSEGV, &action, std::ptr::null_mut()) });
+    match result {
+        Ok(()) => std::mem::forget(previous),
+        Err(_) => PREVIOUS.store(std::ptr::null_mut(), Ordering::Release),
+    }
+    result
+}
+
+fn check(result: libc::c_int) -> io::Result<()> {
+    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+extern "C" fn on_signal(signal: libc::c_int, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
+    // SAFETY: the location of this thread's errno is always valid.
+    let errno = unsafe { libc::__errno_location() };
+    // SAFETY: as above.
+    let errno_before = unsafe { *errno };
+    // SAFETY: the kernel gives a handler with SA_SIGINFO valid pointers to both, for the time of the call.
+    let (facts, registers) = unsafe { (&*info, &mut *context.cast::<libc::ucontext_t>()) };
+    let error_code = registers.uc_mcontext.gregs[libc::REG_ERR as usize];
+    let mut outcome = Outcome::Crash;
+    if facts.si_code == SEGV_ACCERR && error_code & ERROR_WRITE != 0 {
+        // SAFETY: a signal with this code is a fault, for which the address is filled in.
+        let address = unsafe { facts.si_addr() } as u64;
+        outcome = dispatch(&mut Fault { address, context: registers });
+    }
+    if outcome == Outcome::Crash {
+        // SAFETY: the arguments are those that the kernel gave.
+        unsafe { pass_on(signal, info, context) };
+    }
+    // SAFETY: as above.
+    unsafe { *errno = errno_before };
+}
+
+/// Does what would have been done without us.
+///
+/// # Safety
+/// The arguments are those of the signal handler that calls this.
+unsafe fn pass_on(signal: libc::c_int, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
+    // SAFETY: set before the handler was installed, and never freed.
+    let previous = unsafe { &*PREVIOUS.load(Ordering::Acquire) };
+    // SAFETY: see the caller's promise.
+    let is_fault = unsafe { (*info).si_code } > 0;
+    match previous.sa_sigaction {
+        libc::SIG_IGN if !is_fault => {}
+        // The kernel does not let a fault be ignored either.
+        libc::SIG_DFL | libc::SIG_IGN => {
+            // SAFETY: all zeros with SIG_DFL are a valid action.
+            let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
+            action.sa_sigaction = libc::SIG_DFL;
+            // SAFETY: changes only what the signal does.
+            unsafe { libc::sigaction(signal, &action, std::ptr::null_mut()) };
+            // A fault happens again when the instruction is executed again; what somebody sent is sent again.
+            if !is_fault {
+                // SAFETY: sends this thread the signal it has just got, with what came with it; it is delivered when
+                // the handler returns.
+                unsafe {
+                    let (process, thread) = (libc::getpid(), libc::gettid());
+                    libc::syscall(libc::SYS_rt_tgsigqueueinfo, process, thread, signal, info);
+                }
+            }
+        }
+        handler => {
+            if previous.sa_flags & libc::SA_RESETHAND != 0 {
+                static DEFAULT: MaybeUninit<libc::sigaction> = MaybeUninit::zeroed();
+                PREVIOUS.store(DEFAULT.as_ptr().cast_mut(), Ordering::Release);
+            }
+            // What the handler expects to be blocked: what was, what it asked for, and the signal itself. It may leave by
+            // a jump, so that nothing can be put back behind it; returning from the signal does that.
+            // SAFETY: the context is the kernel's, and the sets are plain values of ours.
+            unsafe {
+                let mut mask = (*context.cast::<libc::ucontext_t>()).uc_sigmask;
+                for other in 1..=libc::SIGRTMAX() {
+                    let blocks_itself = other == signal && previous.sa_flags & libc::SA_NODEFER == 0;
+                    if blocks_itself || libc::sigismember(&previous.sa_mask, other) == 1 {
+                        libc::sigaddset(&mut mask, other);
+                    }
+                }
+                libc::pthread_sigmask(libc::SIG_SETMASK, &mask, std::ptr::null_mut());
+            }
+            if previous.sa_flags & libc::SA_SIGINFO != 0 {
+                type Handler = extern "C" fn(libc::c_int, *mut libc::siginfo_t, *mut libc::c_void);
+                // SAFETY: the program registered the address as a handler of this kind.
+                let handler = unsafe { std::mem::transmute::<usize, Handler>(handler) };
+                handler(signal, info, context);
+            } else {
+                // SAFETY: the program registered the address as a handler of this kind.
+                let handler = unsafe { std::mem::transmute::<usize, extern "C" fn(libc::c_int)>(handler) };
+                handler(signal);
+            }
+        }
+    }
+}

@@ -1,0 +1,163 @@
+//! Mappings of this process: making them, protecting them, and asking what they are.
+
+use std::io;
+use std::ptr::NonNull;
+
+use crate::{PAGE_SIZE, Range};
+
+/// What the program may do with pages. Reading is always allowed.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Access {
+    /// Only that.
+    Read,
+    /// And writing.
+    Write,
+}
+
+/// A private anonymous mapping that is ours alone; zeros at first.
+#[derive(Debug)]
+pub struct Mapping {
+    start: NonNull<u8>,
+    bytes: usize,
+    process: u32,
+}
+
+// SAFETY: the mapping belongs to this value alone, and any thread may access or unmap it.
+unsafe impl Send for Mapping {}
+// SAFETY: through a shared reference only its address can be had.
+unsafe impl Sync for Mapping {}
+
+impl Mapping {
+    /// Maps `bytes`, rounded up to whole pages. It takes memory only as it is written.
+    ///
+    /// # Errors
+    /// `EINVAL`: no bytes at all. `ENOMEM`: there is no room.
+    pub fn new(bytes: usize) -> io::Result<Mapping> {
+        let bytes = bytes.checked_next_multiple_of(PAGE_SIZE).ok_or(io::ErrorKind::OutOfMemory)?;
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+        let protection = libc::PROT_READ | libc::PROT_WRITE;
+        // SAFETY: a new private anonymous mapping at an address that the kernel chooses touches no other memory.
+        let start = unsafe { libc::mmap(std::ptr::null_mut(), bytes, protection, flags, -1, 0) };
+        if start == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error());
+        }
+        let start = NonNull::new(start.cast()).ok_or(io::ErrorKind::OutOfMemory)?;
+        Ok(Mapping { start, bytes, process: std::process::id() })
+    }
+
+    /// Where it begins.
+    pub fn start(&self) -> NonNull<u8> {
+        self.start
+    }
+
+    /// How long it is.
+    pub fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// Its addresses.
+    pub fn range(&self) -> Range {
+        let start = self.start.as_ptr() as u64;
+        start..start + self.bytes as u64
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // In a child made by fork the mapping may not be there, and the place be another's.
+        if self.process == std::process::id() {
+            // SAFETY: the mapping is ours, and nobody can reach it any more.
+            unsafe { libc::munmap(self.start.as_ptr().cast(), self.bytes) };
+        }
+    }
+}
+
+/// Changes what the program may do with the pages of `range`. Async-signal-safe.
+///
+/// # Errors
+/// `ENOMEM`: not all of it is mapped, or the process would have too many mappings. `EACCES`: a file that may not be
+/// written.
+///
+/// # Safety
+/// Whoever uses the memory expects it: with less access, writes are signals.
+pub unsafe fn set_access(range: &Range, access: Access) -> io::Result<()> {
+    let protection = match access {
+        Access::Read => libc::PROT_READ,
+        Access::Write => libc::PROT_READ | libc::PROT_WRITE,
+    };
+    // SAFETY: content is not changed, and the caller answers for the access.
+    let result =
+        unsafe { libc::mprotect(range.start as *mut libc::c_void, (range.end - range.start) as usize, protection) };
+    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+/// True if something is mapped everywhere in `range`. Costs a system call, whatever the size.
+pub fn is_mapped(range: &Range) -> bool {
+    // Asks for nothing to be done, and is told whether there is a hole.
+    // SAFETY: without further flags the call changes nothing.
+    unsafe { libc::msync(range.start as *mut libc::c_void, (range.end - range.start) as usize, libc::MS_ASYNC) == 0 }
+}
+
+/// A mapping as `/proc/self/maps` tells of it.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Described {
+    /// Its addresses.
+    pub range: Range,
+    /// Readable and writable, and not executable.
+    pub is_data: bool,
+    /// Shared with other processes, or with a file.
+    pub is_shared: bool,
+}
+
+/// The mappings that overlap `range`, in ascending order.
+///
+/// # Errors
+/// `/proc` is not mounted.
+pub fn describe(range: &Range) -> io::Result<Vec<Described>> {
+    let maps = std::fs::read_to_string("/proc/self/maps")?;
+    let described = maps.lines().filter_map(|line| {
+        let mut fields = line.split_ascii_whitespace();
+        let (start, end) = fields.next()?.split_once('-')?;
+        let access = fields.next()?.as_bytes();
+        let found = u64::from_str_radix(start, 16).ok()?..u64::from_str_radix(end, 16).ok()?;
+        Some(Described { range: found, is_data: access.starts_with(b"rw-"), is_shared: access.get(3) == Some(&b's') })
+    });
+    Ok(described.filter(|found| found.range.start < range.end && range.start < found.range.end).collect())
+}
+
+/// Frees the memory behind the pages of `range`: they hold zeros afterwards (in a mapping of a file, what the file holds).
+///
+/// # Errors
+/// `EINVAL`: a kind of mapping of which nothing can be freed, such as locked memory. `ENOMEM`: not all of it is mapped.
+///
+/// # Safety
+/// The content is not needed any more.
+pub unsafe fn free(range: &Range, is_shared: bool) -> io::Result<()> {
+    let advice = if is_shared { libc::MADV_REMOVE } else { libc::MADV_DONTNEED };
+    // SAFETY: the caller gives the content up.
+    let result = unsafe { libc::madvise(range.start as *mut libc::c_void, (range.end - range.start) as usize, advice) };
+    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_mapping_is_described_while_it_is_there() {
+        let mapping = Mapping::new(3 * PAGE_SIZE).unwrap();
+        let range = mapping.range();
+        assert!(is_mapped(&range));
+        let described = describe(&range).unwrap();
+        assert!(described.iter().all(|found| found.is_data && !found.is_shared), "{described:?}");
+        let middle = range.start + PAGE_SIZE as u64..range.start + 2 * PAGE_SIZE as u64;
+        // SAFETY: nobody uses the mapping.
+        unsafe { set_access(&middle, Access::Read).unwrap() };
+        let described = describe(&range).unwrap();
+        assert!(described.contains(&Described { range: middle.clone(), is_data: false, is_shared: false }));
+        // SAFETY: the page is part of our own mapping, which nobody uses.
+        unsafe { libc::munmap(middle.start as *mut libc::c_void, PAGE_SIZE) };
+        assert!(!is_mapped(&range));
+        assert!(Mapping::new(0).is_err());
+    }
+}

@@ -1,0 +1,36 @@
+//! Blocking signals for a moment.
+
+use std::marker::PhantomData;
+use std::mem::MaybeUninit;
+
+/// All signals of this thread are blocked as long as this exists; those that come are delivered afterwards.
+///
+/// What a thread does while it keeps fault handlers out is done like this: a signal handler that wrote to tracked memory
+/// in the midst of it would wait for its own thread.
+#[derive(Debug)]
+pub struct Blocked {
+    before: libc::sigset_t,
+    /// The mask belongs to the thread.
+    stays: PhantomData<*const ()>,
+}
+
+impl Blocked {
+    /// Blocks them.
+    pub fn all() -> Blocked {
+        let mut all = MaybeUninit::uninit();
+        let mut before = MaybeUninit::uninit();
+        // SAFETY: both sets are ours and are filled in by the calls, which can't fail with these arguments.
+        unsafe {
+            libc::sigfillset(all.as_mut_ptr());
+            libc::pthread_sigmask(libc::SIG_SETMASK, all.as_ptr(), before.as_mut_ptr());
+            Blocked { before: before.assume_init(), stays: PhantomData }
+        }
+    }
+}
+
+impl Drop for Blocked {
+    fn drop(&mut self) {
+        // SAFETY: the set is the one that the kernel gave.
+        unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &self.before, std::ptr::null_mut()) };
+    }
+}
