@@ -8,13 +8,14 @@ use std::time::{Duration, SystemTime};
 use pagemark::target::{SpaceId, Target};
 use pagemark::{Mechanism, Range, RangeSet};
 
-use crate::attach::AttachError;
+use crate::attach::{self, AttachError};
 use crate::criu::{Criu, CriuError, Dump, DumpOptions, SavedState};
 use crate::family::{self, FamilyError};
 use crate::files::{FileTracker, FilesError, OpenFile, Written, open_for_writing};
 use crate::freezer::{FreezeError, Freezer, ThreadRegisters};
 use crate::mappings::{Mapping, MappingKind};
 use crate::proc::Stat;
+use crate::refusal;
 use crate::scratch::{self, ScratchDirectory};
 use crate::space::{AddressSpace, SpaceError};
 
@@ -125,6 +126,14 @@ pub enum TargetError {
     /// CRIU failed.
     #[error(transparent)]
     Criu(#[from] CriuError),
+    /// CRIU refused for a reason that something can be done about.
+    #[error("{source}; {hint}")]
+    Refused {
+        /// What CRIU said.
+        source: CriuError,
+        /// What to do.
+        hint: String,
+    },
     /// Ptrace failed.
     #[error(transparent)]
     Freeze(#[from] FreezeError),
@@ -150,7 +159,15 @@ impl TargetError {
             TargetError::Space(error) => error.is_gone(),
             TargetError::Criu(error) => matches!(error, CriuError::Gone { .. }),
             TargetError::Freeze(error) => matches!(error, FreezeError::Family(FamilyError::Gone { .. })),
-            TargetError::Files(_) | TargetError::Directory { .. } => false,
+            TargetError::Refused { .. } | TargetError::Files(_) | TargetError::Directory { .. } => false,
+        }
+    }
+
+    /// CRIU's error, with what to do about it where that is known.
+    fn refused(root_pid: i32, source: CriuError) -> TargetError {
+        match refusal::hint(root_pid, &source) {
+            Some(hint) => TargetError::Refused { source, hint },
+            None => source.into(),
         }
     }
 }
@@ -173,6 +190,9 @@ impl ProcessTarget {
             saved: None,
             at_freeze: None,
         };
+        if matches!(target.saver, Saver::Criu { .. }) {
+            attach::check_namespace(root_pid)?;
+        }
         let space = AddressSpace::attach(root_pid, mechanism)?;
         target.enter(space, false);
         // What a Pagemark that was killed left there holds secrets, and room in memory.
@@ -344,7 +364,7 @@ impl Target for ProcessTarget {
                 Ok(frozen) => Ok(frozen),
                 Err(error) => {
                     self.freeze = Freeze::Running;
-                    Err(error.into())
+                    Err(TargetError::refused(self.root_pid, error))
                 }
             },
             Freeze::Running | Freeze::Stopped(_) => Ok(true),
@@ -356,7 +376,7 @@ impl Target for ProcessTarget {
             && let Err(error) = dump.wait_state_saved()
         {
             self.freeze = Freeze::Running;
-            return Err(error.into());
+            return Err(TargetError::refused(self.root_pid, error));
         }
         if let Some(hook) = &mut self.at_freeze {
             let pids: Vec<i32> = family::members(self.root_pid)?.iter().map(|member| member.pid).collect();
@@ -371,7 +391,8 @@ impl Target for ProcessTarget {
         let (state, files, frozen_since, frozen_time) = match std::mem::replace(&mut self.freeze, Freeze::Running) {
             Freeze::Dumping(dump) => {
                 let files = self.copy_files();
-                let (timings, state) = dump.thaw()?;
+                let populated = self.processes.iter().map(|process| (process.space.pid(), process.space.populated()));
+                let (timings, state) = dump.thaw(&populated.collect())?;
                 let images = self.images.take().map_or_else(images_directory, Ok)?;
                 (SavedBy::Criu(state, images), files, timings.frozen_at, timings.downtime())
             }

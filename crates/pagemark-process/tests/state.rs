@@ -288,7 +288,8 @@ fn dumping_command() {
         let directory = tempfile::tempdir().unwrap();
         let mut dump = Dump::start(&criu, pid, directory.path(), &DumpOptions::default()).unwrap();
         dump.wait_state_saved().unwrap();
-        dump.thaw().unwrap();
+        let memory = support::tree(pid).into_iter().map(|pid| (pid, support::memory(pid))).collect();
+        dump.thaw(&support::populated(&memory)).unwrap();
     }
 }
 

@@ -270,11 +270,12 @@ impl Dump {
         self.state_saved_at.is_some()
     }
 
-    /// Lets the tree run on, and waits until it does.
+    /// Lets the tree run on, and waits until it does. `populated` has, of each process, the pages of private mappings that hold
+    /// data: what CRIU was not told of.
     ///
     /// # Errors
     /// The state was not saved: no [`Dump::wait_state_saved`] has succeeded, or CRIU failed after it. The tree runs on all the same.
-    pub fn thaw(mut self) -> Result<(Timings, SavedState), CriuError> {
+    pub fn thaw(mut self, populated: &HashMap<i32, RangeSet>) -> Result<(Timings, SavedState), CriuError> {
         let (Some(frozen_at), Some(state_saved_at)) = (self.watch.frozen_at(), self.state_saved_at) else {
             return Err(CriuError::Failed { what: self.what(), reason: "the state is not saved yet".into() });
         };
@@ -307,7 +308,7 @@ impl Dump {
         }
         let thawed_at = thawed_at.unwrap_or_else(Instant::now);
         let withheld = self.withholding.take().map(Withholding::finish).unwrap_or_default();
-        add_withheld(&self.directory, &withheld)?;
+        add_withheld(&self.directory, &withheld, populated)?;
         let state = SavedState::read(&self.directory)?;
         Ok((Timings { frozen_at, state_saved_at, thawed_at }, state))
     }
@@ -345,11 +346,19 @@ impl Drop for Dump {
 }
 
 /// Names in CRIU's images what was withheld from it.
-fn add_withheld(directory: &Path, withheld: &HashMap<i32, RangeSet>) -> Result<(), CriuError> {
+fn add_withheld(
+    directory: &Path,
+    withheld: &HashMap<i32, RangeSet>,
+    populated: &HashMap<i32, RangeSet>,
+) -> Result<(), CriuError> {
     for (pid, ranges) in withheld {
         let path = directory.join(format!("pagemap-{pid}.img"));
         let mut pagemap = Pagemap::read(&path)?;
-        pagemap.add_withheld(ranges);
+        let populated = populated.get(pid).ok_or_else(|| CriuError::Failed {
+            what: "leave the memory to Pagemark".into(),
+            reason: format!("it saved process {pid}, whose memory was not tracked"),
+        })?;
+        pagemap.add_withheld(&ranges.intersection(populated));
         std::fs::write(&path, pagemap.encode()).map_err(CriuError::io(format!("write {}", path.display())))?;
     }
     Ok(())

@@ -2,8 +2,9 @@
 //!
 //! Even where CRIU leaves memory out, it takes a reference to each page of it while the tree is frozen: 65 ms a GiB or more. So it is
 //! not told of those pages. It asks by the system call `ioctl(PAGEMAP_SCAN)`, which a seccomp filter hands to Pagemark to answer:
-//! with what the kernel says, but without what lies in private anonymous mappings. That is noted here and added to CRIU's image of
-//! the memory afterwards, which then says the same as if CRIU had left it out by itself.
+//! with what the kernel says of other mappings, and nothing about private anonymous ones. What it asked about these is noted here; the
+//! pages there that hold data, which the tracker knows, are added to CRIU's image of the memory afterwards, which then says the
+//! same as if CRIU had left them out by itself.
 //!
 //! If Pagemark is killed, nobody can answer any more, the calls fail, and CRIU gives up the dump as after any error.
 
@@ -47,7 +48,8 @@ impl Withholding {
         Ok(Withholding { thread })
     }
 
-    /// Waits until the program has ended. Returns what was withheld of each process: the pages that hold something, as addresses.
+    /// Waits until the program has ended. Returns the ranges of each process about which nothing was told; what they hold is not
+    /// looked at.
     pub fn finish(self) -> HashMap<i32, RangeSet> {
         self.thread.join().unwrap_or_default()
     }
@@ -114,18 +116,15 @@ impl Answers {
         }
         let space = space.as_mut()?;
         let filter = Filter { all: mask & !inverted, none: inverted, any, report, protect: false };
-        let mut regions = Vec::new();
-        let mut withheld = RangeSet::new();
-        let each = |range, categories| space.divide(range, categories, &mut withheld, &mut regions);
-        space.pagemap.scan(&(start..end), filter, each).ok()?;
+        let (mut regions, withheld) = space.look(start..end, filter)?;
         let room = (length as usize).min(MOST_REGIONS);
         let walk_end = if regions.len() > room { regions[room].range.start } else { end };
         regions.truncate(room);
         let bytes: Vec<u64> = regions.iter().flat_map(|r| [r.range.start, r.range.end, r.categories]).collect();
         write(criu, vector, &bytes)?;
         write(criu, call.arguments[2] + 8 * WALK_END as u64, &[walk_end])?;
-        withheld.remove(walk_end..u64::MAX);
         space.withheld.extend(&withheld);
+        space.withheld.remove(walk_end..end);
         Some(Answer::Return(regions.len() as i64))
     }
 }
@@ -138,23 +137,28 @@ impl Space {
         Some(Space { pagemap, anonymous, withheld: RangeSet::new() })
     }
 
-    /// Divides what the kernel found between what is withheld and what is told.
-    fn divide(&self, found: Range, categories: u64, withheld: &mut RangeSet, told: &mut Vec<Region>) {
-        if categories & GUARD != 0 {
-            told.push(Region { range: found, categories });
-            return;
-        }
-        let mut start = found.start;
-        for part in self.anonymous.within(found.clone()) {
-            if start < part.start {
-                told.push(Region { range: start..part.start, categories });
+    /// What the kernel finds in `asked`, and the parts of it that are withheld.
+    fn look(&self, asked: Range, filter: Filter) -> Option<(Vec<Region>, RangeSet)> {
+        let mut withheld: RangeSet = self.anonymous.within(asked.clone()).collect();
+        let mut told = Vec::new();
+        for range in withheld.iter() {
+            // What CRIU wants to know of a page makes the kernel look at each one; guards it finds in the page table alone.
+            let guards = Filter { all: GUARD, report: filter.report, ..Filter::default() };
+            let found = self.pagemap.scan(&range, guards, |range, categories| told.push(Region { range, categories }));
+            match found {
+                // A kernel that does not tell guards from other pages.
+                Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {}
+                other => other.ok()?,
             }
-            start = part.end;
-            withheld.insert(part);
         }
-        if start < found.end {
-            told.push(Region { range: start..found.end, categories });
+        told.iter().for_each(|region| withheld.remove(region.range.clone()));
+        let mut others = RangeSet::from(asked);
+        others.subtract(&self.anonymous);
+        for range in others.iter() {
+            self.pagemap.scan(&range, filter, |range, categories| told.push(Region { range, categories })).ok()?;
         }
+        told.sort_by_key(|region| region.range.start);
+        Some((told, withheld))
     }
 }
 

@@ -2,7 +2,7 @@
 
 #![allow(dead_code, reason = "each test binary uses a part of it")]
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
 use std::io::{BufRead, BufReader};
 use std::os::fd::{AsFd, OwnedFd};
@@ -16,7 +16,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::sys::wait::waitpid;
 use nix::unistd::Pid;
 use pagemark::repository::{Cost, Manifest, SpaceRecord, StateRecord, TargetKind};
-use pagemark::{Kind, Mechanism, PAGE_SIZE, PageTree, Store, store::MemoryStore};
+use pagemark::{Kind, Mechanism, PAGE_SIZE, PageTree, RangeSet, Store, store::MemoryStore};
 use pagemark_process::criu::images::{CoreEntry, ImageKind, read_first};
 use pagemark_process::criu::{Criu, CriuError, Dump, DumpOptions, Timings};
 use pagemark_process::restore::{RestoreOptions, Restored, prepare};
@@ -224,7 +224,7 @@ pub fn compile(test: &str, text: &str, directory: &Path) -> Option<()> {
     Some(())
 }
 
-fn tree(root: i32) -> Vec<i32> {
+pub fn tree(root: i32) -> Vec<i32> {
     let mut pids = vec![root];
     let mut next = 0;
     while let Some(&pid) = pids.get(next) {
@@ -274,6 +274,12 @@ pub fn memory(pid: i32) -> Memory {
     memory
 }
 
+/// The ranges of pages that hold data, by process.
+pub fn populated(memory: &BTreeMap<i32, Memory>) -> HashMap<i32, RangeSet> {
+    let range = |page: &u64| page * PAGE_SIZE as u64..(page + 1) * PAGE_SIZE as u64;
+    memory.iter().map(|(pid, pages)| (*pid, pages.keys().map(range).collect())).collect()
+}
+
 /// A checkpoint in memory.
 pub struct Taken {
     pub manifest: Manifest,
@@ -291,7 +297,7 @@ pub fn take(criu: &Criu, pid: i32, options: &DumpOptions) -> Taken {
     while !dump.wait_frozen(Duration::from_millis(5)).unwrap() {}
     dump.wait_state_saved().unwrap();
     let memory: BTreeMap<i32, Memory> = tree(pid).into_iter().map(|pid| (pid, memory(pid))).collect();
-    let (timings, state) = dump.thaw().unwrap();
+    let (timings, state) = dump.thaw(&populated(&memory)).unwrap();
     assert!(timings.frozen_at <= timings.state_saved_at && timings.state_saved_at <= timings.thawed_at);
 
     let mut store = MemoryStore::new();
