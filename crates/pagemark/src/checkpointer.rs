@@ -124,11 +124,12 @@ impl Checkpointer {
             return Err(error);
         }
         capture.downtime = target.thaw().map_err(CaptureError::Target)?;
+        // At once: what is put meanwhile takes long, and nothing more is collected.
+        target.relax().map_err(CaptureError::Target)?;
 
         self.land(store)?;
         capture.dirty_pages =
             self.spaces.values().map(|space| space.uncommitted.total_bytes()).sum::<u64>() / PAGE_SIZE as u64;
-        target.relax().map_err(CaptureError::Target)?;
         Ok(capture)
     }
 
