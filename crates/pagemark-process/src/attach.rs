@@ -98,6 +98,17 @@ pub enum AttachError {
         /// By what that is known.
         found: String,
     },
+    /// Its process ids are another kind than ours, so that CRIU's images name other ids than we know it by.
+    #[error(
+        "process {pid} ({command}) has process ids of its own, as in a container, so it can't be saved whole from outside: run \
+         pagemark inside (`nsenter --target {pid} --all` leads there), or save memory alone with --memory-only"
+    )]
+    PidNamespace {
+        /// The process id.
+        pid: i32,
+        /// Its name.
+        command: String,
+    },
     /// The userfaultfd could not be made in it.
     #[error("cannot track process {pid}: {source}{}", hint(source))]
     Inject {
@@ -265,6 +276,25 @@ pub fn check_userfaultfd(pid: i32) -> Result<(), AttachError> {
         return Err(AttachError::uses_userfaultfd(pid, format!("descriptor {number}")));
     }
     Ok(())
+}
+
+/// Makes sure that a process lives in our namespace of process ids, as everything that saves its whole state needs.
+///
+/// # Errors
+/// [`AttachError::PidNamespace`].
+pub fn check_namespace(pid: i32) -> Result<(), AttachError> {
+    // One that is gone, or not ours to see, is told as such by `check`.
+    check(pid)?;
+    let of = |process: &str| {
+        std::fs::read_link(format!("/proc/{process}/ns/pid"))
+            .map_err(|error| AttachError::system(pid, "reading its namespaces", error))
+    };
+    let thread = proc::live_thread(pid).ok_or(AttachError::NoSuchProcess { pid })?;
+    if of(&thread.to_string())? == of("self")? {
+        Ok(())
+    } else {
+        Err(AttachError::PidNamespace { pid, command: command(pid) })
+    }
 }
 
 /// The process to which a thread belongs.

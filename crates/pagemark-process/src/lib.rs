@@ -13,6 +13,7 @@ pub mod lazy;
 pub mod mappings;
 pub mod proc;
 mod ptrace;
+mod refusal;
 pub mod restore;
 pub mod scratch;
 pub mod space;

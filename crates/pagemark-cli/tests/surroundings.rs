@@ -1,0 +1,126 @@
+//! Targets that lead out of themselves, to containers and sockets: saved whole, or refused with what to do, and left alone.
+
+#[path = "support/subject.rs"]
+mod subject;
+mod support;
+
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt;
+use std::process::{Child, Command, Stdio};
+
+use pagemark_testing::skip;
+use subject::{Steps, assert_fails, descriptors, has_criu, status_field, subject, untouched};
+use support::{Pagemark, children, kill_and_wait, wait_for};
+
+/// A child that is killed with what it has started.
+struct Surrounded(Child);
+
+impl Surrounded {
+    fn start(command: &mut Command) -> Surrounded {
+        command.current_dir("/");
+        // SAFETY: only system calls are made between fork and exec.
+        unsafe {
+            command.pre_exec(|| {
+                nix::unistd::setsid()?;
+                // What the test runner was started with leads out of the container, too.
+                match libc::close_range(3, u32::MAX, libc::CLOSE_RANGE_CLOEXEC as i32) {
+                    0 => Ok(()),
+                    _ => Err(std::io::Error::last_os_error()),
+                }
+            });
+        }
+        Surrounded(command.spawn().expect("it starts"))
+    }
+
+    fn pid(&self) -> i32 {
+        self.0.id() as i32
+    }
+}
+
+impl Drop for Surrounded {
+    fn drop(&mut self) {
+        children(self.pid()).into_iter().for_each(kill_and_wait);
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+#[test]
+fn a_target_with_process_ids_of_its_own_is_told_where_pagemark_has_to_run() {
+    if !has_criu() {
+        skip!("whole checkpoints need root and CRIU");
+    }
+    let Some(program) = subject() else { skip!("no C compiler") };
+    let pagemark = Pagemark::new();
+    let steps = Steps::new(pagemark.directory());
+    let mut unshare = Command::new("unshare");
+    unshare.args(["--fork", "--pid", "--mount-proc"]).arg(&program).args(steps.arguments(1));
+    unshare.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+    let container = Surrounded::start(&mut unshare);
+    let pid = wait_for("the target", || children(container.pid()).first().copied());
+    steps.goes_on(pid);
+    let before = descriptors(pid);
+    let text = pid.to_string();
+    for command in ["checkpoint", "attach"] {
+        let output = pagemark.output(&[command, "--job", "inner", &text]);
+        let way_out = format!("nsenter --target {pid} --all");
+        assert_fails(&output, &["process ids of its own", "run pagemark inside", &way_out, "--memory-only"]);
+        untouched(pid, &before);
+    }
+    // What the message tells to do works.
+    pagemark.done(&["checkpoint", "--memory-only", "--job", "inner", &text]);
+    untouched(pid, &before);
+    steps.goes_on(pid);
+    drop(container);
+
+    // Streams from outside of its mounts, which Pagemark then gets too, can't be saved and are told of.
+    let inside = Steps::new(&pagemark.directory().join("inside"));
+    std::fs::create_dir(pagemark.directory().join("inside")).expect("a directory");
+    let mut run = vec![env!("CARGO_BIN_EXE_pagemark"), "run", "--every", "100ms", "--job", "inside", "--"];
+    run.push(program.to_str().expect("UTF-8"));
+    let start = |script: &str| {
+        let log = std::fs::File::create(pagemark.directory().join("pagemark.log")).expect("a log file");
+        let mut unshare = Command::new("unshare");
+        unshare
+            .args(["--fork", "--pid", "--mount-proc", "sh", "-c", script, "sh"])
+            .args(&run)
+            .args(inside.arguments(1));
+        unshare.env("PAGEMARK_REPO", pagemark.repository()).stdin(Stdio::null()).stdout(Stdio::null());
+        Surrounded::start(unshare.stderr(log))
+    };
+    let container = start("exec \"$@\"");
+    wait_for("a refusal", || pagemark.log().contains("redirect these inside").then_some(()));
+    drop(container);
+    let container = start("exec < /dev/null > /dev/null 2>&1; exec \"$@\"");
+    wait_for("checkpoints from inside", || (pagemark.checkpoints("inside").len() > 2).then_some(()));
+    drop(container);
+    pagemark.done(&["verify"]);
+}
+
+#[test]
+fn a_unix_socket_that_leads_outside_is_named() {
+    if !has_criu() {
+        skip!("whole checkpoints need root and CRIU");
+    }
+    let Some(program) = subject() else { skip!("no C compiler") };
+    let pagemark = Pagemark::new();
+    let steps = Steps::new(pagemark.directory());
+    let (_held, stdout) = UnixStream::pair().expect("a pair of sockets");
+    let mut command = Command::new(program);
+    command.args(steps.arguments(1)).stdin(Stdio::null()).stdout(OwnedFd::from(stdout)).stderr(Stdio::null());
+    let target = Surrounded::start(&mut command);
+    steps.goes_on(target.pid());
+    let before = descriptors(target.pid());
+    let text = target.pid().to_string();
+    for _ in 0..2 {
+        let output = pagemark.output(&["checkpoint", "--job", "target", &text]);
+        let name = format!("descriptor 1 of process {text}");
+        assert_fails(&output, &["a Unix socket leads to a process outside", &name, "a file, a pipe or a terminal"]);
+        untouched(target.pid(), &before);
+        steps.goes_on(target.pid());
+    }
+    pagemark.done(&["checkpoint", "--memory-only", "--job", "target", &text]);
+    untouched(target.pid(), &before);
+    assert!(status_field(target.pid(), "State").is_some_and(|state| !state.starts_with('T')));
+}
