@@ -12,6 +12,7 @@ pub mod tracker;
 
 pub mod checkpointer;
 pub mod content;
+pub mod snapshot;
 pub mod store;
 pub mod tree;
 

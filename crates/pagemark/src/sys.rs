@@ -1,5 +1,6 @@
 //! The thin layer at the kernel interface: one file an interface, safe types above it.
 
+pub mod area;
 pub mod fault;
 pub mod flight;
 pub mod gate;
@@ -7,5 +8,6 @@ pub mod memory;
 pub mod own_memory;
 pub mod pagemap;
 pub(crate) mod scratch;
+pub(crate) mod slab;
 pub mod signals;
 pub mod userfaultfd;

@@ -1,0 +1,140 @@
+//! Numbers by the hash of what they stand for.
+
+/// A hash table of numbers: open addressing, linear probing, no tombstones.
+///
+/// It holds 32 bits of each hash, so that it grows and shrinks without a look at what was hashed. Whoever asks says what
+/// is equal: the table only names candidates.
+#[derive(Default)]
+pub(super) struct Index {
+    /// None, or a power of two of them, at most three quarters in use.
+    slots: Vec<Slot>,
+    used: usize,
+}
+
+#[derive(Clone, Copy, Default)]
+struct Slot {
+    tag: u32,
+    /// 0 in a free slot.
+    number: u32,
+}
+
+/// Slots of the smallest table that is not empty.
+const FEWEST_SLOTS: usize = 16;
+
+impl Index {
+    /// Bytes that the table takes.
+    pub fn bytes(&self) -> u64 {
+        (self.slots.capacity() * size_of::<Slot>()) as u64
+    }
+
+    /// A number with that tag for which `is_same` holds.
+    pub fn find(&self, tag: u32, mut is_same: impl FnMut(u32) -> bool) -> Option<u32> {
+        if self.slots.is_empty() {
+            return None;
+        }
+        let mut at = self.home(tag);
+        loop {
+            let slot = self.slots[at];
+            if slot.number == 0 {
+                return None;
+            }
+            if slot.tag == tag && is_same(slot.number) {
+                return Some(slot.number);
+            }
+            at = self.behind(at);
+        }
+    }
+
+    /// Adds a number, not 0, that is not there.
+    pub fn insert(&mut self, tag: u32, number: u32) {
+        if (self.used + 1) * 4 > self.slots.len() * 3 {
+            self.resize((self.slots.len() * 2).max(FEWEST_SLOTS));
+        }
+        self.place(Slot { tag, number });
+        self.used += 1;
+    }
+
+    /// Takes a number out.
+    ///
+    /// # Panics
+    /// If it is not there.
+    pub fn remove(&mut self, tag: u32, number: u32) {
+        let mut hole = self.home(tag);
+        while self.slots[hole].number != number {
+            assert_ne!(self.slots[hole].number, 0, "{number} is not in the index");
+            hole = self.behind(hole);
+        }
+        // What follows moves up, unless that would be ahead of its home.
+        let mut next = self.behind(hole);
+        while self.slots[next].number != 0 {
+            let from_home = next.wrapping_sub(self.home(self.slots[next].tag)) & self.mask();
+            let from_hole = next.wrapping_sub(hole) & self.mask();
+            if from_home >= from_hole {
+                self.slots[hole] = self.slots[next];
+                hole = next;
+            }
+            next = self.behind(next);
+        }
+        self.slots[hole] = Slot::default();
+        self.used -= 1;
+        if self.slots.len() > FEWEST_SLOTS && self.used * 8 < self.slots.len() {
+            self.resize(self.slots.len() / 2);
+        }
+    }
+
+    fn resize(&mut self, slots: usize) {
+        let old = std::mem::replace(&mut self.slots, vec![Slot::default(); slots]);
+        old.into_iter().filter(|slot| slot.number != 0).for_each(|slot| self.place(slot));
+    }
+
+    fn place(&mut self, slot: Slot) {
+        let mut at = self.home(slot.tag);
+        while self.slots[at].number != 0 {
+            at = self.behind(at);
+        }
+        self.slots[at] = slot;
+    }
+
+    fn mask(&self) -> usize {
+        self.slots.len() - 1
+    }
+
+    fn home(&self, tag: u32) -> usize {
+        tag as usize & self.mask()
+    }
+
+    fn behind(&self, at: usize) -> usize {
+        (at + 1) & self.mask()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn behaves_like_a_map(changes in prop::collection::vec((any::<bool>(), 0u32..20, 1u32..200), 0..400)) {
+            let mut index = Index::default();
+            let mut model = BTreeMap::new();
+            for (adds, tag, number) in changes {
+                // Tags that collide, some at the end of the table.
+                let tag = tag.wrapping_mul(0xffff_fff0);
+                match model.get(&number) {
+                    None if adds => { index.insert(tag, number); model.insert(number, tag); }
+                    Some(&tag) if !adds => { index.remove(tag, number); model.remove(&number); }
+                    _ => {}
+                }
+                for number in 1..200 {
+                    let found = (0..20u32).map(|tag| tag.wrapping_mul(0xffff_fff0))
+                        .filter(|&tag| index.find(tag, |candidate| candidate == number).is_some()).collect::<Vec<_>>();
+                    prop_assert_eq!(found, model.get(&number).copied().into_iter().collect::<Vec<_>>());
+                }
+            }
+        }
+    }
+}

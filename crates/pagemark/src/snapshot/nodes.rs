@@ -1,0 +1,113 @@
+//! The nodes of one level of all trees, each held once.
+
+use xxhash_rust::xxh3::xxh3_64_with_seed;
+
+use super::index::Index;
+use super::push_gently;
+
+/// Children of a node.
+pub(super) const FAN_OUT: usize = 16;
+
+/// What a node refers to: chunks on the lowest level, nodes of the level below on others. 0 is all zeros.
+pub(super) type Children = [u32; FAN_OUT];
+
+/// Most nodes that a level holds; so many references fit into a count of 32 bits.
+pub(super) const MOST_NODES: usize = 1 << 27;
+
+/// Bytes that a node takes, with its reference count and its place in the index.
+pub(super) const NODE_BYTES: u64 = (size_of::<Children>() + 4 + 8) as u64;
+
+/// Nodes by number. Node 0 has no entry: it stands for all zeros. Equal nodes have equal numbers.
+pub(super) struct Nodes {
+    seed: u64,
+    /// At `number - 1`. A free node's first child is the next free one.
+    children: Vec<Children>,
+    /// At `number - 1`; 0 for a free node.
+    references: Vec<u32>,
+    index: Index,
+    free: u32,
+    used: usize,
+}
+
+impl Nodes {
+    pub fn new(seed: u64) -> Nodes {
+        Nodes { seed, children: Vec::new(), references: Vec::new(), index: Index::default(), free: 0, used: 0 }
+    }
+
+    /// How many there are.
+    pub fn used(&self) -> usize {
+        self.used
+    }
+
+    /// Bytes that the tables take.
+    pub fn table_bytes(&self) -> u64 {
+        let nodes = self.children.capacity() * size_of::<Children>() + self.references.capacity() * size_of::<u32>();
+        nodes as u64 + self.index.bytes()
+    }
+
+    pub fn children(&self, node: u32) -> Children {
+        match node {
+            0 => [0; FAN_OUT],
+            _ => self.children[node as usize - 1],
+        }
+    }
+
+    /// The node with those children, with one reference more. True if it is new; then it takes over a reference of the
+    /// caller's to each child.
+    pub fn intern(&mut self, children: &Children) -> (u32, bool) {
+        if *children == [0; FAN_OUT] {
+            return (0, false);
+        }
+        let tag = self.tag(children);
+        if let Some(node) = self.index.find(tag, |node| self.children[node as usize - 1] == *children) {
+            self.retain(node);
+            return (node, false);
+        }
+        let node = if self.free != 0 {
+            let node = self.free;
+            self.free = self.children[node as usize - 1][0];
+            self.children[node as usize - 1] = *children;
+            self.references[node as usize - 1] = 1;
+            node
+        } else {
+            push_gently(&mut self.children, *children);
+            push_gently(&mut self.references, 1);
+            self.children.len() as u32
+        };
+        self.index.insert(tag, node);
+        self.used += 1;
+        (node, true)
+    }
+
+    pub fn retain(&mut self, node: u32) {
+        if node != 0 {
+            self.references[node as usize - 1] += 1;
+        }
+    }
+
+    /// Gives a reference back. If it was the last, the node is gone, and the caller gives back those to its children.
+    pub fn release(&mut self, node: u32) -> Option<Children> {
+        if node == 0 {
+            return None;
+        }
+        let at = node as usize - 1;
+        self.references[at] -= 1;
+        if self.references[at] > 0 {
+            return None;
+        }
+        let children = self.children[at];
+        self.index.remove(self.tag(&children), node);
+        self.children[at][0] = self.free;
+        self.free = node;
+        self.used -= 1;
+        Some(children)
+    }
+
+    fn tag(&self, children: &Children) -> u32 {
+        let mut bytes = [0; size_of::<Children>()];
+        for (to, child) in bytes.as_chunks_mut::<4>().0.iter_mut().zip(children) {
+            *to = child.to_ne_bytes();
+        }
+        xxh3_64_with_seed(&bytes, self.seed) as u32
+    }
+}

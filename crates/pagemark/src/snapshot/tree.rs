@@ -1,0 +1,192 @@
+//! The trees of all snapshots: which chunk is where.
+//!
+//! A tree is immutable, and equal subtrees are the same node (hash-consing). So two trees of one height are equal when their
+//! roots are the same number, a difference is found without a look at what they share, and a changed copy costs what changed.
+
+use std::ops::Range;
+
+use super::chunks::Chunks;
+use super::nodes::{Children, FAN_OUT, MOST_NODES, Nodes};
+
+/// Bits of a position that one level covers.
+const LEVEL_BITS: u32 = FAN_OUT.trailing_zeros();
+
+/// A root, 0 if all is zeros, and how many levels are below and with it.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub(super) struct Root {
+    pub node: u32,
+    pub height: u32,
+}
+
+/// Positions that get another chunk: a single one, or a run that becomes zeros.
+#[derive(Clone, Debug)]
+pub(super) struct Change {
+    pub positions: Range<u64>,
+    /// 0 unless it is a single position.
+    pub chunk: u32,
+}
+
+/// The nodes of all trees, level by level from the leaves up.
+pub(super) struct Trees {
+    seed: u64,
+    levels: Vec<Nodes>,
+}
+
+/// Positions that a node of a level covers.
+fn span(level: u32) -> u64 {
+    1 << (LEVEL_BITS * (level + 1))
+}
+
+impl Trees {
+    pub fn new(seed: u64) -> Trees {
+        Trees { seed, levels: Vec::new() }
+    }
+
+    /// The tree of zeros that has room for so many positions.
+    pub fn zeros(&mut self, positions: u64) -> Root {
+        let height = (0..).find(|&level| span(level) >= positions).unwrap_or(0) + 1;
+        while self.levels.len() < height as usize {
+            self.levels.push(Nodes::new(self.seed));
+        }
+        Root { node: 0, height }
+    }
+
+    /// How many nodes there are.
+    pub fn nodes(&self) -> usize {
+        self.levels.iter().map(Nodes::used).sum()
+    }
+
+    /// Bytes that nodes and tables take.
+    pub fn table_bytes(&self) -> u64 {
+        self.levels.iter().map(Nodes::table_bytes).sum()
+    }
+
+    /// The leaf in which a position is.
+    pub fn leaf(&self, root: Root, position: u64) -> Children {
+        let mut node = root.node;
+        for level in (1..root.height).rev() {
+            let child = (position >> (LEVEL_BITS * level)) as usize % FAN_OUT;
+            node = self.levels[level as usize].children(node)[child];
+        }
+        self.levels[0].children(node)
+    }
+
+    /// The chunk at a position.
+    pub fn chunk(&self, root: Root, position: u64) -> u32 {
+        self.leaf(root, position)[position as usize % FAN_OUT]
+    }
+
+    /// Most nodes that [`Trees::update`] with these changes adds, or `None` if a level might not have numbers for them.
+    pub fn most_new_nodes(&self, height: u32, changes: &[Change]) -> Option<u64> {
+        let mut sum = 0;
+        for level in 0..height {
+            let (mut touched, mut last) = (0, None);
+            let ends = changes.iter().flat_map(|change| [change.positions.start, change.positions.end - 1]);
+            for node in ends.map(|position| position / span(level)) {
+                touched += u64::from(last != Some(node));
+                last = Some(node);
+            }
+            if self.levels[level as usize].used() as u64 + touched > MOST_NODES as u64 {
+                return None;
+            }
+            sum += touched;
+        }
+        Some(sum)
+    }
+
+    /// A tree that differs from `old` by the changes, which are in ascending order and disjoint. The caller holds a reference
+    /// to the new root, and still those to the chunks it named.
+    pub fn update(&mut self, old: Root, changes: &[Change], chunks: &mut Chunks) -> Root {
+        Root { node: self.update_node(old.height - 1, old.node, 0, changes, chunks), ..old }
+    }
+
+    fn update_node(&mut self, level: u32, old: u32, base: u64, changes: &[Change], chunks: &mut Chunks) -> u32 {
+        if let [Change { positions, chunk: 0 }] = changes
+            && positions.start <= base
+            && positions.end >= base + span(level)
+        {
+            return 0;
+        }
+        let old_children = self.levels[level as usize].children(old);
+        let mut children = old_children;
+        let mut rest = changes;
+        for (index, child) in children.iter_mut().enumerate() {
+            let child_span = span(level) / FAN_OUT as u64;
+            let child_base = base + index as u64 * child_span;
+            let first = rest.iter().take_while(|change| change.positions.end <= child_base).count();
+            rest = &rest[first..];
+            let count = match level {
+                0 => usize::from(rest.first().is_some_and(|change| change.positions.start <= child_base)),
+                _ => rest.partition_point(|change| change.positions.start < child_base + child_span),
+            };
+            if count == 0 {
+                // With a reference of ours to each child, the new node takes them over as they are.
+                self.retain_child(level, *child, chunks);
+                continue;
+            }
+            *child = match level {
+                0 => {
+                    chunks.retain(rest[0].chunk);
+                    rest[0].chunk
+                }
+                _ => self.update_node(level - 1, *child, child_base, &rest[..count], chunks),
+            };
+        }
+        let (node, is_new) = if children == old_children {
+            self.levels[level as usize].retain(old);
+            (old, false)
+        } else {
+            self.levels[level as usize].intern(&children)
+        };
+        if !is_new {
+            children.iter().for_each(|&child| self.release_child(level, child, chunks));
+        }
+        node
+    }
+
+    fn retain_child(&mut self, level: u32, child: u32, chunks: &mut Chunks) {
+        match level {
+            0 => chunks.retain(child),
+            _ => self.levels[level as usize - 1].retain(child),
+        }
+    }
+
+    fn release_child(&mut self, level: u32, child: u32, chunks: &mut Chunks) {
+        match level {
+            0 => chunks.release(child),
+            _ => self.release_node(level - 1, child, chunks),
+        }
+    }
+
+    /// Gives a reference to a root back.
+    pub fn release(&mut self, root: Root, chunks: &mut Chunks) {
+        self.release_node(root.height - 1, root.node, chunks);
+    }
+
+    fn release_node(&mut self, level: u32, node: u32, chunks: &mut Chunks) {
+        if let Some(children) = self.levels[level as usize].release(node) {
+            children.iter().for_each(|&child| self.release_child(level, child, chunks));
+        }
+    }
+
+    /// Calls `each` with the positions at which two trees of one height differ, in ascending order, and their chunks there.
+    pub fn diff(&self, a: Root, b: Root, each: &mut dyn FnMut(u64, u32, u32)) {
+        self.diff_nodes(a.height - 1, a.node, b.node, 0, each);
+    }
+
+    fn diff_nodes(&self, level: u32, a: u32, b: u32, base: u64, each: &mut dyn FnMut(u64, u32, u32)) {
+        if a == b {
+            return;
+        }
+        let nodes = &self.levels[level as usize];
+        let child_span = span(level) / FAN_OUT as u64;
+        for (index, (a, b)) in nodes.children(a).into_iter().zip(nodes.children(b)).enumerate() {
+            let position = base + index as u64 * child_span;
+            match level {
+                0 if a != b => each(position, a, b),
+                0 => {}
+                _ => self.diff_nodes(level - 1, a, b, position, each),
+            }
+        }
+    }
+}
