@@ -6,7 +6,7 @@
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
-use crate::sys::flight::FlightBuffer;
+use crate::sys::flight::{FlightBuffer, available_bytes};
 use crate::target::{SpaceId, Target};
 use crate::{ContentId, Kind, PAGE_SIZE, PageTree, Range, RangeSet, Store, StoreError};
 
@@ -33,9 +33,15 @@ impl Default for Strategy {
 /// How long to wait for the freeze before another pre-copy round begins.
 const FREEZE_POLL: Duration = Duration::from_millis(16);
 
-/// Pages that are copied are held in memory until the target runs again, up to so many bytes. What a later round copies once
-/// more is then hashed, compressed and stored only as it was last.
-const IN_FLIGHT_BYTES: usize = 128 << 20;
+/// Pages that are copied are held in memory until the target runs again: at least up to so many bytes, and up to a quarter of what the
+/// machine has to spare. What a later round copies once more is then hashed, compressed and stored only as it was last, and
+/// rounds are as short as copying is.
+const LEAST_IN_FLIGHT_BYTES: usize = 128 << 20;
+/// The part of the memory that is available.
+const IN_FLIGHT_SHARE: usize = 4;
+
+/// Bytes of a piece of memory for pages in flight.
+const BUFFER_BYTES: usize = 128 << 20;
 
 /// Of which so many stay with us from one checkpoint to the next; the rest is lent to the kernel.
 const KEPT_BYTES: usize = 2 << 20;
@@ -107,6 +113,7 @@ impl Checkpointer {
         strategy: Strategy,
     ) -> Result<Capture, CaptureError<T::Error>> {
         let mut capture = Capture::default();
+        self.flight.limit_bytes = (available_bytes() / IN_FLIGHT_SHARE).max(LEAST_IN_FLIGHT_BYTES);
         if let Strategy::PreCopy { max_rounds, enough_pages } = strategy {
             loop {
                 let found_pages = self.round(target, store)?;
@@ -118,7 +125,7 @@ impl Checkpointer {
         }
         self.flight.prepare();
         target.begin_freeze().map_err(CaptureError::Target)?;
-        if let Err(error) = self.freeze_and_copy(target, store, strategy, &mut capture) {
+        if let Err(error) = self.freeze_and_copy(target, strategy, &mut capture) {
             // Whatever failed, the store above all, the target must not stand still for it; the first error is the one to tell.
             let _ = target.thaw();
             return Err(error);
@@ -137,20 +144,20 @@ impl Checkpointer {
     fn freeze_and_copy<T: Target>(
         &mut self,
         target: &mut T,
-        store: &mut dyn Store,
         strategy: Strategy,
         capture: &mut Capture,
     ) -> Result<(), CaptureError<T::Error>> {
         while !target.wait_frozen(FREEZE_POLL).map_err(CaptureError::Target)? {
-            if strategy != Strategy::StopAndCopy {
-                self.round(target, store)?;
+            // The target may be frozen at any moment now, so nothing is stored to make room.
+            if strategy != Strategy::StopAndCopy && self.flight.total_bytes < self.flight.limit_bytes {
+                self.copy_dirty(target).map_err(CaptureError::Target)?;
                 capture.rounds += 1;
             }
         }
         target.save_state().map_err(CaptureError::Target)?;
 
         let memory_begin = Instant::now();
-        let copied = self.copy_frozen(target);
+        let copied = self.copy_dirty(target);
         capture.memory_downtime = memory_begin.elapsed();
         capture.frozen_pages = copied.map_err(CaptureError::Target)?;
         Ok(())
@@ -199,8 +206,8 @@ impl Checkpointer {
             let pending = std::mem::take(&mut space.pending);
             space.uncommitted.extend(&pending);
             found_pages += pending.total_bytes() / PAGE_SIZE as u64;
-            for part in Parts::new(&pending, IN_FLIGHT_BYTES as u64) {
-                if self.flight.total_bytes + part.total_bytes() as usize > IN_FLIGHT_BYTES {
+            for part in Parts::new(&pending, BUFFER_BYTES as u64) {
+                if self.flight.total_bytes + part.total_bytes() as usize > self.flight.limit_bytes {
                     self.land(store)?;
                 }
                 self.flight.copy(target, id, part).map_err(CaptureError::Target)?;
@@ -209,17 +216,17 @@ impl Checkpointer {
         Ok(found_pages)
     }
 
-    /// Collects and copies what is left while the target is frozen. Returns how many pages that were.
-    fn copy_frozen<T: Target>(&mut self, target: &mut T) -> Result<u64, T::Error> {
+    /// Collects and copies without storing anything, however much it is. Returns how many pages that were.
+    fn copy_dirty<T: Target>(&mut self, target: &mut T) -> Result<u64, T::Error> {
         self.collect(target)?;
-        let mut frozen_pages = 0;
+        let mut copied_pages = 0;
         for (&id, space) in &mut self.spaces {
             let pending = std::mem::take(&mut space.pending);
             space.uncommitted.extend(&pending);
-            frozen_pages += pending.total_bytes() / PAGE_SIZE as u64;
+            copied_pages += pending.total_bytes() / PAGE_SIZE as u64;
             self.flight.copy(target, id, pending)?;
         }
-        Ok(frozen_pages)
+        Ok(copied_pages)
     }
 
     /// Puts what is in flight into the store.
@@ -256,10 +263,14 @@ impl Checkpointer {
 #[derive(Default)]
 struct Flight {
     buffers: Vec<FlightBuffer>,
-    /// Bytes of the last buffer that are in use.
+    /// The buffer that is being filled.
+    current: usize,
+    /// Bytes of it that are in use.
     used_bytes: usize,
     /// Bytes of all buffers that are in use.
     total_bytes: usize,
+    /// What rounds make room for by storing.
+    limit_bytes: usize,
     /// In the order in which they were copied.
     copied: Vec<Copied>,
 }
@@ -284,11 +295,14 @@ impl Flight {
 
     /// The buffer with room for so many bytes behind what is used of it.
     fn room(&mut self, bytes: usize) -> usize {
-        if self.buffers.last().is_none_or(|buffer| buffer.length() - self.used_bytes < bytes) {
-            self.buffers.push(FlightBuffer::new(bytes.max(IN_FLIGHT_BYTES)));
+        while self.buffers.get(self.current).is_some_and(|buffer| buffer.length() - self.used_bytes < bytes) {
+            self.current += 1;
             self.used_bytes = 0;
         }
-        self.buffers.len() - 1
+        if self.current == self.buffers.len() {
+            self.buffers.push(FlightBuffer::new(bytes.max(BUFFER_BYTES)));
+        }
+        self.current
     }
 
     fn copy<T: Target>(&mut self, target: &mut T, space: SpaceId, ranges: RangeSet) -> Result<(), T::Error> {
@@ -308,11 +322,13 @@ impl Flight {
 
     fn clear(&mut self) {
         self.copied.clear();
-        self.buffers.truncate(1);
+        // Buffers that were not needed this time are not likely to be the next time.
+        self.buffers.truncate(self.current + 1);
+        self.current = 0;
         self.used_bytes = 0;
         self.total_bytes = 0;
-        if let Some(buffer) = self.buffers.first_mut() {
-            buffer.lend_behind(KEPT_BYTES);
+        for (number, buffer) in self.buffers.iter_mut().enumerate() {
+            buffer.lend_behind(if number == 0 { KEPT_BYTES } else { 0 });
         }
     }
 }

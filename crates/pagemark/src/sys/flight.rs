@@ -80,6 +80,14 @@ impl FlightBuffer {
     }
 }
 
+/// What the machine has to spare, bytes: its memory that is free, or holds only what can be read again. Zero where that is not told.
+pub fn available_bytes() -> usize {
+    let memory = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    let line = memory.lines().find_map(|line| line.strip_prefix("MemAvailable:"));
+    let kib = line.and_then(|line| line.split_whitespace().next()).and_then(|kib| kib.parse::<usize>().ok());
+    kib.unwrap_or(0).saturating_mul(1024)
+}
+
 /// The page in which an address lies.
 fn aligned(address: *mut u8) -> *mut libc::c_void {
     address.map_addr(|address| address & !(crate::PAGE_SIZE - 1)).cast()
