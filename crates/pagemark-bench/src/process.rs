@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use pagemark::Mechanism;
+use pagemark::checkpointer::Strategy;
 use pagemark::repository::Repository;
 use pagemark_process::criu::Criu;
 use pagemark_process::job::{self, Job};
@@ -27,6 +28,9 @@ pub struct Options {
     /// Mechanisms
     #[arg(long, value_delimiter = ',', default_value = "adaptive,pagemap-scan")]
     mechanism: Vec<Mechanism>,
+    /// Copy everything while the target is frozen, instead of most of it before
+    #[arg(long)]
+    stop_and_copy: bool,
     /// Checkpoints a measurement
     #[arg(long, default_value_t = 12)]
     checkpoints: u32,
@@ -42,6 +46,12 @@ pub struct Options {
     /// Print JSON
     #[arg(long)]
     json: bool,
+}
+
+impl Options {
+    fn strategy(&self) -> Strategy {
+        if self.stop_and_copy { Strategy::StopAndCopy } else { Strategy::default() }
+    }
 }
 
 /// Checkpoints taken before anything is measured: the first copies everything, and `adaptive` learns what is hot.
@@ -140,7 +150,7 @@ fn measure(options: &Options, trackee: &Trackee, percent: f64, mechanism: Mechan
     let mut job = Job::attach(
         trackee.pid(),
         repository,
-        job::Options { mechanism: Some(mechanism), ..job::Options::new("bench") },
+        job::Options { mechanism: Some(mechanism), strategy: options.strategy(), ..job::Options::new("bench") },
     )
     .map_err(|error| pagemark(error.into()))?;
     for _ in 0..WARM_UP {
@@ -177,7 +187,8 @@ fn measure(options: &Options, trackee: &Trackee, percent: f64, mechanism: Mechan
 
 /// Anonymous memory of this process, bytes, without what it has lent to the kernel: what Pagemark needs for itself.
 fn own_memory_bytes() -> Result<u64, BenchError> {
-    let rollup = std::fs::read_to_string("/proc/self/smaps_rollup").map_err(BenchError::on("read its own memory use"))?;
+    let rollup =
+        std::fs::read_to_string("/proc/self/smaps_rollup").map_err(BenchError::on("read its own memory use"))?;
     let kib = |name| {
         let line = rollup.lines().find_map(|line| line.strip_prefix(name));
         line.and_then(|line| line.split_whitespace().next()).and_then(|kib| kib.parse::<u64>().ok()).unwrap_or(0)
@@ -187,8 +198,12 @@ fn own_memory_bytes() -> Result<u64, BenchError> {
 
 fn print(options: &Options, rows: &[Row]) {
     println!(
-        "{} MiB, {} checkpoints every {} ms after {WARM_UP} to warm up; dirty pages in runs of {}; medians",
-        options.mib, options.checkpoints, options.every_ms, options.run_pages
+        "{} MiB, {} {} checkpoints every {} ms after {WARM_UP} to warm up; dirty pages in runs of {}; medians",
+        options.mib,
+        options.checkpoints,
+        if options.stop_and_copy { "stop-and-copy" } else { "pre-copy" },
+        options.every_ms,
+        options.run_pages
     );
     println!(
         "{:>6} {:<13} {:>8} {:>7} {:>9} {:>9} {:>8} {:>8} {:>9} {:>10} {:>9} {:>9} {:>8}",
