@@ -12,6 +12,7 @@ pub mod tracker;
 
 pub mod checkpointer;
 pub mod content;
+pub mod region;
 pub mod snapshot;
 pub mod store;
 pub mod tree;
@@ -22,6 +23,7 @@ pub mod sys;
 
 pub use id::ContentId;
 pub use ranges::{Range, RangeSet};
+pub use region::Region;
 pub use store::{Kind, MemoryStore, Store, StoreError};
 pub use tracker::{Mechanism, TrackError, Tracker};
 pub use tree::PageTree;

@@ -16,12 +16,14 @@ pub mod pagemap_scan;
 mod populated;
 pub mod probe;
 mod protected;
+pub mod region_scan;
 pub mod soft_dirty;
 #[cfg(test)]
 mod tests;
+pub mod uffd;
 
 pub use populated::{Pages, populated};
-pub use probe::{Cost, Probe, probe};
+pub use probe::{Cost, Probe, of_region, own, probe};
 
 /// Finds the ranges of one address space that were written.
 ///
@@ -86,6 +88,8 @@ pub enum Mechanism {
     Compare,
     /// Read-only pages and a signal handler; own memory only.
     Mprotect,
+    /// Linux 6.4: userfaultfd with a thread that handles its faults; own memory only.
+    Uffd,
     /// Linux 6.7: userfaultfd WP_ASYNC and the PAGEMAP_SCAN ioctl.
     PagemapScan,
     /// `CONFIG_MEM_SOFT_DIRTY`.
@@ -96,10 +100,11 @@ pub enum Mechanism {
 
 impl Mechanism {
     /// Every mechanism, the preferred one first.
-    pub const ALL: [Mechanism; 6] = [
+    pub const ALL: [Mechanism; 7] = [
         Mechanism::Adaptive,
         Mechanism::PagemapScan,
         Mechanism::SoftDirty,
+        Mechanism::Uffd,
         Mechanism::Mprotect,
         Mechanism::Compare,
         Mechanism::Full,
@@ -107,7 +112,7 @@ impl Mechanism {
 
     /// True if it can track other processes too, and not only this one's own memory.
     pub fn reaches_other_processes(self) -> bool {
-        !matches!(self, Mechanism::Mprotect)
+        !matches!(self, Mechanism::Uffd | Mechanism::Mprotect)
     }
 
     /// The name in commands and reports.
@@ -116,6 +121,7 @@ impl Mechanism {
             Mechanism::Full => "full",
             Mechanism::Compare => "compare",
             Mechanism::Mprotect => "mprotect",
+            Mechanism::Uffd => "uffd",
             Mechanism::PagemapScan => "pagemap-scan",
             Mechanism::SoftDirty => "soft-dirty",
             Mechanism::Adaptive => "adaptive",

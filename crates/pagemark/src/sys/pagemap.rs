@@ -2,6 +2,7 @@
 
 use std::fs::File;
 use std::io;
+use std::mem::MaybeUninit;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
@@ -82,7 +83,7 @@ struct ScanArgument {
 }
 
 #[repr(C)]
-#[derive(Clone, Copy, Default)]
+#[derive(Clone, Copy)]
 struct Region {
     start: u64,
     end: u64,
@@ -127,7 +128,7 @@ impl Pagemap {
     /// # Errors
     /// `ENOTTY`: the kernel is older than 6.7. `EINVAL`: the range is not made of pages.
     pub fn scan(&self, range: &Range, filter: Filter, mut each: impl FnMut(Range, u64)) -> io::Result<()> {
-        let mut regions = [Region::default(); REGIONS];
+        let mut regions = [const { MaybeUninit::<Region>::uninit() }; REGIONS];
         let mut start = range.start;
         while start < range.end {
             let mut argument = ScanArgument {
@@ -148,7 +149,11 @@ impl Pagemap {
             let found = unsafe { libc::ioctl(self.file.as_raw_fd(), PAGEMAP_SCAN, std::ptr::from_mut(&mut argument)) };
             let error = io::Error::last_os_error();
             match usize::try_from(found) {
-                Ok(found) => regions.iter().take(found).for_each(|r| each(r.start..r.end, r.categories)),
+                Ok(found) => regions.iter().take(found).for_each(|region| {
+                    // SAFETY: the kernel has filled in as many as it returned.
+                    let region = unsafe { region.assume_init() };
+                    each(region.start..region.end, region.categories);
+                }),
                 Err(_) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(_) => return Err(error),
             }

@@ -223,6 +223,12 @@ impl Tracker for PagemapScan {
     }
 }
 
+/// There is no userfaultfd of the kind that is needed.
+pub(super) fn unavailable(mechanism: Mechanism, error: io::Error) -> TrackError {
+    let reason = format!("no userfaultfd with asynchronous write-protection, which Linux 6.7 has ({error})");
+    TrackError::Unavailable { mechanism, reason }
+}
+
 fn refused(range: &Range, error: io::Error) -> TrackError {
     let why = match error.raw_os_error() {
         Some(libc::EBUSY) => {

@@ -1,16 +1,18 @@
 //! Which mechanisms work here, and what each costs.
 
 use std::fs::OpenOptions;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 use super::adaptive::{Adaptive, HOT_AFTER, PROBE_SLICES};
 use super::compare::Compare;
 use super::full::Full;
 use super::mprotect::Mprotect;
-use super::pagemap_scan::PagemapScan;
+use super::pagemap_scan::{PagemapScan, unavailable};
 use super::populated::Pages;
+use super::region_scan::RegionScan;
 use super::soft_dirty::SoftDirty;
+use super::uffd::Uffd;
 use crate::sys::memory::Memory;
 use crate::sys::pagemap::Pagemap;
 use crate::sys::scratch::Scratch;
@@ -58,6 +60,18 @@ impl Mechanism {
     }
 }
 
+impl Mechanism {
+    /// The preferred one for regions of this process's own memory among those that work here. `soft-dirty` is never chosen:
+    /// it needs all threads to stand still, and leaves the marks to nobody else.
+    pub fn choose_own() -> Mechanism {
+        static CHOSEN: OnceLock<Mechanism> = OnceLock::new();
+        *CHOSEN.get_or_init(|| {
+            let mut all = Mechanism::ALL.into_iter().filter(|&mechanism| mechanism != Mechanism::SoftDirty);
+            all.find(|&mechanism| check(mechanism).is_ok()).unwrap_or(Mechanism::Full)
+        })
+    }
+}
+
 /// Makes a tracker of this process's own memory.
 ///
 /// # Errors
@@ -66,10 +80,7 @@ pub fn own(mechanism: Mechanism) -> Result<Box<dyn Tracker>, TrackError> {
     let system = |operation: &'static str| move |error| TrackError::from_io(error, || operation.to_owned());
     let pagemap = Arc::new(Pagemap::of_this_process().map_err(system("opening /proc/self/pagemap"))?);
     let scan = |pagemap| {
-        let userfaultfd = Userfaultfd::of_this_process().map_err(|error| TrackError::Unavailable {
-            mechanism,
-            reason: format!("no userfaultfd with asynchronous write-protection, which Linux 6.7 has ({error})"),
-        })?;
+        let userfaultfd = Userfaultfd::of_this_process().map_err(|error| unavailable(mechanism, error))?;
         Ok::<_, TrackError>(PagemapScan::new(pagemap, Arc::new(userfaultfd), Pages::All))
     };
     Ok(match mechanism {
@@ -79,6 +90,7 @@ pub fn own(mechanism: Mechanism) -> Result<Box<dyn Tracker>, TrackError> {
             Box::new(Compare::new(pagemap, Arc::new(memory), Pages::All))
         }
         Mechanism::Mprotect => Box::new(Mprotect::new(pagemap)),
+        Mechanism::Uffd => Box::new(Uffd::new(pagemap)?),
         Mechanism::PagemapScan => Box::new(scan(pagemap)?),
         Mechanism::Adaptive => Box::new(Adaptive::new(scan(pagemap)?)),
         Mechanism::SoftDirty => {
@@ -87,6 +99,17 @@ pub fn own(mechanism: Mechanism) -> Result<Box<dyn Tracker>, TrackError> {
             Box::new(SoftDirty::new(pagemap, clear_refs, Pages::All)?)
         }
     })
+}
+
+/// Makes a tracker for a region: memory of this process whose mappings nobody changes.
+///
+/// # Errors
+/// As [`own`].
+pub fn of_region(mechanism: Mechanism) -> Result<Box<dyn Tracker>, TrackError> {
+    match mechanism {
+        Mechanism::PagemapScan | Mechanism::Adaptive => Ok(Box::new(RegionScan::new(mechanism)?)),
+        mechanism => own(mechanism),
+    }
 }
 
 /// Tries whether the mechanism sees a write, and only that.

@@ -1,0 +1,372 @@
+//! Regions against a byte-by-byte shadow copy, with each mechanism.
+
+use std::collections::BTreeMap;
+use std::io::Write;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use pagemark::region::{Region, RegionError, RegionOptions, RegionSnapshot};
+use pagemark::{Mechanism, PAGE_SIZE, RangeSet, TrackError};
+use proptest::prelude::*;
+
+const PAGES: usize = 40;
+const BYTES: usize = PAGES * PAGE_SIZE;
+
+/// A region, or none where this machine lacks the mechanism.
+fn region(bytes: usize, mechanism: Mechanism, without_rollback: bool) -> Option<Region> {
+    let options = RegionOptions { mechanism: Some(mechanism), without_rollback, ..RegionOptions::default() };
+    match Region::with_options(bytes, options) {
+        Ok(region) => Some(region),
+        Err(RegionError::Track(TrackError::Unavailable { reason, .. })) => {
+            pagemark_testing::skipped(&format!("{mechanism}: {reason}"));
+            None
+        }
+        Err(error) => panic!("{mechanism}: {error}"),
+    }
+}
+
+fn word(region: &Region, index: usize) -> &AtomicU64 {
+    assert!(index < region.bytes() / 8);
+    // SAFETY: the word lies in the region, which lives as long as the reference, and is accessed atomically by all.
+    unsafe { &*region.as_ptr().cast::<AtomicU64>().add(index) }
+}
+
+fn content(region: &Region) -> Vec<u8> {
+    let mut bytes = vec![0; region.bytes()];
+    region.read(0, &mut bytes).unwrap();
+    bytes
+}
+
+#[derive(Clone, Debug)]
+enum Step {
+    /// Single stores, as programs make them.
+    Store {
+        word: usize,
+        value: u64,
+        count: usize,
+        stride: usize,
+    },
+    Write {
+        offset: usize,
+        length: usize,
+        value: u8,
+    },
+    ReadFrom {
+        offset: usize,
+        length: usize,
+        value: u8,
+    },
+    Discard {
+        offset: usize,
+        length: usize,
+    },
+    Begin,
+    Commit,
+    Rollback,
+    Snapshot,
+    Restore {
+        which: usize,
+    },
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    let part = || (0usize..BYTES, prop_oneof![3 => 1usize..100, 1 => 1usize..20_000]);
+    let part = move || part().prop_map(|(offset, length)| (offset, length.min(BYTES - offset)));
+    prop_oneof![
+        6 => (0usize..BYTES / 8, any::<u64>(), 1usize..8, 1usize..600)
+            .prop_map(|(word, value, count, stride)| Step::Store { word, value, count, stride }),
+        4 => (part(), any::<u8>()).prop_map(|((offset, length), value)| Step::Write { offset, length, value }),
+        1 => (part(), any::<u8>()).prop_map(|((offset, length), value)| Step::ReadFrom { offset, length, value }),
+        1 => part().prop_map(|(offset, length)| Step::Discard { offset, length }),
+        4 => Just(Step::Begin),
+        3 => Just(Step::Commit),
+        3 => Just(Step::Rollback),
+        1 => Just(Step::Snapshot),
+        1 => (0usize..4).prop_map(|which| Step::Restore { which }),
+    ]
+}
+
+/// A region and what it must hold.
+struct Machine {
+    region: Region,
+    now: Vec<u8>,
+    /// What it held when the open transaction began.
+    before: Option<Vec<u8>>,
+    snapshots: Vec<(RegionSnapshot, Vec<u8>)>,
+    without_rollback: bool,
+    at_last_commit: Vec<u8>,
+}
+
+impl Machine {
+    fn new(region: Region, without_rollback: bool) -> Machine {
+        let now = content(&region);
+        let at_last_commit = now.clone();
+        Machine { region, now, before: None, snapshots: Vec::new(), without_rollback, at_last_commit }
+    }
+
+    fn run(&mut self, step: &Step) {
+        match *step {
+            Step::Store { word: first, value, count, stride } => {
+                for index in (0..count).map(|number| (first + number * stride) % (BYTES / 8)) {
+                    word(&self.region, index).store(value ^ index as u64, Ordering::Relaxed);
+                    self.now[index * 8..index * 8 + 8].copy_from_slice(&(value ^ index as u64).to_ne_bytes());
+                }
+            }
+            Step::Write { offset, length, value } => {
+                self.region.write(offset, &vec![value; length]).unwrap();
+                self.now[offset..offset + length].fill(value);
+            }
+            Step::ReadFrom { offset, length, value } => {
+                let mut file = tempfile::tempfile().unwrap();
+                file.write_all(&vec![value; length]).unwrap();
+                std::io::Seek::rewind(&mut file).unwrap();
+                assert_eq!(self.region.read_from(&file, offset..offset + length).unwrap(), length);
+                self.now[offset..offset + length].fill(value);
+            }
+            Step::Discard { offset, length } => {
+                self.region.discard(offset..offset + length).unwrap();
+                let end = (offset + length) / PAGE_SIZE * PAGE_SIZE;
+                let start = offset.next_multiple_of(PAGE_SIZE).min(end);
+                self.now[start..end].fill(0);
+            }
+            Step::Begin => match &self.before {
+                None => {
+                    self.region.begin().unwrap();
+                    self.before = Some(self.now.clone());
+                }
+                Some(_) => assert!(matches!(self.region.begin(), Err(RegionError::TransactionOpen))),
+            },
+            Step::Commit => match self.before.take() {
+                Some(before) => {
+                    let written = self.region.commit().unwrap();
+                    let before = if self.without_rollback { &self.at_last_commit } else { &before };
+                    self.check_written(before, &written);
+                    self.at_last_commit = self.now.clone();
+                }
+                None => assert!(matches!(self.region.commit(), Err(RegionError::NoTransaction))),
+            },
+            Step::Rollback if self.without_rollback => {
+                let expected = self.before.is_some();
+                let refused = self.region.rollback().unwrap_err();
+                assert_eq!(matches!(refused, RegionError::NoRollback), expected, "{refused}");
+            }
+            Step::Rollback => match self.before.take() {
+                Some(before) => {
+                    let written = self.region.rollback().unwrap();
+                    self.check_written(&before, &written);
+                    self.now = before;
+                }
+                None => assert!(matches!(self.region.rollback(), Err(RegionError::NoTransaction))),
+            },
+            Step::Snapshot => {
+                let snapshot = self.region.snapshot().unwrap();
+                for (other, held) in &self.snapshots {
+                    assert_eq!(*other == snapshot, *held == self.now, "equality is not that of the content");
+                }
+                self.snapshots.push((snapshot, self.now.clone()));
+            }
+            Step::Restore { which } => {
+                if let Some((snapshot, held)) = self.snapshots.get(which) {
+                    let restored = self.region.restore(snapshot).unwrap();
+                    self.check_written(held, &restored);
+                    self.now = held.clone();
+                }
+            }
+        }
+        if matches!(step, Step::Rollback | Step::Restore { .. } | Step::Commit) {
+            assert!(content(&self.region) == self.now, "the content is wrong after {step:?}");
+        }
+    }
+
+    /// Everything in which the content differs from `before` is named.
+    fn check_written(&self, before: &[u8], written: &RangeSet) {
+        assert!(written.iter().all(|range| range.end <= BYTES as u64), "{written:?}");
+        for (offset, (old, new)) in before.iter().zip(&self.now).enumerate() {
+            assert!(old == new || written.contains(offset as u64), "a write to {offset:#x} was missed: {written:x?}");
+        }
+    }
+}
+
+fn behaves(mechanism: Mechanism, without_rollback: bool, steps: &[Step]) {
+    let Some(region) = region(BYTES, mechanism, without_rollback) else { return };
+    let mut machine = Machine::new(region, without_rollback);
+    steps.iter().for_each(|step| machine.run(step));
+    assert!(content(&machine.region) == machine.now, "the content is wrong in the end");
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 64, max_shrink_iters: 300, ..ProptestConfig::default() })]
+
+    #[test]
+    fn pagemap_scan_behaves(steps in prop::collection::vec(step(), 1..60), without_rollback in any::<bool>()) {
+        behaves(Mechanism::PagemapScan, without_rollback, &steps);
+    }
+
+    #[test]
+    fn adaptive_behaves(steps in prop::collection::vec(step(), 1..120), without_rollback in any::<bool>()) {
+        behaves(Mechanism::Adaptive, without_rollback, &steps);
+    }
+
+    #[test]
+    fn mprotect_behaves(steps in prop::collection::vec(step(), 1..60), without_rollback in any::<bool>()) {
+        behaves(Mechanism::Mprotect, without_rollback, &steps);
+    }
+
+    #[test]
+    fn uffd_behaves(steps in prop::collection::vec(step(), 1..60), without_rollback in any::<bool>()) {
+        behaves(Mechanism::Uffd, without_rollback, &steps);
+    }
+
+    #[test]
+    fn the_others_behave(steps in prop::collection::vec(step(), 1..40), without_rollback in any::<bool>()) {
+        behaves(Mechanism::Compare, without_rollback, &steps);
+        behaves(Mechanism::Full, without_rollback, &steps);
+    }
+}
+
+/// What can be had on this machine.
+fn mechanisms() -> Vec<Mechanism> {
+    // Its marks can't be read and cleared in one step, so that nothing may be written meanwhile.
+    let all = Mechanism::ALL.into_iter().filter(|&mechanism| mechanism != Mechanism::SoftDirty);
+    all.filter(|&mechanism| region(PAGE_SIZE, mechanism, false).is_some()).collect()
+}
+
+#[test]
+fn eight_threads_that_write_all_the_time_lose_nothing() {
+    const WRITERS: usize = 8;
+    /// Words that each writer has, which share pages with those of others.
+    const EACH: usize = 64;
+    for mechanism in mechanisms() {
+        let region = Arc::new(region(BYTES, mechanism, false).unwrap());
+        let stop = Arc::new(AtomicBool::new(false));
+        let words = |writer: usize| (0..EACH).map(move |index| (writer + index * 71) * 8 % (BYTES / 8) + writer);
+        let writers: Vec<_> = (0..WRITERS)
+            .map(|writer| {
+                let (region, stop) = (region.clone(), stop.clone());
+                std::thread::spawn(move || {
+                    let mut version = 0;
+                    while !stop.load(Ordering::Relaxed) {
+                        version += 1;
+                        words(writer).for_each(|index| word(&region, index).store(version, Ordering::Relaxed));
+                    }
+                })
+            })
+            .collect();
+        let mut copy: BTreeMap<usize, u64> = BTreeMap::new();
+        let take = |copy: &mut BTreeMap<usize, u64>, written: &RangeSet| {
+            for index in (0..WRITERS).flat_map(words).filter(|index| written.contains(*index as u64 * 8)) {
+                let version = word(&region, index).load(Ordering::Relaxed);
+                let old = copy.insert(index, version).unwrap_or(0);
+                assert!(old <= version, "{mechanism}: time ran backwards at word {index}");
+            }
+        };
+        // Without a pause between, as without rollback: a transaction begins where the last one ended.
+        let all = RangeSet::from(0..BYTES as u64);
+        region.begin().unwrap();
+        take(&mut copy, &all);
+        for _ in 0..60 {
+            let written = region.commit().unwrap();
+            take(&mut copy, &written);
+            region.begin().unwrap();
+            // What was written between the two belongs to neither transaction.
+            take(&mut copy, &all);
+        }
+        stop.store(true, Ordering::Relaxed);
+        writers.into_iter().for_each(|writer| writer.join().unwrap());
+        let written = region.commit().unwrap();
+        take(&mut copy, &written);
+        for index in (0..WRITERS).flat_map(words) {
+            let now = word(&region, index).load(Ordering::Relaxed);
+            assert_eq!(copy.get(&index).copied().unwrap_or(0), now, "{mechanism}: word {index}");
+        }
+    }
+}
+
+#[test]
+fn chained_transactions_of_eight_threads_lose_nothing() {
+    const WRITERS: usize = 8;
+    for mechanism in mechanisms() {
+        let region = Arc::new(region(BYTES, mechanism, true).unwrap());
+        let stop = Arc::new(AtomicBool::new(false));
+        let writers: Vec<_> = (0..WRITERS)
+            .map(|writer| {
+                let (region, stop) = (region.clone(), stop.clone());
+                std::thread::spawn(move || {
+                    let mut seed = writer as u64 + 1;
+                    while !stop.load(Ordering::Relaxed) {
+                        seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+                        let index = (seed >> 33) as usize % (BYTES / 64) * 8 + writer;
+                        word(&region, index).fetch_add(1, Ordering::Relaxed);
+                    }
+                })
+            })
+            .collect();
+        let mut copy = vec![0u64; BYTES / 8];
+        let take = |copy: &mut Vec<u64>, written: &RangeSet| {
+            for range in written.iter() {
+                let words = range.start as usize / 8..range.end.div_ceil(8) as usize;
+                for (index, held) in words.clone().zip(&mut copy[words]) {
+                    let value = word(&region, index).load(Ordering::Relaxed);
+                    assert!(*held <= value, "{mechanism}: time ran backwards at word {index}");
+                    *held = value;
+                }
+            }
+        };
+        for _ in 0..100 {
+            region.begin().unwrap();
+            std::thread::yield_now();
+            take(&mut copy, &region.commit().unwrap());
+        }
+        stop.store(true, Ordering::Relaxed);
+        writers.into_iter().for_each(|writer| writer.join().unwrap());
+        region.begin().unwrap();
+        take(&mut copy, &region.commit().unwrap());
+        for (index, held) in copy.iter().enumerate() {
+            assert_eq!(*held, word(&region, index).load(Ordering::Relaxed), "{mechanism}: word {index}");
+        }
+    }
+}
+
+#[test]
+fn eight_threads_roll_back_their_own_regions() {
+    for mechanism in mechanisms() {
+        std::thread::scope(|scope| {
+            for thread in 0..8u64 {
+                scope.spawn(move || {
+                    let region = region(BYTES, mechanism, false).unwrap();
+                    let index = |number: u64| (number * 977 + thread) as usize % (BYTES / 8);
+                    (0..100).for_each(|number| word(&region, index(number)).store(number + 1, Ordering::Relaxed));
+                    let before = content(&region);
+                    for round in 0..20 {
+                        region.begin().unwrap();
+                        (0..100)
+                            .for_each(|number| word(&region, index(number * round)).store(round, Ordering::Relaxed));
+                        region.rollback().unwrap();
+                        assert!(content(&region) == before, "{mechanism}");
+                    }
+                });
+            }
+        });
+    }
+}
+
+#[test]
+fn only_what_was_written_is_named() {
+    for mechanism in mechanisms().into_iter().filter(|&mechanism| mechanism != Mechanism::Full) {
+        let region = region(BYTES, mechanism, false).unwrap();
+        region.write(0, &[1; BYTES]).unwrap();
+        let unit = region.granularity_bytes();
+        for round in 0..40 {
+            region.begin().unwrap();
+            word(&region, 512 * 3 + 5).store(round + 2, Ordering::Relaxed);
+            let written = region.commit().unwrap();
+            let offset = (512 * 3 + 5) * 8;
+            assert_eq!(written, RangeSet::from(offset / unit * unit..(offset / unit + 1) * unit), "{mechanism}");
+            region.begin().unwrap();
+            let written = region.commit().unwrap();
+            if mechanism != Mechanism::Adaptive {
+                assert!(written.is_empty(), "{mechanism}: {written:x?}");
+            }
+        }
+    }
+}
