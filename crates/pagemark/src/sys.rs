@@ -1,5 +1,7 @@
 //! The thin layer at the kernel interface: one file an interface, safe types above it.
 
+#[cfg(feature = "emulate")]
+pub mod alias;
 pub mod area;
 pub mod fault;
 pub mod flight;
@@ -8,6 +10,6 @@ pub mod memory;
 pub mod own_memory;
 pub mod pagemap;
 pub(crate) mod scratch;
-pub(crate) mod slab;
 pub mod signals;
+pub(crate) mod slab;
 pub mod userfaultfd;

@@ -9,6 +9,8 @@ use crate::{Range, RangeSet};
 
 pub mod adaptive;
 pub mod compare;
+#[cfg(feature = "emulate")]
+pub mod emulate;
 pub mod full;
 pub mod mprotect;
 mod page_bits;
@@ -88,6 +90,8 @@ pub enum Mechanism {
     Compare,
     /// Read-only pages and a signal handler; own memory only.
     Mprotect,
+    /// Read-only pages, and stores that are emulated and told by the word; own memory only.
+    Emulate,
     /// Linux 6.4: userfaultfd with a thread that handles its faults; own memory only.
     Uffd,
     /// Linux 6.7: userfaultfd WP_ASYNC and the PAGEMAP_SCAN ioctl.
@@ -100,19 +104,20 @@ pub enum Mechanism {
 
 impl Mechanism {
     /// Every mechanism, the preferred one first.
-    pub const ALL: [Mechanism; 7] = [
+    pub const ALL: [Mechanism; 8] = [
         Mechanism::Adaptive,
         Mechanism::PagemapScan,
         Mechanism::SoftDirty,
         Mechanism::Uffd,
         Mechanism::Mprotect,
+        Mechanism::Emulate,
         Mechanism::Compare,
         Mechanism::Full,
     ];
 
     /// True if it can track other processes too, and not only this one's own memory.
     pub fn reaches_other_processes(self) -> bool {
-        !matches!(self, Mechanism::Uffd | Mechanism::Mprotect)
+        !matches!(self, Mechanism::Uffd | Mechanism::Mprotect | Mechanism::Emulate)
     }
 
     /// The name in commands and reports.
@@ -121,6 +126,7 @@ impl Mechanism {
             Mechanism::Full => "full",
             Mechanism::Compare => "compare",
             Mechanism::Mprotect => "mprotect",
+            Mechanism::Emulate => "emulate",
             Mechanism::Uffd => "uffd",
             Mechanism::PagemapScan => "pagemap-scan",
             Mechanism::SoftDirty => "soft-dirty",

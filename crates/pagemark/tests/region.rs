@@ -218,6 +218,11 @@ proptest! {
     }
 
     #[test]
+    fn emulate_behaves(steps in prop::collection::vec(step(), 1..60), without_rollback in any::<bool>()) {
+        behaves(Mechanism::Emulate, without_rollback, &steps);
+    }
+
+    #[test]
     fn the_others_behave(steps in prop::collection::vec(step(), 1..40), without_rollback in any::<bool>()) {
         behaves(Mechanism::Compare, without_rollback, &steps);
         behaves(Mechanism::Full, without_rollback, &steps);

@@ -90,6 +90,7 @@ pub fn own(mechanism: Mechanism) -> Result<Box<dyn Tracker>, TrackError> {
             Box::new(Compare::new(pagemap, Arc::new(memory), Pages::All))
         }
         Mechanism::Mprotect => Box::new(Mprotect::new(pagemap)),
+        Mechanism::Emulate => emulate(pagemap)?,
         Mechanism::Uffd => Box::new(Uffd::new(pagemap)?),
         Mechanism::PagemapScan => Box::new(scan(pagemap)?),
         Mechanism::Adaptive => Box::new(Adaptive::new(scan(pagemap)?)),
@@ -99,6 +100,17 @@ pub fn own(mechanism: Mechanism) -> Result<Box<dyn Tracker>, TrackError> {
             Box::new(SoftDirty::new(pagemap, clear_refs, Pages::All)?)
         }
     })
+}
+
+#[cfg(feature = "emulate")]
+fn emulate(pagemap: Arc<Pagemap>) -> Result<Box<dyn Tracker>, TrackError> {
+    Ok(Box::new(super::emulate::Emulate::new(pagemap)?))
+}
+
+#[cfg(not(feature = "emulate"))]
+fn emulate(_: Arc<Pagemap>) -> Result<Box<dyn Tracker>, TrackError> {
+    let reason = "this program was built without it; the feature `emulate` of the crate adds it".to_owned();
+    Err(TrackError::Unavailable { mechanism: Mechanism::Emulate, reason })
 }
 
 /// Makes a tracker for a region: memory of this process whose mappings nobody changes.
@@ -123,7 +135,10 @@ fn check(mechanism: Mechanism) -> Result<(), TrackError> {
     scratch.write(1, 2);
     let mut dirty = RangeSet::new();
     tracker.collect(&ranges, &mut dirty)?;
-    let expected = if mechanism == Mechanism::Full { scratch.range() } else { scratch.address(1)..scratch.address(2) };
+    let expected = match mechanism {
+        Mechanism::Full => scratch.range(),
+        _ => scratch.address(1)..scratch.address(1) + tracker.granularity_bytes(),
+    };
     if dirty == [expected].into_iter().collect() {
         return Ok(());
     }

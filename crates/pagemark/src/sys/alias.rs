@@ -1,0 +1,152 @@
+//! Two mappings of the same memory: one that is protected, and one through which it is written all the same.
+
+use std::ffi::CStr;
+use std::io;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::ptr::NonNull;
+
+use crate::{Range, RangeSet};
+
+/// A second mapping of a range's memory.
+#[derive(Debug)]
+pub struct Alias {
+    start: NonNull<u8>,
+    bytes: usize,
+    process: u32,
+}
+
+// SAFETY: the mapping belongs to this value alone, and any thread may access or unmap it.
+unsafe impl Send for Alias {}
+// SAFETY: through a shared reference only its address can be had.
+unsafe impl Sync for Alias {}
+
+impl Alias {
+    /// Puts new shared memory in the place of the private memory of `range`, with the same content, and maps it a second time.
+    /// `populated` are the parts that hold data. Children made by `fork` have neither mapping.
+    ///
+    /// # Errors
+    /// `EMFILE`, `ENOMEM`; then the range is as it was.
+    ///
+    /// # Safety
+    /// The range is made of whole pages of readable and writable private mappings, and nobody accesses it during the call.
+    pub unsafe fn take_over(range: &Range, populated: &RangeSet) -> io::Result<Alias> {
+        let bytes = (range.end - range.start) as usize;
+        let memory = anonymous_file(c"pagemark-region", bytes)?;
+        let alias = Alias::map(&memory, bytes, None)?;
+        for part in populated.iter() {
+            // SAFETY: the part is readable memory of the range, and lies at the same offset in the alias, which is as long.
+            unsafe {
+                let to = alias.start.as_ptr().add((part.start - range.start) as usize);
+                std::ptr::copy_nonoverlapping(part.start as *const u8, to, (part.end - part.start) as usize);
+            }
+        }
+        // The value for the range itself is not dropped: that mapping stays.
+        std::mem::forget(Alias::map(&memory, bytes, Some(range.start))?);
+        Ok(alias)
+    }
+
+    /// Maps shared memory, at an address or where the kernel likes.
+    fn map(memory: &OwnedFd, bytes: usize, address: Option<u64>) -> io::Result<Alias> {
+        let place = address.map_or(0, |_| libc::MAP_FIXED);
+        // SAFETY: without an address no other memory is touched; an address is the caller's to replace what is there.
+        let start = unsafe {
+            libc::mmap(
+                address.unwrap_or(0) as *mut libc::c_void,
+                bytes,
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_SHARED | libc::MAP_NORESERVE | place,
+                memory.as_raw_fd(),
+                0,
+            )
+        };
+        if start == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error());
+        }
+        // SAFETY: the mapping was just made.
+        unsafe { libc::madvise(start, bytes, libc::MADV_DONTFORK) };
+        let start = NonNull::new(start.cast()).ok_or(io::ErrorKind::OutOfMemory)?;
+        Ok(Alias { start, bytes, process: std::process::id() })
+    }
+
+    /// Where it begins.
+    pub fn start(&self) -> NonNull<u8> {
+        self.start
+    }
+}
+
+impl Drop for Alias {
+    fn drop(&mut self) {
+        if self.process == std::process::id() {
+            // SAFETY: the mapping is ours, and nobody can reach it any more.
+            unsafe { libc::munmap(self.start.as_ptr().cast(), self.bytes) };
+        }
+    }
+}
+
+/// Memory for code that is written through one mapping and executed through another.
+#[derive(Debug)]
+pub struct CodeMemory {
+    written: NonNull<u8>,
+    executed: NonNull<u8>,
+    bytes: usize,
+}
+
+// SAFETY: what is written where is up to the users of `write`; the mappings themselves stay for ever.
+unsafe impl Send for CodeMemory {}
+// SAFETY: as for `Send`.
+unsafe impl Sync for CodeMemory {}
+
+impl CodeMemory {
+    /// Maps room for `bytes` of code, for the rest of the process's life.
+    ///
+    /// # Errors
+    /// `EACCES`, `EPERM`: the system does not let programs make code.
+    pub fn new(bytes: usize) -> io::Result<CodeMemory> {
+        let memory = anonymous_file(c"pagemark-code", bytes)?;
+        let map = |protection| {
+            let (any, descriptor) = (std::ptr::null_mut(), memory.as_raw_fd());
+            // SAFETY: a new mapping at an address that the kernel chooses touches no other memory.
+            let start = unsafe { libc::mmap(any, bytes, protection, libc::MAP_SHARED, descriptor, 0) };
+            if start == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(start.cast::<u8>()) }
+        };
+        let executed = map(libc::PROT_READ | libc::PROT_EXEC)?;
+        let written = map(libc::PROT_READ | libc::PROT_WRITE)?;
+        let pointer = |start| NonNull::new(start).ok_or(io::ErrorKind::OutOfMemory);
+        Ok(CodeMemory { written: pointer(written)?, executed: pointer(executed)?, bytes })
+    }
+
+    /// Writes code at an offset. Async-signal-safe.
+    ///
+    /// # Safety
+    /// Nobody writes or executes there meanwhile.
+    pub unsafe fn write(&self, offset: usize, code: &[u8]) {
+        assert!(offset <= self.bytes && code.len() <= self.bytes - offset);
+        // SAFETY: the place lies within the mapping, and the caller has it alone.
+        unsafe { std::ptr::copy_nonoverlapping(code.as_ptr(), self.written.as_ptr().add(offset), code.len()) };
+        // It was written by another address than it will be executed by: the processor must not have fetched it before.
+        std::arch::x86_64::__cpuid(0);
+    }
+
+    /// Where the code at an offset is executed.
+    pub fn address(&self, offset: usize) -> *const u8 {
+        self.executed.as_ptr().wrapping_add(offset)
+    }
+}
+
+fn anonymous_file(name: &CStr, bytes: usize) -> io::Result<OwnedFd> {
+    const MFD_EXEC: libc::c_uint = 0x10;
+    // A kernel before 6.3 does not know the second flag, and then allows what it allows.
+    let make = |flags: libc::c_uint| {
+        // SAFETY: the call only reads the name.
+        let descriptor = unsafe { libc::memfd_create(name.as_ptr(), libc::MFD_CLOEXEC | flags) };
+        if descriptor < 0 { Err(io::Error::last_os_error()) } else { Ok(descriptor) }
+    };
+    let descriptor = make(MFD_EXEC).or_else(|_| make(0))?;
+    // SAFETY: the descriptor was just returned to us, and nothing else owns it.
+    let memory = unsafe { OwnedFd::from_raw_fd(descriptor) };
+    // SAFETY: the call takes numbers only.
+    if unsafe { libc::ftruncate(memory.as_raw_fd(), bytes as libc::off_t) } < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(memory)
+}
