@@ -26,6 +26,30 @@ pub struct Options {
     /// Time between checkpoints, milliseconds
     #[arg(long, default_value_t = 1000)]
     every_ms: u64,
+    /// Keep server and load on this core, so that the others are free for the checkpoints
+    #[arg(long)]
+    core: Option<u32>,
+}
+
+impl Options {
+    /// The command that runs `program` where it is to run.
+    fn command(&self, program: &str) -> Vec<String> {
+        let mut words = Vec::new();
+        if let Some(core) = self.core {
+            words.extend(["taskset".into(), "-c".into(), core.to_string()]);
+        }
+        words.push(program.into());
+        words
+    }
+
+    /// The load generator, with what all its runs have in common.
+    fn benchmark(&self, port: &str) -> Command {
+        let words = self.command("redis-benchmark");
+        let mut command = Command::new(&words[0]);
+        command.args(&words[1..]).args(["-p", port, "-c", CLIENTS, "-r", &self.keys.to_string(), "-d", "1000", "-q"]);
+        command.stderr(Stdio::null());
+        command
+    }
 }
 
 /// Connections of the load.
@@ -38,12 +62,14 @@ struct Server {
 }
 
 impl Server {
-    fn start(keys: u32) -> Result<Server, BenchError> {
+    fn start(options: &Options) -> Result<Server, BenchError> {
         let listener = std::net::TcpListener::bind(("127.0.0.1", 0)).map_err(BenchError::on("find a free port"))?;
         let port = listener.local_addr().map_err(BenchError::on("find a free port"))?.port();
         drop(listener);
-        let words = ["redis-server", "--port", &port.to_string(), "--save", ""];
-        let child = pagemark_process::spawn::spawn(&words.map(Into::into), nix::sys::signal::SigSet::empty())
+        let mut words = options.command("redis-server");
+        words.extend(["--port".into(), port.to_string(), "--save".into(), String::new()]);
+        let words: Vec<_> = words.into_iter().map(Into::into).collect();
+        let child = pagemark_process::spawn::spawn(&words, nix::sys::signal::SigSet::empty())
             .map_err(|error| BenchError::Pagemark(error.into()))?;
         let server = Server { child, port: port.to_string() };
         let deadline = Instant::now() + Duration::from_secs(10);
@@ -51,11 +77,10 @@ impl Server {
             std::thread::sleep(Duration::from_millis(50));
         }
         // Random keys meet most of the range when there are twice as many of them.
-        let filled = Command::new("redis-benchmark")
-            .args(["-p", &server.port, "-c", CLIENTS, "-P", "64", "-n", &(u64::from(keys) * 2).to_string()])
-            .args(["-r", &keys.to_string(), "-d", "1000", "-t", "set", "-q"])
+        let filled = options
+            .benchmark(&server.port)
+            .args(["-P", "64", "-n", &(u64::from(options.keys) * 2).to_string(), "-t", "set"])
             .stdout(Stdio::null())
-            .stderr(Stdio::null())
             .status()
             .map_err(BenchError::on("start redis-benchmark"))?;
         if !filled.success() {
@@ -68,10 +93,9 @@ impl Server {
     fn load(&self, options: &Options) -> Result<f64, BenchError> {
         let half = (options.requests / 2).to_string();
         let begin = Instant::now();
-        let output = Command::new("redis-benchmark")
-            .args(["-p", &self.port, "-c", CLIENTS, "-n", &half, "-r", &options.keys.to_string(), "-d", "1000"])
-            .args(["-t", "set,get", "-q"])
-            .stderr(Stdio::null())
+        let output = options
+            .benchmark(&self.port)
+            .args(["-n", &half, "-t", "set,get"])
             .output()
             .map_err(BenchError::on("start redis-benchmark"))?;
         if !output.status.success() {
@@ -93,7 +117,7 @@ impl Drop for Server {
 /// # Errors
 /// Redis could not be run, or a checkpoint failed.
 pub fn run(options: &Options) -> Result<(), BenchError> {
-    let server = Server::start(options.keys)?;
+    let server = Server::start(options)?;
     let directory = tempfile::tempdir().map_err(BenchError::on("make a directory for the repository"))?;
     let mut ratios = Samples::default();
     let mut downtimes_us = Samples::default();
