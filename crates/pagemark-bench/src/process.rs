@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use pagemark::Mechanism;
 use pagemark::checkpointer::Strategy;
 use pagemark::repository::Repository;
+use pagemark::tracker::{Probe, probe};
 use pagemark_process::criu::Criu;
 use pagemark_process::job::{self, Job};
 
@@ -25,8 +26,8 @@ pub struct Options {
     /// Pages dirtied between checkpoints, per cent
     #[arg(long, value_delimiter = ',', default_values_t = [1.0, 10.0, 50.0])]
     percent: Vec<f64>,
-    /// Mechanisms
-    #[arg(long, value_delimiter = ',', default_value = "adaptive,pagemap-scan")]
+    /// Mechanisms [default: adaptive, pagemap-scan and soft-dirty, those that work here]
+    #[arg(long, value_delimiter = ',')]
     mechanism: Vec<Mechanism>,
     /// Copy everything while the target is frozen, instead of most of it before
     #[arg(long)]
@@ -49,6 +50,24 @@ pub struct Options {
 }
 
 impl Options {
+    fn mechanisms(&self) -> Vec<Mechanism> {
+        if !self.mechanism.is_empty() {
+            return self.mechanism.clone();
+        }
+        let mut probes = probe();
+        probes.retain(|probe| {
+            [Mechanism::Adaptive, Mechanism::PagemapScan, Mechanism::SoftDirty].contains(&probe.mechanism)
+        });
+        let works = |probe: Probe| match probe.result {
+            Ok(_) => Some(probe.mechanism),
+            Err(error) => {
+                eprintln!("left out: {error}");
+                None
+            }
+        };
+        probes.into_iter().filter_map(works).collect()
+    }
+
     fn strategy(&self) -> Strategy {
         if self.stop_and_copy { Strategy::StopAndCopy } else { Strategy::default() }
     }
@@ -86,12 +105,13 @@ struct Row {
 /// A checkpoint, or something else that is measured, failed.
 pub fn run(options: &Options) -> Result<(), BenchError> {
     let mut rows = Vec::new();
+    let mechanisms = options.mechanisms();
     for &percent in &options.percent {
         let workload =
             Workload { mib: options.mib, percent, run_pages: options.run_pages, pass_ms: options.every_ms / 2 };
         let trackee = Trackee::start(&workload)?;
         let peer = measure_peer(&trackee)?;
-        for &mechanism in &options.mechanism {
+        for &mechanism in &mechanisms {
             eprintln!("{percent} % dirty, {mechanism} …");
             let mut row = measure(options, &trackee, percent, mechanism)?;
             row.peer_frozen_us = peer.iter().map(|dump| dump.frozen.as_micros() as f64).collect();

@@ -115,7 +115,7 @@ impl Answers {
             *space = Space::open(pid);
         }
         let space = space.as_mut()?;
-        let filter = Filter { all: mask & !inverted, none: inverted, any, report, protect: false };
+        let filter = Filter { all: mask & !inverted, none: inverted, any, report, ..Filter::default() };
         let (mut regions, withheld) = space.look(start..end, filter)?;
         let room = (length as usize).min(MOST_REGIONS);
         let walk_end = if regions.len() > room { regions[room].range.start } else { end };
