@@ -12,6 +12,7 @@ pub mod compare;
 #[cfg(feature = "emulate")]
 pub mod emulate;
 pub mod full;
+pub mod ldt;
 pub mod mprotect;
 mod page_bits;
 pub mod pagemap_scan;
@@ -98,13 +99,16 @@ pub enum Mechanism {
     PagemapScan,
     /// `CONFIG_MEM_SOFT_DIRTY`.
     SoftDirty,
+    /// `CONFIG_MEM_LDT`: the dirty bits of the page table.
+    Ldt,
     /// `pagemap-scan`, with pages that are written in every interval left unprotected.
     Adaptive,
 }
 
 impl Mechanism {
     /// Every mechanism, the preferred one first.
-    pub const ALL: [Mechanism; 8] = [
+    pub const ALL: [Mechanism; 9] = [
+        Mechanism::Ldt,
         Mechanism::Adaptive,
         Mechanism::PagemapScan,
         Mechanism::SoftDirty,
@@ -130,6 +134,7 @@ impl Mechanism {
             Mechanism::Uffd => "uffd",
             Mechanism::PagemapScan => "pagemap-scan",
             Mechanism::SoftDirty => "soft-dirty",
+            Mechanism::Ldt => "ldt",
             Mechanism::Adaptive => "adaptive",
         }
     }

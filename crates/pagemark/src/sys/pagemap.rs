@@ -11,6 +11,7 @@ use crate::{PAGE_SIZE, Range};
 
 const PAGEMAP_SCAN: libc::c_ulong = 0xc060_6610;
 const PM_SCAN_WP_MATCHING: u64 = 1 << 0;
+const PM_SCAN_LDT_RESTART: u64 = 1 << 16;
 
 /// The mapping is registered for asynchronous write-protection.
 pub const WP_ALLOWED: u64 = 1 << 0;
@@ -22,6 +23,9 @@ pub const FILE: u64 = 1 << 2;
 pub const PRESENT: u64 = 1 << 3;
 /// In swap, or another entry that is neither empty nor in memory.
 pub const SWAPPED: u64 = 1 << 4;
+
+/// Written since dirty tracking was restarted, or never restarted. Only a kernel with the patches of `kernel/ldt` knows it.
+pub const LDT_DIRTY: u64 = 1 << 16;
 
 /// Regions taken from the kernel at once.
 const REGIONS: usize = 2048;
@@ -63,6 +67,9 @@ pub struct Filter {
     pub report: u64,
     /// Protect the written ones among them in the same step. Mappings that are not registered are skipped.
     pub protect: bool,
+    /// Restart dirty tracking of those among them that were written, in the same step. Only for kernels that know
+    /// [`LDT_DIRTY`].
+    pub restart: bool,
 }
 
 #[repr(C)]
@@ -123,7 +130,7 @@ impl Pagemap {
     }
 
     /// Calls `each` for the runs of pages in `range` that the filter lets through, with the categories asked for, in
-    /// ascending order. A filter without `protect` changes nothing. No page table is allocated.
+    /// ascending order. A filter without `protect` and `restart` changes nothing. No page table is allocated.
     ///
     /// # Errors
     /// `ENOTTY`: the kernel is older than 6.7. `EINVAL`: the range is not made of pages.
@@ -133,7 +140,8 @@ impl Pagemap {
         while start < range.end {
             let mut argument = ScanArgument {
                 size: size_of::<ScanArgument>() as u64,
-                flags: if filter.protect { PM_SCAN_WP_MATCHING } else { 0 },
+                flags: if filter.protect { PM_SCAN_WP_MATCHING } else { 0 }
+                    | if filter.restart { PM_SCAN_LDT_RESTART } else { 0 },
                 start,
                 end: range.end,
                 vector: regions.as_mut_ptr() as u64,

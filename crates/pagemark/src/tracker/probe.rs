@@ -7,6 +7,7 @@ use std::time::Instant;
 use super::adaptive::{Adaptive, HOT_AFTER, PROBE_SLICES};
 use super::compare::Compare;
 use super::full::Full;
+use super::ldt::Ldt;
 use super::mprotect::Mprotect;
 use super::pagemap_scan::{PagemapScan, unavailable};
 use super::populated::Pages;
@@ -94,6 +95,7 @@ pub fn own(mechanism: Mechanism) -> Result<Box<dyn Tracker>, TrackError> {
         Mechanism::Uffd => Box::new(Uffd::new(pagemap)?),
         Mechanism::PagemapScan => Box::new(scan(pagemap)?),
         Mechanism::Adaptive => Box::new(Adaptive::new(scan(pagemap)?)),
+        Mechanism::Ldt => Box::new(Ldt::new(pagemap, Pages::All)?),
         Mechanism::SoftDirty => {
             let clear_refs = OpenOptions::new().write(true).open("/proc/self/clear_refs");
             let clear_refs = clear_refs.map_err(system("opening /proc/self/clear_refs"))?;

@@ -261,15 +261,24 @@ proptest! {
 
 #[test]
 fn soft_dirty_misses_nothing() {
+    misses_nothing_if_there(Mechanism::SoftDirty);
+}
+
+#[test]
+fn ldt_misses_nothing() {
+    misses_nothing_if_there(Mechanism::Ldt);
+}
+
+fn misses_nothing_if_there(mechanism: Mechanism) {
     // Asked once, so that it is said only once where the kernel lacks it.
-    if tracker(Mechanism::SoftDirty).is_none() {
+    if tracker(mechanism).is_none() {
         return;
     }
     let steps = prop::collection::vec(step(), 1..40);
     let config = ProptestConfig { cases: 24, source_file: Some(file!()), ..ProptestConfig::default() };
     proptest::test_runner::TestRunner::new(config)
         .run(&steps, |steps| {
-            runs_exactly(Mechanism::SoftDirty, &steps);
+            runs_exactly(mechanism, &steps);
             Ok(())
         })
         .unwrap();
@@ -300,7 +309,9 @@ fn collected(tracker: &mut dyn Tracker, ranges: &RangeSet) -> RangeSet {
 
 #[test]
 fn only_what_was_written_is_reported() {
-    for mechanism in [Mechanism::PagemapScan, Mechanism::Adaptive, Mechanism::Compare, Mechanism::Mprotect] {
+    for mechanism in
+        [Mechanism::PagemapScan, Mechanism::Adaptive, Mechanism::Compare, Mechanism::Mprotect, Mechanism::Ldt]
+    {
         let Some(mut tracker) = tracker(mechanism) else { continue };
         // Far more than is used: 64 GiB.
         let scratch = Scratch::new(16 << 20);
@@ -453,7 +464,9 @@ fn a_working_set_that_is_rewritten_meets_no_protection_once_warm() {
 
 #[test]
 fn threads_that_write_all_the_time_lose_nothing() {
-    for mechanism in [Mechanism::PagemapScan, Mechanism::Adaptive, Mechanism::Compare, Mechanism::Mprotect] {
+    for mechanism in
+        [Mechanism::PagemapScan, Mechanism::Adaptive, Mechanism::Compare, Mechanism::Mprotect, Mechanism::Ldt]
+    {
         let Some(mut tracker) = tracker(mechanism) else { continue };
         const WRITERS: usize = 4;
         const EACH: usize = 256;
