@@ -13,6 +13,7 @@ use pagemark::tracker::Pages;
 use pagemark::tracker::adaptive::Adaptive;
 use pagemark::tracker::compare::Compare;
 use pagemark::tracker::full::Full;
+use pagemark::tracker::ldt::Ldt;
 use pagemark::tracker::pagemap_scan::{PagemapScan, Registration};
 use pagemark::tracker::soft_dirty::SoftDirty;
 use pagemark::{Mechanism, Range, RangeSet, TrackError, Tracker};
@@ -151,6 +152,13 @@ impl AddressSpace {
                 Part { kinds: PRIVATE_FILE, tracker: Box::new(scan(Pages::NotOfFile)) },
             ];
             (parts, Box::new(scan(Pages::All)) as Box<dyn Tracker>)
+        } else if mechanism == Mechanism::Ldt {
+            let ldt = |pages| Ldt::new(pagemap.clone(), pages).map_err(|source| AttachError::Track { pid, source });
+            let parts = vec![
+                Part { kinds: ANONYMOUS, tracker: Box::new(ldt(Pages::All)?) },
+                Part { kinds: PRIVATE_FILE, tracker: Box::new(ldt(Pages::NotOfFile)?) },
+            ];
+            (parts, Box::new(ldt(Pages::All)?) as Box<dyn Tracker>)
         } else {
             let tracker: Box<dyn Tracker> = match mechanism {
                 Mechanism::Compare => Box::new(Compare::new(pagemap.clone(), memory.clone(), Pages::NotOfFile)),
