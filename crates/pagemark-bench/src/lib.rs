@@ -6,6 +6,7 @@ pub mod peer;
 pub mod process;
 pub mod redis;
 pub mod stats;
+pub mod store;
 pub mod trackee;
 pub mod workload;
 
@@ -16,6 +17,8 @@ pub enum Bench {
     Process(process::Options),
     /// What a Redis server does under load while it is checkpointed, beside what it does alone
     Redis(redis::Options),
+    /// What snapshots in memory cost a page, beside a plain copy and beside one hash and one copy
+    Store(store::Options),
     /// The measured program itself
     #[command(hide = true)]
     Workload(workload::Workload),
@@ -30,6 +33,7 @@ impl Bench {
         match self {
             Bench::Process(options) => process::run(options),
             Bench::Redis(options) => redis::run(options),
+            Bench::Store(options) => store::run(options),
             Bench::Workload(workload) => workload::run(workload).map_err(BenchError::on("run the workload")),
         }
     }

@@ -174,6 +174,7 @@ impl Chunks {
             }
             Form::Delta => {
                 let (base, delta) = split_delta(packed);
+                debug_assert!(self.place(base).form != Form::Delta, "chunk {chunk} is a delta of a delta");
                 match self.plain(base) {
                     Some(base) => content.copy_from_slice(base),
                     None => self.unpack(base, content),

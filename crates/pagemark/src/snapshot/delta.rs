@@ -60,6 +60,8 @@ mod tests {
     use super::*;
 
     proptest! {
+        #![proptest_config(crate::snapshot::tests::cases(256))]
+
         #[test]
         fn applied_to_the_base_gives_the_content(
             bytes in 0usize..600, seed in any::<u8>(), changes in prop::collection::vec((0usize..600, any::<u8>()), 0..40),

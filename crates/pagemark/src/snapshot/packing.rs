@@ -122,3 +122,34 @@ impl Packing {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_that_come_and_go_stand_in_the_queue_once() {
+        let mut packing = Packing::default();
+        for _ in 0..100 {
+            packing.add(1, 0);
+            packing.add(2, 1);
+        }
+        assert_eq!(packing.queue.len(), 2);
+        packing.mark_base(2);
+        assert_eq!(packing.origin(2), None);
+        packing.add(2, 1);
+        assert_eq!(packing.origin(2), Some(1), "the base was another chunk");
+    }
+
+    #[test]
+    fn the_coldest_is_the_oldest_that_was_not_used_since() {
+        let mut packing = Packing::default();
+        (1..=4).for_each(|chunk| packing.add(chunk, 0));
+        let is_plain = |chunk| chunk != 3;
+        assert_eq!(packing.take_coldest(is_plain), Some(1), "all are new: the oldest");
+        packing.mark_warm(2);
+        assert_eq!(packing.take_coldest(is_plain), Some(4));
+        assert_eq!(packing.take_coldest(is_plain), Some(2));
+        assert_eq!(packing.take_coldest(is_plain), None);
+    }
+}

@@ -9,6 +9,7 @@ use super::packing::Packing;
 use super::tree::{Change, Root, Trees};
 use super::{Area, SnapshotError, Usage};
 use crate::RangeSet;
+use crate::sys::area::prefetch;
 
 /// When memory is scarce, so much more than is needed is freed: the budget by this.
 const SPARE_SHARE: u64 = 16;
@@ -133,22 +134,17 @@ impl State {
         changes: &mut Vec<Change>,
     ) -> Result<(), SnapshotError> {
         let mut zeros = touched.zeros.iter().peekable();
-        for positions in touched.dirty.iter() {
-            while let Some(run) = zeros.next_if(|run| run.start < positions.start) {
+        let held = self.held_at(old, &touched.dirty);
+        for (index, &(position, was)) in held.iter().enumerate() {
+            self.prefetch(held.get(index + 1), area);
+            while let Some(run) = zeros.next_if(|run| run.start < position) {
                 changes.push(Change { positions: run, chunk: 0 });
             }
-            let mut leaf = [0; FAN_OUT];
-            for position in positions.clone() {
-                let child = position as usize % FAN_OUT;
-                if child == 0 || position == positions.start {
-                    leaf = self.trees.leaf(old, position);
-                }
-                let chunk = self.put_chunk(position, leaf[child], area, forget)?;
-                if chunk == leaf[child] {
-                    self.chunks.release(chunk);
-                } else {
-                    changes.push(Change { positions: position..position + 1, chunk });
-                }
+            let chunk = self.put_chunk(position, was, area, forget)?;
+            if chunk == was {
+                self.chunks.release(chunk);
+            } else {
+                changes.push(Change { positions: position..position + 1, chunk });
             }
         }
         changes.extend(zeros.map(|positions| Change { positions, chunk: 0 }));
@@ -193,39 +189,65 @@ impl State {
             Some((_, dirty)) => self.rounded_out(dirty),
             None => RangeSet::from(0..self.positions(bytes)),
         };
-        let mut scratch = Vec::new();
-        let mut written = RangeSet::new();
+        let mut differing = Vec::new();
         if let Some((current, _)) = current {
             let mut unknown = unknown.iter().peekable();
             self.trees.diff(current, wanted, &mut |position, _, chunk| {
                 while unknown.next_if(|range| range.end <= position).is_some() {}
                 if unknown.peek().is_none_or(|range| range.start > position) {
-                    let span = self.span(position, bytes);
-                    let length = (span.end - span.start) as usize;
-                    area.write(span.start as usize, &self.chunks.content(chunk, &mut scratch)[..length]);
-                    written.insert(span);
+                    differing.push((position, chunk));
                 }
             });
         }
-        let mut compared = RangeSet::new();
-        for positions in unknown.iter() {
-            let mut leaf = [0; FAN_OUT];
-            for position in positions.clone() {
-                let child = position as usize % FAN_OUT;
-                if child == 0 || position == positions.start {
-                    leaf = self.trees.leaf(wanted, position);
-                }
-                let span = self.span(position, bytes);
-                let length = (span.end - span.start) as usize;
-                let content = &self.chunks.content(leaf[child], &mut scratch)[..length];
-                if !area.equals(span.start as usize, content) {
-                    area.write(span.start as usize, content);
-                    compared.insert(span);
-                }
+        let mut written = self.write(&differing, area, |_, _| true);
+        let differs = |offset: usize, content: &[u8]| !area.equals(offset, content);
+        written.extend(&self.write(&self.held_at(wanted, &unknown), area, differs));
+        written
+    }
+
+    /// Writes those of the chunks, by their positions, for which `is_wanted` holds, given offset and content. Returns what was written.
+    fn write(&self, held: &[(u64, u32)], area: &Area<'_>, mut is_wanted: impl FnMut(usize, &[u8]) -> bool) -> RangeSet {
+        let (mut written, mut scratch) = (RangeSet::new(), Vec::new());
+        for (index, &(position, chunk)) in held.iter().enumerate() {
+            self.prefetch(held.get(index + 1), area);
+            let span = self.span(position, area.bytes() as u64);
+            let (start, length) = (span.start as usize, (span.end - span.start) as usize);
+            let content = &self.chunks.content(chunk, &mut scratch)[..length];
+            if is_wanted(start, content) {
+                area.write(start, content);
+                written.insert(span);
             }
         }
-        written.extend(&compared);
         written
+    }
+
+    /// The chunks of a tree at some positions.
+    fn held_at(&self, root: Root, positions: &RangeSet) -> Vec<(u64, u32)> {
+        let mut held = Vec::with_capacity(positions.total_bytes() as usize);
+        for run in positions.iter() {
+            let mut leaf = [0; FAN_OUT];
+            for position in run.clone() {
+                let child = position as usize % FAN_OUT;
+                if child == 0 || position == run.start {
+                    leaf = self.trees.leaf(root, position);
+                }
+                held.push((position, leaf[child]));
+            }
+        }
+        held
+    }
+
+    /// Has the processor fetch the beginning of the next chunk, of the store's and of the area's, while the one before it is
+    /// copied: they lie on pages that it can't foresee.
+    fn prefetch(&self, next: Option<&(u64, u32)>, area: &Area<'_>) {
+        if let Some(&(position, chunk)) = next {
+            area.prefetch(position as usize * self.chunks.chunk_bytes());
+            if chunk != 0
+                && let Some(content) = self.chunks.plain(chunk)
+            {
+                prefetch(content);
+            }
+        }
     }
 
     /// Where two trees of areas of that length differ.

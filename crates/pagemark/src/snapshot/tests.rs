@@ -328,7 +328,7 @@ fn run(options: SnapshotOptions, lengths: [usize; 2], steps: &[Step]) {
     program.finish();
 }
 
-fn cases(cases: u32) -> ProptestConfig {
+pub(super) fn cases(cases: u32) -> ProptestConfig {
     let failure_persistence = if cfg!(miri) { None } else { ProptestConfig::default().failure_persistence };
     ProptestConfig { cases: if cfg!(miri) { 4 } else { cases }, failure_persistence, ..ProptestConfig::default() }
 }
@@ -338,7 +338,7 @@ fn program() -> impl Strategy<Value = Vec<Step>> {
 }
 
 proptest! {
-    #![proptest_config(cases(100))]
+    #![proptest_config(cases(300))]
 
     #[test]
     fn snapshots_hold_what_memory_held(
@@ -348,6 +348,7 @@ proptest! {
     }
 
     #[test]
+    #[cfg_attr(miri, ignore = "too much memory")]
     fn pages_of_areas_that_are_made_of_pages(pages in [1usize..8, 8usize..24], steps in program()) {
         run(SnapshotOptions::default(), pages.map(|pages| pages * PAGE_SIZE), &steps);
     }
@@ -375,6 +376,7 @@ fn noise(bytes: usize) -> Vec<u8> {
 }
 
 #[test]
+#[cfg_attr(miri, ignore = "too much memory")]
 fn changed_pages_become_deltas_and_text_is_compressed() {
     let store =
         SnapshotStore::with_options(SnapshotOptions { budget_bytes: Some(300_000), ..Default::default() }).unwrap();
@@ -477,6 +479,7 @@ fn an_empty_area_has_snapshots() {
 }
 
 #[test]
+#[cfg_attr(miri, ignore = "too much memory")]
 fn a_forgotten_half_is_not_held() {
     let store = SnapshotStore::new();
     let (mut memory, nothing) = (noise(512 * PAGE_SIZE), RangeSet::new());
@@ -487,4 +490,31 @@ fn a_forgotten_half_is_not_held() {
     let written = store.restore(&snapshot, None, &Area::of(&mut memory)).unwrap();
     assert_eq!(written, RangeSet::from(0..257 * PAGE_SIZE as u64));
     assert!(is_zero(&memory[slice(&(100..256 * PAGE_SIZE as u64 + 100))]) && memory[99] != 0);
+}
+
+#[test]
+#[cfg_attr(miri, ignore = "too much memory")]
+fn a_base_never_becomes_a_delta() {
+    let bytes = 64 * PAGE_SIZE;
+    let store =
+        SnapshotStore::with_options(SnapshotOptions { budget_bytes: Some(bytes as u64 * 9 / 4), ..Default::default() })
+            .unwrap();
+    let (nothing, mut memory) = (RangeSet::new(), noise(bytes));
+    let everything = RangeSet::from(0..bytes as u64);
+    let (mut taken, mut expected) = (Vec::<Snapshot>::new(), Vec::new());
+    for version in 0..12u8 {
+        (0..bytes).step_by(PAGE_SIZE).for_each(|page| memory[page + version as usize] ^= 0x55);
+        // The version before is used, so that this one is packed ahead of it.
+        let mut content = vec![0; bytes];
+        taken.last().iter().for_each(|snapshot| snapshot.read_at(0, &mut content).unwrap());
+        taken.push(store.snapshot(taken.last(), &Area::of(&mut memory), &everything, &nothing).unwrap());
+        expected.push(memory.clone());
+    }
+    assert!(store.usage().delta_chunks > 0);
+    // Reading checks the depth of each delta.
+    for (snapshot, expected) in taken.iter().zip(expected) {
+        let mut content = vec![0; bytes];
+        snapshot.read_at(0, &mut content).unwrap();
+        assert!(content == expected);
+    }
 }

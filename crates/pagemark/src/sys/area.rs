@@ -12,6 +12,10 @@ const WORD: usize = 8;
 const BLOCK_WORDS: usize = 8;
 const BLOCK: usize = WORD * BLOCK_WORDS;
 
+/// Bytes of a cache line.
+const LINE: usize = 64;
+const PREFETCHED_BYTES: usize = 4 * LINE;
+
 /// A piece of this process's memory, for reading and writing while other threads, or the kernel, may write it too.
 ///
 /// It is read and written word by word with relaxed atomic accesses. What others write meanwhile is read as it was before
@@ -142,6 +146,13 @@ impl<'a> Area<'a> {
             && zero_bytes(pieces.tail)
     }
 
+    /// Has the processor fetch what is at the offset. Beyond the area's end it does nothing.
+    pub(crate) fn prefetch(&self, offset: usize) {
+        if offset < self.bytes {
+            prefetch_lines(self.base.as_ptr().wrapping_add(offset), self.bytes - offset);
+        }
+    }
+
     /// The range as bytes up to the first aligned word, aligned words, and the bytes behind them.
     fn pieces(&self, range: Range<usize>) -> Pieces<'a> {
         assert!(range.start <= range.end && range.end <= self.bytes, "{range:?} of an area of {} bytes", self.bytes);
@@ -152,6 +163,25 @@ impl<'a> Area<'a> {
         // SAFETY: eight `AtomicU8` side by side, aligned to 8, are memory that can be accessed as `AtomicU64`.
         let (head, words, tail) = unsafe { bytes.align_to::<AtomicU64>() };
         Pieces { head, words, tail }
+    }
+}
+
+/// Has the processor fetch the beginning of a piece of memory.
+pub(crate) fn prefetch(memory: &[u8]) {
+    prefetch_lines(memory.as_ptr(), memory.len());
+}
+
+/// Fetches a few lines. The processor's own prefetchers see then what follows.
+fn prefetch_lines(start: *const u8, bytes: usize) {
+    for line in (0..bytes.min(PREFETCHED_BYTES)).step_by(LINE) {
+        #[cfg(all(target_arch = "x86_64", not(miri)))]
+        // SAFETY: a prefetch accesses nothing, whatever the address.
+        unsafe {
+            use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+            _mm_prefetch::<_MM_HINT_T0>(start.wrapping_add(line).cast());
+        }
+        #[cfg(not(all(target_arch = "x86_64", not(miri))))]
+        let _ = (start, line);
     }
 }
 

@@ -1,0 +1,133 @@
+//! Snapshots of one store, taken, restored, read and dropped by many threads at once.
+
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+use pagemark::snapshot::{Area, Snapshot, SnapshotOptions, SnapshotStore, Usage};
+use pagemark::{PAGE_SIZE, Range, RangeSet};
+
+const THREADS: u64 = 8;
+const ROUNDS: usize = 120;
+const PAGES: usize = 40;
+
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, limit: usize) -> usize {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        (self.0 % limit as u64) as usize
+    }
+}
+
+/// Writes somewhere. The threads write much that is equal, so that they share chunks and nodes.
+fn write(memory: &mut [u8], random: &mut Random) -> Range {
+    let start = random.below(memory.len());
+    let end = (start + 1 + random.below(3 * PAGE_SIZE)).min(memory.len());
+    let value = random.below(4) as u8;
+    match random.below(3) {
+        0 => memory[start..end].fill(value),
+        1 => (start..end).for_each(|at| memory[at] = (at as u8).wrapping_mul(31) ^ value),
+        _ => (start..end).for_each(|at| memory[at] = random.below(256) as u8),
+    }
+    start as u64..end as u64
+}
+
+/// One thread's work on an area of its own, against copies of what it held.
+fn work(store: &SnapshotStore, seed: u64) {
+    let mut random = Random(seed * 0x9e37_79b9 + 1);
+    let mut memory = vec![0; PAGES * PAGE_SIZE];
+    let nothing = RangeSet::new();
+    let first = store.snapshot(None, &Area::of(&mut memory), &nothing, &nothing).unwrap();
+    let mut taken: Vec<(Snapshot, Vec<u8>)> = vec![(first.clone(), memory.clone())];
+    let mut current = first;
+    for _ in 0..ROUNDS {
+        let mut dirty = RangeSet::new();
+        for _ in 0..random.below(4) {
+            dirty.insert(write(&mut memory, &mut random));
+        }
+        let chosen = random.below(taken.len());
+        match random.below(4) {
+            0 => {
+                let (wanted, expected) = taken[chosen].clone();
+                store.restore(&wanted, Some((&current, &dirty)), &Area::of(&mut memory)).unwrap();
+                assert!(memory == expected, "restored something else");
+                current = wanted;
+            }
+            1 if taken.len() > 1 => {
+                let (dropped, expected) = taken.swap_remove(chosen);
+                let mut content = vec![0; memory.len()];
+                dropped.read_at(0, &mut content).unwrap();
+                assert!(content == expected, "a snapshot changed");
+                current = store.snapshot(Some(&current), &Area::of(&mut memory), &dirty, &nothing).unwrap();
+            }
+            _ => {
+                current = store.snapshot(Some(&current), &Area::of(&mut memory), &dirty, &nothing).unwrap();
+                for (other, expected) in &taken {
+                    assert_eq!(*other == current, *expected == memory);
+                }
+                taken.push((current.clone(), memory.clone()));
+            }
+        }
+    }
+}
+
+fn run_threads(options: SnapshotOptions) -> Usage {
+    let store = SnapshotStore::with_options(options).unwrap();
+    std::thread::scope(|scope| {
+        for seed in 0..THREADS {
+            let store = store.clone();
+            scope.spawn(move || work(&store, seed));
+        }
+    });
+    store.usage()
+}
+
+#[test]
+fn threads_share_a_store_and_leave_nothing_behind() {
+    let usage = run_threads(SnapshotOptions::default());
+    assert_eq!((usage.chunks, usage.nodes, usage.held_bytes), (0, 0, 0));
+}
+
+#[test]
+fn threads_share_a_store_that_is_short_of_memory() {
+    // Enough for all of them packed, not plain.
+    let usage = run_threads(SnapshotOptions { chunk_bytes: 1024, budget_bytes: Some(24 << 20) });
+    assert_eq!((usage.chunks, usage.nodes, usage.held_bytes), (0, 0, 0));
+}
+
+#[test]
+fn what_others_write_meanwhile_is_held_as_it_was_read() {
+    const WORDS: usize = 16 * PAGE_SIZE / 8;
+    let memory: Arc<Vec<AtomicU64>> = Arc::new((0..WORDS).map(|_| AtomicU64::new(0)).collect());
+    let base = NonNull::new(memory.as_ptr().cast_mut().cast::<u8>()).unwrap();
+    let done = Arc::new(AtomicBool::new(false));
+    let store = SnapshotStore::new();
+    std::thread::scope(|scope| {
+        for seed in 1..3u64 {
+            let (memory, done) = (memory.clone(), done.clone());
+            scope.spawn(move || {
+                let mut random = Random(seed);
+                while !done.load(Ordering::Relaxed) {
+                    let value = random.below(2) as u64;
+                    memory[random.below(WORDS)].store(value, Ordering::Relaxed);
+                }
+            });
+        }
+        // SAFETY: `memory` outlives the area, and the threads write it by atomic operations only.
+        let area = unsafe { Area::new(base, WORDS * 8) };
+        let (nothing, everything) = (RangeSet::new(), RangeSet::from(0..WORDS as u64 * 8));
+        let mut last: Option<Snapshot> = None;
+        for _ in 0..300 {
+            let snapshot = store.snapshot(last.as_ref(), &area, &everything, &nothing).unwrap();
+            let mut content = vec![0; WORDS * 8];
+            snapshot.read_at(0, &mut content).unwrap();
+            // Held under the name of what it is, not of what was there when it was hashed.
+            assert_eq!(store.snapshot(None, &Area::of(&mut content), &everything, &nothing).unwrap(), snapshot);
+            last = Some(snapshot);
+        }
+        done.store(true, Ordering::Relaxed);
+    });
+}
