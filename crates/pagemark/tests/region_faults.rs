@@ -1,0 +1,340 @@
+//! Regions and what else a program does with its memory, its signals and its children.
+
+use std::os::unix::process::ExitStatusExt;
+use std::process::{Command, ExitStatus};
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering};
+
+use pagemark::region::{Region, RegionError, RegionOptions};
+use pagemark::sys::own_memory::Mapping;
+use pagemark::{Mechanism, PAGE_SIZE, RangeSet, TrackError};
+
+fn options(mechanism: Mechanism) -> RegionOptions {
+    RegionOptions { mechanism: Some(mechanism), ..RegionOptions::default() }
+}
+
+/// What can be had on this machine.
+fn mechanisms() -> Vec<Mechanism> {
+    let works = |mechanism: &Mechanism| match Region::with_options(PAGE_SIZE, options(*mechanism)) {
+        Ok(_) => true,
+        Err(RegionError::Track(TrackError::Unavailable { reason, .. })) => {
+            pagemark_testing::skipped(&format!("{mechanism}: {reason}"));
+            false
+        }
+        Err(error) => panic!("{mechanism}: {error}"),
+    };
+    Mechanism::ALL.into_iter().filter(works).collect()
+}
+
+fn region(pages: usize, mechanism: Mechanism) -> Region {
+    Region::with_options(pages * PAGE_SIZE, options(mechanism)).unwrap()
+}
+
+/// A word of a region, accessed as any program may.
+fn word(region: &Region, index: usize) -> &AtomicU64 {
+    assert!(index < region.bytes() / 8);
+    // SAFETY: the word lies in the region, which lives as long as the reference, and is accessed atomically by all.
+    unsafe { &*region.as_ptr().cast::<AtomicU64>().add(index) }
+}
+
+/// A page that must not be written.
+fn forbidden() -> *mut u64 {
+    // SAFETY: a new mapping touches no other memory.
+    let page = unsafe {
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+        libc::mmap(std::ptr::null_mut(), PAGE_SIZE, libc::PROT_READ, flags, -1, 0)
+    };
+    assert_ne!(page, libc::MAP_FAILED);
+    page.cast()
+}
+
+/// Runs a case of [`in_a_process_of_its_own`], which does things from which a process does not come back.
+fn run(case: &str, mechanism: Mechanism) -> ExitStatus {
+    Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "in_a_process_of_its_own", "--nocapture", "--test-threads=1"])
+        .env("PAGEMARK_CASE", format!("{case} {mechanism}"))
+        .stderr(std::process::Stdio::null())
+        .stdout(std::process::Stdio::null())
+        .status()
+        .unwrap()
+}
+
+static FIXED: AtomicU32 = AtomicU32::new(0);
+static FORBIDDEN: AtomicPtr<u64> = AtomicPtr::new(std::ptr::null_mut());
+
+extern "C" fn allow(_: libc::c_int, info: *mut libc::siginfo_t, _: *mut libc::c_void) {
+    // SAFETY: the kernel gives valid pointers, and the page is one of our own.
+    unsafe {
+        assert_eq!((*info).si_addr().cast(), FORBIDDEN.load(Ordering::Relaxed));
+        libc::mprotect((*info).si_addr(), PAGE_SIZE, libc::PROT_READ | libc::PROT_WRITE);
+    }
+    FIXED.fetch_add(1, Ordering::Relaxed);
+}
+
+extern "C" fn exit_42(_: libc::c_int) {
+    // SAFETY: ends the process.
+    unsafe { libc::_exit(42) }
+}
+
+fn on_segv(handler: usize, flags: libc::c_int) {
+    // SAFETY: the handlers given are of the kind that the flags say.
+    unsafe {
+        let mut action: libc::sigaction = std::mem::zeroed();
+        action.sa_sigaction = handler;
+        action.sa_flags = flags;
+        assert_eq!(libc::sigaction(libc::SIGSEGV, &action, std::ptr::null_mut()), 0);
+    }
+}
+
+#[test]
+fn in_a_process_of_its_own() {
+    let Ok(case) = std::env::var("PAGEMARK_CASE") else { return };
+    let (case, mechanism) = case.split_once(' ').unwrap();
+    let mechanism: Mechanism = mechanism.parse().unwrap();
+    FORBIDDEN.store(forbidden(), Ordering::Relaxed);
+    match case {
+        "default" | "sent" => on_segv(libc::SIG_DFL, 0),
+        "fixed" => on_segv(allow as *const () as usize, libc::SA_SIGINFO),
+        "plain" => on_segv(exit_42 as *const () as usize, libc::SA_RESETHAND | libc::SA_NODEFER),
+        "ignored" | "ignored-sent" => on_segv(libc::SIG_IGN, 0),
+        _ => {}
+    }
+    let region = region(8, mechanism);
+    region.begin().unwrap();
+    (0..8).for_each(|page| word(&region, page * 512).store(1, Ordering::Relaxed));
+    // SAFETY: writes to a page of our own, which refuses it; sends ourselves a signal.
+    let crash = || unsafe { FORBIDDEN.load(Ordering::Relaxed).write_volatile(7) };
+    let send = || assert_eq!(unsafe { libc::raise(libc::SIGSEGV) }, 0);
+    match case {
+        "sent" | "ignored-sent" => send(),
+        _ => crash(),
+    }
+    // Here only those arrive whose handler lets them go on.
+    assert!(case == "ignored-sent" || FIXED.load(Ordering::Relaxed) == 1);
+    (0..8).for_each(|page| word(&region, page * 512 + 1).store(2, Ordering::Relaxed));
+    let written = region.commit().unwrap();
+    (0..8).for_each(|page| assert!(written.contains(page * 4096)));
+    // SAFETY: ends the process.
+    unsafe { libc::_exit(0) }
+}
+
+#[test]
+fn a_crash_stays_a_crash() {
+    for mechanism in [Mechanism::Mprotect, Mechanism::Emulate] {
+        if !mechanisms().contains(&mechanism) {
+            continue;
+        }
+        for case in ["default", "sent", "ignored"] {
+            assert_eq!(run(case, mechanism).signal(), Some(libc::SIGSEGV), "{mechanism}, {case}");
+        }
+        assert_eq!(run("fixed", mechanism).code(), Some(0), "{mechanism}: the handler from before did not help");
+        assert_eq!(run("plain", mechanism).code(), Some(42), "{mechanism}");
+        assert_eq!(run("ignored-sent", mechanism).code(), Some(0), "{mechanism}");
+    }
+}
+
+static TICKS: AtomicU32 = AtomicU32::new(0);
+static TICKED: AtomicPtr<AtomicU64> = AtomicPtr::new(std::ptr::null_mut());
+
+/// A signal handler of the program, which writes to all pages of a region at any moment.
+extern "C" fn tick(_: libc::c_int) {
+    let first = TICKED.load(Ordering::Relaxed);
+    if !first.is_null() {
+        // SAFETY: the pointer is to a region of 16 pages, which is there while the pointer is.
+        (0..16).for_each(|page| _ = unsafe { (*first.add(page * 512)).fetch_add(1, Ordering::Relaxed) });
+        TICKS.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+#[test]
+fn signal_handlers_write_at_any_moment() {
+    // SAFETY: the handler is async-signal-safe, and only our own thread gets the signal.
+    unsafe {
+        let mut action: libc::sigaction = std::mem::zeroed();
+        action.sa_sigaction = tick as *const () as usize;
+        action.sa_flags = libc::SA_RESTART | libc::SA_ONSTACK;
+        assert_eq!(libc::sigaction(libc::SIGUSR1, &action, std::ptr::null_mut()), 0);
+    }
+    for mechanism in mechanisms().into_iter().filter(|&mechanism| mechanism != Mechanism::SoftDirty) {
+        let region = Region::with_options(
+            16 * PAGE_SIZE,
+            RegionOptions { mechanism: Some(mechanism), without_rollback: true, ..RegionOptions::default() },
+        )
+        .unwrap();
+        // SAFETY: the call only tells the thread's own id.
+        let (process, thread) = unsafe { (libc::getpid(), libc::gettid()) };
+        let done = AtomicU32::new(0);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while done.load(Ordering::Relaxed) == 0 {
+                    // SAFETY: sends our own thread a signal that it handles.
+                    unsafe { libc::syscall(libc::SYS_tgkill, process, thread, libc::SIGUSR1) };
+                    std::thread::yield_now();
+                }
+            });
+            TICKED.store(region.as_ptr().cast(), Ordering::Relaxed);
+            let mut copy = [0; 16];
+            let mut take = |written: &RangeSet| {
+                for (page, held) in
+                    copy.iter_mut().enumerate().filter(|(page, _)| written.contains(*page as u64 * 4096))
+                {
+                    *held = word(&region, page * 512).load(Ordering::Relaxed);
+                }
+            };
+            let before = TICKS.load(Ordering::Relaxed);
+            while TICKS.load(Ordering::Relaxed) < before + 100 {
+                region.begin().unwrap();
+                word(&region, 5).store(1, Ordering::Relaxed);
+                take(&region.commit().unwrap());
+            }
+            TICKED.store(std::ptr::null_mut(), Ordering::Relaxed);
+            done.store(1, Ordering::Relaxed);
+            region.begin().unwrap();
+            take(&region.commit().unwrap());
+            let now: Vec<_> = (0..16).map(|page| word(&region, page * 512).load(Ordering::Relaxed)).collect();
+            assert_eq!(copy[..], now, "{mechanism}");
+            assert_eq!(now[0], u64::from(TICKS.load(Ordering::Relaxed) - before));
+        });
+    }
+}
+
+#[test]
+fn a_forked_child_has_memory_of_its_own() {
+    for mechanism in mechanisms() {
+        let region = region(8, mechanism);
+        word(&region, 0).store(1, Ordering::Relaxed);
+        region.begin().unwrap();
+        word(&region, 0).store(2, Ordering::Relaxed);
+        word(&region, 512).store(2, Ordering::Relaxed);
+        // SAFETY: the child does nothing but atomic accesses, and calls that allocate nothing when they fail.
+        let child = unsafe { libc::fork() };
+        assert!(child >= 0);
+        if child == 0 {
+            let refused = [region.begin(), region.commit().map(drop), region.rollback().map(drop)];
+            let mut is_right = refused.iter().all(|result| matches!(result, Err(RegionError::ForkedChild)));
+            if mechanism != Mechanism::Emulate {
+                (0..8).for_each(|page| word(&region, page * 512 + 7).store(9, Ordering::Relaxed));
+                is_right &= word(&region, 0).load(Ordering::Relaxed) == 2;
+            }
+            drop(region);
+            // SAFETY: ends the child.
+            unsafe { libc::_exit(if is_right { 0 } else { 1 }) }
+        }
+        let mut status = 0;
+        // SAFETY: waits for our own child.
+        assert_eq!(unsafe { libc::waitpid(child, &mut status, 0) }, child);
+        assert_eq!(status, 0, "{mechanism}: the child");
+        word(&region, 1024).store(2, Ordering::Relaxed);
+        let rolled_back = region.rollback().unwrap();
+        for page in [0, 1, 2] {
+            assert!(rolled_back.contains(page * 4096), "{mechanism}: {rolled_back:x?}");
+        }
+        let words = [0, 7, 512, 1024].map(|index| word(&region, index).load(Ordering::Relaxed));
+        assert_eq!(words, [1, 0, 0, 0], "{mechanism}");
+        region.begin().unwrap();
+        word(&region, 2000).store(3, Ordering::Relaxed);
+        assert!(region.commit().unwrap().contains(2000 * 8), "{mechanism}");
+    }
+}
+
+#[test]
+fn what_cannot_be_a_region_is_refused() {
+    let mapping = Mapping::new(8 * PAGE_SIZE).unwrap();
+    let start = mapping.start();
+    // SAFETY: nobody uses the mapping but this test, through regions.
+    let adopt =
+        |offset: usize, bytes: usize| unsafe { Region::adopt(start.add(offset), bytes, RegionOptions::default()) };
+    assert!(matches!(adopt(1, PAGE_SIZE), Err(RegionError::Unaligned { .. })));
+    assert!(matches!(adopt(0, 100), Err(RegionError::Unaligned { .. })));
+    assert!(matches!(adopt(0, 0), Err(RegionError::Unaligned { .. })));
+    assert!(matches!(adopt(0, usize::MAX / PAGE_SIZE * PAGE_SIZE), Err(RegionError::Unaligned { .. })));
+    let first = adopt(0, 4 * PAGE_SIZE).unwrap();
+    match adopt(3 * PAGE_SIZE, 2 * PAGE_SIZE) {
+        Err(RegionError::Overlaps { other, .. }) => assert_eq!(other.start, start.as_ptr() as u64),
+        other => panic!("{other:?}"),
+    }
+    let second = adopt(4 * PAGE_SIZE, 4 * PAGE_SIZE).unwrap();
+    drop(first);
+    let first = adopt(0, 4 * PAGE_SIZE).unwrap();
+    assert!(matches!(first.read(4 * PAGE_SIZE, &mut [0]), Err(RegionError::OutOfRange { .. })));
+    assert!(matches!(first.write(usize::MAX, &[0]), Err(RegionError::OutOfRange { .. })));
+    assert!(matches!(first.writable(5..4 * PAGE_SIZE + 1), Err(RegionError::OutOfRange { .. })));
+    #[expect(clippy::reversed_empty_ranges, reason = "it is what is refused")]
+    let backwards = first.discard(9..5);
+    assert!(matches!(backwards, Err(RegionError::OutOfRange { .. })));
+    assert!(matches!(first.commit(), Err(RegionError::NoTransaction)));
+    let snapshot = first.snapshot().unwrap();
+    assert!(matches!(second.restore(&snapshot), Err(RegionError::WrongRegion)));
+    drop((first, second));
+    // SAFETY: the page is the mapping's, which nobody uses.
+    unsafe { libc::mprotect(start.as_ptr().add(PAGE_SIZE).cast(), PAGE_SIZE, libc::PROT_READ) };
+    assert!(matches!(adopt(0, 4 * PAGE_SIZE), Err(RegionError::NotData { .. })));
+    // SAFETY: as above.
+    unsafe { libc::munmap(start.as_ptr().add(6 * PAGE_SIZE).cast(), PAGE_SIZE) };
+    assert!(matches!(adopt(5 * PAGE_SIZE, 3 * PAGE_SIZE), Err(RegionError::NotMapped { .. })));
+    assert!(Region::new(0).is_err());
+    assert!(Region::new(usize::MAX).is_err());
+}
+
+#[test]
+fn adopted_memory_keeps_its_content_and_its_use() {
+    for mechanism in mechanisms() {
+        let mapping = Mapping::new(8 * PAGE_SIZE).unwrap();
+        let start: NonNull<u64> = mapping.start().cast();
+        // SAFETY: the words lie in the mapping, and nobody else uses it.
+        let (read, write) = (
+            |index: usize| unsafe { start.add(index).read_volatile() },
+            |index: usize, value| unsafe { start.add(index).write_volatile(value) },
+        );
+        (0..8).step_by(2).for_each(|page| write(page * 512 + 3, page as u64 + 1));
+        // SAFETY: as above.
+        let region = unsafe { Region::adopt(mapping.start(), 8 * PAGE_SIZE, options(mechanism)) }.unwrap();
+        region.begin().unwrap();
+        (0..8).for_each(|page| write(page * 512 + 3, 77));
+        region.rollback().unwrap();
+        (0..8).for_each(|page| assert_eq!(read(page * 512 + 3), if page % 2 == 0 { page as u64 + 1 } else { 0 }));
+        drop(region);
+        (0..8).for_each(|page| write(page * 512 + 3, 5));
+        (0..8).for_each(|page| assert_eq!(read(page * 512 + 3), 5, "{mechanism}"));
+    }
+}
+
+#[test]
+fn system_calls_write_where_they_are_allowed_to() {
+    use std::io::Write;
+    for mechanism in mechanisms() {
+        let region = region(8, mechanism);
+        let (mut out, into) = std::os::unix::net::UnixStream::pair().unwrap();
+        region.begin().unwrap();
+        out.write_all(&[7; 10_000]).unwrap();
+        // Blocks while other transactions end and begin.
+        std::thread::scope(|scope| {
+            let reader = scope.spawn(|| {
+                let mut offset = 100;
+                while offset < 100 + 20_000 {
+                    offset += region.read_from(&into, offset..100 + 20_000).unwrap();
+                }
+            });
+            for _ in 0..50 {
+                let written = region.commit().unwrap();
+                assert!(written.iter().all(|range| range.end <= 8 * 4096));
+                region.begin().unwrap();
+            }
+            out.write_all(&[8; 10_000]).unwrap();
+            reader.join().unwrap();
+        });
+        let mut held = vec![0; 20_100];
+        region.read(0, &mut held).unwrap();
+        assert!(held[..100].iter().all(|&byte| byte == 0) && held[100..10_100].iter().all(|&byte| byte == 7));
+        assert!(held[10_100..].iter().all(|&byte| byte == 8), "{mechanism}");
+        region.rollback().unwrap();
+        region.begin().unwrap();
+        let writable = region.writable(0..5000).unwrap();
+        // SAFETY: the range lies in the region.
+        let count = unsafe { libc::getrandom(region.as_ptr().cast(), 5000, 0) };
+        assert_eq!(count, 5000, "{mechanism}: {}", std::io::Error::last_os_error());
+        drop(writable);
+        let written = region.commit().unwrap();
+        assert!(written.covers(0..5000), "{mechanism}: {written:x?}");
+    }
+}
