@@ -1,0 +1,570 @@
+// SPDX-License-Identifier: GPL-2.0
+/*
+ * Does lightweight dirty tracking miss a write?
+ *
+ * A trackee of several threads writes, maps, unmaps, moves, protects, forks, advises, swaps and merges its memory at
+ * random. The tracker collects and restarts while it runs, and copies only what was reported. Now and then the trackee
+ * stands still: after one more collect the copy must be byte for byte what the trackee has.
+ *
+ *   oracle [-s SECONDS] [-t THREADS] [-p PAGES] [-r SEED] [-m scan|refs] [-b]
+ *
+ * -m scan collects and restarts by PAGEMAP_SCAN in one step, whether the trackee runs or not. -m refs, as the paper does:
+ * the trackee stands still, ldt_dirty is read, and 6 is written to clear_refs. -b forgets a reported page now and then:
+ * then the oracle must find that (a test of the test).
+ */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <fcntl.h>
+#include <inttypes.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/ioctl.h>
+#include <sys/mman.h>
+#include <sys/prctl.h>
+#include <sys/stat.h>
+#include <sys/uio.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
+
+#define PAGE 4096ul
+#define HUGE (512 * PAGE)
+#define MAX_THREADS 16
+
+#define PAGEMAP_SCAN _IOWR('f', 16, struct pm_scan_arg)
+#define PAGE_IS_PRESENT (1 << 3)
+#define PAGE_IS_SWAPPED (1 << 4)
+#define PAGE_IS_LDT_DIRTY (1 << 16)
+#define PM_SCAN_LDT_RESTART (1 << 16)
+
+#ifndef MADV_COLD
+#define MADV_COLD 20
+#endif
+#ifndef MADV_PAGEOUT
+#define MADV_PAGEOUT 21
+#endif
+#ifndef MADV_COLLAPSE
+#define MADV_COLLAPSE 25
+#endif
+
+struct page_region {
+	uint64_t start, end, categories;
+};
+
+struct pm_scan_arg {
+	uint64_t size, flags, start, end, walk_end, vec, vec_len, max_pages;
+	uint64_t category_inverted, category_mask, category_anyof_mask, return_mask;
+};
+
+/* Shared by both; not tracked. */
+struct control {
+	atomic_uint pause;	/* the tracker wants the trackee to stand still */
+	atomic_uint resting;	/* threads that do */
+	atomic_uint stop;
+	atomic_ulong operations;
+};
+
+enum kind { ANONYMOUS, PRIVATE_FILE, SHARED_MEMORY, KINDS };
+
+static struct control *control;
+static unsigned int threads = 3;
+static unsigned long arena_pages = 3 * 512;
+static unsigned long seconds = 20, seed = 1;
+static bool by_scan = true, broken;
+static char *base;
+static size_t size;
+static int backing[MAX_THREADS];	/* what is mapped in an arena that is not anonymous */
+
+static void die(const char *what)
+{
+	fprintf(stderr, "oracle: %s: %s\n", what, strerror(errno));
+	exit(2);
+}
+
+static uint64_t next(uint64_t *state)
+{
+	*state ^= *state << 13;
+	*state ^= *state >> 7;
+	*state ^= *state << 17;
+	return *state;
+}
+
+static enum kind kind_of(unsigned int thread)
+{
+	return thread == 1 ? PRIVATE_FILE : thread == 3 ? SHARED_MEMORY : ANONYMOUS;
+}
+
+static char *arena(unsigned int thread)
+{
+	return base + thread * arena_pages * PAGE;
+}
+
+/* Maps pages of an arena as they were in the beginning. */
+static void map_arena(unsigned int thread, unsigned long page, unsigned long count)
+{
+	int prot = PROT_READ | PROT_WRITE;
+	char *at = arena(thread) + page * PAGE;
+	void *got;
+
+	if (kind_of(thread) == ANONYMOUS)
+		got = mmap(at, count * PAGE, prot, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0);
+	else
+		got = mmap(at, count * PAGE, prot,
+			   MAP_FIXED | (kind_of(thread) == PRIVATE_FILE ? MAP_PRIVATE : MAP_SHARED), backing[thread],
+			   page * PAGE);
+	if (got == MAP_FAILED)
+		die("mmap in the arena");
+}
+
+static void write_page(char *page, uint64_t *state)
+{
+	/* One word, some, or all of it, by the program or by the kernel on its behalf. */
+	uint64_t words[8];
+	struct iovec local = { words, sizeof(words) }, remote = { page + (next(state) % 504) * 8, sizeof(words) };
+	static __thread int zero = -1;
+
+	switch (next(state) % 8) {
+	case 0:
+		memset(page, (int)next(state), PAGE);
+		break;
+	case 1:
+		for (int i = 0; i < 8; i++)
+			words[i] = next(state);
+		/* The pages are pinned, and written through the kernel's mapping. */
+		process_vm_writev(getpid(), &local, 1, &remote, 1, 0);
+		break;
+	case 2:
+		if (zero < 0)
+			zero = open("/dev/zero", O_RDONLY);
+		if (read(zero, page + next(state) % 2048, 1 + next(state) % 2048) < 0 && errno != EFAULT)
+			die("read");
+		break;
+	default:
+		((volatile uint64_t *)page)[next(state) % 512] = next(state);
+	}
+}
+
+static void child_that_writes(char *at, unsigned long count, uint64_t state)
+{
+	pid_t child = fork();
+
+	if (child < 0)
+		return;
+	if (child == 0) {
+		for (unsigned long i = 0; i < count; i += 3)
+			((volatile uint64_t *)(at + i * PAGE))[7] = next(&state);
+		_exit(0);
+	}
+	/* The parent writes what it shares with the child, too. */
+	for (unsigned long i = 0; i < count; i += 2)
+		((volatile uint64_t *)(at + i * PAGE))[9] = next(&state);
+	waitpid(child, NULL, 0);
+}
+
+static void step(unsigned int thread, uint64_t *state)
+{
+	unsigned long count = 1 + next(state) % (next(state) % 4 ? 8 : arena_pages / 4);
+	unsigned long page = next(state) % (arena_pages - count);
+	char *at = arena(thread) + page * PAGE;
+	size_t length = count * PAGE;
+	volatile char sum = 0;
+
+	switch (next(state) % 40) {
+	case 0:
+		munmap(at, length);
+		map_arena(thread, page, count);
+		break;
+	case 1:
+		munmap(at, length);
+		if (next(state) % 2)
+			for (volatile int i = 0; i < 5000; i++)
+				;
+		map_arena(thread, page, count);
+		for (unsigned long i = 0; i < count; i++)
+			sum += at[i * PAGE];
+		break;
+	case 2: {
+		/* Moves pages to where others were; what they leave is mapped anew. */
+		unsigned long to = next(state) % (arena_pages - count);
+
+		if (to + count <= page || page + count <= to) {
+			if (mremap(at, length, length, MREMAP_MAYMOVE | MREMAP_FIXED,
+				   arena(thread) + to * PAGE) == MAP_FAILED && errno != EFAULT)
+				die("mremap");
+			map_arena(thread, page, count);
+		}
+		break;
+	}
+	case 3:
+		/* A whole page table, if the kernel may. */
+		if (kind_of(thread) == ANONYMOUS && arena_pages >= 1024) {
+			char *to = arena(thread) + HUGE;
+
+			if (mremap(arena(thread), HUGE, HUGE, MREMAP_MAYMOVE | MREMAP_FIXED, to) != MAP_FAILED)
+				map_arena(thread, 0, 512);
+		}
+		break;
+	case 4:
+	case 5:
+		/* Written before, between and after. */
+		write_page(at, state);
+		mprotect(at, length, next(state) % 2 ? PROT_READ : PROT_NONE);
+		mprotect(at, length, PROT_READ | PROT_WRITE);
+		write_page(at, state);
+		break;
+	case 6:
+		madvise(at, length, MADV_DONTNEED);
+		break;
+	case 7:
+		madvise(at, length, MADV_DONTNEED);
+		for (unsigned long i = 0; i < count; i++)
+			sum += at[i * PAGE];
+		break;
+	case 8:
+		madvise(at, length, MADV_FREE);
+		break;
+	case 9:
+	case 10:
+	case 11:
+		madvise(at, length, MADV_PAGEOUT);
+		break;
+	case 12:
+		madvise(at, length, MADV_COLD);
+		break;
+	case 13:
+		madvise(arena(thread), arena_pages * PAGE, next(state) % 4 ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
+		break;
+	case 14:
+		madvise((char *)((uintptr_t)at & -HUGE), HUGE, MADV_COLLAPSE);
+		break;
+	case 15:
+		if (kind_of(thread) == ANONYMOUS)
+			madvise(at, length, next(state) % 2 ? MADV_MERGEABLE : MADV_UNMERGEABLE);
+		break;
+	case 16:
+		if (next(state) % 4 == 0 && kind_of(thread) != SHARED_MEMORY)
+			child_that_writes(at, count, next(state));
+		break;
+	case 17:
+		if (kind_of(thread) != ANONYMOUS)
+			msync(at, length, MS_SYNC);
+		break;
+	case 18:
+	case 19:
+		for (unsigned long i = 0; i < count; i++)
+			sum += at[i * PAGE];
+		break;
+	case 20:
+		/* The same in all of them, for KSM. */
+		for (unsigned long i = 0; i < count; i++)
+			memset(at + i * PAGE, 7, PAGE);
+		break;
+	default:
+		for (unsigned long i = 0; i < count; i++)
+			write_page(at + i * PAGE, state);
+	}
+	atomic_fetch_add(&control->operations, 1);
+}
+
+static void *writer(void *argument)
+{
+	unsigned int thread = (uintptr_t)argument;
+	uint64_t state = seed * 1000003 + thread + 1;
+
+	for (int i = 0; i < 10; i++)
+		next(&state);
+	while (!atomic_load(&control->stop)) {
+		if (atomic_load(&control->pause)) {
+			atomic_fetch_add(&control->resting, 1);
+			while (atomic_load(&control->pause))
+				usleep(100);
+			atomic_fetch_sub(&control->resting, 1);
+		}
+		step(thread, &state);
+	}
+	return NULL;
+}
+
+static void trackee(void)
+{
+	pthread_t ids[MAX_THREADS];
+
+	prctl(PR_SET_PDEATHSIG, SIGKILL);
+	for (unsigned int i = 0; i < threads; i++)
+		if (pthread_create(&ids[i], NULL, writer, (void *)(uintptr_t)i))
+			die("pthread_create");
+	for (unsigned int i = 0; i < threads; i++)
+		pthread_join(ids[i], NULL);
+	_exit(0);
+}
+
+/* The tracker's side. */
+static int pagemap, memory, clear_refs, ldt_dirty;
+static char *copy;
+static char *files;	/* what a hole of an arena that is not anonymous has */
+static unsigned long collects, reported_pages, compared_pages, forgotten;
+
+static void pause_trackee(bool yes)
+{
+	atomic_store(&control->pause, yes);
+	while (atomic_load(&control->resting) != (yes ? threads : 0)) {
+		if (waitpid(-1, NULL, WNOHANG) > 0) {
+			fprintf(stderr, "oracle: the trackee has died\n");
+			exit(2);
+		}
+		usleep(100);
+	}
+}
+
+static void read_pages(uint64_t start, uint64_t end)
+{
+	for (uint64_t at = start; at < end;) {
+		ssize_t got = pread(memory, copy + (at - (uintptr_t)base), end - at, (off_t)at);
+
+		/* Unmapped just now: whatever comes there next is new. */
+		if (got <= 0)
+			got = PAGE;
+		at += ((uint64_t)got + PAGE - 1) & -PAGE;
+	}
+}
+
+static bool forget(uint64_t *state)
+{
+	if (!broken || next(state) % 50)
+		return false;
+	forgotten++;
+	return true;
+}
+
+/*
+ * Pages that hold nothing have changed to what an untouched page has. Shared memory is still there when it is not mapped,
+ * and nobody knows whether it was written before.
+ */
+static void hole(uint64_t start, uint64_t end)
+{
+	for (; start < end; start += PAGE) {
+		size_t offset = start - (uintptr_t)base;
+
+		if (kind_of((unsigned int)(offset / PAGE / arena_pages)) == SHARED_MEMORY)
+			read_pages(start, start + PAGE);
+		else
+			memcpy(copy + offset, files + offset, PAGE);
+	}
+}
+
+/* Takes over what was written, and which pages hold something. */
+static void collect(bool stands_still)
+{
+	static struct page_region regions[1000];
+	static uint64_t state = 88172645463325252ull;
+	static uint64_t dirty[4096][2];
+	uint64_t at = (uintptr_t)base, end = at + size, last = at;
+	size_t dirty_count = 0;
+
+	collects++;
+	if (!by_scan) {
+		ssize_t got;
+
+		if (!stands_still)
+			return;
+		/* The list of the paper, then the restart. */
+		for (off_t position = (off_t)at; position < (off_t)end;) {
+			got = pread(ldt_dirty, dirty, sizeof(dirty), position);
+			if (got < 0 || got % 16)
+				die("reading ldt_dirty");
+			if (!got)
+				break;
+			dirty_count = (size_t)got / 16;
+			for (size_t i = 0; i < dirty_count; i++) {
+				uint64_t to = dirty[i][1] < end ? dirty[i][1] : end;
+
+				position = (off_t)dirty[i][1];
+				if (dirty[i][0] >= end || forget(&state))
+					continue;
+				read_pages(dirty[i][0], to);
+				reported_pages += (to - dirty[i][0]) / PAGE;
+			}
+		}
+		if (pwrite(clear_refs, "6", 1, 0) != 1)
+			die("writing clear_refs");
+	}
+	while (at < end) {
+		struct pm_scan_arg argument = {
+			.size = sizeof(argument),
+			.flags = by_scan ? PM_SCAN_LDT_RESTART : 0,
+			.start = at,
+			.end = end,
+			.vec = (uintptr_t)regions,
+			/* Also outputs that end in the middle. */
+			.vec_len = 1 + next(&state) % 1000,
+			.max_pages = next(&state) % 3 ? 0 : 1 + next(&state) % 3000,
+			.category_anyof_mask = PAGE_IS_PRESENT | PAGE_IS_SWAPPED,
+			.return_mask = PAGE_IS_LDT_DIRTY,
+		};
+		int found = ioctl(pagemap, PAGEMAP_SCAN, &argument);
+
+		if (found < 0)
+			die("PAGEMAP_SCAN");
+		for (int i = 0; i < found; i++) {
+			struct page_region *region = &regions[i];
+
+			hole(last, region->start);
+			last = region->end;
+			if (by_scan && region->categories & PAGE_IS_LDT_DIRTY && !forget(&state)) {
+				read_pages(region->start, region->end);
+				reported_pages += (region->end - region->start) / PAGE;
+			}
+		}
+		hole(last, argument.walk_end);
+		if (last < argument.walk_end)
+			last = argument.walk_end;
+		at = argument.walk_end;
+	}
+	hole(last, end);
+}
+
+static void compare(void)
+{
+	static char now[64 * PAGE];
+
+	for (size_t offset = 0; offset < size;) {
+		size_t length = size - offset < sizeof(now) ? size - offset : sizeof(now);
+		ssize_t got = pread(memory, now, length, (off_t)((uintptr_t)base + offset));
+
+		if (got < (ssize_t)PAGE)
+			die("reading the trackee's memory");
+		got &= -PAGE;
+		for (size_t page = 0; page < (size_t)got; page += PAGE) {
+			if (memcmp(now + page, copy + offset + page, PAGE)) {
+				size_t i = 0;
+
+				while (now[page + i] == copy[offset + page + i])
+					i++;
+				printf("oracle: MISSED: page %zu (arena %zu), byte %zu: %02x, in the copy %02x; after %lu collects, seed %lu\n",
+				       (offset + page) / PAGE, (offset + page) / PAGE / arena_pages, i,
+				       (unsigned char)now[page + i], (unsigned char)copy[offset + page + i], collects, seed);
+				exit(1);
+			}
+			compared_pages++;
+		}
+		offset += (size_t)got;
+	}
+}
+
+static void write_file(const char *path, const char *text)
+{
+	int fd = open(path, O_WRONLY);
+
+	if (fd >= 0) {
+		if (write(fd, text, strlen(text)) < 0 && errno != EAGAIN)
+			fprintf(stderr, "oracle: %s: %s\n", path, strerror(errno));
+		close(fd);
+	}
+}
+
+static int open_of(pid_t pid, const char *name, int flags)
+{
+	char path[64];
+	int fd;
+
+	snprintf(path, sizeof(path), "/proc/%d/%s", pid, name);
+	fd = open(path, flags);
+	if (fd < 0)
+		die(path);
+	return fd;
+}
+
+int main(int argc, char **argv)
+{
+	int option;
+	uint64_t state;
+	pid_t pid;
+
+	while ((option = getopt(argc, argv, "s:t:p:r:m:b")) != -1) {
+		switch (option) {
+		case 's': seconds = strtoul(optarg, NULL, 10); break;
+		case 't': threads = (unsigned int)strtoul(optarg, NULL, 10); break;
+		case 'p': arena_pages = strtoul(optarg, NULL, 10); break;
+		case 'r': seed = strtoul(optarg, NULL, 10); break;
+		case 'm': by_scan = strcmp(optarg, "refs"); break;
+		case 'b': broken = true; break;
+		default: return 2;
+		}
+	}
+	if (!threads || threads > MAX_THREADS || arena_pages < 512) {
+		fprintf(stderr, "oracle: 1 to %d threads, 512 pages or more\n", MAX_THREADS);
+		return 2;
+	}
+	setvbuf(stdout, NULL, _IOLBF, 0);
+	state = seed * 7919 + 1;
+	size = threads * arena_pages * PAGE;
+	control = mmap(NULL, PAGE, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+	base = mmap(NULL, size + HUGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+	copy = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+	files = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+	if (control == MAP_FAILED || base == MAP_FAILED || copy == MAP_FAILED || files == MAP_FAILED)
+		die("mmap");
+	base = (char *)(((uintptr_t)base + HUGE - 1) & -HUGE);
+	for (unsigned int i = 0; i < threads; i++) {
+		if (kind_of(i) == PRIVATE_FILE) {
+			backing[i] = memfd_create("oracle", 0);
+			for (unsigned long page = 0; page < arena_pages; page++) {
+				char *content = files + (i * arena_pages + page) * PAGE;
+
+				memset(content, (int)page | 1, PAGE);
+				if (pwrite(backing[i], content, PAGE, (off_t)(page * PAGE)) != (ssize_t)PAGE)
+					die("writing the file");
+			}
+		} else if (kind_of(i) == SHARED_MEMORY) {
+			backing[i] = memfd_create("oracle", 0);
+			if (ftruncate(backing[i], (off_t)(arena_pages * PAGE)))
+				die("ftruncate");
+		}
+		map_arena(i, 0, arena_pages);
+	}
+
+	pid = fork();
+	if (pid < 0)
+		die("fork");
+	if (!pid)
+		trackee();
+	pagemap = open_of(pid, "pagemap", O_RDONLY);
+	memory = open_of(pid, "mem", O_RDONLY);
+	clear_refs = open_of(pid, "clear_refs", O_WRONLY);
+	ldt_dirty = open_of(pid, "ldt_dirty", O_RDONLY);
+	hole((uintptr_t)base, (uintptr_t)base + size);
+
+	for (time_t end = time(NULL) + (time_t)seconds; time(NULL) < end;) {
+		unsigned long running = next(&state) % 8;
+
+		for (unsigned long i = 0; i < running; i++) {
+			usleep(next(&state) % 20000);
+			collect(false);
+			switch (next(&state) % 12) {
+			case 0: write_file("/proc/sys/vm/compact_memory", "1"); break;
+			case 1: write_file("/proc/sys/vm/drop_caches", "1"); break;
+			/* Soft-dirty at the same time. */
+			case 2: if (pwrite(clear_refs, "4", 1, 0) != 1) die("clear_refs"); break;
+			case 3: if (pwrite(clear_refs, "1", 1, 0) != 1) die("clear_refs"); break;
+			}
+		}
+		pause_trackee(true);
+		collect(true);
+		compare();
+		pause_trackee(false);
+	}
+	atomic_store(&control->stop, 1);
+	waitpid(pid, NULL, 0);
+	printf("oracle: nothing missed: %s, seed %lu, %lu operations, %lu collects, %lu pages reported, %lu compared\n",
+	       by_scan ? "scan" : "refs", seed, atomic_load(&control->operations), collects, reported_pages, compared_pages);
+	if (broken) {
+		printf("oracle: %lu reports were forgotten, and it did not notice\n", forgotten);
+		return 3;
+	}
+	return 0;
+}
