@@ -9,6 +9,7 @@ use super::index::Index;
 use super::packing::{Packing, cell_sizes};
 use super::pool::Pool;
 use super::push_gently;
+use crate::sys::area::prefetch;
 
 /// Most bytes of a chunk.
 pub(super) const MOST_CHUNK_BYTES: usize = 64 << 10;
@@ -142,6 +143,22 @@ impl Chunks {
         }
         let place = self.place(chunk);
         (place.form == Form::Plain).then(|| self.plain.cell(place.cell))
+    }
+
+    /// Has the processor fetch where a chunk's content is.
+    pub fn prefetch_place(&self, chunk: u32) {
+        if chunk != 0 {
+            prefetch(&self.places[chunk as usize - 1..chunk as usize]);
+        }
+    }
+
+    /// Has the processor fetch the beginning of a chunk's content.
+    pub fn prefetch_content(&self, chunk: u32) {
+        if chunk != 0
+            && let Some(content) = self.plain(chunk)
+        {
+            prefetch(content);
+        }
     }
 
     /// The content of a chunk. `scratch` is used if it must be unpacked.

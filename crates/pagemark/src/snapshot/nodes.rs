@@ -4,6 +4,7 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use super::index::Index;
 use super::push_gently;
+use crate::sys::area::prefetch;
 
 /// Children of a node.
 pub(super) const FAN_OUT: usize = 16;
@@ -49,6 +50,13 @@ impl Nodes {
         match node {
             0 => [0; FAN_OUT],
             _ => self.children[node as usize - 1],
+        }
+    }
+
+    /// Has the processor fetch nodes that are looked at soon.
+    pub fn prefetch(&self, nodes: [u32; 2]) {
+        for node in nodes.into_iter().filter(|&node| node != 0) {
+            prefetch(&self.children[node as usize - 1]);
         }
     }
 

@@ -9,7 +9,6 @@ use super::packing::Packing;
 use super::tree::{Change, Root, Trees};
 use super::{Area, SnapshotError, Usage};
 use crate::RangeSet;
-use crate::sys::area::prefetch;
 
 /// When memory is scarce, so much more than is needed is freed: the budget by this.
 const SPARE_SHARE: u64 = 16;
@@ -20,6 +19,9 @@ pub(super) struct State {
     trees: Trees,
     budget_bytes: Option<u64>,
 }
+
+/// How many chunks ahead of a copy the table is looked at that says where they are.
+const PLACES_AHEAD: usize = 4;
 
 /// The chunks that a snapshot must look at, by position, and those that become zeros as a whole.
 struct Touched {
@@ -136,7 +138,7 @@ impl State {
         let mut zeros = touched.zeros.iter().peekable();
         let held = self.held_at(old, &touched.dirty);
         for (index, &(position, was)) in held.iter().enumerate() {
-            self.prefetch(held.get(index + 1), area);
+            self.prefetch(&held[index..], area);
             while let Some(run) = zeros.next_if(|run| run.start < position) {
                 changes.push(Change { positions: run, chunk: 0 });
             }
@@ -209,7 +211,7 @@ impl State {
     fn write(&self, held: &[(u64, u32)], area: &Area<'_>, mut is_wanted: impl FnMut(usize, &[u8]) -> bool) -> RangeSet {
         let (mut written, mut scratch) = (RangeSet::new(), Vec::new());
         for (index, &(position, chunk)) in held.iter().enumerate() {
-            self.prefetch(held.get(index + 1), area);
+            self.prefetch(&held[index..], area);
             let span = self.span(position, area.bytes() as u64);
             let (start, length) = (span.start as usize, (span.end - span.start) as usize);
             let content = &self.chunks.content(chunk, &mut scratch)[..length];
@@ -237,16 +239,15 @@ impl State {
         held
     }
 
-    /// Has the processor fetch the beginning of the next chunk, of the store's and of the area's, while the one before it is
+    /// Has the processor fetch the beginning of the next chunk, of the store's and of the area's, while the first one is
     /// copied: they lie on pages that it can't foresee.
-    fn prefetch(&self, next: Option<&(u64, u32)>, area: &Area<'_>) {
-        if let Some(&(position, chunk)) = next {
+    fn prefetch(&self, held: &[(u64, u32)], area: &Area<'_>) {
+        if let Some(&(position, chunk)) = held.get(1) {
             area.prefetch(position as usize * self.chunks.chunk_bytes());
-            if chunk != 0
-                && let Some(content) = self.chunks.plain(chunk)
-            {
-                prefetch(content);
-            }
+            self.chunks.prefetch_content(chunk);
+        }
+        if let Some(&(_, chunk)) = held.get(PLACES_AHEAD) {
+            self.chunks.prefetch_place(chunk);
         }
     }
 

@@ -180,7 +180,12 @@ impl Trees {
         }
         let nodes = &self.levels[level as usize];
         let child_span = span(level) / FAN_OUT as u64;
-        for (index, (a, b)) in nodes.children(a).into_iter().zip(nodes.children(b)).enumerate() {
+        let pairs = nodes.children(a).into_iter().zip(nodes.children(b));
+        if level > 0 {
+            let below = &self.levels[level as usize - 1];
+            pairs.clone().filter(|(a, b)| a != b).for_each(|(a, b)| below.prefetch([a, b]));
+        }
+        for (index, (a, b)) in pairs.enumerate() {
             let position = base + index as u64 * child_span;
             match level {
                 0 if a != b => each(position, a, b),

@@ -167,8 +167,8 @@ impl<'a> Area<'a> {
 }
 
 /// Has the processor fetch the beginning of a piece of memory.
-pub(crate) fn prefetch(memory: &[u8]) {
-    prefetch_lines(memory.as_ptr(), memory.len());
+pub(crate) fn prefetch<T>(memory: &[T]) {
+    prefetch_lines(memory.as_ptr().cast(), size_of_val(memory));
 }
 
 /// Fetches a few lines. The processor's own prefetchers see then what follows.
