@@ -5,6 +5,7 @@ use std::io;
 pub mod peer;
 pub mod process;
 pub mod redis;
+pub mod region;
 pub mod stats;
 pub mod store;
 pub mod trackee;
@@ -17,6 +18,8 @@ pub enum Bench {
     Process(process::Options),
     /// What a Redis server does under load while it is checkpointed, beside what it does alone
     Redis(redis::Options),
+    /// What a transaction on a region of one's own memory costs, by mechanism, beside the same writes untracked
+    Region(region::Options),
     /// What snapshots in memory cost a page, beside a plain copy and beside one hash and one copy
     Store(store::Options),
     /// The measured program itself
@@ -33,6 +36,7 @@ impl Bench {
         match self {
             Bench::Process(options) => process::run(options),
             Bench::Redis(options) => redis::run(options),
+            Bench::Region(options) => region::run(options),
             Bench::Store(options) => store::run(options),
             Bench::Workload(workload) => workload::run(workload).map_err(BenchError::on("run the workload")),
         }

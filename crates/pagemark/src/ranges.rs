@@ -91,6 +91,10 @@ impl RangeSet {
 
     /// Adds all of `other`.
     pub fn extend(&mut self, other: &RangeSet) {
+        if self.is_empty() {
+            self.ranges.clone_from(&other.ranges);
+            return;
+        }
         if self.ranges.last().is_none_or(|last| other.ranges.first().is_none_or(|next| next.start >= last.start)) {
             other.iter().for_each(|range| self.insert(range));
             return;

@@ -102,8 +102,9 @@ fn in_a_process_of_its_own() {
     let region = region(8, mechanism);
     region.begin().unwrap();
     (0..8).for_each(|page| word(&region, page * 512).store(1, Ordering::Relaxed));
-    // SAFETY: writes to a page of our own, which refuses it; sends ourselves a signal.
+    // SAFETY: writes to a page of our own, which refuses it.
     let crash = || unsafe { FORBIDDEN.load(Ordering::Relaxed).write_volatile(7) };
+    // SAFETY: sends ourselves a signal.
     let send = || assert_eq!(unsafe { libc::raise(libc::SIGSEGV) }, 0);
     match case {
         "sent" | "ignored-sent" => send(),
