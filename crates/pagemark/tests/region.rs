@@ -229,10 +229,28 @@ proptest! {
     }
 }
 
-/// What can be had on this machine.
+/// An address space has the marks of these once, so that nothing else here may use them.
+#[test]
+fn those_of_which_there_is_one_behave() {
+    for mechanism in [Mechanism::SoftDirty, Mechanism::Ldt] {
+        // Asked once, so that it is said only once where the kernel lacks it.
+        if region(PAGE_SIZE, mechanism, false).is_none() {
+            continue;
+        }
+        let config = ProptestConfig { cases: 24, source_file: Some(file!()), ..ProptestConfig::default() };
+        proptest::test_runner::TestRunner::new(config)
+            .run(&(prop::collection::vec(step(), 1..40), any::<bool>()), |(steps, without_rollback)| {
+                behaves(mechanism, without_rollback, &steps);
+                Ok(())
+            })
+            .unwrap();
+    }
+}
+
+/// What can be had on this machine, except what an address space has only once: tests run at the same time.
 fn mechanisms() -> Vec<Mechanism> {
-    // Its marks can't be read and cleared in one step, so that nothing may be written meanwhile.
-    let all = Mechanism::ALL.into_iter().filter(|&mechanism| mechanism != Mechanism::SoftDirty);
+    let once_only = |mechanism: &Mechanism| matches!(mechanism, Mechanism::SoftDirty | Mechanism::Ldt);
+    let all = Mechanism::ALL.into_iter().filter(|mechanism| !once_only(mechanism));
     all.filter(|&mechanism| region(PAGE_SIZE, mechanism, false).is_some()).collect()
 }
 

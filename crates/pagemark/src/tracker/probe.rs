@@ -62,12 +62,13 @@ impl Mechanism {
 }
 
 impl Mechanism {
-    /// The preferred one for regions of this process's own memory among those that work here. `soft-dirty` is never chosen:
-    /// it needs all threads to stand still, and leaves the marks to nobody else.
+    /// The preferred one for regions of this process's own memory among those that work here. `soft-dirty` and `ldt` are never
+    /// chosen: an address space has their marks once, and there may be many regions.
     pub fn choose_own() -> Mechanism {
         static CHOSEN: OnceLock<Mechanism> = OnceLock::new();
         *CHOSEN.get_or_init(|| {
-            let mut all = Mechanism::ALL.into_iter().filter(|&mechanism| mechanism != Mechanism::SoftDirty);
+            let once_only = |mechanism: &Mechanism| matches!(mechanism, Mechanism::SoftDirty | Mechanism::Ldt);
+            let mut all = Mechanism::ALL.into_iter().filter(|mechanism| !once_only(mechanism));
             all.find(|&mechanism| check(mechanism).is_ok()).unwrap_or(Mechanism::Full)
         })
     }
