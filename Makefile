@@ -1,7 +1,7 @@
 # `make demo` and `make test` do everything that they need, set-up included.
 
 .DEFAULT_GOAL := build
-.PHONY: setup criu build demo test fmt clippy doc licences fuzz bench clean
+.PHONY: setup criu build demo test fmt clippy doc licences fuzz bench header install-c clean
 
 FUZZ_SECONDS ?= 60
 
@@ -27,5 +27,12 @@ licences: ; @scripts/licences.py
 fuzz: ; @scripts/fuzz.sh $(FUZZ_SECONDS)
 
 bench: build ; $${CARGO_TARGET_DIR:-target}/release/pagemark bench process
+
+# The C header, from the sources.
+header: ; @scripts/setup.sh c && scripts/header.sh
+
+# The C library, its header and its pkg-config file: make install-c PREFIX=/usr/local
+PREFIX ?= /usr/local
+install-c: ; cargo build --release --locked -p pagemark-c && scripts/install-c.sh $(PREFIX)
 
 clean: ; cargo clean

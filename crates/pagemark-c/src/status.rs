@@ -1,0 +1,207 @@
+//! What a call answers, and the words for it.
+
+use std::any::Any;
+use std::cell::RefCell;
+use std::ffi::{CString, c_char};
+use std::mem::MaybeUninit;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use pagemark::TrackError;
+use pagemark::region::RegionError;
+use pagemark::snapshot::SnapshotError;
+
+/// How a call went.
+#[repr(C)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Status {
+    /// As asked.
+    Ok = 0,
+    /// A pointer that is needed is null.
+    NullPointer,
+    /// An argument that can't be: a mechanism of that name, a chunk of that size, a range that ends before it starts.
+    InvalidArgument,
+    /// Commit or rollback without begin.
+    NoTransaction,
+    /// Begin in a transaction.
+    TransactionOpen,
+    /// The region was made without rollback.
+    NoRollback,
+    /// Memory to adopt that is not made of whole pages.
+    Unaligned,
+    /// Memory to adopt that belongs to a region already.
+    Overlaps,
+    /// Not everything is mapped.
+    NotMapped,
+    /// Memory to adopt that is not readable, writable and not executable.
+    NotData,
+    /// Offsets beyond the end.
+    OutOfRange,
+    /// The process was forked from the one that made the region.
+    ForkedChild,
+    /// The snapshot is one of another region.
+    WrongRegion,
+    /// The snapshots are held by different stores.
+    WrongStore,
+    /// The snapshots are of different lengths.
+    LengthDiffers,
+    /// The store's budget can't be kept.
+    BudgetExceeded,
+    /// The store has no numbers left for more.
+    StoreFull,
+    /// The mechanism does not work here.
+    Unavailable,
+    /// The kernel gives no memory.
+    NoMemory,
+    /// A system call failed.
+    System,
+    /// A defect of Pagemark. The region and its handles should not be used any more.
+    Internal,
+}
+
+thread_local! {
+    static LAST_ERROR: RefCell<CString> = RefCell::default();
+}
+
+/// What went wrong in the last call on this thread that failed, and what to do about it; an empty string if none did. It
+/// stays until another call on this thread fails or the thread ends.
+#[unsafe(no_mangle)]
+pub extern "C" fn pagemark_last_error() -> *const c_char {
+    LAST_ERROR.try_with(|last| last.borrow().as_ptr()).unwrap_or(c"".as_ptr())
+}
+
+/// A call that failed.
+#[derive(Debug)]
+pub(crate) struct Failure {
+    status: Status,
+    message: String,
+}
+
+impl Failure {
+    pub fn new(status: Status, message: impl Into<String>) -> Failure {
+        Failure { status, message: message.into() }
+    }
+
+    fn of_panic(panic: &(dyn Any + Send)) -> Failure {
+        let said = panic.downcast_ref::<&str>().copied().or(panic.downcast_ref::<String>().map(String::as_str));
+        Failure::new(Status::Internal, format!("a defect of Pagemark: {}", said.unwrap_or("it says nothing")))
+    }
+
+    fn remember(self) -> Status {
+        // A message holds no NUL but for one in a name that came from outside.
+        let message = CString::new(self.message.replace('\0', " ")).unwrap_or_default();
+        // A thread that is about to end has no place for messages any more.
+        let _ = LAST_ERROR.try_with(|last| last.replace(message));
+        self.status
+    }
+}
+
+impl From<RegionError> for Failure {
+    fn from(error: RegionError) -> Self {
+        let status = match error {
+            RegionError::NoTransaction => Status::NoTransaction,
+            RegionError::TransactionOpen => Status::TransactionOpen,
+            RegionError::NoRollback => Status::NoRollback,
+            RegionError::Unaligned { .. } => Status::Unaligned,
+            RegionError::Overlaps { .. } => Status::Overlaps,
+            RegionError::NotMapped { .. } => Status::NotMapped,
+            RegionError::NotData { .. } => Status::NotData,
+            RegionError::OutOfRange { .. } => Status::OutOfRange,
+            RegionError::ForkedChild => Status::ForkedChild,
+            RegionError::WrongRegion => Status::WrongRegion,
+            RegionError::Snapshot(error) => return error.into(),
+            RegionError::Track(TrackError::Unavailable { .. }) => Status::Unavailable,
+            RegionError::Track(_) | RegionError::System { .. } => Status::System,
+        };
+        Failure::new(status, error.to_string())
+    }
+}
+
+impl From<SnapshotError> for Failure {
+    fn from(error: SnapshotError) -> Self {
+        let status = match error {
+            SnapshotError::ChunkSize { .. } => Status::InvalidArgument,
+            SnapshotError::WrongStore => Status::WrongStore,
+            SnapshotError::LengthDiffers { .. } => Status::LengthDiffers,
+            SnapshotError::OutOfRange { .. } => Status::OutOfRange,
+            SnapshotError::BudgetExceeded { .. } => Status::BudgetExceeded,
+            SnapshotError::Memory { .. } => Status::NoMemory,
+            SnapshotError::Full => Status::StoreFull,
+        };
+        Failure::new(status, error.to_string())
+    }
+}
+
+/// Does what a call asks for. A failure is remembered, and so is a panic, which ends here.
+pub(crate) fn guard(call: impl FnOnce() -> Result<(), Failure>) -> Status {
+    match catch_unwind(AssertUnwindSafe(call)).unwrap_or_else(|panic| Err(Failure::of_panic(&*panic))) {
+        Ok(()) => Status::Ok,
+        Err(failure) => failure.remember(),
+    }
+}
+
+/// As [`guard`], for calls that answer with a value; `otherwise` after a failure.
+pub(crate) fn value_or<T>(otherwise: T, call: impl FnOnce() -> Result<T, Failure>) -> T {
+    let mut value = otherwise;
+    guard(|| {
+        value = call()?;
+        Ok(())
+    });
+    value
+}
+
+/// As [`guard`], for calls that make a handle.
+pub(crate) fn make<T>(
+    out: Option<&mut MaybeUninit<Option<Box<T>>>>,
+    name: &str,
+    call: impl FnOnce() -> Result<T, Failure>,
+) -> Status {
+    guard(|| {
+        let out = present(out, name)?.write(None);
+        *out = Some(Box::new(call()?));
+        Ok(())
+    })
+}
+
+/// What a pointer of that name points to.
+pub(crate) fn present<T>(pointer: Option<T>, name: &str) -> Result<T, Failure> {
+    pointer.ok_or_else(|| Failure::new(Status::NullPointer, format!("{name} is null")))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::ffi::CStr;
+
+    use super::*;
+
+    fn last_error() -> String {
+        // SAFETY: the string lives until the next failure on this thread.
+        unsafe { CStr::from_ptr(pagemark_last_error()) }.to_str().unwrap().to_owned()
+    }
+
+    #[test]
+    fn a_panic_becomes_a_status_with_its_message() {
+        assert_eq!(guard(|| panic!("number {}", 7)), Status::Internal);
+        assert_eq!(last_error(), "a defect of Pagemark: number 7");
+        assert_eq!(guard(|| panic!("plain")), Status::Internal);
+        assert_eq!(last_error(), "a defect of Pagemark: plain");
+        assert_eq!(value_or(3, || panic!("again")), 3);
+        let mut out = MaybeUninit::new(Some(Box::new(5)));
+        assert_eq!(make(Some(&mut out), "out", || panic!("and again")), Status::Internal);
+        // SAFETY: it was initialized.
+        assert_eq!(unsafe { out.assume_init() }, None);
+    }
+
+    #[test]
+    fn each_thread_has_its_own_last_error() {
+        assert_eq!(guard(|| Err(Failure::new(Status::System, "here"))), Status::System);
+        std::thread::spawn(|| assert_eq!(last_error(), "")).join().unwrap();
+        assert_eq!(guard(|| Ok(())), Status::Ok);
+        assert_eq!(last_error(), "here", "a call that goes well leaves it");
+    }
+
+    #[test]
+    fn a_name_with_anything_in_it_can_be_told() {
+        guard(|| Err(Failure::new(Status::System, "a\0b")));
+        assert_eq!(last_error(), "a b");
+    }
+}

@@ -1,0 +1,189 @@
+//! The library as C programs use it: installed, found by pkg-config, compiled against and run.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+use pagemark_testing::skipped;
+
+const MECHANISMS: [&str; 7] = ["auto", "adaptive", "pagemap-scan", "uffd", "mprotect", "emulate", "full"];
+
+const WARNINGS: [&str; 5] = ["-std=c11", "-Wall", "-Wextra", "-Wpedantic", "-Werror"];
+
+const SANITIZERS: [&str; 3] = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g"];
+
+/// What the example prints, whatever the mechanism.
+const BANK: &str = "\
+transfer of 30: done
+transfer of 80: refused
+balances: 70 130 100, in all 100000
+accounts that differ from the opening: 2
+account 1 then: 100
+restored: 100 100 100, equal to the opening
+";
+
+fn crate_path(path: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join(path)
+}
+
+fn workspace_path(path: &str) -> PathBuf {
+    crate_path("../..").join(path)
+}
+
+/// Runs a command that has to work, and returns what it printed.
+fn run(command: &mut Command) -> String {
+    let output = command.output().unwrap_or_else(|error| panic!("{command:?}: {error}"));
+    assert!(output.status.success(), "{command:?}: {output:#?}");
+    String::from_utf8(output.stdout).unwrap()
+}
+
+fn is_there(program: &str) -> bool {
+    let found = Command::new(program).arg("--version").output().is_ok_and(|output| output.status.success());
+    if !found {
+        skipped(&format!("no {program} here"));
+    }
+    found
+}
+
+/// The library, installed below a directory of its own.
+struct Installed {
+    prefix: tempfile::TempDir,
+}
+
+impl Installed {
+    /// None, and told, where this machine has no C compiler or no pkg-config.
+    fn new() -> Option<Installed> {
+        if !is_there("cc") || !is_there("pkg-config") {
+            return None;
+        }
+        let prefix = tempfile::tempdir().unwrap();
+        // Beside this test's executable lies the library that it was built with.
+        let built = std::env::current_exe().unwrap();
+        let built = built.parent().unwrap();
+        run(Command::new(workspace_path("scripts/install-c.sh")).args([prefix.path(), built]));
+        Some(Installed { prefix })
+    }
+
+    fn path(&self, path: &str) -> PathBuf {
+        self.prefix.path().join(path)
+    }
+
+    fn pkg_config(&self, arguments: &[&str]) -> Vec<String> {
+        let mut pkg_config = Command::new("pkg-config");
+        let printed = pkg_config.env("PKG_CONFIG_PATH", self.path("lib/pkgconfig")).args(arguments).arg("pagemark");
+        run(printed).split_whitespace().map(str::to_owned).collect()
+    }
+
+    /// Compiles a program against the shared library.
+    fn compile(&self, source: &Path, flags: &[&str]) -> PathBuf {
+        let program = self.path("program");
+        let mut cc = Command::new("cc");
+        cc.args(WARNINGS).args(flags).arg("-o").arg(&program).arg(source);
+        run(cc.args(self.pkg_config(&["--cflags", "--libs"])));
+        program
+    }
+
+    /// Runs a program with a mechanism. None, and told, where this machine lacks the mechanism.
+    fn try_mechanism(&self, program: &Path, mechanism: &str) -> Option<Output> {
+        let mut command = Command::new(program);
+        let output = command.arg(mechanism).env("LD_LIBRARY_PATH", self.path("lib")).output().unwrap();
+        if output.status.code() == Some(77) {
+            skipped(&format!("{mechanism}: {}", String::from_utf8_lossy(&output.stderr).trim()));
+            return None;
+        }
+        Some(output)
+    }
+
+    fn check(&self, program: &Path, mechanism: &str, expected: &str) {
+        if let Some(output) = self.try_mechanism(program, mechanism) {
+            let printed = String::from_utf8_lossy(&output.stdout);
+            assert!(output.status.success() && printed == expected, "{mechanism}: {output:#?}");
+        }
+    }
+}
+
+#[test]
+fn the_example_does_what_it_says_with_every_mechanism() {
+    let Some(installed) = Installed::new() else { return };
+    let program = installed.compile(&workspace_path("examples/c/bank.c"), &[]);
+    MECHANISMS.iter().for_each(|mechanism| installed.check(&program, mechanism, BANK));
+}
+
+#[test]
+fn the_example_runs_linked_statically() {
+    let Some(installed) = Installed::new() else { return };
+    let program = installed.path("static");
+    let mut cc = Command::new("cc");
+    cc.args(WARNINGS).arg("-o").arg(&program).arg(workspace_path("examples/c/bank.c"));
+    cc.args(installed.pkg_config(&["--cflags"])).arg(installed.path("lib/libpagemark.a"));
+    let libraries = installed.pkg_config(&["--static", "--libs-only-l"]);
+    run(cc.args(libraries.iter().filter(|library| *library != "-lpagemark")));
+    installed.check(&program, "auto", BANK);
+}
+
+#[test]
+fn misuse_is_told() {
+    let Some(installed) = Installed::new() else { return };
+    let program = installed.compile(&crate_path("tests/misuse.c"), &[]);
+    MECHANISMS.iter().for_each(|mechanism| installed.check(&program, mechanism, ""));
+}
+
+#[test]
+fn the_address_and_undefined_behaviour_sanitizers_find_nothing() {
+    let Some(installed) = Installed::new() else { return };
+    let empty = installed.path("empty.c");
+    std::fs::write(&empty, "int main(void) { return 0; }\n").unwrap();
+    let mut cc = Command::new("cc");
+    let linked = cc.args(SANITIZERS).arg("-o").arg(installed.path("empty")).arg(&empty).output().unwrap();
+    if !linked.status.success() {
+        skipped("cc has no sanitizers here");
+        return;
+    }
+    for (source, expected) in [(workspace_path("examples/c/bank.c"), BANK), (crate_path("tests/misuse.c"), "")] {
+        let program = installed.compile(&source, &SANITIZERS);
+        MECHANISMS.iter().for_each(|mechanism| installed.check(&program, mechanism, expected));
+    }
+}
+
+#[test]
+fn a_cplusplus_compiler_takes_the_header() {
+    let Some(installed) = Installed::new() else { return };
+    if !is_there("c++") {
+        return;
+    }
+    let source = installed.path("header.cpp");
+    std::fs::write(&source, "#include <pagemark.h>\nint main() { return pagemark_version() == nullptr; }\n").unwrap();
+    let program = installed.path("header");
+    let mut compiler = Command::new("c++");
+    compiler.args(["-Wall", "-Wextra", "-Wpedantic", "-Werror", "-o"]).arg(&program).arg(&source);
+    run(compiler.args(installed.pkg_config(&["--cflags", "--libs"])));
+    run(Command::new(&program).env("LD_LIBRARY_PATH", installed.path("lib")));
+}
+
+#[test]
+fn the_version_is_the_same_everywhere() {
+    let Some(installed) = Installed::new() else { return };
+    let version = env!("CARGO_PKG_VERSION");
+    assert_eq!(installed.pkg_config(&["--modversion"]), [version]);
+    let library = std::fs::canonicalize(installed.path("lib/libpagemark.so")).unwrap();
+    assert_eq!(library.file_name().unwrap().to_str().unwrap(), format!("libpagemark.so.{version}"));
+}
+
+#[test]
+fn the_header_is_what_the_sources_make() {
+    let cbindgen = std::env::var_os("PAGEMARK_CBINDGEN").map_or_else(|| cached("cbindgen/bin/cbindgen"), PathBuf::from);
+    if !cbindgen.exists() {
+        skipped("no cbindgen here: scripts/setup.sh gets it");
+        return;
+    }
+    let header = crate_path("include/pagemark.h");
+    let mut command = Command::new(cbindgen);
+    let made = run(command.arg("--config").arg(crate_path("cbindgen.toml")).arg(env!("CARGO_MANIFEST_DIR")));
+    let checked_in = std::fs::read_to_string(&header).unwrap();
+    assert!(made == checked_in, "{} is not up to date: run `make header`", header.display());
+}
+
+/// A file in the directory into which scripts/setup.sh brings things.
+fn cached(path: &str) -> PathBuf {
+    let home = || Path::new(&std::env::var_os("HOME").unwrap_or_default()).join(".cache");
+    std::env::var_os("XDG_CACHE_HOME").map_or_else(home, PathBuf::from).join("pagemark").join(path)
+}

@@ -1,0 +1,283 @@
+/* What must not be done, and the errors that tell of it. Ends with 0 if each is as expected. */
+#define _DEFAULT_SOURCE
+#include <pagemark.h>
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#define PAGE 4096
+
+static int failures;
+
+static void expect(int line, pagemark_status status, pagemark_status expected, const char *said)
+{
+    if (status != expected) {
+        fprintf(stderr, "line %d: status %d, not %d: %s\n", line, (int)status, (int)expected, pagemark_last_error());
+        failures++;
+    } else if (said && !strstr(pagemark_last_error(), said)) {
+        fprintf(stderr, "line %d: the error does not speak of \"%s\": %s\n", line, said, pagemark_last_error());
+        failures++;
+    }
+}
+
+static void expect_true(int line, int is_true, const char *what)
+{
+    if (!is_true) {
+        fprintf(stderr, "line %d: not so: %s\n", line, what);
+        failures++;
+    }
+}
+
+#define FAILS(call, status, said) expect(__LINE__, (call), PAGEMARK_STATUS_##status, said)
+#define WORKS(call) expect(__LINE__, (call), PAGEMARK_STATUS_OK, NULL)
+#define TRUE(what) expect_true(__LINE__, (what), #what)
+
+static void null_pointers(pagemark_region *region, pagemark_snapshot *snapshot)
+{
+    pagemark_region *made = region;
+    pagemark_ranges ranges = {(pagemark_range *)region, 7};
+    pagemark_usage usage;
+    size_t count;
+    char byte;
+
+    FAILS(pagemark_region_new(PAGE, NULL, NULL), NULL_POINTER, "region is null");
+    FAILS(pagemark_region_adopt(NULL, PAGE, NULL, &made), NULL_POINTER, "start is null");
+    TRUE(made == NULL);
+    FAILS(pagemark_region_begin(NULL), NULL_POINTER, "region is null");
+    FAILS(pagemark_region_commit(NULL, &ranges), NULL_POINTER, "region is null");
+    TRUE(ranges.items == NULL && ranges.count == 0);
+    FAILS(pagemark_region_rollback(NULL, NULL), NULL_POINTER, "region is null");
+    FAILS(pagemark_region_discard(NULL, 0, 1), NULL_POINTER, "region is null");
+    FAILS(pagemark_region_read_from(NULL, 0, 0, 1, &count), NULL_POINTER, "region is null");
+    FAILS(pagemark_region_read_from(region, 0, 0, 1, NULL), NULL_POINTER, "read is null");
+    FAILS(pagemark_region_make_writable(region, 0, 1, NULL), NULL_POINTER, "writable is null");
+    FAILS(pagemark_region_snapshot(region, NULL), NULL_POINTER, "snapshot is null");
+    FAILS(pagemark_region_snapshot_without(region, NULL, 1, &snapshot), NULL_POINTER, "forget is null");
+    TRUE(snapshot == NULL);
+    FAILS(pagemark_region_restore(region, NULL, NULL), NULL_POINTER, "snapshot is null");
+    FAILS(pagemark_snapshot_read(NULL, 0, &byte, 1), NULL_POINTER, "snapshot is null");
+    FAILS(pagemark_snapshot_diff(NULL, NULL, NULL), NULL_POINTER, "a is null");
+    FAILS(pagemark_store_new(NULL, NULL), NULL_POINTER, "store is null");
+    FAILS(pagemark_store_usage(NULL, &usage), NULL_POINTER, "store is null");
+    TRUE(pagemark_region_data(NULL) == NULL);
+    TRUE(pagemark_region_bytes(NULL) == 0);
+    TRUE(pagemark_region_granularity_bytes(NULL) == 0);
+    TRUE(pagemark_region_mechanism(NULL) == NULL);
+    TRUE(!pagemark_region_in_transaction(NULL));
+    TRUE(pagemark_snapshot_bytes(NULL) == 0);
+    TRUE(!pagemark_snapshot_equal(NULL, NULL));
+    pagemark_region_free(NULL);
+    pagemark_snapshot_free(NULL);
+    pagemark_store_free(NULL);
+    pagemark_writable_free(NULL);
+    pagemark_ranges_free(NULL);
+}
+
+static void transactions(pagemark_region *region)
+{
+    char *data = pagemark_region_data(region);
+    pagemark_options forward = {0};
+    pagemark_region *other;
+
+    FAILS(pagemark_region_commit(region, NULL), NO_TRANSACTION, "call begin first");
+    FAILS(pagemark_region_rollback(region, NULL), NO_TRANSACTION, "call begin first");
+    WORKS(pagemark_region_begin(region));
+    data[5] = 'x';
+    FAILS(pagemark_region_begin(region), TRANSACTION_OPEN, "do not nest");
+    TRUE(pagemark_region_in_transaction(region) && data[5] == 'x');
+    WORKS(pagemark_region_rollback(region, NULL));
+    TRUE(!pagemark_region_in_transaction(region) && data[5] == 0);
+    FAILS(pagemark_region_commit(region, NULL), NO_TRANSACTION, "call begin first");
+
+    forward.without_rollback = true;
+    WORKS(pagemark_region_new(PAGE, &forward, &other));
+    WORKS(pagemark_region_begin(other));
+    FAILS(pagemark_region_rollback(other, NULL), NO_ROLLBACK, "without rollback");
+    WORKS(pagemark_region_commit(other, NULL));
+    pagemark_region_free(other);
+}
+
+static void adoption(void)
+{
+    pagemark_options options = {0};
+    pagemark_region *region, *other;
+    char *memory = mmap(NULL, 4 * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+
+    if (memory == MAP_FAILED)
+        abort();
+    FAILS(pagemark_region_adopt(memory + 8, PAGE, NULL, &region), UNALIGNED, "whole pages");
+    TRUE(region == NULL);
+    FAILS(pagemark_region_adopt(memory, PAGE - 1, NULL, &region), UNALIGNED, "whole pages");
+    FAILS(pagemark_region_adopt(memory, 0, NULL, &region), UNALIGNED, "whole pages");
+    FAILS(pagemark_region_adopt(memory, (size_t)-PAGE, NULL, &region), UNALIGNED, "whole pages");
+    WORKS(pagemark_region_adopt(memory, 2 * PAGE, NULL, &region));
+    FAILS(pagemark_region_adopt(memory + PAGE, 2 * PAGE, NULL, &other), OVERLAPS, "overlaps");
+    memory[0] = 'a';
+    pagemark_region_free(region);
+    TRUE(memory[0] == 'a');
+    mprotect(memory, PAGE, PROT_READ);
+    FAILS(pagemark_region_adopt(memory, 2 * PAGE, NULL, &region), NOT_DATA, "writable");
+    munmap(memory + PAGE, PAGE);
+    FAILS(pagemark_region_adopt(memory, 2 * PAGE, NULL, &region), NOT_MAPPED, "mapped");
+    munmap(memory, 4 * PAGE);
+
+    options.mechanism = "guess";
+    FAILS(pagemark_region_new(PAGE, &options, &region), INVALID_ARGUMENT, "no mechanism is called guess");
+    options.mechanism = "\xff";
+    FAILS(pagemark_region_new(PAGE, &options, &region), INVALID_ARGUMENT, "no mechanism is called");
+    FAILS(pagemark_region_new(0, NULL, &region), SYSTEM, "region of 0 bytes");
+    FAILS(pagemark_region_new((size_t)-1, NULL, &region), SYSTEM, "mapping a region");
+    TRUE(region == NULL);
+}
+
+static void offsets(pagemark_region *region, pagemark_snapshot *snapshot)
+{
+    size_t bytes = pagemark_region_bytes(region), count;
+    pagemark_range backwards = {5, 4}, beyond = {0, bytes + 1};
+    pagemark_snapshot *made;
+    pagemark_writable *writable;
+    char byte = 'b';
+
+    FAILS(pagemark_region_discard(region, bytes, 1), OUT_OF_RANGE, "not within");
+    FAILS(pagemark_region_discard(region, 1, (size_t)-1), OUT_OF_RANGE, "not within");
+    FAILS(pagemark_region_make_writable(region, 0, bytes + 1, &writable), OUT_OF_RANGE, "not within");
+    TRUE(writable == NULL);
+    FAILS(pagemark_region_read_from(region, 0, bytes, 1, &count), OUT_OF_RANGE, "not within");
+    FAILS(pagemark_region_read_from(region, -1, 0, 1, &count), INVALID_ARGUMENT, "no file descriptor");
+    FAILS(pagemark_region_read_from(region, 987654, 0, 1, &count), SYSTEM, "reading into a region");
+    FAILS(pagemark_region_snapshot_without(region, &backwards, 1, &made), INVALID_ARGUMENT, "ends before it starts");
+    FAILS(pagemark_region_snapshot_without(region, &beyond, 1, &made), OUT_OF_RANGE, "not within");
+    FAILS(pagemark_snapshot_read(snapshot, bytes, &byte, 1), OUT_OF_RANGE, "not within");
+    FAILS(pagemark_snapshot_read(snapshot, UINT64_MAX, &byte, 1), OUT_OF_RANGE, "not within");
+    FAILS(pagemark_snapshot_read(snapshot, 0, &byte, (size_t)-1), OUT_OF_RANGE, "not within");
+    TRUE(byte == 'b');
+}
+
+static void snapshots(pagemark_region *region, pagemark_snapshot *snapshot)
+{
+    pagemark_store_options options = {0};
+    pagemark_region *other;
+    pagemark_snapshot *foreign;
+    pagemark_store *store;
+
+    WORKS(pagemark_region_new(2 * PAGE, NULL, &other));
+    WORKS(pagemark_region_snapshot(other, &foreign));
+    FAILS(pagemark_region_restore(region, foreign, NULL), WRONG_REGION, "another region");
+    FAILS(pagemark_snapshot_diff(snapshot, foreign, NULL), WRONG_STORE, "another store");
+    TRUE(!pagemark_snapshot_equal(snapshot, foreign));
+    pagemark_region_free(other);
+    TRUE(pagemark_snapshot_bytes(foreign) == 2 * PAGE);
+    pagemark_snapshot_free(foreign);
+    options.chunk_bytes = 1000;
+    FAILS(pagemark_store_new(&options, &store), INVALID_ARGUMENT, "power of two");
+    TRUE(store == NULL);
+}
+
+static void budget(void)
+{
+    pagemark_store_options store_options = {0};
+    pagemark_options options = {0};
+    pagemark_region *region, *second;
+    pagemark_snapshot *snapshot, *more;
+    pagemark_store *store;
+    pagemark_usage usage;
+    unsigned state = 1;
+    char *data;
+
+    store_options.budget_bytes = 100 * 1000;
+    WORKS(pagemark_store_new(&store_options, &store));
+    options.store = store;
+    WORKS(pagemark_region_new(64 * PAGE, &options, &region));
+    WORKS(pagemark_region_new(PAGE, &options, &second));
+    pagemark_store_free(store);
+    data = pagemark_region_data(region);
+    WORKS(pagemark_region_snapshot(region, &snapshot));
+    for (size_t i = 0; i < 64 * PAGE; i++)
+        data[i] = (char)((state = state * 1103515245 + 12345) >> 16);
+    FAILS(pagemark_region_snapshot(region, &more), BUDGET_EXCEEDED, "budget");
+    TRUE(more == NULL);
+    pagemark_region_free(second);
+    WORKS(pagemark_region_restore(region, snapshot, NULL));
+    TRUE(data[5] == 0);
+    pagemark_snapshot_free(snapshot);
+    pagemark_region_free(region);
+
+    WORKS(pagemark_store_new(NULL, &store));
+    WORKS(pagemark_store_usage(store, &usage));
+    TRUE(usage.chunks == 0 && usage.content_bytes == 0);
+    pagemark_store_free(store);
+}
+
+static void forked_child(pagemark_region *region)
+{
+    int status;
+    pid_t child = fork();
+
+    if (child == 0) {
+        failures = 0;
+        FAILS(pagemark_region_begin(region), FORKED_CHILD, "forked");
+        fflush(stderr);
+        _exit(failures != 0);
+    }
+    TRUE(child > 0 && waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0);
+}
+
+/* A system call writes to the region, by each of the two ways that every mechanism allows. */
+static void system_calls(pagemark_region *region)
+{
+    char *data = pagemark_region_data(region);
+    pagemark_writable *writable;
+    size_t count = 0;
+    int ends[2];
+
+    TRUE(pipe(ends) == 0 && write(ends[1], "abcdef", 6) == 6);
+    WORKS(pagemark_region_begin(region));
+    WORKS(pagemark_region_read_from(region, ends[0], PAGE - 1, 3, &count));
+    TRUE(count == 3);
+    WORKS(pagemark_region_make_writable(region, PAGE + 2, 3, &writable));
+    TRUE(read(ends[0], data + PAGE + 2, 3) == 3);
+    pagemark_writable_free(writable);
+    TRUE(memcmp(data + PAGE - 1, "abcdef", 6) == 0);
+    WORKS(pagemark_region_rollback(region, NULL));
+    TRUE(data[PAGE - 1] == 0 && data[PAGE + 4] == 0);
+    close(ends[0]);
+    close(ends[1]);
+}
+
+int main(int argc, char **argv)
+{
+    pagemark_options options = {0};
+    pagemark_region *region;
+    pagemark_snapshot *snapshot;
+    pagemark_status made;
+
+    TRUE(strlen(pagemark_version()) >= 5);
+    TRUE(strcmp(pagemark_last_error(), "") == 0);
+    options.mechanism = argc > 1 ? argv[1] : "auto";
+    made = pagemark_region_new(8 * PAGE, &options, &region);
+    if (made == PAGEMARK_STATUS_UNAVAILABLE) {
+        fprintf(stderr, "%s\n", pagemark_last_error());
+        return 77;
+    }
+    WORKS(made);
+    if (made != PAGEMARK_STATUS_OK)
+        return 1;
+    TRUE(!strcmp(options.mechanism, "auto") || !strcmp(pagemark_region_mechanism(region), options.mechanism));
+    TRUE(pagemark_region_bytes(region) == 8 * PAGE);
+    WORKS(pagemark_region_snapshot(region, &snapshot));
+    null_pointers(region, snapshot);
+    transactions(region);
+    adoption();
+    offsets(region, snapshot);
+    snapshots(region, snapshot);
+    budget();
+    forked_child(region);
+    system_calls(region);
+    pagemark_snapshot_free(snapshot);
+    pagemark_region_free(region);
+    return failures != 0;
+}

@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# Installs the C library, its header and its pkg-config file.
+#
+#   scripts/install-c.sh PREFIX [BUILT]     BUILT: where cargo left the library, target/release by default
+#
+# With DESTDIR set, files go below it, and name places without it.
+set -euo pipefail
+here=$(cd "$(dirname "$0")/.." && pwd)
+prefix=${1:?usage: scripts/install-c.sh PREFIX [BUILT]}
+built=${2:-${CARGO_TARGET_DIR:-$here/target}/release}
+to=${DESTDIR:-}$prefix
+
+case $prefix in
+/*) ;;
+*) echo "install-c: the prefix must be an absolute path, and $prefix is not" >&2 && exit 1 ;;
+esac
+for library in libpagemark_c.so libpagemark_c.a; do
+    if [ ! -e "$built/$library" ]; then
+        echo "install-c: no $library in $built: build it with cargo build --release -p pagemark-c" >&2
+        exit 1
+    fi
+done
+version=$(sed -n 's/^version = "\(.*\)"$/\1/p' "$here/Cargo.toml" | head -n 1)
+# The name of the ABI, as crates/pagemark-c/build.rs gives it to the library.
+IFS=. read -r major minor _ <<<"$version"
+abi=$major
+if [ "$major" = 0 ]; then abi=0.$minor; fi
+
+install -d "$to/lib/pkgconfig" "$to/include"
+install -m 755 "$built/libpagemark_c.so" "$to/lib/libpagemark.so.$version"
+ln -sf "libpagemark.so.$version" "$to/lib/libpagemark.so.$abi"
+ln -sf "libpagemark.so.$abi" "$to/lib/libpagemark.so"
+install -m 644 "$built/libpagemark_c.a" "$to/lib/libpagemark.a"
+install -m 644 "$here/crates/pagemark-c/include/pagemark.h" "$to/include/pagemark.h"
+sed -e "s|@prefix@|$prefix|" -e "s|@version@|$version|" "$here/crates/pagemark-c/pagemark.pc.in" >"$to/lib/pkgconfig/pagemark.pc"
+chmod 644 "$to/lib/pkgconfig/pagemark.pc"
+echo "installed pagemark $version below $to"
