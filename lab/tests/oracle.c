@@ -189,13 +189,19 @@ static void step(unsigned int thread, uint64_t *state)
 			sum += at[i * PAGE];
 		break;
 	case 2: {
-		/* Moves pages to where others were; what they leave is mapped anew. */
+		/*
+		 * Moves pages to where others were; what they leave is mapped anew. Not shared memory, which would then be
+		 * mapped twice: what is written through one mapping is not seen in the other.
+		 */
 		unsigned long to = next(state) % (arena_pages - count);
 
+		if (kind_of(thread) == SHARED_MEMORY)
+			break;
 		if (to + count <= page || page + count <= to) {
+			/* Refused for several mappings at once, after it has unmapped what was there. */
 			if (mremap(at, length, length, MREMAP_MAYMOVE | MREMAP_FIXED,
-				   arena(thread) + to * PAGE) == MAP_FAILED && errno != EFAULT)
-				die("mremap");
+				   arena(thread) + to * PAGE) == MAP_FAILED)
+				map_arena(thread, to, count);
 			map_arena(thread, page, count);
 		}
 		break;
@@ -205,8 +211,9 @@ static void step(unsigned int thread, uint64_t *state)
 		if (kind_of(thread) == ANONYMOUS && arena_pages >= 1024) {
 			char *to = arena(thread) + HUGE;
 
-			if (mremap(arena(thread), HUGE, HUGE, MREMAP_MAYMOVE | MREMAP_FIXED, to) != MAP_FAILED)
-				map_arena(thread, 0, 512);
+			if (mremap(arena(thread), HUGE, HUGE, MREMAP_MAYMOVE | MREMAP_FIXED, to) == MAP_FAILED)
+				map_arena(thread, 512, 512);
+			map_arena(thread, 0, 512);
 		}
 		break;
 	case 4:
@@ -226,7 +233,12 @@ static void step(unsigned int thread, uint64_t *state)
 			sum += at[i * PAGE];
 		break;
 	case 8:
-		madvise(at, length, MADV_FREE);
+		/*
+		 * From now on the kernel may drop the pages at any time, and does not stand still between the list and the
+		 * restart.
+		 */
+		if (by_scan)
+			madvise(at, length, MADV_FREE);
 		break;
 	case 9:
 	case 10:
@@ -306,15 +318,16 @@ static void trackee(void)
 /* The tracker's side. */
 static int pagemap, memory, clear_refs, ldt_dirty;
 static char *copy;
-static char *files;	/* what a hole of an arena that is not anonymous has */
-static unsigned long collects, reported_pages, compared_pages, forgotten;
+static unsigned long collects, reported_pages, compared_pages, dropped_pages, forgotten;
 
 static void pause_trackee(bool yes)
 {
 	atomic_store(&control->pause, yes);
 	while (atomic_load(&control->resting) != (yes ? threads : 0)) {
-		if (waitpid(-1, NULL, WNOHANG) > 0) {
-			fprintf(stderr, "oracle: the trackee has died\n");
+		int status;
+
+		if (waitpid(-1, &status, WNOHANG) > 0) {
+			fprintf(stderr, "oracle: the trackee has died (%x)\n", status);
 			exit(2);
 		}
 		usleep(100);
@@ -342,57 +355,36 @@ static bool forget(uint64_t *state)
 }
 
 /*
- * Pages that hold nothing have changed to what an untouched page has. Shared memory is still there when it is not mapped,
- * and nobody knows whether it was written before.
+ * Anonymous pages that hold nothing have changed to zeros. What a file has where a page is not mapped, nobody tells: which
+ * page of the file it is, and whether shared memory was written before.
  */
 static void hole(uint64_t start, uint64_t end)
 {
 	for (; start < end; start += PAGE) {
 		size_t offset = start - (uintptr_t)base;
 
-		if (kind_of((unsigned int)(offset / PAGE / arena_pages)) == SHARED_MEMORY)
-			read_pages(start, start + PAGE);
+		if (kind_of((unsigned int)(offset / PAGE / arena_pages)) == ANONYMOUS)
+			memset(copy + offset, 0, PAGE);
 		else
-			memcpy(copy + offset, files + offset, PAGE);
+			read_pages(start, start + PAGE);
 	}
 }
 
-/* Takes over what was written, and which pages hold something. */
-static void collect(bool stands_still)
+/* Reports a range. */
+static void written(uint64_t start, uint64_t end, uint64_t *state)
+{
+	if (forget(state))
+		return;
+	read_pages(start, end);
+	reported_pages += (end - start) / PAGE;
+}
+
+/* Takes over what is a hole, and what was written if the scan is to say that; then it restarts that in the same step. */
+static void scan(uint64_t *state)
 {
 	static struct page_region regions[1000];
-	static uint64_t state = 88172645463325252ull;
-	static uint64_t dirty[4096][2];
 	uint64_t at = (uintptr_t)base, end = at + size, last = at;
-	size_t dirty_count = 0;
 
-	collects++;
-	if (!by_scan) {
-		ssize_t got;
-
-		if (!stands_still)
-			return;
-		/* The list of the paper, then the restart. */
-		for (off_t position = (off_t)at; position < (off_t)end;) {
-			got = pread(ldt_dirty, dirty, sizeof(dirty), position);
-			if (got < 0 || got % 16)
-				die("reading ldt_dirty");
-			if (!got)
-				break;
-			dirty_count = (size_t)got / 16;
-			for (size_t i = 0; i < dirty_count; i++) {
-				uint64_t to = dirty[i][1] < end ? dirty[i][1] : end;
-
-				position = (off_t)dirty[i][1];
-				if (dirty[i][0] >= end || forget(&state))
-					continue;
-				read_pages(dirty[i][0], to);
-				reported_pages += (to - dirty[i][0]) / PAGE;
-			}
-		}
-		if (pwrite(clear_refs, "6", 1, 0) != 1)
-			die("writing clear_refs");
-	}
 	while (at < end) {
 		struct pm_scan_arg argument = {
 			.size = sizeof(argument),
@@ -401,8 +393,8 @@ static void collect(bool stands_still)
 			.end = end,
 			.vec = (uintptr_t)regions,
 			/* Also outputs that end in the middle. */
-			.vec_len = 1 + next(&state) % 1000,
-			.max_pages = next(&state) % 3 ? 0 : 1 + next(&state) % 3000,
+			.vec_len = 1 + next(state) % 1000,
+			.max_pages = next(state) % 3 ? 0 : 1 + next(state) % 3000,
 			.category_anyof_mask = PAGE_IS_PRESENT | PAGE_IS_SWAPPED,
 			.return_mask = PAGE_IS_LDT_DIRTY,
 		};
@@ -411,14 +403,10 @@ static void collect(bool stands_still)
 		if (found < 0)
 			die("PAGEMAP_SCAN");
 		for (int i = 0; i < found; i++) {
-			struct page_region *region = &regions[i];
-
-			hole(last, region->start);
-			last = region->end;
-			if (by_scan && region->categories & PAGE_IS_LDT_DIRTY && !forget(&state)) {
-				read_pages(region->start, region->end);
-				reported_pages += (region->end - region->start) / PAGE;
-			}
+			hole(last, regions[i].start);
+			last = regions[i].end;
+			if (by_scan && regions[i].categories & PAGE_IS_LDT_DIRTY)
+				written(regions[i].start, regions[i].end, state);
 		}
 		hole(last, argument.walk_end);
 		if (last < argument.walk_end)
@@ -428,31 +416,90 @@ static void collect(bool stands_still)
 	hole(last, end);
 }
 
+/* The paper's way: the list, then the restart, while the trackee stands still. */
+static void list_and_restart(uint64_t *state)
+{
+	static uint64_t list[1 << 16][2];
+	size_t count = 0;
+
+	/* In parts of any size. */
+	for (uint64_t at = (uintptr_t)base; at < (uintptr_t)base + size && count < 1 << 16;) {
+		size_t space = 1 + next(state) % ((1 << 16) - count);
+		ssize_t got = pread(ldt_dirty, list[count], space * 16, (off_t)at);
+
+		if (got < 0 || got % 16)
+			die("reading ldt_dirty");
+		if (!got)
+			break;
+		count += (size_t)got / 16;
+		at = list[count - 1][1];
+	}
+	if (pwrite(clear_refs, "6", 1, 0) != 1)
+		die("writing clear_refs");
+	for (size_t i = 0; i < count; i++) {
+		uint64_t end = (uintptr_t)base + size;
+
+		if (list[i][0] < end)
+			written(list[i][0], list[i][1] < end ? list[i][1] : end, state);
+	}
+}
+
+/* Copies what was written since the last time. */
+static void collect(bool stands_still)
+{
+	static uint64_t state = 88172645463325252ull;
+
+	if (!by_scan && !stands_still)
+		return;
+	collects++;
+	scan(&state);
+	if (!by_scan)
+		list_and_restart(&state);
+}
+
+static bool is_zero(const char *page)
+{
+	return !page[0] && !memcmp(page, page + 1, PAGE - 1);
+}
+
+/* Compares the page, which the trackee has as `now`. */
+static void compare_page(size_t page, const char *now)
+{
+	const char *copied = copy + page * PAGE;
+	size_t i = 0;
+
+	compared_pages++;
+	if (!memcmp(now, copied, PAGE))
+		return;
+	if (is_zero(now) && kind_of((unsigned int)(page / arena_pages)) == ANONYMOUS) {
+		/* After MADV_FREE the kernel may have dropped the page just now. The next collect must say so. */
+		collect(true);
+		if (is_zero(copied)) {
+			dropped_pages++;
+			return;
+		}
+	}
+	while (now[i] == copied[i])
+		i++;
+	printf("oracle: MISSED: page %zu (arena %zu), byte %zu: %02x, in the copy %02x; after %lu collects, seed %lu\n", page,
+	       page / arena_pages, i, (unsigned char)now[i], (unsigned char)copied[i], collects, seed);
+	exit(1);
+}
+
 static void compare(void)
 {
 	static char now[64 * PAGE];
 
-	for (size_t offset = 0; offset < size;) {
-		size_t length = size - offset < sizeof(now) ? size - offset : sizeof(now);
-		ssize_t got = pread(memory, now, length, (off_t)((uintptr_t)base + offset));
+	for (size_t page = 0; page < size / PAGE;) {
+		size_t count = size / PAGE - page < 64 ? size / PAGE - page : 64;
+		ssize_t got = pread(memory, now, count * PAGE, (off_t)((uintptr_t)base + page * PAGE));
 
 		if (got < (ssize_t)PAGE)
 			die("reading the trackee's memory");
-		got &= -PAGE;
-		for (size_t page = 0; page < (size_t)got; page += PAGE) {
-			if (memcmp(now + page, copy + offset + page, PAGE)) {
-				size_t i = 0;
-
-				while (now[page + i] == copy[offset + page + i])
-					i++;
-				printf("oracle: MISSED: page %zu (arena %zu), byte %zu: %02x, in the copy %02x; after %lu collects, seed %lu\n",
-				       (offset + page) / PAGE, (offset + page) / PAGE / arena_pages, i,
-				       (unsigned char)now[page + i], (unsigned char)copy[offset + page + i], collects, seed);
-				exit(1);
-			}
-			compared_pages++;
-		}
-		offset += (size_t)got;
+		count = (size_t)got / PAGE;
+		for (size_t i = 0; i < count; i++)
+			compare_page(page + i, now + i * PAGE);
+		page += count;
 	}
 }
 
@@ -506,15 +553,14 @@ int main(int argc, char **argv)
 	control = mmap(NULL, PAGE, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
 	base = mmap(NULL, size + HUGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
 	copy = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-	files = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-	if (control == MAP_FAILED || base == MAP_FAILED || copy == MAP_FAILED || files == MAP_FAILED)
+	if (control == MAP_FAILED || base == MAP_FAILED || copy == MAP_FAILED)
 		die("mmap");
 	base = (char *)(((uintptr_t)base + HUGE - 1) & -HUGE);
 	for (unsigned int i = 0; i < threads; i++) {
 		if (kind_of(i) == PRIVATE_FILE) {
 			backing[i] = memfd_create("oracle", 0);
 			for (unsigned long page = 0; page < arena_pages; page++) {
-				char *content = files + (i * arena_pages + page) * PAGE;
+				char content[PAGE];
 
 				memset(content, (int)page | 1, PAGE);
 				if (pwrite(backing[i], content, PAGE, (off_t)(page * PAGE)) != (ssize_t)PAGE)
@@ -560,8 +606,9 @@ int main(int argc, char **argv)
 	}
 	atomic_store(&control->stop, 1);
 	waitpid(pid, NULL, 0);
-	printf("oracle: nothing missed: %s, seed %lu, %lu operations, %lu collects, %lu pages reported, %lu compared\n",
-	       by_scan ? "scan" : "refs", seed, atomic_load(&control->operations), collects, reported_pages, compared_pages);
+	printf("oracle: nothing missed: %s, seed %lu, %lu operations, %lu collects, %lu pages reported, %lu compared, %lu dropped meanwhile\n",
+	       by_scan ? "scan" : "refs", seed, atomic_load(&control->operations), collects, reported_pages, compared_pages,
+	       dropped_pages);
 	if (broken) {
 		printf("oracle: %lu reports were forgotten, and it did not notice\n", forgotten);
 		return 3;
