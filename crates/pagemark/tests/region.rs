@@ -393,3 +393,46 @@ fn only_what_was_written_is_named() {
         }
     }
 }
+
+#[test]
+fn hot_pages_are_told_exactly_and_cool_down() {
+    const PAGES: usize = 512;
+    // In one run, in runs of a few, and each alone.
+    let patterns: [fn(usize) -> bool; 3] =
+        [|page| (100..240).contains(&page), |page| page % 9 < 4 && page > 20, |page| page % 3 == 1];
+    for (is_hot, without_rollback) in patterns.into_iter().flat_map(|pattern| [(pattern, false), (pattern, true)]) {
+        let Some(region) = region(PAGES * PAGE_SIZE, Mechanism::Adaptive, without_rollback) else { return };
+        region.write(0, &vec![1; region.bytes()]).unwrap();
+        region.begin().unwrap();
+        region.commit().unwrap();
+        let page_range = |page: usize| (page * PAGE_SIZE) as u64..((page + 1) * PAGE_SIZE) as u64;
+        let hot: RangeSet = (0..PAGES).filter(|&page| is_hot(page)).map(page_range).collect();
+        for round in 0..400 {
+            let cold = round * 7 % PAGES;
+            let mut expected = hot.clone();
+            expected.insert(page_range(cold));
+            region.begin().unwrap();
+            (0..PAGES)
+                .filter(|&page| is_hot(page))
+                .for_each(|page| word(&region, page * 512 + 3).store(7, Ordering::Relaxed));
+            word(&region, cold * 512).store(round as u64, Ordering::Relaxed);
+            assert_eq!(region.commit().unwrap(), expected, "transaction {round}");
+        }
+        // Once they are no longer written, that is found out, if not at once.
+        let mut rounds = 0;
+        loop {
+            region.begin().unwrap();
+            if region.commit().unwrap().is_empty() {
+                break;
+            }
+            rounds += 1;
+            assert!(rounds < 200, "what is no longer written is still told");
+        }
+        // From then on nothing is.
+        for page in [5, 101, 239] {
+            region.begin().unwrap();
+            word(&region, page * 512).store(9, Ordering::Relaxed);
+            assert_eq!(region.commit().unwrap(), RangeSet::from(page_range(page)));
+        }
+    }
+}

@@ -88,12 +88,12 @@ static PREVIOUS: AtomicPtr<libc::sigaction> = AtomicPtr::new(std::ptr::null_mut(
 /// Sends the write faults in `range` to `handler`.
 ///
 /// # Errors
-/// `ENOSPC`: [`SLOTS`] ranges are armed already. Or the signal handler can't be installed.
+/// [`SLOTS`] ranges are armed already, or the signal handler can't be installed.
 pub fn arm(range: Range, handler: Arc<dyn WriteFault>) -> io::Result<Armed> {
     let _filling = FILLING.lock().unwrap_or_else(PoisonError::into_inner);
     install()?;
     let free = TABLE.iter().position(|slot| slot.entry.load(Ordering::Relaxed).is_null());
-    let index = free.ok_or_else(|| io::Error::from_raw_os_error(libc::ENOSPC))?;
+    let index = free.ok_or_else(|| io::Error::other(format!("{SLOTS} ranges are tracked by signals already")))?;
     let slot = &TABLE[index];
     let (start, end) = (range.start, range.end);
     slot.entry.store(Box::into_raw(Box::new(Entry { range, handler })), Ordering::SeqCst);

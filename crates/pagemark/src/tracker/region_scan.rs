@@ -23,6 +23,9 @@ pub const PROBE_SLICES: usize = 16;
 /// Most transactions between two such looks.
 pub const MOST_BETWEEN_PROBES: u64 = 128;
 
+/// Runs of hot pages that are on average at least so long are worth a scan of their own on each side.
+const LONG_RUN_PAGES: usize = 32;
+
 /// Pages of a slice lie together in runs of so many, so that protecting them takes few system calls.
 const SLICE_RUN_PAGES: usize = 16;
 
@@ -113,34 +116,41 @@ impl Area {
                 .map_err(|error| TrackError::from_io(error, || format!("protecting {run:#x?}")))
         };
 
-        // Where nothing is hot, finding and protecting is one step.
-        let none_hot = heat.hot_pages == 0;
-        let mut found = RangeSet::new();
-        scan(&self.range, none_hot, &mut found)?;
-        written.extend(&found);
-        if none_hot && !ends_transaction {
-            return Ok(());
-        }
         heat.transaction += u64::from(ends_transaction);
-        // What is not hot lies in spans between hot pages. What is written there between the scans is found by the second.
-        let (mut cold, mut hot): (Vec<Span<usize>>, Vec<Span<usize>>) = (Vec::new(), Vec::new());
-        for page in found.iter().flat_map(pages) {
-            let last_hot = hot.last_mut().map(|run| &mut run.end);
-            if heat.is_hot_now(page, ends_transaction) {
-                match last_hot {
-                    Some(end) if *end == page => *end += 1,
-                    _ => hot.push(page..page + 1),
+        let hot_runs = heat.hot_runs(start);
+        let mut found = RangeSet::new();
+        if hot_runs.range_count() * LONG_RUN_PAGES <= heat.hot_pages {
+            // Few runs are hot, or none: the rest is found and protected in one step, and the hot ones are not looked at.
+            let mut rest = RangeSet::from(self.range.clone());
+            rest.subtract(&hot_runs);
+            let scanned = rest.iter().try_for_each(|piece| scan(&piece, true, &mut found));
+            written.extend(&found);
+            written.extend(&hot_runs);
+            scanned?;
+            if ends_transaction {
+                let mut hot = PageRuns::default();
+                found
+                    .iter()
+                    .flat_map(pages)
+                    .filter(|&page| heat.is_hot_now(page, true))
+                    .for_each(|page| hot.push(page));
+                hot.runs.into_iter().try_for_each(|run| write_protect(run, false))?;
+            }
+        } else {
+            scan(&self.range, false, &mut found)?;
+            written.extend(&found);
+            // What is not hot lies in spans between hot pages. What is written there between the scans is found by the second.
+            let (mut cold, mut last_hot): (Vec<Span<usize>>, _) = (Vec::new(), 0);
+            for page in found.iter().flat_map(pages) {
+                if heat.is_hot_now(page, ends_transaction) {
+                    last_hot = page;
+                    continue;
                 }
-            } else {
                 match cold.last_mut() {
-                    Some(span) if last_hot.is_none_or(|end| *end <= span.start) => span.end = page + 1,
+                    Some(span) if last_hot <= span.start => span.end = page + 1,
                     _ => cold.push(page..page + 1),
                 }
             }
-        }
-        if none_hot {
-            hot.into_iter().try_for_each(|run| write_protect(run, false))?;
-        } else {
             cold.into_iter().try_for_each(|span| scan(&addresses(span), true, written))?;
         }
         if ends_transaction && heat.probe_is_due() {
@@ -198,11 +208,28 @@ impl Tracker for RegionScan {
     }
 }
 
+/// Pages put together to runs as they come.
+#[derive(Default)]
+struct PageRuns {
+    runs: Vec<Span<usize>>,
+}
+
+impl PageRuns {
+    fn push(&mut self, page: usize) {
+        match self.runs.last_mut() {
+            Some(run) if run.end == page => run.end += 1,
+            _ => self.runs.push(page..page + 1),
+        }
+    }
+}
+
 /// What is known of the pages of one area.
 #[derive(Debug)]
 struct Heat {
     pages: Vec<Page>,
     hot_pages: usize,
+    /// The addresses of the hot pages; none if they are others since it was made.
+    hot_runs: Option<RangeSet>,
     /// The transactions that were ended.
     transaction: u64,
     /// The transaction in which probed pages show whether they are hot, if some are probed.
@@ -228,12 +255,24 @@ impl Heat {
         Heat {
             pages: vec![Page::default(); pages],
             hot_pages: 0,
+            hot_runs: None,
             transaction: 0,
             probed_in: 0,
             silent_pages: 0,
             between_probes: 1,
             slice: 0,
         }
+    }
+
+    /// The addresses of the hot pages, of an area that begins at `start`.
+    fn hot_runs(&mut self, start: u64) -> RangeSet {
+        let make = || {
+            let is_hot = |(_, page): &(usize, &Page)| page.streak == HOT_AFTER;
+            let address = |index: usize| start + (index * PAGE_SIZE) as u64;
+            let hot = self.pages.iter().enumerate().filter(is_hot).map(|(index, _)| address(index)..address(index + 1));
+            if self.hot_pages > 0 { hot.collect() } else { RangeSet::new() }
+        };
+        self.hot_runs.get_or_insert_with(make).clone()
     }
 
     /// Takes note of a page that was found written. True if it is hot now.
@@ -245,6 +284,7 @@ impl Heat {
             page.written_in = now;
             if page.streak == HOT_AFTER {
                 self.hot_pages += 1;
+                self.hot_runs = None;
                 self.silent_pages -= usize::from(page.is_probed);
             }
             page.is_probed = false;
@@ -262,28 +302,27 @@ impl Heat {
         self.hot_pages > 0 && self.transaction >= self.probed_in + self.between_probes
     }
 
-    /// Takes one slice of the hot pages for cold, just short of hot, and returns them, to be protected.
+    /// Takes the next slice in which there are hot pages for cold, just short of hot, and returns these, to be protected.
     fn probe(&mut self) -> Vec<Span<usize>> {
-        self.slice = (self.slice + 1) % PROBE_SLICES;
         self.probed_in = self.transaction + 1;
         self.silent_pages = 0;
-        let mut probed = Vec::new();
-        let mut run_start = self.slice * SLICE_RUN_PAGES;
-        while run_start < self.pages.len() {
-            for index in run_start..(run_start + SLICE_RUN_PAGES).min(self.pages.len()) {
-                let page = &mut self.pages[index];
-                if page.streak == HOT_AFTER {
+        self.hot_runs = None;
+        let mut probed = PageRuns::default();
+        for _ in 0..PROBE_SLICES {
+            self.slice = (self.slice + 1) % PROBE_SLICES;
+            let runs = self.pages.chunks_mut(SLICE_RUN_PAGES).enumerate().skip(self.slice).step_by(PROBE_SLICES);
+            for (run, pages) in runs {
+                for (index, page) in pages.iter_mut().enumerate().filter(|(_, page)| page.streak == HOT_AFTER) {
                     *page = Page { streak: HOT_AFTER - 1, written_in: self.transaction as u32, is_probed: true };
                     self.hot_pages -= 1;
                     self.silent_pages += 1;
-                    match probed.last_mut() {
-                        Some(Span { end, .. }) if *end == index => *end += 1,
-                        _ => probed.push(index..index + 1),
-                    }
+                    probed.push(run * SLICE_RUN_PAGES + index);
                 }
             }
-            run_start += PROBE_SLICES * SLICE_RUN_PAGES;
+            if !probed.runs.is_empty() {
+                break;
+            }
         }
-        probed
+        probed.runs
     }
 }
