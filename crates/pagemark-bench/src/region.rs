@@ -125,6 +125,7 @@ impl Subject {
 /// # Errors
 /// A region could not be made, or a mechanism that was asked for does not work.
 pub fn run(options: &Options) -> Result<(), BenchError> {
+    let mechanisms = mechanisms(options);
     let mut rows = Vec::new();
     for shape in shapes(options) {
         eprintln!(
@@ -133,7 +134,7 @@ pub fn run(options: &Options) -> Result<(), BenchError> {
             shape.ppt,
             if shape.same_pages { "the same" } else { "random" }
         );
-        rows.extend(measure(options, shape)?);
+        rows.extend(measure(options, &mechanisms, shape)?);
     }
     if options.json {
         println!("{}", serde_json::to_string_pretty(&rows).map_err(|error| BenchError::Pagemark(error.into()))?);
@@ -165,26 +166,28 @@ fn shapes(options: &Options) -> Vec<Shape> {
     shapes
 }
 
+/// The mechanisms that were asked for, or all that work here.
+fn mechanisms(options: &Options) -> Vec<Mechanism> {
+    if !options.mechanism.is_empty() {
+        return options.mechanism.clone();
+    }
+    let works = |mechanism: &Mechanism| {
+        let options = RegionOptions { mechanism: Some(*mechanism), ..RegionOptions::default() };
+        Region::with_options(PAGE_SIZE, options).inspect_err(|error| eprintln!("{error}")).is_ok()
+    };
+    Mechanism::ALL.into_iter().filter(works).collect()
+}
+
 /// What is measured side by side: nothing tracked first.
-fn subjects(options: &Options) -> Result<Vec<Subject>, BenchError> {
+fn subjects(options: &Options, mechanisms: &[Mechanism]) -> Result<Vec<Subject>, BenchError> {
     let bytes = options.mib * (1 << 20);
     let mapping = Mapping::new(bytes).map_err(BenchError::on("map memory"))?;
     let mut subjects = vec![Subject::Untracked(mapping)];
-    let all = Mechanism::ALL.to_vec();
-    for &mechanism in if options.mechanism.is_empty() { &all } else { &options.mechanism } {
-        let region = Region::with_options(
-            bytes,
-            RegionOptions {
-                mechanism: Some(mechanism),
-                without_rollback: !options.rollback,
-                ..RegionOptions::default()
-            },
-        );
-        match region {
-            Ok(region) => subjects.push(Subject::Tracked(Box::new(region))),
-            Err(error) if options.mechanism.is_empty() => eprintln!("{error}"),
-            Err(error) => return Err(BenchError::Pagemark(error.into())),
-        }
+    for &mechanism in mechanisms {
+        let without_rollback = !options.rollback;
+        let how = RegionOptions { mechanism: Some(mechanism), without_rollback, ..RegionOptions::default() };
+        let region = Region::with_options(bytes, how).map_err(|error| BenchError::Pagemark(error.into()))?;
+        subjects.push(Subject::Tracked(Box::new(region)));
     }
     for subject in &subjects {
         // SAFETY: the memory is the subject's, and as long.
@@ -193,9 +196,9 @@ fn subjects(options: &Options) -> Result<Vec<Subject>, BenchError> {
     Ok(subjects)
 }
 
-fn measure(options: &Options, shape: Shape) -> Result<Vec<Row>, BenchError> {
+fn measure(options: &Options, mechanisms: &[Mechanism], shape: Shape) -> Result<Vec<Row>, BenchError> {
     let failed = |error: RegionError| BenchError::Pagemark(error.into());
-    let subjects = subjects(options)?;
+    let subjects = subjects(options, mechanisms)?;
     let transactions = transactions(shape, options.mib * (1 << 20) / PAGE_SIZE);
     let mut rows: Vec<_> = subjects
         .iter()
