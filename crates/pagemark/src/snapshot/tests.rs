@@ -413,6 +413,7 @@ fn changed_pages_become_deltas_and_text_is_compressed() {
 }
 
 #[test]
+#[cfg_attr(miri, ignore = "too much memory")]
 fn what_does_not_fit_is_refused_and_nothing_changes() {
     let store =
         SnapshotStore::with_options(SnapshotOptions { budget_bytes: Some(20 * 4096), ..Default::default() }).unwrap();
