@@ -87,6 +87,7 @@ fn criu(checkpoint: &Checkpoint, directory: &Path) -> Outcome {
         return Err(Failure::plain(format!("{} is not empty", directory.display())).help("name a new directory"));
     }
     let what = || format!("cannot write CRIU's images into {}", directory.display());
+    pagemark_process::restore::check(&checkpoint.manifest).map_err(|error| Failure::new(what(), error))?;
     // Memory holds secrets: the directory is its owner's alone.
     DirBuilder::new().recursive(true).mode(0o700).create(directory).map_err(|error| Failure::new(what(), error))?;
     let arguments = pagemark_process::restore::export_criu(&checkpoint.manifest, checkpoint, directory)

@@ -17,7 +17,7 @@ use pagemark::repository::{Checkpoint, Manifest};
 use pagemark_process::criu::Criu;
 use pagemark_process::files::{FilesError, PutBack, What, put_back};
 use pagemark_process::lazy;
-use pagemark_process::restore::{RestoreError, RestoreOptions, Restored, Streams, prepare};
+use pagemark_process::restore::{RestoreError, RestoreOptions, Restored, Streams, check, prepare};
 use pagemark_process::scratch::{self, ScratchDirectory};
 use serde::Serialize;
 
@@ -113,6 +113,13 @@ impl Restore {
         let manifest = &checkpoint.manifest;
         let name = format!("{}@{}", manifest.job, manifest.sequence);
         let failed = |error: &dyn Display| Failure::new(format!("cannot restore {name}"), error);
+        let untouched = |error: RestoreError| {
+            failed(&error).help(match error {
+                RestoreError::Io { .. } => "nothing was touched; memory needs room in TMPDIR meanwhile",
+                _ => "nothing was touched",
+            })
+        };
+        check(manifest).map_err(untouched)?;
         let criu =
             Criu::find().map_err(|error| failed(&error).help("`make criu` in Pagemark's sources gets a CRIU"))?;
         // Goes when this returns. What a restore that was killed left holds secrets and much room.
@@ -125,12 +132,6 @@ impl Restore {
             let memory = text::bytes(pages * PAGE_SIZE as u64);
             eprintln!("pagemark: restoring {name} from {} ({memory})", text::ago(manifest.taken_unix_us));
         }
-        let untouched = |error: RestoreError| {
-            failed(&error).help(match error {
-                RestoreError::Io { .. } => "nothing was touched; memory needs room in TMPDIR meanwhile",
-                _ => "nothing was touched",
-            })
-        };
         let options = RestoreOptions {
             as_child: !self.detach,
             stopped: false,

@@ -283,9 +283,21 @@ fn without_criu_memory_can_be_saved_and_looked_at() {
         }
         Err(_) => pagemark_testing::skipped("no gdb"),
     }
-    let output = pagemark.output(&["restore", "memory@2"]);
-    let reason = if has_criu() { "holds memory alone and can't be restored" } else { "CRIU" };
-    assert_fails(&output, &["cannot restore memory@2", reason, "nothing was touched"][..2 + usize::from(has_criu())]);
+    // Whether there is a CRIU or not, what can't be restored is refused before anything is said to be done.
+    let images = pagemark.directory().join("images");
+    for (arguments, what) in [
+        (&["restore", "memory@2"][..], "cannot restore memory@2"),
+        (&["restore", "--lazy", "memory@2"], "cannot restore memory@2"),
+        (&["export", "memory@2", "--criu", images.to_str().expect("UTF-8")], "cannot write CRIU's images"),
+    ] {
+        for output in [pagemark.output(arguments), without_criu(&pagemark, None, arguments)] {
+            let told = stderr(&output);
+            assert_eq!(output.status.code(), Some(1), "{told}");
+            assert!(told.starts_with(&format!("pagemark: {what}")), "{told}");
+            assert!(told.contains("holds memory alone and can't be restored"), "{told}");
+        }
+    }
+    assert!(!images.exists(), "a directory for nothing");
     subject.is_untouched();
 }
 

@@ -155,15 +155,25 @@ pub fn open_prepared(directory: &Path) -> Result<Prepared, RestoreError> {
     Ok(prepared)
 }
 
+/// Makes sure that a checkpoint holds what a restore needs, before anything is done for it.
+///
+/// # Errors
+/// [`RestoreError::MemoryOnly`]
+pub fn check(manifest: &Manifest) -> Result<(), RestoreError> {
+    if manifest.kind == TargetKind::Process {
+        Ok(())
+    } else {
+        Err(RestoreError::MemoryOnly { job: manifest.job.clone(), sequence: manifest.sequence })
+    }
+}
+
 pub(crate) fn prepare_with(
     manifest: &Manifest,
     store: &dyn Store,
     directory: &Path,
     memory: Memory,
 ) -> Result<Prepared, RestoreError> {
-    if manifest.kind != TargetKind::Process {
-        return Err(RestoreError::MemoryOnly { job: manifest.job.clone(), sequence: manifest.sequence });
-    }
+    check(manifest)?;
     write_states(manifest, store, directory)?;
     let prepared = open_prepared(directory)?;
     write_pages(manifest, store, directory, memory, &prepared.processes)?;
@@ -175,9 +185,7 @@ pub(crate) fn prepare_with(
 /// # Errors
 /// [`RestoreError`]
 pub fn export_criu(manifest: &Manifest, store: &dyn Store, directory: &Path) -> Result<Vec<String>, RestoreError> {
-    if manifest.kind != TargetKind::Process {
-        return Err(RestoreError::MemoryOnly { job: manifest.job.clone(), sequence: manifest.sequence });
-    }
+    check(manifest)?;
     write_states(manifest, store, directory)?;
     let notes = read_notes(directory)?;
     write_pages(manifest, store, directory, Memory::Whole, &read_pstree(directory)?)?;
