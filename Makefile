@@ -1,7 +1,7 @@
 # `make demo` and `make test` do everything that they need, set-up included.
 
 .DEFAULT_GOAL := build
-.PHONY: setup criu build demo test fmt clippy doc licences fuzz bench header install-c clean
+.PHONY: setup setup-demo criu build demo test fmt clippy doc licences fuzz bench header install-c clean
 
 FUZZ_SECONDS ?= 60
 
@@ -11,7 +11,10 @@ criu: ; @scripts/setup.sh criu
 
 build: ; cargo build --release --locked
 
-demo: setup build ; @scripts/demo.sh
+# Only what it needs: no nightly compiler, no fuzzer.
+demo: setup-demo build ; @scripts/demo.sh
+
+setup-demo: ; @scripts/setup.sh demo
 
 # Everything below, then all tests, and a summary that says what was skipped and why.
 test: ; @scripts/test.sh

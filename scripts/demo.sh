@@ -120,8 +120,8 @@ echo "  $(ask debug digest)"
 
 step "5. Pull the plug: kill -9 for Redis and for Pagemark"
 command_line "kill -9 $runner $redis"
-kill -9 $runner "$redis"
-wait $runner 2>/dev/null || true
+# The shell would tell of it in words of its own.
+{ kill -9 $runner "$redis" && wait $runner; } 2>/dev/null || true
 runner=
 while [ -e "/proc/$redis" ]; do sleep 0.05; done
 if ask ping >/dev/null 2>&1; then fail "redis still answers"; fi

@@ -5,6 +5,7 @@
 #   scripts/setup.sh            everything
 #   scripts/setup.sh packages   the system packages alone
 #   scripts/setup.sh criu       a CRIU that is new enough, alone
+#   scripts/setup.sh demo       what `make demo` needs: both of these, and a look whether Rust is there
 #   scripts/setup.sh rust       the parts of the Rust toolchain, alone
 set -euo pipefail
 
@@ -181,8 +182,10 @@ set_up_criu() {
     say "CRIU $(criu_version "$criu"): $criu"
 }
 
+need_cargo() { command -v cargo >/dev/null || fail "no cargo" "install Rust with rustup, then run this again"; }
+
 set_up_rust() {
-    command -v cargo >/dev/null || fail "no cargo" "install Rust with rustup, then run this again"
+    need_cargo
     local component
     for component in clippy fmt; do
         if cargo $component --version >/dev/null 2>&1; then continue; fi
@@ -210,10 +213,15 @@ case ${1:-all} in
 packages) set_up_packages ;;
 criu) set_up_criu ;;
 rust) set_up_rust ;;
+demo)
+    need_cargo
+    set_up_packages
+    set_up_criu
+    ;;
 all)
     set_up_packages
     set_up_criu
     set_up_rust
     ;;
-*) fail "no such part: $1" "one of: packages, criu, rust, or nothing for all" ;;
+*) fail "no such part: $1" "one of: packages, criu, demo, rust, or nothing for all" ;;
 esac
