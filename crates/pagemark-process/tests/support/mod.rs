@@ -112,7 +112,10 @@ impl Program {
     pub fn c(test: &str, text: &str) -> Option<Program> {
         let directory = tempfile::tempdir().unwrap();
         compile(test, text, directory.path())?;
-        Some(Program::start_in(&mut Command::new(directory.path().join("program")), directory))
+        let mut command = Command::new(directory.path().join("program"));
+        // The output of the tests may be a file, which grows on, so that CRIU would refuse to open it again.
+        command.stdin(Stdio::null()).stdout(Stdio::null());
+        Some(Program::start_in(&mut command, directory))
     }
 
     pub fn start(command: &mut Command) -> Program {
