@@ -10,7 +10,7 @@ use prost::Message;
 
 use crate::criu::images::{CoreEntry, FloatRegisters, GeneralRegisters, Image, ImageKind, MmEntry, PstreeEntry};
 use crate::freezer;
-use crate::job::REGISTERS;
+use crate::job::{REGISTERS, auxiliary_vector_name};
 
 /// Largest state file that is read whole, bytes.
 const LARGEST_STATE: u64 = 64 << 20;
@@ -155,7 +155,7 @@ impl CoreProcess {
 }
 
 impl CoreProcess {
-    /// From a checkpoint of memory and registers alone. It has no family, owner and auxiliary vector: they are zero and empty.
+    /// From a checkpoint of memory and registers alone. It has no family and owner: they are zero.
     fn from_registers(manifest: &Manifest, store: &dyn Store, pid: i32) -> Result<CoreProcess, CoreError> {
         let space = manifest.spaces.iter().find(|space| space.pid == pid).ok_or_else(|| no_process(manifest, pid))?;
         let damaged = |reason: String| CoreError::Damaged { reason: format!("{REGISTERS}: {reason}") };
@@ -164,14 +164,10 @@ impl CoreProcess {
             serde_json::from_slice(&bytes).map_err(|error| damaged(error.to_string()))?;
         let mut threads = Vec::new();
         for held in all.into_iter().filter(|held| held.pid == pid) {
-            let words: Vec<u64> = held
-                .general
-                .chunks_exact(8)
-                .filter_map(|word| Some(u64::from_le_bytes(word.try_into().ok()?)))
-                .collect();
+            let general = words(&held.general);
             threads.push(ThreadRegisters {
                 tid: held.tid,
-                general: words
+                general: general
                     .try_into()
                     .map_err(|_| damaged(format!("thread {} has {} bytes", held.tid, held.general.len())))?,
                 float: Some(held.floating_point).filter(|bytes| !bytes.is_empty()),
@@ -182,6 +178,12 @@ impl CoreProcess {
         if threads.is_empty() {
             return Err(damaged(format!("process {pid} has no thread")));
         }
+        let auxv_name = auxiliary_vector_name(pid);
+        let auxv = if manifest.state.iter().any(|record| record.name == auxv_name) {
+            read_file(manifest, store, &auxv_name)?
+        } else {
+            Vec::new()
+        };
         // A debugger shows the first thread first.
         threads.sort_by_key(|thread| (thread.tid != pid, thread.tid));
         Ok(CoreProcess {
@@ -193,10 +195,15 @@ impl CoreProcess {
             gid: 0,
             name: space.name.clone(),
             command: manifest.command.join(" "),
-            auxv: Vec::new(),
+            auxv: words(&auxv),
             threads,
         })
     }
+}
+
+/// Words of 64 bits as a processor has them in memory.
+fn words(bytes: &[u8]) -> Vec<u64> {
+    bytes.chunks_exact(8).filter_map(|word| Some(u64::from_le_bytes(word.try_into().ok()?))).collect()
 }
 
 fn no_process(manifest: &Manifest, pid: i32) -> CoreError {

@@ -446,26 +446,27 @@ fn make(order: &Order, deadline: Instant) -> Helped<RawFd> {
     if ptrace::dispatches_system_calls(thread) {
         return Err((Step::Dispatch, 0));
     }
-    let code = ptrace::word(thread, order.instruction).map_err(inspect)?;
-    if code & 0xffff != 0x050f {
-        // It has executed another program since.
-        return Err((Step::Gone, 0));
+    match ptrace::word(thread, order.instruction) {
+        Ok(code) if code & 0xffff == 0x050f => {}
+        // It has executed another program since, which has something else there, or nothing.
+        Ok(_) | Err(libc::EIO | libc::EFAULT) => return Err((Step::Gone, 0)),
+        Err(errno) => return Err(inspect(errno)),
     }
     let mask = ptrace::signal_mask(thread).map_err(inspect)?;
     ptrace::make_interrupted_call_again(thread, &mut original, u64::MAX).map_err(inspect)?;
 
     // Signals wait until the thread is as it was.
     ptrace::set_signal_mask(thread, u64::MAX).map_err(inspect)?;
-    let call = |number: i64, argument: u64| system_call(order, &original, number, argument, deadline);
-    let copied = call(libc::SYS_userfaultfd, FLAGS as u64).and_then(|there| {
+    let copied = system_call(order, &original, libc::SYS_userfaultfd, FLAGS as u64, deadline).and_then(|there| {
         if there < 0 {
             return Err((Step::Refused, -there as libc::c_int));
         }
         let copied = copy_descriptor(order, there as RawFd);
-        call(libc::SYS_close, there as u64)?;
+        // The time for making it may be over, if this process was not let run meanwhile; that for cleaning up begins now.
+        system_call(order, &original, libc::SYS_close, there as u64, ptrace::deadline(PATIENCE))?;
         copied
     });
-    give_back(thread, &original, mask, deadline).map_err(|errno| (Step::SystemCall, errno))?;
+    give_back(thread, &original, mask, ptrace::deadline(PATIENCE)).map_err(|errno| (Step::SystemCall, errno))?;
     copied
 }
 

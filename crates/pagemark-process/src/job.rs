@@ -209,6 +209,12 @@ impl Job {
             Err(CaptureError::Store(error)) => return Err(error.into()),
         };
         let saved = self.target.take_saved().ok_or(JobError::Thawed { pid: self.root_pid() })?;
+        if let SavedBy::Criu(state, _) = &saved.state
+            && let Some(image) =
+                state.processes.iter().find(|image| saved.processes.iter().all(|it| it.pid != image.pid))
+        {
+            return Err(TargetError::Killed { pid: image.pid }.into());
+        }
         let mut spaces = Vec::with_capacity(saved.processes.len());
         for process in &saved.processes {
             let image = match &saved.state {
@@ -219,7 +225,7 @@ impl Job {
         }
         let state = match &saved.state {
             SavedBy::Criu(state, _) => save_files(&state.files, store)?,
-            SavedBy::Registers(registers) => vec![save_registers(registers, store)?],
+            SavedBy::Registers(registers) => save_registers(registers, &saved.processes, store)?,
         };
         Ok(Manifest {
             job: self.options.job.clone(),
@@ -298,14 +304,34 @@ fn save_files(paths: &[PathBuf], store: &mut dyn Store) -> Result<Vec<StateRecor
 /// The state file with the registers of a checkpoint of memory alone: a list of [`ThreadRegisters`] in JSON.
 pub const REGISTERS: &str = "registers.json";
 
-fn save_registers(registers: &[ThreadRegisters], store: &mut dyn Store) -> Result<StateRecord, JobError> {
-    let state = |source| JobError::State { path: REGISTERS.into(), source };
-    let text = serde_json::to_vec(registers).map_err(|error| state(error.into()))?;
-    let (size, root) = store_bytes(store, &mut text.as_slice()).map_err(|error| match error {
-        ContentError::Read(source) => state(source),
+/// The state file of a checkpoint of memory alone with a process's auxiliary vector, as `/proc/PID/auxv` has it. Checkpoints that were
+/// taken before it was saved lack it.
+pub fn auxiliary_vector_name(pid: i32) -> String {
+    format!("auxv-{pid}")
+}
+
+/// Saves what a checkpoint of memory alone holds besides memory.
+fn save_registers(
+    registers: &[ThreadRegisters],
+    processes: &[FrozenProcess],
+    store: &mut dyn Store,
+) -> Result<Vec<StateRecord>, JobError> {
+    let text = serde_json::to_vec(registers)
+        .map_err(|error| JobError::State { path: REGISTERS.into(), source: error.into() })?;
+    let mut records = vec![save_state(REGISTERS.to_owned(), &text, store)?];
+    for process in processes.iter().filter(|process| !process.auxiliary_vector.is_empty()) {
+        records.push(save_state(auxiliary_vector_name(process.pid), &process.auxiliary_vector, store)?);
+    }
+    Ok(records)
+}
+
+/// Saves content as a file of the state.
+fn save_state(name: String, mut content: &[u8], store: &mut dyn Store) -> Result<StateRecord, JobError> {
+    let (size, root) = store_bytes(store, &mut content).map_err(|error| match error {
+        ContentError::Read(source) => JobError::State { path: name.clone().into(), source },
         ContentError::Store(error) => error.into(),
     })?;
-    Ok(StateRecord { name: REGISTERS.to_owned(), size, root })
+    Ok(StateRecord { name, size, root })
 }
 
 fn mapping_record(mapping: &Mapping) -> MappingRecord {

@@ -163,6 +163,23 @@ pub fn command_line(pid: i32) -> io::Result<String> {
     if arguments.is_empty() { Ok(format!("[{}]", Stat::read(pid)?.command)) } else { Ok(arguments.join(" ")) }
 }
 
+/// The auxiliary vector that the kernel gave a process: words in pairs, as `/proc/PID/auxv` has them. Empty for one without memory.
+///
+/// # Errors
+/// There is no such process, or it is not ours to see.
+pub fn auxiliary_vector(pid: i32) -> io::Result<Vec<u8>> {
+    fs::read(format!("/proc/{pid}/auxv"))
+}
+
+/// True if two processes have one and the same memory, as a child made by vfork has its parent's until it executes a program. False
+/// where the kernel does not tell.
+pub fn share_memory(pid: i32, other: i32) -> bool {
+    /// `linux/kcmp.h`
+    const KCMP_VM: libc::c_int = 1;
+    // SAFETY: the call compares two processes by their ids; it reads and writes no memory of ours.
+    unsafe { libc::syscall(libc::SYS_kcmp, pid, other, KCMP_VM, 0, 0) == 0 }
+}
+
 /// True if the process runs a 32-bit (or x32) program.
 ///
 /// # Errors

@@ -20,7 +20,7 @@ use pagemark::{Mechanism, Range, RangeSet, TrackError, Tracker};
 
 use crate::attach::{self, AttachError};
 use crate::freezer::{self, FreezeError};
-use crate::inject;
+use crate::inject::{self, InjectError};
 use crate::mappings::{self, Mapping, MappingKind};
 use crate::proc::{self, Stat, Status};
 
@@ -83,6 +83,10 @@ pub struct AddressSpace {
 /// every round and once more while it is frozen.
 const MANY_PAGES: u64 = 1024;
 
+/// Tries to attach to a process that becomes another one meanwhile, and the time between them.
+const MOST_TRIES: u32 = 50;
+const TRY_AGAIN: Duration = Duration::from_millis(1);
+
 struct Part {
     kinds: &'static [MappingKind],
     tracker: Box<dyn Tracker>,
@@ -105,14 +109,29 @@ impl AddressSpace {
     /// # Errors
     /// [`AttachError`]; the process is as it was.
     pub fn attach(pid: i32, mechanism: Mechanism) -> Result<AddressSpace, AttachError> {
-        loop {
-            // A main thread that exits in the midst of it, while others run, is no reason to fail.
+        for _ in 0..MOST_TRIES {
             let thread = proc::live_thread(pid);
-            match Self::attach_once(pid, mechanism) {
-                Err(_) if thread.is_some() && proc::live_thread(pid).is_some_and(|now| Some(now) != thread) => {}
-                attached => return attached,
+            let memory = thread.and_then(|thread| open_pagemap(pid, thread).ok());
+            let error = match Self::attach_once(pid, mechanism) {
+                Ok(space) => return Ok(space),
+                Err(error) => error,
+            };
+            // That its main thread exits in the midst of it, while others run, or that it executes another program, is no reason to fail.
+            let now = proc::live_thread(pid);
+            let is_other_memory = memory.is_some_and(|memory| matches!(memory.is_alive(), Ok(false)));
+            if thread.is_some() && now.is_none() {
+                // Whatever failed, this is why.
+                return Err(AttachError::NoSuchProcess { pid });
             }
+            // In the midst of that it has no code yet.
+            let is_midway =
+                error.is_gone() || matches!(&error, AttachError::Inject { source: InjectError::NoInstruction, .. });
+            if now.is_none() || now == thread && !is_other_memory && !is_midway {
+                return Err(error);
+            }
+            std::thread::sleep(TRY_AGAIN);
         }
+        Self::attach_once(pid, mechanism)
     }
 
     fn attach_once(pid: i32, mechanism: Mechanism) -> Result<AddressSpace, AttachError> {

@@ -14,7 +14,7 @@ use crate::family::{self, FamilyError};
 use crate::files::{FileTracker, FilesError, OpenFile, Written, open_for_writing};
 use crate::freezer::{FreezeError, Freezer, ThreadRegisters};
 use crate::mappings::{Mapping, MappingKind};
-use crate::proc::Stat;
+use crate::proc::{self, Stat};
 use crate::refusal;
 use crate::scratch::{self, ScratchDirectory};
 use crate::space::{AddressSpace, SpaceError};
@@ -59,6 +59,8 @@ struct Process {
     shared_written: RangeSet,
     /// Seen first when it could not be attached to, because the tree was being frozen: everything counts as written.
     untracked: bool,
+    /// Its memory is its parent's until it executes a program, which nothing would tell us of.
+    is_borrowed: bool,
 }
 
 /// How far freezing has come.
@@ -109,6 +111,8 @@ pub struct FrozenProcess {
     pub mappings: Vec<Mapping>,
     /// Private pages that held data, where CRIU does not tell.
     pub populated: Option<RangeSet>,
+    /// Its auxiliary vector, as [`proc::auxiliary_vector`] gives it, where CRIU does not tell. Empty if it could not be read.
+    pub auxiliary_vector: Vec<u8>,
 }
 
 /// A process tree could not be checkpointed.
@@ -133,6 +137,12 @@ pub enum TargetError {
         source: CriuError,
         /// What to do.
         hint: String,
+    },
+    /// A process was killed in the freeze, so that its memory is gone and its state is not.
+    #[error("process {pid} was killed while it was being saved; what is left of its tree can be saved the next time")]
+    Killed {
+        /// The process id.
+        pid: i32,
     },
     /// Ptrace failed.
     #[error(transparent)]
@@ -159,7 +169,10 @@ impl TargetError {
             TargetError::Space(error) => error.is_gone(),
             TargetError::Criu(error) => matches!(error, CriuError::Gone { .. }),
             TargetError::Freeze(error) => matches!(error, FreezeError::Family(FamilyError::Gone { .. })),
-            TargetError::Refused { .. } | TargetError::Files(_) | TargetError::Directory { .. } => false,
+            TargetError::Refused { .. }
+            | TargetError::Killed { .. }
+            | TargetError::Files(_)
+            | TargetError::Directory { .. } => false,
         }
     }
 
@@ -194,7 +207,7 @@ impl ProcessTarget {
             attach::check_namespace(root_pid)?;
         }
         let space = AddressSpace::attach(root_pid, mechanism)?;
-        target.enter(space, false);
+        target.enter(space, false, false);
         // What a Pagemark that was killed left there holds secrets, and room in memory.
         scratch::sweep(&scratch::parent());
         Ok(target)
@@ -224,19 +237,15 @@ impl ProcessTarget {
         self.saved.take()
     }
 
-    fn enter(&mut self, space: AddressSpace, untracked: bool) {
+    fn enter(&mut self, space: AddressSpace, untracked: bool, is_borrowed: bool) {
         let id = self.next_space;
         self.next_space += 1;
-        self.processes.push(Process { id, space, shared_written: RangeSet::new(), untracked });
+        self.processes.push(Process { id, space, shared_written: RangeSet::new(), untracked, is_borrowed });
     }
 
     /// True while nothing else, CRIU above all, may have the processes stopped: then they can be attached to.
     fn may_attach(&self) -> bool {
         matches!(self.freeze, Freeze::Running)
-    }
-
-    fn process(&mut self, space: SpaceId) -> Option<&mut Process> {
-        self.processes.iter_mut().find(|process| process.id == space)
     }
 
     /// Copies what open files hold, while the tree is frozen.
@@ -253,7 +262,7 @@ impl ProcessTarget {
 
     /// The processes as they are in the freeze.
     fn describe(&self) -> Vec<FrozenProcess> {
-        let with_populated = matches!(self.saver, Saver::Registers);
+        let without_criu = matches!(self.saver, Saver::Registers);
         self.processes
             .iter()
             .map(|process| FrozenProcess {
@@ -261,7 +270,12 @@ impl ProcessTarget {
                 pid: process.space.pid(),
                 name: Stat::read(process.space.pid()).map_or_else(|_| String::new(), |stat| stat.command),
                 mappings: process.space.mappings().to_vec(),
-                populated: with_populated.then(|| process.space.populated()),
+                populated: without_criu.then(|| process.space.populated()),
+                auxiliary_vector: if without_criu {
+                    proc::auxiliary_vector(process.space.pid()).unwrap_or_default()
+                } else {
+                    Vec::new()
+                },
             })
             .collect()
     }
@@ -273,7 +287,13 @@ impl Target for ProcessTarget {
     fn spaces(&mut self) -> Result<Vec<SpaceId>, TargetError> {
         let present = family::members(self.root_pid)?;
         let alive: HashSet<_> = present.iter().map(|member| (member.pid, member.start_ticks)).collect();
-        self.processes.retain(|process| alive.contains(&(process.space.pid(), process.space.start_ticks())));
+        let stands_still = self.freeze.stands_still();
+        self.processes.retain(|process| {
+            // One that executed another program has another address space, of which nothing is known.
+            alive.contains(&(process.space.pid(), process.space.start_ticks()))
+                && process.space.is_alive().unwrap_or(true)
+                && (stands_still || !process.is_borrowed)
+        });
         let may_attach = self.may_attach();
         for member in present {
             let known = self.processes.iter().position(|process| process.space.pid() == member.pid);
@@ -286,13 +306,13 @@ impl Target for ProcessTarget {
                         self.processes[index].untracked = false;
                     }
                 }
-                None if !may_attach => {
-                    let space = AddressSpace::attach(member.pid, Mechanism::Full)?;
-                    self.enter(space, true);
-                }
                 None => {
-                    if let Some(space) = self.attach_member(member.pid)? {
-                        self.enter(space, false);
+                    let is_borrowed = proc::share_memory(member.pid, member.parent_pid);
+                    // While it runs, it has none of its own yet.
+                    if (stands_still || !is_borrowed)
+                        && let Some(space) = self.attach_member(member.pid)?
+                    {
+                        self.enter(space, !may_attach, is_borrowed);
                     }
                 }
             }
@@ -301,7 +321,7 @@ impl Target for ProcessTarget {
     }
 
     fn collect(&mut self, space: SpaceId, dirty: &mut RangeSet) -> Result<(), TargetError> {
-        let (may_attach, mechanism) = (self.may_attach(), self.mechanism);
+        let mechanism = self.mechanism;
         let ProcessTarget { processes, freeze, .. } = self;
         let Some(process) = processes.iter_mut().find(|process| process.id == space) else { return Ok(()) };
         let collect = match freeze {
@@ -316,19 +336,7 @@ impl Target for ProcessTarget {
         let mut found = RangeSet::new();
         match collect(&mut process.space, &mut found) {
             Ok(()) => {}
-            Err(error) if error.is_gone() => {
-                // It executed another program, or exits now; the next listing of processes tells.
-                let pid = process.space.pid();
-                match AddressSpace::attach(pid, if may_attach { mechanism } else { Mechanism::Full }) {
-                    Ok(space) => {
-                        process.space = space;
-                        process.untracked = !may_attach;
-                        collect(&mut process.space, &mut found)?;
-                    }
-                    Err(error) if error.is_gone() => return Ok(()),
-                    Err(error) => return Err(error.into()),
-                }
-            }
+            Err(error) if error.is_gone() => return gone_while(freeze, process.space.pid()),
             Err(error) => return Err(error.into()),
         }
         let shared = Mapping::ranges(process.space.mappings(), MappingKind::SharedFile);
@@ -339,9 +347,11 @@ impl Target for ProcessTarget {
     }
 
     fn read(&mut self, space: SpaceId, ranges: &[Range], buffer: &mut [u8]) -> Result<RangeSet, TargetError> {
-        match self.process(space) {
-            Some(process) => Ok(process.space.read(ranges, buffer)?),
-            None => Ok(ranges.iter().cloned().collect()),
+        let all = || ranges.iter().cloned().collect();
+        let Some(process) = self.processes.iter().find(|process| process.id == space) else { return Ok(all()) };
+        match process.space.read(ranges, buffer) {
+            Err(error) if error.is_gone() => gone_while(&self.freeze, process.space.pid()).map(|()| all()),
+            read => Ok(read?),
         }
     }
 
@@ -423,14 +433,20 @@ impl Target for ProcessTarget {
 }
 
 impl ProcessTarget {
-    /// Attaches to a member of the tree; None if it has exited meanwhile.
+    /// Attaches to a member of the tree, without tracking where something else may have it stopped; None if it has exited meanwhile.
     fn attach_member(&self, pid: i32) -> Result<Option<AddressSpace>, TargetError> {
-        match AddressSpace::attach(pid, self.mechanism) {
+        match AddressSpace::attach(pid, if self.may_attach() { self.mechanism } else { Mechanism::Full }) {
             Ok(space) => Ok(Some(space)),
-            Err(error) if error.is_gone() => Ok(None),
+            Err(error) if error.is_gone() => gone_while(&self.freeze, pid).map(|()| None),
             Err(error) => Err(error.into()),
         }
     }
+}
+
+/// What it means that the memory of a process is gone: while it runs, that it has exited or executed another program, of which the
+/// next listing of processes tells. While it stands still, nothing but a kill can be the reason.
+fn gone_while(freeze: &Freeze, pid: i32) -> Result<(), TargetError> {
+    if freeze.stands_still() { Err(TargetError::Killed { pid }) } else { Ok(()) }
 }
 
 /// A directory for CRIU's images, its owner's alone. They lie in memory for their short life: they are written while the

@@ -9,10 +9,14 @@ use std::process::{Child, Command, Stdio};
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
+use pagemark::repository::Repository;
+use pagemark::target::Target;
 use pagemark::{Mechanism, PAGE_SIZE, RangeSet};
 use pagemark_process::attach::AttachError;
 use pagemark_process::freezer::Freezer;
+use pagemark_process::job::{Job, Options, StateMode};
 use pagemark_process::space::AddressSpace;
+use pagemark_process::target::{ProcessTarget, Saver};
 use pagemark_process::{inject, proc};
 use pagemark_testing::skip;
 
@@ -343,4 +347,51 @@ fn another_program_in_the_same_process_is_not_taken_for_the_first() {
     anew.collect(&mut RangeSet::new()).unwrap();
     child.kill().unwrap();
     child.wait().unwrap();
+}
+
+#[test]
+fn a_program_that_executes_another_one_is_another_space() {
+    for mechanism in [Mechanism::Full, Mechanism::Compare, Mechanism::PagemapScan, Mechanism::Adaptive] {
+        let mut child =
+            Command::new("sh").args(["-c", "read line; exec sleep 60"]).stdin(Stdio::piped()).spawn().unwrap();
+        let pid = child.id() as i32;
+        let mut target = ProcessTarget::attach(pid, mechanism, Saver::Registers).unwrap();
+        let shell = target.spaces().unwrap();
+        let mut dirty = RangeSet::new();
+        target.collect(shell[0], &mut dirty).unwrap();
+        child.stdin.take().unwrap().write_all(b"go\n").unwrap();
+        while proc::Stat::read(pid).unwrap().command != "sleep" {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        // Between collecting and copying, the memory that was collected went.
+        let ranges: Vec<_> = dirty.iter().collect();
+        let missing = target.read(shell[0], &ranges, &mut vec![0; dirty.total_bytes() as usize]).unwrap();
+        assert_eq!(missing, dirty, "{mechanism}");
+        let mut dirty = RangeSet::new();
+        target.collect(shell[0], &mut dirty).unwrap();
+        assert!(dirty.is_empty(), "{mechanism}");
+        let sleep = target.spaces().unwrap();
+        assert_eq!(sleep.len(), 1);
+        assert_ne!(sleep, shell, "{mechanism}: its pages would be taken for the shell's");
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert!(target.spaces().is_err_and(|error| error.is_gone()));
+    }
+}
+
+#[test]
+fn a_tree_that_starts_programs_all_the_time_goes_on_being_saved() {
+    let script = "while :; do sh -c 'sh -c true; exec sh -c true'; done";
+    let mut child = Command::new("sh").args(["-c", script]).stdin(Stdio::null()).spawn().unwrap();
+    let directory = tempfile::tempdir().unwrap();
+    let repository = Repository::create(&directory.path().join("repository")).unwrap();
+    let options = Options { state: StateMode::MemoryOnly, ..Options::new("programs") };
+    let mut job = Job::attach(child.id() as i32, repository, options).unwrap();
+    let taken: Result<Vec<_>, _> = (0..60).map(|_| job.checkpoint()).collect();
+    job.detach();
+    let ended = child.try_wait().unwrap();
+    child.kill().unwrap();
+    child.wait().unwrap();
+    assert!(taken.is_ok(), "{taken:?}");
+    assert_eq!(ended, None);
 }

@@ -2,11 +2,14 @@
 
 mod support;
 
+use std::path::Path;
 use std::process::{Command, Stdio};
 
-use pagemark::repository::MappingRecord;
+use pagemark::Mechanism;
+use pagemark::repository::{MappingRecord, Repository};
 use pagemark_process::core_file::{CoreError, export_core};
 use pagemark_process::criu::DumpOptions;
+use pagemark_process::job::{Job, Options, StateMode};
 use support::{Program, criu, eventually, skipped, take};
 
 const PROGRAM: &str = r#"
@@ -75,7 +78,33 @@ fn gdb_reads_registers_threads_and_variables() {
     export_core(&taken.manifest, &taken.store, None, &mut file).unwrap();
     let refused = export_core(&taken.manifest, &taken.store, Some(1), &mut file);
     assert!(matches!(refused, Err(CoreError::NoProcess { pid: 1, .. })));
+    gdb_reads_all(&program, &core);
+}
 
+#[test]
+fn gdb_reads_the_same_of_memory_and_registers_alone() {
+    let test = "gdb_reads_the_same_of_memory_and_registers_alone";
+    if Command::new("gdb").arg("--version").stdout(Stdio::null()).status().is_err() {
+        return skipped(test, "no gdb");
+    }
+    let Some(mut program) = Program::c(test, PROGRAM) else { return };
+    eventually("the program is there", || program.read("count").is_some());
+    let directory = tempfile::tempdir().unwrap();
+    let repository = Repository::create(&directory.path().join("repository")).unwrap();
+    let options =
+        Options { state: StateMode::MemoryOnly, mechanism: Some(Mechanism::Compare), ..Options::new("program") };
+    let mut job = Job::attach(program.pid(), repository.clone(), options).unwrap();
+    let taken = job.checkpoint().unwrap();
+    job.detach();
+    program.kill();
+    let checkpoint = repository.read("program", taken.sequence).unwrap();
+    let core = program.directory().join("core");
+    export_core(&checkpoint.manifest, &checkpoint, None, &mut std::fs::File::create(&core).unwrap()).unwrap();
+    gdb_reads_all(&program, &core);
+}
+
+/// Opens a core of [`PROGRAM`], which is at another address than its file says, and looks for what it was made to hold.
+fn gdb_reads_all(program: &Program, core: &Path) {
     let commands = [
         "info threads",
         "bt",
@@ -90,7 +119,7 @@ fn gdb_reads_registers_threads_and_variables() {
     ];
     let mut gdb = Command::new("gdb");
     gdb.args(["-batch", "-nx"]).args(commands.iter().flat_map(|command| ["-ex", command]));
-    let output = gdb.arg(program.directory().join("program")).arg(&core).output().unwrap();
+    let output = gdb.arg(program.directory().join("program")).arg(core).output().unwrap();
     let said = format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
     let expect = |text: &str| assert!(said.contains(text), "no {text:?} in\n{said}");
     expect("value = 16");
