@@ -1,0 +1,108 @@
+//! Messages between actors, as MPI has them: in order between two of them, in any order between more.
+
+use std::cell::Cell;
+
+use crate::sys::fiber::Label;
+use crate::{Actor, ExploreError, World};
+
+/// Whose message is wanted.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum From {
+    /// That actor's.
+    Actor(usize),
+    /// Anybody's: each actor whose message has come leads to a future of its own.
+    Anybody,
+}
+
+/// Boxes for messages, one for each pair of actors, each with room for some. Copies are the same network.
+///
+/// A box holds its messages from its beginning on, and zeros behind them, so that equal states have equal bytes.
+#[derive(Clone, Copy, Debug)]
+pub struct Network<'w> {
+    actors: usize,
+    room: usize,
+    /// At `to * actors + from`.
+    counts: &'w [Cell<u64>],
+    messages: &'w [Cell<u64>],
+}
+
+impl<'w> Network<'w> {
+    /// A network among so many actors, with room for so many messages from each to each. Who sends waits for room.
+    ///
+    /// # Errors
+    /// [`ExploreError::DataFull`]
+    pub fn new(world: &mut World<'w>, actors: usize, room: usize) -> Result<Network<'w>, ExploreError> {
+        let counts = world.place_all(actors * actors, |_| Cell::new(0))?;
+        let messages = world.place_all(actors * actors * room, |_| Cell::new(0))?;
+        Ok(Network { actors, room, counts, messages })
+    }
+
+    /// Sends a message, when there is room for it.
+    pub fn send(self, actor: &Actor<'w>, to: usize, message: u64) {
+        let pair = self.pair(actor.number(), to);
+        let count = &self.counts[pair];
+        actor.wait_for(Label { verb: "sends", object: name(to) }, || u64::from((count.get() as usize) < self.room));
+        self.messages[pair * self.room + count.get() as usize].set(message);
+        count.set(count.get() + 1);
+    }
+
+    /// Receives a message, when there is one; returns who sent it, and the message.
+    pub fn receive(self, actor: &Actor<'w>, from: From) -> (usize, u64) {
+        let sender = self.choose_sender(actor, "receives", from);
+        (sender, self.take(sender, actor.number()))
+    }
+
+    /// Waits for a message and returns who sent it, without receiving it: MPI's probe.
+    pub fn probe(self, actor: &Actor<'w>, from: From) -> usize {
+        self.choose_sender(actor, "probes", from)
+    }
+
+    /// How many messages wait in a box.
+    pub fn waiting(self, from: usize, to: usize) -> usize {
+        self.counts[self.pair(from, to)].get() as usize
+    }
+
+    /// The messages that wait in a box, the oldest first.
+    pub fn messages(self, from: usize, to: usize) -> impl Iterator<Item = u64> + 'w {
+        let first = self.pair(from, to) * self.room;
+        self.messages[first..first + self.waiting(from, to)].iter().map(Cell::get)
+    }
+
+    fn choose_sender(self, actor: &Actor<'w>, verb: &'static str, from: From) -> usize {
+        let to = actor.number();
+        match from {
+            From::Actor(sender) => {
+                let what = Label { verb, object: name(sender) };
+                actor.wait_for(what, || u64::from(self.waiting(sender, to) > 0));
+                sender
+            }
+            From::Anybody => {
+                let senders = move || (0..self.actors).filter(move |&from| self.waiting(from, to) > 0);
+                let way = actor.wait_for(Label { verb, object: "anybody" }, || senders().count() as u64);
+                senders().nth(way as usize).unwrap_or_else(|| unreachable!("nobody else takes a message of ours"))
+            }
+        }
+    }
+
+    /// Takes the oldest message out.
+    fn take(self, from: usize, to: usize) -> u64 {
+        let pair = self.pair(from, to);
+        let held = &self.messages[pair * self.room..][..self.room];
+        let message = held[0].get();
+        (1..self.room).for_each(|index| held[index - 1].set(held[index].get()));
+        held[self.room - 1].set(0);
+        self.counts[pair].set(self.counts[pair].get() - 1);
+        message
+    }
+
+    fn pair(self, from: usize, to: usize) -> usize {
+        assert!(from < self.actors && to < self.actors, "a message from {from} to {to} among {}", self.actors);
+        to * self.actors + from
+    }
+}
+
+/// The other side, for traces.
+fn name(actor: usize) -> &'static str {
+    const NAMES: [&str; 8] = ["actor 0", "actor 1", "actor 2", "actor 3", "actor 4", "actor 5", "actor 6", "actor 7"];
+    NAMES.get(actor).unwrap_or(&"another actor")
+}
