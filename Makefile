@@ -1,7 +1,7 @@
 # `make demo` and `make test` do everything that they need, set-up included.
 
 .DEFAULT_GOAL := build
-.PHONY: setup setup-demo criu build demo test fmt clippy doc licences fuzz bench header install-c clean
+.PHONY: setup setup-demo criu build demo test fmt clippy doc licences fuzz bench lab header install-c clean
 
 FUZZ_SECONDS ?= 60
 
@@ -37,5 +37,8 @@ header: ; @scripts/setup.sh c && scripts/header.sh
 # The C library, its header and its pkg-config file: make install-c PREFIX=/usr/local
 PREFIX ?= /usr/local
 install-c: ; cargo build --release --locked -p pagemark-c && scripts/install-c.sh $(PREFIX)
+
+# The kernels of the lab, fetched and built; what to do with them says lab/lab.
+lab: ; @lab/lab setup && lab/lab build ldt && lab/lab build plain && lab/lab build stock
 
 clean: ; cargo clean

@@ -50,7 +50,7 @@ in_lab "the oracle notices what is missed" $((seconds * 2 + 300)) sh -c "$work/o
 if [ -z "${LAB_NO_CARGO:-}" ]; then
     tests=$(cargo test --locked -p pagemark --lib --no-run --message-format=json 2>/dev/null |
         sed -n 's/.*"executable":"\([^"]*\)".*/\1/p' | tail -n 1)
-    in_lab "Pagemark's trackers" 1200 sh -c "PROPTEST_CASES=8 $tests --test-threads 2 tracker::"
+    in_lab "Pagemark's trackers" 1200 sh -c "$tests --test-threads 2 tracker::"
 fi
 
 printf '\n%s passed, %s failed\n' $passed $failed
