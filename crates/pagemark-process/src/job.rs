@@ -14,7 +14,7 @@ use pagemark::repository::{
 use pagemark::{Kind, Mechanism, PAGE_SIZE, PageTree, Store, StoreError};
 
 use crate::criu::{Criu, CriuError, DumpOptions, ProcessImage};
-use crate::files::{Written, encode_path};
+use crate::files::encode_path;
 use crate::freezer::ThreadRegisters;
 use crate::mappings::Mapping;
 use crate::proc;
@@ -200,8 +200,7 @@ impl Job {
     /// Captures the target into `store`, and describes what was captured.
     fn capture(&mut self, store: &mut dyn Store) -> Result<Manifest, JobError> {
         if self.options.state == StateMode::Process {
-            let files = self.target.open_files()?;
-            self.target.files.precopy(&files, &Written::new(), store).map_err(TargetError::from)?;
+            self.target.precopy_files(store)?;
         }
         let capture = match self.checkpointer.capture(&mut self.target, store, self.options.strategy) {
             Ok(capture) => capture,

@@ -279,6 +279,16 @@ impl AddressSpace {
         collected?
     }
 
+    /// As [`AddressSpace::collect`], of the writable shared mappings of files alone.
+    ///
+    /// # Errors
+    /// [`SpaceError`]; nothing is lost.
+    pub fn collect_shared(&mut self, dirty: &mut RangeSet) -> Result<(), SpaceError> {
+        self.refresh_mappings()?;
+        let shared = ranges(&self.mappings, Mapping::writes_file);
+        self.shared.collect(&shared, dirty).map_err(|source| track(self.pid, source))
+    }
+
     /// As [`AddressSpace::collect`], for a process that something else may be about to stop.
     ///
     /// # Errors

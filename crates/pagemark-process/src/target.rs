@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::time::{Duration, SystemTime};
 
 use pagemark::target::{SpaceId, Target};
-use pagemark::{Mechanism, Range, RangeSet};
+use pagemark::{Mechanism, Range, RangeSet, Store};
 
 use crate::attach::{self, AttachError};
 use crate::criu::{Criu, CriuError, Dump, DumpOptions, SavedState};
@@ -248,16 +248,36 @@ impl ProcessTarget {
         matches!(self.freeze, Freeze::Running)
     }
 
+    /// Copies what open files hold while the tree runs, so that less is left for the freeze. Returns how many bytes were read from
+    /// them.
+    ///
+    /// # Errors
+    /// [`TargetError`]; then [`FileTracker::forget`] is due, since it is no longer known what was written.
+    pub fn precopy_files(&mut self, store: &mut dyn Store) -> Result<u64, TargetError> {
+        self.spaces()?;
+        for process in &mut self.processes {
+            match process.space.collect_shared(&mut process.shared_written) {
+                Err(error) if error.is_gone() => gone_while(&self.freeze, process.space.pid())?,
+                collected => collected?,
+            }
+        }
+        // Only now: what is written through a mapping that comes in between is collected the next time.
+        let files = self.open_files()?;
+        let written = self.take_shared_written();
+        Ok(self.files.precopy(&files, &written, store)?)
+    }
+
     /// Copies what open files hold, while the tree is frozen.
     fn copy_files(&mut self) -> Result<(), TargetError> {
         let files = self.open_files()?;
-        let written: Written = self
-            .processes
-            .iter_mut()
-            .map(|process| (process.space.pid(), std::mem::take(&mut process.shared_written)))
-            .collect();
+        let written = self.take_shared_written();
         self.files.freeze_copy(&files, &written)?;
         Ok(())
+    }
+
+    fn take_shared_written(&mut self) -> Written {
+        let processes = self.processes.iter_mut();
+        processes.map(|process| (process.space.pid(), std::mem::take(&mut process.shared_written))).collect()
     }
 
     /// The processes as they are in the freeze.

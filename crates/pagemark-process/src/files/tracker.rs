@@ -53,11 +53,14 @@ impl FileTracker {
         FileTracker::default()
     }
 
-    /// Reads and stores what changed while the target runs, so that less is left for the freeze.
+    /// Reads and stores what changed while the target runs, so that less is left for the freeze. Returns how many bytes were read.
+    ///
+    /// `written` is collected before `files` are listed: what is written in between is in the next one.
     ///
     /// # Errors
     /// [`FilesError::Store`]. A file that cannot be read is left for the freeze, which tells.
-    pub fn precopy(&mut self, files: &[OpenFile], written: &Written, store: &mut dyn Store) -> Result<(), FilesError> {
+    pub fn precopy(&mut self, files: &[OpenFile], written: &Written, store: &mut dyn Store) -> Result<u64, FilesError> {
+        let mut read_bytes = 0;
         for file in files {
             let mut held = self.held.remove(&file.key()).unwrap_or_default();
             held.store_pending(&file.path, store)?;
@@ -68,7 +71,8 @@ impl FileTracker {
                 Ok(())
             });
             match done {
-                Ok(_) => {
+                Ok(read) => {
+                    read_bytes += read.unwrap_or(0);
                     held.cut(file.size);
                     self.held.insert(file.key(), held);
                 }
@@ -77,7 +81,7 @@ impl FileTracker {
                 Err(error) => return Err(error),
             }
         }
-        Ok(())
+        Ok(read_bytes)
     }
 
     /// Reads what changed since, with the target frozen: `files` as listed in the freeze. What they hold from now

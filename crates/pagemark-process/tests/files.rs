@@ -1,0 +1,63 @@
+//! Files that a program writes through a mapping while it runs.
+
+use std::io::{BufRead, BufReader, Write};
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use pagemark::target::Target;
+use pagemark::{Mechanism, MemoryStore, RangeSet};
+use pagemark_process::target::{ProcessTarget, Saver};
+use pagemark_testing::skip;
+
+const FILE_BYTES: u64 = 16 << 20;
+
+/// Maps the file "mapped", writes to each page of it, and then to the place that each line of its input names.
+const WRITER: &str = "
+import mmap, sys
+with open('mapped', 'r+b') as file:
+    memory = mmap.mmap(file.fileno(), 0)
+for at in range(0, len(memory), 4096):
+    memory[at] = 1
+print('ready', flush=True)
+for line in sys.stdin:
+    memory[int(line)] = 7
+    print('ready', flush=True)
+";
+
+#[test]
+fn a_mapped_file_is_read_again_only_when_it_was_written() {
+    let directory = tempfile::tempdir().unwrap();
+    let file = std::fs::File::create(directory.path().join("mapped")).unwrap();
+    file.set_len(FILE_BYTES).unwrap();
+    let mut python = Command::new("python3");
+    python.args(["-c", WRITER]).current_dir(directory.path()).stdin(Stdio::piped()).stdout(Stdio::piped());
+    let Ok(mut writer) = python.spawn() else { skip!("no python3") };
+    let mut said = BufReader::new(writer.stdout.take().unwrap()).lines();
+    assert_eq!(said.next().unwrap().unwrap(), "ready");
+
+    let attached = ProcessTarget::attach(writer.id() as i32, Mechanism::PagemapScan, Saver::Registers);
+    let Ok(mut target) = attached else {
+        writer.kill().unwrap();
+        writer.wait().unwrap();
+        skip!("pagemap-scan does not work here: {}", attached.err().unwrap());
+    };
+    // Mappings that are new are registered where the process stands still, which a collect that finds much in them makes it do.
+    for space in target.spaces().unwrap() {
+        target.collect(space, &mut RangeSet::new()).unwrap();
+    }
+    let mut store = MemoryStore::new();
+    // A change that is this young could be followed by another one at the same time by the file's clock.
+    let mut precopy = || {
+        std::thread::sleep(Duration::from_millis(100));
+        target.precopy_files(&mut store).unwrap()
+    };
+    assert_eq!(precopy(), FILE_BYTES, "the first time, all of it");
+    assert_eq!(precopy(), 0);
+    writeln!(writer.stdin.as_mut().unwrap(), "{}", 5 << 20).unwrap();
+    assert_eq!(said.next().unwrap().unwrap(), "ready");
+    assert!(precopy() > 0, "the write was missed");
+    assert_eq!(precopy(), 0);
+    drop(target);
+    drop(writer.stdin.take());
+    assert!(writer.wait().unwrap().success());
+}
