@@ -7,10 +7,13 @@
 #   scripts/setup.sh criu       a CRIU that is new enough, alone
 #   scripts/setup.sh demo       what `make demo` needs: both of these, and a look whether Rust is there
 #   scripts/setup.sh rust       the parts of the Rust toolchain, alone
+#   scripts/setup.sh c          what makes the C header, alone
+#   scripts/setup.sh python     an environment in which the Python package is built and tested, alone
 set -euo pipefail
 
-packages=(build-essential ca-certificates gdb iptables python3 redis-server redis-tools)
+packages=(build-essential ca-certificates gdb iptables pkg-config python3 python3-venv redis-server redis-tools)
 criu_needed=4.2
+cbindgen_version=0.29.4
 cache=${XDG_CACHE_HOME:-$HOME/.cache}/pagemark
 
 say() { printf 'setup: %s\n' "$*" >&2; }
@@ -209,10 +212,38 @@ set_up_rust() {
     fi
 }
 
+# Only the comparison of the C header with the sources needs it: the rest goes on without.
+set_up_c() {
+    local root=$cache/cbindgen
+    if [ "$("$root/bin/cbindgen" --version 2>/dev/null)" = "cbindgen $cbindgen_version" ]; then return; fi
+    say "installing cbindgen $cbindgen_version"
+    # A debug build, because it is used for a second and built for minutes.
+    env -u CARGO_TARGET_DIR cargo install cbindgen --version $cbindgen_version --locked --debug --quiet --root "$root" ||
+        say "cbindgen could not be installed: the C header is not compared with the sources"
+}
+
+# Only the tests of the Python package need it: the rest goes on without.
+set_up_python() {
+    local venv=$cache/python wanted
+    wanted=$(dirname "$0")/../crates/pagemark-python/requirements.txt
+    if cmp -s "$wanted" "$venv/installed"; then return; fi
+    say "making a Python environment in $venv"
+    rm -rf "$venv"
+    if python3 -m venv "$venv" &&
+        "$venv/bin/pip" install --quiet --disable-pip-version-check --requirement "$wanted"; then
+        cp "$wanted" "$venv/installed"
+    else
+        rm -rf "$venv"
+        say "no Python environment can be made (Python 3.11 or later is needed): the Python package is not tested"
+    fi
+}
+
 case ${1:-all} in
 packages) set_up_packages ;;
 criu) set_up_criu ;;
 rust) set_up_rust ;;
+c) set_up_c ;;
+python) set_up_python ;;
 demo)
     need_cargo
     set_up_packages
@@ -222,6 +253,8 @@ all)
     set_up_packages
     set_up_criu
     set_up_rust
+    set_up_c
+    set_up_python
     ;;
-*) fail "no such part: $1" "one of: packages, criu, demo, rust, or nothing for all" ;;
+*) fail "no such part: $1" "one of: packages, criu, demo, rust, c, python, or nothing for all" ;;
 esac

@@ -52,11 +52,19 @@ fuzz() {
     return $status
 }
 
+python() {
+    scripts/python.sh >"$logs/python" 2>&1
+    local status=$?
+    if [ $status = 0 ] || [ $status = 77 ]; then tail -n 1 "$logs/python"; else cat "$logs/python"; fi
+    return $status
+}
+
 step "format" cargo fmt --all --check
 step "clippy" cargo clippy --workspace --all-targets --locked --quiet -- -D warnings
 step "documentation" env RUSTDOCFLAGS=-Dwarnings cargo doc --workspace --no-deps --locked --quiet
 step "licences" scripts/licences.py
 step "tests" tests
+step "python" python
 step "fuzz" fuzz
 
 # A skipped test says so through the log or on its output; an ignored one is libtest's own way.

@@ -1,0 +1,50 @@
+"""Regions of memory with transactions and snapshots.
+
+A region is memory whose writes are found by the kernel's page tables, so that NumPy, or anything else that takes a
+buffer, works in it at full speed:
+
+>>> import numpy, pagemark
+>>> region = pagemark.Region(1 << 20)
+>>> array = numpy.frombuffer(region, dtype=numpy.int64)
+>>> with region.transaction() as transaction:
+...     array[0] = 42
+>>> any(0 in written for written in transaction.written)
+True
+>>> before = region.snapshot()
+>>> array[:] = 7
+>>> restored = region.restore(before)
+>>> int(array[0]), int(array[1])
+(42, 0)
+"""
+
+from ._native import (
+    MECHANISMS,
+    PAGE_SIZE,
+    Error,
+    ForkedError,
+    MechanismError,
+    Region,
+    Snapshot,
+    SnapshotError,
+    Store,
+    Transaction,
+    TransactionError,
+    Usage,
+    __version__,
+)
+
+__all__ = [
+    "MECHANISMS",
+    "PAGE_SIZE",
+    "Error",
+    "ForkedError",
+    "MechanismError",
+    "Region",
+    "Snapshot",
+    "SnapshotError",
+    "Store",
+    "Transaction",
+    "TransactionError",
+    "Usage",
+    "__version__",
+]

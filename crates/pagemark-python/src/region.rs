@@ -1,0 +1,263 @@
+//! Regions, and their memory as a buffer.
+
+use std::ffi::{c_int, c_void};
+use std::io;
+use std::os::fd::BorrowedFd;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use pagemark::Mechanism;
+use pagemark::region::{RegionError, RegionOptions};
+use pyo3::exceptions::{PyBufferError, PyValueError};
+use pyo3::ffi;
+use pyo3::prelude::*;
+use pyo3::types::PyList;
+
+use crate::errors;
+use crate::ranges::list;
+use crate::snapshot::Snapshot;
+use crate::store::Store;
+use crate::transaction::Transaction;
+
+/// Memory whose writes are tracked: `bytes` of it, rounded up to whole pages, zeros at first.
+///
+/// It is a writable buffer: `numpy.frombuffer(region, dtype=...)`, `memoryview(region)`. `mechanism` is one of
+/// `MECHANISMS`, or "auto" for the one that serves best; one that does not work here raises MechanismError and is never
+/// replaced by another one. With `rollback=False` no copy of the region is kept to go back to, and a transaction begins where the
+/// last one ended. Regions that share a `store` hold equal content once.
+///
+/// System calls that write into the buffer (`file.readinto`) fail with EFAULT under `mprotect` and `emulate`; `read_from` works
+/// with every mechanism.
+#[pyclass(frozen, module = "pagemark")]
+pub struct Region {
+    state: Mutex<State>,
+    mechanism: Mechanism,
+    has_rollback: bool,
+}
+
+struct State {
+    /// None when closed.
+    region: Option<Arc<pagemark::Region>>,
+    /// Views of the memory that exist.
+    exports: usize,
+}
+
+impl Region {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn open(&self) -> PyResult<Arc<pagemark::Region>> {
+        self.lock().region.clone().ok_or_else(closed)
+    }
+
+    /// Does something with the region that may take long, with the interpreter released.
+    fn detached<T: Send>(
+        &self,
+        py: Python<'_>,
+        work: impl FnOnce(&pagemark::Region) -> Result<T, RegionError> + Send,
+    ) -> PyResult<T> {
+        let region = self.open()?;
+        py.detach(|| {
+            let result = work(&region);
+            // If it was closed meanwhile, it is unmapped here.
+            drop(region);
+            result
+        })
+        .map_err(errors::of_region)
+    }
+
+    pub(crate) fn has_rollback(&self) -> bool {
+        self.has_rollback
+    }
+
+    pub(crate) fn begin_detached(&self, py: Python<'_>) -> PyResult<()> {
+        self.detached(py, pagemark::Region::begin)
+    }
+
+    pub(crate) fn commit_detached(&self, py: Python<'_>) -> PyResult<pagemark::RangeSet> {
+        self.detached(py, pagemark::Region::commit)
+    }
+
+    pub(crate) fn rollback_detached(&self, py: Python<'_>) -> PyResult<pagemark::RangeSet> {
+        self.detached(py, pagemark::Region::rollback)
+    }
+}
+
+#[pymethods]
+impl Region {
+    #[new]
+    #[pyo3(signature = (bytes, mechanism = "auto", *, rollback = true, store = None))]
+    fn new(py: Python<'_>, bytes: usize, mechanism: &str, rollback: bool, store: Option<&Store>) -> PyResult<Self> {
+        if bytes == 0 {
+            return Err(PyValueError::new_err("a region has at least one byte"));
+        }
+        let mechanism = match mechanism {
+            "auto" => None,
+            name => Some(name.parse::<Mechanism>().map_err(PyValueError::new_err)?),
+        };
+        let store = store.map(|store| store.store.clone());
+        let options = RegionOptions { mechanism, without_rollback: !rollback, store };
+        // The first `auto` tries the mechanisms.
+        let region = py.detach(|| pagemark::Region::with_options(bytes, options)).map_err(errors::of_region)?;
+        let mechanism = region.mechanism();
+        let state = Mutex::new(State { region: Some(Arc::new(region)), exports: 0 });
+        Ok(Region { state, mechanism, has_rollback: rollback })
+    }
+
+    /// The name of the mechanism that finds what is written.
+    #[getter]
+    fn mechanism(&self) -> &'static str {
+        self.mechanism.name()
+    }
+
+    /// Smallest unit in which a write is reported.
+    #[getter]
+    fn granularity_bytes(&self) -> PyResult<u64> {
+        Ok(self.open()?.granularity_bytes())
+    }
+
+    /// True between begin and commit or rollback.
+    #[getter]
+    fn in_transaction(&self) -> PyResult<bool> {
+        Ok(self.open()?.in_transaction())
+    }
+
+    /// True once the region is closed.
+    #[getter]
+    fn closed(&self) -> bool {
+        self.lock().region.is_none()
+    }
+
+    fn __len__(&self) -> PyResult<usize> {
+        Ok(self.open()?.bytes())
+    }
+
+    fn __repr__(&self) -> String {
+        match &self.lock().region {
+            Some(region) => format!("<pagemark.Region of {} bytes, {}>", region.bytes(), self.mechanism),
+            None => "<pagemark.Region, closed>".to_owned(),
+        }
+    }
+
+    /// Begins a transaction. Transactions do not nest.
+    fn begin(&self, py: Python<'_>) -> PyResult<()> {
+        self.begin_detached(py)
+    }
+
+    /// Ends the transaction and returns the offsets that were written in it, and more where the mechanism can't tell: a list
+    /// of disjoint `range` objects in ascending order.
+    fn commit<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+        list(py, &self.commit_detached(py)?)
+    }
+
+    /// Ends the transaction, puts back what the region held when it began, and returns where that was.
+    fn rollback<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
+        list(py, &self.rollback_detached(py)?)
+    }
+
+    /// A transaction for a `with` block: committed at its end, rolled back if it raises.
+    fn transaction(slf: Py<Self>) -> Transaction {
+        Transaction::new(slf)
+    }
+
+    /// Takes a snapshot. It costs what was written since the last one was taken or restored.
+    fn snapshot(&self, py: Python<'_>) -> PyResult<Snapshot> {
+        Ok(Snapshot::from(self.detached(py, pagemark::Region::snapshot)?))
+    }
+
+    /// Makes the region hold what the snapshot holds, in place, and returns what was written for that: only what differed. In a
+    /// transaction, it counts as written in it.
+    fn restore<'py>(&self, py: Python<'py>, snapshot: &Snapshot) -> PyResult<Bound<'py, PyList>> {
+        list(py, &self.detached(py, |region| region.restore(&snapshot.snapshot))?)
+    }
+
+    /// Reads once from a file, a pipe or a socket (a descriptor, or an object with `fileno`) into the offsets from `start` up to
+    /// `stop` (the end, if it is None). Returns how many bytes were read; 0 is the end of the file.
+    #[pyo3(signature = (file, start = 0, stop = None))]
+    fn read_from(&self, py: Python<'_>, file: &Bound<'_, PyAny>, start: usize, stop: Option<usize>) -> PyResult<usize> {
+        let stop = stop.map_or_else(|| self.__len__(), Ok)?;
+        let descriptor: c_int = match file.extract() {
+            Ok(descriptor) => descriptor,
+            Err(_) => file.call_method0("fileno")?.extract()?,
+        };
+        if descriptor < 0 {
+            return Err(PyValueError::new_err(format!("{descriptor} is no file descriptor")));
+        }
+        loop {
+            // SAFETY: not negative; whether it is open is for the system call to say.
+            let file = unsafe { BorrowedFd::borrow_raw(descriptor) };
+            let read = self.detached(py, move |region| match region.read_from(file, start..stop) {
+                Err(RegionError::System { source, .. }) if source.kind() == io::ErrorKind::Interrupted => Ok(None),
+                result => result.map(Some),
+            });
+            match read? {
+                Some(count) => return Ok(count),
+                None => py.check_signals()?,
+            }
+        }
+    }
+
+    /// Frees the memory behind the whole pages from `start` up to `stop`: they hold zeros afterwards, which counts as a write.
+    fn discard(&self, py: Python<'_>, start: usize, stop: usize) -> PyResult<()> {
+        self.detached(py, |region| region.discard(start..stop))
+    }
+
+    /// Unmaps the region. Raises BufferError as long as views of it exist. Snapshots stay readable.
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        let region = {
+            let mut state = self.lock();
+            if state.exports > 0 {
+                let message = format!("{} views of the region exist: delete them before it is closed", state.exports);
+                return Err(PyBufferError::new_err(message));
+            }
+            state.region.take()
+        };
+        py.detach(|| drop(region));
+        Ok(())
+    }
+
+    fn __enter__(slf: Py<Self>) -> Py<Self> {
+        slf
+    }
+
+    fn __exit__(
+        &self,
+        py: Python<'_>,
+        _kind: &Bound<'_, PyAny>,
+        _value: &Bound<'_, PyAny>,
+        _traceback: &Bound<'_, PyAny>,
+    ) -> PyResult<bool> {
+        self.close(py)?;
+        Ok(false)
+    }
+
+    /// # Safety
+    /// Called by Python, which passes a view to be filled.
+    unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
+        let mut state = slf.get().lock();
+        let Some(region) = &state.region else {
+            // SAFETY: as the buffer protocol asks of exporters that fail.
+            unsafe { (*view).obj = std::ptr::null_mut() };
+            return Err(closed());
+        };
+        let (start, bytes) = (region.as_ptr().cast::<c_void>(), region.bytes() as ffi::Py_ssize_t);
+        // SAFETY: so many bytes are mapped there and stay so while the view exists: it counts as an export, and it refers to
+        // this object.
+        let result = unsafe { ffi::PyBuffer_FillInfo(view, slf.as_ptr(), start, bytes, 0, flags) };
+        if result != 0 {
+            return Err(PyErr::fetch(slf.py()));
+        }
+        state.exports += 1;
+        Ok(())
+    }
+
+    /// # Safety
+    /// Called by Python, once for each view that was filled.
+    unsafe fn __releasebuffer__(&self, _view: *mut ffi::Py_buffer) {
+        self.lock().exports -= 1;
+    }
+}
+
+fn closed() -> PyErr {
+    PyValueError::new_err("the region is closed")
+}

@@ -1,0 +1,88 @@
+//! Transactions as context managers.
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use pagemark::RangeSet;
+use pyo3::prelude::*;
+use pyo3::types::PyList;
+
+use crate::errors::TransactionError;
+use crate::ranges::list;
+use crate::region::Region;
+
+/// A transaction of a region, for one `with` block: committed at its end, rolled back if it raises. Of a region made with
+/// `rollback=False`, it only ends, whatever is raised.
+#[pyclass(frozen, module = "pagemark")]
+pub struct Transaction {
+    region: Py<Region>,
+    progress: Mutex<Progress>,
+}
+
+#[derive(PartialEq)]
+enum Progress {
+    New,
+    Open,
+    /// With the offsets that were written.
+    Ended(RangeSet),
+}
+
+impl Transaction {
+    pub(crate) fn new(region: Py<Region>) -> Transaction {
+        Transaction { region, progress: Mutex::new(Progress::New) }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Progress> {
+        self.progress.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[pymethods]
+impl Transaction {
+    /// The offsets that were committed, or put back by the rollback, and more where the mechanism can't tell: a list of disjoint
+    /// `range` objects in ascending order. None before the transaction has ended.
+    #[getter]
+    fn written<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyList>>> {
+        // Not under the lock: making objects may run any code.
+        let written = match &*self.lock() {
+            Progress::Ended(written) => Some(written.clone()),
+            _ => None,
+        };
+        written.map(|written| list(py, &written)).transpose()
+    }
+
+    /// Rolls back now; the end of the block then has nothing left to do.
+    fn rollback(&self, py: Python<'_>) -> PyResult<()> {
+        if *self.lock() != Progress::Open {
+            return Err(TransactionError::new_err("the transaction is not open"));
+        }
+        let written = self.region.get().rollback_detached(py)?;
+        *self.lock() = Progress::Ended(written);
+        Ok(())
+    }
+
+    fn __enter__(slf: Py<Self>, py: Python<'_>) -> PyResult<Py<Self>> {
+        let transaction = slf.get();
+        if *transaction.lock() != Progress::New {
+            return Err(TransactionError::new_err("a transaction serves one `with` block: make another one"));
+        }
+        transaction.region.get().begin_detached(py)?;
+        *transaction.lock() = Progress::Open;
+        Ok(slf)
+    }
+
+    fn __exit__(
+        &self,
+        py: Python<'_>,
+        kind: &Bound<'_, PyAny>,
+        _value: &Bound<'_, PyAny>,
+        _traceback: &Bound<'_, PyAny>,
+    ) -> PyResult<bool> {
+        if *self.lock() == Progress::Open {
+            let region = self.region.get();
+            let goes_back = !kind.is_none() && region.has_rollback();
+            let written = if goes_back { region.rollback_detached(py)? } else { region.commit_detached(py)? };
+            *self.lock() = Progress::Ended(written);
+        }
+        Ok(false)
+    }
+}

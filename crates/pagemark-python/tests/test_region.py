@@ -1,0 +1,215 @@
+import os
+import threading
+
+import numpy
+import pagemark
+import pytest
+
+PAGE = pagemark.PAGE_SIZE
+
+
+def covers(ranges: list[range], offset: int) -> bool:
+    return any(offset in part for part in ranges)
+
+
+def test_a_transaction_is_committed_and_tells_what_was_written(mechanism: str) -> None:
+    region = pagemark.Region(100 * PAGE, mechanism)
+    array = numpy.frombuffer(region, dtype=numpy.uint8)
+    array[:] = 1
+    with region.transaction() as transaction:
+        assert region.in_transaction
+        assert transaction.written is None
+        array[5] = 2
+        array[50 * PAGE] = 3
+    assert not region.in_transaction
+    assert array[5] == 2
+    assert transaction.written is not None
+    assert covers(transaction.written, 5) and covers(transaction.written, 50 * PAGE)
+    assert mechanism == "full" or not covers(transaction.written, 20 * PAGE)
+
+
+def test_an_exception_rolls_back_and_goes_on(mechanism: str) -> None:
+    region = pagemark.Region(10 * PAGE, mechanism)
+    array = numpy.frombuffer(region, dtype=numpy.int64)
+    array[:] = numpy.arange(len(array))
+    transaction = region.transaction()
+    with pytest.raises(ZeroDivisionError):
+        with transaction:
+            array[::100] = -1
+            print(1 // 0)
+    assert not region.in_transaction
+    assert transaction.written is not None and covers(transaction.written, 0)
+    assert numpy.array_equal(array, numpy.arange(len(array)))
+
+
+def test_a_transaction_can_be_rolled_back_within_its_block() -> None:
+    region = pagemark.Region(PAGE)
+    view = memoryview(region)
+    with region.transaction() as transaction:
+        view[0] = 1
+        transaction.rollback()
+        assert view[0] == 0
+        view[1] = 1
+        with pytest.raises(pagemark.TransactionError, match="not open"):
+            transaction.rollback()
+    assert view[0] == 0 and view[1] == 1, "what comes after the rollback stays"
+
+
+def test_a_transaction_object_serves_once() -> None:
+    region = pagemark.Region(PAGE)
+    transaction = region.transaction()
+    with transaction:
+        pass
+    with pytest.raises(pagemark.TransactionError, match="make another one"):
+        with transaction:
+            pass
+    assert not region.in_transaction
+
+
+def test_without_rollback_an_exception_only_ends_the_transaction() -> None:
+    region = pagemark.Region(PAGE, rollback=False)
+    view = memoryview(region)
+    with pytest.raises(KeyError):
+        with region.transaction():
+            view[0] = 1
+            raise KeyError
+    assert view[0] == 1 and not region.in_transaction
+    region.begin()
+    with pytest.raises(pagemark.TransactionError, match="without rollback"):
+        region.rollback()
+    region.commit()
+
+
+def test_misuse_is_told() -> None:
+    region = pagemark.Region(PAGE)
+    with pytest.raises(pagemark.TransactionError, match="call begin first"):
+        region.commit()
+    with pytest.raises(pagemark.TransactionError, match="call begin first"):
+        region.rollback()
+    region.begin()
+    with pytest.raises(pagemark.TransactionError, match="do not nest"):
+        region.begin()
+    with pytest.raises(pagemark.TransactionError, match="do not nest"):
+        with region.transaction():
+            pass
+    assert region.in_transaction
+    region.rollback()
+    with pytest.raises(ValueError, match="no mechanism is called guess"):
+        pagemark.Region(PAGE, "guess")
+    with pytest.raises(ValueError, match="at least one byte"):
+        pagemark.Region(0)
+    with pytest.raises(OverflowError):
+        pagemark.Region(-1)
+    with pytest.raises(OSError):
+        pagemark.Region(1 << 62)
+    for error in (pagemark.TransactionError, pagemark.MechanismError, pagemark.SnapshotError, pagemark.ForkedError):
+        assert issubclass(error, pagemark.Error)
+
+
+def test_a_mechanism_that_does_not_work_is_an_error_that_says_why() -> None:
+    for name in pagemark.MECHANISMS:
+        try:
+            assert pagemark.Region(1, name).mechanism == name
+        except pagemark.MechanismError as error:
+            assert str(error).startswith(f"{name} does not work here: ")
+
+
+def test_offsets_beyond_the_end_are_refused() -> None:
+    region = pagemark.Region(2 * PAGE)
+    for start, stop in ((0, 2 * PAGE + 1), (5, 4), (1 << 63, (1 << 63) + 1)):
+        with pytest.raises(IndexError, match="not within"):
+            region.discard(start, stop)
+        with pytest.raises(IndexError, match="not within"):
+            region.read_from(0, start, stop)
+
+
+def test_discarded_memory_holds_zeros_and_comes_back(mechanism: str) -> None:
+    region = pagemark.Region(4 * PAGE, mechanism)
+    array = numpy.frombuffer(region, dtype=numpy.uint8)
+    array[:] = 9
+    region.begin()
+    region.discard(PAGE // 2, 3 * PAGE)
+    assert (array[PAGE : 3 * PAGE] == 0).all() and (array[:PAGE] == 9).all()
+    region.rollback()
+    assert (array == 9).all()
+
+
+def test_a_file_is_read_into_a_region_with_every_mechanism(mechanism: str) -> None:
+    region = pagemark.Region(4 * PAGE, mechanism)
+    reader, writer = os.pipe()
+    with os.fdopen(reader, "rb", buffering=0) as file, os.fdopen(writer, "wb", buffering=0) as sink:
+        sink.write(b"abcdef")
+        region.begin()
+        assert region.read_from(file, PAGE - 2, PAGE + 1) == 3
+        assert region.read_from(reader, PAGE + 1) == 3
+        assert bytes(memoryview(region)[PAGE - 2 : PAGE + 4]) == b"abcdef"
+        written = region.commit()
+        assert covers(written, PAGE - 2) and covers(written, PAGE + 3)
+    with pytest.raises(OSError) as bad:
+        region.read_from(reader)
+    assert bad.value.errno == 9
+    with pytest.raises(ValueError, match="no file descriptor"):
+        region.read_from(-1)
+    with pytest.raises(AttributeError):
+        region.read_from("a name")  # type: ignore[arg-type]
+
+
+def test_the_interpreter_is_released_while_a_call_waits() -> None:
+    region = pagemark.Region(PAGE)
+    reader, writer = os.pipe()
+    # Were it held, this thread would never come to write what the other waits for.
+    waiting = threading.Thread(target=region.read_from, args=(reader, 0, 1))
+    waiting.start()
+    os.write(writer, b"x")
+    waiting.join()
+    assert memoryview(region)[0] == ord("x")
+    os.close(reader)
+    os.close(writer)
+
+
+def test_a_forked_child_is_refused() -> None:
+    region = pagemark.Region(PAGE)
+    child = os.fork()
+    if child == 0:
+        try:
+            region.begin()
+        except pagemark.ForkedError:
+            os._exit(0)
+        os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    with region.transaction():
+        pass
+
+
+def test_threads_write_in_one_transaction(mechanism: str) -> None:
+    region = pagemark.Region(64 * PAGE, mechanism)
+    array = numpy.frombuffer(region, dtype=numpy.int64)
+
+    def write(first: int) -> None:
+        array[first::8] = first + 1
+
+    for _ in range(3):
+        before = array.copy()
+        region.begin()
+        threads = [threading.Thread(target=write, args=(first,)) for first in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert set(array.tolist()) == set(range(1, 9))
+        region.rollback()
+        assert numpy.array_equal(array, before)
+
+
+def test_transactions_of_many_regions_are_independent() -> None:
+    regions = [pagemark.Region(PAGE) for _ in range(20)]
+    views = [memoryview(region) for region in regions]
+    for region, view in zip(regions, views, strict=True):
+        region.begin()
+        view[0] = 1
+    for index, region in enumerate(regions):
+        if index % 2:
+            region.commit()
+        else:
+            region.rollback()
+    assert [view[0] for view in views] == [0, 1] * 10
