@@ -2,6 +2,7 @@
 
 use std::io;
 
+pub mod explore;
 pub mod peer;
 pub mod process;
 pub mod redis;
@@ -22,6 +23,8 @@ pub enum Bench {
     Region(region::Options),
     /// What snapshots in memory cost a page, beside a plain copy and beside one hash and one copy
     Store(store::Options),
+    /// What it costs to explore every state of a program, by how states are held, beside plain copies
+    Explore(explore::Options),
     /// The measured program itself
     #[command(hide = true)]
     Workload(workload::Workload),
@@ -38,6 +41,7 @@ impl Bench {
             Bench::Redis(options) => redis::run(options),
             Bench::Region(options) => region::run(options),
             Bench::Store(options) => store::run(options),
+            Bench::Explore(options) => explore::run(options),
             Bench::Workload(workload) => workload::run(workload).map_err(BenchError::on("run the workload")),
         }
     }

@@ -34,6 +34,9 @@ struct Model {
 /// What can be seen of a state from outside.
 type Seen = (Vec<u64>, Vec<Vec<u64>>);
 
+/// Transitions: what was seen before, whose step it was, what was seen then.
+type Edges = HashSet<(Seen, u32, Seen)>;
+
 impl Model {
     fn seen(&self) -> Seen {
         let counts = self.received.iter().map(|received| received.len() as u64).collect();
@@ -114,7 +117,7 @@ fn successors(program: &Messages, scripts: &[Vec<Act>], state: &Model, own: usiz
 }
 
 /// All that the model can get into: its states, what is seen of them, and of its transitions.
-fn all_of_model(program: &Messages) -> (usize, u64, BTreeSet<Seen>, HashSet<(Seen, u32, Seen)>) {
+fn all_of_model(program: &Messages) -> (usize, u64, BTreeSet<Seen>, Edges) {
     let (processes, scripts) = (program.processes, scripts(program));
     let first = Model {
         next: vec![0; processes],
@@ -164,7 +167,7 @@ fn messages_behave_as_the_model_does() {
         let (model_states, model_transitions, model_seen, model_edges) = all_of_model(&program);
         for order in [Order::DepthFirst, Order::BreadthFirst] {
             let seen: Rc<RefCell<HashMap<u32, Seen>>> = Rc::default();
-            let edges: Rc<RefCell<HashSet<(Seen, u32, Seen)>>> = Rc::default();
+            let edges: Rc<RefCell<Edges>> = Rc::default();
             let explorer = Explorer { sizes: program.sizes(), order, ..Explorer::default() };
             let (watched_seen, watched_edges) = (seen.clone(), edges.clone());
             let found = explorer.explore(move |world| {
