@@ -16,6 +16,7 @@ pub mod ldt;
 pub mod mprotect;
 mod page_bits;
 pub mod pagemap_scan;
+mod pins;
 mod populated;
 pub mod probe;
 mod protected;

@@ -10,7 +10,8 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use super::mprotect::{ByAccess, forked, pages_around};
+use super::mprotect::{ByAccess, forked};
+use super::pins::Pins;
 use super::populated::{Pages, populated};
 use super::protected::{Lock, Protected, Taken};
 use crate::sys::alias::Alias;
@@ -40,7 +41,7 @@ pub struct Emulate {
     pagemap: Arc<Pagemap>,
     cache: &'static Cache,
     areas: Vec<Area>,
-    pins: Vec<Range>,
+    pins: Pins,
     taken: Taken,
 }
 
@@ -85,7 +86,7 @@ impl Emulate {
                 "no memory that can be written and executed, as instructions need that are redirected ({error})"
             ),
         })?;
-        Ok(Emulate { pagemap, cache, areas: Vec::new(), pins: Vec::new(), taken: Taken::default() })
+        Ok(Emulate { pagemap, cache, areas: Vec::new(), pins: Pins::default(), taken: Taken::default() })
     }
 
     /// What became of the stores to all ranges that are tracked now.
@@ -122,10 +123,7 @@ impl Emulate {
         let armed = fault::arm(range.clone(), shared.clone()).map_err(failed)?;
         let area = Area { shared, taken, _armed: armed };
         area.shared.pages.close_all().map_err(failed)?;
-        for pin in &self.pins {
-            let parts = RangeSet::from(range.clone());
-            parts.within(pin.clone()).try_for_each(|part| area.shared.pages.open(&part)).map_err(failed)?;
-        }
+        self.pins.open_in(&area.shared.pages).map_err(failed)?;
         dirty.extend(&held);
         self.areas.push(area);
         Ok(())
@@ -143,7 +141,7 @@ impl Tracker for Emulate {
 
     fn collect(&mut self, ranges: &RangeSet, dirty: &mut RangeSet) -> Result<(), TrackError> {
         self.areas.retain(|area| ranges.iter().any(|range| range == *area.shared.pages.range()));
-        let pinned: RangeSet = self.pins.iter().cloned().collect();
+        let pinned = self.pins.pages();
         for range in ranges.iter() {
             let Some(area) = self.areas.iter_mut().find(|area| *area.shared.pages.range() == range) else {
                 self.arm(range, dirty)?;
@@ -162,22 +160,11 @@ impl Tracker for Emulate {
     }
 
     fn pin(&mut self, range: &Range) -> Result<(), TrackError> {
-        let pages = pages_around(range);
-        for area in &self.areas {
-            for part in RangeSet::from(area.shared.pages.range().clone()).within(pages.clone()) {
-                let opened = area.shared.pages.open(&part);
-                opened.map_err(|error| TrackError::from_io(error, || format!("unprotecting {part:#x?}")))?;
-            }
-        }
-        self.pins.push(pages);
-        Ok(())
+        self.pins.add(range, self.areas.iter().map(|area| &area.shared.pages))
     }
 
     fn unpin(&mut self, range: &Range) {
-        let pages = pages_around(range);
-        if let Some(index) = self.pins.iter().position(|pin| *pin == pages) {
-            self.pins.swap_remove(index);
-        }
+        self.pins.remove(range);
     }
 }
 

@@ -6,12 +6,13 @@
 use std::io;
 use std::sync::Arc;
 
+use super::pins::Pins;
 use super::populated::{Pages, populated};
 use super::protected::{Lock, Protected, Taken};
 use crate::sys::fault::{self, Armed, Fault, Outcome, WriteFault};
 use crate::sys::own_memory::{Access, set_access};
 use crate::sys::pagemap::Pagemap;
-use crate::{Mechanism, PAGE_SIZE, Range, RangeSet, TrackError, Tracker};
+use crate::{Mechanism, Range, RangeSet, TrackError, Tracker};
 
 /// Tracks by write-protection and a signal handler.
 ///
@@ -21,14 +22,14 @@ use crate::{Mechanism, PAGE_SIZE, Range, RangeSet, TrackError, Tracker};
 pub struct Mprotect {
     pagemap: Arc<Pagemap>,
     areas: Vec<Area>,
-    pins: Vec<Range>,
+    pins: Pins,
     taken: Taken,
 }
 
 impl Mprotect {
     /// Tracks the address space of this process, whose pagemap it is given.
     pub fn new(pagemap: Arc<Pagemap>) -> Self {
-        Mprotect { pagemap, areas: Vec::new(), pins: Vec::new(), taken: Taken::default() }
+        Mprotect { pagemap, areas: Vec::new(), pins: Pins::default(), taken: Taken::default() }
     }
 
     /// Starts to track a range, and adds what holds data there to `dirty`.
@@ -39,12 +40,7 @@ impl Mprotect {
         let area = Area { shared, _armed: armed };
         area.shared.pages.close_all().map_err(unavailable)?;
         dirty.extend(&populated(&self.pagemap, Pages::All, &range.clone().into())?);
-        for pin in &self.pins {
-            RangeSet::from(range.clone())
-                .within(pin.clone())
-                .try_for_each(|part| area.shared.pages.open(&part))
-                .map_err(unavailable)?;
-        }
+        self.pins.open_in(&area.shared.pages).map_err(unavailable)?;
         self.areas.push(area);
         Ok(())
     }
@@ -57,7 +53,7 @@ impl Tracker for Mprotect {
 
     fn collect(&mut self, ranges: &RangeSet, dirty: &mut RangeSet) -> Result<(), TrackError> {
         self.areas.retain(|area| ranges.iter().any(|range| range == *area.shared.pages.range()));
-        let pinned: RangeSet = self.pins.iter().cloned().collect();
+        let pinned = self.pins.pages();
         let mut written = RangeSet::new();
         let result = ranges.iter().try_for_each(|range| {
             match self.areas.iter().find(|area| *area.shared.pages.range() == range) {
@@ -74,29 +70,12 @@ impl Tracker for Mprotect {
     }
 
     fn pin(&mut self, range: &Range) -> Result<(), TrackError> {
-        let pages = pages_around(range);
-        for area in &self.areas {
-            for part in RangeSet::from(area.shared.pages.range().clone()).within(pages.clone()) {
-                let opened = area.shared.pages.open(&part);
-                opened.map_err(|error| TrackError::from_io(error, || format!("unprotecting {part:#x?}")))?;
-            }
-        }
-        self.pins.push(pages);
-        Ok(())
+        self.pins.add(range, self.areas.iter().map(|area| &area.shared.pages))
     }
 
     fn unpin(&mut self, range: &Range) {
-        let pages = pages_around(range);
-        if let Some(index) = self.pins.iter().position(|pin| *pin == pages) {
-            self.pins.swap_remove(index);
-        }
+        self.pins.remove(range);
     }
-}
-
-/// The pages that a range touches.
-pub(super) fn pages_around(range: &Range) -> Range {
-    let page = PAGE_SIZE as u64;
-    range.start / page * page..range.end.next_multiple_of(page)
 }
 
 /// A range that is tracked, as long as this exists.

@@ -190,7 +190,7 @@ impl Tracker for RegionScan {
 
     /// Spares the writes that follow their faults; system calls need no permission.
     fn pin(&mut self, range: &Range) -> Result<(), TrackError> {
-        let pages = super::mprotect::pages_around(range);
+        let pages = super::pins::pages_around(range);
         for area in &self.areas {
             let part = pages.start.max(area.range.start)..pages.end.min(area.range.end);
             if part.start < part.end {

@@ -8,7 +8,7 @@ use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
-use super::mprotect::pages_around;
+use super::pins::{Pins, pages_around};
 use super::populated::{Pages, populated};
 use super::protected::{Lock, Protected, Taken};
 use crate::sys::pagemap::Pagemap;
@@ -25,7 +25,7 @@ pub struct Uffd {
     pagemap: Arc<Pagemap>,
     shared: Arc<Shared>,
     handler: Option<JoinHandle<()>>,
-    pins: Vec<Range>,
+    pins: Pins,
     taken: Taken,
     process: u32,
 }
@@ -83,7 +83,7 @@ impl Uffd {
             .name("pagemark-uffd".to_owned())
             .spawn(move || for_thread.handle_faults())
             .map_err(|error| TrackError::from_io(error, || "starting a thread".to_owned()))?;
-        let (pins, taken) = (Vec::new(), Taken::default());
+        let (pins, taken) = (Pins::default(), Taken::default());
         Ok(Uffd { pagemap, shared, handler: Some(handler), pins, taken, process: std::process::id() })
     }
 
@@ -96,9 +96,7 @@ impl Uffd {
         self.shared.areas().push(area.clone());
         area.close_all().map_err(failed)?;
         dirty.extend(&populated(&self.pagemap, Pages::All, &range.clone().into())?);
-        for pin in &self.pins {
-            RangeSet::from(range.clone()).within(pin.clone()).try_for_each(|part| area.open(&part)).map_err(failed)?;
-        }
+        self.pins.open_in(&area).map_err(failed)?;
         Ok(())
     }
 }
@@ -117,7 +115,7 @@ impl Tracker for Uffd {
             }
             stays
         });
-        let pinned: RangeSet = self.pins.iter().cloned().collect();
+        let pinned = self.pins.pages();
         let mut written = RangeSet::new();
         let result = ranges.iter().try_for_each(|range| {
             let area = self.shared.areas().iter().find(|area| *area.range() == range).cloned();
@@ -133,23 +131,12 @@ impl Tracker for Uffd {
     }
 
     fn pin(&mut self, range: &Range) -> Result<(), TrackError> {
-        let pages = pages_around(range);
         let areas = self.shared.areas().clone();
-        for area in areas {
-            for part in RangeSet::from(area.range().clone()).within(pages.clone()) {
-                let opened = area.open(&part);
-                opened.map_err(|error| TrackError::from_io(error, || format!("unprotecting {part:#x?}")))?;
-            }
-        }
-        self.pins.push(pages);
-        Ok(())
+        self.pins.add(range, areas.iter().map(|area| &**area))
     }
 
     fn unpin(&mut self, range: &Range) {
-        let pages = pages_around(range);
-        if let Some(index) = self.pins.iter().position(|pin| *pin == pages) {
-            self.pins.swap_remove(index);
-        }
+        self.pins.remove(range);
     }
 }
 
