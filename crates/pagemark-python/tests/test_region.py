@@ -213,3 +213,24 @@ def test_transactions_of_many_regions_are_independent() -> None:
         else:
             region.rollback()
     assert [view[0] for view in views] == [0, 1] * 10
+
+
+def test_what_was_undone_and_is_written_again_is_seen(mechanism: str) -> None:
+    """Content that comes back after a rollback or a restore counts as written, as other content does."""
+    region = pagemark.Region(PAGE, mechanism)
+    view = memoryview(region)
+    region.begin()
+    view[0] = 1
+    region.rollback()
+    view[0] = 1
+    region.begin()
+    view[0] = 2
+    region.rollback()
+    assert view[0] == 1, "as it was when the transaction began"
+
+    view[0] = 0
+    empty = region.snapshot()
+    for _ in range(2):
+        view[0] = 1
+        region.restore(empty)
+        assert view[0] == 0
