@@ -94,7 +94,8 @@ struct State {
     is_open: bool,
     /// Offsets written in the transaction. Without a base also what was written since the last one.
     written: RangeSet,
-    /// Offsets that changed without a write that the tracker sees, until the next collect.
+    /// Offsets that changed without a write that the tracker sees, until the next collect: freed memory, and what a
+    /// restore wrote, of which `compare` sees nothing where the program then writes again what was there before.
     discarded: RangeSet,
     /// None without rollback.
     base: Option<Base>,
@@ -413,7 +414,9 @@ impl Region {
             let pinned = state.pin(&differing)?;
             let restored = store.restore(&snapshot.content, Some((&last, &unsaved)), &self.area());
             state.unpin(&pinned);
-            Ok(restored?)
+            let restored = restored?;
+            state.discarded.extend(&restored);
+            Ok(restored)
         });
         state.last = Some(match &restored {
             Ok(_) => (snapshot.content.clone(), RangeSet::new()),

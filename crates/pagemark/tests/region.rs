@@ -436,3 +436,25 @@ fn hot_pages_are_told_exactly_and_cool_down() {
         }
     }
 }
+
+#[test]
+fn what_was_put_back_and_is_written_again_is_seen() {
+    for mechanism in Mechanism::ALL.into_iter().filter(|&mechanism| mechanism != Mechanism::SoftDirty) {
+        let Some(region) = region(PAGE_SIZE, mechanism, false) else { continue };
+        region.begin().unwrap();
+        region.write(0, &[1]).unwrap();
+        region.rollback().unwrap();
+        region.write(0, &[1]).unwrap();
+        region.begin().unwrap();
+        region.write(0, &[2]).unwrap();
+        region.rollback().unwrap();
+        assert_eq!(content(&region)[0], 1, "{mechanism}");
+        region.write(0, &[0]).unwrap();
+        let empty = region.snapshot().unwrap();
+        for _ in 0..2 {
+            region.write(0, &[1]).unwrap();
+            region.restore(&empty).unwrap();
+            assert_eq!(content(&region)[0], 0, "{mechanism}");
+        }
+    }
+}
