@@ -108,15 +108,7 @@ impl Keeper {
     /// Makes the memory hold what it held.
     pub fn restore(&mut self, state: &State) -> Result<(), ExploreError> {
         match (self, state) {
-            (Keeper::Snapshots { region, .. }, State::Snapshot(snapshot)) => {
-                region.restore(snapshot)?;
-                if region.mechanism() == Mechanism::Compare {
-                    // It finds what differs from when it last looked, which was before the restore: what the program
-                    // changes back to that would be missed.
-                    region.begin()?;
-                    region.commit()?;
-                }
-            }
+            (Keeper::Snapshots { region, .. }, State::Snapshot(snapshot)) => _ = region.restore(snapshot)?,
             (Keeper::Copies { memory, .. }, State::Copy(copy)) => memory.fill(&copy.content),
             _ => unreachable!("a keeper is given back the states that it made"),
         }
