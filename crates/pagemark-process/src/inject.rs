@@ -117,13 +117,28 @@ impl Step {
     }
 }
 
+/// Threads that may exit one after the other while they are made to make it.
+const MOST_TRIES: u32 = 10;
+
 /// Makes a userfaultfd in the process `pid` and takes it out. The process must not be traced.
 ///
 /// # Errors
 /// [`InjectError`]; the process runs on as it was.
 pub fn userfaultfd(pid: i32) -> Result<OwnedFd, InjectError> {
+    for _ in 1..MOST_TRIES {
+        let thread = proc::live_thread(pid).ok_or(InjectError::Gone)?;
+        match userfaultfd_by(pid, thread) {
+            // The thread has exited meanwhile, whatever failed because of that: others of the process run.
+            Err(_) if proc::live_thread(pid).is_some_and(|now| now != thread) => {}
+            made => return made,
+        }
+    }
+    userfaultfd_by(pid, proc::live_thread(pid).ok_or(InjectError::Gone)?)
+}
+
+/// As [`userfaultfd`], by calls that this thread of the process makes.
+fn userfaultfd_by(pid: i32, thread: i32) -> Result<OwnedFd, InjectError> {
     let system = |step| move |source| InjectError::System { step, source };
-    let thread = proc::live_thread(pid).ok_or(InjectError::Gone)?;
     let status = proc::Status::read(thread).map_err(|_| InjectError::Gone)?;
     let has_filters = status.seccomp_mode != 0;
     let (ours, theirs) = socket_pair().map_err(system("making a socket pair"))?;

@@ -116,6 +116,18 @@ fn two_hundred_injections_disturb_nobody() {
 }
 
 #[test]
+fn a_main_thread_that_exits_meanwhile_is_no_hindrance() {
+    for _ in 0..10 {
+        // It exits as soon as it has said that it is ready.
+        let Some(mut steady) = Steady::start("threads") else { skip!("no C compiler") };
+        let descriptor = inject::userfaultfd(steady.pid());
+        assert!(descriptor.is_ok(), "{descriptor:?}");
+        drop(descriptor);
+        steady.goes_on();
+    }
+}
+
+#[test]
 fn a_blocked_reader_is_not_interrupted() {
     for mode in ["read", "strict"] {
         let Some(mut steady) = Steady::start(mode) else { skip!("no C compiler") };

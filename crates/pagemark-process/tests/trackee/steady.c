@@ -42,6 +42,11 @@ static void check_descriptors(void) {
 		violated("the descriptors have changed");
 }
 
+static void *exits(void *unused) {
+	(void)unused;
+	pthread_exit(NULL);
+}
+
 static void ready(void) {
 	descriptors = open_descriptors();
 	if (write(1, "ready\n", 6) != 6)
@@ -168,6 +173,9 @@ int main(int count, char **arguments) {
 	} else if (!strcmp(mode, "threads")) {
 		void *(*work[])(void *) = {computes, polls, waits, sleeps, waits};
 		pthread_t thread;
+		/* The first thread that exits has the C library open another one, with a descriptor for a moment. */
+		pthread_create(&thread, NULL, exits, NULL);
+		pthread_join(thread, NULL);
 		ready();
 		for (int i = 0; i < 5; i++)
 			pthread_create(&thread, NULL, work[i], NULL);
