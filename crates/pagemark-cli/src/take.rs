@@ -21,7 +21,7 @@ pub struct How {
     /// Name under which the checkpoints are filed [default: the program's name]
     #[arg(long, value_name = "NAME")]
     pub job: Option<String>,
-    /// How written pages are found: auto, adaptive, pagemap-scan, soft-dirty, compare or full
+    /// How written pages are found: auto, ldt, adaptive, pagemap-scan, soft-dirty, compare or full
     #[arg(long, default_value = "auto", value_parser = mechanism)]
     mechanism: Chosen,
     /// How memory is copied: in rounds while the program runs, or all while it stands still
