@@ -31,7 +31,7 @@ pub struct Cache {
 struct Entry {
     state: AtomicU32,
     address: AtomicU64,
-    /// Written by whoever changes the state from empty to filling, and never after it is ready.
+    /// Written by whoever changed the state from empty to filling, and never after it is ready.
     known: UnsafeCell<Known>,
 }
 
@@ -80,9 +80,12 @@ impl Cache {
         for index in (first..first + TRIES).map(|index| index % ENTRIES) {
             let entry = &self.entries[index];
             let state = entry.state.load(Ordering::Acquire);
-            if state == EMPTY {
-                // SAFETY: see the caller's promise.
-                return unsafe { self.add(index, address) };
+            // Where another thread is quicker, the next place will do.
+            if state == EMPTY
+                && entry.state.compare_exchange(EMPTY, FILLING, Ordering::Acquire, Ordering::Relaxed).is_ok()
+            {
+                // SAFETY: see the caller's promise; the entry is ours.
+                return unsafe { self.fill(index, address) };
             }
             if state != READY || entry.address.load(Ordering::Relaxed) != address {
                 continue;
@@ -101,15 +104,17 @@ impl Cache {
         None
     }
 
-    /// Decodes the instruction at an address into an entry that is still empty. None if another thread takes it now.
+    /// Decodes the instruction at an address into an entry that this thread has just set to `FILLING`.
     ///
     /// # Safety
     /// As for [`Cache::at`].
-    unsafe fn add(&self, index: usize, address: u64) -> Option<Found<'_>> {
-        // SAFETY: see the caller's promise.
-        let (bytes, store) = unsafe { read_and_decode(address) }?;
+    unsafe fn fill(&self, index: usize, address: u64) -> Option<Found<'_>> {
         let entry = &self.entries[index];
-        entry.state.compare_exchange(EMPTY, FILLING, Ordering::Acquire, Ordering::Relaxed).ok()?;
+        // SAFETY: see the caller's promise.
+        let Some((bytes, store)) = (unsafe { read_and_decode(address) }) else {
+            entry.state.store(EMPTY, Ordering::Release);
+            return None;
+        };
         // SAFETY: the state says that we alone have the entry.
         unsafe { *entry.known.get() = Known { bytes, store } };
         if let Kind::Execute { code, code_length, .. } = &store.kind {
