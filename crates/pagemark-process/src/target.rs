@@ -421,8 +421,9 @@ impl Target for ProcessTarget {
         let (state, files, frozen_since, frozen_time) = match std::mem::replace(&mut self.freeze, Freeze::Running) {
             Freeze::Dumping(dump) => {
                 let files = self.copy_files();
-                let populated = self.processes.iter().map(|process| (process.space.pid(), process.space.populated()));
-                let (timings, state) = dump.thaw(&populated.collect())?;
+                let processes = self.processes.iter().map(|process| &process.space);
+                let populated = || processes.map(|space| (space.pid(), space.populated())).collect();
+                let (timings, state) = dump.thaw(populated)?;
                 let images = self.images.take().map_or_else(images_directory, Ok)?;
                 (SavedBy::Criu(state, images), files, timings.frozen_at, timings.downtime())
             }

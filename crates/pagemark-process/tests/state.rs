@@ -289,7 +289,7 @@ fn dumping_command() {
         let mut dump = Dump::start(&criu, pid, directory.path(), &DumpOptions::default()).unwrap();
         dump.wait_state_saved().unwrap();
         let memory = support::tree(pid).into_iter().map(|pid| (pid, support::memory(pid))).collect();
-        dump.thaw(&support::populated(&memory)).unwrap();
+        dump.thaw(|| support::populated(&memory)).unwrap();
     }
 }
 

@@ -270,12 +270,15 @@ impl Dump {
         self.state_saved_at.is_some()
     }
 
-    /// Lets the tree run on, and waits until it does. `populated` has, of each process, the pages of private mappings that hold
-    /// data: what CRIU was not told of.
+    /// Lets the tree run on, and waits until it does. Then asks `populated` for the pages of private mappings, by process, that held
+    /// data in the freeze: what CRIU was not told of.
     ///
     /// # Errors
     /// The state was not saved: no [`Dump::wait_state_saved`] has succeeded, or CRIU failed after it. The tree runs on all the same.
-    pub fn thaw(mut self, populated: &HashMap<i32, RangeSet>) -> Result<(Timings, SavedState), CriuError> {
+    pub fn thaw(
+        mut self,
+        populated: impl FnOnce() -> HashMap<i32, RangeSet>,
+    ) -> Result<(Timings, SavedState), CriuError> {
         let (Some(frozen_at), Some(state_saved_at)) = (self.watch.frozen_at(), self.state_saved_at) else {
             return Err(CriuError::Failed { what: self.what(), reason: "the state is not saved yet".into() });
         };
@@ -308,7 +311,7 @@ impl Dump {
         }
         let thawed_at = thawed_at.unwrap_or_else(Instant::now);
         let withheld = self.withholding.take().map(Withholding::finish).unwrap_or_default();
-        add_withheld(&self.directory, &withheld, populated)?;
+        add_withheld(&self.directory, &withheld, &populated())?;
         let state = SavedState::read(&self.directory)?;
         Ok((Timings { frozen_at, state_saved_at, thawed_at }, state))
     }

@@ -300,7 +300,7 @@ pub fn take(criu: &Criu, pid: i32, options: &DumpOptions) -> Taken {
     while !dump.wait_frozen(Duration::from_millis(5)).unwrap() {}
     dump.wait_state_saved().unwrap();
     let memory: BTreeMap<i32, Memory> = tree(pid).into_iter().map(|pid| (pid, memory(pid))).collect();
-    let (timings, state) = dump.thaw(&populated(&memory)).unwrap();
+    let (timings, state) = dump.thaw(|| populated(&memory)).unwrap();
     assert!(timings.frozen_at <= timings.state_saved_at && timings.state_saved_at <= timings.thawed_at);
 
     let mut store = MemoryStore::new();
