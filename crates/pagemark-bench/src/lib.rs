@@ -3,6 +3,7 @@
 use std::io;
 
 pub mod explore;
+pub mod ldt;
 pub mod peer;
 pub mod process;
 pub mod redis;
@@ -25,6 +26,11 @@ pub enum Bench {
     Store(store::Options),
     /// What it costs to explore every state of a program, by how states are held, beside plain copies
     Explore(explore::Options),
+    /// What dirty tracking by the dirty bits of the page table costs, beside the other mechanisms and no tracking
+    Ldt(ldt::Options),
+    /// A measurement of `ldt` that needs a process of its own
+    #[command(hide = true)]
+    LdtTask(ldt::task::TaskOptions),
     /// The measured program itself
     #[command(hide = true)]
     Workload(workload::Workload),
@@ -42,6 +48,8 @@ impl Bench {
             Bench::Region(options) => region::run(options),
             Bench::Store(options) => store::run(options),
             Bench::Explore(options) => explore::run(options),
+            Bench::Ldt(options) => ldt::run(options),
+            Bench::LdtTask(options) => ldt::task::run(options),
             Bench::Workload(workload) => workload::run(workload).map_err(BenchError::on("run the workload")),
         }
     }
@@ -70,6 +78,26 @@ pub enum BenchError {
         /// Its own words.
         reason: String,
     },
+    /// A measurement that has a process of its own failed there.
+    #[error("a measurement failed in its process: {reason}")]
+    Task {
+        /// What it was, and its own words.
+        reason: String,
+    },
+    /// A mechanism does not tell of all pages that were written, or of others.
+    #[error("of {pages} pages that were written, {found} were found")]
+    Missed {
+        /// How many were written.
+        pages: usize,
+        /// How many were found.
+        found: u64,
+    },
+    /// There is no Redis server to measure.
+    #[error("redis-server does not start: {0}; install Redis")]
+    NoServer(#[source] io::Error),
+    /// Another kernel's numbers are not what they should be.
+    #[error("the file given by --against has no numbers; give the helpers.csv that another run has written")]
+    Against,
     /// Pagemark itself failed.
     #[error(transparent)]
     Pagemark(#[from] Box<dyn std::error::Error + Send + Sync>),

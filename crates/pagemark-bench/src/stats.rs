@@ -1,7 +1,7 @@
 //! Medians and spread of repeated measurements.
 
 /// Repeated measurements of one thing.
-#[derive(Clone, Debug, Default, serde::Serialize)]
+#[derive(Clone, Debug, Default, PartialEq, serde::Serialize)]
 #[serde(transparent)]
 pub struct Samples(Vec<f64>);
 
@@ -9,6 +9,16 @@ impl Samples {
     /// Adds a measurement.
     pub fn push(&mut self, value: f64) {
         self.0.push(value);
+    }
+
+    /// Adds the measurements of another.
+    pub fn extend(&mut self, other: &Samples) {
+        self.0.extend(&other.0);
+    }
+
+    /// How many there are.
+    pub fn count(&self) -> usize {
+        self.0.len()
     }
 
     /// The value below which the given share (0 to 1) of the measurements lies. NaN without measurements.
