@@ -1,7 +1,7 @@
 # `make demo` and `make test` do everything that they need, set-up included.
 
 .DEFAULT_GOAL := build
-.PHONY: setup setup-demo criu build demo test fmt clippy doc licences fuzz bench lab header install-c clean
+.PHONY: setup setup-demo criu build demo test fmt clippy doc licences models fuzz bench lab header install-c clean
 
 FUZZ_SECONDS ?= 60
 
@@ -26,6 +26,9 @@ clippy: ; cargo clippy --workspace --all-targets --locked -- -D warnings
 doc: ; RUSTDOCFLAGS=-Dwarnings cargo doc --workspace --no-deps --locked
 
 licences: ; @scripts/licences.py
+
+# What threads share without locks, in every order that loom tries.
+models: ; @scripts/models.sh
 
 fuzz: ; @scripts/fuzz.sh $(FUZZ_SECONDS)
 

@@ -40,6 +40,13 @@ tests() {
     return $status
 }
 
+models() {
+    scripts/models.sh >"$logs/models" 2>&1
+    local status=$?
+    if [ $status = 0 ]; then grep -a '^test result:' "$logs/models"; else tail -n 60 "$logs/models"; fi
+    return $status
+}
+
 fuzz() {
     if [ "$fuzz_seconds" = 0 ]; then
         echo "skipped: fuzz: PAGEMARK_FUZZ_SECONDS=0" >>"$PAGEMARK_SKIP_LOG"
@@ -64,6 +71,7 @@ step "clippy" cargo clippy --workspace --all-targets --locked --quiet -- -D warn
 step "documentation" env RUSTDOCFLAGS=-Dwarnings cargo doc --workspace --no-deps --locked --quiet
 step "licences" scripts/licences.py
 step "tests" tests
+step "models" models
 step "python" python
 step "fuzz" fuzz
 

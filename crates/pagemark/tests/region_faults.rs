@@ -3,7 +3,7 @@
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Command, ExitStatus};
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 
 use pagemark::region::{Region, RegionError, RegionOptions};
 use pagemark::sys::own_memory::Mapping;
@@ -60,6 +60,43 @@ fn run(case: &str, mechanism: Mechanism) -> ExitStatus {
         .unwrap()
 }
 
+/// What SIGSEGV did when [`release_first`] took its place.
+static BEHIND: AtomicUsize = AtomicUsize::new(0);
+static RELEASED: AtomicPtr<Region> = AtomicPtr::new(std::ptr::null_mut());
+
+/// As if another thread dropped the region between a fault and the handler that it is for.
+extern "C" fn release_first(signal: libc::c_int, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
+    let region = RELEASED.swap(std::ptr::null_mut(), Ordering::Relaxed);
+    if !region.is_null() {
+        // SAFETY: it came from a box and is dropped once; the store that faulted holds no lock.
+        drop(unsafe { Box::from_raw(region) });
+    }
+    type Handler = extern "C" fn(libc::c_int, *mut libc::siginfo_t, *mut libc::c_void);
+    // SAFETY: Pagemark's handler is one of this kind.
+    unsafe { std::mem::transmute::<usize, Handler>(BEHIND.load(Ordering::Relaxed))(signal, info, context) }
+}
+
+/// A store to memory that ceases to be a region between its fault and the handler; then one to memory that is no region's.
+fn fault_late(mechanism: Mechanism) {
+    let mapping = Mapping::new(8 * PAGE_SIZE).unwrap();
+    // SAFETY: the mapping outlives the region.
+    let region = unsafe { Region::adopt(mapping.start(), mapping.bytes(), options(mechanism)) }.unwrap();
+    region.begin().unwrap();
+    // SAFETY: all zeros are valid, and the call fills it in.
+    let mut behind: libc::sigaction = unsafe { std::mem::zeroed() };
+    // SAFETY: only asks.
+    assert_eq!(unsafe { libc::sigaction(libc::SIGSEGV, std::ptr::null(), &mut behind) }, 0);
+    BEHIND.store(behind.sa_sigaction, Ordering::Relaxed);
+    RELEASED.store(Box::into_raw(Box::new(region)), Ordering::Relaxed);
+    on_segv(release_first as *const () as usize, libc::SA_SIGINFO);
+    // SAFETY: the page is the mapping's.
+    unsafe {
+        let word: *mut u64 = mapping.start().as_ptr().cast();
+        word.write_volatile(7);
+        assert_eq!(word.read_volatile(), 7);
+    }
+}
+
 static FIXED: AtomicU32 = AtomicU32::new(0);
 static FORBIDDEN: AtomicPtr<u64> = AtomicPtr::new(std::ptr::null_mut());
 
@@ -98,6 +135,10 @@ fn in_a_process_of_its_own() {
         "fixed" => on_segv(allow as *const () as usize, libc::SA_SIGINFO),
         "plain" => on_segv(exit_42 as *const () as usize, libc::SA_RESETHAND | libc::SA_NODEFER),
         "ignored" | "ignored-sent" => on_segv(libc::SIG_IGN, 0),
+        "late" => {
+            on_segv(allow as *const () as usize, libc::SA_SIGINFO);
+            fault_late(mechanism);
+        }
         _ => {}
     }
     let region = region(8, mechanism);
@@ -132,6 +173,16 @@ fn a_crash_stays_a_crash() {
         assert_eq!(run("fixed", mechanism).code(), Some(0), "{mechanism}: the handler from before did not help");
         assert_eq!(run("plain", mechanism).code(), Some(42), "{mechanism}");
         assert_eq!(run("ignored-sent", mechanism).code(), Some(0), "{mechanism}");
+    }
+}
+
+/// A fault that comes late is none, and what is a crash after it is one: it goes to the handler from before.
+#[test]
+fn a_fault_in_memory_that_just_ceased_to_be_a_region_is_no_crash() {
+    for mechanism in [Mechanism::Mprotect, Mechanism::Emulate] {
+        if mechanisms().contains(&mechanism) {
+            assert_eq!(run("late", mechanism).code(), Some(0), "{mechanism}");
+        }
     }
 }
 
@@ -298,6 +349,38 @@ fn adopted_memory_keeps_its_content_and_its_use() {
         drop(region);
         (0..8).for_each(|page| write(page * 512 + 3, 5));
         (0..8).for_each(|page| assert_eq!(read(page * 512 + 3), 5, "{mechanism}"));
+    }
+}
+
+#[test]
+fn memory_ceases_to_be_a_region_while_others_write_it() {
+    // `emulate` demands that nobody does when the region is made.
+    for mechanism in mechanisms().into_iter().filter(|&mechanism| mechanism != Mechanism::Emulate) {
+        let mapping = Mapping::new(16 * PAGE_SIZE).unwrap();
+        let start: NonNull<AtomicU64> = mapping.start().cast();
+        // SAFETY: the mapping outlives the threads, and all access the words atomically.
+        let words = unsafe { std::slice::from_raw_parts(start.as_ptr(), 16 * 512) };
+        let done = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            for first in [0, 256] {
+                let done = &done;
+                scope.spawn(move || {
+                    while !done.load(Ordering::Relaxed) {
+                        words.iter().skip(first).step_by(512).for_each(|word| _ = word.fetch_add(1, Ordering::Relaxed));
+                    }
+                });
+            }
+            for _ in 0..500 {
+                let options = RegionOptions { without_rollback: true, ..options(mechanism) };
+                // SAFETY: the mapping stays as it is while the region exists.
+                let region = unsafe { Region::adopt(mapping.start(), mapping.bytes(), options) }.unwrap();
+                region.begin().unwrap();
+                drop(region);
+            }
+            done.store(true, Ordering::Relaxed);
+        });
+        let counts = words.iter().step_by(512).map(|word| word.load(Ordering::Relaxed));
+        assert!(counts.collect::<Vec<_>>().windows(2).all(|pair| pair[0] == pair[1]), "{mechanism}: a write was lost");
     }
 }
 

@@ -1,15 +1,16 @@
 //! The one SIGSEGV handler of the process: it takes a write to protected memory to whoever protected it, and everything else
 //! to the handler that was there before.
 //!
-//! What happens in the handler is async-signal-safe: it reads a fixed table by atomic loads, and calls handlers that promise
-//! the same. All signals are blocked meanwhile.
+//! What happens in the handler is async-signal-safe: it looks into a table without locks ([`Slots`]), and calls handlers that
+//! promise the same. All signals are blocked meanwhile.
 
 use std::io;
 use std::mem::MaybeUninit;
-use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicPtr, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use crate::Range;
+use super::slots::{Place, Slots};
+use crate::{PAGE_SIZE, Range};
 
 /// Ranges that can be armed at once.
 pub const SLOTS: usize = 4096;
@@ -47,40 +48,18 @@ pub trait WriteFault: Send + Sync {
 /// A range whose write faults go to a handler, as long as this exists.
 #[derive(Debug)]
 pub struct Armed {
-    slot: &'static Slot,
+    /// None once it is given back.
+    place: Option<Place>,
     process: u32,
 }
 
-struct Entry {
-    range: Range,
-    handler: Arc<dyn WriteFault>,
-}
+#[cfg(not(loom))]
+static TABLE: Slots<Arc<dyn WriteFault>, SLOTS> = Slots::new();
+#[cfg(loom)]
+loom::lazy_static! { static ref TABLE: Slots<Arc<dyn WriteFault>, SLOTS> = Slots::new(); }
 
-#[derive(Debug)]
-struct Slot {
-    /// The range, for looking; what holds is that of the entry.
-    start: AtomicU64,
-    end: AtomicU64,
-    /// Signal handlers that may use the entry.
-    readers: AtomicU32,
-    /// Null where nothing is armed.
-    entry: AtomicPtr<Entry>,
-}
-
-static TABLE: [Slot; SLOTS] = [const {
-    Slot {
-        start: AtomicU64::new(0),
-        end: AtomicU64::new(0),
-        readers: AtomicU32::new(0),
-        entry: AtomicPtr::new(std::ptr::null_mut()),
-    }
-}; SLOTS];
-
-/// Slots from here on were never used.
-static USED: AtomicUsize = AtomicUsize::new(0);
-
-/// Held while a slot is chosen and filled, and while the handler is installed.
-static FILLING: Mutex<()> = Mutex::new(());
+/// Held while the handler is installed.
+static INSTALLING: Mutex<()> = Mutex::new(());
 
 /// What SIGSEGV did before; null before our handler is installed. What it points to is never freed.
 static PREVIOUS: AtomicPtr<libc::sigaction> = AtomicPtr::new(std::ptr::null_mut());
@@ -90,63 +69,40 @@ static PREVIOUS: AtomicPtr<libc::sigaction> = AtomicPtr::new(std::ptr::null_mut(
 /// # Errors
 /// [`SLOTS`] ranges are armed already, or the signal handler can't be installed.
 pub fn arm(range: Range, handler: Arc<dyn WriteFault>) -> io::Result<Armed> {
-    let _filling = FILLING.lock().unwrap_or_else(PoisonError::into_inner);
     install()?;
-    let free = TABLE.iter().position(|slot| slot.entry.load(Ordering::Relaxed).is_null());
-    let index = free.ok_or_else(|| io::Error::other(format!("{SLOTS} ranges are tracked by signals already")))?;
-    let slot = &TABLE[index];
-    let (start, end) = (range.start, range.end);
-    slot.entry.store(Box::into_raw(Box::new(Entry { range, handler })), Ordering::SeqCst);
-    slot.start.store(start, Ordering::SeqCst);
-    slot.end.store(end, Ordering::SeqCst);
-    USED.fetch_max(index + 1, Ordering::SeqCst);
-    Ok(Armed { slot, process: std::process::id() })
+    let full = || io::Error::other(format!("{SLOTS} ranges are tracked by signals already"));
+    let place = TABLE.fill(range, handler).ok_or_else(full)?;
+    Ok(Armed { place: Some(place), process: std::process::id() })
 }
 
 impl Drop for Armed {
     fn drop(&mut self) {
-        if self.process != std::process::id() {
-            // A child made by fork: threads that were in the handler are counted, but are not there to leave it.
-            return;
+        // In a child made by fork, threads that were in the handler are counted, but are not there to leave it.
+        if let Some(place) = self.place.take().filter(|_| self.process == std::process::id()) {
+            TABLE.empty(place);
         }
-        self.slot.end.store(0, Ordering::SeqCst);
-        self.slot.start.store(0, Ordering::SeqCst);
-        // The slot counts as free only when it is empty, so that nobody fills it before its readers have left.
-        let entry = self.slot.entry.load(Ordering::SeqCst);
-        let _filling = FILLING.lock().unwrap_or_else(PoisonError::into_inner);
-        self.slot.entry.store(std::ptr::null_mut(), Ordering::SeqCst);
-        while self.slot.readers.load(Ordering::SeqCst) != 0 {
-            std::thread::yield_now();
-        }
-        // SAFETY: the pointer came from `Box::into_raw` in `arm`. A signal handler that used it had announced itself in
-        // `readers` before it loaded it, and all those have left; later ones find the slot empty.
-        drop(unsafe { Box::from_raw(entry) });
     }
 }
 
 /// Calls the handler in whose range the fault lies.
 fn dispatch(fault: &mut Fault<'_>) -> Outcome {
-    for slot in &TABLE[..USED.load(Ordering::SeqCst)] {
-        if fault.address < slot.start.load(Ordering::SeqCst) || fault.address >= slot.end.load(Ordering::SeqCst) {
-            continue;
-        }
-        slot.readers.fetch_add(1, Ordering::SeqCst);
-        let entry = slot.entry.load(Ordering::SeqCst);
-        // SAFETY: a pointer in the table is valid, and stays so while `readers` counts us.
-        let outcome = match unsafe { entry.as_ref() } {
-            Some(entry) if entry.range.contains(&fault.address) => Some(entry.handler.handle(fault)),
-            _ => None,
-        };
-        slot.readers.fetch_sub(1, Ordering::SeqCst);
-        if let Some(outcome) = outcome {
-            return outcome;
-        }
-    }
-    Outcome::Crash
+    let address = fault.address;
+    TABLE.with(address, |handler| handler.handle(fault)).unwrap_or_else(|| {
+        // The range may have ceased to be armed, and its memory to be protected, since the fault happened.
+        if is_writable(address) { Outcome::Resume } else { Outcome::Crash }
+    })
+}
+
+/// True if the memory may be written now, on Linux 5.14 or later. Async-signal-safe.
+fn is_writable(address: u64) -> bool {
+    let page = address / PAGE_SIZE as u64 * PAGE_SIZE as u64;
+    // SAFETY: faults the page in as a write would, if one is allowed, and changes no content.
+    unsafe { libc::madvise(page as *mut libc::c_void, PAGE_SIZE, libc::MADV_POPULATE_WRITE) == 0 }
 }
 
 /// Installs the handler, once.
 fn install() -> io::Result<()> {
+    let _installing = INSTALLING.lock().unwrap_or_else(PoisonError::into_inner);
     if !PREVIOUS.load(Ordering::Acquire).is_null() {
         return Ok(());
     }

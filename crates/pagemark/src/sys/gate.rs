@@ -1,6 +1,7 @@
 //! A gate between those who record writes, also in signal handlers, and the one who takes what they recorded.
 
-use std::sync::atomic::{AtomicU32, Ordering};
+use super::futex::Futex;
+use super::sync::atomic::Ordering;
 
 /// Set while the gate is closed, or about to be: nobody enters.
 const CLOSED: u32 = 1 << 31;
@@ -16,16 +17,17 @@ const INSIDE: u32 = AWAITED - 1;
 /// is inside is a signal handler with all signals blocked, or does not wait there.
 #[derive(Debug, Default)]
 pub struct Gate {
-    state: AtomicU32,
+    state: Futex,
 }
 
 impl Gate {
     /// Enters; waits while the gate is closed.
     pub fn enter(&self) -> Inside<'_> {
-        let mut state = self.state.load(Ordering::Relaxed);
+        let number = self.state.number();
+        let mut state = number.load(Ordering::Relaxed);
         loop {
             if state & CLOSED == 0 {
-                match self.state.compare_exchange_weak(state, state + 1, Ordering::Acquire, Ordering::Relaxed) {
+                match number.compare_exchange_weak(state, state + 1, Ordering::Acquire, Ordering::Relaxed) {
                     Ok(_) => return Inside { gate: self },
                     Err(now) => state = now,
                 }
@@ -37,45 +39,22 @@ impl Gate {
 
     /// Closes the gate and waits until nobody is inside. One closes it at a time.
     pub fn close(&self) -> Closed<'_> {
-        let mut state = self.state.fetch_or(CLOSED, Ordering::Acquire) | CLOSED;
-        debug_assert!(state & CLOSED != 0);
+        let mut state = self.state.number().fetch_or(CLOSED, Ordering::Acquire) | CLOSED;
         while state & INSIDE != 0 {
             state = self.sleep(state);
         }
-        std::sync::atomic::fence(Ordering::Acquire);
         Closed { gate: self }
     }
 
     /// Sleeps until the state may no longer be the given one, and returns what it is then.
     fn sleep(&self, state: u32) -> u32 {
+        let number = self.state.number();
         let awaited = state | AWAITED;
-        if state == awaited || self.state.compare_exchange(state, awaited, Ordering::Relaxed, Ordering::Relaxed).is_ok()
-        {
+        if state == awaited || number.compare_exchange(state, awaited, Ordering::Relaxed, Ordering::Relaxed).is_ok() {
             // Returns at once if the state is another one by now.
-            // SAFETY: the futex word is borrowed for the call, which only reads it.
-            unsafe {
-                libc::syscall(
-                    libc::SYS_futex,
-                    self.state.as_ptr(),
-                    libc::FUTEX_WAIT | libc::FUTEX_PRIVATE_FLAG,
-                    awaited,
-                    std::ptr::null::<libc::timespec>(),
-                )
-            };
+            self.state.sleep(awaited);
         }
-        self.state.load(Ordering::Acquire)
-    }
-
-    fn wake(&self) {
-        // SAFETY: the kernel uses the address only to find who sleeps on it.
-        unsafe {
-            libc::syscall(
-                libc::SYS_futex,
-                self.state.as_ptr(),
-                libc::FUTEX_WAKE | libc::FUTEX_PRIVATE_FLAG,
-                libc::c_int::MAX,
-            )
-        };
+        number.load(Ordering::Acquire)
     }
 }
 
@@ -88,10 +67,10 @@ pub struct Inside<'a> {
 
 impl Drop for Inside<'_> {
     fn drop(&mut self) {
-        let left = self.gate.state.fetch_sub(1, Ordering::Release) - 1;
+        let left = self.gate.state.number().fetch_sub(1, Ordering::Release) - 1;
         // The last one lets the closer go on. Those who want to enter are woken too, and sleep again.
         if left == CLOSED | AWAITED {
-            self.gate.wake();
+            self.gate.state.wake_all();
         }
     }
 }
@@ -105,14 +84,14 @@ pub struct Closed<'a> {
 
 impl Drop for Closed<'_> {
     fn drop(&mut self) {
-        let before = self.gate.state.fetch_and(!(CLOSED | AWAITED), Ordering::Release);
+        let before = self.gate.state.number().fetch_and(!(CLOSED | AWAITED), Ordering::Release);
         if before & AWAITED != 0 {
-            self.gate.wake();
+            self.gate.state.wake_all();
         }
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(loom)))]
 mod tests {
     use std::sync::atomic::AtomicU64;
 
@@ -148,6 +127,59 @@ mod tests {
             }
         });
         assert_eq!(numbers.each_ref().map(|number| number.load(Ordering::Relaxed)), [40_000; 4]);
-        assert_eq!(gate.state.load(Ordering::Relaxed), 0);
+        assert_eq!(gate.state.number().load(Ordering::Relaxed), 0);
+    }
+}
+
+#[cfg(all(test, loom))]
+mod models {
+    use loom::cell::UnsafeCell;
+    use loom::sync::Arc;
+    use loom::thread;
+
+    use super::*;
+    use crate::sys::sync::model;
+
+    /// What whoever closes writes, and those inside only read. Loom finds out whether one does so while, or without having seen
+    /// what, the other does.
+    #[derive(Default)]
+    struct Guarded {
+        gate: Gate,
+        number: UnsafeCell<u32>,
+    }
+
+    impl Guarded {
+        fn look(&self) -> u32 {
+            let _inside = self.gate.enter();
+            // SAFETY: if the gate is right, nobody writes it now.
+            self.number.with(|number| unsafe { *number })
+        }
+
+        fn raise(&self) {
+            let _closed = self.gate.close();
+            // SAFETY: if the gate is right, nobody accesses it now.
+            self.number.with_mut(|number| unsafe { *number += 1 });
+        }
+    }
+
+    #[test]
+    fn nobody_is_inside_while_it_is_closed() {
+        model(2, || {
+            let guarded = Arc::new(Guarded::default());
+            let visitors: Vec<_> = (0..2)
+                .map(|_| {
+                    let guarded = guarded.clone();
+                    thread::spawn(move || {
+                        let seen = guarded.look();
+                        assert!(seen <= guarded.look());
+                    })
+                })
+                .collect();
+            guarded.raise();
+            guarded.raise();
+            visitors.into_iter().for_each(|visitor| visitor.join().unwrap());
+            assert_eq!(guarded.look(), 2);
+            assert_eq!(guarded.gate.state.number().load(Ordering::Relaxed), 0);
+        });
     }
 }

@@ -1,7 +1,7 @@
 //! One bit a page, for whoever records writes in a signal handler or on another thread.
 
+use crate::sys::sync::atomic::{AtomicU64, Ordering};
 use std::ops::Range;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 /// A set of pages of one area, by their numbers from its start. Setting is a single atomic operation.
 ///
@@ -59,7 +59,7 @@ pub(super) fn runs(mut word: u64, mut each: impl FnMut(Range<usize>)) {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(loom)))]
 mod tests {
     use std::collections::BTreeSet;
 

@@ -172,3 +172,116 @@ impl Taken {
         if run.is_empty() { Ok(()) } else { each(run) }
     }
 }
+
+#[cfg(all(test, loom))]
+mod models {
+    use loom::sync::{Arc, Mutex};
+    use loom::thread;
+
+    use super::*;
+    use crate::sys::sync::model;
+
+    const PAGES: usize = 2;
+
+    /// Two pages, of one number each, and which of them the processor lets be written.
+    #[derive(Default)]
+    struct Memory {
+        pages: Mutex<[Page; PAGES]>,
+    }
+
+    #[derive(Clone, Copy, Default)]
+    struct Page {
+        is_open: bool,
+        number: u32,
+    }
+
+    /// As the kernel opens and closes pages: at one moment for all threads.
+    struct ByModel<const SPANS: bool>(Arc<Memory>);
+
+    impl<const SPANS: bool> ByModel<SPANS> {
+        fn set(&self, range: &Range, is_open: bool) -> io::Result<()> {
+            let mut pages = self.0.pages.lock().unwrap();
+            let numbers = range.start as usize / PAGE_SIZE..range.end as usize / PAGE_SIZE;
+            pages[numbers].iter_mut().for_each(|page| page.is_open = is_open);
+            Ok(())
+        }
+    }
+
+    impl<const SPANS: bool> Lock for ByModel<SPANS> {
+        const SPANS: bool = SPANS;
+
+        fn allow(&self, range: &Range) -> io::Result<()> {
+            self.set(range, true)
+        }
+
+        fn refuse(&self, range: &Range) -> io::Result<()> {
+            self.set(range, false)
+        }
+    }
+
+    struct Tracked<const SPANS: bool> {
+        memory: Arc<Memory>,
+        protected: Protected<ByModel<SPANS>>,
+    }
+
+    impl<const SPANS: bool> Tracked<SPANS> {
+        /// The program writes: by itself where that is allowed, and else again after the fault that it gets.
+        fn write(&self, page: usize) {
+            loop {
+                {
+                    let mut pages = self.memory.pages.lock().unwrap();
+                    if pages[page].is_open {
+                        pages[page].number += 1;
+                        return;
+                    }
+                }
+                let address = (page * PAGE_SIZE) as u64;
+                self.protected.open(&(address..address + 1)).unwrap();
+            }
+        }
+
+        /// Copies the pages that were written.
+        fn collect(&self, copy: &mut [u32; PAGES]) {
+            let mut written = RangeSet::new();
+            self.protected.close(&RangeSet::new(), &mut Taken::default(), &mut written, || {}).unwrap();
+            let pages = self.memory.pages.lock().unwrap();
+            for page in (0..PAGES).filter(|page| written.contains((page * PAGE_SIZE) as u64)) {
+                copy[page] = pages[page].number;
+            }
+        }
+    }
+
+    fn no_write_is_missed<const SPANS: bool>() {
+        model(3, || {
+            let memory = Arc::new(Memory::default());
+            let protected = Protected::new(0..(PAGES * PAGE_SIZE) as u64, ByModel::<SPANS>(memory.clone()));
+            let tracked = Arc::new(Tracked { memory, protected });
+            let programs: Vec<_> = [0, 1]
+                .map(|page| {
+                    let tracked = tracked.clone();
+                    thread::spawn(move || {
+                        tracked.write(page);
+                        tracked.write(0);
+                    })
+                })
+                .into();
+            let mut copy = [0; PAGES];
+            tracked.collect(&mut copy);
+            programs.into_iter().for_each(|program| program.join().unwrap());
+            tracked.collect(&mut copy);
+            assert_eq!(copy, [3, 1]);
+            tracked.collect(&mut copy);
+            assert!(!tracked.memory.pages.lock().unwrap().iter().any(|page| page.is_open), "all are closed in the end");
+        });
+    }
+
+    #[test]
+    fn no_write_is_missed_page_by_page() {
+        no_write_is_missed::<false>();
+    }
+
+    #[test]
+    fn no_write_is_missed_in_spans() {
+        no_write_is_missed::<true>();
+    }
+}

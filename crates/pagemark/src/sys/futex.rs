@@ -1,0 +1,73 @@
+//! A number that threads, and signal handlers, can wait for.
+
+use super::sync::atomic::AtomicU32;
+
+/// A number, and those who sleep until it is another one. Everything is async-signal-safe.
+#[derive(Debug, Default)]
+pub(crate) struct Futex {
+    number: AtomicU32,
+    #[cfg(loom)]
+    sleepers: model::Sleepers,
+}
+
+impl Futex {
+    pub fn number(&self) -> &AtomicU32 {
+        &self.number
+    }
+
+    /// Sleeps until somebody wakes those who sleep, unless the number is not `expected` by now. May return without a reason.
+    #[cfg(not(loom))]
+    pub fn sleep(&self, expected: u32) {
+        // SAFETY: the futex word is borrowed for the call, which only reads it.
+        unsafe {
+            libc::syscall(
+                libc::SYS_futex,
+                self.number.as_ptr(),
+                libc::FUTEX_WAIT | libc::FUTEX_PRIVATE_FLAG,
+                expected,
+                std::ptr::null::<libc::timespec>(),
+            )
+        };
+    }
+
+    /// Wakes all who sleep.
+    #[cfg(not(loom))]
+    pub fn wake_all(&self) {
+        // SAFETY: the kernel uses the address only to find who sleeps on it.
+        unsafe {
+            libc::syscall(
+                libc::SYS_futex,
+                self.number.as_ptr(),
+                libc::FUTEX_WAKE | libc::FUTEX_PRIVATE_FLAG,
+                libc::c_int::MAX,
+            )
+        };
+    }
+}
+
+/// What the kernel does: it looks at the number and falls asleep in one step, as seen by those who wake.
+#[cfg(loom)]
+mod model {
+    use loom::sync::atomic::Ordering;
+    use loom::sync::{Condvar, Mutex};
+
+    #[derive(Debug, Default)]
+    pub struct Sleepers {
+        kernel: Mutex<()>,
+        awake: Condvar,
+    }
+
+    impl super::Futex {
+        pub fn sleep(&self, expected: u32) {
+            let kernel = self.sleepers.kernel.lock().unwrap();
+            if self.number.load(Ordering::Relaxed) == expected {
+                drop(self.sleepers.awake.wait(kernel).unwrap());
+            }
+        }
+
+        pub fn wake_all(&self) {
+            let _kernel = self.sleepers.kernel.lock().unwrap();
+            self.sleepers.awake.notify_all();
+        }
+    }
+}
