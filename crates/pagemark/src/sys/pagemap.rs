@@ -23,6 +23,8 @@ pub const FILE: u64 = 1 << 2;
 pub const PRESENT: u64 = 1 << 3;
 /// In swap, or another entry that is neither empty nor in memory.
 pub const SWAPPED: u64 = 1 << 4;
+/// The page of zeros, which is mapped where memory is read before it was written.
+pub const ZERO: u64 = 1 << 5;
 
 /// Written since dirty tracking was restarted, or never restarted. Only a kernel with the patches of `kernel/ldt` knows it.
 pub const LDT_DIRTY: u64 = 1 << 16;
@@ -157,11 +159,19 @@ impl Pagemap {
             let found = unsafe { libc::ioctl(self.file.as_raw_fd(), PAGEMAP_SCAN, std::ptr::from_mut(&mut argument)) };
             let error = io::Error::last_os_error();
             match usize::try_from(found) {
-                Ok(found) => regions.iter().take(found).for_each(|region| {
-                    // SAFETY: the kernel has filled in as many as it returned.
-                    let region = unsafe { region.assume_init() };
-                    each(region.start..region.end, region.categories);
-                }),
+                Ok(found) => {
+                    regions.iter().take(found).for_each(|region| {
+                        // SAFETY: the kernel has filled in as many as it returned.
+                        let region = unsafe { region.assume_init() };
+                        each(region.start..region.end, region.categories);
+                        start = region.end;
+                    });
+                    // Then all was walked. `walk_end` may say less: the kernel leaves it where its own buffer of 512
+                    // regions was full last.
+                    if found < REGIONS {
+                        return Ok(());
+                    }
+                }
                 Err(_) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(_) => return Err(error),
             }
@@ -189,5 +199,34 @@ impl Pagemap {
             }
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::sys::own_memory::{self, Mapping};
+
+    #[test]
+    fn each_run_is_reported_once_however_many_there_are() {
+        // More than the kernel's buffer holds, then more than ours.
+        for runs in [500, 513, 1500, REGIONS, 2 * REGIONS + 100] {
+            let mapping = Mapping::new(2 * runs * PAGE_SIZE).unwrap();
+            let start = mapping.range().start;
+            let page = |index: usize| start + (index * PAGE_SIZE) as u64;
+            for index in 0..2 * runs {
+                // SAFETY: the page is ours, and nobody else uses it.
+                unsafe { mapping.start().as_ptr().add(index * PAGE_SIZE).write_volatile(1) };
+            }
+            for index in (1..2 * runs).step_by(2) {
+                // SAFETY: nobody needs the page's content.
+                unsafe { own_memory::free(&(page(index)..page(index + 1)), false).unwrap() };
+            }
+            let mut found = Vec::new();
+            let filter = Filter { any: PRESENT | SWAPPED, ..Filter::default() };
+            Pagemap::of_this_process().unwrap().scan(&mapping.range(), filter, |run, _| found.push(run)).unwrap();
+            let expected: Vec<_> = (0..2 * runs).step_by(2).map(|index| page(index)..page(index + 1)).collect();
+            assert!(found == expected, "{runs} runs, {} reported", found.len());
+        }
     }
 }
