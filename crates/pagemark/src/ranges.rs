@@ -55,6 +55,7 @@ impl RangeSet {
     }
 
     /// Adds a range; an empty range adds nothing.
+    #[inline]
     pub fn insert(&mut self, range: Range) {
         if range.is_empty() {
             return;
@@ -63,16 +64,18 @@ impl RangeSet {
             Some(last) if range.start > last.end => self.ranges.push(range),
             Some(last) if range.start >= last.start => last.end = last.end.max(range.end),
             None => self.ranges.push(range),
-            Some(_) => {
-                let first = self.ranges.partition_point(|other| other.end < range.start);
-                let behind = self.ranges.partition_point(|other| other.start <= range.end);
-                let mut merged = range;
-                if let [from, .., to] | [from @ to] = &self.ranges[first..behind] {
-                    merged = merged.start.min(from.start)..merged.end.max(to.end);
-                }
-                self.ranges.splice(first..behind, [merged]);
-            }
+            Some(_) => self.insert_within(range),
         }
+    }
+
+    fn insert_within(&mut self, range: Range) {
+        let first = self.ranges.partition_point(|other| other.end < range.start);
+        let behind = self.ranges.partition_point(|other| other.start <= range.end);
+        let mut merged = range;
+        if let [from, .., to] | [from @ to] = &self.ranges[first..behind] {
+            merged = merged.start.min(from.start)..merged.end.max(to.end);
+        }
+        self.ranges.splice(first..behind, [merged]);
     }
 
     /// Takes a range out.
@@ -110,6 +113,24 @@ impl RangeSet {
         }
         drop(mine);
         *self = merged;
+    }
+
+    /// Adds all of `other`, and leaves it empty: as [`RangeSet::extend`], but costs nothing where the set was empty.
+    pub fn append(&mut self, other: &mut RangeSet) {
+        if self.is_empty() {
+            std::mem::swap(self, other);
+        } else {
+            self.extend(other);
+        }
+        other.clear();
+    }
+
+    /// Moves all ranges down by `distance`, as from addresses to offsets. None of them may lie below it.
+    pub(crate) fn move_down(&mut self, distance: u64) {
+        debug_assert!(self.ranges.first().is_none_or(|first| first.start >= distance));
+        for range in &mut self.ranges {
+            *range = range.start - distance..range.end - distance;
+        }
     }
 
     /// Takes all of `other` out.
@@ -215,6 +236,16 @@ mod tests {
             let mut more = set.clone();
             more.extend(&other);
             prop_assert_eq!(&more, &set.iter().chain(other.iter()).collect());
+            for start in [&set, &RangeSet::new()] {
+                let (mut appended, mut rest, mut extended) = (start.clone(), other.clone(), start.clone());
+                appended.append(&mut rest);
+                extended.extend(&other);
+                prop_assert_eq!(appended, extended);
+                prop_assert!(rest.is_empty());
+            }
+            let mut moved: RangeSet = set.iter().map(|range| range.start + 7..range.end + 7).collect();
+            moved.move_down(7);
+            prop_assert_eq!(&moved, &set);
             let mut less = set.clone();
             less.subtract(&other);
             let left: BTreeSet<_> = model.iter().copied().filter(|&a| !other.contains(a)).collect();

@@ -464,19 +464,18 @@ impl fmt::Debug for Region {
 impl State {
     /// Takes over what was written since the last time. What was found before an error is kept too.
     fn collect(&mut self) -> Result<(), RegionError> {
-        let mut found = RangeSet::new();
-        let result = self.tracker.collect(&self.addresses, &mut found);
-        let start = self.start();
-        let mut offsets: RangeSet = found.iter().map(|range| range.start - start..range.end - start).collect();
-        offsets.extend(&std::mem::take(&mut self.discarded));
-        if self.is_open || self.base.is_none() {
-            self.written.extend(&offsets);
-        }
+        let mut offsets = RangeSet::new();
+        let result = self.tracker.collect(&self.addresses, &mut offsets);
+        offsets.move_down(self.start());
+        offsets.append(&mut self.discarded);
         if let Some(base) = &mut self.base {
             base.add_stale(&offsets);
         }
         if let Some((_, unsaved)) = &mut self.last {
             unsaved.extend(&offsets);
+        }
+        if self.is_open || self.base.is_none() {
+            self.written.append(&mut offsets);
         }
         Ok(result?)
     }

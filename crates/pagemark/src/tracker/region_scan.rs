@@ -117,15 +117,16 @@ impl Area {
         };
 
         heat.transaction += u64::from(ends_transaction);
+        let hot_pages = heat.hot_pages;
         let hot_runs = heat.hot_runs(start);
         let mut found = RangeSet::new();
-        if hot_runs.range_count() * LONG_RUN_PAGES <= heat.hot_pages {
+        if hot_runs.range_count() * LONG_RUN_PAGES <= hot_pages {
             // Few runs are hot, or none: the rest is found and protected in one step, and the hot ones are not looked at.
             let mut rest = RangeSet::from(self.range.clone());
-            rest.subtract(&hot_runs);
+            rest.subtract(hot_runs);
+            written.extend(hot_runs);
             let scanned = rest.iter().try_for_each(|piece| scan(&piece, true, &mut found));
             written.extend(&found);
-            written.extend(&hot_runs);
             scanned?;
             if ends_transaction {
                 let mut hot = PageRuns::default();
@@ -138,10 +139,12 @@ impl Area {
             }
         } else {
             scan(&self.range, false, &mut found)?;
-            written.extend(&found);
+            // Mostly the hot pages were written and no others: then each of them needs no look.
+            let other = if found == *hot_runs { RangeSet::new() } else { found.clone() };
+            written.append(&mut found);
             // What is not hot lies in spans between hot pages. What is written there between the scans is found by the second.
             let (mut cold, mut last_hot): (Vec<Span<usize>>, _) = (Vec::new(), 0);
-            for page in found.iter().flat_map(pages) {
+            for page in other.iter().flat_map(pages) {
                 if heat.is_hot_now(page, ends_transaction) {
                     last_hot = page;
                     continue;
@@ -184,7 +187,7 @@ impl Tracker for RegionScan {
             let area = self.areas.iter_mut().find(|area| area.range == range);
             area.map_or(Ok(()), |area| area.collect(&self.pagemap, &self.userfaultfd, ends_transaction, &mut written))
         });
-        dirty.extend(&written);
+        dirty.append(&mut written);
         result
     }
 
@@ -265,14 +268,14 @@ impl Heat {
     }
 
     /// The addresses of the hot pages, of an area that begins at `start`.
-    fn hot_runs(&mut self, start: u64) -> RangeSet {
+    fn hot_runs(&mut self, start: u64) -> &RangeSet {
         let make = || {
             let is_hot = |(_, page): &(usize, &Page)| page.streak == HOT_AFTER;
             let address = |index: usize| start + (index * PAGE_SIZE) as u64;
             let hot = self.pages.iter().enumerate().filter(is_hot).map(|(index, _)| address(index)..address(index + 1));
             if self.hot_pages > 0 { hot.collect() } else { RangeSet::new() }
         };
-        self.hot_runs.get_or_insert_with(make).clone()
+        self.hot_runs.get_or_insert_with(make)
     }
 
     /// Takes note of a page that was found written. True if it is hot now.
