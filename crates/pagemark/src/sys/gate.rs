@@ -162,11 +162,10 @@ mod models {
         }
     }
 
-    #[test]
-    fn nobody_is_inside_while_it_is_closed() {
-        model(2, || {
+    fn nobody_is_inside_while_it_is_closed(visitors: usize, times: u32, interruptions: usize) {
+        model(interruptions, move || {
             let guarded = Arc::new(Guarded::default());
-            let visitors: Vec<_> = (0..2)
+            let visitors: Vec<_> = (0..visitors)
                 .map(|_| {
                     let guarded = guarded.clone();
                     thread::spawn(move || {
@@ -175,11 +174,20 @@ mod models {
                     })
                 })
                 .collect();
-            guarded.raise();
-            guarded.raise();
+            (0..times).for_each(|_| guarded.raise());
             visitors.into_iter().for_each(|visitor| visitor.join().unwrap());
-            assert_eq!(guarded.look(), 2);
+            assert_eq!(guarded.look(), times);
             assert_eq!(guarded.gate.state.number().load(Ordering::Relaxed), 0);
         });
+    }
+
+    #[test]
+    fn one_visitor_meets_whoever_closes() {
+        nobody_is_inside_while_it_is_closed(1, 2, 4);
+    }
+
+    #[test]
+    fn two_visitors_meet_whoever_closes() {
+        nobody_is_inside_while_it_is_closed(2, 2, 2);
     }
 }
