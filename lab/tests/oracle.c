@@ -1,20 +1,26 @@
 // SPDX-License-Identifier: GPL-2.0
 /*
- * Does lightweight dirty tracking miss a write?
+ * Does a mechanism of dirty tracking miss a write?
  *
  * A trackee of several threads writes, maps, unmaps, moves, protects, forks, advises, swaps and merges its memory at
  * random. The tracker collects and restarts while it runs, and copies only what was reported. Now and then the trackee
  * stands still: after one more collect the copy must be byte for byte what the trackee has.
  *
- *   oracle [-s SECONDS] [-t THREADS] [-p PAGES] [-r SEED] [-m scan|refs] [-b]
+ *   oracle [-s SECONDS] [-t THREADS] [-p PAGES] [-r SEED] [-m MODE] [-u] [-b]
  *
- * -m scan collects and restarts by PAGEMAP_SCAN in one step, whether the trackee runs or not. -m refs, as the paper does:
- * the trackee stands still, ldt_dirty is read, and 6 is written to clear_refs. -b forgets a reported page now and then:
+ * MODE is
+ *   scan          lightweight dirty tracking: collects and restarts by PAGEMAP_SCAN in one step, whether the trackee runs or not
+ *   refs          the same as the paper does it: the trackee stands still, ldt_dirty is read, and 6 is written to clear_refs
+ *   soft-dirty    the trackee stands still, pagemap is read, and 4 is written to clear_refs
+ *   pagemap-scan  userfaultfd write-protects asynchronously; PAGEMAP_SCAN collects and protects again, while the trackee runs
+ *
+ * -u write-protects with userfaultfd besides, which must not matter to the others. -b forgets a reported page now and then:
  * then the oracle must find that (a test of the test).
  */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
+#include <linux/userfaultfd.h>
 #include <inttypes.h>
 #include <pthread.h>
 #include <signal.h>
@@ -27,6 +33,7 @@
 #include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <sys/uio.h>
 #include <sys/wait.h>
 #include <time.h>
@@ -37,11 +44,20 @@
 #define MAX_THREADS 16
 
 #define PAGEMAP_SCAN _IOWR('f', 16, struct pm_scan_arg)
+#define PAGE_IS_WRITTEN (1 << 1)
+#define PAGE_IS_FILE (1 << 2)
 #define PAGE_IS_PRESENT (1 << 3)
 #define PAGE_IS_SWAPPED (1 << 4)
 #define PAGE_IS_LDT_DIRTY (1 << 16)
+#define PM_SCAN_WP_MATCHING (1 << 0)
 #define PM_SCAN_LDT_RESTART (1 << 16)
 
+#ifndef UFFD_FEATURE_WP_UNPOPULATED
+#define UFFD_FEATURE_WP_UNPOPULATED (1 << 13)
+#endif
+#ifndef UFFD_FEATURE_WP_ASYNC
+#define UFFD_FEATURE_WP_ASYNC (1 << 15)
+#endif
 #ifndef MADV_COLD
 #define MADV_COLD 20
 #endif
@@ -67,6 +83,7 @@ struct control {
 	atomic_uint resting;	/* threads that do */
 	atomic_uint stop;
 	atomic_ulong operations;
+	atomic_int userfaultfd;	/* the trackee's number of it, when it has it */
 };
 
 enum kind { ANONYMOUS, PRIVATE_FILE, SHARED_MEMORY, KINDS };
@@ -75,7 +92,9 @@ static struct control *control;
 static unsigned int threads = 3;
 static unsigned long arena_pages = 3 * 512;
 static unsigned long seconds = 20, seed = 1;
-static bool by_scan = true, broken;
+static enum mode { SCAN, REFS, SOFT_DIRTY, PAGEMAP_SCAN_WRITTEN } mode;
+static bool by_scan = true;	/* of SCAN and PAGEMAP_SCAN_WRITTEN: restarts what it collects, in one step */
+static bool with_userfaultfd, broken;
 static char *base;
 static size_t size;
 static int backing[MAX_THREADS];	/* what is mapped in an arena that is not anonymous */
@@ -271,6 +290,21 @@ static void step(unsigned int thread, uint64_t *state)
 		for (unsigned long i = 0; i < count; i++)
 			sum += at[i * PAGE];
 		break;
+	case 21: {
+		/* To the other node, where there are two. */
+		static __thread int node;
+		void *pages[64];
+		int nodes[64], status[64];
+		unsigned long some = count < 64 ? count : 64;
+
+		node = !node;
+		for (unsigned long i = 0; i < some; i++) {
+			pages[i] = at + i * PAGE;
+			nodes[i] = node;
+		}
+		syscall(SYS_move_pages, 0, some, pages, nodes, status, 2 /* MPOL_MF_MOVE */);
+		break;
+	}
 	case 20:
 		/* The same in all of them, for KSM. */
 		for (unsigned long i = 0; i < count; i++)
@@ -307,6 +341,17 @@ static void trackee(void)
 	pthread_t ids[MAX_THREADS];
 
 	prctl(PR_SET_PDEATHSIG, SIGKILL);
+	if (with_userfaultfd) {
+		struct uffdio_api api = {
+			.api = UFFD_API,
+			.features = UFFD_FEATURE_WP_ASYNC | UFFD_FEATURE_WP_UNPOPULATED,
+		};
+		int fd = (int)syscall(SYS_userfaultfd, O_CLOEXEC);
+
+		if (fd < 0 || ioctl(fd, UFFDIO_API, &api))
+			die("userfaultfd");
+		atomic_store(&control->userfaultfd, fd);
+	}
 	for (unsigned int i = 0; i < threads; i++)
 		if (pthread_create(&ids[i], NULL, writer, (void *)(uintptr_t)i))
 			die("pthread_create");
@@ -316,7 +361,7 @@ static void trackee(void)
 }
 
 /* The tracker's side. */
-static int pagemap, memory, clear_refs, ldt_dirty;
+static int pagemap, memory, clear_refs, ldt_dirty, userfaultfd;
 static char *copy;
 static unsigned long collects, reported_pages, compared_pages, dropped_pages, forgotten;
 
@@ -379,16 +424,59 @@ static void written(uint64_t start, uint64_t end, uint64_t *state)
 	reported_pages += (end - start) / PAGE;
 }
 
+/*
+ * Write-protection stays where a page of its own was dropped and the file's came back, and says nothing of that. Whoever
+ * tracks so takes only pages that are not the file's, as CRIU does. A page that is swapped out may be one that was dropped.
+ */
+static bool is_of_file(uint64_t at, uint64_t categories)
+{
+	unsigned int thread = (unsigned int)((at - (uintptr_t)base) / PAGE / arena_pages);
+
+	if (mode == SCAN || mode == REFS || kind_of(thread) != PRIVATE_FILE)
+		return false;
+	return categories & (PAGE_IS_FILE | PAGE_IS_SWAPPED);
+}
+
+/* What is mapped since then is not write-protected yet: it counts as written, and can be protected from now on. */
+static void register_all(void)
+{
+	struct uffdio_register argument = {
+		.range = { (uintptr_t)base, size },
+		.mode = UFFDIO_REGISTER_MODE_WP,
+	};
+
+	if (ioctl(userfaultfd, UFFDIO_REGISTER, &argument))
+		die("UFFDIO_REGISTER");
+}
+
+/* Write-protects all that was written, for others to be disturbed by it. */
+static void protect_all(void)
+{
+	struct pm_scan_arg argument = {
+		.size = sizeof(argument),
+		.flags = PM_SCAN_WP_MATCHING,
+		.start = (uintptr_t)base,
+		.end = (uintptr_t)base + size,
+		.category_mask = PAGE_IS_WRITTEN,
+		.return_mask = PAGE_IS_WRITTEN,
+	};
+
+	if (ioctl(pagemap, PAGEMAP_SCAN, &argument) < 0)
+		die("PAGEMAP_SCAN");
+}
+
 /* Takes over what is a hole, and what was written if the scan is to say that; then it restarts that in the same step. */
 static void scan(uint64_t *state)
 {
+	bool ldt = mode == SCAN;
+	uint64_t dirty = ldt ? PAGE_IS_LDT_DIRTY : PAGE_IS_WRITTEN;
 	static struct page_region regions[1000];
 	uint64_t at = (uintptr_t)base, end = at + size, last = at;
 
 	while (at < end) {
 		struct pm_scan_arg argument = {
 			.size = sizeof(argument),
-			.flags = by_scan ? PM_SCAN_LDT_RESTART : 0,
+			.flags = !by_scan ? 0 : ldt ? PM_SCAN_LDT_RESTART : PM_SCAN_WP_MATCHING,
 			.start = at,
 			.end = end,
 			.vec = (uintptr_t)regions,
@@ -396,7 +484,7 @@ static void scan(uint64_t *state)
 			.vec_len = 1 + next(state) % 1000,
 			.max_pages = next(state) % 3 ? 0 : 1 + next(state) % 3000,
 			.category_anyof_mask = PAGE_IS_PRESENT | PAGE_IS_SWAPPED,
-			.return_mask = PAGE_IS_LDT_DIRTY,
+			.return_mask = (by_scan ? dirty : 0) | PAGE_IS_PRESENT | PAGE_IS_FILE | PAGE_IS_SWAPPED,
 		};
 		int found = ioctl(pagemap, PAGEMAP_SCAN, &argument);
 
@@ -405,7 +493,9 @@ static void scan(uint64_t *state)
 		for (int i = 0; i < found; i++) {
 			hole(last, regions[i].start);
 			last = regions[i].end;
-			if (by_scan && regions[i].categories & PAGE_IS_LDT_DIRTY)
+			if (is_of_file(regions[i].start, regions[i].categories))
+				hole(regions[i].start, regions[i].end);
+			else if (by_scan && regions[i].categories & dirty)
 				written(regions[i].start, regions[i].end, state);
 		}
 		hole(last, argument.walk_end);
@@ -444,6 +534,26 @@ static void list_and_restart(uint64_t *state)
 	}
 }
 
+/* As CRIU does it: an entry of pagemap for every page, while the trackee stands still. */
+static void read_pagemap_and_restart(uint64_t *state)
+{
+	static uint64_t entries[512];
+	const uint64_t soft_dirty = 1ull << 55, there = 3ull << 62;
+
+	for (uint64_t at = (uintptr_t)base; at < (uintptr_t)base + size;) {
+		uint64_t left = ((uintptr_t)base + size - at) / PAGE;
+		size_t bytes = (left < 512 ? left : 512) * 8;
+
+		if (pread(pagemap, entries, bytes, (off_t)(at / PAGE * 8)) != (ssize_t)bytes)
+			die("reading pagemap");
+		for (size_t i = 0; i < bytes / 8; i++, at += PAGE)
+			if (entries[i] & soft_dirty && entries[i] & there)
+				written(at, at + PAGE, state);
+	}
+	if (pwrite(clear_refs, "4", 1, 0) != 1)
+		die("writing clear_refs");
+}
+
 /* Copies what was written since the last time. */
 static void collect(bool stands_still)
 {
@@ -452,9 +562,15 @@ static void collect(bool stands_still)
 	if (!by_scan && !stands_still)
 		return;
 	collects++;
+	if (with_userfaultfd && stands_still)
+		register_all();
 	scan(&state);
-	if (!by_scan)
+	if (mode == REFS)
 		list_and_restart(&state);
+	if (mode == SOFT_DIRTY)
+		read_pagemap_and_restart(&state);
+	if (with_userfaultfd && mode != PAGEMAP_SCAN_WRITTEN)
+		protect_all();
 }
 
 static bool is_zero(const char *page)
@@ -514,6 +630,34 @@ static void write_file(const char *path, const char *text)
 	}
 }
 
+/* The trackee's userfaultfd, which only it can make. */
+static int userfaultfd_of(pid_t pid)
+{
+	int process = (int)syscall(SYS_pidfd_open, pid, 0), fd;
+
+	while (!atomic_load(&control->userfaultfd))
+		if (waitpid(pid, NULL, WNOHANG))
+			die("the trackee has died");
+		else
+			usleep(1000);
+	fd = (int)syscall(SYS_pidfd_getfd, process, atomic_load(&control->userfaultfd), 0);
+	if (fd < 0)
+		die("pidfd_getfd");
+	close(process);
+	return fd;
+}
+
+static enum mode mode_of(const char *name)
+{
+	static const char *const names[] = { "scan", "refs", "soft-dirty", "pagemap-scan" };
+
+	for (int i = 0; i < 4; i++)
+		if (!strcmp(name, names[i]))
+			return (enum mode)i;
+	fprintf(stderr, "oracle: -m scan, refs, soft-dirty or pagemap-scan\n");
+	exit(2);
+}
+
 static int open_of(pid_t pid, const char *name, int flags)
 {
 	char path[64];
@@ -528,17 +672,19 @@ static int open_of(pid_t pid, const char *name, int flags)
 
 int main(int argc, char **argv)
 {
+	const char *name = "scan";
 	int option;
 	uint64_t state;
 	pid_t pid;
 
-	while ((option = getopt(argc, argv, "s:t:p:r:m:b")) != -1) {
+	while ((option = getopt(argc, argv, "s:t:p:r:m:ub")) != -1) {
 		switch (option) {
 		case 's': seconds = strtoul(optarg, NULL, 10); break;
 		case 't': threads = (unsigned int)strtoul(optarg, NULL, 10); break;
 		case 'p': arena_pages = strtoul(optarg, NULL, 10); break;
 		case 'r': seed = strtoul(optarg, NULL, 10); break;
-		case 'm': by_scan = strcmp(optarg, "refs"); break;
+		case 'm': mode = mode_of(name = optarg); break;
+		case 'u': with_userfaultfd = true; break;
 		case 'b': broken = true; break;
 		default: return 2;
 		}
@@ -547,6 +693,8 @@ int main(int argc, char **argv)
 		fprintf(stderr, "oracle: 1 to %d threads, 512 pages or more\n", MAX_THREADS);
 		return 2;
 	}
+	by_scan = mode == SCAN || mode == PAGEMAP_SCAN_WRITTEN;
+	with_userfaultfd |= mode == PAGEMAP_SCAN_WRITTEN;
 	setvbuf(stdout, NULL, _IOLBF, 0);
 	state = seed * 7919 + 1;
 	size = threads * arena_pages * PAGE;
@@ -582,7 +730,10 @@ int main(int argc, char **argv)
 	pagemap = open_of(pid, "pagemap", O_RDONLY);
 	memory = open_of(pid, "mem", O_RDONLY);
 	clear_refs = open_of(pid, "clear_refs", O_WRONLY);
-	ldt_dirty = open_of(pid, "ldt_dirty", O_RDONLY);
+	if (mode == REFS)
+		ldt_dirty = open_of(pid, "ldt_dirty", O_RDONLY);
+	if (with_userfaultfd)
+		userfaultfd = userfaultfd_of(pid);
 	hole((uintptr_t)base, (uintptr_t)base + size);
 
 	for (time_t end = time(NULL) + (time_t)seconds; time(NULL) < end;) {
@@ -594,8 +745,8 @@ int main(int argc, char **argv)
 			switch (next(&state) % 12) {
 			case 0: write_file("/proc/sys/vm/compact_memory", "1"); break;
 			case 1: write_file("/proc/sys/vm/drop_caches", "1"); break;
-			/* Soft-dirty at the same time. */
-			case 2: if (pwrite(clear_refs, "4", 1, 0) != 1) die("clear_refs"); break;
+			/* Soft-dirty at the same time, where it is not what is tested. */
+			case 2: if (mode != SOFT_DIRTY && pwrite(clear_refs, "4", 1, 0) != 1 && errno != EINVAL) die("clear_refs"); break;
 			case 3: if (pwrite(clear_refs, "1", 1, 0) != 1) die("clear_refs"); break;
 			}
 		}
@@ -607,7 +758,7 @@ int main(int argc, char **argv)
 	atomic_store(&control->stop, 1);
 	waitpid(pid, NULL, 0);
 	printf("oracle: nothing missed: %s, seed %lu, %lu operations, %lu collects, %lu pages reported, %lu compared, %lu dropped meanwhile\n",
-	       by_scan ? "scan" : "refs", seed, atomic_load(&control->operations), collects, reported_pages, compared_pages,
+	       name, seed, atomic_load(&control->operations), collects, reported_pages, compared_pages,
 	       dropped_pages);
 	if (broken) {
 		printf("oracle: %lu reports were forgotten, and it did not notice\n", forgotten);

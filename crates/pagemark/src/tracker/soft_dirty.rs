@@ -3,9 +3,10 @@
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use super::populated::{Pages, Seen, populated};
-use crate::sys::pagemap::Pagemap;
+use crate::sys::pagemap::{Filter, Pagemap, ZERO};
 use crate::sys::scratch::Scratch;
 use crate::{Mechanism, RangeSet, TrackError, Tracker};
 
@@ -20,6 +21,10 @@ pub struct SoftDirty {
     clear_refs: File,
     pages: Pages,
     seen: Seen,
+    /// Where the page of zeros was mapped at the last collect.
+    zeros: RangeSet,
+    /// Of this process's own address space, whose other trackers need to know.
+    _own: Option<Own>,
 }
 
 impl SoftDirty {
@@ -29,7 +34,51 @@ impl SoftDirty {
     /// [`TrackError::Unavailable`]: the kernel has no soft-dirty bits.
     pub fn new(pagemap: Arc<Pagemap>, clear_refs: File, pages: Pages) -> Result<Self, TrackError> {
         check_kernel()?;
-        Ok(SoftDirty { pagemap, clear_refs, pages, seen: Seen::default() })
+        Ok(SoftDirty { pagemap, clear_refs, pages, seen: Seen::default(), zeros: RangeSet::new(), _own: None })
+    }
+
+    /// Tracks this process's own memory, as the only one in it that does so by soft-dirty bits: a second one would clear them
+    /// before the first has read them.
+    ///
+    /// # Errors
+    /// [`TrackError::Unavailable`]: the kernel has no soft-dirty bits, or there is such a tracker already.
+    pub fn of_this_process(pagemap: Arc<Pagemap>, pages: Pages) -> Result<Self, TrackError> {
+        let system = |operation: &str| move |error| TrackError::from_io(error, || operation.to_owned());
+        let path = "/proc/self/clear_refs";
+        let clear_refs = File::options().write(true).open(path).map_err(system("opening /proc/self/clear_refs"))?;
+        let own = Some(Own::claim()?);
+        Ok(SoftDirty { _own: own, ..SoftDirty::new(pagemap, clear_refs, pages)? })
+    }
+}
+
+/// The process whose own bits are in use; 0 if none is. A child made by `fork` has bits of its own.
+static OWNER: AtomicU32 = AtomicU32::new(0);
+
+/// The soft-dirty bits of this process are in use as long as this exists.
+#[derive(Debug)]
+struct Own {
+    process: u32,
+}
+
+impl Own {
+    fn claim() -> Result<Own, TrackError> {
+        let process = std::process::id();
+        let claim = |owner| (owner != process).then_some(process);
+        OWNER.fetch_update(Ordering::Relaxed, Ordering::Relaxed, claim).map(|_| Own { process }).map_err(|_| {
+            TrackError::Unavailable {
+                mechanism: Mechanism::SoftDirty,
+                reason:
+                    "an address space has one set of soft-dirty bits, and this one's are in use by another region or \
+                         tracker: track one at a time, or choose another mechanism"
+                        .to_owned(),
+            }
+        })
+    }
+}
+
+impl Drop for Own {
+    fn drop(&mut self) {
+        let _ = OWNER.compare_exchange(self.process, 0, Ordering::Relaxed, Ordering::Relaxed);
     }
 }
 
@@ -65,7 +114,10 @@ impl Tracker for SoftDirty {
 
     fn collect(&mut self, ranges: &RangeSet, dirty: &mut RangeSet) -> Result<(), TrackError> {
         let now = populated(&self.pagemap, self.pages, ranges)?;
-        let mut written = RangeSet::new();
+        // A page that was dropped and is read again has changed to zeros, and no bit tells.
+        let zeros = zeros(&self.pagemap, &now)?;
+        let mut written = zeros.clone();
+        written.subtract(&self.zeros);
         for run in now.iter() {
             self.pagemap
                 .entries(&run, |address, entry| {
@@ -80,6 +132,18 @@ impl Tracker for SoftDirty {
             .write_at(b"4", 0)
             .map_err(|error| TrackError::from_io(error, || "clearing soft-dirty bits".to_owned()))?;
         dirty.extend(&self.seen.advance(ranges, now));
+        self.zeros = zeros;
         Ok(())
     }
+}
+
+/// Where in `ranges` the page of zeros is mapped.
+fn zeros(pagemap: &Pagemap, ranges: &RangeSet) -> Result<RangeSet, TrackError> {
+    let mut found = RangeSet::new();
+    for range in ranges.iter() {
+        pagemap
+            .scan(&range, Filter { all: ZERO, ..Filter::default() }, |run, _| found.insert(run))
+            .map_err(|error| TrackError::from_io(error, || format!("scanning for zeros in {range:#x?}")))?;
+    }
+    Ok(found)
 }

@@ -261,7 +261,25 @@ proptest! {
 
 #[test]
 fn soft_dirty_misses_nothing() {
+    // One after the other: whoever clears the bits clears those of the whole program.
     misses_nothing_if_there(Mechanism::SoftDirty);
+    soft_dirty_reports_a_page_that_was_dropped_and_read_again();
+}
+
+fn soft_dirty_reports_a_page_that_was_dropped_and_read_again() {
+    let Some(mut tracker) = tracker(Mechanism::SoftDirty) else { return };
+    let scratch = Scratch::new(8);
+    (0..8).for_each(|page| scratch.write(page, 1));
+    let all = one(scratch.range());
+    assert_eq!(collected(&mut *tracker, &all), all);
+    scratch.advise(3, 1, libc::MADV_DONTNEED);
+    assert_eq!(scratch.read(3), 0);
+    let third = one(scratch.address(3)..scratch.address(4));
+    assert_eq!(collected(&mut *tracker, &all), third);
+    // Nothing has happened since.
+    assert!(collected(&mut *tracker, &all).is_empty());
+    scratch.write(3, 1);
+    assert_eq!(collected(&mut *tracker, &all), third);
 }
 
 #[test]
