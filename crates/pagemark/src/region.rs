@@ -14,6 +14,7 @@
 //! # Ok::<(), pagemark::region::RegionError>(())
 //! ```
 
+use std::hash::{Hash, Hasher};
 use std::ops::Range as Span;
 use std::os::fd::{AsFd, AsRawFd};
 use std::ptr::NonNull;
@@ -105,7 +106,10 @@ struct State {
 }
 
 /// A snapshot of a region. A clone is the same snapshot.
-#[derive(Clone, PartialEq, Eq, Hash, Debug)]
+///
+/// Snapshots are equal if their content is, whichever regions they are of: see [`Snapshot`]. Those of different stores are never
+/// equal, and a region has a store of its own unless it is made with one.
+#[derive(Clone, Debug)]
 pub struct RegionSnapshot {
     content: Snapshot,
     region: u64,
@@ -115,6 +119,20 @@ impl RegionSnapshot {
     /// Its content, to read and compare.
     pub fn content(&self) -> &Snapshot {
         &self.content
+    }
+}
+
+impl PartialEq for RegionSnapshot {
+    fn eq(&self, other: &Self) -> bool {
+        self.content == other.content
+    }
+}
+
+impl Eq for RegionSnapshot {}
+
+impl Hash for RegionSnapshot {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        self.content.hash(state);
     }
 }
 

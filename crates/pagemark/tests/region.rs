@@ -229,29 +229,90 @@ proptest! {
     }
 }
 
-/// An address space has the marks of these once, so that nothing else here may use them.
+/// What an address space has only once, so that it is tested in a process of its own.
+const ONCE_ONLY: [Mechanism; 2] = [Mechanism::SoftDirty, Mechanism::Ldt];
+
+/// In such a process: the mechanism that it is for.
+const ONLY: &str = "PAGEMARK_ONLY_MECHANISM";
+
+/// What can be had on this machine, except what an address space has only once: tests run at the same time.
+fn mechanisms() -> Vec<Mechanism> {
+    if let Ok(only) = std::env::var(ONLY) {
+        return vec![only.parse().unwrap()];
+    }
+    let all = Mechanism::ALL.into_iter().filter(|mechanism| !ONCE_ONLY.contains(mechanism));
+    all.filter(|&mechanism| region(PAGE_SIZE, mechanism, false).is_some()).collect()
+}
+
+/// Those of which several regions can be written, and at any time.
+fn mechanisms_at_any_time() -> impl Iterator<Item = Mechanism> {
+    mechanisms().into_iter().filter(|&mechanism| mechanism != Mechanism::SoftDirty)
+}
+
+/// The tests that run each of [`mechanisms`], once more for each of which there is one, in a process where nothing else runs.
 #[test]
 fn those_of_which_there_is_one_behave() {
-    for mechanism in [Mechanism::SoftDirty, Mechanism::Ldt] {
-        // Asked once, so that it is said only once where the kernel lacks it.
-        if region(PAGE_SIZE, mechanism, false).is_none() {
-            continue;
-        }
-        let config = ProptestConfig { cases: 24, source_file: Some(file!()), ..ProptestConfig::default() };
+    if let Ok(only) = std::env::var(ONLY) {
+        let mechanism: Mechanism = only.parse().unwrap();
+        let config = ProptestConfig { cases: 64, source_file: Some(file!()), ..ProptestConfig::default() };
         proptest::test_runner::TestRunner::new(config)
             .run(&(prop::collection::vec(step(), 1..40), any::<bool>()), |(steps, without_rollback)| {
                 behaves(mechanism, without_rollback, &steps);
                 Ok(())
             })
             .unwrap();
+        if mechanism == Mechanism::SoftDirty {
+            one_region_at_a_time_has_the_soft_dirty_bits();
+        }
+        return;
+    }
+    for mechanism in ONCE_ONLY {
+        if region(PAGE_SIZE, mechanism, false).is_none() {
+            continue;
+        }
+        let tests = [
+            "those_of_which_there_is_one_behave",
+            "eight_threads_that_write_all_the_time_lose_nothing",
+            "chained_transactions_of_eight_threads_lose_nothing",
+            "eight_threads_roll_back_their_own_regions",
+            "only_what_was_written_is_named",
+            "what_was_put_back_and_is_written_again_is_seen",
+        ];
+        let output = std::process::Command::new(std::env::current_exe().unwrap())
+            .args(["--test-threads=1", "--nocapture", "--exact"])
+            .args(tests)
+            .env(ONLY, mechanism.name())
+            .output()
+            .unwrap();
+        let said = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.success() && said.contains("6 passed"), "{mechanism}: {said}");
     }
 }
 
-/// What can be had on this machine, except what an address space has only once: tests run at the same time.
-fn mechanisms() -> Vec<Mechanism> {
-    let once_only = |mechanism: &Mechanism| matches!(mechanism, Mechanism::SoftDirty | Mechanism::Ldt);
-    let all = Mechanism::ALL.into_iter().filter(|mechanism| !once_only(mechanism));
-    all.filter(|&mechanism| region(PAGE_SIZE, mechanism, false).is_some()).collect()
+fn one_region_at_a_time_has_the_soft_dirty_bits() {
+    let options = RegionOptions { mechanism: Some(Mechanism::SoftDirty), ..RegionOptions::default() };
+    let first = Region::with_options(PAGE_SIZE, options.clone()).unwrap();
+    let second = Region::with_options(PAGE_SIZE, options.clone());
+    assert!(matches!(second, Err(RegionError::Track(TrackError::Unavailable { .. }))), "{second:?}");
+    drop(first);
+    Region::with_options(PAGE_SIZE, options).unwrap();
+}
+
+#[test]
+fn snapshots_are_equal_if_their_content_is_whichever_region_they_are_of() {
+    let store = pagemark::snapshot::SnapshotStore::new();
+    let options = RegionOptions { store: Some(store), ..RegionOptions::default() };
+    let (a, b) = (Region::with_options(BYTES, options.clone()).unwrap(), Region::with_options(BYTES, options).unwrap());
+    [&a, &b].into_iter().for_each(|region| region.write(5000, b"equal").unwrap());
+    let (of_a, of_b) = (a.snapshot().unwrap(), b.snapshot().unwrap());
+    assert_eq!(of_a, of_b);
+    assert!(std::collections::HashSet::from([of_a.clone()]).contains(&of_b));
+    assert!(matches!(a.restore(&of_b), Err(RegionError::WrongRegion)));
+    b.write(5000, b"other").unwrap();
+    assert_ne!(of_a, b.snapshot().unwrap());
+    let elsewhere = Region::new(BYTES).unwrap();
+    elsewhere.write(5000, b"equal").unwrap();
+    assert_ne!(of_a, elsewhere.snapshot().unwrap(), "in a store of its own");
 }
 
 #[test]
@@ -259,7 +320,7 @@ fn eight_threads_that_write_all_the_time_lose_nothing() {
     const WRITERS: usize = 8;
     /// Words that each writer has, which share pages with those of others.
     const EACH: usize = 64;
-    for mechanism in mechanisms() {
+    for mechanism in mechanisms_at_any_time() {
         let region = Arc::new(region(BYTES, mechanism, false).unwrap());
         let stop = Arc::new(AtomicBool::new(false));
         let words = |writer: usize| (0..EACH).map(move |index| (writer + index * 71) * 8 % (BYTES / 8) + writer);
@@ -308,7 +369,7 @@ fn eight_threads_that_write_all_the_time_lose_nothing() {
 #[test]
 fn chained_transactions_of_eight_threads_lose_nothing() {
     const WRITERS: usize = 8;
-    for mechanism in mechanisms() {
+    for mechanism in mechanisms_at_any_time() {
         let region = Arc::new(region(BYTES, mechanism, true).unwrap());
         let stop = Arc::new(AtomicBool::new(false));
         let writers: Vec<_> = (0..WRITERS)
@@ -352,7 +413,7 @@ fn chained_transactions_of_eight_threads_lose_nothing() {
 
 #[test]
 fn eight_threads_roll_back_their_own_regions() {
-    for mechanism in mechanisms() {
+    for mechanism in mechanisms_at_any_time() {
         std::thread::scope(|scope| {
             for thread in 0..8u64 {
                 scope.spawn(move || {
@@ -439,8 +500,8 @@ fn hot_pages_are_told_exactly_and_cool_down() {
 
 #[test]
 fn what_was_put_back_and_is_written_again_is_seen() {
-    for mechanism in Mechanism::ALL.into_iter().filter(|&mechanism| mechanism != Mechanism::SoftDirty) {
-        let Some(region) = region(PAGE_SIZE, mechanism, false) else { continue };
+    for mechanism in mechanisms() {
+        let region = region(PAGE_SIZE, mechanism, false).unwrap();
         region.begin().unwrap();
         region.write(0, &[1]).unwrap();
         region.rollback().unwrap();

@@ -1,6 +1,5 @@
 //! Which mechanisms work here, and what each costs.
 
-use std::fs::OpenOptions;
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
@@ -97,11 +96,7 @@ pub fn own(mechanism: Mechanism) -> Result<Box<dyn Tracker>, TrackError> {
         Mechanism::PagemapScan => Box::new(scan(pagemap)?),
         Mechanism::Adaptive => Box::new(Adaptive::new(scan(pagemap)?)),
         Mechanism::Ldt => Box::new(Ldt::new(pagemap, Pages::All)?),
-        Mechanism::SoftDirty => {
-            let clear_refs = OpenOptions::new().write(true).open("/proc/self/clear_refs");
-            let clear_refs = clear_refs.map_err(system("opening /proc/self/clear_refs"))?;
-            Box::new(SoftDirty::new(pagemap, clear_refs, Pages::All)?)
-        }
+        Mechanism::SoftDirty => Box::new(SoftDirty::of_this_process(pagemap, Pages::All)?),
     })
 }
 

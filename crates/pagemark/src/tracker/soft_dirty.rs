@@ -43,7 +43,7 @@ impl SoftDirty {
     /// # Errors
     /// [`TrackError::Unavailable`]: the kernel has no soft-dirty bits, or there is such a tracker already.
     pub fn of_this_process(pagemap: Arc<Pagemap>, pages: Pages) -> Result<Self, TrackError> {
-        let system = |operation: &str| move |error| TrackError::from_io(error, || operation.to_owned());
+        let system = |operation: &'static str| move |error| TrackError::from_io(error, || operation.to_owned());
         let path = "/proc/self/clear_refs";
         let clear_refs = File::options().write(true).open(path).map_err(system("opening /proc/self/clear_refs"))?;
         let own = Some(Own::claim()?);
