@@ -186,9 +186,12 @@ fn doctor_names_every_mechanism() {
     assert!(output.status.success(), "{}", stderr(&output));
     let findings: Value = serde_json::from_slice(&output.stdout).expect("one JSON document");
     let mechanisms = findings["mechanisms"].as_array().expect("a list");
-    for name in ["adaptive", "pagemap-scan", "soft-dirty", "compare", "full"] {
+    for name in ["ldt", "adaptive", "pagemap-scan", "soft-dirty", "compare", "full"] {
         let found = mechanisms.iter().find(|found| found["mechanism"] == name).unwrap_or_else(|| panic!("no {name}"));
         let works = found["works"].as_bool().expect("true or false");
+        if name == "ldt" {
+            assert_eq!(findings["auto"] == "ldt", works, "it costs the least where it works: {findings}");
+        }
         assert_eq!(found["reason"].is_null(), works, "{found}");
         assert_eq!(found["collect_ns"].is_number(), works, "{found}");
     }

@@ -1,14 +1,15 @@
-//! The story of the README: a Redis server with a gigabyte of data under load is killed, and comes back.
+//! The story of the README: a Redis server with a gigabyte of data under load is killed, and comes back. And so does one that has
+//! less memory than data.
 
 mod support;
 
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
+use pagemark::Mechanism;
+use pagemark_testing::{Swap, skip, swapped_bytes};
 use support::{Pagemark, Redis, free_port, kill_and_wait, now_unix_us, wait_for};
-
-/// Keys that `DEBUG POPULATE` makes, of 1000 bytes each.
-const KEYS: u64 = 1_000_000;
 
 /// Writes pairs of keys in transactions, and reads them, until told to stop. A pair's two values are always equal, and only grow.
 struct Load {
@@ -19,7 +20,7 @@ struct Load {
 }
 
 impl Load {
-    fn start(port: u16) -> Load {
+    fn start(port: u16, keys: u64) -> Load {
         let stop = Arc::new(AtomicBool::new(false));
         let acknowledged = Arc::new(AtomicU64::new(0));
         let writer = {
@@ -31,7 +32,7 @@ impl Load {
                     random ^= random << 13;
                     random ^= random >> 7;
                     random ^= random << 17;
-                    let key = format!("key:{}", random % KEYS);
+                    let key = format!("key:{}", random % keys);
                     let value = value.to_string();
                     let text = format!("{value}-{}", "x".repeat((random % 1500) as usize));
                     let sent = ["MULTI"].map(|word| redis.call(&[word]));
@@ -54,7 +55,7 @@ impl Load {
             let stop = stop.clone();
             std::thread::spawn(move || {
                 let mut redis = Redis::connect(port).expect("a connection for the reader");
-                for key in (0..KEYS).cycle() {
+                for key in (0..keys).cycle() {
                     let reply = redis.call(&["GET", &format!("key:{key}")]);
                     if stop.load(Ordering::SeqCst) {
                         return;
@@ -77,59 +78,139 @@ fn digest(redis: &mut Redis) -> String {
     redis.must(&["DEBUG", "DIGEST"])
 }
 
+/// A server that is tested.
+struct Server {
+    /// Keys that `DEBUG POPULATE` makes, of 1000 bytes each.
+    keys: u64,
+    /// Time between checkpoints.
+    every: &'static str,
+    mechanism: &'static str,
+    /// What memory it has.
+    memory: Option<LimitedMemory>,
+}
+
+impl Server {
+    /// If its memory is limited, it must be partly swapped out.
+    fn assert_swapped(&self, pid: i32) {
+        if let Some(memory) = &self.memory {
+            let (swapped, counted) = (swapped_bytes(pid), memory.swapped_bytes());
+            assert!(
+                swapped > 16 << 20 && counted > 16 << 20,
+                "only {swapped} bytes are swapped out, {counted} counted"
+            );
+        }
+    }
+
+    /// The story: a quiet moment and one under load are saved, the server is killed under load, and both come back.
+    fn comes_back(&self) {
+        let pagemark = Pagemark::new();
+        let port = free_port();
+        let enter = self
+            .memory
+            .as_ref()
+            .map_or("true".to_owned(), |memory| format!("echo $$ > {}", memory.group.join("cgroup.procs").display()));
+        let script = format!(
+            "{enter} && exec redis-server --port {port} --save '' --appendonly no --enable-debug-command local"
+        );
+        let options = ["--every", self.every, "--job", "redis", "--mechanism", self.mechanism];
+        let mut runner = pagemark.run(&options, &["sh", "-c", &script]);
+        let mut redis = wait_for("the server", || Redis::connect(port));
+        let target = runner.target();
+        redis.must(&["DEBUG", "POPULATE", &self.keys.to_string(), "key", "1000"]);
+
+        let load = Load::start(port, self.keys);
+        let acknowledged_before = wait_for("some load", || {
+            let value = load.acknowledged.load(Ordering::SeqCst);
+            (value > 500).then_some(value)
+        });
+        self.assert_swapped(target);
+        let under_load = pagemark.checkpoint_after("redis", now_unix_us());
+        self.assert_swapped(target);
+        let acknowledged_after = load.acknowledged.load(Ordering::SeqCst);
+        load.stop();
+
+        // The oracle: nothing is written between the digest and the checkpoint.
+        let expected = digest(&mut redis);
+        let quiet = pagemark.checkpoint_after("redis", now_unix_us());
+        self.assert_swapped(target);
+        let still = digest(&mut redis);
+        assert_eq!(still, expected, "something wrote in the quiet time");
+
+        // Later writes, in the middle of which everything is killed.
+        let load = Load::start(port, self.keys);
+        wait_for("more load", || (load.acknowledged.load(Ordering::SeqCst) > 300).then_some(()));
+        load.stop.store(true, Ordering::SeqCst);
+        runner.kill();
+        kill_and_wait(target);
+        load.stop();
+
+        // As it was when it was quiet: every key has its value.
+        pagemark.done(&["restore", "--detach", &format!("redis@{quiet}")]);
+        let mut redis = wait_for("the restored server", || Redis::connect(port));
+        assert_eq!(digest(&mut redis), expected, "the restored data differ from those at the checkpoint");
+        assert_eq!(redis.must(&["SET", "after", "1"]), "OK");
+        assert_eq!(redis.must(&["GET", "after"]), "1");
+        kill_and_wait(target);
+
+        // As it was in the middle of the load: a consistent cut, nothing acknowledged before it lost.
+        pagemark.done(&["restore", "--detach", "--lazy", &format!("redis@{under_load}")]);
+        let mut redis = wait_for("the restored server", || Redis::connect(port));
+        let (left, right) = (redis.must(&["GET", "left"]), redis.must(&["GET", "right"]));
+        assert_eq!(left, right, "a transaction was cut in two");
+        let value: u64 = left.parse().expect("a number");
+        assert!(
+            (acknowledged_before..=acknowledged_after + 1).contains(&value),
+            "{acknowledged_before} ≤ {value} ≤ {acknowledged_after} + 1"
+        );
+        assert_eq!(redis.must(&["DBSIZE"]), (self.keys + 2).to_string());
+        kill_and_wait(target);
+    }
+}
+
+/// A control group whose processes have so much memory together, and swap for the rest.
+struct LimitedMemory {
+    group: PathBuf,
+    _swap: Swap,
+}
+
+impl LimitedMemory {
+    /// An error says what this machine lacks.
+    fn new(bytes: u64) -> Result<LimitedMemory, String> {
+        let swap = Swap::on().ok_or("there is no zram device to swap to, or no right to use it")?;
+        let top = Path::new("/sys/fs/cgroup");
+        let group = top.join(format!("pagemark-test-{}", std::process::id()));
+        std::fs::write(top.join("cgroup.subtree_control"), "+memory")
+            .and_then(|()| std::fs::create_dir(&group))
+            .map_err(|error| format!("no control group that limits memory can be made: {error}"))?;
+        let memory = LimitedMemory { group, _swap: swap };
+        std::fs::write(memory.group.join("memory.max"), bytes.to_string()).expect("a limit");
+        Ok(memory)
+    }
+
+    fn swapped_bytes(&self) -> u64 {
+        let text = std::fs::read_to_string(self.group.join("memory.swap.current")).unwrap_or_default();
+        text.trim().parse().unwrap_or(0)
+    }
+}
+
+impl Drop for LimitedMemory {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir(&self.group);
+    }
+}
+
 #[test]
 fn a_redis_server_under_load_is_killed_and_comes_back() {
-    let pagemark = Pagemark::new();
-    let port = free_port();
-    let port_text = port.to_string();
-    let server =
-        ["redis-server", "--port", &port_text, "--save", "", "--appendonly", "no", "--enable-debug-command", "local"];
-    let mut runner = pagemark.run(&["--every", "1s", "--job", "redis"], &server);
-    let mut redis = wait_for("the server", || Redis::connect(port));
-    let target = runner.target();
-    redis.must(&["DEBUG", "POPULATE", &KEYS.to_string(), "key", "1000"]);
+    Server { keys: 1_000_000, every: "1s", mechanism: "auto", memory: None }.comes_back();
+}
 
-    let load = Load::start(port);
-    let acknowledged_before = wait_for("some load", || {
-        let value = load.acknowledged.load(Ordering::SeqCst);
-        (value > 500).then_some(value)
-    });
-    let under_load = pagemark.checkpoint_after("redis", now_unix_us());
-    let acknowledged_after = load.acknowledged.load(Ordering::SeqCst);
-    load.stop();
-
-    // The oracle: nothing is written between the digest and the checkpoint.
-    let expected = digest(&mut redis);
-    let quiet = pagemark.checkpoint_after("redis", now_unix_us());
-    let still = digest(&mut redis);
-    assert_eq!(still, expected, "something wrote in the quiet time");
-
-    // Later writes, in the middle of which everything is killed.
-    let load = Load::start(port);
-    wait_for("more load", || (load.acknowledged.load(Ordering::SeqCst) > 300).then_some(()));
-    load.stop.store(true, Ordering::SeqCst);
-    runner.kill();
-    kill_and_wait(target);
-    load.stop();
-
-    // As it was when it was quiet: every key has its value.
-    pagemark.done(&["restore", "--detach", &format!("redis@{quiet}")]);
-    let mut redis = wait_for("the restored server", || Redis::connect(port));
-    assert_eq!(digest(&mut redis), expected, "the restored data differ from those at the checkpoint");
-    assert_eq!(redis.must(&["SET", "after", "1"]), "OK");
-    assert_eq!(redis.must(&["GET", "after"]), "1");
-    kill_and_wait(target);
-
-    // As it was in the middle of the load: a consistent cut, nothing acknowledged before it lost.
-    pagemark.done(&["restore", "--detach", "--lazy", &format!("redis@{under_load}")]);
-    let mut redis = wait_for("the restored server", || Redis::connect(port));
-    let (left, right) = (redis.must(&["GET", "left"]), redis.must(&["GET", "right"]));
-    assert_eq!(left, right, "a transaction was cut in two");
-    let value: u64 = left.parse().expect("a number");
-    assert!(
-        (acknowledged_before..=acknowledged_after + 1).contains(&value),
-        "{acknowledged_before} ≤ {value} ≤ {acknowledged_after} + 1"
-    );
-    assert_eq!(redis.must(&["DBSIZE"]), (KEYS + 2).to_string());
-    kill_and_wait(target);
+#[test]
+fn a_redis_server_that_is_partly_swapped_out_comes_back() {
+    let memory = match LimitedMemory::new(60 << 20) {
+        Ok(memory) => memory,
+        Err(reason) => skip!("{reason}"),
+    };
+    // With the dirty bits where the kernel has them.
+    let mechanism = Mechanism::choose().name();
+    Server { keys: 80_000, every: "3s", mechanism, memory: Some(memory) }.comes_back();
 }

@@ -26,6 +26,15 @@ for line in sys.stdin:
 
 #[test]
 fn a_mapped_file_is_read_again_only_when_it_was_written() {
+    read_again_when_written(Mechanism::PagemapScan);
+}
+
+#[test]
+fn a_mapped_file_is_read_again_only_when_it_was_written_with_ldt() {
+    read_again_when_written(Mechanism::Ldt);
+}
+
+fn read_again_when_written(mechanism: Mechanism) {
     let directory = tempfile::tempdir().unwrap();
     let file = std::fs::File::create(directory.path().join("mapped")).unwrap();
     file.set_len(FILE_BYTES).unwrap();
@@ -37,11 +46,11 @@ fn a_mapped_file_is_read_again_only_when_it_was_written() {
     let mut said = BufReader::new(writer.stdout.take().unwrap()).lines();
     assert_eq!(said.next().unwrap().unwrap(), "ready");
 
-    let attached = ProcessTarget::attach(writer.id() as i32, Mechanism::PagemapScan, Saver::Registers);
+    let attached = ProcessTarget::attach(writer.id() as i32, mechanism, Saver::Registers);
     let Ok(mut target) = attached else {
         writer.kill().unwrap();
         writer.wait().unwrap();
-        skip!("pagemap-scan does not work here: {}", attached.err().unwrap());
+        skip!("{}", attached.err().unwrap());
     };
     // Mappings that are new are registered where the process stands still, which a collect that finds much in them makes it do.
     for space in target.spaces().unwrap() {

@@ -343,7 +343,7 @@ struct Redis(BufReader<TcpStream>);
 impl Redis {
     fn connect(port: u16) -> Option<Redis> {
         let stream = TcpStream::connect(("127.0.0.1", port)).ok()?;
-        stream.set_read_timeout(Some(Duration::from_secs(30))).unwrap();
+        stream.set_read_timeout(Some(pagemark_testing::patience())).unwrap();
         Some(Redis(BufReader::new(stream)))
     }
 

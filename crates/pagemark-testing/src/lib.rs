@@ -6,13 +6,17 @@
 //! [`VIOLATED`] and a message, also in the file `violated`, when anything is not as it left it.
 
 mod memory;
+mod patience;
 mod report;
 mod skip;
+mod swap;
 mod trackee;
 
 pub use memory::{Region, SplitMix, expected};
+pub use patience::patience;
 pub use report::{Report, VIOLATED};
 pub use skip::skipped;
+pub use swap::{Swap, swapped_bytes};
 pub use trackee::{rounds, trackee, violation};
 
 /// Says that the running test is skipped, and why (as for `format!`), and returns from it.

@@ -19,10 +19,9 @@ use pagemark_process::files::put_back;
 use pagemark_process::job::{Job, Options};
 use pagemark_process::restore::{RestoreOptions, Streams, prepare};
 use pagemark_process::spawn::spawn;
-use pagemark_testing::skip;
+use pagemark_testing::{Swap, patience, skip, swapped_bytes};
 
 const PAGE: usize = 4096;
-const PATIENCE: Duration = Duration::from_secs(60);
 
 /// What each page held, by process and address.
 type Image = BTreeMap<(i32, u64), Page>;
@@ -33,7 +32,7 @@ struct Page {
 }
 
 fn wait_for<T>(what: &str, mut condition: impl FnMut() -> Option<T>) -> T {
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + patience();
     loop {
         if let Some(value) = condition() {
             return value;
@@ -238,6 +237,9 @@ fn comes_back(command: &[&str], mechanism: Mechanism, strategy: Strategy, mut be
         Ok(criu) => criu,
         Err(error) => skip!("{error}"),
     };
+    if let Err(error) = pagemark::tracker::own(mechanism) {
+        skip!("{error}");
+    }
     let program = Program::start(command);
     program.wait_for_progress();
     let place = tempfile::tempdir().expect("a temporary directory");
@@ -305,6 +307,21 @@ fn eight_threads_stopped_and_copied() {
 }
 
 #[test]
+fn eight_threads_with_ldt() {
+    comes_back(&[TORTURE, "DIRECTORY"], Mechanism::Ldt, Strategy::default(), undisturbed);
+}
+
+#[test]
+fn eight_threads_stopped_and_copied_with_ldt() {
+    comes_back(&[TORTURE, "DIRECTORY"], Mechanism::Ldt, Strategy::StopAndCopy, undisturbed);
+}
+
+#[test]
+fn eight_threads_with_soft_dirty() {
+    comes_back(&[TORTURE, "DIRECTORY"], Mechanism::SoftDirty, Strategy::default(), undisturbed);
+}
+
+#[test]
 fn eight_threads_compared() {
     comes_back(&[TORTURE, "DIRECTORY"], Mechanism::Compare, Strategy::default(), undisturbed);
 }
@@ -320,57 +337,59 @@ fn a_family_that_talks_through_pipes() {
 }
 
 #[test]
-fn a_process_that_maps_and_forks_between_checkpoints() {
-    comes_back(&[PAGES, "DIRECTORY"], Mechanism::Adaptive, Strategy::default(), |program, round| {
+fn a_family_with_ldt() {
+    comes_back(&[FAMILY, "DIRECTORY"], Mechanism::Ldt, Strategy::default(), undisturbed);
+}
+
+#[test]
+fn a_family_with_soft_dirty() {
+    comes_back(&[FAMILY, "DIRECTORY"], Mechanism::SoftDirty, Strategy::default(), undisturbed);
+}
+
+fn maps_and_forks(mechanism: Mechanism) {
+    comes_back(&[PAGES, "DIRECTORY"], mechanism, Strategy::default(), |program, round| {
         program.signal(if round % 2 == 0 { Signal::SIGUSR1 } else { Signal::SIGUSR2 });
     });
 }
 
 #[test]
-fn a_process_that_is_partly_swapped_out() {
+fn a_process_that_maps_and_forks_between_checkpoints() {
+    maps_and_forks(Mechanism::Adaptive);
+}
+
+#[test]
+fn a_process_that_maps_and_forks_with_ldt() {
+    maps_and_forks(Mechanism::Ldt);
+}
+
+#[test]
+fn a_process_that_maps_and_forks_with_soft_dirty() {
+    maps_and_forks(Mechanism::SoftDirty);
+}
+
+fn partly_swapped_out(mechanism: Mechanism) {
     let Some(_swap) = Swap::on() else { skip!("there is no zram device to swap to, or no right to use it") };
-    let swapped_kib = |pid: i32| -> u64 {
-        let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
-        let line = status.lines().find_map(|line| line.strip_prefix("VmSwap:")).unwrap_or("0");
-        line.trim().trim_end_matches(" kB").parse().unwrap_or(0)
-    };
-    let mut most_kib = 0;
-    comes_back(&[PAGES, "DIRECTORY"], Mechanism::Adaptive, Strategy::default(), |program, round| {
+    comes_back(&[PAGES, "DIRECTORY"], mechanism, Strategy::default(), |program, round| {
         if round == 1 {
             program.signal(Signal::SIGUSR1);
         }
-        wait_for("something swapped out", || {
-            most_kib = most_kib.max(swapped_kib(program.pid));
-            (most_kib > 0).then_some(())
-        });
+        wait_for("something swapped out", || (swapped_bytes(program.pid) > 0).then_some(()));
     });
-    assert!(most_kib > 0);
 }
 
-/// Swap space in compressed memory, while this lives.
-struct Swap;
-
-impl Swap {
-    const DEVICE: &str = "/dev/zram0";
-
-    fn on() -> Option<Swap> {
-        let setting = Path::new("/sys/block/zram0/disksize");
-        if std::fs::read_to_string(setting).ok()?.trim() == "0" {
-            std::fs::write(setting, "256M").ok()?;
-        }
-        let run = |command: &str| {
-            let status =
-                std::process::Command::new(command).arg(Swap::DEVICE).stdout(std::process::Stdio::null()).status();
-            status.is_ok_and(|status| status.success())
-        };
-        (run("mkswap") && run("swapon")).then_some(Swap)
-    }
+#[test]
+fn a_process_that_is_partly_swapped_out() {
+    partly_swapped_out(Mechanism::Adaptive);
 }
 
-impl Drop for Swap {
-    fn drop(&mut self) {
-        let _ = std::process::Command::new("swapoff").arg(Swap::DEVICE).status();
-    }
+#[test]
+fn a_process_that_is_partly_swapped_out_with_ldt() {
+    partly_swapped_out(Mechanism::Ldt);
+}
+
+#[test]
+fn a_process_that_is_partly_swapped_out_with_soft_dirty() {
+    partly_swapped_out(Mechanism::SoftDirty);
 }
 
 #[test]

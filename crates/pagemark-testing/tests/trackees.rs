@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
 use std::time::{Duration, Instant};
 
-use pagemark_testing::{VIOLATED, rounds, trackee, violation};
+use pagemark_testing::{VIOLATED, patience, rounds, trackee, violation};
 use tempfile::TempDir;
 
 /// A running program, which is killed in the end.
@@ -64,7 +64,7 @@ impl Drop for Running {
 fn await_that(what: &str, mut holds: impl FnMut() -> bool) {
     let start = Instant::now();
     while !holds() {
-        assert!(start.elapsed() < Duration::from_secs(120), "{what}: not within two minutes");
+        assert!(start.elapsed() < patience(), "waited too long: {what}");
         std::thread::sleep(Duration::from_millis(10));
     }
 }

@@ -8,12 +8,11 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
-/// Nothing here may wait for ever.
-pub const PATIENCE: Duration = Duration::from_secs(120);
+use pagemark_testing::patience;
 
 /// Waits until `condition` gives something.
 pub fn wait_for<T>(what: &str, mut condition: impl FnMut() -> Option<T>) -> T {
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + patience();
     loop {
         if let Some(value) = condition() {
             return value;
@@ -102,7 +101,7 @@ impl Pagemark {
 
     /// Waits for a checkpoint that was taken after this instant.
     pub fn checkpoint_after(&self, job: &str, unix_us: u64) -> u64 {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + patience();
         loop {
             let newer = self.checkpoints(job).into_iter().find(|listed| listed.taken_unix_us > unix_us);
             if let Some(listed) = newer {
@@ -189,7 +188,7 @@ pub struct Redis {
 impl Redis {
     pub fn connect(port: u16) -> Option<Redis> {
         let stream = TcpStream::connect(("127.0.0.1", port)).ok()?;
-        stream.set_read_timeout(Some(PATIENCE)).ok()?;
+        stream.set_read_timeout(Some(patience())).ok()?;
         stream.set_nodelay(true).ok()?;
         Some(Redis { stream: BufReader::new(stream) })
     }
