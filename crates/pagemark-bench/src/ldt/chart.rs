@@ -157,8 +157,11 @@ fn percent(share: f64) -> String {
     if share < 0.1 { format!("{:.1}%", share * 100.0) } else { format!("{:.0}%", share * 100.0) }
 }
 
-/// Four digits, and k, M or G where there are more.
+/// Four digits, and k, M or G where there are more; counts below a million in full.
 pub(super) fn format_number(number: f64) -> String {
+    if number.fract() == 0.0 && number.abs() < 1e6 {
+        return format!("{number:.0}");
+    }
     let (number, unit) = match number.abs() {
         size if size >= 1e10 => (number / 1e9, "G"),
         size if size >= 1e7 => (number / 1e6, "M"),
@@ -166,7 +169,7 @@ pub(super) fn format_number(number: f64) -> String {
         _ => (number, ""),
     };
     let digits = match number.abs() {
-        size if size >= 1000.0 || size.fract() == 0.0 => 0,
+        size if size >= 1000.0 => 0,
         size if size >= 100.0 => 1,
         size if size >= 10.0 => 2,
         _ => 3,
@@ -251,9 +254,9 @@ size, of what  untracked  ldt            adaptive
             (65.4321, "65.43"),
             (9999.4, "9999"),
             (12_345.6, "12.35k"),
-            (131_072.0, "131.1k"),
+            (131_072.0, "131072"),
             (12_345_678.0, "12.35M"),
-            (3.2e10, "32G"),
+            (3.2e10, "32.00G"),
         ] {
             assert_eq!(format_number(number), text);
         }

@@ -184,12 +184,8 @@ impl Asker {
     }
 
     fn scan(&self, filter: Filter) -> io::Result<u64> {
-        let (mut pages, mut counted) = (0, 0);
-        self.pagemap.scan(&self.range, filter, |run, _| {
-            // Where a walk was done in parts, the kernel tells the last part's beginning as its end, and is asked for it again.
-            pages += run.end.saturating_sub(run.start.max(counted)) / PAGE_SIZE as u64;
-            counted = counted.max(run.end);
-        })?;
+        let mut pages = 0;
+        self.pagemap.scan(&self.range, filter, |run, _| pages += (run.end - run.start) / PAGE_SIZE as u64)?;
         Ok(pages)
     }
 

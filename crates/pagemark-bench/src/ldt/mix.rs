@@ -71,10 +71,10 @@ impl Mix {
 /// The paper's shares of writes.
 const WRITES_PERCENT: [u32; 3] = [75, 50, 25];
 
-const SLICES: usize = 40;
+const SLICES: usize = 24;
 
 /// Long enough for `soft-dirty` to take all its faults in the first half.
-const SLICE_NS_PER_PAGE: f64 = 90.0;
+const SLICE_NS_PER_PAGE: f64 = 150.0;
 
 /// Draws the figures that are asked for.
 pub(super) fn figures(session: &Session) -> Result<(), BenchError> {
