@@ -11,13 +11,14 @@ work=$(mktemp -d "${XDG_CACHE_HOME:-$HOME/.cache}/pagemark-lab-test.XXXXXX")
 trap 'rm -rf "$work"' EXIT
 passed=0
 failed=0
+shares=()
 
 # in_lab NAME SECONDS COMMAND…: one machine, one test.
 in_lab() {
     local name=$1 limit=$2
     shift 2
     printf '\n== %s\n' "$name"
-    if lab/lab run --kernel "$kernel" --memory 1G --timeout "$limit" -- "$@"; then
+    if lab/lab run --kernel "$kernel" --memory 1G --timeout "$limit" "${shares[@]}" -- "$@"; then
         passed=$((passed + 1))
     else
         printf 'failed: %s (%s)\n' "$name" $?
@@ -48,9 +49,17 @@ in_lab "oracle, the paper's list and restart" $((seconds * 2 + 300)) sh -c "$pre
 in_lab "the oracle notices what is missed" $((seconds * 2 + 300)) sh -c "$work/oracle -s $seconds -b; [ \$? = 1 ]"
 
 if [ -z "${LAB_NO_CARGO:-}" ]; then
-    tests=$(cargo test --locked -p pagemark --lib --no-run --message-format=json 2>/dev/null |
-        sed -n 's/.*"executable":"\([^"]*\)".*/\1/p' | tail -n 1)
-    in_lab "Pagemark's trackers" 1200 sh -c "$tests --test-threads 2 tracker::"
+    # Where cargo left the test binary of that name.
+    built() {
+        cargo test --locked -p pagemark "$@" --no-run --message-format=json 2>/dev/null |
+            sed -n 's/.*"executable":"\([^"]*\)".*/\1/p' | tail -n 1
+    }
+    trackers=$(built --lib) regions=$(built --test region)
+    # A build directory that the machine has of its own would hide that of this one.
+    shares=(--share "$(dirname "$trackers")")
+    in_lab "Pagemark's trackers" 1200 sh -c "$trackers --test-threads 2 tracker::"
+    in_lab "regions by the dirty bits" 1200 "$regions" --exact those_of_which_there_is_one_behave --nocapture
+    kernel=stock in_lab "regions by soft-dirty" 1200 "$regions" --exact those_of_which_there_is_one_behave --nocapture
 fi
 
 printf '\n%s passed, %s failed\n' $passed $failed
