@@ -176,8 +176,13 @@ struct LimitedMemory {
 impl LimitedMemory {
     /// An error says what this machine lacks.
     fn new(bytes: u64) -> Result<LimitedMemory, String> {
-        let swap = Swap::on().ok_or("there is no zram device to swap to, or no right to use it")?;
         let top = Path::new("/sys/fs/cgroup");
+        // Where there is an older hierarchy this is an ordinary directory, in which anything can be made.
+        let controllers = std::fs::read_to_string(top.join("cgroup.controllers")).unwrap_or_default();
+        if !controllers.split_whitespace().any(|name| name == "memory") {
+            return Err("control groups of version 2, with the one for memory, are not at /sys/fs/cgroup".to_owned());
+        }
+        let swap = Swap::on().ok_or("there is no zram device to swap to, or no right to use it")?;
         let group = top.join(format!("pagemark-test-{}", std::process::id()));
         std::fs::write(top.join("cgroup.subtree_control"), "+memory")
             .and_then(|()| std::fs::create_dir(&group))
