@@ -347,6 +347,7 @@ mod tests {
 
     #[test]
     fn what_does_not_work_has_a_reason() {
+        let _alone = alone();
         assert!(Subject::new(None).refused.is_none());
         for mechanism in Mechanism::ALL {
             let subject = Subject::new(Some(mechanism));

@@ -6,7 +6,6 @@ mod subject;
 mod support;
 
 use std::fs;
-use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
@@ -27,8 +26,7 @@ fn as_nobody(home: &Path) -> Command {
     let program = home.join("pagemark");
     if !program.exists() {
         // The build directory may be closed to others.
-        fs::copy(env!("CARGO_BIN_EXE_pagemark"), &program).expect("a copy of the command");
-        fs::set_permissions(&program, fs::Permissions::from_mode(0o755)).expect("its permissions");
+        pagemark_testing::executable(&program, &fs::read(env!("CARGO_BIN_EXE_pagemark")).expect("the command"));
         fs::create_dir(home.join("home")).expect("a home");
         std::os::unix::fs::chown(home.join("home"), Some(NOBODY), Some(NOBODY)).expect("its owner");
     }
@@ -96,8 +94,7 @@ const PAUSE_32: [u8; 93] = [
 fn a_32_bit_program_is_told() {
     let pagemark = Pagemark::new();
     let program = pagemark.directory().join("pause");
-    fs::write(&program, PAUSE_32).expect("a program");
-    fs::set_permissions(&program, fs::Permissions::from_mode(0o700)).expect("its permissions");
+    pagemark_testing::executable(&program, &PAUSE_32);
     let mut child = match Command::new(&program).spawn() {
         Ok(child) => child,
         Err(error) => skip!("this kernel runs no 32-bit programs: {error}"),
@@ -225,8 +222,7 @@ fn without_criu(pagemark: &Pagemark, criu: Option<&Path>, arguments: &[&str]) ->
 
 fn script(directory: &Path, name: &str, text: &str) -> PathBuf {
     let path = directory.join(name);
-    fs::write(&path, format!("#!/bin/sh\n{text}\n")).expect("a script");
-    fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).expect("its permissions");
+    pagemark_testing::executable(&path, format!("#!/bin/sh\n{text}\n").as_bytes());
     path
 }
 

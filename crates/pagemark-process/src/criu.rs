@@ -239,8 +239,7 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let script = |name: &str, text: &str| {
             let path = directory.path().join(name);
-            std::fs::write(&path, format!("#!/bin/sh\n{text}\n")).unwrap();
-            std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
+            pagemark_testing::executable(&path, format!("#!/bin/sh\n{text}\n").as_bytes());
             path
         };
         let old = script("old", "echo Version: 3.17.1");

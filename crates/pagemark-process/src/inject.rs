@@ -8,7 +8,7 @@
 //! finishes, and the target is never left with foreign registers.
 
 use std::ffi::CString;
-use std::io;
+use std::io::{self, Write};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::time::{Duration, Instant};
@@ -371,7 +371,7 @@ fn hold(order: &mut Order, deadline: Instant) -> Helped<()> {
     order.threads.push(order.thread);
     loop {
         let known = order.threads.len();
-        each_thread(&order.threads_directory, |thread| {
+        each_thread(&order.threads_directory, |directory, thread| {
             if order.threads.contains(&thread) {
                 return Ok(());
             }
@@ -380,8 +380,10 @@ fn hold(order: &mut Order, deadline: Instant) -> Helped<()> {
             }
             match ptrace::seize(thread, order.options) {
                 Ok(()) => {}
-                // It has exited, though its number may still be there: the main thread's is until the process ends.
-                Err(libc::ESRCH | libc::EPERM) => return Ok(()),
+                Err(libc::ESRCH) => return Ok(()),
+                // Its number may still be there though it has exited: the main thread's is until the process ends. Another
+                // tracer's thread, on the other hand, may run on any moment.
+                Err(libc::EPERM) if has_exited(directory, thread) => return Ok(()),
                 Err(errno) => return Err((Step::Seize, errno)),
             }
             let stopped = ptrace::interrupt(thread).and_then(|()| ptrace::wait_trap(thread, deadline));
@@ -398,8 +400,35 @@ fn hold(order: &mut Order, deadline: Instant) -> Helped<()> {
     }
 }
 
-/// Calls `each` for the numbers in a directory. The functions of the C library would allocate.
-fn each_thread(directory: &CString, mut each: impl FnMut(i32) -> Helped<()>) -> Helped<()> {
+/// True if a thread is gone from the directory of its process's threads, or is dead there. Does not allocate.
+fn has_exited(directory: RawFd, thread: i32) -> bool {
+    let mut path = [0u8; 32];
+    // Eleven digits at most, and the terminating zero is there.
+    if write!(&mut path[..31], "{thread}/stat").is_err() {
+        return false;
+    }
+    // SAFETY: the path is a terminated string that lives through the call.
+    let file = unsafe { libc::openat(directory, path.as_ptr().cast(), libc::O_RDONLY | libc::O_CLOEXEC) };
+    if file < 0 {
+        return ptrace::errno() == libc::ENOENT;
+    }
+    let mut text = [0u8; 256];
+    // SAFETY: the kernel writes at most the buffer's length to it; the descriptor was opened above and is used no more.
+    let (length, errno) = unsafe {
+        let length = libc::read(file, text.as_mut_ptr().cast(), text.len());
+        let errno = ptrace::errno();
+        libc::close(file);
+        (length, errno)
+    };
+    let Ok(length) = usize::try_from(length) else { return errno == libc::ESRCH };
+    // The state follows the name, which is in parentheses and may hold some.
+    let name_end = text[..length].iter().rposition(|&byte| byte == b')');
+    name_end.is_some_and(|end| matches!(text.get(end + 2), Some(b'Z' | b'X')))
+}
+
+/// Calls `each` for the numbers in a directory, with the directory's descriptor. The functions of the C library would
+/// allocate.
+fn each_thread(directory: &CString, mut each: impl FnMut(RawFd, i32) -> Helped<()>) -> Helped<()> {
     // SAFETY: the path is a terminated string that lives through the call.
     let descriptor = unsafe { libc::open(directory.as_ptr(), libc::O_RDONLY | libc::O_DIRECTORY | libc::O_CLOEXEC) };
     if descriptor < 0 {
@@ -419,7 +448,7 @@ fn each_thread(directory: &CString, mut each: impl FnMut(i32) -> Helped<()>) -> 
             let record = (u16::from_ne_bytes([low, high]) as usize).clamp(19, rest.len());
             let name = rest[19..record].split(|&byte| byte == 0).next().unwrap_or_default();
             if let Some(thread) = std::str::from_utf8(name).ok().and_then(|name| name.parse().ok()) {
-                outcome = each(thread);
+                outcome = each(descriptor, thread);
                 if outcome.is_err() {
                     break;
                 }

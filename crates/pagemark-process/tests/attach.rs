@@ -128,6 +128,25 @@ fn two_hundred_injections_disturb_nobody() {
 }
 
 #[test]
+fn a_thread_that_somebody_else_traces_is_not_passed_over() {
+    let Some(mut steady) = Steady::start("threads") else { skip!("no C compiler") };
+    steady.goes_on();
+    let first = proc::live_thread(steady.pid()).unwrap();
+    let other = proc::threads(steady.pid()).unwrap().into_iter().rfind(|&thread| thread != first).unwrap();
+    let other = nix::unistd::Pid::from_raw(other);
+    nix::sys::ptrace::seize(other, nix::sys::ptrace::Options::empty()).unwrap();
+    // It runs, traced by this thread, and would see the descriptor.
+    let refused = inject::userfaultfd(steady.pid()).map(drop);
+    nix::sys::ptrace::interrupt(other).unwrap();
+    nix::sys::wait::waitpid(other, Some(nix::sys::wait::WaitPidFlag::__WALL)).unwrap();
+    nix::sys::ptrace::detach(other, None).unwrap();
+    assert!(matches!(refused, Err(inject::InjectError::NotAllowed)), "{refused:?}");
+    steady.goes_on();
+    drop(inject::userfaultfd(steady.pid()).unwrap());
+    steady.goes_on();
+}
+
+#[test]
 fn a_main_thread_that_exits_meanwhile_is_no_hindrance() {
     for _ in 0..10 {
         // It exits as soon as it has said that it is ready.
@@ -222,8 +241,7 @@ const PAUSE_32: [u8; 93] = [
 fn a_32_bit_program_is_refused() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("pause");
-    fs::write(&path, PAUSE_32).unwrap();
-    fs::set_permissions(&path, std::os::unix::fs::PermissionsExt::from_mode(0o700)).unwrap();
+    pagemark_testing::executable(&path, &PAUSE_32);
     let mut child = match Command::new(&path).spawn() {
         Ok(child) => child,
         Err(error) => skip!("this kernel runs no 32-bit programs: {error}"),

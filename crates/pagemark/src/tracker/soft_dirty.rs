@@ -43,9 +43,9 @@ impl SoftDirty {
     /// # Errors
     /// [`TrackError::Unavailable`]: the kernel has no soft-dirty bits, or there is such a tracker already.
     pub fn of_this_process(pagemap: Arc<Pagemap>, pages: Pages) -> Result<Self, TrackError> {
-        let system = |operation: &'static str| move |error| TrackError::from_io(error, || operation.to_owned());
         let path = "/proc/self/clear_refs";
-        let clear_refs = File::options().write(true).open(path).map_err(system("opening /proc/self/clear_refs"))?;
+        let failed = |error| TrackError::from_io(error, || format!("opening {path}"));
+        let clear_refs = File::options().write(true).open(path).map_err(failed)?;
         let own = Some(Own::claim()?);
         Ok(SoftDirty { _own: own, ..SoftDirty::new(pagemap, clear_refs, pages)? })
     }
