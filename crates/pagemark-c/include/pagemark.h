@@ -312,6 +312,25 @@ pagemark_status pagemark_region_rollback(const pagemark_region *region,
                                          pagemark_ranges *put_back);
 
 /**
+ * Copies `bytes` bytes of the region from `offset` on. `to` must lie outside of the region; it may be null if `bytes` is 0.
+ * Unlike an access through pagemark_region_data(), it may race with others' writes, and is an error where the region was
+ * unmapped.
+ */
+pagemark_status pagemark_region_read(const pagemark_region *region,
+                                     size_t offset,
+                                     void *to,
+                                     size_t bytes);
+
+/**
+ * Copies `bytes` bytes into the region, from `offset` on. `from` must lie outside of the region; it may be null if `bytes` is
+ * 0. See pagemark_region_read().
+ */
+pagemark_status pagemark_region_write(const pagemark_region *region,
+                                      size_t offset,
+                                      const void *from,
+                                      size_t bytes);
+
+/**
  * Reads from a file, a pipe or a socket into the region, once, as read(2) does, and stores how many bytes were read; 0 is the
  * end. Under `mprotect` and `emulate` a plain read(2) into a region fails with EFAULT, and this does not.
  */
@@ -385,8 +404,8 @@ pagemark_status pagemark_snapshot_read(const pagemark_snapshot *snapshot,
                                        size_t bytes);
 
 /**
- * True if both hold the same bytes. It costs nothing, whatever their size: equal content of one store is held once. Snapshots
- * of different stores are never equal, nor is null to anything.
+ * True if both hold the same bytes, whichever regions they are of. It costs nothing, whatever their size: equal content of one
+ * store is held once. Snapshots of different stores are never equal, nor is null to anything.
  */
 bool pagemark_snapshot_equal(const pagemark_snapshot *a,
                              const pagemark_snapshot *b);

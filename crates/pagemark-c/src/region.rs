@@ -6,7 +6,7 @@ use std::ops::Range as Span;
 use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
 
-use pagemark::region::RegionOptions;
+use pagemark::region::{RegionError, RegionOptions};
 use pagemark::{Mechanism, RangeSet};
 
 use crate::ranges::{Range, Ranges, report};
@@ -166,6 +166,63 @@ pub extern "C" fn pagemark_region_rollback(
     put_back: Option<&mut MaybeUninit<Ranges>>,
 ) -> Status {
     report(put_back, || Ok(present(region, "region")?.region.rollback()?))
+}
+
+/// Copies `bytes` bytes of the region from `offset` on. `to` must lie outside of the region; it may be null if `bytes` is 0.
+/// Unlike an access through pagemark_region_data(), it may race with others' writes, and is an error where the region was
+/// unmapped.
+#[unsafe(no_mangle)]
+pub extern "C" fn pagemark_region_read(
+    region: Option<&Region>,
+    offset: usize,
+    to: *mut c_void,
+    bytes: usize,
+) -> Status {
+    guard(|| {
+        let region = &present(region, "region")?.region;
+        let mut none = [];
+        let to = if bytes == 0 {
+            &mut none[..]
+        } else {
+            let to: NonNull<u8> = present(NonNull::new(to.cast()), "to")?;
+            check_within(region, offset, bytes)?;
+            // SAFETY: the caller owns so many bytes there, and any bytes are valid numbers to be overwritten.
+            unsafe { std::slice::from_raw_parts_mut(to.as_ptr(), bytes) }
+        };
+        Ok(region.read(offset, to)?)
+    })
+}
+
+/// Copies `bytes` bytes into the region, from `offset` on. `from` must lie outside of the region; it may be null if `bytes` is
+/// 0. See pagemark_region_read().
+#[unsafe(no_mangle)]
+pub extern "C" fn pagemark_region_write(
+    region: Option<&Region>,
+    offset: usize,
+    from: *const c_void,
+    bytes: usize,
+) -> Status {
+    guard(|| {
+        let region = &present(region, "region")?.region;
+        let from = if bytes == 0 {
+            &[][..]
+        } else {
+            let from: NonNull<u8> = present(NonNull::new(from.cast_mut().cast()), "from")?;
+            check_within(region, offset, bytes)?;
+            // SAFETY: the caller passes so many bytes.
+            unsafe { std::slice::from_raw_parts(from.as_ptr(), bytes) }
+        };
+        Ok(region.write(offset, from)?)
+    })
+}
+
+/// A Rust slice can't be of any length that C may name, so what is too long for the region is refused before one is made.
+fn check_within(region: &pagemark::Region, offset: usize, bytes: usize) -> Result<(), Failure> {
+    let (offsets, region_bytes) = (span(offset, bytes), region.bytes());
+    if offsets.end <= region_bytes && offsets.len() == bytes {
+        return Ok(());
+    }
+    Err(RegionError::OutOfRange { offsets, bytes: region_bytes }.into())
 }
 
 /// Reads from a file, a pipe or a socket into the region, once, as read(2) does, and stores how many bytes were read; 0 is the

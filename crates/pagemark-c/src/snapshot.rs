@@ -61,11 +61,11 @@ fn check_length(bytes: usize, snapshot_bytes: u64) -> Result<(), Failure> {
     Err(Failure::new(Status::OutOfRange, format!("{bytes} bytes are not within a snapshot of {snapshot_bytes} bytes")))
 }
 
-/// True if both hold the same bytes. It costs nothing, whatever their size: equal content of one store is held once. Snapshots
-/// of different stores are never equal, nor is null to anything.
+/// True if both hold the same bytes, whichever regions they are of. It costs nothing, whatever their size: equal content of one
+/// store is held once. Snapshots of different stores are never equal, nor is null to anything.
 #[unsafe(no_mangle)]
 pub extern "C" fn pagemark_snapshot_equal(a: Option<&Snapshot>, b: Option<&Snapshot>) -> bool {
-    value_or(false, || Ok(present(a, "a")?.snapshot.content() == present(b, "b")?.snapshot.content()))
+    value_or(false, || Ok(present(a, "a")?.snapshot == present(b, "b")?.snapshot))
 }
 
 /// Stores where two snapshots of one store differ, by the chunk. It costs what differs.

@@ -52,6 +52,10 @@ static void null_pointers(pagemark_region *region, pagemark_snapshot *snapshot)
     TRUE(ranges.items == NULL && ranges.count == 0);
     FAILS(pagemark_region_rollback(NULL, NULL), NULL_POINTER, "region is null");
     FAILS(pagemark_region_discard(NULL, 0, 1), NULL_POINTER, "region is null");
+    FAILS(pagemark_region_read(NULL, 0, &byte, 1), NULL_POINTER, "region is null");
+    FAILS(pagemark_region_read(region, 0, NULL, 1), NULL_POINTER, "to is null");
+    FAILS(pagemark_region_write(NULL, 0, &byte, 1), NULL_POINTER, "region is null");
+    FAILS(pagemark_region_write(region, 0, NULL, 1), NULL_POINTER, "from is null");
     FAILS(pagemark_region_read_from(NULL, 0, 0, 1, &count), NULL_POINTER, "region is null");
     FAILS(pagemark_region_read_from(region, 0, 0, 1, NULL), NULL_POINTER, "read is null");
     FAILS(pagemark_region_make_writable(region, 0, 1, NULL), NULL_POINTER, "writable is null");
@@ -142,6 +146,12 @@ static void offsets(pagemark_region *region, pagemark_snapshot *snapshot)
     pagemark_writable *writable;
     char byte = 'b';
 
+    FAILS(pagemark_region_read(region, bytes, &byte, 1), OUT_OF_RANGE, "not within");
+    FAILS(pagemark_region_read(region, 1, &byte, (size_t)-1), OUT_OF_RANGE, "not within");
+    FAILS(pagemark_region_write(region, bytes - 1, &byte, 2), OUT_OF_RANGE, "not within");
+    FAILS(pagemark_region_write(region, (size_t)-1, &byte, 1), OUT_OF_RANGE, "not within");
+    WORKS(pagemark_region_read(region, bytes, NULL, 0));
+    WORKS(pagemark_region_write(region, bytes, NULL, 0));
     FAILS(pagemark_region_discard(region, bytes, 1), OUT_OF_RANGE, "not within");
     FAILS(pagemark_region_discard(region, 1, (size_t)-1), OUT_OF_RANGE, "not within");
     FAILS(pagemark_region_make_writable(region, 0, bytes + 1, &writable), OUT_OF_RANGE, "not within");
@@ -157,6 +167,73 @@ static void offsets(pagemark_region *region, pagemark_snapshot *snapshot)
     TRUE(byte == 'b');
 }
 
+static void copies(pagemark_region *region)
+{
+    pagemark_ranges written;
+    char held[6];
+
+    WORKS(pagemark_region_begin(region));
+    WORKS(pagemark_region_write(region, PAGE - 3, "across", 6));
+    WORKS(pagemark_region_read(region, PAGE - 3, held, 6));
+    TRUE(memcmp(held, "across", 6) == 0);
+    TRUE(memcmp((char *)pagemark_region_data(region) + PAGE - 3, "across", 6) == 0);
+    WORKS(pagemark_region_rollback(region, &written));
+    TRUE(written.count > 0 && written.items[0].start <= PAGE - 3);
+    pagemark_ranges_free(&written);
+    WORKS(pagemark_region_read(region, PAGE - 3, held, 6));
+    TRUE(memcmp(held, "\0\0\0\0\0\0", 6) == 0);
+}
+
+/* A page is unmapped behind Pagemark's back. Last, and with nothing mapped in between that could take its place. */
+static void unmapped(const char *mechanism)
+{
+    pagemark_options options = {0};
+    pagemark_region *region;
+    char *data, byte;
+
+    options.mechanism = mechanism;
+    WORKS(pagemark_region_new(8 * PAGE, &options, &region));
+    data = pagemark_region_data(region);
+    WORKS(pagemark_region_begin(region));
+    data[0] = 'k';
+    munmap(data + 4 * PAGE, PAGE);
+    FAILS(pagemark_region_commit(region, NULL), NOT_MAPPED, "unmapped");
+    FAILS(pagemark_region_rollback(region, NULL), NOT_MAPPED, "unmapped");
+    FAILS(pagemark_region_read(region, 0, &byte, 1), NOT_MAPPED, "unmapped");
+    FAILS(pagemark_region_write(region, 0, "x", 1), NOT_MAPPED, "unmapped");
+    TRUE(pagemark_region_in_transaction(region) && data[0] == 'k');
+    pagemark_region_free(region);
+}
+
+/* Snapshots of one store are equal if their content is, whichever region they are of. */
+static void equal_content(void)
+{
+    pagemark_options options = {0};
+    pagemark_region *a, *b;
+    pagemark_snapshot *of_a, *of_b, *later;
+    pagemark_store *store;
+
+    WORKS(pagemark_store_new(NULL, &store));
+    options.store = store;
+    WORKS(pagemark_region_new(2 * PAGE, &options, &a));
+    WORKS(pagemark_region_new(2 * PAGE, &options, &b));
+    WORKS(pagemark_region_write(a, 9, "equal", 5));
+    WORKS(pagemark_region_write(b, 9, "equal", 5));
+    WORKS(pagemark_region_snapshot(a, &of_a));
+    WORKS(pagemark_region_snapshot(b, &of_b));
+    TRUE(pagemark_snapshot_equal(of_a, of_b));
+    FAILS(pagemark_region_restore(a, of_b, NULL), WRONG_REGION, "another region");
+    WORKS(pagemark_region_write(b, 9, "other", 5));
+    WORKS(pagemark_region_snapshot(b, &later));
+    TRUE(!pagemark_snapshot_equal(of_a, later));
+    pagemark_snapshot_free(of_a);
+    pagemark_snapshot_free(of_b);
+    pagemark_snapshot_free(later);
+    pagemark_region_free(a);
+    pagemark_region_free(b);
+    pagemark_store_free(store);
+}
+
 static void snapshots(pagemark_region *region, pagemark_snapshot *snapshot)
 {
     pagemark_store_options options = {0};
@@ -169,6 +246,7 @@ static void snapshots(pagemark_region *region, pagemark_snapshot *snapshot)
     FAILS(pagemark_region_restore(region, foreign, NULL), WRONG_REGION, "another region");
     FAILS(pagemark_snapshot_diff(snapshot, foreign, NULL), WRONG_STORE, "another store");
     TRUE(!pagemark_snapshot_equal(snapshot, foreign));
+    equal_content();
     pagemark_region_free(other);
     TRUE(pagemark_snapshot_bytes(foreign) == 2 * PAGE);
     pagemark_snapshot_free(foreign);
@@ -212,18 +290,29 @@ static void budget(void)
     pagemark_store_free(store);
 }
 
+/* With an open transaction, of which the child has nothing and the parent loses nothing. */
 static void forked_child(pagemark_region *region)
 {
+    char *data = pagemark_region_data(region);
     int status;
-    pid_t child = fork();
+    pid_t child;
+
+    WORKS(pagemark_region_begin(region));
+    data[7] = 'p';
+    child = fork();
 
     if (child == 0) {
         failures = 0;
         FAILS(pagemark_region_begin(region), FORKED_CHILD, "forked");
+        FAILS(pagemark_region_commit(region, NULL), FORKED_CHILD, "forked");
+        FAILS(pagemark_region_rollback(region, NULL), FORKED_CHILD, "forked");
         fflush(stderr);
         _exit(failures != 0);
     }
     TRUE(child > 0 && waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0);
+    TRUE(data[7] == 'p');
+    WORKS(pagemark_region_rollback(region, NULL));
+    TRUE(data[7] == 0);
 }
 
 /* A system call writes to the region, by each of the two ways that every mechanism allows. */
@@ -277,7 +366,9 @@ int main(int argc, char **argv)
     budget();
     forked_child(region);
     system_calls(region);
+    copies(region);
     pagemark_snapshot_free(snapshot);
     pagemark_region_free(region);
+    unmapped(options.mechanism);
     return failures != 0;
 }
