@@ -43,6 +43,7 @@ pub fn of_region(error: RegionError) -> PyErr {
         RegionError::NoTransaction | RegionError::TransactionOpen | RegionError::NoRollback => {
             TransactionError::new_err(message)
         }
+        RegionError::Unaligned { .. } | RegionError::NotData { .. } => PyValueError::new_err(message),
         RegionError::OutOfRange { .. } => PyIndexError::new_err(message),
         RegionError::ForkedChild => ForkedError::new_err(message),
         RegionError::WrongRegion => SnapshotError::new_err(message),
@@ -51,11 +52,9 @@ pub fn of_region(error: RegionError) -> PyErr {
         RegionError::Track(TrackError::System { source, .. }) | RegionError::System { source, .. } => {
             of_system(&source, message)
         }
-        RegionError::Track(TrackError::Gone)
-        | RegionError::Unaligned { .. }
-        | RegionError::Overlaps { .. }
-        | RegionError::NotMapped { .. }
-        | RegionError::NotData { .. } => Error::new_err(message),
+        RegionError::Track(TrackError::Gone) | RegionError::Overlaps { .. } | RegionError::NotMapped { .. } => {
+            Error::new_err(message)
+        }
     }
 }
 

@@ -9,6 +9,7 @@ mod region;
 mod snapshot;
 mod store;
 mod transaction;
+mod writable;
 
 use pyo3::prelude::*;
 
@@ -29,6 +30,8 @@ mod _native {
     use crate::store::{Store, Usage};
     #[pymodule_export]
     use crate::transaction::Transaction;
+    #[pymodule_export]
+    use crate::writable::Writable;
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {

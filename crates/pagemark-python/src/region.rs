@@ -3,20 +3,23 @@
 use std::ffi::{c_int, c_void};
 use std::io;
 use std::os::fd::BorrowedFd;
+use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use pagemark::Mechanism;
 use pagemark::region::{RegionError, RegionOptions};
+use pyo3::buffer::PyUntypedBuffer;
 use pyo3::exceptions::{PyBufferError, PyValueError};
 use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::PyList;
 
 use crate::errors;
-use crate::ranges::list;
+use crate::ranges::{list, set};
 use crate::snapshot::Snapshot;
 use crate::store::Store;
 use crate::transaction::Transaction;
+use crate::writable::Writable;
 
 /// Memory whose writes are tracked: `bytes` of it, rounded up to whole pages, zeros at first.
 ///
@@ -26,7 +29,7 @@ use crate::transaction::Transaction;
 /// last one ended. Regions that share a `store` hold equal content once.
 ///
 /// System calls that write into the buffer (`file.readinto`) fail with EFAULT under `mprotect` and `emulate`; `read_from` works
-/// with every mechanism.
+/// with every mechanism, and so do all of them in a `with region.writable():` block.
 #[pyclass(frozen, module = "pagemark")]
 pub struct Region {
     state: Mutex<State>,
@@ -34,9 +37,16 @@ pub struct Region {
     has_rollback: bool,
 }
 
+/// A region, and the view that keeps memory there which was adopted.
+pub struct Held {
+    // Before the view, so that it is dropped first.
+    pub region: pagemark::Region,
+    _adopted: Option<PyUntypedBuffer>,
+}
+
 struct State {
     /// None when closed.
-    region: Option<Arc<pagemark::Region>>,
+    held: Option<Arc<Held>>,
     /// Views of the memory that exist.
     exports: usize,
 }
@@ -46,8 +56,14 @@ impl Region {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn open(&self) -> PyResult<Arc<pagemark::Region>> {
-        self.lock().region.clone().ok_or_else(closed)
+    pub(crate) fn open(&self) -> PyResult<Arc<Held>> {
+        self.lock().held.clone().ok_or_else(closed)
+    }
+
+    fn of(region: pagemark::Region, has_rollback: bool, adopted: Option<PyUntypedBuffer>) -> Region {
+        let mechanism = region.mechanism();
+        let held = Some(Arc::new(Held { region, _adopted: adopted }));
+        Region { state: Mutex::new(State { held, exports: 0 }), mechanism, has_rollback }
     }
 
     /// Does something with the region that may take long, with the interpreter released.
@@ -56,11 +72,11 @@ impl Region {
         py: Python<'_>,
         work: impl FnOnce(&pagemark::Region) -> Result<T, RegionError> + Send,
     ) -> PyResult<T> {
-        let region = self.open()?;
+        let held = self.open()?;
         py.detach(|| {
-            let result = work(&region);
+            let result = work(&held.region);
             // If it was closed meanwhile, it is unmapped here.
-            drop(region);
+            drop(held);
             result
         })
         .map_err(errors::of_region)
@@ -91,17 +107,28 @@ impl Region {
         if bytes == 0 {
             return Err(PyValueError::new_err("a region has at least one byte"));
         }
-        let mechanism = match mechanism {
-            "auto" => None,
-            name => Some(name.parse::<Mechanism>().map_err(PyValueError::new_err)?),
-        };
-        let store = store.map(|store| store.store.clone());
-        let options = RegionOptions { mechanism, without_rollback: !rollback, store };
+        let options = options(mechanism, rollback, store)?;
         // The first `auto` tries the mechanisms.
         let region = py.detach(|| pagemark::Region::with_options(bytes, options)).map_err(errors::of_region)?;
-        let mechanism = region.mechanism();
-        let state = Mutex::new(State { region: Some(Arc::new(region)), exports: 0 });
-        Ok(Region { state, mechanism, has_rollback: rollback })
+        Ok(Region::of(region, rollback, None))
+    }
+
+    /// Makes memory that is there already a region: a writable, contiguous buffer of whole pages, such as an `mmap` or a NumPy
+    /// array that is one. The region holds a view of the buffer until it is closed; then the memory is as it was before, except
+    /// that `emulate` turns private memory into shared anonymous memory that children made by `os.fork` do not have. Nobody else
+    /// may change the mapping meanwhile.
+    #[staticmethod]
+    #[pyo3(signature = (buffer, mechanism = "auto", *, rollback = true, store = None))]
+    fn adopt(buffer: &Bound<'_, PyAny>, mechanism: &str, rollback: bool, store: Option<&Store>) -> PyResult<Self> {
+        let options = options(mechanism, rollback, store)?;
+        let buffer = PyUntypedBuffer::get(buffer)?;
+        if buffer.readonly() || !buffer.is_c_contiguous() {
+            return Err(PyBufferError::new_err("only a writable, contiguous buffer can become a region"));
+        }
+        let start = NonNull::new(buffer.buf_ptr().cast()).unwrap_or(NonNull::dangling());
+        // SAFETY: the view keeps the memory there while the region exists, and Rust has no references to it.
+        let adopted = unsafe { pagemark::Region::adopt(start, buffer.len_bytes(), options) };
+        Ok(Region::of(adopted.map_err(errors::of_region)?, rollback, Some(buffer)))
     }
 
     /// The name of the mechanism that finds what is written.
@@ -113,28 +140,28 @@ impl Region {
     /// Smallest unit in which a write is reported.
     #[getter]
     fn granularity_bytes(&self) -> PyResult<u64> {
-        Ok(self.open()?.granularity_bytes())
+        Ok(self.open()?.region.granularity_bytes())
     }
 
     /// True between begin and commit or rollback.
     #[getter]
     fn in_transaction(&self) -> PyResult<bool> {
-        Ok(self.open()?.in_transaction())
+        Ok(self.open()?.region.in_transaction())
     }
 
     /// True once the region is closed.
     #[getter]
     fn closed(&self) -> bool {
-        self.lock().region.is_none()
+        self.lock().held.is_none()
     }
 
     fn __len__(&self) -> PyResult<usize> {
-        Ok(self.open()?.bytes())
+        Ok(self.open()?.region.bytes())
     }
 
     fn __repr__(&self) -> String {
-        match &self.lock().region {
-            Some(region) => format!("<pagemark.Region of {} bytes, {}>", region.bytes(), self.mechanism),
+        match &self.lock().held {
+            Some(held) => format!("<pagemark.Region of {} bytes, {}>", held.region.bytes(), self.mechanism),
             None => "<pagemark.Region, closed>".to_owned(),
         }
     }
@@ -160,9 +187,12 @@ impl Region {
         Transaction::new(slf)
     }
 
-    /// Takes a snapshot. It costs what was written since the last one was taken or restored.
-    fn snapshot(&self, py: Python<'_>) -> PyResult<Snapshot> {
-        Ok(Snapshot::from(self.detached(py, pagemark::Region::snapshot)?))
+    /// Takes a snapshot. It costs what was written since the last one was taken or restored. What lies in `without`, an iterable
+    /// of `range` objects in any order, need not be saved: memory that is free. The snapshot holds zeros there.
+    #[pyo3(signature = (*, without = None))]
+    fn snapshot(&self, py: Python<'_>, without: Option<&Bound<'_, PyAny>>) -> PyResult<Snapshot> {
+        let without = without.map(set).transpose()?.unwrap_or_default();
+        Ok(Snapshot::from(self.detached(py, |region| region.snapshot_without(&without))?))
     }
 
     /// Makes the region hold what the snapshot holds, in place, and returns what was written for that: only what differed. In a
@@ -197,6 +227,13 @@ impl Region {
         }
     }
 
+    /// Lets system calls write to the offsets from `start` up to `stop` (the end, if it is None) in a `with` block, with every
+    /// mechanism: `with region.writable(): file.readinto(region)`. The pages there count as written meanwhile.
+    #[pyo3(signature = (start = 0, stop = None))]
+    fn writable(slf: Py<Self>, start: usize, stop: Option<usize>) -> Writable {
+        Writable::new(slf, start, stop)
+    }
+
     /// Frees the memory behind the whole pages from `start` up to `stop`: they hold zeros afterwards, which counts as a write.
     fn discard(&self, py: Python<'_>, start: usize, stop: usize) -> PyResult<()> {
         self.detached(py, |region| region.discard(start..stop))
@@ -204,15 +241,15 @@ impl Region {
 
     /// Unmaps the region. Raises BufferError as long as views of it exist. Snapshots stay readable.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
-        let region = {
+        let held = {
             let mut state = self.lock();
             if state.exports > 0 {
                 let message = format!("{} views of the region exist: delete them before it is closed", state.exports);
                 return Err(PyBufferError::new_err(message));
             }
-            state.region.take()
+            state.held.take()
         };
-        py.detach(|| drop(region));
+        py.detach(|| drop(held));
         Ok(())
     }
 
@@ -235,12 +272,12 @@ impl Region {
     /// Called by Python, which passes a view to be filled.
     unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
         let mut state = slf.get().lock();
-        let Some(region) = &state.region else {
+        let Some(held) = &state.held else {
             // SAFETY: as the buffer protocol asks of exporters that fail.
             unsafe { (*view).obj = std::ptr::null_mut() };
             return Err(closed());
         };
-        let (start, bytes) = (region.as_ptr().cast::<c_void>(), region.bytes() as ffi::Py_ssize_t);
+        let (start, bytes) = (held.region.as_ptr().cast::<c_void>(), held.region.bytes() as ffi::Py_ssize_t);
         // SAFETY: so many bytes are mapped there and stay so while the view exists: it counts as an export, and it refers to
         // this object.
         let result = unsafe { ffi::PyBuffer_FillInfo(view, slf.as_ptr(), start, bytes, 0, flags) };
@@ -256,6 +293,14 @@ impl Region {
     unsafe fn __releasebuffer__(&self, _view: *mut ffi::Py_buffer) {
         self.lock().exports -= 1;
     }
+}
+
+fn options(mechanism: &str, rollback: bool, store: Option<&Store>) -> PyResult<RegionOptions> {
+    let mechanism = match mechanism {
+        "auto" => None,
+        name => Some(name.parse::<Mechanism>().map_err(PyValueError::new_err)?),
+    };
+    Ok(RegionOptions { mechanism, without_rollback: !rollback, store: store.map(|store| store.store.clone()) })
 }
 
 fn closed() -> PyErr {

@@ -1,7 +1,5 @@
 //! Snapshots.
 
-use std::hash::{Hash, Hasher};
-
 use pagemark::region::RegionSnapshot;
 use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
@@ -12,9 +10,10 @@ use crate::ranges::list;
 
 /// What a region held at one time.
 ///
-/// Snapshots in one store are equal if they hold the same bytes; that is found without looking at them, and so is the hash:
-/// snapshots serve as keys of dictionaries, for states that were seen before.
+/// Snapshots in one store are equal if they hold the same bytes, whichever regions they are of; that is found without looking
+/// at them, and so is the hash: snapshots serve as keys of dictionaries, for states that were seen before.
 #[pyclass(frozen, eq, hash, module = "pagemark")]
+#[derive(PartialEq, Hash)]
 pub struct Snapshot {
     pub(crate) snapshot: RegionSnapshot,
 }
@@ -22,18 +21,6 @@ pub struct Snapshot {
 impl From<RegionSnapshot> for Snapshot {
     fn from(snapshot: RegionSnapshot) -> Self {
         Snapshot { snapshot }
-    }
-}
-
-impl PartialEq for Snapshot {
-    fn eq(&self, other: &Self) -> bool {
-        self.snapshot.content() == other.snapshot.content()
-    }
-}
-
-impl Hash for Snapshot {
-    fn hash<H: Hasher>(&self, state: &mut H) {
-        self.snapshot.content().hash(state);
     }
 }
 

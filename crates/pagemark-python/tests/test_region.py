@@ -1,3 +1,5 @@
+import ctypes
+import mmap
 import os
 import threading
 
@@ -169,16 +171,111 @@ def test_the_interpreter_is_released_while_a_call_waits() -> None:
 
 def test_a_forked_child_is_refused() -> None:
     region = pagemark.Region(PAGE)
+    view = memoryview(region)
+    region.begin()
+    view[0] = 1
     child = os.fork()
     if child == 0:
-        try:
-            region.begin()
-        except pagemark.ForkedError:
-            os._exit(0)
-        os._exit(1)
+        refused = 0
+        for call in (region.begin, region.commit, region.rollback):
+            try:
+                call()
+            except pagemark.ForkedError:
+                refused += 1
+        os._exit(0 if refused == 3 else 1)
     assert os.waitpid(child, 0)[1] == 0
-    with region.transaction():
-        pass
+    assert region.in_transaction and view[0] == 1
+    region.rollback()
+    assert view[0] == 0, "the parent's transaction goes on"
+
+
+def test_system_calls_write_to_what_is_writable(mechanism: str) -> None:
+    region = pagemark.Region(4 * PAGE, mechanism)
+    view = memoryview(region)
+    reader, writer = os.pipe()
+    with os.fdopen(reader, "rb", buffering=0) as file, os.fdopen(writer, "wb", buffering=0) as sink:
+        region.begin()
+        sink.write(b"abcdef")
+        with region.writable(PAGE - 2, PAGE + 4):
+            assert file.readinto(view[PAGE - 2 : PAGE + 4]) == 6
+        assert bytes(view[PAGE - 2 : PAGE + 4]) == b"abcdef"
+        written = region.commit()
+        assert covers(written, PAGE - 2) and covers(written, PAGE + 3)
+        whole = region.writable()
+        with whole:
+            with pytest.raises(ValueError, match="open already"):
+                whole.__enter__()
+            sink.write(b"x")
+            assert file.readinto(view[3 * PAGE :]) == 1
+        with whole:
+            pass
+    for start, stop in ((0, 4 * PAGE + 1), (5, 4)):
+        with pytest.raises(IndexError, match="not within"):
+            region.writable(start, stop).__enter__()
+    view.release()
+    with region.writable():
+        region.close()
+    with pytest.raises(ValueError, match="closed"):
+        whole.__enter__()
+
+
+def test_memory_is_adopted_and_given_back(mechanism: str) -> None:
+    memory = mmap.mmap(-1, 4 * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory[5] = 7
+    array = numpy.frombuffer(memory, dtype=numpy.int64)
+    with pagemark.Region.adopt(array, mechanism) as region:
+        assert len(region) == 4 * PAGE and region.mechanism == mechanism
+        region.begin()
+        memory[5] = 8
+        array[1000] = 9
+        assert memoryview(region)[5] == 8
+        written = region.rollback()
+        assert covers(written, 5) and covers(written, 8000)
+        assert memory[5] == 7 and array[1000] == 0
+        with pytest.raises(BufferError):
+            memory.close()
+    memory[5] = 10
+    assert array[0] == 10 << 40
+    del array
+    memory.close()
+
+
+def test_what_cannot_be_adopted_is_told() -> None:
+    memory = mmap.mmap(-1, 4 * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    view = memoryview(memory)
+    for unaligned in (view[1:], view[: PAGE + 1], view[:0]):
+        with pytest.raises(ValueError, match="whole pages"):
+            pagemark.Region.adopt(unaligned)
+    for bad in (view.toreadonly(), view[:: 2 * PAGE]):
+        with pytest.raises(BufferError, match="writable, contiguous"):
+            pagemark.Region.adopt(bad)
+    with pytest.raises(TypeError):
+        pagemark.Region.adopt(5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="no mechanism is called guess"):
+        pagemark.Region.adopt(view, "guess")
+    region = pagemark.Region.adopt(view[:PAGE])
+    with pytest.raises(pagemark.Error, match="overlaps"):
+        pagemark.Region.adopt(view)
+    region.close()
+    pagemark.Region.adopt(view).close()
+
+
+def test_memory_that_was_unmapped_is_noticed(mechanism: str) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    region = pagemark.Region(8 * PAGE, mechanism)
+    array = numpy.frombuffer(region, dtype=numpy.uint8)
+    region.begin()
+    array[0] = 1
+    assert libc.munmap(ctypes.c_void_p(array.ctypes.data + 4 * PAGE), ctypes.c_size_t(PAGE)) == 0
+    for call in (region.commit, region.rollback, region.snapshot):
+        with pytest.raises(pagemark.Error, match="unmapped"):
+            call()
+    assert region.in_transaction and array[0] == 1
+    # So that nobody else's memory is in the hole when the region is freed.
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10
+    libc.mmap.restype = ctypes.c_void_p
+    hole = libc.mmap(ctypes.c_void_p(array.ctypes.data + 4 * PAGE), ctypes.c_size_t(PAGE), 3, flags, -1, 0)
+    assert hole == array.ctypes.data + 4 * PAGE
 
 
 def test_threads_write_in_one_transaction(mechanism: str) -> None:

@@ -35,10 +35,30 @@ def test_equal_content_is_an_equal_key() -> None:
         memoryview(region)[3] = 5
     a, b = (region.snapshot() for region in regions)
     assert a == b and hash(a) == hash(b) and len({a, b}) == 1
+    with pytest.raises(pagemark.SnapshotError, match="another region"):
+        regions[0].restore(b)
     assert store.usage().chunks == 1
     memoryview(regions[0])[3] = 6
     assert regions[0].snapshot() not in {a}
     assert a != "something else"
+
+
+def test_what_is_free_is_not_saved(mechanism: str) -> None:
+    region = pagemark.Region(4 * PAGE, mechanism)
+    array = numpy.frombuffer(region, dtype=numpy.uint8)
+    array[:] = 5
+    snapshot = region.snapshot(without=[range(3 * PAGE, 4 * PAGE), range(100, PAGE)])
+    assert snapshot.read(99, 2) == bytes([5, 0])
+    assert snapshot.read(PAGE - 1, 2) == bytes([0, 5])
+    assert snapshot.read(3 * PAGE - 1, 2) == bytes([5, 0])
+    assert array[100] == 5, "the region is as it was"
+    for bad in ([range(-1, 5)], [range(0, 10, 2)]):
+        with pytest.raises(ValueError):
+            region.snapshot(without=bad)
+    with pytest.raises(IndexError, match="not within"):
+        region.snapshot(without=[range(5 * PAGE)])
+    with pytest.raises(TypeError):
+        region.snapshot(without=[5])  # type: ignore[list-item]
 
 
 def test_foreign_snapshots_are_refused() -> None:

@@ -17,34 +17,5 @@ True
 (42, 0)
 """
 
-from ._native import (
-    MECHANISMS,
-    PAGE_SIZE,
-    Error,
-    ForkedError,
-    MechanismError,
-    Region,
-    Snapshot,
-    SnapshotError,
-    Store,
-    Transaction,
-    TransactionError,
-    Usage,
-    __version__,
-)
-
-__all__ = [
-    "MECHANISMS",
-    "PAGE_SIZE",
-    "Error",
-    "ForkedError",
-    "MechanismError",
-    "Region",
-    "Snapshot",
-    "SnapshotError",
-    "Store",
-    "Transaction",
-    "TransactionError",
-    "Usage",
-    "__version__",
-]
+from ._native import *
+from ._native import __all__ as __all__
