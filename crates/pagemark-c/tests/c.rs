@@ -169,6 +169,17 @@ fn the_version_is_the_same_everywhere() {
 }
 
 #[test]
+fn no_debug_information_is_installed() {
+    let Some(installed) = Installed::new() else { return };
+    let has_it =
+        |path: &Path| run(Command::new("readelf").args(["--sections", "--wide"]).arg(path)).contains(" .debug_info ");
+    assert!(has_it(&std::env::current_exe().unwrap()), "there is none that could be left out");
+    for library in ["lib/libpagemark.so", "lib/libpagemark.a"] {
+        assert!(!has_it(&installed.path(library)), "{library}");
+    }
+}
+
+#[test]
 fn the_header_is_what_the_sources_make() {
     let cbindgen = std::env::var_os("PAGEMARK_CBINDGEN").map_or_else(|| cached("cbindgen/bin/cbindgen"), PathBuf::from);
     if !cbindgen.exists() {
