@@ -166,6 +166,9 @@ typedef struct {
     /**
      * The name of a mechanism, as in "pagemap-scan"; null or "auto" for the one that serves best. One that does not work
      * here is an error, never replaced by another one.
+     *
+     * Under `mprotect` and `emulate` writes arrive as SIGSEGV. Everything else goes on to the handler that was there before
+     * the first region; a handler that comes later must call the one that it replaces for what is not its own.
      */
     const char *mechanism;
     /**

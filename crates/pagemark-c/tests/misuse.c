@@ -2,6 +2,8 @@
 #define _DEFAULT_SOURCE
 #include <pagemark.h>
 
+#include <setjmp.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -12,6 +14,12 @@
 #define PAGE 4096
 
 static int failures;
+
+/* What the handlers of nested_handlers() touch. */
+static char *volatile tracked, *volatile forbidden;
+static sigjmp_buf back;
+static struct sigaction below;
+static volatile sig_atomic_t passed_on;
 
 static void expect(int line, pagemark_status status, pagemark_status expected, const char *said)
 {
@@ -189,20 +197,27 @@ static void unmapped(const char *mechanism)
 {
     pagemark_options options = {0};
     pagemark_region *region;
+    pagemark_snapshot *snapshot, *more;
     char *data, byte;
 
     options.mechanism = mechanism;
     WORKS(pagemark_region_new(8 * PAGE, &options, &region));
+    WORKS(pagemark_region_snapshot(region, &snapshot));
     data = pagemark_region_data(region);
     WORKS(pagemark_region_begin(region));
     data[0] = 'k';
     munmap(data + 4 * PAGE, PAGE);
     FAILS(pagemark_region_commit(region, NULL), NOT_MAPPED, "unmapped");
     FAILS(pagemark_region_rollback(region, NULL), NOT_MAPPED, "unmapped");
+    FAILS(pagemark_region_snapshot(region, &more), NOT_MAPPED, "unmapped");
+    FAILS(pagemark_region_restore(region, snapshot, NULL), NOT_MAPPED, "unmapped");
+    FAILS(pagemark_region_discard(region, 0, PAGE), NOT_MAPPED, "unmapped");
     FAILS(pagemark_region_read(region, 0, &byte, 1), NOT_MAPPED, "unmapped");
     FAILS(pagemark_region_write(region, 0, "x", 1), NOT_MAPPED, "unmapped");
     TRUE(pagemark_region_in_transaction(region) && data[0] == 'k');
     pagemark_region_free(region);
+    TRUE(pagemark_snapshot_bytes(snapshot) == 8 * PAGE);
+    pagemark_snapshot_free(snapshot);
 }
 
 /* Snapshots of one store are equal if their content is, whichever region they are of. */
@@ -237,13 +252,17 @@ static void equal_content(void)
 static void snapshots(pagemark_region *region, pagemark_snapshot *snapshot)
 {
     pagemark_store_options options = {0};
+    char *data = pagemark_region_data(region);
     pagemark_region *other;
     pagemark_snapshot *foreign;
     pagemark_store *store;
 
     WORKS(pagemark_region_new(2 * PAGE, NULL, &other));
     WORKS(pagemark_region_snapshot(other, &foreign));
+    data[3] = 'k';
     FAILS(pagemark_region_restore(region, foreign, NULL), WRONG_REGION, "another region");
+    TRUE(data[3] == 'k');
+    data[3] = 0;
     FAILS(pagemark_snapshot_diff(snapshot, foreign, NULL), WRONG_STORE, "another store");
     TRUE(!pagemark_snapshot_equal(snapshot, foreign));
     equal_content();
@@ -264,7 +283,7 @@ static void budget(void)
     pagemark_store *store;
     pagemark_usage usage;
     unsigned state = 1;
-    char *data;
+    char *data, *copy = malloc(64 * PAGE);
 
     store_options.budget_bytes = 100 * 1000;
     WORKS(pagemark_store_new(&store_options, &store));
@@ -276,8 +295,15 @@ static void budget(void)
     WORKS(pagemark_region_snapshot(region, &snapshot));
     for (size_t i = 0; i < 64 * PAGE; i++)
         data[i] = (char)((state = state * 1103515245 + 12345) >> 16);
+    memcpy(copy, data, 64 * PAGE);
+    WORKS(pagemark_region_begin(region));
+    data[9]++;
     FAILS(pagemark_region_snapshot(region, &more), BUDGET_EXCEEDED, "budget");
     TRUE(more == NULL);
+    TRUE(pagemark_region_in_transaction(region) && data[9] == (char)(copy[9] + 1));
+    WORKS(pagemark_region_rollback(region, NULL));
+    TRUE(memcmp(data, copy, 64 * PAGE) == 0);
+    free(copy);
     pagemark_region_free(second);
     WORKS(pagemark_region_restore(region, snapshot, NULL));
     TRUE(data[5] == 0);
@@ -290,7 +316,7 @@ static void budget(void)
     pagemark_store_free(store);
 }
 
-/* With an open transaction, of which the child has nothing and the parent loses nothing. */
+/* With an open transaction: the child has no part in it, and the parent loses nothing of it. */
 static void forked_child(pagemark_region *region)
 {
     char *data = pagemark_region_data(region);
@@ -313,6 +339,78 @@ static void forked_child(pagemark_region *region)
     TRUE(data[7] == 'p');
     WORKS(pagemark_region_rollback(region, NULL));
     TRUE(data[7] == 0);
+}
+
+/* The program's handler from before there was a region. */
+static void on_crash(int signal, siginfo_t *info, void *context)
+{
+    (void)signal;
+    (void)context;
+    if (info->si_addr != forbidden)
+        _exit(99);
+    tracked[PAGE] = 'n';
+    raise(SIGUSR1);
+    siglongjmp(back, 1);
+}
+
+static void on_user(int signal)
+{
+    (void)signal;
+    tracked[2 * PAGE] = 'u';
+}
+
+/* The program's handler that came later. It lets the one below it do the work. */
+static void on_top(int signal, siginfo_t *info, void *context)
+{
+    passed_on++;
+    below.sa_sigaction(signal, info, context);
+}
+
+static void handle(int signal, void (*handler)(int, siginfo_t *, void *), int flags, struct sigaction *before)
+{
+    struct sigaction action = {0};
+
+    action.sa_sigaction = handler;
+    action.sa_flags = SA_SIGINFO | flags;
+    TRUE(sigaction(signal, &action, before) == 0);
+}
+
+/* Writes to the region in a handler that a crash within a transaction has called, and in one that interrupts that. */
+static void crash_and_write(pagemark_region *region)
+{
+    pagemark_ranges put_back;
+
+    WORKS(pagemark_region_begin(region));
+    tracked[0] = 'a';
+    if (sigsetjmp(back, 1) == 0) {
+        *forbidden = 'x';
+        TRUE(!"a write that is forbidden");
+    }
+    tracked[3 * PAGE] = 'c';
+    TRUE(tracked[0] == 'a' && tracked[PAGE] == 'n' && tracked[2 * PAGE] == 'u');
+    WORKS(pagemark_region_rollback(region, &put_back));
+    TRUE(put_back.count > 0 && put_back.items[0].start == 0 && put_back.items[put_back.count - 1].end > 3 * PAGE);
+    for (int page = 0; page < 4; page++)
+        TRUE(tracked[page * PAGE] == 0);
+    pagemark_ranges_free(&put_back);
+}
+
+static void nested_handlers(pagemark_region *region)
+{
+    struct sigaction user = {0};
+    struct sigaction ours;
+
+    user.sa_handler = on_user;
+    TRUE(sigaction(SIGUSR1, &user, NULL) == 0);
+    tracked = pagemark_region_data(region);
+    forbidden = mmap(NULL, PAGE, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    crash_and_write(region);
+
+    handle(SIGSEGV, on_top, SA_NODEFER, &below);
+    crash_and_write(region);
+    TRUE(passed_on > 0);
+    TRUE(sigaction(SIGSEGV, &below, &ours) == 0 && ours.sa_sigaction == on_top);
+    munmap(forbidden, PAGE);
 }
 
 /* A system call writes to the region, by each of the two ways that every mechanism allows. */
@@ -347,6 +445,7 @@ int main(int argc, char **argv)
     TRUE(strlen(pagemark_version()) >= 5);
     TRUE(strcmp(pagemark_last_error(), "") == 0);
     options.mechanism = argc > 1 ? argv[1] : "auto";
+    handle(SIGSEGV, on_crash, SA_NODEFER, NULL);
     made = pagemark_region_new(8 * PAGE, &options, &region);
     if (made == PAGEMARK_STATUS_UNAVAILABLE) {
         fprintf(stderr, "%s\n", pagemark_last_error());
@@ -365,6 +464,7 @@ int main(int argc, char **argv)
     snapshots(region, snapshot);
     budget();
     forked_child(region);
+    nested_handlers(region);
     system_calls(region);
     copies(region);
     pagemark_snapshot_free(snapshot);

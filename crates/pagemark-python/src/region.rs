@@ -29,7 +29,8 @@ use crate::writable::Writable;
 /// last one ended. Regions that share a `store` hold equal content once.
 ///
 /// System calls that write into the buffer (`file.readinto`) fail with EFAULT under `mprotect` and `emulate`; `read_from` works
-/// with every mechanism, and so do all of them in a `with region.writable():` block.
+/// with every mechanism, and so do all of them in a `with region.writable():` block. These two also take writes by a handler of
+/// SIGSEGV, which calls the one that was there before for a crash: `faulthandler` is enabled before the first such region, and stays.
 #[pyclass(frozen, module = "pagemark")]
 pub struct Region {
     state: Mutex<State>,

@@ -1,6 +1,9 @@
 import ctypes
 import mmap
 import os
+import signal
+import subprocess
+import sys
 import threading
 
 import numpy
@@ -276,6 +279,46 @@ def test_memory_that_was_unmapped_is_noticed(mechanism: str) -> None:
     libc.mmap.restype = ctypes.c_void_p
     hole = libc.mmap(ctypes.c_void_p(array.ctypes.data + 4 * PAGE), ctypes.c_size_t(PAGE), 3, flags, -1, 0)
     assert hole == array.ctypes.data + 4 * PAGE
+
+
+def test_signal_handlers_write_in_a_transaction(mechanism: str) -> None:
+    region = pagemark.Region(4 * PAGE, mechanism)
+    view = memoryview(region)
+
+    def outer(number: int, frame: object) -> None:
+        view[PAGE] = 1
+        signal.raise_signal(signal.SIGUSR2)
+
+    def inner(number: int, frame: object) -> None:
+        view[2 * PAGE] = 2
+
+    before = signal.signal(signal.SIGUSR1, outer), signal.signal(signal.SIGUSR2, inner)
+    try:
+        region.begin()
+        view[0] = 3
+        signal.raise_signal(signal.SIGUSR1)
+        assert [view[0], view[PAGE], view[2 * PAGE]] == [3, 1, 2]
+        written = region.rollback()
+    finally:
+        signal.signal(signal.SIGUSR1, before[0])
+        signal.signal(signal.SIGUSR2, before[1])
+    assert all(covers(written, page * PAGE) for page in range(3))
+    assert [view[0], view[PAGE], view[2 * PAGE]] == [0, 0, 0]
+
+
+def test_a_crash_is_told_by_the_handler_from_before(mechanism: str) -> None:
+    program = f"""
+import ctypes, pagemark
+region = pagemark.Region(2 * {PAGE}, {mechanism!r})
+with region.transaction():
+    memoryview(region)[5] = 1
+    print("written", flush=True)
+    ctypes.memset(8, 0, 1)
+"""
+    command = [sys.executable, "-X", "faulthandler", "-c", program]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == -signal.SIGSEGV and ended.stdout == "written\n"
+    assert "Fatal Python error: Segmentation fault" in ended.stderr and 'File "<string>", line 7' in ended.stderr
 
 
 def test_threads_write_in_one_transaction(mechanism: str) -> None:

@@ -64,8 +64,10 @@ def test_what_is_free_is_not_saved(mechanism: str) -> None:
 def test_foreign_snapshots_are_refused() -> None:
     region, other = pagemark.Region(PAGE), pagemark.Region(PAGE)
     mine, foreign = region.snapshot(), other.snapshot()
+    memoryview(region)[5] = 1
     with pytest.raises(pagemark.SnapshotError, match="another region"):
         region.restore(foreign)
+    assert memoryview(region)[5] == 1
     with pytest.raises(pagemark.SnapshotError, match="another store"):
         mine.diff(foreign)
     assert mine != foreign
@@ -84,9 +86,15 @@ def test_a_budget_is_kept() -> None:
     region = pagemark.Region(64 * PAGE, store=store)
     array = numpy.frombuffer(region, dtype=numpy.uint8)
     empty = region.snapshot()
-    array[:] = numpy.random.default_rng(1).integers(0, 256, len(array), dtype=numpy.uint8)
+    content = numpy.random.default_rng(1).integers(0, 256, len(array), dtype=numpy.uint8)
+    array[:] = content
+    region.begin()
+    array[9] ^= 255
     with pytest.raises(pagemark.SnapshotError, match="budget"):
         region.snapshot()
+    assert region.in_transaction and array[9] == content[9] ^ 255
+    region.rollback()
+    assert numpy.array_equal(array, content)
     region.restore(empty)
     assert not array.any()
     assert store.usage().held_bytes <= 100_000
