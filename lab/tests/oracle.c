@@ -14,6 +14,9 @@
  *   soft-dirty    the trackee stands still, pagemap is read, and 4 is written to clear_refs
  *   pagemap-scan  userfaultfd write-protects asynchronously; PAGEMAP_SCAN collects and protects again, while the trackee runs
  *
+ * soft-dirty has no bit for what the kernel changes in three places, so these are left out in this mode: whole page tables
+ * that mremap moves, pages that KSM merges, and shared memory that was written, reclaimed and read again.
+ *
  * -u write-protects with userfaultfd besides, which must not matter to the others. -b forgets a reported page now and then:
  * then the oracle must find that (a test of the test).
  */
@@ -48,6 +51,7 @@
 #define PAGE_IS_FILE (1 << 2)
 #define PAGE_IS_PRESENT (1 << 3)
 #define PAGE_IS_SWAPPED (1 << 4)
+#define PAGE_IS_PFNZERO (1 << 5)
 #define PAGE_IS_LDT_DIRTY (1 << 16)
 #define PM_SCAN_WP_MATCHING (1 << 0)
 #define PM_SCAN_LDT_RESTART (1 << 16)
@@ -115,7 +119,7 @@ static uint64_t next(uint64_t *state)
 
 static enum kind kind_of(unsigned int thread)
 {
-	return thread == 1 ? PRIVATE_FILE : thread == 3 ? SHARED_MEMORY : ANONYMOUS;
+	return thread == 1 ? PRIVATE_FILE : thread == 3 && mode != SOFT_DIRTY ? SHARED_MEMORY : ANONYMOUS;
 }
 
 static char *arena(unsigned int thread)
@@ -227,7 +231,7 @@ static void step(unsigned int thread, uint64_t *state)
 	}
 	case 3:
 		/* A whole page table, if the kernel may. */
-		if (kind_of(thread) == ANONYMOUS && arena_pages >= 1024) {
+		if (mode != SOFT_DIRTY && kind_of(thread) == ANONYMOUS && arena_pages >= 1024) {
 			char *to = arena(thread) + HUGE;
 
 			if (mremap(arena(thread), HUGE, HUGE, MREMAP_MAYMOVE | MREMAP_FIXED, to) == MAP_FAILED)
@@ -274,7 +278,7 @@ static void step(unsigned int thread, uint64_t *state)
 		madvise((char *)((uintptr_t)at & -HUGE), HUGE, MADV_COLLAPSE);
 		break;
 	case 15:
-		if (kind_of(thread) == ANONYMOUS)
+		if (mode != SOFT_DIRTY && kind_of(thread) == ANONYMOUS)
 			madvise(at, length, next(state) % 2 ? MADV_MERGEABLE : MADV_UNMERGEABLE);
 		break;
 	case 16:
@@ -484,7 +488,8 @@ static void scan(uint64_t *state)
 			.vec_len = 1 + next(state) % 1000,
 			.max_pages = next(state) % 3 ? 0 : 1 + next(state) % 3000,
 			.category_anyof_mask = PAGE_IS_PRESENT | PAGE_IS_SWAPPED,
-			.return_mask = (by_scan ? dirty : 0) | PAGE_IS_PRESENT | PAGE_IS_FILE | PAGE_IS_SWAPPED,
+			.return_mask = (by_scan ? dirty : 0) | PAGE_IS_PRESENT | PAGE_IS_FILE | PAGE_IS_SWAPPED |
+				       (mode == SOFT_DIRTY ? PAGE_IS_PFNZERO : 0),
 		};
 		int found = ioctl(pagemap, PAGEMAP_SCAN, &argument);
 
@@ -493,7 +498,8 @@ static void scan(uint64_t *state)
 		for (int i = 0; i < found; i++) {
 			hole(last, regions[i].start);
 			last = regions[i].end;
-			if (is_of_file(regions[i].start, regions[i].categories))
+			/* A page that was dropped and is read again is the page of zeros, whose entry has no soft-dirty bit. */
+			if (regions[i].categories & PAGE_IS_PFNZERO || is_of_file(regions[i].start, regions[i].categories))
 				hole(regions[i].start, regions[i].end);
 			else if (by_scan && regions[i].categories & dirty)
 				written(regions[i].start, regions[i].end, state);
