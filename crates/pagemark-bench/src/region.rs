@@ -311,16 +311,18 @@ fn print(options: &Options, rows: &[Row]) {
         }
     }
 
-    let cost = |shape: Shape, mechanism: Option<Mechanism>| {
-        let untracked = of(shape, None).map_or(f64::NAN, |row| row.transaction_ns.median());
-        of(shape, mechanism).map_or(f64::NAN, |row| (row.transaction_ns.median() - untracked) / shape.ppt as f64)
+    // What tracking adds to a page; none if one of the two was not measured.
+    let cost_ns = |shape: Shape, mechanism: Option<Mechanism>| {
+        let (tracked, untracked) = (of(shape, mechanism)?, of(shape, None)?);
+        Some((tracked.transaction_ns.median() - untracked.transaction_ns.median()) / shape.ppt as f64)
     };
     let break_even = |wpp| Shape { wpp, ppt: BREAK_EVEN_PPT, same_pages: false };
     println!("\nns that tracking adds to a page, PPT {BREAK_EVEN_PPT}, random pages");
     heading("WPP", &BREAK_EVEN_WPP);
     for &mechanism in mechanisms.iter().filter(|mechanism| mechanism.is_some()) {
         print!("{:<13}", name(mechanism));
-        BREAK_EVEN_WPP.iter().for_each(|&wpp| print!("{:>9.0}", cost(break_even(wpp), mechanism)));
+        let costs_ns = BREAK_EVEN_WPP.iter().filter_map(|&wpp| cost_ns(break_even(wpp), mechanism));
+        costs_ns.for_each(|cost_ns| print!("{cost_ns:>9.0}"));
         println!();
     }
     println!("\nµs a transaction by its size, one write a page");
@@ -337,19 +339,23 @@ fn print(options: &Options, rows: &[Row]) {
     }
 
     println!();
-    let emulated =
-        |wpp| cost(break_even(wpp), Some(Mechanism::Emulate)) / cost(break_even(wpp), Some(Mechanism::Mprotect));
-    let even = BREAK_EVEN_WPP.windows(2).find(|pair| emulated(pair[0]) <= 1.0 && emulated(pair[1]) > 1.0).map(|pair| {
-        let (low, high) = (emulated(pair[0]), emulated(pair[1]));
-        pair[0] as f64 + (1.0 - low) / (high - low) * (pair[1] - pair[0]) as f64
-    });
-    println!("emulate to mprotect, a page: {:.2}× at WPP 1, {:.2}× at WPP 2 (goal: below 1)", emulated(1), emulated(2));
-    match even {
-        Some(wpp) => println!("break-even of word and page tracking: {wpp:.1} writes a page"),
-        None => println!("break-even of word and page tracking: not among the measured WPP"),
+    let to_mprotect = |mechanism, wpp| {
+        Some(cost_ns(break_even(wpp), Some(mechanism))? / cost_ns(break_even(wpp), Some(Mechanism::Mprotect))?)
+    };
+    let emulated = |wpp| to_mprotect(Mechanism::Emulate, wpp);
+    if let (Some(at_1), Some(at_2)) = (emulated(1), emulated(2)) {
+        println!("emulate to mprotect, a page: {at_1:.2}× at WPP 1, {at_2:.2}× at WPP 2 (goal: below 1)");
+        let even = BREAK_EVEN_WPP.windows(2).find_map(|pair| {
+            let (low, high) = (emulated(pair[0])?, emulated(pair[1])?);
+            let between = || pair[0] as f64 + (1.0 - low) / (high - low) * (pair[1] - pair[0]) as f64;
+            (low <= 1.0 && high > 1.0).then(between)
+        });
+        let even = even.map_or("not among the measured WPP".to_owned(), |wpp| format!("{wpp:.1} writes a page"));
+        println!("break-even of word and page tracking: {even}");
     }
-    let scan = cost(break_even(4), Some(Mechanism::PagemapScan)) / cost(break_even(4), Some(Mechanism::Mprotect));
-    println!("pagemap-scan to mprotect, a page: {scan:.2}× (goal: at most 0.33)");
+    if let Some(scan) = to_mprotect(Mechanism::PagemapScan, 4) {
+        println!("pagemap-scan to mprotect, a page: {scan:.2}× (goal: at most 0.33)");
+    }
     for &wpp in &options.wpp {
         let shapes = options.ppt.iter().map(|&ppt| Shape { wpp, ppt, same_pages: true });
         let ratios = shapes.filter_map(|shape| {
@@ -358,10 +364,13 @@ fn print(options: &Options, rows: &[Row]) {
             let whole = adaptive.transaction_ns.median() / untracked.transaction_ns.median();
             Some(format!("PPT {} {writes:.2}× ({whole:.2}×)", shape.ppt))
         });
-        println!(
-            "adaptive to untracked, same pages, WPP {wpp}, the writes (the whole transaction): {} (goal: at most 1.10)",
-            ratios.collect::<Vec<_>>().join(", ")
-        );
+        let ratios: Vec<_> = ratios.collect();
+        if !ratios.is_empty() {
+            println!(
+                "adaptive to untracked, same pages, WPP {wpp}, the writes (the whole transaction): {} (goal: at most 1.10)",
+                ratios.join(", ")
+            );
+        }
     }
 }
 
