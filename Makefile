@@ -1,7 +1,7 @@
 # `make demo` and `make test` do everything that they need, set-up included.
 
 .DEFAULT_GOAL := build
-.PHONY: setup setup-demo criu build demo test fmt clippy doc licences models fuzz bench lab header install-c clean
+.PHONY: setup setup-demo criu build demo test fmt clippy doc licences models miri sanitize fuzz bench lab header install-c clean
 
 FUZZ_SECONDS ?= 60
 
@@ -29,6 +29,11 @@ licences: ; @scripts/licences.py
 
 # What threads share without locks, in every order that loom tries.
 models: ; @scripts/models.sh
+
+# What can be run under Miri, and regions and snapshots under the address sanitizer; slow, so not part of `make test`.
+miri: ; @scripts/miri.sh
+
+sanitize: ; @scripts/sanitize.sh
 
 fuzz: ; @scripts/fuzz.sh $(FUZZ_SECONDS)
 

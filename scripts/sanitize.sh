@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# Runs the tests of regions and snapshots under the compiler's sanitizers, the standard library included.
+#
+#   scripts/sanitize.sh [SANITIZER]…     as rustc calls them; address by default
+#
+# Leaves with 77 where there is no nightly toolchain with the sources of the standard library.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+target=x86_64-unknown-linux-gnu
+sources=$(rustc +nightly --print sysroot 2>/dev/null)/lib/rustlib/src/rust/library/std || true
+if [ ! -d "$sources" ]; then
+    echo "skipped: sanitize: no nightly toolchain with sources (rustup component add --toolchain nightly rust-src)"
+    exit 77
+fi
+for sanitizer in "${@:-address}"; do
+    printf '== %s\n' "$sanitizer"
+    # With a build directory of its own, since everything is built anew for it.
+    CARGO_TARGET_DIR=${CARGO_TARGET_DIR:-$PWD/target}/$sanitizer RUSTFLAGS="${RUSTFLAGS:-} -Zsanitizer=$sanitizer" \
+        PROPTEST_CASES=${PROPTEST_CASES:-24} \
+        cargo +nightly test --locked -p pagemark -Zbuild-std --target $target --no-fail-fast \
+        --test region --test region_faults --test region_stores --test region_unmapped --test snapshot_threads
+done
