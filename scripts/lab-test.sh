@@ -1,66 +1,168 @@
 #!/usr/bin/env bash
-# Lightweight dirty tracking, tested on the kernel that has it: the kernel's own selftest, the oracle, and Pagemark's tests of its
-# trackers. The kernel is built first unless it is in the lab's cache. Fails also when the kernel warns.
+# Dirty tracking, tested on kernels that this machine does not run: what is ours on the kernel with the series, on the same
+# kernel that checks itself, and on Debian's own, and the kernel's selftests on both. Kernels are built or fetched first unless they
+# are in the lab's cache. Says at the end what has run, how long, and what has failed. Fails also when a kernel warns.
 #
-# LAB_KERNEL=ldt-debug takes another kernel; LAB_SECONDS is how long each run of the oracle takes in the lab (30).
+#   lab-test.sh [quick|full] [PART...]
+#
+# quick takes some ten minutes in emulation on two processors, full an hour. Parts: ldt, stock, debug, selftests, and in
+# full also plain and redis; all of them unless named. LAB_NO_CARGO=1 leaves out what is built by cargo.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-kernel=${LAB_KERNEL:-ldt}
-seconds=${LAB_SECONDS:-30}
+set_name=quick
+case ${1:-} in quick | full) set_name=$1 && shift ;; esac
+if [ $# != 0 ]; then parts=("$@"); elif [ "$set_name" = quick ]; then
+    parts=(ldt stock debug selftests)
+else
+    parts=(ldt stock plain debug selftests redis)
+fi
+if [ "$set_name" = quick ]; then seconds=12 seeds=(1); else seconds=60 seeds=(1 2 3); fi
 work=$(mktemp -d "${XDG_CACHE_HOME:-$HOME/.cache}/pagemark-lab-test.XXXXXX")
 trap 'rm -rf "$work"' EXIT
-passed=0
-failed=0
-shares=()
+: >"$work/all"
 
-# in_lab NAME SECONDS COMMAND…: one machine, one test.
-in_lab() {
-    local name=$1 limit=$2
+# machine KERNEL MEMORY SECONDS [OPTION...] <TESTS: runs tests in one machine. A line is NAME|SECONDS|COMMAND (see lab/tests/batch.sh).
+machine() {
+    local kernel=$1 memory=$2 limit=$3 status=0 start=$SECONDS name result took
+    shift 3
+    cat >"$work/tests"
+    rm -f "$work/results" "$work/skips"
+    touch "$work/results" "$work/skips"
+    printf '\n== %s: %s tests\n' "$kernel" "$(grep -c '|' "$work/tests")"
+    lab/lab run --kernel "$kernel" --memory "$memory" --timeout "$limit" --share "$work" "${shares[@]}" "$@" -- \
+        env "PAGEMARK_SKIP_LOG=$work/skips" lab/tests/batch.sh "$work/tests" "$work/results" || status=$?
+    while IFS='|' read -r name _; do
+        if [ -z "$name" ]; then continue; fi
+        result=$(grep -F "$name|" "$work/results" || echo "$name|not run to its end|")
+        took=${result##*|}
+        result=${result#*|}
+        result=${result%|*}
+        if [ "$result" = 0 ]; then result=passed; else result="FAILED ($result)"; fi
+        note "$result" "$kernel: $name" "$took"
+    done <"$work/tests"
+    if [ $status != 0 ]; then note "FAILED ($status)" "$kernel: the machine and its kernel's log" ""; fi
+    # A test that is skipped here has not been run anywhere.
+    if [ -s "$work/skips" ]; then
+        cat "$work/skips"
+        note "FAILED (skipped)" "$kernel: tests that cannot run" ""
+    fi
+    printf '   %s: %s s with the machine\n' "$kernel" $((SECONDS - start))
+}
+
+# note RESULT NAME SECONDS
+note() { printf '%-20s %4s s  %s\n' "$1" "$3" "$2" >>"$work/all"; }
+
+# What is ours and needs no cargo.
+build_tests() {
+    # The series' selftest needs a little of the kernel's source.
+    local source=$work/source patch
+    mkdir "$source"
+    tar -C "$source" --strip-components=1 -xf "$(lab/lab source)" --wildcards '*/tools/testing/selftests/kselftest.h' \
+        '*/tools/include/uapi/linux/fs.h'
+    for patch in kernel/ldt/*.patch; do
+        git -C "$source" apply --include='tools/include/*' --include='tools/testing/selftests/mm/ldt.c' "$PWD/$patch"
+    done
+    gcc -O2 -Wall -static -isystem "$source/tools/include/uapi" -o "$work/ldt" "$source/tools/testing/selftests/mm/ldt.c"
+    gcc -O2 -Wall -static -pthread -o "$work/oracle" lab/tests/oracle.c
+    gcc -O2 -Wall -static -pthread -o "$work/hostile" lab/tests/hostile.c
+}
+
+# built PACKAGE ARGUMENTS…: where cargo left the test binary.
+built() {
+    cargo test --locked -p "$@" --no-run --message-format=json 2>/dev/null |
+        sed -n 's/.*"executable":"\([^"]*\)".*/\1/p' | tail -n 1
+}
+
+build_cargo() {
+    trackers=$(built pagemark --lib)
+    regions=$(built pagemark --test region)
+    stories=$(built pagemark-testing --test comes_back)
+    redis=
+    if [ "$set_name" = full ]; then redis=$(built pagemark-cli --test redis); fi
+    # A build directory that the machine has of its own would hide that of this one.
+    shares=(--share "$(dirname "$(dirname "$trackers")")")
+}
+
+# oracle SEED SECONDS OPTIONS: a test's line.
+oracle() {
+    local seed=$1 time=$2
     shift 2
-    printf '\n== %s\n' "$name"
-    if lab/lab run --kernel "$kernel" --memory 1G --timeout "$limit" "${shares[@]}" -- "$@"; then
-        passed=$((passed + 1))
-    else
-        printf 'failed: %s (%s)\n' "$name" $?
-        failed=$((failed + 1))
+    echo "oracle${*:+ $*}, seed $seed|$((time * 3 + 100))|$work/oracle -s $time -t 4 -r $seed $*"
+}
+
+# Swap, KSM and khugepaged for all that follows.
+pressure="swap, KSM and khugepaged|60|lab/tests/memory-pressure.sh"
+
+of_ldt() {
+    local seed
+    echo "$pressure"
+    echo "the series' selftest|300|$work/ldt"
+    for seed in "${seeds[@]}"; do
+        oracle "$seed" $seconds
+        oracle "1$seed" $seconds -m refs
+        oracle "2$seed" $seconds -u
+        oracle "3$seed" $seconds -m refs -u
+        echo "hostile callers, seed $seed|$((seconds * 3 + 100))|$work/hostile -s $seconds -r $seed"
+    done
+    echo "the oracle notices what is missed|100|$work/oracle -s $seconds -b; [ \$? = 1 ]"
+    echo "the hostile caller notices what is wrong|100|$work/hostile -s $seconds -b; [ \$? = 1 ]"
+    if [ -z "${LAB_NO_CARGO:-}" ]; then
+        echo "Pagemark's trackers|600|$trackers --test-threads 2 tracker::"
+        echo "regions by the dirty bits|600|$regions --exact those_of_which_there_is_one_behave"
+        if [ "$set_name" = quick ]; then
+            echo "a process comes back|600|$stories --exact a_family_with_ldt"
+        else
+            echo "processes come back|3600|$stories --test-threads 1 with_ldt"
+        fi
     fi
 }
 
-lab/lab build "$kernel" >/dev/null
+of_debug() {
+    echo "$pressure"
+    echo "the series' selftest|300|$work/ldt"
+    oracle 41 $((seconds - 2))
+    echo "hostile callers, seed 41|300|$work/hostile -s $((seconds - 2)) -r 41"
+}
 
-# The selftest lies in the series, and needs a little of the kernel's source.
-source=$work/source
-mkdir "$source"
-tar -C "$source" --strip-components=1 -xf "$(lab/lab source)" --wildcards '*/tools/testing/selftests/kselftest.h' \
-    '*/tools/include/uapi/linux/fs.h'
-for patch in kernel/ldt/*.patch; do
-    git -C "$source" apply --include='tools/include/*' --include='tools/testing/selftests/mm/ldt.c' "$PWD/$patch"
+# Of kernels without the series.
+of_unpatched() {
+    local seed
+    echo "$pressure"
+    for seed in "${seeds[@]}"; do
+        oracle "$seed" $seconds -m soft-dirty
+        oracle "$seed" $seconds -m pagemap-scan
+    done
+    if [ -z "${LAB_NO_CARGO:-}" ]; then
+        echo "regions by soft-dirty|600|$regions --exact those_of_which_there_is_one_behave"
+    fi
+}
+
+shares=()
+build_tests
+if [ -z "${LAB_NO_CARGO:-}" ]; then build_cargo; fi
+for part in "${parts[@]}"; do
+    case $part in
+    # Two nodes, so that pages can be made to migrate.
+    ldt) of_ldt | machine ldt 2G 7200 --append numa=fake=2 ;;
+    debug) of_debug | machine ldt-debug 2G 1800 ;;
+    stock | plain) of_unpatched | machine "$part" 2G 3600 ;;
+    redis) echo "Redis that swaps comes back|1500|$redis --exact a_redis_server_that_is_partly_swapped_out_comes_back --nocapture" |
+        machine ldt 2G 1800 ;;
+    selftests)
+        start=$SECONDS
+        result=passed
+        if [ "$set_name" = quick ]; then unpatched=stock; else unpatched=plain; fi
+        printf '\n== the kernel'"'"'s selftests\n'
+        scripts/ldt-selftests.sh "$set_name" $unpatched || result="FAILED ($?)"
+        note "$result" "selftests of the kernel, the same on ldt as on $unpatched" $((SECONDS - start))
+        ;;
+    *)
+        echo "no part is called $part" >&2
+        exit 2
+        ;;
+    esac
 done
-gcc -O2 -Wall -static -isystem "$source/tools/include/uapi" -o "$work/ldt" "$source/tools/testing/selftests/mm/ldt.c"
-gcc -O2 -Wall -static -pthread -o "$work/oracle" lab/tests/oracle.c
-pressure=$PWD/lab/tests/memory-pressure.sh
 
-in_lab "selftest" 300 sh -c "$pressure && $work/ldt"
-for seed in 1 2; do
-    in_lab "oracle, collect and restart in one step, seed $seed" $((seconds * 2 + 300)) \
-        sh -c "$pressure && $work/oracle -s $seconds -t 4 -r $seed"
-done
-in_lab "oracle, the paper's list and restart" $((seconds * 2 + 300)) sh -c "$pressure && $work/oracle -s $seconds -m refs"
-in_lab "the oracle notices what is missed" $((seconds * 2 + 300)) sh -c "$work/oracle -s $seconds -b; [ \$? = 1 ]"
-
-if [ -z "${LAB_NO_CARGO:-}" ]; then
-    # Where cargo left the test binary of that name.
-    built() {
-        cargo test --locked -p pagemark "$@" --no-run --message-format=json 2>/dev/null |
-            sed -n 's/.*"executable":"\([^"]*\)".*/\1/p' | tail -n 1
-    }
-    trackers=$(built --lib) regions=$(built --test region)
-    # A build directory that the machine has of its own would hide that of this one.
-    shares=(--share "$(dirname "$trackers")")
-    in_lab "Pagemark's trackers" 1200 sh -c "$trackers --test-threads 2 tracker::"
-    in_lab "regions by the dirty bits" 1200 "$regions" --exact those_of_which_there_is_one_behave --nocapture
-    kernel=stock in_lab "regions by soft-dirty" 1200 "$regions" --exact those_of_which_there_is_one_behave --nocapture
-fi
-
-printf '\n%s passed, %s failed\n' $passed $failed
-[ $failed = 0 ]
+printf '\n== all, in %s s\n' $SECONDS
+cat "$work/all"
+! grep -q '^FAILED' "$work/all"

@@ -1,24 +1,33 @@
-#!/bin/sh
+#!/bin/bash
 # Runs the kernel's own selftests of memory management that lie in a directory, in the lab: what each has said goes to
-# DIRECTORY/NAME.log, and its results, without what differs from run to run, to the standard output.
+# DIRECTORY/NAME.log, and its results, without what differs from run to run, to the standard output. How long each took goes
+# to DIRECTORY/seconds.
 #
-#   selftests.sh DIRECTORY
+#   selftests.sh DIRECTORY [quick|full]
 cd "$1" || exit 125
+set_name=${2:-full}
+>seconds
 huge_pages() { echo "$1" >/proc/sys/vm/nr_hugepages; }
 
 # run NAME COMMAND...
 run() {
-    name=$1
+    local name=$1 status start=$SECONDS
     shift
-    timeout 400 "$@" >"$name.log" 2>&1 </dev/null
+    timeout -k 5 "$limit" "$@" >"$name.log" 2>&1 </dev/null
     status=$?
+    printf '%s %s s, ' "$name" $((SECONDS - start)) >>seconds
     # TAP's results and those of the tests of userfaultfd. Counts and addresses in them are not results.
-    grep -aE '^(not )?ok |^# Totals|^Testing .*(done|skipped|failed)|^(Success|FAIL)' "$name.log" |
+    sed -E 's/\x1b\[[0-9;]*m//g' "$name.log" |
+        grep -aE '^(not )?ok |^# Totals|^Testing .*(done|skipped|failed)|^(Success|FAIL)|\.\.\. *(OK|Fail|Skip)' |
         sed -E 's/0x[0-9a-f]+/ADDRESS/g; s/[0-9]+(\.[0-9]+)? ?(ns|us|ms|s|MiB\/s)\b/TIME/g' >"$name.results"
     sed "s/^/$name: /" "$name.results"
     echo "$name: exit $status, $(grep -c '^ok .*' "$name.results") ok, $(grep -ci 'skip' "$name.results") skipped"
 }
 
+# Those that take minutes in emulation.
+run_long() { if [ "$set_name" = full ]; then limit=1200 run "$@"; fi; }
+
+limit=400
 echo 1 >/sys/kernel/mm/ksm/run
 echo madvise >/sys/kernel/mm/transparent_hugepage/enabled
 run soft-dirty ./soft-dirty
@@ -27,16 +36,17 @@ run mremap-dontunmap ./mremap_dontunmap
 run madv-populate ./madv_populate
 run mkdirty ./mkdirty
 run mlock2 ./mlock2-tests
-run ksm-functional ./ksm_functional_tests
+run_long ksm-functional ./ksm_functional_tests
 run ksm-merge ./ksm_tests -M -p 10
 run ksm-unmerge ./ksm_tests -U
 run ksm-zero ./ksm_tests -Z -p 10 -z 1
-run split-huge-page ./split_huge_page_test
-run migration ./migration
+run_long split-huge-page ./split_huge_page_test
+run_long migration ./migration
 huge_pages 32
 run pagemap-ioctl ./pagemap_ioctl
 run hugetlb-madvise ./hugetlb-madvise
-run uffd-unit ./uffd-unit-tests
+for name in wp move; do run uffd-unit-$name ./uffd-unit-tests -f $name; done
+run_long uffd-unit ./uffd-unit-tests
 run uffd-stress-anon ./uffd-stress anon 8 2
 run uffd-stress-hugetlb ./uffd-stress hugetlb 16 2
 run uffd-stress-shmem ./uffd-stress shmem 8 2
