@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs the kernel's own selftests of memory management on the kernel with the series and on one without it, and compares
-# what they say: a difference is a failure.
+# their results: a difference is a failure.
 #
 #   ldt-selftests.sh [quick|full] [UNPATCHED [PATCHED]]
 #
@@ -70,7 +70,7 @@ run_on() {
         say "the run on $1 has failed ($status)"
         exit 1
     fi
-    say "$1: $(grep -c ': ok' "$output/$1.results") ok, $(grep -c ': not ok' "$output/$1.results") not ok; $(cat "$output/$1/seconds")"
+    say "$1: $(grep -c '	ok$' "$output/$1.results") ok, $(grep -c '	not ok$' "$output/$1.results") not ok; $(cat "$output/$1/seconds")"
 }
 
 case $set_name in
@@ -92,9 +92,24 @@ else
 fi
 run_on "$unpatched"
 run_on "$patched"
-if diff -U 2 "$output/$unpatched.results" "$output/$patched.results"; then
-    say "the same on $patched as on $unpatched"
-else
-    say "$patched differs from $unpatched"
-    exit 1
+# Debian's kernel is configured in another way, so that it skips other tests, and has some that ours has not: there, what both
+# have run must be the same. Everything must be where only the series makes the difference.
+if awk -F '\t' -v exact="$([ "$unpatched" = stock ] || echo yes)" -v one="$unpatched" -v other="$patched" '
+    FNR == NR { first[$1] = $2; next }
+    { second[$1] = $2 }
+    END {
+        for (test in first) {
+            if (!(test in second)) { if (exact) differ(test, first[test], "nothing"); continue }
+            if (first[test] == second[test]) { same++; continue }
+            if (exact || (first[test] != "skip" && second[test] != "skip")) differ(test, first[test], second[test])
+        }
+        for (test in second) if (exact && !(test in first)) differ(test, "nothing", second[test])
+        printf "selftests: %d results are the same on %s and on %s, %d are not\n", same, one, other, different
+        exit !(same && !different)
+    }
+    function differ(test, a, b) { different++; printf "%s: %s on %s, %s on %s\n", test, a, one, b, other }
+    ' "$output/$unpatched.results" "$output/$patched.results"; then
+    exit 0
 fi
+say "$patched differs from $unpatched"
+exit 1

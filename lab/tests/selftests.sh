@@ -16,12 +16,37 @@ run() {
     timeout -k 5 "$limit" "$@" >"$name.log" 2>&1 </dev/null
     status=$?
     printf '%s %s s, ' "$name" $((SECONDS - start)) >>seconds
-    # TAP's results and those of the tests of userfaultfd. Counts and addresses in them are not results.
-    sed -E 's/\x1b\[[0-9;]*m//g' "$name.log" |
-        grep -aE '^(not )?ok |^# Totals|^Testing .*(done|skipped|failed)|^(Success|FAIL)|\.\.\. *(OK|Fail|Skip)' |
-        sed -E 's/0x[0-9a-f]+/ADDRESS/g; s/[0-9]+(\.[0-9]+)? ?(ns|us|ms|s|MiB\/s)\b/TIME/g' >"$name.results"
-    sed "s/^/$name: /" "$name.results"
-    echo "$name: exit $status, $(grep -c '^ok .*' "$name.results") ok, $(grep -ci 'skip' "$name.results") skipped"
+    results_of "$name" <"$name.log"
+    printf '%s\texit %s\n' "$name" $status
+}
+
+# A line for each result: NAME: WHAT, a tab, and ok, not ok, skip or whatever the test calls it. TAP's lines are named by what was
+# announced before or by what they say; those of userfaultfd and khugepaged have their own form.
+results_of() {
+    sed -E 's/\x1b\[[0-9;]*m//g; s/0x[0-9a-f]+/ADDRESS/g; s/[0-9]+(\.[0-9]+)?( ?(ns|us|ms|s|MiB\/s)\b|%)/N/g; s/Extra pages .*/Extra pages/' |
+        awk -v name="$1" '
+            function result(what, is) {
+                what = name ": " what
+                if (count[what]++) what = what " (" count[what] ")"
+                print what "\t" is
+            }
+            /^# \[RUN\] / { announced = substr($0, 9); next }
+            /^(not )?ok / {
+                is = /^not/ ? "not ok" : /# SKIP/ ? "skip" : /# XFAIL/ ? "xfail" : "ok"
+                sub(/^(not )?ok [0-9]+ ?/, "")
+                result(announced != "" ? announced : $0, is)
+                announced = ""
+            }
+            /^Testing .*(done|skipped|failed)/ {
+                is = /skipped/ ? "skip" : /done/ ? "ok" : "not ok"
+                sub(/\.\.\. .*/, "")
+                result($0, is)
+            }
+            /\.\.\. *(OK|Fail|Skip)/ {
+                is = /OK/ ? "ok" : /Skip/ ? "skip" : "not ok"
+                sub(/\.\.\..*/, "")
+                result($0, is)
+            }'
 }
 
 # Those that take minutes in emulation.
