@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use pagemark::region::{Region, RegionError, RegionOptions, RegionSnapshot};
+use pagemark::snapshot::{SnapshotError, SnapshotOptions, SnapshotStore};
 use pagemark::{Mechanism, PAGE_SIZE, RangeSet, TrackError};
 use proptest::prelude::*;
 
@@ -300,7 +301,7 @@ fn one_region_at_a_time_has_the_soft_dirty_bits() {
 
 #[test]
 fn snapshots_are_equal_if_their_content_is_whichever_region_they_are_of() {
-    let store = pagemark::snapshot::SnapshotStore::new();
+    let store = SnapshotStore::new();
     let options = RegionOptions { store: Some(store), ..RegionOptions::default() };
     let (a, b) = (Region::with_options(BYTES, options.clone()).unwrap(), Region::with_options(BYTES, options).unwrap());
     [&a, &b].into_iter().for_each(|region| region.write(5000, b"equal").unwrap());
@@ -313,6 +314,40 @@ fn snapshots_are_equal_if_their_content_is_whichever_region_they_are_of() {
     let elsewhere = Region::new(BYTES).unwrap();
     elsewhere.write(5000, b"equal").unwrap();
     assert_ne!(of_a, elsewhere.snapshot().unwrap(), "in a store of its own");
+}
+
+#[test]
+fn a_budget_that_is_exceeded_costs_no_content() {
+    let of_store = SnapshotOptions { budget_bytes: Some(100_000), ..SnapshotOptions::default() };
+    let store = SnapshotStore::with_options(of_store).unwrap();
+    let options = RegionOptions { store: Some(store), ..RegionOptions::default() };
+    let region = Region::with_options(64 * PAGE_SIZE, options).unwrap();
+    let empty = region.snapshot().unwrap();
+    // Nothing that could be compressed.
+    let mut random = 1u64;
+    let mut content = Vec::new();
+    while content.len() < region.bytes() {
+        random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        content.push((random >> 56) as u8);
+    }
+    region.write(0, &content).unwrap();
+    region.begin().unwrap();
+    region.write(9, &[!content[9]]).unwrap();
+    let refused = region.snapshot();
+    let Err(RegionError::Snapshot(SnapshotError::BudgetExceeded { budget_bytes, needed_bytes })) = refused else {
+        panic!("{refused:?}")
+    };
+    assert!(budget_bytes == 100_000 && needed_bytes > budget_bytes);
+    assert!(region.in_transaction());
+    let mut found = vec![0; content.len()];
+    region.read(0, &mut found).unwrap();
+    assert!(found[9] == !content[9] && found[10..] == content[10..] && found[..9] == content[..9]);
+    region.rollback().unwrap();
+    region.read(0, &mut found).unwrap();
+    assert!(found == content, "rolled back");
+    region.restore(&empty).unwrap();
+    region.read(0, &mut found).unwrap();
+    assert!(found.iter().all(|&byte| byte == 0), "restored");
 }
 
 #[test]

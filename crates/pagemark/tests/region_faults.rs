@@ -109,9 +109,28 @@ extern "C" fn allow(_: libc::c_int, info: *mut libc::siginfo_t, _: *mut libc::c_
     FIXED.fetch_add(1, Ordering::Relaxed);
 }
 
+/// The region that [`allow_and_write`] writes to: a word of each page.
+static WRITTEN_BELOW: AtomicPtr<u64> = AtomicPtr::new(std::ptr::null_mut());
+
+/// As [`allow`], and faults in the region itself: a handler within a handler.
+extern "C" fn allow_and_write(signal: libc::c_int, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
+    let region = WRITTEN_BELOW.load(Ordering::Relaxed);
+    // SAFETY: the region has eight pages and lives as long as the process.
+    (0..8).for_each(|page| unsafe { region.add(page * 512 + 2).write_volatile(page as u64 + 3) });
+    allow(signal, info, context);
+}
+
 extern "C" fn exit_42(_: libc::c_int) {
     // SAFETY: ends the process.
     unsafe { libc::_exit(42) }
+}
+
+/// The stack for signals that Rust gives a thread has room for one.
+fn roomy_signal_stack() {
+    let memory: &'static mut [u8] = Box::leak(vec![0; 1 << 16].into_boxed_slice());
+    let stack = libc::stack_t { ss_sp: memory.as_mut_ptr().cast(), ss_flags: 0, ss_size: memory.len() };
+    // SAFETY: the memory is given away for good.
+    assert_eq!(unsafe { libc::sigaltstack(&stack, std::ptr::null_mut()) }, 0);
 }
 
 fn on_segv(handler: usize, flags: libc::c_int) {
@@ -133,6 +152,10 @@ fn in_a_process_of_its_own() {
     match case {
         "default" | "sent" => on_segv(libc::SIG_DFL, 0),
         "fixed" => on_segv(allow as *const () as usize, libc::SA_SIGINFO),
+        "nested" => {
+            roomy_signal_stack();
+            on_segv(allow_and_write as *const () as usize, libc::SA_SIGINFO | libc::SA_NODEFER);
+        }
         "plain" => on_segv(exit_42 as *const () as usize, libc::SA_RESETHAND | libc::SA_NODEFER),
         "ignored" | "ignored-sent" => on_segv(libc::SIG_IGN, 0),
         "late" => {
@@ -143,7 +166,10 @@ fn in_a_process_of_its_own() {
     }
     let region = region(8, mechanism);
     region.begin().unwrap();
-    (0..8).for_each(|page| word(&region, page * 512).store(1, Ordering::Relaxed));
+    WRITTEN_BELOW.store(region.as_ptr().cast(), Ordering::Relaxed);
+    if case != "nested" {
+        (0..8).for_each(|page| word(&region, page * 512).store(1, Ordering::Relaxed));
+    }
     // SAFETY: writes to a page of our own, which refuses it.
     let crash = || unsafe { FORBIDDEN.load(Ordering::Relaxed).write_volatile(7) };
     // SAFETY: sends ourselves a signal.
@@ -154,9 +180,14 @@ fn in_a_process_of_its_own() {
     }
     // Here only those arrive whose handler lets them go on.
     assert!(case == "ignored-sent" || FIXED.load(Ordering::Relaxed) == 1);
-    (0..8).for_each(|page| word(&region, page * 512 + 1).store(2, Ordering::Relaxed));
+    if case == "nested" {
+        (0..8).for_each(|page| assert_eq!(word(&region, page * 512 + 2).load(Ordering::Relaxed), page as u64 + 3));
+    } else {
+        (0..8).for_each(|page| word(&region, page * 512 + 1).store(2, Ordering::Relaxed));
+    }
     let written = region.commit().unwrap();
-    (0..8).for_each(|page| assert!(written.contains(page * 4096)));
+    let word_written = if case == "nested" { 2 } else { 0 };
+    (0..8).for_each(|page| assert!(written.contains(page * 4096 + word_written * 8)));
     // SAFETY: ends the process.
     unsafe { libc::_exit(0) }
 }
@@ -171,6 +202,7 @@ fn a_crash_stays_a_crash() {
             assert_eq!(run(case, mechanism).signal(), Some(libc::SIGSEGV), "{mechanism}, {case}");
         }
         assert_eq!(run("fixed", mechanism).code(), Some(0), "{mechanism}: the handler from before did not help");
+        assert_eq!(run("nested", mechanism).code(), Some(0), "{mechanism}: what the handler wrote was not seen");
         assert_eq!(run("plain", mechanism).code(), Some(42), "{mechanism}");
         assert_eq!(run("ignored-sent", mechanism).code(), Some(0), "{mechanism}");
     }
@@ -317,7 +349,12 @@ fn what_cannot_be_a_region_is_refused() {
     assert!(matches!(backwards, Err(RegionError::OutOfRange { .. })));
     assert!(matches!(first.commit(), Err(RegionError::NoTransaction)));
     let snapshot = first.snapshot().unwrap();
+    second.write(5000, b"kept").unwrap();
     assert!(matches!(second.restore(&snapshot), Err(RegionError::WrongRegion)));
+    let mut content = vec![0; 4 * PAGE_SIZE];
+    second.read(0, &mut content).unwrap();
+    assert_eq!(&content[5000..5004], b"kept");
+    assert_eq!(content.iter().filter(|&&byte| byte != 0).count(), 4);
     drop((first, second));
     // SAFETY: the page is the mapping's, which nobody uses.
     unsafe { libc::mprotect(start.as_ptr().add(PAGE_SIZE).cast(), PAGE_SIZE, libc::PROT_READ) };

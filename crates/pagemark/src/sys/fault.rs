@@ -3,6 +3,10 @@
 //!
 //! What happens in the handler is async-signal-safe: it looks into a table without locks ([`Slots`]), and calls handlers that
 //! promise the same. All signals are blocked meanwhile.
+//!
+//! It runs on the thread's alternate stack, if it has one, as the stack itself may be protected. A handler from before that
+//! is called for a crash and itself writes to protected memory needs room there for both: some 16 KiB, more than Rust gives its
+//! threads.
 
 use std::io;
 use std::mem::MaybeUninit;
