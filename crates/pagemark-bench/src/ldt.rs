@@ -1,6 +1,7 @@
 //! `bench ldt`: the figures and tables of "LDT: Lightweight Dirty Tracking of Memory Pages for x86 Systems" (section IV), with
 //! every mechanism that works here side by side: in each round all of them take their turns.
 
+use std::cell::OnceCell;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -169,7 +170,8 @@ struct Session {
     clock: Clock,
     rounds: u32,
     scale: Scale,
-    subjects: Vec<Subject>,
+    /// Tried out by the first figure that needs them, see [`Session::subjects`].
+    subjects: OnceCell<Vec<Subject>>,
 }
 
 /// What a subject's rounds have given.
@@ -195,8 +197,23 @@ impl Session {
         self.figures.contains(&figure)
     }
 
+    /// What is measured side by side. A process in which dirty tracking has once been used is marked by it, and its children
+    /// are: who asks for the subjects is to come behind the figure that is about others.
+    fn subjects(&self) -> &[Subject] {
+        self.subjects.get_or_init(|| {
+            let subjects = SUBJECTS.map(Subject::new);
+            for subject in &subjects {
+                if let Some(reason) = &subject.refused {
+                    self.say(&format!("{}: -, because {reason}\n", subject.name()));
+                }
+            }
+            self.say("\n");
+            subjects.into()
+        })
+    }
+
     fn works(&self, mechanism: Mechanism) -> bool {
-        self.subjects.iter().any(|subject| subject.mechanism == Some(mechanism) && subject.refused.is_none())
+        self.subjects().iter().any(|subject| subject.mechanism == Some(mechanism) && subject.refused.is_none())
     }
 
     /// Measures each subject in each round, in turns. A subject that does not work here has no rounds.
@@ -204,9 +221,9 @@ impl Session {
         &self,
         mut measure: impl FnMut(Option<Mechanism>) -> Result<Vec<f64>, BenchError>,
     ) -> Result<Vec<Measured>, BenchError> {
-        let mut results = vec![Measured::default(); self.subjects.len()];
+        let mut results = vec![Measured::default(); self.subjects().len()];
         for _ in 0..self.rounds {
-            for (subject, result) in self.subjects.iter().zip(&mut results) {
+            for (subject, result) in self.subjects().iter().zip(&mut results) {
                 if subject.refused.is_none() {
                     result.rounds.push(measure(subject.mechanism)?);
                 }
@@ -217,7 +234,7 @@ impl Session {
 
     /// A line a subject, with the points that are given for its number.
     fn series(&self, points: impl Fn(usize) -> Vec<Samples>) -> Vec<Series> {
-        let subjects = self.subjects.iter().enumerate();
+        let subjects = self.subjects().iter().enumerate();
         subjects.map(|(number, subject)| Series { name: subject.name().into(), points: points(number) }).collect()
     }
 
@@ -270,18 +287,15 @@ pub fn run(options: &Options) -> Result<(), BenchError> {
         clock,
         rounds: options.rounds.unwrap_or(if clock == Clock::Instructions { 2 } else { 5 }),
         scale: Scale::new(options, clock)?,
-        subjects: SUBJECTS.into_iter().map(Subject::new).collect(),
+        subjects: OnceCell::new(),
     };
     let uname =
         nix::sys::utsname::uname().map_err(|error| BenchError::on("ask for the kernel's name")(error.into()))?;
-    session.say(&format!("Linux {}; {clock}\n", uname.release().display()));
-    for subject in &session.subjects {
-        if let Some(reason) = &subject.refused {
-            session.say(&format!("{}: -, because {reason}\n", subject.name()));
-        }
-    }
-    session.say("\n");
+    session.say(&format!("Linux {}; {clock}\n\n", uname.release().display()));
     let wants = |figures: &[Figure]| figures.iter().any(|&figure| session.wants(figure));
+    if wants(&[Figure::Helpers]) {
+        helpers::figures(&session)?;
+    }
     if wants(&[Figure::Three, Figure::Five, Figure::Six]) {
         write_only::figures(&session)?;
     }
@@ -296,9 +310,6 @@ pub fn run(options: &Options) -> Result<(), BenchError> {
     }
     if wants(&[Figure::Eleven]) {
         collect::figures(&session)?;
-    }
-    if wants(&[Figure::Helpers]) {
-        helpers::figures(&session)?;
     }
     Ok(())
 }

@@ -101,7 +101,7 @@ pub(super) fn figures(session: &Session) -> Result<(), BenchError> {
                 .iter()
                 .map(|result| result.rounds.iter().map(|used| converge(used, &untracked, baseline)).collect())
                 .collect();
-            for (subject, rounds) in session.subjects.iter().zip(&converged) {
+            for (subject, rounds) in session.subjects().iter().zip(&converged) {
                 if rounds.iter().any(|converged| !converged.is_complete) {
                     unfinished.push(format!("{} at {}", subject.name(), format_bytes(pages)));
                 }
