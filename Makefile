@@ -30,10 +30,10 @@ licences: ; @scripts/licences.py
 # What threads share without locks, in every order that loom tries.
 models: ; @scripts/models.sh
 
-# What can be run under Miri, and regions and snapshots under the address sanitizer; slow, so not part of `make test`.
+# What can be run under Miri, and regions and snapshots under the sanitizers for addresses and threads; slow, so not part of `make test`.
 miri: ; @scripts/miri.sh
 
-sanitize: ; @scripts/sanitize.sh
+sanitize: ; @scripts/sanitize.sh address thread
 
 fuzz: ; @scripts/fuzz.sh $(FUZZ_SECONDS)
 

@@ -15,9 +15,12 @@ if [ ! -d "$sources" ]; then
 fi
 for sanitizer in "${@:-address}"; do
     printf '== %s\n' "$sanitizer"
+    tests=(region region_faults region_stores region_unmapped snapshot_threads)
+    # The thread sanitizer puts signals off, and takes a system call that writes to a region for a write without order.
+    if [ "$sanitizer" = thread ]; then tests=(region region_stores region_unmapped snapshot_threads); fi
     # With a build directory of its own, since everything is built anew for it.
     CARGO_TARGET_DIR=${CARGO_TARGET_DIR:-$PWD/target}/$sanitizer RUSTFLAGS="${RUSTFLAGS:-} -Zsanitizer=$sanitizer" \
         PROPTEST_CASES=${PROPTEST_CASES:-24} \
         cargo +nightly test --locked -p pagemark -Zbuild-std --target $target --no-fail-fast \
-        --test region --test region_faults --test region_stores --test region_unmapped --test snapshot_threads
+        "${tests[@]/#/--test=}"
 done
