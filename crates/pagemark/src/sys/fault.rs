@@ -1,7 +1,7 @@
 //! The one SIGSEGV handler of the process: it takes a write to protected memory to whoever protected it, and everything else
 //! to the handler that was there before.
 //!
-//! What happens in the handler is async-signal-safe: it looks into a table without locks ([`Slots`]), and calls handlers that
+//! What happens in the handler is async-signal-safe: it looks into a table without locks (`Slots`), and calls handlers that
 //! promise the same. All signals are blocked meanwhile.
 //!
 //! It runs on the thread's alternate stack, if it has one, as the stack itself may be protected. A handler from before that
