@@ -41,9 +41,13 @@ machine() {
         note "$result" "$kernel: $name" "$took"
     done <"$work/tests"
     if [ $status != 0 ]; then note "FAILED ($status)" "$kernel: the machine and its kernel's log" ""; fi
-    # A test that is skipped here has not been run anywhere.
-    if [ -s "$work/skips" ]; then
-        cat "$work/skips"
+    # A test that is skipped here has not been run anywhere, unless it is for the series' kernel.
+    case $kernel in
+    ldt*) cp "$work/skips" "$work/unwanted" ;;
+    *) grep -v 'lightweight dirty tracking' "$work/skips" >"$work/unwanted" || true ;;
+    esac
+    if [ -s "$work/unwanted" ]; then
+        cat "$work/unwanted"
         note "FAILED (skipped)" "$kernel: tests that cannot run" ""
     fi
     printf '   %s: %s s with the machine\n' "$kernel" $((SECONDS - start))
@@ -145,7 +149,9 @@ for part in "${parts[@]}"; do
     # Two nodes, so that pages can be made to migrate.
     ldt) of_ldt | machine ldt 2G 7200 --append numa=fake=2 ;;
     debug) of_debug | machine ldt-debug 2G 1800 ;;
-    stock | plain) of_unpatched | machine "$part" 2G 3600 ;;
+    # Debian's kernel changes its own code as it runs, which the emulator does not always get right with several processors.
+    stock) of_unpatched | machine stock 2G 3600 --smp 1 ;;
+    plain) of_unpatched | machine plain 2G 3600 ;;
     redis) echo "Redis that swaps comes back|1500|$redis --exact a_redis_server_that_is_partly_swapped_out_comes_back --nocapture" |
         machine ldt 2G 1800 ;;
     selftests)

@@ -59,11 +59,13 @@ need_programs() {
 
 # run_on KERNEL: prints its results.
 run_on() {
-    local status=0
+    local status=0 processors=2
+    # See lab-test.sh.
+    if [ "$1" = stock ]; then processors=1; fi
     mkdir -p "$output/$1"
     cp "$directory"/* "$output/$1"
     # A gigabyte and more is moved by tests of mremap; pages migrate where there are two nodes.
-    lab/lab run --kernel "$1" --memory "$memory" --append numa=fake=2 --timeout "$limit" --share "$output" \
+    lab/lab run --kernel "$1" --memory "$memory" --smp $processors --append numa=fake=2 --timeout "$limit" --share "$output" \
         -- lab/tests/selftests.sh "$output/$1" "$set_name" >"$output/$1.results" || status=$?
     if [ $status != 0 ]; then
         tail -n 5 "$output/$1.results" >&2
