@@ -70,7 +70,7 @@ run_long migration ./migration
 huge_pages 32
 run pagemap-ioctl ./pagemap_ioctl
 run hugetlb-madvise ./hugetlb-madvise
-for name in wp move; do run uffd-unit-$name ./uffd-unit-tests -f $name; done
+run uffd-unit-move ./uffd-unit-tests -f move
 run_long uffd-unit ./uffd-unit-tests
 run uffd-stress-anon ./uffd-stress anon 8 2
 run uffd-stress-hugetlb ./uffd-stress hugetlb 16 2

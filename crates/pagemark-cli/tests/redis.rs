@@ -215,7 +215,7 @@ fn a_redis_server_under_load_is_killed_and_comes_back() {
 fn a_redis_server_that_is_partly_swapped_out_comes_back() {
     // A checkpoint takes longer than three seconds on an emulated machine, so that nothing would come between two.
     let is_emulated = std::env::var_os("PAGEMARK_LAB").is_some();
-    let (mib, keys, transactions, every) = if is_emulated { (30, 40_000, 50, "40s") } else { (60, 80_000, 500, "3s") };
+    let (mib, keys, transactions, every) = if is_emulated { (60, 80_000, 50, "40s") } else { (60, 80_000, 500, "3s") };
     let memory = match LimitedMemory::new(mib << 20) {
         Ok(memory) => memory,
         Err(reason) => skip!("{reason}"),
