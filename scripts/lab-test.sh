@@ -72,10 +72,10 @@ build_tests() {
     gcc -O2 -Wall -static -pthread -o "$work/hostile" lab/tests/hostile.c
 }
 
-# built PACKAGE ARGUMENTS…: where cargo left the test binary.
+# built PACKAGE ARGUMENTS…: where cargo left the test binary, which need not be all that it has built.
 built() {
     cargo test --locked -p "$@" --no-run --message-format=json 2>/dev/null |
-        sed -n 's/.*"executable":"\([^"]*\)".*/\1/p' | tail -n 1
+        sed -n '/"profile":{[^}]*"test":true}/s/.*"executable":"\([^"]*\)".*/\1/p' | tail -n 1
 }
 
 build_cargo() {
