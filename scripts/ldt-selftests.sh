@@ -15,7 +15,7 @@ cache=${XDG_CACHE_HOME:-$HOME/.cache}/pagemark/lab
 programs=(soft-dirty mremap_test mremap_dontunmap madv_populate mkdirty mlock2-tests ksm_functional_tests ksm_tests
     split_huge_page_test migration pagemap_ioctl hugetlb-madvise uffd-unit-tests uffd-stress gup_longterm cow khugepaged
     transhuge-stress)
-libraries=(libc6-dev libcap-dev libnuma-dev liburing-dev)
+libraries=(libc6-dev libcap-dev libnuma-dev liburing-dev rsync)
 
 say() { printf 'selftests: %s\n' "$*" >&2; }
 
