@@ -19,17 +19,6 @@ libraries=(libc6-dev libcap-dev libnuma-dev liburing-dev rsync)
 
 say() { printf 'selftests: %s\n' "$*" >&2; }
 
-need_libraries() {
-    local missing=() package
-    for package in "${libraries[@]}"; do
-        dpkg-query -W -f '${db:Status-Status}' "$package" 2>/dev/null | grep -qx installed || missing+=("$package")
-    done
-    if [ ${#missing[@]} != 0 ]; then
-        say "installing ${missing[*]}"
-        { apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-install-recommends "${missing[@]}"; } >&2
-    fi
-}
-
 # Builds the programs from the kernel's source as it comes, unless they are there. The series adds a test and changes none.
 need_programs() {
     local source version
@@ -37,7 +26,7 @@ need_programs() {
     version=$(echo "${programs[@]}" | cat "$cache/source/version" - | sha256sum | cut -c 1-16)
     directory=$cache/selftests-$version
     if [ -d "$directory" ]; then return; fi
-    need_libraries
+    lab/lab install "${libraries[@]}"
     say "building the selftests"
     work=$cache/selftests.$$
     trap 'rm -rf "$work"' EXIT

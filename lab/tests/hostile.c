@@ -369,22 +369,29 @@ static struct pm_scan_arg good_arguments(void)
 	};
 }
 
+/* Which pages of the area count as written. Restarts nothing. */
+static void scan_all(struct target *target, bool found[PAGES])
+{
+	struct pm_scan_arg argument = good_arguments();
+	int count = ioctl(target->pagemap, PAGEMAP_SCAN, &argument);
+
+	if (count < 0)
+		die("PAGEMAP_SCAN");
+	memset(found, 0, PAGES * sizeof(*found));
+	for (int i = 0; i < count; i++)
+		for (uint64_t at = regions[i].start; at < regions[i].end; at += PAGE)
+			found[(at - (uintptr_t)AREA) / PAGE] = true;
+}
+
 /* Compares all of the area with the model, by both ways to collect. Restarts nothing. */
 static void check(struct target *target)
 {
 	static uint64_t list[PAGES][2];
-	struct pm_scan_arg argument = good_arguments();
 	static bool found[PAGES];
-	int count = ioctl(target->pagemap, PAGEMAP_SCAN, &argument);
 	ssize_t got;
 
 	checks++;
-	if (count < 0)
-		die("PAGEMAP_SCAN");
-	memset(found, 0, sizeof(found));
-	for (int i = 0; i < count; i++)
-		for (uint64_t at = regions[i].start; at < regions[i].end; at += PAGE)
-			found[(at - (uintptr_t)AREA) / PAGE] = true;
+	scan_all(target, found);
 	for (size_t i = 0; i < PAGES; i++)
 		if (found[i] != (model[i] == DIRTY))
 			wrong("PAGEMAP_SCAN says of page %zu that it was %swritten", i, found[i] ? "" : "not ");
@@ -595,7 +602,7 @@ static void lose_output(struct target *target)
 	unsigned long dirty = 0, here = 0;
 	static bool found[PAGES];
 	bool by_argument = one_of(3);
-	int count, got;
+	int got;
 
 	for (unsigned long i = first; i < last; i++)
 		dirty += model[i] == DIRTY;
@@ -621,14 +628,7 @@ static void lose_output(struct target *target)
 		if (got && !dirty)
 			wrong("nothing to write, and an error");
 	}
-	argument = good_arguments();
-	count = ioctl(target->pagemap, PAGEMAP_SCAN, &argument);
-	if (count < 0)
-		die("PAGEMAP_SCAN");
-	memset(found, 0, sizeof(found));
-	for (int i = 0; i < count; i++)
-		for (uint64_t at = regions[i].start; at < regions[i].end; at += PAGE)
-			found[(at - (uintptr_t)AREA) / PAGE] = true;
+	scan_all(target, found);
 	for (unsigned long i = first; i < last; i++) {
 		if (found[i] && model[i] != DIRTY)
 			wrong("page %lu counts as written after a scan that has failed", i);

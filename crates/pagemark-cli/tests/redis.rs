@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use pagemark::Mechanism;
-use pagemark_testing::{Swap, skip, swapped_bytes};
+use pagemark_testing::{Swap, is_emulated, skip, swapped_bytes};
 use support::{Pagemark, Redis, free_port, kill_and_wait, now_unix_us, wait_for};
 
 /// Writes pairs of keys in transactions, and reads them, until told to stop. A pair's two values are always equal, and only grow.
@@ -214,8 +214,8 @@ fn a_redis_server_under_load_is_killed_and_comes_back() {
 #[test]
 fn a_redis_server_that_is_partly_swapped_out_comes_back() {
     // A checkpoint takes longer than three seconds on an emulated machine, so that nothing would come between two.
-    let is_emulated = std::env::var_os("PAGEMARK_LAB").is_some();
-    let (mib, keys, transactions, every) = if is_emulated { (60, 80_000, 50, "40s") } else { (60, 80_000, 500, "3s") };
+    let (mib, keys, transactions, every) =
+        if is_emulated() { (60, 80_000, 50, "40s") } else { (60, 80_000, 500, "3s") };
     let memory = match LimitedMemory::new(mib << 20) {
         Ok(memory) => memory,
         Err(reason) => skip!("{reason}"),

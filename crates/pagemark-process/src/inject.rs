@@ -421,9 +421,7 @@ fn has_exited(directory: RawFd, thread: i32) -> bool {
         (length, errno)
     };
     let Ok(length) = usize::try_from(length) else { return errno == libc::ESRCH };
-    // The state follows the name, which is in parentheses and may hold some.
-    let name_end = text[..length].iter().rposition(|&byte| byte == b')');
-    name_end.is_some_and(|end| matches!(text.get(end + 2), Some(b'Z' | b'X')))
+    proc::state(&text[..length]).is_some_and(proc::is_dead)
 }
 
 /// Calls `each` for the numbers in a directory, with the directory's descriptor. The functions of the C library would

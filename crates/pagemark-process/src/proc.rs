@@ -48,7 +48,7 @@ impl Stat {
         Some(Stat {
             pid,
             command,
-            state: fields.first()?.chars().next()?,
+            state: state(text)?,
             parent_pid: fields.get(1)?.parse().ok()?,
             session_id: fields.get(3)?.parse().ok()?,
             start_ticks: fields.get(19)?.parse().ok()?,
@@ -58,8 +58,20 @@ impl Stat {
 
     /// Dead, but not yet waited for by its parent.
     pub fn is_zombie(&self) -> bool {
-        matches!(self.state, 'Z' | 'X' | 'x')
+        is_dead(self.state)
     }
+}
+
+/// The state in the text of a `/proc/PID/stat`. Does not allocate.
+pub(crate) fn state(stat: &[u8]) -> Option<char> {
+    // It follows the command, which is in parentheses and may hold some.
+    let close = stat.iter().rposition(|&byte| byte == b')')?;
+    stat.get(close + 2).map(|&letter| char::from(letter))
+}
+
+/// True of the state of what is dead, waited for or not.
+pub(crate) fn is_dead(state: char) -> bool {
+    matches!(state, 'Z' | 'X' | 'x')
 }
 
 /// Fields of `/proc/PID/status`.

@@ -15,7 +15,7 @@ mod trackee;
 
 pub use executable::executable;
 pub use memory::{Region, SplitMix, expected};
-pub use patience::patience;
+pub use patience::{is_emulated, patience};
 pub use report::{Report, VIOLATED};
 pub use skip::skipped;
 pub use swap::{Swap, swapped_bytes};

@@ -2,9 +2,12 @@
 
 use std::time::Duration;
 
-/// Long enough for anything that a test waits for, so that what does not come fails the test instead of keeping it for ever. An
-/// emulated machine of the lab, which tells by `$PAGEMARK_LAB`, takes ten times as long for everything.
+/// True on an emulated machine of the lab, which tells by `$PAGEMARK_LAB`. There everything takes ten times as long.
+pub fn is_emulated() -> bool {
+    std::env::var_os("PAGEMARK_LAB").is_some()
+}
+
+/// Long enough for anything that a test waits for, so that what does not come fails the test instead of keeping it for ever.
 pub fn patience() -> Duration {
-    let is_emulated = std::env::var_os("PAGEMARK_LAB").is_some();
-    Duration::from_secs(if is_emulated { 1200 } else { 120 })
+    Duration::from_secs(if is_emulated() { 1200 } else { 120 })
 }

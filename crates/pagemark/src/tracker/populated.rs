@@ -3,7 +3,7 @@
 use std::io;
 
 use crate::sys::pagemap::{FILE, Filter, PRESENT, Pagemap, SWAPPED};
-use crate::{RangeSet, TrackError};
+use crate::{Range, RangeSet, TrackError};
 
 /// Which pages of a mapping hold data of their own.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -31,13 +31,27 @@ impl Pages {
 /// [`TrackError::Gone`], or the pagemap can't be scanned.
 pub fn populated(pagemap: &Pagemap, pages: Pages, ranges: &RangeSet) -> Result<RangeSet, TrackError> {
     let mut found = RangeSet::new();
+    each_populated(pagemap, pages, ranges, 0, |run, _| found.insert(run))?;
+    Ok(found)
+}
+
+/// Calls `each` for the runs of pages of `ranges` that hold data, with those of the categories `report` that they have.
+///
+/// # Errors
+/// As [`populated`].
+pub(super) fn each_populated(
+    pagemap: &Pagemap,
+    pages: Pages,
+    ranges: &RangeSet,
+    report: u64,
+    mut each: impl FnMut(Range, u64),
+) -> Result<(), TrackError> {
     for range in ranges.iter() {
         pagemap
-            .scan(&range, pages.filter(), |run, _| found.insert(run))
+            .scan(&range, Filter { report, ..pages.filter() }, &mut each)
             .map_err(|error| TrackError::from_io(error, || format!("scanning the pages of {range:#x?}")))?;
     }
-    check_alive(pagemap)?;
-    Ok(found)
+    check_alive(pagemap)
 }
 
 /// A scan of an address space that is gone finds nothing and is no error; this tells.

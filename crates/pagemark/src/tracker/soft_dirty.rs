@@ -5,8 +5,8 @@ use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use super::populated::{Pages, Seen, populated};
-use crate::sys::pagemap::{Filter, Pagemap, ZERO};
+use super::populated::{Pages, Seen, each_populated};
+use crate::sys::pagemap::{Pagemap, ZERO};
 use crate::sys::scratch::Scratch;
 use crate::{Mechanism, RangeSet, TrackError, Tracker};
 
@@ -113,9 +113,14 @@ impl Tracker for SoftDirty {
     }
 
     fn collect(&mut self, ranges: &RangeSet, dirty: &mut RangeSet) -> Result<(), TrackError> {
-        let now = populated(&self.pagemap, self.pages, ranges)?;
+        let (mut now, mut zeros) = (RangeSet::new(), RangeSet::new());
+        each_populated(&self.pagemap, self.pages, ranges, ZERO, |run, categories| {
+            if categories & ZERO != 0 {
+                zeros.insert(run.clone());
+            }
+            now.insert(run);
+        })?;
         // A page that was dropped and is read again has changed to zeros, and no bit tells.
-        let zeros = zeros(&self.pagemap, &now)?;
         let mut written = zeros.clone();
         written.subtract(&self.zeros);
         for run in now.iter() {
@@ -135,15 +140,4 @@ impl Tracker for SoftDirty {
         self.zeros = zeros;
         Ok(())
     }
-}
-
-/// Where in `ranges` the page of zeros is mapped.
-fn zeros(pagemap: &Pagemap, ranges: &RangeSet) -> Result<RangeSet, TrackError> {
-    let mut found = RangeSet::new();
-    for range in ranges.iter() {
-        pagemap
-            .scan(&range, Filter { all: ZERO, ..Filter::default() }, |run, _| found.insert(run))
-            .map_err(|error| TrackError::from_io(error, || format!("scanning for zeros in {range:#x?}")))?;
-    }
-    Ok(found)
 }
