@@ -83,6 +83,8 @@ pub struct Status {
     pub seccomp_mode: u32,
     /// The effective user id.
     pub effective_uid: u32,
+    /// How much of its private memory is swapped out, bytes.
+    pub swapped_bytes: u64,
 }
 
 impl Status {
@@ -99,6 +101,7 @@ impl Status {
             match name {
                 "TracerPid" => status.tracer_pid = values.next().and_then(|v| v.parse().ok()).unwrap_or(0),
                 "Seccomp" => status.seccomp_mode = values.next().and_then(|v| v.parse().ok()).unwrap_or(0),
+                "VmSwap" => status.swapped_bytes = values.next().and_then(|v| v.parse().ok()).unwrap_or(0) << 10,
                 "Uid" => status.effective_uid = values.nth(1).and_then(|v| v.parse().ok()).unwrap_or(0),
                 _ => {}
             }

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use pagemark::sys::memory::Memory;
+use pagemark::sys::memory::{self, Memory};
 use pagemark::sys::pagemap::Pagemap;
 use pagemark::sys::userfaultfd::Userfaultfd;
 use pagemark::tracker::Pages;
@@ -82,6 +82,9 @@ pub struct AddressSpace {
 /// Pages in new mappings for which it pays to stop the process shortly, so that they are tracked and need not be copied in
 /// every round and once more while it is frozen.
 const MANY_PAGES: u64 = 1024;
+
+/// How much is read before it is asked again whether some of the memory is swapped out.
+const SWAPPED_UNNOTICED_BYTES: u64 = 4 << 20;
 
 /// Tries to attach to a process that becomes another one meanwhile, and the time between them.
 const MOST_TRIES: u32 = 50;
@@ -259,6 +262,13 @@ impl AddressSpace {
         Ok(&self.mappings)
     }
 
+    /// Finds out whether what is read may have to be swapped out again.
+    fn look_for_swapped(&self) {
+        if let Ok(status) = Status::read(self.thread) {
+            self.memory.set_has_swapped(status.swapped_bytes > 0);
+        }
+    }
+
     /// Adds to `dirty` what was written since the last call in private memory, the first time all of it that holds data, and
     /// what stopped holding data; and what was written, or may have been, through writable shared mappings of files. The
     /// mappings are read anew first.
@@ -295,6 +305,7 @@ impl AddressSpace {
     /// [`SpaceError`]; nothing is lost.
     pub fn collect_unstopped(&mut self, dirty: &mut RangeSet) -> Result<(), SpaceError> {
         self.refresh_mappings()?;
+        self.look_for_swapped();
         if self.mechanism == Mechanism::SoftDirty {
             return self.collect_stopped(dirty);
         }
@@ -359,16 +370,31 @@ impl AddressSpace {
 
     /// Reads `ranges`, made of pages, one after the other into `buffer`, whose length is their sum. Returns the pages that are
     /// not there; the buffer's content for them is unspecified. Pages of private memory that held no data at the last collect
-    /// count as not there without being touched, since reading would populate them.
+    /// count as not there without being touched, since reading would populate them. What is swapped out is so again afterwards,
+    /// as far as this process may decide it (it needs CAP_SYS_NICE).
     ///
     /// # Errors
     /// [`SpaceError`].
     pub fn read(&self, ranges: &[Range], buffer: &mut [u8]) -> Result<RangeSet, SpaceError> {
-        let empty = self.without_data(ranges);
-        let missing =
-            if empty.is_empty() { self.memory.read(ranges, buffer) } else { self.read_around(ranges, &empty, buffer) };
-        self.check_alive()?;
-        missing.map_err(|source| self.system("reading its memory", source))
+        let mut missing = RangeSet::new();
+        let mut rest = buffer;
+        for (number, part) in memory::parts(ranges, SWAPPED_UNNOTICED_BYTES).into_iter().enumerate() {
+            // When it was collected it was looked for last.
+            if number > 0 {
+                self.look_for_swapped();
+            }
+            let bytes = part.iter().map(|range| range.end - range.start).sum::<u64>() as usize;
+            let (mine, others) = std::mem::take(&mut rest)
+                .split_at_mut_checked(bytes)
+                .ok_or_else(|| self.system("reading its memory", io::ErrorKind::InvalidInput.into()))?;
+            rest = others;
+            let empty = self.without_data(&part);
+            let read =
+                if empty.is_empty() { self.memory.read(&part, mine) } else { self.read_around(&part, &empty, mine) };
+            self.check_alive()?;
+            missing.extend(&read.map_err(|source| self.system("reading its memory", source))?);
+        }
+        Ok(missing)
     }
 
     /// The pages of private mappings among `ranges` that held no data at the last collect.

@@ -18,7 +18,7 @@ use pagemark_process::job::{Job, Options, StateMode};
 use pagemark_process::space::AddressSpace;
 use pagemark_process::target::{ProcessTarget, Saver};
 use pagemark_process::{inject, proc};
-use pagemark_testing::{patience, skip};
+use pagemark_testing::{Swap, patience, skip, swapped_bytes};
 
 /// The compiled trackee; none where there is no C compiler.
 fn steady() -> Option<&'static PathBuf> {
@@ -436,4 +436,52 @@ fn a_tree_that_starts_programs_all_the_time_goes_on_being_saved() {
     child.wait().unwrap();
     assert!(taken.is_ok(), "{taken:?}");
     assert_eq!(ended, None);
+}
+
+#[test]
+fn what_is_swapped_out_is_so_after_it_was_read() {
+    const BYTES: u64 = 24 << 20;
+    let Some(_swap) = Swap::on() else { skip!("there is no zram device to swap to, or no right to use it") };
+    // Its own pages, each with its number, of which it has three quarters swapped out.
+    let program = "import ctypes, mmap, sys
+memory = mmap.mmap(-1, 24 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+for page in range(len(memory) // 4096):
+    memory[page * 4096:page * 4096 + 8] = (page + 1).to_bytes(8, 'little')
+PAGEOUT = 21
+for part in (0, 1, 3):
+    memory.madvise(PAGEOUT, part * len(memory) // 4, len(memory) // 4)
+print(ctypes.addressof(ctypes.c_char.from_buffer(memory)), flush=True)
+sys.stdin.read()";
+    let mut command = Command::new("python3");
+    let mut child =
+        command.args(["-c", program]).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("python3 starts");
+    let pid = child.id() as i32;
+    let mut line = String::new();
+    BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
+    let start: u64 = line.trim().parse().unwrap();
+    let before = swapped_bytes(pid);
+    assert!(before >= BYTES / 2, "only {before} bytes were swapped out");
+
+    let mut space = AddressSpace::attach(pid, Mechanism::Full).unwrap();
+    space.collect(&mut RangeSet::new()).unwrap();
+    // Single pages, then long ranges.
+    for (pages_at_once, step) in [(1, 2), (3000, 3000)] {
+        let page = PAGE_SIZE as u64;
+        let ranges: Vec<_> = (0..BYTES / page)
+            .step_by(step)
+            .map(|first| start + first * page..start + (first + pages_at_once).min(BYTES / page) * page)
+            .collect();
+        let mut buffer = vec![0xee; ranges.iter().map(|range| (range.end - range.start) as usize).sum()];
+        assert!(space.read(&ranges, &mut buffer).unwrap().is_empty());
+        let addresses = ranges.iter().cloned().flat_map(|range| range.step_by(PAGE_SIZE));
+        for (address, content) in addresses.zip(buffer.chunks(PAGE_SIZE)) {
+            assert_eq!(content[..8], ((address - start) / page + 1).to_ne_bytes(), "at {address:#x}");
+        }
+        let after = swapped_bytes(pid);
+        // No more than is read at once may be left in memory, nor what others' reading has brought in with it.
+        assert!(after + (1 << 20) >= before, "{before} bytes were swapped out, now {after}");
+        assert!(after <= before + (1 << 20), "more is swapped out than before: {before}, {after}");
+    }
+    child.kill().unwrap();
+    child.wait().unwrap();
 }

@@ -1,6 +1,7 @@
 //! What the end-to-end stories share: the command under test with a repository of its own, and a Redis client.
 #![allow(dead_code, reason = "each story uses a part")]
 
+use std::cell::Cell;
 use std::ffi::OsStr;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
@@ -25,6 +26,8 @@ pub fn wait_for<T>(what: &str, mut condition: impl FnMut() -> Option<T>) -> T {
 /// The command, with a repository and a working directory that go with it.
 pub struct Pagemark {
     directory: tempfile::TempDir,
+    /// The last `pagemark run`.
+    runner: Cell<Option<i32>>,
 }
 
 /// A checkpoint as `pagemark log --json` lists it.
@@ -36,7 +39,7 @@ pub struct Listed {
 
 impl Pagemark {
     pub fn new() -> Pagemark {
-        Pagemark { directory: tempfile::tempdir().expect("a temporary directory") }
+        Pagemark { directory: tempfile::tempdir().expect("a temporary directory"), runner: Cell::new(None) }
     }
 
     pub fn directory(&self) -> &Path {
@@ -68,19 +71,20 @@ impl Pagemark {
         serde_json::from_str(&self.done(arguments)).expect("JSON")
     }
 
-    /// `pagemark run`, with the target's output in the file `output`.
+    /// `pagemark run`, with its messages and the target's output in files (see [`Pagemark::log`] and [`Pagemark::target_log`]).
     pub fn run(&self, options: &[&str], program: &[impl AsRef<OsStr>]) -> Runner {
-        let output = std::fs::File::create(self.directory().join("pagemark.log")).expect("a log file");
+        let file = |name: &str| std::fs::File::create(self.directory().join(name)).expect("a log file");
         let child = self
             .command(&["run"])
             .args(options)
             .arg("--")
             .args(program)
             .stdin(Stdio::null())
-            .stdout(Stdio::null())
-            .stderr(output)
+            .stdout(file("target.log"))
+            .stderr(file("pagemark.log"))
             .spawn()
             .expect("pagemark starts");
+        self.runner.set(Some(child.id() as i32));
         Runner { child }
     }
 
@@ -99,7 +103,7 @@ impl Pagemark {
             .collect()
     }
 
-    /// Waits for a checkpoint that was taken after this instant.
+    /// Waits for a checkpoint that was taken after this instant, as long as one can come.
     pub fn checkpoint_after(&self, job: &str, unix_us: u64) -> u64 {
         let deadline = Instant::now() + patience();
         loop {
@@ -107,13 +111,25 @@ impl Pagemark {
             if let Some(listed) = newer {
                 return listed.sequence;
             }
-            assert!(Instant::now() < deadline, "no checkpoint came; pagemark said:\n{}", self.log());
+            assert!(
+                Instant::now() < deadline && self.runner.get().is_none_or(is_alive),
+                "no checkpoint came; pagemark said:\n{}\nthe target said:\n{}",
+                self.log(),
+                self.target_log()
+            );
             std::thread::sleep(Duration::from_millis(50));
         }
     }
 
+    /// What `pagemark run` has said.
     pub fn log(&self) -> String {
         std::fs::read_to_string(self.directory().join("pagemark.log")).unwrap_or_default()
+    }
+
+    /// The last that its target has said.
+    pub fn target_log(&self) -> String {
+        let said = std::fs::read(self.directory().join("target.log")).unwrap_or_default();
+        String::from_utf8_lossy(&said[said.len().saturating_sub(8192)..]).into_owned()
     }
 }
 

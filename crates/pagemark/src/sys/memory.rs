@@ -2,13 +2,19 @@
 
 use std::fs::File;
 use std::io;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::fs::FileExt;
-use std::sync::atomic::{AtomicI32, Ordering};
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
 
+use super::pagemap::Pagemap;
 use crate::{PAGE_SIZE, Range, RangeSet};
 
 /// Ranges that one `process_vm_readv` takes at most (IOV_MAX).
 const RANGES_AT_ONCE: usize = 1024;
+
+/// How much is in memory at most, at a time, for being read alone.
+const SWAPPED_IN_AT_ONCE_BYTES: u64 = 256 << 10;
 
 /// The memory of one address space, for reading.
 #[derive(Debug)]
@@ -16,6 +22,8 @@ pub struct Memory {
     thread: AtomicI32,
     /// Reads what protection hides, and belongs to this address space even when the process executes another program.
     mem: File,
+    pagemap: Pagemap,
+    has_swapped: AtomicBool,
 }
 
 impl Memory {
@@ -32,12 +40,24 @@ impl Memory {
     /// # Errors
     /// There is no such process, or its memory is not ours to read.
     pub fn open(pid: i32) -> io::Result<Self> {
-        Ok(Memory { thread: AtomicI32::new(pid), mem: File::open(format!("/proc/{pid}/mem"))? })
+        Ok(Memory {
+            thread: AtomicI32::new(pid),
+            mem: File::open(format!("/proc/{pid}/mem"))?,
+            pagemap: Pagemap::open(Path::new(&format!("/proc/{pid}/pagemap")))?,
+            has_swapped: AtomicBool::new(false),
+        })
     }
 
     /// Names another thread of the same process, for when the one by which the memory was reached has exited.
     pub fn reach_through(&self, thread: i32) {
         self.thread.store(thread, Ordering::Relaxed);
+    }
+
+    /// Says whether some of it is swapped out. If so, [`Memory::read`] looks for what is, and has it swapped out again after
+    /// reading it. Otherwise the process would have, for the reader's sake, all its memory in at once: where that is limited it
+    /// would lose what it works with, and might be killed.
+    pub fn set_has_swapped(&self, has_swapped: bool) {
+        self.has_swapped.store(has_swapped, Ordering::Relaxed);
     }
 
     /// Reads `ranges`, made of pages, one after the other into `buffer`, whose length is their sum. Returns the pages that
@@ -55,6 +75,57 @@ impl Memory {
         if total_bytes != buffer.len() as u64 {
             return Err(io::Error::from(io::ErrorKind::InvalidInput));
         }
+        if !self.has_swapped.load(Ordering::Relaxed) {
+            return self.read_as_is(ranges, buffer);
+        }
+        let mut missing = RangeSet::new();
+        let mut rest = buffer;
+        for ranges in parts(ranges, SWAPPED_IN_AT_ONCE_BYTES) {
+            let part_bytes: u64 = ranges.iter().map(|range| range.end - range.start).sum();
+            let (part, others) = std::mem::take(&mut rest).split_at_mut(part_bytes as usize);
+            rest = others;
+            let swapped = self.swapped(&ranges)?;
+            missing.extend(&self.read_as_is(&ranges, part)?);
+            self.swap_out(&swapped);
+        }
+        Ok(missing)
+    }
+
+    /// What is swapped out among `ranges`.
+    fn swapped(&self, ranges: &[Range]) -> io::Result<RangeSet> {
+        let mut swapped = RangeSet::new();
+        for range in ranges {
+            let found = self.pagemap.entries(range, |address, entry| {
+                if entry.is_swapped() {
+                    swapped.insert(address..address + PAGE_SIZE as u64);
+                }
+            });
+            match found {
+                // The process has executed another program, whose pages are left alone.
+                Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => break,
+                found => found?,
+            }
+        }
+        Ok(swapped)
+    }
+
+    /// Has pages swapped out, as far as this process may and they can: they only lie better there.
+    fn swap_out(&self, pages: &RangeSet) {
+        if pages.is_empty() {
+            return;
+        }
+        let thread = self.thread.load(Ordering::Relaxed);
+        // Of a thread other than the main one: PIDFD_THREAD, Linux 6.9.
+        let Some(pidfd) = pidfd_open(thread, 0).or_else(|| pidfd_open(thread, libc::O_EXCL)) else { return };
+        for range in pages.iter() {
+            let vector = io_vector(range.start, range.end);
+            // SAFETY: the vector lives through the call. It names memory of the other process, and this advice never changes what
+            // memory holds.
+            unsafe { libc::syscall(libc::SYS_process_madvise, pidfd.as_raw_fd(), &vector, 1, libc::MADV_PAGEOUT, 0) };
+        }
+    }
+
+    fn read_as_is(&self, ranges: &[Range], buffer: &mut [u8]) -> io::Result<RangeSet> {
         let mut missing = RangeSet::new();
         let mut rest = buffer;
         let mut remote = Vec::with_capacity(ranges.len().min(RANGES_AT_ONCE));
@@ -109,6 +180,36 @@ impl Memory {
     }
 }
 
+/// Splits ranges into groups of at most `most_bytes` together, which are whole pages.
+pub fn parts(ranges: &[Range], most_bytes: u64) -> Vec<Vec<Range>> {
+    let mut parts = Vec::new();
+    let (mut part, mut part_bytes) = (Vec::new(), 0);
+    for range in ranges {
+        let mut start = range.start;
+        while start < range.end {
+            let end = range.end.min(start + most_bytes - part_bytes);
+            part.push(start..end);
+            part_bytes += end - start;
+            start = end;
+            if part_bytes == most_bytes {
+                parts.push(std::mem::take(&mut part));
+                part_bytes = 0;
+            }
+        }
+    }
+    if !part.is_empty() {
+        parts.push(part);
+    }
+    parts
+}
+
+fn pidfd_open(thread: i32, flags: libc::c_int) -> Option<OwnedFd> {
+    // SAFETY: a plain system call with numbers as arguments.
+    let pidfd = unsafe { libc::syscall(libc::SYS_pidfd_open, thread, flags) };
+    // SAFETY: the kernel has just made this descriptor for us, and nothing else owns it.
+    (pidfd >= 0).then(|| unsafe { OwnedFd::from_raw_fd(pidfd as libc::c_int) })
+}
+
 fn io_vector(start: u64, end: u64) -> libc::iovec {
     libc::iovec { iov_base: start as *mut libc::c_void, iov_len: end.saturating_sub(start) as usize }
 }
@@ -122,6 +223,21 @@ fn is_missing(error: &io::Error) -> bool {
 mod tests {
     use super::*;
     use crate::sys::scratch::Scratch;
+
+    #[test]
+    fn parts_hold_all_in_order() {
+        const PAGE: u64 = PAGE_SIZE as u64;
+        let ranges = [0..PAGE, 2 * PAGE..7 * PAGE, 8 * PAGE..8 * PAGE, 9 * PAGE..10 * PAGE, 20 * PAGE..29 * PAGE];
+        let pages = |ranges: &[Range]| ranges.iter().cloned().flat_map(|r| r.step_by(PAGE_SIZE)).collect::<Vec<_>>();
+        for most_pages in 1..20 {
+            let parts = parts(&ranges, most_pages * PAGE);
+            assert_eq!(parts.iter().flat_map(|part| pages(part)).collect::<Vec<_>>(), pages(&ranges));
+            let (last, full) = parts.split_last().unwrap();
+            assert!(full.iter().all(|part| pages(part).len() as u64 == most_pages), "{parts:x?}");
+            assert!((1..=most_pages).contains(&(pages(last).len() as u64)), "{parts:x?}");
+        }
+        assert!(parts(&[], PAGE).is_empty());
+    }
 
     #[test]
     fn reads_what_is_there_and_names_what_is_not() {

@@ -45,6 +45,11 @@ impl Entry {
         self.0 & (1 << 63 | 1 << 62) != 0
     }
 
+    /// In swap, or moved from one page to another at this moment.
+    pub fn is_swapped(self) -> bool {
+        self.0 & 1 << 62 != 0
+    }
+
     /// Belongs to a file or to shared memory.
     pub fn is_file(self) -> bool {
         self.0 & 1 << 61 != 0
