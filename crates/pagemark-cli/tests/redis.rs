@@ -190,7 +190,8 @@ impl LimitedMemory {
             .and_then(|()| std::fs::create_dir(&group))
             .map_err(|error| format!("no control group that limits memory can be made: {error}"))?;
         let memory = LimitedMemory { group, _swap: swap };
-        std::fs::write(memory.group.join("memory.max"), bytes.to_string()).expect("a limit");
+        // Not `memory.max`: the kernel's counters lag by seconds, and where it does not find at once what to swap out it kills.
+        std::fs::write(memory.group.join("memory.high"), bytes.to_string()).expect("a limit");
         Ok(memory)
     }
 
