@@ -376,23 +376,27 @@ impl AddressSpace {
     /// # Errors
     /// [`SpaceError`].
     pub fn read(&self, ranges: &[Range], buffer: &mut [u8]) -> Result<RangeSet, SpaceError> {
+        let missing = self.read_in_parts(ranges, buffer);
+        self.check_alive()?;
+        missing.map_err(|source| self.system("reading its memory", source))
+    }
+
+    fn read_in_parts(&self, ranges: &[Range], buffer: &mut [u8]) -> io::Result<RangeSet> {
+        let all_hold_data = self.without_data(ranges).is_empty();
         let mut missing = RangeSet::new();
         let mut rest = buffer;
         for (number, part) in memory::parts(ranges, SWAPPED_UNNOTICED_BYTES).into_iter().enumerate() {
-            // When it was collected it was looked for last.
+            // For the first this has been done when it was collected.
             if number > 0 {
                 self.look_for_swapped();
             }
-            let bytes = part.iter().map(|range| range.end - range.start).sum::<u64>() as usize;
-            let (mine, others) = std::mem::take(&mut rest)
-                .split_at_mut_checked(bytes)
-                .ok_or_else(|| self.system("reading its memory", io::ErrorKind::InvalidInput.into()))?;
-            rest = others;
-            let empty = self.without_data(&part);
-            let read =
-                if empty.is_empty() { self.memory.read(&part, mine) } else { self.read_around(&part, &empty, mine) };
-            self.check_alive()?;
-            missing.extend(&read.map_err(|source| self.system("reading its memory", source))?);
+            let part_bytes: u64 = part.iter().map(|range| range.end - range.start).sum();
+            let mine = take(&mut rest, part_bytes)?;
+            missing.extend(&if all_hold_data {
+                self.memory.read(&part, mine)?
+            } else {
+                self.read_around(&part, &self.without_data(&part), mine)?
+            });
         }
         Ok(missing)
     }
@@ -416,10 +420,7 @@ impl AddressSpace {
         let mut missing = empty.clone();
         let mut rest = buffer;
         for range in ranges {
-            let (mine, others) = std::mem::take(&mut rest)
-                .split_at_mut_checked((range.end - range.start) as usize)
-                .ok_or_else(|| io::Error::from(io::ErrorKind::InvalidInput))?;
-            rest = others;
+            let mine = take(&mut rest, range.end - range.start)?;
             let mut full = RangeSet::from(range.clone());
             full.subtract(empty);
             for piece in full.iter() {
@@ -441,6 +442,11 @@ impl AddressSpace {
             _ => SpaceError::System { pid: self.pid, operation, source },
         }
     }
+}
+
+/// Takes the first bytes off a buffer.
+fn take<'a>(buffer: &mut &'a mut [u8], bytes: u64) -> io::Result<&'a mut [u8]> {
+    buffer.split_off_mut(..bytes as usize).ok_or_else(|| io::ErrorKind::InvalidInput.into())
 }
 
 fn ranges(mappings: &[Mapping], wanted: impl Fn(&Mapping) -> bool) -> RangeSet {

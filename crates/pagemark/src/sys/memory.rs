@@ -82,8 +82,7 @@ impl Memory {
         let mut rest = buffer;
         for ranges in parts(ranges, SWAPPED_IN_AT_ONCE_BYTES) {
             let part_bytes: u64 = ranges.iter().map(|range| range.end - range.start).sum();
-            let (part, others) = std::mem::take(&mut rest).split_at_mut(part_bytes as usize);
-            rest = others;
+            let part = rest.split_off_mut(..part_bytes as usize).ok_or(io::ErrorKind::InvalidInput)?;
             let swapped = self.swapped(&ranges)?;
             missing.extend(&self.read_as_is(&ranges, part)?);
             self.swap_out(&swapped);

@@ -191,9 +191,9 @@ impl Pagemap {
     /// # Errors
     /// The file can't be read; `UnexpectedEof`: the process has exited or executed another program.
     pub fn entries(&self, range: &Range, mut each: impl FnMut(u64, Entry)) -> io::Result<()> {
-        let mut buffer = vec![0; ENTRIES * 8];
         let mut page = range.start / PAGE_SIZE as u64;
         let end = range.end.div_ceil(PAGE_SIZE as u64);
+        let mut buffer = vec![0; (end.saturating_sub(page) as usize).min(ENTRIES) * 8];
         while page < end {
             let wanted = ((end - page) as usize).min(ENTRIES) * 8;
             self.file.read_exact_at(&mut buffer[..wanted], page * 8)?;
