@@ -190,7 +190,7 @@ impl LimitedMemory {
             .and_then(|()| std::fs::create_dir(&group))
             .map_err(|error| format!("no control group that limits memory can be made: {error}"))?;
         let memory = LimitedMemory { group, _swap: swap };
-        // Not `memory.max`: the kernel's counters lag by seconds, and where it does not find at once what to swap out it kills.
+        // Not `memory.max`: where all pages were just used, the kernel has been seen to kill instead of swapping out.
         std::fs::write(memory.group.join("memory.high"), bytes.to_string()).expect("a limit");
         Ok(memory)
     }
