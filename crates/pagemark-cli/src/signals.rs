@@ -9,9 +9,9 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::{SigSet, SigmaskHow, Signal, kill, pthread_sigmask};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
 use nix::unistd::{Pid, getpid};
+use pagemark::sys::pidfd;
 
 use crate::failure::Failure;
-use crate::sys;
 
 /// What ends Pagemark's work on a target.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -123,7 +123,8 @@ impl Signals {
 
 /// Sends [`Event::Exited`] when process `pid` exits. The status of a child is left to be waited for.
 pub fn announce_exit(pid: Pid, events: Sender<Event>) -> Result<(), Failure> {
-    let process = sys::pidfd_open(pid).map_err(|error| Failure::new(format!("cannot watch process {pid}"), error))?;
+    let process =
+        pidfd::open(pid.as_raw(), 0).map_err(|error| Failure::new(format!("cannot watch process {pid}"), error))?;
     thread::spawn(move || {
         let mut exit = [PollFd::new(process.as_fd(), PollFlags::POLLIN)];
         while poll(&mut exit, PollTimeout::NONE) == Err(Errno::EINTR) {}

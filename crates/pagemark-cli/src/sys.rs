@@ -1,21 +1,6 @@
 //! The few calls of the C library that have no safe form elsewhere.
 
-use std::io;
 use std::mem::MaybeUninit;
-use std::os::fd::{FromRawFd, OwnedFd};
-
-use nix::unistd::Pid;
-
-/// A descriptor that becomes readable when the process exits.
-pub fn pidfd_open(pid: Pid) -> io::Result<OwnedFd> {
-    // SAFETY: the call takes two numbers and touches no memory of ours.
-    let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, pid.as_raw(), 0) };
-    if fd < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    // SAFETY: the kernel has just made this descriptor for us; nobody else owns it.
-    Ok(unsafe { OwnedFd::from_raw_fd(fd as i32) })
-}
 
 /// A moment in the local time zone.
 pub struct LocalTime {

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use pagemark::sys::memory::{self, Memory};
+use pagemark::sys::memory::Memory;
 use pagemark::sys::pagemap::Pagemap;
 use pagemark::sys::userfaultfd::Userfaultfd;
 use pagemark::tracker::Pages;
@@ -385,7 +385,7 @@ impl AddressSpace {
         let all_hold_data = self.without_data(ranges).is_empty();
         let mut missing = RangeSet::new();
         let mut rest = buffer;
-        for (number, part) in memory::parts(ranges, SWAPPED_UNNOTICED_BYTES).into_iter().enumerate() {
+        for (number, part) in pagemark::ranges::split(ranges.iter().cloned(), SWAPPED_UNNOTICED_BYTES).enumerate() {
             // For the first this has been done when it was collected.
             if number > 0 {
                 self.look_for_swapped();

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use crate::sys::flight::{FlightBuffer, available_bytes};
 use crate::target::{SpaceId, Target};
-use crate::{ContentId, Kind, PAGE_SIZE, PageTree, Range, RangeSet, Store, StoreError};
+use crate::{ContentId, Kind, PAGE_SIZE, PageTree, Range, RangeSet, Store, StoreError, ranges};
 
 /// How a checkpoint's memory is copied.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -206,7 +206,7 @@ impl Checkpointer {
             let pending = std::mem::take(&mut space.pending);
             space.uncommitted.extend(&pending);
             found_pages += pending.total_bytes() / PAGE_SIZE as u64;
-            for part in Parts::new(&pending, BUFFER_BYTES as u64) {
+            for part in ranges::split(pending.iter(), BUFFER_BYTES as u64).map(RangeSet::from_iter) {
                 if self.flight.total_bytes + part.total_bytes() as usize > self.flight.limit_bytes {
                     self.land(store)?;
                 }
@@ -330,38 +330,6 @@ impl Flight {
         for (number, buffer) in self.buffers.iter_mut().enumerate() {
             buffer.lend_behind(if number == 0 { KEPT_BYTES } else { 0 });
         }
-    }
-}
-
-/// Cuts a set into sets of at most so many bytes.
-struct Parts<'a> {
-    ranges: Box<dyn Iterator<Item = Range> + 'a>,
-    rest: Option<Range>,
-    most_bytes: u64,
-}
-
-impl<'a> Parts<'a> {
-    fn new(set: &'a RangeSet, most_bytes: u64) -> Self {
-        Parts { ranges: Box::new(set.iter()), rest: None, most_bytes }
-    }
-}
-
-impl Iterator for Parts<'_> {
-    type Item = RangeSet;
-
-    fn next(&mut self) -> Option<RangeSet> {
-        let mut room = self.most_bytes;
-        let mut part = RangeSet::new();
-        while room > 0 {
-            let Some(range) = self.rest.take().or_else(|| self.ranges.next()) else { break };
-            let end = range.end.min(range.start + room);
-            room -= end - range.start;
-            if end < range.end {
-                self.rest = Some(end..range.end);
-            }
-            part.insert(range.start..end);
-        }
-        (!part.is_empty()).then_some(part)
     }
 }
 
@@ -575,14 +543,5 @@ mod tests {
                 checkpointer.committed();
             }
         }
-    }
-
-    #[test]
-    fn parts_are_no_larger_than_asked_for_and_miss_nothing() {
-        let set: RangeSet = [0..10, 20..25, 30..31].into_iter().collect();
-        let parts: Vec<RangeSet> = Parts::new(&set, 4).collect();
-        assert!(parts.iter().all(|part| part.total_bytes() <= 4));
-        assert_eq!(parts.len(), 4);
-        assert_eq!(parts.iter().flat_map(RangeSet::iter).collect::<RangeSet>(), set);
     }
 }

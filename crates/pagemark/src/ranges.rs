@@ -186,6 +186,26 @@ impl FromIterator<Range> for RangeSet {
     }
 }
 
+/// Splits ranges, in their order, into groups of at most `most_bytes` together.
+pub fn split(ranges: impl Iterator<Item = Range>, most_bytes: u64) -> impl Iterator<Item = Vec<Range>> {
+    let mut ranges = ranges.filter(|range| !range.is_empty());
+    let mut rest: Option<Range> = None;
+    std::iter::from_fn(move || {
+        let mut room = most_bytes;
+        let mut part = Vec::new();
+        while room > 0 {
+            let Some(range) = rest.take().or_else(|| ranges.next()) else { break };
+            let end = range.end.min(range.start + room);
+            room -= end - range.start;
+            if end < range.end {
+                rest = Some(end..range.end);
+            }
+            part.push(range.start..end);
+        }
+        (!part.is_empty()).then_some(part)
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeSet;
@@ -193,6 +213,31 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+
+    #[test]
+    fn parts_are_no_larger_than_asked_for_and_miss_nothing() {
+        let set: RangeSet = [0..10, 20..25, 30..31].into_iter().collect();
+        let parts: Vec<RangeSet> = split(set.iter(), 4).map(RangeSet::from_iter).collect();
+        assert!(parts.iter().all(|part| part.total_bytes() <= 4));
+        assert_eq!(parts.len(), 4);
+        assert_eq!(parts.iter().flat_map(RangeSet::iter).collect::<RangeSet>(), set);
+    }
+
+    #[test]
+    fn parts_hold_all_in_order() {
+        const PAGE: u64 = crate::PAGE_SIZE as u64;
+        let ranges = [0..PAGE, 2 * PAGE..7 * PAGE, 8 * PAGE..8 * PAGE, 9 * PAGE..10 * PAGE, 20 * PAGE..29 * PAGE];
+        let pages =
+            |ranges: &[Range]| ranges.iter().cloned().flat_map(|r| r.step_by(crate::PAGE_SIZE)).collect::<Vec<_>>();
+        for most_pages in 1..20 {
+            let parts: Vec<_> = split(ranges.iter().cloned(), most_pages * PAGE).collect();
+            assert_eq!(parts.iter().flat_map(|part| pages(part)).collect::<Vec<_>>(), pages(&ranges));
+            let (last, full) = parts.split_last().unwrap();
+            assert!(full.iter().all(|part| pages(part).len() as u64 == most_pages), "{parts:x?}");
+            assert!((1..=most_pages).contains(&(pages(last).len() as u64)), "{parts:x?}");
+        }
+        assert!(split(std::iter::empty(), PAGE).next().is_none());
+    }
 
     #[derive(Debug, Clone)]
     enum Change {

@@ -10,6 +10,7 @@ pub mod gate;
 pub mod memory;
 pub mod own_memory;
 pub mod pagemap;
+pub mod pidfd;
 pub(crate) mod scratch;
 pub mod signals;
 pub(crate) mod slab;

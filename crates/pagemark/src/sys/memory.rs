@@ -2,13 +2,14 @@
 
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
 
 use super::pagemap::Pagemap;
-use crate::{PAGE_SIZE, Range, RangeSet};
+use super::pidfd;
+use crate::{PAGE_SIZE, Range, RangeSet, ranges};
 
 /// Ranges that one `process_vm_readv` takes at most (IOV_MAX).
 const RANGES_AT_ONCE: usize = 1024;
@@ -80,7 +81,7 @@ impl Memory {
         }
         let mut missing = RangeSet::new();
         let mut rest = buffer;
-        for ranges in parts(ranges, SWAPPED_IN_AT_ONCE_BYTES) {
+        for ranges in ranges::split(ranges.iter().cloned(), SWAPPED_IN_AT_ONCE_BYTES) {
             let part_bytes: u64 = ranges.iter().map(|range| range.end - range.start).sum();
             let part = rest.split_off_mut(..part_bytes as usize).ok_or(io::ErrorKind::InvalidInput)?;
             let swapped = self.swapped(&ranges)?;
@@ -115,7 +116,7 @@ impl Memory {
         }
         let thread = self.thread.load(Ordering::Relaxed);
         // Of a thread other than the main one: PIDFD_THREAD, Linux 6.9.
-        let Some(pidfd) = pidfd_open(thread, 0).or_else(|| pidfd_open(thread, libc::O_EXCL)) else { return };
+        let Ok(pidfd) = pidfd::open(thread, 0).or_else(|_| pidfd::open(thread, libc::O_EXCL)) else { return };
         for range in pages.iter() {
             let vector = io_vector(range.start, range.end);
             // SAFETY: the vector lives through the call. It names memory of the other process, and this advice never changes what
@@ -179,36 +180,6 @@ impl Memory {
     }
 }
 
-/// Splits ranges into groups of at most `most_bytes` together, which are whole pages.
-pub fn parts(ranges: &[Range], most_bytes: u64) -> Vec<Vec<Range>> {
-    let mut parts = Vec::new();
-    let (mut part, mut part_bytes) = (Vec::new(), 0);
-    for range in ranges {
-        let mut start = range.start;
-        while start < range.end {
-            let end = range.end.min(start + most_bytes - part_bytes);
-            part.push(start..end);
-            part_bytes += end - start;
-            start = end;
-            if part_bytes == most_bytes {
-                parts.push(std::mem::take(&mut part));
-                part_bytes = 0;
-            }
-        }
-    }
-    if !part.is_empty() {
-        parts.push(part);
-    }
-    parts
-}
-
-fn pidfd_open(thread: i32, flags: libc::c_int) -> Option<OwnedFd> {
-    // SAFETY: a plain system call with numbers as arguments.
-    let pidfd = unsafe { libc::syscall(libc::SYS_pidfd_open, thread, flags) };
-    // SAFETY: the kernel has just made this descriptor for us, and nothing else owns it.
-    (pidfd >= 0).then(|| unsafe { OwnedFd::from_raw_fd(pidfd as libc::c_int) })
-}
-
 fn io_vector(start: u64, end: u64) -> libc::iovec {
     libc::iovec { iov_base: start as *mut libc::c_void, iov_len: end.saturating_sub(start) as usize }
 }
@@ -222,21 +193,6 @@ fn is_missing(error: &io::Error) -> bool {
 mod tests {
     use super::*;
     use crate::sys::scratch::Scratch;
-
-    #[test]
-    fn parts_hold_all_in_order() {
-        const PAGE: u64 = PAGE_SIZE as u64;
-        let ranges = [0..PAGE, 2 * PAGE..7 * PAGE, 8 * PAGE..8 * PAGE, 9 * PAGE..10 * PAGE, 20 * PAGE..29 * PAGE];
-        let pages = |ranges: &[Range]| ranges.iter().cloned().flat_map(|r| r.step_by(PAGE_SIZE)).collect::<Vec<_>>();
-        for most_pages in 1..20 {
-            let parts = parts(&ranges, most_pages * PAGE);
-            assert_eq!(parts.iter().flat_map(|part| pages(part)).collect::<Vec<_>>(), pages(&ranges));
-            let (last, full) = parts.split_last().unwrap();
-            assert!(full.iter().all(|part| pages(part).len() as u64 == most_pages), "{parts:x?}");
-            assert!((1..=most_pages).contains(&(pages(last).len() as u64)), "{parts:x?}");
-        }
-        assert!(parts(&[], PAGE).is_empty());
-    }
 
     #[test]
     fn reads_what_is_there_and_names_what_is_not() {
