@@ -339,7 +339,7 @@ impl Chunks {
     /// What a chunk may be a delta of: what was at its place before, or that's base, so that no delta has a delta as its base.
     fn base_for(&self, chunk: u32, packing: &Packing) -> Option<u32> {
         let origin = packing.origin(chunk)?;
-        // The number may have been freed since, or stand for other content: then the delta is merely no good.
+        // It may be gone since.
         if self.references[origin as usize - 1] == 0 {
             return None;
         }

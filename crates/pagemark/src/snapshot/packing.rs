@@ -31,6 +31,11 @@ pub(super) fn cell_sizes(chunk_bytes: usize) -> impl Iterator<Item = usize> {
 pub(super) struct Packing {
     /// At `chunk - 1`: the chunk that was at the same place in the parent snapshot.
     origins: Vec<u32>,
+    /// At `chunk - 1`: how many chunks had come before it. Numbers are used again, and by this a chunk that has the number of
+    /// an origin that is gone is told from it: it came later. One that came 2^31 chunks later may not be, which only
+    /// wastes memory.
+    births: Vec<u32>,
+    next_birth: u32,
     /// At `chunk - 1`. Readers, which share the store, set `WARM`.
     marks: Vec<AtomicU8>,
     queue: VecDeque<u32>,
@@ -40,11 +45,11 @@ pub(super) struct Packing {
 
 impl Packing {
     /// Bytes for a chunk.
-    pub const CHUNK_BYTES: u64 = 4 + 1 + 4;
+    pub const CHUNK_BYTES: u64 = 4 + 4 + 1 + 4;
 
     /// Bytes that the tables take.
     pub fn table_bytes(&self) -> u64 {
-        let words = self.origins.capacity() + self.queue.capacity();
+        let words = self.origins.capacity() + self.births.capacity() + self.queue.capacity();
         (words * size_of::<u32>() + self.marks.capacity()) as u64
     }
 
@@ -53,9 +58,12 @@ impl Packing {
         let at = chunk as usize - 1;
         if at == self.marks.len() {
             push_gently(&mut self.origins, origin);
+            push_gently(&mut self.births, 0);
             push_gently(&mut self.marks, AtomicU8::new(0));
         }
         self.origins[at] = origin;
+        self.births[at] = self.next_birth;
+        self.next_birth = self.next_birth.wrapping_add(1);
         let mark = self.marks[at].get_mut();
         // The number may still stand in the queue for a chunk that is gone.
         if *mark & QUEUED == 0 {
@@ -81,7 +89,8 @@ impl Packing {
     pub fn origin(&self, chunk: u32) -> Option<u32> {
         let at = chunk as usize - 1;
         let is_base = self.marks[at].load(Relaxed) & BASE != 0;
-        Some(self.origins[at]).filter(|&origin| origin != 0 && !is_base)
+        let is_older = |origin: u32| self.births[at].wrapping_sub(self.births[origin as usize - 1]).cast_signed() > 0;
+        Some(self.origins[at]).filter(|&origin| origin != 0 && !is_base && is_older(origin))
     }
 
     /// Takes the coldest of those chunks out of the queue that are plain.
@@ -139,6 +148,8 @@ mod tests {
         assert_eq!(packing.origin(2), None);
         packing.add(2, 1);
         assert_eq!(packing.origin(2), Some(1), "the base was another chunk");
+        packing.add(1, 0);
+        assert_eq!(packing.origin(2), None, "the origin was another chunk");
     }
 
     #[test]

@@ -434,6 +434,26 @@ fn what_does_not_fit_is_refused_and_nothing_changes() {
 }
 
 #[test]
+#[cfg_attr(miri, ignore = "too much memory")]
+fn what_is_refused_is_not_held_as_a_base_either() {
+    let store =
+        SnapshotStore::with_options(SnapshotOptions { budget_bytes: Some(5 * 4096), ..Default::default() }).unwrap();
+    let (nothing, mut page, mut pages) = (RangeSet::new(), noise(PAGE_SIZE), noise(10 * PAGE_SIZE));
+    let parent = store.snapshot(None, &Area::of(&mut page), &nothing, &nothing).unwrap();
+    page[0] ^= 1;
+    let child = store.snapshot(Some(&parent), &Area::of(&mut page), &RangeSet::from(0..1), &nothing).unwrap();
+    drop(parent);
+    // The first of the pages has the number of the parent's, and differs from the child's by as little.
+    let before = store.usage();
+    let refused = store.snapshot(None, &Area::of(&mut pages), &nothing, &nothing);
+    assert!(matches!(refused, Err(SnapshotError::BudgetExceeded { .. })));
+    assert_eq!(store.usage().chunks, before.chunks);
+    let mut content = vec![0; PAGE_SIZE];
+    child.read_at(0, &mut content).unwrap();
+    assert!(content == page);
+}
+
+#[test]
 fn bad_input_is_refused_with_the_reason() {
     for chunk_bytes in [0, 128, 300, 4095, 1 << 17] {
         let made = SnapshotStore::with_options(SnapshotOptions { chunk_bytes, budget_bytes: None });
