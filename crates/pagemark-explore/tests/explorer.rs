@@ -131,7 +131,7 @@ fn any_script() -> impl Strategy<Value = Script> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 60, ..ProptestConfig::default() })]
+    #![proptest_config(pagemark_testing::cases(60))]
 
     #[test]
     fn every_state_and_transition_is_found_and_no_other(

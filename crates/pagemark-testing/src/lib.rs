@@ -5,6 +5,7 @@
 //! directory, appends a line `ok N` to `progress` there for every round of checks, and ends with exit code
 //! [`VIOLATED`] and a message, also in the file `violated`, when anything is not as it left it.
 
+mod cases;
 mod executable;
 mod memory;
 mod patience;
@@ -13,6 +14,7 @@ mod skip;
 mod swap;
 mod trackee;
 
+pub use cases::cases;
 pub use executable::executable;
 pub use memory::{Region, SplitMix, expected};
 pub use patience::{is_emulated, patience};

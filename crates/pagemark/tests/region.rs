@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use pagemark::region::{Region, RegionError, RegionOptions, RegionSnapshot};
 use pagemark::snapshot::{SnapshotError, SnapshotOptions, SnapshotStore};
 use pagemark::{Mechanism, PAGE_SIZE, RangeSet, TrackError};
+use pagemark_testing::cases;
 use proptest::prelude::*;
 
 const PAGES: usize = 40;
@@ -196,7 +197,7 @@ fn behaves(mechanism: Mechanism, without_rollback: bool, steps: &[Step]) {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 64, max_shrink_iters: 300, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { max_shrink_iters: 300, ..cases(64) })]
 
     #[test]
     fn pagemap_scan_behaves(steps in prop::collection::vec(step(), 1..60), without_rollback in any::<bool>()) {
@@ -255,7 +256,7 @@ fn mechanisms_at_any_time() -> impl Iterator<Item = Mechanism> {
 fn those_of_which_there_is_one_behave() {
     if let Ok(only) = std::env::var(ONLY) {
         let mechanism: Mechanism = only.parse().unwrap();
-        let config = ProptestConfig { cases: 64, source_file: Some(file!()), ..ProptestConfig::default() };
+        let config = ProptestConfig { source_file: Some(file!()), ..cases(64) };
         proptest::test_runner::TestRunner::new(config)
             .run(&(prop::collection::vec(step(), 1..40), any::<bool>()), |(steps, without_rollback)| {
                 behaves(mechanism, without_rollback, &steps);

@@ -396,7 +396,7 @@ mod tests {
     }
 
     proptest! {
-        #![proptest_config(ProptestConfig::with_cases(64))]
+        #![proptest_config(pagemark_testing::cases(64))]
         #[test]
         fn every_checkpoint_is_put_back_as_it_was(steps in prop::collection::vec(step(), 1..40)) {
             let directory = tempfile::tempdir().unwrap();

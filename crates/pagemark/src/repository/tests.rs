@@ -369,7 +369,7 @@ fn action() -> impl Strategy<Value = Action> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(60))]
+    #![proptest_config(pagemark_testing::cases(60))]
 
     #[test]
     fn behaves_like_a_map_of_checkpoints(actions in prop::collection::vec(action(), 1..25)) {

@@ -329,8 +329,9 @@ fn run(options: SnapshotOptions, lengths: [usize; 2], steps: &[Step]) {
 }
 
 pub(super) fn cases(cases: u32) -> ProptestConfig {
-    let failure_persistence = if cfg!(miri) { None } else { ProptestConfig::default().failure_persistence };
-    ProptestConfig { cases: if cfg!(miri) { 4 } else { cases }, failure_persistence, ..ProptestConfig::default() }
+    let config = pagemark_testing::cases(cases);
+    // Miri, in isolation, has no working directory.
+    if cfg!(miri) { ProptestConfig { failure_persistence: None, ..config } } else { config }
 }
 
 fn program() -> impl Strategy<Value = Vec<Step>> {

@@ -6,6 +6,7 @@ use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use pagemark_testing::cases;
 use proptest::prelude::*;
 
 use super::adaptive::{Adaptive, HOT_AFTER, PROBE_SLICES};
@@ -226,7 +227,7 @@ fn runs_exactly(mechanism: Mechanism, steps: &[Step]) {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 96, max_shrink_iters: 200, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { max_shrink_iters: 200, ..cases(96) })]
 
     #[test]
     fn pagemap_scan_misses_nothing(steps in prop::collection::vec(step(), 1..60)) {
@@ -249,7 +250,7 @@ proptest! {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 24, max_shrink_iters: 100, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { max_shrink_iters: 100, ..cases(24) })]
 
     #[test]
     fn the_others_miss_nothing(steps in prop::collection::vec(step(), 1..40)) {
@@ -293,7 +294,7 @@ fn misses_nothing_if_there(mechanism: Mechanism) {
         return;
     }
     let steps = prop::collection::vec(step(), 1..40);
-    let config = ProptestConfig { cases: 24, source_file: Some(file!()), ..ProptestConfig::default() };
+    let config = ProptestConfig { source_file: Some(file!()), ..cases(24) };
     proptest::test_runner::TestRunner::new(config)
         .run(&steps, |steps| {
             runs_exactly(mechanism, &steps);
