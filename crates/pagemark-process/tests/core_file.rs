@@ -10,7 +10,8 @@ use pagemark::repository::{MappingRecord, Repository};
 use pagemark_process::core_file::{CoreError, export_core};
 use pagemark_process::criu::DumpOptions;
 use pagemark_process::job::{Job, Options, StateMode};
-use support::{Program, criu, eventually, skipped, take};
+use pagemark_testing::skip;
+use support::{Program, criu, eventually, take};
 
 const PROGRAM: &str = r#"
 #include <fcntl.h>
@@ -59,13 +60,12 @@ int main(void)
 
 #[test]
 fn gdb_reads_registers_threads_and_variables() {
-    let test = "gdb_reads_registers_threads_and_variables";
-    let Some(criu) = criu(test) else { return };
+    let Some(criu) = criu() else { return };
     let gdb = Command::new("gdb").arg("--version").stdout(Stdio::null()).status();
     if gdb.is_err() {
-        return skipped(test, "no gdb");
+        skip!("no gdb");
     }
-    let Some(mut program) = Program::c(test, PROGRAM) else { return };
+    let Some(mut program) = Program::c(PROGRAM) else { return };
     eventually("the program is there", || program.read("count").is_some());
     let maps = std::fs::read_to_string(format!("/proc/{}/maps", program.pid())).unwrap();
     let mut taken = take(&criu, program.pid(), &DumpOptions::default());
@@ -83,11 +83,10 @@ fn gdb_reads_registers_threads_and_variables() {
 
 #[test]
 fn gdb_reads_the_same_of_memory_and_registers_alone() {
-    let test = "gdb_reads_the_same_of_memory_and_registers_alone";
     if Command::new("gdb").arg("--version").stdout(Stdio::null()).status().is_err() {
-        return skipped(test, "no gdb");
+        skip!("no gdb");
     }
-    let Some(mut program) = Program::c(test, PROGRAM) else { return };
+    let Some(mut program) = Program::c(PROGRAM) else { return };
     eventually("the program is there", || program.read("count").is_some());
     let directory = tempfile::tempdir().unwrap();
     let repository = Repository::create(&directory.path().join("repository")).unwrap();

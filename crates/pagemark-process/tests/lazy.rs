@@ -27,7 +27,7 @@ while True:
 
 #[test]
 fn a_program_runs_before_its_memory_is_there() {
-    let Some(criu) = criu("a_program_runs_before_its_memory_is_there") else { return };
+    let Some(criu) = criu() else { return };
     let mut program = Program::python(HOLDER);
     eventually("the program counts", || program.read("count").is_some());
     let taken = take(&criu, program.pid(), &DumpOptions::default());
@@ -52,7 +52,7 @@ fn a_program_runs_before_its_memory_is_there() {
 
 #[test]
 fn a_program_whose_memory_is_lost_is_killed() {
-    let Some(criu) = criu("a_program_whose_memory_is_lost_is_killed") else { return };
+    let Some(criu) = criu() else { return };
     let mut program = Program::python(HOLDER);
     eventually("the program counts", || program.read("count").is_some());
     let taken = take(&criu, program.pid(), &DumpOptions::default());

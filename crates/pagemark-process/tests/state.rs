@@ -12,6 +12,7 @@ use std::time::Duration;
 
 use pagemark_process::criu::{CriuError, Dump, DumpOptions};
 use pagemark_process::restore::{RestoreError, RestoreOptions, Streams, prepare};
+use pagemark_testing::skip;
 use support::{Program, criu, eventually, is_alive, is_running, read_number, take};
 
 /// Counts in a file that keeps its name and size: CRIU restores it as it is then.
@@ -32,7 +33,7 @@ while True:
 
 #[test]
 fn python_goes_on_where_it_was() {
-    let Some(criu) = criu("python_goes_on_where_it_was") else { return };
+    let Some(criu) = criu() else { return };
     let mut program = Program::python(COUNTER);
     eventually("the program counts", || program.read("count").is_some());
     let at_checkpoint: u64 = program.read("count").unwrap().parse().unwrap();
@@ -57,7 +58,7 @@ fn python_goes_on_where_it_was() {
 
 #[test]
 fn a_dropped_dump_leaves_the_program_running() {
-    let Some(criu) = criu("a_dropped_dump_leaves_the_program_running") else { return };
+    let Some(criu) = criu() else { return };
     let program = Program::python(COUNTER);
     eventually("the program counts", || program.read("count").is_some());
     for stage in 0..3 {
@@ -79,7 +80,7 @@ fn a_dropped_dump_leaves_the_program_running() {
 
 #[test]
 fn what_cannot_be_saved_or_restored_is_said() {
-    let Some(criu) = criu("what_cannot_be_saved_or_restored_is_said") else { return };
+    let Some(criu) = criu() else { return };
     let directory = tempfile::tempdir().unwrap();
     let gone = Dump::start(&criu, i32::MAX - 1, directory.path(), &DumpOptions::default());
     assert!(matches!(gone, Err(CriuError::Gone { .. })), "{gone:?}");
@@ -107,7 +108,7 @@ fn what_cannot_be_saved_or_restored_is_said() {
 /// A descriptor for a process outside the tree is something that CRIU refuses.
 #[test]
 fn criu_says_why_it_refuses() {
-    let Some(criu) = criu("criu_says_why_it_refuses") else { return };
+    let Some(criu) = criu() else { return };
     let program = Program::python(
         "import os, time\nfd = os.pidfd_open(1)\nopen('count', 'w').write('1')\nwhile True: time.sleep(0.01)",
     );
@@ -152,7 +153,7 @@ while True:
 
 #[test]
 fn a_family_with_pipes_comes_back() {
-    let Some(criu) = criu("a_family_with_pipes_comes_back") else { return };
+    let Some(criu) = criu() else { return };
     let mut program = Program::python(FAMILY);
     for _ in 0..3 {
         eventually("the program counts", || program.read("count").is_some());
@@ -173,8 +174,8 @@ const TORTURE: &str = include_str!("torture.c");
 
 #[test]
 fn threads_signals_and_timers_come_back() {
-    let Some(criu) = criu("threads_signals_and_timers_come_back") else { return };
-    let Some(mut program) = Program::c("threads_signals_and_timers_come_back", TORTURE) else { return };
+    let Some(criu) = criu() else { return };
+    let Some(mut program) = Program::c(TORTURE) else { return };
     for _ in 0..3 {
         eventually("the program counts", || program.read("count").is_some());
         let taken = take(&criu, program.pid(), &DumpOptions::default());
@@ -203,7 +204,7 @@ while True:
 
 #[test]
 fn output_into_a_pipe_goes_to_the_restoring_command() {
-    let Some(criu) = criu("output_into_a_pipe_goes_to_the_restoring_command") else { return };
+    let Some(criu) = criu() else { return };
     let mut program = Program::python_with(TALKER, Stdio::piped());
     let mut lines = BufReader::new(program.stdout());
     assert_eq!(read_number(&mut lines), 1);
@@ -239,7 +240,7 @@ fn output_into_a_pipe_goes_to_the_restoring_command() {
 
 #[test]
 fn a_program_on_a_terminal_gets_the_restoring_commands() {
-    let Some(criu) = criu("a_program_on_a_terminal_gets_the_restoring_commands") else { return };
+    let Some(criu) = criu() else { return };
     for own_terminal in [false, true] {
         let terminal = support::Terminal::open();
         let mut program = Program::python_on(TALKER, &terminal, own_terminal);
@@ -295,8 +296,8 @@ fn dumping_command() {
 
 #[test]
 fn killed_at_any_instant_it_leaves_the_program_running() {
-    let Some(criu) = criu("killed_at_any_instant_it_leaves_the_program_running") else { return };
-    let Some(program) = Program::c("killed_at_any_instant_it_leaves_the_program_running", TORTURE) else { return };
+    let Some(criu) = criu() else { return };
+    let Some(program) = Program::c(TORTURE) else { return };
     eventually("the program counts", || program.read("count").is_some());
     let descriptors = program.descriptors();
     let code = program.executable_mappings();
@@ -365,10 +366,9 @@ impl Redis {
 
 #[test]
 fn redis_keeps_its_clients_and_comes_back_with_every_key() {
-    let test = "redis_keeps_its_clients_and_comes_back_with_every_key";
-    let Some(criu) = criu(test) else { return };
+    let Some(criu) = criu() else { return };
     if Command::new("redis-server").arg("--version").stdout(Stdio::null()).status().is_err() {
-        return support::skipped(test, "no redis-server");
+        skip!("no redis-server");
     }
     const PORT: u16 = 7801;
     for keep_connections in [false, true] {
@@ -464,8 +464,8 @@ int main(void)
 
 #[test]
 fn a_program_under_a_seccomp_filter_comes_back() {
-    let Some(criu) = criu("a_program_under_a_seccomp_filter_comes_back") else { return };
-    let Some(mut program) = Program::c("a_program_under_a_seccomp_filter_comes_back", FILTERED) else { return };
+    let Some(criu) = criu() else { return };
+    let Some(mut program) = Program::c(FILTERED) else { return };
     eventually("the program counts", || program.read("count").is_some());
     let taken = take(&criu, program.pid(), &DumpOptions::default());
     program.kill();

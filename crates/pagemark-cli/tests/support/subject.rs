@@ -10,6 +10,8 @@ use std::process::{Child, Command, Output, Stdio};
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
+use pagemark_testing::patience;
+
 use crate::support::{Pagemark, command_line, is_alive, wait_for};
 
 /// The user that may nothing.
@@ -183,7 +185,7 @@ pub fn untouched(pid: i32, expected: &[String]) {
     let state = status_field(pid, "State").unwrap_or_default();
     assert!(!state.starts_with(['T', 't']), "it is stopped: {state}");
     // Some programs open a file for a moment now and then. What somebody has left in them stays.
-    let deadline = Instant::now() + Duration::from_secs(5);
+    let deadline = Instant::now() + patience();
     while descriptors(pid) != expected && Instant::now() < deadline {
         std::thread::sleep(Duration::from_millis(5));
     }

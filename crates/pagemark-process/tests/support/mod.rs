@@ -20,37 +20,27 @@ use pagemark::{Kind, Mechanism, PAGE_SIZE, PageTree, RangeSet, Store, store::Mem
 use pagemark_process::criu::images::{CoreEntry, ImageKind, read_first};
 use pagemark_process::criu::{Criu, CriuError, Dump, DumpOptions, Timings};
 use pagemark_process::restore::{RestoreOptions, Restored, prepare};
+use pagemark_testing::{patience, skipped};
 
 /// The kernel leaves these bytes below a stack pointer alone.
 const RED_ZONE: u64 = 128;
 /// The frame of a signal ends within these bytes below a stack pointer, vector registers included.
 const SIGNAL_FRAME: u64 = 16 << 10;
 
-/// Says that a test did not run.
-pub fn skipped(test: &str, reason: &str) {
-    eprintln!("skipped: {test}: {reason}");
-    if let Some(path) = std::env::var_os("PAGEMARK_SKIP_LOG") {
-        use std::io::Write;
-        let log = std::fs::OpenOptions::new().append(true).create(true).open(path);
-        log.and_then(|mut log| writeln!(log, "skipped: {test}: {reason}"))
-            .expect("the log of skipped tests is writable");
-    }
-}
-
 /// A CRIU that works here, or None after saying why the test is skipped.
-pub fn criu(test: &str) -> Option<Criu> {
+pub fn criu() -> Option<Criu> {
     if !nix::unistd::geteuid().is_root() {
-        skipped(test, "not root");
+        skipped("not root");
         return None;
     }
-    Criu::find().map_err(|error| skipped(test, &error.to_string())).ok()
+    Criu::find().map_err(|error| skipped(&error.to_string())).ok()
 }
 
 /// Waits until something is so. It may take long on a busy machine; what never comes fails.
 pub fn eventually(what: &str, mut is_so: impl FnMut() -> bool) {
-    let deadline = Instant::now() + Duration::from_secs(60);
+    let deadline = Instant::now() + patience();
     while !is_so() {
-        assert!(Instant::now() < deadline, "not within a minute: {what}");
+        assert!(Instant::now() < deadline, "waited too long: {what}");
         std::thread::sleep(Duration::from_millis(2));
     }
 }
@@ -109,9 +99,9 @@ impl Program {
     }
 
     /// Compiles and runs a C program.
-    pub fn c(test: &str, text: &str) -> Option<Program> {
+    pub fn c(text: &str) -> Option<Program> {
         let directory = tempfile::tempdir().unwrap();
-        compile(test, text, directory.path())?;
+        compile(text, directory.path())?;
         let mut command = Command::new(directory.path().join("program"));
         // The output of the tests may be a file, which grows on, so that CRIU would refuse to open it again.
         command.stdin(Stdio::null()).stdout(Stdio::null());
@@ -211,7 +201,7 @@ fn python() -> PathBuf {
     String::from_utf8(output.stdout).unwrap().trim().into()
 }
 
-pub fn compile(test: &str, text: &str, directory: &Path) -> Option<()> {
+pub fn compile(text: &str, directory: &Path) -> Option<()> {
     std::fs::write(directory.join("program.c"), text).unwrap();
     let compiler = Command::new("cc")
         .args(["-g", "-O0", "-pthread", "-o", "program", "program.c", "-lrt"])
@@ -220,7 +210,7 @@ pub fn compile(test: &str, text: &str, directory: &Path) -> Option<()> {
     match compiler {
         Ok(status) => assert!(status.success(), "the program does not compile"),
         Err(error) => {
-            skipped(test, &format!("no C compiler: {error}"));
+            skipped(&format!("no C compiler: {error}"));
             return None;
         }
     }
