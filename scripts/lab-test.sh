@@ -110,10 +110,10 @@ of_ldt() {
     echo "the oracle notices what is missed|100|$work/oracle -s $seconds -b; [ \$? = 1 ]"
     echo "the hostile caller notices what is wrong|100|$work/hostile -s $seconds -b; [ \$? = 1 ]"
     if [ -z "${LAB_NO_CARGO:-}" ]; then
-        echo "Pagemark's trackers|600|$trackers --test-threads 2 tracker::"
-        echo "regions by the dirty bits|600|$regions --exact those_of_which_there_is_one_behave"
+        echo "Pagemark's trackers|2400|$trackers --test-threads 2 tracker::"
+        echo "regions by the dirty bits|1200|$regions --exact those_of_which_there_is_one_behave"
         if [ "$set_name" = quick ]; then
-            echo "a process comes back|600|$stories --exact a_family_with_ldt"
+            echo "a process comes back|1200|$stories --exact a_family_with_ldt"
         else
             echo "processes come back|3600|$stories --test-threads 1 with_ldt"
         fi
@@ -136,7 +136,7 @@ of_unpatched() {
         oracle "$seed" $seconds -m pagemap-scan
     done
     if [ -z "${LAB_NO_CARGO:-}" ]; then
-        echo "regions by soft-dirty|600|$regions --exact those_of_which_there_is_one_behave"
+        echo "regions by soft-dirty|1200|$regions --exact those_of_which_there_is_one_behave"
     fi
 }
 
