@@ -12,7 +12,7 @@ use std::process::{Command, Output, Stdio};
 use std::time::Duration;
 
 use pagemark::repository::Repository;
-use pagemark_testing::skip;
+use pagemark_testing::{pause_32, skip};
 use subject::{NOBODY, Subject, assert_fails, has_criu, is_root, public_directory, stderr, verifies};
 use support::Pagemark;
 
@@ -79,26 +79,10 @@ fn a_process_of_somebody_else_is_left_alone() {
     subject.is_untouched();
 }
 
-/// A 32-bit program of two instructions: `pause`, again and again.
-#[rustfmt::skip]
-const PAUSE_32: [u8; 93] = [
-    0x7f, b'E', b'L', b'F', 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0,
-    2, 0, 3, 0, 1, 0, 0, 0, 0x54, 0x80, 0x04, 0x08, 52, 0, 0, 0,
-    0, 0, 0, 0, 0, 0, 0, 0, 52, 0, 32, 0, 1, 0, 0, 0, 0, 0, 0, 0,
-    1, 0, 0, 0, 0, 0, 0, 0, 0, 0x80, 0x04, 0x08, 0, 0x80, 0x04, 0x08,
-    93, 0, 0, 0, 93, 0, 0, 0, 5, 0, 0, 0, 0, 0x10, 0, 0,
-    0xb8, 29, 0, 0, 0, 0xcd, 0x80, 0xeb, 0xf7,
-];
-
 #[test]
 fn a_32_bit_program_is_told() {
     let pagemark = Pagemark::new();
-    let program = pagemark.directory().join("pause");
-    pagemark_testing::executable(&program, &PAUSE_32);
-    let mut child = match Command::new(&program).spawn() {
-        Ok(child) => child,
-        Err(error) => skip!("this kernel runs no 32-bit programs: {error}"),
-    };
+    let Some(mut child) = pause_32(pagemark.directory()) else { return };
     let output = look(&pagemark, child.id() as i32);
     let lives = support::is_alive(child.id() as i32);
     child.kill().expect("it lives");

@@ -18,7 +18,7 @@ use pagemark_process::job::{Job, Options, StateMode};
 use pagemark_process::space::AddressSpace;
 use pagemark_process::target::{ProcessTarget, Saver};
 use pagemark_process::{inject, proc};
-use pagemark_testing::{Swap, patience, skip, swapped_bytes};
+use pagemark_testing::{Swap, patience, pause_32, skip, swapped_bytes};
 
 /// The compiled trackee; none where there is no C compiler.
 fn steady() -> Option<&'static PathBuf> {
@@ -226,26 +226,10 @@ fn who_cannot_be_tracked_is_told_why() {
     twice.goes_on();
 }
 
-/// A 32-bit program of two instructions: `pause`, again and again.
-#[rustfmt::skip]
-const PAUSE_32: [u8; 93] = [
-    0x7f, b'E', b'L', b'F', 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0,
-    2, 0, 3, 0, 1, 0, 0, 0, 0x54, 0x80, 0x04, 0x08, 52, 0, 0, 0,
-    0, 0, 0, 0, 0, 0, 0, 0, 52, 0, 32, 0, 1, 0, 0, 0, 0, 0, 0, 0,
-    1, 0, 0, 0, 0, 0, 0, 0, 0, 0x80, 0x04, 0x08, 0, 0x80, 0x04, 0x08,
-    93, 0, 0, 0, 93, 0, 0, 0, 5, 0, 0, 0, 0, 0x10, 0, 0,
-    0xb8, 29, 0, 0, 0, 0xcd, 0x80, 0xeb, 0xf7,
-];
-
 #[test]
 fn a_32_bit_program_is_refused() {
     let directory = tempfile::tempdir().unwrap();
-    let path = directory.path().join("pause");
-    pagemark_testing::executable(&path, &PAUSE_32);
-    let mut child = match Command::new(&path).spawn() {
-        Ok(child) => child,
-        Err(error) => skip!("this kernel runs no 32-bit programs: {error}"),
-    };
+    let Some(mut child) = pause_32(directory.path()) else { return };
     let refused = AddressSpace::attach(child.id() as i32, Mechanism::PagemapScan).err();
     child.kill().unwrap();
     child.wait().unwrap();
