@@ -13,9 +13,9 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use pagemark::repository::Repository;
-use pagemark_testing::{SplitMix, patience, rounds, skip, trackee, violation};
+use pagemark_testing::{SplitMix, patience, rounds, skip, trackee, violation, wait_for};
 use subject::{Subject, descriptors, has_criu, is_root, untouched, verifies, wait_until_left_alone};
-use support::{Pagemark, Runner, kill_and_wait, wait_for};
+use support::{Pagemark, Runner, kill_and_wait};
 
 /// How often an attached Pagemark is killed.
 const ROUNDS: u64 = 40;

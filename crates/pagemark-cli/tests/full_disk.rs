@@ -12,9 +12,9 @@ use std::process::{Command, Stdio};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use pagemark::repository::Repository;
-use pagemark_testing::skip;
+use pagemark_testing::{skip, wait_for};
 use subject::{Subject, assert_fails, has_criu};
-use support::{Pagemark, Runner, kill_and_wait, wait_for};
+use support::{Pagemark, Runner, kill_and_wait};
 
 /// A small file system of its own, gone when dropped.
 struct SmallDisk {

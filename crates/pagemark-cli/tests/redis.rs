@@ -8,8 +8,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use pagemark::Mechanism;
-use pagemark_testing::{Swap, is_emulated, skip, swapped_bytes};
-use support::{Pagemark, Redis, free_port, kill_and_wait, now_unix_us, wait_for};
+use pagemark_testing::{Swap, is_emulated, skip, swapped_bytes, wait_for};
+use support::{Pagemark, Redis, free_port, kill_and_wait, now_unix_us};
 
 /// Writes pairs of keys in transactions, and reads them, until told to stop. A pair's two values are always equal, and only grow.
 struct Load {

@@ -9,9 +9,9 @@ use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
 
-use pagemark_testing::skip;
+use pagemark_testing::{skip, wait_for};
 use subject::{Steps, assert_fails, descriptors, has_criu, status_field, subject, untouched};
-use support::{Pagemark, children, kill_and_wait, wait_for};
+use support::{Pagemark, children, kill_and_wait};
 
 /// A child that is killed with what it has started.
 struct Surrounded(Child);

@@ -10,8 +10,8 @@ use pagemark::repository::{MappingRecord, Repository};
 use pagemark_process::core_file::{CoreError, export_core};
 use pagemark_process::criu::DumpOptions;
 use pagemark_process::job::{Job, Options, StateMode};
-use pagemark_testing::skip;
-use support::{Program, criu, eventually, take};
+use pagemark_testing::{skip, wait_until};
+use support::{Program, criu, take};
 
 const PROGRAM: &str = r#"
 #include <fcntl.h>
@@ -66,7 +66,7 @@ fn gdb_reads_registers_threads_and_variables() {
         skip!("no gdb");
     }
     let Some(mut program) = Program::c(PROGRAM) else { return };
-    eventually("the program is there", || program.read("count").is_some());
+    wait_until("the program is there", || program.read("count").is_some());
     let maps = std::fs::read_to_string(format!("/proc/{}/maps", program.pid())).unwrap();
     let mut taken = take(&criu, program.pid(), &DumpOptions::default());
     taken.manifest.spaces[0].mappings = maps.lines().map(mapping).collect();
@@ -87,7 +87,7 @@ fn gdb_reads_the_same_of_memory_and_registers_alone() {
         skip!("no gdb");
     }
     let Some(mut program) = Program::c(PROGRAM) else { return };
-    eventually("the program is there", || program.read("count").is_some());
+    wait_until("the program is there", || program.read("count").is_some());
     let directory = tempfile::tempdir().unwrap();
     let repository = Repository::create(&directory.path().join("repository")).unwrap();
     let options =

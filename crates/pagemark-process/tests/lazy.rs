@@ -5,7 +5,8 @@ mod support;
 use pagemark_process::criu::DumpOptions;
 use pagemark_process::lazy;
 use pagemark_process::restore::{RestoreOptions, Streams};
-use support::{Program, criu, eventually, is_running, take};
+use pagemark_testing::wait_until;
+use support::{Program, criu, is_running, take};
 
 /// Holds 64 MiB, and when told to, checks them all.
 const HOLDER: &str = r#"
@@ -29,7 +30,7 @@ while True:
 fn a_program_runs_before_its_memory_is_there() {
     let Some(criu) = criu() else { return };
     let mut program = Program::python(HOLDER);
-    eventually("the program counts", || program.read("count").is_some());
+    wait_until("the program counts", || program.read("count").is_some());
     let taken = take(&criu, program.pid(), &DumpOptions::default());
     program.kill();
     let directory = tempfile::tempdir().unwrap();
@@ -44,17 +45,17 @@ fn a_program_runs_before_its_memory_is_there() {
     let delivered = restored.deliver(&mut |pages| last = pages).unwrap();
     assert_eq!(delivered, last);
     assert!(delivered > 64 << 20 >> 12, "{delivered}");
-    eventually("the memory is checked", || program.read("checked").is_some());
+    wait_until("the memory is checked", || program.read("checked").is_some());
     assert_eq!(program.read("checked").as_deref(), Some("right"));
     let before: u64 = program.read("count").unwrap().parse().unwrap();
-    eventually("the program counts on", || program.read("count").unwrap().parse::<u64>().unwrap() > before + 5);
+    wait_until("the program counts on", || program.read("count").unwrap().parse::<u64>().unwrap() > before + 5);
 }
 
 #[test]
 fn a_program_whose_memory_is_lost_is_killed() {
     let Some(criu) = criu() else { return };
     let mut program = Program::python(HOLDER);
-    eventually("the program counts", || program.read("count").is_some());
+    wait_until("the program counts", || program.read("count").is_some());
     let taken = take(&criu, program.pid(), &DumpOptions::default());
     program.kill();
     let directory = tempfile::tempdir().unwrap();
@@ -64,6 +65,6 @@ fn a_program_whose_memory_is_lost_is_killed() {
     program.adopt(restored.restored());
     std::fs::write(program.directory().join("check"), "").unwrap();
     drop(restored);
-    eventually("the program is gone", || !support::is_alive(program.pid()));
+    wait_until("the program is gone", || !support::is_alive(program.pid()));
     assert_ne!(program.read("checked").as_deref(), Some("wrong"));
 }

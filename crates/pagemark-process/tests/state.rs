@@ -12,8 +12,8 @@ use std::time::Duration;
 
 use pagemark_process::criu::{CriuError, Dump, DumpOptions};
 use pagemark_process::restore::{RestoreError, RestoreOptions, Streams, prepare};
-use pagemark_testing::skip;
-use support::{Program, criu, eventually, is_alive, is_running, read_number, take};
+use pagemark_testing::{skip, wait_until};
+use support::{Program, criu, is_alive, is_running, read_number, take};
 
 /// Counts in a file that keeps its name and size: CRIU restores it as it is then.
 const COUNTER: &str = r#"
@@ -35,11 +35,11 @@ while True:
 fn python_goes_on_where_it_was() {
     let Some(criu) = criu() else { return };
     let mut program = Program::python(COUNTER);
-    eventually("the program counts", || program.read("count").is_some());
+    wait_until("the program counts", || program.read("count").is_some());
     let at_checkpoint: u64 = program.read("count").unwrap().parse().unwrap();
     let taken = take(&criu, program.pid(), &DumpOptions::default());
     let thawed: u64 = program.read("count").unwrap().parse().unwrap();
-    eventually("the program runs on", || program.read("count").unwrap().parse::<u64>().unwrap() > thawed + 10000);
+    wait_until("the program runs on", || program.read("count").unwrap().parse::<u64>().unwrap() > thawed + 10000);
     program.kill();
 
     let restored = taken.restore(&criu, &RestoreOptions { as_child: true, stopped: true, ..Default::default() });
@@ -49,10 +49,10 @@ fn python_goes_on_where_it_was() {
     let before = program.read("count").unwrap();
     program.resume();
     // The count is behind the one that the killed program had reached, and goes on from there.
-    eventually("the program counts", || program.read("count").unwrap() != before);
+    wait_until("the program counts", || program.read("count").unwrap() != before);
     let after: u64 = program.read("count").unwrap().parse().unwrap();
     assert!(after >= at_checkpoint && after <= thawed + 2000, "{at_checkpoint} {after} {thawed} {before}");
-    eventually("the program counts on", || program.read("count").unwrap().parse::<u64>().unwrap() > after + 10000);
+    wait_until("the program counts on", || program.read("count").unwrap().parse::<u64>().unwrap() > after + 10000);
     assert!(is_running(program.pid()));
 }
 
@@ -60,7 +60,7 @@ fn python_goes_on_where_it_was() {
 fn a_dropped_dump_leaves_the_program_running() {
     let Some(criu) = criu() else { return };
     let program = Program::python(COUNTER);
-    eventually("the program counts", || program.read("count").is_some());
+    wait_until("the program counts", || program.read("count").is_some());
     for stage in 0..3 {
         let directory = tempfile::tempdir().unwrap();
         let mut dump = Dump::start(&criu, program.pid(), directory.path(), &DumpOptions::default()).unwrap();
@@ -72,7 +72,7 @@ fn a_dropped_dump_leaves_the_program_running() {
         }
         drop(dump);
         let before = program.read("count").unwrap();
-        eventually("the program counts on", || program.read("count").unwrap() != before);
+        wait_until("the program counts on", || program.read("count").unwrap() != before);
         assert_eq!(support::tracer(program.pid()), 0);
     }
     let _ = take(&criu, program.pid(), &DumpOptions::default());
@@ -86,7 +86,7 @@ fn what_cannot_be_saved_or_restored_is_said() {
     assert!(matches!(gone, Err(CriuError::Gone { .. })), "{gone:?}");
 
     let mut program = Program::python(COUNTER);
-    eventually("the program counts", || program.read("count").is_some());
+    wait_until("the program counts", || program.read("count").is_some());
     let taken = take(&criu, program.pid(), &DumpOptions::default());
     let refused = prepare(&taken.manifest, &taken.store, tempfile::tempdir().unwrap().path());
     let Err(RestoreError::PidInUse { pid, command }) = refused else { panic!("{refused:?}") };
@@ -112,7 +112,7 @@ fn criu_says_why_it_refuses() {
     let program = Program::python(
         "import os, time\nfd = os.pidfd_open(1)\nopen('count', 'w').write('1')\nwhile True: time.sleep(0.01)",
     );
-    eventually("the program is there", || program.read("count").is_some());
+    wait_until("the program is there", || program.read("count").is_some());
     let directory = tempfile::tempdir().unwrap();
     let mut dump = Dump::start(&criu, program.pid(), directory.path(), &DumpOptions::default()).unwrap();
     let error = dump.wait_state_saved().unwrap_err();
@@ -156,7 +156,7 @@ fn a_family_with_pipes_comes_back() {
     let Some(criu) = criu() else { return };
     let mut program = Program::python(FAMILY);
     for _ in 0..3 {
-        eventually("the program counts", || program.read("count").is_some());
+        wait_until("the program counts", || program.read("count").is_some());
         let taken = take(&criu, program.pid(), &DumpOptions::default());
         assert_eq!(taken.manifest.spaces.len(), 2);
         program.kill();
@@ -165,7 +165,7 @@ fn a_family_with_pipes_comes_back() {
         program.adopt(&restored);
         program.resume();
         let before: u64 = program.read("count").unwrap().parse().unwrap();
-        eventually("the family counts on", || program.read("count").unwrap().parse::<u64>().unwrap() > before + 1000);
+        wait_until("the family counts on", || program.read("count").unwrap().parse::<u64>().unwrap() > before + 1000);
         assert_eq!(program.read("wrong"), None);
     }
 }
@@ -177,7 +177,7 @@ fn threads_signals_and_timers_come_back() {
     let Some(criu) = criu() else { return };
     let Some(mut program) = Program::c(TORTURE) else { return };
     for _ in 0..3 {
-        eventually("the program counts", || program.read("count").is_some());
+        wait_until("the program counts", || program.read("count").is_some());
         let taken = take(&criu, program.pid(), &DumpOptions::default());
         program.kill();
         let restored = taken.restore(&criu, &RestoreOptions { as_child: true, stopped: true, ..Default::default() });
@@ -185,7 +185,7 @@ fn threads_signals_and_timers_come_back() {
         program.adopt(&restored);
         program.resume();
         let before: u64 = program.read("count").unwrap().parse().unwrap();
-        eventually("the program counts on", || {
+        wait_until("the program counts on", || {
             assert!(is_running(program.pid()), "{:?}", program.read("wrong"));
             program.read("count").unwrap().parse::<u64>().unwrap() > before + 20
         });
@@ -298,7 +298,7 @@ fn dumping_command() {
 fn killed_at_any_instant_it_leaves_the_program_running() {
     let Some(criu) = criu() else { return };
     let Some(program) = Program::c(TORTURE) else { return };
-    eventually("the program counts", || program.read("count").is_some());
+    wait_until("the program counts", || program.read("count").is_some());
     let descriptors = program.descriptors();
     let code = program.executable_mappings();
     for round in 0..60_u64 {
@@ -324,14 +324,14 @@ fn killed_at_any_instant_it_leaves_the_program_running() {
         std::thread::sleep(Duration::from_micros(round * 100_000 / 60 + round * 7919 % 1000));
         dumper.kill().unwrap();
         dumper.wait().unwrap();
-        eventually("nobody traces the program", || support::tracer(program.pid()) == 0);
+        wait_until("nobody traces the program", || support::tracer(program.pid()) == 0);
         let before: u64 = program.read("count").unwrap().parse().unwrap();
-        eventually("the program counts on", || {
+        wait_until("the program counts on", || {
             assert!(is_alive(program.pid()), "round {round}: {:?}", program.read("wrong"));
             program.read("count").unwrap().parse::<u64>().unwrap() > before
         });
     }
-    eventually("no CRIU is left", || support::tracer(program.pid()) == 0);
+    wait_until("no CRIU is left", || support::tracer(program.pid()) == 0);
     assert_eq!(program.read("wrong"), None);
     assert_eq!(program.descriptors(), descriptors);
     assert_eq!(program.executable_mappings(), code);
@@ -377,7 +377,7 @@ fn redis_keeps_its_clients_and_comes_back_with_every_key() {
         command.stdin(Stdio::null()).stdout(Stdio::null());
         let mut server = Program::start(&mut command);
         let mut first = None;
-        eventually("the server listens", || {
+        wait_until("the server listens", || {
             first = Redis::connect(PORT);
             first.is_some()
         });
@@ -466,7 +466,7 @@ int main(void)
 fn a_program_under_a_seccomp_filter_comes_back() {
     let Some(criu) = criu() else { return };
     let Some(mut program) = Program::c(FILTERED) else { return };
-    eventually("the program counts", || program.read("count").is_some());
+    wait_until("the program counts", || program.read("count").is_some());
     let taken = take(&criu, program.pid(), &DumpOptions::default());
     program.kill();
     let restored = taken.restore(&criu, &RestoreOptions { as_child: true, stopped: true, ..Default::default() });
@@ -474,5 +474,5 @@ fn a_program_under_a_seccomp_filter_comes_back() {
     program.adopt(&restored);
     program.resume();
     let before: u64 = program.read("count").unwrap().parse().unwrap();
-    eventually("the program counts on", || program.read("count").unwrap().parse::<u64>().unwrap() > before + 50);
+    wait_until("the program counts on", || program.read("count").unwrap().parse::<u64>().unwrap() > before + 50);
 }

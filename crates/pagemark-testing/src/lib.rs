@@ -18,7 +18,7 @@ mod trackee;
 pub use cases::cases;
 pub use executable::executable;
 pub use memory::{Region, SplitMix, expected};
-pub use patience::{is_emulated, patience};
+pub use patience::{is_emulated, patience, wait_for, wait_until};
 pub use pause_32::pause_32;
 pub use report::{Report, VIOLATED};
 pub use skip::skipped;

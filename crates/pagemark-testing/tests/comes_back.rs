@@ -7,7 +7,7 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant, SystemTime};
+use std::time::SystemTime;
 
 use nix::sys::signal::{SigSet, Signal, kill};
 use nix::unistd::Pid;
@@ -19,7 +19,7 @@ use pagemark_process::files::put_back;
 use pagemark_process::job::{Job, Options};
 use pagemark_process::restore::{RestoreOptions, Streams, prepare};
 use pagemark_process::spawn::spawn;
-use pagemark_testing::{Swap, patience, skip, swapped_bytes};
+use pagemark_testing::{Swap, skip, swapped_bytes, wait_for};
 
 const PAGE: usize = 4096;
 
@@ -29,17 +29,6 @@ type Image = BTreeMap<(i32, u64), Page>;
 struct Page {
     content: Box<[u8; PAGE]>,
     is_shared: bool,
-}
-
-fn wait_for<T>(what: &str, mut condition: impl FnMut() -> Option<T>) -> T {
-    let deadline = Instant::now() + patience();
-    loop {
-        if let Some(value) = condition() {
-            return value;
-        }
-        assert!(Instant::now() < deadline, "waited too long for {what}");
-        std::thread::sleep(Duration::from_millis(10));
-    }
 }
 
 /// Reads what a stopped process's memory holds, without Pagemark's own code: every page that is in memory or swapped out, but

@@ -4,9 +4,8 @@ use std::fs::{self, OpenOptions};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
-use std::time::{Duration, Instant};
 
-use pagemark_testing::{VIOLATED, patience, rounds, trackee, violation};
+use pagemark_testing::{VIOLATED, rounds, trackee, violation, wait_until};
 use tempfile::TempDir;
 
 /// A running program, which is killed in the end.
@@ -27,7 +26,7 @@ impl Running {
     /// Waits for so many rounds more than there were.
     fn await_rounds(&mut self, more: u64) {
         let wanted = rounds(self.path()) + more;
-        await_that("the program gets on", || {
+        wait_until("the program gets on", || {
             assert_eq!(violation(self.directory.path()), None);
             assert!(self.child.try_wait().unwrap().is_none(), "it ended");
             rounds(self.directory.path()) >= wanted
@@ -45,7 +44,7 @@ impl Running {
 
     fn ends_violated(&mut self) -> String {
         let mut code = None;
-        await_that("the program ends", || {
+        wait_until("the program ends", || {
             code = self.child.try_wait().unwrap();
             code.is_some()
         });
@@ -58,14 +57,6 @@ impl Drop for Running {
     fn drop(&mut self) {
         self.child.kill().unwrap();
         self.child.wait().unwrap();
-    }
-}
-
-fn await_that(what: &str, mut holds: impl FnMut() -> bool) {
-    let start = Instant::now();
-    while !holds() {
-        assert!(start.elapsed() < patience(), "waited too long: {what}");
-        std::thread::sleep(Duration::from_millis(10));
     }
 }
 
@@ -99,11 +90,11 @@ fn pages_changes_and_forks_when_told() {
     let done = |pages: &Running| fs::read_to_string(pages.path().join("done")).unwrap_or_default();
     for (signal, expected) in [(libc::SIGUSR1, "changed\n"), (libc::SIGUSR2, "changed\nforked\n")] {
         pages.signal(signal);
-        await_that("it does as told", || done(&pages) == expected);
+        wait_until("it does as told", || done(&pages) == expected);
     }
     let [child] = children(pages.child.id())[..] else { panic!("one child was forked") };
     let progress: PathBuf = pages.path().join(format!("progress.{child}"));
-    await_that("the child gets on", || fs::metadata(&progress).is_ok_and(|file| file.len() > 100));
+    wait_until("the child gets on", || fs::metadata(&progress).is_ok_and(|file| file.len() > 100));
     pages.await_rounds(10);
     // SAFETY: a child of our child, which does not reap it.
     assert_eq!(unsafe { libc::kill(child, libc::SIGKILL) }, 0);

@@ -9,19 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
-use pagemark_testing::patience;
-
-/// Waits until `condition` gives something.
-pub fn wait_for<T>(what: &str, mut condition: impl FnMut() -> Option<T>) -> T {
-    let deadline = Instant::now() + patience();
-    loop {
-        if let Some(value) = condition() {
-            return value;
-        }
-        assert!(Instant::now() < deadline, "waited too long: {what}");
-        std::thread::sleep(Duration::from_millis(20));
-    }
-}
+use pagemark_testing::{patience, wait_for};
 
 /// The command, with a repository and a working directory that go with it.
 pub struct Pagemark {

@@ -10,9 +10,9 @@ use std::process::{Child, Command, Output, Stdio};
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
-use pagemark_testing::patience;
+use pagemark_testing::{patience, wait_for};
 
-use crate::support::{Pagemark, command_line, is_alive, wait_for};
+use crate::support::{Pagemark, command_line, is_alive};
 
 /// The user that may nothing.
 pub const NOBODY: u32 = 65534;

@@ -10,7 +10,7 @@ use std::os::unix::fs::FileExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, Stdio};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use nix::sys::signal::{Signal, kill};
 use nix::sys::wait::waitpid;
@@ -20,7 +20,7 @@ use pagemark::{Kind, Mechanism, PAGE_SIZE, PageTree, RangeSet, Store, store::Mem
 use pagemark_process::criu::images::{CoreEntry, ImageKind, read_first};
 use pagemark_process::criu::{Criu, CriuError, Dump, DumpOptions, Timings};
 use pagemark_process::restore::{RestoreOptions, Restored, prepare};
-use pagemark_testing::{patience, skipped};
+use pagemark_testing::{skipped, wait_until};
 
 /// The kernel leaves these bytes below a stack pointer alone.
 const RED_ZONE: u64 = 128;
@@ -34,15 +34,6 @@ pub fn criu() -> Option<Criu> {
         return None;
     }
     Criu::find().map_err(|error| skipped(&error.to_string())).ok()
-}
-
-/// Waits until something is so. It may take long on a busy machine; what never comes fails.
-pub fn eventually(what: &str, mut is_so: impl FnMut() -> bool) {
-    let deadline = Instant::now() + patience();
-    while !is_so() {
-        assert!(Instant::now() < deadline, "waited too long: {what}");
-        std::thread::sleep(Duration::from_millis(2));
-    }
 }
 
 /// The number of the next line of the form `line N`, past what a test harness writes between them.
@@ -153,7 +144,7 @@ impl Program {
             child.wait().unwrap();
         }
         for pid in pids {
-            eventually("a killed process is gone", || {
+            wait_until("a killed process is gone", || {
                 let _ = waitpid(Pid::from_raw(pid), Some(nix::sys::wait::WaitPidFlag::WNOHANG));
                 !Path::new(&format!("/proc/{pid}")).exists()
             });
@@ -427,7 +418,7 @@ impl Taken {
             .env("PAGEMARK_CRIU", criu.path())
             .spawn()
             .unwrap();
-        eventually("the restoring command is done", || done.exists());
+        wait_until("the restoring command is done", || done.exists());
         let outcome = std::fs::read_to_string(&done).unwrap();
         assert_eq!(outcome, "restored");
         (child, Restored { root_pid: pids[0], pids })
