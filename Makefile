@@ -1,23 +1,32 @@
-# `make demo` and `make test` do everything that they need, set-up included.
+# `make demo`, `make test` and `make test-full` install everything that they need; this needs root, or sudo.
 
 .DEFAULT_GOAL := build
-.PHONY: setup setup-demo criu build demo test fmt clippy doc licences models miri sanitize fuzz bench lab header install-c clean
+.PHONY: setup setup-demo criu build demo check test test-full fmt clippy doc licences models miri sanitize fuzz bench lab \
+	header install-c clean
 
+# For each fuzz target.
 FUZZ_SECONDS ?= 60
 
-setup: ; @scripts/setup.sh
+setup: ; @scripts/suite setup
 
-criu: ; @scripts/setup.sh criu
+criu: ; @scripts/suite setup criu
 
 build: ; cargo build --release --locked
 
-# Only what it needs: no nightly compiler, no fuzzer.
+# Without the nightly compiler and the tools that only tests need.
 demo: setup-demo build ; @scripts/demo.sh
 
-setup-demo: ; @scripts/setup.sh demo
+setup-demo: ; @scripts/suite setup demo
 
-# Everything below, then all tests, and a summary that says what was skipped and why.
-test: ; @scripts/test.sh
+# Format, lints and unit tests. No root; no network once everything is built.
+check: ; @scripts/suite check
+
+# The tests of every change, as root, and a summary that says what was skipped and why, and how long each part took.
+test: ; @scripts/suite test
+
+# Also what takes longer: all kernels of the lab, PostgreSQL, CRIU's tests, Miri, sanitizers, long fuzzing, ten times the cases
+# of each property.
+test-full: ; @scripts/suite test-full
 
 fmt: ; cargo fmt --all --check
 
@@ -30,23 +39,24 @@ licences: ; @scripts/licences.py
 # What threads share without locks, in every order that loom tries.
 models: ; @scripts/models.sh
 
-# What can be run under Miri, and regions and snapshots under the sanitizers for addresses and threads; slow, so not part of `make test`.
+# The modules that Miri can run.
 miri: ; @scripts/miri.sh
 
+# Regions and snapshots under the sanitizers for addresses and threads.
 sanitize: ; @scripts/sanitize.sh address thread
 
 fuzz: ; @scripts/fuzz.sh $(FUZZ_SECONDS)
 
-bench: build ; $${CARGO_TARGET_DIR:-target}/release/pagemark bench process
+bench: build ; $${CARGO_TARGET_DIR:-target}/release/pagemark-bench process
 
 # The C header, from the sources.
-header: ; @scripts/setup.sh c && scripts/header.sh
+header: ; @scripts/suite setup c && scripts/header.sh
 
 # The C library, its header and its pkg-config file: make install-c PREFIX=/usr/local
 PREFIX ?= /usr/local
 install-c: ; cargo build --release --locked -p pagemark-c && scripts/install-c.sh $(PREFIX)
 
-# The kernels of the lab, fetched and built; what to do with them says lab/lab.
-lab: ; @lab/lab setup && lab/lab build ldt && lab/lab build plain && lab/lab build stock
+# The kernels of the lab, fetched and built, as root. `lab/lab help` says how to use them.
+lab: ; @lab/lab setup ldt plain stock
 
 clean: ; cargo clean

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Lightweight dirty tracking, measured: the figures and tables of the paper, beside the other mechanisms, on the lab's kernel that
-# has it; and what the kernel's own work on written pages costs there, beside the same kernel without the series.
+# Measures lightweight dirty tracking: the figures and tables of the paper, beside the other mechanisms, on the lab's kernel
+# that has it; and the cost of the kernel's own work on written pages, beside the same kernel without the series. Needs root.
 #
 #   scripts/bench-ldt.sh [DIR]    tables, numbers (CSV) and pictures (SVG) go to DIR (target/bench-ldt)
 #
-# Where the lab has to emulate, the clock counts instructions, and some ten minutes are needed. PAGEMARK_CLOCK=time measures times, for
-# machines whose KVM works. BENCH_LDT has further options for `pagemark bench ldt`, as in BENCH_LDT="--memory 1G --rounds 3".
+# Where the lab emulates, the clock counts instructions, and the run takes some ten minutes. PAGEMARK_CLOCK=time measures
+# times, for hosts where KVM works. BENCH_LDT adds options for `pagemark-bench ldt`, as in BENCH_LDT="--memory 1G --rounds 3".
 set -euo pipefail
 cd "$(dirname "$0")/.."
 mkdir -p "${1:-target/bench-ldt}/plain"
@@ -14,16 +14,16 @@ read -r -a options <<<"${BENCH_LDT:-}"
 clock=(--icount)
 if [ "${PAGEMARK_CLOCK:-instructions}" = time ]; then clock=(); fi
 
-cargo build --locked --release -p pagemark-cli
-pagemark=$(realpath "${CARGO_TARGET_DIR:-target}")/release/pagemark
+cargo build --locked --release -p pagemark-bench
+bench=$(realpath "${CARGO_TARGET_DIR:-target}")/release/pagemark-bench
 
 # in_lab KERNEL DIRECTORY FIGURES OPTIONS…
 in_lab() {
     local kernel=$1 directory=$2 figures=$3
     shift 3
-    lab/lab run --kernel "$kernel" "${clock[@]}" --memory 2G --share "$(dirname "$pagemark")" --share "$out" --timeout 3600 -- \
+    lab/lab run --kernel "$kernel" "${clock[@]}" --memory 2G --share "$(dirname "$bench")" --share "$out" --timeout 3600 -- \
         sh -c 'echo 1G >/sys/block/zram0/disksize && mkswap -q /dev/zram0 && swapon /dev/zram0 && exec "$@"' sh \
-        "$pagemark" bench ldt --figure "$figures" --out "$directory" "${options[@]}" "$@"
+        "$bench" ldt --figure "$figures" --out "$directory" "${options[@]}" "$@"
 }
 
 {

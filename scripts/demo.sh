@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The Redis story: a database with 1 GiB of data is kept checkpointed under load, killed, and brought back.
-# `make demo` builds what it needs first. About two minutes.
+# A Redis server with 1 GiB of data is checkpointed under load, killed, and restored; every key is compared.
+# `make demo` first builds what the demonstration needs. It needs root, and takes about two minutes.
 #
 #   MIB=256 scripts/demo.sh     with less data
 #   PORT=7000 scripts/demo.sh   on another port
@@ -14,7 +14,7 @@ work=$(mktemp -d "${TMPDIR:-/tmp}/pagemark-demo.XXXXXX")
 export PAGEMARK_REPO=$work/repository
 load=(python3 scripts/demo_load.py --port "$port" --mib "$mib")
 log=$work/pagemark.log
-# Everything that was started and is to be ended, whatever happens.
+# Processes to end when this script ends.
 runner= redis= loader=
 
 bold= dim= plain=
@@ -54,13 +54,13 @@ stop_load() {
     wait $loader || fail "the load met an error: see above"
     loader=
 }
-# Number and time of the newest checkpoint, 0 0 before there is one.
+# The number and the time of the newest checkpoint; 0 0 before the first.
 newest() {
     "$pagemark" log --json 2>/dev/null |
         python3 -c 'import json,sys; jobs=json.load(sys.stdin); print(*[jobs[0][k] for k in ("newest","newest_taken_unix_us")] if jobs else (0, 0))' \
         2>/dev/null || echo 0 0
 }
-# Waits for a checkpoint that was taken later than the moment $1, microseconds since 1970, and prints its number.
+# Waits for a checkpoint that was taken after $1, in microseconds since 1970, and prints its number.
 checkpoint_after() {
     local tries number taken
     for tries in $(seq 300); do
@@ -96,7 +96,7 @@ step "2. Fill it with $mib MiB, and keep reading and writing"
 ask info memory | tr -d '\r' | sed -n 's/^used_memory_human:/memory used by redis: /p'
 start_load
 begin=$(now_us)
-# The checkpoint during which the filling ended copies much; the ones after it only what the load writes.
+# The checkpoint during which the database was filled copies much; later checkpoints copy only what the load writes.
 checkpoint_after "$begin" >/dev/null
 sleep 10
 command_line "pagemark log redis | tail"
@@ -120,7 +120,7 @@ echo "  $(ask debug digest)"
 
 step "5. Pull the plug: kill -9 for Redis and for Pagemark"
 command_line "kill -9 $runner $redis"
-# The shell would tell of it in words of its own.
+# The shell would print a message about it.
 { kill -9 $runner "$redis" && wait $runner; } 2>/dev/null || true
 runner=
 while [ -e "/proc/$redis" ]; do sleep 0.05; done

@@ -15,9 +15,9 @@ import time
 
 VALUE_BYTES = 4000
 BATCH = 50
-# Leaves the processors some room: what is measured is not how fast this script is.
+# Leaves processor time to the server: the speed of this script is not measured.
 BATCHES_PER_SECOND = 200
-# Values are cut from this at random places, so that no two pages of Redis are alike and none compresses much.
+# Values are cut from this at random places, so that pages of Redis differ and compress little.
 NOISE = os.urandom(1 << 20)
 
 
@@ -31,7 +31,7 @@ def command(*words):
 
 
 def check(answers, reader):
-    """Reads so many answers; anything but a value or +OK ends the script."""
+    """Reads `answers` answers; anything but a value or +OK ends the script."""
     for _ in range(answers):
         line = reader.readline()
         if line.startswith(b"$") and line != b"$-1\r\n":
@@ -92,7 +92,7 @@ def main():
     parser.add_argument("--mib", type=int, required=True)
     parser.add_argument("what", choices=["fill", "run"])
     arguments = parser.parse_args()
-    # Redis takes so much for a key and its value.
+    # The memory that Redis uses for a key and its value.
     keys = arguments.mib * (1 << 20) // (VALUE_BYTES + 176)
     connection = socket.create_connection(("127.0.0.1", arguments.port))
     reader = connection.makefile("rb", buffering=1 << 16)

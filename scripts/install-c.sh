@@ -3,8 +3,8 @@
 #
 #   scripts/install-c.sh PREFIX [BUILT]     BUILT: where cargo left the library, target/release by default
 #
-# With DESTDIR set, files go below it, and name places without it. Debug information is left out, which is most of the libraries'
-# size; with STRIP=: it is installed, too.
+# With DESTDIR set, files are installed below it, and the paths in them are without it. Debug information, which is most of
+# the libraries' size, is left out; with STRIP=: it is installed, too. A prefix such as /usr/local needs root.
 set -euo pipefail
 here=$(cd "$(dirname "$0")/.." && pwd)
 prefix=${1:?usage: scripts/install-c.sh PREFIX [BUILT]}
@@ -32,7 +32,7 @@ install -m 755 "$built/libpagemark_c.so" "$to/lib/libpagemark.so.$version"
 ln -sf "libpagemark.so.$version" "$to/lib/libpagemark.so.$abi"
 ln -sf "libpagemark.so.$abi" "$to/lib/libpagemark.so"
 install -m 644 "$built/libpagemark_c.a" "$to/lib/libpagemark.a"
-# The names of functions stay, for backtraces.
+# The names of functions are kept, for backtraces.
 "${STRIP:-strip}" --strip-debug "$to/lib/libpagemark.so.$version" "$to/lib/libpagemark.a"
 install -m 644 "$here/crates/pagemark-c/include/pagemark.h" "$to/include/pagemark.h"
 sed -e "s|@prefix@|$prefix|" -e "s|@version@|$version|" "$here/crates/pagemark-c/pagemark.pc.in" >"$to/lib/pkgconfig/pagemark.pc"

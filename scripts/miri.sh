@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs under Miri, which notices undefined behaviour, the tests of those modules that it can run in some minutes. What asks the
-# kernel for more than private memory it cannot run. Leaves with 77 where there is no Miri.
+# Runs tests under Miri, which reports undefined behaviour: those of the modules that it can run in some minutes. Miri
+# cannot run what needs more of the kernel than private memory. The exit status is 77 where there is no Miri.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -9,10 +9,10 @@ if ! cargo +nightly miri --version >/dev/null 2>&1; then
     exit 77
 fi
 modules=(ranges:: id:: content::tests::a_size snapshot:: store:: sys::area::tests::reading sys::slab:: sys::slots::
-    tracker::page_bits:: tracker::emulate::words:: tree::tests::any_bytes tree::tests::refuses)
-# Too slow for it.
+    track::page_bits:: track::emulate::words:: tree::tests::any_bytes tree::tests::refuses)
+# Too slow under Miri.
 slow=(snapshots_hold_what_memory_held a_tiny_budget_is_kept_or_refused)
-# With a build directory of its own, since everything is built anew for it.
+# In a build directory of its own, because everything is built anew for Miri.
 CARGO_TARGET_DIR=${CARGO_TARGET_DIR:-$PWD/target}/miri MIRIFLAGS="${MIRIFLAGS:--Zmiri-disable-isolation}" \
     PROPTEST_CASES=${PROPTEST_CASES:-2} \
     cargo +nightly miri test --locked -p pagemark --lib -- "${modules[@]}" "${slow[@]/#/--skip=}"

@@ -55,9 +55,9 @@ def main():
     parser.add_argument("--columns", type=int, default=104, help="longer lines are cut")
     arguments = parser.parse_args()
     text = sys.stdin.read().replace("\r\n", "\n")
-    # What `script` puts around a session, then every sequence but colours.
+    # Removes the lines that `script` adds, and all sequences except colours.
     text = "\n".join(line for line in text.split("\n") if not re.match(r"Script (started|done)", line)).strip("\n")
-    # A line that was rewritten in place is shown as it was last.
+    # A line that was rewritten in place appears in its last form.
     text = "\n".join(line.rsplit("\r\x1b[K")[-1] for line in text.split("\n"))
     text = re.sub(r"\x1b(\[[0-9;?]*[A-LN-Za-ln-z]|[78D])", "", text).replace("\r", "")
     lines = [list(pieces(line)) for line in text.split("\n")]
@@ -78,7 +78,7 @@ def main():
             if text.strip():
                 length = len(text) * CHARACTER_WIDTH
                 attributes = "".join(f' {name}="{value}"' for name, value in style.items())
-                # The length is given, so that columns line up in whatever font there is.
+                # The length is given, so that columns align in any font.
                 print(
                     f'<text x="{MARGIN + column * CHARACTER_WIDTH:.1f}" y="{y}" textLength="{length:.1f}"'
                     f' lengthAdjust="spacingAndGlyphs"{attributes}>{html.escape(text)}</text>'

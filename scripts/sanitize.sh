@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Runs the tests of regions and snapshots under the compiler's sanitizers, the standard library included.
 #
-#   scripts/sanitize.sh [SANITIZER]…     as rustc calls them; address by default
+#   scripts/sanitize.sh [SANITIZER]…     by the names of rustc; address by default
 #
-# Leaves with 77 where there is no nightly toolchain with the sources of the standard library.
+# The exit status is 77 where there is no nightly toolchain with the sources of the standard library.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -16,9 +16,9 @@ fi
 for sanitizer in "${@:-address}"; do
     printf '== %s\n' "$sanitizer"
     tests=(region region_faults region_stores region_unmapped snapshot_threads)
-    # The thread sanitizer puts signals off, and takes a system call that writes to a region for a write without order.
+    # The thread sanitizer delays signals, and reports a system call that writes to a region as a data race.
     if [ "$sanitizer" = thread ]; then tests=(region region_stores region_unmapped snapshot_threads); fi
-    # With a build directory of its own, since everything is built anew for it.
+    # In a build directory of its own, because everything is built anew for a sanitizer.
     CARGO_TARGET_DIR=${CARGO_TARGET_DIR:-$PWD/target}/$sanitizer RUSTFLAGS="${RUSTFLAGS:-} -Zsanitizer=$sanitizer" \
         PROPTEST_CASES=${PROPTEST_CASES:-24} \
         cargo +nightly test --locked -p pagemark -Zbuild-std --target $target --no-fail-fast \

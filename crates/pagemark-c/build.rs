@@ -1,5 +1,5 @@
-//! Gives the shared library the name under which programs look for it when they start. Before version 1 each minor version
-//! may change the ABI, so it is part of the name.
+//! Gives the shared library the name under which programs look for it when they start. Before
+//! version 1 each minor version may change the ABI, so it is part of the name.
 
 use std::env;
 

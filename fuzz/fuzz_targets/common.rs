@@ -1,13 +1,14 @@
-//! Repositories with a known key, and everything that can be done to one.
+//! Repositories with a known key, and operations on them.
 
 #![allow(dead_code, reason = "each target uses a part")]
 
-use std::path::Path;
+use std::sync::Arc;
 use std::time::Duration;
 
-use pagemark::content::ContentReader;
-use pagemark::repository::{Manifest, Policy, Repository};
-use pagemark::{Kind, PAGE_SIZE, PageTree, Store};
+use pagemark::backend::{Backend, LocalBackend, MemoryBackend};
+use pagemark::repository::{Manifest, Repository, Retention};
+use pagemark::{Blob, ByteCount, Kind, PAGE_SIZE, PageNumber, PageTree, Store};
+use tempfile::TempDir;
 
 pub const KEY: [u8; 32] = [7; 32];
 pub const ID: [u8; 16] = [9; 16];
@@ -24,15 +25,36 @@ pub fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// Lays down an empty repository, as `docs/repository.md` says.
-pub fn lay_down(path: &Path) {
-    for part in ["packs", "index", "checkpoints", "checkpoints/job"] {
-        std::fs::create_dir_all(path.join(part)).unwrap();
+/// The storage of a repository: memory, which is faster, or a directory that is removed afterwards.
+pub struct Storage {
+    pub backend: Arc<dyn Backend>,
+    _directory: Option<TempDir>,
+}
+
+impl Storage {
+    pub fn new(is_local: bool) -> Storage {
+        if !is_local {
+            return Storage { backend: Arc::new(MemoryBackend::new()), _directory: None };
+        }
+        let directory = tempfile::tempdir().unwrap();
+        Storage { backend: Arc::new(LocalBackend::new(directory.path()).unwrap()), _directory: Some(directory) }
     }
+}
+
+/// Publishes an object.
+pub fn put(backend: &dyn Backend, name: &str, content: &[u8]) {
+    let mut object = backend.create(name).unwrap();
+    object.append(&[content]).unwrap();
+    object.publish().unwrap();
+}
+
+/// Creates an empty repository in the format of `docs/repository.md`.
+pub fn create(backend: &dyn Backend) {
+    backend.prepare(&["packs", "index", "checkpoints"]).unwrap();
     let check = hash(&[b"pagemark config", &1u32.to_le_bytes(), &ID]);
     let (id, key, check) = (hex(&ID), hex(&KEY), hex(&check[..16]));
     let config = serde_json::json!({"format": 1, "id": id, "key": key, "check": check});
-    std::fs::write(path.join("config"), config.to_string()).unwrap();
+    put(backend, "config", config.to_string().as_bytes());
 }
 
 /// The header of a pack or an index file.
@@ -40,7 +62,8 @@ pub fn file_header(magic: &[u8; 8]) -> Vec<u8> {
     [&magic[..], &1u32.to_le_bytes(), &[0; 4], &ID].concat()
 }
 
-/// Makes the checks of a table fit what it says now, as far as it fits into the file: then what is checked behind them is reached.
+/// Computes the checks of a table anew, as far as the table fits into the file, so that the fuzzer
+/// reaches the code behind the checks.
 pub fn sign_table(file: &mut [u8]) {
     let Some(tail_at) = file.len().checked_sub(64).filter(|at| *at >= 32) else { return };
     let word = |file: &[u8], at: usize| u64::from_le_bytes(file[at..at + 8].try_into().unwrap());
@@ -68,7 +91,7 @@ pub fn sign_table(file: &mut [u8]) {
     file[tail_at + 48..].copy_from_slice(&check[..16]);
 }
 
-/// Makes the check of the record header at `at` fit.
+/// Computes the check of the record header at `at` anew.
 pub fn sign_record(file: &mut [u8], at: usize) {
     if let Some(header) = file.get_mut(at..).and_then(|rest| rest.first_chunk_mut::<32>()) {
         let check = hash(&[&header[..26]]);
@@ -76,7 +99,7 @@ pub fn sign_record(file: &mut [u8], at: usize) {
     }
 }
 
-/// Makes the check of a commit record of the job `job` fit.
+/// Computes the check of a commit record of the job `job` anew.
 pub fn sign_commit(file: &mut [u8]) {
     if let Some(record) = file.first_chunk_mut::<88>() {
         let check = hash(&[&record[..72], b"job"]);
@@ -87,15 +110,16 @@ pub fn sign_commit(file: &mut [u8]) {
 pub fn manifest(root: pagemark::ContentId) -> Manifest {
     let cost = serde_json::json!({"dirty_pages": 0, "frozen_pages": 0, "rounds": 0, "downtime_us": 0,
         "memory_downtime_us": 0, "state_downtime_us": 0, "written_bytes": 0});
-    let space = serde_json::json!({"pid": 1, "name": "a", "root": root, "pages": 1, "mappings": []});
+    let space = serde_json::json!({"id": 1, "kind": "process", "pid": 1, "name": "a", "root": root, "pages": 1,
+        "mappings": []});
     let manifest = serde_json::json!({"job": "job", "sequence": 0, "taken_unix_us": 0, "command": [], "mechanism": "full",
         "kind": "memory", "spaces": [space], "files": [], "state": [], "cost": cost});
     serde_json::from_value(manifest).unwrap()
 }
 
-/// Opens, lists, reads, verifies, prunes and commits. Nothing of it may panic or hang.
-pub fn use_it(path: &Path, also_write: bool) {
-    let Ok(repository) = Repository::open(path) else { return };
+/// Opens, lists, reads, verifies, prunes and commits. No operation may panic or hang.
+pub fn use_repository(backend: &Arc<dyn Backend>, also_write: bool) {
+    let Ok(repository) = Repository::on(backend.clone()) else { return };
     for job in repository.jobs().unwrap_or_default() {
         for info in repository.checkpoints(&job).unwrap_or_default() {
             let Ok(checkpoint) = repository.read(&job, info.sequence) else { continue };
@@ -106,8 +130,8 @@ pub fn use_it(path: &Path, also_write: bool) {
                         let _ = checkpoint.get_page(id, &mut page);
                     }
                 }
-                let _ = ContentReader::new(&checkpoint, space.root, space.pages)
-                    .map(|mut reader| std::io::Read::read(&mut reader, &mut page));
+                let blob = Blob { bytes: ByteCount::of_pages(space.pages), root: space.root };
+                let _ = blob.reader(&checkpoint).map(|mut reader| std::io::Read::read(&mut reader, &mut page));
                 let _ = checkpoint.get(Kind::Node, space.root);
             }
         }
@@ -117,20 +141,20 @@ pub fn use_it(path: &Path, also_write: bool) {
         let _ = report.to_string();
     }
     if also_write {
-        let _ = repository.prune(&Policy { keep_last: Some(1), keep_every: None }, None, &mut |_| {});
+        let _ = repository.prune(&Retention { keep_last: Some(1), keep_every: None }, None, &mut |_| {});
         if let Ok(mut writer) = repository.writer("fuzzing", Duration::ZERO)
             && let Ok(page) = writer.put(Kind::Page, &[3; PAGE_SIZE])
         {
             let mut tree = PageTree::new();
-            tree.set(1, page);
+            tree.set(PageNumber::new(1), page);
             let committed = tree.save(&mut writer).map(|root| writer.commit(manifest(root)));
             if let Ok(Ok(info)) = committed {
                 let checkpoint = repository.read("job", info.sequence).unwrap();
                 let tree = PageTree::load(checkpoint.manifest.spaces[0].root, &checkpoint);
-                // What was there under the same id may be damaged, but never wrong.
+                // An earlier page of the same id may be damaged, but has no other content.
                 let mut content = [0; PAGE_SIZE];
                 if let Ok(tree) = tree
-                    && checkpoint.get_page(tree.get(1), &mut content).is_ok()
+                    && checkpoint.get_page(tree.get(PageNumber::new(1)), &mut content).is_ok()
                 {
                     assert_eq!(content, [3; PAGE_SIZE]);
                 }

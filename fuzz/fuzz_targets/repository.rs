@@ -1,16 +1,16 @@
-//! Any bytes as the files of a repository, with and without checks that fit them.
+//! Any bytes as the files of a repository, with and without correct checks.
 
 #![no_main]
 
 mod common;
 
-use common::{file_header, hash, lay_down, sign_commit, sign_record, sign_table, use_it};
+use common::{Storage, create, file_header, hash, put, sign_commit, sign_record, sign_table, use_repository};
 use libfuzzer_sys::fuzz_target;
 use pagemark::ContentId;
 
 const PACK: &str = "packs/0000000000000001.pack";
 
-/// A pack whose records and table fit: what is in it may be anything.
+/// A pack with correct records and a correct table, and any content.
 fn pack_of(pieces: &[(u8, &[u8])]) -> (Vec<u8>, Vec<ContentId>) {
     let mut file = file_header(b"pmpack\0\0");
     let mut entries = Vec::new();
@@ -57,11 +57,11 @@ fn commit_of(manifest: ContentId) -> Vec<u8> {
 
 fuzz_target!(|data: &[u8]| {
     let Some(([mode, cut], rest)) = data.split_first_chunk() else { return };
-    let directory = tempfile::tempdir().unwrap();
-    let path = directory.path();
-    lay_down(path);
+    // Every eighth repository is in a directory.
+    let storage = Storage::new(mode >> 2 & 7 == 7);
+    create(&*storage.backend);
     let (first, second) = rest.split_at(rest.len() * usize::from(*cut) / 256);
-    let write = |name: &str, content: &[u8]| std::fs::write(path.join(name), content).unwrap();
+    let write = |name: &str, content: &[u8]| put(&*storage.backend, name, content);
     match mode % 4 {
         // Any bytes.
         0 => {
@@ -72,7 +72,7 @@ fuzz_target!(|data: &[u8]| {
                 write("config", first);
             }
         }
-        // Any bytes with the checks that they need to be looked at.
+        // Any bytes with correct checks.
         1 => {
             let mut pack = [&file_header(b"pmpack\0\0"), first].concat();
             sign_record(&mut pack, 32);
@@ -89,7 +89,8 @@ fuzz_target!(|data: &[u8]| {
             write(PACK, &pack);
             write("checkpoints/job/0000000001", &commit_of(ids[0]));
         }
-        // Any nodes: each two bytes of the input begin a node with some children among those before it.
+        // Any nodes: each two bytes of the input begin a node with some children among those before
+        // it.
         _ => {
             let mut nodes: Vec<Vec<u8>> = Vec::new();
             let mut ids = vec![ContentId([1; 16])];
@@ -114,5 +115,5 @@ fuzz_target!(|data: &[u8]| {
             write("checkpoints/job/0000000001", &commit_of(*ids.last().unwrap()));
         }
     }
-    use_it(path, mode & 128 != 0);
+    use_repository(&storage.backend, mode & 128 != 0);
 });

@@ -1,61 +1,64 @@
-//! `bench ldt`: the figures and tables of "LDT: Lightweight Dirty Tracking of Memory Pages for x86 Systems" (section IV), with
-//! every mechanism that works here side by side: in each round all of them take their turns.
+//! `pagemark-bench ldt`: figures 3 and 5 to 11 and table III of "LDT: Lightweight Dirty Tracking of
+//! Memory Pages for x86 Systems" (sections II and IV), for the mechanisms of the paper and today's.
+//! In each round the mechanisms take turns.
 
 use std::cell::OnceCell;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use pagemark::tracker::own;
-use pagemark::{Mechanism, PAGE_SIZE, RangeSet};
+use pagemark::sys::proc::system;
+use pagemark::track::{OwnMemory, Scope};
+use pagemark::{Error, Mechanism, PAGE_SIZE, RangeSet, Tracker};
 
 use crate::BenchError;
-use crate::stats::Samples;
 
-mod area;
-mod chart;
 mod clock;
-mod collect;
+mod collection;
 mod helpers;
-mod mix;
-mod plot;
-mod random;
-mod rate;
+pub(crate) mod page_buffer;
+mod read_write_mix;
 mod redis;
 pub mod task;
-mod tracked;
+mod tracked_buffer;
 mod write_only;
+mod write_rate;
 mod ycsb;
 
-use area::Area;
-use chart::{Chart, Series};
 use clock::Clock;
+use page_buffer::PageBuffer;
+use pagemark_report::chart::{Chart, Series};
+use pagemark_report::output::print;
+use pagemark_report::plot;
+use pagemark_report::samples::Samples;
+use pagemark_report::text;
 
-/// What is measured.
+/// Options of the measurement.
 #[derive(clap::Args, Clone, Debug)]
 pub struct Options {
     /// Figures, by their numbers in the paper; 10 is Table III too [default: all]
     #[arg(long, value_delimiter = ',')]
     figure: Vec<Figure>,
-    /// Where each figure's numbers (CSV) and picture (SVG) go
+    /// Directory for the numbers (CSV) and the picture (SVG) of each figure
     #[arg(long)]
     out: Option<PathBuf>,
-    /// Memory of the largest area, as in 256M or 4G [default: a quarter of what is free, 1 GiB at most; where instructions are
-    /// counted, 128 MiB]
+    /// Size of the largest buffer, as in 256M or 4G [default: a quarter of the free memory, 1 GiB
+    /// at most; where instructions are counted, 128 MiB]
     #[arg(long, value_parser = parse_pages, value_name = "SIZE")]
     memory: Option<usize>,
     /// Rounds; the mechanisms take turns in each [default: 5; where instructions are counted, 2]
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
     rounds: Option<u32>,
-    /// Longest interval of figure 10, and how long each of its measurements takes, seconds [default: 10; where
-    /// instructions are counted, 0.3 s of 10^9 of them]
+    /// Longest interval of figure 10, and how long each of its measurements takes, seconds
+    /// [default: 10; where instructions are counted, 0.3 s of 10^9 of them]
     #[arg(long, value_parser = parse_seconds)]
     seconds: Option<Duration>,
-    /// What --figure helpers has written on another kernel (helpers.csv), to be put beside this one's
+    /// Results of --figure helpers on another kernel (helpers.csv), to be shown beside those of
+    /// this one
     #[arg(long, value_name = "FILE")]
     against: Option<PathBuf>,
 }
 
-/// A figure of the paper, or what it tells without one.
+/// A figure of the paper, or a result that it has no figure for.
 #[derive(clap::ValueEnum, Clone, Copy, PartialEq, Eq, Debug)]
 enum Figure {
     /// Writing one byte of each page, by size
@@ -82,25 +85,25 @@ enum Figure {
     /// Reading which pages were written
     #[value(name = "11")]
     Eleven,
-    /// What the rest of the kernel pays
+    /// Cost for the rest of the kernel
     Helpers,
 }
 
-/// Nobody tracks, then the mechanisms of the paper, then today's.
-const SUBJECTS: [Option<Mechanism>; 5] =
+/// No tracking, then the mechanisms of the paper, then today's.
+const VARIANTS: [Option<Mechanism>; 5] =
     [None, Some(Mechanism::SoftDirty), Some(Mechanism::Ldt), Some(Mechanism::PagemapScan), Some(Mechanism::Adaptive)];
 
-/// One of them.
-struct Subject {
+/// A mechanism, or no tracking.
+struct Variant {
     mechanism: Option<Mechanism>,
-    /// Why it does not work here.
-    refused: Option<String>,
+    /// Why the mechanism does not work here, if it does not.
+    unavailable: Option<String>,
 }
 
-impl Subject {
-    fn new(mechanism: Option<Mechanism>) -> Subject {
-        let refused = mechanism.and_then(|mechanism| try_out(mechanism).err()).map(|error| error.to_string());
-        Subject { mechanism, refused }
+impl Variant {
+    fn new(mechanism: Option<Mechanism>) -> Variant {
+        let unavailable = mechanism.and_then(|mechanism| check(mechanism).err()).map(|error| error.to_string());
+        Variant { mechanism, unavailable }
     }
 
     fn name(&self) -> &'static str {
@@ -108,26 +111,40 @@ impl Subject {
     }
 }
 
-/// Tracks a page by it.
-fn try_out(mechanism: Mechanism) -> Result<(), BenchError> {
-    let area = Area::new(1).map_err(BenchError::on("map memory"))?;
-    let mut tracker = own(mechanism).map_err(|error| BenchError::Pagemark(error.into()))?;
-    let collected = tracker.collect(&area.range().into(), &mut RangeSet::new());
-    collected.map_err(|error| BenchError::Pagemark(error.into()))
+/// A tracker of a buffer, as for other processes where the mechanism has one. It is dropped before
+/// the buffer is.
+fn tracker(mechanism: Mechanism, buffer: &PageBuffer) -> Result<Box<dyn Tracker>, Error> {
+    let scope = if mechanism.has_scope(Scope::Process) { Scope::Process } else { Scope::OwnMemory };
+    // SAFETY: the buffer has whole pages of data, whose mapping nobody changes, and it is not
+    // accessed while a tracker collects.
+    let memory = unsafe { OwnMemory::new(buffer.range()) };
+    mechanism.tracker(scope, &memory?)
 }
 
-/// How much is measured.
+/// Tracks one page.
+///
+/// # Errors
+/// The mechanism does not work here.
+fn check(mechanism: Mechanism) -> Result<(), BenchError> {
+    let buffer = PageBuffer::new(1).map_err(BenchError::on("map memory"))?;
+    let mut tracker = tracker(mechanism, &buffer).map_err(BenchError::pagemark)?;
+    let collected = tracker.collect(&buffer.range().into(), &mut RangeSet::new());
+    collected.map_err(BenchError::pagemark)
+}
+
+/// Sizes of the measurements.
 struct Scale {
-    /// Pages of figures 3, 5, 6 and 11.
+    /// Largest buffer of figures 3, 5, 6 and 11.
     pages: usize,
-    /// Of figures 7 and 8.
+    /// Buffer of figures 7 and 8.
     mix_pages: usize,
-    /// Of figure 9.
+    /// Largest buffer of figure 9.
     rate_pages: usize,
+    /// Buffer of `helpers`.
     helper_pages: usize,
     /// Records of figure 10.
     records: u32,
-    /// Its longest interval.
+    /// Longest interval of figure 10.
     longest: Duration,
 }
 
@@ -138,7 +155,7 @@ impl Scale {
         let counts = clock == Clock::Instructions;
         let pages = match options.memory {
             Some(pages) => pages,
-            None => (free_pages()? / 4).min(if counts { 128 } else { 1024 } * MIB_PAGES).max(MIB_PAGES),
+            None => (available_pages()? / 4).min(if counts { 128 } else { 1024 } * MIB_PAGES).max(MIB_PAGES),
         };
         let longest = options.seconds.unwrap_or(Duration::from_millis(if counts { 300 } else { 10_000 }));
         Ok(Scale {
@@ -152,41 +169,39 @@ impl Scale {
     }
 }
 
-fn free_pages() -> Result<usize, BenchError> {
-    let meminfo = std::fs::read_to_string("/proc/meminfo").map_err(BenchError::on("read /proc/meminfo"))?;
-    let line = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"));
-    let kib = line.and_then(|line| line.split_whitespace().next()?.parse::<usize>().ok());
-    kib.map(|kib| kib * 1024 / PAGE_SIZE)
+fn available_pages() -> Result<usize, BenchError> {
+    system::available_bytes()
+        .map(|bytes| bytes as usize / PAGE_SIZE)
         .ok_or_else(|| BenchError::on("read /proc/meminfo")(std::io::ErrorKind::InvalidData.into()))
 }
 
-/// What all figures have in common.
+/// What all figures share.
 struct Session {
     figures: Vec<Figure>,
-    /// Whether the figures were named, so that none may be left out.
+    /// True if the options name the figures. Then none may be left out.
     is_chosen: bool,
     out: Option<PathBuf>,
     against: Option<PathBuf>,
     clock: Clock,
     rounds: u32,
     scale: Scale,
-    /// Tried out by the first figure that needs them, see [`Session::subjects`].
-    subjects: OnceCell<Vec<Subject>>,
+    /// Checked by the first figure that needs them, see [`Session::variants`].
+    variants: OnceCell<Vec<Variant>>,
 }
 
-/// What a subject's rounds have given.
+/// Results of the rounds of one variant. Each round has the same list of numbers.
 #[derive(Clone, Default, Debug)]
-struct Measured {
+struct Rounds {
     rounds: Vec<Vec<f64>>,
 }
 
-impl Measured {
-    /// The number at one place of each round.
-    fn number(&self, place: usize) -> Samples {
-        self.rounds.iter().map(|round| round[place]).collect()
+impl Rounds {
+    /// The number at `index` of each round.
+    fn number(&self, index: usize) -> Samples {
+        self.rounds.iter().map(|round| round[index]).collect()
     }
 
-    /// All numbers, as measurements of the same.
+    /// All numbers, as measurements of one quantity.
     fn all(&self) -> Samples {
         self.rounds.iter().flatten().copied().collect()
     }
@@ -197,77 +212,75 @@ impl Session {
         self.figures.contains(&figure)
     }
 
-    /// What is measured side by side. A process in which dirty tracking has once been used is marked by it, and its children
-    /// are: who asks for the subjects is to come behind the figure that is about others.
-    fn subjects(&self) -> &[Subject] {
-        self.subjects.get_or_init(|| {
-            let subjects = SUBJECTS.map(Subject::new);
-            for subject in &subjects {
-                if let Some(reason) = &subject.refused {
-                    self.say(&format!("{}: -, because {reason}\n", subject.name()));
+    /// The variants that are measured. The first call checks them, which marks this process and its
+    /// later children as ones that have used dirty tracking: `helpers`, which measures processes
+    /// without the mark, must run before.
+    fn variants(&self) -> &[Variant] {
+        self.variants.get_or_init(|| {
+            let variants = VARIANTS.map(Variant::new);
+            for variant in &variants {
+                if let Some(reason) = &variant.unavailable {
+                    print(&format!("{}: -, because {reason}\n", variant.name()));
                 }
             }
-            self.say("\n");
-            subjects.into()
+            print("\n");
+            variants.into()
         })
     }
 
     fn works(&self, mechanism: Mechanism) -> bool {
-        self.subjects().iter().any(|subject| subject.mechanism == Some(mechanism) && subject.refused.is_none())
+        self.variants().iter().any(|variant| variant.mechanism == Some(mechanism) && variant.unavailable.is_none())
     }
 
-    /// Measures each subject in each round, in turns. A subject that does not work here has no rounds.
-    fn by_subject(
+    /// Measures each variant in each round, in turns. A variant that does not work here has no
+    /// rounds.
+    fn by_variant(
         &self,
         mut measure: impl FnMut(Option<Mechanism>) -> Result<Vec<f64>, BenchError>,
-    ) -> Result<Vec<Measured>, BenchError> {
-        let mut results = vec![Measured::default(); self.subjects().len()];
+    ) -> Result<Vec<Rounds>, BenchError> {
+        let mut results = vec![Rounds::default(); self.variants().len()];
         for _ in 0..self.rounds {
-            for (subject, result) in self.subjects().iter().zip(&mut results) {
-                if subject.refused.is_none() {
-                    result.rounds.push(measure(subject.mechanism)?);
+            for (variant, result) in self.variants().iter().zip(&mut results) {
+                if variant.unavailable.is_none() {
+                    result.rounds.push(measure(variant.mechanism)?);
                 }
             }
         }
         Ok(results)
     }
 
-    /// A line a subject, with the points that are given for its number.
+    /// A line of a chart for each variant, with the points that `points` returns for its index.
     fn series(&self, points: impl Fn(usize) -> Vec<Samples>) -> Vec<Series> {
-        let subjects = self.subjects().iter().enumerate();
-        subjects.map(|(number, subject)| Series { name: subject.name().into(), points: points(number) }).collect()
+        let variants = self.variants().iter().enumerate();
+        variants.map(|(index, variant)| Series { name: variant.name().into(), points: points(index) }).collect()
     }
 
-    /// Prints a chart, and writes its files if there is a place for them.
+    /// Prints a chart, and writes its files if there is a directory for them.
     fn publish(&self, chart: &Chart) -> Result<(), BenchError> {
-        self.say(&format!("{chart}\n"));
+        print(&format!("{chart}\n"));
         let Some(out) = &self.out else { return Ok(()) };
         let mut csv = Vec::new();
         chart.write_csv(&mut csv).map_err(BenchError::on("write a figure's numbers"))?;
-        let svg = plot::svg(chart).map_err(BenchError::Pagemark)?;
+        let svg = plot::svg(chart).map_err(BenchError::pagemark)?;
         std::fs::write(out.join(&chart.name).with_extension("csv"), csv)
             .and_then(|()| std::fs::write(out.join(&chart.name).with_extension("svg"), svg))
             .map_err(BenchError::on("write a figure"))
     }
 
-    /// Where files that are measured may lie.
+    /// Directory for files that are measured.
     fn directory(&self) -> PathBuf {
         self.out.clone().unwrap_or_else(std::env::temp_dir)
     }
 
-    fn say(&self, text: &str) {
-        print!("{text}");
-    }
-
-    fn progress(&self, what: &str) {
-        eprintln!("{what} …");
+    fn progress(&self, step: &str) {
+        eprintln!("{step} …");
     }
 }
 
 /// Measures and prints.
 ///
 /// # Errors
-/// Something that is measured could not be done, a mechanism has missed a write, or a file could not be written.
+/// A step of a measurement failed, a mechanism has missed a write, or a file could not be written.
 pub fn run(options: &Options) -> Result<(), BenchError> {
     let clock = Clock::of_this_machine()?;
     if let Some(out) = &options.out {
@@ -287,11 +300,11 @@ pub fn run(options: &Options) -> Result<(), BenchError> {
         clock,
         rounds: options.rounds.unwrap_or(if clock == Clock::Instructions { 2 } else { 5 }),
         scale: Scale::new(options, clock)?,
-        subjects: OnceCell::new(),
+        variants: OnceCell::new(),
     };
     let uname =
         nix::sys::utsname::uname().map_err(|error| BenchError::on("ask for the kernel's name")(error.into()))?;
-    session.say(&format!("Linux {}; {clock}\n\n", uname.release().display()));
+    print(&format!("Linux {}; {clock}\n\n", uname.release().display()));
     let wants = |figures: &[Figure]| figures.iter().any(|&figure| session.wants(figure));
     if wants(&[Figure::Helpers]) {
         helpers::figures(&session)?;
@@ -300,41 +313,47 @@ pub fn run(options: &Options) -> Result<(), BenchError> {
         write_only::figures(&session)?;
     }
     if wants(&[Figure::Seven, Figure::Eight]) {
-        mix::figures(&session)?;
+        read_write_mix::figures(&session)?;
     }
     if wants(&[Figure::Nine]) {
-        rate::figures(&session)?;
+        write_rate::figures(&session)?;
     }
     if wants(&[Figure::Ten]) {
         redis::figures(&session)?;
     }
     if wants(&[Figure::Eleven]) {
-        collect::figures(&session)?;
+        collection::figures(&session)?;
     }
     Ok(())
 }
 
-/// A size, in whole pages.
+/// The size of `pages` pages as text.
+fn format_pages(pages: usize) -> String {
+    text::exact_bytes((pages * PAGE_SIZE) as u64)
+}
+
+/// Reads a size such as `256M`. Returns pages.
 fn parse_pages(text: &str) -> Result<usize, String> {
-    let wrong = || format!("{text:?} is no size of at least 1M; write it as in 256M or 4G");
+    let invalid = || format!("{text:?} is no size of at least 1M; write it as in 256M or 4G");
     let (number, factor) = match text.strip_suffix(['M', 'G']) {
         Some(number) if text.ends_with('M') => (number, MIB_PAGES),
         Some(number) => (number, MIB_PAGES * 1024),
-        None => return Err(wrong()),
+        None => return Err(invalid()),
     };
-    let number: usize = number.parse().map_err(|_| wrong())?;
-    number.checked_mul(factor).filter(|&pages| pages > 0).ok_or_else(wrong)
+    let number: usize = number.parse().map_err(|_| invalid())?;
+    number.checked_mul(factor).filter(|&pages| pages > 0).ok_or_else(invalid)
 }
 
 fn parse_seconds(text: &str) -> Result<Duration, String> {
-    let wrong = || format!("{text:?} is no number of seconds above 0");
-    let seconds: f64 = text.parse().map_err(|_| wrong())?;
-    Duration::try_from_secs_f64(seconds).ok().filter(|time| !time.is_zero()).ok_or_else(wrong)
+    let invalid = || format!("{text:?} is no number of seconds above 0");
+    let seconds: f64 = text.parse().map_err(|_| invalid())?;
+    Duration::try_from_secs_f64(seconds).ok().filter(|time| !time.is_zero()).ok_or_else(invalid)
 }
 
-/// Held by tests that count page faults, and by those that fork, which makes all pages of this process fault once more.
+/// Held by tests that count page faults and by tests that fork, since after a fork each page of
+/// this process faults once more.
 #[cfg(test)]
-fn alone() -> std::sync::MutexGuard<'static, ()> {
+pub(crate) fn alone() -> std::sync::MutexGuard<'static, ()> {
     static ALONE: std::sync::Mutex<()> = std::sync::Mutex::new(());
     ALONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
 }
@@ -357,12 +376,12 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_work_has_a_reason() {
+    fn a_mechanism_that_does_not_work_has_a_reason() {
         let _alone = alone();
-        assert!(Subject::new(None).refused.is_none());
+        assert!(Variant::new(None).unavailable.is_none());
         for mechanism in Mechanism::ALL {
-            let subject = Subject::new(Some(mechanism));
-            assert_eq!(subject.refused.is_none(), try_out(mechanism).is_ok());
+            let variant = Variant::new(Some(mechanism));
+            assert_eq!(variant.unavailable.is_none(), check(mechanism).is_ok());
         }
     }
 }

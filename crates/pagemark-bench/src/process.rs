@@ -1,23 +1,29 @@
-//! `bench process`: downtime, throughput of the target, bytes written and Pagemark's own memory, for a process that dirties
-//! a share of its pages between checkpoints.
+//! `pagemark-bench process`: downtime, throughput of the target, written bytes and Pagemark's own
+//! memory, for a process that dirties a share of its pages between checkpoints, beside CRIU's full
+//! dump of the same process. It reproduces no experiment of the papers.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use pagemark::Mechanism;
 use pagemark::checkpointer::Strategy;
 use pagemark::repository::Repository;
-use pagemark::tracker::{Probe, probe};
-use pagemark_process::criu::Criu;
-use pagemark_process::job::{self, Job};
+use pagemark::track::{Probe, Scope, probe};
+use pagemark::{Job, JobOptions, Mechanism, Policy};
+use pagemark_process::criu::{Criu, DumpOptions};
+use pagemark_process::saver::CriuSaver;
+use pagemark_process::target::ProcessTarget;
+use pagemark_report::output::print;
+use pagemark_report::samples::Samples;
+use pagemark_report::table::Table;
 
-use crate::BenchError;
-use crate::peer::full_dump;
-use crate::stats::Samples;
+use crate::criu_dump::{FullDump, full_dump};
 use crate::trackee::{Trackee, idle};
+use crate::usage::own_memory_bytes;
 use crate::workload::Workload;
+use crate::{BenchError, print_json};
 
-/// What is measured.
+/// Options of the measurement.
 #[derive(clap::Args, Clone, Debug)]
 pub struct Options {
     /// The target's memory, MiB
@@ -26,22 +32,25 @@ pub struct Options {
     /// Pages dirtied between checkpoints, per cent
     #[arg(long, value_delimiter = ',', default_values_t = [1.0, 10.0, 50.0])]
     percent: Vec<f64>,
-    /// Mechanisms [default: adaptive, pagemap-scan and soft-dirty, those that work here]
+    /// Mechanisms [default: those of adaptive, pagemap-scan and soft-dirty that work here]
     #[arg(long, value_delimiter = ',')]
     mechanism: Vec<Mechanism>,
     /// Copy everything while the target is frozen, instead of most of it before
     #[arg(long)]
     stop_and_copy: bool,
-    /// Checkpoints a measurement
+    /// Checkpoints in a measurement
     #[arg(long, default_value_t = 12)]
     checkpoints: u32,
     /// Time between checkpoints, milliseconds
     #[arg(long, default_value_t = 1000)]
     every_ms: u64,
-    /// Dirtied pages lie in runs of so many
+    /// Length of the runs of dirtied pages
     #[arg(long, default_value_t = 16)]
     run_pages: usize,
-    /// Where the repository lies while it is measured; by default in the directory for temporary files
+    /// Children of the target that share its memory since they were forked
+    #[arg(long, default_value_t = 0, value_name = "CHILDREN")]
+    prefork: u32,
+    /// Directory for the repository [default: the directory for temporary files]
     #[arg(long)]
     directory: Option<PathBuf>,
     /// Print JSON
@@ -54,7 +63,7 @@ impl Options {
         if !self.mechanism.is_empty() {
             return self.mechanism.clone();
         }
-        let mut probes = probe();
+        let mut probes = probe(Scope::Process);
         probes.retain(|probe| {
             [Mechanism::Adaptive, Mechanism::PagemapScan, Mechanism::SoftDirty].contains(&probe.mechanism)
         });
@@ -73,13 +82,14 @@ impl Options {
     }
 }
 
-/// Checkpoints taken before anything is measured: the first copies everything, and `adaptive` learns what is hot.
+/// Checkpoints before the measured ones: the first copies everything, and `adaptive` learns which
+/// pages are hot.
 const WARM_UP: u32 = 6;
 
-/// Full dumps by the peer.
+/// Number of full dumps by CRIU.
 const PEER_DUMPS: u32 = 3;
 
-/// One line of the result.
+/// A row of the result.
 #[derive(serde::Serialize)]
 struct Row {
     percent: f64,
@@ -91,9 +101,13 @@ struct Row {
     memory_downtime_us: Samples,
     state_downtime_us: Samples,
     written_bytes: Samples,
-    /// Of the target, tracked and checkpointed, to the target alone.
+    /// Throughput of the target while it is checkpointed, divided by that without Pagemark.
     throughput_ratio: Samples,
     own_memory_bytes: u64,
+    /// Memory of the target and its children without Pagemark, each shared page counted once.
+    target_bytes_before: u64,
+    /// The same after the checkpoints.
+    target_bytes_after: u64,
     peer_frozen_us: Samples,
     peer_total_us: Samples,
     peer_bytes: u64,
@@ -102,13 +116,18 @@ struct Row {
 /// Measures and prints.
 ///
 /// # Errors
-/// A checkpoint, or something else that is measured, failed.
+/// A checkpoint, a dump by CRIU, or the target failed.
 pub fn run(options: &Options) -> Result<(), BenchError> {
     let mut rows = Vec::new();
     let mechanisms = options.mechanisms();
     for &percent in &options.percent {
-        let workload =
-            Workload { mib: options.mib, percent, run_pages: options.run_pages, pass_ms: options.every_ms / 2 };
+        let workload = Workload {
+            mib: options.mib,
+            percent,
+            run_pages: options.run_pages,
+            pass_ms: options.every_ms / 2,
+            children: options.prefork,
+        };
         let trackee = Trackee::start(&workload)?;
         let peer = measure_peer(&trackee)?;
         for &mechanism in &mechanisms {
@@ -121,15 +140,15 @@ pub fn run(options: &Options) -> Result<(), BenchError> {
         }
     }
     if options.json {
-        println!("{}", serde_json::to_string_pretty(&rows).map_err(|error| BenchError::Pagemark(error.into()))?);
+        print_json(&rows)?;
     } else {
-        print(options, &rows);
+        print(&table(options, &rows));
     }
     Ok(())
 }
 
-fn measure_peer(trackee: &Trackee) -> Result<Vec<crate::peer::FullDump>, BenchError> {
-    let criu = Criu::find().map_err(|error| BenchError::Pagemark(error.into()))?;
+fn measure_peer(trackee: &Trackee) -> Result<Vec<FullDump>, BenchError> {
+    let criu = Criu::find().map_err(BenchError::pagemark)?;
     (0..PEER_DUMPS)
         .map(|_| {
             let directory = tempfile::tempdir_in("/dev/shm").map_err(BenchError::on("make a directory in memory"))?;
@@ -144,9 +163,7 @@ fn measure(options: &Options, trackee: &Trackee, percent: f64, mechanism: Mechan
         None => tempfile::tempdir(),
     };
     let directory = directory.map_err(BenchError::on("make a directory for the repository"))?;
-    let pagemark = |error: Box<dyn std::error::Error + Send + Sync>| BenchError::Pagemark(error);
-    let repository =
-        Repository::create(&directory.path().join("repository")).map_err(|error| pagemark(error.into()))?;
+    let repository = Repository::create(&directory.path().join("repository")).map_err(BenchError::pagemark)?;
     let mut row = Row {
         percent,
         mechanism,
@@ -159,30 +176,31 @@ fn measure(options: &Options, trackee: &Trackee, percent: f64, mechanism: Mechan
         written_bytes: Samples::default(),
         throughput_ratio: Samples::default(),
         own_memory_bytes: 0,
+        target_bytes_before: 0,
+        target_bytes_after: 0,
         peer_frozen_us: Samples::default(),
         peer_total_us: Samples::default(),
         peer_bytes: 0,
     };
     let every = Duration::from_millis(options.every_ms);
     let alone_time = every * 3;
-    let mut alone_before = trackee.updates_per_second(idle(alone_time))?;
+    let alone_before = trackee.updates_per_second(idle(alone_time))?;
 
-    let mut job = Job::attach(
-        trackee.pid(),
-        repository,
-        job::Options { mechanism: Some(mechanism), strategy: options.strategy(), ..job::Options::new("bench") },
-    )
-    .map_err(|error| pagemark(error.into()))?;
+    row.target_bytes_before = trackee.proportional_bytes()?;
+    let saver = CriuSaver::find(DumpOptions::default()).map_err(BenchError::pagemark)?;
+    let target = ProcessTarget::attach(trackee.pid(), mechanism, Arc::new(saver)).map_err(BenchError::pagemark)?;
+    let policy = Policy { strategy: options.strategy(), ..Policy::default() };
+    let mut job = Job::new(target, repository, JobOptions { name: "bench".into(), policy });
     for _ in 0..WARM_UP {
         let begin = Instant::now();
-        job.checkpoint().map_err(|error| pagemark(error.into()))?;
+        job.checkpoint().map_err(BenchError::pagemark)?;
         std::thread::sleep(every.saturating_sub(begin.elapsed()));
     }
     let mut tracked = Samples::default();
     for _ in 0..options.checkpoints {
         let rate = trackee.updates_per_second(|| {
             let begin = Instant::now();
-            let taken = job.checkpoint().map_err(|error| pagemark(error.into()))?;
+            let taken = job.checkpoint().map_err(BenchError::pagemark)?;
             let cost = taken.cost;
             row.dirty_pages.push(cost.dirty_pages as f64);
             row.frozen_pages.push(cost.frozen_pages as f64);
@@ -196,73 +214,76 @@ fn measure(options: &Options, trackee: &Trackee, percent: f64, mechanism: Mechan
         })?;
         tracked.push(rate);
     }
-    row.own_memory_bytes = own_memory_bytes()?;
+    row.own_memory_bytes = anonymous_bytes()?;
+    row.target_bytes_after = trackee.proportional_bytes()?;
     job.detach();
     let alone_after = trackee.updates_per_second(idle(alone_time))?;
-    // What the target does alone drifts on a shared machine: measured before and after, the mean is nearest.
-    alone_before = (alone_before + alone_after) / 2.0;
-    row.throughput_ratio = tracked.map(|rate| rate / alone_before);
+    // On a shared machine the throughput without Pagemark drifts, so it is measured before and
+    // after.
+    let alone = (alone_before + alone_after) / 2.0;
+    row.throughput_ratio = tracked.map(|rate| rate / alone);
     Ok(row)
 }
 
-/// Anonymous memory of this process, bytes, without what it has lent to the kernel: what Pagemark needs for itself.
-fn own_memory_bytes() -> Result<u64, BenchError> {
-    let rollup =
-        std::fs::read_to_string("/proc/self/smaps_rollup").map_err(BenchError::on("read its own memory use"))?;
-    let kib = |name| {
-        let line = rollup.lines().find_map(|line| line.strip_prefix(name));
-        line.and_then(|line| line.split_whitespace().next()).and_then(|kib| kib.parse::<u64>().ok()).unwrap_or(0)
-    };
-    Ok((kib("Anonymous:") - kib("LazyFree:").min(kib("Anonymous:"))) * 1024)
+/// Anonymous memory of this process, bytes, without the memory that the kernel may reclaim
+/// (`MADV_FREE`).
+fn anonymous_bytes() -> Result<u64, BenchError> {
+    let bytes = |field| own_memory_bytes("smaps_rollup", field);
+    Ok(bytes("Anonymous")?.saturating_sub(bytes("LazyFree")?))
 }
 
-fn print(options: &Options, rows: &[Row]) {
-    println!(
-        "{} MiB, {} {} checkpoints every {} ms after {WARM_UP} to warm up; dirty pages in runs of {}; medians",
+fn table(options: &Options, rows: &[Row]) -> String {
+    let mut out = format!(
+        "{} MiB, {} {} checkpoints every {} ms after {WARM_UP} to warm up; dirty pages in runs of {}; medians\n",
         options.mib,
         options.checkpoints,
         if options.stop_and_copy { "stop-and-copy" } else { "pre-copy" },
         options.every_ms,
         options.run_pages
     );
-    println!(
-        "{:>6} {:<13} {:>8} {:>7} {:>9} {:>9} {:>8} {:>8} {:>9} {:>10} {:>9} {:>9} {:>8}",
-        "dirty",
+    let mut table = Table::new([
+        ">dirty",
         "mechanism",
-        "pages",
-        "frozen",
-        "downtime",
-        "p99",
-        "memory",
-        "state",
-        "CRIU full",
-        "ratio",
-        "written",
-        "target",
-        "own mem"
-    );
+        ">pages",
+        ">frozen",
+        ">downtime",
+        ">p99",
+        ">memory",
+        ">state",
+        ">CRIU full",
+        ">ratio",
+        ">written",
+        ">target",
+        ">own mem",
+        ">target mem",
+        ">after",
+    ]);
     for row in rows {
-        let downtime = row.downtime_us.median();
-        let peer = row.peer_frozen_us.median();
-        println!(
-            "{:>4} % {:<13} {:>8} {:>7} {:>6.1} ms {:>6.1} ms {:>5.1} ms {:>5.1} ms {:>6.0} ms {:>9.3}x {:>5.1} MB {:>7.1} % {:>4.0} MiB",
-            row.percent,
-            row.mechanism.name(),
-            row.dirty_pages.median(),
-            row.frozen_pages.median(),
-            downtime / 1e3,
-            row.downtime_us.p99() / 1e3,
-            row.memory_downtime_us.median() / 1e3,
-            row.state_downtime_us.median() / 1e3,
-            peer / 1e3,
-            downtime / peer,
-            row.written_bytes.median() / 1e6,
-            row.throughput_ratio.median() * 100.0,
-            row.own_memory_bytes as f64 / 1048576.0,
-        );
+        let mib = |bytes: u64| format!("{:.0} MiB", bytes as f64 / 1048576.0);
+        let ms = |us: f64| format!("{:.1} ms", us / 1e3);
+        let downtime_us = row.downtime_us.median();
+        let peer_us = row.peer_frozen_us.median();
+        table.row([
+            format!("{} %", row.percent),
+            row.mechanism.name().into(),
+            row.dirty_pages.median().to_string(),
+            row.frozen_pages.median().to_string(),
+            ms(downtime_us),
+            ms(row.downtime_us.p99()),
+            ms(row.memory_downtime_us.median()),
+            ms(row.state_downtime_us.median()),
+            format!("{:.0} ms", peer_us / 1e3),
+            format!("{:.3}x", downtime_us / peer_us),
+            format!("{:.1} MB", row.written_bytes.median() / 1e6),
+            format!("{:.1} %", row.throughput_ratio.median() * 100.0),
+            mib(row.own_memory_bytes),
+            mib(row.target_bytes_before),
+            mib(row.target_bytes_after),
+        ]);
     }
-    println!(
-        "pages: copied a checkpoint, all rounds; frozen: those copied while frozen; ratio: downtime to CRIU's full dump's; \
-         target: its throughput to that without Pagemark"
-    );
+    out += &table.to_string();
+    out += "pages: copied a checkpoint, all rounds; frozen: those copied while frozen; ratio: downtime to CRIU's full dump's; \
+            target: its throughput to that without Pagemark; target mem, after: proportional set size of the target and its \
+            children without Pagemark, and after the checkpoints\n";
+    out
 }

@@ -1,24 +1,35 @@
-//! `bench region`: HAC's microbenchmark. What a transaction on a region costs, by mechanism, beside the same writes to
-//! memory that nobody tracks.
+//! `pagemark-bench region`: the microbenchmark of "Hypervisor-assisted application checkpointing in
+//! virtualized environments" (section V, figures 6, 7 and 8). It measures a transaction on a
+//! region, by mechanism, beside the same writes to untracked memory.
 //!
-//! HAC's parameters: the size of the critical data area (CDA), writes to a page (WPP), pages written in a transaction (PPT), and
-//! the number of transactions (Tcount). A transaction's size is WPP · PPT writes, of a word each.
+//! The parameters of the paper are the size of the critical data area (CDA, here the region), the
+//! writes to a page (WPP), the pages written in a transaction (PPT), and the number of transactions
+//! (Tcount). The size of a transaction (Tsize) is WPP · PPT writes of a word each.
+//!
+//! | figure | here |
+//! |---|---|
+//! | 6: page tracking, by PPT and WPP | tables "µs a transaction, WPP n" |
+//! | 7: emulation, by Tsize | table "µs a transaction by its size" |
+//! | 8: break-even of emulation and page tracking | table "ns that tracking adds to a page", and the goals |
 
 use std::hint::black_box;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use pagemark::region::{RegionError, RegionOptions};
+use pagemark::region::RegionOptions;
 use pagemark::sys::own_memory::Mapping;
 use pagemark::{Mechanism, PAGE_SIZE, Region};
+use pagemark_report::output::print;
+use pagemark_report::samples::Samples;
+use pagemark_report::table::Table;
 
-use crate::BenchError;
-use crate::stats::Samples;
+use crate::random::Xorshift;
+use crate::{BenchError, print_json};
 
-/// What is measured.
+/// Options of the measurement.
 #[derive(clap::Args, Clone, Debug)]
 pub struct Options {
-    /// Size of the region, MiB (HAC's CDA)
+    /// Size of the region, MiB (the critical data area)
     #[arg(long, default_value_t = 16)]
     mib: usize,
     /// Writes to a page in a transaction (WPP)
@@ -27,7 +38,7 @@ pub struct Options {
     /// Pages written in a transaction (PPT)
     #[arg(long, value_delimiter = ',', default_values_t = [1, 4, 16, 64, 256, 1024])]
     ppt: Vec<usize>,
-    /// Transactions in each of a measurement's rounds, at most (Tcount); fewer where they take more than --round-ms
+    /// Most transactions in a round (Tcount); fewer if they take longer than --round-ms
     #[arg(long, default_value_t = 2000)]
     tcount: usize,
     /// Longest time of a round, milliseconds
@@ -36,10 +47,10 @@ pub struct Options {
     /// Rounds; the mechanisms take turns in each
     #[arg(long, default_value_t = 9)]
     rounds: usize,
-    /// Mechanisms; by default all that work here
+    /// Mechanisms [default: all that work here]
     #[arg(long, value_delimiter = ',')]
     mechanism: Vec<Mechanism>,
-    /// Keep what transactions can be rolled back to
+    /// Keep the content that transactions can be rolled back to
     #[arg(long)]
     rollback: bool,
     /// Print JSON
@@ -47,73 +58,73 @@ pub struct Options {
     json: bool,
 }
 
-/// Transactions prepared ahead, which take turns.
+/// Number of transactions that are prepared ahead and take turns.
 const PREPARED: usize = 16;
 
-/// Transactions before anything is measured, in which `adaptive` learns what is hot.
+/// Transactions before the measured ones, in which `adaptive` learns which pages are hot.
 const WARM_UP: usize = 300;
 
-/// Where the break-even between word and page tracking is looked for.
+/// Shapes among which the break-even of word and page tracking is searched.
 const BREAK_EVEN_WPP: [usize; 6] = [1, 2, 3, 4, 8, 16];
 const BREAK_EVEN_PPT: usize = 64;
 
-/// One shape of transaction.
+/// Parameters of a transaction.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, serde::Serialize)]
 struct Shape {
     wpp: usize,
     ppt: usize,
-    /// The same pages in each transaction, else random ones.
+    /// True if each transaction writes the same pages, false if random ones.
     same_pages: bool,
 }
 
-/// What one mechanism took for one shape.
+/// Results of one mechanism for one shape.
 #[derive(serde::Serialize)]
 struct Row {
     #[serde(flatten)]
     shape: Shape,
-    /// None is without tracking.
+    /// None for untracked memory.
     mechanism: Option<Mechanism>,
-    /// A transaction, from before begin to after commit.
+    /// Time of a transaction, from before begin to after commit.
     transaction_ns: Samples,
-    /// Its writes alone.
+    /// Time of its writes alone.
     write_ns: Samples,
 }
 
 /// Memory whose writes are measured.
-enum Subject {
+enum MeasuredMemory {
     Untracked(Mapping),
     Tracked(Box<Region>),
 }
 
-impl Subject {
+impl MeasuredMemory {
     fn start(&self) -> *mut u8 {
         match self {
-            Subject::Untracked(mapping) => mapping.start().as_ptr(),
-            Subject::Tracked(region) => region.as_ptr(),
+            MeasuredMemory::Untracked(mapping) => mapping.start().as_ptr(),
+            MeasuredMemory::Tracked(region) => region.as_ptr(),
         }
     }
 
     fn mechanism(&self) -> Option<Mechanism> {
         match self {
-            Subject::Untracked(_) => None,
-            Subject::Tracked(region) => Some(region.mechanism()),
+            MeasuredMemory::Untracked(_) => None,
+            MeasuredMemory::Tracked(region) => Some(region.mechanism()),
         }
     }
 
-    /// Runs a transaction that writes these words; returns how long it took, and how long its writes.
-    fn transaction(&self, words: &[u32]) -> Result<(Duration, Duration), RegionError> {
+    /// Runs a transaction that writes these words. Returns its time, and that of its writes.
+    fn transaction(&self, words: &[u32]) -> Result<(Duration, Duration), pagemark::Error> {
         let begin = Instant::now();
-        if let Subject::Tracked(region) = self {
+        if let MeasuredMemory::Tracked(region) = self {
             region.begin()?;
         }
         let write_begin = Instant::now();
         let start = self.start().cast::<AtomicU64>();
         for (number, &word) in words.iter().enumerate() {
-            // SAFETY: the words lie within the memory, which the subject holds.
+            // SAFETY: all prepared words are within the memory, which `self` keeps mapped.
             unsafe { (*start.add(word as usize)).store(number as u64, Ordering::Relaxed) };
         }
         let write_time = write_begin.elapsed();
-        if let Subject::Tracked(region) = self {
+        if let MeasuredMemory::Tracked(region) = self {
             black_box(region.commit()?);
         }
         Ok((begin.elapsed(), write_time))
@@ -123,7 +134,7 @@ impl Subject {
 /// Measures and prints.
 ///
 /// # Errors
-/// A region could not be made, or a mechanism that was asked for does not work.
+/// A region could not be created, or a mechanism of the options does not work.
 pub fn run(options: &Options) -> Result<(), BenchError> {
     let mechanisms = mechanisms(options);
     let mut rows = Vec::new();
@@ -137,9 +148,9 @@ pub fn run(options: &Options) -> Result<(), BenchError> {
         rows.extend(measure(options, &mechanisms, shape)?);
     }
     if options.json {
-        println!("{}", serde_json::to_string_pretty(&rows).map_err(|error| BenchError::Pagemark(error.into()))?);
+        print_json(&rows)?;
     } else {
-        print(options, &rows);
+        print(&tables(options, &rows));
     }
     Ok(())
 }
@@ -152,7 +163,7 @@ fn shapes(options: &Options) -> Vec<Shape> {
         }
     }
     shapes.extend(BREAK_EVEN_WPP.map(|wpp| Shape { wpp, ppt: BREAK_EVEN_PPT, same_pages: false }));
-    // A transaction's size alone, with as many pages as writes.
+    // By the size of a transaction, with one write to each page.
     shapes.extend(options.ppt.iter().map(|&ppt| Shape { wpp: 1, ppt, same_pages: false }));
     let pages = options.mib * (1 << 20) / PAGE_SIZE;
     shapes.retain(|shape| shape.wpp > 0 && shape.ppt > 0 && shape.ppt <= pages);
@@ -166,7 +177,7 @@ fn shapes(options: &Options) -> Vec<Shape> {
     shapes
 }
 
-/// The mechanisms that were asked for, or all that work here.
+/// The mechanisms of the options, or all that work here.
 fn mechanisms(options: &Options) -> Vec<Mechanism> {
     if !options.mechanism.is_empty() {
         return options.mechanism.clone();
@@ -178,33 +189,32 @@ fn mechanisms(options: &Options) -> Vec<Mechanism> {
     Mechanism::ALL.into_iter().filter(works).collect()
 }
 
-/// What is measured side by side: nothing tracked first.
-fn subjects(options: &Options, mechanisms: &[Mechanism]) -> Result<Vec<Subject>, BenchError> {
+/// Untracked memory, and a region of each mechanism.
+fn measured_memories(options: &Options, mechanisms: &[Mechanism]) -> Result<Vec<MeasuredMemory>, BenchError> {
     let bytes = options.mib * (1 << 20);
     let mapping = Mapping::new(bytes).map_err(BenchError::on("map memory"))?;
-    let mut subjects = vec![Subject::Untracked(mapping)];
+    let mut memories = vec![MeasuredMemory::Untracked(mapping)];
     for &mechanism in mechanisms {
         let without_rollback = !options.rollback;
-        let how = RegionOptions { mechanism: Some(mechanism), without_rollback, ..RegionOptions::default() };
-        let region = Region::with_options(bytes, how).map_err(|error| BenchError::Pagemark(error.into()))?;
-        subjects.push(Subject::Tracked(Box::new(region)));
+        let region_options = RegionOptions { mechanism: Some(mechanism), without_rollback, ..RegionOptions::default() };
+        let region = Region::with_options(bytes, region_options).map_err(BenchError::pagemark)?;
+        memories.push(MeasuredMemory::Tracked(Box::new(region)));
     }
-    for subject in &subjects {
-        // SAFETY: the memory is the subject's, and as long.
-        (0..bytes).step_by(PAGE_SIZE).for_each(|offset| unsafe { subject.start().add(offset).write_volatile(1) });
+    for memory in &memories {
+        // SAFETY: the memory is as long, and only this function accesses it.
+        (0..bytes).step_by(PAGE_SIZE).for_each(|offset| unsafe { memory.start().add(offset).write_volatile(1) });
     }
-    Ok(subjects)
+    Ok(memories)
 }
 
 fn measure(options: &Options, mechanisms: &[Mechanism], shape: Shape) -> Result<Vec<Row>, BenchError> {
-    let failed = |error: RegionError| BenchError::Pagemark(error.into());
-    let subjects = subjects(options, mechanisms)?;
+    let memories = measured_memories(options, mechanisms)?;
     let transactions = transactions(shape, options.mib * (1 << 20) / PAGE_SIZE);
-    let mut rows: Vec<_> = subjects
+    let mut rows: Vec<_> = memories
         .iter()
-        .map(|subject| Row {
+        .map(|memory| Row {
             shape,
-            mechanism: subject.mechanism(),
+            mechanism: memory.mechanism(),
             transaction_ns: Samples::default(),
             write_ns: Samples::default(),
         })
@@ -212,20 +222,20 @@ fn measure(options: &Options, mechanisms: &[Mechanism], shape: Shape) -> Result<
     let longest = Duration::from_millis(options.round_ms);
     let mut prepared = transactions.iter().cycle();
     let mut next = move || prepared.next().map_or(&[][..], Vec::as_slice);
-    for subject in &subjects {
+    for memory in &memories {
         let begin = Instant::now();
         for _ in 0..WARM_UP {
-            subject.transaction(next()).map_err(failed)?;
+            memory.transaction(next()).map_err(BenchError::pagemark)?;
             if begin.elapsed() > 10 * longest {
                 break;
             }
         }
     }
     for _ in 0..options.rounds {
-        for (subject, row) in subjects.iter().zip(&mut rows) {
+        for (memory, row) in memories.iter().zip(&mut rows) {
             let (mut count, mut total, mut writing) = (0, Duration::ZERO, Duration::ZERO);
             while count < options.tcount && total < longest {
-                let (transaction, write) = subject.transaction(next()).map_err(failed)?;
+                let (transaction, write) = memory.transaction(next()).map_err(BenchError::pagemark)?;
                 total += transaction;
                 writing += write;
                 count += 1;
@@ -237,19 +247,13 @@ fn measure(options: &Options, mechanisms: &[Mechanism], shape: Shape) -> Result<
     Ok(rows)
 }
 
-/// The words that transactions write.
+/// For each prepared transaction, the indices of the words that it writes.
 fn transactions(shape: Shape, pages: usize) -> Vec<Vec<u32>> {
     const WORDS: usize = PAGE_SIZE / 8;
-    let mut seed = 0x9e37_79b9_7f4a_7c15u64;
-    let mut random = |below: usize| {
-        seed ^= seed << 13;
-        seed ^= seed >> 7;
-        seed ^= seed << 17;
-        (seed % below as u64) as usize
-    };
+    let mut random = Xorshift::new(1);
     let mut order: Vec<usize> = (0..pages).collect();
-    let mut shuffle = |random: &mut dyn FnMut(usize) -> usize| {
-        (0..shape.ppt).for_each(|index| order.swap(index, index + random(pages - index)));
+    let mut shuffle = |random: &mut Xorshift| {
+        (0..shape.ppt).for_each(|index| order.swap(index, index + random.index(pages - index)));
         order[..shape.ppt].to_vec()
     };
     let mut chosen = shuffle(&mut random);
@@ -258,8 +262,9 @@ fn transactions(shape: Shape, pages: usize) -> Vec<Vec<u32>> {
             if !shape.same_pages {
                 chosen = shuffle(&mut random);
             }
-            // One word in each page, then the next in each, as a program that works on many things at once.
-            let (wpp, first) = (shape.wpp, random(WORDS));
+            // One word in each page, then the next one in each page, as a program that works on
+            // many objects writes.
+            let (wpp, first) = (shape.wpp, random.index(WORDS));
             (0..wpp)
                 .flat_map(|write| chosen.iter().map(move |page| (page * WORDS + (first + write * 37) % WORDS) as u32))
                 .collect()
@@ -267,117 +272,169 @@ fn transactions(shape: Shape, pages: usize) -> Vec<Vec<u32>> {
         .collect()
 }
 
-fn print(options: &Options, rows: &[Row]) {
-    println!(
-        "region of {} MiB, {} rounds of up to {} transactions, interleaved; medians; {}",
+/// The rows, by shape and mechanism.
+struct Results<'a> {
+    options: &'a Options,
+    rows: &'a [Row],
+    /// In the order of their rows.
+    mechanisms: Vec<Option<Mechanism>>,
+}
+
+impl<'a> Results<'a> {
+    fn new(options: &'a Options, rows: &'a [Row]) -> Results<'a> {
+        let first = rows.first().map(|row| row.shape);
+        let mechanisms = rows.iter().take_while(|row| Some(row.shape) == first).map(|row| row.mechanism).collect();
+        Results { options, rows, mechanisms }
+    }
+
+    fn find(&self, shape: Shape, mechanism: Option<Mechanism>) -> Option<&'a Row> {
+        self.rows.iter().find(|row| row.shape == shape && row.mechanism == mechanism)
+    }
+
+    /// The measured shapes with each number of pages.
+    fn shapes(&self, wpp: usize, same_pages: bool) -> Vec<Shape> {
+        let shapes = self.options.ppt.iter().map(|&ppt| Shape { wpp, ppt, same_pages });
+        shapes.filter(|&shape| self.rows.iter().any(|row| row.shape == shape)).collect()
+    }
+
+    /// Nanoseconds that tracking adds to a page of random ones. None if it, or untracked memory,
+    /// was not measured.
+    fn page_cost_ns(&self, wpp: usize, mechanism: Mechanism) -> Option<f64> {
+        let shape = Shape { wpp, ppt: BREAK_EVEN_PPT, same_pages: false };
+        let (tracked, untracked) = (self.find(shape, Some(mechanism))?, self.find(shape, None)?);
+        Some((tracked.transaction_ns.median() - untracked.transaction_ns.median()) / shape.ppt as f64)
+    }
+
+    /// What a mechanism adds to a page, divided by what mprotect adds.
+    fn to_mprotect(&self, wpp: usize, mechanism: Mechanism) -> Option<f64> {
+        Some(self.page_cost_ns(wpp, mechanism)? / self.page_cost_ns(wpp, Mechanism::Mprotect)?)
+    }
+
+    /// A row for each mechanism, a column for each shape, and the ratios to untracked memory and to
+    /// mprotect.
+    fn transactions(&self, wpp: usize, same_pages: bool) -> Table {
+        let mut peers = vec![None, Some(Mechanism::Mprotect)];
+        peers.retain(|peer| self.mechanisms.contains(peer));
+        let shapes = self.shapes(wpp, same_pages);
+        let peer_columns = peers.iter().map(|&peer| format!(">to {}", name(peer)));
+        let mut table = Table::new(heading(
+            "PPT",
+            shapes.iter().map(|shape| shape.ppt),
+            [">±".into()].into_iter().chain(peer_columns),
+        ));
+        for &mechanism in &self.mechanisms {
+            let rows: Vec<_> = shapes.iter().filter_map(|&shape| self.find(shape, mechanism)).collect();
+            let mut cells = vec![name(mechanism).to_owned()];
+            cells.extend(rows.iter().map(|row| format!("{:.2}", row.transaction_ns.median() / 1e3)));
+            let greatest_spread = rows.iter().map(|row| row.transaction_ns.spread()).fold(0.0, f64::max);
+            cells.push(format!("{:.0} %", greatest_spread * 100.0));
+            for &peer in &peers {
+                let ratio = |row: &&Row| {
+                    Some(row.transaction_ns.median() / self.find(row.shape, peer)?.transaction_ns.median())
+                };
+                let ratios: Vec<_> = rows.iter().filter_map(ratio).collect();
+                cells.push(match ratios[..] {
+                    [] => String::new(),
+                    [only] => format!("{only:.2}×"),
+                    [first, .., last] => format!("{first:.2}× … {last:.2}×"),
+                });
+            }
+            table.row(cells);
+        }
+        table
+    }
+
+    /// Nanoseconds that each mechanism adds to a page, by the writes to it.
+    fn page_costs(&self) -> Table {
+        let mut table = Table::new(heading("WPP", BREAK_EVEN_WPP, []));
+        for mechanism in self.mechanisms.iter().flatten().copied() {
+            let costs_ns = BREAK_EVEN_WPP.iter().filter_map(|&wpp| self.page_cost_ns(wpp, mechanism));
+            let costs_ns = costs_ns.map(|cost_ns| format!("{cost_ns:.0}"));
+            table.row(std::iter::once(mechanism.name().to_owned()).chain(costs_ns));
+        }
+        table
+    }
+
+    /// Microseconds of a transaction that writes one word in each page, by its pages.
+    fn sizes(&self) -> Table {
+        let shapes = self.shapes(1, false);
+        let mut table = Table::new(heading("writes", shapes.iter().map(|shape| shape.ppt), []));
+        for &mechanism in &self.mechanisms {
+            let rows = shapes.iter().filter_map(|&shape| self.find(shape, mechanism));
+            let times = rows.map(|row| format!("{:.2}", row.transaction_ns.median() / 1e3));
+            table.row(std::iter::once(name(mechanism).to_owned()).chain(times));
+        }
+        table
+    }
+
+    /// The goals, and how far they are reached. Goals of mechanisms that were not measured are left
+    /// out.
+    fn goals(&self) -> String {
+        let mut out = String::new();
+        let emulated = |wpp| self.to_mprotect(wpp, Mechanism::Emulate);
+        if let (Some(at_1), Some(at_2)) = (emulated(1), emulated(2)) {
+            out += &format!("emulate to mprotect, a page: {at_1:.2}× at WPP 1, {at_2:.2}× at WPP 2 (goal: below 1)\n");
+            let even = BREAK_EVEN_WPP.windows(2).find_map(|pair| {
+                let (low, high) = (emulated(pair[0])?, emulated(pair[1])?);
+                let between = || pair[0] as f64 + (1.0 - low) / (high - low) * (pair[1] - pair[0]) as f64;
+                (low <= 1.0 && high > 1.0).then(between)
+            });
+            let even = even.map_or("not among the measured WPP".to_owned(), |wpp| format!("{wpp:.1} writes a page"));
+            out += &format!("break-even of word and page tracking: {even}\n");
+        }
+        if let Some(scan) = self.to_mprotect(4, Mechanism::PagemapScan) {
+            out += &format!("pagemap-scan to mprotect, a page: {scan:.2}× (goal: at most 0.33)\n");
+        }
+        for &wpp in &self.options.wpp {
+            let ratios = self.shapes(wpp, true).into_iter().filter_map(|shape| {
+                let (adaptive, untracked) = (self.find(shape, Some(Mechanism::Adaptive))?, self.find(shape, None)?);
+                let writes = adaptive.write_ns.median() / untracked.write_ns.median();
+                let whole = adaptive.transaction_ns.median() / untracked.transaction_ns.median();
+                Some(format!("PPT {} {writes:.2}× ({whole:.2}×)", shape.ppt))
+            });
+            let ratios: Vec<_> = ratios.collect();
+            if !ratios.is_empty() {
+                out += &format!(
+                    "adaptive to untracked, same pages, WPP {wpp}, the writes (the whole transaction): {} (goal: at most \
+                     1.10)\n",
+                    ratios.join(", ")
+                );
+            }
+        }
+        out
+    }
+}
+
+fn tables(options: &Options, rows: &[Row]) -> String {
+    let results = Results::new(options, rows);
+    let mut out = format!(
+        "region of {} MiB, {} rounds of up to {} transactions, interleaved; medians; {}\n",
         options.mib,
         options.rounds,
         options.tcount,
         if options.rollback { "transactions can be rolled back" } else { "without rollback" }
     );
-    let all = |shape: Shape| rows.iter().filter(move |row| row.shape == shape);
-    let of = |shape: Shape, mechanism: Option<Mechanism>| all(shape).find(|row| row.mechanism == mechanism);
-    let mechanisms: Vec<_> = rows.iter().filter(|row| row.shape == rows[0].shape).map(|row| row.mechanism).collect();
     for same_pages in [false, true] {
         for &wpp in &options.wpp {
             let pages = if same_pages { "the same pages each time" } else { "random pages" };
-            println!("\nµs a transaction, WPP {wpp}, {pages}");
-            let shapes: Vec<_> = options.ppt.iter().map(|&ppt| Shape { wpp, ppt, same_pages }).collect();
-            let shapes: Vec<_> = shapes.into_iter().filter(|&shape| all(shape).next().is_some()).collect();
-            heading("PPT", &shapes.iter().map(|shape| shape.ppt).collect::<Vec<_>>());
-            for &mechanism in &mechanisms {
-                print!("{:<13}", name(mechanism));
-                for row in shapes.iter().filter_map(|&shape| of(shape, mechanism)) {
-                    print!("{:>9.2}", row.transaction_ns.median() / 1e3);
-                }
-                // How far apart the tenth and the ninetieth of a hundred rounds are, where that is worst.
-                let spread = |row: &Row| {
-                    let samples = &row.transaction_ns;
-                    (samples.quantile(0.9) - samples.quantile(0.1)) / samples.median()
-                };
-                let spreads = shapes.iter().filter_map(|&shape| of(shape, mechanism)).map(spread);
-                print!("  ±{:>3.0} %", spreads.fold(0.0, f64::max) * 50.0);
-                for other in [None, Some(Mechanism::Mprotect)] {
-                    let ratio = |shape: Shape| {
-                        Some(of(shape, mechanism)?.transaction_ns.median() / of(shape, other)?.transaction_ns.median())
-                    };
-                    let ratios: Vec<_> = shapes.iter().filter_map(|&shape| ratio(shape)).collect();
-                    if let (Some(first), Some(last)) = (ratios.first(), ratios.last()) {
-                        print!("  {first:>7.2}× … {last:.2}× {}", name(other));
-                    }
-                }
-                println!();
-            }
+            let table = results.transactions(wpp, same_pages);
+            out += &format!("\nµs a transaction, WPP {wpp}, {pages}\n{table}");
         }
     }
-
-    // What tracking adds to a page; none if one of the two was not measured.
-    let cost_ns = |shape: Shape, mechanism: Option<Mechanism>| {
-        let (tracked, untracked) = (of(shape, mechanism)?, of(shape, None)?);
-        Some((tracked.transaction_ns.median() - untracked.transaction_ns.median()) / shape.ppt as f64)
-    };
-    let break_even = |wpp| Shape { wpp, ppt: BREAK_EVEN_PPT, same_pages: false };
-    println!("\nns that tracking adds to a page, PPT {BREAK_EVEN_PPT}, random pages");
-    heading("WPP", &BREAK_EVEN_WPP);
-    for &mechanism in mechanisms.iter().filter(|mechanism| mechanism.is_some()) {
-        print!("{:<13}", name(mechanism));
-        let costs_ns = BREAK_EVEN_WPP.iter().filter_map(|&wpp| cost_ns(break_even(wpp), mechanism));
-        costs_ns.for_each(|cost_ns| print!("{cost_ns:>9.0}"));
-        println!();
-    }
-    println!("\nµs a transaction by its size, one write a page");
-    let sizes: Vec<_> = options.ppt.iter().map(|&ppt| Shape { wpp: 1, ppt, same_pages: false }).collect();
-    let sizes: Vec<_> = sizes.into_iter().filter(|&shape| all(shape).next().is_some()).collect();
-    heading("writes", &sizes.iter().map(|shape| shape.ppt).collect::<Vec<_>>());
-    for &mechanism in &mechanisms {
-        print!("{:<13}", name(mechanism));
-        sizes
-            .iter()
-            .filter_map(|&shape| of(shape, mechanism))
-            .for_each(|row| print!("{:>9.2}", row.transaction_ns.median() / 1e3));
-        println!();
-    }
-
-    println!();
-    let to_mprotect = |mechanism, wpp| {
-        Some(cost_ns(break_even(wpp), Some(mechanism))? / cost_ns(break_even(wpp), Some(Mechanism::Mprotect))?)
-    };
-    let emulated = |wpp| to_mprotect(Mechanism::Emulate, wpp);
-    if let (Some(at_1), Some(at_2)) = (emulated(1), emulated(2)) {
-        println!("emulate to mprotect, a page: {at_1:.2}× at WPP 1, {at_2:.2}× at WPP 2 (goal: below 1)");
-        let even = BREAK_EVEN_WPP.windows(2).find_map(|pair| {
-            let (low, high) = (emulated(pair[0])?, emulated(pair[1])?);
-            let between = || pair[0] as f64 + (1.0 - low) / (high - low) * (pair[1] - pair[0]) as f64;
-            (low <= 1.0 && high > 1.0).then(between)
-        });
-        let even = even.map_or("not among the measured WPP".to_owned(), |wpp| format!("{wpp:.1} writes a page"));
-        println!("break-even of word and page tracking: {even}");
-    }
-    if let Some(scan) = to_mprotect(Mechanism::PagemapScan, 4) {
-        println!("pagemap-scan to mprotect, a page: {scan:.2}× (goal: at most 0.33)");
-    }
-    for &wpp in &options.wpp {
-        let shapes = options.ppt.iter().map(|&ppt| Shape { wpp, ppt, same_pages: true });
-        let ratios = shapes.filter_map(|shape| {
-            let (adaptive, untracked) = (of(shape, Some(Mechanism::Adaptive))?, of(shape, None)?);
-            let writes = adaptive.write_ns.median() / untracked.write_ns.median();
-            let whole = adaptive.transaction_ns.median() / untracked.transaction_ns.median();
-            Some(format!("PPT {} {writes:.2}× ({whole:.2}×)", shape.ppt))
-        });
-        let ratios: Vec<_> = ratios.collect();
-        if !ratios.is_empty() {
-            println!(
-                "adaptive to untracked, same pages, WPP {wpp}, the writes (the whole transaction): {} (goal: at most 1.10)",
-                ratios.join(", ")
-            );
-        }
-    }
+    let (page_costs, sizes, goals) = (results.page_costs(), results.sizes(), results.goals());
+    out += &format!("\nns that tracking adds to a page, PPT {BREAK_EVEN_PPT}, random pages\n{page_costs}");
+    out += &format!("\nµs a transaction by its size, one write a page\n{sizes}\n{goals}");
+    out
 }
 
-fn heading(what: &str, values: &[usize]) {
-    print!("{what:<13}");
-    values.iter().for_each(|value| print!("{value:>9}"));
-    println!();
+/// Column names: what a row is, flush left, then `values` and `others`, flush right.
+fn heading(
+    name: &str,
+    values: impl IntoIterator<Item = usize>,
+    others: impl IntoIterator<Item = String>,
+) -> impl Iterator<Item = String> {
+    let values = values.into_iter().map(|value| format!(">{value}"));
+    std::iter::once(name.to_owned()).chain(values).chain(others)
 }
 
 fn name(mechanism: Option<Mechanism>) -> &'static str {
@@ -391,7 +448,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn transactions_have_the_shape_that_was_asked_for() {
+    fn transactions_have_the_given_shape() {
         for same_pages in [false, true] {
             let transactions = transactions(Shape { wpp: 3, ppt: 20, same_pages }, 100);
             let pages = |words: &Vec<u32>| words.iter().map(|word| word / 512).collect::<HashSet<_>>();

@@ -1,36 +1,43 @@
-//! `bench store`: what snapshots in memory cost a page, beside a plain copy of the same pages, and beside one hash and one
-//! copy. Times are those of one thread on its processor.
+//! `pagemark-bench store`: the cost of snapshots in memory for a page, beside a plain copy of the
+//! same pages, and beside one hash and one copy. Times are processor times of one thread.
+//!
+//! It measures the page store and the snapshots of "Results on same-page-merging snapshots"
+//! (section "Implementation"), which has no figures for them.
 
 use std::hint::black_box;
 
-use nix::time::{ClockId, clock_gettime};
-use pagemark::snapshot::{Area, Snapshot, SnapshotError, SnapshotOptions, SnapshotStore};
+use pagemark::address::offsets;
+use pagemark::snapshot::{SharedBytes, Snapshot, SnapshotOptions, SnapshotStore};
 use pagemark::sys::flight::FlightBuffer;
-use pagemark::{PAGE_SIZE, RangeSet};
+use pagemark::{Address, PAGE_SIZE, PageNumber, RangeSet};
+use pagemark_report::output::print;
+use pagemark_report::samples::Samples;
+use pagemark_report::table::Table;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
-use crate::BenchError;
-use crate::stats::Samples;
+use crate::random::Xorshift;
+use crate::usage::thread_cpu_ns;
+use crate::{BenchError, print_json};
 
-/// What is measured.
+/// Options of the measurement.
 #[derive(clap::Args, Clone, Debug)]
 pub struct Options {
-    /// The area that is snapshotted, MiB
+    /// Size of the memory of which snapshots are taken, MiB
     #[arg(long, default_value_t = 1024)]
     mib: usize,
     /// Pages written between snapshots, per cent, spread at random
     #[arg(long, default_value_t = 1.0)]
     percent: f64,
-    /// Pages written between snapshots lie in runs of so many
+    /// Length of the runs of pages written between snapshots
     #[arg(long, default_value_t = 1)]
     run_pages: usize,
-    /// Snapshots of changes a measurement
+    /// Snapshots of changed pages
     #[arg(long, default_value_t = 20)]
     snapshots: usize,
-    /// Measurements of the whole area
+    /// Snapshots of the whole memory
     #[arg(long, default_value_t = 5)]
     rounds: usize,
-    /// Bytes of a chunk
+    /// Chunk size of the store, bytes
     #[arg(long, value_delimiter = ',', default_values_t = [PAGE_SIZE])]
     chunk_bytes: Vec<usize>,
     /// Print JSON
@@ -38,33 +45,40 @@ pub struct Options {
     json: bool,
 }
 
-/// Values read and snapshots compared a measurement.
+/// Values read, and snapshots compared, in a measurement.
 const LOOK_UPS: usize = 100_000;
 
-/// One line of the result: nanoseconds a page, of the store and of its peers with the same pages in the same round.
+/// A row of the result: nanoseconds for a page, of the store and of its peers with the same pages
+/// in the same round.
 #[derive(Default, serde::Serialize)]
 struct Row {
-    what: &'static str,
+    /// Name in the JSON since its first version.
+    #[serde(rename = "what")]
+    operation: &'static str,
     page_ns: Samples,
     copy_ns: Samples,
     hash_and_copy_ns: Samples,
 }
 
-/// All of one chunk size.
+/// Results for one chunk size.
 #[derive(serde::Serialize)]
 struct Report {
     chunk_bytes: usize,
     rows: Vec<Row>,
-    /// Pages that each snapshot of changes found written.
+    /// Mean number of changed pages of a snapshot.
     dirty_pages: usize,
-    /// What each of them took besides the content, to the bytes of the pages that were written.
+    /// Bytes that a snapshot takes besides content, divided by the bytes of its changed pages.
     overhead_ratio: f64,
+    /// The same bytes, divided by the changed pages.
     overhead_page_bytes: f64,
     look_up_ns: Samples,
     equality_ns: Samples,
-    /// A page in which the two differ.
+    /// For each page in which two snapshots differ.
     diff_ns: Samples,
 }
+
+/// Seed of the hash of the peers.
+const HASH_SEED: u64 = 1;
 
 /// Measures and prints.
 ///
@@ -74,51 +88,44 @@ pub fn run(options: &Options) -> Result<(), BenchError> {
     let mut reports = Vec::new();
     for &chunk_bytes in &options.chunk_bytes {
         eprintln!("chunks of {chunk_bytes} bytes …");
-        reports.push(measure(options, chunk_bytes).map_err(|error| BenchError::Pagemark(error.into()))?);
+        reports.push(measure(options, chunk_bytes)?);
     }
     if options.json {
-        println!("{}", serde_json::to_string_pretty(&reports).map_err(|error| BenchError::Pagemark(error.into()))?);
+        print_json(&reports)?;
     } else {
-        reports.iter().for_each(print);
+        reports.iter().for_each(|report| print(&tables(report)));
     }
     Ok(())
 }
 
-/// The area, and pages of it that are written now.
-struct Subject {
-    memory: Vec<u8>,
-    random: u64,
+/// Memory of which snapshots are taken.
+struct TestMemory {
+    bytes: Vec<u8>,
+    random: Xorshift,
 }
 
-impl Subject {
-    fn new(bytes: usize) -> Subject {
-        let mut subject = Subject { memory: vec![0; bytes], random: 0x9e37_79b9_7f4a_7c15 };
-        (0..bytes / PAGE_SIZE).for_each(|page| subject.fill(page));
-        subject
+impl TestMemory {
+    fn new(bytes: usize) -> TestMemory {
+        let mut memory = TestMemory { bytes: vec![0; bytes], random: Xorshift::new(1) };
+        (0..bytes / PAGE_SIZE).for_each(|page| memory.fill(page));
+        memory
     }
 
-    fn next(&mut self) -> u64 {
-        self.random ^= self.random << 13;
-        self.random ^= self.random >> 7;
-        self.random ^= self.random << 17;
-        self.random
-    }
-
-    /// Writes a page whole, with what was nowhere before.
+    /// Fills a page with content that no page has had.
     fn fill(&mut self, page: usize) {
         for at in (page * PAGE_SIZE..(page + 1) * PAGE_SIZE).step_by(8) {
-            let word = self.next();
-            self.memory[at..at + 8].copy_from_slice(&word.to_ne_bytes());
+            let word = self.random.next_u64();
+            self.bytes[at..at + 8].copy_from_slice(&word.to_ne_bytes());
         }
     }
 
-    /// Writes runs of pages at random places. Returns the pages, in ascending order.
+    /// Fills random runs of pages anew. Returns the pages, ascending.
     fn change(&mut self, pages: usize, run_pages: usize) -> Vec<usize> {
         let run_pages = run_pages.max(1);
-        let runs = (self.memory.len() / PAGE_SIZE / run_pages) as u64;
+        let runs = self.bytes.len() / PAGE_SIZE / run_pages;
         let mut changed = std::collections::BTreeSet::new();
-        while changed.len() < pages.min(runs as usize * run_pages) {
-            let run = (self.next() % runs) as usize;
+        while changed.len() < pages.min(runs * run_pages) {
+            let run = self.random.index(runs);
             changed.extend(run * run_pages..(run + 1) * run_pages);
         }
         changed.iter().for_each(|&page| self.fill(page));
@@ -126,71 +133,71 @@ impl Subject {
     }
 
     fn page(&self, page: usize) -> &[u8] {
-        &self.memory[page * PAGE_SIZE..(page + 1) * PAGE_SIZE]
+        &self.bytes[page * PAGE_SIZE..(page + 1) * PAGE_SIZE]
     }
 }
 
-/// A time of this thread on a processor: what others do on the machine counts as little as it can.
-struct Begin(f64);
+/// Measures processor time of this thread: other programs of the machine influence it little.
+struct Timer {
+    begin_ns: f64,
+}
 
-impl Begin {
-    fn now() -> Begin {
-        Begin(Self::thread_ns())
+impl Timer {
+    fn start() -> Result<Timer, BenchError> {
+        Ok(Timer { begin_ns: thread_cpu_ns()? })
     }
 
-    fn ns_a(&self, count: usize) -> f64 {
-        (Self::thread_ns() - self.0) / count as f64
-    }
-
-    fn thread_ns() -> f64 {
-        // Linux has that clock always.
-        clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID)
-            .map_or(f64::NAN, |time| time.tv_sec() as f64 * 1e9 + time.tv_nsec() as f64)
+    /// Nanoseconds since the start, divided by `count`.
+    fn ns_each(&self, count: usize) -> Result<f64, BenchError> {
+        Ok((thread_cpu_ns()? - self.begin_ns) / count as f64)
     }
 }
 
-/// Copies the pages to memory that is new, as the store's is. With `seed`, hashes them too.
-fn copy_out(subject: &Subject, pages: &[usize], seed: Option<u64>) -> (f64, FlightBuffer) {
-    let begin = Begin::now();
+/// Copies pages to new memory, as the store does, and hashes them if there is a `seed`. Returns ns
+/// for a page, and the copy.
+fn copy_out(memory: &TestMemory, pages: &[usize], seed: Option<u64>) -> Result<(f64, FlightBuffer), BenchError> {
+    let timer = Timer::start()?;
     let mut buffer = FlightBuffer::new(pages.len() * PAGE_SIZE);
     for (index, &page) in pages.iter().enumerate() {
         let copy = buffer.slice(index * PAGE_SIZE..(index + 1) * PAGE_SIZE);
-        copy.copy_from_slice(subject.page(page));
+        copy.copy_from_slice(memory.page(page));
         if let Some(seed) = seed {
             black_box(xxh3_64_with_seed(copy, seed));
         }
     }
-    (begin.ns_a(pages.len()), buffer)
+    Ok((timer.ns_each(pages.len())?, buffer))
 }
 
-/// Copies pages back from a plain copy of the area.
-fn copy_in(subject: &mut Subject, pages: &[usize], whole_copy: &mut FlightBuffer) -> f64 {
-    let begin = Begin::now();
+/// Copies pages back from a copy of the whole memory. Returns ns for a page.
+fn copy_in(memory: &mut TestMemory, pages: &[usize], whole_copy: &mut FlightBuffer) -> Result<f64, BenchError> {
+    let timer = Timer::start()?;
     for &page in pages {
         let copy = whole_copy.slice(page * PAGE_SIZE..(page + 1) * PAGE_SIZE);
-        subject.memory[page * PAGE_SIZE..(page + 1) * PAGE_SIZE].copy_from_slice(copy);
+        memory.bytes[page * PAGE_SIZE..(page + 1) * PAGE_SIZE].copy_from_slice(copy);
     }
-    begin.ns_a(pages.len())
+    timer.ns_each(pages.len())
 }
 
 impl Row {
-    fn new(what: &'static str) -> Row {
-        Row { what, ..Row::default() }
+    fn new(operation: &'static str) -> Row {
+        Row { operation, ..Row::default() }
     }
 
-    /// The peers, with pages that the store is given in the same round.
-    fn measure_peers(&mut self, subject: &Subject, pages: &[usize]) {
-        // Once unmeasured: what a hypervisor must do for memory that was not used yet, nobody is to pay.
-        drop(copy_out(subject, pages, None));
-        self.copy_ns.push(copy_out(subject, pages, None).0);
-        self.hash_and_copy_ns.push(copy_out(subject, pages, Some(subject.random)).0);
+    /// Measures the peers with pages of which the store takes a snapshot in the same round.
+    fn measure_peers(&mut self, memory: &TestMemory, pages: &[usize]) -> Result<(), BenchError> {
+        // The first copy is not measured: it includes the work of a hypervisor for memory that was
+        // never used.
+        drop(copy_out(memory, pages, None)?);
+        self.copy_ns.push(copy_out(memory, pages, None)?.0);
+        self.hash_and_copy_ns.push(copy_out(memory, pages, Some(HASH_SEED))?.0);
+        Ok(())
     }
 }
 
-fn measure(options: &Options, chunk_bytes: usize) -> Result<Report, SnapshotError> {
-    let mut subject = Subject::new(options.mib << 20);
-    let all: Vec<usize> = (0..subject.memory.len() / PAGE_SIZE).collect();
-    let everything = RangeSet::from(0..subject.memory.len() as u64);
+fn measure(options: &Options, chunk_bytes: usize) -> Result<Report, BenchError> {
+    let mut memory = TestMemory::new(options.mib << 20);
+    let all: Vec<usize> = (0..memory.bytes.len() / PAGE_SIZE).collect();
+    let everything = RangeSet::from(offsets(0..memory.bytes.len()));
     let nothing = RangeSet::new();
     let make_store = || SnapshotStore::with_options(SnapshotOptions { chunk_bytes, ..SnapshotOptions::default() });
 
@@ -199,21 +206,21 @@ fn measure(options: &Options, chunk_bytes: usize) -> Result<Report, SnapshotErro
     let mut compare = Row::new("compare with the parent");
     for _ in 0..options.rounds {
         let store = make_store()?;
-        insert.measure_peers(&subject, &all);
-        let begin = Begin::now();
-        let first = store.snapshot(None, &Area::of(&mut subject.memory), &everything, &nothing)?;
-        insert.page_ns.push(begin.ns_a(all.len()));
+        insert.measure_peers(&memory, &all)?;
+        let timer = Timer::start()?;
+        let first = store.snapshot(None, &SharedBytes::of(&mut memory.bytes), &everything, &nothing)?;
+        insert.page_ns.push(timer.ns_each(all.len())?);
 
-        deduplicate.measure_peers(&subject, &all);
-        let begin = Begin::now();
-        let again = store.snapshot(None, &Area::of(&mut subject.memory), &everything, &nothing)?;
-        deduplicate.page_ns.push(begin.ns_a(all.len()));
+        deduplicate.measure_peers(&memory, &all)?;
+        let timer = Timer::start()?;
+        let again = store.snapshot(None, &SharedBytes::of(&mut memory.bytes), &everything, &nothing)?;
+        deduplicate.page_ns.push(timer.ns_each(all.len())?);
         assert!(first == again);
 
-        compare.measure_peers(&subject, &all);
-        let begin = Begin::now();
-        let same = store.snapshot(Some(&first), &Area::of(&mut subject.memory), &everything, &nothing)?;
-        compare.page_ns.push(begin.ns_a(all.len()));
+        compare.measure_peers(&memory, &all)?;
+        let timer = Timer::start()?;
+        let same = store.snapshot(Some(&first), &SharedBytes::of(&mut memory.bytes), &everything, &nothing)?;
+        compare.page_ns.push(timer.ns_each(all.len())?);
         assert!(first == same);
     }
 
@@ -221,32 +228,31 @@ fn measure(options: &Options, chunk_bytes: usize) -> Result<Report, SnapshotErro
     let changed_pages = ((all.len() as f64 * options.percent / 100.0) as usize).max(1);
     let mut change = Row::new("insert changed pages");
     let mut restore = Row::new("restore differing pages");
-    let mut taken = vec![store.snapshot(None, &Area::of(&mut subject.memory), &everything, &nothing)?];
-    let (_, mut whole_copy) = copy_out(&subject, &all, None);
+    let mut taken = vec![store.snapshot(None, &SharedBytes::of(&mut memory.bytes), &everything, &nothing)?];
+    let (_, mut whole_copy) = copy_out(&memory, &all, None)?;
     let before = store.usage();
     let mut dirty_pages = 0;
     for _ in 0..options.snapshots {
-        let pages = subject.change(changed_pages, options.run_pages);
+        let pages = memory.change(changed_pages, options.run_pages);
         dirty_pages += pages.len();
-        let dirty: RangeSet =
-            pages.iter().map(|&page| (page * PAGE_SIZE) as u64..((page + 1) * PAGE_SIZE) as u64).collect();
-        change.measure_peers(&subject, &pages);
-        let begin = Begin::now();
-        let snapshot = store.snapshot(taken.last(), &Area::of(&mut subject.memory), &dirty, &nothing)?;
-        change.page_ns.push(begin.ns_a(pages.len()));
+        let dirty: RangeSet = pages.iter().map(|&page| PageNumber::from(page).addresses()).collect();
+        change.measure_peers(&memory, &pages)?;
+        let timer = Timer::start()?;
+        let snapshot = store.snapshot(taken.last(), &SharedBytes::of(&mut memory.bytes), &dirty, &nothing)?;
+        change.page_ns.push(timer.ns_each(pages.len())?);
 
         let current = Some((&snapshot, &nothing));
-        let begin = Begin::now();
-        let written = store.restore(&taken[taken.len() - 1], current, &Area::of(&mut subject.memory))?;
-        restore.page_ns.push(begin.ns_a(pages.len()));
-        assert!(dirty.iter().all(|range| written.covers(range)), "not all was restored");
-        restore.copy_ns.push(copy_in(&mut subject, &pages, &mut whole_copy));
-        store.restore(&snapshot, Some((&taken[taken.len() - 1], &dirty)), &Area::of(&mut subject.memory))?;
+        let timer = Timer::start()?;
+        let written = store.restore(&taken[taken.len() - 1], current, &SharedBytes::of(&mut memory.bytes))?;
+        restore.page_ns.push(timer.ns_each(pages.len())?);
+        assert!(dirty.iter().all(|range| written.covers(range)), "not all changed pages were restored");
+        restore.copy_ns.push(copy_in(&mut memory, &pages, &mut whole_copy)?);
+        store.restore(&snapshot, Some((&taken[taken.len() - 1], &dirty)), &SharedBytes::of(&mut memory.bytes))?;
         taken.push(snapshot);
     }
     let after = store.usage();
     let overhead_bytes = after.overhead_bytes.saturating_sub(before.overhead_bytes) as f64;
-    let [look_up_ns, equality_ns, diff_ns] = measure_look_ups(options, &mut subject, &taken)?;
+    let [look_up_ns, equality_ns, diff_ns] = measure_look_ups(options, &mut memory, &taken)?;
     Ok(Report {
         chunk_bytes,
         rows: vec![insert, change, deduplicate, compare, restore],
@@ -261,60 +267,58 @@ fn measure(options: &Options, chunk_bytes: usize) -> Result<Report, SnapshotErro
 
 fn measure_look_ups(
     options: &Options,
-    subject: &mut Subject,
+    memory: &mut TestMemory,
     taken: &[Snapshot],
-) -> Result<[Samples; 3], SnapshotError> {
+) -> Result<[Samples; 3], BenchError> {
     let (mut look_up_ns, mut equality_ns, mut diff_ns) = (Samples::default(), Samples::default(), Samples::default());
     for _ in 0..options.rounds {
-        let places: Vec<u64> = (0..LOOK_UPS).map(|_| subject.next() % (subject.memory.len() as u64 - 8)).collect();
-        let begin = Begin::now();
-        for (index, &place) in places.iter().enumerate() {
-            black_box(taken[index % taken.len()].read_value::<u64>(place)?);
+        let last = memory.bytes.len() - 8;
+        let addresses: Vec<_> = (0..LOOK_UPS).map(|_| Address::from(memory.random.index(last))).collect();
+        let timer = Timer::start()?;
+        for (index, &address) in addresses.iter().enumerate() {
+            black_box(taken[index % taken.len()].read_value::<u64>(address)?);
         }
-        look_up_ns.push(begin.ns_a(LOOK_UPS));
-        let begin = Begin::now();
+        look_up_ns.push(timer.ns_each(LOOK_UPS)?);
+        let timer = Timer::start()?;
         let equal = (0..LOOK_UPS).filter(|index| taken[index % taken.len()] == taken[index / 7 % taken.len()]).count();
         black_box(equal);
-        equality_ns.push(begin.ns_a(LOOK_UPS));
+        equality_ns.push(timer.ns_each(LOOK_UPS)?);
         for pair in taken.windows(2) {
-            let begin = Begin::now();
+            let timer = Timer::start()?;
             let differing = pair[0].diff(&pair[1])?;
-            diff_ns.push(begin.ns_a((differing.total_bytes() as usize / PAGE_SIZE).max(1)));
+            diff_ns.push(timer.ns_each((differing.total_bytes().to_usize() / PAGE_SIZE).max(1))?);
         }
     }
     Ok([look_up_ns, equality_ns, diff_ns])
 }
 
-fn print(report: &Report) {
-    println!("chunks of {} bytes; medians, in one thread\n", report.chunk_bytes);
-    println!(
-        "{:<26}{:>12}{:>12}{:>10}{:>14}{:>8}{:>16}{:>8}",
-        "", "pages/s", "ns a page", "p99", "memcpy, ns", "ratio", "XXH3+copy, ns", "ratio"
-    );
+fn tables(report: &Report) -> String {
+    let mut table =
+        Table::new(["", ">pages/s", ">ns a page", ">p99", ">memcpy, ns", ">ratio", ">XXH3+copy, ns", ">ratio"]);
     for row in &report.rows {
         let page_ns = row.page_ns.median();
         let peer = |peer: &Samples| match peer.median() {
             peer_ns if peer_ns.is_nan() => ["-".to_owned(), "-".to_owned()],
             peer_ns => [format!("{peer_ns:.0}"), format!("{:.2}", page_ns / peer_ns)],
         };
-        let ([copy_ns, copy_ratio], [floor_ns, floor_ratio]) = (peer(&row.copy_ns), peer(&row.hash_and_copy_ns));
-        println!(
-            "{:<26}{:>12.0}{page_ns:>12.0}{:>10.0}{copy_ns:>14}{copy_ratio:>8}{floor_ns:>16}{floor_ratio:>8}",
-            row.what,
-            1e9 / page_ns,
-            row.page_ns.p99(),
-        );
+        let own = [
+            row.operation.to_owned(),
+            format!("{:.0}", 1e9 / page_ns),
+            format!("{page_ns:.0}"),
+            format!("{:.0}", row.page_ns.p99()),
+        ];
+        table.row(own.into_iter().chain(peer(&row.copy_ns)).chain(peer(&row.hash_and_copy_ns)));
     }
-    println!(
-        "\noverhead of a snapshot of {} written pages: {:.0} bytes a page, {:.2} % of what was written",
+    format!(
+        "chunks of {} bytes; medians, in one thread\n\n{table}\n\
+         overhead of a snapshot of {} written pages: {:.0} bytes a page, {:.2} % of what was written\n\
+         look up a value: {:.0} ns; compare two snapshots: {:.0} ns; diff: {:.0} ns a differing page\n\n",
+        report.chunk_bytes,
         report.dirty_pages,
         report.overhead_page_bytes,
-        100.0 * report.overhead_ratio
-    );
-    println!(
-        "look up a value: {:.0} ns; compare two snapshots: {:.0} ns; diff: {:.0} ns a differing page\n",
+        100.0 * report.overhead_ratio,
         report.look_up_ns.median(),
         report.equality_ns.median(),
         report.diff_ns.median()
-    );
+    )
 }

@@ -1,11 +1,13 @@
-//! A program under measurement, seen from outside.
+//! The measured program, as the measuring process sees it.
 
 use std::fs::File;
-use std::io::{BufRead, BufReader};
+use std::io::{self, BufRead, BufReader};
 use std::os::unix::fs::FileExt;
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
+
+use pagemark::sys::proc::{self, Fields};
 
 use crate::BenchError;
 use crate::workload::Workload;
@@ -21,17 +23,18 @@ impl Trackee {
     /// Starts this executable again as the workload, and waits until its memory is set up.
     ///
     /// # Errors
-    /// It could not be started or did not say where its counter is.
+    /// The workload could not be started, or did not print the address of its counter.
     pub fn start(workload: &Workload) -> Result<Trackee, BenchError> {
         let mut command = Command::new("/proc/self/exe");
         command
-            .args(["bench", "workload"])
+            .args(["workload"])
             .args(["--mib", &workload.mib.to_string(), "--percent", &workload.percent.to_string()])
             .args(["--run-pages", &workload.run_pages.to_string(), "--pass-ms", &workload.pass_ms.to_string()])
+            .args(["--children", &workload.children.to_string()])
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(Stdio::null());
-        // SAFETY: setsid is async-signal-safe, and nothing else runs between fork and exec.
+        // SAFETY: only setsid, which is async-signal-safe, runs between fork and exec.
         unsafe { command.pre_exec(|| nix::unistd::setsid().map(drop).map_err(Into::into)) };
         let mut child = command.spawn().map_err(BenchError::on("start the workload"))?;
         let mut line = String::new();
@@ -39,12 +42,11 @@ impl Trackee {
             BufReader::new(output).read_line(&mut line).map_err(BenchError::on("read from the workload"))?;
         }
         let counter_address = u64::from_str_radix(line.trim().trim_start_matches("0x"), 16);
-        let memory =
-            File::open(format!("/proc/{}/mem", child.id())).map_err(BenchError::on("open the workload's memory"));
+        let memory = proc::open_memory(child.id() as i32).map_err(BenchError::on("open the workload's memory"));
         let mut trackee = Trackee { child, memory: memory?, counter_address: 0 };
         match counter_address {
             Ok(address) => trackee.counter_address = address,
-            Err(_) => return Err(BenchError::Workload { said: line }),
+            Err(_) => return Err(BenchError::Workload { output: line }),
         }
         Ok(trackee)
     }
@@ -54,10 +56,22 @@ impl Trackee {
         self.child.id() as i32
     }
 
-    /// Page updates a second over the given time, while `meanwhile` is done.
+    /// Memory of the program and its children, bytes. Each shared page counts once.
     ///
     /// # Errors
-    /// The workload is gone, or `meanwhile` failed.
+    /// A process has exited.
+    pub fn proportional_bytes(&self) -> Result<u64, BenchError> {
+        let missing = || io::Error::new(io::ErrorKind::InvalidData, "it has no Pss");
+        let of_process = |pid: i32| Fields::read(proc::path(pid, "smaps_rollup"))?.bytes("Pss").ok_or_else(missing);
+        let members = proc::tree::members(self.pid()).map_err(BenchError::on("list the processes of the workload"))?;
+        let bytes: io::Result<u64> = members.iter().map(|member| of_process(member.pid)).sum();
+        bytes.map_err(BenchError::on("read the memory of the workload"))
+    }
+
+    /// Page updates a second while `meanwhile` runs.
+    ///
+    /// # Errors
+    /// The workload has exited, or `meanwhile` failed.
     pub fn updates_per_second(&self, meanwhile: impl FnOnce() -> Result<(), BenchError>) -> Result<f64, BenchError> {
         let (begin, before) = (Instant::now(), self.updates()?);
         meanwhile()?;
@@ -80,7 +94,7 @@ impl Drop for Trackee {
     }
 }
 
-/// Nothing but time goes by.
+/// Work for [`Trackee::updates_per_second`] that only sleeps.
 pub fn idle(time: Duration) -> impl FnOnce() -> Result<(), BenchError> {
     move || {
         std::thread::sleep(time);

@@ -3,13 +3,16 @@
  *
  * Made from the Rust sources by `make header`; changes belong there.
  *
- * Every function that can fail returns a pagemark_status; PAGEMARK_STATUS_OK is 0. What went wrong, and what to do about it,
- * is then said by pagemark_last_error() on the same thread. After an error a region holds what it held before.
+ * Every function that can fail returns a pagemark_status; PAGEMARK_STATUS_OK is 0. After an error,
+ * pagemark_last_error() on the same thread returns what went wrong and what to do about it, and a
+ * region holds what it held before.
  *
- * Pointers may be null only where that is said; otherwise the answer is PAGEMARK_STATUS_NULL_POINTER. A handle is freed
- * once, by the function named after its type, and not used afterwards; freeing null does nothing. Where a function that makes
- * a handle fails, it stores null. Handles may be used by several threads at once, and freed by any thread when no other one
- * uses them. A region must outlive what pagemark_region_make_writable() made of it; snapshots and stores need no order.
+ * Pointers may be null only where the documentation allows it; otherwise the status is
+ * PAGEMARK_STATUS_NULL_POINTER. A handle is freed once, by the function named after its type, and
+ * not used afterwards; freeing null does nothing. A function that makes a handle and fails stores
+ * null. Several threads may use a handle at once, and any thread may free it when no other thread
+ * uses it. A region must outlive what pagemark_region_make_writable() made of it; snapshots and
+ * stores may be freed in any order.
  *
  * Offsets and ranges are in bytes from the start of the region.
  */
@@ -34,7 +37,8 @@ typedef enum {
      */
     PAGEMARK_STATUS_NULL_POINTER,
     /**
-     * An argument that can't be: a mechanism of that name, a chunk of that size, a range that ends before it starts.
+     * An argument that can't be: a mechanism of that name, a chunk of that size, a range that ends
+     * before it starts.
      */
     PAGEMARK_STATUS_INVALID_ARGUMENT,
     /**
@@ -66,6 +70,18 @@ typedef enum {
      */
     PAGEMARK_STATUS_NOT_DATA,
     /**
+     * A mapping to adopt that is longer than its file.
+     */
+    PAGEMARK_STATUS_BEYOND_FILE,
+    /**
+     * Shared memory to adopt, without the promise of its sole use.
+     */
+    PAGEMARK_STATUS_SHARED,
+    /**
+     * The memory of a region was mapped anew, or its protection was changed.
+     */
+    PAGEMARK_STATUS_REMAPPED,
+    /**
      * Offsets beyond the end.
      */
     PAGEMARK_STATUS_OUT_OF_RANGE,
@@ -74,7 +90,7 @@ typedef enum {
      */
     PAGEMARK_STATUS_FORKED_CHILD,
     /**
-     * The snapshot is one of another region.
+     * The snapshot belongs to another region.
      */
     PAGEMARK_STATUS_WRONG_REGION,
     /**
@@ -98,6 +114,14 @@ typedef enum {
      */
     PAGEMARK_STATUS_UNAVAILABLE,
     /**
+     * The job has no checkpoint of a region.
+     */
+    PAGEMARK_STATUS_NEVER_SAVED,
+    /**
+     * The repository could not be read or written.
+     */
+    PAGEMARK_STATUS_REPOSITORY,
+    /**
      * The kernel gives no memory.
      */
     PAGEMARK_STATUS_NO_MEMORY,
@@ -117,12 +141,18 @@ typedef enum {
 typedef struct pagemark_region pagemark_region;
 
 /**
+ * A directory of checkpoints.
+ */
+typedef struct pagemark_repository pagemark_repository;
+
+/**
  * What a region held at one time.
  */
 typedef struct pagemark_snapshot pagemark_snapshot;
 
 /**
- * Holds snapshots of any number of regions: each chunk of content once, whichever snapshots hold it, and zeros not at all.
+ * Holds snapshots of any number of regions: each chunk of content once, even if several snapshots
+ * have it, and no chunks of zeros.
  */
 typedef struct pagemark_store pagemark_store;
 
@@ -164,22 +194,31 @@ typedef struct {
  */
 typedef struct {
     /**
-     * The name of a mechanism, as in "pagemap-scan"; null or "auto" for the one that serves best. One that does not work
-     * here is an error, never replaced by another one.
+     * The name of a mechanism, as in "pagemap-scan"; null or "auto" for the best mechanism of this
+     * machine. A mechanism that does not work is an error; no other mechanism replaces it.
      *
-     * Under `mprotect` and `emulate` writes arrive as SIGSEGV. Everything else goes on to the handler that was there before
-     * the first region; a handler that comes later must call the one that it replaces for what is not its own.
+     * Under `mprotect` and `emulate` writes arrive as SIGSEGV. All other faults are passed to the
+     * handler that was installed before the first region. A handler that is installed later must
+     * pass faults that are not its own to the handler that it replaces.
      */
     const char *mechanism;
     /**
-     * No transaction will be rolled back. Then no copy of the region is kept, and a transaction begins where the last one
-     * ended.
+     * True if no transaction will be rolled back. The region then has no copy of its content, and
+     * a transaction begins where the previous transaction ended.
      */
     bool without_rollback;
     /**
-     * Where snapshots are held; null for a store of the region's own. It may be freed while the region exists.
+     * The store of the snapshots; null for a store of the region's own. It may be freed while the
+     * region exists.
      */
     const pagemark_store *store;
+    /**
+     * True if memory to adopt that is shared is written only by this process, only at these
+     * addresses, and not through a file descriptor, while the region exists. Without this promise
+     * shared memory is refused by all mechanisms except `compare` and `full`, because the others
+     * do not see writes of other processes.
+     */
+    bool sole_use;
 } pagemark_options;
 
 /**
@@ -187,13 +226,13 @@ typedef struct {
  */
 typedef struct {
     /**
-     * Bytes of a chunk, a power of two from 256 to 65536; 0 for a page. Smaller chunks share more and cost more: some 40 bytes
-     * a chunk.
+     * Bytes of a chunk, a power of two from 256 to 65536; 0 for a page. Smaller chunks share more
+     * content, and take more memory for tables: about 40 bytes a chunk.
      */
     size_t chunk_bytes;
     /**
-     * Most bytes that may be held; 0 for no budget. Where that is not enough, chunks are compressed, or held as a
-     * difference.
+     * Maximum number of bytes that the store holds; 0 for no budget. Where it does not suffice,
+     * chunks are compressed, or held as a difference.
      */
     uint64_t budget_bytes;
 } pagemark_store_options;
@@ -243,20 +282,22 @@ const char *pagemark_version(void);
 void pagemark_ranges_free(pagemark_ranges *ranges);
 
 /**
- * Maps a region of `bytes`, rounded up to whole pages. It holds zeros, and takes memory only as it is written. `options` may be
- * null.
+ * Maps a region of `bytes`, rounded up to whole pages. The region holds zeros, and takes memory
+ * only where it is written. `options` may be null.
  */
 pagemark_status pagemark_region_new(size_t bytes,
                                     const pagemark_options *options,
                                     pagemark_region **region);
 
 /**
- * Makes memory that is there already a region: whole pages, readable and writable and not executable, that belong to no
- * other region. While the region exists, the memory must stay mapped, and nobody else may change its mapping or protection.
- * `options` may be null.
+ * Makes existing memory a region: whole pages, readable, writable and not executable, that belong
+ * to no other region. The content stays as it is. While the region exists, the memory must stay
+ * mapped, no other code may change its mapping or protection, no mapped file may become shorter,
+ * and the file of a private mapping must not be written. Shared memory needs
+ * pagemark_options.sole_use. `options` may be null.
  *
- * When the region is freed the memory is as it was before, except that `emulate` turns private memory into shared anonymous
- * memory that children made by fork do not have.
+ * Freeing the region ends tracking and keeps the memory, except that `emulate` turns private
+ * memory into shared anonymous memory, which children made by fork do not inherit.
  */
 pagemark_status pagemark_region_adopt(void *start,
                                       size_t bytes,
@@ -264,14 +305,14 @@ pagemark_status pagemark_region_adopt(void *start,
                                       pagemark_region **region);
 
 /**
- * Frees a region: memory that Pagemark mapped is unmapped, and adopted memory is no longer tracked. An open transaction ends
- * without a rollback. Snapshots of the region stay readable.
+ * Frees a region: memory that Pagemark mapped is unmapped, and adopted memory is no longer
+ * tracked. An open transaction ends without a rollback. Snapshots of the region stay readable.
  */
 void pagemark_region_free(pagemark_region *region);
 
 /**
- * Where the region begins. The program reads and writes there as it likes, from any thread, in a transaction or not. Null
- * if `region` is.
+ * The address of the region. The program reads and writes the memory from any thread, in a
+ * transaction or not. Null if `region` is null.
  */
 void *pagemark_region_data(const pagemark_region *region);
 
@@ -281,7 +322,8 @@ void *pagemark_region_data(const pagemark_region *region);
 size_t pagemark_region_bytes(const pagemark_region *region);
 
 /**
- * The name of the mechanism that finds what is written, for as long as the region exists; null if the region is.
+ * The name of the mechanism that finds writes. The string lives as long as the region. Null if
+ * `region` is null.
  */
 const char *pagemark_region_mechanism(const pagemark_region *region);
 
@@ -301,23 +343,22 @@ bool pagemark_region_in_transaction(const pagemark_region *region);
 pagemark_status pagemark_region_begin(const pagemark_region *region);
 
 /**
- * Ends the transaction and stores what was written in it, and more where the mechanism can't tell. `written` may be
- * null. After an error the transaction, if there is one, is still open.
+ * Ends the transaction and stores the offsets that were written in it. A mechanism may report more
+ * than was written, never less. `written` may be null. After an error, an open transaction is
+ * still open.
  */
-pagemark_status pagemark_region_commit(const pagemark_region *region,
-                                       pagemark_ranges *written);
+pagemark_status pagemark_region_commit(const pagemark_region *region, pagemark_ranges *written);
 
 /**
- * Ends the transaction, puts back what the region held when it began, and stores where that was. `put_back` may be null. After an
- * error the transaction, if there is one, is still open.
+ * Ends the transaction, restores the content from its beginning, and stores the restored offsets.
+ * `put_back` may be null. After an error, an open transaction is still open.
  */
-pagemark_status pagemark_region_rollback(const pagemark_region *region,
-                                         pagemark_ranges *put_back);
+pagemark_status pagemark_region_rollback(const pagemark_region *region, pagemark_ranges *put_back);
 
 /**
- * Copies `bytes` bytes of the region from `offset` on. `to` must lie outside of the region; it may be null if `bytes` is 0.
- * Unlike an access through pagemark_region_data(), it may race with others' writes, and is an error where the region was
- * unmapped.
+ * Copies `bytes` bytes of the region from `offset` on. `to` must lie outside of the region; it may
+ * be null if `bytes` is 0. Unlike an access through pagemark_region_data(), the copy may race with
+ * writes of other threads, and returns an error if the region was unmapped.
  */
 pagemark_status pagemark_region_read(const pagemark_region *region,
                                      size_t offset,
@@ -325,7 +366,8 @@ pagemark_status pagemark_region_read(const pagemark_region *region,
                                      size_t bytes);
 
 /**
- * Copies `bytes` bytes into the region, from `offset` on. `from` must lie outside of the region; it may be null if `bytes` is
+ * Copies `bytes` bytes into the region, from `offset` on. `from` must lie outside of the region;
+ * it may be null if `bytes` is
  * 0. See pagemark_region_read().
  */
 pagemark_status pagemark_region_write(const pagemark_region *region,
@@ -334,8 +376,9 @@ pagemark_status pagemark_region_write(const pagemark_region *region,
                                       size_t bytes);
 
 /**
- * Reads from a file, a pipe or a socket into the region, once, as read(2) does, and stores how many bytes were read; 0 is the
- * end. Under `mprotect` and `emulate` a plain read(2) into a region fails with EFAULT, and this does not.
+ * Reads from a file, a pipe or a socket into the region, once, as read(2) does, and stores the
+ * number of bytes that were read; 0 at the end of the file. Under `mprotect` and `emulate` a plain
+ * read(2) into a region fails with EFAULT; this call does not.
  */
 pagemark_status pagemark_region_read_from(const pagemark_region *region,
                                           int file,
@@ -358,11 +401,11 @@ pagemark_status pagemark_region_make_writable(const pagemark_region *region,
 void pagemark_writable_free(pagemark_writable *writable);
 
 /**
- * Frees the memory behind the whole pages in a part of the region: they hold zeros afterwards, which counts as a write.
+ * Makes the whole pages within a part of the region hold zeros, which counts as a write, and frees
+ * their memory. In a shared mapping of a file this makes a hole in the file. In a private mapping
+ * of a file, and in parts of huge pages, zeros are written and nothing is freed.
  */
-pagemark_status pagemark_region_discard(const pagemark_region *region,
-                                        size_t offset,
-                                        size_t bytes);
+pagemark_status pagemark_region_discard(const pagemark_region *region, size_t offset, size_t bytes);
 
 /**
  * Takes a snapshot. It costs what was written since the last one was taken or restored.
@@ -371,8 +414,9 @@ pagemark_status pagemark_region_snapshot(const pagemark_region *region,
                                          pagemark_snapshot **snapshot);
 
 /**
- * Takes a snapshot in which the `count` ranges at `forget`, in any order, need not be saved: memory that is free, or stack
- * that is not in use. It holds zeros there. `forget` may be null if `count` is 0.
+ * Takes a snapshot without the content of the `count` ranges at `forget`, which may be in any
+ * order: free memory, or unused stack. The snapshot holds zeros there. `forget` may be null if
+ * `count` is 0.
  */
 pagemark_status pagemark_region_snapshot_without(const pagemark_region *region,
                                                  const pagemark_range *forget,
@@ -380,12 +424,53 @@ pagemark_status pagemark_region_snapshot_without(const pagemark_region *region,
                                                  pagemark_snapshot **snapshot);
 
 /**
- * Makes the region hold what the snapshot holds, in place, and stores what was written for that: only what differed.
- * `written` may be null. In a transaction, it counts as written in it.
+ * Restores a snapshot in place. Only differing content is written; stores the offsets of it.
+ * `written` may be null. In a transaction, these writes belong to the transaction.
  */
 pagemark_status pagemark_region_restore(const pagemark_region *region,
                                         const pagemark_snapshot *snapshot,
                                         pagemark_ranges *written);
+
+/**
+ * Opens the repository in a directory, or creates one where there is none.
+ */
+pagemark_status pagemark_repository_open(const char *path, pagemark_repository **repository);
+
+/**
+ * Closes a repository. Regions that were opened from it or saved to it stay.
+ */
+void pagemark_repository_free(pagemark_repository *repository);
+
+/**
+ * Saves a region as the next checkpoint of a job. When this returns, the checkpoint is durable;
+ * after a crash at any instant the newest checkpoint is this one or the one before it, whole. Only
+ * what was written since the last save to the same job is read and stored. The region must not be
+ * in a transaction. The number of the checkpoint is stored in `sequence`, which may be null.
+ */
+pagemark_status pagemark_region_save(const pagemark_region *region,
+                                     const pagemark_repository *repository,
+                                     const char *job,
+                                     uint64_t *sequence);
+
+/**
+ * Opens the newest checkpoint of a job that pagemark_region_save() has written: a new region, at
+ * whatever address, that holds what was saved. `PAGEMARK_STATUS_NEVER_SAVED` if the job has no
+ * checkpoint. `options` may be null.
+ */
+pagemark_status pagemark_region_open(const pagemark_repository *repository,
+                                     const char *job,
+                                     const pagemark_options *options,
+                                     pagemark_region **region);
+
+/**
+ * Makes a region hold what was saved last in a job, in place: for memory that was adopted. The
+ * region must be as long as the saved one. Only pages that differ are written; where that was is
+ * stored in `loaded`, which may be null.
+ */
+pagemark_status pagemark_region_load(const pagemark_region *region,
+                                     const pagemark_repository *repository,
+                                     const char *job,
+                                     pagemark_ranges *loaded);
 
 /**
  * Frees a snapshot. What no other snapshot holds is given back.
@@ -398,8 +483,8 @@ void pagemark_snapshot_free(pagemark_snapshot *snapshot);
 uint64_t pagemark_snapshot_bytes(const pagemark_snapshot *snapshot);
 
 /**
- * Reads bytes as they were, without restoring anything. `to` must lie outside of every region that is tracked, or not be
- * written by anybody else meanwhile; it may be null if `bytes` is 0.
+ * Reads bytes of the snapshot without restoring it. `to` must lie outside of every region that is
+ * tracked, or not be written by other code meanwhile; it may be null if `bytes` is 0.
  */
 pagemark_status pagemark_snapshot_read(const pagemark_snapshot *snapshot,
                                        uint64_t offset,
@@ -407,11 +492,11 @@ pagemark_status pagemark_snapshot_read(const pagemark_snapshot *snapshot,
                                        size_t bytes);
 
 /**
- * True if both hold the same bytes, whichever regions they are of. It costs nothing, whatever their size: equal content of one
- * store is held once. Snapshots of different stores are never equal, nor is null to anything.
+ * True if both hold the same bytes, even if they are of different regions. The cost is O(1),
+ * because equal content of one store is held once. Snapshots of different stores are never equal;
+ * null is equal to no snapshot.
  */
-bool pagemark_snapshot_equal(const pagemark_snapshot *a,
-                             const pagemark_snapshot *b);
+bool pagemark_snapshot_equal(const pagemark_snapshot *a, const pagemark_snapshot *b);
 
 /**
  * Stores where two snapshots of one store differ, by the chunk. It costs what differs.
@@ -421,8 +506,9 @@ pagemark_status pagemark_snapshot_diff(const pagemark_snapshot *a,
                                        pagemark_ranges *differing);
 
 /**
- * What went wrong in the last call on this thread that failed, and what to do about it; an empty string if none did. It
- * stays until another call on this thread fails or the thread ends.
+ * The message of the last failed call of this thread: what failed, and what to do. An empty string
+ * if no call has failed. The string lives until another call of this thread fails or the thread
+ * ends.
  */
 const char *pagemark_last_error(void);
 

@@ -1,11 +1,23 @@
 //! The C ABI of Pagemark: [`pagemark::Region`] and its snapshots.
 //!
-//! The header `include/pagemark.h` is made from this crate, comments included, and says at its top what C programs owe. Because
-//! they owe it, functions take nullable references and boxes where C passes pointers. Nothing panics across the boundary:
-//! see [`status`].
+//! `scripts/header.sh` generates the header `include/pagemark.h` from this crate, including the
+//! comments. The top of the header states the obligations of C programs. Relying on these
+//! obligations, functions take nullable references and boxes where C passes pointers. No panic
+//! crosses the boundary: see [`status`].
+//!
+//! # Example
+//!
+//! From C; `examples/c/bank.c` is a complete program:
+//!
+//! ```c
+//! pagemark_region_begin(region);
+//! account[17].balance -= 100;
+//! pagemark_region_rollback(region, NULL);
+//! ```
 
 pub mod ranges;
 pub mod region;
+pub mod repository;
 pub mod snapshot;
 pub mod status;
 pub mod store;

@@ -3,7 +3,7 @@
 use std::mem::MaybeUninit;
 use std::ptr::{NonNull, slice_from_raw_parts_mut};
 
-use pagemark::RangeSet;
+use pagemark::{Address, RangeSet};
 
 use crate::status::{Failure, Status, guard};
 
@@ -27,6 +27,13 @@ pub struct Ranges {
     pub count: usize,
 }
 
+impl Range {
+    /// The same in Rust.
+    pub fn to_rust(self) -> pagemark::Range {
+        Address::new(self.start)..Address::new(self.end)
+    }
+}
+
 impl Ranges {
     fn none() -> Ranges {
         Ranges { items: std::ptr::null_mut(), count: 0 }
@@ -36,7 +43,8 @@ impl Ranges {
         if set.is_empty() {
             return Ranges::none();
         }
-        let items: Box<[Range]> = set.iter().map(|range| Range { start: range.start, end: range.end }).collect();
+        let items: Box<[Range]> =
+            set.iter().map(|range| Range { start: range.start.get(), end: range.end.get() }).collect();
         Ranges { count: items.len(), items: Box::into_raw(items).cast() }
     }
 }
@@ -48,7 +56,8 @@ pub extern "C" fn pagemark_ranges_free(ranges: Option<&mut Ranges>) {
         if let Some(ranges) = ranges {
             let Ranges { items, count } = std::mem::replace(ranges, Ranges::none());
             if let Some(items) = NonNull::new(items) {
-                // SAFETY: they came from a box of that length in `Ranges::of`, and are given up only here.
+                // SAFETY: they came from a box of that length in `Ranges::of`, and are given up
+                // only here.
                 drop(unsafe { Box::from_raw(slice_from_raw_parts_mut(items.as_ptr(), count)) });
             }
         }
@@ -56,8 +65,8 @@ pub extern "C" fn pagemark_ranges_free(ranges: Option<&mut Ranges>) {
     });
 }
 
-/// Does what a call asks for and stores the ranges that it answers with, unless the caller has no use for them; none after a
-/// failure.
+/// Executes a call and stores the ranges that it returns, unless the pointer is null. After a
+/// failure, stores no ranges.
 pub(crate) fn report(
     ranges: Option<&mut MaybeUninit<Ranges>>,
     call: impl FnOnce() -> Result<RangeSet, Failure>,
@@ -74,15 +83,17 @@ pub(crate) fn report(
 
 #[cfg(test)]
 mod tests {
+    use pagemark::address::offsets;
+
     use super::*;
 
     #[test]
     fn ranges_are_given_and_freed_once() {
         let mut out = MaybeUninit::uninit();
-        assert_eq!(report(Some(&mut out), || Ok([1..2, 5..9].into_iter().collect())), Status::Ok);
+        assert_eq!(report(Some(&mut out), || Ok([1..2, 5..9].map(offsets).into_iter().collect())), Status::Ok);
         // SAFETY: it was written.
         let mut ranges = unsafe { out.assume_init() };
-        // SAFETY: so many items are there.
+        // SAFETY: the array has this number of items.
         let items = unsafe { std::slice::from_raw_parts(ranges.items, ranges.count) };
         assert_eq!(items, [Range { start: 1, end: 2 }, Range { start: 5, end: 9 }]);
         pagemark_ranges_free(Some(&mut ranges));

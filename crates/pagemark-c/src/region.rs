@@ -6,7 +6,7 @@ use std::ops::Range as Span;
 use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
 
-use pagemark::region::{RegionError, RegionOptions};
+use pagemark::region::RegionOptions;
 use pagemark::{Mechanism, RangeSet};
 
 use crate::ranges::{Range, Ranges, report};
@@ -16,24 +16,31 @@ use crate::store::Store;
 
 /// A piece of this process's memory whose writes are tracked.
 pub struct Region {
-    region: pagemark::Region,
+    pub(crate) region: pagemark::Region,
     mechanism: CString,
 }
 
 /// How a region is tracked. All zeros is the default.
 #[repr(C)]
 pub struct Options {
-    /// The name of a mechanism, as in "pagemap-scan"; null or "auto" for the one that serves best. One that does not work
-    /// here is an error, never replaced by another one.
+    /// The name of a mechanism, as in "pagemap-scan"; null or "auto" for the best mechanism of this
+    /// machine. A mechanism that does not work is an error; no other mechanism replaces it.
     ///
-    /// Under `mprotect` and `emulate` writes arrive as SIGSEGV. Everything else goes on to the handler that was there before
-    /// the first region; a handler that comes later must call the one that it replaces for what is not its own.
+    /// Under `mprotect` and `emulate` writes arrive as SIGSEGV. All other faults are passed to the
+    /// handler that was installed before the first region. A handler that is installed later must
+    /// pass faults that are not its own to the handler that it replaces.
     pub mechanism: *const c_char,
-    /// No transaction will be rolled back. Then no copy of the region is kept, and a transaction begins where the last one
-    /// ended.
+    /// True if no transaction will be rolled back. The region then has no copy of its content, and
+    /// a transaction begins where the previous transaction ended.
     pub without_rollback: bool,
-    /// Where snapshots are held; null for a store of the region's own. It may be freed while the region exists.
+    /// The store of the snapshots; null for a store of the region's own. It may be freed while the
+    /// region exists.
     pub store: *const Store,
+    /// True if memory to adopt that is shared is written only by this process, only at these
+    /// addresses, and not through a file descriptor, while the region exists. Without this promise
+    /// shared memory is refused by all mechanisms except `compare` and `full`, because the others
+    /// do not see writes of other processes.
+    pub sole_use: bool,
 }
 
 /// Lets system calls write to a part of a region as long as it exists.
@@ -41,13 +48,13 @@ pub struct Writable {
     _writable: pagemark::region::Writable<'static>,
 }
 
-fn options(options: Option<&Options>) -> Result<RegionOptions, Failure> {
+pub(crate) fn options(options: Option<&Options>) -> Result<RegionOptions, Failure> {
     let Some(options) = options else { return Ok(RegionOptions::default()) };
     // SAFETY: what the caller passes is null or a store.
     let store = unsafe { options.store.as_ref() };
     let mechanism = match NonNull::new(options.mechanism.cast_mut()) {
         None => None,
-        // SAFETY: what the caller passes is a string that ends with NUL, and lives until this call ends.
+        // SAFETY: the caller passes a string that ends with NUL and lives until this call ends.
         Some(name) => match &*unsafe { CStr::from_ptr(name.as_ptr()) }.to_string_lossy() {
             "auto" => None,
             name => {
@@ -70,13 +77,14 @@ impl From<pagemark::Region> for Region {
     }
 }
 
-/// The offsets of `bytes` bytes from `offset` on; beyond every region's end if they are more than there are numbers for.
+/// The offsets of `bytes` bytes from `offset` on; beyond every region's end if they are more than
+/// there are numbers for.
 fn span(offset: usize, bytes: usize) -> Span<usize> {
     offset..offset.saturating_add(bytes)
 }
 
-/// Maps a region of `bytes`, rounded up to whole pages. It holds zeros, and takes memory only as it is written. `options` may be
-/// null.
+/// Maps a region of `bytes`, rounded up to whole pages. The region holds zeros, and takes memory
+/// only where it is written. `options` may be null.
 #[unsafe(no_mangle)]
 pub extern "C" fn pagemark_region_new(
     bytes: usize,
@@ -86,12 +94,14 @@ pub extern "C" fn pagemark_region_new(
     make(region, "region", || Ok(pagemark::Region::with_options(bytes, self::options(options)?)?.into()))
 }
 
-/// Makes memory that is there already a region: whole pages, readable and writable and not executable, that belong to no
-/// other region. While the region exists, the memory must stay mapped, and nobody else may change its mapping or protection.
-/// `options` may be null.
+/// Makes existing memory a region: whole pages, readable, writable and not executable, that belong
+/// to no other region. The content stays as it is. While the region exists, the memory must stay
+/// mapped, no other code may change its mapping or protection, no mapped file may become shorter,
+/// and the file of a private mapping must not be written. Shared memory needs
+/// pagemark_options.sole_use. `options` may be null.
 ///
-/// When the region is freed the memory is as it was before, except that `emulate` turns private memory into shared anonymous
-/// memory that children made by fork do not have.
+/// Freeing the region ends tracking and keeps the memory, except that `emulate` turns private
+/// memory into shared anonymous memory, which children made by fork do not inherit.
 #[unsafe(no_mangle)]
 pub extern "C" fn pagemark_region_adopt(
     start: *mut c_void,
@@ -101,14 +111,21 @@ pub extern "C" fn pagemark_region_adopt(
 ) -> Status {
     make(region, "region", || {
         let start = present(NonNull::new(start.cast()), "start")?;
-        // SAFETY: the caller leaves the mapping alone while the region exists, and there are no Rust references to it.
-        let adopted = unsafe { pagemark::Region::adopt(start, bytes, self::options(options)?) };
+        let (has_sole_use, options) = (options.is_some_and(|options| options.sole_use), self::options(options)?);
+        // SAFETY: the caller leaves the mapping alone while the region exists, and there are no
+        // Rust references to it. With `sole_use`, the caller promises the sole use.
+        let adopted = unsafe {
+            match has_sole_use {
+                true => pagemark::Region::adopt_shared(start, bytes, options),
+                false => pagemark::Region::adopt(start, bytes, options),
+            }
+        };
         Ok(adopted?.into())
     })
 }
 
-/// Frees a region: memory that Pagemark mapped is unmapped, and adopted memory is no longer tracked. An open transaction ends
-/// without a rollback. Snapshots of the region stay readable.
+/// Frees a region: memory that Pagemark mapped is unmapped, and adopted memory is no longer
+/// tracked. An open transaction ends without a rollback. Snapshots of the region stay readable.
 #[unsafe(no_mangle)]
 pub extern "C" fn pagemark_region_free(region: Option<Box<Region>>) {
     guard(|| {
@@ -117,8 +134,8 @@ pub extern "C" fn pagemark_region_free(region: Option<Box<Region>>) {
     });
 }
 
-/// Where the region begins. The program reads and writes there as it likes, from any thread, in a transaction or not. Null
-/// if `region` is.
+/// The address of the region. The program reads and writes the memory from any thread, in a
+/// transaction or not. Null if `region` is null.
 #[unsafe(no_mangle)]
 pub extern "C" fn pagemark_region_data(region: Option<&Region>) -> *mut c_void {
     value_or(std::ptr::null_mut(), || Ok(present(region, "region")?.region.as_ptr().cast()))
@@ -130,7 +147,8 @@ pub extern "C" fn pagemark_region_bytes(region: Option<&Region>) -> usize {
     value_or(0, || Ok(present(region, "region")?.region.bytes()))
 }
 
-/// The name of the mechanism that finds what is written, for as long as the region exists; null if the region is.
+/// The name of the mechanism that finds writes. The string lives as long as the region. Null if
+/// `region` is null.
 #[unsafe(no_mangle)]
 pub extern "C" fn pagemark_region_mechanism(region: Option<&Region>) -> *const c_char {
     value_or(std::ptr::null(), || Ok(present(region, "region")?.mechanism.as_ptr()))
@@ -139,7 +157,7 @@ pub extern "C" fn pagemark_region_mechanism(region: Option<&Region>) -> *const c
 /// Smallest unit in which a write is reported, bytes; 0 if the region is null.
 #[unsafe(no_mangle)]
 pub extern "C" fn pagemark_region_granularity_bytes(region: Option<&Region>) -> u64 {
-    value_or(0, || Ok(present(region, "region")?.region.granularity_bytes()))
+    value_or(0, || Ok(present(region, "region")?.region.granularity().get()))
 }
 
 /// True between begin and commit or rollback; false if the region is null.
@@ -154,15 +172,16 @@ pub extern "C" fn pagemark_region_begin(region: Option<&Region>) -> Status {
     guard(|| Ok(present(region, "region")?.region.begin()?))
 }
 
-/// Ends the transaction and stores what was written in it, and more where the mechanism can't tell. `written` may be
-/// null. After an error the transaction, if there is one, is still open.
+/// Ends the transaction and stores the offsets that were written in it. A mechanism may report more
+/// than was written, never less. `written` may be null. After an error, an open transaction is
+/// still open.
 #[unsafe(no_mangle)]
 pub extern "C" fn pagemark_region_commit(region: Option<&Region>, written: Option<&mut MaybeUninit<Ranges>>) -> Status {
     report(written, || Ok(present(region, "region")?.region.commit()?))
 }
 
-/// Ends the transaction, puts back what the region held when it began, and stores where that was. `put_back` may be null. After an
-/// error the transaction, if there is one, is still open.
+/// Ends the transaction, restores the content from its beginning, and stores the restored offsets.
+/// `put_back` may be null. After an error, an open transaction is still open.
 #[unsafe(no_mangle)]
 pub extern "C" fn pagemark_region_rollback(
     region: Option<&Region>,
@@ -171,9 +190,9 @@ pub extern "C" fn pagemark_region_rollback(
     report(put_back, || Ok(present(region, "region")?.region.rollback()?))
 }
 
-/// Copies `bytes` bytes of the region from `offset` on. `to` must lie outside of the region; it may be null if `bytes` is 0.
-/// Unlike an access through pagemark_region_data(), it may race with others' writes, and is an error where the region was
-/// unmapped.
+/// Copies `bytes` bytes of the region from `offset` on. `to` must lie outside of the region; it may
+/// be null if `bytes` is 0. Unlike an access through pagemark_region_data(), the copy may race with
+/// writes of other threads, and returns an error if the region was unmapped.
 #[unsafe(no_mangle)]
 pub extern "C" fn pagemark_region_read(
     region: Option<&Region>,
@@ -189,14 +208,16 @@ pub extern "C" fn pagemark_region_read(
         } else {
             let to: NonNull<u8> = present(NonNull::new(to.cast()), "to")?;
             check_within(region, offset, bytes)?;
-            // SAFETY: the caller owns so many bytes there, and any bytes are valid numbers to be overwritten.
+            // SAFETY: the caller owns `bytes` bytes at the address, and any bytes are valid numbers
+            // to overwrite.
             unsafe { std::slice::from_raw_parts_mut(to.as_ptr(), bytes) }
         };
         Ok(region.read(offset, to)?)
     })
 }
 
-/// Copies `bytes` bytes into the region, from `offset` on. `from` must lie outside of the region; it may be null if `bytes` is
+/// Copies `bytes` bytes into the region, from `offset` on. `from` must lie outside of the region;
+/// it may be null if `bytes` is
 /// 0. See pagemark_region_read().
 #[unsafe(no_mangle)]
 pub extern "C" fn pagemark_region_write(
@@ -212,24 +233,26 @@ pub extern "C" fn pagemark_region_write(
         } else {
             let from: NonNull<u8> = present(NonNull::new(from.cast_mut().cast()), "from")?;
             check_within(region, offset, bytes)?;
-            // SAFETY: the caller passes so many bytes.
+            // SAFETY: the caller passes memory of this length.
             unsafe { std::slice::from_raw_parts(from.as_ptr(), bytes) }
         };
         Ok(region.write(offset, from)?)
     })
 }
 
-/// A Rust slice can't be of any length that C may name, so what is too long for the region is refused before one is made.
+/// The length of a Rust slice is limited, so a length that exceeds the region is refused before a
+/// slice is made.
 fn check_within(region: &pagemark::Region, offset: usize, bytes: usize) -> Result<(), Failure> {
     let (offsets, region_bytes) = (span(offset, bytes), region.bytes());
     if offsets.end <= region_bytes && offsets.len() == bytes {
         return Ok(());
     }
-    Err(RegionError::OutOfRange { offsets, bytes: region_bytes }.into())
+    Err(pagemark::Error::beyond_region(offsets, region_bytes).into())
 }
 
-/// Reads from a file, a pipe or a socket into the region, once, as read(2) does, and stores how many bytes were read; 0 is the
-/// end. Under `mprotect` and `emulate` a plain read(2) into a region fails with EFAULT, and this does not.
+/// Reads from a file, a pipe or a socket into the region, once, as read(2) does, and stores the
+/// number of bytes that were read; 0 at the end of the file. Under `mprotect` and `emulate` a plain
+/// read(2) into a region fails with EFAULT; this call does not.
 #[unsafe(no_mangle)]
 pub extern "C" fn pagemark_region_read_from(
     region: Option<&Region>,
@@ -275,7 +298,9 @@ pub extern "C" fn pagemark_writable_free(writable: Option<Box<Writable>>) {
     });
 }
 
-/// Frees the memory behind the whole pages in a part of the region: they hold zeros afterwards, which counts as a write.
+/// Makes the whole pages within a part of the region hold zeros, which counts as a write, and frees
+/// their memory. In a shared mapping of a file this makes a hole in the file. In a private mapping
+/// of a file, and in parts of huge pages, zeros are written and nothing is freed.
 #[unsafe(no_mangle)]
 pub extern "C" fn pagemark_region_discard(region: Option<&Region>, offset: usize, bytes: usize) -> Status {
     guard(|| Ok(present(region, "region")?.region.discard(span(offset, bytes))?))
@@ -290,8 +315,9 @@ pub extern "C" fn pagemark_region_snapshot(
     make(snapshot, "snapshot", || Ok(Snapshot { snapshot: present(region, "region")?.region.snapshot()? }))
 }
 
-/// Takes a snapshot in which the `count` ranges at `forget`, in any order, need not be saved: memory that is free, or stack
-/// that is not in use. It holds zeros there. `forget` may be null if `count` is 0.
+/// Takes a snapshot without the content of the `count` ranges at `forget`, which may be in any
+/// order: free memory, or unused stack. The snapshot holds zeros there. `forget` may be null if
+/// `count` is 0.
 #[unsafe(no_mangle)]
 pub extern "C" fn pagemark_region_snapshot_without(
     region: Option<&Region>,
@@ -305,7 +331,7 @@ pub extern "C" fn pagemark_region_snapshot_without(
             &[]
         } else {
             let forget = present(NonNull::new(forget.cast_mut()), "forget")?;
-            // SAFETY: the caller passes so many ranges.
+            // SAFETY: the caller passes an array of this length.
             unsafe { std::slice::from_raw_parts(forget.as_ptr(), count) }
         };
         if let Some(Range { start, end }) = forget.iter().find(|range| range.start > range.end) {
@@ -314,13 +340,13 @@ pub extern "C" fn pagemark_region_snapshot_without(
                 format!("the range {start}..{end} ends before it starts"),
             ));
         }
-        let forget: RangeSet = forget.iter().map(|range| range.start..range.end).collect();
+        let forget: RangeSet = forget.iter().map(|range| range.to_rust()).collect();
         Ok(Snapshot { snapshot: region.snapshot_without(&forget)? })
     })
 }
 
-/// Makes the region hold what the snapshot holds, in place, and stores what was written for that: only what differed.
-/// `written` may be null. In a transaction, it counts as written in it.
+/// Restores a snapshot in place. Only differing content is written; stores the offsets of it.
+/// `written` may be null. In a transaction, these writes belong to the transaction.
 #[unsafe(no_mangle)]
 pub extern "C" fn pagemark_region_restore(
     region: Option<&Region>,

@@ -4,6 +4,7 @@ use std::ffi::c_void;
 use std::mem::MaybeUninit;
 use std::ptr::NonNull;
 
+use pagemark::Address;
 use pagemark::region::RegionSnapshot;
 
 use crate::ranges::{Ranges, report};
@@ -26,11 +27,11 @@ pub extern "C" fn pagemark_snapshot_free(snapshot: Option<Box<Snapshot>>) {
 /// How long the region is that it was taken of; 0 if it is null.
 #[unsafe(no_mangle)]
 pub extern "C" fn pagemark_snapshot_bytes(snapshot: Option<&Snapshot>) -> u64 {
-    value_or(0, || Ok(present(snapshot, "snapshot")?.snapshot.content().bytes()))
+    value_or(0, || Ok(present(snapshot, "snapshot")?.snapshot.content().bytes().get()))
 }
 
-/// Reads bytes as they were, without restoring anything. `to` must lie outside of every region that is tracked, or not be
-/// written by anybody else meanwhile; it may be null if `bytes` is 0.
+/// Reads bytes of the snapshot without restoring it. `to` must lie outside of every region that is
+/// tracked, or not be written by other code meanwhile; it may be null if `bytes` is 0.
 #[unsafe(no_mangle)]
 pub extern "C" fn pagemark_snapshot_read(
     snapshot: Option<&Snapshot>,
@@ -45,15 +46,17 @@ pub extern "C" fn pagemark_snapshot_read(
             &mut none[..]
         } else {
             let to: NonNull<u8> = present(NonNull::new(to.cast()), "to")?;
-            check_length(bytes, content.bytes())?;
-            // SAFETY: the caller owns so many bytes there, and any bytes are valid numbers to be overwritten.
+            check_length(bytes, content.bytes().get())?;
+            // SAFETY: the caller owns `bytes` bytes at the address, and any bytes are valid numbers
+            // to overwrite.
             unsafe { std::slice::from_raw_parts_mut(to.as_ptr(), bytes) }
         };
-        Ok(content.read_at(offset, to)?)
+        Ok(content.read_at(Address::new(offset), to)?)
     })
 }
 
-/// A Rust slice can't be of any length that C may name, so what is too long for the snapshot is refused before one is made.
+/// The length of a Rust slice is limited, so a length that exceeds the snapshot is refused before a
+/// slice is made.
 fn check_length(bytes: usize, snapshot_bytes: u64) -> Result<(), Failure> {
     if bytes as u64 <= snapshot_bytes {
         return Ok(());
@@ -61,8 +64,9 @@ fn check_length(bytes: usize, snapshot_bytes: u64) -> Result<(), Failure> {
     Err(Failure::new(Status::OutOfRange, format!("{bytes} bytes are not within a snapshot of {snapshot_bytes} bytes")))
 }
 
-/// True if both hold the same bytes, whichever regions they are of. It costs nothing, whatever their size: equal content of one
-/// store is held once. Snapshots of different stores are never equal, nor is null to anything.
+/// True if both hold the same bytes, even if they are of different regions. The cost is O(1),
+/// because equal content of one store is held once. Snapshots of different stores are never equal;
+/// null is equal to no snapshot.
 #[unsafe(no_mangle)]
 pub extern "C" fn pagemark_snapshot_equal(a: Option<&Snapshot>, b: Option<&Snapshot>) -> bool {
     value_or(false, || Ok(present(a, "a")?.snapshot == present(b, "b")?.snapshot))

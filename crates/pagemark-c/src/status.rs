@@ -6,9 +6,7 @@ use std::ffi::{CString, c_char};
 use std::mem::MaybeUninit;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use pagemark::TrackError;
-use pagemark::region::RegionError;
-use pagemark::snapshot::SnapshotError;
+use pagemark::{Error, ErrorKind};
 
 /// How a call went.
 #[repr(C)]
@@ -18,7 +16,8 @@ pub enum Status {
     Ok = 0,
     /// A pointer that is needed is null.
     NullPointer,
-    /// An argument that can't be: a mechanism of that name, a chunk of that size, a range that ends before it starts.
+    /// An argument that can't be: a mechanism of that name, a chunk of that size, a range that ends
+    /// before it starts.
     InvalidArgument,
     /// Commit or rollback without begin.
     NoTransaction,
@@ -34,11 +33,17 @@ pub enum Status {
     NotMapped,
     /// Memory to adopt that is not readable, writable and not executable.
     NotData,
+    /// A mapping to adopt that is longer than its file.
+    BeyondFile,
+    /// Shared memory to adopt, without the promise of its sole use.
+    Shared,
+    /// The memory of a region was mapped anew, or its protection was changed.
+    Remapped,
     /// Offsets beyond the end.
     OutOfRange,
     /// The process was forked from the one that made the region.
     ForkedChild,
-    /// The snapshot is one of another region.
+    /// The snapshot belongs to another region.
     WrongRegion,
     /// The snapshots are held by different stores.
     WrongStore,
@@ -50,6 +55,10 @@ pub enum Status {
     StoreFull,
     /// The mechanism does not work here.
     Unavailable,
+    /// The job has no checkpoint of a region.
+    NeverSaved,
+    /// The repository could not be read or written.
+    Repository,
     /// The kernel gives no memory.
     NoMemory,
     /// A system call failed.
@@ -62,8 +71,9 @@ thread_local! {
     static LAST_ERROR: RefCell<CString> = RefCell::default();
 }
 
-/// What went wrong in the last call on this thread that failed, and what to do about it; an empty string if none did. It
-/// stays until another call on this thread fails or the thread ends.
+/// The message of the last failed call of this thread: what failed, and what to do. An empty string
+/// if no call has failed. The string lives until another call of this thread fails or the thread
+/// ends.
 #[unsafe(no_mangle)]
 pub extern "C" fn pagemark_last_error() -> *const c_char {
     LAST_ERROR.try_with(|last| last.borrow().as_ptr()).unwrap_or(c"".as_ptr())
@@ -95,37 +105,32 @@ impl Failure {
     }
 }
 
-impl From<RegionError> for Failure {
-    fn from(error: RegionError) -> Self {
-        let status = match error {
-            RegionError::NoTransaction => Status::NoTransaction,
-            RegionError::TransactionOpen => Status::TransactionOpen,
-            RegionError::NoRollback => Status::NoRollback,
-            RegionError::Unaligned { .. } => Status::Unaligned,
-            RegionError::Overlaps { .. } => Status::Overlaps,
-            RegionError::NotMapped { .. } => Status::NotMapped,
-            RegionError::NotData { .. } => Status::NotData,
-            RegionError::OutOfRange { .. } => Status::OutOfRange,
-            RegionError::ForkedChild => Status::ForkedChild,
-            RegionError::WrongRegion => Status::WrongRegion,
-            RegionError::Snapshot(error) => return error.into(),
-            RegionError::Track(TrackError::Unavailable { .. }) => Status::Unavailable,
-            RegionError::Track(_) | RegionError::System { .. } => Status::System,
-        };
-        Failure::new(status, error.to_string())
-    }
-}
-
-impl From<SnapshotError> for Failure {
-    fn from(error: SnapshotError) -> Self {
-        let status = match error {
-            SnapshotError::ChunkSize { .. } => Status::InvalidArgument,
-            SnapshotError::WrongStore => Status::WrongStore,
-            SnapshotError::LengthDiffers { .. } => Status::LengthDiffers,
-            SnapshotError::OutOfRange { .. } => Status::OutOfRange,
-            SnapshotError::BudgetExceeded { .. } => Status::BudgetExceeded,
-            SnapshotError::Memory { .. } => Status::NoMemory,
-            SnapshotError::Full => Status::StoreFull,
+impl From<Error> for Failure {
+    fn from(error: Error) -> Self {
+        let status = match error.kind() {
+            ErrorKind::NoTransaction => Status::NoTransaction,
+            ErrorKind::TransactionOpen => Status::TransactionOpen,
+            ErrorKind::NoRollback => Status::NoRollback,
+            ErrorKind::Unaligned => Status::Unaligned,
+            ErrorKind::Overlaps => Status::Overlaps,
+            ErrorKind::NotMapped => Status::NotMapped,
+            ErrorKind::NotData => Status::NotData,
+            ErrorKind::BeyondFile => Status::BeyondFile,
+            ErrorKind::Shared => Status::Shared,
+            ErrorKind::Remapped => Status::Remapped,
+            ErrorKind::OutOfRange => Status::OutOfRange,
+            ErrorKind::ForkedChild => Status::ForkedChild,
+            ErrorKind::WrongRegion => Status::WrongRegion,
+            ErrorKind::WrongStore => Status::WrongStore,
+            ErrorKind::LengthDiffers | ErrorKind::SavedLengthDiffers => Status::LengthDiffers,
+            ErrorKind::BudgetExceeded { .. } => Status::BudgetExceeded,
+            ErrorKind::StoreFull => Status::StoreFull,
+            ErrorKind::NoMemory => Status::NoMemory,
+            ErrorKind::Unavailable => Status::Unavailable,
+            ErrorKind::NeverSaved | ErrorKind::NoRegion => Status::NeverSaved,
+            ErrorKind::ChunkSize | ErrorKind::InvalidName | ErrorKind::NotDistinct => Status::InvalidArgument,
+            ErrorKind::Gone | ErrorKind::System => Status::System,
+            _ => Status::Repository,
         };
         Failure::new(status, error.to_string())
     }

@@ -6,7 +6,8 @@ use pagemark::snapshot::{SnapshotOptions, SnapshotStore};
 
 use crate::status::{Status, guard, make, present};
 
-/// Holds snapshots of any number of regions: each chunk of content once, whichever snapshots hold it, and zeros not at all.
+/// Holds snapshots of any number of regions: each chunk of content once, even if several snapshots
+/// have it, and no chunks of zeros.
 pub struct Store {
     pub(crate) store: SnapshotStore,
 }
@@ -14,11 +15,11 @@ pub struct Store {
 /// How a store holds snapshots. All zeros is the default.
 #[repr(C)]
 pub struct StoreOptions {
-    /// Bytes of a chunk, a power of two from 256 to 65536; 0 for a page. Smaller chunks share more and cost more: some 40 bytes
-    /// a chunk.
+    /// Bytes of a chunk, a power of two from 256 to 65536; 0 for a page. Smaller chunks share more
+    /// content, and take more memory for tables: about 40 bytes a chunk.
     pub chunk_bytes: usize,
-    /// Most bytes that may be held; 0 for no budget. Where that is not enough, chunks are compressed, or held as a
-    /// difference.
+    /// Maximum number of bytes that the store holds; 0 for no budget. Where it does not suffice,
+    /// chunks are compressed, or held as a difference.
     pub budget_bytes: u64,
 }
 

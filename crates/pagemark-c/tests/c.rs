@@ -1,7 +1,9 @@
-//! The library as C programs use it: installed, found by pkg-config, compiled against and run.
+//! Tests of the library in C programs: it is installed, found by pkg-config, and linked.
 
+use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::{Command, Output, Stdio};
+use std::time::Duration;
 
 use pagemark_testing::skipped;
 
@@ -11,7 +13,7 @@ const WARNINGS: [&str; 5] = ["-std=c11", "-Wall", "-Wextra", "-Wpedantic", "-Wer
 
 const SANITIZERS: [&str; 3] = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g"];
 
-/// What the example prints, whatever the mechanism.
+/// The output of the example with every mechanism.
 const BANK: &str = "\
 transfer of 30: done
 transfer of 80: refused
@@ -29,7 +31,7 @@ fn workspace_path(path: &str) -> PathBuf {
     crate_path("../..").join(path)
 }
 
-/// Runs a command that has to work, and returns what it printed.
+/// Runs a command that must succeed, and returns its output.
 fn run(command: &mut Command) -> String {
     let output = command.output().unwrap_or_else(|error| panic!("{command:?}: {error}"));
     assert!(output.status.success(), "{command:?}: {output:#?}");
@@ -44,19 +46,20 @@ fn is_there(program: &str) -> bool {
     found
 }
 
-/// The library, installed below a directory of its own.
+/// The library, installed in a directory of its own.
 struct Installed {
     prefix: tempfile::TempDir,
 }
 
 impl Installed {
-    /// None, and told, where this machine has no C compiler or no pkg-config.
+    /// Where this machine has no C compiler or no pkg-config, reports that the test is skipped, and
+    /// returns None.
     fn new() -> Option<Installed> {
         if !is_there("cc") || !is_there("pkg-config") {
             return None;
         }
         let prefix = tempfile::tempdir().unwrap();
-        // Beside this test's executable lies the library that it was built with.
+        // The library is in the directory of this test's executable.
         let built = std::env::current_exe().unwrap();
         let built = built.parent().unwrap();
         run(Command::new(workspace_path("scripts/install-c.sh")).args([prefix.path(), built]));
@@ -82,7 +85,8 @@ impl Installed {
         program
     }
 
-    /// Runs a program with a mechanism. None, and told, where this machine lacks the mechanism.
+    /// Runs a program with a mechanism. Where this machine lacks the mechanism, reports that, and
+    /// returns None.
     fn try_mechanism(&self, program: &Path, mechanism: &str) -> Option<Output> {
         let mut command = Command::new(program);
         let output = command.arg(mechanism).env("LD_LIBRARY_PATH", self.path("lib")).output().unwrap();
@@ -102,7 +106,7 @@ impl Installed {
 }
 
 #[test]
-fn the_example_does_what_it_says_with_every_mechanism() {
+fn the_example_prints_its_results_with_every_mechanism() {
     let Some(installed) = Installed::new() else { return };
     let program = installed.compile(&workspace_path("examples/c/bank.c"), &[]);
     MECHANISMS.iter().for_each(|mechanism| installed.check(&program, mechanism, BANK));
@@ -121,7 +125,38 @@ fn the_example_runs_linked_statically() {
 }
 
 #[test]
-fn misuse_is_told() {
+fn a_program_that_is_killed_continues_from_its_last_save() {
+    let Some(installed) = Installed::new() else { return };
+    let program = installed.compile(&workspace_path("examples/c/sieve.c"), &[]);
+    let start = |repository: &str| {
+        let mut command = Command::new(&program);
+        command.arg(installed.path(repository)).env("LD_LIBRARY_PATH", installed.path("lib"));
+        command
+    };
+    let expected = "82025 primes below 1048576";
+    assert_eq!(run(&mut start("whole")).lines().last(), Some(expected));
+
+    let number = |line: Option<std::io::Result<String>>| -> u64 {
+        line.unwrap().unwrap().split_whitespace().last().unwrap().parse().unwrap()
+    };
+    let mut begun = vec![0];
+    for kill in 0..8 {
+        let mut child = start("killed").stdout(Stdio::piped()).spawn().unwrap();
+        let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+        begun.push(number(lines.next()));
+        for _ in 0..1 + kill % 3 {
+            number(lines.next());
+        }
+        std::thread::sleep(Duration::from_micros(kill * 1700 % 9000));
+        child.kill().unwrap();
+        child.wait().unwrap();
+    }
+    assert!(begun.is_sorted_by(|before, now| before < now), "saves were lost: {begun:?}");
+    assert_eq!(run(&mut start("killed")).lines().last(), Some(expected));
+}
+
+#[test]
+fn misuse_is_refused() {
     let Some(installed) = Installed::new() else { return };
     let program = installed.compile(&crate_path("tests/misuse.c"), &[]);
     MECHANISMS.iter().for_each(|mechanism| installed.check(&program, mechanism, ""));
@@ -180,10 +215,10 @@ fn no_debug_information_is_installed() {
 }
 
 #[test]
-fn the_header_is_what_the_sources_make() {
+fn the_header_matches_the_sources() {
     let cbindgen = std::env::var_os("PAGEMARK_CBINDGEN").map_or_else(|| cached("cbindgen/bin/cbindgen"), PathBuf::from);
     if !cbindgen.exists() {
-        skipped("no cbindgen here: scripts/setup.sh gets it");
+        skipped("no cbindgen here: run `make setup`");
         return;
     }
     let header = crate_path("include/pagemark.h");
@@ -193,7 +228,7 @@ fn the_header_is_what_the_sources_make() {
     assert!(made == checked_in, "{} is not up to date: run `make header`", header.display());
 }
 
-/// A file in the directory into which scripts/setup.sh brings things.
+/// A file in the cache that `make setup` fills.
 fn cached(path: &str) -> PathBuf {
     let home = || Path::new(&std::env::var_os("HOME").unwrap_or_default()).join(".cache");
     std::env::var_os("XDG_CACHE_HOME").map_or_else(home, PathBuf::from).join("pagemark").join(path)

@@ -137,6 +137,22 @@ static void adoption(void)
     FAILS(pagemark_region_adopt(memory, 2 * PAGE, NULL, &region), NOT_MAPPED, "mapped");
     munmap(memory, 4 * PAGE);
 
+    memory = mmap(NULL, 2 * PAGE, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    if (memory == MAP_FAILED)
+        abort();
+    memory[0] = 'a';
+    options.mechanism = "mprotect";
+    FAILS(pagemark_region_adopt(memory, 2 * PAGE, &options, &region), SHARED, "sole use");
+    options.sole_use = true;
+    WORKS(pagemark_region_adopt(memory, 2 * PAGE, &options, &region));
+    WORKS(pagemark_region_begin(region));
+    memory[0] = 'b';
+    WORKS(pagemark_region_rollback(region, NULL));
+    TRUE(memory[0] == 'a');
+    pagemark_region_free(region);
+    munmap(memory, 2 * PAGE);
+    options.sole_use = false;
+
     options.mechanism = "guess";
     FAILS(pagemark_region_new(PAGE, &options, &region), INVALID_ARGUMENT, "no mechanism is called guess");
     options.mechanism = "\xff";

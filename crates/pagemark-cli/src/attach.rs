@@ -1,31 +1,34 @@
 //! `pagemark attach`: keeps a running program checkpointed. `pagemark checkpoint`: once.
 
-use std::fs;
 use std::path::Path;
 use std::process::ExitCode;
 use std::sync::mpsc;
 
 use clap::Args;
 use nix::unistd::Pid;
-use pagemark_process::job::Job;
+use pagemark::Job;
+use pagemark::job::End;
+use pagemark::sys::proc::Stat;
+use pagemark_process::target::ProcessTarget;
 
-use crate::failure::{Failure, Outcome};
-use crate::place::{Place, job_name};
-use crate::report::{self, Report, Taken};
-use crate::signals::{Event, Signals, announce_exit};
-use crate::take::{How, Series, When, attach_failure, last_word};
+use crate::failure::{Failure, Outcome, PROCESSES};
+use crate::options::{CaptureOptions, ScheduleOptions};
+use crate::reference::job_name;
+use crate::report::{self, Report, summary};
+use crate::repository::RepositoryOptions;
+use crate::signals::{Signals, announce_exit};
 
 /// Keep a running program checkpointed
 ///
-/// Ctrl-C ends Pagemark; the program runs on, untouched.
+/// Ctrl-C ends Pagemark; the program keeps running, untouched.
 #[derive(Args, Debug)]
 pub struct Attach {
     #[command(flatten)]
-    place: Place,
+    repository: RepositoryOptions,
     #[command(flatten)]
-    how: How,
+    capture: CaptureOptions,
     #[command(flatten)]
-    when: When,
+    schedule: ScheduleOptions,
     /// A line of JSON for each checkpoint
     #[arg(long)]
     json: bool,
@@ -37,9 +40,9 @@ pub struct Attach {
 #[derive(Args, Debug)]
 pub struct Checkpoint {
     #[command(flatten)]
-    place: Place,
+    repository: RepositoryOptions,
     #[command(flatten)]
-    how: How,
+    capture: CaptureOptions,
     /// One JSON document
     #[arg(long)]
     json: bool,
@@ -49,64 +52,51 @@ pub struct Checkpoint {
 
 impl Attach {
     pub fn run(self) -> Outcome {
-        let job = job_of(&self.how, self.pid)?;
-        let repository = self.place.open_or_create()?;
-        let options = self.how.options(job.clone());
+        let name = job_name_of(&self.capture, self.pid)?;
+        let repository = self.repository.open_or_create()?;
+        self.capture.check_data(repository.path())?;
         let signals = Signals::hold_for_stop()?;
-        // Attach once now, so that what can't be attached to is said at once and ends with a status.
-        let attached = Job::attach(self.pid, repository.clone(), options.clone())
-            .map_err(|error| attach_failure(self.pid, error))?;
-        attached.detach();
+        let target = attach(&self.capture, self.pid)?;
+        let job = Job::new(target, repository, self.schedule.job_options(name.clone(), &self.capture));
 
-        let (sender, events) = mpsc::channel();
-        let pid = Pid::from_raw(self.pid);
-        announce_exit(pid, sender.clone())?;
-        signals.stop_at(sender)?;
-        let mut report = Report::choose(self.when.quiet, self.json, report::stdout());
-        let series = Series {
-            pid,
-            repository,
-            options,
-            every: self.when.every,
-            policy: self.when.keep.policy(),
-            report: &mut report,
-        };
-        let (end, done) = series.take(&events);
-        let how_it_is = if end == Event::Exited { "has exited" } else { "runs on" };
-        report.say(&format!("process {pid} {how_it_is}; {}", last_word(&job, &done)));
+        let (stop, stopped) = mpsc::channel();
+        announce_exit(Pid::from_raw(self.pid), stop.clone())?;
+        signals.stop_at(stop)?;
+        let mut report = Report::choose(self.schedule.quiet, self.json, report::stdout());
+        let done = job.run(&stopped, &mut |event| report.event(&name, self.pid, event));
+        let state = if done.end == End::TargetGone { "has exited" } else { "keeps running" };
+        report.say(&format!("process {} {state}; {}", self.pid, summary(&name, &done)));
         Ok(ExitCode::SUCCESS)
     }
 }
 
 impl Checkpoint {
     pub fn run(self) -> Outcome {
-        let job = job_of(&self.how, self.pid)?;
-        let repository = self.place.open_or_create()?;
-        let mut attached = Job::attach(self.pid, repository, self.how.options(job.clone()))
-            .map_err(|error| attach_failure(self.pid, error))?;
-        let taken = attached.checkpoint().map_err(|error| attach_failure(self.pid, error));
-        attached.detach();
-        let taken = taken?;
+        let name = job_name_of(&self.capture, self.pid)?;
+        let repository = self.repository.open_or_create()?;
+        self.capture.check_data(repository.path())?;
+        let target = attach(&self.capture, self.pid)?;
+        let mut job = Job::new(target, repository, self.capture.job_options(name.clone()));
+        let taken = job.checkpoint().map_err(|error| Failure::checkpointing(self.pid, error))?;
+        job.detach();
         let mut report = if self.json { Report::Json { out: report::stdout() } } else { Report::Plain };
-        report.taken(&Taken {
-            job: &job,
-            sequence: taken.sequence,
-            taken_unix_us: taken.taken_unix_us,
-            cost: taken.cost,
-        });
+        report.taken(&name, &taken);
         Ok(ExitCode::SUCCESS)
     }
 }
 
-/// The job's name for a running process: the one that was asked for, or the name that the process has.
-fn job_of(how: &How, pid: i32) -> Result<String, Failure> {
-    let missing = || {
-        Failure::plain(format!("there is no process {pid}"))
-            .help("`ps -e` lists the processes; the first column is the id")
-    };
+fn attach(capture: &CaptureOptions, pid: i32) -> Result<ProcessTarget, Failure> {
+    let saver = capture.saver().map_err(|error| Failure::checkpointing(pid, error))?;
+    capture.attach(pid, saver).map_err(|error| Failure::checkpointing(pid, error))
+}
+
+/// The job's name for a running process: the name that the options give, or the name of the
+/// process.
+fn job_name_of(capture: &CaptureOptions, pid: i32) -> Result<String, Failure> {
+    let missing = || Failure::plain(format!("there is no process {pid}")).help(PROCESSES);
     if pid < 1 {
         return Err(missing());
     }
-    let name = fs::read_to_string(format!("/proc/{pid}/comm")).map_err(|_| missing())?;
-    Ok(how.job.clone().unwrap_or_else(|| job_name(Path::new(name.trim_end()))))
+    let name = Stat::read(pid).map_err(|_| missing())?.command;
+    Ok(capture.job.clone().unwrap_or_else(|| job_name(Path::new(&name))))
 }

@@ -4,17 +4,20 @@ use std::process::ExitCode;
 
 use clap::Args;
 use pagemark::Mechanism;
-use pagemark::tracker::{Probe, probe};
-use pagemark_process::criu::Criu;
+use pagemark::sys::interface::{self, Interface};
+use pagemark::track::{Cost, Probe, Scope, probe};
+use pagemark_process::criu::{Criu, missing_capability};
+use pagemark_report::escape::printable;
+use pagemark_report::table::Table;
 use serde::Serialize;
 
 use crate::failure::Outcome;
 use crate::output::{print, print_json};
-use crate::text::{Table, clean};
 
-/// Tell which mechanisms work here, what each costs, and what would enable the others
+/// Report which mechanisms work here, what each costs, and what would enable the others
 ///
-/// Every mechanism is tried out on memory of Pagemark's own.
+/// Each mechanism is measured on memory of this command, with the tracker that regions get and with
+/// the one that other processes get.
 #[derive(Args, Debug)]
 pub struct Doctor {
     /// One JSON document
@@ -27,9 +30,15 @@ struct Findings {
     kernel: String,
     root: bool,
     criu: Finding,
+    /// Interfaces that this kernel lacks, or that this process may not use.
+    missing: Vec<Missing>,
+    /// What root may not do here, and what would enable it.
+    missing_capability: Option<&'static str>,
     mechanisms: Vec<MechanismFinding>,
-    /// What `--mechanism auto` takes.
+    /// What `--mechanism auto` takes for other processes.
     auto: Option<Mechanism>,
+    /// What regions take unless a mechanism is named.
+    auto_own_memory: Option<Mechanism>,
 }
 
 /// Something that works, or does not.
@@ -40,58 +49,115 @@ struct Finding {
     text: String,
 }
 
+/// An interface of the kernel that Pagemark does without.
+#[derive(Serialize)]
+struct Missing {
+    interface: &'static str,
+    /// The first version of Linux that has it.
+    since: &'static str,
+    /// False if the kernel has it, and this process may not use it.
+    is_unknown: bool,
+    /// The error that its use gives.
+    error: String,
+    /// What is slower, or not possible, without it.
+    without: &'static str,
+}
+
 #[derive(Serialize)]
 struct MechanismFinding {
     mechanism: Mechanism,
+    /// How it finds written pages.
+    description: &'static str,
+    /// What it needs of the machine.
+    requirement: &'static str,
+    /// For other processes if the mechanism can track them, and else for the program's own memory.
+    #[serde(flatten)]
+    main: ScopeFinding,
+    /// For regions of a program's own memory.
+    own_memory: ScopeFinding,
+    /// For other processes, if the mechanism can track them.
+    process: Option<ScopeFinding>,
+}
+
+#[derive(Clone, Serialize)]
+struct ScopeFinding {
     works: bool,
     /// Nanoseconds a page; none if it does not work.
     first_write_ns: Option<f64>,
     hot_write_ns: Option<f64>,
     collect_ns: Option<f64>,
+    /// Type of the tracker that was measured.
+    tracker: Option<&'static str>,
     /// Why it does not work, and what would enable it.
     reason: Option<String>,
 }
 
 impl Doctor {
     pub fn run(self) -> Outcome {
-        let mechanisms: Vec<_> = probe().into_iter().map(finding).collect();
+        let probes = Scope::ALL.map(probe);
         let findings = Findings {
             kernel: kernel(),
             root: nix::unistd::geteuid().is_root(),
             criu: criu(),
-            auto: mechanisms
-                .iter()
-                .find(|found| found.works && found.mechanism.reaches_other_processes())
-                .map(|found| found.mechanism),
-            mechanisms,
+            missing: interface::ALL.iter().filter_map(|interface| Missing::of(interface)).collect(),
+            missing_capability: missing_capability().filter(|_| nix::unistd::geteuid().is_root()),
+            auto: auto(&probes, Scope::Process),
+            auto_own_memory: auto(&probes, Scope::OwnMemory),
+            mechanisms: Mechanism::ALL.into_iter().filter_map(|mechanism| finding(mechanism, &probes)).collect(),
         };
         if self.json {
             return print_json(&findings);
         }
-        print(&told(&findings));
+        print(&report(&findings));
         Ok(ExitCode::SUCCESS)
     }
 }
 
-fn finding(probe: Probe) -> MechanismFinding {
-    let Probe { mechanism, result } = probe;
-    match result {
-        Ok(cost) => MechanismFinding {
-            mechanism,
-            works: true,
-            first_write_ns: Some(cost.first_write_ns),
-            hot_write_ns: Some(cost.hot_write_ns),
-            collect_ns: Some(cost.collect_ns),
-            reason: None,
-        },
-        Err(reason) => MechanismFinding {
-            mechanism,
-            works: false,
-            first_write_ns: None,
-            hot_write_ns: None,
-            collect_ns: None,
-            reason: Some(reason.to_string()),
-        },
+/// The mechanism that is chosen for a scope.
+fn auto(probes: &[Vec<Probe>], scope: Scope) -> Option<Mechanism> {
+    let mut of_scope = probes.iter().flatten().filter(|probe| probe.scope == scope);
+    of_scope.find(|probe| probe.result.is_ok() && probe.mechanism.may_be_chosen(scope)).map(|probe| probe.mechanism)
+}
+
+fn finding(mechanism: Mechanism, probes: &[Vec<Probe>]) -> Option<MechanismFinding> {
+    let of_scope = |scope: Scope| {
+        let mut probes = probes.iter().flatten();
+        probes.find(|probe| probe.mechanism == mechanism && probe.scope == scope).map(ScopeFinding::of)
+    };
+    let own_memory = of_scope(Scope::OwnMemory)?;
+    let process = of_scope(Scope::Process);
+    let entry = mechanism.entry();
+    Some(MechanismFinding {
+        mechanism,
+        description: entry.description,
+        requirement: entry.requirement,
+        main: process.clone().unwrap_or_else(|| own_memory.clone()),
+        own_memory,
+        process,
+    })
+}
+
+impl Missing {
+    /// None if the interface is there.
+    fn of(interface: &Interface) -> Option<Missing> {
+        let error = interface.refusal()?;
+        let is_unknown = matches!(error.raw_os_error(), Some(libc::ENOSYS | libc::ENOTTY | libc::EINVAL));
+        let Interface { name, since, without, .. } = interface;
+        Some(Missing { interface: name, since, is_unknown, error: error.to_string(), without })
+    }
+}
+
+impl ScopeFinding {
+    fn of(probe: &Probe) -> ScopeFinding {
+        let cost = |part: fn(&Cost) -> f64| probe.result.as_ref().ok().map(part);
+        ScopeFinding {
+            works: probe.result.is_ok(),
+            first_write_ns: cost(|cost| cost.first_write_ns),
+            hot_write_ns: cost(|cost| cost.hot_write_ns),
+            collect_ns: cost(|cost| cost.collect_ns),
+            tracker: probe.result.as_ref().ok().map(|cost| cost.tracker),
+            reason: probe.result.as_ref().err().map(ToString::to_string),
+        }
     }
 }
 
@@ -109,35 +175,56 @@ fn criu() -> Finding {
     }
 }
 
-fn told(findings: &Findings) -> String {
+/// The findings as text.
+fn report(findings: &Findings) -> String {
     let mut out = format!("kernel      {}\n", findings.kernel);
     out += if findings.root {
         "user        root\n"
     } else {
         "user        not root: only processes of your own can be watched, and CRIU needs root to save or restore them\n"
     };
-    out += &format!("CRIU        {}{}\n", if findings.criu.works { "" } else { "✗ " }, clean(&findings.criu.text));
+    out += &format!("CRIU        {}{}\n", if findings.criu.works { "" } else { "✗ " }, printable(&findings.criu.text));
     if !findings.criu.works {
         out += "            without it, `--memory-only` still works\n";
     }
-    match findings.auto {
-        Some(auto) => out += &format!("auto        {auto}\n\n"),
-        None => out += "auto        none works\n\n",
+    for (index, missing) in findings.missing.iter().enumerate() {
+        let label = if index == 0 { "missing" } else { "" };
+        let Missing { interface, since, is_unknown, error, without } = missing;
+        let reason = if *is_unknown { String::new() } else { format!("; refused: {error}") };
+        out += &format!("{label:<12}{interface} (Linux {since}{reason}): {without}\n");
     }
-    let mut table = Table::new(&["mechanism", "works", ">first write", ">when hot", ">collect", ""]);
+    if let Some(missing) = findings.missing_capability {
+        out += &format!("rights      ✗ {missing}\n");
+    }
+    let name = |mechanism: Option<Mechanism>| mechanism.map_or("none works", Mechanism::name);
+    out += &format!("auto        {} for processes, ", name(findings.auto));
+    out += &format!("{} for regions\n\n", name(findings.auto_own_memory));
+    let mut table = Table::new(&["mechanism", "memory of", "works", ">first write", ">when hot", ">collect", ""]);
     let cost = |ns: Option<f64>| ns.map_or("-".into(), |ns| format!("{ns:.0} ns"));
     for found in &findings.mechanisms {
-        table.row([
-            found.mechanism.name().into(),
-            if found.works { "✓" } else { "✗" }.into(),
-            cost(found.first_write_ns),
-            cost(found.hot_write_ns),
-            cost(found.collect_ns),
-            clean(found.reason.as_deref().unwrap_or("")),
-        ]);
+        let mut row = |name: &str, scope: &str, found: &ScopeFinding| {
+            table.row([
+                name.into(),
+                scope.into(),
+                if found.works { "✓" } else { "✗" }.into(),
+                cost(found.first_write_ns),
+                cost(found.hot_write_ns),
+                cost(found.collect_ns),
+                found.reason.clone().unwrap_or_default(),
+            ]);
+        };
+        match &found.process {
+            // What does not work at all is said once.
+            Some(process) if process.works || found.own_memory.works => {
+                row(found.mechanism.name(), "processes", process);
+                row("", "regions", &found.own_memory);
+            }
+            Some(process) => row(found.mechanism.name(), "both", process),
+            None => row(found.mechanism.name(), "regions", &found.own_memory),
+        }
     }
     out += &table.to_string();
-    out += "\nCosts are for each page: the program's first write to it in an interval, the same for a page that is written in every\n\
-         interval, and collecting it.\n";
+    out += "\nCosts are per page: the program's first write to it in an interval, the same for a page that is written in every\n\
+         interval, and collecting it. All are measured on memory of this command, with the trackers of processes and of regions.\n";
     out
 }

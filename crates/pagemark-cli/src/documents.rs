@@ -1,4 +1,4 @@
-//! `pagemark completions` and `pagemark man`: made from the command line's own description.
+//! `pagemark completions` and `pagemark man`, which describe the command line as it is parsed.
 
 use std::fs;
 use std::path::PathBuf;

@@ -1,4 +1,4 @@
-//! `pagemark export`: a checkpoint for other programs.
+//! `pagemark export`: writes a checkpoint as a core file or as CRIU's images.
 
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{BufWriter, Write};
@@ -11,13 +11,14 @@ use pagemark::repository::Checkpoint;
 
 use crate::failure::{Failure, Outcome};
 use crate::output::print;
-use crate::place::{Place, Reference, read};
+use crate::reference::{Reference, read_checkpoint};
+use crate::repository::RepositoryOptions;
 
 /// Write a checkpoint in a form that other programs read
 #[derive(Args, Debug)]
 pub struct Export {
     #[command(flatten)]
-    place: Place,
+    repository: RepositoryOptions,
     #[command(flatten)]
     form: Form,
     /// With --core: which process of the checkpoint [default: the root of the tree]
@@ -41,8 +42,8 @@ struct Form {
 
 impl Export {
     pub fn run(self) -> Outcome {
-        let repository = self.place.open()?;
-        let checkpoint = read(&repository, &self.checkpoint)?;
+        let repository = self.repository.open()?;
+        let checkpoint = read_checkpoint(&repository, &self.checkpoint)?;
         match (&self.form.core, &self.form.criu) {
             (Some(file), _) => self.core(&checkpoint, file),
             (None, Some(directory)) => criu(&checkpoint, directory),
@@ -51,15 +52,16 @@ impl Export {
     }
 
     fn core(&self, checkpoint: &Checkpoint, path: &Path) -> Outcome {
-        let spaces = &checkpoint.manifest.spaces;
-        let pid = self.pid.or(spaces.first().map(|space| space.pid)).unwrap_or(0);
-        if !spaces.iter().any(|space| space.pid == pid) {
-            let pids: Vec<_> = spaces.iter().map(|space| space.pid.to_string()).collect();
+        let manifest = &checkpoint.manifest;
+        let pid = self.pid.or(manifest.pids().next()).unwrap_or(0);
+        if manifest.process(pid).is_none() {
+            let pids: Vec<_> = manifest.pids().map(|pid| pid.to_string()).collect();
             return Err(Failure::plain(format!("the checkpoint holds no process {pid}"))
                 .help(format!("it holds {}", pids.join(", "))));
         }
         let failed = |error| Failure::new(format!("cannot write {}", path.display()), error);
-        // Memory holds secrets: the file is its owner's alone. Nothing that exists is overwritten.
+        // Memory holds secrets, so only the owner may read the file. An existing file is not
+        // overwritten.
         let file: File = OpenOptions::new()
             .write(true)
             .create_new(true)
@@ -70,10 +72,10 @@ impl Export {
         let written = pagemark_process::core_file::export_core(&checkpoint.manifest, checkpoint, Some(pid), &mut out)
             .map_err(|error| {
                 Failure::new(format!("cannot write a core of process {pid} to {}", path.display()), error)
-                    .help("`pagemark verify` tells if the checkpoint is damaged")
+                    .help("`pagemark verify` reports whether the checkpoint is damaged")
             });
         if let Err(failure) = written.and_then(|()| out.flush().map_err(failed)) {
-            // What is half written is no core; it was made here, so nothing of anybody's is lost.
+            // The file was created above, and a part of a core file is of no use.
             let _ = fs::remove_file(path);
             return Err(failure);
         }
@@ -86,12 +88,16 @@ fn criu(checkpoint: &Checkpoint, directory: &Path) -> Outcome {
     if fs::read_dir(directory).is_ok_and(|mut entries| entries.next().is_some()) {
         return Err(Failure::plain(format!("{} is not empty", directory.display())).help("name a new directory"));
     }
-    let what = || format!("cannot write CRIU's images into {}", directory.display());
-    pagemark_process::restore::check(&checkpoint.manifest).map_err(|error| Failure::new(what(), error))?;
-    // Memory holds secrets: the directory is its owner's alone.
-    DirBuilder::new().recursive(true).mode(0o700).create(directory).map_err(|error| Failure::new(what(), error))?;
+    let operation = || format!("cannot write CRIU's images into {}", directory.display());
+    pagemark_process::restore::check(&checkpoint.manifest).map_err(|error| Failure::new(operation(), error))?;
+    // Memory holds secrets, so only the owner may enter the directory.
+    DirBuilder::new()
+        .recursive(true)
+        .mode(0o700)
+        .create(directory)
+        .map_err(|error| Failure::new(operation(), error))?;
     let arguments = pagemark_process::restore::export_criu(&checkpoint.manifest, checkpoint, directory)
-        .map_err(|error| Failure::new(what(), error))?;
+        .map_err(|error| Failure::new(operation(), error))?;
     print(&format!("{}: `criu {}` takes it\n", directory.display(), arguments.join(" ")));
     Ok(ExitCode::SUCCESS)
 }

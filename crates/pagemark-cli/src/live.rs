@@ -1,29 +1,30 @@
-//! Lines about the work that goes on: one that is rewritten in place where a person watches, plain ones elsewhere.
+//! Lines on the terminal that are rewritten while work goes on.
 
 use std::io::{self, IsTerminal, Write};
 use std::time::{Duration, Instant};
 
 use nix::sys::termios::{LocalFlags, tcgetattr};
+use pagemark_report::bar::bar;
+use pagemark_report::text;
 
-use crate::text;
-
-/// A line at the bottom of the terminal that stays there while a program scrolls its output above it.
+/// A line at the bottom of the terminal, which stays while a program scrolls its output above it.
 ///
-/// Drawn on stderr. The terminal's scrolling region is made one line shorter for it; ends with [`BottomLine::remove`] or drop.
+/// The line is drawn on stderr. It makes the scrolling region of the terminal one line shorter,
+/// until [`BottomLine::remove`] or drop.
 pub struct BottomLine {
-    /// Columns and rows for which the scrolling region was set; none while nothing is drawn.
+    /// Columns and rows for which the scrolling region is set; None while no line is drawn.
     drawn_for: Option<(u16, u16)>,
 }
 
 impl BottomLine {
-    /// None where stderr is no terminal.
+    /// Returns None if stderr is no terminal.
     pub fn new() -> Option<Self> {
         io::stderr().is_terminal().then_some(BottomLine { drawn_for: None })
     }
 
-    /// Shows `line`, unless the program has the whole screen for itself.
+    /// Shows `line`, unless the program uses the whole screen.
     pub fn show(&mut self, line: &str) {
-        // A program that reads single keys draws its own screen.
+        // A program that reads single keys draws the whole screen.
         let full_screen = tcgetattr(io::stderr()).is_ok_and(|mode| !mode.local_flags.contains(LocalFlags::ICANON));
         let Ok((columns, rows)) = crossterm::terminal::size() else { return };
         if full_screen || rows < 3 || columns < 20 {
@@ -32,8 +33,8 @@ impl BottomLine {
         }
         let mut out = String::new();
         if self.drawn_for != Some((columns, rows)) {
-            // Down and up first, in the same column, for the case that the cursor is in the last line. Setting the region
-            // moves the cursor.
+            // The cursor moves down and up in its column first, which scrolls if it is in the last
+            // line. It is saved and restored, because setting the region moves it.
             out += &format!("\x1bD\x1b[A\x1b7\x1b[1;{}r\x1b8", rows - 1);
             self.drawn_for = Some((columns, rows));
         }
@@ -42,7 +43,7 @@ impl BottomLine {
         write(&out);
     }
 
-    /// Takes the line away and gives the whole terminal back.
+    /// Removes the line, and makes the scrolling region the whole terminal again.
     pub fn remove(&mut self) {
         if let Some((_, rows)) = self.drawn_for.take() {
             write(&format!("\x1b7\x1b[{rows};1H\x1b[2K\x1b[r\x1b8"));
@@ -56,27 +57,31 @@ impl Drop for BottomLine {
     }
 }
 
-/// Progress of long work, on stderr where that is a terminal.
+/// Width of the bar that shows progress.
+const BAR_CELLS: usize = 20;
+
+/// Progress of long work, on stderr if that is a terminal.
 pub struct Progress {
-    what: &'static str,
+    work: &'static str,
     begin: Instant,
-    shown: Option<Instant>,
-    terminal: bool,
+    last_shown: Option<Instant>,
+    is_terminal: bool,
 }
 
 impl Progress {
-    /// Nothing is shown before a moment has passed.
-    pub fn new(what: &'static str) -> Self {
-        Progress { what, begin: Instant::now(), shown: None, terminal: io::stderr().is_terminal() }
+    /// Begins to measure the time of `work`, a verb such as `verifying`. The first line is shown
+    /// after 100 ms.
+    pub fn new(work: &'static str) -> Self {
+        Progress { work, begin: Instant::now(), last_shown: None, is_terminal: io::stderr().is_terminal() }
     }
 
-    /// Says how far it is: `done` of `total` bytes or pages or whatever `unit` writes.
+    /// Shows that `done` of `total` is done. `unit` formats both.
     pub fn at(&mut self, done: u64, total: u64, unit: fn(u64) -> String) {
-        let due = self.shown.unwrap_or(self.begin).elapsed() >= Duration::from_millis(100);
-        if !self.terminal || !due {
+        let due = self.last_shown.unwrap_or(self.begin).elapsed() >= Duration::from_millis(100);
+        if !self.is_terminal || !due {
             return;
         }
-        self.shown = Some(Instant::now());
+        self.last_shown = Some(Instant::now());
         let share = if total == 0 { 0.0 } else { done as f64 / total as f64 };
         let left = if share > 0.02 {
             let left = self.begin.elapsed().mul_f64((1.0 / share - 1.0).max(0.0));
@@ -84,21 +89,20 @@ impl Progress {
         } else {
             String::new()
         };
-        let filled = (share.clamp(0.0, 1.0) * 20.0) as usize;
-        let bar: String = (0..20).map(|cell| if cell < filled { '█' } else { '·' }).collect();
-        write(&format!("\r\x1b[K{} {bar} {} of {}{left}", self.what, unit(done), unit(total)));
+        let bar = bar(share, BAR_CELLS);
+        write(&format!("\r\x1b[K{} {bar} {} of {}{left}", self.work, unit(done), unit(total)));
     }
 }
 
 impl Drop for Progress {
     fn drop(&mut self) {
-        if self.shown.is_some() {
+        if self.last_shown.is_some() {
             write("\r\x1b[K");
         }
     }
 }
 
 fn write(text: &str) {
-    // Nothing can be told where stderr is gone.
+    // If stderr is closed, there is nowhere to report the error.
     let _ = io::stderr().write_all(text.as_bytes());
 }

@@ -1,22 +1,28 @@
-//! `pagemark log`: what checkpoints there are.
+//! `pagemark log`: lists jobs and checkpoints.
 
+use std::fmt::Display;
 use std::process::ExitCode;
 
 use clap::Args;
-use pagemark::repository::Repository;
+use pagemark::job::Taken;
+use pagemark::repository::{CheckpointInfo, Records, Repository};
+use pagemark::{Error, ErrorKind};
+use pagemark_report::escape::printable;
+use pagemark_report::table::Table;
+use pagemark_report::text;
 use serde::Serialize;
 
 use crate::failure::{Failure, Outcome};
 use crate::output::{print, print_json};
-use crate::place::{Place, Reference, no_checkpoints, read};
-use crate::report::Taken;
-use crate::text::{self, Table};
+use crate::reference::no_checkpoints;
+use crate::report::Checkpoint;
+use crate::repository::RepositoryOptions;
 
 /// List the jobs, or the checkpoints of one
 #[derive(Args, Debug)]
 pub struct Log {
     #[command(flatten)]
-    place: Place,
+    repository: RepositoryOptions,
     /// One JSON document
     #[arg(long)]
     json: bool,
@@ -24,7 +30,7 @@ pub struct Log {
     job: Option<String>,
 }
 
-/// A job, in the list of them.
+/// A job in the list of jobs.
 #[derive(Serialize)]
 struct JobLine {
     job: String,
@@ -36,7 +42,7 @@ struct JobLine {
 
 impl Log {
     pub fn run(self) -> Outcome {
-        let repository = self.place.open()?;
+        let repository = self.repository.open()?;
         match &self.job {
             Some(job) => self.checkpoints(&repository, job),
             None => self.jobs(&repository),
@@ -46,8 +52,9 @@ impl Log {
     fn jobs(&self, repository: &Repository) -> Outcome {
         let failed = |error| Failure::new(format!("cannot list the jobs in {}", repository.path().display()), error);
         let mut lines = Vec::new();
+        let mut unreadable = Unreadable::default();
         for job in repository.jobs().map_err(failed)? {
-            let checkpoints = repository.checkpoints(&job).map_err(failed)?;
+            let checkpoints = unreadable.sort_out(&job, repository.records(&job));
             let Some(newest) = checkpoints.last() else { continue };
             lines.push(JobLine {
                 checkpoints: checkpoints.len() as u64,
@@ -58,9 +65,10 @@ impl Log {
             });
         }
         if self.json {
-            return print_json(&lines);
+            print_json(&lines)?;
+            return Ok(unreadable.report());
         }
-        let mut table = Table::new(&["job", ">checkpoints", ">newest", "taken", ">written"]);
+        let mut table = Table::new(["job", ">checkpoints", ">newest", "taken", ">written"]);
         for line in &lines {
             table.row([
                 line.job.clone(),
@@ -71,32 +79,37 @@ impl Log {
             ]);
         }
         print(&table.to_string());
-        Ok(ExitCode::SUCCESS)
+        Ok(unreadable.report())
     }
 
     fn checkpoints(&self, repository: &Repository, job: &str) -> Outcome {
-        let checkpoints = repository
-            .checkpoints(job)
+        let records = repository
+            .records(job)
             .map_err(|error| Failure::new(format!("cannot list the checkpoints of {job}"), error))?;
-        if checkpoints.is_empty() {
+        if records.is_empty() {
             return Err(no_checkpoints(repository, job));
         }
+        let mut unreadable = Unreadable::default();
         let mut lines = Vec::new();
-        for checkpoint in &checkpoints {
-            let read = read(repository, &Reference { job: job.to_owned(), sequence: Some(checkpoint.sequence) })?;
-            lines.push(Taken {
-                job,
-                sequence: checkpoint.sequence,
-                taken_unix_us: checkpoint.taken_unix_us,
-                cost: read.manifest.cost,
-            });
+        for checkpoint in unreadable.sort_out(job, Ok(records)) {
+            let CheckpointInfo { sequence, taken_unix_us, .. } = checkpoint;
+            match repository.read(job, sequence) {
+                Ok(stored) => {
+                    let taken = Taken { sequence, taken_unix_us, cost: stored.manifest.cost };
+                    lines.push(Checkpoint { job, taken });
+                }
+                // It was pruned meanwhile.
+                Err(error) if error.kind() == ErrorKind::NoCheckpoint => {}
+                Err(error) => unreadable.add(format!("{job}@{sequence}"), &error),
+            }
         }
         if self.json {
-            return print_json(&lines);
+            print_json(&lines)?;
+            return Ok(unreadable.report());
         }
         let mut table =
-            Table::new(&["checkpoint", "taken", ">dirty pages", ">written", ">frozen", ">memory", ">state", ">rounds"]);
-        for Taken { job, sequence, taken_unix_us, cost } in &lines {
+            Table::new(["checkpoint", "taken", ">dirty pages", ">written", ">frozen", ">memory", ">state", ">rounds"]);
+        for Checkpoint { job, taken: Taken { sequence, taken_unix_us, cost } } in &lines {
             table.row([
                 format!("{job}@{sequence}"),
                 text::moment(*taken_unix_us),
@@ -109,6 +122,45 @@ impl Log {
             ]);
         }
         print(&table.to_string());
-        Ok(ExitCode::SUCCESS)
+        Ok(unreadable.report())
+    }
+}
+
+/// What could not be listed. It hides nothing else.
+#[derive(Default)]
+struct Unreadable {
+    lines: Vec<String>,
+}
+
+impl Unreadable {
+    fn add(&mut self, name: impl Display, error: &Error) {
+        self.lines.push(format!("cannot read {name}: {error}"));
+    }
+
+    /// The records that can be read, in ascending order.
+    fn sort_out(&mut self, job: &str, records: Result<Records, Error>) -> Vec<CheckpointInfo> {
+        let mut readable = Vec::new();
+        match records {
+            Ok(records) => {
+                for (sequence, record) in records {
+                    match record {
+                        Ok(info) => readable.push(info),
+                        Err(error) => self.add(format!("{job}@{sequence}"), &error),
+                    }
+                }
+            }
+            Err(error) => self.add(job, &error),
+        }
+        readable
+    }
+
+    /// Reports them, and returns the exit status.
+    fn report(&self) -> ExitCode {
+        if self.lines.is_empty() {
+            return ExitCode::SUCCESS;
+        }
+        self.lines.iter().for_each(|line| eprintln!("pagemark: {}", printable(line)));
+        eprintln!("help: all others are listed; `pagemark verify` examines the whole repository");
+        ExitCode::FAILURE
     }
 }

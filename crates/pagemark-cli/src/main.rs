@@ -1,26 +1,37 @@
-//! The command `pagemark`.
+//! The command `pagemark`: checkpoints running programs and restores them.
+//!
+//! Each subcommand is a module. Options are parsed here, and the work is done by the crates
+//! `pagemark` and `pagemark-process`.
+//!
+//! # Example
+//!
+//! ```text
+//! pagemark run --every 10s -- ./simulate --steps 1000000
+//! pagemark restore simulate
+//! ```
 
+mod asides;
 mod attach;
-mod bench;
 mod diff;
 mod doctor;
 mod documents;
 mod export;
 mod failure;
-mod heat;
+mod heat_map;
 mod live;
 mod log;
+mod moved;
+mod options;
 mod output;
-mod place;
 mod prune;
+mod reference;
 mod report;
+mod repository;
 mod restore;
 mod run;
 mod show;
 mod signals;
-mod sys;
-mod take;
-mod text;
+mod space;
 mod top;
 mod verify;
 
@@ -49,10 +60,12 @@ enum Subcommands {
     Diff(diff::Diff),
     Verify(verify::Verify),
     Prune(prune::Prune),
+    Asides(asides::Asides),
     Export(export::Export),
     Top(top::Top),
     Doctor(doctor::Doctor),
-    Bench(bench::Bench),
+    #[command(hide = true)]
+    Bench(moved::Bench),
     Completions(documents::Completions),
     Man(documents::Man),
 }
@@ -68,6 +81,7 @@ fn main() -> ExitCode {
         Subcommands::Diff(command) => command.run(),
         Subcommands::Verify(command) => command.run(),
         Subcommands::Prune(command) => command.run(),
+        Subcommands::Asides(command) => command.run(),
         Subcommands::Export(command) => command.run(),
         Subcommands::Top(command) => command.run(),
         Subcommands::Doctor(command) => command.run(),

@@ -1,26 +1,26 @@
-//! `pagemark prune`: removes old checkpoints and gives their space back.
+//! `pagemark prune`: removes old checkpoints and frees their space.
 
 use std::collections::BTreeMap;
 use std::process::ExitCode;
 
 use clap::Args;
+use pagemark_report::text;
 
 use crate::failure::{Failure, Outcome};
 use crate::live::Progress;
+use crate::options::RetentionOptions;
 use crate::output::{print, print_json};
-use crate::place::Place;
-use crate::take::Keep;
-use crate::text;
+use crate::repository::RepositoryOptions;
 
 /// Remove old checkpoints and give their space back
 ///
-/// What --keep-last or --keep-every names stays; the rest goes.
+/// Checkpoints that neither --keep-last nor --keep-every selects are removed.
 #[derive(Args, Debug)]
 pub struct Prune {
     #[command(flatten)]
-    place: Place,
+    repository: RepositoryOptions,
     #[command(flatten)]
-    keep: Keep,
+    retention: RetentionOptions,
     /// One JSON document
     #[arg(long)]
     json: bool,
@@ -30,19 +30,19 @@ pub struct Prune {
 
 impl Prune {
     pub fn run(self) -> Outcome {
-        let policy = self.keep.policy().ok_or_else(|| {
-            Failure::usage("it is not said what to keep")
+        let retention = self.retention.retention().ok_or_else(|| {
+            Failure::usage("no number and no period of checkpoints to keep is given")
                 .help("for example `pagemark prune --keep-last 10`, or `--keep-every 1h`, or both")
         })?;
-        let repository = self.place.open()?;
+        let repository = self.repository.open()?;
         let mut progress = Progress::new("pruning");
         let report = repository
-            .prune(&policy, self.job.as_deref(), &mut |step| {
+            .prune(&retention, self.job.as_deref(), &mut |step| {
                 progress.at(step.done_bytes, step.total_bytes, text::bytes)
             })
             .map_err(|error| {
                 Failure::new(format!("cannot prune {}", repository.path().display()), error)
-                    .help("what was not removed stays as it was; `pagemark verify` tells if anything is damaged")
+                    .help("what was not removed stays as it was; `pagemark verify` reports whether anything is damaged")
             })?;
         drop(progress);
         if self.json {
@@ -60,7 +60,7 @@ impl Prune {
         }
         if !report.unreadable.is_empty() {
             eprintln!("pagemark: {} pieces of content are missing or damaged", report.unreadable.len());
-            eprintln!("help: `pagemark verify` tells which checkpoints that touches");
+            eprintln!("help: `pagemark verify` lists the checkpoints that have it");
         }
         print(&format!(
             "{} checkpoints removed, {} given back\n",
@@ -90,7 +90,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn runs_of_numbers_are_told_as_one() {
+    fn runs_of_numbers_are_joined() {
         assert_eq!(ranges(vec![7, 1, 3, 6, 5, 4]), "@1, @3–@7");
         assert_eq!(ranges(vec![2]), "@2");
         assert_eq!(ranges(vec![]), "");

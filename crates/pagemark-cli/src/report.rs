@@ -1,30 +1,26 @@
-//! Says what each checkpoint cost, while a program runs.
+//! Reports each checkpoint and what it cost, while a program runs.
 
 use std::io::{self, Write};
 
-use pagemark::repository::Cost;
+use pagemark::job::{JobEvent, Summary, Taken};
+use pagemark_report::text;
 use serde::Serialize;
 
 use crate::live::BottomLine;
-use crate::text;
 
 /// One checkpoint, as it is shown and as one line of `--json`.
 #[derive(Clone, Serialize)]
-pub struct Taken<'a> {
+pub struct Checkpoint<'a> {
     /// The job.
     pub job: &'a str,
-    /// The checkpoint's number.
-    pub sequence: u64,
-    /// When the target was frozen, microseconds since 1970 UTC.
-    pub taken_unix_us: u64,
-    /// What it cost.
+    /// When it was taken, and what it cost.
     #[serde(flatten)]
-    pub cost: Cost,
+    pub taken: Taken,
 }
 
-/// How checkpoints are told.
+/// How checkpoints are reported.
 pub enum Report {
-    /// Not at all; errors still are.
+    /// Not at all; errors are.
     Quiet,
     /// A line each on stderr.
     Plain,
@@ -49,17 +45,36 @@ impl Report {
         }
     }
 
-    /// A checkpoint was taken.
-    pub fn taken(&mut self, taken: &Taken) {
-        match self {
-            Report::Quiet => {}
-            Report::Plain => eprintln!("pagemark: {}", sentence(taken)),
-            Report::Live(line) => line.show(&short(taken)),
-            Report::Json { out } => json_line(out, &Line::Checkpoint(taken)),
+    /// Reports an event of the job `name`, whose target is the tree under `pid`.
+    pub fn event(&mut self, name: &str, pid: i32, event: JobEvent<'_>) {
+        match event {
+            JobEvent::FirstCheckpoint => self.show(&format!("{name}: the first checkpoint saves all memory …")),
+            JobEvent::Taken(taken) => self.taken(name, taken),
+            JobEvent::AttachFailed(error) => {
+                self.failed(&format!(
+                    "cannot attach to process {pid}, which keeps running without checkpoints: {error}"
+                ));
+            }
+            JobEvent::CheckpointFailed(error) => self.failed(&format!(
+                "no checkpoint of {name} this time; it keeps running, and the next interval tries again: {error}"
+            )),
+            JobEvent::Pruned(_) => {}
+            JobEvent::PruneFailed(error) => self.failed(&format!("cannot prune {name}: {error}")),
         }
     }
 
-    /// Something that is neither a checkpoint nor a failure, such as the last word.
+    /// Reports a checkpoint of the job `name`.
+    pub fn taken(&mut self, name: &str, taken: &Taken) {
+        let checkpoint = Checkpoint { job: name, taken: *taken };
+        match self {
+            Report::Quiet => {}
+            Report::Plain => eprintln!("pagemark: {}", sentence(&checkpoint)),
+            Report::Live(line) => line.show(&short(&checkpoint)),
+            Report::Json { out } => json_line(out, &Line::Checkpoint(&checkpoint)),
+        }
+    }
+
+    /// Reports what is neither a checkpoint nor a failure, such as the summary.
     pub fn say(&mut self, message: &str) {
         match self {
             Report::Quiet | Report::Json { .. } => {}
@@ -71,15 +86,15 @@ impl Report {
         }
     }
 
-    /// The line at the bottom alone, for what changes often.
-    pub fn show(&mut self, message: &str) {
+    /// Shows what changes often, in the line at the bottom alone.
+    fn show(&mut self, message: &str) {
         if let Report::Live(line) = self {
             line.show(&format!("pagemark {message}"));
         }
     }
 
-    /// Something did not work; what follows goes on.
-    pub fn failed(&mut self, message: &str) {
+    /// Reports a failure after which the work continues.
+    fn failed(&mut self, message: &str) {
         match self {
             Report::Json { out } => json_line(out, &Line::Failed { error: message }),
             Report::Live(line) => {
@@ -94,23 +109,25 @@ impl Report {
 #[derive(Serialize)]
 #[serde(tag = "event", rename_all = "kebab-case")]
 enum Line<'a> {
-    Checkpoint(&'a Taken<'a>),
+    Checkpoint(&'a Checkpoint<'a>),
     Failed { error: &'a str },
 }
 
 fn json_line(out: &mut Box<dyn Write>, line: &Line) {
     if let Ok(text) = serde_json::to_string(line) {
-        // Whoever read the lines is gone; the program runs on.
+        // If nobody reads the lines any more, the program keeps running.
         let _ = writeln!(out, "{text}").and_then(|()| out.flush());
     }
 }
 
-/// `redis@12: 1 234 pages dirty, 1.1 MiB written, frozen 9.8 ms (memory 1.1 ms, state 8.7 ms), 2 rounds`.
-fn sentence(taken: &Taken) -> String {
+/// `redis@12: 1 234 pages dirty, 1.1 MiB written, frozen 9.8 ms (memory 1.1 ms, state 8.7 ms)`,
+/// and the number of rounds.
+fn sentence(checkpoint: &Checkpoint) -> String {
+    let Checkpoint { job, taken } = checkpoint;
     let cost = &taken.cost;
     format!(
         "{}@{}: {} pages dirty, {} written, frozen {} (memory {}, state {}), {}",
-        taken.job,
+        job,
         taken.sequence,
         text::count(cost.dirty_pages),
         text::bytes(cost.written_bytes),
@@ -121,12 +138,14 @@ fn sentence(taken: &Taken) -> String {
     )
 }
 
-/// `redis@12  1 234 pages  1.1 MiB  frozen 9.8 ms (memory 1.1 ms, state 8.7 ms)`: fits into 80 columns.
-fn short(taken: &Taken) -> String {
+/// `redis@12  1 234 pages  1.1 MiB  frozen 9.8 ms (memory 1.1 ms, state 8.7 ms)`: at most 80
+/// columns.
+fn short(checkpoint: &Checkpoint) -> String {
+    let Checkpoint { job, taken } = checkpoint;
     let cost = &taken.cost;
     format!(
         "{}@{}  {} pages  {}  frozen {} (memory {}, state {})",
-        taken.job,
+        job,
         taken.sequence,
         text::count(cost.dirty_pages),
         text::bytes(cost.written_bytes),
@@ -134,6 +153,21 @@ fn short(taken: &Taken) -> String {
         text::micros(cost.memory_downtime_us),
         text::micros(cost.state_downtime_us),
     )
+}
+
+/// Sums up a run of the job `name`.
+pub fn summary(name: &str, done: &Summary) -> String {
+    match &done.last {
+        Some(Taken { sequence, taken_unix_us, .. }) => format!(
+            "{} of {name}, the last is {name}@{sequence} from {}; `pagemark restore {name}` brings it back",
+            match done.checkpoints {
+                1 => "1 checkpoint".into(),
+                checkpoints => format!("{} checkpoints", text::count(checkpoints)),
+            },
+            text::ago(*taken_unix_us),
+        ),
+        None => format!("no checkpoint of {name} was taken"),
+    }
 }
 
 /// `no rounds`, `1 round`, `3 rounds`.
@@ -157,10 +191,12 @@ pub fn stderr() -> Box<dyn Write> {
 
 #[cfg(test)]
 mod tests {
+    use pagemark::repository::Cost;
+
     use super::*;
 
     #[test]
-    fn a_checkpoint_is_told_in_one_sentence() {
+    fn a_checkpoint_is_reported_in_one_sentence() {
         let cost = Cost {
             dirty_pages: 1234,
             frozen_pages: 4,
@@ -168,15 +204,18 @@ mod tests {
             downtime_us: 9_800,
             memory_downtime_us: 1_100,
             state_downtime_us: 8_700,
+            peak_flight_bytes: 2 << 20,
             written_bytes: 1 << 20,
         };
-        let taken = Taken { job: "redis", sequence: 12, taken_unix_us: 5, cost };
+        let taken = Taken { sequence: 12, taken_unix_us: 5, cost };
+        let checkpoint = Checkpoint { job: "redis", taken };
         assert_eq!(
-            sentence(&taken),
+            sentence(&checkpoint),
             "redis@12: 1 234 pages dirty, 1.0 MiB written, frozen 9.8 ms (memory 1.1 ms, state 8.7 ms), 1 round"
         );
-        let line = serde_json::to_value(Line::Checkpoint(&taken)).expect("it is plain data");
+        let line = serde_json::to_value(Line::Checkpoint(&checkpoint)).expect("it is plain data");
         assert_eq!(line["event"], "checkpoint");
+        assert_eq!(line["job"], "redis");
         assert_eq!(line["sequence"], 12);
         assert_eq!(line["downtime_us"], 9_800);
     }

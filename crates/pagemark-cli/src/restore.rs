@@ -1,60 +1,81 @@
 //! `pagemark restore`: brings a program back.
 
-use std::fmt::Display;
-use std::fs;
-use std::path::{Path, PathBuf};
+use std::io::IsTerminal;
+use std::path::PathBuf;
 use std::process::ExitCode;
-use std::sync::mpsc::{self, RecvTimeoutError};
-use std::thread;
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
-use clap::Args;
+use clap::{Args, ValueEnum};
 use nix::errno::Errno;
 use nix::sys::wait::{WaitStatus, waitpid};
 use nix::unistd::Pid;
-use pagemark::PAGE_SIZE;
-use pagemark::repository::{Checkpoint, Manifest};
-use pagemark_process::criu::Criu;
-use pagemark_process::files::{FilesError, PutBack, What, put_back};
-use pagemark_process::lazy;
-use pagemark_process::restore::{RestoreError, RestoreOptions, Restored, Streams, check, prepare};
-use pagemark_process::scratch::{self, ScratchDirectory};
+use pagemark::repository::Checkpoint;
+use pagemark_process::ErrorKind;
+use pagemark_process::files::PutBack;
+use pagemark_process::restore::{self as library, RestoreEvent, RestoreFailure, Restored, Stage};
+use pagemark_process::saver::SignalGate;
+use pagemark_report::escape::printable;
+use pagemark_report::text;
 use serde::Serialize;
 
+use crate::asides::{AsidesOptions, report_interrupted};
 use crate::failure::{Failure, Outcome};
 use crate::live::Progress;
 use crate::output::print_json;
-use crate::place::{Place, Reference, only_job, read};
+use crate::reference::{Reference, only_job, read_checkpoint};
+use crate::repository::RepositoryOptions;
 use crate::signals::Signals;
-use crate::text::{self, clean};
 
 /// Bring a program back as it was at a checkpoint
 ///
-/// The program goes on in this terminal; signals and the exit status are passed on as with `pagemark run`. Files that
-/// it had open for writing hold again what they held then; what they hold now is kept under a name that is told.
+/// The program continues in this terminal; signals and the exit status are passed on as with
+/// `pagemark run`. Files that it had open for writing get the content that they had then; copies of
+/// their present content are kept, as is reported (see `pagemark asides`).
+/// Before set-uid files are changed, or files outside the directories in which the program worked,
+/// they are listed and Pagemark asks.
 #[derive(Args, Debug)]
 pub struct Restore {
     #[command(flatten)]
-    place: Place,
+    repository: RepositoryOptions,
     /// The checkpoint's number [default: the newest]
     #[arg(long, value_name = "N")]
     checkpoint: Option<u64>,
-    /// Let the program run before its memory is there: what it touches comes at once, the rest one after the other. Until all
-    /// of it is there, it ends if Pagemark ends
+    /// Let the program run before its memory is there: pages that it touches are delivered at once,
+    /// the rest one after the other. Until all are delivered, the program ends if Pagemark ends
     #[arg(long)]
     lazy: bool,
-    /// Return at once (with --lazy, once all memory is there); the program goes on by itself, without this terminal
+    /// Return at once (with --lazy, once all memory is there); the program continues by itself,
+    /// without this terminal
     #[arg(long)]
     detach: bool,
+    /// Change set-uid files, and files outside the program's own directories, without asking
+    #[arg(long, short)]
+    yes: bool,
+    /// End the restore if CRIU takes longer [default: 2m, and a second for each 8 MiB of memory]
+    #[arg(long, value_name = "TIME", value_parser = text::parse_duration)]
+    time_limit: Option<Duration>,
+    /// Control groups: `restore` puts processes back into them where they still exist, `ignore`
+    /// leaves processes in the groups of this command
+    #[arg(long, value_name = "MODE", default_value = "restore", value_enum)]
+    cgroups: GroupMode,
     /// Say nothing but errors
     #[arg(long, short)]
     quiet: bool,
     /// One JSON document on stdout, once the program runs; needs --detach
     #[arg(long, requires = "detach")]
     json: bool,
+    #[command(flatten)]
+    asides: AsidesOptions,
     /// The job, or one checkpoint of it; not needed where there is only one job
     #[arg(value_name = "JOB[@N]")]
     job: Option<Reference>,
+}
+
+/// What becomes of the control groups.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, ValueEnum)]
+enum GroupMode {
+    Restore,
+    Ignore,
 }
 
 #[derive(Serialize)]
@@ -63,7 +84,7 @@ struct Document<'a> {
     sequence: u64,
     /// The root process.
     pid: i32,
-    /// All of them, the root first.
+    /// All processes, the root first.
     pids: &'a [i32],
     files: Vec<File>,
 }
@@ -71,13 +92,13 @@ struct Document<'a> {
 #[derive(Serialize)]
 struct File {
     path: String,
-    /// Where what it held before is now.
+    /// Path of the content that it had before the restore.
     set_aside: Option<String>,
 }
 
 impl Restore {
     pub fn run(self) -> Outcome {
-        let repository = self.place.open()?;
+        let repository = self.repository.open()?;
         let mut reference = match &self.job {
             Some(reference) => reference.clone(),
             None => Reference { job: only_job(&repository)?, sequence: None },
@@ -86,145 +107,164 @@ impl Restore {
             return Err(Failure::usage("two different checkpoints are named").help("either JOB@N or --checkpoint N"));
         }
         reference.sequence = self.checkpoint.or(reference.sequence);
-        let checkpoint = read(&repository, &reference)?;
+        let checkpoint = read_checkpoint(&repository, &reference)?;
+        if !self.yes {
+            self.ask(&checkpoint)?;
+        }
+        let signals = match (self.detach, self.lazy) {
+            (false, _) => Some(Signals::hold_for_target()?),
+            // The program ends with this process until all of its memory is there, so this process must not be
+            // interrupted.
+            (true, true) => Some(Signals::hold_for_stop()?),
+            (true, false) => None,
+        };
+        let restored = self.restore(&checkpoint, signals)?;
         if self.detach {
-            // A tree whose memory is still to come ends with this process, so it is not to end in between.
-            let _held = if self.lazy { Some(Signals::hold_for_stop()?) } else { None };
-            self.bring_back(&checkpoint, |restored, files| self.told(&checkpoint.manifest, restored, files))?;
             return Ok(ExitCode::SUCCESS);
         }
-        let signals = Signals::hold_for_target()?;
-        let root = self.bring_back(&checkpoint, |restored, files| {
-            signals.pass_on_to(Pid::from_raw(restored.root_pid))?;
-            self.told(&checkpoint.manifest, restored, files)
-        })?;
         // A checkpoint that is held can't be pruned.
         drop(checkpoint);
-        wait(Pid::from_raw(root))
+        wait(Pid::from_raw(restored.root_pid))
     }
 
-    /// Puts the files and the processes back, and calls `running` once they run. Returns the root process's id once they need
-    /// nothing more.
-    fn bring_back(
-        &self,
-        checkpoint: &Checkpoint,
-        running: impl FnOnce(&Restored, Vec<File>) -> Result<(), Failure>,
-    ) -> Result<i32, Failure> {
+    /// Lists the unusual files that the restore would change, and asks for consent.
+    fn ask(&self, checkpoint: &Checkpoint) -> Result<(), Failure> {
+        let name = format!("{}@{}", checkpoint.manifest.job, checkpoint.manifest.sequence);
+        let files = library::Restore::new(checkpoint).unusual_files().map_err(|failure| describe(&name, &failure))?;
+        if files.is_empty() {
+            return Ok(());
+        }
+        eprintln!("pagemark: to restore {name}, these files are changed:");
+        files.iter().for_each(|file| eprintln!("  {}", printable(&file.to_string())));
+        let refused = |reason| {
+            Failure::plain(format!("{name} was not restored: {reason}"))
+                .help("nothing was changed; --yes restores it without asking")
+        };
+        if !std::io::stdin().is_terminal() {
+            return Err(refused("there is no terminal to ask for consent"));
+        }
+        eprint!("Change them? Their present content is kept. [y/N] ");
+        let mut answer = String::new();
+        let read = std::io::stdin().read_line(&mut answer);
+        match (read, answer.trim().to_lowercase().as_str()) {
+            (Ok(_), "y" | "yes") => Ok(()),
+            _ => Err(refused("there was no consent")),
+        }
+    }
+
+    /// Restores the processes, and reports on it. Returns when they need nothing more.
+    fn restore(&self, checkpoint: &Checkpoint, signals: Option<Signals>) -> Result<Restored, Failure> {
         let manifest = &checkpoint.manifest;
         let name = format!("{}@{}", manifest.job, manifest.sequence);
-        let failed = |error: &dyn Display| Failure::new(format!("cannot restore {name}"), error);
-        let untouched = |error: RestoreError| {
-            failed(&error).help(match error {
-                RestoreError::Io { .. } => "nothing was touched; memory needs room in TMPDIR meanwhile",
-                _ => "nothing was touched",
-            })
-        };
-        check(manifest).map_err(untouched)?;
-        let criu =
-            Criu::find().map_err(|error| failed(&error).help("`make criu` in Pagemark's sources gets a CRIU"))?;
-        // Goes when this returns. What a restore that was killed left holds secrets and much room.
-        let place = std::env::temp_dir();
-        scratch::sweep(&place);
-        let images = ScratchDirectory::new_in(&place);
-        let images = images.map_err(|error| failed(&error).help("TMPDIR names another place for temporary files"))?;
+        let asides = self.asides.path(&self.repository)?;
         if !self.quiet {
-            let pages: u64 = manifest.spaces.iter().map(|space| space.pages).sum();
-            let memory = text::bytes(pages * PAGE_SIZE as u64);
-            eprintln!("pagemark: restoring {name} from {} ({memory})", text::ago(manifest.taken_unix_us));
+            report_interrupted(&asides);
         }
-        let options = RestoreOptions {
-            as_child: !self.detach,
-            stopped: false,
-            streams: if self.detach { Streams::Null } else { Streams::Inherit },
-        };
-        if self.lazy {
-            let prepared = lazy::prepare(manifest, checkpoint, images.path()).map_err(untouched)?;
-            let files = put_files_back(checkpoint).map_err(|error| failed(&error))?;
-            let restoring = prepared.run(&criu, checkpoint, &options);
-            let restoring = restoring.inspect_err(|_| tell_files(&files)).map_err(|error| failed(&error))?;
-            running(restoring.restored(), files)?;
-            let (root, total_pages) = (restoring.restored().root_pid, restoring.total_pages());
-            // Where the program has the terminal, it has all of it.
-            let mut progress = self.detach.then(|| Progress::new("delivering"));
-            let delivered = restoring.deliver(&mut |pages| {
-                if let Some(progress) = &mut progress {
-                    progress.at(pages, total_pages, text::count);
+        let mut files = Vec::new();
+        let mut progress = None;
+        let mut events = |event: RestoreEvent<'_>| match event {
+            RestoreEvent::Preparing { memory } => {
+                if !self.quiet {
+                    let memory = text::bytes(memory.get());
+                    eprintln!("pagemark: restoring {name} from {} ({memory})", text::ago(manifest.taken_unix_us));
                 }
-            });
-            delivered.map_err(|error| {
-                failed(&error).help("its memory did not come whole, so it was ended; it can be restored again")
-            })?;
-            return Ok(root);
+                progress = (!self.lazy).then(|| Progress::new("reading"));
+            }
+            RestoreEvent::Staging { reason } => {
+                eprintln!("pagemark: memory is written into temporary files first, because {reason}");
+            }
+            RestoreEvent::Reading { done, total } => {
+                if let Some(progress) = &mut progress {
+                    progress.at(done.get(), total.get(), text::bytes);
+                }
+            }
+            RestoreEvent::FilePutBack(file) => files.push(File::from(file)),
+            RestoreEvent::AsidesNotDescribed(error) => {
+                eprintln!(
+                    "pagemark: the asides of this restore are listed as those of an interrupted restore: {error}"
+                );
+            }
+            RestoreEvent::Delivering { .. } => {}
+        };
+        let restore = library::Restore::new(checkpoint)
+            .lazy(self.lazy)
+            .detach(self.detach)
+            .allow_unusual_files(true)
+            .ignore_cgroups(self.cgroups == GroupMode::Ignore)
+            .asides_in(asides);
+        let restore = match self.time_limit {
+            Some(limit) => restore.time_limit(limit),
+            None => restore,
+        };
+        let started = restore.start(&mut events);
+        drop(progress);
+        let running = started.map_err(|failure| describe(&name, &failure))?;
+        let restored = running.restored();
+        if let (Some(signals), false) = (signals, self.detach) {
+            signals.pass_on_to(Pid::from_raw(restored.root_pid), SignalGate::new())?;
         }
-        let prepared = with_progress(images.path(), manifest, || prepare(manifest, checkpoint, images.path()));
-        let prepared = prepared.map_err(untouched)?;
-        let files = put_files_back(checkpoint).map_err(|error| failed(&error))?;
-        let restored = prepared.run(&criu, &options);
-        let restored = restored.inspect_err(|_| tell_files(&files)).map_err(|error| failed(&error))?;
-        running(&restored, files)?;
-        Ok(restored.root_pid)
-    }
-
-    fn told(&self, manifest: &Manifest, restored: &Restored, files: Vec<File>) -> Result<(), Failure> {
         if !self.quiet {
-            tell_files(&files);
-            eprintln!("pagemark: {}@{} runs as process {}", manifest.job, manifest.sequence, restored.root_pid);
+            report_files(&files);
+            restored.left_groups.iter().for_each(|group| eprintln!("pagemark: {}", printable(group)));
+            eprintln!("pagemark: {name} runs as process {}", restored.root_pid);
         }
         if self.json {
             let (job, sequence) = (manifest.job.as_str(), manifest.sequence);
             print_json(&Document { job, sequence, pid: restored.root_pid, pids: &restored.pids, files })?;
         }
-        Ok(())
+        // Where the program has the terminal, it has all of it.
+        let mut progress = self.detach.then(|| Progress::new("delivering"));
+        let complete = running.complete(&mut |event| {
+            if let (Some(progress), RestoreEvent::Delivering { done_pages, total_pages }) = (&mut progress, event) {
+                progress.at(done_pages, total_pages, text::count);
+            }
+        });
+        complete.map_err(|failure| describe(&name, &failure))
     }
 }
 
-impl From<PutBack> for File {
-    fn from(file: PutBack) -> Self {
-        let text = |path: PathBuf| path.display().to_string();
-        File { path: text(file.path), set_aside: file.set_aside.map(text) }
+/// The failure of a restore, with what to do about it.
+fn describe(name: &str, failure: &RestoreFailure) -> Failure {
+    let failed = Failure::new(format!("cannot restore {name}"), &failure.error);
+    match failure.stage {
+        Stage::FindCriu => failed.help("`make criu` in Pagemark's sources gets a CRIU"),
+        Stage::Scratch => failed.help("TMPDIR names another place for temporary files"),
+        Stage::Check | Stage::Prepare => failed.help(match failure.error.kind() {
+            ErrorKind::System => "nothing was touched; memory needs room in TMPDIR meanwhile",
+            _ => "nothing was touched",
+        }),
+        Stage::Files | Stage::Processes if failure.error.kind() == ErrorKind::NotUndone => {
+            failed.help("`pagemark asides` lists what the files held before")
+        }
+        Stage::Files | Stage::Processes => failed.help("the files are as they were before"),
+        Stage::Deliver => failed.help(
+            "its memory did not come whole, so it was ended; it can be restored again; the files are as it left them",
+        ),
     }
 }
 
-/// Gives the files what they held, and returns those that were changed for it.
-fn put_files_back(checkpoint: &Checkpoint) -> Result<Vec<File>, FilesError> {
-    let files = put_back(&checkpoint.manifest.files, checkpoint, SystemTime::now())?;
-    Ok(files.into_iter().filter(|file| file.what != What::Untouched).map(File::from).collect())
+impl From<&PutBack> for File {
+    fn from(file: &PutBack) -> Self {
+        let text = |path: &PathBuf| path.display().to_string();
+        File { path: text(&file.path), set_aside: file.set_aside.as_ref().map(text) }
+    }
 }
 
-/// Told also where the restore fails afterwards.
-fn tell_files(files: &[File]) {
+/// Reports the files that were put back.
+fn report_files(files: &[File]) {
     for file in files {
-        let path = clean(&file.path);
+        let path = printable(&file.path);
         match &file.set_aside {
-            Some(aside) => eprintln!("pagemark: {path} put back; what it held is in {}", clean(aside)),
+            Some(aside) => eprintln!("pagemark: {path} put back; its previous content is in {}", printable(aside)),
             None => eprintln!("pagemark: {path} put back"),
         }
     }
 }
 
-/// Does `work`, which fills `directory` with the checkpoint's memory, and shows how far it is.
-fn with_progress<T>(directory: &Path, manifest: &Manifest, work: impl FnOnce() -> T) -> T {
-    let total: u64 = manifest.spaces.iter().map(|space| space.pages * PAGE_SIZE as u64).sum();
-    thread::scope(|scope| {
-        let (done, is_done) = mpsc::channel::<()>();
-        scope.spawn(move || {
-            let mut progress = Progress::new("reading");
-            while is_done.recv_timeout(Duration::from_millis(100)) == Err(RecvTimeoutError::Timeout) {
-                let files = fs::read_dir(directory).into_iter().flatten().flatten();
-                let written: u64 = files.filter_map(|file| file.metadata().ok()).map(|file| file.len()).sum();
-                progress.at(written.min(total), total, text::bytes);
-            }
-        });
-        let result = work();
-        drop(done);
-        result
-    })
-}
-
 /// Waits until the program exits, and gives its status as a shell would.
 fn wait(root: Pid) -> Outcome {
     loop {
-        // Other processes of the tree whose parents have exited are ours to bury too.
+        // Other processes of the tree whose parents have exited are children of this process, too.
         match waitpid(None, None) {
             Ok(WaitStatus::Exited(pid, code)) if pid == root => return Ok(ExitCode::from(code as u8)),
             Ok(WaitStatus::Signaled(pid, signal, _)) if pid == root => return Ok(ExitCode::from(128 + signal as u8)),

@@ -7,26 +7,30 @@ use std::sync::mpsc;
 
 use clap::Args;
 use nix::unistd::Pid;
-use pagemark_process::spawn::spawn;
+use pagemark::Job;
+use pagemark_process::saver::SignalGate;
+use pagemark_process::spawn::{self, spawn};
 
 use crate::failure::{Failure, Outcome};
-use crate::place::{Place, job_name};
-use crate::report::{self, Report};
+use crate::options::{CaptureOptions, ScheduleOptions};
+use crate::reference::job_name;
+use crate::report::{self, Report, summary};
+use crate::repository::RepositoryOptions;
 use crate::signals::{Signals, announce_exit};
-use crate::take::{How, Series, When, cannot_here, last_word};
 
 /// Start a program and keep it checkpointed
 ///
-/// The program has this terminal, environment and directory, gets the signals that are sent to Pagemark, and its exit
-/// status becomes Pagemark's. Pagemark's own lines go to stderr. If a checkpoint fails, the program runs on.
+/// The program has this terminal, environment and directory, gets the signals that are sent to
+/// Pagemark, and its exit status becomes Pagemark's. Pagemark's own lines go to stderr. If a
+/// checkpoint fails, Pagemark reports it and the program keeps running.
 #[derive(Args, Debug)]
 pub struct Run {
     #[command(flatten)]
-    place: Place,
+    repository: RepositoryOptions,
     #[command(flatten)]
-    how: How,
+    capture: CaptureOptions,
     #[command(flatten)]
-    when: When,
+    schedule: ScheduleOptions,
     /// A line of JSON on stderr for each checkpoint
     #[arg(long)]
     json: bool,
@@ -38,32 +42,30 @@ pub struct Run {
 impl Run {
     pub fn run(self) -> Outcome {
         let program = self.command.first().map(Path::new).unwrap_or(Path::new(""));
-        let job = self.how.job.clone().unwrap_or_else(|| job_name(program));
-        // Whatever would make every checkpoint fail is said before the program starts.
-        let repository = self.place.open_or_create()?;
-        let options = self.how.options(job.clone());
-        options.check().map_err(cannot_here)?;
+        let name = self.capture.job.clone().unwrap_or_else(|| job_name(program));
+        // Whatever would make every checkpoint fail is reported before the program starts.
+        let repository = self.repository.open_or_create()?;
+        self.capture.check_data(repository.path())?;
+        let saver = self.capture.saver().map_err(Failure::no_checkpoints_here)?;
 
         let signals = Signals::hold_for_target()?;
         let mut child = spawn(&self.command, signals.before())
-            .map_err(|error| Failure::plain(&error).status(error.exit_status()))?;
+            .map_err(|error| Failure::plain(&error).status(spawn::exit_status(&error)))?;
         let pid = Pid::from_raw(child.id() as i32);
-        let (sender, events) = mpsc::channel();
-        announce_exit(pid, sender)?;
-        signals.pass_on_to(pid)?;
+        let (stop, stopped) = mpsc::channel();
+        announce_exit(pid, stop)?;
+        let gate = SignalGate::new();
+        signals.pass_on_to(pid, gate.clone())?;
+        let saver = gate.saver(saver);
 
-        let mut report = Report::choose(self.when.quiet, self.json, report::stderr());
-        let series = Series {
-            pid,
-            repository,
-            options,
-            every: self.when.every,
-            policy: self.when.keep.policy(),
-            report: &mut report,
-        };
-        let (_, done) = series.take(&events);
+        let mut report = Report::choose(self.schedule.quiet, self.json, report::stderr());
+        let options = self.schedule.job_options(name.clone(), &self.capture);
+        let mut attach = || self.capture.attach(pid.as_raw(), saver.clone());
+        let done = Job::attach_and_run(&mut attach, &repository, &options, &stopped, &mut |event| {
+            report.event(&name, pid.as_raw(), event);
+        });
         let status = exit_status(&mut child);
-        report.say(&last_word(&job, &done));
+        report.say(&summary(&name, &done));
         status
     }
 }

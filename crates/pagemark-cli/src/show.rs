@@ -1,23 +1,26 @@
-//! `pagemark show`: one checkpoint in full.
+//! `pagemark show`: the content and the cost of a checkpoint.
 
 use std::fmt::Write;
 use std::process::ExitCode;
 
 use clap::Args;
-use pagemark::repository::{Checkpoint, Manifest, SpaceRecord, TargetKind};
-use pagemark::{PAGE_SIZE, PageTree};
+use pagemark::repository::{Checkpoint, Manifest, MappingException, MappingRecord, SpaceRecord, TargetKind};
+use pagemark::{AddressRangeExt, ByteCount, PageTree};
+use pagemark_report::table::Table;
+use pagemark_report::text;
 
 use crate::failure::{Failure, Outcome};
 use crate::output::{print, print_json};
-use crate::place::{Place, Reference, read};
+use crate::reference::{Reference, read_checkpoint};
 use crate::report::rounds;
-use crate::text::{self, Table, clean};
+use crate::repository::RepositoryOptions;
+use crate::space::{MappingRow, mapping_table, space_title};
 
 /// Show what a checkpoint holds: processes, mappings, files, cost
 #[derive(Args, Debug)]
 pub struct Show {
     #[command(flatten)]
-    place: Place,
+    repository: RepositoryOptions,
     /// The manifest, as one JSON document
     #[arg(long)]
     json: bool,
@@ -28,8 +31,8 @@ pub struct Show {
 
 impl Show {
     pub fn run(self) -> Outcome {
-        let repository = self.place.open()?;
-        let checkpoint = read(&repository, &self.checkpoint)?;
+        let repository = self.repository.open()?;
+        let checkpoint = read_checkpoint(&repository, &self.checkpoint)?;
         if self.json {
             return print_json(&checkpoint.manifest);
         }
@@ -37,7 +40,7 @@ impl Show {
         head(&mut out, &checkpoint.manifest);
         for space in &checkpoint.manifest.spaces {
             out += "\n";
-            out += &process(&checkpoint, space)?;
+            out += &self::space(&checkpoint, space)?;
         }
         files(&mut out, &checkpoint.manifest);
         print(&out);
@@ -50,15 +53,17 @@ fn head(out: &mut String, manifest: &Manifest) {
     let what = match manifest.kind {
         TargetKind::Process => "processes with their whole state",
         TargetKind::Memory => "memory and registers alone: to look at, not to restore",
+        TargetKind::Region => "regions of a program's own memory",
+        TargetKind::VirtualMachine => "a virtual machine with its devices",
     };
-    let state_bytes: u64 = manifest.state.iter().map(|state| state.size).sum();
+    let state_bytes: u64 = manifest.state.iter().map(|state| state.content.bytes.get()).sum();
     let pages: u64 = manifest.spaces.iter().map(|space| space.pages).sum();
     let lines = [
         ("checkpoint", format!("{}@{}", manifest.job, manifest.sequence)),
         ("taken", format!("{} ({})", text::moment(manifest.taken_unix_us), text::ago(manifest.taken_unix_us))),
-        ("command", clean(&manifest.command.join(" "))),
+        ("command", manifest.command.join(" ")),
         ("holds", what.into()),
-        ("memory", format!("{} in {} pages", text::bytes(pages * PAGE_SIZE as u64), text::count(pages))),
+        ("memory", format!("{} in {} pages", text::bytes(ByteCount::of_pages(pages).get()), text::count(pages))),
         ("state", format!("{} in {} files", text::bytes(state_bytes), manifest.state.len())),
         (
             "dirty",
@@ -79,43 +84,53 @@ fn head(out: &mut String, manifest: &Manifest) {
                 text::micros(cost.state_downtime_us)
             ),
         ),
+        ("in flight", format!("at most {} of copied pages in Pagemark's memory", text::bytes(cost.peak_flight_bytes))),
         ("written", text::bytes(cost.written_bytes)),
     ];
+    let mut table = Table::without_header(2);
     for (name, value) in lines {
-        // Writing to a String cannot fail.
-        let _ = writeln!(out, "{name:<11} {value}");
+        table.row([name.into(), value]);
     }
+    *out += &table.to_string();
 }
 
-/// One process and its mappings, with the pages that the checkpoint holds of each.
-fn process(checkpoint: &Checkpoint, space: &SpaceRecord) -> Result<String, Failure> {
+/// A space and its mappings, with the number of pages that the checkpoint holds of each.
+fn space(checkpoint: &Checkpoint, space: &SpaceRecord) -> Result<String, Failure> {
     let tree = PageTree::load(space.root, checkpoint).map_err(|error| {
-        Failure::new(format!("cannot read the memory of process {}", space.pid), error)
-            .help("`pagemark verify` tells what is damaged")
+        Failure::new(format!("cannot read the memory of {}", space_title(space)), error)
+            .help("`pagemark verify` lists what is damaged")
     })?;
-    let mut table = Table::new(&["  address", "", ">size", ">pages held", "what"]);
-    for mapping in &space.mappings {
-        let pages = tree.range(mapping.start / PAGE_SIZE as u64..mapping.end / PAGE_SIZE as u64).count();
-        table.row([
-            format!("  {:012x}", mapping.start),
-            mapping.permissions.clone(),
-            text::bytes(mapping.end.saturating_sub(mapping.start)),
-            text::count(pages as u64),
-            clean(&mapping.name),
-        ]);
-    }
-    Ok(format!("process {} {}, {} pages\n{table}", space.pid, clean(&space.name), text::count(space.pages)))
+    let names: Vec<String> = space.mappings.iter().map(description).collect();
+    let mappings = space.mappings.iter().zip(&names).map(|(mapping, name)| MappingRow {
+        start: mapping.start,
+        end: mapping.end,
+        permissions: &mapping.permissions,
+        pages: tree.range(mapping.range().page_range()).count() as u64,
+        name,
+    });
+    let table = mapping_table("pages held", mappings);
+    Ok(format!("{}, {} pages\n{table}", space_title(space), text::count(space.pages)))
+}
+
+/// The name of a mapping, and its exception.
+fn description(mapping: &MappingRecord) -> String {
+    let exception = match mapping.exception {
+        None => return mapping.name.clone(),
+        Some(MappingException::Unregistrable) => "unregistrable: counts as written in each checkpoint",
+        Some(MappingException::Droppable) => "droppable: restored as zeros",
+    };
+    format!("{} ({exception})", mapping.name).trim_start().to_owned()
 }
 
 fn files(out: &mut String, manifest: &Manifest) {
     if manifest.files.is_empty() {
         return;
     }
-    let mut table = Table::new(&["  file open for writing", ">size", "changed"]);
+    let mut table = Table::new(["  file open for writing", ">size", "changed"]);
     for file in &manifest.files {
         table.row([
-            format!("  {}", clean(&file.path)),
-            text::bytes(file.size),
+            format!("  {}", file.path),
+            text::bytes(file.content.bytes.get()),
             text::moment((file.modified_unix_ns / 1000).max(0) as u64),
         ]);
     }

@@ -1,48 +1,33 @@
 //! Signals that Pagemark gets while it has a target: passed on, or a reason to end.
 
-use std::os::fd::AsFd;
 use std::sync::mpsc::Sender;
 use std::thread;
 
 use nix::errno::Errno;
-use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::{SigSet, SigmaskHow, Signal, kill, pthread_sigmask};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
 use nix::unistd::{Pid, getpid};
-use pagemark::sys::pidfd;
+use pagemark::job::End;
+use pagemark::sys::exit_watch::ExitWatch;
+use pagemark_process::saver::SignalGate;
+use pagemark_process::spawn::FROM_OUTSIDE;
 
 use crate::failure::Failure;
 
-/// What ends Pagemark's work on a target.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Event {
-    /// The target has exited.
-    Exited,
-    /// Somebody asked Pagemark to end.
-    Stop,
-}
+/// The signals that stop and resume a program are passed on to a program that Pagemark runs, as
+/// [`FROM_OUTSIDE`].
+const JOB_CONTROL: [Signal; 2] = [Signal::SIGTSTP, Signal::SIGCONT];
 
-/// What is passed on to a program that Pagemark runs.
-const PASSED_ON: [Signal; 9] = [
-    Signal::SIGHUP,
-    Signal::SIGINT,
-    Signal::SIGQUIT,
-    Signal::SIGTERM,
-    Signal::SIGUSR1,
-    Signal::SIGUSR2,
-    Signal::SIGWINCH,
-    Signal::SIGTSTP,
-    Signal::SIGCONT,
-];
-
-/// Signals that are held back from their usual effect since [`Signals::hold`], waiting to be passed on.
+/// Signals that are held back from their usual effect since [`Signals::hold`], waiting to be passed
+/// on.
 pub struct Signals {
     held: SigSet,
     before: SigSet,
 }
 
 impl Signals {
-    /// Holds back `signals` in this thread and every later one. Call before any other thread exists.
+    /// Holds back `signals` in this thread and every later one. Call before any other thread
+    /// exists.
     fn hold(signals: &[Signal]) -> Result<Self, Failure> {
         let held: SigSet = signals.iter().copied().collect();
         let mut before = SigSet::empty();
@@ -53,7 +38,7 @@ impl Signals {
 
     /// For a program that Pagemark runs: what would reach it if it ran by itself.
     pub fn hold_for_target() -> Result<Self, Failure> {
-        Self::hold(&PASSED_ON)
+        Self::hold(&[&FROM_OUTSIDE[..], &JOB_CONTROL].concat())
     }
 
     /// For a target that Pagemark visits: what asks Pagemark to end.
@@ -66,18 +51,19 @@ impl Signals {
         self.before
     }
 
-    /// Passes signals on to `target`, in a thread of its own, until the process ends.
+    /// Forwards signals to `target` outside of the freezes of `gate`, in a thread of its own, until
+    /// the process ends.
     ///
-    /// What the terminal sends goes to the target's process group, as it would go to a foreground job; what
-    /// somebody sends to Pagemark goes to the target alone.
-    pub fn pass_on_to(self, target: Pid) -> Result<(), Failure> {
+    /// What the terminal sends goes to the target's process group, as it would go to a foreground
+    /// job; what another process sends to Pagemark goes to the target alone.
+    pub fn pass_on_to(self, target: Pid, gate: SignalGate) -> Result<(), Failure> {
         self.each(move |signal, from_kernel| {
             // A shell stops and continues whole jobs.
             let to_all = from_kernel || matches!(signal, Signal::SIGTSTP | Signal::SIGCONT);
             let whom = if to_all { Pid::from_raw(-target.as_raw()) } else { target };
             // The target leads a session without a terminal, where SIGTSTP stops nothing.
             let passed = if signal == Signal::SIGTSTP { Signal::SIGSTOP } else { signal };
-            match kill(whom, passed) {
+            match gate.forward(target.as_raw(), passed as i32, || kill(whom, passed)) {
                 // No such group: the target is about to exit.
                 Ok(()) | Err(Errno::ESRCH) => {}
                 Err(error) => eprintln!("pagemark: cannot pass {passed} on to {target}: {error}"),
@@ -89,11 +75,11 @@ impl Signals {
         })
     }
 
-    /// Sends [`Event::Stop`] for every signal, in a thread of its own.
-    pub fn stop_at(self, events: Sender<Event>) -> Result<(), Failure> {
+    /// Sends [`End::Stopped`] for every signal, in a thread of its own.
+    pub fn stop_at(self, stop: Sender<End>) -> Result<(), Failure> {
         self.each(move |_, _| {
             // The receiver is gone when Pagemark is about to exit anyway.
-            let _ = events.send(Event::Stop);
+            let _ = stop.send(End::Stopped);
         })
     }
 
@@ -121,15 +107,15 @@ impl Signals {
     }
 }
 
-/// Sends [`Event::Exited`] when process `pid` exits. The status of a child is left to be waited for.
-pub fn announce_exit(pid: Pid, events: Sender<Event>) -> Result<(), Failure> {
-    let process =
-        pidfd::open(pid.as_raw(), 0).map_err(|error| Failure::new(format!("cannot watch process {pid}"), error))?;
+/// Sends [`End::TargetGone`] when process `pid` exits. The status of a child is left to be waited
+/// for.
+pub fn announce_exit(pid: Pid, stop: Sender<End>) -> Result<(), Failure> {
+    let exit =
+        ExitWatch::new(pid.as_raw()).map_err(|error| Failure::new(format!("cannot watch process {pid}"), error))?;
     thread::spawn(move || {
-        let mut exit = [PollFd::new(process.as_fd(), PollFlags::POLLIN)];
-        while poll(&mut exit, PollTimeout::NONE) == Err(Errno::EINTR) {}
+        exit.wait();
         // The receiver is gone when Pagemark is about to exit anyway.
-        let _ = events.send(Event::Exited);
+        let _ = stop.send(End::TargetGone);
     });
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! `pagemark top`: where a process writes, live.
+//! `pagemark top`: shows where a process writes while it runs.
 
 use std::io::{self, IsTerminal, Write};
 use std::process::ExitCode;
@@ -9,28 +9,32 @@ use clap::Args;
 use crossterm::event::{self, Event as Input, KeyCode, KeyEvent, KeyModifiers};
 use crossterm::{cursor, execute, terminal};
 use nix::unistd::Pid;
-use pagemark::{Mechanism, PAGE_SIZE, RangeSet};
-use pagemark_process::space::{AddressSpace, SpaceError};
+use pagemark::job::End;
+use pagemark::{AddressRangeExt, ByteCount, Mechanism, PAGE_SIZE, PageRangeExt, RangeSet};
+use pagemark_process::space::AddressSpace;
+use pagemark_report::escape::printable;
+use pagemark_report::table::Table;
+use pagemark_report::text;
 use serde::Serialize;
 
 use crate::failure::{Failure, Outcome};
-use crate::heat::{self, Area};
+use crate::heat_map::{WatchedMapping, dirty_pages_by_mapping, heat_map};
 use crate::output::print;
-use crate::signals::{Event, Signals, announce_exit};
-use crate::text::{self, clean};
+use crate::signals::{Signals, announce_exit};
 
 /// Show where a process writes: dirty pages a second by mapping, and a heat map of its memory
 ///
-/// On a terminal, q ends it; elsewhere a line an interval is printed. The process runs on, untouched.
+/// On a terminal, q ends it; elsewhere it prints a line for each interval. The process keeps
+/// running.
 #[derive(Args, Debug)]
 pub struct Top {
-    /// Time between two looks
+    /// Length of an interval
     #[arg(long, value_name = "TIME", default_value = "1s", value_parser = text::parse_duration)]
     every: Duration,
-    /// End after so many intervals
+    /// End after N intervals
     #[arg(long, value_name = "N")]
     count: Option<u64>,
-    /// A line of JSON an interval
+    /// Print a line of JSON for each interval
     #[arg(long)]
     json: bool,
     /// How written pages are found; `compare` where Pagemark checkpoints the process already
@@ -40,7 +44,7 @@ pub struct Top {
     pid: i32,
 }
 
-/// One interval, as one line of `--json`.
+/// An interval, as a line of `--json`.
 #[derive(Serialize)]
 struct Interval {
     pid: i32,
@@ -64,10 +68,8 @@ struct MappingRate {
 impl Top {
     pub fn run(self) -> Outcome {
         let signals = Signals::hold_for_stop()?;
-        let mut space = AddressSpace::attach(self.pid, self.mechanism).map_err(|error| {
-            Failure::new(format!("cannot watch process {}", self.pid), error)
-                .help("`pagemark doctor` tells what works on this machine")
-        })?;
+        let mut space = AddressSpace::attach(self.pid, self.mechanism)
+            .map_err(|error| Failure::of(format!("cannot watch process {}", self.pid), error))?;
         let (sender, events) = mpsc::channel();
         announce_exit(Pid::from_raw(self.pid), sender.clone())?;
         signals.stop_at(sender)?;
@@ -77,19 +79,19 @@ impl Top {
             drop(screen);
             return self.end(ended?);
         }
-        let ended = self.lines(&mut space, &events)?;
+        let ended = self.print_lines(&mut space, &events)?;
         self.end(ended)
     }
 
-    fn end(&self, event: Event) -> Outcome {
-        if event == Event::Exited {
+    fn end(&self, end: End) -> Outcome {
+        if end == End::TargetGone {
             eprintln!("pagemark: process {} has exited", self.pid);
         }
         Ok(ExitCode::SUCCESS)
     }
 
-    /// A line an interval.
-    fn lines(&self, space: &mut AddressSpace, events: &Receiver<Event>) -> Result<Event, Failure> {
+    /// Prints a line for each interval.
+    fn print_lines(&self, space: &mut AddressSpace, events: &Receiver<End>) -> Result<End, Failure> {
         let mut watch = Watch::begin(space, self.pid)?;
         for _ in 0..self.count.unwrap_or(u64::MAX) {
             match events.recv_timeout(self.every) {
@@ -97,108 +99,110 @@ impl Top {
                 Ok(event) => return Ok(event),
                 Err(RecvTimeoutError::Disconnected) => break,
             }
-            let Some((interval, _)) = watch.next()? else { return Ok(Event::Exited) };
+            let Some((interval, _)) = watch.next_interval()? else { return Ok(End::TargetGone) };
             let line = if self.json {
                 serde_json::to_string(&interval).map_err(|error| Failure::new("cannot write JSON", error))?
             } else {
-                plain(&interval)
+                line(&interval)
             };
             print(&(line + "\n"));
         }
-        Ok(Event::Stop)
+        Ok(End::Stopped)
     }
 
-    /// The whole terminal, until a key ends it.
-    fn draw(&self, space: &mut AddressSpace, events: &Receiver<Event>) -> Result<Event, Failure> {
+    /// Draws on the whole terminal until a key ends it.
+    fn draw(&self, space: &mut AddressSpace, events: &Receiver<End>) -> Result<End, Failure> {
         let mut watch = Watch::begin(space, self.pid)?;
-        let mut heat = Vec::new();
+        let mut shares = Vec::new();
         for _ in 0..self.count.unwrap_or(u64::MAX) {
             let next = Instant::now() + self.every;
             while let Some(left) = next.checked_duration_since(Instant::now()).filter(|left| !left.is_zero()) {
-                // Short waits: what happens to the process and what signals ask for is to be seen too.
+                // The waits are short, so that signals and the exit of the process are noticed,
+                // too.
                 if key_ends(left.min(Duration::from_millis(100)))? {
-                    return Ok(Event::Stop);
+                    return Ok(End::Stopped);
                 }
                 if let Ok(event) = events.try_recv() {
                     return Ok(event);
                 }
             }
-            let Some((interval, dirty)) = watch.next()? else { return Ok(Event::Exited) };
+            let Some((interval, dirty)) = watch.next_interval()? else { return Ok(End::TargetGone) };
             let size = terminal::size().map_err(|error| Failure::new("the terminal has no size", error))?;
-            paint(&interval, &watch.areas, &dirty, &mut heat, size)?;
+            draw_interval(&interval, &watch.mappings, &dirty, &mut shares, size)?;
         }
-        Ok(Event::Stop)
+        Ok(End::Stopped)
     }
 }
 
-/// Looks at one address space again and again.
+/// Collects the written pages of an address space in intervals.
 struct Watch<'a> {
     space: &'a mut AddressSpace,
     pid: i32,
-    areas: Vec<Area>,
-    since: Instant,
+    mappings: Vec<WatchedMapping>,
+    interval_begin: Instant,
 }
 
 impl<'a> Watch<'a> {
-    /// What was written before does not count.
+    /// Begins the first interval.
     fn begin(space: &'a mut AddressSpace, pid: i32) -> Result<Self, Failure> {
-        let mut watch = Watch { space, pid, areas: Vec::new(), since: Instant::now() };
-        watch.next()?;
+        let mut watch = Watch { space, pid, mappings: Vec::new(), interval_begin: Instant::now() };
+        watch.next_interval()?;
         Ok(watch)
     }
 
-    /// What was written since the last call. None if the process is gone.
-    fn next(&mut self) -> Result<Option<(Interval, RangeSet)>, Failure> {
-        let failed =
-            |pid: i32, error: SpaceError| Failure::new(format!("cannot watch process {pid} any longer"), error);
-        let areas = match self.space.refresh_mappings() {
-            Ok(mappings) => mappings.iter().filter(|mapping| mapping.is_tracked()).map(area).collect(),
-            Err(SpaceError::Gone { .. }) => return Ok(None),
+    /// Ends the interval and begins the next. Returns its rates and its written ranges, or None if
+    /// the process has exited.
+    fn next_interval(&mut self) -> Result<Option<(Interval, RangeSet)>, Failure> {
+        let failed = |pid: i32, error: pagemark_process::Error| {
+            Failure::new(format!("cannot watch process {pid} any longer"), error)
+        };
+        self.mappings = match self.space.refresh_mappings() {
+            Ok(mappings) => mappings.iter().filter(|mapping| mapping.is_tracked()).map(watched).collect(),
+            Err(error) if error.is_gone() => return Ok(None),
             Err(error) => return Err(failed(self.pid, error)),
         };
-        self.areas = areas;
         let mut dirty = RangeSet::new();
         match self.space.collect(&mut dirty) {
             Ok(()) => {}
-            Err(SpaceError::Gone { .. }) => return Ok(None),
+            Err(error) if error.is_gone() => return Ok(None),
             Err(error) => return Err(failed(self.pid, error)),
         }
-        let seconds = self.since.elapsed().as_secs_f64();
-        self.since = Instant::now();
+        let seconds = self.interval_begin.elapsed().as_secs_f64();
+        self.interval_begin = Instant::now();
         let per_second = |pages: u64| pages as f64 / seconds;
-        let counts = heat::by_area(&self.areas, &dirty);
+        let counts = dirty_pages_by_mapping(&self.mappings, &dirty);
         let mut mappings: Vec<_> = self
-            .areas
+            .mappings
             .iter()
             .zip(counts)
             .filter(|(_, pages)| *pages > 0)
-            .map(|(area, pages)| MappingRate {
-                start: area.range.start,
-                end: area.range.end,
-                permissions: area.permissions.clone(),
-                name: area.name.clone(),
+            .map(|(mapping, pages)| MappingRate {
+                start: mapping.range.start.get(),
+                end: mapping.range.end.get(),
+                permissions: mapping.permissions.clone(),
+                name: mapping.name.clone(),
                 dirty_pages_per_s: per_second(pages),
             })
             .collect();
         mappings.sort_by(|a, b| b.dirty_pages_per_s.total_cmp(&a.dirty_pages_per_s));
-        let dirty_pages = dirty.total_bytes() / PAGE_SIZE as u64;
-        let tracked_pages = self.areas.iter().map(|area| (area.range.end - area.range.start) / PAGE_SIZE as u64).sum();
+        let dirty_pages = dirty.page_count();
+        let tracked_pages = self.mappings.iter().map(|mapping| mapping.range.page_range().page_count()).sum();
         let dirty_pages_per_s = per_second(dirty_pages);
         let interval = Interval { pid: self.pid, seconds, dirty_pages, dirty_pages_per_s, mappings, tracked_pages };
         Ok(Some((interval, dirty)))
     }
 }
 
-fn area(mapping: &pagemark_process::mappings::Mapping) -> Area {
-    Area {
-        range: mapping.start..mapping.end,
+fn watched(mapping: &pagemark::sys::proc::Mapping) -> WatchedMapping {
+    WatchedMapping {
+        range: mapping.range(),
         permissions: mapping.permissions(),
         name: String::from_utf8_lossy(&mapping.name).into_owned(),
     }
 }
 
 /// `2 345 pages/s (9.2 MiB/s): 2 300 in [heap], 45 in /usr/lib/…`
-fn plain(interval: &Interval) -> String {
+fn line(interval: &Interval) -> String {
     let hottest: Vec<_> = interval
         .mappings
         .iter()
@@ -216,18 +220,22 @@ fn rate(pages_per_s: f64) -> String {
 }
 
 fn name(mapping: &MappingRate) -> String {
-    if mapping.name.is_empty() { format!("{:x}", mapping.start) } else { clean(&mapping.name) }
+    if mapping.name.is_empty() { format!("{:x}", mapping.start) } else { printable(&mapping.name) }
 }
 
-/// Lines of the table of mappings.
+/// Most rows of the table of mappings.
 const TABLE_ROWS: usize = 8;
 
-/// Draws everything. `heat` cools slowly, so that the eye can follow.
-fn paint(
+/// Least widths of its columns, so that the columns do not move from one drawing to the next.
+const COLUMN_WIDTHS: [usize; 4] = [12, 12, 4, 9];
+
+/// Draws the terminal. `shares`, the heat map that was drawn last, cools slowly, so that the eye
+/// can follow.
+fn draw_interval(
     interval: &Interval,
-    areas: &[Area],
+    mappings: &[WatchedMapping],
     dirty: &RangeSet,
-    heat: &mut Vec<f32>,
+    shares: &mut Vec<f32>,
     (columns, rows): (u16, u16),
 ) -> Result<(), Failure> {
     let (columns, rows) = (usize::from(columns).max(20), usize::from(rows));
@@ -235,31 +243,33 @@ fn paint(
         "\x1b[1mprocess {}\x1b[0m  {} written  {} mapped  (q ends)",
         interval.pid,
         rate(interval.dirty_pages_per_s),
-        text::bytes(interval.tracked_pages * PAGE_SIZE as u64)
+        text::bytes(ByteCount::of_pages(interval.tracked_pages).get())
     )];
     lines.push(String::new());
-    lines.push(format!("\x1b[2m{:>12}  {:<12}  {:<4}  {:>9}  what\x1b[0m", "pages/s", "address", "", "size"));
+    let mut table = Table::new([">pages/s", "address", "", ">size", "what"]).min_widths(COLUMN_WIDTHS);
     for mapping in interval.mappings.iter().take(TABLE_ROWS.min(rows.saturating_sub(8))) {
-        let line = format!(
-            "{:>12}  {:012x}  {}  {:>9}  {}",
+        table.row([
             text::count(mapping.dirty_pages_per_s.round() as u64),
-            mapping.start,
-            mapping.permissions,
+            format!("{:012x}", mapping.start),
+            mapping.permissions.clone(),
             text::bytes(mapping.end - mapping.start),
-            name(mapping)
-        );
-        lines.push(line.chars().take(columns).collect());
+            name(mapping),
+        ]);
+    }
+    for (row, line) in table.to_string().lines().enumerate() {
+        let line: String = line.chars().take(columns).collect();
+        lines.push(if row == 0 { format!("\x1b[2m{line}\x1b[0m") } else { line });
     }
     lines.resize_with((TABLE_ROWS + 4).min(rows.saturating_sub(4)), String::new);
 
     let map_rows = rows.saturating_sub(lines.len() + 1);
-    let now = heat::map(areas, dirty, columns * map_rows);
-    if heat.len() != now.len() {
-        *heat = now;
+    let now = heat_map(mappings, dirty, columns * map_rows);
+    if shares.len() != now.len() {
+        *shares = now;
     } else {
-        heat.iter_mut().zip(now).for_each(|(heat, now)| *heat = now.max(*heat * 0.6));
+        shares.iter_mut().zip(now).for_each(|(share, now)| *share = now.max(*share * 0.6));
     }
-    for row in heat.chunks(columns) {
+    for row in shares.chunks(columns) {
         lines.push(row.iter().map(|&share| cell(share)).collect::<String>() + "\x1b[0m");
     }
     let mut out = String::from("\x1b[H");
@@ -275,9 +285,9 @@ fn paint(
     stdout.write_all(out.as_bytes()).and_then(|()| stdout.flush()).map_err(|error| Failure::new("cannot draw", error))
 }
 
-/// One cell of the map: the hotter, the brighter.
+/// A cell of the map, brighter for a greater share of dirty pages.
 fn cell(share: f32) -> String {
-    /// Share of dirty pages from which on, colour of the terminal's 256, and the character.
+    /// Least share of dirty pages, colour (of 256), character.
     const SHADES: [(f32, u8, char); 7] = [
         (0.75, 196, '█'),
         (0.50, 202, '█'),
@@ -287,11 +297,11 @@ fn cell(share: f32) -> String {
         (1e-6, 30, '░'),
         (f32::MIN, 237, '·'),
     ];
-    let (_, colour, letter) = SHADES.into_iter().find(|(from, ..)| share >= *from).unwrap_or(SHADES[6]);
-    format!("\x1b[38;5;{colour}m{letter}")
+    let (_, colour, character) = SHADES.into_iter().find(|(from, ..)| share >= *from).unwrap_or(SHADES[6]);
+    format!("\x1b[38;5;{colour}m{character}")
 }
 
-/// Waits for a key at most so long. True if it is one that ends the view.
+/// Waits for a key, for `wait` at most. Returns true for a key that ends the program.
 fn key_ends(wait: Duration) -> Result<bool, Failure> {
     let failed = |error| Failure::new("cannot read the keyboard", error);
     if !event::poll(wait).map_err(failed)? {
@@ -304,7 +314,7 @@ fn key_ends(wait: Duration) -> Result<bool, Failure> {
     })
 }
 
-/// The alternate screen in raw mode, left again on drop.
+/// The alternate screen in raw mode. Drop restores the terminal.
 struct Screen;
 
 impl Screen {
@@ -319,7 +329,7 @@ impl Screen {
 
 impl Drop for Screen {
     fn drop(&mut self) {
-        // Nothing can be done where the terminal is gone.
+        // If the terminal is gone, there is nothing to restore.
         let _ = execute!(io::stdout(), cursor::Show, terminal::LeaveAlternateScreen);
         let _ = terminal::disable_raw_mode();
     }

@@ -1,22 +1,23 @@
-//! `pagemark verify`: rereads everything.
+//! `pagemark verify`: rereads the repository and lists damage.
 
 use std::process::ExitCode;
 
 use clap::Args;
+use pagemark_report::escape::printable;
+use pagemark_report::text;
 
 use crate::failure::{Failure, Outcome};
 use crate::live::Progress;
 use crate::output::{print, print_json};
-use crate::place::Place;
-use crate::text::{self, clean};
+use crate::repository::RepositoryOptions;
 
-/// Reread the whole repository and tell what is damaged
+/// Reread the whole repository and list what is damaged
 ///
 /// Exits with 1 if something is.
 #[derive(Args, Debug)]
 pub struct Verify {
     #[command(flatten)]
-    place: Place,
+    repository: RepositoryOptions,
     /// One JSON document
     #[arg(long)]
     json: bool,
@@ -24,7 +25,7 @@ pub struct Verify {
 
 impl Verify {
     pub fn run(self) -> Outcome {
-        let repository = self.place.open()?;
+        let repository = self.repository.open()?;
         let mut progress = Progress::new("verifying");
         let report = repository
             .verify(&mut |step| progress.at(step.done_bytes, step.total_bytes, text::bytes))
@@ -38,8 +39,8 @@ impl Verify {
             print_json(&report)?;
             return Ok(status);
         }
-        // It names files, and names can hold anything.
-        report.to_string().lines().for_each(|line| print(&(clean(line) + "\n")));
+        // The report has names of files, which may contain control characters.
+        report.to_string().lines().for_each(|line| print(&(printable(line) + "\n")));
         Ok(status)
     }
 }

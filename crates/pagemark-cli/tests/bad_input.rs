@@ -1,23 +1,25 @@
-//! Targets that can't be attached to, targets that go away, machines that lack something, repositories that are damaged or
-//! held: each is told clearly, harms no target and loses no checkpoint.
+//! Targets that cannot be attached to, targets that exit, machines that lack a program, and
+//! repositories that are damaged or in use: each is reported, harms no target and loses no
+//! checkpoint.
 
 #[path = "support/subject.rs"]
 mod subject;
 mod support;
 
 use std::fs;
+use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::time::Duration;
 
 use pagemark::repository::Repository;
-use pagemark_testing::{pause_32, skip};
+use pagemark_testing::{pause_32, skip, wait_for};
 use subject::{NOBODY, Subject, assert_fails, has_criu, is_root, public_directory, stderr, verifies};
 use support::Pagemark;
 
 /// `pagemark checkpoint --memory-only --job subject`, which needs no CRIU.
-fn look(pagemark: &Pagemark, pid: i32) -> Output {
+fn checkpoint(pagemark: &Pagemark, pid: i32) -> Output {
     pagemark.output(&["checkpoint", "--memory-only", "--job", "subject", &pid.to_string()])
 }
 
@@ -25,7 +27,7 @@ fn look(pagemark: &Pagemark, pid: i32) -> Output {
 fn as_nobody(home: &Path) -> Command {
     let program = home.join("pagemark");
     if !program.exists() {
-        // The build directory may be closed to others.
+        // Other users may not be permitted to enter the build directory.
         pagemark_testing::executable(&program, &fs::read(env!("CARGO_BIN_EXE_pagemark")).expect("the command"));
         fs::create_dir(home.join("home")).expect("a home");
         std::os::unix::fs::chown(home.join("home"), Some(NOBODY), Some(NOBODY)).expect("its owner");
@@ -40,13 +42,13 @@ fn run(command: &mut Command) -> Output {
 }
 
 #[test]
-fn processes_that_are_no_targets_are_told() {
+fn processes_that_are_no_targets_are_refused() {
     let pagemark = Pagemark::new();
-    let output = look(&pagemark, 1);
+    let output = checkpoint(&pagemark, 1);
     assert_fails(&output, &["cannot checkpoint process 1", "attach to one of its services"]);
-    assert_fails(&look(&pagemark, i32::MAX), &["there is no process 2147483647"]);
+    assert_fails(&checkpoint(&pagemark, i32::MAX), &["there is no process 2147483647"]);
     if fs::read_to_string("/proc/2/comm").is_ok_and(|name| name == "kthreadd\n") {
-        assert_fails(&look(&pagemark, 2), &["process 2 (kthreadd) is a thread of the kernel"]);
+        assert_fails(&checkpoint(&pagemark, 2), &["process 2 (kthreadd) is a thread of the kernel"]);
     } else {
         pagemark_testing::skipped("process 2 is no thread of the kernel here");
     }
@@ -64,7 +66,7 @@ fn processes_that_are_no_targets_are_told() {
 }
 
 #[test]
-fn a_process_of_somebody_else_is_left_alone() {
+fn a_process_of_another_user_is_left_alone() {
     if !is_root() {
         skip!("only root can be somebody else");
     }
@@ -72,7 +74,10 @@ fn a_process_of_somebody_else_is_left_alone() {
     let home = public_directory();
     for command in ["checkpoint", "attach"] {
         let output = run(as_nobody(home.path()).args([command, "--memory-only", &subject.pid_text()]));
-        assert_fails(&output, &["may not be traced", "it belongs to user 0; run pagemark as that user or as root"]);
+        assert_fails(
+            &output,
+            &["may not be traced", "it belongs to user 0\nhelp: run pagemark as that user or as root"],
+        );
     }
     let output = run(as_nobody(home.path()).args(["top", "--count", "1", &subject.pid_text()]));
     assert_fails(&output, &["may not be traced", "it belongs to user 0"]);
@@ -83,21 +88,21 @@ fn a_process_of_somebody_else_is_left_alone() {
 fn a_32_bit_program_is_told() {
     let pagemark = Pagemark::new();
     let Some(mut child) = pause_32(pagemark.directory()) else { return };
-    let output = look(&pagemark, child.id() as i32);
+    let output = checkpoint(&pagemark, child.id() as i32);
     let lives = support::is_alive(child.id() as i32);
     child.kill().expect("it lives");
     child.wait().expect("our child");
-    assert_fails(&output, &["(pause) is a 32-bit program; only 64-bit ones can be attached to"]);
+    assert_fails(&output, &["(pause) is a 32-bit program\nhelp: only 64-bit ones can be attached to"]);
     assert!(lives, "it did not survive");
 }
 
 #[test]
-fn a_filter_against_userfaultfd_is_suspended_or_told() {
+fn a_filter_against_userfaultfd_is_suspended_or_reported() {
     for mode in ["refuses", "kills"] {
         let Some(subject) = Subject::start(&[mode]) else { skip!("no C compiler") };
         if is_root() {
             let pagemark = Pagemark::new();
-            let output = look(&pagemark, subject.pid());
+            let output = checkpoint(&pagemark, subject.pid());
             assert!(output.status.success(), "{mode}: {}", stderr(&output));
             subject.is_untouched();
 
@@ -107,7 +112,7 @@ fn a_filter_against_userfaultfd_is_suspended_or_told() {
             let output = run(as_nobody(home.path()).args(["checkpoint", "--memory-only", &pid]));
             assert_fails(&output, &["seccomp filter", "run pagemark as root, or use --mechanism compare"]);
             subject.is_untouched();
-            // What the message tells to do works.
+            // The command that the message names works.
             let way_out = ["checkpoint", "--memory-only", "--mechanism", "compare", &pid];
             let output = run(as_nobody(home.path()).args(way_out));
             assert!(output.status.success(), "{mode}: {}", stderr(&output));
@@ -117,7 +122,7 @@ fn a_filter_against_userfaultfd_is_suspended_or_told() {
 }
 
 #[test]
-fn a_process_with_a_userfaultfd_of_its_own_is_told() {
+fn a_process_with_a_userfaultfd_of_its_own_is_refused() {
     if !is_root() {
         skip!("userfaultfd needs root here");
     }
@@ -134,25 +139,25 @@ fn a_process_with_a_userfaultfd_of_its_own_is_told() {
 }
 
 #[test]
-fn a_process_under_a_debugger_is_told() {
+fn a_process_under_a_debugger_is_refused() {
     let Some(subject) = Subject::start(&["plain"]) else { skip!("no C compiler") };
     let pagemark = Pagemark::new();
     let pid = nix::unistd::Pid::from_raw(subject.pid());
     nix::sys::ptrace::seize(pid, nix::sys::ptrace::Options::empty()).expect("our child");
     let tracer = format!("is traced by process {}", std::process::id());
-    assert_fails(&look(&pagemark, subject.pid()), &[&tracer, "detach that first"]);
-    // Let go by stopping first, as ptrace wants it.
+    assert_fails(&checkpoint(&pagemark, subject.pid()), &[&tracer, "detach that first"]);
+    // A tracee must be stopped to be detached.
     nix::sys::ptrace::interrupt(pid).expect("it is ours");
     nix::sys::wait::waitpid(pid, None).expect("it stops");
     nix::sys::ptrace::detach(pid, None).expect("it is stopped");
     subject.is_untouched();
-    assert!(look(&pagemark, subject.pid()).status.success());
+    assert!(checkpoint(&pagemark, subject.pid()).status.success());
     subject.is_untouched();
 }
 
 /// Targets that exit at any moment of attaching, copying, freezing and saving.
 #[test]
-fn targets_that_exit_meanwhile_are_told() {
+fn targets_that_exit_meanwhile_are_reported() {
     let Some(program) = subject::subject() else { skip!("no C compiler") };
     let pagemark = Pagemark::new();
     let program = program.display().to_string();
@@ -192,7 +197,7 @@ fn targets_that_exit_meanwhile_are_told() {
     verifies(&pagemark);
 }
 
-/// The command without any CRIU, or with the one that is given.
+/// The command without CRIU, or with that CRIU.
 fn without_criu(pagemark: &Pagemark, criu: Option<&Path>, arguments: &[&str]) -> Output {
     let empty = pagemark.directory().join("empty");
     fs::create_dir_all(&empty).expect("a directory");
@@ -263,7 +268,7 @@ fn without_criu_memory_can_be_saved_and_looked_at() {
         }
         Err(_) => pagemark_testing::skipped("no gdb"),
     }
-    // Whether there is a CRIU or not, what can't be restored is refused before anything is said to be done.
+    // With and without CRIU, an impossible restore is refused before a step is reported.
     let images = pagemark.directory().join("images");
     for (arguments, what) in [
         (&["restore", "memory@2"][..], "cannot restore memory@2"),
@@ -274,7 +279,7 @@ fn without_criu_memory_can_be_saved_and_looked_at() {
             let told = stderr(&output);
             assert_eq!(output.status.code(), Some(1), "{told}");
             assert!(told.starts_with(&format!("pagemark: {what}")), "{told}");
-            assert!(told.contains("holds memory alone and can't be restored"), "{told}");
+            assert!(told.contains("holds memory alone and cannot be restored"), "{told}");
         }
     }
     assert!(!images.exists(), "a directory for nothing");
@@ -285,26 +290,26 @@ fn without_criu_memory_can_be_saved_and_looked_at() {
 fn a_repository_that_is_written_names_the_writer() {
     let Some(subject) = Subject::start(&["plain"]) else { skip!("no C compiler") };
     let pagemark = Pagemark::new();
-    assert!(look(&pagemark, subject.pid()).status.success());
+    assert!(checkpoint(&pagemark, subject.pid()).status.success());
     let repository = Repository::open(&pagemark.repository()).expect("a repository");
     let held = repository.writer("a test", Duration::from_secs(10)).expect("the lock");
     let own = format!("process {} (a test)", std::process::id());
-    // What only reads does not wait.
+    // Commands that only read do not wait.
     verifies(&pagemark);
     assert_eq!(pagemark.checkpoints("subject").len(), 1);
     // Both wait for half a minute.
     let mut prune = pagemark.command(&["prune", "--keep-last", "1"]);
     let prune = prune.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("it starts");
-    assert_fails(&look(&pagemark, subject.pid()), &["is held by", &own, "Try again"]);
-    assert_fails(&prune.wait_with_output().expect("it ends"), &["is held by", &own, "Try again"]);
+    assert_fails(&checkpoint(&pagemark, subject.pid()), &["is held by", &own, "try again"]);
+    assert_fails(&prune.wait_with_output().expect("it ends"), &["is held by", &own, "try again"]);
     subject.is_untouched();
     drop(held);
-    assert!(look(&pagemark, subject.pid()).status.success());
+    assert!(checkpoint(&pagemark, subject.pid()).status.success());
     verifies(&pagemark);
 }
 
 #[test]
-fn what_is_no_repository_is_left_alone() {
+fn a_directory_that_is_no_repository_is_left_alone() {
     let Some(subject) = Subject::start(&["plain"]) else { skip!("no C compiler") };
     let pagemark = Pagemark::new();
     let repository = pagemark.repository();
@@ -313,31 +318,34 @@ fn what_is_no_repository_is_left_alone() {
     for arguments in [&["log"][..], &["verify"], &["restore", "subject"], &["prune", "--keep-last", "1"]] {
         assert_fails(&pagemark.output(arguments), &["is no repository", "--repo DIR"]);
     }
-    assert_fails(&look(&pagemark, subject.pid()), &["holds something else than a repository"]);
+    assert_fails(&checkpoint(&pagemark, subject.pid()), &["holds something else than a repository"]);
     assert_eq!(fs::read_dir(&repository).expect("a directory").count(), 1);
     fs::remove_dir_all(&repository).expect("it goes");
 
     fs::write(&repository, "a file").expect("a file");
-    assert_fails(&look(&pagemark, subject.pid()), &["cannot open the repository"]);
+    assert_fails(&checkpoint(&pagemark, subject.pid()), &["cannot open the repository"]);
     assert_fails(&pagemark.output(&["log"]), &["cannot open the repository"]);
     assert_eq!(fs::read_to_string(&repository).expect("a file"), "a file");
     fs::remove_file(&repository).expect("it goes");
 
-    assert!(look(&pagemark, subject.pid()).status.success());
+    assert!(checkpoint(&pagemark, subject.pid()).status.success());
     let config = repository.join("config");
     let text = fs::read_to_string(&config).expect("its configuration");
     let mut newer: serde_json::Value = serde_json::from_str(&text).expect("JSON");
     newer["format"] = 99.into();
     fs::write(&config, newer.to_string()).expect("written");
     for arguments in [&["log"][..], &["verify"], &["restore", "subject"]] {
-        assert_fails(&pagemark.output(arguments), &["has the format 99", "use the one that wrote it, or a later one"]);
+        assert_fails(
+            &pagemark.output(arguments),
+            &["has the format 99", "use the version that wrote it, or a later one"],
+        );
     }
-    assert_fails(&look(&pagemark, subject.pid()), &["has the format 99"]);
+    assert_fails(&checkpoint(&pagemark, subject.pid()), &["has the format 99"]);
     fs::write(&config, text).expect("written");
     verifies(&pagemark);
 
     if is_root() {
-        // It is private: nobody else can look into it.
+        // Other users cannot read it.
         let home = public_directory();
         let closed = home.path().join("repository");
         pagemark.done(&["checkpoint", "--memory-only", "--repo", closed.to_str().expect("UTF-8"), &subject.pid_text()]);
@@ -358,12 +366,12 @@ fn files(directory: &Path, list: &mut Vec<PathBuf>) {
 }
 
 #[test]
-fn damage_to_any_file_is_told() {
+fn damage_to_any_file_is_reported() {
     let pagemark = Pagemark::new();
     let data = pagemark.directory().join("data").display().to_string();
     let Some(subject) = Subject::start(&["data", "1", &data]) else { skip!("no C compiler") };
     for _ in 0..3 {
-        assert!(look(&pagemark, subject.pid()).status.success());
+        assert!(checkpoint(&pagemark, subject.pid()).status.success());
     }
     let mut all = Vec::new();
     files(&pagemark.repository(), &mut all);
@@ -405,7 +413,7 @@ fn damage_to_any_file_is_told() {
 }
 
 #[test]
-fn restores_that_cannot_be_are_told() {
+fn impossible_restores_are_refused() {
     if !has_criu() {
         skip!("no CRIU to restore with");
     }
@@ -422,10 +430,10 @@ fn restores_that_cannot_be_are_told() {
         assert_fails(&pagemark.output(arguments), &["cannot restore subject@3", &pid]);
         subject.is_untouched();
     }
-    assert_fails(&pagemark.output(&["restore", "subject@99"]), &["there is no checkpoint 99", "pagemark log subject"]);
+    assert_fails(&pagemark.output(&["restore", "subject@99"]), &["has no checkpoint 99", "pagemark log subject"]);
     assert_fails(&pagemark.output(&["restore", "unknown"]), &["job unknown has no checkpoints", "subject"]);
     pagemark.done(&["prune", "--keep-last", "1"]);
-    assert_fails(&pagemark.output(&["restore", "subject@1"]), &["there is no checkpoint 1", "pagemark log subject"]);
+    assert_fails(&pagemark.output(&["restore", "subject@1"]), &["has no checkpoint 1", "pagemark log subject"]);
     verifies(&pagemark);
 
     let target = subject.pid();
@@ -433,4 +441,108 @@ fn restores_that_cannot_be_are_told() {
     pagemark.done(&["restore", "--detach", "subject"]);
     assert!(support::is_alive(target));
     support::kill_and_wait(target);
+}
+
+/// A process that has exited keeps its id until its parent has waited for it.
+#[test]
+fn a_zombie_in_the_way_of_a_restore_is_reported_with_its_parent() {
+    if !has_criu() {
+        skip!("no CRIU to restore with");
+    }
+    let Some(mut subject) = Subject::start(&["plain"]) else { skip!("no C compiler") };
+    let pagemark = Pagemark::new();
+    pagemark.done(&["checkpoint", "--job", "subject", &subject.pid_text()]);
+    subject.signal(nix::sys::signal::Signal::SIGKILL);
+    wait_for("the zombie", || {
+        subject::status_field(subject.pid(), "State").is_some_and(|state| state.starts_with('Z')).then_some(())
+    });
+    let parent = format!("process {}", std::process::id());
+    let output = pagemark.output(&["restore", "--detach", "subject"]);
+    assert_fails(&output, &[&subject.pid_text(), &parent, "has not waited for this exited child (subject)"]);
+    // The parent may take some time.
+    let target = subject.pid();
+    let mut restore = pagemark.command(&["restore", "--detach", "subject"]).spawn().expect("pagemark starts");
+    std::thread::sleep(Duration::from_millis(300));
+    subject.kill();
+    assert!(restore.wait().expect("our child").success());
+    support::kill_and_wait(target);
+}
+
+/// A CRIU that is stopped some time after the start of a restore, and then waits for ever.
+fn criu_that_stops(directory: &Path, after: Duration) -> PathBuf {
+    let criu = pagemark_process::criu::Criu::find().expect("CRIU");
+    // The waiting process is made an orphan, because CRIU does not expect children.
+    let stop = match after {
+        Duration::ZERO => "kill -STOP $$".to_owned(),
+        after => format!("( (sleep {}; kill -STOP $$) </dev/null >/dev/null 2>&1 & )", after.as_secs_f64()),
+    };
+    let text =
+        format!("#!/bin/sh\ncase \" $* \" in *' restore '*) {stop};; esac\nexec {} \"$@\"\n", criu.path().display());
+    let program = directory.join("criu-that-stops");
+    fs::write(&program, text).expect("a script");
+    fs::set_permissions(&program, fs::Permissions::from_mode(0o755)).expect("its mode");
+    program
+}
+
+/// CRIU, or a process that it restores, waits for ever.
+#[test]
+fn a_restore_that_hangs_is_ended_and_can_be_repeated() {
+    if !has_criu() {
+        skip!("no CRIU to restore with");
+    }
+    let pagemark = Pagemark::new();
+    let data = pagemark.directory().join("data").display().to_string();
+    let Some(mut subject) = Subject::start(&["data", "16", &data]) else { skip!("no C compiler") };
+    pagemark.done(&["checkpoint", "--job", "subject", &subject.pid_text()]);
+    let target = subject.pid();
+    subject.kill();
+    let place = pagemark.directory().join("temporary");
+    fs::create_dir(&place).expect("a directory");
+    let wanted = format!(" restore --no-default-config -D {}", place.display());
+    let criu = || {
+        let processes = fs::read_dir("/proc").expect("processes").flatten();
+        let mut ids = processes.filter_map(|entry| entry.file_name().to_string_lossy().parse().ok());
+        ids.find(|&pid: &i32| support::command_line(pid).contains(&wanted))
+    };
+    for lazy in [false, true] {
+        for ms in [0, 10, 30, 60] {
+            let mut command = pagemark.command(&["restore", "--detach", "--time-limit", "2s", "subject"]);
+            command.args(lazy.then_some("--lazy")).env("TMPDIR", &place);
+            command.env("PAGEMARK_CRIU", criu_that_stops(pagemark.directory(), Duration::from_millis(ms)));
+            let output = run(command.stdin(Stdio::null()));
+            if output.status.success() {
+                // CRIU had ended before.
+                assert_ne!(ms, 0);
+                support::kill_and_wait(target);
+                continue;
+            }
+            let told = stderr(&output);
+            assert!(told.contains("did not restore process") && told.contains("within 2 s"), "{told}");
+            assert!(told.contains(") is in state T in "), "{told}");
+            assert!(!support::is_alive(target), "after {ms} ms something is left: {told}");
+            assert_eq!(criu(), None, "after {ms} ms CRIU is left");
+        }
+    }
+    pagemark.done(&["restore", "--detach", "subject"]);
+    assert!(support::is_alive(target));
+    support::kill_and_wait(target);
+}
+
+/// Services have no HOME, and `sudo` may keep that of another user.
+#[test]
+fn criu_is_found_whatever_home_the_environment_names() {
+    let Ok(criu) = pagemark_process::criu::Criu::find() else { skip!("no CRIU to find") };
+    let home = nix::unistd::User::from_uid(nix::unistd::geteuid()).expect("the user database").expect("this user").dir;
+    if !criu.path().starts_with(home.join(".cache")) {
+        skip!("CRIU is not in the cache of this user's home");
+    }
+    let pagemark = Pagemark::new();
+    for home in [None, Some("/nonexistent")] {
+        let mut command = pagemark.command(&["doctor", "--json"]);
+        command.env_remove("PAGEMARK_CRIU").env_remove("XDG_CACHE_HOME").env_remove("HOME").env("PATH", "/usr/bin");
+        command.envs(home.map(|home| ("HOME", home))).stdin(Stdio::null());
+        let output = run(&mut command);
+        let found: serde_json::Value = serde_json::from_slice(&output.stdout).expect("JSON");
+        assert_eq!(found["criu"]["works"], true, "{home:?}: {found}");
+    }
 }

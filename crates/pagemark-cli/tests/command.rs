@@ -1,7 +1,8 @@
-//! What the command says and how it ends, where no checkpoint is needed for it.
+//! Messages and exit statuses of the command that need no checkpoint.
 
+use std::io::{BufRead, BufReader};
 use std::path::Path;
-use std::process::{Command, Output, Stdio};
+use std::process::{Child, Command, Output, Stdio};
 
 use serde_json::Value;
 use tempfile::TempDir;
@@ -26,6 +27,19 @@ impl Pagemark {
         self.home.path().join("repository")
     }
 
+    /// Starts `pagemark run` of a shell that runs `script`. Returns it, and the lines that the
+    /// shell prints.
+    fn run_script(&self, script: &str) -> (Child, impl Iterator<Item = String> + use<>) {
+        let mut child = self
+            .command()
+            .args(["run", "--memory-only", "--quiet", "--every", "1h", "--", "sh", "-c", script])
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("pagemark starts");
+        let output = BufReader::new(child.stdout.take().expect("it is a pipe"));
+        (child, output.lines().map_while(Result::ok))
+    }
+
     fn run(&self, arguments: &[&str]) -> Output {
         self.command().args(arguments).output().expect("pagemark starts")
     }
@@ -39,7 +53,8 @@ fn stdout(output: &Output) -> String {
     String::from_utf8_lossy(&output.stdout).into_owned()
 }
 
-/// Asserts that it failed with `status`, told why on stderr with `text` in it, and nothing on stdout.
+/// Asserts that the command failed with `status`, and printed a reason that contains `text` to
+/// stderr, and nothing to stdout.
 #[track_caller]
 fn assert_fails(output: &Output, status: i32, text: &str) {
     let told = stderr(output);
@@ -77,7 +92,18 @@ fn wrong_usage_ends_with_2() {
 }
 
 #[test]
-fn without_a_repository_it_is_said_what_to_do() {
+fn measurements_are_another_program() {
+    let pagemark = Pagemark::new();
+    for arguments in [&["bench"][..], &["bench", "region", "--mib", "1"], &["bench", "--help"]] {
+        let output = pagemark.run(arguments);
+        assert_fails(&output, 2, "`pagemark-bench`");
+        assert_eq!(stderr(&output).lines().count(), 1, "{}", stderr(&output));
+    }
+    assert!(!stdout(&pagemark.run(&["--help"])).contains("bench"));
+}
+
+#[test]
+fn without_a_repository_the_message_names_the_option() {
     let pagemark = Pagemark::new();
     for arguments in [
         &["log"][..],
@@ -98,14 +124,14 @@ fn without_a_repository_it_is_said_what_to_do() {
 }
 
 #[test]
-fn prune_wants_to_know_what_to_keep() {
-    assert_fails(&Pagemark::new().run(&["prune"]), 2, "it is not said what to keep");
+fn prune_requires_a_number_to_keep() {
+    assert_fails(&Pagemark::new().run(&["prune"]), 2, "no number and no period of checkpoints to keep");
 }
 
 #[test]
-fn processes_that_cannot_be_attached_to_are_told() {
+fn processes_that_cannot_be_attached_to_are_named() {
     let pagemark = Pagemark::new();
-    // Larger than the kernel's largest process id.
+    // The number is larger than the kernel's largest process id.
     for pid in ["4194305", "0"] {
         assert_fails(&pagemark.run(&["attach", pid]), 1, &format!("there is no process {pid}"));
         assert_fails(&pagemark.run(&["checkpoint", pid]), 1, &format!("there is no process {pid}"));
@@ -160,19 +186,12 @@ fn a_signal_that_ends_the_program_is_in_the_status() {
 
 #[test]
 fn signals_to_pagemark_reach_the_program() {
-    use std::io::{BufRead, BufReader};
     let pagemark = Pagemark::new();
     let script = "trap 'echo usr1' USR1; trap 'echo term; exit 3' TERM; echo ready; while :; do sleep 0.01; done";
-    let mut child = pagemark
-        .command()
-        .args(["run", "--memory-only", "--quiet", "--every", "1h", "--", "sh", "-c", script])
-        .stdout(Stdio::piped())
-        .spawn()
-        .expect("pagemark starts");
-    let mut lines = BufReader::new(child.stdout.take().expect("it is a pipe")).lines().map_while(Result::ok);
+    let (mut child, mut lines) = pagemark.run_script(script);
     let pid = nix::unistd::Pid::from_raw(child.id() as i32);
     assert_eq!(lines.next().as_deref(), Some("ready"));
-    // Not SIGHUP: where that was ignored when the shell began, as below nohup, it can't be trapped.
+    // A shell cannot trap SIGHUP if it was started with the signal ignored, as by nohup.
     nix::sys::signal::kill(pid, nix::sys::signal::SIGUSR1).expect("it runs");
     assert_eq!(lines.next().as_deref(), Some("usr1"));
     nix::sys::signal::kill(pid, nix::sys::signal::SIGTERM).expect("it runs");
@@ -244,17 +263,10 @@ fn a_reader_that_goes_away_is_no_crash() {
 #[test]
 fn a_stopped_job_is_continued_whole() {
     use nix::sys::signal::{Signal, kill};
-    use std::io::{BufRead, BufReader};
     let pagemark = Pagemark::new();
-    // The child of the program has to go on too.
+    // The child of the program must resume too.
     let script = "sh -c 'while :; do echo child; sleep 0.01; done'; :";
-    let mut child = pagemark
-        .command()
-        .args(["run", "--memory-only", "--quiet", "--every", "1h", "--", "sh", "-c", script])
-        .stdout(Stdio::piped())
-        .spawn()
-        .expect("pagemark starts");
-    let mut lines = BufReader::new(child.stdout.take().expect("it is a pipe")).lines().map_while(Result::ok);
+    let (mut child, mut lines) = pagemark.run_script(script);
     let pid = nix::unistd::Pid::from_raw(child.id() as i32);
     assert_eq!(lines.next().as_deref(), Some("child"));
     kill(pid, Signal::SIGTSTP).expect("it runs");
@@ -266,12 +278,31 @@ fn a_stopped_job_is_continued_whole() {
         std::thread::sleep(std::time::Duration::from_millis(5));
     }
     kill(pid, Signal::SIGCONT).expect("it is stopped");
-    // More than a pipe that was full before could hold.
+    // More bytes than a pipe holds.
     for _ in 0..20 {
         assert_eq!(lines.next().as_deref(), Some("child"));
     }
-    // To the program alone; its child ends when nobody reads any more.
+    // The signal goes to the program alone. Its child ends when the pipe has no reader.
     kill(pid, Signal::SIGTERM).expect("it runs");
     drop(lines);
     assert_eq!(child.wait().expect("it is ours").code(), Some(128 + 15));
+}
+
+/// A job with such a name could have no checkpoint.
+#[test]
+fn a_wrong_name_of_a_job_is_refused_before_the_program_starts() {
+    let pagemark = Pagemark::new();
+    let file = pagemark.home.path().join("file");
+    for name in ["a/b", "..", "", ".hidden", "a b"] {
+        for arguments in [
+            &["run", "--job", name, "--", "touch", file.to_str().expect("UTF-8")][..],
+            &["checkpoint", "--job", name, "1"],
+        ] {
+            let output = pagemark.run(arguments);
+            let told = stderr(&output);
+            assert_eq!(output.status.code(), Some(2), "{name:?}: {told}");
+            assert!(told.contains("a job cannot be called"), "{name:?}: {told}");
+        }
+    }
+    assert!(!file.exists(), "the program was started");
 }

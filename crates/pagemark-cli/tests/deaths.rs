@@ -1,5 +1,5 @@
-//! Pagemark is killed at any instant: the target runs on as if nothing had been, and the repository is at its last complete
-//! checkpoint.
+//! Pagemark is killed at any instant: the target continues undisturbed, and the repository holds
+//! the last complete checkpoint.
 
 #[path = "support/subject.rs"]
 mod subject;
@@ -20,7 +20,7 @@ use support::{Pagemark, Runner, kill_and_wait};
 /// How often an attached Pagemark is killed.
 const ROUNDS: u64 = 40;
 
-/// Directories with a process's state that nobody works in any more.
+/// Directories with the state of a process that no process uses any more.
 fn left_over() -> BTreeSet<PathBuf> {
     let entries = fs::read_dir("/dev/shm").into_iter().flatten().flatten();
     entries
@@ -30,7 +30,7 @@ fn left_over() -> BTreeSet<PathBuf> {
         .collect()
 }
 
-/// The program `torture`, that checks itself, and what must stay as it was.
+/// The program `torture`, which checks itself, and its state that must not change.
 struct Tortured {
     pid: i32,
     directory: PathBuf,
@@ -38,9 +38,9 @@ struct Tortured {
 }
 
 impl Tortured {
-    /// Asserts that it goes on without a violation, and as if nobody had ever looked at it.
+    /// Asserts that the program continues without a violation, and has no traces of Pagemark.
     #[track_caller]
-    fn goes_on(&self, when: &str) {
+    fn assert_continues(&self, when: &str) {
         wait_until_left_alone(self.pid);
         let before = rounds(&self.directory);
         wait_for("the target to go on", || (rounds(&self.directory) > before + 3).then_some(()));
@@ -87,7 +87,7 @@ fn killed_at_any_instant_it_harms_nothing() {
     let program = trackee("torture").display().to_string();
     let mut random = SplitMix(7);
 
-    // As it starts the target, and soon after.
+    // Pagemark is killed while it starts the target, and soon after.
     let path = directory.display().to_string();
     let mut tortured = None;
     for ms in [30, 90, 200, 500] {
@@ -102,14 +102,14 @@ fn killed_at_any_instant_it_harms_nothing() {
         runner.kill();
         wait_until_left_alone(pid);
         let now = Tortured { pid, directory: directory.clone(), descriptors: descriptors(pid) };
-        now.goes_on(&format!("run was killed after {ms} ms"));
+        now.assert_continues(&format!("run was killed after {ms} ms"));
         assert!(!now.descriptors.iter().any(|line| line.contains("userfaultfd") || line.contains("pagemark-state")));
         tortured = Some(now);
     }
     let tortured = tortured.expect("it was started");
 
-    // Attached again and again: dying while it attaches, copies, starts CRIU, freezes, saves and commits, spread over somewhat
-    // more than the first checkpoint takes.
+    // Each round attaches again, and kills Pagemark while it attaches, copies, starts CRIU, freezes,
+    // saves and commits: within somewhat more time than the first checkpoint takes.
     let begin = Instant::now();
     pagemark.done(&["checkpoint", "--job", "subject", &tortured.pid.to_string()]);
     let spread_ms = 150 + begin.elapsed().as_millis() as u64 * 3 / 2;
@@ -121,7 +121,7 @@ fn killed_at_any_instant_it_harms_nothing() {
         let mut child = attach(&pagemark, &["--every", "50ms"], tortured.pid);
         std::thread::sleep(Duration::from_millis(ms));
         kill(&mut child, &when);
-        tortured.goes_on(&when);
+        tortured.assert_continues(&when);
         count = opens(&pagemark.repository(), count);
         seen.extend(left_over());
         if round % 10 == 9 {
@@ -132,14 +132,14 @@ fn killed_at_any_instant_it_harms_nothing() {
     let attached: Vec<_> = pagemark.checkpoints("subject");
     eprintln!("killed within {spread_ms} ms; {count} checkpoints; {} directories were left over", seen.len());
 
-    // The next one finds nothing in its way, and clears up.
+    // The next Pagemark succeeds, and removes the leftovers.
     pagemark.done(&["checkpoint", "--job", "subject", &tortured.pid.to_string()]);
-    tortured.goes_on("a checkpoint was taken");
+    tortured.assert_continues("a checkpoint was taken");
     let remaining: Vec<_> = seen.intersection(&left_over()).cloned().collect();
     assert!(remaining.is_empty(), "never removed: {remaining:?}");
 
     kill_and_wait(tortured.pid);
-    // The last that was complete before it was killed, and the very last.
+    // The last checkpoint that was complete before Pagemark was killed, and the last of all.
     for sequence in [attached[attached.len() - 1].sequence, pagemark.checkpoints("subject")[attached.len()].sequence] {
         let _ = fs::remove_file(directory.join("progress"));
         let name = format!("subject@{sequence}");
@@ -160,16 +160,16 @@ fn killed_while_it_commits_it_loses_nothing() {
     let mut random = SplitMix(11);
     let (mut count, mut round) = (0, 0);
     let deadline = Instant::now() + patience();
-    // A busy machine completes few checkpoints in these rounds: then there are more of them, and longer ones.
+    // A busy machine completes few checkpoints in these rounds: then more and longer rounds follow.
     while round < 36 || (count < 5 && Instant::now() < deadline) {
-        // `full` writes the most; every third only a little.
+        // `full` writes the most. Every third round writes only a little.
         let mechanism = if round % 3 == 0 { "auto" } else { "full" };
         let options = ["--memory-only", "--every", "1ms", "--keep-last", "5", "--mechanism", mechanism];
         let mut child = attach(&pagemark, &options, subject.pid());
         std::thread::sleep(Duration::from_millis(20 + random.below(300.max(10 * round))));
         kill(&mut child, &format!("round {round}"));
         verifies(&pagemark);
-        // Pruning keeps five at least.
+        // A prune keeps at least five checkpoints.
         count = opens(&pagemark.repository(), count.min(5));
         wait_until_left_alone(subject.pid());
         subject.is_untouched();
@@ -209,11 +209,11 @@ fn a_restore_that_is_killed_leaves_nothing_in_the_way() {
         let _ = child.kill();
         child.wait().expect("our child");
         most = most.max(remaining());
-        // CRIU may have begun already, and completes what it does.
+        // CRIU may have begun, and then completes its dump.
         wait_for("CRIU to end", || criu_in(&place).is_empty().then_some(()));
         if support::is_alive(pid) {
             whole += 1;
-            goes_on(&data, pid);
+            assert_continues(&data, pid);
             kill_and_wait(pid);
         }
     }
@@ -222,7 +222,7 @@ fn a_restore_that_is_killed_leaves_nothing_in_the_way() {
 
     let output = restore().wait_with_output().expect("it ends");
     assert!(output.status.success(), "{}", subject::stderr(&output));
-    goes_on(&data, pid);
+    assert_continues(&data, pid);
     assert_eq!(remaining(), 0, "a left-over directory was not removed");
     kill_and_wait(pid);
 }
@@ -249,14 +249,14 @@ fn a_lazy_restore_that_is_killed_takes_the_program_with_it() {
         }
         command.env("TMPDIR", &place).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
         let mut child = command.spawn().expect("pagemark starts");
-        // The last it says before it delivers memory.
+        // This is the last message before the delivery of memory.
         let lines = BufReader::new(child.stderr.take().expect("a pipe")).lines().map_while(Result::ok);
         let line = lines.into_iter().find(|line| line.contains("runs as process"));
         assert!(line.is_some(), "it was not restored");
         std::thread::sleep(Duration::from_millis(ms));
         let delivers = !delivers_to(&place).is_empty();
         kill(&mut child, "a lazy restore was killed");
-        // It reads zeros nowhere, and does not wait for its memory for ever: it ends.
+        // The program never reads zeros, and does not wait for its memory for ever: it ends.
         if delivers {
             wait_for("the program without its memory to end", || (!support::is_alive(pid)).then_some(()));
         }
@@ -264,16 +264,16 @@ fn a_lazy_restore_that_is_killed_takes_the_program_with_it() {
         wait_for("CRIU to end", || (delivers_to(&place).is_empty() && criu_in(&place).is_empty()).then_some(()));
     }
 
-    // The checkpoint is as it was. It checks all its data, so that all of it is asked for.
+    // The checkpoint is unchanged. The program checks all its data, and so requests all of it.
     let mut restore = pagemark.command(&["restore", "--lazy", "--detach", "subject"]);
     let output = restore.env("TMPDIR", &place).output().expect("the command runs");
     assert!(output.status.success(), "{}", subject::stderr(&output));
-    goes_on(&data, pid);
+    assert_continues(&data, pid);
     kill_and_wait(pid);
 }
 
-/// Asserts that a subject that holds data checks it on, and that it is right.
-fn goes_on(data: &Path, pid: i32) {
+/// Asserts that a subject that holds data continues to check it, and that the data are right.
+fn assert_continues(data: &Path, pid: i32) {
     let length = || fs::metadata(data).map_or(0, |metadata| metadata.len());
     let before = length();
     wait_for("the restored target to go on", || {

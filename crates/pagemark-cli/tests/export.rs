@@ -1,4 +1,4 @@
-//! Checkpoints as other programs take them.
+//! Exports of checkpoints for other programs.
 
 #[path = "support/subject.rs"]
 mod subject;
@@ -13,7 +13,7 @@ use subject::{Steps, Subject, has_criu};
 use support::{Pagemark, kill_and_wait};
 
 #[test]
-fn plain_criu_restores_what_was_exported_for_it() {
+fn plain_criu_restores_an_export() {
     if !has_criu() {
         skip!("no CRIU to restore with");
     }
@@ -21,7 +21,7 @@ fn plain_criu_restores_what_was_exported_for_it() {
     let steps = Steps::new(pagemark.directory());
     let Some(mut subject) = Subject::start(&steps.arguments(4)) else { skip!("no C compiler") };
     let pid = subject.pid();
-    // The first checkpoint has all its memory, the second what changed; both are in what is exported.
+    // The first checkpoint has all memory, the second the changes. The export contains both.
     steps.goes_on(pid);
     pagemark.done(&["checkpoint", "--job", "subject", &subject.pid_text()]);
     steps.goes_on(pid);

@@ -1,4 +1,5 @@
-//! A repository whose disk is full: a checkpoint is missed and told, the target runs on, and nothing that was complete is lost.
+//! A repository whose disk is full: the checkpoint is skipped and the failure reported, the target
+//! continues, and no complete checkpoint is lost.
 
 #[path = "support/subject.rs"]
 mod subject;
@@ -16,7 +17,7 @@ use pagemark_testing::{skip, wait_for};
 use subject::{Subject, assert_fails, has_criu};
 use support::{Pagemark, Runner, kill_and_wait};
 
-/// A small file system of its own, gone when dropped.
+/// A small file system, unmounted when dropped.
 struct SmallDisk {
     directory: tempfile::TempDir,
 }
@@ -67,7 +68,7 @@ fn a_full_disk_loses_nothing_but_the_checkpoint() {
     pagemark.done(&arguments);
     assert_eq!(count(), 1);
 
-    // Twice the data, and no room for it.
+    // Twice the data need more room than there is.
     subject.signal(Signal::SIGUSR1);
     wait_for("more data", || progress().ends_with('+').then_some(()));
     let filler = disk.path().join("filler");
@@ -96,7 +97,7 @@ fn a_full_disk_loses_nothing_but_the_checkpoint() {
     support::kill_and_wait(target);
 }
 
-/// Takes all room of a file system but for the last of it, in bytes.
+/// Fills a file system except for some bytes.
 fn fill(path: &Path, spare_bytes: u64) {
     let mut filler = File::create(path).expect("an empty file");
     while filler.write_all(&[1; 4096]).is_ok() {}
@@ -104,7 +105,8 @@ fn fill(path: &Path, spare_bytes: u64) {
     filler.set_len(length.saturating_sub(spare_bytes)).expect("it shrinks");
 }
 
-/// The target of `series` is the program `subject` that checks its data, and adds to the file `data` while that is right.
+/// The target of `series` is the program `subject`, which checks its data, and adds to the file
+/// `data` while the data are right.
 fn recovers(pagemark: &Pagemark, disk: &SmallDisk, mut series: Runner, target: i32, data: &Path) {
     let repository = disk.path().join("repository");
     let place = repository.to_str().expect("UTF-8");
@@ -116,7 +118,8 @@ fn recovers(pagemark: &Pagemark, disk: &SmallDisk, mut series: Runner, target: i
     };
     wait_for("two checkpoints", || (count() > 1).then_some(()));
 
-    // In the midst of writing pages, which are more then, and from the very first write on.
+    // The disk becomes full while pages are written, of which there are more then, and before the
+    // first write.
     let filler = disk.path().join("filler");
     for spare_bytes in [2 << 20, 0] {
         fill(&filler, spare_bytes);
@@ -126,10 +129,10 @@ fn recovers(pagemark: &Pagemark, disk: &SmallDisk, mut series: Runner, target: i
             let told = pagemark.log().split_off(told_before);
             told.lines().find(|line| line.contains("No space left on device")).map(str::to_owned)
         });
-        for text in ["no checkpoint of subject this time, it runs on and the next interval tries again", place] {
+        for text in ["no checkpoint of subject this time; it keeps running, and the next interval tries again", place] {
             assert!(failure.contains(text), "{text:?} is not in: {failure}");
         }
-        // It is tried in vain again and again meanwhile.
+        // Meanwhile checkpoints are tried and fail.
         let held = count();
         assert!(held > 1, "checkpoints are lost");
         for _ in 0..8 {
@@ -149,7 +152,7 @@ fn recovers(pagemark: &Pagemark, disk: &SmallDisk, mut series: Runner, target: i
     pagemark.done(&["verify", "--repo", place]);
 }
 
-/// Brings the target back from the newest checkpoint; it checks its data itself.
+/// Restores the target from the newest checkpoint; the target checks its data.
 fn comes_back(pagemark: &Pagemark, disk: &SmallDisk, target: i32, data: &Path) {
     let before = fs::read(data).expect("its progress").len();
     let repository = disk.path().join("repository");
@@ -171,7 +174,7 @@ fn options(repository: &Path) -> Vec<&str> {
 }
 
 #[test]
-fn an_attached_series_goes_on_when_there_is_room_again() {
+fn an_attached_series_continues_when_there_is_room_again() {
     let Some(disk) = SmallDisk::mount("size=64m,mode=700") else { skip!("no file system can be mounted") };
     let pagemark = Pagemark::new();
     let data = pagemark.directory().join("data");
@@ -194,7 +197,7 @@ fn an_attached_series_goes_on_when_there_is_room_again() {
 }
 
 #[test]
-fn a_run_goes_on_when_there_is_room_again() {
+fn a_run_continues_when_there_is_room_again() {
     let Some(disk) = SmallDisk::mount("size=64m,mode=700") else { skip!("no file system can be mounted") };
     let Some(program) = subject::subject() else { skip!("no C compiler") };
     let pagemark = Pagemark::new();
@@ -202,7 +205,7 @@ fn a_run_goes_on_when_there_is_room_again() {
     let command = [program.to_str(), Some("data"), Some("8"), data.to_str()].map(|word| word.expect("UTF-8"));
     let series = pagemark.run(&options(&disk.path().join("repository")), &command);
     let target = series.target();
-    // The signal that ends the series goes on to the program, and ends it too.
+    // The signal that ends the series is passed to the program, and ends it too.
     recovers(&pagemark, &disk, series, target, &data);
     assert!(!support::is_alive(target));
     if !has_criu() {

@@ -1,12 +1,15 @@
-//! Looking at checkpoints, comparing, verifying and pruning them, on a repository that the test writes itself.
+//! Tests of the commands that show, compare, verify and prune checkpoints, on a repository that the
+//! test writes itself.
 
 use std::fs;
 use std::path::PathBuf;
 use std::process::{Command, Output};
 use std::time::Duration;
 
-use pagemark::repository::{Cost, FileRecord, Manifest, MappingRecord, Repository, SpaceRecord, TargetKind};
-use pagemark::{ContentId, Kind, Mechanism, PAGE_SIZE, PageTree, Store};
+use pagemark::repository::{
+    Cost, FileRecord, Manifest, MappingException, MappingRecord, Repository, SpaceRecord, TargetKind,
+};
+use pagemark::{Address, Blob, ByteCount, ContentId, Kind, Mechanism, PAGE_SIZE, PageTree, Store};
 use serde_json::Value;
 use tempfile::TempDir;
 
@@ -18,8 +21,8 @@ struct Fixture {
 }
 
 impl Fixture {
-    /// Two checkpoints of the job `work`. In the second, one byte of the page at `BASE + 0x1000` has changed, the page after it is
-    /// new, and a file has grown.
+    /// Two checkpoints of the job `work`. In the second, one byte of the page at `BASE + 0x1000`
+    /// has changed, the page after it is new, and a file has grown.
     fn new() -> Self {
         let fixture = Fixture { directory: TempDir::new().expect("a temporary directory") };
         let repository = Repository::create(&fixture.path()).expect("an empty directory");
@@ -40,7 +43,7 @@ impl Fixture {
         command.args(arguments).arg("--repo").arg(self.path()).output().expect("pagemark starts")
     }
 
-    /// Runs it, asserts that it succeeds, and gives its stdout.
+    /// Runs the command, asserts that it succeeds, and returns its stdout.
     #[track_caller]
     fn text(&self, arguments: &[&str]) -> String {
         let output = self.run(arguments);
@@ -60,7 +63,7 @@ fn commit(repository: &Repository, pages: &[(u64, &[u8])], file_size: u64) {
     let mut tree = PageTree::new();
     for (page, content) in pages {
         let id = writer.put(Kind::Page, content).expect("there is room");
-        tree.set(BASE / PAGE_SIZE as u64 + page, id);
+        tree.set(Address::new(BASE).page() + *page, id);
     }
     let root = tree.save(&mut writer).expect("there is room");
     let mapping = MappingRecord {
@@ -69,6 +72,14 @@ fn commit(repository: &Repository, pages: &[(u64, &[u8])], file_size: u64) {
         permissions: "rw-p".into(),
         offset: 0,
         name: "evil \x1b[2J name".into(),
+        exception: None,
+    };
+    let droppable = MappingRecord {
+        start: BASE + 0x10000,
+        end: BASE + 0x20000,
+        name: String::new(),
+        exception: Some(MappingException::Droppable),
+        ..mapping.clone()
     };
     let manifest = Manifest {
         job: "work".into(),
@@ -77,21 +88,15 @@ fn commit(repository: &Repository, pages: &[(u64, &[u8])], file_size: u64) {
         command: vec!["/bin/work".into(), "hard".into()],
         mechanism: Mechanism::PagemapScan,
         kind: TargetKind::Memory,
-        spaces: vec![SpaceRecord {
-            pid: 42,
-            name: "work".into(),
-            root,
-            pages: pages.len() as u64,
-            mappings: vec![mapping],
-        }],
+        spaces: vec![SpaceRecord::of_process(42, "work".into(), root, pages.len() as u64, vec![mapping, droppable])],
         files: vec![FileRecord {
             path: "/var/log/work".into(),
-            size: file_size,
-            root: ContentId::ZERO,
+            content: Blob { bytes: ByteCount::new(file_size), root: ContentId::ZERO },
             mode: 0o644,
             uid: 0,
             gid: 0,
             modified_unix_ns: 1_700_000_000_000_000_000,
+            is_shared: false,
         }],
         state: vec![],
         cost: Cost { dirty_pages: 1234, downtime_us: 9_800, rounds: 2, ..Cost::default() },
@@ -121,21 +126,33 @@ fn log_lists_jobs_and_checkpoints() {
 }
 
 #[test]
-fn show_tells_what_a_checkpoint_holds() {
+fn show_describes_a_checkpoint() {
     let fixture = Fixture::new();
     let told = fixture.text(&["show", "work"]);
-    for part in ["work@2", "/bin/work hard", "3 pages", "process 42 work", "700000000000", "/var/log/work", "9.8 ms"] {
+    for part in [
+        "work@2",
+        "/bin/work hard",
+        "3 pages",
+        "process 42 work",
+        "700000000000",
+        "/var/log/work",
+        "9.8 ms",
+        "(droppable: ",
+    ] {
         assert!(told.contains(part), "{part:?} is not in {told}");
     }
     assert!(!told.contains('\x1b'), "a name steers the terminal: {told:?}");
     let manifest = fixture.json(&["show", "work@1", "--json"]);
     assert_eq!(manifest["sequence"], 1);
-    assert_eq!(manifest["spaces"][0]["pages"], 2);
+    let space = &manifest["spaces"][0];
+    assert_eq!((&space["pages"], &space["pid"], &space["name"]), (&2.into(), &42.into(), &"work".into()));
+    assert_eq!(space["mappings"][1]["exception"], "droppable");
+    assert_eq!(manifest["files"][0]["size"], 5);
     assert_eq!(fixture.run(&["show", "work@3"]).status.code(), Some(1));
 }
 
 #[test]
-fn diff_finds_what_changed_and_nothing_else() {
+fn diff_finds_exactly_the_changed_pages() {
     let fixture = Fixture::new();
     let difference = fixture.json(&["diff", "work@1", "work@2", "--json"]);
     assert_eq!(difference["differing_pages"], 2);
@@ -146,7 +163,7 @@ fn diff_finds_what_changed_and_nothing_else() {
     assert_eq!((&difference["files"][0]["size_in_a"], &difference["files"][0]["size_in_b"]), (&5.into(), &9.into()));
 
     let hex = fixture.text(&["diff", "work@1", "work@2", "--hex"]);
-    // One line of the page that changed, all of the page that is new.
+    // One line for the changed page, all lines of the new page.
     let changed = format!("{:012x}", BASE + 0x1120);
     let lines: Vec<_> = hex.lines().filter(|line| line.starts_with(&changed)).collect();
     assert!(lines.len() == 2 && lines[0].contains(" - ") && lines[1].contains(" + "), "{hex}");
@@ -157,7 +174,7 @@ fn diff_finds_what_changed_and_nothing_else() {
 }
 
 #[test]
-fn verify_tells_damage_and_fails() {
+fn verify_reports_damage_and_fails() {
     let fixture = Fixture::new();
     assert_eq!(fixture.json(&["verify", "--json"])["damaged"].as_array().map(Vec::len), Some(0));
     assert!(fixture.text(&["verify"]).contains("nothing is damaged"));
@@ -173,7 +190,7 @@ fn verify_tells_damage_and_fails() {
 }
 
 #[test]
-fn prune_keeps_what_it_was_told_to() {
+fn prune_keeps_the_requested_checkpoints() {
     let fixture = Fixture::new();
     assert!(fixture.text(&["prune", "--keep-last", "5"]).starts_with("0 checkpoints removed"));
     assert_eq!(fixture.json(&["prune", "--keep-last", "1", "--json"])["removed"], serde_json::json!([["work", 1]]));
@@ -182,7 +199,7 @@ fn prune_keeps_what_it_was_told_to() {
 }
 
 #[test]
-fn what_holds_memory_alone_is_not_restored() {
+fn a_checkpoint_of_memory_alone_is_not_restored() {
     let output = Fixture::new().run(&["restore", "--detach"]);
     assert_eq!(output.status.code(), Some(1));
     let told = String::from_utf8_lossy(&output.stderr).into_owned();

@@ -8,7 +8,7 @@
  *                    with SIGUSR1 it gets as much again. Ends with 99 if anything is wrong.
  *   steps MIB FILE   holds so much data that changes with each step, checks all of it, and writes into FILE how many steps it
  *                    has made, and "paused" while it makes none because there is a file FILE.pause. Ends with 99 if anything is wrong.
- *   exits MS         ends with 7 after so many milliseconds in which it writes memory
+ *   exits MS         writes memory for MS milliseconds, then exits with status 7
  */
 #include <fcntl.h>
 #include <linux/filter.h>

@@ -1,4 +1,5 @@
-//! Targets that lead out of themselves, to containers and sockets: saved whole, or refused with what to do, and left alone.
+//! Targets with references to processes outside, such as in containers or by sockets: they are
+//! saved whole, or refused with a remedy and left alone.
 
 #[path = "support/subject.rs"]
 mod subject;
@@ -23,7 +24,7 @@ impl Surrounded {
         unsafe {
             command.pre_exec(|| {
                 nix::unistd::setsid()?;
-                // What the test runner was started with leads out of the container, too.
+                // Descriptors of the test runner lead out of the container too.
                 match libc::close_range(3, u32::MAX, libc::CLOSE_RANGE_CLOEXEC as i32) {
                     0 => Ok(()),
                     _ => Err(std::io::Error::last_os_error()),
@@ -47,7 +48,7 @@ impl Drop for Surrounded {
 }
 
 #[test]
-fn a_target_with_process_ids_of_its_own_is_told_where_pagemark_has_to_run() {
+fn a_target_in_another_pid_namespace_is_refused_with_the_place_to_run() {
     if !has_criu() {
         skip!("whole checkpoints need root and CRIU");
     }
@@ -68,13 +69,14 @@ fn a_target_with_process_ids_of_its_own_is_told_where_pagemark_has_to_run() {
         assert_fails(&output, &["process ids of its own", "run pagemark inside", &way_out, "--memory-only"]);
         untouched(pid, &before);
     }
-    // What the message tells to do works.
+    // The command that the message names works.
     pagemark.done(&["checkpoint", "--memory-only", "--job", "inner", &text]);
     untouched(pid, &before);
     steps.goes_on(pid);
     drop(container);
 
-    // Streams from outside of its mounts, which Pagemark then gets too, can't be saved and are told of.
+    // Standard streams from outside of its mounts, which Pagemark gets too, cannot be saved, and are
+    // reported.
     let inside = Steps::new(&pagemark.directory().join("inside"));
     std::fs::create_dir(pagemark.directory().join("inside")).expect("a directory");
     let mut run = vec![env!("CARGO_BIN_EXE_pagemark"), "run", "--every", "100ms", "--job", "inside", "--"];

@@ -1,4 +1,5 @@
-//! Finds the bug in a queue without locks whose pointers are not counted, and prints how it comes about.
+//! Finds the bug in a queue without locks whose pointers are not counted, and prints how it comes
+//! about.
 
 use pagemark_explore::programs::{Flaw, Queue};
 use pagemark_explore::{ExploreError, Explorer, Order, Outcome};

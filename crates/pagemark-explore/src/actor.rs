@@ -1,11 +1,11 @@
-//! What explored code can do.
+//! The operations of explored code.
 
 use crate::sys::fiber::{Block, Label};
 
-/// The actor that runs, for its own code.
+/// The running actor, as its own code uses it.
 ///
-/// Between two of these calls an actor runs by itself: only here can others come in between. So whatever others can see must
-/// happen right after one.
+/// Between two of these calls an actor runs alone: other actors run only during the calls. Each
+/// access to shared data must therefore follow a call directly.
 pub struct Actor<'w> {
     block: &'w Block,
 }
@@ -15,29 +15,31 @@ impl<'w> Actor<'w> {
         Actor { block }
     }
 
-    /// Which one it is, in the order in which they were spawned.
+    /// Number of the actor, in the order in which actors were spawned.
     pub fn number(&self) -> usize {
         self.block.number()
     }
 
-    /// Lets others come first. `verb` says in traces what the actor does next.
+    /// Lets other actors run first. `verb` names the next operation of the actor in traces.
     pub fn step(&self, verb: &'static str) {
         self.wait_for(Label { verb, object: "" }, || 1);
     }
 
-    /// Goes on in each of so many ways: returns each number below `ways` in a future of its own.
+    /// Continues in each of `ways` ways: returns each number below `ways`, each in a state of its
+    /// own.
     pub fn choose(&self, verb: &'static str, ways: u64) -> u64 {
         self.wait_for(Label { verb, object: "" }, || ways)
     }
 
-    /// Waits until there are ways to go on, and returns each number below how many there are in a future of its own.
+    /// Waits until the actor can continue in at least one way, and returns each number below the
+    /// number of ways, each in a state of its own.
     ///
-    /// `ways` is asked in each state in which the actor waits here, and sees the state as it is then.
+    /// `ways` returns the number of ways. It is called in each state in which the actor waits here.
     pub fn wait_for(&self, what: Label, ways: impl Fn() -> u64) -> u64 {
         self.block.wait(what, &ways)
     }
 
-    /// Ends the exploration with the trace that leads here, if it does not hold.
+    /// Ends the exploration with the trace that leads here, unless `holds` is true.
     pub fn assert(&self, holds: bool, property: &'static str) {
         if !holds {
             self.block.fail(property);

@@ -1,4 +1,4 @@
-//! Atomic variables whose every access is a step of its own: sequentially consistent memory.
+//! Atomic variables. Each access is a step of its own: sequentially consistent memory.
 
 use std::cell::Cell;
 
@@ -7,16 +7,17 @@ use crate::{Actor, Plain};
 
 /// A word that actors share. Other actors can come between any two accesses.
 ///
-/// Accesses take a name, for traces: where the variable is may be anywhere in the state, and differ.
+/// Accesses take the name of the variable, for traces, because its address can differ between
+/// states.
 #[derive(Debug)]
 #[repr(transparent)]
 pub struct Atomic(Cell<u64>);
 
-// SAFETY: a number in a cell.
+// SAFETY: the type is a number in a cell.
 unsafe impl Plain for Atomic {}
 
 impl Atomic {
-    /// One that holds a value.
+    /// A variable that holds `value`.
     pub fn new(value: u64) -> Atomic {
         Atomic(Cell::new(value))
     }
@@ -33,7 +34,7 @@ impl Atomic {
         self.0.set(value);
     }
 
-    /// Replaces `current` by `new` if the variable holds that. True if it did.
+    /// Replaces the value by `new` if it is `current`. True if the value was replaced.
     pub fn compare_exchange(&self, actor: &Actor<'_>, name: &'static str, current: u64, new: u64) -> bool {
         access(actor, "compares and exchanges", name);
         let is_same = self.0.get() == current;
@@ -43,12 +44,13 @@ impl Atomic {
         is_same
     }
 
-    /// The value, for whoever is alone: in the set-up, in properties, or while no other actor knows the variable.
+    /// The value, without a step: for the set-up, for properties, or while no other actor can
+    /// access the variable.
     pub fn get(&self) -> u64 {
         self.0.get()
     }
 
-    /// Sets the value, for whoever is alone.
+    /// Sets the value, without a step.
     pub fn set(&self, value: u64) {
         self.0.set(value);
     }

@@ -1,39 +1,37 @@
-//! Why an exploration could not be made.
+//! The error type of explorations.
 
 use std::io;
 
-use pagemark::region::RegionError;
-
-/// The program could not be set up or explored. What the exploration finds wrong with the program is no error but its
+/// The program could not be set up or explored. A fault of the program is not an error, but an
 /// [`Outcome`](crate::Outcome).
 #[derive(Debug, thiserror::Error)]
 pub enum ExploreError {
-    /// The region could not be made, saved or put back.
+    /// The region could not be created, saved or restored.
     #[error(transparent)]
-    Region(#[from] RegionError),
+    Region(#[from] pagemark::Error),
     /// A system call failed.
     #[error("{operation}: {source}")]
     System {
-        /// The call, and on what.
+        /// The operation and its object.
         operation: &'static str,
-        /// Why it failed.
+        /// The error of the system call.
         source: io::Error,
     },
-    /// More actors than there are stacks.
+    /// There are more actors than stacks.
     #[error("there are stacks for {actors} actors: raise Sizes::actors")]
     TooManyActors {
-        /// How many can be.
+        /// Maximum number of actors.
         actors: usize,
     },
     /// The data does not fit.
     #[error("{needed_bytes} bytes of data do not fit into the {left_bytes} that are left: raise Sizes::data_bytes")]
     DataFull {
-        /// What was to be placed.
+        /// Length of the data to place.
         needed_bytes: usize,
-        /// What there is room for.
+        /// Length of the free space.
         left_bytes: usize,
     },
-    /// A stack is too small for what its actor does. The state is not to be trusted, and the exploration ends.
+    /// The stack of an actor overflowed. The state may be damaged, so the exploration ends.
     #[error("actor {actor} needs more stack than {stack_bytes} bytes: raise Sizes::stack_bytes")]
     StackOverflow {
         /// Which one.
@@ -41,15 +39,18 @@ pub enum ExploreError {
         /// What it has.
         stack_bytes: usize,
     },
-    /// The trace is one of another program, or the program does not do the same each time: it depends on what is not in
-    /// its memory.
-    #[error("step {step} of the trace can't be done: actor {actor} can go on in {ways} ways here")]
+    /// The trace is of another program, or the program depends on data outside of its state, so
+    /// that its runs differ.
+    #[error(
+        "step {step} of the trace is not possible, since actor {actor} can continue in {ways} ways: replay the trace of \
+         this program"
+    )]
     TraceDiffers {
-        /// Which one, from 0.
+        /// Number of the step, from 0.
         step: usize,
-        /// Whose it is.
+        /// Number of the actor.
         actor: usize,
-        /// How many there are.
+        /// Number of ways in which the actor can continue.
         ways: u64,
     },
 }

@@ -1,39 +1,41 @@
-//! A heap within the state, whose content depends on what is allocated alone, not on how it came to be.
+//! A heap within the state, whose content depends only on what is allocated, not on the history.
 //!
-//! All that it keeps is one bit for each 16 bytes. What is allocated lies at the lowest address where it fits; what is freed is
-//! zeroed, so that it takes no memory in a snapshot and two states do not differ by it.
+//! The heap keeps one bit for each 16 bytes. An allocation gets the lowest address where it fits.
+//! Freed memory is zeroed, so that it takes no space in a snapshot and makes no two states differ
+//! (SPM, "Conclusion").
 
 use std::cell::Cell;
 
 use crate::Plain;
 use crate::sys::arena::{Arena, clear};
 
-/// Bytes that a bit stands for.
+/// Bytes for each bit.
 const GRANULE: usize = 16;
 
-/// Allocates from a part of the state. Copies are the same heap.
+/// Allocates memory of the state. Copies are the same heap.
 ///
-/// Memory is named by address: a number, never 0, that can itself lie in the state. What is freed can still be accessed, as in C
-/// and with the same consequences for the program, but only for the program: what lies there is always a value.
+/// Memory is named by its address: a number other than 0 that can be stored in the state. Freed
+/// memory can still be accessed, as in C, with the same consequences for the explored program but
+/// without undefined behaviour: the memory always holds a valid value.
 #[derive(Clone, Copy, Debug)]
 pub struct Heap<'w> {
     arena: Arena<'w>,
-    /// A bit for each granule, set if it is allocated.
+    /// One bit for each granule, set if the granule is allocated.
     used: &'w [Cell<u64>],
-    /// Where the first granule is in the arena.
+    /// Address of the first granule.
     start: usize,
 }
 
-/// The heap could not do what was asked.
+/// An operation of the heap failed.
 #[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum HeapError {
-    /// There is no room.
+    /// The heap has no room.
     #[error("no {bytes} bytes are left in the heap: raise Sizes::heap_bytes")]
     Full {
         /// What was asked for.
         bytes: usize,
     },
-    /// What is to be freed was not allocated, or was freed already.
+    /// The memory to free was not allocated, or was freed already.
     #[error("{address:#x} is not allocated")]
     NotAllocated {
         /// Its address.
@@ -42,19 +44,20 @@ pub enum HeapError {
 }
 
 impl<'w> Heap<'w> {
-    /// Bytes that a heap takes in the arena for so many bytes to allocate.
+    /// Bytes of the arena that a heap of `bytes` bytes takes.
     pub(crate) fn footprint(bytes: usize) -> usize {
         let words = bytes.div_ceil(GRANULE * 64);
         (words * 8).next_multiple_of(GRANULE) + words * 64 * GRANULE
     }
 
-    /// A heap in a part of the arena that begins at a page and holds zeros; it takes its footprint.
+    /// Makes a heap at `offset` in the arena, which is the beginning of a page. The footprint of
+    /// the heap must hold zeros.
     pub(crate) fn new(arena: Arena<'w>, offset: usize, bytes: usize) -> Heap<'w> {
         let words = bytes.div_ceil(GRANULE * 64);
         Heap { arena, used: arena.words(offset, words), start: (offset + words * 8).next_multiple_of(GRANULE) }
     }
 
-    /// Allocates room for a `T`, which holds zeros.
+    /// Allocates memory for a `T`, and fills it with zeros.
     ///
     /// # Errors
     /// [`HeapError::Full`]
@@ -65,7 +68,7 @@ impl<'w> Heap<'w> {
         Ok((self.start + first * GRANULE) as u64)
     }
 
-    /// What is at an address. None if there can't be a `T`, as at 0.
+    /// The value at an address. None if there cannot be a `T`, as at 0.
     pub fn get<T: Plain>(&self, address: u64) -> Option<&'w T> {
         self.index(address)?;
         self.arena.get(address as usize)
@@ -87,7 +90,7 @@ impl<'w> Heap<'w> {
         Ok(())
     }
 
-    /// How many bytes are allocated.
+    /// Number of allocated bytes.
     pub fn used_bytes(&self) -> usize {
         self.used.iter().map(|word| word.get().count_ones() as usize * GRANULE).sum()
     }
@@ -103,7 +106,7 @@ impl<'w> Heap<'w> {
         (offset.is_multiple_of(GRANULE) && offset / GRANULE < self.used.len() * 64).then_some(offset / GRANULE)
     }
 
-    /// The lowest run of so many free granules.
+    /// The index of the lowest run of `granules` free granules.
     fn find(&self, granules: usize) -> Option<usize> {
         let (mut granule, mut run) = (0, 0);
         while granule < self.used.len() * 64 {
@@ -154,7 +157,7 @@ mod tests {
             changes in prop::collection::vec((0u8..4, any::<usize>()), 0..200),
         ) {
             let memory = PlainMemory::new(Heap::footprint(2048)).unwrap();
-            // SAFETY: the memory outlives the arena, and nobody else uses it.
+            // SAFETY: the memory outlives the arena, and no other code uses it.
             let arena = unsafe { Arena::new(memory.memory()) };
             let heap = Heap::new(arena, 0, 2048);
             let mut allocated = BTreeMap::new();
@@ -204,7 +207,7 @@ mod tests {
     #[test]
     fn what_is_not_allocated_is_refused() {
         let memory = PlainMemory::new(Heap::footprint(1024)).unwrap();
-        // SAFETY: the memory outlives the arena, and nobody else uses it.
+        // SAFETY: the memory outlives the arena, and no other code uses it.
         let heap = Heap::new(unsafe { Arena::new(memory.memory()) }, 0, 1024);
         let address = heap.allocate::<Small>().unwrap();
         assert!(heap.get::<Small>(0).is_none());

@@ -1,8 +1,15 @@
-//! Explores every state of a program: what SPM's model checker does, on snapshots of a region.
+//! A model checker: explores every state of a program, with snapshots of a region as states (as
+//! SPM's does).
 //!
-//! The program consists of actors, which run real code on stacks of their own. Stacks, heap and shared data all lie in one
-//! region, so that a state is memory and nothing else: taking a snapshot saves it, restoring one goes back, and two states are the same if the
-//! roots of their snapshots are. What a state costs is what the program wrote since the one before it.
+//! The program consists of actors, which run real code on stacks of their own. Stacks, heap and
+//! shared data are all in one region, so a state is memory and nothing else: taking a snapshot
+//! saves the state, restoring a snapshot returns to it, and two states are equal if the roots of
+//! their snapshots are. The cost of a state follows what the program wrote since the previous
+//! state.
+//!
+//! # Example
+//!
+//! The explorer finds the interleaving in which an update is lost:
 //!
 //! ```
 //! use std::cell::Cell;
@@ -12,12 +19,15 @@
 //! let found = explorer.explore(|world| {
 //!     let counter = world.place(Cell::new(0u64))?;
 //!     for _ in 0..2 {
-//!         world.spawn(move |actor| {
-//!             actor.step("reads the counter");
-//!             let seen = counter.get();
-//!             actor.step("writes the counter");
-//!             counter.set(seen + 1);
-//!         })?;
+//!         // SAFETY: across its steps the actor holds a number and a reference to placed data.
+//!         unsafe {
+//!             world.spawn(move |actor| {
+//!                 actor.step("reads the counter");
+//!                 let seen = counter.get();
+//!                 actor.step("writes the counter");
+//!                 counter.set(seen + 1);
+//!             })?;
+//!         }
 //!     }
 //!     world.at_end("nothing is lost", move || counter.get() == 2);
 //!     Ok(())
@@ -36,20 +46,21 @@ mod atomic;
 mod error;
 mod explorer;
 mod heap;
-mod keeper;
 mod network;
 pub mod programs;
-
+mod state_memory;
 mod sys;
+mod trace;
 mod world;
 
 pub use actor::Actor;
 pub use atomic::Atomic;
 pub use error::ExploreError;
-pub use explorer::{Bound, Choice, Event, Exploration, Explorer, Fault, Order, Outcome, Step};
+pub use explorer::{Bound, Exploration, Explorer, Order, Outcome};
 pub use heap::{Heap, HeapError};
-pub use keeper::Keep;
-pub use network::{From, Network};
+pub use network::{Network, Sender};
+pub use state_memory::StateForm;
 pub use sys::arena::Plain;
 pub use sys::fiber::Label;
+pub use trace::{Choice, Event, Fault, Step};
 pub use world::{Sizes, World};

@@ -1,22 +1,24 @@
-//! Messages between actors, as MPI has them: in order between two of them, in any order between more.
+//! Messages between actors, as in MPI: ordered between two actors, in any order between more.
 
 use std::cell::Cell;
 
 use crate::sys::fiber::Label;
 use crate::{Actor, ExploreError, World};
 
-/// Whose message is wanted.
+/// The sender of a message that is wanted.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum From {
-    /// That actor's.
+pub enum Sender {
+    /// The actor with this number.
     Actor(usize),
-    /// Anybody's: each actor whose message has come leads to a future of its own.
-    Anybody,
+    /// Any actor: each actor that has sent a message leads to a state of its own.
+    Any,
 }
 
-/// Boxes for messages, one for each pair of actors, each with room for some. Copies are the same network.
+/// Mailboxes, one for each ordered pair of actors, each with the same capacity. Copies are the same
+/// network.
 ///
-/// A box holds its messages from its beginning on, and zeros behind them, so that equal states have equal bytes.
+/// A mailbox holds its messages from its beginning on, and zeros behind them, so that equal states
+/// have equal bytes.
 #[derive(Clone, Copy, Debug)]
 pub struct Network<'w> {
     actors: usize,
@@ -27,7 +29,8 @@ pub struct Network<'w> {
 }
 
 impl<'w> Network<'w> {
-    /// A network among so many actors, with room for so many messages from each to each. Who sends waits for room.
+    /// A network of `actors` actors, with room for `room` messages from each actor to each. A
+    /// sender waits for room.
     ///
     /// # Errors
     /// [`ExploreError::DataFull`]
@@ -37,7 +40,7 @@ impl<'w> Network<'w> {
         Ok(Network { actors, room, counts, messages })
     }
 
-    /// Sends a message, when there is room for it.
+    /// Waits for room, and sends a message.
     pub fn send(self, actor: &Actor<'w>, to: usize, message: u64) {
         let pair = self.pair(actor.number(), to);
         let count = &self.counts[pair];
@@ -46,45 +49,45 @@ impl<'w> Network<'w> {
         count.set(count.get() + 1);
     }
 
-    /// Receives a message, when there is one; returns who sent it, and the message.
-    pub fn receive(self, actor: &Actor<'w>, from: From) -> (usize, u64) {
+    /// Waits for a message and receives it. Returns the number of its sender, and the message.
+    pub fn receive(self, actor: &Actor<'w>, from: Sender) -> (usize, u64) {
         let sender = self.choose_sender(actor, "receives", from);
         (sender, self.take(sender, actor.number()))
     }
 
-    /// Waits for a message and returns who sent it, without receiving it: MPI's probe.
-    pub fn probe(self, actor: &Actor<'w>, from: From) -> usize {
+    /// Waits for a message and returns the number of its sender, without receiving it: MPI's probe.
+    pub fn probe(self, actor: &Actor<'w>, from: Sender) -> usize {
         self.choose_sender(actor, "probes", from)
     }
 
-    /// How many messages wait in a box.
+    /// Number of messages that wait in a mailbox.
     pub fn waiting(self, from: usize, to: usize) -> usize {
         self.counts[self.pair(from, to)].get() as usize
     }
 
-    /// The messages that wait in a box, the oldest first.
+    /// The messages that wait in a mailbox, the oldest first.
     pub fn messages(self, from: usize, to: usize) -> impl Iterator<Item = u64> + 'w {
         let first = self.pair(from, to) * self.room;
         self.messages[first..first + self.waiting(from, to)].iter().map(Cell::get)
     }
 
-    fn choose_sender(self, actor: &Actor<'w>, verb: &'static str, from: From) -> usize {
+    fn choose_sender(self, actor: &Actor<'w>, verb: &'static str, from: Sender) -> usize {
         let to = actor.number();
         match from {
-            From::Actor(sender) => {
+            Sender::Actor(sender) => {
                 let what = Label { verb, object: name(sender) };
                 actor.wait_for(what, || u64::from(self.waiting(sender, to) > 0));
                 sender
             }
-            From::Anybody => {
+            Sender::Any => {
                 let senders = move || (0..self.actors).filter(move |&from| self.waiting(from, to) > 0);
-                let way = actor.wait_for(Label { verb, object: "anybody" }, || senders().count() as u64);
-                senders().nth(way as usize).unwrap_or_else(|| unreachable!("nobody else takes a message of ours"))
+                let way = actor.wait_for(Label { verb, object: "any actor" }, || senders().count() as u64);
+                senders().nth(way as usize).unwrap_or_else(|| unreachable!("only the receiver takes its messages"))
             }
         }
     }
 
-    /// Takes the oldest message out.
+    /// Removes the oldest message.
     fn take(self, from: usize, to: usize) -> u64 {
         let pair = self.pair(from, to);
         let held = &self.messages[pair * self.room..][..self.room];
@@ -101,7 +104,7 @@ impl<'w> Network<'w> {
     }
 }
 
-/// The other side, for traces.
+/// The name of an actor in traces.
 fn name(actor: usize) -> &'static str {
     const NAMES: [&str; 8] = ["actor 0", "actor 1", "actor 2", "actor 3", "actor 4", "actor 5", "actor 6", "actor 7"];
     NAMES.get(actor).unwrap_or(&"another actor")

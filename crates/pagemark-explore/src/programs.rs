@@ -1,4 +1,4 @@
-//! Programs to explore, real in kind: what the tests check and `pagemark bench explore` measures.
+//! Programs to explore, of realistic kinds: for the tests, and for `pagemark-bench explore`.
 
 use std::cell::Cell;
 

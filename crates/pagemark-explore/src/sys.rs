@@ -1,4 +1,4 @@
-//! What is done with bare memory and registers: one file an interface, safe types above it.
+//! Access to bare memory and registers: one interface a file, with safe types above it.
 
 pub(crate) mod alternate_stack;
 pub(crate) mod arena;

@@ -10,22 +10,22 @@ use std::ops::Range;
 
 use pagemark::PAGE_SIZE;
 
-use crate::explorer::{Choice, Event, Fault};
 use crate::heap::Heap;
 use crate::sys::arena::Arena;
 use crate::sys::fiber::{Fiber, Label, Phase, Stopped};
+use crate::trace::{Choice, Event, Fault};
 use crate::{Actor, ExploreError, Plain};
 
-/// How much memory a state consists of. What is never written costs nothing.
+/// The sizes of the memory of a state. Memory that is never written costs nothing.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Sizes {
-    /// Most actors.
+    /// Maximum number of actors.
     pub actors: usize,
-    /// Of each actor's stack, bytes; rounded up to whole pages.
+    /// Bytes of each actor's stack, rounded up to whole pages.
     pub stack_bytes: usize,
-    /// What can be allocated in the heap, bytes.
+    /// Bytes that can be allocated in the heap.
     pub heap_bytes: usize,
-    /// What can be placed in the set-up, bytes.
+    /// Bytes that can be placed during set-up.
     pub data_bytes: usize,
 }
 
@@ -47,27 +47,28 @@ impl Sizes {
     }
 
     fn stack(&self, actor: usize) -> Range<usize> {
-        // What the block and the first frames take does not count as the program's.
+        // The control block and the first frames take one page, which the size does not include.
         let bytes = self.stack_bytes.next_multiple_of(PAGE_SIZE) + PAGE_SIZE;
         let start = self.data().end + actor * bytes;
         start..start + bytes
     }
 
-    /// All of it.
+    /// Bytes of the whole state.
     pub fn total_bytes(&self) -> usize {
         self.stack(self.actors).start.max(PAGE_SIZE)
     }
 }
 
-/// A program that is being set up: what it shares, its actors, and what must hold.
+/// A program that is being set up: its shared data, its actors and its properties.
 ///
-/// Its whole state must lie in what is placed here, in the heap, and on the actors' stacks. What a program changes elsewhere (in
-/// a vector, a static variable, a file) does not go back when the exploration does.
+/// Its whole state must be in the data that is placed here, in the heap, and on the stacks of the
+/// actors. The explorer does not restore other memory, or files, that the program changes (a
+/// vector, a static variable).
 pub struct World<'w> {
     arena: Arena<'w>,
     sizes: Sizes,
     heap: Heap<'w>,
-    /// Where there is room for data.
+    /// Offsets in the arena that are free for data.
     free_data: Range<usize>,
     fibers: Vec<Fiber<'w>>,
     always: Vec<Property<'w>>,
@@ -83,7 +84,7 @@ struct Property<'w> {
 }
 
 impl<'w> World<'w> {
-    /// An empty one in an arena of [`Sizes::total_bytes`], which holds zeros.
+    /// An empty program in an arena of [`Sizes::total_bytes`], which holds zeros.
     pub(crate) fn new(arena: Arena<'w>, sizes: Sizes) -> World<'w> {
         World {
             arena,
@@ -107,7 +108,7 @@ impl<'w> World<'w> {
         self.arena.put(offset, value).ok_or(ExploreError::DataFull { needed_bytes: size_of::<T>(), left_bytes })
     }
 
-    /// Places so many values side by side; `value` says which.
+    /// Places `count` values side by side; `value` returns each by its index.
     ///
     /// # Errors
     /// [`ExploreError::DataFull`]
@@ -126,7 +127,7 @@ impl<'w> World<'w> {
     }
 
     fn take_data(&mut self, needed_bytes: usize, align: usize) -> Result<usize, ExploreError> {
-        // The arena begins at a page, so that offsets are aligned as addresses are.
+        // The arena begins at a page, so an aligned offset is an aligned address.
         let offset = self.free_data.start.next_multiple_of(align.max(8));
         let left_bytes = self.free_data.end.saturating_sub(offset);
         if align > PAGE_SIZE || needed_bytes > left_bytes {
@@ -143,11 +144,42 @@ impl<'w> World<'w> {
 
     /// Adds an actor, which runs `run` on a stack of its own. Returns its number; the first has 0.
     ///
-    /// What an actor owns when it calls its [`Actor`] must be plain data too: going back does not drop it.
+    /// ```
+    /// # use pagemark_explore::Explorer;
+    /// let found = Explorer::default().explore(|world| {
+    ///     // SAFETY: the actor holds nothing across its step.
+    ///     unsafe { world.spawn(|actor| actor.step("waits"))? };
+    ///     Ok(())
+    /// })?;
+    /// assert_eq!(found.states, 2);
+    /// # Ok::<(), pagemark_explore::ExploreError>(())
+    /// ```
+    ///
+    /// Safe code cannot spawn an actor, because a value with a destructor that is held across a
+    /// step would be dropped once in each state that continues from there:
+    ///
+    /// ```compile_fail,E0133
+    /// # use pagemark_explore::Explorer;
+    /// Explorer::default().explore(|world| {
+    ///     world.spawn(|actor| {
+    ///         let held = vec![1];
+    ///         actor.step("waits");
+    ///         drop(held);
+    ///     })?;
+    ///     Ok(())
+    /// });
+    /// ```
     ///
     /// # Errors
     /// [`ExploreError::TooManyActors`]
-    pub fn spawn<F: FnOnce(&Actor<'w>) + Copy + 'w>(&mut self, run: F) -> Result<usize, ExploreError> {
+    ///
+    /// # Safety
+    /// Whenever `run` calls its [`Actor`], also through other types of this crate, everything that
+    /// its stack frames hold is plain data: values without a destructor, references into the arena
+    /// and the stack itself, and shared references to memory that lives as long as the world and is
+    /// not changed. In particular they hold no box, vector, string, lock guard or open file. The
+    /// explorer suspends a frame once and continues it any number of times, or never.
+    pub unsafe fn spawn<F: FnOnce(&Actor<'w>) + Copy + 'w>(&mut self, run: F) -> Result<usize, ExploreError> {
         let number = self.fibers.len();
         if number == self.sizes.actors {
             return Err(ExploreError::TooManyActors { actors: number });
@@ -157,22 +189,22 @@ impl<'w> World<'w> {
         Ok(number)
     }
 
-    /// Says what must hold in each state.
+    /// Adds a property that must hold in each state.
     pub fn always(&mut self, name: &'static str, holds: impl Fn() -> bool + 'w) {
         self.always.push(Property { name, holds: Box::new(holds) });
     }
 
-    /// Says what must hold when all actors have returned.
+    /// Adds a property that must hold when all actors have returned.
     pub fn at_end(&mut self, name: &'static str, holds: impl Fn() -> bool + 'w) {
         self.at_end.push(Property { name, holds: Box::new(holds) });
     }
 
-    /// Has `watch` called after each transition, when the memory holds the state that it led to.
+    /// Calls `watch` after each transition, while the memory holds the new state.
     pub fn watch(&mut self, watch: impl FnMut(&Event) + 'w) {
         self.watchers.push(Box::new(watch));
     }
 
-    /// Lets every actor run to where it first waits.
+    /// Runs every actor until it waits for the first time.
     pub(crate) fn start(&self) -> Result<Option<Fault>, ExploreError> {
         for actor in 0..self.fibers.len() {
             if let Some(fault) = self.resume(Choice { actor: actor as u32, way: 0 })? {
@@ -182,29 +214,29 @@ impl<'w> World<'w> {
         Ok(self.fault_of_state())
     }
 
-    /// What can happen now.
+    /// The choices of the present state.
     pub(crate) fn choices(&self) -> Vec<Choice> {
         let ways = (0..self.fibers.len()).map(|actor| (actor as u32, self.ways(actor)));
         ways.flat_map(|(actor, ways)| (0..ways).map(move |way| Choice { actor, way: way as u32 })).collect()
     }
 
-    /// In how many ways an actor can go on. 0 for one that there is not.
+    /// The number of ways in which an actor can continue; 0 if there is no such actor.
     pub(crate) fn ways(&self, actor: usize) -> u64 {
         self.fibers.get(actor).filter(|fiber| fiber.phase() == Phase::Waiting).map_or(0, Fiber::ways)
     }
 
-    /// What an actor waits to do.
+    /// The operation that an actor waits for.
     pub(crate) fn label(&self, actor: usize) -> Label {
         self.fibers.get(actor).map_or(Label::NONE, Fiber::label)
     }
 
-    /// Does what was chosen. Returns what is wrong with the state then.
-    pub(crate) fn go(&self, choice: Choice) -> Result<Option<Fault>, ExploreError> {
+    /// Takes a choice. Returns the fault of the state that it leads to.
+    pub(crate) fn take(&self, choice: Choice) -> Result<Option<Fault>, ExploreError> {
         Ok(self.resume(choice)?.or_else(|| self.fault_of_state()))
     }
 
-    /// Tells the watchers.
-    pub(crate) fn tell(&mut self, event: &Event) {
+    /// Reports a transition to the watchers.
+    pub(crate) fn notify_watchers(&mut self, event: &Event) {
         self.watchers.iter_mut().for_each(|watch| watch(event));
     }
 

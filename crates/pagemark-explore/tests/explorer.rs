@@ -1,34 +1,36 @@
-//! Exploration of random programs against an interpreter that knows nothing of memory, and what is refused.
+//! Compares explorations of random programs with an interpreter that has no model of memory, and
+//! tests limits.
 
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::rc::Rc;
 
 use pagemark_explore::{
-    Actor, Bound, Choice, ExploreError, Explorer, Fault, From, Heap, Keep, Label, Network, Order, Outcome, Sizes, World,
+    Actor, Bound, Choice, ExploreError, Explorer, Fault, Heap, Label, Network, Order, Outcome, Sender, Sizes,
+    StateForm, World,
 };
 use proptest::prelude::*;
 
 const CELLS: usize = 3;
 
-/// What a random program does, an act a step.
+/// An act of a random program; each act is a step.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 enum Act {
     /// Adds a number to a cell, modulo 5.
     Add(usize, u64),
     /// Reads a cell.
     Read(usize),
-    /// Writes what was last read or chosen.
+    /// Writes the number that was last read or chosen.
     Write(usize),
-    /// Chooses one of so many numbers.
+    /// Chooses a number below this limit.
     Choose(u64),
-    /// Waits until a cell is not zero; in as many ways as it says.
+    /// Waits until a cell is not zero, then chooses one of that many ways.
     Wait(usize),
 }
 
 type Script = [Option<Act>; 4];
 
-/// How far each actor is, what it holds, and the cells.
+/// The position and the number of each actor, and the cells.
 type Seen = (Vec<u64>, Vec<u64>, Vec<u64>);
 
 fn ways(act: Act, (_, _, cells): &Seen) -> u64 {
@@ -49,12 +51,13 @@ fn act(act: Act, way: u64, actor: usize, (next, held, cells): &mut Seen) {
     }
 }
 
-/// All states and transitions up to a depth, by interpreting; and whether some state has nobody who can go on.
-fn interpret(scripts: &[Script], most_depth: u32) -> (BTreeSet<Seen>, HashSet<(Seen, Choice, Seen)>, bool) {
+/// All states and transitions up to a depth, found by interpreting; and whether a state has no
+/// actor that can make a step.
+fn interpret(scripts: &[Script], max_depth: u32) -> (BTreeSet<Seen>, HashSet<(Seen, Choice, Seen)>, bool) {
     let first = (vec![0; scripts.len()], vec![0; scripts.len()], vec![0; CELLS]);
     let (mut visited, mut edges) = (BTreeSet::from([first.clone()]), HashSet::new());
     let (mut layer, mut has_deadlock) = (vec![first], false);
-    for _ in 0..=most_depth {
+    for _ in 0..=max_depth {
         let mut deeper = Vec::new();
         for state in &layer {
             let next_act = |actor: usize| scripts[actor].get(state.0[actor] as usize).copied().flatten();
@@ -74,13 +77,19 @@ fn interpret(scripts: &[Script], most_depth: u32) -> (BTreeSet<Seen>, HashSet<(S
     (visited, edges, has_deadlock)
 }
 
-/// Sets the same program up as real code; returns what is seen of it.
+/// Spawns an actor of these tests, which hold plain data only across their steps.
+fn spawn<'w>(world: &mut World<'w>, run: impl FnOnce(&Actor<'w>) + Copy + 'w) -> Result<usize, ExploreError> {
+    // SAFETY: the actors hold plain data only across their steps.
+    unsafe { world.spawn(run) }
+}
+
+/// Sets the same program up as code; returns its observable state.
 fn set_up<'w>(world: &mut World<'w>, scripts: &[Script]) -> Result<impl Fn() -> Seen + 'w, ExploreError> {
     let next = world.place_all(scripts.len(), |_| Cell::new(0u64))?;
     let held = world.place_all(scripts.len(), |_| Cell::new(0u64))?;
     let cells = world.place_all(CELLS, |_| Cell::new(0u64))?;
     for &script in scripts {
-        world.spawn(move |actor| {
+        spawn(world, move |actor| {
             let own = actor.number();
             for act in script.into_iter().flatten() {
                 match act {
@@ -122,7 +131,7 @@ fn any_act() -> impl Strategy<Value = Option<Act>> {
     ]
 }
 
-/// Scripts do what they do one act after the other: what is none is left out.
+/// A script executes its acts one after the other, and leaves out impossible acts.
 fn any_script() -> impl Strategy<Value = Script> {
     prop::array::uniform4(any_act()).prop_map(|mut script| {
         script.sort_by_key(Option::is_none);
@@ -135,20 +144,20 @@ proptest! {
 
     #[test]
     fn every_state_and_transition_is_found_and_no_other(
-        scripts in prop::collection::vec(any_script(), 1..4), most_depth in prop_oneof![0u32..6, Just(u32::MAX - 1)],
+        scripts in prop::collection::vec(any_script(), 1..4), max_depth in prop_oneof![0u32..6, Just(u32::MAX - 1)],
     ) {
         let steps: usize = scripts.iter().map(|script| script.iter().flatten().count()).sum();
-        let most_depth = most_depth.min(steps as u32);
-        let (states, edges, has_deadlock) = interpret(&scripts, most_depth);
-        for (order, keep) in [
-            (Order::DepthFirst, Keep::Copies),
-            (Order::DepthFirst, Keep::Snapshots(None)),
-            (Order::BreadthFirst, Keep::Snapshots(None)),
+        let max_depth = max_depth.min(steps as u32);
+        let (states, edges, has_deadlock) = interpret(&scripts, max_depth);
+        for (order, state_form) in [
+            (Order::DepthFirst, StateForm::Copies),
+            (Order::DepthFirst, StateForm::Snapshots(None)),
+            (Order::BreadthFirst, StateForm::Snapshots(None)),
         ] {
             let seen: Rc<RefCell<HashMap<u32, Seen>>> = Rc::default();
             let found_edges: Rc<RefCell<HashSet<(Seen, Choice, Seen)>>> = Rc::default();
             let (watched, watched_edges) = (seen.clone(), found_edges.clone());
-            let explorer = Explorer { order, keep, most_depth: Some(most_depth), ..Explorer::default() };
+            let explorer = Explorer { order, state_form, max_depth: Some(max_depth), ..Explorer::default() };
             let program = |world: &mut World<'_>| {
                 let now = set_up(world, &scripts)?;
                 world.watch(move |event| {
@@ -167,13 +176,13 @@ proptest! {
                 prop_assert_eq!(again, Some(fault));
                 continue;
             }
-            // What lies one choice beyond the bound was interpreted to see its deadlocks.
-            let within = |state: &Seen| state.0.iter().sum::<u64>() <= most_depth.into();
+            // States one choice beyond the bound were interpreted to find deadlocks.
+            let within = |state: &Seen| state.0.iter().sum::<u64>() <= max_depth.into();
             let expected: BTreeSet<Seen> = states.iter().filter(|state| within(state)).cloned().collect();
             prop_assert_eq!(seen.borrow().values().cloned().collect::<BTreeSet<_>>(), expected);
             let expected: HashSet<_> = edges.iter().filter(|(_, _, after)| within(after)).cloned().collect();
             prop_assert!(*found_edges.borrow() == expected, "{} transitions, {} expected", found_edges.borrow().len(), expected.len());
-            prop_assert_eq!(found.outcome == Outcome::Exhausted, most_depth as usize >= steps || expected.len() == edges.len());
+            prop_assert_eq!(found.outcome == Outcome::Exhausted, max_depth as usize >= steps || expected.len() == edges.len());
         }
     }
 }
@@ -195,19 +204,19 @@ fn actors_wait_deep_in_their_stacks_with_their_locals() {
         actor.assert(std::hint::black_box(buffer).iter().all(|&value| value == depth), "locals are as they were");
         found
     }
-    for keep in [Keep::Copies, Keep::Snapshots(None)] {
-        let explorer = Explorer { keep, ..Explorer::default() };
+    for state_form in [StateForm::Copies, StateForm::Snapshots(None)] {
+        let explorer = Explorer { state_form, ..Explorer::default() };
         let found = explorer.explore(|world| {
             let results = world.place_all(2, |_| Cell::new(0.0f64))?;
             for depth in [6u64, 9] {
-                world.spawn(move |actor| results[actor.number()].set(descend(actor, depth, 0.25)))?;
+                spawn(world, move |actor| results[actor.number()].set(descend(actor, depth, 0.25)))?;
             }
             world.at_end("sums are right", move || (results[0].get(), results[1].get()) == (10.75, 22.75));
             Ok(())
         });
         let found = found.unwrap();
-        // One actor is at one of 8 places, the other at one of 11, whatever came before.
-        assert_eq!((found.outcome, found.states), (Outcome::Exhausted, 8 * 11), "{keep:?}");
+        // One actor is at one of 8 positions, the other at one of 11, regardless of earlier steps.
+        assert_eq!((found.outcome, found.states), (Outcome::Exhausted, 8 * 11), "{state_form:?}");
     }
 }
 
@@ -218,7 +227,7 @@ fn a_state_does_not_depend_on_what_was_on_the_stack_before() {
     }
     let found = Explorer::default().explore(|world| {
         let sum = world.place(Cell::new(0u64))?;
-        world.spawn(move |actor| {
+        spawn(world, move |actor| {
             let chosen = actor.choose("chooses", 5);
             sum.set(dirty_the_stack(chosen) & 1);
             actor.step("goes on");
@@ -226,21 +235,21 @@ fn a_state_does_not_depend_on_what_was_on_the_stack_before() {
         })?;
         Ok(())
     });
-    // At the beginning, two sums, and the end.
+    // The beginning, two sums, and the end.
     assert!(found.unwrap().states <= 1 + 5 + 1);
 }
 
 #[test]
-fn what_is_wrong_is_told_with_who_and_what() {
+fn a_failure_names_the_thread_and_the_operation() {
     let found = explore_default(|world| {
-        world.spawn(|actor| actor.assert(false, "the first thing"))?;
+        spawn(world, |actor| actor.assert(false, "the first thing"))?;
         Ok(())
     });
     let fault = Fault::Assertion { actor: 0, property: "the first thing" };
     assert_eq!(found, Outcome::Found { fault, trace: vec![] });
 
     let found = explore_default(|world| {
-        world.spawn(|actor| {
+        spawn(world, |actor| {
             let chosen = actor.choose("chooses", 3);
             assert!(chosen < 2, "it chose {chosen}");
         })?;
@@ -252,8 +261,8 @@ fn what_is_wrong_is_told_with_who_and_what() {
     let found = explore_default(|world| {
         let network = Network::new(world, 2, 1)?;
         for other in [1, 0] {
-            world.spawn(move |actor| {
-                network.receive(actor, From::Actor(other));
+            spawn(world, move |actor| {
+                network.receive(actor, Sender::Actor(other));
             })?;
         }
         Ok(())
@@ -264,7 +273,7 @@ fn what_is_wrong_is_told_with_who_and_what() {
 
     let found = explore_default(|world| {
         let counter = world.place(Cell::new(0u64))?;
-        world.spawn(move |actor| {
+        spawn(world, move |actor| {
             actor.step("sets the counter");
             counter.set(1);
             actor.step("goes on");
@@ -287,12 +296,12 @@ fn freed_memory_makes_no_difference() {
             heap.free::<[Cell<u64>; 40]>(address).unwrap();
             actor.step("ends");
         };
-        world.spawn(move |actor| allocate(actor, heap, 1))?;
-        world.spawn(move |actor| allocate(actor, heap, 2))?;
+        spawn(world, move |actor| allocate(actor, heap, 1))?;
+        spawn(world, move |actor| allocate(actor, heap, 2))?;
         Ok(())
     });
     let found = found.unwrap();
-    // Each holds its memory, freed it, or ended: that the first began first is the same in all.
+    // Each actor has its memory, has freed it, or has ended. In all states the first began first.
     assert_eq!((found.outcome, found.states, found.transitions), (Outcome::Exhausted, 9, 12));
 }
 
@@ -300,7 +309,7 @@ fn freed_memory_makes_no_difference() {
 fn bounds_are_kept() {
     let counter = |world: &mut World<'_>| {
         let numbers = world.place_all(4096, |_| Cell::new(0u64))?;
-        world.spawn(move |actor| {
+        spawn(world, move |actor| {
             for round in 1..=200u64 {
                 actor.step("fills a page with what does not compress");
                 let mut number = round;
@@ -315,24 +324,24 @@ fn bounds_are_kept() {
     let unbounded = Explorer::default();
     let all = unbounded.explore(counter).unwrap();
     assert_eq!((all.outcome, all.states, all.depth), (Outcome::Exhausted, 201, 200));
-    let found = Explorer { most_states: Some(50), ..unbounded }.explore(counter).unwrap();
+    let found = Explorer { max_states: Some(50), ..unbounded }.explore(counter).unwrap();
     assert_eq!((found.outcome, found.states), (Outcome::Bounded(Bound::States), 50));
-    let found = Explorer { most_depth: Some(50), ..unbounded }.explore(counter).unwrap();
+    let found = Explorer { max_depth: Some(50), ..unbounded }.explore(counter).unwrap();
     assert_eq!((found.outcome, found.states), (Outcome::Bounded(Bound::Depth), 51));
-    for keep in [Keep::Copies, Keep::Snapshots(None)] {
-        let found = Explorer { keep, budget_bytes: Some(3 << 20), ..unbounded }.explore(counter).unwrap();
-        assert_eq!(found.outcome, Outcome::Bounded(Bound::Memory), "{keep:?}");
-        assert!(found.states > 0 && found.states < 201, "{keep:?}");
+    for state_form in [StateForm::Copies, StateForm::Snapshots(None)] {
+        let found = Explorer { state_form, budget_bytes: Some(3 << 20), ..unbounded }.explore(counter).unwrap();
+        assert_eq!(found.outcome, Outcome::Bounded(Bound::Memory), "{state_form:?}");
+        assert!(found.states > 0 && found.states < 201, "{state_form:?}");
     }
 }
 
 #[test]
-fn what_does_not_fit_is_refused() {
+fn limits_are_enforced() {
     let sizes = Sizes { actors: 1, stack_bytes: 16 << 10, heap_bytes: 0, data_bytes: 4096 };
     let explorer = Explorer { sizes, ..Explorer::default() };
     let refused = explorer.explore(|world| {
-        world.spawn(|_| {})?;
-        world.spawn(|_| {}).map(drop)
+        spawn(world, |_| {})?;
+        spawn(world, |_| {}).map(drop)
     });
     assert!(matches!(refused, Err(ExploreError::TooManyActors { actors: 1 })), "{refused:?}");
     let refused = explorer.explore(|world| world.place_all(1000, |_| Cell::new(0u64)).map(drop));
@@ -340,7 +349,7 @@ fn what_does_not_fit_is_refused() {
     let refused = explorer.explore(|world| world.place_all(usize::MAX, |_| Cell::new(0u64)).map(drop));
     assert!(matches!(refused, Err(ExploreError::DataFull { .. })), "{refused:?}");
     let overflow = explorer.explore(|world| {
-        world.spawn(|actor| {
+        spawn(world, |actor| {
             fn descend_to(lowest: usize) -> u64 {
                 let mut local = [lowest as u64; 4];
                 let local = std::hint::black_box(&mut local);
@@ -348,7 +357,7 @@ fn what_does_not_fit_is_refused() {
             }
             actor.step("descends");
             let local = 0u8;
-            // Just beyond the end of the stack, where nothing is placed.
+            // The word after the end of the stack, which is unused.
             std::hint::black_box(descend_to(std::ptr::from_ref(&local) as usize - (20 << 10)));
         })?;
         Ok(())
@@ -358,7 +367,7 @@ fn what_does_not_fit_is_refused() {
 
 #[test]
 fn a_trace_of_another_program_is_refused() {
-    let program = |world: &mut World<'_>| world.spawn(|actor| actor.step("goes on")).map(drop);
+    let program = |world: &mut World<'_>| spawn(world, |actor| actor.step("goes on")).map(drop);
     let explorer = Explorer::default();
     let other = [Choice::default(), Choice::default()];
     let refused = explorer.replay(program, &other);

@@ -1,13 +1,14 @@
-//! The programs that are shipped: messages against a model that knows nothing of memory, the queue with and without its flaws.
+//! The example programs: messages, compared with a model without memory, and the queue with and
+//! without its errors.
 
 use std::cell::RefCell;
 use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
 use std::rc::Rc;
 
 use pagemark_explore::programs::{Flaw, Messages, Pattern, Queue};
-use pagemark_explore::{Bound, Exploration, Explorer, Fault, Keep, Order, Outcome};
+use pagemark_explore::{Bound, Exploration, Explorer, Fault, Order, Outcome, StateForm};
 
-/// What a process of the model does next.
+/// The next act of a process of the model.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 enum Act {
     Send(usize, u64),
@@ -22,7 +23,7 @@ enum Act {
 #[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 struct Model {
     next: Vec<usize>,
-    /// What each received, in no order.
+    /// The received messages of each process, in no order.
     received: Vec<BTreeSet<u64>>,
     probed: Vec<Option<usize>>,
     /// The last message of a probed sender, until it is answered.
@@ -31,10 +32,10 @@ struct Model {
     boxes: Vec<VecDeque<u64>>,
 }
 
-/// What can be seen of a state from outside.
+/// The observable part of a state.
 type Seen = (Vec<u64>, Vec<Vec<u64>>);
 
-/// Transitions: what was seen before, whose step it was, what was seen then.
+/// Transitions: the observation before, the process of the step, and the observation after.
 type Edges = HashSet<(Seen, u32, Seen)>;
 
 impl Model {
@@ -66,7 +67,7 @@ fn scripts(program: &Messages) -> Vec<Vec<Act>> {
     (0..processes).map(script).collect()
 }
 
-/// The states that a process can bring about, by the ways that it has.
+/// The states that follow from each possible step of a process.
 fn successors(program: &Messages, scripts: &[Vec<Act>], state: &Model, own: usize) -> Vec<Model> {
     let processes = program.processes;
     let Some(&act) = scripts[own].get(state.next[own]) else { return Vec::new() };
@@ -116,7 +117,7 @@ fn successors(program: &Messages, scripts: &[Vec<Act>], state: &Model, own: usiz
     }
 }
 
-/// All that the model can get into: its states, what is seen of them, and of its transitions.
+/// All reachable states of the model, their observations, and those of the transitions.
 fn all_of_model(program: &Messages) -> (usize, u64, BTreeSet<Seen>, Edges) {
     let (processes, scripts) = (program.processes, scripts(program));
     let first = Model {
@@ -142,8 +143,8 @@ fn all_of_model(program: &Messages) -> (usize, u64, BTreeSet<Seen>, Edges) {
     (visited.len(), transitions, visited.iter().map(Model::seen).collect(), edges)
 }
 
-fn explore(program: &Messages, order: Order, keep: Keep) -> Exploration {
-    let explorer = Explorer { sizes: program.sizes(), order, keep, ..Explorer::default() };
+fn explore(program: &Messages, order: Order, state_form: StateForm) -> Exploration {
+    let explorer = Explorer { sizes: program.sizes(), order, state_form, ..Explorer::default() };
     explorer.explore(|world| program.set_up(world).map(drop)).unwrap()
 }
 
@@ -189,7 +190,7 @@ fn messages_behave_as_the_model_does() {
             let all_seen: BTreeSet<Seen> = seen.borrow().values().cloned().collect();
             assert!(all_seen == model_seen, "{program:?}: {} are seen, {} should be", all_seen.len(), model_seen.len());
             assert!(*edges.borrow() == model_edges, "{program:?}: transitions differ");
-            // Memory can tell more states apart: what a stack still holds of values that nobody will use.
+            // Memory can distinguish more states: a stack may hold values that no step will use.
             assert!(found.states as usize >= model_states && found.transitions >= model_transitions, "{program:?}");
             if program.pattern == Pattern::SendReceive {
                 assert_eq!((found.states as usize, found.transitions), (model_states, model_transitions));
@@ -201,15 +202,15 @@ fn messages_behave_as_the_model_does() {
 #[test]
 fn whatever_holds_the_states_finds_the_same() {
     let program = Messages { pattern: Pattern::SendAll, processes: 3, rounds: 1, vector_words: 512, table_bytes: 8192 };
-    let expected = explore(&program, Order::DepthFirst, Keep::Copies);
-    for probe in pagemark::tracker::probe() {
+    let expected = explore(&program, Order::DepthFirst, StateForm::Copies);
+    for probe in pagemark::track::probe(pagemark::track::Scope::OwnMemory) {
         let mechanism = probe.mechanism;
         if let Err(reason) = probe.result {
             println!("skipped {mechanism}: {reason}");
             continue;
         }
         for order in [Order::DepthFirst, Order::BreadthFirst] {
-            let found = explore(&program, order, Keep::Snapshots(Some(mechanism)));
+            let found = explore(&program, order, StateForm::Snapshots(Some(mechanism)));
             let differing = Exploration { depth: expected.depth, held_bytes: expected.held_bytes, ..found };
             assert_eq!(differing, expected, "{mechanism}, {order:?}");
         }
@@ -256,7 +257,7 @@ fn the_flaws_of_the_queue_are_found_by_traces_that_lead_to_them() {
             let (_, before) = explorer.replay(|world| program.set_up(world), &trace[..trace.len() - 1]).unwrap();
             assert_eq!(before, None, "and only its last step does");
             if order == Order::BreadthFirst {
-                let bounded = Explorer { most_depth: Some(trace.len() as u32 - 1), ..explorer };
+                let bounded = Explorer { max_depth: Some(trace.len() as u32 - 1), ..explorer };
                 let found = bounded.explore(|world| program.set_up(world)).unwrap();
                 assert_eq!(found.outcome, Outcome::Bounded(Bound::Depth), "no trace is shorter");
             }

@@ -1,21 +1,24 @@
-//! ELF core files: a checkpoint as debuggers read it.
+//! ELF core files: a checkpoint in the format of debuggers.
 //!
-//! Memory that a file holds unchanged is not written; debuggers read it from the file, whose name and place are in the core.
+//! Memory that is unchanged from a mapped file is not written; debuggers read it from the file,
+//! whose name and offset are in the core file.
 
 use std::io::{Seek, SeekFrom, Write};
 
 use pagemark::repository::{Manifest, MappingRecord, SpaceRecord, StateRecord, TargetKind};
-use pagemark::{PAGE_SIZE, PageTree, Store, StoreError};
+use pagemark::{Address, AddressRangeExt, ByteCount, PAGE_SIZE, PageTree, Range, Store};
 use prost::Message;
 
-use crate::criu::images::{CoreEntry, FloatRegisters, GeneralRegisters, Image, ImageKind, MmEntry, PstreeEntry};
+use crate::criu::images::schema::{CoreEntry, MmEntry, PstreeEntry, UserX86FpregsEntry, UserX86RegsEntry};
+use crate::criu::images::{Image, ImageKind};
+use crate::error::{Error, ErrorKind, Object, Result};
 use crate::freezer;
-use crate::job::{REGISTERS, auxiliary_vector_name};
+use crate::saver::{REGISTERS, auxiliary_vector_name};
 
-/// Largest state file that is read whole, bytes.
-const LARGEST_STATE: u64 = 64 << 20;
+/// Limit of the size of a state file, bytes.
+const LARGEST_STATE: ByteCount = ByteCount::new(64 << 20);
 
-/// A hole of this many pages ends a segment of a mapping that a file backs.
+/// A hole of more than this many pages ends a segment of a mapping of a file.
 const HOLE_PAGES: u64 = 1;
 
 const NT_PRSTATUS: u32 = 1;
@@ -30,44 +33,20 @@ const FILE_HEADER: u64 = 64;
 const PROGRAM_HEADER: u64 = 56;
 const SECTION_HEADER: u64 = 64;
 
-/// Program headers from which on their number does not fit into the file header.
+/// Smallest number of program headers that does not fit into the file header.
 const MANY: usize = 0xffff;
-
-/// A core file could not be written.
-#[derive(Debug, thiserror::Error)]
-pub enum CoreError {
-    /// The checkpoint has no such process.
-    #[error("the checkpoint has no process {pid}; it has {present}")]
-    NoProcess {
-        /// The process.
-        pid: i32,
-        /// Those it has.
-        present: String,
-    },
-    /// The checkpoint has no registers for a process.
-    #[error("the checkpoint is damaged: {reason}")]
-    Damaged {
-        /// How it was noticed.
-        reason: String,
-    },
-    /// A page or node could not be read.
-    #[error(transparent)]
-    Store(#[from] StoreError),
-    /// The core file could not be written.
-    #[error("write the core file: {0}")]
-    Io(#[from] std::io::Error),
-}
 
 /// A thread's registers.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub struct ThreadRegisters {
+pub struct CoreThread {
     /// The thread id.
     pub tid: i32,
     /// In the order of `struct user_regs_struct`.
     pub general: [u64; 27],
     /// As the instruction `fxsave` writes them, 512 bytes.
     pub float: Option<Vec<u8>>,
-    /// As the instruction `xsave` writes them, with the mask of enabled features at byte 464, as `NT_X86_XSTATE` has it.
+    /// As the instruction `xsave` writes them, with the mask of enabled features at byte 464, as
+    /// `NT_X86_XSTATE` has it.
     pub extended: Option<Vec<u8>>,
     /// Signals that are blocked, one bit each.
     pub blocked: u64,
@@ -95,20 +74,20 @@ pub struct CoreProcess {
     /// The auxiliary vector, in pairs; empty if it is not known.
     pub auxv: Vec<u64>,
     /// The threads, the first one first.
-    pub threads: Vec<ThreadRegisters>,
+    pub threads: Vec<CoreThread>,
 }
 
-impl ThreadRegisters {
-    /// From CRIU's image of the thread. None if it is of another kind of processor.
-    pub fn from_image(tid: i32, core: &CoreEntry) -> Option<ThreadRegisters> {
+impl CoreThread {
+    /// From CRIU's image of the thread. None if it comes from another kind of processor.
+    pub fn from_image(tid: i32, core: &CoreEntry) -> Option<CoreThread> {
         let info = core.thread_info.as_ref()?;
         let float = fxsave(&info.fpregs);
-        Some(ThreadRegisters {
+        Some(CoreThread {
             tid,
             general: general(&info.gpregs),
             extended: xsave(&float, &info.fpregs),
             float: Some(float),
-            blocked: core.thread.as_ref().and_then(|thread| thread.blocked).unwrap_or(0),
+            blocked: core.thread_core.as_ref().and_then(|thread| thread.blk_sigset).unwrap_or(0),
         })
     }
 }
@@ -117,12 +96,12 @@ impl CoreProcess {
     /// From the state of a checkpoint.
     ///
     /// # Errors
-    /// [`CoreError`]
-    pub fn from_checkpoint(manifest: &Manifest, store: &dyn Store, pid: i32) -> Result<CoreProcess, CoreError> {
+    /// [`ErrorKind::NoProcess`], [`ErrorKind::Damaged`], [`ErrorKind::Store`],
+    /// [`ErrorKind::System`].
+    pub fn from_checkpoint(manifest: &Manifest, store: &dyn Store, pid: i32) -> Result<CoreProcess> {
         if manifest.kind == TargetKind::Memory {
             return Self::from_registers(manifest, store, pid);
         }
-        let damaged = |reason: String| CoreError::Damaged { reason };
         let processes: Vec<PstreeEntry> = read_state(manifest, store, "pstree.img", ImageKind::Pstree)?;
         let process =
             processes.iter().find(|process| process.pid as i32 == pid).ok_or_else(|| no_process(manifest, pid))?;
@@ -132,13 +111,13 @@ impl CoreProcess {
         for &tid in &process.threads {
             let cores: Vec<CoreEntry> = read_state(manifest, store, &format!("core-{tid}.img"), ImageKind::Core)?;
             let core = cores.into_iter().next().ok_or_else(|| damaged(format!("thread {tid} has no registers")))?;
-            let registers = ThreadRegisters::from_image(tid as i32, &core)
+            let registers = CoreThread::from_image(tid as i32, &core)
                 .ok_or_else(|| damaged(format!("thread {tid} has no registers of an x86-64 processor")))?;
             threads.push(registers);
             first.get_or_insert(core);
         }
         let first = first.ok_or_else(|| damaged(format!("process {pid} has no thread")))?;
-        let creds = first.thread.and_then(|thread| thread.creds);
+        let creds = first.thread_core.and_then(|thread| thread.creds);
         Ok(CoreProcess {
             pid,
             ppid: process.ppid as i32,
@@ -146,26 +125,27 @@ impl CoreProcess {
             sid: process.sid as i32,
             uid: creds.as_ref().map_or(0, |creds| creds.uid),
             gid: creds.as_ref().map_or(0, |creds| creds.gid),
-            name: first.task.map(|task| task.comm).unwrap_or_default(),
+            name: first.tc.map(|task| task.comm).unwrap_or_default(),
             command: manifest.command.join(" "),
-            auxv: mm.into_iter().next().map(|mm| mm.auxv).unwrap_or_default(),
+            auxv: mm.into_iter().next().map(|mm| mm.mm_saved_auxv).unwrap_or_default(),
             threads,
         })
     }
 }
 
 impl CoreProcess {
-    /// From a checkpoint of memory and registers alone. It has no family and owner: they are zero.
-    fn from_registers(manifest: &Manifest, store: &dyn Store, pid: i32) -> Result<CoreProcess, CoreError> {
-        let space = manifest.spaces.iter().find(|space| space.pid == pid).ok_or_else(|| no_process(manifest, pid))?;
-        let damaged = |reason: String| CoreError::Damaged { reason: format!("{REGISTERS}: {reason}") };
+    /// From a checkpoint of memory and registers alone. It records no parent, group, session and
+    /// owner: they are zero.
+    fn from_registers(manifest: &Manifest, store: &dyn Store, pid: i32) -> Result<CoreProcess> {
+        let space = manifest.process(pid).ok_or_else(|| no_process(manifest, pid))?;
+        let damaged = |reason: String| damaged(format!("{REGISTERS}: {reason}"));
         let bytes = read_file(manifest, store, REGISTERS)?;
         let all: Vec<freezer::ThreadRegisters> =
             serde_json::from_slice(&bytes).map_err(|error| damaged(error.to_string()))?;
         let mut threads = Vec::new();
         for held in all.into_iter().filter(|held| held.pid == pid) {
             let general = words(&held.general);
-            threads.push(ThreadRegisters {
+            threads.push(CoreThread {
                 tid: held.tid,
                 general: general
                     .try_into()
@@ -184,7 +164,7 @@ impl CoreProcess {
         } else {
             Vec::new()
         };
-        // A debugger shows the first thread first.
+        // A debugger selects the first thread of the core file.
         threads.sort_by_key(|thread| (thread.tid != pid, thread.tid));
         Ok(CoreProcess {
             pid,
@@ -193,7 +173,7 @@ impl CoreProcess {
             sid: 0,
             uid: 0,
             gid: 0,
-            name: space.name.clone(),
+            name: space.label.clone(),
             command: manifest.command.join(" "),
             auxv: words(&auxv),
             threads,
@@ -201,14 +181,20 @@ impl CoreProcess {
     }
 }
 
-/// Words of 64 bits as a processor has them in memory.
+/// The little-endian words of 64 bits in `bytes`.
 fn words(bytes: &[u8]) -> Vec<u64> {
     bytes.chunks_exact(8).filter_map(|word| Some(u64::from_le_bytes(word.try_into().ok()?))).collect()
 }
 
-fn no_process(manifest: &Manifest, pid: i32) -> CoreError {
-    let present: Vec<String> = manifest.spaces.iter().map(|space| space.pid.to_string()).collect();
-    CoreError::NoProcess { pid, present: present.join(", ") }
+fn damaged(reason: String) -> Error {
+    Error::damaged(reason)
+}
+
+fn no_process(manifest: &Manifest, pid: i32) -> Error {
+    let present: Vec<String> = manifest.pids().map(|pid| pid.to_string()).collect();
+    Error::about(ErrorKind::NoProcess, Object::Process(pid), "")
+        .during("the checkpoint has no")
+        .help(format!("it has {}", present.join(", ")))
 }
 
 /// Reads the messages of an image among the state files.
@@ -217,8 +203,8 @@ fn read_state<M: Message + Default>(
     store: &dyn Store,
     name: &str,
     kind: ImageKind,
-) -> Result<Vec<M>, CoreError> {
-    let damaged = |reason: String| CoreError::Damaged { reason: format!("{name}: {reason}") };
+) -> Result<Vec<M>> {
+    let damaged = |reason: String| damaged(format!("{name}: {reason}"));
     let bytes = read_file(manifest, store, name)?;
     let image = Image::decode(&bytes, kind).map_err(damaged)?;
     let decode = |message: &Vec<u8>| M::decode(message.as_slice());
@@ -226,50 +212,43 @@ fn read_state<M: Message + Default>(
 }
 
 /// Reads a state file.
-fn read_file(manifest: &Manifest, store: &dyn Store, name: &str) -> Result<Vec<u8>, CoreError> {
-    let damaged = |reason: String| CoreError::Damaged { reason: format!("{name}: {reason}") };
+fn read_file(manifest: &Manifest, store: &dyn Store, name: &str) -> Result<Vec<u8>> {
+    let damaged = |reason: String| damaged(format!("{name}: {reason}"));
     let record: &StateRecord =
         manifest.state.iter().find(|record| record.name == name).ok_or_else(|| damaged("it is missing".into()))?;
-    if record.size > LARGEST_STATE {
-        return Err(damaged(format!("{} bytes are too many", record.size)));
+    if record.content.bytes > LARGEST_STATE {
+        return Err(damaged(format!("{} bytes are too many", record.content.bytes)));
     }
-    let tree = PageTree::load(record.root, store)?;
-    let mut bytes = Vec::new();
-    let mut page = [0; PAGE_SIZE];
-    for number in 0..record.size.div_ceil(PAGE_SIZE as u64) {
-        store.get_page(tree.get(number), &mut page)?;
-        bytes.extend_from_slice(&page);
-    }
-    bytes.truncate(record.size as usize);
-    Ok(bytes)
+    Ok(record.content.read_all(store)?)
 }
 
-/// Writes a core file of a process of a checkpoint. Without `pid`, of the root process.
+/// Writes a core file of a process of a checkpoint; without `pid`, of the root process.
 ///
 /// # Errors
-/// [`CoreError`]
+/// [`ErrorKind::NoProcess`], [`ErrorKind::Damaged`], [`ErrorKind::Store`], [`ErrorKind::System`].
 pub fn export_core(
     manifest: &Manifest,
     store: &dyn Store,
     pid: Option<i32>,
     out: &mut (impl Write + Seek),
-) -> Result<(), CoreError> {
-    let root = manifest.spaces.first().map(|space| space.pid);
-    let pid = pid.or(root).ok_or_else(|| CoreError::Damaged { reason: "it has no process".into() })?;
-    let space = manifest.spaces.iter().find(|space| space.pid == pid).ok_or_else(|| no_process(manifest, pid))?;
+) -> Result<()> {
+    let root = manifest.pids().next();
+    let pid = pid.or(root).ok_or_else(|| damaged("it has no process".into()))?;
+    let space = manifest.process(pid).ok_or_else(|| no_process(manifest, pid))?;
     write_core(out, space, &CoreProcess::from_checkpoint(manifest, store, pid)?, store)
 }
 
 /// Writes a core file. Zeros in memory become holes of the file.
 ///
 /// # Errors
-/// [`CoreError`]
+/// [`ErrorKind::NoProcess`], [`ErrorKind::Damaged`], [`ErrorKind::Store`], [`ErrorKind::System`].
 pub fn write_core(
     out: &mut (impl Write + Seek),
     space: &SpaceRecord,
     process: &CoreProcess,
     store: &dyn Store,
-) -> Result<(), CoreError> {
+) -> Result<()> {
+    let failed = |error| Error::system("write the core file", Object::None)(error);
     let tree = PageTree::load(space.root, store)?;
     let segments = segments(space, &tree);
     let notes = notes(space, process);
@@ -278,95 +257,102 @@ pub fn write_core(
     let notes_at = FILE_HEADER + PROGRAM_HEADER * headers as u64;
     let sections_at = if headers >= MANY { notes_at + notes.len() as u64 } else { 0 };
     let notes_end = notes_at + notes.len() as u64 + if sections_at > 0 { SECTION_HEADER } else { 0 };
-    let memory_at = notes_end.next_multiple_of(PAGE_SIZE as u64);
+    let memory_at = Address::new(notes_end).page_aligned_up().get();
 
     let mut bytes = file_header(headers, sections_at);
     program_header(&mut bytes, 4, 0, notes_at, 0, notes.len() as u64, 0, 4);
     let mut offset = memory_at;
     for segment in &segments {
-        let size = segment.end - segment.start;
+        let size = segment.range.byte_count().get();
         let held = if segment.held { size } else { 0 };
-        program_header(&mut bytes, 1, segment.flags, offset, segment.start, held, size, PAGE_SIZE as u64);
+        program_header(
+            &mut bytes,
+            1,
+            segment.flags,
+            offset,
+            segment.range.start.get(),
+            held,
+            size,
+            ByteCount::PAGE.get(),
+        );
         offset += held;
     }
     bytes.extend_from_slice(&notes);
     if sections_at > 0 {
         section_header(&mut bytes, headers);
     }
-    out.write_all(&bytes)?;
+    out.write_all(&bytes).map_err(failed)?;
 
     let mut page = [0; PAGE_SIZE];
     let mut offset = memory_at;
     let mut position = None;
     for segment in segments.iter().filter(|segment| segment.held) {
-        let first = segment.start / PAGE_SIZE as u64;
-        for (number, id) in tree.range(first..segment.end / PAGE_SIZE as u64) {
-            let at = offset + (number - first) * PAGE_SIZE as u64;
+        for (number, id) in tree.range(segment.range.page_range()) {
+            let at = offset + (number.address() - segment.range.start).get();
             if position != Some(at) {
-                out.seek(SeekFrom::Start(at))?;
+                out.seek(SeekFrom::Start(at)).map_err(failed)?;
             }
             store.get_page(id, &mut page)?;
-            out.write_all(&page)?;
-            position = Some(at + PAGE_SIZE as u64);
+            out.write_all(&page).map_err(failed)?;
+            position = Some(at + ByteCount::PAGE.get());
         }
-        offset += segment.end - segment.start;
+        offset += segment.range.byte_count().get();
     }
-    // The file reaches to the end of memory even if that is zeros.
+    // The file extends to the end of memory even if that ends with zeros.
     if offset > memory_at && position != Some(offset) {
-        out.seek(SeekFrom::Start(offset - 1))?;
-        out.write_all(&[0])?;
+        out.seek(SeekFrom::Start(offset - 1)).map_err(failed)?;
+        out.write_all(&[0]).map_err(failed)?;
     }
-    out.flush()?;
-    Ok(())
+    out.flush().map_err(failed)
 }
 
-/// A part of memory.
+/// A part of memory that gets a program header.
 struct Segment {
-    start: u64,
-    end: u64,
+    range: Range,
     flags: u32,
-    /// Its content is in the core file.
+    /// True if the core file has its content.
     held: bool,
 }
 
 fn segments(space: &SpaceRecord, tree: &PageTree) -> Vec<Segment> {
     let mut segments = Vec::new();
     for mapping in &space.mappings {
-        let aligned = mapping.start.is_multiple_of(PAGE_SIZE as u64) && mapping.end.is_multiple_of(PAGE_SIZE as u64);
-        if mapping.start >= mapping.end || !aligned {
+        let range = mapping.range();
+        let aligned = range.start.is_page_aligned() && range.end.is_page_aligned();
+        if range.is_empty() || !aligned {
             continue;
         }
         let allows = |permission: char, flag: u32| if mapping.permissions.contains(permission) { flag } else { 0 };
         let flags = allows('r', 4) | allows('w', 2) | allows('x', 1);
-        let segment = |start: u64, end: u64, held: bool| Segment { start, end, flags, held };
-        let pages = mapping.start / PAGE_SIZE as u64..mapping.end / PAGE_SIZE as u64;
-        let mut held = tree.range(pages).map(|(number, _)| number).peekable();
-        // Anonymous memory is zeros where nothing is held. A reservation without access that holds nothing is left out.
+        let segment = |range: Range, held: bool| Segment { range, flags, held };
+        let mut held = tree.range(range.page_range()).map(|(number, _)| number).peekable();
+        // Anonymous memory holds zeros where the tree has no page. An inaccessible reservation without
+        // pages is left out.
         if is_anonymous(mapping) {
-            segments.push(segment(mapping.start, mapping.end, flags != 0 || held.peek().is_some()));
+            segments.push(segment(range, flags != 0 || held.peek().is_some()));
             continue;
         }
-        let mut start = mapping.start;
+        let mut start = range.start;
         while let Some(first) = held.next() {
             let mut last = first;
             while let Some(next) = held.next_if(|next| *next <= last + HOLE_PAGES) {
                 last = next;
             }
-            let (from, to) = (first * PAGE_SIZE as u64, (last + 1) * PAGE_SIZE as u64);
-            if start < from {
-                segments.push(segment(start, from, false));
+            let kept = first.address()..last.addresses().end;
+            if start < kept.start {
+                segments.push(segment(start..kept.start, false));
             }
-            segments.push(segment(from, to, true));
-            start = to;
+            start = kept.end;
+            segments.push(segment(kept, true));
         }
-        if start < mapping.end {
-            segments.push(segment(start, mapping.end, false));
+        if start < range.end {
+            segments.push(segment(start..range.end, false));
         }
     }
     segments
 }
 
-/// True if nothing but the process itself gives the mapping its content.
+/// True if only the process itself gives the mapping its content.
 fn is_anonymous(mapping: &MappingRecord) -> bool {
     let private = mapping.permissions.ends_with('p');
     private && (mapping.name.is_empty() || mapping.name.starts_with('[') && !mapping.name.starts_with("[v"))
@@ -406,13 +392,13 @@ fn note(notes: &mut Vec<u8>, owner: &str, kind: u32, content: &[u8]) {
 }
 
 /// `struct elf_prstatus`.
-fn status(process: &CoreProcess, thread: &ThreadRegisters) -> Vec<u8> {
+fn status(process: &CoreProcess, thread: &CoreThread) -> Vec<u8> {
     let mut bytes = vec![0; 24];
     put64(&mut bytes, thread.blocked);
     for id in [thread.tid, process.ppid, process.pgid, process.sid] {
         put32(&mut bytes, id as u32);
     }
-    // Times used.
+    // Processor times.
     bytes.extend([0; 64]);
     thread.general.iter().for_each(|value| put64(&mut bytes, *value));
     put32(&mut bytes, u32::from(thread.float.is_some()));
@@ -434,16 +420,16 @@ fn information(process: &CoreProcess) -> Vec<u8> {
     bytes
 }
 
-/// The note `NT_FILE`: which mapping shows which file.
+/// The note `NT_FILE`: the mapped files.
 fn mapped_files(space: &SpaceRecord) -> Vec<u8> {
     let files: Vec<&MappingRecord> = space.mappings.iter().filter(|mapping| mapping.name.starts_with('/')).collect();
     let mut bytes = Vec::new();
     put64(&mut bytes, files.len() as u64);
-    put64(&mut bytes, PAGE_SIZE as u64);
+    put64(&mut bytes, ByteCount::PAGE.get());
     for mapping in &files {
         put64(&mut bytes, mapping.start);
         put64(&mut bytes, mapping.end);
-        put64(&mut bytes, mapping.offset / PAGE_SIZE as u64);
+        put64(&mut bytes, Address::new(mapping.offset).page().get());
     }
     for mapping in &files {
         bytes.extend_from_slice(mapping.name.replace('\0', "").as_bytes());
@@ -489,7 +475,8 @@ fn program_header(
     }
 }
 
-/// The one section header whose only purpose is to say how many program headers there are.
+/// The section header that holds the number of program headers, if that does not fit into the file
+/// header.
 fn section_header(bytes: &mut Vec<u8>, headers: usize) {
     bytes.extend([0; 44]);
     put32(bytes, headers as u32);
@@ -508,14 +495,14 @@ fn put64(bytes: &mut Vec<u8>, value: u64) {
     bytes.extend(value.to_le_bytes());
 }
 
-/// Text in a field of fixed size, cut if need be, ended by a zero.
+/// Puts text into a field of fixed size, truncated if necessary, with a terminating zero.
 fn put_text(bytes: &mut Vec<u8>, text: &str, size: usize) {
     let end = bytes.len() + size;
     bytes.extend(text.bytes().filter(|&byte| byte != 0).take(size - 1));
     bytes.resize(end, 0);
 }
 
-fn general(registers: &GeneralRegisters) -> [u64; 27] {
+fn general(registers: &UserX86RegsEntry) -> [u64; 27] {
     let r = registers;
     [
         r.r15, r.r14, r.r13, r.r12, r.bp, r.bx, r.r11, r.r10, r.r9, r.r8, r.ax, r.cx, r.dx, r.si, r.di, r.orig_ax,
@@ -524,7 +511,7 @@ fn general(registers: &GeneralRegisters) -> [u64; 27] {
 }
 
 /// The 512 bytes that the instruction `fxsave` writes.
-fn fxsave(registers: &FloatRegisters) -> Vec<u8> {
+fn fxsave(registers: &UserX86FpregsEntry) -> Vec<u8> {
     let mut bytes = Vec::with_capacity(512);
     for word in [registers.cwd, registers.swd, registers.twd, registers.fop] {
         put16(&mut bytes, word as u16);
@@ -540,8 +527,8 @@ fn fxsave(registers: &FloatRegisters) -> Vec<u8> {
     bytes
 }
 
-/// What the instruction `xsave` writes for the floating-point, SSE and AVX registers.
-fn xsave(fxsave: &[u8], registers: &FloatRegisters) -> Option<Vec<u8>> {
+/// The bytes that the instruction `xsave` writes for the floating-point, SSE and AVX registers.
+fn xsave(fxsave: &[u8], registers: &UserX86FpregsEntry) -> Option<Vec<u8>> {
     /// Floating-point, SSE and AVX.
     const FEATURES: u64 = 7;
     let xsave = registers.xsave.as_ref()?;

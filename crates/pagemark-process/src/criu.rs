@@ -1,24 +1,38 @@
 //! CRIU: saves and restores everything of a process but the memory that Pagemark keeps itself.
 //!
-//! It is used as it is, as a command. [`Criu::find`] looks for it in `$PAGEMARK_CRIU`, then for `criu` in `PATH`, then for
-//! `pagemark/criu/criu` in the cache directory (`$XDG_CACHE_HOME`, else `~/.cache`).
+//! It is used as it is, as a command. [`Criu::find`] looks for it in `$PAGEMARK_CRIU`, then for
+//! `criu` in `PATH`, then for `pagemark/criu/criu` in the cache directory (`$XDG_CACHE_HOME`, else
+//! `~/.cache`).
 
+pub(crate) mod descriptors;
 pub mod dump;
+mod guard;
 pub mod images;
 mod notify;
+pub(crate) mod regular_files;
+pub mod stdio;
 pub(crate) mod timers;
 mod withhold;
 
+use std::borrow::Cow;
 use std::ffi::OsString;
+use std::fmt;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
+use nix::unistd::{User, geteuid};
+use pagemark::sys::proc::Status;
+
+use crate::error::{Error, ErrorKind, Object};
+
 pub use dump::{Dump, DumpOptions, ProcessImage, SavedState, Timings};
-pub use images::ImageError;
 
 /// The oldest version that is known to work with today's kernels.
 pub const OLDEST_VERSION: (u32, u32) = (4, 2);
+
+/// The capability to exceed resource limits, and to read those of other users' processes.
+const CAP_SYS_RESOURCE: u32 = 24;
 
 /// How many lines of CRIU's log an error shows.
 const SHOWN_LINES: usize = 4;
@@ -30,90 +44,42 @@ pub struct Criu {
     version: String,
 }
 
-/// CRIU could not do what was asked.
-#[derive(Debug, thiserror::Error)]
-pub enum CriuError {
-    /// There is none.
-    #[error(
-        "CRIU was not found in $PAGEMARK_CRIU, in PATH or in {cache}: install CRIU 4.2 or later from Debian's unstable \
-         (`make criu` does it); checkpoints of memory alone work without it"
-    )]
-    Missing {
-        /// The last place looked at.
-        cache: PathBuf,
-    },
-    /// Its version does not work with kernels of today.
-    #[error(
-        "{path} is CRIU {found}, and 4.2 or later is needed: install it from Debian's unstable (`make criu` does it); \
-         checkpoints of memory alone work without it"
-    )]
-    TooOld {
-        /// The command.
-        path: PathBuf,
-        /// Its version.
-        found: String,
-    },
-    /// It does not run here.
-    #[error("{path} does not work here: {reason}; checkpoints of memory alone work without it")]
-    Unusable {
-        /// The command.
-        path: PathBuf,
-        /// What it said.
-        reason: String,
-    },
-    /// The process is gone.
-    #[error("process {pid} is gone")]
-    Gone {
-        /// Its id.
-        pid: i32,
-    },
-    /// CRIU refused or failed.
-    #[error("CRIU could not {what}: {reason}")]
-    Failed {
-        /// What it was to do, and on what.
-        what: String,
-        /// CRIU's own words.
-        reason: String,
-    },
-    /// CRIU does not answer. It is left alone, since to end it might harm the process.
-    #[error(
-        "CRIU (process {criu_pid}) did not {what} within {limit_s} s; it is left alone, and lets the process run on when it is done"
-    )]
-    NoAnswer {
-        /// What was waited for.
-        what: String,
-        /// The process that does not answer.
-        criu_pid: u32,
-        /// The limit, seconds.
-        limit_s: u64,
-    },
-    /// An image is not as it should be.
-    #[error(transparent)]
-    Image(#[from] ImageError),
-    /// A system call failed.
-    #[error("{what}: {source}")]
-    Io {
-        /// What was being done, on what.
-        what: String,
-        /// Why it failed.
-        source: std::io::Error,
-    },
-}
+impl Error {
+    /// For `map_err`: a system call for CRIU failed.
+    pub(crate) fn criu_io(operation: impl Into<Cow<'static, str>>) -> impl FnOnce(std::io::Error) -> Error {
+        let operation = operation.into();
+        move |source| Error::of(ErrorKind::Criu, operation, Object::None, source)
+    }
 
-impl CriuError {
-    /// Wraps an I/O error with what was being done.
-    pub(crate) fn io(what: impl Into<String>) -> impl FnOnce(std::io::Error) -> CriuError {
-        let what = what.into();
-        move |source| CriuError::Io { what, source }
+    /// CRIU failed, or refused: `what` it was to do, and its own words.
+    pub(crate) fn criu_failed(what: impl fmt::Display, reason: impl Into<String>) -> Error {
+        Error::of(ErrorKind::Criu, format!("CRIU could not {what}"), Object::None, reason.into())
+    }
+
+    /// CRIU does not answer. It is not killed, because that might harm the process.
+    pub(crate) fn criu_no_answer(what: impl fmt::Display, criu_pid: u32, limit_s: u64) -> Error {
+        let reason = format!("CRIU (process {criu_pid}) did not {what} within {limit_s} s");
+        let error = Error::about(ErrorKind::Criu, Object::None, reason);
+        error.help("it is not killed, and lets the process resume when it is done")
+    }
+
+    /// The process exited before CRIU saved it.
+    pub(crate) fn criu_gone(pid: i32) -> Error {
+        Error::about(ErrorKind::Gone, Object::Process(pid), "is gone")
     }
 }
 
+/// What to do where there is no CRIU, or an old one.
+const GET_CRIU: &str = "install CRIU 4.2 or later from Debian's unstable (`make criu` does it); checkpoints of memory \
+                        alone work without it";
+
 impl Criu {
-    /// Looks for CRIU, and checks its version and that it works with this kernel. Takes about 50 ms; keep the result.
+    /// Looks for CRIU, and checks its version and that it works with this kernel. Takes about 50
+    /// ms; keep the result.
     ///
     /// # Errors
-    /// [`CriuError::Missing`], [`CriuError::TooOld`], [`CriuError::Unusable`].
-    pub fn find() -> Result<Criu, CriuError> {
+    /// [`ErrorKind::NoCriu`], [`ErrorKind::NoCriu`], [`ErrorKind::NoCriu`].
+    pub fn find() -> Result<Criu, Error> {
         if let Some(path) = std::env::var_os("PAGEMARK_CRIU").filter(|path| !path.is_empty()) {
             return Criu::at(Path::new(&path));
         }
@@ -121,21 +87,29 @@ impl Criu {
         let in_path = std::env::split_paths(&std::env::var_os("PATH").unwrap_or_default())
             .map(|directory| directory.join("criu"))
             .find(|path| is_executable(path));
-        let cache = cache_directory().join("pagemark/criu/criu");
+        let caches = cache_directories().map(|directory| directory.join("pagemark/criu/criu"));
+        let cache = caches.iter().find(|path| is_executable(path)).unwrap_or(&caches[0]).clone();
         match in_path.map(|path| Criu::at(&path)) {
             Some(Err(_)) if is_executable(&cache) => Criu::at(&cache),
             Some(result) => result,
             None if is_executable(&cache) => Criu::at(&cache),
-            None => Err(CriuError::Missing { cache }),
+            None => {
+                let reason = format!("CRIU was not found in $PAGEMARK_CRIU, in PATH or in {}", cache.display());
+                Err(Error::about(ErrorKind::NoCriu, Object::None, reason).help(GET_CRIU))
+            }
         }
     }
 
     /// Checks a given CRIU.
     ///
     /// # Errors
-    /// [`CriuError::TooOld`], [`CriuError::Unusable`].
-    pub fn at(path: &Path) -> Result<Criu, CriuError> {
-        let unusable = |reason: String| CriuError::Unusable { path: path.into(), reason };
+    /// [`ErrorKind::NoCriu`], [`ErrorKind::NoCriu`].
+    pub fn at(path: &Path) -> Result<Criu, Error> {
+        let unusable = |reason: String| {
+            Error::about(ErrorKind::NoCriu, Object::File(path.into()), "does not work here")
+                .caused_by(reason)
+                .help("checkpoints of memory alone work without it")
+        };
         let output = Command::new(path)
             .arg("--version")
             .stdin(Stdio::null())
@@ -147,7 +121,8 @@ impl Criu {
             unusable(format!("it gives no version ({})", String::from_utf8_lossy(&output.stderr).trim()))
         })?;
         if numbers < OLDEST_VERSION {
-            return Err(CriuError::TooOld { path: path.into(), found: version.into() });
+            let reason = format!("is CRIU {version}, and 4.2 or later is needed");
+            return Err(Error::about(ErrorKind::NoCriu, Object::File(path.into()), reason).help(GET_CRIU));
         }
         // This also makes CRIU probe the kernel and keep what it found, so that no dump has to.
         let check = Command::new(path)
@@ -172,7 +147,8 @@ impl Criu {
         &self.version
     }
 
-    /// A command that reads no configuration of the machine and logs into `log` of the images directory.
+    /// A command that reads no configuration of the machine and logs into `log` of the images
+    /// directory.
     pub(crate) fn command(&self, action: &str, images: &Path, log: &str) -> Command {
         let mut command = Command::new(&self.path);
         command.arg(action).arg("--no-default-config").arg("-D").arg(images).args(["-o", log, "-v1"]);
@@ -181,13 +157,37 @@ impl Criu {
     }
 }
 
+/// What CRIU cannot do here for want of a capability, and what would enable it; none if nothing is
+/// missing. Root in a container often lacks CAP_SYS_RESOURCE.
+pub fn missing_capability() -> Option<&'static str> {
+    (!has_capability(CAP_SYS_RESOURCE)).then_some(
+        "CAP_SYS_RESOURCE is missing: processes of other users that have seccomp filters can't be saved, processes \
+         with higher limits or a lower oom_score_adj than pagemark's can't be restored, and CRIU can't be exempted \
+         from the out-of-memory killer; give pagemark that capability (containers: --cap-add SYS_RESOURCE)",
+    )
+}
+
+/// True if this process has the capability.
+fn has_capability(number: u32) -> bool {
+    Status::of_this_process().is_ok_and(|status| status.capabilities >> number & 1 == 1)
+}
+
 fn is_executable(path: &Path) -> bool {
     path.metadata().is_ok_and(|metadata| metadata.is_file() && metadata.permissions().mode() & 0o111 != 0)
 }
 
-fn cache_directory() -> PathBuf {
+/// The cache directory that the environment names, and the one in the home that the user database
+/// names: services have no HOME, and `sudo` may keep that of another user.
+fn cache_directories() -> [PathBuf; 2] {
     let set = |name: &str| std::env::var_os(name).filter(|value: &OsString| !value.is_empty()).map(PathBuf::from);
-    set("XDG_CACHE_HOME").or_else(|| set("HOME").map(|home| home.join(".cache"))).unwrap_or_else(|| "/var/cache".into())
+    if let Some(cache) = set("XDG_CACHE_HOME") {
+        return [cache.clone(), cache];
+    }
+    let below = |home: PathBuf| home.join(".cache");
+    let registered = User::from_uid(geteuid()).ok().flatten().map(|user| below(user.dir));
+    let registered = registered.unwrap_or_else(|| "/var/cache".into());
+    let named = set("HOME").map(below);
+    [named.unwrap_or_else(|| registered.clone()), registered]
 }
 
 /// Major and minor number of a version like `4.2`, `4.2.1` or `4.2-rc1`.
@@ -243,15 +243,18 @@ mod tests {
             path
         };
         let old = script("old", "echo Version: 3.17.1");
-        assert!(matches!(Criu::at(&old), Err(CriuError::TooOld { found, .. }) if found == "3.17.1"));
+        let refused = |path: &Path| {
+            let error = Criu::at(path).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::NoCriu, "{error}");
+            error.to_string()
+        };
+        assert!(refused(&old).contains("is CRIU 3.17.1"), "{}", refused(&old));
         let broken = script("broken", "echo no such library >&2; exit 127");
-        assert!(
-            matches!(Criu::at(&broken), Err(CriuError::Unusable { reason, .. }) if reason.contains("no such library"))
-        );
+        assert!(refused(&broken).contains("no such library"));
         let failing =
             script("failing", "[ $1 = --version ] && echo Version: 4.2 && exit; echo 'Error (a.c:1): no root'; exit 1");
-        assert!(matches!(Criu::at(&failing), Err(CriuError::Unusable { reason, .. }) if reason == "no root"));
-        assert!(matches!(Criu::at(Path::new("/nonexistent")), Err(CriuError::Unusable { .. })));
+        assert!(refused(&failing).contains("does not work here: no root;"));
+        refused(Path::new("/nonexistent"));
     }
 
     #[test]

@@ -1,71 +1,36 @@
-//! Makes a userfaultfd inside another process, and takes it out.
+//! Creates a userfaultfd for the memory of another process.
 //!
-//! The process is stopped by ptrace, with all its threads, so that none of them can see the new descriptor or inherit it to a
-//! child. One of them makes the system call `userfaultfd`, the descriptor is copied by `pidfd_getfd`, the thread closes
-//! it, and all run on as they were. No memory of the process is written.
+//! All threads of the process are stopped by ptrace, so that none of them can see the new
+//! descriptor or pass it to a child. One of them is made to call `userfaultfd`, the descriptor is
+//! copied by `pidfd_getfd`, the thread closes it, and all threads resume as they were. No memory of
+//! the process is written.
 //!
-//! This is done by a helper process in a session of its own: should this process be killed meanwhile, the helper
-//! finishes, and the target is never left with foreign registers.
+//! A helper process in a session of its own does this. If the calling process is killed meanwhile,
+//! the helper finishes, so that the target is never left with foreign registers.
 
 use std::ffi::CString;
 use std::io::{self, Write};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::os::unix::ffi::OsStringExt;
 use std::time::{Duration, Instant};
 
+use pagemark::ByteCount;
+use pagemark::sys::proc::{self, maps, stat};
 use pagemark::sys::userfaultfd::FLAGS;
 
-use crate::mappings;
-use crate::proc;
+use crate::attach;
+use crate::error::{Error, ErrorKind, Object, Result};
+use crate::helper;
 use crate::ptrace::{self, Registers, Stop, Until};
 
-/// How long the target's threads are given to stop.
-const PATIENCE: Duration = Duration::from_secs(10);
+/// Limit of the time that the target's threads take to stop.
+const STOP_LIMIT: Duration = Duration::from_secs(10);
 
-/// Threads of a process that the helper can hold at once.
-const MOST_THREADS: usize = 1 << 16;
+/// Limit of the number of threads that the helper can hold.
+const MAX_THREADS: usize = 1 << 16;
 
-/// How often a thread is let go because it stopped within a restartable sequence.
-const SEQUENCE_TRIES: u32 = 100;
-
-/// A userfaultfd could not be had.
-#[derive(Debug, thiserror::Error)]
-pub enum InjectError {
-    /// The process has exited, or executed another program meanwhile.
-    #[error("the process is gone")]
-    Gone,
-    /// Ptrace is not allowed.
-    #[error("ptrace is not allowed")]
-    NotAllowed,
-    /// The process runs with seccomp, which can't be suspended without privilege.
-    #[error("its seccomp filter can only be suspended with CAP_SYS_ADMIN")]
-    Seccomp,
-    /// A thread did not stop: it waits in the kernel where nothing interrupts it.
-    #[error("a thread did not stop within {} s", PATIENCE.as_secs())]
-    DoesNotStop,
-    /// A thread runs in 32-bit mode.
-    #[error("a thread runs in 32-bit mode")]
-    Is32Bit,
-    /// No `syscall` instruction was found in its code.
-    #[error("there is no syscall instruction in its code")]
-    NoInstruction,
-    /// The process turns system calls into signals.
-    #[error("it dispatches system calls to itself (PR_SET_SYSCALL_USER_DISPATCH)")]
-    Dispatch,
-    /// The system call failed in the process.
-    #[error("userfaultfd in the process: {0}")]
-    Refused(io::Error),
-    /// Something else failed.
-    #[error("{step}: {source}")]
-    System {
-        /// What was done.
-        step: &'static str,
-        /// Why it failed.
-        source: io::Error,
-    },
-}
-
-/// What the helper reports.
+/// The step at which the helper succeeded or failed, as it reports it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(i32)]
 enum Step {
@@ -99,106 +64,148 @@ impl Step {
         Step::Threads,
     ];
 
-    fn error(self, errno: libc::c_int) -> InjectError {
-        let source = io::Error::from_raw_os_error(errno);
+    /// The error of a failure at this step in process `pid`.
+    fn error(self, pid: i32, errno: libc::c_int) -> Error {
+        let cannot = |kind, reason: String, help: &'static str| {
+            Error::about(kind, Object::Process(pid), reason).during("cannot track").help(help)
+        };
+        let system = |operation: &'static str| failed(operation, pid)(io::Error::from_raw_os_error(errno));
         match (self, errno) {
-            (Step::Gone, _) | (_, libc::ESRCH) => InjectError::Gone,
-            (_, libc::ETIMEDOUT) => InjectError::DoesNotStop,
-            (Step::Seize, libc::EPERM) => InjectError::NotAllowed,
-            (Step::Is32Bit, _) => InjectError::Is32Bit,
-            (Step::Instruction, _) => InjectError::NoInstruction,
-            (Step::Dispatch, _) => InjectError::Dispatch,
-            (Step::Refused, _) => InjectError::Refused(source),
-            (Step::Seize, _) => InjectError::System { step: "attaching with ptrace", source },
-            (Step::Copy, _) => InjectError::System { step: "copying the descriptor by pidfd_getfd", source },
-            (Step::Threads, _) => InjectError::System { step: "listing its threads", source },
-            _ => InjectError::System { step: "making a system call in the process", source },
+            (Step::Gone, _) | (_, libc::ESRCH) => Error::no_process(pid),
+            (_, libc::ETIMEDOUT) => cannot(
+                ErrorKind::DoesNotStop,
+                format!("a thread did not stop within {} s", STOP_LIMIT.as_secs()),
+                "it waits in the kernel, for a disk, a file server or a child made by vfork: try again later",
+            ),
+            (Step::Seize, libc::EPERM) => attach::not_permitted(pid),
+            (Step::Is32Bit, _) => cannot(ErrorKind::Is32Bit, "a thread runs in 32-bit mode".into(), COMPARE),
+            (Step::Instruction, _) => no_instruction(pid),
+            (Step::Dispatch, _) => cannot(
+                ErrorKind::Dispatch,
+                "it dispatches system calls to itself (PR_SET_SYSCALL_USER_DISPATCH)".into(),
+                COMPARE,
+            ),
+            (Step::Refused, _) => {
+                let help = match errno {
+                    libc::EMFILE | libc::ENFILE => {
+                        "it has as many files open as it may: raise its limit (prlimit --nofile)"
+                    }
+                    libc::ENOSYS | libc::EINVAL => "Linux 6.7 or later is needed, or --mechanism compare",
+                    _ => COMPARE,
+                };
+                cannot(ErrorKind::Refused, "userfaultfd in the process".into(), help)
+                    .caused_by(io::Error::from_raw_os_error(errno))
+            }
+            (Step::Seize, _) => system("attaching with ptrace"),
+            (Step::Copy, _) => system("copying the descriptor by pidfd_getfd"),
+            (Step::Threads, _) => system("listing its threads"),
+            _ => system("making a system call in the process"),
         }
     }
 }
 
-/// Threads that may exit one after the other while they are made to make it.
-const MOST_TRIES: u32 = 10;
+/// Help for processes that another mechanism can track.
+const COMPARE: &str = "use --mechanism compare";
 
-/// Makes a userfaultfd in the process `pid` and takes it out. The process must not be traced.
+/// The error of a failed system call while a userfaultfd is created in a process.
+fn failed(step: &'static str, pid: i32) -> impl FnOnce(io::Error) -> Error {
+    move |source| Error::about(ErrorKind::System, Object::Process(pid), step).during("cannot track").caused_by(source)
+}
+
+fn no_instruction(pid: i32) -> Error {
+    Error::about(ErrorKind::NoInstruction, Object::Process(pid), "there is no syscall instruction in its code")
+        .during("cannot track")
+        .help(COMPARE)
+}
+
+/// Limit of the number of threads that are tried because the previous thread has exited meanwhile.
+const MAX_TRIES: u32 = 10;
+
+/// Creates a userfaultfd for the memory of process `pid`. The process must not be traced.
 ///
 /// # Errors
-/// [`InjectError`]; the process runs on as it was.
-pub fn userfaultfd(pid: i32) -> Result<OwnedFd, InjectError> {
-    for _ in 1..MOST_TRIES {
-        let thread = proc::live_thread(pid).ok_or(InjectError::Gone)?;
+/// An error whose kind says why not; the process is unchanged and keeps running.
+pub fn userfaultfd(pid: i32) -> Result<OwnedFd> {
+    for _ in 1..MAX_TRIES {
+        let thread = proc::live_thread(pid).ok_or_else(|| Error::no_process(pid))?;
         match userfaultfd_by(pid, thread) {
-            // The thread has exited meanwhile, whatever failed because of that: others of the process run.
+            // The thread has exited meanwhile, which made the attempt fail, but other threads of the process run.
             Err(_) if proc::live_thread(pid).is_some_and(|now| now != thread) => {}
             made => return made,
         }
     }
-    userfaultfd_by(pid, proc::live_thread(pid).ok_or(InjectError::Gone)?)
+    userfaultfd_by(pid, proc::live_thread(pid).ok_or_else(|| Error::no_process(pid))?)
 }
 
-/// As [`userfaultfd`], by calls that this thread of the process makes.
-fn userfaultfd_by(pid: i32, thread: i32) -> Result<OwnedFd, InjectError> {
-    let system = |step| move |source| InjectError::System { step, source };
-    let status = proc::Status::read(thread).map_err(|_| InjectError::Gone)?;
+/// As [`userfaultfd`], by system calls of the given thread.
+fn userfaultfd_by(pid: i32, thread: i32) -> Result<OwnedFd> {
+    let status = proc::Status::read(thread).map_err(|_| Error::no_process(pid))?;
     let has_filters = status.seccomp_mode != 0;
-    let (ours, theirs) = socket_pair().map_err(system("making a socket pair"))?;
-    let mut order = Order {
+    let (ours, theirs) = socket_pair().map_err(failed("making a socket pair", pid))?;
+    let mut task = Task {
         thread,
         is_leader: thread == pid,
-        instruction: syscall_instruction(thread)?,
+        instruction: syscall_instruction(pid, thread)?,
         options: ptrace::TRACE_SYSGOOD | ptrace::SUSPEND_SECCOMP,
         must_suspend_seccomp: has_filters,
-        threads_directory: CString::new(format!("/proc/{pid}/task")).map_err(|_| InjectError::Gone)?,
+        threads_directory: CString::new(proc::path(pid, "task").into_os_string().into_vec())
+            .map_err(|_| Error::no_process(pid))?,
         socket: theirs.as_raw_fd(),
-        threads: Vec::with_capacity(MOST_THREADS),
+        threads: Vec::with_capacity(MAX_THREADS),
     };
-    let helper = fork_helper(&mut order).map_err(system("starting the helper process"))?;
+    let helper = fork_helper(&mut task).map_err(failed("starting the helper process", pid))?;
     drop(theirs);
     let answer = receive(ours.as_raw_fd());
-    // SAFETY: no status is asked for. The helper ends by itself, soon; where children are reaped automatically there is nothing
-    // to wait for.
+    // SAFETY: no status is requested. The helper ends by itself, soon; where children are reaped
+    // automatically, the call fails at once.
     while unsafe { libc::waitpid(helper, std::ptr::null_mut(), 0) } < 0 && ptrace::errno() == libc::EINTR {}
-    let (step, errno, descriptor) = answer.map_err(system("hearing from the helper process"))?;
+    let (step, errno, descriptor) = answer.map_err(failed("receiving the report of the helper process", pid))?;
     match (step, descriptor) {
         (Step::Done, Some(descriptor)) => Ok(descriptor),
         (Step::Seize, _) if errno == libc::EPERM && has_filters && can_trace_without_suspending(thread) => {
-            Err(InjectError::Seccomp)
+            Err(Error::about(
+                ErrorKind::Seccomp,
+                Object::Process(pid),
+                "its seccomp filter can only be suspended with CAP_SYS_ADMIN",
+            )
+            .during("cannot track")
+            .help("run pagemark as root, or use --mechanism compare"))
         }
-        (step, _) => Err(step.error(errno)),
+        (step, _) => Err(step.error(pid, errno)),
     }
 }
 
-/// True if only the suspension of seccomp was refused: then its memory may be seen, which needs the same right as ptrace.
+/// True if tracing a thread is permitted, so that only the suspension of seccomp was refused.
+/// Opening its memory needs the same right as ptrace.
 fn can_trace_without_suspending(thread: i32) -> bool {
-    std::fs::File::open(format!("/proc/{thread}/mem")).is_ok()
+    proc::open_memory(thread).is_ok()
 }
 
-/// Finds a `syscall` instruction in the vdso or, where that has none, in other code.
-fn syscall_instruction(thread: i32) -> Result<u64, InjectError> {
-    let system = |step| move |source| InjectError::System { step, source };
-    let mut code: Vec<_> = mappings::read(thread)
-        .map_err(system("reading its mappings"))?
+/// Finds the address of a `syscall` instruction in the vdso or, if that has none, in other code.
+fn syscall_instruction(pid: i32, thread: i32) -> Result<u64> {
+    let mut code: Vec<_> = maps::read(thread)
+        .map_err(failed("reading its mappings", pid))?
         .into_iter()
         .filter(|mapping| mapping.executable && mapping.readable && mapping.name != b"[vsyscall]")
         .collect();
     if code.is_empty() {
-        return Err(InjectError::Gone);
+        return Err(Error::no_process(pid));
     }
     code.sort_by_key(|mapping| mapping.name != b"[vdso]");
-    let memory = pagemark::sys::memory::Memory::open(thread).map_err(system("opening its memory"))?;
+    let memory = pagemark::sys::memory::Memory::open(thread).map_err(failed("opening its memory", pid))?;
     for mapping in code {
         let mut start = mapping.start;
         while start < mapping.end {
-            let end = mapping.end.min(start + (1 << 20));
-            let mut bytes = vec![0; (end - start) as usize];
-            memory.read(std::slice::from_ref(&(start..end)), &mut bytes).map_err(system("reading its code"))?;
+            let end = mapping.end.min(start + ByteCount::new(1 << 20));
+            let mut bytes = vec![0; (end - start).to_usize()];
+            memory.read(std::slice::from_ref(&(start..end)), &mut bytes).map_err(failed("reading its code", pid))?;
             if let Some(offset) = bytes.windows(2).position(|pair| pair == [0x0f, 0x05]) {
-                return Ok(start + offset as u64);
+                return Ok(start.get() + offset as u64);
             }
             start = end;
         }
     }
-    Err(InjectError::NoInstruction)
+    Err(no_instruction(pid))
 }
 
 fn socket_pair() -> io::Result<(OwnedFd, OwnedFd)> {
@@ -212,14 +219,15 @@ fn socket_pair() -> io::Result<(OwnedFd, OwnedFd)> {
     Ok(unsafe { (OwnedFd::from_raw_fd(pair[0]), OwnedFd::from_raw_fd(pair[1])) })
 }
 
-/// Receives the helper's report. An error if the helper was killed before it made one.
+/// Receives the helper's report. Fails if the helper was killed before it reported.
 fn receive(socket: RawFd) -> io::Result<(Step, libc::c_int, Option<OwnedFd>)> {
     let mut report = [0i32; 2];
     let mut vector = libc::iovec { iov_base: report.as_mut_ptr().cast(), iov_len: size_of_val(&report) };
     let mut control = Control::new();
     let received = loop {
         let mut message = control.message(&mut vector);
-        // SAFETY: the message points to a vector over `report` and to the control buffer, which all live through the call.
+        // SAFETY: the message points to a vector over `report` and to the control buffer, which all live
+        // through the call.
         let received = unsafe { libc::recvmsg(socket, &mut message, libc::MSG_CMSG_CLOEXEC) };
         if received >= 0 || ptrace::errno() != libc::EINTR {
             break (received, message.msg_controllen);
@@ -273,21 +281,21 @@ impl Control {
     }
 }
 
-/// What the helper is to do. Everything it needs is allocated before it is forked.
-struct Order {
+/// The task of the helper. All memory that the helper needs is allocated before the fork.
+struct Task {
     thread: i32,
     is_leader: bool,
     instruction: u64,
     options: usize,
-    /// False if the process has no filters, as far as is known.
+    /// True if the process is known to have seccomp filters.
     must_suspend_seccomp: bool,
     threads_directory: CString,
     socket: RawFd,
-    /// The threads that are held, the first of them the one that makes the calls.
+    /// The stopped threads; the first makes the system calls.
     threads: Vec<i32>,
 }
 
-fn fork_helper(order: &mut Order) -> io::Result<libc::pid_t> {
+fn fork_helper(task: &mut Task) -> io::Result<libc::pid_t> {
     // SAFETY: zeros are a valid signal set, and the calls fill the sets that they are given.
     let old = unsafe {
         let mut all: libc::sigset_t = std::mem::zeroed();
@@ -296,11 +304,12 @@ fn fork_helper(order: &mut Order) -> io::Result<libc::pid_t> {
         libc::pthread_sigmask(libc::SIG_SETMASK, &all, &mut old);
         old
     };
-    // SAFETY: the child calls only functions that are safe after fork in a program with threads: system calls, no
-    // allocation, no locks, and it ends by _exit. Signals stay blocked in it, so that no handler runs there.
+    // SAFETY: the child calls only functions that are safe after fork in a program with threads: system
+    // calls, no allocation, no locks, and it ends by _exit. Signals stay blocked in it, so that no
+    // handler runs there.
     let helper = unsafe { libc::fork() };
     if helper == 0 {
-        let code = help(order);
+        let code = run_helper(task);
         // SAFETY: ends the process at once, without running anything of the parent's.
         unsafe { libc::_exit(code) };
     }
@@ -310,23 +319,15 @@ fn fork_helper(order: &mut Order) -> io::Result<libc::pid_t> {
     if helper < 0 { Err(error) } else { Ok(helper) }
 }
 
-/// The life of the helper process.
-fn help(order: &mut Order) -> libc::c_int {
-    /// Where the socket is kept in the helper; everything above is closed.
-    const SOCKET: RawFd = 0;
-    // SAFETY: plain system calls on this process, which is the helper alone. What it closes belongs to no Rust
-    // value that will be used or dropped here: the helper ends by _exit.
-    unsafe {
-        libc::setsid();
-        libc::prctl(libc::PR_SET_NAME, c"pagemark-inject".as_ptr());
-        libc::dup2(order.socket, SOCKET);
-        libc::syscall(libc::SYS_close_range, SOCKET + 1, libc::c_uint::MAX, 0);
-    }
-    let deadline = ptrace::deadline(PATIENCE);
-    let result = hold(order, deadline).and_then(|()| make(order, deadline));
-    for &thread in order.threads.iter() {
-        // Those that were held for others' sake alone: as they were, but for calls that the stop has interrupted.
-        let _ = let_go(thread);
+/// The main function of the helper.
+fn run_helper(task: &mut Task) -> libc::c_int {
+    // SAFETY: this process is the helper alone, and ends by _exit.
+    unsafe { helper::detach_from_caller(c"pagemark-inject", task.socket) };
+    let deadline = ptrace::deadline(STOP_LIMIT);
+    let result = stop_threads(task, deadline).and_then(|()| create_userfaultfd(task, deadline));
+    for &thread in task.threads.iter() {
+        // Registers change only if the stop has interrupted a system call.
+        let _ = release(thread);
     }
     let (step, errno, descriptor) = match result {
         Ok(descriptor) => (Step::Done, 0, descriptor),
@@ -338,69 +339,72 @@ fn help(order: &mut Order) -> libc::c_int {
     control.descriptor = descriptor;
     let mut message = control.message(&mut vector);
     message.msg_controllen = if descriptor >= 0 { control.header.cmsg_len } else { 0 };
-    // SAFETY: the message points to a vector over `report` and to the control buffer, which all live through the call.
-    let sent = unsafe { libc::sendmsg(SOCKET, &message, libc::MSG_NOSIGNAL) };
+    // SAFETY: the message points to a vector over `report` and to the control buffer, which all live
+    // through the call.
+    let sent = unsafe { libc::sendmsg(helper::DESCRIPTOR, &message, libc::MSG_NOSIGNAL) };
     libc::c_int::from(sent < 0)
 }
 
 type Helped<T> = Result<T, (Step, libc::c_int)>;
 
-/// Lets a thread go that was not used.
-fn let_go(thread: i32) -> Result<(), libc::c_int> {
+/// Resumes a thread that made no system call for us.
+fn release(thread: i32) -> Result<(), libc::c_int> {
     let mut registers = ptrace::registers(thread)?;
-    if ptrace::make_interrupted_call_again(thread, &mut registers, u64::MAX)? {
+    if ptrace::restart_interrupted_call(thread, &mut registers, u64::MAX)? {
         ptrace::set_registers(thread, &registers)?;
     }
     ptrace::detach(thread)
 }
 
-/// Stops all threads, until no new one appears.
-fn hold(order: &mut Order, deadline: Instant) -> Helped<()> {
-    // The one that will make the calls first: whether it may be traced decides.
-    // Suspended also if there is no filter yet: there may be one before the thread stops.
-    let mut seized = ptrace::seize(order.thread, order.options);
-    if seized == Err(libc::EPERM) && !order.must_suspend_seccomp {
-        order.options &= !ptrace::SUSPEND_SECCOMP;
-        seized = ptrace::seize(order.thread, order.options);
+/// Stops all threads, until no new thread appears.
+fn stop_threads(task: &mut Task, deadline: Instant) -> Helped<()> {
+    // The thread that will make the system calls comes first, since tracing it may not be permitted.
+    // Seccomp is suspended even if the process has no filter yet: it may install one before the thread
+    // stops.
+    let mut seized = ptrace::seize(task.thread, task.options);
+    if seized == Err(libc::EPERM) && !task.must_suspend_seccomp {
+        task.options &= !ptrace::SUSPEND_SECCOMP;
+        seized = ptrace::seize(task.thread, task.options);
     }
     seized.map_err(|errno| (Step::Seize, errno))?;
-    ptrace::interrupt(order.thread).map_err(|errno| (Step::Seize, errno))?;
-    if !ptrace::wait_trap(order.thread, deadline).map_err(|errno| (Step::Stop, errno))? {
+    ptrace::interrupt(task.thread).map_err(|errno| (Step::Seize, errno))?;
+    if !ptrace::wait_trap(task.thread, deadline).map_err(|errno| (Step::Stop, errno))? {
         return Err((Step::Gone, 0));
     }
-    order.threads.push(order.thread);
+    task.threads.push(task.thread);
     loop {
-        let known = order.threads.len();
-        each_thread(&order.threads_directory, |directory, thread| {
-            if order.threads.contains(&thread) {
+        let known = task.threads.len();
+        each_thread(&task.threads_directory, |directory, thread| {
+            if task.threads.contains(&thread) {
                 return Ok(());
             }
-            if order.threads.len() == MOST_THREADS {
+            if task.threads.len() == MAX_THREADS {
                 return Err((Step::Threads, libc::E2BIG));
             }
-            match ptrace::seize(thread, order.options) {
+            match ptrace::seize(thread, task.options) {
                 Ok(()) => {}
                 Err(libc::ESRCH) => return Ok(()),
-                // Its number may still be there though it has exited: the main thread's is until the process ends. Another
-                // tracer's thread, on the other hand, may run on any moment.
+                // A main thread that has exited keeps its id until the process ends. A live thread of another tracer,
+                // in contrast, may resume at any moment.
                 Err(libc::EPERM) if has_exited(directory, thread) => return Ok(()),
                 Err(errno) => return Err((Step::Seize, errno)),
             }
             let stopped = ptrace::interrupt(thread).and_then(|()| ptrace::wait_trap(thread, deadline));
             match stopped {
-                Ok(true) => order.threads.push(thread),
+                Ok(true) => task.threads.push(thread),
                 Ok(false) | Err(libc::ESRCH) => {}
                 Err(errno) => return Err((Step::Stop, errno)),
             }
             Ok(())
         })?;
-        if order.threads.len() == known {
+        if task.threads.len() == known {
             return Ok(());
         }
     }
 }
 
-/// True if a thread is gone from the directory of its process's threads, or is dead there. Does not allocate.
+/// True if a thread has exited, seen from the open directory of the threads of its process. Does
+/// not allocate.
 fn has_exited(directory: RawFd, thread: i32) -> bool {
     let mut path = [0u8; 32];
     // Eleven digits at most, and the terminating zero is there.
@@ -413,7 +417,8 @@ fn has_exited(directory: RawFd, thread: i32) -> bool {
         return ptrace::errno() == libc::ENOENT;
     }
     let mut text = [0u8; 256];
-    // SAFETY: the kernel writes at most the buffer's length to it; the descriptor was opened above and is used no more.
+    // SAFETY: the kernel writes at most the buffer's length to it; the descriptor was opened above and
+    // is used no more.
     let (length, errno) = unsafe {
         let length = libc::read(file, text.as_mut_ptr().cast(), text.len());
         let errno = ptrace::errno();
@@ -421,11 +426,11 @@ fn has_exited(directory: RawFd, thread: i32) -> bool {
         (length, errno)
     };
     let Ok(length) = usize::try_from(length) else { return errno == libc::ESRCH };
-    proc::state(&text[..length]).is_some_and(proc::is_dead)
+    stat::state(&text[..length]).is_some_and(stat::is_dead)
 }
 
-/// Calls `each` for the numbers in a directory, with the directory's descriptor. The functions of the C library would
-/// allocate.
+/// Calls `each` with the descriptor of a directory and each number in it. Does not allocate, unlike
+/// the functions of the C library.
 fn each_thread(directory: &CString, mut each: impl FnMut(RawFd, i32) -> Helped<()>) -> Helped<()> {
     // SAFETY: the path is a terminated string that lives through the call.
     let descriptor = unsafe { libc::open(directory.as_ptr(), libc::O_RDONLY | libc::O_DIRECTORY | libc::O_CLOEXEC) };
@@ -462,64 +467,53 @@ fn each_thread(directory: &CString, mut each: impl FnMut(RawFd, i32) -> Helped<(
     result
 }
 
-/// Makes the descriptor in the stopped thread, copies it, closes it there.
-fn make(order: &Order, deadline: Instant) -> Helped<RawFd> {
-    let thread = order.thread;
+/// Makes the stopped thread create the descriptor, copies it, and makes the thread close it.
+fn create_userfaultfd(task: &Task, deadline: Instant) -> Helped<RawFd> {
+    let thread = task.thread;
     let inspect = |errno| (Step::Inspect, errno);
     let mut original = ptrace::registers(thread).map_err(inspect)?;
-    for _ in 0..SEQUENCE_TRIES {
-        if !ptrace::is_in_restartable_sequence(thread, &original).map_err(inspect)? {
-            break;
-        }
-        // Having been stopped there, it goes on at the sequence's abort handler.
-        ptrace::resume(thread, Until::Event, 0).map_err(inspect)?;
-        ptrace::interrupt(thread).map_err(inspect)?;
-        if !ptrace::wait_trap(thread, deadline).map_err(inspect)? {
-            return Err((Step::Gone, 0));
-        }
-        original = ptrace::registers(thread).map_err(inspect)?;
-    }
-    if ptrace::is_in_restartable_sequence(thread, &original).map_err(inspect)? {
-        return Err((Step::Stop, libc::ETIMEDOUT));
-    }
+    // The thread continues at the abort handler, as after any other interruption. (The kernel itself
+    // aborts the sequences of the threads that only stop.)
+    ptrace::abort_restartable_sequence(thread, &mut original).map_err(inspect)?;
     if original.cs != ptrace::CODE_SEGMENT_64 {
         return Err((Step::Is32Bit, 0));
     }
     if ptrace::dispatches_system_calls(thread) {
         return Err((Step::Dispatch, 0));
     }
-    match ptrace::word(thread, order.instruction) {
+    match ptrace::word(thread, task.instruction) {
         Ok(code) if code & 0xffff == 0x050f => {}
-        // It has executed another program since, which has something else there, or nothing.
+        // The process has executed another program since.
         Ok(_) | Err(libc::EIO | libc::EFAULT) => return Err((Step::Gone, 0)),
         Err(errno) => return Err(inspect(errno)),
     }
     let mask = ptrace::signal_mask(thread).map_err(inspect)?;
-    ptrace::make_interrupted_call_again(thread, &mut original, u64::MAX).map_err(inspect)?;
+    ptrace::restart_interrupted_call(thread, &mut original, u64::MAX).map_err(inspect)?;
 
-    // Signals wait until the thread is as it was.
+    // Signals are blocked until the thread is restored.
     ptrace::set_signal_mask(thread, u64::MAX).map_err(inspect)?;
-    let copied = system_call(order, &original, libc::SYS_userfaultfd, FLAGS as u64, deadline).and_then(|there| {
+    let copied = system_call(task, &original, libc::SYS_userfaultfd, FLAGS as u64, deadline).and_then(|there| {
         if there < 0 {
             return Err((Step::Refused, -there as libc::c_int));
         }
-        let copied = copy_descriptor(order, there as RawFd);
-        // The time for making it may be over, if this process was not let run meanwhile; that for cleaning up begins now.
-        system_call(order, &original, libc::SYS_close, there as u64, ptrace::deadline(PATIENCE))?;
+        let copied = copy_descriptor(task, there as RawFd);
+        // Cleaning up has its own deadline: the first one may have passed if the helper was not scheduled
+        // meanwhile.
+        system_call(task, &original, libc::SYS_close, there as u64, ptrace::deadline(STOP_LIMIT))?;
         copied
     });
-    give_back(thread, &original, mask, ptrace::deadline(PATIENCE)).map_err(|errno| (Step::SystemCall, errno))?;
+    restore_thread(thread, &original, mask, ptrace::deadline(STOP_LIMIT)).map_err(|errno| (Step::SystemCall, errno))?;
     copied
 }
 
-/// Makes the stopped thread make one system call. It is left at the call's exit.
-fn system_call(order: &Order, original: &Registers, number: i64, argument: u64, deadline: Instant) -> Helped<i64> {
-    let thread = order.thread;
+/// Makes the stopped thread carry out one system call. It is left stopped at the exit of the call.
+fn system_call(task: &Task, original: &Registers, number: i64, argument: u64, deadline: Instant) -> Helped<i64> {
+    let thread = task.thread;
     let failed = |errno| (Step::SystemCall, errno);
     let registers = Registers {
-        rip: order.instruction,
+        rip: task.instruction,
         rax: number as u64,
-        // Not in a system call: the kernel does not try to restart one.
+        // Marks the thread as outside of a system call, so that the kernel does not restart any.
         orig_rax: u64::MAX,
         rdi: argument,
         rsi: 0,
@@ -534,7 +528,7 @@ fn system_call(order: &Order, original: &Registers, number: i64, argument: u64, 
             signal = match ptrace::wait(thread, deadline).map_err(failed)? {
                 Stop::SystemCall => break,
                 Stop::Exited => return Err((Step::Gone, 0)),
-                // Only SIGSTOP can't be blocked. It takes effect when the thread is let go.
+                // Only SIGSTOP cannot be blocked. It takes effect when the thread is detached.
                 Stop::Signal(signal) => signal,
                 Stop::Trap | Stop::Event => 0,
             };
@@ -543,10 +537,11 @@ fn system_call(order: &Order, original: &Registers, number: i64, argument: u64, 
     Ok(ptrace::registers(thread).map_err(failed)?.rax as i64)
 }
 
-/// Makes the thread what it was, and lets it go.
-fn give_back(thread: i32, original: &Registers, mask: u64, deadline: Instant) -> Result<(), libc::c_int> {
+/// Restores the registers and the signal mask of a thread.
+fn restore_thread(thread: i32, original: &Registers, mask: u64, deadline: Instant) -> Result<(), libc::c_int> {
     ptrace::set_registers(thread, original)?;
-    // From a stop of this kind, unlike the exit of a system call, the kernel goes on to restart what was interrupted.
+    // After a stop of this kind, unlike a stop at the exit of a system call, the kernel restarts an
+    // interrupted call.
     ptrace::interrupt(thread)?;
     ptrace::resume(thread, Until::Event, 0)?;
     if !ptrace::wait_trap(thread, deadline)? {
@@ -556,12 +551,12 @@ fn give_back(thread: i32, original: &Registers, mask: u64, deadline: Instant) ->
     ptrace::set_signal_mask(thread, mask)
 }
 
-fn copy_descriptor(order: &Order, descriptor: RawFd) -> Helped<RawFd> {
-    // Of a thread other than the main one, which may have exited: PIDFD_THREAD, Linux 6.9.
-    let flags = if order.is_leader { 0 } else { libc::O_EXCL };
+fn copy_descriptor(task: &Task, descriptor: RawFd) -> Helped<RawFd> {
+    // O_EXCL is PIDFD_THREAD (Linux 6.9): it is needed for a thread that is not the main thread.
+    let flags = if task.is_leader { 0 } else { libc::O_EXCL };
     // SAFETY: plain system calls with numbers as arguments.
     let copied = unsafe {
-        let pidfd = libc::syscall(libc::SYS_pidfd_open, order.thread, flags);
+        let pidfd = libc::syscall(libc::SYS_pidfd_open, task.thread, flags);
         if pidfd < 0 { pidfd } else { libc::syscall(libc::SYS_pidfd_getfd, pidfd, descriptor, 0) }
     };
     if copied < 0 { Err((Step::Copy, ptrace::errno())) } else { Ok(copied as RawFd) }

@@ -1,7 +1,7 @@
-//! The thin layer over ptrace.
+//! A thin layer over ptrace.
 //!
-//! Everything here allocates nothing and locks nothing, so that it can be used after `fork` in a program with threads.
-//! Errors are numbers of errno.
+//! No function here allocates or locks, so that all can be used after `fork` in a program with
+//! threads. Errors are values of errno.
 
 use std::time::{Duration, Instant};
 
@@ -15,18 +15,21 @@ const PTRACE_GET_RSEQ_CONFIGURATION: libc::c_uint = 0x420f;
 const PTRACE_GET_SYSCALL_USER_DISPATCH_CONFIG: libc::c_uint = 0x4211;
 const PTRACE_PEEKSIGINFO_SHARED: u32 = 1;
 
-/// Option of [`seize`]: the tracee's seccomp filters are not asked. Needs CAP_SYS_ADMIN.
+/// Option of [`seize`]: suspends the tracee's seccomp filters. Needs CAP_SYS_ADMIN.
 pub const SUSPEND_SECCOMP: usize = 1 << 21;
-/// Option of [`seize`]: stops at system calls are told from others.
+/// Option of [`seize`]: marks stops at system calls, so that they can be distinguished from others.
 pub const TRACE_SYSGOOD: usize = 1;
+
+/// Option of [`seize`]: stops the tracee at its exit, before the kernel releases what it traces.
+pub const TRACE_EXIT: usize = 1 << 6;
 
 /// The code segment of 64-bit programs.
 pub const CODE_SEGMENT_64: u64 = 0x33;
 
-/// Looks at a thread that is to stop before sleeping in between.
+/// Number of times that a stopping thread is polled before [`wait`] sleeps between polls.
 const QUICK_POLLS: u32 = 50;
 
-/// How long a thread is given to stop before it is looked at again.
+/// Time between later polls.
 const POLL: libc::timespec = libc::timespec { tv_sec: 0, tv_nsec: 30_000 };
 
 type Result<T> = std::result::Result<T, libc::c_int>;
@@ -34,24 +37,24 @@ type Result<T> = std::result::Result<T, libc::c_int>;
 /// A change of a tracee's state.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Stop {
-    /// Stopped as asked by [`interrupt`], or by job control.
+    /// Stopped by [`interrupt`] or by job control.
     Trap,
-    /// At the entry or the exit of a system call.
+    /// Stopped at the entry or the exit of a system call.
     SystemCall,
-    /// About to receive a signal, which [`resume`] delivers or drops.
+    /// Stopped before it receives a signal, which [`resume`] delivers or drops.
     Signal(libc::c_int),
-    /// Another event.
+    /// Stopped by another event.
     Event,
-    /// It is gone.
+    /// Exited.
     Exited,
 }
 
-/// How a tracee is resumed.
+/// The event until which a tracee is resumed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Until {
-    /// Until something happens.
+    /// Any event.
     Event,
-    /// Until the next entry or exit of a system call.
+    /// The next entry or exit of a system call.
     SystemCall,
 }
 
@@ -64,30 +67,30 @@ fn check(result: libc::c_long) -> Result<libc::c_long> {
     if result < 0 { Err(errno()) } else { Ok(result) }
 }
 
-/// A request whose address and data are plain numbers.
+/// Makes a request whose address and data are plain numbers.
 fn request(request: libc::c_uint, thread: i32, address: usize, data: usize) -> Result<()> {
     // SAFETY: the requests made through this function take numbers alone: they touch no memory of ours.
     check(unsafe { libc::ptrace(request, thread, address, data) }).map(|_| ())
 }
 
-/// A request that reads from, or writes to, `data`.
+/// Makes a request that reads from, or writes to, `data`.
 fn transfer<T>(request: libc::c_uint, thread: i32, address: usize, data: &mut T) -> Result<libc::c_long> {
-    // SAFETY: each caller pairs the request with the type that the kernel transfers for it, and with its size in `address`
-    // where the request takes one.
+    // SAFETY: each caller pairs the request with the type that the kernel transfers for it, and with
+    // its size in `address` where the request takes one.
     check(unsafe { libc::ptrace(request, thread, address, std::ptr::from_mut(data)) })
 }
 
-/// Attaches to a thread, which runs on.
+/// Attaches to a thread without stopping it.
 pub fn seize(thread: i32, options: usize) -> Result<()> {
     request(libc::PTRACE_SEIZE, thread, 0, options)
 }
 
-/// Stops a thread, soon; [`wait`] tells when.
+/// Requests that a thread stop; [`wait`] returns when it has.
 pub fn interrupt(thread: i32) -> Result<()> {
     request(libc::PTRACE_INTERRUPT, thread, 0, 0)
 }
 
-/// Lets a stopped thread run and delivers the signal to it, unless it is 0.
+/// Resumes a stopped thread and delivers the signal to it, unless that is 0.
 pub fn resume(thread: i32, until: Until, signal: libc::c_int) -> Result<()> {
     let how = match until {
         Until::Event => libc::PTRACE_CONT,
@@ -96,9 +99,42 @@ pub fn resume(thread: i32, until: Until, signal: libc::c_int) -> Result<()> {
     request(how, thread, 0, signal as usize)
 }
 
-/// Lets go of a stopped thread, which runs on unless job control stops it.
+/// Detaches from a stopped thread, which resumes unless job control has stopped it.
 pub fn detach(thread: i32) -> Result<()> {
     request(libc::PTRACE_DETACH, thread, 0, 0)
+}
+
+/// Keeps a thread that job control has stopped in its stop, and reports the next event.
+pub fn listen(thread: i32) -> Result<()> {
+    request(libc::PTRACE_LISTEN, thread, 0, 0)
+}
+
+/// The message of the event that has stopped a thread: at an exit, the status of the exit.
+pub fn event_message(thread: i32) -> Result<u64> {
+    let mut message = 0u64;
+    transfer(libc::PTRACE_GETEVENTMSG, thread, 0, &mut message)?;
+    Ok(message)
+}
+
+/// Disables the hardware breakpoints of a stopped thread.
+pub fn clear_breakpoints(thread: i32) -> Result<()> {
+    const CONTROL: usize = std::mem::offset_of!(libc::user, u_debugreg) + 7 * size_of::<u64>();
+    request(libc::PTRACE_POKEUSER, thread, CONTROL, 0)
+}
+
+/// Waits for the next stop of a tracee, and returns its status as `waitpid` does. None when the
+/// tracee has ended.
+pub fn wait_status(thread: i32) -> Result<Option<libc::c_int>> {
+    loop {
+        let mut status = 0;
+        // SAFETY: the kernel writes a status to the integer, which lives through the call.
+        match unsafe { libc::waitpid(thread, &mut status, libc::__WALL) } {
+            -1 if errno() == libc::EINTR => {}
+            -1 => return Err(errno()),
+            _ if libc::WIFSTOPPED(status) => return Ok(Some(status)),
+            _ => return Ok(None),
+        }
+    }
 }
 
 /// Reads the general registers of a stopped thread.
@@ -114,26 +150,27 @@ pub fn set_registers(thread: i32, registers: &Registers) -> Result<()> {
     transfer(libc::PTRACE_SETREGS, thread, 0, &mut { *registers }).map(|_| ())
 }
 
-/// Reads a register set (`NT_PRSTATUS`, `NT_X86_XSTATE`, …) of a stopped thread into `buffer`; returns its length.
+/// Reads a register set (`NT_PRSTATUS`, `NT_X86_XSTATE`, …) of a stopped thread into `buffer`;
+/// returns its length.
 pub fn register_set(thread: i32, set: libc::c_int, buffer: &mut [u8]) -> Result<usize> {
     let mut vector = libc::iovec { iov_base: buffer.as_mut_ptr().cast(), iov_len: buffer.len() };
     transfer(libc::PTRACE_GETREGSET, thread, set as usize, &mut vector)?;
     Ok(vector.iov_len)
 }
 
-/// Which signals a stopped thread has blocked, one bit each.
+/// Reads the blocked signals of a stopped thread, one bit each.
 pub fn signal_mask(thread: i32) -> Result<u64> {
     let mut mask = 0u64;
     transfer(PTRACE_GETSIGMASK, thread, size_of::<u64>(), &mut mask)?;
     Ok(mask)
 }
 
-/// Blocks signals in a stopped thread.
+/// Sets the blocked signals of a stopped thread.
 pub fn set_signal_mask(thread: i32, mut mask: u64) -> Result<()> {
     transfer(PTRACE_SETSIGMASK, thread, size_of::<u64>(), &mut mask).map(|_| ())
 }
 
-/// True if a signal that is not in `mask` waits for a stopped thread or for its process.
+/// True if a signal that is not in `mask` is pending for a stopped thread or its process.
 pub fn has_pending_signal(thread: i32, mask: u64) -> Result<bool> {
     #[repr(C)]
     struct Peek {
@@ -146,7 +183,8 @@ pub fn has_pending_signal(thread: i32, mask: u64) -> Result<bool> {
             let mut peek = Peek { offset, flags, count: 1 };
             // SAFETY: the structure consists of numbers and bytes, for which zeros are valid.
             let mut info: libc::siginfo_t = unsafe { std::mem::zeroed() };
-            // SAFETY: the kernel reads `peek` and writes at most one siginfo to `info`; both live through the call.
+            // SAFETY: the kernel reads `peek` and writes at most one siginfo to `info`; both live through the
+            // call.
             let count = check(unsafe {
                 libc::ptrace(PTRACE_PEEKSIGINFO, thread, std::ptr::from_mut(&mut peek), std::ptr::from_mut(&mut info))
             })?;
@@ -164,8 +202,8 @@ pub fn has_pending_signal(thread: i32, mask: u64) -> Result<bool> {
 /// Reads a word of a stopped thread's memory.
 pub fn word(thread: i32, address: u64) -> Result<u64> {
     let mut word = 0u64;
-    // The system call itself, unlike the function of the C library, stores the word and returns only success.
-    // SAFETY: the kernel writes one word to `word`, which lives through the call.
+    // The system call stores the word through the pointer, unlike the function of the C library, which
+    // returns it. SAFETY: the kernel writes one word to `word`, which lives through the call.
     let result = unsafe {
         libc::syscall(libc::SYS_ptrace, libc::PTRACE_PEEKDATA, thread, address as usize, std::ptr::from_mut(&mut word))
     };
@@ -173,9 +211,10 @@ pub fn word(thread: i32, address: u64) -> Result<u64> {
     Ok(word)
 }
 
-/// True if a stopped thread with these registers is within a restartable sequence, which may not be left otherwise than by
-/// its end or its abort handler.
-pub fn is_in_restartable_sequence(thread: i32, registers: &Registers) -> Result<bool> {
+/// If a stopped thread with these registers is within a restartable sequence, moves them to its
+/// abort handler, as the kernel does when it resumes the thread. A thread may leave a sequence only
+/// by its end or its abort handler.
+pub fn abort_restartable_sequence(thread: i32, registers: &mut Registers) -> Result<()> {
     #[repr(C)]
     #[derive(Default)]
     struct Configuration {
@@ -188,30 +227,37 @@ pub fn is_in_restartable_sequence(thread: i32, registers: &Registers) -> Result<
     let mut configuration = Configuration::default();
     let size = size_of::<Configuration>();
     match transfer(PTRACE_GET_RSEQ_CONFIGURATION, thread, size, &mut configuration) {
-        // The kernel has no restartable sequences, or can't tell (before 5.13).
-        Err(libc::EIO | libc::EINVAL) => return Ok(false),
+        // The kernel has no restartable sequences or, before 5.13, does not report them.
+        Err(libc::EIO | libc::EINVAL) => return Ok(()),
         other => other?,
     };
     if configuration.pointer == 0 {
-        return Ok(false);
+        return Ok(());
     }
     let sequence = word(thread, configuration.pointer + 8)?;
     if sequence == 0 {
-        return Ok(false);
+        return Ok(());
     }
-    // A pointer to nowhere is the program's own affair, which the kernel will answer.
-    let (Ok(start), Ok(length)) = (word(thread, sequence + 8), word(thread, sequence + 16)) else { return Ok(false) };
-    Ok(registers.rip.wrapping_sub(start) < length)
+    // `struct rseq_cs`: version and flags, first address, length, abort handler. The kernel kills a
+    // program whose pointer is invalid.
+    let field = |offset| word(thread, sequence + offset);
+    if let (Ok(start), Ok(length), Ok(abort_handler)) = (field(8), field(16), field(24))
+        && registers.rip.wrapping_sub(start) < length
+    {
+        registers.rip = abort_handler;
+    }
+    Ok(())
 }
 
-/// True if system calls of a stopped thread are turned into signals (`PR_SET_SYSCALL_USER_DISPATCH`).
+/// True if system calls of a stopped thread are turned into signals
+/// (`PR_SET_SYSCALL_USER_DISPATCH`).
 pub fn dispatches_system_calls(thread: i32) -> bool {
     let mut configuration = [0u64; 4];
     let size = size_of_val(&configuration);
     transfer(PTRACE_GET_SYSCALL_USER_DISPATCH_CONFIG, thread, size, &mut configuration).is_ok() && configuration[0] != 0
 }
 
-/// What has happened to a tracee, if anything has.
+/// Returns a change of a tracee's state, if there is any.
 pub fn poll(thread: i32) -> Result<Option<Stop>> {
     let mut status = 0;
     // SAFETY: the kernel writes a status to the integer, which lives through the call.
@@ -232,14 +278,14 @@ pub fn poll(thread: i32) -> Result<Option<Stop>> {
     }
 }
 
-/// Waits until something happens to a tracee. `ETIMEDOUT` if nothing does.
+/// Waits until a tracee changes its state. Fails with `ETIMEDOUT` at the deadline.
 pub fn wait(thread: i32, deadline: Instant) -> Result<Stop> {
     for tries in 0u32.. {
         if let Some(stop) = poll(thread)? {
             return Ok(stop);
         }
         if tries < QUICK_POLLS {
-            // Mostly it takes no longer than the thread needs to be scheduled.
+            // Most threads stop as soon as they are scheduled.
             std::thread::yield_now();
             continue;
         }
@@ -252,8 +298,8 @@ pub fn wait(thread: i32, deadline: Instant) -> Result<Stop> {
     Err(libc::ETIMEDOUT)
 }
 
-/// Waits until an interrupted thread has stopped where its registers may be changed, delivering the signals that come first.
-/// False if it has exited instead.
+/// Waits until an interrupted thread has stopped where its registers may be changed, and delivers
+/// signals that come first. False if the thread has exited instead.
 pub fn wait_trap(thread: i32, deadline: Instant) -> Result<bool> {
     loop {
         let signal = match wait(thread, deadline)? {
@@ -269,9 +315,9 @@ pub fn wait_trap(thread: i32, deadline: Instant) -> Result<bool> {
     }
 }
 
-/// How long a system call may wait, in milliseconds, if it is one that an interruption without a signal ends by EINTR, and
-/// that can simply be made again when it did. 0: for ever, so that nothing is lost by waiting
-/// anew; `u64::MAX`: for a time that is not known here.
+/// The time limit of a system call, in milliseconds, if the call returns EINTR after a stop without
+/// a signal and can then simply be made again. 0: no limit, or a limit that is not shortened by
+/// waiting again; `u64::MAX`: an unknown limit.
 fn wait_limit_ms(registers: &Registers) -> Option<u64> {
     match registers.orig_rax as i64 {
         libc::SYS_epoll_wait | libc::SYS_epoll_pwait => Some(u64::try_from(registers.r10 as i32).unwrap_or(0)),
@@ -282,7 +328,7 @@ fn wait_limit_ms(registers: &Registers) -> Option<u64> {
         libc::SYS_epoll_pwait2 | libc::SYS_semtimedop | libc::SYS_rt_sigtimedwait | libc::SYS_io_getevents => {
             Some(u64::MAX)
         }
-        // With SO_RCVTIMEO, whose time is not known here.
+        // Limited by SO_RCVTIMEO, whose value is unknown here.
         libc::SYS_recvfrom | libc::SYS_recvmsg | libc::SYS_accept | libc::SYS_accept4 | libc::SYS_read => {
             Some(u64::MAX)
         }
@@ -290,10 +336,11 @@ fn wait_limit_ms(registers: &Registers) -> Option<u64> {
     }
 }
 
-/// Some system calls answer EINTR when a stop has interrupted them, though no signal was handled. This makes the stopped
-/// thread make the call again instead, where nothing else can have interrupted it. A call with a time limit begins anew with
-/// all of it, so one whose limit exceeds `limit_ms` is left alone.
-pub fn make_interrupted_call_again(thread: i32, registers: &mut Registers, limit_ms: u64) -> Result<bool> {
+/// Some system calls return EINTR when a stop has interrupted them, although no signal was handled.
+/// This changes the registers so that the stopped thread makes the call again, if nothing else can
+/// have interrupted it. The time limit of the call starts again too, so a call whose limit exceeds
+/// `limit_ms` is left alone. Returns whether the registers were changed.
+pub fn restart_interrupted_call(thread: i32, registers: &mut Registers, limit_ms: u64) -> Result<bool> {
     if registers.rax as i64 != -i64::from(libc::EINTR) || wait_limit_ms(registers).is_none_or(|ms| ms > limit_ms) {
         return Ok(false);
     }
@@ -305,7 +352,7 @@ pub fn make_interrupted_call_again(thread: i32, registers: &mut Registers, limit
     Ok(true)
 }
 
-/// Time until which something that begins now may take.
+/// The deadline of an operation that begins now and may take `time`.
 pub fn deadline(time: Duration) -> Instant {
     Instant::now() + time
 }

@@ -1,466 +1,372 @@
-//! Bringing a process tree back from a checkpoint.
+//! Restoring a process tree from a checkpoint.
 //!
-//! The images directory is made whole again: CRIU's images are the checkpoint's state files, and the pages images are
-//! written from the page trees. Then `criu restore` does the rest.
+//! [`Restore`] does all of it: it checks the checkpoint and the consent to change files, completes
+//! CRIU's images in a scratch directory, puts files back, has CRIU restore the processes, and
+//! copies their memory into them before they run, or with [`Restore::lazy`] while they run. Its
+//! parts are public too: [`prepare`], [`Prepared::run`], [`lazy`].
 
-use std::fs::{File, OpenOptions};
-use std::io::{BufWriter, IsTerminal, Seek, Write};
-use std::os::fd::{AsRawFd, OwnedFd, RawFd};
-use std::os::unix::fs::OpenOptionsExt;
-use std::os::unix::process::CommandExt;
+mod delivery;
+mod gate;
+mod images;
+pub mod lazy;
+mod surroundings;
+
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use pagemark::repository::{Manifest, SpaceRecord, StateRecord, TargetKind};
-use pagemark::{ContentId, PAGE_SIZE, PageTree, RangeSet, Store, StoreError};
+use pagemark::repository::{Checkpoint, Manifest};
+use pagemark::{ByteCount, Store};
 
-use crate::criu::dump::{NOTES, Notes, read_pstree};
-use crate::criu::images::{CoreEntry, ImageKind, MmEntry, Pagemap, Place, PstreeEntry, read_first};
-use crate::criu::{Criu, CriuError, ImageError, errors_in_log};
-use crate::scratch;
-use crate::stdio::{self, Own};
+use crate::criu::Criu;
+use crate::error::{Error, ErrorKind, Object};
+use crate::files::{ChangedFiles, FileAction, PutBack, UnusualFile, asides, put_back, read_trees};
+use crate::scratch::{self, ScratchDirectory};
+use delivery::Delivery;
+use images::Memory;
+use lazy::LazyRestore;
 
-/// CRIU's log in the images directory.
-const LOG: &str = "restore.log";
+pub use images::{Prepared, RestoreOptions, Restored, Streams, check, export_criu, open_prepared, prepare};
 
-/// Descriptors that are handed over get numbers from here on, so that they are clear of CRIU's own.
-const HANDED_OVER: RawFd = 64;
-
-/// How often it is looked whether CRIU is done.
-const LOOK: Duration = Duration::from_millis(1);
-
-/// Pages that are written at once.
-const BATCH_PAGES: usize = 64;
-
-/// How to restore.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub struct RestoreOptions {
-    /// The root process becomes a child of the calling process, which can wait for it. Otherwise it becomes a child of init.
-    pub as_child: bool,
-    /// The processes stay stopped, as by SIGSTOP, until they get SIGCONT: to look at them before they run on.
-    pub stopped: bool,
-    /// What the standard streams become that led out of the tree.
-    pub streams: Streams,
+/// A restore that is about to begin.
+///
+/// ```no_run
+/// use std::path::Path;
+///
+/// use pagemark::repository::Repository;
+/// use pagemark_process::restore::{Restore, RestoreEvent};
+///
+/// let repository = Repository::open(Path::new("checkpoints"))?;
+/// let checkpoint = repository.read("simulate", 12)?;
+/// let restored = Restore::new(&checkpoint).detach(true).run(&mut |event| {
+///     if let RestoreEvent::Reading { done, total } = event {
+///         println!("{done} of {total}");
+///     }
+/// })?;
+/// println!("runs as process {}", restored.root_pid);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[must_use = "nothing is restored until it is run"]
+pub struct Restore<'a> {
+    manifest: &'a Manifest,
+    store: &'a (dyn Store + Sync),
+    is_lazy: bool,
+    options: RestoreOptions,
+    criu: Option<Criu>,
+    scratch: PathBuf,
+    working_directories_count: bool,
+    unusual_files_allowed: bool,
+    asides: PathBuf,
 }
 
-/// What the standard streams of restored processes become where they led out of the tree. Files are opened again in any case.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub enum Streams {
-    /// The calling process's own.
-    #[default]
-    Inherit,
-    /// `/dev/null`.
-    Null,
-}
-
-/// A restored tree.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Restored {
-    /// Its root process; it has the id it had.
-    pub root_pid: i32,
-    /// All its processes, the root first.
-    pub pids: Vec<i32>,
-}
-
-/// A checkpoint could not be restored. Nothing was touched, unless it is [`RestoreError::Criu`]; then CRIU has taken back what it had
-/// begun.
-#[derive(Debug, thiserror::Error)]
-pub enum RestoreError {
-    /// The checkpoint has memory alone.
-    #[error(
-        "checkpoint {sequence} of {job} holds memory alone and can't be restored; it can be looked at, or exported as a core file"
-    )]
-    MemoryOnly {
-        /// The job.
-        job: String,
-        /// The checkpoint.
-        sequence: u64,
-    },
-    /// Something else runs under the same process id.
-    #[error("process id {pid} is in use by {command}: end that first, or restore where the id is free")]
-    PidInUse {
-        /// The process or thread id.
-        pid: i32,
-        /// What holds it.
-        command: String,
-    },
-    /// The checkpoint contradicts itself.
-    #[error("the checkpoint is damaged: {reason}")]
-    Damaged {
-        /// How it was noticed.
-        reason: String,
-    },
-    /// A page or node could not be read.
-    #[error(transparent)]
-    Store(#[from] StoreError),
-    /// CRIU could not restore it.
-    #[error(transparent)]
-    Criu(#[from] CriuError),
-    /// A system call failed.
-    #[error("{what}: {source}")]
-    Io {
-        /// What was being done, on what.
-        what: String,
-        /// Why it failed.
-        source: std::io::Error,
-    },
-}
-
-impl From<ImageError> for RestoreError {
-    fn from(error: ImageError) -> Self {
-        RestoreError::Criu(error.into())
-    }
-}
-
-fn io(what: impl Into<String>) -> impl FnOnce(std::io::Error) -> RestoreError {
-    let what = what.into();
-    move |source| RestoreError::Io { what, source }
-}
-
-/// An images directory that is complete, for process ids that are free.
+/// What happens in a restore.
 #[derive(Debug)]
-pub struct Prepared {
-    pub(crate) directory: PathBuf,
-    notes: Notes,
-    processes: Vec<PstreeEntry>,
+pub enum RestoreEvent<'a> {
+    /// The checkpoint can be restored. Its images are written next.
+    Preparing {
+        /// The memory that the checkpoint holds.
+        memory: ByteCount,
+    },
+    /// Memory cannot be copied from the store into the processes: it is written into images first,
+    /// from which CRIU reads it. That takes longer and needs space in the scratch directory.
+    Staging {
+        /// Why, and what would enable the direct way.
+        reason: &'a str,
+    },
+    /// Memory was read from the store and copied into the processes, or written into the images.
+    /// Not reported with [`Restore::lazy`].
+    Reading {
+        /// What has been read.
+        done: ByteCount,
+        /// The memory that the checkpoint holds.
+        total: ByteCount,
+    },
+    /// A file was changed so that it is as it was at the checkpoint. Reported once the processes
+    /// run; if they cannot be restored, the change is undone.
+    FilePutBack(&'a PutBack),
+    /// The processes run, but it could not be recorded that the restore succeeded: the asides of
+    /// its files are listed as those of an interrupted restore.
+    AsidesNotDescribed(&'a crate::Error),
+    /// Memory was delivered to the running processes.
+    Delivering {
+        /// Pages delivered. Some came with the restore already, and others may never be asked for.
+        done_pages: u64,
+        /// Pages that the checkpoint holds.
+        total_pages: u64,
+    },
 }
 
-/// How much memory the images directory gets.
+/// The part of a restore that failed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Memory {
-    /// All of it.
-    Whole,
-    /// Only what can't be delivered later.
-    Lazy,
+pub enum Stage {
+    /// Checking the checkpoint. Nothing was touched.
+    Check,
+    /// Finding CRIU. Nothing was touched.
+    FindCriu,
+    /// Making the scratch directory. Nothing was touched.
+    Scratch,
+    /// Writing the images. Nothing was touched.
+    Prepare,
+    /// Putting files back. They are as they were before, unless the error says otherwise.
+    Files,
+    /// Restoring the processes, or copying their memory into them. Nothing is left of them; the
+    /// files are as they were before, unless the error says otherwise.
+    Processes,
+    /// Delivering memory. Files were put back; the processes ran, and were killed, since they can't
+    /// run without their memory.
+    Deliver,
 }
 
-/// Writes the images directory of a checkpoint and checks that its process ids are free. Nothing outside `directory` is touched, so
-/// that files can be put back between this and [`Prepared::run`]. `directory` must exist, be empty, and be its owner's alone, since
-/// memory holds secrets.
-///
-/// # Errors
-/// [`RestoreError`]
-pub fn prepare(manifest: &Manifest, store: &dyn Store, directory: &Path) -> Result<Prepared, RestoreError> {
-    prepare_with(manifest, store, directory, Memory::Whole)
+/// A restore failed. The checkpoint is as it was, and can be restored again.
+#[derive(Debug, thiserror::Error)]
+#[error("{error}")]
+pub struct RestoreFailure {
+    /// The part that failed.
+    pub stage: Stage,
+    /// Why.
+    #[source]
+    pub error: Error,
 }
 
-/// Takes a directory that [`prepare`] has written, maybe in another process.
-///
-/// # Errors
-/// [`RestoreError`]; also if the process ids are no longer free.
-pub fn open_prepared(directory: &Path) -> Result<Prepared, RestoreError> {
-    let prepared =
-        Prepared { directory: directory.into(), notes: read_notes(directory)?, processes: read_pstree(directory)? };
-    prepared.check_free()?;
-    Ok(prepared)
-}
-
-/// Makes sure that a checkpoint holds what a restore needs, before anything is done for it.
-///
-/// # Errors
-/// [`RestoreError::MemoryOnly`]
-pub fn check(manifest: &Manifest) -> Result<(), RestoreError> {
-    if manifest.kind == TargetKind::Process {
-        Ok(())
-    } else {
-        Err(RestoreError::MemoryOnly { job: manifest.job.clone(), sequence: manifest.sequence })
+impl RestoreFailure {
+    fn at<E: Into<Error>>(stage: Stage) -> impl FnOnce(E) -> RestoreFailure {
+        move |error| RestoreFailure { stage, error: error.into() }
     }
 }
 
-pub(crate) fn prepare_with(
-    manifest: &Manifest,
-    store: &dyn Store,
-    directory: &Path,
-    memory: Memory,
-) -> Result<Prepared, RestoreError> {
-    check(manifest)?;
-    write_states(manifest, store, directory)?;
-    let prepared = open_prepared(directory)?;
-    write_pages(manifest, store, directory, memory, &prepared.processes)?;
-    Ok(prepared)
-}
-
-/// Makes `directory` such that plain `criu restore` takes it. Returns the arguments that `criu restore` needs for it.
-///
-/// # Errors
-/// [`RestoreError`]
-pub fn export_criu(manifest: &Manifest, store: &dyn Store, directory: &Path) -> Result<Vec<String>, RestoreError> {
-    check(manifest)?;
-    write_states(manifest, store, directory)?;
-    let notes = read_notes(directory)?;
-    write_pages(manifest, store, directory, Memory::Whole, &read_pstree(directory)?)?;
-    let mut arguments = vec!["restore".to_string(), "-D".into(), directory.display().to_string()];
-    arguments.extend(restore_flags(&notes).map(String::from));
-    let own = [0, 1, 2].map(|descriptor| Own { descriptor, is_terminal: false });
-    let streams = stdio::redirect(directory, &notes.outside, own)?;
-    arguments.extend(streams.iter().map(|argument| argument.to_string_lossy().into_owned()));
-    Ok(arguments)
-}
-
-/// The arguments that mirror those of the dump.
-fn restore_flags(notes: &Notes) -> impl Iterator<Item = &'static str> {
-    let connections = if notes.keep_connections { "--tcp-established" } else { "--tcp-close" };
-    ["--file-locks", "--skip-in-flight", "--manage-cgroups=ignore", connections]
-        .into_iter()
-        .chain(notes.shell_job.then_some("--shell-job"))
-}
-
-impl Prepared {
-    /// The process ids that the tree will have, the root first.
-    pub fn pids(&self) -> Vec<i32> {
-        self.processes.iter().map(|process| process.pid as i32).collect()
+impl<'a> Restore<'a> {
+    /// A restore of all memory before the processes run. The root process becomes a child of the
+    /// calling process and gets its standard streams.
+    pub fn new(checkpoint: &'a Checkpoint) -> Restore<'a> {
+        let restore = Restore::from_store(&checkpoint.manifest, checkpoint);
+        // Who could change the repository could also have noted any directory.
+        Restore { working_directories_count: !checkpoint.is_exposed(), ..restore }
     }
 
-    /// Checks that no process or thread runs under an id that the tree needs.
+    /// As [`Restore::new`], of a checkpoint whose content is in any store.
+    pub fn from_store(manifest: &'a Manifest, store: &'a (dyn Store + Sync)) -> Restore<'a> {
+        let options = RestoreOptions { as_child: true, ..RestoreOptions::default() };
+        Restore {
+            manifest,
+            store,
+            is_lazy: false,
+            options,
+            criu: None,
+            scratch: std::env::temp_dir(),
+            working_directories_count: true,
+            unusual_files_allowed: false,
+            asides: asides::default_directory(),
+        }
+    }
+
+    /// Lets the processes run before their memory is there: pages that they touch are delivered at
+    /// once, the others one after the other. Until all are delivered, the processes are killed
+    /// when the calling process ends.
+    pub fn lazy(mut self, is_lazy: bool) -> Self {
+        self.is_lazy = is_lazy;
+        self
+    }
+
+    /// Makes the root process a child of init, with `/dev/null` in place of standard streams that
+    /// led out of the tree.
+    pub fn detach(mut self, is_detached: bool) -> Self {
+        self.options.as_child = !is_detached;
+        self.options.streams = if is_detached { Streams::Null } else { Streams::Inherit };
+        self
+    }
+
+    /// Gives the tree these in place of standard streams that led out of it, after
+    /// [`Restore::detach`], which sets them too.
+    pub fn streams(mut self, streams: Streams) -> Self {
+        self.options.streams = streams;
+        self
+    }
+
+    /// Leaves the processes stopped, as by SIGSTOP, until they get SIGCONT.
+    pub fn stopped(mut self, is_stopped: bool) -> Self {
+        self.options.stopped = is_stopped;
+        self
+    }
+
+    /// Ends a restore whose CRIU takes longer than this; none of the processes is left then. By
+    /// default it may take two minutes, and a second for each 8 MiB of images.
+    pub fn time_limit(mut self, limit: Duration) -> Self {
+        self.options.time_limit = Some(limit);
+        self
+    }
+
+    /// Leaves the processes in the control groups of the calling process. Otherwise each thread is
+    /// put into the groups in which it was; [`Restored::left_groups`] lists those that do not
+    /// exist.
+    pub fn ignore_cgroups(mut self, is_ignored: bool) -> Self {
+        self.options.ignore_cgroups = is_ignored;
+        self
+    }
+
+    /// Uses this CRIU instead of the one that [`Criu::find`] finds.
+    pub fn criu(mut self, criu: Criu) -> Self {
+        self.criu = Some(criu);
+        self
+    }
+
+    /// Makes the scratch directory for the images in `parent`, instead of the directory for
+    /// temporary files. With [`RestoreEvent::Staging`] it takes up as much space as the memory that
+    /// is restored.
+    pub fn scratch_in(mut self, parent: impl Into<PathBuf>) -> Self {
+        self.scratch = parent.into();
+        self
+    }
+
+    /// Allows or forbids to change unusual files: set-uid and set-gid files, and files outside the
+    /// job's own directories. Those are the directories in which its processes worked at the
+    /// checkpoint, except directories of the whole system; of a checkpoint in a repository that
+    /// other users can change, none are. Forbidden by default.
+    pub fn allow_unusual_files(mut self, are_allowed: bool) -> Self {
+        self.unusual_files_allowed = are_allowed;
+        self
+    }
+
+    /// The unusual files that the restore would change, whether that is allowed or not.
     ///
     /// # Errors
-    /// [`RestoreError::PidInUse`]
-    pub fn check_free(&self) -> Result<(), RestoreError> {
-        for id in self.processes.iter().flat_map(|process| process.threads.iter().chain([&process.pid])) {
-            if Path::new(&format!("/proc/{id}")).exists() {
-                return Err(RestoreError::PidInUse { pid: *id as i32, command: command_of(*id) });
-            }
-        }
-        Ok(())
+    /// The checkpoint is damaged or has memory alone, or a file could not be compared.
+    pub fn unusual_files(&self) -> Result<Vec<UnusualFile>, RestoreFailure> {
+        check(self.manifest)
+            .and_then(|()| images::unusual_files_of(self.manifest, self.store, self.working_directories_count))
+            .map_err(RestoreFailure::at(Stage::Check))
     }
 
-    /// Restores the tree and lets it run.
+    /// Copies the present content of files that change into a directory of their own in `parent`,
+    /// instead of [`asides::default_directory`].
+    pub fn asides_in(mut self, parent: impl Into<PathBuf>) -> Self {
+        self.asides = parent.into();
+        self
+    }
+
+    /// Restores the processes, and delivers all of their memory.
     ///
     /// # Errors
-    /// [`RestoreError::PidInUse`], or [`RestoreError::Criu`] with CRIU's own words.
-    pub fn run(self, criu: &Criu, options: &RestoreOptions) -> Result<Restored, RestoreError> {
-        self.run_with(criu, options, &[], &mut || {
-            std::thread::sleep(LOOK);
-            Ok(())
-        })
+    /// As [`Restore::start`] and [`RunningTree::complete`].
+    pub fn run(self, events: &mut dyn FnMut(RestoreEvent<'_>)) -> Result<Restored, RestoreFailure> {
+        self.start(events)?.complete(events)
     }
 
-    /// Restores the tree, and calls `meanwhile` again and again until it runs.
-    pub(crate) fn run_with(
-        self,
-        criu: &Criu,
-        options: &RestoreOptions,
-        further: &[&str],
-        meanwhile: &mut dyn FnMut() -> Result<(), RestoreError>,
-    ) -> Result<Restored, RestoreError> {
-        self.check_free()?;
-        let streams = streams(options.streams)?;
-        let own = |stream: &OwnedFd| Own { descriptor: stream.as_raw_fd(), is_terminal: stream.is_terminal() };
-        let own = [own(&streams[0]), own(&streams[1]), own(&streams[2])];
-        // CRIU also holds the directory, so that it is not taken for one that is left over.
-        let held = scratch::hold(&self.directory).map_err(io(format!("hold {}", self.directory.display())))?;
-        let [input, output, error] = own.map(|own| own.descriptor);
-        let numbers = [input, output, error, held.as_raw_fd()];
-        let mut command = criu.command("restore", &self.directory, LOG);
-        command.arg("--restore-detached").args(restore_flags(&self.notes)).args(further);
-        if options.as_child {
-            command.arg("--restore-sibling");
+    /// Restores the processes, and returns when they run. With [`Restore::lazy`] their memory is
+    /// delivered by [`RunningTree::complete`].
+    ///
+    /// # Errors
+    /// [`RestoreFailure`], whose stage says what was done before.
+    pub fn start(self, events: &mut dyn FnMut(RestoreEvent<'_>)) -> Result<RunningTree<'a>, RestoreFailure> {
+        check(self.manifest).map_err(RestoreFailure::at(Stage::Check))?;
+        if !self.unusual_files_allowed {
+            let files = self.unusual_files()?;
+            if !files.is_empty() {
+                return Err(RestoreFailure::at(Stage::Check)(no_consent(&files)));
+            }
         }
-        if options.stopped {
-            command.arg("--leave-stopped");
+        let Restore { manifest, store, is_lazy, options, criu, scratch: parent, asides, .. } = self;
+        let criu = criu.map_or_else(Criu::find, Ok).map_err(RestoreFailure::at(Stage::FindCriu))?;
+        // Images that a restore that was killed has left there hold secrets and take up room.
+        scratch::sweep(&parent);
+        let images = ScratchDirectory::new_in(&parent)
+            .map_err(|source| Error::of(ErrorKind::System, "make a directory in", Object::File(parent.clone()), source))
+            .map_err(RestoreFailure::at(Stage::Scratch))?;
+        let total = ByteCount::of_pages(manifest.spaces.iter().map(|space| space.pages).sum());
+        events(RestoreEvent::Preparing { memory: total });
+        if is_lazy {
+            let prepared = lazy::prepare(manifest, store, images.path());
+            let prepared = prepared.map_err(RestoreFailure::at(Stage::Prepare))?;
+            let files = put_files_back(manifest, store, &asides)?;
+            let lazy = keep_or_undo(prepared.run(&criu, store, &options), files, events)?;
+            return Ok(RunningTree { restored: lazy.restored().clone(), delivery: Some(lazy), _images: images });
         }
-        if self.notes.shell_job {
-            // The session's terminal is found by CRIU's own standard input.
-            command.stdin(std::process::Stdio::inherit());
+        let delivery = Delivery::find(manifest);
+        if let Err(reason) = &delivery {
+            events(RestoreEvent::Staging { reason });
         }
-        command.args(stdio::redirect(&self.directory, &self.notes.outside, own)?);
-        // SAFETY: only system calls are made between fork and exec, which is allowed in a child of a process with threads.
-        unsafe {
-            command.pre_exec(move || stdio::keep_open(&numbers));
-        }
-        let mut child = command.spawn().map_err(io(format!("start {}", criu.path().display())))?;
-        let pids = self.pids();
-        let root_pid = *pids.first().ok_or_else(|| damaged("it has no process"))?;
-        let status = loop {
-            match child.try_wait().map_err(io("wait for CRIU"))? {
-                Some(status) => break status,
-                None => {
-                    if let Err(error) = meanwhile() {
-                        // The tree can't be completed; who has begun it ends it.
-                        let _ = child.kill();
-                        let _ = child.wait();
-                        return Err(error);
-                    }
-                }
+        let memory = if delivery.is_ok() { Memory::Undeliverable } else { Memory::Whole };
+        let mut last = ByteCount::ZERO;
+        let mut reading = |done: ByteCount| {
+            if done > last {
+                last = done;
+                events(RestoreEvent::Reading { done: done.min(total), total });
             }
         };
-        if !status.success() {
-            let reason = errors_in_log(&self.directory.join(LOG));
-            let what = format!("restore process {root_pid}");
-            return Err(CriuError::Failed { what, reason }.into());
-        }
-        Ok(Restored { root_pid, pids })
-    }
-}
-
-fn damaged(reason: impl Into<String>) -> RestoreError {
-    RestoreError::Damaged { reason: reason.into() }
-}
-
-/// Descriptors for the standard streams, clear of the numbers of CRIU's own.
-fn streams(streams: Streams) -> Result<[OwnedFd; 3], RestoreError> {
-    use nix::fcntl::{FcntlArg, fcntl};
-    let null = OpenOptions::new().read(true).write(true).open("/dev/null").map_err(io("open /dev/null"))?;
-    let duplicate = |number: RawFd| -> Result<OwnedFd, RestoreError> {
-        use std::os::fd::{BorrowedFd, FromRawFd};
-        let source = if streams == Streams::Null { null.as_raw_fd() } else { number };
-        // SAFETY: borrowed only for the call, which fails if nothing is open under that number.
-        let source = unsafe { BorrowedFd::borrow_raw(source) };
-        let copy = match fcntl(source, FcntlArg::F_DUPFD_CLOEXEC(HANDED_OVER)) {
-            // A standard stream that is closed here.
-            Err(nix::errno::Errno::EBADF) => fcntl(&null, FcntlArg::F_DUPFD_CLOEXEC(HANDED_OVER)),
-            result => result,
+        let prepared = images::prepare_with(manifest, store, images.path(), memory, &mut reading);
+        let (prepared, spaces) = prepared.map_err(RestoreFailure::at(Stage::Prepare))?;
+        let files = put_files_back(manifest, store, &asides)?;
+        let restored = match delivery {
+            Ok(delivery) => delivery.run(prepared, spaces, store, &criu, &options, &mut reading),
+            Err(_) => prepared.run(&criu, &options),
         };
-        let copy = copy.map_err(|e| io("duplicate a standard stream")(e.into()))?;
-        // SAFETY: the descriptor was just made and nothing else owns it.
-        Ok(unsafe { OwnedFd::from_raw_fd(copy) })
-    };
-    Ok([duplicate(0)?, duplicate(1)?, duplicate(2)?])
-}
-
-/// What runs under a process or thread id, for people to read.
-fn command_of(id: u32) -> String {
-    let read = |name: &str| std::fs::read(format!("/proc/{id}/{name}")).unwrap_or_default();
-    let text = |bytes: Vec<u8>| {
-        String::from_utf8_lossy(&bytes).replace('\0', " ").replace(|c: char| c.is_control(), "?").trim().to_string()
-    };
-    let command = text(read("cmdline"));
-    if !command.is_empty() {
-        return command;
+        let restored = keep_or_undo(restored, files, events)?;
+        Ok(RunningTree { restored, delivery: None, _images: images })
     }
-    // A kernel thread, or a process that ended and was not waited for.
-    text(read("comm"))
 }
 
-fn read_notes(directory: &Path) -> Result<Notes, RestoreError> {
-    let path = directory.join(NOTES);
-    let text = std::fs::read(&path).map_err(|error| damaged(format!("its state lacks {NOTES} ({error})")))?;
-    serde_json::from_slice(&text).map_err(|error| damaged(format!("its state file {NOTES} is not as written: {error}")))
+/// The restore would change `files`, which its user may not expect to change.
+fn no_consent(files: &[UnusualFile]) -> Error {
+    let files = files.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ");
+    Error::of(ErrorKind::NoConsent, "the restore would change files that need consent", Object::None, files)
 }
 
-/// Writes the state files.
-fn write_states(manifest: &Manifest, store: &dyn Store, directory: &Path) -> Result<(), RestoreError> {
-    for record in &manifest.state {
-        write_state(record, store, directory)?;
-    }
-    Ok(crate::criu::timers::arm_expired(directory)?)
+/// Gives the files the content that they had at the checkpoint.
+fn put_files_back(manifest: &Manifest, store: &dyn Store, asides: &Path) -> Result<ChangedFiles, RestoreFailure> {
+    let checkpoint = format!("{}@{}", manifest.job, manifest.sequence);
+    let trees = read_trees(manifest, store).map_err(RestoreFailure::at(Stage::Files))?;
+    put_back(&manifest.files, &trees, store, &checkpoint, asides).map_err(RestoreFailure::at(Stage::Files))
 }
 
-/// Writes one file of the state.
-fn write_state(record: &StateRecord, store: &dyn Store, directory: &Path) -> Result<(), RestoreError> {
-    let plain = record.name.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte));
-    if !plain || record.name.starts_with('.') || record.name.is_empty() || record.name.len() > 128 {
-        return Err(damaged(format!("{:?} is no name of a state file", record.name)));
-    }
-    let tree = PageTree::load(record.root, store)?;
-    let mut output = create(&directory.join(&record.name))?;
-    output.pages(store, (0..record.size.div_ceil(PAGE_SIZE as u64)).map(|page| tree.get(page)))?;
-    output.finish(record.size)
-}
-
-/// Writes the pages images of all processes, and pagemap images that say so.
-fn write_pages(
-    manifest: &Manifest,
-    store: &dyn Store,
-    directory: &Path,
-    memory: Memory,
-    processes: &[PstreeEntry],
-) -> Result<(), RestoreError> {
-    for process in processes {
-        let path = directory.join(format!("pagemap-{}.img", process.pid));
-        if !path.exists() {
-            continue;
-        }
-        let pagemap = Pagemap::read(&path)?;
-        let space: &SpaceRecord = manifest
-            .spaces
-            .iter()
-            .find(|space| space.pid == process.pid as i32)
-            .ok_or_else(|| damaged(format!("the memory of process {} is missing", process.pid)))?;
-        let tree = PageTree::load(space.root, store)?;
-        let never_lazy = if memory == Memory::Lazy { never_lazy(directory, process)? } else { RangeSet::new() };
-        let (image, runs) = pagemap.place(|page, run| {
-            if run.present {
-                // CRIU saved it itself: maybe a page that hides a file's, which has to be there even if it holds zeros.
-                Place::Present
-            } else if tree.get(page).is_zero() {
-                Place::Nowhere
-            } else if memory == Memory::Lazy && !never_lazy.contains(page * PAGE_SIZE as u64) {
-                Place::Lazy
-            } else {
-                Place::Present
+/// Keeps the files that were put back if the processes were restored, and changes them back if not.
+fn keep_or_undo<T>(
+    processes: Result<T, Error>,
+    files: ChangedFiles,
+    events: &mut dyn FnMut(RestoreEvent<'_>),
+) -> Result<T, RestoreFailure> {
+    match processes {
+        Ok(processes) => {
+            let changed = files.files().iter().filter(|file| file.action != FileAction::Untouched);
+            changed.for_each(|file| events(RestoreEvent::FilePutBack(file)));
+            if let Err(error) = files.keep() {
+                events(RestoreEvent::AsidesNotDescribed(&error));
             }
-        });
-        let mut output = create(&directory.join(format!("pages-{}.img", pagemap.pages_id)))?;
-        let mut pages = 0;
-        for run in runs.iter().filter(|run| run.present) {
-            pages += run.pages;
-            output.pages(store, (run.page..run.page + run.pages).map(|page| tree.get(page)))?;
+            Ok(processes)
         }
-        output.finish(pages * PAGE_SIZE as u64)?;
-        std::fs::write(&path, image).map_err(io(format!("write {}", path.display())))?;
-    }
-    Ok(())
-}
-
-/// What CRIU can't deliver on demand: locked and huge mappings, and the pages on which threads have their stacks.
-fn never_lazy(directory: &Path, process: &PstreeEntry) -> Result<RangeSet, RestoreError> {
-    let mut ranges = RangeSet::new();
-    let mm: MmEntry = read_first(&directory.join(format!("mm-{}.img", process.pid)), ImageKind::Mm)?;
-    let unfit = (libc::MAP_LOCKED | libc::MAP_HUGETLB) as u32;
-    for vma in mm.vmas.iter().filter(|vma| vma.flags & unfit != 0 && vma.start < vma.end) {
-        ranges.insert(vma.start..vma.end);
-    }
-    for thread in &process.threads {
-        let core: CoreEntry = read_first(&directory.join(format!("core-{thread}.img")), ImageKind::Core)?;
-        if let Some(info) = core.thread_info {
-            let page = info.gpregs.sp / PAGE_SIZE as u64;
-            ranges.insert(page * PAGE_SIZE as u64..(page + 1) * PAGE_SIZE as u64);
+        Err(error) => {
+            let error = match files.undo() {
+                Ok(()) => error,
+                Err(undo) => undo.during(format!("{error}; then the change back failed:")),
+            };
+            Err(RestoreFailure { stage: Stage::Processes, error })
         }
     }
-    Ok(ranges)
 }
 
-/// A file that is written page by page; pages of zeros become holes.
-struct PageFile {
-    path: PathBuf,
-    file: BufWriter<File>,
+/// A restored tree that runs. Dropped before its memory is complete, the tree is killed.
+#[must_use = "dropped before its memory is complete, the tree is killed"]
+pub struct RunningTree<'a> {
+    restored: Restored,
+    // The delivery is dropped first: CRIU uses the images.
+    delivery: Option<LazyRestore<'a>>,
+    _images: ScratchDirectory,
 }
 
-fn create(path: &Path) -> Result<PageFile, RestoreError> {
-    let file = OpenOptions::new()
-        .write(true)
-        .create_new(true)
-        .mode(0o600)
-        .open(path)
-        .map_err(io(format!("create {}", path.display())))?;
-    Ok(PageFile { path: path.into(), file: BufWriter::with_capacity(BATCH_PAGES * PAGE_SIZE, file) })
-}
-
-impl PageFile {
-    fn pages(&mut self, store: &dyn Store, ids: impl Iterator<Item = ContentId>) -> Result<(), RestoreError> {
-        let mut page = [0; PAGE_SIZE];
-        let mut hole = 0;
-        for id in ids {
-            if id.is_zero() {
-                hole += PAGE_SIZE as i64;
-                continue;
-            }
-            if hole > 0 {
-                self.file.seek_relative(hole).map_err(io(format!("write {}", self.path.display())))?;
-                hole = 0;
-            }
-            store.get_page(id, &mut page)?;
-            self.file.write_all(&page).map_err(io(format!("write {}", self.path.display())))?;
-        }
-        if hole > 0 {
-            self.file.seek_relative(hole).map_err(io(format!("write {}", self.path.display())))?;
-        }
-        Ok(())
+impl RunningTree<'_> {
+    /// The processes.
+    pub fn restored(&self) -> &Restored {
+        &self.restored
     }
 
-    fn finish(mut self, size: u64) -> Result<(), RestoreError> {
-        let result = self.file.flush().and_then(|()| self.file.get_ref().set_len(size));
-        result.map_err(io(format!("write {}", self.path.display())))
+    /// Delivers the memory that is not there yet. Afterwards the processes need nothing more.
+    ///
+    /// # Errors
+    /// A page could not be read, or CRIU failed. The processes are killed.
+    pub fn complete(self, events: &mut dyn FnMut(RestoreEvent<'_>)) -> Result<Restored, RestoreFailure> {
+        if let Some(delivery) = self.delivery {
+            let total_pages = delivery.total_pages();
+            delivery
+                .deliver(&mut |done_pages| events(RestoreEvent::Delivering { done_pages, total_pages }))
+                .map_err(RestoreFailure::at(Stage::Deliver))?;
+        }
+        Ok(self.restored)
     }
 }

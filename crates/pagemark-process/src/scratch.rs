@@ -1,18 +1,20 @@
-//! Directories for CRIU's images, which hold a process's secrets and go when they are no longer needed, whoever is killed.
+//! Directories for CRIU's images. They hold secrets of processes, so each is removed after use,
+//! even if its user is killed.
 //!
-//! Who uses such a directory holds a shared lock on it: this process by [`ScratchDirectory`], and CRIU by a descriptor that
-//! it inherits (`hold`). The kernel gives back the lock of a process that is killed, so a directory that can be locked
-//! exclusively is left over, and [`sweep`] removes it.
+//! Each user of such a directory holds a shared lock on it: this process by [`ScratchDirectory`],
+//! and CRIU by a descriptor that it inherits (`hold`). The kernel releases the lock of a process
+//! that is killed, so a directory that can be locked exclusively is left over, and [`sweep`]
+//! removes it.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
-/// What the directories' names begin with.
+/// Prefix of the directories' names.
 const PREFIX: &str = "pagemark-state-";
 
-/// A directory, its owner's alone, that is removed on drop.
+/// A directory that only its owner can read, removed on drop.
 #[derive(Debug)]
 pub struct ScratchDirectory {
     directory: tempfile::TempDir,
@@ -20,17 +22,17 @@ pub struct ScratchDirectory {
 }
 
 impl ScratchDirectory {
-    /// Makes one in `parent`.
+    /// Creates a directory in `parent`.
     ///
     /// # Errors
-    /// It could not be made.
+    /// The directory cannot be created or locked.
     pub fn new_in(parent: &Path) -> io::Result<ScratchDirectory> {
         loop {
             let private = fs::Permissions::from_mode(0o700);
             let directory = tempfile::Builder::new().prefix(PREFIX).permissions(private).tempdir_in(parent)?;
             match hold(directory.path()) {
                 Ok(held) if held.metadata()?.nlink() > 0 => return Ok(ScratchDirectory { directory, _held: held }),
-                // Somebody's sweep found it between the two steps.
+                // A sweep of another process removed it between creation and lock.
                 Ok(_) => {}
                 Err(error) if error.kind() == io::ErrorKind::NotFound => {}
                 Err(error) => return Err(error),
@@ -38,27 +40,28 @@ impl ScratchDirectory {
         }
     }
 
-    /// Where it is.
+    /// Its path.
     pub fn path(&self) -> &Path {
         self.directory.path()
     }
 }
 
-/// Where the directories lie: in memory, because they are written while a tree is frozen.
+/// The parent of the directories: in memory, because they are written while a tree is frozen.
 pub(crate) fn parent() -> PathBuf {
     let memory = PathBuf::from("/dev/shm");
     if memory.is_dir() { memory } else { std::env::temp_dir() }
 }
 
-/// Keeps a directory from being swept, until the descriptor and all its copies in other processes are closed.
+/// Protects a directory from [`sweep`] until the descriptor and all its copies in other processes
+/// are closed.
 pub(crate) fn hold(directory: &Path) -> io::Result<File> {
     let held = open(directory)?;
     held.lock_shared()?;
     Ok(held)
 }
 
-/// Removes the directories of this user in `parent` that nobody holds any more: those of processes that were killed.
-/// Returns how many.
+/// Removes the directories of this user in `parent` that no process holds any more, because their
+/// users were killed. Returns the number of removed directories.
 pub fn sweep(parent: &Path) -> usize {
     // SAFETY: the call has no arguments and can't fail.
     let user = unsafe { libc::geteuid() };
@@ -68,13 +71,13 @@ pub fn sweep(parent: &Path) -> usize {
         .filter(|entry| {
             let Ok(directory) = open(&entry.path()) else { return false };
             let is_ours = directory.metadata().is_ok_and(|metadata| metadata.uid() == user);
-            // What can't be removed now is found again by the next sweep.
+            // The next sweep tries again.
             is_ours && directory.try_lock().is_ok() && fs::remove_dir_all(entry.path()).is_ok()
         })
         .count()
 }
 
-/// Opens a directory; no link to one.
+/// Opens a directory, but not through a symbolic link.
 fn open(directory: &Path) -> io::Result<File> {
     OpenOptions::new().read(true).custom_flags(libc::O_DIRECTORY | libc::O_NOFOLLOW).open(directory)
 }
@@ -84,7 +87,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_what_nobody_holds_is_swept() {
+    fn only_directories_without_holders_are_swept() {
         let parent = tempfile::tempdir().unwrap();
         let used = ScratchDirectory::new_in(parent.path()).unwrap();
         let left = parent.path().join("pagemark-state-left");
@@ -92,13 +95,13 @@ mod tests {
         fs::write(left.join("pages-1.img"), "secret").unwrap();
         let other = parent.path().join("others");
         fs::create_dir(&other).unwrap();
-        // A link to a directory is not what it leads to.
+        // The directory that a link leads to stays.
         std::os::unix::fs::symlink(&other, parent.path().join("pagemark-state-link")).unwrap();
 
         assert_eq!(sweep(parent.path()), 1);
         assert!(!left.exists() && other.exists() && used.path().exists());
 
-        // Another process still writes into it.
+        // As if another process still wrote into it.
         let path = used.path().to_owned();
         let writer = hold(&path).unwrap();
         std::mem::forget(used.directory);
@@ -110,7 +113,7 @@ mod tests {
     }
 
     #[test]
-    fn it_goes_when_it_is_dropped() {
+    fn a_directory_is_removed_on_drop() {
         let parent = tempfile::tempdir().unwrap();
         let directory = ScratchDirectory::new_in(parent.path()).unwrap();
         let path = directory.path().to_owned();

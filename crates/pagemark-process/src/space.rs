@@ -1,134 +1,116 @@
 //! The memory of one process, tracked and read from outside.
 
-use std::fs::OpenOptions;
 use std::io;
-use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use pagemark::repository::MappingException;
 use pagemark::sys::memory::Memory;
 use pagemark::sys::pagemap::Pagemap;
+use pagemark::sys::proc::{self, Mapping, MappingKind, Stat, Status, maps};
 use pagemark::sys::userfaultfd::Userfaultfd;
-use pagemark::tracker::Pages;
-use pagemark::tracker::adaptive::Adaptive;
-use pagemark::tracker::compare::Compare;
-use pagemark::tracker::full::Full;
-use pagemark::tracker::ldt::Ldt;
-use pagemark::tracker::pagemap_scan::{PagemapScan, Registration};
-use pagemark::tracker::soft_dirty::SoftDirty;
-use pagemark::{Mechanism, Range, RangeSet, TrackError, Tracker};
+use pagemark::track::full::Full;
+use pagemark::track::registration::{Registration, RegistrationError};
+use pagemark::track::{MemoryPart, ProcessMemory};
+use pagemark::{AddressRangeExt, ByteCount, Mechanism, Range, RangeSet, Tracker};
 
-use crate::attach::{self, AttachError};
-use crate::freezer::{self, FreezeError};
-use crate::inject::{self, InjectError};
-use crate::mappings::{self, Mapping, MappingKind};
-use crate::proc::{self, Stat, Status};
+use crate::attach;
+use crate::error::{Error, ErrorKind, Object, Result};
+use crate::freezer;
+use crate::inject;
 
-/// The memory of a process could not be tracked or read.
-#[derive(Debug, thiserror::Error)]
-pub enum SpaceError {
-    /// The process has exited, or executed another program: then it can be attached to anew.
-    #[error("process {pid} has exited or executed another program")]
-    Gone {
-        /// The process id.
-        pid: i32,
-    },
-    /// The tracker failed.
-    #[error("process {pid}: {source}")]
-    Track {
-        /// The process id.
-        pid: i32,
-        /// Why.
-        source: TrackError,
-    },
-    /// The process could not be stopped, as `soft-dirty` needs it.
-    #[error(transparent)]
-    Freeze(#[from] FreezeError),
-    /// A system call failed.
-    #[error("process {pid}: {operation}: {source}")]
-    System {
-        /// The process id.
-        pid: i32,
-        /// The call, and on what.
-        operation: &'static str,
-        /// Why it failed.
-        source: io::Error,
-    },
-}
+mod untracked;
 
-/// The memory of one process. When this is dropped, or the process that holds it dies, nothing stays behind in the tracked one.
+use untracked::Untracked;
+
+/// The memory of one process. When this is dropped, or the process that holds it dies, nothing
+/// stays behind in the tracked one.
 ///
-/// It belongs to the memory, not to the process id: once the process has exited or executed another program, every call fails with
-/// [`SpaceError::Gone`], whatever has the process id then.
+/// It belongs to the memory, not to the process id: once the process has exited or executed another
+/// program, every call fails with [`ErrorKind::Gone`], whatever has the process id then.
 pub struct AddressSpace {
     pid: i32,
-    /// One that runs, by which the memory is reached.
+    /// A running thread, by which the memory is reached.
     thread: i32,
     start_ticks: u64,
     mechanism: Mechanism,
     pagemap: Arc<Pagemap>,
     memory: Arc<Memory>,
-    /// Private memory, in parts of different kinds, since their pages are to be told apart from a file's or not.
+    /// Private memory, in parts of different kinds: in some, pages must be distinguished from those
+    /// of a file.
     parts: Vec<Part>,
     /// Shared mappings of files.
     shared: Box<dyn Tracker>,
     mappings: Vec<Mapping>,
     maps: Vec<u8>,
     /// For mechanisms that register mappings.
-    registration: Arc<Registration>,
+    registration: Option<Arc<Registration>>,
+    untracked: Untracked,
+    /// True if the process must be stopped during each collect.
+    needs_stop: bool,
     stopped_time: Duration,
 }
 
-/// Pages in new mappings for which it pays to stop the process shortly, so that they are tracked and need not be copied in
-/// every round and once more while it is frozen.
+/// Pages in new mappings for which it pays to stop the process shortly, so that they are tracked
+/// and need not be copied in every round and once more while it is frozen.
 const MANY_PAGES: u64 = 1024;
 
 /// How much is read before it is asked again whether some of the memory is swapped out.
-const SWAPPED_UNNOTICED_BYTES: u64 = 4 << 20;
+const SWAPPED_UNNOTICED: ByteCount = ByteCount::new(4 << 20);
 
 /// Tries to attach to a process that becomes another one meanwhile, and the time between them.
-const MOST_TRIES: u32 = 50;
+const MAX_TRIES: u32 = 50;
 const TRY_AGAIN: Duration = Duration::from_millis(1);
 
+/// A part of private memory.
 struct Part {
-    kinds: &'static [MappingKind],
+    part: MemoryPart,
+    /// True for the mappings that cannot be registered, false for the others.
+    is_unregistrable: bool,
     tracker: Box<dyn Tracker>,
 }
 
-const ANONYMOUS: &[MappingKind] = &[MappingKind::Anonymous];
-const PRIVATE_FILE: &[MappingKind] = &[MappingKind::PrivateFile];
-const PRIVATE: &[MappingKind] = &[MappingKind::Anonymous, MappingKind::PrivateFile];
+impl Part {
+    fn has(&self, mapping: &Mapping) -> bool {
+        match self.part {
+            MemoryPart::Private => mapping.is_private(),
+            MemoryPart::Anonymous => mapping.kind == MappingKind::Anonymous,
+            MemoryPart::PrivateFile => mapping.kind == MappingKind::PrivateFile,
+            MemoryPart::SharedFile => mapping.writes_file(),
+        }
+    }
 
-impl SpaceError {
-    /// True if the process has exited or executed another program.
-    pub fn is_gone(&self) -> bool {
-        matches!(self, SpaceError::Gone { .. })
+    /// The addresses of its mappings.
+    fn ranges(&self, mappings: &[Mapping], untracked: &Untracked) -> RangeSet {
+        let all = ranges(mappings, |mapping| self.has(mapping));
+        if self.is_unregistrable { all.intersection(untracked.unregistrable()) } else { untracked.without(all) }
     }
 }
 
 impl AddressSpace {
-    /// Attaches to a process that runs. For `pagemap-scan` and `adaptive` it is stopped for a fraction of a millisecond.
+    /// Attaches to a process that runs. For `pagemap-scan` and `adaptive` it is stopped for a
+    /// fraction of a millisecond.
     ///
     /// # Errors
-    /// [`AttachError`]; the process is as it was.
-    pub fn attach(pid: i32, mechanism: Mechanism) -> Result<AddressSpace, AttachError> {
-        for _ in 0..MOST_TRIES {
+    /// An error whose kind says why not; the process is unchanged.
+    pub fn attach(pid: i32, mechanism: Mechanism) -> Result<AddressSpace> {
+        for _ in 0..MAX_TRIES {
             let thread = proc::live_thread(pid);
             let memory = thread.and_then(|thread| open_pagemap(pid, thread).ok());
             let error = match Self::attach_once(pid, mechanism) {
                 Ok(space) => return Ok(space),
                 Err(error) => error,
             };
-            // That its main thread exits in the midst of it, while others run, or that it executes another program, is no reason to fail.
+            // That its main thread exits in the midst of it, while others run, or that it executes another
+            // program, is no reason to fail.
             let now = proc::live_thread(pid);
             let is_other_memory = memory.is_some_and(|memory| matches!(memory.is_alive(), Ok(false)));
             if thread.is_some() && now.is_none() {
                 // Whatever failed, this is why.
-                return Err(AttachError::NoSuchProcess { pid });
+                return Err(Error::no_process(pid));
             }
             // In the midst of that it has no code yet.
-            let is_midway =
-                error.is_gone() || matches!(&error, AttachError::Inject { source: InjectError::NoInstruction, .. });
+            let is_midway = error.is_gone() || error.kind() == ErrorKind::NoInstruction;
             if now.is_none() || now == thread && !is_other_memory && !is_midway {
                 return Err(error);
             }
@@ -137,64 +119,52 @@ impl AddressSpace {
         Self::attach_once(pid, mechanism)
     }
 
-    fn attach_once(pid: i32, mechanism: Mechanism) -> Result<AddressSpace, AttachError> {
+    fn attach_once(pid: i32, mechanism: Mechanism) -> Result<AddressSpace> {
         attach::check(pid)?;
-        let scans = matches!(mechanism, Mechanism::PagemapScan | Mechanism::Adaptive);
-        if scans {
+        let tracking = mechanism.process_tracking().map_err(|source| cannot_track(pid, source))?;
+        if tracking.needs_userfaultfd {
             attach::check_untraced(pid)?;
             attach::check_userfaultfd(pid)?;
         }
         // Under the number of a main thread that has exited before its process the memory is hidden.
-        let thread = proc::live_thread(pid).ok_or(AttachError::NoSuchProcess { pid })?;
+        let thread = proc::live_thread(pid).ok_or_else(|| Error::no_process(pid))?;
         let pagemap = Arc::new(open_pagemap(pid, thread)?);
-        let memory = Memory::open(thread).map_err(|error| AttachError::system(pid, "opening its memory", error))?;
+        let memory = Memory::open(thread).map_err(attach::failed("open the memory of", pid))?;
         let memory = Arc::new(memory);
-        let start_ticks =
-            Stat::read(pid).map_err(|error| AttachError::system(pid, "reading its state", error))?.start_ticks;
-        let mappings =
-            mappings::read(thread).map_err(|error| AttachError::system(pid, "reading its mappings", error))?;
-        let registration = Arc::new(Registration::default());
-        let (parts, shared) = if scans {
-            let userfaultfd = Arc::new(take_userfaultfd(pid, mechanism)?);
-            freezer::while_stopped(pid, || {
-                let mappings = mappings::read(thread);
-                let mappings = mappings.map_err(|error| AttachError::system(pid, "reading its mappings", error))?;
-                register(pid, &userfaultfd, &mappings)
+        let start_ticks = Stat::read(pid).map_err(attach::failed("read the state of", pid))?.start_ticks;
+        let mut untracked = Untracked::default();
+        let userfaultfd =
+            if tracking.needs_userfaultfd { Some(Arc::new(take_userfaultfd(pid, mechanism)?)) } else { None };
+        let registration = userfaultfd.clone().map(|userfaultfd| Registration::new(userfaultfd, pagemap.clone()));
+        let registration = registration.map(Arc::new);
+        let read_mappings = || maps::read(thread).map_err(attach::failed("read the mappings of", pid));
+        let mappings = match &registration {
+            Some(registration) => freezer::while_stopped(pid, || {
+                let mappings = read_mappings()?;
+                register(pid, thread, registration, &mappings, &mut untracked).map(|()| mappings)
             })
-            .map_err(|source| AttachError::Stop { pid, source })??;
-            let scan =
-                |pages| PagemapScan::new(pagemap.clone(), userfaultfd.clone(), pages).registering(registration.clone());
-            let anonymous = scan(Pages::All);
-            let anonymous: Box<dyn Tracker> = match mechanism {
-                Mechanism::Adaptive => Box::new(Adaptive::new(anonymous)),
-                _ => Box::new(anonymous),
-            };
-            let parts = vec![
-                Part { kinds: ANONYMOUS, tracker: anonymous },
-                Part { kinds: PRIVATE_FILE, tracker: Box::new(scan(Pages::NotOfFile)) },
-            ];
-            (parts, Box::new(scan(Pages::All)) as Box<dyn Tracker>)
-        } else if mechanism == Mechanism::Ldt {
-            let ldt = |pages| Ldt::new(pagemap.clone(), pages).map_err(|source| AttachError::Track { pid, source });
-            let parts = vec![
-                Part { kinds: ANONYMOUS, tracker: Box::new(ldt(Pages::All)?) },
-                Part { kinds: PRIVATE_FILE, tracker: Box::new(ldt(Pages::NotOfFile)?) },
-            ];
-            (parts, Box::new(ldt(Pages::All)?) as Box<dyn Tracker>)
-        } else {
-            let tracker: Box<dyn Tracker> = match mechanism {
-                Mechanism::Compare => Box::new(Compare::new(pagemap.clone(), memory.clone(), Pages::NotOfFile)),
-                Mechanism::SoftDirty => Box::new(soft_dirty(pid, thread, pagemap.clone())?),
-                Mechanism::Full => Box::new(Full::new(pagemap.clone(), Pages::NotOfFile)),
-                mechanism => {
-                    let reason = "it tracks only a program's own memory, as a region".to_owned();
-                    return Err(AttachError::Track { pid, source: TrackError::Unavailable { mechanism, reason } });
-                }
-            };
-            // Files tell by their own times whether they were written, which with these mechanisms must do.
-            let shared = Box::new(Full::new(pagemap.clone(), Pages::All));
-            (vec![Part { kinds: PRIVATE, tracker }], shared as Box<dyn Tracker>)
+            .map_err(|error| error.within("cannot track", Object::Process(pid)))??,
+            None => read_mappings()?,
         };
+        let process = ProcessMemory {
+            thread,
+            pagemap: pagemap.clone(),
+            memory: memory.clone(),
+            userfaultfd,
+            registration: registration.clone(),
+        };
+        let tracker = |part| (tracking.tracker)(&process, part).map_err(|error| not_tracked(pid, error));
+        let parts = tracking
+            .private_parts
+            .iter()
+            .map(|&part| Ok(Part { part, is_unregistrable: false, tracker: tracker(part)? }));
+        let mut parts = parts.collect::<Result<Vec<_>>>()?;
+        parts.push(Part {
+            part: MemoryPart::Private,
+            is_unregistrable: true,
+            tracker: Box::new(Full::new(pagemap.clone(), MemoryPart::Private.pages())),
+        });
+        let shared = tracker(MemoryPart::SharedFile)?;
         let space = AddressSpace {
             pid,
             thread,
@@ -207,12 +177,14 @@ impl AddressSpace {
             mappings,
             maps: Vec::new(),
             registration,
+            untracked,
+            needs_stop: tracking.needs_stop,
             stopped_time: Duration::ZERO,
         };
         match space.pagemap.is_alive() {
             Ok(true) => Ok(space),
-            Ok(false) => Err(AttachError::NoSuchProcess { pid }),
-            Err(error) => Err(AttachError::system(pid, "reading its pagemap", error)),
+            Ok(false) => Err(Error::no_process(pid)),
+            Err(error) => Err(attach::failed("read the pagemap of", pid)(error)),
         }
     }
 
@@ -236,29 +208,34 @@ impl AddressSpace {
         &self.mappings
     }
 
+    /// How the mapping is treated if it cannot be tracked as others.
+    pub fn exception(&self, mapping: &Mapping) -> Option<MappingException> {
+        self.untracked.exception(mapping)
+    }
+
     /// False once the process has exited or executed another program.
     ///
     /// # Errors
-    /// [`SpaceError::System`].
-    pub fn is_alive(&self) -> Result<bool, SpaceError> {
-        self.pagemap.is_alive().map_err(|source| self.system("reading its pagemap", source))
+    /// [`ErrorKind::System`].
+    pub fn is_alive(&self) -> Result<bool> {
+        self.pagemap.is_alive().map_err(|source| self.system("read the pagemap of", source))
     }
 
     /// Reads the mappings anew.
     ///
     /// # Errors
-    /// [`SpaceError`].
-    pub fn refresh_mappings(&mut self) -> Result<&[Mapping], SpaceError> {
-        let mut mappings = mappings::read_into(self.thread, &mut self.maps);
+    /// [`ErrorKind::Gone`] and others.
+    pub fn refresh_mappings(&mut self) -> Result<&[Mapping]> {
+        let mut mappings = maps::read_into(self.thread, &mut self.maps);
         if !mappings.as_ref().is_ok_and(|mappings| !mappings.is_empty()) {
             // The thread may have exited before its process.
-            self.thread = proc::live_thread(self.pid).ok_or(SpaceError::Gone { pid: self.pid })?;
+            self.thread = proc::live_thread(self.pid).ok_or_else(|| Error::gone(self.pid))?;
             self.memory.reach_through(self.thread);
-            mappings = mappings::read_into(self.thread, &mut self.maps);
+            mappings = maps::read_into(self.thread, &mut self.maps);
         }
         // First whether these were still its mappings.
         self.check_alive()?;
-        self.mappings = mappings.map_err(|source| self.system("reading its mappings", source))?;
+        self.mappings = mappings.map_err(|source| self.system("read the mappings of", source))?;
         Ok(&self.mappings)
     }
 
@@ -269,18 +246,19 @@ impl AddressSpace {
         }
     }
 
-    /// Adds to `dirty` what was written since the last call in private memory, the first time all of it that holds data, and
-    /// what stopped holding data; and what was written, or may have been, through writable shared mappings of files. The
-    /// mappings are read anew first.
+    /// Adds to `dirty` what was written since the last call in private memory, the first time all
+    /// of it that holds data, and what stopped holding data; and what was written, or may have
+    /// been, through writable shared mappings of files. The mappings are read anew first.
     ///
-    /// The process is stopped for a fraction of a millisecond if there is much in new mappings, which can be registered
-    /// only then.
+    /// The process is stopped for a fraction of a millisecond if there is much in new mappings,
+    /// which can be registered only then.
     ///
     /// # Errors
-    /// [`SpaceError`]; nothing is lost.
-    pub fn collect(&mut self, dirty: &mut RangeSet) -> Result<(), SpaceError> {
+    /// [`ErrorKind::Gone`] and others; nothing is lost.
+    pub fn collect(&mut self, dirty: &mut RangeSet) -> Result<()> {
         self.collect_unstopped(dirty)?;
-        if self.registration.take_left_pages() < MANY_PAGES {
+        let left_pages = self.registration.as_ref().map_or(0, |registration| registration.take_left_pages());
+        if left_pages < MANY_PAGES {
             return Ok(());
         }
         let begin = Instant::now();
@@ -292,35 +270,42 @@ impl AddressSpace {
     /// As [`AddressSpace::collect`], of the writable shared mappings of files alone.
     ///
     /// # Errors
-    /// [`SpaceError`]; nothing is lost.
-    pub fn collect_shared(&mut self, dirty: &mut RangeSet) -> Result<(), SpaceError> {
+    /// [`ErrorKind::Gone`] and others; nothing is lost.
+    pub fn collect_shared(&mut self, dirty: &mut RangeSet) -> Result<()> {
         self.refresh_mappings()?;
-        let shared = ranges(&self.mappings, Mapping::writes_file);
-        self.shared.collect(&shared, dirty).map_err(|source| track(self.pid, source))
+        self.collect_shared_refreshed(dirty)
     }
 
-    /// As [`AddressSpace::collect`], for a process that something else may be about to stop.
+    /// As [`AddressSpace::collect`], for a process that something else may be about to stop. Memory
+    /// in mappings that are not registered yet is left to the next collect in a stop.
     ///
     /// # Errors
-    /// [`SpaceError`]; nothing is lost.
-    pub fn collect_unstopped(&mut self, dirty: &mut RangeSet) -> Result<(), SpaceError> {
+    /// [`ErrorKind::Gone`] and others; nothing is lost.
+    pub fn collect_unstopped(&mut self, dirty: &mut RangeSet) -> Result<()> {
         self.refresh_mappings()?;
-        self.look_for_swapped();
-        if self.mechanism == Mechanism::SoftDirty {
-            return self.collect_stopped(dirty);
+        self.collect_refreshed(dirty, false)
+    }
+
+    /// As [`AddressSpace::collect`], for a process that is frozen.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Gone`] and others; nothing is lost.
+    pub fn collect_frozen(&mut self, dirty: &mut RangeSet) -> Result<()> {
+        self.refresh_mappings()?;
+        if let Some(registration) = &self.registration {
+            register(self.pid, self.thread, registration, &self.mappings, &mut self.untracked)?;
         }
-        self.collect_parts(dirty)
+        self.collect_refreshed(dirty, true)
     }
 
-    /// As [`AddressSpace::collect`], for a process that stands still.
-    ///
-    /// # Errors
-    /// [`SpaceError`]; nothing is lost.
-    pub fn collect_frozen(&mut self, dirty: &mut RangeSet) -> Result<(), SpaceError> {
-        self.registration.set_stands_still(true);
-        let collected = self.collect_unstopped(dirty);
-        self.registration.set_stands_still(false);
-        collected
+    /// Collects from the mappings that were just read.
+    fn collect_refreshed(&mut self, dirty: &mut RangeSet, is_frozen: bool) -> Result<()> {
+        if self.registration.is_none() {
+            let found = self.untracked.find_droppable(self.thread, &self.mappings, is_frozen);
+            found.map_err(|source| self.system("read the mappings of", source))?;
+        }
+        self.look_for_swapped();
+        if self.needs_stop { self.collect_stopped(dirty) } else { self.collect_parts(dirty) }
     }
 
     /// For how long [`AddressSpace::collect`] has stopped the process since the last call.
@@ -328,36 +313,46 @@ impl AddressSpace {
         std::mem::take(&mut self.stopped_time)
     }
 
-    fn collect_parts(&mut self, dirty: &mut RangeSet) -> Result<(), SpaceError> {
-        let shared = ranges(&self.mappings, Mapping::writes_file);
+    fn collect_shared_refreshed(&mut self, dirty: &mut RangeSet) -> Result<()> {
+        let shared = self.untracked.without(ranges(&self.mappings, Mapping::writes_file));
         self.shared.collect(&shared, dirty).map_err(|source| track(self.pid, source))?;
+        // All of a file that is mapped in a way that cannot be registered counts as written.
+        let unregistrable = ranges(&self.mappings, Mapping::writes_file).intersection(self.untracked.unregistrable());
+        dirty.extend(&unregistrable);
+        Ok(())
+    }
+
+    fn collect_parts(&mut self, dirty: &mut RangeSet) -> Result<()> {
+        self.collect_shared_refreshed(dirty)?;
         for part in &mut self.parts {
-            let ranges: RangeSet = ranges(&self.mappings, |mapping| part.kinds.contains(&mapping.kind));
+            let ranges = part.ranges(&self.mappings, &self.untracked);
             part.tracker.collect(&ranges, dirty).map_err(|source| track(self.pid, source))?;
         }
         Ok(())
     }
 
-    /// For a mechanism that does not bear writes while it collects. If the process is traced, it is stopped already: only whoever has
-    /// frozen it calls this then.
-    fn collect_stopped(&mut self, dirty: &mut RangeSet) -> Result<(), SpaceError> {
-        let status = Status::read(self.thread).map_err(|_| SpaceError::Gone { pid: self.pid })?;
+    /// For a mechanism that does not bear writes while it collects. If the process is traced, it is
+    /// stopped already: only whoever has frozen it calls this then.
+    fn collect_stopped(&mut self, dirty: &mut RangeSet) -> Result<()> {
+        let status = Status::read(self.thread).map_err(|_| Error::gone(self.pid))?;
         if status.tracer_pid != 0 {
             return self.collect_parts(dirty);
         }
         freezer::while_stopped(self.pid, || self.collect_parts(dirty))?
     }
 
-    /// Says that a long interval begins, as [`Tracker::relax`] does.
+    /// Declares that a long interval begins, as [`Tracker::begin_interval`] does.
     ///
     /// # Errors
-    /// [`SpaceError`].
-    pub fn relax(&mut self) -> Result<(), SpaceError> {
-        self.parts.iter_mut().try_for_each(|part| part.tracker.relax()).map_err(|source| track(self.pid, source))
+    /// [`ErrorKind::Gone`] and others.
+    pub fn begin_interval(&mut self) -> Result<()> {
+        let begun = self.parts.iter_mut().try_for_each(|part| part.tracker.begin_interval());
+        begun.map_err(|source| track(self.pid, source))
     }
 
-    /// The pages of private memory that held data at the last [`AddressSpace::collect`]: of anonymous memory all that are
-    /// populated, of private mappings of files those that were modified.
+    /// The pages of private memory that held data at the last [`AddressSpace::collect`]: of
+    /// anonymous memory all that are populated, of private mappings of files those that were
+    /// modified.
     pub fn populated(&self) -> RangeSet {
         let mut populated = RangeSet::new();
         for part in &self.parts {
@@ -368,30 +363,30 @@ impl AddressSpace {
         populated
     }
 
-    /// Reads `ranges`, made of pages, one after the other into `buffer`, whose length is their sum. Returns the pages that are
-    /// not there; the buffer's content for them is unspecified. Pages of private memory that held no data at the last collect
-    /// count as not there without being touched, since reading would populate them. What is swapped out is so again afterwards,
-    /// as far as this process may decide it (it needs CAP_SYS_NICE).
+    /// Reads `ranges`, made of pages, one after the other into `buffer`, whose length is their sum.
+    /// Returns the pages that are not there; the buffer's content for them is unspecified.
+    /// Pages of private memory that held no data at the last collect count as not there without
+    /// being touched, since reading would populate them. What is swapped out is so again
+    /// afterwards, as far as this process may decide it (it needs CAP_SYS_NICE).
     ///
     /// # Errors
-    /// [`SpaceError`].
-    pub fn read(&self, ranges: &[Range], buffer: &mut [u8]) -> Result<RangeSet, SpaceError> {
+    /// [`ErrorKind::Gone`] and others.
+    pub fn read(&self, ranges: &[Range], buffer: &mut [u8]) -> Result<RangeSet> {
         let missing = self.read_in_parts(ranges, buffer);
         self.check_alive()?;
-        missing.map_err(|source| self.system("reading its memory", source))
+        missing.map_err(|source| self.system("read the memory of", source))
     }
 
     fn read_in_parts(&self, ranges: &[Range], buffer: &mut [u8]) -> io::Result<RangeSet> {
         let all_hold_data = self.without_data(ranges).is_empty();
         let mut missing = RangeSet::new();
         let mut rest = buffer;
-        for (number, part) in pagemark::ranges::split(ranges.iter().cloned(), SWAPPED_UNNOTICED_BYTES).enumerate() {
+        for (number, part) in pagemark::ranges::split(ranges.iter().cloned(), SWAPPED_UNNOTICED).enumerate() {
             // For the first this has been done when it was collected.
             if number > 0 {
                 self.look_for_swapped();
             }
-            let part_bytes: u64 = part.iter().map(|range| range.end - range.start).sum();
-            let mine = take(&mut rest, part_bytes)?;
+            let mine = take(&mut rest, part.iter().map(AddressRangeExt::byte_count).sum())?;
             missing.extend(&if all_hold_data {
                 self.memory.read(&part, mine)?
             } else {
@@ -408,8 +403,7 @@ impl AddressSpace {
         for part in &self.parts {
             let Some(populated) = part.tracker.populated() else { continue };
             // Only what lies in mappings of this part: of the others it knows nothing.
-            let mine = ranges(&self.mappings, |mapping| part.kinds.contains(&mapping.kind));
-            let mut without = wanted.intersection(&mine);
+            let mut without = wanted.intersection(&part.ranges(&self.mappings, &self.untracked));
             without.subtract(populated);
             empty.extend(&without);
         }
@@ -420,87 +414,109 @@ impl AddressSpace {
         let mut missing = empty.clone();
         let mut rest = buffer;
         for range in ranges {
-            let mine = take(&mut rest, range.end - range.start)?;
+            let mine = take(&mut rest, range.byte_count())?;
             let mut full = RangeSet::from(range.clone());
             full.subtract(empty);
             for piece in full.iter() {
-                let part = (piece.start - range.start) as usize..(piece.end - range.start) as usize;
+                let part = (piece.start - range.start).to_usize()..(piece.end - range.start).to_usize();
                 missing.extend(&self.memory.read(&[piece], &mut mine[part])?);
             }
         }
         Ok(missing)
     }
 
-    fn check_alive(&self) -> Result<(), SpaceError> {
-        if self.is_alive()? { Ok(()) } else { Err(SpaceError::Gone { pid: self.pid }) }
+    fn check_alive(&self) -> Result<()> {
+        if self.is_alive()? { Ok(()) } else { Err(Error::gone(self.pid)) }
     }
 
-    fn system(&self, operation: &'static str, source: io::Error) -> SpaceError {
-        match source.raw_os_error() {
-            Some(libc::ESRCH) => SpaceError::Gone { pid: self.pid },
-            _ if source.kind() == io::ErrorKind::NotFound => SpaceError::Gone { pid: self.pid },
-            _ => SpaceError::System { pid: self.pid, operation, source },
+    fn system(&self, operation: &'static str, source: io::Error) -> Error {
+        match source {
+            source if proc::is_gone(&source) => Error::gone(self.pid),
+            source => Error::system(operation, Object::Process(self.pid))(source),
         }
     }
 }
 
 /// Takes the first bytes off a buffer.
-fn take<'a>(buffer: &mut &'a mut [u8], bytes: u64) -> io::Result<&'a mut [u8]> {
-    buffer.split_off_mut(..bytes as usize).ok_or_else(|| io::ErrorKind::InvalidInput.into())
+fn take<'a>(buffer: &mut &'a mut [u8], bytes: ByteCount) -> io::Result<&'a mut [u8]> {
+    buffer.split_off_mut(..bytes.to_usize()).ok_or_else(|| io::ErrorKind::InvalidInput.into())
 }
 
 fn ranges(mappings: &[Mapping], wanted: impl Fn(&Mapping) -> bool) -> RangeSet {
     mappings.iter().filter(|mapping| wanted(mapping)).map(Mapping::range).collect()
 }
 
-fn track(pid: i32, source: TrackError) -> SpaceError {
-    match source {
-        TrackError::Gone => SpaceError::Gone { pid },
-        source => SpaceError::Track { pid, source },
+fn cannot_track(pid: i32, source: pagemark::Error) -> Error {
+    Error::of(ErrorKind::Track, "cannot track", Object::Process(pid), source)
+}
+
+fn track(pid: i32, source: pagemark::Error) -> Error {
+    match source.kind() {
+        pagemark::ErrorKind::Gone => Error::gone(pid),
+        _ => Error::of(ErrorKind::Track, "track", Object::Process(pid), source),
     }
 }
 
-fn open_pagemap(pid: i32, thread: i32) -> Result<Pagemap, AttachError> {
-    Pagemap::open(Path::new(&format!("/proc/{thread}/pagemap")))
-        .map_err(|error| AttachError::system(pid, "opening its pagemap", error))
+fn open_pagemap(pid: i32, thread: i32) -> Result<Pagemap> {
+    Pagemap::of_process(thread).map_err(attach::failed("open the pagemap of", pid))
 }
 
-fn take_userfaultfd(pid: i32, mechanism: Mechanism) -> Result<Userfaultfd, AttachError> {
-    let descriptor = inject::userfaultfd(pid).map_err(|error| AttachError::inject(pid, error))?;
-    Userfaultfd::from_new(descriptor).map_err(|error| AttachError::Track {
-        pid,
-        source: TrackError::Unavailable {
-            mechanism,
-            reason: format!("no asynchronous write-protection, which Linux 6.7 has ({error})"),
-        },
+fn take_userfaultfd(pid: i32, mechanism: Mechanism) -> Result<Userfaultfd> {
+    let descriptor = inject::userfaultfd(pid)?;
+    Userfaultfd::from_new(descriptor).map_err(|error| {
+        let reason = format!("no asynchronous write-protection, which Linux 6.7 has ({error})");
+        cannot_track(pid, pagemark::Error::unavailable(mechanism, reason))
     })
 }
 
-/// Registers anonymous memory ahead, to hear at once if another userfaultfd has some of it. A mapping that changes at this
-/// moment is left to the first collect.
-fn register(pid: i32, userfaultfd: &Userfaultfd, mappings: &[Mapping]) -> Result<(), AttachError> {
-    for range in Mapping::ranges(mappings, MappingKind::Anonymous).iter() {
-        if let Err(error) = userfaultfd.register(&range) {
-            match error.raw_os_error() {
-                Some(libc::EBUSY) => {
-                    let found = format!(
-                        "it watches {:x}-{:x}, for the process or for another pagemark",
-                        range.start, range.end
-                    );
-                    return Err(AttachError::uses_userfaultfd(pid, found));
-                }
-                Some(libc::ESRCH) => return Err(AttachError::NoSuchProcess { pid }),
-                _ => {}
-            }
+/// Registers the mappings of a stopped process, and finds out which of them cannot be registered.
+fn register(
+    pid: i32,
+    thread: i32,
+    registration: &Registration,
+    mappings: &[Mapping],
+    untracked: &mut Untracked,
+) -> Result<()> {
+    let tracked: Vec<Range> = mappings.iter().filter(|mapping| mapping.is_tracked()).map(Mapping::range).collect();
+    let refused = registration.register(&tracked).map_err(|error| match error {
+        RegistrationError::Taken(range) => {
+            let found =
+                format!("it watches {:x}-{:x}, for the process or for another pagemark", range.start, range.end);
+            attach::uses_userfaultfd(pid, &found)
         }
-    }
-    Ok(())
+        RegistrationError::Track(source) => track(pid, source),
+    })?;
+    let found = untracked.set_refused(thread, mappings, refused);
+    found.map_err(attach::failed("read the mappings of", pid))
 }
 
-fn soft_dirty(pid: i32, thread: i32, pagemap: Arc<Pagemap>) -> Result<SoftDirty, AttachError> {
-    let clear_refs = OpenOptions::new()
-        .write(true)
-        .open(format!("/proc/{thread}/clear_refs"))
-        .map_err(|error| AttachError::system(pid, "opening its clear_refs", error))?;
-    SoftDirty::new(pagemap, clear_refs, Pages::NotOfFile).map_err(|source| AttachError::Track { pid, source })
+fn not_tracked(pid: i32, error: pagemark::Error) -> Error {
+    let is_denied = error.io_error().is_some_and(|source| source.kind() == io::ErrorKind::PermissionDenied);
+    match error.kind() {
+        pagemark::ErrorKind::Gone => Error::no_process(pid),
+        pagemark::ErrorKind::System if is_denied => attach::not_permitted(pid),
+        _ => cannot_track(pid, error),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::{Command, Stdio};
+
+    use pagemark::track::{Scope, probe};
+
+    use super::*;
+
+    #[test]
+    fn the_tracker_that_was_measured_is_used() {
+        for probe in probe(Scope::Process) {
+            let Ok(cost) = probe.result else { continue };
+            let mut sleep = Command::new("sleep").arg("60").stdout(Stdio::null()).spawn().unwrap();
+            let space = AddressSpace::attach(sleep.id() as i32, probe.mechanism);
+            let used = space.map(|space| space.parts[0].tracker.type_name());
+            sleep.kill().unwrap();
+            sleep.wait().unwrap();
+            assert_eq!(used.unwrap(), cost.tracker, "{}", probe.mechanism);
+        }
+    }
 }

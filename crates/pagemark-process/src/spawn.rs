@@ -1,26 +1,43 @@
-//! Starts a program the way a shell would, but as the leader of a session of its own.
+//! Starts a program as a shell does, but as the leader of a session of its own.
 
 use std::ffi::OsString;
 use std::io;
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command};
 
-use nix::sys::signal::{SigSet, SigmaskHow, sigprocmask};
+use nix::sys::signal::{SigSet, SigmaskHow, Signal, sigprocmask};
 
-/// Starts `command` with this process's standard streams, environment and working directory, and with `signal_mask`
-/// as its mask of blocked signals.
+use crate::error::{Error, ErrorKind, Object, Result};
+
+/// The signals that users, terminals and schedulers send to end or to notify a program. SIGALRM and
+/// SIGCHLD, which CRIU uses itself, are not among them: a child inherits the mask of its parent.
+pub const FROM_OUTSIDE: [Signal; 7] = [
+    Signal::SIGHUP,
+    Signal::SIGINT,
+    Signal::SIGQUIT,
+    Signal::SIGTERM,
+    Signal::SIGUSR1,
+    Signal::SIGUSR2,
+    Signal::SIGWINCH,
+];
+
+/// Starts `command` with this process's standard streams, environment and working directory, and
+/// with `signal_mask` as its mask of blocked signals.
 ///
-/// The program leads a session of its own: its state can be saved and restored without the terminal's session
-/// that Pagemark belongs to. It has no controlling terminal, so whoever starts it passes the terminal's signals on.
+/// The program leads a session of its own, so its state can be saved and restored without the
+/// terminal's session that Pagemark belongs to. It has no controlling terminal, so the caller has
+/// to forward the terminal's signals.
 ///
 /// # Errors
-/// [`SpawnError`]; nothing was started then.
-pub fn spawn(command: &[OsString], signal_mask: SigSet) -> Result<Child, SpawnError> {
-    let (program, arguments) = command.split_first().ok_or(SpawnError::Empty)?;
+/// [`ErrorKind::NotFound`] and others; no program was started.
+pub fn spawn(command: &[OsString], signal_mask: SigSet) -> Result<Child> {
+    let (program, arguments) = command
+        .split_first()
+        .ok_or_else(|| Error::about(ErrorKind::System, Object::None, "there is no program to start"))?;
     let mut command = Command::new(program);
     command.args(arguments);
-    // SAFETY: between fork and exec this calls setsid and sigprocmask alone, which are async-signal-safe, and
-    // neither allocates nor takes a lock.
+    // SAFETY: between fork and exec this calls setsid and sigprocmask alone, which are
+    // async-signal-safe, and neither allocates nor takes a lock.
     unsafe {
         command.pre_exec(move || {
             nix::unistd::setsid()?;
@@ -28,42 +45,24 @@ pub fn spawn(command: &[OsString], signal_mask: SigSet) -> Result<Child, SpawnEr
             Ok(())
         });
     }
-    command.spawn().map_err(|source| SpawnError::Start { program: program.clone(), source })
+    command.spawn().map_err(|source| {
+        let is_missing = source.kind() == io::ErrorKind::NotFound;
+        let kind = if is_missing { ErrorKind::NotFound } else { ErrorKind::System };
+        Error::of(kind, "cannot start", Object::File(program.into()), source)
+    })
 }
 
-/// A program could not be started.
-#[derive(Debug, thiserror::Error)]
-pub enum SpawnError {
-    /// There is no program in the command.
-    #[error("there is no program to start")]
-    Empty,
-    /// The program is missing, is not executable, or the system lacks what a process needs.
-    #[error("cannot start {}: {source}", program.display())]
-    Start {
-        /// The program as it was named.
-        program: OsString,
-        /// Why not.
-        source: io::Error,
-    },
-}
-
-impl SpawnError {
-    /// The exit status that `env`, `nohup` and shells use for this: 127 where nothing was found, 126 where it could not
-    /// be executed.
-    pub fn exit_status(&self) -> u8 {
-        match self {
-            SpawnError::Start { source, .. } if source.kind() == io::ErrorKind::NotFound => 127,
-            _ => 126,
-        }
-    }
+/// The exit status that `env`, `nohup` and shells use if a program cannot be started: 127 if it was
+/// not found, 126 if it could not be executed.
+pub fn exit_status(error: &Error) -> u8 {
+    if error.kind() == ErrorKind::NotFound { 127 } else { 126 }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::fs;
-
     use nix::sys::signal::Signal;
     use nix::unistd::{Pid, getsid};
+    use pagemark::sys::proc::Status;
 
     use super::*;
 
@@ -72,29 +71,27 @@ mod tests {
     }
 
     #[test]
-    fn the_program_leads_its_own_session_with_the_mask_that_was_asked_for() {
+    fn the_program_leads_its_own_session_with_the_requested_mask() {
         let mut mask = SigSet::empty();
         mask.add(Signal::SIGUSR2);
         let mut child = spawn(&words(&["sleep", "60"]), mask).expect("sleep exists");
         let pid = child.id() as i32;
         let session = getsid(Some(Pid::from_raw(pid)));
-        let status = fs::read_to_string(format!("/proc/{pid}/status"));
+        let status = Status::read(pid);
         child.kill().expect("it runs");
         child.wait().expect("it is ours");
         assert_eq!(session, Ok(Pid::from_raw(pid)));
-        let blocked = status.expect("it runs").lines().find_map(|line| line.strip_prefix("SigBlk:").map(str::to_owned));
-        let bits = u64::from_str_radix(blocked.expect("Linux says it").trim(), 16).expect("hexadecimal");
-        assert_eq!(bits, 1 << (Signal::SIGUSR2 as u64 - 1));
+        assert_eq!(status.expect("it runs").blocked_signals, 1 << (Signal::SIGUSR2 as u64 - 1));
     }
 
     #[test]
     fn exit_statuses_are_those_of_a_shell() {
         let none = SigSet::empty();
-        assert_eq!(spawn(&[], none).map(drop).map_err(|error| error.exit_status()), Err(126));
+        assert_eq!(spawn(&[], none).map(drop).map_err(|error| exit_status(&error)).unwrap_err(), 126);
         let missing = spawn(&words(&["/no/such/program"]), none).expect_err("there is none");
-        assert_eq!(missing.exit_status(), 127);
+        assert_eq!(exit_status(&missing), 127);
         assert_eq!(missing.to_string(), "cannot start /no/such/program: No such file or directory (os error 2)");
         let directory = spawn(&words(&["/"]), none).expect_err("not a program");
-        assert_eq!(directory.exit_status(), 126);
+        assert_eq!(exit_status(&directory), 126);
     }
 }

@@ -1,4 +1,4 @@
-//! Attaching to processes that check that nothing disturbs them.
+//! Tests that attach to processes, which check that they are not disturbed.
 
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Write};
@@ -6,19 +6,23 @@ use std::os::unix::fs::FileExt;
 use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock, mpsc};
 use std::time::{Duration, Instant};
 
 use pagemark::repository::Repository;
-use pagemark::target::Target;
-use pagemark::{Mechanism, PAGE_SIZE, RangeSet};
-use pagemark_process::attach::AttachError;
+use pagemark::sys::proc;
+use pagemark::target::TargetMemory;
+use pagemark::track::Scope;
+use pagemark::{
+    Address, AddressRangeExt, ByteCount, Job, JobOptions, Mechanism, PAGE_SIZE, PageNumber, PageRangeExt, RangeSet,
+};
+use pagemark_process::ErrorKind;
 use pagemark_process::freezer::Freezer;
-use pagemark_process::job::{Job, Options, StateMode};
+use pagemark_process::inject;
+use pagemark_process::saver::RegisterSaver;
 use pagemark_process::space::AddressSpace;
-use pagemark_process::target::{ProcessTarget, Saver};
-use pagemark_process::{inject, proc};
-use pagemark_testing::{Swap, patience, pause_32, skip, swapped_bytes};
+use pagemark_process::target::ProcessTarget;
+use pagemark_testing::{Swap, patience, pause_32, skip, wait_until};
 
 /// The compiled trackee; none where there is no C compiler.
 fn steady() -> Option<&'static PathBuf> {
@@ -34,19 +38,19 @@ fn steady() -> Option<&'static PathBuf> {
     PROGRAM.get_or_init(compile).as_ref().map(|(_, program)| program)
 }
 
-/// The mechanisms for other processes that work here; says which are left out.
+/// The mechanisms for other processes that work here; reports those that do not.
 fn mechanisms() -> Vec<Mechanism> {
-    let works = |mechanism: &Mechanism| match pagemark::tracker::own(*mechanism) {
+    let works = |mechanism: &Mechanism| match pagemark::track::check(*mechanism, Scope::Process) {
         Ok(_) => true,
         Err(error) => {
             pagemark_testing::skipped(&error.to_string());
             false
         }
     };
-    Mechanism::ALL.into_iter().filter(|mechanism| mechanism.reaches_other_processes()).filter(works).collect()
+    Mechanism::of_scope(Scope::Process).filter(works).collect()
 }
 
-/// A trackee that runs, and is killed in the end.
+/// A running trackee, killed when dropped.
 struct Steady {
     child: Child,
     rounds: File,
@@ -77,7 +81,8 @@ impl Steady {
         u64::from_ne_bytes(bytes)
     }
 
-    /// Waits until it has gone on for some rounds, and makes sure that it has not complained.
+    /// Waits until the trackee has completed some rounds, and asserts that it has reported no
+    /// error.
     fn goes_on(&mut self) {
         let before = self.rounds();
         let deadline = Instant::now() + patience();
@@ -106,12 +111,12 @@ impl Drop for Steady {
 }
 
 fn no_userfaultfd_within(pid: i32) -> bool {
-    proc::descriptors(pid).unwrap().iter().all(|(_, link)| link != b"anon_inode:[userfaultfd]")
+    proc::descriptors(pid).unwrap().iter().all(|descriptor| descriptor.link != b"anon_inode:[userfaultfd]")
 }
 
 #[test]
-fn two_hundred_injections_disturb_nobody() {
-    for mode in ["sleep", "compute", "poll", "threads", "signals", "filter"] {
+fn two_hundred_injections_disturb_no_process() {
+    for mode in ["sleep", "compute", "sequence", "poll", "threads", "signals", "filter"] {
         let Some(mut steady) = Steady::start(mode) else { skip!("no C compiler") };
         steady.goes_on();
         let begin = Instant::now();
@@ -128,19 +133,27 @@ fn two_hundred_injections_disturb_nobody() {
 }
 
 #[test]
-fn a_thread_that_somebody_else_traces_is_not_passed_over() {
+fn a_thread_with_another_tracer_is_not_passed_over() {
     let Some(mut steady) = Steady::start("threads") else { skip!("no C compiler") };
     steady.goes_on();
     let first = proc::live_thread(steady.pid()).unwrap();
     let other = proc::threads(steady.pid()).unwrap().into_iter().rfind(|&thread| thread != first).unwrap();
-    let other = nix::unistd::Pid::from_raw(other);
-    nix::sys::ptrace::seize(other, nix::sys::ptrace::Options::empty()).unwrap();
-    // It runs, traced by this thread, and would see the descriptor.
+    let (seized, is_seized) = mpsc::channel();
+    let (done, is_done) = mpsc::channel::<()>();
+    let tracer = std::thread::spawn(move || {
+        let other = nix::unistd::Pid::from_raw(other);
+        seized.send(nix::sys::ptrace::seize(other, nix::sys::ptrace::Options::empty())).unwrap();
+        let _ = is_done.recv();
+    });
+    is_seized.recv().unwrap().unwrap();
+    // The traced thread runs, and would see the descriptor.
     let refused = inject::userfaultfd(steady.pid()).map(drop);
-    nix::sys::ptrace::interrupt(other).unwrap();
-    nix::sys::wait::waitpid(other, Some(nix::sys::wait::WaitPidFlag::__WALL)).unwrap();
-    nix::sys::ptrace::detach(other, None).unwrap();
-    assert!(matches!(refused, Err(inject::InjectError::NotAllowed)), "{refused:?}");
+    // The kernel detaches the tracees of a thread that exits, without the stop that would interrupt a
+    // system call.
+    drop(done);
+    tracer.join().unwrap();
+    wait_until("the kernel detaches the thread", || proc::Status::read(other).unwrap().tracer_pid == 0);
+    assert_eq!(refused.unwrap_err().kind(), ErrorKind::NotPermitted);
     steady.goes_on();
     drop(inject::userfaultfd(steady.pid()).unwrap());
     steady.goes_on();
@@ -149,7 +162,7 @@ fn a_thread_that_somebody_else_traces_is_not_passed_over() {
 #[test]
 fn a_main_thread_that_exits_meanwhile_is_no_hindrance() {
     for _ in 0..10 {
-        // It exits as soon as it has said that it is ready.
+        // It exits as soon as it has reported that it is ready.
         let Some(mut steady) = Steady::start("threads") else { skip!("no C compiler") };
         let descriptor = inject::userfaultfd(steady.pid());
         assert!(descriptor.is_ok(), "{descriptor:?}");
@@ -204,15 +217,16 @@ fn a_stopped_process_stays_stopped() {
 }
 
 #[test]
-fn who_cannot_be_tracked_is_told_why() {
+fn a_process_that_cannot_be_tracked_is_refused_with_the_reason() {
     let Some(steady) = Steady::start("userfaultfd") else { skip!("no C compiler") };
     let refused = AddressSpace::attach(steady.pid(), Mechanism::PagemapScan).err();
-    assert!(matches!(refused, Some(AttachError::UsesUserfaultfd { .. })), "{refused:?}");
+    assert_eq!(refused.unwrap().kind(), ErrorKind::UsesUserfaultfd);
 
     let mut full = Steady::start("full").unwrap();
     let refused = AddressSpace::attach(full.pid(), Mechanism::Adaptive).err();
-    assert!(matches!(refused, Some(AttachError::Inject { .. })), "{refused:?}");
-    assert!(refused.unwrap().to_string().contains("prlimit"));
+    let refused = refused.unwrap();
+    assert_eq!(refused.kind(), ErrorKind::Refused);
+    assert!(refused.to_string().contains("prlimit"), "{refused}");
     let refused = AddressSpace::attach(full.pid(), Mechanism::Mprotect).err();
     assert!(refused.unwrap().to_string().contains("only a program's own memory"));
     full.goes_on();
@@ -220,7 +234,7 @@ fn who_cannot_be_tracked_is_told_why() {
     let mut twice = Steady::start("sleep").unwrap();
     let first = AddressSpace::attach(twice.pid(), Mechanism::PagemapScan).unwrap();
     let refused = AddressSpace::attach(twice.pid(), Mechanism::PagemapScan).err();
-    assert!(matches!(refused, Some(AttachError::UsesUserfaultfd { .. })), "{refused:?}");
+    assert_eq!(refused.unwrap().kind(), ErrorKind::UsesUserfaultfd);
     drop(first);
     AddressSpace::attach(twice.pid(), Mechanism::PagemapScan).unwrap();
     twice.goes_on();
@@ -233,10 +247,10 @@ fn a_32_bit_program_is_refused() {
     let refused = AddressSpace::attach(child.id() as i32, Mechanism::PagemapScan).err();
     child.kill().unwrap();
     child.wait().unwrap();
-    assert!(matches!(refused, Some(AttachError::Is32Bit { .. })), "{refused:?}");
+    assert_eq!(refused.unwrap().kind(), ErrorKind::Is32Bit);
 }
 
-/// Not a test: the other half of the next one, in a process of its own that is to be killed.
+/// Not a test by itself: the process of the next test that is killed.
 #[test]
 fn injects_until_it_is_killed() {
     let Ok(pid) = std::env::var("PAGEMARK_INJECT_INTO") else { return };
@@ -244,7 +258,7 @@ fn injects_until_it_is_killed() {
     println!("\nbegins");
     let mut held = Vec::new();
     loop {
-        // Refused while a helper whose parent was killed is still at work.
+        // The attach is refused while a helper process still runs whose parent was killed.
         if let Ok(descriptor) = inject::userfaultfd(pid) {
             held.push(descriptor);
         }
@@ -263,13 +277,13 @@ fn killed_at_any_instant_it_leaves_the_target_alone() {
             let mut injector = injector.spawn().unwrap();
             let mut lines = BufReader::new(injector.stdout.take().unwrap()).lines();
             while lines.next().unwrap().unwrap() != "begins" {}
-            // Spread over the time that an injection takes, and some.
+            // The instants are spread over somewhat more than the time of an injection.
             std::thread::sleep(Duration::from_micros(round * 37 % 2000));
             injector.kill().unwrap();
             injector.wait().unwrap();
             steady.goes_on();
         }
-        // The last helper, if one is left, soon ends.
+        // The last helper process ends soon.
         let deadline = Instant::now() + patience();
         while proc::threads(steady.pid())
             .unwrap()
@@ -283,7 +297,7 @@ fn killed_at_any_instant_it_leaves_the_target_alone() {
 }
 
 #[test]
-fn a_frozen_tree_stands_still_and_runs_on() {
+fn a_frozen_tree_stops_and_resumes() {
     for mode in ["sleep", "threads", "signals", "compute"] {
         let Some(mut steady) = Steady::start(mode) else { skip!("no C compiler") };
         for _ in 0..50 {
@@ -304,11 +318,11 @@ fn a_frozen_tree_stands_still_and_runs_on() {
 }
 
 #[test]
-fn what_another_process_writes_is_found_and_read() {
+fn writes_of_another_process_are_found_and_read() {
     for mechanism in mechanisms() {
         let Some(mut steady) = Steady::start("threads") else { skip!("no C compiler") };
         let mut space = AddressSpace::attach(steady.pid(), mechanism).unwrap();
-        // What a copy would hold that takes only what was collected.
+        // A copy that takes over collected pages only.
         let mut copy = std::collections::BTreeMap::new();
         for _ in 0..20 {
             steady.goes_on();
@@ -316,9 +330,9 @@ fn what_another_process_writes_is_found_and_read() {
             let mut dirty = RangeSet::new();
             space.collect(&mut dirty).unwrap();
             let ranges: Vec<_> = dirty.iter().collect();
-            let mut bytes = vec![0; dirty.total_bytes() as usize];
+            let mut bytes = vec![0; dirty.total_bytes().to_usize()];
             let missing = space.read(&ranges, &mut bytes).unwrap();
-            let addresses = ranges.into_iter().flat_map(|range| range.step_by(PAGE_SIZE));
+            let addresses = ranges.iter().flat_map(AddressRangeExt::pages).map(PageNumber::address);
             for (address, page) in addresses.zip(bytes.chunks(PAGE_SIZE)) {
                 if missing.contains(address) {
                     copy.remove(&address);
@@ -326,19 +340,19 @@ fn what_another_process_writes_is_found_and_read() {
                     copy.insert(address, page.to_vec());
                 }
             }
-            // All of it, read at once.
+            // All memory, read at once.
             let populated = space.populated();
             let ranges: Vec<_> = populated.iter().collect();
-            let mut bytes = vec![0; populated.total_bytes() as usize];
+            let mut bytes = vec![0; populated.total_bytes().to_usize()];
             let missing = space.read(&ranges, &mut bytes).unwrap();
-            let addresses = ranges.into_iter().flat_map(|range| range.step_by(PAGE_SIZE));
+            let addresses = ranges.iter().flat_map(AddressRangeExt::pages).map(PageNumber::address);
             for (address, page) in addresses.zip(bytes.chunks(PAGE_SIZE)) {
                 if !missing.contains(address) {
                     assert!(copy.get(&address).is_some_and(|copied| copied == page), "{mechanism}: {address:#x}");
                 }
             }
             freezer.thaw().unwrap();
-            space.relax().unwrap();
+            space.begin_interval().unwrap();
         }
         steady.child.kill().unwrap();
         steady.child.wait().unwrap();
@@ -353,7 +367,7 @@ fn another_program_in_the_same_process_is_not_taken_for_the_first() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("rounds");
     fs::write(&path, [0; 4096]).unwrap();
-    // A shell that becomes the trackee when it is told to.
+    // A shell that executes the trackee on request.
     let mut child = Command::new("sh")
         .arg("-c")
         .arg(format!("read line; exec {} sleep {}", program.display(), path.display()))
@@ -381,7 +395,7 @@ fn a_program_that_executes_another_one_is_another_space() {
         let mut child =
             Command::new("sh").args(["-c", "read line; exec sleep 60"]).stdin(Stdio::piped()).spawn().unwrap();
         let pid = child.id() as i32;
-        let mut target = ProcessTarget::attach(pid, mechanism, Saver::Registers).unwrap();
+        let mut target = ProcessTarget::attach(pid, mechanism, Arc::new(RegisterSaver)).unwrap();
         let shell = target.spaces().unwrap();
         let mut dirty = RangeSet::new();
         target.collect(shell[0], &mut dirty).unwrap();
@@ -389,9 +403,9 @@ fn a_program_that_executes_another_one_is_another_space() {
         while proc::Stat::read(pid).unwrap().command != "sleep" {
             std::thread::sleep(Duration::from_millis(1));
         }
-        // Between collecting and copying, the memory that was collected went.
+        // The collected memory is unmapped before it is copied.
         let ranges: Vec<_> = dirty.iter().collect();
-        let missing = target.read(shell[0], &ranges, &mut vec![0; dirty.total_bytes() as usize]).unwrap();
+        let missing = target.read(shell[0], &ranges, &mut vec![0; dirty.total_bytes().to_usize()]).unwrap();
         assert_eq!(missing, dirty, "{mechanism}");
         let mut dirty = RangeSet::new();
         target.collect(shell[0], &mut dirty).unwrap();
@@ -406,13 +420,14 @@ fn a_program_that_executes_another_one_is_another_space() {
 }
 
 #[test]
-fn a_tree_that_starts_programs_all_the_time_goes_on_being_saved() {
+fn a_tree_that_starts_programs_all_the_time_is_saved() {
     let script = "while :; do sh -c 'sh -c true; exec sh -c true'; done";
     let mut child = Command::new("sh").args(["-c", script]).stdin(Stdio::null()).spawn().unwrap();
     let directory = tempfile::tempdir().unwrap();
     let repository = Repository::create(&directory.path().join("repository")).unwrap();
-    let options = Options { state: StateMode::MemoryOnly, ..Options::new("programs") };
-    let mut job = Job::attach(child.id() as i32, repository, options).unwrap();
+    let target =
+        ProcessTarget::attach(child.id() as i32, Mechanism::choose(Scope::Process), Arc::new(RegisterSaver)).unwrap();
+    let mut job = Job::new(target, repository, JobOptions::new("programs"));
     let taken: Result<Vec<_>, _> = (0..60).map(|_| job.checkpoint()).collect();
     job.detach();
     let ended = child.try_wait().unwrap();
@@ -423,10 +438,10 @@ fn a_tree_that_starts_programs_all_the_time_goes_on_being_saved() {
 }
 
 #[test]
-fn what_is_swapped_out_is_so_after_it_was_read() {
+fn swapped_memory_stays_swapped_after_it_was_read() {
     const BYTES: u64 = 24 << 20;
     let Some(_swap) = Swap::on() else { skip!("there is no zram device to swap to, or no right to use it") };
-    // Its own pages, each with its number, of which it has three quarters swapped out.
+    // The program fills each page with its number, and swaps out three quarters of the pages.
     let program = "import ctypes, mmap, sys
 memory = mmap.mmap(-1, 24 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 for page in range(len(memory) // 4096):
@@ -442,27 +457,29 @@ sys.stdin.read()";
     let pid = child.id() as i32;
     let mut line = String::new();
     BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
-    let start: u64 = line.trim().parse().unwrap();
-    let before = swapped_bytes(pid);
+    let start = Address::new(line.trim().parse().unwrap());
+    let swapped_bytes = || proc::Status::read(pid).unwrap().swapped_bytes;
+    let before = swapped_bytes();
     assert!(before >= BYTES / 2, "only {before} bytes were swapped out");
 
     let mut space = AddressSpace::attach(pid, Mechanism::Full).unwrap();
     space.collect(&mut RangeSet::new()).unwrap();
-    // Single pages, then long ranges.
+    // Single pages, and then long ranges.
     for (pages_at_once, step) in [(1, 2), (3000, 3000)] {
-        let page = PAGE_SIZE as u64;
-        let ranges: Vec<_> = (0..BYTES / page)
+        let (first, all_pages) = (start.page(), ByteCount::new(BYTES).pages_rounded_down());
+        let ranges: Vec<_> = (0..all_pages)
             .step_by(step)
-            .map(|first| start + first * page..start + (first + pages_at_once).min(BYTES / page) * page)
+            .map(|page| (first + page..first + (page + pages_at_once).min(all_pages)).addresses())
             .collect();
-        let mut buffer = vec![0xee; ranges.iter().map(|range| (range.end - range.start) as usize).sum()];
+        let mut buffer = vec![0xee; ranges.iter().map(|range| range.byte_count().to_usize()).sum()];
         assert!(space.read(&ranges, &mut buffer).unwrap().is_empty());
-        let addresses = ranges.iter().cloned().flat_map(|range| range.step_by(PAGE_SIZE));
-        for (address, content) in addresses.zip(buffer.chunks(PAGE_SIZE)) {
-            assert_eq!(content[..8], ((address - start) / page + 1).to_ne_bytes(), "at {address:#x}");
+        let numbers = ranges.iter().flat_map(AddressRangeExt::pages);
+        for (number, content) in numbers.zip(buffer.chunks(PAGE_SIZE)) {
+            assert_eq!(content[..8], (number - first + 1).to_ne_bytes(), "page {number:#x}");
         }
-        let after = swapped_bytes(pid);
-        // No more than is read at once may be left in memory, nor what others' reading has brought in with it.
+        let after = swapped_bytes();
+        // No more than is read at once may be left in memory, nor what others' reading has brought in with
+        // it.
         assert!(after + (1 << 20) >= before, "{before} bytes were swapped out, now {after}");
         assert!(after <= before + (1 << 20), "more is swapped out than before: {before}, {after}");
     }

@@ -4,12 +4,15 @@ mod support;
 
 use std::path::Path;
 use std::process::{Command, Stdio};
+use std::sync::Arc;
 
-use pagemark::Mechanism;
 use pagemark::repository::{MappingRecord, Repository};
-use pagemark_process::core_file::{CoreError, export_core};
+use pagemark::{Job, JobOptions, Mechanism};
+use pagemark_process::ErrorKind;
+use pagemark_process::core_file::export_core;
 use pagemark_process::criu::DumpOptions;
-use pagemark_process::job::{Job, Options, StateMode};
+use pagemark_process::saver::RegisterSaver;
+use pagemark_process::target::ProcessTarget;
 use pagemark_testing::{skip, wait_until};
 use support::{Program, criu, take};
 
@@ -77,7 +80,7 @@ fn gdb_reads_registers_threads_and_variables() {
     let mut file = std::fs::File::create(&core).unwrap();
     export_core(&taken.manifest, &taken.store, None, &mut file).unwrap();
     let refused = export_core(&taken.manifest, &taken.store, Some(1), &mut file);
-    assert!(matches!(refused, Err(CoreError::NoProcess { pid: 1, .. })));
+    assert_eq!(refused.unwrap_err().kind(), ErrorKind::NoProcess);
     gdb_reads_all(&program, &core);
 }
 
@@ -90,9 +93,8 @@ fn gdb_reads_the_same_of_memory_and_registers_alone() {
     wait_until("the program is there", || program.read("count").is_some());
     let directory = tempfile::tempdir().unwrap();
     let repository = Repository::create(&directory.path().join("repository")).unwrap();
-    let options =
-        Options { state: StateMode::MemoryOnly, mechanism: Some(Mechanism::Compare), ..Options::new("program") };
-    let mut job = Job::attach(program.pid(), repository.clone(), options).unwrap();
+    let target = ProcessTarget::attach(program.pid(), Mechanism::Compare, Arc::new(RegisterSaver)).unwrap();
+    let mut job = Job::new(target, repository.clone(), JobOptions::new("program"));
     let taken = job.checkpoint().unwrap();
     job.detach();
     program.kill();
@@ -102,7 +104,8 @@ fn gdb_reads_the_same_of_memory_and_registers_alone() {
     gdb_reads_all(&program, &core);
 }
 
-/// Opens a core of [`PROGRAM`], which is at another address than its file says, and looks for what it was made to hold.
+/// Opens a core of [`PROGRAM`], which is at another address than in its file, and looks for the
+/// values of its variables.
 fn gdb_reads_all(program: &Program, core: &Path) {
     let commands = [
         "info threads",
@@ -144,5 +147,5 @@ fn mapping(line: &str) -> MappingRecord {
     let permissions = fields.next().unwrap().to_string();
     let offset = number(fields.next().unwrap());
     let name = fields.nth(2).unwrap_or("").to_string();
-    MappingRecord { start: number(start), end: number(end), permissions, offset, name }
+    MappingRecord { start: number(start), end: number(end), permissions, offset, name, exception: None }
 }

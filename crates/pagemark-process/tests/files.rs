@@ -2,16 +2,19 @@
 
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Command, Stdio};
+use std::sync::Arc;
 use std::time::Duration;
 
-use pagemark::target::Target;
+use pagemark::target::TargetMemory;
 use pagemark::{Mechanism, MemoryStore, RangeSet};
-use pagemark_process::target::{ProcessTarget, Saver};
+use pagemark_process::saver::RegisterSaver;
+use pagemark_process::target::ProcessTarget;
 use pagemark_testing::skip;
 
 const FILE_BYTES: u64 = 16 << 20;
 
-/// Maps the file "mapped", writes to each page of it, and then to the place that each line of its input names.
+/// Maps the file "mapped", writes to each of its pages, and then at the offset in each line of its
+/// input.
 const WRITER: &str = "
 import mmap, sys
 with open('mapped', 'r+b') as file:
@@ -40,24 +43,25 @@ fn read_again_when_written(mechanism: Mechanism) {
     file.set_len(FILE_BYTES).unwrap();
     let mut python = Command::new("python3");
     python.args(["-c", WRITER]).current_dir(directory.path()).stdin(Stdio::piped()).stdout(Stdio::piped());
-    // The output of the tests may be a file, which would be one that the program writes.
+    // The output of the tests may be a file, which would count as a file that the program writes.
     python.stderr(Stdio::null());
     let Ok(mut writer) = python.spawn() else { skip!("no python3") };
     let mut said = BufReader::new(writer.stdout.take().unwrap()).lines();
     assert_eq!(said.next().unwrap().unwrap(), "ready");
 
-    let attached = ProcessTarget::attach(writer.id() as i32, mechanism, Saver::Registers);
+    let attached = ProcessTarget::attach(writer.id() as i32, mechanism, Arc::new(RegisterSaver));
     let Ok(mut target) = attached else {
         writer.kill().unwrap();
         writer.wait().unwrap();
         skip!("{}", attached.err().unwrap());
     };
-    // Mappings that are new are registered where the process stands still, which a collect that finds much in them makes it do.
+    // New mappings are registered while the process is frozen, which happens in a collect that finds
+    // many pages in them.
     for space in target.spaces().unwrap() {
         target.collect(space, &mut RangeSet::new()).unwrap();
     }
     let mut store = MemoryStore::new();
-    // A change that is this young could be followed by another one at the same time by the file's clock.
+    // A second change could follow so soon that the times of the file are the same.
     let mut precopy = || {
         std::thread::sleep(Duration::from_millis(100));
         target.precopy_files(&mut store).unwrap()

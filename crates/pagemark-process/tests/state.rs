@@ -1,4 +1,5 @@
-//! Saves the state of real programs, kills them, and restores them. Memory is compared bitwise with memory at the freeze.
+//! Saves the state of real programs, kills them, and restores them. Memory is compared bitwise with
+//! memory at the freeze.
 
 mod support;
 
@@ -10,57 +11,51 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use pagemark_process::criu::{CriuError, Dump, DumpOptions};
-use pagemark_process::restore::{RestoreError, RestoreOptions, Streams, prepare};
+use pagemark_process::criu::{Dump, DumpOptions};
+use pagemark_process::restore::{RestoreOptions, Streams, prepare};
+use pagemark_process::{ErrorKind, Object};
 use pagemark_testing::{skip, wait_until};
 use support::{Program, criu, is_alive, is_running, read_number, take};
 
-/// Counts in a file that keeps its name and size: CRIU restores it as it is then.
-const COUNTER: &str = r#"
-import os, sys, time
-state = {i: str(i) * 5 for i in range(50000)}
-count = os.open('count.new', os.O_CREAT | os.O_RDWR | os.O_TRUNC, 0o600)
-os.pwrite(count, b'%-20d' % 0, 0)
-os.rename('count.new', 'count')
-n = 0
-while True:
-    n += 1
-    state[n % 50000] = str(n)
-    assert len(state) == 50000
-    if n % 2000 == 0:
-        os.pwrite(count, b'%-20d' % n, 0)
-"#;
+/// A program that changes its memory without a pause, and shows every 2000th number.
+fn counter() -> Program {
+    let round = "
+state[n % 50000] = str(n)
+assert len(state) == 50000
+if n % 2000 == 0:
+    show(n)
+";
+    Program::counter("state = {i: str(i) * 5 for i in range(50000)}", round)
+}
 
 #[test]
-fn python_goes_on_where_it_was() {
+fn a_python_program_continues_from_its_checkpoint() {
     let Some(criu) = criu() else { return };
-    let mut program = Program::python(COUNTER);
-    wait_until("the program counts", || program.read("count").is_some());
-    let at_checkpoint: u64 = program.read("count").unwrap().parse().unwrap();
+    let mut program = counter();
+    let at_checkpoint = program.count();
     let taken = take(&criu, program.pid(), &DumpOptions::default());
-    let thawed: u64 = program.read("count").unwrap().parse().unwrap();
-    wait_until("the program runs on", || program.read("count").unwrap().parse::<u64>().unwrap() > thawed + 10000);
+    let thawed = program.count();
+    program.wait_until_count_exceeds(thawed + 10000);
     program.kill();
 
     let restored = taken.restore(&criu, &RestoreOptions { as_child: true, stopped: true, ..Default::default() });
     assert_eq!(restored.root_pid, program.pid());
     taken.compare(&restored.pids);
     program.adopt(&restored);
-    let before = program.read("count").unwrap();
+    let before = program.count();
     program.resume();
-    // The count is behind the one that the killed program had reached, and goes on from there.
-    wait_until("the program counts", || program.read("count").unwrap() != before);
-    let after: u64 = program.read("count").unwrap().parse().unwrap();
+    // The restored program is behind the count that the killed program had reached.
+    wait_until("the program counts", || program.count() != before);
+    let after = program.count();
     assert!(after >= at_checkpoint && after <= thawed + 2000, "{at_checkpoint} {after} {thawed} {before}");
-    wait_until("the program counts on", || program.read("count").unwrap().parse::<u64>().unwrap() > after + 10000);
+    program.wait_until_count_exceeds(after + 10000);
     assert!(is_running(program.pid()));
 }
 
 #[test]
 fn a_dropped_dump_leaves_the_program_running() {
     let Some(criu) = criu() else { return };
-    let program = Program::python(COUNTER);
-    wait_until("the program counts", || program.read("count").is_some());
+    let program = counter();
     for stage in 0..3 {
         let directory = tempfile::tempdir().unwrap();
         let mut dump = Dump::start(&criu, program.pid(), directory.path(), &DumpOptions::default()).unwrap();
@@ -71,43 +66,41 @@ fn a_dropped_dump_leaves_the_program_running() {
             dump.wait_state_saved().unwrap();
         }
         drop(dump);
-        let before = program.read("count").unwrap();
-        wait_until("the program counts on", || program.read("count").unwrap() != before);
+        program.wait_until_count_exceeds(program.count());
         assert_eq!(support::tracer(program.pid()), 0);
     }
     let _ = take(&criu, program.pid(), &DumpOptions::default());
 }
 
 #[test]
-fn what_cannot_be_saved_or_restored_is_said() {
+fn an_impossible_dump_or_restore_names_the_reason() {
     let Some(criu) = criu() else { return };
     let directory = tempfile::tempdir().unwrap();
     let gone = Dump::start(&criu, i32::MAX - 1, directory.path(), &DumpOptions::default());
-    assert!(matches!(gone, Err(CriuError::Gone { .. })), "{gone:?}");
+    assert!(matches!(&gone, Err(error) if error.kind() == ErrorKind::Gone), "{gone:?}");
 
-    let mut program = Program::python(COUNTER);
-    wait_until("the program counts", || program.read("count").is_some());
+    let mut program = counter();
     let taken = take(&criu, program.pid(), &DumpOptions::default());
     let refused = prepare(&taken.manifest, &taken.store, tempfile::tempdir().unwrap().path());
-    let Err(RestoreError::PidInUse { pid, command }) = refused else { panic!("{refused:?}") };
-    assert_eq!(pid, program.pid());
-    assert!(command.contains("python"), "{command}");
+    let error = refused.unwrap_err();
+    assert_eq!((error.kind(), error.object()), (ErrorKind::PidInUse, &Object::Id(program.pid())));
+    assert!(error.reason().contains("in use by") && error.reason().contains("python"), "{error}");
     assert!(is_running(program.pid()));
 
     program.kill();
     let mut hostile = taken.manifest.clone();
     hostile.state[0].name = "../escaped.img".into();
     let refused = prepare(&hostile, &taken.store, tempfile::tempdir().unwrap().path());
-    assert!(matches!(refused, Err(RestoreError::Damaged { .. })), "{refused:?}");
+    assert!(matches!(&refused, Err(error) if error.kind() == ErrorKind::Damaged), "{refused:?}");
     let mut incomplete = taken.manifest.clone();
     incomplete.spaces.clear();
     let refused = prepare(&incomplete, &taken.store, tempfile::tempdir().unwrap().path());
-    assert!(matches!(refused, Err(RestoreError::Damaged { .. })), "{refused:?}");
+    assert!(matches!(&refused, Err(error) if error.kind() == ErrorKind::Damaged), "{refused:?}");
 }
 
-/// A descriptor for a process outside the tree is something that CRIU refuses.
+/// CRIU refuses a descriptor for a process outside the tree.
 #[test]
-fn criu_says_why_it_refuses() {
+fn a_refusal_of_criu_has_its_reason() {
     let Some(criu) = criu() else { return };
     let program = Program::python(
         "import os, time\nfd = os.pidfd_open(1)\nopen('count', 'w').write('1')\nwhile True: time.sleep(0.01)",
@@ -116,8 +109,9 @@ fn criu_says_why_it_refuses() {
     let directory = tempfile::tempdir().unwrap();
     let mut dump = Dump::start(&criu, program.pid(), directory.path(), &DumpOptions::default()).unwrap();
     let error = dump.wait_state_saved().unwrap_err();
-    let CriuError::Failed { what, reason } = &error else { panic!("{error:?}") };
-    assert!(what.contains(&program.pid().to_string()), "{what}");
+    assert_eq!(error.kind(), ErrorKind::Criu);
+    assert!(error.to_string().contains(&program.pid().to_string()), "{error}");
+    let reason = error.reason();
     assert!(!reason.is_empty() && !reason.contains("no error message"), "{reason}");
     drop(dump);
     assert!(is_running(program.pid()));
@@ -228,7 +222,7 @@ fn output_into_a_pipe_goes_to_the_restoring_command() {
     restorer.wait().unwrap();
     program.kill();
 
-    // With no stream of its own, the restored program writes to /dev/null and lives.
+    // A restored program without streams of its own writes to /dev/null and continues.
     let restored =
         taken.restore(&criu, &RestoreOptions { as_child: true, streams: Streams::Null, ..Default::default() });
     program.adopt(&restored);
@@ -263,7 +257,7 @@ fn a_program_on_a_terminal_gets_the_restoring_commands() {
         restorer.wait().unwrap();
         program.kill();
 
-        // Detached, without any terminal.
+        // Detached, without a terminal.
         let restored =
             taken.restore(&criu, &RestoreOptions { as_child: true, streams: Streams::Null, ..Default::default() });
         program.adopt(&restored);
@@ -305,7 +299,7 @@ fn killed_at_any_instant_it_leaves_the_program_running() {
         let mut dumper = Command::new(std::env::current_exe().unwrap())
             .args(["--exact", "dumping_command", "--nocapture"])
             .env("PAGEMARK_TEST_DUMP", program.pid().to_string())
-            // What a killed one leaves goes with the program's directory.
+            // The leftovers of a killed process are removed with the program's directory.
             .env("TMPDIR", program.directory())
             .stdout(Stdio::piped())
             .stderr(Stdio::null())
@@ -384,7 +378,7 @@ fn redis_keeps_its_clients_and_comes_back_with_every_key() {
         let mut client = first.unwrap();
         assert!(client.ask("DEBUG POPULATE 100000 key 100").unwrap().starts_with("+OK"));
 
-        // A client that writes and reads all the time notices nothing of checkpoints.
+        // A client that writes and reads without a pause is not disturbed by checkpoints.
         let stop = Arc::new(AtomicBool::new(false));
         let load = std::thread::spawn({
             let stop = stop.clone();
@@ -399,7 +393,7 @@ fn redis_keeps_its_clients_and_comes_back_with_every_key() {
                 count
             }
         });
-        let options = DumpOptions { keep_connections };
+        let options = DumpOptions { keep_connections, ..DumpOptions::default() };
         for _ in 0..5 {
             let taken = take(&criu, server.pid(), &options);
             eprintln!("frozen for {:?} (memory is read slowly here)", taken.timings.downtime());

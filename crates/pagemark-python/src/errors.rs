@@ -1,78 +1,166 @@
-//! Errors as Python knows them. Where Python has a word for what is wrong (a bad argument, an index beyond the end, a system
-//! call that failed), that is raised; everything else is an `Error` of this package.
+//! The exceptions that the package raises. Where Python has an exception for the failure (a bad
+//! argument, an index beyond the end, a system call that failed), the package raises that;
+//! otherwise it raises a subclass of its own `Error`.
 
+use std::borrow::Borrow;
 use std::io;
 
-use pagemark::TrackError;
-use pagemark::region::RegionError;
-use pagemark::snapshot::SnapshotError as CoreSnapshotError;
+use pagemark::{Error as CoreError, ErrorKind};
+use pagemark_process::restore::{RestoreFailure, Stage};
+use pagemark_process::{Error as CoreProcessError, ErrorKind as ProcessErrorKind};
 use pyo3::create_exception;
-use pyo3::exceptions::{PyException, PyIndexError, PyMemoryError, PyOSError, PyValueError};
+use pyo3::exceptions::{PyException, PyIndexError, PyMemoryError, PyOSError, PyPermissionError, PyValueError};
 use pyo3::prelude::*;
 
 create_exception!(
     pagemark,
     Error,
     PyException,
-    "Pagemark could not do what was asked. The region's content is as it was."
+    "An operation of Pagemark failed. The content of a region is unchanged."
 );
 create_exception!(
     pagemark,
     TransactionError,
     Error,
-    "A transaction is open where none may be, or none is where one must be, or there is nothing to roll back to."
+    "The operation is not possible in a transaction, or only in one, or the region was made without rollback."
 );
 create_exception!(
     pagemark,
     MechanismError,
     Error,
-    "The mechanism does not work here; the message says what would enable it."
+    "The mechanism does not work on this machine; the message says what would enable it."
 );
 create_exception!(
     pagemark,
     SnapshotError,
     Error,
-    "The snapshot is one of another region or store, or the store's budget can't be kept."
+    "The snapshot belongs to another region or store, or the store's budget does not suffice."
 );
-create_exception!(pagemark, ForkedError, Error, "The region belongs to the process that this one was forked from.");
+create_exception!(
+    pagemark,
+    RepositoryError,
+    Error,
+    "The repository could not be read or written, or has no such checkpoint."
+);
+create_exception!(
+    pagemark,
+    ForkedError,
+    Error,
+    "The region or job belongs to the process that this one was forked from."
+);
+create_exception!(
+    pagemark,
+    ProcessError,
+    Error,
+    "The process could not be attached to or checkpointed. It keeps running."
+);
+create_exception!(pagemark, ProcessGoneError, ProcessError, "There is no such process, or it has exited.");
+create_exception!(
+    pagemark,
+    CriuError,
+    Error,
+    "CRIU is missing, too old or does not work here, or could not save the processes; the message has CRIU's errors."
+);
+create_exception!(
+    pagemark,
+    RestoreError,
+    Error,
+    "The process tree could not be restored. None of its processes is left, and the checkpoint can be restored again; \
+     notes of the exception name files that were put back."
+);
+create_exception!(
+    pagemark,
+    PidInUseError,
+    RestoreError,
+    "Another process has a process id that the tree needs. Unless notes of the exception name files, nothing was changed."
+);
 
-/// What to raise for an error of a region.
-pub fn of_region(error: RegionError) -> PyErr {
+/// The exception for an error of the core: of a region, a snapshot, a repository or a job.
+pub fn of_error(error: impl Borrow<CoreError>) -> PyErr {
+    let error = error.borrow();
+    if let Some(error) = error.target_error() {
+        return of_process(error);
+    }
     let message = error.to_string();
-    match error {
-        RegionError::NoTransaction | RegionError::TransactionOpen | RegionError::NoRollback => {
+    match error.kind() {
+        ErrorKind::NoTransaction | ErrorKind::TransactionOpen | ErrorKind::NoRollback => {
             TransactionError::new_err(message)
         }
-        RegionError::Unaligned { .. } | RegionError::NotData { .. } => PyValueError::new_err(message),
-        RegionError::OutOfRange { .. } => PyIndexError::new_err(message),
-        RegionError::ForkedChild => ForkedError::new_err(message),
-        RegionError::WrongRegion => SnapshotError::new_err(message),
-        RegionError::Snapshot(error) => of_snapshot(error),
-        RegionError::Track(TrackError::Unavailable { .. }) => MechanismError::new_err(message),
-        RegionError::Track(TrackError::System { source, .. }) | RegionError::System { source, .. } => {
-            of_system(&source, message)
-        }
-        RegionError::Track(TrackError::Gone) | RegionError::Overlaps { .. } | RegionError::NotMapped { .. } => {
-            Error::new_err(message)
-        }
+        ErrorKind::Unaligned
+        | ErrorKind::NotData
+        | ErrorKind::BeyondFile
+        | ErrorKind::Shared
+        | ErrorKind::NotDistinct
+        | ErrorKind::SavedLengthDiffers
+        | ErrorKind::InvalidName
+        | ErrorKind::ChunkSize => PyValueError::new_err(message),
+        ErrorKind::OutOfRange => PyIndexError::new_err(message),
+        ErrorKind::ForkedChild => ForkedError::new_err(message),
+        ErrorKind::WrongRegion
+        | ErrorKind::WrongStore
+        | ErrorKind::LengthDiffers
+        | ErrorKind::BudgetExceeded { .. }
+        | ErrorKind::StoreFull => SnapshotError::new_err(message),
+        ErrorKind::NoMemory => PyMemoryError::new_err(message),
+        ErrorKind::Unavailable => MechanismError::new_err(message),
+        ErrorKind::Gone
+        | ErrorKind::Target
+        | ErrorKind::SavedElsewhere
+        | ErrorKind::Overlaps
+        | ErrorKind::NotOwned
+        | ErrorKind::Remapped
+        | ErrorKind::NotMapped => Error::new_err(message),
+        _ => match error.io_error() {
+            Some(source) => of_system(source, message),
+            None => RepositoryError::new_err(message),
+        },
     }
 }
 
-/// What to raise for an error of a snapshot or a store.
-pub fn of_snapshot(error: CoreSnapshotError) -> PyErr {
+/// The exception for a process that could not be attached to or captured.
+pub fn of_process(error: &CoreProcessError) -> PyErr {
     let message = error.to_string();
-    match error {
-        CoreSnapshotError::ChunkSize { .. } => PyValueError::new_err(message),
-        CoreSnapshotError::OutOfRange { .. } => PyIndexError::new_err(message),
-        CoreSnapshotError::Memory { .. } => PyMemoryError::new_err(message),
-        CoreSnapshotError::WrongStore
-        | CoreSnapshotError::LengthDiffers { .. }
-        | CoreSnapshotError::BudgetExceeded { .. }
-        | CoreSnapshotError::Full => SnapshotError::new_err(message),
+    match error.kind() {
+        _ if error.is_gone() => ProcessGoneError::new_err(message),
+        ProcessErrorKind::Criu | ProcessErrorKind::NoCriu | ProcessErrorKind::Image => CriuError::new_err(message),
+        ProcessErrorKind::Track if core_error(error).is_some_and(|error| error.kind() == ErrorKind::Unavailable) => {
+            MechanismError::new_err(message)
+        }
+        ProcessErrorKind::Store => RepositoryError::new_err(message),
+        ProcessErrorKind::NotPermitted => PyPermissionError::new_err(message),
+        ProcessErrorKind::System => match error.io_error() {
+            Some(source) => of_system(source, message),
+            None => ProcessError::new_err(message),
+        },
+        _ => ProcessError::new_err(message),
     }
 }
 
-/// Python chooses the kind of `OSError` by the number.
+/// The error of the core that caused an error.
+fn core_error(error: &CoreProcessError) -> Option<&CoreError> {
+    let first = Some(error as &(dyn std::error::Error + 'static));
+    std::iter::successors(first, |error| error.source()).find_map(|error| error.downcast_ref())
+}
+
+/// The exception for a process tree that could not be restored.
+pub fn of_restore(failure: RestoreFailure) -> PyErr {
+    let (message, error) = (failure.to_string(), failure.error);
+    match error.kind() {
+        _ if failure.stage == Stage::FindCriu => CriuError::new_err(message),
+        ProcessErrorKind::PidInUse => PidInUseError::new_err(message),
+        ProcessErrorKind::Store if failure.stage != Stage::Files => match core_error(&error) {
+            Some(error) => of_error(error),
+            None => RepositoryError::new_err(message),
+        },
+        ProcessErrorKind::System if failure.stage != Stage::Files => match error.io_error() {
+            Some(source) => of_system(source, message),
+            None => RestoreError::new_err(message),
+        },
+        _ => RestoreError::new_err(message),
+    }
+}
+
+/// An `OSError`; Python chooses its subclass by the error number.
 fn of_system(source: &io::Error, message: String) -> PyErr {
     match source.raw_os_error() {
         Some(number) => PyOSError::new_err((number, message)),

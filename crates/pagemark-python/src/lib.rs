@@ -1,11 +1,28 @@
-//! The Python package of Pagemark: [`pagemark::Region`] as a buffer, its transactions and snapshots.
+//! The Python package of Pagemark: [`pagemark::Region`] as a buffer, its transactions and
+//! snapshots; jobs, which checkpoint process trees, and their restore.
 //!
-//! The names, types and errors are in `python/pagemark/_native.pyi`. What copies much or may wait does so with the interpreter
-//! released.
+//! `python/pagemark/_native.pyi` has the names, types and errors. Functions that copy much memory
+//! or may block release the interpreter.
+//!
+//! # Example
+//!
+//! From Python; `examples/python/rewind.py` is a complete program:
+//!
+//! ```python
+//! region = pagemark.Region(64 << 20)
+//! table = numpy.frombuffer(region, dtype="f8")
+//! with region.transaction() as transaction:  # an exception rolls it back
+//!     table[:1000] += 1
+//! transaction.written
+//! ```
 
 mod errors;
+mod job;
 mod ranges;
 mod region;
+mod repository;
+mod restore;
+mod signals;
 mod snapshot;
 mod store;
 mod transaction;
@@ -21,9 +38,18 @@ mod _native {
     use pyo3::types::PyTuple;
 
     #[pymodule_export]
-    use crate::errors::{Error, ForkedError, MechanismError, SnapshotError, TransactionError};
+    use crate::errors::{
+        CriuError, Error, ForkedError, MechanismError, PidInUseError, ProcessError, ProcessGoneError, RepositoryError,
+        RestoreError, SnapshotError, TransactionError,
+    };
+    #[pymodule_export]
+    use crate::job::Job;
     #[pymodule_export]
     use crate::region::Region;
+    #[pymodule_export]
+    use crate::repository::{Checkpoint, Cost, Repository};
+    #[pymodule_export]
+    use crate::restore::{Restored, RestoredFile, restore};
     #[pymodule_export]
     use crate::snapshot::Snapshot;
     #[pymodule_export]

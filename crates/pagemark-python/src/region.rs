@@ -7,15 +7,16 @@ use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use pagemark::Mechanism;
-use pagemark::region::{RegionError, RegionOptions};
+use pagemark::region::RegionOptions;
 use pyo3::buffer::PyUntypedBuffer;
 use pyo3::exceptions::{PyBufferError, PyValueError};
 use pyo3::ffi;
 use pyo3::prelude::*;
-use pyo3::types::PyList;
+use pyo3::types::{PyList, PyTuple};
 
 use crate::errors;
 use crate::ranges::{list, set};
+use crate::repository::{Checkpoint, Repository};
 use crate::snapshot::Snapshot;
 use crate::store::Store;
 use crate::transaction::Transaction;
@@ -23,14 +24,17 @@ use crate::writable::Writable;
 
 /// Memory whose writes are tracked: `bytes` of it, rounded up to whole pages, zeros at first.
 ///
-/// It is a writable buffer: `numpy.frombuffer(region, dtype=...)`, `memoryview(region)`. `mechanism` is one of
-/// `MECHANISMS`, or "auto" for the one that serves best; one that does not work here raises MechanismError and is never
-/// replaced by another one. With `rollback=False` no copy of the region is kept to go back to, and a transaction begins where the
-/// last one ended. Regions that share a `store` hold equal content once.
+/// It is a writable buffer: `numpy.frombuffer(region, dtype=...)`, `memoryview(region)`.
+/// `mechanism` is one of `MECHANISMS`, or "auto" for the fastest that works here. A mechanism that
+/// does not work here raises MechanismError; no other takes its place. With `rollback=False` the
+/// region keeps no copy for a rollback, and a transaction begins where the last one ended. The
+/// snapshots of regions that share a `store` hold equal content once.
 ///
-/// System calls that write into the buffer (`file.readinto`) fail with EFAULT under `mprotect` and `emulate`; `read_from` works
-/// with every mechanism, and so do all of them in a `with region.writable():` block. These two also take writes by a handler of
-/// SIGSEGV, which calls the one that was there before for a crash: `faulthandler` is enabled before the first such region, and stays.
+/// With the mechanisms `mprotect` and `emulate`, system calls that write into the buffer
+/// (`file.readinto`) fail with EFAULT. `read_from` works with every mechanism, and so does every
+/// system call in a `with region.writable():` block. These two mechanisms also install a handler of
+/// SIGSEGV, which passes crashes on to the previous handler: the first such region therefore
+/// enables `faulthandler`, which stays enabled.
 #[pyclass(frozen, module = "pagemark")]
 pub struct Region {
     state: Mutex<State>,
@@ -38,7 +42,7 @@ pub struct Region {
     has_rollback: bool,
 }
 
-/// A region, and the view that keeps memory there which was adopted.
+/// A region, and the view of the buffer whose memory it has adopted.
 pub struct Held {
     // Before the view, so that it is dropped first.
     pub region: pagemark::Region,
@@ -57,7 +61,7 @@ impl Region {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(crate) fn open(&self) -> PyResult<Arc<Held>> {
+    pub(crate) fn held(&self) -> PyResult<Arc<Held>> {
         self.lock().held.clone().ok_or_else(closed)
     }
 
@@ -67,20 +71,20 @@ impl Region {
         Region { state: Mutex::new(State { held, exports: 0 }), mechanism, has_rollback }
     }
 
-    /// Does something with the region that may take long, with the interpreter released.
+    /// Runs an operation on the region that may take long, with the interpreter released.
     fn detached<T: Send>(
         &self,
         py: Python<'_>,
-        work: impl FnOnce(&pagemark::Region) -> Result<T, RegionError> + Send,
+        work: impl FnOnce(&pagemark::Region) -> Result<T, pagemark::Error> + Send,
     ) -> PyResult<T> {
-        let held = self.open()?;
+        let held = self.held()?;
         py.detach(|| {
             let result = work(&held.region);
-            // If it was closed meanwhile, it is unmapped here.
+            // A region that was closed meanwhile is unmapped here.
             drop(held);
             result
         })
-        .map_err(errors::of_region)
+        .map_err(errors::of_error)
     }
 
     pub(crate) fn has_rollback(&self) -> bool {
@@ -110,29 +114,47 @@ impl Region {
         }
         let options = options(mechanism, rollback, store)?;
         // The first `auto` tries the mechanisms.
-        let region = py.detach(|| pagemark::Region::with_options(bytes, options)).map_err(errors::of_region)?;
+        let region = py.detach(|| pagemark::Region::with_options(bytes, options)).map_err(errors::of_error)?;
         Ok(Region::of(region, rollback, None))
     }
 
-    /// Makes memory that is there already a region: a writable, contiguous buffer of whole pages, such as an `mmap` or a NumPy
-    /// array that is one. The region holds a view of the buffer until it is closed; then the memory is as it was before, except
-    /// that `emulate` turns private memory into shared anonymous memory that children made by `os.fork` do not have. Nobody else
-    /// may change the mapping meanwhile.
+    /// Makes existing memory a region: a writable, contiguous buffer of whole pages, such as an
+    /// `mmap` or a NumPy array over one. The region holds a view of the buffer until
+    /// it is closed; then the memory is as it was before, except that `emulate` turns private
+    /// memory into shared anonymous memory that children made by `os.fork` do not have. No other
+    /// code may change the mapping meanwhile, or make a mapped file shorter.
+    ///
+    /// Shared memory (`mmap.mmap` by default, `numpy.memmap` in mode "r+") raises ValueError,
+    /// because most mechanisms do not see writes of other processes. `sole_use=True` promises that
+    /// only this process writes the memory, only through this buffer, and not through the file. The
+    /// mechanisms "compare" and "full" see all writes and need no promise.
     #[staticmethod]
-    #[pyo3(signature = (buffer, mechanism = "auto", *, rollback = true, store = None))]
-    fn adopt(buffer: &Bound<'_, PyAny>, mechanism: &str, rollback: bool, store: Option<&Store>) -> PyResult<Self> {
+    #[pyo3(signature = (buffer, mechanism = "auto", *, rollback = true, store = None, sole_use = false))]
+    fn adopt(
+        buffer: &Bound<'_, PyAny>,
+        mechanism: &str,
+        rollback: bool,
+        store: Option<&Store>,
+        sole_use: bool,
+    ) -> PyResult<Self> {
         let options = options(mechanism, rollback, store)?;
         let buffer = PyUntypedBuffer::get(buffer)?;
         if buffer.readonly() || !buffer.is_c_contiguous() {
             return Err(PyBufferError::new_err("only a writable, contiguous buffer can become a region"));
         }
         let start = NonNull::new(buffer.buf_ptr().cast()).unwrap_or(NonNull::dangling());
-        // SAFETY: the view keeps the memory there while the region exists, and Rust has no references to it.
-        let adopted = unsafe { pagemark::Region::adopt(start, buffer.len_bytes(), options) };
-        Ok(Region::of(adopted.map_err(errors::of_region)?, rollback, Some(buffer)))
+        // SAFETY: the view keeps the memory there while the region exists, and Rust has no
+        // references to it. With `sole_use`, the caller promises the sole use.
+        let adopted = unsafe {
+            match sole_use {
+                true => pagemark::Region::adopt_shared(start, buffer.len_bytes(), options),
+                false => pagemark::Region::adopt(start, buffer.len_bytes(), options),
+            }
+        };
+        Ok(Region::of(adopted.map_err(errors::of_error)?, rollback, Some(buffer)))
     }
 
-    /// The name of the mechanism that finds what is written.
+    /// The name of the mechanism that finds the written pages.
     #[getter]
     fn mechanism(&self) -> &'static str {
         self.mechanism.name()
@@ -141,13 +163,13 @@ impl Region {
     /// Smallest unit in which a write is reported.
     #[getter]
     fn granularity_bytes(&self) -> PyResult<u64> {
-        Ok(self.open()?.region.granularity_bytes())
+        Ok(self.held()?.region.granularity().get())
     }
 
     /// True between begin and commit or rollback.
     #[getter]
     fn in_transaction(&self) -> PyResult<bool> {
-        Ok(self.open()?.region.in_transaction())
+        Ok(self.held()?.region.in_transaction())
     }
 
     /// True once the region is closed.
@@ -157,7 +179,7 @@ impl Region {
     }
 
     fn __len__(&self) -> PyResult<usize> {
-        Ok(self.open()?.region.bytes())
+        Ok(self.held()?.region.bytes())
     }
 
     fn __repr__(&self) -> String {
@@ -172,13 +194,14 @@ impl Region {
         self.begin_detached(py)
     }
 
-    /// Ends the transaction and returns the offsets that were written in it, and more where the mechanism can't tell: a list
-    /// of disjoint `range` objects in ascending order.
+    /// Ends the transaction and returns the offsets that were written in it: a list of disjoint
+    /// `range` objects in ascending order. A mechanism may report more than was written.
     fn commit<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         list(py, &self.commit_detached(py)?)
     }
 
-    /// Ends the transaction, puts back what the region held when it began, and returns where that was.
+    /// Ends the transaction, puts back the content that the region had when it began, and returns
+    /// the offsets that were put back.
     fn rollback<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         list(py, &self.rollback_detached(py)?)
     }
@@ -188,22 +211,57 @@ impl Region {
         Transaction::new(slf)
     }
 
-    /// Takes a snapshot. It costs what was written since the last one was taken or restored. What lies in `without`, an iterable
-    /// of `range` objects in any order, need not be saved: memory that is free. The snapshot holds zeros there.
+    /// Takes a snapshot. The cost is proportional to the pages written since the last snapshot was
+    /// taken or restored. `without`, an iterable of `range` objects in any order, names offsets
+    /// that need not be saved, such as free memory. The snapshot holds zeros there.
     #[pyo3(signature = (*, without = None))]
     fn snapshot(&self, py: Python<'_>, without: Option<&Bound<'_, PyAny>>) -> PyResult<Snapshot> {
         let without = without.map(set).transpose()?.unwrap_or_default();
         Ok(Snapshot::from(self.detached(py, |region| region.snapshot_without(&without))?))
     }
 
-    /// Makes the region hold what the snapshot holds, in place, and returns what was written for that: only what differed. In a
-    /// transaction, it counts as written in it.
+    /// Gives the region the content of the snapshot, in place, and returns the offsets that were
+    /// written for that: only those that differed. In a transaction, they count as written in it.
     fn restore<'py>(&self, py: Python<'py>, snapshot: &Snapshot) -> PyResult<Bound<'py, PyList>> {
         list(py, &self.detached(py, |region| region.restore(&snapshot.snapshot))?)
     }
 
-    /// Reads once from a file, a pipe or a socket (a descriptor, or an object with `fileno`) into the offsets from `start` up to
-    /// `stop` (the end, if it is None). Returns how many bytes were read; 0 is the end of the file.
+    /// Saves the region as the next checkpoint of a job in a repository. When this returns, the
+    /// checkpoint is durable; after a crash at any instant the newest checkpoint is this one or the
+    /// one before it, whole. Only what was written since the last save to the same job is read and
+    /// stored. Raises TransactionError in a transaction.
+    fn save(&self, py: Python<'_>, repository: &Repository, job: &str) -> PyResult<Checkpoint> {
+        let taken = self.detached(py, |region| region.save(&repository.repository, job))?;
+        Ok(Checkpoint::taken(job, &taken))
+    }
+
+    /// Opens the newest checkpoint of a job that `save` has written: a new region with the saved
+    /// content. Raises RepositoryError if there is none.
+    #[staticmethod]
+    #[pyo3(signature = (repository, job, mechanism = "auto", *, rollback = true, store = None))]
+    fn open(
+        py: Python<'_>,
+        repository: &Repository,
+        job: &str,
+        mechanism: &str,
+        rollback: bool,
+        store: Option<&Store>,
+    ) -> PyResult<Self> {
+        let options = options(mechanism, rollback, store)?;
+        let opened = py.detach(|| pagemark::Region::open(&repository.repository, job, options));
+        Ok(Region::of(opened.map_err(errors::of_error)?, rollback, None))
+    }
+
+    /// Gives the region the content of the newest checkpoint of a job, in place: for memory that
+    /// was adopted. Only pages that differ are written; their offsets are returned. The region must
+    /// be as long as the saved region.
+    fn load<'py>(&self, py: Python<'py>, repository: &Repository, job: &str) -> PyResult<Bound<'py, PyList>> {
+        list(py, &self.detached(py, |region| region.load(&repository.repository, job))?)
+    }
+
+    /// Reads once from a file, a pipe or a socket (a descriptor, or an object with `fileno`) into
+    /// the offsets from `start` up to `stop` (the end, if it is None). Returns how many bytes were
+    /// read; 0 is the end of the file.
     #[pyo3(signature = (file, start = 0, stop = None))]
     fn read_from(&self, py: Python<'_>, file: &Bound<'_, PyAny>, start: usize, stop: Option<usize>) -> PyResult<usize> {
         let stop = stop.map_or_else(|| self.__len__(), Ok)?;
@@ -215,10 +273,12 @@ impl Region {
             return Err(PyValueError::new_err(format!("{descriptor} is no file descriptor")));
         }
         loop {
-            // SAFETY: not negative; whether it is open is for the system call to say.
+            // SAFETY: the number is not negative. If it is not open, the system call fails.
             let file = unsafe { BorrowedFd::borrow_raw(descriptor) };
             let read = self.detached(py, move |region| match region.read_from(file, start..stop) {
-                Err(RegionError::System { source, .. }) if source.kind() == io::ErrorKind::Interrupted => Ok(None),
+                Err(error) if error.io_error().is_some_and(|error| error.kind() == io::ErrorKind::Interrupted) => {
+                    Ok(None)
+                }
                 result => result.map(Some),
             });
             match read? {
@@ -228,14 +288,18 @@ impl Region {
         }
     }
 
-    /// Lets system calls write to the offsets from `start` up to `stop` (the end, if it is None) in a `with` block, with every
-    /// mechanism: `with region.writable(): file.readinto(region)`. The pages there count as written meanwhile.
+    /// Lets system calls write to the offsets from `start` up to `stop` (the end, if it is None) in
+    /// a `with` block, with every mechanism: `with region.writable(): file.readinto(region)`. The
+    /// pages there count as written meanwhile.
     #[pyo3(signature = (start = 0, stop = None))]
     fn writable(slf: Py<Self>, start: usize, stop: Option<usize>) -> Writable {
         Writable::new(slf, start, stop)
     }
 
-    /// Frees the memory behind the whole pages from `start` up to `stop`: they hold zeros afterwards, which counts as a write.
+    /// Makes the whole pages from `start` up to `stop` hold zeros, which counts as a write, and
+    /// frees their memory. In a shared mapping of a file this makes a hole in the file. In a
+    /// private mapping of a file, and in parts of huge pages, zeros are written and nothing is
+    /// freed.
     fn discard(&self, py: Python<'_>, start: usize, stop: usize) -> PyResult<()> {
         self.detached(py, |region| region.discard(start..stop))
     }
@@ -258,15 +322,9 @@ impl Region {
         slf
     }
 
-    fn __exit__(
-        &self,
-        py: Python<'_>,
-        _kind: &Bound<'_, PyAny>,
-        _value: &Bound<'_, PyAny>,
-        _traceback: &Bound<'_, PyAny>,
-    ) -> PyResult<bool> {
-        self.close(py)?;
-        Ok(false)
+    #[pyo3(signature = (*_exception))]
+    fn __exit__(&self, py: Python<'_>, _exception: &Bound<'_, PyTuple>) -> PyResult<()> {
+        self.close(py)
     }
 
     /// # Safety
@@ -279,8 +337,8 @@ impl Region {
             return Err(closed());
         };
         let (start, bytes) = (held.region.as_ptr().cast::<c_void>(), held.region.bytes() as ffi::Py_ssize_t);
-        // SAFETY: so many bytes are mapped there and stay so while the view exists: it counts as an export, and it refers to
-        // this object.
+        // SAFETY: these bytes are mapped, and stay mapped while the view exists: it counts as an
+        // export, and it refers to this object.
         let result = unsafe { ffi::PyBuffer_FillInfo(view, slf.as_ptr(), start, bytes, 0, flags) };
         if result != 0 {
             return Err(PyErr::fetch(slf.py()));

@@ -1,15 +1,16 @@
-//! Where snapshots are held.
+//! Stores of snapshots.
 
 use pagemark::snapshot::{SnapshotOptions, SnapshotStore};
 use pyo3::prelude::*;
 
 use crate::errors;
 
-/// Holds snapshots of any number of regions: each chunk of content once, whichever snapshots hold it, and zeros not at all.
+/// Holds snapshots of any number of regions. A chunk of content that several snapshots share is
+/// held once, and zeros take no memory.
 ///
-/// `chunk_bytes` is a power of two from 256 to 65536; smaller chunks share more and cost more, some 40 bytes a chunk. Where
-/// `budget_bytes` are not enough, chunks are compressed, or held as a difference; where that is not enough either, a
-/// snapshot raises SnapshotError.
+/// `chunk_bytes` is a power of two from 256 to 65536; smaller chunks share more and have more
+/// overhead, some 40 bytes a chunk. If the content exceeds `budget_bytes`, chunks are compressed or
+/// held as differences; if that does not suffice, a snapshot raises SnapshotError.
 #[pyclass(frozen, module = "pagemark")]
 pub struct Store {
     pub(crate) store: SnapshotStore,
@@ -21,10 +22,10 @@ impl Store {
     #[pyo3(signature = (chunk_bytes = pagemark::PAGE_SIZE, budget_bytes = None))]
     fn new(chunk_bytes: usize, budget_bytes: Option<u64>) -> PyResult<Self> {
         let options = SnapshotOptions { chunk_bytes, budget_bytes };
-        Ok(Store { store: SnapshotStore::with_options(options).map_err(errors::of_snapshot)? })
+        Ok(Store { store: SnapshotStore::with_options(options).map_err(errors::of_error)? })
     }
 
-    /// What the store holds, and what that takes.
+    /// What the store holds, and how much memory that takes.
     fn usage(&self) -> Usage {
         let held = self.store.usage();
         Usage {
@@ -38,19 +39,19 @@ impl Store {
     }
 }
 
-/// What a store holds.
+/// The content of a store.
 #[pyclass(frozen, get_all, module = "pagemark")]
 pub struct Usage {
-    /// Different chunks, without that of zeros.
+    /// Distinct chunks, without the chunk of zeros.
     chunks: u64,
-    /// Those of them that are compressed.
+    /// Chunks that are compressed.
     compressed_chunks: u64,
-    /// Those of them that are held as the difference from another one.
+    /// Chunks that are held as the difference from another chunk.
     delta_chunks: u64,
-    /// Bytes of memory that the content takes.
+    /// Memory for the content, bytes.
     content_bytes: u64,
-    /// Bytes of memory that everything else takes.
+    /// Memory for everything else, bytes.
     overhead_bytes: u64,
-    /// What the budget limits.
+    /// The memory that the budget limits, bytes.
     held_bytes: u64,
 }

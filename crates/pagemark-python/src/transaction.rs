@@ -4,14 +4,14 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use pagemark::RangeSet;
 use pyo3::prelude::*;
-use pyo3::types::PyList;
+use pyo3::types::{PyList, PyTuple};
 
 use crate::errors::TransactionError;
 use crate::ranges::list;
 use crate::region::Region;
 
-/// A transaction of a region, for one `with` block: committed at its end, rolled back if it raises. Of a region made with
-/// `rollback=False`, it only ends, whatever is raised.
+/// A transaction of a region, for one `with` block: committed at its end, rolled back if it raises.
+/// The transaction of a region made with `rollback=False` is committed in both cases.
 #[pyclass(frozen, module = "pagemark")]
 pub struct Transaction {
     region: Py<Region>,
@@ -38,11 +38,12 @@ impl Transaction {
 
 #[pymethods]
 impl Transaction {
-    /// The offsets that were committed, or put back by the rollback, and more where the mechanism can't tell: a list of disjoint
-    /// `range` objects in ascending order. None before the transaction has ended.
+    /// The offsets that were committed, or put back by the rollback: a list of disjoint `range`
+    /// objects in ascending order. A mechanism may report more than was written. None before the
+    /// transaction has ended.
     #[getter]
     fn written<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyList>>> {
-        // Not under the lock: making objects may run any code.
+        // The lock is released first: making objects may run any code.
         let written = match &*self.lock() {
             Progress::Ended(written) => Some(written.clone()),
             _ => None,
@@ -50,7 +51,7 @@ impl Transaction {
         written.map(|written| list(py, &written)).transpose()
     }
 
-    /// Rolls back now; the end of the block then has nothing left to do.
+    /// Rolls back at once. The end of the block then does nothing.
     fn rollback(&self, py: Python<'_>) -> PyResult<()> {
         if *self.lock() != Progress::Open {
             return Err(TransactionError::new_err("the transaction is not open"));
@@ -63,26 +64,23 @@ impl Transaction {
     fn __enter__(slf: Py<Self>, py: Python<'_>) -> PyResult<Py<Self>> {
         let transaction = slf.get();
         if *transaction.lock() != Progress::New {
-            return Err(TransactionError::new_err("a transaction serves one `with` block: make another one"));
+            return Err(TransactionError::new_err(
+                "a transaction serves one `with` block: call transaction() for each",
+            ));
         }
         transaction.region.get().begin_detached(py)?;
         *transaction.lock() = Progress::Open;
         Ok(slf)
     }
 
-    fn __exit__(
-        &self,
-        py: Python<'_>,
-        kind: &Bound<'_, PyAny>,
-        _value: &Bound<'_, PyAny>,
-        _traceback: &Bound<'_, PyAny>,
-    ) -> PyResult<bool> {
+    #[pyo3(signature = (kind, *_exception))]
+    fn __exit__(&self, py: Python<'_>, kind: &Bound<'_, PyAny>, _exception: &Bound<'_, PyTuple>) -> PyResult<()> {
         if *self.lock() == Progress::Open {
             let region = self.region.get();
-            let goes_back = !kind.is_none() && region.has_rollback();
-            let written = if goes_back { region.rollback_detached(py)? } else { region.commit_detached(py)? };
+            let rolls_back = !kind.is_none() && region.has_rollback();
+            let written = if rolls_back { region.rollback_detached(py)? } else { region.commit_detached(py)? };
             *self.lock() = Progress::Ended(written);
         }
-        Ok(false)
+        Ok(())
     }
 }

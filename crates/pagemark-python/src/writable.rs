@@ -4,6 +4,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
+use pyo3::types::PyTuple;
 
 use crate::errors;
 use crate::region::{Held, Region};
@@ -18,7 +19,7 @@ pub struct Writable {
 }
 
 struct Open {
-    // Before what it refers to, so that it is dropped first.
+    // Before the region that it refers to, so that it is dropped first.
     _writable: pagemark::region::Writable<'static>,
     _held: Arc<Held>,
 }
@@ -37,32 +38,29 @@ impl Writable {
 impl Writable {
     fn __enter__(slf: Py<Self>, py: Python<'_>) -> PyResult<Py<Self>> {
         let this = slf.get();
-        let held = this.region.get().open()?;
+        let held = this.region.get().held()?;
         let offsets = this.start..this.stop.unwrap_or(held.region.bytes());
         let opened = py.detach(|| {
-            // SAFETY: what is pointed to stays where it is as long as `held`, which is dropped after what refers to it.
+            // SAFETY: the region stays at its address as long as `held`, which is dropped after the
+            // `Writable` that refers to the region.
             let region: &'static pagemark::Region = unsafe { &(*Arc::as_ptr(&held)).region };
             region.writable(offsets).map(|writable| Open { _writable: writable, _held: held })
         });
-        let opened = opened.map_err(errors::of_region)?;
+        let opened = opened.map_err(errors::of_error)?;
         let mut open = this.lock();
         if open.is_some() {
-            return Err(PyValueError::new_err("a `with` block has this open already: call writable() for each"));
+            return Err(PyValueError::new_err(
+                "a `with` block has entered this object already: call writable() for each block",
+            ));
         }
         *open = Some(opened);
         drop(open);
         Ok(slf)
     }
 
-    fn __exit__(
-        &self,
-        py: Python<'_>,
-        _kind: &Bound<'_, PyAny>,
-        _value: &Bound<'_, PyAny>,
-        _traceback: &Bound<'_, PyAny>,
-    ) -> bool {
+    #[pyo3(signature = (*_exception))]
+    fn __exit__(&self, py: Python<'_>, _exception: &Bound<'_, PyTuple>) {
         let open = self.lock().take();
         py.detach(|| drop(open));
-        false
     }
 }

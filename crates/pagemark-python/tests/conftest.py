@@ -5,13 +5,13 @@ import pagemark
 import pytest
 from hypothesis import settings
 
-# Leaves no files behind; an example that fails is printed.
+# Without a database no files are left. An example that fails is printed.
 settings.register_profile("pagemark", database=None, deadline=None, print_blob=True)
 settings.load_profile("pagemark")
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Tells of skipped tests where the test script collects them."""
+    """Adds skipped tests to the list that the test script collects."""
     log = os.environ.get("PAGEMARK_SKIP_LOG")
     if log and report.skipped and isinstance(report.longrepr, tuple):
         reason = report.longrepr[2].removeprefix("Skipped: ")
@@ -21,7 +21,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 @pytest.fixture(params=[name for name in pagemark.MECHANISMS if name != "soft-dirty"])
 def mechanism(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Each mechanism that works here. Not soft-dirty, which needs all threads to stand still."""
+    """Each mechanism that works here, except soft-dirty, which needs all threads to be stopped."""
     try:
         pagemark.Region(1, request.param).close()
     except pagemark.MechanismError as error:

@@ -7,7 +7,7 @@ import pytest
 PAGE = pagemark.PAGE_SIZE
 
 
-def test_numpy_views_it_without_a_copy() -> None:
+def test_numpy_views_a_region_without_a_copy() -> None:
     region = pagemark.Region(1000)
     assert len(region) == PAGE, "whole pages"
     a = numpy.frombuffer(region, dtype=numpy.float64)
@@ -46,7 +46,7 @@ def test_a_view_keeps_the_memory() -> None:
     assert int(array.sum()) == 3 * PAGE
 
 
-def test_a_with_block_closes() -> None:
+def test_a_with_block_closes_a_region() -> None:
     with pagemark.Region(PAGE) as region:
         memoryview(region)[0] = 1
         gc.collect()
@@ -76,10 +76,10 @@ def test_a_closed_region_is_refused() -> None:
         with pytest.raises(ValueError, match="closed"):
             call()
     assert "closed" in repr(region)
-    assert snapshot.read(0, 3) == bytes(3), "snapshots stay"
+    assert snapshot.read(0, 3) == bytes(3), "snapshots stay readable"
 
 
-def test_a_read_only_view_can_be_had() -> None:
+def test_a_view_can_be_read_only() -> None:
     view = memoryview(pagemark.Region(PAGE)).toreadonly()
     with pytest.raises(TypeError):
         view[0] = 1

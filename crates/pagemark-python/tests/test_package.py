@@ -13,15 +13,15 @@ generation 6 is generation 0 again
 from the first generation to the second 24576 of 262144 bytes lie in pages that differ
 65 cells lived in generation 1
 back in generation 1
-the power failed: nothing happened
+the power failed: the region is unchanged
 """
 
 
-def test_the_documentation_is_true() -> None:
+def test_the_examples_of_the_documentation_work() -> None:
     assert doctest.testmod(pagemark).failed == 0
 
 
-def test_what_is_public_is_documented() -> None:
+def test_public_names_are_documented() -> None:
     for name in pagemark.__all__:
         thing = getattr(pagemark, name)
         if isinstance(thing, type):
@@ -31,12 +31,12 @@ def test_what_is_public_is_documented() -> None:
                 assert attribute.startswith("_") or value.__doc__, f"{name}.{attribute}"
 
 
-def test_the_example_does_what_it_says(mechanism: str) -> None:
+def test_the_example_prints_its_results(mechanism: str) -> None:
     command = [sys.executable, str(EXAMPLES / "rewind.py"), mechanism]
     assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == REWIND
 
 
-def test_the_stubs_are_what_the_package_is(tmp_path: Path) -> None:
+def test_the_stubs_match_the_package(tmp_path: Path) -> None:
     check([sys.executable, "-m", "mypy.stubtest", "pagemark"], tmp_path)
 
 

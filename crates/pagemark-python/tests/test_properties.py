@@ -1,4 +1,4 @@
-"""Regions against a shadow copy, under random programs."""
+"""Compares regions with a shadow copy under random programs."""
 
 import numpy
 import numpy.typing
@@ -22,7 +22,7 @@ steps = st.one_of(
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(program=st.lists(steps, max_size=30))
-def test_a_region_does_what_a_shadow_copy_does(mechanism: str, program: list[tuple[str, int, int, int]]) -> None:
+def test_a_region_holds_what_a_shadow_copy_holds(mechanism: str, program: list[tuple[str, int, int, int]]) -> None:
     region = pagemark.Region(BYTES, mechanism)
     array = numpy.frombuffer(region, dtype=numpy.uint8)
     now = numpy.zeros(BYTES, dtype=numpy.uint8)

@@ -5,6 +5,8 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
+from typing import Literal
 
 import numpy
 import pagemark
@@ -17,7 +19,7 @@ def covers(ranges: list[range], offset: int) -> bool:
     return any(offset in part for part in ranges)
 
 
-def test_a_transaction_is_committed_and_tells_what_was_written(mechanism: str) -> None:
+def test_a_committed_transaction_reports_what_was_written(mechanism: str) -> None:
     region = pagemark.Region(100 * PAGE, mechanism)
     array = numpy.frombuffer(region, dtype=numpy.uint8)
     array[:] = 1
@@ -33,7 +35,7 @@ def test_a_transaction_is_committed_and_tells_what_was_written(mechanism: str) -
     assert mechanism == "full" or not covers(transaction.written, 20 * PAGE)
 
 
-def test_an_exception_rolls_back_and_goes_on(mechanism: str) -> None:
+def test_an_exception_rolls_back_and_is_raised(mechanism: str) -> None:
     region = pagemark.Region(10 * PAGE, mechanism)
     array = numpy.frombuffer(region, dtype=numpy.int64)
     array[:] = numpy.arange(len(array))
@@ -57,21 +59,21 @@ def test_a_transaction_can_be_rolled_back_within_its_block() -> None:
         view[1] = 1
         with pytest.raises(pagemark.TransactionError, match="not open"):
             transaction.rollback()
-    assert view[0] == 0 and view[1] == 1, "what comes after the rollback stays"
+    assert view[0] == 0 and view[1] == 1, "writes after the rollback stay"
 
 
-def test_a_transaction_object_serves_once() -> None:
+def test_a_transaction_object_is_used_once() -> None:
     region = pagemark.Region(PAGE)
     transaction = region.transaction()
     with transaction:
         pass
-    with pytest.raises(pagemark.TransactionError, match="make another one"):
+    with pytest.raises(pagemark.TransactionError, match="for each"):
         with transaction:
             pass
     assert not region.in_transaction
 
 
-def test_without_rollback_an_exception_only_ends_the_transaction() -> None:
+def test_without_rollback_an_exception_commits() -> None:
     region = pagemark.Region(PAGE, rollback=False)
     view = memoryview(region)
     with pytest.raises(KeyError):
@@ -85,7 +87,7 @@ def test_without_rollback_an_exception_only_ends_the_transaction() -> None:
     region.commit()
 
 
-def test_misuse_is_told() -> None:
+def test_misuse_raises() -> None:
     region = pagemark.Region(PAGE)
     with pytest.raises(pagemark.TransactionError, match="call begin first"):
         region.commit()
@@ -111,7 +113,7 @@ def test_misuse_is_told() -> None:
         assert issubclass(error, pagemark.Error)
 
 
-def test_a_mechanism_that_does_not_work_is_an_error_that_says_why() -> None:
+def test_a_mechanism_that_does_not_work_raises_an_error_with_the_reason() -> None:
     for name in pagemark.MECHANISMS:
         try:
             assert pagemark.Region(1, name).mechanism == name
@@ -162,7 +164,7 @@ def test_a_file_is_read_into_a_region_with_every_mechanism(mechanism: str) -> No
 def test_the_interpreter_is_released_while_a_call_waits() -> None:
     region = pagemark.Region(PAGE)
     reader, writer = os.pipe()
-    # Were it held, this thread would never come to write what the other waits for.
+    # If the call held the interpreter, this thread could not write what the call waits for.
     waiting = threading.Thread(target=region.read_from, args=(reader, 0, 1))
     waiting.start()
     os.write(writer, b"x")
@@ -189,10 +191,10 @@ def test_a_forked_child_is_refused() -> None:
     assert os.waitpid(child, 0)[1] == 0
     assert region.in_transaction and view[0] == 1
     region.rollback()
-    assert view[0] == 0, "the parent's transaction goes on"
+    assert view[0] == 0, "the parent's transaction continues"
 
 
-def test_system_calls_write_to_what_is_writable(mechanism: str) -> None:
+def test_system_calls_write_to_writable_parts(mechanism: str) -> None:
     region = pagemark.Region(4 * PAGE, mechanism)
     view = memoryview(region)
     reader, writer = os.pipe()
@@ -206,7 +208,7 @@ def test_system_calls_write_to_what_is_writable(mechanism: str) -> None:
         assert covers(written, PAGE - 2) and covers(written, PAGE + 3)
         whole = region.writable()
         with whole:
-            with pytest.raises(ValueError, match="open already"):
+            with pytest.raises(ValueError, match="entered"):
                 whole.__enter__()
             sink.write(b"x")
             assert file.readinto(view[3 * PAGE :]) == 1
@@ -243,7 +245,7 @@ def test_memory_is_adopted_and_given_back(mechanism: str) -> None:
     memory.close()
 
 
-def test_what_cannot_be_adopted_is_told() -> None:
+def test_memory_that_cannot_be_adopted_raises() -> None:
     memory = mmap.mmap(-1, 4 * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     view = memoryview(memory)
     for unaligned in (view[1:], view[: PAGE + 1], view[:0]):
@@ -263,7 +265,40 @@ def test_what_cannot_be_adopted_is_told() -> None:
     pagemark.Region.adopt(view).close()
 
 
-def test_memory_that_was_unmapped_is_noticed(mechanism: str) -> None:
+@pytest.mark.parametrize("mode", ["c", "r+"])
+def test_a_memmap_keeps_its_content(mechanism: str, mode: Literal["c", "r+"], tmp_path: Path) -> None:
+    path = tmp_path / "array"
+    before = numpy.arange(1, 8 * PAGE + 1, dtype=numpy.uint64).astype(numpy.uint8)
+    path.write_bytes(before.tobytes())
+    array = numpy.memmap(path, dtype=numpy.uint8, mode=mode)
+    is_shared = mode == "r+"
+    if is_shared and mechanism not in ("compare", "full"):
+        with pytest.raises(ValueError, match="sole use"):
+            pagemark.Region.adopt(array, mechanism)
+    if (mechanism == "emulate" and is_shared) or mechanism == "uffd":
+        # `uffd` tracks no mapping of a file, and `emulate` no shared one.
+        with pytest.raises(pagemark.MechanismError):
+            pagemark.Region.adopt(array, mechanism, sole_use=True)
+        assert path.read_bytes() == before.tobytes()
+        return
+    with pagemark.Region.adopt(array, mechanism, sole_use=True) as region:
+        region.begin()
+        array[PAGE + 1] = 0
+        array[5 * PAGE + 1] = 0
+        written = region.rollback()
+        assert covers(written, PAGE + 1) and covers(written, 5 * PAGE + 1)
+        assert (array == before).all()
+        assert path.read_bytes() == before.tobytes()
+        region.begin()
+        array[7] = 77
+        assert covers(region.commit(), 7)
+    expected = before.copy()
+    expected[7] = 77
+    assert (array == expected).all()
+    assert path.read_bytes() == (expected if is_shared else before).tobytes()
+
+
+def test_unmapped_memory_is_noticed(mechanism: str) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     region = pagemark.Region(8 * PAGE, mechanism)
     array = numpy.frombuffer(region, dtype=numpy.uint8)
@@ -271,10 +306,10 @@ def test_memory_that_was_unmapped_is_noticed(mechanism: str) -> None:
     array[0] = 1
     assert libc.munmap(ctypes.c_void_p(array.ctypes.data + 4 * PAGE), ctypes.c_size_t(PAGE)) == 0
     for call in (region.commit, region.rollback, region.snapshot):
-        with pytest.raises(pagemark.Error, match="unmapped"):
+        with pytest.raises(pagemark.Error, match="not mapped"):
             call()
     assert region.in_transaction and array[0] == 1
-    # So that nobody else's memory is in the hole when the region is freed.
+    # Freeing the region unmaps the hole too, which must not hold other memory by then.
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10
     libc.mmap.restype = ctypes.c_void_p
     hole = libc.mmap(ctypes.c_void_p(array.ctypes.data + 4 * PAGE), ctypes.c_size_t(PAGE), 3, flags, -1, 0)
@@ -306,7 +341,7 @@ def test_signal_handlers_write_in_a_transaction(mechanism: str) -> None:
     assert [view[0], view[PAGE], view[2 * PAGE]] == [0, 0, 0]
 
 
-def test_a_crash_is_told_by_the_handler_from_before(mechanism: str) -> None:
+def test_a_crash_is_reported_by_the_previous_handler(mechanism: str) -> None:
     program = f"""
 import ctypes, pagemark
 region = pagemark.Region(2 * {PAGE}, {mechanism!r})
@@ -355,8 +390,8 @@ def test_transactions_of_many_regions_are_independent() -> None:
     assert [view[0] for view in views] == [0, 1] * 10
 
 
-def test_what_was_undone_and_is_written_again_is_seen(mechanism: str) -> None:
-    """Content that comes back after a rollback or a restore counts as written, as other content does."""
+def test_content_that_was_undone_and_is_written_again_is_found(mechanism: str) -> None:
+    """Content that is written again after a rollback or a restore counts as written."""
     region = pagemark.Region(PAGE, mechanism)
     view = memoryview(region)
     region.begin()

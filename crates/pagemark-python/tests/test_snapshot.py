@@ -21,7 +21,7 @@ def test_snapshots_are_restored_read_compared_and_diffed(mechanism: str) -> None
     assert first.read(5, 0) == b""
 
     restored = region.restore(first)
-    assert restored == first.diff(second), "only what differed"
+    assert restored == first.diff(second), "only the differing chunks"
     assert numpy.array_equal(array, numpy.arange(len(array)) % 251)
     assert region.snapshot() == first
     region.restore(second)
@@ -43,7 +43,7 @@ def test_equal_content_is_an_equal_key() -> None:
     assert a != "something else"
 
 
-def test_what_is_free_is_not_saved(mechanism: str) -> None:
+def test_free_memory_is_not_saved(mechanism: str) -> None:
     region = pagemark.Region(4 * PAGE, mechanism)
     array = numpy.frombuffer(region, dtype=numpy.uint8)
     array[:] = 5
@@ -51,7 +51,7 @@ def test_what_is_free_is_not_saved(mechanism: str) -> None:
     assert snapshot.read(99, 2) == bytes([5, 0])
     assert snapshot.read(PAGE - 1, 2) == bytes([0, 5])
     assert snapshot.read(3 * PAGE - 1, 2) == bytes([5, 0])
-    assert array[100] == 5, "the region is as it was"
+    assert array[100] == 5, "the region is unchanged"
     for bad in ([range(-1, 5)], [range(0, 10, 2)]):
         with pytest.raises(ValueError):
             region.snapshot(without=bad)
@@ -100,7 +100,7 @@ def test_a_budget_is_kept() -> None:
     assert store.usage().held_bytes <= 100_000
 
 
-def test_small_chunks_say_more_exactly_what_differs() -> None:
+def test_small_chunks_give_a_finer_difference() -> None:
     region = pagemark.Region(PAGE, store=pagemark.Store(chunk_bytes=256))
     before = region.snapshot()
     memoryview(region)[300] = 1

@@ -4,11 +4,12 @@ use std::process::{Command, Stdio};
 
 /// Makes a file that can be executed at once.
 ///
-/// Another process writes it. Were it open for writing in this one, then a process that another thread starts in that moment
-/// would have it open, too, and nobody could execute it until that one has executed its own program (`ETXTBSY`).
+/// Another process writes the file. If this process had it open for writing, a process that another
+/// thread starts in that moment would inherit the descriptor, and executing the file would fail
+/// (`ETXTBSY`) until that process has executed its own program.
 ///
 /// # Panics
-/// If it can't be written.
+/// If the file cannot be written.
 pub fn executable(path: &Path, content: &[u8]) {
     let mut shell = Command::new("sh");
     shell.args(["-c", "cat > \"$0\" && chmod 755 \"$0\""]).arg(path).stdin(Stdio::piped());

@@ -1,12 +1,27 @@
-//! What the tests share: how one says that it is skipped, and what the programs have in common that are
-//! checkpointed in end-to-end tests.
+//! Code that the tests of several crates share: skipping tests, time limits for slow machines, the
+//! programs that end-to-end tests checkpoint, and a program that runs others as on an older kernel.
 //!
-//! These programs (`torture`, `pages`, `family`) check their own invariants for ever. Each takes a
-//! directory, appends a line `ok N` to `progress` there for every round of checks, and ends with exit code
-//! [`VIOLATED`] and a message, also in the file `violated`, when anything is not as it left it.
+//! The programs (`torture`, `pages`, `family`) check their own invariants in an endless loop. Each
+//! takes a directory and appends a line `ok N` to the file `progress` there after each round of
+//! checks. If an invariant does not hold, the program writes a message, also to the file
+//! `violated`, and exits with the status [`VIOLATED`].
+//!
+//! # Example
+//!
+//! ```no_run
+//! # fn is_supported() -> bool { false }
+//! # fn test() {
+//! if !is_supported() {
+//!     // Reports the reason, and returns from the test.
+//!     pagemark_testing::skip!("this kernel has no soft-dirty bits");
+//! }
+//! # }
+//! ```
 
+mod as_linux;
 mod cases;
 mod executable;
+mod huge_pages;
 mod memory;
 mod patience;
 mod pause_32;
@@ -15,17 +30,20 @@ mod skip;
 mod swap;
 mod trackee;
 
+pub use as_linux::{LINUX_VERSIONS, again_as_older_linux, as_linux, reason_without_as_linux};
 pub use cases::cases;
 pub use executable::executable;
+pub use huge_pages::HugePages;
 pub use memory::{Region, SplitMix, expected};
 pub use patience::{is_emulated, patience, wait_for, wait_until};
 pub use pause_32::pause_32;
 pub use report::{Report, VIOLATED};
 pub use skip::skipped;
-pub use swap::{Swap, swapped_bytes};
+pub use swap::Swap;
 pub use trackee::{rounds, trackee, violation};
 
-/// Says that the running test is skipped, and why (as for `format!`), and returns from it.
+/// Reports that the running test is skipped, with the reason (as for `format!`), and returns from
+/// it.
 #[macro_export]
 macro_rules! skip {
     ($($reason:tt)+) => {{

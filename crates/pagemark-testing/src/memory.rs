@@ -1,11 +1,11 @@
-//! Memory whose content is known at every moment.
+//! Memory with a known content.
 
 use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd;
 use std::ptr;
 
-/// Small random numbers that are the same for the same seed.
+/// Pseudo-random numbers; the same seed gives the same numbers.
 pub struct SplitMix(pub u64);
 
 impl SplitMix {
@@ -24,7 +24,8 @@ impl SplitMix {
     }
 }
 
-/// What word `index` of memory filled with `seed` holds. Never zero, which is what memory holds by itself.
+/// The content of word `index` of memory that was filled with `seed`. Never zero, which is the
+/// content of new memory.
 pub fn expected(seed: u64, index: usize) -> u64 {
     SplitMix(seed.wrapping_add(index as u64)).draw() | 1
 }
@@ -45,20 +46,20 @@ impl Region {
     /// Maps `bytes` (whole pages) of private memory, or of `file`, shared or not, and fills it.
     ///
     /// # Errors
-    /// What `mmap` gives.
+    /// The error of `mmap`.
     pub fn map(bytes: usize, seed: u64, file: Option<&File>, shared: bool) -> io::Result<Region> {
         let mut region = Region::reserve(bytes, file, shared)?;
         region.fill(seed);
         Ok(region)
     }
 
-    /// Like [`Region::map`] for private memory, of 2 MiB pages where the kernel has them.
+    /// As [`Region::map`] for private memory, with 2 MiB pages where the kernel has them.
     ///
     /// # Errors
-    /// What `mmap` gives.
+    /// The error of `mmap`.
     pub fn map_huge(bytes: usize, seed: u64) -> io::Result<Region> {
         let mut region = Region::reserve(bytes, None, false)?;
-        // A kernel without huge pages refuses: small ones do as well.
+        // A kernel without huge pages refuses the advice, and small pages serve too.
         let _ = region.advise(libc::MADV_HUGEPAGE);
         region.fill(seed);
         Ok(region)
@@ -69,7 +70,7 @@ impl Region {
         let anonymous = if file.is_none() { libc::MAP_ANONYMOUS } else { 0 };
         let descriptor = file.map_or(-1, AsRawFd::as_raw_fd);
         let access = libc::PROT_READ | libc::PROT_WRITE;
-        // SAFETY: a new mapping at an address of the kernel's choice touches no other memory.
+        // SAFETY: a new mapping at an address that the kernel chooses changes no other memory.
         let start = unsafe { libc::mmap(ptr::null_mut(), bytes, access, kind | anonymous, descriptor, 0) };
         if start == libc::MAP_FAILED {
             return Err(io::Error::last_os_error());
@@ -77,17 +78,19 @@ impl Region {
         Ok(Region { start: start.cast(), words: bytes / WORD, seed: 0 })
     }
 
-    /// Takes over `bytes` (whole words) from `start` on, and fills them. They are not unmapped in the end.
+    /// Takes over `bytes` (whole words) of memory from `start` on, and fills them. The memory is
+    /// never unmapped.
     ///
     /// # Safety
-    /// They must be mapped, aligned to words, writable, and used by nobody else, for ever.
+    /// The memory must be mapped, aligned to words and writable, and no other code may use it, for
+    /// the rest of the program.
     pub unsafe fn adopt(start: *mut u64, bytes: usize, seed: u64) -> std::mem::ManuallyDrop<Region> {
         let mut region = Region { start, words: bytes / WORD, seed };
         region.fill(seed);
         std::mem::ManuallyDrop::new(region)
     }
 
-    /// Fills it anew.
+    /// Fills the memory anew.
     pub fn fill(&mut self, seed: u64) {
         self.seed = seed;
         self.refill(0);
@@ -98,7 +101,7 @@ impl Region {
         self.content().iter_mut().enumerate().skip(from).for_each(|(index, word)| *word = expected(seed, index));
     }
 
-    /// Writes into every page what it holds, for the sake of the writing.
+    /// Writes every page without changing its content.
     pub fn touch(&mut self) {
         const PAGE_WORDS: usize = 4096 / WORD;
         let seed = self.seed;
@@ -107,7 +110,7 @@ impl Region {
         }
     }
 
-    /// The first word that is not as it was left: its address, and what it holds.
+    /// The first word whose content is not the expected one: its address and its content.
     pub fn damage(&mut self) -> Option<(usize, u64)> {
         let (seed, start) = (self.seed, self.start as usize);
         let words = self.content().iter().enumerate();
@@ -115,13 +118,13 @@ impl Region {
         wrong.next().map(|(index, word)| (start + index * WORD, *word))
     }
 
-    /// Makes it larger or smaller, where it is or elsewhere; what is new is filled.
+    /// Makes the mapping larger or smaller, and moves it if necessary; new words are filled.
     ///
     /// # Errors
-    /// What `mremap` gives.
+    /// The error of `mremap`.
     pub fn resize(&mut self, bytes: usize) -> io::Result<()> {
         let (old_bytes, old_words) = (self.words * WORD, self.words);
-        // SAFETY: the mapping is ours alone, and no borrow of it outlives this call.
+        // SAFETY: `self` alone owns the mapping, and no borrow of it outlives this call.
         let start = unsafe { libc::mremap(self.start.cast(), old_bytes, bytes, libc::MREMAP_MAYMOVE) };
         if start == libc::MAP_FAILED {
             return Err(io::Error::last_os_error());
@@ -131,12 +134,12 @@ impl Region {
         Ok(())
     }
 
-    /// Gives the kernel advice about it.
+    /// Gives the kernel advice about the memory.
     ///
     /// # Errors
-    /// What `madvise` gives.
+    /// The error of `madvise`.
     pub fn advise(&self, advice: i32) -> io::Result<()> {
-        assert!(advice != libc::MADV_DONTNEED && advice != libc::MADV_REMOVE, "this would lose the content");
+        assert!(advice != libc::MADV_DONTNEED && advice != libc::MADV_REMOVE, "this advice would lose the content");
         // SAFETY: the range is our mapping, and the advice leaves its content as it is.
         match unsafe { libc::madvise(self.start.cast(), self.words * WORD, advice) } {
             0 => Ok(()),
@@ -152,7 +155,7 @@ impl Region {
 
 impl Drop for Region {
     fn drop(&mut self) {
-        // SAFETY: made by `map`, and nothing borrows it any more.
+        // SAFETY: `reserve` has made the mapping, and no borrow of it is left.
         unsafe { libc::munmap(self.start.cast(), self.words * WORD) };
     }
 }

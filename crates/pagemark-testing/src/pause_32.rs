@@ -1,11 +1,11 @@
-//! A program that is not one of 64 bits.
+//! A 32-bit program.
 
 use std::path::Path;
 use std::process::{Child, Command};
 
 use crate::{executable, skipped};
 
-/// A 32-bit program of two instructions: `pause`, again and again.
+/// A 32-bit program that calls `pause` in a loop.
 #[rustfmt::skip]
 const PROGRAM: [u8; 93] = [
     0x7f, b'E', b'L', b'F', 1, 1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0,
@@ -16,11 +16,11 @@ const PROGRAM: [u8; 93] = [
     0xb8, 29, 0, 0, 0, 0xcd, 0x80, 0xeb, 0xf7,
 ];
 
-/// Starts a 32-bit program that waits for ever, from a file `pause` that it makes in `directory`. `None` after saying that the test
-/// is skipped, where the kernel runs none.
+/// Starts a 32-bit program that waits for ever, from a file `pause` that it makes in `directory`.
+/// Where the kernel runs no 32-bit programs, reports that the test is skipped, and returns `None`.
 ///
 /// # Panics
-/// If the file can't be written.
+/// If the file cannot be written.
 pub fn pause_32(directory: &Path) -> Option<Child> {
     let path = directory.join("pause");
     executable(&path, &PROGRAM);

@@ -1,4 +1,4 @@
-//! How the checked programs tell that they are well, or that they are not.
+//! Reports of the programs that check themselves: their progress, and violated invariants.
 
 use std::fmt::Display;
 use std::fs::{self, File, OpenOptions};
@@ -16,8 +16,8 @@ pub struct Report {
 }
 
 impl Report {
-    /// Reports into the directory that the program's first argument names, made if need be; ends the program with
-    /// exit code 2 if that cannot be done.
+    /// Reports into the directory that the program's first argument names, which is created if it
+    /// is missing. Ends the program with exit code 2 if that fails.
     pub fn from_arguments() -> Report {
         let Some(directory) = std::env::args_os().nth(1) else {
             eprintln!("usage: {} DIRECTORY …", std::env::args().next().unwrap_or_default());
@@ -42,14 +42,14 @@ impl Report {
         Ok(Report { directory: directory.to_path_buf(), progress, rounds: 0 })
     }
 
-    /// Where it reports.
+    /// The directory of the reports.
     pub fn directory(&self) -> &Path {
         &self.directory
     }
 
-    /// A round of checks found everything well: the next line `ok N`, from 1.
+    /// Reports that a round of checks has passed: the next line `ok N`, from 1.
     ///
-    /// The file must be as this program left it: its size is an invariant, too.
+    /// The size of the file is an invariant too: it must be as this program has left it.
     pub fn ok(&mut self) {
         self.rounds += 1;
         let written = self.progress.write_all(format!("ok {:9}\n", self.rounds).as_bytes());
@@ -59,24 +59,24 @@ impl Report {
         self.require(size == expected, format_args!("progress has {size} bytes, {expected} were written"));
     }
 
-    /// Rounds until now.
+    /// The number of rounds that have passed.
     pub fn rounds(&self) -> u64 {
         self.rounds
     }
 
-    /// Ends the program if `holds` is false.
-    pub fn require(&self, holds: bool, what: impl Display) {
+    /// Ends the program with the message `problem` if `holds` is false.
+    pub fn require(&self, holds: bool, problem: impl Display) {
         if !holds {
-            violated(&self.directory, what);
+            violated(&self.directory, problem);
         }
     }
 }
 
-/// Tells what is wrong, loudly, and ends the whole program.
-pub(crate) fn violated(directory: &Path, what: impl Display) -> ! {
-    let message = format!("violated in process {}: {what}\n", std::process::id());
+/// Reports the problem on stderr and in the file `violated`, and ends the program.
+fn violated(directory: &Path, problem: impl Display) -> ! {
+    let message = format!("violated in process {}: {problem}\n", std::process::id());
     eprint!("{message}");
-    // The exit code tells as well, should the file not be writable.
+    // The exit code reports it too if the file cannot be written.
     let _ = fs::write(directory.join("violated"), message);
     std::process::exit(VIOLATED);
 }

@@ -1,10 +1,11 @@
-//! How a test says that it cannot run here.
+//! Reports of tests that cannot run on this machine.
 
 use std::fs::OpenOptions;
 use std::io::Write;
 
-/// Prints `skipped: TEST: REASON` to stderr, and to the file that `$PAGEMARK_SKIP_LOG` names, since the test
-/// runner keeps what passing tests print to itself. Use [`crate::skip!`], which also returns from the test.
+/// Prints `skipped: TEST: REASON` to stderr, and to the file that `$PAGEMARK_SKIP_LOG` names,
+/// because the test runner hides the output of tests that pass. Use [`crate::skip!`], which also
+/// returns from the test.
 pub fn skipped(reason: &str) {
     let thread = std::thread::current();
     let line = format!("skipped: {}: {reason}\n", thread.name().unwrap_or("a test"));

@@ -5,7 +5,8 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// Swap space in compressed memory, while this lives. Tests of one program take turns with it.
+/// Swap space in compressed memory, until it is dropped. The tests of one program use it one after
+/// the other.
 pub struct Swap {
     is_ours: bool,
     _turn: MutexGuard<'static, ()>,
@@ -14,8 +15,8 @@ pub struct Swap {
 impl Swap {
     const DEVICE: &str = "/dev/zram0";
 
-    /// Takes the swap space that the machine has in `/dev/zram0`, or makes it, of 256 MiB. None where there is no such device or no
-    /// right to use it.
+    /// Takes the swap space that the machine has in `/dev/zram0`, or makes 256 MiB of it there.
+    /// None where there is no such device, or using it is not permitted.
     pub fn on() -> Option<Swap> {
         static TURN: Mutex<()> = Mutex::new(());
         let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
@@ -40,11 +41,4 @@ impl Drop for Swap {
             let _ = Command::new("swapoff").arg(Swap::DEVICE).status();
         }
     }
-}
-
-/// How much of a process is swapped out, bytes; 0 for one that is gone.
-pub fn swapped_bytes(pid: i32) -> u64 {
-    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
-    let line = status.lines().find_map(|line| line.strip_prefix("VmSwap:")).unwrap_or_default();
-    line.trim().trim_end_matches(" kB").parse::<u64>().unwrap_or(0) << 10
 }

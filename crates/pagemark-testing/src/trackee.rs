@@ -1,21 +1,22 @@
-//! How a test gets at the checked programs.
+//! The programs that end-to-end tests checkpoint.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::OnceLock;
 
-/// The built program of that name (`torture`, `pages` or `family`), for tests of any crate of the workspace.
+/// The built program of that name (`torture`, `pages` or `family`), for tests of any crate of the
+/// workspace.
 ///
 /// # Panics
-/// If it cannot be built, since then nothing can be tested.
+/// If the programs cannot be built.
 pub fn trackee(name: &str) -> PathBuf {
     static DIRECTORY: OnceLock<PathBuf> = OnceLock::new();
     DIRECTORY.get_or_init(build).join(name)
 }
 
-/// Builds the programs beside the running test, which lies in `TARGET/PROFILE/deps`. The test runner builds them only
-/// together with their own tests.
+/// Builds the programs in the directory `TARGET/PROFILE` of the running test, which is in
+/// `TARGET/PROFILE/deps`. Cargo itself builds them only for the tests of their own crate.
 fn build() -> PathBuf {
     let test = std::env::current_exe().expect("a running program has a path");
     let profile = test.parent().and_then(Path::parent).expect("tests lie two directories deep").to_path_buf();
@@ -33,15 +34,15 @@ fn build() -> PathBuf {
     profile
 }
 
-/// The rounds of checks that a program reported into `directory`, from the last whole line of `progress`; 0 before the
-/// first.
+/// The rounds of checks that a program reported into `directory`, from the last whole line of
+/// `progress`; 0 before the first.
 pub fn rounds(directory: &Path) -> u64 {
     let text = fs::read_to_string(directory.join("progress")).unwrap_or_default();
     let whole = text.rsplit_once('\n').map_or("", |(lines, _)| lines);
     whole.lines().last().and_then(|line| line.strip_prefix("ok")?.trim().parse().ok()).unwrap_or(0)
 }
 
-/// What a program found violated, if it did.
+/// The violated invariant that a program has reported into `directory`, if any.
 pub fn violation(directory: &Path) -> Option<String> {
     fs::read_to_string(directory.join("violated")).ok()
 }

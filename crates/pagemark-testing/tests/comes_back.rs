@@ -1,5 +1,5 @@
-//! Programs that check themselves for ever are checkpointed while they run, killed, and come back: their memory is bitwise what
-//! it was at the freeze, and they go on checking.
+//! Programs that check themselves are checkpointed while they run, killed, and restored: their
+//! memory is bitwise that of the freeze, and they continue to check themselves.
 
 use std::collections::{BTreeMap, HashSet};
 use std::ffi::OsString;
@@ -7,23 +7,24 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
-use std::time::SystemTime;
 
 use nix::sys::signal::{SigSet, Signal, kill};
 use nix::unistd::Pid;
 use pagemark::checkpointer::Strategy;
 use pagemark::repository::{Checkpoint, Repository};
-use pagemark::{Mechanism, PageTree, Store};
-use pagemark_process::criu::Criu;
-use pagemark_process::files::put_back;
-use pagemark_process::job::{Job, Options};
+use pagemark::sys::proc::Status;
+use pagemark::{Address, Job, JobOptions, Mechanism, PageTree, Policy, Store};
+use pagemark_process::criu::{Criu, DumpOptions};
+use pagemark_process::files::{ChangedFiles, put_back};
 use pagemark_process::restore::{RestoreOptions, Streams, prepare};
+use pagemark_process::saver::CriuSaver;
 use pagemark_process::spawn::spawn;
-use pagemark_testing::{Swap, skip, swapped_bytes, wait_for};
+use pagemark_process::target::ProcessTarget;
+use pagemark_testing::{Swap, skip, wait_for};
 
 const PAGE: usize = 4096;
 
-/// What each page held, by process and address.
+/// The content of each page, by process and address.
 type Image = BTreeMap<(i32, u64), Page>;
 
 struct Page {
@@ -31,8 +32,8 @@ struct Page {
     is_shared: bool,
 }
 
-/// Reads what a stopped process's memory holds, without Pagemark's own code: every page that is in memory or swapped out, but
-/// for pages of mapped files that were not changed.
+/// Reads the memory of a stopped process without Pagemark's code: every page that is in memory or
+/// swapped out, except unchanged pages of mapped files.
 fn image_of(pid: i32, image: &mut Image) {
     let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).expect("the process lives");
     let pagemap = File::open(format!("/proc/{pid}/pagemap")).expect("its pagemap");
@@ -64,24 +65,25 @@ fn image_of(pid: i32, image: &mut Image) {
     }
 }
 
-/// Where the kernel tells each thread on which processor it runs: it writes that whenever a thread goes on.
+/// The memory in which the kernel records the processor of each thread. It writes the processor
+/// whenever a thread resumes.
 fn restartable_sequences(pid: i32) -> HashSet<u64> {
     let mut addresses = HashSet::new();
     for task in std::fs::read_dir(format!("/proc/{pid}/task")).expect("its threads").flatten() {
         let tid: i32 = task.file_name().to_string_lossy().parse().expect("a thread id");
         let mut configuration = [0u64; 3];
-        // SAFETY: PTRACE_SEIZE has no addresses; the restored threads are nobody else's tracees.
+        // SAFETY: PTRACE_SEIZE has no addresses, and the restored threads have no tracer.
         assert_eq!(unsafe { libc::ptrace(libc::PTRACE_SEIZE, tid, 0, 0) }, 0, "seize {tid}");
-        // SAFETY: no addresses either.
+        // SAFETY: the call has no addresses.
         assert_eq!(unsafe { libc::ptrace(libc::PTRACE_INTERRUPT, tid, 0, 0) }, 0, "interrupt {tid}");
         nix::sys::wait::waitpid(Pid::from_raw(tid), Some(nix::sys::wait::WaitPidFlag::__WALL)).expect("a stop");
         // SAFETY: the kernel writes at most the given length, which is the buffer's.
         let length = unsafe { libc::ptrace(PTRACE_GET_RSEQ_CONFIGURATION, tid, 24, configuration.as_mut_ptr()) };
-        // SAFETY: no addresses.
+        // SAFETY: the call has no addresses.
         assert_eq!(unsafe { libc::ptrace(libc::PTRACE_DETACH, tid, 0, 0) }, 0, "detach {tid}");
         if length > 0 && configuration[0] != 0 {
-            // Processor, processor once more, node, and the processor's number within the process; between them a
-            // pointer and flags that are the program's.
+            // Processor, processor once more, node, and the processor's number within the process;
+            // between them a pointer and flags that are the program's.
             addresses.extend(configuration[0]..configuration[0] + 8);
             addresses.extend(configuration[0] + 20..configuration[0] + 28);
         }
@@ -92,14 +94,15 @@ fn restartable_sequences(pid: i32) -> HashSet<u64> {
 /// `linux/ptrace.h`
 const PTRACE_GET_RSEQ_CONFIGURATION: libc::c_uint = 0x420f;
 
-/// Compares the page trees of a checkpoint with what the processes' private memory held at the freeze.
+/// Compares the page trees of a checkpoint with the processes' private memory at the freeze.
 fn assert_same_pages(frozen: &Image, checkpoint: &Checkpoint) {
     for space in &checkpoint.manifest.spaces {
         let tree = PageTree::load(space.root, checkpoint).expect("the page tree");
         let mut page = [0; PAGE];
-        let private = frozen.range((space.pid, 0)..(space.pid + 1, 0)).filter(|(_, page)| !page.is_shared);
+        let pid = space.pid().expect("a process");
+        let private = frozen.range((pid, 0)..(pid + 1, 0)).filter(|(_, page)| !page.is_shared);
         for ((pid, address), expected) in private {
-            checkpoint.get_page(tree.get(address / PAGE as u64), &mut page).expect("the page");
+            checkpoint.get_page(tree.get(Address::new(*address).page()), &mut page).expect("the page");
             let differs = (0..PAGE).find(|&at| page[at] != expected.content[at]);
             assert_eq!(
                 differs, None,
@@ -213,32 +216,35 @@ fn kill_all(pids: &[i32]) {
     }
     for &pid in pids {
         wait_for("a killed process to go", || {
-            // Restored processes are nobody's children here; those of the program go with it.
+            // Restored processes are no children of this process.
             let _ = nix::sys::wait::waitpid(Pid::from_raw(pid), Some(nix::sys::wait::WaitPidFlag::WNOHANG));
             (!Path::new(&format!("/proc/{pid}")).exists()).then_some(())
         });
     }
 }
 
-/// The story of each test: checkpoints while the program runs and `between` disturbs it, then death, then life.
+/// The steps of each test: checkpoints while the program runs and `between` disturbs it, a kill,
+/// and a restore.
 fn comes_back(command: &[&str], mechanism: Mechanism, strategy: Strategy, mut between: impl FnMut(&Program, u32)) {
     let criu = match Criu::find() {
         Ok(criu) => criu,
         Err(error) => skip!("{error}"),
     };
-    if let Err(error) = pagemark::tracker::own(mechanism) {
+    if let Err(error) = pagemark::track::check(mechanism, pagemark::track::Scope::Process) {
         skip!("{error}");
     }
     let program = Program::start(command);
     program.wait_for_progress();
     let place = tempfile::tempdir().expect("a temporary directory");
     let repository = Repository::create(&place.path().join("repository")).expect("a repository");
-    let options = Options { mechanism: Some(mechanism), strategy, ..Options::new("test") };
-    let mut job = Job::attach(program.pid, repository, options).expect("attach");
+    let saver = Arc::new(CriuSaver::new(criu.clone(), DumpOptions::default()));
+    let target = ProcessTarget::attach(program.pid, mechanism, saver).expect("attach");
+    let policy = Policy { strategy, ..Policy::default() };
+    let mut job = Job::new(target, repository, JobOptions { name: "test".into(), policy });
 
     let frozen = Arc::new(Mutex::new((Image::new(), Vec::new())));
     let witness = frozen.clone();
-    job.set_freeze_hook(Box::new(move |pids| {
+    job.target_mut().set_freeze_hook(Box::new(move |pids| {
         let mut image = Image::new();
         pids.iter().for_each(|&pid| image_of(pid, &mut image));
         *witness.lock().expect("no panic") = (image, pids.to_vec());
@@ -263,12 +269,15 @@ fn comes_back(command: &[&str], mechanism: Mechanism, strategy: Strategy, mut be
     let images = tempfile::tempdir().expect("a temporary directory");
     assert_same_pages(&image, &checkpoint);
     let prepared = prepare(&checkpoint.manifest, &checkpoint, images.path()).expect("prepare the restore");
-    put_back(&checkpoint.manifest.files, &checkpoint, SystemTime::now()).expect("put files back");
-    let options = RestoreOptions { stopped: true, streams: Streams::Null, as_child: false };
+    let files = put_back(&checkpoint.manifest.files, &[], &checkpoint, "test", &place.path().join("asides"));
+    files.and_then(ChangedFiles::keep).expect("put files back");
+    let options =
+        RestoreOptions { stopped: true, streams: Streams::Null, as_child: false, ..RestoreOptions::default() };
     let restored = prepared.run(&criu, &options).expect("restore");
     assert_eq!(restored.root_pid, program.pid);
     assert_eq!(restored.pids.iter().collect::<std::collections::BTreeSet<_>>(), pids.iter().collect());
-    // A program with timers gets their signals before it can be stopped again, and writes for them.
+    // A program with timers gets their signals before it can be stopped again, and their handlers
+    // write memory.
     if command[0] != TORTURE {
         assert_same_memory(&image, &restored.pids);
     }
@@ -362,7 +371,9 @@ fn partly_swapped_out(mechanism: Mechanism) {
         if round == 1 {
             program.signal(Signal::SIGUSR1);
         }
-        wait_for("something swapped out", || (swapped_bytes(program.pid) > 0).then_some(()));
+        wait_for("something swapped out", || {
+            (Status::read(program.pid).expect("it runs").swapped_bytes > 0).then_some(())
+        });
     });
 }
 

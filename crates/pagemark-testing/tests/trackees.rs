@@ -1,4 +1,4 @@
-//! The checked programs run, and notice what is done to them.
+//! The programs that check themselves run, and notice damage.
 
 use std::fs::{self, OpenOptions};
 use std::io::Write;
@@ -23,7 +23,7 @@ impl Running {
         running
     }
 
-    /// Waits for so many rounds more than there were.
+    /// Waits until the program has completed `more` further rounds.
     fn await_rounds(&mut self, more: u64) {
         let wanted = rounds(self.path()) + more;
         wait_until("the program gets on", || {
@@ -38,7 +38,7 @@ impl Running {
     }
 
     fn signal(&self, signal: i32) {
-        // SAFETY: sends a signal to a child that is not reaped yet.
+        // SAFETY: the call sends a signal to a child that is not reaped yet.
         assert_eq!(unsafe { libc::kill(self.child.id() as i32, signal) }, 0);
     }
 
@@ -85,7 +85,7 @@ fn torture_keeps_a_signal_pending() {
 }
 
 #[test]
-fn pages_changes_and_forks_when_told() {
+fn pages_changes_and_forks_on_request() {
     let mut pages = Running::start("pages");
     let done = |pages: &Running| fs::read_to_string(pages.path().join("done")).unwrap_or_default();
     for (signal, expected) in [(libc::SIGUSR1, "changed\n"), (libc::SIGUSR2, "changed\nforked\n")] {
@@ -104,7 +104,7 @@ fn pages_changes_and_forks_when_told() {
 fn pages_notices_a_damaged_page() {
     let mut pages = Running::start("pages");
     let shared = OpenOptions::new().write(true).open(pages.path().join("mapped-shared")).unwrap();
-    // Its own writing touches the first word of each page alone.
+    // The program itself writes only the first word of each page.
     std::os::unix::fs::FileExt::write_all_at(&shared, &[0], 8).unwrap();
     assert!(pages.ends_violated().contains("region 3"));
 }

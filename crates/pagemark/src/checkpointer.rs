@@ -1,14 +1,21 @@
-//! Freeze, collect, save state, copy, thaw.
+//! Captures the memory of a target at one instant: collects, copies, freezes, and finishes the page
+//! tree of each space.
 //!
-//! The strategies are those of PML, section III: stop-and-copy collects and copies everything while the target
-//! is frozen; pre-copy copies in rounds while it runs, and freezes it for what is left.
+//! The strategies are those of PML, section 2.4: stop-and-copy collects and copies everything while
+//! the target is frozen; pre-copy copies in rounds while the target runs, and freezes it for the
+//! rest.
 
 use std::collections::HashMap;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
-use crate::sys::flight::{FlightBuffer, available_bytes};
-use crate::target::{SpaceId, Target};
-use crate::{ContentId, Kind, PAGE_SIZE, PageTree, Range, RangeSet, Store, StoreError, ranges};
+use crate::repository::{FileRecord, SpaceRecord, StateRecord};
+use crate::sys::flight::FlightBuffer;
+use crate::sys::proc::system;
+use crate::target::{Captured, CapturedSpace, Frozen, SpaceId, Target, TargetError, TargetMemory};
+use crate::{
+    AddressRangeExt, ByteCount, ContentId, Error, Kind, PAGE_SIZE, PageNumber, PageRange, PageTree, Range, RangeSet,
+    Store, ranges,
+};
 
 /// How a checkpoint's memory is copied.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -30,38 +37,45 @@ impl Default for Strategy {
     }
 }
 
-/// How long to wait for the freeze before another pre-copy round begins.
-const FREEZE_POLL: Duration = Duration::from_millis(16);
-
-/// Pages that are copied are held in memory until the target runs again: at least up to so many bytes, and up to a quarter of what the
-/// machine has to spare. What a later round copies once more is then hashed, compressed and stored only as it was last, and
-/// rounds are as short as copying is.
-const LEAST_IN_FLIGHT_BYTES: usize = 128 << 20;
-/// The part of the memory that is available.
+/// Copied pages are held in memory until the target resumes: up to a quarter of the memory that the
+/// machine has to spare, but at most this many bytes. A page that a later round copies again is
+/// then hashed, compressed and stored only once, and a round takes no longer than its copying. More
+/// than this gains little: the first checkpoint, which copies everything, stores each page anyway.
+const MAX_IN_FLIGHT_BYTES: usize = 512 << 20;
+/// The least limit that is chosen on a machine with little memory.
+const MIN_IN_FLIGHT_BYTES: usize = 32 << 20;
+/// Divisor of the available memory that gives the part for pages in flight.
 const IN_FLIGHT_SHARE: usize = 4;
 
-/// Bytes of a piece of memory for pages in flight.
+/// Bytes of one buffer for pages in flight.
 const BUFFER_BYTES: usize = 128 << 20;
+/// The most that a pre-copy round copies at once: what fits into one buffer.
+const PART: ByteCount = ByteCount::new(BUFFER_BYTES as u64);
 
-/// Of which so many stay with us from one checkpoint to the next; the rest is lent to the kernel.
+/// Bytes of the first buffer that are kept from one checkpoint to the next; the rest is lent to the
+/// kernel.
 const KEPT_BYTES: usize = 2 << 20;
 
-/// Keeps, from one checkpoint of a target to the next, what each page of its memory holds.
+/// Keeps, from one checkpoint of a target to the next, the content of each page of its memory.
 ///
-/// It knows targets and stores by their traits alone. What it collected is never lost: until [`Checkpointer::committed`]
-/// is called, a failed checkpoint's pages count as written for the next one.
+/// The checkpointer knows targets and stores only by their traits. What it has collected is never
+/// lost: until [`Checkpointer::committed`] is called, the pages of a failed checkpoint count as
+/// written for the next one.
 #[derive(Default)]
 pub struct Checkpointer {
     spaces: HashMap<SpaceId, Space>,
     flight: Flight,
+    /// The most bytes in flight while the target runs; None for a part of the available memory.
+    /// See [`Checkpointer::limit_in_flight`].
+    in_flight_bytes: Option<usize>,
 }
 
-/// The memory of one space as far as it is known.
+/// The known memory of one space.
 #[derive(Default)]
 struct Space {
-    /// As the store has it, uncommitted pages included.
+    /// What the store holds, uncommitted pages included.
     tree: PageTree,
-    /// As it was committed last.
+    /// The tree at the last commit.
     committed: PageTree,
     /// Collected since the last commit.
     uncommitted: RangeSet,
@@ -69,106 +83,128 @@ struct Space {
     pending: RangeSet,
 }
 
-/// What a capture found, before it is committed.
-#[derive(Clone, Copy, Debug, Default)]
+impl Space {
+    /// Takes what is to be copied now, as whole pages. Here, and nowhere before, ranges of any
+    /// granularity become the pages in which content is copied and stored.
+    fn take_pending(&mut self) -> RangeSet {
+        let pending = std::mem::take(&mut self.pending).into_whole_pages();
+        self.uncommitted.extend(&pending);
+        pending
+    }
+}
+
+/// A target as it was at one instant. All content is in the store, but not yet committed.
+#[derive(Clone, PartialEq, Debug)]
 pub struct Capture {
-    /// Pages found written, each counted once, however often it was copied.
+    /// When the target was frozen.
+    pub taken_at: SystemTime,
+    /// The spaces, with the page tree of each.
+    pub spaces: Vec<SpaceRecord>,
+    /// Files, with their content at that instant.
+    pub files: Vec<FileRecord>,
+    /// State that the target's restorer understands.
+    pub state: Vec<StateRecord>,
+    /// Number of pages in which something was found written; a page that was copied several times
+    /// counts once.
     pub dirty_pages: u64,
-    /// Pages copied while the target was frozen.
+    /// Number of pages that were copied while the target was frozen.
     pub frozen_pages: u64,
-    /// Pre-copy rounds.
+    /// Number of pre-copy rounds.
     pub rounds: u32,
+    /// The most memory that copied pages took up until they were stored, bytes.
+    pub peak_flight_bytes: u64,
     /// How long the target was frozen.
     pub downtime: Duration,
-    /// The part of it spent on collecting and copying memory.
+    /// The part of the downtime that was spent on collecting and copying memory.
     pub memory_downtime: Duration,
 }
 
-/// A checkpoint could not be taken.
-#[derive(Debug, thiserror::Error)]
-pub enum CaptureError<E: std::error::Error + 'static> {
-    /// The target failed.
-    #[error(transparent)]
-    Target(E),
-    /// The store failed.
-    #[error(transparent)]
-    Store(#[from] StoreError),
-}
-
 impl Checkpointer {
-    /// One that has seen nothing: its first capture copies everything.
+    /// A checkpointer whose first capture copies everything.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Captures the target's memory at one instant, at which the target's state is saved too. Afterwards the target runs, and
-    /// [`Checkpointer::tree`] has what its memory held at that instant.
+    /// Takes the content of a page tree that is committed for what a space holds. The next capture
+    /// copies what the target finds written since.
+    pub(crate) fn resume_space(&mut self, space: SpaceId, tree: PageTree) {
+        self.spaces.insert(space, Space { committed: tree.clone(), tree, ..Space::default() });
+    }
+
+    /// Limits the memory that copied pages take up until they are stored. Pages that are copied
+    /// while the target is being frozen, or is frozen, are added to that, because nothing is stored
+    /// in that time. None: a quarter of the available memory, at least 32 and at most 512 MiB.
+    pub fn limit_in_flight(&mut self, bytes: Option<usize>) {
+        self.in_flight_bytes = bytes;
+    }
+
+    /// Captures the target at one instant. Afterwards the target runs, and `store` holds everything
+    /// that was captured.
+    ///
+    /// Call [`Checkpointer::committed`] once the capture is safe, and [`Checkpointer::aborted`] if
+    /// it failed or could not be committed.
     ///
     /// # Errors
-    /// The target or the store failed. The target runs on. Call [`Checkpointer::aborted`] before the next capture.
+    /// The target or the store failed. The target resumes.
     pub fn capture<T: Target>(
         &mut self,
         target: &mut T,
         store: &mut dyn Store,
         strategy: Strategy,
-    ) -> Result<Capture, CaptureError<T::Error>> {
-        let mut capture = Capture::default();
-        self.flight.limit_bytes = (available_bytes() / IN_FLIGHT_SHARE).max(LEAST_IN_FLIGHT_BYTES);
+    ) -> Result<Capture, Error> {
+        self.flight.limit_bytes = self.in_flight_bytes.unwrap_or_else(|| {
+            let available_bytes = system::available_bytes().unwrap_or(0) as usize;
+            (available_bytes / IN_FLIGHT_SHARE).clamp(MIN_IN_FLIGHT_BYTES, MAX_IN_FLIGHT_BYTES)
+        });
+        self.flight.peak_bytes = 0;
+        target.precopy(store)?;
+        let mut rounds = 0;
         if let Strategy::PreCopy { max_rounds, enough_pages } = strategy {
             loop {
-                let found_pages = self.round(target, store)?;
-                capture.rounds += 1;
-                if found_pages <= enough_pages || capture.rounds >= max_rounds {
+                let found_pages = self.precopy_round(target, store)?;
+                rounds += 1;
+                if found_pages <= enough_pages || rounds >= max_rounds {
                     break;
                 }
             }
         }
         self.flight.prepare();
-        target.begin_freeze().map_err(CaptureError::Target)?;
-        if let Err(error) = self.freeze_and_copy(target, strategy, &mut capture) {
-            // Whatever failed, the store above all, the target must not stand still for it; the first error is the one to tell.
-            let _ = target.thaw();
-            return Err(error);
-        }
-        capture.downtime = target.thaw().map_err(CaptureError::Target)?;
-        // At once: what is put meanwhile takes long, and nothing more is collected.
-        target.relax().map_err(CaptureError::Target)?;
-
-        self.land(store)?;
-        capture.dirty_pages =
-            self.spaces.values().map(|space| space.uncommitted.total_bytes()).sum::<u64>() / PAGE_SIZE as u64;
-        Ok(capture)
-    }
-
-    /// What happens from the begin of the freeze to the thaw.
-    fn freeze_and_copy<T: Target>(
-        &mut self,
-        target: &mut T,
-        strategy: Strategy,
-        capture: &mut Capture,
-    ) -> Result<(), CaptureError<T::Error>> {
-        while !target.wait_frozen(FREEZE_POLL).map_err(CaptureError::Target)? {
+        let frozen = target.freeze(&mut |memory| {
             // The target may be frozen at any moment now, so nothing is stored to make room.
             if strategy != Strategy::StopAndCopy && self.flight.total_bytes < self.flight.limit_bytes {
-                self.copy_dirty(target).map_err(CaptureError::Target)?;
-                capture.rounds += 1;
+                self.copy_dirty(memory)?;
+                rounds += 1;
             }
-        }
-        target.save_state().map_err(CaptureError::Target)?;
-
+            Ok(())
+        });
+        let mut frozen = frozen.map_err(TargetError::into_error)?;
         let memory_begin = Instant::now();
-        let copied = self.copy_dirty(target);
-        capture.memory_downtime = memory_begin.elapsed();
-        capture.frozen_pages = copied.map_err(CaptureError::Target)?;
-        Ok(())
+        let frozen_pages = self.copy_dirty(&mut frozen).map_err(TargetError::into_error)?;
+        let memory_downtime = memory_begin.elapsed();
+        let captured = frozen.thaw().map_err(TargetError::into_error)?;
+
+        self.store_in_flight(store)?;
+        let dirty_pages = self.spaces.values().map(|space| space.uncommitted.page_count()).sum();
+        let spaces = captured.spaces();
+        let spaces =
+            spaces.into_iter().map(|space| self.finish_space(space, &captured, store)).collect::<Result<_, _>>()?;
+        let (taken_at, downtime) = (captured.taken_at(), captured.downtime());
+        let recorded = captured.record(store)?;
+        Ok(Capture {
+            taken_at,
+            spaces,
+            files: recorded.files,
+            state: recorded.state,
+            dirty_pages,
+            frozen_pages,
+            rounds,
+            peak_flight_bytes: self.flight.peak_bytes as u64,
+            downtime,
+            memory_downtime,
+        })
     }
 
-    /// What a space held at the last capture. None for a space that was not there.
-    pub fn tree(&mut self, space: SpaceId) -> Option<&mut PageTree> {
-        self.spaces.get_mut(&space).map(|space| &mut space.tree)
-    }
-
-    /// Says that the capture is safely committed.
+    /// Records that the capture is safely committed.
     pub fn committed(&mut self) {
         for space in self.spaces.values_mut() {
             space.committed = space.tree.clone();
@@ -176,87 +212,127 @@ impl Checkpointer {
         }
     }
 
-    /// Says that the capture, or the commit of it, failed: the store no longer holds what was put, so that everything
-    /// collected since the last commit is to be copied again.
-    pub fn aborted(&mut self) {
+    /// Records that the capture, or the commit of it, failed. The store no longer holds what was
+    /// put, so everything that was collected since the last commit is copied again.
+    pub fn aborted<T: Target>(&mut self, target: &mut T) {
         self.flight.clear();
         for space in self.spaces.values_mut() {
             space.tree = space.committed.clone();
             space.pending.extend(&std::mem::take(&mut space.uncommitted));
         }
+        target.capture_failed();
+    }
+
+    /// Brings the page tree of a space to what the space held in the freeze, and saves it.
+    fn finish_space<C: Captured>(
+        &mut self,
+        captured: CapturedSpace,
+        target: &C,
+        store: &mut dyn Store,
+    ) -> Result<SpaceRecord, Error> {
+        let CapturedSpace { space, id, label, kind, mappings, held_pages } = captured;
+        let mut none = PageTree::new();
+        let tree = self.spaces.get_mut(&space).map_or(&mut none, |space| &mut space.tree);
+        if let Some(held_pages) = held_pages {
+            keep_pages(tree, &held_pages);
+        }
+        target.saved_pages(space, &mut |page, content| {
+            let id = store.put(Kind::Page, content)?;
+            if tree.get(page) != id {
+                tree.set(page, id);
+            }
+            Ok(())
+        })?;
+        Ok(SpaceRecord { id, label, kind, root: tree.save(store)?, pages: tree.page_count(), mappings })
     }
 
     /// Collects from every space into its `pending` set, and forgets spaces that are gone.
-    fn collect<T: Target>(&mut self, target: &mut T) -> Result<(), T::Error> {
-        let present = target.spaces()?;
+    fn collect<E: TargetError>(&mut self, memory: &mut dyn TargetMemory<Error = E>) -> Result<(), E> {
+        let present = memory.spaces()?;
         self.spaces.retain(|id, _| present.contains(id));
         for id in present {
             let space = self.spaces.entry(id).or_default();
-            target.collect(id, &mut space.pending)?;
+            memory.collect(id, &mut space.pending)?;
         }
         Ok(())
     }
 
-    /// One pre-copy round: collects and copies while the target runs. Returns how many pages it found.
-    fn round<T: Target>(&mut self, target: &mut T, store: &mut dyn Store) -> Result<u64, CaptureError<T::Error>> {
-        self.collect(target).map_err(CaptureError::Target)?;
+    /// Collects and copies while the target runs, and stores pages in flight where there is no room
+    /// for more. Returns the number of pages found written.
+    fn precopy_round<E: TargetError>(
+        &mut self,
+        memory: &mut dyn TargetMemory<Error = E>,
+        store: &mut dyn Store,
+    ) -> Result<u64, Error> {
+        self.collect(memory).map_err(TargetError::into_error)?;
         let mut found_pages = 0;
+        let limit = ByteCount::from(self.flight.limit_bytes).max(ByteCount::PAGE);
         for id in self.spaces.keys().copied().collect::<Vec<_>>() {
             let Some(space) = self.spaces.get_mut(&id) else { continue };
-            let pending = std::mem::take(&mut space.pending);
-            space.uncommitted.extend(&pending);
-            found_pages += pending.total_bytes() / PAGE_SIZE as u64;
-            for part in ranges::split(pending.iter(), BUFFER_BYTES as u64).map(RangeSet::from_iter) {
-                if self.flight.total_bytes + part.total_bytes() as usize > self.flight.limit_bytes {
-                    self.land(store)?;
+            let pending = space.take_pending();
+            found_pages += pending.page_count();
+            for part in ranges::split(pending.iter(), PART.min(limit)).map(RangeSet::from_iter) {
+                if self.flight.total_bytes + part.total_bytes().to_usize() > self.flight.limit_bytes {
+                    self.store_in_flight(store)?;
                 }
-                self.flight.copy(target, id, part).map_err(CaptureError::Target)?;
+                self.flight.copy(memory, id, part).map_err(TargetError::into_error)?;
             }
         }
         Ok(found_pages)
     }
 
-    /// Collects and copies without storing anything, however much it is. Returns how many pages that were.
-    fn copy_dirty<T: Target>(&mut self, target: &mut T) -> Result<u64, T::Error> {
-        self.collect(target)?;
+    /// Collects and copies without storing anything, however much it is. Returns the number of
+    /// pages copied.
+    fn copy_dirty<E: TargetError>(&mut self, memory: &mut dyn TargetMemory<Error = E>) -> Result<u64, E> {
+        self.collect(memory)?;
         let mut copied_pages = 0;
         for (&id, space) in &mut self.spaces {
-            let pending = std::mem::take(&mut space.pending);
-            space.uncommitted.extend(&pending);
-            copied_pages += pending.total_bytes() / PAGE_SIZE as u64;
-            self.flight.copy(target, id, pending)?;
+            let pending = space.take_pending();
+            copied_pages += pending.page_count();
+            self.flight.copy(memory, id, pending)?;
         }
         Ok(copied_pages)
     }
 
-    /// Puts what is in flight into the store.
-    fn land(&mut self, store: &mut dyn Store) -> Result<(), StoreError> {
-        let mut landed: HashMap<SpaceId, RangeSet> = HashMap::new();
+    /// Puts the pages in flight into the store, and their ids into the page trees.
+    fn store_in_flight(&mut self, store: &mut dyn Store) -> Result<(), Error> {
+        let mut stored: HashMap<SpaceId, RangeSet> = HashMap::new();
         // The last copy of a page counts.
         for mut copied in std::mem::take(&mut self.flight.copied).into_iter().rev() {
             let Some(space) = self.spaces.get_mut(&copied.space) else { continue };
-            let landed = landed.entry(copied.space).or_default();
+            let stored = stored.entry(copied.space).or_default();
             let buffer = &mut self.flight.buffers[copied.buffer];
             let mut offset = copied.offset;
             for range in copied.ranges.iter() {
-                let content = buffer.slice(offset..offset + (range.end - range.start) as usize);
+                let content = buffer.slice(offset..offset + range.byte_count().to_usize());
                 offset += content.len();
-                let mut superseded = landed.within(range.clone()).peekable();
-                for (address, page) in range.step_by(PAGE_SIZE).zip(content.chunks_exact(PAGE_SIZE)) {
+                let mut superseded = stored.within(range.clone()).peekable();
+                for (number, page) in range.pages().zip(content.chunks_exact(PAGE_SIZE)) {
+                    let address = number.address();
                     while superseded.next_if(|later| later.end <= address).is_some() {}
                     if superseded.peek().is_some_and(|later| later.start <= address) {
                         continue;
                     }
                     let is_missing = !copied.missing.is_empty() && copied.missing.contains(address);
                     let id = if is_missing { ContentId::ZERO } else { store.put(Kind::Page, page)? };
-                    space.tree.set(address / PAGE_SIZE as u64, id);
+                    space.tree.set(number, id);
                 }
             }
-            landed.extend(&std::mem::take(&mut copied.ranges));
+            stored.extend(&std::mem::take(&mut copied.ranges));
         }
         self.flight.clear();
         Ok(())
     }
+}
+
+/// Removes from a tree all pages outside of `kept`, which ascends.
+fn keep_pages(tree: &mut PageTree, kept: &[PageRange]) {
+    let mut end = PageNumber::MIN;
+    for run in kept {
+        tree.clear(end..run.start);
+        end = run.end;
+    }
+    tree.clear(end..PageNumber::MAX);
 }
 
 /// Pages that were copied from the target and are not yet in the store.
@@ -265,21 +341,23 @@ struct Flight {
     buffers: Vec<FlightBuffer>,
     /// The buffer that is being filled.
     current: usize,
-    /// Bytes of it that are in use.
+    /// Bytes of the current buffer that are in use.
     used_bytes: usize,
     /// Bytes of all buffers that are in use.
     total_bytes: usize,
-    /// What rounds make room for by storing.
+    /// The most bytes that were in use during this capture.
+    peak_bytes: usize,
+    /// Above this many bytes a pre-copy round stores what is in flight.
     limit_bytes: usize,
     /// In the order in which they were copied.
     copied: Vec<Copied>,
 }
 
-/// Where a copy lies: the ranges one after the other.
+/// One copy: the content of the ranges lies one after the other in a buffer.
 struct Copied {
     space: SpaceId,
     ranges: RangeSet,
-    /// What could not be read, because it was no longer there.
+    /// Pages that could not be read, because they were no longer mapped.
     missing: RangeSet,
     buffer: usize,
     offset: usize,
@@ -293,7 +371,7 @@ impl Flight {
         self.buffers[buffer].populate(used_bytes..used_bytes + KEPT_BYTES);
     }
 
-    /// The buffer with room for so many bytes behind what is used of it.
+    /// The buffer with room for that many bytes after its used part.
     fn room(&mut self, bytes: usize) -> usize {
         while self.buffers.get(self.current).is_some_and(|buffer| buffer.length() - self.used_bytes < bytes) {
             self.current += 1;
@@ -305,24 +383,30 @@ impl Flight {
         self.current
     }
 
-    fn copy<T: Target>(&mut self, target: &mut T, space: SpaceId, ranges: RangeSet) -> Result<(), T::Error> {
-        let bytes = ranges.total_bytes() as usize;
+    fn copy<E: TargetError>(
+        &mut self,
+        memory: &mut dyn TargetMemory<Error = E>,
+        space: SpaceId,
+        ranges: RangeSet,
+    ) -> Result<(), E> {
+        let bytes = ranges.total_bytes().to_usize();
         if bytes == 0 {
             return Ok(());
         }
         let buffer = self.room(bytes);
         let offset = self.used_bytes;
         let list: Vec<Range> = ranges.iter().collect();
-        let missing = target.read(space, &list, self.buffers[buffer].slice(offset..offset + bytes))?;
+        let missing = memory.read(space, &list, self.buffers[buffer].slice(offset..offset + bytes))?;
         self.used_bytes += bytes;
         self.total_bytes += bytes;
+        self.peak_bytes = self.peak_bytes.max(self.total_bytes);
         self.copied.push(Copied { space, ranges, missing, buffer, offset });
         Ok(())
     }
 
     fn clear(&mut self) {
         self.copied.clear();
-        // Buffers that were not needed this time are not likely to be the next time.
+        // Buffers that this checkpoint did not need are likely not needed by the next one either.
         self.buffers.truncate(self.current + 1);
         self.current = 0;
         self.used_bytes = 0;
@@ -335,152 +419,20 @@ impl Flight {
 
 #[cfg(test)]
 mod tests {
-    use std::cell::RefCell;
-    use std::collections::{BTreeMap, BTreeSet};
-    use std::convert::Infallible;
+    use std::cell::Cell;
     use std::rc::Rc;
 
-    use proptest::prelude::{any, prop, prop_assert, prop_oneof, proptest};
-    use proptest::strategy::Strategy as _;
+    use proptest::prelude::{any, prop, prop_assert, prop_assert_eq, proptest};
 
     use super::*;
+    use crate::Mechanism;
+    use crate::address::offsets;
+    use crate::repository::TargetKind;
     use crate::store::MemoryStore;
-
-    const PAGES: u64 = 64;
-
-    /// A target that writes, whenever it is asked anything while it runs, what its script says next.
-    struct Scripted {
-        /// What each page of each space holds; a page that is not there is not mapped.
-        memory: BTreeMap<(SpaceId, u64), u8>,
-        written: BTreeMap<SpaceId, BTreeSet<u64>>,
-        spaces: BTreeSet<SpaceId>,
-        script: Rc<RefCell<Vec<Act>>>,
-        looks_before_freeze: u32,
-        is_frozen: bool,
-        /// From the begin of a freeze to the thaw.
-        is_held: bool,
-    }
-
-    #[derive(Clone, Debug)]
-    enum Act {
-        Write(SpaceId, u64, u8),
-        Unmap(SpaceId, u64),
-        Fork(SpaceId, SpaceId),
-        Exit(SpaceId),
-    }
-
-    fn act() -> impl proptest::strategy::Strategy<Value = Act> {
-        prop_oneof![
-            20 => (0u64..3, 0..PAGES, 0u8..4).prop_map(|(space, page, value)| Act::Write(space, page, value)),
-            4 => (0u64..3, 0..PAGES).prop_map(|(space, page)| Act::Unmap(space, page)),
-            1 => (0u64..3, 1u64..3).prop_map(|(from, to)| Act::Fork(from, to)),
-            1 => (1u64..3).prop_map(Act::Exit),
-        ]
-    }
-
-    impl Scripted {
-        fn new(script: Rc<RefCell<Vec<Act>>>) -> Self {
-            let (memory, written) = (BTreeMap::new(), BTreeMap::new());
-            Scripted {
-                memory,
-                written,
-                spaces: [0].into(),
-                script,
-                looks_before_freeze: 0,
-                is_frozen: false,
-                is_held: false,
-            }
-        }
-
-        fn run(&mut self) {
-            let act = if self.is_frozen { None } else { self.script.borrow_mut().pop() };
-            match act {
-                Some(Act::Write(space, page, value)) if self.spaces.contains(&space) => {
-                    self.memory.insert((space, page), value);
-                    self.written.entry(space).or_default().insert(page);
-                }
-                Some(Act::Unmap(space, page)) => {
-                    self.memory.remove(&(space, page));
-                }
-                Some(Act::Fork(from, to)) if self.spaces.contains(&from) && !self.spaces.contains(&to) => {
-                    self.spaces.insert(to);
-                    for page in 0..PAGES {
-                        if let Some(&value) = self.memory.get(&(from, page)) {
-                            self.memory.insert((to, page), value);
-                            self.written.entry(to).or_default().insert(page);
-                        }
-                    }
-                }
-                Some(Act::Exit(space)) => {
-                    self.spaces.remove(&space);
-                    self.written.remove(&space);
-                    self.memory.retain(|key, _| key.0 != space);
-                }
-                _ => {}
-            }
-        }
-    }
-
-    impl Target for Scripted {
-        type Error = Infallible;
-
-        fn spaces(&mut self) -> Result<Vec<SpaceId>, Infallible> {
-            self.run();
-            Ok(self.spaces.iter().copied().collect())
-        }
-
-        fn collect(&mut self, space: SpaceId, dirty: &mut RangeSet) -> Result<(), Infallible> {
-            for page in self.written.remove(&space).unwrap_or_default() {
-                dirty.insert(page * PAGE_SIZE as u64..(page + 1) * PAGE_SIZE as u64);
-            }
-            self.run();
-            Ok(())
-        }
-
-        fn read(&mut self, space: SpaceId, ranges: &[Range], buffer: &mut [u8]) -> Result<RangeSet, Infallible> {
-            let mut missing = RangeSet::new();
-            let mut pages = buffer.chunks_exact_mut(PAGE_SIZE);
-            for address in ranges.iter().cloned().flat_map(|range| range.step_by(PAGE_SIZE)) {
-                self.run();
-                let page = pages.next().expect("as long as the ranges");
-                match self.memory.get(&(space, address / PAGE_SIZE as u64)) {
-                    Some(&value) => page.fill(value),
-                    None => missing.insert(address..address + PAGE_SIZE as u64),
-                }
-            }
-            assert!(pages.next().is_none());
-            Ok(missing)
-        }
-
-        fn begin_freeze(&mut self) -> Result<(), Infallible> {
-            self.run();
-            self.looks_before_freeze = 2;
-            self.is_held = true;
-            Ok(())
-        }
-
-        fn wait_frozen(&mut self, _: Duration) -> Result<bool, Infallible> {
-            self.run();
-            self.is_frozen = self.looks_before_freeze == 0;
-            self.looks_before_freeze = self.looks_before_freeze.saturating_sub(1);
-            Ok(self.is_frozen)
-        }
-
-        fn save_state(&mut self) -> Result<(), Infallible> {
-            assert!(self.is_frozen);
-            Ok(())
-        }
-
-        fn thaw(&mut self) -> Result<Duration, Infallible> {
-            self.is_frozen = false;
-            self.is_held = false;
-            Ok(Duration::ZERO)
-        }
-
-        fn relax(&mut self) -> Result<(), Infallible> {
-            Ok(())
-        }
-    }
+    use crate::target::scripted::{
+        CapturedMemory, Failed, PAGES, SAVED_PAGE, SAVED_VALUE, Scripted, act, captured_space,
+    };
+    use crate::target::{TargetDescription, WhileFreezing};
 
     /// A store that fails at its nth page.
     struct Failing<'a> {
@@ -489,16 +441,16 @@ mod tests {
     }
 
     impl Store for Failing<'_> {
-        fn put(&mut self, kind: Kind, content: &[u8]) -> Result<ContentId, StoreError> {
-            self.puts_left = self.puts_left.checked_sub(1).ok_or(StoreError::ReadOnly)?;
+        fn put(&mut self, kind: Kind, content: &[u8]) -> Result<ContentId, Error> {
+            self.puts_left = self.puts_left.checked_sub(1).ok_or_else(Error::read_only)?;
             self.store.put(kind, content)
         }
 
-        fn get(&self, kind: Kind, id: ContentId) -> Result<Vec<u8>, StoreError> {
+        fn get(&self, kind: Kind, id: ContentId) -> Result<Vec<u8>, Error> {
             self.store.get(kind, id)
         }
 
-        fn get_page(&self, id: ContentId, page: &mut [u8; PAGE_SIZE]) -> Result<(), StoreError> {
+        fn get_page(&self, id: ContentId, page: &mut [u8; PAGE_SIZE]) -> Result<(), Error> {
             self.store.get_page(id, page)
         }
     }
@@ -508,40 +460,183 @@ mod tests {
         fn a_capture_is_the_memory_at_the_freeze(
             script in prop::collection::vec(act(), 0..400),
             stop_and_copy in any::<bool>(),
-            failures in prop::collection::vec(0u32..40, 6),
+            failures in prop::collection::vec((0u32..40, 0u32..120), 6),
         ) {
             let strategy = match stop_and_copy {
                 true => Strategy::StopAndCopy,
                 false => Strategy::PreCopy { max_rounds: 3, enough_pages: 2 },
             };
-            let script = Rc::new(RefCell::new(script));
             let mut target = Scripted::new(script);
             let mut checkpointer = Checkpointer::new();
             let mut store = MemoryStore::new();
-            for puts_left in failures {
+            for (puts_left, calls_left) in failures {
                 (0..20).for_each(|_| target.run());
-                // Every other checkpoint may fail in the middle.
+                // Every other checkpoint may fail in the store, and every third in the target.
                 let puts_left = if puts_left % 2 == 0 { u32::MAX } else { puts_left };
+                target.calls_left = if calls_left % 3 == 0 { calls_left } else { u32::MAX };
+                target.is_failure_reported = false;
                 let mut failing = Failing { store: &mut store, puts_left };
-                // What the target holds when it runs on is what it held when it was frozen: nothing runs after thawing.
+                // Nothing is called after the thaw that would let the script go on, so the target still holds what it held then.
                 let captured = checkpointer.capture(&mut target, &mut failing, strategy);
                 prop_assert!(!target.is_held, "the target was left frozen: {captured:?}");
-                if captured.is_err() {
-                    checkpointer.aborted();
+                target.calls_left = u32::MAX;
+                let Ok(captured) = captured else {
+                    checkpointer.aborted(&mut target);
+                    prop_assert!(target.is_failure_reported);
                     continue;
-                }
-                for &space in &target.spaces {
-                    let tree = checkpointer.tree(space).expect("it was there");
-                    for page in 0..PAGES {
+                };
+                prop_assert_eq!(captured.spaces.len(), target.spaces.len());
+                for record in &captured.spaces {
+                    let tree = PageTree::load(record.root, &store).expect("the tree was saved");
+                    for page in (0..PAGES).map(PageNumber::new) {
                         let mut content = [0; PAGE_SIZE];
                         store.get_page(tree.get(page), &mut content).expect("the page was put");
-                        if let Some(&value) = target.memory.get(&(space, page)) {
-                            prop_assert!(content.iter().all(|&byte| byte == value), "space {space}, page {page}");
-                        }
+                        let space = record.id;
+                        let value = target.memory.get(&(space, page)).copied();
+                        let value = if page == SAVED_PAGE { value.map(|_| SAVED_VALUE) } else { value };
+                        // What is no longer mapped was cut from the tree.
+                        let value = value.unwrap_or(0);
+                        prop_assert!(content.iter().all(|&byte| byte == value), "space {}, page {:?}", space, page);
                     }
                 }
                 checkpointer.committed();
             }
+        }
+    }
+
+    /// A target with one space of four pages, whose tracker reports 16 bytes across the border of
+    /// two pages.
+    struct ByteTracked {
+        memory: Vec<u8>,
+        dirty: RangeSet,
+        /// Bytes that were read and not yet stored, now and at most.
+        in_flight: Rc<Cell<(usize, usize)>>,
+    }
+
+    /// A store that counts what is stored as no longer in flight.
+    struct Counting {
+        store: MemoryStore,
+        in_flight: Rc<Cell<(usize, usize)>>,
+    }
+
+    impl Store for Counting {
+        fn put(&mut self, kind: Kind, content: &[u8]) -> Result<ContentId, Error> {
+            let (now, most) = self.in_flight.get();
+            let stored = if kind == Kind::Page { content.len() } else { 0 };
+            // What the target records at the end was not read before.
+            self.in_flight.set((now.saturating_sub(stored), most));
+            self.store.put(kind, content)
+        }
+
+        fn get(&self, kind: Kind, id: ContentId) -> Result<Vec<u8>, Error> {
+            self.store.get(kind, id)
+        }
+
+        fn get_page(&self, id: ContentId, page: &mut [u8; PAGE_SIZE]) -> Result<(), Error> {
+            self.store.get_page(id, page)
+        }
+    }
+
+    #[test]
+    fn pages_in_flight_stay_within_the_limit_while_the_target_runs() {
+        const LIMIT: usize = 1 << 20;
+        let bytes = 40 * LIMIT + PAGE_SIZE;
+        for strategy in [Strategy::default(), Strategy::StopAndCopy] {
+            let in_flight = Rc::new(Cell::new((0, 0)));
+            let mut target =
+                ByteTracked { memory: vec![1; bytes], dirty: offsets(0..bytes).into(), in_flight: in_flight.clone() };
+            let mut store = Counting { store: MemoryStore::new(), in_flight: in_flight.clone() };
+            let mut checkpointer = Checkpointer::new();
+            checkpointer.limit_in_flight(Some(LIMIT));
+            let capture = checkpointer.capture(&mut target, &mut store, strategy).unwrap();
+            let (left, most) = in_flight.get();
+            assert_eq!(left, 0, "{strategy:?}");
+            assert_eq!(capture.peak_flight_bytes, most as u64, "{strategy:?}");
+            // What is copied in the freeze cannot be stored in it.
+            let allowed = if strategy == Strategy::StopAndCopy { bytes } else { LIMIT };
+            assert_eq!(most, allowed, "{strategy:?}");
+        }
+    }
+
+    impl TargetMemory for ByteTracked {
+        type Error = Failed;
+
+        fn spaces(&mut self) -> Result<Vec<SpaceId>, Failed> {
+            Ok(vec![0])
+        }
+
+        fn collect(&mut self, _: SpaceId, dirty: &mut RangeSet) -> Result<(), Failed> {
+            dirty.append(&mut self.dirty);
+            Ok(())
+        }
+
+        fn read(&mut self, _: SpaceId, ranges: &[Range], buffer: &mut [u8]) -> Result<RangeSet, Failed> {
+            let mut rest = buffer;
+            for range in ranges {
+                let part = rest.split_off_mut(..range.byte_count().to_usize()).expect("as long as the ranges");
+                part.copy_from_slice(&self.memory[range.to_offsets()]);
+            }
+            assert!(rest.is_empty());
+            let (now, most) = self.in_flight.get();
+            let now = now + ranges.iter().map(|range| range.byte_count().to_usize()).sum::<usize>();
+            self.in_flight.set((now, most.max(now)));
+            Ok(RangeSet::new())
+        }
+    }
+
+    impl Target for ByteTracked {
+        type Frozen<'target> = &'target mut ByteTracked;
+
+        fn description(&self) -> TargetDescription {
+            TargetDescription {
+                label: "four pages".into(),
+                command: Vec::new(),
+                kind: TargetKind::Region,
+                mechanism: Mechanism::Full,
+            }
+        }
+
+        fn precopy(&mut self, _: &mut dyn Store) -> Result<(), Error> {
+            Ok(())
+        }
+
+        fn freeze(&mut self, _: WhileFreezing<'_, Failed>) -> Result<&mut ByteTracked, Failed> {
+            Ok(self)
+        }
+
+        fn capture_failed(&mut self) {}
+    }
+
+    impl Frozen for &mut ByteTracked {
+        type Captured = CapturedMemory;
+
+        fn thaw(self) -> Result<CapturedMemory, Failed> {
+            Ok(CapturedMemory { spaces: vec![captured_space(0, 4, None)] })
+        }
+    }
+
+    #[test]
+    fn a_write_that_is_smaller_than_a_page_is_stored() {
+        for strategy in [Strategy::StopAndCopy, Strategy::default()] {
+            let all = offsets(0..4 * PAGE_SIZE);
+            let memory = vec![1; 4 * PAGE_SIZE];
+            let mut target = ByteTracked { memory, dirty: all.clone().into(), in_flight: Rc::default() };
+            let (mut checkpointer, mut store) = (Checkpointer::new(), MemoryStore::new());
+            let first = checkpointer.capture(&mut target, &mut store, strategy).unwrap();
+            assert_eq!(first.dirty_pages, 4);
+            checkpointer.committed();
+
+            let written = 2 * PAGE_SIZE - 8..2 * PAGE_SIZE + 8;
+            target.memory[written.clone()].fill(2);
+            target.dirty.insert(offsets(written));
+            let second = checkpointer.capture(&mut target, &mut store, strategy).unwrap();
+            assert_eq!(second.dirty_pages, 2, "{strategy:?}");
+            let tree = PageTree::load(second.spaces[0].root, &store).unwrap();
+            let mut restored = vec![0; 4 * PAGE_SIZE];
+            for (number, page) in (0..).map(PageNumber::new).zip(restored.as_chunks_mut::<PAGE_SIZE>().0) {
+                store.get_page(tree.get(number), page).unwrap();
+            }
+            assert!(restored == target.memory, "{strategy:?}: the write of 16 bytes is not in the checkpoint");
         }
     }
 }

@@ -4,10 +4,16 @@ use std::fmt;
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
+/// Number of a space: part of a target, or of a checkpoint, whose content has addresses. In a
+/// running target each new address space gets a new number. A process id that is reused, or a
+/// process that executes another program, is therefore another space.
+pub type SpaceId = u64;
+
 /// The name under which a store holds content: the first 16 bytes of its keyed BLAKE3 hash.
 ///
-/// The key belongs to the store, so that content prepared by a hostile target cannot collide on purpose.
-/// [`ContentId::ZERO`] is reserved: it names a page of zeros (and the empty tree) and is never stored.
+/// The key belongs to the store, so that content prepared by a hostile target cannot collide on
+/// purpose. [`ContentId::ZERO`] is reserved: it names a page of zeros (and the empty tree) and is
+/// never stored.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub struct ContentId(pub [u8; 16]);
 
@@ -20,7 +26,7 @@ impl ContentId {
         self == Self::ZERO
     }
 
-    /// The id of `content` under `key`. Content of zeros only is the caller's to recognise.
+    /// The id of `content` under `key`. The caller must recognize content of zeros.
     pub fn of(key: &[u8; 32], content: &[u8]) -> ContentId {
         let hash = blake3::keyed_hash(key, content);
         let mut id = [0; 16];
@@ -30,20 +36,32 @@ impl ContentId {
 
     /// Reads 32 hexadecimal digits.
     pub fn from_hex(text: &str) -> Option<ContentId> {
-        if text.len() != 32 || !text.bytes().all(|digit| digit.is_ascii_hexdigit()) {
-            return None;
-        }
-        let mut id = [0; 16];
-        for (byte, digits) in id.iter_mut().zip(text.as_bytes().chunks(2)) {
-            *byte = u8::from_str_radix(std::str::from_utf8(digits).ok()?, 16).ok()?;
-        }
-        Some(ContentId(id))
+        from_hex(text).map(ContentId)
     }
+}
+
+/// Formats bytes as hexadecimal digits, two lower-case digits for each byte.
+pub(crate) fn to_hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// Parses hexadecimal digits in either case. `None` unless `text` has exactly two digits for each
+/// of `BYTES` bytes.
+pub(crate) fn from_hex<const BYTES: usize>(text: &str) -> Option<[u8; BYTES]> {
+    // `from_str_radix` accepts a sign.
+    if text.len() != 2 * BYTES || !text.bytes().all(|digit| digit.is_ascii_hexdigit()) {
+        return None;
+    }
+    let mut bytes = [0; BYTES];
+    for (byte, digits) in bytes.iter_mut().zip(text.as_bytes().chunks(2)) {
+        *byte = u8::from_str_radix(std::str::from_utf8(digits).ok()?, 16).ok()?;
+    }
+    Some(bytes)
 }
 
 impl fmt::Display for ContentId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
+        f.write_str(&to_hex(&self.0))
     }
 }
 

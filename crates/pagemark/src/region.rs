@@ -1,4 +1,6 @@
-//! Regions of the program's own memory, with transactions and snapshots: HAC's critical data area.
+//! Regions of a program's own memory, with transactions and snapshots.
+//!
+//! A region is the critical data area of HAC, section IV; a transaction is its checkpoint cycle.
 //!
 //! ```
 //! use pagemark::region::Region;
@@ -7,11 +9,11 @@
 //! region.begin()?;
 //! region.write(5000, b"other")?;
 //! region.write(100_000, b"and more")?;
-//! assert_eq!(region.rollback()?.total_bytes(), 2 * 4096, "two pages were written");
+//! assert_eq!(region.rollback()?.page_count(), 2, "two pages were written");
 //! let mut now = [0; 5];
 //! region.read(5000, &mut now)?;
 //! assert_eq!(&now, b"first");
-//! # Ok::<(), pagemark::region::RegionError>(())
+//! # Ok::<(), pagemark::Error>(())
 //! ```
 
 use std::hash::{Hash, Hasher};
@@ -19,96 +21,126 @@ use std::ops::Range as Span;
 use std::os::fd::{AsFd, AsRawFd};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::{fmt, io};
 
+use crate::address::offsets as addresses_of;
 use crate::snapshot::{Snapshot, SnapshotStore};
-use crate::sys::area::Area;
+use crate::sys::own_mappings::{self, OwnMapping};
 use crate::sys::own_memory::{self, Mapping};
-use crate::{Mechanism, PAGE_SIZE, RangeSet, Tracker};
+use crate::sys::pagemap::Pagemap;
+use crate::sys::shared_bytes::SharedBytes;
+use crate::track::{OwnMemory, Scope, own_pagemap};
+use crate::{Address, AddressRangeExt, ByteCount, Error, Mechanism, PAGE_SIZE, Range, RangeSet, Tracker};
 
+mod adopt;
 mod base;
 mod claim;
 mod error;
+mod saved;
+mod target;
 
-pub use error::RegionError;
+pub use target::{CapturedRegions, FrozenRegions, RegionTarget};
 
 use base::Base;
 use claim::Claim;
+use saved::Saved;
+use target::Unsaved;
 
-/// How a region is tracked.
+/// Options of a region.
 #[derive(Clone, Default, Debug)]
 pub struct RegionOptions {
-    /// How writes are found; none is `auto`, the first of [`Mechanism::choose_own`].
+    /// How writes are found; none is `auto`, [`Mechanism::choose`].
     pub mechanism: Option<Mechanism>,
-    /// No transaction will be rolled back. Then no copy of the region is kept, and a transaction begins where the last one ended: its
-    /// commit names also what was written between the two.
+    /// True if no transaction will be rolled back. The region then has no copy of its content, and
+    /// a transaction begins where the previous transaction ended: its commit also reports the
+    /// writes between the two.
     pub without_rollback: bool,
-    /// Where the region's snapshots are held; none is a store of its own. Regions that share a store hold equal content once.
+    /// The store of the region's snapshots. `None` is a store of its own. Regions that share a
+    /// store hold equal content once.
     pub store: Option<SnapshotStore>,
 }
 
-/// A piece of this process's memory whose writes are tracked.
+/// Memory of this process whose writes are tracked.
 ///
-/// The program uses the memory as it likes: through [`Region::as_ptr`], with [`Region::read`] and [`Region::write`], from any
-/// thread, in a transaction or not. A transaction is everything that is written between [`Region::begin`] and
-/// [`Region::commit`], which tells what that is, or [`Region::rollback`], which undoes it. What is written outside of transactions
-/// stays. What other threads write at the very moment of one of these calls counts as before it or after it.
+/// The program accesses the memory through [`Region::as_ptr`], [`Region::read`] and
+/// [`Region::write`], from any thread, in a transaction or not. A transaction consists of the
+/// writes between [`Region::begin`] and [`Region::commit`], which reports them, or
+/// [`Region::rollback`], which undoes them. Writes outside of transactions are never undone. A
+/// write of another thread during one of these calls counts as before or after the call.
 ///
-/// Sets of offsets are relative to the region's start.
+/// Offsets are relative to the start of the region.
 ///
-/// What is written while the region is tracked by `soft-dirty` must not be written at the moment of these calls at all, since the
-/// kernel can't read and clear its marks in one step. System calls that write to a region (`read`, `recv`, …) are seen by
-/// `pagemap-scan` and `adaptive`, and fail with `EFAULT` under `mprotect` and `emulate` unless they are made through
-/// [`Region::read_from`] or while [`Region::writable`] holds. Memory is freed by [`Region::discard`]; other changes of
-/// the mapping are not expected.
+/// Under `soft-dirty`, no thread may write during these calls, because the kernel cannot read and
+/// clear its marks in one step. `pagemap-scan` and `adaptive` report the writes of system calls
+/// (`read`, `recv`, …). Under `mprotect` and `emulate` such system calls fail with `EFAULT`, unless
+/// they are made by [`Region::read_from`] or while a [`Region::writable`] guard exists.
+/// Writes of debuggers and through `/proc/self/mem` fail under `emulate` and are not seen under
+/// `mprotect`, because the kernel ignores the protection of private memory for them; the other
+/// mechanisms report them.
 ///
-/// In a child made by `fork` the calls fail with [`RegionError::ForkedChild`]; its memory is its own, not tracked.
+/// [`Region::discard`] frees memory; the program must not change the mapping in other ways. If the
+/// memory is mapped anew or its protection is changed nevertheless, the next call fails with
+/// `ErrorKind::Remapped`, or reports the new content.
+///
+/// In a child made by `fork` the calls fail with `ErrorKind::ForkedChild`. The child has a copy
+/// of the memory, which is not tracked.
 pub struct Region {
-    // Before the memory, so that it is dropped first.
+    // Declared before the memory, and therefore dropped before it.
     state: Mutex<State>,
-    memory: Memory,
+    /// Locked before `state`, where both are.
+    saved: Mutex<Option<Saved>>,
+    memory: RegionMemory,
     mechanism: Mechanism,
     process: u32,
-    /// Different for each region that ever was.
+    /// Unique among all regions that the process has made.
     number: u64,
 }
 
-// SAFETY: the memory is accessed through raw pointers whose users answer for their order, or by `Area`'s atomic accesses;
-// everything else is behind the mutex.
+// SAFETY: the memory is accessed through raw pointers, whose users synchronize the accesses, or by
+// the atomic accesses of `SharedBytes`. A mutex protects all other state.
 unsafe impl Send for Region {}
 // SAFETY: as for `Send`.
 unsafe impl Sync for Region {}
 
-/// Whose the mapping is.
-struct Memory {
+/// The memory of a region.
+struct RegionMemory {
     claim: Claim,
     start: NonNull<u8>,
-    /// None for memory that was adopted.
+    /// None for adopted memory.
     _mapping: Option<Mapping>,
 }
 
 struct State {
     tracker: Box<dyn Tracker>,
-    /// The region's addresses, as the tracker wants them.
+    /// The memory, and the pagemap that shows which of it is populated.
+    own: OwnMemory,
+    pagemap: Arc<Pagemap>,
+    /// The addresses of the region, as an argument for the tracker.
     addresses: RangeSet,
     is_open: bool,
-    /// Offsets written in the transaction. Without a base also what was written since the last one.
+    /// Offsets written in the transaction; without a base, also offsets written since the previous
+    /// transaction.
     written: RangeSet,
-    /// Offsets that changed without a write that the tracker sees, until the next collect: freed memory, and what a
-    /// restore wrote, of which `compare` sees nothing where the program then writes again what was there before.
+    /// Offsets that changed without a write that the tracker reports, until the next collect: freed
+    /// memory and restored memory. (`compare` reports no restored memory where the program then
+    /// writes the previous content again.)
     discarded: RangeSet,
     /// None without rollback.
     base: Option<Base>,
     store: Option<SnapshotStore>,
-    /// What the region held when the last snapshot was taken or restored, and what may be different now.
+    /// The snapshot that was taken or restored last, and the offsets that may differ from it now.
     last: Option<(Snapshot, RangeSet)>,
+    /// Offsets that the next checkpoint has to save; None as long as the region belongs to no
+    /// target.
+    unsaved: Option<Unsaved>,
 }
 
 /// A snapshot of a region. A clone is the same snapshot.
 ///
-/// Snapshots are equal if their content is, whichever regions they are of: see [`Snapshot`]. Those of different stores are never
-/// equal, and a region has a store of its own unless it is made with one.
+/// Snapshots with equal content are equal, even if they are of different regions: see [`Snapshot`].
+/// Snapshots of different stores are never equal. A region has a store of its own unless its
+/// options name a store.
 #[derive(Clone, Debug)]
 pub struct RegionSnapshot {
     content: Snapshot,
@@ -116,7 +148,7 @@ pub struct RegionSnapshot {
 }
 
 impl RegionSnapshot {
-    /// Its content, to read and compare.
+    /// The content, to read and compare.
     pub fn content(&self) -> &Snapshot {
         &self.content
     }
@@ -137,65 +169,46 @@ impl Hash for RegionSnapshot {
 }
 
 impl Region {
-    /// Maps a region of `bytes`, rounded up to whole pages, tracked by the mechanism that serves best. It holds zeros, and takes
-    /// memory only as it is written.
+    /// Maps a region of `bytes`, rounded up to whole pages, and tracks it by the best mechanism of
+    /// this machine. The region holds zeros, and takes memory only where it is written.
     ///
     /// # Errors
-    /// [`RegionError::System`]: no room, or no bytes at all. [`RegionError::Track`].
-    pub fn new(bytes: usize) -> Result<Region, RegionError> {
+    /// `ErrorKind::System`: there is not enough address space, or `bytes` is 0.
+    /// The mechanism failed.
+    pub fn new(bytes: usize) -> Result<Region, Error> {
         Region::with_options(bytes, RegionOptions::default())
     }
 
-    /// As [`Region::new`], tracked as the options say.
+    /// As [`Region::new`], with options.
     ///
     /// # Errors
-    /// As [`Region::new`]; a mechanism that is named and does not work is an error, never replaced by another one.
-    pub fn with_options(bytes: usize, options: RegionOptions) -> Result<Region, RegionError> {
-        let mapping = Mapping::new(bytes).map_err(RegionError::system(format!("mapping a region of {bytes} bytes")))?;
+    /// As [`Region::new`]. A mechanism of the options that does not work is an error; no other
+    /// mechanism replaces it.
+    pub fn with_options(bytes: usize, options: RegionOptions) -> Result<Region, Error> {
+        let mapping = Mapping::new(bytes).map_err(Error::system(format!("mapping a region of {bytes} bytes")))?;
         let claim = Claim::new(mapping.range())?;
-        Region::track(Memory { claim, start: mapping.start(), _mapping: Some(mapping) }, options)
+        Region::track_new(mapping, claim, options)
     }
 
-    /// Makes memory that is there already a region: whole pages, in one mapping or several, readable and writable and not
-    /// executable. It is as it was again when the region is dropped, except that `emulate` turns private memory into shared
-    /// anonymous memory that children made by `fork` do not have.
-    ///
-    /// # Errors
-    /// [`RegionError::Unaligned`], [`RegionError::Overlaps`], [`RegionError::NotMapped`], [`RegionError::NotData`],
-    /// [`RegionError::Track`].
-    ///
-    /// # Safety
-    /// While the region exists, the memory stays mapped, and nobody else changes its mapping or protection. No Rust reference to
-    /// it is used while a call of the region may write it ([`Region::rollback`], [`Region::restore`], [`Region::discard`],
-    /// [`Region::write`], [`Region::read_from`]).
-    pub unsafe fn adopt(start: NonNull<u8>, bytes: usize, options: RegionOptions) -> Result<Region, RegionError> {
-        let address = start.as_ptr() as u64;
-        let end = address.checked_add(bytes as u64);
-        let aligned = address.is_multiple_of(PAGE_SIZE as u64) && bytes.is_multiple_of(PAGE_SIZE) && bytes > 0;
-        let Some(end) = end.filter(|_| aligned) else {
-            return Err(RegionError::Unaligned { start: address, bytes });
-        };
-        let range = address..end;
-        let claim = Claim::new(range.clone())?;
-        let described = own_memory::describe(&range).map_err(RegionError::system("reading /proc/self/maps"))?;
-        let mapped: RangeSet = described.iter().map(|mapping| mapping.range.clone()).collect();
-        if !mapped.covers(range.clone()) {
-            return Err(RegionError::NotMapped { range });
-        }
-        if !described.iter().all(|mapping| mapping.is_data) {
-            return Err(RegionError::NotData { range });
-        }
-        Region::track(Memory { claim, start, _mapping: None }, options)
+    /// Tracks a mapping that is new and has no other user.
+    fn track_new(mapping: Mapping, claim: Claim, options: RegionOptions) -> Result<Region, Error> {
+        // SAFETY: the mapping is private anonymous memory. The region unmaps it after the tracker
+        // is dropped, and its users change no mappings.
+        let own = unsafe { OwnMemory::anonymous(mapping.range()) };
+        Region::track(RegionMemory { claim, start: mapping.start(), _mapping: Some(mapping) }, own, options)
     }
 
-    fn track(memory: Memory, options: RegionOptions) -> Result<Region, RegionError> {
-        let mechanism = options.mechanism.unwrap_or_else(Mechanism::choose_own);
+    /// Tracks memory. `own` describes the same memory to the tracker.
+    fn track(memory: RegionMemory, own: OwnMemory, options: RegionOptions) -> Result<Region, Error> {
+        let mechanism = options.mechanism.unwrap_or_else(|| Mechanism::choose(Scope::OwnMemory));
         let range = memory.claim.range();
-        let bytes = (range.end - range.start) as usize;
+        let bytes = range.byte_count().to_usize();
         let base = if options.without_rollback { None } else { Some(Base::new(bytes)) };
-        let base = base.transpose().map_err(RegionError::system(format!("mapping a copy of {bytes} bytes")))?;
+        let base = base.transpose().map_err(Error::system(format!("mapping a copy of {bytes} bytes")))?;
         let mut state = State {
-            tracker: crate::tracker::of_region(mechanism)?,
+            tracker: mechanism.tracker(Scope::OwnMemory, &own)?,
+            own,
+            pagemap: own_pagemap()?,
             addresses: range.into(),
             is_open: false,
             written: RangeSet::new(),
@@ -203,37 +216,44 @@ impl Region {
             base,
             store: options.store,
             last: None,
+            unsaved: None,
         };
         state.collect()?;
-        // What was there before counts for nobody but the base.
+        // The earlier content matters to the base only; it is not a write of the program.
         state.written.clear();
         static REGIONS: AtomicU64 = AtomicU64::new(0);
         let number = REGIONS.fetch_add(1, Ordering::Relaxed);
-        Ok(Region { state: Mutex::new(state), memory, mechanism, process: std::process::id(), number })
+        Ok(Region {
+            state: Mutex::new(state),
+            saved: Mutex::new(None),
+            memory,
+            mechanism,
+            process: std::process::id(),
+            number,
+        })
     }
 
-    /// Where it begins.
+    /// The address of the region.
     ///
-    /// Whoever accesses the memory answers for what Rust asks of raw pointers. What another thread may write or roll back
-    /// meanwhile is accessed atomically.
+    /// The caller must follow Rust's rules for raw pointers: memory that another thread may write
+    /// or roll back meanwhile must be accessed atomically.
     pub fn as_ptr(&self) -> *mut u8 {
         self.memory.start.as_ptr()
     }
 
-    /// How long it is.
+    /// Length of the region, bytes.
     pub fn bytes(&self) -> usize {
-        let range = self.memory.claim.range();
-        (range.end - range.start) as usize
+        self.memory.claim.range().byte_count().to_usize()
     }
 
-    /// By what writes are found.
+    /// The mechanism that finds writes.
     pub fn mechanism(&self) -> Mechanism {
         self.mechanism
     }
 
-    /// Smallest unit in which a write is reported, bytes.
-    pub fn granularity_bytes(&self) -> u64 {
-        self.lock().tracker.granularity_bytes()
+    /// The smallest unit in which writes are reported.
+    pub fn granularity(&self) -> ByteCount {
+        self.lock().tracker.granularity()
     }
 
     /// True between begin and commit or rollback.
@@ -244,125 +264,128 @@ impl Region {
     /// Begins a transaction.
     ///
     /// # Errors
-    /// [`RegionError::TransactionOpen`], [`RegionError::ForkedChild`], [`RegionError::NotMapped`], [`RegionError::Track`]; then none
-    /// is begun.
-    pub fn begin(&self) -> Result<(), RegionError> {
+    /// `ErrorKind::TransactionOpen`, `ErrorKind::ForkedChild`, `ErrorKind::NotMapped`,
+    /// or the mechanism failed. After an error, no transaction is open.
+    pub fn begin(&self) -> Result<(), Error> {
         self.check()?;
         let mut state = self.lock();
         if state.is_open {
-            return Err(RegionError::TransactionOpen);
+            return Err(Error::transaction_open());
         }
         if state.base.is_some() {
             state.collect()?;
-            if let Some(base) = &mut state.base {
-                base.refresh(&self.area());
-            }
+            state.refresh_base(&self.shared_bytes())?;
         }
-        state.tracker.relax()?;
+        state.tracker.begin_interval()?;
         state.is_open = true;
         Ok(())
     }
 
-    /// Ends the transaction, and returns the offsets that were written in it: in units of
-    /// [`Region::granularity_bytes`], and more than was written where the mechanism can't tell.
+    /// Ends the transaction, and returns the offsets that were written in it, in units of
+    /// [`Region::granularity`]. A mechanism may report more than was written, never less.
     ///
     /// # Errors
-    /// [`RegionError::NoTransaction`], [`RegionError::ForkedChild`], [`RegionError::NotMapped`], [`RegionError::Track`]; then
-    /// the transaction, if there is one, is still open and nothing of it is lost.
-    pub fn commit(&self) -> Result<RangeSet, RegionError> {
+    /// `ErrorKind::NoTransaction`, `ErrorKind::ForkedChild`, `ErrorKind::NotMapped`,
+    /// or the mechanism failed. After an error, an open transaction is still open, and none of its
+    /// writes is lost.
+    pub fn commit(&self) -> Result<RangeSet, Error> {
         self.check()?;
         let mut state = self.lock();
         if !state.is_open {
-            return Err(RegionError::NoTransaction);
+            return Err(Error::no_transaction());
         }
         state.collect()?;
         state.is_open = false;
         Ok(std::mem::take(&mut state.written))
     }
 
-    /// Ends the transaction and puts back what the region held when it began, where it was written. Returns the offsets
-    /// that were put back.
+    /// Ends the transaction and restores the content from its beginning, where the region was
+    /// written. Returns the restored offsets.
     ///
     /// # Errors
-    /// As [`Region::commit`], and [`RegionError::NoRollback`].
-    pub fn rollback(&self) -> Result<RangeSet, RegionError> {
+    /// As [`Region::commit`], and `ErrorKind::NoRollback`.
+    pub fn rollback(&self) -> Result<RangeSet, Error> {
         self.check()?;
         let mut state = self.lock();
         if !state.is_open {
-            return Err(RegionError::NoTransaction);
+            return Err(Error::no_transaction());
         }
         if state.base.is_none() {
-            return Err(RegionError::NoRollback);
+            return Err(Error::no_rollback());
         }
         state.collect()?;
-        // Written as the program writes, and so found as written by the next collect: other threads may write there too.
+        // The tracker sees these writes as writes of the program, so the next collect reports them:
+        // other threads may write the same pages meanwhile.
         let written = state.written.clone();
         let pinned = state.pin(&written)?;
-        let area = self.area();
-        if let Some(base) = &mut state.base {
-            base.put_back(&area, &written);
-        }
+        let restored = state.put_back(&self.shared_bytes(), &written);
         state.unpin(&pinned);
+        restored?;
         state.written.clear();
         state.is_open = false;
         Ok(written)
     }
 
-    /// Copies from the region.
+    /// Copies content of the region into `to`.
     ///
     /// # Errors
-    /// [`RegionError::OutOfRange`], [`RegionError::NotMapped`].
-    pub fn read(&self, offset: usize, to: &mut [u8]) -> Result<(), RegionError> {
+    /// `ErrorKind::OutOfRange`, `ErrorKind::NotMapped`.
+    pub fn read(&self, offset: usize, to: &mut [u8]) -> Result<(), Error> {
         self.check_within(offset..offset.saturating_add(to.len()))?;
         self.check_mapped()?;
-        self.area().read(offset, to);
+        self.shared_bytes().read(offset, to);
         Ok(())
     }
 
-    /// Copies into the region.
+    /// Copies `from` into the region.
     ///
     /// # Errors
-    /// [`RegionError::OutOfRange`], [`RegionError::NotMapped`].
-    pub fn write(&self, offset: usize, from: &[u8]) -> Result<(), RegionError> {
+    /// `ErrorKind::OutOfRange`, `ErrorKind::NotMapped`.
+    pub fn write(&self, offset: usize, from: &[u8]) -> Result<(), Error> {
         self.check_within(offset..offset.saturating_add(from.len()))?;
         self.check_mapped()?;
-        self.area().write(offset, from);
+        self.shared_bytes().write(offset, from);
         Ok(())
     }
 
-    /// Lets system calls write to the offsets, as long as what is returned exists. The pages around them count as written
-    /// meanwhile.
+    /// Lets system calls write to the offsets while the returned guard exists. The pages that
+    /// contain the offsets count as written meanwhile.
     ///
     /// # Errors
-    /// [`RegionError::OutOfRange`], [`RegionError::ForkedChild`], [`RegionError::NotMapped`], [`RegionError::Track`].
-    pub fn writable(&self, offsets: Span<usize>) -> Result<Writable<'_>, RegionError> {
+    /// `ErrorKind::OutOfRange`, `ErrorKind::ForkedChild`, `ErrorKind::NotMapped`,
+    /// or the mechanism failed.
+    pub fn writable(&self, offsets: Span<usize>) -> Result<Writable<'_>, Error> {
         self.check_within(offsets.clone())?;
         self.check()?;
-        let offsets = RangeSet::from(offsets.start as u64..offsets.end as u64);
+        let offsets = RangeSet::from(addresses_of(offsets));
         let pinned = self.lock().pin(&offsets)?;
         Ok(Writable { region: self, pinned })
     }
 
-    /// Reads from a file, a pipe or a socket into the region, once, as `read(2)` does. Returns how many bytes were read; 0 is
-    /// the end.
+    /// Reads from a file, a pipe or a socket into the region, once, as `read(2)` does. Returns the
+    /// number of bytes that were read; 0 at the end of the file.
     ///
     /// # Errors
-    /// As [`Region::writable`], and what the system call answers.
-    pub fn read_from(&self, file: impl AsFd, offsets: Span<usize>) -> Result<usize, RegionError> {
+    /// As [`Region::writable`], and `ErrorKind::System` if the system call fails.
+    pub fn read_from(&self, file: impl AsFd, offsets: Span<usize>) -> Result<usize, Error> {
         let _writable = self.writable(offsets.clone())?;
-        // SAFETY: the range lies within the region, which is mapped, and is written as the program's own pointers do.
+        // SAFETY: the range lies within the region, which is mapped; the kernel writes it like any
+        // other thread.
         let count = unsafe {
             let to = self.as_ptr().add(offsets.start).cast();
             libc::read(file.as_fd().as_raw_fd(), to, offsets.len())
         };
-        usize::try_from(count).map_err(|_| RegionError::system("reading into a region")(io::Error::last_os_error()))
+        usize::try_from(count).map_err(|_| Error::system("reading into a region")(io::Error::last_os_error()))
     }
 
-    /// Frees the memory behind the whole pages among the offsets: they hold zeros afterwards, which counts as a write.
+    /// Makes the whole pages within the offsets hold zeros, which counts as a write, and frees
+    /// their memory. In a shared mapping of a file this makes a hole in the file. In a private
+    /// mapping of a file, and in parts of huge pages, zeros are written and nothing is freed.
     ///
     /// # Errors
-    /// As [`Region::writable`], and [`RegionError::System`] for memory of which nothing can be freed.
-    pub fn discard(&self, offsets: Span<usize>) -> Result<(), RegionError> {
+    /// As [`Region::writable`], and `ErrorKind::System` for memory that cannot be freed: locked
+    /// memory, and files on file systems without holes.
+    pub fn discard(&self, offsets: Span<usize>) -> Result<(), Error> {
         self.check_within(offsets.clone())?;
         self.check()?;
         let start = offsets.start.next_multiple_of(PAGE_SIZE);
@@ -371,66 +394,90 @@ impl Region {
             return Ok(());
         }
         let mut state = self.lock();
-        let base = self.as_ptr() as u64;
-        let range = base + start as u64..base + end as u64;
-        state.discarded.insert(range.start - base..range.end - base);
-        let is_shared = own_memory::describe(&range)
-            .map_err(RegionError::system("reading /proc/self/maps"))?
-            .iter()
-            .any(|mapping| mapping.is_shared);
-        // Protection may go with the pages: so they count as written until they are protected anew.
-        let pinned = state.pin(&RangeSet::from(start as u64..end as u64))?;
-        // SAFETY: the range lies within the region, and the caller gives its content up.
-        let freed = unsafe { own_memory::free(&range, is_shared) };
+        let offsets = addresses_of(start..end);
+        let range = offsets.moved_up(Address::of(self.as_ptr()) - Address::MIN);
+        let mappings = own_mappings::describe(&range).map_err(Error::system("reading /proc/self/maps"))?;
+        state.discarded.insert(offsets.clone());
+        // The kernel may drop the protection together with the pages, so the pages count as written
+        // until they are protected again.
+        let pinned = state.pin(&RangeSet::from(offsets))?;
+        let discarded = mappings.iter().try_for_each(|mapping| self.discard_in(mapping, mapping.range.overlap(&range)));
         state.unpin(&pinned);
-        freed.map_err(RegionError::system(format!("freeing the memory of {range:#x?}")))
+        discarded.map_err(Error::system(format!("freeing the memory of {range:#x?}")))
     }
 
-    /// Takes a snapshot. It costs what was written since the last one was taken or restored.
+    /// Makes the pages of a part of a mapping hold zeros.
+    fn discard_in(&self, mapping: &OwnMapping, part: Range) -> io::Result<()> {
+        let page_bytes = mapping.page_bytes.get();
+        let (first, last) = (part.start.get().next_multiple_of(page_bytes), part.end.get() / page_bytes * page_bytes);
+        // Freed pages of a private mapping of a file show the file again.
+        let can_be_freed = mapping.is_shared || mapping.is_private_anonymous();
+        let freed = if can_be_freed && first < last { first..last } else { part.end.get()..part.end.get() };
+        let freed = Address::new(freed.start)..Address::new(freed.end);
+        self.write_zeros(&(part.start..freed.start));
+        self.write_zeros(&(freed.end..part.end));
+        if freed.is_empty() {
+            return Ok(());
+        }
+        // SAFETY: the range lies within the region, and the caller no longer needs its content.
+        unsafe { own_memory::free(&freed, mapping.is_shared) }
+    }
+
+    /// Writes zeros to addresses of the region.
+    fn write_zeros(&self, range: &Range) {
+        let start = Address::of(self.as_ptr());
+        for page in range.pages() {
+            self.shared_bytes().write((page.address() - start).to_usize(), &[0; PAGE_SIZE]);
+        }
+    }
+
+    /// Takes a snapshot. The cost follows what was written since the previous snapshot was taken or
+    /// restored.
     ///
     /// # Errors
-    /// [`RegionError::Snapshot`], [`RegionError::ForkedChild`], [`RegionError::NotMapped`], [`RegionError::Track`].
-    pub fn snapshot(&self) -> Result<RegionSnapshot, RegionError> {
+    /// The errors of snapshots, `ErrorKind::ForkedChild`, `ErrorKind::NotMapped`,
+    /// or the mechanism failed.
+    pub fn snapshot(&self) -> Result<RegionSnapshot, Error> {
         self.snapshot_without(&RangeSet::new())
     }
 
-    /// As [`Region::snapshot`], but what the offsets in `forget` hold need not be saved: memory that is free, or stack that is
-    /// not in use. The snapshot holds zeros there.
+    /// As [`Region::snapshot`], but the content at the offsets `forget` (free memory, unused stack)
+    /// is not saved: the snapshot holds zeros there.
     ///
     /// # Errors
     /// As [`Region::snapshot`].
-    pub fn snapshot_without(&self, forget: &RangeSet) -> Result<RegionSnapshot, RegionError> {
+    pub fn snapshot_without(&self, forget: &RangeSet) -> Result<RegionSnapshot, Error> {
         self.check()?;
         let mut state = self.lock();
         state.collect()?;
         let store = state.store.get_or_insert_with(SnapshotStore::new).clone();
         let content = match &state.last {
-            Some((last, unsaved)) => store.snapshot(Some(last), &self.area(), unsaved, forget)?,
-            None => store.snapshot(None, &self.area(), &RangeSet::new(), forget)?,
+            Some((last, unsaved)) => store.snapshot(Some(last), &self.shared_bytes(), unsaved, forget)?,
+            None => store.snapshot_of_zeros_except(&self.shared_bytes(), &state.holding_all()?, forget)?,
         };
-        // What is forgotten may be anything in the region, and is zeros in the snapshot.
+        // At the forgotten offsets the region and the snapshot may differ.
         state.last = Some((content.clone(), forget.clone()));
         Ok(RegionSnapshot { content, region: self.number })
     }
 
-    /// Makes the region hold what the snapshot holds, in place, and returns what was written for that: only what differed. In a
-    /// transaction, it counts as written in it.
+    /// Restores a snapshot in place. Only differing content is written; returns the offsets of it.
+    /// In a transaction, these writes belong to the transaction.
     ///
     /// # Errors
-    /// [`RegionError::WrongRegion`], and as [`Region::snapshot`].
-    pub fn restore(&self, snapshot: &RegionSnapshot) -> Result<RangeSet, RegionError> {
+    /// `ErrorKind::WrongRegion`, and as [`Region::snapshot`].
+    pub fn restore(&self, snapshot: &RegionSnapshot) -> Result<RangeSet, Error> {
         self.check()?;
         if snapshot.region != self.number {
-            return Err(RegionError::WrongRegion);
+            return Err(Error::wrong_region());
         }
         let mut state = self.lock();
         state.collect()?;
-        let Some(store) = state.store.clone() else { return Err(RegionError::WrongRegion) };
-        let Some((last, unsaved)) = state.last.take() else { return Err(RegionError::WrongRegion) };
-        let restored = last.diff(&snapshot.content).map_err(RegionError::from).and_then(|mut differing| {
+        let Some(store) = state.store.clone() else { return Err(Error::wrong_region()) };
+        let Some((last, unsaved)) = state.last.take() else { return Err(Error::wrong_region()) };
+        let restored = last.diff(&snapshot.content).and_then(|mut differing| {
             differing.extend(&unsaved);
             let pinned = state.pin(&differing)?;
-            let restored = store.restore(&snapshot.content, Some((&last, &unsaved)), &self.area());
+            let restored = store.restore(&snapshot.content, Some((&last, &unsaved)), &self.shared_bytes());
             state.unpin(&pinned);
             let restored = restored?;
             state.discarded.extend(&restored);
@@ -443,32 +490,37 @@ impl Region {
         restored
     }
 
-    fn area(&self) -> Area<'_> {
-        // SAFETY: the memory is mapped and readable and writable (writes to protected pages are resolved by the tracker)
-        // as long as the region exists; who else writes it does so by raw pointers, as `as_ptr` and `adopt` demand.
-        unsafe { Area::new(self.memory.start, self.bytes()) }
+    fn shared_bytes(&self) -> SharedBytes<'_> {
+        // SAFETY: while the region exists, the memory is mapped, readable and writable (the tracker
+        // resolves writes to protected pages). Other code writes it through raw pointers only, as
+        // `as_ptr` and `adopt` require.
+        unsafe { SharedBytes::new(self.memory.start, self.bytes()) }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn check(&self) -> Result<(), RegionError> {
+    fn lock_saved(&self) -> MutexGuard<'_, Option<Saved>> {
+        self.saved.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn check(&self) -> Result<(), Error> {
         if self.process != std::process::id() {
-            return Err(RegionError::ForkedChild);
+            return Err(Error::forked_child());
         }
         self.check_mapped()
     }
 
-    fn check_mapped(&self) -> Result<(), RegionError> {
+    fn check_mapped(&self) -> Result<(), Error> {
         let range = self.memory.claim.range();
-        if own_memory::is_mapped(&range) { Ok(()) } else { Err(RegionError::NotMapped { range }) }
+        if own_memory::is_mapped(&range) { Ok(()) } else { Err(Error::not_mapped(range)) }
     }
 
-    fn check_within(&self, offsets: Span<usize>) -> Result<(), RegionError> {
+    fn check_within(&self, offsets: Span<usize>) -> Result<(), Error> {
         let bytes = self.bytes();
         let is_within = offsets.start <= offsets.end && offsets.end <= bytes;
-        if is_within { Ok(()) } else { Err(RegionError::OutOfRange { offsets, bytes }) }
+        if is_within { Ok(()) } else { Err(Error::beyond_region(offsets, bytes)) }
     }
 }
 
@@ -480,11 +532,12 @@ impl fmt::Debug for Region {
 }
 
 impl State {
-    /// Takes over what was written since the last time. What was found before an error is kept too.
-    fn collect(&mut self) -> Result<(), RegionError> {
+    /// Records the writes since the previous call. Writes that were found before an error are
+    /// recorded too.
+    fn collect(&mut self) -> Result<(), Error> {
         let mut offsets = RangeSet::new();
         let result = self.tracker.collect(&self.addresses, &mut offsets);
-        offsets.move_down(self.start());
+        offsets.make_relative_to(self.start());
         offsets.append(&mut self.discarded);
         if let Some(base) = &mut self.base {
             base.add_stale(&offsets);
@@ -492,20 +545,57 @@ impl State {
         if let Some((_, unsaved)) = &mut self.last {
             unsaved.extend(&offsets);
         }
+        if let Some(unsaved) = &mut self.unsaved {
+            unsaved.written.extend(&offsets);
+        }
         if self.is_open || self.base.is_none() {
             self.written.append(&mut offsets);
         }
-        Ok(result?)
+        result
     }
 
-    /// Pins offsets, all or none; returns the addresses that [`State::unpin`] takes.
-    fn pin(&mut self, offsets: &RangeSet) -> Result<RangeSet, RegionError> {
-        let start = self.start();
+    /// The offsets, of those given, at which the region may hold anything else than zeros.
+    fn holding(&self, offsets: &RangeSet) -> Result<RangeSet, Error> {
+        let start = self.own.range().start;
+        let addresses = offsets.iter().map(|range| range.moved_up(start - Address::MIN)).collect();
+        let mut holding = match self.tracker.data(&addresses)? {
+            Some(data) => data,
+            None => self.own.holding(&self.pagemap, &addresses)?,
+        };
+        holding.make_relative_to(start);
+        Ok(holding)
+    }
+
+    /// As [`State::holding`], of all offsets. Memory that was never written costs nothing.
+    fn holding_all(&self) -> Result<RangeSet, Error> {
+        let range = self.own.range();
+        self.holding(&(Address::MIN..Address::MIN + range.byte_count()).into())
+    }
+
+    /// Brings the copy for a rollback up to date.
+    fn refresh_base(&mut self, area: &SharedBytes<'_>) -> Result<(), Error> {
+        let Some(mut base) = self.base.take() else { return Ok(()) };
+        let refreshed = base.refresh(area, |offsets| self.holding(offsets));
+        self.base = Some(base);
+        refreshed
+    }
+
+    /// Restores the content of the copy at the offsets.
+    fn put_back(&mut self, area: &SharedBytes<'_>, offsets: &RangeSet) -> Result<(), Error> {
+        let Some(mut base) = self.base.take() else { return Ok(()) };
+        let restored = base.put_back(area, offsets, |asked| self.holding(asked));
+        self.base = Some(base);
+        restored
+    }
+
+    /// Pins all of the offsets, or none after an error. Returns the addresses for [`State::unpin`].
+    fn pin(&mut self, offsets: &RangeSet) -> Result<RangeSet, Error> {
+        let distance = self.start() - Address::MIN;
         let mut pinned = RangeSet::new();
-        for range in offsets.iter().map(|range| start + range.start..start + range.end) {
+        for range in offsets.iter().map(|range| range.moved_up(distance)) {
             if let Err(error) = self.tracker.pin(&range) {
                 self.unpin(&pinned);
-                return Err(error.into());
+                return Err(error);
             }
             pinned.insert(range);
         }
@@ -516,12 +606,12 @@ impl State {
         pinned.iter().for_each(|range| self.tracker.unpin(&range));
     }
 
-    fn start(&self) -> u64 {
-        self.addresses.iter().next().map_or(0, |range| range.start)
+    fn start(&self) -> Address {
+        self.addresses.iter().next().map_or(Address::MIN, |range| range.start)
     }
 }
 
-/// System calls can write to a part of the region as long as this exists.
+/// A guard: while it exists, system calls can write to a part of the region.
 #[must_use]
 #[derive(Debug)]
 pub struct Writable<'a> {

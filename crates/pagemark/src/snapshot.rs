@@ -1,40 +1,44 @@
-//! Snapshots of memory areas, held in memory: same-page merging (SPM).
+//! Snapshots of memory areas, held in memory: same-page merging (SPM, "Implementation").
 //!
-//! A store holds each chunk of content once, whichever snapshots hold it, and zeros not at all. A snapshot is an immutable radix
-//! tree of chunk numbers, and equal subtrees are the same node. So a snapshot costs what was written since the one before it,
-//! two snapshots are equal if their roots are (O(1)), and what they share is neither compared nor restored.
+//! A store holds each chunk of content once, even if several snapshots have it, and does not hold
+//! zeros. A snapshot is an immutable radix tree of chunk numbers, and equal subtrees are the same
+//! node. The cost of a snapshot therefore follows what was written since the previous snapshot, two
+//! snapshots are equal if their roots are (O(1)), and shared content is neither compared nor
+//! restored.
 //!
 //! ```
-//! use pagemark::RangeSet;
-//! use pagemark::snapshot::{Area, SnapshotStore};
+//! use pagemark::{Address, RangeSet, address::offsets};
+//! use pagemark::snapshot::{SharedBytes, SnapshotStore};
 //! let store = SnapshotStore::new();
 //! let mut memory = vec![7; 1 << 20];
-//! let all = RangeSet::from(0..1 << 20);
-//! let first = store.snapshot(None, &Area::of(&mut memory), &all, &RangeSet::new())?;
+//! let all = RangeSet::from(offsets(0..1 << 20));
+//! let first = store.snapshot(None, &SharedBytes::of(&mut memory), &all, &RangeSet::new())?;
 //!
 //! memory[5000] = 8;
-//! let dirty = RangeSet::from(5000..5001);
-//! let second = store.snapshot(Some(&first), &Area::of(&mut memory), &dirty, &RangeSet::new())?;
+//! let dirty = RangeSet::from(offsets(5000..5001));
+//! let second = store.snapshot(Some(&first), &SharedBytes::of(&mut memory), &dirty, &RangeSet::new())?;
 //! assert!(first != second);
-//! assert_eq!(first.diff(&second)?, RangeSet::from(4096..8192));
-//! assert_eq!((first.read_value::<u8>(5000)?, second.read_value::<u8>(5000)?), (7, 8));
+//! assert_eq!(first.diff(&second)?, RangeSet::from(offsets(4096..8192)));
+//! let address = Address::new(5000);
+//! assert_eq!((first.read_value::<u8>(address)?, second.read_value::<u8>(address)?), (7, 8));
 //! assert_eq!(store.usage().chunks, 2, "the page of sevens, and the one with an eight");
 //!
-//! let written = store.restore(&first, Some((&second, &RangeSet::new())), &Area::of(&mut memory))?;
-//! assert_eq!(written, RangeSet::from(4096..8192));
+//! let written = store.restore(&first, Some((&second, &RangeSet::new())), &SharedBytes::of(&mut memory))?;
+//! assert_eq!(written, RangeSet::from(offsets(4096..8192)));
 //! assert_eq!(memory[5000], 7);
-//! # Ok::<(), pagemark::snapshot::SnapshotError>(())
+//! # Ok::<(), pagemark::Error>(())
 //! ```
 
 use std::fmt;
 use std::hash::{BuildHasher, Hash, Hasher, RandomState};
-use std::io;
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
-use crate::{PAGE_SIZE, Range, RangeSet};
+use crate::address::offsets;
+use crate::{Address, ByteCount, Error, PAGE_SIZE, RangeSet};
 
 mod chunks;
 mod delta;
+mod error;
 mod index;
 mod nodes;
 mod packing;
@@ -45,24 +49,25 @@ mod tests;
 mod tree;
 mod value;
 
-pub use crate::sys::area::Area;
+pub use crate::sys::shared_bytes::SharedBytes;
 pub use value::Value;
 
-use chunks::MOST_CHUNK_BYTES;
+use chunks::MAX_CHUNK_BYTES;
 use state::State;
 use tree::Root;
 
-/// Fewest bytes of a chunk.
-const FEWEST_CHUNK_BYTES: usize = 256;
+/// Minimum size of a chunk, bytes.
+const MIN_CHUNK_BYTES: usize = 256;
 
-/// How a store holds snapshots.
+/// Options of a store.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct SnapshotOptions {
-    /// Bytes of a chunk, a power of two from 256 to 65 536. Smaller chunks share more and cost more: some 40 bytes a chunk.
+    /// Bytes of a chunk, a power of two from 256 to 65 536. Smaller chunks share more content, and
+    /// take more memory for tables: about 40 bytes a chunk.
     pub chunk_bytes: usize,
-    /// Most bytes that may be held ([`Usage::held_bytes`]). Where that is not enough, chunks are packed, those first that were not
-    /// used for long: compressed, or as the difference from what was at the same place in the parent snapshot. Without a
-    /// budget nothing is packed.
+    /// Maximum of [`Usage::held_bytes`]. Where it does not suffice, the store packs the chunks that
+    /// were not used for the longest time: it compresses them, or holds the difference from the
+    /// chunk at the same position in the parent snapshot. Without a budget no chunk is packed.
     pub budget_bytes: Option<u64>,
 }
 
@@ -73,10 +78,10 @@ impl Default for SnapshotOptions {
     }
 }
 
-/// Holds snapshots of memory areas, of any number of areas of any length. A clone is the same store.
+/// Holds snapshots of any number of memory areas of any length. A clone is the same store.
 ///
-/// It is used from many threads at once: those that read (restore, diff, values) together, those that take or drop snapshots one
-/// after the other.
+/// Many threads can use a store at once. Reads (restore, diff, values) run concurrently; taking and
+/// dropping snapshots excludes all other operations.
 #[derive(Clone)]
 pub struct SnapshotStore {
     shared: Arc<Shared>,
@@ -88,7 +93,8 @@ struct Shared {
 }
 
 impl Shared {
-    // A panic below the lock is a bug here; what it leaves is still what other threads' snapshots refer to.
+    // A panic while the lock is held is a bug of this module. The snapshots of other threads still
+    // refer to the state, so the poison is ignored.
     fn read(&self) -> RwLockReadGuard<'_, State> {
         self.state.read().unwrap_or_else(PoisonError::into_inner)
     }
@@ -113,46 +119,49 @@ impl SnapshotStore {
     /// An empty store.
     ///
     /// # Errors
-    /// [`SnapshotError::ChunkSize`]
-    pub fn with_options(options: SnapshotOptions) -> Result<Self, SnapshotError> {
+    /// `ErrorKind::ChunkSize`
+    pub fn with_options(options: SnapshotOptions) -> Result<Self, Error> {
         let chunk_bytes = options.chunk_bytes;
-        if !chunk_bytes.is_power_of_two() || !(FEWEST_CHUNK_BYTES..=MOST_CHUNK_BYTES).contains(&chunk_bytes) {
-            return Err(SnapshotError::ChunkSize { chunk_bytes });
+        if !chunk_bytes.is_power_of_two() || !(MIN_CHUNK_BYTES..=MAX_CHUNK_BYTES).contains(&chunk_bytes) {
+            return Err(Error::chunk_size(chunk_bytes));
         }
         Ok(Self::build(options))
     }
 
     fn build(options: SnapshotOptions) -> Self {
-        // Nobody can choose content whose hashes collide.
+        // A random seed, so that no program can choose content whose hashes collide.
         let seed = RandomState::new().hash_one(0);
         let state = RwLock::new(State::new(options.chunk_bytes, seed, options.budget_bytes));
         SnapshotStore { shared: Arc::new(Shared { options, state }) }
     }
 
-    /// The options that it was made with.
+    /// The options of the store.
     pub fn options(&self) -> SnapshotOptions {
         self.shared.options
     }
 
-    /// Takes a snapshot of an area that differs from `previous` only in `dirty`, byte offsets in the area of which any may
-    /// be named that was not written. Without `previous`, all of the area counts as dirty. It costs O(dirty).
+    /// Takes a snapshot of an area that differs from `previous` only at the byte offsets `dirty`.
+    /// `dirty` may include offsets that were not written. Without `previous`, the whole area counts
+    /// as dirty. The cost is O(dirty).
     ///
-    /// What is in `forget` (freed memory, stack that is not in use) need not be saved, dirty or not: the snapshot holds zeros
-    /// there. A chunk that is forgotten as a whole is not even read. What `previous` forgot and neither set names now is held as
-    /// zeros still, unless its chunk is read for the sake of other bytes.
+    /// Content at the offsets `forget` (freed memory, unused stack) is not saved, dirty or not: the
+    /// snapshot holds zeros there. A chunk that `forget` covers completely is not read. Offsets
+    /// that `previous` forgot and that neither set names now still hold zeros, unless their chunk
+    /// is read because of other bytes.
     ///
     /// # Errors
-    /// After an error, all snapshots are as they were. [`SnapshotError::BudgetExceeded`] if the budget can't be kept even with
-    /// all chunks packed; [`SnapshotError::WrongStore`], [`SnapshotError::LengthDiffers`], [`SnapshotError::OutOfRange`],
-    /// [`SnapshotError::Memory`], [`SnapshotError::Full`].
+    /// After an error, all snapshots are unchanged. `ErrorKind::BudgetExceeded` if the
+    /// content exceeds the budget even with all chunks packed; `ErrorKind::WrongStore`,
+    /// `ErrorKind::LengthDiffers`, `ErrorKind::OutOfRange`, `ErrorKind::NoMemory`,
+    /// `ErrorKind::StoreFull`.
     pub fn snapshot(
         &self,
         previous: Option<&Snapshot>,
-        area: &Area<'_>,
+        memory: &SharedBytes<'_>,
         dirty: &RangeSet,
         forget: &RangeSet,
-    ) -> Result<Snapshot, SnapshotError> {
-        let bytes = area.bytes() as u64;
+    ) -> Result<Snapshot, Error> {
+        let bytes = ByteCount::from(memory.bytes());
         self.check(previous, bytes)?;
         check_within(dirty, bytes)?;
         check_within(forget, bytes)?;
@@ -160,47 +169,64 @@ impl SnapshotStore {
         let dirty = match previous {
             Some(_) => dirty,
             None => {
-                all = RangeSet::from(0..bytes);
+                all = RangeSet::from(offsets(0..memory.bytes()));
                 &all
             }
         };
-        let root = self.shared.write().take(previous.map(|previous| previous.held.root), area, dirty, forget)?;
+        let root = self.shared.write().take(previous.map(|previous| previous.held.root), memory, dirty, forget)?;
         Ok(Snapshot { held: Arc::new(Held { store: self.shared.clone(), root, bytes }) })
     }
 
-    /// Makes the area hold what the snapshot holds, and returns what was written: the chunks that differed, and no others.
+    /// Takes a snapshot of an area that holds zeros except at the byte offsets `holding`. The cost
+    /// is O(`holding`). `forget` and the errors are as for [`SnapshotStore::snapshot`].
+    pub(crate) fn snapshot_of_zeros_except(
+        &self,
+        area: &SharedBytes<'_>,
+        holding: &RangeSet,
+        forget: &RangeSet,
+    ) -> Result<Snapshot, Error> {
+        let bytes = ByteCount::from(area.bytes());
+        check_within(holding, bytes)?;
+        check_within(forget, bytes)?;
+        let root = self.shared.write().take(None, area, holding, forget)?;
+        Ok(Snapshot { held: Arc::new(Held { store: self.shared.clone(), root, bytes }) })
+    }
+
+    /// Restores a snapshot into an area. Writes the chunks that differ and no others, and returns
+    /// their offsets.
     ///
-    /// `current` says what the area holds now: what that snapshot holds, but for the offsets in the set. Then only these, and
-    /// the chunks in which the snapshots differ, are looked at; what `current` forgot is then left as it is where both
-    /// hold zeros, unless the set names it. Without `current`, all of the area is compared.
+    /// `current` describes the present content of the area: the content of a snapshot, except at
+    /// the offsets of a set. Then only these offsets, and the chunks in which the two snapshots
+    /// differ, are compared. Where both snapshots hold zeros, offsets that `current` forgot are not
+    /// restored unless the set names them. Without `current`, the whole area is compared.
     ///
     /// # Errors
-    /// Nothing is written then. [`SnapshotError::WrongStore`], [`SnapshotError::LengthDiffers`],
-    /// [`SnapshotError::OutOfRange`].
+    /// After an error, nothing was written. `ErrorKind::WrongStore`,
+    /// `ErrorKind::LengthDiffers`, `ErrorKind::OutOfRange`.
     pub fn restore(
         &self,
         snapshot: &Snapshot,
         current: Option<(&Snapshot, &RangeSet)>,
-        area: &Area<'_>,
-    ) -> Result<RangeSet, SnapshotError> {
-        let bytes = area.bytes() as u64;
+        memory: &SharedBytes<'_>,
+    ) -> Result<RangeSet, Error> {
+        let bytes = ByteCount::from(memory.bytes());
         self.check(Some(snapshot), bytes)?;
         if let Some((current, dirty)) = current {
             self.check(Some(current), bytes)?;
             check_within(dirty, bytes)?;
         }
         let current = current.map(|(current, dirty)| (current.held.root, dirty));
-        Ok(self.shared.read().restore(snapshot.held.root, current, area))
+        Ok(self.shared.read().restore(snapshot.held.root, current, memory))
     }
 
-    /// What the store holds, and what that takes.
+    /// The number of chunks and nodes that the store holds, and the memory that they take.
     pub fn usage(&self) -> Usage {
         self.shared.read().usage()
     }
 
-    fn check(&self, snapshot: Option<&Snapshot>, bytes: u64) -> Result<(), SnapshotError> {
+    fn check(&self, snapshot: Option<&Snapshot>, bytes: ByteCount) -> Result<(), Error> {
         match snapshot {
-            Some(snapshot) if !Arc::ptr_eq(&snapshot.held.store, &self.shared) => Err(SnapshotError::WrongStore),
+            Some(snapshot) if !Arc::ptr_eq(&snapshot.held.store, &self.shared) => Err(Error::wrong_store()),
             Some(snapshot) => snapshot.check_length(bytes),
             None => Ok(()),
         }
@@ -213,17 +239,18 @@ impl fmt::Debug for SnapshotStore {
     }
 }
 
-fn check_within(set: &RangeSet, bytes: u64) -> Result<(), SnapshotError> {
+fn check_within(set: &RangeSet, bytes: ByteCount) -> Result<(), Error> {
     match set.iter().next_back() {
-        Some(range) if range.end > bytes => Err(SnapshotError::OutOfRange { range, bytes }),
+        Some(range) if range.end - Address::MIN > bytes => Err(Error::beyond_snapshot(&range, bytes)),
         _ => Ok(()),
     }
 }
 
-/// What an area held at one time. A clone is the same snapshot; its memory is given back when the last one is dropped.
+/// The content of an area at one time. A clone is the same snapshot; dropping the last clone frees
+/// the memory.
 ///
-/// Snapshots of one store are equal if they hold the same bytes: as a comparison of two numbers, not of content. Those of
-/// different stores are never equal.
+/// Snapshots of one store are equal if they hold the same bytes; the comparison compares two
+/// numbers, not the content. Snapshots of different stores are never equal.
 #[derive(Clone)]
 pub struct Snapshot {
     held: Arc<Held>,
@@ -233,7 +260,7 @@ pub struct Snapshot {
 struct Held {
     store: Arc<Shared>,
     root: Root,
-    bytes: u64,
+    bytes: ByteCount,
 }
 
 impl Drop for Held {
@@ -243,50 +270,50 @@ impl Drop for Held {
 }
 
 impl Snapshot {
-    /// How long the area is.
-    pub fn bytes(&self) -> u64 {
+    /// Length of the area.
+    pub fn bytes(&self) -> ByteCount {
         self.held.bytes
     }
 
-    /// The chunks in which two snapshots differ, as byte offsets. It costs O(difference).
+    /// The chunks in which two snapshots differ, as byte offsets. The cost is O(difference).
     ///
     /// # Errors
-    /// [`SnapshotError::WrongStore`], [`SnapshotError::LengthDiffers`]
-    pub fn diff(&self, other: &Snapshot) -> Result<RangeSet, SnapshotError> {
+    /// `ErrorKind::WrongStore`, `ErrorKind::LengthDiffers`
+    pub fn diff(&self, other: &Snapshot) -> Result<RangeSet, Error> {
         if !Arc::ptr_eq(&self.held.store, &other.held.store) {
-            return Err(SnapshotError::WrongStore);
+            return Err(Error::wrong_store());
         }
         self.check_length(other.held.bytes)?;
         Ok(self.held.store.read().diff(self.held.root, other.held.root, self.held.bytes))
     }
 
-    /// Reads bytes as they were, without restoring anything (SPM's software MMU): each chunk that they are in is found in the
-    /// tree.
+    /// Reads bytes of the snapshot without restoring it: finds the chunks that hold them in the
+    /// tree (the software MMU of SPM, "State comparison layer").
     ///
     /// # Errors
-    /// [`SnapshotError::OutOfRange`]
-    pub fn read_at(&self, offset: u64, to: &mut [u8]) -> Result<(), SnapshotError> {
-        let range = offset..offset.saturating_add(to.len() as u64);
-        if range.end > self.held.bytes {
-            return Err(SnapshotError::OutOfRange { range, bytes: self.held.bytes });
+    /// `ErrorKind::OutOfRange`
+    pub fn read_at(&self, address: Address, to: &mut [u8]) -> Result<(), Error> {
+        let range = address..address.saturating_add(ByteCount::from(to.len()));
+        if range.end - Address::MIN > self.held.bytes {
+            return Err(Error::beyond_snapshot(&range, self.held.bytes));
         }
-        self.held.store.read().read(self.held.root, offset, to);
+        self.held.store.read().read(self.held.root, address, to);
         Ok(())
     }
 
-    /// Reads a number, which may lie across chunks.
+    /// Reads a number, which may cross the border of a chunk.
     ///
     /// # Errors
-    /// [`SnapshotError::OutOfRange`]
-    pub fn read_value<T: Value>(&self, offset: u64) -> Result<T, SnapshotError> {
-        T::read_by(|bytes| self.read_at(offset, bytes))
+    /// `ErrorKind::OutOfRange`
+    pub fn read_value<T: Value>(&self, address: Address) -> Result<T, Error> {
+        T::read_by(|bytes| self.read_at(address, bytes))
     }
 
-    fn check_length(&self, bytes: u64) -> Result<(), SnapshotError> {
+    fn check_length(&self, bytes: ByteCount) -> Result<(), Error> {
         if self.held.bytes == bytes {
             return Ok(());
         }
-        Err(SnapshotError::LengthDiffers { snapshot_bytes: self.held.bytes, bytes })
+        Err(Error::length_differs(self.held.bytes, bytes))
     }
 }
 
@@ -300,7 +327,8 @@ impl PartialEq for Snapshot {
 impl Eq for Snapshot {}
 
 impl Hash for Snapshot {
-    /// That of the root's number: equal content has an equal one for as long as a snapshot of it exists.
+    /// Hashes the number of the root. Equal content has an equal hash for as long as a snapshot of
+    /// it exists.
     fn hash<H: Hasher>(&self, state: &mut H) {
         (self.held.root, self.held.bytes).hash(state);
     }
@@ -313,78 +341,31 @@ impl fmt::Debug for Snapshot {
     }
 }
 
-/// What a store holds.
+/// Statistics of a store.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Usage {
-    /// Different chunks, without that of zeros.
+    /// Number of different chunks, without the chunk of zeros.
     pub chunks: u64,
-    /// Those of them that are compressed.
+    /// Number of chunks that are compressed.
     pub compressed_chunks: u64,
-    /// Those of them that are held as the difference from another one.
+    /// Number of chunks that are held as the difference from another chunk.
     pub delta_chunks: u64,
-    /// Different nodes of trees.
+    /// Number of different tree nodes.
     pub nodes: u64,
-    /// Bytes of memory that the content takes.
+    /// Bytes of memory for content.
     pub content_bytes: u64,
-    /// Bytes of memory that everything else takes: nodes, reference counts, indexes, with the room that they keep for more.
+    /// Bytes of memory for nodes, reference counts and indexes, including their spare capacity.
     pub overhead_bytes: u64,
-    /// What the budget limits: the content, and of everything else the part that is in use.
+    /// Bytes that the budget limits: the content, and the used part of nodes, reference counts and
+    /// indexes.
     pub held_bytes: u64,
-    /// Address space that is reserved for content. What of it was never used takes no memory.
+    /// Bytes of address space that are reserved for content. Parts that were never used take no
+    /// memory.
     pub mapped_bytes: u64,
 }
 
-/// A store could not do what was asked.
-#[derive(Debug, thiserror::Error)]
-pub enum SnapshotError {
-    /// A chunk can't be that long.
-    #[error("a chunk can't have {chunk_bytes} bytes: choose a power of two from 256 to 65536")]
-    ChunkSize {
-        /// What was asked for.
-        chunk_bytes: usize,
-    },
-    /// The snapshot is one of another store.
-    #[error("the snapshot belongs to another store")]
-    WrongStore,
-    /// The snapshot is one of an area of another length.
-    #[error("the snapshot is one of an area of {snapshot_bytes} bytes, not of {bytes} bytes")]
-    LengthDiffers {
-        /// What the snapshot has.
-        snapshot_bytes: u64,
-        /// What it was used with.
-        bytes: u64,
-    },
-    /// Something beyond the area's end was named.
-    #[error("offsets {range:?} are not within an area of {bytes} bytes")]
-    OutOfRange {
-        /// What was named.
-        range: Range,
-        /// The area's length.
-        bytes: u64,
-    },
-    /// The budget can't be kept, even with all chunks packed.
-    #[error(
-        "holding the snapshot takes {needed_bytes} bytes and the budget is {budget_bytes} bytes: drop snapshots, or give \
-         the store more"
-    )]
-    BudgetExceeded {
-        /// The budget.
-        budget_bytes: u64,
-        /// What would have to be held, at least.
-        needed_bytes: u64,
-    },
-    /// The kernel gives no memory.
-    #[error("no memory for a snapshot's content: {source}")]
-    Memory {
-        /// Its answer.
-        source: io::Error,
-    },
-    /// There are more chunks or nodes than a store has numbers for.
-    #[error("the store is full: drop snapshots, or use larger chunks or a second store")]
-    Full,
-}
-
-/// Adds to a vector that may be long: it grows by an eighth, where `push` would double it.
+/// Appends to a vector that may be long. The vector grows by an eighth, whereas `push` would double
+/// it.
 fn push_gently<T>(vector: &mut Vec<T>, value: T) {
     if vector.len() == vector.capacity() {
         vector.reserve_exact((vector.len() / 8).max(16));

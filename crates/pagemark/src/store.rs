@@ -1,11 +1,12 @@
-//! Where content is held: each page once.
+//! Stores of content, which hold each page once.
 
 use std::collections::HashMap;
 use std::hash::{BuildHasher, RandomState};
+use std::ops::{ControlFlow, Range};
 
-use crate::{ContentId, PAGE_SIZE};
+use crate::{ContentId, Error, ErrorKind, PAGE_SIZE};
 
-/// What a piece of stored content is. It is part of the record, not of the id.
+/// The kind of a piece of content. It is part of the stored record, not of the id.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Hash)]
 pub enum Kind {
     /// A page: exactly [`PAGE_SIZE`] bytes.
@@ -16,29 +17,81 @@ pub enum Kind {
     Manifest,
 }
 
-/// Content by name: what was put is held once, however often it is put (same-page merging, SPM).
+/// Content by id: each piece is held once, however often it is put (same-page merging, SPM).
 ///
-/// Implementations hold pages of zeros for free: they answer [`ContentId::ZERO`] without storing anything.
+/// A store holds content. The store of a repository writes objects to a
+/// [`Backend`](crate::backend::Backend).
+///
+/// Implementations return [`ContentId::ZERO`] for a page of zeros and store nothing.
 pub trait Store {
-    /// Holds `content` and returns its id. Putting what is held already costs a hash and a look-up.
+    /// Holds `content` and returns its id. For content that the store already holds, the cost is a
+    /// hash and a look-up.
     ///
     /// # Errors
-    /// [`StoreError::Io`] if it could not be written.
-    fn put(&mut self, kind: Kind, content: &[u8]) -> Result<ContentId, StoreError>;
+    /// [`ErrorKind::Storage`] if the content could not be written.
+    fn put(&mut self, kind: Kind, content: &[u8]) -> Result<ContentId, Error>;
 
     /// The content of `id`, checked against the id.
     ///
     /// # Errors
-    /// [`StoreError::Missing`] if the store does not hold it, [`StoreError::Damaged`] if what it holds is
-    /// not what was put.
-    fn get(&self, kind: Kind, id: ContentId) -> Result<Vec<u8>, StoreError>;
+    /// [`ErrorKind::Missing`] if the store does not hold the content, [`ErrorKind::Damaged`] if
+    /// the bytes do not match the id.
+    fn get(&self, kind: Kind, id: ContentId) -> Result<Vec<u8>, Error>;
 
-    /// Like [`Store::get`] for a page, into a buffer of [`PAGE_SIZE`] bytes. [`ContentId::ZERO`] gives zeros.
+    /// Like [`Store::get`] for a page, into a buffer of [`PAGE_SIZE`] bytes. [`ContentId::ZERO`]
+    /// gives zeros.
     ///
     /// # Errors
     /// As [`Store::get`].
-    fn get_page(&self, id: ContentId, page: &mut [u8; PAGE_SIZE]) -> Result<(), StoreError>;
+    fn get_page(&self, id: ContentId, page: &mut [u8; PAGE_SIZE]) -> Result<(), Error>;
+
+    /// Reads many pieces of one kind, and passes them to `visit` in the order that is fastest for
+    /// the store, several at once. A store may call `visit` in several threads at a time. Every
+    /// piece was checked against its id. The content of an id that `ids` has several times may be
+    /// read once. If `visit` breaks, the read ends early, without an error.
+    ///
+    /// # Errors
+    /// As [`Store::get`]. Pieces may have been visited before.
+    ///
+    /// ```
+    /// use std::ops::ControlFlow;
+    /// use std::sync::Mutex;
+    /// use pagemark::{Kind, MemoryStore, PAGE_SIZE, Store};
+    ///
+    /// let mut store = MemoryStore::new();
+    /// let ids = [store.put(Kind::Page, &[1; PAGE_SIZE])?, store.put(Kind::Page, &[2; PAGE_SIZE])?];
+    /// let first_bytes = Mutex::new([0; 2]);
+    /// store.get_many(Kind::Page, &ids, &|pieces, content| {
+    ///     for piece in pieces {
+    ///         first_bytes.lock().unwrap()[piece.position] = content[piece.bytes.start];
+    ///     }
+    ///     ControlFlow::Continue(())
+    /// })?;
+    /// assert_eq!(*first_bytes.lock().unwrap(), [1, 2]);
+    /// # Ok::<(), pagemark::Error>(())
+    /// ```
+    fn get_many(&self, kind: Kind, ids: &[ContentId], visit: Visit<'_>) -> Result<(), Error> {
+        for (position, &id) in ids.iter().enumerate() {
+            let content = self.get(kind, id)?;
+            if visit(&[Piece { position, bytes: 0..content.len() }], &content).is_break() {
+                break;
+            }
+        }
+        Ok(())
+    }
 }
+
+/// A piece of content that [`Store::get_many`] has read.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Piece {
+    /// The position of its id among those that were asked for.
+    pub position: usize,
+    /// The part of the content that is this piece. Several pieces may be the same part.
+    pub bytes: Range<usize>,
+}
+
+/// Takes pieces that [`Store::get_many`] has read, and their content.
+pub type Visit<'a> = &'a (dyn Fn(&[Piece], &[u8]) -> ControlFlow<()> + Sync);
 
 /// True for a page of zeros.
 pub(crate) fn is_zero_page(content: &[u8]) -> bool {
@@ -64,12 +117,13 @@ impl MemoryStore {
         Self::with_key(key)
     }
 
-    /// An empty store with the given key: stores with the same key give the same content the same id.
+    /// An empty store with the given key: stores with the same key give the same content the same
+    /// id.
     pub fn with_key(key: [u8; 32]) -> Self {
         MemoryStore { key, content: HashMap::new() }
     }
 
-    /// How many pieces of content are held.
+    /// Number of pieces of content.
     pub fn content_count(&self) -> usize {
         self.content.len()
     }
@@ -82,7 +136,7 @@ impl Default for MemoryStore {
 }
 
 impl Store for MemoryStore {
-    fn put(&mut self, kind: Kind, content: &[u8]) -> Result<ContentId, StoreError> {
+    fn put(&mut self, kind: Kind, content: &[u8]) -> Result<ContentId, Error> {
         if kind == Kind::Page && is_zero_page(content) {
             return Ok(ContentId::ZERO);
         }
@@ -91,73 +145,36 @@ impl Store for MemoryStore {
         Ok(id)
     }
 
-    fn get(&self, kind: Kind, id: ContentId) -> Result<Vec<u8>, StoreError> {
+    fn get(&self, kind: Kind, id: ContentId) -> Result<Vec<u8>, Error> {
         if kind == Kind::Page && id.is_zero() {
             return Ok(vec![0; PAGE_SIZE]);
         }
-        self.content.get(&id).map(|content| content.to_vec()).ok_or(StoreError::Missing { id })
+        self.content.get(&id).map(|content| content.to_vec()).ok_or_else(|| Error::missing(id))
     }
 
-    fn get_page(&self, id: ContentId, page: &mut [u8; PAGE_SIZE]) -> Result<(), StoreError> {
+    fn get_page(&self, id: ContentId, page: &mut [u8; PAGE_SIZE]) -> Result<(), Error> {
         if id.is_zero() {
             page.fill(0);
             return Ok(());
         }
-        let content = self.content.get(&id).ok_or(StoreError::Missing { id })?;
+        let content = self.content.get(&id).ok_or_else(|| Error::missing(id))?;
         *page = <[u8; PAGE_SIZE]>::try_from(&content[..])
-            .map_err(|_| StoreError::Damaged { id, reason: format!("a page of {} bytes", content.len()) })?;
+            .map_err(|_| Error::damaged_content(id, format!("a page of {} bytes", content.len())))?;
         Ok(())
     }
 }
 
-/// A store could not do what was asked.
-#[derive(Debug, thiserror::Error)]
-pub enum StoreError {
-    /// The content is not there.
-    #[error("the store does not hold {id}")]
-    Missing {
-        /// What was asked for.
-        id: ContentId,
-    },
-    /// The content is not what was put.
-    #[error("{id} is damaged: {reason}")]
-    Damaged {
-        /// What was asked for.
-        id: ContentId,
-        /// How it was noticed.
-        reason: String,
-    },
-    /// It was asked to hold more in one piece than it can.
-    #[error("a piece of {bytes} bytes is more than a store holds in one piece, {limit_bytes} bytes")]
-    TooLarge {
-        /// What was put.
-        bytes: usize,
-        /// What can be.
-        limit_bytes: usize,
-    },
-    /// It was opened to be read.
-    #[error("the checkpoint was opened to be read: nothing can be put into it")]
-    ReadOnly,
-    /// An earlier write failed, so that what was put since the last commit is lost.
-    #[error("an earlier write failed: the checkpoint cannot be completed")]
-    Aborted,
-    /// The storage below failed.
-    #[error("{operation} {path}: {source}")]
-    Io {
-        /// What was being done, a verb.
-        operation: &'static str,
-        /// The file or directory.
-        path: std::path::PathBuf,
-        /// Why it failed.
-        source: std::io::Error,
-    },
-}
+impl Error {
+    /// Content that is longer than a store holds in one piece.
+    pub(crate) fn too_large(bytes: usize, limit_bytes: usize) -> Error {
+        let reason = format!("a piece of {bytes} bytes is more than a store holds in one piece, {limit_bytes} bytes");
+        Error::because(ErrorKind::TooLarge, reason)
+    }
 
-impl StoreError {
-    /// True if there was no room: a full disk, or a quota that is used up.
-    pub fn is_disk_full(&self) -> bool {
-        use std::io::ErrorKind::{QuotaExceeded, StorageFull};
-        matches!(self, StoreError::Io { source, .. } if matches!(source.kind(), StorageFull | QuotaExceeded))
+    /// A store of which content is only read.
+    pub(crate) fn read_only() -> Error {
+        let reason = "the checkpoint was opened for reading: content cannot be put into it";
+        Error::because(ErrorKind::ReadOnly, reason)
     }
 }
 
@@ -176,13 +193,13 @@ mod tests {
         assert_eq!(store.get(Kind::Page, id).unwrap(), page);
         store.get_page(ContentId::ZERO, &mut page).unwrap();
         assert_eq!(page, [0; PAGE_SIZE]);
-        assert!(matches!(store.get(Kind::Page, ContentId([1; 16])), Err(StoreError::Missing { .. })));
+        assert!(matches!(store.get(Kind::Page, ContentId([1; 16])), Err(error) if error.kind() == ErrorKind::Missing));
     }
 
     #[test]
     fn a_piece_that_is_no_page_is_not_read_as_one() {
         let mut store = MemoryStore::new();
         let id = store.put(Kind::Manifest, b"{}").unwrap();
-        assert!(matches!(store.get_page(id, &mut [0; PAGE_SIZE]), Err(StoreError::Damaged { .. })));
+        assert!(matches!(store.get_page(id, &mut [0; PAGE_SIZE]), Err(error) if error.kind() == ErrorKind::Damaged));
     }
 }

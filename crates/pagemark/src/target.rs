@@ -1,68 +1,216 @@
-//! What is checkpointed: a region, a process tree, a virtual machine.
+//! What is checkpointed: a process tree, a region, a virtual machine.
+//!
+//! A target is in one of three states, and each state is a type, so that nothing can be done in the
+//! wrong order:
+//!
+//! ```text
+//! Target (runs) ── freeze() ──► Frozen ── thaw() ──► Captured (runs; the rest is recorded)
+//! ```
+//!
+//! Dropped in any state, the target resumes.
 
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
-use crate::{Range, RangeSet};
+use crate::repository::{FileRecord, MappingRecord, SpaceKind, StateRecord, TargetKind};
+use crate::{Error, ErrorKind, Mechanism, PAGE_SIZE, PageNumber, PageRange, Range, RangeSet, Store};
 
-/// One address space of a target. For processes it counts the spaces met, so that a process id which is used
-/// again is another space.
-pub type SpaceId = u64;
+pub use crate::id::SpaceId;
 
-/// Something whose memory is checkpointed while it runs.
-///
-/// The [`Checkpointer`](crate::checkpointer::Checkpointer) calls the methods in the order in which they stand here. A target that
-/// is dropped at any point runs on, untouched.
-pub trait Target {
-    /// Why the target could not do what was asked.
-    type Error: std::error::Error + Send + Sync + 'static;
+#[cfg(test)]
+pub(crate) mod scripted;
 
-    /// Finds out what belongs to the target now, and names its address spaces. Called before each round of
-    /// collecting, also while the target is frozen.
+/// The error of a target.
+pub trait TargetError: std::error::Error + Send + Sync + 'static {
+    /// True if the target has ended, so that there is nothing left to checkpoint.
+    fn is_gone(&self) -> bool;
+
+    /// The error of a checkpoint that failed because of this error. Its kind is
+    /// [`ErrorKind::Gone`] if the target has ended, [`ErrorKind::Target`] otherwise;
+    /// [`Error::target_error`] returns this error.
+    fn into_error(self) -> Error
+    where
+        Self: Sized,
+    {
+        let kind = if self.is_gone() { ErrorKind::Gone } else { ErrorKind::Target };
+        Error::of_target(kind, self)
+    }
+}
+
+/// A target whose errors are those of this crate.
+impl TargetError for Error {
+    fn is_gone(&self) -> bool {
+        Error::is_gone(self)
+    }
+
+    fn into_error(self) -> Error {
+        self
+    }
+}
+
+impl TargetError for std::convert::Infallible {
+    fn is_gone(&self) -> bool {
+        match *self {}
+    }
+}
+
+/// The memory of a target, in any state in which it can be tracked and copied.
+pub trait TargetMemory {
+    /// Why the memory could not be tracked or copied.
+    type Error: TargetError;
+
+    /// Lists the spaces that the target has now. Called before each round of collecting.
     ///
     /// # Errors
     /// The target is gone or could not be followed.
     fn spaces(&mut self) -> Result<Vec<SpaceId>, Self::Error>;
 
-    /// Adds to `dirty` what was written in `space` since the last call, as [`Tracker::collect`](crate::Tracker::collect) does.
+    /// Adds to `dirty` what was written in `space` since the last call, as
+    /// [`Tracker::collect`](crate::Tracker::collect) does. A space that is gone has nothing
+    /// dirty.
     ///
     /// # Errors
-    /// The space could not be tracked. A space that vanished while the target runs is no error: it has nothing dirty.
+    /// The space could not be tracked.
     fn collect(&mut self, space: SpaceId, dirty: &mut RangeSet) -> Result<(), Self::Error>;
 
-    /// Reads `ranges` one after the other into `buffer`, whose length is their sum. Returns what could not be read
-    /// because it is no longer mapped; the buffer's content for it is unspecified.
+    /// Reads `ranges` one after the other into `buffer`, whose length is their sum. Returns what
+    /// could not be read because it is no longer mapped; the buffer's content for it is
+    /// unspecified.
     ///
     /// # Errors
     /// The memory could not be read for another reason than that it is gone.
     fn read(&mut self, space: SpaceId, ranges: &[Range], buffer: &mut [u8]) -> Result<RangeSet, Self::Error>;
+}
 
-    /// Begins to freeze the target and returns at once; the target may run on for a while.
+impl<M: TargetMemory + ?Sized> TargetMemory for &mut M {
+    type Error = M::Error;
+
+    fn spaces(&mut self) -> Result<Vec<SpaceId>, M::Error> {
+        (**self).spaces()
+    }
+
+    fn collect(&mut self, space: SpaceId, dirty: &mut RangeSet) -> Result<(), M::Error> {
+        (**self).collect(space, dirty)
+    }
+
+    fn read(&mut self, space: SpaceId, ranges: &[Range], buffer: &mut [u8]) -> Result<RangeSet, M::Error> {
+        (**self).read(space, ranges, buffer)
+    }
+}
+
+/// Called again and again while a target is being frozen, with its memory.
+pub type WhileFreezing<'a, E> = &'a mut dyn FnMut(&mut dyn TargetMemory<Error = E>) -> Result<(), E>;
+
+/// A target that runs.
+pub trait Target: TargetMemory {
+    /// The target while it is frozen.
+    type Frozen<'target>: Frozen<Error = Self::Error>
+    where
+        Self: 'target;
+
+    /// What the target is.
+    fn description(&self) -> TargetDescription;
+
+    /// Copies ahead what belongs to a checkpoint besides memory, so that less is left for the
+    /// freeze. Called once, before the first round of collecting.
     ///
     /// # Errors
-    /// It can't be frozen. It runs on.
-    fn begin_freeze(&mut self) -> Result<(), Self::Error>;
+    /// It could not be read or stored.
+    fn precopy(&mut self, store: &mut dyn Store) -> Result<(), Error>;
 
-    /// Waits until the target is frozen, at most for the given time. True if it is.
+    /// Freezes the target and saves all of its state that has to be saved while it is frozen. Until
+    /// the target is frozen, `meanwhile` is called again and again; the target may become
+    /// frozen during a call.
     ///
     /// # Errors
-    /// It can't be frozen. It runs on.
-    fn wait_frozen(&mut self, at_most: Duration) -> Result<bool, Self::Error>;
+    /// The target could not be frozen or saved, or `meanwhile` failed. The target resumes.
+    fn freeze(&mut self, meanwhile: WhileFreezing<'_, Self::Error>) -> Result<Self::Frozen<'_>, Self::Error>;
 
-    /// Waits until everything of the frozen target but its memory is saved.
+    /// Drops what the target knows only by a checkpoint that was not completed. Called after a
+    /// capture, or the commit of one, has failed.
+    fn capture_failed(&mut self);
+}
+
+/// A target that is frozen, with its state saved. Dropped, the target resumes.
+pub trait Frozen: TargetMemory {
+    /// What is known after the thaw.
+    type Captured: Captured<Error = Self::Error>;
+
+    /// Lets the target resume, and begins the next interval: see
+    /// [`Tracker::begin_interval`](crate::Tracker::begin_interval).
     ///
     /// # Errors
-    /// It could not be saved. The target runs on.
-    fn save_state(&mut self) -> Result<(), Self::Error>;
+    /// The state was not saved, or it is not known whether the target runs.
+    fn thaw(self) -> Result<Self::Captured, Self::Error>;
+}
 
-    /// Lets the target run on. Returns how long it was frozen.
+/// What a freeze captured besides the content of memory. The target runs.
+pub trait Captured {
+    /// Why it could not be recorded.
+    type Error: TargetError;
+
+    /// When the target was frozen.
+    fn taken_at(&self) -> SystemTime;
+
+    /// How long the target was frozen, or stopped in another way since the last checkpoint.
+    fn downtime(&self) -> Duration;
+
+    /// The spaces as they were in the freeze.
+    fn spaces(&self) -> Vec<CapturedSpace>;
+
+    /// Visits the pages of a space whose content was saved with the state, in ascending order. That
+    /// content counts, whatever was copied.
     ///
     /// # Errors
-    /// It is not known whether the target runs.
-    fn thaw(&mut self) -> Result<Duration, Self::Error>;
+    /// The saved state could not be read, or what `visit` returns.
+    fn saved_pages(&self, space: SpaceId, visit: VisitPage<'_>) -> Result<(), Error>;
 
-    /// Says that a long interval begins, as [`Tracker::relax`](crate::Tracker::relax) does.
+    /// Stores what was captured besides memory.
     ///
     /// # Errors
-    /// As [`Target::collect`].
-    fn relax(&mut self) -> Result<(), Self::Error>;
+    /// It could not be read or stored.
+    fn record(self, store: &mut dyn Store) -> Result<Recorded, Error>;
+}
+
+/// Takes a page's number and its content.
+pub type VisitPage<'a> = &'a mut dyn FnMut(PageNumber, &[u8; PAGE_SIZE]) -> Result<(), Error>;
+
+/// What a target is, for people and for the manifests of its checkpoints.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct TargetDescription {
+    /// A name for people to read: `process 123`.
+    pub label: String,
+    /// The command line that started it; empty if there is none.
+    pub command: Vec<String>,
+    /// What can be restored from its checkpoints.
+    pub kind: TargetKind,
+    /// How written pages are found.
+    pub mechanism: Mechanism,
+}
+
+/// A space as it was in the freeze.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct CapturedSpace {
+    /// Its number in the target.
+    pub space: SpaceId,
+    /// Its id in checkpoints, which finds it again in others of the same job: for a process the
+    /// process id.
+    pub id: SpaceId,
+    /// A name for people to read; for a process its short name.
+    pub label: String,
+    /// What the space is.
+    pub kind: SpaceKind,
+    /// The mappings of an address space, in ascending order; empty for the other kinds.
+    pub mappings: Vec<MappingRecord>,
+    /// The pages that held data, in ascending order; everything else was freed. None: all that was
+    /// ever found written.
+    pub held_pages: Option<Vec<PageRange>>,
+}
+
+/// What was stored of a target besides memory.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub struct Recorded {
+    /// Files, with their content at the freeze.
+    pub files: Vec<FileRecord>,
+    /// State that its restorer understands.
+    pub state: Vec<StateRecord>,
 }

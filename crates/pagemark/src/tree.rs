@@ -1,40 +1,42 @@
 //! The page tree: a snapshot is an immutable radix tree whose leaves name pages.
 //!
-//! Each node has 16 children, so that it covers 4 bits of the page number. A node's id is the hash of its children's
-//! ids, and the tree is as high as its highest page needs: equal content has an equal root. A changed copy shares every
-//! unchanged node with the original, in memory and in a store, so it costs O(changed pages).
+//! Each node has 16 children and covers 4 bits of the page number. The id of a node is the hash of
+//! the ids of its children, and the tree is as high as its highest page needs: equal content has an
+//! equal root. A changed copy shares each unchanged node with the original, in memory and in a
+//! store, so it costs O(changed pages).
 
 use std::collections::HashMap;
-use std::ops::Range;
-use std::sync::Arc;
+use std::ops::ControlFlow;
+use std::sync::{Arc, Mutex, PoisonError};
 
-use crate::{ContentId, Kind, Store, StoreError};
+use crate::{ContentId, Error, Kind, PageNumber, PageRange, Store};
 
-/// Children of a node.
+/// Number of children of a node.
 const FAN_OUT: usize = 16;
 /// Bits of the page number that one level covers.
 const LEVEL_BITS: u32 = 4;
 /// The level of the root of the highest possible tree; it covers all of `u64`.
 const MAX_LEVEL: u8 = 15;
 
-/// Which page of a space holds what: page number to content.
+/// The content of the pages of a space: a map from page number to content.
 ///
-/// A page that the tree does not name holds [`ContentId::ZERO`]. A clone costs nothing, and shares with the original what
-/// neither changes.
+/// A page that is not in the tree holds [`ContentId::ZERO`]. Cloning is O(1); a clone shares
+/// unchanged nodes with the original.
 ///
-/// A node remembers that it was saved, so that [`PageTree::save`] puts only what is new. That memory belongs to one tree
-/// value: clones made before do not have it. So a tree is saved into one store only, and who saves into a store whose
-/// content may yet be discarded keeps a clone from before, and goes on from that if it is (or calls
-/// [`PageTree::forget_saved`]).
+/// A node records that it was saved, so that [`PageTree::save`] puts only new nodes. Clones that
+/// were made before the save do not have this record. Therefore a tree must be saved into one store
+/// only. If the store may discard its content, keep a clone from before the save and continue with
+/// the clone after a discard, or call [`PageTree::forget_saved`].
 ///
 /// ```
-/// use pagemark::{ContentId, PageTree};
-/// let page = ContentId([1; 16]);
+/// use pagemark::{ContentId, PageNumber, PageTree};
+/// let content = ContentId([1; 16]);
+/// let page = PageNumber::new(0x7fff_0000);
 /// let mut tree = PageTree::new();
-/// tree.set(0x7fff_0000, page);
+/// tree.set(page, content);
 /// let before = tree.clone();
-/// tree.clear(0..u64::MAX);
-/// assert_eq!(before.get(0x7fff_0000), page);
+/// tree.clear(PageNumber::MIN..PageNumber::MAX);
+/// assert_eq!(before.get(page), content);
 /// assert_eq!(tree.page_count(), 0);
 /// ```
 #[derive(Clone, Default)]
@@ -46,9 +48,10 @@ pub struct PageTree {
 struct Node {
     /// 0 for a leaf.
     level: u8,
-    /// The id under which this very content was saved; zero while it was not.
+    /// The id under which the present content was saved; zero if it was not saved.
     saved: ContentId,
-    /// Pages below. A store can hold a tree that names a subtree often, so this may exceed what exists.
+    /// Number of pages below. A stored tree can name a subtree several times, so the number can
+    /// exceed the number of different pages.
     pages: u64,
     children: Children,
 }
@@ -68,7 +71,7 @@ impl Node {
         Node { level, saved: ContentId::ZERO, pages: 0, children }
     }
 
-    /// Names a page. Returns how many pages there are more.
+    /// Sets a page. Returns the number of added pages.
     fn set(&mut self, page: u64, id: ContentId) -> u64 {
         self.saved = ContentId::ZERO;
         let child = child_of(page, self.level);
@@ -83,7 +86,7 @@ impl Node {
         more
     }
 
-    /// Forgets the pages from `first` to `last`, where `base` is the first page that the node covers.
+    /// Removes the pages from `first` to `last`. `base` is the first page that the node covers.
     fn clear(&mut self, base: u64, first: u64, last: u64) {
         self.saved = ContentId::ZERO;
         let level = self.level;
@@ -120,7 +123,7 @@ impl Node {
         matches!(&self.children, Children::Nodes(nodes) if nodes[1..].iter().all(Option::is_none))
     }
 
-    fn save(node: &mut Arc<Node>, store: &mut dyn Store) -> Result<ContentId, StoreError> {
+    fn save(node: &mut Arc<Node>, store: &mut dyn Store) -> Result<ContentId, Error> {
         if !node.saved.is_zero() {
             return Ok(node.saved);
         }
@@ -148,13 +151,8 @@ impl Node {
         }
     }
 
-    /// `known` holds what was loaded already: a subtree that is named often is loaded once.
-    fn load(
-        id: ContentId,
-        record: &NodeRecord,
-        store: &dyn Store,
-        known: &mut HashMap<ContentId, Arc<Node>>,
-    ) -> Result<Arc<Node>, StoreError> {
+    /// Makes a node of its record. `below` has the nodes of the next lower level that it names.
+    fn of_record(id: ContentId, record: &NodeRecord, below: &HashMap<ContentId, Arc<Node>>) -> Arc<Node> {
         let mut node = Node { saved: id, ..Node::empty(record.level) };
         match &mut node.children {
             Children::Pages(ids) => {
@@ -162,30 +160,25 @@ impl Node {
                 node.pages = ids.iter().filter(|id| !id.is_zero()).count() as u64;
             }
             Children::Nodes(nodes) => {
-                for (slot, &child) in nodes.iter_mut().zip(&record.children).filter(|(_, id)| !id.is_zero()) {
-                    let loaded = match known.get(&child) {
-                        Some(loaded) if loaded.level + 1 == record.level => loaded.clone(),
-                        _ => Node::load(child, &NodeRecord::get(child, record.level - 1, store)?, store, known)?,
-                    };
-                    node.pages = node.pages.saturating_add(loaded.pages);
-                    *slot = Some(loaded);
+                for (slot, child) in nodes.iter_mut().zip(&record.children) {
+                    *slot = below.get(child).cloned();
+                    node.pages = node.pages.saturating_add(slot.as_ref().map_or(0, |child| child.pages));
                 }
             }
         }
-        let node = Arc::new(node);
-        known.insert(id, node.clone());
-        Ok(node)
+        Arc::new(node)
     }
 }
 
 impl PageTree {
-    /// The tree that names no page.
+    /// The empty tree.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// What a page holds; [`ContentId::ZERO`] for one that is not named.
-    pub fn get(&self, page: u64) -> ContentId {
+    /// The content of a page; [`ContentId::ZERO`] for a page that is not in the tree.
+    pub fn get(&self, page: PageNumber) -> ContentId {
+        let page = page.get();
         let mut node = match &self.root {
             Some(root) if level_for(page) <= root.level => root,
             _ => return ContentId::ZERO,
@@ -202,12 +195,13 @@ impl PageTree {
         }
     }
 
-    /// Says what a page holds. [`ContentId::ZERO`] takes its name out.
-    pub fn set(&mut self, page: u64, id: ContentId) {
-        // What does not change stays shared, and stays saved.
+    /// Sets the content of a page. [`ContentId::ZERO`] removes the page.
+    pub fn set(&mut self, page: PageNumber, id: ContentId) {
+        // An unchanged page stays shared and saved.
         if self.get(page) == id {
             return;
         }
+        let page = page.get();
         if id.is_zero() {
             return self.clear_inclusive(page, page);
         }
@@ -226,9 +220,9 @@ impl PageTree {
     }
 
     /// Forgets pages. Costs O(levels) and what is freed, however many pages the range has.
-    pub fn clear(&mut self, pages: Range<u64>) {
+    pub fn clear(&mut self, pages: PageRange) {
         if !pages.is_empty() && self.range(pages.clone()).next().is_some() {
-            self.clear_inclusive(pages.start, pages.end - 1);
+            self.clear_inclusive(pages.start.get(), pages.end.get() - 1);
         }
     }
 
@@ -244,14 +238,14 @@ impl PageTree {
     }
 
     /// The named pages in ascending order.
-    pub fn iter(&self) -> impl Iterator<Item = (u64, ContentId)> + '_ {
+    pub fn iter(&self) -> impl Iterator<Item = (PageNumber, ContentId)> + '_ {
         self.walk(0, u64::MAX)
     }
 
     /// The named pages of a range in ascending order.
-    pub fn range(&self, pages: Range<u64>) -> impl Iterator<Item = (u64, ContentId)> + '_ {
+    pub fn range(&self, pages: PageRange) -> impl Iterator<Item = (PageNumber, ContentId)> + '_ {
         // An empty range must give nothing: its first page is behind its last.
-        let (first, last) = if pages.is_empty() { (1, 0) } else { (pages.start, pages.end - 1) };
+        let (first, last) = if pages.is_empty() { (1, 0) } else { (pages.start.get(), pages.end.get() - 1) };
         self.walk(first, last)
     }
 
@@ -264,12 +258,13 @@ impl PageTree {
         self.root.as_ref().map_or(0, |root| root.pages)
     }
 
-    /// Puts the nodes that this tree did not save before, and returns the root's id; [`ContentId::ZERO`] for the tree
-    /// without pages. See [`PageTree`] for what to do when the store then discards them.
+    /// Puts the nodes that were not saved before, and returns the id of the root;
+    /// [`ContentId::ZERO`] for the empty tree. [`PageTree`] describes what to do if the store
+    /// discards the nodes later.
     ///
     /// # Errors
-    /// What [`Store::put`] gives; what was put until then counts as saved.
-    pub fn save(&mut self, store: &mut dyn Store) -> Result<ContentId, StoreError> {
+    /// The errors of [`Store::put`]. Nodes that were put before the error count as saved.
+    pub fn save(&mut self, store: &mut dyn Store) -> Result<ContentId, Error> {
         self.root.as_mut().map_or(Ok(ContentId::ZERO), |root| Node::save(root, store))
     }
 
@@ -278,29 +273,45 @@ impl PageTree {
         self.root.iter_mut().for_each(Node::forget_saved);
     }
 
-    /// Reads a saved tree. Each node is read once, so that memory and time are bounded by what the store holds.
+    /// Loads a saved tree. Each node is read once, so memory and time are bounded by the content of
+    /// the store.
     ///
     /// # Errors
-    /// What [`Store::get`] gives, and [`StoreError::Damaged`] for content that is no tree.
-    pub fn load(root: ContentId, store: &dyn Store) -> Result<PageTree, StoreError> {
+    /// The errors of [`Store::get`], and `ErrorKind::Damaged` for content that is not a tree.
+    pub fn load(root: ContentId, store: &dyn Store) -> Result<PageTree, Error> {
         if root.is_zero() {
             return Ok(PageTree::new());
         }
-        let record = NodeRecord::get_root(root, store)?;
-        Ok(PageTree { root: Some(Node::load(root, &record, store, &mut HashMap::new())?) })
+        // The records of each level, the root's first. A subtree that is named several times is one record.
+        let mut levels = vec![vec![(root, NodeRecord::get_root(root, store)?)]];
+        while let Some(above) = levels.last()
+            && let Some((_, NodeRecord { level: 1.., .. })) = above.first()
+        {
+            let level = above[0].1.level - 1;
+            let named = above.iter().flat_map(|(_, record)| record.children).filter(|id| !id.is_zero());
+            let mut ids: Vec<ContentId> = named.collect();
+            ids.sort_unstable();
+            ids.dedup();
+            levels.push(NodeRecord::get_many(ids, level, store)?);
+        }
+        let mut nodes = HashMap::new();
+        for records in levels.iter().rev() {
+            nodes = records.iter().map(|(id, record)| (*id, Node::of_record(*id, record, &nodes))).collect();
+        }
+        Ok(PageTree { root: nodes.remove(&root) })
     }
 
-    /// Calls `visit` for each page that two saved trees name differently, in ascending order, with what `a` and what `b`
-    /// says it holds. Subtrees that both share are not read.
+    /// Calls `visit` for each page that differs between two saved trees, in ascending order, with
+    /// its content in `a` and in `b`. Shared subtrees are not read.
     ///
     /// # Errors
-    /// As [`PageTree::load`], and what `visit` returns.
+    /// As [`PageTree::load`], and the errors of `visit`.
     pub fn diff(
         store: &dyn Store,
         a: ContentId,
         b: ContentId,
-        visit: &mut dyn FnMut(u64, ContentId, ContentId) -> Result<(), StoreError>,
-    ) -> Result<(), StoreError> {
+        visit: &mut dyn FnMut(PageNumber, ContentId, ContentId) -> Result<(), Error>,
+    ) -> Result<(), Error> {
         if a == b {
             return Ok(());
         }
@@ -313,18 +324,18 @@ impl PageTree {
     }
 }
 
-/// Iterates over the named pages.
+/// Iterates over the pages of a tree.
 struct Walk<'a> {
-    /// From the root down: a node, the first page it covers, and the child to look at next.
+    /// From the root down: a node, the first page that it covers, and the index of the next child.
     path: Vec<(&'a Node, u64, usize)>,
     first: u64,
     last: u64,
 }
 
 impl Iterator for Walk<'_> {
-    type Item = (u64, ContentId);
+    type Item = (PageNumber, ContentId);
 
-    fn next(&mut self) -> Option<(u64, ContentId)> {
+    fn next(&mut self) -> Option<(PageNumber, ContentId)> {
         while let Some((node, base, child)) = self.path.last_mut() {
             if *child == FAN_OUT {
                 self.path.pop();
@@ -341,7 +352,7 @@ impl Iterator for Walk<'_> {
                 continue;
             }
             match &node.children {
-                Children::Pages(ids) if !ids[index].is_zero() => return Some((from, ids[index])),
+                Children::Pages(ids) if !ids[index].is_zero() => return Some((PageNumber::new(from), ids[index])),
                 Children::Nodes(nodes) => {
                     if let Some(next) = &nodes[index] {
                         self.path.push((next, from, 0));
@@ -354,17 +365,17 @@ impl Iterator for Walk<'_> {
     }
 }
 
-/// A node as it is stored: the level in one byte, two bytes of which bit `i` (least significant first) says that child
-/// `i` exists, then the ids of the children that exist.
+/// A node as it is stored: the level in one byte, two bytes of which bit `i` (least significant
+/// first) says that child `i` exists, then the ids of the children that exist.
 pub(crate) struct NodeRecord {
     /// 0 for a leaf, whose children are pages.
     pub(crate) level: u8,
-    /// [`ContentId::ZERO`] where there is none.
+    /// [`ContentId::ZERO`] for a child that does not exist.
     pub(crate) children: [ContentId; FAN_OUT],
 }
 
 impl NodeRecord {
-    fn put(&self, store: &mut dyn Store) -> Result<ContentId, StoreError> {
+    fn put(&self, store: &mut dyn Store) -> Result<ContentId, Error> {
         let mut bytes = [0; 3 + FAN_OUT * 16];
         let (mut present, mut length) = (0u16, 3);
         for (child, id) in self.children.iter().enumerate().filter(|(_, id)| !id.is_zero()) {
@@ -393,35 +404,67 @@ impl NodeRecord {
         (named == present.count_ones() as usize).then_some(NodeRecord { level: *level, children })
     }
 
-    /// Reads a root, of whatever level.
-    pub(crate) fn get_root(id: ContentId, store: &dyn Store) -> Result<NodeRecord, StoreError> {
-        let damaged = |reason: &str| StoreError::Damaged { id, reason: reason.into() };
-        let record = NodeRecord::decode(&store.get(Kind::Node, id)?).ok_or_else(|| damaged("it is no tree node"))?;
+    /// Reads a root of any level.
+    pub(crate) fn get_root(id: ContentId, store: &dyn Store) -> Result<NodeRecord, Error> {
+        let damaged = |reason: &str| Error::damaged_content(id, reason);
+        let record = NodeRecord::decode(&store.get(Kind::Node, id)?).ok_or_else(|| damaged("not a tree node"))?;
         if record.level > 0 && record.children[1..].iter().all(|id| id.is_zero()) {
-            return Err(damaged("it is higher than a tree of its pages is"));
+            return Err(damaged("the tree is higher than its pages need"));
         }
         Ok(record)
     }
 
     /// Reads a node below the root.
-    pub(crate) fn get(id: ContentId, level: u8, store: &dyn Store) -> Result<NodeRecord, StoreError> {
-        match NodeRecord::decode(&store.get(Kind::Node, id)?) {
-            Some(record) if record.level == level => Ok(record),
-            Some(record) => Err(StoreError::Damaged {
-                id,
-                reason: format!("a tree node of level {} at level {level}", record.level),
-            }),
-            None => Err(StoreError::Damaged { id, reason: "it is no tree node".into() }),
+    pub(crate) fn get(id: ContentId, level: u8, store: &dyn Store) -> Result<NodeRecord, Error> {
+        NodeRecord::decode_at(&store.get(Kind::Node, id)?, id, level)
+    }
+
+    /// Reads the nodes of one level. The ids differ.
+    fn get_many(ids: Vec<ContentId>, level: u8, store: &dyn Store) -> Result<Vec<(ContentId, NodeRecord)>, Error> {
+        let decoded = Mutex::new((Vec::with_capacity(ids.len()), None));
+        store.get_many(Kind::Node, &ids, &|pieces, content| {
+            let records = pieces.iter().map(|piece| {
+                let id = ids[piece.position];
+                Ok((id, NodeRecord::decode_at(&content[piece.bytes.clone()], id, level)?))
+            });
+            let records: Result<Vec<_>, Error> = records.collect();
+            let mut decoded = decoded.lock().unwrap_or_else(PoisonError::into_inner);
+            match records {
+                Ok(records) => decoded.0.extend(records),
+                Err(error) => decoded.1 = Some(error),
+            }
+            if decoded.1.is_some() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+        })?;
+        match decoded.into_inner().unwrap_or_else(PoisonError::into_inner) {
+            (_, Some(error)) => Err(error),
+            (records, None) if records.len() < ids.len() => {
+                let unread = ids.iter().find(|id| records.iter().all(|(read, _)| read != *id));
+                Err(Error::missing(unread.copied().unwrap_or_default()))
+            }
+            (records, None) => Ok(records),
         }
     }
 
-    /// The pages that a child covers, if the node covers those from `base`: the first and the last.
+    /// Decodes a node of a level.
+    fn decode_at(bytes: &[u8], id: ContentId, level: u8) -> Result<NodeRecord, Error> {
+        match NodeRecord::decode(bytes) {
+            Some(record) if record.level == level => Ok(record),
+            Some(record) => {
+                let check = format!("a tree node of level {} at level {level}", record.level);
+                Err(Error::damaged_content(id, check))
+            }
+            None => Err(Error::damaged_content(id, "not a tree node")),
+        }
+    }
+
+    /// The first and the last page that a child covers, if `base` is the first page that the node
+    /// covers.
     pub(crate) fn child_span(&self, base: u64, child: usize) -> (u64, u64) {
         span(base, self.level, child)
     }
 }
 
-/// A subtree to compare; one that is not there has the id zero.
+/// A subtree to compare. The id of a missing subtree is zero.
 #[derive(Clone, Copy)]
 struct Subtree {
     id: ContentId,
@@ -429,8 +472,8 @@ struct Subtree {
 }
 
 impl Subtree {
-    /// The children that the subtree has, or would have if it were as high as `level`.
-    fn children(self, level: u8, store: &dyn Store) -> Result<[Subtree; FAN_OUT], StoreError> {
+    /// The children of the subtree, extended to the height `level`.
+    fn children(self, level: u8, store: &dyn Store) -> Result<[Subtree; FAN_OUT], Error> {
         let mut children = [Subtree { id: ContentId::ZERO, level: 0 }; FAN_OUT];
         if self.id.is_zero() {
         } else if self.level < level {
@@ -451,20 +494,20 @@ fn diff_subtrees(
     base: u64,
     a: Subtree,
     b: Subtree,
-    visit: &mut dyn FnMut(u64, ContentId, ContentId) -> Result<(), StoreError>,
-) -> Result<(), StoreError> {
+    visit: &mut dyn FnMut(PageNumber, ContentId, ContentId) -> Result<(), Error>,
+) -> Result<(), Error> {
     let (a, b) = (a.children(level, store)?, b.children(level, store)?);
     for (child, (a, b)) in a.into_iter().zip(b).enumerate().filter(|(_, (a, b))| a.id != b.id) {
         let (first, _) = span(base, level, child);
         match level {
-            0 => visit(first, a.id, b.id)?,
+            0 => visit(PageNumber::new(first), a.id, b.id)?,
             _ => diff_subtrees(store, level - 1, first, a, b, visit)?,
         }
     }
     Ok(())
 }
 
-/// The level of the root of the lowest tree that has `page`.
+/// The level of the root of the lowest tree that covers `page`.
 fn level_for(page: u64) -> u8 {
     (page.checked_ilog2().unwrap_or(0) / LEVEL_BITS) as u8
 }
@@ -487,7 +530,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::MemoryStore;
+    use crate::{ErrorKind, MemoryStore};
 
     fn id(number: u8) -> ContentId {
         ContentId(if number == 0 { [0; 16] } else { [number; 16] })
@@ -495,13 +538,13 @@ mod tests {
 
     #[derive(Debug, Clone)]
     enum Change {
-        Set(u64, u8),
-        Clear(Range<u64>),
+        Set(PageNumber, u8),
+        Clear(PageRange),
         Save,
     }
 
-    fn page() -> impl Strategy<Value = u64> {
-        prop_oneof![0u64..40, 0x7_ffff_fff0u64..0x8_0000_0020, any::<u64>(), Just(u64::MAX)]
+    fn page() -> impl Strategy<Value = PageNumber> {
+        prop_oneof![0u64..40, 0x7_ffff_fff0u64..0x8_0000_0020, any::<u64>(), Just(u64::MAX)].prop_map(PageNumber::new)
     }
 
     fn change() -> impl Strategy<Value = Change> {
@@ -513,11 +556,11 @@ mod tests {
         ]
     }
 
-    fn content(tree: &PageTree) -> Vec<(u64, ContentId)> {
+    fn content(tree: &PageTree) -> Vec<(PageNumber, ContentId)> {
         tree.iter().collect()
     }
 
-    fn build(model: &BTreeMap<u64, ContentId>) -> PageTree {
+    fn build(model: &BTreeMap<PageNumber, ContentId>) -> PageTree {
         let mut tree = PageTree::new();
         model.iter().rev().for_each(|(&page, &id)| tree.set(page, id));
         tree
@@ -528,7 +571,7 @@ mod tests {
         fn behaves_like_a_map(changes in prop::collection::vec(change(), 0..60), a in page(), b in page()) {
             let mut store = MemoryStore::new();
             let (mut tree, mut model) = (PageTree::new(), BTreeMap::new());
-            let mut saved: Vec<(ContentId, BTreeMap<u64, ContentId>)> = Vec::new();
+            let mut saved: Vec<(ContentId, BTreeMap<PageNumber, ContentId>)> = Vec::new();
             for change in changes {
                 let before = (tree.clone(), content(&tree));
                 match change {
@@ -559,7 +602,7 @@ mod tests {
             for pair in saved.windows(2) {
                 let mut found = Vec::new();
                 PageTree::diff(&store, pair[0].0, pair[1].0, &mut |page, a, b| { found.push((page, a, b)); Ok(()) }).unwrap();
-                let pages: std::collections::BTreeSet<u64> = pair[0].1.keys().chain(pair[1].1.keys()).copied().collect();
+                let pages: std::collections::BTreeSet<PageNumber> = pair[0].1.keys().chain(pair[1].1.keys()).copied().collect();
                 let in_model = |side: usize, page| pair[side].1.get(&page).copied().unwrap_or_default();
                 let expected: Vec<_> = pages.into_iter().map(|page| (page, in_model(0, page), in_model(1, page)))
                     .filter(|(_, a, b)| a != b).collect();
@@ -581,10 +624,10 @@ mod tests {
     fn a_change_saves_only_its_path() {
         let mut store = MemoryStore::new();
         let mut tree = PageTree::new();
-        (0..4096).for_each(|page| tree.set(page, ContentId([(page % 251) as u8 + 1; 16])));
+        (0..4096).for_each(|page| tree.set(PageNumber::new(page), ContentId([(page % 251) as u8 + 1; 16])));
         tree.save(&mut store).unwrap();
         let before = store.content_count();
-        tree.set(17, id(255));
+        tree.set(PageNumber::new(17), id(255));
         tree.save(&mut store).unwrap();
         assert_eq!(store.content_count() - before, 3, "a leaf and the two nodes above it");
     }
@@ -592,7 +635,7 @@ mod tests {
     #[test]
     fn what_was_saved_into_a_discarded_store_is_saved_again() {
         let mut tree = PageTree::new();
-        tree.set(5, id(1));
+        tree.set(PageNumber::new(5), id(1));
         let mut before = tree.clone();
         let root = tree.save(&mut MemoryStore::with_key([1; 32])).unwrap();
         let mut store = MemoryStore::with_key([1; 32]);
@@ -619,10 +662,10 @@ mod tests {
         let mut store = MemoryStore::new();
         let leaf = NodeRecord { level: 0, children: [id(1); FAN_OUT] }.put(&mut store).unwrap();
         let high = NodeRecord { level: 2, children: [leaf; FAN_OUT] }.put(&mut store).unwrap();
-        assert!(matches!(PageTree::load(high, &store), Err(StoreError::Damaged { .. })));
+        assert!(matches!(PageTree::load(high, &store), Err(error) if error.kind() == ErrorKind::Damaged));
         let mut children = [ContentId::ZERO; FAN_OUT];
         children[0] = leaf;
         let lone = NodeRecord { level: 1, children }.put(&mut store).unwrap();
-        assert!(matches!(PageTree::load(lone, &store), Err(StoreError::Damaged { .. })));
+        assert!(matches!(PageTree::load(lone, &store), Err(error) if error.kind() == ErrorKind::Damaged));
     }
 }

@@ -1,14 +1,14 @@
-//! A process that commits and prunes is killed at any moment: what it had committed is there.
+//! A process that commits and prunes is killed at any moment: its completed commits are there.
 
 use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use pagemark::repository::{Cost, Manifest, Policy, Repository, SpaceRecord, TargetKind};
-use pagemark::{ContentId, Kind, Mechanism, PAGE_SIZE, PageTree, Store};
+use pagemark::repository::{Cost, Manifest, Repository, Retention, SpaceRecord, TargetKind};
+use pagemark::{ContentId, Kind, Mechanism, PAGE_SIZE, PageNumber, PageTree, Store};
 
-/// Tells the test program to be the process that is killed.
+/// Set in the process that is killed.
 const ROLE: &str = "PAGEMARK_TEST_REPOSITORY";
 
 fn manifest(root: ContentId, sequence: u64) -> Manifest {
@@ -19,14 +19,14 @@ fn manifest(root: ContentId, sequence: u64) -> Manifest {
         command: Vec::new(),
         mechanism: Mechanism::Full,
         kind: TargetKind::Memory,
-        spaces: vec![SpaceRecord { pid: 1, name: String::new(), root, pages: 0, mappings: Vec::new() }],
+        spaces: vec![SpaceRecord::of_process(1, String::new(), root, 0, Vec::new())],
         files: Vec::new(),
         state: Vec::new(),
         cost: Cost::default(),
     }
 }
 
-/// What page `number` holds in checkpoint `sequence`.
+/// The content of page `number` in checkpoint `sequence`.
 fn page(sequence: u64, number: u64) -> [u8; PAGE_SIZE] {
     let changed = (sequence + 4) - (sequence + number) % 5;
     std::array::from_fn(|at| ((changed * 31 + number) as u8) ^ (at as u8).wrapping_mul(changed as u8))
@@ -40,20 +40,20 @@ fn commit_for_ever(path: &Path) -> ! {
         let mut writer = repository.writer("is killed", Duration::from_secs(10)).unwrap();
         let mut tree = PageTree::new();
         for number in 0..60 {
-            tree.set(number * 100, writer.put(Kind::Page, &page(sequence, number)).unwrap());
+            tree.set(PageNumber::new(number * 100), writer.put(Kind::Page, &page(sequence, number)).unwrap());
         }
         let root = tree.save(&mut writer).unwrap();
         assert_eq!(writer.commit(manifest(root, sequence)).unwrap().sequence, sequence);
         println!("{sequence}");
         std::io::stdout().flush().unwrap();
         if sequence.is_multiple_of(4) {
-            repository.prune(&Policy { keep_last: Some(3), keep_every: None }, None, &mut |_| {}).unwrap();
+            repository.prune(&Retention { keep_last: Some(3), keep_every: None }, None, &mut |_| {}).unwrap();
         }
     }
 }
 
 #[test]
-fn what_a_killed_process_had_committed_is_there() {
+fn the_commits_of_a_killed_process_are_there() {
     if let Some(path) = std::env::var_os(ROLE) {
         commit_for_ever(Path::new(&path));
     }
@@ -63,14 +63,14 @@ fn what_a_killed_process_had_committed_is_there() {
     let mut last = 0;
     for round in 0..40u64 {
         let mut child = Command::new(std::env::current_exe().unwrap())
-            .args(["what_a_killed_process_had_committed_is_there", "--exact", "--nocapture"])
+            .args(["the_commits_of_a_killed_process_are_there", "--exact", "--nocapture"])
             .env(ROLE, &path)
             .stdout(Stdio::piped())
             .stderr(Stdio::null())
             .spawn()
             .unwrap();
         let mut said = BufReader::new(child.stdout.take().unwrap()).lines().map_while(Result::ok);
-        // Some checkpoints, then a moment into whatever comes next.
+        // The process is killed after some checkpoints, in any step of the next one.
         let mut told = said.by_ref().filter_map(|line| line.parse::<u64>().ok());
         for _ in 0..1 + round % 5 {
             last = told.next().expect("the process does not commit");
@@ -91,7 +91,7 @@ fn what_a_killed_process_had_committed_is_there() {
             let mut content = [0; PAGE_SIZE];
             for (number, id) in tree.iter() {
                 checkpoint.get_page(id, &mut content).unwrap();
-                assert_eq!(content, page(info.sequence, number / 100));
+                assert_eq!(content, page(info.sequence, number.get() / 100));
             }
         }
         assert_eq!(repository.verify(&mut |_| {}).unwrap().damaged, []);

@@ -4,12 +4,17 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use pagemark::snapshot::{Area, Snapshot, SnapshotError, SnapshotOptions, SnapshotStore};
-use pagemark::{PAGE_SIZE, Range, RangeSet};
+use pagemark::address::offsets;
+use pagemark::snapshot::{SharedBytes, Snapshot, SnapshotOptions, SnapshotStore};
+use pagemark::{Address, Error, ErrorKind, PAGE_SIZE, Range, RangeSet};
 
 const THREADS: u64 = 8;
 const ROUNDS: usize = 200;
 const PAGES: usize = 40;
+
+fn is_over_budget(error: &Error) -> bool {
+    matches!(error.kind(), ErrorKind::BudgetExceeded { .. })
+}
 
 struct Random(u64);
 
@@ -22,7 +27,8 @@ impl Random {
     }
 }
 
-/// Writes somewhere. The threads write much that is equal, so that they share chunks and nodes.
+/// Writes at a random offset. The threads write much equal content, so that they share chunks and
+/// nodes.
 fn write(memory: &mut [u8], random: &mut Random) -> Range {
     let start = random.below(memory.len());
     let end = (start + 1 + random.below(3 * PAGE_SIZE)).min(memory.len());
@@ -32,15 +38,16 @@ fn write(memory: &mut [u8], random: &mut Random) -> Range {
         1 => (start..end).for_each(|at| memory[at] = (at as u8).wrapping_mul(31) ^ value),
         _ => (start..end).for_each(|at| memory[at] = random.below(256) as u8),
     }
-    start as u64..end as u64
+    offsets(start..end)
 }
 
-/// One thread's work on an area of its own, against copies of what it held. Returns the most chunks that it saw packed.
+/// The work of a thread on an area of its own, which it compares with copies. Returns the largest
+/// number of packed chunks that it has seen.
 fn work(store: &SnapshotStore, seed: u64) -> u64 {
     let mut random = Random(seed * 0x9e37_79b9 + 1);
     let mut memory = vec![0; PAGES * PAGE_SIZE];
     let nothing = RangeSet::new();
-    let mut current = store.snapshot(None, &Area::of(&mut memory), &nothing, &nothing).unwrap();
+    let mut current = store.snapshot(None, &SharedBytes::of(&mut memory), &nothing, &nothing).unwrap();
     let mut dirty = RangeSet::new();
     let mut taken: Vec<(Snapshot, Vec<u8>)> = vec![(current.clone(), memory.clone())];
     let mut most_packed_chunks = 0;
@@ -52,13 +59,13 @@ fn work(store: &SnapshotStore, seed: u64) -> u64 {
         match random.below(4) {
             0 => {
                 let (wanted, expected) = taken[chosen].clone();
-                store.restore(&wanted, Some((&current, &dirty)), &Area::of(&mut memory)).unwrap();
+                store.restore(&wanted, Some((&current, &dirty)), &SharedBytes::of(&mut memory)).unwrap();
                 assert!(memory == expected, "restored something else");
                 dirty.clear();
                 current = wanted;
             }
             1 if taken.len() > 1 => drop_checked(taken.swap_remove(chosen)),
-            _ => match store.snapshot(Some(&current), &Area::of(&mut memory), &dirty, &nothing) {
+            _ => match store.snapshot(Some(&current), &SharedBytes::of(&mut memory), &dirty, &nothing) {
                 Ok(snapshot) => {
                     for (other, expected) in &taken {
                         assert_eq!(*other == snapshot, *expected == memory);
@@ -67,9 +74,9 @@ fn work(store: &SnapshotStore, seed: u64) -> u64 {
                     dirty.clear();
                     current = snapshot;
                 }
-                // What was written stays dirty.
-                Err(SnapshotError::BudgetExceeded { .. }) if taken.len() > 1 => drop_checked(taken.swap_remove(chosen)),
-                Err(SnapshotError::BudgetExceeded { .. }) => {}
+                // The written offsets stay dirty.
+                Err(error) if is_over_budget(&error) && taken.len() > 1 => drop_checked(taken.swap_remove(chosen)),
+                Err(error) if is_over_budget(&error) => {}
                 Err(error) => panic!("{error}"),
             },
         }
@@ -83,7 +90,7 @@ fn work(store: &SnapshotStore, seed: u64) -> u64 {
 
 fn drop_checked((snapshot, expected): (Snapshot, Vec<u8>)) {
     let mut content = vec![0; expected.len()];
-    snapshot.read_at(0, &mut content).unwrap();
+    snapshot.read_at(Address::MIN, &mut content).unwrap();
     assert!(content == expected, "a snapshot changed");
 }
 
@@ -117,7 +124,7 @@ fn threads_share_a_store_that_is_short_of_memory() {
 }
 
 #[test]
-fn what_others_write_meanwhile_is_held_as_it_was_read() {
+fn concurrent_writes_are_held_as_they_were_read() {
     const WORDS: usize = 16 * PAGE_SIZE / 8;
     let memory: Arc<Vec<AtomicU64>> = Arc::new((0..WORDS).map(|_| AtomicU64::new(0)).collect());
     let base = NonNull::new(memory.as_ptr().cast_mut().cast::<u8>()).unwrap();
@@ -135,15 +142,15 @@ fn what_others_write_meanwhile_is_held_as_it_was_read() {
             });
         }
         // SAFETY: `memory` outlives the area, and the threads write it by atomic operations only.
-        let area = unsafe { Area::new(base, WORDS * 8) };
-        let (nothing, everything) = (RangeSet::new(), RangeSet::from(0..WORDS as u64 * 8));
+        let area = unsafe { SharedBytes::new(base, WORDS * 8) };
+        let (nothing, everything) = (RangeSet::new(), RangeSet::from(offsets(0..WORDS * 8)));
         let mut last: Option<Snapshot> = None;
         for _ in 0..300 {
             let snapshot = store.snapshot(last.as_ref(), &area, &everything, &nothing).unwrap();
             let mut content = vec![0; WORDS * 8];
-            snapshot.read_at(0, &mut content).unwrap();
-            // Held under the name of what it is, not of what was there when it was hashed.
-            assert_eq!(store.snapshot(None, &Area::of(&mut content), &everything, &nothing).unwrap(), snapshot);
+            snapshot.read_at(Address::MIN, &mut content).unwrap();
+            // The chunk is held under the id of its own content, not of the content that was hashed.
+            assert_eq!(store.snapshot(None, &SharedBytes::of(&mut content), &everything, &nothing).unwrap(), snapshot);
             last = Some(snapshot);
         }
         done.store(true, Ordering::Relaxed);

@@ -1,5 +1,6 @@
-//! What the changed dirty bit helpers cost the rest of the kernel: system calls that use them for each of many pages. Run on a
-//! kernel with the patches and on the same kernel without, the two results are put beside each other.
+//! The cost of the kernel's changed dirty-bit helpers (section IV-A of "LDT", which calls them from
+//! a kernel module): system calls that use a helper for each of many pages. The results of a kernel
+//! without the patches can be shown beside those of one with them.
 
 use std::fs::File;
 use std::io;
@@ -8,23 +9,24 @@ use std::time::Instant;
 use nix::sys::wait::waitpid;
 use nix::unistd::{ForkResult, fork};
 use pagemark::Mechanism;
+use pagemark::sys::proc::system;
+use pagemark_report::chart::{Chart, Point, Series, read_csv};
+use pagemark_report::samples::Samples;
 use serde::{Deserialize, Serialize};
 
-use super::area::Area;
-use super::chart::{Chart, Series, format_bytes, read_csv};
-use super::clock::cpu_ns;
+use super::page_buffer::PageBuffer;
 use super::task::Task;
-use super::{Measured, Session};
+use super::{Rounds, Session, format_pages};
 use crate::BenchError;
-use crate::stats::Samples;
+use crate::usage::thread_cpu_ns;
 
-/// What the kernel does with pages that were written.
+/// An operation of the kernel on pages that were written.
 #[derive(Serialize, Deserialize, Clone, Copy, PartialEq, Eq, Debug)]
-enum Work {
+enum Operation {
     ForkAndExit,
     ProtectTwice,
     Move,
-    /// The same in a program that `ldt` has once tracked.
+    /// `Move` in a process that `ldt` has tracked before.
     MoveTracked,
     Unmap,
     Free,
@@ -33,62 +35,64 @@ enum Work {
     Sync,
 }
 
-impl Work {
-    const ALL: [Work; 9] = [
-        Work::ForkAndExit,
-        Work::ProtectTwice,
-        Work::Move,
-        Work::MoveTracked,
-        Work::Unmap,
-        Work::Free,
-        Work::PageOut,
-        Work::PageIn,
-        Work::Sync,
+impl Operation {
+    const ALL: [Operation; 9] = [
+        Operation::ForkAndExit,
+        Operation::ProtectTwice,
+        Operation::Move,
+        Operation::MoveTracked,
+        Operation::Unmap,
+        Operation::Free,
+        Operation::PageOut,
+        Operation::PageIn,
+        Operation::Sync,
     ];
 
     fn name(self) -> &'static str {
         match self {
-            Work::ForkAndExit => "fork and exit",
-            Work::ProtectTwice => "mprotect twice",
-            Work::Move => "mremap",
-            Work::MoveTracked => "mremap, tracked",
-            Work::Unmap => "munmap",
-            Work::Free => "madvise(FREE)",
-            Work::PageOut => "madvise(PAGEOUT)",
-            Work::PageIn => "read after PAGEOUT",
-            Work::Sync => "msync of a file",
+            Operation::ForkAndExit => "fork and exit",
+            Operation::ProtectTwice => "mprotect twice",
+            Operation::Move => "mremap",
+            Operation::MoveTracked => "mremap, tracked",
+            Operation::Unmap => "munmap",
+            Operation::Free => "madvise(FREE)",
+            Operation::PageOut => "madvise(PAGEOUT)",
+            Operation::PageIn => "read after PAGEOUT",
+            Operation::Sync => "msync of a file",
         }
     }
 
     fn needs_swap(self) -> bool {
-        matches!(self, Work::PageOut | Work::PageIn)
+        matches!(self, Operation::PageOut | Operation::PageIn)
     }
 }
 
-/// One of them, some times.
+/// Repeated measurements of one operation.
 #[derive(Serialize, Deserialize, Clone, Debug)]
-pub(super) struct Helper {
-    work: Work,
+pub(super) struct HelperCost {
+    operation: Operation,
     pages: usize,
-    /// Where the mapped file is made.
+    /// Where the file to map is made.
     directory: std::path::PathBuf,
 }
 
-/// How often it is done in a process; once more before, which is not counted.
-const TIMES: usize = 5;
+/// Measured repetitions in a process, after one that is not measured.
+const REPETITIONS: usize = 5;
 
-impl Helper {
-    /// Time (ns) of each, a page; nothing where it can't be done. It is elapsed time, since not only this thread works.
+impl HelperCost {
+    /// Elapsed time (ns) of each repetition, divided by the pages; for `Sync`, processor time.
+    /// Empty if the operation is not possible here. Elapsed time includes the work of other threads
+    /// of the kernel.
     pub fn run(&self) -> Result<Vec<f64>, BenchError> {
-        if self.work == Work::MoveTracked && super::try_out(Mechanism::Ldt).is_err() {
+        if self.operation == Operation::MoveTracked && super::check(Mechanism::Ldt).is_err() {
             return Ok(Vec::new());
         }
-        let file = match self.work {
-            Work::Sync => Some(self.file().map_err(BenchError::on("make a file to map"))?),
+        let file = match self.operation {
+            Operation::Sync => Some(self.file().map_err(BenchError::on("make a file to map"))?),
             _ => None,
         };
-        let times = (0..=TIMES).map(|_| self.once(file.as_ref())).collect::<io::Result<Vec<_>>>();
-        let times = times.map_err(BenchError::on(self.work.name()))?;
+        let times = (0..=REPETITIONS).map(|_| self.once(file.as_ref())).collect::<io::Result<Vec<_>>>();
+        let times = times.map_err(BenchError::on(self.operation.name()))?;
         Ok(times[1..].iter().map(|ns| ns / self.pages as f64).collect())
     }
 
@@ -99,58 +103,58 @@ impl Helper {
     }
 
     fn once(&self, file: Option<&File>) -> io::Result<f64> {
-        let area = match file {
-            Some(file) => Area::of_file(file, self.pages)?,
-            None => Area::new(self.pages)?,
+        let buffer = match file {
+            Some(file) => PageBuffer::of_file(file, self.pages)?,
+            None => PageBuffer::new(self.pages)?,
         };
         let ns = |begin: Instant| begin.elapsed().as_nanos() as f64;
-        Ok(match self.work {
-            Work::ForkAndExit => {
+        Ok(match self.operation {
+            Operation::ForkAndExit => {
                 let begin = Instant::now();
                 fork_and_exit()?;
                 ns(begin)
             }
-            Work::ProtectTwice => {
+            Operation::ProtectTwice => {
                 let begin = Instant::now();
-                area.set_writable(false)?;
-                area.set_writable(true)?;
+                buffer.set_writable(false)?;
+                buffer.set_writable(true)?;
                 ns(begin)
             }
-            Work::Move | Work::MoveTracked => {
-                let elsewhere = Area::unpopulated(self.pages)?;
+            Operation::Move | Operation::MoveTracked => {
+                let target = PageBuffer::unpopulated(self.pages)?;
                 let begin = Instant::now();
-                let _moved = area.move_to(elsewhere)?;
+                let _moved = buffer.move_to(target)?;
                 ns(begin)
             }
-            Work::Unmap => {
+            Operation::Unmap => {
                 let begin = Instant::now();
-                drop(area);
+                drop(buffer);
                 ns(begin)
             }
-            Work::Free => {
+            Operation::Free => {
                 let begin = Instant::now();
-                area.advise(libc::MADV_FREE)?;
+                buffer.advise(libc::MADV_FREE)?;
                 ns(begin)
             }
-            Work::PageOut => {
+            Operation::PageOut => {
                 let begin = Instant::now();
-                area.advise(libc::MADV_PAGEOUT)?;
+                buffer.advise(libc::MADV_PAGEOUT)?;
                 ns(begin)
             }
-            Work::PageIn => {
-                area.advise(libc::MADV_PAGEOUT)?;
+            Operation::PageIn => {
+                buffer.advise(libc::MADV_PAGEOUT)?;
                 let begin = Instant::now();
                 (0..self.pages).for_each(|page| {
-                    area.read(page);
+                    buffer.read(page);
                 });
                 ns(begin)
             }
-            Work::Sync => {
-                area.touch(1);
-                // The processor time alone, since the rest is the device's.
-                let now_ns = || cpu_ns().map_err(io::Error::other);
+            Operation::Sync => {
+                buffer.touch(1);
+                // Only processor time: the rest is the device's.
+                let now_ns = || thread_cpu_ns().map_err(io::Error::other);
                 let before_ns = now_ns()?;
-                area.sync()?;
+                buffer.sync()?;
                 now_ns()? - before_ns
             }
         })
@@ -158,9 +162,9 @@ impl Helper {
 }
 
 fn fork_and_exit() -> io::Result<()> {
-    // SAFETY: the child calls nothing but _exit.
+    // SAFETY: the child calls only _exit, which is async-signal-safe.
     match unsafe { fork() }? {
-        // SAFETY: as above; nothing of this process is torn down.
+        // SAFETY: _exit runs no destructors of this process.
         ForkResult::Child => unsafe { libc::_exit(0) },
         ForkResult::Parent { child } => {
             waitpid(child, None)?;
@@ -169,56 +173,58 @@ fn fork_and_exit() -> io::Result<()> {
     }
 }
 
-/// Draws what each costs a page, beside another kernel's if its numbers are given.
+/// Draws the cost of each operation for a page, beside that of another kernel if `--against` gives
+/// it.
 pub(super) fn figures(session: &Session) -> Result<(), BenchError> {
     let pages = session.scale.helper_pages;
     let directory = session.directory();
-    let swaps = std::fs::read_to_string("/proc/swaps").map_err(BenchError::on("read /proc/swaps"))?;
-    let has_swap = swaps.lines().count() > 1;
+    let has_swap = system::has_swap().map_err(BenchError::on("read /proc/swaps"))?;
     let mut notes = vec!["elapsed time; of msync, processor time".to_owned()];
     if !has_swap {
         notes.push("there is no swap here, so that PAGEOUT has nowhere to go".into());
     }
-    session.progress("what the kernel does with written pages");
-    let mut results = vec![Measured::default(); Work::ALL.len()];
+    session.progress("operations of the kernel on written pages");
+    let mut results = vec![Rounds::default(); Operation::ALL.len()];
     for _ in 0..session.rounds {
-        for (work, result) in Work::ALL.into_iter().zip(&mut results) {
-            if has_swap || !work.needs_swap() {
-                let task = Helper { work, pages, directory: directory.clone() };
-                result.rounds.push(Task::Helper(task).run_apart()?);
+        for (operation, result) in Operation::ALL.into_iter().zip(&mut results) {
+            if has_swap || !operation.needs_swap() {
+                let task = HelperCost { operation, pages, directory: directory.clone() };
+                result.rounds.push(Task::Helpers(task).run_in_process()?);
             }
         }
     }
-    let here = Series { name: kernel_name(), points: results.iter().map(Measured::all).collect() };
-    let places: Vec<String> = Work::ALL.map(|work| work.name().to_owned()).into();
+    let here = Series { name: kernel_name(), points: results.iter().map(Rounds::all).collect() };
+    let x_labels: Vec<String> = Operation::ALL.map(|operation| operation.name().to_owned()).into();
     let mut series = vec![here];
     if let Some(path) = &session.against {
         let file = File::open(path).map_err(BenchError::on("open the file given by --against"))?;
         let other = read_csv(file).map_err(BenchError::on("read the file given by --against"))?;
-        series.insert(0, beside(other, &places)?);
+        series.insert(0, series_of_other_kernel(other, &x_labels)?);
     }
     session.publish(&Chart {
         name: "helpers".into(),
-        title: format!("What the kernel's work on written pages costs, {} of them", format_bytes(pages)),
-        x: "work".into(),
-        y: format!("{} a page", session.clock.unit()),
+        title: format!("What the kernel's work on written pages costs, {} of them", format_pages(pages)),
+        x_axis: "work".into(),
+        y_axis: format!("{} a page", session.clock.unit()),
         is_logarithmic: true,
         reference: (series.len() > 1).then_some(0),
-        places,
+        x_labels,
         series,
         notes,
     })
 }
 
-/// The other kernel's numbers at these places. Its spread stays, its single measurements are not in the file.
-fn beside(other: Vec<super::chart::Point>, places: &[String]) -> Result<Series, BenchError> {
-    let name = other.first().map(|point| point.series.clone()).ok_or(BenchError::Against)?;
-    let at = |place: &String| other.iter().find(|point| point.series == name && &point.x == place);
-    let points = places.iter().map(|place| at(place).map_or_else(Samples::default, |point| point.spread())).collect();
+/// The other kernel's points at these labels. Each has its median and extremes; the file has no
+/// single measurements.
+fn series_of_other_kernel(other: Vec<Point>, x_labels: &[String]) -> Result<Series, BenchError> {
+    let name = other.first().map(|point| point.series.clone()).ok_or(BenchError::NoNumbers)?;
+    let at = |label: &String| other.iter().find(|point| point.series == name && &point.x == label);
+    let points =
+        x_labels.iter().map(|label| at(label).map_or_else(Samples::default, |point| point.samples())).collect();
     Ok(Series { name, points })
 }
 
-/// The lab's name for its kernel, or the kernel's own.
+/// The name that the lab has for its kernel, or the release.
 fn kernel_name() -> String {
     let release = || nix::sys::utsname::uname().map(|name| name.release().to_string_lossy().into_owned());
     std::env::var("PAGEMARK_LAB").or_else(|_| release()).unwrap_or_else(|_| "this kernel".into())
@@ -227,23 +233,22 @@ fn kernel_name() -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::ldt::chart::Point;
 
     #[test]
-    fn every_work_can_be_done() {
+    fn every_operation_is_possible() {
         let _alone = crate::ldt::alone();
-        for work in Work::ALL {
-            // Without swap PAGEOUT has no effect, and is no error.
-            let helper = Helper { work, pages: 64, directory: std::env::temp_dir() };
-            let times = helper.run().unwrap();
-            let works = work != Work::MoveTracked || crate::ldt::try_out(Mechanism::Ldt).is_ok();
-            assert_eq!(times.len(), if works { TIMES } else { 0 }, "{work:?}");
-            assert!(times.iter().all(|&ns| ns > 0.0), "{work:?} {times:?}");
+        for operation in Operation::ALL {
+            // Without swap PAGEOUT has no effect, but succeeds.
+            let cost = HelperCost { operation, pages: 64, directory: std::env::temp_dir() };
+            let times = cost.run().unwrap();
+            let works = operation != Operation::MoveTracked || crate::ldt::check(Mechanism::Ldt).is_ok();
+            assert_eq!(times.len(), if works { REPETITIONS } else { 0 }, "{operation:?}");
+            assert!(times.iter().all(|&ns| ns > 0.0), "{operation:?} {times:?}");
         }
     }
 
     #[test]
-    fn another_kernels_numbers_stand_at_their_places() {
+    fn points_of_another_kernel_are_at_their_labels() {
         let point = |series: &str, x: &str, median: Option<f64>| Point {
             series: series.into(),
             x: x.into(),
@@ -253,12 +258,12 @@ mod tests {
             ..Point::default()
         };
         let other = vec![point("plain", "b", Some(7.0)), point("plain", "a", None), point("x", "c", Some(3.0))];
-        let places = ["a", "b", "c"].map(String::from);
-        let series = beside(other, &places).unwrap();
+        let x_labels = ["a", "b", "c"].map(String::from);
+        let series = series_of_other_kernel(other, &x_labels).unwrap();
         assert_eq!(series.name, "plain");
         let medians: Vec<f64> = series.points.iter().map(Samples::median).collect();
         assert!(medians[0].is_nan() && medians[1] == 7.0 && medians[2].is_nan());
         assert_eq!(series.points[1].quantile(0.0), 6.0);
-        assert!(matches!(beside(Vec::new(), &places), Err(BenchError::Against)));
+        assert!(matches!(series_of_other_kernel(Vec::new(), &x_labels), Err(BenchError::NoNumbers)));
     }
 }

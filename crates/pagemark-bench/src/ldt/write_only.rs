@@ -1,17 +1,18 @@
-//! Figures 3, 5 and 6: one byte of each page, or every byte, is written in an interval.
+//! Figures 3, 5 and 6 (sections II and IV-A of "LDT"): a program writes one byte of each page, or
+//! every byte, in an interval.
 
 use pagemark::Mechanism;
+use pagemark_report::chart::Chart;
 use serde::{Deserialize, Serialize};
 
-use super::area::Area;
-use super::chart::{Chart, format_bytes};
-use super::clock::Used;
+use super::page_buffer::PageBuffer;
 use super::task::Task;
-use super::tracked::Tracked;
-use super::{Figure, Session};
+use super::tracked_buffer::TrackedBuffer;
+use super::{Figure, Session, format_pages};
 use crate::BenchError;
+use crate::usage::ThreadUsage;
 
-/// One writer.
+/// The write-only program of table I.
 #[derive(Serialize, Deserialize, Clone, Debug)]
 pub(super) struct WriteOnly {
     mechanism: Option<Mechanism>,
@@ -20,61 +21,61 @@ pub(super) struct WriteOnly {
 }
 
 impl WriteOnly {
-    /// Processor time (ns) and page faults of writing one byte of each page; then, if that is asked for, those of writing every
-    /// byte, in another interval.
+    /// Processor time (ns) and page faults of writing one byte of each page. With `every_byte`,
+    /// also those of writing every byte in a second interval.
     pub fn run(&self) -> Result<Vec<f64>, BenchError> {
-        // What runs for the first time faults for its code.
+        // The first run of the code faults for the code itself.
         self.run_once(1)?;
         self.run_once(self.pages)
     }
 
     fn run_once(&self, pages: usize) -> Result<Vec<f64>, BenchError> {
-        let area = Area::new(pages).map_err(BenchError::on("map memory"))?;
-        let mut tracked = Tracked::new(&area, self.mechanism)?;
-        let before = Used::now()?;
-        area.touch(100);
-        let used = before.since()?;
-        tracked.end_of_full_interval()?;
+        let buffer = PageBuffer::new(pages).map_err(BenchError::on("map memory"))?;
+        let mut tracked = TrackedBuffer::new(&buffer, self.mechanism)?;
+        let before = ThreadUsage::now()?;
+        buffer.touch(100);
+        let used = before.elapsed()?;
+        tracked.end_full_interval()?;
         let mut numbers = vec![used.cpu_ns, used.faults];
         if self.every_byte {
-            let before = Used::now()?;
-            area.fill(101);
-            let used = before.since()?;
-            tracked.end_of_full_interval()?;
+            let before = ThreadUsage::now()?;
+            buffer.fill(101);
+            let used = before.elapsed()?;
+            tracked.end_full_interval()?;
             numbers.extend([used.cpu_ns, used.faults]);
         }
         Ok(numbers)
     }
 }
 
-/// The least area.
-const LEAST_PAGES: usize = 1024;
+/// Size of the smallest buffer.
+const MIN_PAGES: usize = 1024;
 
-/// Draws the figures that are asked for.
+/// Draws those of the three figures that are asked for.
 pub(super) fn figures(session: &Session) -> Result<(), BenchError> {
-    let most_pages = session.scale.pages;
-    let sizes: Vec<usize> = std::iter::successors(Some(LEAST_PAGES.min(most_pages)), |pages| {
-        (pages * 2 <= most_pages).then_some(pages * 2)
-    })
-    .collect();
+    let max_pages = session.scale.pages;
+    let sizes: Vec<usize> =
+        std::iter::successors(Some(MIN_PAGES.min(max_pages)), |pages| (pages * 2 <= max_pages).then_some(pages * 2))
+            .collect();
     let every_byte = session.wants(Figure::Five);
     let mut results = Vec::new();
     for &pages in &sizes {
-        session.progress(&format!("writing {}", format_bytes(pages)));
-        results.push(
-            session.by_subject(|mechanism| Task::WriteOnly(WriteOnly { mechanism, pages, every_byte }).run_apart())?,
-        );
+        session.progress(&format!("writing {}", format_pages(pages)));
+        results
+            .push(session.by_variant(|mechanism| {
+                Task::WriteOnly(WriteOnly { mechanism, pages, every_byte }).run_in_process()
+            })?);
     }
     let unit = session.clock.unit();
-    let chart = |name: &str, title: &str, y: String, number: usize| Chart {
+    let chart = |name: &str, title: &str, y_axis: String, number: usize| Chart {
         name: name.into(),
         title: title.into(),
-        x: "memory".into(),
-        y,
+        x_axis: "memory".into(),
+        y_axis,
         is_logarithmic: true,
         reference: Some(0),
-        places: sizes.iter().map(|&pages| format_bytes(pages)).collect(),
-        series: session.series(|subject| results.iter().map(|result| result[subject].number(number)).collect()),
+        x_labels: sizes.iter().map(|&pages| format_pages(pages)).collect(),
+        series: session.series(|variant| results.iter().map(|result| result[variant].number(number)).collect()),
         notes: Vec::new(),
     };
     if session.wants(Figure::Three) {
@@ -105,14 +106,11 @@ mod tests {
         let _alone = crate::ldt::alone();
         let run = |mechanism| WriteOnly { mechanism, pages: 512, every_byte: true }.run().unwrap();
         assert_eq!((run(None)[1], run(None)[3]), (0.0, 0.0));
-        match run_if_available(Mechanism::PagemapScan) {
-            Some(numbers) => assert_eq!((numbers[1], numbers[3]), (512.0, 512.0)),
-            None => eprintln!("no pagemap-scan here"),
+        if pagemark::track::check(Mechanism::PagemapScan, pagemark::track::Scope::Process).is_ok() {
+            let numbers = run(Some(Mechanism::PagemapScan));
+            assert_eq!((numbers[1], numbers[3]), (512.0, 512.0));
+        } else {
+            eprintln!("no pagemap-scan here");
         }
-    }
-
-    fn run_if_available(mechanism: Mechanism) -> Option<Vec<f64>> {
-        pagemark::tracker::own(mechanism).ok()?;
-        Some(WriteOnly { mechanism: Some(mechanism), pages: 512, every_byte: true }.run().unwrap())
     }
 }

@@ -1,39 +1,38 @@
-//! A load as YCSB's: records of ten fields, keys that are asked for by Zipf's law, reads of a whole record and updates of one
-//! field.
+//! A load like that of YCSB's core workloads: records of ten fields, keys that follow Zipf's law,
+//! reads of a whole record and updates of one field.
 
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::net::{Ipv4Addr, TcpStream};
 use std::time::{Duration, Instant};
 
+use pagemark_report::samples::Samples;
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
 use rand_distr::{Bernoulli, Distribution, Uniform, Zipf};
 
-use crate::stats::Samples;
-
-/// YCSB's defaults.
+/// Defaults of YCSB.
 const FIELDS: usize = 10;
 const FIELD_BYTES: usize = 100;
 const SKEW: f64 = 0.99;
 
-/// Records sent before their replies are waited for, when the server is filled.
+/// Records that are sent before their replies are read, while the server is filled.
 const PIPELINE: u32 = 64;
 
-/// What is asked for.
+/// A mix of requests.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Load {
     pub records: u32,
-    /// The share of reads.
+    /// Share of reads, 0 to 1.
     pub reads: f64,
-    /// Connections, each of which asks again when it has its answer.
+    /// Connections. Each sends a request when it has the reply to the one before.
     pub clients: u32,
 }
 
-/// What came of it.
+/// Results of a load.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Served {
     pub requests: u64,
-    /// How long each update took.
+    /// Latency of each update.
     pub update_us: Samples,
 }
 
@@ -56,7 +55,7 @@ impl Load {
         Ok(())
     }
 
-    /// Asks for so long.
+    /// Sends requests for `time`.
     pub fn run(&self, port: u16, time: Duration) -> io::Result<Served> {
         std::thread::scope(|scope| {
             let clients: Vec<_> =
@@ -72,24 +71,24 @@ impl Load {
     }
 
     fn run_client(&self, port: u16, time: Duration, seed: u32) -> io::Result<Served> {
-        let wrong = |_| io::Error::from(io::ErrorKind::InvalidInput);
+        let invalid = || io::Error::from(io::ErrorKind::InvalidInput);
         let mut random = SmallRng::seed_from_u64(seed.into());
-        let ranks = Zipf::new(f64::from(self.records), SKEW).map_err(|_| wrong(()))?;
-        let is_read = Bernoulli::new(self.reads).map_err(|_| wrong(()))?;
-        let fields = Uniform::new(0, FIELDS).map_err(|_| wrong(()))?;
-        let bytes = Uniform::new(b'a', b'z').map_err(|_| wrong(()))?;
+        let ranks = Zipf::new(f64::from(self.records), SKEW).map_err(|_| invalid())?;
+        let is_read = Bernoulli::new(self.reads).map_err(|_| invalid())?;
+        let fields = Uniform::new(0, FIELDS).map_err(|_| invalid())?;
+        let bytes = Uniform::new(b'a', b'z').map_err(|_| invalid())?;
         let mut client = Client::connect(port)?;
         let mut served = Served::default();
         let begin = Instant::now();
         while begin.elapsed() < time {
             let key = key(record(ranks.sample(&mut random) as u32, self.records));
             if is_read.sample(&mut random) {
-                client.ask(&[b"HGETALL", key.as_bytes()])?;
+                client.request(&[b"HGETALL", key.as_bytes()])?;
             } else {
                 let value = [bytes.sample(&mut random); FIELD_BYTES];
                 let name = field(fields.sample(&mut random));
                 let begin = Instant::now();
-                client.ask(&[b"HSET", key.as_bytes(), name.as_bytes(), &value])?;
+                client.request(&[b"HSET", key.as_bytes(), name.as_bytes(), &value])?;
                 served.update_us.push(begin.elapsed().as_nanos() as f64 / 1e3);
             }
             served.requests += 1;
@@ -98,7 +97,7 @@ impl Load {
     }
 }
 
-/// The record with a rank, the most wanted being 1: those that are wanted much are spread over all.
+/// The record with a rank in popularity, from 1: popular records are spread over all.
 fn record(rank: u32, records: u32) -> u32 {
     (hash(rank) % u64::from(records)) as u32
 }
@@ -122,7 +121,7 @@ fn hash(number: u32) -> u64 {
 /// A connection to the server.
 struct Client {
     stream: BufReader<TcpStream>,
-    request: Vec<u8>,
+    unsent: Vec<u8>,
     line: Vec<u8>,
 }
 
@@ -130,22 +129,22 @@ impl Client {
     fn connect(port: u16) -> io::Result<Client> {
         let stream = TcpStream::connect((Ipv4Addr::LOCALHOST, port))?;
         stream.set_nodelay(true)?;
-        Ok(Client { stream: BufReader::new(stream), request: Vec::new(), line: Vec::new() })
+        Ok(Client { stream: BufReader::new(stream), unsent: Vec::new(), line: Vec::new() })
     }
 
-    fn ask(&mut self, words: &[&[u8]]) -> io::Result<()> {
+    fn request(&mut self, words: &[&[u8]]) -> io::Result<()> {
         self.send(words);
         self.flush()?;
         self.reply()
     }
 
     fn send(&mut self, words: &[&[u8]]) {
-        encode(words, &mut self.request);
+        encode(words, &mut self.unsent);
     }
 
     fn flush(&mut self) -> io::Result<()> {
-        self.stream.get_mut().write_all(&self.request)?;
-        self.request.clear();
+        self.stream.get_mut().write_all(&self.unsent)?;
+        self.unsent.clear();
         Ok(())
     }
 
@@ -164,23 +163,26 @@ fn encode(words: &[&[u8]], request: &mut Vec<u8>) {
     }
 }
 
-/// Reads one reply, whatever it is made of. An error of the server is one here.
+/// Reads one reply of any kind. An error that the server replies is returned as an error.
 fn skip_reply(stream: &mut impl BufRead, line: &mut Vec<u8>) -> io::Result<()> {
     let mut replies = 1u64;
     while replies > 0 {
         replies -= 1;
         line.clear();
         stream.read_until(b'\n', line)?;
-        let told = || {
-            io::Error::new(io::ErrorKind::InvalidData, format!("the server said {:?}", String::from_utf8_lossy(line)))
+        let unexpected = || {
+            io::Error::new(
+                io::ErrorKind::InvalidData,
+                format!("the server replied {:?}", String::from_utf8_lossy(line)),
+            )
         };
         let (kind, rest) = line.split_first().ok_or(io::ErrorKind::UnexpectedEof)?;
         let number = || str::from_utf8(rest).ok()?.trim_end().parse::<i64>().ok();
         match kind {
             b'+' | b':' => {}
-            b'*' => replies += number().ok_or_else(told)?.max(0) as u64,
+            b'*' => replies += number().ok_or_else(unexpected)?.max(0) as u64,
             b'$' => {
-                let length = number().ok_or_else(told)?;
+                let length = number().ok_or_else(unexpected)?;
                 if length >= 0 {
                     let bytes = length as u64 + 2;
                     if io::copy(&mut stream.take(bytes), &mut io::sink())? < bytes {
@@ -188,7 +190,7 @@ fn skip_reply(stream: &mut impl BufRead, line: &mut Vec<u8>) -> io::Result<()> {
                     }
                 }
             }
-            _ => return Err(told()),
+            _ => return Err(unexpected()),
         }
     }
     Ok(())
@@ -199,7 +201,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn requests_are_in_the_servers_protocol() {
+    fn requests_are_in_the_protocol_of_redis() {
         let mut request = Vec::new();
         encode(&[b"HSET", b"user1", b""], &mut request);
         assert_eq!(request, b"*3\r\n$4\r\nHSET\r\n$5\r\nuser1\r\n$0\r\n\r\n");
@@ -222,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn few_records_get_most_requests_and_lie_anywhere() {
+    fn few_records_get_most_requests_and_are_anywhere() {
         let (records, requests) = (1000, 100_000);
         let mut random = SmallRng::seed_from_u64(5);
         let ranks = Zipf::new(f64::from(records), SKEW).unwrap();
@@ -230,7 +232,8 @@ mod tests {
         (0..requests).for_each(|_| counts[record(ranks.sample(&mut random) as u32, records) as usize] += 1);
         let mut sorted = counts.clone();
         sorted.sort_unstable_by(|a, b| b.cmp(a));
-        // By Zipf's law with 0.99, the first of 1000 gets 1/7.7 of all, and the first hundred two thirds.
+        // By Zipf's law with exponent 0.99, the first of 1000 records gets 1/7.7 of the requests,
+        // the first hundred two thirds.
         assert!((0.11..0.17).contains(&(f64::from(sorted[0]) / f64::from(requests))), "{}", sorted[0]);
         let share = f64::from(sorted[..100].iter().sum::<u32>()) / f64::from(requests);
         assert!((0.6..0.8).contains(&share), "{share}");

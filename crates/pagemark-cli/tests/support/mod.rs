@@ -1,4 +1,4 @@
-//! What the end-to-end stories share: the command under test with a repository of its own, and a Redis client.
+//! Support of the end-to-end tests: the command with a repository of its own, and a Redis client.
 #![allow(dead_code, reason = "each story uses a part")]
 
 use std::cell::Cell;
@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use pagemark_testing::{patience, wait_for};
 
-/// The command, with a repository and a working directory that go with it.
+/// The command, with a repository and a working directory of its own.
 pub struct Pagemark {
     directory: tempfile::TempDir,
     /// The last `pagemark run`.
@@ -44,7 +44,7 @@ impl Pagemark {
         command
     }
 
-    /// Runs to the end, and expects success.
+    /// Runs the command to its end, and expects success.
     pub fn done(&self, arguments: &[&str]) -> String {
         let output = self.output(arguments);
         assert!(output.status.success(), "pagemark {arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
@@ -59,7 +59,8 @@ impl Pagemark {
         serde_json::from_str(&self.done(arguments)).expect("JSON")
     }
 
-    /// `pagemark run`, with its messages and the target's output in files (see [`Pagemark::log`] and [`Pagemark::target_log`]).
+    /// `pagemark run`, with its messages and the target's output in files (see [`Pagemark::log`]
+    /// and [`Pagemark::target_log`]).
     pub fn run(&self, options: &[&str], program: &[impl AsRef<OsStr>]) -> Runner {
         let file = |name: &str| std::fs::File::create(self.directory().join(name)).expect("a log file");
         let child = self
@@ -91,7 +92,7 @@ impl Pagemark {
             .collect()
     }
 
-    /// Waits for a checkpoint that was taken after this instant, as long as one can come.
+    /// Waits for a checkpoint that was taken after this instant, as long as `pagemark run` runs.
     pub fn checkpoint_after(&self, job: &str, unix_us: u64) -> u64 {
         let deadline = Instant::now() + patience();
         loop {
@@ -109,12 +110,12 @@ impl Pagemark {
         }
     }
 
-    /// What `pagemark run` has said.
+    /// The messages of `pagemark run`.
     pub fn log(&self) -> String {
         std::fs::read_to_string(self.directory().join("pagemark.log")).unwrap_or_default()
     }
 
-    /// The last that its target has said.
+    /// The end of the target's output.
     pub fn target_log(&self) -> String {
         let said = std::fs::read(self.directory().join("target.log")).unwrap_or_default();
         String::from_utf8_lossy(&said[said.len().saturating_sub(8192)..]).into_owned()
@@ -138,7 +139,7 @@ impl Runner {
         })
     }
 
-    /// Kills Pagemark without warning; the target lives on.
+    /// Kills Pagemark with SIGKILL; the target keeps running.
     pub fn kill(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
@@ -153,7 +154,7 @@ impl Drop for Runner {
     }
 }
 
-/// A port of the loopback interface that nobody listens on.
+/// A free port of the loopback interface.
 pub fn free_port() -> u16 {
     let listener = std::net::TcpListener::bind(("127.0.0.1", 0)).expect("a port");
     listener.local_addr().expect("its number").port()
@@ -197,7 +198,7 @@ impl Redis {
         Some(Redis { stream: BufReader::new(stream) })
     }
 
-    /// Sends a command and gives the reply as text; a list's items are separated by line breaks.
+    /// Sends a command, and returns the reply as text; line breaks separate the items of a list.
     pub fn call(&mut self, words: &[&str]) -> std::io::Result<String> {
         let mut request = format!("*{}\r\n", words.len());
         for word in words {

@@ -1,4 +1,4 @@
-//! Processes to attach to, which show whether somebody disturbed them.
+//! Processes to attach to, which show whether they were disturbed.
 #![allow(dead_code, reason = "each story uses a part")]
 
 use std::ffi::OsStr;
@@ -14,7 +14,7 @@ use pagemark_testing::{patience, wait_for};
 
 use crate::support::{Pagemark, command_line, is_alive};
 
-/// The user that may nothing.
+/// The user `nobody`, without permissions.
 pub const NOBODY: u32 = 65534;
 
 /// The compiled program `subject.c`, for every user; none where there is no C compiler.
@@ -31,7 +31,7 @@ pub fn subject() -> Option<PathBuf> {
     PROGRAM.get_or_init(compile).as_ref().map(|(_, program)| program.clone())
 }
 
-/// A directory that every user can look into.
+/// A directory that every user can read.
 pub fn public_directory() -> tempfile::TempDir {
     use std::os::unix::fs::PermissionsExt;
     let all = fs::Permissions::from_mode(0o755);
@@ -49,7 +49,13 @@ impl Subject {
         Self::start_as(None, mode)
     }
 
-    /// Belongs to user `user`, if that is given.
+    /// Starts it without restartable sequences, which CRIU can save only since Linux 5.13.
+    pub fn start_without_restartable_sequences(mode: &[impl AsRef<OsStr>]) -> Option<Subject> {
+        let mut command = Command::new(subject()?);
+        Some(Self::spawn(command.args(mode).env("GLIBC_TUNABLES", "glibc.pthread.rseq=0")))
+    }
+
+    /// Starts it as user `user`, if there is one.
     pub fn start_as(user: Option<u32>, mode: &[impl AsRef<OsStr>]) -> Option<Subject> {
         let mut command = Command::new(subject()?);
         if let Some(user) = user {
@@ -58,10 +64,18 @@ impl Subject {
         Some(Self::spawn(command.args(mode)))
     }
 
-    fn spawn(command: &mut Command) -> Subject {
+    /// Starts it by this command, which may have any attributes.
+    pub fn spawn(command: &mut Command) -> Subject {
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null()).current_dir("/");
-        // SAFETY: `setsid` alone is called between fork and exec.
-        unsafe { command.pre_exec(|| Ok(nix::unistd::setsid().map(drop)?)) };
+        // SAFETY: only system calls are made between fork and exec.
+        unsafe {
+            command.pre_exec(|| {
+                // Descriptors of the test runner may lead anywhere. A kernel without this call keeps them
+                // open.
+                libc::close_range(3, u32::MAX, libc::CLOSE_RANGE_CLOEXEC as i32);
+                Ok(nix::unistd::setsid().map(drop)?)
+            })
+        };
         let mut child = command.spawn().expect("the subject starts");
         let mut line = String::new();
         BufReader::new(child.stdout.take().expect("a pipe")).read_line(&mut line).expect("a line");
@@ -82,7 +96,7 @@ impl Subject {
         nix::sys::signal::kill(nix::unistd::Pid::from_raw(self.pid()), signal).expect("it lives");
     }
 
-    /// Asserts that it runs as if nobody had ever looked at it.
+    /// Asserts that it runs, and that it has no traces of Pagemark.
     #[track_caller]
     pub fn is_untouched(&self) {
         untouched(self.pid(), &self.descriptors);
@@ -93,7 +107,12 @@ impl Subject {
         self.child.wait().expect("our child").code()
     }
 
-    /// Kills it, and waits until its id is free.
+    /// How it has ended, once it has.
+    pub fn status(&mut self) -> std::process::ExitStatus {
+        self.child.wait().expect("our child")
+    }
+
+    /// Kills the process, and waits until its id is free.
     pub fn kill(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
@@ -106,7 +125,8 @@ impl Drop for Subject {
     }
 }
 
-/// The program `subject` that takes steps, by the file into which it writes them. It makes none while it is paused.
+/// The program `subject` that takes steps, by the file into which it writes them. It makes none
+/// while it is paused.
 pub struct Steps {
     file: PathBuf,
 }
@@ -117,7 +137,7 @@ impl Steps {
         Steps { file: directory.join("steps") }
     }
 
-    /// The arguments that make `subject` take steps, holding so much data.
+    /// The arguments that make `subject` take steps with so much data.
     pub fn arguments(&self, mib: u32) -> Vec<String> {
         vec!["steps".into(), mib.to_string(), self.file.display().to_string()]
     }
@@ -129,7 +149,7 @@ impl Steps {
         (words.next().and_then(|word| word.parse().ok()).unwrap_or(0), words.next() == Some("paused"))
     }
 
-    /// Waits until process `pid` has made some steps more, and found its data right.
+    /// Waits until process `pid` has made some more steps, in which it has checked its data.
     pub fn goes_on(&self, pid: i32) {
         let before = self.state().0;
         wait_for("steps", || {
@@ -138,18 +158,18 @@ impl Steps {
         });
     }
 
-    /// Has it pause from its next step on, also if it does not run yet.
+    /// Pauses it from its next step on, also before it is started.
     pub fn order_pause(&self) {
         fs::write(self.file.with_extension("pause"), "").expect("a file");
     }
 
-    /// Pauses it, and gives the steps made.
+    /// Pauses it, and returns the number of steps.
     pub fn pause(&self) -> u64 {
         self.order_pause();
         wait_for("the pause", || Some(self.state()).filter(|(_, paused)| *paused)).0
     }
 
-    /// Waits until a paused one says that it has made so many steps.
+    /// Waits until a paused subject reports that it has made `steps` steps.
     pub fn is_paused_at(&self, steps: u64) {
         wait_for("the pause", || (self.state() == (steps, true)).then_some(()));
     }
@@ -160,7 +180,7 @@ impl Steps {
     }
 }
 
-/// What a process has open: number and what it leads to.
+/// The open descriptors of a process: number and target.
 pub fn descriptors(pid: i32) -> Vec<String> {
     let entries = fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten();
     let mut list: Vec<String> = entries
@@ -177,14 +197,15 @@ pub fn status_field(pid: i32, name: &str) -> Option<String> {
     status.lines().find_map(|line| line.strip_prefix(name)).map(|value| value.trim_start_matches(':').trim().into())
 }
 
-/// Asserts that a process runs, untraced, with these descriptors and no page watched by a userfaultfd.
+/// Asserts that a process runs, untraced, with these descriptors and no page watched by a
+/// userfaultfd.
 #[track_caller]
 pub fn untouched(pid: i32, expected: &[String]) {
     assert!(is_alive(pid), "process {pid} is gone");
     assert_eq!(status_field(pid, "TracerPid").as_deref(), Some("0"), "it is traced");
     let state = status_field(pid, "State").unwrap_or_default();
     assert!(!state.starts_with(['T', 't']), "it is stopped: {state}");
-    // Some programs open a file for a moment now and then. What somebody has left in them stays.
+    // Some programs open a file for a short time now and then. A leftover descriptor stays.
     let deadline = Instant::now() + patience();
     while descriptors(pid) != expected && Instant::now() < deadline {
         std::thread::sleep(Duration::from_millis(5));
@@ -200,7 +221,7 @@ pub fn is_watched(pid: i32) -> bool {
     flags.flat_map(str::split_whitespace).any(|flag| matches!(flag, "uw" | "um" | "ui"))
 }
 
-/// Waits until nothing of a killed Pagemark works on the process any more, as its last helper may for a moment.
+/// Waits until the helper processes of a killed Pagemark have left the process.
 pub fn wait_until_left_alone(pid: i32) {
     wait_for("CRIU and helpers to end", || {
         let traced = status_field(pid, "TracerPid").is_some_and(|tracer| tracer != "0");
@@ -226,7 +247,7 @@ pub fn stderr(output: &Output) -> String {
     String::from_utf8_lossy(&output.stderr).into_owned()
 }
 
-/// Asserts that it failed with status 1, told all of `texts`, and what to do.
+/// Asserts that the command failed with status 1, and printed all of `texts` and a help line.
 #[track_caller]
 pub fn assert_fails(output: &Output, texts: &[&str]) {
     let told = stderr(output);
@@ -238,7 +259,7 @@ pub fn assert_fails(output: &Output, texts: &[&str]) {
     }
 }
 
-/// Asserts that the repository holds what it should, every byte of it.
+/// Asserts that the repository is undamaged.
 #[track_caller]
 pub fn verifies(pagemark: &Pagemark) {
     let output = pagemark.output(&["verify"]);

@@ -1,18 +1,18 @@
-//! Processes that exchange messages, in the three patterns that SPM measures.
+//! Processes that exchange messages, in the three patterns of SPM, "Results".
 
 use std::cell::Cell;
 
 use super::{Table, scramble};
-use crate::{Actor, ExploreError, From, Network, Sizes, World};
+use crate::{Actor, ExploreError, Network, Sender, Sizes, World};
 
 /// Who sends what to whom.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Pattern {
-    /// Each sends to the next and receives from the one before it: point to point only (SPM's `sendrecv2`).
+    /// Each process sends to the next and receives from the previous: point to point (`sendrecv2`).
     SendReceive,
-    /// One probes for anybody's message, receives it from whom it found, and answers (SPM's `mprobe`).
+    /// One process probes for a message of any sender, receives it, and answers (`mprobe`).
     Probe,
-    /// Each sends to all others, then receives from anybody (SPM's `sendall`).
+    /// Each process sends to all others, then receives from any (`sendall`).
     SendAll,
 }
 
@@ -21,7 +21,7 @@ pub enum Pattern {
 pub struct Messages {
     /// Who sends what to whom.
     pub pattern: Pattern,
-    /// How many there are.
+    /// Number of ways in which the actor can continue.
     pub processes: usize,
     /// How often each does it all.
     pub rounds: usize,
@@ -63,7 +63,8 @@ impl Messages {
         scramble((from * 1000 + round) as u64)
     }
 
-    /// Sets the program up. `watch` is told how the processes stand: after each transition, what they know.
+    /// Sets the program up. `watch` is told how the processes stand: after each transition, what
+    /// they know.
     ///
     /// # Errors
     /// The sizes are not [`Messages::sizes`].
@@ -76,12 +77,14 @@ impl Messages {
         for (number, received) in received.iter().enumerate() {
             let sum = &sums[number * self.vector_words..][..self.vector_words];
             let process = Process { network, table, received, sum };
-            world.spawn(move |actor| match pattern {
+            let run = move |actor: &Actor<'w>| match pattern {
                 Pattern::SendReceive => process.send_and_receive(actor, processes, rounds),
                 Pattern::Probe if number == 0 => process.serve(actor, processes, rounds),
                 Pattern::Probe => process.ask(actor, rounds),
                 Pattern::SendAll => process.send_to_all(actor, processes, rounds),
-            })?;
+            };
+            // SAFETY: across its steps the process holds numbers and references to placed data.
+            unsafe { world.spawn(run)? };
         }
         let (program, words) = (*self, self.vector_words);
         world.at_end("each has received what was sent to it", move || {
@@ -123,7 +126,7 @@ impl<'w> Process<'w> {
         let before = (own + processes - 1) % processes;
         for round in 0..rounds {
             self.network.send(actor, (own + 1) % processes, Messages::message(own, round));
-            let (_, message) = self.network.receive(actor, From::Actor(before));
+            let (_, message) = self.network.receive(actor, Sender::Actor(before));
             actor.assert(message == Messages::message(before, round), "messages of a sender come in their order");
             self.add(message);
         }
@@ -131,8 +134,8 @@ impl<'w> Process<'w> {
 
     fn serve(self, actor: &Actor<'w>, processes: usize, rounds: usize) {
         for _ in 0..(processes - 1) * rounds {
-            let sender = self.network.probe(actor, From::Anybody);
-            let (_, message) = self.network.receive(actor, From::Actor(sender));
+            let sender = self.network.probe(actor, Sender::Any);
+            let (_, message) = self.network.receive(actor, Sender::Actor(sender));
             let answered = (0..rounds).find(|&round| message == Messages::message(sender, round));
             actor.assert(answered.is_some(), "what is probed is what is received");
             self.add(message);
@@ -143,7 +146,7 @@ impl<'w> Process<'w> {
     fn ask(self, actor: &Actor<'w>, rounds: usize) {
         for round in 0..rounds {
             self.network.send(actor, 0, Messages::message(actor.number(), round));
-            let (_, answer) = self.network.receive(actor, From::Actor(0));
+            let (_, answer) = self.network.receive(actor, Sender::Actor(0));
             actor.assert(answer == Messages::message(0, round), "the answer is that to the question");
             self.add(answer);
         }
@@ -156,7 +159,7 @@ impl<'w> Process<'w> {
                 self.network.send(actor, other, Messages::message(own, round));
             }
             for _ in 1..processes {
-                let (_, message) = self.network.receive(actor, From::Anybody);
+                let (_, message) = self.network.receive(actor, Sender::Any);
                 self.add(message);
             }
         }

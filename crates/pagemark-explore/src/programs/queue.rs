@@ -1,7 +1,9 @@
-//! The queue of Michael and Scott (PODC 1996), without locks: a linked list whose head and tail are swung by compare-and-exchange.
+//! The lock-free queue of Michael and Scott (PODC 1996): a linked list whose head and tail are
+//! moved by compare-and-exchange.
 //!
-//! Its nodes are used again. That is why each pointer carries a count of how often it was changed: without, an actor that
-//! slept can find the pointer that it saw, though the node was given back and taken again meanwhile (ABA).
+//! Nodes are reused. Each pointer therefore carries a count of its changes: without the count, an
+//! actor that slept can find the pointer that it saw although the node was freed and allocated
+//! again meanwhile (ABA).
 
 use std::cell::Cell;
 
@@ -117,7 +119,8 @@ impl<'w> List<'w> {
         let node = self.take_node(actor);
         let taken = &self.nodes[node as usize - 1];
         taken.value.set(value);
-        // The count stays: who read the pointer when the node was another one must not find it again.
+        // The count stays: who read the pointer when the node was another one must not find it
+        // again.
         taken.next.set(Counted { node: 0, ..Counted::of(taken.next.get()) }.word());
         let tail = loop {
             let tail = Counted::of(self.tail.load(actor, "the tail"));
@@ -202,23 +205,27 @@ impl Queue {
         let taken = world.place_all(self.total(), |_| Cell::new(0u64))?;
         let heap = world.heap();
         for producer in 0..producers {
-            world.spawn(move |actor| {
+            let run = move |actor: &Actor<'w>| {
                 for number in 0..items {
                     let item = make(actor, heap, &table, (producer * items + number) as u64);
                     list.enqueue(actor, item);
                 }
-            })?;
+            };
+            // SAFETY: across its steps the producer holds numbers and references to placed data.
+            unsafe { world.spawn(run)? };
         }
         for _ in 0..self.consumers {
             let last = world.place_all(producers, |_| Cell::new(0u64))?;
             let consumer = Consumer { heap, table, taken, last, items };
-            world.spawn(move |actor| {
+            let run = move |actor: &Actor<'w>| {
                 for _ in 0..tries {
                     if let Some(item) = list.dequeue(actor) {
                         consumer.take(actor, item);
                     }
                 }
-            })?;
+            };
+            // SAFETY: as for the producers.
+            unsafe { world.spawn(run)? };
         }
         world.at_end("each item was taken, or is in the queue", move || {
             let left = list.values();
@@ -251,7 +258,8 @@ struct Consumer<'w> {
     table: Table<'w>,
     /// For each item, whether anybody took it.
     taken: &'w [Cell<u64>],
-    /// For each producer, how many of its items were put in up to the last one that this consumer took.
+    /// For each producer, how many of its items were put in up to the last one that this consumer
+    /// took.
     last: &'w [Cell<u64>],
     /// Of each producer.
     items: usize,

@@ -1,4 +1,4 @@
-//! Where signal handlers run.
+//! The stack of signal handlers.
 
 use std::io;
 
@@ -7,8 +7,8 @@ use pagemark::sys::own_memory::Mapping;
 /// Bytes for handlers, with room for the largest register state.
 const BYTES: usize = 64 << 10;
 
-/// A place for this thread's signal handlers, apart from the stack that runs. While an actor runs, that one may be protected: a
-/// handler that a write to it calls could not start there.
+/// An alternate stack for the signal handlers of this thread. While an actor runs, its stack may be
+/// write-protected, so the handler of a write fault could not run on it.
 #[derive(Debug)]
 pub(crate) struct AlternateStack {
     /// None if the thread has one of somebody else's.

@@ -1,4 +1,4 @@
-//! The memory that a state consists of, seen as cells.
+//! The memory that a state consists of, as cells.
 
 use std::cell::Cell;
 use std::marker::PhantomData;
@@ -6,10 +6,12 @@ use std::ptr::NonNull;
 
 /// What may lie in memory whose content is put back behind the program's back.
 ///
-/// Implemented for cells of numbers, and arrays of them; implement it for a `#[repr(C)]` struct of such.
+/// Implemented for cells of numbers, and arrays of them; implement it for a `#[repr(C)]` struct of
+/// such.
 ///
 /// # Safety
-/// All of it is in [`Cell`]s, with no byte between them; every content is a valid value, zeros among them; and it owns nothing.
+/// The type consists of [`Cell`]s without padding. Any bytes, including zeros, are a valid value.
+/// The type owns no resource.
 pub unsafe trait Plain: 'static {}
 
 macro_rules! plain_numbers {
@@ -34,8 +36,9 @@ pub(crate) struct Arena<'w> {
 
 impl<'w> Arena<'w> {
     /// # Safety
-    /// For `'w`, the memory is mapped, readable and writable; it begins at a page and consists of whole ones. It is read and
-    /// written by this thread alone, and by others only while none of this arena's methods runs and no fiber on it.
+    /// For `'w`, the memory is mapped, readable and writable, begins at a page and consists of
+    /// whole pages. Only this thread accesses it while a method of this arena or a fiber on it
+    /// runs.
     pub unsafe fn new(memory: NonNull<[u8]>) -> Arena<'w> {
         Arena { base: memory.cast(), bytes: memory.len(), memory: PhantomData }
     }
@@ -45,7 +48,8 @@ impl<'w> Arena<'w> {
         self.base.as_ptr() as usize
     }
 
-    /// What lies at an offset: any bytes are a value. None if it does not lie within the arena, or is not aligned.
+    /// The value at an offset; any bytes are a valid value. None if the value would exceed the
+    /// arena or is not aligned.
     pub fn get<T: Plain>(self, offset: usize) -> Option<&'w T> {
         self.slice(offset, 1)?.first()
     }
@@ -56,8 +60,8 @@ impl<'w> Arena<'w> {
         if end > self.bytes || !(self.base() + offset).is_multiple_of(align_of::<T>()) {
             return None;
         }
-        // SAFETY: it lies within the memory, which is mapped for `'w`, and is aligned; any bytes are values of `T`, and they
-        // are in cells, which several references may change.
+        // SAFETY: it lies within the memory, which is mapped for `'w`, and is aligned; any bytes
+        // are values of `T`, and they are in cells, which several references may change.
         Some(unsafe { std::slice::from_raw_parts(self.base.as_ptr().add(offset).cast(), count) })
     }
 

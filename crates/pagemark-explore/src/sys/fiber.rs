@@ -1,4 +1,4 @@
-//! A piece of the program with a stack of its own, and what is known of it: all within the arena.
+//! A part of the program with a stack of its own, and its description: both within the arena.
 //!
 //! ```text
 //! low                                            top
@@ -46,23 +46,24 @@ pub(crate) enum Phase {
     Failed,
 }
 
-/// What is known of a fiber. It is in the arena, so that it is part of the state, and holds no padding, so that equal states
-/// have equal bytes.
+/// The control block of a fiber. It is in the arena, and thus part of the state, and has no
+/// padding, so that equal states have equal bytes.
 #[repr(C)]
 pub(crate) struct Block {
-    /// The fiber's stack pointer; while it runs, that of whoever resumed it.
+    /// The stack pointer of the fiber; while the fiber runs, the stack pointer of the code that
+    /// resumed it.
     slot: Cell<usize>,
     phase: Cell<Phase>,
     number: Cell<u64>,
     label: Cell<Label>,
-    /// In how many ways the fiber can go on, and the closure that knows.
+    /// The function that counts the ways in which the fiber can continue, and its closure.
     count_ways: Cell<CountWays>,
     ways: Cell<*const ()>,
-    /// The way that was chosen.
+    /// The chosen way.
     way: Cell<u64>,
-    /// What does not hold.
+    /// The property that does not hold.
     failure: Cell<&'static str>,
-    /// The words of a panic, until the fiber stands still.
+    /// The message of a panic, until the fiber is suspended.
     panic: Cell<*mut String>,
 }
 
@@ -77,17 +78,18 @@ unsafe fn no_ways(_: *const ()) -> u64 {
 /// # Safety
 /// `ways` points to an `F`.
 unsafe fn call<F: Fn() -> u64>(ways: *const ()) -> u64 {
-    // SAFETY: the caller says so.
+    // SAFETY: the caller guarantees it.
     unsafe { (*ways.cast::<F>())() }
 }
 
 impl Block {
-    /// Which fiber it is.
+    /// Number of the fiber.
     pub fn number(&self) -> usize {
         self.number.get() as usize
     }
 
-    /// Stands still until it can go on and is resumed, and returns the way that was chosen. Only on the fiber's own stack.
+    /// Suspends the fiber until it is resumed, and returns the chosen way. Must be called on the
+    /// stack of the fiber.
     pub fn wait<F: Fn() -> u64>(&self, label: Label, ways: &F) -> u64 {
         self.label.set(label);
         self.count_ways.set(call::<F>);
@@ -96,7 +98,7 @@ impl Block {
         self.way.take()
     }
 
-    /// Stands still for ever, for a reason. Only on the fiber's own stack.
+    /// Suspends the fiber for ever, with a reason. Must be called on the stack of the fiber.
     pub fn fail(&self, failure: &'static str) -> ! {
         self.failure.set(failure);
         self.leave(Phase::Failed)
@@ -109,12 +111,13 @@ impl Block {
     }
 
     fn change(&self) {
-        // SAFETY: the fiber runs, so the slot holds the pointer of the stack that resumed it and waits in `Fiber::resume`.
+        // SAFETY: the fiber runs, so the slot holds the pointer of the stack that resumed it and
+        // waits in `Fiber::resume`.
         unsafe { switch::change(self.slot.as_ptr()) }
     }
 }
 
-/// A fiber, for whoever resumes it.
+/// A fiber, as the code that resumes it uses it.
 #[derive(Clone)]
 pub(crate) struct Fiber<'w> {
     block: &'w Block,
@@ -122,11 +125,12 @@ pub(crate) struct Fiber<'w> {
     stack: &'w [Cell<u64>],
 }
 
-/// The lowest words of a stack: whoever writes there is about to leave it.
+/// Number of the lowest words of a stack. A write there shows that the stack overflows.
 const MARGIN_WORDS: usize = 32;
 
 impl<'w> Fiber<'w> {
-    /// Makes a fiber that waits to run `run`, on the stack at these offsets of the arena, which holds zeros.
+    /// Makes a fiber that waits to run `run`, on the stack at these offsets of the arena, which
+    /// holds zeros.
     ///
     /// # Panics
     /// If these are not whole pages within the arena, or the closure takes more than half of them.
@@ -148,14 +152,15 @@ impl<'w> Fiber<'w> {
             failure: Cell::new(""),
             panic: Cell::new(std::ptr::null_mut()),
         };
-        // SAFETY: block, closure and stack lie one below the other within the words of the arena, aligned, and nobody else has
-        // references to them: the caller gives them to this fiber.
+        // SAFETY: block, closure and stack lie one below the other within the words of the arena,
+        // aligned, and no other code has references to them: the caller gives them to this fiber.
         let block: &'w Block = unsafe {
             (closure_at as *mut F).write(run);
             (block_at as *mut Block).write(block);
             &*(block_at as *const Block)
         };
-        // SAFETY: below the closure there is more than half of the stack, and its address is a multiple of 16.
+        // SAFETY: below the closure there is more than half of the stack, and its address is a
+        // multiple of 16.
         block.slot.set(unsafe { switch::prepare(closure_at, enter::<F>, block_at) });
         Fiber { block, stack: &all[..below] }
     }
@@ -164,34 +169,36 @@ impl<'w> Fiber<'w> {
         self.block.phase.get()
     }
 
-    /// What it waits to do.
+    /// The operation that the fiber waits for.
     pub fn label(&self) -> Label {
         self.block.label.get()
     }
 
-    /// What does not hold, if it failed.
+    /// The property that does not hold, if the fiber failed.
     pub fn failure(&self) -> &'static str {
         self.block.failure.get()
     }
 
-    /// In how many ways it can go on now.
+    /// The number of ways in which the fiber can continue.
     pub fn ways(&self) -> u64 {
-        // SAFETY: while the fiber waits, its closure stands still on its stack; at first and in the end there is none.
+        // SAFETY: while the fiber waits, its closure is on its suspended stack; before and after
+        // that, `no_ways` needs no closure.
         unsafe { (self.block.count_ways.get())(self.block.ways.get()) }
     }
 
-    /// Lets it run until it stands still again. What lies below its stack pointer is zero then.
+    /// Runs the fiber until it is suspended again. The memory below its stack pointer is then zero.
     ///
     /// # Errors
-    /// What it panicked with; it will not go on then.
+    /// The fiber panicked or its stack overflowed; it cannot be resumed.
     pub fn resume(&self, way: u64) -> Result<(), Stopped> {
         let block = self.block;
-        assert_eq!(block.phase.get(), Phase::Waiting, "fiber {} can't go on", block.number());
+        assert_eq!(block.phase.get(), Phase::Waiting, "fiber {} cannot be resumed", block.number());
         block.way.set(way);
         block.label.set(Label::NONE);
         block.count_ways.set(no_ways);
         block.ways.set(std::ptr::null());
-        // SAFETY: the fiber waits, so the slot holds the pointer that `prepare` or its last change left.
+        // SAFETY: the fiber waits, so the slot holds the pointer that `prepare` or its last change
+        // left.
         unsafe { switch::change(block.slot.as_ptr()) };
         if self.stack[..MARGIN_WORDS].iter().any(|word| word.get() != 0) {
             return Err(Stopped::Overflow);
@@ -208,17 +215,17 @@ impl<'w> Fiber<'w> {
         if panic.is_null() {
             return Ok(());
         }
-        // SAFETY: the fiber made it of a box, and it is taken once.
+        // SAFETY: the fiber created the pointer from a box, and it is taken once.
         Err(Stopped::Panic(*unsafe { Box::from_raw(panic) }))
     }
 }
 
-/// Why a fiber will not go on.
+/// The reason why a fiber cannot be resumed.
 #[derive(Debug)]
 pub(crate) enum Stopped {
-    /// It panicked.
+    /// The fiber panicked.
     Panic(String),
-    /// Its stack is too small. What lay below it may have been overwritten.
+    /// The stack is too small. Memory below it may have been overwritten.
     Overflow,
 }
 
@@ -227,18 +234,19 @@ fn closure_below<F>(block_at: usize) -> usize {
     (block_at - size_of::<F>()) & !(align_of::<F>().max(16) - 1)
 }
 
-/// What runs on a new stack.
+/// The function that runs on a new stack.
 extern "C" fn enter<'w, F: FnOnce(&'w Block) + Copy + 'w>(block: usize) -> ! {
-    // SAFETY: `Fiber::new` gave the address of the block, and wrote the closure below it, which is data that can be copied.
+    // SAFETY: `Fiber::new` gave the address of the block, and wrote the closure below it, which is
+    // data that can be copied.
     let (block, run): (&'w Block, F) = unsafe { (&*(block as *const Block), *(closure_below::<F>(block) as *const F)) };
-    // Nothing may unwind beyond the first frame of a stack.
+    // A panic must not unwind beyond the first frame of a stack.
     match catch_unwind(AssertUnwindSafe(|| run(block))) {
         Ok(()) => block.leave(Phase::Finished),
         Err(payload) => {
             let words = payload.downcast_ref::<&str>().map(|words| (*words).to_owned());
             let words = words.or_else(|| payload.downcast_ref::<String>().cloned());
             drop(payload);
-            block.panic.set(Box::into_raw(Box::new(words.unwrap_or_else(|| "a value of its own".to_owned()))));
+            block.panic.set(Box::into_raw(Box::new(words.unwrap_or_else(|| "a value that is not text".to_owned()))));
             block.leave(Phase::Failed)
         }
     }

@@ -1,11 +1,11 @@
-//! Memory that nobody tracks, copied as a whole.
+//! Memory that is not tracked, and is copied as a whole.
 
 use std::io;
 use std::ptr::NonNull;
 
 use pagemark::sys::own_memory::Mapping;
 
-/// A mapping of our own, with what it holds as bytes.
+/// A private mapping whose content is accessible as bytes.
 #[derive(Debug)]
 pub(crate) struct PlainMemory {
     mapping: Mapping,
@@ -20,15 +20,16 @@ impl PlainMemory {
         NonNull::slice_from_raw_parts(self.mapping.start(), self.mapping.bytes())
     }
 
-    /// A copy of all of it.
+    /// A copy of the whole content.
     pub fn copy(&self) -> Box<[u8]> {
-        // SAFETY: it is mapped and readable. Who else writes it is the arena, on this thread, and not during this call.
+        // SAFETY: the memory is mapped and readable. Only the arena writes it otherwise, on this
+        // thread, and not during this call.
         unsafe { self.memory().as_ref() }.into()
     }
 
-    /// Makes it hold what is in `content`, which is as long.
+    /// Replaces the content by `content`, which has the same length.
     pub fn fill(&mut self, content: &[u8]) {
-        // SAFETY: as in `copy`; the arena's users know that its content is put back.
+        // SAFETY: as in `copy`; the users of the arena expect its content to be restored.
         unsafe { self.memory().as_mut() }.copy_from_slice(content);
     }
 }

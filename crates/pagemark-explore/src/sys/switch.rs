@@ -1,11 +1,12 @@
 //! Changing stacks (x86-64, System V ABI).
 //!
-//! A stack that does not run is described by one number, its stack pointer: what else the ABI wants kept lies on the stack
-//! itself. No thread-local storage is touched, and nothing unwinds across a change.
+//! One number describes a stack that does not run: its stack pointer. All else that the ABI
+//! requires to be preserved is on the stack itself. A change touches no thread-local storage, and
+//! nothing unwinds across it.
 
 use std::arch::naked_asm;
 
-/// What a stack that does not run has at its stack pointer, from there upwards.
+/// The content of a suspended stack, from its stack pointer upwards.
 #[repr(C)]
 struct Saved {
     mxcsr: u32,
@@ -23,11 +24,12 @@ struct Saved {
 const MXCSR: u32 = 0x1f80;
 const X87_CONTROL: u32 = 0x037f;
 
-/// Prepares a stack on which `enter(argument)` runs when it is first changed to. Returns its stack pointer.
+/// Prepares a stack on which `enter(argument)` runs when it is first changed to. Returns its stack
+/// pointer.
 ///
 /// # Safety
-/// Below `top`, which is a multiple of 16, there is writable memory that nobody else uses, enough for `Saved` and for
-/// what `enter` does.
+/// Below `top`, which is a multiple of 16, there is writable memory that nobody else uses, enough
+/// for `Saved` and for what `enter` does.
 pub(crate) unsafe fn prepare(top: usize, enter: extern "C" fn(usize) -> !, argument: usize) -> usize {
     let stack_pointer = top - size_of::<Saved>();
     let saved = Saved {
@@ -46,14 +48,16 @@ pub(crate) unsafe fn prepare(top: usize, enter: extern "C" fn(usize) -> !, argum
     stack_pointer
 }
 
-/// Changes to the stack whose pointer is in `slot`, and leaves the pointer of this one there. Returns when somebody
-/// changes back by the same slot.
+/// Changes to the stack whose pointer is in `slot`, and leaves the pointer of this one there.
+/// Returns when other code changes back by the same slot.
 ///
-/// What the ABI does not keep across a call is zero afterwards: the compiler may well save a register whose content it does
-/// not care for, and what was in it must not depend on who ran before.
+/// Registers that the ABI does not preserve across a call are zero afterwards: the compiler may
+/// save a register without using its value, and the saved value must not depend on the code that
+/// ran before.
 ///
 /// # Safety
-/// `slot` holds the pointer of a stack that [`prepare`] or this function left, and that was not changed to since.
+/// `slot` holds the pointer of a stack that [`prepare`] or this function left, and that was not
+/// changed to since.
 #[unsafe(naked)]
 pub(crate) unsafe extern "C" fn change(slot: *mut usize) {
     naked_asm!(
@@ -107,7 +111,7 @@ pub(crate) unsafe extern "C" fn change(slot: *mut usize) {
     )
 }
 
-/// Where a new stack begins: calls what [`prepare`] was given.
+/// The first frame of a new stack: calls the function that [`prepare`] was given.
 #[unsafe(naked)]
 unsafe extern "C" fn start() {
     naked_asm!("mov rdi, r12", "call r13", "ud2")
@@ -117,7 +121,7 @@ unsafe extern "C" fn start() {
 mod tests {
     use super::*;
 
-    /// A stack, and what both sides of a change know.
+    /// A stack, and the data that both sides of a change use.
     struct Fiber {
         stack: Vec<u128>,
         slot: usize,
@@ -143,7 +147,8 @@ mod tests {
         let mut fiber = Fiber { stack: vec![0; 4096], slot: 0, turns: Vec::new() };
         let top = fiber.stack.as_ptr_range().end as usize;
         let pointer = &raw mut fiber;
-        // SAFETY: the stack is the fiber's own, aligned to 16, and large enough for what `count` does.
+        // SAFETY: the stack is the fiber's own, aligned to 16, and large enough for what `count`
+        // does.
         unsafe {
             (*pointer).slot = prepare(top, count, pointer as usize);
             for _ in 0..4 {
@@ -158,7 +163,8 @@ mod tests {
     fn the_control_words_belong_to_the_stack() {
         extern "C" fn round_down(fiber: usize) -> ! {
             let fiber = fiber as *mut Fiber;
-            // SAFETY: rounding down is a valid control word; the test does not touch the fiber while this stack runs.
+            // SAFETY: rounding down is a valid control word; the test does not touch the fiber
+            // while this stack runs.
             unsafe {
                 let control = 0x3f80u32;
                 std::arch::asm!("ldmxcsr [{}]", in(reg) &control);

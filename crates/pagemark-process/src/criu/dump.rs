@@ -1,12 +1,16 @@
 //! Saving everything of a process tree but its memory, while that is frozen for some milliseconds.
 //!
-//! `criu dump --lazy-pages` freezes the tree, writes all state, and then waits as a page server with the tree still frozen, and
-//! with its own code already taken out of the processes. A byte on its status descriptor says so. In that moment the last dirty
-//! pages are collected; then a message on the page server's socket ends CRIU, and the tree runs on.
+//! `criu dump --lazy-pages` freezes the tree, writes all state, and then waits as a page server
+//! with the tree still frozen, and with its own code already taken out of the processes. A byte on
+//! its status descriptor says so. In that moment the last dirty pages are collected; then a message
+//! on the page server's socket ends CRIU, and the tree resumes.
 //!
-//! CRIU must not be killed before that moment, because it may be running code inside a process. So it runs in a session of its own,
-//! and its page server's socket is one end of a pair whose other end only Pagemark has: when Pagemark is killed, at any instant,
-//! CRIU goes on to the moment at which it would serve pages, finds the socket closed, and ends as it does after a complete dump.
+//! CRIU must not be killed before that moment, because it may be running code inside a process. So
+//! it runs in a session of its own, ignores the signals that ask it to end, is exempt from the
+//! out-of-memory killer where that is permitted, and its page server's socket is one end of a pair
+//! whose other end only Pagemark has: when Pagemark is killed, at any instant, CRIU reaches the
+//! moment at which it would serve pages, finds the socket closed, and ends as after a complete
+//! dump.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -21,13 +25,21 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use pagemark::sys::pagemap;
+use pagemark::sys::proc::{self, Status, tree};
 use pagemark::{PAGE_SIZE, RangeSet};
 
-use super::images::{ImageError, PageRun, Pagemap, PstreeEntry, read_all};
+use super::guard::Guard;
+use super::images::schema::PstreeEntry;
+use super::images::{PageRun, Pagemap, read_all};
+use super::stdio::{self, Outside};
 use super::withhold::Withholding;
-use super::{Criu, CriuError, errors_in_log, images};
+use super::{CAP_SYS_RESOURCE, Criu, errors_in_log, has_capability, images};
+use crate::cgroups::{self, Cgroups, Memberships};
+use crate::error::Error;
+use crate::files::encode_path;
 use crate::scratch;
-use crate::stdio::{self, Outside};
+use crate::spawn::FROM_OUTSIDE;
 
 /// CRIU's log in the images directory.
 const LOG: &str = "dump.log";
@@ -38,20 +50,24 @@ pub(crate) const NOTES: &str = "pagemark.json";
 /// How long CRIU may take to save the state. Its own limit for freezing is 10 s.
 const SAVE_LIMIT: Duration = Duration::from_secs(120);
 
-/// How long CRIU may take to let the tree run on.
+/// How long CRIU may take to let the tree resume.
 const THAW_LIMIT: Duration = Duration::from_secs(30);
 
-/// How often the tree is looked at to see whether it is frozen.
-const LOOK: Duration = Duration::from_micros(200);
+/// Pause between two polls of the state of the tree, or of CRIU.
+const POLL: Duration = Duration::from_micros(200);
 
-/// Message of CRIU's page protocol that ends the page server: command, pages, address, image; 32 bytes with padding.
+/// Message of CRIU's page protocol that ends the page server: command, pages, address, image; 32
+/// bytes with padding.
 const FORCE_CLOSE: u32 = 0x1024;
 
 /// What to save, and how.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct DumpOptions {
-    /// Saves established TCP connections too. Without it they are restored closed, and never disturbed by the dump.
+    /// Saves established TCP connections too. Without it they are restored closed, and never
+    /// disturbed by the dump.
     pub keep_connections: bool,
+    /// What becomes of control groups.
+    pub cgroups: Cgroups,
 }
 
 /// What Pagemark has to remember about a dump to restore it.
@@ -63,6 +79,16 @@ pub(crate) struct Notes {
     pub shell_job: bool,
     /// Standard streams that lead out of the tree.
     pub outside: Vec<Outside>,
+    /// The working directories of the processes, as
+    /// [`encode_path`](crate::files::encode_path) writes them. Earlier versions noted none.
+    #[serde(default)]
+    pub working_directories: Vec<String>,
+    /// What becomes of control groups. (Absent in the oldest checkpoints.)
+    #[serde(default)]
+    pub cgroups: Cgroups,
+    /// The control groups in the freeze, if a restore joins them.
+    #[serde(default)]
+    pub memberships: Memberships,
 }
 
 /// When what happened.
@@ -83,21 +109,25 @@ impl Timings {
     }
 }
 
-/// A dump that is under way. Dropped at any point, the tree runs on.
+/// A dump that is under way. Dropped at any point, the tree resumes.
 #[derive(Debug)]
 pub struct Dump {
     pid: i32,
     directory: PathBuf,
+    notes: Notes,
     child: Child,
-    /// None once CRIU was told to end.
+    /// None once CRIU was asked to end.
     socket: Option<UnixStream>,
     status: File,
     withholding: Option<Withholding>,
     watch: Watch,
     state_saved_at: Option<Instant>,
+    /// Waited for when CRIU has ended.
+    _guard: Option<Guard>,
 }
 
-/// Sees when the tree is frozen, whatever Pagemark does meanwhile: what is not seen would not count as downtime.
+/// Sees when the tree is frozen, whatever Pagemark does meanwhile: what is not seen would not count
+/// as downtime.
 #[derive(Debug)]
 struct Watch {
     shared: Arc<Watched>,
@@ -121,7 +151,7 @@ impl Watch {
                         let _ = watched.frozen_at.set(Instant::now());
                         return;
                     }
-                    Some(_) => std::thread::sleep(LOOK),
+                    Some(_) => std::thread::sleep(POLL),
                     None => return,
                 }
             }
@@ -145,104 +175,124 @@ impl Drop for Watch {
 }
 
 impl Dump {
-    /// Starts CRIU and returns at once. The tree under `pid` runs on for some 40 ms, then it is frozen. `directory` must exist and be
-    /// empty; the images go there. They hold secrets of the processes, so it should be its owner's alone.
+    /// Starts CRIU and returns at once. The tree under `pid` keeps running for some 40 ms, then it
+    /// is frozen. CRIU writes its images into `directory`, which must exist and be empty. The
+    /// images hold secrets of the processes, so the directory should be its owner's alone.
     ///
     /// # Errors
-    /// [`CriuError::Gone`], or CRIU could not be started.
-    pub fn start(criu: &Criu, pid: i32, directory: &Path, options: &DumpOptions) -> Result<Dump, CriuError> {
-        let tree = stdio::tree(pid).map_err(|_| CriuError::Gone { pid })?;
+    /// [`ErrorKind::Gone`](crate::ErrorKind::Gone), or CRIU could not be started.
+    pub fn start(criu: &Criu, pid: i32, directory: &Path, options: &DumpOptions) -> Result<Dump, Error> {
+        let tree = tree::members(pid).map_err(|_| Error::criu_gone(pid))?;
+        let tree: Vec<i32> = tree.iter().map(|member| member.pid).collect();
         let notes = Notes {
             keep_connections: options.keep_connections,
             shell_job: nix::unistd::getsid(Some(nix::unistd::Pid::from_raw(pid)))
-                .map_err(|_| CriuError::Gone { pid })?
+                .map_err(|_| Error::criu_gone(pid))?
                 .as_raw()
                 != pid,
-            outside: stdio::survey(&tree),
+            outside: stdio::find_outside(&tree),
+            working_directories: working_directories(&tree),
+            cgroups: options.cgroups,
+            memberships: Memberships::new(),
         };
         write_notes(directory, &notes)?;
 
-        let io = |what: &str| CriuError::io(format!("{what} for CRIU"));
+        let io = |what: &str| Error::criu_io(format!("{what} for CRIU"));
         let (socket, page_server) = UnixStream::pair().map_err(io("make a socket pair"))?;
         let (status_read, status_write) =
             nix::unistd::pipe2(nix::fcntl::OFlag::O_CLOEXEC).map_err(|e| io("make a pipe")(e.into()))?;
 
         let mut command = criu.command("dump", directory, LOG);
         command.args(["-t", &pid.to_string(), "--lazy-pages", "--leave-running", "--file-locks", "--skip-in-flight"]);
-        command.args(["--ghost-limit", "1073741824", "--manage-cgroups=ignore"]);
+        // A datagram socket that is connected to a name outside, such as the log, is connected to it again.
+        command.args(["--ghost-limit", "1073741824", "--ext-unix-sk"]);
+        command.arg(format!("--manage-cgroups={}", options.cgroups.criu_mode()));
         command.args(["--ps-socket", &page_server.as_raw_fd().to_string()]);
         command.args(["--status-fd", &status_write.as_raw_fd().to_string()]);
         command.arg(if options.keep_connections { "--tcp-established" } else { "--tcp-close" });
         if notes.shell_job {
             command.arg("--shell-job");
         }
+        if tree.iter().any(|pid| has_lease(*pid)) {
+            // For the build ID of a file, CRIU opens the file, which would break a lease on it.
+            command.args(["--file-validation", "filesize"]);
+        }
         command.args(stdio::dump_arguments(&notes.outside));
-        // CRIU also gets the reading end of its status pipe: if Pagemark is killed, writing to it must not fail.
-        // And the directory: it is not left over while CRIU writes into it.
+        // CRIU also gets the reading end of its status pipe: if Pagemark is killed, writing to it must not
+        // fail. And the directory: it is not left over while CRIU writes into it.
         let images = scratch::hold(directory).map_err(io(&format!("hold {}", directory.display())))?;
         let inherited =
             [page_server.as_raw_fd(), status_write.as_raw_fd(), status_read.as_raw_fd(), images.as_raw_fd()];
         let (receiver, sender) = UnixStream::pair().map_err(io("make a socket pair"))?;
         let sender_number = sender.as_raw_fd();
-        // A filtered process may not suspend the filters of another, which CRIU has to if the tree has any.
-        let withhold = !tree.iter().any(|pid| has_seccomp(*pid));
-        // SAFETY: only system calls are made between fork and exec, which is allowed in a child of a process with threads.
+        let with_limits = !has_capability(CAP_SYS_RESOURCE);
+        // Without PAGEMAP_SCAN, CRIU reads pagemap itself. A filtered process may not suspend the filters of
+        // another, which CRIU has to if the tree has any.
+        let withhold = (pagemap::SCAN.is_there() || with_limits) && !tree.iter().any(|pid| has_seccomp(*pid));
+        // SAFETY: only system calls are made between fork and exec, which is allowed in a child of a
+        // process with threads.
         unsafe {
             command.pre_exec(move || {
-                crate::stdio::own_session_with(&inherited)?;
-                if withhold { super::notify::submit(sender_number) } else { Ok(()) }
+                stdio::begin_session_with(&inherited)?;
+                outlive_requests_to_end()?;
+                if withhold { super::notify::submit(sender_number, with_limits) } else { Ok(()) }
             });
         }
         let child = command.spawn().map_err(io(&format!("start {}", criu.path().display())))?;
+        let guard = Guard::start(child.id() as i32, pid, &tree).map_err(io("start a guard"))?;
         let watch = Watch::start(pid, child.id() as i32).map_err(io("start a thread"))?;
         let withholding = withhold.then(|| Withholding::start(&receiver, tree));
-        let withholding = withholding.transpose().map_err(io("answer system calls"))?;
+        let withholding = withholding.transpose().map_err(io("answer system calls"))?.flatten();
         Ok(Dump {
             pid,
             directory: directory.into(),
+            notes,
             child,
             socket: Some(socket),
             status: File::from(status_read),
             withholding,
             watch,
             state_saved_at: None,
+            _guard: guard,
         })
     }
 
-    /// Waits at most this long until the tree is being frozen. True if it is. The root process is stopped then, others of its threads
-    /// or processes may still run; [`Dump::wait_state_saved`] waits for all.
+    /// Waits at most this long until the tree is being frozen. True if it is. The root process is
+    /// stopped then, others of its threads or processes may still run;
+    /// [`Dump::wait_state_saved`] waits for all.
     ///
     /// # Errors
-    /// CRIU failed. The tree runs on.
-    pub fn wait_frozen(&mut self, at_most: Duration) -> Result<bool, CriuError> {
+    /// CRIU failed. The tree resumes.
+    pub fn wait_frozen(&mut self, at_most: Duration) -> Result<bool, Error> {
         let deadline = Instant::now() + at_most;
         loop {
             if self.watch.frozen_at().is_some() {
                 return Ok(true);
             }
-            tracer(self.pid).ok_or(CriuError::Gone { pid: self.pid })?;
+            tracer(self.pid).ok_or_else(|| Error::criu_gone(self.pid))?;
             if self.has_ended()? {
                 return Err(self.failure());
             }
             if Instant::now() >= deadline {
                 return Ok(false);
             }
-            std::thread::sleep(LOOK);
+            std::thread::sleep(POLL);
         }
     }
 
-    /// Waits until the whole tree is frozen and all its state but memory is saved. The tree stays frozen until [`Dump::thaw`].
+    /// Waits until the whole tree is frozen and all its state but memory is saved. The tree stays
+    /// frozen until [`Dump::thaw`].
     ///
     /// # Errors
-    /// CRIU failed, in its own words. The tree runs on.
-    pub fn wait_state_saved(&mut self) -> Result<(), CriuError> {
+    /// CRIU failed; the error has its message. The tree resumes.
+    pub fn wait_state_saved(&mut self) -> Result<(), Error> {
         let deadline = Instant::now() + SAVE_LIMIT;
         while !self.wait_frozen(Duration::from_secs(1))? {
             if Instant::now() >= deadline {
                 return Err(self.no_answer("freeze the processes", SAVE_LIMIT));
             }
         }
-        // The reading end is in CRIU too, so the end of CRIU is no end of file: it is looked for now and then.
+        // The reading end is in CRIU too, so the end of CRIU is no end of file and has to be polled.
         while !wait_readable(&self.status, Duration::from_millis(100))? {
             if self.has_ended()? {
                 return Err(self.failure());
@@ -258,30 +308,33 @@ impl Dump {
                 Ok(())
             }
             Ok(_) => {
-                self.child.wait().map_err(CriuError::io("wait for CRIU"))?;
+                self.child.wait().map_err(Error::criu_io("wait for CRIU"))?;
                 Err(self.failure())
             }
-            Err(error) => Err(CriuError::io("read CRIU's status")(error)),
+            Err(error) => Err(Error::criu_io("read CRIU's status")(error)),
         }
     }
 
-    /// True once [`Dump::wait_state_saved`] has succeeded: every process stands still.
+    /// True once [`Dump::wait_state_saved`] has succeeded: every process is frozen.
     pub fn is_state_saved(&self) -> bool {
         self.state_saved_at.is_some()
     }
 
-    /// Lets the tree run on, and waits until it does. Then asks `populated` for the pages of private mappings, by process, that held
-    /// data in the freeze: what CRIU was not told of.
+    /// Lets the tree resume, and waits until it runs. Then calls `populated` for the pages of
+    /// private mappings, by process, that held data in the freeze and were withheld from CRIU.
     ///
     /// # Errors
-    /// The state was not saved: no [`Dump::wait_state_saved`] has succeeded, or CRIU failed after it. The tree runs on all the same.
-    pub fn thaw(
-        mut self,
-        populated: impl FnOnce() -> HashMap<i32, RangeSet>,
-    ) -> Result<(Timings, SavedState), CriuError> {
+    /// The state was not saved: no [`Dump::wait_state_saved`] has succeeded, or CRIU failed after
+    /// it. The tree resumes all the same.
+    pub fn thaw(mut self, populated: impl FnOnce() -> HashMap<i32, RangeSet>) -> Result<(Timings, SavedState), Error> {
         let (Some(frozen_at), Some(state_saved_at)) = (self.watch.frozen_at(), self.state_saved_at) else {
-            return Err(CriuError::Failed { what: self.what(), reason: "the state is not saved yet".into() });
+            return Err(Error::criu_failed(self.what(), "the state is not saved yet"));
         };
+        if self.notes.cgroups == Cgroups::Restore {
+            let members = tree::members(self.pid).unwrap_or_default();
+            let pids: Vec<i32> = members.iter().map(|member| member.pid).collect();
+            self.notes.memberships = cgroups::memberships(&pids);
+        }
         // It must stay open until CRIU has ended, because CRIU answers.
         let mut socket = self.socket.take();
         if let Some(socket) = &mut socket {
@@ -297,27 +350,28 @@ impl Dump {
             if thawed_at.is_none() && tracer(self.pid).unwrap_or(0) == 0 {
                 thawed_at = Some(Instant::now());
             }
-            if let Some(status) = self.child.try_wait().map_err(CriuError::io("wait for CRIU"))? {
+            if let Some(status) = self.child.try_wait().map_err(Error::criu_io("wait for CRIU"))? {
                 break status;
             }
             if Instant::now() >= deadline {
                 return Err(self.no_answer("let the processes run on", THAW_LIMIT));
             }
-            std::thread::sleep(LOOK);
+            std::thread::sleep(POLL);
         };
         drop(socket);
         if !status.success() {
             return Err(self.failure());
         }
         let thawed_at = thawed_at.unwrap_or_else(Instant::now);
+        write_notes(&self.directory, &self.notes)?;
         let withheld = self.withholding.take().map(Withholding::finish).unwrap_or_default();
         add_withheld(&self.directory, &withheld, &populated())?;
         let state = SavedState::read(&self.directory)?;
         Ok((Timings { frozen_at, state_saved_at, thawed_at }, state))
     }
 
-    fn has_ended(&mut self) -> Result<bool, CriuError> {
-        Ok(self.child.try_wait().map_err(CriuError::io("wait for CRIU"))?.is_some())
+    fn has_ended(&mut self) -> Result<bool, Error> {
+        Ok(self.child.try_wait().map_err(Error::criu_io("wait for CRIU"))?.is_some())
     }
 
     fn what(&self) -> String {
@@ -325,15 +379,24 @@ impl Dump {
     }
 
     /// Why CRIU ended, from its log.
-    fn failure(&self) -> CriuError {
+    fn failure(&self) -> Error {
         if tracer(self.pid).is_none() {
-            return CriuError::Gone { pid: self.pid };
+            return Error::criu_gone(self.pid);
         }
-        CriuError::Failed { what: self.what(), reason: errors_in_log(&self.directory.join(LOG)) }
+        let reason = errors_in_log(&self.directory.join(LOG));
+        let lacks_right = reason.contains("get rlimit");
+        let error = Error::criu_failed(self.what(), reason);
+        if !lacks_right {
+            return error;
+        }
+        error.help(
+            "saving a process of another user that has seccomp filters needs CAP_SYS_RESOURCE, which pagemark lacks \
+             here (containers: --cap-add SYS_RESOURCE)",
+        )
     }
 
-    fn no_answer(&self, what: &str, limit: Duration) -> CriuError {
-        CriuError::NoAnswer { what: what.into(), criu_pid: self.child.id(), limit_s: limit.as_secs() }
+    fn no_answer(&self, what: &str, limit: Duration) -> Error {
+        Error::criu_no_answer(what, self.child.id(), limit.as_secs())
     }
 }
 
@@ -343,7 +406,7 @@ impl Drop for Dump {
         self.socket = None;
         let deadline = Instant::now() + THAW_LIMIT;
         while matches!(self.child.try_wait(), Ok(None)) && Instant::now() < deadline {
-            std::thread::sleep(LOOK);
+            std::thread::sleep(POLL);
         }
     }
 }
@@ -353,60 +416,91 @@ fn add_withheld(
     directory: &Path,
     withheld: &HashMap<i32, RangeSet>,
     populated: &HashMap<i32, RangeSet>,
-) -> Result<(), CriuError> {
+) -> Result<(), Error> {
     for (pid, ranges) in withheld {
         let path = directory.join(format!("pagemap-{pid}.img"));
         let mut pagemap = Pagemap::read(&path)?;
-        let populated = populated.get(pid).ok_or_else(|| CriuError::Failed {
-            what: "leave the memory to Pagemark".into(),
-            reason: format!("it saved process {pid}, whose memory was not tracked"),
+        let populated = populated.get(pid).ok_or_else(|| {
+            let reason = format!("it saved process {pid}, whose memory was not tracked");
+            Error::criu_failed("leave the memory to Pagemark", reason)
         })?;
         pagemap.add_withheld(&ranges.intersection(populated));
-        std::fs::write(&path, pagemap.encode()).map_err(CriuError::io(format!("write {}", path.display())))?;
+        std::fs::write(&path, pagemap.encode()).map_err(Error::criu_io(format!("write {}", path.display())))?;
     }
     Ok(())
 }
 
 /// True if a process or one of its threads is under a seccomp filter.
 fn has_seccomp(pid: i32) -> bool {
-    let Ok(tasks) = std::fs::read_dir(format!("/proc/{pid}/task")) else { return false };
-    tasks.flatten().any(|task| {
-        let status = std::fs::read_to_string(task.path().join("status")).unwrap_or_default();
-        status.lines().find_map(|line| line.strip_prefix("Seccomp:")).is_some_and(|mode| mode.trim() != "0")
-    })
+    let threads = proc::threads(pid).unwrap_or_default();
+    threads.into_iter().any(|thread| Status::read(thread).is_ok_and(|status| status.seccomp_mode != 0))
 }
 
-fn wait_readable(file: &File, at_most: Duration) -> Result<bool, CriuError> {
+/// True if a process holds a lease on a file.
+fn has_lease(pid: i32) -> bool {
+    let descriptors = proc::descriptors(pid).unwrap_or_default();
+    descriptors.iter().any(|descriptor| descriptor.has_lease().unwrap_or(false))
+}
+
+fn wait_readable(file: &File, at_most: Duration) -> Result<bool, Error> {
     use std::os::fd::AsFd;
     let mut fds = [PollFd::new(file.as_fd(), PollFlags::POLLIN)];
     let timeout = PollTimeout::try_from(at_most).unwrap_or(PollTimeout::MAX);
     match poll(&mut fds, timeout) {
         Ok(count) => Ok(count > 0),
         Err(nix::errno::Errno::EINTR) => Ok(false),
-        Err(error) => Err(CriuError::io("wait for CRIU")(error.into())),
+        Err(error) => Err(Error::criu_io("wait for CRIU")(error.into())),
     }
 }
 
-/// Who traces a process; zero if nobody. None if it is gone.
+/// The tracer of a process; zero if there is none. None if the process is gone.
 fn tracer(pid: i32) -> Option<i32> {
-    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
-    let line = |name: &str| status.lines().find_map(|line| line.strip_prefix(name)).map(str::trim);
-    if line("State:")?.starts_with(['Z', 'X']) {
-        return None;
-    }
-    line("TracerPid:")?.parse().ok()
+    Status::read(pid).ok().filter(|status| !status.is_dead()).map(|status| status.tracer_pid)
 }
 
-fn write_notes(directory: &Path, notes: &Notes) -> Result<(), CriuError> {
+/// Between fork and exec: ignores the signals by which service managers, terminals and users ask a
+/// process to end, and exempts it from the out-of-memory killer where that is permitted. CRIU would
+/// end at once, whatever code of its own a target executes. Makes only system calls.
+pub(super) fn outlive_requests_to_end() -> std::io::Result<()> {
+    use nix::sys::signal::{SigHandler, Signal, signal};
+    for number in FROM_OUTSIDE.into_iter().chain([Signal::SIGXCPU]) {
+        // SAFETY: ignoring a signal installs no handler.
+        unsafe { signal(number, SigHandler::SigIgn)? };
+    }
+    // SAFETY: the path ends with a zero byte, the buffer lives through the call, and the descriptor that
+    // is closed is the one that was just opened.
+    unsafe {
+        let file = libc::open(c"/proc/self/oom_score_adj".as_ptr(), libc::O_WRONLY | libc::O_CLOEXEC);
+        if file >= 0 {
+            // Not permitted without CAP_SYS_RESOURCE, which `pagemark doctor` reports.
+            libc::write(file, c"-1000".as_ptr().cast(), 5);
+            libc::close(file);
+        }
+    }
+    Ok(())
+}
+
+/// The working directories of the processes, each once.
+fn working_directories(tree: &[i32]) -> Vec<String> {
+    // A process that has just ended has none, and a directory that was removed holds no files.
+    let read = |pid: &i32| std::fs::read_link(proc::path(*pid, "cwd")).ok();
+    let mut directories: Vec<String> = tree.iter().filter_map(read).map(|path| encode_path(&path)).collect();
+    directories.sort();
+    directories.dedup();
+    directories
+}
+
+fn write_notes(directory: &Path, notes: &Notes) -> Result<(), Error> {
     let path = directory.join(NOTES);
-    let text = serde_json::to_vec(notes).map_err(|e| CriuError::io(format!("write {}", path.display()))(e.into()))?;
-    std::fs::write(&path, text).map_err(CriuError::io(format!("write {}", path.display())))
+    let text = serde_json::to_vec(notes).map_err(|e| Error::criu_io(format!("write {}", path.display()))(e.into()))?;
+    std::fs::write(&path, text).map_err(Error::criu_io(format!("write {}", path.display())))
 }
 
 /// What CRIU saved, in its images directory.
 #[derive(Debug)]
 pub struct SavedState {
-    /// The files that belong to the checkpoint as they are. The content of the processes' private pages is not among them.
+    /// The files that belong to the checkpoint as they are. The content of the processes' private
+    /// pages is not among them.
     pub files: Vec<PathBuf>,
     /// The processes, the root first.
     pub processes: Vec<ProcessImage>,
@@ -417,7 +511,8 @@ pub struct SavedState {
 pub struct ProcessImage {
     /// The process.
     pub pid: i32,
-    /// Its pages that hold something, in ascending order. The content of those which are not present is Pagemark's to keep.
+    /// Its pages that hold something, in ascending order. The content of those which are not
+    /// present is Pagemark's to keep.
     pub runs: Vec<PageRun>,
     pages_path: PathBuf,
 }
@@ -426,8 +521,8 @@ impl SavedState {
     /// Reads what a dump left in `directory`.
     ///
     /// # Errors
-    /// [`CriuError::Image`] if an image can't be understood.
-    pub fn read(directory: &Path) -> Result<SavedState, CriuError> {
+    /// [`ErrorKind::Image`](crate::ErrorKind::Image) if an image can't be understood.
+    pub fn read(directory: &Path) -> Result<SavedState, Error> {
         let mut processes = Vec::new();
         let mut pages_of_processes = Vec::new();
         for process in read_pstree(directory)? {
@@ -443,9 +538,9 @@ impl SavedState {
         }
         let mut files = Vec::new();
         let entries =
-            std::fs::read_dir(directory).map_err(CriuError::io(format!("read directory {}", directory.display())))?;
+            std::fs::read_dir(directory).map_err(Error::criu_io(format!("read directory {}", directory.display())))?;
         for entry in entries {
-            let path = entry.map_err(CriuError::io(format!("read directory {}", directory.display())))?.path();
+            let path = entry.map_err(Error::criu_io(format!("read directory {}", directory.display())))?.path();
             let is_image = path.extension().is_some_and(|extension| extension == "img");
             let is_notes = path.file_name().is_some_and(|name| name == NOTES);
             if (is_image || is_notes) && !pages_of_processes.contains(&path) {
@@ -458,7 +553,7 @@ impl SavedState {
 }
 
 /// The processes of an images directory, the root first.
-pub(crate) fn read_pstree(directory: &Path) -> Result<Vec<PstreeEntry>, ImageError> {
+pub(crate) fn read_pstree(directory: &Path) -> Result<Vec<PstreeEntry>, Error> {
     read_all(&directory.join("pstree.img"), images::ImageKind::Pstree)
 }
 
@@ -466,21 +561,22 @@ pub(crate) fn read_pstree(directory: &Path) -> Result<Vec<PstreeEntry>, ImageErr
 pub type Visit<'a, E> = &'a mut dyn FnMut(u64, &[u8; PAGE_SIZE]) -> Result<(), E>;
 
 impl ProcessImage {
-    /// Visits each page whose content CRIU saved itself, as page number and content, in ascending order.
+    /// Visits each page whose content CRIU saved itself, as page number and content, in ascending
+    /// order.
     ///
     /// # Errors
     /// The pages image could not be read, or what `visit` gives.
-    pub fn for_each_present<E: From<CriuError>>(&self, visit: Visit<'_, E>) -> Result<(), E> {
+    pub fn for_each_present<E: From<Error>>(&self, visit: Visit<'_, E>) -> Result<(), E> {
         if !self.runs.iter().any(|run| run.present) {
             return Ok(());
         }
         let what = || format!("read {}", self.pages_path.display());
-        let file = File::open(&self.pages_path).map_err(CriuError::io(what()))?;
+        let file = File::open(&self.pages_path).map_err(Error::criu_io(what()))?;
         let mut reader = std::io::BufReader::with_capacity(1 << 20, file);
         let mut page = [0; PAGE_SIZE];
         for run in self.runs.iter().filter(|run| run.present) {
             for number in run.page..run.page + run.pages {
-                reader.read_exact(&mut page).map_err(CriuError::io(what()))?;
+                reader.read_exact(&mut page).map_err(Error::criu_io(what()))?;
                 visit(number, &page)?;
             }
         }

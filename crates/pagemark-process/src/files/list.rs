@@ -1,4 +1,4 @@
-//! Which files a target can write: from `/proc`, while it runs or is frozen.
+//! Lists the files that a target can write, by `/proc`, while it runs or is frozen.
 
 use std::collections::HashMap;
 use std::fs::{self, File, Metadata, OpenOptions};
@@ -9,8 +9,10 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use nix::sys::statfs::{HUGETLBFS_MAGIC, TMPFS_MAGIC, statfs};
 use pagemark::Range;
+use pagemark::sys::pidfd;
+use pagemark::sys::proc::{self, Mapping, maps};
 
-use super::FilesError;
+use crate::error::{Error, ErrorKind, Object, Result};
 
 /// A regular file that a target can write, as it was when it was listed.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -33,19 +35,24 @@ pub struct OpenFile {
     pub mtime_ns: i64,
     /// Last change of anything, nanoseconds since 1970 UTC.
     pub ctime_ns: i64,
-    /// The file system's device.
+    /// Device of the file system.
     pub dev: u64,
-    /// The file's number in the file system.
+    /// Inode number.
     pub inode: u64,
-    /// When the file was made, nanoseconds since 1970 UTC, where the file system knows: tells apart two files that
-    /// had the same number one after the other.
+    /// Creation time, nanoseconds since 1970 UTC, if the file system records it. It distinguishes
+    /// two files that had the same inode number one after the other.
     pub born_ns: Option<i64>,
-    /// When this was looked up, nanoseconds since 1970 UTC, from just before.
+    /// Time just before these attributes were read, nanoseconds since 1970 UTC.
     pub seen_ns: i64,
-    /// True if every writer appends and none maps it.
+    /// True if every descriptor appends and no mapping can write the file.
     pub append_only: bool,
-    /// True if the times may not tell of a write: the file system does not note those through a mapping, and the
-    /// file is open so that it could be mapped.
+    /// True if every descriptor appends or cannot read, and no mapping can write the file: it may
+    /// be a log.
+    pub is_output: bool,
+    /// True if a descriptor has a lease on the file (`fcntl` with `F_SETLEASE`).
+    pub has_lease: bool,
+    /// True if a write may leave the times unchanged: the file system does not update them for
+    /// writes through a mapping, and a descriptor allows one to be made.
     pub times_unreliable: bool,
 }
 
@@ -56,6 +63,16 @@ pub struct Descriptor {
     pub pid: i32,
     /// Its number there.
     pub fd: i32,
+    /// True if it allows reading the file by `pread`.
+    pub is_readable: bool,
+}
+
+/// A file that is open for reading.
+#[derive(Debug)]
+pub(super) struct Opened {
+    pub file: File,
+    /// True if the target has the same open file: its position must not change.
+    pub is_targets: bool,
 }
 
 /// A shared writable mapping of a file.
@@ -65,11 +82,11 @@ pub struct SharedMapping {
     pub pid: i32,
     /// Addresses.
     pub addresses: Range,
-    /// Where in the file the first address is, bytes.
+    /// Offset of the first address in the file, bytes.
     pub offset: u64,
 }
 
-/// What tells one file from every other.
+/// Identity of a file: device, inode number, creation time.
 pub(super) type Key = (u64, u64, Option<i64>);
 
 impl OpenFile {
@@ -77,24 +94,49 @@ impl OpenFile {
         (self.dev, self.inode, self.born_ns)
     }
 
-    /// Opens it for reading: this very file, whatever its name means by now.
-    pub(super) fn open(&self) -> Result<File, FilesError> {
-        let through_descriptors =
-            self.descriptors.iter().map(|d| PathBuf::from(format!("/proc/{}/fd/{}", d.pid, d.fd)));
+    /// Opens this very file for reading, whatever its path means by now. A file with a lease is not
+    /// opened, because that would break the lease; the target's own descriptor is copied.
+    pub(super) fn open(&self) -> Result<Opened> {
+        if self.has_lease {
+            return self.copy_descriptor();
+        }
+        let through_descriptors = self.descriptors.iter().map(|d| proc::descriptors::path(d.pid, d.fd));
         let through_mappings = self.mappings.iter().map(map_file);
         let mut failure = io::Error::from(io::ErrorKind::NotFound);
         for path in through_descriptors.chain(through_mappings).chain([self.path.clone()]) {
-            // The target's access time stays its own, where that is allowed.
+            // The access time is left unchanged if that is permitted.
             let open = |flags| {
                 OpenOptions::new().read(true).custom_flags(flags | libc::O_NONBLOCK | libc::O_NOCTTY).open(&path)
             };
             match open(libc::O_NOATIME).or_else(|_| open(0)).and_then(|file| Ok((file.metadata()?, file))) {
-                Ok((metadata, file)) if (metadata.dev(), metadata.ino()) == (self.dev, self.inode) => return Ok(file),
+                Ok((metadata, file)) if (metadata.dev(), metadata.ino()) == (self.dev, self.inode) => {
+                    return Ok(Opened { file, is_targets: false });
+                }
                 Ok(_) => {}
                 Err(error) => failure = error,
             }
         }
-        Err(FilesError::io("open", &self.path)(failure))
+        Err(super::io("open", &self.path)(failure))
+    }
+
+    fn copy_descriptor(&self) -> Result<Opened> {
+        let readable = self.descriptors.iter().find(|descriptor| descriptor.is_readable).ok_or_else(|| {
+            let reason = "has a lease, and the process that holds the lease cannot read it";
+            Error::about(ErrorKind::Leased, Object::File(self.path.clone()), reason)
+                .help("opening the file would break the lease; the checkpoint is possible without the lease")
+        })?;
+        let copy = pidfd::duplicate(readable.pid, readable.fd).map_err(|source| {
+            super::io("copy the descriptor (pidfd_getfd, Linux 5.6) of", &self.path)(source)
+                .help("the file has a lease, and opening the file would break it")
+        })?;
+        Ok(Opened { file: File::from(copy), is_targets: true })
+    }
+
+    /// A file that no process has open. Its times are unreliable if a process may have mapped it
+    /// and written through the mapping (`hides_writes`) between two listings.
+    pub(super) fn closed(path: PathBuf, metadata: &Metadata, seen_ns: i64, hides_writes: bool) -> OpenFile {
+        let file = OpenFile::new(path, metadata, seen_ns);
+        OpenFile { append_only: false, is_output: false, times_unreliable: hides_writes, ..file }
     }
 
     fn new(path: PathBuf, metadata: &Metadata, seen_ns: i64) -> OpenFile {
@@ -113,6 +155,8 @@ impl OpenFile {
             born_ns: metadata.created().ok().map(unix_ns),
             seen_ns,
             append_only: true,
+            is_output: true,
+            has_lease: false,
             times_unreliable: false,
         }
     }
@@ -120,20 +164,31 @@ impl OpenFile {
 
 /// The regular files that the processes can write, by a descriptor or a shared mapping, each once.
 ///
-/// Left out: what has no name any more (CRIU saves those), and what is no regular file. Shared memory under
-/// `/dev/shm` is regular files and is in. A process that is gone has none open.
+/// Left out are files without a name (CRIU saves those) and files that are not regular. Shared
+/// memory under `/dev/shm` consists of regular files and is included. A process that is gone has no
+/// open files.
 ///
 /// # Errors
-/// [`FilesError::Process`] if one may not be looked into, [`FilesError::OutOfReach`] if a file's name does not
-/// lead to it from here.
-pub fn open_for_writing(pids: &[i32]) -> Result<Vec<OpenFile>, FilesError> {
+/// [`ErrorKind::System`] if tracing a process is not permitted, [`ErrorKind::BadPath`] if a file
+/// cannot be reached by its path.
+pub fn open_for_writing(pids: &[i32]) -> Result<Vec<OpenFile>> {
     let mut files: HashMap<(u64, u64), OpenFile> = HashMap::new();
     for &pid in pids {
         match descriptors(pid, &mut files).and_then(|()| mappings(pid, &mut files)) {
             Ok(()) => {}
-            Err(Failure::Process(error)) if is_gone(&error) => {}
-            Err(Failure::Process(source)) => return Err(FilesError::Process { pid, source }),
-            Err(Failure::OutOfReach(path)) => return Err(FilesError::OutOfReach { pid, path }),
+            Err(Failure::Process(error)) if proc::is_gone(&error) => {}
+            Err(Failure::Process(source)) => {
+                return Err(Error::system("list the open files of", Object::Process(pid))(source)
+                    .help("this needs the process's own user, or root"));
+            }
+            Err(Failure::OutOfReach(path)) => {
+                let reason = format!(
+                    "cannot be reached by the path under which process {pid} has it open for writing: it was removed or replaced \
+                     while another link to it exists, or the process has another root directory"
+                );
+                return Err(Error::about(ErrorKind::BadPath, Object::File(path), reason)
+                    .help("close it, or checkpoint memory alone"));
+            }
         }
     }
     let mut files: Vec<OpenFile> = files.into_values().collect();
@@ -155,54 +210,50 @@ impl From<io::Error> for Failure {
 type Files = HashMap<(u64, u64), OpenFile>;
 
 fn descriptors(pid: i32, files: &mut Files) -> Result<(), Failure> {
-    for entry in fs::read_dir(format!("/proc/{pid}/fd"))? {
-        let Some(fd) = entry?.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
-        let link = PathBuf::from(format!("/proc/{pid}/fd/{fd}"));
-        let Some(flags) = unless_gone(open_flags(pid, fd))?.flatten() else { continue };
+    for descriptor in proc::descriptors(pid)? {
+        let Some(info) = unless_gone(descriptor.info())? else { continue };
+        let Some(flags) = info.in_base("flags", 8).and_then(|flags| i32::try_from(flags).ok()) else { continue };
         if flags & libc::O_PATH != 0 || flags & libc::O_ACCMODE == libc::O_RDONLY {
             continue;
         }
+        let link = descriptor.path();
         if let Some(file) = entry_of(&link, files)? {
-            file.descriptors.push(Descriptor { pid, fd });
+            let reads = flags & libc::O_ACCMODE == libc::O_RDWR;
+            // Direct reads need aligned memory.
+            let is_readable = reads && flags & libc::O_DIRECT == 0;
+            file.descriptors.push(Descriptor { pid, fd: descriptor.number, is_readable });
             file.append_only &= flags & libc::O_APPEND != 0;
-            // Only a descriptor that also reads can be mapped shared and writable.
-            file.times_unreliable |= flags & libc::O_ACCMODE == libc::O_RDWR && hides_mapped_writes(&link);
+            file.is_output &= !reads || flags & libc::O_APPEND != 0;
+            file.has_lease |= proc::descriptors::lease_in(&info);
+            // Only a descriptor that also reads allows a shared writable mapping.
+            file.times_unreliable |= reads && hides_mapped_writes(&link);
         }
     }
     Ok(())
 }
 
 fn mappings(pid: i32, files: &mut Files) -> Result<(), Failure> {
-    // Names in it need not be UTF-8; only what stands before them is read.
-    for line in fs::read(format!("/proc/{pid}/maps"))?.split(|&byte| byte == b'\n') {
-        let Some((addresses, offset)) = shared_writable(&String::from_utf8_lossy(line)) else { continue };
-        let mapping = SharedMapping { pid, addresses, offset };
+    let is_writable_file = |mapping: &Mapping| mapping.writable && mapping.shared && mapping.inode != 0;
+    for mapping in maps::read(pid)?.into_iter().filter(is_writable_file) {
+        let mapping = SharedMapping { pid, addresses: mapping.range(), offset: mapping.offset };
         if let Some(file) = entry_of(&map_file(&mapping), files)? {
             file.mappings.push(mapping);
             file.append_only = false;
+            file.is_output = false;
         }
     }
     Ok(())
 }
 
-/// Addresses and offset, if the line of `/proc/PID/maps` is a shared writable mapping of something with an inode.
-fn shared_writable(line: &str) -> Option<(Range, u64)> {
-    let mut fields = line.split_ascii_whitespace();
-    let (start, end) = fields.next()?.split_once('-')?;
-    let (permissions, offset, _device, inode) = (fields.next()?, fields.next()?, fields.next()?, fields.next()?);
-    let hex = |digits| u64::from_str_radix(digits, 16).ok();
-    (permissions.contains('w') && permissions.ends_with('s') && inode != "0")
-        .then_some((hex(start)?..hex(end)?, hex(offset)?))
-}
-
 fn map_file(mapping: &SharedMapping) -> PathBuf {
     let Range { start, end } = mapping.addresses;
-    PathBuf::from(format!("/proc/{}/map_files/{start:x}-{end:x}", mapping.pid))
+    proc::path(mapping.pid, &format!("map_files/{start:x}-{end:x}"))
 }
 
-/// The entry of the file behind a link under `/proc`; none if that is gone or no file that counts.
+/// The entry of the file behind a link under `/proc`. None if the link is gone or the file is left
+/// out.
 fn entry_of<'a>(link: &Path, files: &'a mut Files) -> Result<Option<&'a mut OpenFile>, Failure> {
-    // A file may be renamed between two looks at a running target.
+    // A running target may rename the file between reading its path and using that.
     for attempt in 0.. {
         let seen_ns = unix_ns(SystemTime::now());
         let Some((path, metadata)) = unless_gone(fs::read_link(link).and_then(|path| Ok((path, fs::metadata(link)?))))?
@@ -227,27 +278,17 @@ fn entry_of<'a>(link: &Path, files: &'a mut Files) -> Result<Option<&'a mut Open
     Ok(None)
 }
 
-fn open_flags(pid: i32, fd: i32) -> io::Result<Option<i32>> {
-    let text = fs::read_to_string(format!("/proc/{pid}/fdinfo/{fd}"))?;
-    let octal = text.lines().find_map(|line| line.strip_prefix("flags:"));
-    Ok(octal.and_then(|digits| i32::from_str_radix(digits.trim(), 8).ok()))
-}
-
-fn hides_mapped_writes(link: &Path) -> bool {
+pub(super) fn hides_mapped_writes(link: &Path) -> bool {
     statfs(link).is_ok_and(|fs| [TMPFS_MAGIC, HUGETLBFS_MAGIC].contains(&fs.filesystem_type()))
 }
 
-/// What a process closes or leaves while it is looked at was not open.
+/// Takes a descriptor or mapping that has gone meanwhile for one that was not open.
 fn unless_gone<T>(result: io::Result<T>) -> io::Result<Option<T>> {
     match result {
         Ok(value) => Ok(Some(value)),
-        Err(error) if is_gone(&error) => Ok(None),
+        Err(error) if proc::is_gone(&error) => Ok(None),
         Err(error) => Err(error),
     }
-}
-
-fn is_gone(error: &io::Error) -> bool {
-    matches!(error.raw_os_error(), Some(libc::ENOENT | libc::ESRCH))
 }
 
 fn nanoseconds(seconds: i64, nanoseconds: i64) -> i64 {
@@ -268,14 +309,14 @@ mod tests {
 
     use super::*;
 
-    /// What this process has open below `directory`.
+    /// The files below `directory` that this process has open.
     fn listed(directory: &Path) -> Vec<OpenFile> {
         let files = open_for_writing(&[std::process::id() as i32]).expect("our own files can be listed");
         files.into_iter().filter(|file| file.path.starts_with(directory)).collect()
     }
 
     #[test]
-    fn finds_what_can_be_written_and_nothing_else() {
+    fn writable_files_are_found_and_no_others() {
         let directory = tempfile::tempdir().unwrap();
         let at = |name: &str| directory.path().join(name);
         let mut log = OpenOptions::new().append(true).create(true).open(at("log")).unwrap();
@@ -309,7 +350,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_whose_name_is_gone_is_told() {
+    fn a_file_whose_name_is_gone_is_reported() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("file");
         let out = File::create(&path).unwrap();
@@ -319,17 +360,6 @@ mod tests {
         let result = open_for_writing(&[child.id() as i32]);
         child.kill().unwrap();
         child.wait().unwrap();
-        assert!(matches!(result, Err(FilesError::OutOfReach { .. })), "{result:?}");
-    }
-
-    #[test]
-    fn reads_lines_of_maps() {
-        let shared = "7f00-7f01 rw-s 00002000 fd:00 77   /a b";
-        assert_eq!(shared_writable(shared), Some((0x7f00..0x7f01, 0x2000)));
-        for other in
-            ["7f00-7f01 r--s 0 fd:00 77 /a", "7f00-7f01 rw-p 0 fd:00 77 /a", "7f00-7f01 rw-s 0 00:00 0", "x", ""]
-        {
-            assert_eq!(shared_writable(other), None, "{other}");
-        }
+        assert_eq!(result.unwrap_err().kind(), ErrorKind::BadPath);
     }
 }

@@ -1,10 +1,10 @@
-//! Paths as text: a path need not be UTF-8, a manifest must.
+//! Paths as text: a path may be any bytes, a manifest is UTF-8.
 
 use std::ffi::OsString;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
 
-/// The path as a manifest holds it: bytes that are not UTF-8 as `\xNN`, a backslash as `\\`.
+/// Encodes a path for a manifest: bytes that are not UTF-8 as `\xNN`, a backslash as `\\`.
 pub fn encode_path(path: &Path) -> String {
     let mut text = String::new();
     for chunk in path.as_os_str().as_bytes().utf8_chunks() {
@@ -14,7 +14,7 @@ pub fn encode_path(path: &Path) -> String {
     text
 }
 
-/// The path that [`encode_path`] wrote; none if `text` is not of that form.
+/// Decodes a path that [`encode_path`] encoded. None if `text` is not of that form.
 pub fn decode_path(text: &str) -> Option<PathBuf> {
     let mut decoded = Vec::with_capacity(text.len());
     let mut bytes = text.bytes();

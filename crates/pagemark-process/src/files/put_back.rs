@@ -1,262 +1,452 @@
-//! Gives files back what they held at a checkpoint, and keeps what they hold now beside them.
+//! Puts back the content that files had at a checkpoint, in place, and sets their present content
+//! aside.
+//!
+//! A file keeps its inode: a program that is restored compares it with the inode that it knows, as
+//! SQLite does. The order of the steps makes the present content recoverable at every instant:
+//!
+//! 1. Every file is examined and its content compared; nothing is changed. Whatever can be known to
+//!    fail fails here.
+//! 2. The present content of the files that are going to change is copied to a directory of its own
+//!    ([`asides`](super::asides)) and synced, with a description of it.
+//! 3. The files are changed and synced. If this fails, or what follows it in the restore, the files
+//!    are changed back from the copies.
 
-use std::collections::HashSet;
-use std::ffi::{OsStr, OsString};
-use std::fs::{self, File, FileTimes, Metadata, OpenOptions, Permissions};
-use std::io::{self, ErrorKind};
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::collections::{HashMap, HashSet};
+use std::fs::{File, FileTimes, Metadata, OpenOptions};
+use std::io;
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt, PermissionsExt, fchown, lchown};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Component, Path, PathBuf};
-use std::rc::Rc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use nix::errno::Errno;
-use nix::fcntl::{AT_FDCWD, OFlag, RenameFlags, openat, renameat2};
-use nix::sys::stat::Mode;
+use nix::sys::statvfs::fstatvfs;
+use nix::unistd::{AccessFlags, faccessat};
+use pagemark::blob::{BlobReader, Difference};
 use pagemark::repository::FileRecord;
-use pagemark::{PAGE_SIZE, PageTree, Store};
+use pagemark::{ByteCount, Store};
 
-use super::scan::{Page, next_data, page_count, read_full};
-use super::{FilesError, decode_path};
+use super::asides::{AsideDirectory, AsideFile};
+use super::change::{Change, ChangeKind, set_file_attributes};
+use super::data_tree::TreeRecord;
+use super::decode_path;
+use super::directory::{Directory, Entry, UnsyncedDirectories};
+use super::put_back_tree::TreePlan;
+use super::writers::{inode, is_own_output, writers};
+use crate::error::{Error, ErrorKind, Object, Result};
 
-const PAGE: u64 = PAGE_SIZE as u64;
-const NAME_MAX: usize = 255;
+/// Pause before a process counts as a writer.
+const WRITER_RETRY: Duration = Duration::from_millis(50);
 
-/// A file that was looked at by [`put_back`].
+/// A file that was put back.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct PutBack {
     /// Its path.
     pub path: PathBuf,
     /// What was done to it.
-    pub what: What,
-    /// Under which name what it held is kept now, if it held something else than at the checkpoint.
+    pub action: FileAction,
+    /// Path of the copy of its previous content, if that differed from the checkpoint.
     pub set_aside: Option<PathBuf>,
 }
 
 /// What was done to a file.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum What {
-    /// Nothing: it holds what it held.
+pub enum FileAction {
+    /// Nothing: its content is that of the checkpoint, or it is an output that other programs write
+    /// too.
     Untouched,
-    /// It holds what it held; permissions or owner were put back.
+    /// Its content is that of the checkpoint; permissions or owner were put back.
     Permissions,
-    /// It was gone and is there again, its directories too.
+    /// It was gone, and was created again together with its directories.
     Recreated,
-    /// Another file with the checkpoint's content stands in its place.
-    Replaced,
-    /// The checkpoint's content was written into it, since it has further names or is a mount point.
+    /// The checkpoint's content was written into it.
     Rewritten,
+    /// It is new since the checkpoint, in a directory that belongs to the job, and was removed.
+    Removed,
 }
 
-/// Puts the files back as `records` tell, their content from `store`. What a file holds now is kept beside it as
-/// `NAME.pagemark-aside-YYYYmmddTHHMMSS` (`now`, in UTC; with `-2` … if there is one already).
-///
-/// The content of all files is written and synced before the first one is touched. A file is replaced by a rename,
-/// after what it holds got its second name, so at every instant both contents can be reached.
+/// The files that [`put_back`] has changed. The changes stay, unless they are undone.
+#[derive(Debug)]
+#[must_use = "the asides of changes that are neither kept nor undone count as those of an interrupted restore"]
+pub struct ChangedFiles {
+    files: Vec<PutBack>,
+    /// In the order in which they were made.
+    changes: Vec<Change>,
+    aside: Option<AsideDirectory>,
+}
+
+/// Puts back the files of `records`, with their content from `store`, and makes `trees` as they
+/// were: what is new in them is removed and kept among the asides. `checkpoint` is the name of the
+/// checkpoint, such as `simulate@12`. The present content of the files that change is copied to a
+/// new directory in `asides`.
 ///
 /// # Errors
-/// [`FilesError::BadPath`] and [`FilesError::NoDirectory`] before anything is changed; [`FilesError::Store`] or
-/// [`FilesError::Io`] when a content cannot be read or written, with no file touched either, or when one cannot be
-/// replaced, with those before it put back; [`FilesError::HalfWay`] when a file's present content was set aside
-/// already.
-pub fn put_back(records: &[FileRecord], store: &dyn Store, now: SystemTime) -> Result<Vec<PutBack>, FilesError> {
+/// No file was changed, or all changes were undone, unless the kind is [`ErrorKind::NotUndone`].
+/// [`ErrorKind::BadPath`]: the checkpoint names a file that cannot be put back at its path, and
+/// what is in the way. [`ErrorKind::FileInUse`]: a process has a file open for writing.
+/// [`ErrorKind::Store`], [`ErrorKind::System`]: content cannot be read, or a file cannot be
+/// written.
+pub fn put_back(
+    records: &[FileRecord],
+    trees: &[TreeRecord],
+    store: &dyn Store,
+    checkpoint: &str,
+    asides: &Path,
+) -> Result<ChangedFiles> {
     let mut names = HashSet::new();
     let mut paths = Vec::with_capacity(records.len());
     for record in records {
-        let bad = |reason| FilesError::BadPath { path: record.path.clone(), reason };
+        let bad = |reason: &'static str| {
+            Error::about(ErrorKind::BadPath, Object::Recorded(record.path.clone()), reason)
+                .during("the checkpoint names the file")
+                .help("nothing was changed; is the repository damaged?")
+        };
         let path = checked(record).map_err(bad)?;
         if !names.insert(path.clone()) {
             return Err(bad("it is named twice"));
         }
         paths.push(path);
     }
-    let stamp = stamp(now);
-    let planned: Vec<Plan<'_>> =
-        records.iter().zip(paths).map(|(record, path)| Plan::new(record, path, store)).collect::<Result<_, _>>()?;
-    planned.into_iter().map(|plan| plan.carry_out(&stamp)).collect()
+    let plans = records.iter().zip(paths).map(|(record, path)| Plan::new(record, path, store));
+    let plans = plans.collect::<Result<Vec<_>>>()?;
+    let tree_plan = TreePlan::new(trees, &names)?;
+    check_writers(&plans, &tree_plan)?;
+    check_space(&plans)?;
+    if plans.iter().all(|plan| matches!(plan.step, Step::Nothing)) && tree_plan.is_empty() {
+        let files = plans.into_iter().map(|plan| plan.done(FileAction::Untouched, None)).collect();
+        return Ok(ChangedFiles { files, changes: Vec::new(), aside: None });
+    }
+    let mut aside = AsideDirectory::create(asides, checkpoint, SystemTime::now())?;
+    match set_aside(&plans, &tree_plan, &mut aside) {
+        Ok(asides) => carry_out(&plans, &tree_plan, asides, aside),
+        Err(error) => {
+            aside.remove()?;
+            Err(error)
+        }
+    }
 }
 
-/// A file that is to be put back, with everything that can fail for want of space or content done.
+/// The paths of the asides; None where there is no previous content.
+struct Asides {
+    /// The copy for each plan.
+    copies: Vec<Option<PathBuf>>,
+    /// The aside of each file that is removed.
+    removed: Vec<Option<PathBuf>>,
+}
+
+/// Copies the present content of the files whose content changes, and describes all files that
+/// change.
+fn set_aside(plans: &[Plan<'_>], trees: &TreePlan, aside: &mut AsideDirectory) -> Result<Asides> {
+    let (mut copies, mut files) = (Vec::with_capacity(plans.len()), Vec::new());
+    for plan in plans {
+        let (copy, present) = match &plan.step {
+            Step::Nothing => {
+                copies.push(None);
+                continue;
+            }
+            Step::SetAttributes { present } => (None, Some(present)),
+            Step::Create => (None, None),
+            Step::Rewrite { present, .. } => {
+                let file = plan.open_same(present, false)?;
+                (Some(aside.copy(&plan.path, &file)?), Some(present))
+            }
+        };
+        copies.push(copy.as_ref().map(|name| aside.path_of(name)));
+        files.push(AsideFile::new(&plan.path, copy, present));
+    }
+    let removed = trees.set_aside(aside, &mut files)?;
+    aside.describe(files)?;
+    Ok(Asides { copies, removed })
+}
+
+fn carry_out(plans: &[Plan<'_>], trees: &TreePlan, asides: Asides, aside: AsideDirectory) -> Result<ChangedFiles> {
+    let mut changed = ChangedFiles { files: Vec::with_capacity(plans.len()), changes: Vec::new(), aside: Some(aside) };
+    match changed.carry_out(plans, trees, asides) {
+        Ok(()) => Ok(changed),
+        Err(error) => {
+            changed.undo().map_err(|undo| undo.during(format!("{error}; then the change back failed:")))?;
+            Err(error)
+        }
+    }
+}
+
+impl ChangedFiles {
+    fn carry_out(&mut self, plans: &[Plan<'_>], trees: &TreePlan, asides: Asides) -> Result<()> {
+        let (changes, mut unsynced, mut tree_files) = (&mut self.changes, UnsyncedDirectories::default(), Vec::new());
+        trees.carry_out(asides.removed, changes, &mut unsynced, &mut tree_files)?;
+        for (plan, copy) in plans.iter().zip(asides.copies) {
+            let action = plan.carry_out(copy.as_deref(), changes, &mut unsynced)?;
+            self.files.push(plan.done(action, copy));
+        }
+        trees.make_links(changes, &mut unsynced, &mut tree_files)?;
+        trees.set_attributes(changes, &mut tree_files)?;
+        self.files.append(&mut tree_files);
+        unsynced.sync()
+    }
+
+    /// The files, in the order of the records; then what was removed or made in data trees.
+    pub fn files(&self) -> &[PutBack] {
+        &self.files
+    }
+
+    /// Keeps the changes. The asides stay until they are removed ([`asides::remove`]).
+    ///
+    /// [`asides::remove`]: super::asides::remove
+    ///
+    /// # Errors
+    /// [`ErrorKind::System`]: the description of the asides could not be written; they count as
+    /// those of an interrupted restore.
+    pub fn keep(self) -> Result<Vec<PutBack>> {
+        if let Some(aside) = self.aside {
+            aside.complete()?;
+        }
+        Ok(self.files)
+    }
+
+    /// Makes the files as they were before. Then nothing is set aside any more.
+    ///
+    /// # Errors
+    /// [`ErrorKind::NotUndone`]: a file could not be changed back; the asides stay.
+    pub fn undo(self) -> Result<()> {
+        let aside = self.aside.as_ref().map_or(Path::new("/"), AsideDirectory::path);
+        let (mut failure, mut unsynced) = (None, UnsyncedDirectories::default());
+        for change in self.changes.into_iter().rev() {
+            // The others are changed back all the same.
+            if let Err(error) = change.undo(aside, &mut unsynced) {
+                failure.get_or_insert(error);
+            }
+        }
+        failure.map_or(Ok(()), Err)?;
+        unsynced.sync()?;
+        self.aside.map_or(Ok(()), AsideDirectory::remove)
+    }
+}
+
+/// A file to put back. All that can be checked is checked, and nothing is changed.
 struct Plan<'a> {
     record: &'a FileRecord,
     path: PathBuf,
-    tree: PageTree,
-    store: &'a dyn Store,
-    way: Way,
+    content: BlobReader<'a>,
+    step: Step,
 }
 
-enum Way {
-    Untouched,
-    Permissions(File),
-    Place { directory: Directory, new: Unnamed },
+/// The step that is left to do for a file.
+enum Step {
+    /// None: it is as in the checkpoint.
+    Nothing,
+    /// Set owner and mode.
+    SetAttributes { present: Metadata },
+    /// Write the content in place.
+    Rewrite { present: Metadata, difference: Difference },
+    /// Create the file and missing directories above it.
+    Create,
 }
 
 impl<'a> Plan<'a> {
-    fn new(record: &'a FileRecord, path: PathBuf, store: &'a dyn Store) -> Result<Plan<'a>, FilesError> {
-        let tree = PageTree::load(record.root, store).map_err(FilesError::store(&path))?;
-        let directory = Directory::open(&path, record)?;
-        let mut plan = Plan { record, path, tree, store, way: Way::Untouched };
-        if let Some((file, metadata)) = directory.regular().map_err(plan.io("open"))?
-            && plan.is_content_of(&file, &metadata)?
-        {
-            let held = (metadata.mode() & 0o7777, metadata.uid(), metadata.gid());
-            if held != (record.mode, record.uid, record.gid) {
-                plan.way = Way::Permissions(file);
-            }
+    fn new(record: &'a FileRecord, path: PathBuf, store: &'a dyn Store) -> Result<Plan<'a>> {
+        let content = record.content.reader(store).map_err(super::store(&path))?;
+        let mut plan = Plan { record, path, content, step: Step::Nothing };
+        let (directory, missing) = Directory::open(plan.parent())?;
+        let entry = Entry::in_directory(directory, &plan.path);
+        let present = if missing.is_empty() { entry.present().map_err(plan.io("examine"))? } else { None };
+        let Some(present) = present else {
+            // Opened for reading, the checkpoint's content is known to be there.
+            plan.content.check().map_err(super::store(&plan.path))?;
+            let (access, flags) = (AccessFlags::W_OK | AccessFlags::X_OK, nix::fcntl::AtFlags::AT_EACCESS);
+            faccessat(entry.directory(), ".", access, flags).map_err(|errno| plan.io("create")(errno.into()))?;
+            plan.step = Step::Create;
+            return Ok(plan);
+        };
+        if !present.is_file() {
+            let reason = "was a regular file at the checkpoint and is something else now";
+            return Err(Error::about(ErrorKind::BadPath, Object::File(plan.path), reason)
+                .help("nothing was changed; move it away and try again"));
+        }
+        let readable = entry.open(false).map_err(plan.io("open"))?;
+        let present = readable.metadata().map_err(plan.io("examine"))?;
+        if record.is_shared || is_own_output(&present) {
             return Ok(plan);
         }
-        let new = directory.create_temporary().map_err(plan.io("create a file beside"))?;
-        plan.write_into(&new.file, "write the checkpoint's content beside")?;
-        plan.give_attributes(&new.file)?;
-        new.file.sync_all().map_err(plan.io("sync the checkpoint's content beside"))?;
-        plan.way = Way::Place { directory, new };
+        let difference = plan.content.difference(&readable).map_err(plan.content_error("compare"))?;
+        let held = (present.mode() & 0o7777, present.uid(), present.gid());
+        if !difference.is_empty() {
+            entry.open(true).map_err(plan.io("open for writing"))?;
+            plan.step = Step::Rewrite { present, difference };
+        } else if held != (record.mode, record.uid, record.gid) {
+            plan.step = Step::SetAttributes { present };
+        }
         Ok(plan)
     }
 
-    fn carry_out(mut self, stamp: &str) -> Result<PutBack, FilesError> {
-        let (what, set_aside) = match std::mem::replace(&mut self.way, Way::Untouched) {
-            Way::Untouched => (What::Untouched, None),
-            Way::Permissions(file) => {
-                self.give_owner_and_mode(&file)?;
-                (What::Permissions, None)
-            }
-            Way::Place { directory, new } => self.place(&directory, new, stamp)?,
-        };
-        Ok(PutBack { path: self.path, what, set_aside })
+    fn done(&self, action: FileAction, set_aside: Option<PathBuf>) -> PutBack {
+        PutBack { path: self.path.clone(), action, set_aside }
     }
 
-    fn place(
+    /// The path of the file's directory.
+    fn parent(&self) -> &Path {
+        self.path.parent().unwrap_or(Path::new("/"))
+    }
+
+    /// Opens the file, which must be the one that was examined.
+    fn open_same(&self, present: &Metadata, write: bool) -> Result<File> {
+        Entry::of(&self.path)?.open_same(inode(present), write).map_err(self.io("open"))
+    }
+
+    /// Changes the file. What was changed is added to `changes`, also if this fails. `copy` has the
+    /// present content.
+    fn carry_out(
         &self,
-        directory: &Directory,
-        mut new: Unnamed,
-        stamp: &str,
-    ) -> Result<(What, Option<PathBuf>), FilesError> {
-        let named = directory.at(&directory.name);
-        let present = match fs::symlink_metadata(&named) {
-            Ok(present) => Some(present),
-            Err(error) if error.kind() == ErrorKind::NotFound => None,
-            Err(error) => return Err(self.io("look at")(error)),
-        };
-        let Some(present) = present else {
-            // Should another program make one of that name right now, it stays.
-            rename_to_free_name(&new.path, &named).map_err(self.io("create"))?;
-            new.is_placed = true;
-            directory.sync().map_err(self.io("sync the directory of"))?;
-            return Ok((What::Recreated, None));
-        };
-        let has_more_names = present.is_file() && present.nlink() > 1;
-        let aside =
-            if has_more_names { None } else { directory.set_aside(&present, stamp).map_err(self.io("set aside"))? };
-        let Some(aside) = aside else {
-            let aside = self.copy_aside(directory, &present, stamp)?;
-            self.rewrite(directory).map_err(self.half_way(&aside))?;
-            return Ok((What::Rewritten, Some(aside)));
-        };
-        fs::rename(&new.path, &named)
-            .and_then(|()| {
-                new.is_placed = true;
-                directory.sync()
-            })
-            .map_err(self.io("replace"))
-            .map_err(self.half_way(&aside))?;
-        Ok((What::Replaced, Some(aside)))
-    }
-
-    /// Copies what the file holds to a file of its own beside it.
-    fn copy_aside(&self, directory: &Directory, present: &Metadata, stamp: &str) -> Result<PathBuf, FilesError> {
-        let failed = |error| self.io("copy aside what is in")(error);
-        let mut from = directory.open_named(false).map_err(failed)?;
-        let mut copy = directory.create_temporary().map_err(failed)?;
-        io::copy(&mut from, &mut copy.file).map_err(failed)?;
-        fchown(&copy.file, Some(present.uid()), Some(present.gid())).map_err(failed)?;
-        copy.file.set_permissions(Permissions::from_mode(present.mode() & 0o7777)).map_err(failed)?;
-        copy.file.sync_all().map_err(failed)?;
-        let aside = directory.free_name(stamp, |aside| rename_to_free_name(&copy.path, aside)).map_err(failed)?;
-        copy.is_placed = true;
-        directory.sync().map_err(failed)?;
-        Ok(aside)
-    }
-
-    fn rewrite(&self, directory: &Directory) -> Result<(), FilesError> {
-        let file = directory.open_named(true).map_err(self.io("open"))?;
-        file.set_len(0).map_err(self.io("cut"))?;
-        self.write_into(&file, "rewrite")?;
-        self.give_attributes(&file)?;
-        file.sync_all().map_err(self.io("sync"))
-    }
-
-    /// Writes the content into an empty file; pages of zeros stay holes.
-    fn write_into(&self, file: &File, operation: &'static str) -> Result<(), FilesError> {
-        let size = self.record.size;
-        file.set_len(size).map_err(self.io(operation))?;
-        let mut page: Page = [0; PAGE_SIZE];
-        for (number, id) in self.tree.range(0..page_count(size)) {
-            self.store.get_page(id, &mut page).map_err(FilesError::store(&self.path))?;
-            let at = number * PAGE;
-            let length = usize::try_from(size - at).unwrap_or(usize::MAX).min(PAGE_SIZE);
-            file.write_all_at(&page[..length], at).map_err(self.io(operation))?;
-        }
-        Ok(())
-    }
-
-    /// True if the file holds what it held at the checkpoint.
-    fn is_content_of(&self, file: &File, metadata: &Metadata) -> Result<bool, FilesError> {
-        let size = self.record.size;
-        if metadata.len() != size {
-            return Ok(false);
-        }
-        let end = page_count(size) * PAGE;
-        let (mut held, mut page): (Page, Page) = ([0; PAGE_SIZE], [0; PAGE_SIZE]);
-        let mut at = 0;
-        while at < end {
-            let data = next_data(file, at, end).map_err(self.io("read"))?;
-            if self.tree.range(at / PAGE..data.start / PAGE).next().is_some() {
-                return Ok(false);
+        copy: Option<&Path>,
+        changes: &mut Vec<Change>,
+        unsynced: &mut UnsyncedDirectories,
+    ) -> Result<FileAction> {
+        let mut change = |kind| changes.push(Change { path: self.path.clone(), kind });
+        match &self.step {
+            Step::Nothing => Ok(FileAction::Untouched),
+            Step::SetAttributes { present } => {
+                let file = self.open_same(present, false)?;
+                change(ChangeKind::FileAttributes { before: present.clone() });
+                self.give_owner_and_mode(&file)?;
+                Ok(FileAction::Permissions)
             }
-            for number in data.start / PAGE..data.end / PAGE {
-                let read = read_full(file, &mut held, number * PAGE, size).map_err(self.io("read"))?;
-                held[read..].fill(0);
-                self.store.get_page(self.tree.get(number), &mut page).map_err(FilesError::store(&self.path))?;
-                if held != page {
-                    return Ok(false);
-                }
+            Step::Rewrite { present, difference } => {
+                // There is a copy for each file that is rewritten.
+                let Some(copy) = copy else { return Ok(FileAction::Untouched) };
+                let file = self.open_same(present, true)?;
+                change(ChangeKind::Content { copy: copy.to_owned(), before: present.clone() });
+                self.content.apply(difference, &file).map_err(self.content_error("write"))?;
+                self.give_attributes(&file)?;
+                file.sync_all().map_err(self.io("sync"))?;
+                Ok(FileAction::Rewritten)
             }
-            at = data.end;
+            Step::Create => {
+                let entry = Entry::in_directory(self.make_directories(changes, unsynced)?, &self.path);
+                let options = OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(entry.path());
+                let file = options.map_err(self.io("create"))?;
+                let created = file.metadata().map_err(self.io("examine"))?;
+                let kind = ChangeKind::CreatedFile { inode: inode(&created) };
+                changes.push(Change { path: self.path.clone(), kind });
+                unsynced.add(entry.directory());
+                self.content.copy_to_file(&file).map_err(self.content_error("write"))?;
+                self.give_attributes(&file)?;
+                file.sync_all().map_err(self.io("sync"))?;
+                Ok(FileAction::Recreated)
+            }
         }
-        Ok(true)
     }
 
-    fn give_attributes(&self, file: &File) -> Result<(), FilesError> {
+    /// Makes the missing directories above the file, one in the other. Returns the last.
+    fn make_directories(&self, changes: &mut Vec<Change>, unsynced: &mut UnsyncedDirectories) -> Result<Directory> {
+        let (mut directory, missing) = Directory::open(self.parent())?;
+        for name in missing {
+            unsynced.add(&directory);
+            let path = directory.path().join(&name);
+            let made = directory.make(&name, self.record.uid, self.record.gid);
+            if directory.path() == path || made.is_ok() {
+                changes.push(Change { path: path.clone(), kind: ChangeKind::CreatedDirectory });
+            }
+            made.map_err(super::io("create the directory", path))?;
+        }
+        Ok(directory)
+    }
+
+    fn give_attributes(&self, file: &File) -> Result<()> {
         self.give_owner_and_mode(file)?;
         let since = Duration::from_nanos(self.record.modified_unix_ns.unsigned_abs());
         let modified = if self.record.modified_unix_ns < 0 { UNIX_EPOCH - since } else { UNIX_EPOCH + since };
         file.set_times(FileTimes::new().set_modified(modified)).map_err(self.io("set the time of"))
     }
 
-    fn give_owner_and_mode(&self, file: &File) -> Result<(), FilesError> {
+    fn give_owner_and_mode(&self, file: &File) -> Result<()> {
         let FileRecord { mode, uid, gid, .. } = *self.record;
-        let held = file.metadata().map_err(self.io("look at"))?;
-        // Without privilege one may set the mode of one's own files, but not give them to oneself again.
-        if (held.uid(), held.gid()) != (uid, gid) {
-            fchown(file, Some(uid), Some(gid)).map_err(self.io("set the owner of"))?;
-        }
-        file.set_permissions(Permissions::from_mode(mode & 0o7777)).map_err(self.io("set the mode of"))
+        set_file_attributes(file, uid, gid, mode).map_err(self.io("set the owner and the mode of"))
     }
 
-    fn io(&self, operation: &'static str) -> impl FnOnce(io::Error) -> FilesError + use<> {
-        FilesError::io(operation, self.path.clone())
+    fn io(&self, operation: &'static str) -> impl FnOnce(io::Error) -> Error + use<> {
+        super::io(operation, self.path.clone())
     }
 
-    fn half_way(&self, aside: &Path) -> impl FnOnce(FilesError) -> FilesError + use<> {
-        let (path, aside) = (self.path.clone(), aside.to_path_buf());
-        move |source| FilesError::HalfWay { path, aside, source: Box::new(source) }
+    /// For `map_err`: `operation` on the file failed, or the content could not be read from the
+    /// store.
+    fn content_error(&self, operation: &'static str) -> impl FnOnce(pagemark::Error) -> Error + use<> {
+        super::content(operation, self.path.clone())
     }
 }
 
-/// The path of a record, if it is one that a checkpoint of ours can hold.
+/// A file whose content would change must not have a writer: it would work on with content that is
+/// not its own.
+fn check_writers(plans: &[Plan<'_>], trees: &TreePlan) -> Result<()> {
+    let removed = trees.removed_files();
+    let mut changing: HashMap<_, _> = removed.map(|(path, file)| (inode(file), path)).collect();
+    for plan in plans {
+        if let Step::Rewrite { present, .. } = &plan.step {
+            changing.insert(inode(present), &plan.path);
+        }
+    }
+    // This process may have them open, too.
+    let own = [std::process::id() as i32];
+    let list = || {
+        let files = changing.keys().copied().collect();
+        writers(&files, &own).map_err(Error::system("list the processes that write", Object::None))
+    };
+    let mut found = list()?;
+    if !found.is_empty() {
+        // A process that starts a program has the descriptors of its parent for an instant.
+        std::thread::sleep(WRITER_RETRY);
+        let again = list()?;
+        found.retain(|file, _| again.contains_key(file));
+    }
+    match found.into_iter().next() {
+        Some((file, pid)) => {
+            let path = changing.get(&file).map_or(PathBuf::new(), |path| path.to_path_buf());
+            let reason = format!("is open for writing by {}", Object::command(pid));
+            Err(Error::about(ErrorKind::FileInUse, Object::File(path), reason)
+                .help("nothing was changed; end that process and try again"))
+        }
+        None => Ok(()),
+    }
+}
+
+/// The file systems must have room for what the files grow by.
+fn check_space(plans: &[Plan<'_>]) -> Result<()> {
+    let mut needed: HashMap<u64, (ByteCount, &Path)> = HashMap::new();
+    for plan in plans {
+        // The file may be a mount point, on another file system than its directory.
+        let (open, pages) = match &plan.step {
+            Step::Rewrite { present, difference } => (plan.open_same(present, false)?, difference.unallocated_pages),
+            Step::Create => {
+                let (directory, _) = Directory::open(plan.parent())?;
+                let open = directory.open_self().map_err(plan.io("open the directory of"))?;
+                (open, plan.content.allocated_pages())
+            }
+            Step::Nothing | Step::SetAttributes { .. } => continue,
+        };
+        let device = open.metadata().map_err(plan.io("examine"))?.dev();
+        let space = fstatvfs(&open);
+        let space = space.map_err(|errno| plan.io("examine the file system of")(errno.into()))?;
+        let (sum, _) = needed.entry(device).or_insert((ByteCount::ZERO, &plan.path));
+        *sum += ByteCount::of_pages(pages);
+        let free = ByteCount::new(space.blocks_available().saturating_mul(space.fragment_size()));
+        if *sum > free {
+            let reason = format!("needs {} more bytes on its file system, which has {}", sum.get(), free.get());
+            return Err(Error::about(ErrorKind::NoSpace, Object::File(plan.path.clone()), reason)
+                .help("nothing was changed; free some space and try again"));
+        }
+    }
+    Ok(())
+}
+
+/// Decodes the path of a record and checks that Pagemark can have written the record.
 fn checked(record: &FileRecord) -> Result<PathBuf, &'static str> {
     let path = decode_path(&record.path).ok_or("its escapes are not right")?;
+    check_path(&path)?;
+    if i64::try_from(record.content.bytes.get()).is_err() {
+        return Err("no file has that size");
+    }
+    Ok(path)
+}
+
+/// Checks that Pagemark can have recorded a path.
+pub(super) fn check_path(path: &Path) -> Result<(), &'static str> {
     let bytes = path.as_os_str().as_bytes();
     if bytes.contains(&0) {
         return Err("it holds a zero byte");
@@ -264,7 +454,7 @@ fn checked(record: &FileRecord) -> Result<PathBuf, &'static str> {
     if !bytes.starts_with(b"/") || bytes.ends_with(b"/") {
         return Err("it is not absolute, or ends with a slash");
     }
-    // `components` drops single dots: only what comes out as it went in is plain.
+    // `components` drops single dots: a plain path is unchanged by it.
     let plain: PathBuf = path.components().collect();
     if plain.as_os_str() != path.as_os_str() || path.components().any(|part| part == Component::ParentDir) {
         return Err("it is not a plain path");
@@ -273,296 +463,162 @@ fn checked(record: &FileRecord) -> Result<PathBuf, &'static str> {
     if in_devices || path.starts_with("/proc") || path.starts_with("/sys") {
         return Err("no regular file is there");
     }
-    if i64::try_from(record.size).is_err() {
-        return Err("no file has that size");
-    }
-    Ok(path)
-}
-
-/// `YYYYmmddTHHMMSS` in UTC.
-fn stamp(now: SystemTime) -> String {
-    let seconds = now.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
-    let (days, second) = (seconds / 86_400, seconds % 86_400);
-    // Days since 1 March of the year 0: leap days then come at the end of a year.
-    let days = days + 719_468;
-    let (era, day_of_era) = (days / 146_097, days % 146_097);
-    let year_of_era = (day_of_era - day_of_era / 1460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
-    let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
-    let from_march = (5 * day_of_year + 2) / 153;
-    let day = day_of_year - (153 * from_march + 2) / 5 + 1;
-    let month = if from_march < 10 { from_march + 3 } else { from_march - 9 };
-    let year = era * 400 + year_of_era + u64::from(month <= 2);
-    format!("{year:04}{month:02}{day:02}T{:02}{:02}{:02}", second / 3600, second / 60 % 60, second % 60)
-}
-
-/// The directory of a file, held open, so that everything happens in this one, whatever its path means meanwhile.
-struct Directory {
-    handle: Rc<OwnedFd>,
-    path: PathBuf,
-    /// The file's name in it.
-    name: OsString,
-}
-
-impl Directory {
-    /// Walks down to the directory of `path`, through no symbolic link, and makes those that are missing.
-    fn open(path: &Path, record: &FileRecord) -> Result<Directory, FilesError> {
-        let name = path.file_name().unwrap_or_default().to_os_string();
-        let flags = OFlag::O_PATH | OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
-        let failed = |path: &Path, errno: Errno| FilesError::io("open", path)(errno.into());
-        let root = openat(AT_FDCWD, "/", flags, Mode::empty()).map_err(|errno| failed(Path::new("/"), errno))?;
-        let mut directory = Directory { handle: Rc::new(root), path: PathBuf::from("/"), name };
-        let parent = path.parent().unwrap_or(Path::new("/"));
-        for part in parent.components() {
-            let Component::Normal(part) = part else { continue };
-            let below = directory.path.join(part);
-            let handle = match openat(&*directory.handle, part, flags, Mode::empty()) {
-                Err(Errno::ENOENT) => directory
-                    .make(part, record)
-                    .map_err(FilesError::io("create the directory", &below))
-                    .and_then(|()| {
-                        openat(&*directory.handle, part, flags, Mode::empty()).map_err(|errno| failed(&below, errno))
-                    })?,
-                Err(Errno::ENOTDIR | Errno::ELOOP) => return Err(FilesError::NoDirectory { path: below }),
-                opened => opened.map_err(|errno| failed(&below, errno))?,
-            };
-            directory.handle = Rc::new(handle);
-            directory.path = below;
-        }
-        Ok(directory)
-    }
-
-    fn make(&self, name: &OsStr, record: &FileRecord) -> io::Result<()> {
-        fs::create_dir(self.at(name))?;
-        let made = fs::symlink_metadata(self.at(name))?;
-        if (made.uid(), made.gid()) != (record.uid, record.gid) {
-            lchown(self.at(name), Some(record.uid), Some(record.gid))?;
-        }
-        self.sync()
-    }
-
-    /// A path to a name in this directory that depends on nothing above it.
-    fn at(&self, name: impl AsRef<Path>) -> PathBuf {
-        PathBuf::from(format!("/proc/self/fd/{}", self.handle.as_raw_fd())).join(name)
-    }
-
-    fn sync(&self) -> io::Result<()> {
-        File::open(self.at("."))?.sync_all()
-    }
-
-    fn open_named(&self, write: bool) -> io::Result<File> {
-        let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_NOCTTY;
-        OpenOptions::new().read(true).write(write).custom_flags(flags).open(self.at(&self.name))
-    }
-
-    /// The file as it is now, if it is a regular file.
-    fn regular(&self) -> io::Result<Option<(File, Metadata)>> {
-        match fs::symlink_metadata(self.at(&self.name)) {
-            Ok(present) if present.is_file() => {}
-            Ok(_) => return Ok(None),
-            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
-            Err(error) => return Err(error),
-        }
-        let file = self.open_named(false)?;
-        let metadata = file.metadata()?;
-        Ok(metadata.is_file().then_some((file, metadata)))
-    }
-
-    fn create_temporary(&self) -> io::Result<Unnamed> {
-        for attempt in 0.. {
-            let path = self.at(format!(".pagemark-new-{}-{attempt}", std::process::id()));
-            match OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(&path) {
-                Err(error) if error.kind() == ErrorKind::AlreadyExists && attempt < 10_000 => {}
-                opened => {
-                    let _directory = Rc::clone(&self.handle);
-                    return Ok(Unnamed { file: opened?, path, is_placed: false, _directory });
-                }
-            }
-        }
-        Err(ErrorKind::AlreadyExists.into())
-    }
-
-    /// Gives what is there now its second name, or its only one if it can have no two. None if it is a mount
-    /// point, which keeps its name.
-    fn set_aside(&self, present: &Metadata, stamp: &str) -> io::Result<Option<PathBuf>> {
-        let named = self.at(&self.name);
-        let kept = self.free_name(stamp, |aside| {
-            if present.is_file() {
-                match fs::hard_link(&named, aside) {
-                    Ok(()) => return Ok(()),
-                    Err(error) if error.kind() == ErrorKind::AlreadyExists => return Err(error),
-                    // A file system without links, or a mount point: the rename tells.
-                    Err(_) => {}
-                }
-            }
-            rename_to_free_name(&named, aside)
-        });
-        match kept {
-            Ok(aside) => self.sync().map(|()| Some(aside)),
-            Err(error) if matches!(error.raw_os_error(), Some(libc::EBUSY | libc::EXDEV)) => Ok(None),
-            Err(error) => Err(error),
-        }
-    }
-
-    /// Calls `take` with names for what is set aside until one is free.
-    fn free_name(&self, stamp: &str, mut take: impl FnMut(&Path) -> io::Result<()>) -> io::Result<PathBuf> {
-        for number in 1.. {
-            let mut suffix = format!(".pagemark-aside-{stamp}");
-            if number > 1 {
-                suffix.push_str(&format!("-{number}"));
-            }
-            let bytes = self.name.as_bytes();
-            let mut name = OsStr::from_bytes(&bytes[..bytes.len().min(NAME_MAX - suffix.len())]).to_os_string();
-            name.push(suffix);
-            match take(&self.at(&name)) {
-                Err(error) if error.kind() == ErrorKind::AlreadyExists && number < 10_000 => {}
-                taken => return taken.map(|()| self.path.join(name)),
-            }
-        }
-        Err(ErrorKind::AlreadyExists.into())
-    }
-}
-
-fn rename_to_free_name(from: &Path, to: &Path) -> io::Result<()> {
-    Ok(renameat2(AT_FDCWD, from, AT_FDCWD, to, RenameFlags::RENAME_NOREPLACE)?)
-}
-
-/// A new file under a name of no meaning, removed if it is not placed.
-struct Unnamed {
-    file: File,
-    path: PathBuf,
-    is_placed: bool,
-    /// What `path` leads through.
-    _directory: Rc<OwnedFd>,
-}
-
-impl Drop for Unnamed {
-    fn drop(&mut self) {
-        if !self.is_placed {
-            // Nothing depends on it being gone, and there is nobody to tell.
-            let _ = fs::remove_file(&self.path);
-        }
-    }
+    Ok(())
 }
 
 #[cfg(test)]
 mod tests {
-    use std::os::unix::fs::symlink;
+    use std::fs::{self, Permissions};
+    use std::io::Write;
+    use std::os::unix::fs::{PermissionsExt, symlink};
+    use std::process::Command;
 
-    use pagemark::{ContentId, Kind, MemoryStore};
+    use pagemark::{Blob, ByteCount, ContentId, MemoryStore, PageNumber, PageTree};
 
+    use super::super::asides::{self, RestoreState};
     use super::super::encode_path;
     use super::*;
 
     /// A record of `content` at `path`, owned by whoever runs the test.
     fn record(path: &Path, content: &[u8], store: &mut MemoryStore) -> FileRecord {
-        let mut tree = PageTree::new();
-        for (number, chunk) in (0..).zip(content.chunks(PAGE_SIZE)) {
-            let mut page = [0; PAGE_SIZE];
-            page[..chunk.len()].copy_from_slice(chunk);
-            tree.set(number, store.put(Kind::Page, &page).unwrap());
-        }
         FileRecord {
             path: encode_path(path),
-            size: content.len() as u64,
-            root: tree.save(store).unwrap(),
+            content: Blob::write(store, &mut &*content).unwrap(),
             mode: 0o640,
             uid: nix::unistd::geteuid().as_raw(),
             gid: nix::unistd::getegid().as_raw(),
             modified_unix_ns: 1_234_567_890_123_456_789,
+            is_shared: false,
         }
     }
 
-    fn names(directory: &Path) -> Vec<String> {
-        let mut names: Vec<_> = fs::read_dir(directory)
-            .unwrap()
-            .map(|entry| entry.unwrap().file_name().to_string_lossy().into_owned())
-            .collect();
-        names.sort();
-        names
+    /// A directory of files, and one for asides.
+    struct Place {
+        directory: tempfile::TempDir,
+        asides: tempfile::TempDir,
     }
 
-    const NOW: Duration = Duration::from_secs(1_709_210_096);
-    const ASIDE: &str = "pagemark-aside-20240229T123456";
+    impl Place {
+        fn new() -> Place {
+            Place { directory: tempfile::tempdir().unwrap(), asides: tempfile::tempdir().unwrap() }
+        }
 
-    #[test]
-    fn times_are_told_in_utc() {
-        assert_eq!(stamp(UNIX_EPOCH), "19700101T000000");
-        assert_eq!(stamp(UNIX_EPOCH + NOW), "20240229T123456");
-        assert_eq!(stamp(UNIX_EPOCH + Duration::from_secs(951_868_799)), "20000229T235959");
-        assert_eq!(stamp(UNIX_EPOCH + Duration::from_secs(4_107_542_400)), "21000301T000000");
+        fn at(&self, name: &str) -> PathBuf {
+            self.directory.path().join(name)
+        }
+
+        fn change(&self, records: &[FileRecord], store: &MemoryStore) -> Result<ChangedFiles> {
+            put_back(records, &[], store, "job@7", self.asides.path())
+        }
+
+        fn put_back(&self, records: &[FileRecord], store: &MemoryStore) -> Vec<PutBack> {
+            self.change(records, store).unwrap().keep().unwrap()
+        }
+
+        /// Every name below the directory of files, with content or target and the attributes.
+        fn state(&self) -> Vec<String> {
+            let mut state = Vec::new();
+            let mut directories = vec![self.directory.path().to_path_buf()];
+            while let Some(directory) = directories.pop() {
+                for entry in fs::read_dir(directory).unwrap() {
+                    let path = entry.unwrap().path();
+                    let metadata = fs::symlink_metadata(&path).unwrap();
+                    let content = match metadata.file_type() {
+                        kind if kind.is_file() => format!("{:?}", fs::read(&path).unwrap()),
+                        kind if kind.is_symlink() => format!("{:?}", fs::read_link(&path).unwrap()),
+                        _ => {
+                            directories.push(path.clone());
+                            String::new()
+                        }
+                    };
+                    let time = if metadata.is_file() { metadata.modified().ok() } else { None };
+                    state.push(format!("{path:?} {} {:o} {time:?} {content}", metadata.ino(), metadata.mode()));
+                }
+            }
+            state.sort();
+            state
+        }
+
+        fn asides(&self) -> Vec<RestoreState> {
+            asides::list(self.asides.path()).unwrap().iter().map(|found| found.state).collect()
+        }
     }
 
     #[test]
-    fn what_is_there_is_kept_under_a_free_name() {
-        let directory = tempfile::tempdir().unwrap();
-        let path = directory.path().join("file");
+    fn a_file_is_put_back_in_place_and_its_present_content_is_kept() {
+        let place = Place::new();
+        let path = place.at("file");
         let mut store = MemoryStore::new();
-        for (number, content) in [&b"first"[..], b"second"].into_iter().enumerate() {
+        fs::write(&path, b"").unwrap();
+        let inode = fs::metadata(&path).unwrap().ino();
+        for content in [&b"first"[..], b"second"] {
             fs::write(&path, content).unwrap();
             let then = record(&path, b"then", &mut store);
-            let done = put_back(&[then], &store, UNIX_EPOCH + NOW).unwrap();
+            let done = place.put_back(&[then], &store);
             let aside = done[0].set_aside.clone().unwrap();
-            let name = if number == 0 { format!("file.{ASIDE}") } else { format!("file.{ASIDE}-2") };
-            assert_eq!(aside, directory.path().join(name));
-            assert_eq!(fs::read(aside).unwrap(), content);
+            assert!(aside.starts_with(place.asides.path()) && aside.ends_with("1-file"), "{aside:?}");
+            assert_eq!((done[0].action, fs::read(aside).unwrap()), (FileAction::Rewritten, content.to_vec()));
             assert_eq!(fs::read(&path).unwrap(), b"then");
         }
         let metadata = fs::metadata(&path).unwrap();
         assert_eq!(
-            (metadata.mode() & 0o7777, metadata.mtime(), metadata.mtime_nsec()),
-            (0o640, 1_234_567_890, 123_456_789)
+            (metadata.ino(), metadata.mode() & 0o7777, metadata.mtime(), metadata.mtime_nsec()),
+            (inode, 0o640, 1_234_567_890, 123_456_789)
         );
-        assert_eq!(names(directory.path()).len(), 3);
+        assert_eq!(place.state().len(), 1, "nothing else is in the directory");
+        assert_eq!(place.asides(), [RestoreState::Complete; 2]);
 
         fs::set_permissions(&path, Permissions::from_mode(0o600)).unwrap();
-        let then = record(&path, b"then", &mut store);
-        assert_eq!(put_back(&[then], &store, UNIX_EPOCH + NOW).unwrap()[0].what, What::Permissions);
+        let then = [record(&path, b"then", &mut store)];
+        assert_eq!(place.put_back(&then, &store)[0].action, FileAction::Permissions);
         assert_eq!(fs::metadata(&path).unwrap().mode() & 0o7777, 0o640);
+        assert_eq!(place.put_back(&then, &store)[0].action, FileAction::Untouched);
     }
 
     #[test]
-    fn a_name_as_long_as_can_be_still_gets_its_aside() {
-        let directory = tempfile::tempdir().unwrap();
-        let path = directory.path().join("n".repeat(NAME_MAX));
+    fn asides_are_made_on_another_file_system() {
+        let place =
+            Place { directory: tempfile::tempdir_in("/dev/shm").unwrap(), asides: tempfile::tempdir().unwrap() };
         let mut store = MemoryStore::new();
-        fs::write(&path, b"now").unwrap();
-        let then = record(&path, b"then", &mut store);
-        let done = put_back(&[then], &store, UNIX_EPOCH + NOW).unwrap();
-        assert_eq!(fs::read(done[0].set_aside.as_ref().unwrap()).unwrap(), b"now");
+        fs::write(place.at("shared"), [3; 10_000]).unwrap();
+        let then = record(&place.at("shared"), &[4; 20_000], &mut store);
+        let done = place.put_back(&[then], &store);
+        assert_eq!(fs::read(done[0].set_aside.as_ref().unwrap()).unwrap(), [3; 10_000]);
+        assert_eq!((place.state().len(), fs::read(place.at("shared")).unwrap().len()), (1, 20_000));
     }
 
     #[test]
     fn missing_directories_come_back() {
-        let directory = tempfile::tempdir().unwrap();
-        let path = directory.path().join("a/b/file");
+        let place = Place::new();
         let mut store = MemoryStore::new();
-        let then = record(&path, &[7; 10_000], &mut store);
-        assert_eq!(put_back(&[then], &store, UNIX_EPOCH + NOW).unwrap()[0].what, What::Recreated);
-        assert_eq!(fs::read(path).unwrap(), [7; 10_000]);
+        let paths = [place.at("a/b/file"), place.at("a/b/c/file")];
+        let then = paths.each_ref().map(|path| record(path, &[7; 10_000], &mut store));
+        let done = place.put_back(&then, &store);
+        assert!(done.iter().all(|done| (done.action, &done.set_aside) == (FileAction::Recreated, &None)));
+        assert!(paths.iter().all(|path| fs::read(path).unwrap() == [7; 10_000]));
     }
 
     #[test]
     fn a_file_with_further_names_keeps_them() {
-        let directory = tempfile::tempdir().unwrap();
-        let (path, second) = (directory.path().join("file"), directory.path().join("second"));
+        let place = Place::new();
+        let (path, second) = (place.at("file"), place.at("second"));
         fs::write(&path, [9; 9000]).unwrap();
         fs::hard_link(&path, &second).unwrap();
         let mut store = MemoryStore::new();
         let mut content = vec![0; 20_000];
         content[15_000] = 1;
         let then = record(&path, &content, &mut store);
-        let done = put_back(&[then], &store, UNIX_EPOCH + NOW).unwrap();
-        assert_eq!(done[0].what, What::Rewritten);
+        let done = place.put_back(&[then], &store);
+        assert_eq!(done[0].action, FileAction::Rewritten);
         assert_eq!(fs::read(done[0].set_aside.as_ref().unwrap()).unwrap(), [9; 9000]);
         assert!(fs::read(&path).unwrap() == content && fs::read(&second).unwrap() == content);
         assert_eq!(fs::metadata(&path).unwrap().nlink(), 2);
-        assert_eq!(names(directory.path()).len(), 3);
     }
 
     #[test]
     fn a_mount_point_is_rewritten() {
-        let directory = tempfile::tempdir().unwrap();
-        let (path, below) = (directory.path().join("file"), directory.path().join("below"));
+        let place = Place::new();
+        let (path, below) = (place.at("file"), place.at("below"));
         fs::write(&path, b"covered").unwrap();
         fs::write(&below, b"now").unwrap();
         if let Err(error) = bind_for_this_thread(&below, &path) {
@@ -570,11 +626,10 @@ mod tests {
         }
         let mut store = MemoryStore::new();
         let then = record(&path, b"then", &mut store);
-        let done = put_back(&[then], &store, UNIX_EPOCH + NOW).unwrap();
-        assert_eq!(done[0].what, What::Rewritten);
+        let done = place.put_back(&[then], &store);
+        assert_eq!(done[0].action, FileAction::Rewritten);
         assert_eq!(fs::read(done[0].set_aside.as_ref().unwrap()).unwrap(), b"now");
         assert_eq!(fs::read(&below).unwrap(), b"then");
-        assert_eq!(names(directory.path()), ["below", "file", &format!("file.{ASIDE}")]);
     }
 
     /// Mounts one file over another, for the running thread alone: nobody has to unmount it.
@@ -582,7 +637,8 @@ mod tests {
         use std::ffi::CString;
         let [from, to] = [from, to].map(|path| CString::new(path.as_os_str().as_bytes()).unwrap());
         let none = std::ptr::null();
-        // SAFETY: the strings end with a zero and live longer than the calls; `none` stands for what is not used.
+        // SAFETY: the strings end with a zero and live longer than the calls; `none` stands for what is not
+        // used.
         let failed = unsafe {
             libc::unshare(libc::CLONE_NEWNS | libc::CLONE_FS) != 0
                 || libc::mount(none, c"/".as_ptr(), none, libc::MS_PRIVATE | libc::MS_REC, none.cast()) != 0
@@ -592,38 +648,165 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_file_any_more_is_moved_aside() {
-        let directory = tempfile::tempdir().unwrap();
+    fn what_is_no_file_any_more_is_in_the_way_and_left_alone() {
+        let place = Place::new();
         let mut store = MemoryStore::new();
-        let secret = directory.path().join("secret");
-        fs::write(&secret, b"secret").unwrap();
-        let (link, folder) = (directory.path().join("link"), directory.path().join("folder"));
-        symlink(&secret, &link).unwrap();
-        fs::create_dir(&folder).unwrap();
-        fs::write(folder.join("inside"), b"inside").unwrap();
-        let records = [record(&link, b"then", &mut store), record(&folder, b"then", &mut store)];
-        let done = put_back(&records, &store, UNIX_EPOCH + NOW).unwrap();
-        assert_eq!(fs::read(&secret).unwrap(), b"secret");
-        assert_eq!(fs::read_link(done[0].set_aside.as_ref().unwrap()).unwrap(), secret);
-        assert_eq!(fs::read(done[1].set_aside.as_ref().unwrap().join("inside")).unwrap(), b"inside");
-        assert!([link, folder].iter().all(|path| fs::symlink_metadata(path).unwrap().is_file()));
+        fs::write(place.at("secret"), b"secret").unwrap();
+        fs::write(place.at("file"), b"now").unwrap();
+        symlink(place.at("secret"), place.at("link")).unwrap();
+        fs::create_dir(place.at("folder")).unwrap();
+        fs::create_dir(place.at("elsewhere")).unwrap();
+        symlink("elsewhere", place.at("way")).unwrap();
+        let before = place.state();
+        for (wanted, in_the_way) in
+            [("link", "link"), ("folder", "folder"), ("way/file", "way"), ("file/below", "file")]
+        {
+            let records = [("file2", "new"), (wanted, "then")];
+            let records = records.map(|(name, content)| record(&place.at(name), content.as_bytes(), &mut store));
+            let error = place.change(&records, &store).unwrap_err();
+            assert_eq!(
+                (error.kind(), error.object()),
+                (ErrorKind::BadPath, &Object::File(place.at(in_the_way))),
+                "{error}"
+            );
+            assert_eq!((place.state(), place.asides()), (before.clone(), vec![]));
+        }
     }
 
     #[test]
-    fn no_link_leads_elsewhere() {
-        let directory = tempfile::tempdir().unwrap();
-        fs::create_dir(directory.path().join("elsewhere")).unwrap();
-        symlink("elsewhere", directory.path().join("way")).unwrap();
+    fn a_file_that_another_process_writes_is_left_alone_unless_it_is_a_shared_output() {
+        let place = Place::new();
+        let path = place.at("log");
         let mut store = MemoryStore::new();
-        let then = record(&directory.path().join("way/file"), b"then", &mut store);
-        let error = put_back(&[then], &store, UNIX_EPOCH + NOW).unwrap_err();
-        assert!(matches!(&error, FilesError::NoDirectory { path } if path.ends_with("way")), "{error}");
-        assert_eq!(names(&directory.path().join("elsewhere")), [""; 0]);
+        fs::write(&path, b"now").unwrap();
+        let log = OpenOptions::new().append(true).open(&path).unwrap();
+        let mut writer = Command::new("sleep").arg("60").stdout(log).spawn().unwrap();
+        let then = record(&path, b"then", &mut store);
+        let before = place.state();
+        let error = place.change(std::slice::from_ref(&then), &store).unwrap_err();
+        assert_eq!((error.kind(), error.object()), (ErrorKind::FileInUse, &Object::File(path.clone())));
+        assert!(error.to_string().contains(&format!("process {} (sleep)", writer.id())), "{error}");
+        assert_eq!(place.state(), before);
+
+        let shared = FileRecord { is_shared: true, ..then };
+        assert_eq!(place.put_back(std::slice::from_ref(&shared), &store)[0].action, FileAction::Untouched);
+        assert_eq!(place.state(), before);
+        writer.kill().unwrap();
+        writer.wait().unwrap();
+        fs::remove_file(&path).unwrap();
+        assert_eq!(place.put_back(&[shared], &store)[0].action, FileAction::Recreated);
+        assert_eq!(fs::read(path).unwrap(), b"then");
+    }
+
+    /// Files of every kind of change: the records, and the place with them.
+    fn one_of_each(store: &mut MemoryStore) -> (Place, Vec<FileRecord>) {
+        let place = Place::new();
+        fs::write(place.at("same"), b"same").unwrap();
+        fs::write(place.at("mode"), b"mode").unwrap();
+        fs::write(place.at("short"), b"now").unwrap();
+        let mut sparse = File::create(place.at("sparse")).unwrap();
+        sparse.write_all(&[1; 50_000]).unwrap();
+        sparse.set_len(1 << 20).unwrap();
+        let contents: [(&str, &[u8]); 6] = [
+            ("same", b"same"),
+            ("mode", b"mode"),
+            ("new/directory/file", b"new"),
+            ("short", &[2; 30_000]),
+            ("sparse", b"then"),
+            ("new/other", b"other"),
+        ];
+        let records = contents.map(|(name, content)| record(&place.at(name), content, store));
+        fs::set_permissions(place.at("same"), Permissions::from_mode(0o640)).unwrap();
+        (place, records.to_vec())
+    }
+
+    #[test]
+    fn changes_are_undone_exactly() {
+        let mut store = MemoryStore::new();
+        let (place, records) = one_of_each(&mut store);
+        let before = place.state();
+        let changed = place.change(&records, &store).unwrap();
+        let kinds: Vec<_> = changed.files().iter().map(|file| file.action).collect();
+        use FileAction::{Permissions, Recreated, Rewritten, Untouched};
+        assert_eq!(kinds, [Untouched, Permissions, Recreated, Rewritten, Rewritten, Recreated]);
+        assert_ne!(place.state(), before);
+        assert_eq!(place.asides(), [RestoreState::InProgress]);
+        changed.undo().unwrap();
+        assert_eq!((place.state(), place.asides()), (before, vec![]));
+    }
+
+    /// Names the directory of a test for the process that it starts to be killed.
+    const KILLED: &str = "PAGEMARK_TEST_PUT_BACK";
+
+    const FILES: u8 = 6;
+
+    /// The content that a file is given by turns.
+    fn content(file: u8, turn: u8) -> Vec<u8> {
+        vec![10 * turn + file; 100_000 + usize::from(turn) * 50_000]
+    }
+
+    /// The process that is killed: puts files back again and again.
+    #[test]
+    fn puts_files_back_until_it_is_killed() {
+        let Some(directory) = std::env::var_os(KILLED).map(PathBuf::from) else { return };
+        let mut store = MemoryStore::new();
+        let path = |file| directory.join(format!("files/{file}"));
+        let turns = [1, 2].map(|turn| -> Vec<_> {
+            (0..FILES).map(|file| record(&path(file), &content(file, turn), &mut store)).collect()
+        });
+        fs::write(directory.join("ready"), b"").unwrap();
+        for turn in turns.iter().cycle() {
+            put_back(turn, &[], &store, "job@7", &directory.join("asides")).unwrap().keep().unwrap();
+        }
+    }
+
+    #[test]
+    fn killed_at_any_instant_the_present_content_is_recoverable() {
+        const TRIALS: u64 = 40;
+        let mut interrupted = 0;
+        for trial in 0.. {
+            if trial >= TRIALS && interrupted > 0 {
+                break;
+            }
+            assert!(trial < 5 * TRIALS, "no process was killed while it changed files");
+            // On a slow disk, the copies of the first turn alone can take longer than the first trials.
+            let delay_ms = trial * 9 + trial.saturating_sub(TRIALS) * 100;
+            let directory = tempfile::tempdir().unwrap();
+            let at = |name: &str| directory.path().join(name);
+            fs::create_dir(at("files")).unwrap();
+            (0..FILES).for_each(|file| fs::write(at(&format!("files/{file}")), content(file, 0)).unwrap());
+            let mut child = Command::new(std::env::current_exe().unwrap())
+                .args(["--exact", "files::put_back::tests::puts_files_back_until_it_is_killed", "--nocapture"])
+                .env(KILLED, directory.path())
+                .stdout(std::process::Stdio::null())
+                .spawn()
+                .unwrap();
+            pagemark_testing::wait_until("the process is ready", || at("ready").exists());
+            std::thread::sleep(Duration::from_millis(delay_ms));
+            child.kill().unwrap();
+            child.wait().unwrap();
+            let found = asides::list(&at("asides")).unwrap();
+            let last: Vec<_> = found.iter().filter(|found| found.state == RestoreState::Interrupted).collect();
+            assert!(last.len() <= 1 && found.iter().all(|found| found.state != RestoreState::InProgress));
+            interrupted += last.len();
+            for file in 0..FILES {
+                let path = at(&format!("files/{file}"));
+                let is_whole = |held: &[u8]| (0..3).any(|turn| held == content(file, turn));
+                let aside = last.first().and_then(|found| Some((&found.path, found.aside.as_ref()?)));
+                let copy = aside.and_then(|(directory, aside)| {
+                    let described = aside.files.iter().find(|described| described.path == encode_path(&path))?;
+                    Some(fs::read(directory.join(described.copy.as_ref()?)).unwrap())
+                });
+                // The description says where the content is that the file had before.
+                assert!(copy.as_ref().is_none_or(|copy| is_whole(copy)), "trial {trial}, file {file}: the copy");
+                assert!(copy.is_some() || is_whole(&fs::read(&path).unwrap()), "trial {trial}, file {file}");
+            }
+        }
     }
 
     #[test]
     fn hostile_records_are_refused() {
-        let mut store = MemoryStore::new();
+        let (place, mut store) = (Place::new(), MemoryStore::new());
         let good = record(Path::new("/tmp/x"), b"then", &mut store);
         for path in [
             "",
@@ -639,29 +822,76 @@ mod tests {
             "/dev/vda",
         ] {
             let bad = FileRecord { path: path.into(), ..good.clone() };
-            let error = put_back(&[bad], &store, UNIX_EPOCH + NOW).unwrap_err();
-            assert!(matches!(error, FilesError::BadPath { .. }), "{path}: {error}");
+            let error = place.change(&[bad], &store).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::BadPath, "{path}: {error}");
         }
-        let twice = put_back(&[good.clone(), good.clone()], &store, UNIX_EPOCH + NOW).unwrap_err();
-        assert!(matches!(twice, FilesError::BadPath { .. }), "{twice}");
-        let huge = FileRecord { size: u64::MAX, ..good };
-        assert!(matches!(put_back(&[huge], &store, UNIX_EPOCH + NOW), Err(FilesError::BadPath { .. })));
+        let twice = place.change(&[good.clone(), good.clone()], &store).unwrap_err();
+        assert_eq!(twice.kind(), ErrorKind::BadPath, "{twice}");
+        let huge = FileRecord { content: Blob { bytes: ByteCount::MAX, ..good.content }, ..good };
+        assert_eq!(place.change(&[huge], &store).unwrap_err().kind(), ErrorKind::BadPath);
     }
 
     #[test]
-    fn what_cannot_be_read_touches_nothing() {
-        let directory = tempfile::tempdir().unwrap();
+    fn content_that_cannot_be_read_touches_nothing() {
         let mut store = MemoryStore::new();
-        let (one, two) = (directory.path().join("one"), directory.path().join("two"));
-        fs::write(&one, b"now").unwrap();
-        fs::write(&two, b"now").unwrap();
-        let good = record(&one, b"then", &mut store);
+        let (place, mut records) = one_of_each(&mut store);
+        let before = place.state();
         let mut tree = PageTree::new();
-        tree.set(0, ContentId([7; 16]));
-        let bad = FileRecord { root: tree.save(&mut store).unwrap(), ..record(&two, b"then", &mut store) };
-        let error = put_back(&[good, bad], &store, UNIX_EPOCH + NOW).unwrap_err();
-        assert!(matches!(error, FilesError::Store { .. }), "{error}");
-        assert_eq!(names(directory.path()), ["one", "two"]);
-        assert_eq!((fs::read(one).unwrap(), fs::read(two).unwrap()), (b"now".to_vec(), b"now".to_vec()));
+        tree.set(PageNumber::MIN, ContentId([7; 16]));
+        let content = Blob { bytes: ByteCount::new(4), root: tree.save(&mut store).unwrap() };
+        for name in ["short", "another"] {
+            records.push(FileRecord { content, ..record(&place.at(name), b"then", &mut store) });
+            if name == "short" {
+                records.remove(3);
+            }
+            let error = place.change(&records, &store).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::Store, "{error}");
+            assert_eq!((place.state(), place.asides()), (before.clone(), vec![]));
+            records.pop();
+        }
+    }
+
+    #[test]
+    fn a_full_file_system_is_noticed_before_a_file_is_changed() {
+        let place = Place::new();
+        if let Err(error) = mount_small_for_this_thread(place.directory.path()) {
+            pagemark_testing::skip!("mount in a namespace of its own: {error}");
+        }
+        let mut store = MemoryStore::new();
+        fs::write(place.at("first"), b"now").unwrap();
+        let random: Vec<u8> = (0..2 << 20).map(|byte: u32| (byte / 4096) as u8 | 1).collect();
+        let records =
+            [record(&place.at("first"), b"then", &mut store), record(&place.at("large"), &random, &mut store)];
+        let before = place.state();
+        let error = place.change(&records, &store).unwrap_err();
+        assert_eq!((error.kind(), error.object()), (ErrorKind::NoSpace, &Object::File(place.at("large"))));
+        assert_eq!((place.state(), place.asides()), (before.clone(), vec![]));
+
+        // Asides that do not fit: the same.
+        let asides = tempfile::tempdir().unwrap();
+        mount_small_for_this_thread(asides.path()).unwrap();
+        let place = Place { directory: tempfile::tempdir().unwrap(), asides };
+        fs::write(place.at("first"), b"now").unwrap();
+        fs::write(place.at("large"), &random).unwrap();
+        let records = ["first", "large"].map(|name| record(&place.at(name), b"then", &mut store));
+        let before = place.state();
+        let error = place.change(&records, &store).unwrap_err();
+        assert!(error.to_string().contains("no file was changed"), "{error}");
+        assert_eq!((place.state(), place.asides()), (before, vec![]));
+    }
+
+    /// Mounts a file system of 1 MiB, for the running thread alone.
+    fn mount_small_for_this_thread(at: &Path) -> io::Result<()> {
+        use std::ffi::CString;
+        let at = CString::new(at.as_os_str().as_bytes()).unwrap();
+        let none = std::ptr::null();
+        // SAFETY: the strings end with a zero and live longer than the calls; `none` stands for what is not
+        // used.
+        let failed = unsafe {
+            libc::unshare(libc::CLONE_NEWNS | libc::CLONE_FS) != 0
+                || libc::mount(none, c"/".as_ptr(), none, libc::MS_PRIVATE | libc::MS_REC, none.cast()) != 0
+                || libc::mount(c"none".as_ptr(), at.as_ptr(), c"tmpfs".as_ptr(), 0, c"size=1m".as_ptr().cast()) != 0
+        };
+        if failed { Err(io::Error::last_os_error()) } else { Ok(()) }
     }
 }

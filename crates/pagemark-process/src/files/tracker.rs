@@ -1,101 +1,111 @@
-//! What the target's files held at the last checkpoint, and what of it changed since.
+//! Tracks the content of the target's files: what changed since the last checkpoint.
 
 use std::collections::HashMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use pagemark::repository::FileRecord;
-use pagemark::{Kind, PAGE_SIZE, PageTree, RangeSet, Store};
+use pagemark::{Address, Blob, ByteCount, Kind, PAGE_SIZE, PageNumber, PageTree, RangeSet, Store};
 
+use super::encode_path;
 use super::list::{Key, OpenFile, SharedMapping};
-use super::scan::{Fingerprints, Page, page_count, sample_holds, scan};
-use super::{FilesError, encode_path};
+use super::scan::{Fingerprints, Page, pages, sample_holds, scan};
+use super::writers::{Inode, writers};
+use crate::error::{Error, ErrorKind, Object, Result};
 
-/// By process, the addresses written since the [`FileTracker`] was last asked; nothing for a process of which that
-/// is not known.
+/// The addresses that each process has written since the previous call of the [`FileTracker`]. A
+/// process whose writes are unknown is not in the map.
 pub type Written = HashMap<i32, RangeSet>;
 
-/// Follows the content of files from one checkpoint to the next, so that a checkpoint costs what changed.
+/// Tracks the content of files from one checkpoint to the next, so that the cost of a checkpoint
+/// depends on what changed.
 ///
-/// In every checkpoint: [`FileTracker::precopy`] while the target runs, as often as is liked;
+/// In every checkpoint: [`FileTracker::precopy`] any number of times while the target runs;
 /// [`FileTracker::freeze_copy`] while it is frozen; [`FileTracker::finish`] when it runs again.
 ///
-/// A file whose times and size are unchanged is not opened. Of one that only grows by appending, the new tail is
-/// read (and some pages picked from the rest, to notice that it was replaced). Any other is read whole, holes left
-/// out, and compared by a fingerprint of each page, so that only pages that changed are held in memory and stored;
-/// the reading itself takes 1 to 3 µs a page, and happens in the freeze if it changed since the pre-copy.
+/// A file whose times and size are unchanged is not opened. Of a file that only grows by appending,
+/// the new tail is read, and some sample pages of the rest, to notice that it was replaced. Any
+/// other file is read whole, except holes, and compared by a fingerprint of each page, so that only
+/// changed pages are held in memory and stored; reading takes 1 to 3 µs per page, and happens in
+/// the freeze if the file changed since the pre-copy.
 ///
-/// What other programs change is noticed like what the target changes. One change goes unseen: a file that is only
-/// appended to is truncated and written anew to a greater length, with the same pages in all places that are looked
-/// at. Memory: 16 bytes a page of the files, and the page tree.
+/// Changes by other programs are noticed like changes by the target. One change goes unnoticed: an
+/// append-only file is truncated and written again to a greater length, with the same content in
+/// all sample pages. Memory: 16 bytes per page of the files, and the page tree.
 ///
-/// When what was stored is not kept (a commit failed), call [`FileTracker::forget`].
+/// If the stored content is lost (a commit failed), call [`FileTracker::forget`].
 #[derive(Default)]
 pub struct FileTracker {
-    held: HashMap<Key, Held>,
-    /// What belongs to the checkpoint that is being made.
+    held: HashMap<Key, TrackedFile>,
+    /// The files of the checkpoint in progress.
     frozen: Vec<OpenFile>,
+    /// When the processes that write outputs were listed last.
+    listed_at: Option<Instant>,
 }
 
-/// What copying the files took while the target was frozen.
+/// Cost of copying the files while the target was frozen.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Copied {
-    /// Files that had to be read.
+    /// Number of files that were read.
     pub read_files: u64,
-    /// Bytes read from them.
+    /// Number of bytes read from them.
     pub read_bytes: u64,
-    /// Pages that were found changed and are held in memory until [`FileTracker::finish`].
+    /// Number of changed pages, held in memory until [`FileTracker::finish`].
     pub changed_pages: u64,
 }
 
 impl FileTracker {
-    /// Knows no file yet.
+    /// A tracker without files.
     pub fn new() -> FileTracker {
         FileTracker::default()
     }
 
-    /// Reads and stores what changed while the target runs, so that less is left for the freeze. Returns how many bytes were read.
+    /// Reads and stores changes while the target runs, so that fewer are left for the freeze.
+    /// Returns the number of bytes read.
     ///
-    /// `written` is collected before `files` are listed: what is written in between is in the next one.
+    /// `written` must be collected before `files` are listed: the next `written` has the writes in
+    /// between.
     ///
     /// # Errors
-    /// [`FilesError::Store`]. A file that cannot be read is left for the freeze, which tells.
-    pub fn precopy(&mut self, files: &[OpenFile], written: &Written, store: &mut dyn Store) -> Result<u64, FilesError> {
+    /// [`ErrorKind::Store`]. A file that cannot be read is left for the freeze, which reports the
+    /// error.
+    pub fn precopy(&mut self, files: &[OpenFile], written: &Written, store: &mut dyn Store) -> Result<u64> {
         let mut read_bytes = 0;
         for file in files {
             let mut held = self.held.remove(&file.key()).unwrap_or_default();
             held.store_pending(&file.path, store)?;
-            let Held { tree, known, seen, .. } = &mut held;
-            let done = look(seen, known, file, written, &mut |page, content| {
-                let id = store.put(Kind::Page, content).map_err(FilesError::store(&file.path))?;
+            let TrackedFile { tree, known, seen, .. } = &mut held;
+            let done = read_changes(seen, known, file, written, &mut |page, content| {
+                let id = store.put(Kind::Page, content).map_err(super::store(&file.path))?;
                 tree.set(page, id);
                 Ok(())
             });
             match done {
                 Ok(read) => {
                     read_bytes += read.unwrap_or(0);
-                    held.cut(file.size);
+                    held.truncate(file.size);
                     self.held.insert(file.key(), held);
                 }
-                // Not kept: what was taken from it is not told apart from what was not.
-                Err(FilesError::Io { .. }) => {}
+                // Dropped: it is unknown which of its pages were stored.
+                Err(error) if error.kind() == ErrorKind::System => {}
                 Err(error) => return Err(error),
             }
         }
         Ok(read_bytes)
     }
 
-    /// Reads what changed since, with the target frozen: `files` as listed in the freeze. What they hold from now
-    /// on is not part of the checkpoint.
+    /// Reads the changes since the pre-copy, with the target frozen. `files` must be listed in the
+    /// freeze. Later changes are not part of the checkpoint.
     ///
     /// # Errors
-    /// [`FilesError::Io`] if a file cannot be read.
-    pub fn freeze_copy(&mut self, files: &[OpenFile], written: &Written) -> Result<Copied, FilesError> {
+    /// [`ErrorKind::System`] if a file cannot be read.
+    pub fn freeze_copy(&mut self, files: &[OpenFile], written: &Written) -> Result<Copied> {
         let mut copied = Copied::default();
         self.frozen.clear();
         for file in files {
             let mut held = self.held.remove(&file.key()).unwrap_or_default();
-            let Held { pending, known, seen, .. } = &mut held;
-            let read = look(seen, known, file, written, &mut |page, content| {
+            let TrackedFile { pending, known, seen, .. } = &mut held;
+            let read = read_changes(seen, known, file, written, &mut |page, content| {
                 pending.numbers.push(page);
                 pending.content.extend_from_slice(content);
                 copied.changed_pages += 1;
@@ -110,25 +120,29 @@ impl FileTracker {
         Ok(copied)
     }
 
-    /// Stores what [`FileTracker::freeze_copy`] took, and tells of every file what it held then. Files that the
-    /// target has no longer open are forgotten.
+    /// Stores the pages that [`FileTracker::freeze_copy`] read, and returns a record of each file
+    /// at that time. Files that the target has no longer open are dropped.
     ///
     /// # Errors
-    /// [`FilesError::Store`].
-    pub fn finish(&mut self, store: &mut dyn Store) -> Result<Vec<FileRecord>, FilesError> {
+    /// [`ErrorKind::Store`].
+    pub fn finish(&mut self, store: &mut dyn Store) -> Result<Vec<FileRecord>> {
         let mut records = Vec::with_capacity(self.frozen.len());
-        let mut kept = HashMap::with_capacity(self.frozen.len());
+        let mut kept: HashMap<Key, TrackedFile> = HashMap::with_capacity(self.frozen.len());
         for file in std::mem::take(&mut self.frozen) {
-            let Some(mut held) = self.held.remove(&file.key()) else { continue };
+            // A file may have several names.
+            let Some(mut held) = self.held.remove(&file.key()).or_else(|| kept.remove(&file.key())) else { continue };
             held.store_pending(&file.path, store)?;
             records.push(FileRecord {
                 path: encode_path(&file.path),
-                size: file.size,
-                root: held.tree.save(store).map_err(FilesError::store(&file.path))?,
+                content: Blob {
+                    bytes: ByteCount::new(file.size),
+                    root: held.tree.save(store).map_err(super::store(&file.path))?,
+                },
                 mode: file.mode,
                 uid: file.uid,
                 gid: file.gid,
                 modified_unix_ns: file.mtime_ns,
+                is_shared: held.is_shared,
             });
             kept.insert(file.key(), held);
         }
@@ -136,32 +150,75 @@ impl FileTracker {
         Ok(records)
     }
 
-    /// Forgets everything: the next checkpoint reads and stores every file anew.
+    /// Finds out which files of the checkpoint in progress processes outside the tree can write,
+    /// too; `pids` is the tree. An output of that kind is not rolled back by a restore. Any other
+    /// file in one of the directories `data` would not be consistent with the tree. The processes
+    /// of the machine are listed only when a new output appears, and once a minute.
+    ///
+    /// # Errors
+    /// [`ErrorKind::FileInUse`] if another process can write a file in `data` that is no output.
+    /// [`ErrorKind::System`] if the processes cannot be listed.
+    pub fn find_other_writers(&mut self, pids: &[i32], data: &[PathBuf]) -> Result<()> {
+        const LISTING_INTERVAL: Duration = Duration::from_secs(60);
+        let is_unknown = |file: &OpenFile| {
+            let held = self.held.get(&file.key());
+            file.is_output && held.is_some_and(|held| !held.is_shared && !held.is_known_own)
+        };
+        let is_due = self.listed_at.is_none_or(|listed| listed.elapsed() >= LISTING_INTERVAL);
+        if !is_due && !self.frozen.iter().any(is_unknown) {
+            return Ok(());
+        }
+        let is_data = |file: &OpenFile| data.iter().any(|directory| file.path.starts_with(directory));
+        let files = self.frozen.iter().filter(|file| file.is_output || is_data(file));
+        let files: HashMap<Inode, &OpenFile> = files.map(|file| ((file.dev, file.inode), file)).collect();
+        let found = writers(&files.keys().copied().collect(), pids)
+            .map_err(Error::system("list the processes that write", Object::None))?;
+        for (inode, file) in files {
+            let writer = found.get(&inode);
+            if let (Some(writer), false) = (writer, file.is_output) {
+                let reason = format!("is open for writing by {}, which is not checkpointed", Object::command(*writer));
+                return Err(Error::about(ErrorKind::FileInUse, Object::File(file.path.clone()), reason)
+                    .help("the data directory must belong to the checkpointed processes alone"));
+            }
+            if let Some(held) = self.held.get_mut(&file.key()).filter(|_| file.is_output) {
+                held.is_shared |= writer.is_some();
+                held.is_known_own = !held.is_shared;
+            }
+        }
+        self.listed_at = Some(Instant::now());
+        Ok(())
+    }
+
+    /// Drops all state: the next checkpoint reads and stores every file again.
     pub fn forget(&mut self) {
         *self = FileTracker::default();
     }
 }
 
-/// A file and what it held when it was last looked at.
+/// A file as of its last reading.
 #[derive(Default)]
-struct Held {
-    seen: Option<Seen>,
+struct TrackedFile {
+    seen: Option<Attributes>,
     known: Fingerprints,
     tree: PageTree,
     pending: Pending,
-    /// Bytes of the file when `pending` was taken.
+    /// Size of the file when `pending` was read, bytes.
     pending_size: Option<u64>,
+    /// True if the file is an output that processes outside the tree write too.
+    is_shared: bool,
+    /// True if no process outside the tree had the output open when the processes were listed last.
+    is_known_own: bool,
 }
 
 /// Pages that were read in a freeze and are not stored yet.
 #[derive(Default)]
 struct Pending {
-    numbers: Vec<u64>,
+    numbers: Vec<PageNumber>,
     content: Vec<u8>,
 }
 
-/// How a file looked.
-struct Seen {
+/// Attributes of a file that reveal a change.
+struct Attributes {
     size: u64,
     mtime_ns: i64,
     ctime_ns: i64,
@@ -169,73 +226,74 @@ struct Seen {
     mappings: Vec<SharedMapping>,
 }
 
-impl Held {
-    /// Cuts the tree to the file's size.
-    fn cut(&mut self, size: u64) {
-        self.tree.clear(page_count(size)..u64::MAX / PAGE_SIZE as u64);
+impl TrackedFile {
+    /// Removes the pages after `size` bytes from the tree.
+    fn truncate(&mut self, size: u64) {
+        self.tree.clear(pages(size).end..PageNumber::MAX);
     }
 
-    fn store_pending(&mut self, path: &Path, store: &mut dyn Store) -> Result<(), FilesError> {
+    fn store_pending(&mut self, path: &Path, store: &mut dyn Store) -> Result<()> {
         let pending = std::mem::take(&mut self.pending);
         for (page, content) in pending.numbers.into_iter().zip(pending.content.chunks(PAGE_SIZE)) {
-            let id = store.put(Kind::Page, content).map_err(FilesError::store(path))?;
+            let id = store.put(Kind::Page, content).map_err(super::store(path))?;
             self.tree.set(page, id);
         }
         if let Some(size) = self.pending_size.take() {
-            self.cut(size);
+            self.truncate(size);
         }
         Ok(())
     }
 }
 
-/// Reads what may have changed since `seen` and emits the pages that did. Returns the bytes read, none if the file
-/// did not have to be opened.
-fn look(
-    seen: &mut Option<Seen>,
+/// Reads the parts of a file that may have changed since `seen` and emits the changed pages.
+/// Returns the number of bytes read, or None if the file did not have to be opened.
+fn read_changes(
+    seen: &mut Option<Attributes>,
     known: &mut Fingerprints,
     file: &OpenFile,
     written: &Written,
-    emit: &mut dyn FnMut(u64, &Page) -> Result<(), FilesError>,
-) -> Result<Option<u64>, FilesError> {
-    // What is not marked as seen at the end is read whole the next time.
+    emit: &mut dyn FnMut(PageNumber, &Page) -> Result<()>,
+) -> Result<Option<u64>> {
+    // If this fails, the file is read whole the next time.
     let last = seen.take();
     let changed = last.as_ref().map_or(Changed::Anything, |last| last.changed(file, written));
     let mut read_bytes = None;
     if changed != Changed::Within(RangeSet::new()) {
         let opened = file.open()?;
-        let whole = || RangeSet::from(0..file.size);
+        let whole = || RangeSet::from(Address::MIN..Address::new(file.size));
         let bytes = match changed {
             Changed::Within(bytes) => bytes,
             Changed::Anything => whole(),
             Changed::From(old_size) => {
-                if sample_holds(&opened, old_size, known).map_err(FilesError::io("read", &file.path))? {
-                    RangeSet::from(old_size..file.size.max(old_size + 1))
+                if sample_holds(&opened.file, old_size, known).map_err(super::io("read", &file.path))? {
+                    RangeSet::from(Address::new(old_size)..Address::new(file.size.max(old_size + 1)))
                 } else {
                     whole()
                 }
             }
         };
-        known.truncate(page_count(file.size));
+        known.truncate(pages(file.size).end);
         read_bytes = Some(scan(&opened, &file.path, file.size, &bytes, known, emit)?);
     }
-    *seen = Some(Seen::of(file));
+    *seen = Some(Attributes::of(file));
     Ok(read_bytes)
 }
 
-/// What may have changed in a file.
+/// The part of a file that may have changed.
 #[derive(PartialEq, Eq)]
 enum Changed {
-    /// These bytes.
+    /// At most these bytes.
     Within(RangeSet),
-    /// What comes from this byte on.
+    /// At most the bytes from this offset on.
     From(u64),
+    /// Any byte.
     Anything,
 }
 
-impl Seen {
-    fn of(file: &OpenFile) -> Seen {
+impl Attributes {
+    fn of(file: &OpenFile) -> Attributes {
         let OpenFile { size, mtime_ns, ctime_ns, seen_ns, .. } = *file;
-        Seen { size, mtime_ns, ctime_ns, seen_ns, mappings: file.mappings.clone() }
+        Attributes { size, mtime_ns, ctime_ns, seen_ns, mappings: file.mappings.clone() }
     }
 
     fn changed(&self, file: &OpenFile, written: &Written) -> Changed {
@@ -247,26 +305,27 @@ impl Seen {
         }
     }
 
-    /// True if the file changed so shortly before it was looked at that a later change may bear the same time.
+    /// True if the file changed so shortly before its attributes were read that a later change may
+    /// have the same time.
     fn is_fresh(&self) -> bool {
         const TICK_NS: i64 = 20_000_000;
         const COARSE_NS: i64 = 2_000_000_000;
         let newest_ns = self.mtime_ns.max(self.ctime_ns);
-        // Some file systems count in seconds, or pairs of them.
+        // Some file systems have a resolution of one or two seconds.
         let tick_ns = if newest_ns % 1_000_000_000 == 0 { COARSE_NS } else { TICK_NS };
         newest_ns > self.seen_ns.saturating_sub(tick_ns)
     }
 
-    /// The bytes written through shared mappings; none if that is not known.
+    /// The bytes that were written through shared mappings; None if they are unknown.
     fn mapped(&self, file: &OpenFile, written: &Written) -> Option<RangeSet> {
         if !self.mappings.iter().all(|mapping| file.mappings.contains(mapping)) {
-            // Who knows what was written through it before it went.
+            // A mapping is gone, and the writes through it since the last call are unknown.
             return None;
         }
         let mut bytes = RangeSet::new();
         for SharedMapping { pid, addresses, offset } in &file.mappings {
             for part in written.get(pid)?.within(addresses.clone()) {
-                let in_file = |address: u64| (address - addresses.start).saturating_add(*offset);
+                let in_file = |address: Address| Address::new(*offset).saturating_add(address - addresses.start);
                 bytes.insert(in_file(part.start)..in_file(part.end));
             }
         }
@@ -280,19 +339,23 @@ mod tests {
     use std::fs::{self, File, OpenOptions};
     use std::io::Write;
     use std::os::unix::fs::FileExt;
-    use std::path::PathBuf;
-    use std::time::{Duration, SystemTime};
 
     use pagemark::MemoryStore;
     use proptest::prelude::*;
 
-    use super::super::{What, open_for_writing, put_back};
+    use super::super::{FileAction, open_for_writing, put_back};
     use super::*;
 
     /// What this process has open below `directory`: the tests are their own target.
     fn open_below(directory: &Path) -> Vec<OpenFile> {
         let files = open_for_writing(&[own_pid()]).expect("our own files can be listed");
         files.into_iter().filter(|file| file.path.starts_with(directory)).collect()
+    }
+
+    /// Whether this process has the rights to list its mapped files.
+    fn mapped_files_can_be_read() -> bool {
+        let mut links = fs::read_dir("/proc/self/map_files").into_iter().flatten().flatten();
+        links.next().is_some_and(|link| fs::read_link(link.path()).is_ok())
     }
 
     fn own_pid() -> i32 {
@@ -421,19 +484,20 @@ mod tests {
                 }
             }
             program.files = [None, None, None];
+            let asides = tempfile::tempdir().unwrap();
             for (number, (records, held)) in checkpoints.iter().enumerate().rev() {
                 prop_assert_eq!(records.len(), held.len());
                 let before: BTreeMap<_, _> = held.keys().filter_map(|path| Some((path, fs::read(path).ok()?))).collect();
-                for done in put_back(records, &store, SystemTime::now()).unwrap() {
+                for done in put_back(records, &[], &store, "job@1", asides.path()).unwrap().keep().unwrap() {
                     prop_assert_eq!(&fs::read(&done.path).unwrap(), &held[&done.path], "checkpoint {}", number);
                     match (before.get(&done.path), done.set_aside) {
-                        (None, aside) => prop_assert_eq!((done.what, aside), (What::Recreated, None)),
+                        (None, aside) => prop_assert_eq!((done.action, aside), (FileAction::Recreated, None)),
                         (Some(content), None) => prop_assert_eq!(content, &held[&done.path]),
                         (Some(content), Some(aside)) => prop_assert_eq!(content, &fs::read(aside).unwrap()),
                     }
                 }
-                let again = put_back(records, &store, SystemTime::now()).unwrap();
-                prop_assert!(again.iter().all(|done| done.what == What::Untouched));
+                let again = put_back(records, &[], &store, "job@1", asides.path()).unwrap().keep().unwrap();
+                prop_assert!(again.iter().all(|done| done.action == FileAction::Untouched));
             }
         }
     }
@@ -460,7 +524,7 @@ mod tests {
         log.write_all(b"more").unwrap();
         let copied = checkpoint(&mut tracker);
         assert_eq!((copied.read_files, copied.changed_pages), (1, 1));
-        assert!(copied.read_bytes <= PAGE_SIZE as u64, "{copied:?}");
+        assert!(copied.read_bytes <= ByteCount::PAGE.get(), "{copied:?}");
         tick();
         checkpoint(&mut tracker);
         data.write_all_at(b"x", 1_000_000).unwrap();
@@ -485,17 +549,21 @@ mod tests {
         let records = tracker.finish(&mut store).unwrap();
         drop(log);
         fs::remove_file(&path).unwrap();
-        put_back(&records, &store, SystemTime::now()).unwrap();
+        let asides = tempfile::tempdir().unwrap();
+        put_back(&records, &[], &store, "job@1", asides.path()).unwrap().keep().unwrap();
         assert_eq!(fs::read(&path).unwrap(), [2; 200_000]);
     }
 
     #[test]
     fn writes_through_a_mapping_are_seen() {
+        if !mapped_files_can_be_read() {
+            pagemark_testing::skip!("reading /proc/self/map_files needs CAP_CHECKPOINT_RESTORE");
+        }
         for place in [std::env::temp_dir(), PathBuf::from("/dev/shm")] {
             let directory = tempfile::tempdir_in(place).unwrap();
             let path = directory.path().join("mapped");
             let file = OpenOptions::new().read(true).write(true).create_new(true).open(&path).unwrap();
-            file.set_len(16 * PAGE_SIZE as u64).unwrap();
+            file.set_len(ByteCount::of_pages(16).get()).unwrap();
             let mut memory = Mapped::new(&file);
             drop(file);
             let (mut store, mut tracker) = (MemoryStore::new(), FileTracker::new());
@@ -507,8 +575,8 @@ mod tests {
             };
             let start = memory.start();
             let written = |page: u64| {
-                let page = start + page * PAGE_SIZE as u64;
-                Written::from([(own_pid(), RangeSet::from(page..page + PAGE_SIZE as u64))])
+                let page = Address::new(start).page() + page;
+                Written::from([(own_pid(), RangeSet::from(page.addresses()))])
             };
             memory.bytes()[5 * PAGE_SIZE] = 1;
             tick();
@@ -523,8 +591,9 @@ mod tests {
             let expected = memory.bytes().to_vec();
             memory.bytes()[7 * PAGE_SIZE] = 4;
             drop(memory);
-            let done = put_back(&records, &store, SystemTime::now()).unwrap();
-            assert_eq!(done[0].what, What::Replaced);
+            let asides = tempfile::tempdir().unwrap();
+            let done = put_back(&records, &[], &store, "job@1", asides.path()).unwrap().keep().unwrap();
+            assert_eq!(done[0].action, FileAction::Rewritten);
             assert!(fs::read(&path).unwrap() == expected);
         }
     }

@@ -1,4 +1,4 @@
-//! What the tests share: programs to save, and checkpoints held in memory.
+//! Support of the tests: programs to save, and checkpoints in a repository or in memory.
 
 #![allow(dead_code, reason = "each test binary uses a part of it")]
 
@@ -10,16 +10,26 @@ use std::os::unix::fs::FileExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, Stdio};
+use std::sync::Arc;
 use std::time::Duration;
 
 use nix::sys::signal::{Signal, kill};
 use nix::sys::wait::waitpid;
 use nix::unistd::Pid;
-use pagemark::repository::{Cost, Manifest, SpaceRecord, StateRecord, TargetKind};
-use pagemark::{Kind, Mechanism, PAGE_SIZE, PageTree, RangeSet, Store, store::MemoryStore};
-use pagemark_process::criu::images::{CoreEntry, ImageKind, read_first};
-use pagemark_process::criu::{Criu, CriuError, Dump, DumpOptions, Timings};
-use pagemark_process::restore::{RestoreOptions, Restored, prepare};
+use pagemark::repository::{Checkpoint, Cost, Manifest, Repository, SpaceRecord, StateRecord, TargetKind};
+use pagemark::track::Scope;
+use pagemark::{
+    Address, AddressRangeExt, Blob, ByteCount, Job, JobOptions, Kind, Mechanism, PAGE_SIZE, PageNumber, PageTree,
+    RangeSet, Store, store::MemoryStore,
+};
+use pagemark_process::Error;
+use pagemark_process::criu::images::schema::CoreEntry;
+use pagemark_process::criu::images::{ImageKind, read_first};
+use pagemark_process::criu::{Criu, Dump, DumpOptions, Timings};
+use pagemark_process::files::DataTree;
+use pagemark_process::restore::{Restore, RestoreEvent, RestoreFailure, RestoreOptions, Restored, prepare};
+use pagemark_process::saver::CriuSaver;
+use pagemark_process::target::ProcessTarget;
 use pagemark_testing::{skipped, wait_until};
 
 /// The kernel leaves these bytes below a stack pointer alone.
@@ -27,7 +37,7 @@ const RED_ZONE: u64 = 128;
 /// The frame of a signal ends within these bytes below a stack pointer, vector registers included.
 const SIGNAL_FRAME: u64 = 16 << 10;
 
-/// A CRIU that works here, or None after saying why the test is skipped.
+/// A CRIU that works here. Otherwise reports why the test is skipped, and returns None.
 pub fn criu() -> Option<Criu> {
     if !nix::unistd::geteuid().is_root() {
         skipped("not root");
@@ -36,7 +46,7 @@ pub fn criu() -> Option<Criu> {
     Criu::find().map_err(|error| skipped(&error.to_string())).ok()
 }
 
-/// The number of the next line of the form `line N`, past what a test harness writes between them.
+/// The number of the next line of the form `line N`. Other lines are from the test harness.
 pub fn read_number(lines: &mut impl BufRead) -> u64 {
     loop {
         let mut line = String::new();
@@ -64,7 +74,20 @@ pub fn is_alive(pid: i32) -> bool {
     status_field(pid, "State:").is_some_and(|state| !state.starts_with(['Z', 'X']))
 }
 
-/// A program that is saved, killed and restored. It ends with the value.
+/// The program of [`Program::counter`] up to its set-up, and from there to its round.
+const COUNTER_BEGIN: &str = "import os, time\n";
+const COUNTER_SHOW: &str = "
+count = os.open('count.new', os.O_CREAT | os.O_RDWR | os.O_TRUNC, 0o600)
+def show(n):
+    os.pwrite(count, b'%-20d' % n, 0)
+show(0)
+os.rename('count.new', 'count')
+n = 0
+while True:
+    n += 1
+";
+
+/// A program that is saved, killed and restored. It is killed when dropped.
 pub struct Program {
     directory: tempfile::TempDir,
     child: Option<Child>,
@@ -81,7 +104,28 @@ impl Program {
         Program::start(Command::new(python()).arg("-c").arg(text).stdin(Stdio::null()).stdout(output))
     }
 
-    /// On a terminal, which is its controlling terminal or is not.
+    /// Runs a Python program that executes `set_up` once, and then for each number from 1 on
+    /// executes `round`, which may call `show(n)` to write the number into the file `count`. The
+    /// program keeps this file open, and the file keeps its size. Returns when the file is there.
+    pub fn counter(set_up: &str, round: &str) -> Program {
+        let mut text = format!("{COUNTER_BEGIN}{}\n{COUNTER_SHOW}", set_up.trim());
+        text.extend(round.trim().lines().flat_map(|line| ["    ", line, "\n"]));
+        let program = Program::python(&text);
+        wait_until("the program counts", || program.read("count").is_some());
+        program
+    }
+
+    /// The number in the file `count` of a [`Program::counter`].
+    pub fn count(&self) -> u64 {
+        self.read("count").and_then(|count| count.parse().ok()).unwrap_or(0)
+    }
+
+    /// Waits until a [`Program::counter`] has counted further than a number.
+    pub fn wait_until_count_exceeds(&self, number: u64) {
+        wait_until("the program counts", || self.count() > number);
+    }
+
+    /// Runs a Python text on a terminal, which may be its controlling terminal.
     pub fn python_on(text: &str, terminal: &Terminal, controlling: bool) -> Program {
         let mut command = Command::new(python());
         command.arg("-c").arg(text);
@@ -94,7 +138,8 @@ impl Program {
         let directory = tempfile::tempdir().unwrap();
         compile(text, directory.path())?;
         let mut command = Command::new(directory.path().join("program"));
-        // The output of the tests may be a file, which grows on, so that CRIU would refuse to open it again.
+        // The output of the tests may be a file, which grows on, so that CRIU would refuse to open it
+        // again.
         command.stdin(Stdio::null()).stdout(Stdio::null());
         Some(Program::start_in(&mut command, directory))
     }
@@ -151,7 +196,7 @@ impl Program {
         }
     }
 
-    /// Goes on with restored processes.
+    /// Takes over restored processes.
     pub fn adopt(&mut self, restored: &Restored) {
         self.pids = restored.pids.clone();
     }
@@ -186,7 +231,7 @@ impl Drop for Program {
     }
 }
 
-/// The interpreter itself; what is found in PATH may be a script that starts it.
+/// The interpreter itself; the program in PATH may be a script that starts it.
 fn python() -> PathBuf {
     let output = Command::new("python3").args(["-c", "import sys; print(sys.executable)"]).output().unwrap();
     String::from_utf8(output.stdout).unwrap().trim().into()
@@ -222,10 +267,11 @@ pub fn tree(root: i32) -> Vec<i32> {
     pids
 }
 
-/// The content of a process's memory: page number to page. Pages that hold nothing, or what a file holds, are not in it.
+/// The content of a process's memory: page number to page, without empty pages and unchanged pages
+/// of files.
 pub type Memory = BTreeMap<u64, Box<[u8; PAGE_SIZE]>>;
 
-/// All private memory of a process that holds something, and its shared anonymous memory.
+/// The populated private memory of a process, and its shared anonymous memory.
 pub fn memory(pid: i32) -> Memory {
     let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).unwrap();
     let pagemap = File::open(format!("/proc/{pid}/pagemap")).unwrap();
@@ -240,8 +286,9 @@ pub fn memory(pid: i32) -> Memory {
         if name.starts_with("[v") || permissions.ends_with('s') && !anonymous_shared {
             continue;
         }
-        let number = |text| u64::from_str_radix(text, 16).unwrap() / PAGE_SIZE as u64;
-        for page in number(start)..number(end) {
+        let address = |text| Address::new(u64::from_str_radix(text, 16).unwrap());
+        for number in (address(start)..address(end)).pages() {
+            let page = number.get();
             let mut entry = [0; 8];
             pagemap.read_exact_at(&mut entry, page * 8).unwrap();
             let entry = u64::from_ne_bytes(entry);
@@ -251,7 +298,7 @@ pub fn memory(pid: i32) -> Memory {
             }
             let mut content = Box::new([0; PAGE_SIZE]);
             // A page without access rights can be read by the kernel all the same.
-            mem.read_exact_at(&mut content[..], page * PAGE_SIZE as u64).unwrap();
+            mem.read_exact_at(&mut content[..], number.address().get()).unwrap();
             memory.insert(page, content);
         }
     }
@@ -260,8 +307,71 @@ pub fn memory(pid: i32) -> Memory {
 
 /// The ranges of pages that hold data, by process.
 pub fn populated(memory: &BTreeMap<i32, Memory>) -> HashMap<i32, RangeSet> {
-    let range = |page: &u64| page * PAGE_SIZE as u64..(page + 1) * PAGE_SIZE as u64;
+    let range = |page: &u64| PageNumber::new(*page).addresses();
     memory.iter().map(|(pid, pages)| (*pid, pages.keys().map(range).collect())).collect()
+}
+
+/// The address of a byte of a page.
+fn byte_of(page: u64, at: usize) -> Address {
+    PageNumber::new(page).address() + ByteCount::from(at)
+}
+
+/// A repository for the checkpoints of one program.
+pub struct Checkpoints {
+    /// With the repository, the asides, and images in progress.
+    pub directory: tempfile::TempDir,
+    pub criu: Criu,
+}
+
+impl Checkpoints {
+    /// None after reporting why the test is skipped, where CRIU does not work.
+    pub fn new() -> Option<Checkpoints> {
+        let criu = criu()?;
+        Some(Checkpoints { directory: tempfile::tempdir().unwrap(), criu })
+    }
+
+    /// The directory for asides.
+    pub fn asides(&self) -> PathBuf {
+        self.directory.path().join("asides")
+    }
+
+    /// Takes checkpoints of the program, with `between` before each but the first. Returns the
+    /// last.
+    pub fn take(&self, program: &Program, between: &[&dyn Fn()]) -> Checkpoint {
+        self.take_all(program, Vec::new(), between).pop().unwrap()
+    }
+
+    /// As [`Checkpoints::take`], with directories that belong to the program. Returns all
+    /// checkpoints.
+    pub fn take_all(&self, program: &Program, data: Vec<DataTree>, between: &[&dyn Fn()]) -> Vec<Checkpoint> {
+        let repository = Repository::open_or_create(&self.directory.path().join("repository")).unwrap();
+        let saver = Arc::new(CriuSaver::new(self.criu.clone(), DumpOptions::default()));
+        let mut target = ProcessTarget::attach(program.pid(), Mechanism::choose(Scope::Process), saver).unwrap();
+        target.set_data(data);
+        let mut job = Job::new(target, repository.clone(), JobOptions::new("job"));
+        let mut taken = vec![job.checkpoint().unwrap().sequence];
+        for between in between {
+            between();
+            taken.push(job.checkpoint().unwrap().sequence);
+        }
+        job.detach();
+        taken.into_iter().map(|sequence| repository.read("job", sequence).unwrap()).collect()
+    }
+
+    /// Restores a checkpoint with the CRIU that was found.
+    pub fn restore(&self, checkpoint: &Checkpoint) -> Result<Restored, RestoreFailure> {
+        self.restore_by(checkpoint, &self.criu)
+    }
+
+    /// Restores a checkpoint with `criu`.
+    pub fn restore_by(&self, checkpoint: &Checkpoint, criu: &Criu) -> Result<Restored, RestoreFailure> {
+        let restore = Restore::new(checkpoint).criu(criu.clone()).asides_in(self.asides()).detach(true);
+        restore.run(&mut |event| {
+            if let RestoreEvent::AsidesNotDescribed(error) = event {
+                panic!("{error}");
+            }
+        })
+    }
 }
 
 /// A checkpoint in memory.
@@ -274,7 +384,7 @@ pub struct Taken {
     pub stack_pointers: Vec<u64>,
 }
 
-/// Takes a checkpoint as a real one is taken, but reads all memory while the program is frozen.
+/// Takes a checkpoint, but reads all memory while the program is frozen.
 pub fn take(criu: &Criu, pid: i32, options: &DumpOptions) -> Taken {
     let directory = tempfile::tempdir().unwrap();
     let mut dump = Dump::start(criu, pid, directory.path(), options).unwrap();
@@ -290,21 +400,21 @@ pub fn take(criu: &Criu, pid: i32, options: &DumpOptions) -> Taken {
         let mut tree = PageTree::new();
         let content = &memory[&process.pid];
         for (&page, bytes) in content {
-            tree.set(page, store.put(Kind::Page, &bytes[..]).unwrap());
+            tree.set(PageNumber::new(page), store.put(Kind::Page, &bytes[..]).unwrap());
         }
         process
-            .for_each_present::<CriuError>(&mut |page, bytes| {
+            .for_each_present::<Error>(&mut |page, bytes| {
                 match content.get(&page) {
                     Some(seen) => assert!(seen[..] == bytes[..], "page {page:#x} is not as it was"),
                     // CRIU also saves the code that the kernel gives to each process.
-                    None => tree.set(page, store.put(Kind::Page, bytes).unwrap()),
+                    None => tree.set(PageNumber::new(page), store.put(Kind::Page, bytes).unwrap()),
                 }
                 Ok(())
             })
             .unwrap();
         let root = tree.save(&mut store).unwrap();
         let pages = tree.page_count();
-        spaces.push(SpaceRecord { pid: process.pid, name: "program".into(), root, pages, mappings: Vec::new() });
+        spaces.push(SpaceRecord::of_process(process.pid, "program".into(), root, pages, Vec::new()));
     }
     let mut files = Vec::new();
     let mut stack_pointers = Vec::new();
@@ -314,14 +424,8 @@ pub fn take(criu: &Criu, pid: i32, options: &DumpOptions) -> Taken {
             stack_pointers.push(core.thread_info.unwrap().gpregs.sp);
         }
         let content = std::fs::read(path).unwrap();
-        let mut tree = PageTree::new();
-        for (number, chunk) in content.chunks(PAGE_SIZE).enumerate() {
-            let mut page = [0; PAGE_SIZE];
-            page[..chunk.len()].copy_from_slice(chunk);
-            tree.set(number as u64, store.put(Kind::Page, &page).unwrap());
-        }
         let name = path.file_name().unwrap().to_str().unwrap().to_string();
-        files.push(StateRecord { name, size: content.len() as u64, root: tree.save(&mut store).unwrap() });
+        files.push(StateRecord { name, content: Blob::write(&mut store, &mut &content[..]).unwrap() });
     }
     let manifest = Manifest {
         job: "test".into(),
@@ -339,7 +443,7 @@ pub fn take(criu: &Criu, pid: i32, options: &DumpOptions) -> Taken {
 }
 
 impl Taken {
-    /// Restores into this process as the restoring command.
+    /// Restores with this process as the restoring command.
     pub fn restore(&self, criu: &Criu, options: &RestoreOptions) -> Restored {
         let directory = tempfile::tempdir().unwrap();
         let prepared = prepare(&self.manifest, &self.store, directory.path()).unwrap();
@@ -352,9 +456,10 @@ impl Taken {
         }
     }
 
-    /// What lies below a stack pointer is dead; the kernel puts the frame of a signal there before the processes stop.
-    fn is_dead(&self, address: u64) -> bool {
-        self.stack_pointers.iter().any(|&sp| (sp - SIGNAL_FRAME..sp - RED_ZONE).contains(&address))
+    /// True of memory below a stack pointer. It is unused; the kernel writes the frame of a signal
+    /// there before the processes stop.
+    fn is_dead(&self, address: Address) -> bool {
+        self.stack_pointers.iter().any(|&sp| (sp - SIGNAL_FRAME..sp - RED_ZONE).contains(&address.get()))
     }
 
     /// Compares memory of restored, stopped processes with memory at the freeze.
@@ -362,14 +467,15 @@ impl Taken {
         for pid in pids {
             let (then, now) = (&self.memory[pid], memory(*pid));
             let mut differing = Vec::new();
-            // The kernel itself writes the processor's number into a thread's `struct rseq` whenever it goes on.
+            // The kernel itself writes the processor's number into a thread's `struct rseq` whenever the
+            // thread resumes.
             let mut rseq = 0;
             let threads = std::fs::read_dir(format!("/proc/{pid}/task")).unwrap().count();
             for (page, content) in then {
                 let zeros = [0; PAGE_SIZE];
                 let restored = now.get(page).map_or(&zeros[..], |page| &page[..]);
                 if restored != &content[..] {
-                    let dead = |at: usize| self.is_dead(page * PAGE_SIZE as u64 + at as u64);
+                    let dead = |at: usize| self.is_dead(byte_of(*page, at));
                     let differs = |at: &usize| restored[*at] != content[*at] && !dead(*at);
                     let (Some(at), Some(last)) = ((0..PAGE_SIZE).find(differs), (0..PAGE_SIZE).rfind(differs)) else {
                         continue;
@@ -380,13 +486,13 @@ impl Taken {
                             continue;
                         }
                     }
-                    differing.push(format!("{:#x}", page * PAGE_SIZE as u64 + at as u64));
+                    differing.push(format!("{:#x}", byte_of(*page, at)));
                 }
             }
             for (page, content) in &now {
-                let held = |(at, byte): (usize, &u8)| *byte != 0 && !self.is_dead(page * PAGE_SIZE as u64 + at as u64);
+                let held = |(at, byte): (usize, &u8)| *byte != 0 && !self.is_dead(byte_of(*page, at));
                 if !then.contains_key(page) && content.iter().enumerate().any(held) {
-                    differing.push(format!("new page {:#x}", page * PAGE_SIZE as u64));
+                    differing.push(format!("new page {:#x}", byte_of(*page, 0)));
                 }
             }
             assert!(differing.is_empty(), "process {pid}, {} pages: {differing:?}", then.len());
@@ -421,7 +527,7 @@ impl Taken {
         wait_until("the restoring command is done", || done.exists());
         let outcome = std::fs::read_to_string(&done).unwrap();
         assert_eq!(outcome, "restored");
-        (child, Restored { root_pid: pids[0], pids })
+        (child, Restored { root_pid: pids[0], pids, left_groups: Vec::new() })
     }
 }
 
@@ -479,7 +585,7 @@ impl Terminal {
         };
     }
 
-    /// What is written to the terminal.
+    /// The output on the terminal.
     pub fn lines(&self) -> impl BufRead {
         BufReader::new(File::from(self.master.try_clone().unwrap()))
     }

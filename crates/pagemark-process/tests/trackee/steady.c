@@ -20,6 +20,9 @@
 #include <sys/time.h>
 #include <time.h>
 #include <unistd.h>
+#if __has_include(<sys/rseq.h>)
+#include <sys/rseq.h>
+#endif
 
 static volatile uint64_t *rounds;
 static uint64_t descriptors;
@@ -61,6 +64,32 @@ static void sleeping(void) {
 	struct timespec time = {0, 300000};
 	if (nanosleep(&time, NULL) != 0)
 		violated("nanosleep");
+}
+
+/* Almost all of the time in a restartable sequence, which starts again when it is aborted. */
+static void in_sequence(void) {
+#ifdef RSEQ_SIG
+	struct rseq *area = (void *)((char *)__builtin_thread_pointer() + __rseq_offset);
+	__asm__ volatile(".pushsection __rseq_cs, \"aw\"\n"
+			 ".balign 32\n"
+			 "10: .long 0, 0\n"
+			 ".quad 1f, (2f - 1f), 4f\n"
+			 ".popsection\n"
+			 "3: leaq 10b(%%rip), %%rax\n"
+			 "movq %%rax, %0\n"
+			 "1: movl $200000, %%ecx\n"
+			 "5: decl %%ecx\n"
+			 "jnz 5b\n"
+			 "2:\n"
+			 ".pushsection __rseq_failure, \"ax\"\n"
+			 ".byte 0x0f, 0xb9, 0x3d\n"
+			 ".long 0x53053053\n"
+			 "4: jmp 3b\n"
+			 ".popsection\n"
+			 : "=m"(area->rseq_cs)
+			 :
+			 : "rax", "rcx", "memory", "cc");
+#endif
 }
 
 static void computing(void) {
@@ -155,6 +184,10 @@ int main(int count, char **arguments) {
 	} else if (!strcmp(mode, "compute")) {
 		ready();
 		computes(NULL);
+	} else if (!strcmp(mode, "sequence")) {
+		ready();
+		for (;; counted())
+			in_sequence();
 	} else if (!strcmp(mode, "poll")) {
 		ready();
 		polls(NULL);

@@ -1,7 +1,7 @@
-"""Regions of memory with transactions and snapshots.
+"""Regions of memory with transactions and snapshots, and checkpoints of processes.
 
-A region is memory whose writes are found by the kernel's page tables, so that NumPy, or anything else that takes a
-buffer, works in it at full speed:
+The written pages of a region are found by the kernel's page tables, so that NumPy, and anything
+else that takes a buffer, works in it at full speed:
 
 >>> import numpy, pagemark
 >>> region = pagemark.Region(1 << 20)
@@ -15,6 +15,9 @@ True
 >>> restored = region.restore(before)
 >>> int(array[0]), int(array[1])
 (42, 0)
+
+``region.save(repository, job)`` makes a region durable. A ``Job`` takes checkpoints of another
+process and its descendants, and ``restore`` restores them.
 """
 
 from ._native import *

@@ -1,5 +1,7 @@
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from os import PathLike
+from pathlib import Path
 from types import TracebackType
 from typing import Final, Literal, Protocol, Self, final
 
@@ -8,10 +10,22 @@ from typing_extensions import Buffer
 __all__ = [
     "MECHANISMS",
     "PAGE_SIZE",
+    "Checkpoint",
+    "Cost",
+    "CriuError",
     "Error",
     "ForkedError",
+    "Job",
     "MechanismError",
+    "PidInUseError",
+    "ProcessError",
+    "ProcessGoneError",
     "Region",
+    "Repository",
+    "RepositoryError",
+    "RestoreError",
+    "Restored",
+    "RestoredFile",
     "Snapshot",
     "SnapshotError",
     "Store",
@@ -20,6 +34,7 @@ __all__ = [
     "Usage",
     "Writable",
     "__version__",
+    "restore",
 ]
 
 MECHANISMS: Final[tuple[str, ...]]
@@ -30,7 +45,13 @@ class Error(Exception): ...
 class TransactionError(Error): ...
 class MechanismError(Error): ...
 class SnapshotError(Error): ...
+class RepositoryError(Error): ...
 class ForkedError(Error): ...
+class ProcessError(Error): ...
+class ProcessGoneError(ProcessError): ...
+class CriuError(Error): ...
+class RestoreError(Error): ...
+class PidInUseError(RestoreError): ...
 
 class _HasFileno(Protocol):
     def fileno(self) -> int: ...
@@ -42,8 +63,24 @@ class Region:
     ) -> Self: ...
     @staticmethod
     def adopt(
-        buffer: Buffer, mechanism: str = "auto", *, rollback: bool = True, store: Store | None = None
+        buffer: Buffer,
+        mechanism: str = "auto",
+        *,
+        rollback: bool = True,
+        store: Store | None = None,
+        sole_use: bool = False,
     ) -> Region: ...
+    @staticmethod
+    def open(
+        repository: Repository,
+        job: str,
+        mechanism: str = "auto",
+        *,
+        rollback: bool = True,
+        store: Store | None = None,
+    ) -> Region: ...
+    def save(self, repository: Repository, job: str) -> Checkpoint: ...
+    def load(self, repository: Repository, job: str) -> list[range]: ...
     def __len__(self) -> int: ...
     if sys.version_info >= (3, 12):
         def __buffer__(self, flags: int, /) -> memoryview: ...
@@ -100,6 +137,114 @@ class Writable:
         traceback: TracebackType | None,
         /,
     ) -> Literal[False]: ...
+
+@final
+class Repository:
+    def __new__(cls, path: str | PathLike[str], *, create: bool = True, trusted: bool = False) -> Self: ...
+    @property
+    def path(self) -> Path: ...
+    def jobs(self) -> list[str]: ...
+    def checkpoints(self, job: str) -> list[Checkpoint]: ...
+
+@final
+class Checkpoint:
+    @property
+    def job(self) -> str: ...
+    @property
+    def sequence(self) -> int: ...
+    @property
+    def taken_unix_us(self) -> int: ...
+    @property
+    def written_bytes(self) -> int: ...
+    @property
+    def cost(self) -> Cost | None: ...
+    def __eq__(self, other: object, /) -> bool: ...
+    def __hash__(self) -> int: ...
+
+@final
+class Cost:
+    @property
+    def dirty_pages(self) -> int: ...
+    @property
+    def frozen_pages(self) -> int: ...
+    @property
+    def rounds(self) -> int: ...
+    @property
+    def downtime_us(self) -> int: ...
+    @property
+    def memory_downtime_us(self) -> int: ...
+    @property
+    def state_downtime_us(self) -> int: ...
+    @property
+    def peak_flight_bytes(self) -> int: ...
+    def __eq__(self, other: object, /) -> bool: ...
+    def __hash__(self) -> int: ...
+
+@final
+class Job:
+    def __new__(
+        cls,
+        pid: int,
+        repository: Repository,
+        name: str,
+        *,
+        mechanism: str = "auto",
+        strategy: Literal["pre-copy", "stop-and-copy"] = "pre-copy",
+        keep_connections: bool = False,
+        memory_only: bool = False,
+        keep_last: int | None = None,
+        keep_every: float | None = None,
+    ) -> Self: ...
+    @property
+    def pid(self) -> int: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def mechanism(self) -> str: ...
+    def checkpoint(self) -> Checkpoint: ...
+    def run(
+        self,
+        every: float = 10.0,
+        on_checkpoint: Callable[[Checkpoint], object] | None = None,
+        on_failure: Callable[[Exception], object] | None = None,
+    ) -> int: ...
+    def detach(self) -> None: ...
+    def __enter__(self) -> Self: ...
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+        /,
+    ) -> Literal[False]: ...
+
+def restore(
+    repository: Repository,
+    job: str,
+    sequence: int | None = None,
+    *,
+    lazy: bool = False,
+    stopped: bool = False,
+    child: bool = False,
+    streams: Literal["inherit", "null"] = "inherit",
+    allow_unusual_files: bool = False,
+    progress: Callable[[int, int], object] | None = None,
+) -> Restored: ...
+@final
+class Restored:
+    @property
+    def pid(self) -> int: ...
+    @property
+    def pids(self) -> list[int]: ...
+    @property
+    def files(self) -> list[RestoredFile]: ...
+
+@final
+class RestoredFile:
+    @property
+    def path(self) -> Path: ...
+    @property
+    def set_aside(self) -> Path | None: ...
 
 @final
 class Snapshot:

@@ -1,4 +1,5 @@
-//! `family DIRECTORY`: a parent and its children, who exchange numbers through pipes and check every one.
+//! `family DIRECTORY`: a parent and its children, which exchange numbers through pipes. The parent
+//! checks every answer.
 
 use std::io::{self, Read, Write};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
@@ -13,22 +14,22 @@ fn main() {
         std::process::exit(child().map_or(VIOLATED, |()| 0));
     }
     let mut report = Report::from_arguments();
-    let mut children: Vec<Spoken> = (0..CHILDREN).map(Spoken::new).collect::<io::Result<_>>().unwrap_or_else(|error| {
+    let mut children: Vec<Peer> = (0..CHILDREN).map(Peer::new).collect::<io::Result<_>>().unwrap_or_else(|error| {
         eprintln!("start a child: {error}");
         std::process::exit(2);
     });
     loop {
         for child in &mut children {
             let answer = child.ask();
-            let right = matches!(answer, Ok((got, expected)) if got == expected);
-            report.require(right, format_args!("child {} answered {answer:?}", child.process.id()));
+            let is_correct = matches!(answer, Ok((got, expected)) if got == expected);
+            report.require(is_correct, format_args!("child {} answered {answer:?}", child.process.id()));
         }
         report.ok();
         std::thread::sleep(Duration::from_millis(5));
     }
 }
 
-/// Answers each number with the sum of all until then.
+/// Answers each number with the sum of all numbers so far.
 fn child() -> io::Result<()> {
     let (mut input, mut output) = (io::stdin(), io::stdout());
     let (mut number, mut sum) = ([0; 8], 0u64);
@@ -40,8 +41,8 @@ fn child() -> io::Result<()> {
     }
 }
 
-/// A child, as its parent knows it.
-struct Spoken {
+/// The parent's side of a child.
+struct Peer {
     process: Child,
     input: ChildStdin,
     output: ChildStdout,
@@ -49,18 +50,18 @@ struct Spoken {
     sum: u64,
 }
 
-impl Spoken {
-    fn new(seed: u64) -> io::Result<Spoken> {
+impl Peer {
+    fn new(seed: u64) -> io::Result<Peer> {
         let piped = || Stdio::piped();
         let mut process =
             Command::new(std::env::current_exe()?).arg("--child").stdin(piped()).stdout(piped()).spawn()?;
         let missing = || io::Error::from(io::ErrorKind::BrokenPipe);
         let input = process.stdin.take().ok_or_else(missing)?;
         let output = process.stdout.take().ok_or_else(missing)?;
-        Ok(Spoken { process, input, output, numbers: SplitMix(seed), sum: 0 })
+        Ok(Peer { process, input, output, numbers: SplitMix(seed), sum: 0 })
     }
 
-    /// What the child answers, and what it should.
+    /// The answer of the child, and the correct answer.
     fn ask(&mut self) -> io::Result<(u64, u64)> {
         let number = self.numbers.draw();
         self.sum = self.sum.wrapping_add(number);

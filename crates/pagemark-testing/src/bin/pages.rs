@@ -1,9 +1,10 @@
-//! `pages DIRECTORY`: memory of every kind, more of it whenever it is asked for.
+//! `pages DIRECTORY`: checks memory of every kind, and changes its mappings on request.
 //!
-//! Private memory, 2 MiB huge pages, private and shared mappings of files, shared memory without a file, and memory
-//! that is swapped out where there is swap. SIGUSR1 makes it map more, grow what it has and unmap some; SIGUSR2 makes
-//! it fork a child, which has everything as well and checks it for itself, with its progress in `progress.PID`. What
-//! was done is appended to `done`.
+//! The memory is private memory, 2 MiB huge pages, private and shared mappings of files, shared
+//! memory without a file, and memory that is swapped out where there is swap. On SIGUSR1 the
+//! program maps, grows and unmaps memory. On SIGUSR2 it forks a child, which has the same memory
+//! and checks it itself, with its progress in `progress.PID`. Each completed request is appended to
+//! `done`.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
@@ -41,13 +42,13 @@ fn main() {
     }
 }
 
-/// All the memory.
+/// All memory of the program.
 struct Space {
-    /// Refilled with something else, one in each round.
+    /// In each round one of these regions gets other content.
     private: Vec<Region>,
-    /// Written, but to what they hold already: a parent and its children have them together.
+    /// Written in each round with unchanged content, because a parent and its children share them.
     shared: Vec<Region>,
-    /// Left alone, so that it can stay swapped out.
+    /// Never written, so that it can stay swapped out.
     cold: Region,
 }
 
@@ -81,32 +82,35 @@ impl Space {
         Ok(())
     }
 
-    /// Writes some and checks all; an error says what is wrong.
+    /// Writes some of the memory and checks all of it. The error is the problem.
     fn round(&mut self, round: u64) -> Result<(), String> {
         let turn = round as usize % self.private.len();
         self.private[turn].fill(round << 32);
         self.shared.iter_mut().for_each(Region::touch);
         for (number, region) in self.private.iter_mut().chain(&mut self.shared).enumerate() {
-            intact(&format!("region {number}"), region)?;
+            check(&format!("region {number}"), region)?;
         }
         if round.is_multiple_of(50) {
-            intact("the cold region", &mut self.cold)?;
-            // Refused where there is nowhere to swap to, which is fine.
+            check("the cold region", &mut self.cold)?;
+            // The advice fails where there is no swap space.
             let _ = self.cold.advise(libc::MADV_PAGEOUT);
         }
         Ok(())
     }
 }
 
-fn intact(name: &str, region: &mut Region) -> Result<(), String> {
+fn check(name: &str, region: &mut Region) -> Result<(), String> {
     region.damage().map_or(Ok(()), |(address, word)| Err(format!("{name}: {address:#x} holds {word:#x}")))
 }
 
-fn note(directory: &Path, what: &str) -> io::Result<()> {
-    OpenOptions::new().append(true).create(true).open(directory.join("done"))?.write_all(format!("{what}\n").as_bytes())
+/// Appends the name of a completed request to `done`.
+fn note(directory: &Path, request: &str) -> io::Result<()> {
+    let mut done = OpenOptions::new().append(true).create(true).open(directory.join("done"))?;
+    done.write_all(format!("{request}\n").as_bytes())
 }
 
-fn commands() -> libc::sigset_t {
+/// The signals that request a change.
+fn request_signals() -> libc::sigset_t {
     // SAFETY: the set is emptied before it is filled.
     unsafe {
         let mut set = mem::zeroed();
@@ -119,23 +123,23 @@ fn commands() -> libc::sigset_t {
 
 fn block_signals() -> io::Result<()> {
     // SAFETY: the set outlives the call.
-    match unsafe { libc::sigprocmask(libc::SIG_BLOCK, &commands(), ptr::null_mut()) } {
+    match unsafe { libc::sigprocmask(libc::SIG_BLOCK, &request_signals(), ptr::null_mut()) } {
         0 => Ok(()),
         _ => Err(io::Error::last_os_error()),
     }
 }
 
-/// The next command, if one comes within 20 ms.
+/// The next request, if it comes within 20 ms.
 fn wait_for_signal() -> Option<i32> {
     let timeout = libc::timespec { tv_sec: 0, tv_nsec: 20_000_000 };
-    // SAFETY: set and time outlive the call, which is told to return no details.
-    let signal = unsafe { libc::sigtimedwait(&commands(), ptr::null_mut(), &timeout) };
+    // SAFETY: set and time outlive the call, which returns no details.
+    let signal = unsafe { libc::sigtimedwait(&request_signals(), ptr::null_mut(), &timeout) };
     (signal > 0).then_some(signal)
 }
 
 /// True in the child.
 fn fork() -> io::Result<bool> {
-    // SAFETY: this program has one thread, so the child may go on as if nothing had happened.
+    // SAFETY: this program has one thread, so that the child may do whatever the parent may.
     match unsafe { libc::fork() } {
         -1 => Err(io::Error::last_os_error()),
         pid => Ok(pid == 0),

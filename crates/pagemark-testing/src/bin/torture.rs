@@ -1,8 +1,10 @@
-//! `torture DIRECTORY`: eight threads that do everything at once that is hard to checkpoint, and check it.
+//! `torture DIRECTORY`: eight threads with much of the state that is hard to checkpoint, which
+//! check that state.
 //!
-//! Money moves between accounts under a mutex; thread-local data stands between canaries; memory is mapped, grown,
-//! moved and unmapped, and the heap's end pushed on; a signal is pending for the process and one for each thread,
-//! and must stay so; an interval timer, a POSIX timer and a timerfd must go on firing.
+//! Money moves between accounts under a mutex; thread-local data lies between canaries; memory is
+//! mapped, grown, moved and unmapped, and the heap grows; one signal is pending for the process and
+//! one for each thread, and must stay pending; an interval timer, a POSIX timer and a timerfd must
+//! continue to expire.
 
 use std::cell::RefCell;
 use std::fs::File;
@@ -21,7 +23,7 @@ const ACCOUNTS: usize = 64;
 const MONEY: u64 = 1_000_000;
 const PAGE: usize = 4096;
 const TICK: Duration = Duration::from_millis(20);
-/// A timer that is silent for so many rounds of 20 ms stands still.
+/// A timer that does not expire for this number of rounds of 20 ms has stopped.
 const SILENT_ROUNDS: u32 = 500;
 
 static ALARMS: AtomicU64 = AtomicU64::new(0);
@@ -49,24 +51,24 @@ fn main() {
         std::process::exit(2);
     }
     // Six workers, the reader of the timerfd and this thread are eight.
-    let (trouble, troubles) = mpsc::channel::<String>();
+    let (problem, problems) = mpsc::channel::<String>();
     for worker in 0..WORKERS {
-        let (bank, trouble) = (bank.clone(), trouble.clone());
+        let (bank, problem) = (bank.clone(), problem.clone());
         std::thread::spawn(move || {
             let error = Worker::new(worker, bank).run();
-            let _ = trouble.send(format!("worker {worker}: {error}"));
+            let _ = problem.send(format!("worker {worker}: {error}"));
         });
     }
     std::thread::spawn(move || {
         let error = read_timerfd();
-        let _ = trouble.send(format!("timerfd: {error}"));
+        let _ = problem.send(format!("timerfd: {error}"));
     });
 
     let timers = [("interval timer", &ALARMS), ("POSIX timer", &TIMER_SIGNALS), ("timerfd", &TIMERFD_TICKS)];
     let mut last = [(0, 0); 3];
     let mut heap = Heap::default();
     loop {
-        if let Ok(message) = troubles.recv_timeout(TICK) {
+        if let Ok(message) = problems.recv_timeout(TICK) {
             report.require(false, message);
         }
         report.require(is_pending(libc::SIGUSR1), "the signal that was pending for the process is gone");
@@ -74,7 +76,8 @@ fn main() {
             let now = count.load(Ordering::Relaxed);
             *silent = if now == *seen { *silent + 1 } else { 0 };
             *seen = now;
-            report.require(*silent < SILENT_ROUNDS, format_args!("the {name} stands still after {now} times"));
+            report
+                .require(*silent < SILENT_ROUNDS, format_args!("the {name} has stopped after it expired {now} times"));
         }
         if let Err(wrong) = heap.round(report.rounds()) {
             report.require(false, format_args!("heap: {wrong}"));
@@ -83,7 +86,7 @@ fn main() {
     }
 }
 
-/// One thread's own things.
+/// The state of one thread.
 struct Worker {
     number: u64,
     random: SplitMix,
@@ -99,11 +102,11 @@ impl Worker {
         Worker { number, random, bank, regions: Vec::new(), thread_id: thread_id(), rounds: 0 }
     }
 
-    /// Works for ever; returns what was wrong.
+    /// Works until an invariant is violated; returns the problem.
     fn run(mut self) -> String {
         let canary = self.canary();
         LOCAL.with_borrow_mut(|local| (local.before, local.behind) = (canary, canary));
-        // SAFETY: sends a signal that is blocked to this very thread.
+        // SAFETY: the call sends a blocked signal to this thread.
         unsafe { libc::pthread_kill(libc::pthread_self(), libc::SIGUSR2) };
         loop {
             self.rounds += 1;
@@ -139,7 +142,7 @@ impl Worker {
             if (local.before, local.counter, local.behind) == (canary, self.rounds, canary) {
                 Ok(())
             } else {
-                Err(format!("thread-local data is wrong in round {}: it says {}", self.rounds, local.counter))
+                Err(format!("thread-local data is wrong in round {}: the counter is {}", self.rounds, local.counter))
             }
         })
     }
@@ -155,7 +158,7 @@ impl Worker {
             (Some(region), 0) => region.resize(bytes).map_err(failed)?,
             (Some(region), 1) => region.fill(seed),
             (Some(_), 2) => drop(self.regions.swap_remove(pick)),
-            (Some(region), _) => intact(region)?,
+            (Some(region), _) => check(region)?,
         }
         Ok(())
     }
@@ -172,7 +175,7 @@ impl Worker {
     }
 }
 
-fn intact(region: &mut Region) -> Result<(), String> {
+fn check(region: &mut Region) -> Result<(), String> {
     match region.damage() {
         None => Ok(()),
         Some((address, word)) => Err(format!("memory at {address:#x} holds {word:#x}")),
@@ -180,42 +183,43 @@ fn intact(region: &mut Region) -> Result<(), String> {
 }
 
 fn thread_id() -> i32 {
-    // SAFETY: reads nothing and cannot fail.
+    // SAFETY: the call accesses no memory.
     unsafe { libc::gettid() }
 }
 
-/// What the heap's end was pushed on by. Only the main thread does it: the C library's allocator moves the end for
-/// that thread alone, the others have their memory elsewhere.
+/// The memory by which the program has moved the end of the heap. Only the main thread moves it:
+/// the C library's allocator uses the heap for that thread alone.
 #[derive(Default)]
 struct Heap {
-    pushed: Vec<ManuallyDrop<Region>>,
+    added: Vec<ManuallyDrop<Region>>,
 }
 
 impl Heap {
-    const MOST: usize = 256;
+    const MAX_PARTS: usize = 256;
 
     fn round(&mut self, round: u64) -> Result<(), String> {
-        if round.is_multiple_of(8) && self.pushed.len() < Heap::MOST {
-            self.pushed.push(push_break(16 * PAGE, round).map_err(|error| format!("sbrk: {error}"))?);
+        if round.is_multiple_of(8) && self.added.len() < Heap::MAX_PARTS {
+            self.added.push(extend_heap(16 * PAGE, round).map_err(|error| format!("sbrk: {error}"))?);
         }
-        if !self.pushed.is_empty() {
-            let turn = round as usize % self.pushed.len();
-            intact(&mut self.pushed[turn])?;
-            self.pushed[turn].fill(round << 8);
+        if !self.added.is_empty() {
+            let turn = round as usize % self.added.len();
+            check(&mut self.added[turn])?;
+            self.added[turn].fill(round << 8);
         }
-        self.pushed.iter_mut().try_for_each(|region| intact(region))
+        self.added.iter_mut().try_for_each(|region| check(region))
     }
 }
 
-/// Moves the end of the heap by `bytes`, and fills what is new.
-fn push_break(bytes: usize, seed: u64) -> io::Result<ManuallyDrop<Region>> {
-    // SAFETY: grows the heap; the allocator copes with others doing so between its own moves.
+/// Moves the end of the heap by `bytes`, and fills the new memory.
+fn extend_heap(bytes: usize, seed: u64) -> io::Result<ManuallyDrop<Region>> {
+    // SAFETY: the call grows the heap; the allocator allows other callers of `sbrk`.
     let start = unsafe { libc::sbrk(bytes as isize) };
     if start as isize == -1 {
         return Err(io::Error::last_os_error());
     }
     let shift = start.align_offset(mem::align_of::<u64>());
-    // SAFETY: what `sbrk` added belongs to its caller for ever, and the part from the next word on lies in it.
+    // SAFETY: the memory that `sbrk` added belongs to its caller for ever, and contains the part
+    // from the next word on.
     Ok(unsafe { Region::adopt(start.add(shift).cast(), bytes - PAGE, seed) })
 }
 
@@ -231,9 +235,11 @@ fn succeeded(result: i32) -> io::Result<()> {
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Blocks the signals that are to stay pending, in all threads to come, makes one pending, and handles the timers'.
+/// Blocks the signals that are to stay pending, in this thread and those that it starts, makes one
+/// of them pending, and installs the handlers of the timers' signals.
 fn prepare_signals() -> io::Result<()> {
-    // SAFETY: `set` and `action` are filled before they are used, and the handlers only add to atomics.
+    // SAFETY: `set` and `action` are filled before they are used, and the handlers only add to
+    // atomics.
     unsafe {
         let mut set = mem::zeroed();
         libc::sigemptyset(&mut set);
@@ -261,7 +267,8 @@ fn is_pending(signal: i32) -> bool {
 
 fn start_timers() -> io::Result<()> {
     let microseconds = libc::timeval { tv_sec: 0, tv_usec: TICK.as_micros() as i64 };
-    // SAFETY: all structures are filled and outlive the calls; the timer's identity is written before it is used.
+    // SAFETY: all structures are filled and outlive the calls; the timer's identity is written
+    // before it is used.
     unsafe {
         let interval = libc::itimerval { it_interval: microseconds, it_value: microseconds };
         succeeded(libc::setitimer(libc::ITIMER_REAL, &interval, ptr::null_mut()))?;
@@ -279,14 +286,15 @@ fn every_tick() -> libc::itimerspec {
     libc::itimerspec { it_interval: nanoseconds, it_value: nanoseconds }
 }
 
-/// Counts what a timerfd gives, for ever; returns why it stopped.
+/// Counts the expirations of a timerfd; returns the error that ended the loop.
 fn read_timerfd() -> io::Error {
-    // SAFETY: makes a descriptor, which is owned by nobody else.
+    // SAFETY: the call takes numbers only, and makes a descriptor.
     let timer = unsafe { libc::timerfd_create(libc::CLOCK_MONOTONIC, libc::TFD_CLOEXEC) };
     if timer < 0 {
         return io::Error::last_os_error();
     }
-    // SAFETY: the descriptor is open, and the setting outlives the call; nobody else closes it.
+    // SAFETY: the descriptor is open, the setting outlives the call, and nothing else owns the
+    // descriptor.
     let mut timer = unsafe {
         libc::timerfd_settime(timer, 0, &every_tick(), ptr::null_mut());
         File::from_raw_fd(timer)

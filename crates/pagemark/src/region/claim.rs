@@ -1,14 +1,14 @@
-//! Which addresses belong to regions: a page belongs to one at most.
+//! The addresses that belong to regions. A page belongs to at most one region.
 
 use std::sync::{Mutex, PoisonError};
 
-use super::RegionError;
+use crate::Error;
 use crate::Range;
 
-/// With the process that claimed it: a child made by `fork` starts with none.
+/// Each range with the process that claimed it: a child made by `fork` has no claims.
 static CLAIMED: Mutex<Vec<(Range, u32)>> = Mutex::new(Vec::new());
 
-/// A range that belongs to one region as long as this exists.
+/// A range that belongs to one region while the claim exists.
 #[derive(Debug)]
 pub(super) struct Claim {
     range: Range,
@@ -17,12 +17,12 @@ pub(super) struct Claim {
 
 impl Claim {
     /// Claims a range.
-    pub fn new(range: Range) -> Result<Claim, RegionError> {
+    pub fn new(range: Range) -> Result<Claim, Error> {
         let mut claimed = CLAIMED.lock().unwrap_or_else(PoisonError::into_inner);
         let process = std::process::id();
         claimed.retain(|(_, claimer)| *claimer == process);
         if let Some((other, _)) = claimed.iter().find(|(other, _)| other.start < range.end && range.start < other.end) {
-            return Err(RegionError::Overlaps { range, other: other.clone() });
+            return Err(Error::overlaps(range, other));
         }
         claimed.push((range.clone(), process));
         Ok(Claim { range, process })
@@ -35,7 +35,7 @@ impl Claim {
 
 impl Drop for Claim {
     fn drop(&mut self) {
-        // The lock of a forked child may be held by a thread that it does not have.
+        // In a forked child, a thread that the child does not have may hold the lock.
         if self.process == std::process::id() {
             let mut claimed = CLAIMED.lock().unwrap_or_else(PoisonError::into_inner);
             claimed.retain(|(range, _)| *range != self.range);

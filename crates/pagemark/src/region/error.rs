@@ -1,86 +1,100 @@
-//! Why a region could not do what was asked.
+//! Errors of regions. After one, the content of the region and the record of its writes are
+//! unchanged, unless the operation says otherwise.
 
-use std::io;
+use crate::error::{Error, ErrorKind, Object};
+use crate::{Address, ByteCount, Mechanism, Range};
 
-use crate::snapshot::SnapshotError;
-use crate::{PAGE_SIZE, Range, TrackError};
+impl Error {
+    pub(super) fn no_transaction() -> Error {
+        Error::because(ErrorKind::NoTransaction, "no transaction is open: call begin first")
+    }
 
-/// A region could not do what was asked. Its content, and what was written so far, are as they were before.
-#[derive(Debug, thiserror::Error)]
-pub enum RegionError {
-    /// Commit or rollback without begin.
-    #[error("no transaction is open: call begin first")]
-    NoTransaction,
-    /// Begin within a transaction.
-    #[error("a transaction is open already: commit it or roll it back first; transactions do not nest")]
-    TransactionOpen,
-    /// The region keeps nothing to roll back to.
-    #[error("the region was made without rollback, so it keeps no content to go back to")]
-    NoRollback,
-    /// Memory to adopt that is not made of whole pages.
-    #[error(
-        "a region consists of whole pages of {PAGE_SIZE} bytes, at least one; {start:#x} with {bytes} bytes does not"
-    )]
-    Unaligned {
-        /// Where it would begin.
-        start: u64,
-        /// How long it would be.
-        bytes: usize,
-    },
-    /// Memory to adopt that belongs to a region.
-    #[error("{range:#x?} overlaps a region at {other:#x?}; a page belongs to one region at most")]
-    Overlaps {
-        /// What was to be adopted.
-        range: Range,
-        /// The region that is there.
-        other: Range,
-    },
-    /// Nothing is mapped in a part of it.
-    #[error("in {range:#x?} not everything is mapped: it was unmapped, or never was")]
-    NotMapped {
-        /// Where the region is, or was to be.
-        range: Range,
-    },
-    /// Memory to adopt that is not plain data.
-    #[error("in {range:#x?} not everything is readable, writable and not executable, as a region must be")]
-    NotData {
-        /// What was to be adopted.
-        range: Range,
-    },
-    /// Offsets beyond the region's end.
-    #[error("offsets {offsets:?} are not within a region of {bytes} bytes")]
-    OutOfRange {
-        /// What was named.
-        offsets: std::ops::Range<usize>,
-        /// The region's length.
-        bytes: usize,
-    },
-    /// The process is a child of the one that made the region.
-    #[error(
-        "this process was forked from the one that made the region and tracks it; a child makes regions of its own"
-    )]
-    ForkedChild,
-    /// A snapshot of another region.
-    #[error("the snapshot is one of another region")]
-    WrongRegion,
-    /// The snapshot could not be taken or restored.
-    #[error(transparent)]
-    Snapshot(#[from] SnapshotError),
-    /// The mechanism failed, or does not work here.
-    #[error(transparent)]
-    Track(#[from] TrackError),
-    /// A system call failed.
-    #[error("{operation}: {source}")]
-    System {
-        /// The call, and on what.
-        operation: String,
-        /// Why it failed.
-        source: io::Error,
-    },
-}
+    pub(super) fn transaction_open() -> Error {
+        let reason = "a transaction is open already: commit it or roll it back first; transactions do not nest";
+        Error::because(ErrorKind::TransactionOpen, reason)
+    }
 
-impl RegionError {
-    pub(super) fn system(operation: impl Into<String>) -> impl FnOnce(io::Error) -> RegionError {
-        move |source| RegionError::System { operation: operation.into(), source }
+    pub(super) fn no_rollback() -> Error {
+        let reason = "the region was made without rollback, so there is no content to restore";
+        Error::because(ErrorKind::NoRollback, reason)
+    }
+
+    pub(super) fn unaligned(start: Address, bytes: usize, page_bytes: ByteCount) -> Error {
+        let reason = format!(
+            "a region consists of whole pages, here of {page_bytes} bytes, at least one; {start:#x} with {bytes} bytes does \
+             not"
+        );
+        Error::because(ErrorKind::Unaligned, reason)
+    }
+
+    pub(super) fn overlaps(range: Range, other: &Range) -> Error {
+        let reason = format!("overlaps a region at {other:#x?}; a page belongs to one region at most");
+        Error::about(ErrorKind::Overlaps, Object::Range(range), reason)
+    }
+
+    pub(super) fn not_mapped(range: Range) -> Error {
+        let error = Error::about(ErrorKind::NotMapped, Object::None, "it was unmapped, or never was mapped");
+        error.during(format!("part of {range:#x?} is not mapped"))
+    }
+
+    pub(super) fn not_data(range: Range) -> Error {
+        let error = Error::about(ErrorKind::NotData, Object::None, "a region needs plain data");
+        error.during(format!("part of {range:#x?} is not readable, not writable, or executable"))
+    }
+
+    /// A mapping to adopt that is longer than its file.
+    pub(super) fn beyond_file(range: Range) -> Error {
+        let error = Error::because(ErrorKind::BeyondFile, "adopt the pages that the file has, or make the file longer");
+        error.during(format!("the file mapped at {range:#x?} ends before the mapping does"))
+    }
+
+    /// Shared memory to adopt with a mechanism that does not see writes of other processes.
+    pub(super) fn shared(range: Range, mechanism: Mechanism) -> Error {
+        let reason = format!("is shared memory, and {mechanism} does not see what other processes write to it");
+        Error::about(ErrorKind::Shared, Object::Range(range), reason)
+            .help("promise its sole use, or choose the mechanism compare or full")
+    }
+
+    /// Offsets that exceed a region of this length.
+    pub fn beyond_region(offsets: std::ops::Range<usize>, bytes: usize) -> Error {
+        let reason = format!("offsets {offsets:?} are not within a region of {bytes} bytes");
+        Error::because(ErrorKind::OutOfRange, reason)
+    }
+
+    pub(super) fn forked_child() -> Error {
+        let reason =
+            "this process was forked from the one that made the region and tracks it; a child makes regions of its own";
+        Error::because(ErrorKind::ForkedChild, reason)
+    }
+
+    pub(super) fn wrong_region() -> Error {
+        Error::because(ErrorKind::WrongRegion, "the snapshot belongs to another region")
+    }
+
+    pub(super) fn not_distinct(label: String) -> Error {
+        let reason = "is given twice: the regions of one target, and their labels, are all different";
+        Error::about(ErrorKind::NotDistinct, Object::Name(label), reason)
+    }
+
+    pub(super) fn saved_elsewhere() -> Error {
+        let reason = "the region is saved by another job since: a region belongs to the target that was made last";
+        Error::because(ErrorKind::SavedElsewhere, reason)
+    }
+
+    pub(super) fn never_saved(job: &str) -> Error {
+        let reason = "has no checkpoint to open: save a region to it first";
+        Error::about(ErrorKind::NeverSaved, Object::Job(job.to_owned()), reason)
+    }
+
+    pub(super) fn no_region(job: &str, sequence: u64, label: &str) -> Error {
+        let object = Object::Checkpoint { job: job.to_owned(), sequence };
+        Error::about(ErrorKind::NoRegion, object, format!("holds no region called {label:?}"))
+    }
+
+    pub(super) fn saved_length_differs(saved_bytes: usize, bytes: usize) -> Error {
+        let reason = format!(
+            "the saved region has {saved_bytes} bytes and this one has {bytes}: only a region of the same length can be loaded"
+        );
+        Error::because(ErrorKind::SavedLengthDiffers, reason)
     }
 }

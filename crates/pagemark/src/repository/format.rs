@@ -1,10 +1,14 @@
-//! What all files of a repository have in common.
+//! The names of a repository's objects, and what packs, index files and records have in common.
 
-use std::fs::File;
-use std::io::{self, Read};
+use crate::backend::BackendError;
 
-/// The format that this program writes. It reads no newer one.
+/// The format of packs, index files and commit records.
 pub(super) const FORMAT: u32 = 1;
+/// The format of a repository in which every space is a process. Programs that know only manifests
+/// of version 1 can use it.
+pub(super) const PROCESSES_ONLY: u32 = 1;
+/// The format of a repository with spaces of every kind. This program reads no later one.
+pub(super) const ANY_SPACES: u32 = 2;
 /// Bytes at the beginning of a pack and of an index file.
 pub(super) const FILE_HEADER_BYTES: usize = 32;
 
@@ -17,7 +21,7 @@ pub(super) enum FileKind {
     Index,
 }
 
-/// What tells this repository's files from others'.
+/// The values that distinguish the objects of this repository from those of others.
 #[derive(Clone)]
 pub(super) struct Format {
     /// Of every hash.
@@ -50,15 +54,39 @@ pub(super) fn hash16(key: &[u8; 32], parts: &[&[u8]]) -> [u8; 16] {
     std::array::from_fn(|at| hash.as_bytes()[at])
 }
 
-/// Bytes that nobody can guess.
-pub(super) fn random<const BYTES: usize>() -> io::Result<[u8; BYTES]> {
-    let mut bytes = [0; BYTES];
-    File::open("/dev/urandom")?.read_exact(&mut bytes)?;
-    Ok(bytes)
+/// The object that makes a backend a repository.
+pub(super) const CONFIG: &str = "config";
+/// The copy of it.
+pub(super) const CONFIG_COPY: &str = "config.copy";
+/// The directory of the packs.
+pub(super) const PACKS: &str = "packs";
+/// The directory of the index files.
+pub(super) const INDEXES: &str = "index";
+/// The directory with a directory of commit records for each job.
+pub(super) const CHECKPOINTS: &str = "checkpoints";
+
+/// The name of a pack.
+pub(super) fn pack_name(number: u64) -> String {
+    format!("{PACKS}/{}.pack", number_name(number))
+}
+
+/// The name of an index file.
+pub(super) fn index_name(number: u64) -> String {
+    format!("{INDEXES}/{}.idx", number_name(number))
+}
+
+/// The directory of a job's commit records.
+pub(super) fn job_directory(job: &str) -> String {
+    format!("{CHECKPOINTS}/{job}")
+}
+
+/// Random bytes that nobody can guess.
+pub(super) fn random<const BYTES: usize>() -> Result<[u8; BYTES], BackendError> {
+    crate::sys::random::random().map_err(BackendError::new("read", "/dev/urandom"))
 }
 
 /// A number that no other file has or had.
-pub(super) fn random_number() -> io::Result<u64> {
+pub(super) fn random_number() -> Result<u64, BackendError> {
     random().map(u64::from_le_bytes)
 }
 

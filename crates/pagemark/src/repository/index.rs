@@ -1,58 +1,46 @@
-//! All tables of a repository together: where is a piece of content?
+//! All tables of a repository together: they find a piece of content.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashSet};
-use std::fs::File;
-use std::os::unix::fs::MetadataExt;
-use std::path::Path;
 use std::sync::Arc;
-use std::time::Duration;
 
-use super::format::{FileKind, Format, number_name, parse_number, random_number};
+use super::format::{FileKind, Format, INDEXES, PACKS, index_name, pack_name, parse_number, random_number};
 use super::pack;
-use super::storage::{Storage, io_error};
 use super::table::{Entry, Table, TableWriter, Unreadable};
-use crate::{ContentId, StoreError};
+use crate::backend::{Backend, BackendError, NewObject, Stamp};
+use crate::{ContentId, Error};
 
-/// Tables are merged once so many of similar size are there.
+/// Tables are merged once there are this many of similar size.
 const MERGE_TABLES: usize = 6;
 /// A table is merged with smaller ones if it is not larger than this many times all of them.
 const MERGE_RATIO: u64 = 3;
 
-/// Of packs that no index file covers, which are few unless index files are lost, so many tables are kept open.
+/// Number of tables that are kept open, of packs that no index file covers. There are few of them
+/// unless index files are lost.
 const MAX_OPEN_TABLES: usize = if cfg!(test) { 8 } else { 64 };
 
-/// What the repository consisted of at one moment: the packs, and tables that name all that is in them.
+/// The files of the repository at one moment: the packs, and tables that name all their content.
 #[derive(Default)]
 pub(super) struct View {
     /// Index files first, those with the most entries in front.
     pub(super) tables: Vec<Arc<Table>>,
-    /// The packs that exist, in ascending order. What a table says of others is out of date.
+    /// The packs that exist, in ascending order. Entries of other packs are out of date.
     pub(super) packs: Vec<u64>,
-    /// Tells whether it is still what is there.
-    stamp: Option<Stamp>,
+    /// Says whether the view is still current.
+    stamp: Option<ViewStamp>,
 }
 
-/// When the directories changed last, seconds and nanoseconds, and which tables were known to be damaged then.
+/// The stamps of the directories, and how many tables were known to be damaged.
 #[derive(PartialEq, Eq)]
-struct Stamp {
-    changed: [(i64, i64); 2],
+struct ViewStamp {
+    directories: [Stamp; 2],
     bad_tables: usize,
 }
 
-/// A directory that changed less than this ago may change again without a new time.
-const CLOCK_TICK: Duration = Duration::from_millis(100);
-
-impl Stamp {
-    /// None while it would not tell a change.
-    fn take(root: &Path, bad: &HashSet<u64>) -> Option<Stamp> {
-        let mut changed = [(0, 0); 2];
-        for (time, part) in changed.iter_mut().zip(["packs", "index"]) {
-            let metadata = std::fs::metadata(root.join(part)).ok()?;
-            metadata.modified().ok()?.elapsed().ok().filter(|ago| *ago > CLOCK_TICK)?;
-            *time = (metadata.mtime(), metadata.mtime_nsec());
-        }
-        Some(Stamp { changed, bad_tables: bad.len() })
+impl ViewStamp {
+    /// None if the backend does not report changes.
+    fn take(backend: &dyn Backend, bad: &HashSet<u64>) -> Option<ViewStamp> {
+        Some(ViewStamp { directories: [backend.stamp(PACKS)?, backend.stamp(INDEXES)?], bad_tables: bad.len() })
     }
 }
 
@@ -68,12 +56,12 @@ pub(super) struct BadTable(pub(super) u64);
 
 impl View {
     /// Where an id is; the inner error names a table that is damaged.
-    pub(super) fn find(&self, id: ContentId) -> Result<Result<Option<Found>, BadTable>, StoreError> {
+    pub(super) fn find(&self, id: ContentId) -> Result<Result<Option<Found>, BadTable>, Error> {
         self.find_from(id, 0)
     }
 
     /// Like [`View::find`], in the tables from the given one on.
-    pub(super) fn find_from(&self, id: ContentId, first: usize) -> Result<Result<Option<Found>, BadTable>, StoreError> {
+    pub(super) fn find_from(&self, id: ContentId, first: usize) -> Result<Result<Option<Found>, BadTable>, Error> {
         for (table, content) in self.tables.iter().enumerate().skip(first) {
             match content.find(id)? {
                 Ok(Some((position, entry))) if self.has_pack(entry.pack) => {
@@ -96,8 +84,8 @@ impl View {
     }
 
     /// True if nothing changed since the view was read.
-    pub(super) fn is_current(&self, root: &Path, bad: &HashSet<u64>) -> bool {
-        self.stamp.is_some() && self.stamp == Stamp::take(root, bad)
+    pub(super) fn is_current(&self, backend: &dyn Backend, bad: &HashSet<u64>) -> bool {
+        self.stamp.is_some() && self.stamp == ViewStamp::take(backend, bad)
     }
 
     pub(super) fn has_pack(&self, pack: u64) -> bool {
@@ -110,29 +98,25 @@ impl View {
         self.packs == other.packs && numbers(self) == numbers(other)
     }
 
-    /// Looks what is there now. Tables that `old` has are not read again; `bad` ones are not used.
-    pub(super) fn read(root: &Path, format: &Format, old: &View, bad: &HashSet<u64>) -> Result<View, StoreError> {
-        let stamp = Stamp::take(root, bad);
-        let mut packs = numbers_in(&root.join("packs"), ".pack")?;
+    /// Lists the files. Tables that `old` has are not read again; `bad` ones are not used.
+    pub(super) fn read(
+        backend: &Arc<dyn Backend>,
+        format: &Format,
+        old: &View,
+        bad: &HashSet<u64>,
+    ) -> Result<View, BackendError> {
+        let stamp = ViewStamp::take(&**backend, bad);
+        let mut packs = numbers_in(&**backend, PACKS, ".pack")?;
         packs.sort_unstable();
         let mut indexes = Vec::new();
-        for number in numbers_in(&root.join("index"), ".idx")? {
+        for number in numbers_in(&**backend, INDEXES, ".idx")? {
             if bad.contains(&number) {
                 continue;
             }
-            let path = root.join("index").join(format!("{}.idx", number_name(number)));
             match old.tables.iter().find(|table| table.number == number) {
                 Some(table) => indexes.push(table.clone()),
-                None => match File::open(&path) {
-                    Ok(file) => {
-                        // What cannot be read is not needed either: each pack has its own table.
-                        if let Ok(table) = Table::open(file, &path, format, FileKind::Index, number)? {
-                            indexes.push(Arc::new(table));
-                        }
-                    }
-                    Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
-                    Err(source) => return Err(io_error("open", &path, source)),
-                },
+                // A damaged table is not needed: each pack has its own.
+                None => indexes.extend(open_table(backend, format, FileKind::Index, number)?.map(Arc::new)),
             }
         }
         indexes.sort_unstable_by_key(|table| (Reverse(table.entry_count), table.number));
@@ -152,7 +136,7 @@ impl View {
                 view.tables.push(table.clone());
                 continue;
             }
-            match open_pack_table(root, format, number, bad.contains(&number))? {
+            match open_pack_table(backend, format, number, bad.contains(&number))? {
                 Some(mut table) => {
                     if view.tables.len() >= MAX_OPEN_TABLES {
                         table.close();
@@ -166,7 +150,8 @@ impl View {
         Ok(view)
     }
 
-    /// Which tables are to be merged now, if any: as many small ones as keep the number of tables logarithmic.
+    /// Which tables are to be merged now, if any: as many small ones as keep the number of tables
+    /// logarithmic.
     fn merge_group(&self) -> Option<Vec<Arc<Table>>> {
         let mut tables = self.tables.clone();
         tables.sort_by_key(|table| table.entry_count);
@@ -182,53 +167,44 @@ impl View {
     }
 
     /// Merges tables if it is time to. Returns the view with the new one.
-    pub(super) fn merged(&self, root: &Path, format: &Format, storage: &Storage) -> Result<Option<View>, StoreError> {
-        self.merge_group().map(|group| self.merge(&group, root, format, storage)).transpose()
+    pub(super) fn merged(&self, backend: &Arc<dyn Backend>, format: &Format) -> Result<Option<View>, Error> {
+        self.merge_group().map(|group| self.merge(&group, backend, format)).transpose()
     }
 
-    /// Writes an index file that has what `group` has, without what is out of date, and removes those of them that
-    /// were index files.
+    /// Writes an index file with the current entries of `group`, and removes those of the group
+    /// that were index files.
     pub(super) fn merge(
         &self,
         group: &[Arc<Table>],
-        root: &Path,
+        backend: &Arc<dyn Backend>,
         format: &Format,
-        storage: &Storage,
-    ) -> Result<View, StoreError> {
-        let directory = root.join("index");
-        let number = random_number().map_err(|source| io_error("read", Path::new("/dev/urandom"), source))?;
-        let path = directory.join(format!("{}.idx", number_name(number)));
-        let mut file = storage.create(&path.with_extension("idx.tmp"))?;
-        let written = self.write_merged(group, format, &mut file, &path).and_then(|()| storage.sync_dir(&directory));
-        if let Err(error) = written {
-            // What cannot be removed, the next writer removes.
-            let _ = file.remove();
-            return Err(error);
+    ) -> Result<View, Error> {
+        let number = random_number()?;
+        let name = index_name(number);
+        let mut object = backend.create(&name)?;
+        self.write_merged(group, format, &mut *object)?;
+        let table = object.finish()?;
+        if let Err(error) = object.publish().and_then(|()| backend.sync(INDEXES)) {
+            // What cannot be removed now, the next writer removes.
+            let _ = backend.remove(&name);
+            return Err(error.into());
         }
         let is_merged = |table: &Arc<Table>| group.iter().any(|other| other.number == table.number);
         for table in group.iter().filter(|table| table.kind == FileKind::Index) {
-            storage.remove(table.path())?;
+            backend.remove(&table.name())?;
         }
-        let file = File::open(&path).map_err(|source| io_error("open", &path, source))?;
-        let table = Table::open(file, &path, format, FileKind::Index, number)?.map_err(|Unreadable(reason)| {
-            io_error("read back", &path, std::io::Error::new(std::io::ErrorKind::InvalidData, reason))
-        })?;
+        let table = Table::open(table, backend, format, FileKind::Index, number)?;
+        let table = table.map_err(|unreadable| unreadable.of(&name))?;
         let mut tables: Vec<_> = self.tables.iter().filter(|table| !is_merged(table)).cloned().collect();
         tables.push(Arc::new(table));
         tables.sort_by_key(|table| (table.kind == FileKind::Pack, Reverse(table.entry_count), table.number));
         Ok(View { tables, packs: self.packs.clone(), stamp: None })
     }
 
-    fn write_merged(
-        &self,
-        group: &[Arc<Table>],
-        format: &Format,
-        file: &mut super::storage::NewFile,
-        path: &Path,
-    ) -> Result<(), StoreError> {
-        file.append(&[&format.file_header(FileKind::Index)])?;
+    fn write_merged(&self, group: &[Arc<Table>], format: &Format, object: &mut dyn NewObject) -> Result<(), Error> {
+        object.append(&[&format.file_header(FileKind::Index)])?;
         let max_entries = group.iter().map(|table| table.entry_count).sum();
-        let mut writer = TableWriter::new(file, format, FileKind::Index, max_entries);
+        let mut writer = TableWriter::new(object, format, FileKind::Index, max_entries);
         let mut sources: Vec<_> = group.iter().map(|table| table.entries()).collect();
         let mut heads = BinaryHeap::new();
         let order =
@@ -253,46 +229,55 @@ impl View {
         packs.retain(|&pack| self.has_pack(pack));
         packs.sort_unstable();
         packs.dedup();
-        writer.finish(&packs)?;
-        file.sync()?;
-        file.rename(path)
+        Ok(writer.finish(&packs)?)
     }
 }
 
-/// Opens a pack's own table, or makes one from its records if that is damaged. None if the pack is gone.
+/// Opens the table in a pack or an index file. None if the file is gone or its table is damaged.
+fn open_table(
+    backend: &Arc<dyn Backend>,
+    format: &Format,
+    kind: FileKind,
+    number: u64,
+) -> Result<Option<Table>, BackendError> {
+    let name = match kind {
+        FileKind::Pack => pack_name(number),
+        FileKind::Index => index_name(number),
+    };
+    let Some(object) = backend.open(&name)? else { return Ok(None) };
+    match Table::open(object, backend, format, kind, number) {
+        Ok(Ok(table)) => Ok(Some(table)),
+        Ok(Err(Unreadable(_))) => Ok(None),
+        Err(error) if error.is_not_found() => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+/// Opens a pack's own table, or makes one from its records if that is damaged. None if the pack is
+/// gone.
 pub(super) fn open_pack_table(
-    root: &Path,
+    backend: &Arc<dyn Backend>,
     format: &Format,
     number: u64,
     rebuild: bool,
-) -> Result<Option<Table>, StoreError> {
-    let path = root.join("packs").join(format!("{}.pack", number_name(number)));
-    let open = || match File::open(&path) {
-        Ok(file) => Ok(Some(file)),
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
-        Err(source) => Err(io_error("open", &path, source)),
-    };
-    if !rebuild {
-        let Some(file) = open()? else { return Ok(None) };
-        if let Ok(table) = Table::open(file, &path, format, FileKind::Pack, number)? {
-            return Ok(Some(table));
-        }
+) -> Result<Option<Table>, BackendError> {
+    if !rebuild && let Some(table) = open_table(backend, format, FileKind::Pack, number)? {
+        return Ok(Some(table));
     }
-    let Some(file) = open()? else { return Ok(None) };
-    let file_bytes = file.metadata().map_err(|source| io_error("read", &path, source))?.len();
-    let entries = pack::scan(&(&file, path.as_path()), &format.key, number, file_bytes)?;
-    Ok(Some(Table::of_entries(entries, &path, number, file_bytes)))
+    let Some(object) = backend.open(&pack_name(number))? else { return Ok(None) };
+    let scan = || {
+        let file_bytes = object.bytes()?;
+        Ok((pack::scan(&*object, &format.key, number, file_bytes)?, file_bytes))
+    };
+    match scan() {
+        Ok((entries, file_bytes)) => Ok(Some(Table::of_entries(entries, number, file_bytes))),
+        Err(error) if BackendError::is_not_found(&error) => Ok(None),
+        Err(error) => Err(error),
+    }
 }
 
-/// The numbers of the files in a directory whose names end so.
-pub(super) fn numbers_in(directory: &Path, ending: &str) -> Result<Vec<u64>, StoreError> {
-    let list = || -> std::io::Result<Vec<u64>> {
-        let mut numbers = Vec::new();
-        for file in std::fs::read_dir(directory)? {
-            let name = file?.file_name();
-            numbers.extend(name.to_str().and_then(|name| name.strip_suffix(ending)).and_then(parse_number));
-        }
-        Ok(numbers)
-    };
-    list().map_err(|source| io_error("list", directory, source))
+/// The numbers of the objects in a directory whose names end so.
+pub(super) fn numbers_in(backend: &dyn Backend, directory: &str, ending: &str) -> Result<Vec<u64>, BackendError> {
+    let objects = backend.list(directory)?.into_iter().filter(|entry| !entry.is_directory);
+    Ok(objects.filter_map(|entry| entry.name.strip_suffix(ending).and_then(parse_number)).collect())
 }

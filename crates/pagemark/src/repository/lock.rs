@@ -1,51 +1,42 @@
 //! One writer at a time.
 
-use std::fs::{File, OpenOptions, TryLockError};
-use std::io::{Read, Seek, Write};
-use std::os::unix::fs::OpenOptionsExt;
-use std::path::Path;
 use std::time::{Duration, Instant};
 
-use super::RepositoryError;
-use super::storage::io_error;
+use crate::backend::{Backend, BackendError, Lease, WriterLease};
+use crate::error::{Error, ErrorKind, Object};
 
-/// How often a lock that another holds is tried again.
+/// How often a lease that another writer holds is tried again.
 const RETRY: Duration = Duration::from_millis(10);
 
-/// The right to write, held until it is dropped. The kernel takes it back from a process that dies.
+/// The right to write, held until it is dropped.
 pub(super) struct Lock {
-    _file: File,
+    lease: Box<dyn Lease>,
 }
 
 impl Lock {
-    /// Waits for the lock, at most for `wait`. `owner` is told to those who wait for it then.
-    pub(super) fn acquire(path: &Path, owner: &str, wait: Duration) -> Result<Lock, RepositoryError> {
+    /// Waits for the writer's lease, at most for `wait`. Others who wait for it see `owner`.
+    pub(super) fn acquire(backend: &dyn Backend, owner: &str, wait: Duration) -> Result<Lock, Error> {
         let begin = Instant::now();
-        let mut file = OpenOptions::new()
-            .read(true)
-            .write(true)
-            .create(true)
-            .truncate(false)
-            .mode(0o600)
-            .open(path)
-            .map_err(|source| io_error("open", path, source))?;
+        let owner = format!("process {} ({owner})", std::process::id());
         loop {
-            match file.try_lock() {
-                Ok(()) => break,
-                Err(TryLockError::WouldBlock) if begin.elapsed() < wait => std::thread::sleep(RETRY),
-                Err(TryLockError::WouldBlock) => {
-                    let mut holder = String::new();
-                    // What cannot be read is not told.
-                    let _ = Read::take(&file, 256).read_to_string(&mut holder);
-                    let holder = if holder.is_empty() { "another process".into() } else { holder };
-                    return Err(RepositoryError::Locked { path: path.to_owned(), holder, waited: begin.elapsed() });
+            match backend.lease_writer(&owner)? {
+                WriterLease::Granted(lease) => return Ok(Lock { lease }),
+                WriterLease::Held { .. } if begin.elapsed() < wait => std::thread::sleep(RETRY),
+                WriterLease::Held { owner } => {
+                    let holder = if owner.is_empty() { "another process".into() } else { owner };
+                    let path = backend.location().join("lock");
+                    let waited_s = begin.elapsed().as_secs_f64();
+                    let reason = format!("is held by {holder}; waited {waited_s:.1} s for it");
+                    let error = Error::about(ErrorKind::InUse, Object::Path(path), reason);
+                    return Err(error.help("try again when that is done"));
                 }
-                Err(TryLockError::Error(source)) => return Err(io_error("lock", path, source).into()),
             }
         }
-        // Only for people who wait: on a full disk it stays empty.
-        let _ = file.set_len(0).and_then(|()| file.rewind());
-        let _ = write!(file, "process {} ({owner})", std::process::id());
-        Ok(Lock { _file: file })
+    }
+
+    /// Makes sure that the right is still held. To be called before each step that others must not
+    /// see half done.
+    pub(super) fn check(&self) -> Result<(), BackendError> {
+        self.lease.check()
     }
 }

@@ -1,15 +1,22 @@
-//! The description of one checkpoint, stored as JSON.
+//! The description of one checkpoint, stored as JSON: see "Manifests" in `docs/repository.md`.
+
+use std::collections::HashSet;
 
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
-use crate::{ContentId, Mechanism};
+use crate::id::SpaceId;
+use crate::{Address, Blob, ByteCount, ContentId, Mechanism, Range};
 
-/// All that is known of one checkpoint. What it names by id is in the same repository.
+/// The version of manifests that this program writes. It also reads version 1, and no later one.
+pub const MANIFEST_VERSION: u32 = 2;
+
+/// The description of one checkpoint. The content that it names by id is in the same repository.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct Manifest {
-    /// What the checkpoints of one target are filed under.
+    /// Name under which the checkpoints of one target are filed.
     pub job: String,
-    /// Counts the checkpoints of a job, from 1.
+    /// Number of the checkpoint in its job, from 1.
     pub sequence: u64,
     /// When the target was frozen, microseconds since 1970 UTC.
     pub taken_unix_us: u64,
@@ -17,9 +24,9 @@ pub struct Manifest {
     pub command: Vec<String>,
     /// How the written pages were found.
     pub mechanism: Mechanism,
-    /// The kind of target that can restore it: `process` (with its state) or `memory` (memory and registers alone).
+    /// What can be restored from it.
     pub kind: TargetKind,
-    /// The address spaces; for a process tree one a process, the root first.
+    /// The spaces, each with an id of its own; of a process tree the root's first.
     pub spaces: Vec<SpaceRecord>,
     /// Regular files that the target had open for writing, with their content at the freeze.
     pub files: Vec<FileRecord>,
@@ -29,30 +36,86 @@ pub struct Manifest {
     pub cost: Cost,
 }
 
-/// What a checkpoint can be restored to.
+/// What can be restored from a checkpoint.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum TargetKind {
     /// A process tree with its whole state.
     Process,
-    /// Memory and registers alone: to look at, not to restore.
+    /// Nothing: memory and registers of processes, to be inspected or exported.
     Memory,
+    /// Regions of a program's own memory.
+    Region,
+    /// A virtual machine with its devices.
+    VirtualMachine,
 }
 
-/// One address space.
+/// One space: something whose content has addresses.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct SpaceRecord {
-    /// The process id.
-    pub pid: i32,
-    /// The process's short name.
-    pub name: String,
-    /// Root of the page tree; the number of a page is its address divided by the page size. Pages that the tree
-    /// does not name hold zeros or what the mapped file holds.
+    /// Tells the space from the checkpoint's others, and finds it again in the job's other
+    /// checkpoints. For a process the process id.
+    pub id: SpaceId,
+    /// A name for people to read; for a process its short name.
+    #[serde(rename = "name")]
+    pub label: String,
+    /// What the space is.
+    #[serde(flatten)]
+    pub kind: SpaceKind,
+    /// Root of the page tree; the number of a page is its address divided by the page size. Pages
+    /// that the tree does not name hold zeros or the content of the mapped file.
     pub root: ContentId,
     /// Pages in the tree.
     pub pages: u64,
-    /// The mappings, in ascending order.
+    /// The mappings of an address space, in ascending order; empty for the other kinds.
     pub mappings: Vec<MappingRecord>,
+}
+
+/// What a space is.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+#[serde(tag = "kind", rename_all = "kebab-case")]
+pub enum SpaceKind {
+    /// The address space of a process.
+    Process {
+        /// The process id.
+        pid: i32,
+    },
+    /// A block of a virtual machine's memory, by offset.
+    RamBlock {
+        /// Length of the block.
+        bytes: ByteCount,
+    },
+    /// A disk, by offset.
+    Disk {
+        /// Length of the disk.
+        bytes: ByteCount,
+    },
+    /// A region of a program's own memory, by offset.
+    Region {
+        /// Length of the region.
+        bytes: ByteCount,
+    },
+    /// The memory of an allocator, by offset.
+    Heap {
+        /// Length of the memory.
+        bytes: ByteCount,
+    },
+}
+
+impl SpaceRecord {
+    /// The record of a process.
+    pub fn of_process(pid: i32, label: String, root: ContentId, pages: u64, mappings: Vec<MappingRecord>) -> Self {
+        let id = SpaceId::try_from(pid).unwrap_or_default();
+        SpaceRecord { id, label, kind: SpaceKind::Process { pid }, root, pages, mappings }
+    }
+
+    /// The process id if the space is a process's.
+    pub fn pid(&self) -> Option<i32> {
+        match self.kind {
+            SpaceKind::Process { pid } => Some(pid),
+            _ => None,
+        }
+    }
 }
 
 /// One mapping.
@@ -68,6 +131,29 @@ pub struct MappingRecord {
     pub offset: u64,
     /// The mapped file, `[heap]`, `[stack]` …, or empty.
     pub name: String,
+    /// How its memory was treated, if not as that of other mappings.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub exception: Option<MappingException>,
+}
+
+/// Why the memory of a mapping was not tracked as that of others.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum MappingException {
+    /// The kernel does not protect it against writes. All of it that held data counts as written in
+    /// each checkpoint.
+    Unregistrable,
+    /// The kernel may drop its content at any moment (`MAP_DROPPABLE`), which programs use for the
+    /// state of random-number generators. The checkpoint holds none of it, and a restore leaves it
+    /// filled with zeros.
+    Droppable,
+}
+
+impl MappingRecord {
+    /// Where it is.
+    pub fn range(&self) -> Range {
+        Address::new(self.start)..Address::new(self.end)
+    }
 }
 
 /// A regular file with its content at the freeze.
@@ -75,10 +161,9 @@ pub struct MappingRecord {
 pub struct FileRecord {
     /// Absolute path. Bytes that are not UTF-8 are escaped as `\xNN`, a backslash as `\\`.
     pub path: String,
-    /// Bytes.
-    pub size: u64,
-    /// Root of the page tree of its content; the last page is filled with zeros.
-    pub root: ContentId,
+    /// Its content.
+    #[serde(flatten)]
+    pub content: Blob,
     /// Permission bits.
     pub mode: u32,
     /// Owner.
@@ -87,6 +172,14 @@ pub struct FileRecord {
     pub gid: u32,
     /// Last modification, nanoseconds since 1970 UTC.
     pub modified_unix_ns: i64,
+    /// True for an output, such as a log, that other programs write too. A restore leaves its
+    /// present content in place.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub is_shared: bool,
+}
+
+fn is_false(value: &bool) -> bool {
+    !value
 }
 
 /// One file of the target's state.
@@ -94,10 +187,9 @@ pub struct FileRecord {
 pub struct StateRecord {
     /// A file name without directories.
     pub name: String,
-    /// Bytes.
-    pub size: u64,
-    /// Root of the page tree of its content; the last page is filled with zeros.
-    pub root: ContentId,
+    /// Its content.
+    #[serde(flatten)]
+    pub content: Blob,
 }
 
 /// What a checkpoint cost.
@@ -115,16 +207,175 @@ pub struct Cost {
     pub memory_downtime_us: u64,
     /// The part of it for everything else.
     pub state_downtime_us: u64,
-    /// Bytes that the checkpoint added to the repository, known only after it was written: zero in the stored
-    /// manifest, filled from the commit record when read.
+    /// The most memory that copied pages took up until they were stored, bytes. Zero in checkpoints
+    /// of earlier programs.
+    #[serde(default)]
+    pub peak_flight_bytes: u64,
+    /// Bytes that the checkpoint added to the repository, known only after it was written: zero in
+    /// the stored manifest, filled from the commit record when read.
     pub written_bytes: u64,
+}
+
+/// Bytes are not a manifest that this program understands.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(super) enum Undecodable {
+    /// A later program wrote it.
+    Newer {
+        /// Its version.
+        found: u64,
+    },
+    /// It is not what any program wrote.
+    Damaged(String),
+}
+
+/// A manifest as it is stored.
+#[derive(Serialize)]
+struct Stored<'a> {
+    version: u32,
+    #[serde(flatten)]
+    manifest: &'a Manifest,
+}
+
+/// The part that all versions have in common; version 1 has no number.
+#[derive(Deserialize)]
+struct Version {
+    version: Option<u64>,
 }
 
 impl Manifest {
     /// The roots of all page trees that it names.
     pub(crate) fn roots(&self) -> impl Iterator<Item = ContentId> + '_ {
         let spaces = self.spaces.iter().map(|space| space.root);
-        let files = self.files.iter().map(|file| file.root);
-        spaces.chain(files).chain(self.state.iter().map(|state| state.root))
+        let files = self.files.iter().map(|file| file.content.root);
+        spaces.chain(files).chain(self.state.iter().map(|state| state.content.root))
+    }
+
+    /// The address space of a process.
+    pub fn process(&self, pid: i32) -> Option<&SpaceRecord> {
+        self.spaces.iter().find(|space| space.pid() == Some(pid))
+    }
+
+    /// The processes that it has an address space of, the root first.
+    pub fn pids(&self) -> impl Iterator<Item = i32> + '_ {
+        self.spaces.iter().filter_map(SpaceRecord::pid)
+    }
+
+    /// The first id that two spaces have.
+    pub(super) fn duplicate_space(&self) -> Option<SpaceId> {
+        let mut ids = HashSet::new();
+        self.spaces.iter().map(|space| space.id).find(|id| !ids.insert(*id))
+    }
+
+    /// The manifest as it is stored, in [`MANIFEST_VERSION`].
+    pub(super) fn encode(&self) -> serde_json::Result<Vec<u8>> {
+        serde_json::to_vec(&Stored { version: MANIFEST_VERSION, manifest: self })
+    }
+
+    /// Reads a stored manifest of any known version.
+    pub(super) fn decode(bytes: &[u8]) -> Result<Manifest, Undecodable> {
+        let damaged = |error: serde_json::Error| Undecodable::Damaged(error.to_string());
+        let Version { version } = serde_json::from_slice(bytes).map_err(damaged)?;
+        let manifest: Manifest = match version {
+            None | Some(1) => {
+                let mut document = serde_json::from_slice(bytes).map_err(damaged)?;
+                upgrade_version_1(&mut document);
+                serde_json::from_value(document).map_err(damaged)?
+            }
+            Some(2) => serde_json::from_slice(bytes).map_err(damaged)?,
+            Some(found) => return Err(Undecodable::Newer { found }),
+        };
+        match manifest.duplicate_space() {
+            Some(id) => Err(Undecodable::Damaged(format!("two of its spaces have the id {id}"))),
+            None => Ok(manifest),
+        }
+    }
+}
+
+/// In version 1 every space is a process, and its process id is the only name that it has.
+fn upgrade_version_1(document: &mut Value) {
+    let spaces = document.get_mut("spaces").and_then(Value::as_array_mut);
+    for space in spaces.into_iter().flatten().filter_map(Value::as_object_mut) {
+        if let Some(pid) = space.get("pid").cloned() {
+            space.insert("id".into(), pid);
+            space.insert("kind".into(), "process".into());
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn manifest(spaces: Vec<SpaceRecord>) -> Manifest {
+        Manifest {
+            job: "job".into(),
+            sequence: 3,
+            taken_unix_us: 4,
+            command: vec!["a".into()],
+            mechanism: Mechanism::Full,
+            kind: TargetKind::Memory,
+            spaces,
+            files: vec![FileRecord {
+                path: "/a".into(),
+                content: Blob { bytes: ByteCount::new(5), root: ContentId([6; 16]) },
+                mode: 0o600,
+                uid: 0,
+                gid: 0,
+                modified_unix_ns: -7,
+                is_shared: false,
+            }],
+            state: vec![StateRecord {
+                name: "b".into(),
+                content: Blob { bytes: ByteCount::new(8), root: ContentId([9; 16]) },
+            }],
+            cost: Cost::default(),
+        }
+    }
+
+    fn space(id: SpaceId, kind: SpaceKind) -> SpaceRecord {
+        SpaceRecord { id, label: format!("label {id}"), kind, root: ContentId([1; 16]), pages: 2, mappings: Vec::new() }
+    }
+
+    #[test]
+    fn every_kind_of_space_is_read_as_it_was_written() {
+        let bytes = ByteCount::new(8192);
+        let kinds = [
+            SpaceKind::Process { pid: 7 },
+            SpaceKind::RamBlock { bytes },
+            SpaceKind::Disk { bytes },
+            SpaceKind::Region { bytes },
+            SpaceKind::Heap { bytes },
+        ];
+        let manifest = manifest((7..).zip(kinds).map(|(id, kind)| space(id, kind)).collect());
+        assert_eq!(Manifest::decode(&manifest.encode().unwrap()), Ok(manifest.clone()));
+        assert_eq!(manifest.pids().collect::<Vec<_>>(), [7]);
+        assert_eq!(manifest.process(7), Some(&manifest.spaces[0]));
+        let document: Value = serde_json::from_slice(&manifest.encode().unwrap()).unwrap();
+        assert_eq!(document["version"], 2);
+        assert_eq!(document["spaces"][1]["kind"], "ram-block");
+        assert_eq!(document["spaces"][1]["bytes"], 8192);
+        assert_eq!((&document["files"][0]["size"], &document["state"][0]["size"]), (&5.into(), &8.into()));
+    }
+
+    #[test]
+    fn version_1_is_read_and_later_versions_are_refused() {
+        let expected = manifest(vec![space(7, SpaceKind::Process { pid: 7 })]);
+        let mut document = serde_json::to_value(&expected).unwrap();
+        for field in ["id", "kind"] {
+            document["spaces"][0].as_object_mut().unwrap().remove(field).unwrap();
+        }
+        let read = |document: &Value| Manifest::decode(&serde_json::to_vec(document).unwrap());
+        assert_eq!(read(&document), Ok(expected));
+        document["spaces"][0]["pid"] = (-1).into();
+        assert!(matches!(read(&document), Err(Undecodable::Damaged(_))));
+        document["version"] = 3.into();
+        assert_eq!(read(&document), Err(Undecodable::Newer { found: 3 }));
+    }
+
+    #[test]
+    fn two_spaces_of_one_id_are_refused() {
+        let bytes = ByteCount::new(4096);
+        let twice = manifest(vec![space(7, SpaceKind::Region { bytes }), space(7, SpaceKind::Disk { bytes })]);
+        assert!(matches!(Manifest::decode(&twice.encode().unwrap()), Err(Undecodable::Damaged(_))));
     }
 }

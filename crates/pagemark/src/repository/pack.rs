@@ -1,25 +1,22 @@
 //! Packs: files of records, each one piece of content, with a table at their end.
 
 use std::collections::HashMap;
-use std::fs::File;
 use std::hash::{BuildHasherDefault, Hasher};
-use std::os::unix::fs::FileExt;
-use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use super::format::{FILE_HEADER_BYTES, FileKind, Format, hash16, number_name, random_number};
-use super::storage::{NewFile, Storage, io_error};
+use super::format::{FILE_HEADER_BYTES, FileKind, Format, PACKS, hash16, number_name, pack_name, random_number};
 use super::table::{Entry, Table, TableWriter, Unreadable};
-use crate::{ContentId, Kind, PAGE_SIZE, StoreError};
+use crate::backend::{Backend, BackendError, NewObject, ReadAt};
+use crate::{ContentId, Error, ErrorKind, Kind, PAGE_SIZE};
 
 /// Bytes before each record's content.
 pub(super) const RECORD_HEADER_BYTES: usize = 32;
 /// The largest piece of content.
 pub(super) const MAX_PIECE_BYTES: usize = 64 << 20;
-/// A pack with so many records is ended, and another begun: what a writer holds in memory is bounded. In tests packs are
-/// small, so that a checkpoint has several.
+/// A pack with this many records is ended, and another begun: that bounds the memory of a writer.
+/// In tests packs are small, so that a checkpoint has several.
 const MAX_PACK_RECORDS: usize = if cfg!(test) { 64 } else { 128 << 10 };
-/// A pack with so many bytes is ended. With one more record it still stays below 4 GiB.
+/// A pack with this many bytes is ended. With one more record it still stays below 4 GiB.
 const MAX_PACK_BYTES: u64 = 256 << 20;
 /// LZ4 makes a byte into no more than this many.
 const MAX_EXPANSION: usize = 255;
@@ -33,7 +30,7 @@ pub(super) enum Encoding {
     Lz4 = 1,
 }
 
-/// What stands before each record's content.
+/// The header before the content of each record.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct RecordHeader {
     pub(super) id: ContentId,
@@ -60,7 +57,7 @@ impl RecordHeader {
         bytes
     }
 
-    /// None if it is no header.
+    /// None if the bytes are not a header.
     pub(super) fn decode(bytes: &[u8; RECORD_HEADER_BYTES], key: &[u8; 32]) -> Option<RecordHeader> {
         let half = |at: usize| u32::from_le_bytes(std::array::from_fn(|index| bytes[at + index]));
         let kind = [Kind::Page, Kind::Node, Kind::Manifest].into_iter().nth(usize::from(bytes[24]).checked_sub(1)?)?;
@@ -105,42 +102,26 @@ pub(super) struct Record {
     pub(super) raw: Vec<u8>,
 }
 
-/// Where records can be read.
-pub(super) trait RecordSource {
-    /// Fills `bytes`; an end before that is an error of the kind `UnexpectedEof`.
-    fn read(&self, bytes: &mut [u8], offset: u64) -> Result<(), StoreError>;
+fn aborted() -> Error {
+    Error::because(ErrorKind::Aborted, "an earlier write failed: the checkpoint cannot be completed")
 }
 
-impl RecordSource for (&File, &Path) {
-    fn read(&self, bytes: &mut [u8], offset: u64) -> Result<(), StoreError> {
-        self.0.read_exact_at(bytes, offset).map_err(|source| io_error("read", self.1, source))
-    }
-}
-
-impl RecordSource for NewFile {
-    fn read(&self, bytes: &mut [u8], offset: u64) -> Result<(), StoreError> {
-        self.read_at(bytes, offset)
-    }
-}
-
-fn damaged(entry: &Entry, reason: impl Into<String>) -> StoreError {
+fn damaged(entry: &Entry, reason: impl Into<String>) -> Error {
     let (pack, offset) = (number_name(entry.pack), entry.offset);
-    StoreError::Damaged { id: entry.id, reason: format!("{} (pack {pack}, offset {offset})", reason.into()) }
+    Error::damaged_content(entry.id, format!("{} (pack {pack}, offset {offset})", reason.into()))
 }
 
 /// Fills `stored` with a record's header and content, and checks the header.
-fn read_stored(
-    source: &dyn RecordSource,
-    key: &[u8; 32],
-    entry: &Entry,
-    stored: &mut [u8],
-) -> Result<RecordHeader, StoreError> {
-    source.read(stored, entry.offset.into()).map_err(|error| match error {
-        StoreError::Io { source, .. } if source.kind() == std::io::ErrorKind::UnexpectedEof => {
-            damaged(entry, "the file ends before it")
-        }
-        error => error,
+fn read_stored(source: &dyn ReadAt, key: &[u8; 32], entry: &Entry, stored: &mut [u8]) -> Result<RecordHeader, Error> {
+    source.read_at(stored, entry.offset.into()).map_err(|error| match error.source.kind() {
+        std::io::ErrorKind::UnexpectedEof => damaged(entry, "the file ends before it"),
+        _ => error.into(),
     })?;
+    checked_header(stored, key, entry)
+}
+
+/// The header of a record, which must be the record of the entry.
+fn checked_header(stored: &[u8], key: &[u8; 32], entry: &Entry) -> Result<RecordHeader, Error> {
     let header = stored.first_chunk().and_then(|bytes| RecordHeader::decode(bytes, key));
     match header {
         Some(header) if header.id == entry.id && header.stored_bytes == entry.stored_bytes => Ok(header),
@@ -149,7 +130,7 @@ fn read_stored(
 }
 
 /// Reads a record and checks it.
-pub(super) fn read_record(source: &dyn RecordSource, key: &[u8; 32], entry: &Entry) -> Result<Record, StoreError> {
+pub(super) fn read_record(source: &dyn ReadAt, key: &[u8; 32], entry: &Entry) -> Result<Record, Error> {
     if entry.stored_bytes as usize > MAX_PIECE_BYTES {
         return Err(damaged(entry, "it is larger than any piece of content"));
     }
@@ -163,11 +144,11 @@ pub(super) fn read_record(source: &dyn RecordSource, key: &[u8; 32], entry: &Ent
 
 /// Reads a page and checks it.
 pub(super) fn read_page(
-    source: &dyn RecordSource,
+    source: &dyn ReadAt,
     key: &[u8; 32],
     entry: &Entry,
     page: &mut [u8; PAGE_SIZE],
-) -> Result<(), StoreError> {
+) -> Result<(), Error> {
     let mut buffer = [0; RECORD_HEADER_BYTES + PAGE_SIZE];
     let Some(stored) = buffer.get_mut(..RECORD_HEADER_BYTES + entry.stored_bytes as usize) else {
         return Err(damaged(entry, "it is no page"));
@@ -179,18 +160,36 @@ pub(super) fn read_page(
     header.unpack(&stored[RECORD_HEADER_BYTES..], page, key).map_err(|reason| damaged(entry, reason))
 }
 
+/// Decodes a record, checks it, and writes its content into `raw` from `at` on. `raw` is extended
+/// if it is too short. Returns the length of the content.
+pub(super) fn decode_record(
+    stored: &[u8],
+    key: &[u8; 32],
+    entry: &Entry,
+    raw: &mut Vec<u8>,
+    at: usize,
+) -> Result<usize, Error> {
+    let header = checked_header(stored, key, entry)?;
+    let length = header.raw_bytes as usize;
+    if raw.len() < at + length {
+        raw.resize(at + length, 0);
+    }
+    let unpacked = header.unpack(&stored[RECORD_HEADER_BYTES..], &mut raw[at..at + length], key);
+    unpacked.map(|()| length).map_err(|reason| damaged(entry, reason))
+}
+
 /// Finds a pack's records without its table, up to the first that is damaged.
 pub(super) fn scan(
-    source: &dyn RecordSource,
+    source: &dyn ReadAt,
     key: &[u8; 32],
     pack: u64,
     file_bytes: u64,
-) -> Result<Vec<Entry>, StoreError> {
+) -> Result<Vec<Entry>, BackendError> {
     let mut entries = Vec::new();
     let mut offset = FILE_HEADER_BYTES as u64;
     let mut bytes = [0; RECORD_HEADER_BYTES];
     while offset + RECORD_HEADER_BYTES as u64 <= file_bytes {
-        source.read(&mut bytes, offset)?;
+        source.read_at(&mut bytes, offset)?;
         let Some(header) = RecordHeader::decode(&bytes, key) else { break };
         let end = offset + (RECORD_HEADER_BYTES as u64) + u64::from(header.stored_bytes);
         let Ok(at) = u32::try_from(offset) else { break };
@@ -224,22 +223,33 @@ impl Hasher for IdHasher {
 /// A map by id.
 pub(super) type IdMap<V> = HashMap<ContentId, V, BuildHasherDefault<IdHasher>>;
 
-/// Packs that are being written. What is dropped before it is published leaves nothing behind.
+/// Packs that are being written. Those that are dropped before [`NewPacks::keep`] leave nothing
+/// behind.
 pub(super) struct NewPacks {
-    directory: PathBuf,
+    backend: Arc<dyn Backend>,
     format: Format,
-    storage: Storage,
     current: Option<CurrentPack>,
-    finished: Vec<(NewFile, Arc<Table>)>,
+    finished: Vec<FinishedPack>,
+    /// The names of published packs that are removed unless they are kept.
+    published: Vec<String>,
     /// Where content is encoded.
     scratch: Vec<u8>,
-    /// A write failed, so that it is not known what is in the current pack.
+    /// A write failed, so that the content of the current pack is unknown.
     failed: bool,
 }
 
+/// A pack with its table.
+struct FinishedPack {
+    object: Box<dyn NewObject>,
+    table: Arc<Table>,
+}
+
+/// A record in one of the new packs.
+type Found<'a> = (Entry, &'a dyn ReadAt);
+
 struct CurrentPack {
     number: u64,
-    file: NewFile,
+    object: Box<dyn NewObject>,
     /// Offset and stored bytes of its records.
     places: IdMap<(u32, u32)>,
 }
@@ -252,40 +262,48 @@ impl CurrentPack {
 }
 
 impl NewPacks {
-    pub(super) fn new(directory: PathBuf, format: Format, storage: Storage) -> Self {
-        NewPacks { directory, format, storage, current: None, finished: Vec::new(), scratch: Vec::new(), failed: false }
+    pub(super) fn new(backend: Arc<dyn Backend>, format: Format) -> Self {
+        NewPacks {
+            backend,
+            format,
+            current: None,
+            finished: Vec::new(),
+            published: Vec::new(),
+            scratch: Vec::new(),
+            failed: false,
+        }
     }
 
-    /// Where an id is among the new packs, and the finished pack it is in.
-    fn find(&self, id: ContentId) -> Result<Option<(Entry, Option<&NewFile>)>, StoreError> {
-        if let Some(entry) = self.current.as_ref().and_then(|current| current.entry(id)) {
-            return Ok(Some((entry, None)));
+    /// The entry of an id in the new packs, and the pack that has it.
+    fn find(&self, id: ContentId) -> Result<Option<Found<'_>>, Error> {
+        if let Some(current) = &self.current
+            && let Some(entry) = current.entry(id)
+        {
+            return Ok(Some((entry, &*current.object)));
         }
-        for (file, table) in &self.finished {
+        for FinishedPack { object, table } in &self.finished {
             match table.find(id)? {
-                Ok(Some((_, entry))) => return Ok(Some((entry, Some(file)))),
+                Ok(Some((_, entry))) => return Ok(Some((entry, &**object))),
                 Ok(None) => {}
-                Err(Unreadable(reason)) => return Err(StoreError::Damaged { id, reason }),
+                Err(Unreadable(reason)) => return Err(Error::damaged_content(id, reason)),
             }
         }
         Ok(None)
     }
 
-    pub(super) fn contains(&self, id: ContentId) -> Result<bool, StoreError> {
+    pub(super) fn contains(&self, id: ContentId) -> Result<bool, Error> {
         Ok(self.find(id)?.is_some())
     }
 
     /// Reads from the new packs; none if the id is not there.
-    pub(super) fn read(&self, id: ContentId) -> Result<Option<Record>, StoreError> {
-        let Some((entry, finished)) = self.find(id)? else { return Ok(None) };
-        let source = finished.or(self.current.as_ref().map(|current| &current.file));
-        source.map(|source| read_record(source, &self.format.key, &entry)).transpose()
+    pub(super) fn read(&self, id: ContentId) -> Result<Option<Record>, Error> {
+        self.find(id)?.map(|(entry, pack)| read_record(pack, &self.format.key, &entry)).transpose()
     }
 
     /// Adds content that is not there. Compresses it if that is worth it.
-    pub(super) fn add(&mut self, kind: Kind, id: ContentId, raw: &[u8]) -> Result<(), StoreError> {
+    pub(super) fn add(&mut self, kind: Kind, id: ContentId, raw: &[u8]) -> Result<(), Error> {
         if raw.len() > MAX_PIECE_BYTES {
-            return Err(StoreError::TooLarge { bytes: raw.len(), limit_bytes: MAX_PIECE_BYTES });
+            return Err(Error::too_large(raw.len(), MAX_PIECE_BYTES));
         }
         let mut scratch = std::mem::take(&mut self.scratch);
         let room = lz4_flex::block::get_maximum_output_size(raw.len());
@@ -312,31 +330,31 @@ impl NewPacks {
     }
 
     /// Adds a record from another pack as it is.
-    pub(super) fn copy(&mut self, record: &Record) -> Result<(), StoreError> {
+    pub(super) fn copy(&mut self, record: &Record) -> Result<(), Error> {
         self.append(record.header.id, &[&record.stored])
     }
 
-    fn append(&mut self, id: ContentId, parts: &[&[u8]]) -> Result<(), StoreError> {
+    fn append(&mut self, id: ContentId, parts: &[&[u8]]) -> Result<(), Error> {
         if self.failed {
-            return Err(StoreError::Aborted);
+            return Err(aborted());
         }
         self.failed = true;
         let stored_bytes: usize = parts.iter().map(|part| part.len()).sum::<usize>() - RECORD_HEADER_BYTES;
         let current = match &mut self.current {
             Some(current) => current,
             None => {
-                let number = random_number().map_err(|source| io_error("read", Path::new("/dev/urandom"), source))?;
-                let file = self.storage.create(&self.directory.join(format!("{}.pack.tmp", number_name(number))))?;
-                let current = self.current.insert(CurrentPack { number, file, places: IdMap::default() });
-                current.file.append(&[&self.format.file_header(FileKind::Pack)])?;
+                let number = random_number()?;
+                let object = self.backend.create(&pack_name(number))?;
+                let current = self.current.insert(CurrentPack { number, object, places: IdMap::default() });
+                current.object.append(&[&self.format.file_header(FileKind::Pack)])?;
                 current
             }
         };
         // Below 4 GiB by the limits above.
-        let offset = current.file.len() as u32;
-        current.file.append(parts)?;
+        let offset = current.object.bytes() as u32;
+        current.object.append(parts)?;
         current.places.insert(id, (offset, stored_bytes as u32));
-        if current.places.len() >= MAX_PACK_RECORDS || current.file.len() >= MAX_PACK_BYTES {
+        if current.places.len() >= MAX_PACK_RECORDS || current.object.bytes() >= MAX_PACK_BYTES {
             self.finish_current()?;
         }
         self.failed = false;
@@ -344,7 +362,7 @@ impl NewPacks {
     }
 
     /// Ends the current pack with its table.
-    fn finish_current(&mut self) -> Result<(), StoreError> {
+    fn finish_current(&mut self) -> Result<(), Error> {
         let Some(current) = &mut self.current else { return Ok(()) };
         let number = current.number;
         let places = std::mem::take(&mut current.places);
@@ -353,56 +371,57 @@ impl NewPacks {
             .map(|(id, (offset, stored_bytes))| Entry { id, pack: number, offset, stored_bytes })
             .collect();
         entries.sort_unstable_by_key(|entry| entry.id);
-        // The table is looked into for each page of the next checkpoints.
-        current.file.stay_cached()?;
-        let mut writer = TableWriter::new(&mut current.file, &self.format, FileKind::Pack, entries.len() as u64);
+        // The table is searched for each page of the next checkpoints.
+        current.object.expect_reads()?;
+        let mut writer = TableWriter::new(&mut *current.object, &self.format, FileKind::Pack, entries.len() as u64);
         for entry in &entries {
             writer.push(entry)?;
         }
         writer.finish(&[number])?;
-        let file = current.file.finish()?;
-        let path = self.directory.join(format!("{}.pack", number_name(number)));
-        let table = Table::open(file, &path, &self.format, FileKind::Pack, number)?.map_err(|Unreadable(reason)| {
-            io_error("read back", &path, std::io::Error::new(std::io::ErrorKind::InvalidData, reason))
-        })?;
-        if let Some(current) = self.current.take() {
-            self.finished.push((current.file, Arc::new(table)));
+        let object = current.object.finish()?;
+        let table = Table::open(object, &self.backend, &self.format, FileKind::Pack, number)?;
+        let table = Arc::new(table.map_err(|unreadable| unreadable.of(&pack_name(number)))?);
+        if let Some(CurrentPack { object, .. }) = self.current.take() {
+            self.finished.push(FinishedPack { object, table });
         }
         Ok(())
     }
 
-    /// Makes all of it durable under its names. Returns the tables and the bytes of the files. The packs stay only if
-    /// [`NewPacks::keep`] is called too.
-    pub(super) fn publish(&mut self) -> Result<(Vec<Arc<Table>>, u64), StoreError> {
+    /// Makes all of it durable under its names. Returns the tables and the bytes of the files. The
+    /// packs stay only if [`NewPacks::keep`] is called too.
+    pub(super) fn publish(&mut self) -> Result<(Vec<Arc<Table>>, u64), Error> {
         if self.failed {
-            return Err(StoreError::Aborted);
+            return Err(aborted());
         }
         self.finish_current()?;
-        for (file, _) in &mut self.finished {
-            file.sync()?;
+        for pack in &mut self.finished {
+            pack.object.sync()?;
         }
-        for (file, table) in &mut self.finished {
-            file.rename(table.path())?;
+        let (mut tables, mut written_bytes) = (Vec::new(), 0);
+        for FinishedPack { object, table } in self.finished.drain(..) {
+            written_bytes += object.bytes();
+            // It may be visible after a failure too.
+            self.published.push(pack_name(table.number));
+            object.publish()?;
+            tables.push(table);
         }
-        if !self.finished.is_empty() {
-            self.storage.sync_dir(&self.directory)?;
+        if !tables.is_empty() {
+            self.backend.sync(PACKS)?;
         }
-        let written_bytes = self.finished.iter().map(|(file, _)| file.len()).sum();
-        Ok((self.finished.iter().map(|(_, table)| table.clone()).collect(), written_bytes))
+        Ok((tables, written_bytes))
     }
 
-    /// Says that what was published is needed.
+    /// Keeps the published packs when this value is dropped.
     pub(super) fn keep(&mut self) {
-        self.finished.clear();
+        self.published.clear();
     }
 }
 
 impl Drop for NewPacks {
     fn drop(&mut self) {
-        // Also packs that have their names already: no commit record names what is in them. What cannot be removed,
-        // the next writer or prune removes.
-        for file in self.current.iter().map(|current| &current.file).chain(self.finished.iter().map(|(file, _)| file)) {
-            let _ = file.remove();
+        // No commit record names what is in them. What cannot be removed now, the next prune removes.
+        for name in &self.published {
+            let _ = self.backend.remove(name);
         }
     }
 }

@@ -1,43 +1,45 @@
-//! Giving space back: old checkpoints go, then the content that only they had.
+//! Freeing space: old checkpoints are removed, then the content that only they had.
 
 use std::collections::{HashMap, HashSet};
-use std::fs::{File, TryLockError};
-use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
 use serde::Serialize;
 
 use super::checkpoint::Reader;
+use super::format::{FileKind, INDEXES, PACKS, job_directory, pack_name};
 use super::index::{BadTable, View};
+use super::lock::Lock;
 use super::pack::{NewPacks, read_record};
 use super::record;
-use super::storage::io_error;
 use super::table::{Entry, Table};
-use super::{Inner, Progress, Repository, RepositoryError, check_job_name};
+use super::{Inner, Progress, Repository, check_job_name, is_newer};
+use crate::backend::{BackendError, Object, check_name};
 use crate::tree::NodeRecord;
-use crate::{ContentId, StoreError};
+use crate::{ContentId, Error, ErrorKind};
 
 /// How long to wait for a writer to end.
 const LOCK_WAIT: Duration = Duration::from_secs(30);
-/// A pack is written anew once less than this part of it, in percent, is needed.
+/// A pack is rewritten once less than this part of it, in percent, is needed.
 const MIN_LIVE_PERCENT: u64 = 75;
 /// Packs below this size are put together once there are [`MAX_SMALL_PACKS`].
 const SMALL_PACK_BYTES: u64 = 4 << 20;
 const MAX_SMALL_PACKS: usize = 16;
-/// Old packs are removed each time so much of them was written anew: that bounds the space that is needed meanwhile.
+/// Old packs are removed each time this much of them was rewritten: that bounds the space that a
+/// prune needs.
 const BATCH_BYTES: u64 = if cfg!(test) { 64 << 10 } else { 256 << 20 };
 
-/// Which checkpoints of a job stay. One that is named by either rule stays, and the newest always does; with no rule all do.
+/// Which checkpoints of a job are kept: each that one of the two rules names, and always the
+/// newest. Without a rule all are kept.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub struct Policy {
-    /// So many of the newest.
+pub struct Retention {
+    /// The number of newest checkpoints to keep.
     pub keep_last: Option<u32>,
-    /// The newest of each period of this length, counted from 1970 UTC.
+    /// Keep the newest checkpoint of each period of this length, counted from 1970 UTC.
     pub keep_every: Option<Duration>,
 }
 
-/// What [`Repository::prune`] did.
+/// The result of [`Repository::prune`].
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize)]
 pub struct PruneReport {
     /// The checkpoints that were removed: job and sequence.
@@ -50,11 +52,11 @@ pub struct PruneReport {
     pub unreadable: Vec<ContentId>,
 }
 
-impl Policy {
+impl Retention {
     /// Of checkpoints in ascending order, given by when they were taken, which stay.
     fn keeps(&self, taken_unix_us: &[u64]) -> Vec<bool> {
         let count = taken_unix_us.len();
-        if *self == Policy::default() {
+        if *self == Retention::default() {
             return vec![true; count];
         }
         let last = self.keep_last.unwrap_or(0).max(1) as usize;
@@ -71,39 +73,40 @@ impl Policy {
 }
 
 impl Repository {
-    /// Removes the checkpoints, of one job or of all, that `policy` does not keep. Content stays until [`Repository::prune`],
-    /// so this costs little.
+    /// Removes the checkpoints, of one job or of all, that `retention` does not keep. Content stays
+    /// until [`Repository::prune`], so this costs little.
     ///
     /// # Errors
     /// Another process kept writing, or a file could not be read or removed.
-    pub fn expire(&self, policy: &Policy, job: Option<&str>) -> Result<PruneReport, RepositoryError> {
-        let _lock = self.inner.lock("removes checkpoints", LOCK_WAIT)?;
+    pub fn expire(&self, retention: &Retention, job: Option<&str>) -> Result<PruneReport, Error> {
+        let lock = self.inner.lock("removes checkpoints", LOCK_WAIT)?;
         let mut report = PruneReport::default();
-        self.inner.expire(policy, job, &mut report)?;
+        self.inner.expire(retention, job, &mut report, &lock)?;
         Ok(report)
     }
 
-    /// Removes the checkpoints, of one job or of all, that `policy` does not keep, and all content that none needs any more.
-    /// Readers go on; a checkpoint that one has open stays. Writers wait meanwhile.
+    /// Removes the checkpoints, of one job or of all, that `retention` does not keep, and all
+    /// content that none needs any more. Readers continue; a checkpoint that a reader has open
+    /// stays. Writers wait meanwhile.
     ///
-    /// Costs reading the page trees of all checkpoints that stay, each shared part once, and writing the packs anew
-    /// that are largely not needed.
+    /// Costs reading the page trees of all checkpoints that stay, each shared part once, and
+    /// writing the packs anew that are largely not needed.
     ///
     /// # Errors
-    /// Another process kept writing, or a file could not be read, written or removed; what was not removed then
-    /// the next prune removes. A damaged checkpoint is no error.
+    /// Another process kept writing, or a file could not be read, written or removed; what was not
+    /// removed then the next prune removes. A damaged checkpoint is no error.
     pub fn prune(
         &self,
-        policy: &Policy,
+        retention: &Retention,
         job: Option<&str>,
         progress: &mut dyn FnMut(Progress),
-    ) -> Result<PruneReport, RepositoryError> {
+    ) -> Result<PruneReport, Error> {
         let inner = &self.inner;
-        let _lock = inner.lock("prunes", LOCK_WAIT)?;
+        let lock = inner.lock("prunes", LOCK_WAIT)?;
         let before_bytes = inner.file_bytes()?;
         let mut report = PruneReport::default();
         inner.clean()?;
-        inner.expire(policy, job, &mut report)?;
+        inner.expire(retention, job, &mut report, &lock)?;
         loop {
             let (view, marks) = match inner.mark(&mut report)? {
                 Ok(marked) => marked,
@@ -112,9 +115,9 @@ impl Repository {
                     continue;
                 }
             };
-            match inner.sweep(&view, &marks, progress) {
-                // What the sweep did is done; marking again finds what is left.
-                Err(RepositoryError::Store(error)) if inner.reject_unreadable(&error, &view) => {}
+            match inner.sweep(&view, &marks, progress, &lock) {
+                // The sweep did a part of its work; marking again finds the rest.
+                Err(error) if inner.reject_unreadable(&error, &view) => {}
                 swept => break swept?,
             }
         }
@@ -148,7 +151,7 @@ impl Marks {
     }
 
     /// Calls `visit` with each needed entry.
-    fn live(&self, view: &View, visit: &mut dyn FnMut(Entry)) -> Result<(), StoreError> {
+    fn live(&self, view: &View, visit: &mut dyn FnMut(Entry)) -> Result<(), Error> {
         for (number, table) in view.tables.iter().enumerate() {
             for (position, entry) in table.entries().enumerate() {
                 let entry = entry?;
@@ -161,7 +164,7 @@ impl Marks {
     }
 }
 
-/// Goes through everything that checkpoints name.
+/// Visits everything that checkpoints name.
 struct Marker<'a> {
     view: &'a View,
     marks: Marks,
@@ -169,15 +172,15 @@ struct Marker<'a> {
     unreadable: HashSet<ContentId>,
 }
 
-/// A table is damaged, or the storage failed.
+/// A table is damaged, or needed content cannot be found out.
 enum MarkError {
     Table(BadTable),
-    Store(StoreError),
+    Failed(Error),
 }
 
-impl From<StoreError> for MarkError {
-    fn from(error: StoreError) -> Self {
-        MarkError::Store(error)
+impl From<Error> for MarkError {
+    fn from(error: Error) -> Self {
+        MarkError::Failed(error)
     }
 }
 
@@ -188,7 +191,7 @@ impl Marker<'_> {
             self.unreadable.insert(id);
             return Ok(false);
         };
-        // Copies are rare: a prune that was interrupted leaves some. The one that stays must be whole.
+        // Copies are rare: an interrupted prune leaves some. The one that stays must be intact.
         let mut next = chosen.table + 1;
         while let Some(other) = self.view.find_from(id, next)?.map_err(MarkError::Table)? {
             next = other.table + 1;
@@ -209,7 +212,7 @@ impl Marker<'_> {
         };
         let record = match record {
             Ok(record) => record,
-            Err(StoreError::Missing { .. } | StoreError::Damaged { .. }) => {
+            Err(error) if matches!(error.kind(), ErrorKind::Damaged | ErrorKind::Missing) => {
                 self.unreadable.insert(id);
                 return Ok(());
             }
@@ -227,79 +230,80 @@ impl Marker<'_> {
 
 impl Inner {
     /// Bytes of all packs and index files.
-    fn file_bytes(&self) -> Result<u64, StoreError> {
+    fn file_bytes(&self) -> Result<u64, BackendError> {
         let mut bytes = 0;
-        for part in ["packs", "index"] {
-            let directory = self.path.join(part);
-            let add = || -> std::io::Result<u64> {
-                std::fs::read_dir(&directory)?.map(|file| Ok(file?.metadata()?.len())).sum()
-            };
-            bytes += add().map_err(|source| io_error("list", &directory, source))?;
+        for directory in [PACKS, INDEXES] {
+            for entry in self.backend.list(directory)?.into_iter().filter(|entry| !entry.is_directory) {
+                // A name that is none of the repository's own may be one that no object can have.
+                let name = format!("{directory}/{}", entry.name);
+                bytes += if check_name(&name).is_ok() { self.backend.bytes(&name)?.unwrap_or(0) } else { 0 };
+            }
         }
         Ok(bytes)
     }
 
-    fn expire(&self, policy: &Policy, job: Option<&str>, report: &mut PruneReport) -> Result<(), RepositoryError> {
+    fn expire(
+        &self,
+        retention: &Retention,
+        job: Option<&str>,
+        report: &mut PruneReport,
+        lock: &Lock,
+    ) -> Result<(), Error> {
         let jobs = match job {
             Some(job) => check_job_name(job).map(|()| vec![job.to_owned()])?,
             None => self.job_names()?,
         };
         for job in jobs {
-            let directory = self.job_path(&job);
             let mut records = Vec::new();
             for sequence in self.sequences(&job)? {
-                match record::open(&directory.join(record::name(sequence)), &job, sequence, &self.format) {
-                    Ok(opened) => records.extend(opened),
-                    // It names nothing any more, but is left for people to look at.
-                    Err(RepositoryError::DamagedRecord { .. }) => {}
+                match record::read(&*self.backend, &job, sequence, &self.format) {
+                    Ok(read) => records.extend(read),
+                    // It names nothing any more, but stays for people to inspect.
+                    Err(error) if error.kind() == ErrorKind::DamagedRecord => {}
                     Err(error) => return Err(error),
                 }
             }
-            let taken: Vec<u64> = records.iter().map(|(_, info)| info.taken_unix_us).collect();
-            let keeps = policy.keeps(&taken);
+            let taken: Vec<u64> = records.iter().map(|info| info.taken_unix_us).collect();
+            let keeps = retention.keeps(&taken);
             let mut removed_any = false;
-            for ((file, info), _) in records.into_iter().zip(keeps).filter(|(_, keep)| !keep) {
-                let path = directory.join(record::name(info.sequence));
-                match file.try_lock() {
-                    Ok(()) => {
-                        self.storage.remove(&path)?;
+            lock.check()?;
+            for (info, _) in records.into_iter().zip(keeps).filter(|(_, keep)| !keep) {
+                match self.backend.remove_unleased(&record::name(&job, info.sequence))? {
+                    true => {
                         report.removed.push((job.clone(), info.sequence));
                         removed_any = true;
                     }
-                    Err(TryLockError::WouldBlock) => report.in_use.push((job.clone(), info.sequence)),
-                    Err(TryLockError::Error(source)) => return Err(io_error("lock", &path, source).into()),
+                    false => report.in_use.push((job.clone(), info.sequence)),
                 }
             }
-            // Content goes only after the records that name it are gone for good.
+            // Content is removed only after the removal of the records that name it is durable.
             if removed_any {
-                self.storage.sync_dir(&directory)?;
+                self.backend.sync(&job_directory(&job))?;
             }
         }
         Ok(())
     }
 
     /// Finds everything that a checkpoint needs.
-    fn mark(
-        self: &Arc<Self>,
-        report: &mut PruneReport,
-    ) -> Result<Result<(Arc<View>, Marks), BadTable>, RepositoryError> {
+    fn mark(self: &Arc<Self>, report: &mut PruneReport) -> Result<Result<(Arc<View>, Marks), BadTable>, Error> {
         let view = self.refresh()?;
         let reader = Reader(self.clone());
         let marks = Marks::for_view(&view);
         let mut marker = Marker { view: &view, marks, reader, unreadable: HashSet::new() };
         for job in self.job_names()? {
             for sequence in self.sequences(&job)? {
-                let path = self.job_path(&job).join(record::name(sequence));
-                let info = match record::open(&path, &job, sequence, &self.format) {
-                    Ok(Some((_, info))) => info,
-                    Ok(None) | Err(RepositoryError::DamagedRecord { .. }) => continue,
+                let info = match record::read(&*self.backend, &job, sequence, &self.format) {
+                    Ok(Some(info)) => info,
+                    Ok(None) => continue,
+                    Err(error) if error.kind() == ErrorKind::DamagedRecord => continue,
                     Err(error) => return Err(error),
                 };
                 let mut mark_checkpoint = || -> Result<(), MarkError> {
                     marker.mark(info.manifest)?;
                     let manifest = match self.read_manifest(&job, &info) {
                         Ok(manifest) => manifest,
-                        Err(RepositoryError::Store(error @ StoreError::Io { .. })) => return Err(error.into()),
+                        // The content that a newer manifest names is needed, but unknown to this program.
+                        Err(error) if is_newer(&error) || error.is_storage() => return Err(error.into()),
                         Err(_) => {
                             marker.unreadable.insert(info.manifest);
                             return Ok(());
@@ -310,7 +314,7 @@ impl Inner {
                 match mark_checkpoint() {
                     Ok(()) => {}
                     Err(MarkError::Table(bad)) => return Ok(Err(bad)),
-                    Err(MarkError::Store(error)) => return Err(error.into()),
+                    Err(MarkError::Failed(error)) => return Err(error),
                 }
             }
         }
@@ -320,13 +324,15 @@ impl Inner {
         Ok(Ok((view, marks)))
     }
 
-    /// Removes packs that are not needed, writes those anew of which little is, and brings the index up to date.
+    /// Removes packs that are not needed, rewrites packs of which little is needed, and updates the
+    /// index.
     fn sweep(
         self: &Arc<Self>,
         view: &View,
         marks: &Marks,
         progress: &mut dyn FnMut(Progress),
-    ) -> Result<(), RepositoryError> {
+        lock: &Lock,
+    ) -> Result<(), Error> {
         let mut live_bytes: HashMap<u64, u64> = HashMap::new();
         marks.live(view, &mut |entry| {
             *live_bytes.entry(entry.pack).or_default() +=
@@ -336,8 +342,8 @@ impl Inner {
             view.tables.iter().filter(|table| table.is_rebuilt()).map(|table| table.number).collect();
         let (mut dead, mut sparse, mut small) = (Vec::new(), Vec::new(), Vec::new());
         for &pack in &view.packs {
-            let path = self.pack_path(pack);
-            let file_bytes = std::fs::metadata(&path).map_err(|source| io_error("read", &path, source))?.len();
+            // A pack that is gone already is as good as empty.
+            let file_bytes = self.backend.bytes(&pack_name(pack))?.unwrap_or(0);
             match live_bytes.get(&pack) {
                 None => dead.push(pack),
                 Some(live) if rebuilt.contains(&pack) || live * 100 < file_bytes * MIN_LIVE_PERCENT => {
@@ -351,20 +357,21 @@ impl Inner {
             sparse.append(&mut small);
         }
         let mut now = view.with_packs(&[]);
-        self.remove_packs(&dead, &mut now)?;
-
         let sources: HashSet<u64> = sparse.iter().copied().collect();
         let mut moving = Vec::new();
         marks.live(view, &mut |entry| moving.extend(sources.contains(&entry.pack).then_some(entry)))?;
+        // Only now: the tables at the ends of packs go with them.
+        self.remove_packs(&dead, &mut now, lock)?;
         moving.sort_unstable_by_key(|entry| (entry.pack, entry.offset));
         let total_bytes = moving.iter().map(|entry| u64::from(entry.stored_bytes)).sum();
         let (mut done_bytes, mut batch_bytes) = (0, 0);
         let mut packs = self.new_packs();
         let mut moved = Vec::new();
         for entries in moving.chunk_by(|a, b| a.pack == b.pack) {
-            let path = self.pack_path(entries[0].pack);
-            let file = File::open(&path).map_err(|source| io_error("open", &path, source))?;
-            if self.copy(entries, &file, &path, &mut packs)? {
+            let name = pack_name(entries[0].pack);
+            let gone = BackendError::new("open", self.path_of(&name).display().to_string());
+            let pack = self.backend.open(&name)?.ok_or_else(|| gone(std::io::ErrorKind::NotFound.into()))?;
+            if self.copy(entries, &*pack, &mut packs)? {
                 moved.push(entries[0].pack);
             }
             let bytes = entries.iter().map(|entry| u64::from(entry.stored_bytes)).sum::<u64>();
@@ -372,21 +379,21 @@ impl Inner {
             batch_bytes += bytes;
             progress(Progress { done_bytes, total_bytes });
             if batch_bytes >= BATCH_BYTES {
-                self.replace_packs(std::mem::replace(&mut packs, self.new_packs()), &moved, &mut now)?;
+                self.replace_packs(std::mem::replace(&mut packs, self.new_packs()), &moved, &mut now, lock)?;
                 moved.clear();
                 batch_bytes = 0;
             }
         }
-        self.replace_packs(packs, &moved, &mut now)?;
+        self.replace_packs(packs, &moved, &mut now, lock)?;
 
         if now.packs != view.packs {
             if now.packs.is_empty() {
-                for table in now.tables.iter().filter(|table| table.kind == super::format::FileKind::Index) {
-                    self.storage.remove(table.path())?;
+                for table in now.tables.iter().filter(|table| table.kind == FileKind::Index) {
+                    self.backend.remove(&table.name())?;
                 }
             } else {
                 let group = now.tables.clone();
-                now.merge(&group, &self.path, &self.format, &self.storage)?;
+                now.merge(&group, &self.backend, &self.format)?;
             }
         }
         self.refresh()?;
@@ -394,35 +401,39 @@ impl Inner {
     }
 
     /// Copies records to new packs. False if one is damaged: then the pack stays.
-    fn copy(&self, entries: &[Entry], file: &File, path: &Path, packs: &mut NewPacks) -> Result<bool, StoreError> {
+    fn copy(&self, entries: &[Entry], pack: &dyn Object, packs: &mut NewPacks) -> Result<bool, Error> {
         let mut all = true;
         for entry in entries {
-            match read_record(&(file, path), &self.format.key, entry) {
+            match read_record(pack, &self.format.key, entry) {
                 Ok(record) => packs.copy(&record)?,
-                Err(StoreError::Damaged { .. }) => all = false,
+                Err(error) if error.kind() == ErrorKind::Damaged => all = false,
                 Err(error) => return Err(error),
             }
         }
         Ok(all)
     }
 
-    fn replace_packs(&self, mut packs: NewPacks, moved: &[u64], now: &mut View) -> Result<(), StoreError> {
+    fn replace_packs(&self, mut packs: NewPacks, moved: &[u64], now: &mut View, lock: &Lock) -> Result<(), Error> {
         let (tables, _) = packs.publish()?;
         packs.keep();
         *now = now.with_packs(&tables);
-        self.remove_packs(moved, now)
+        Ok(self.remove_packs(moved, now, lock)?)
     }
 
-    fn remove_packs(&self, packs: &[u64], now: &mut View) -> Result<(), StoreError> {
+    fn remove_packs(&self, packs: &[u64], now: &mut View, lock: &Lock) -> Result<(), BackendError> {
         if packs.is_empty() {
             return Ok(());
         }
+        lock.check()?;
         for pack in packs {
-            self.storage.remove(&self.pack_path(*pack))?;
+            self.close_pack(*pack);
+            self.backend.remove(&pack_name(*pack))?;
         }
-        self.storage.sync_dir(&self.path.join("packs"))?;
+        self.backend.sync(PACKS)?;
         let removed: HashSet<&u64> = packs.iter().collect();
         now.packs.retain(|pack| !removed.contains(pack));
+        // The table at the end of a pack is gone with it.
+        now.tables.retain(|table| table.kind != FileKind::Pack || !removed.contains(&table.number));
         Ok(())
     }
 }
@@ -431,21 +442,21 @@ impl Inner {
 mod tests {
     use super::*;
 
-    fn kept(policy: Policy, taken_s: &[u64]) -> Vec<u64> {
+    fn kept(retention: Retention, taken_s: &[u64]) -> Vec<u64> {
         let taken: Vec<u64> = taken_s.iter().map(|s| s * 1_000_000).collect();
-        taken_s.iter().copied().zip(policy.keeps(&taken)).filter(|(_, keep)| *keep).map(|(taken, _)| taken).collect()
+        taken_s.iter().copied().zip(retention.keeps(&taken)).filter(|(_, keep)| *keep).map(|(taken, _)| taken).collect()
     }
 
     #[test]
-    fn the_policy_keeps_the_last_and_the_newest_of_each_period() {
+    fn retention_keeps_the_last_and_the_newest_of_each_period() {
         let taken = [1, 5, 9, 11, 19, 35, 36];
         let every = Some(Duration::from_secs(10));
-        assert_eq!(kept(Policy::default(), &taken), taken);
-        assert_eq!(kept(Policy { keep_last: Some(2), keep_every: None }, &taken), [35, 36]);
-        assert_eq!(kept(Policy { keep_last: None, keep_every: every }, &taken), [9, 19, 36]);
-        assert_eq!(kept(Policy { keep_last: Some(3), keep_every: every }, &taken), [9, 19, 35, 36]);
-        assert_eq!(kept(Policy { keep_last: Some(0), keep_every: None }, &taken), [36]);
-        assert_eq!(kept(Policy { keep_last: None, keep_every: Some(Duration::ZERO) }, &taken), taken);
-        assert_eq!(kept(Policy { keep_last: Some(u32::MAX), keep_every: None }, &taken), taken);
+        assert_eq!(kept(Retention::default(), &taken), taken);
+        assert_eq!(kept(Retention { keep_last: Some(2), keep_every: None }, &taken), [35, 36]);
+        assert_eq!(kept(Retention { keep_last: None, keep_every: every }, &taken), [9, 19, 36]);
+        assert_eq!(kept(Retention { keep_last: Some(3), keep_every: every }, &taken), [9, 19, 35, 36]);
+        assert_eq!(kept(Retention { keep_last: Some(0), keep_every: None }, &taken), [36]);
+        assert_eq!(kept(Retention { keep_last: None, keep_every: Some(Duration::ZERO) }, &taken), taken);
+        assert_eq!(kept(Retention { keep_last: Some(u32::MAX), keep_every: None }, &taken), taken);
     }
 }

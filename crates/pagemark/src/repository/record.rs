@@ -1,24 +1,21 @@
 //! Commit records: the small files that make a checkpoint exist.
 
-use std::fs::{File, OpenOptions};
-use std::io::Read;
-use std::os::unix::fs::MetadataExt;
-use std::path::Path;
-
 use serde::{Deserialize, Serialize};
 
-use super::RepositoryError;
-use super::format::{FORMAT, Format, hash16};
-use super::storage::{NewFile, Storage, io_error};
-use crate::{ContentId, StoreError};
+use super::format::{FORMAT, Format, hash16, job_directory};
+use crate::ContentId;
+use crate::backend::{Backend, BackendError, NewObject, directory_of};
+use crate::error::{Error, ErrorKind, Object};
 
 const RECORD_BYTES: usize = 88;
+const RECORD_LENGTH: u64 = RECORD_BYTES as u64;
 const MAGIC: &[u8; 8] = b"pmcommit";
 
 /// A checkpoint as the list of a job's checkpoints has it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct CheckpointInfo {
-    /// Counts the checkpoints of a job, from 1. A number is not used again while a later checkpoint exists.
+    /// Counts the checkpoints of a job, from 1. A number is not used again while a later checkpoint
+    /// exists.
     pub sequence: u64,
     /// When the target was frozen, microseconds since 1970 UTC.
     pub taken_unix_us: u64,
@@ -51,80 +48,85 @@ impl CheckpointInfo {
     }
 }
 
-/// A file name that [`parse_name`] reads.
-pub(super) fn name(sequence: u64) -> String {
+/// The name of a commit record.
+pub(super) fn name(job: &str, sequence: u64) -> String {
+    format!("{}/{}", job_directory(job), last_part(sequence))
+}
+
+fn last_part(sequence: u64) -> String {
     format!("{sequence:010}")
 }
 
-pub(super) fn parse_name(file: &str) -> Option<u64> {
-    let sequence = file.parse().ok()?;
-    (name(sequence) == file).then_some(sequence)
+/// The sequence number in the last part of a commit record's name.
+pub(super) fn parse_name(last: &str) -> Option<u64> {
+    let sequence = last.parse().ok()?;
+    (last_part(sequence) == last).then_some(sequence)
 }
 
-/// Reads a commit record. Gives the open file too, which can be locked. None if there is no such file.
-pub(super) fn open(
-    path: &Path,
+/// Reads a commit record. None if there is none.
+pub(super) fn read(
+    backend: &dyn Backend,
     job: &str,
     sequence: u64,
     format: &Format,
-) -> Result<Option<(File, CheckpointInfo)>, RepositoryError> {
-    let damaged = |reason: &str| RepositoryError::DamagedRecord { path: path.to_owned(), reason: reason.into() };
-    let file = match OpenOptions::new().read(true).open(path) {
-        Ok(file) => file,
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
-        Err(source) => return Err(io_error("open", path, source).into()),
+) -> Result<Option<CheckpointInfo>, Error> {
+    let name = name(job, sequence);
+    let damaged = |reason: &str| {
+        let path = backend.location().join(&name);
+        Error::damaged(ErrorKind::DamagedRecord, Object::Record(path), reason).help("other checkpoints can be read")
     };
-    let mut bytes = Vec::with_capacity(RECORD_BYTES + 1);
-    (&file).take(RECORD_BYTES as u64 + 1).read_to_end(&mut bytes).map_err(|source| io_error("read", path, source))?;
-    let bytes = bytes.try_into().map_err(|_| damaged("its length is wrong"))?;
+    let Some(object) = backend.open(&name)? else { return Ok(None) };
+    let mut bytes = [0; RECORD_BYTES];
+    let mut read = || match object.bytes()? {
+        RECORD_LENGTH => object.read_at(&mut bytes, 0).map(|()| true),
+        _ => Ok(false),
+    };
+    match read() {
+        Ok(true) => {}
+        Ok(false) => return Err(damaged("its length is wrong")),
+        Err(error) if error.is_not_found() => return Ok(None),
+        Err(error) => return Err(error.into()),
+    }
     let info = CheckpointInfo::decode(&bytes, job, format).ok_or_else(|| damaged("its check does not fit"))?;
     match info.sequence == sequence {
-        true => Ok(Some((file, info))),
+        true => Ok(Some(info)),
         false => Err(damaged("it is another checkpoint's")),
     }
 }
 
-/// True if the file was removed since it was opened.
-pub(super) fn is_removed(file: &File) -> std::io::Result<bool> {
-    Ok(file.metadata()?.nlink() == 0)
-}
-
-/// A commit record that is durable but has not its name yet.
+/// A commit record that is durable but not visible yet.
 pub(super) struct NewRecord<'a> {
-    file: NewFile,
-    directory: &'a Path,
-    storage: &'a Storage,
+    object: Box<dyn NewObject>,
+    backend: &'a dyn Backend,
+    name: String,
     info: CheckpointInfo,
 }
 
 impl<'a> NewRecord<'a> {
     pub(super) fn write(
-        directory: &'a Path,
+        backend: &'a dyn Backend,
         job: &str,
         format: &Format,
-        storage: &'a Storage,
         mut info: CheckpointInfo,
-    ) -> Result<NewRecord<'a>, StoreError> {
-        info.written_bytes += RECORD_BYTES as u64;
-        let mut file = storage.create(&directory.join(name(info.sequence)).with_extension("tmp"))?;
-        match file.append(&[&info.encode(job, format)]).and_then(|()| file.sync()) {
-            Ok(()) => Ok(NewRecord { file, directory, storage, info }),
-            Err(error) => {
-                // What cannot be removed, the next writer removes.
-                let _ = file.remove();
-                Err(error)
-            }
-        }
+    ) -> Result<NewRecord<'a>, BackendError> {
+        info.written_bytes += RECORD_LENGTH;
+        let name = name(job, info.sequence);
+        let mut object = backend.create(&name)?;
+        object.append(&[&info.encode(job, format)])?;
+        object.sync()?;
+        Ok(NewRecord { object, backend, name, info })
     }
 
-    /// Makes the checkpoint exist, durably. What it names is durable already. After a failure it is removed, but
-    /// it may yet appear after a crash, so what it names must stay.
-    pub(super) fn publish(mut self) -> Result<CheckpointInfo, StoreError> {
-        let path = self.directory.join(name(self.info.sequence));
-        let published = self.file.rename(&path).and_then(|()| self.storage.sync_dir(self.directory));
+    /// Makes the checkpoint exist, durably. The content that it names is durable already. After a
+    /// failure the record is removed, but it may still appear after a crash, so the content
+    /// must stay.
+    pub(super) fn publish(self) -> Result<CheckpointInfo, BackendError> {
+        let NewRecord { object, backend, name, info } = self;
+        let directory = directory_of(&name);
+        let published = object.publish().and_then(|()| backend.sync(directory));
         if published.is_err() {
-            let _ = self.file.remove().and_then(|()| self.storage.sync_dir(self.directory));
+            let _ = backend.remove(&name).and_then(|()| backend.sync(directory));
         }
-        published.map(|()| self.info)
+        published.map(|()| info)
     }
 }

@@ -1,30 +1,30 @@
-//! Where pieces of content are: sorted tables, one at the end of each pack, and index files that hold several packs' at once.
+//! Sorted tables that find content: one at the end of each pack, and index files with those of
+//! several packs.
 
-use std::fs::File;
-use std::os::unix::fs::FileExt;
-use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
-use super::format::{FILE_HEADER_BYTES, FileKind, Format, hash16};
-use super::storage::{NewFile, io_error};
-use crate::{ContentId, StoreError};
+use super::format::{FILE_HEADER_BYTES, FileKind, Format, hash16, index_name, pack_name};
+use crate::backend::{Backend, BackendError, NewObject, Object};
+use crate::{ContentId, Error, ErrorKind, error};
 
 /// Bytes of an entry.
 pub(super) const ENTRY_BYTES: usize = 32;
-/// Entries of a block: what is read and checked at once.
+/// Entries of a block, which is read and checked at once.
 const BLOCK_ENTRIES: usize = 64;
 const BLOCK_BYTES: usize = BLOCK_ENTRIES * ENTRY_BYTES;
 /// Bytes of a block's line in the directory.
 const DIRECTORY_BYTES: usize = 16;
 /// Bytes of a block of the filter.
 const FILTER_BYTES: usize = 64;
-/// Bits of the filter for an entry; with 6 of them set about one in 150 ids that are not there seems to be.
+/// Bits of the filter for an entry; with 6 of them set about one in 150 ids that are not there
+/// seems to be.
 const FILTER_BITS_PER_ENTRY: u64 = 12;
 /// Tables with more entries have no filter, which would have to be held in memory.
 const MAX_FILTERED_ENTRIES: u64 = 4 << 20;
 const TAIL_BYTES: usize = 64;
 const TAIL_MAGIC: &[u8; 8] = b"pmtable\0";
 
-/// Where one piece of content is.
+/// The location of one piece of content.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) struct Entry {
     pub(super) id: ContentId,
@@ -99,7 +99,7 @@ impl Filter {
 
 /// Writes a table at the end of a file.
 pub(super) struct TableWriter<'a> {
-    file: &'a mut NewFile,
+    object: &'a mut dyn NewObject,
     format: &'a Format,
     kind: FileKind,
     entries_offset: u64,
@@ -111,10 +111,10 @@ pub(super) struct TableWriter<'a> {
 
 impl<'a> TableWriter<'a> {
     /// `max_entries` is a bound, which the filter is made for.
-    pub(super) fn new(file: &'a mut NewFile, format: &'a Format, kind: FileKind, max_entries: u64) -> Self {
+    pub(super) fn new(object: &'a mut dyn NewObject, format: &'a Format, kind: FileKind, max_entries: u64) -> Self {
         TableWriter {
-            entries_offset: file.len(),
-            file,
+            entries_offset: object.bytes(),
+            object,
             format,
             kind,
             entry_count: 0,
@@ -125,7 +125,7 @@ impl<'a> TableWriter<'a> {
     }
 
     /// Adds an entry. Ids ascend.
-    pub(super) fn push(&mut self, entry: &Entry) -> Result<(), StoreError> {
+    pub(super) fn push(&mut self, entry: &Entry) -> Result<(), BackendError> {
         if self.block.is_empty() {
             self.directory.extend_from_slice(&entry.id.0[..8]);
         }
@@ -135,17 +135,17 @@ impl<'a> TableWriter<'a> {
         if self.block.len() == BLOCK_BYTES { self.end_block() } else { Ok(()) }
     }
 
-    fn end_block(&mut self) -> Result<(), StoreError> {
+    fn end_block(&mut self) -> Result<(), BackendError> {
         if !self.block.is_empty() {
             self.directory.extend_from_slice(&hash16(&self.format.key, &[&self.block])[..8]);
-            self.file.append(&[&self.block])?;
+            self.object.append(&[&self.block])?;
             self.block.clear();
         }
         Ok(())
     }
 
     /// Ends the table, which covers the given packs, in ascending order.
-    pub(super) fn finish(mut self, packs: &[u64]) -> Result<(), StoreError> {
+    pub(super) fn finish(mut self, packs: &[u64]) -> Result<(), BackendError> {
         self.end_block()?;
         let packs_bytes: Vec<u8> = packs.iter().flat_map(|pack| pack.to_le_bytes()).collect();
         let filter_bytes: Vec<u8> = self.filter.blocks.iter().flatten().flat_map(|word| word.to_le_bytes()).collect();
@@ -161,9 +161,9 @@ impl<'a> TableWriter<'a> {
         let check = hash16(&self.format.key, &[&header, &tail[..48]]);
         tail[48..].copy_from_slice(&check);
         for part in parts {
-            self.file.append(&[part])?;
+            self.object.append(&[part])?;
         }
-        self.file.append(&[&tail])
+        self.object.append(&[&tail])
     }
 }
 
@@ -182,40 +182,46 @@ pub(super) struct Table {
     /// Bytes of the file.
     pub(super) file_bytes: u64,
     key: [u8; 32],
-    path: PathBuf,
     source: Source,
     filter: Filter,
 }
 
 enum Source {
-    /// With the directory: a block's first id (its first 8 bytes) and its check. The file is opened when it is read if
-    /// it is not kept open.
-    File { file: Option<File>, directory: Vec<(u64, u64)> },
+    /// With the directory: a block's first id (its first 8 bytes) and its check. The object is
+    /// opened when it is read if it is not kept open.
+    Stored { backend: Arc<dyn Backend>, object: Option<Arc<dyn Object>>, directory: Vec<(u64, u64)> },
     /// For a pack whose table is damaged.
     Memory(Vec<Entry>),
 }
 
-/// Tells that a file is not what was written.
+/// A file is damaged, for this reason.
 pub(super) struct Unreadable(pub(super) String);
 
+impl Unreadable {
+    /// The error for those who need the table of that name.
+    pub(super) fn of(self, name: &str) -> Error {
+        Error::damaged(ErrorKind::DamagedTable, error::Object::Table(name.to_owned()), self.0)
+    }
+}
+
 impl Table {
-    /// Reads what is needed to search. The outer error is of the storage, the inner tells that the file is damaged.
+    /// Reads what is needed to search. The outer error is of the storage, the inner says that the
+    /// file is damaged.
     pub(super) fn open(
-        file: File,
-        path: &Path,
+        object: Arc<dyn Object>,
+        backend: &Arc<dyn Backend>,
         format: &Format,
         kind: FileKind,
         number: u64,
-    ) -> Result<Result<Table, Unreadable>, StoreError> {
-        let io = |source| io_error("read", path, source);
+    ) -> Result<Result<Table, Unreadable>, BackendError> {
         let unreadable = |reason: &str| Ok(Err(Unreadable(reason.to_owned())));
-        let file_bytes = file.metadata().map_err(io)?.len();
+        let file_bytes = object.bytes()?;
         if file_bytes < (FILE_HEADER_BYTES + TAIL_BYTES) as u64 {
             return unreadable("it is too short");
         }
         let (mut header, mut tail) = ([0; FILE_HEADER_BYTES], [0; TAIL_BYTES]);
-        file.read_exact_at(&mut header, 0).map_err(io)?;
-        file.read_exact_at(&mut tail, file_bytes - TAIL_BYTES as u64).map_err(io)?;
+        object.read_at(&mut header, 0)?;
+        object.read_at(&mut tail, file_bytes - TAIL_BYTES as u64)?;
         if header != format.file_header(kind) {
             return unreadable("its header is damaged, or of another repository");
         }
@@ -238,7 +244,7 @@ impl Table {
             return unreadable("its table is not as long as it says");
         };
         let mut parts = vec![0; parts_bytes as usize];
-        file.read_exact_at(&mut parts, parts_offset).map_err(io)?;
+        object.read_at(&mut parts, parts_offset)?;
         if tail[32..48] != hash16(&format.key, &[&parts]) {
             return unreadable("its table is damaged");
         }
@@ -258,13 +264,13 @@ impl Table {
             std::array::from_fn(|word| u64::from_le_bytes(std::array::from_fn(|at| bytes[8 * word + at])))
         };
         let filter = Filter { blocks: filter.as_chunks().0.iter().map(words).collect() };
-        let (key, path) = (format.key, path.to_owned());
-        let source = Source::File { file: Some(file), directory };
-        Ok(Ok(Table { number, kind, packs, entry_count, entries_offset, file_bytes, key, path, source, filter }))
+        let key = format.key;
+        let source = Source::Stored { backend: backend.clone(), object: Some(object), directory };
+        Ok(Ok(Table { number, kind, packs, entry_count, entries_offset, file_bytes, key, source, filter }))
     }
 
     /// A table for a pack whose own is damaged.
-    pub(super) fn of_entries(mut entries: Vec<Entry>, path: &Path, pack: u64, file_bytes: u64) -> Table {
+    pub(super) fn of_entries(mut entries: Vec<Entry>, pack: u64, file_bytes: u64) -> Table {
         entries.sort_unstable_by_key(|entry| entry.id);
         entries.dedup_by_key(|entry| entry.id);
         Table {
@@ -275,7 +281,6 @@ impl Table {
             entries_offset: file_bytes,
             file_bytes,
             key: [0; 32],
-            path: path.to_owned(),
             source: Source::Memory(entries),
             filter: Filter::default(),
         }
@@ -286,36 +291,39 @@ impl Table {
         matches!(self.source, Source::Memory(_))
     }
 
-    /// Keeps the file open no longer.
+    /// Keeps the object open no longer.
     pub(super) fn close(&mut self) {
-        if let Source::File { file, .. } = &mut self.source {
-            *file = None;
+        if let Source::Stored { object, .. } = &mut self.source {
+            *object = None;
         }
     }
 
-    /// Where the table is.
-    pub(super) fn path(&self) -> &Path {
-        &self.path
+    /// The name of the object that the table is in.
+    pub(super) fn name(&self) -> String {
+        match self.kind {
+            FileKind::Pack => pack_name(self.number),
+            FileKind::Index => index_name(self.number),
+        }
     }
 
-    /// The position and the entry of an id. The inner error tells that the table is damaged there.
-    pub(super) fn find(&self, id: ContentId) -> Result<Result<Option<(u64, Entry)>, Unreadable>, StoreError> {
+    /// The position and the entry of an id. The inner error says that the table is damaged there.
+    pub(super) fn find(&self, id: ContentId) -> Result<Result<Option<(u64, Entry)>, Unreadable>, Error> {
         if !self.filter.may_contain(id) {
             return Ok(Ok(None));
         }
-        let (file, directory) = match &self.source {
+        let directory = match &self.source {
             Source::Memory(entries) => {
                 let found = entries.binary_search_by_key(&id, |entry| entry.id).ok();
                 return Ok(Ok(found.map(|position| (position as u64, entries[position]))));
             }
-            Source::File { file, directory } => (file, directory),
+            Source::Stored { directory, .. } => directory,
         };
         let prefix = prefix_of(id);
         let first = directory.partition_point(|(first, _)| *first < prefix).saturating_sub(1);
         let behind = directory.partition_point(|(first, _)| *first <= prefix);
         let mut buffer = [0; BLOCK_BYTES];
         for block in first..behind {
-            let entries = match self.read_block(file, directory, block, &mut buffer)? {
+            let entries = match self.read_block(block, &mut buffer)? {
                 Ok(entries) => entries,
                 Err(unreadable) => return Ok(Err(unreadable)),
             };
@@ -326,31 +334,75 @@ impl Table {
         Ok(Ok(None))
     }
 
+    /// Calls `found` with the index and the entry of each of `ids` that the table names. The ids
+    /// ascend. Each block is read at most once. The inner error says that the table is damaged
+    /// somewhere; what was found before is valid.
+    pub(super) fn find_all(
+        &self,
+        ids: &[ContentId],
+        found: &mut dyn FnMut(usize, Entry),
+    ) -> Result<Result<(), Unreadable>, Error> {
+        let candidates = ids.iter().enumerate().filter(|(_, id)| self.filter.may_contain(**id));
+        let directory = match &self.source {
+            Source::Memory(entries) => {
+                for (index, id) in candidates {
+                    if let Ok(at) = entries.binary_search_by_key(id, |entry| entry.id) {
+                        found(index, entries[at]);
+                    }
+                }
+                return Ok(Ok(()));
+            }
+            Source::Stored { directory, .. } => directory,
+        };
+        let (mut buffer, mut held, mut next) = ([0; BLOCK_BYTES], None, 0);
+        for (index, id) in candidates {
+            let prefix = prefix_of(*id);
+            // The last block that begins with a lower prefix may contain the id, too.
+            while directory.get(next + 1).is_some_and(|(first, _)| *first < prefix) {
+                next += 1;
+            }
+            for (block, _) in directory.iter().enumerate().skip(next).take_while(|(_, (first, _))| *first <= prefix) {
+                if held != Some(block) {
+                    if let Err(unreadable) = self.read_block(block, &mut buffer)? {
+                        return Ok(Err(unreadable));
+                    }
+                    held = Some(block);
+                }
+                let entries = buffer.as_chunks::<ENTRY_BYTES>().0;
+                let begin = (block * BLOCK_ENTRIES) as u64;
+                let entries = &entries[..(self.entry_count - begin).min(BLOCK_ENTRIES as u64) as usize];
+                if let Ok(at) = entries.binary_search_by(|entry| entry[..16].cmp(&id.0)) {
+                    found(index, Entry::decode(&entries[at]));
+                    break;
+                }
+            }
+        }
+        Ok(Ok(()))
+    }
+
     fn read_block<'b>(
         &self,
-        file: &Option<File>,
-        directory: &[(u64, u64)],
         block: usize,
         buffer: &'b mut [u8; BLOCK_BYTES],
-    ) -> Result<Result<&'b [[u8; ENTRY_BYTES]], Unreadable>, StoreError> {
+    ) -> Result<Result<&'b [[u8; ENTRY_BYTES]], Unreadable>, Error> {
         let begin = (block * BLOCK_ENTRIES) as u64;
         let bytes = &mut buffer[..(self.entry_count - begin).min(BLOCK_ENTRIES as u64) as usize * ENTRY_BYTES];
-        let opened;
-        let file = match file {
-            Some(file) => file,
-            None => match File::open(&self.path) {
-                Ok(file) => {
-                    opened = file;
-                    &opened
-                }
-                Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
-                    return Ok(Err(Unreadable("it is gone".into())));
-                }
-                Err(source) => return Err(io_error("open", &self.path, source)),
+        let Source::Stored { backend, object, directory } = &self.source else {
+            return Ok(Err(Unreadable("it has no blocks".into())));
+        };
+        let gone = || Ok(Err(Unreadable("it is gone".into())));
+        let object = match object {
+            Some(object) => object.clone(),
+            None => match backend.open(&self.name())? {
+                Some(object) => object,
+                None => return gone(),
             },
         };
-        file.read_exact_at(bytes, self.entries_offset + begin * ENTRY_BYTES as u64)
-            .map_err(|source| io_error("read", &self.path, source))?;
+        match object.read_at(bytes, self.entries_offset + begin * ENTRY_BYTES as u64) {
+            Ok(()) => {}
+            Err(error) if error.is_not_found() => return gone(),
+            Err(error) => return Err(error.into()),
+        }
         if hash16(&self.key, &[bytes])[..8] != directory[block].1.to_le_bytes() {
             return Ok(Err(Unreadable(format!("block {block} of its table is damaged"))));
         }
@@ -372,7 +424,7 @@ pub(super) struct Entries<'a> {
 }
 
 impl Iterator for Entries<'_> {
-    type Item = Result<Entry, StoreError>;
+    type Item = Result<Entry, Error>;
 
     fn next(&mut self) -> Option<Self::Item> {
         if self.failed || self.next == self.table.entry_count {
@@ -383,17 +435,16 @@ impl Iterator for Entries<'_> {
                 self.next += 1;
                 return entries.get(self.next as usize - 1).copied().map(Ok);
             }
-            Source::File { file, directory } => {
+            Source::Stored { .. } => {
                 let within = self.next as usize % BLOCK_ENTRIES;
                 if within == 0 {
                     let mut buffer = [0; BLOCK_BYTES];
                     let block = self.next as usize / BLOCK_ENTRIES;
-                    match self.table.read_block(file, directory, block, &mut buffer) {
+                    match self.table.read_block(block, &mut buffer) {
                         Ok(Ok(entries)) => self.block = entries.iter().map(Entry::decode).collect(),
-                        Ok(Err(Unreadable(reason))) => {
+                        Ok(Err(unreadable)) => {
                             self.failed = true;
-                            let source = std::io::Error::new(std::io::ErrorKind::InvalidData, reason);
-                            return Some(Err(io_error("read", &self.table.path, source)));
+                            return Some(Err(unreadable.of(&self.table.name())));
                         }
                         Err(error) => {
                             self.failed = true;

@@ -1,47 +1,48 @@
-//! Rereading everything.
+//! Reading and checking the whole repository.
 
 use std::collections::{HashMap, HashSet};
 use std::fmt;
-use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use serde::Serialize;
 
 use super::checkpoint::Reader;
-use super::format::{FILE_HEADER_BYTES, FileKind, number_name};
+use super::format::{CONFIG, CONFIG_COPY, FILE_HEADER_BYTES, FileKind, INDEXES, PACKS, index_name, pack_name};
 use super::index::numbers_in;
 use super::pack::{RECORD_HEADER_BYTES, read_record, scan};
 use super::record;
-use super::storage::io_error;
 use super::table::{Entry, Table, Unreadable};
-use super::{Inner, Manifest, Progress, Repository, RepositoryError};
+use super::{Inner, Manifest, Progress, Repository, SpaceRecord, config, is_newer};
+use crate::backend::Object;
+use crate::id::SpaceId;
 use crate::tree::NodeRecord;
-use crate::{ContentId, PAGE_SIZE, StoreError};
+use crate::{ContentId, Error, ErrorKind, PageNumber};
 
-/// What [`Repository::verify`] found.
+/// The result of [`Repository::verify`].
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize)]
 pub struct VerifyReport {
-    /// Checkpoints looked at.
+    /// Checkpoints visited.
     pub checkpoints: u64,
     /// Pieces of content read.
     pub pieces: u64,
     /// Bytes read.
     pub read_bytes: u64,
-    /// What is not as it was written.
+    /// Damaged places.
     pub damaged: Vec<Damage>,
 }
 
-/// A place that is not as it was written.
+/// A damaged place.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize)]
 pub struct Damage {
     /// The file. For content that is nowhere, the repository.
     pub file: PathBuf,
     /// The content, if that is known.
     pub id: Option<ContentId>,
-    /// How it was noticed.
+    /// The check that failed.
     pub reason: String,
-    /// What cannot be restored because of it. Empty for what no checkpoint needs, or has elsewhere.
+    /// The parts of checkpoints that cannot be restored because of it. Empty if no checkpoint needs
+    /// the place, or there is an intact copy.
     pub touched: Vec<Touched>,
 }
 
@@ -54,13 +55,14 @@ pub struct Touched {
     pub sequence: u64,
     /// Of what.
     pub part: Part,
-    /// Where in it the first touched page begins, in bytes: an address in a process, an offset in a file.
+    /// Where in it the first touched page begins, in bytes: an address in a process, an offset in a
+    /// file.
     pub address: u64,
     /// How many pages are touched; for a damaged node of a tree, all that it may cover.
     pub pages: u64,
 }
 
-/// What a checkpoint consists of.
+/// A part of a checkpoint.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Part {
@@ -68,6 +70,13 @@ pub enum Part {
     Whole,
     /// The memory of a process.
     Process(i32),
+    /// A space that is not a process.
+    Space {
+        /// Its id.
+        id: SpaceId,
+        /// Its name.
+        label: String,
+    },
     /// A file's content.
     File(String),
     /// A file of the target's state.
@@ -75,11 +84,13 @@ pub enum Part {
 }
 
 impl Repository {
-    /// Reads everything, and tells which checkpoints are touched by what is damaged. Writing and pruning can go on meanwhile.
+    /// Reads everything, and reports which checkpoints the damage touches. Writing and pruning can
+    /// continue meanwhile.
     ///
     /// # Errors
-    /// The storage failed. What is damaged is no error, but in the report.
-    pub fn verify(&self, progress: &mut dyn FnMut(Progress)) -> Result<VerifyReport, RepositoryError> {
+    /// The storage failed, or a manifest has a later version. Damage is no error: it is in the
+    /// report.
+    pub fn verify(&self, progress: &mut dyn FnMut(Progress)) -> Result<VerifyReport, Error> {
         let mut verifier = Verifier {
             inner: self.inner.clone(),
             reader: Reader(self.inner.clone()),
@@ -88,6 +99,7 @@ impl Repository {
             clean: HashSet::new(),
             dirty: HashMap::new(),
         };
+        verifier.config()?;
         verifier.indexes()?;
         verifier.packs(progress)?;
         verifier.checkpoints()?;
@@ -122,35 +134,62 @@ impl Verifier {
         self.report.damaged.len() - 1
     }
 
-    /// Index files: what is damaged there costs time, not content.
-    fn indexes(&mut self) -> Result<(), RepositoryError> {
-        let directory = self.inner.path.join("index");
-        for number in numbers_in(&directory, ".idx")? {
-            let path = directory.join(format!("{}.idx", number_name(number)));
-            let Some(file) = open(&path)? else { continue };
-            let checked = match Table::open(file, &path, &self.inner.format, FileKind::Index, number)? {
+    /// `config` and its copy, one of which is intact.
+    fn config(&mut self) -> Result<(), Error> {
+        let backend = self.inner.backend.clone();
+        if let Some(reason) = config::read(&*backend)?.damage {
+            let reason = format!("{reason}. Its copy is used; the next checkpoint or prune writes it again");
+            self.damage(&self.inner.path_of(CONFIG), None, reason);
+        }
+        if let Some(reason) = config::damage_of_copy(&*backend, &self.inner.format) {
+            let reason = format!("{reason}. It is the copy of {CONFIG}; the next checkpoint or prune writes it again");
+            self.damage(&self.inner.path_of(CONFIG_COPY), None, reason);
+        }
+        Ok(())
+    }
+
+    /// Index files: damage there costs time, not content.
+    fn indexes(&mut self) -> Result<(), Error> {
+        let backend = self.inner.backend.clone();
+        for number in numbers_in(&*backend, INDEXES, ".idx")? {
+            let path = self.inner.path_of(&index_name(number));
+            let Some(object) = backend.open(&index_name(number))? else { continue };
+            let opened = match Table::open(object, &backend, &self.inner.format, FileKind::Index, number) {
+                // A writer has merged it with others meanwhile.
+                Err(error) if error.is_not_found() => continue,
+                opened => opened?,
+            };
+            let checked = match opened {
                 Ok(table) => {
                     self.report.read_bytes += table.file_bytes;
                     for_each_entry(&table, &mut |_| {})?
                 }
                 Err(unreadable) => Err(unreadable),
             };
-            if let Err(Unreadable(reason)) = checked {
+            if let Err(Unreadable(reason)) = checked
+                && backend.bytes(&index_name(number))?.is_some()
+            {
                 self.damage(&path, None, format!("{reason}; what it leads to is found without it"));
             }
         }
         Ok(())
     }
 
-    fn packs(&mut self, progress: &mut dyn FnMut(Progress)) -> Result<(), RepositoryError> {
-        let numbers = numbers_in(&self.inner.path.join("packs"), ".pack")?;
+    fn packs(&mut self, progress: &mut dyn FnMut(Progress)) -> Result<(), Error> {
+        let numbers = numbers_in(&*self.inner.backend, PACKS, ".pack")?;
         let inner = self.inner.clone();
-        let file_bytes = |number: u64| std::fs::metadata(inner.pack_path(number)).map_or(0, |file| file.len());
+        let file_bytes = |number: u64| inner.backend.bytes(&pack_name(number)).ok().flatten().unwrap_or(0);
         let total_bytes = numbers.iter().map(|number| file_bytes(*number)).sum();
         let mut done_bytes = 0;
         for number in numbers {
             let bytes = file_bytes(number);
-            self.pack(number)?;
+            // A prune may remove packs; their needed content is in other packs then.
+            if let Some(pack) = self.inner.backend.open(&pack_name(number))? {
+                match self.pack(number, &pack) {
+                    Err(error) if error.kind() == ErrorKind::NotFound => {}
+                    checked => checked?,
+                }
+            }
             done_bytes += bytes;
             self.report.read_bytes += bytes;
             progress(Progress { done_bytes, total_bytes });
@@ -158,14 +197,12 @@ impl Verifier {
         Ok(())
     }
 
-    fn pack(&mut self, number: u64) -> Result<(), RepositoryError> {
-        let path = self.inner.pack_path(number);
-        // A prune may take packs away; what was needed of them is elsewhere then.
-        let (Some(file), Some(own)) = (open(&path)?, open(&path)?) else { return Ok(()) };
+    fn pack(&mut self, number: u64, pack: &Arc<dyn Object>) -> Result<(), Error> {
+        let path = self.inner.path_of(&pack_name(number));
         let key = self.inner.format.key;
-        let source = (&file, path.as_path());
         let mut entries = Vec::new();
-        let opened = match Table::open(own, &path, &self.inner.format, FileKind::Pack, number)? {
+        let backend = &self.inner.backend;
+        let opened = match Table::open(pack.clone(), backend, &self.inner.format, FileKind::Pack, number)? {
             Ok(table) => for_each_entry(&table, &mut |entry| entries.push(entry))?.map(|()| table),
             Err(unreadable) => Err(unreadable),
         };
@@ -183,16 +220,15 @@ impl Verifier {
                 }
             }
             Err(Unreadable(reason)) => {
-                let file_bytes = file.metadata().map_err(|source| io_error("read", &path, source))?.len();
-                entries = scan(&source, &key, number, file_bytes)?;
+                entries = scan(&**pack, &key, number, pack.bytes()?)?;
                 self.damage(&path, None, format!("{reason}; {} records are found without its table", entries.len()));
             }
         }
         for entry in &entries {
             self.report.pieces += 1;
-            match read_record(&source, &key, entry) {
+            match read_record(&**pack, &key, entry) {
                 Ok(_) => {}
-                Err(error @ StoreError::Damaged { .. }) => {
+                Err(error) if error.kind() == ErrorKind::Damaged => {
                     let is_elsewhere = self.inner.get(entry.id).is_ok();
                     let note = if is_elsewhere { "; a whole copy is elsewhere" } else { "" };
                     let at = self.damage(&path, Some(entry.id), format!("{error}{note}"));
@@ -200,35 +236,36 @@ impl Verifier {
                         self.bad.insert(entry.id, at);
                     }
                 }
-                Err(error) => return Err(error.into()),
+                Err(error) => return Err(error),
             }
         }
         Ok(())
     }
 
     /// The place in the report of content that is missing or damaged; none if it is whole.
-    fn bad_content(&mut self, id: ContentId) -> Result<Option<usize>, StoreError> {
+    fn bad_content(&mut self, id: ContentId) -> Result<Option<usize>, Error> {
         if let Some(at) = self.bad.get(&id) {
             return Ok(Some(*at));
         }
         if self.inner.holds(id)? {
             return Ok(None);
         }
-        let file = self.inner.path.clone();
-        let at = self.damage(&file, Some(id), StoreError::Missing { id }.to_string());
+        let file = self.inner.backend.location().to_owned();
+        let at = self.damage(&file, Some(id), Error::missing(id).to_string());
         self.bad.insert(id, at);
         Ok(Some(at))
     }
 
-    fn checkpoints(&mut self) -> Result<(), RepositoryError> {
+    fn checkpoints(&mut self) -> Result<(), Error> {
         for job in self.inner.job_names()? {
             for sequence in self.inner.sequences(&job)? {
                 let (_pin, info) = match self.inner.pin(&job, sequence) {
                     Ok(pinned) => pinned,
-                    Err(RepositoryError::NoSuchCheckpoint { .. }) => continue,
-                    Err(RepositoryError::DamagedRecord { path, reason }) => {
+                    Err(error) if error.kind() == ErrorKind::NoCheckpoint => continue,
+                    Err(error) if error.kind() == ErrorKind::DamagedRecord => {
                         self.report.checkpoints += 1;
-                        let at = self.damage(&path, None, reason);
+                        let path = self.inner.path_of(&record::name(&job, sequence));
+                        let at = self.damage(&path, None, error.reason());
                         self.touch(at, &job, sequence, Part::Whole, 0, 0);
                         continue;
                     }
@@ -241,9 +278,9 @@ impl Verifier {
                 }
                 match self.inner.read_manifest(&job, &info) {
                     Ok(manifest) => self.checkpoint(&manifest)?,
-                    Err(RepositoryError::Store(error @ StoreError::Io { .. })) => return Err(error.into()),
+                    Err(error) if is_newer(&error) || error.is_storage() => return Err(error),
                     Err(error) => {
-                        let path = self.inner.job_path(&job).join(record::name(sequence));
+                        let path = self.inner.path_of(&record::name(&job, sequence));
                         let at = self.damage(&path, Some(info.manifest), error.to_string());
                         self.touch(at, &job, sequence, Part::Whole, 0, 0);
                     }
@@ -253,13 +290,17 @@ impl Verifier {
         Ok(())
     }
 
-    fn checkpoint(&mut self, manifest: &Manifest) -> Result<(), RepositoryError> {
-        let spaces = manifest.spaces.iter().map(|space| (Part::Process(space.pid), space.root));
-        let files = manifest.files.iter().map(|file| (Part::File(file.path.clone()), file.root));
-        let state = manifest.state.iter().map(|state| (Part::State(state.name.clone()), state.root));
+    fn checkpoint(&mut self, manifest: &Manifest) -> Result<(), Error> {
+        let space_part = |space: &SpaceRecord| match space.pid() {
+            Some(pid) => Part::Process(pid),
+            None => Part::Space { id: space.id, label: space.label.clone() },
+        };
+        let spaces = manifest.spaces.iter().map(|space| (space_part(space), space.root));
+        let files = manifest.files.iter().map(|file| (Part::File(file.path.clone()), file.content.root));
+        let state = manifest.state.iter().map(|state| (Part::State(state.name.clone()), state.content.root));
         for (part, root) in spaces.chain(files).chain(state).filter(|(_, root)| !root.is_zero()) {
             for hit in self.tree(root, None)? {
-                let address = hit.page.saturating_mul(PAGE_SIZE as u64);
+                let address = PageNumber::new(hit.page).address().get();
                 self.touch(hit.bad, &manifest.job, manifest.sequence, part.clone(), address, hit.pages);
             }
         }
@@ -271,8 +312,8 @@ impl Verifier {
         self.report.damaged[damage].touched.push(Touched { job, sequence, part, address, pages });
     }
 
-    /// What is bad in a tree; each node that several trees share is looked at once.
-    fn tree(&mut self, id: ContentId, level: Option<u8>) -> Result<Vec<Hit>, RepositoryError> {
+    /// The damaged content in a tree; a node that several trees share is visited once.
+    fn tree(&mut self, id: ContentId, level: Option<u8>) -> Result<Vec<Hit>, Error> {
         if self.clean.contains(&id) {
             return Ok(Vec::new());
         }
@@ -289,13 +330,13 @@ impl Verifier {
         };
         let record = match record {
             Ok(record) => record,
-            Err(error @ (StoreError::Damaged { .. } | StoreError::Missing { .. })) => {
-                let path = self.inner.path.clone();
+            Err(error) if matches!(error.kind(), ErrorKind::Damaged | ErrorKind::Missing) => {
+                let path = self.inner.backend.location().to_owned();
                 let bad = self.damage(&path, Some(id), error.to_string());
                 self.bad.insert(id, bad);
                 return Ok(vec![Hit { bad, page: 0, pages }]);
             }
-            Err(error) => return Err(error.into()),
+            Err(error) => return Err(error),
         };
         let mut hits: Vec<Hit> = Vec::new();
         for (child, id) in record.children.into_iter().enumerate().filter(|(_, id)| !id.is_zero()) {
@@ -319,16 +360,8 @@ impl Verifier {
     }
 }
 
-fn open(path: &Path) -> Result<Option<File>, StoreError> {
-    match File::open(path) {
-        Ok(file) => Ok(Some(file)),
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
-        Err(source) => Err(io_error("open", path, source)),
-    }
-}
-
-/// Reads all of a table; the inner error tells that it is damaged.
-fn for_each_entry(table: &Table, visit: &mut dyn FnMut(Entry)) -> Result<Result<(), Unreadable>, StoreError> {
+/// Reads all of a table; the inner error says that it is damaged.
+fn for_each_entry(table: &Table, visit: &mut dyn FnMut(Entry)) -> Result<Result<(), Unreadable>, Error> {
     let mut last = None;
     for entry in table.entries() {
         match entry {
@@ -337,9 +370,7 @@ fn for_each_entry(table: &Table, visit: &mut dyn FnMut(Entry)) -> Result<Result<
                 visit(entry);
             }
             Ok(_) => return Ok(Err(Unreadable("its table is not in order".into()))),
-            Err(StoreError::Io { source, .. }) if source.kind() == std::io::ErrorKind::InvalidData => {
-                return Ok(Err(Unreadable(source.to_string())));
-            }
+            Err(error) if error.kind() == ErrorKind::DamagedTable => return Ok(Err(Unreadable(error.reason()))),
             Err(error) => return Err(error),
         }
     }
@@ -379,6 +410,7 @@ impl fmt::Display for Touched {
         match &self.part {
             Part::Whole => return f.write_str("all of it"),
             Part::Process(pid) => write!(f, "memory of process {pid}")?,
+            Part::Space { id, label } => write!(f, "space {id} ({label})")?,
             Part::File(path) => write!(f, "the file {path}")?,
             Part::State(name) => write!(f, "the state {name}")?,
         }

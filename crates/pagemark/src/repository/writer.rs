@@ -1,85 +1,96 @@
 //! Taking a checkpoint: content is put, then all of it is committed at once or not at all.
 
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
 use super::checkpoint::Reader;
+use super::format::{INDEXES, index_name};
 use super::index::{BadTable, View, numbers_in};
 use super::lock::Lock;
 use super::pack::NewPacks;
-use super::record::{CheckpointInfo, NewRecord};
-use super::storage::io_error;
-use super::{Inner, Manifest, Repository, RepositoryError, check_job_name};
+use super::record::{self, CheckpointInfo, NewRecord};
+use super::{Inner, Manifest, Repository, check_job_name, config};
+use crate::backend::BackendError;
+use crate::error::{Error, ErrorKind, Object};
 use crate::store::is_zero_page;
-use crate::{ContentId, Kind, PAGE_SIZE, Store, StoreError};
+use crate::{ContentId, Kind, PAGE_SIZE, Store};
 
-/// The right to add one checkpoint. What is put becomes durable by [`Writer::commit`]; without it, dropping the writer
-/// leaves nothing behind.
+/// The right to add one checkpoint. Content that is put becomes durable by [`Writer::commit`];
+/// without it, dropping the writer leaves nothing behind.
 ///
 /// After a failed [`Store::put`] the writer can only be dropped.
 pub struct Writer {
     inner: Arc<Inner>,
     view: Arc<View>,
     packs: NewPacks,
-    _lock: Lock,
+    lock: Lock,
 }
 
 impl Repository {
-    /// Waits until nobody else writes, at most for `wait`, and begins a checkpoint. `owner` is told to those who wait
-    /// meanwhile.
+    /// Waits until nobody else writes, at most for `wait`, and begins a checkpoint. Others who wait
+    /// meanwhile see `owner` in the error.
     ///
     /// # Errors
-    /// [`RepositoryError::Locked`] if another process kept writing.
-    pub fn writer(&self, owner: &str, wait: Duration) -> Result<Writer, RepositoryError> {
+    /// [`ErrorKind::InUse`] if another process kept writing.
+    pub fn writer(&self, owner: &str, wait: Duration) -> Result<Writer, Error> {
         let lock = self.inner.lock(owner, wait)?;
         let view = self.inner.clean()?;
-        Ok(Writer { packs: self.inner.new_packs(), inner: self.inner.clone(), view, _lock: lock })
+        Ok(Writer { packs: self.inner.new_packs(), inner: self.inner.clone(), view, lock })
     }
 }
 
 impl Inner {
-    pub(super) fn lock(&self, owner: &str, wait: Duration) -> Result<Lock, RepositoryError> {
-        let lock = Lock::acquire(&self.path.join("lock"), owner, wait)?;
-        let now = super::read_config(&self.path)?;
-        match now.id == self.format.id {
+    pub(super) fn lock(&self, owner: &str, wait: Duration) -> Result<Lock, Error> {
+        let replaced = || {
+            let path = Object::Path(self.backend.location().to_owned());
+            let reason = "is not the repository that was opened: it was moved, removed or replaced meanwhile";
+            Error::about(ErrorKind::Replaced, path, reason)
+        };
+        let lock = match Lock::acquire(&*self.backend, owner, wait) {
+            Err(error) if error.kind() == ErrorKind::Replaced => return Err(replaced()),
+            acquired => acquired?,
+        };
+        match config::read(&*self.backend)?.format.id == self.format.id {
             true => Ok(lock),
-            false => Err(RepositoryError::Replaced { path: self.path.clone() }),
+            false => Err(replaced()),
         }
     }
 
     pub(super) fn new_packs(&self) -> NewPacks {
-        NewPacks::new(self.path.join("packs"), self.format.clone(), self.storage.clone())
+        NewPacks::new(self.backend.clone(), self.format.clone())
     }
 
-    /// Removes what a writer that died left behind, and index files that are of no use. Only for who holds the lock.
-    pub(super) fn clean(&self) -> Result<Arc<View>, RepositoryError> {
-        let mut directories = vec![self.path.join("packs"), self.path.join("index")];
-        directories.extend(self.job_names()?.into_iter().map(|job| self.job_path(&job)));
-        for directory in directories {
-            let list = || -> std::io::Result<Vec<PathBuf>> {
-                let files =
-                    std::fs::read_dir(&directory)?.map(|file| Ok(file?.path())).collect::<std::io::Result<Vec<_>>>()?;
-                Ok(files.into_iter().filter(|path| path.extension().is_some_and(|ending| ending == "tmp")).collect())
-            };
-            for path in list().map_err(|source| io_error("list", &directory, source))? {
-                self.storage.remove(&path)?;
-            }
+    /// Removes what dead writers left behind, and index files that are of no use; repairs `config`
+    /// and its copy. Only for the holder of the lock.
+    pub(super) fn clean(&self) -> Result<Arc<View>, Error> {
+        self.backend.discard_staged()?;
+        match self.repair_config() {
+            // A prune makes room.
+            Err(error) if error.kind() == ErrorKind::NoRoom => {}
+            repaired => repaired?,
         }
         let view = self.refresh()?;
-        for number in numbers_in(&self.path.join("index"), ".idx")? {
+        for number in numbers_in(&*self.backend, INDEXES, ".idx")? {
             if !view.tables.iter().any(|table| table.number == number) {
-                self.storage
-                    .remove(&self.path.join("index").join(format!("{}.idx", super::format::number_name(number))))?;
+                self.backend.remove(&index_name(number))?;
             }
         }
         Ok(view)
     }
 
-    /// Merges tables if it is time to. Content is found without it as well, only slower: who cannot merge now
-    /// leaves it to the next writer.
+    /// The number of a job's next checkpoint.
+    fn next_sequence(&self, job: &str) -> Result<u64, Error> {
+        let Some(&last) = self.sequences(job)?.last() else { return Ok(1) };
+        last.checked_add(1).ok_or_else(|| {
+            let record = Object::Record(self.path_of(&record::name(job, last)));
+            Error::damaged(ErrorKind::DamagedRecord, record, "no checkpoint can have a higher number")
+        })
+    }
+
+    /// Merges tables if it is time to. Content is found without it as well, only slower: if it
+    /// fails, the next writer merges.
     fn merge_tables(&self, view: &View) {
-        match view.merged(&self.path, &self.format, &self.storage) {
+        match view.merged(&self.backend, &self.format) {
             Ok(Some(view)) => drop(self.set_view(view)),
             Ok(None) => {}
             // A damaged table is not used again: each pack has its own.
@@ -88,10 +99,9 @@ impl Inner {
     }
 
     /// If a table of the view turned out to be damaged, says so and is true.
-    pub(super) fn reject_unreadable(&self, error: &StoreError, view: &View) -> bool {
-        let StoreError::Io { path, source, .. } = error else { return false };
-        let table = view.tables.iter().find(|table| table.path() == path && !table.is_rebuilt());
-        match table.filter(|_| source.kind() == std::io::ErrorKind::InvalidData) {
+    pub(super) fn reject_unreadable(&self, error: &Error, view: &View) -> bool {
+        let (ErrorKind::DamagedTable, Object::Table(name)) = (error.kind(), error.object()) else { return false };
+        match view.tables.iter().find(|table| table.name() == *name && !table.is_rebuilt()) {
             Some(table) => {
                 self.reject(table.number);
                 true
@@ -102,34 +112,37 @@ impl Inner {
 }
 
 impl Writer {
-    /// Makes the checkpoint that `manifest` describes durable, and gives it the job's next sequence number; what
-    /// `manifest` says of `sequence` and of `cost.written_bytes` does not matter.
+    /// Makes the checkpoint that `manifest` describes durable, and gives it the job's next sequence
+    /// number; what `manifest` says of `sequence` and of `cost.written_bytes` does not matter.
     ///
     /// # Errors
     /// Then the repository is as it was.
-    pub fn commit(mut self, mut manifest: Manifest) -> Result<CheckpointInfo, RepositoryError> {
+    pub fn commit(mut self, mut manifest: Manifest) -> Result<CheckpointInfo, Error> {
         check_job_name(&manifest.job)?;
+        if let Some(id) = manifest.duplicate_space() {
+            let reason = format!("two spaces of a checkpoint of {} have the id {id}: each needs its own", manifest.job);
+            return Err(Error::because(ErrorKind::DuplicateSpace, reason));
+        }
         let roots = manifest.roots().collect::<Vec<_>>();
         for root in roots.into_iter().filter(|root| !root.is_zero()) {
             if !self.holds(root)? {
-                return Err(StoreError::Missing { id: root }.into());
+                return Err(Error::missing(root));
             }
         }
-        let directory = self.inner.job_path(&manifest.job);
-        if !directory.is_dir() {
-            self.inner.storage.create_dir(&directory)?;
-            self.inner.storage.sync_dir(&self.inner.path.join("checkpoints"))?;
+        if manifest.spaces.iter().any(|space| space.pid().is_none()) {
+            self.inner.allow_any_spaces()?;
         }
-        manifest.sequence = self.inner.sequences(&manifest.job)?.last().map_or(1, |last| last + 1);
+        manifest.sequence = self.inner.next_sequence(&manifest.job)?;
         manifest.cost.written_bytes = 0;
-        let json = serde_json::to_vec(&manifest)
-            .map_err(|error| io_error("encode the manifest for", &self.inner.path, error.into()))?;
+        let failed = BackendError::new("encode the manifest of", manifest.job.clone());
+        let json = manifest.encode().map_err(|error| failed(error.into()))?;
         let id = self.put(Kind::Manifest, &json)?;
 
         let (tables, written_bytes) = self.packs.publish()?;
         let (sequence, taken_unix_us) = (manifest.sequence, manifest.taken_unix_us);
         let info = CheckpointInfo { sequence, taken_unix_us, written_bytes, manifest: id };
-        let record = NewRecord::write(&directory, &manifest.job, &self.inner.format, &self.inner.storage, info)?;
+        let record = NewRecord::write(&*self.inner.backend, &manifest.job, &self.inner.format, info)?;
+        self.lock.check()?;
         self.packs.keep();
         let info = record.publish()?;
 
@@ -139,7 +152,7 @@ impl Writer {
     }
 
     /// True if the content is in the repository or was put.
-    fn holds(&mut self, id: ContentId) -> Result<bool, StoreError> {
+    fn holds(&mut self, id: ContentId) -> Result<bool, Error> {
         if self.packs.contains(id)? {
             return Ok(true);
         }
@@ -156,7 +169,7 @@ impl Writer {
 }
 
 impl Store for Writer {
-    fn put(&mut self, kind: Kind, content: &[u8]) -> Result<ContentId, StoreError> {
+    fn put(&mut self, kind: Kind, content: &[u8]) -> Result<ContentId, Error> {
         if kind == Kind::Page && is_zero_page(content) {
             return Ok(ContentId::ZERO);
         }
@@ -167,21 +180,21 @@ impl Store for Writer {
         Ok(id)
     }
 
-    fn get(&self, kind: Kind, id: ContentId) -> Result<Vec<u8>, StoreError> {
+    fn get(&self, kind: Kind, id: ContentId) -> Result<Vec<u8>, Error> {
         match self.packs.read(id)? {
             Some(record) => Ok(record.raw),
             None => Reader(self.inner.clone()).get(kind, id),
         }
     }
 
-    fn get_page(&self, id: ContentId, page: &mut [u8; PAGE_SIZE]) -> Result<(), StoreError> {
+    fn get_page(&self, id: ContentId, page: &mut [u8; PAGE_SIZE]) -> Result<(), Error> {
         match self.packs.read(id)? {
             Some(record) => {
                 let length = record.raw.len();
                 *page = record
                     .raw
                     .try_into()
-                    .map_err(|_| StoreError::Damaged { id, reason: format!("a page of {length} bytes") })?;
+                    .map_err(|_| Error::damaged_content(id, format!("a page of {length} bytes")))?;
                 Ok(())
             }
             None => Reader(self.inner.clone()).get_page(id, page),

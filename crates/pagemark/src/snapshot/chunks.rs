@@ -1,4 +1,4 @@
-//! The chunks of all snapshots, each held once.
+//! The chunks of all snapshots, each held once (the page store of SPM).
 
 use std::io;
 
@@ -9,34 +9,35 @@ use super::index::Index;
 use super::packing::{Packing, cell_sizes};
 use super::pool::Pool;
 use super::push_gently;
-use crate::sys::area::prefetch;
+use crate::sys::shared_bytes::prefetch;
 
-/// Most bytes of a chunk.
-pub(super) const MOST_CHUNK_BYTES: usize = 64 << 10;
+/// Maximum size of a chunk, bytes.
+pub(super) const MAX_CHUNK_BYTES: usize = 64 << 10;
 
-/// Most chunks. References from leaves and from deltas then fit into a count of 32 bits.
-const MOST_CHUNKS: usize = 1 << 31;
+/// Maximum number of chunks. The references of leaves and deltas to a chunk then fit into 32 bits.
+const MAX_CHUNKS: usize = 1 << 31;
 
-static ZEROS: [u8; MOST_CHUNK_BYTES] = [0; MOST_CHUNK_BYTES];
+static ZEROS: [u8; MAX_CHUNK_BYTES] = [0; MAX_CHUNK_BYTES];
 
-/// Bytes that a chunk takes besides its content: its entry in the tables and its place in the index.
-pub(super) const ENTRY_BYTES: u64 = (4 + 4 + size_of::<Place>() + 8) as u64;
+/// Bytes that a chunk takes besides its content: its entries in the tables and its slot in the
+/// index.
+pub(super) const ENTRY_BYTES: u64 = (4 + 4 + size_of::<ChunkLocation>() + 8) as u64;
 
-/// Chunks by number. Chunk 0 has no entry: it is all zeros. Equal chunks have equal numbers: a hash finds the candidate, and
-/// a comparison decides.
+/// Chunks by number. Chunk 0 has no entry: it is all zeros. Equal chunks have equal numbers: a hash
+/// finds the candidate, and a comparison decides.
 pub(super) struct Chunks {
     chunk_bytes: usize,
     seed: u64,
     /// At `number - 1`; 0 for a free number.
     references: Vec<u32>,
-    /// At `number - 1`: what the index knows of the hash.
+    /// At `number - 1`: the part of the hash that the index holds.
     tags: Vec<u32>,
-    /// At `number - 1`. Of a free number, the cell is the next free one.
-    places: Vec<Place>,
+    /// At `number - 1`. In a free entry, the cell is the next free number.
+    locations: Vec<ChunkLocation>,
     free: u32,
     used: usize,
     index: Index,
-    /// Cells for chunks as they are.
+    /// Cells for plain chunks.
     plain: Pool,
     /// Cells for packed chunks, by size.
     packed: Vec<Pool>,
@@ -47,18 +48,18 @@ pub(super) struct Chunks {
     scratch: Vec<u8>,
 }
 
-/// Where a chunk's content is.
+/// The location of the content of a chunk.
 #[derive(Clone, Copy)]
-struct Place {
+struct ChunkLocation {
     cell: u32,
-    /// Bytes that are used of a cell for packed content.
+    /// Bytes in use of a cell for packed content.
     length: u16,
-    /// Which of the pools for packed content.
+    /// Index of the pool for packed content.
     pool: u8,
     form: Form,
 }
 
-/// How a chunk is held.
+/// The form in which a chunk is held.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Form {
     Plain,
@@ -68,30 +69,30 @@ pub(super) enum Form {
     Delta,
 }
 
-/// What became of content that was staged.
+/// The result of staging content.
 pub(super) enum Staged {
-    /// It is held already: the number, with a reference more.
+    /// The store holds the content already: the number of the chunk, with one more reference.
     Held(u32),
-    /// It is not; [`Chunks::keep`] holds it under this tag.
+    /// The content is new; [`Chunks::keep`] holds it under this tag.
     New(u32),
 }
 
-/// Bytes of the base's number ahead of a delta.
+/// Bytes of the number of the base, which precedes a delta.
 pub(super) const BASE_BYTES: usize = 4;
 
 impl Chunks {
-    /// `with_packing` prepares for chunks to be packed.
+    /// `with_packing` allows chunks to be packed.
     pub fn new(chunk_bytes: usize, seed: u64, with_packing: bool) -> Chunks {
         Chunks {
             chunk_bytes,
             seed,
             references: Vec::new(),
             tags: Vec::new(),
-            places: Vec::new(),
+            locations: Vec::new(),
             free: 0,
             used: 0,
             index: Index::default(),
-            // Memory is given back page by page when it is scarce.
+            // With packing, memory is freed in pages, so huge pages are not used.
             plain: Pool::new(chunk_bytes, !with_packing),
             packed: cell_sizes(chunk_bytes).map(|bytes| Pool::new(bytes, false)).collect(),
             packed_chunks: [0; 2],
@@ -105,12 +106,12 @@ impl Chunks {
         self.chunk_bytes
     }
 
-    /// How many there are.
+    /// The number in use.
     pub fn used(&self) -> usize {
         self.used
     }
 
-    /// How many are held compressed, and how many as a delta.
+    /// The number of compressed chunks, and the number of deltas.
     pub fn packed_chunks(&self) -> [u64; 2] {
         self.packed_chunks
     }
@@ -125,7 +126,7 @@ impl Chunks {
     pub fn table_bytes(&self) -> u64 {
         let vectors = self.references.capacity() * size_of::<u32>()
             + self.tags.capacity() * size_of::<u32>()
-            + self.places.capacity() * size_of::<Place>();
+            + self.locations.capacity() * size_of::<ChunkLocation>();
         let pools: u64 = self.packed.iter().map(Pool::table_bytes).sum();
         let packing = self.packing.as_ref().map_or(0, Packing::table_bytes);
         vectors as u64 + self.index.bytes() + self.plain.table_bytes() + pools + packing
@@ -136,23 +137,23 @@ impl Chunks {
         self.plain.mapped_bytes() + self.packed.iter().map(Pool::mapped_bytes).sum::<u64>()
     }
 
-    /// The content of a chunk that is held as it is.
+    /// The content of a chunk that is not packed.
     pub fn plain(&self, chunk: u32) -> Option<&[u8]> {
         if chunk == 0 {
             return Some(&ZEROS[..self.chunk_bytes]);
         }
-        let place = self.place(chunk);
-        (place.form == Form::Plain).then(|| self.plain.cell(place.cell))
+        let location = self.location(chunk);
+        (location.form == Form::Plain).then(|| self.plain.cell(location.cell))
     }
 
-    /// Has the processor fetch where a chunk's content is.
-    pub fn prefetch_place(&self, chunk: u32) {
+    /// Prefetches the location of a chunk into the cache.
+    pub fn prefetch_location(&self, chunk: u32) {
         if chunk != 0 {
-            prefetch(&self.places[chunk as usize - 1..chunk as usize]);
+            prefetch(&self.locations[chunk as usize - 1..chunk as usize]);
         }
     }
 
-    /// Has the processor fetch the beginning of a chunk's content.
+    /// Prefetches the beginning of the content of a chunk into the cache.
     pub fn prefetch_content(&self, chunk: u32) {
         if chunk != 0
             && let Some(content) = self.plain(chunk)
@@ -161,7 +162,7 @@ impl Chunks {
         }
     }
 
-    /// The content of a chunk. `scratch` is used if it must be unpacked.
+    /// The content of a chunk. A packed chunk is unpacked into `scratch`.
     pub fn content<'a>(&'a self, chunk: u32, scratch: &'a mut Vec<u8>) -> &'a [u8] {
         match self.plain(chunk) {
             Some(content) => {
@@ -180,10 +181,10 @@ impl Chunks {
     }
 
     fn unpack(&self, chunk: u32, content: &mut Vec<u8>) {
-        let place = self.place(chunk);
-        let packed = &self.packed[place.pool as usize].cell(place.cell)[..place.length as usize];
+        let location = self.location(chunk);
+        let packed = &self.packed[location.pool as usize].cell(location.cell)[..location.length as usize];
         content.resize(self.chunk_bytes, 0);
-        match place.form {
+        match location.form {
             Form::Plain => unreachable!("chunk {chunk} is not packed"),
             Form::Compressed => {
                 let unpacked = lz4_flex::block::decompress_into(packed, content);
@@ -191,7 +192,7 @@ impl Chunks {
             }
             Form::Delta => {
                 let (base, delta) = split_delta(packed);
-                debug_assert!(self.place(base).form != Form::Delta, "chunk {chunk} is a delta of a delta");
+                debug_assert!(self.location(base).form != Form::Delta, "chunk {chunk} is a delta of a delta");
                 match self.plain(base) {
                     Some(base) => content.copy_from_slice(base),
                     None => self.unpack(base, content),
@@ -201,11 +202,11 @@ impl Chunks {
         }
     }
 
-    /// Has `fill` write a chunk's content, and finds out whether it is held. `was` is the chunk that was at the same place
-    /// before.
+    /// Calls `fill` to write the content of a chunk, and finds out whether the store holds it.
+    /// `was` is the chunk that was at the same position before.
     ///
     /// # Errors
-    /// The kernel gives no memory.
+    /// The kernel has no memory.
     pub fn stage(&mut self, was: u32, fill: impl FnOnce(&mut [u8])) -> io::Result<Staged> {
         let cell = match self.staging {
             Some(cell) => cell,
@@ -234,25 +235,25 @@ impl Chunks {
         })
     }
 
-    /// Holds the content that was staged last, which is new. `was` is the chunk that was at the same place before.
-    /// `None` if there are no more numbers.
+    /// Holds the content that was staged last, which is new. `was` is the chunk that was at the
+    /// same position before. `None` if no number is free.
     pub fn keep(&mut self, tag: u32, was: u32) -> Option<u32> {
         let cell = self.staging?;
-        let place = Place { cell, length: 0, pool: 0, form: Form::Plain };
+        let location = ChunkLocation { cell, length: 0, pool: 0, form: Form::Plain };
         let chunk = if self.free != 0 {
             let chunk = self.free;
             let at = chunk as usize - 1;
-            self.free = self.places[at].cell;
-            (self.references[at], self.tags[at], self.places[at]) = (1, tag, place);
+            self.free = self.locations[at].cell;
+            (self.references[at], self.tags[at], self.locations[at]) = (1, tag, location);
             chunk
         } else {
-            if self.places.len() == MOST_CHUNKS {
+            if self.locations.len() == MAX_CHUNKS {
                 return None;
             }
-            let chunk = self.places.len() as u32 + 1;
+            let chunk = self.locations.len() as u32 + 1;
             push_gently(&mut self.references, 1);
             push_gently(&mut self.tags, tag);
-            push_gently(&mut self.places, place);
+            push_gently(&mut self.locations, location);
             chunk
         };
         self.staging = None;
@@ -270,7 +271,7 @@ impl Chunks {
         }
     }
 
-    /// Gives a reference back; if it was the last, the chunk's memory too.
+    /// Releases a reference. Releasing the last reference frees the chunk.
     pub fn release(&mut self, chunk: u32) {
         if chunk == 0 {
             return;
@@ -281,38 +282,38 @@ impl Chunks {
             return;
         }
         self.index.remove(self.tags[at], chunk);
-        let place = self.places[at];
-        self.places[at].cell = self.free;
+        let location = self.locations[at];
+        self.locations[at].cell = self.free;
         self.free = chunk;
         self.used -= 1;
-        match place.form {
-            Form::Plain => self.plain.give_back(place.cell),
+        match location.form {
+            Form::Plain => self.plain.give_back(location.cell),
             form => {
                 self.packed_chunks[usize::from(form == Form::Delta)] -= 1;
-                let pool = &mut self.packed[place.pool as usize];
-                let base = (form == Form::Delta).then(|| split_delta(pool.cell(place.cell)).0);
-                pool.give_back(place.cell);
+                let pool = &mut self.packed[location.pool as usize];
+                let base = (form == Form::Delta).then(|| split_delta(pool.cell(location.cell)).0);
+                pool.give_back(location.cell);
                 self.release(base.unwrap_or(0));
             }
         }
     }
 
-    /// Packs the coldest chunk that was not tried yet. False if there is none left.
+    /// Packs the coldest chunk that was not tried yet. False if all were tried.
     ///
     /// # Errors
-    /// The kernel gives no memory; the chunk stays as it is.
+    /// The kernel has no memory; the chunk stays plain.
     pub fn pack_coldest(&mut self) -> io::Result<bool> {
         let Some(mut packing) = self.packing.take() else { return Ok(false) };
         let coldest = packing
-            .take_coldest(|chunk| self.references[chunk as usize - 1] > 0 && self.place(chunk).form == Form::Plain);
+            .take_coldest(|chunk| self.references[chunk as usize - 1] > 0 && self.location(chunk).form == Form::Plain);
         let packed = coldest.map_or(Ok(()), |chunk| self.pack(chunk, &mut packing));
         self.packing = Some(packing);
         packed.map(|()| coldest.is_some())
     }
 
-    /// Packs a plain chunk, if that makes it smaller.
+    /// Packs a plain chunk if the packed form is smaller.
     fn pack(&mut self, chunk: u32, packing: &mut Packing) -> io::Result<()> {
-        let plain_cell = self.place(chunk).cell;
+        let plain_cell = self.location(chunk).cell;
         let base = self.base_for(chunk, packing);
         let mut scratch = std::mem::take(&mut self.scratch);
         let base_content = base.map(|base| (base, self.content(base, &mut scratch)));
@@ -324,7 +325,8 @@ impl Chunks {
         let pool = self.packed.partition_point(|pool| pool.cell_bytes() < encoded.len());
         let cell = self.packed[pool].take()?;
         self.packed[pool].cell_mut(cell)[..encoded.len()].copy_from_slice(encoded);
-        self.places[chunk as usize - 1] = Place { cell, length: encoded.len() as u16, pool: pool as u8, form };
+        self.locations[chunk as usize - 1] =
+            ChunkLocation { cell, length: encoded.len() as u16, pool: pool as u8, form };
         self.plain.give_back(plain_cell);
         self.packed_chunks[usize::from(form == Form::Delta)] += 1;
         if form == Form::Delta
@@ -336,28 +338,29 @@ impl Chunks {
         Ok(())
     }
 
-    /// What a chunk may be a delta of: what was at its place before, or that's base, so that no delta has a delta as its base.
+    /// The possible base of a delta: the chunk that was at the same position before, or its base if
+    /// that chunk is a delta itself. No delta has a delta as its base.
     fn base_for(&self, chunk: u32, packing: &Packing) -> Option<u32> {
         let origin = packing.origin(chunk)?;
-        // It may be gone since.
+        // The origin may have been freed since.
         if self.references[origin as usize - 1] == 0 {
             return None;
         }
-        let place = self.place(origin);
-        let base = match place.form {
-            Form::Delta => split_delta(self.packed[place.pool as usize].cell(place.cell)).0,
+        let location = self.location(origin);
+        let base = match location.form {
+            Form::Delta => split_delta(self.packed[location.pool as usize].cell(location.cell)).0,
             _ => origin,
         };
         (base != chunk).then_some(base)
     }
 
-    /// Gives free memory back to the kernel.
+    /// Returns free memory to the kernel.
     pub fn trim(&mut self) {
         self.plain.trim();
     }
 
-    fn place(&self, chunk: u32) -> Place {
-        self.places[chunk as usize - 1]
+    fn location(&self, chunk: u32) -> ChunkLocation {
+        self.locations[chunk as usize - 1]
     }
 }
 

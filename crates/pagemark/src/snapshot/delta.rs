@@ -1,13 +1,15 @@
-//! A chunk as its difference from another one.
+//! A chunk as its difference from another chunk (SPM, "Conclusion": delta encoding).
 //!
-//! A delta is a sequence of runs: how many bytes are as in the base, how many follow that are not (two bytes each, little
-//! endian), and these. What lies behind the last run is as in the base.
+//! A delta is a sequence of runs. A run has the number of bytes that equal the base, the number of
+//! bytes that differ (two bytes each, little endian), and the differing bytes. The bytes behind the
+//! last run equal the base.
 
-/// Equal bytes that end a run: as many as the header of another run takes.
+/// Number of equal bytes that end a run: the size of the header of another run.
 const GAP: usize = 4;
 
-/// Appends to `delta` how `content` differs from `base`, of equal length of at most 64 KiB. False if that takes more than
-/// `most_bytes`, which is less than 64 KiB; then `delta` holds a part of it.
+/// Appends the difference of `content` from `base` to `delta`. Both have the same length of at most
+/// 64 KiB. False if the difference takes more than `most_bytes`, which is less than 64 KiB; `delta`
+/// then holds part of it.
 pub(super) fn encode(base: &[u8], content: &[u8], delta: &mut Vec<u8>, most_bytes: usize) -> bool {
     debug_assert!(base.len() == content.len() && content.len() <= 1 << 16);
     let start = delta.len();
@@ -33,7 +35,7 @@ pub(super) fn encode(base: &[u8], content: &[u8], delta: &mut Vec<u8>, most_byte
     true
 }
 
-/// Makes a copy of the base the content that `delta` was encoded from.
+/// Applies `delta` to `content`, a copy of the base.
 pub(super) fn apply(delta: &[u8], content: &mut [u8]) {
     let (mut rest, mut done) = (delta, 0);
     while let [s0, s1, r0, r1, bytes @ ..] = rest {
@@ -43,7 +45,7 @@ pub(super) fn apply(delta: &[u8], content: &mut [u8]) {
     }
 }
 
-/// The first place from `at` on where the two differ.
+/// The first offset from `at` on at which the two differ.
 fn next_difference(base: &[u8], content: &[u8], at: usize) -> Option<usize> {
     let (base, content) = (&base[at..], &content[at..]);
     let equal_words =

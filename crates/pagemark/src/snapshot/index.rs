@@ -1,12 +1,12 @@
-//! Numbers by the hash of what they stand for.
+//! Finds numbers by the hash of the content that they name.
 
 /// A hash table of numbers: open addressing, linear probing, no tombstones.
 ///
-/// It holds 32 bits of each hash, so that it grows and shrinks without a look at what was hashed. Whoever asks says what
-/// is equal: the table only names candidates.
+/// The table holds 32 bits of each hash, so it grows and shrinks without reading the hashed
+/// content. The table only finds candidates; the caller compares the content.
 #[derive(Default)]
 pub(super) struct Index {
-    /// None, or a power of two of them, at most three quarters in use.
+    /// Empty, or a power of two of slots, of which at most three quarters are in use.
     slots: Vec<Slot>,
     used: usize,
 }
@@ -19,7 +19,7 @@ struct Slot {
 }
 
 /// Slots of the smallest table that is not empty.
-const FEWEST_SLOTS: usize = 16;
+const MIN_SLOTS: usize = 16;
 
 impl Index {
     /// Bytes that the table takes.
@@ -27,7 +27,7 @@ impl Index {
         (self.slots.capacity() * size_of::<Slot>()) as u64
     }
 
-    /// A number with that tag for which `is_same` holds.
+    /// A number with the tag for which `is_same` returns true.
     pub fn find(&self, tag: u32, mut is_same: impl FnMut(u32) -> bool) -> Option<u32> {
         if self.slots.is_empty() {
             return None;
@@ -45,26 +45,26 @@ impl Index {
         }
     }
 
-    /// Adds a number, not 0, that is not there.
+    /// Adds a number that is not 0 and not in the table.
     pub fn insert(&mut self, tag: u32, number: u32) {
         if (self.used + 1) * 4 > self.slots.len() * 3 {
-            self.resize((self.slots.len() * 2).max(FEWEST_SLOTS));
+            self.resize((self.slots.len() * 2).max(MIN_SLOTS));
         }
         self.place(Slot { tag, number });
         self.used += 1;
     }
 
-    /// Takes a number out.
+    /// Removes a number.
     ///
     /// # Panics
-    /// If it is not there.
+    /// If the number is not in the table.
     pub fn remove(&mut self, tag: u32, number: u32) {
         let mut hole = self.home(tag);
         while self.slots[hole].number != number {
             assert_ne!(self.slots[hole].number, 0, "{number} is not in the index");
             hole = self.behind(hole);
         }
-        // What follows moves up, unless that would be ahead of its home.
+        // Moves following entries into the hole, unless they would then precede their home slot.
         let mut next = self.behind(hole);
         while self.slots[next].number != 0 {
             let from_home = next.wrapping_sub(self.home(self.slots[next].tag)) & self.mask();
@@ -77,7 +77,7 @@ impl Index {
         }
         self.slots[hole] = Slot::default();
         self.used -= 1;
-        if self.slots.len() > FEWEST_SLOTS && self.used * 8 < self.slots.len() {
+        if self.slots.len() > MIN_SLOTS && self.used * 8 < self.slots.len() {
             self.resize(self.slots.len() / 2);
         }
     }

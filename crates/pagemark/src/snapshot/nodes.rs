@@ -4,24 +4,25 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use super::index::Index;
 use super::push_gently;
-use crate::sys::area::prefetch;
+use crate::sys::shared_bytes::prefetch;
 
-/// Children of a node.
+/// Number of children of a node.
 pub(super) const FAN_OUT: usize = 16;
 
-/// What a node refers to: chunks on the lowest level, nodes of the level below on others. 0 is all zeros.
+/// The numbers of the children: chunks on the lowest level, nodes of the level below on the other
+/// levels. 0 stands for zeros only.
 pub(super) type Children = [u32; FAN_OUT];
 
-/// Most nodes that a level holds; so many references fit into a count of 32 bits.
-pub(super) const MOST_NODES: usize = 1 << 27;
+/// Maximum number of nodes of a level. The references to a node then fit into 32 bits.
+pub(super) const MAX_NODES: usize = 1 << 27;
 
-/// Bytes that a node takes, with its reference count and its place in the index.
+/// Bytes that a node takes, with its reference count and its slot in the index.
 pub(super) const NODE_BYTES: u64 = (size_of::<Children>() + 4 + 8) as u64;
 
 /// Nodes by number. Node 0 has no entry: it stands for all zeros. Equal nodes have equal numbers.
 pub(super) struct Nodes {
     seed: u64,
-    /// At `number - 1`. A free node's first child is the next free one.
+    /// At `number - 1`. The first child of a free node is the next free node.
     children: Vec<Children>,
     /// At `number - 1`; 0 for a free node.
     references: Vec<u32>,
@@ -35,7 +36,7 @@ impl Nodes {
         Nodes { seed, children: Vec::new(), references: Vec::new(), index: Index::default(), free: 0, used: 0 }
     }
 
-    /// How many there are.
+    /// The number in use.
     pub fn used(&self) -> usize {
         self.used
     }
@@ -53,15 +54,15 @@ impl Nodes {
         }
     }
 
-    /// Has the processor fetch nodes that are looked at soon.
+    /// Prefetches nodes into the cache that are read soon.
     pub fn prefetch(&self, nodes: [u32; 2]) {
         for node in nodes.into_iter().filter(|&node| node != 0) {
             prefetch(&self.children[node as usize - 1]);
         }
     }
 
-    /// The node with those children, with one reference more. True if it is new; then it takes over a reference of the
-    /// caller's to each child.
+    /// Returns the node with these children, with one more reference, and true if the node is new.
+    /// A new node takes over one reference of the caller to each child.
     pub fn intern(&mut self, children: &Children) -> (u32, bool) {
         if *children == [0; FAN_OUT] {
             return (0, false);
@@ -93,7 +94,8 @@ impl Nodes {
         }
     }
 
-    /// Gives a reference back. If it was the last, the node is gone, and the caller gives back those to its children.
+    /// Releases a reference. Releasing the last reference frees the node and returns its children,
+    /// whose references the caller must release.
     pub fn release(&mut self, node: u32) -> Option<Children> {
         if node == 0 {
             return None;

@@ -1,4 +1,5 @@
-//! Which chunks are packed when memory is scarce, and how.
+//! Selects the chunks that are packed when memory is scarce, and their form (SPM, "Conclusion":
+//! compression and delta encoding).
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU8, Ordering::Relaxed};
@@ -9,34 +10,36 @@ use super::{delta, push_gently};
 /// Smallest cell for packed content, bytes.
 const SMALLEST_CELL: usize = 64;
 
-/// A delta of at most this part of a chunk is good enough not to try compression.
+/// Compression is not tried if the delta takes at most a chunk divided by this.
 const GOOD_DELTA: usize = 8;
 
 /// The chunk was used since it was last considered.
 const WARM: u8 = 1;
-/// The chunk stands in the queue.
+/// The chunk is in the queue.
 const QUEUED: u8 = 2;
-/// Another chunk is a delta of it.
+/// The chunk is the base of a delta.
 const BASE: u8 = 4;
 
-/// Sizes of the cells for packed content: powers of two and half-way between, up to three quarters of a chunk.
+/// Sizes of the cells for packed content: powers of two and the sizes half-way between, up to three
+/// quarters of a chunk.
 pub(super) fn cell_sizes(chunk_bytes: usize) -> impl Iterator<Item = usize> {
     let powers = std::iter::successors(Some(SMALLEST_CELL), |bytes| Some(bytes * 2));
     powers.flat_map(|bytes| [bytes, bytes / 2 * 3]).take_while(move |bytes| *bytes <= chunk_bytes / 4 * 3)
 }
 
-/// What is known of each chunk for the day when memory is scarce. Chunks are considered once, in the order in which they
-/// came; one that was used since is sent to the end of the queue once more.
+/// Records of each chunk for the time when memory is scarce. Chunks are considered in the order in
+/// which they were added. A chunk that was used since is moved to the end of the queue.
 #[derive(Default)]
 pub(super) struct Packing {
-    /// At `chunk - 1`: the chunk that was at the same place in the parent snapshot.
+    /// At `chunk - 1`: the chunk that was at the same position in the parent snapshot.
     origins: Vec<u32>,
-    /// At `chunk - 1`: how many chunks had come before it. Numbers are used again, and by this a chunk that has the number of
-    /// an origin that is gone is told from it: it came later. One that came 2^31 chunks later may not be, which only
-    /// wastes memory.
+    /// At `chunk - 1`: the number of chunks that were added before it. Numbers are reused. A chunk
+    /// that has reused the number of a freed origin was added later, and is thereby distinguished
+    /// from the origin. A chunk that was added 2^31 chunks later may not be distinguished, which
+    /// only wastes memory.
     births: Vec<u32>,
     next_birth: u32,
-    /// At `chunk - 1`. Readers, which share the store, set `WARM`.
+    /// At `chunk - 1`. Concurrent readers set `WARM`.
     marks: Vec<AtomicU8>,
     queue: VecDeque<u32>,
     delta: Vec<u8>,
@@ -44,7 +47,7 @@ pub(super) struct Packing {
 }
 
 impl Packing {
-    /// Bytes for a chunk.
+    /// Bytes of the records of a chunk.
     pub const CHUNK_BYTES: u64 = 4 + 4 + 1 + 4;
 
     /// Bytes that the tables take.
@@ -53,7 +56,7 @@ impl Packing {
         (words * size_of::<u32>() + self.marks.capacity()) as u64
     }
 
-    /// Notes a new plain chunk.
+    /// Records a new plain chunk.
     pub fn add(&mut self, chunk: u32, origin: u32) {
         let at = chunk as usize - 1;
         if at == self.marks.len() {
@@ -65,14 +68,14 @@ impl Packing {
         self.births[at] = self.next_birth;
         self.next_birth = self.next_birth.wrapping_add(1);
         let mark = self.marks[at].get_mut();
-        // The number may still stand in the queue for a chunk that is gone.
+        // The number may still be in the queue for a freed chunk.
         if *mark & QUEUED == 0 {
             self.queue.push_back(chunk);
         }
         *mark = WARM | QUEUED;
     }
 
-    /// Notes that a chunk was used.
+    /// Records that a chunk was used.
     pub fn mark_warm(&self, chunk: u32) {
         let mark = &self.marks[chunk as usize - 1];
         if mark.load(Relaxed) & WARM == 0 {
@@ -80,12 +83,12 @@ impl Packing {
         }
     }
 
-    /// Notes that a chunk has a delta.
+    /// Records that a chunk is the base of a delta.
     pub fn mark_base(&mut self, chunk: u32) {
         *self.marks[chunk as usize - 1].get_mut() |= BASE;
     }
 
-    /// What a chunk may be a delta of.
+    /// The possible base of a delta of a chunk.
     pub fn origin(&self, chunk: u32) -> Option<u32> {
         let at = chunk as usize - 1;
         let is_base = self.marks[at].load(Relaxed) & BASE != 0;
@@ -93,7 +96,7 @@ impl Packing {
         Some(self.origins[at]).filter(|&origin| origin != 0 && !is_base && is_older(origin))
     }
 
-    /// Takes the coldest of those chunks out of the queue that are plain.
+    /// Removes the coldest plain chunk from the queue and returns it.
     pub fn take_coldest(&mut self, is_plain: impl Fn(u32) -> bool) -> Option<u32> {
         while let Some(chunk) = self.queue.pop_front() {
             let mark = self.marks[chunk as usize - 1].get_mut();
@@ -110,7 +113,7 @@ impl Packing {
         None
     }
 
-    /// The shorter of the two forms of a chunk, if it has at most `most_bytes`.
+    /// Returns the shorter of the two packed forms of a chunk, if it takes at most `most_bytes`.
     pub fn encode(&mut self, content: &[u8], base: Option<(u32, &[u8])>, most_bytes: usize) -> Option<(Form, &[u8])> {
         self.delta.clear();
         let has_delta = base.is_some_and(|(base, base_content)| {

@@ -9,8 +9,9 @@ use crate::sys::slab::{SLAB_BYTES, Slab};
 /// Bits of a word of the map of free cells.
 const WORD_BITS: usize = 64;
 
-/// Cells of one size, numbered from 0, in slabs that come and go. The first slabs are filled first, so that the last ones
-/// become empty; memory of an empty slab goes back to the kernel.
+/// Cells of one size, numbered from 0, in slabs that are mapped on demand. The first slabs are
+/// filled first, so that the last slabs become empty. The memory of an empty slab is returned to
+/// the kernel.
 pub(super) struct Pool {
     cell_bytes: usize,
     cells_per_slab: usize,
@@ -18,17 +19,18 @@ pub(super) struct Pool {
     slabs: Vec<Option<Cells>>,
     /// Slabs that have free cells.
     roomy: BTreeSet<usize>,
-    /// A slab that is empty and kept, so that a pool which gains and loses one cell does not map and unmap.
+    /// An empty slab that stays mapped, so that taking and returning one cell repeatedly does not
+    /// map and unmap.
     kept: Option<usize>,
     used: u64,
 }
 
 struct Cells {
     memory: Slab,
-    /// A bit a cell: it is free.
+    /// One bit for each cell, set if the cell is free.
     free: Vec<u64>,
     used: usize,
-    /// Cells became free whose memory is still there.
+    /// True if the memory of a free cell was not returned to the kernel.
     has_stale: bool,
 }
 
@@ -70,7 +72,7 @@ impl Pool {
     /// Takes a free cell. Its content is unspecified.
     ///
     /// # Errors
-    /// The kernel gives no memory.
+    /// The kernel has no memory.
     pub fn take(&mut self) -> io::Result<u32> {
         let slab = match self.roomy.first() {
             Some(&slab) => slab,
@@ -91,7 +93,7 @@ impl Pool {
         Ok((slab * self.cells_per_slab + word * WORD_BITS + bit) as u32)
     }
 
-    /// Gives a cell back.
+    /// Frees a cell.
     pub fn give_back(&mut self, cell: u32) {
         let (slab, index) = self.locate(cell);
         let Some(cells) = &mut self.slabs[slab] else { unreachable!("cell {cell} is in use") };
@@ -112,7 +114,7 @@ impl Pool {
         }
     }
 
-    /// What a cell holds.
+    /// The content of a cell.
     pub fn cell(&self, cell: u32) -> &[u8] {
         let (slab, index) = self.locate(cell);
         let Some(cells) = &self.slabs[slab] else { unreachable!("cell {cell} is in use") };
@@ -127,7 +129,7 @@ impl Pool {
         cells.memory.part_mut(part)
     }
 
-    /// Gives the memory of free cells back to the kernel, page by page.
+    /// Returns the memory of free cells to the kernel, page by page.
     pub fn trim(&mut self) {
         for cells in self.slabs.iter_mut().flatten().filter(|cells| cells.has_stale) {
             cells.has_stale = false;

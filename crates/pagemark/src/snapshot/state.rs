@@ -1,32 +1,30 @@
-//! What a store holds, and what is done with it.
-
-use std::io;
-use std::ops::Range;
+//! The content of a store, and the operations on it.
 
 use super::chunks::{Chunks, ENTRY_BYTES, Staged};
 use super::nodes::{FAN_OUT, NODE_BYTES};
 use super::packing::Packing;
 use super::tree::{Change, Root, Trees};
-use super::{Area, SnapshotError, Usage};
-use crate::RangeSet;
+use super::{SharedBytes, Usage};
+use crate::{Address, ByteCount, Error, ErrorKind, Range as AddressRange, RangeSet};
 
-/// When memory is scarce, so much more than is needed is freed: the budget by this.
+/// When memory is scarce, packing frees more than needed: the budget divided by this.
 const SPARE_SHARE: u64 = 16;
 
-/// Chunks, trees and the budget that they keep within.
+/// Chunks, trees and their budget.
 pub(super) struct State {
     chunks: Chunks,
     trees: Trees,
     budget_bytes: Option<u64>,
 }
 
-/// How many chunks ahead of a copy the table is looked at that says where they are.
-const PLACES_AHEAD: usize = 4;
+/// Number of chunks ahead of a copy whose locations are prefetched.
+const LOCATIONS_AHEAD: usize = 4;
 
-/// The chunks that a snapshot must look at, by position, and those that become zeros as a whole.
+/// The positions of the chunks that a snapshot must read, and of the chunks that become zeros as a
+/// whole.
 struct Touched {
-    dirty: RangeSet,
-    zeros: RangeSet,
+    dirty: RangeSet<u64>,
+    zeros: RangeSet<u64>,
 }
 
 impl State {
@@ -48,7 +46,7 @@ impl State {
         }
     }
 
-    /// What the budget limits: the content, and the parts of tables that are in use.
+    /// Bytes that the budget limits: the content, and the used parts of tables.
     fn held_bytes(&self) -> u64 {
         let packing_bytes = self.budget_bytes.map_or(0, |_| Packing::CHUNK_BYTES);
         self.chunks.content_bytes()
@@ -56,37 +54,38 @@ impl State {
             + self.trees.nodes() as u64 * NODE_BYTES
     }
 
-    /// Packs chunks until so many bytes more can be held.
-    fn make_room(&mut self, bytes: u64) -> Result<(), SnapshotError> {
+    /// Packs chunks until `bytes` more fit into the budget.
+    fn make_room(&mut self, bytes: u64) -> Result<(), Error> {
         let Some(budget_bytes) = self.budget_bytes else { return Ok(()) };
         let fits = |held: u64, limit: u64| held.saturating_add(bytes) <= limit;
         if fits(self.held_bytes(), budget_bytes) {
             return Ok(());
         }
         while !fits(self.held_bytes(), budget_bytes - budget_bytes / SPARE_SHARE)
-            && self.chunks.pack_coldest().map_err(SnapshotError::memory)?
+            && self.chunks.pack_coldest().map_err(Error::no_memory)?
         {}
         self.chunks.trim();
         match self.held_bytes() {
             held if fits(held, budget_bytes) => Ok(()),
-            held => Err(SnapshotError::BudgetExceeded { budget_bytes, needed_bytes: held.saturating_add(bytes) }),
+            held => Err(Error::budget_exceeded(budget_bytes, held.saturating_add(bytes))),
         }
     }
 
-    /// A new tree: `previous`, with what the area holds in `dirty`, and zeros in `forget`. The caller has a reference to it.
+    /// Makes a tree of `previous` with the content of the area at `dirty`, and zeros at `forget`.
+    /// The caller owns a reference to the tree.
     pub fn take(
         &mut self,
         previous: Option<Root>,
-        area: &Area<'_>,
+        memory: &SharedBytes<'_>,
         dirty: &RangeSet,
         forget: &RangeSet,
-    ) -> Result<Root, SnapshotError> {
-        let bytes = area.bytes() as u64;
+    ) -> Result<Root, Error> {
+        let bytes = ByteCount::from(memory.bytes());
         let old = previous.unwrap_or_else(|| self.trees.zeros(self.positions(bytes)));
         let touched = self.touched(bytes, dirty, forget);
         let mut changes = Vec::new();
-        let taken = self.put(old, area, touched, forget, &mut changes).and_then(|()| {
-            let new_nodes = self.trees.most_new_nodes(old.height, &changes).ok_or(SnapshotError::Full)?;
+        let taken = self.put(old, memory, touched, forget, &mut changes).and_then(|()| {
+            let new_nodes = self.trees.most_new_nodes(old.height, &changes).ok_or_else(Error::store_full)?;
             self.make_room(new_nodes * NODE_BYTES)
         });
         let root = taken.map(|()| self.trees.update(old, &changes, &mut self.chunks));
@@ -99,50 +98,61 @@ impl State {
         self.trees.release(root, &mut self.chunks);
     }
 
-    /// Which chunks an area of that length has.
-    fn positions(&self, bytes: u64) -> u64 {
-        bytes.div_ceil(self.chunks.chunk_bytes() as u64)
+    /// The number of chunks of an area of this length.
+    fn positions(&self, bytes: ByteCount) -> u64 {
+        bytes.get().div_ceil(self.chunks.chunk_bytes() as u64)
     }
 
-    /// The bytes of an area of that length that a chunk covers.
-    fn span(&self, position: u64, bytes: u64) -> Range<u64> {
+    /// The bytes that a chunk covers in an area of this length.
+    fn span(&self, position: u64, bytes: ByteCount) -> AddressRange {
         let chunk_bytes = self.chunks.chunk_bytes() as u64;
-        position * chunk_bytes..((position + 1) * chunk_bytes).min(bytes)
+        Address::new(position * chunk_bytes)..Address::new(((position + 1) * chunk_bytes).min(bytes.get()))
     }
 
     /// Positions of the chunks that a set of bytes touches.
-    fn rounded_out(&self, set: &RangeSet) -> RangeSet {
+    fn rounded_out(&self, set: &RangeSet) -> RangeSet<u64> {
         let chunk_bytes = self.chunks.chunk_bytes() as u64;
-        set.iter().map(|range| range.start / chunk_bytes..range.end.div_ceil(chunk_bytes)).collect()
+        set.iter().map(|range| range.start.get() / chunk_bytes..range.end.get().div_ceil(chunk_bytes)).collect()
     }
 
-    fn touched(&self, bytes: u64, dirty: &RangeSet, forget: &RangeSet) -> Touched {
+    fn touched(&self, bytes: ByteCount, dirty: &RangeSet, forget: &RangeSet) -> Touched {
         let chunk_bytes = self.chunks.chunk_bytes() as u64;
-        let end = |end: u64| if end == bytes { end.div_ceil(chunk_bytes) } else { end / chunk_bytes };
-        let zeros: RangeSet = forget.iter().map(|range| range.start.div_ceil(chunk_bytes)..end(range.end)).collect();
+        let end = |end: u64| if end == bytes.get() { end.div_ceil(chunk_bytes) } else { end / chunk_bytes };
+        let zeros: RangeSet<u64> =
+            forget.iter().map(|range| range.start.get().div_ceil(chunk_bytes)..end(range.end.get())).collect();
         let mut dirty = self.rounded_out(dirty);
         dirty.extend(&self.rounded_out(forget));
         dirty.subtract(&zeros);
         Touched { dirty, zeros }
     }
 
-    /// Puts the touched chunks, and names in `changes` those that differ from `old`, each with a reference.
+    /// Puts the touched chunks, and appends to `changes` the chunks that differ from `old`, each
+    /// with a reference.
     fn put(
         &mut self,
         old: Root,
-        area: &Area<'_>,
+        memory: &SharedBytes<'_>,
         touched: Touched,
         forget: &RangeSet,
         changes: &mut Vec<Change>,
-    ) -> Result<(), SnapshotError> {
+    ) -> Result<(), Error> {
         let mut zeros = touched.zeros.iter().peekable();
         let held = self.held_at(old, &touched.dirty);
         for (index, &(position, was)) in held.iter().enumerate() {
-            self.prefetch(&held[index..], area);
+            self.prefetch(&held[index..], memory);
             while let Some(run) = zeros.next_if(|run| run.start < position) {
                 changes.push(Change { positions: run, chunk: 0 });
             }
-            let chunk = self.put_chunk(position, was, area, forget)?;
+            let chunk = match self.put_chunk(position, was, memory, forget) {
+                Err(error) => {
+                    let ErrorKind::BudgetExceeded { budget_bytes, needed_bytes } = error.kind() else {
+                        return Err(error);
+                    };
+                    let rest_bytes = self.most_new_bytes(old, &held[index..], memory, changes);
+                    return Err(Error::budget_exceeded(budget_bytes, needed_bytes.saturating_add(rest_bytes)));
+                }
+                Ok(chunk) => chunk,
+            };
             if chunk == was {
                 self.chunks.release(chunk);
             } else {
@@ -153,40 +163,66 @@ impl State {
         Ok(())
     }
 
-    /// The chunk for what the area holds at a position, where `was` was before; with a reference for the caller.
-    fn put_chunk(&mut self, position: u64, was: u32, area: &Area<'_>, forget: &RangeSet) -> Result<u32, SnapshotError> {
-        let span = self.span(position, area.bytes() as u64);
-        let (start, length) = (span.start as usize, (span.end - span.start) as usize);
+    /// Bytes that a snapshot takes at most besides the first of the chunks in `held`, which did not
+    /// fit: for the other chunks, and for the nodes.
+    fn most_new_bytes(&self, old: Root, held: &[(u64, u32)], area: &SharedBytes<'_>, changes: &[Change]) -> u64 {
+        let differs = |&&(position, was): &&(u64, u32)| {
+            let span = self.span(position, ByteCount::from(area.bytes()));
+            let (start, length) = (span.start.to_usize(), (span.end - span.start).to_usize());
+            let is_known = self.chunks.plain(was).is_some_and(|content| area.equals(start, &content[..length]));
+            !is_known && !area.is_zero(start..start + length)
+        };
+        let mut changes = changes.to_vec();
+        let new =
+            held.iter().filter(differs).map(|&(position, _)| Change { positions: position..position + 1, chunk: 1 });
+        let before = changes.len();
+        changes.extend(new);
+        let new_chunks = (changes.len() - before).saturating_sub(1) as u64;
+        let new_nodes = self.trees.most_new_nodes(old.height, &changes).unwrap_or(0);
+        new_chunks * (self.chunks.chunk_bytes() as u64 + ENTRY_BYTES + Packing::CHUNK_BYTES) + new_nodes * NODE_BYTES
+    }
+
+    /// The chunk for the content of the area at a position, at which `was` was before. The caller
+    /// owns a reference to it.
+    fn put_chunk(
+        &mut self,
+        position: u64,
+        was: u32,
+        memory: &SharedBytes<'_>,
+        forget: &RangeSet,
+    ) -> Result<u32, Error> {
+        let span = self.span(position, ByteCount::from(memory.bytes()));
+        let (start, length) = (span.start.to_usize(), (span.end - span.start).to_usize());
         if forget.within(span.clone()).next().is_none() {
-            // Most of what was not written, or is zeros, is not even copied.
-            if self.chunks.plain(was).is_some_and(|content| area.equals(start, &content[..length])) {
+            // Avoids the copy of unchanged content and of zeros.
+            if self.chunks.plain(was).is_some_and(|content| memory.equals(start, &content[..length])) {
                 self.chunks.retain(was);
                 return Ok(was);
             }
-            if area.is_zero(start..start + length) {
+            if memory.is_zero(start..start + length) {
                 return Ok(0);
             }
         }
         let staged = self.chunks.stage(was, |content| {
-            area.read(start, &mut content[..length]);
+            memory.read(start, &mut content[..length]);
             content[length..].fill(0);
             for hole in forget.within(span.clone()) {
-                content[(hole.start - span.start) as usize..(hole.end - span.start) as usize].fill(0);
+                content[(hole.start - span.start).to_usize()..(hole.end - span.start).to_usize()].fill(0);
             }
         });
-        match staged.map_err(SnapshotError::memory)? {
+        match staged.map_err(Error::no_memory)? {
             Staged::Held(chunk) => Ok(chunk),
             Staged::New(tag) => {
                 self.make_room(self.chunks.chunk_bytes() as u64 + ENTRY_BYTES + Packing::CHUNK_BYTES)?;
-                self.chunks.keep(tag, was).ok_or(SnapshotError::Full)
+                self.chunks.keep(tag, was).ok_or_else(Error::store_full)
             }
         }
     }
 
-    /// Makes the area hold what the tree says. With `current`, it holds another tree's content but for what is dirty.
-    /// Returns what was written.
-    pub fn restore(&self, wanted: Root, current: Option<(Root, &RangeSet)>, area: &Area<'_>) -> RangeSet {
-        let bytes = area.bytes() as u64;
+    /// Writes the content of a tree to the area. With `current`, the area holds the content of
+    /// another tree, except at dirty offsets. Returns the written offsets.
+    pub fn restore(&self, wanted: Root, current: Option<(Root, &RangeSet)>, memory: &SharedBytes<'_>) -> RangeSet {
+        let bytes = ByteCount::from(memory.bytes());
         let unknown = match current {
             Some((_, dirty)) => self.rounded_out(dirty),
             None => RangeSet::from(0..self.positions(bytes)),
@@ -201,22 +237,28 @@ impl State {
                 }
             });
         }
-        let mut written = self.write(&differing, area, |_, _| true);
-        let differs = |offset: usize, content: &[u8]| !area.equals(offset, content);
-        written.extend(&self.write(&self.held_at(wanted, &unknown), area, differs));
+        let mut written = self.write(&differing, memory, |_, _| true);
+        let differs = |offset: usize, content: &[u8]| !memory.equals(offset, content);
+        written.extend(&self.write(&self.held_at(wanted, &unknown), memory, differs));
         written
     }
 
-    /// Writes those of the chunks, by their positions, for which `is_wanted` holds, given offset and content. Returns what was written.
-    fn write(&self, held: &[(u64, u32)], area: &Area<'_>, mut is_wanted: impl FnMut(usize, &[u8]) -> bool) -> RangeSet {
+    /// Writes the chunks for whose offset and content `is_wanted` returns true. `held` has them
+    /// with their positions. Returns the written offsets.
+    fn write(
+        &self,
+        held: &[(u64, u32)],
+        memory: &SharedBytes<'_>,
+        mut is_wanted: impl FnMut(usize, &[u8]) -> bool,
+    ) -> RangeSet {
         let (mut written, mut scratch) = (RangeSet::new(), Vec::new());
         for (index, &(position, chunk)) in held.iter().enumerate() {
-            self.prefetch(&held[index..], area);
-            let span = self.span(position, area.bytes() as u64);
-            let (start, length) = (span.start as usize, (span.end - span.start) as usize);
+            self.prefetch(&held[index..], memory);
+            let span = self.span(position, ByteCount::from(memory.bytes()));
+            let (start, length) = (span.start.to_usize(), (span.end - span.start).to_usize());
             let content = &self.chunks.content(chunk, &mut scratch)[..length];
             if is_wanted(start, content) {
-                area.write(start, content);
+                memory.write(start, content);
                 written.insert(span);
             }
         }
@@ -224,8 +266,9 @@ impl State {
     }
 
     /// The chunks of a tree at some positions.
-    fn held_at(&self, root: Root, positions: &RangeSet) -> Vec<(u64, u32)> {
-        let mut held = Vec::with_capacity(positions.total_bytes() as usize);
+    fn held_at(&self, root: Root, positions: &RangeSet<u64>) -> Vec<(u64, u32)> {
+        let count: u64 = positions.iter().map(|run| run.end - run.start).sum();
+        let mut held = Vec::with_capacity(count as usize);
         for run in positions.iter() {
             let mut leaf = [0; FAN_OUT];
             for position in run.clone() {
@@ -239,29 +282,30 @@ impl State {
         held
     }
 
-    /// Has the processor fetch the beginning of the next chunk, of the store's and of the area's, while the first one is
-    /// copied: they lie on pages that it can't foresee.
-    fn prefetch(&self, held: &[(u64, u32)], area: &Area<'_>) {
+    /// Prefetches the beginning of the next chunk, in the store and in the area, while the first
+    /// chunk is copied: the hardware prefetcher cannot predict their pages.
+    fn prefetch(&self, held: &[(u64, u32)], memory: &SharedBytes<'_>) {
         if let Some(&(position, chunk)) = held.get(1) {
-            area.prefetch(position as usize * self.chunks.chunk_bytes());
+            memory.prefetch(position as usize * self.chunks.chunk_bytes());
             self.chunks.prefetch_content(chunk);
         }
-        if let Some(&(_, chunk)) = held.get(PLACES_AHEAD) {
-            self.chunks.prefetch_place(chunk);
+        if let Some(&(_, chunk)) = held.get(LOCATIONS_AHEAD) {
+            self.chunks.prefetch_location(chunk);
         }
     }
 
-    /// Where two trees of areas of that length differ.
-    pub fn diff(&self, a: Root, b: Root, bytes: u64) -> RangeSet {
+    /// The offsets at which two trees of areas of this length differ.
+    pub fn diff(&self, a: Root, b: Root, bytes: ByteCount) -> RangeSet {
         let mut differing = RangeSet::new();
         self.trees.diff(a, b, &mut |position, _, _| differing.insert(self.span(position, bytes)));
         differing
     }
 
     /// Reads from a tree.
-    pub fn read(&self, root: Root, offset: u64, mut to: &mut [u8]) {
+    pub fn read(&self, root: Root, address: Address, mut to: &mut [u8]) {
         let chunk_bytes = self.chunks.chunk_bytes();
-        let (mut position, mut skipped) = (offset / chunk_bytes as u64, (offset % chunk_bytes as u64) as usize);
+        let (mut position, mut skipped) =
+            (address.get() / chunk_bytes as u64, (address.get() % chunk_bytes as u64) as usize);
         let mut scratch = Vec::new();
         while !to.is_empty() {
             let content = &self.chunks.content(self.trees.chunk(root, position), &mut scratch)[skipped..];
@@ -269,11 +313,5 @@ impl State {
             part.copy_from_slice(&content[..part.len()]);
             (to, position, skipped) = (rest, position + 1, 0);
         }
-    }
-}
-
-impl SnapshotError {
-    fn memory(source: io::Error) -> SnapshotError {
-        SnapshotError::Memory { source }
     }
 }

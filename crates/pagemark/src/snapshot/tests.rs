@@ -1,4 +1,4 @@
-//! Random programs against a byte-by-byte shadow copy.
+//! Compares random programs with a byte-by-byte shadow copy.
 
 use std::collections::HashSet;
 
@@ -9,6 +9,7 @@ use super::chunks::ENTRY_BYTES;
 use super::nodes::{FAN_OUT, NODE_BYTES};
 use super::packing::Packing;
 use super::*;
+use crate::{AddressRangeExt, Error, ErrorKind, Range};
 
 #[derive(Debug, Clone)]
 enum Step {
@@ -20,11 +21,11 @@ enum Step {
     Read { snapshot: Index, range: Span },
 }
 
-/// What a snapshot is taken on top of.
+/// The base of a snapshot.
 #[derive(Debug, Clone, Copy)]
 enum Parent {
     Nothing,
-    /// What the area held when it was last snapshotted or restored.
+    /// The content of the area at its last snapshot or restore.
     Current,
 }
 
@@ -65,7 +66,7 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// A snapshot and what it must hold.
+/// A snapshot and its expected content.
 #[derive(Clone)]
 struct Taken {
     area: usize,
@@ -75,7 +76,7 @@ struct Taken {
 
 struct TestArea {
     memory: Vec<u8>,
-    /// What the memory held when it was last snapshotted or restored; written since: `dirty`.
+    /// The content of the memory at its last snapshot or restore; `dirty` was written since.
     current: Option<Taken>,
     dirty: RangeSet,
 }
@@ -87,17 +88,13 @@ struct Program {
 }
 
 fn part(bytes: usize, (a, b): &Span) -> Range {
-    let (a, b) = (a.index(bytes + 1) as u64, b.index(bytes + 1) as u64);
-    // Mostly short, at times long.
-    if a % 3 == 0 { a.min(b)..a.max(b) } else { a..(a + b % 700).min(bytes as u64) }
+    let (a, b) = (a.index(bytes + 1), b.index(bytes + 1));
+    // Most ranges are short, some are long.
+    offsets(if a % 3 == 0 { a.min(b)..a.max(b) } else { a..(a + b % 700).min(bytes) })
 }
 
 fn parts(bytes: usize, spans: &[Span]) -> RangeSet {
     spans.iter().map(|span| part(bytes, span)).collect()
-}
-
-fn slice(range: &Range) -> std::ops::Range<usize> {
-    range.start as usize..range.end as usize
 }
 
 impl Program {
@@ -116,8 +113,8 @@ impl Program {
 
     /// The chunks of an area, clipped to it.
     fn chunks(&self, bytes: usize) -> Vec<Range> {
-        let starts = (0..bytes as u64).step_by(self.chunk_bytes());
-        starts.map(|start| start..(start + self.chunk_bytes() as u64).min(bytes as u64)).collect()
+        let starts = (0..bytes).step_by(self.chunk_bytes());
+        starts.map(|start| offsets(start..(start + self.chunk_bytes()).min(bytes))).collect()
     }
 
     fn run(&mut self, step: &Step) {
@@ -135,10 +132,10 @@ impl Program {
             Step::Read { snapshot, range } => {
                 let taken = snapshot.get(&self.taken);
                 let range = part(taken.expected.len(), range);
-                let mut read = vec![0xee; (range.end - range.start) as usize];
+                let mut read = vec![0xee; range.byte_count().to_usize()];
                 taken.snapshot.read_at(range.start, &mut read).unwrap();
-                assert_eq!(read, taken.expected[slice(&range)]);
-                if range.end - range.start >= 8 {
+                assert_eq!(read, taken.expected[range.to_offsets()]);
+                if read.len() >= 8 {
                     let word = u64::from_ne_bytes(read[..8].try_into().unwrap());
                     assert_eq!(taken.snapshot.read_value::<u64>(range.start).unwrap(), word);
                 }
@@ -149,7 +146,7 @@ impl Program {
     fn write_memory(&mut self, area: usize, range: &Span, content: &Content) {
         let area = &mut self.areas[area];
         let range = part(area.memory.len(), range);
-        let to = slice(&range);
+        let to = range.to_offsets();
         match content {
             Content::Fill(byte) => area.memory[to].fill(*byte),
             Content::Random(seed) => {
@@ -176,18 +173,18 @@ impl Program {
         let previous = area.current.clone().filter(|_| matches!(from, Parent::Current));
         let mut dirty = area.dirty.clone();
         dirty.extend(&parts(bytes, over_reported));
-        let reported = if previous.is_some() { dirty } else { RangeSet::from(0..bytes as u64) };
+        let reported = if previous.is_some() { dirty } else { RangeSet::from(offsets(0..bytes)) };
         let mut expected = previous.as_ref().map_or_else(|| area.memory.clone(), |previous| previous.expected.clone());
         for chunk in chunks {
             let is_read = [&reported, &forget].iter().any(|set| set.within(chunk.clone()).next().is_some());
             if is_read {
-                expected[slice(&chunk)].copy_from_slice(&area.memory[slice(&chunk)]);
+                expected[chunk.to_offsets()].copy_from_slice(&area.memory[chunk.to_offsets()]);
             }
         }
-        forget.iter().for_each(|range| expected[slice(&range)].fill(0));
+        forget.iter().for_each(|range| expected[range.to_offsets()].fill(0));
 
         let previous_snapshot = previous.as_ref().map(|previous| &previous.snapshot);
-        let taken = self.store.snapshot(previous_snapshot, &Area::of(&mut area.memory), &reported, &forget);
+        let taken = self.store.snapshot(previous_snapshot, &SharedBytes::of(&mut area.memory), &reported, &forget);
         match taken {
             Ok(snapshot) => {
                 let taken = Taken { area: index, snapshot, expected };
@@ -195,7 +192,8 @@ impl Program {
                 area.current = Some(taken.clone());
                 self.taken.push(taken);
             }
-            Err(SnapshotError::BudgetExceeded { budget_bytes, needed_bytes }) => {
+            Err(error) => {
+                let ErrorKind::BudgetExceeded { budget_bytes, needed_bytes } = error.kind() else { panic!("{error}") };
                 assert!(needed_bytes > budget_bytes);
                 let after = self.store.usage();
                 assert_eq!((after.chunks, after.nodes), (before.chunks, before.nodes));
@@ -206,7 +204,6 @@ impl Program {
                     self.check_content(taken);
                 }
             }
-            Err(error) => panic!("{error}"),
         }
     }
 
@@ -224,7 +221,7 @@ impl Program {
         let current = area.current.clone().filter(|_| knows_current);
         let (mut expected, mut expected_written) = (area.memory.clone(), RangeSet::new());
         for chunk in chunks {
-            let at = slice(&chunk);
+            let at = chunk.to_offsets();
             let is_unknown = dirty.within(chunk.clone()).next().is_some();
             let is_written = match &current {
                 Some(current) if !is_unknown => current.expected[at.clone()] != wanted.expected[at.clone()],
@@ -236,7 +233,7 @@ impl Program {
             }
         }
         let current = current.as_ref().map(|current| (&current.snapshot, &dirty));
-        let written = self.store.restore(&wanted.snapshot, current, &Area::of(&mut area.memory)).unwrap();
+        let written = self.store.restore(&wanted.snapshot, current, &SharedBytes::of(&mut area.memory)).unwrap();
         assert!(area.memory == expected, "the memory is not what was restored");
         assert_eq!(written, expected_written);
         area.dirty.clear();
@@ -247,17 +244,17 @@ impl Program {
         let is_equal = a.expected == b.expected;
         assert_eq!(a.snapshot == b.snapshot, is_equal);
         if a.expected.len() != b.expected.len() {
-            assert!(matches!(a.snapshot.diff(&b.snapshot), Err(SnapshotError::LengthDiffers { .. })));
+            assert!(matches!(a.snapshot.diff(&b.snapshot), Err(error) if error.kind() == ErrorKind::LengthDiffers));
             return;
         }
-        let differs = |chunk: &Range| a.expected[slice(chunk)] != b.expected[slice(chunk)];
+        let differs = |chunk: &Range| a.expected[chunk.to_offsets()] != b.expected[chunk.to_offsets()];
         let expected: RangeSet = self.chunks(a.expected.len()).into_iter().filter(differs).collect();
         assert_eq!(a.snapshot.diff(&b.snapshot).unwrap(), expected);
     }
 
     fn check_content(&self, taken: &Taken) {
         let mut content = vec![0xee; taken.expected.len()];
-        taken.snapshot.read_at(0, &mut content).unwrap();
+        taken.snapshot.read_at(Address::MIN, &mut content).unwrap();
         assert!(content == taken.expected, "a snapshot changed");
     }
 
@@ -294,7 +291,7 @@ impl Program {
         }
     }
 
-    /// Everything is given back when nothing holds it.
+    /// Asserts that all memory is freed when no snapshot needs it.
     fn finish(mut self) {
         self.check_usage();
         self.taken.iter().for_each(|taken| self.check_content(taken));
@@ -308,7 +305,7 @@ impl Program {
 
 const CHUNK_TABLE_BYTES: u64 = ENTRY_BYTES + Packing::CHUNK_BYTES;
 
-/// The pieces of that length that are not all zeros, without the zeros that each may end in.
+/// The pieces of that length that are not all zeros, each without the zeros at its end.
 fn pieces(content: &[u8], bytes: usize) -> impl Iterator<Item = &[u8]> {
     content.chunks(bytes).filter_map(|piece| piece.iter().rposition(|&byte| byte != 0).map(|last| &piece[..=last]))
 }
@@ -386,17 +383,17 @@ fn changed_pages_become_deltas_and_text_is_compressed() {
         *byte = b"pages of text "[index % 14] ^ (index / PAGE_SIZE) as u8;
     }
     let nothing = RangeSet::new();
-    let mut taken = vec![store.snapshot(None, &Area::of(&mut memory), &nothing, &nothing).unwrap()];
+    let mut taken = vec![store.snapshot(None, &SharedBytes::of(&mut memory), &nothing, &nothing).unwrap()];
     let mut expected = vec![memory.clone()];
     for round in 1..20 {
-        // Some bytes of each of the pages that do not compress.
+        // Some bytes of each incompressible page.
         let mut dirty = RangeSet::new();
         for page in 0..32 {
             let at = page * PAGE_SIZE + round * 100;
             memory[at..at + 10].fill(round as u8);
-            dirty.insert(at as u64..at as u64 + 10);
+            dirty.insert(offsets(at..at + 10));
         }
-        taken.push(store.snapshot(taken.last(), &Area::of(&mut memory), &dirty, &nothing).unwrap());
+        taken.push(store.snapshot(taken.last(), &SharedBytes::of(&mut memory), &dirty, &nothing).unwrap());
         expected.push(memory.clone());
     }
     let usage = store.usage();
@@ -404,53 +401,61 @@ fn changed_pages_become_deltas_and_text_is_compressed() {
     assert!(usage.compressed_chunks >= 30, "{usage:?}");
     assert!(usage.delta_chunks >= 500, "{usage:?}");
     for (snapshot, expected) in taken.iter().zip(&expected) {
-        let written = store.restore(snapshot, None, &Area::of(&mut memory)).unwrap();
+        let written = store.restore(snapshot, None, &SharedBytes::of(&mut memory)).unwrap();
         assert!(&memory == expected);
-        assert!(written.total_bytes() <= 32 * PAGE_SIZE as u64);
+        assert!(written.total_bytes() <= ByteCount::of_pages(32));
     }
-    // Content that is held packed is found again.
-    let again = store.snapshot(None, &Area::of(&mut expected[3]), &nothing, &nothing).unwrap();
+    // Packed content is found again.
+    let again = store.snapshot(None, &SharedBytes::of(&mut expected[3]), &nothing, &nothing).unwrap();
     assert_eq!(again, taken[3]);
 }
 
 #[test]
 #[cfg_attr(miri, ignore = "too much memory")]
-fn what_does_not_fit_is_refused_and_nothing_changes() {
+fn content_that_does_not_fit_is_refused_and_nothing_changes() {
     let store =
         SnapshotStore::with_options(SnapshotOptions { budget_bytes: Some(20 * 4096), ..Default::default() }).unwrap();
     let mut memory = noise(40 * PAGE_SIZE);
     let (nothing, mut small) = (RangeSet::new(), memory[..10 * PAGE_SIZE].to_vec());
-    let held = store.snapshot(None, &Area::of(&mut small), &nothing, &nothing).unwrap();
+    let held = store.snapshot(None, &SharedBytes::of(&mut small), &nothing, &nothing).unwrap();
     let before = store.usage();
-    let refused = store.snapshot(None, &Area::of(&mut memory), &nothing, &nothing).unwrap_err();
-    let SnapshotError::BudgetExceeded { budget_bytes: 81_920, needed_bytes } = refused else { panic!("{refused}") };
+    let refused = store.snapshot(None, &SharedBytes::of(&mut memory), &nothing, &nothing).unwrap_err();
+    let ErrorKind::BudgetExceeded { budget_bytes: 81_920, needed_bytes } = refused.kind() else { panic!("{refused}") };
     assert!(needed_bytes > 81_920);
+    // The same with the budget that the error names.
+    let enough = SnapshotOptions { budget_bytes: Some(needed_bytes), ..Default::default() };
+    let other = SnapshotStore::with_options(enough).unwrap();
+    let _held = other.snapshot(None, &SharedBytes::of(&mut small), &nothing, &nothing).unwrap();
+    other.snapshot(None, &SharedBytes::of(&mut memory), &nothing, &nothing).unwrap();
+    assert!(needed_bytes < 2 * 50 * 4096, "{needed_bytes} for 50 pages");
     assert_eq!(
         Usage { mapped_bytes: 0, overhead_bytes: 0, ..store.usage() },
         Usage { mapped_bytes: 0, overhead_bytes: 0, ..before }
     );
     let mut content = vec![0; 10 * PAGE_SIZE];
-    held.read_at(0, &mut content).unwrap();
+    held.read_at(Address::MIN, &mut content).unwrap();
     assert!(content == small);
 }
 
 #[test]
 #[cfg_attr(miri, ignore = "too much memory")]
-fn what_is_refused_is_not_held_as_a_base_either() {
+fn refused_content_is_no_base_of_differences() {
     let store =
         SnapshotStore::with_options(SnapshotOptions { budget_bytes: Some(5 * 4096), ..Default::default() }).unwrap();
     let (nothing, mut page, mut pages) = (RangeSet::new(), noise(PAGE_SIZE), noise(10 * PAGE_SIZE));
-    let parent = store.snapshot(None, &Area::of(&mut page), &nothing, &nothing).unwrap();
+    let parent = store.snapshot(None, &SharedBytes::of(&mut page), &nothing, &nothing).unwrap();
     page[0] ^= 1;
-    let child = store.snapshot(Some(&parent), &Area::of(&mut page), &RangeSet::from(0..1), &nothing).unwrap();
+    let child =
+        store.snapshot(Some(&parent), &SharedBytes::of(&mut page), &RangeSet::from(offsets(0..1)), &nothing).unwrap();
     drop(parent);
-    // The first of the pages has the number of the parent's, and differs from the child's by as little.
+    // The first page has the number of the parent's page, and differs from the child's page by as few
+    // bytes.
     let before = store.usage();
-    let refused = store.snapshot(None, &Area::of(&mut pages), &nothing, &nothing);
-    assert!(matches!(refused, Err(SnapshotError::BudgetExceeded { .. })));
+    let refused = store.snapshot(None, &SharedBytes::of(&mut pages), &nothing, &nothing);
+    assert!(matches!(refused.map_err(|error| error.kind()), Err(ErrorKind::BudgetExceeded { .. })));
     assert_eq!(store.usage().chunks, before.chunks);
     let mut content = vec![0; PAGE_SIZE];
-    child.read_at(0, &mut content).unwrap();
+    child.read_at(Address::MIN, &mut content).unwrap();
     assert!(content == page);
 }
 
@@ -458,15 +463,16 @@ fn what_is_refused_is_not_held_as_a_base_either() {
 fn bad_input_is_refused_with_the_reason() {
     for chunk_bytes in [0, 128, 300, 4095, 1 << 17] {
         let made = SnapshotStore::with_options(SnapshotOptions { chunk_bytes, budget_bytes: None });
-        assert!(matches!(made, Err(SnapshotError::ChunkSize { .. })), "{chunk_bytes}");
+        assert!(matches!(made, Err(error) if error.kind() == ErrorKind::ChunkSize), "{chunk_bytes}");
     }
     let (store, other) = (SnapshotStore::new(), SnapshotStore::new());
     let (mut memory, mut longer, nothing) = (vec![1; 9000], vec![1; 9001], RangeSet::new());
-    let snapshot = store.snapshot(None, &Area::of(&mut memory), &nothing, &nothing).unwrap();
-    let beyond = RangeSet::from(8999..9001);
+    let snapshot = store.snapshot(None, &SharedBytes::of(&mut memory), &nothing, &nothing).unwrap();
+    let beyond = RangeSet::from(offsets(8999..9001));
 
-    let area = Area::of(&mut memory);
-    let wrong_store = |result: Result<(), SnapshotError>| assert!(matches!(result, Err(SnapshotError::WrongStore)));
+    let area = SharedBytes::of(&mut memory);
+    let wrong_store =
+        |result: Result<(), Error>| assert!(matches!(result, Err(error) if error.kind() == ErrorKind::WrongStore));
     wrong_store(other.snapshot(Some(&snapshot), &area, &nothing, &nothing).map(drop));
     wrong_store(other.restore(&snapshot, None, &area).map(drop));
     let stranger = other.snapshot(None, &area, &nothing, &nothing).unwrap();
@@ -474,17 +480,18 @@ fn bad_input_is_refused_with_the_reason() {
     wrong_store(snapshot.diff(&stranger).map(drop));
     assert_ne!(snapshot, stranger);
 
-    let range = |result: Result<(), SnapshotError>| assert!(matches!(result, Err(SnapshotError::OutOfRange { .. })));
+    let range =
+        |result: Result<(), Error>| assert!(matches!(result, Err(error) if error.kind() == ErrorKind::OutOfRange));
     range(store.snapshot(Some(&snapshot), &area, &beyond, &nothing).map(drop));
     range(store.snapshot(None, &area, &nothing, &beyond).map(drop));
     range(store.restore(&snapshot, Some((&snapshot, &beyond)), &area).map(drop));
-    range(snapshot.read_at(8999, &mut [0; 2]));
-    range(snapshot.read_at(u64::MAX, &mut [0; 2]));
-    assert_eq!(snapshot.read_value::<u8>(8999).unwrap(), 1);
+    range(snapshot.read_at(Address::new(8999), &mut [0; 2]));
+    range(snapshot.read_at(Address::MAX, &mut [0; 2]));
+    assert_eq!(snapshot.read_value::<u8>(Address::new(8999)).unwrap(), 1);
 
-    let longer = Area::of(&mut longer);
+    let longer = SharedBytes::of(&mut longer);
     let length =
-        |result: Result<(), SnapshotError>| assert!(matches!(result, Err(SnapshotError::LengthDiffers { .. })));
+        |result: Result<(), Error>| assert!(matches!(result, Err(error) if error.kind() == ErrorKind::LengthDiffers));
     length(store.snapshot(Some(&snapshot), &longer, &nothing, &nothing).map(drop));
     length(store.restore(&snapshot, None, &longer).map(drop));
 }
@@ -493,11 +500,11 @@ fn bad_input_is_refused_with_the_reason() {
 fn an_empty_area_has_snapshots() {
     let store = SnapshotStore::new();
     let nothing = RangeSet::new();
-    let a = store.snapshot(None, &Area::of(&mut []), &nothing, &nothing).unwrap();
-    let b = store.snapshot(Some(&a), &Area::of(&mut []), &nothing, &nothing).unwrap();
+    let a = store.snapshot(None, &SharedBytes::of(&mut []), &nothing, &nothing).unwrap();
+    let b = store.snapshot(Some(&a), &SharedBytes::of(&mut []), &nothing, &nothing).unwrap();
     assert_eq!(a, b);
-    assert!(store.restore(&a, Some((&b, &nothing)), &Area::of(&mut [])).unwrap().is_empty());
-    a.read_at(0, &mut []).unwrap();
+    assert!(store.restore(&a, Some((&b, &nothing)), &SharedBytes::of(&mut [])).unwrap().is_empty());
+    a.read_at(Address::MIN, &mut []).unwrap();
 }
 
 #[test]
@@ -505,13 +512,13 @@ fn an_empty_area_has_snapshots() {
 fn a_forgotten_half_is_not_held() {
     let store = SnapshotStore::new();
     let (mut memory, nothing) = (noise(512 * PAGE_SIZE), RangeSet::new());
-    let half = RangeSet::from(100..256 * PAGE_SIZE as u64 + 100);
-    let snapshot = store.snapshot(None, &Area::of(&mut memory), &nothing, &half).unwrap();
+    let half = RangeSet::from(offsets(100..256 * PAGE_SIZE + 100));
+    let snapshot = store.snapshot(None, &SharedBytes::of(&mut memory), &nothing, &half).unwrap();
     assert_eq!(store.usage().chunks, 257);
-    assert_eq!(snapshot.read_value::<u128>(5000).unwrap(), 0);
-    let written = store.restore(&snapshot, None, &Area::of(&mut memory)).unwrap();
-    assert_eq!(written, RangeSet::from(0..257 * PAGE_SIZE as u64));
-    assert!(is_zero(&memory[slice(&(100..256 * PAGE_SIZE as u64 + 100))]) && memory[99] != 0);
+    assert_eq!(snapshot.read_value::<u128>(Address::new(5000)).unwrap(), 0);
+    let written = store.restore(&snapshot, None, &SharedBytes::of(&mut memory)).unwrap();
+    assert_eq!(written, RangeSet::from(offsets(0..257 * PAGE_SIZE)));
+    assert!(is_zero(&memory[100..256 * PAGE_SIZE + 100]) && memory[99] != 0);
 }
 
 #[test]
@@ -522,21 +529,21 @@ fn a_base_never_becomes_a_delta() {
         SnapshotStore::with_options(SnapshotOptions { budget_bytes: Some(bytes as u64 * 9 / 4), ..Default::default() })
             .unwrap();
     let (nothing, mut memory) = (RangeSet::new(), noise(bytes));
-    let everything = RangeSet::from(0..bytes as u64);
+    let everything = RangeSet::from(offsets(0..bytes));
     let (mut taken, mut expected) = (Vec::<Snapshot>::new(), Vec::new());
     for version in 0..12u8 {
         (0..bytes).step_by(PAGE_SIZE).for_each(|page| memory[page + version as usize] ^= 0x55);
-        // The version before is used, so that this one is packed ahead of it.
+        // Using the previous version makes this version the next to be packed.
         let mut content = vec![0; bytes];
-        taken.last().iter().for_each(|snapshot| snapshot.read_at(0, &mut content).unwrap());
-        taken.push(store.snapshot(taken.last(), &Area::of(&mut memory), &everything, &nothing).unwrap());
+        taken.last().iter().for_each(|snapshot| snapshot.read_at(Address::MIN, &mut content).unwrap());
+        taken.push(store.snapshot(taken.last(), &SharedBytes::of(&mut memory), &everything, &nothing).unwrap());
         expected.push(memory.clone());
     }
     assert!(store.usage().delta_chunks > 0);
     // Reading checks the depth of each delta.
     for (snapshot, expected) in taken.iter().zip(expected) {
         let mut content = vec![0; bytes];
-        snapshot.read_at(0, &mut content).unwrap();
+        snapshot.read_at(Address::MIN, &mut content).unwrap();
         assert!(content == expected);
     }
 }

@@ -1,28 +1,29 @@
-//! The trees of all snapshots: which chunk is where.
+//! The trees of all snapshots: they map positions to chunks.
 //!
-//! A tree is immutable, and equal subtrees are the same node (hash-consing). So two trees of one height are equal when their
-//! roots are the same number, a difference is found without a look at what they share, and a changed copy costs what changed.
+//! A tree is immutable, and equal subtrees are the same node (hash-consing). Two trees of one
+//! height are therefore equal if their roots are the same number, a diff does not read shared
+//! subtrees, and the cost of a changed copy follows the changes.
 
 use std::ops::Range;
 
 use super::chunks::Chunks;
-use super::nodes::{Children, FAN_OUT, MOST_NODES, Nodes};
+use super::nodes::{Children, FAN_OUT, MAX_NODES, Nodes};
 
 /// Bits of a position that one level covers.
 const LEVEL_BITS: u32 = FAN_OUT.trailing_zeros();
 
-/// A root, 0 if all is zeros, and how many levels are below and with it.
+/// A root, and the number of levels of its tree. The root of a tree of zeros is 0.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub(super) struct Root {
     pub node: u32,
     pub height: u32,
 }
 
-/// Positions that get another chunk: a single one, or a run that becomes zeros.
+/// Positions that get another chunk: a single position, or a run that becomes zeros.
 #[derive(Clone, Debug)]
 pub(super) struct Change {
     pub positions: Range<u64>,
-    /// 0 unless it is a single position.
+    /// 0 unless there is a single position.
     pub chunk: u32,
 }
 
@@ -42,7 +43,7 @@ impl Trees {
         Trees { seed, levels: Vec::new() }
     }
 
-    /// The tree of zeros that has room for so many positions.
+    /// The tree of zeros with room for `positions` positions.
     pub fn zeros(&mut self, positions: u64) -> Root {
         let height = (0..).find(|&level| span(level) >= positions).unwrap_or(0) + 1;
         while self.levels.len() < height as usize {
@@ -51,7 +52,7 @@ impl Trees {
         Root { node: 0, height }
     }
 
-    /// How many nodes there are.
+    /// Number of nodes.
     pub fn nodes(&self) -> usize {
         self.levels.iter().map(Nodes::used).sum()
     }
@@ -61,7 +62,7 @@ impl Trees {
         self.levels.iter().map(Nodes::table_bytes).sum()
     }
 
-    /// The leaf in which a position is.
+    /// The leaf of a position.
     pub fn leaf(&self, root: Root, position: u64) -> Children {
         let mut node = root.node;
         for level in (1..root.height).rev() {
@@ -76,7 +77,8 @@ impl Trees {
         self.leaf(root, position)[position as usize % FAN_OUT]
     }
 
-    /// Most nodes that [`Trees::update`] with these changes adds, or `None` if a level might not have numbers for them.
+    /// The maximum number of nodes that [`Trees::update`] adds for these changes, or `None` if a
+    /// level might not have numbers for them.
     pub fn most_new_nodes(&self, height: u32, changes: &[Change]) -> Option<u64> {
         let mut sum = 0;
         for level in 0..height {
@@ -86,7 +88,7 @@ impl Trees {
                 touched += u64::from(last != Some(node));
                 last = Some(node);
             }
-            if self.levels[level as usize].used() as u64 + touched > MOST_NODES as u64 {
+            if self.levels[level as usize].used() as u64 + touched > MAX_NODES as u64 {
                 return None;
             }
             sum += touched;
@@ -94,8 +96,9 @@ impl Trees {
         Some(sum)
     }
 
-    /// A tree that differs from `old` by the changes, which are in ascending order and disjoint. The caller holds a reference
-    /// to the new root, and still those to the chunks it named.
+    /// Makes a tree that differs from `old` by the changes, which are in ascending order and
+    /// disjoint. The caller owns a reference to the new root, and keeps its references to the
+    /// chunks of the changes.
     pub fn update(&mut self, old: Root, changes: &[Change], chunks: &mut Chunks) -> Root {
         Root { node: self.update_node(old.height - 1, old.node, 0, changes, chunks), ..old }
     }
@@ -120,7 +123,7 @@ impl Trees {
                 _ => rest.partition_point(|change| change.positions.start < child_base + child_span),
             };
             if count == 0 {
-                // With a reference of ours to each child, the new node takes them over as they are.
+                // The new node takes over a reference to each unchanged child.
                 self.retain_child(level, *child, chunks);
                 continue;
             }
@@ -158,7 +161,7 @@ impl Trees {
         }
     }
 
-    /// Gives a reference to a root back.
+    /// Releases a reference to a root.
     pub fn release(&mut self, root: Root, chunks: &mut Chunks) {
         self.release_node(root.height - 1, root.node, chunks);
     }
@@ -169,7 +172,8 @@ impl Trees {
         }
     }
 
-    /// Calls `each` with the positions at which two trees of one height differ, in ascending order, and their chunks there.
+    /// Calls `each` with the positions at which two trees of one height differ, in ascending order,
+    /// and their chunks there.
     pub fn diff(&self, a: Root, b: Root, each: &mut dyn FnMut(u64, u32, u32)) {
         self.diff_nodes(a.height - 1, a.node, b.node, 0, each);
     }

@@ -1,8 +1,8 @@
-//! Values that can be read out of a snapshot.
+//! Values that can be read from a snapshot.
 
-/// A number in native byte order: any bytes of its size are one.
+/// A number in native byte order. Any bytes of its size are a valid number.
 pub trait Value: Copy + sealed::Sealed {
-    /// Reads it through `read`, which fills a buffer of its size.
+    /// Reads the number by `read`, which fills a buffer of the size of the number.
     #[doc(hidden)]
     fn read_by<E>(read: impl FnOnce(&mut [u8]) -> Result<(), E>) -> Result<Self, E>;
 }

@@ -1,15 +1,19 @@
-//! Two mappings of the same memory: one that is protected, and one through which it is written all the same.
+//! Two mappings of the same memory: one that is write-protected, and one through which it is
+//! written.
 
 use std::ffi::CStr;
+use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::ptr::NonNull;
 
-use crate::{Range, RangeSet};
+use super::sparse::next_data;
+use crate::{Address, AddressRangeExt, Range, RangeSet};
 
 /// A second mapping of a range's memory.
 #[derive(Debug)]
 pub struct Alias {
+    memory: Option<File>,
     start: NonNull<u8>,
     bytes: usize,
     process: u32,
@@ -21,37 +25,57 @@ unsafe impl Send for Alias {}
 unsafe impl Sync for Alias {}
 
 impl Alias {
-    /// Puts new shared memory in the place of the private memory of `range`, with the same content, and maps it a second time.
-    /// `populated` are the parts that hold data. Children made by `fork` have neither mapping.
+    /// Replaces the private memory of `range` by new shared memory with the same content, and maps
+    /// that memory a second time. `populated` are the parts that hold data. Children made by `fork`
+    /// have neither mapping.
     ///
     /// # Errors
     /// `EMFILE`, `ENOMEM`; then the range is as it was.
     ///
     /// # Safety
-    /// The range is made of whole pages of readable and writable private mappings, and nobody accesses it during the call.
+    /// The range is made of whole pages of readable and writable private mappings, and nobody
+    /// accesses it during the call.
     pub unsafe fn take_over(range: &Range, populated: &RangeSet) -> io::Result<Alias> {
-        let bytes = (range.end - range.start) as usize;
+        let bytes = range.byte_count().to_usize();
         let memory = anonymous_file(c"pagemark-region", bytes)?;
-        let alias = Alias::map(&memory, bytes, None)?;
+        let mut alias = Alias::map(&memory, bytes, None)?;
         for part in populated.iter() {
-            // SAFETY: the part is readable memory of the range, and lies at the same offset in the alias, which is as long.
+            // SAFETY: the part is readable memory of the range, and lies at the same offset in the
+            // alias, which is as long.
             unsafe {
-                let to = alias.start.as_ptr().add((part.start - range.start) as usize);
-                std::ptr::copy_nonoverlapping(part.start as *const u8, to, (part.end - part.start) as usize);
+                let to = alias.start.as_ptr().add((part.start - range.start).to_usize());
+                std::ptr::copy_nonoverlapping(part.start.as_mut_ptr::<u8>(), to, part.byte_count().to_usize());
             }
         }
         // The value for the range itself is not dropped: that mapping stays.
         std::mem::forget(Alias::map(&memory, bytes, Some(range.start))?);
+        alias.memory = Some(memory.into());
         Ok(alias)
     }
 
-    /// Maps shared memory, at an address or where the kernel likes.
-    fn map(memory: &OwnedFd, bytes: usize, address: Option<u64>) -> io::Result<Alias> {
+    /// The parts of the memory, by their offsets, that may hold anything else than zeros.
+    ///
+    /// # Errors
+    /// `lseek` failed.
+    pub fn data(&self) -> io::Result<RangeSet> {
+        let (mut data, end) = (RangeSet::new(), Address::from(self.bytes));
+        let mut at = Address::MIN;
+        while let Some(memory) = self.memory.as_ref().filter(|_| at < end) {
+            let next = next_data(memory, at, end)?;
+            at = next.end;
+            data.insert(next);
+        }
+        Ok(data)
+    }
+
+    /// Maps shared memory at an address, or where the kernel chooses.
+    fn map(memory: &OwnedFd, bytes: usize, address: Option<Address>) -> io::Result<Alias> {
         let place = address.map_or(0, |_| libc::MAP_FIXED);
-        // SAFETY: without an address no other memory is touched; an address is the caller's to replace what is there.
+        // SAFETY: without an address no other memory is touched; an address is the caller's to
+        // replace what is there.
         let start = unsafe {
             libc::mmap(
-                address.unwrap_or(0) as *mut libc::c_void,
+                address.unwrap_or_default().as_mut_ptr(),
                 bytes,
                 libc::PROT_READ | libc::PROT_WRITE,
                 libc::MAP_SHARED | libc::MAP_NORESERVE | place,
@@ -65,7 +89,7 @@ impl Alias {
         // SAFETY: the mapping was just made.
         unsafe { libc::madvise(start, bytes, libc::MADV_DONTFORK) };
         let start = NonNull::new(start.cast()).ok_or(io::ErrorKind::OutOfMemory)?;
-        Ok(Alias { start, bytes, process: std::process::id() })
+        Ok(Alias { memory: None, start, bytes, process: std::process::id() })
     }
 
     /// Where it begins.
@@ -91,7 +115,8 @@ pub struct CodeMemory {
     bytes: usize,
 }
 
-// SAFETY: what is written where is up to the users of `write`; the mappings themselves stay for ever.
+// SAFETY: what is written where is up to the users of `write`; the mappings themselves stay for
+// ever.
 unsafe impl Send for CodeMemory {}
 // SAFETY: as for `Send`.
 unsafe impl Sync for CodeMemory {}
@@ -123,7 +148,8 @@ impl CodeMemory {
         assert!(offset <= self.bytes && code.len() <= self.bytes - offset);
         // SAFETY: the place lies within the mapping, and the caller has it alone.
         unsafe { std::ptr::copy_nonoverlapping(code.as_ptr(), self.written.as_ptr().add(offset), code.len()) };
-        // It was written by another address than it will be executed by: the processor must not have fetched it before.
+        // It was written by another address than it will be executed by: the processor must not
+        // have fetched it before.
         std::arch::x86_64::__cpuid(0);
     }
 

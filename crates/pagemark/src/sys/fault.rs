@@ -1,71 +1,79 @@
-//! The one SIGSEGV handler of the process: it takes a write to protected memory to whoever protected it, and everything else
-//! to the handler that was there before.
+//! The SIGSEGV handler of the process. It passes a write to protected memory to the handler that
+//! protected the memory, and any other fault to the previously installed signal handler.
 //!
-//! What happens in the handler is async-signal-safe: it looks into a table without locks (`Slots`), and calls handlers that
-//! promise the same. All signals are blocked meanwhile.
+//! The signal handler is async-signal-safe: it looks into a table without locks (`Slots`), and
+//! calls only handlers that are async-signal-safe too. All signals are blocked meanwhile.
 //!
-//! It runs on the thread's alternate stack, if it has one, as the stack itself may be protected. A handler from before that
-//! is called for a crash and itself writes to protected memory needs room there for both: some 16 KiB, more than Rust gives its
-//! threads.
+//! It runs on the thread's alternate stack, if there is one, because the stack itself may be
+//! protected. If the previous handler, called for a crash, writes to protected memory itself, the
+//! alternate stack needs room for both: about 16 KiB, more than Rust gives its threads.
 
 use std::io;
 use std::mem::MaybeUninit;
 use std::sync::atomic::{AtomicPtr, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use super::slots::{Place, Slots};
-use crate::{PAGE_SIZE, Range};
+use super::slots::{SlotIndex, Slots};
+use super::write_access::is_writable;
+use crate::{Address, Range};
 
-/// Ranges that can be armed at once.
+/// Most ranges that can be armed at once.
 pub const SLOTS: usize = 4096;
 
-/// The bit of the processor's error code that tells a write.
+/// The bit of the processor's error code that is set for a write.
 const ERROR_WRITE: i64 = 1 << 1;
 
-/// `si_code` of a fault whose mapping does not allow the access.
+/// `si_code` of an access that the mapping does not permit.
 const SEGV_ACCERR: libc::c_int = 2;
 
-/// A write that met memory which does not allow it.
+/// A write to memory that does not permit it.
 pub struct Fault<'a> {
-    /// The first byte that was refused. What is written may begin before it, in another page.
-    pub address: u64,
-    /// The registers of the thread. What is changed here is how it goes on.
+    /// The first byte that faulted. The write may begin before it, in another page.
+    pub address: Address,
+    /// The registers of the thread, which resumes with the changes that are made here.
     pub context: &'a mut libc::ucontext_t,
 }
 
-/// What becomes of a write that met protected memory.
+/// Result of the handling of a fault.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Outcome {
-    /// The thread goes on: the write is done, or will now succeed.
+    /// The thread resumes: the write is done, or will now succeed.
     Resume,
-    /// The write is not allowed for another reason: it is a crash of the program.
+    /// The write is not permitted for another reason: the program crashes.
     Crash,
 }
 
-/// Whoever protects memory.
+/// A handler of write faults.
 pub trait WriteFault: Send + Sync {
-    /// Handles a write to the armed range. Runs in a signal handler, on any thread, on several at once, also in a child
-    /// that `fork` made: nothing that is not async-signal-safe may be done.
+    /// Handles a write to the armed range. Runs in a signal handler on any thread, on several at
+    /// once, and in children made by `fork`. It must be async-signal-safe.
     fn handle(&self, fault: &mut Fault<'_>) -> Outcome;
 }
 
-/// A range whose write faults go to a handler, as long as this exists.
+/// A range whose write faults go to a handler until this is dropped.
 #[derive(Debug)]
 pub struct Armed {
-    /// None once it is given back.
-    place: Option<Place>,
+    /// `None` once the slot is empty.
+    slot: Option<SlotIndex>,
     process: u32,
 }
 
 #[cfg(not(loom))]
-static TABLE: Slots<Arc<dyn WriteFault>, SLOTS> = Slots::new();
+static TABLE: Slots<Handler, SLOTS> = Slots::new();
 #[cfg(loom)]
-loom::lazy_static! { static ref TABLE: Slots<Arc<dyn WriteFault>, SLOTS> = Slots::new(); }
+loom::lazy_static! { static ref TABLE: Slots<Handler, SLOTS> = Slots::new(); }
+
+/// A handler, and the process that armed it. A child made by `fork` inherits the table, and may
+/// have other memory at the addresses.
+struct Handler {
+    process: u32,
+    handler: Arc<dyn WriteFault>,
+}
 
 /// Held while the handler is installed.
 static INSTALLING: Mutex<()> = Mutex::new(());
 
-/// What SIGSEGV did before; null before our handler is installed. What it points to is never freed.
+/// The previous action of SIGSEGV, or null before our handler is installed. It is never freed.
 static PREVIOUS: AtomicPtr<libc::sigaction> = AtomicPtr::new(std::ptr::null_mut());
 
 /// Sends the write faults in `range` to `handler`.
@@ -75,15 +83,18 @@ static PREVIOUS: AtomicPtr<libc::sigaction> = AtomicPtr::new(std::ptr::null_mut(
 pub fn arm(range: Range, handler: Arc<dyn WriteFault>) -> io::Result<Armed> {
     install()?;
     let full = || io::Error::other(format!("{SLOTS} ranges are tracked by signals already"));
-    let place = TABLE.fill(range, handler).ok_or_else(full)?;
-    Ok(Armed { place: Some(place), process: std::process::id() })
+    let process = std::process::id();
+    TABLE.hide_stale(&range, |inherited| inherited.process != process);
+    let slot = TABLE.fill(range, Handler { process, handler }).ok_or_else(full)?;
+    Ok(Armed { slot: Some(slot), process })
 }
 
 impl Drop for Armed {
     fn drop(&mut self) {
-        // In a child made by fork, threads that were in the handler are counted, but are not there to leave it.
-        if let Some(place) = self.place.take().filter(|_| self.process == std::process::id()) {
-            TABLE.empty(place);
+        // In a child made by fork, threads that were in the handler are counted, but are not there
+        // to leave it.
+        if let Some(slot) = self.slot.take().filter(|_| self.process == std::process::id()) {
+            TABLE.empty(slot);
         }
     }
 }
@@ -91,17 +102,11 @@ impl Drop for Armed {
 /// Calls the handler in whose range the fault lies.
 fn dispatch(fault: &mut Fault<'_>) -> Outcome {
     let address = fault.address;
-    TABLE.with(address, |handler| handler.handle(fault)).unwrap_or_else(|| {
-        // The range may have ceased to be armed, and its memory to be protected, since the fault happened.
+    TABLE.with(address, |armed| armed.handler.handle(fault)).unwrap_or_else(|| {
+        // The range may have ceased to be armed, and its memory to be protected, since the fault
+        // happened.
         if is_writable(address) { Outcome::Resume } else { Outcome::Crash }
     })
-}
-
-/// True if the memory may be written now, on Linux 5.14 or later. Async-signal-safe.
-fn is_writable(address: u64) -> bool {
-    let page = address / PAGE_SIZE as u64 * PAGE_SIZE as u64;
-    // SAFETY: faults the page in as a write would, if one is allowed, and changes no content.
-    unsafe { libc::madvise(page as *mut libc::c_void, PAGE_SIZE, libc::MADV_POPULATE_WRITE) == 0 }
 }
 
 /// Installs the handler, once.
@@ -143,13 +148,14 @@ extern "C" fn on_signal(signal: libc::c_int, info: *mut libc::siginfo_t, context
     let errno = unsafe { libc::__errno_location() };
     // SAFETY: as above.
     let errno_before = unsafe { *errno };
-    // SAFETY: the kernel gives a handler with SA_SIGINFO valid pointers to both, for the time of the call.
+    // SAFETY: the kernel gives a handler with SA_SIGINFO valid pointers to both, for the time of
+    // the call.
     let (facts, registers) = unsafe { (&*info, &mut *context.cast::<libc::ucontext_t>()) };
     let error_code = registers.uc_mcontext.gregs[libc::REG_ERR as usize];
     let mut outcome = Outcome::Crash;
     if facts.si_code == SEGV_ACCERR && error_code & ERROR_WRITE != 0 {
         // SAFETY: a signal with this code is a fault, for which the address is filled in.
-        let address = unsafe { facts.si_addr() } as u64;
+        let address = Address::of(unsafe { facts.si_addr() });
         outcome = dispatch(&mut Fault { address, context: registers });
     }
     if outcome == Outcome::Crash {
@@ -160,7 +166,7 @@ extern "C" fn on_signal(signal: libc::c_int, info: *mut libc::siginfo_t, context
     unsafe { *errno = errno_before };
 }
 
-/// Does what would have been done without us.
+/// Does what the previous action of SIGSEGV would have done.
 ///
 /// # Safety
 /// The arguments are those of the signal handler that calls this.
@@ -178,10 +184,11 @@ unsafe fn pass_on(signal: libc::c_int, info: *mut libc::siginfo_t, context: *mut
             action.sa_sigaction = libc::SIG_DFL;
             // SAFETY: changes only what the signal does.
             unsafe { libc::sigaction(signal, &action, std::ptr::null_mut()) };
-            // A fault happens again when the instruction is executed again; what somebody sent is sent again.
+            // A fault happens again when the instruction is executed again; what somebody sent is
+            // sent again.
             if !is_fault {
-                // SAFETY: sends this thread the signal it has just got, with what came with it; it is delivered when
-                // the handler returns.
+                // SAFETY: sends this thread the signal it has just got, with what came with it; it
+                // is delivered when the handler returns.
                 unsafe {
                     let (process, thread) = (libc::getpid(), libc::gettid());
                     libc::syscall(libc::SYS_rt_tgsigqueueinfo, process, thread, signal, info);
@@ -193,9 +200,10 @@ unsafe fn pass_on(signal: libc::c_int, info: *mut libc::siginfo_t, context: *mut
                 static DEFAULT: MaybeUninit<libc::sigaction> = MaybeUninit::zeroed();
                 PREVIOUS.store(DEFAULT.as_ptr().cast_mut(), Ordering::Release);
             }
-            // What the handler expects to be blocked: what was, what it asked for, and the signal itself. It may leave by
-            // a jump, so that nothing can be put back behind it; returning from the signal does that.
-            // SAFETY: the context is the kernel's, and the sets are plain values of ours.
+            // What the handler expects to be blocked: what was, what it asked for, and the signal
+            // itself. It may leave by a jump, so that nothing can be put back behind it; returning
+            // from the signal does that. SAFETY: the context is the kernel's, and the sets are
+            // plain values of ours.
             unsafe {
                 let mut mask = (*context.cast::<libc::ucontext_t>()).uc_sigmask;
                 for other in 1..=libc::SIGRTMAX() {

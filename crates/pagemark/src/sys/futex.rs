@@ -1,8 +1,8 @@
-//! A number that threads, and signal handlers, can wait for.
+//! A number for whose change threads and signal handlers can wait.
 
 use super::sync::atomic::AtomicU32;
 
-/// A number, and those who sleep until it is another one. Everything is async-signal-safe.
+/// A number, and the threads that sleep until it changes. All operations are async-signal-safe.
 #[derive(Debug, Default)]
 pub(crate) struct Futex {
     number: AtomicU32,
@@ -15,7 +15,7 @@ impl Futex {
         &self.number
     }
 
-    /// Sleeps until somebody wakes those who sleep, unless the number is not `expected` by now. May return without a reason.
+    /// Sleeps until the next wake-up, unless the number differs from `expected`. May return early.
     #[cfg(not(loom))]
     pub fn sleep(&self, expected: u32) {
         // SAFETY: the futex word is borrowed for the call, which only reads it.
@@ -30,7 +30,7 @@ impl Futex {
         };
     }
 
-    /// Wakes all who sleep.
+    /// Wakes all sleeping threads.
     #[cfg(not(loom))]
     pub fn wake_all(&self) {
         // SAFETY: the kernel uses the address only to find who sleeps on it.
@@ -45,7 +45,8 @@ impl Futex {
     }
 }
 
-/// What the kernel does: it looks at the number and falls asleep in one step, as seen by those who wake.
+/// What the kernel does: it looks at the number and falls asleep in one step, as seen by those who
+/// wake.
 #[cfg(loom)]
 mod model {
     use loom::sync::atomic::Ordering;

@@ -1,27 +1,29 @@
-//! A gate between those who record writes, also in signal handlers, and the one who takes what they recorded.
+//! A gate that excludes the recording of writes, which also happens in signal handlers, while the
+//! records are taken.
 
 use super::futex::Futex;
 use super::sync::atomic::Ordering;
 
-/// Set while the gate is closed, or about to be: nobody enters.
+/// Set while the gate is closed or closing: nothing can enter.
 const CLOSED: u32 = 1 << 31;
-/// Set while somebody sleeps on the gate.
+/// Set while a thread sleeps on the gate.
 const AWAITED: u32 = 1 << 30;
-/// How many are inside.
+/// The number of recorders inside.
 const INSIDE: u32 = AWAITED - 1;
 
-/// Lets any number in at once, or shuts all of them out.
+/// Admits any number of recorders at once, or none.
 ///
-/// Entering and leaving are async-signal-safe: atomics, and the futex system call. What must not happen is that a thread
-/// waits for itself: whoever closes the gate does so with all signals blocked ([`Blocked`](super::signals::Blocked)), and whoever
-/// is inside is a signal handler with all signals blocked, or does not wait there.
+/// Entering and leaving are async-signal-safe: atomics, and the futex system call. A thread must
+/// not wait for itself. The gate is therefore closed with all signals blocked
+/// ([`Blocked`](super::signals::Blocked)), and code inside is a signal handler with all signals
+/// blocked, or does not wait.
 #[derive(Debug, Default)]
 pub struct Gate {
     state: Futex,
 }
 
 impl Gate {
-    /// Enters; waits while the gate is closed.
+    /// Enters, after waiting while the gate is closed.
     pub fn enter(&self) -> Inside<'_> {
         let number = self.state.number();
         let mut state = number.load(Ordering::Relaxed);
@@ -37,7 +39,7 @@ impl Gate {
         }
     }
 
-    /// Closes the gate and waits until nobody is inside. One closes it at a time.
+    /// Closes the gate and waits until it is empty. Only one thread can close it at a time.
     pub fn close(&self) -> Closed<'_> {
         let mut state = self.state.number().fetch_or(CLOSED, Ordering::Acquire) | CLOSED;
         while state & INSIDE != 0 {
@@ -46,7 +48,7 @@ impl Gate {
         Closed { gate: self }
     }
 
-    /// Sleeps until the state may no longer be the given one, and returns what it is then.
+    /// Sleeps until the state may differ from the given one, and returns the state.
     fn sleep(&self, state: u32) -> u32 {
         let number = self.state.number();
         let awaited = state | AWAITED;
@@ -58,7 +60,7 @@ impl Gate {
     }
 }
 
-/// Somebody is inside as long as this exists.
+/// A recorder is inside until this is dropped.
 #[must_use]
 #[derive(Debug)]
 pub struct Inside<'a> {
@@ -68,14 +70,15 @@ pub struct Inside<'a> {
 impl Drop for Inside<'_> {
     fn drop(&mut self) {
         let left = self.gate.state.number().fetch_sub(1, Ordering::Release) - 1;
-        // The last one lets the closer go on. Those who want to enter are woken too, and sleep again.
+        // The last one lets the closer go on. Those who want to enter are woken too, and sleep
+        // again.
         if left == CLOSED | AWAITED {
             self.gate.state.wake_all();
         }
     }
 }
 
-/// The gate is closed as long as this exists.
+/// The gate is closed until this is dropped.
 #[must_use]
 #[derive(Debug)]
 pub struct Closed<'a> {
@@ -140,8 +143,8 @@ mod models {
     use super::*;
     use crate::sys::sync::model;
 
-    /// What whoever closes writes, and those inside only read. Loom finds out whether one does so while, or without having seen
-    /// what, the other does.
+    /// What whoever closes writes, and those inside only read. Loom finds out whether one does so
+    /// while, or without having seen what, the other does.
     #[derive(Default)]
     struct Guarded {
         gate: Gate,

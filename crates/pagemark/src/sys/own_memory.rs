@@ -1,20 +1,20 @@
-//! Mappings of this process: making them, protecting them, and asking what they are.
+//! Mappings of this process: making, protecting and freeing them.
 
 use std::io;
 use std::ptr::NonNull;
 
-use crate::{PAGE_SIZE, Range};
+use crate::{Address, AddressRangeExt, ByteCount, PAGE_SIZE, Range};
 
-/// What the program may do with pages. Reading is always allowed.
+/// Permitted access to pages.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Access {
-    /// Only that.
+    /// Reading only.
     Read,
-    /// And writing.
+    /// Reading and writing.
     Write,
 }
 
-/// A private anonymous mapping that is ours alone; zeros at first.
+/// A private anonymous mapping, filled with zeros at first.
 #[derive(Debug)]
 pub struct Mapping {
     start: NonNull<u8>,
@@ -36,7 +36,8 @@ impl Mapping {
         let bytes = bytes.checked_next_multiple_of(PAGE_SIZE).ok_or(io::ErrorKind::OutOfMemory)?;
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
         let protection = libc::PROT_READ | libc::PROT_WRITE;
-        // SAFETY: a new private anonymous mapping at an address that the kernel chooses touches no other memory.
+        // SAFETY: a new private anonymous mapping at an address that the kernel chooses touches no
+        // other memory.
         let start = unsafe { libc::mmap(std::ptr::null_mut(), bytes, protection, flags, -1, 0) };
         if start == libc::MAP_FAILED {
             return Err(io::Error::last_os_error());
@@ -55,10 +56,17 @@ impl Mapping {
         self.bytes
     }
 
+    /// Its content.
+    pub fn content_mut(&mut self) -> &mut [u8] {
+        // SAFETY: the mapping is readable and writable, and all ours. Whoever accesses it by its
+        // address does not do so while it is borrowed.
+        unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.bytes) }
+    }
+
     /// Its addresses.
     pub fn range(&self) -> Range {
-        let start = self.start.as_ptr() as u64;
-        start..start + self.bytes as u64
+        let start = Address::of(self.start.as_ptr());
+        start..start + ByteCount::from(self.bytes)
     }
 }
 
@@ -72,22 +80,21 @@ impl Drop for Mapping {
     }
 }
 
-/// Changes what the program may do with the pages of `range`. Async-signal-safe.
+/// Changes the permitted access to the pages of `range`. Async-signal-safe.
 ///
 /// # Errors
-/// `ENOMEM`: not all of it is mapped, or the process would have too many mappings. `EACCES`: a file that may not be
-/// written.
+/// `ENOMEM`: not all of it is mapped, or the process would have too many mappings. `EACCES`: a file
+/// that may not be written.
 ///
 /// # Safety
-/// Whoever uses the memory expects it: with less access, writes are signals.
+/// Users of the memory expect the change: a write that is not permitted raises a signal.
 pub unsafe fn set_access(range: &Range, access: Access) -> io::Result<()> {
     let protection = match access {
         Access::Read => libc::PROT_READ,
         Access::Write => libc::PROT_READ | libc::PROT_WRITE,
     };
     // SAFETY: content is not changed, and the caller answers for the access.
-    let result =
-        unsafe { libc::mprotect(range.start as *mut libc::c_void, (range.end - range.start) as usize, protection) };
+    let result = unsafe { libc::mprotect(range.start.as_mut_ptr(), range.byte_count().to_usize(), protection) };
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
@@ -95,68 +102,45 @@ pub unsafe fn set_access(range: &Range, access: Access) -> io::Result<()> {
 pub fn is_mapped(range: &Range) -> bool {
     // Asks for nothing to be done, and is told whether there is a hole.
     // SAFETY: without further flags the call changes nothing.
-    unsafe { libc::msync(range.start as *mut libc::c_void, (range.end - range.start) as usize, libc::MS_ASYNC) == 0 }
+    unsafe { libc::msync(range.start.as_mut_ptr(), range.byte_count().to_usize(), libc::MS_ASYNC) == 0 }
 }
 
-/// A mapping as `/proc/self/maps` tells of it.
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Described {
-    /// Its addresses.
-    pub range: Range,
-    /// Readable and writable, and not executable.
-    pub is_data: bool,
-    /// Shared with other processes, or with a file.
-    pub is_shared: bool,
-}
-
-/// The mappings that overlap `range`, in ascending order.
+/// Frees the memory behind the pages of `range`: they hold zeros afterwards (in a mapping of a
+/// file, what the file holds).
 ///
 /// # Errors
-/// `/proc` is not mounted.
-pub fn describe(range: &Range) -> io::Result<Vec<Described>> {
-    let maps = std::fs::read_to_string("/proc/self/maps")?;
-    let described = maps.lines().filter_map(|line| {
-        let mut fields = line.split_ascii_whitespace();
-        let (start, end) = fields.next()?.split_once('-')?;
-        let access = fields.next()?.as_bytes();
-        let found = u64::from_str_radix(start, 16).ok()?..u64::from_str_radix(end, 16).ok()?;
-        Some(Described { range: found, is_data: access.starts_with(b"rw-"), is_shared: access.get(3) == Some(&b's') })
-    });
-    Ok(described.filter(|found| found.range.start < range.end && range.start < found.range.end).collect())
-}
-
-/// Frees the memory behind the pages of `range`: they hold zeros afterwards (in a mapping of a file, what the file holds).
-///
-/// # Errors
-/// `EINVAL`: a kind of mapping of which nothing can be freed, such as locked memory. `ENOMEM`: not all of it is mapped.
+/// `EINVAL`: a kind of mapping of which nothing can be freed, such as locked memory. `ENOMEM`: not
+/// all of it is mapped.
 ///
 /// # Safety
-/// The content is not needed any more.
+/// The content is no longer needed.
 pub unsafe fn free(range: &Range, is_shared: bool) -> io::Result<()> {
     let advice = if is_shared { libc::MADV_REMOVE } else { libc::MADV_DONTNEED };
     // SAFETY: the caller gives the content up.
-    let result = unsafe { libc::madvise(range.start as *mut libc::c_void, (range.end - range.start) as usize, advice) };
+    let result = unsafe { libc::madvise(range.start.as_mut_ptr(), range.byte_count().to_usize(), advice) };
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::sys::own_mappings;
 
     #[test]
     fn a_mapping_is_described_while_it_is_there() {
         let mapping = Mapping::new(3 * PAGE_SIZE).unwrap();
         let range = mapping.range();
         assert!(is_mapped(&range));
-        let described = describe(&range).unwrap();
-        assert!(described.iter().all(|found| found.is_data && !found.is_shared), "{described:?}");
-        let middle = range.start + PAGE_SIZE as u64..range.start + 2 * PAGE_SIZE as u64;
+        let described = own_mappings::describe(&range).unwrap();
+        assert!(described.iter().all(|found| found.is_data() && !found.is_shared), "{described:?}");
+        let middle = range.start + ByteCount::PAGE..range.start + ByteCount::of_pages(2);
         // SAFETY: nobody uses the mapping.
         unsafe { set_access(&middle, Access::Read).unwrap() };
-        let described = describe(&range).unwrap();
-        assert!(described.contains(&Described { range: middle.clone(), is_data: false, is_shared: false }));
+        let described = own_mappings::describe(&range).unwrap();
+        let protected = described.iter().find(|found| found.range == middle).unwrap();
+        assert!(!protected.is_data() && !protected.is_shared);
         // SAFETY: the page is part of our own mapping, which nobody uses.
-        unsafe { libc::munmap(middle.start as *mut libc::c_void, PAGE_SIZE) };
+        unsafe { libc::munmap(middle.start.as_mut_ptr(), PAGE_SIZE) };
         assert!(!is_mapped(&range));
         assert!(Mapping::new(0).is_err());
     }

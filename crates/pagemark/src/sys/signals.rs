@@ -1,12 +1,12 @@
-//! Blocking signals for a moment.
+//! Blocking signals for a short time.
 
 use std::marker::PhantomData;
 use std::mem::MaybeUninit;
 
-/// All signals of this thread are blocked as long as this exists; those that come are delivered afterwards.
+/// Blocks all signals of this thread until it is dropped. They are delivered afterwards.
 ///
-/// What a thread does while it keeps fault handlers out is done like this: a signal handler that wrote to tracked memory
-/// in the midst of it would wait for its own thread.
+/// A thread that keeps fault handlers out needs this: a signal handler on the same thread that
+/// wrote to tracked memory would wait for its own thread.
 #[derive(Debug)]
 pub struct Blocked {
     before: libc::sigset_t,
@@ -19,7 +19,8 @@ impl Blocked {
     pub fn all() -> Blocked {
         let mut all = MaybeUninit::uninit();
         let mut before = MaybeUninit::uninit();
-        // SAFETY: both sets are ours and are filled in by the calls, which can't fail with these arguments.
+        // SAFETY: both sets are ours and are filled in by the calls, which can't fail with these
+        // arguments.
         unsafe {
             libc::sigfillset(all.as_mut_ptr());
             libc::pthread_sigmask(libc::SIG_SETMASK, all.as_ptr(), before.as_mut_ptr());

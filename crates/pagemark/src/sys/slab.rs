@@ -1,4 +1,4 @@
-//! Memory for content, in pieces of one size that are given back as a whole.
+//! Memory for content, in pieces of one size that are freed as a whole.
 
 use std::io;
 use std::ops::Range;
@@ -7,7 +7,7 @@ use std::ptr::NonNull;
 /// Bytes of a slab: a huge page.
 pub const SLAB_BYTES: usize = if cfg!(miri) { 64 << 10 } else { 2 << 20 };
 
-/// Memory of [`SLAB_BYTES`], aligned to its size, zeros at first. Dropping it gives it back to the kernel.
+/// Memory of [`SLAB_BYTES`], aligned to its size, and filled with zeros at first.
 #[derive(Debug)]
 pub struct Slab {
     start: NonNull<u8>,
@@ -19,8 +19,8 @@ unsafe impl Send for Slab {}
 unsafe impl Sync for Slab {}
 
 impl Slab {
-    /// A new one. With `huge`, the kernel is asked for a huge page, which makes the first writes to it cheap and takes all of
-    /// its memory at once.
+    /// Maps a slab. With `huge`, it asks the kernel for a huge page, which makes the first writes
+    /// cheap and takes all of the memory at once.
     ///
     /// # Errors
     /// The kernel gives no memory.
@@ -40,27 +40,29 @@ impl Slab {
     /// A part of it.
     ///
     /// # Panics
-    /// If it is not that long.
+    /// If the part is not within the slab.
     pub fn part(&self, part: Range<usize>) -> &[u8] {
         assert!(part.start <= part.end && part.end <= SLAB_BYTES, "{part:?} of a slab");
-        // SAFETY: the part lies in our own initialized memory, and the borrow of `self` keeps it from being written.
+        // SAFETY: the part lies in our own initialized memory, and the borrow of `self` keeps it
+        // from being written.
         unsafe { std::slice::from_raw_parts(self.start.as_ptr().add(part.start), part.len()) }
     }
 
     /// A part of it, to be written.
     ///
     /// # Panics
-    /// If it is not that long.
+    /// If the part is not within the slab.
     pub fn part_mut(&mut self, part: Range<usize>) -> &mut [u8] {
         assert!(part.start <= part.end && part.end <= SLAB_BYTES, "{part:?} of a slab");
-        // SAFETY: the part lies in our own initialized memory, and the borrow of `self` keeps it unaliased.
+        // SAFETY: the part lies in our own initialized memory, and the borrow of `self` keeps it
+        // unaliased.
         unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr().add(part.start), part.len()) }
     }
 
-    /// Gives the memory of the whole pages in a part back to the kernel. What the part holds is unspecified then.
+    /// Frees the memory of the whole pages in a part. The content of the part becomes unspecified.
     ///
     /// # Panics
-    /// If it is not that long.
+    /// If the part is not within the slab.
     pub fn discard(&mut self, part: Range<usize>) {
         assert!(part.end <= SLAB_BYTES, "{part:?} of a slab");
         let pages = part.start.next_multiple_of(crate::PAGE_SIZE)..part.end / crate::PAGE_SIZE * crate::PAGE_SIZE;
@@ -68,15 +70,16 @@ impl Slab {
             return;
         }
         #[cfg(not(miri))]
-        // SAFETY: the pages lie in our own private anonymous mapping, where this leaves zeros, and no slice of it is in use.
+        // SAFETY: the pages lie in our own private anonymous mapping, where this leaves zeros, and
+        // no slice of it is in use.
         let _ = unsafe { libc::madvise(self.start.as_ptr().add(pages.start).cast(), pages.len(), libc::MADV_DONTNEED) };
     }
 }
 
 #[cfg(not(miri))]
 fn map() -> io::Result<NonNull<u8>> {
-    // Twice the size, of which the aligned half is kept.
-    // SAFETY: a new private anonymous mapping at an address that the kernel chooses touches no other memory.
+    // Twice the size, of which the aligned half is kept. SAFETY: a new private anonymous mapping at
+    // an address that the kernel chooses touches no other memory.
     let mapped = unsafe {
         libc::mmap(
             std::ptr::null_mut(),
@@ -91,7 +94,8 @@ fn map() -> io::Result<NonNull<u8>> {
         return Err(io::Error::last_os_error());
     }
     let ahead = mapped.addr().next_multiple_of(SLAB_BYTES) - mapped.addr();
-    // SAFETY: both parts lie in the mapping just made, outside of the half that is kept; `ahead` is less than SLAB_BYTES.
+    // SAFETY: both parts lie in the mapping just made, outside of the half that is kept; `ahead` is
+    // less than SLAB_BYTES.
     unsafe {
         if ahead > 0 {
             libc::munmap(mapped, ahead);

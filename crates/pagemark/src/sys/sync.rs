@@ -1,7 +1,8 @@
-//! What threads share without locks: the standard library's types, or those of loom, under which a model tries every order
-//! in which threads may run and see each other's accesses.
+//! Types for lock-free sharing: those of the standard library, or those of loom, under which a
+//! model tries every order in which threads may run and see each other's accesses.
 //!
-//! `scripts/models.sh` builds with `--cfg loom` and runs the models: the tests in modules of that name.
+//! `scripts/models.sh` builds with `--cfg loom` and runs the models: the tests in modules of that
+//! name.
 
 #[cfg(loom)]
 pub(crate) use loom::{
@@ -14,8 +15,8 @@ pub(crate) use std::{
     thread::yield_now,
 };
 
-/// Runs a model: `body` once for each order of its threads' steps in which a thread is interrupted at most `interruptions`
-/// times where it could have gone on.
+/// Runs a model: `body` once for each order of its threads' steps in which a thread is interrupted
+/// at most `interruptions` times where it could have gone on.
 #[cfg(all(test, loom))]
 pub(crate) fn model(interruptions: usize, body: impl Fn() + Sync + Send + 'static) {
     let mut builder = loom::model::Builder::new();

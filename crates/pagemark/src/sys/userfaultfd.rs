@@ -1,29 +1,72 @@
-//! userfaultfd for write-protection. In asynchronous mode the kernel itself lifts the protection at a page's first write;
-//! in synchronous mode whoever reads the descriptor does.
+//! userfaultfd for write-protection, and for memory that is filled in after it was mapped. In
+//! asynchronous mode the kernel itself unprotects a page at its first write. In synchronous mode
+//! the reader of the descriptor does.
 
 use std::io;
-use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 
-use crate::Range;
+use super::interface::Interface;
+use crate::{Address, AddressRangeExt, PAGE_SIZE, Range};
 
 const UFFD_API: u64 = 0xAA;
 const UFFDIO_API: libc::c_ulong = 0xc018_aa3f;
 const UFFDIO_REGISTER: libc::c_ulong = 0xc020_aa00;
 const UFFDIO_UNREGISTER: libc::c_ulong = 0x8010_aa01;
 const UFFDIO_WAKE: libc::c_ulong = 0x8010_aa02;
+const UFFDIO_COPY: libc::c_ulong = 0xc028_aa03;
+const UFFDIO_ZEROPAGE: libc::c_ulong = 0xc020_aa04;
 const UFFDIO_WRITEPROTECT: libc::c_ulong = 0xc018_aa06;
 
 const FEATURE_PAGEFAULT_FLAG_WP: u64 = 1 << 0;
+const FEATURE_EVENT_FORK: u64 = 1 << 1;
+const FEATURE_EVENT_REMAP: u64 = 1 << 2;
+const FEATURE_EVENT_REMOVE: u64 = 1 << 3;
+const FEATURE_EVENT_UNMAP: u64 = 1 << 6;
 const FEATURE_WP_HUGETLBFS_SHMEM: u64 = 1 << 12;
 const FEATURE_WP_UNPOPULATED: u64 = 1 << 13;
 const FEATURE_WP_ASYNC: u64 = 1 << 15;
+
+/// Write-protection of private anonymous memory.
+pub static WRITE_PROTECT: Interface =
+    Interface::new("UFFD_FEATURE_PAGEFAULT_FLAG_WP", "5.7", "the mechanism uffd does not work", || {
+        has_features(FEATURE_PAGEFAULT_FLAG_WP)
+    });
+
+/// Write-protection of shared memory and of hugetlbfs.
+pub static WRITE_PROTECT_SHARED: Interface = Interface::new(
+    "UFFD_FEATURE_WP_HUGETLBFS_SHMEM",
+    "5.19",
+    "the mechanism uffd does not track shared memory and memory of hugetlbfs",
+    || has_features(FEATURE_PAGEFAULT_FLAG_WP | FEATURE_WP_HUGETLBFS_SHMEM),
+);
+
+/// Write-protection of anonymous memory that holds no page.
+pub static WRITE_PROTECT_UNPOPULATED: Interface = Interface::new(
+    "UFFD_FEATURE_WP_UNPOPULATED",
+    "6.4",
+    "the mechanism uffd maps the zero page to all unpopulated memory of a region",
+    || has_features(FEATURE_PAGEFAULT_FLAG_WP | FEATURE_WP_HUGETLBFS_SHMEM | FEATURE_WP_UNPOPULATED),
+);
+
+/// Write-protection that the kernel itself removes at the first write.
+pub static WRITE_PROTECT_ASYNC: Interface = Interface::new(
+    "UFFD_FEATURE_WP_ASYNC",
+    "6.7",
+    "the mechanisms adaptive and pagemap-scan do not work; the others cost a program more",
+    || Userfaultfd::of_this_process().map(drop),
+);
+
+/// Fails unless this process can have a userfaultfd with these features.
+fn has_features(features: u64) -> io::Result<()> {
+    new_descriptor(libc::O_CLOEXEC).or_else(|_| new_descriptor(FLAGS))?.begin(features)
+}
 
 const EVENT_PAGEFAULT: u8 = 0x12;
 const REGISTER_MODE_WP: u64 = 1 << 1;
 const WRITEPROTECT_MODE_WP: u64 = 1 << 0;
 
-/// What `userfaultfd(2)` is called with. User mode only needs no privilege, and loses nothing: in asynchronous mode
-/// the kernel resolves its own writes to protected pages as it resolves the program's.
+/// Flags of `userfaultfd(2)`. User mode needs no privilege, and loses nothing: in asynchronous mode
+/// the kernel resolves its own writes to protected pages as it resolves those of the program.
 pub const FLAGS: libc::c_int = libc::O_CLOEXEC | 1;
 
 #[repr(C)]
@@ -52,7 +95,7 @@ struct Span {
 
 impl From<&Range> for Span {
     fn from(range: &Range) -> Self {
-        Span { start: range.start, length: range.end.saturating_sub(range.start) }
+        Span { start: range.start.get(), length: range.byte_count().get() }
     }
 }
 
@@ -63,80 +106,111 @@ struct Register {
     ioctls: u64,
 }
 
+/// `struct uffdio_copy`.
+#[repr(C)]
+struct Copy {
+    target: u64,
+    source: u64,
+    length: u64,
+    mode: u64,
+    /// Bytes that were copied, or a negative error number.
+    copied: i64,
+}
+
+/// `struct uffdio_zeropage`.
+#[repr(C)]
+struct ZeroPage {
+    span: Span,
+    mode: u64,
+    zeroed: i64,
+}
+
 #[repr(C)]
 struct WriteProtect {
     span: Span,
     mode: u64,
 }
 
-/// A userfaultfd of this process or, taken from it, of another one. Closing it unprotects all that it protected.
+/// A userfaultfd of this process, or one that was made in another process. Closing it unprotects
+/// all pages that it protected.
 #[derive(Debug)]
 pub struct Userfaultfd {
     descriptor: OwnedFd,
 }
 
+/// A userfaultfd in synchronous mode, and what it can do.
+#[derive(Debug)]
+pub struct Synchronous {
+    /// The userfaultfd.
+    pub userfaultfd: Userfaultfd,
+    /// True if system calls that write to a protected page wait, as the program's own writes do.
+    /// Without the privilege for that they fail with `EFAULT`.
+    pub holds_system_calls: bool,
+    /// True if it protects shared memory and memory of hugetlbfs ([`WRITE_PROTECT_SHARED`]).
+    pub protects_shared: bool,
+    /// True if it protects anonymous memory that holds no page ([`WRITE_PROTECT_UNPOPULATED`]).
+    /// Otherwise protecting does nothing where there is no page.
+    pub protects_unpopulated: bool,
+}
+
 impl Userfaultfd {
-    /// One for the memory of this process, ready for [`Userfaultfd::register`].
+    /// Makes a userfaultfd for the memory of this process.
     ///
     /// # Errors
-    /// `ENOSYS` or `EINVAL` where the kernel lacks it (asynchronous write-protection came with Linux 6.7), `EMFILE`.
+    /// `ENOSYS` or `EINVAL` where the kernel lacks it (asynchronous write-protection came with
+    /// Linux 6.7), `EMFILE`.
     pub fn of_this_process() -> io::Result<Self> {
-        // SAFETY: the call takes only flags and returns a new descriptor or -1.
-        let descriptor = unsafe { libc::syscall(libc::SYS_userfaultfd, FLAGS) };
-        if descriptor < 0 {
-            return Err(io::Error::last_os_error());
-        }
-        // SAFETY: the descriptor was just returned to us, and nothing else owns it.
-        let descriptor = unsafe { OwnedFd::from_raw_fd(descriptor as libc::c_int) };
-        Self::from_new(descriptor)
+        Self::from_new(new_descriptor(FLAGS)?.descriptor)
     }
 
-    /// One in synchronous mode for the memory of this process: a thread that writes to a protected page waits until
-    /// somebody who learns of it by [`Userfaultfd::wait`] unprotects the page. Also returns whether system calls that write to such
-    /// a page wait too; without the privilege for that they fail with `EFAULT`.
+    /// Makes a userfaultfd in synchronous mode for the memory of this process. A thread that writes
+    /// to a protected page waits until the caller of [`Userfaultfd::wait`] unprotects the page.
     ///
     /// # Errors
-    /// `ENOSYS` or `EINVAL` where the kernel lacks it (what is needed came with Linux 6.4), `EMFILE`.
-    pub fn synchronous() -> io::Result<(Self, bool)> {
-        let make = |flags: libc::c_int| {
-            // SAFETY: the call takes only flags and returns a new descriptor or -1.
-            let descriptor = unsafe { libc::syscall(libc::SYS_userfaultfd, flags | libc::O_NONBLOCK) };
-            if descriptor < 0 { Err(io::Error::last_os_error()) } else { Ok(descriptor as libc::c_int) }
-        };
-        let (descriptor, holds_system_calls) = match make(libc::O_CLOEXEC) {
-            Err(error) if error.raw_os_error() == Some(libc::EPERM) => (make(FLAGS)?, false),
+    /// `ENOSYS` or `EINVAL` where the kernel lacks it (write-protection came with Linux 5.7),
+    /// `EPERM` without a privilege before Linux 5.11, `EMFILE`.
+    pub fn synchronous() -> io::Result<Synchronous> {
+        let (userfaultfd, holds_system_calls) = match new_descriptor(libc::O_CLOEXEC | libc::O_NONBLOCK) {
+            Err(error) if error.raw_os_error() == Some(libc::EPERM) => {
+                let unprivileged = new_descriptor(FLAGS | libc::O_NONBLOCK);
+                // A kernel that does not know the flag of user mode has refused the first call.
+                (unprivileged.map_err(|other| if is_unknown(&other) { error } else { other })?, false)
+            }
             made => (made?, true),
         };
-        // SAFETY: the descriptor was just returned to us, and nothing else owns it.
-        let userfaultfd = Userfaultfd { descriptor: unsafe { OwnedFd::from_raw_fd(descriptor) } };
-        let features = FEATURE_PAGEFAULT_FLAG_WP | FEATURE_WP_HUGETLBFS_SHMEM | FEATURE_WP_UNPOPULATED;
-        userfaultfd.ioctl(UFFDIO_API, &mut Api { api: UFFD_API, features, ioctls: 0 })?;
-        Ok((userfaultfd, holds_system_calls))
+        for (protects_shared, protects_unpopulated) in [(true, true), (true, false), (false, false)] {
+            let features = FEATURE_PAGEFAULT_FLAG_WP
+                | if protects_shared { FEATURE_WP_HUGETLBFS_SHMEM } else { 0 }
+                | if protects_unpopulated { FEATURE_WP_UNPOPULATED } else { 0 };
+            match userfaultfd.begin(features) {
+                // The kernel lacks one of the features. The descriptor can still be used.
+                Err(error) if is_unknown(&error) && protects_shared => {}
+                begun => {
+                    begun?;
+                    return Ok(Synchronous { userfaultfd, holds_system_calls, protects_shared, protects_unpopulated });
+                }
+            }
+        }
+        Err(io::Error::from_raw_os_error(libc::EINVAL))
     }
 
-    /// Waits until a thread writes to a protected page, and returns the address; none once `stop` can be read. Allocates
-    /// nothing.
+    /// Asks the kernel for features, once for each descriptor.
+    fn begin(&self, features: u64) -> io::Result<()> {
+        self.ioctl(UFFDIO_API, &mut Api { api: UFFD_API, features, ioctls: 0 })
+    }
+
+    /// Waits until a thread writes to a protected page, and returns the address. Returns `None`
+    /// once `stop` is readable. Allocates nothing.
     ///
     /// # Errors
     /// The descriptor can't be read.
-    pub fn wait(&self, stop: BorrowedFd<'_>) -> io::Result<Option<u64>> {
+    pub fn wait(&self, stop: BorrowedFd<'_>) -> io::Result<Option<Address>> {
         let interest = |descriptor: libc::c_int| libc::pollfd { fd: descriptor, events: libc::POLLIN, revents: 0 };
         loop {
-            let mut message = Message::default();
-            // SAFETY: the buffer is a message, whose every bit pattern is valid, and as long as is said.
-            let length = unsafe {
-                let buffer = std::ptr::from_mut(&mut message).cast();
-                libc::read(self.descriptor.as_raw_fd(), buffer, size_of::<Message>())
-            };
-            let error = io::Error::last_os_error();
-            match usize::try_from(length) {
-                Ok(length) if length == size_of::<Message>() && message.event == EVENT_PAGEFAULT => {
-                    return Ok(Some(message.address));
-                }
-                Ok(_) => continue,
-                Err(_) if error.kind() == io::ErrorKind::Interrupted => continue,
-                Err(_) if error.kind() == io::ErrorKind::WouldBlock => {}
-                Err(_) => return Err(error),
+            match self.read_message()? {
+                Some(message) if message.event == EVENT_PAGEFAULT => return Ok(Some(Address::new(message.address))),
+                Some(_) => continue,
+                None => {}
             }
             let mut watched = [interest(self.descriptor.as_raw_fd()), interest(stop.as_raw_fd())];
             // SAFETY: the array is borrowed for the call and has the length that is said.
@@ -147,30 +221,46 @@ impl Userfaultfd {
         }
     }
 
-    /// Takes over one that was made in another process and not used yet, ready for [`Userfaultfd::register`].
+    /// Reads the next message. None if there is none now. Allocates nothing.
+    fn read_message(&self) -> io::Result<Option<Message>> {
+        loop {
+            let mut message = Message::default();
+            // SAFETY: the buffer is a message, whose every bit pattern is valid, and as long as is
+            // said.
+            let length = unsafe {
+                let buffer = std::ptr::from_mut(&mut message).cast();
+                libc::read(self.descriptor.as_raw_fd(), buffer, size_of::<Message>())
+            };
+            let error = io::Error::last_os_error();
+            match usize::try_from(length) {
+                Ok(length) if length == size_of::<Message>() => return Ok(Some(message)),
+                Ok(_) => {}
+                Err(_) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(_) if error.kind() == io::ErrorKind::WouldBlock => return Ok(None),
+                Err(_) => return Err(error),
+            }
+        }
+    }
+
+    /// Takes over a descriptor that was made in another process and not used yet.
     ///
     /// # Errors
     /// `EINVAL` where the kernel lacks asynchronous write-protection, which came with Linux 6.7.
     pub fn from_new(descriptor: OwnedFd) -> io::Result<Self> {
         let userfaultfd = Userfaultfd { descriptor };
-        let mut api = Api {
-            api: UFFD_API,
-            features: FEATURE_PAGEFAULT_FLAG_WP
-                | FEATURE_WP_HUGETLBFS_SHMEM
-                | FEATURE_WP_UNPOPULATED
-                | FEATURE_WP_ASYNC,
-            ioctls: 0,
-        };
-        userfaultfd.ioctl(UFFDIO_API, &mut api)?;
+        userfaultfd.begin(
+            FEATURE_PAGEFAULT_FLAG_WP | FEATURE_WP_HUGETLBFS_SHMEM | FEATURE_WP_UNPOPULATED | FEATURE_WP_ASYNC,
+        )?;
         Ok(userfaultfd)
     }
 
-    /// Registers all mappings within `range` for write-protection; none of them is protected yet. Mappings that are
-    /// registered here already stay as they are.
+    /// Registers all mappings within `range` for write-protection, without protecting them.
+    /// Mappings that are registered with this descriptor already stay as they are.
     ///
     /// # Errors
-    /// `ESRCH`: the process is gone. `EBUSY`: another userfaultfd has the mapping. `EPERM`: a shared mapping that can
-    /// never be written. `EINVAL`, `ENOMEM`: nothing is mapped there, or a special mapping.
+    /// `ESRCH`: the process is gone. `EBUSY`: another userfaultfd has the mapping. `EPERM`: a
+    /// shared mapping that can never be written. `EINVAL`, `ENOMEM`: nothing is mapped there, or a
+    /// special mapping.
     pub fn register(&self, range: &Range) -> io::Result<()> {
         let mut register = Register { span: range.into(), mode: REGISTER_MODE_WP, ioctls: 0 };
         self.ioctl(UFFDIO_REGISTER, &mut register)
@@ -179,14 +269,15 @@ impl Userfaultfd {
     /// Undoes [`Userfaultfd::register`], and unprotects the range.
     ///
     /// # Errors
-    /// `ESRCH`: the process is gone. `EINVAL`, `ENOMEM`: nothing is mapped there, or a special mapping.
+    /// `ESRCH`: the process is gone. `EINVAL`, `ENOMEM`: nothing is mapped there, or a special
+    /// mapping.
     pub fn unregister(&self, range: &Range) -> io::Result<()> {
         let mut span = Span::from(range);
         self.ioctl(UFFDIO_UNREGISTER, &mut span)
     }
 
-    /// Protects a registered range, so that a page's next write is seen, or lets it be written without being seen.
-    /// Protecting allocates page tables for all of the range; letting go allocates none.
+    /// Protects a registered range, so that the next write to each page faults, or unprotects it.
+    /// Protecting allocates page tables for the whole range. Unprotecting allocates none.
     ///
     /// # Errors
     /// `ESRCH`: the process is gone. `ENOENT`: not all that is mapped there is registered.
@@ -201,7 +292,7 @@ impl Userfaultfd {
         }
     }
 
-    /// Lets threads that wait for a page of `range` try again.
+    /// Lets threads that wait for a page of `range` retry their write.
     ///
     /// # Errors
     /// `EINVAL`: the range is not made of pages.
@@ -210,9 +301,176 @@ impl Userfaultfd {
     }
 
     fn ioctl<T>(&self, request: libc::c_ulong, argument: &mut T) -> io::Result<()> {
-        // SAFETY: each request is paired by its caller with the structure that the kernel defines for it; the kernel
-        // writes at most that structure, which is borrowed for the time of the call.
+        // SAFETY: each request is paired by its caller with the structure that the kernel defines
+        // for it; the kernel writes at most that structure, which is borrowed for the time of the
+        // call.
         let result = unsafe { libc::ioctl(self.descriptor.as_raw_fd(), request, std::ptr::from_mut(argument)) };
         if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+    }
+}
+
+/// Fails unless this process can have a [`MissingPages`] that also reports changes of the mappings.
+///
+/// # Errors
+/// `EPERM` without CAP_SYS_PTRACE, `ENOSYS` where a seccomp filter or the kernel refuses
+/// userfaultfd, `EINVAL` before Linux 4.11.
+pub fn probe_missing_pages() -> io::Result<()> {
+    let events = FEATURE_EVENT_FORK | FEATURE_EVENT_REMAP | FEATURE_EVENT_REMOVE | FEATURE_EVENT_UNMAP;
+    new_descriptor(libc::O_CLOEXEC)?.begin(events)
+}
+
+/// A userfaultfd of another process, which has registered mappings whose pages are missing: a
+/// thread that touches such a page waits until the page is filled. Closing it gives zeros to the
+/// threads that wait, and to all that touch a missing page later.
+#[derive(Debug)]
+pub struct MissingPages {
+    userfaultfd: Userfaultfd,
+}
+
+/// A message of a [`MissingPages`].
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum MissingPagesEvent {
+    /// A thread waits for the page with this address.
+    Fault(Address),
+    /// The mappings changed: a `UFFD_EVENT_` with this number.
+    Mappings(u8),
+}
+
+impl MissingPages {
+    /// Takes over a descriptor that does not block.
+    pub fn from_registered(descriptor: OwnedFd) -> MissingPages {
+        MissingPages { userfaultfd: Userfaultfd { descriptor } }
+    }
+
+    /// Copies whole pages to `target`, into one mapping or several. A page that is there already
+    /// stays as it is.
+    ///
+    /// # Errors
+    /// `ENOENT`: nothing is registered there. `ESRCH`: the process is gone. `ENOMEM`.
+    pub fn fill(&self, target: Address, pages: &[[u8; PAGE_SIZE]]) -> io::Result<()> {
+        let content = pages.as_flattened();
+        let (mut done, mut limit) = (0, content.len());
+        while done < content.len() {
+            let rest = &content[done..content.len().min(done + limit)];
+            let mut copy = Copy {
+                target: target.get() + done as u64,
+                source: rest.as_ptr() as u64,
+                length: rest.len() as u64,
+                mode: 0,
+                copied: 0,
+            };
+            let result = self.userfaultfd.ioctl(UFFDIO_COPY, &mut copy);
+            done += match step(result, copy.copied) {
+                // The kernel copies within one mapping only.
+                Err(error) if error.raw_os_error() == Some(libc::ENOENT) && rest.len() > PAGE_SIZE => {
+                    limit = (rest.len() / PAGE_SIZE / 2).max(1) * PAGE_SIZE;
+                    0
+                }
+                copied => copied?,
+            };
+        }
+        Ok(())
+    }
+
+    /// Fills a page with zeros. A page that is there already stays as it is.
+    ///
+    /// # Errors
+    /// As [`MissingPages::fill`].
+    pub fn fill_with_zeros(&self, page: Address) -> io::Result<()> {
+        loop {
+            let span = Span { start: page.get(), length: PAGE_SIZE as u64 };
+            let mut zero = ZeroPage { span, mode: 0, zeroed: 0 };
+            let result = self.userfaultfd.ioctl(UFFDIO_ZEROPAGE, &mut zero);
+            if step(result, zero.zeroed)? > 0 {
+                return Ok(());
+            }
+        }
+    }
+
+    /// Takes the next message. None if there is none now.
+    ///
+    /// # Errors
+    /// The descriptor cannot be read.
+    pub fn next(&self) -> io::Result<Option<MissingPagesEvent>> {
+        let message = self.userfaultfd.read_message()?;
+        Ok(message.map(|message| match message.event {
+            EVENT_PAGEFAULT => MissingPagesEvent::Fault(Address::new(message.address)),
+            event => MissingPagesEvent::Mappings(event),
+        }))
+    }
+}
+
+impl AsFd for MissingPages {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.userfaultfd.descriptor.as_fd()
+    }
+}
+
+/// Bytes by which a copy advances: those copied, a page that is there already, none if the mappings
+/// are changing at this moment.
+fn step(result: io::Result<()>, copied: i64) -> io::Result<usize> {
+    let error = match result {
+        Ok(()) => return Ok(copied.max(0) as usize),
+        Err(_) if copied > 0 => return Ok(copied as usize),
+        Err(error) => error,
+    };
+    match error.raw_os_error() {
+        Some(libc::EEXIST) => Ok(PAGE_SIZE),
+        Some(libc::EAGAIN | libc::EINTR) => {
+            std::thread::yield_now();
+            Ok(0)
+        }
+        _ => Err(error),
+    }
+}
+
+/// Makes a descriptor for the memory of this process, of which no feature is asked yet.
+fn new_descriptor(flags: libc::c_int) -> io::Result<Userfaultfd> {
+    // SAFETY: the call takes only flags and returns a new descriptor or -1.
+    let descriptor = unsafe { libc::syscall(libc::SYS_userfaultfd, flags) };
+    if descriptor < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the descriptor was just returned to us, and nothing else owns it.
+    Ok(Userfaultfd { descriptor: unsafe { OwnedFd::from_raw_fd(descriptor as libc::c_int) } })
+}
+
+fn is_unknown(error: &io::Error) -> bool {
+    error.raw_os_error() == Some(libc::EINVAL)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::sys::scratch::Scratch;
+
+    /// Registers memory of this process, whose pages are missing then.
+    fn missing_pages(range: &Range) -> io::Result<MissingPages> {
+        const REGISTER_MODE_MISSING: u64 = 1;
+        let userfaultfd = new_descriptor(FLAGS | libc::O_NONBLOCK)?;
+        userfaultfd.begin(0)?;
+        let mut register = Register { span: range.into(), mode: REGISTER_MODE_MISSING, ioctls: 0 };
+        userfaultfd.ioctl(UFFDIO_REGISTER, &mut register)?;
+        Ok(MissingPages { userfaultfd })
+    }
+
+    #[test]
+    fn pages_of_adjacent_mappings_are_filled_by_one_call() {
+        const PAGES: usize = 11;
+        let scratch = Scratch::new(PAGES);
+        let range = scratch.range();
+        let missing = match missing_pages(&range) {
+            Ok(missing) => missing,
+            Err(error) => pagemark_testing::skip!("no userfaultfd for missing pages ({error})"),
+        };
+        // Three mappings, in the middle of the pages that are copied.
+        scratch.advise(3, 4, libc::MADV_DONTFORK);
+        let content: Vec<[u8; PAGE_SIZE]> = (1..=PAGES as u8).map(|byte| [byte; PAGE_SIZE]).collect();
+        missing.fill(range.start, &content).unwrap();
+        for (page, content) in content.iter().enumerate() {
+            assert_eq!(scratch.read(page), u64::from_ne_bytes(content[..8].try_into().unwrap()), "page {page}");
+        }
+        let error = missing.fill(range.end, &content[..2]).unwrap_err();
+        assert_eq!(error.raw_os_error(), Some(libc::ENOENT));
     }
 }

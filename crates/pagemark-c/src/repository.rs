@@ -1,0 +1,105 @@
+//! Regions in a repository.
+
+use std::ffi::{CStr, OsStr, c_char};
+use std::mem::MaybeUninit;
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
+use std::ptr::NonNull;
+
+use pagemark::repository::Repository as CoreRepository;
+
+use crate::ranges::{Ranges, report};
+use crate::region::{Options, Region, options};
+use crate::status::{Failure, Status, guard, make, present};
+
+/// A directory of checkpoints.
+pub struct Repository {
+    repository: CoreRepository,
+}
+
+/// The string that a pointer of that name points to.
+fn text<'a>(pointer: *const c_char, name: &str) -> Result<&'a CStr, Failure> {
+    let pointer = present(NonNull::new(pointer.cast_mut()), name)?;
+    // SAFETY: the caller passes a string that ends with NUL, and lives until the call ends.
+    Ok(unsafe { CStr::from_ptr(pointer.as_ptr()) })
+}
+
+/// The name of a job. What is no text is no name of a job either, as the repository says.
+fn job_name(job: *const c_char) -> Result<String, Failure> {
+    Ok(text(job, "job")?.to_string_lossy().into_owned())
+}
+
+/// Opens the repository in a directory, or creates one where there is none.
+#[unsafe(no_mangle)]
+pub extern "C" fn pagemark_repository_open(
+    path: *const c_char,
+    repository: Option<&mut MaybeUninit<Option<Box<Repository>>>>,
+) -> Status {
+    make(repository, "repository", || {
+        let path = Path::new(OsStr::from_bytes(text(path, "path")?.to_bytes()));
+        Ok(Repository { repository: CoreRepository::open_or_create(path)? })
+    })
+}
+
+/// Closes a repository. Regions that were opened from it or saved to it stay.
+#[unsafe(no_mangle)]
+pub extern "C" fn pagemark_repository_free(repository: Option<Box<Repository>>) {
+    guard(|| {
+        drop(repository);
+        Ok(())
+    });
+}
+
+/// Saves a region as the next checkpoint of a job. When this returns, the checkpoint is durable;
+/// after a crash at any instant the newest checkpoint is this one or the one before it, whole. Only
+/// what was written since the last save to the same job is read and stored. The region must not be
+/// in a transaction. The number of the checkpoint is stored in `sequence`, which may be null.
+#[unsafe(no_mangle)]
+pub extern "C" fn pagemark_region_save(
+    region: Option<&Region>,
+    repository: Option<&Repository>,
+    job: *const c_char,
+    sequence: Option<&mut MaybeUninit<u64>>,
+) -> Status {
+    guard(|| {
+        let sequence = sequence.map(|sequence| sequence.write(0));
+        let region = &present(region, "region")?.region;
+        let taken = region.save(&present(repository, "repository")?.repository, &job_name(job)?)?;
+        if let Some(sequence) = sequence {
+            *sequence = taken.sequence;
+        }
+        Ok(())
+    })
+}
+
+/// Opens the newest checkpoint of a job that pagemark_region_save() has written: a new region, at
+/// whatever address, that holds what was saved. `PAGEMARK_STATUS_NEVER_SAVED` if the job has no
+/// checkpoint. `options` may be null.
+#[unsafe(no_mangle)]
+pub extern "C" fn pagemark_region_open(
+    repository: Option<&Repository>,
+    job: *const c_char,
+    options: Option<&Options>,
+    region: Option<&mut MaybeUninit<Option<Box<Region>>>>,
+) -> Status {
+    make(region, "region", || {
+        let repository = &present(repository, "repository")?.repository;
+        Ok(pagemark::Region::open(repository, &job_name(job)?, self::options(options)?)?.into())
+    })
+}
+
+/// Makes a region hold what was saved last in a job, in place: for memory that was adopted. The
+/// region must be as long as the saved one. Only pages that differ are written; where that was is
+/// stored in `loaded`, which may be null.
+#[unsafe(no_mangle)]
+pub extern "C" fn pagemark_region_load(
+    region: Option<&Region>,
+    repository: Option<&Repository>,
+    job: *const c_char,
+    loaded: Option<&mut MaybeUninit<Ranges>>,
+) -> Status {
+    report(loaded, || {
+        let region = &present(region, "region")?.region;
+        Ok(region.load(&present(repository, "repository")?.repository, &job_name(job)?)?)
+    })
+}

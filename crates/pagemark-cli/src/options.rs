@@ -1,0 +1,164 @@
+//! The options that `run`, `attach`, `checkpoint` and `prune` share.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use clap::{Args, ValueEnum};
+use pagemark::checkpointer::Strategy;
+use pagemark::repository::{Retention, check_job_name};
+use pagemark::track::Scope;
+use pagemark::{JobOptions, Mechanism, Policy};
+use pagemark_process::Error;
+use pagemark_process::cgroups::Cgroups;
+use pagemark_process::criu::DumpOptions;
+use pagemark_process::files::DataTree;
+use pagemark_process::saver::{CriuSaver, RegisterSaver, StateSaver};
+use pagemark_process::target::ProcessTarget;
+use pagemark_report::text;
+
+use crate::failure::Failure;
+
+/// How a checkpoint is taken.
+#[derive(Args, Debug, Clone)]
+pub struct CaptureOptions {
+    /// Name under which the checkpoints are filed [default: the program's name]
+    #[arg(long, value_name = "NAME", value_parser = job_name)]
+    pub job: Option<String>,
+    #[arg(long, default_value = "auto", value_parser = mechanism, help = mechanism_help())]
+    mechanism: MechanismChoice,
+    /// How memory is copied: in rounds while the program runs, or all while it is frozen
+    #[arg(long, default_value = "pre-copy", value_enum)]
+    strategy: StrategyName,
+    /// Memory for copied pages until they are stored; pages that are copied while the program is
+    /// frozen are added to that [default: a quarter of the available memory, at most 512MiB]
+    #[arg(long, value_name = "SIZE", value_parser = text::parse_bytes)]
+    in_flight: Option<usize>,
+    /// Let client connections be part of the checkpoint, so that a restore can continue them
+    #[arg(long)]
+    keep_connections: bool,
+    /// A directory that belongs to the program whole: its files are part of each checkpoint, open
+    /// or closed, and a restore removes what is new in it. May be given several times
+    #[arg(long, value_name = "DIR", conflicts_with = "memory_only")]
+    data: Vec<PathBuf>,
+    /// Control groups: `restore` puts processes back into them if they still exist, `ignore` leaves
+    /// them out; CRIU's modes `props`, `soft`, `full` and `strict` also save properties, which
+    /// makes the freeze longer
+    #[arg(long, value_name = "MODE", default_value = "restore")]
+    cgroups: Cgroups,
+    /// Save memory and registers alone: needs no CRIU; to look at, not to restore
+    #[arg(long)]
+    memory_only: bool,
+}
+
+/// A name that a job can have.
+fn job_name(name: &str) -> Result<String, pagemark::Error> {
+    check_job_name(name).map(|()| name.to_owned())
+}
+
+/// Names the mechanisms that can track other processes.
+fn mechanism_help() -> String {
+    let names: Vec<_> = Mechanism::of_scope(Scope::Process).map(Mechanism::name).collect();
+    format!("How written pages are found: auto or one of {}; see `pagemark doctor`", names.join(", "))
+}
+
+/// None is `auto`.
+#[derive(Debug, Clone, Copy)]
+struct MechanismChoice(Option<Mechanism>);
+
+fn mechanism(name: &str) -> Result<MechanismChoice, String> {
+    if name == "auto" {
+        Ok(MechanismChoice(None))
+    } else {
+        name.parse().map(|mechanism| MechanismChoice(Some(mechanism)))
+    }
+}
+
+#[derive(Debug, Clone, Copy, ValueEnum)]
+enum StrategyName {
+    PreCopy,
+    StopAndCopy,
+}
+
+impl CaptureOptions {
+    /// The saver of what is not memory.
+    pub fn saver(&self) -> Result<Arc<dyn StateSaver>, Error> {
+        if self.memory_only {
+            return Ok(Arc::new(RegisterSaver));
+        }
+        let options = DumpOptions { keep_connections: self.keep_connections, cgroups: self.cgroups };
+        Ok(Arc::new(CriuSaver::find(options)?))
+    }
+
+    /// Attaches to a process and its descendants.
+    pub fn attach(&self, pid: i32, saver: Arc<dyn StateSaver>) -> pagemark_process::Result<ProcessTarget> {
+        let mechanism = self.mechanism.0.unwrap_or_else(|| Mechanism::choose(Scope::Process));
+        let mut target = ProcessTarget::attach(pid, mechanism, saver)?;
+        target.set_data(self.data.iter().map(|path| DataTree::new(path)).collect::<Result<_, _>>()?);
+        Ok(target)
+    }
+
+    /// Checks the data directories, before anything else is done. None may contain the repository:
+    /// a checkpoint would change it.
+    pub fn check_data(&self, repository: &Path) -> Result<(), Failure> {
+        let repository = repository.canonicalize().unwrap_or_else(|_| repository.to_owned());
+        for path in &self.data {
+            let help = "--data names a directory that belongs to the program alone";
+            let tree = DataTree::new(path).map_err(|error| Failure::plain(error).status(2).help(help))?;
+            if repository.starts_with(tree.path()) {
+                let reason = format!("the data directory {} contains the repository", tree.path().display());
+                return Err(Failure::usage(reason).help("name another repository with --repo DIR"));
+            }
+        }
+        Ok(())
+    }
+
+    /// The options of the job `name` for a single checkpoint.
+    pub fn job_options(&self, name: String) -> JobOptions {
+        let strategy = match self.strategy {
+            StrategyName::PreCopy => Strategy::default(),
+            StrategyName::StopAndCopy => Strategy::StopAndCopy,
+        };
+        JobOptions { name, policy: Policy { strategy, in_flight_bytes: self.in_flight, ..Policy::default() } }
+    }
+}
+
+/// When checkpoints are taken, which are kept, and what is reported.
+#[derive(Args, Debug, Clone)]
+pub struct ScheduleOptions {
+    /// Time between checkpoints
+    #[arg(long, value_name = "TIME", default_value = "10s", value_parser = text::parse_duration)]
+    every: Duration,
+    #[command(flatten)]
+    retention: RetentionOptions,
+    /// Say nothing but errors
+    #[arg(long, short)]
+    pub quiet: bool,
+}
+
+impl ScheduleOptions {
+    /// The options of the job `name` for checkpoints in series.
+    pub fn job_options(&self, name: String, capture: &CaptureOptions) -> JobOptions {
+        let JobOptions { name, policy } = capture.job_options(name);
+        JobOptions { name, policy: Policy { every: self.every, retention: self.retention.retention(), ..policy } }
+    }
+}
+
+/// Which checkpoints are kept; all of them without an option.
+#[derive(Args, Debug, Clone)]
+pub struct RetentionOptions {
+    /// Keep the newest N checkpoints
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    keep_last: Option<u32>,
+    /// Keep the newest checkpoint of each such period
+    #[arg(long, value_name = "TIME", value_parser = text::parse_duration)]
+    keep_every: Option<Duration>,
+}
+
+impl RetentionOptions {
+    /// None if all checkpoints are kept.
+    pub fn retention(&self) -> Option<Retention> {
+        (self.keep_last.is_some() || self.keep_every.is_some())
+            .then_some(Retention { keep_last: self.keep_last, keep_every: self.keep_every })
+    }
+}

@@ -1,0 +1,73 @@
+//! Signals that reach `pagemark run` while it takes a checkpoint.
+
+#[path = "support/subject.rs"]
+mod subject;
+mod support;
+
+use std::time::{Duration, Instant};
+
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use pagemark_testing::{skip, wait_for};
+use subject::{criu_on, has_criu, status_field};
+use support::{Pagemark, is_alive, kill_and_wait};
+
+/// Stops CRIU while the target is frozen, and returns the process id of CRIU.
+fn stop_criu_in_a_freeze(target: i32) -> Pid {
+    wait_for("a freeze", || {
+        let tracer = || status_field(target, "TracerPid")?.parse::<i32>().ok().filter(|&tracer| tracer != 0);
+        let criu = tracer().filter(|tracer| criu_on(target).contains(tracer)).map(Pid::from_raw)?;
+        kill(criu, Signal::SIGSTOP).ok()?;
+        wait_for("CRIU to stop or to end", || {
+            let state = status_field(criu.as_raw(), "State").unwrap_or_default();
+            (!state.starts_with(['R', 'S', 'D'])).then_some(())
+        });
+        if tracer() == Some(criu.as_raw()) {
+            return Some(criu);
+        }
+        let _ = kill(criu, Signal::SIGCONT);
+        None
+    })
+}
+
+/// A signal that asks the program to end would end the restored program again, if the checkpoint
+/// had it as pending.
+#[test]
+fn a_signal_that_comes_during_a_freeze_is_not_part_of_the_checkpoint() {
+    if !has_criu() {
+        skip!("no CRIU");
+    }
+    let Some(program) = subject::subject() else { skip!("no C compiler") };
+    for signal in [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP] {
+        let pagemark = Pagemark::new();
+        let data = pagemark.directory().join("data");
+        let command = [program.to_str(), Some("data"), Some("8"), data.to_str()].map(|word| word.expect("UTF-8"));
+        let mut run = pagemark.run(&["--job", "subject", "--every", "100ms"], &command);
+        let target = run.target();
+        wait_for("a checkpoint", || (!pagemark.checkpoints("subject").is_empty()).then_some(()));
+        let criu = stop_criu_in_a_freeze(target);
+        kill(Pid::from_raw(run.child.id() as i32), signal).expect("it runs");
+        // Long enough for a signal that is not held back to become pending.
+        let until = Instant::now() + Duration::from_millis(300);
+        let is_pending = || {
+            let pending = status_field(target, "ShdPnd").unwrap_or_default();
+            u64::from_str_radix(&pending, 16).is_ok_and(|set| set >> (signal as u64 - 1) & 1 == 1)
+        };
+        while Instant::now() < until && !is_pending() {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        kill(criu, Signal::SIGCONT).expect("it is stopped");
+        let status = wait_for("the run to end", || run.child.try_wait().expect("our child"));
+        assert_eq!(status.code(), Some(128 + signal as i32), "{}", pagemark.log());
+        assert!(!is_alive(target));
+
+        pagemark.done(&["restore", "--detach", "subject"]);
+        let length = || std::fs::metadata(&data).map_or(0, |metadata| metadata.len());
+        let before = length();
+        wait_for("the restored program to go on", || {
+            assert!(is_alive(target), "{signal} ended the restored program: {}", pagemark.log());
+            (length() > before + 2).then_some(())
+        });
+        kill_and_wait(target);
+    }
+}

@@ -1,0 +1,256 @@
+//! Standard streams that lead out of a process tree: how they are saved, and what they become at a
+//! restore.
+//!
+//! CRIU opens a file again by its path. A terminal, or a pipe whose other end is in a process
+//! outside the tree, cannot be created again: at a restore the processes get the restoring
+//! command's own stream instead, of whatever kind that is. CRIU replaces a pipe only by a pipe and
+//! a terminal only by a terminal. Therefore a stream that is to be replaced by another kind
+//! becomes, in the images, a file with an invented path, because for a path CRIU takes any
+//! descriptor.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::OsString;
+use std::os::fd::RawFd;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::path::{Path, PathBuf};
+
+use pagemark::sys::proc;
+use prost::Message;
+
+use super::images::schema::{FILE_REGULAR, FdinfoEntry, FileEntry, RegFileEntry, TERMINAL_EXTERNAL, TtyInfoEntry};
+use super::images::{Image, ImageKind, read_all, with_varint};
+use crate::error::Error;
+
+/// A terminal or pipe that the tree has open as a standard stream, and whose other end is outside.
+#[derive(Clone, PartialEq, Eq, Debug, serde::Serialize, serde::Deserialize)]
+pub struct Outside {
+    /// CRIU's name of it: `tty[RDEV:DEV]`, `pipe[INODE]`.
+    pub name: String,
+    /// Lowest number under which a process of the tree has it open: 0, 1 or 2.
+    pub stream: RawFd,
+}
+
+/// Prefix of the invented path that stands for a stream of the restoring command in rewritten
+/// images. No such file is ever opened.
+const STAND_IN: &str = "pagemark/stream-";
+
+/// Finds the standard streams of the processes that lead out of their tree.
+pub(crate) fn find_outside(pids: &[i32]) -> Vec<Outside> {
+    let mut pipes: BTreeMap<u64, PipeEnds> = BTreeMap::new();
+    let mut terminals: BTreeMap<String, (RawFd, Option<u32>)> = BTreeMap::new();
+    let mut own_terminals = Vec::new();
+    for &pid in pids {
+        // A process that has exited meanwhile has no descriptors.
+        for descriptor in proc::descriptors(pid).unwrap_or_default() {
+            let number = descriptor.number;
+            let Ok(metadata) = std::fs::metadata(descriptor.path()) else { continue };
+            if metadata.file_type().is_fifo() && descriptor.link.starts_with(b"pipe:[") {
+                let flags = descriptor.flags().ok().flatten().unwrap_or_default();
+                pipes.entry(metadata.ino()).or_default().add(number, flags);
+            } else if metadata.file_type().is_char_device() {
+                match Terminal::of(metadata.rdev()) {
+                    Some(Terminal::Master) => {
+                        own_terminals.extend(descriptor.info().ok().and_then(|info| info.number::<u64>("tty-index")));
+                    }
+                    Some(Terminal::Other(index)) if number <= 2 => {
+                        let name = format!("tty[{:x}:{:x}]", metadata.rdev(), metadata.dev());
+                        let stream = terminals.entry(name).or_insert((number, index));
+                        stream.0 = stream.0.min(number);
+                    }
+                    _ => {}
+                }
+            }
+        }
+    }
+    let pipes = pipes
+        .into_iter()
+        .filter(|(_, ends)| !(ends.reader && ends.writer))
+        .filter_map(|(inode, ends)| Some(Outside { name: format!("pipe[{inode}]"), stream: ends.stream? }));
+    let terminals = terminals
+        .into_iter()
+        .filter(|(_, (_, index))| !index.is_some_and(|index| own_terminals.contains(&u64::from(index))))
+        .map(|(name, (stream, _))| Outside { name, stream });
+    pipes.chain(terminals).collect()
+}
+
+/// The ends of a pipe that the tree has open.
+#[derive(Default)]
+struct PipeEnds {
+    reader: bool,
+    writer: bool,
+    stream: Option<RawFd>,
+}
+
+impl PipeEnds {
+    /// Adds a descriptor of a pipe's end that was opened with these flags.
+    fn add(&mut self, number: RawFd, flags: i32) {
+        match flags & libc::O_ACCMODE {
+            libc::O_RDONLY => self.reader = true,
+            libc::O_WRONLY => self.writer = true,
+            _ => (self.reader, self.writer) = (true, true),
+        }
+        if number <= 2 {
+            self.stream = Some(self.stream.map_or(number, |stream| stream.min(number)));
+        }
+    }
+}
+
+enum Terminal {
+    /// The master of a pseudo-terminal.
+    Master,
+    /// Another terminal, with the number of the pseudo-terminal if it is the slave of one.
+    Other(Option<u32>),
+}
+
+impl Terminal {
+    /// The kind of terminal that has a device number, by Linux's
+    /// `Documentation/admin-guide/devices.txt`.
+    fn of(rdev: u64) -> Option<Terminal> {
+        match (libc::major(rdev), libc::minor(rdev)) {
+            (5, 2) => Some(Terminal::Master),
+            (major @ 136..=143, minor) => Some(Terminal::Other(Some((major - 136) * 256 + minor))),
+            (4, _) | (5, 1) | (204, _) | (229, _) => Some(Terminal::Other(None)),
+            _ => None,
+        }
+    }
+}
+
+/// CRIU's arguments at a dump, which only terminals need.
+pub(crate) fn dump_arguments(outside: &[Outside]) -> Vec<OsString> {
+    let terminals = outside.iter().filter(|stream| stream.name.starts_with("tty["));
+    terminals.flat_map(|stream| ["--external".into(), OsString::from(&stream.name)]).collect()
+}
+
+/// A standard stream of the restoring command.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Own {
+    /// The descriptor that CRIU inherits.
+    pub descriptor: RawFd,
+    /// True if it is a terminal.
+    pub is_terminal: bool,
+}
+
+/// Changes the images in `directory` so that the streams that led out of the tree become `own`.
+/// Returns CRIU's arguments for that.
+pub(crate) fn redirect(directory: &Path, outside: &[Outside], own: [Own; 3]) -> Result<Vec<OsString>, Error> {
+    let mut arguments = Vec::new();
+    let mut inherit = |descriptor: RawFd, name: &str| {
+        arguments.extend(["--inherit-fd".into(), OsString::from(format!("fd[{descriptor}]:{name}"))]);
+    };
+    // A terminal that replaces a terminal keeps its settings, which full-screen programs need.
+    let own_terminal = own.iter().find(|own| own.is_terminal);
+    let terminals = outside.iter().filter(|stream| stream.name.starts_with("tty["));
+    if let Some(terminal) = own_terminal {
+        terminals.for_each(|stream| inherit(terminal.descriptor, &stream.name));
+    }
+    let pipes: Vec<u32> = outside
+        .iter()
+        .filter_map(|stream| stream.name.strip_prefix("pipe[")?.strip_suffix(']')?.parse::<u64>().ok())
+        // CRIU keeps the lower half of an inode number.
+        .map(|inode| inode as u32)
+        .collect();
+
+    let path = directory.join("files.img");
+    let mut files = Image::read(&path, ImageKind::Files)?;
+    let mut replaced: BTreeMap<u32, u32> = BTreeMap::new();
+    let external = external_terminals(directory)?;
+    let mut tables = descriptor_tables(directory)?;
+    for message in &mut files.messages {
+        let decoded = FileEntry::decode(message.as_slice());
+        let entry = decoded.map_err(|e| Error::image(path.clone(), e.to_string()))?;
+        let (flags, fown) = match (&entry.pipe, &entry.tty) {
+            (Some(pipe), _) if pipes.contains(&pipe.pipe_id) => (pipe.flags, pipe.fown.clone()),
+            (_, Some(terminal)) if own_terminal.is_none() && external.contains(&terminal.tty_info_id) => {
+                (terminal.flags, terminal.fown.clone())
+            }
+            _ => continue,
+        };
+        let numbers: Vec<u32> = tables.iter().flat_map(|table| table.numbers_of(entry.id)).collect();
+        // Of a file that is both input and output, the output matters more.
+        let Some(number) = [1, 2, 0].into_iter().find(|number| numbers.contains(number)) else { continue };
+        replaced.insert(entry.id, number);
+        let name = format!("/{STAND_IN}{number}");
+        let regular = RegFileEntry { id: entry.id, flags, pos: u64::MAX, fown, name, ..Default::default() };
+        let entry = FileEntry { r#type: FILE_REGULAR, id: entry.id, reg: Some(regular), ..Default::default() };
+        *message = entry.encode_to_vec();
+    }
+    if replaced.is_empty() {
+        return Ok(arguments);
+    }
+    for number in replaced.values().collect::<BTreeSet<_>>() {
+        inherit(own[*number as usize].descriptor, &format!("{STAND_IN}{number}"));
+    }
+    write_image(&path, &files)?;
+    for table in &mut tables {
+        table.make_regular(&replaced)?;
+    }
+    Ok(arguments)
+}
+
+fn write_image(path: &Path, image: &Image) -> Result<(), Error> {
+    std::fs::write(path, image.encode()).map_err(Error::criu_io(format!("write {}", path.display())))
+}
+
+/// Reads the ids of the terminals whose other end is outside the tree.
+fn external_terminals(directory: &Path) -> Result<Vec<u32>, Error> {
+    let path = directory.join("tty-info.img");
+    if !path.exists() {
+        return Ok(Vec::new());
+    }
+    let terminals: Vec<TtyInfoEntry> = read_all(&path, ImageKind::Terminals)?;
+    Ok(terminals.iter().filter(|info| info.r#type == TERMINAL_EXTERNAL).map(|info| info.id).collect())
+}
+
+/// An `fdinfo-N.img`.
+struct DescriptorTable {
+    path: PathBuf,
+    image: Image,
+    entries: Vec<FdinfoEntry>,
+}
+
+impl DescriptorTable {
+    fn numbers_of(&self, id: u32) -> impl Iterator<Item = u32> + '_ {
+        self.entries.iter().filter(move |entry| entry.id == id).map(|entry| entry.fd)
+    }
+
+    fn make_regular(&mut self, files: &BTreeMap<u32, u32>) -> Result<(), Error> {
+        for (message, entry) in self.image.messages.iter_mut().zip(&self.entries) {
+            if files.contains_key(&entry.id) {
+                *message = with_varint(message, FdinfoEntry::TYPE, FILE_REGULAR as u64);
+            }
+        }
+        write_image(&self.path, &self.image)
+    }
+}
+
+fn descriptor_tables(directory: &Path) -> Result<Vec<DescriptorTable>, Error> {
+    let io = |error| Error::criu_io(format!("read directory {}", directory.display()))(error);
+    let mut tables = Vec::new();
+    for entry in std::fs::read_dir(directory).map_err(io)? {
+        let path = entry.map_err(io)?.path();
+        if path.file_name().and_then(|name| name.to_str()).is_some_and(|name| name.starts_with("fdinfo-")) {
+            let image = Image::read(&path, ImageKind::Descriptors)?;
+            let entries = read_all(&path, ImageKind::Descriptors)?;
+            tables.push(DescriptorTable { path, image, entries });
+        }
+    }
+    Ok(tables)
+}
+
+/// Between fork and exec: begins a new session and keeps `inherited` open over the exec. Makes only
+/// system calls.
+pub(crate) fn begin_session_with(inherited: &[RawFd]) -> std::io::Result<()> {
+    nix::unistd::setsid()?;
+    keep_open(inherited)
+}
+
+/// Between fork and exec: keeps `inherited` open over the exec. Makes only system calls.
+pub(crate) fn keep_open(inherited: &[RawFd]) -> std::io::Result<()> {
+    for &descriptor in inherited {
+        // SAFETY: F_SETFD changes a flag of a descriptor of this process only, whatever number it is given.
+        if unsafe { libc::fcntl(descriptor, libc::F_SETFD, 0) } != 0 {
+            return Err(std::io::Error::last_os_error());
+        }
+    }
+    Ok(())
+}

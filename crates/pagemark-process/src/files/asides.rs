@@ -1,0 +1,416 @@
+//! Asides: what files held before a restore changed them.
+//!
+//! A restore that changes files makes one directory. It copies the present content of each file
+//! there, syncs the copies, and writes a description, before it changes the first file. Whatever
+//! happens to the restore then, the description names each file and the copy of its content.
+//!
+//! The directory is not beside the files: a server may scan its data directory, and what is in
+//! `/dev/shm` takes up memory. Copies are thus made across file systems, if need be.
+
+use std::ffi::OsStr;
+use std::fs::{self, DirBuilder, File, Metadata, OpenOptions};
+use std::io::{self, Write};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use serde::{Deserialize, Serialize};
+
+use super::copy::copy;
+use super::path::encode_path;
+use crate::error::{Error, ErrorKind, Object, Result};
+
+/// The description in a directory.
+const DESCRIPTION: &str = "aside.json";
+/// Longest part of a copy's name that is taken from the file's name.
+const NAME_MAX: usize = 100;
+
+/// The directory for asides of restores that name no other: `pagemark/asides` in the user's
+/// directory for state, `$XDG_STATE_HOME`, else `~/.local/state`; else in `/var/lib`.
+pub fn default_directory() -> PathBuf {
+    let set = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+    let home = || set("HOME").map(|home| home.join(".local/state"));
+    set("XDG_STATE_HOME").or_else(home).unwrap_or_else(|| "/var/lib".into()).join("pagemark/asides")
+}
+
+/// The content that the files of one restore had before.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct Aside {
+    /// The checkpoint that was restored, such as `simulate@12`.
+    pub checkpoint: String,
+    /// When the restore began, microseconds since 1970 UTC.
+    pub begun_unix_us: u64,
+    /// True if the restore succeeded. While it is false, the restore is in progress, or it was
+    /// killed and may have changed any of the files.
+    pub is_complete: bool,
+    /// The files that the restore changes.
+    pub files: Vec<AsideFile>,
+}
+
+/// A file that a restore changes.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct AsideFile {
+    /// Absolute path, escaped as by [`encode_path`].
+    pub path: String,
+    /// Name of the copy in the directory. None if the content does not change, or there was no
+    /// file.
+    pub copy: Option<String>,
+    /// What the file led to, escaped, if it was a symbolic link.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub link_target: Option<String>,
+    /// False if the restore creates the file.
+    pub existed: bool,
+    /// Permission bits that it had.
+    pub mode: u32,
+    /// Owner that it had.
+    pub uid: u32,
+    /// Group that it had.
+    pub gid: u32,
+    /// Last modification, nanoseconds since 1970 UTC.
+    pub modified_unix_ns: i64,
+}
+
+impl AsideFile {
+    /// A file that has these attributes now; None if there is no file.
+    pub(super) fn new(path: &Path, copy: Option<String>, present: Option<&Metadata>) -> AsideFile {
+        AsideFile {
+            path: encode_path(path),
+            copy,
+            link_target: None,
+            existed: present.is_some(),
+            mode: present.map_or(0, |present| present.mode() & 0o7777),
+            uid: present.map_or(0, Metadata::uid),
+            gid: present.map_or(0, Metadata::gid),
+            modified_unix_ns: present.map_or(0, |present| {
+                present.mtime().saturating_mul(1_000_000_000).saturating_add(present.mtime_nsec())
+            }),
+        }
+    }
+}
+
+/// The directory that a restore in progress fills.
+#[derive(Debug)]
+pub(super) struct AsideDirectory {
+    path: PathBuf,
+    aside: Aside,
+    /// Files that were copied or kept.
+    file_count: u64,
+    /// Locked as long as the restore is in progress.
+    lock: File,
+}
+
+impl AsideDirectory {
+    /// Makes a directory in `parent` for the restore of `checkpoint`.
+    pub(super) fn create(parent: &Path, checkpoint: &str, now: SystemTime) -> Result<AsideDirectory> {
+        let failed = |error| {
+            let object = Object::File(parent.into());
+            Error::system("make a directory for the present content of files in", object)(error)
+                .help("name another directory for asides")
+        };
+        private_directories(parent).map_err(failed)?;
+        let name = format!("{checkpoint}-{}", stamp(now));
+        for number in 1.. {
+            let path = parent.join(if number == 1 { name.clone() } else { format!("{name}-{number}") });
+            match DirBuilder::new().mode(0o700).create(&path) {
+                Err(error) if error.kind() == io::ErrorKind::AlreadyExists && number < 10_000 => {}
+                made => {
+                    made.map_err(failed)?;
+                    let lock = open_directory(&path).map_err(failed)?;
+                    lock.lock().map_err(failed)?;
+                    let begun_unix_us = now.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_micros() as u64);
+                    let (checkpoint, files) = (checkpoint.to_owned(), Vec::new());
+                    let aside = Aside { checkpoint, begun_unix_us, is_complete: false, files };
+                    return Ok(AsideDirectory { path, aside, file_count: 0, lock });
+                }
+            }
+        }
+        Err(failed(io::ErrorKind::AlreadyExists.into()))
+    }
+
+    /// Path of a copy.
+    pub(super) fn path_of(&self, name: &str) -> PathBuf {
+        self.path.join(name)
+    }
+
+    /// Keeps the file at `path`, which is going to be removed; `at` leads to it. Returns its name
+    /// here. The file gets a second name if the directory is in the same file system, else a copy.
+    pub(super) fn keep(&mut self, path: &Path, at: &Path) -> Result<String> {
+        let name = self.new_name(path);
+        if fs::hard_link(at, self.path.join(&name)).is_ok() {
+            return Ok(name);
+        }
+        let mut options = OpenOptions::new();
+        let file = options.read(true).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK).open(at);
+        let file = file.map_err(super::io("open", path))?;
+        self.copy(path, &file)
+    }
+
+    /// A new name for what the file at `path` holds.
+    fn new_name(&mut self, path: &Path) -> String {
+        self.file_count += 1;
+        let name = path.file_name().unwrap_or_default().as_bytes();
+        let name = String::from_utf8_lossy(&name[..name.len().min(NAME_MAX)]).into_owned();
+        // What cannot be shown or would be ambiguous is left out.
+        let name: String = name.chars().filter(|c| !c.is_control() && *c != '\u{fffd}').collect();
+        format!("{}-{name}", self.file_count)
+    }
+
+    /// Copies the present content of the file at `path`. Returns the name of the copy.
+    pub(super) fn copy(&mut self, path: &Path, file: &File) -> Result<String> {
+        let name = self.new_name(path);
+        let copied = self.new_file(&name).and_then(|to| {
+            copy(file, &to)?;
+            to.sync_all()
+        });
+        let failed = Error::system("copy the present content of", Object::File(path.into()));
+        copied.map(|()| name).map_err(|error| {
+            failed(error).help(format!("no file was changed; the copy needs room in {}", self.path.display()))
+        })
+    }
+
+    /// Describes the files that are going to change. They may be changed from now on.
+    pub(super) fn describe(&mut self, files: Vec<AsideFile>) -> Result<()> {
+        self.aside.files = files;
+        self.publish()?;
+        // The name of this directory is as durable as what is in it.
+        let parent = self.path.parent().unwrap_or(Path::new("/"));
+        open_directory(parent).and_then(|parent| parent.sync_all()).map_err(super::io("sync", parent))
+    }
+
+    /// The restore has succeeded.
+    pub(super) fn complete(mut self) -> Result<()> {
+        self.aside.is_complete = true;
+        self.publish()
+    }
+
+    /// The files are as they were, so nothing has to be kept.
+    pub(super) fn remove(self) -> Result<()> {
+        fs::remove_dir_all(&self.path).map_err(super::io("remove", &self.path))
+    }
+
+    pub(super) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    fn publish(&self) -> Result<()> {
+        let new = format!("{DESCRIPTION}.new");
+        let written = serde_json::to_vec_pretty(&self.aside).map_err(io::Error::from).and_then(|text| {
+            let mut file = self.new_file(&new)?;
+            file.write_all(&text)?;
+            file.sync_all()?;
+            fs::rename(self.path.join(&new), self.path.join(DESCRIPTION))?;
+            self.lock.sync_all()
+        });
+        written.map_err(super::io("write", self.path.join(DESCRIPTION)))
+    }
+
+    fn new_file(&self, name: &str) -> io::Result<File> {
+        let mut options = OpenOptions::new();
+        options.read(true).write(true).create_new(true).mode(0o600).open(self.path.join(name))
+    }
+}
+
+impl Drop for AsideDirectory {
+    fn drop(&mut self) {
+        // A process that another thread is starting has a copy of the descriptor until it executes its
+        // program, so that closing the descriptor may leave the directory locked.
+        let _ = self.lock.unlock();
+    }
+}
+
+/// The asides of one restore, as they are found.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct FoundAside {
+    /// Its directory.
+    pub path: PathBuf,
+    /// Space that it takes up, bytes.
+    pub allocated_bytes: u64,
+    /// The state of the restore.
+    pub state: RestoreState,
+    /// The description; None if the restore was ended before it changed a file.
+    pub aside: Option<Aside>,
+}
+
+/// The state of a restore that changes files.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum RestoreState {
+    /// It succeeded.
+    Complete,
+    /// It is in progress.
+    InProgress,
+    /// It was killed. Each of its files may have been changed.
+    Interrupted,
+    /// It was killed before it changed a file.
+    Unused,
+}
+
+/// Lists the asides in `parent`, the oldest first; none if there is no such directory.
+///
+/// # Errors
+/// [`ErrorKind::System`] if the directory cannot be read.
+pub fn list(parent: &Path) -> Result<Vec<FoundAside>> {
+    let failed = || super::io("read the directory", parent);
+    let entries = match fs::read_dir(parent) {
+        Ok(entries) => entries,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        Err(error) => return Err(failed()(error)),
+    };
+    let mut found = Vec::new();
+    for entry in entries {
+        let entry = entry.map_err(failed())?;
+        // Directories alone are asides, and a directory may be removed meanwhile.
+        if entry.file_type().is_ok_and(|kind| kind.is_dir())
+            && let Some(aside) = find(entry.path())?
+        {
+            found.push(aside);
+        }
+    }
+    found.sort_by_key(|found| (found.aside.as_ref().map(|aside| aside.begun_unix_us), found.path.clone()));
+    Ok(found)
+}
+
+/// The asides in the directory `path`. None if it is gone.
+fn find(path: PathBuf) -> Result<Option<FoundAside>> {
+    let read = |path: &Path| -> io::Result<(Option<Aside>, bool, u64)> {
+        let is_locked = open_directory(path)?.try_lock_shared().is_err();
+        let description = match fs::read(path.join(DESCRIPTION)) {
+            Ok(text) => Some(serde_json::from_slice(&text)?),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => None,
+            Err(error) => return Err(error),
+        };
+        let mut bytes = 0;
+        for file in fs::read_dir(path)? {
+            bytes += file?.metadata().map_or(0, |metadata| metadata.blocks() * 512);
+        }
+        Ok((description, is_locked, bytes))
+    };
+    match read(&path) {
+        Ok((aside, is_locked, allocated_bytes)) => {
+            let state = match &aside {
+                _ if is_locked => RestoreState::InProgress,
+                Some(aside) if aside.is_complete => RestoreState::Complete,
+                Some(_) => RestoreState::Interrupted,
+                None => RestoreState::Unused,
+            };
+            Ok(Some(FoundAside { path, allocated_bytes, state, aside }))
+        }
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(super::io("read the aside", path)(error)),
+    }
+}
+
+/// Removes the asides `name` in `parent`: the content that the files had before that restore is
+/// lost.
+///
+/// # Errors
+/// [`ErrorKind::NoAside`]: there are none of that name. [`ErrorKind::FileInUse`]: the restore is in
+/// progress. [`ErrorKind::System`].
+pub fn remove(parent: &Path, name: &OsStr) -> Result<()> {
+    let path = parent.join(name);
+    let is_plain = path.file_name() == Some(name) && path.parent() == Some(parent);
+    let found = if is_plain { list(parent)?.into_iter().find(|found| found.path == path) } else { None };
+    let Some(found) = found else {
+        return Err(Error::about(ErrorKind::NoAside, Object::File(path), "holds no asides of a restore"));
+    };
+    if found.state == RestoreState::InProgress {
+        return Err(Error::about(ErrorKind::FileInUse, Object::File(path), "belongs to a restore that is in progress"));
+    }
+    fs::remove_dir_all(&path).map_err(super::io("remove", path))
+}
+
+fn open_directory(path: &Path) -> io::Result<File> {
+    OpenOptions::new().read(true).custom_flags(libc::O_DIRECTORY | libc::O_NOFOLLOW).open(path)
+}
+
+/// Makes `path` and missing directories above it. `path` becomes its owner's alone.
+fn private_directories(path: &Path) -> io::Result<()> {
+    DirBuilder::new().recursive(true).mode(0o700).create(path)
+}
+
+/// `YYYYmmddTHHMMSS` in UTC.
+fn stamp(now: SystemTime) -> String {
+    let seconds = now.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs());
+    let (days, second) = (seconds / 86_400, seconds % 86_400);
+    // Days since 1 March of the year 0: leap days then come at the end of a year.
+    let days = days + 719_468;
+    let (era, day_of_era) = (days / 146_097, days % 146_097);
+    let year_of_era = (day_of_era - day_of_era / 1460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
+    let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
+    let from_march = (5 * day_of_year + 2) / 153;
+    let day = day_of_year - (153 * from_march + 2) / 5 + 1;
+    let month = if from_march < 10 { from_march + 3 } else { from_march - 9 };
+    let year = era * 400 + year_of_era + u64::from(month <= 2);
+    format!("{year:04}{month:02}{day:02}T{:02}{:02}{:02}", second / 3600, second / 60 % 60, second % 60)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    #[test]
+    fn stamps_are_in_utc() {
+        let stamp_at = |seconds| stamp(UNIX_EPOCH + Duration::from_secs(seconds));
+        assert_eq!(stamp_at(0), "19700101T000000");
+        assert_eq!(stamp_at(1_709_210_096), "20240229T123456");
+        assert_eq!(stamp_at(951_868_799), "20000229T235959");
+        assert_eq!(stamp_at(4_107_542_400), "21000301T000000");
+    }
+
+    #[test]
+    fn each_state_of_a_restore_is_listed_and_only_finished_asides_are_removed() {
+        let directory = tempfile::tempdir().unwrap();
+        let parent = directory.path().join("asides");
+        assert_eq!(list(&parent).unwrap(), []);
+        let now = UNIX_EPOCH + Duration::from_secs(1_709_210_096);
+        let state = || list(&parent).unwrap().iter().map(|found| found.state).collect::<Vec<_>>();
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), b"before").unwrap();
+
+        let mut aside = AsideDirectory::create(&parent, "job@1", now).unwrap();
+        assert!(aside.path().ends_with("job@1-20240229T123456"));
+        assert_eq!(fs::metadata(aside.path()).unwrap().mode() & 0o777, 0o700);
+        let name = aside.copy(file.path(), file.as_file()).unwrap();
+        assert_eq!(fs::read(aside.path_of(&name)).unwrap(), b"before");
+        assert_eq!(state(), [RestoreState::InProgress]);
+        let path = aside.path().to_owned();
+        let in_use = remove(&parent, path.file_name().unwrap()).unwrap_err();
+        assert_eq!(in_use.kind(), ErrorKind::FileInUse, "{in_use}");
+
+        let unused = AsideDirectory::create(&parent, "job@1", now).unwrap();
+        assert!(unused.path().ends_with("job@1-20240229T123456-2"));
+        drop(unused);
+        let present = file.as_file().metadata().unwrap();
+        aside.describe(vec![AsideFile::new(file.path(), Some(name), Some(&present))]).unwrap();
+        // As a process has it that another thread is starting.
+        let copy = aside.lock.try_clone().unwrap();
+        drop(aside);
+        assert_eq!(state(), [RestoreState::Unused, RestoreState::Interrupted]);
+        drop(copy);
+        let mut done = AsideDirectory::create(&parent, "job@2", now + Duration::from_secs(1)).unwrap();
+        done.describe(Vec::new()).unwrap();
+        done.complete().unwrap();
+        assert_eq!(state(), [RestoreState::Unused, RestoreState::Interrupted, RestoreState::Complete]);
+
+        for name in ["..", ".", "", "a/b", "nothing"] {
+            assert_eq!(remove(&parent, OsStr::new(name)).unwrap_err().kind(), ErrorKind::NoAside, "{name}");
+        }
+        for found in list(&parent).unwrap() {
+            remove(&parent, found.path.file_name().unwrap()).unwrap();
+        }
+        assert_eq!((state(), parent.exists()), (vec![], true));
+    }
+
+    #[test]
+    fn a_name_of_any_bytes_gets_a_copy() {
+        let directory = tempfile::tempdir().unwrap();
+        let mut aside = AsideDirectory::create(directory.path(), "job@1", UNIX_EPOCH).unwrap();
+        let file = tempfile::tempfile().unwrap();
+        let long = [b"\xff\n".as_slice(), &[b'n'; 253]].concat();
+        let name = aside.copy(&Path::new("/").join(OsStr::from_bytes(&long)), &file).unwrap();
+        assert!(name.starts_with("1-n") && name.len() < 150, "{name}");
+        assert!(aside.copy(Path::new("/a"), &file).unwrap().starts_with("2-a"));
+    }
+}

@@ -1,0 +1,372 @@
+//! Memory that is delivered into the processes while CRIU restores the rest of them.
+//!
+//! CRIU makes the private anonymous mappings of the processes without their content, registers them
+//! with a userfaultfd for each process (`--lazy-pages`), and sends the descriptors over a socket in
+//! the images directory. Once every process has its mappings, CRIU waits in a [`Gate`]. Then the
+//! pages are read from the store, in its order and on all processors, and copied into the
+//! processes. The gate is opened when all pages are there, so no process runs before every page was
+//! checked, and no page is written anywhere else first.
+//!
+//! If a page is damaged, or this process dies, the gate fails, and CRIU kills the processes.
+
+use std::io::{self, Read};
+use std::ops::ControlFlow;
+use std::os::fd::{AsFd, AsRawFd};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::{Scope, ScopedJoinHandle};
+
+use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use pagemark::repository::Manifest;
+use pagemark::store::Piece;
+use pagemark::sys::userfaultfd::{MissingPages, MissingPagesEvent, probe_missing_pages};
+use pagemark::{Address, ByteCount, ContentId, Kind, PAGE_SIZE, PageNumber, Store};
+
+use super::gate::{Gate, SHELL};
+use super::images::{Prepared, ProcessMemory, RestoreOptions, Restored};
+use crate::criu::Criu;
+use crate::criu::descriptors::receive_descriptor;
+use crate::error::{Error, ErrorKind, Object};
+
+/// The socket in the images directory to which CRIU connects.
+const SOCKET: &str = "lazy-pages.socket";
+
+/// What CRIU sends in place of a process id when the restore is complete.
+const RESTORE_FINISHED: i32 = 0x5253_5446;
+
+/// Milliseconds that a wait for CRIU takes at most, so that its end is noticed.
+const POLL_MS: u16 = 1;
+
+/// How the memory of a restore is delivered.
+pub(super) struct Delivery {
+    gate: Gate,
+}
+
+/// Why memory cannot be delivered into the processes, with what would enable it.
+pub(super) type Refusal = String;
+
+impl Delivery {
+    /// Finds out whether memory can be delivered here.
+    ///
+    /// # Errors
+    /// The reason why not.
+    pub(super) fn find(manifest: &Manifest) -> Result<Delivery, Refusal> {
+        probe_missing_pages().map_err(|error| {
+            format!(
+                "userfaultfd is refused ({error}): it needs CAP_SYS_PTRACE, and in containers a seccomp filter that \
+                 allows it"
+            )
+        })?;
+        if manifest.state.iter().any(|record| record.name.starts_with("userns-")) {
+            return Err("the processes have a user namespace of their own, in which userfaultfd is refused".into());
+        }
+        // A container may have none.
+        if !Path::new(SHELL).exists() {
+            return Err(format!("the script that CRIU executes before the processes run needs {SHELL}"));
+        }
+        let gate = Gate::new().map_err(|error| {
+            format!("files in memory may not be executed ({error}): sysctl vm.memfd_noexec=1 or lower allows it")
+        })?;
+        Ok(Delivery { gate })
+    }
+
+    /// Restores the processes and delivers their memory before they run. Calls `progress` with the
+    /// bytes delivered so far.
+    ///
+    /// # Errors
+    /// As [`Prepared::run`]; also if a page cannot be read. Nothing of the tree is left then.
+    pub(super) fn run(
+        self,
+        prepared: Prepared,
+        memory: Vec<ProcessMemory>,
+        store: &(dyn Store + Sync),
+        criu: &Criu,
+        options: &RestoreOptions,
+        progress: &mut dyn FnMut(ByteCount),
+    ) -> Result<Restored, Error> {
+        prepared.check_free()?;
+        let listener = listen(&prepared.directory).map_err(Error::criu_io("make a socket for CRIU"))?;
+        let state = FillState::default();
+        let pids = prepared.pids();
+        let script = self.gate.path();
+        let spaces = memory.into_iter().map(|memory| Space { memory, missing: None }).collect();
+        std::thread::scope(|scope| {
+            let mut server =
+                Server { listener, connection: None, spaces, gate: Some(self.gate), fill: None, state: &state, store };
+            let mut failure = None;
+            let flags = ["--lazy-pages", "--action-script", &script];
+            let restored = prepared.run_with(criu, options, &flags, &mut || {
+                if failure.is_none()
+                    && let Err(error) = server.step(scope)
+                {
+                    // CRIU fails at the gate and kills the processes.
+                    server.abandon();
+                    failure = Some(error);
+                }
+                if failure.is_some() {
+                    std::thread::sleep(std::time::Duration::from_millis(u64::from(POLL_MS)));
+                }
+                progress(ByteCount::of_pages(state.filled_pages.load(Ordering::Relaxed)));
+                Ok(())
+            });
+            let is_complete = server.is_complete();
+            server.abandon();
+            match (restored, failure) {
+                (Ok(restored), None) if is_complete => Ok(restored),
+                (Ok(_), failure) => {
+                    for pid in pids {
+                        // A process that is gone needs no end.
+                        let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
+                    }
+                    let early =
+                        || Error::criu_failed("wait for the memory of the processes", "it did not run its script");
+                    Err(failure.unwrap_or_else(early))
+                }
+                // That a process is gone follows from what CRIU reports.
+                (Err(error), Some(failure)) if failure.kind() == ErrorKind::Gone => Err(error),
+                (Err(_), Some(failure)) => Err(failure),
+                (Err(error), None) => Err(error),
+            }
+        })
+    }
+}
+
+/// A socket in the images directory. Its path may be longer than the address of a socket.
+fn listen(directory: &Path) -> io::Result<UnixListener> {
+    let opened = std::fs::File::open(directory)?;
+    let listener = UnixListener::bind(format!("/proc/self/fd/{}/{SOCKET}", opened.as_raw_fd()))?;
+    listener.set_nonblocking(true)?;
+    Ok(listener)
+}
+
+/// A process whose memory is delivered.
+struct Space {
+    memory: ProcessMemory,
+    /// None until CRIU has sent it.
+    missing: Option<Arc<MissingPages>>,
+}
+
+/// What the filling threads share.
+#[derive(Default)]
+struct FillState {
+    filled_pages: AtomicU64,
+    is_stopped: AtomicBool,
+    failure: Mutex<Option<Error>>,
+}
+
+type Filling<'scope> = ScopedJoinHandle<'scope, Result<(), Error>>;
+
+struct Server<'scope, 'env> {
+    listener: UnixListener,
+    /// CRIU's end is open until it exits: it sends a last message before the processes run.
+    connection: Option<UnixStream>,
+    spaces: Vec<Space>,
+    /// None once it is open, or abandoned.
+    gate: Option<Gate>,
+    fill: Option<Filling<'scope>>,
+    state: &'env FillState,
+    store: &'env (dyn Store + Sync),
+}
+
+impl<'scope, 'env> Server<'scope, 'env> {
+    fn is_complete(&self) -> bool {
+        self.gate.is_none() && self.spaces.is_empty()
+    }
+
+    /// Gives up: the gate fails, and nothing waits for a page any more.
+    fn abandon(&mut self) {
+        self.gate = None;
+        self.state.is_stopped.store(true, Ordering::Relaxed);
+        self.spaces.iter_mut().for_each(|space| space.missing = None);
+    }
+
+    /// Waits a moment for something to do, and does it.
+    fn step(&mut self, scope: &'scope Scope<'scope, 'env>) -> Result<(), Error> {
+        if self.fill.as_ref().is_some_and(ScopedJoinHandle::is_finished)
+            && let Some(fill) = self.fill.take()
+        {
+            let panicked = || Error::criu_io("fill memory")(io::Error::other("a thread panicked"));
+            fill.join().map_err(|_| panicked())??;
+            return self.open_gate();
+        }
+        let source = match &self.connection {
+            Some(connection) => connection.as_fd(),
+            None => self.listener.as_fd(),
+        };
+        let mut watched = vec![PollFd::new(source, PollFlags::POLLIN)];
+        let notice = self.gate.as_ref().filter(|_| self.fill.is_none()).map(Gate::reached);
+        watched.extend(notice.map(|gate| PollFd::new(gate, PollFlags::POLLIN)));
+        let missing = self.spaces.iter().filter_map(|space| space.missing.as_deref());
+        watched.extend(missing.map(|missing| PollFd::new(missing.as_fd(), PollFlags::POLLIN)));
+        match poll(&mut watched, PollTimeout::from(POLL_MS)) {
+            Ok(0) | Err(Errno::EINTR) => return Ok(()),
+            Ok(_) => {}
+            Err(error) => return Err(Error::criu_io("wait for CRIU")(error.into())),
+        }
+        let is_ready = |at: usize| watched.get(at).and_then(PollFd::any).unwrap_or_default();
+        let (is_message, is_reached) = (is_ready(0), notice.is_some() && is_ready(1));
+        if is_message {
+            self.receive()?;
+        }
+        for index in 0..self.spaces.len() {
+            self.answer_faults(index)?;
+        }
+        if is_reached {
+            self.start_fill(scope)?;
+        }
+        Ok(())
+    }
+
+    /// Takes a message of CRIU: a process id, and the userfaultfd of that process.
+    fn receive(&mut self) -> Result<(), Error> {
+        let broken = |error| Error::criu_io("receive a userfaultfd from CRIU")(error);
+        let Some(connection) = &mut self.connection else {
+            let (connection, _) = match self.listener.accept() {
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(()),
+                accepted => accepted.map_err(broken)?,
+            };
+            connection.set_nonblocking(false).map_err(broken)?;
+            self.connection = Some(connection);
+            return Ok(());
+        };
+        let mut number = [0; 4];
+        match connection.read_exact(&mut number) {
+            Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
+                // CRIU has ended, which is noticed elsewhere.
+                std::thread::sleep(std::time::Duration::from_millis(u64::from(POLL_MS)));
+                return Ok(());
+            }
+            received => received.map_err(broken)?,
+        }
+        let pid = i32::from_ne_bytes(number);
+        // A zombie has no memory; its number is negative.
+        if pid < 0 || pid == RESTORE_FINISHED {
+            return Ok(());
+        }
+        let descriptor = receive_descriptor(connection, 0).map_err(broken)?;
+        if let Some(space) = self.spaces.iter_mut().find(|space| space.memory.pid == pid) {
+            space.missing = Some(Arc::new(MissingPages::from_registered(descriptor)));
+            return Ok(());
+        }
+        Err(Error::damaged(format!("CRIU restores process {pid}, whose memory the checkpoint does not have")))
+    }
+
+    /// Fills the pages for which threads of a process wait. CRIU's code in the processes touches
+    /// few pages before they run.
+    fn answer_faults(&self, index: usize) -> Result<(), Error> {
+        let Space { memory, missing: Some(missing) } = &self.spaces[index] else { return Ok(()) };
+        while let Some(event) = missing.next().map_err(Error::criu_io("read a userfaultfd"))? {
+            let address = match event {
+                MissingPagesEvent::Fault(address) => address,
+                MissingPagesEvent::Mappings(event) => {
+                    let reason = format!("the mappings of process {} changed (event {event:#x})", memory.pid);
+                    return Err(Error::criu_failed("restore mappings", reason));
+                }
+            };
+            let page = address.page();
+            let filled = match memory.is_delivered(page) {
+                true => {
+                    let mut content = [0; PAGE_SIZE];
+                    self.store.get_page(memory.tree.get(page), &mut content)?;
+                    missing.fill(page.address(), &[content])
+                }
+                false => missing.fill_with_zeros(page.address()),
+            };
+            filled.map_err(|error| not_filled(memory.pid, page.address(), error))?;
+        }
+        Ok(())
+    }
+
+    /// Begins to fill the memory of all processes.
+    fn start_fill(&mut self, scope: &'scope Scope<'scope, 'env>) -> Result<(), Error> {
+        if let Some(gate) = &mut self.gate {
+            gate.take_notice().map_err(Error::criu_io("wait for CRIU"))?;
+        }
+        let mut fill = Fill { spaces: Vec::new(), targets: Vec::new(), state: self.state };
+        let mut ids = Vec::new();
+        for space in &self.spaces {
+            if space.memory.delivered.is_empty() {
+                continue;
+            }
+            let Some(missing) = &space.missing else {
+                let reason = format!("it sent no userfaultfd of process {}", space.memory.pid);
+                return Err(Error::criu_failed("leave the memory of the processes out", reason));
+            };
+            let index = fill.spaces.len() as u32;
+            fill.spaces.push((space.memory.pid, missing.clone()));
+            for (page, id) in space.memory.delivered.iter().flat_map(|run| space.memory.tree.range(run.clone())) {
+                fill.targets.push((index, page));
+                ids.push(id);
+            }
+        }
+        let store = self.store;
+        self.fill = Some(scope.spawn(move || fill.run(&ids, store)));
+        Ok(())
+    }
+
+    /// Lets the processes run. Their memory is complete.
+    fn open_gate(&mut self) -> Result<(), Error> {
+        // The kernel ends the registrations. A page that is missing now holds zeros.
+        self.spaces.clear();
+        match self.gate.take() {
+            Some(gate) => gate.open().map_err(Error::criu_io("let CRIU continue")),
+            None => Ok(()),
+        }
+    }
+}
+
+fn not_filled(pid: i32, page: Address, error: io::Error) -> Error {
+    let kind = if error.raw_os_error() == Some(libc::ESRCH) { ErrorKind::Gone } else { ErrorKind::Criu };
+    let operation = format!("fill page {:#x} of", page.get());
+    Error::of(kind, operation, Object::Process(pid), error)
+}
+
+/// The copy of pages into processes.
+struct Fill<'a> {
+    spaces: Vec<(i32, Arc<MissingPages>)>,
+    /// For each page that is read: an index into `spaces`, and the page.
+    targets: Vec<(u32, PageNumber)>,
+    state: &'a FillState,
+}
+
+impl Fill<'_> {
+    fn run(&self, ids: &[ContentId], store: &dyn Store) -> Result<(), Error> {
+        store.get_many(Kind::Page, ids, &|pieces, content| match self.fill(pieces, content) {
+            Ok(()) if self.state.is_stopped.load(Ordering::Relaxed) => ControlFlow::Break(()),
+            Ok(()) => ControlFlow::Continue(()),
+            Err(error) => {
+                self.state.failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+                ControlFlow::Break(())
+            }
+        })?;
+        match self.state.failure.lock().unwrap_or_else(PoisonError::into_inner).take() {
+            Some(error) => Err(error),
+            None if self.state.filled_pages.load(Ordering::Relaxed) == ids.len() as u64 => Ok(()),
+            None => Err(Error::criu_io("fill memory")(io::ErrorKind::Interrupted.into())),
+        }
+    }
+
+    /// Copies pages that were read to where they belong, neighbours at once.
+    fn fill(&self, pieces: &[Piece], content: &[u8]) -> Result<(), Error> {
+        let follows = |a: &Piece, b: &Piece| {
+            let (a_target, b_target) = (self.targets[a.position], self.targets[b.position]);
+            (a_target.0, a_target.1 + 1) == b_target && a.bytes.end == b.bytes.start
+        };
+        for run in pieces.chunk_by(follows) {
+            let (space, page) = self.targets[run[0].position];
+            let (pid, missing) = &self.spaces[space as usize];
+            let (pages, rest) = content[run[0].bytes.start..run[run.len() - 1].bytes.end].as_chunks();
+            if !rest.is_empty() || pages.len() != run.len() {
+                return Err(Error::damaged(format!("the content of page {:#x} is no page", page.address().get())));
+            }
+            missing.fill(page.address(), pages).map_err(|error| not_filled(*pid, page.address(), error))?;
+            self.state.filled_pages.fetch_add(run.len() as u64, Ordering::Relaxed);
+        }
+        Ok(())
+    }
+}

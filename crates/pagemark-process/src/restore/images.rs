@@ -1,0 +1,641 @@
+//! CRIU's images of a checkpoint, and `criu restore` on them.
+//!
+//! The state files of a checkpoint are CRIU's images without the content of memory. The pages
+//! images are written from the page trees; then `criu restore` restores the processes.
+
+use std::borrow::Cow;
+use std::fs::{File, OpenOptions};
+use std::io::{IsTerminal, Write};
+use std::ops::ControlFlow;
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::Child;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use nix::sys::signal::{Signal, kill};
+use nix::sys::wait::waitpid;
+use nix::unistd::Pid;
+
+use pagemark::repository::{Manifest, StateRecord, TargetKind};
+use pagemark::store::Piece;
+use pagemark::sys::proc::{self, Stat, tree};
+use pagemark::{Address, ByteCount, Kind, PAGE_SIZE, PageNumber, PageRange, PageRangeExt, PageTree, RangeSet, Store};
+
+use super::surroundings;
+use crate::cgroups::{Joining, Memberships};
+use crate::criu::dump::{NOTES, Notes, read_pstree};
+use crate::criu::images::schema::{CoreEntry, MmEntry, PstreeEntry, VmaEntry};
+use crate::criu::images::{ImageKind, PageRun, PageSource, Pagemap, read_first};
+use crate::criu::stdio::{self, Own};
+use crate::criu::{Criu, errors_in_log};
+use crate::error::{Error, ErrorKind, Object};
+use crate::files::{UnusualFile, decode_path, read_trees, unusual_files};
+use crate::scratch;
+
+/// CRIU's log in the images directory.
+const LOG: &str = "restore.log";
+
+/// Descriptors that are handed over get numbers from here on, so that they are clear of CRIU's own.
+const HANDED_OVER: RawFd = 64;
+
+/// How many processes an error about a CRIU that takes too long names.
+const SHOWN_PROCESSES: usize = 4;
+
+/// Pause between two checks whether CRIU has ended.
+const WAIT_POLL: Duration = Duration::from_millis(1);
+/// How long a restore waits for the parents of exited processes. The init of some containers
+/// waits for orphans every two seconds.
+const ZOMBIE_WAIT: Duration = Duration::from_secs(5);
+
+/// What becomes of restored processes.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct RestoreOptions {
+    /// The root process becomes a child of the calling process, which can wait for it. Otherwise it
+    /// becomes a child of init.
+    pub as_child: bool,
+    /// The processes stay stopped, as by SIGSTOP, until they get SIGCONT, so that they can be
+    /// inspected first.
+    pub stopped: bool,
+    /// What the standard streams become that led out of the tree.
+    pub streams: Streams,
+    /// How long CRIU may take. None is two minutes, and a second for each 8 MiB of images.
+    pub time_limit: Option<Duration>,
+    /// The processes stay in the control groups of the calling process.
+    pub ignore_cgroups: bool,
+}
+
+/// What the standard streams of restored processes become where they led out of the tree. Files are
+/// opened again in any case.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum Streams {
+    /// The calling process's own.
+    #[default]
+    Inherit,
+    /// `/dev/null`.
+    Null,
+}
+
+/// A restored tree.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Restored {
+    /// Its root process; it has the id it had.
+    pub root_pid: i32,
+    /// All its processes, the root first.
+    pub pids: Vec<i32>,
+    /// The control groups that processes were in and are not now, each with its reason.
+    pub left_groups: Vec<String>,
+}
+
+fn io(operation: impl Into<Cow<'static, str>>) -> impl FnOnce(std::io::Error) -> Error {
+    Error::system(operation, Object::None)
+}
+
+/// An images directory that is complete, for process ids that are free.
+#[derive(Debug)]
+pub struct Prepared {
+    pub(super) directory: PathBuf,
+    notes: Notes,
+    processes: Vec<PstreeEntry>,
+    /// Memory that is not in the directory.
+    delivered: ByteCount,
+}
+
+/// Time between two reports of progress.
+const PROGRESS_INTERVAL: Duration = Duration::from_millis(2);
+
+/// The memory that the images directory gets.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Memory {
+    /// All pages.
+    Whole,
+    /// Only the pages that cannot be delivered into the processes.
+    Undeliverable,
+}
+
+/// The memory of a process, and which of it is delivered into the process later.
+pub(super) struct ProcessMemory {
+    /// The process.
+    pub(super) pid: i32,
+    /// All its pages.
+    pub(super) tree: PageTree,
+    /// The pages that the images directory does not have, in ascending order.
+    pub(super) delivered: Vec<PageRange>,
+}
+
+impl ProcessMemory {
+    /// True if a page is delivered.
+    pub(super) fn is_delivered(&self, page: PageNumber) -> bool {
+        let behind = self.delivered.partition_point(|run| run.end <= page);
+        self.delivered.get(behind).is_some_and(|run| run.start <= page)
+    }
+}
+
+/// Writes the images directory of a checkpoint and checks that its process ids are free. Nothing
+/// outside `directory` is touched, so that files can be put back between this and
+/// [`Prepared::run`]. `directory` must exist, be empty, and be its owner's alone, since
+/// memory holds secrets.
+///
+/// # Errors
+/// [`Error`]
+pub fn prepare(manifest: &Manifest, store: &(dyn Store + Sync), directory: &Path) -> Result<Prepared, Error> {
+    prepare_with(manifest, store, directory, Memory::Whole, &mut |_| {}).map(|(prepared, _)| prepared)
+}
+
+/// Called with the bytes of memory written so far.
+pub(super) type Progress<'a> = &'a mut dyn FnMut(ByteCount);
+
+/// Takes a directory that [`prepare`] has written, maybe in another process.
+///
+/// # Errors
+/// [`Error`]; also if the process ids are no longer free.
+pub fn open_prepared(directory: &Path) -> Result<Prepared, Error> {
+    let (notes, processes) = (read_notes(directory)?, read_pstree(directory)?);
+    let prepared = Prepared { directory: directory.into(), notes, processes, delivered: ByteCount::ZERO };
+    prepared.check_free()?;
+    Ok(prepared)
+}
+
+/// Makes sure that a checkpoint holds what a restore needs, before anything is done for it.
+///
+/// # Errors
+/// [`ErrorKind::MemoryOnly`]
+pub fn check(manifest: &Manifest) -> Result<(), Error> {
+    if manifest.kind == TargetKind::Process { Ok(()) } else { Err(memory_only(manifest)) }
+}
+
+/// As [`prepare`], with the given memory. Calls `progress` with the bytes of memory written so far.
+/// Also returns the memory of the processes.
+pub(super) fn prepare_with(
+    manifest: &Manifest,
+    store: &(dyn Store + Sync),
+    directory: &Path,
+    memory: Memory,
+    progress: Progress<'_>,
+) -> Result<(Prepared, Vec<ProcessMemory>), Error> {
+    check(manifest)?;
+    write_states(manifest, store, directory)?;
+    let mut prepared = open_prepared(directory)?;
+    surroundings::check(directory, manifest, store)?;
+    let spaces = write_pages(manifest, store, directory, memory, &prepared.processes, progress)?;
+    let delivered = spaces.iter().flat_map(|space| &space.delivered);
+    prepared.delivered = ByteCount::of_pages(delivered.map(PageRangeExt::page_count).sum());
+    Ok((prepared, spaces))
+}
+
+/// Makes `directory` such that plain `criu restore` takes it. Returns the arguments that `criu
+/// restore` needs for it.
+///
+/// # Errors
+/// [`Error`]
+pub fn export_criu(manifest: &Manifest, store: &(dyn Store + Sync), directory: &Path) -> Result<Vec<String>, Error> {
+    check(manifest)?;
+    write_states(manifest, store, directory)?;
+    let notes = read_notes(directory)?;
+    write_pages(manifest, store, directory, Memory::Whole, &read_pstree(directory)?, &mut |_| {})?;
+    let mut arguments = vec!["restore".to_string(), "-D".into(), directory.display().to_string()];
+    arguments.extend(restore_flags(&notes));
+    let own = [0, 1, 2].map(|descriptor| Own { descriptor, is_terminal: false });
+    let streams = stdio::redirect(directory, &notes.outside, own)?;
+    arguments.extend(streams.iter().map(|argument| argument.to_string_lossy().into_owned()));
+    Ok(arguments)
+}
+
+/// The arguments that mirror those of the dump.
+fn restore_flags(notes: &Notes) -> impl Iterator<Item = String> {
+    let connections = if notes.keep_connections { "--tcp-established" } else { "--tcp-close" };
+    let cgroups = format!("--manage-cgroups={}", notes.cgroups.criu_mode());
+    let flags = ["--file-locks", "--skip-in-flight", "--ext-unix-sk", connections].map(String::from);
+    flags.into_iter().chain([cgroups]).chain(notes.shell_job.then(|| "--shell-job".to_owned()))
+}
+
+impl Prepared {
+    /// The process ids that the tree will have, the root first.
+    pub fn pids(&self) -> Vec<i32> {
+        self.processes.iter().map(|process| process.pid as i32).collect()
+    }
+
+    /// Checks that no process or thread has an id that the tree needs. A process that has just been
+    /// killed has its id until its parent waits for it, so such ids get some seconds to become
+    /// free.
+    ///
+    /// # Errors
+    /// [`ErrorKind::PidInUse`]
+    pub fn check_free(&self) -> Result<(), Error> {
+        let deadline = Instant::now() + ZOMBIE_WAIT;
+        for id in self.processes.iter().flat_map(|process| process.threads.iter().chain([&process.pid])) {
+            let id = *id as i32;
+            while Stat::read(id).is_ok_and(|stat| stat.state == 'Z') && Instant::now() < deadline {
+                std::thread::sleep(WAIT_POLL);
+            }
+            if proc::exists(id) {
+                let reason = format!("is in use by {}", user_of(id));
+                let error = Error::about(ErrorKind::PidInUse, Object::Id(id), reason);
+                return Err(error.help("end that process first, or restore where the id is free"));
+            }
+        }
+        Ok(())
+    }
+
+    /// Restores the tree and lets it run.
+    ///
+    /// # Errors
+    /// [`ErrorKind::PidInUse`], or [`ErrorKind::Criu`] with CRIU's own words.
+    pub fn run(self, criu: &Criu, options: &RestoreOptions) -> Result<Restored, Error> {
+        self.run_with(criu, options, &[], &mut || {
+            std::thread::sleep(WAIT_POLL);
+            Ok(())
+        })
+    }
+
+    /// Restores the tree, and calls `meanwhile` again and again until it runs.
+    pub(super) fn run_with(
+        self,
+        criu: &Criu,
+        options: &RestoreOptions,
+        further: &[&str],
+        meanwhile: &mut dyn FnMut() -> Result<(), Error>,
+    ) -> Result<Restored, Error> {
+        self.check_free()?;
+        let streams = streams(options.streams)?;
+        let own = |stream: &OwnedFd| Own { descriptor: stream.as_raw_fd(), is_terminal: stream.is_terminal() };
+        let own = [own(&streams[0]), own(&streams[1]), own(&streams[2])];
+        // CRIU also holds the directory, so that no sweep removes it.
+        let held = scratch::hold(&self.directory).map_err(io(format!("hold {}", self.directory.display())))?;
+        let [input, output, error] = own.map(|own| own.descriptor);
+        let numbers = [input, output, error, held.as_raw_fd()];
+        let mut command = criu.command("restore", &self.directory, LOG);
+        command.arg("--restore-detached").args(restore_flags(&self.notes)).args(further);
+        if options.as_child {
+            command.arg("--restore-sibling");
+        }
+        if options.stopped {
+            command.arg("--leave-stopped");
+        }
+        if self.notes.shell_job {
+            // The session's terminal is found by CRIU's own standard input.
+            command.stdin(std::process::Stdio::inherit());
+        }
+        command.args(stdio::redirect(&self.directory, &self.notes.outside, own)?);
+        let pids = self.pids();
+        let root_pid = *pids.first().ok_or_else(|| Error::damaged("it has no process"))?;
+        let memberships = if options.ignore_cgroups { Memberships::new() } else { self.notes.memberships.clone() };
+        let mut joining = Joining::new(memberships);
+        let groups = joining.open_groups_of(root_pid);
+        // SAFETY: only system calls are made between fork and exec, which is allowed in a child of a
+        // process with threads.
+        unsafe {
+            command.pre_exec(move || {
+                // What is refused is found afterwards.
+                groups.iter().for_each(|mut group| drop(group.write_all(b"0")));
+                stdio::keep_open(&numbers)
+            });
+        }
+        let limit = options.time_limit.unwrap_or_else(|| self.default_time_limit());
+        let begin = Instant::now();
+        let mut child = command.spawn().map_err(io(format!("start {}", criu.path().display())))?;
+        let status = loop {
+            match child.try_wait().map_err(io("wait for CRIU"))? {
+                Some(status) => break status,
+                None if begin.elapsed() > limit => return Err(self.end_restore(child, root_pid, limit)),
+                None => {
+                    if let Err(error) = meanwhile() {
+                        // The tree can't be completed; who has begun it ends it.
+                        let _ = child.kill();
+                        let _ = child.wait();
+                        return Err(error);
+                    }
+                }
+            }
+        };
+        if !status.success() {
+            // CRIU kills what it has begun, unless it was killed itself, and leaves the root to its parent.
+            end_child(root_pid);
+            let reason = errors_in_log(&self.directory.join(LOG));
+            let what = format!("restore process {root_pid}");
+            return Err(Error::criu_failed(what, reason));
+        }
+        let left_groups = joining.join_others().iter().map(ToString::to_string).collect();
+        Ok(Restored { root_pid, pids, left_groups })
+    }
+}
+
+fn memory_only(manifest: &Manifest) -> Error {
+    let checkpoint = format!("checkpoint {} of {}", manifest.sequence, manifest.job);
+    let reason = format!("{checkpoint} holds memory alone and cannot be restored");
+    let error = Error::about(ErrorKind::MemoryOnly, Object::None, reason);
+    error.help("it can be inspected, or exported as a core file")
+}
+
+impl Prepared {
+    /// Two minutes, and a second for each 8 MiB of images and memory, which a slow disk reads in
+    /// that time.
+    fn default_time_limit(&self) -> Duration {
+        let entries = std::fs::read_dir(&self.directory).into_iter().flatten().flatten();
+        let bytes: u64 = entries.filter_map(|entry| Some(entry.metadata().ok()?.len())).sum();
+        Duration::from_secs(120 + (bytes + self.delivered.get()) / (8 << 20))
+    }
+
+    /// Ends a CRIU that takes too long, with the processes that it has begun to restore, and says
+    /// what they waited for.
+    fn end_restore(&self, mut criu: Child, root_pid: i32, limit: Duration) -> Error {
+        let mut begun = below(criu.id() as i32);
+        begun.extend(below_child(root_pid));
+        let mut reason: Vec<String> = begun.iter().take(SHOWN_PROCESSES).filter_map(|&pid| wait_of(pid)).collect();
+        reason.push(errors_in_log(&self.directory.join(LOG)));
+        for pid in &begun {
+            // A process that is gone needs no end.
+            let _ = kill(Pid::from_raw(*pid), Signal::SIGKILL);
+        }
+        let _ = criu.kill();
+        let _ = criu.wait();
+        end_child(root_pid);
+        let operation = format!("CRIU did not restore process {root_pid} within {} s, and was ended", limit.as_secs());
+        Error::of(ErrorKind::Criu, operation, Object::None, reason.join("; "))
+    }
+}
+
+/// A process and all its descendants; of a zombie, itself alone.
+fn below(pid: i32) -> Vec<i32> {
+    let members = tree::members(pid).unwrap_or_default();
+    let descendants = members.iter().map(|member| member.pid).filter(|&member| member != pid);
+    [pid].into_iter().chain(descendants).collect()
+}
+
+/// The root of a restore and all its descendants, if it was restored as a child of this process.
+/// Its id was free before.
+fn below_child(root_pid: i32) -> Vec<i32> {
+    match Stat::read(root_pid) {
+        Ok(stat) if stat.parent_pid == std::process::id() as i32 => below(root_pid),
+        _ => Vec::new(),
+    }
+}
+
+/// Kills what is left of a failed restore whose root is a child of this process, and waits for the
+/// end of the root, so that its id is free again.
+fn end_child(root_pid: i32) {
+    let left = below_child(root_pid);
+    for pid in &left {
+        // A process that is gone needs no end.
+        let _ = kill(Pid::from_raw(*pid), Signal::SIGKILL);
+    }
+    if left.contains(&root_pid) {
+        let _ = waitpid(Pid::from_raw(root_pid), None);
+    }
+}
+
+/// The function of the kernel in which a process waits, in words.
+fn wait_of(pid: i32) -> Option<String> {
+    let stat = Stat::read(pid).ok()?;
+    let function = std::fs::read_to_string(proc::path(pid, "wchan")).unwrap_or_default();
+    let function = if ["", "0"].contains(&function.as_str()) { "?" } else { &function };
+    Some(format!("process {pid} ({}) is in state {} in {function}", stat.command, stat.state))
+}
+
+/// Descriptors for the standard streams, clear of the numbers of CRIU's own.
+fn streams(streams: Streams) -> Result<[OwnedFd; 3], Error> {
+    use nix::fcntl::{FcntlArg, fcntl};
+    let null = OpenOptions::new().read(true).write(true).open("/dev/null").map_err(io("open /dev/null"))?;
+    let duplicate = |number: RawFd| -> Result<OwnedFd, Error> {
+        use std::os::fd::{BorrowedFd, FromRawFd};
+        let source = if streams == Streams::Null { null.as_raw_fd() } else { number };
+        // SAFETY: borrowed only for the call, which fails if nothing is open under that number.
+        let source = unsafe { BorrowedFd::borrow_raw(source) };
+        let copy = match fcntl(source, FcntlArg::F_DUPFD_CLOEXEC(HANDED_OVER)) {
+            // A standard stream that is closed here.
+            Err(nix::errno::Errno::EBADF) => fcntl(&null, FcntlArg::F_DUPFD_CLOEXEC(HANDED_OVER)),
+            result => result,
+        };
+        let copy = copy.map_err(|e| io("duplicate a standard stream")(e.into()))?;
+        // SAFETY: the descriptor was just made and nothing else owns it.
+        Ok(unsafe { OwnedFd::from_raw_fd(copy) })
+    };
+    Ok([duplicate(0)?, duplicate(1)?, duplicate(2)?])
+}
+
+/// Describes the process or thread that has an id, without control characters. A zombie has its id
+/// until its parent has waited for it.
+fn user_of(id: i32) -> String {
+    let text = match Stat::read(id) {
+        Ok(stat) if stat.state == 'Z' => {
+            let parent = Stat::read(stat.parent_pid).map(|parent| parent.command).unwrap_or_default();
+            format!(
+                "process {} ({parent}), which has not waited for this exited child ({})",
+                stat.parent_pid, stat.command
+            )
+        }
+        _ => proc::command_line(id).unwrap_or_default(),
+    };
+    text.replace(|c: char| c.is_control(), "?")
+}
+
+/// The files that a restore of the checkpoint would change and that are unusual. With
+/// `working_directories_count` false, every file is outside the job's own directories.
+pub(super) fn unusual_files_of(
+    manifest: &Manifest,
+    store: &dyn Store,
+    working_directories_count: bool,
+) -> Result<Vec<UnusualFile>, Error> {
+    let mut directories = Vec::new();
+    if working_directories_count {
+        let record = manifest.state.iter().find(|record| record.name == NOTES);
+        let record = record.ok_or_else(|| Error::damaged(format!("its state lacks {NOTES}")))?;
+        let notes = parse_notes(&record.content.read_all(store)?)?;
+        directories.extend(notes.working_directories.iter().filter_map(|text| decode_path(text)));
+        // Whoever took the checkpoint named these as the job's own.
+        directories.extend(read_trees(manifest, store)?.iter().filter_map(|tree| decode_path(&tree.path)));
+    }
+    unusual_files(&manifest.files, &directories, store)
+}
+
+fn parse_notes(text: &[u8]) -> Result<Notes, Error> {
+    serde_json::from_slice(text)
+        .map_err(|error| Error::damaged(format!("its state file {NOTES} is not as written: {error}")))
+}
+
+fn read_notes(directory: &Path) -> Result<Notes, Error> {
+    let path = directory.join(NOTES);
+    let text = std::fs::read(&path).map_err(|error| Error::damaged(format!("its state lacks {NOTES} ({error})")))?;
+    parse_notes(&text)
+}
+
+/// Writes the state files.
+fn write_states(manifest: &Manifest, store: &dyn Store, directory: &Path) -> Result<(), Error> {
+    for record in &manifest.state {
+        write_state(record, store, directory)?;
+    }
+    crate::criu::timers::arm_expired(directory)
+}
+
+/// Writes one file of the state.
+fn write_state(record: &StateRecord, store: &dyn Store, directory: &Path) -> Result<(), Error> {
+    let plain = record.name.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte));
+    if !plain || record.name.starts_with('.') || record.name.is_empty() || record.name.len() > 128 {
+        return Err(Error::damaged(format!("{:?} is no name of a state file", record.name)));
+    }
+    let path = directory.join(&record.name);
+    let file = create(&path)?;
+    record.content.copy_to_file(store, &file).map_err(write_failed(&path))
+}
+
+/// Writes the pages images of all processes, and pagemap images that say so. Returns the memory of
+/// the processes.
+fn write_pages(
+    manifest: &Manifest,
+    store: &(dyn Store + Sync),
+    directory: &Path,
+    memory: Memory,
+    processes: &[PstreeEntry],
+    progress: Progress<'_>,
+) -> Result<Vec<ProcessMemory>, Error> {
+    let mut spaces: Vec<(&PstreeEntry, Pagemap, ProcessMemory)> = Vec::new();
+    for process in processes {
+        let path = directory.join(format!("pagemap-{}.img", process.pid));
+        if !path.exists() {
+            continue;
+        }
+        let pid = process.pid as i32;
+        let space = manifest.process(pid);
+        let space = space.ok_or_else(|| Error::damaged(format!("the memory of process {pid} is missing")))?;
+        let memory = ProcessMemory { pid, tree: PageTree::load(space.root, store)?, delivered: Vec::new() };
+        spaces.push((process, Pagemap::read(&path)?, memory));
+    }
+    let mut written = 0;
+    for index in 0..spaces.len() {
+        let (process, pagemap, ProcessMemory { tree, .. }) = &spaces[index];
+        let deliverable = if memory == Memory::Whole { RangeSet::new() } else { deliverable(directory, process)? };
+        let relatives: Vec<&PageTree> = spaces
+            .iter()
+            .filter(|(other, ..)| other.pid == process.ppid || other.ppid == process.pid)
+            .map(|(_, _, memory)| &memory.tree)
+            .collect();
+        let source = |page: u64, run: &PageRun| {
+            let page = PageNumber::new(page);
+            if run.present {
+                // CRIU saved it itself: maybe a page that hides a file's, which has to be there even if it holds
+                // zeros.
+                return PageSource::Present;
+            }
+            let id = tree.get(page);
+            if id.is_zero() {
+                PageSource::Absent
+            } else if deliverable.contains(page.address()) && relatives.iter().all(|other| other.get(page) != id) {
+                PageSource::Lazy
+            } else {
+                // A page that a process may share with its parent since the fork, too: CRIU shares it again.
+                PageSource::Present
+            }
+        };
+        let (image, runs) = pagemap.with_sources(source);
+        let path = directory.join(format!("pages-{}.img", pagemap.pages_id));
+        let present: Vec<PageRange> = runs.iter().filter(|run| run.present).map(PageRun::page_range).collect();
+        written += write_pages_image(&path, &present, tree, store, &mut |pages| {
+            progress(ByteCount::of_pages(written + pages));
+        })?;
+        let path = directory.join(format!("pagemap-{}.img", process.pid));
+        std::fs::write(&path, image).map_err(io(format!("write {}", path.display())))?;
+        spaces[index].2.delivered = runs.iter().filter(|run| !run.present).map(PageRun::page_range).collect();
+    }
+    Ok(spaces.into_iter().map(|(_, _, memory)| memory).collect())
+}
+
+/// Writes a pages image: the pages of `runs` one after the other, with holes for pages of zeros.
+/// Calls `progress` with the pages written so far. Returns the pages written.
+fn write_pages_image(
+    path: &Path,
+    runs: &[PageRange],
+    tree: &PageTree,
+    store: &(dyn Store + Sync),
+    progress: &mut dyn FnMut(u64),
+) -> Result<u64, Error> {
+    let file = create(path)?;
+    let page_count = runs.iter().map(PageRangeExt::page_count).sum();
+    file.set_len(ByteCount::of_pages(page_count).get()).map_err(io(format!("write {}", path.display())))?;
+    // The number of each page that is not zeros in the image.
+    let (mut numbers, mut ids) = (Vec::new(), Vec::new());
+    let mut first = 0;
+    for run in runs {
+        for (page, id) in tree.range(run.clone()) {
+            numbers.push(first + (page.get() - run.start.get()));
+            ids.push(id);
+        }
+        first += run.page_count();
+    }
+    let written = AtomicU64::new(0);
+    let failure = Mutex::new(None);
+    let write = |pieces: &[Piece], content: &[u8]| {
+        let follows =
+            |a: &Piece, b: &Piece| numbers[a.position] + 1 == numbers[b.position] && a.bytes.end == b.bytes.start;
+        for run in pieces.chunk_by(follows) {
+            let offset = PageNumber::new(numbers[run[0].position]).address().get();
+            let content = &content[run[0].bytes.start..run[run.len() - 1].bytes.end];
+            let result = match content.len() == run.len() * PAGE_SIZE {
+                true => file.write_all_at(content, offset).map_err(io(format!("write {}", path.display()))),
+                false => Err(Error::damaged("a page has the wrong length")),
+            };
+            if let Err(error) = result {
+                failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+                return ControlFlow::Break(());
+            }
+            written.fetch_add(run.len() as u64, Ordering::Relaxed);
+        }
+        ControlFlow::Continue(())
+    };
+    let read = std::thread::scope(|scope| {
+        let (done, is_done) = mpsc::channel::<()>();
+        let (ids, write) = (&ids, &write);
+        let reading = scope.spawn(move || {
+            // Dropped at the end, also in a panic.
+            let _done = done;
+            store.get_many(Kind::Page, ids, write)
+        });
+        while is_done.recv_timeout(PROGRESS_INTERVAL) == Err(RecvTimeoutError::Timeout) {
+            progress(written.load(Ordering::Relaxed));
+        }
+        progress(written.load(Ordering::Relaxed));
+        reading.join()
+    });
+    read.map_err(|_| Error::criu_io("write images")(std::io::Error::other("a thread panicked")))??;
+    match failure.into_inner().unwrap_or_else(PoisonError::into_inner) {
+        Some(error) => Err(error),
+        None => Ok(page_count),
+    }
+}
+
+/// The mappings of a process whose pages can be delivered, without the pages on which threads have
+/// their stacks: private anonymous mappings that are neither locked nor huge.
+fn deliverable(directory: &Path, process: &PstreeEntry) -> Result<RangeSet, Error> {
+    let mm: MmEntry = read_first(&directory.join(format!("mm-{}.img", process.pid)), ImageKind::Mm)?;
+    let fits = |vma: &&VmaEntry| {
+        let flags = vma.flags as i32;
+        let needed = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+        flags & needed == needed && flags & (libc::MAP_LOCKED | libc::MAP_HUGETLB) == 0 && vma.start < vma.end
+    };
+    let mappings = mm.vmas.iter().filter(fits).map(|vma| Address::new(vma.start)..Address::new(vma.end));
+    let mut ranges: RangeSet = mappings.collect();
+    for thread in &process.threads {
+        let core: CoreEntry = read_first(&directory.join(format!("core-{thread}.img")), ImageKind::Core)?;
+        if let Some(info) = core.thread_info {
+            ranges.remove(Address::new(info.gpregs.sp).page().addresses());
+        }
+    }
+    Ok(ranges)
+}
+
+/// Creates a file that is its owner's alone.
+fn create(path: &Path) -> Result<File, Error> {
+    let mut options = OpenOptions::new();
+    options.write(true).create_new(true).mode(0o600).open(path).map_err(io(format!("create {}", path.display())))
+}
+
+/// For `map_err`: content could not be written to `path`.
+fn write_failed(path: &Path) -> impl Fn(pagemark::Error) -> Error {
+    move |error| match error.kind() {
+        pagemark::ErrorKind::Stream => Error::of(ErrorKind::System, "write", Object::File(path.to_owned()), error),
+        _ => error.into(),
+    }
+}

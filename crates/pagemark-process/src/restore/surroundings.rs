@@ -1,0 +1,369 @@
+//! Checks, before anything is touched, that the surroundings have what a restore needs: the files
+//! that the processes have open or mapped, and the ports and names that their sockets are bound to.
+
+use std::collections::{HashMap, HashSet};
+use std::fs;
+use std::io;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::os::fd::AsRawFd;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::FileTypeExt;
+use std::path::{Path, PathBuf};
+
+use nix::errno::Errno;
+use nix::sys::socket::{AddressFamily, SockFlag, SockType, setsockopt, socket, sockopt};
+use pagemark::Store;
+use pagemark::repository::Manifest;
+use pagemark::sys::proc;
+use prost::Message;
+
+use crate::criu::images::schema::{FileEntry, InetSocketEntry, UnixSocketEntry};
+use crate::criu::images::{Image, ImageKind};
+use crate::criu::regular_files::{Demand, RegularFile, has_image, has_own_mounts, revise};
+use crate::error::{Error, ErrorKind, Object, Result};
+use crate::files::{TreeRecord, decode_path, is_own_output, read_trees};
+
+/// The kernel's numbers of TCP's states.
+const TCP_CLOSE: u32 = 7;
+const TCP_LISTEN: u32 = 10;
+
+/// Checks what the images in `directory` need, and adapts them to files that may have changed.
+pub(super) fn check(directory: &Path, manifest: &Manifest, store: &dyn Store) -> Result<()> {
+    if !has_own_mounts(directory) {
+        check_files(directory, manifest, &read_trees(manifest, store)?)?;
+    }
+    check_sockets(directory)
+}
+
+fn check_files(directory: &Path, manifest: &Manifest, trees: &[TreeRecord]) -> Result<()> {
+    let trees: Vec<PathBuf> = trees.iter().filter_map(|tree| decode_path(&tree.path)).collect();
+    let records = manifest.files.iter().filter_map(|record| Some((decode_path(&record.path)?, record.is_shared)));
+    let records: HashMap<PathBuf, bool> = records.collect();
+    revise(directory, &mut |file: &RegularFile| {
+        let present = fs::metadata(&file.path);
+        match records.get(&file.path) {
+            Some(is_shared) => match present {
+                // It is not put back, so what is written next belongs to its end.
+                Ok(present) if *is_shared || is_own_output(&present) => Ok(Demand::Position(present.len())),
+                _ => Ok(Demand::SameLength),
+            },
+            // Directories of a tree that belongs to the job, and directories of files that are put back, are made.
+            None if trees.iter().any(|tree| file.path.starts_with(tree)) => Ok(Demand::SameLength),
+            None if records.keys().any(|path| path.starts_with(&file.path)) => Ok(Demand::SameLength),
+            None => check_file(file, present),
+        }
+    })
+}
+
+/// A file that is not put back.
+fn check_file(file: &RegularFile, present: io::Result<fs::Metadata>) -> Result<Demand> {
+    let in_the_way = |reason: String| Error::about(ErrorKind::InTheWay, Object::File(file.path.clone()), reason);
+    // Those belong to processes and terminals, and come and go with them.
+    if ["/proc", "/dev/pts"].iter().any(|made| file.path.starts_with(made)) {
+        return Ok(Demand::SameLength);
+    }
+    // The process has the link itself open, wherever that leads: the paths of files have no links.
+    let link = fs::symlink_metadata(&file.path).ok().filter(fs::Metadata::is_symlink);
+    if link.is_some_and(|link| file.size.is_none_or(|size| size == link.len())) {
+        return Ok(Demand::SameLength);
+    }
+    let present =
+        present.map_err(|error| in_the_way(format!("cannot be found, and the processes need it ({error})")))?;
+    let Some(size) = file.size else { return Ok(Demand::SameLength) };
+    let found = present.len();
+    if file.is_only_read && found >= size {
+        return Ok(Demand::AnyLength);
+    }
+    if found == size {
+        return Ok(Demand::SameLength);
+    }
+    Err(in_the_way(format!("has {found} bytes; it had {size} at the checkpoint, and the processes need it as it was")))
+}
+
+fn check_sockets(directory: &Path) -> Result<()> {
+    let path = directory.join("files.img");
+    let image = Image::read(&path, ImageKind::Files)?;
+    // The sockets of a network of its own are restored there.
+    let has_own_network = has_image(directory, "netns-");
+    for message in &image.messages {
+        let decoded = FileEntry::decode(message.as_slice());
+        let entry = decoded.map_err(|error| Error::image(path.clone(), error.to_string()))?;
+        match (&entry.isk, &entry.usk) {
+            (Some(socket), _) if !has_own_network => check_port(socket)?,
+            (_, Some(socket)) if !has_own_mounts(directory) => check_name(socket)?,
+            _ => {}
+        }
+    }
+    Ok(())
+}
+
+/// Binds a socket as CRIU will, and closes it again.
+fn check_port(entry: &InetSocketEntry) -> Result<()> {
+    let is_stream = entry.r#type == libc::SOCK_STREAM as u32;
+    let is_datagram = entry.r#type == libc::SOCK_DGRAM as u32;
+    let is_bound = entry.src_port != 0 && (!is_stream || matches!(entry.state, TCP_LISTEN | TCP_CLOSE));
+    // CRIU can bind a socket of IPv6 to an address that the machine does not have (IP_FREEBIND).
+    let is_foreign = entry.family == libc::AF_INET6 as u32
+        || entry.ip_opts.as_ref().is_some_and(|options| options.freebind == Some(true));
+    let is_checked = is_bound && entry.dst_port == 0 && (is_stream || is_datagram);
+    let Some(address) = address(entry).filter(|_| is_checked) else {
+        return Ok(());
+    };
+    let (protocol, kind) = if is_stream { ("tcp", SockType::Stream) } else { ("udp", SockType::Datagram) };
+    match try_bind(address, kind, entry.v6only == Some(true)) {
+        Err(Errno::EADDRINUSE) => Err(in_the_way(
+            format!("{protocol} port {} ({address})", address.port()),
+            match holder_of_port(protocol, address.port()) {
+                Some(pid) => format!("is in use by {}", describe(pid)),
+                None => "is in use".into(),
+            },
+        )),
+        Err(Errno::EADDRNOTAVAIL) if !is_foreign => Err(in_the_way(
+            format!("the address {}", address.ip()),
+            "is none of this machine, and a socket was bound to it".into(),
+        )),
+        // The restore reports anything else.
+        _ => Ok(()),
+    }
+}
+
+/// Binds a socket to an address, as CRIU does, and closes it.
+fn try_bind(address: SocketAddr, kind: SockType, is_v6_only: bool) -> nix::Result<()> {
+    let family = if address.is_ipv4() { AddressFamily::Inet } else { AddressFamily::Inet6 };
+    let trial = socket(family, kind, SockFlag::SOCK_CLOEXEC, None)?;
+    setsockopt(&trial, sockopt::ReuseAddr, &true)?;
+    setsockopt(&trial, sockopt::ReusePort, &true)?;
+    let port = address.port().to_be();
+    let result = match address.ip() {
+        IpAddr::V4(ip) => {
+            let name = libc::sockaddr_in {
+                sin_family: libc::AF_INET as libc::sa_family_t,
+                sin_port: port,
+                sin_addr: libc::in_addr { s_addr: u32::from_ne_bytes(ip.octets()) },
+                sin_zero: [0; 8],
+            };
+            // SAFETY: `name` is an address of the length that is given, and lives longer than the call.
+            unsafe { libc::bind(trial.as_raw_fd(), (&raw const name).cast(), size_of_val(&name) as libc::socklen_t) }
+        }
+        IpAddr::V6(ip) => {
+            let only = libc::c_int::from(is_v6_only);
+            let (level, option) = (libc::IPPROTO_IPV6, libc::IPV6_V6ONLY);
+            let size = size_of_val(&only) as libc::socklen_t;
+            // SAFETY: `only` is an option of the length that is given, and lives longer than the call.
+            unsafe { libc::setsockopt(trial.as_raw_fd(), level, option, (&raw const only).cast(), size) };
+            let name = libc::sockaddr_in6 {
+                sin6_family: libc::AF_INET6 as libc::sa_family_t,
+                sin6_port: port,
+                sin6_flowinfo: 0,
+                sin6_addr: libc::in6_addr { s6_addr: ip.octets() },
+                sin6_scope_id: 0,
+            };
+            // SAFETY: as for the other family.
+            unsafe { libc::bind(trial.as_raw_fd(), (&raw const name).cast(), size_of_val(&name) as libc::socklen_t) }
+        }
+    };
+    Errno::result(result).map(drop)
+}
+
+/// The address that a socket is bound to. None for a family that is not known.
+fn address(entry: &InetSocketEntry) -> Option<SocketAddr> {
+    let bytes: Vec<u8> = entry.src_addr.iter().flat_map(|word| word.to_ne_bytes()).collect();
+    let ip = match i32::try_from(entry.family).ok()? {
+        libc::AF_INET => IpAddr::from(Ipv4Addr::from(*bytes.first_chunk::<4>()?)),
+        libc::AF_INET6 => IpAddr::from(Ipv6Addr::from(*bytes.first_chunk::<16>()?)),
+        _ => return None,
+    };
+    Some(SocketAddr::new(ip, u16::try_from(entry.src_port).ok()?))
+}
+
+/// A process with a socket that is bound to the port, in this process's network.
+fn holder_of_port(protocol: &str, port: u16) -> Option<i32> {
+    let mut inodes = HashSet::new();
+    for name in [protocol.to_owned(), format!("{protocol}6")] {
+        let table = fs::read_to_string(proc::own_path(&format!("net/{name}"))).unwrap_or_default();
+        for line in table.lines().skip(1) {
+            let words: Vec<&str> = line.split_ascii_whitespace().collect();
+            let (Some(local), Some(inode)) = (words.get(1), words.get(9)) else { continue };
+            let is_port = local.rsplit_once(':').and_then(|(_, port)| u16::from_str_radix(port, 16).ok()) == Some(port);
+            // Connections of a server that has ended do not hold its port.
+            let is_held = words.get(3).is_some_and(|state| ["0A", "07"].contains(state));
+            if is_port && is_held {
+                inodes.extend(inode.parse::<u64>());
+            }
+        }
+    }
+    holder_of_socket(&inodes)
+}
+
+/// A process that has a socket with one of these inodes.
+fn holder_of_socket(inodes: &HashSet<u64>) -> Option<i32> {
+    if inodes.is_empty() {
+        return None;
+    }
+    proc::processes().ok()?.into_iter().find(|pid| {
+        let mut descriptors = proc::descriptors(*pid).unwrap_or_default().into_iter();
+        descriptors.any(|descriptor| descriptor.socket_inode().is_some_and(|inode| inodes.contains(&inode)))
+    })
+}
+
+/// CRIU removes whatever has the path that a socket was bound to.
+fn check_name(entry: &UnixSocketEntry) -> Result<()> {
+    let is_relative = entry.name_dir.is_some();
+    if entry.name.is_empty() || is_relative || entry.deleted == Some(true) {
+        return Ok(());
+    }
+    let (shown, path) = match entry.name.split_first() {
+        Some((0, abstract_name)) => ([b"@", abstract_name].concat(), None),
+        _ => {
+            let name = entry.name.split(|&byte| byte == 0).next().unwrap_or_default();
+            (name.to_vec(), Some(PathBuf::from(std::ffi::OsStr::from_bytes(name))))
+        }
+    };
+    let what = || format!("the socket {}", String::from_utf8_lossy(&shown));
+    if let Some(path) = &path {
+        match fs::symlink_metadata(path) {
+            Ok(present) if present.file_type().is_socket() => {}
+            // Without a path nobody can reach a socket that may still be bound to it.
+            Err(_) => return Ok(()),
+            Ok(_) => {
+                let reason = "cannot be made: a file that is no socket has its path".into();
+                return Err(in_the_way(what(), reason));
+            }
+        }
+    }
+    match bound_inode(&shown) {
+        Some(inode) => {
+            let holder = holder_of_socket(&HashSet::from([inode]));
+            let holder = holder.map_or_else(|| "another process".into(), describe);
+            Err(in_the_way(what(), format!("is in use by {holder}")))
+        }
+        None => Ok(()),
+    }
+}
+
+/// The inode of the socket that is bound to a name as `/proc/net/unix` shows it.
+fn bound_inode(name: &[u8]) -> Option<u64> {
+    let table = fs::read(proc::own_path("net/unix")).ok()?;
+    let lines = table.split(|&byte| byte == b'\n').skip(1);
+    let mut inodes = lines.filter_map(|line| {
+        let found = line.strip_suffix(name)?.strip_suffix(b" ")?;
+        // A connection that was accepted has the name of the listening socket; its flags lack
+        // `__SO_ACCEPTCON`, as those of a datagram socket do, which is not connected.
+        let words: Vec<&str> = std::str::from_utf8(found).ok()?.split_ascii_whitespace().collect();
+        let is_held = *words.get(3)? != "00000000" || *words.get(5)? == "01";
+        words.get(6)?.parse().ok().filter(|_| words.len() == 7 && is_held)
+    });
+    inodes.next()
+}
+
+/// Something that the processes need is in use or missing.
+fn in_the_way(what: String, reason: String) -> Error {
+    Error::about(ErrorKind::InTheWay, Object::None, format!("{what} {reason}"))
+}
+
+fn describe(pid: i32) -> String {
+    let command = proc::command_line(pid).unwrap_or_default().replace(|c: char| c.is_control(), "?");
+    format!("process {pid} ({command})")
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::{TcpListener, UdpSocket};
+    use std::os::unix::net::{UnixDatagram, UnixListener, UnixStream};
+
+    use super::*;
+    use crate::criu::images::schema::IpOptions;
+
+    fn inet(address: SocketAddr, kind: i32) -> InetSocketEntry {
+        let bytes = match address.ip() {
+            IpAddr::V4(ip) => ip.octets().to_vec(),
+            IpAddr::V6(ip) => ip.octets().to_vec(),
+        };
+        InetSocketEntry {
+            family: if address.is_ipv4() { libc::AF_INET } else { libc::AF_INET6 } as u32,
+            r#type: kind as u32,
+            state: if kind == libc::SOCK_STREAM { TCP_LISTEN } else { TCP_CLOSE },
+            src_port: u32::from(address.port()),
+            src_addr: bytes.as_chunks::<4>().0.iter().map(|word| u32::from_ne_bytes(*word)).collect(),
+            ..Default::default()
+        }
+    }
+
+    #[test]
+    fn a_port_in_use_is_named_with_its_holder() {
+        let own = format!("process {}", std::process::id());
+        for address in ["127.0.0.1:0", "[::1]:0"] {
+            let Ok(listener) = TcpListener::bind(address) else { continue };
+            let entry = inet(listener.local_addr().unwrap(), libc::SOCK_STREAM);
+            let error = check_port(&entry).unwrap_err().to_string();
+            assert!(error.contains(&own) && error.contains(&format!("tcp port {}", entry.src_port)), "{error}");
+            // A connection of a server that has ended is not in the way.
+            let client = std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+            drop((listener.accept().unwrap(), listener));
+            check_port(&entry).unwrap();
+            drop(client);
+        }
+        let socket = UdpSocket::bind("127.0.0.1:0").unwrap();
+        let entry = inet(socket.local_addr().unwrap(), libc::SOCK_DGRAM);
+        assert!(check_port(&entry).unwrap_err().to_string().contains(&own));
+        drop(socket);
+        check_port(&entry).unwrap();
+        let elsewhere = check_port(&inet("192.0.2.1:80".parse().unwrap(), libc::SOCK_STREAM)).unwrap_err();
+        assert!(elsewhere.to_string().contains("192.0.2.1"), "{elsewhere}");
+        let mut unbound = inet("192.0.2.1:80".parse().unwrap(), libc::SOCK_STREAM);
+        unbound.ip_opts = Some(IpOptions { freebind: Some(true) });
+        check_port(&unbound).unwrap();
+    }
+
+    #[test]
+    fn a_socket_path_in_use_is_named_with_its_holder() {
+        let directory = tempfile::tempdir().unwrap();
+        let own = format!("process {}", std::process::id());
+        let entry = |path: &Path| UnixSocketEntry {
+            state: TCP_LISTEN,
+            name: [path.as_os_str().as_bytes(), b"\0"].concat(),
+            ..Default::default()
+        };
+        let path = directory.path().join("a socket");
+        check_name(&entry(&path)).unwrap();
+        let listener = UnixListener::bind(&path).unwrap();
+        assert!(check_name(&entry(&path)).unwrap_err().to_string().contains(&own));
+        let client = UnixStream::connect(&path).unwrap();
+        let accepted = listener.accept().unwrap();
+        drop(listener);
+        // A stale path, and a connection that is left of the server.
+        check_name(&entry(&path)).unwrap();
+        drop((client, accepted));
+        fs::remove_file(&path).unwrap();
+        let datagram = UnixDatagram::bind(&path).unwrap();
+        assert!(check_name(&entry(&path)).unwrap_err().to_string().contains(&own));
+        drop(datagram);
+        fs::remove_file(&path).unwrap();
+        fs::write(&path, "content").unwrap();
+        assert!(check_name(&entry(&path)).unwrap_err().to_string().contains("no socket"));
+    }
+
+    #[test]
+    fn a_read_file_may_grow_and_a_mapped_one_may_not_change() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        fs::write(file.path(), [0; 100]).unwrap();
+        let check = |size, is_only_read| {
+            let path = file.path().to_owned();
+            let regular = RegularFile { path, size: Some(size), is_only_read, appends: false };
+            check_file(&regular, fs::metadata(file.path())).map_err(|error| error.to_string())
+        };
+        assert_eq!((check(100, true), check(50, true)), (Ok(Demand::AnyLength), Ok(Demand::AnyLength)));
+        assert_eq!(check(100, false), Ok(Demand::SameLength));
+        let directory = tempfile::tempdir().unwrap();
+        let link = directory.path().join("link");
+        std::os::unix::fs::symlink("nowhere", &link).unwrap();
+        for (path, size) in [(link.clone(), Some(7)), (link, None), (PathBuf::from("/dev/pts/123456"), Some(0))] {
+            let file = RegularFile { path: path.clone(), size, is_only_read: true, appends: false };
+            check_file(&file, fs::metadata(&path)).unwrap();
+        }
+        for (size, is_only_read) in [(101, true), (50, false), (101, false)] {
+            let error = check(size, is_only_read).unwrap_err();
+            assert!(error.contains(&format!("{}", file.path().display())) && error.contains("100 bytes"), "{error}");
+        }
+    }
+}

@@ -1,0 +1,92 @@
+//! Freezing a process tree, and saving what it is besides memory.
+//!
+//! A [`StateSaver`] freezes the tree and gives a [`FrozenState`]; its thaw gives a [`SavedState`].
+//! Everything that depends on how the state is saved is behind these three traits: [`CriuSaver`]
+//! saves the whole state, [`RegisterSaver`] registers.
+
+mod criu;
+mod registers;
+mod signal_gate;
+
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use pagemark::repository::StateRecord;
+use pagemark::target::VisitPage;
+use pagemark::{PageRange, Store};
+
+use crate::error::{Error, ErrorKind, Object, Result, Source};
+use crate::space::AddressSpace;
+
+pub use criu::CriuSaver;
+pub use registers::{REGISTERS, RegisterSaver, auxiliary_vector_name};
+pub use signal_gate::SignalGate;
+
+/// Freezes process trees and saves their state.
+pub trait StateSaver: Send + Sync {
+    /// True if a tree can be restored from what is saved. Then a checkpoint also has the files that
+    /// the tree writes.
+    fn is_restorable(&self) -> bool;
+
+    /// Finds out whether the state of a tree can be saved, without disturbing the tree.
+    ///
+    /// # Errors
+    /// It can't, and why.
+    fn check(&self, root_pid: i32) -> Result<()>;
+
+    /// Freezes the tree and saves its state. Calls `meanwhile` again and again until the tree is
+    /// being frozen; processes may stop during a call.
+    ///
+    /// # Errors
+    /// The tree could not be frozen or its state not be saved, or `meanwhile` failed. The tree
+    /// resumes.
+    fn freeze(&self, root_pid: i32, meanwhile: Meanwhile<'_>) -> Result<Box<dyn FrozenState>>;
+}
+
+/// Called while a tree is being frozen.
+pub type Meanwhile<'a> = &'a mut dyn FnMut() -> Result<()>;
+
+/// A tree that is frozen, with its state saved. Dropped, the tree resumes.
+pub trait FrozenState {
+    /// Lets the tree resume. `spaces` has the memory of each process, as it was collected in the
+    /// freeze.
+    ///
+    /// # Errors
+    /// The state could not be saved. The tree resumes.
+    fn thaw(self: Box<Self>, spaces: &[&AddressSpace]) -> Result<Thawed>;
+}
+
+/// A tree that has resumed.
+pub struct Thawed {
+    /// When the first process of the tree was stopped.
+    pub frozen_at: Instant,
+    /// How long the tree was frozen.
+    pub frozen_time: Duration,
+    /// The saved state.
+    pub state: Box<dyn SavedState>,
+}
+
+/// The saved state of a tree.
+pub trait SavedState {
+    /// The page numbers of a process's private pages that held data in the freeze, in ascending
+    /// order. None if nothing is known.
+    fn held_pages(&self, pid: i32) -> Option<Vec<PageRange>>;
+
+    /// Visits the pages of a process that were saved with the state, in ascending order.
+    ///
+    /// # Errors
+    /// The saved state could not be read, or what `visit` returns.
+    fn saved_pages(&self, pid: i32, visit: VisitPage<'_>) -> Result<(), pagemark::Error>;
+
+    /// Stores the state.
+    ///
+    /// # Errors
+    /// The saved state could not be read or stored.
+    fn record(&self, store: &mut dyn Store) -> Result<Vec<StateRecord>, pagemark::Error>;
+}
+
+/// For `map_err`: a file of the saved state cannot be read.
+fn unreadable_state<E: Into<Source>>(path: impl Into<PathBuf>) -> impl FnOnce(E) -> Error {
+    let object = Object::File(path.into());
+    move |source| Error::of(ErrorKind::System, "cannot read the saved state", object, source)
+}

@@ -1,0 +1,142 @@
+//! The whole state of a process tree, saved by CRIU.
+
+use std::fs::File;
+use std::path::Path;
+use std::time::Duration;
+
+use pagemark::repository::StateRecord;
+use pagemark::target::VisitPage;
+use pagemark::{Blob, PageNumber, PageRange, Store};
+
+use super::{FrozenState, Meanwhile, SavedState, StateSaver, Thawed, unreadable_state};
+use crate::attach;
+use crate::criu::images::PageRun;
+use crate::criu::{self, Criu, Dump, DumpOptions, ProcessImage};
+use crate::error::{Error, Object, Result};
+use crate::refusal;
+use crate::scratch::{self, ScratchDirectory};
+use crate::space::AddressSpace;
+
+/// The longest time without a call of `meanwhile`.
+const FREEZE_POLL: Duration = Duration::from_millis(16);
+
+/// Saves the whole state of a tree by CRIU, so that the tree can be restored.
+#[derive(Clone, Debug)]
+pub struct CriuSaver {
+    criu: Criu,
+    options: DumpOptions,
+}
+
+impl CriuSaver {
+    /// A saver that uses this CRIU.
+    pub fn new(criu: Criu, options: DumpOptions) -> CriuSaver {
+        CriuSaver { criu, options }
+    }
+
+    /// A saver that uses the CRIU of this machine.
+    ///
+    /// # Errors
+    /// As [`Criu::find`].
+    pub fn find(options: DumpOptions) -> Result<CriuSaver, Error> {
+        Ok(CriuSaver::new(Criu::find()?, options))
+    }
+}
+
+impl StateSaver for CriuSaver {
+    fn is_restorable(&self) -> bool {
+        true
+    }
+
+    fn check(&self, root_pid: i32) -> Result<()> {
+        attach::check_namespace(root_pid)
+    }
+
+    fn freeze(&self, root_pid: i32, meanwhile: Meanwhile<'_>) -> Result<Box<dyn FrozenState>> {
+        let refused = |error| refused(root_pid, error);
+        let images = images_directory()?;
+        let mut dump = Dump::start(&self.criu, root_pid, images.path(), &self.options)?;
+        while !dump.wait_frozen(FREEZE_POLL).map_err(refused)? {
+            meanwhile()?;
+        }
+        dump.wait_state_saved().map_err(refused)?;
+        Ok(Box::new(Dumped { dump, images }))
+    }
+}
+
+/// A tree that CRIU keeps frozen.
+struct Dumped {
+    // The directory is dropped last: CRIU writes into it.
+    dump: Dump,
+    images: ScratchDirectory,
+}
+
+impl FrozenState for Dumped {
+    fn thaw(self: Box<Self>, spaces: &[&AddressSpace]) -> Result<Thawed> {
+        let Dumped { dump, images } = *self;
+        let populated = || spaces.iter().map(|space| (space.pid(), space.populated())).collect();
+        let (timings, saved) = dump.thaw(populated)?;
+        if let Some(image) = saved.processes.iter().find(|image| spaces.iter().all(|space| space.pid() != image.pid)) {
+            return Err(Error::killed(image.pid));
+        }
+        Ok(Thawed {
+            frozen_at: timings.frozen_at,
+            frozen_time: timings.downtime(),
+            state: Box::new(Images { saved, _directory: images }),
+        })
+    }
+}
+
+/// CRIU's images.
+struct Images {
+    saved: criu::SavedState,
+    _directory: ScratchDirectory,
+}
+
+impl Images {
+    fn process(&self, pid: i32) -> Option<&ProcessImage> {
+        self.saved.processes.iter().find(|image| image.pid == pid)
+    }
+}
+
+impl SavedState for Images {
+    fn held_pages(&self, pid: i32) -> Option<Vec<PageRange>> {
+        let image = self.process(pid)?;
+        Some(image.runs.iter().map(PageRun::page_range).collect())
+    }
+
+    fn saved_pages(&self, pid: i32, visit: VisitPage<'_>) -> Result<(), pagemark::Error> {
+        let Some(image) = self.process(pid) else { return Ok(()) };
+        image.for_each_present(&mut |page, content| visit(PageNumber::new(page), content))
+    }
+
+    fn record(&self, store: &mut dyn Store) -> Result<Vec<StateRecord>, pagemark::Error> {
+        self.saved.files.iter().map(|path| record_image(path, store)).collect()
+    }
+}
+
+/// Stores an image page by page, so that pages that did not change are held once.
+fn record_image(path: &Path, store: &mut dyn Store) -> Result<StateRecord, pagemark::Error> {
+    let mut file = File::open(path).map_err(unreadable_state(path))?;
+    let content = Blob::write(store, &mut file).map_err(|error| match error.kind() {
+        pagemark::ErrorKind::Stream => unreadable_state(path)(error).into(),
+        _ => error,
+    })?;
+    let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default().to_owned();
+    Ok(StateRecord { name, content })
+}
+
+/// CRIU's error, with what to do about it where that is known.
+fn refused(root_pid: i32, source: Error) -> Error {
+    match refusal::hint(root_pid, &source) {
+        Some(hint) => source.help(hint),
+        None => source,
+    }
+}
+
+/// Makes a directory for CRIU's images, its owner's alone. It lies in memory, because the images
+/// are written while the tree is frozen, and hold secrets of the tree.
+fn images_directory() -> Result<ScratchDirectory> {
+    let directory = scratch::parent();
+    ScratchDirectory::new_in(&directory)
+        .map_err(Error::system("cannot make a directory for the state in", Object::File(directory.clone())))
+}

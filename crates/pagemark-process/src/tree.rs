@@ -1,0 +1,234 @@
+//! The processes of a tree and their memory, followed from one checkpoint to the next.
+
+use std::collections::HashSet;
+use std::time::Duration;
+
+use pagemark::repository::MappingException;
+use pagemark::sys::proc::{self, Mapping, MappingKind, Stat};
+use pagemark::target::SpaceId;
+use pagemark::{Mechanism, Range, RangeSet};
+
+use crate::error::{Error, Result};
+use crate::files::Written;
+use crate::freezer;
+use crate::space::AddressSpace;
+
+/// What the processes of the tree can do.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Phase {
+    /// Everything.
+    Running,
+    /// Some may be stopped already, and may be traced.
+    Freezing,
+    /// Nothing.
+    Frozen,
+}
+
+/// A process and all its descendants, each with its tracked memory.
+pub(crate) struct ProcessTree {
+    root_pid: i32,
+    mechanism: Mechanism,
+    processes: Vec<Process>,
+    next_space: SpaceId,
+}
+
+struct Process {
+    id: SpaceId,
+    space: AddressSpace,
+    /// Written through shared mappings of files since the files were copied last.
+    shared_written: RangeSet,
+    /// True if the process was first seen while it could not be attached to, because the tree was
+    /// being frozen. Everything counts as written.
+    is_untracked: bool,
+    /// True if the memory is the parent's until the process executes a program, which the kernel
+    /// does not report.
+    is_borrowed: bool,
+}
+
+/// A process as it is in the freeze.
+pub(crate) struct FrozenProcess {
+    pub(crate) space: SpaceId,
+    pub(crate) pid: i32,
+    pub(crate) name: String,
+    pub(crate) mappings: Vec<(Mapping, Option<MappingException>)>,
+}
+
+impl ProcessTree {
+    /// Attaches to the root process; [`ProcessTree::spaces`] finds the others.
+    pub(crate) fn attach(root_pid: i32, mechanism: Mechanism) -> Result<ProcessTree> {
+        let mut tree = ProcessTree { root_pid, mechanism, processes: Vec::new(), next_space: 0 };
+        tree.enter(AddressSpace::attach(root_pid, mechanism)?, false, false);
+        Ok(tree)
+    }
+
+    pub(crate) fn root_pid(&self) -> i32 {
+        self.root_pid
+    }
+
+    pub(crate) fn mechanism(&self) -> Mechanism {
+        self.mechanism
+    }
+
+    /// The process ids at the last [`ProcessTree::spaces`].
+    pub(crate) fn pids(&self) -> Vec<i32> {
+        self.processes.iter().map(|process| process.space.pid()).collect()
+    }
+
+    /// The memory of each process.
+    pub(crate) fn address_spaces(&self) -> Vec<&AddressSpace> {
+        self.processes.iter().map(|process| &process.space).collect()
+    }
+
+    /// Finds out which processes belong to the tree, and attaches to new ones.
+    pub(crate) fn spaces(&mut self, phase: Phase) -> Result<Vec<SpaceId>> {
+        let present = freezer::members(self.root_pid)?;
+        let alive: HashSet<_> = present.iter().map(|member| (member.pid, member.start_ticks)).collect();
+        let is_frozen = phase == Phase::Frozen;
+        self.processes.retain(|process| {
+            // A process that executed another program has another address space, of which nothing is known.
+            alive.contains(&(process.space.pid(), process.space.start_ticks()))
+                && process.space.is_alive().unwrap_or(true)
+                && (is_frozen || !process.is_borrowed)
+        });
+        let may_attach = phase == Phase::Running;
+        for member in present {
+            let known = self.processes.iter().position(|process| process.space.pid() == member.pid);
+            match known {
+                Some(index) if !self.processes[index].is_untracked || !may_attach => {}
+                Some(index) => {
+                    // Its page tree stays known; all of its pages count as written once more.
+                    if let Some(space) = self.attach_member(member.pid, phase)? {
+                        self.processes[index].space = space;
+                        self.processes[index].is_untracked = false;
+                    }
+                }
+                None => {
+                    let is_borrowed = proc::share_memory(member.pid, member.parent_pid);
+                    // While the process runs, it has no memory of its own yet.
+                    if (is_frozen || !is_borrowed)
+                        && let Some(space) = self.attach_member(member.pid, phase)?
+                    {
+                        self.enter(space, !may_attach, is_borrowed);
+                    }
+                }
+            }
+        }
+        Ok(self.processes.iter().map(|process| process.id).collect())
+    }
+
+    /// Adds to `dirty` what was written in the private memory of a process, and keeps what was
+    /// written to files.
+    pub(crate) fn collect(&mut self, space: SpaceId, dirty: &mut RangeSet, phase: Phase) -> Result<()> {
+        let Some(process) = self.processes.iter_mut().find(|process| process.id == space) else { return Ok(()) };
+        // What was compared must be what is copied; otherwise a page that changes and changes back in
+        // between is missed.
+        if self.mechanism == Mechanism::Compare && phase != Phase::Frozen {
+            return Ok(());
+        }
+        // CRIU is stopping the threads, and none can have two tracers. Nor are all threads stopped once
+        // the first is: what the others write during the collect would be missed.
+        if phase == Phase::Freezing && self.mechanism.process_tracking().is_ok_and(|tracking| tracking.needs_stop) {
+            return Ok(());
+        }
+        let collect = match phase {
+            Phase::Running => AddressSpace::collect,
+            Phase::Freezing => AddressSpace::collect_unstopped,
+            Phase::Frozen => AddressSpace::collect_frozen,
+        };
+        let mut found = RangeSet::new();
+        match collect(&mut process.space, &mut found) {
+            Ok(()) => {}
+            Err(error) if error.is_gone() => return gone(phase, process.space.pid()),
+            Err(error) => return Err(error),
+        }
+        let shared = Mapping::ranges(process.space.mappings(), MappingKind::SharedFile);
+        process.shared_written.extend(&found.intersection(&shared));
+        found.subtract(&shared);
+        dirty.extend(&found);
+        Ok(())
+    }
+
+    /// Reads memory of a process; returns what is no longer there.
+    pub(crate) fn read(&self, space: SpaceId, ranges: &[Range], buffer: &mut [u8], phase: Phase) -> Result<RangeSet> {
+        let all = || ranges.iter().cloned().collect();
+        let Some(process) = self.processes.iter().find(|process| process.id == space) else { return Ok(all()) };
+        match process.space.read(ranges, buffer) {
+            Err(error) if error.is_gone() => gone(phase, process.space.pid()).map(|()| all()),
+            read => Ok(read?),
+        }
+    }
+
+    /// Collects what was written through shared mappings of files while the tree runs.
+    pub(crate) fn collect_shared(&mut self) -> Result<()> {
+        for process in &mut self.processes {
+            match process.space.collect_shared(&mut process.shared_written) {
+                Err(error) if error.is_gone() => gone(Phase::Running, process.space.pid())?,
+                collected => collected?,
+            }
+        }
+        Ok(())
+    }
+
+    /// What was written through shared mappings of files since the last call, by process.
+    pub(crate) fn take_shared_written(&mut self) -> Written {
+        let processes = self.processes.iter_mut();
+        processes.map(|process| (process.space.pid(), std::mem::take(&mut process.shared_written))).collect()
+    }
+
+    /// The processes as they are in the freeze.
+    pub(crate) fn describe(&self) -> Vec<FrozenProcess> {
+        let mappings = |space: &AddressSpace| {
+            let mappings = space.mappings().iter();
+            mappings.map(|mapping| (mapping.clone(), space.exception(mapping))).collect()
+        };
+        let processes = self.processes.iter();
+        let processes = processes.map(|process| FrozenProcess {
+            space: process.id,
+            pid: process.space.pid(),
+            name: Stat::read(process.space.pid()).map_or_else(|_| String::new(), |stat| stat.command),
+            mappings: mappings(&process.space),
+        });
+        processes.collect()
+    }
+
+    /// How long processes were stopped since the last call to register their new mappings.
+    pub(crate) fn take_stopped_time(&mut self) -> Duration {
+        self.processes.iter_mut().map(|process| process.space.take_stopped_time()).sum()
+    }
+
+    /// Begins a long interval, as [`Tracker::begin_interval`](pagemark::Tracker::begin_interval)
+    /// does.
+    pub(crate) fn begin_interval(&mut self) -> Result<()> {
+        for process in &mut self.processes {
+            match process.space.begin_interval() {
+                Err(error) if !error.is_gone() => return Err(error),
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
+    fn enter(&mut self, space: AddressSpace, is_untracked: bool, is_borrowed: bool) {
+        let id = self.next_space;
+        self.next_space += 1;
+        self.processes.push(Process { id, space, shared_written: RangeSet::new(), is_untracked, is_borrowed });
+    }
+
+    /// Attaches to a process of the tree, without tracking where something else may have stopped
+    /// it. None if the process has exited meanwhile.
+    fn attach_member(&self, pid: i32, phase: Phase) -> Result<Option<AddressSpace>> {
+        let mechanism = if phase == Phase::Running { self.mechanism } else { Mechanism::Full };
+        match AddressSpace::attach(pid, mechanism) {
+            Ok(space) => Ok(Some(space)),
+            Err(error) if error.is_gone() => gone(phase, pid).map(|()| None),
+            Err(error) => Err(error),
+        }
+    }
+}
+
+/// What it means that the memory of a process is gone. While the process runs, it has exited or
+/// executed another program, which the next listing of processes finds. While it is frozen, it was
+/// killed.
+fn gone(phase: Phase, pid: i32) -> Result<()> {
+    if phase == Phase::Frozen { Err(Error::killed(pid)) } else { Ok(()) }
+}

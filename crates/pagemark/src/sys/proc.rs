@@ -1,0 +1,150 @@
+//! `/proc`: what the kernel says about processes, and about the machine.
+//!
+//! All of Pagemark reads `/proc` through this module. Each parser takes bytes, because names of
+//! programs and files are any bytes, and returns `None` for text that is not the kernel's; none of
+//! them panics.
+
+pub mod descriptors;
+pub mod fields;
+pub mod limits;
+pub mod maps;
+pub mod smaps;
+pub mod stat;
+pub mod status;
+pub mod system;
+pub mod tree;
+
+use std::fs::{self, File};
+use std::io::{self, Read};
+use std::path::PathBuf;
+
+pub use descriptors::descriptors;
+pub use fields::Fields;
+pub use limits::Limits;
+pub use maps::{Mapping, MappingKind};
+pub use stat::Stat;
+pub use status::Status;
+pub use tree::{children, live_thread, processes, threads};
+
+/// Path of an entry of a process's directory, `/proc/PID/ENTRY`. Of a thread by its id, although
+/// `/proc` does not list threads.
+pub fn path(pid: i32, entry: &str) -> PathBuf {
+    PathBuf::from(format!("/proc/{pid}/{entry}"))
+}
+
+/// Path of an entry of this process's own directory, `/proc/self/ENTRY`. Right also where `/proc`
+/// belongs to another namespace of process ids.
+pub fn own_path(entry: &str) -> PathBuf {
+    PathBuf::from(format!("/proc/self/{entry}"))
+}
+
+/// True if a process or thread has the id, zombies included.
+pub fn exists(id: i32) -> bool {
+    PathBuf::from(format!("/proc/{id}")).exists()
+}
+
+/// True of an error that means: there is no such process or thread (any more), or no such
+/// descriptor or mapping of it.
+pub fn is_gone(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::ENOENT | libc::ESRCH))
+}
+
+/// Reads an entry of a process's directory.
+fn read(pid: i32, entry: &str) -> io::Result<Vec<u8>> {
+    fs::read(path(pid, entry))
+}
+
+fn garbled(path: PathBuf) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, format!("{} is not as the kernel writes it", path.display()))
+}
+
+/// Opens the memory of a process for reading.
+///
+/// # Errors
+/// There is no such process, or tracing it is not permitted.
+pub fn open_memory(pid: i32) -> io::Result<File> {
+    File::open(path(pid, "mem"))
+}
+
+/// Path of the program that a process executes.
+///
+/// # Errors
+/// There is no such process, it has no program (kernel threads, zombies), or tracing it is not
+/// permitted.
+pub fn executable(pid: i32) -> io::Result<PathBuf> {
+    fs::read_link(path(pid, "exe"))
+}
+
+/// True if a process executes a 32-bit (or x32) program.
+///
+/// # Errors
+/// As [`executable`].
+pub fn is_32_bit(pid: i32) -> io::Result<bool> {
+    let mut header = [0; 5];
+    File::open(path(pid, "exe"))?.read_exact(&mut header)?;
+    Ok(header == *b"\x7fELF\x01")
+}
+
+/// The command line of a process or thread, for people: its arguments joined by spaces, or its name
+/// in brackets if it has none.
+///
+/// # Errors
+/// There is no such process.
+pub fn command_line(pid: i32) -> io::Result<String> {
+    let line = join_arguments(&read(pid, "cmdline")?);
+    if line.is_empty() { Ok(format!("[{}]", Stat::read(pid)?.command)) } else { Ok(line) }
+}
+
+fn join_arguments(bytes: &[u8]) -> String {
+    let arguments = bytes.split(|&byte| byte == 0).filter(|argument| !argument.is_empty());
+    arguments.map(String::from_utf8_lossy).collect::<Vec<_>>().join(" ")
+}
+
+/// The auxiliary vector that the kernel gave a process: pairs of words. Empty for a process without
+/// memory.
+///
+/// # Errors
+/// There is no such process, or tracing it is not permitted.
+pub fn auxiliary_vector(pid: i32) -> io::Result<Vec<u8>> {
+    read(pid, "auxv")
+}
+
+/// True if a process is in this process's namespace of process ids.
+///
+/// # Errors
+/// There is no such process, or tracing it is not permitted.
+pub fn is_in_own_pid_namespace(pid: i32) -> io::Result<bool> {
+    Ok(fs::read_link(path(pid, "ns/pid"))? == fs::read_link(own_path("ns/pid"))?)
+}
+
+/// True if two processes have the same memory, as a child made by vfork has its parent's until it
+/// executes a program. False where the kernel does not say.
+pub fn share_memory(pid: i32, other: i32) -> bool {
+    /// `linux/kcmp.h`
+    const KCMP_VM: libc::c_int = 1;
+    // SAFETY: the call compares two processes by their ids; it reads and writes no memory of ours.
+    unsafe { libc::syscall(libc::SYS_kcmp, pid, other, KCMP_VM, 0, 0) == 0 }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn arguments_are_joined() {
+        assert_eq!(join_arguments(b"sleep\x0060\0"), "sleep 60");
+        assert_eq!(join_arguments(b"\xff\0\0\0"), "\u{fffd}");
+        assert_eq!(join_arguments(b""), "");
+    }
+
+    #[test]
+    fn this_process_is_described() {
+        let pid = std::process::id() as i32;
+        assert!(exists(pid) && is_in_own_pid_namespace(pid).unwrap() && !is_32_bit(pid).unwrap());
+        assert_eq!(executable(pid).unwrap(), std::env::current_exe().unwrap());
+        assert!(command_line(pid).unwrap().starts_with(&std::env::args().next().unwrap()));
+        assert!(auxiliary_vector(pid).unwrap().len().is_multiple_of(16));
+        assert!(share_memory(pid, pid));
+        assert!(is_gone(&executable(i32::MAX).unwrap_err()));
+    }
+}

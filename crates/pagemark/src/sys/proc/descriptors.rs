@@ -1,0 +1,153 @@
+//! `/proc/PID/fd` and `/proc/PID/fdinfo`: the open descriptors of a process. `/proc/PID/net/unix`:
+//! sockets.
+
+use std::collections::HashSet;
+use std::fs;
+use std::io;
+use std::os::unix::ffi::OsStringExt;
+use std::path::PathBuf;
+
+use super::Fields;
+
+/// An open descriptor of a process.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Descriptor {
+    /// The process.
+    pub pid: i32,
+    /// Its number there.
+    pub number: i32,
+    /// The path of the open file, or a name such as `pipe:[1234]`.
+    pub link: Vec<u8>,
+}
+
+impl Descriptor {
+    /// `/proc/PID/fd/NUMBER`, which leads to the open file itself, whatever its path means by now.
+    pub fn path(&self) -> PathBuf {
+        path(self.pid, self.number)
+    }
+
+    /// What the kernel says about the open file: `flags` (octal), and fields that depend on the
+    /// kind of file.
+    ///
+    /// # Errors
+    /// The descriptor is closed, or tracing the process is not permitted.
+    pub fn info(&self) -> io::Result<Fields> {
+        Fields::read(super::path(self.pid, &format!("fdinfo/{}", self.number)))
+    }
+
+    /// The flags of `open`. None if the kernel does not say.
+    ///
+    /// # Errors
+    /// As [`info`](Self::info).
+    pub fn flags(&self) -> io::Result<Option<i32>> {
+        Ok(self.info()?.in_base("flags", 8).and_then(|flags| i32::try_from(flags).ok()))
+    }
+
+    /// True if the open file has a lease (`fcntl` with `F_SETLEASE`), which opening the file once
+    /// more would break.
+    ///
+    /// # Errors
+    /// As [`info`](Self::info).
+    pub fn has_lease(&self) -> io::Result<bool> {
+        Ok(lease_in(&self.info()?))
+    }
+
+    /// The inode of the socket that is open; None if the file is no socket.
+    pub fn socket_inode(&self) -> Option<u64> {
+        let link = std::str::from_utf8(&self.link).ok()?;
+        link.strip_prefix("socket:[")?.strip_suffix(']')?.parse().ok()
+    }
+}
+
+/// True if one of the locks that `/proc/PID/fdinfo/NUMBER` lists is a lease.
+pub fn lease_in(info: &Fields) -> bool {
+    info.all("lock").any(|lock| lock.split_ascii_whitespace().nth(1) == Some("LEASE"))
+}
+
+/// `/proc/PID/fd/NUMBER`.
+pub fn path(pid: i32, number: i32) -> PathBuf {
+    super::path(pid, &format!("fd/{number}"))
+}
+
+/// Lists the open descriptors of a process. Descriptors that are closed meanwhile are left out.
+///
+/// # Errors
+/// There is no such process, or tracing it is not permitted.
+pub fn descriptors(pid: i32) -> io::Result<Vec<Descriptor>> {
+    let mut descriptors = Vec::new();
+    for entry in fs::read_dir(super::path(pid, "fd"))? {
+        let Some(number) = entry?.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
+        match fs::read_link(path(pid, number)) {
+            Ok(link) => descriptors.push(Descriptor { pid, number, link: link.into_os_string().into_vec() }),
+            Err(error) if super::is_gone(&error) => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(descriptors)
+}
+
+/// Inodes of the Unix sockets in the network namespace of a process.
+///
+/// # Errors
+/// There is no such process.
+pub fn unix_socket_inodes(pid: i32) -> io::Result<HashSet<u64>> {
+    super::read(pid, "net/unix").map(|text| parse_unix_sockets(&text))
+}
+
+/// Column `Inode` of the content of a `net/unix` file.
+pub fn parse_unix_sockets(text: &[u8]) -> HashSet<u64> {
+    // The first line is a heading. A socket's name, the last column, is any bytes.
+    let lines = text.split(|&byte| byte == b'\n').skip(1);
+    let inode = |line: &[u8]| {
+        let mut words = line.split(u8::is_ascii_whitespace).filter(|word| !word.is_empty());
+        std::str::from_utf8(words.nth(6)?).ok()?.parse().ok()
+    };
+    lines.filter_map(inode).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsRawFd;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn any_bytes_are_a_table_of_sockets(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
+            parse_unix_sockets(&bytes);
+        }
+    }
+
+    #[test]
+    fn the_table_of_sockets_is_parsed() {
+        let table = b"Num RefCount Protocol Flags Type St Inode Path\n\
+                      0000: 00000003 00000000 00000000 0001 03 12345\n\
+                      0000: 00000002 00000000 00010000 0001 01 678 /run/a b\xff\n";
+        assert_eq!(parse_unix_sockets(table), [12345, 678].into());
+    }
+
+    #[test]
+    fn a_lease_is_seen_among_locks() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        file.as_file().lock().unwrap();
+        let pid = std::process::id() as i32;
+        let number = file.as_file().as_raw_fd();
+        let found = || descriptors(pid).unwrap().into_iter().find(|found| found.number == number).unwrap();
+        assert!(!found().has_lease().unwrap());
+        // SAFETY: the call takes numbers; the descriptor is open.
+        assert_eq!(unsafe { libc::fcntl(number, libc::F_SETLEASE, libc::F_WRLCK) }, 0);
+        assert!(found().has_lease().unwrap());
+    }
+
+    #[test]
+    fn a_descriptor_is_described() {
+        let (socket, _other) = std::os::unix::net::UnixStream::pair().unwrap();
+        let pid = std::process::id() as i32;
+        let found = descriptors(pid).unwrap().into_iter().find(|found| found.number == socket.as_raw_fd()).unwrap();
+        assert!(unix_socket_inodes(pid).unwrap().contains(&found.socket_inode().unwrap()));
+        assert_eq!(found.flags().unwrap().unwrap() & libc::O_ACCMODE, libc::O_RDWR);
+        assert!(descriptors(i32::MAX).is_err());
+    }
+}

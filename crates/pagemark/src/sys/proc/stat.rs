@@ -1,0 +1,118 @@
+//! `/proc/PID/stat`: what a process or thread is.
+
+use std::io;
+
+/// Fields of `/proc/PID/stat`.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Stat {
+    /// Process id, or thread id.
+    pub pid: i32,
+    /// Name of the command, as the kernel has it; bytes that are not UTF-8 are replaced.
+    pub command: String,
+    /// State, one letter: R, S, D, T, t, Z, X …
+    pub state: char,
+    /// The parent's process id.
+    pub parent_pid: i32,
+    /// The session's process id.
+    pub session_id: i32,
+    /// When the process was started, in clock ticks since boot. Together with the process id this
+    /// identifies a process for ever.
+    pub start_ticks: u64,
+    /// True for a thread of the kernel.
+    pub is_kernel_thread: bool,
+}
+
+const PF_KTHREAD: u64 = 0x0020_0000;
+
+impl Stat {
+    /// Reads the fields of a process, or of a thread by its id.
+    ///
+    /// # Errors
+    /// `NotFound`, or ESRCH: there is no such process (any more).
+    pub fn read(pid: i32) -> io::Result<Stat> {
+        Stat::parse(&super::read(pid, "stat")?).ok_or_else(|| super::garbled(super::path(pid, "stat")))
+    }
+
+    /// Parses the content of a `stat` file.
+    pub fn parse(text: &[u8]) -> Option<Stat> {
+        // The command is in parentheses, and may hold spaces, parentheses and newlines: the last
+        // parenthesis ends it.
+        let open = text.iter().position(|&byte| byte == b'(')?;
+        let close = end_of_command(text)?;
+        let pid = std::str::from_utf8(&text[..open]).ok()?.trim().parse().ok()?;
+        let command = String::from_utf8_lossy(text.get(open + 1..close)?).into_owned();
+        let fields: Vec<&str> = std::str::from_utf8(&text[close + 1..]).ok()?.split_ascii_whitespace().collect();
+        let flags: u64 = fields.get(6)?.parse().ok()?;
+        Some(Stat {
+            pid,
+            command,
+            state: state(text)?,
+            parent_pid: fields.get(1)?.parse().ok()?,
+            session_id: fields.get(3)?.parse().ok()?,
+            start_ticks: fields.get(19)?.parse().ok()?,
+            is_kernel_thread: flags & PF_KTHREAD != 0,
+        })
+    }
+
+    /// True if the process or thread has exited and its parent has not waited for it yet.
+    pub fn is_zombie(&self) -> bool {
+        is_dead(self.state)
+    }
+}
+
+fn end_of_command(text: &[u8]) -> Option<usize> {
+    text.iter().rposition(|&byte| byte == b')')
+}
+
+/// The state in the content of a `stat` file. Does not allocate.
+pub fn state(text: &[u8]) -> Option<char> {
+    text.get(end_of_command(text)? + 2).map(|&letter| char::from(letter))
+}
+
+/// True of the state of a process or thread that has exited, waited for or not.
+pub fn is_dead(state: char) -> bool {
+    matches!(state, 'Z' | 'X' | 'x')
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn any_bytes_are_parsed_or_refused(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
+            let _ = (Stat::parse(&bytes), state(&bytes));
+        }
+
+        #[test]
+        fn a_command_may_hold_any_bytes(command in prop::collection::vec(any::<u8>(), 0..16)) {
+            let rest = b") S 5 77 66 0 -1 4194304 0 0 0 0 0 0 0 0 20 0 1 0 12345 0 0\n";
+            let stat = Stat::parse(&[b"77 (", &command[..], rest].concat()).unwrap();
+            prop_assert_eq!(&stat.command, &String::from_utf8_lossy(&command));
+            prop_assert_eq!((stat.pid, stat.state, stat.parent_pid, stat.session_id, stat.start_ticks), (77, 'S', 5, 66, 12345));
+        }
+    }
+
+    #[test]
+    fn incomplete_text_is_refused() {
+        assert_eq!(Stat::parse(b"77 (a S 5"), None);
+        assert_eq!(Stat::parse(b") 77 ("), None);
+        assert_eq!(state(b"77 (a)"), None);
+    }
+
+    #[test]
+    fn a_process_is_known_until_it_is_waited_for() {
+        let pid = std::process::id() as i32;
+        let stat = Stat::read(pid).unwrap();
+        assert_eq!(stat.pid, pid);
+        assert!(!stat.is_kernel_thread && !stat.is_zombie());
+        let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
+        let child_pid = child.id() as i32;
+        assert_eq!(Stat::read(child_pid).unwrap().parent_pid, pid);
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert!(super::super::is_gone(&Stat::read(child_pid).unwrap_err()));
+    }
+}

@@ -1,0 +1,428 @@
+//! `emulate`: pages stay protected. A signal handler decodes each store, records the words that it
+//! writes, and executes it through a second mapping of the memory (Emul in HAC, IV-B).
+//!
+//! The handler does not reimplement instructions. It executes the instruction itself, with the
+//! registers of the interrupted thread, and with the operand redirected to the same memory in the
+//! alias mapping. Atomic instructions stay atomic, masked ones masked, and flags and results are
+//! those of the processor. The operands of `stos` and `movs` cannot be redirected, so the handler
+//! copies by itself. Other writes (`push`, `call`, x87, scatters, …) open their page, as with
+//! `mprotect`, and the whole page counts as written. So does a page after [`HOT_STORES`] stores in
+//! one interval, because emulating each further store would cost more.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use super::OwnMemory;
+use super::mprotect::{ByMprotect, forked, list};
+use super::pins::Pins;
+use super::protected::{Protected, Taken, WriteProtection};
+use super::registry::{MechanismEntry, own_mappings, own_pagemap};
+use crate::sys::alias::Alias;
+use crate::sys::fault::{self, Armed, Fault, Outcome, WriteFault};
+use crate::sys::own_mappings::OwnMappings;
+use crate::sys::pagemap::Pagemap;
+use crate::{Address, AddressRangeExt, ByteCount, Error, Mechanism, PageRangeExt, Range, RangeSet, Tracker};
+
+mod cache;
+mod decode;
+mod execute;
+mod words;
+
+use cache::{Cache, Found};
+use decode::{Kind, Operand};
+use words::{TakenWords, Words};
+
+/// Number of stores to a page in one interval after which the page is opened. An emulated store
+/// costs about as much as opening the page and closing it again. The page then counts as written as
+/// a whole, which later costs about as much as ten stores.
+pub const HOT_STORES: u8 = 16;
+
+/// The direction flag: string instructions go down.
+const FLAG_DIRECTION: i64 = 1 << 10;
+
+/// The mechanism `emulate`.
+pub const ENTRY: MechanismEntry = MechanismEntry {
+    name: "emulate",
+    description: "each store to a protected page is executed by a signal handler, and recorded by the word",
+    requirement: "a system that lets programs make code",
+    is_exclusive: false,
+    sees_other_mappings: false,
+    own_memory: |memory| Ok(Box::new(Emulate::new(own_pagemap()?, memory.clone())?)),
+    process: None,
+};
+
+/// Tracks by emulating stores. Only for private memory of this process.
+///
+/// The first collect of a range replaces its memory by shared anonymous memory with the same
+/// content. Nobody may access the memory during that call. Children made by `fork` do not have the
+/// memory. It stays shared when it is no longer tracked.
+#[derive(Debug)]
+pub struct Emulate {
+    pagemap: Arc<Pagemap>,
+    memory: OwnMemory,
+    mappings: Arc<OwnMappings>,
+    open_after: Option<u8>,
+    cache: &'static Cache,
+    tracked: Vec<EmulatedRange>,
+    pins: Pins,
+    taken: Taken,
+}
+
+/// Numbers of stores, by their handling.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub struct Counts {
+    /// Stores that were emulated.
+    pub emulated_stores: u64,
+    /// Stores that were not emulated, and opened a page instead.
+    pub opened_pages: u64,
+}
+
+/// A range that is tracked, as long as this exists.
+#[derive(Debug)]
+struct EmulatedRange {
+    shared: Arc<Shared>,
+    /// The file that is mapped twice.
+    file: Option<([u32; 2], u64)>,
+    taken: TakenWords,
+    _armed: Armed,
+}
+
+/// What the signal handler uses.
+#[derive(Debug)]
+struct Shared {
+    pages: Protected<ByMprotect>,
+    alias: Alias,
+    words: Words,
+    open_after: Option<u8>,
+    cache: &'static Cache,
+    process: u32,
+    emulated_stores: AtomicU64,
+    opened_pages: AtomicU64,
+}
+
+impl Emulate {
+    /// Tracks memory of this process. `pagemap` is the pagemap of the process.
+    ///
+    /// # Errors
+    /// `ErrorKind::Unavailable`: the system does not let programs make code.
+    pub fn new(pagemap: Arc<Pagemap>, memory: OwnMemory) -> Result<Self, Error> {
+        let cache = Cache::get().map_err(|error| {
+            Error::unavailable(
+                Mechanism::Emulate,
+                format!(
+                    "no memory that can be written and executed, as instructions need that are redirected ({error})"
+                ),
+            )
+        })?;
+        let mappings = own_mappings()?;
+        Ok(Emulate {
+            pagemap,
+            memory,
+            mappings,
+            open_after: Some(HOT_STORES),
+            cache,
+            tracked: Vec::new(),
+            pins: Pins::default(),
+            taken: Taken::default(),
+        })
+    }
+
+    /// Opens a page after this number of stores to it in one interval; `None` never opens a page
+    /// for that reason. Applies to ranges whose tracking begins later. The default is
+    /// [`HOT_STORES`].
+    #[must_use]
+    pub fn opening_after(self, stores: Option<u8>) -> Self {
+        Emulate { open_after: stores, ..self }
+    }
+
+    /// Numbers of the stores to all ranges that are tracked now.
+    pub fn counts(&self) -> Counts {
+        self.tracked.iter().fold(Counts::default(), |sum, tracked| Counts {
+            emulated_stores: sum.emulated_stores + tracked.shared.emulated_stores.load(Ordering::Relaxed),
+            opened_pages: sum.opened_pages + tracked.shared.opened_pages.load(Ordering::Relaxed),
+        })
+    }
+
+    /// Starts to track a range, and adds what holds data there to `dirty`.
+    fn arm(&mut self, range: Range, dirty: &mut RangeSet) -> Result<(), Error> {
+        self.memory.check(&range)?;
+        let failed = |error| Error::while_tracking(error, || format!("mapping the memory of {range:#x?} twice"));
+        if self.memory.shared().within(range.clone()).next().is_some() {
+            return Err(Error::unavailable(
+                Mechanism::Emulate,
+                format!("the memory of {range:#x?} is shared, and only private memory can be mapped anew"),
+            ));
+        }
+        let held = self.memory.holding(&self.pagemap, &range.clone().into())?;
+        // SAFETY: the range is private data, and the owner of the memory guarantees that no other
+        // code accesses it now.
+        let alias = unsafe { Alias::take_over(&range, &held) }.map_err(failed)?;
+        let words = Words::new(range.page_range().page_count() as usize);
+        let taken = words.room();
+        let shared = Arc::new(Shared {
+            pages: Protected::new(range.clone(), 1, ByMprotect),
+            alias,
+            words,
+            open_after: self.open_after,
+            cache: self.cache,
+            process: std::process::id(),
+            emulated_stores: AtomicU64::new(0),
+            opened_pages: AtomicU64::new(0),
+        });
+        let armed = fault::arm(range.clone(), shared.clone()).map_err(failed)?;
+        let file = list(&self.mappings, &range)?.first().and_then(|mapping| mapping.file);
+        let tracked = EmulatedRange { shared, file, taken, _armed: armed };
+        tracked.shared.pages.close_all().map_err(failed)?;
+        self.pins.open_in(&tracked.shared.pages).map_err(failed)?;
+        dirty.extend(&held);
+        self.tracked.push(tracked);
+        Ok(())
+    }
+}
+
+impl Tracker for Emulate {
+    fn mechanism(&self) -> Mechanism {
+        Mechanism::Emulate
+    }
+
+    fn granularity(&self) -> ByteCount {
+        ByteCount::from(words::WORD)
+    }
+
+    fn collect(&mut self, ranges: &RangeSet, dirty: &mut RangeSet) -> Result<(), Error> {
+        self.tracked.retain(|tracked| ranges.iter().any(|range| range == *tracked.shared.pages.range()));
+        let pinned = self.pins.pages();
+        for range in ranges.iter() {
+            let Some(tracked) = self.tracked.iter_mut().find(|tracked| *tracked.shared.pages.range() == range) else {
+                self.arm(range, dirty)?;
+                continue;
+            };
+            let (shared, taken) = (&tracked.shared, &mut tracked.taken);
+            let mappings = list(&self.mappings, &range)?;
+            shared.pages.check_mappings(&mappings)?;
+            if let Some(other) = mappings.iter().find(|mapping| mapping.file != tracked.file) {
+                return Err(Error::remapped(other.range.overlap(&range)));
+            }
+            let mut opened = RangeSet::new();
+            let closed = shared.pages.close(&pinned, &mut self.taken, &mut opened, || shared.words.take(taken));
+            let mut written = RangeSet::new();
+            taken.add_to(range.start, &mut written);
+            written.extend(&opened);
+            dirty.extend(&written);
+            closed.map_err(|error| Error::while_tracking(error, || format!("protecting {range:#x?}")))?;
+        }
+        Ok(())
+    }
+
+    fn data(&self, ranges: &RangeSet) -> Result<Option<RangeSet>, Error> {
+        let mut data = RangeSet::new();
+        for tracked in &self.tracked {
+            let range = tracked.shared.pages.range();
+            let failed = |error| Error::while_tracking(error, || format!("finding the data of {range:#x?}"));
+            let offsets = tracked.shared.alias.data().map_err(failed)?;
+            offsets.iter().for_each(|part| data.insert(part.moved_up(range.start - Address::MIN)));
+        }
+        Ok(Some(data.intersection(ranges)))
+    }
+
+    fn pin(&mut self, range: &Range) -> Result<(), Error> {
+        self.pins.add(range, self.tracked.iter().map(|tracked| &tracked.shared.pages))
+    }
+
+    fn unpin(&mut self, range: &Range) {
+        self.pins.remove(range);
+    }
+}
+
+impl Drop for EmulatedRange {
+    fn drop(&mut self) {
+        // The handler must still be armed here. An error means that the range was unmapped, which
+        // needs nothing. A child made by `fork` does not have the range.
+        if !forked(self.shared.process) {
+            let _ = self.shared.pages.protection().unprotect(self.shared.pages.range());
+        }
+    }
+}
+
+impl WriteFault for Shared {
+    fn handle(&self, fault: &mut Fault<'_>) -> Outcome {
+        if forked(self.process) {
+            return Outcome::Crash;
+        }
+        let _inside = self.pages.gate().enter();
+        if !self.is_hot(fault.address) && self.emulate(fault).is_some() {
+            self.emulated_stores.fetch_add(1, Ordering::Relaxed);
+            return Outcome::Resume;
+        }
+        self.opened_pages.fetch_add(1, Ordering::Relaxed);
+        match self.pages.open_inside(fault.address) {
+            Ok(()) => Outcome::Resume,
+            Err(_) => Outcome::Crash,
+        }
+    }
+}
+
+impl Shared {
+    /// Counts a store to the page at the address, and returns true if the page is to be opened.
+    fn is_hot(&self, address: Address) -> bool {
+        let page = (address.page() - self.pages.range().start.page()) as usize;
+        self.open_after.is_some_and(|stores| self.words.count_store(page) >= stores)
+    }
+
+    /// Executes the store through the alias, records it, and advances the thread past it. `None`,
+    /// with nothing done, if the store cannot be emulated.
+    fn emulate(&self, fault: &mut Fault<'_>) -> Option<()> {
+        let address = fault.context.uc_mcontext.gregs[libc::REG_RIP as usize] as u64;
+        // SAFETY: the thread was interrupted in executing the instruction there.
+        let Found { store, code } = unsafe { self.cache.at(address) }?;
+        let next = address.wrapping_add(store.length.into()) as libc::greg_t;
+        match store.kind {
+            Kind::Other => None,
+            Kind::Execute { operand, bytes, uses_vectors, scratch, .. } => {
+                let target = Address::new(operand_address(&operand, &fault.context.uc_mcontext.gregs));
+                let operand = self.within(target, ByteCount::new(bytes.into()))?;
+                // If the fault lies outside of the operand, the decoder has misunderstood the
+                // instruction.
+                if !operand.contains(&fault.address) {
+                    return None;
+                }
+                let vectors = match uses_vectors {
+                    true => execute::vector_state(fault.context)?,
+                    false => (std::ptr::null(), 0),
+                };
+                let registers = &mut fault.context.uc_mcontext.gregs;
+                let alias = self.alias_of(target).as_ptr() as libc::greg_t;
+                self.words.set(self.offsets(&operand));
+                let before = std::mem::replace(&mut registers[scratch], alias);
+                // SAFETY: `decode` lets only such instructions through; what they write, in the
+                // alias of the region, was just found to lie within it; the vector state is the
+                // context's.
+                unsafe { execute::execute(registers, code, vectors) };
+                registers[scratch] = before;
+                registers[libc::REG_RIP as usize] = next;
+                Some(())
+            }
+            Kind::Fill { unit, repeats } => self.string(fault, unit, repeats, next, |target, count, registers| {
+                let value = registers[libc::REG_RAX as usize];
+                // SAFETY: all units from there on lie within the alias.
+                unsafe { fill(target, value, count, unit) };
+                Some(count)
+            }),
+            Kind::Copy { unit, repeats } => self.string(fault, unit, repeats, next, |target, count, registers| {
+                let source = registers[libc::REG_RSI as usize];
+                let destination = registers[libc::REG_RDI as usize];
+                let bytes = count * usize::from(unit);
+                // A copy onto itself, ahead, repeats what it copied just before.
+                if source < destination && destination < source.wrapping_add(bytes as libc::greg_t) {
+                    return None;
+                }
+                // SAFETY: so much lies within the alias.
+                let copied = unsafe { copy_from(source as u64, target, bytes) } / usize::from(unit);
+                registers[libc::REG_RSI as usize] = source.wrapping_add((copied * usize::from(unit)) as libc::greg_t);
+                (copied > 0).then_some(copied)
+            }),
+        }
+    }
+
+    /// Does the part of a string instruction that lies in the range: `write` gets where, how many
+    /// units at most, and the registers, and returns how many it wrote.
+    fn string(
+        &self,
+        fault: &mut Fault<'_>,
+        unit: u8,
+        repeats: bool,
+        next: libc::greg_t,
+        write: impl FnOnce(*mut u8, usize, &mut [libc::greg_t; 23]) -> Option<usize>,
+    ) -> Option<()> {
+        let registers = &mut fault.context.uc_mcontext.gregs;
+        let target = Address::new(registers[libc::REG_RDI as usize] as u64);
+        let range = self.pages.range();
+        if registers[libc::REG_EFL as usize] & FLAG_DIRECTION != 0 || !range.contains(&target) {
+            return None;
+        }
+        let wanted = if repeats { registers[libc::REG_RCX as usize] as u64 } else { 1 };
+        let count = wanted.min((range.end - target).get() / u64::from(unit));
+        if count == 0 {
+            return None;
+        }
+        self.words.set(self.offsets(&self.within(target, ByteCount::new(unit.into()) * count)?));
+        let done = write(self.alias_of(target).as_ptr(), count as usize, registers)?;
+        registers[libc::REG_RDI as usize] += (done * usize::from(unit)) as libc::greg_t;
+        if repeats {
+            registers[libc::REG_RCX as usize] -= done as libc::greg_t;
+        }
+        if !repeats || registers[libc::REG_RCX as usize] == 0 {
+            registers[libc::REG_RIP as usize] = next;
+        }
+        Some(())
+    }
+
+    /// So many bytes from an address, if all of them lie in the range.
+    fn within(&self, address: Address, bytes: ByteCount) -> Option<Range> {
+        let range = self.pages.range();
+        let end = address.checked_add(bytes)?;
+        (address >= range.start && end <= range.end).then_some(address..end)
+    }
+
+    /// Where a part of the range lies, from its start.
+    fn offsets(&self, part: &Range) -> std::ops::Range<usize> {
+        let start = self.pages.range().start;
+        (part.start - start).to_usize()..(part.end - start).to_usize()
+    }
+
+    fn alias_of(&self, address: Address) -> std::ptr::NonNull<u8> {
+        // SAFETY: callers name addresses within the range, of which the alias has as many bytes.
+        unsafe { self.alias.start().add((address - self.pages.range().start).to_usize()) }
+    }
+}
+
+fn operand_address(operand: &Operand, registers: &[libc::greg_t; 23]) -> u64 {
+    let value = |register: Option<u8>| register.map_or(0, |index| registers[usize::from(index)] as u64);
+    value(operand.base)
+        .wrapping_add(value(operand.index).wrapping_mul(operand.scale.into()))
+        .wrapping_add(operand.displacement)
+}
+
+/// `rep stos`.
+///
+/// # Safety
+/// So many units from `target` on may be written.
+unsafe fn fill(target: *mut u8, value: libc::greg_t, count: usize, unit: u8) {
+    // SAFETY: the instruction writes what the caller allows, upwards as the direction flag is clear
+    // in Rust code.
+    unsafe {
+        match unit {
+            1 => {
+                std::arch::asm!("rep stosb", inout("rcx") count => _, inout("rdi") target => _, in("rax") value, options(nostack, preserves_flags))
+            }
+            2 => {
+                std::arch::asm!("rep stosw", inout("rcx") count => _, inout("rdi") target => _, in("rax") value, options(nostack, preserves_flags))
+            }
+            4 => {
+                std::arch::asm!("rep stosd", inout("rcx") count => _, inout("rdi") target => _, in("rax") value, options(nostack, preserves_flags))
+            }
+            _ => {
+                std::arch::asm!("rep stosq", inout("rcx") count => _, inout("rdi") target => _, in("rax") value, options(nostack, preserves_flags))
+            }
+        }
+    }
+}
+
+/// Copies from an address that may not be readable, and returns how many bytes that were.
+/// Async-signal-safe.
+///
+/// # Safety
+/// So many bytes from `target` on may be written.
+unsafe fn copy_from(source: u64, target: *mut u8, bytes: usize) -> usize {
+    let local = libc::iovec { iov_base: target.cast(), iov_len: bytes };
+    let remote = libc::iovec { iov_base: source as *mut libc::c_void, iov_len: bytes };
+    // SAFETY: the kernel writes to the target, which the caller allows, and checks the source.
+    let copied = unsafe { libc::process_vm_readv(libc::getpid(), &local, 1, &remote, 1, 0) };
+    usize::try_from(copied).unwrap_or(0)
+}
+
+impl std::fmt::Debug for Cache {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Cache").finish_non_exhaustive()
+    }
+}

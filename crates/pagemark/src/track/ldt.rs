@@ -1,0 +1,120 @@
+//! `ldt`: the dirty bits of the page table, read and restarted by the PAGEMAP_SCAN ioctl of a
+//! kernel with the patches of `kernel/ldt` (LDT, section III).
+//!
+//! Nothing is write-protected or registered, so that the tracked program takes no page faults. A
+//! page that was not mapped at the last restart counts as written, wherever it comes from.
+
+use std::sync::Arc;
+
+use super::populated::{DataPages, Seen, check_alive};
+use super::registry::{MechanismEntry, MemoryPart, ProcessTracking, own_pagemap};
+use crate::sys::pagemap::{Filter, LDT_DIRTY, Pagemap};
+use crate::sys::scratch::Scratch;
+use crate::{Error, Mechanism, RangeSet, Tracker};
+
+/// The mechanism `ldt`.
+pub const ENTRY: MechanismEntry = MechanismEntry {
+    name: "ldt",
+    description: "the dirty bits of the page table are read and cleared, without page faults",
+    requirement: "a kernel with Pagemark's patches (kernel/ldt)",
+    is_exclusive: false,
+    sees_other_mappings: false,
+    own_memory: |memory| Ok(Box::new(Ldt::new(own_pagemap()?, memory)?)),
+    process: Some(ProcessTracking {
+        needs_userfaultfd: false,
+        needs_stop: false,
+        private_parts: MemoryPart::BY_FILE,
+        tracker: |memory, part| Ok(Box::new(Ldt::new(memory.pagemap.clone(), part.pages())?)),
+    }),
+};
+
+/// Tracks by the dirty bits.
+///
+/// An address space has one interval at a time. It can have only one such tracker, even of several
+/// programs.
+#[derive(Debug)]
+pub struct Ldt {
+    pagemap: Arc<Pagemap>,
+    data: DataPages,
+    /// The ranges of the last collect. Intervals outside of them were not begun by this tracker.
+    covered: RangeSet,
+    seen: Seen,
+}
+
+impl Ldt {
+    /// Tracks the address space of `pagemap`. Several trackers can share it, for different ranges.
+    ///
+    /// # Errors
+    /// `ErrorKind::Unavailable`: the kernel lacks the patches.
+    pub fn new(pagemap: Arc<Pagemap>, data: impl Into<DataPages>) -> Result<Self, Error> {
+        check_kernel()?;
+        Ok(Ldt { pagemap, data: data.into(), covered: RangeSet::new(), seen: Seen::default() })
+    }
+}
+
+/// Asks the kernel whether a page of this process was written. Begins no interval.
+fn check_kernel() -> Result<(), Error> {
+    let page = Scratch::new(1);
+    page.write(0, 1);
+    let mut is_dirty = false;
+    let filter = Filter { all: LDT_DIRTY, report: LDT_DIRTY, ..Filter::default() };
+    let scanned = Pagemap::of_this_process().and_then(|own| own.scan(&page.range(), filter, |_, _| is_dirty = true));
+    match scanned {
+        Ok(()) if is_dirty => Ok(()),
+        // The kernel does not know the category, or PAGEMAP_SCAN.
+        Ok(()) => Err(unavailable()),
+        Err(error) if matches!(error.raw_os_error(), Some(libc::EINVAL | libc::ENOTTY)) => Err(unavailable()),
+        Err(error) => Err(Error::while_tracking(error, || "scanning our own pages".to_owned())),
+    }
+}
+
+fn unavailable() -> Error {
+    Error::unavailable(
+        Mechanism::Ldt,
+        "the kernel has no lightweight dirty tracking; one with Pagemark's patches (kernel/ldt) does",
+    )
+}
+
+impl Tracker for Ldt {
+    fn mechanism(&self) -> Mechanism {
+        Mechanism::Ldt
+    }
+
+    fn populated(&self) -> Option<&RangeSet> {
+        Some(self.seen.pages())
+    }
+
+    fn collect(&mut self, ranges: &RangeSet, dirty: &mut RangeSet) -> Result<(), Error> {
+        let mut populated = RangeSet::new();
+        let mut written = RangeSet::new();
+        let filter = Filter { report: LDT_DIRTY, restart: true, ..self.data.pages().filter() };
+        let result = ranges
+            .iter()
+            .try_for_each(|range| {
+                let scanned = self.pagemap.scan(&range, filter, |run, categories| {
+                    if categories & LDT_DIRTY != 0 {
+                        written.insert(run.clone());
+                    }
+                    populated.insert(run);
+                });
+                scanned.map_err(|error| Error::while_tracking(error, || format!("scanning the pages of {range:#x?}")))
+            })
+            .and_then(|()| check_alive(&self.pagemap));
+        // A page of a file may have been written, and then have left the page table.
+        let mut absent = self.data.backed_within(ranges);
+        absent.subtract(&populated);
+        written.extend(&absent);
+        populated.extend(&absent);
+        let mut new = populated.clone();
+        new.subtract(&self.covered);
+        dirty.extend(&written);
+        dirty.extend(&new);
+        if let Err(error) = result {
+            self.seen.add(&populated);
+            return Err(error);
+        }
+        dirty.extend(&self.seen.advance(ranges, populated));
+        self.covered = ranges.clone();
+        Ok(())
+    }
+}

@@ -1,0 +1,239 @@
+//! `pagemap-scan`: userfaultfd in asynchronous write-protect mode, read and re-armed by the
+//! PAGEMAP_SCAN ioctl.
+//!
+//! A page that was never protected counts as written. Nothing is therefore protected in advance,
+//! and memory without data needs no page table: the first scan reports the populated pages and
+//! protects them in the same step.
+
+use std::io;
+use std::sync::Arc;
+
+use super::populated::{Pages, Seen, check_alive};
+use super::region_scan::RegionScan;
+use super::registration::Registration;
+use super::registry::{MechanismEntry, MemoryPart, ProcessMemory, ProcessTracking};
+use crate::sys::pagemap::{Filter, Pagemap, SWAPPED, WP_ALLOWED, WRITTEN};
+use crate::sys::userfaultfd::Userfaultfd;
+use crate::{Error, Mechanism, Range, RangeSet, Tracker};
+
+/// The mechanism `pagemap-scan`. Regions have a tracker of their own (`RegionScan`).
+pub const ENTRY: MechanismEntry = MechanismEntry {
+    name: "pagemap-scan",
+    description: "userfaultfd write protection that the kernel resolves itself, collected by the PAGEMAP_SCAN ioctl",
+    requirement: "Linux 6.7",
+    is_exclusive: false,
+    sees_other_mappings: false,
+    own_memory: |memory| Ok(Box::new(RegionScan::new(Mechanism::PagemapScan, memory.clone())?)),
+    process: Some(ProcessTracking {
+        needs_userfaultfd: true,
+        needs_stop: false,
+        private_parts: MemoryPart::BY_FILE,
+        tracker: |memory, part| Ok(Box::new(PagemapScan::of_process(memory, part)?)),
+    }),
+};
+
+/// Number of attempts in one collect to register a mapping that changes meanwhile. Until the
+/// mapping is registered, each collect reports all of it.
+const REGISTER_TRIES: u32 = 4;
+
+/// Tracks by PAGEMAP_SCAN.
+#[derive(Debug)]
+pub struct PagemapScan {
+    pagemap: Arc<Pagemap>,
+    userfaultfd: Arc<Userfaultfd>,
+    pages: Pages,
+    /// The ranges that were passed to `register`.
+    registered: RangeSet,
+    seen: Seen,
+    /// Registers the mappings of another process. `None` for memory whose mappings nobody changes
+    /// during a collect, which the tracker registers itself.
+    registration: Option<Arc<Registration>>,
+}
+
+impl PagemapScan {
+    /// Tracks the address space of `pagemap`. `userfaultfd` was made in the same address space.
+    /// Several trackers can share both, for different ranges.
+    pub fn new(pagemap: Arc<Pagemap>, userfaultfd: Arc<Userfaultfd>, pages: Pages) -> Self {
+        let registered = RangeSet::new();
+        PagemapScan { pagemap, userfaultfd, pages, registered, seen: Seen::default(), registration: None }
+    }
+
+    /// Tracks a part of the memory of a process.
+    ///
+    /// # Errors
+    /// `ErrorKind::Unavailable`: there is no userfaultfd of the process.
+    pub fn of_process(memory: &ProcessMemory, part: MemoryPart) -> Result<Self, Error> {
+        let userfaultfd = memory
+            .userfaultfd
+            .clone()
+            .ok_or_else(|| Error::unavailable(Mechanism::PagemapScan, "the process was given no userfaultfd"))?;
+        let registration = memory.registration.clone();
+        Ok(PagemapScan { registration, ..PagemapScan::new(memory.pagemap.clone(), userfaultfd, part.pages()) })
+    }
+
+    /// Leaves `range` unprotected, so that its pages count as written.
+    pub(super) fn release(&self, range: &Range) -> Result<(), Error> {
+        match self.userfaultfd.write_protect(range, false) {
+            // The range was mapped anew. It is not registered, and so counts as written.
+            Err(error) if error.raw_os_error() == Some(libc::ENOENT) => Ok(()),
+            other => other.map_err(|error| Error::while_tracking(error, || format!("unprotecting {range:#x?}"))),
+        }
+    }
+
+    /// Registers ranges that are new to the tracker. Only this call fails if another userfaultfd
+    /// tracks them: a scan ignores who registered a mapping. Other failures matter only if the
+    /// mapping holds data, and [`PagemapScan::collect_new`] handles those.
+    fn claim(&mut self, ranges: &RangeSet) -> Result<(), Error> {
+        if self.registration.is_some() {
+            return Ok(());
+        }
+        let mut new = ranges.clone();
+        new.subtract(&self.registered);
+        for range in new.iter() {
+            match self.userfaultfd.register(&range) {
+                Err(error) if error.raw_os_error() == Some(libc::ESRCH) => return Err(Error::gone()),
+                Err(error) if error.raw_os_error() == Some(libc::EBUSY) => return Err(refused(&range, error)),
+                _ => {}
+            }
+        }
+        self.registered = ranges.clone();
+        Ok(())
+    }
+
+    /// Scans and protects the registered parts of `range`.
+    fn collect_registered(&self, range: &Range, found: &mut Found) -> Result<(), Error> {
+        let filter = Filter { report: WRITTEN | SWAPPED, protect: true, ..self.pages.filter() };
+        self.scan(range, filter, |run, categories| {
+            // In a mapping of a file, an entry that is neither empty nor present may be the marker
+            // of a protected page that was dropped. Its content has changed without a write.
+            let may_be_dropped = self.pages == Pages::NotOfFile && categories & SWAPPED != 0;
+            if categories & WRITTEN != 0 || may_be_dropped {
+                found.written.insert(run.clone());
+            }
+            found.populated.insert(run);
+        })
+    }
+
+    /// Finds populated pages in mappings of `range` that are not registered: new mappings, and
+    /// moved ones.
+    fn unregistered(&self, range: &Range) -> Result<RangeSet, Error> {
+        let mut runs = RangeSet::new();
+        let filter = self.pages.filter();
+        self.scan(range, Filter { none: filter.none | WP_ALLOWED, ..filter }, |run, _| runs.insert(run))?;
+        Ok(runs)
+    }
+
+    /// Registers the new mappings in `range`. Their populated pages count as written. The mappings
+    /// of another process are left to its [`Registration`].
+    fn collect_new(&self, range: &Range, found: &mut Found) -> Result<(), Error> {
+        let mut refusal = None;
+        for _ in 0..REGISTER_TRIES {
+            let new = self.unregistered(range)?;
+            if new.is_empty() {
+                return Ok(());
+            }
+            if let Some(registration) = &self.registration {
+                registration.leave(new.page_count());
+                return Ok(());
+            }
+            found.written.extend(&new);
+            found.populated.extend(&new);
+            // Whole mappings. If one of them cannot be registered, at least the runs that hold data.
+            let registered = self
+                .userfaultfd
+                .register(range)
+                .or_else(|_| new.iter().try_for_each(|run| self.userfaultfd.register(&run)));
+            if let Err(error) = registered {
+                if error.raw_os_error() == Some(libc::ESRCH) {
+                    return Err(Error::gone());
+                }
+                // The mappings may have changed. Try again.
+                refusal = Some(error);
+                continue;
+            }
+            refusal = None;
+            // A kernel before 6.13 leaves protection markers on pages that mremap moved, although
+            // they may be writable. The markers are removed, because a write to such a page would
+            // not be reported.
+            let mut stale = Vec::new();
+            for run in new.iter() {
+                let filter = Filter { report: WRITTEN, protect: true, ..self.pages.filter() };
+                self.scan(&run, filter, |run, categories| {
+                    if categories & WRITTEN == 0 {
+                        stale.push(run);
+                    }
+                })?;
+            }
+            for run in stale {
+                self.release(&run)?;
+                self.collect_registered(&run, found)?;
+            }
+        }
+        match refusal {
+            None => Ok(()),
+            Some(error) => Err(refused(range, error)),
+        }
+    }
+
+    fn scan(&self, range: &Range, filter: Filter, each: impl FnMut(Range, u64)) -> Result<(), Error> {
+        self.pagemap.scan(range, filter, each).map_err(|error| match error.raw_os_error() {
+            Some(libc::ENOTTY) => {
+                Error::unavailable(Mechanism::PagemapScan, "the kernel has no PAGEMAP_SCAN; Linux 6.7 or later does")
+            }
+            _ => Error::while_tracking(error, || format!("scanning the pages of {range:#x?}")),
+        })
+    }
+}
+
+/// The pages that one collect has found so far.
+#[derive(Default)]
+struct Found {
+    written: RangeSet,
+    populated: RangeSet,
+}
+
+impl Tracker for PagemapScan {
+    fn mechanism(&self) -> Mechanism {
+        Mechanism::PagemapScan
+    }
+
+    fn populated(&self) -> Option<&RangeSet> {
+        Some(self.seen.pages())
+    }
+
+    fn collect(&mut self, ranges: &RangeSet, dirty: &mut RangeSet) -> Result<(), Error> {
+        self.claim(ranges)?;
+        let mut found = Found::default();
+        let result = ranges
+            .iter()
+            .try_for_each(|range| {
+                self.collect_registered(&range, &mut found)?;
+                self.collect_new(&range, &mut found)
+            })
+            .and_then(|()| check_alive(&self.pagemap));
+        dirty.extend(&found.written);
+        match result {
+            Ok(()) => dirty.extend(&self.seen.advance(ranges, found.populated)),
+            Err(_) => self.seen.add(&found.populated),
+        }
+        result
+    }
+}
+
+/// The kernel has no userfaultfd with asynchronous write-protection.
+pub(super) fn unavailable(mechanism: Mechanism, error: io::Error) -> Error {
+    let reason = format!("no userfaultfd with asynchronous write-protection, which Linux 6.7 has ({error})");
+    Error::unavailable(mechanism, reason)
+}
+
+fn refused(range: &Range, error: io::Error) -> Error {
+    let why = match error.raw_os_error() {
+        Some(libc::EBUSY) => {
+            "belongs to a userfaultfd of the program itself, so that its writes can't be seen this way; use --mechanism \
+             compare"
+        }
+        Some(libc::EPERM) => "is shared and can never be written, so that it should not be tracked",
+        _ => "can't be registered",
+    };
+    Error::unavailable(Mechanism::PagemapScan, format!("the mapping {:x}-{:x} {why} ({error})", range.start, range.end))
+}

@@ -1,0 +1,83 @@
+//! The program `suite`: sets a host up, and runs all tests of the project.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+use pagemark_lab::suite::{self, Options};
+use pagemark_lab::test_plan::Extent;
+use pagemark_lab::zdtm::{self, Mode, Selection};
+use pagemark_lab::{Result, progress, setup};
+
+/// Sets a host up, and runs all tests of the project.
+///
+/// PAGEMARK_FUZZ_SECONDS is how long test-full runs each fuzz target; 0 leaves fuzzing out.
+/// PAGEMARK_LAB=0 leaves out what runs on other kernels. With CI=true, only the skips that
+/// scripts/ci-skips.txt allows are accepted.
+#[derive(Parser)]
+#[command(name = "suite")]
+struct Arguments {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Install what building and testing needs: packages, servers, criu, rust, fuzz, c, python,
+    /// demo or all
+    Setup {
+        #[arg(default_value = "all")]
+        part: setup::Part,
+    },
+    /// Format, lints and unit tests: no root, and no network once everything is built
+    Check,
+    /// The tests of every change, after the set-up. Needs root; without, much is skipped
+    Test,
+    /// The tests of every change and those that take long: all kernels, Miri, sanitizers, long
+    /// fuzzing
+    TestFull,
+    /// CRIU's own tests: each is saved, killed and restored, by plain CRIU and by Pagemark, which
+    /// must pass what plain CRIU passes. Needs root
+    Zdtm {
+        /// How tests are saved and restored: criu, checkpoint, attach, lazy [default: all]
+        #[arg(long)]
+        mode: Vec<Mode>,
+        /// Names of tests, such as static/pipe00 [default: all that can run here]
+        tests: Vec<String>,
+    },
+    /// A test of CRIU in a mode, as the first process of a PID namespace
+    #[command(hide = true)]
+    ZdtmTrial {
+        test: String,
+        mode: Mode,
+        tree: PathBuf,
+        work: PathBuf,
+        criu: PathBuf,
+        pagemark: PathBuf,
+        verdict: PathBuf,
+    },
+}
+
+fn main() -> ExitCode {
+    match run(Arguments::parse().command) {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(error) => {
+            progress!("{error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(command: Command) -> Result<bool> {
+    match command {
+        Command::Setup { part } => setup::set_up(part).map(|()| true),
+        Command::Check => suite::check(),
+        Command::Test => suite::test(&Options::from_environment(Extent::Quick)?),
+        Command::TestFull => suite::test(&Options::from_environment(Extent::Full)?),
+        Command::Zdtm { mode, tests } => suite::zdtm(&Selection { tests, modes: mode }),
+        Command::ZdtmTrial { test, mode, tree, work, criu, pagemark, verdict } => {
+            zdtm::run_trial(&test, mode, &tree, &work, &criu, &pagemark, &verdict).map(|()| true)
+        }
+    }
+}

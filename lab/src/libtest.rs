@@ -1,0 +1,127 @@
+//! What cargo and libtest print.
+
+/// The results of all test binaries in a log of `cargo test -- --show-output`.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Summary {
+    /// The number of tests that passed.
+    pub passed: u64,
+    /// The number of tests that failed.
+    pub failed: u64,
+    /// Lines `skipped: NAME: REASON` of the tests that were skipped or ignored.
+    pub skips: Vec<String>,
+    /// The lines that a reader wants to see: the binaries and their results, failed tests, compiler
+    /// messages.
+    pub digest: Vec<String>,
+    /// The output of failed tests and of the compiler.
+    pub failures: Vec<String>,
+}
+
+/// The number of lines that are quoted after a compiler's error.
+const ERROR_LINES: usize = 12;
+
+impl Summary {
+    /// Reads a log.
+    pub fn parse(log: &str) -> Summary {
+        let mut summary = Summary::default();
+        let (mut in_failures, mut error_lines) = (false, 0);
+        for line in log.lines() {
+            if let Some(result) = line.strip_prefix("test result:") {
+                summary.passed += count_before(result, "passed");
+                summary.failed += count_before(result, "failed");
+                in_failures = false;
+            } else if line == "failures:" {
+                in_failures = true;
+            } else if line.starts_with("error[") || line.starts_with("error:") {
+                error_lines = ERROR_LINES;
+            } else if line.starts_with("skipped: ") {
+                summary.skips.push(line.to_owned());
+            } else if let Some((name, reason)) = ignored(line) {
+                summary.skips.push(format!("skipped: {name}: ignored {reason}"));
+            }
+            if in_failures || error_lines > 0 {
+                summary.failures.push(line.to_owned());
+                error_lines = error_lines.saturating_sub(1);
+            }
+            if is_of_interest(line) {
+                summary.digest.push(line.to_owned());
+            }
+        }
+        summary
+    }
+}
+
+fn is_of_interest(line: &str) -> bool {
+    let text = line.trim_start();
+    (text.len() < line.len() && (text.starts_with("Running ") || text.starts_with("Doc-tests ")))
+        || (line.starts_with("test ") && line.ends_with(" FAILED"))
+        || ["test result:", "error", "warning"].iter().any(|start| line.starts_with(start))
+}
+
+/// The number before a word in `ok. 3 passed; 0 failed; …`.
+fn count_before(result: &str, word: &str) -> u64 {
+    let parts = result.split([';', '.']).map(str::trim);
+    parts.filter_map(|part| part.strip_suffix(word)?.trim().parse().ok()).next().unwrap_or(0)
+}
+
+/// `test NAME ... ignored, REASON`.
+fn ignored(line: &str) -> Option<(&str, &str)> {
+    let (name, rest) = line.strip_prefix("test ")?.split_once(" ... ignored")?;
+    Some((name, rest.trim_start_matches(", ")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LOG: &str = "   Compiling pagemark v0.1.0
+warning: unused variable
+     Running unittests src/lib.rs (target/debug/deps/a-1)
+
+running 3 tests
+test one ... ok
+test two ... FAILED
+test three ... ignored, needs a disk
+
+successes:
+
+---- one stdout ----
+skipped: one: no swap
+
+failures:
+
+---- two stdout ----
+assertion failed
+
+failures:
+    two
+
+test result: FAILED. 1 passed; 1 failed; 1 ignored; 0 measured; 0 filtered out; finished in 0.01s
+
+   Doc-tests pagemark
+test result: ok. 12 passed; 0 failed; 0 ignored; 0 measured; 0 filtered out; finished in 0.01s
+";
+
+    #[test]
+    fn results_of_all_binaries_are_added() {
+        let summary = Summary::parse(LOG);
+        assert_eq!((summary.passed, summary.failed), (13, 1));
+        assert_eq!(summary.skips, ["skipped: three: ignored needs a disk", "skipped: one: no swap"]);
+    }
+
+    #[test]
+    fn the_digest_has_results_and_the_failures_their_output() {
+        let summary = Summary::parse(LOG);
+        assert!(summary.digest.contains(&"test two ... FAILED".to_owned()));
+        assert!(summary.digest.contains(&"   Doc-tests pagemark".to_owned()));
+        assert!(!summary.digest.contains(&"test one ... ok".to_owned()));
+        assert!(summary.failures.contains(&"assertion failed".to_owned()));
+        assert!(!summary.failures.iter().any(|line| line.contains("no swap")), "{:?}", summary.failures);
+    }
+
+    #[test]
+    fn a_compiler_error_is_quoted() {
+        let summary = Summary::parse("error[E0308]: mismatched types\n --> x.rs:1\n");
+        assert_eq!(summary.failures, ["error[E0308]: mismatched types", " --> x.rs:1"]);
+        assert_eq!((summary.passed, summary.failed), (0, 0));
+    }
+}

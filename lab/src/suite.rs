@@ -1,0 +1,367 @@
+//! All tests of the project, in an order and with an overlap that keep two processors busy.
+
+use std::path::PathBuf;
+use std::process::Command;
+use std::sync::mpsc;
+use std::time::Instant;
+
+use crate::history::{self, Record};
+use crate::libtest::Summary;
+use crate::skips::{self, AllowedSkips};
+use crate::steps::{Outcome, Steps};
+use crate::test_plan::{Extent, Part, Programs};
+use crate::test_programs::TestBinaries;
+use crate::{Error, Result, command, kernel_build, machine, progress, setup, source_root, zdtm};
+
+/// What runs beside the tests on the host gives way to them: many of them wait for time to pass.
+const NICENESS: u32 = 10;
+/// The full tests multiply the number of cases of each property test by this factor.
+const FULL_CASES: u32 = 10;
+/// The lines of a failed step that are printed again at the end of the run.
+const REPEATED_LINES: usize = 25;
+
+/// What a run of the tests includes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Options {
+    /// What is tested, and how long.
+    pub extent: Extent,
+    /// How long each fuzz target runs in a full run, in seconds. 0 leaves fuzzing out.
+    pub fuzz_seconds: u32,
+    /// Whether the lab's tests run.
+    pub lab: bool,
+    /// Whether only the skips that scripts/ci-skips.txt allows are accepted.
+    pub ci: bool,
+}
+
+impl Options {
+    /// The options that the environment asks for: `PAGEMARK_FUZZ_SECONDS` for each fuzz target,
+    /// `PAGEMARK_LAB=0`, `CI=true`.
+    ///
+    /// # Errors
+    /// If `PAGEMARK_FUZZ_SECONDS` is no number.
+    pub fn from_environment(extent: Extent) -> Result<Options> {
+        let fuzz_seconds = match std::env::var("PAGEMARK_FUZZ_SECONDS") {
+            Ok(text) => text.parse().map_err(|_| {
+                Error::unmet(format!("PAGEMARK_FUZZ_SECONDS={text}"), "set it to a number of seconds for each target")
+            })?,
+            Err(_) => 180,
+        };
+        let is = |name: &str, value: &str| std::env::var(name).is_ok_and(|found| found == value);
+        Ok(Options { extent, fuzz_seconds, lab: !is("PAGEMARK_LAB", "0"), ci: is("CI", "true") })
+    }
+}
+
+/// The tests that need no root and, once everything is built, no network: format, lints, unit
+/// tests.
+///
+/// Returns whether they passed.
+pub fn check() -> Result<bool> {
+    let steps = Steps::new(&logs()?)?;
+    format_and_lints(&steps);
+    let mut tests = cargo(&["test", "--workspace", "--locked", "--no-fail-fast", "--lib", "--bins"]);
+    // The tests of the documents are as fast as unit tests.
+    tests.args(["--test", "architecture", "--test", "documents"]);
+    let summary = cargo_tests(&steps, "unit tests", tests.args(["--", "--show-output"]));
+    Ok(finish(&steps, &summary, false))
+}
+
+/// CRIU's own tests.
+///
+/// Returns whether they passed.
+pub fn zdtm(selection: &zdtm::Selection) -> Result<bool> {
+    let (report, is_good) = zdtm::run(selection, &logs()?.with_file_name("zdtm-logs"))?;
+    report.iter().for_each(|line| println!("{line}"));
+    Ok(is_good)
+}
+
+/// All tests of an extent, after the set-up.
+///
+/// Returns whether they passed.
+pub fn test(options: &Options) -> Result<bool> {
+    let start = Instant::now();
+    let steps = Steps::new(&logs()?)?;
+    let passed = run(&steps, options)?;
+    if options.extent == Extent::Full {
+        Record::of_now(start.elapsed().as_secs(), passed).save()?;
+    }
+    println!("{}\n{}", history::last_run(), steps.time_table());
+    Ok(passed)
+}
+
+fn run(steps: &Steps, options: &Options) -> Result<bool> {
+    let lab = match reason_without_lab(options) {
+        Some(reason) => {
+            steps.skip(&format!("skipped: lab: {reason}"));
+            false
+        }
+        None => true,
+    };
+    let packages = || -> Result<()> {
+        setup::set_up(setup::Part::Packages)?;
+        if options.extent == Extent::Full {
+            setup::set_up(setup::Part::Servers)?;
+        }
+        if lab { machine::set_up() } else { Ok(()) }
+    };
+    if !steps.run("packages", || packages().into()) {
+        return Ok(false);
+    }
+    // The tests on the host wait more than they compute, so two other threads have work beside them.
+    let (send_binaries, binaries) = mpsc::channel();
+    let (send_tools, tools) = mpsc::channel();
+    let summary = std::thread::scope(|scope| {
+        if lab {
+            scope.spawn(move || lab_steps(steps, options.extent, binaries));
+        }
+        scope.spawn(move || {
+            // Without tools, these steps are skipped or fail for themselves.
+            let _ = tools.recv();
+            separate_steps(steps, options);
+        });
+        host_steps(steps, options, send_tools, send_binaries)
+    });
+    Ok(finish(steps, &summary, options.ci))
+}
+
+fn reason_without_lab(options: &Options) -> Option<&'static str> {
+    if !options.lab {
+        Some("PAGEMARK_LAB=0")
+    } else if std::env::consts::ARCH != "x86_64" {
+        Some("the lab needs an x86-64 host")
+    } else if !command::is_root() {
+        Some("the lab needs root")
+    } else {
+        None
+    }
+}
+
+/// The steps on kernels that the host does not run. The test binaries arrive when they are built;
+/// if none arrive, the build has failed.
+fn lab_steps(steps: &Steps, extent: Extent, binaries: mpsc::Receiver<TestBinaries>) {
+    let parts = Part::of(extent);
+    let kernels = || -> Result<()> {
+        for part in parts {
+            for &kernel in part.kernels(extent) {
+                kernel_build::image(kernel)?;
+            }
+        }
+        kernel_build::source().map(|_| ())
+    };
+    if !steps.run("kernels", || kernels().into()) {
+        return;
+    }
+    let Ok(binaries) = binaries.recv() else {
+        steps.run("lab", || Outcome::Failed("the test binaries could not be built".to_owned()));
+        return;
+    };
+    let programs = match Programs::build(Some(binaries)) {
+        Ok(programs) => programs,
+        Err(error) => {
+            steps.run("lab", || Outcome::Failed(error.to_string()));
+            return;
+        }
+    };
+    for &part in parts {
+        let name = format!("lab {}", part.name());
+        let log = steps.log(&name);
+        steps.run(&name, || match programs.run(part, extent, NICENESS, &log) {
+            Ok(results) => {
+                let lines: Vec<String> = results.iter().map(|result| result.line()).collect();
+                let text = lines.join("\n");
+                if results.iter().all(|result| result.failure.is_none()) {
+                    return Outcome::Passed(text);
+                }
+                let log = std::fs::read(&log).unwrap_or_default();
+                Outcome::Failed(format!("{}\n{text}", command::last_lines(&log, 150)))
+            }
+            Err(error) => Outcome::Failed(error.to_string()),
+        });
+    }
+}
+
+/// The steps that share the build directory of the workspace.
+fn host_steps(
+    steps: &Steps,
+    options: &Options,
+    send_tools: mpsc::Sender<()>,
+    send_binaries: mpsc::Sender<TestBinaries>,
+) -> Summary {
+    let mut tools = vec![setup::Part::Criu, setup::Part::Rust, setup::Part::C, setup::Part::Python];
+    if options.extent == Extent::Full {
+        tools.push(setup::Part::Fuzz);
+    }
+    steps.run("tools", || tools.into_iter().try_for_each(setup::set_up).into());
+    drop(send_tools);
+    let mut binaries = None;
+    steps.run("build", || match TestBinaries::build() {
+        Ok(built) => {
+            binaries = Some(built);
+            Outcome::Passed(String::new())
+        }
+        Err(error) => Outcome::Failed(error.to_string()),
+    });
+    match binaries {
+        // The receiver does not exist without the lab, or without its kernels.
+        Some(binaries) => drop(send_binaries.send(binaries)),
+        None => drop(send_binaries),
+    }
+    format_and_lints(steps);
+    let mut documentation = cargo(&["doc", "--workspace", "--no-deps", "--locked", "--quiet"]);
+    steps.program("documentation", documentation.env("RUSTDOCFLAGS", "-Dwarnings"), str::to_owned);
+    steps.program("licences", &mut script("licences.py"), |log| command::last_lines(log.as_bytes(), 1));
+    let mut tests = cargo(&["test", "--workspace", "--locked", "--no-fail-fast", "--", "--show-output"]);
+    if options.extent == Extent::Full {
+        tests.arg("--include-ignored").env("PAGEMARK_CASES_FACTOR", FULL_CASES.to_string());
+    }
+    let skip_log = steps.log("skips-of-tests");
+    let mut summary = cargo_tests(steps, "tests", tests.env("PAGEMARK_SKIP_LOG", &skip_log));
+    let skips = std::fs::read_to_string(&skip_log).unwrap_or_default();
+    summary.skips.extend(skips.lines().map(str::to_owned));
+    summary
+}
+
+/// The steps beside those of the host. The first two build in the directory of the workspace, with
+/// the priority of those that wait for it, and run their tests with a lower one.
+fn separate_steps(steps: &Steps, options: &Options) {
+    steps.program("models", &mut script("models.sh"), |log| lines_with(log, &["test result:"]));
+    steps.program("python", &mut script("python.sh"), |log| command::last_lines(log.as_bytes(), 1));
+    if options.extent == Extent::Full {
+        steps.run("zdtm", || match zdtm::run(&zdtm::Selection::default(), &steps.log("zdtm")) {
+            Ok((report, true)) => Outcome::Passed(report.join("\n")),
+            Ok((report, false)) => Outcome::Failed(report.join("\n")),
+            Err(error) => Outcome::Failed(error.to_string()),
+        });
+        if options.fuzz_seconds == 0 {
+            steps.skip("skipped: fuzz: PAGEMARK_FUZZ_SECONDS=0");
+        } else {
+            let mut fuzz = low_priority_script("fuzz.sh");
+            fuzz.arg(options.fuzz_seconds.to_string());
+            steps.program("fuzz", &mut fuzz, |log| lines_with(log, &["stat::number_of_executed_units", "Done"]));
+        }
+        steps.program("miri", &mut low_priority_script("miri.sh"), |log| lines_with(log, &["test result:"]));
+        let mut sanitizers = low_priority_script("sanitize.sh");
+        steps.program("sanitizers", sanitizers.args(["address", "thread"]), |log| lines_with(log, &["test result:"]));
+    }
+}
+
+fn format_and_lints(steps: &Steps) {
+    steps.program("format", &mut cargo(&["fmt", "--all", "--check"]), str::to_owned);
+    let clippy = ["clippy", "--workspace", "--all-targets", "--locked", "--quiet", "--", "-D", "warnings"];
+    steps.program("clippy", &mut cargo(&clippy), str::to_owned);
+    // A workspace of its own, because it is built with another compiler. It shares dependencies with the lints above.
+    let fuzz = ["clippy", "--manifest-path", "fuzz/Cargo.toml", "--locked", "--quiet", "--", "-D", "warnings"];
+    let mut fuzz = cargo(&fuzz);
+    if let Some(build) = steps.logs().parent() {
+        fuzz.env("CARGO_TARGET_DIR", build);
+    }
+    steps.program("clippy of fuzz targets", &mut fuzz, str::to_owned);
+}
+
+/// Runs the tests that `cargo` names, as a step.
+fn cargo_tests(steps: &Steps, name: &str, cargo: &mut Command) -> Summary {
+    let mut summary = Summary::default();
+    steps.run(name, || {
+        let (status, log) = match steps.output(name, cargo) {
+            Ok(output) => output,
+            Err(error) => return Outcome::Failed(error.to_string()),
+        };
+        summary = Summary::parse(&log);
+        let digest = summary.digest.join("\n");
+        // libtest prints failures at the end of each binary, behind the output of what passed.
+        if status == 0 {
+            Outcome::Passed(digest)
+        } else {
+            Outcome::Failed(digest + "\n" + &summary.failures.join("\n"))
+        }
+    });
+    summary
+}
+
+/// Prints the summary of a run, and returns whether it passed.
+fn finish(steps: &Steps, summary: &Summary, ci: bool) -> bool {
+    let skips = skips::sorted([steps.skips(), summary.skips.clone()].concat());
+    let mut problems: Vec<String> = steps.failed().iter().map(|name| format!("failed: {name}")).collect();
+    if summary.passed == 0 {
+        problems.push("failed: no test ran".to_owned());
+    }
+    println!("\n== summary");
+    println!("{} tests passed, {} failed, {} skipped", summary.passed, summary.failed, skips.len());
+    skips.iter().for_each(|skip| println!("{skip}"));
+    if ci {
+        let list = source_root().join("scripts/ci-skips.txt");
+        let allowed = std::fs::read_to_string(&list)
+            .map_err(Error::file("read", &list))
+            .and_then(|list| AllowedSkips::parse(&list));
+        match allowed {
+            Ok(allowed) => problems
+                .extend(allowed.unwanted(&skips).iter().map(|skip| format!("failed: CI does not allow this: {skip}"))),
+            Err(error) => problems.push(format!("failed: {error}")),
+        }
+    }
+    // Once more at the end: whoever sees only the last lines of a long run finds the reasons there.
+    for name in steps.failed() {
+        let log = std::fs::read(steps.log(&name)).unwrap_or_default();
+        println!("\n-- the end of the log of {name}\n{}", command::last_lines(&log, REPEATED_LINES));
+    }
+    let failures = summary.failures.join("\n");
+    // A passed test of a document that must not compile prints errors, too.
+    if summary.failed > 0 && !failures.is_empty() {
+        println!("\n-- tests that failed\n{}", command::last_lines(failures.as_bytes(), REPEATED_LINES));
+    }
+    problems.iter().for_each(|problem| println!("{problem}"));
+    if problems.is_empty() {
+        println!("all good");
+    }
+    problems.is_empty()
+}
+
+fn lines_with(log: &str, starts: &[&str]) -> String {
+    let lines = log.lines().filter(|line| starts.iter().any(|start| line.starts_with(start)));
+    lines.collect::<Vec<_>>().join("\n")
+}
+
+fn cargo(arguments: &[&str]) -> Command {
+    let mut cargo = Command::new("cargo");
+    cargo.args(arguments).current_dir(source_root());
+    cargo
+}
+
+fn script(name: &str) -> Command {
+    let mut script = Command::new(source_root().join("scripts").join(name));
+    script.current_dir(source_root());
+    script
+}
+
+fn low_priority_script(name: &str) -> Command {
+    let path = source_root().join("scripts").join(name);
+    let mut script = command::at_low_priority(&path.to_string_lossy(), NICENESS);
+    script.current_dir(source_root());
+    script
+}
+
+/// Where the output of steps is kept: in the build directory, from which this program runs.
+fn logs() -> Result<PathBuf> {
+    let program = std::env::current_exe().map_err(Error::file("find", "this program".as_ref()))?;
+    let build = program.parent().and_then(|debug| debug.parent()).unwrap_or(source_root());
+    progress!("the output of each step is kept in {}", build.join("test-logs").display());
+    Ok(build.join("test-logs"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lines_of_a_log() {
+        assert_eq!(
+            lines_with("test result: ok\nother\nDone 5 runs\n", &["test result:", "Done"]),
+            "test result: ok\nDone 5 runs"
+        );
+    }
+
+    #[test]
+    fn the_lab_is_left_out_on_request() {
+        let options = Options { extent: Extent::Quick, fuzz_seconds: 0, lab: false, ci: false };
+        assert_eq!(reason_without_lab(&options), Some("PAGEMARK_LAB=0"));
+    }
+}

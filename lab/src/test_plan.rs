@@ -1,0 +1,406 @@
+//! The tests of the lab: which run in which machine.
+
+use std::fs::File;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+use std::time::{Duration, Instant};
+
+use crate::batch::{self, GuestTest, TestResult};
+use crate::kernel::Kernel;
+use crate::machine::Machine;
+use crate::test_programs::{CPrograms, TestBinaries};
+use crate::{Error, Result, cache, command, selftests};
+
+/// Debian's kernel changes its own code as it runs, which the emulator does not always get right
+/// with several processors.
+pub const STOCK_PROCESSORS: u32 = 1;
+
+/// How much is tested.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Extent {
+    /// What `make test` runs: some minutes.
+    Quick,
+    /// More seeds, longer runs, and all parts.
+    Full,
+}
+
+impl Extent {
+    /// The name that the command line uses.
+    pub fn name(self) -> &'static str {
+        match self {
+            Extent::Quick => "quick",
+            Extent::Full => "full",
+        }
+    }
+
+    /// How long the oracle and the hostile callers run for each seed, in seconds.
+    fn seconds(self) -> u64 {
+        match self {
+            Extent::Quick => 5,
+            Extent::Full => 60,
+        }
+    }
+
+    fn seeds(self) -> &'static [u32] {
+        match self {
+            Extent::Quick => &[1],
+            Extent::Full => &[1, 2, 3],
+        }
+    }
+}
+
+impl FromStr for Extent {
+    type Err = Error;
+
+    fn from_str(name: &str) -> Result<Extent> {
+        [Extent::Quick, Extent::Full]
+            .into_iter()
+            .find(|extent| extent.name() == name)
+            .ok_or_else(|| Error::unmet(format!("{name} is no extent of tests"), "use quick or full"))
+    }
+}
+
+/// A part of the tests.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Part {
+    /// The kernel with the series.
+    Ldt,
+    /// Debian's kernel: the other mechanisms.
+    Stock,
+    /// The kernel of Debian 12: what works without the interfaces of newer kernels.
+    Debian12,
+    /// The kernel of Debian 11: the same.
+    Debian11,
+    /// The kernel without the series, built as that with it: the other mechanisms.
+    Plain,
+    /// The kernel with the series, which checks itself.
+    Debug,
+    /// A Redis server that is partly swapped out, on the kernel with the series.
+    Redis,
+    /// The kernel's own selftests on kernels with and without the series.
+    Selftests,
+}
+
+impl Part {
+    /// All parts.
+    pub const ALL: [Part; 8] = [
+        Part::Ldt,
+        Part::Stock,
+        Part::Debian12,
+        Part::Debian11,
+        Part::Plain,
+        Part::Debug,
+        Part::Redis,
+        Part::Selftests,
+    ];
+
+    /// The parts of an extent, unless others are named.
+    pub fn of(extent: Extent) -> &'static [Part] {
+        match extent {
+            Extent::Quick => &[Part::Ldt, Part::Stock, Part::Debian12],
+            Extent::Full => &Part::ALL,
+        }
+    }
+
+    /// The name that the command line uses.
+    pub fn name(self) -> &'static str {
+        match self {
+            Part::Ldt => "ldt",
+            Part::Stock => "stock",
+            Part::Debian12 => "debian-12",
+            Part::Debian11 => "debian-11",
+            Part::Plain => "plain",
+            Part::Debug => "debug",
+            Part::Redis => "redis",
+            Part::Selftests => "selftests",
+        }
+    }
+
+    /// The kernels that it boots.
+    pub fn kernels(self, extent: Extent) -> &'static [Kernel] {
+        match (self, extent) {
+            (Part::Ldt | Part::Redis, _) => &[Kernel::Ldt],
+            (Part::Stock, _) => &[Kernel::Stock],
+            (Part::Debian12, _) => &[Kernel::Debian12],
+            (Part::Debian11, _) => &[Kernel::Debian11],
+            (Part::Plain, _) => &[Kernel::Plain],
+            (Part::Debug, _) => &[Kernel::LdtDebug],
+            // Debian's own kernel need not be built.
+            (Part::Selftests, Extent::Quick) => &[Kernel::Stock, Kernel::Ldt],
+            (Part::Selftests, Extent::Full) => &[Kernel::Plain, Kernel::Ldt],
+        }
+    }
+}
+
+impl FromStr for Part {
+    type Err = Error;
+
+    fn from_str(name: &str) -> Result<Part> {
+        Part::ALL.into_iter().find(|part| part.name() == name).ok_or_else(|| {
+            let names = Part::ALL.map(Part::name).join(", ");
+            Error::unmet(format!("no part of the tests has the name {name}"), format!("use any of: {names}"))
+        })
+    }
+}
+
+/// The programs that the tests run, and a directory in the cache for them. Machines have a /tmp of
+/// their own.
+pub struct Programs {
+    directory: WorkDirectory,
+    c: CPrograms,
+    binaries: Option<TestBinaries>,
+}
+
+impl Programs {
+    /// Compiles the tests in C. Without `binaries`, the tests that cargo builds are left out.
+    ///
+    /// # Errors
+    /// If the kernel's source cannot be fetched, or a compiler fails.
+    pub fn build(binaries: Option<TestBinaries>) -> Result<Programs> {
+        crate::machine::set_up()?;
+        let directory = WorkDirectory::new()?;
+        Ok(Programs { c: CPrograms::build(&directory.0)?, directory, binaries })
+    }
+
+    /// Runs a part of the tests, in machines of this niceness. What they print is appended to
+    /// `log`.
+    ///
+    /// # Errors
+    /// If a kernel cannot be built, or a machine cannot be started. A test that fails is a result.
+    pub fn run(&self, part: Part, extent: Extent, niceness: u32, log: &Path) -> Result<Vec<TestResult>> {
+        if part == Part::Selftests {
+            return self.run_selftests(extent);
+        }
+        let mut machine = Machine::new(part.kernels(extent)[0]);
+        machine.limit = Duration::from_secs(3600);
+        machine.niceness = niceness;
+        if let Some(directory) = self.binaries.as_ref().and_then(TestBinaries::directory) {
+            // A build directory that the machine has of its own would hide this one.
+            machine.shares.push(directory.to_owned());
+        }
+        match part {
+            // Two nodes, so that pages can be made to migrate.
+            Part::Ldt => (machine.append, machine.limit) = ("numa=fake=2".to_owned(), Duration::from_secs(7200)),
+            Part::Stock | Part::Debian12 | Part::Debian11 => machine.processors = STOCK_PROCESSORS,
+            _ => {}
+        }
+        let tests = tests(part, extent, self)?;
+        let mut file = File::options().append(true).create(true).open(log).map_err(Error::file("open", log))?;
+        writeln!(file, "\n== {}: {} tests", machine.kernel, tests.len()).map_err(Error::file("write", log))?;
+        if tests.is_empty() { Ok(Vec::new()) } else { batch::run(machine, &tests, &self.directory.0, log) }
+    }
+
+    fn run_selftests(&self, extent: Extent) -> Result<Vec<TestResult>> {
+        let start = Instant::now();
+        let &[unpatched, patched] = Part::Selftests.kernels(extent) else {
+            unreachable!("the selftests are compared on two kernels")
+        };
+        let output = std::env::var_os("LDT_SELFTESTS_OUTPUT").map_or(self.directory.0.join("selftests"), PathBuf::from);
+        cache::create(&output)?;
+        let are_equal = selftests::compare_kernels(extent, unpatched, patched, &output)?;
+        Ok(vec![TestResult {
+            name: format!("selftests of the kernel, the same on {patched} as on {unpatched}"),
+            failure: (!are_equal).then(|| "results differ".to_owned()),
+            seconds: Some(start.elapsed().as_secs()),
+        }])
+    }
+}
+
+/// The tests of a part, in order.
+fn tests(part: Part, extent: Extent, programs: &Programs) -> Result<Vec<GuestTest>> {
+    let (seconds, c) = (extent.seconds(), &programs.c);
+    let selftest = || GuestTest::new("the series' selftest", 300, c.selftest());
+    let mut tests = Vec::new();
+    if part != Part::Redis && (extent == Extent::Full || part != Part::Debian12) {
+        // Swap, KSM and khugepaged for all that follows.
+        let script = crate::source_root().join("lab/guest/memory-pressure.sh");
+        tests.push(GuestTest::new("swap, KSM and khugepaged", 60, quoted(&script)));
+    }
+    match part {
+        Part::Ldt => {
+            tests.push(selftest());
+            for &seed in extent.seeds() {
+                tests.push(oracle(c, seed, seconds, ""));
+                tests.push(oracle(c, 10 + seed, seconds, "-m refs"));
+                tests.push(oracle(c, 20 + seed, seconds, "-u"));
+                tests.push(oracle(c, 30 + seed, seconds, "-m refs -u"));
+                tests.push(hostile(c, seed, seconds));
+            }
+            // These end as soon as the mistake that they make is found.
+            let (oracle, hostile, limit) = (c.oracle(), c.hostile(), seconds.max(12));
+            tests.push(GuestTest::new(
+                "the oracle notices a missed page",
+                100,
+                format!("{oracle} -s {limit} -b; [ $? = 1 ]"),
+            ));
+            tests.push(GuestTest::new(
+                "the hostile caller notices a mistake",
+                100,
+                format!("{hostile} -s {limit} -b; [ $? = 1 ]"),
+            ));
+            if let Some(binaries) = &programs.binaries {
+                let trackers = binaries.find("pagemark", "pagemark")?;
+                // The host runs most of them, too, with all cases of each property; they are slow in emulation.
+                let cases = if extent == Extent::Quick { "export PROPTEST_CASES=12; " } else { "" };
+                let command = libtest(trackers, "--test-threads 2 track::");
+                tests.push(GuestTest::new("Pagemark's trackers", 2400, format!("{cases}{command}")));
+                tests.push(regions(binaries, "the dirty bits")?);
+                let processes = binaries.find("pagemark-testing", "comes_back")?;
+                tests.push(match extent {
+                    Extent::Quick => {
+                        GuestTest::new("a process comes back", 1200, libtest(processes, "--exact a_family_with_ldt"))
+                    }
+                    Extent::Full => {
+                        GuestTest::new("processes come back", 3600, libtest(processes, "--test-threads 1 with_ldt"))
+                    }
+                });
+            }
+        }
+        Part::Debug => tests.extend([selftest(), oracle(c, 41, seconds, ""), hostile(c, 41, seconds)]),
+        Part::Stock | Part::Plain => {
+            for &seed in extent.seeds() {
+                tests.push(oracle(c, seed, seconds, "-m soft-dirty"));
+                tests.push(oracle(c, seed, seconds, "-m pagemap-scan"));
+            }
+            if let Some(binaries) = &programs.binaries {
+                tests.push(regions(binaries, "soft-dirty")?);
+            }
+        }
+        Part::Debian12 | Part::Debian11 => {
+            if let Some(binaries) = &programs.binaries {
+                tests.extend(older_kernel(binaries, extent)?);
+            }
+        }
+        Part::Redis => {
+            if let Some(binaries) = &programs.binaries {
+                let redis = binaries.find("pagemark-cli", "redis")?;
+                let test = "a_redis_server_that_is_partly_swapped_out_comes_back";
+                tests.push(GuestTest::new(
+                    "Redis that swaps comes back",
+                    1500,
+                    libtest(redis, &format!("--exact {test} --nocapture")),
+                ));
+            }
+        }
+        Part::Selftests => {}
+    }
+    Ok(tests)
+}
+
+/// The tests of an older kernel of a distribution: what works there, trackers, regions, a process
+/// that comes back, and a Redis server.
+fn older_kernel(binaries: &TestBinaries, extent: Extent) -> Result<Vec<GuestTest>> {
+    // The machine has one of the older kernels; it need not imitate others. Before Linux 5.13, CRIU cannot save a
+    // program with restartable sequences, which the host's C library uses and that of Debian 11 does not.
+    let start = "export PAGEMARK_AS_LINUX=none GLIBC_TUNABLES=glibc.pthread.rseq=0";
+    let quick = format!("{start} PROPTEST_CASES=4; ");
+    let cases = if extent == Extent::Quick { quick } else { format!("{start}; ") };
+    let test = |name: &str, crate_name: &str, target: &str, arguments: &str| -> Result<GuestTest> {
+        Ok(GuestTest::new(name, 2400, cases.clone() + &libtest(binaries.find(crate_name, target)?, arguments)))
+    };
+    if extent == Extent::Quick {
+        // doctor itself takes minutes in emulation; these are the probes that it prints.
+        let trackers = "--test-threads 1 sys::interface track::probe track::tests::soft_dirty track::tests::uffd";
+        return Ok(vec![
+            test("probes and Pagemark's trackers", "pagemark", "pagemark", trackers)?,
+            test("regions", "pagemark", "region", "uffd_behaves mprotect_behaves the_others_behave")?,
+            test("a process comes back", "pagemark-testing", "comes_back", "--exact a_family_with_soft_dirty")?,
+        ]);
+    }
+    let processes = "--test-threads 1 with_soft_dirty compared in_full";
+    Ok(vec![
+        test("doctor", "pagemark-cli", "old_kernels", "--exact doctor_names_the_mechanisms_of_this_kernel")?,
+        test("Pagemark's trackers", "pagemark", "pagemark", "--test-threads 1 track:: sys::")?,
+        test("regions", "pagemark", "region", "")?,
+        test("processes come back", "pagemark-testing", "comes_back", processes)?,
+        test(
+            "Redis comes back",
+            "pagemark-cli",
+            "redis",
+            "--exact a_redis_server_under_load_is_killed_and_comes_back",
+        )?,
+    ])
+}
+
+fn oracle(c: &CPrograms, seed: u32, seconds: u64, options: &str) -> GuestTest {
+    let space = if options.is_empty() { "" } else { " " };
+    GuestTest::new(
+        format!("oracle{space}{options}, seed {seed}"),
+        seconds * 3 + 100,
+        format!("{} -s {seconds} -t 4 -r {seed}{space}{options}", c.oracle()),
+    )
+}
+
+fn hostile(c: &CPrograms, seed: u32, seconds: u64) -> GuestTest {
+    let command = format!("{} -s {seconds} -r {seed}", c.hostile());
+    GuestTest::new(format!("hostile callers, seed {seed}"), seconds * 3 + 100, command)
+}
+
+fn regions(binaries: &TestBinaries, mechanism: &str) -> Result<GuestTest> {
+    let command = libtest(binaries.find("pagemark", "region")?, "--exact those_of_which_there_is_one_behave");
+    Ok(GuestTest::new(format!("regions by {mechanism}"), 1200, command))
+}
+
+/// A command that runs tests of a binary, and fails if the arguments select none.
+fn libtest(binary: &Path, arguments: &str) -> String {
+    let binary = quoted(binary);
+    format!("{binary} --list {arguments} | grep -q ': test$' && {binary} {arguments}")
+}
+
+fn quoted(path: &Path) -> String {
+    command::shell_word(path.as_os_str()).to_string_lossy().into_owned()
+}
+
+/// A directory in the cache, removed at its end.
+struct WorkDirectory(PathBuf);
+
+impl WorkDirectory {
+    fn new() -> Result<WorkDirectory> {
+        cache::remove_abandoned(&cache::lab(), "tests");
+        let path = cache::lab().join(format!("tests.{}", std::process::id()));
+        cache::remove(&path)?;
+        cache::create(&path)?;
+        Ok(WorkDirectory(path))
+    }
+}
+
+impl Drop for WorkDirectory {
+    fn drop(&mut self) {
+        // Nothing can be done about a failure here; the next run removes it.
+        let _ = cache::remove(&self.0);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_read_back() {
+        for part in Part::ALL {
+            assert_eq!(part.name().parse::<Part>().unwrap(), part);
+        }
+        assert_eq!("full".parse::<Extent>().unwrap(), Extent::Full);
+        assert!("all".parse::<Part>().is_err() && "slow".parse::<Extent>().is_err());
+    }
+
+    #[test]
+    fn a_selection_without_tests_fails() {
+        use std::process::Command;
+        let this = std::env::current_exe().unwrap();
+        let run = |arguments| command::succeeds(Command::new("bash").arg("-c").arg(libtest(&this, arguments)));
+        assert!(run("--exact test_plan::tests::names_are_read_back"));
+        assert!(!run("--exact test_plan::tests::no_such_test"));
+    }
+
+    #[test]
+    fn the_full_extent_has_every_part_and_the_quick_one_no_slow_kernel() {
+        assert_eq!(Part::of(Extent::Full), Part::ALL);
+        for part in Part::of(Extent::Quick) {
+            for kernel in part.kernels(Extent::Quick) {
+                assert!(!kernel.checks_itself() && *kernel != Kernel::Plain);
+            }
+        }
+    }
+}

@@ -1,0 +1,105 @@
+//! The tests that plain CRIU passes and Pagemark does not.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use super::{Mode, Verdict, Verdicts};
+use crate::{Error, Result};
+
+/// Lines `TEST MODE[,MODE…]: REASON`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Exceptions(BTreeMap<(String, Mode), String>);
+
+impl Exceptions {
+    /// Reads the list.
+    ///
+    /// # Errors
+    /// If it cannot be read, or a line is not of the form.
+    pub fn read(path: &Path) -> Result<Exceptions> {
+        Exceptions::parse(&std::fs::read_to_string(path).map_err(Error::file("read", path))?)
+    }
+
+    fn parse(list: &str) -> Result<Exceptions> {
+        let mut exceptions = BTreeMap::new();
+        for line in list.lines().filter(|line| !line.is_empty() && !line.starts_with('#')) {
+            let wrong = || Error::unmet(format!("{line:?} is no exception"), "write TEST MODE,MODE: REASON");
+            let (trial, reason) = line.split_once(": ").ok_or_else(wrong)?;
+            let (test, modes) = trial.split_once(' ').ok_or_else(wrong)?;
+            for mode in modes.split(',') {
+                exceptions.insert((test.to_owned(), mode.parse()?), reason.to_owned());
+            }
+        }
+        Ok(Exceptions(exceptions))
+    }
+
+    /// The report about the verdicts, and whether nothing is worse than the list says: what plain
+    /// CRIU passes, Pagemark passes or the list has it, and no test that could not be saved was
+    /// harmed. Tests without a verdict for plain CRIU count as if it passed.
+    pub fn compare(&self, verdicts: &Verdicts) -> (Vec<String>, bool) {
+        let mut report = Vec::new();
+        let mut is_good = true;
+        for ((test, mode), verdict) in verdicts.iter().filter(|((_, mode), _)| *mode != Mode::Criu) {
+            let peer = verdicts.get(&(test.clone(), Mode::Criu)).unwrap_or(&Verdict::Passed);
+            let exception = self.0.get(&(test.clone(), *mode));
+            let line = |word: &str| format!("{word}: {test} {}: {verdict}", mode.name());
+            match (verdict, exception) {
+                (Verdict::Harmed(_), _) => {
+                    report.push(line("a refused save harmed the test"));
+                    is_good = false;
+                }
+                (Verdict::Failed(_) | Verdict::NotStarted(_), None) if *peer == Verdict::Passed => {
+                    report.push(line("worse than plain CRIU"));
+                    is_good = false;
+                }
+                (Verdict::Passed, Some(reason)) => report.push(format!("{}, although: {reason}", line("an exception"))),
+                _ => {}
+            }
+        }
+        for mode in Mode::ALL {
+            let of = |wanted: fn(&Verdict) -> bool| {
+                verdicts.iter().filter(|((_, of), verdict)| *of == mode && wanted(verdict)).count()
+            };
+            let passed = of(|verdict| *verdict == Verdict::Passed);
+            let failed = of(|verdict| matches!(verdict, Verdict::Failed(_) | Verdict::Harmed(_)));
+            let not_started = of(|verdict| matches!(verdict, Verdict::NotStarted(_)));
+            if passed + failed + not_started > 0 {
+                report.push(format!("{}: {passed} passed, {failed} failed, {not_started} not started", mode.name()));
+            }
+        }
+        (report, is_good)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn verdicts(of_pagemark: Verdict, of_criu: Verdict) -> Verdicts {
+        let test = "static/aio00".to_owned();
+        Verdicts::from([((test.clone(), Mode::Criu), of_criu), ((test, Mode::Lazy), of_pagemark)])
+    }
+
+    #[test]
+    fn only_what_is_worse_than_criu_and_no_exception_is_bad() {
+        let none = Exceptions::parse("# Nothing\n\n").unwrap();
+        let listed = Exceptions::parse("static/aio00 attach,lazy: its ring cannot be tracked\n").unwrap();
+        let failed = || Verdict::Failed("refused".to_owned());
+        let is_good = |exceptions: &Exceptions, verdicts: &Verdicts| exceptions.compare(verdicts).1;
+        assert!(is_good(&none, &verdicts(Verdict::Passed, Verdict::Passed)));
+        assert!(!is_good(&none, &verdicts(failed(), Verdict::Passed)));
+        assert!(!is_good(&none, &verdicts(Verdict::NotStarted(String::new()), Verdict::Passed)));
+        assert!(is_good(&none, &verdicts(failed(), failed())));
+        assert!(is_good(&listed, &verdicts(failed(), Verdict::Passed)));
+        assert!(!is_good(&listed, &verdicts(Verdict::Harmed(String::new()), failed())));
+        let (report, is_good) = listed.compare(&verdicts(Verdict::Passed, Verdict::Passed));
+        assert!(is_good && report[0].contains("although: its ring"), "{report:?}");
+        assert_eq!(report[1..], ["criu: 1 passed, 0 failed, 0 not started", "lazy: 1 passed, 0 failed, 0 not started"]);
+    }
+
+    #[test]
+    fn a_line_that_is_no_exception_is_an_error() {
+        for line in ["static/aio00", "static/aio00 lazy", "static/aio00 never: reason"] {
+            assert!(Exceptions::parse(line).is_err(), "{line}");
+        }
+    }
+}
