@@ -28,7 +28,7 @@ use pagemark::sys::userfaultfd::{MissingPages, MissingPagesEvent, probe_missing_
 use pagemark::{Address, ByteCount, ContentId, Kind, PAGE_SIZE, PageNumber, Store};
 
 use super::gate::{Gate, SHELL};
-use super::images::{Prepared, ProcessMemory, RestoreOptions, Restored};
+use super::images::{Prepared, ProcessMemory, RestoreOptions, Restored, wait_for_end};
 use crate::criu::Criu;
 use crate::criu::descriptors::receive_descriptor;
 use crate::error::{Error, ErrorKind, Object};
@@ -119,10 +119,11 @@ impl Delivery {
             match (restored, failure) {
                 (Ok(restored), None) if is_complete => Ok(restored),
                 (Ok(_), failure) => {
-                    for pid in pids {
+                    for &pid in &pids {
                         // A process that is gone needs no end.
                         let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
                     }
+                    wait_for_end(&pids);
                     let early =
                         || Error::criu_failed("wait for the memory of the processes", "it did not run its script");
                     Err(failure.unwrap_or_else(early))

@@ -315,6 +315,7 @@ impl Prepared {
         if !status.success() {
             // CRIU kills what it has begun, unless it was killed itself, and leaves the root to its parent.
             end_child(root_pid);
+            wait_for_end(&pids);
             let reason = errors_in_log(&self.directory.join(LOG));
             let what = format!("restore process {root_pid}");
             return Err(Error::criu_failed(what, reason));
@@ -354,6 +355,7 @@ impl Prepared {
         let _ = criu.kill();
         let _ = criu.wait();
         end_child(root_pid);
+        wait_for_end(&self.pids());
         let operation = format!("CRIU did not restore process {root_pid} within {} s, and was ended", limit.as_secs());
         Error::of(ErrorKind::Criu, operation, Object::None, reason.join("; "))
     }
@@ -385,6 +387,17 @@ fn end_child(root_pid: i32) {
     }
     if left.contains(&root_pid) {
         let _ = waitpid(Pid::from_raw(root_pid), None);
+    }
+}
+
+/// Waits until processes that were killed run no more; the ids of zombies are free soon. The wait
+/// has a limit, because another program may have an id by now.
+pub(super) fn wait_for_end(pids: &[i32]) {
+    let deadline = Instant::now() + ZOMBIE_WAIT;
+    for &pid in pids {
+        while Stat::read(pid).is_ok_and(|stat| !stat.is_zombie()) && Instant::now() < deadline {
+            std::thread::sleep(WAIT_POLL);
+        }
     }
 }
 
