@@ -209,11 +209,10 @@ fn a_restore_that_is_killed_leaves_nothing_in_the_way() {
         let _ = child.kill();
         child.wait().expect("our child");
         most = most.max(remaining());
-        // CRIU may have begun, and then completes its dump.
-        wait_for("CRIU to end", || criu_in(&place).is_empty().then_some(()));
-        if support::is_alive(pid) {
+        // CRIU may have begun. It completes the restore, or kills what it restored, which takes a moment.
+        wait_for("CRIU to end", || started_with(&place).is_empty().then_some(()));
+        if continues(&data, pid) {
             whole += 1;
-            assert_continues(&data, pid);
             kill_and_wait(pid);
         }
     }
@@ -274,12 +273,35 @@ fn a_lazy_restore_that_is_killed_takes_the_program_with_it() {
 
 /// Asserts that a subject that holds data continues to check it, and that the data are right.
 fn assert_continues(data: &Path, pid: i32) {
-    let length = || fs::metadata(data).map_or(0, |metadata| metadata.len());
-    let before = length();
-    wait_for("the restored target to go on", || {
-        assert!(support::is_alive(pid), "the restored target has found its data wrong");
-        (length() > before + 2).then_some(())
-    });
+    assert!(continues(data, pid), "the restored target has ended");
+}
+
+/// Waits until the target has checked its data a few times, or is gone: then false.
+fn continues(data: &Path, pid: i32) -> bool {
+    let content = || fs::read(data).unwrap_or_default();
+    let before = content().len();
+    wait_for("the restored target to go on or to end", || {
+        let is_alive = support::is_alive(pid);
+        let content = content();
+        assert!(!content.contains(&b'!'), "the restored target has found its data wrong");
+        (!is_alive || content.len() > before + 2).then_some(is_alive)
+    })
+}
+
+/// The processes that were started with this directory for temporary files, whatever they execute
+/// now.
+fn started_with(temporary: &Path) -> Vec<i32> {
+    let wanted = format!("TMPDIR={}", temporary.display());
+    let has_it = |process: &i32| {
+        let environment = fs::read(format!("/proc/{process}/environ")).unwrap_or_default();
+        environment.split(|&byte| byte == 0).any(|variable| variable == wanted.as_bytes())
+    };
+    all_processes().filter(has_it).collect()
+}
+
+fn all_processes() -> impl Iterator<Item = i32> {
+    let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
+    entries.filter_map(|entry| entry.file_name().to_string_lossy().parse().ok())
 }
 
 /// CRIU's processes that restore from images below a directory.
@@ -294,9 +316,5 @@ fn delivers_to(directory: &Path) -> Vec<i32> {
 
 fn criu_that(does: &str, directory: &Path) -> Vec<i32> {
     let wanted = format!(" {does} --no-default-config -D {}", directory.display());
-    let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
-    processes
-        .filter_map(|entry| entry.file_name().to_string_lossy().parse().ok())
-        .filter(|&process| support::command_line(process).contains(&wanted))
-        .collect()
+    all_processes().filter(|&process| support::command_line(process).contains(&wanted)).collect()
 }

@@ -4,9 +4,9 @@
  *   plain            does nothing
  *   userfaultfd      has a userfaultfd of its own
  *   refuses, kills   forbids itself the system call userfaultfd by a seccomp filter
- *   data MIB FILE    holds so much random data, checks it again and again, and adds a byte to FILE each time it is right;
- *                    with SIGUSR1 it gets as much again. Ends with 99 if anything is wrong.
- *   steps MIB FILE   holds so much data that changes with each step, checks all of it, and writes into FILE how many steps it
+ *   data MIB FILE    holds MIB of random data, checks it again and again, and adds a byte to FILE each time it is right;
+ *                    with SIGUSR1 it gets as much again. If anything is wrong, it adds "!" and ends with 99.
+ *   steps MIB FILE   holds MIB of data that changes with each step, checks all of it, and writes into FILE how many steps it
  *                    has made, and "paused" while it makes none because there is a file FILE.pause. Ends with 99 if anything is wrong.
  *   exits MS         writes memory for MS milliseconds, then exits with status 7
  */
@@ -52,6 +52,14 @@ static void forbid(uint32_t how)
     }
 }
 
+static void add_to(const char *path, const char *text)
+{
+    int file = open(path, O_WRONLY | O_APPEND | O_CREAT, 0600);
+    if (file < 0 || write(file, text, 1) != 1)
+        exit(98);
+    close(file);
+}
+
 static void hold_data(size_t words, const char *path)
 {
     uint64_t *parts[2] = { 0, 0 };
@@ -68,13 +76,12 @@ static void hold_data(size_t words, const char *path)
         for (int part = 0; part < count; part++) {
             uint64_t state = 88172645463325252u + part;
             for (size_t i = 0; i < words; i++)
-                if (parts[part][i] != draw(&state))
+                if (parts[part][i] != draw(&state)) {
+                    add_to(path, "!");
                     exit(99);
+                }
         }
-        int file = open(path, O_WRONLY | O_APPEND | O_CREAT, 0600);
-        if (file < 0 || write(file, count == 1 ? "." : "+", 1) != 1)
-            exit(98);
-        close(file);
+        add_to(path, count == 1 ? "." : "+");
         usleep(5000);
     }
 }
