@@ -1,5 +1,6 @@
 //! Time limits of tests.
 
+use std::fs;
 use std::time::{Duration, Instant};
 
 /// True on an emulated machine of the lab, which sets `$PAGEMARK_LAB`. Programs take ten times as
@@ -17,7 +18,7 @@ pub fn patience() -> Duration {
 /// Waits until `condition` returns a value. `event` describes it in the message of a panic.
 ///
 /// # Panics
-/// If it returns none within [`patience`].
+/// If it returns none within [`patience`]. A list of all processes is printed then.
 #[track_caller]
 pub fn wait_for<T>(event: &str, mut condition: impl FnMut() -> Option<T>) -> T {
     let deadline = Instant::now() + patience();
@@ -25,7 +26,9 @@ pub fn wait_for<T>(event: &str, mut condition: impl FnMut() -> Option<T>) -> T {
         if let Some(value) = condition() {
             return value;
         }
-        assert!(Instant::now() < deadline, "waited too long: {event}");
+        if Instant::now() >= deadline {
+            panic!("waited too long: {event}; the processes:\n{}", processes());
+        }
         std::thread::sleep(Duration::from_millis(5));
     }
 }
@@ -37,4 +40,37 @@ pub fn wait_for<T>(event: &str, mut condition: impl FnMut() -> Option<T>) -> T {
 #[track_caller]
 pub fn wait_until(event: &str, mut condition: impl FnMut() -> bool) {
     wait_for(event, || condition().then_some(()));
+}
+
+/// All processes but the kernel's, a line each: what they wait for may show why a test does.
+fn processes() -> String {
+    let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
+    let describe = |pid: u32| {
+        let read = |name: &str| fs::read_to_string(format!("/proc/{pid}/{name}")).unwrap_or_default();
+        let (status, arguments) = (read("status"), read("cmdline").replace('\0', " "));
+        let field = |name: &str| {
+            let line = status.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
+            line.unwrap_or_default().trim().to_owned()
+        };
+        let fields = ["PPid", "TracerPid", "State", "SigPnd", "ShdPnd"].map(|name| format!("{name} {}", field(name)));
+        let is_of_the_kernel = arguments.is_empty() && field("VmSize").is_empty() && !field("State").starts_with('Z');
+        let waits_in = read("wchan");
+        let name = if arguments.is_empty() { field("Name") } else { arguments.chars().take(120).collect() };
+        (!is_of_the_kernel).then(|| format!("  {pid}: {}, in {waits_in}: {name}", fields.join(", ")))
+    };
+    let pids = entries.filter_map(|entry| entry.file_name().to_string_lossy().parse().ok());
+    pids.filter_map(describe).collect::<Vec<_>>().join("\n")
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn processes_are_listed_with_their_commands() {
+        let own = format!("  {}: ", std::process::id());
+        let list = super::processes();
+        let line = list.lines().find(|line| line.starts_with(&own)).unwrap_or_default();
+        let program = std::env::args().next().unwrap_or_default();
+        assert!(line.contains("State R") || line.contains("State S"), "{list}");
+        assert!(line.contains(&program.chars().take(40).collect::<String>()), "{list}");
+    }
 }
