@@ -185,7 +185,7 @@ static void obey(const struct command *command)
 
 static atomic_bool noisy;
 
-/* Changes mappings until it is told to stop. */
+/* Changes mappings until it is stopped. */
 static void *make_noise(void *unused)
 {
 	uint64_t state = 1234567;

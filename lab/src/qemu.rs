@@ -13,12 +13,12 @@ pub enum Accelerator {
     CountedTcg,
 }
 
-/// What QEMU is told of a machine.
+/// A virtual machine, as QEMU's arguments describe it.
 #[derive(Clone, Debug)]
 pub struct Hardware<'a> {
     /// What carries out the machine's instructions.
     pub accelerator: Accelerator,
-    /// Its memory, as QEMU reads it: `2G`.
+    /// Its memory in QEMU's notation: `2G`.
     pub memory: &'a str,
     /// The number of its processors. With [`Accelerator::CountedTcg`] it is 1.
     pub processors: u32,

@@ -1,4 +1,4 @@
-/* What must not be done, and the errors that tell of it. Ends with 0 if each is as expected. */
+/* Misuse of the library, and the error for each. Ends with 0 if each error is as expected. */
 #define _DEFAULT_SOURCE
 #include <pagemark.h>
 

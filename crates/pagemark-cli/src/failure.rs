@@ -73,7 +73,7 @@ impl Failure {
     /// No checkpoint can be taken on this machine with these options.
     pub fn no_checkpoints_here(error: impl Display) -> Self {
         Failure::new("checkpoints can't be taken here as asked for", error)
-            .help("`pagemark doctor` tells what works; --memory-only saves memory and registers alone, without CRIU")
+            .help("`pagemark doctor` shows what works; --memory-only saves memory and registers alone, without CRIU")
     }
 
     /// A process could not be attached to, or a single checkpoint of it not be taken.

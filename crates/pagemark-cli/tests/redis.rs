@@ -173,7 +173,7 @@ impl Server {
     }
 }
 
-/// A control group whose processes have so much memory together, and swap for the rest.
+/// A control group with a limit on the memory of its processes, and swap space for the rest.
 struct LimitedMemory {
     group: PathBuf,
     _swap: Swap,

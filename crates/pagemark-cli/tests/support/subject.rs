@@ -137,7 +137,7 @@ impl Steps {
         Steps { file: directory.join("steps") }
     }
 
-    /// The arguments that make `subject` take steps with so much data.
+    /// The arguments that make `subject` take steps with `mib` MiB of data.
     pub fn arguments(&self, mib: u32) -> Vec<String> {
         vec!["steps".into(), mib.to_string(), self.file.display().to_string()]
     }

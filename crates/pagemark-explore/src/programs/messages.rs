@@ -63,8 +63,7 @@ impl Messages {
         scramble((from * 1000 + round) as u64)
     }
 
-    /// Sets the program up. `watch` is told how the processes stand: after each transition, what
-    /// they know.
+    /// Sets the program up. The result shows after each transition what the processes know.
     ///
     /// # Errors
     /// The sizes are not [`Messages::sizes`].

@@ -212,7 +212,7 @@ fn removal(backend: &Arc<dyn Backend>) {
     backend.sync("").expect("it is durable");
     assert!(backend.open("a").expect("no error").is_none());
     assert_eq!(names_in(&**backend, ""), [""; 0]);
-    // Who has it open reads its content, or is told that it is gone.
+    // An open object gives its content, or the error that it is gone.
     publish(&**backend, "a", &[0; 50_000]);
     let mut content = vec![0; 100_000];
     match open.read_at(&mut content, 0) {

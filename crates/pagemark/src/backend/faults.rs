@@ -1,5 +1,5 @@
-//! A backend that fails as it is told to, around any other: an operation fails, the disk is full,
-//! the process is killed, or the machine loses power.
+//! A wrapper around any backend that fails on demand: an operation fails, the disk is full, the
+//! process is killed, or the machine loses power.
 //!
 //! It knows what is durable by the rules of [`Backend`], whatever the backend below does, so that
 //! [`FaultyBackend::lose_power`] can undo the rest.
@@ -49,7 +49,7 @@ enum Step {
     DiscardStaged,
 }
 
-/// A backend that fails as it is told to. Clones are the same backend.
+/// A backend that fails on demand. Clones are the same backend.
 #[derive(Clone)]
 pub struct FaultyBackend {
     inner: Arc<dyn Backend>,

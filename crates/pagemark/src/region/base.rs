@@ -133,8 +133,7 @@ mod tests {
     const PAGES: usize = 200;
 
     proptest! {
-        /// Against a copy of all of the memory. Whether a page is told to hold zeros is up to the
-        /// caller, as long as it does.
+        /// Against a copy of all memory. The caller may name a page of zeros as such, or not.
         #[test]
         fn the_copy_is_the_content_at_the_last_refresh(
             writes in prop::collection::vec(

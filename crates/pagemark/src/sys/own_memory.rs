@@ -100,7 +100,7 @@ pub unsafe fn set_access(range: &Range, access: Access) -> io::Result<()> {
 
 /// True if something is mapped everywhere in `range`. Costs a system call, whatever the size.
 pub fn is_mapped(range: &Range) -> bool {
-    // Asks for nothing to be done, and is told whether there is a hole.
+    // The call does nothing but fail with ENOMEM if there is a hole.
     // SAFETY: without further flags the call changes nothing.
     unsafe { libc::msync(range.start.as_mut_ptr(), range.byte_count().to_usize(), libc::MS_ASYNC) == 0 }
 }

@@ -316,7 +316,7 @@ impl Shared {
                 if source < destination && destination < source.wrapping_add(bytes as libc::greg_t) {
                     return None;
                 }
-                // SAFETY: so much lies within the alias.
+                // SAFETY: that many bytes lie within the alias.
                 let copied = unsafe { copy_from(source as u64, target, bytes) } / usize::from(unit);
                 registers[libc::REG_RSI as usize] = source.wrapping_add((copied * usize::from(unit)) as libc::greg_t);
                 (copied > 0).then_some(copied)

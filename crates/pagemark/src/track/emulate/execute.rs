@@ -33,7 +33,7 @@ pub fn vector_state(context: &libc::ucontext_t) -> Option<(*const u8, u64)> {
         return None;
     }
     // SAFETY: the kernel's state has at least the 512 bytes of the oldest format, in whose last 48
-    // bytes software may tell of more.
+    // bytes the kernel describes what follows.
     let (magic, features) = unsafe {
         let told = state.add(SOFTWARE_BYTES);
         (told.cast::<u32>().read_unaligned(), told.add(8).cast::<u64>().read_unaligned())
