@@ -50,7 +50,7 @@ typedef enum {
      */
     PAGEMARK_STATUS_TRANSACTION_OPEN,
     /**
-     * The region was made without rollback.
+     * The region was made without rollback, or the changes have no old content.
      */
     PAGEMARK_STATUS_NO_ROLLBACK,
     /**
@@ -98,7 +98,7 @@ typedef enum {
      */
     PAGEMARK_STATUS_WRONG_STORE,
     /**
-     * The snapshots are of different lengths.
+     * Two things are of different lengths: snapshots, regions, changes.
      */
     PAGEMARK_STATUS_LENGTH_DIFFERS,
     /**
@@ -118,6 +118,10 @@ typedef enum {
      */
     PAGEMARK_STATUS_NEVER_SAVED,
     /**
+     * Bytes to decode that are cut or damaged, or that a later version of Pagemark has encoded.
+     */
+    PAGEMARK_STATUS_DAMAGED,
+    /**
      * The repository could not be read or written.
      */
     PAGEMARK_STATUS_REPOSITORY,
@@ -134,6 +138,11 @@ typedef enum {
      */
     PAGEMARK_STATUS_INTERNAL,
 } pagemark_status;
+
+/**
+ * The content of the written ranges after a transaction, and before it if it is known.
+ */
+typedef struct pagemark_changes pagemark_changes;
 
 /**
  * A piece of this process's memory whose writes are tracked.
@@ -160,6 +169,29 @@ typedef struct pagemark_store pagemark_store;
  * Lets system calls write to a part of a region as long as it exists.
  */
 typedef struct pagemark_writable pagemark_writable;
+
+/**
+ * The changed content of one range. The pointers are valid as long as the changes.
+ */
+typedef struct {
+    /**
+     * The first byte, relative to the start of the region.
+     */
+    uint64_t offset;
+    /**
+     * How long the range is.
+     */
+    size_t bytes;
+    /**
+     * The content after the transaction.
+     */
+    const uint8_t *new_content;
+    /**
+     * The content before the transaction; null if it is not known, because the region was made
+     * without rollback or the old content was not encoded.
+     */
+    const uint8_t *old_content;
+} pagemark_change;
 
 /**
  * Offsets from `start` up to, not including, `end`.
@@ -275,6 +307,63 @@ extern "C" {
  * The library's version, such as "0.1.0".
  */
 const char *pagemark_version(void);
+
+/**
+ * As pagemark_region_commit(), and makes the content of the written ranges available, as it is
+ * after the transaction and, unless the region was made without rollback, as it was before it.
+ * Pages that hold the same content as before are left out. After an error, an open transaction is
+ * still open.
+ */
+pagemark_status pagemark_region_commit_changes(const pagemark_region *region,
+                                               pagemark_changes **changes);
+
+/**
+ * Frees changes.
+ */
+void pagemark_changes_free(pagemark_changes *changes);
+
+/**
+ * The changes, in ascending order of their offsets; `count` receives how many there are. The array
+ * is valid as long as the changes. Null if there are none or if `changes` is null.
+ */
+const pagemark_change *pagemark_changes_items(const pagemark_changes *changes, size_t *count);
+
+/**
+ * Writes the new content to a region of the same length, which then counts as written there.
+ * Another thread that commits or takes a snapshot of that region has all of the changes or none.
+ */
+pagemark_status pagemark_changes_apply(const pagemark_changes *changes,
+                                       const pagemark_region *region);
+
+/**
+ * Writes the old content to a region: undoes the changes if they are the last that were made.
+ * `PAGEMARK_STATUS_NO_ROLLBACK` if the old content is not known.
+ */
+pagemark_status pagemark_changes_revert(const pagemark_changes *changes,
+                                        const pagemark_region *region);
+
+/**
+ * Removes the content before the transaction, which a replica does not need.
+ */
+pagemark_status pagemark_changes_forget_old(pagemark_changes *changes);
+
+/**
+ * Length of what pagemark_changes_encode() stores; 0 if `changes` is null.
+ */
+size_t pagemark_changes_encoded_bytes(const pagemark_changes *changes);
+
+/**
+ * Stores the changes as bytes at `to`, for another process or a file. `bytes` is the length of the
+ * memory there: pagemark_changes_encoded_bytes() or more.
+ */
+pagemark_status pagemark_changes_encode(const pagemark_changes *changes, void *to, size_t bytes);
+
+/**
+ * Makes changes of the `bytes` bytes at `from` that pagemark_changes_encode() has stored. Any
+ * bytes are examined safely: `PAGEMARK_STATUS_DAMAGED` if they are no changes, or were cut or
+ * damaged.
+ */
+pagemark_status pagemark_changes_decode(const void *from, size_t bytes, pagemark_changes **changes);
 
 /**
  * Frees the ranges, and leaves none.

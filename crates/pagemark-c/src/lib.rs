@@ -15,6 +15,7 @@
 //! pagemark_region_rollback(region, NULL);
 //! ```
 
+pub mod changes;
 pub mod ranges;
 pub mod region;
 pub mod repository;

@@ -23,7 +23,7 @@ pub enum Status {
     NoTransaction,
     /// Begin in a transaction.
     TransactionOpen,
-    /// The region was made without rollback.
+    /// The region was made without rollback, or the changes have no old content.
     NoRollback,
     /// Memory to adopt that is not made of whole pages.
     Unaligned,
@@ -47,7 +47,7 @@ pub enum Status {
     WrongRegion,
     /// The snapshots are held by different stores.
     WrongStore,
-    /// The snapshots are of different lengths.
+    /// Two things are of different lengths: snapshots, regions, changes.
     LengthDiffers,
     /// The store's budget can't be kept.
     BudgetExceeded,
@@ -57,6 +57,8 @@ pub enum Status {
     Unavailable,
     /// The job has no checkpoint of a region.
     NeverSaved,
+    /// Bytes to decode that are cut or damaged, or that a later version of Pagemark has encoded.
+    Damaged,
     /// The repository could not be read or written.
     Repository,
     /// The kernel gives no memory.

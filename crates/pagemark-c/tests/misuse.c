@@ -451,6 +451,65 @@ static void system_calls(pagemark_region *region)
     close(ends[1]);
 }
 
+/* A second region follows the first one by the changes of its transactions, which travel as bytes. */
+static void replicas(pagemark_region *region)
+{
+    char *data = pagemark_region_data(region), *message;
+    pagemark_changes *changes, *received;
+    pagemark_region *replica, *other;
+    const pagemark_change *items;
+    size_t count, bytes;
+
+    WORKS(pagemark_region_new(8 * PAGE, NULL, &replica));
+    WORKS(pagemark_region_new(PAGE, NULL, &other));
+    FAILS(pagemark_region_commit_changes(region, &changes), NO_TRANSACTION, "begin first");
+    TRUE(changes == NULL);
+    WORKS(pagemark_region_begin(region));
+    memcpy(data + 2 * PAGE - 2, "over", 4);
+    FAILS(pagemark_region_commit_changes(region, NULL), NULL_POINTER, "changes is null");
+    TRUE(pagemark_region_in_transaction(region));
+    WORKS(pagemark_region_commit_changes(region, &changes));
+    items = pagemark_changes_items(changes, &count);
+    TRUE(count > 0 && items[0].offset <= 2 * PAGE - 2 && items[0].offset + items[0].bytes >= 2 * PAGE);
+    TRUE(items[0].new_content[2 * PAGE - 2 - items[0].offset] == 'o');
+    TRUE(items[0].old_content[2 * PAGE - 2 - items[0].offset] == 0);
+    TRUE(pagemark_changes_items(NULL, &count) == NULL && count == 0);
+    TRUE(pagemark_changes_encoded_bytes(NULL) == 0);
+
+    bytes = pagemark_changes_encoded_bytes(changes);
+    WORKS(pagemark_changes_forget_old(changes));
+    TRUE(pagemark_changes_items(changes, &count)[0].old_content == NULL);
+    TRUE(pagemark_changes_encoded_bytes(changes) < bytes);
+    FAILS(pagemark_changes_revert(changes, region), NO_ROLLBACK, "no content to restore");
+    bytes = pagemark_changes_encoded_bytes(changes);
+    message = malloc(bytes);
+    FAILS(pagemark_changes_encode(changes, message, bytes - 1), OUT_OF_RANGE, "there is room for");
+    FAILS(pagemark_changes_encode(changes, NULL, bytes), NULL_POINTER, "to is null");
+    WORKS(pagemark_changes_encode(changes, message, bytes));
+    FAILS(pagemark_changes_decode(message, bytes - 1, &received), DAMAGED, "checksum");
+    TRUE(received == NULL);
+    WORKS(pagemark_changes_decode(message, bytes, &received));
+    FAILS(pagemark_changes_apply(received, other), LENGTH_DIFFERS, "4096 bytes");
+    FAILS(pagemark_changes_apply(received, NULL), NULL_POINTER, "region is null");
+    WORKS(pagemark_changes_apply(received, replica));
+    TRUE(memcmp((char *)pagemark_region_data(replica) + 2 * PAGE - 2, "over", 4) == 0);
+    pagemark_changes_free(received);
+    pagemark_changes_free(changes);
+
+    WORKS(pagemark_region_begin(region));
+    memset(data + 2 * PAGE - 2, 0, 4);
+    WORKS(pagemark_region_commit_changes(region, &changes));
+    WORKS(pagemark_changes_revert(changes, region));
+    TRUE(memcmp(data + 2 * PAGE - 2, "over", 4) == 0);
+    WORKS(pagemark_changes_apply(changes, region));
+    TRUE(data[2 * PAGE - 2] == 0);
+    pagemark_changes_free(changes);
+    pagemark_changes_free(NULL);
+    free(message);
+    pagemark_region_free(replica);
+    pagemark_region_free(other);
+}
+
 int main(int argc, char **argv)
 {
     pagemark_options options = {0};
@@ -483,6 +542,7 @@ int main(int argc, char **argv)
     nested_handlers(region);
     system_calls(region);
     copies(region);
+    replicas(region);
     pagemark_snapshot_free(snapshot);
     pagemark_region_free(region);
     unmapped(options.mechanism);

@@ -34,7 +34,7 @@ create_exception!(
     pagemark,
     SnapshotError,
     Error,
-    "The snapshot belongs to another region or store, or the store's budget does not suffice."
+    "The snapshot or the changes do not fit the region or the store, or the store's budget does not suffice."
 );
 create_exception!(
     pagemark,

@@ -16,6 +16,7 @@
 //! transaction.written
 //! ```
 
+mod changes;
 mod errors;
 mod job;
 mod ranges;
@@ -37,6 +38,8 @@ mod _native {
     use pyo3::prelude::*;
     use pyo3::types::PyTuple;
 
+    #[pymodule_export]
+    use crate::changes::{Change, Changes};
     #[pymodule_export]
     use crate::errors::{
         CriuError, Error, ForkedError, MechanismError, PidInUseError, ProcessError, ProcessGoneError, RepositoryError,

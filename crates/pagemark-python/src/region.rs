@@ -14,6 +14,7 @@ use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::{PyList, PyTuple};
 
+use crate::changes::Changes;
 use crate::errors;
 use crate::ranges::{list, set};
 use crate::repository::{Checkpoint, Repository};
@@ -72,7 +73,7 @@ impl Region {
     }
 
     /// Runs an operation on the region that may take long, with the interpreter released.
-    fn detached<T: Send>(
+    pub(crate) fn detached<T: Send>(
         &self,
         py: Python<'_>,
         work: impl FnOnce(&pagemark::Region) -> Result<T, pagemark::Error> + Send,
@@ -97,6 +98,10 @@ impl Region {
 
     pub(crate) fn commit_detached(&self, py: Python<'_>) -> PyResult<pagemark::RangeSet> {
         self.detached(py, pagemark::Region::commit)
+    }
+
+    pub(crate) fn commit_changes_detached(&self, py: Python<'_>) -> PyResult<Arc<pagemark::region::Changes>> {
+        Ok(Arc::new(self.detached(py, pagemark::Region::commit_changes)?))
     }
 
     pub(crate) fn rollback_detached(&self, py: Python<'_>) -> PyResult<pagemark::RangeSet> {
@@ -200,15 +205,24 @@ impl Region {
         list(py, &self.commit_detached(py)?)
     }
 
+    /// Ends the transaction and returns the content of the written ranges, as it is after the
+    /// transaction and, unless the region was made with `rollback=False`, as it was before it.
+    fn commit_changes(&self, py: Python<'_>) -> PyResult<Changes> {
+        Ok(self.commit_changes_detached(py)?.into())
+    }
+
     /// Ends the transaction, puts back the content that the region had when it began, and returns
     /// the offsets that were put back.
     fn rollback<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         list(py, &self.rollback_detached(py)?)
     }
 
-    /// A transaction for a `with` block: committed at its end, rolled back if it raises.
-    fn transaction(slf: Py<Self>) -> Transaction {
-        Transaction::new(slf)
+    /// A transaction for a `with` block: committed at its end, rolled back if it raises. With
+    /// `changes=True` it has the content of the written ranges afterwards, as `commit_changes`
+    /// returns it.
+    #[pyo3(signature = (*, changes = false))]
+    fn transaction(slf: Py<Self>, changes: bool) -> Transaction {
+        Transaction::new(slf, changes)
     }
 
     /// Takes a snapshot. The cost is proportional to the pages written since the last snapshot was

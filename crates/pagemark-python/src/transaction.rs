@@ -1,11 +1,13 @@
 //! Transactions as context managers.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use pagemark::RangeSet;
+use pagemark::region::Changes as CoreChanges;
 use pyo3::prelude::*;
 use pyo3::types::{PyList, PyTuple};
 
+use crate::changes::Changes;
 use crate::errors::TransactionError;
 use crate::ranges::list;
 use crate::region::Region;
@@ -15,20 +17,23 @@ use crate::region::Region;
 #[pyclass(frozen, module = "pagemark")]
 pub struct Transaction {
     region: Py<Region>,
+    /// True if the commit returns content.
+    with_changes: bool,
     progress: Mutex<Progress>,
 }
 
-#[derive(PartialEq)]
 enum Progress {
     New,
     Open,
     /// With the offsets that were written.
     Ended(RangeSet),
+    /// With the content of the offsets that were written.
+    Changed(Arc<CoreChanges>),
 }
 
 impl Transaction {
-    pub(crate) fn new(region: Py<Region>) -> Transaction {
-        Transaction { region, progress: Mutex::new(Progress::New) }
+    pub(crate) fn new(region: Py<Region>, with_changes: bool) -> Transaction {
+        Transaction { region, with_changes, progress: Mutex::new(Progress::New) }
     }
 
     fn lock(&self) -> MutexGuard<'_, Progress> {
@@ -46,14 +51,25 @@ impl Transaction {
         // The lock is released first: making objects may run any code.
         let written = match &*self.lock() {
             Progress::Ended(written) => Some(written.clone()),
+            Progress::Changed(changes) => Some(changes.offsets().clone()),
             _ => None,
         };
         written.map(|written| list(py, &written)).transpose()
     }
 
+    /// The content that was committed. None before the transaction has ended, after a rollback, and
+    /// without `changes=True`.
+    #[getter]
+    fn changes(&self) -> Option<Changes> {
+        match &*self.lock() {
+            Progress::Changed(changes) => Some(changes.clone().into()),
+            _ => None,
+        }
+    }
+
     /// Rolls back at once. The end of the block then does nothing.
     fn rollback(&self, py: Python<'_>) -> PyResult<()> {
-        if *self.lock() != Progress::Open {
+        if !matches!(*self.lock(), Progress::Open) {
             return Err(TransactionError::new_err("the transaction is not open"));
         }
         let written = self.region.get().rollback_detached(py)?;
@@ -63,7 +79,7 @@ impl Transaction {
 
     fn __enter__(slf: Py<Self>, py: Python<'_>) -> PyResult<Py<Self>> {
         let transaction = slf.get();
-        if *transaction.lock() != Progress::New {
+        if !matches!(*transaction.lock(), Progress::New) {
             return Err(TransactionError::new_err(
                 "a transaction serves one `with` block: call transaction() for each",
             ));
@@ -75,11 +91,17 @@ impl Transaction {
 
     #[pyo3(signature = (kind, *_exception))]
     fn __exit__(&self, py: Python<'_>, kind: &Bound<'_, PyAny>, _exception: &Bound<'_, PyTuple>) -> PyResult<()> {
-        if *self.lock() == Progress::Open {
+        // The lock is released first: other threads may hold the interpreter and wait for it.
+        let is_open = matches!(*self.lock(), Progress::Open);
+        if is_open {
             let region = self.region.get();
             let rolls_back = !kind.is_none() && region.has_rollback();
-            let written = if rolls_back { region.rollback_detached(py)? } else { region.commit_detached(py)? };
-            *self.lock() = Progress::Ended(written);
+            let ended = match (rolls_back, self.with_changes) {
+                (true, _) => Progress::Ended(region.rollback_detached(py)?),
+                (false, true) => Progress::Changed(region.commit_changes_detached(py)?),
+                (false, false) => Progress::Ended(region.commit_detached(py)?),
+            };
+            *self.lock() = ended;
         }
         Ok(())
     }

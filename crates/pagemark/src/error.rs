@@ -169,7 +169,7 @@ pub enum ErrorKind {
     NoTransaction,
     /// An operation that an open transaction excludes.
     TransactionOpen,
-    /// Rollback of a region that was made without it.
+    /// Rollback of a region that was made without it, or reverting changes without old content.
     NoRollback,
     /// The range does not belong to the memory that the tracker was made for.
     NotOwned,
@@ -210,7 +210,7 @@ pub enum ErrorKind {
     ChunkSize,
     /// The snapshot belongs to another store.
     WrongStore,
-    /// The snapshot is of an area of another length.
+    /// The snapshot, or the changes, are of memory of another length.
     LengthDiffers,
     /// The content exceeds the budget, even with all chunks packed.
     BudgetExceeded {

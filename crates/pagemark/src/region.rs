@@ -35,11 +35,13 @@ use crate::{Address, AddressRangeExt, ByteCount, Error, Mechanism, PAGE_SIZE, Ra
 
 mod adopt;
 mod base;
+mod changes;
 mod claim;
 mod error;
 mod saved;
 mod target;
 
+pub use changes::{Change, Changes};
 pub use target::{CapturedRegions, FrozenRegions, RegionTarget};
 
 use base::Base;

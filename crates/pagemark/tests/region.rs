@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use pagemark::address::offsets;
-use pagemark::region::{Region, RegionOptions, RegionSnapshot};
+use pagemark::region::{Change, Changes, Region, RegionOptions, RegionSnapshot};
 use pagemark::snapshot::{SnapshotOptions, SnapshotStore};
 use pagemark::{Address, ErrorKind, Mechanism, PAGE_SIZE, PageNumber, RangeSet};
 use pagemark_testing::cases;
@@ -66,6 +66,7 @@ enum Step {
     },
     Begin,
     Commit,
+    CommitChanges,
     Rollback,
     Snapshot,
     Restore {
@@ -83,7 +84,8 @@ fn step() -> impl Strategy<Value = Step> {
         1 => (part(), any::<u8>()).prop_map(|((offset, length), value)| Step::ReadFrom { offset, length, value }),
         1 => part().prop_map(|(offset, length)| Step::Discard { offset, length }),
         4 => Just(Step::Begin),
-        3 => Just(Step::Commit),
+        2 => Just(Step::Commit),
+        2 => Just(Step::CommitChanges),
         3 => Just(Step::Rollback),
         1 => Just(Step::Snapshot),
         1 => (0usize..4).prop_map(|which| Step::Restore { which }),
@@ -151,6 +153,18 @@ impl Machine {
                 }
                 None => assert!(matches!(self.region.commit(), Err(error) if error.kind() == ErrorKind::NoTransaction)),
             },
+            Step::CommitChanges => match self.before.take() {
+                Some(before) => {
+                    let changes = self.region.commit_changes().unwrap();
+                    let before = if self.without_rollback { &self.at_last_commit } else { &before };
+                    self.check_changes(before, &changes);
+                    self.at_last_commit = self.now.clone();
+                }
+                None => {
+                    let refused = self.region.commit_changes().unwrap_err();
+                    assert_eq!(refused.kind(), ErrorKind::NoTransaction);
+                }
+            },
             Step::Rollback if self.without_rollback => {
                 let expected = self.before.is_some();
                 let refused = self.region.rollback().unwrap_err();
@@ -181,7 +195,7 @@ impl Machine {
                 }
             }
         }
-        if matches!(step, Step::Rollback | Step::Restore { .. } | Step::Commit) {
+        if matches!(step, Step::Rollback | Step::Restore { .. } | Step::Commit | Step::CommitChanges) {
             assert!(content(&self.region) == self.now, "the content is wrong after {step:?}");
         }
     }
@@ -194,6 +208,28 @@ impl Machine {
                 old == new || written.contains(Address::from(offset)),
                 "a write to {offset:#x} was missed: {written:x?}"
             );
+        }
+    }
+
+    /// Asserts that the changes lead from `before` to the present content, and back.
+    fn check_changes(&self, before: &[u8], changes: &Changes) {
+        assert_eq!(&Changes::from_bytes(&changes.to_bytes()).unwrap(), changes);
+        self.check_written(before, changes.offsets());
+        let mut copy = before.to_vec();
+        for Change { offset, new, old } in changes.iter() {
+            assert_eq!(old.is_some(), !self.without_rollback);
+            assert!(old.is_none_or(|old| old == &copy[offset..offset + new.len()]), "old content at {offset:#x}");
+            copy[offset..offset + new.len()].copy_from_slice(new);
+        }
+        assert!(copy == self.now, "the changes do not lead to the present content");
+        if let Some(replica) = region(BYTES, Mechanism::Mprotect, true) {
+            replica.write(0, before).unwrap();
+            changes.apply(&replica).unwrap();
+            assert!(content(&replica) == self.now, "the replica has other content");
+            let reverted = changes.revert(&replica);
+            let expected = if self.without_rollback { &self.now } else { before };
+            assert_eq!(reverted.is_err(), self.without_rollback, "{reverted:?}");
+            assert!(content(&replica) == expected, "the replica has other content after it was reverted");
         }
     }
 }

@@ -82,8 +82,29 @@ impl Base {
         Ok(())
     }
 
+    /// The parts of `offsets` that may differ between the copy and `region`, with the content of
+    /// the copy, in ascending order and split at the borders of pages. `holding` is as for
+    /// [`Base::refresh`].
+    ///
+    /// # Errors
+    /// Those of `holding`.
+    pub fn differing<'a, E>(
+        &'a mut self,
+        region: &'a SharedBytes<'_>,
+        offsets: &'a RangeSet,
+        holding: impl FnOnce(&RangeSet) -> Result<RangeSet, E>,
+    ) -> Result<impl Iterator<Item = (Range, &'a [u8])>, E> {
+        let zeros = zeros_within(offsets, holding)?;
+        let (copy, data) = (&*self.copy.content_mut(), &self.data);
+        let is_zero_in_both = move |part: &Range| {
+            !is_set(data, part.start.page()) && (zeros.contains(part.start) || region.is_zero(part.to_offsets()))
+        };
+        let parts = offsets.iter().flat_map(by_page).filter(move |part| !is_zero_in_both(part));
+        Ok(parts.map(|part| (part.clone(), &copy[part.to_offsets()])))
+    }
+
     fn holds_data(&self, page: PageNumber) -> bool {
-        self.data[page.to_usize() / 64] >> (page.to_usize() % 64) & 1 == 1
+        is_set(&self.data, page)
     }
 
     /// Makes whole pages of the copy hold zeros.
@@ -102,6 +123,11 @@ impl Base {
             }
         }
     }
+}
+
+/// True if the bit of a page is set.
+fn is_set(bits: &[u64], page: PageNumber) -> bool {
+    bits[page.to_usize() / 64] >> (page.to_usize() % 64) & 1 == 1
 }
 
 /// The pages in long runs of `offsets` at which the region holds zeros.

@@ -1,6 +1,8 @@
 //! Errors of regions. After one, the content of the region and the record of its writes are
 //! unchanged, unless the operation says otherwise.
 
+use std::collections::TryReserveError;
+
 use crate::error::{Error, ErrorKind, Object};
 use crate::{Address, ByteCount, Mechanism, Range};
 
@@ -17,6 +19,20 @@ impl Error {
     pub(super) fn no_rollback() -> Error {
         let reason = "the region was made without rollback, so there is no content to restore";
         Error::because(ErrorKind::NoRollback, reason)
+    }
+
+    pub(super) fn no_old_content() -> Error {
+        let reason = "the changes lack the content before the transaction, so there is no content to restore";
+        Error::because(ErrorKind::NoRollback, reason)
+    }
+
+    pub(super) fn no_memory_for_changes(source: TryReserveError) -> Error {
+        Error::because(ErrorKind::NoMemory, "no memory for the content of changes").caused_by(source)
+    }
+
+    pub(super) fn changes_of_another_length(changes_bytes: ByteCount, bytes: ByteCount) -> Error {
+        let reason = format!("the changes are of a region of {changes_bytes} bytes, and this one has {bytes} bytes");
+        Error::because(ErrorKind::LengthDiffers, reason)
     }
 
     pub(super) fn unaligned(start: Address, bytes: usize, page_bytes: ByteCount) -> Error {
