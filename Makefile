@@ -2,7 +2,7 @@
 
 .DEFAULT_GOAL := build
 .PHONY: setup setup-demo criu build demo check test test-full fmt clippy doc licences models miri sanitize fuzz bench lab \
-	header install-c clean
+	header install-c wheel clean
 
 # For each fuzz target.
 FUZZ_SECONDS ?= 60
@@ -55,6 +55,9 @@ header: ; @scripts/suite setup c && scripts/header.sh
 # The C library, its header and its pkg-config file: make install-c PREFIX=/usr/local
 PREFIX ?= /usr/local
 install-c: ; cargo build --release --locked -p pagemark-c && scripts/install-c.sh $(PREFIX)
+
+# The wheel of the Python package, for every CPython from 3.11 on, in target/wheels.
+wheel: ; @scripts/suite setup python && scripts/wheel.sh
 
 # The kernels of the lab, fetched and built, as root. `lab/lab help` says how to use them.
 lab: ; @lab/lab setup ldt plain stock

@@ -45,7 +45,7 @@ def primary(backup: Connection, mechanism: str) -> None:
     bank = Bank(mechanism)
     while bank.made[0] < TRANSFERS:
         changes = bank.transfer()
-        backup.send_bytes(bytes(changes.without_old()))
+        backup.send_bytes(changes.without_old().encode())
         # Once the backup has the transfer, it can be confirmed to the customer.
         backup.recv_bytes()
 

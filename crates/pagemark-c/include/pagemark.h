@@ -394,6 +394,14 @@ pagemark_status pagemark_region_adopt(void *start,
                                       pagemark_region **region);
 
 /**
+ * Maps a region that holds the content of a snapshot, of whichever region it was taken. `options`
+ * may be null.
+ */
+pagemark_status pagemark_region_from_snapshot(const pagemark_snapshot *snapshot,
+                                              const pagemark_options *options,
+                                              pagemark_region **region);
+
+/**
  * Frees a region: memory that Pagemark mapped is unmapped, and adopted memory is no longer
  * tracked. An open transaction ends without a rollback. Snapshots of the region stay readable.
  */
@@ -550,6 +558,27 @@ pagemark_status pagemark_region_open(const pagemark_repository *repository,
                                      const char *job,
                                      const pagemark_options *options,
                                      pagemark_region **region);
+
+/**
+ * Saves a snapshot as the next checkpoint of a job, as pagemark_region_save() saves a region. All
+ * of its content is read; what the repository holds already is not stored again. The number of
+ * the checkpoint is stored in `sequence`, which may be null.
+ */
+pagemark_status pagemark_snapshot_save(const pagemark_snapshot *snapshot,
+                                       const pagemark_repository *repository,
+                                       const char *job,
+                                       uint64_t *sequence);
+
+/**
+ * Reads the newest checkpoint of a job that pagemark_snapshot_save() or pagemark_region_save() has
+ * written into a store; null for a store of the snapshot's own. The snapshot belongs to no region:
+ * pagemark_region_from_snapshot() makes one. `PAGEMARK_STATUS_NEVER_SAVED` if the job has no
+ * checkpoint.
+ */
+pagemark_status pagemark_snapshot_open(const pagemark_repository *repository,
+                                       const char *job,
+                                       const pagemark_store *store,
+                                       pagemark_snapshot **snapshot);
 
 /**
  * Makes a region hold what was saved last in a job, in place: for memory that was adopted. The

@@ -124,6 +124,20 @@ pub extern "C" fn pagemark_region_adopt(
     })
 }
 
+/// Maps a region that holds the content of a snapshot, of whichever region it was taken. `options`
+/// may be null.
+#[unsafe(no_mangle)]
+pub extern "C" fn pagemark_region_from_snapshot(
+    snapshot: Option<&Snapshot>,
+    options: Option<&Options>,
+    region: Option<&mut MaybeUninit<Option<Box<Region>>>>,
+) -> Status {
+    make(region, "region", || {
+        let snapshot = &present(snapshot, "snapshot")?.snapshot;
+        Ok(pagemark::Region::from_snapshot(snapshot, self::options(options)?)?.into())
+    })
+}
+
 /// Frees a region: memory that Pagemark mapped is unmapped, and adopted memory is no longer
 /// tracked. An open transaction ends without a rollback. Snapshots of the region stay readable.
 #[unsafe(no_mangle)]

@@ -6,11 +6,15 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::ptr::NonNull;
 
+use pagemark::region::RegionSnapshot;
 use pagemark::repository::Repository as CoreRepository;
+use pagemark::snapshot::SnapshotStore;
 
 use crate::ranges::{Ranges, report};
 use crate::region::{Options, Region, options};
+use crate::snapshot::Snapshot;
 use crate::status::{Failure, Status, guard, make, present};
+use crate::store::Store;
 
 /// A directory of checkpoints.
 pub struct Repository {
@@ -85,6 +89,45 @@ pub extern "C" fn pagemark_region_open(
     make(region, "region", || {
         let repository = &present(repository, "repository")?.repository;
         Ok(pagemark::Region::open(repository, &job_name(job)?, self::options(options)?)?.into())
+    })
+}
+
+/// Saves a snapshot as the next checkpoint of a job, as pagemark_region_save() saves a region. All
+/// of its content is read; what the repository holds already is not stored again. The number of
+/// the checkpoint is stored in `sequence`, which may be null.
+#[unsafe(no_mangle)]
+pub extern "C" fn pagemark_snapshot_save(
+    snapshot: Option<&Snapshot>,
+    repository: Option<&Repository>,
+    job: *const c_char,
+    sequence: Option<&mut MaybeUninit<u64>>,
+) -> Status {
+    guard(|| {
+        let sequence = sequence.map(|sequence| sequence.write(0));
+        let snapshot = &present(snapshot, "snapshot")?.snapshot;
+        let taken = snapshot.save(&present(repository, "repository")?.repository, &job_name(job)?)?;
+        if let Some(sequence) = sequence {
+            *sequence = taken.sequence;
+        }
+        Ok(())
+    })
+}
+
+/// Reads the newest checkpoint of a job that pagemark_snapshot_save() or pagemark_region_save() has
+/// written into a store; null for a store of the snapshot's own. The snapshot belongs to no region:
+/// pagemark_region_from_snapshot() makes one. `PAGEMARK_STATUS_NEVER_SAVED` if the job has no
+/// checkpoint.
+#[unsafe(no_mangle)]
+pub extern "C" fn pagemark_snapshot_open(
+    repository: Option<&Repository>,
+    job: *const c_char,
+    store: Option<&Store>,
+    snapshot: Option<&mut MaybeUninit<Option<Box<Snapshot>>>>,
+) -> Status {
+    make(snapshot, "snapshot", || {
+        let repository = &present(repository, "repository")?.repository;
+        let store = store.map_or_else(SnapshotStore::new, |store| store.store.clone());
+        Ok(Snapshot { snapshot: RegionSnapshot::open(repository, &job_name(job)?, &store)? })
     })
 }
 

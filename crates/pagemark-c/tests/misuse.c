@@ -451,6 +451,46 @@ static void system_calls(pagemark_region *region)
     close(ends[1]);
 }
 
+/* A snapshot leaves by a repository, and comes back as a snapshot and as a region. */
+static void saved_snapshots(pagemark_region *region)
+{
+    char *data = pagemark_region_data(region), directory[] = "/tmp/pagemark-snapshots-XXXXXX", name[64], remove[96];
+    pagemark_snapshot *snapshot, *opened, *again;
+    pagemark_repository *repository;
+    pagemark_region *made;
+    pagemark_store *store;
+    uint64_t sequence = 7;
+
+    TRUE(mkdtemp(directory) != NULL);
+    snprintf(name, sizeof name, "%s/repository", directory);
+    WORKS(pagemark_repository_open(name, &repository));
+    WORKS(pagemark_store_new(NULL, &store));
+    memcpy(data + 3 * PAGE, "kept", 4);
+    WORKS(pagemark_region_snapshot(region, &snapshot));
+    FAILS(pagemark_snapshot_open(repository, "job", NULL, &opened), NEVER_SAVED, "save a region");
+    TRUE(opened == NULL);
+    FAILS(pagemark_snapshot_save(NULL, repository, "job", &sequence), NULL_POINTER, "snapshot is null");
+    TRUE(sequence == 0);
+    WORKS(pagemark_snapshot_save(snapshot, repository, "job", &sequence));
+    TRUE(sequence == 1);
+    WORKS(pagemark_snapshot_open(repository, "job", store, &opened));
+    WORKS(pagemark_snapshot_open(repository, "job", store, &again));
+    TRUE(pagemark_snapshot_equal(opened, again) && !pagemark_snapshot_equal(opened, snapshot));
+    WORKS(pagemark_region_from_snapshot(opened, NULL, &made));
+    TRUE(memcmp(pagemark_region_data(made), data, 8 * PAGE) == 0);
+    FAILS(pagemark_region_restore(made, opened, NULL), WRONG_REGION, "another region");
+    pagemark_region_free(made);
+    FAILS(pagemark_region_from_snapshot(NULL, NULL, &made), NULL_POINTER, "snapshot is null");
+    TRUE(made == NULL);
+    pagemark_snapshot_free(again);
+    pagemark_snapshot_free(opened);
+    pagemark_snapshot_free(snapshot);
+    pagemark_store_free(store);
+    pagemark_repository_free(repository);
+    snprintf(remove, sizeof remove, "rm -rf %s", directory);
+    TRUE(system(remove) == 0);
+}
+
 /* A second region follows the first one by the changes of its transactions, which travel as bytes. */
 static void replicas(pagemark_region *region)
 {
@@ -543,6 +583,7 @@ int main(int argc, char **argv)
     system_calls(region);
     copies(region);
     replicas(region);
+    saved_snapshots(region);
     pagemark_snapshot_free(snapshot);
     pagemark_region_free(region);
     unmapped(options.mechanism);

@@ -6,18 +6,18 @@ use pagemark::region::{Change as CoreChange, Changes as CoreChanges};
 use pagemark::{AddressRangeExt, Error as CoreError, ErrorKind};
 use pyo3::exceptions::{PyIndexError, PyValueError};
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyIterator, PyList};
+use pyo3::types::{PyBytes, PyIterator};
 
 use crate::errors;
-use crate::ranges::list;
+use crate::ranges::Ranges;
 use crate::region::Region;
 
 /// The content of the written ranges after a transaction, and before it if it is known: a sequence
 /// of `Change` objects in ascending order. Pages that hold the same content as before are left out.
 ///
-/// `bytes(changes)` encodes the changes for another process or a file, and `Changes(encoded)` reads
-/// them; they can be pickled. A process that applies the changes of each transaction to a region of
-/// the same length has a replica of it.
+/// `encode` returns the changes as bytes, and `Changes(encoded)` reads them; they can be pickled. A
+/// process that applies the changes of each transaction to a region of the same length has a
+/// replica of it.
 #[pyclass(frozen, eq, weakref, sequence, module = "pagemark")]
 #[derive(PartialEq)]
 pub struct Changes {
@@ -59,10 +59,10 @@ impl Changes {
         Ok(Arc::new(changes).into())
     }
 
-    /// The offsets of the changes: a list of disjoint `range` objects in ascending order.
+    /// The offsets of the changes.
     #[getter]
-    fn offsets<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
-        list(py, self.changes.offsets())
+    fn offsets(&self) -> Ranges {
+        self.changes.offsets().into()
     }
 
     /// Length of the region that the changes are of.
@@ -95,12 +95,13 @@ impl Changes {
         py.detach(|| Arc::new(CoreChanges::clone(&self.changes).without_old()).into())
     }
 
-    fn __bytes__<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+    /// The changes as bytes, for another process or a file.
+    fn encode<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
         PyBytes::new(py, &py.detach(|| self.changes.to_bytes()))
     }
 
     fn __getnewargs__<'py>(&self, py: Python<'py>) -> (Bound<'py, PyBytes>,) {
-        (self.__bytes__(py),)
+        (self.encode(py),)
     }
 
     fn __len__(&self) -> usize {

@@ -48,6 +48,8 @@ mod _native {
     #[pymodule_export]
     use crate::job::Job;
     #[pymodule_export]
+    use crate::ranges::Ranges;
+    #[pymodule_export]
     use crate::region::Region;
     #[pymodule_export]
     use crate::repository::{Checkpoint, Cost, Repository};

@@ -12,11 +12,11 @@ use pyo3::buffer::PyUntypedBuffer;
 use pyo3::exceptions::{PyBufferError, PyValueError};
 use pyo3::ffi;
 use pyo3::prelude::*;
-use pyo3::types::{PyList, PyTuple};
+use pyo3::types::PyTuple;
 
 use crate::changes::Changes;
 use crate::errors;
-use crate::ranges::{list, set};
+use crate::ranges::{Ranges, set};
 use crate::repository::{Checkpoint, Repository};
 use crate::snapshot::Snapshot;
 use crate::store::Store;
@@ -36,7 +36,7 @@ use crate::writable::Writable;
 /// system call in a `with region.writable():` block. These two mechanisms also install a handler of
 /// SIGSEGV, which passes crashes on to the previous handler: the first such region therefore
 /// enables `faulthandler`, which stays enabled.
-#[pyclass(frozen, module = "pagemark")]
+#[pyclass(frozen, weakref, module = "pagemark")]
 pub struct Region {
     state: Mutex<State>,
     mechanism: Mechanism,
@@ -199,10 +199,10 @@ impl Region {
         self.begin_detached(py)
     }
 
-    /// Ends the transaction and returns the offsets that were written in it: a list of disjoint
-    /// `range` objects in ascending order. A mechanism may report more than was written.
-    fn commit<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
-        list(py, &self.commit_detached(py)?)
+    /// Ends the transaction and returns the offsets that were written in it. A mechanism may report
+    /// more than was written.
+    fn commit(&self, py: Python<'_>) -> PyResult<Ranges> {
+        Ok(self.commit_detached(py)?.into())
     }
 
     /// Ends the transaction and returns the content of the written ranges, as it is after the
@@ -213,8 +213,8 @@ impl Region {
 
     /// Ends the transaction, puts back the content that the region had when it began, and returns
     /// the offsets that were put back.
-    fn rollback<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
-        list(py, &self.rollback_detached(py)?)
+    fn rollback(&self, py: Python<'_>) -> PyResult<Ranges> {
+        Ok(self.rollback_detached(py)?.into())
     }
 
     /// A transaction for a `with` block: committed at its end, rolled back if it raises. With
@@ -236,8 +236,8 @@ impl Region {
 
     /// Gives the region the content of the snapshot, in place, and returns the offsets that were
     /// written for that: only those that differed. In a transaction, they count as written in it.
-    fn restore<'py>(&self, py: Python<'py>, snapshot: &Snapshot) -> PyResult<Bound<'py, PyList>> {
-        list(py, &self.detached(py, |region| region.restore(&snapshot.snapshot))?)
+    fn restore(&self, py: Python<'_>, snapshot: &Snapshot) -> PyResult<Ranges> {
+        Ok(self.detached(py, |region| region.restore(&snapshot.snapshot))?.into())
     }
 
     /// Saves the region as the next checkpoint of a job in a repository. When this returns, the
@@ -266,11 +266,26 @@ impl Region {
         Ok(Region::of(opened.map_err(errors::of_error)?, rollback, None))
     }
 
+    /// Makes a region that holds the content of a snapshot, of whichever region it was taken.
+    #[staticmethod]
+    #[pyo3(signature = (snapshot, mechanism = "auto", *, rollback = true, store = None))]
+    fn from_snapshot(
+        py: Python<'_>,
+        snapshot: &Snapshot,
+        mechanism: &str,
+        rollback: bool,
+        store: Option<&Store>,
+    ) -> PyResult<Self> {
+        let options = options(mechanism, rollback, store)?;
+        let made = py.detach(|| pagemark::Region::from_snapshot(&snapshot.snapshot, options));
+        Ok(Region::of(made.map_err(errors::of_error)?, rollback, None))
+    }
+
     /// Gives the region the content of the newest checkpoint of a job, in place: for memory that
     /// was adopted. Only pages that differ are written; their offsets are returned. The region must
     /// be as long as the saved region.
-    fn load<'py>(&self, py: Python<'py>, repository: &Repository, job: &str) -> PyResult<Bound<'py, PyList>> {
-        list(py, &self.detached(py, |region| region.load(&repository.repository, job))?)
+    fn load(&self, py: Python<'_>, repository: &Repository, job: &str) -> PyResult<Ranges> {
+        Ok(self.detached(py, |region| region.load(&repository.repository, job))?.into())
     }
 
     /// Reads once from a file, a pipe or a socket (a descriptor, or an object with `fileno`) into

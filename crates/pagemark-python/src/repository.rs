@@ -13,7 +13,7 @@ use crate::errors;
 /// raises RepositoryError. A repository that other users can change, because it belongs to another
 /// user or its mode lets others write it, raises RepositoryError too, unless `trusted` is True:
 /// whoever can change a repository decides what is restored from it.
-#[pyclass(frozen, module = "pagemark")]
+#[pyclass(frozen, weakref, module = "pagemark")]
 pub struct Repository {
     pub repository: CoreRepository,
 }

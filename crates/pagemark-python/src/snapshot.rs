@@ -1,33 +1,117 @@
-//! Snapshots.
+//! Snapshots, and their content as a read-only buffer.
 
-use pagemark::Address;
+use std::ffi::{c_int, c_void};
+use std::hash::{Hash, Hasher};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
 use pagemark::region::RegionSnapshot;
-use pyo3::exceptions::PyIndexError;
+use pagemark::snapshot::{SnapshotCopy, SnapshotStore};
+use pagemark::{Address, Error as CoreError, ErrorKind};
+use pyo3::exceptions::{PyIndexError, PyValueError};
+use pyo3::ffi;
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyList};
+use pyo3::types::PyBytes;
 
 use crate::errors;
-use crate::ranges::list;
+use crate::ranges::Ranges;
+use crate::repository::{Checkpoint, Repository};
+use crate::store::Store;
 
 /// The content of a region at one time.
 ///
 /// Snapshots in one store are equal if they hold the same bytes, of whichever region. Neither the
 /// comparison nor the hash reads the bytes, so that snapshots serve as keys of dictionaries, for
 /// example to recognize states.
-#[pyclass(frozen, eq, hash, module = "pagemark")]
-#[derive(PartialEq, Hash)]
+///
+/// A snapshot is a read-only buffer: `numpy.frombuffer(snapshot, dtype=...)`. The store holds the
+/// content in chunks, so the first view copies it into one piece, which all views share and which
+/// is freed with the last of them; zeros take no memory. `read` copies only what it returns.
+///
+/// Snapshots can be pickled. `encode` returns a snapshot as bytes, and `Snapshot(encoded)` reads
+/// it, in a store of its own or in `store`. `Region.from_snapshot` makes a region of any snapshot.
+#[pyclass(frozen, eq, hash, weakref, module = "pagemark")]
 pub struct Snapshot {
     pub(crate) snapshot: RegionSnapshot,
+    viewed: Mutex<Viewed>,
+}
+
+/// The content in one piece, while views of it exist.
+#[derive(Default)]
+struct Viewed {
+    copy: Option<Arc<SnapshotCopy>>,
+    views: usize,
 }
 
 impl From<RegionSnapshot> for Snapshot {
     fn from(snapshot: RegionSnapshot) -> Self {
-        Snapshot { snapshot }
+        Snapshot { snapshot, viewed: Mutex::default() }
     }
+}
+
+impl PartialEq for Snapshot {
+    fn eq(&self, other: &Self) -> bool {
+        self.snapshot == other.snapshot
+    }
+}
+
+impl Hash for Snapshot {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        self.snapshot.hash(state);
+    }
+}
+
+impl Snapshot {
+    fn lock(&self) -> MutexGuard<'_, Viewed> {
+        self.viewed.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The store to use: that of the caller, or a new one.
+fn store_or_new(store: Option<&Store>) -> SnapshotStore {
+    store.map_or_else(SnapshotStore::new, |store| store.store.clone())
 }
 
 #[pymethods]
 impl Snapshot {
+    #[new]
+    #[pyo3(signature = (encoded, *, store = None))]
+    fn new(py: Python<'_>, encoded: Vec<u8>, store: Option<&Store>) -> PyResult<Snapshot> {
+        let store = store_or_new(store);
+        let decoded = py.detach(|| RegionSnapshot::from_bytes(&encoded, &store));
+        let snapshot = decoded.map_err(|error: CoreError| match error.kind() {
+            ErrorKind::Damaged | ErrorKind::NewerFormat { .. } => PyValueError::new_err(error.to_string()),
+            _ => errors::of_error(error),
+        })?;
+        Ok(snapshot.into())
+    }
+
+    /// The snapshot as bytes, for another process or a file. Zeros take no place in it.
+    fn encode<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
+        let encoded = py.detach(|| self.snapshot.to_bytes()).map_err(errors::of_error)?;
+        Ok(PyBytes::new(py, &encoded))
+    }
+
+    fn __getnewargs__<'py>(&self, py: Python<'py>) -> PyResult<(Bound<'py, PyBytes>,)> {
+        Ok((self.encode(py)?,))
+    }
+
+    /// Saves the snapshot as the next checkpoint of a job in a repository, as `Region.save` saves a
+    /// region. `Snapshot.open` and `Region.open` read it.
+    fn save(&self, py: Python<'_>, repository: &Repository, job: &str) -> PyResult<Checkpoint> {
+        let taken = py.detach(|| self.snapshot.save(&repository.repository, job)).map_err(errors::of_error)?;
+        Ok(Checkpoint::taken(job, &taken))
+    }
+
+    /// Reads the newest checkpoint of a job that `save` has written, of a snapshot or of a region.
+    /// Raises RepositoryError if there is none.
+    #[staticmethod]
+    #[pyo3(signature = (repository, job, *, store = None))]
+    fn open(py: Python<'_>, repository: &Repository, job: &str, store: Option<&Store>) -> PyResult<Snapshot> {
+        let store = store_or_new(store);
+        let opened = py.detach(|| RegionSnapshot::open(&repository.repository, job, &store));
+        Ok(opened.map_err(errors::of_error)?.into())
+    }
+
     fn __len__(&self) -> usize {
         self.snapshot.content().bytes().to_usize()
     }
@@ -36,11 +120,11 @@ impl Snapshot {
         format!("<pagemark.Snapshot of {} bytes>", self.snapshot.content().bytes())
     }
 
-    /// The offsets at which two snapshots of one store differ, in whole chunks: a list of disjoint
-    /// `range` objects in ascending order. The cost is proportional to the difference.
-    fn diff<'py>(&self, py: Python<'py>, other: &Snapshot) -> PyResult<Bound<'py, PyList>> {
+    /// The offsets at which two snapshots of one store differ, in whole chunks. The cost is
+    /// proportional to the difference.
+    fn diff(&self, py: Python<'_>, other: &Snapshot) -> PyResult<Ranges> {
         let differing = py.detach(|| self.snapshot.content().diff(other.snapshot.content()));
-        list(py, &differing.map_err(errors::of_error)?)
+        Ok(differing.map_err(errors::of_error)?.into())
     }
 
     /// The `size` bytes of the snapshot from `offset` on. The region does not change.
@@ -55,5 +139,43 @@ impl Snapshot {
         PyBytes::new_with(py, size, |to| {
             py.detach(|| content.read_at(Address::new(offset), to)).map_err(errors::of_error)
         })
+    }
+
+    /// # Safety
+    /// Called by Python, which passes a view to be filled.
+    unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
+        let (this, py) = (slf.get(), slf.py());
+        // SAFETY: as the buffer protocol asks of exporters that fail.
+        unsafe { (*view).obj = std::ptr::null_mut() };
+        let known = this.lock().copy.clone();
+        let copy = match known {
+            Some(copy) => copy,
+            None => Arc::new(py.detach(|| this.snapshot.content().copy()).map_err(errors::of_error)?),
+        };
+        let mut viewed = this.lock();
+        let copy = viewed.copy.get_or_insert(copy);
+        let start = copy.as_ptr().cast_mut().cast::<c_void>();
+        // SAFETY: these bytes stay mapped while the view exists: it is counted, and it refers to
+        // this object. The view is read-only.
+        let result =
+            unsafe { ffi::PyBuffer_FillInfo(view, slf.as_ptr(), start, copy.len() as ffi::Py_ssize_t, 1, flags) };
+        if result != 0 {
+            if viewed.views == 0 {
+                viewed.copy = None;
+            }
+            return Err(PyErr::fetch(py));
+        }
+        viewed.views += 1;
+        Ok(())
+    }
+
+    /// # Safety
+    /// Called by Python, once for each view that was filled.
+    unsafe fn __releasebuffer__(&self, _view: *mut ffi::Py_buffer) {
+        let mut viewed = self.lock();
+        viewed.views -= 1;
+        if viewed.views == 0 {
+            viewed.copy = None;
+        }
     }
 }

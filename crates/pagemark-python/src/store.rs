@@ -11,7 +11,7 @@ use crate::errors;
 /// `chunk_bytes` is a power of two from 256 to 65536; smaller chunks share more and have more
 /// overhead, some 40 bytes a chunk. If the content exceeds `budget_bytes`, chunks are compressed or
 /// held as differences; if that does not suffice, a snapshot raises SnapshotError.
-#[pyclass(frozen, module = "pagemark")]
+#[pyclass(frozen, weakref, module = "pagemark")]
 pub struct Store {
     pub(crate) store: SnapshotStore,
 }

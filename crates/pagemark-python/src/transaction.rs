@@ -5,16 +5,16 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use pagemark::RangeSet;
 use pagemark::region::Changes as CoreChanges;
 use pyo3::prelude::*;
-use pyo3::types::{PyList, PyTuple};
+use pyo3::types::PyTuple;
 
 use crate::changes::Changes;
 use crate::errors::TransactionError;
-use crate::ranges::list;
+use crate::ranges::Ranges;
 use crate::region::Region;
 
 /// A transaction of a region, for one `with` block: committed at its end, rolled back if it raises.
 /// The transaction of a region made with `rollback=False` is committed in both cases.
-#[pyclass(frozen, module = "pagemark")]
+#[pyclass(frozen, weakref, module = "pagemark")]
 pub struct Transaction {
     region: Py<Region>,
     /// True if the commit returns content.
@@ -43,18 +43,15 @@ impl Transaction {
 
 #[pymethods]
 impl Transaction {
-    /// The offsets that were committed, or put back by the rollback: a list of disjoint `range`
-    /// objects in ascending order. A mechanism may report more than was written. None before the
-    /// transaction has ended.
+    /// The offsets that were committed, or put back by the rollback. A mechanism may report more
+    /// than was written. None before the transaction has ended.
     #[getter]
-    fn written<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyList>>> {
-        // The lock is released first: making objects may run any code.
-        let written = match &*self.lock() {
-            Progress::Ended(written) => Some(written.clone()),
-            Progress::Changed(changes) => Some(changes.offsets().clone()),
+    fn written(&self) -> Option<Ranges> {
+        match &*self.lock() {
+            Progress::Ended(written) => Some(written.into()),
+            Progress::Changed(changes) => Some(changes.offsets().into()),
             _ => None,
-        };
-        written.map(|written| list(py, &written)).transpose()
+        }
     }
 
     /// The content that was committed. None before the transaction has ended, after a rollback, and

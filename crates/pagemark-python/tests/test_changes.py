@@ -51,11 +51,11 @@ def test_changes_are_applied_and_reverted(mechanism: str) -> None:
     changes.revert(replica)
     assert not copy.any()
     received = pickle.loads(pickle.dumps(changes))
-    assert received == changes == pagemark.Changes(bytes(changes))
+    assert received == changes == pagemark.Changes(changes.encode())
     received.apply(replica)
     assert numpy.array_equal(array, copy)
     small = changes.without_old()
-    assert not small.has_old and small[0].old is None and len(bytes(small)) < len(bytes(changes))
+    assert not small.has_old and small[0].old is None and len(small.encode()) < len(changes.encode())
     with pytest.raises(pagemark.TransactionError, match="no content to restore"):
         small.revert(replica)
     with pytest.raises(pagemark.SnapshotError, match="of a region of 32768 bytes"):
@@ -87,7 +87,8 @@ def test_damaged_changes_are_refused() -> None:
     region = pagemark.Region(PAGE)
     with region.transaction(changes=True) as transaction:
         memoryview(region)[0] = 1
-    encoded = bytes(transaction.changes or b"")
+    assert transaction.changes is not None
+    encoded = transaction.changes.encode()
     for damaged in (b"", encoded[:-1], encoded[:50] + b"x" + encoded[51:]):
         with pytest.raises(ValueError, match="damaged"):
             pagemark.Changes(damaged)

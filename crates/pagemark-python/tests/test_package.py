@@ -45,6 +45,16 @@ def test_programs_pass_the_type_checker() -> None:
     check([sys.executable, "-m", "mypy", f"--cache-dir={os.devnull}", "tests", str(EXAMPLES)], root)
 
 
+def test_the_types_are_complete_and_programs_pass_pyright(tmp_path: Path) -> None:
+    root = Path(__file__).parents[1]
+    pyright = [sys.executable, "-m", "basedpyright"]
+    check([*pyright, "--verifytypes", "pagemark", "--ignoreexternal"], tmp_path)
+    check([*pyright, "--level", "error", "--project", str(root), "tests", str(EXAMPLES)], root)
+
+
 def check(command: list[str], directory: Path) -> None:
-    found = subprocess.run(command, cwd=directory, capture_output=True, text=True)
+    # Pyright asks the first Python in PATH for the directories of packages.
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    environment = {**os.environ, "PATH": path}
+    found = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True)
     assert found.returncode == 0, found.stdout + found.stderr

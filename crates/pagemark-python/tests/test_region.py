@@ -15,7 +15,7 @@ import pytest
 PAGE = pagemark.PAGE_SIZE
 
 
-def covers(ranges: list[range], offset: int) -> bool:
+def covers(ranges: pagemark.Ranges, offset: int) -> bool:
     return any(offset in part for part in ranges)
 
 

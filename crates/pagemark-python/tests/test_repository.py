@@ -116,3 +116,20 @@ def test_a_computation_that_is_killed_continues_where_it_was_saved(tmp_path: Pat
     rest = subprocess.run(command("killed"), check=True, capture_output=True, text=True).stdout
     assert int(rest.splitlines()[0].split()[-1]) > begun[-1]
     assert rest.splitlines()[-1] == result
+
+
+def test_snapshots_are_saved_and_opened(repository: pagemark.Repository) -> None:
+    region = pagemark.Region(10 * PAGE)
+    memoryview(region)[5000] = 1
+    first = region.snapshot()
+    memoryview(region)[5000] = 2
+    saved = first.save(repository, "job")
+    assert (saved.job, saved.sequence) == ("job", 1)
+    store = pagemark.Store()
+    opened = pagemark.Snapshot.open(repository, "job", store=store)
+    assert opened.read(5000, 1) == b"\x01" and len(opened) == 10 * PAGE
+    assert memoryview(pagemark.Region.open(repository, "job"))[5000] == 1
+    region.save(repository, "other")
+    assert pagemark.Snapshot.open(repository, "other", store=store).diff(opened) == [range(PAGE, 2 * PAGE)]
+    with pytest.raises(pagemark.RepositoryError, match="no checkpoint"):
+        pagemark.Snapshot.open(repository, "none")

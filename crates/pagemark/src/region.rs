@@ -38,6 +38,7 @@ mod base;
 mod changes;
 mod claim;
 mod error;
+mod portable;
 mod saved;
 mod target;
 
@@ -146,7 +147,8 @@ struct State {
 #[derive(Clone, Debug)]
 pub struct RegionSnapshot {
     content: Snapshot,
-    region: u64,
+    /// Number of the region; None for a snapshot that comes from outside.
+    region: Option<u64>,
 }
 
 impl RegionSnapshot {
@@ -459,7 +461,7 @@ impl Region {
         };
         // At the forgotten offsets the region and the snapshot may differ.
         state.last = Some((content.clone(), forget.clone()));
-        Ok(RegionSnapshot { content, region: self.number })
+        Ok(RegionSnapshot { content, region: Some(self.number) })
     }
 
     /// Restores a snapshot in place. Only differing content is written; returns the offsets of it.
@@ -469,7 +471,7 @@ impl Region {
     /// `ErrorKind::WrongRegion`, and as [`Region::snapshot`].
     pub fn restore(&self, snapshot: &RegionSnapshot) -> Result<RangeSet, Error> {
         self.check()?;
-        if snapshot.region != self.number {
+        if snapshot.region != Some(self.number) {
             return Err(Error::wrong_region());
         }
         let mut state = self.lock();

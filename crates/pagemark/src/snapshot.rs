@@ -31,10 +31,12 @@
 
 use std::fmt;
 use std::hash::{BuildHasher, Hash, Hasher, RandomState};
+use std::ops::Deref;
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use crate::address::offsets;
-use crate::{Address, ByteCount, Error, PAGE_SIZE, RangeSet};
+use crate::sys::own_memory::Mapping;
+use crate::{Address, AddressRangeExt, ByteCount, Error, PAGE_SIZE, RangeSet};
 
 mod chunks;
 mod delta;
@@ -287,6 +289,26 @@ impl Snapshot {
         Ok(self.held.store.read().diff(self.held.root, other.held.root, self.held.bytes))
     }
 
+    /// The chunks that hold anything else than zeros, as byte offsets. The cost is O(result).
+    pub fn holding(&self) -> RangeSet {
+        self.held.store.read().holding(self.held.root, self.held.bytes)
+    }
+
+    /// Copies the content into one piece of memory, for code that needs it so: a store holds the
+    /// content in chunks, which several snapshots share. The copy takes memory only where the
+    /// snapshot holds anything else than zeros.
+    ///
+    /// # Errors
+    /// `ErrorKind::NoMemory`
+    pub fn copy(&self) -> Result<SnapshotCopy, Error> {
+        let bytes = self.held.bytes.to_usize();
+        let mut mapping = Mapping::new(bytes.max(1)).map_err(Error::no_memory)?;
+        for range in self.holding().iter() {
+            self.read_at(range.start, &mut mapping.content_mut()[range.to_offsets()])?;
+        }
+        Ok(SnapshotCopy { mapping, bytes })
+    }
+
     /// Reads bytes of the snapshot without restoring it: finds the chunks that hold them in the
     /// tree (the software MMU of SPM, "State comparison layer").
     ///
@@ -314,6 +336,21 @@ impl Snapshot {
             return Ok(());
         }
         Err(Error::length_differs(self.held.bytes, bytes))
+    }
+}
+
+/// A copy of the content of a snapshot, in one piece: see [`Snapshot::copy`].
+#[derive(Debug)]
+pub struct SnapshotCopy {
+    mapping: Mapping,
+    bytes: usize,
+}
+
+impl Deref for SnapshotCopy {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        &self.mapping.content()[..self.bytes]
     }
 }
 

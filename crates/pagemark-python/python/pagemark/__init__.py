@@ -18,7 +18,32 @@ True
 
 ``region.save(repository, job)`` makes a region durable. A ``Job`` takes checkpoints of another
 process and its descendants, and ``restore`` restores them.
+
+``empty(shape, dtype)`` makes an array over a region, and ``region_of(array)`` returns the region:
+
+>>> table = pagemark.empty((1000, 4), "f8")
+>>> with pagemark.region_of(table).transaction():
+...     table[0] = 1.5
+
+These two functions need NumPy, and so does nothing else in the package.
 """
+
+from typing import TYPE_CHECKING
 
 from ._native import *
 from ._native import __all__ as __all__
+
+# Not in __all__: `from pagemark import *` works without NumPy.
+if TYPE_CHECKING:
+    from .arrays import empty as empty
+    from .arrays import region_of as region_of
+
+
+def __getattr__(name: str) -> object:
+    if name in ("empty", "region_of"):
+        # When first asked for: NumPy may be missing, and takes time to import.
+        from . import arrays
+
+        globals()[name] = getattr(arrays, name)
+        return globals()[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,12 +7,19 @@ use xxhash_rust::xxh3::xxh3_64;
 
 use super::{Region, State};
 use crate::error::Object;
+use crate::snapshot::Snapshot;
 use crate::sys::shared_bytes::SharedBytes;
 use crate::{Address, AddressRangeExt, ByteCount, Error, ErrorKind, Range, RangeSet};
 
-/// The first bytes of encoded changes.
-const MAGIC: [u8; 8] = *b"PMCHANGE";
-/// The version of the encoding.
+/// What is encoded, by its first bytes.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Encoded {
+    Changes,
+    /// A snapshot: its changes from a region of zeros.
+    Snapshot,
+}
+
+/// The version of both encodings.
 const VERSION: u64 = 1;
 /// Numbers before the ranges: version, flags, length of the region, number of ranges.
 const HEADER_NUMBERS: usize = 4;
@@ -80,10 +87,8 @@ impl Changes {
     /// # Errors
     /// `ErrorKind::NoMemory`
     pub(super) fn add(&mut self, range: &Range, region: &SharedBytes<'_>, old: Option<&[u8]>) -> Result<(), Error> {
-        let (offsets, before) = (range.to_offsets(), self.new.len());
-        self.new.try_reserve(offsets.len()).map_err(Error::no_memory_for_changes)?;
-        self.new.resize(before + offsets.len(), 0);
-        region.read(offsets.start, &mut self.new[before..]);
+        let before = self.new.len();
+        region.read(range.to_offsets().start, self.grow(range)?);
         if old == Some(&self.new[before..]) {
             self.new.truncate(before);
             return Ok(());
@@ -94,6 +99,24 @@ impl Changes {
         }
         self.offsets.insert(range.clone());
         Ok(())
+    }
+
+    /// Adds a range of a snapshot, which lies behind all others.
+    ///
+    /// # Errors
+    /// `ErrorKind::NoMemory`
+    pub(super) fn add_from(&mut self, range: &Range, snapshot: &Snapshot) -> Result<(), Error> {
+        snapshot.read_at(range.start, self.grow(range)?)?;
+        self.offsets.insert(range.clone());
+        Ok(())
+    }
+
+    /// Room for the new content of a range.
+    fn grow(&mut self, range: &Range) -> Result<&mut [u8], Error> {
+        let (before, bytes) = (self.new.len(), range.byte_count().to_usize());
+        self.new.try_reserve(bytes).map_err(Error::no_memory_for_changes)?;
+        self.new.resize(before + bytes, 0);
+        Ok(&mut self.new[before..])
     }
 
     /// The offsets of the changes. Where the old content is known, pages that hold the same content
@@ -159,8 +182,12 @@ impl Changes {
 
     /// The changes as bytes, for another process or a file. They end with a checksum.
     pub fn to_bytes(&self) -> Vec<u8> {
+        self.encode(Encoded::Changes)
+    }
+
+    pub(super) fn encode(&self, as_what: Encoded) -> Vec<u8> {
         let mut bytes = Vec::with_capacity(self.encoded_bytes());
-        bytes.extend(MAGIC);
+        bytes.extend(as_what.magic());
         let flags = if self.has_old() { HAS_OLD } else { 0 };
         let header = [VERSION, flags, self.region_bytes.get(), self.offsets.range_count() as u64];
         let ranges = self.offsets.iter().flat_map(|range| [range.start.get(), range.end.get()]);
@@ -174,7 +201,7 @@ impl Changes {
     /// Length of what [`Changes::to_bytes`] returns.
     pub fn encoded_bytes(&self) -> usize {
         let numbers = HEADER_NUMBERS + 2 * self.offsets.range_count() + 1;
-        MAGIC.len() + NUMBER_BYTES * numbers + self.new.len() + self.old.as_ref().map_or(0, Vec::len)
+        Encoded::Changes.magic().len() + NUMBER_BYTES * numbers + self.new.len() + self.old.as_ref().map_or(0, Vec::len)
     }
 
     /// The changes that [`Changes::to_bytes`] has encoded. Any bytes are examined safely; the
@@ -183,16 +210,22 @@ impl Changes {
     /// # Errors
     /// `ErrorKind::Damaged`, `ErrorKind::NewerFormat`
     pub fn from_bytes(bytes: &[u8]) -> Result<Changes, Error> {
-        let (content, checksum) = bytes.split_last_chunk().ok_or_else(|| damaged("they are too short"))?;
-        let mut left = content.strip_prefix(&MAGIC).ok_or_else(|| damaged("they do not begin as changes do"))?;
+        Changes::decode(bytes, Encoded::Changes)
+    }
+
+    pub(super) fn decode(bytes: &[u8], as_what: Encoded) -> Result<Changes, Error> {
+        let damaged = |check| as_what.damaged(check);
+        let (content, checksum) = bytes.split_last_chunk().ok_or_else(|| damaged("it is too short"))?;
+        let first = content.strip_prefix(&as_what.magic());
+        let mut left = first.ok_or_else(|| damaged("its first bytes are others"))?;
         let mut number = || {
-            let (first, rest) = left.split_first_chunk().ok_or_else(|| damaged("they are too short"))?;
+            let (first, rest) = left.split_first_chunk().ok_or_else(|| damaged("it is too short"))?;
             left = rest;
             Ok::<u64, Error>(u64::from_le_bytes(*first))
         };
         let version = number()?;
         if version != VERSION {
-            return Err(newer(version));
+            return Err(as_what.newer(version));
         }
         if xxh3_64(content) != u64::from_le_bytes(*checksum) {
             return Err(damaged("the checksum does not match"));
@@ -213,10 +246,10 @@ impl Changes {
         }
         // Ranges that are disjoint and below a number have a length that fits.
         let new_bytes = offsets.total_bytes().to_usize();
-        let (new, old) = left.split_at_checked(new_bytes).ok_or_else(|| damaged("they are too short"))?;
+        let (new, old) = left.split_at_checked(new_bytes).ok_or_else(|| damaged("it is too short"))?;
         let has_old = flags == HAS_OLD;
         if old.len() != if has_old { new_bytes } else { 0 } {
-            return Err(damaged("their length does not fit the ranges"));
+            return Err(damaged("its length does not fit the ranges"));
         }
         let old = has_old.then(|| old.to_vec());
         Ok(Changes { region_bytes: ByteCount::new(region_bytes), offsets, new: new.to_vec(), old })
@@ -232,14 +265,30 @@ impl fmt::Debug for Changes {
     }
 }
 
-fn damaged(check: &str) -> Error {
-    Error::damaged(ErrorKind::Damaged, Object::Other("the encoding of changes".into()), check)
-}
+impl Encoded {
+    fn magic(self) -> [u8; 8] {
+        match self {
+            Encoded::Changes => *b"PMCHANGE",
+            Encoded::Snapshot => *b"PMSNAPSH",
+        }
+    }
 
-fn newer(found: u64) -> Error {
-    let kind = ErrorKind::NewerFormat { found, known: VERSION };
-    let reason = format!("is of version {found}, and this version of Pagemark knows version {VERSION}");
-    Error::about(kind, Object::Other("the encoding of changes".into()), reason)
+    fn object(self) -> Object {
+        match self {
+            Encoded::Changes => Object::Other("the encoding of changes".into()),
+            Encoded::Snapshot => Object::Other("the encoding of a snapshot".into()),
+        }
+    }
+
+    pub fn damaged(self, check: &str) -> Error {
+        Error::damaged(ErrorKind::Damaged, self.object(), check)
+    }
+
+    fn newer(self, found: u64) -> Error {
+        let kind = ErrorKind::NewerFormat { found, known: VERSION };
+        let reason = format!("is of version {found}, and this version of Pagemark knows version {VERSION}");
+        Error::about(kind, self.object(), reason)
+    }
 }
 
 impl Region {

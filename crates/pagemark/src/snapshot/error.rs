@@ -33,7 +33,7 @@ impl Error {
         Error::because(ErrorKind::BudgetExceeded { budget_bytes, needed_bytes }, reason)
     }
 
-    pub(super) fn no_memory(source: io::Error) -> Error {
+    pub(crate) fn no_memory(source: io::Error) -> Error {
         Error::because(ErrorKind::NoMemory, "no memory for a snapshot's content").caused_by(source)
     }
 

@@ -301,6 +301,11 @@ impl State {
         differing
     }
 
+    /// The offsets of the chunks of a tree that hold anything else than zeros.
+    pub fn holding(&self, root: Root, bytes: ByteCount) -> RangeSet {
+        self.diff(Root { node: 0, ..root }, root, bytes)
+    }
+
     /// Reads from a tree.
     pub fn read(&self, root: Root, address: Address, mut to: &mut [u8]) {
         let chunk_bytes = self.chunks.chunk_bytes();

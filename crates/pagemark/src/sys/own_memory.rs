@@ -24,7 +24,7 @@ pub struct Mapping {
 
 // SAFETY: the mapping belongs to this value alone, and any thread may access or unmap it.
 unsafe impl Send for Mapping {}
-// SAFETY: through a shared reference only its address can be had.
+// SAFETY: through a shared reference only its address can be had, and its content be read.
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
@@ -57,6 +57,13 @@ impl Mapping {
     }
 
     /// Its content.
+    pub fn content(&self) -> &[u8] {
+        // SAFETY: the mapping is readable, and all ours. Whoever writes it by its address does not
+        // do so while it is borrowed.
+        unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.bytes) }
+    }
+
+    /// Its content, to be written.
     pub fn content_mut(&mut self) -> &mut [u8] {
         // SAFETY: the mapping is readable and writable, and all ours. Whoever accesses it by its
         // address does not do so while it is borrowed.

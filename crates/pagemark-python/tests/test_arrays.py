@@ -1,0 +1,147 @@
+import gc
+import pickle
+import subprocess
+import sys
+import weakref
+
+import numpy
+import pagemark
+import pytest
+
+PAGE = pagemark.PAGE_SIZE
+
+
+def test_an_empty_array_is_over_a_region_of_its_own(mechanism: str) -> None:
+    table = pagemark.empty((1000, 3), "f4", mechanism)
+    assert table.shape == (1000, 3) and table.dtype == numpy.float32 and not table.any()
+    region = pagemark.region_of(table[5:, 1])
+    assert len(region) == 3 * PAGE and region.mechanism == mechanism
+    with region.transaction() as transaction:
+        table[999, 2] = 1
+    assert transaction.written is not None
+    assert any(4 * 2999 in part for part in transaction.written)
+    region.begin()
+    table[:] = 7
+    region.rollback()
+    assert table[999, 2] == 1 and table[0, 0] == 0
+
+
+def test_arrays_have_any_shape_and_most_types() -> None:
+    assert pagemark.empty(5).dtype == numpy.float64
+    assert pagemark.empty((), "i8").shape == ()
+    assert pagemark.empty((3, 0), "i8").size == 0
+    pairs = pagemark.empty(4, [("a", "u1"), ("b", "f8")])
+    pairs["b"] = 2
+    assert pairs["b"].sum() == 8
+    with pytest.raises(ValueError, match="negative"):
+        pagemark.empty((2, -1))
+    with pytest.raises(ValueError, match="objects"):
+        pagemark.empty(2, object)
+    region = pagemark.Region(PAGE)
+    assert pagemark.region_of(numpy.frombuffer(region, dtype=numpy.uint8)[9:]) is region
+    with pytest.raises(ValueError, match="not over a region"):
+        pagemark.region_of(numpy.zeros(3))
+
+
+def test_the_package_works_without_numpy() -> None:
+    program = """
+import sys
+sys.modules["numpy"] = None
+from pagemark import *
+import pagemark
+with Region(1).transaction() as transaction: pass
+try:
+    pagemark.empty
+except ModuleNotFoundError:
+    print(len(transaction.written))
+"""
+    command = [sys.executable, "-c", program]
+    assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == "0\n"
+    with pytest.raises(AttributeError, match="full"):
+        getattr(pagemark, "full")
+
+
+def test_written_ranges_are_an_array_without_a_copy() -> None:
+    region = pagemark.Region(64 * PAGE)
+    array = numpy.frombuffer(region, dtype=numpy.uint8)
+    region.begin()
+    array[0] = array[9 * PAGE] = array[10 * PAGE] = 1
+    written = region.commit()
+    expected = [range(PAGE), range(9 * PAGE, 11 * PAGE)]
+    assert written == expected and list(written) == expected and written != expected[:1]
+    assert len(written) == 2 and written[-1] == written[1] == expected[1]
+    assert written.total_bytes == 3 * PAGE and repr(written) == repr(expected)
+    for beyond in (2, -3):
+        with pytest.raises(IndexError, match="2 ranges"):
+            written[beyond]
+    pairs = numpy.asarray(written)
+    assert pairs.dtype == numpy.int64 and not pairs.flags.owndata and not pairs.flags.writeable
+    assert pairs.tolist() == [[0, PAGE], [9 * PAGE, 11 * PAGE]]
+    view = memoryview(written)
+    assert view.readonly and view.shape == (2, 2) and view.format == "q"
+    assert bytes(view) == pairs.tobytes()
+    del written
+    gc.collect()
+    assert pairs[1, 1] == 11 * PAGE, "a view keeps the ranges"
+    region.begin()
+    none = numpy.asarray(region.commit())
+    assert none.shape == (0, 2)
+
+
+def test_a_snapshot_is_a_read_only_buffer() -> None:
+    table = pagemark.empty(5 * PAGE // 8, "i8")
+    region = pagemark.region_of(table)
+    table[:] = numpy.arange(len(table))
+    snapshot = region.snapshot()
+    table[:] = 0
+    past = numpy.frombuffer(snapshot, dtype="i8")
+    other = numpy.frombuffer(snapshot, dtype="i8")
+    assert (past == numpy.arange(len(table))).all() and not past.flags.writeable
+    assert past.ctypes.data == other.ctypes.data, "views share one copy"
+    with pytest.raises(TypeError):
+        memoryview(snapshot)[0] = 1
+    del snapshot, other
+    gc.collect()
+    assert past[-1] == len(past) - 1, "a view keeps the content"
+
+
+def test_snapshots_are_pickled() -> None:
+    region = pagemark.Region(100 * PAGE)
+    memoryview(region)[7 * PAGE] = 9
+    snapshot = region.snapshot()
+    encoded = pickle.dumps(snapshot)
+    assert len(encoded) < 2 * PAGE, "zeros take no place"
+    received = pickle.loads(encoded)
+    assert received.read(7 * PAGE, 2) == b"\x09\x00" and len(received) == 100 * PAGE
+    assert received != snapshot, "of another store"
+    store = pagemark.Store()
+    first, second = (pagemark.Snapshot(snapshot.encode(), store=store) for _ in range(2))
+    assert first == second and first.diff(second) == []
+    made = pagemark.Region.from_snapshot(received)
+    assert bytes(memoryview(made)) == bytes(memoryview(region))
+    with pytest.raises(pagemark.SnapshotError, match="another region"):
+        made.restore(received)
+    for damaged in (b"", snapshot.encode()[:-1]):
+        with pytest.raises(ValueError, match="damaged"):
+            pagemark.Snapshot(damaged)
+
+
+def test_weak_references_end_with_their_objects() -> None:
+    region = pagemark.Region(PAGE)
+    with region.transaction(changes=True) as transaction:
+        memoryview(region)[0] = 1
+    store = pagemark.Store()
+    things = [region, transaction, transaction.written, transaction.changes, region.snapshot(), store]
+    references = [weakref.ref(thing) for thing in things]
+    assert [reference() for reference in references] == things
+    del region, transaction, store
+    things.clear()
+    gc.collect()
+    assert all(reference() is None for reference in references)
+    cache: weakref.WeakKeyDictionary[pagemark.Snapshot, str] = weakref.WeakKeyDictionary()
+    snapshot = pagemark.Region(PAGE).snapshot()
+    cache[snapshot] = "kept"
+    assert cache[snapshot] == "kept"
+    del snapshot
+    gc.collect()
+    assert not cache
