@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs the C library, its header and its pkg-config file.
+# Installs the C library, its headers for C and C++, and its files for pkg-config and CMake.
 #
 #   scripts/install-c.sh PREFIX [BUILT]     BUILT: where cargo left the library, target/release by default
 #
@@ -27,14 +27,23 @@ IFS=. read -r major minor _ <<<"$version"
 abi=$major
 if [ "$major" = 0 ]; then abi=0.$minor; fi
 
-install -d "$to/lib/pkgconfig" "$to/include"
+cmake=$to/lib/cmake/pagemark
+
+install -d "$to/lib/pkgconfig" "$cmake" "$to/include"
 install -m 755 "$built/libpagemark_c.so" "$to/lib/libpagemark.so.$version"
 ln -sf "libpagemark.so.$version" "$to/lib/libpagemark.so.$abi"
 ln -sf "libpagemark.so.$abi" "$to/lib/libpagemark.so"
 install -m 644 "$built/libpagemark_c.a" "$to/lib/libpagemark.a"
 # The names of functions are kept, for backtraces.
 "${STRIP:-strip}" --strip-debug "$to/lib/libpagemark.so.$version" "$to/lib/libpagemark.a"
-install -m 644 "$here/crates/pagemark-c/include/pagemark.h" "$to/include/pagemark.h"
-sed -e "s|@prefix@|$prefix|" -e "s|@version@|$version|" "$here/crates/pagemark-c/pagemark.pc.in" >"$to/lib/pkgconfig/pagemark.pc"
-chmod 644 "$to/lib/pkgconfig/pagemark.pc"
+install -m 644 "$here"/crates/pagemark-c/include/pagemark.h{,pp} "$to/include"
+# fill TEMPLATE FILE
+fill() {
+    sed -e "s|@prefix@|$prefix|" -e "s|@version@|$version|" -e "s|@abi@|$abi|" -e "s|@major@|$major|g" -e "s|@minor@|$minor|g" \
+        "$here/crates/pagemark-c/$1" >"$2"
+    chmod 644 "$2"
+}
+fill pagemark.pc.in "$to/lib/pkgconfig/pagemark.pc"
+fill pagemark-config.cmake.in "$cmake/pagemark-config.cmake"
+fill pagemark-config-version.cmake.in "$cmake/pagemark-config-version.cmake"
 echo "installed pagemark $version below $to"

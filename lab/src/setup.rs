@@ -10,9 +10,10 @@ use crate::version::is_at_least;
 use crate::{Error, Result, cache, command, packages, progress, source_root};
 
 /// Packages of the host's own distribution.
-const PACKAGES: [&str; 9] = [
+const PACKAGES: [&str; 10] = [
     "build-essential",
     "ca-certificates",
+    "cmake",
     "gdb",
     "iptables",
     "pkg-config",

@@ -23,6 +23,17 @@ account 1 then: 100
 restored: 100 100 100, equal to the opening
 ";
 
+/// The output of the example in C++ with every mechanism.
+const LEDGER: &str = "\
+30: booked
+80: the account does not cover it
+the replica has 70 and 130, in all 5000000
+account 7 had 100; since then 2 pages differ
+restored: 100 100
+";
+
+const CPLUSPLUS: [&str; 5] = ["-std=c++20", "-Wall", "-Wextra", "-Wpedantic", "-Werror"];
+
 fn crate_path(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join(path)
 }
@@ -83,6 +94,19 @@ impl Installed {
         cc.args(WARNINGS).args(flags).arg("-o").arg(&program).arg(source);
         run(cc.args(self.pkg_config(&["--cflags", "--libs"])));
         program
+    }
+
+    /// Compiles a program in C++ against the shared library. Where this machine has no compiler,
+    /// reports that, and returns None.
+    fn compile_cplusplus(&self, source: &Path, flags: &[&str]) -> Option<PathBuf> {
+        if !is_there("c++") {
+            return None;
+        }
+        let program = self.path("program");
+        let mut compiler = Command::new("c++");
+        compiler.args(CPLUSPLUS).args(flags).arg("-o").arg(&program).arg(source);
+        run(compiler.args(self.pkg_config(&["--cflags", "--libs"])));
+        Some(program)
     }
 
     /// Runs a program with a mechanism. Where this machine lacks the mechanism, reports that, and
@@ -192,6 +216,63 @@ fn a_cplusplus_compiler_takes_the_header() {
     compiler.args(["-Wall", "-Wextra", "-Wpedantic", "-Werror", "-o"]).arg(&program).arg(&source);
     run(compiler.args(installed.pkg_config(&["--cflags", "--libs"])));
     run(Command::new(&program).env("LD_LIBRARY_PATH", installed.path("lib")));
+}
+
+#[test]
+fn the_example_in_cplusplus_prints_its_results_with_every_mechanism() {
+    let Some(installed) = Installed::new() else { return };
+    let source = workspace_path("examples/cpp/ledger.cpp");
+    let Some(program) = installed.compile_cplusplus(&source, &[]) else { return };
+    MECHANISMS.iter().for_each(|mechanism| installed.check(&program, mechanism, LEDGER));
+}
+
+#[test]
+fn objects_of_cplusplus_own_what_they_should() {
+    let Some(installed) = Installed::new() else { return };
+    let source = crate_path("tests/handles.cpp");
+    let Some(program) = installed.compile_cplusplus(&source, &[]) else { return };
+    MECHANISMS.iter().for_each(|mechanism| installed.check(&program, mechanism, ""));
+    // The sanitizer for addresses also finds what is never freed.
+    let Some(program) = installed.compile_cplusplus(&source, &SANITIZERS) else { return };
+    installed.check(&program, "auto", "");
+}
+
+const CMAKE_PROJECT: &str = "\
+cmake_minimum_required(VERSION 3.16)
+project(ledger CXX)
+find_package(pagemark VERSION REQUIRED CONFIG)
+foreach(kind pagemark static)
+  add_executable(with_${kind} SOURCE)
+  target_compile_features(with_${kind} PRIVATE cxx_std_20)
+  target_link_libraries(with_${kind} PRIVATE pagemark::${kind})
+endforeach()
+";
+
+#[test]
+fn cmake_finds_the_library() {
+    let Some(installed) = Installed::new() else { return };
+    if !is_there("cmake") || !is_there("c++") {
+        return;
+    }
+    let configure = |version: &str, name: &str| {
+        let source = workspace_path("examples/cpp/ledger.cpp").canonicalize().unwrap();
+        let project = CMAKE_PROJECT.replace("VERSION REQUIRED", &format!("{version} REQUIRED"));
+        let directory = installed.path(name);
+        std::fs::create_dir(&directory).unwrap();
+        std::fs::write(directory.join("CMakeLists.txt"), project.replace("SOURCE", source.to_str().unwrap())).unwrap();
+        let mut cmake = Command::new("cmake");
+        cmake.arg("-DCMAKE_PREFIX_PATH=".to_owned() + installed.prefix.path().to_str().unwrap());
+        cmake.arg("-S").arg(&directory).arg("-B").arg(directory.join("build"));
+        (cmake.output().unwrap(), directory.join("build"))
+    };
+    let (configured, build) = configure("0.1", "project");
+    assert!(configured.status.success(), "{configured:#?}");
+    run(Command::new("cmake").arg("--build").arg(&build));
+    for kind in ["pagemark", "static"] {
+        installed.check(&build.join(format!("with_{kind}")), "auto", LEDGER);
+    }
+    let (refused, _) = configure("0.2", "too-new");
+    assert!(!refused.status.success() && String::from_utf8_lossy(&refused.stderr).contains("0.1.0"), "{refused:#?}");
 }
 
 #[test]

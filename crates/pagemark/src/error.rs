@@ -176,7 +176,7 @@ pub enum ErrorKind {
     /// The memory of a region was mapped anew, or its protection was changed. The writes since then
     /// are unknown.
     Remapped,
-    /// The memory to adopt does not consist of whole pages.
+    /// The memory to adopt does not consist of whole pages, or a view begins within a number.
     Unaligned,
     /// The memory to adopt overlaps a region.
     Overlaps,

@@ -41,9 +41,11 @@ mod error;
 mod portable;
 mod saved;
 mod target;
+mod view;
 
 pub use changes::{Change, Changes};
 pub use target::{CapturedRegions, FrozenRegions, RegionTarget};
+pub use view::View;
 
 use base::Base;
 use claim::Claim;

@@ -43,6 +43,11 @@ impl Error {
         Error::because(ErrorKind::Unaligned, reason)
     }
 
+    pub(super) fn unaligned_view(offset: usize, size: usize) -> Error {
+        let reason = format!("a view of numbers of {size} bytes begins at a multiple of that, which {offset} is not");
+        Error::because(ErrorKind::Unaligned, reason)
+    }
+
     pub(super) fn overlaps(range: Range, other: &Range) -> Error {
         let reason = format!("overlaps a region at {other:#x?}; a page belongs to one region at most");
         Error::about(ErrorKind::Overlaps, Object::Range(range), reason)

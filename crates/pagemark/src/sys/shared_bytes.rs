@@ -4,7 +4,7 @@ use std::cell::Cell;
 use std::marker::PhantomData;
 use std::ops::Range;
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicU8, AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering::Relaxed};
 
 /// Bytes of a word, the unit of atomic accesses.
 const WORD: usize = 8;
@@ -19,8 +19,8 @@ const PREFETCHED_BYTES: usize = 4 * LINE;
 /// Memory of this process that other threads or the kernel may write while it is read or written.
 ///
 /// Accesses are relaxed atomic accesses of words. A read of memory that is written meanwhile
-/// returns the old or the new content of each aligned word of 8 bytes; the order of different words
-/// is unspecified.
+/// returns the old or the new content of each aligned word of 8 bytes, and of an aligned number of
+/// 1, 2, 4 or 8 bytes that is read alone; the order of different words is unspecified.
 ///
 /// ```
 /// use pagemark::snapshot::SharedBytes;
@@ -69,7 +69,18 @@ impl<'a> SharedBytes<'a> {
     ///
     /// # Panics
     /// If the range read exceeds the memory.
+    #[inline]
     pub fn read(&self, offset: usize, to: &mut [u8]) {
+        match self.number(offset, to.len()) {
+            Some(Number::One(number)) => to.copy_from_slice(&[number.load(Relaxed)]),
+            Some(Number::Two(number)) => to.copy_from_slice(&number.load(Relaxed).to_ne_bytes()),
+            Some(Number::Four(number)) => to.copy_from_slice(&number.load(Relaxed).to_ne_bytes()),
+            Some(Number::Eight(number)) => to.copy_from_slice(&number.load(Relaxed).to_ne_bytes()),
+            None => self.read_pieces(offset, to),
+        }
+    }
+
+    fn read_pieces(&self, offset: usize, to: &mut [u8]) {
         let pieces = self.pieces(offset..offset + to.len());
         let (head, rest) = to.split_at_mut(pieces.head.len());
         let (words, tail) = rest.split_at_mut(WORD * pieces.words.len());
@@ -92,7 +103,20 @@ impl<'a> SharedBytes<'a> {
     ///
     /// # Panics
     /// If the range written exceeds the memory.
+    #[inline]
     pub fn write(&self, offset: usize, from: &[u8]) {
+        match (self.number(offset, from.len()), from) {
+            (Some(Number::One(number)), &[byte]) => number.store(byte, Relaxed),
+            (Some(Number::Two(number)), &[a, b]) => number.store(u16::from_ne_bytes([a, b]), Relaxed),
+            (Some(Number::Four(number)), &[a, b, c, d]) => number.store(u32::from_ne_bytes([a, b, c, d]), Relaxed),
+            (Some(Number::Eight(number)), &[a, b, c, d, e, f, g, h]) => {
+                number.store(u64::from_ne_bytes([a, b, c, d, e, f, g, h]), Relaxed);
+            }
+            _ => self.write_pieces(offset, from),
+        }
+    }
+
+    fn write_pieces(&self, offset: usize, from: &[u8]) {
         let pieces = self.pieces(offset..offset + from.len());
         let (head, rest) = from.split_at(pieces.head.len());
         let (words, tail) = rest.split_at(WORD * pieces.words.len());
@@ -155,6 +179,28 @@ impl<'a> SharedBytes<'a> {
         }
     }
 
+    /// The aligned number of this size at the offset, to be accessed as a whole; None for other
+    /// sizes, without alignment, and beyond the memory.
+    #[inline]
+    fn number(&self, offset: usize, size: usize) -> Option<Number<'a>> {
+        let is_within = offset.checked_add(size).is_some_and(|end| end <= self.bytes);
+        let address = self.base.as_ptr().wrapping_add(offset);
+        if !is_within || !address.addr().is_multiple_of(size) {
+            return None;
+        }
+        // SAFETY: the number lies within the memory, which is mapped for `'a`, is aligned, and
+        // other code accesses it only in ways that may race with atomic accesses.
+        unsafe {
+            match size {
+                1 => Some(Number::One(AtomicU8::from_ptr(address))),
+                2 => Some(Number::Two(AtomicU16::from_ptr(address.cast()))),
+                4 => Some(Number::Four(AtomicU32::from_ptr(address.cast()))),
+                8 => Some(Number::Eight(AtomicU64::from_ptr(address.cast()))),
+                _ => None,
+            }
+        }
+    }
+
     /// Splits a range into the bytes before the first aligned word, the aligned words, and the
     /// bytes after them.
     fn pieces(&self, range: Range<usize>) -> Pieces<'a> {
@@ -194,6 +240,14 @@ fn prefetch_lines(start: *const u8, bytes: usize) {
     }
 }
 
+/// A number that is accessed by one instruction.
+enum Number<'a> {
+    One(&'a AtomicU8),
+    Two(&'a AtomicU16),
+    Four(&'a AtomicU32),
+    Eight(&'a AtomicU64),
+}
+
 struct Pieces<'a> {
     head: &'a [AtomicU8],
     words: &'a [AtomicU64],
@@ -216,7 +270,7 @@ mod tests {
     fn every_offset_and_length_is_read_written_and_compared_exactly() {
         let mut memory: Vec<u8> = (0..200).map(|index| index as u8 + 1).collect();
         let original = memory.clone();
-        let lengths = [0, 1, 7, 8, 9, 63, 64, 65, 130];
+        let lengths = [0, 1, 2, 4, 7, 8, 9, 63, 64, 65, 130];
         for (offset, bytes) in (0..17).flat_map(|offset| lengths.map(|bytes| (offset, bytes))) {
             let shared = SharedBytes::of(&mut memory);
             let mut read = vec![0; bytes];

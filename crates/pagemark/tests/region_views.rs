@@ -1,0 +1,80 @@
+//! Regions as arrays of numbers.
+
+use pagemark::region::{Region, View, Writable};
+use pagemark::{ErrorKind, PAGE_SIZE};
+
+#[test]
+fn numbers_of_every_size_are_written_and_read_everywhere() {
+    let region = Region::new(PAGE_SIZE).unwrap();
+    macro_rules! check {
+        ($($number:ty),*) => {$(
+            let view = region.view_all::<$number>().unwrap();
+            assert_eq!(view.len(), PAGE_SIZE / size_of::<$number>());
+            for index in 0..view.len() {
+                view.set(index, index as $number);
+            }
+            assert!(view.iter().enumerate().all(|(index, value)| value == index as $number));
+            let mut bytes = [0; size_of::<$number>()];
+            region.read(3 * bytes.len(), &mut bytes).unwrap();
+            assert_eq!(bytes, (3 as $number).to_ne_bytes());
+        )*};
+    }
+    check!(u8, u16, u32, u64, u128, usize, i8, i16, i32, i64, i128, isize, f32, f64);
+}
+
+#[test]
+fn writes_through_a_view_are_tracked() {
+    let region = Region::new(8 * PAGE_SIZE).unwrap();
+    let view = region.view::<u32>(PAGE_SIZE, 100).unwrap();
+    region.begin().unwrap();
+    view.set(5, 7);
+    assert!(region.commit().unwrap().contains((PAGE_SIZE + 20).into()));
+    let snapshot = region.snapshot().unwrap();
+    view.set(5, 8);
+    region.restore(&snapshot).unwrap();
+    assert_eq!(view.get(5), 7);
+}
+
+#[test]
+fn a_view_lies_within_the_region_and_begins_at_a_number() {
+    let region = Region::new(PAGE_SIZE).unwrap();
+    let kind = |view: Result<View<'_, u64>, pagemark::Error>| view.unwrap_err().kind();
+    assert_eq!(kind(region.view(0, PAGE_SIZE / 8 + 1)), ErrorKind::OutOfRange);
+    assert_eq!(kind(region.view(8, PAGE_SIZE / 8)), ErrorKind::OutOfRange);
+    assert_eq!(kind(region.view(0, usize::MAX)), ErrorKind::OutOfRange);
+    assert_eq!(kind(region.view(usize::MAX - 7, 1)), ErrorKind::OutOfRange);
+    assert_eq!(kind(region.view(4, 1)), ErrorKind::Unaligned);
+    assert!(region.view::<u64>(PAGE_SIZE, 0).unwrap().is_empty());
+}
+
+#[test]
+#[should_panic(expected = "the index is 3 and the view has 3 numbers")]
+fn an_index_beyond_the_end_is_refused() {
+    Region::new(PAGE_SIZE).unwrap().view::<u8>(0, 3).unwrap().set(3, 0);
+}
+
+/// A number is one access: a reader never sees half of a write.
+#[test]
+fn threads_read_whole_numbers() {
+    let region = Region::new(PAGE_SIZE).unwrap();
+    let (view, small) = (region.view::<u64>(0, 1).unwrap(), region.view::<u32>(8, 1).unwrap());
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            for number in 0..20_000u32 {
+                view.set(0, u64::from(number % 2).wrapping_neg());
+                small.set(0, (number % 2).wrapping_neg());
+            }
+        });
+        for _ in 0..20_000 {
+            assert!([0, u64::MAX].contains(&view.get(0)) && [0, u32::MAX].contains(&small.get(0)));
+        }
+    });
+}
+
+/// Guards and views may be held across an `await`, where another thread can continue.
+#[test]
+fn guards_and_views_go_to_other_threads() {
+    fn is_send_and_sync<T: Send + Sync>() {}
+    is_send_and_sync::<Writable<'_>>();
+    is_send_and_sync::<View<'_, f64>>();
+}
