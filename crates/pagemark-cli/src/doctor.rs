@@ -169,7 +169,7 @@ fn kernel() -> String {
 }
 
 fn criu() -> Finding {
-    match Criu::find() {
+    match Criu::find_anew() {
         Ok(criu) => Finding { works: true, text: format!("{} at {}", criu.version(), criu.path().display()) },
         Err(error) => Finding { works: false, text: error.to_string() },
     }

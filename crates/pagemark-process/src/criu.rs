@@ -6,6 +6,7 @@
 
 pub(crate) mod descriptors;
 pub mod dump;
+mod examined;
 mod guard;
 pub mod images;
 mod notify;
@@ -25,6 +26,7 @@ use nix::unistd::{User, geteuid};
 use pagemark::sys::proc::Status;
 
 use crate::error::{Error, ErrorKind, Object};
+use examined::Conditions;
 
 pub use dump::{Dump, DumpOptions, ProcessImage, SavedState, Timings};
 
@@ -74,14 +76,28 @@ const GET_CRIU: &str = "install CRIU 4.2 or later from Debian's unstable (`make 
                         alone work without it";
 
 impl Criu {
-    /// Looks for CRIU, and checks its version and that it works with this kernel. Takes about 50
-    /// ms; keep the result.
+    /// Looks for CRIU, and checks its version and that it works with this kernel. That takes 90 ms
+    /// or more the first time after boot; the result is kept in `/run/pagemark`, for other users
+    /// than root in `$XDG_RUNTIME_DIR/pagemark`, as long as the program, the kernel and the rights
+    /// of this process are the same.
     ///
     /// # Errors
-    /// [`ErrorKind::NoCriu`], [`ErrorKind::NoCriu`], [`ErrorKind::NoCriu`].
+    /// [`ErrorKind::NoCriu`].
     pub fn find() -> Result<Criu, Error> {
+        Criu::find_by(&Criu::at)
+    }
+
+    /// As [`Criu::find`], but examines CRIU even if a result is kept.
+    ///
+    /// # Errors
+    /// [`ErrorKind::NoCriu`].
+    pub fn find_anew() -> Result<Criu, Error> {
+        Criu::find_by(&Criu::examine)
+    }
+
+    fn find_by(at: &dyn Fn(&Path) -> Result<Criu, Error>) -> Result<Criu, Error> {
         if let Some(path) = std::env::var_os("PAGEMARK_CRIU").filter(|path| !path.is_empty()) {
-            return Criu::at(Path::new(&path));
+            return at(Path::new(&path));
         }
         // An old CRIU in PATH does not hide a newer one in the cache, but its error is the more useful one.
         let in_path = std::env::split_paths(&std::env::var_os("PATH").unwrap_or_default())
@@ -89,10 +105,10 @@ impl Criu {
             .find(|path| is_executable(path));
         let caches = cache_directories().map(|directory| directory.join("pagemark/criu/criu"));
         let cache = caches.iter().find(|path| is_executable(path)).unwrap_or(&caches[0]).clone();
-        match in_path.map(|path| Criu::at(&path)) {
-            Some(Err(_)) if is_executable(&cache) => Criu::at(&cache),
+        match in_path.map(|path| at(&path)) {
+            Some(Err(_)) if is_executable(&cache) => at(&cache),
             Some(result) => result,
-            None if is_executable(&cache) => Criu::at(&cache),
+            None if is_executable(&cache) => at(&cache),
             None => {
                 let reason = format!("CRIU was not found in $PAGEMARK_CRIU, in PATH or in {}", cache.display());
                 Err(Error::about(ErrorKind::NoCriu, Object::None, reason).help(GET_CRIU))
@@ -100,11 +116,33 @@ impl Criu {
         }
     }
 
-    /// Checks a given CRIU.
+    /// Checks a given CRIU, as [`Criu::find`] does.
     ///
     /// # Errors
-    /// [`ErrorKind::NoCriu`], [`ErrorKind::NoCriu`].
+    /// [`ErrorKind::NoCriu`].
     pub fn at(path: &Path) -> Result<Criu, Error> {
+        Criu::at_keeping(path, examined::directory().as_deref())
+    }
+
+    /// Checks a given CRIU, unless `directory` has the result of an examination.
+    fn at_keeping(path: &Path, directory: Option<&Path>) -> Result<Criu, Error> {
+        let (Some(directory), Ok(conditions)) = (directory, Conditions::now(path)) else {
+            return Criu::examine(path);
+        };
+        if let Some(version) = examined::version(directory, &conditions)
+            && parse_version(&version).is_some_and(|numbers| numbers >= OLDEST_VERSION)
+            && is_executable(path)
+        {
+            return Ok(Criu { path: path.into(), version });
+        }
+        let criu = Criu::examine(path)?;
+        // Where the result cannot be kept, CRIU is examined again the next time.
+        let _ = examined::keep(directory, conditions, criu.version());
+        Ok(criu)
+    }
+
+    /// Starts CRIU, for its version and for what it needs of this kernel.
+    fn examine(path: &Path) -> Result<Criu, Error> {
         let unusable = |reason: String| {
             Error::about(ErrorKind::NoCriu, Object::File(path.into()), "does not work here")
                 .caused_by(reason)
