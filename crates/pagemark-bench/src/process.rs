@@ -1,6 +1,6 @@
-//! `pagemark-bench process`: downtime, throughput of the target, written bytes and Pagemark's own
-//! memory, for a process that dirties a share of its pages between checkpoints, beside CRIU's full
-//! dump of the same process. It reproduces no experiment of the papers.
+//! `pagemark-bench process`: downtime, processor time, throughput of the target, written bytes and
+//! Pagemark's own memory, for a process that dirties a share of its pages between checkpoints,
+//! beside CRIU's full dump of the same process. It reproduces no experiment of the papers.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -19,7 +19,7 @@ use pagemark_report::table::Table;
 
 use crate::criu_dump::{FullDump, full_dump};
 use crate::trackee::{Trackee, idle};
-use crate::usage::own_memory_bytes;
+use crate::usage::{own_memory_bytes, processor_time};
 use crate::workload::Workload;
 use crate::{BenchError, print_json};
 
@@ -100,6 +100,8 @@ struct Row {
     downtime_us: Samples,
     memory_downtime_us: Samples,
     state_downtime_us: Samples,
+    /// Processor time of a checkpoint: of Pagemark, of CRIU, and of the programs that CRIU starts.
+    processor_us: Samples,
     written_bytes: Samples,
     /// Throughput of the target while it is checkpointed, divided by that without Pagemark.
     throughput_ratio: Samples,
@@ -173,6 +175,7 @@ fn measure(options: &Options, trackee: &Trackee, percent: f64, mechanism: Mechan
         downtime_us: Samples::default(),
         memory_downtime_us: Samples::default(),
         state_downtime_us: Samples::default(),
+        processor_us: Samples::default(),
         written_bytes: Samples::default(),
         throughput_ratio: Samples::default(),
         own_memory_bytes: 0,
@@ -199,8 +202,9 @@ fn measure(options: &Options, trackee: &Trackee, percent: f64, mechanism: Mechan
     let mut tracked = Samples::default();
     for _ in 0..options.checkpoints {
         let rate = trackee.updates_per_second(|| {
-            let begin = Instant::now();
+            let (begin, used) = (Instant::now(), processor_time()?);
             let taken = job.checkpoint().map_err(BenchError::pagemark)?;
+            row.processor_us.push((processor_time()? - used).as_micros() as f64);
             let cost = taken.cost;
             row.dirty_pages.push(cost.dirty_pages as f64);
             row.frozen_pages.push(cost.frozen_pages as f64);
@@ -250,6 +254,7 @@ fn table(options: &Options, rows: &[Row]) -> String {
         ">p99",
         ">memory",
         ">state",
+        ">processor",
         ">CRIU full",
         ">ratio",
         ">written",
@@ -272,6 +277,7 @@ fn table(options: &Options, rows: &[Row]) -> String {
             ms(row.downtime_us.p99()),
             ms(row.memory_downtime_us.median()),
             ms(row.state_downtime_us.median()),
+            ms(row.processor_us.median()),
             format!("{:.0} ms", peer_us / 1e3),
             format!("{:.3}x", downtime_us / peer_us),
             format!("{:.1} MB", row.written_bytes.median() / 1e6),
@@ -282,7 +288,8 @@ fn table(options: &Options, rows: &[Row]) -> String {
         ]);
     }
     out += &table.to_string();
-    out += "pages: copied a checkpoint, all rounds; frozen: those copied while frozen; ratio: downtime to CRIU's full dump's; \
+    out += "pages: copied a checkpoint, all rounds; frozen: those copied while frozen; processor: time of Pagemark, \
+            CRIU and what it starts; ratio: downtime to CRIU's full dump's; \
             target: its throughput to that without Pagemark; target mem, after: proportional set size of the target and its \
             children without Pagemark, and after the checkpoints\n";
     out

@@ -49,8 +49,19 @@ fn thread_faults() -> Result<f64, BenchError> {
 
 /// Processor time of this process in user mode and in the kernel.
 pub(crate) fn process_cpu_time() -> Result<[Duration; 2], BenchError> {
-    let usage = getrusage(UsageWho::RUSAGE_SELF)
-        .map_err(|error| BenchError::on("read the processor time of this process")(error.into()))?;
+    cpu_time(UsageWho::RUSAGE_SELF)
+}
+
+/// Processor time of this process, and of those of its children and their descendants that have
+/// ended and were waited for.
+pub(crate) fn processor_time() -> Result<Duration, BenchError> {
+    let times = [cpu_time(UsageWho::RUSAGE_SELF)?, cpu_time(UsageWho::RUSAGE_CHILDREN)?];
+    Ok(times.iter().flatten().sum())
+}
+
+fn cpu_time(who: UsageWho) -> Result<[Duration; 2], BenchError> {
+    let usage =
+        getrusage(who).map_err(|error| BenchError::on("read the processor time of this process")(error.into()))?;
     let duration = |time: TimeVal| Duration::new(time.tv_sec() as u64, time.tv_usec() as u32 * 1000);
     Ok([usage.user_time(), usage.system_time()].map(duration))
 }
@@ -80,6 +91,16 @@ mod tests {
         let used = before.elapsed().unwrap();
         assert_eq!(used.faults, 63.0);
         assert!(used.cpu_ns > 0.0);
+    }
+
+    #[test]
+    fn the_processor_time_of_a_child_counts_once_it_has_ended() {
+        let _alone = crate::ldt::alone();
+        let before = processor_time().unwrap();
+        // It counts up to a number, whatever time that takes.
+        let count = "i=0; while [ $i -lt 20000 ]; do i=$((i+1)); done; cat /proc/self/stat > /dev/null";
+        assert!(std::process::Command::new("sh").args(["-c", count]).status().unwrap().success());
+        assert!(processor_time().unwrap() > before);
     }
 
     #[test]
