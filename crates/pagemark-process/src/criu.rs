@@ -9,6 +9,7 @@ pub mod dump;
 mod examined;
 mod guard;
 pub mod images;
+mod kernel_data;
 mod notify;
 pub(crate) mod regular_files;
 pub mod stdio;
@@ -27,6 +28,7 @@ use pagemark::sys::proc::Status;
 
 use crate::error::{Error, ErrorKind, Object};
 use examined::Conditions;
+use kernel_data::KernelData;
 
 pub use dump::{Dump, DumpOptions, ProcessImage, SavedState, Timings};
 
@@ -44,6 +46,7 @@ const SHOWN_LINES: usize = 4;
 pub struct Criu {
     path: PathBuf,
     version: String,
+    kernel_data: KernelData,
 }
 
 impl Error {
@@ -133,12 +136,16 @@ impl Criu {
             && parse_version(&version).is_some_and(|numbers| numbers >= OLDEST_VERSION)
             && is_executable(path)
         {
-            return Ok(Criu { path: path.into(), version });
+            return Ok(Criu::new(path, &version));
         }
         let criu = Criu::examine(path)?;
         // Where the result cannot be kept, CRIU is examined again the next time.
         let _ = examined::keep(directory, conditions, criu.version());
         Ok(criu)
+    }
+
+    fn new(path: &Path, version: &str) -> Criu {
+        Criu { path: path.into(), version: version.into(), kernel_data: KernelData::default() }
     }
 
     /// Starts CRIU, for its version and for what it needs of this kernel.
@@ -172,7 +179,7 @@ impl Criu {
             let text = [check.stdout, check.stderr].concat();
             return Err(unusable(last_errors(&String::from_utf8_lossy(&text))));
         }
-        Ok(Criu { path: path.into(), version: version.into() })
+        Ok(Criu::new(path, version))
     }
 
     /// The command.

@@ -52,6 +52,13 @@ const BUFFER_BYTES: usize = 128 << 20;
 /// The most that a pre-copy round copies at once: what fits into one buffer.
 const PART: ByteCount = ByteCount::new(BUFFER_BYTES as u64);
 
+/// A round that finds at most this many pages is followed by a pause: copying so many pages in the
+/// freeze takes less time than another round, which walks the page tables.
+const QUIET_PAGES: u64 = 64;
+
+/// Calls without a round in the first pause of a freeze; each further pause is twice as long.
+const FIRST_PAUSE: u32 = 3;
+
 /// Bytes of the first buffer that are kept from one checkpoint to the next; the rest is lent to the
 /// kernel.
 const KEPT_BYTES: usize = 2 << 20;
@@ -90,6 +97,39 @@ impl Space {
         let pending = std::mem::take(&mut self.pending).into_whole_pages();
         self.uncommitted.extend(&pending);
         pending
+    }
+}
+
+/// When a round is worth its cost while a target is being frozen.
+struct Pauses {
+    /// Calls that are still left out.
+    calls_left: u32,
+    /// Length of the next pause, calls.
+    next_calls: u32,
+}
+
+impl Pauses {
+    /// After a round that found this many pages.
+    fn after(found_pages: u64) -> Pauses {
+        let mut pauses = Pauses { calls_left: 0, next_calls: FIRST_PAUSE };
+        pauses.round_found(found_pages);
+        pauses
+    }
+
+    /// True if this call is left out.
+    fn leaves_out_call(&mut self) -> bool {
+        let is_pause = self.calls_left > 0;
+        self.calls_left = self.calls_left.saturating_sub(1);
+        is_pause
+    }
+
+    fn round_found(&mut self, found_pages: u64) {
+        if found_pages <= QUIET_PAGES {
+            self.calls_left = self.next_calls;
+            self.next_calls = self.next_calls.saturating_mul(2);
+        } else {
+            self.next_calls = FIRST_PAUSE;
+        }
     }
 }
 
@@ -159,9 +199,10 @@ impl Checkpointer {
         self.flight.peak_bytes = 0;
         target.precopy(store)?;
         let mut rounds = 0;
+        let mut found_pages = 0;
         if let Strategy::PreCopy { max_rounds, enough_pages } = strategy {
             loop {
-                let found_pages = self.precopy_round(target, store)?;
+                found_pages = self.precopy_round(target, store)?;
                 rounds += 1;
                 if found_pages <= enough_pages || rounds >= max_rounds {
                     break;
@@ -169,10 +210,12 @@ impl Checkpointer {
             }
         }
         self.flight.prepare();
+        let mut pauses = Pauses::after(found_pages);
         let frozen = target.freeze(&mut |memory| {
             // The target may be frozen at any moment now, so nothing is stored to make room.
-            if strategy != Strategy::StopAndCopy && self.flight.total_bytes < self.flight.limit_bytes {
-                self.copy_dirty(memory)?;
+            let has_room = self.flight.total_bytes < self.flight.limit_bytes;
+            if strategy != Strategy::StopAndCopy && has_room && !pauses.leaves_out_call() {
+                pauses.round_found(self.copy_dirty(memory)?);
                 rounds += 1;
             }
             Ok(())
@@ -502,6 +545,27 @@ mod tests {
                 checkpointer.committed();
             }
         }
+    }
+
+    #[test]
+    fn rounds_go_on_only_while_they_find_pages() {
+        // The calls in which a round is done, where a round finds the pages of a script.
+        let rounds = |found_before: u64, found: &[u64], calls: u32| {
+            let mut found = found.iter().copied();
+            let mut pauses = Pauses::after(found_before);
+            let is_round = |_: &u32| {
+                let is_round = !pauses.leaves_out_call();
+                if is_round {
+                    pauses.round_found(found.next().unwrap_or(0));
+                }
+                is_round
+            };
+            (1..=calls).filter(is_round).collect::<Vec<_>>()
+        };
+        assert_eq!(rounds(1000, &[1000; 9], 5), [1, 2, 3, 4, 5]);
+        assert_eq!(rounds(2, &[2, 2, 2], 25), [4, 11, 24]);
+        // The target begins to write.
+        assert_eq!(rounds(2, &[1000, 1000, 2, 1000], 11), [4, 5, 6, 10, 11]);
     }
 
     /// A target with one space of four pages, whose tracker reports 16 bytes across the border of

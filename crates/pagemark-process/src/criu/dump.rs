@@ -32,9 +32,10 @@ use pagemark::{PAGE_SIZE, RangeSet};
 use super::guard::Guard;
 use super::images::schema::PstreeEntry;
 use super::images::{PageRun, Pagemap, read_all};
+use super::notify::Submitted;
 use super::stdio::{self, Outside};
 use super::withhold::Withholding;
-use super::{CAP_SYS_RESOURCE, Criu, errors_in_log, has_capability, images};
+use super::{CAP_SYS_RESOURCE, Criu, errors_in_log, has_capability, images, kernel_data};
 use crate::cgroups::{self, Cgroups, Memberships};
 use crate::error::Error;
 use crate::files::encode_path;
@@ -229,19 +230,20 @@ impl Dump {
         // Without PAGEMAP_SCAN, CRIU reads pagemap itself. A filtered process may not suspend the filters of
         // another, which CRIU has to if the tree has any.
         let withhold = (pagemap::SCAN.is_there() || with_limits) && !tree.iter().any(|pid| has_seccomp(*pid));
+        let submitted = Submitted { limits: with_limits, files: kernel_data::is_needed() };
         // SAFETY: only system calls are made between fork and exec, which is allowed in a child of a
         // process with threads.
         unsafe {
             command.pre_exec(move || {
                 stdio::begin_session_with(&inherited)?;
                 outlive_requests_to_end()?;
-                if withhold { super::notify::submit(sender_number, with_limits) } else { Ok(()) }
+                if withhold { super::notify::submit(sender_number, submitted) } else { Ok(()) }
             });
         }
         let child = command.spawn().map_err(io(&format!("start {}", criu.path().display())))?;
         let guard = Guard::start(child.id() as i32, pid, &tree).map_err(io("start a guard"))?;
         let watch = Watch::start(pid, child.id() as i32).map_err(io("start a thread"))?;
-        let withholding = withhold.then(|| Withholding::start(&receiver, tree));
+        let withholding = withhold.then(|| Withholding::start(&receiver, tree, criu.kernel_data.clone()));
         let withholding = withholding.transpose().map_err(io("answer system calls"))?.flatten();
         Ok(Dump {
             pid,

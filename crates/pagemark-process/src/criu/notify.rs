@@ -2,7 +2,7 @@
 //! notification.
 
 use std::io;
-use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
 
 use super::descriptors::{receive_descriptor, send_descriptor};
@@ -39,18 +39,35 @@ pub(super) enum Answer {
     Continue,
     /// The call returns this value; the kernel does nothing else.
     Return(i64),
+    /// It has been given by [`Listener::answer_by_descriptor`].
+    Given,
 }
+
+/// The calls that [`submit`] hands over besides `ioctl(PAGEMAP_SCAN)`.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Submitted {
+    /// Each `prlimit` that queries another process.
+    pub limits: bool,
+    /// Each `openat` of a path, not relative to a directory's descriptor, with the flags
+    /// [`READING`] or [`CREATING`] and no others, and each `rename`.
+    pub files: bool,
+}
+
+/// Flags by which a file is opened for reading.
+pub(super) const READING: u32 = libc::O_RDONLY as u32;
+/// Flags by which a file is created that must not exist.
+pub(super) const CREATING: u32 = (libc::O_WRONLY | libc::O_CREAT | libc::O_EXCL) as u32;
 
 /// Receives the calls of a program.
 #[derive(Debug)]
 pub(super) struct Listener(OwnedFd);
 
-/// Between fork and exec: from now on each `ioctl(PAGEMAP_SCAN)` of this process, and with
-/// `with_limits` each `prlimit` that queries another process, waits for an answer through the
-/// descriptor that is sent to `socket`. When no process has that descriptor open any more, the
-/// calls fail. Where somebody listens to calls of this process already, or the kernel has no
-/// listeners, nothing is sent, and the kernel carries all calls out. Makes only system calls.
-pub(super) fn submit(socket: RawFd, with_limits: bool) -> io::Result<()> {
+/// Between fork and exec: from now on each `ioctl(PAGEMAP_SCAN)` of this process, and what
+/// `submitted` has, waits for an answer through the descriptor that is sent to `socket`. When no
+/// process has that descriptor open any more, the calls fail. Where somebody listens to calls of
+/// this process already, or the kernel has no listeners, nothing is sent, and the kernel carries
+/// all calls out. Makes only system calls.
+pub(super) fn submit(socket: RawFd, submitted: Submitted) -> io::Result<()> {
     let statement = |code: u32, k: u32| libc::sock_filter { code: code as u16, jt: 0, jf: 0, k };
     let jump = |k: u32, jt: u8, jf: u8| libc::sock_filter {
         code: (libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K) as u16,
@@ -61,24 +78,34 @@ pub(super) fn submit(socket: RawFd, with_limits: bool) -> io::Result<()> {
     let load = libc::BPF_LD | libc::BPF_W | libc::BPF_ABS;
     let answer = libc::BPF_RET | libc::BPF_K;
     // No system call has the other number.
-    let prlimit = if with_limits { libc::SYS_prlimit64 as u32 } else { u32::MAX };
+    let number = |number: i64, is_submitted: bool| if is_submitted { number as u32 } else { u32::MAX };
+    let (prlimit, openat) = (number(libc::SYS_prlimit64, submitted.limits), number(libc::SYS_openat, submitted.files));
+    let rename = number(libc::SYS_rename, submitted.files);
     // The numbers behind jumps count the statements that are left out.
     let mut filter = [
         statement(load, ARCHITECTURE),
-        jump(AUDIT_ARCH_X86_64, 0, 12),
+        jump(AUDIT_ARCH_X86_64, 0, 19),
         statement(load, NUMBER),
-        jump(prlimit, 3, 0),
-        jump(libc::SYS_ioctl as u32, 0, 9),
+        jump(prlimit, 5, 0),
+        jump(openat, 10, 0),
+        jump(rename, 14, 0),
+        jump(libc::SYS_ioctl as u32, 0, 14),
         statement(load, argument(1)),
-        jump(PAGEMAP_SCAN, 6, 7),
-        // The process 0 is the caller.
+        jump(PAGEMAP_SCAN, 11, 12),
+        // `prlimit`: the process 0 is the caller.
         statement(load, argument(0)),
-        jump(0, 5, 0),
+        jump(0, 10, 0),
         // The new limit; without an address the call is a query.
         statement(load, argument(2)),
-        jump(0, 0, 3),
+        jump(0, 0, 8),
         statement(load, argument(2) + 4),
-        jump(0, 0, 1),
+        jump(0, 5, 6),
+        // `openat`
+        statement(load, argument(0)),
+        jump(libc::AT_FDCWD as u32, 0, 4),
+        statement(load, argument(2)),
+        jump(READING, 1, 0),
+        jump(CREATING, 0, 1),
         statement(answer, libc::SECCOMP_RET_USER_NOTIF),
         statement(answer, libc::SECCOMP_RET_ALLOW),
     ];
@@ -140,11 +167,24 @@ impl Listener {
         unsafe { libc::ioctl(self.0.as_raw_fd(), IS_VALID, &raw const call.id) == 0 }
     }
 
+    /// Answers a call by a copy of a descriptor of this process.
+    ///
+    /// # Errors
+    /// The call does not wait any more, or the kernel is older than Linux 5.14.
+    pub fn answer_by_descriptor(&self, call: &Call, descriptor: BorrowedFd<'_>) -> io::Result<()> {
+        let source = descriptor.as_raw_fd().cast_unsigned();
+        let answer = AddedDescriptor { id: call.id, flags: ADD_AND_ANSWER, source, number: 0, flags_there: 0 };
+        // SAFETY: the kernel reads one structure.
+        let result = unsafe { libc::ioctl(self.0.as_raw_fd(), ADD_DESCRIPTOR, &raw const answer) };
+        if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+    }
+
     /// Answers a call. Succeeds also if the call does not wait any more.
     pub fn answer(&self, call: &Call, answer: Answer) -> io::Result<()> {
         let (val, flags) = match answer {
             Answer::Continue => (0, libc::SECCOMP_USER_NOTIF_FLAG_CONTINUE as u32),
             Answer::Return(value) => (value, 0),
+            Answer::Given => return Ok(()),
         };
         let response = libc::seccomp_notif_resp { id: call.id, val, error: 0, flags };
         // SAFETY: the kernel reads one response.
@@ -160,5 +200,20 @@ impl Listener {
 const RECEIVE: libc::c_ulong = 0xc050_2100;
 /// `SECCOMP_IOCTL_NOTIF_SEND`: `_IOWR('!', 1, struct seccomp_notif_resp)`.
 const SEND: libc::c_ulong = 0xc018_2101;
+/// `struct seccomp_notif_addfd`
+#[repr(C)]
+struct AddedDescriptor {
+    id: u64,
+    flags: u32,
+    source: u32,
+    /// Not used without a flag: the kernel chooses the number.
+    number: u32,
+    flags_there: u32,
+}
+
+/// `SECCOMP_ADDFD_FLAG_SEND`: the number of the new descriptor is the result of the call.
+const ADD_AND_ANSWER: u32 = 1 << 1;
+/// `SECCOMP_IOCTL_NOTIF_ADDFD`: `_IOW('!', 3, struct seccomp_notif_addfd)`.
+const ADD_DESCRIPTOR: libc::c_ulong = 0x4018_2103;
 /// `SECCOMP_IOCTL_NOTIF_ID_VALID`: `_IOW('!', 2, __u64)`.
 const IS_VALID: libc::c_ulong = 0x4008_2102;

@@ -9,12 +9,15 @@
 //! if CRIU had left them out by itself.
 //!
 //! The same filter hands over CRIU's queries of resource limits, which the kernel refuses without
-//! CAP_SYS_RESOURCE for processes of other users.
+//! CAP_SYS_RESOURCE for processes of other users, and the calls by which CRIU keeps what it found
+//! out about the kernel ([`KernelData`]).
 //!
 //! If Pagemark is killed, the calls fail, and CRIU cancels the dump as after any error.
 
 use std::collections::HashMap;
+use std::fs::File;
 use std::io;
+use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 
@@ -25,7 +28,8 @@ use pagemark::sys::pagemap::{Filter, Pagemap};
 use pagemark::sys::proc::{Limits, Mapping, descriptors, maps};
 use pagemark::{Address, Range, RangeSet};
 
-use super::notify::{Answer, Call, Listener};
+use super::kernel_data::{self, KernelData};
+use super::notify::{Answer, CREATING, Call, Listener};
 
 /// Category of guard pages: they have no content and forbid any access, and CRIU restores them.
 const GUARD: u64 = 1 << 8;
@@ -48,11 +52,11 @@ impl Withholding {
     /// Starts to answer the program that has sent its listener to `socket`. `tree` are the
     /// processes being dumped. None if it could have none, because somebody else listens to it:
     /// then CRIU examines the memory itself, which takes longer.
-    pub fn start(socket: &UnixStream, tree: Vec<i32>) -> io::Result<Option<Withholding>> {
+    pub fn start(socket: &UnixStream, tree: Vec<i32>, kernel_data: KernelData) -> io::Result<Option<Withholding>> {
         let Some(listener) = Listener::receive(socket)? else { return Ok(None) };
         let spaces = tree.into_iter().map(|pid| (pid, None)).collect();
-        let thread =
-            std::thread::Builder::new().name("withhold".into()).spawn(move || Answers { listener, spaces }.run())?;
+        let answers = Answers { listener, spaces, kernel_data, written: None };
+        let thread = std::thread::Builder::new().name("withhold".into()).spawn(move || answers.run())?;
         Ok(Some(Withholding { thread }))
     }
 
@@ -67,6 +71,9 @@ struct Answers {
     listener: Listener,
     /// The dumped processes; None until the first query about a process.
     spaces: HashMap<i32, Option<Space>>,
+    kernel_data: KernelData,
+    /// The file into which CRIU writes what it found out about the kernel.
+    written: Option<File>,
 }
 
 struct Space {
@@ -111,6 +118,8 @@ impl Answers {
     fn answer(&mut self, call: &Call) -> Option<Answer> {
         match call.number {
             libc::SYS_prlimit64 => self.answer_limit(call),
+            libc::SYS_openat => self.answer_open(call),
+            libc::SYS_rename => self.answer_rename(call),
             _ => self.answer_scan(call),
         }
     }
@@ -125,6 +134,29 @@ impl Answers {
             return None;
         }
         write(Pid::from_raw(call.pid as i32), result, &[limit.soft, limit.hard])?;
+        Some(Answer::Return(0))
+    }
+
+    /// Answers an `openat` of the file in which CRIU keeps what it found out about the kernel.
+    fn answer_open(&mut self, call: &Call) -> Option<Answer> {
+        let is_written = call.arguments[2] as u32 == CREATING;
+        let path = if is_written { kernel_data::TEMPORARY_PATH } else { kernel_data::PATH };
+        if !is_path(call, call.arguments[1], path) || !self.listener.is_valid(call) {
+            return None;
+        }
+        let file = if is_written { KernelData::create().ok() } else { self.kernel_data.open().ok()? }?;
+        self.listener.answer_by_descriptor(call, file.as_fd()).ok()?;
+        self.written = is_written.then_some(file);
+        Some(Answer::Given)
+    }
+
+    /// Answers the `rename` by which CRIU ends the writing of that file.
+    fn answer_rename(&mut self, call: &Call) -> Option<Answer> {
+        let [from, to, ..] = call.arguments;
+        let is_that = is_path(call, from, kernel_data::TEMPORARY_PATH) && is_path(call, to, kernel_data::PATH);
+        let file = self.written.take_if(|_| is_that && self.listener.is_valid(call))?;
+        // What is not kept is found out again.
+        let _ = self.kernel_data.keep(&file);
         Some(Answer::Return(0))
     }
 
@@ -196,6 +228,15 @@ impl Space {
         regions.sort_by_key(|region| region.range.start);
         Some((regions, withheld))
     }
+}
+
+/// True if the caller has this path at an address.
+fn is_path(call: &Call, address: u64, path: &str) -> bool {
+    let mut bytes = vec![0; path.len() + 1];
+    let Ok(base) = usize::try_from(address) else { return false };
+    let there = [RemoteIoVec { base, len: bytes.len() }];
+    let read = process_vm_readv(Pid::from_raw(call.pid as i32), &mut [io::IoSliceMut::new(&mut bytes)], &there);
+    read == Ok(bytes.len()) && bytes.split_last() == Some((&0, path.as_bytes()))
 }
 
 /// The process that a path `/proc/PID/pagemap` belongs to.
