@@ -2,10 +2,11 @@
 //!
 //! CRIU makes the private anonymous mappings of the processes without their content, registers them
 //! with a userfaultfd for each process (`--lazy-pages`), and sends the descriptors over a socket in
-//! the images directory. Once every process has its mappings, CRIU waits in a [`Gate`]. Then the
-//! pages are read from the store, in its order and on all processors, and copied into the
-//! processes. The gate is opened when all pages are there, so no process runs before every page was
-//! checked, and no page is written anywhere else first.
+//! the images directory. Once every process has its mappings, CRIU waits in a [`Gate`]. The pages
+//! are read from the store, in its order and on all processors, and copied into the processes. The
+//! read begins before CRIU is started: until CRIU waits in the gate, pages are kept in memory, up
+//! to a limit. The gate is opened when all pages are there, so no process runs before every page
+//! was checked.
 //!
 //! If a page is damaged, or this process dies, the gate fails, and CRIU kills the processes.
 
@@ -15,7 +16,7 @@ use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{Scope, ScopedJoinHandle};
 
 use nix::errno::Errno;
@@ -24,6 +25,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use pagemark::repository::Manifest;
 use pagemark::store::Piece;
+use pagemark::sys::proc::system;
 use pagemark::sys::userfaultfd::{MissingPages, MissingPagesEvent, probe_missing_pages};
 use pagemark::{Address, ByteCount, ContentId, Kind, PAGE_SIZE, PageNumber, Store};
 
@@ -41,6 +43,13 @@ const RESTORE_FINISHED: i32 = 0x5253_5446;
 
 /// Milliseconds that a wait for CRIU takes at most, so that its end is noticed.
 const POLL_MS: u16 = 1;
+
+/// The most memory that is read before the processes have their mappings, bytes. Reading more than
+/// this takes longer than CRIU takes to make the mappings of most processes.
+const MAX_AHEAD_BYTES: u64 = 128 << 20;
+
+/// Divisor of the available memory that gives the part for pages that are read ahead.
+const AHEAD_SHARE: u64 = 8;
 
 /// How the memory of a restore is delivered.
 pub(super) struct Delivery {
@@ -91,18 +100,20 @@ impl Delivery {
     ) -> Result<Restored, Error> {
         prepared.check_free()?;
         let listener = listen(&prepared.directory).map_err(Error::criu_io("make a socket for CRIU"))?;
-        let state = FillState::default();
+        let state = FillState::new();
         let pids = prepared.pids();
         let script = self.gate.path();
-        let spaces = memory.into_iter().map(|memory| Space { memory, missing: None }).collect();
+        let spaces: Vec<Space> = memory.into_iter().map(|memory| Space { memory, missing: None }).collect();
         std::thread::scope(|scope| {
+            let fill = Some(start_fill(&spaces, store, &state, scope));
+            let gate = Some(self.gate);
             let mut server =
-                Server { listener, connection: None, spaces, gate: Some(self.gate), fill: None, state: &state, store };
+                Server { listener, connection: None, spaces, gate, is_reached: false, fill, state: &state, store };
             let mut failure = None;
             let flags = ["--lazy-pages", "--action-script", &script];
             let restored = prepared.run_with(criu, options, &flags, &mut || {
                 if failure.is_none()
-                    && let Err(error) = server.step(scope)
+                    && let Err(error) = server.step()
                 {
                     // CRIU fails at the gate and kills the processes.
                     server.abandon();
@@ -152,12 +163,123 @@ struct Space {
     missing: Option<Arc<MissingPages>>,
 }
 
+impl Space {
+    fn has_delivered_pages(&self) -> bool {
+        !self.memory.delivered.is_empty()
+    }
+}
+
+/// Begins to read the memory of all processes, and to fill it as soon as they have their mappings.
+fn start_fill<'scope, 'env>(
+    spaces: &[Space],
+    store: &'env (dyn Store + Sync),
+    state: &'env FillState,
+    scope: &'scope Scope<'scope, 'env>,
+) -> Filling<'scope> {
+    let mut fill = Fill { pages: Vec::new(), state };
+    let mut ids = Vec::new();
+    for (index, space) in spaces.iter().filter(|space| space.has_delivered_pages()).enumerate() {
+        for (page, id) in space.memory.delivered.iter().flat_map(|run| space.memory.tree.range(run.clone())) {
+            fill.pages.push((index as u32, page));
+            ids.push(id);
+        }
+    }
+    scope.spawn(move || fill.run(&ids, store))
+}
+
+/// The processes whose memory is delivered, with the userfaultfd of each.
+type Targets = Arc<[(i32, Arc<MissingPages>)]>;
+
 /// What the filling threads share.
-#[derive(Default)]
 struct FillState {
     filled_pages: AtomicU64,
     is_stopped: AtomicBool,
     failure: Mutex<Option<Error>>,
+    ahead: Mutex<Ahead>,
+    /// Notified when the processes have their mappings, and when the filling is stopped.
+    changed: Condvar,
+}
+
+/// What is read before the processes have their mappings.
+struct Ahead {
+    /// None until all processes have their mappings.
+    targets: Option<Targets>,
+    batches: Vec<(Vec<Piece>, Vec<u8>)>,
+    /// How many bytes further batches may take up.
+    room_bytes: u64,
+}
+
+impl FillState {
+    fn new() -> FillState {
+        let available_bytes = system::available_bytes().unwrap_or(0);
+        let room_bytes = (available_bytes / AHEAD_SHARE).min(MAX_AHEAD_BYTES);
+        FillState {
+            filled_pages: AtomicU64::new(0),
+            is_stopped: AtomicBool::new(false),
+            failure: Mutex::default(),
+            ahead: Mutex::new(Ahead { targets: None, batches: Vec::new(), room_bytes }),
+            changed: Condvar::new(),
+        }
+    }
+
+    fn ahead(&self) -> MutexGuard<'_, Ahead> {
+        self.ahead.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn wait_for_change<'a>(&self, ahead: MutexGuard<'a, Ahead>) -> MutexGuard<'a, Ahead> {
+        self.changed.wait(ahead).unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Lets the threads copy into the processes, or with None no longer.
+    fn set_targets(&self, targets: Option<Targets>) {
+        self.ahead().targets = targets;
+        self.changed.notify_all();
+    }
+
+    /// Has all threads end as soon as they can.
+    fn stop(&self) {
+        let mut ahead = self.ahead();
+        self.is_stopped.store(true, Ordering::Relaxed);
+        ahead.targets = None;
+        drop(ahead);
+        self.changed.notify_all();
+    }
+
+    fn is_stopped(&self) -> bool {
+        self.is_stopped.load(Ordering::Relaxed)
+    }
+
+    /// Keeps pages for later if the processes do not have their mappings yet; waits for the
+    /// mappings where there is no room. Returns the processes once they have their mappings, and
+    /// breaks if the filling is stopped.
+    fn keep_or_wait(&self, pieces: &[Piece], content: &[u8]) -> ControlFlow<(), Option<Targets>> {
+        let mut ahead = self.ahead();
+        loop {
+            if self.is_stopped() {
+                return ControlFlow::Break(());
+            }
+            if let Some(targets) = &ahead.targets {
+                return ControlFlow::Continue(Some(targets.clone()));
+            }
+            if let Some(left_bytes) = ahead.room_bytes.checked_sub(content.len() as u64) {
+                ahead.room_bytes = left_bytes;
+                drop(ahead);
+                let batch = (pieces.to_vec(), content.to_vec());
+                self.ahead().batches.push(batch);
+                return ControlFlow::Continue(None);
+            }
+            ahead = self.wait_for_change(ahead);
+        }
+    }
+
+    /// Waits until the processes have their mappings. None if the filling is stopped.
+    fn wait_for_targets(&self) -> Option<Targets> {
+        let mut ahead = self.ahead();
+        while !self.is_stopped() && ahead.targets.is_none() {
+            ahead = self.wait_for_change(ahead);
+        }
+        ahead.targets.clone()
+    }
 }
 
 type Filling<'scope> = ScopedJoinHandle<'scope, Result<(), Error>>;
@@ -169,12 +291,21 @@ struct Server<'scope, 'env> {
     spaces: Vec<Space>,
     /// None once it is open, or abandoned.
     gate: Option<Gate>,
+    /// CRIU waits in the gate.
+    is_reached: bool,
     fill: Option<Filling<'scope>>,
     state: &'env FillState,
     store: &'env (dyn Store + Sync),
 }
 
-impl<'scope, 'env> Server<'scope, 'env> {
+impl Drop for Server<'_, '_> {
+    /// No thread waits for mappings any more.
+    fn drop(&mut self) {
+        self.abandon();
+    }
+}
+
+impl Server<'_, '_> {
     fn is_complete(&self) -> bool {
         self.gate.is_none() && self.spaces.is_empty()
     }
@@ -182,12 +313,12 @@ impl<'scope, 'env> Server<'scope, 'env> {
     /// Gives up: the gate fails, and nothing waits for a page any more.
     fn abandon(&mut self) {
         self.gate = None;
-        self.state.is_stopped.store(true, Ordering::Relaxed);
+        self.state.stop();
         self.spaces.iter_mut().for_each(|space| space.missing = None);
     }
 
     /// Waits a moment for something to do, and does it.
-    fn step(&mut self, scope: &'scope Scope<'scope, 'env>) -> Result<(), Error> {
+    fn step(&mut self) -> Result<(), Error> {
         if self.fill.as_ref().is_some_and(ScopedJoinHandle::is_finished)
             && let Some(fill) = self.fill.take()
         {
@@ -200,7 +331,7 @@ impl<'scope, 'env> Server<'scope, 'env> {
             None => self.listener.as_fd(),
         };
         let mut watched = vec![PollFd::new(source, PollFlags::POLLIN)];
-        let notice = self.gate.as_ref().filter(|_| self.fill.is_none()).map(Gate::reached);
+        let notice = self.gate.as_ref().filter(|_| !self.is_reached).map(Gate::reached);
         watched.extend(notice.map(|gate| PollFd::new(gate, PollFlags::POLLIN)));
         let missing = self.spaces.iter().filter_map(|space| space.missing.as_deref());
         watched.extend(missing.map(|missing| PollFd::new(missing.as_fd(), PollFlags::POLLIN)));
@@ -218,7 +349,7 @@ impl<'scope, 'env> Server<'scope, 'env> {
             self.answer_faults(index)?;
         }
         if is_reached {
-            self.start_fill(scope)?;
+            self.let_fill()?;
         }
         Ok(())
     }
@@ -283,30 +414,21 @@ impl<'scope, 'env> Server<'scope, 'env> {
         Ok(())
     }
 
-    /// Begins to fill the memory of all processes.
-    fn start_fill(&mut self, scope: &'scope Scope<'scope, 'env>) -> Result<(), Error> {
+    /// Lets the memory of all processes be filled: they have their mappings.
+    fn let_fill(&mut self) -> Result<(), Error> {
         if let Some(gate) = &mut self.gate {
             gate.take_notice().map_err(Error::criu_io("wait for CRIU"))?;
         }
-        let mut fill = Fill { spaces: Vec::new(), targets: Vec::new(), state: self.state };
-        let mut ids = Vec::new();
-        for space in &self.spaces {
-            if space.memory.delivered.is_empty() {
-                continue;
-            }
+        self.is_reached = true;
+        let mut targets = Vec::new();
+        for space in self.spaces.iter().filter(|space| space.has_delivered_pages()) {
             let Some(missing) = &space.missing else {
                 let reason = format!("it sent no userfaultfd of process {}", space.memory.pid);
                 return Err(Error::criu_failed("leave the memory of the processes out", reason));
             };
-            let index = fill.spaces.len() as u32;
-            fill.spaces.push((space.memory.pid, missing.clone()));
-            for (page, id) in space.memory.delivered.iter().flat_map(|run| space.memory.tree.range(run.clone())) {
-                fill.targets.push((index, page));
-                ids.push(id);
-            }
+            targets.push((space.memory.pid, missing.clone()));
         }
-        let store = self.store;
-        self.fill = Some(scope.spawn(move || fill.run(&ids, store)));
+        self.state.set_targets(Some(targets.into()));
         Ok(())
     }
 
@@ -314,6 +436,7 @@ impl<'scope, 'env> Server<'scope, 'env> {
     fn open_gate(&mut self) -> Result<(), Error> {
         // The kernel ends the registrations. A page that is missing now holds zeros.
         self.spaces.clear();
+        self.state.set_targets(None);
         match self.gate.take() {
             Some(gate) => gate.open().map_err(Error::criu_io("let CRIU continue")),
             None => Ok(()),
@@ -329,38 +452,75 @@ fn not_filled(pid: i32, page: Address, error: io::Error) -> Error {
 
 /// The copy of pages into processes.
 struct Fill<'a> {
-    spaces: Vec<(i32, Arc<MissingPages>)>,
-    /// For each page that is read: an index into `spaces`, and the page.
-    targets: Vec<(u32, PageNumber)>,
+    /// For each page that is read: an index into the [`Targets`], and the page.
+    pages: Vec<(u32, PageNumber)>,
     state: &'a FillState,
 }
 
 impl Fill<'_> {
     fn run(&self, ids: &[ContentId], store: &dyn Store) -> Result<(), Error> {
-        store.get_many(Kind::Page, ids, &|pieces, content| match self.fill(pieces, content) {
-            Ok(()) if self.state.is_stopped.load(Ordering::Relaxed) => ControlFlow::Break(()),
-            Ok(()) => ControlFlow::Continue(()),
+        store.get_many(Kind::Page, ids, &|pieces, content| match self.visit(pieces, content) {
+            Ok(flow) => flow,
             Err(error) => {
                 self.state.failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
                 ControlFlow::Break(())
             }
         })?;
-        match self.state.failure.lock().unwrap_or_else(PoisonError::into_inner).take() {
-            Some(error) => Err(error),
-            None if self.state.filled_pages.load(Ordering::Relaxed) == ids.len() as u64 => Ok(()),
-            None => Err(Error::criu_io("fill memory")(io::ErrorKind::Interrupted.into())),
+        let failure = self.state.failure.lock().unwrap_or_else(PoisonError::into_inner).take();
+        failure.map_or(Ok(()), Err)?;
+        if let Some(targets) = self.state.wait_for_targets() {
+            self.fill_from_ahead_in_parallel(&targets)?;
+        }
+        match self.state.filled_pages.load(Ordering::Relaxed) == ids.len() as u64 {
+            true => Ok(()),
+            false => Err(Error::criu_io("fill memory")(io::ErrorKind::Interrupted.into())),
+        }
+    }
+
+    fn visit(&self, pieces: &[Piece], content: &[u8]) -> Result<ControlFlow<()>, Error> {
+        match self.state.keep_or_wait(pieces, content) {
+            ControlFlow::Break(()) => return Ok(ControlFlow::Break(())),
+            ControlFlow::Continue(None) => {}
+            ControlFlow::Continue(Some(targets)) => {
+                self.fill_from_ahead(&targets)?;
+                self.fill(&targets, pieces, content)?;
+            }
+        }
+        Ok(ControlFlow::Continue(()))
+    }
+
+    /// Copies the pages that were read ahead, on all processors.
+    fn fill_from_ahead_in_parallel(&self, targets: &Targets) -> Result<(), Error> {
+        let thread_count = std::thread::available_parallelism().map_or(1, usize::from);
+        let thread_count = thread_count.min(self.state.ahead().batches.len());
+        std::thread::scope(|scope| {
+            // Where no thread can be created, this thread does all the work.
+            let start = |_| std::thread::Builder::new().spawn_scoped(scope, || self.fill_from_ahead(targets)).ok();
+            let others: Vec<_> = (1..thread_count).filter_map(start).collect();
+            let panicked = |_| Err(Error::criu_io("fill memory")(io::Error::other("a thread panicked")));
+            let filled = self.fill_from_ahead(targets);
+            others.into_iter().map(|other| other.join().unwrap_or_else(panicked)).fold(filled, Result::and)
+        })
+    }
+
+    /// Copies the pages that were read ahead and that no other thread copies.
+    fn fill_from_ahead(&self, targets: &Targets) -> Result<(), Error> {
+        loop {
+            let batch = if self.state.is_stopped() { None } else { self.state.ahead().batches.pop() };
+            let Some((pieces, content)) = batch else { return Ok(()) };
+            self.fill(targets, &pieces, &content)?;
         }
     }
 
     /// Copies pages that were read to where they belong, neighbours at once.
-    fn fill(&self, pieces: &[Piece], content: &[u8]) -> Result<(), Error> {
+    fn fill(&self, targets: &Targets, pieces: &[Piece], content: &[u8]) -> Result<(), Error> {
         let follows = |a: &Piece, b: &Piece| {
-            let (a_target, b_target) = (self.targets[a.position], self.targets[b.position]);
-            (a_target.0, a_target.1 + 1) == b_target && a.bytes.end == b.bytes.start
+            let (a_page, b_page) = (self.pages[a.position], self.pages[b.position]);
+            (a_page.0, a_page.1 + 1) == b_page && a.bytes.end == b.bytes.start
         };
         for run in pieces.chunk_by(follows) {
-            let (space, page) = self.targets[run[0].position];
-            let (pid, missing) = &self.spaces[space as usize];
+            let (space, page) = self.pages[run[0].position];
+            let (pid, missing) = &targets[space as usize];
             let (pages, rest) = content[run[0].bytes.start..run[run.len() - 1].bytes.end].as_chunks();
             if !rest.is_empty() || pages.len() != run.len() {
                 return Err(Error::damaged(format!("the content of page {:#x} is no page", page.address().get())));
@@ -369,5 +529,49 @@ impl Fill<'_> {
             self.state.filled_pages.fetch_add(run.len() as u64, Ordering::Relaxed);
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A state with room for one batch of [`CONTENT`], which it has.
+    fn full() -> FillState {
+        let state = FillState::new();
+        state.ahead().room_bytes = CONTENT.len() as u64;
+        assert!(matches!(state.keep_or_wait(&[], CONTENT), ControlFlow::Continue(None)));
+        state
+    }
+
+    const CONTENT: &[u8] = b"content";
+
+    #[test]
+    fn what_has_no_room_waits_for_the_mappings() {
+        let state = full();
+        std::thread::scope(|scope| {
+            let waiting = [(); 2].map(|()| scope.spawn(|| state.keep_or_wait(&[], CONTENT)));
+            let last = scope.spawn(|| state.wait_for_targets());
+            state.set_targets(Some([].into()));
+            for waiting in waiting {
+                assert!(matches!(waiting.join().unwrap(), ControlFlow::Continue(Some(_))));
+            }
+            assert!(last.join().unwrap().is_some());
+        });
+        assert_eq!(state.ahead().batches.len(), 1);
+    }
+
+    #[test]
+    fn nothing_waits_once_the_filling_is_stopped() {
+        let state = full();
+        std::thread::scope(|scope| {
+            let waiting = [(); 2].map(|()| scope.spawn(|| state.keep_or_wait(&[], CONTENT)));
+            let last = scope.spawn(|| state.wait_for_targets());
+            state.stop();
+            for waiting in waiting {
+                assert!(waiting.join().unwrap().is_break());
+            }
+            assert!(last.join().unwrap().is_none());
+        });
     }
 }
