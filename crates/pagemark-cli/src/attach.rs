@@ -57,7 +57,7 @@ impl Attach {
         self.capture.check_data(repository.path())?;
         let signals = Signals::hold_for_stop()?;
         let target = attach(&self.capture, self.pid)?;
-        let job = Job::new(target, repository, self.schedule.job_options(name.clone(), &self.capture));
+        let job = Job::new(target, repository, self.schedule.job_options(name.clone(), &self.capture.memory));
 
         let (stop, stopped) = mpsc::channel();
         announce_exit(Pid::from_raw(self.pid), stop.clone())?;
@@ -76,7 +76,7 @@ impl Checkpoint {
         let repository = self.repository.open_or_create()?;
         self.capture.check_data(repository.path())?;
         let target = attach(&self.capture, self.pid)?;
-        let mut job = Job::new(target, repository, self.capture.job_options(name.clone()));
+        let mut job = Job::new(target, repository, self.capture.memory.job_options(name.clone()));
         let taken = job.checkpoint().map_err(|error| Failure::checkpointing(self.pid, error))?;
         job.detach();
         let mut report = if self.json { Report::Json { out: report::stdout() } } else { Report::Plain };
@@ -98,5 +98,5 @@ fn job_name_of(capture: &CaptureOptions, pid: i32) -> Result<String, Failure> {
         return Err(missing());
     }
     let name = Stat::read(pid).map_err(|_| missing())?.command;
-    Ok(capture.job.clone().unwrap_or_else(|| job_name(Path::new(&name))))
+    Ok(capture.memory.job.clone().unwrap_or_else(|| job_name(Path::new(&name))))
 }

@@ -21,7 +21,8 @@ fn advice<'error>(error: &'error (dyn Error + 'static)) -> Option<&'error str> {
     errors.find_map(|error| {
         let of_core = error.downcast_ref().map(pagemark::Error::advice);
         let of_process = error.downcast_ref().map(pagemark_process::Error::advice);
-        of_core.or(of_process).filter(|advice| !advice.is_empty())
+        let of_machine = error.downcast_ref().map(pagemark_vm::Error::advice);
+        of_core.or(of_process).or(of_machine).filter(|advice| !advice.is_empty())
     })
 }
 

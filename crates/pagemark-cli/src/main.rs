@@ -1,7 +1,7 @@
 //! The command `pagemark`: checkpoints running programs and restores them.
 //!
 //! Each subcommand is a module. Options are parsed here, and the work is done by the crates
-//! `pagemark` and `pagemark-process`.
+//! `pagemark`, `pagemark-process` and `pagemark-vm`.
 //!
 //! # Example
 //!
@@ -34,6 +34,7 @@ mod signals;
 mod space;
 mod top;
 mod verify;
+mod vm;
 
 use std::process::ExitCode;
 
@@ -63,6 +64,7 @@ enum Subcommands {
     Asides(asides::Asides),
     Export(export::Export),
     Top(top::Top),
+    Vm(vm::Vm),
     Doctor(doctor::Doctor),
     #[command(hide = true)]
     Bench(moved::Bench),
@@ -84,6 +86,7 @@ fn main() -> ExitCode {
         Subcommands::Asides(command) => command.run(),
         Subcommands::Export(command) => command.run(),
         Subcommands::Top(command) => command.run(),
+        Subcommands::Vm(command) => command.run(),
         Subcommands::Doctor(command) => command.run(),
         Subcommands::Bench(command) => command.run(),
         Subcommands::Completions(command) => command.run(Pagemark::command()),

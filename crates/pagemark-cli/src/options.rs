@@ -19,9 +19,9 @@ use pagemark_report::text;
 
 use crate::failure::Failure;
 
-/// How a checkpoint is taken.
+/// How memory is tracked and copied, of any target.
 #[derive(Args, Debug, Clone)]
-pub struct CaptureOptions {
+pub struct MemoryOptions {
     /// Name under which the checkpoints are filed [default: the program's name]
     #[arg(long, value_name = "NAME", value_parser = job_name)]
     pub job: Option<String>,
@@ -34,6 +34,29 @@ pub struct CaptureOptions {
     /// frozen are added to that [default: a quarter of the available memory, at most 512MiB]
     #[arg(long, value_name = "SIZE", value_parser = text::parse_bytes)]
     in_flight: Option<usize>,
+}
+
+impl MemoryOptions {
+    /// The mechanism that is named, or the best that works here.
+    pub fn mechanism(&self) -> Mechanism {
+        self.mechanism.0.unwrap_or_else(|| Mechanism::choose(Scope::Process))
+    }
+
+    /// The options of the job `name` for a single checkpoint.
+    pub fn job_options(&self, name: String) -> JobOptions {
+        let strategy = match self.strategy {
+            StrategyName::PreCopy => Strategy::default(),
+            StrategyName::StopAndCopy => Strategy::StopAndCopy,
+        };
+        JobOptions { name, policy: Policy { strategy, in_flight_bytes: self.in_flight, ..Policy::default() } }
+    }
+}
+
+/// How a checkpoint of processes is taken.
+#[derive(Args, Debug, Clone)]
+pub struct CaptureOptions {
+    #[command(flatten)]
+    pub memory: MemoryOptions,
     /// Let client connections be part of the checkpoint, so that a restore can continue them
     #[arg(long)]
     keep_connections: bool,
@@ -92,8 +115,7 @@ impl CaptureOptions {
 
     /// Attaches to a process and its descendants.
     pub fn attach(&self, pid: i32, saver: Arc<dyn StateSaver>) -> pagemark_process::Result<ProcessTarget> {
-        let mechanism = self.mechanism.0.unwrap_or_else(|| Mechanism::choose(Scope::Process));
-        let mut target = ProcessTarget::attach(pid, mechanism, saver)?;
+        let mut target = ProcessTarget::attach(pid, self.memory.mechanism(), saver)?;
         target.set_data(self.data.iter().map(|path| DataTree::new(path)).collect::<Result<_, _>>()?);
         Ok(target)
     }
@@ -112,15 +134,6 @@ impl CaptureOptions {
         }
         Ok(())
     }
-
-    /// The options of the job `name` for a single checkpoint.
-    pub fn job_options(&self, name: String) -> JobOptions {
-        let strategy = match self.strategy {
-            StrategyName::PreCopy => Strategy::default(),
-            StrategyName::StopAndCopy => Strategy::StopAndCopy,
-        };
-        JobOptions { name, policy: Policy { strategy, in_flight_bytes: self.in_flight, ..Policy::default() } }
-    }
 }
 
 /// When checkpoints are taken, which are kept, and what is reported.
@@ -138,8 +151,8 @@ pub struct ScheduleOptions {
 
 impl ScheduleOptions {
     /// The options of the job `name` for checkpoints in series.
-    pub fn job_options(&self, name: String, capture: &CaptureOptions) -> JobOptions {
-        let JobOptions { name, policy } = capture.job_options(name);
+    pub fn job_options(&self, name: String, memory: &MemoryOptions) -> JobOptions {
+        let JobOptions { name, policy } = memory.job_options(name);
         JobOptions { name, policy: Policy { every: self.every, retention: self.retention.retention(), ..policy } }
     }
 }

@@ -1,6 +1,7 @@
 //! `pagemark restore`: brings a program back.
 
 use std::io::IsTerminal;
+use std::os::unix::process::ExitStatusExt;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
@@ -9,7 +10,7 @@ use clap::{Args, ValueEnum};
 use nix::errno::Errno;
 use nix::sys::wait::{WaitStatus, waitpid};
 use nix::unistd::Pid;
-use pagemark::repository::Checkpoint;
+use pagemark::repository::{Checkpoint, TargetKind};
 use pagemark_process::ErrorKind;
 use pagemark_process::files::PutBack;
 use pagemark_process::restore::{self as library, RestoreEvent, RestoreFailure, Restored, Stage};
@@ -25,6 +26,7 @@ use crate::output::print_json;
 use crate::reference::{Reference, only_job, read_checkpoint};
 use crate::repository::RepositoryOptions;
 use crate::signals::Signals;
+use crate::vm;
 
 /// Bring a program back as it was at a checkpoint
 ///
@@ -108,6 +110,9 @@ impl Restore {
         }
         reference.sequence = self.checkpoint.or(reference.sequence);
         let checkpoint = read_checkpoint(&repository, &reference)?;
+        if checkpoint.manifest.kind == TargetKind::VirtualMachine {
+            return self.restore_machine(checkpoint);
+        }
         if !self.yes {
             self.ask(&checkpoint)?;
         }
@@ -125,6 +130,23 @@ impl Restore {
         // A checkpoint that is held can't be pruned.
         drop(checkpoint);
         wait(Pid::from_raw(restored.root_pid))
+    }
+
+    /// Restores a virtual machine.
+    fn restore_machine(&self, checkpoint: Checkpoint) -> Outcome {
+        if self.lazy {
+            return Err(Failure::usage("a virtual machine cannot be restored with --lazy yet"));
+        }
+        let (pid, status) = vm::restore(&checkpoint, self.detach, self.quiet)?;
+        if self.json {
+            let (job, sequence) = (checkpoint.manifest.job.as_str(), checkpoint.manifest.sequence);
+            print_json(&Document { job, sequence, pid, pids: &[pid], files: Vec::new() })?;
+        }
+        Ok(match status.map(|status| (status.code(), status.signal())) {
+            Some((Some(code), _)) => ExitCode::from(code as u8),
+            Some((None, Some(signal))) => ExitCode::from(128 + signal as u8),
+            _ => ExitCode::SUCCESS,
+        })
     }
 
     /// Lists the unusual files that the restore would change, and asks for consent.

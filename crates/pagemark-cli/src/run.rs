@@ -42,7 +42,7 @@ pub struct Run {
 impl Run {
     pub fn run(self) -> Outcome {
         let program = self.command.first().map(Path::new).unwrap_or(Path::new(""));
-        let name = self.capture.job.clone().unwrap_or_else(|| job_name(program));
+        let name = self.capture.memory.job.clone().unwrap_or_else(|| job_name(program));
         // Whatever would make every checkpoint fail is reported before the program starts.
         let repository = self.repository.open_or_create()?;
         self.capture.check_data(repository.path())?;
@@ -59,7 +59,7 @@ impl Run {
         let saver = gate.saver(saver);
 
         let mut report = Report::choose(self.schedule.quiet, self.json, report::stderr());
-        let options = self.schedule.job_options(name.clone(), &self.capture);
+        let options = self.schedule.job_options(name.clone(), &self.capture.memory);
         let mut attach = || self.capture.attach(pid.as_raw(), saver.clone());
         let done = Job::attach_and_run(&mut attach, &repository, &options, &stopped, &mut |event| {
             report.event(&name, pid.as_raw(), event);

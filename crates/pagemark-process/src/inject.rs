@@ -322,7 +322,7 @@ fn fork_helper(task: &mut Task) -> io::Result<libc::pid_t> {
 /// The main function of the helper.
 fn run_helper(task: &mut Task) -> libc::c_int {
     // SAFETY: this process is the helper alone, and ends by _exit.
-    unsafe { helper::detach_from_caller(c"pagemark-inject", task.socket) };
+    unsafe { helper::detach_from_caller(c"pagemark-inject", [task.socket]) };
     let deadline = ptrace::deadline(STOP_LIMIT);
     let result = stop_threads(task, deadline).and_then(|()| create_userfaultfd(task, deadline));
     for &thread in task.threads.iter() {

@@ -37,7 +37,7 @@ pub mod criu;
 mod error;
 pub mod files;
 pub mod freezer;
-mod helper;
+pub mod helper;
 pub mod inject;
 mod ptrace;
 mod refusal;

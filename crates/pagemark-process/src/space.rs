@@ -39,8 +39,9 @@ pub struct AddressSpace {
     /// Private memory, in parts of different kinds: in some, pages must be distinguished from those
     /// of a file.
     parts: Vec<Part>,
-    /// Shared mappings of files.
+    /// Shared mappings that are tracked.
     shared: Box<dyn Tracker>,
+    shared_scope: SharedScope,
     mappings: Vec<Mapping>,
     maps: Vec<u8>,
     /// For mechanisms that register mappings.
@@ -61,6 +62,22 @@ const SWAPPED_UNNOTICED: ByteCount = ByteCount::new(4 << 20);
 /// Tries to attach to a process that becomes another one meanwhile, and the time between them.
 const MAX_TRIES: u32 = 50;
 const TRY_AGAIN: Duration = Duration::from_millis(1);
+
+/// Which writable shared mappings are tracked.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum SharedScope {
+    /// Those of files. Shared memory without a file belongs to the state of a process.
+    Files,
+    /// Also shared memory without a file, such as that of a virtual machine.
+    FilesAndMemory,
+}
+
+impl SharedScope {
+    fn has(self, mapping: &Mapping) -> bool {
+        let is_memory = mapping.kind == MappingKind::SharedMemory && mapping.writable;
+        mapping.writes_file() || self == SharedScope::FilesAndMemory && is_memory
+    }
+}
 
 /// A part of private memory.
 struct Part {
@@ -94,10 +111,18 @@ impl AddressSpace {
     /// # Errors
     /// An error whose kind says why not; the process is unchanged.
     pub fn attach(pid: i32, mechanism: Mechanism) -> Result<AddressSpace> {
+        AddressSpace::attach_with(pid, mechanism, SharedScope::Files)
+    }
+
+    /// As [`AddressSpace::attach`], with the shared mappings that are tracked.
+    ///
+    /// # Errors
+    /// As [`AddressSpace::attach`].
+    pub fn attach_with(pid: i32, mechanism: Mechanism, shared_scope: SharedScope) -> Result<AddressSpace> {
         for _ in 0..MAX_TRIES {
             let thread = proc::live_thread(pid);
             let memory = thread.and_then(|thread| open_pagemap(pid, thread).ok());
-            let error = match Self::attach_once(pid, mechanism) {
+            let error = match Self::attach_once(pid, mechanism, shared_scope) {
                 Ok(space) => return Ok(space),
                 Err(error) => error,
             };
@@ -116,10 +141,10 @@ impl AddressSpace {
             }
             std::thread::sleep(TRY_AGAIN);
         }
-        Self::attach_once(pid, mechanism)
+        Self::attach_once(pid, mechanism, shared_scope)
     }
 
-    fn attach_once(pid: i32, mechanism: Mechanism) -> Result<AddressSpace> {
+    fn attach_once(pid: i32, mechanism: Mechanism, shared_scope: SharedScope) -> Result<AddressSpace> {
         attach::check(pid)?;
         let tracking = mechanism.process_tracking().map_err(|source| cannot_track(pid, source))?;
         if tracking.needs_userfaultfd {
@@ -141,7 +166,7 @@ impl AddressSpace {
         let mappings = match &registration {
             Some(registration) => freezer::while_stopped(pid, || {
                 let mappings = read_mappings()?;
-                register(pid, thread, registration, &mappings, &mut untracked).map(|()| mappings)
+                register(pid, thread, registration, &mappings, shared_scope, &mut untracked).map(|()| mappings)
             })
             .map_err(|error| error.within("cannot track", Object::Process(pid)))??,
             None => read_mappings()?,
@@ -174,6 +199,7 @@ impl AddressSpace {
             memory,
             parts,
             shared,
+            shared_scope,
             mappings,
             maps: Vec::new(),
             registration,
@@ -262,9 +288,9 @@ impl AddressSpace {
             return Ok(());
         }
         let begin = Instant::now();
-        let collected = freezer::while_stopped(self.pid, || self.collect_frozen(dirty));
+        let collected = self.collect_in_stop(dirty);
         self.stopped_time += begin.elapsed();
-        collected?
+        collected
     }
 
     /// As [`AddressSpace::collect`], of the writable shared mappings of files alone.
@@ -293,9 +319,18 @@ impl AddressSpace {
     pub fn collect_frozen(&mut self, dirty: &mut RangeSet) -> Result<()> {
         self.refresh_mappings()?;
         if let Some(registration) = &self.registration {
-            register(self.pid, self.thread, registration, &self.mappings, &mut self.untracked)?;
+            register(self.pid, self.thread, registration, &self.mappings, self.shared_scope, &mut self.untracked)?;
         }
         self.collect_refreshed(dirty, true)
+    }
+
+    /// As [`AddressSpace::collect_frozen`], of a process that runs: it is stopped meanwhile, for a
+    /// fraction of a millisecond.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Gone`] and others; nothing is lost.
+    pub fn collect_in_stop(&mut self, dirty: &mut RangeSet) -> Result<()> {
+        freezer::while_stopped(self.pid, || self.collect_frozen(dirty))?
     }
 
     /// Collects from the mappings that were just read.
@@ -314,11 +349,11 @@ impl AddressSpace {
     }
 
     fn collect_shared_refreshed(&mut self, dirty: &mut RangeSet) -> Result<()> {
-        let shared = self.untracked.without(ranges(&self.mappings, Mapping::writes_file));
+        let mapped = ranges(&self.mappings, |mapping| self.shared_scope.has(mapping));
+        let shared = self.untracked.without(mapped.clone());
         self.shared.collect(&shared, dirty).map_err(|source| track(self.pid, source))?;
         // All of a file that is mapped in a way that cannot be registered counts as written.
-        let unregistrable = ranges(&self.mappings, Mapping::writes_file).intersection(self.untracked.unregistrable());
-        dirty.extend(&unregistrable);
+        dirty.extend(&mapped.intersection(self.untracked.unregistrable()));
         Ok(())
     }
 
@@ -475,9 +510,11 @@ fn register(
     thread: i32,
     registration: &Registration,
     mappings: &[Mapping],
+    shared_scope: SharedScope,
     untracked: &mut Untracked,
 ) -> Result<()> {
-    let tracked: Vec<Range> = mappings.iter().filter(|mapping| mapping.is_tracked()).map(Mapping::range).collect();
+    let is_tracked = |mapping: &&Mapping| mapping.is_private() || shared_scope.has(mapping);
+    let tracked: Vec<Range> = mappings.iter().filter(is_tracked).map(Mapping::range).collect();
     let refused = registration.register(&tracked).map_err(|error| match error {
         RegistrationError::Taken(range) => {
             let found =

@@ -1,5 +1,6 @@
 //! Code that the tests of several crates share: skipping tests, time limits for slow machines, the
-//! programs that end-to-end tests checkpoint, and a program that runs others as on an older kernel.
+//! programs and virtual machines that end-to-end tests checkpoint, and a program that runs others as
+//! on an older kernel.
 //!
 //! The programs (`torture`, `pages`, `family`) check their own invariants in an endless loop. Each
 //! takes a directory and appends a line `ok N` to the file `progress` there after each round of
@@ -25,6 +26,7 @@ mod huge_pages;
 mod memory;
 mod patience;
 mod pause_32;
+mod qemu;
 mod report;
 mod skip;
 mod swap;
@@ -37,6 +39,7 @@ pub use huge_pages::HugePages;
 pub use memory::{Region, SplitMix, expected};
 pub use patience::{is_emulated, patience, wait_for, wait_until};
 pub use pause_32::pause_32;
+pub use qemu::{MachinePaths, Qemu, TestMonitor, guest_program};
 pub use report::{Report, VIOLATED};
 pub use skip::skipped;
 pub use swap::Swap;

@@ -149,7 +149,7 @@ fn guard(criu_pid: i32, root_pid: i32, originals: &[Original], report: i32) {
     let _ = sigprocmask(SigmaskHow::SIG_SETMASK, Some(&SigSet::all()), None);
     let _ = super::dump::outlive_requests_to_end();
     // SAFETY: this process is the guard alone, and ends by _exit.
-    unsafe { helper::detach_from_caller(c"pagemark-guard", report) };
+    unsafe { helper::detach_from_caller(c"pagemark-guard", [report]) };
     let seized = ptrace::seize(criu_pid, ptrace::TRACE_EXIT);
     let errno = seized.err().unwrap_or(0).to_ne_bytes();
     // SAFETY: the descriptor is open, and the buffer lives through the call.

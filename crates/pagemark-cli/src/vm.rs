@@ -1,0 +1,144 @@
+//! `pagemark vm`: checkpoints virtual machines of QEMU, and brings them back.
+
+use std::path::PathBuf;
+use std::process::{ExitCode, ExitStatus};
+use std::sync::mpsc;
+
+use clap::{Args, Subcommand};
+use nix::unistd::Pid;
+use pagemark::Job;
+use pagemark::job::End;
+use pagemark::repository::Checkpoint as Held;
+use pagemark_report::text;
+use pagemark_vm::VmTarget;
+
+use crate::failure::{Failure, Outcome};
+use crate::live::Progress;
+use crate::options::{MemoryOptions, ScheduleOptions};
+use crate::reference::job_name;
+use crate::report::{self, Report, summary};
+use crate::repository::RepositoryOptions;
+use crate::signals::{Signals, announce_exit};
+
+/// Checkpoint virtual machines: an unmodified QEMU, by its monitor socket
+///
+/// QEMU needs a socket for Pagemark: `-qmp unix:PATH,server=on,wait=off`. `pagemark restore` brings
+/// a machine back, by a QEMU with the same command line. Disks that the machine can write to are
+/// not part of checkpoints yet: such machines are refused.
+#[derive(Args, Debug)]
+pub struct Vm {
+    #[command(subcommand)]
+    command: VmCommand,
+}
+
+#[derive(Subcommand, Debug)]
+enum VmCommand {
+    Attach(Attach),
+    Checkpoint(Checkpoint),
+}
+
+/// Keep a virtual machine checkpointed
+///
+/// Ctrl-C ends Pagemark; the machine keeps running.
+#[derive(Args, Debug)]
+struct Attach {
+    #[command(flatten)]
+    repository: RepositoryOptions,
+    #[command(flatten)]
+    memory: MemoryOptions,
+    #[command(flatten)]
+    schedule: ScheduleOptions,
+    /// A line of JSON for each checkpoint
+    #[arg(long)]
+    json: bool,
+    /// The monitor socket (QMP) of QEMU
+    monitor: PathBuf,
+}
+
+/// Take one checkpoint of a virtual machine
+#[derive(Args, Debug)]
+struct Checkpoint {
+    #[command(flatten)]
+    repository: RepositoryOptions,
+    #[command(flatten)]
+    memory: MemoryOptions,
+    /// One JSON document
+    #[arg(long)]
+    json: bool,
+    /// The monitor socket (QMP) of QEMU
+    monitor: PathBuf,
+}
+
+impl Vm {
+    pub fn run(self) -> Outcome {
+        match self.command {
+            VmCommand::Attach(command) => command.run(),
+            VmCommand::Checkpoint(command) => command.run(),
+        }
+    }
+}
+
+impl Attach {
+    fn run(self) -> Outcome {
+        let repository = self.repository.open_or_create()?;
+        let signals = Signals::hold_for_stop()?;
+        let target = attach(&self.memory, &self.monitor)?;
+        let (pid, name) = (target.pid(), name_of(&self.memory, &target));
+        let job = Job::new(target, repository, self.schedule.job_options(name.clone(), &self.memory));
+
+        let (stop, stopped) = mpsc::channel();
+        announce_exit(Pid::from_raw(pid), stop.clone())?;
+        signals.stop_at(stop)?;
+        let mut report = Report::choose(self.schedule.quiet, self.json, report::stdout());
+        let done = job.run(&stopped, &mut |event| report.event(&name, pid, event));
+        let state = if done.end == End::TargetGone { "has ended" } else { "keeps running" };
+        report.say(&format!("QEMU (process {pid}) {state}; {}", summary(&name, &done)));
+        Ok(ExitCode::SUCCESS)
+    }
+}
+
+impl Checkpoint {
+    fn run(self) -> Outcome {
+        let repository = self.repository.open_or_create()?;
+        let target = attach(&self.memory, &self.monitor)?;
+        let name = name_of(&self.memory, &target);
+        let mut job = Job::new(target, repository, self.memory.job_options(name.clone()));
+        let taken = job.checkpoint().map_err(|error| Failure::of(format!("cannot checkpoint {name}"), error))?;
+        job.detach();
+        let mut report = if self.json { Report::Json { out: report::stdout() } } else { Report::Plain };
+        report.taken(&name, &taken);
+        Ok(ExitCode::SUCCESS)
+    }
+}
+
+fn attach(memory: &MemoryOptions, monitor: &std::path::Path) -> Result<VmTarget, Failure> {
+    let failed = |error| Failure::of(format!("cannot attach to the machine of {}", monitor.display()), error);
+    VmTarget::attach(monitor, memory.mechanism()).map_err(failed)
+}
+
+/// The job's name: that which the options give, or the machine's.
+fn name_of(memory: &MemoryOptions, target: &VmTarget) -> String {
+    memory.job.clone().unwrap_or_else(|| job_name(std::path::Path::new(target.label())))
+}
+
+/// Restores a machine, and reports on it. Without `is_detached`, waits until QEMU ends and returns
+/// its exit status.
+pub fn restore(checkpoint: &Held, is_detached: bool, is_quiet: bool) -> Result<(i32, Option<ExitStatus>), Failure> {
+    let manifest = &checkpoint.manifest;
+    let name = format!("{}@{}", manifest.job, manifest.sequence);
+    let failed = |error| Failure::of(format!("cannot restore {name}"), error);
+    if !is_quiet {
+        eprintln!("pagemark: restoring {name} from {}", text::ago(manifest.taken_unix_us));
+    }
+    let mut progress = Progress::new("reading");
+    let restore = pagemark_vm::Restore::new(checkpoint).detach(is_detached);
+    let started = restore.start(&mut |done, total| progress.at(done.get(), total.get(), text::bytes));
+    drop(progress);
+    let machine = started.map_err(failed)?;
+    let pid = machine.pid();
+    if !is_quiet {
+        eprintln!("pagemark: {name} runs in QEMU, process {pid}");
+    }
+    let status = if is_detached { None } else { Some(machine.wait().map_err(failed)?) };
+    Ok((pid, status))
+}

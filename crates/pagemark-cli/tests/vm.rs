@@ -1,0 +1,76 @@
+//! Stories with virtual machines.
+
+mod support;
+
+use std::process::Stdio;
+use std::time::Duration;
+
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use pagemark_testing::{MachinePaths, Qemu, SplitMix, TestMonitor, guest_program, skip, wait_for};
+use serde_json::json;
+use support::{Pagemark, kill_and_wait};
+
+#[test]
+fn a_machine_is_checkpointed_inspected_and_restored() {
+    if guest_program().is_none() {
+        skip!("no QEMU, or no compiler for its guest");
+    }
+    let (pagemark, paths) = (Pagemark::new(), MachinePaths::default());
+    let qemu = Qemu::start(&paths, &["-m", "64", "-name", "box"]);
+    let monitor = paths.monitor().display().to_string();
+    pagemark.done(&["vm", "checkpoint", &monitor]);
+    paths.wait_for_steps(10);
+    let taken = pagemark.json(&["vm", "checkpoint", "--json", &monitor]);
+    assert_eq!((&taken["job"], &taken["sequence"]), (&"box".into(), &2.into()));
+    paths.wait_for_steps(1);
+
+    let shown = pagemark.done(&["show", "box@2"]);
+    assert!(shown.contains("virtual machine") && shown.contains("pc.ram"), "{shown}");
+    assert!(pagemark.done(&["log", "box"]).contains("box@2") || pagemark.checkpoints("box").len() == 2);
+    pagemark.done(&["diff", "box@1", "box@2"]);
+    pagemark.done(&["verify"]);
+
+    // Beside the original, nothing is started.
+    let output = pagemark.output(&["restore", "--detach", "box"]);
+    let message = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(!output.status.success() && message.contains("in use"), "{message}");
+    paths.wait_for_steps(1);
+    drop(qemu);
+    let restored = pagemark.json(&["restore", "--detach", "--json", "box@1"]);
+    paths.wait_for_steps(10);
+    let pid = restored["pid"].as_i64().expect("a process id") as i32;
+    assert!(TestMonitor::connect(&paths.join("test.qmp")).is_running());
+    kill_and_wait(pid);
+
+    let output = pagemark.output(&["vm", "checkpoint", &monitor]);
+    let message = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(!output.status.success() && message.contains("-qmp unix:PATH"), "{message}");
+}
+
+#[test]
+fn killed_at_any_instant_it_leaves_the_machine_running() {
+    if guest_program().is_none() {
+        skip!("no QEMU, or no compiler for its guest");
+    }
+    let (pagemark, paths) = (Pagemark::new(), MachinePaths::default());
+    let _qemu = Qemu::start(&paths, &["-m", "64"]);
+    let monitor = paths.monitor().display().to_string();
+    let mut own = TestMonitor::connect(&paths.join("test.qmp"));
+    let mut random = SplitMix(7);
+    for round in 0..40 {
+        let mut command = pagemark.command(&["vm", "attach", "--every", "1ms", "--keep-last", "3", &monitor]);
+        let mut child =
+            command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("it starts");
+        std::thread::sleep(Duration::from_millis(random.below(150 + 5 * round)));
+        kill(Pid::from_raw(child.id() as i32), Signal::SIGKILL).expect("our child");
+        child.wait().expect("our child");
+        wait_for("the machine to run", || own.is_running().then_some(()));
+        paths.wait_for_steps(1);
+        // The guard has removed what QEMU was given.
+        let mut has_files = || own.run("query-fdsets", json!({})).as_array().is_some_and(|sets| !sets.is_empty());
+        wait_for("QEMU to have no file of Pagemark", || (!has_files()).then_some(()));
+    }
+    pagemark.done(&["vm", "checkpoint", "--job", "last", &monitor]);
+    pagemark.done(&["verify"]);
+}

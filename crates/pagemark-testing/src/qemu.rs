@@ -1,0 +1,160 @@
+//! A virtual machine whose program checks its own memory, and a monitor that is not Pagemark's.
+
+use std::fs;
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::OnceLock;
+
+use serde_json::{Value, json};
+
+use crate::wait_for;
+
+/// QEMU's program.
+pub const QEMU: &str = "qemu-system-x86_64";
+
+/// The program that runs in the machine; none where there is no QEMU or no compiler for it.
+pub fn guest_program() -> Option<&'static Path> {
+    static PROGRAM: OnceLock<Option<(tempfile::TempDir, PathBuf)>> = OnceLock::new();
+    let compile = || {
+        Command::new(QEMU).arg("--version").stdout(Stdio::null()).status().ok()?;
+        let directory = tempfile::tempdir().expect("a temporary directory");
+        let program = directory.path().join("guest");
+        let source = concat!(env!("CARGO_MANIFEST_DIR"), "/src/guest.c");
+        let mut compiler = Command::new("cc");
+        compiler.args(["-m32", "-O2", "-ffreestanding", "-fno-pic", "-fno-stack-protector", "-nostdlib", "-static"]);
+        // The header must be at the begin of the file.
+        compiler.args(["-Wl,--section-start=.multiboot=0x100000", "-Wl,-Ttext=0x101000", "-Wl,--build-id=none"]);
+        compiler.args(["-Wl,-z,max-page-size=4096", "-Wl,-z,noexecstack", "-o"]).arg(&program).arg(source);
+        assert!(compiler.status().ok()?.success(), "guest.c does not compile");
+        Some((directory, program))
+    };
+    PROGRAM.get_or_init(compile).as_ref().map(|(_, program)| &**program)
+}
+
+/// Paths of one machine, in a directory of its own.
+pub struct MachinePaths {
+    directory: tempfile::TempDir,
+}
+
+impl Default for MachinePaths {
+    /// Makes the directory.
+    fn default() -> MachinePaths {
+        MachinePaths { directory: tempfile::tempdir().expect("a temporary directory") }
+    }
+}
+
+impl MachinePaths {
+    /// The path of a file of the machine.
+    pub fn join(&self, name: &str) -> PathBuf {
+        self.directory.path().join(name)
+    }
+
+    /// The monitor socket for Pagemark.
+    pub fn monitor(&self) -> PathBuf {
+        self.join("vm.qmp")
+    }
+
+    /// The number of steps that the program in the machine has made.
+    pub fn steps(&self) -> u64 {
+        let text = fs::read_to_string(self.join("serial")).unwrap_or_default();
+        assert!(!text.contains("WRONG"), "{}", &text[text.len().saturating_sub(200)..]);
+        let complete = text.rfind('\n').map_or("", |end| &text[..end]);
+        complete.lines().next_back().and_then(|line| line.strip_prefix("step ")?.parse().ok()).unwrap_or(0)
+    }
+
+    /// Waits until the program in the machine goes on.
+    pub fn wait_for_steps(&self, more: u64) {
+        let before = self.steps();
+        wait_for("the machine to go on", || (self.steps() > before + more).then_some(()));
+    }
+
+    /// The arguments of QEMU: a machine that writes to the file `serial`, with a monitor for
+    /// Pagemark and one for the test.
+    pub fn arguments(&self, further: &[&str]) -> Vec<String> {
+        let path = |name: &str| self.join(name).display().to_string();
+        let guest = guest_program().expect("a guest").display().to_string();
+        let mut arguments: Vec<String> =
+            ["-nodefaults", "-display", "none", "-kernel", &guest].map(str::to_owned).into();
+        // Appended: the file is that of the machine's whole life.
+        arguments.extend(["-chardev".into(), format!("file,id=s,append=on,path={}", path("serial"))]);
+        arguments.extend(["-serial".into(), "chardev:s".into()]);
+        for name in ["vm.qmp", "test.qmp"] {
+            arguments.extend(["-qmp".into(), format!("unix:{},server=on,wait=off", path(name))]);
+        }
+        arguments.extend(further.iter().map(|&argument| argument.to_owned()));
+        arguments
+    }
+}
+
+/// A QEMU that runs, killed when dropped.
+pub struct Qemu {
+    child: Child,
+}
+
+impl Qemu {
+    /// Starts a machine, and waits until its program runs.
+    pub fn start(paths: &MachinePaths, further: &[&str]) -> Qemu {
+        let mut command = Command::new(QEMU);
+        let child = command.args(paths.arguments(further)).stdin(Stdio::null()).spawn().expect("QEMU starts");
+        let qemu = Qemu { child };
+        wait_for("the machine to start", || (paths.steps() > 3).then_some(()));
+        qemu
+    }
+}
+
+impl Drop for Qemu {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// A connection to a monitor of the test's own.
+pub struct TestMonitor {
+    stream: BufReader<UnixStream>,
+}
+
+impl TestMonitor {
+    /// Connects to the monitor socket `path`, once it is there.
+    pub fn connect(path: &Path) -> TestMonitor {
+        let stream = wait_for("the monitor", || UnixStream::connect(path).ok());
+        let mut monitor = TestMonitor { stream: BufReader::new(stream) };
+        let mut greeting = String::new();
+        monitor.stream.read_line(&mut greeting).expect("a greeting");
+        monitor.run("qmp_capabilities", json!({}));
+        monitor
+    }
+
+    /// Executes a command, and returns its result.
+    ///
+    /// # Panics
+    /// If QEMU refuses it.
+    pub fn run(&mut self, command: &str, arguments: Value) -> Value {
+        let message = json!({"execute": command, "arguments": arguments});
+        writeln!(self.stream.get_mut(), "{message}").expect("QEMU reads");
+        loop {
+            let mut line = String::new();
+            self.stream.read_line(&mut line).expect("a reply");
+            let reply: Value = serde_json::from_str(&line).expect("JSON");
+            if reply.get("event").is_none() {
+                assert!(reply.get("error").is_none(), "{command}: {reply}");
+                return reply["return"].clone();
+            }
+        }
+    }
+
+    /// The content of the machine's physical memory, by QEMU's own command.
+    pub fn physical_memory(&mut self, bytes: u64, file: &Path) -> Vec<u8> {
+        self.run("pmemsave", json!({"val": 0, "size": bytes, "filename": file.display().to_string()}));
+        let content = fs::read(file).expect("QEMU wrote it");
+        fs::remove_file(file).expect("it is there");
+        content
+    }
+
+    /// True if the machine's processors run.
+    pub fn is_running(&mut self) -> bool {
+        self.run("query-status", json!({}))["running"] == true
+    }
+}

@@ -1,0 +1,40 @@
+//! Virtual machines as targets: an unmodified QEMU, attached to over its monitor socket (QMP).
+//!
+//! A checkpoint holds each block of the machine's memory (RAM, ROM shadows, video memory) as a
+//! space, and the state of its processors and devices. Memory is tracked from outside, as that of
+//! any process. While the machine is stopped, QEMU writes the state of the devices (about 1 ms),
+//! and the last written pages are copied. [`Restore`] starts a QEMU with the same command line and
+//! gives it both.
+//!
+//! The work is that of "Intel Page Modification Logging for Lightweight Continuous Checkpointing"
+//! (PML, sections 2.4 and 3), without changes to QEMU or the kernel.
+//!
+//! Disks do not belong to checkpoints yet: a machine that can write to a disk is refused.
+//!
+//! ```no_run
+//! use std::path::Path;
+//!
+//! use pagemark::repository::Repository;
+//! use pagemark::track::Scope;
+//! use pagemark::{Job, JobOptions, Mechanism};
+//! use pagemark_vm::VmTarget;
+//!
+//! let target = VmTarget::attach(Path::new("vm1.qmp"), Mechanism::choose(Scope::Process))?;
+//! let repository = Repository::create(Path::new("checkpoints"))?;
+//! let mut job = Job::new(target, repository, JobOptions::new("vm1"));
+//! let taken = job.checkpoint()?;
+//! println!("checkpoint {} after {} us of downtime", taken.sequence, taken.cost.downtime_us);
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+
+mod error;
+mod guard;
+mod machine;
+mod qmp;
+mod ram_blocks;
+mod restore;
+mod target;
+
+pub use error::{Error, ErrorKind, Object, Result};
+pub use restore::{Restore, RunningMachine};
+pub use target::VmTarget;

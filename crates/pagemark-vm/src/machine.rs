@@ -1,0 +1,228 @@
+//! What the monitor of a machine reports, and the commands that a checkpoint needs.
+
+use std::fs::File;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use nix::sys::memfd::{MFdFlags, memfd_create};
+use pagemark::ByteCount;
+use pagemark::sys::proc::{self, Mapping};
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+
+use crate::error::{Error, ErrorKind, Object, Result};
+use crate::qmp::Monitor;
+use crate::ram_blocks::{self, ListedBlock, RamBlock};
+
+/// Devices whose memory other processes or hardware write, by a part of their names.
+const WRITTEN_ELSEWHERE: [(&str, &str); 3] = [
+    ("vfio", "a device of the host writes the machine's memory by itself"),
+    ("vhost-user", "another process writes the machine's memory"),
+    ("ivshmem", "other processes share the machine's memory"),
+];
+
+/// States of a migration that is in progress.
+const MIGRATING: [&str; 8] =
+    ["setup", "active", "device", "wait-unplug", "pre-switchover", "postcopy-active", "postcopy-paused", "colo"];
+
+/// QEMU's number of the set of descriptors that has Pagemark's file: two letters, `pm`.
+pub(crate) const FILE_SET: u64 = 28781;
+
+/// Mappings that are larger hold no records of QEMU's.
+const MAX_HEAP_PART: ByteCount = ByteCount::new(64 << 20);
+
+/// How a QEMU was started, and in which state the machine was: what a restore needs besides memory
+/// and devices.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub(crate) struct Startup {
+    /// The program.
+    pub(crate) program: PathBuf,
+    /// Its arguments, without the program's name.
+    pub(crate) arguments: Vec<String>,
+    /// Its working directory, from which paths among the arguments start.
+    pub(crate) directory: PathBuf,
+    /// QEMU's version, for people.
+    pub(crate) version: String,
+    /// False if the machine was paused.
+    pub(crate) is_running: bool,
+}
+
+/// A QEMU, by its monitor.
+#[derive(Debug)]
+pub(crate) struct Machine {
+    pub(crate) monitor: Monitor,
+    pub(crate) pid: i32,
+    /// The table of memory blocks as it was last, and what it says.
+    listed: (String, Vec<ListedBlock>),
+}
+
+impl Machine {
+    /// Connects to the monitor at `path`.
+    pub(crate) fn connect(path: &Path) -> Result<Machine> {
+        let monitor = Monitor::connect(path)?;
+        let pid = monitor.peer_pid()?;
+        Machine::of(monitor, pid)
+    }
+
+    /// The machine of a QEMU whose process is known.
+    pub(crate) fn of(monitor: Monitor, pid: i32) -> Result<Machine> {
+        Ok(Machine { monitor, pid, listed: (String::new(), Vec::new()) })
+    }
+
+    /// Checks that a checkpoint can hold all of the machine. Nothing is changed.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unsupported`] with the reason.
+    pub(crate) fn check(&mut self) -> Result<()> {
+        let unsupported = |reason: String| Error::about(ErrorKind::Unsupported, Object::Process(self.pid), reason);
+        let status = self.monitor.execute("query-status", json!({}))?;
+        let status = text(&status, "status");
+        if ["inmigrate", "postmigrate", "finish-migrate", "guest-panicked", "internal-error"].contains(&&*status) {
+            return Err(unsupported(format!("cannot be checkpointed in its state, {status}")));
+        }
+        let migration = text(&self.monitor.execute("query-migrate", json!({}))?, "status");
+        if MIGRATING.contains(&&*migration) {
+            return Err(unsupported("is being migrated".into()).help("wait until the migration has ended"));
+        }
+        let drives = self.monitor.execute("query-block", json!({}))?;
+        for drive in drives.as_array().into_iter().flatten() {
+            let is_writable = drive.pointer("/inserted/ro").and_then(Value::as_bool) == Some(false);
+            if is_writable {
+                let name = [text(drive, "device"), text(drive, "qdev")].into_iter().find(|name| !name.is_empty());
+                let reason = format!("can write to the disk {}", name.unwrap_or_default().escape_debug());
+                let error = unsupported(format!("{reason}, whose content is not part of checkpoints yet"));
+                return Err(error.help("attach disks with readonly=on"));
+            }
+        }
+        let devices = self.monitor.human("info qtree")? + &self.monitor.human("info network")?;
+        match WRITTEN_ELSEWHERE.iter().find(|(name, _)| devices.contains(name)) {
+            Some((name, reason)) => Err(unsupported(format!("has a {name} device: {reason}"))),
+            None => Ok(()),
+        }
+    }
+
+    /// The machine's name, if its user gave it one.
+    pub(crate) fn name(&mut self) -> Result<Option<String>> {
+        let name = text(&self.monitor.execute("query-name", json!({}))?, "name");
+        Ok(Some(name).filter(|name| !name.is_empty()))
+    }
+
+    /// True if the machine's processors run.
+    pub(crate) fn is_running(&mut self) -> Result<bool> {
+        let status = self.monitor.execute("query-status", json!({}))?;
+        Ok(status.get("running").and_then(Value::as_bool).unwrap_or(false))
+    }
+
+    /// Stops the machine's processors and devices. QEMU completes what devices have begun.
+    pub(crate) fn stop(&mut self) -> Result<()> {
+        self.monitor.execute("stop", json!({})).map(drop)
+    }
+
+    /// Lets the machine continue.
+    pub(crate) fn resume(&mut self) -> Result<()> {
+        self.monitor.execute("cont", json!({})).map(drop)
+    }
+
+    /// How the QEMU was started.
+    pub(crate) fn startup(&mut self, is_running: bool) -> Result<Startup> {
+        let version = self.monitor.execute("query-version", json!({}))?;
+        let part = |name| version.pointer(&format!("/qemu/{name}")).and_then(Value::as_u64).unwrap_or_default();
+        let version = format!("{}.{}.{}", part("major"), part("minor"), part("micro"));
+        let failed = |operation| Error::system(operation);
+        let line = std::fs::read(proc::path(self.pid, "cmdline")).map_err(failed("read QEMU's command line"))?;
+        let arguments = line.strip_suffix(b"\0").unwrap_or(&line).split(|&byte| byte == 0).skip(1);
+        let arguments = arguments.map(|argument| String::from_utf8(argument.to_vec()));
+        let arguments = arguments.collect::<Result<Vec<_>, _>>().map_err(|error| {
+            Error::of(ErrorKind::Unsupported, "record the command line of", Object::Process(self.pid), error)
+        })?;
+        let directory = std::fs::read_link(proc::path(self.pid, "cwd")).map_err(failed("read QEMU's directory"))?;
+        let program = proc::executable(self.pid).map_err(failed("read QEMU's program"))?;
+        Ok(Startup { program, arguments, directory, version, is_running })
+    }
+
+    /// The blocks of memory, if they have changed since the last call.
+    pub(crate) fn changed_blocks(&mut self, mappings: &[Mapping]) -> Result<Option<Vec<RamBlock>>> {
+        let table = self.monitor.human("info ramblock")?;
+        if table == self.listed.0 {
+            return Ok(None);
+        }
+        let listed = ram_blocks::parse(&table).filter(|listed| !listed.is_empty()).ok_or_else(|| {
+            Error::about(ErrorKind::Memory, Object::Process(self.pid), "lists its memory in an unknown form")
+        })?;
+        let blocks = ram_blocks::locate(&listed, mappings, || read_heap(self.pid, mappings))?;
+        self.listed = (table, listed);
+        Ok(Some(blocks))
+    }
+
+    /// Has QEMU write the state of processors and devices into the file that
+    /// [`Machine::add_device_file`] gave it. The machine is stopped.
+    pub(crate) fn save_devices(&mut self) -> Result<()> {
+        let path = format!("/dev/fdset/{FILE_SET}");
+        // QEMU has the command in all builds. It does not stop the machine, and with `live: false` it leaves
+        // the disks with this QEMU.
+        self.monitor.execute("xen-save-devices-state", json!({"filename": path, "live": false})).map(drop)
+    }
+
+    /// Gives QEMU a file in memory for [`Machine::save_devices`].
+    pub(crate) fn add_device_file(&mut self) -> Result<File> {
+        // A set that was left over would have two files.
+        self.remove_device_file()?;
+        let file = memory_file().map_err(Error::system("make a file in memory"))?;
+        // QEMU takes a descriptor from the set only if it is open for writing alone.
+        let path = proc::own_path(&format!("fd/{}", file.as_raw_fd()));
+        let for_qemu = File::options().write(true).open(path).map_err(Error::system("open a file in memory"))?;
+        self.monitor.execute_with("add-fd", json!({"fdset-id": FILE_SET}), Some(for_qemu.as_fd()))?;
+        Ok(file)
+    }
+
+    /// Has QEMU close what [`Machine::add_device_file`] gave it, if anything.
+    pub(crate) fn remove_device_file(&mut self) -> Result<()> {
+        match self.monitor.execute("remove-fd", json!({"fdset-id": FILE_SET})) {
+            Err(error) if error.kind() == ErrorKind::Command => Ok(()),
+            removed => removed.map(drop),
+        }
+    }
+
+    /// Has QEMU, which was started with `-incoming defer`, read the state of processors and devices
+    /// from a pipe. Returns when it has.
+    pub(crate) fn begin_load(&mut self, pipe: BorrowedFd<'_>) -> Result<()> {
+        self.monitor.execute_with("getfd", json!({"fdname": "pagemark-devices"}), Some(pipe))?;
+        self.monitor.execute("migrate-incoming", json!({"uri": "fd:pagemark-devices"})).map(drop)
+    }
+
+    /// True when QEMU has read the state; an error if it refused it.
+    pub(crate) fn has_loaded(&mut self) -> Result<bool> {
+        let status = text(&self.monitor.execute("query-status", json!({}))?, "status");
+        let migration = self.monitor.execute("query-migrate", json!({}))?;
+        if text(&migration, "status") == "failed" {
+            let reason = text(&migration, "error-desc");
+            return Err(Error::of(ErrorKind::Mismatch, "restore the devices of", Object::Process(self.pid), reason));
+        }
+        Ok(status != "inmigrate")
+    }
+}
+
+fn memory_file() -> std::io::Result<File> {
+    Ok(File::from(memfd_create(c"pagemark-devices", MFdFlags::MFD_CLOEXEC)?))
+}
+
+/// A field of a reply that is text; empty if it is missing.
+fn text(value: &Value, field: &str) -> String {
+    value.get(field).and_then(Value::as_str).unwrap_or_default().to_owned()
+}
+
+/// The content of the private memory of a process, but for large mappings.
+fn read_heap(pid: i32, mappings: &[Mapping]) -> Result<Vec<Vec<u8>>> {
+    let memory = proc::open_memory(pid).map_err(Error::system("read the memory of QEMU"))?;
+    let parts = mappings.iter().filter(|mapping| {
+        let is_small = mapping.end - mapping.start <= MAX_HEAP_PART;
+        mapping.is_private_anonymous() && mapping.is_data() && is_small
+    });
+    let read = |mapping: &Mapping| {
+        let mut content = vec![0; (mapping.end - mapping.start).to_usize()];
+        // What is unmapped meanwhile is not QEMU's record of its memory.
+        memory.read_exact_at(&mut content, mapping.start.get()).ok().map(|()| content)
+    };
+    Ok(parts.filter_map(read).collect())
+}

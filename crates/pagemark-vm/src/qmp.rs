@@ -1,0 +1,250 @@
+//! A client of QEMU's monitor protocol, QMP.
+
+use std::io::{self, IoSlice, Read};
+use std::os::fd::{AsRawFd, BorrowedFd};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use nix::sys::socket::{ControlMessage, MsgFlags, getsockopt, sendmsg, sockopt};
+use serde_json::{Value, json};
+
+use crate::error::{Error, ErrorKind, Object, Result};
+
+/// How long QEMU may take to send its greeting. It sends none while another client is connected.
+const GREETING_LIMIT: Duration = Duration::from_secs(10);
+
+/// How long QEMU may take to carry out a command.
+const REPLY_LIMIT: Duration = Duration::from_secs(60);
+
+/// Longest message.
+const MAX_MESSAGE_BYTES: usize = 16 << 20;
+
+/// A connection to the monitor of a QEMU.
+#[derive(Debug)]
+pub(crate) struct Monitor {
+    stream: UnixStream,
+    object: Object,
+    received: Vec<u8>,
+    last_id: u64,
+}
+
+impl Monitor {
+    /// Connects to a socket on which QEMU listens.
+    pub(crate) fn connect(path: &Path) -> Result<Monitor> {
+        let object = Object::Monitor(path.to_owned());
+        let stream = UnixStream::connect(path)
+            .map_err(|error| Error::of(ErrorKind::Monitor, "connect to", object.clone(), error))
+            .map_err(|error| error.help("start QEMU with `-qmp unix:PATH,server=on,wait=off`"))?;
+        Monitor::begin(stream, object)
+    }
+
+    /// Takes over a connection.
+    pub(crate) fn over(stream: UnixStream) -> Result<Monitor> {
+        Monitor::begin(stream, Object::Monitor(PathBuf::from("of the new QEMU")))
+    }
+
+    fn begin(stream: UnixStream, object: Object) -> Result<Monitor> {
+        let mut monitor = Monitor { stream, object, received: Vec::new(), last_id: 0 };
+        let greeting = monitor.read_message(Instant::now() + GREETING_LIMIT).map_err(|error| match error.kind() {
+            ErrorKind::Gone => error,
+            _ => error.help("a monitor serves one client at a time: disconnect the other one"),
+        })?;
+        if greeting.get("QMP").is_none() {
+            return Err(monitor.garbled("it does not greet as QEMU does"));
+        }
+        monitor.execute("qmp_capabilities", json!({}))?;
+        Ok(monitor)
+    }
+
+    /// The process that listens on the socket.
+    pub(crate) fn peer_pid(&self) -> Result<i32> {
+        let peer = getsockopt(&self.stream, sockopt::PeerCredentials);
+        peer.map(|peer| peer.pid()).map_err(|error| Error::system("find the process of the monitor")(error.into()))
+    }
+
+    /// The connection, for a guard that outlives this process.
+    pub(crate) fn descriptor(&self) -> i32 {
+        self.stream.as_raw_fd()
+    }
+
+    /// Executes a command and returns its result.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Command`] with QEMU's own words, [`ErrorKind::Gone`], [`ErrorKind::Monitor`].
+    pub(crate) fn execute(&mut self, command: &str, arguments: Value) -> Result<Value> {
+        self.execute_with(command, arguments, None)
+    }
+
+    /// As [`Monitor::execute`], with a descriptor that QEMU gets.
+    pub(crate) fn execute_with(
+        &mut self,
+        command: &str,
+        arguments: Value,
+        descriptor: Option<BorrowedFd<'_>>,
+    ) -> Result<Value> {
+        self.last_id += 1;
+        let id = self.last_id;
+        let mut message = json!({"execute": command, "arguments": arguments, "id": id}).to_string();
+        message.push('\n');
+        self.send(message.as_bytes(), descriptor)?;
+        let deadline = Instant::now() + REPLY_LIMIT;
+        loop {
+            let mut reply = self.read_message(deadline)?;
+            if reply.get("event").is_some() {
+                continue;
+            }
+            if reply.get("id").and_then(Value::as_u64) != Some(id) {
+                return Err(self.garbled("it replies to what was not asked"));
+            }
+            if let Some(error) = reply.get("error") {
+                let words = error.get("desc").and_then(Value::as_str).unwrap_or("no reason given").to_owned();
+                return Err(Error::of(ErrorKind::Command, "QEMU refuses", Object::Command(command.to_owned()), words));
+            }
+            return match reply.get_mut("return") {
+                Some(result) => Ok(result.take()),
+                None => Err(self.garbled("a reply has neither a result nor an error")),
+            };
+        }
+    }
+
+    /// Executes a command of the human monitor and returns its text.
+    pub(crate) fn human(&mut self, command_line: &str) -> Result<String> {
+        let result = self.execute("human-monitor-command", json!({"command-line": command_line}))?;
+        result.as_str().map(str::to_owned).ok_or_else(|| self.garbled("the reply of the human monitor is no text"))
+    }
+
+    fn send(&self, message: &[u8], descriptor: Option<BorrowedFd<'_>>) -> Result<()> {
+        let number = descriptor.map(|descriptor| [descriptor.as_raw_fd()]);
+        let mut sent = 0;
+        while sent < message.len() {
+            let rights = number.as_ref().filter(|_| sent == 0).map(|number| ControlMessage::ScmRights(number));
+            let parts = [IoSlice::new(&message[sent..])];
+            match sendmsg::<()>(self.stream.as_raw_fd(), &parts, rights.as_slice(), MsgFlags::MSG_NOSIGNAL, None) {
+                Ok(bytes) => sent += bytes,
+                Err(nix::errno::Errno::EINTR) => {}
+                Err(error) => return Err(self.failed("write to", error.into())),
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads one message, which is a line.
+    fn read_message(&mut self, deadline: Instant) -> Result<Value> {
+        let mut searched = 0;
+        loop {
+            if let Some(end) = self.received[searched..].iter().position(|&byte| byte == b'\n') {
+                let line: Vec<u8> = self.received.drain(..=searched + end).collect();
+                searched = 0;
+                if line.trim_ascii().is_empty() {
+                    continue;
+                }
+                return match serde_json::from_slice::<Value>(&line) {
+                    Ok(message) if message.is_object() => Ok(message),
+                    _ => Err(self.garbled("a message is no JSON object")),
+                };
+            }
+            searched = self.received.len();
+            if searched > MAX_MESSAGE_BYTES {
+                return Err(self.garbled("a message is longer than 16 MiB"));
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(Error::about(ErrorKind::Monitor, self.object.clone(), "does not answer"));
+            }
+            self.stream.set_read_timeout(Some(left)).map_err(|error| self.failed("read from", error))?;
+            let mut buffer = [0; 16384];
+            match self.stream.read(&mut buffer) {
+                Ok(0) => return Err(Error::about(ErrorKind::Gone, self.object.clone(), "was closed: QEMU has ended")),
+                Ok(bytes) => self.received.extend_from_slice(&buffer[..bytes]),
+                Err(error) if [io::ErrorKind::WouldBlock, io::ErrorKind::Interrupted].contains(&error.kind()) => {}
+                Err(error) => return Err(self.failed("read from", error)),
+            }
+        }
+    }
+
+    fn failed(&self, operation: &'static str, error: io::Error) -> Error {
+        let is_closed = [io::ErrorKind::BrokenPipe, io::ErrorKind::ConnectionReset].contains(&error.kind());
+        let kind = if is_closed { ErrorKind::Gone } else { ErrorKind::Monitor };
+        Error::of(kind, operation, self.object.clone(), error)
+    }
+
+    fn garbled(&self, reason: &'static str) -> Error {
+        Error::of(ErrorKind::Monitor, "understand", self.object.clone(), reason)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const GREETING: &str = "{\"QMP\": {\"version\": {}, \"capabilities\": []}}\n";
+
+    /// A monitor whose other end sends these bytes and closes the connection.
+    fn monitor_that_gets(bytes: Vec<u8>) -> (Result<Monitor>, std::thread::JoinHandle<()>) {
+        let (ours, mut theirs) = UnixStream::pair().unwrap();
+        let sender = std::thread::spawn(move || {
+            // The other end may close first.
+            let _ = theirs.write_all(&bytes);
+            let _ = theirs.shutdown(std::net::Shutdown::Write);
+            let _ = io::copy(&mut theirs, &mut io::sink());
+        });
+        (Monitor::over(ours), sender)
+    }
+
+    fn first_reply(replies: &str) -> Result<Value> {
+        let bytes = format!("{GREETING}{{\"return\": {{}}, \"id\": 1}}\n{replies}");
+        let (monitor, sender) = monitor_that_gets(bytes.into_bytes());
+        let mut monitor = monitor.unwrap();
+        let reply = monitor.execute("query-status", json!({}));
+        drop(monitor);
+        sender.join().unwrap();
+        reply
+    }
+
+    #[test]
+    fn a_reply_is_found_among_events() {
+        let reply = first_reply("{\"event\": \"STOP\", \"data\": {}}\r\n\r\n{\"return\": {\"a\": 7}, \"id\": 2}\r\n");
+        assert_eq!(reply.unwrap(), json!({"a": 7}));
+    }
+
+    #[test]
+    fn the_words_of_a_refusal_are_kept() {
+        let error =
+            first_reply("{\"error\": {\"class\": \"GenericError\", \"desc\": \"no\"}, \"id\": 2}\n").unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Command);
+        assert_eq!(error.to_string(), "QEMU refuses query-status: no");
+    }
+
+    #[test]
+    fn a_monitor_that_misbehaves_is_an_error() {
+        for (replies, kind) in [
+            ("", ErrorKind::Gone),
+            ("{\"return\": {}", ErrorKind::Gone),
+            ("nonsense\n", ErrorKind::Monitor),
+            ("7\n", ErrorKind::Monitor),
+            ("{\"return\": {}, \"id\": 7}\n", ErrorKind::Monitor),
+            ("{\"return\": {}}\n", ErrorKind::Monitor),
+            ("{\"id\": 2}\n", ErrorKind::Monitor),
+        ] {
+            assert_eq!(first_reply(replies).unwrap_err().kind(), kind, "{replies}");
+        }
+        let endless = "x".repeat(MAX_MESSAGE_BYTES + 100_000);
+        assert_eq!(first_reply(&endless).unwrap_err().kind(), ErrorKind::Monitor);
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_are_a_reply_or_an_error(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
+            let (monitor, sender) = monitor_that_gets(bytes);
+            if let Ok(mut monitor) = monitor {
+                let _ = monitor.execute("query-status", json!({}));
+            }
+            sender.join().unwrap();
+        }
+    }
+}

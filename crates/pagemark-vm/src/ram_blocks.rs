@@ -1,0 +1,254 @@
+//! The blocks of a machine's memory, and where in QEMU's address space each is.
+
+use pagemark::sys::proc::{Mapping, MappingKind};
+use pagemark::{Address, ByteCount, Range};
+
+use crate::error::{Error, ErrorKind, Object, Result};
+
+/// QEMU places each block without a file at a multiple of this.
+const ALIGNMENT: u64 = 2 << 20;
+
+/// A block of memory, as `info ramblock` lists it.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) struct ListedBlock {
+    /// QEMU's name of it, the same in each QEMU with the same command line.
+    pub(crate) id: String,
+    /// The part that the machine uses now.
+    pub(crate) used: ByteCount,
+    /// What is reserved for it, which is mapped.
+    pub(crate) total: ByteCount,
+    /// Its offset among all blocks.
+    pub(crate) offset: u64,
+    /// Where it begins; None from versions that do not list it.
+    pub(crate) start: Option<Address>,
+}
+
+/// A block of memory, and where it is.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) struct RamBlock {
+    pub(crate) id: String,
+    /// The addresses of the used part in QEMU's address space.
+    pub(crate) range: Range,
+    pub(crate) is_shared: bool,
+}
+
+impl RamBlock {
+    /// Length of the block.
+    pub(crate) fn bytes(&self) -> ByteCount {
+        self.range.end - self.range.start
+    }
+}
+
+/// Reads the table of `info ramblock`.
+pub(crate) fn parse(table: &str) -> Option<Vec<ListedBlock>> {
+    let mut lines = table.lines().filter(|line| !line.trim().is_empty());
+    let header: Vec<&str> = lines.next()?.split_whitespace().collect();
+    let has_address = header.contains(&"HVA");
+    if header.first() != Some(&"Block") || !header.contains(&"Total") {
+        return None;
+    }
+    let number = |text: Option<&&str>| u64::from_str_radix(text?.strip_prefix("0x")?, 16).ok();
+    lines
+        .map(|line| {
+            let words: Vec<&str> = line.split_whitespace().collect();
+            // ID, page size and its unit, offset, used, total, and in later versions the address.
+            let at = words.iter().position(|word| word.starts_with("0x"))?;
+            let id = words[..at.checked_sub(2)?].join(" ");
+            let (offset, used, total) =
+                (number(words.get(at))?, number(words.get(at + 1))?, number(words.get(at + 2))?);
+            let start = if has_address { Some(Address::new(number(words.get(at + 3))?)) } else { None };
+            let is_right = !id.is_empty() && used > 0 && used <= total;
+            let (used, total) = (ByteCount::new(used), ByteCount::new(total));
+            is_right.then_some(ListedBlock { id, used, total, offset, start })
+        })
+        .collect()
+}
+
+/// Finds each block among the mappings of QEMU. A version that does not list addresses is known to
+/// map each block by itself, with an inaccessible page behind it, and at a multiple of 2 MiB if it
+/// has no file. Where several mappings fit, QEMU's own record of the block decides. It is searched
+/// in what `heap` returns: the content of QEMU's private memory.
+///
+/// # Errors
+/// [`ErrorKind::Memory`] if a block is not found, or several mappings fit;
+/// [`ErrorKind::Unsupported`] if a block is a private mapping of a file.
+pub(crate) fn locate(
+    listed: &[ListedBlock],
+    mappings: &[Mapping],
+    heap: impl Fn() -> Result<Vec<Vec<u8>>>,
+) -> Result<Vec<RamBlock>> {
+    let mut heap_content = None;
+    let mut blocks = Vec::with_capacity(listed.len());
+    for block in listed {
+        let fitting = || fitting(mappings, block.total);
+        let is_like = |other: &&ListedBlock| other.total == block.total;
+        let start = match block.start {
+            Some(start) => start,
+            None if fitting().count() == 1 && listed.iter().filter(is_like).count() == 1 => {
+                fitting().map(|mapping| mapping.start).next().unwrap_or_default()
+            }
+            None => {
+                let content = match &mut heap_content {
+                    Some(content) => content,
+                    None => heap_content.insert(heap()?),
+                };
+                let starts: Vec<Address> = fitting().map(|mapping| mapping.start).collect();
+                content.iter().find_map(|part| recorded_address(part, block, &starts)).ok_or_else(|| {
+                    let reason =
+                        format!("cannot be found in QEMU's address space: {} mappings have its size", starts.len());
+                    let error = Error::about(ErrorKind::Memory, Object::Block(block.id.clone()), reason);
+                    error.help("later versions of QEMU list the addresses of their memory")
+                })?
+            }
+        };
+        let range = start..start + block.used;
+        let mapping = mappings.iter().find(|mapping| mapping.start <= range.start && range.end <= mapping.end);
+        let mapping = mapping.ok_or_else(|| {
+            Error::about(ErrorKind::Memory, Object::Block(block.id.clone()), "is not mapped where QEMU says")
+        })?;
+        if mapping.kind == MappingKind::PrivateFile {
+            let reason = "is a private mapping of a file, whose content is not the machine's alone";
+            let error = Error::about(ErrorKind::Unsupported, Object::Block(block.id.clone()), reason);
+            return Err(error.help("use `memory-backend-file` with `share=on`, or `memory-backend-ram`"));
+        }
+        let is_shared = !mapping.is_private();
+        blocks.push(RamBlock { id: block.id.clone(), range, is_shared });
+    }
+    let mut starts: Vec<Address> = blocks.iter().map(|block| block.range.start).collect();
+    starts.sort_unstable();
+    if starts.windows(2).any(|pair| pair[0] == pair[1]) {
+        return Err(Error::about(ErrorKind::Memory, Object::None, "two memory blocks of QEMU have one address"));
+    }
+    Ok(blocks)
+}
+
+/// The address of a block according to QEMU's record of it, if `content` has the record and the
+/// address is among `starts`. In all versions the record has the offset, the used and the reserved
+/// length one after the other, the address shortly before and the name shortly behind.
+fn recorded_address(content: &[u8], block: &ListedBlock, starts: &[Address]) -> Option<Address> {
+    const NEAR: usize = 64;
+    const WORD: usize = 8;
+    let lengths = [block.offset, block.used.get(), block.total.get()];
+    let (words, _) = content.as_chunks::<WORD>();
+    let name = [block.id.as_bytes(), b"\0"].concat();
+    let found = words
+        .windows(lengths.len())
+        .enumerate()
+        .filter(|(_, window)| window.iter().zip(lengths).all(|(word, length)| u64::from_le_bytes(*word) == length));
+    found
+        .filter(|(at, _)| {
+            let behind = &content[(at + lengths.len()) * WORD..];
+            let behind = &behind[..behind.len().min(NEAR + name.len())];
+            behind.windows(name.len()).any(|window| window == name)
+        })
+        .find_map(|(at, _)| {
+            let before = words[at.saturating_sub(NEAR / WORD)..at].iter().rev();
+            before.map(|word| Address::new(u64::from_le_bytes(*word))).find(|address| starts.contains(address))
+        })
+}
+
+/// The mappings that look like a block of `total` bytes.
+fn fitting(mappings: &[Mapping], total: ByteCount) -> impl Iterator<Item = &Mapping> {
+    mappings.windows(2).filter_map(move |pair| {
+        let (mapping, next) = (&pair[0], &pair[1]);
+        let is_guarded = next.start == mapping.end && !next.readable && !next.writable;
+        let is_aligned = mapping.inode != 0 || mapping.start.get().is_multiple_of(ALIGNMENT);
+        let is_memory = mapping.readable && mapping.writable && !mapping.executable;
+        (is_memory && is_aligned && is_guarded && mapping.end - mapping.start == total).then_some(mapping)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use pagemark::sys::proc::maps;
+
+    use super::*;
+
+    const OLD: &str = "              Block Name    PSize              Offset               Used              Total\n                          pc.ram    4 KiB  0x0000000000000000 0x0000000004000000 0x0000000004000000\n            /rom@etc/acpi/tables    4 KiB  0x0000000004080000 0x0000000000020000 0x0000000000200000\n";
+    const NEW: &str = "Block Name    PSize              Offset               Used              Total                HVA  RO\npc.ram    4 KiB  0x0000000000000000 0x0000000004000000 0x0000000004000000 0x00007f71c3e00000  rw\n";
+
+    fn block(id: &str, offset: u64, used: u64, total: u64) -> ListedBlock {
+        let (used, total) = (ByteCount::new(used), ByteCount::new(total));
+        ListedBlock { id: id.into(), used, total, offset, start: None }
+    }
+
+    fn mappings(text: &str) -> Vec<Mapping> {
+        maps::parse(text.as_bytes()).unwrap()
+    }
+
+    #[test]
+    fn the_tables_of_old_and_new_versions_are_read() {
+        let ram = block("pc.ram", 0, 64 << 20, 64 << 20);
+        let tables = block("/rom@etc/acpi/tables", 0x4080000, 0x20000, 0x200000);
+        assert_eq!(parse(OLD), Some(vec![ram.clone(), tables]));
+        assert_eq!(parse(NEW), Some(vec![ListedBlock { start: Some(Address::new(0x7f71c3e00000)), ..ram }]));
+    }
+
+    #[test]
+    fn any_other_table_is_refused() {
+        let broken = [
+            "",
+            "no table",
+            "Block Name PSize Offset Used Total\nram 4 KiB 0x0 0x1000",
+            "Block Name PSize Offset Used Total\nram 4 KiB 0x0 0x2000 0x1000",
+            "Block Name PSize Offset Used Total\n4 KiB 0x0 0x1000 0x1000",
+            "Block Name PSize Offset Used Total HVA RO\nram 4 KiB 0x0 0x1000 0x1000",
+        ];
+        broken.iter().for_each(|text| assert_eq!(parse(text), None, "{text}"));
+    }
+
+    #[test]
+    fn a_block_is_found_by_its_size_alignment_and_guard() {
+        let text = "\
+            7f0000000000-7f0000100000 rw-p 00000000 00:00 0 \n\
+            7f0000200000-7f0000300000 rw-p 00000000 00:00 0 \n\
+            7f0000300000-7f0000301000 ---p 00000000 00:00 0 \n\
+            7f0000401000-7f0000501000 rw-p 00000000 00:00 0 \n\
+            7f0000501000-7f0000502000 ---p 00000000 00:00 0 \n";
+        let listed = [block("ram", 0, 0x80000, 0x100000)];
+        let found = locate(&listed, &mappings(text), || panic!("one mapping fits")).unwrap();
+        let start = Address::new(0x7f0000200000);
+        assert_eq!(
+            found,
+            [RamBlock { id: "ram".into(), range: start..start + ByteCount::new(0x80000), is_shared: false }]
+        );
+    }
+
+    #[test]
+    fn blocks_of_equal_size_are_found_by_their_addresses_or_refused() {
+        let text = "\
+            7f0000200000-7f0000300000 rw-p 00000000 00:00 0 \n\
+            7f0000300000-7f0000301000 ---p 00000000 00:00 0 \n\
+            7f0000400000-7f0000500000 rw-s 00000000 00:01 7 /memfd:ram (deleted)\n\
+            7f0000500000-7f0000501000 ---p 00000000 00:00 0 \n";
+        let listed = [block("a", 0, 0x100000, 0x100000), block("b", 0x200000, 0x100000, 0x100000)];
+        let record = |address: u64, block: &ListedBlock| {
+            let numbers = [7, address, 0, block.offset, block.used.get(), block.total.get(), 8];
+            let mut record: Vec<u8> = numbers.iter().flat_map(|number: &u64| number.to_le_bytes()).collect();
+            record.extend([0; 4]);
+            record.extend(block.id.as_bytes());
+            record.resize(record.len().next_multiple_of(8) + 8, 0);
+            record
+        };
+        let heap = |a: u64, b: u64| vec![vec![1; 100], [record(a, &listed[0]), record(b, &listed[1])].concat()];
+        let found = locate(&listed, &mappings(text), || Ok(heap(0x7f0000400000, 0x7f0000200000))).unwrap();
+        assert_eq!(
+            found.iter().map(|block| (&*block.id, block.is_shared)).collect::<Vec<_>>(),
+            [("a", true), ("b", false)]
+        );
+
+        let unknown = [heap(0, 0), heap(0x7f0000200000, 0x7f0000200000), heap(0x1000, 0x2000), Vec::new()];
+        for heap in unknown {
+            let error = locate(&listed, &mappings(text), || Ok(heap.clone())).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::Memory);
+        }
+    }
+
+    #[test]
+    fn a_private_mapping_of_a_file_is_refused() {
+        let text =
+            "7f0000200000-7f0000300000 rw-p 00000000 08:01 7 /ram\n7f0000300000-7f0000301000 ---p 00000000 00:00 0 \n";
+        let error = locate(&[block("a", 0, 0x100000, 0x100000)], &mappings(text), || Ok(Vec::new())).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Unsupported);
+    }
+}

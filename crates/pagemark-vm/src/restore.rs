@@ -1,0 +1,414 @@
+//! Restores a virtual machine: starts a QEMU as the checkpointed one was started, fills its memory,
+//! and gives it the state of its devices.
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, Read, Write};
+use std::ops::ControlFlow;
+use std::os::fd::{AsFd, AsRawFd};
+use std::os::unix::fs::FileExt;
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use pagemark::repository::{Checkpoint, Manifest, SpaceKind, SpaceRecord, TargetKind};
+use pagemark::store::Piece;
+use pagemark::sys::pagemap::{Filter, PRESENT, Pagemap, SWAPPED};
+use pagemark::sys::proc::{self, maps};
+use pagemark::{AddressRangeExt, ByteCount, Kind, PAGE_SIZE, PageNumber, PageTree, RangeSet, Store};
+
+use crate::error::{Error, ErrorKind, Object, Result};
+use crate::machine::{Machine, Startup};
+use crate::qmp::Monitor;
+use crate::ram_blocks::RamBlock;
+use crate::target::{DEVICES, STARTUP};
+
+/// The descriptor of the new QEMU's own monitor connection.
+const MONITOR_DESCRIPTOR: i32 = 3;
+
+/// The arguments that a restore adds to those of the checkpointed QEMU.
+const ADDED: [[&str; 2]; 5] = [
+    ["-chardev", "socket,id=pagemark,fd=3"],
+    ["-mon", "chardev=pagemark,mode=control"],
+    ["-incoming", "defer"],
+    // The stream of the devices alone has neither.
+    ["-global", "migration.send-configuration=off"],
+    ["-machine", "suppress-vmdesc=on"],
+];
+
+/// The most that is quoted of QEMU's messages.
+const MAX_MESSAGE_BYTES: u64 = 4096;
+
+/// How long QEMU may take to read the state of its devices.
+const LOAD_LIMIT: Duration = Duration::from_secs(60);
+const LOAD_POLL: Duration = Duration::from_millis(1);
+
+/// A restore of a virtual machine.
+///
+/// ```no_run
+/// use std::path::Path;
+///
+/// use pagemark::repository::Repository;
+///
+/// let repository = Repository::open(Path::new("checkpoints"))?;
+/// let checkpoint = repository.read("vm1", 12)?;
+/// let machine = pagemark_vm::Restore::new(&checkpoint).start(&mut |_, _| {})?;
+/// println!("QEMU runs as process {}", machine.pid());
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[must_use = "nothing is restored until it is started"]
+pub struct Restore<'a> {
+    manifest: &'a Manifest,
+    store: &'a (dyn Store + Sync),
+    is_detached: bool,
+    is_paused: bool,
+}
+
+/// A virtual machine that was restored.
+#[derive(Debug)]
+pub struct RunningMachine {
+    child: Child,
+    machine: Machine,
+}
+
+impl RunningMachine {
+    /// The process id of QEMU.
+    pub fn pid(&self) -> i32 {
+        self.machine.pid
+    }
+
+    /// Waits until QEMU ends.
+    ///
+    /// # Errors
+    /// [`ErrorKind::System`]
+    pub fn wait(mut self) -> Result<ExitStatus> {
+        self.child.wait().map_err(Error::system("wait for QEMU"))
+    }
+}
+
+impl<'a> Restore<'a> {
+    /// A restore of `checkpoint`. QEMU becomes a child of this process, with its standard streams.
+    pub fn new(checkpoint: &'a Checkpoint) -> Restore<'a> {
+        Restore::from_store(&checkpoint.manifest, checkpoint)
+    }
+
+    /// As [`Restore::new`], of a checkpoint whose content is in any store.
+    pub fn from_store(manifest: &'a Manifest, store: &'a (dyn Store + Sync)) -> Restore<'a> {
+        Restore { manifest, store, is_detached: false, is_paused: false }
+    }
+
+    /// Gives QEMU a session of its own, and `/dev/null` as standard streams.
+    pub fn detach(mut self, is_detached: bool) -> Self {
+        self.is_detached = is_detached;
+        self
+    }
+
+    /// Leaves the machine paused, until its monitor gets `cont`.
+    pub fn paused(mut self, is_paused: bool) -> Self {
+        self.is_paused = is_paused;
+        self
+    }
+
+    /// Starts QEMU, fills its memory, and lets the machine continue if it ran at the checkpoint.
+    /// Calls `progress` with the memory that was copied, and all of it.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Start`], [`ErrorKind::Mismatch`], [`ErrorKind::Damaged`] and others. No QEMU is
+    /// left then.
+    pub fn start(self, progress: &mut dyn FnMut(ByteCount, ByteCount)) -> Result<RunningMachine> {
+        let startup: Startup = serde_json::from_slice(&self.state(STARTUP)?).map_err(Error::damaged)?;
+        let devices = self.state(DEVICES)?;
+        let spaces = self.ram_spaces()?;
+        refuse_if_served(&startup)?;
+        let (child, monitor) = self.start_qemu(&startup)?;
+        let mut started = Started(Some(child));
+        let pid = started.id()?;
+        let monitor = Monitor::over(monitor).map_err(|error| started.describe(error, &startup))?;
+        let mut machine = Machine::of(monitor, pid)?;
+        let mappings = maps::read(pid).map_err(Error::system("read the mappings of QEMU"))?;
+        let blocks = machine.changed_blocks(&mappings)?.unwrap_or_default();
+        let pairs = pair(&spaces, &blocks)?;
+        self.fill(pid, &pairs, progress)?;
+        load_devices(&mut machine, devices)?;
+        if startup.is_running && !self.is_paused {
+            machine.resume()?;
+        }
+        let mut child = started.0.take().ok_or_else(|| Error::damaged("no QEMU"))?;
+        // QEMU ignores that nobody reads its later messages.
+        drop(child.stderr.take());
+        Ok(RunningMachine { child, machine })
+    }
+
+    /// The content of a record of the state.
+    fn state(&self, name: &str) -> Result<Vec<u8>> {
+        if self.manifest.kind != TargetKind::VirtualMachine {
+            return Err(Error::damaged("it is not one of a virtual machine"));
+        }
+        let record = self.manifest.state.iter().find(|record| record.name == name);
+        let record = record.ok_or_else(|| Error::damaged(format!("{name} is missing")))?;
+        Ok(record.content.read_all(self.store)?)
+    }
+
+    fn ram_spaces(&self) -> Result<Vec<(&'a SpaceRecord, ByteCount)>> {
+        let spaces = self.manifest.spaces.iter().map(|space| match space.kind {
+            SpaceKind::RamBlock { bytes } => Ok((space, bytes)),
+            _ => Err(Error::damaged(format!("space {} is no memory of a machine", space.id))),
+        });
+        spaces.collect()
+    }
+
+    /// Starts QEMU. Returns this process's end of its monitor connection.
+    fn start_qemu(&self, startup: &Startup) -> Result<(Child, UnixStream)> {
+        let (ours, theirs) = UnixStream::pair().map_err(Error::system("make a monitor connection"))?;
+        let mut command = Command::new(&startup.program);
+        command.args(arguments_of_restore(&startup.arguments)).current_dir(&startup.directory);
+        if self.is_detached {
+            command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
+        }
+        let (number, is_detached) = (theirs.as_raw_fd(), self.is_detached);
+        // SAFETY: only system calls are made between fork and exec, which is allowed in a child of a
+        // process with threads.
+        unsafe {
+            command.pre_exec(move || {
+                let result = match number == MONITOR_DESCRIPTOR {
+                    true => libc::fcntl(number, libc::F_SETFD, 0),
+                    false => libc::dup2(number, MONITOR_DESCRIPTOR),
+                };
+                if is_detached {
+                    libc::setsid();
+                }
+                if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+            });
+        }
+        let child = command.spawn().map_err(|error| {
+            Error::of(ErrorKind::Start, format!("start {}", startup.program.display()), Object::None, error)
+        })?;
+        Ok((child, ours))
+    }
+
+    /// Copies the checkpoint's memory into QEMU, which has not run the machine yet.
+    fn fill(
+        &self,
+        pid: i32,
+        pairs: &[(&SpaceRecord, &RamBlock)],
+        progress: &mut dyn FnMut(ByteCount, ByteCount),
+    ) -> Result<()> {
+        let path = proc::path(pid, "mem");
+        let memory = OpenOptions::new().read(true).write(true).open(path).map_err(write_failed(pid))?;
+        let pagemap = Pagemap::of_process(pid).map_err(write_failed(pid))?;
+        let mut fill = Fill { memory, targets: Vec::new(), failure: Mutex::new(None) };
+        let mut ids = Vec::new();
+        for (space, block) in pairs {
+            let tree = PageTree::load(space.root, self.store)?;
+            let pages = block.bytes().get() / PAGE_SIZE as u64;
+            let first = block.range.start.page();
+            let mut held = RangeSet::new();
+            for (page, id) in tree.iter() {
+                if page.get() >= pages {
+                    return Err(Error::damaged(format!("the memory block {} has pages behind its end", block.id)));
+                }
+                let target = first + page.get();
+                held.insert(target.addresses());
+                fill.targets.push(target);
+                ids.push(id);
+            }
+            // QEMU itself has written some pages, such as those of its firmware, that held zeros later.
+            let filter = Filter { any: PRESENT | SWAPPED, ..Filter::default() };
+            let mut written = RangeSet::new();
+            let found = pagemap.find(&block.range, filter, |run, _| written.insert(run));
+            found.map_err(write_failed(pid))?;
+            written.subtract(&held);
+            for range in written.iter() {
+                fill.write(range.start.page(), &vec![0; range.byte_count().to_usize()]).map_err(write_failed(pid))?;
+            }
+        }
+        let total = ByteCount::of_pages(ids.len() as u64);
+        progress(ByteCount::ZERO, total);
+        self.store.get_many(Kind::Page, &ids, &|pieces, content| match fill.copy(pieces, content) {
+            Ok(()) => ControlFlow::Continue(()),
+            Err(error) => {
+                fill.failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+                ControlFlow::Break(())
+            }
+        })?;
+        if let Some(error) = fill.failure.into_inner().unwrap_or_else(PoisonError::into_inner) {
+            return Err(write_failed(pid)(error));
+        }
+        progress(total, total);
+        Ok(())
+    }
+}
+
+/// A QEMU that is being prepared. Dropped, it is killed.
+struct Started(Option<Child>);
+
+impl Started {
+    fn id(&self) -> Result<i32> {
+        let child = self.0.as_ref().ok_or_else(|| Error::damaged("no QEMU"))?;
+        Ok(child.id() as i32)
+    }
+
+    /// The error of a QEMU that has closed its monitor.
+    fn describe(&mut self, error: Error, startup: &Startup) -> Error {
+        if !error.is_gone() {
+            return error;
+        }
+        let status = self.0.as_mut().and_then(|child| child.wait().ok());
+        let how = match status.map(|status| (status.code(), status.signal())) {
+            Some((Some(code), _)) => format!("ended with status {code}"),
+            Some((_, Some(signal))) => format!("was ended by signal {signal}"),
+            _ => "ended".to_owned(),
+        };
+        let mut message = String::new();
+        if let Some(stream) = self.0.as_mut().and_then(|child| child.stderr.as_mut()) {
+            // Without it the error says only that QEMU has ended.
+            let _ = stream.take(MAX_MESSAGE_BYTES).read_to_string(&mut message);
+        }
+        let separator = if message.is_empty() { "" } else { ": " };
+        let reason = format!("it {how}{separator}{}", message.trim_end());
+        let operation = format!("start {}", startup.program.display());
+        let error = Error::of(ErrorKind::Start, operation, Object::None, reason);
+        error.help(format!("the checkpoint is of QEMU {}", startup.version))
+    }
+}
+
+impl Drop for Started {
+    fn drop(&mut self) {
+        if let Some(child) = &mut self.0 {
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
+}
+
+/// Refuses a restore beside the machine's original, whose monitor socket the new QEMU would
+/// replace.
+fn refuse_if_served(startup: &Startup) -> Result<()> {
+    let paths = startup.arguments.iter().filter_map(|argument| {
+        let (_, rest) = argument.split_once("unix:")?;
+        rest.split(',').next()
+    });
+    for path in paths {
+        let path = startup.directory.join(path);
+        if UnixStream::connect(&path).is_ok() {
+            let error = Error::about(ErrorKind::Start, Object::Monitor(path), "is in use by another process");
+            return Err(error.help("end the machine that runs first"));
+        }
+    }
+    Ok(())
+}
+
+/// The arguments of the checkpointed QEMU as those of one that is restored.
+fn arguments_of_restore(arguments: &[String]) -> Vec<String> {
+    let mut kept = Vec::with_capacity(arguments.len());
+    let mut rest = arguments.iter().map(String::as_str).peekable();
+    while let Some(argument) = rest.next() {
+        let name = argument.strip_prefix('-').unwrap_or(argument).trim_start_matches('-');
+        let value = rest.peek().copied();
+        match (name, value) {
+            ("S" | "daemonize", _) if argument.starts_with('-') => {}
+            // It was started from a state that is older than the checkpoint.
+            ("incoming" | "loadvm", Some(_)) if argument.starts_with('-') => drop(rest.next()),
+            // A restore of this library added these.
+            (_, Some(value)) if ADDED.contains(&[argument, value]) => drop(rest.next()),
+            _ => kept.push(argument.to_owned()),
+        }
+    }
+    kept.push("-S".to_owned());
+    kept.extend(ADDED.iter().flatten().map(|&argument| argument.to_owned()));
+    kept
+}
+
+/// Finds the block of each space.
+fn pair<'a>(
+    spaces: &[(&'a SpaceRecord, ByteCount)],
+    blocks: &'a [RamBlock],
+) -> Result<Vec<(&'a SpaceRecord, &'a RamBlock)>> {
+    let differs = |id: &str, reason: String| {
+        let error = Error::about(ErrorKind::Mismatch, Object::Block(id.to_owned()), reason);
+        error.help("restore with the version of QEMU that the checkpoint is of")
+    };
+    if let Some(block) = blocks.iter().find(|block| spaces.iter().all(|(space, _)| space.label != block.id)) {
+        return Err(differs(&block.id, "is not part of the checkpoint".into()));
+    }
+    let pairs = spaces.iter().map(|&(space, bytes)| {
+        let block = blocks.iter().find(|block| block.id == space.label);
+        let block = block.ok_or_else(|| differs(&space.label, "does not exist in the new QEMU".into()))?;
+        if block.bytes() != bytes {
+            let reason = format!("has {} bytes in the new QEMU, not {}", block.bytes().get(), bytes.get());
+            return Err(differs(&space.label, reason));
+        }
+        Ok((space, block))
+    });
+    pairs.collect()
+}
+
+/// Gives QEMU the state of its devices.
+fn load_devices(machine: &mut Machine, devices: Vec<u8>) -> Result<()> {
+    let (read, mut write) = io::pipe().map_err(Error::system("make a pipe"))?;
+    // Not waited for: QEMU may leave the end of the stream unread. Without a reader the writer fails.
+    std::thread::spawn(move || write.write_all(&devices));
+    machine.begin_load(read.as_fd())?;
+    drop(read);
+    let deadline = Instant::now() + LOAD_LIMIT;
+    while !machine.has_loaded()? {
+        if Instant::now() >= deadline {
+            let object = Object::Process(machine.pid);
+            return Err(Error::about(ErrorKind::Mismatch, object, "does not take the state of its devices"));
+        }
+        std::thread::sleep(LOAD_POLL);
+    }
+    Ok(())
+}
+
+/// The copy of pages into QEMU.
+struct Fill {
+    memory: File,
+    /// The page of each content that is read.
+    targets: Vec<PageNumber>,
+    failure: Mutex<Option<io::Error>>,
+}
+
+impl Fill {
+    fn copy(&self, pieces: &[Piece], content: &[u8]) -> io::Result<()> {
+        let follows = |a: &Piece, b: &Piece| {
+            self.targets[a.position] + 1 == self.targets[b.position] && a.bytes.end == b.bytes.start
+        };
+        for run in pieces.chunk_by(follows) {
+            let bytes = &content[run[0].bytes.start..run[run.len() - 1].bytes.end];
+            if bytes.len() != run.len() * PAGE_SIZE {
+                return Err(io::ErrorKind::InvalidData.into());
+            }
+            self.write(self.targets[run[0].position], bytes)?;
+        }
+        Ok(())
+    }
+
+    fn write(&self, page: PageNumber, content: &[u8]) -> io::Result<()> {
+        self.memory.write_all_at(content, page.address().get())
+    }
+}
+
+fn write_failed(pid: i32) -> impl FnOnce(io::Error) -> Error {
+    move |error| Error::of(ErrorKind::System, "write the memory of", Object::Process(pid), error)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn arguments(line: &str) -> Vec<String> {
+        arguments_of_restore(&line.split_whitespace().map(str::to_owned).collect::<Vec<_>>())
+    }
+
+    #[test]
+    fn arguments_are_kept_but_for_those_of_a_start() {
+        let restored = arguments("-m 64 -S -daemonize -incoming defer -loadvm x -qmp unix:a,server=on -name S");
+        let expected = "-m 64 -qmp unix:a,server=on -name S -S \
+            -chardev socket,id=pagemark,fd=3 -mon chardev=pagemark,mode=control -incoming defer \
+            -global migration.send-configuration=off -machine suppress-vmdesc=on";
+        assert_eq!(restored.join(" "), expected);
+        assert_eq!(arguments_of_restore(&restored), restored, "a restored machine is restored again");
+    }
+}

@@ -1,0 +1,259 @@
+//! Machines of QEMU: checkpointed, killed and restored. The oracles are the program in the machine,
+//! which checks its memory, and QEMU's own dump of the machine's memory.
+
+use std::os::unix::net::UnixStream;
+
+use pagemark::repository::Repository;
+use pagemark::track::Scope;
+use pagemark::{Job, JobOptions, Mechanism};
+use pagemark_testing::{MachinePaths, Qemu, TestMonitor, guest_program, skip, wait_for};
+use pagemark_vm::{ErrorKind, Restore, RunningMachine, VmTarget};
+use serde_json::json;
+
+const RAM_BYTES: u64 = 64 << 20;
+
+/// Kinds of machines and of memory.
+const MACHINES: [&[&str]; 5] = [
+    &["-machine", "q35", "-m", "64"],
+    &["-machine", "pc", "-m", "64", "-smp", "2"],
+    &[
+        "-machine",
+        "q35",
+        "-m",
+        "64",
+        "-object",
+        "memory-backend-memfd,id=ram,size=64M,share=on",
+        "-machine",
+        "memory-backend=ram",
+    ],
+    &[
+        "-machine",
+        "pc",
+        "-m",
+        "64",
+        "-vga",
+        "std",
+        "-object",
+        "memory-backend-ram,id=ram,size=64M",
+        "-machine",
+        "memory-backend=ram",
+    ],
+    &["-machine", "q35", "-m", "64", "-device", "virtio-rng-pci", "-device", "virtio-serial", "-name", "named"],
+];
+
+/// A restored machine, killed when dropped.
+struct Restored(Option<RunningMachine>);
+
+impl Drop for Restored {
+    fn drop(&mut self) {
+        if let Some(machine) = self.0.take() {
+            let pid = nix::unistd::Pid::from_raw(machine.pid());
+            let _ = nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGKILL);
+            let _ = machine.wait();
+        }
+    }
+}
+
+fn mechanisms() -> impl Iterator<Item = Mechanism> {
+    Mechanism::of_scope(Scope::Process).filter(|mechanism| pagemark::track::check(*mechanism, Scope::Process).is_ok())
+}
+
+fn repository(paths: &MachinePaths) -> Repository {
+    Repository::create(&paths.join("repository")).unwrap()
+}
+
+#[test]
+fn the_restored_memory_is_the_memory_at_the_checkpoint() {
+    if guest_program().is_none() {
+        skip!("no QEMU, or no compiler for its guest");
+    }
+    for further in MACHINES {
+        let paths = MachinePaths::default();
+        let qemu = Qemu::start(&paths, further);
+        let mut own = TestMonitor::connect(&paths.join("test.qmp"));
+        let target = VmTarget::attach(&paths.monitor(), Mechanism::choose(Scope::Process)).unwrap();
+        let mut job = Job::new(target, repository(&paths), JobOptions::new("vm"));
+        let mut dumps = Vec::new();
+        for round in 0..4 {
+            // Also checkpoints of a machine that runs, between those with a dump.
+            job.checkpoint().unwrap();
+            assert!(own.is_running());
+            paths.wait_for_steps(20);
+            own.run("stop", json!({}));
+            let dump = own.physical_memory(RAM_BYTES, &paths.join("dump"));
+            let taken = job.checkpoint().unwrap();
+            assert!(!own.is_running(), "a paused machine stays paused");
+            assert!(round == 0 || taken.cost.dirty_pages < 2000, "{further:?}: {taken:?}");
+            dumps.push((taken.sequence, dump));
+            own.run("cont", json!({}));
+            paths.wait_for_steps(1);
+        }
+        job.detach();
+        drop(qemu);
+        let repository = Repository::open(&paths.join("repository")).unwrap();
+        for (sequence, dump) in &dumps {
+            let checkpoint = repository.read("vm", *sequence).unwrap();
+            let mut restored = Restored(Some(Restore::new(&checkpoint).detach(true).start(&mut |_, _| {}).unwrap()));
+            let mut own = TestMonitor::connect(&paths.join("test.qmp"));
+            assert!(!own.is_running(), "it was paused at the checkpoint");
+            let memory = own.physical_memory(RAM_BYTES, &paths.join("dump"));
+            let differs = dump.chunks(4096).zip(memory.chunks(4096)).position(|(one, other)| one != other);
+            assert_eq!(differs, None, "{further:?}: checkpoint {sequence}");
+            // The program itself checks the rest.
+            own.run("cont", json!({}));
+            paths.wait_for_steps(20);
+            drop(restored.0.take().map(|machine| Restored(Some(machine))));
+        }
+    }
+}
+
+#[test]
+fn each_mechanism_finds_what_a_machine_writes() {
+    if guest_program().is_none() {
+        skip!("no QEMU, or no compiler for its guest");
+    }
+    for mechanism in mechanisms() {
+        let paths = MachinePaths::default();
+        let qemu = Qemu::start(&paths, &["-m", "64"]);
+        let target = VmTarget::attach(&paths.monitor(), mechanism).unwrap();
+        let mut job = Job::new(target, repository(&paths), JobOptions::new("vm"));
+        for _ in 0..5 {
+            job.checkpoint().unwrap();
+            paths.wait_for_steps(10);
+        }
+        job.detach();
+        drop(qemu);
+        let repository = Repository::open(&paths.join("repository")).unwrap();
+        for sequence in [5, 2] {
+            let checkpoint = repository.read("vm", sequence).unwrap();
+            let machine = Restored(Some(Restore::new(&checkpoint).detach(true).start(&mut |_, _| {}).unwrap()));
+            // Every page is checked in each step.
+            paths.wait_for_steps(5);
+            let mut own = TestMonitor::connect(&paths.join("test.qmp"));
+            assert!(own.is_running(), "{mechanism}");
+            drop(machine);
+        }
+    }
+}
+
+#[test]
+fn a_restored_machine_is_checkpointed_and_restored_again() {
+    if guest_program().is_none() {
+        skip!("no QEMU, or no compiler for its guest");
+    }
+    let paths = MachinePaths::default();
+    let mut repository = repository(&paths);
+    let mut restored: Option<Restored> = None;
+    let mut original = Some(Qemu::start(&paths, &["-m", "64"]));
+    for round in 1..4 {
+        let target = VmTarget::attach(&paths.monitor(), Mechanism::choose(Scope::Process)).unwrap();
+        let mut job = Job::new(target, repository, JobOptions::new("vm"));
+        assert_eq!(job.checkpoint().unwrap().sequence, round);
+        job.detach();
+        drop((original.take(), restored.take()));
+        repository = Repository::open(&paths.join("repository")).unwrap();
+        let checkpoint = repository.read("vm", round).unwrap();
+        restored = Some(Restored(Some(Restore::new(&checkpoint).detach(true).start(&mut |_, _| {}).unwrap())));
+        paths.wait_for_steps(5);
+    }
+}
+
+#[test]
+fn what_a_checkpoint_cannot_hold_is_refused() {
+    if guest_program().is_none() {
+        skip!("no QEMU, or no compiler for its guest");
+    }
+    let paths = MachinePaths::default();
+    let disk = paths.join("disk");
+    std::fs::write(&disk, vec![0; 1 << 20]).unwrap();
+    let drive = format!("file={},format=raw,if=virtio", disk.display());
+    let read_only = format!("{drive},readonly=on");
+    let ram_file = paths.join("ram");
+    let backend = format!("memory-backend-file,id=ram,size=64M,mem-path={},share=off", ram_file.display());
+    let refused = |further: &[&str]| {
+        let _qemu = Qemu::start(&paths, further);
+        let result = VmTarget::attach(&paths.monitor(), Mechanism::Full).map(drop);
+        std::fs::remove_file(paths.join("serial")).unwrap();
+        result.map_err(|error| (error.kind(), error.to_string()))
+    };
+    let (kind, text) = refused(&["-m", "64", "-drive", &drive]).unwrap_err();
+    assert_eq!(kind, ErrorKind::Unsupported);
+    assert!(text.contains("disk") && text.contains("readonly=on"), "{text}");
+    assert_eq!(refused(&["-m", "64", "-drive", &read_only]), Ok(()));
+    let (kind, text) = refused(&["-m", "64", "-object", &backend, "-machine", "memory-backend=ram"]).unwrap_err();
+    assert_eq!(kind, ErrorKind::Unsupported);
+    assert!(text.contains("share=on"), "{text}");
+}
+
+#[test]
+fn a_monitor_that_another_client_has_is_reported() {
+    if guest_program().is_none() {
+        skip!("no QEMU, or no compiler for its guest");
+    }
+    let paths = MachinePaths::default();
+    let _qemu = Qemu::start(&paths, &["-m", "64"]);
+    let other = UnixStream::connect(paths.monitor()).unwrap();
+    let error = VmTarget::attach(&paths.monitor(), Mechanism::Full).err().unwrap();
+    assert_eq!(error.kind(), ErrorKind::Monitor);
+    assert!(error.to_string().contains("one client at a time"), "{error}");
+    drop(other);
+    wait_for("the monitor to be free", || VmTarget::attach(&paths.monitor(), Mechanism::Full).ok());
+}
+
+#[test]
+fn a_machine_that_ends_is_gone() {
+    if guest_program().is_none() {
+        skip!("no QEMU, or no compiler for its guest");
+    }
+    let paths = MachinePaths::default();
+    let qemu = Qemu::start(&paths, &["-m", "64"]);
+    let target = VmTarget::attach(&paths.monitor(), Mechanism::Full).unwrap();
+    let mut job = Job::new(target, repository(&paths), JobOptions::new("vm"));
+    job.checkpoint().unwrap();
+    drop(qemu);
+    assert!(job.checkpoint().unwrap_err().is_gone());
+    drop(job);
+    assert_eq!(Repository::open(&paths.join("repository")).unwrap().checkpoints("vm").unwrap().len(), 1);
+}
+
+#[test]
+fn a_restore_beside_the_original_is_refused() {
+    if guest_program().is_none() {
+        skip!("no QEMU, or no compiler for its guest");
+    }
+    let paths = MachinePaths::default();
+    let _qemu = Qemu::start(&paths, &["-m", "64"]);
+    let target = VmTarget::attach(&paths.monitor(), Mechanism::Full).unwrap();
+    let mut job = Job::new(target, repository(&paths), JobOptions::new("vm"));
+    let sequence = job.checkpoint().unwrap().sequence;
+    job.detach();
+    let repository = Repository::open(&paths.join("repository")).unwrap();
+    let checkpoint = repository.read("vm", sequence).unwrap();
+    let error = Restore::new(&checkpoint).detach(true).start(&mut |_, _| {}).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Start);
+    assert!(error.to_string().contains("in use"), "{error}");
+    paths.wait_for_steps(1);
+}
+
+#[test]
+fn the_words_of_a_qemu_that_does_not_start_are_kept() {
+    if guest_program().is_none() {
+        skip!("no QEMU, or no compiler for its guest");
+    }
+    let paths = MachinePaths::default();
+    let file = paths.join("needed");
+    std::fs::write(&file, vec![0; 1 << 20]).unwrap();
+    let drive = format!("file={},format=raw,if=virtio,readonly=on", file.display());
+    let qemu = Qemu::start(&paths, &["-m", "64", "-drive", &drive]);
+    let target = VmTarget::attach(&paths.monitor(), Mechanism::Full).unwrap();
+    let mut job = Job::new(target, repository(&paths), JobOptions::new("vm"));
+    job.checkpoint().unwrap();
+    job.detach();
+    drop(qemu);
+    std::fs::remove_file(&file).unwrap();
+    let repository = Repository::open(&paths.join("repository")).unwrap();
+    let checkpoint = repository.read("vm", 1).unwrap();
+    let error = Restore::new(&checkpoint).detach(true).start(&mut |_, _| {}).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Start);
+    assert!(error.to_string().contains("No such file"), "{error}");
+}
