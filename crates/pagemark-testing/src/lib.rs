@@ -1,6 +1,6 @@
 //! Code that the tests of several crates share: skipping tests, time limits for slow machines, the
-//! programs and virtual machines that end-to-end tests checkpoint, and a program that runs others as
-//! on an older kernel.
+//! programs and virtual machines that end-to-end tests checkpoint, and a program that runs others
+//! as on an older kernel.
 //!
 //! The programs (`torture`, `pages`, `family`) check their own invariants in an endless loop. Each
 //! takes a directory and appends a line `ok N` to the file `progress` there after each round of
