@@ -1,6 +1,7 @@
 //! Tracks the content of the target's files: what changed since the last checkpoint.
 
 use std::collections::HashMap;
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -10,7 +11,7 @@ use pagemark::{Address, Blob, ByteCount, Kind, PAGE_SIZE, PageNumber, PageTree, 
 use super::encode_path;
 use super::list::{Key, OpenFile, SharedMapping};
 use super::scan::{Fingerprints, Page, pages, sample_holds, scan};
-use super::writers::{Inode, writers};
+use super::writers::{Inode, inode as inode_of, writers};
 use crate::error::{Error, ErrorKind, Object, Result};
 
 /// The addresses that each process has written since the previous call of the [`FileTracker`]. A
@@ -175,7 +176,11 @@ impl FileTracker {
             .map_err(Error::system("list the processes that write", Object::None))?;
         for (inode, file) in files {
             let writer = found.get(&inode);
-            if let (Some(writer), false) = (writer, file.is_output) {
+            // The target may have removed the file since the freeze, and a new file got its inode number.
+            let is_there = || fs::symlink_metadata(&file.path).is_ok_and(|metadata| inode_of(&metadata) == inode);
+            if let (Some(writer), false) = (writer, file.is_output)
+                && is_there()
+            {
                 let reason = format!("is open for writing by {}, which is not checkpointed", Object::command(*writer));
                 return Err(Error::about(ErrorKind::FileInUse, Object::File(file.path.clone()), reason)
                     .help("the data directory must belong to the checkpointed processes alone"));
@@ -336,7 +341,7 @@ impl Attributes {
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeMap;
-    use std::fs::{self, File, OpenOptions};
+    use std::fs::{File, OpenOptions};
     use std::io::Write;
     use std::os::unix::fs::FileExt;
 
@@ -364,6 +369,26 @@ mod tests {
 
     fn tick() {
         std::thread::sleep(Duration::from_millis(30));
+    }
+
+    #[test]
+    fn a_file_of_the_same_number_elsewhere_has_no_foreign_writer() {
+        let (data, elsewhere) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let path = data.path().join("file");
+        let file = OpenOptions::new().read(true).write(true).create_new(true).open(&path).unwrap();
+        let mut writer = std::process::Command::new("sleep");
+        let mut writer = writer.arg("60").stdout(file.try_clone().unwrap()).spawn().unwrap();
+        let mut tracker = FileTracker::new();
+        tracker.freeze_copy(&open_below(data.path()), &Written::new()).unwrap();
+        let directories = [data.path().to_owned()];
+        let there = tracker.find_other_writers(&[own_pid()], &directories);
+        // Instead of a removed file and a new one that gets its number.
+        fs::rename(&path, elsewhere.path().join("file")).unwrap();
+        let gone = tracker.find_other_writers(&[own_pid()], &directories);
+        writer.kill().unwrap();
+        writer.wait().unwrap();
+        assert_eq!(there.unwrap_err().kind(), ErrorKind::FileInUse);
+        gone.unwrap();
     }
 
     #[derive(Clone, Debug)]
