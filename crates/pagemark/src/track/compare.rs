@@ -1,5 +1,6 @@
-//! `compare`: reads all memory, and compares the hash of each page with that of the previous
-//! collect. SPM does so where the kernel has no soft-dirty bits.
+//! `compare`: reads all memory, and compares each page with its content at the previous collect:
+//! memory of this process with a copy (`compare/copies.rs`), other processes by hashes. SPM does so
+//! where the kernel has no soft-dirty bits.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -14,17 +15,18 @@ use crate::{
     Tracker, ranges,
 };
 
+mod copies;
+
+use copies::CompareCopies;
+
 /// The mechanism `compare`.
 pub const ENTRY: MechanismEntry = MechanismEntry {
     name: "compare",
-    description: "a hash of each page is compared with that of the previous interval",
+    description: "each page, or a hash of it, is compared with that of the previous interval",
     requirement: "nothing; reads all memory each time",
     is_exclusive: false,
     sees_other_mappings: true,
-    own_memory: |memory| {
-        let content = registry::own_file("mem", Memory::of_this_process())?;
-        Ok(Box::new(Compare::new(registry::own_pagemap()?, Arc::new(content), memory)))
-    },
+    own_memory: |memory| Ok(Box::new(CompareCopies::new(registry::own_pagemap()?, memory)?)),
     process: Some(ProcessTracking {
         needs_userfaultfd: false,
         needs_stop: false,
@@ -43,7 +45,7 @@ const BLOCK_PAGES: u64 = 64;
 /// Read at once.
 const BATCH: ByteCount = ByteCount::of_pages(256);
 
-/// Reports the pages whose content differs from that at the last collect.
+/// Reports the pages of another process whose content differs from that at the last collect.
 #[derive(Debug)]
 pub struct Compare {
     pagemap: Arc<Pagemap>,

@@ -1,5 +1,7 @@
 //! Memory of this process that trackers of regions may track.
 
+use std::ptr::NonNull;
+
 use super::populated::DataPages;
 use crate::error::{Error, ErrorKind, Object};
 use crate::sys::own_mappings::{self, OwnMapping};
@@ -33,7 +35,9 @@ impl OwnMemory {
     /// writable, not executable, and within the ends of their files. As long as this value or a
     /// tracker that was made with a clone of it exists, no other code changes the mappings or their
     /// protection, or shortens their files. No other code accesses the memory while a tracker of
-    /// `emulate` collects it for the first time.
+    /// `emulate` collects it for the first time. While a tracker of `compare` collects, other
+    /// threads write the memory only by atomic operations, or in ways that the compiler does not
+    /// see.
     pub unsafe fn new(range: Range) -> Result<OwnMemory, Error> {
         let mappings = own_mappings::describe(&range).map_err(Error::system("reading /proc/self/maps"))?;
         // SAFETY: the caller guarantees it.
@@ -65,6 +69,11 @@ impl OwnMemory {
     /// Its addresses.
     pub fn range(&self) -> &Range {
         &self.range
+    }
+
+    /// Where it begins.
+    pub(super) fn start(&self) -> NonNull<u8> {
+        NonNull::new(self.range.start.as_mut_ptr()).unwrap_or(NonNull::dangling())
     }
 
     /// The part in which a page that the page table does not have may hold data: everything except
