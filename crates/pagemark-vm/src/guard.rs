@@ -4,11 +4,11 @@
 //! QEMU serves one client of its monitor at a time. The guard therefore holds this process's
 //! connection, and uses it only when this process is gone.
 
-use std::io;
-use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::io::{self, PipeWriter, Write};
+use std::os::fd::{AsRawFd, RawFd};
 
 use nix::sys::wait::waitpid;
-use nix::unistd::{ForkResult, Pid, fork, pipe};
+use nix::unistd::{ForkResult, Pid, fork};
 use pagemark_process::helper::{self, DESCRIPTOR};
 
 use crate::error::{Error, Result};
@@ -34,20 +34,21 @@ const ORDERS: RawFd = DESCRIPTOR + 1;
 #[derive(Debug)]
 pub(crate) struct Guard {
     /// None once it was closed.
-    orders: Option<OwnedFd>,
+    orders: Option<PipeWriter>,
     pid: Pid,
 }
 
 impl Guard {
     /// Starts a guard for the connection `monitor`.
     pub(crate) fn start(monitor: RawFd) -> Result<Guard> {
-        let failed = |error: nix::errno::Errno| Error::system("start a guard process")(error.into());
-        let (read, write) = pipe().map_err(failed)?;
+        let failed = |error: io::Error| Error::system("start a guard process")(error);
+        // A program that this process starts must not hold the pipe: the guard waits for its end.
+        let (read, write) = io::pipe().map_err(failed)?;
         // SAFETY: the child makes only system calls, which is allowed in a child of a process with
         // threads, and ends by `_exit`.
-        match unsafe { fork() }.map_err(failed)? {
+        match unsafe { fork() }.map_err(|error| failed(error.into()))? {
             ForkResult::Parent { child } => Ok(Guard { orders: Some(write), pid: child }),
-            ForkResult::Child => guard(monitor, read.as_raw_fd()),
+            ForkResult::Child => guard(monitor, read.as_raw_fd(), write.as_raw_fd()),
         }
     }
 
@@ -62,11 +63,8 @@ impl Guard {
     }
 
     fn order(&self, order: u8) -> Result<()> {
-        let Some(orders) = &self.orders else { return Ok(()) };
-        match nix::unistd::write(orders, &[order]) {
-            Ok(_) => Ok(()),
-            Err(error) => Err(Error::system("reach the guard process")(io::Error::from(error))),
-        }
+        let Some(mut orders) = self.orders.as_ref() else { return Ok(()) };
+        orders.write_all(&[order]).map_err(Error::system("reach the guard process"))
     }
 }
 
@@ -78,10 +76,12 @@ impl Drop for Guard {
 }
 
 /// The child's life: reads orders until the pipe is closed.
-fn guard(monitor: RawFd, orders: RawFd) -> ! {
+fn guard(monitor: RawFd, orders: RawFd, other_end: RawFd) -> ! {
     // SAFETY: only system calls are made, nothing that owns a descriptor is used, and the process
     // ends by `_exit`.
     unsafe {
+        // Also on kernels that cannot close all others at once.
+        libc::close(other_end);
         helper::detach_from_caller(c"pagemark-vm", [monitor, orders]);
         let mut order = ENDED;
         loop {

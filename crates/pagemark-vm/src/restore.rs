@@ -285,11 +285,7 @@ impl Drop for Started {
 /// Refuses a restore beside the machine's original, whose monitor socket the new QEMU would
 /// replace.
 fn refuse_if_served(startup: &Startup) -> Result<()> {
-    let paths = startup.arguments.iter().filter_map(|argument| {
-        let (_, rest) = argument.split_once("unix:")?;
-        rest.split(',').next()
-    });
-    for path in paths {
+    for path in startup.arguments.iter().filter_map(|argument| served_path(argument)) {
         let path = startup.directory.join(path);
         if UnixStream::connect(&path).is_ok() {
             let error = Error::about(ErrorKind::Start, Object::Monitor(path), "is in use by another process");
@@ -297,6 +293,15 @@ fn refuse_if_served(startup: &Startup) -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// The path of a socket on which QEMU listens because of this argument: `unix:PATH,server=on` or
+/// `socket,path=PATH,server=on`.
+fn served_path(argument: &str) -> Option<&str> {
+    let mut options = argument.split(',');
+    let is_served = options.clone().any(|option| ["server", "server=on"].contains(&option));
+    let path = options.find_map(|option| option.strip_prefix("unix:").or(option.strip_prefix("path=")));
+    path.filter(|_| is_served)
 }
 
 /// The arguments of the checkpointed QEMU as those of one that is restored.
@@ -400,6 +405,15 @@ mod tests {
 
     fn arguments(line: &str) -> Vec<String> {
         arguments_of_restore(&line.split_whitespace().map(str::to_owned).collect::<Vec<_>>())
+    }
+
+    #[test]
+    fn sockets_on_which_qemu_listens_are_found() {
+        assert_eq!(served_path("unix:/a/b,server=on,wait=off"), Some("/a/b"));
+        assert_eq!(served_path("socket,id=q,path=c,server"), Some("c"));
+        assert_eq!(served_path("unix:/a/b"), None);
+        assert_eq!(served_path("socket,id=q,path=c,server=off"), None);
+        assert_eq!(served_path("q35"), None);
     }
 
     #[test]

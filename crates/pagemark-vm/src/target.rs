@@ -6,7 +6,7 @@ use std::path::Path;
 use std::time::{Duration, Instant, SystemTime};
 
 use pagemark::repository::{SpaceKind, StateRecord, TargetKind};
-use pagemark::sys::proc::{self, Mapping};
+use pagemark::sys::proc::{self, Mapping, maps};
 use pagemark::sys::sparse;
 use pagemark::target::{
     Captured, CapturedSpace, Frozen, Recorded, SpaceId, Target, TargetDescription, TargetMemory, VisitPage,
@@ -84,10 +84,13 @@ impl VmTarget {
         machine.add_device_file()?;
         machine.remove_device_file()?;
         guard.end()?;
+        // A socket may belong to another program, which is left alone: it has no such memory.
+        let mappings = maps::read(machine.pid).map_err(Error::system("read the mappings of QEMU"))?;
+        let places = machine.changed_blocks(&mappings)?.unwrap_or_default();
         let mut space = AddressSpace::attach_with(machine.pid, mechanism, SharedScope::FilesAndMemory)?;
         space.refresh_mappings()?;
         let mut memory = MachineMemory { space, blocks: Vec::new(), next_space: 0, has_new_blocks: false };
-        memory.find_blocks(&mut machine)?;
+        memory.set_blocks(places)?;
         // Those of now were registered by the attach.
         memory.has_new_blocks = false;
         Ok(VmTarget { machine, memory, guard, command, label })
@@ -108,7 +111,13 @@ impl MachineMemory {
     /// Finds the blocks of the machine's memory, if they have changed. All of a new one counts as
     /// written.
     fn find_blocks(&mut self, machine: &mut Machine) -> Result<()> {
-        let Some(places) = machine.changed_blocks(self.space.mappings())? else { return Ok(()) };
+        match machine.changed_blocks(self.space.mappings())? {
+            Some(places) => self.set_blocks(places),
+            None => Ok(()),
+        }
+    }
+
+    fn set_blocks(&mut self, places: Vec<RamBlock>) -> Result<()> {
         let mut old = std::mem::take(&mut self.blocks);
         for place in places {
             let known = old.iter().position(|block| block.place == place);
