@@ -134,6 +134,10 @@ int main(int argc, char **argv)
 {
     const char *mode = argc > 1 ? argv[1] : "";
     signal(SIGUSR1, want_more);
+    /* The tests may run under nohup. */
+    signal(SIGHUP, SIG_DFL);
+    signal(SIGINT, SIG_DFL);
+    signal(SIGTERM, SIG_DFL);
     if (!strcmp(mode, "userfaultfd") && syscall(__NR_userfaultfd, O_CLOEXEC) < 0) {
         perror("userfaultfd");
         return 98;

@@ -66,7 +66,11 @@ impl Subject {
 
     /// Starts it by this command, which may have any attributes.
     pub fn spawn(command: &mut Command) -> Subject {
-        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null()).current_dir("/");
+        // The directory of the file that it writes is its own, so that a restore changes the file
+        // without asking.
+        let file = command.get_args().last().map(Path::new).filter(|file| file.is_absolute());
+        let directory = file.and_then(Path::parent).unwrap_or(Path::new("/")).to_owned();
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null()).current_dir(directory);
         // SAFETY: only system calls are made between fork and exec.
         unsafe {
             command.pre_exec(|| {
