@@ -52,7 +52,7 @@ const BUFFER_BYTES: usize = 128 << 20;
 /// The most that a pre-copy round copies at once: what fits into one buffer.
 const PART: ByteCount = ByteCount::new(BUFFER_BYTES as u64);
 
-/// A round that finds at most this many pages is followed by a pause: copying so many pages in the
+/// A round that finds at most this many pages is followed by a pause: copying them in the
 /// freeze takes less time than another round, which walks the page tables.
 const QUIET_PAGES: u64 = 64;
 
