@@ -15,7 +15,7 @@ use super::pins::Pins;
 use super::protected::{Protected, Taken, WriteProtection};
 use super::registry::{MechanismEntry, own_mappings, own_pagemap};
 use crate::sys::own_mappings::{OwnMapping, OwnMappings};
-use crate::sys::pagemap::Pagemap;
+use crate::sys::pagemap::{Filter, PRESENT, Pagemap, ZERO};
 use crate::sys::populate;
 use crate::sys::signals::Blocked;
 use crate::sys::userfaultfd::{Synchronous, Userfaultfd, WRITE_PROTECT_SHARED};
@@ -49,6 +49,9 @@ pub struct Uffd {
     handler: Option<JoinHandle<()>>,
     pins: Pins,
     taken: Taken,
+    /// The pages that held data when their range was armed, and those that were reported since. The
+    /// page table does not show them: protection makes entries for unpopulated pages, too.
+    data: RangeSet,
     process: u32,
     protects_shared: bool,
     protects_unpopulated: bool,
@@ -118,6 +121,7 @@ impl Uffd {
             handler: Some(handler),
             pins,
             taken,
+            data: RangeSet::new(),
             process,
             protects_shared,
             protects_unpopulated,
@@ -142,13 +146,31 @@ impl Uffd {
         let protection = ByUserfaultfd { userfaultfd, protects_unpopulated: self.protects_unpopulated };
         let protected = Arc::new(Protected::new(range.clone(), self.memory.pages_per_unit(), protection));
         self.shared.tracked().push(protected.clone());
+        let mut data = self.memory.holding(&self.pagemap, &range.clone().into())?;
         if !self.protects_unpopulated {
             protected.protection().split_huge_pages(&range).map_err(failed)?;
         }
         protected.close_all().map_err(failed)?;
-        dirty.extend(&self.memory.holding(&self.pagemap, &range.clone().into())?);
+        // What another thread has written meanwhile.
+        self.pagemap
+            .find(&range, Filter { all: PRESENT, report: ZERO, ..Filter::default() }, |run, categories| {
+                if categories & ZERO == 0 {
+                    data.insert(run);
+                }
+            })
+            .map_err(failed)?;
+        dirty.extend(&data);
+        self.add_data(data);
         self.pins.open_in(&protected).map_err(failed)?;
         Ok(())
+    }
+
+    /// Records pages that hold data.
+    fn add_data(&mut self, mut pages: RangeSet) {
+        pages.subtract(&self.data);
+        if !pages.is_empty() {
+            self.data.extend(&pages);
+        }
     }
 
     /// Fails unless all of `range` is private anonymous memory.
@@ -191,7 +213,12 @@ impl Tracker for Uffd {
             }
         });
         dirty.extend(&written);
+        self.add_data(written.whole_pages());
         result
+    }
+
+    fn data(&self, ranges: &RangeSet) -> Result<Option<RangeSet>, Error> {
+        Ok(Some(self.data.intersection(ranges)))
     }
 
     fn pin(&mut self, range: &Range) -> Result<(), Error> {
