@@ -455,7 +455,7 @@ pagemark_status pagemark_region_rollback(const pagemark_region *region, pagemark
 /**
  * Copies `bytes` bytes of the region from `offset` on. `to` must lie outside of the region; it may
  * be null if `bytes` is 0. Unlike an access through pagemark_region_data(), the copy may race with
- * writes of other threads, and returns an error if the region was unmapped.
+ * writes of other threads.
  */
 pagemark_status pagemark_region_read(const pagemark_region *region,
                                      size_t offset,

@@ -206,7 +206,7 @@ pub extern "C" fn pagemark_region_rollback(
 
 /// Copies `bytes` bytes of the region from `offset` on. `to` must lie outside of the region; it may
 /// be null if `bytes` is 0. Unlike an access through pagemark_region_data(), the copy may race with
-/// writes of other threads, and returns an error if the region was unmapped.
+/// writes of other threads.
 #[unsafe(no_mangle)]
 pub extern "C" fn pagemark_region_read(
     region: Option<&Region>,

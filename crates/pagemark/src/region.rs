@@ -26,9 +26,11 @@ use std::{fmt, io};
 
 use crate::address::offsets as addresses_of;
 use crate::snapshot::{Snapshot, SnapshotStore};
+use crate::sys::fork_mark::ForkMark;
 use crate::sys::own_mappings::{self, OwnMapping};
 use crate::sys::own_memory::{self, Mapping};
 use crate::sys::pagemap::Pagemap;
+use crate::sys::per_process::PerProcess;
 use crate::sys::shared_bytes::SharedBytes;
 use crate::track::{OwnMemory, Scope, own_pagemap};
 use crate::{Address, AddressRangeExt, ByteCount, Error, Mechanism, PAGE_SIZE, Range, RangeSet, Tracker};
@@ -85,8 +87,10 @@ pub struct RegionOptions {
 /// mechanisms report them.
 ///
 /// [`Region::discard`] frees memory; the program must not change the mapping in other ways. If the
-/// memory is mapped anew or its protection is changed nevertheless, the next call fails with
-/// `ErrorKind::Remapped`, or reports the new content.
+/// memory is unmapped, mapped anew or its protection is changed nevertheless, the next begin,
+/// commit, rollback, snapshot or save fails with `ErrorKind::NotMapped` or `ErrorKind::Remapped`,
+/// or reports the new content. [`Region::read`], [`Region::write`] and views do not ask the kernel,
+/// and crash at memory that was unmapped.
 ///
 /// In a child made by `fork` the calls fail with `ErrorKind::ForkedChild`. The child has a copy
 /// of the memory, which is not tracked.
@@ -98,6 +102,7 @@ pub struct Region {
     memory: RegionMemory,
     mechanism: Mechanism,
     process: u32,
+    fork_mark: Arc<ForkMark>,
     /// Unique among all regions that the process has made.
     number: u64,
 }
@@ -227,6 +232,8 @@ impl Region {
         state.collect()?;
         // The earlier content matters to the base only; it is not a write of the program.
         state.written.clear();
+        static FORK_MARK: PerProcess<ForkMark> = PerProcess::new();
+        let fork_mark = FORK_MARK.get(ForkMark::new).map_err(Error::system("mapping a page that `fork` clears"))?;
         static REGIONS: AtomicU64 = AtomicU64::new(0);
         let number = REGIONS.fetch_add(1, Ordering::Relaxed);
         Ok(Region {
@@ -235,6 +242,7 @@ impl Region {
             memory,
             mechanism,
             process: std::process::id(),
+            fork_mark,
             number,
         })
     }
@@ -242,7 +250,8 @@ impl Region {
     /// The address of the region.
     ///
     /// The caller must follow Rust's rules for raw pointers: memory that another thread may write
-    /// or roll back meanwhile must be accessed atomically.
+    /// or roll back meanwhile must be accessed atomically. The memory belongs to the region, and
+    /// stays mapped, readable and writable as long as the region exists.
     pub fn as_ptr(&self) -> *mut u8 {
         self.memory.start.as_ptr()
     }
@@ -332,24 +341,27 @@ impl Region {
         Ok(written)
     }
 
-    /// Copies content of the region into `to`.
+    /// Copies content of the region into `to`, without a system call.
     ///
     /// # Errors
-    /// `ErrorKind::OutOfRange`, `ErrorKind::NotMapped`.
+    /// `ErrorKind::OutOfRange`. `ErrorKind::NotMapped` in a child made by `fork` that does not have
+    /// the memory.
+    #[inline]
     pub fn read(&self, offset: usize, to: &mut [u8]) -> Result<(), Error> {
         self.check_within(offset..offset.saturating_add(to.len()))?;
-        self.check_mapped()?;
+        self.check_inherited()?;
         self.shared_bytes().read(offset, to);
         Ok(())
     }
 
-    /// Copies `from` into the region.
+    /// Copies `from` into the region, without a system call.
     ///
     /// # Errors
-    /// `ErrorKind::OutOfRange`, `ErrorKind::NotMapped`.
+    /// As [`Region::read`].
+    #[inline]
     pub fn write(&self, offset: usize, from: &[u8]) -> Result<(), Error> {
         self.check_within(offset..offset.saturating_add(from.len()))?;
-        self.check_mapped()?;
+        self.check_inherited()?;
         self.shared_bytes().write(offset, from);
         Ok(())
     }
@@ -524,11 +536,20 @@ impl Region {
     }
 
     fn check_within(&self, offsets: Span<usize>) -> Result<(), Error> {
+    /// Checks before an access that the process has the memory. In the process that made the region
+    /// it does, because unmapping the memory breaks the contract of [`Region::as_ptr`] and
+    /// [`Region::adopt`]. A child made by `fork` lacks it under `emulate`.
+    #[inline]
+    fn check_inherited(&self) -> Result<(), Error> {
+        if self.fork_mark.is_here() { Ok(()) } else { self.check_mapped() }
+    }
+
         let bytes = self.bytes();
         let is_within = offsets.start <= offsets.end && offsets.end <= bytes;
         if is_within { Ok(()) } else { Err(Error::beyond_region(offsets, bytes)) }
     }
 }
+    #[inline]
 
 impl fmt::Debug for Region {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

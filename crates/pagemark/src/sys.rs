@@ -5,6 +5,7 @@ pub mod alias;
 pub mod exit_watch;
 pub mod fault;
 pub mod flight;
+pub(crate) mod fork_mark;
 pub(crate) mod futex;
 pub mod gate;
 pub mod interface;

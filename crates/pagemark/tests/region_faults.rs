@@ -346,6 +346,11 @@ fn a_forked_child_has_memory_of_its_own() {
             if mechanism != Mechanism::Emulate {
                 (0..8).for_each(|page| word(&region, page * 512 + 7).store(9, Ordering::Relaxed));
                 is_right &= word(&region, 0).load(Ordering::Relaxed) == 2;
+                is_right &= region.write(16, &[3]).is_ok() && region.read(16, &mut [0]).is_ok();
+            } else {
+                let accesses = [region.read(16, &mut [0]), region.write(16, &[3])];
+                is_right &=
+                    accesses.iter().all(|result| matches!(result, Err(error) if error.kind() == ErrorKind::NotMapped));
             }
             drop(region);
             // SAFETY: the call ends the child.
