@@ -59,8 +59,8 @@ use target::Unsaved;
 pub struct RegionOptions {
     /// How writes are found; none is `auto`, [`Mechanism::choose`].
     pub mechanism: Option<Mechanism>,
-    /// True if no transaction will be rolled back. The region then has no copy of its content, and
-    /// a transaction begins where the previous transaction ended: its commit also reports the
+    /// True if no transaction will be rolled back. The region then has no copies of its content,
+    /// and a transaction begins where the previous transaction ended: its commit also reports the
     /// writes between the two.
     pub without_rollback: bool,
     /// The store of the region's snapshots. `None` is a store of its own. Regions that share a
@@ -289,6 +289,7 @@ impl Region {
         }
         if state.base.is_some() {
             state.collect()?;
+            state.replace_base();
             state.refresh_base(&self.shared_bytes())?;
         }
         state.tracker.begin_interval()?;
@@ -468,6 +469,9 @@ impl Region {
         self.check()?;
         let mut state = self.lock();
         state.collect()?;
+        if let (false, Some(base)) = (state.is_open, &mut state.base) {
+            base.make_room();
+        }
         let store = state.store.get_or_insert_with(SnapshotStore::new).clone();
         let content = match &state.last {
             Some((last, unsaved)) => store.snapshot(Some(last), &self.shared_bytes(), unsaved, forget)?,
@@ -475,6 +479,7 @@ impl Region {
         };
         // At the forgotten offsets the region and the snapshot may differ.
         state.last = Some((content.clone(), forget.clone()));
+        state.replace_base();
         Ok(RegionSnapshot { content, region: Some(self.number) })
     }
 
@@ -505,6 +510,7 @@ impl Region {
             Ok(_) => (snapshot.content.clone(), RangeSet::new()),
             Err(_) => (last, unsaved),
         });
+        state.replace_base();
         restored
     }
 
@@ -530,12 +536,6 @@ impl Region {
         self.check_mapped()
     }
 
-    fn check_mapped(&self) -> Result<(), Error> {
-        let range = self.memory.claim.range();
-        if own_memory::is_mapped(&range) { Ok(()) } else { Err(Error::not_mapped(range)) }
-    }
-
-    fn check_within(&self, offsets: Span<usize>) -> Result<(), Error> {
     /// Checks before an access that the process has the memory. In the process that made the region
     /// it does, because unmapping the memory breaks the contract of [`Region::as_ptr`] and
     /// [`Region::adopt`]. A child made by `fork` lacks it under `emulate`.
@@ -544,12 +544,18 @@ impl Region {
         if self.fork_mark.is_here() { Ok(()) } else { self.check_mapped() }
     }
 
+    fn check_mapped(&self) -> Result<(), Error> {
+        let range = self.memory.claim.range();
+        if own_memory::is_mapped(&range) { Ok(()) } else { Err(Error::not_mapped(range)) }
+    }
+
+    #[inline]
+    fn check_within(&self, offsets: Span<usize>) -> Result<(), Error> {
         let bytes = self.bytes();
         let is_within = offsets.start <= offsets.end && offsets.end <= bytes;
         if is_within { Ok(()) } else { Err(Error::beyond_region(offsets, bytes)) }
     }
 }
-    #[inline]
 
 impl fmt::Debug for Region {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -599,7 +605,7 @@ impl State {
         self.holding(&(Address::MIN..Address::MIN + range.byte_count()).into())
     }
 
-    /// Brings the copy for a rollback up to date.
+    /// Brings the base for a rollback up to date.
     fn refresh_base(&mut self, area: &SharedBytes<'_>) -> Result<(), Error> {
         let Some(mut base) = self.base.take() else { return Ok(()) };
         let refreshed = base.refresh(area, |offsets| self.holding(offsets));
@@ -607,12 +613,18 @@ impl State {
         refreshed
     }
 
-    /// Restores the content of the copy at the offsets.
-    fn put_back(&mut self, area: &SharedBytes<'_>, offsets: &RangeSet) -> Result<(), Error> {
-        let Some(mut base) = self.base.take() else { return Ok(()) };
-        let restored = base.put_back(area, offsets, |asked| self.holding(asked));
-        self.base = Some(base);
-        restored
+    /// Restores the content of the base at the offsets.
+    fn put_back(&self, area: &SharedBytes<'_>, offsets: &RangeSet) -> Result<(), Error> {
+        let Some(base) = &self.base else { return Ok(()) };
+        base.put_back(area, offsets, |asked| self.holding(asked))
+    }
+
+    /// Lets the last snapshot take the place of the copies for a rollback, except within a
+    /// transaction.
+    fn replace_base(&mut self) {
+        if let (false, Some(base), Some((last, unsaved))) = (self.is_open, &mut self.base, &self.last) {
+            base.replace(last, unsaved);
+        }
     }
 
     /// Pins all of the offsets, or none after an error. Returns the addresses for [`State::unpin`].

@@ -73,8 +73,8 @@ pub trait Tracker: Send {
         None
     }
 
-    /// The part of `ranges` where the memory may hold anything else than zeros, from a tracker whose
-    /// tracking hides that in the page table; `None` if the page table shows it.
+    /// The part of `ranges` where the memory may hold anything else than zeros, from a tracker that
+    /// hides it in the page table; `None` if the page table shows it.
     ///
     /// # Errors
     /// As [`Tracker::collect`].

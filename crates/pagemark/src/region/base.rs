@@ -2,31 +2,48 @@
 
 use std::io;
 
+use crate::snapshot::Snapshot;
 use crate::sys::own_memory::{self, Mapping};
 use crate::sys::shared_bytes::SharedBytes;
-use crate::{Address, AddressRangeExt, PAGE_SIZE, PageNumber, PageRangeExt, Range, RangeSet};
+use crate::{Address, AddressRangeExt, Error, PAGE_SIZE, PageNumber, PageRangeExt, Range, RangeSet};
 
 /// Pages of a range from which it is asked which of them the region holds. Trackers report the
 /// surroundings of what was written in memory that is otherwise unused, in long runs; asking costs
 /// a system call.
 const LONG_RUN_PAGES: u64 = 32;
 
-/// A copy of the region, to roll back to. It takes memory only where the region held data.
+/// The part of the region's pages, as a divisor, up to which copies stay in memory when a snapshot
+/// takes their place: the next transactions likely copy the same pages.
+const KEPT_SHARE: usize = 32;
+
+/// The content of the region, to roll back to: that of a snapshot, and copies of the pages that
+/// differ from it. The copies take memory only where the region held data.
 #[derive(Debug)]
 pub(super) struct Base {
+    /// The content of pages that were not copied; zeros if there is no snapshot.
+    snapshot: Option<Snapshot>,
     copy: Mapping,
-    /// Offsets at which the copy may be out of date.
+    /// Offsets at which the base may be out of date.
     stale: RangeSet,
-    /// A bit for each page of the copy that may hold anything else than zeros.
-    data: Vec<u64>,
+    /// The pages that have their content in the copy.
+    copied: PageSet,
+    /// The pages of the copy that may hold anything else than zeros.
+    data: PageSet,
+}
+
+/// The content of a page of the base.
+enum PageContent<'a> {
+    Zeros,
+    Bytes(&'a [u8]),
 }
 
 impl Base {
-    /// A copy that holds zeros.
+    /// A base that holds zeros.
     pub fn new(bytes: usize) -> io::Result<Base> {
         let copy = Mapping::new(bytes)?;
-        let data = vec![0; (copy.bytes() / PAGE_SIZE).div_ceil(64)];
-        Ok(Base { copy, stale: RangeSet::new(), data })
+        let pages = copy.bytes() / PAGE_SIZE;
+        let (copied, data) = (PageSet::new(pages), PageSet::new(pages));
+        Ok(Base { snapshot: None, copy, stale: RangeSet::new(), copied, data })
     }
 
     /// Records offsets that were written.
@@ -34,82 +51,148 @@ impl Base {
         self.stale.extend(offsets);
     }
 
+    /// Replaces the content by that of a snapshot, which the region holds except at the offsets
+    /// `differing`.
+    pub fn replace(&mut self, snapshot: &Snapshot, differing: &RangeSet) {
+        if self.snapshot.as_ref() != Some(snapshot) {
+            self.free_copies();
+            self.snapshot = Some(snapshot.clone());
+            self.stale = differing.clone();
+        }
+    }
+
+    /// Frees the copies before a snapshot takes their place, if they take much memory. Until then,
+    /// all of the region counts as written since.
+    pub fn make_room(&mut self) {
+        if self.data.count > self.pages() / KEPT_SHARE {
+            self.free_copies();
+            self.snapshot = None;
+            self.stale = (Address::MIN..Address::MIN + self.copy.range().byte_count()).into();
+        }
+    }
+
+    /// Makes the content that of the snapshot alone. Keeps the memory of a few copies.
+    fn free_copies(&mut self) {
+        self.copied.clear();
+        if self.data.count > self.pages() / KEPT_SHARE {
+            // SAFETY: the mapping is ours, and `&mut self` shows that no reference to it exists.
+            if unsafe { own_memory::free(&self.copy.range(), false) }.is_err() {
+                // Locked memory, for example.
+                self.copy.content_mut().fill(0);
+            }
+            self.data.clear();
+        }
+    }
+
+    fn pages(&self) -> usize {
+        self.copy.bytes() / PAGE_SIZE
+    }
+
     /// Copies the content that was written since the previous call. `holding` returns the pages, of
     /// those given to it, at which the region may hold anything else than zeros.
     ///
     /// # Errors
     /// Those of `holding`; the next call then copies the content.
-    pub fn refresh<E>(
+    pub fn refresh(
         &mut self,
         region: &SharedBytes<'_>,
-        holding: impl FnOnce(&RangeSet) -> Result<RangeSet, E>,
-    ) -> Result<(), E> {
+        holding: impl FnOnce(&RangeSet) -> Result<RangeSet, Error>,
+    ) -> Result<(), Error> {
         let zeros = zeros_within(&self.stale, holding)?;
         let mut stale = std::mem::take(&mut self.stale);
         for range in zeros.iter() {
             self.free(&range);
+            self.copied.insert(&range);
         }
         stale.subtract(&zeros);
+        self.copy_from(region, &stale).inspect_err(|_| self.stale.extend(&stale))
+    }
+
+    /// Copies the content at the offsets `stale`, where it differs from that of the base.
+    fn copy_from(&mut self, region: &SharedBytes<'_>, stale: &RangeSet) -> Result<(), Error> {
+        let mut scratch = [0; PAGE_SIZE];
         for part in stale.iter().flat_map(by_page) {
             let page = part.start.page();
-            let offset = part.start.to_usize();
-            if self.holds_data(page) || !region.is_zero(part.to_offsets()) {
-                region.read(offset, &mut self.copy.content_mut()[part.to_offsets()]);
-                self.data[page.to_usize() / 64] |= 1 << (page.to_usize() % 64);
+            let whole = page.addresses();
+            let copied = if self.copied.contains(page) {
+                part
+            } else {
+                // The rest of the page is as in the region, too.
+                match self.content(page, &mut scratch)? {
+                    PageContent::Zeros if region.is_zero(whole.to_offsets()) => continue,
+                    PageContent::Bytes(content) if region.equals(whole.start.to_usize(), content) => continue,
+                    _ => whole,
+                }
+            };
+            self.copied.insert(&page.addresses());
+            if self.data.contains(page) || !region.is_zero(copied.to_offsets()) {
+                region.read(copied.start.to_usize(), &mut self.copy.content_mut()[copied.to_offsets()]);
+                self.data.insert(&page.addresses());
             }
         }
         Ok(())
     }
 
-    /// Writes the copy back to `region` at `offsets`. `holding` is as for [`Base::refresh`].
+    /// Writes the base back to `region` at `offsets`. `holding` is as for [`Base::refresh`].
     ///
     /// # Errors
     /// Those of `holding`; then nothing was written.
-    pub fn put_back<E>(
-        &mut self,
+    pub fn put_back(
+        &self,
         region: &SharedBytes<'_>,
         offsets: &RangeSet,
-        holding: impl FnOnce(&RangeSet) -> Result<RangeSet, E>,
-    ) -> Result<(), E> {
+        holding: impl FnOnce(&RangeSet) -> Result<RangeSet, Error>,
+    ) -> Result<(), Error> {
+        self.each_differing(region, offsets, holding, |part, content| {
+            region.write(part.start.to_usize(), content);
+            Ok(())
+        })
+    }
+
+    /// Calls `each` for the parts of `offsets` that may differ between the base and `region`, with
+    /// the content of the base, in ascending order and split at the borders of pages. `holding` is
+    /// as for [`Base::refresh`].
+    ///
+    /// # Errors
+    /// Those of `holding` and `each`.
+    pub fn each_differing(
+        &self,
+        region: &SharedBytes<'_>,
+        offsets: &RangeSet,
+        holding: impl FnOnce(&RangeSet) -> Result<RangeSet, Error>,
+        mut each: impl FnMut(Range, &[u8]) -> Result<(), Error>,
+    ) -> Result<(), Error> {
         let zeros = zeros_within(offsets, holding)?;
+        let mut scratch = [0; PAGE_SIZE];
         for part in offsets.iter().flat_map(by_page) {
-            let is_zero_in_both = !self.holds_data(part.start.page())
-                && (zeros.contains(part.start) || region.is_zero(part.to_offsets()));
-            if !is_zero_in_both {
-                region.write(part.start.to_usize(), &self.copy.content_mut()[part.to_offsets()]);
+            let page = part.start.page();
+            let within = (part.start - page.address()).to_usize()..(part.end - page.address()).to_usize();
+            match self.content(page, &mut scratch)? {
+                PageContent::Bytes(content) => each(part, &content[within])?,
+                PageContent::Zeros if zeros.contains(part.start) || region.is_zero(part.to_offsets()) => {}
+                PageContent::Zeros => each(part, &[0; PAGE_SIZE][within])?,
             }
         }
         Ok(())
     }
 
-    /// The parts of `offsets` that may differ between the copy and `region`, with the content of
-    /// the copy, in ascending order and split at the borders of pages. `holding` is as for
-    /// [`Base::refresh`].
-    ///
-    /// # Errors
-    /// Those of `holding`.
-    pub fn differing<'a, E>(
-        &'a mut self,
-        region: &'a SharedBytes<'_>,
-        offsets: &'a RangeSet,
-        holding: impl FnOnce(&RangeSet) -> Result<RangeSet, E>,
-    ) -> Result<impl Iterator<Item = (Range, &'a [u8])>, E> {
-        let zeros = zeros_within(offsets, holding)?;
-        let (copy, data) = (&*self.copy.content_mut(), &self.data);
-        let is_zero_in_both = move |part: &Range| {
-            !is_set(data, part.start.page()) && (zeros.contains(part.start) || region.is_zero(part.to_offsets()))
-        };
-        let parts = offsets.iter().flat_map(by_page).filter(move |part| !is_zero_in_both(part));
-        Ok(parts.map(|part| (part.clone(), &copy[part.to_offsets()])))
-    }
-
-    fn holds_data(&self, page: PageNumber) -> bool {
-        is_set(&self.data, page)
+    /// The content of a page.
+    fn content<'a>(&'a self, page: PageNumber, scratch: &'a mut [u8; PAGE_SIZE]) -> Result<PageContent<'a>, Error> {
+        match &self.snapshot {
+            Some(snapshot) if !self.copied.contains(page) => {
+                snapshot.read_at(page.address(), scratch)?;
+                Ok(PageContent::Bytes(scratch))
+            }
+            Some(_) | None if self.copied.contains(page) && self.data.contains(page) => {
+                Ok(PageContent::Bytes(&self.copy.content()[page.addresses().to_offsets()]))
+            }
+            _ => Ok(PageContent::Zeros),
+        }
     }
 
     /// Makes whole pages of the copy hold zeros.
     fn free(&mut self, pages: &Range) {
-        let held: RangeSet = pages.pages().filter(|&page| self.holds_data(page)).map(|page| page.addresses()).collect();
+        let held: RangeSet = self.data.within(pages);
         for run in held.iter() {
             let start = self.copy.range().start + (run.start - Address::MIN);
             // SAFETY: the pages are part of our own mapping, and `&mut self` shows that no
@@ -118,20 +201,81 @@ impl Base {
                 // Locked memory, for example.
                 self.copy.content_mut()[run.to_offsets()].fill(0);
             }
-            for page in run.pages() {
-                self.data[page.to_usize() / 64] &= !(1 << (page.to_usize() % 64));
-            }
+            self.data.remove(&run);
         }
     }
 }
 
-/// True if the bit of a page is set.
-fn is_set(bits: &[u64], page: PageNumber) -> bool {
-    bits[page.to_usize() / 64] >> (page.to_usize() % 64) & 1 == 1
+/// A set of pages, with a bit for each page that may be in it.
+#[derive(Debug)]
+struct PageSet {
+    words: Vec<u64>,
+    count: usize,
+}
+
+impl PageSet {
+    /// None of `pages` pages.
+    fn new(pages: usize) -> PageSet {
+        PageSet { words: vec![0; pages.div_ceil(64)], count: 0 }
+    }
+
+    fn contains(&self, page: PageNumber) -> bool {
+        let page = page.to_usize();
+        self.words[page / 64] >> (page % 64) & 1 == 1
+    }
+
+    fn insert(&mut self, pages: &Range) {
+        self.change(pages, |word, mask| word | mask);
+    }
+
+    fn remove(&mut self, pages: &Range) {
+        self.change(pages, |word, mask| word & !mask);
+    }
+
+    fn clear(&mut self) {
+        if self.count > 0 {
+            self.words.fill(0);
+            self.count = 0;
+        }
+    }
+
+    fn change(&mut self, pages: &Range, new: impl Fn(u64, u64) -> u64) {
+        for (index, mask) in words_of(pages) {
+            let word = &mut self.words[index];
+            self.count -= word.count_ones() as usize;
+            *word = new(*word, mask);
+            self.count += word.count_ones() as usize;
+        }
+    }
+
+    /// The pages of a range that are in the set.
+    fn within(&self, pages: &Range) -> RangeSet {
+        let mut found = RangeSet::new();
+        for (index, mask) in words_of(pages) {
+            let mut left = self.words[index] & mask;
+            while left != 0 {
+                found.insert((PageNumber::from(index * 64) + u64::from(left.trailing_zeros())).addresses());
+                left &= left - 1;
+            }
+        }
+        found
+    }
+}
+
+/// The words in which the bits of whole pages lie, with those bits.
+fn words_of(pages: &Range) -> impl Iterator<Item = (usize, u64)> {
+    let (start, end) = (pages.page_range().start.to_usize(), pages.page_range().end.to_usize());
+    (start / 64..end.div_ceil(64)).map(move |index| {
+        let (first, last) = (start.max(index * 64) - index * 64, end.min(index * 64 + 64) - index * 64);
+        (index, (u64::MAX >> (64 - (last - first))) << first)
+    })
 }
 
 /// The pages in long runs of `offsets` at which the region holds zeros.
-fn zeros_within<E>(offsets: &RangeSet, holding: impl FnOnce(&RangeSet) -> Result<RangeSet, E>) -> Result<RangeSet, E> {
+fn zeros_within(
+    offsets: &RangeSet,
+    holding: impl FnOnce(&RangeSet) -> Result<RangeSet, Error>,
+) -> Result<RangeSet, Error> {
     let whole_pages = |range: Range| range.start.page_aligned_up()..range.end.page_aligned_down();
     let is_long = |range: &Range| range.start < range.end && range.page_range().page_count() >= LONG_RUN_PAGES;
     let mut long: RangeSet = offsets.iter().map(whole_pages).filter(is_long).collect();
@@ -149,34 +293,59 @@ fn by_page(range: Range) -> impl Iterator<Item = Range> {
 
 #[cfg(test)]
 mod tests {
-    use std::convert::Infallible;
-
     use proptest::prelude::*;
 
     use super::*;
     use crate::address::offsets;
+    use crate::snapshot::SnapshotStore;
 
     const PAGES: usize = 200;
+
+    #[derive(Clone, Copy, Debug)]
+    enum Step {
+        Refresh,
+        PutBack,
+        /// A snapshot takes the place of the copies.
+        Snapshot,
+        /// The snapshot before takes their place, and the base is refreshed.
+        EarlierSnapshot,
+    }
 
     proptest! {
         /// Against a copy of all memory. The caller may name a page of zeros as such, or not.
         #[test]
-        fn the_copy_is_the_content_at_the_last_refresh(
+        fn the_base_is_the_content_at_the_last_refresh(
             writes in prop::collection::vec(
-                (0usize..PAGES * PAGE_SIZE, 1usize..60 * PAGE_SIZE, prop_oneof![Just(0u8), any::<u8>()], any::<bool>()),
+                (
+                    0usize..PAGES * PAGE_SIZE,
+                    1usize..60 * PAGE_SIZE,
+                    prop_oneof![Just(0u8), any::<u8>()],
+                    prop_oneof![
+                        Just(Step::Refresh),
+                        Just(Step::PutBack),
+                        Just(Step::Snapshot),
+                        Just(Step::EarlierSnapshot),
+                    ],
+                ),
                 1..12,
             ),
             tells_zeros in any::<bool>(),
         ) {
             let mut memory = vec![0u8; PAGES * PAGE_SIZE];
             let mut base = Base::new(memory.len()).unwrap();
+            let store = SnapshotStore::new();
+            let snapshot = |memory: &mut [u8]| {
+                store.snapshot(None, &SharedBytes::of(memory), &RangeSet::new(), &RangeSet::new()).unwrap()
+            };
+            let mut earlier = (snapshot(&mut memory), RangeSet::new());
             let mut at_refresh = memory.clone();
             let mut written = RangeSet::new();
-            for (start, length, value, refreshes) in writes {
+            for (start, length, value, step) in writes {
                 let end = (start + length).min(memory.len());
                 memory[start..end].fill(value);
                 written.insert(offsets(start..end));
-                let holding = |memory: &[u8], asked: &RangeSet| -> Result<RangeSet, Infallible> {
+                earlier.1.insert(offsets(start..end));
+                let holding = |memory: &[u8], asked: &RangeSet| -> Result<RangeSet, Error> {
                     let is_held = |page: &PageNumber| {
                         let bytes = &memory[page.addresses().to_offsets()];
                         !tells_zeros || bytes.iter().any(|&byte| byte != 0)
@@ -185,16 +354,53 @@ mod tests {
                     Ok(pages.filter(is_held).map(|page| page.addresses()).collect())
                 };
                 let held = memory.clone();
-                if refreshes {
-                    base.add_stale(&std::mem::take(&mut written));
-                    base.refresh(&SharedBytes::of(&mut memory), |asked| holding(&held, asked)).unwrap();
-                    at_refresh.clone_from(&memory);
-                } else {
-                    base.put_back(&SharedBytes::of(&mut memory), &written, |asked| holding(&held, asked)).unwrap();
-                    prop_assert!(memory == at_refresh, "put back");
-                    written.clear();
+                match step {
+                    Step::PutBack => {
+                        base.put_back(&SharedBytes::of(&mut memory), &written, |asked| holding(&held, asked)).unwrap();
+                        prop_assert!(memory == at_refresh, "put back");
+                        written.clear();
+                        continue;
+                    }
+                    Step::Refresh => base.add_stale(&std::mem::take(&mut written)),
+                    Step::Snapshot => {
+                        base.make_room();
+                        earlier = (snapshot(&mut memory), RangeSet::new());
+                        base.replace(&earlier.0, &earlier.1);
+                    }
+                    Step::EarlierSnapshot => {
+                        base.add_stale(&std::mem::take(&mut written));
+                        base.replace(&earlier.0, &earlier.1);
+                    }
+                }
+                base.refresh(&SharedBytes::of(&mut memory), |asked| holding(&held, asked)).unwrap();
+                written.clear();
+                at_refresh.clone_from(&memory);
+                for set in [&base.copied, &base.data] {
+                    let count = set.within(&offsets(0..memory.len())).total_bytes().get() / PAGE_SIZE as u64;
+                    prop_assert_eq!(set.count as u64, count);
                 }
             }
         }
+    }
+
+    #[test]
+    fn a_snapshot_leaves_nothing_to_copy() {
+        let mut memory = vec![7u8; PAGES * PAGE_SIZE];
+        let all = RangeSet::from(offsets(0..memory.len()));
+        let mut base = Base::new(memory.len()).unwrap();
+        base.add_stale(&all);
+        base.refresh(&SharedBytes::of(&mut memory), |asked| Ok(asked.clone())).unwrap();
+        assert_eq!((base.copied.count, base.data.count), (PAGES, PAGES));
+        base.make_room();
+        assert_eq!((base.copied.count, base.data.count), (0, 0));
+        let snapshot =
+            SnapshotStore::new().snapshot(None, &SharedBytes::of(&mut memory), &all, &RangeSet::new()).unwrap();
+        base.replace(&snapshot, &RangeSet::new());
+        memory[3 * PAGE_SIZE] = 1;
+        // Page 5 is as in the snapshot, so it needs no copy.
+        base.add_stale(&offsets(3 * PAGE_SIZE..3 * PAGE_SIZE + 1).into());
+        base.add_stale(&offsets(5 * PAGE_SIZE..6 * PAGE_SIZE).into());
+        base.refresh(&SharedBytes::of(&mut memory), |asked| Ok(asked.clone())).unwrap();
+        assert_eq!((base.copied.count, base.data.count), (1, 1));
     }
 }

@@ -338,18 +338,17 @@ impl Region {
 
 impl State {
     /// The content at the written offsets.
-    fn written_content(&mut self, area: &SharedBytes<'_>) -> Result<Changes, Error> {
+    fn written_content(&self, area: &SharedBytes<'_>) -> Result<Changes, Error> {
         let mut changes = Changes::none(area.bytes(), self.base.is_some());
-        let Some(mut base) = self.base.take() else {
-            for range in self.written.iter() {
-                changes.add(&range, area, None)?;
-            }
-            return Ok(changes);
-        };
-        let differing = base.differing(area, &self.written, |offsets| self.holding(offsets));
-        let added = differing
-            .and_then(|mut differing| differing.try_for_each(|(range, old)| changes.add(&range, area, Some(old))));
-        self.base = Some(base);
-        added.map(|()| changes)
+        match &self.base {
+            None => self.written.iter().try_for_each(|range| changes.add(&range, area, None))?,
+            Some(base) => base.each_differing(
+                area,
+                &self.written,
+                |offsets| self.holding(offsets),
+                |range, old| changes.add(&range, area, Some(old)),
+            )?,
+        }
+        Ok(changes)
     }
 }
