@@ -62,7 +62,7 @@ impl Attach {
         let (stop, stopped) = mpsc::channel();
         announce_exit(Pid::from_raw(self.pid), stop.clone())?;
         signals.stop_at(stop)?;
-        let mut report = Report::choose(self.schedule.quiet, self.json, report::stdout());
+        let mut report = Report::choose(self.schedule.quiet, self.json, report::stdout(), None);
         let done = job.run(&stopped, &mut |event| report.event(&name, self.pid, event));
         let state = if done.end == End::TargetGone { "has exited" } else { "keeps running" };
         report.say(&format!("process {} {state}; {}", self.pid, summary(&name, &done)));

@@ -1,6 +1,7 @@
 //! Lines on the terminal that are rewritten while work goes on.
 
 use std::io::{self, IsTerminal, Write};
+use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
 use nix::sys::termios::{LocalFlags, tcgetattr};
@@ -14,18 +15,21 @@ use pagemark_report::text;
 pub struct BottomLine {
     /// Columns and rows for which the scrolling region is set; None while no line is drawn.
     drawn_for: Option<(u16, u16)>,
+    /// The terminal of the program, if that is another.
+    program_terminal: Option<OwnedFd>,
 }
 
 impl BottomLine {
     /// Returns None if stderr is no terminal.
-    pub fn new() -> Option<Self> {
-        io::stderr().is_terminal().then_some(BottomLine { drawn_for: None })
+    pub fn new(program_terminal: Option<OwnedFd>) -> Option<Self> {
+        io::stderr().is_terminal().then_some(BottomLine { drawn_for: None, program_terminal })
     }
 
     /// Shows `line`, unless the program uses the whole screen.
     pub fn show(&mut self, line: &str) {
         // A program that reads single keys draws the whole screen.
-        let full_screen = tcgetattr(io::stderr()).is_ok_and(|mode| !mode.local_flags.contains(LocalFlags::ICANON));
+        let mode = self.program_terminal.as_ref().map_or_else(|| tcgetattr(io::stderr()), tcgetattr);
+        let full_screen = mode.is_ok_and(|mode| !mode.local_flags.contains(LocalFlags::ICANON));
         let Ok((columns, rows)) = crossterm::terminal::size() else { return };
         if full_screen || rows < 3 || columns < 20 {
             self.remove();

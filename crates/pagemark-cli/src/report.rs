@@ -1,6 +1,7 @@
 //! Reports each checkpoint and what it cost, while a program runs.
 
 use std::io::{self, Write};
+use std::os::fd::OwnedFd;
 
 use pagemark::job::{JobEvent, Summary, Taken};
 use pagemark_report::text;
@@ -34,14 +35,15 @@ pub enum Report {
 }
 
 impl Report {
-    /// What fits: `json_out` is where `--json` writes.
-    pub fn choose(quiet: bool, json: bool, json_out: Box<dyn Write>) -> Self {
+    /// What fits: `json_out` is where `--json` writes. `program_terminal` is the terminal of a
+    /// program that has another than this process.
+    pub fn choose(quiet: bool, json: bool, json_out: Box<dyn Write>, program_terminal: Option<OwnedFd>) -> Self {
         if json {
             Report::Json { out: json_out }
         } else if quiet {
             Report::Quiet
         } else {
-            BottomLine::new().map_or(Report::Plain, Report::Live)
+            BottomLine::new(program_terminal).map_or(Report::Plain, Report::Live)
         }
     }
 

@@ -129,7 +129,12 @@ impl Restore {
         }
         // A checkpoint that is held can't be pruned.
         drop(checkpoint);
-        wait(Pid::from_raw(restored.root_pid))
+        let status = wait(Pid::from_raw(restored.child));
+        if let Some(relay) = restored.relay {
+            // It copies what the program wrote last, and gives the terminal its mode again.
+            let _ = wait(Pid::from_raw(relay));
+        }
+        status
     }
 
     /// Restores a virtual machine.
@@ -213,6 +218,7 @@ impl Restore {
             .detach(self.detach)
             .allow_unusual_files(true)
             .ignore_cgroups(self.cgroups == GroupMode::Ignore)
+            .on_terminal(true)
             .asides_in(asides);
         let restore = match self.time_limit {
             Some(limit) => restore.time_limit(limit),

@@ -9,7 +9,8 @@ use clap::Args;
 use nix::unistd::Pid;
 use pagemark::Job;
 use pagemark_process::saver::SignalGate;
-use pagemark_process::spawn::{self, spawn};
+use pagemark_process::spawn::{self, spawn, spawn_on};
+use pagemark_process::terminal::Terminal;
 
 use crate::failure::{Failure, Outcome};
 use crate::options::{CaptureOptions, ScheduleOptions};
@@ -20,9 +21,9 @@ use crate::signals::{Signals, announce_exit};
 
 /// Start a program and keep it checkpointed
 ///
-/// The program has this terminal, environment and directory, gets the signals that are sent to
-/// Pagemark, and its exit status becomes Pagemark's. Pagemark's own lines go to stderr. If a
-/// checkpoint fails, Pagemark reports it and the program keeps running.
+/// The program has this terminal, through a pseudo-terminal, this environment and directory, gets
+/// the signals that are sent to Pagemark, and its exit status becomes Pagemark's. Pagemark's own
+/// lines go to stderr. If a checkpoint fails, Pagemark reports it and the program keeps running.
 #[derive(Args, Debug)]
 pub struct Run {
     #[command(flatten)]
@@ -49,22 +50,32 @@ impl Run {
         let saver = self.capture.saver().map_err(Failure::no_checkpoints_here)?;
 
         let signals = Signals::hold_for_target()?;
-        let mut child = spawn(&self.command, signals.before())
-            .map_err(|error| Failure::plain(&error).status(spawn::exit_status(&error)))?;
-        let pid = Pid::from_raw(child.id() as i32);
+        let mut terminal = Terminal::open().map_err(Failure::plain)?;
+        let started = match &mut terminal {
+            Some(terminal) => spawn_on(terminal, &self.command, signals.before()),
+            None => spawn(&self.command, signals.before()).map(|child| {
+                let pid = child.id() as i32;
+                (child, pid)
+            }),
+        };
+        let (mut child, pid) = started.map_err(|error| Failure::plain(&error).status(spawn::exit_status(&error)))?;
+        let pid = Pid::from_raw(pid);
         let (stop, stopped) = mpsc::channel();
         announce_exit(pid, stop)?;
-        let gate = SignalGate::new();
+        let gate = terminal.as_ref().map_or_else(SignalGate::new, |terminal| SignalGate::with_input(terminal.input()));
         signals.pass_on_to(pid, gate.clone())?;
         let saver = gate.saver(saver);
 
-        let mut report = Report::choose(self.schedule.quiet, self.json, report::stderr());
+        let program_terminal = terminal.as_ref().and_then(|terminal| terminal.master().ok());
+        let mut report = Report::choose(self.schedule.quiet, self.json, report::stderr(), program_terminal);
         let options = self.schedule.job_options(name.clone(), &self.capture.memory);
         let mut attach = || self.capture.attach(pid.as_raw(), saver.clone());
         let done = Job::attach_and_run(&mut attach, &repository, &options, &stopped, &mut |event| {
             report.event(&name, pid.as_raw(), event);
         });
         let status = exit_status(&mut child);
+        // What the program wrote last comes first, and the terminal has its mode again.
+        drop(terminal);
         report.say(&summary(&name, &done));
         status
     }

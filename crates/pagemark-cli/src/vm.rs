@@ -89,7 +89,7 @@ impl Attach {
         let (stop, stopped) = mpsc::channel();
         announce_exit(Pid::from_raw(pid), stop.clone())?;
         signals.stop_at(stop)?;
-        let mut report = Report::choose(self.schedule.quiet, self.json, report::stdout());
+        let mut report = Report::choose(self.schedule.quiet, self.json, report::stdout(), None);
         let done = job.run(&stopped, &mut |event| report.event(&name, pid, event));
         let state = if done.end == End::TargetGone { "has ended" } else { "keeps running" };
         report.say(&format!("QEMU (process {pid}) {state}; {}", summary(&name, &done)));

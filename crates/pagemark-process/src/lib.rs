@@ -47,6 +47,7 @@ pub mod scratch;
 pub mod space;
 pub mod spawn;
 pub mod target;
+pub mod terminal;
 mod tree;
 
 pub use error::{Error, ErrorKind, Object, Result};

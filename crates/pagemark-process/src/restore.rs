@@ -181,6 +181,14 @@ impl<'a> Restore<'a> {
         self
     }
 
+    /// Gives a tree that had a controlling terminal outside a pseudo-terminal that is relayed to
+    /// the terminal of the calling process, if that has one. Another process waits for the root
+    /// process then: see [`Restored::child`].
+    pub fn on_terminal(mut self, is_wanted: bool) -> Self {
+        self.options.on_terminal = is_wanted;
+        self
+    }
+
     /// Leaves the processes stopped, as by SIGSTOP, until they get SIGCONT.
     pub fn stopped(mut self, is_stopped: bool) -> Self {
         self.options.stopped = is_stopped;

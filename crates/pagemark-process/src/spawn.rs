@@ -1,13 +1,16 @@
-//! Starts a program as a shell does, but as the leader of a session of its own.
+//! Starts a program as a shell does, but in a session of its own.
 
 use std::ffi::OsString;
+use std::fs::File;
 use std::io;
+use std::os::fd::AsRawFd;
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command};
 
 use nix::sys::signal::{SigSet, SigmaskHow, Signal, sigprocmask};
 
 use crate::error::{Error, ErrorKind, Object, Result};
+use crate::terminal::{Leader, Terminal};
 
 /// The signals that users, terminals and schedulers send to end or to notify a program. SIGALRM and
 /// SIGCHLD, which CRIU uses itself, are not among them: a child inherits the mask of its parent.
@@ -26,16 +29,12 @@ pub const FROM_OUTSIDE: [Signal; 7] = [
 ///
 /// The program leads a session of its own, so its state can be saved and restored without the
 /// terminal's session that Pagemark belongs to. It has no controlling terminal, so the caller has
-/// to forward the terminal's signals.
+/// to forward the terminal's signals; [`spawn_on`] gives it one.
 ///
 /// # Errors
 /// [`ErrorKind::NotFound`] and others; no program was started.
 pub fn spawn(command: &[OsString], signal_mask: SigSet) -> Result<Child> {
-    let (program, arguments) = command
-        .split_first()
-        .ok_or_else(|| Error::about(ErrorKind::System, Object::None, "there is no program to start"))?;
-    let mut command = Command::new(program);
-    command.args(arguments);
+    let mut command = to_command(command)?;
     // SAFETY: between fork and exec this calls setsid and sigprocmask alone, which are
     // async-signal-safe, and neither allocates nor takes a lock.
     unsafe {
@@ -45,11 +44,62 @@ pub fn spawn(command: &[OsString], signal_mask: SigSet) -> Result<Child> {
             Ok(())
         });
     }
-    command.spawn().map_err(|source| {
+    command.spawn().map_err(not_started(&command))
+}
+
+/// As [`spawn`], with the pseudo-terminal `terminal` in place of the terminal of this process. The
+/// program is in a session whose controlling terminal that is, and leads its process group.
+///
+/// Returns a child that ends with the program and has its exit status, 128 + n for a signal n; and
+/// the id of the program.
+///
+/// # Errors
+/// As [`spawn`].
+pub fn spawn_on(terminal: &mut Terminal, command: &[OsString], signal_mask: SigSet) -> Result<(Child, i32)> {
+    let mut command = to_command(command)?;
+    let failed = |source| Error::system("start a program on a pseudo-terminal", Object::None)(source);
+    let (reports, for_leader) = io::pipe().map_err(failed)?;
+    let session = terminal.session(for_leader.as_raw_fd());
+    let session = session.ok_or_else(|| failed(io::Error::other("another program has the pseudo-terminal")))?;
+    let [input, output, errors] = terminal.streams().map_err(failed)?;
+    input.map(|stream| command.stdin(stream));
+    output.map(|stream| command.stdout(stream));
+    errors.map(|stream| command.stderr(stream));
+    // SAFETY: only system calls are made between fork and exec, which is allowed in a child of a
+    // process with threads.
+    unsafe {
+        command.pre_exec(move || {
+            session.begin()?;
+            sigprocmask(SigmaskHow::SIG_SETMASK, Some(&signal_mask), None)?;
+            Ok(())
+        });
+    }
+    let child = command.spawn().map_err(not_started(&command))?;
+    // The command has copies of the program's end.
+    drop((command, for_leader));
+    terminal.is_given();
+    let mut leader = Leader::new(child, File::from(std::os::fd::OwnedFd::from(reports)));
+    let pid = leader.first_child().map_err(failed)?;
+    Ok((leader.into_child(), pid))
+}
+
+fn to_command(words: &[OsString]) -> Result<Command> {
+    let (program, arguments) = words
+        .split_first()
+        .ok_or_else(|| Error::about(ErrorKind::System, Object::None, "there is no program to start"))?;
+    let mut command = Command::new(program);
+    command.args(arguments);
+    Ok(command)
+}
+
+/// For `map_err`: a program could not be started.
+fn not_started(command: &Command) -> impl FnOnce(io::Error) -> Error {
+    let program = Object::File(command.get_program().into());
+    move |source| {
         let is_missing = source.kind() == io::ErrorKind::NotFound;
         let kind = if is_missing { ErrorKind::NotFound } else { ErrorKind::System };
-        Error::of(kind, "cannot start", Object::File(program.into()), source)
-    })
+        Error::of(kind, "cannot start", program, source)
+    }
 }
 
 /// The exit status that `env`, `nohup` and shells use if a program cannot be started: 127 if it was

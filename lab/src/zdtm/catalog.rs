@@ -63,8 +63,9 @@ impl Test {
 
     /// Whether it must not run beside others.
     pub fn is_exclusive(&self) -> bool {
-        // `vt` opens a console of the host.
-        self.has_flag("excl") || self.program.contains("cgroup") || self.program == "vt"
+        // `vt` opens a console of the host, and `inotify_irmap` has its files in `/etc`.
+        let uses_host = ["vt", "inotify_irmap"].contains(&self.program.as_str());
+        self.has_flag("excl") || self.program.contains("cgroup") || uses_host
     }
 
     /// Whether it runs in the namespaces of whoever starts it, without a root directory of its own.

@@ -138,8 +138,8 @@ impl Trial {
         if status != Some(0) {
             return Err(not_started(end_of(&format!("{output} {}", self.output_of_test()))));
         }
-        let path = self.directory.join(&target);
-        let text = std::fs::read_to_string(&path).map_err(Error::file("read", &path))?;
+        // A test that has ended by itself removes the file.
+        let text = read(&self.directory.join(&target));
         let pid = text.lines().next().and_then(|line| line.trim().parse().ok());
         let pid = pid.filter(|pid| is_alive(*pid)).ok_or_else(|| not_started(end_of(&self.output_of_test())))?;
         self.hook("--post-start", pid)?;
@@ -245,6 +245,8 @@ impl Trial {
         let verdict = match self.ask_for_verdict(pid) {
             Ok(()) if self.test.expects_refusal() => Verdict::Passed,
             Ok(()) => Verdict::Failed(format!("not saved: {reason}")),
+            // A test that needs another way of being run ends by itself.
+            Err(state) if self.has_passed() => Verdict::NotStarted(state),
             // Plain CRIU is not what is tested.
             Err(state) if self.mode == Mode::Criu => Verdict::Failed(format!("not saved: {reason}; {state}")),
             Err(state) => Verdict::Harmed(format!("{state}; it was not saved: {reason}")),
@@ -265,6 +267,9 @@ impl Trial {
             restore = Command::new(&self.pagemark);
             restore.args(["restore", "test", "--detach", "--yes", "--repo"]).arg(self.work.join("repository"));
             restore.args((self.mode == Mode::Lazy).then_some("--lazy"));
+            if self.test.words("ropts").iter().any(|option| option == "--manage-cgroups=ignore") {
+                restore.args(["--cgroups", "ignore"]);
+            }
         }
         let (status, output) = self.call(&mut restore, "restore", SAVE_LIMIT)?;
         match (status, self.mode) {
@@ -301,13 +306,17 @@ impl Trial {
             return Err(format!("the test has ended by itself: {}", end_of(&self.output_of_test())));
         }
         let ended = self.until(TEST_LIMIT, |_| !is_alive(pid));
-        let output = self.output_of_test();
-        let last = output.lines().last().unwrap_or_default();
-        match (ended, last.split_whitespace().any(|word| word == "PASS")) {
+        match (ended, self.has_passed()) {
             (true, true) => Ok(()),
-            (true, false) => Err(format!("the test says: {}", end_of(&output))),
+            (true, false) => Err(format!("the test says: {}", end_of(&self.output_of_test()))),
             (false, _) => Err(format!("the test did not end within {} s after SIGTERM", TEST_LIMIT.as_secs())),
         }
+    }
+
+    /// Whether the last line of the test's output is its good verdict.
+    fn has_passed(&self) -> bool {
+        let output = self.output_of_test();
+        output.lines().last().unwrap_or_default().split_whitespace().any(|word| word == "PASS")
     }
 
     fn output_of_test(&self) -> String {

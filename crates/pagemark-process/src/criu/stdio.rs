@@ -14,19 +14,22 @@ use std::os::fd::RawFd;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
-use pagemark::sys::proc;
+use nix::pty::Winsize;
+use pagemark::sys::proc::{self, Stat};
 use prost::Message;
 
-use super::images::schema::{FILE_REGULAR, FdinfoEntry, FileEntry, RegFileEntry, TERMINAL_EXTERNAL, TtyInfoEntry};
-use super::images::{Image, ImageKind, read_all, with_varint};
+use super::images::schema::{
+    FILE_REGULAR, FdinfoEntry, FileEntry, RegFileEntry, TERMINAL_EXTERNAL, TtyInfoEntry, WinsizeEntry,
+};
+use super::images::{Image, ImageKind, read_all, with_bytes, with_varint, without};
 use crate::error::Error;
 
-/// A terminal or pipe that the tree has open as a standard stream, and whose other end is outside.
+/// A terminal, or a pipe that the tree has open as a standard stream, whose other end is outside.
 #[derive(Clone, PartialEq, Eq, Debug, serde::Serialize, serde::Deserialize)]
 pub struct Outside {
     /// CRIU's name of it: `tty[RDEV:DEV]`, `pipe[INODE]`.
     pub name: String,
-    /// Lowest number under which a process of the tree has it open: 0, 1 or 2.
+    /// Lowest number under which a process of the tree has it open: 0, 1 or 2, except terminals.
     pub stream: RawFd,
 }
 
@@ -39,6 +42,9 @@ pub(crate) fn find_outside(pids: &[i32]) -> Vec<Outside> {
     let mut pipes: BTreeMap<u64, PipeEnds> = BTreeMap::new();
     let mut terminals: BTreeMap<String, (RawFd, Option<u32>)> = BTreeMap::new();
     let mut own_terminals = Vec::new();
+    // Processes that have `/dev/tty` open.
+    let mut current: Vec<(i32, String, RawFd)> = Vec::new();
+    let mut devices = BTreeMap::new();
     for &pid in pids {
         // A process that has exited meanwhile has no descriptors.
         for descriptor in proc::descriptors(pid).unwrap_or_default() {
@@ -52,8 +58,13 @@ pub(crate) fn find_outside(pids: &[i32]) -> Vec<Outside> {
                     Some(Terminal::Master) => {
                         own_terminals.extend(descriptor.info().ok().and_then(|info| info.number::<u64>("tty-index")));
                     }
-                    Some(Terminal::Other(index)) if number <= 2 => {
-                        let name = format!("tty[{:x}:{:x}]", metadata.rdev(), metadata.dev());
+                    Some(Terminal::Current) => {
+                        current.push((pid, terminal_name(&metadata), number));
+                    }
+                    // A pseudo-terminal whose other end is outside cannot be opened again, whatever its number.
+                    Some(Terminal::Other(index)) if number <= 2 || index.is_some() => {
+                        let name = terminal_name(&metadata);
+                        devices.insert(metadata.rdev(), index);
                         let stream = terminals.entry(name).or_insert((number, index));
                         stream.0 = stream.0.min(number);
                     }
@@ -62,15 +73,38 @@ pub(crate) fn find_outside(pids: &[i32]) -> Vec<Outside> {
             }
         }
     }
+    let is_outside = |index: &Option<u32>| !index.is_some_and(|index| own_terminals.contains(&u64::from(index)));
+    let leads_outside = |pid: i32| {
+        let terminal = Stat::read(pid).map_or(0, |stat| device_number(stat.terminal));
+        devices.get(&terminal).is_some_and(is_outside)
+    };
+    // It is the controlling terminal of each process: if that of one is in the tree, CRIU restores it.
+    let current = match current.iter().all(|(pid, ..)| leads_outside(*pid)) {
+        true => current,
+        false => Vec::new(),
+    };
+    let current: BTreeMap<String, RawFd> = current.into_iter().map(|(_, name, number)| (name, number)).collect();
+    let current = current.into_iter().map(|(name, stream)| Outside { name, stream });
     let pipes = pipes
         .into_iter()
         .filter(|(_, ends)| !(ends.reader && ends.writer))
         .filter_map(|(inode, ends)| Some(Outside { name: format!("pipe[{inode}]"), stream: ends.stream? }));
     let terminals = terminals
         .into_iter()
-        .filter(|(_, (_, index))| !index.is_some_and(|index| own_terminals.contains(&u64::from(index))))
+        .filter(|(_, (_, index))| is_outside(index))
         .map(|(name, (stream, _))| Outside { name, stream });
-    pipes.chain(terminals).collect()
+    pipes.chain(terminals).chain(current).collect()
+}
+
+/// CRIU's name of a terminal.
+fn terminal_name(metadata: &std::fs::Metadata) -> String {
+    format!("tty[{:x}:{:x}]", metadata.rdev(), metadata.dev())
+}
+
+/// A device number in the form of `st_rdev`, of one in the form of `/proc/PID/stat`.
+fn device_number(encoded: u64) -> u64 {
+    let (major, minor) = ((encoded >> 8) & 0xfff, (encoded & 0xff) | ((encoded >> 12) & 0xfff00));
+    libc::makedev(major as u32, minor as u32)
 }
 
 /// The ends of a pipe that the tree has open.
@@ -98,6 +132,8 @@ impl PipeEnds {
 enum Terminal {
     /// The master of a pseudo-terminal.
     Master,
+    /// `/dev/tty`: the controlling terminal of whoever opens it.
+    Current,
     /// Another terminal, with the number of the pseudo-terminal if it is the slave of one.
     Other(Option<u32>),
 }
@@ -107,6 +143,7 @@ impl Terminal {
     /// `Documentation/admin-guide/devices.txt`.
     fn of(rdev: u64) -> Option<Terminal> {
         match (libc::major(rdev), libc::minor(rdev)) {
+            (5, 0) => Some(Terminal::Current),
             (5, 2) => Some(Terminal::Master),
             (major @ 136..=143, minor) => Some(Terminal::Other(Some((major - 136) * 256 + minor))),
             (4, _) | (5, 1) | (204, _) | (229, _) => Some(Terminal::Other(None)),
@@ -130,18 +167,77 @@ pub(crate) struct Own {
     pub is_terminal: bool,
 }
 
+/// True if a terminal outside was a standard stream.
+pub(crate) fn has_terminal(outside: &[Outside]) -> bool {
+    outside.iter().any(|stream| stream.name.starts_with("tty["))
+}
+
+/// The process group that had the terminal outside whose job the tree was, if its root was in
+/// `session`. None if the tree was no job of such a terminal.
+pub(crate) fn foreground(directory: &Path, session: u32) -> Result<Option<i32>, Error> {
+    let terminal = job_terminal(directory, session)?;
+    Ok(terminal.and_then(|info| i32::try_from(info.pgrp).ok()).filter(|group| *group > 0))
+}
+
+fn job_terminal(directory: &Path, session: u32) -> Result<Option<TtyInfoEntry>, Error> {
+    let mut terminals = terminals(directory)?.into_iter();
+    Ok(terminals.find(|info| info.r#type == TERMINAL_EXTERNAL && info.sid == session && session != 0))
+}
+
+/// Changes the images in `directory` so that all terminals outside can become the terminal of the
+/// restoring command, of a tree that was a job in `session`: it keeps its owner and its `size`, has
+/// the mode of the tree's terminal, and the tree does not restore its session.
+pub(crate) fn adopt_terminals(directory: &Path, session: u32, size: Option<Winsize>) -> Result<(), Error> {
+    let path = directory.join(TERMINALS);
+    let Some(mode) = job_terminal(directory, session)?.and_then(|info| info.termios) else { return Ok(()) };
+    let mut image = Image::read(&path, ImageKind::Terminals)?;
+    for message in &mut image.messages {
+        let decoded = TtyInfoEntry::decode(message.as_slice());
+        let entry = decoded.map_err(|e| Error::image(path.clone(), e.to_string()))?;
+        if entry.r#type != TERMINAL_EXTERNAL {
+            continue;
+        }
+        for field in [TtyInfoEntry::UID, TtyInfoEntry::GID] {
+            *message = without(message, field);
+        }
+        for field in [TtyInfoEntry::SID, TtyInfoEntry::PGRP] {
+            *message = with_varint(message, field, 0);
+        }
+        // One that has hung up has no mode.
+        if entry.termios.is_some() {
+            *message = with_bytes(message, TtyInfoEntry::TERMIOS, &mode.encode_to_vec());
+            if let Some(Winsize { ws_row, ws_col, ws_xpixel, ws_ypixel }) = size {
+                let [ws_row, ws_col, ws_xpixel, ws_ypixel] = [ws_row, ws_col, ws_xpixel, ws_ypixel].map(u32::from);
+                let size = WinsizeEntry { ws_row, ws_col, ws_xpixel, ws_ypixel };
+                *message = with_bytes(message, TtyInfoEntry::WINSIZE, &size.encode_to_vec());
+            }
+        }
+    }
+    write_image(&path, &image)
+}
+
 /// Changes the images in `directory` so that the streams that led out of the tree become `own`.
-/// Returns CRIU's arguments for that.
-pub(crate) fn redirect(directory: &Path, outside: &[Outside], own: [Own; 3]) -> Result<Vec<OsString>, Error> {
+/// Returns CRIU's arguments for that; `descriptor_for` makes the number of a descriptor of which
+/// CRIU gets a copy of its own, because CRIU takes each descriptor that it inherits once.
+pub(crate) fn redirect(
+    directory: &Path,
+    outside: &[Outside],
+    own: [Own; 3],
+    descriptor_for: &mut dyn FnMut(RawFd) -> std::io::Result<RawFd>,
+) -> Result<Vec<OsString>, Error> {
     let mut arguments = Vec::new();
-    let mut inherit = |descriptor: RawFd, name: &str| {
+    let mut inherit = |descriptor: RawFd, name: &str| -> Result<(), Error> {
+        let descriptor = descriptor_for(descriptor).map_err(Error::criu_io("duplicate a standard stream for CRIU"))?;
         arguments.extend(["--inherit-fd".into(), OsString::from(format!("fd[{descriptor}]:{name}"))]);
+        Ok(())
     };
     // A terminal that replaces a terminal keeps its settings, which full-screen programs need.
     let own_terminal = own.iter().find(|own| own.is_terminal);
     let terminals = outside.iter().filter(|stream| stream.name.starts_with("tty["));
     if let Some(terminal) = own_terminal {
-        terminals.for_each(|stream| inherit(terminal.descriptor, &stream.name));
+        for stream in terminals {
+            inherit(terminal.descriptor, &stream.name)?;
+        }
     }
     let pipes: Vec<u32> = outside
         .iter()
@@ -166,8 +262,9 @@ pub(crate) fn redirect(directory: &Path, outside: &[Outside], own: [Own; 3]) -> 
             _ => continue,
         };
         let numbers: Vec<u32> = tables.iter().flat_map(|table| table.numbers_of(entry.id)).collect();
-        // Of a file that is both input and output, the output matters more.
-        let Some(number) = [1, 2, 0].into_iter().find(|number| numbers.contains(number)) else { continue };
+        // Of a file that is both input and output, the output matters more. Terminals have other numbers, too.
+        let stream = [1, 2, 0].into_iter().find(|number| numbers.contains(number));
+        let Some(number) = stream.or((entry.tty.is_some() && !numbers.is_empty()).then_some(0)) else { continue };
         replaced.insert(entry.id, number);
         let name = format!("/{STAND_IN}{number}");
         let regular = RegFileEntry { id: entry.id, flags, pos: u64::MAX, fown, name, ..Default::default() };
@@ -178,7 +275,7 @@ pub(crate) fn redirect(directory: &Path, outside: &[Outside], own: [Own; 3]) -> 
         return Ok(arguments);
     }
     for number in replaced.values().collect::<BTreeSet<_>>() {
-        inherit(own[*number as usize].descriptor, &format!("{STAND_IN}{number}"));
+        inherit(own[*number as usize].descriptor, &format!("{STAND_IN}{number}"))?;
     }
     write_image(&path, &files)?;
     for table in &mut tables {
@@ -191,14 +288,18 @@ fn write_image(path: &Path, image: &Image) -> Result<(), Error> {
     std::fs::write(path, image.encode()).map_err(Error::criu_io(format!("write {}", path.display())))
 }
 
+/// The image of all terminals.
+const TERMINALS: &str = "tty-info.img";
+
+/// Reads the terminals.
+fn terminals(directory: &Path) -> Result<Vec<TtyInfoEntry>, Error> {
+    let path = directory.join(TERMINALS);
+    if path.exists() { read_all(&path, ImageKind::Terminals) } else { Ok(Vec::new()) }
+}
+
 /// Reads the ids of the terminals whose other end is outside the tree.
 fn external_terminals(directory: &Path) -> Result<Vec<u32>, Error> {
-    let path = directory.join("tty-info.img");
-    if !path.exists() {
-        return Ok(Vec::new());
-    }
-    let terminals: Vec<TtyInfoEntry> = read_all(&path, ImageKind::Terminals)?;
-    Ok(terminals.iter().filter(|info| info.r#type == TERMINAL_EXTERNAL).map(|info| info.id).collect())
+    Ok(terminals(directory)?.iter().filter(|info| info.r#type == TERMINAL_EXTERNAL).map(|info| info.id).collect())
 }
 
 /// An `fdinfo-N.img`.

@@ -5,9 +5,9 @@
 
 use std::borrow::Cow;
 use std::fs::{File, OpenOptions};
-use std::io::{IsTerminal, Write};
+use std::io::{IsTerminal, PipeReader, Write};
 use std::ops::ControlFlow;
-use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -17,6 +17,8 @@ use std::sync::mpsc::{self, RecvTimeoutError};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::{Signal, kill};
 use nix::sys::wait::waitpid;
 use nix::unistd::Pid;
@@ -36,6 +38,7 @@ use crate::criu::{Criu, errors_in_log};
 use crate::error::{Error, ErrorKind, Object};
 use crate::files::{UnusualFile, decode_path, read_trees, unusual_files};
 use crate::scratch;
+use crate::terminal::{self, Leader, Terminal};
 
 /// CRIU's log in the images directory.
 const LOG: &str = "restore.log";
@@ -67,6 +70,9 @@ pub struct RestoreOptions {
     pub time_limit: Option<Duration>,
     /// The processes stay in the control groups of the calling process.
     pub ignore_cgroups: bool,
+    /// With [`as_child`](RestoreOptions::as_child): a tree that had a controlling terminal outside
+    /// gets a pseudo-terminal that is relayed to the terminal of the calling process.
+    pub on_terminal: bool,
 }
 
 /// What the standard streams of restored processes become where they led out of the tree. Files are
@@ -89,6 +95,13 @@ pub struct Restored {
     pub pids: Vec<i32>,
     /// The control groups that processes were in and are not now, each with its reason.
     pub left_groups: Vec<String>,
+    /// With [`as_child`](RestoreOptions::as_child), the child of this process that ends with the
+    /// root process: the root process itself, or the leader of its session, which has its exit
+    /// status (128 + n for a signal n).
+    pub child: i32,
+    /// The child of this process that relays the terminal, if one does. It ends after
+    /// [`child`](Restored::child).
+    pub relay: Option<i32>,
 }
 
 fn io(operation: impl Into<Cow<'static, str>>) -> impl FnOnce(std::io::Error) -> Error {
@@ -200,7 +213,7 @@ pub fn export_criu(manifest: &Manifest, store: &(dyn Store + Sync), directory: &
     let mut arguments = vec!["restore".to_string(), "-D".into(), directory.display().to_string()];
     arguments.extend(restore_flags(&notes));
     let own = [0, 1, 2].map(|descriptor| Own { descriptor, is_terminal: false });
-    let streams = stdio::redirect(directory, &notes.outside, own)?;
+    let streams = stdio::redirect(directory, &notes.outside, own, &mut Ok)?;
     arguments.extend(streams.iter().map(|argument| argument.to_string_lossy().into_owned()));
     Ok(arguments)
 }
@@ -261,13 +274,18 @@ impl Prepared {
         meanwhile: &mut dyn FnMut() -> Result<(), Error>,
     ) -> Result<Restored, Error> {
         self.check_free()?;
-        let streams = streams(options.streams)?;
+        let pids = self.pids();
+        let root_pid = *pids.first().ok_or_else(|| Error::damaged("it has no process"))?;
+        let mut streams = streams(options.streams)?;
+        let terminal = self.terminal(options, &mut streams)?;
+        if self.notes.shell_job {
+            let own = streams.iter().find(|stream| stream.is_terminal());
+            stdio::adopt_terminals(&self.directory, self.session(), own.and_then(terminal::size_of))?;
+        }
         let own = |stream: &OwnedFd| Own { descriptor: stream.as_raw_fd(), is_terminal: stream.is_terminal() };
         let own = [own(&streams[0]), own(&streams[1]), own(&streams[2])];
         // CRIU also holds the directory, so that no sweep removes it.
         let held = scratch::hold(&self.directory).map_err(io(format!("hold {}", self.directory.display())))?;
-        let [input, output, error] = own.map(|own| own.descriptor);
-        let numbers = [input, output, error, held.as_raw_fd()];
         let mut command = criu.command("restore", &self.directory, LOG);
         command.arg("--restore-detached").args(restore_flags(&self.notes)).args(further);
         if options.as_child {
@@ -280,40 +298,64 @@ impl Prepared {
             // The session's terminal is found by CRIU's own standard input.
             command.stdin(std::process::Stdio::inherit());
         }
-        command.args(stdio::redirect(&self.directory, &self.notes.outside, own)?);
-        let pids = self.pids();
-        let root_pid = *pids.first().ok_or_else(|| Error::damaged("it has no process"))?;
+        let mut copies: Vec<OwnedFd> = Vec::new();
+        command.args(stdio::redirect(&self.directory, &self.notes.outside, own, &mut |number| {
+            // SAFETY: it is one of `streams`, which are open.
+            let copy = duplicate(unsafe { BorrowedFd::borrow_raw(number) })?;
+            copies.push(copy);
+            Ok(copies[copies.len() - 1].as_raw_fd())
+        })?);
+        let (reports, for_leader) = std::io::pipe().map_err(io("make a pipe"))?;
+        let session = terminal.as_ref().and_then(|(terminal, foreground)| {
+            Some(terminal.session(for_leader.as_raw_fd())?.of_restore(root_pid, *foreground))
+        });
+        if session.is_some() {
+            command.stdin(streams[0].try_clone().map_err(io("duplicate a standard stream"))?);
+        }
+        // A job that continues by itself is none of the caller's terminal.
+        let leaves_session = self.notes.shell_job && options.streams == Streams::Null && !options.as_child;
         let memberships = if options.ignore_cgroups { Memberships::new() } else { self.notes.memberships.clone() };
         let mut joining = Joining::new(memberships);
         let groups = joining.open_groups_of(root_pid);
+        let numbers: Vec<RawFd> = copies.iter().map(AsRawFd::as_raw_fd).chain([held.as_raw_fd()]).collect();
         // SAFETY: only system calls are made between fork and exec, which is allowed in a child of a
         // process with threads.
         unsafe {
             command.pre_exec(move || {
                 // What is refused is found afterwards.
                 groups.iter().for_each(|mut group| drop(group.write_all(b"0")));
+                match session {
+                    Some(session) => session.begin()?,
+                    None if leaves_session => drop(nix::unistd::setsid()?),
+                    None => {}
+                }
                 stdio::keep_open(&numbers)
             });
         }
         let limit = options.time_limit.unwrap_or_else(|| self.default_time_limit());
         let begin = Instant::now();
-        let mut child = command.spawn().map_err(io(format!("start {}", criu.path().display())))?;
-        let status = loop {
-            match child.try_wait().map_err(io("wait for CRIU"))? {
-                Some(status) => break status,
-                None if begin.elapsed() > limit => return Err(self.end_restore(child, root_pid, limit)),
+        let child = command.spawn().map_err(io(format!("start {}", criu.path().display())))?;
+        drop((command, for_leader, streams, copies));
+        let mut running = match session {
+            Some(_) => Running::below_leader(child, reports).map_err(io("begin a session"))?,
+            None => Running::Criu(child),
+        };
+        let succeeded = loop {
+            match running.try_wait().map_err(io("wait for CRIU"))? {
+                Some(succeeded) => break succeeded,
+                None if begin.elapsed() > limit => return Err(self.end_restore(running, root_pid, limit)),
                 None => {
                     if let Err(error) = meanwhile() {
                         // The tree can't be completed; who has begun it ends it.
-                        let _ = child.kill();
-                        let _ = child.wait();
+                        running.end();
                         return Err(error);
                     }
                 }
             }
         };
-        if !status.success() {
+        if !succeeded {
             // CRIU kills what it has begun, unless it was killed itself, and leaves the root to its parent.
+            running.end();
             end_child(root_pid);
             wait_for_end(&pids);
             let reason = errors_in_log(&self.directory.join(LOG));
@@ -321,7 +363,37 @@ impl Prepared {
             return Err(Error::criu_failed(what, reason));
         }
         let left_groups = joining.join_others().iter().map(ToString::to_string).collect();
-        Ok(Restored { root_pid, pids, left_groups })
+        let child = running.leader().unwrap_or(root_pid);
+        let relay = terminal.and_then(|(terminal, _)| terminal.leave()).map(Pid::as_raw);
+        Ok(Restored { root_pid, pids, left_groups, child, relay })
+    }
+
+    /// A pseudo-terminal for a tree that was the job of a terminal outside, with the process group
+    /// that had the terminal. It takes the place of those `streams` that are the terminal of this
+    /// process.
+    fn terminal(&self, options: &RestoreOptions, streams: &mut [OwnedFd; 3]) -> Result<Option<(Terminal, i32)>, Error> {
+        let may_have = options.on_terminal && options.as_child && options.streams == Streams::Inherit;
+        if !may_have || !self.notes.shell_job || !stdio::has_terminal(&self.notes.outside) {
+            return Ok(None);
+        }
+        let Some(foreground) = stdio::foreground(&self.directory, self.session())? else { return Ok(None) };
+        let Some(terminal) = Terminal::open()? else { return Ok(None) };
+        terminal.input().keep();
+        let mut set_up = || -> std::io::Result<()> {
+            for (stream, of_terminal) in streams.iter_mut().zip(terminal.streams()?) {
+                if let Some(of_terminal) = of_terminal {
+                    *stream = duplicate(of_terminal.as_fd())?;
+                }
+            }
+            Ok(())
+        };
+        set_up().map_err(io("set up a pseudo-terminal"))?;
+        Ok(Some((terminal, foreground)))
+    }
+
+    /// The session of the root process.
+    fn session(&self) -> u32 {
+        self.processes.first().map_or(0, |root| root.sid)
     }
 }
 
@@ -343,8 +415,8 @@ impl Prepared {
 
     /// Ends a CRIU that takes too long, with the processes that it has begun to restore, and says
     /// what they waited for.
-    fn end_restore(&self, mut criu: Child, root_pid: i32, limit: Duration) -> Error {
-        let mut begun = below(criu.id() as i32);
+    fn end_restore(&self, mut running: Running, root_pid: i32, limit: Duration) -> Error {
+        let mut begun = below(running.child().id() as i32);
         begun.extend(below_child(root_pid));
         let mut reason: Vec<String> = begun.iter().take(SHOWN_PROCESSES).filter_map(|&pid| wait_of(pid)).collect();
         reason.push(errors_in_log(&self.directory.join(LOG)));
@@ -352,12 +424,70 @@ impl Prepared {
             // A process that is gone needs no end.
             let _ = kill(Pid::from_raw(*pid), Signal::SIGKILL);
         }
-        let _ = criu.kill();
-        let _ = criu.wait();
+        running.end();
         end_child(root_pid);
         wait_for_end(&self.pids());
         let operation = format!("CRIU did not restore process {root_pid} within {} s, and was ended", limit.as_secs());
         Error::of(ErrorKind::Criu, operation, Object::None, reason.join("; "))
+    }
+}
+
+/// CRIU while it restores.
+enum Running {
+    /// A child.
+    Criu(Child),
+    /// A child of the leader of the session that the tree is in.
+    Leader(Box<Leader>),
+}
+
+impl Running {
+    fn below_leader(child: Child, reports: PipeReader) -> std::io::Result<Running> {
+        let mut leader = Leader::new(child, File::from(OwnedFd::from(reports)));
+        leader.first_child()?;
+        Ok(Running::Leader(Box::new(leader)))
+    }
+
+    /// The child of this process.
+    fn child(&mut self) -> &mut Child {
+        match self {
+            Running::Criu(child) => child,
+            Running::Leader(leader) => leader.child(),
+        }
+    }
+
+    /// The leader of the session, if there is one.
+    fn leader(&mut self) -> Option<i32> {
+        match self {
+            Running::Criu(_) => None,
+            Running::Leader(leader) => Some(leader.child().id() as i32),
+        }
+    }
+
+    /// Whether CRIU has succeeded; None while it runs.
+    fn try_wait(&mut self) -> std::io::Result<Option<bool>> {
+        match self {
+            Running::Criu(child) => Ok(child.try_wait()?.map(|status| status.success())),
+            Running::Leader(leader) => {
+                let mut polled = [PollFd::new(leader.reports().as_fd(), PollFlags::POLLIN)];
+                match poll(&mut polled, PollTimeout::ZERO) {
+                    Ok(0) | Err(Errno::EINTR) => Ok(None),
+                    Ok(_) => Ok(Some(leader.restorer_succeeded().unwrap_or(false))),
+                    Err(error) => Err(error.into()),
+                }
+            }
+        }
+    }
+
+    /// Kills CRIU, and what the leader of the session has begun.
+    fn end(&mut self) {
+        if let Some(leader) = self.leader() {
+            for pid in below(leader) {
+                // A process that is gone needs no end.
+                let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
+            }
+        }
+        let _ = self.child().kill();
+        let _ = self.child().wait();
     }
 }
 
@@ -411,23 +541,27 @@ fn wait_of(pid: i32) -> Option<String> {
 
 /// Descriptors for the standard streams, clear of the numbers of CRIU's own.
 fn streams(streams: Streams) -> Result<[OwnedFd; 3], Error> {
-    use nix::fcntl::{FcntlArg, fcntl};
     let null = OpenOptions::new().read(true).write(true).open("/dev/null").map_err(io("open /dev/null"))?;
     let duplicate = |number: RawFd| -> Result<OwnedFd, Error> {
-        use std::os::fd::{BorrowedFd, FromRawFd};
         let source = if streams == Streams::Null { null.as_raw_fd() } else { number };
         // SAFETY: borrowed only for the call, which fails if nothing is open under that number.
         let source = unsafe { BorrowedFd::borrow_raw(source) };
-        let copy = match fcntl(source, FcntlArg::F_DUPFD_CLOEXEC(HANDED_OVER)) {
+        match self::duplicate(source) {
             // A standard stream that is closed here.
-            Err(nix::errno::Errno::EBADF) => fcntl(&null, FcntlArg::F_DUPFD_CLOEXEC(HANDED_OVER)),
+            Err(error) if error.raw_os_error() == Some(libc::EBADF) => self::duplicate(null.as_fd()),
             result => result,
-        };
-        let copy = copy.map_err(|e| io("duplicate a standard stream")(e.into()))?;
-        // SAFETY: the descriptor was just made and nothing else owns it.
-        Ok(unsafe { OwnedFd::from_raw_fd(copy) })
+        }
+        .map_err(io("duplicate a standard stream"))
     };
     Ok([duplicate(0)?, duplicate(1)?, duplicate(2)?])
+}
+
+/// Duplicates a descriptor, clear of the numbers of CRIU's own.
+fn duplicate(descriptor: BorrowedFd<'_>) -> std::io::Result<OwnedFd> {
+    use nix::fcntl::{FcntlArg, fcntl};
+    let copy = fcntl(descriptor, FcntlArg::F_DUPFD_CLOEXEC(HANDED_OVER))?;
+    // SAFETY: the descriptor was just made and nothing else owns it.
+    Ok(unsafe { OwnedFd::from_raw_fd(copy) })
 }
 
 /// Describes the process or thread that has an id, without control characters. A zombie has its id

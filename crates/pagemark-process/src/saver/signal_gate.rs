@@ -12,6 +12,7 @@ use pagemark::sys::proc::{Status, tree};
 use super::{FrozenState, Meanwhile, StateSaver, Thawed};
 use crate::error::Result;
 use crate::space::AddressSpace;
+use crate::terminal::Input;
 
 /// A signal is forwarded after this time even if the freeze goes on: a saver that does not answer
 /// must not keep a program from being ended.
@@ -28,6 +29,8 @@ const POLL: Duration = Duration::from_micros(500);
 #[derive(Clone, Default)]
 pub struct SignalGate {
     shared: Arc<(Mutex<State>, Condvar)>,
+    /// Keys of the terminal send signals, too.
+    input: Option<Input>,
 }
 
 #[derive(Default)]
@@ -41,6 +44,11 @@ impl SignalGate {
     /// A gate that is open.
     pub fn new() -> SignalGate {
         SignalGate::default()
+    }
+
+    /// A gate that also holds back what the user types at a terminal.
+    pub fn with_input(input: Input) -> SignalGate {
+        SignalGate { input: Some(input), ..SignalGate::default() }
     }
 
     /// The saver, with freezes that pass this gate.
@@ -68,6 +76,9 @@ impl SignalGate {
 
     /// Waits until signals that were sent are delivered, and holds later signals back.
     fn close(&self) -> Closed {
+        if let Some(input) = &self.input {
+            input.hold();
+        }
         let (_, changed) = &*self.shared;
         let state = self.lock();
         let mut state = changed.wait_while(state, |state| state.signals > 0).unwrap_or_else(PoisonError::into_inner);
@@ -100,6 +111,9 @@ impl Drop for Closed {
     fn drop(&mut self) {
         self.gate.lock().is_freezing = false;
         self.gate.shared.1.notify_all();
+        if let Some(input) = &self.gate.input {
+            input.pass();
+        }
     }
 }
 

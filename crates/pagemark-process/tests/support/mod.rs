@@ -527,7 +527,8 @@ impl Taken {
         wait_until("the restoring command is done", || done.exists());
         let outcome = std::fs::read_to_string(&done).unwrap();
         assert_eq!(outcome, "restored");
-        (child, Restored { root_pid: pids[0], pids, left_groups: Vec::new() })
+        let root_pid = pids[0];
+        (child, Restored { root_pid, pids, left_groups: Vec::new(), child: root_pid, relay: None })
     }
 }
 

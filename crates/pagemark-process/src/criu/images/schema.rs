@@ -290,6 +290,50 @@ messages! {
         required uint32 id = 1;
         /// [`TERMINAL_EXTERNAL`] if the dump left it out.
         required int32(TtyType) r#type = 2;
+        /// The session whose controlling terminal it is, or 0.
+        required uint32 sid = 6 => SID;
+        /// Its process group in the foreground, or 0.
+        required uint32 pgrp = 7 => PGRP;
+        /// Its mode; none if it has hung up.
+        optional message(TermiosEntry) termios = 9 => TERMIOS;
+        /// Its size.
+        optional message(WinsizeEntry) winsize = 11 => WINSIZE;
+        /// Its owner.
+        optional uint32 uid = 14 => UID;
+        /// Its group.
+        optional uint32 gid = 15 => GID;
+    }
+
+    /// The size of a terminal.
+    message WinsizeEntry = "tty.proto" winsize_entry {
+        /// Rows.
+        required uint32 ws_row = 1;
+        /// Columns.
+        required uint32 ws_col = 2;
+        /// Width of a row, pixels.
+        required uint32 ws_xpixel = 3;
+        /// Height of a column, pixels.
+        required uint32 ws_ypixel = 4;
+    }
+
+    /// The mode of a terminal.
+    message TermiosEntry = "tty.proto" termios_entry {
+        /// Flags of the input.
+        required uint32 c_iflag = 1;
+        /// Flags of the output.
+        required uint32 c_oflag = 2;
+        /// Flags of the line.
+        required uint32 c_cflag = 3;
+        /// Further flags.
+        required uint32 c_lflag = 4;
+        /// The line discipline.
+        required uint32 c_line = 5;
+        /// Speed of the input.
+        required uint32 c_ispeed = 6;
+        /// Speed of the output.
+        required uint32 c_ospeed = 7;
+        /// The control characters.
+        repeated uint32 c_cc = 8;
     }
 
     /// A process of `pstree.img`.

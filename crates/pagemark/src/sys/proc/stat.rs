@@ -15,6 +15,8 @@ pub struct Stat {
     pub parent_pid: i32,
     /// The session's process id.
     pub session_id: i32,
+    /// Device number of the controlling terminal, as `st_rdev` has it; 0 for none.
+    pub terminal: u64,
     /// When the process was started, in clock ticks since boot. Together with the process id this
     /// identifies a process for ever.
     pub start_ticks: u64,
@@ -49,6 +51,8 @@ impl Stat {
             state: state(text)?,
             parent_pid: fields.get(1)?.parse().ok()?,
             session_id: fields.get(3)?.parse().ok()?,
+            // Negative where the number of the device is large.
+            terminal: fields.get(4)?.parse::<i32>().ok()? as u32 as u64,
             start_ticks: fields.get(19)?.parse().ok()?,
             is_kernel_thread: flags & PF_KTHREAD != 0,
         })
