@@ -37,6 +37,11 @@ impl<T: Copy + Ord> RangeSet<T> {
         Self::default()
     }
 
+    /// The empty set, with room for a number of ranges.
+    pub fn with_capacity(ranges: usize) -> Self {
+        RangeSet { ranges: Vec::with_capacity(ranges) }
+    }
+
     /// True if no address is in the set.
     pub fn is_empty(&self) -> bool {
         self.ranges.is_empty()

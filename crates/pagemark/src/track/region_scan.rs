@@ -9,6 +9,7 @@
 //! are protected for one transaction, to find out whether they are still written. The interval
 //! doubles each time that all of them are.
 
+use std::io;
 use std::ops::Range as Span;
 use std::sync::Arc;
 
@@ -134,6 +135,9 @@ impl RegisteredRange {
 
     /// Records populated pages.
     fn learn(&mut self, populated: &RangeSet) {
+        if self.dense.covers(self.range.clone()) {
+            return;
+        }
         let mut new = populated.intersection(&self.range.clone().into());
         new.subtract(&self.dense);
         if new.is_empty() {
@@ -157,7 +161,10 @@ impl RegisteredRange {
     ) -> Result<(), Error> {
         let dense = &self.dense;
         let scan = |range: &Range, protect: bool, found: &mut RangeSet| {
-            let filter = Filter { all: WRITTEN, report: WRITTEN, protect, ..Filter::default() };
+            // A scan that protects is no check: where it fails, it has protected pages and reported
+            // none.
+            let filter =
+                Filter { all: WRITTEN, report: WRITTEN, protect, registered_only: !protect, ..Filter::default() };
             dense.within(range.clone()).try_for_each(|part| scan(pagemap, &part, filter, found))?;
             let mut sparse = RangeSet::from(range.clone());
             sparse.subtract(dense);
@@ -167,7 +174,10 @@ impl RegisteredRange {
             found.append(&mut populated);
             scanned
         };
-        let Some(heat) = &mut self.heat else { return scan(&self.range, true, written) };
+        let Some(heat) = &mut self.heat else {
+            check_registered(pagemap, &self.range)?;
+            return scan(&self.range, true, written);
+        };
         let first = self.range.start.page();
         let addresses = |pages: Span<usize>| (first + pages.start as u64..first + pages.end as u64).addresses();
         let pages = |run: Range| (run.start.page() - first) as usize..(run.end.page() - first) as usize;
@@ -183,10 +193,12 @@ impl RegisteredRange {
         heat.transaction += u64::from(ends_transaction);
         let hot_pages = heat.hot_pages;
         let hot_runs = heat.hot_runs(first);
-        let mut found = RangeSet::new();
+        // Often the hot pages are found, and few others.
+        let mut found = RangeSet::with_capacity(hot_runs.range_count() + 8);
         if hot_runs.range_count() * LONG_RUN_PAGES <= hot_pages {
             // Few runs are hot, or none. The other pages are scanned and protected in one step, and
             // the hot runs are skipped.
+            check_registered(pagemap, &self.range)?;
             let mut rest = RangeSet::from(self.range.clone());
             rest.subtract(hot_runs);
             written.extend(hot_runs);
@@ -253,7 +265,6 @@ impl Tracker for RegionScan {
                 written.extend(&self.memory.backed().intersection(&range.clone().into()));
             }
             let tracked = self.tracked.iter_mut().find(|tracked| tracked.range == range);
-            check_registered(&self.pagemap, &range)?;
             tracked.map_or(Ok(()), |tracked| {
                 let mut found = RangeSet::new();
                 let collected = tracked.collect(&self.pagemap, &self.userfaultfd, ends_transaction, &mut found);
@@ -288,9 +299,14 @@ impl Tracker for RegionScan {
 
 /// Adds the pages of a range that pass a filter to `found`.
 fn scan(pagemap: &Pagemap, range: &Range, filter: Filter, found: &mut RangeSet) -> Result<(), Error> {
-    pagemap
-        .scan(range, filter, |run, _| found.insert(run))
-        .map_err(|error| Error::while_tracking(error, || format!("scanning the pages of {range:#x?}")))
+    pagemap.scan(range, filter, |run, _| found.insert(run)).map_err(|error| scan_failed(error, range))
+}
+
+fn scan_failed(error: io::Error, range: &Range) -> Error {
+    match error.raw_os_error() {
+        Some(libc::EPERM) => Error::remapped(range.clone()),
+        _ => Error::while_tracking(error, || format!("scanning the pages of {range:#x?}")),
+    }
 }
 
 /// Checks that all mappings of a range are still those that were registered. The kernel skips a
@@ -298,10 +314,7 @@ fn scan(pagemap: &Pagemap, range: &Range, filter: Filter, found: &mut RangeSet) 
 fn check_registered(pagemap: &Pagemap, range: &Range) -> Result<(), Error> {
     // No registered mapping passes this filter, so the kernel walks over none of their pages.
     let filter = Filter { none: WP_ALLOWED, registered_only: true, ..Filter::default() };
-    pagemap.scan(range, filter, |_, _| ()).map_err(|error| match error.raw_os_error() {
-        Some(libc::EPERM) => Error::remapped(range.clone()),
-        _ => Error::while_tracking(error, || format!("scanning the mappings of {range:#x?}")),
-    })
+    pagemap.scan(range, filter, |_, _| ()).map_err(|error| scan_failed(error, range))
 }
 
 /// Joins ascending pages to runs.
