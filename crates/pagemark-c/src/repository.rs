@@ -6,6 +6,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::ptr::NonNull;
 
+use pagemark::job::Taken;
 use pagemark::region::RegionSnapshot;
 use pagemark::repository::Repository as CoreRepository;
 use pagemark::snapshot::SnapshotStore;
@@ -31,6 +32,26 @@ fn text<'a>(pointer: *const c_char, name: &str) -> Result<&'a CStr, Failure> {
 /// The name of a job. What is no text is no name of a job either, as the repository says.
 fn job_name(job: *const c_char) -> Result<String, Failure> {
     Ok(text(job, "job")?.to_string_lossy().into_owned())
+}
+
+/// Saves a handle of that name as the next checkpoint of a job, and stores its number.
+fn save<T>(
+    handle: Option<&T>,
+    name: &str,
+    repository: Option<&Repository>,
+    job: *const c_char,
+    sequence: Option<&mut MaybeUninit<u64>>,
+    save: impl FnOnce(&T, &CoreRepository, &str) -> Result<Taken, pagemark::Error>,
+) -> Status {
+    guard(|| {
+        let sequence = sequence.map(|sequence| sequence.write(0));
+        let handle = present(handle, name)?;
+        let taken = save(handle, &present(repository, "repository")?.repository, &job_name(job)?)?;
+        if let Some(sequence) = sequence {
+            *sequence = taken.sequence;
+        }
+        Ok(())
+    })
 }
 
 /// Opens the repository in a directory, or creates one where there is none.
@@ -65,15 +86,7 @@ pub extern "C" fn pagemark_region_save(
     job: *const c_char,
     sequence: Option<&mut MaybeUninit<u64>>,
 ) -> Status {
-    guard(|| {
-        let sequence = sequence.map(|sequence| sequence.write(0));
-        let region = &present(region, "region")?.region;
-        let taken = region.save(&present(repository, "repository")?.repository, &job_name(job)?)?;
-        if let Some(sequence) = sequence {
-            *sequence = taken.sequence;
-        }
-        Ok(())
-    })
+    save(region, "region", repository, job, sequence, |region, repository, job| region.region.save(repository, job))
 }
 
 /// Opens the newest checkpoint of a job that pagemark_region_save() has written: a new region, at
@@ -102,14 +115,8 @@ pub extern "C" fn pagemark_snapshot_save(
     job: *const c_char,
     sequence: Option<&mut MaybeUninit<u64>>,
 ) -> Status {
-    guard(|| {
-        let sequence = sequence.map(|sequence| sequence.write(0));
-        let snapshot = &present(snapshot, "snapshot")?.snapshot;
-        let taken = snapshot.save(&present(repository, "repository")?.repository, &job_name(job)?)?;
-        if let Some(sequence) = sequence {
-            *sequence = taken.sequence;
-        }
-        Ok(())
+    save(snapshot, "snapshot", repository, job, sequence, |snapshot, repository, job| {
+        snapshot.snapshot.save(repository, job)
     })
 }
 
