@@ -23,6 +23,7 @@ mod criu_dump;
 mod error;
 pub mod explore;
 pub mod ldt;
+pub mod peers;
 pub mod process;
 mod random;
 pub mod redis;
@@ -48,6 +49,8 @@ pub enum Bench {
     /// What a transaction on a region of one's own memory costs, by mechanism, beside the same
     /// writes untracked
     Region(region::Options),
+    /// What snapshots and transactions of a region cost, beside `fork` and `MAP_PRIVATE`
+    Peers(peers::Options),
     /// What snapshots in memory cost a page, beside a plain copy and beside one hash and one copy
     Store(store::Options),
     /// What it costs to explore every state of a program, by how states are held, beside plain
@@ -78,6 +81,7 @@ impl Bench {
             Bench::Restore(options) => restore::run(options),
             Bench::Redis(options) => redis::run(options),
             Bench::Region(options) => region::run(options),
+            Bench::Peers(options) => peers::run(options),
             Bench::Store(options) => store::run(options),
             Bench::Explore(options) => explore::run(options),
             Bench::Ldt(options) => ldt::run(options),

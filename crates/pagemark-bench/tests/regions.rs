@@ -1,5 +1,5 @@
-//! `pagemark-bench region`, `store` and `explore`, with the smallest sizes: their output is
-//! complete, also if mechanisms are left out.
+//! `pagemark-bench region`, `peers`, `store` and `explore`, with the smallest sizes: their output
+//! is complete, also if mechanisms are left out.
 
 use std::process::{Command, Stdio};
 
@@ -35,6 +35,20 @@ fn regions_are_measured_by_all_mechanisms_or_by_some() {
     for missing in ["mprotect", "emulate", "adaptive", "break-even"] {
         assert!(!some.contains(missing), "{missing}:\n{some}");
     }
+}
+
+#[test]
+fn snapshots_and_transactions_are_measured_beside_their_peers() {
+    let arguments = ["peers", "--mib", "4", "--cycles", "2", "--series", "1"];
+    let text = bench(&arguments);
+    for line in
+        ["first snapshot: ", "cycle of a snapshot: ", "begin and rollback: ", "memory besides the content, MiB: "]
+    {
+        assert!(text.lines().any(|found| found.starts_with(line)), "no {line}:\n{text}");
+    }
+    let numbers: serde_json::Value =
+        serde_json::from_str(&bench(&[&arguments[..], &["--json"]].concat())).expect("JSON");
+    assert_eq!(numbers["rows"].as_array().map(Vec::len), Some(8), "{numbers}");
 }
 
 #[test]
