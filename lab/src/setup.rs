@@ -10,7 +10,7 @@ use crate::version::is_at_least;
 use crate::{Error, Result, cache, command, packages, progress, source_root};
 
 /// Packages of the host's own distribution.
-const PACKAGES: [&str; 10] = [
+const PACKAGES: [&str; 12] = [
     "build-essential",
     "ca-certificates",
     "cmake",
@@ -19,6 +19,8 @@ const PACKAGES: [&str; 10] = [
     "pkg-config",
     "python3",
     "python3-venv",
+    "qemu-system-x86",
+    "qemu-utils",
     "redis-server",
     "redis-tools",
 ];

@@ -23,8 +23,7 @@ use crate::signals::{Signals, announce_exit};
 /// Checkpoint virtual machines: an unmodified QEMU, by its monitor socket
 ///
 /// QEMU needs a socket for Pagemark: `-qmp unix:PATH,server=on,wait=off`. `pagemark restore` brings
-/// a machine back, by a QEMU with the same command line. Disks that the machine can write to are
-/// not part of checkpoints yet: such machines are refused.
+/// a machine back, by a QEMU with the same command line and new images of its disks.
 #[derive(Args, Debug)]
 pub struct Vm {
     #[command(subcommand)]
@@ -138,6 +137,9 @@ pub fn restore(checkpoint: &Held, is_detached: bool, is_quiet: bool) -> Result<(
     let pid = machine.pid();
     if !is_quiet {
         eprintln!("pagemark: {name} runs in QEMU, process {pid}");
+        for (disk, image) in machine.disks() {
+            eprintln!("pagemark: its disk {disk} is {}", image.display());
+        }
     }
     let status = if is_detached { None } else { Some(machine.wait().map_err(failed)?) };
     Ok((pid, status))

@@ -54,9 +54,13 @@ fn killed_at_any_instant_it_leaves_the_machine_running() {
         skip!("no QEMU, or no compiler for its guest");
     }
     let (pagemark, paths) = (Pagemark::new(), MachinePaths::default());
-    let _qemu = Qemu::start(&paths, &["-m", "64"]);
+    let disk = paths.join("disk.raw");
+    std::fs::File::create(&disk).and_then(|file| file.set_len(16 << 20)).expect("an empty image");
+    let drive = format!("file={},format=raw,if=ide,index=0", disk.display());
+    let _qemu = Qemu::start(&paths, &["-machine", "pc", "-m", "64", "-drive", &drive]);
     let monitor = paths.monitor().display().to_string();
     let mut own = TestMonitor::connect(&paths.join("test.qmp"));
+    let nodes = own.run("query-named-block-nodes", json!({})).as_array().map(Vec::len);
     let mut random = SplitMix(7);
     for round in 0..40 {
         let mut command = pagemark.command(&["vm", "attach", "--every", "1ms", "--keep-last", "3", &monitor]);
@@ -70,6 +74,14 @@ fn killed_at_any_instant_it_leaves_the_machine_running() {
         // The guard has removed what QEMU was given.
         let mut has_files = || own.run("query-fdsets", json!({})).as_array().is_some_and(|sets| !sets.is_empty());
         wait_for("QEMU to have no file of Pagemark", || (!has_files()).then_some(()));
+        wait_for("QEMU to have no bitmap and no node of Pagemark", || {
+            let left = own.run("query-named-block-nodes", json!({}));
+            (!left.to_string().contains("pagemark") && left.as_array().map(Vec::len) == nodes).then_some(())
+        });
+        // QEMU serves the disk to nobody: another can be served.
+        let address = json!({"type": "unix", "data": {"path": paths.join("nbd").display().to_string()}});
+        own.run("nbd-server-start", json!({ "addr": address }));
+        own.run("nbd-server-stop", json!({}));
     }
     pagemark.done(&["vm", "checkpoint", "--job", "last", &monitor]);
     pagemark.done(&["verify"]);

@@ -42,6 +42,8 @@ pub enum ErrorKind {
     Unsupported,
     /// The place of a memory block in QEMU's address space is not known.
     Memory,
+    /// A disk of the machine could not be read, or an image not be written.
+    Disk,
     /// The memory of the QEMU process could not be tracked or read.
     Process,
     /// The checkpoint is damaged, or not one of a virtual machine.
@@ -70,6 +72,10 @@ pub enum Object {
     Command(String),
     /// A memory block of the machine.
     Block(String),
+    /// A disk of the machine, by its name.
+    Disk(String),
+    /// An image of a disk.
+    Image(PathBuf),
 }
 
 impl fmt::Display for Object {
@@ -79,6 +85,8 @@ impl fmt::Display for Object {
             Object::Process(pid) => write!(f, "QEMU (process {pid})"),
             Object::Monitor(path) => write!(f, "the monitor {}", path.display()),
             Object::Command(command) => f.write_str(command),
+            Object::Disk(label) => write!(f, "the disk {}", label.escape_debug()),
+            Object::Image(path) => write!(f, "the image {}", path.display()),
             Object::Block(id) => write!(f, "the memory block {}", id.escape_debug()),
         }
     }

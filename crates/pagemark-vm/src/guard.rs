@@ -1,5 +1,4 @@
-//! A process that lets the machine continue, and removes what QEMU was given, if this process dies
-//! during a checkpoint.
+//! A process that lets the machine continue, and removes what QEMU was given, if this process dies.
 //!
 //! QEMU serves one client of its monitor at a time. The guard therefore holds this process's
 //! connection, and uses it only when this process is gone.
@@ -11,20 +10,14 @@ use nix::sys::wait::waitpid;
 use nix::unistd::{ForkResult, Pid, fork};
 use pagemark_process::helper::{self, DESCRIPTOR};
 
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Object, Result};
 
-/// What the guard sends. QEMU drops a command whose sender disconnects, so the guard waits for the
-/// reply to the last command, whatever it is.
-const CONTINUE: &[u8] = b"{\"execute\": \"cont\"}\n";
+/// The most bytes of commands that a guard holds.
+const MAX_SCRIPT_BYTES: usize = 64 << 10;
 
-/// Takes the file back that QEMU was given, with an id that the reply has too.
-const REMOVE: &[u8] = b"{\"execute\": \"remove-fd\", \"arguments\": {\"fdset-id\": 28781}, \"id\": \"guard\"}\n";
-
-/// Sent to the guard: the machine is about to be stopped; a checkpoint of a paused machine begins;
-/// the checkpoint has ended.
-const STOPS: u8 = b's';
-const STAYS: u8 = b'p';
-const ENDED: u8 = b'e';
+/// The id of the last command of each script. QEMU drops a command whose sender disconnects, so the
+/// guard waits for the reply to the last command, whatever it is.
+pub(crate) const LAST_ID: &str = "pagemark-guard";
 
 /// The descriptors of the guard.
 const MONITOR: RawFd = DESCRIPTOR;
@@ -52,19 +45,17 @@ impl Guard {
         }
     }
 
-    /// Declares that a checkpoint begins. `stops` is true if it stops the machine.
-    pub(crate) fn begin(&self, stops: bool) -> Result<()> {
-        self.order(if stops { STOPS } else { STAYS })
-    }
-
-    /// Declares that the checkpoint has ended: the machine is as it was.
-    pub(crate) fn end(&self) -> Result<()> {
-        self.order(ENDED)
-    }
-
-    fn order(&self, order: u8) -> Result<()> {
+    /// Gives the guard the commands that it sends if this process dies, in place of those that it
+    /// had: each a line, the last with the id [`LAST_ID`], or none at all.
+    pub(crate) fn hold(&self, script: &str) -> Result<()> {
         let Some(mut orders) = self.orders.as_ref() else { return Ok(()) };
-        orders.write_all(&[order]).map_err(Error::system("reach the guard process"))
+        if script.len() > MAX_SCRIPT_BYTES {
+            let reason = "has more disks than a guard process can look after";
+            return Err(Error::about(ErrorKind::Unsupported, Object::None, format!("the machine {reason}")));
+        }
+        let mut message = (script.len() as u32).to_ne_bytes().to_vec();
+        message.extend(script.as_bytes());
+        orders.write_all(&message).map_err(Error::system("reach the guard process"))
     }
 }
 
@@ -75,36 +66,67 @@ impl Drop for Guard {
     }
 }
 
-/// The child's life: reads orders until the pipe is closed.
+/// The child's life: reads scripts until the pipe is closed, and sends the last complete one.
 fn guard(monitor: RawFd, orders: RawFd, other_end: RawFd) -> ! {
+    // Memory must not be allocated here.
+    let mut scripts = [[0u8; MAX_SCRIPT_BYTES]; 2];
+    let mut lengths = [0; 2];
+    let mut held = 0;
     // SAFETY: only system calls are made, nothing that owns a descriptor is used, and the process
     // ends by `_exit`.
     unsafe {
         // Also on kernels that cannot close all others at once.
         libc::close(other_end);
         helper::detach_from_caller(c"pagemark-vm", [monitor, orders]);
-        let mut order = ENDED;
         loop {
-            match libc::read(ORDERS, (&raw mut order).cast(), 1) {
-                1 => {}
-                -1 if *libc::__errno_location() == libc::EINTR => {}
-                _ => break,
+            let mut length = [0; 4];
+            if !read_exact(&mut length) {
+                break;
+            }
+            let (next, length) = (1 - held, u32::from_ne_bytes(length) as usize);
+            // What was not sent completely was not begun either.
+            let Some(script) = scripts[next].get_mut(..length) else { break };
+            if !read_exact(script) {
+                break;
+            }
+            (lengths[next], held) = (length, next);
+        }
+        let mut script = &scripts[held][..lengths[held]];
+        let has_commands = !script.is_empty();
+        while !script.is_empty() {
+            let sent = libc::send(MONITOR, script.as_ptr().cast(), script.len(), libc::MSG_NOSIGNAL);
+            match usize::try_from(sent) {
+                Ok(sent) => script = script.get(sent..).unwrap_or_default(),
+                Err(_) if *libc::__errno_location() == libc::EINTR => {}
+                Err(_) => libc::_exit(1),
             }
         }
-        if order == STOPS {
-            libc::send(MONITOR, CONTINUE.as_ptr().cast(), CONTINUE.len(), libc::MSG_NOSIGNAL);
-        }
-        if order != ENDED {
-            libc::send(MONITOR, REMOVE.as_ptr().cast(), REMOVE.len(), libc::MSG_NOSIGNAL);
+        if has_commands {
             wait_for_reply();
         }
         libc::_exit(0)
     }
 }
 
-/// Reads until QEMU has replied to [`REMOVE`], or has ended. Makes only system calls.
+/// Fills the buffer from the pipe; false if the pipe is closed before. Makes only system calls.
+fn read_exact(mut buffer: &mut [u8]) -> bool {
+    while !buffer.is_empty() {
+        // SAFETY: the buffer has that length.
+        let read = unsafe { libc::read(ORDERS, buffer.as_mut_ptr().cast(), buffer.len()) };
+        match usize::try_from(read) {
+            Ok(0) => return false,
+            Ok(read) => buffer = buffer.get_mut(read..).unwrap_or_default(),
+            // SAFETY: the number of this thread's last error.
+            Err(_) if unsafe { *libc::__errno_location() } == libc::EINTR => {}
+            Err(_) => return false,
+        }
+    }
+    true
+}
+
+/// Reads until QEMU has replied to the last command, or has ended. Makes only system calls.
 fn wait_for_reply() {
-    const MARK: &[u8] = b"\"guard\"";
+    const MARK: &[u8] = LAST_ID.as_bytes();
     let mut buffer = [0u8; 4096];
     let mut kept = 0;
     loop {
@@ -118,20 +140,5 @@ fn wait_for_reply() {
         // The begin of the mark may have come.
         kept = end.min(MARK.len() - 1);
         buffer.copy_within(end - kept..end, 0);
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use serde_json::Value;
-
-    use super::*;
-    use crate::machine::FILE_SET;
-
-    #[test]
-    fn the_commands_are_json_and_name_the_set() {
-        let command: Value = serde_json::from_slice(REMOVE).unwrap();
-        assert_eq!(command["arguments"]["fdset-id"], FILE_SET);
-        assert_eq!(serde_json::from_slice::<Value>(CONTINUE).unwrap()["execute"], "cont");
     }
 }

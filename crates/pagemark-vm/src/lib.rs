@@ -9,7 +9,8 @@
 //! The work is that of "Intel Page Modification Logging for Lightweight Continuous Checkpointing"
 //! (PML, sections 2.4 and 3), without changes to QEMU or the kernel.
 //!
-//! Disks do not belong to checkpoints yet: a machine that can write to a disk is refused.
+//! Disks belong to checkpoints: what the machine wrote until the stop, as a dirty bitmap of QEMU
+//! recorded it. A restore writes new images beside those of the machine.
 //!
 //! ```no_run
 //! use std::path::Path;
@@ -27,12 +28,18 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
+mod changes;
+mod disks;
+mod drive;
 mod error;
 mod guard;
+mod images;
 mod machine;
+mod nbd;
 mod qmp;
 mod ram_blocks;
 mod restore;
+mod started;
 mod target;
 
 pub use error::{Error, ErrorKind, Object, Result};

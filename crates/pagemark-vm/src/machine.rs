@@ -11,6 +11,8 @@ use pagemark::sys::proc::{self, Mapping};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
+use crate::changes::{Changes, Command, Undo};
+use crate::drive::{self, DiskImage, Drive};
 use crate::error::{Error, ErrorKind, Object, Result};
 use crate::qmp::Monitor;
 use crate::ram_blocks::{self, ListedBlock, RamBlock};
@@ -26,7 +28,8 @@ const WRITTEN_ELSEWHERE: [(&str, &str); 3] = [
 const MIGRATING: [&str; 8] =
     ["setup", "active", "device", "wait-unplug", "pre-switchover", "postcopy-active", "postcopy-paused", "colo"];
 
-/// QEMU's number of the set of descriptors that has Pagemark's file: two letters, `pm`.
+/// QEMU's number of the set of descriptors that has the file for the state of the devices: two
+/// letters, `pm`. The sets with the next numbers have files for disks.
 pub(crate) const FILE_SET: u64 = 28781;
 
 /// Mappings that are larger hold no records of QEMU's.
@@ -46,6 +49,9 @@ pub(crate) struct Startup {
     pub(crate) version: String,
     /// False if the machine was paused.
     pub(crate) is_running: bool,
+    /// The images of the disks that belong to the checkpoint.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(crate) disks: Vec<DiskImage>,
 }
 
 /// A QEMU, by its monitor.
@@ -85,21 +91,27 @@ impl Machine {
         if MIGRATING.contains(&&*migration) {
             return Err(unsupported("is being migrated".into()).help("wait until the migration has ended"));
         }
-        let drives = self.monitor.execute("query-block", json!({}))?;
-        for drive in drives.as_array().into_iter().flatten() {
-            let is_writable = drive.pointer("/inserted/ro").and_then(Value::as_bool) == Some(false);
-            if is_writable {
-                let name = [text(drive, "device"), text(drive, "qdev")].into_iter().find(|name| !name.is_empty());
-                let reason = format!("can write to the disk {}", name.unwrap_or_default().escape_debug());
-                let error = unsupported(format!("{reason}, whose content is not part of checkpoints yet"));
-                return Err(error.help("attach disks with readonly=on"));
-            }
-        }
         let devices = self.monitor.human("info qtree")? + &self.monitor.human("info network")?;
         match WRITTEN_ELSEWHERE.iter().find(|(name, _)| devices.contains(name)) {
             Some((name, reason)) => Err(unsupported(format!("has a {name} device: {reason}"))),
             None => Ok(()),
         }
+    }
+
+    /// The disks that the machine can write to.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unsupported`] if a checkpoint cannot hold one of them.
+    pub(crate) fn drives(&mut self, startup: &Startup) -> Result<Vec<Drive>> {
+        let blocks = self.monitor.execute("query-block", json!({}))?;
+        let blocks = blocks.as_array().map_or(&[][..], Vec::as_slice);
+        let drives = blocks.iter().map(|block| drive::of_block(block, &startup.arguments));
+        drives.filter_map(Result::transpose).collect()
+    }
+
+    /// Opens an image as QEMU sees it, for reading.
+    pub(crate) fn open_image(&self, image: &DiskImage) -> std::io::Result<File> {
+        File::open(proc::path(self.pid, "cwd").join(&image.file))
     }
 
     /// The machine's name, if its user gave it one.
@@ -114,9 +126,9 @@ impl Machine {
         Ok(status.get("running").and_then(Value::as_bool).unwrap_or(false))
     }
 
-    /// Stops the machine's processors and devices. QEMU completes what devices have begun.
-    pub(crate) fn stop(&mut self) -> Result<()> {
-        self.monitor.execute("stop", json!({})).map(drop)
+    /// Executes a command whose result is of no use.
+    pub(crate) fn execute(&mut self, command: &Command) -> Result<()> {
+        self.monitor.execute(command.name, command.arguments.clone()).map(drop)
     }
 
     /// Lets the machine continue.
@@ -138,7 +150,7 @@ impl Machine {
         })?;
         let directory = std::fs::read_link(proc::path(self.pid, "cwd")).map_err(failed("read QEMU's directory"))?;
         let program = proc::executable(self.pid).map_err(failed("read QEMU's program"))?;
-        Ok(Startup { program, arguments, directory, version, is_running })
+        Ok(Startup { program, arguments, directory, version, is_running, disks: Vec::new() })
     }
 
     /// The blocks of memory, if they have changed since the last call.
@@ -165,23 +177,26 @@ impl Machine {
     }
 
     /// Gives QEMU a file in memory for [`Machine::save_devices`].
-    pub(crate) fn add_device_file(&mut self) -> Result<File> {
-        // A set that was left over would have two files.
-        self.remove_device_file()?;
+    pub(crate) fn add_device_file(&mut self, changes: &mut Changes) -> Result<File> {
         let file = memory_file().map_err(Error::system("make a file in memory"))?;
         // QEMU takes a descriptor from the set only if it is open for writing alone.
         let path = proc::own_path(&format!("fd/{}", file.as_raw_fd()));
         let for_qemu = File::options().write(true).open(path).map_err(Error::system("open a file in memory"))?;
-        self.monitor.execute_with("add-fd", json!({"fdset-id": FILE_SET}), Some(for_qemu.as_fd()))?;
+        self.add_file(changes, FILE_SET, for_qemu.as_fd())?;
         Ok(file)
     }
 
-    /// Has QEMU close what [`Machine::add_device_file`] gave it, if anything.
-    pub(crate) fn remove_device_file(&mut self) -> Result<()> {
-        match self.monitor.execute("remove-fd", json!({"fdset-id": FILE_SET})) {
-            Err(error) if error.kind() == ErrorKind::Command => Ok(()),
-            removed => removed.map(drop),
+    /// Gives QEMU a descriptor as the only one of a set, until the end of the checkpoint.
+    pub(crate) fn add_file(&mut self, changes: &mut Changes, set: u64, file: BorrowedFd<'_>) -> Result<()> {
+        let remove = Command::new("remove-fd", json!({ "fdset-id": set }));
+        // A set that was left over would have two files.
+        match self.execute(&remove) {
+            Err(error) if error.kind() != ErrorKind::Command => return Err(error),
+            _ => {}
         }
+        let add =
+            |machine: &mut Machine| machine.monitor.execute_with("add-fd", json!({ "fdset-id": set }), Some(file));
+        changes.make(self, Undo::by(remove), add).map(drop)
     }
 
     /// Has QEMU, which was started with `-incoming defer`, read the state of processors and devices
@@ -208,7 +223,7 @@ fn memory_file() -> std::io::Result<File> {
 }
 
 /// A field of a reply that is text; empty if it is missing.
-fn text(value: &Value, field: &str) -> String {
+pub(crate) fn text(value: &Value, field: &str) -> String {
     value.get(field).and_then(Value::as_str).unwrap_or_default().to_owned()
 }
 

@@ -1,44 +1,36 @@
 //! Restores a virtual machine: starts a QEMU as the checkpointed one was started, fills its memory,
 //! and gives it the state of its devices.
 
-use std::fs::{File, OpenOptions};
-use std::io::{self, Read, Write};
-use std::ops::ControlFlow;
-use std::os::fd::{AsFd, AsRawFd};
+use std::fs::OpenOptions;
+use std::io::{self, Write};
+use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixStream;
-use std::os::unix::process::{CommandExt, ExitStatusExt};
-use std::process::{Child, Command, ExitStatus, Stdio};
-use std::sync::{Mutex, PoisonError};
+use std::path::PathBuf;
+use std::process::{Child, ExitStatus};
 use std::time::{Duration, Instant};
 
 use pagemark::repository::{Checkpoint, Manifest, SpaceKind, SpaceRecord, TargetKind};
-use pagemark::store::Piece;
 use pagemark::sys::pagemap::{Filter, PRESENT, Pagemap, SWAPPED};
 use pagemark::sys::proc::{self, maps};
-use pagemark::{AddressRangeExt, ByteCount, Kind, PAGE_SIZE, PageNumber, PageTree, RangeSet, Store};
+use pagemark::{AddressRangeExt, ByteCount, PAGE_SIZE, PageNumber, PageTree, RangeSet, Store};
 
 use crate::error::{Error, ErrorKind, Object, Result};
+use crate::images::{SavedDisk, WriteImage, copy_pages};
 use crate::machine::{Machine, Startup};
-use crate::qmp::Monitor;
 use crate::ram_blocks::RamBlock;
+use crate::started::{MONITOR_ARGUMENTS, Started, Streams};
 use crate::target::{DEVICES, STARTUP};
-
-/// The descriptor of the new QEMU's own monitor connection.
-const MONITOR_DESCRIPTOR: i32 = 3;
 
 /// The arguments that a restore adds to those of the checkpointed QEMU.
 const ADDED: [[&str; 2]; 5] = [
-    ["-chardev", "socket,id=pagemark,fd=3"],
-    ["-mon", "chardev=pagemark,mode=control"],
+    MONITOR_ARGUMENTS[0],
+    MONITOR_ARGUMENTS[1],
     ["-incoming", "defer"],
     // The stream of the devices alone has neither.
     ["-global", "migration.send-configuration=off"],
     ["-machine", "suppress-vmdesc=on"],
 ];
-
-/// The most that is quoted of QEMU's messages.
-const MAX_MESSAGE_BYTES: u64 = 4096;
 
 /// How long QEMU may take to read the state of its devices.
 const LOAD_LIMIT: Duration = Duration::from_secs(60);
@@ -70,12 +62,18 @@ pub struct Restore<'a> {
 pub struct RunningMachine {
     child: Child,
     machine: Machine,
+    disks: Vec<(String, PathBuf)>,
 }
 
 impl RunningMachine {
     /// The process id of QEMU.
     pub fn pid(&self) -> i32 {
         self.machine.pid
+    }
+
+    /// The disks of the machine by name, and the images that were written for them.
+    pub fn disks(&self) -> &[(String, PathBuf)] {
+        &self.disks
     }
 
     /// Waits until QEMU ends.
@@ -120,24 +118,36 @@ impl<'a> Restore<'a> {
         let startup: Startup = serde_json::from_slice(&self.state(STARTUP)?).map_err(Error::damaged)?;
         let devices = self.state(DEVICES)?;
         let spaces = self.ram_spaces()?;
+        let disks = self.disk_spaces(&startup)?;
         refuse_if_served(&startup)?;
-        let (child, monitor) = self.start_qemu(&startup)?;
-        let mut started = Started(Some(child));
-        let pid = started.id()?;
-        let monitor = Monitor::over(monitor).map_err(|error| started.describe(error, &startup))?;
-        let mut machine = Machine::of(monitor, pid)?;
+        let all = spaces.iter().map(|(space, _)| space.pages).chain(disks.iter().map(|disk| disk.pages)).sum();
+        let mut progress = Progress { done: ByteCount::ZERO, all: ByteCount::of_pages(all), report: progress };
+        progress.add(0);
+        // Removed if the restore fails.
+        let mut images = Vec::new();
+        for disk in &disks {
+            let writing = WriteImage { startup: &startup, disk, store: self.store };
+            images.push(writing.write(&self.manifest.job, self.manifest.sequence)?);
+            progress.add(disk.pages);
+        }
+        let mut arguments = startup.arguments.clone();
+        for (disk, image) in disks.iter().zip(&images) {
+            image.replace_in(&mut arguments, disk.image)?;
+        }
+        let streams = if self.is_detached { Streams::Detached } else { Streams::OfCaller };
+        let mut started = Started::start(&startup, &arguments_of_restore(&arguments), streams)?;
+        let mut machine = started.machine(&startup)?;
+        let pid = machine.pid;
         let mappings = maps::read(pid).map_err(Error::system("read the mappings of QEMU"))?;
         let blocks = machine.changed_blocks(&mappings)?.unwrap_or_default();
         let pairs = pair(&spaces, &blocks)?;
-        self.fill(pid, &pairs, progress)?;
+        self.fill(pid, &pairs, &mut progress)?;
         load_devices(&mut machine, devices)?;
         if startup.is_running && !self.is_paused {
             machine.resume()?;
         }
-        let mut child = started.0.take().ok_or_else(|| Error::damaged("no QEMU"))?;
-        // QEMU ignores that nobody reads its later messages.
-        drop(child.stderr.take());
-        Ok(RunningMachine { child, machine })
+        let disks = disks.iter().zip(images).map(|(disk, image)| (disk.image.label.clone(), image.keep()));
+        Ok(RunningMachine { child: started.into_child()?, machine, disks: disks.collect() })
     }
 
     /// The content of a record of the state.
@@ -151,54 +161,34 @@ impl<'a> Restore<'a> {
     }
 
     fn ram_spaces(&self) -> Result<Vec<(&'a SpaceRecord, ByteCount)>> {
-        let spaces = self.manifest.spaces.iter().map(|space| match space.kind {
-            SpaceKind::RamBlock { bytes } => Ok((space, bytes)),
-            _ => Err(Error::damaged(format!("space {} is no memory of a machine", space.id))),
+        let spaces = self.manifest.spaces.iter().filter_map(|space| match space.kind {
+            SpaceKind::RamBlock { bytes } => Some(Ok((space, bytes))),
+            SpaceKind::Disk { .. } => None,
+            _ => Some(Err(Error::damaged(format!("space {} belongs to no machine", space.id)))),
         });
         spaces.collect()
     }
 
-    /// Starts QEMU. Returns this process's end of its monitor connection.
-    fn start_qemu(&self, startup: &Startup) -> Result<(Child, UnixStream)> {
-        let (ours, theirs) = UnixStream::pair().map_err(Error::system("make a monitor connection"))?;
-        let mut command = Command::new(&startup.program);
-        command.args(arguments_of_restore(&startup.arguments)).current_dir(&startup.directory);
-        if self.is_detached {
-            command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
-        }
-        let (number, is_detached) = (theirs.as_raw_fd(), self.is_detached);
-        // SAFETY: only system calls are made between fork and exec, which is allowed in a child of a
-        // process with threads.
-        unsafe {
-            command.pre_exec(move || {
-                let result = match number == MONITOR_DESCRIPTOR {
-                    true => libc::fcntl(number, libc::F_SETFD, 0),
-                    false => libc::dup2(number, MONITOR_DESCRIPTOR),
-                };
-                if is_detached {
-                    libc::setsid();
-                }
-                if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
-            });
-        }
-        let child = command.spawn().map_err(|error| {
-            Error::of(ErrorKind::Start, format!("start {}", startup.program.display()), Object::None, error)
-        })?;
-        Ok((child, ours))
+    /// The disks, each with its recorded image.
+    fn disk_spaces<'s>(&self, startup: &'s Startup) -> Result<Vec<SavedDisk<'s>>> {
+        let disks = self.manifest.spaces.iter().filter_map(|space| match space.kind {
+            SpaceKind::Disk { bytes } => {
+                let image = startup.disks.iter().find(|image| image.label == space.label);
+                let image = image.ok_or_else(|| Error::damaged(format!("the disk {} has no image", space.label)));
+                Some(image.map(|image| SavedDisk { image, root: space.root, pages: space.pages, bytes }))
+            }
+            _ => None,
+        });
+        disks.collect()
     }
 
     /// Copies the checkpoint's memory into QEMU, which has not run the machine yet.
-    fn fill(
-        &self,
-        pid: i32,
-        pairs: &[(&SpaceRecord, &RamBlock)],
-        progress: &mut dyn FnMut(ByteCount, ByteCount),
-    ) -> Result<()> {
+    fn fill(&self, pid: i32, pairs: &[(&SpaceRecord, &RamBlock)], progress: &mut Progress<'_>) -> Result<()> {
         let path = proc::path(pid, "mem");
         let memory = OpenOptions::new().read(true).write(true).open(path).map_err(write_failed(pid))?;
         let pagemap = Pagemap::of_process(pid).map_err(write_failed(pid))?;
-        let mut fill = Fill { memory, targets: Vec::new(), failure: Mutex::new(None) };
-        let mut ids = Vec::new();
+        let write = |page: PageNumber, content: &[u8]| memory.write_all_at(content, page.address().get());
+        let (mut targets, mut ids) = (Vec::new(), Vec::new());
         for (space, block) in pairs {
             let tree = PageTree::load(space.root, self.store)?;
             let pages = block.bytes().get() / PAGE_SIZE as u64;
@@ -210,7 +200,7 @@ impl<'a> Restore<'a> {
                 }
                 let target = first + page.get();
                 held.insert(target.addresses());
-                fill.targets.push(target);
+                targets.push(target);
                 ids.push(id);
             }
             // QEMU itself has written some pages, such as those of its firmware, that held zeros later.
@@ -220,65 +210,26 @@ impl<'a> Restore<'a> {
             found.map_err(write_failed(pid))?;
             written.subtract(&held);
             for range in written.iter() {
-                fill.write(range.start.page(), &vec![0; range.byte_count().to_usize()]).map_err(write_failed(pid))?;
+                write(range.start.page(), &vec![0; range.byte_count().to_usize()]).map_err(write_failed(pid))?;
             }
         }
-        let total = ByteCount::of_pages(ids.len() as u64);
-        progress(ByteCount::ZERO, total);
-        self.store.get_many(Kind::Page, &ids, &|pieces, content| match fill.copy(pieces, content) {
-            Ok(()) => ControlFlow::Continue(()),
-            Err(error) => {
-                fill.failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
-                ControlFlow::Break(())
-            }
-        })?;
-        if let Some(error) = fill.failure.into_inner().unwrap_or_else(PoisonError::into_inner) {
-            return Err(write_failed(pid)(error));
-        }
-        progress(total, total);
+        copy_pages(self.store, &ids, &targets, &write)?.map_err(write_failed(pid))?;
+        progress.add(ids.len() as u64);
         Ok(())
     }
 }
 
-/// A QEMU that is being prepared. Dropped, it is killed.
-struct Started(Option<Child>);
-
-impl Started {
-    fn id(&self) -> Result<i32> {
-        let child = self.0.as_ref().ok_or_else(|| Error::damaged("no QEMU"))?;
-        Ok(child.id() as i32)
-    }
-
-    /// The error of a QEMU that has closed its monitor.
-    fn describe(&mut self, error: Error, startup: &Startup) -> Error {
-        if !error.is_gone() {
-            return error;
-        }
-        let status = self.0.as_mut().and_then(|child| child.wait().ok());
-        let how = match status.map(|status| (status.code(), status.signal())) {
-            Some((Some(code), _)) => format!("ended with status {code}"),
-            Some((_, Some(signal))) => format!("was ended by signal {signal}"),
-            _ => "ended".to_owned(),
-        };
-        let mut message = String::new();
-        if let Some(stream) = self.0.as_mut().and_then(|child| child.stderr.as_mut()) {
-            // Without it the error says only that QEMU has ended.
-            let _ = stream.take(MAX_MESSAGE_BYTES).read_to_string(&mut message);
-        }
-        let separator = if message.is_empty() { "" } else { ": " };
-        let reason = format!("it {how}{separator}{}", message.trim_end());
-        let operation = format!("start {}", startup.program.display());
-        let error = Error::of(ErrorKind::Start, operation, Object::None, reason);
-        error.help(format!("the checkpoint is of QEMU {}", startup.version))
-    }
+/// How much of the memory and the disks was copied.
+struct Progress<'a> {
+    done: ByteCount,
+    all: ByteCount,
+    report: &'a mut dyn FnMut(ByteCount, ByteCount),
 }
 
-impl Drop for Started {
-    fn drop(&mut self) {
-        if let Some(child) = &mut self.0 {
-            let _ = child.kill();
-            let _ = child.wait();
-        }
+impl Progress<'_> {
+    fn add(&mut self, pages: u64) {
+        self.done = self.done.saturating_add(ByteCount::of_pages(pages));
+        (self.report)(self.done, self.all);
     }
 }
 
@@ -365,34 +316,6 @@ fn load_devices(machine: &mut Machine, devices: Vec<u8>) -> Result<()> {
         std::thread::sleep(LOAD_POLL);
     }
     Ok(())
-}
-
-/// The copy of pages into QEMU.
-struct Fill {
-    memory: File,
-    /// The page of each content that is read.
-    targets: Vec<PageNumber>,
-    failure: Mutex<Option<io::Error>>,
-}
-
-impl Fill {
-    fn copy(&self, pieces: &[Piece], content: &[u8]) -> io::Result<()> {
-        let follows = |a: &Piece, b: &Piece| {
-            self.targets[a.position] + 1 == self.targets[b.position] && a.bytes.end == b.bytes.start
-        };
-        for run in pieces.chunk_by(follows) {
-            let bytes = &content[run[0].bytes.start..run[run.len() - 1].bytes.end];
-            if bytes.len() != run.len() * PAGE_SIZE {
-                return Err(io::ErrorKind::InvalidData.into());
-            }
-            self.write(self.targets[run[0].position], bytes)?;
-        }
-        Ok(())
-    }
-
-    fn write(&self, page: PageNumber, content: &[u8]) -> io::Result<()> {
-        self.memory.write_all_at(content, page.address().get())
-    }
 }
 
 fn write_failed(pid: i32) -> impl FnOnce(io::Error) -> Error {

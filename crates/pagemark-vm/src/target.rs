@@ -12,11 +12,12 @@ use pagemark::target::{
     Captured, CapturedSpace, Frozen, Recorded, SpaceId, Target, TargetDescription, TargetMemory, VisitPage,
     WhileFreezing,
 };
-use pagemark::{Address, AddressRangeExt, Blob, Mechanism, Range, RangeSet, Store};
+use pagemark::{Address, AddressRangeExt, Blob, Mechanism, PageNumber, Range, RangeSet, Store};
 use pagemark_process::space::{AddressSpace, SharedScope};
 
+use crate::changes::Changes;
+use crate::disks::{Connections, DiskContents, Disks};
 use crate::error::{Error, ErrorKind, Object, Result};
-use crate::guard::Guard;
 use crate::machine::{Machine, Startup};
 use crate::ram_blocks::RamBlock;
 
@@ -32,8 +33,10 @@ pub(crate) const STARTUP: &str = "qemu-startup.json";
 /// this process, the machine continues.
 pub struct VmTarget {
     machine: Machine,
+    changes: Changes,
     memory: MachineMemory,
-    guard: Guard,
+    disks: Disks,
+    next_space: SpaceId,
     command: Vec<String>,
     label: String,
 }
@@ -42,7 +45,6 @@ pub struct VmTarget {
 struct MachineMemory {
     space: AddressSpace,
     blocks: Vec<Block>,
-    next_space: SpaceId,
     /// True if blocks came after their mappings could be registered.
     has_new_blocks: bool,
 }
@@ -77,23 +79,24 @@ impl VmTarget {
             None => path.file_stem().map_or_else(String::new, |stem| stem.to_string_lossy().into_owned()),
         };
         let startup = machine.startup(true)?;
+        let (mut disks, mut next_space) = (Disks::default(), 0);
+        disks.set_drives(machine.drives(&startup)?, &mut next_space);
         let command = [startup.program.display().to_string()].into_iter().chain(startup.arguments).collect();
-        let guard = Guard::start(machine.monitor.descriptor())?;
-        // Whether QEMU takes a file is found out before the machine is stopped.
-        guard.begin(false)?;
-        machine.add_device_file()?;
-        machine.remove_device_file()?;
-        guard.end()?;
+        let mut changes = Changes::new(&machine)?;
+        // Whether QEMU takes a file, and serves disks, is found out before the machine is stopped.
+        machine.add_device_file(&mut changes)?;
+        disks.check(&mut machine, &mut changes)?;
+        changes.end_checkpoint(&mut machine)?;
         // A socket may belong to another program, which is left alone: it has no such memory.
         let mappings = maps::read(machine.pid).map_err(Error::system("read the mappings of QEMU"))?;
         let places = machine.changed_blocks(&mappings)?.unwrap_or_default();
         let mut space = AddressSpace::attach_with(machine.pid, mechanism, SharedScope::FilesAndMemory)?;
         space.refresh_mappings()?;
-        let mut memory = MachineMemory { space, blocks: Vec::new(), next_space: 0, has_new_blocks: false };
-        memory.set_blocks(places)?;
+        let mut memory = MachineMemory { space, blocks: Vec::new(), has_new_blocks: false };
+        memory.set_blocks(places, &mut next_space)?;
         // Those of now were registered by the attach.
         memory.has_new_blocks = false;
-        Ok(VmTarget { machine, memory, guard, command, label })
+        Ok(VmTarget { machine, changes, memory, disks, next_space, command, label })
     }
 
     /// The process id of QEMU.
@@ -105,27 +108,41 @@ impl VmTarget {
     pub fn label(&self) -> &str {
         &self.label
     }
+
+    fn spaces(&mut self, phase: Phase) -> Result<Vec<SpaceId>> {
+        let mut spaces = self.memory.spaces(phase)?;
+        // What was written to a disk is found by QEMU: see `CapturedVm::saved_pages`.
+        spaces.extend(self.disks.iter().map(|disk| disk.space));
+        Ok(spaces)
+    }
+}
+
+impl Drop for VmTarget {
+    fn drop(&mut self) {
+        // If QEMU does not answer, the guard tries again when this process ends.
+        let _ = self.changes.end(&mut self.machine);
+    }
 }
 
 impl MachineMemory {
     /// Finds the blocks of the machine's memory, if they have changed. All of a new one counts as
     /// written.
-    fn find_blocks(&mut self, machine: &mut Machine) -> Result<()> {
+    fn find_blocks(&mut self, machine: &mut Machine, next_space: &mut SpaceId) -> Result<()> {
         match machine.changed_blocks(self.space.mappings())? {
-            Some(places) => self.set_blocks(places),
+            Some(places) => self.set_blocks(places, next_space),
             None => Ok(()),
         }
     }
 
-    fn set_blocks(&mut self, places: Vec<RamBlock>) -> Result<()> {
+    fn set_blocks(&mut self, places: Vec<RamBlock>, next_space: &mut SpaceId) -> Result<()> {
         let mut old = std::mem::take(&mut self.blocks);
         for place in places {
             let known = old.iter().position(|block| block.place == place);
             let block = match known {
                 Some(index) => old.swap_remove(index),
                 None => {
-                    let space = self.next_space;
-                    self.next_space += 1;
+                    let space = *next_space;
+                    *next_space += 1;
                     self.has_new_blocks = true;
                     Block { space, written: self.content(&place)?, place }
                 }
@@ -219,7 +236,7 @@ impl TargetMemory for VmTarget {
     type Error = Error;
 
     fn spaces(&mut self) -> Result<Vec<SpaceId>> {
-        self.memory.spaces(Phase::Running)
+        self.spaces(Phase::Running)
     }
 
     fn collect(&mut self, space: SpaceId, dirty: &mut RangeSet) -> Result<()> {
@@ -252,113 +269,117 @@ impl Target for VmTarget {
     fn freeze(&mut self, _: WhileFreezing<'_, Error>) -> Result<FrozenVm<'_>> {
         self.machine.check()?;
         let is_running = self.machine.is_running()?;
-        let startup = self.machine.startup(is_running)?;
-        self.guard.begin(is_running)?;
+        let mut startup = self.machine.startup(is_running)?;
+        self.disks.set_drives(self.machine.drives(&startup)?, &mut self.next_space);
+        startup.disks = self.disks.iter().map(|disk| disk.drive.image.clone()).collect();
+        // From here on QEMU is as it was when this value is dropped.
+        let hold = Hold(self);
+        let VmTarget { machine, changes, disks, memory, next_space, .. } = &mut *hold.0;
+        let connections = disks.prepare(machine, changes)?;
+        let devices = machine.add_device_file(changes)?;
         let (since, taken_at) = (Instant::now(), SystemTime::now());
-        // From here on the machine continues when this value is dropped.
-        let mut frozen = FrozenVm { target: self, devices: None, is_ended: false, startup, since, taken_at };
-        frozen.begin()?;
-        Ok(frozen)
+        if startup.is_running {
+            changes.stop(machine)?;
+        }
+        disks.begin(machine, changes)?;
+        machine.save_devices()?;
+        memory.space.refresh_mappings()?;
+        memory.find_blocks(machine, next_space)?;
+        Ok(FrozenVm { hold, devices, connections, startup, since, taken_at })
     }
 
-    fn capture_failed(&mut self) {}
+    fn capture_failed(&mut self) {
+        let VmTarget { machine, changes, disks, .. } = self;
+        if disks.capture_failed(machine, changes).is_err() {
+            // Without the bitmaps, all of the disks counts as written.
+            disks.forget();
+        }
+    }
+}
+
+/// A machine in a checkpoint. Dropped, QEMU is as it was before, and the machine continues.
+struct Hold<'target>(&'target mut VmTarget);
+
+impl Drop for Hold<'_> {
+    fn drop(&mut self) {
+        let VmTarget { machine, changes, .. } = &mut *self.0;
+        // If QEMU does not answer, the guard tries again when this process ends.
+        let _ = changes.end_checkpoint(machine);
+    }
 }
 
 /// A virtual machine that is stopped, with the state of its devices saved. Dropped, it continues.
 pub struct FrozenVm<'target> {
-    target: &'target mut VmTarget,
+    hold: Hold<'target>,
     /// What QEMU wrote.
-    devices: Option<File>,
-    is_ended: bool,
+    devices: File,
+    connections: Connections,
     startup: Startup,
     since: Instant,
     taken_at: SystemTime,
-}
-
-impl FrozenVm<'_> {
-    fn begin(&mut self) -> Result<()> {
-        let VmTarget { machine, memory, .. } = &mut *self.target;
-        self.devices = Some(machine.add_device_file()?);
-        if self.startup.is_running {
-            (self.since, self.taken_at) = (Instant::now(), SystemTime::now());
-            machine.stop()?;
-        }
-        machine.save_devices()?;
-        memory.space.refresh_mappings()?;
-        memory.find_blocks(machine)
-    }
-
-    /// Lets the machine continue, and takes the file back. Returns how long it was stopped.
-    fn end(&mut self) -> Result<Duration> {
-        if std::mem::replace(&mut self.is_ended, true) {
-            return Ok(Duration::ZERO);
-        }
-        let VmTarget { machine, guard, .. } = &mut *self.target;
-        if self.startup.is_running {
-            machine.resume()?;
-        }
-        let stopped_time = self.since.elapsed();
-        machine.remove_device_file()?;
-        guard.end()?;
-        Ok(stopped_time)
-    }
-}
-
-impl Drop for FrozenVm<'_> {
-    fn drop(&mut self) {
-        // If QEMU does not answer, the guard tries again when this process ends.
-        let _ = self.end();
-    }
 }
 
 impl TargetMemory for FrozenVm<'_> {
     type Error = Error;
 
     fn spaces(&mut self) -> Result<Vec<SpaceId>> {
-        self.target.memory.spaces(Phase::Stopped)
+        self.hold.0.spaces(Phase::Stopped)
     }
 
     fn collect(&mut self, space: SpaceId, dirty: &mut RangeSet) -> Result<()> {
-        self.target.memory.collect(space, dirty)
+        self.hold.0.memory.collect(space, dirty)
     }
 
     fn read(&mut self, space: SpaceId, ranges: &[Range], buffer: &mut [u8]) -> Result<RangeSet> {
-        self.target.memory.read(space, ranges, buffer)
+        self.hold.0.memory.read(space, ranges, buffer)
     }
 }
 
-impl Frozen for FrozenVm<'_> {
-    type Captured = CapturedVm;
+impl<'target> Frozen for FrozenVm<'target> {
+    type Captured = CapturedVm<'target>;
 
-    fn thaw(mut self) -> Result<CapturedVm> {
-        let stopped_time = self.end()?;
-        let memory = &mut self.target.memory;
+    fn thaw(self) -> Result<CapturedVm<'target>> {
+        let FrozenVm { hold, devices, connections, startup, since, taken_at } = self;
+        let VmTarget { machine, changes, memory, disks, .. } = &mut *hold.0;
+        changes.resume(machine)?;
+        let stopped_time = if startup.is_running { since.elapsed() } else { Duration::ZERO };
         memory.space.begin_interval()?;
-        let downtime = if self.startup.is_running { stopped_time } else { Duration::ZERO };
-        let downtime = downtime + memory.space.take_stopped_time();
-        let spaces = memory.blocks.iter().zip(0..).map(|(block, id)| CapturedSpace {
-            space: block.space,
-            id,
-            label: block.place.id.clone(),
-            kind: SpaceKind::RamBlock { bytes: block.place.bytes() },
-            mappings: Vec::new(),
-            held_pages: None,
+        let downtime = stopped_time + memory.space.take_stopped_time();
+        let contents = disks.open(machine, changes, connections)?;
+        let blocks = memory.blocks.iter().map(|block| {
+            (block.space, block.place.id.clone(), SpaceKind::RamBlock { bytes: block.place.bytes() }, None)
         });
-        let (startup, taken_at, devices) = (self.startup.clone(), self.taken_at, self.devices.take());
-        Ok(CapturedVm { spaces: spaces.collect(), devices, startup, taken_at, downtime })
+        let disks = disks.iter().map(|disk| {
+            let bytes = disk.drive.bytes;
+            let pages = PageNumber::MIN..PageNumber::new(bytes.pages_rounded_up());
+            (disk.space, disk.drive.label.clone(), SpaceKind::Disk { bytes }, Some(vec![pages]))
+        });
+        let spaces = blocks.chain(disks).zip(0..).map(|((space, label, kind, held_pages), id)| CapturedSpace {
+            space,
+            id,
+            label,
+            kind,
+            mappings: Vec::new(),
+            held_pages,
+        });
+        let spaces = spaces.collect();
+        Ok(CapturedVm { spaces, devices, contents, startup, taken_at, downtime, _hold: hold })
     }
 }
 
 /// What was captured of a virtual machine besides its memory. The machine runs.
-pub struct CapturedVm {
+pub struct CapturedVm<'target> {
     spaces: Vec<CapturedSpace>,
-    devices: Option<File>,
+    devices: File,
+    contents: DiskContents,
     startup: Startup,
     taken_at: SystemTime,
     downtime: Duration,
+    /// QEMU serves the disks until then.
+    _hold: Hold<'target>,
 }
 
-impl Captured for CapturedVm {
+impl Captured for CapturedVm<'_> {
     type Error = Error;
 
     fn taken_at(&self) -> SystemTime {
@@ -373,20 +394,17 @@ impl Captured for CapturedVm {
         self.spaces.clone()
     }
 
-    fn saved_pages(&self, _: SpaceId, _: VisitPage<'_>) -> Result<(), pagemark::Error> {
-        Ok(())
+    fn saved_pages(&self, space: SpaceId, visit: VisitPage<'_>) -> Result<(), pagemark::Error> {
+        self.contents.visit(space, visit)
     }
 
-    fn record(self, store: &mut dyn Store) -> Result<Recorded, pagemark::Error> {
-        let mut state = Vec::new();
-        if let Some(mut devices) = self.devices {
-            devices.seek(SeekFrom::Start(0)).map_err(Error::system("read the state of the devices"))?;
-            let content = Blob::write(store, &mut devices)?;
-            state.push(StateRecord { name: DEVICES.to_owned(), content });
-        }
+    fn record(mut self, store: &mut dyn Store) -> Result<Recorded, pagemark::Error> {
+        self.devices.seek(SeekFrom::Start(0)).map_err(Error::system("read the state of the devices"))?;
+        let devices = Blob::write(store, &mut self.devices)?;
         let startup = serde_json::to_vec_pretty(&self.startup)
             .map_err(|error| Error::of(ErrorKind::System, "record the command line of", Object::None, error))?;
-        state.push(StateRecord { name: STARTUP.to_owned(), content: Blob::write(store, &mut startup.as_slice())? });
-        Ok(Recorded { files: Vec::new(), state })
+        let startup = Blob::write(store, &mut startup.as_slice())?;
+        let record = |name: &str, content| StateRecord { name: name.to_owned(), content };
+        Ok(Recorded { files: Vec::new(), state: vec![record(DEVICES, devices), record(STARTUP, startup)] })
     }
 }

@@ -2,10 +2,13 @@
 //! which checks its memory, and QEMU's own dump of the machine's memory.
 
 use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::Command;
 
-use pagemark::repository::Repository;
+use pagemark::checkpointer::{Checkpointer, Strategy};
+use pagemark::repository::{Repository, SpaceKind};
 use pagemark::track::Scope;
-use pagemark::{Job, JobOptions, Mechanism};
+use pagemark::{Job, JobOptions, Mechanism, MemoryStore, PAGE_SIZE, PageNumber, PageTree, Store};
 use pagemark_testing::{MachinePaths, Qemu, TestMonitor, guest_program, skip, wait_for};
 use pagemark_vm::{ErrorKind, Restore, RunningMachine, VmTarget};
 use serde_json::json;
@@ -158,6 +161,173 @@ fn a_restored_machine_is_checkpointed_and_restored_again() {
     }
 }
 
+/// Formats of images, each with the options of a drive.
+const DISK_FORMATS: [(&str, &str); 3] = [("raw", ""), ("qcow2", ""), ("raw", ",snapshot=on")];
+
+const DISK_BYTES: u64 = 16 << 20;
+
+/// Makes an empty image of a disk. None without the program that makes images.
+fn image(paths: &MachinePaths, format: &str) -> Option<PathBuf> {
+    let path = paths.join(&format!("disk.{format}"));
+    let mut command = Command::new("qemu-img");
+    command.args(["create", "-q", "-f", format]).arg(&path).arg(DISK_BYTES.to_string());
+    command.status().ok()?.success().then_some(path)
+}
+
+/// The content of an image, by QEMU's own program.
+fn content(paths: &MachinePaths, format: &str, image: &Path) -> Vec<u8> {
+    let raw = paths.join("content");
+    // The machine that has the image is paused.
+    let mut command = Command::new("qemu-img");
+    command.args(["convert", "-U", "-f", format, "-O", "raw"]).arg(image).arg(&raw);
+    assert!(command.status().unwrap().success());
+    let content = std::fs::read(&raw).unwrap();
+    std::fs::remove_file(raw).unwrap();
+    content
+}
+
+#[test]
+fn the_restored_disk_is_the_disk_at_the_checkpoint() {
+    if guest_program().is_none() {
+        skip!("no QEMU, or no compiler for its guest");
+    }
+    for (format, options) in DISK_FORMATS {
+        let paths = MachinePaths::default();
+        let Some(image) = image(&paths, format) else { skip!("no qemu-img") };
+        let drive = format!("file={},format={format},if=ide,index=0{options}", image.display());
+        let qemu = Qemu::start(&paths, &["-machine", "pc", "-m", "64", "-drive", &drive]);
+        let mut own = TestMonitor::connect(&paths.join("test.qmp"));
+        let nodes = |own: &mut TestMonitor| own.run("query-named-block-nodes", json!({}));
+        let before = nodes(&mut own).as_array().unwrap().len();
+        let target = VmTarget::attach(&paths.monitor(), Mechanism::choose(Scope::Process)).unwrap();
+        let mut job = Job::new(target, repository(&paths), JobOptions::new("vm"));
+        let mut contents = Vec::new();
+        for round in 0..4 {
+            job.checkpoint().unwrap();
+            paths.wait_for_steps(20);
+            own.run("stop", json!({}));
+            // A disk whose changes QEMU drops at its end is checked by the machine alone.
+            let content = options.is_empty().then(|| content(&paths, format, &image));
+            let taken = job.checkpoint().unwrap();
+            contents.push((taken.sequence, content));
+            own.run("cont", json!({}));
+            // One checkpoint comes after more than all sectors have been written.
+            paths.wait_for_steps(if round == 1 { 80 } else { 1 });
+        }
+        assert_eq!(nodes(&mut own).as_array().unwrap().len(), before, "the disk is as it was");
+        job.detach();
+        assert!(!nodes(&mut own).to_string().contains("pagemark"), "no bitmap is left");
+        drop(qemu);
+        let repository = Repository::open(&paths.join("repository")).unwrap();
+        for (sequence, expected) in &contents {
+            let checkpoint = repository.read("vm", *sequence).unwrap();
+            let restored = Restored(Some(Restore::new(&checkpoint).detach(true).start(&mut |_, _| {}).unwrap()));
+            let disks = restored.0.as_ref().unwrap().disks().to_vec();
+            let named = PathBuf::from(format!("{}.vm@{sequence}", image.display()));
+            assert_eq!(disks, [("ide0-hd0".to_owned(), named.clone())]);
+            if let Some(expected) = expected {
+                assert!(expected.iter().any(|&byte| byte != 0), "the machine writes to its disk");
+                let restored = content(&paths, format, &named);
+                let differs = expected.chunks(512).zip(restored.chunks(512)).position(|(one, other)| one != other);
+                assert_eq!((differs, restored.len()), (None, expected.len()), "{format}: checkpoint {sequence}");
+            }
+            let mut own = TestMonitor::connect(&paths.join("test.qmp"));
+            own.run("cont", json!({}));
+            // The machine compares all of its disk with its memory.
+            paths.wait_for_steps(40);
+            drop(restored);
+            let mut check = Command::new("qemu-img");
+            let check = check.args(["check", "-q", "-f", format]).arg(&named);
+            assert!(format == "raw" || check.status().unwrap().success());
+        }
+    }
+}
+
+#[test]
+fn a_machine_that_runs_is_restored_with_the_disk_of_its_memory() {
+    if guest_program().is_none() {
+        skip!("no QEMU, or no compiler for its guest");
+    }
+    let paths = MachinePaths::default();
+    let Some(image) = image(&paths, "qcow2") else { skip!("no qemu-img") };
+    let drive = format!("file={},format=qcow2,if=ide,index=0", image.display());
+    let qemu = Qemu::start(&paths, &["-machine", "pc", "-m", "64", "-drive", &drive]);
+    let target = VmTarget::attach(&paths.monitor(), Mechanism::choose(Scope::Process)).unwrap();
+    let mut job = Job::new(target, repository(&paths), JobOptions::new("vm"));
+    for _ in 0..20 {
+        job.checkpoint().unwrap();
+        paths.wait_for_steps(13);
+    }
+    job.detach();
+    drop(qemu);
+    let repository = Repository::open(&paths.join("repository")).unwrap();
+    for sequence in [1, 2, 9, 20] {
+        let checkpoint = repository.read("vm", sequence).unwrap();
+        let machine = Restored(Some(Restore::new(&checkpoint).detach(true).start(&mut |_, _| {}).unwrap()));
+        paths.wait_for_steps(40);
+        drop(machine);
+    }
+}
+
+#[test]
+fn a_failed_checkpoint_leaves_what_was_written_to_a_disk_to_the_next_one() {
+    if guest_program().is_none() {
+        skip!("no QEMU, or no compiler for its guest");
+    }
+    let paths = MachinePaths::default();
+    let Some(image) = image(&paths, "raw") else { skip!("no qemu-img") };
+    let drive = format!("file={},format=raw,if=ide,index=0", image.display());
+    let qemu = Qemu::start(&paths, &["-machine", "pc", "-m", "64", "-drive", &drive]);
+    let mut target = VmTarget::attach(&paths.monitor(), Mechanism::choose(Scope::Process)).unwrap();
+    let mut checkpointer = Checkpointer::new();
+    let mut store = MemoryStore::new();
+    for round in 0..6 {
+        paths.wait_for_steps(15);
+        let capture = checkpointer.capture(&mut target, &mut store, Strategy::default()).unwrap();
+        if round % 2 == 0 {
+            checkpointer.aborted(&mut target);
+            continue;
+        }
+        checkpointer.committed();
+        let mut own = TestMonitor::connect(&paths.join("test.qmp"));
+        own.run("stop", json!({}));
+        // Nothing was written behind the checkpoint.
+        let expected = content(&paths, "raw", &image);
+        let last = checkpointer.capture(&mut target, &mut store, Strategy::default()).unwrap();
+        checkpointer.committed();
+        own.run("cont", json!({}));
+        assert_ne!(capture.spaces, last.spaces);
+        let disk = last.spaces.iter().find(|space| matches!(space.kind, SpaceKind::Disk { .. })).unwrap();
+        let tree = PageTree::load(disk.root, &store).unwrap();
+        for (number, expected) in (0..).zip(expected.chunks(PAGE_SIZE)) {
+            let mut page = [0; PAGE_SIZE];
+            store.get_page(tree.get(PageNumber::new(number)), &mut page).unwrap();
+            assert!(page == *expected, "round {round}: page {number}");
+        }
+    }
+    drop(target);
+    drop(qemu);
+}
+
+#[test]
+fn a_server_of_the_users_own_is_left_alone() {
+    if guest_program().is_none() {
+        skip!("no QEMU, or no compiler for its guest");
+    }
+    let paths = MachinePaths::default();
+    let Some(image) = image(&paths, "raw") else { skip!("no qemu-img") };
+    let drive = format!("file={},format=raw,if=ide,index=0", image.display());
+    let _qemu = Qemu::start(&paths, &["-machine", "pc", "-m", "64", "-drive", &drive]);
+    let mut own = TestMonitor::connect(&paths.join("test.qmp"));
+    let socket = paths.join("nbd").display().to_string();
+    own.run("nbd-server-start", json!({"addr": {"type": "unix", "data": {"path": socket}}}));
+    let error = VmTarget::attach(&paths.monitor(), Mechanism::Full).err().unwrap();
+    assert!(error.to_string().contains("NBD server"), "{error}");
+    UnixStream::connect(&socket).unwrap();
+    own.run("nbd-server-stop", json!({}));
+    VmTarget::attach(&paths.monitor(), Mechanism::Full).unwrap();
+}
+
 #[test]
 fn what_a_checkpoint_cannot_hold_is_refused() {
     if guest_program().is_none() {
@@ -168,6 +338,12 @@ fn what_a_checkpoint_cannot_hold_is_refused() {
     std::fs::write(&disk, vec![0; 1 << 20]).unwrap();
     let drive = format!("file={},format=raw,if=virtio", disk.display());
     let read_only = format!("{drive},readonly=on");
+    let vdi = paths.join("disk.vdi");
+    let made = Command::new("qemu-img").args(["create", "-q", "-f", "vdi"]).arg(&vdi).arg("1M").status();
+    if !made.is_ok_and(|status| status.success()) {
+        skip!("no qemu-img");
+    }
+    let vdi = format!("file={},format=vdi,if=virtio", vdi.display());
     let ram_file = paths.join("ram");
     let backend = format!("memory-backend-file,id=ram,size=64M,mem-path={},share=off", ram_file.display());
     let refused = |further: &[&str]| {
@@ -176,9 +352,10 @@ fn what_a_checkpoint_cannot_hold_is_refused() {
         std::fs::remove_file(paths.join("serial")).unwrap();
         result.map_err(|error| (error.kind(), error.to_string()))
     };
-    let (kind, text) = refused(&["-m", "64", "-drive", &drive]).unwrap_err();
+    let (kind, text) = refused(&["-m", "64", "-drive", &vdi]).unwrap_err();
     assert_eq!(kind, ErrorKind::Unsupported);
-    assert!(text.contains("disk") && text.contains("readonly=on"), "{text}");
+    assert!(text.contains("vdi") && text.contains("readonly=on"), "{text}");
+    assert_eq!(refused(&["-m", "64", "-drive", &drive]), Ok(()));
     assert_eq!(refused(&["-m", "64", "-drive", &read_only]), Ok(()));
     let (kind, text) = refused(&["-m", "64", "-object", &backend, "-machine", "memory-backend=ram"]).unwrap_err();
     assert_eq!(kind, ErrorKind::Unsupported);
