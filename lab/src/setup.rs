@@ -43,6 +43,9 @@ pub enum Part {
     Rust,
     /// What fuzzing needs: a nightly toolchain.
     Fuzz,
+    /// What only the full tests need of the nightly toolchain: Miri, and the sources of the standard
+    /// library.
+    Miri,
     /// What makes the C header.
     C,
     /// The environment in which the Python package is built and tested.
@@ -54,12 +57,13 @@ pub enum Part {
 }
 
 impl Part {
-    const NAMED: [(&'static str, Part); 9] = [
+    const NAMED: [(&'static str, Part); 10] = [
         ("packages", Part::Packages),
         ("servers", Part::Servers),
         ("criu", Part::Criu),
         ("rust", Part::Rust),
         ("fuzz", Part::Fuzz),
+        ("miri", Part::Miri),
         ("c", Part::C),
         ("python", Part::Python),
         ("demo", Part::Demo),
@@ -95,6 +99,10 @@ pub fn set_up(part: Part) -> Result<()> {
         Part::Rust => rust(),
         Part::Fuzz => {
             optional("nightly toolchain with cargo-fuzz", "fuzzing is skipped", fuzzing());
+            Ok(())
+        }
+        Part::Miri => {
+            optional("Miri", "neither Miri nor the sanitizers run", miri());
             Ok(())
         }
         Part::C => {
@@ -265,17 +273,29 @@ fn rust() -> Result<()> {
 }
 
 fn fuzzing() -> Result<()> {
-    let toolchains = command::output(Command::new("rustup").args(["toolchain", "list"]), "rustup", "install rustup")?;
-    if !toolchains.lines().any(|line| line.starts_with("nightly")) {
-        progress!("fetching a nightly toolchain, for fuzzing (about a minute)");
-        let install = ["toolchain", "install", "nightly", "--profile", "minimal"];
-        command::run(Command::new("rustup").args(install), "rustup toolchain install nightly", "see above")?;
-    }
+    nightly_toolchain()?;
     if command::succeeds(Command::new("cargo").args(["fuzz", "--version"])) {
         return Ok(());
     }
     progress!("installing cargo-fuzz (about a minute)");
     install_tool(&["cargo-fuzz"])
+}
+
+fn miri() -> Result<()> {
+    nightly_toolchain()?;
+    // A component that is there already is no error.
+    let add = ["component", "add", "--toolchain", "nightly", "miri", "rust-src"];
+    command::run(Command::new("rustup").args(add), "rustup component add miri rust-src", "see above")
+}
+
+fn nightly_toolchain() -> Result<()> {
+    let toolchains = command::output(Command::new("rustup").args(["toolchain", "list"]), "rustup", "install rustup")?;
+    if !toolchains.lines().any(|line| line.starts_with("nightly")) {
+        progress!("fetching a nightly toolchain (about a minute)");
+        let install = ["toolchain", "install", "nightly", "--profile", "minimal"];
+        command::run(Command::new("rustup").args(install), "rustup toolchain install nightly", "see above")?;
+    }
+    Ok(())
 }
 
 fn cbindgen() -> Result<()> {

@@ -188,7 +188,7 @@ fn host_steps(
 ) -> Summary {
     let mut tools = vec![setup::Part::Criu, setup::Part::Rust, setup::Part::C, setup::Part::Python];
     if options.extent == Extent::Full {
-        tools.push(setup::Part::Fuzz);
+        tools.extend([setup::Part::Fuzz, setup::Part::Miri]);
     }
     steps.run("tools", || tools.into_iter().try_for_each(setup::set_up).into());
     drop(send_tools);
