@@ -89,7 +89,12 @@ struct Document<'a> {
     /// All processes, the root first.
     pids: &'a [i32],
     files: Vec<File>,
+    /// The connections that are closed, each as `ADDRESS to PEER`.
+    closed_connections: &'a [String],
 }
+
+/// The closed connections that are listed; of others, only their number is.
+const SHOWN_CONNECTIONS: usize = 5;
 
 #[derive(Serialize)]
 struct File {
@@ -145,7 +150,7 @@ impl Restore {
         let (pid, status) = vm::restore(&checkpoint, self.detach, self.quiet)?;
         if self.json {
             let (job, sequence) = (checkpoint.manifest.job.as_str(), checkpoint.manifest.sequence);
-            print_json(&Document { job, sequence, pid, pids: &[pid], files: Vec::new() })?;
+            print_json(&Document { job, sequence, pid, pids: &[pid], files: Vec::new(), closed_connections: &[] })?;
         }
         Ok(match status.map(|status| (status.code(), status.signal())) {
             Some((Some(code), _)) => ExitCode::from(code as u8),
@@ -234,11 +239,13 @@ impl Restore {
         if !self.quiet {
             report_files(&files);
             restored.left_groups.iter().for_each(|group| eprintln!("pagemark: {}", printable(group)));
+            report_connections(&restored.closed_connections);
             eprintln!("pagemark: {name} runs as process {}", restored.root_pid);
         }
         if self.json {
             let (job, sequence) = (manifest.job.as_str(), manifest.sequence);
-            print_json(&Document { job, sequence, pid: restored.root_pid, pids: &restored.pids, files })?;
+            let Restored { root_pid: pid, pids, closed_connections, .. } = restored;
+            print_json(&Document { job, sequence, pid: *pid, pids, files, closed_connections })?;
         }
         // Where the program has the terminal, it has all of it.
         let mut progress = self.detach.then(|| Progress::new("delivering"));
@@ -286,6 +293,15 @@ fn report_files(files: &[File]) {
             Some(aside) => eprintln!("pagemark: {path} put back; its previous content is in {}", printable(aside)),
             None => eprintln!("pagemark: {path} put back"),
         }
+    }
+}
+
+/// Reports the connections that are closed.
+fn report_connections(closed: &[String]) {
+    closed.iter().take(SHOWN_CONNECTIONS).for_each(|name| eprintln!("pagemark: the connection {name} is closed"));
+    match closed.len().saturating_sub(SHOWN_CONNECTIONS) {
+        0 => {}
+        more => eprintln!("pagemark: {} more connections are closed", text::count(more as u64)),
     }
 }
 

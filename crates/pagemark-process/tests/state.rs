@@ -409,9 +409,14 @@ fn redis_keeps_its_clients_and_comes_back_with_every_key() {
         let restored =
             taken.restore(&criu, &RestoreOptions { as_child: true, streams: Streams::Null, ..Default::default() });
         server.adopt(&restored);
-        if !keep_connections {
-            // The old connection is closed.
+        if keep_connections {
+            assert!(restored.closed_connections.is_empty(), "{:?}", restored.closed_connections);
+        } else {
+            // The old connection is closed, and reported.
             assert!(client.ask("PING").is_err());
+            let connection = format!("127.0.0.1:{PORT} to 127.0.0.1:");
+            let reported = restored.closed_connections.iter().filter(|closed| closed.starts_with(&connection));
+            assert_eq!(reported.count(), 1, "{:?}", restored.closed_connections);
         }
         let mut client = Redis::connect(PORT).unwrap();
         assert_eq!(client.ask("DEBUG DIGEST").unwrap(), digest);

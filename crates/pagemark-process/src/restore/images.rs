@@ -95,6 +95,10 @@ pub struct Restored {
     pub pids: Vec<i32>,
     /// The control groups that processes were in and are not now, each with its reason.
     pub left_groups: Vec<String>,
+    /// The TCP connections that the processes had and that are closed now, each as `ADDRESS to
+    /// PEER`. Those that a checkpoint keeps are not among them; whether the peer of such a
+    /// connection still has it, only the peer knows.
+    pub closed_connections: Vec<String>,
     /// With [`as_child`](RestoreOptions::as_child), the child of this process that ends with the
     /// root process: the root process itself, or the leader of its session, which has its exit
     /// status (128 + n for a signal n).
@@ -314,6 +318,8 @@ impl Prepared {
         }
         // A job that continues by itself is none of the caller's terminal.
         let leaves_session = self.notes.shell_job && options.streams == Streams::Null && !options.as_child;
+        let closed_connections =
+            if self.notes.keep_connections { Vec::new() } else { surroundings::connections(&self.directory)? };
         let memberships = if options.ignore_cgroups { Memberships::new() } else { self.notes.memberships.clone() };
         let mut joining = Joining::new(memberships);
         let groups = joining.open_groups_of(root_pid);
@@ -365,7 +371,7 @@ impl Prepared {
         let left_groups = joining.join_others().iter().map(ToString::to_string).collect();
         let child = running.leader().unwrap_or(root_pid);
         let relay = terminal.and_then(|(terminal, _)| terminal.leave()).map(Pid::as_raw);
-        Ok(Restored { root_pid, pids, left_groups, child, relay })
+        Ok(Restored { root_pid, pids, left_groups, closed_connections, child, relay })
     }
 
     /// A pseudo-terminal for a tree that was the job of a terminal outside, with the process group

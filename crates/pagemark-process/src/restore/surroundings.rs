@@ -80,14 +80,33 @@ fn check_file(file: &RegularFile, present: io::Result<fs::Metadata>) -> Result<D
     Err(in_the_way(format!("has {found} bytes; it had {size} at the checkpoint, and the processes need it as it was")))
 }
 
-fn check_sockets(directory: &Path) -> Result<()> {
+/// The TCP connections that the processes had, each as `ADDRESS to PEER`.
+pub(super) fn connections(directory: &Path) -> Result<Vec<String>> {
+    let sockets = files(directory)?.into_iter().filter_map(|entry| entry.isk);
+    Ok(sockets.filter_map(|socket| connection(&socket)).collect())
+}
+
+fn connection(entry: &InetSocketEntry) -> Option<String> {
+    let is_connection = entry.proto == libc::IPPROTO_TCP as u32
+        && entry.dst_port != 0
+        && !matches!(entry.state, TCP_LISTEN | TCP_CLOSE);
+    let peer = socket_address(entry.family, &entry.dst_addr, entry.dst_port).filter(|_| is_connection)?;
+    Some(format!("{} to {peer}", address(entry)?))
+}
+
+/// The open files of all processes.
+fn files(directory: &Path) -> Result<Vec<FileEntry>> {
     let path = directory.join("files.img");
     let image = Image::read(&path, ImageKind::Files)?;
+    let decode = |message: &Vec<u8>| FileEntry::decode(message.as_slice());
+    let entries: std::result::Result<_, _> = image.messages.iter().map(decode).collect();
+    entries.map_err(|error| Error::image(path, error.to_string()))
+}
+
+fn check_sockets(directory: &Path) -> Result<()> {
     // The sockets of a network of its own are restored there.
     let has_own_network = has_image(directory, "netns-");
-    for message in &image.messages {
-        let decoded = FileEntry::decode(message.as_slice());
-        let entry = decoded.map_err(|error| Error::image(path.clone(), error.to_string()))?;
+    for entry in files(directory)? {
         match (&entry.isk, &entry.usk) {
             (Some(socket), _) if !has_own_network => check_port(socket)?,
             (_, Some(socket)) if !has_own_mounts(directory) => check_name(socket)?,
@@ -167,13 +186,18 @@ fn try_bind(address: SocketAddr, kind: SockType, is_v6_only: bool) -> nix::Resul
 
 /// The address that a socket is bound to. None for a family that is not known.
 fn address(entry: &InetSocketEntry) -> Option<SocketAddr> {
-    let bytes: Vec<u8> = entry.src_addr.iter().flat_map(|word| word.to_ne_bytes()).collect();
-    let ip = match i32::try_from(entry.family).ok()? {
+    socket_address(entry.family, &entry.src_addr, entry.src_port)
+}
+
+/// An address of these words. None for a family that is not known.
+fn socket_address(family: u32, words: &[u32], port: u32) -> Option<SocketAddr> {
+    let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_ne_bytes()).collect();
+    let ip = match i32::try_from(family).ok()? {
         libc::AF_INET => IpAddr::from(Ipv4Addr::from(*bytes.first_chunk::<4>()?)),
         libc::AF_INET6 => IpAddr::from(Ipv6Addr::from(*bytes.first_chunk::<16>()?)),
         _ => return None,
     };
-    Some(SocketAddr::new(ip, u16::try_from(entry.src_port).ok()?))
+    Some(SocketAddr::new(ip, u16::try_from(port).ok()?))
 }
 
 /// A process with a socket that is bound to the port, in this process's network.
@@ -287,6 +311,18 @@ mod tests {
             src_addr: bytes.as_chunks::<4>().0.iter().map(|word| u32::from_ne_bytes(*word)).collect(),
             ..Default::default()
         }
+    }
+
+    #[test]
+    fn only_connections_are_listed_with_their_peers() {
+        let address: SocketAddr = "[2001:db8::1]:443".parse().unwrap();
+        let listener = InetSocketEntry { proto: libc::IPPROTO_TCP as u32, ..inet(address, libc::SOCK_STREAM) };
+        assert_eq!(connection(&listener), None);
+        let dst_addr = inet("[2001:db8::2]:0".parse().unwrap(), libc::SOCK_STREAM).src_addr;
+        let connected = InetSocketEntry { state: 1, dst_port: 4711, dst_addr, ..listener.clone() };
+        assert_eq!(connection(&connected).as_deref(), Some("[2001:db8::1]:443 to [2001:db8::2]:4711"));
+        assert_eq!(connection(&InetSocketEntry { state: TCP_CLOSE, ..connected.clone() }), None);
+        assert_eq!(connection(&InetSocketEntry { proto: libc::IPPROTO_UDP as u32, ..connected }), None);
     }
 
     #[test]

@@ -198,6 +198,8 @@ messages! {
         required uint32 dst_port = 8;
         /// Own address, in words as the kernel has them in memory.
         repeated uint32 src_addr = 11;
+        /// Address of the peer, likewise.
+        repeated uint32 dst_addr = 12;
         /// True if the socket takes only IPv6 connections.
         optional bool v6only = 15;
         /// Options of the protocol.
