@@ -43,8 +43,8 @@ pub enum Part {
     Rust,
     /// What fuzzing needs: a nightly toolchain.
     Fuzz,
-    /// What only the full tests need of the nightly toolchain: Miri, and the sources of the standard
-    /// library.
+    /// What only the full tests need of the nightly toolchain: Miri, and the sources of the
+    /// standard library.
     Miri,
     /// What makes the C header.
     C,
