@@ -1,6 +1,8 @@
 //! A repository whose disk is full: the checkpoint is skipped and the failure reported, the target
 //! continues, and no complete checkpoint is lost.
 
+#[path = "support/small_disk.rs"]
+mod small_disk;
 #[path = "support/subject.rs"]
 mod subject;
 mod support;
@@ -8,38 +10,15 @@ mod support;
 use std::fs::{self, File};
 use std::io::Write;
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::Stdio;
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use pagemark::repository::Repository;
 use pagemark_testing::{skip, wait_for};
+use small_disk::SmallDisk;
 use subject::{Subject, assert_fails, has_criu};
 use support::{Pagemark, Runner, kill_and_wait};
-
-/// A small file system, unmounted when dropped.
-struct SmallDisk {
-    directory: tempfile::TempDir,
-}
-
-impl SmallDisk {
-    fn mount(options: &str) -> Option<SmallDisk> {
-        let directory = tempfile::tempdir().expect("a temporary directory");
-        let mut mount = Command::new("mount");
-        mount.args(["-t", "tmpfs", "-o", options, "pagemark-test"]).arg(directory.path()).stderr(Stdio::null());
-        mount.status().is_ok_and(|status| status.success()).then_some(SmallDisk { directory })
-    }
-
-    fn path(&self) -> &Path {
-        self.directory.path()
-    }
-}
-
-impl Drop for SmallDisk {
-    fn drop(&mut self) {
-        let _ = Command::new("umount").args(["-l"]).arg(self.directory.path()).status();
-    }
-}
 
 #[test]
 fn a_full_disk_loses_nothing_but_the_checkpoint() {

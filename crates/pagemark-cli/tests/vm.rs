@@ -1,5 +1,7 @@
 //! Stories with virtual machines.
 
+#[path = "support/small_disk.rs"]
+mod small_disk;
 mod support;
 
 use std::process::Stdio;
@@ -9,6 +11,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use pagemark_testing::{MachinePaths, Qemu, SplitMix, TestMonitor, guest_program, skip, wait_for};
 use serde_json::json;
+use small_disk::SmallDisk;
 use support::{Pagemark, kill_and_wait};
 
 #[test]
@@ -46,6 +49,35 @@ fn a_machine_is_checkpointed_inspected_and_restored() {
     let output = pagemark.output(&["vm", "checkpoint", &monitor]);
     let message = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(!output.status.success() && message.contains("-qmp unix:PATH"), "{message}");
+}
+
+#[test]
+fn without_room_for_what_a_machine_overwrites_the_checkpoint_fails_and_not_the_machine() {
+    if guest_program().is_none() {
+        skip!("no QEMU, or no compiler for its guest");
+    }
+    let (pagemark, paths) = (Pagemark::new(), MachinePaths::default());
+    let Some(room) = SmallDisk::mount("size=64k") else { skip!("no file system can be mounted") };
+    let disk = paths.join("disk.raw");
+    // Data everywhere, so that reading takes some time.
+    std::fs::write(&disk, vec![0; 16 << 20]).expect("an image");
+    let drive = format!("file={},format=raw,if=ide,index=0", disk.display());
+    let qemu = Qemu::start(&paths, &["-machine", "pc", "-m", "64", "-drive", &drive]);
+    let monitor = paths.monitor().display().to_string();
+    std::fs::write(room.path().join("filler"), [1; 65536]).expect("it fits exactly");
+    let message = wait_for("a checkpoint during which the machine writes", || {
+        let mut command = pagemark.command(&["vm", "checkpoint", &monitor]);
+        let output = command.env("TMPDIR", room.path()).output().expect("it starts");
+        (!output.status.success()).then(|| String::from_utf8_lossy(&output.stderr).into_owned())
+    });
+    assert!(message.contains("the disk ide0-hd0") && message.contains("TMPDIR"), "{message}");
+    paths.wait_for_steps(5);
+    let taken = pagemark.json(&["vm", "checkpoint", "--json", &monitor]);
+    drop(qemu);
+    let restored = pagemark.json(&["restore", "--detach", "--json", &format!("vm@{}", taken["sequence"])]);
+    // The machine compares its disk with its memory.
+    paths.wait_for_steps(40);
+    kill_and_wait(restored["pid"].as_i64().expect("a process id") as i32);
 }
 
 #[test]

@@ -364,11 +364,11 @@ fn pages(start: Address, end: Address) -> impl Iterator<Item = PageNumber> {
 }
 
 fn read_failed(label: &str, error: io::Error) -> Error {
-    // QEMU's error for what it could not keep.
-    let is_broken = error.kind() == io::ErrorKind::PermissionDenied;
+    // QEMU's error for a part whose old content it could not keep; the protocol has no better number.
+    let is_broken = error.raw_os_error() == Some(libc::EINVAL);
     let error = Error::of(ErrorKind::Disk, "read", Object::Disk(label.to_owned()), error);
     match is_broken {
-        true => error.help(format!("the file system of {} may be full", temporary_directory().display())),
+        true => error.help(format!("make room in {}, or set TMPDIR", temporary_directory().display())),
         false => error,
     }
 }

@@ -275,8 +275,7 @@ impl Client {
     /// Has the server bring to disk what was written, and ends the connection.
     pub(crate) fn finish(mut self) -> io::Result<()> {
         let cookie = self.request(FLUSH, &(0..0))?;
-        self.wait_for(cookie)?;
-        self.request(DISCONNECT, &(0..0)).map(drop)
+        self.wait_for(cookie)
     }
 
     fn wait_for(&mut self, cookie: u64) -> io::Result<()> {
@@ -411,6 +410,13 @@ impl Client {
 
     fn u64(&mut self) -> io::Result<u64> {
         self.array().map(u64::from_be_bytes)
+    }
+}
+
+impl Drop for Client {
+    fn drop(&mut self) {
+        // Without it QEMU reports a lost connection.
+        let _ = self.request(DISCONNECT, &(0..0));
     }
 }
 
