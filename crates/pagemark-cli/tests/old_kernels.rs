@@ -14,13 +14,14 @@ use support::{Pagemark, is_alive, kill_and_wait};
 /// The interfaces that a version lacks.
 fn lacks(version: &str) -> &'static [&'static str] {
     // The oldest first.
-    const SINCE: [&str; 10] = [
+    const SINCE: [&str; 11] = [
         "pidfd_open",
         "pidfd_getfd",
         "UFFD_FEATURE_PAGEFAULT_FLAG_WP",
         "process_madvise",
         "MADV_POPULATE_READ and MADV_POPULATE_WRITE",
         "UFFD_FEATURE_WP_HUGETLBFS_SHMEM",
+        "BPF iterator task_vma",
         "UFFD_FEATURE_WP_UNPOPULATED",
         "UFFD_FEATURE_WP_ASYNC",
         "PAGEMAP_SCAN",
@@ -29,7 +30,7 @@ fn lacks(version: &str) -> &'static [&'static str] {
     match version {
         "4.18" => &SINCE,
         "5.10" => &SINCE[4..],
-        "6.1" => &SINCE[6..],
+        "6.1" => &SINCE[7..],
         other => panic!("what does Linux {other} lack?"),
     }
 }

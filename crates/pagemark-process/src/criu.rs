@@ -12,6 +12,7 @@ pub mod images;
 mod kernel_data;
 mod notify;
 pub(crate) mod regular_files;
+mod smaps;
 pub mod stdio;
 pub(crate) mod timers;
 mod withhold;

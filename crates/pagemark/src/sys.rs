@@ -2,6 +2,8 @@
 
 #[cfg(feature = "emulate")]
 pub mod alias;
+pub(crate) mod bpf;
+pub(crate) mod btf;
 pub mod exit_watch;
 pub mod fault;
 pub mod flight;
@@ -9,6 +11,7 @@ pub(crate) mod fork_mark;
 pub(crate) mod futex;
 pub mod gate;
 pub mod interface;
+pub mod mapping_flags;
 pub mod memory;
 pub mod own_mappings;
 pub mod own_memory;

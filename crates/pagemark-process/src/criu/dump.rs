@@ -35,7 +35,7 @@ use super::images::{PageRun, Pagemap, read_all};
 use super::notify::Submitted;
 use super::stdio::{self, Outside};
 use super::withhold::Withholding;
-use super::{CAP_SYS_RESOURCE, Criu, errors_in_log, has_capability, images, kernel_data};
+use super::{CAP_SYS_RESOURCE, Criu, errors_in_log, has_capability, images, kernel_data, smaps};
 use crate::cgroups::{self, Cgroups, Memberships};
 use crate::error::Error;
 use crate::files::encode_path;
@@ -229,8 +229,10 @@ impl Dump {
         let with_limits = !has_capability(CAP_SYS_RESOURCE);
         // Without PAGEMAP_SCAN, CRIU reads pagemap itself. A filtered process may not suspend the filters of
         // another, which CRIU has to if the tree has any.
-        let withhold = (pagemap::SCAN.is_there() || with_limits) && !tree.iter().any(|pid| has_seccomp(*pid));
-        let submitted = Submitted { limits: with_limits, files: kernel_data::is_needed() };
+        let has_seccomp = tree.iter().any(|pid| has_seccomp(*pid));
+        let mappings = !has_seccomp && smaps::pays(&tree);
+        let withhold = (pagemap::SCAN.is_there() || with_limits || mappings) && !has_seccomp;
+        let submitted = Submitted { limits: with_limits, files: kernel_data::is_needed(), mappings };
         // SAFETY: only system calls are made between fork and exec, which is allowed in a child of a
         // process with threads.
         unsafe {

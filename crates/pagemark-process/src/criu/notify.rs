@@ -51,6 +51,9 @@ pub(super) struct Submitted {
     /// Each `openat` of a path, not relative to a directory's descriptor, with the flags
     /// [`READING`] or [`CREATING`] and no others, and each `rename`.
     pub files: bool,
+    /// Each `openat` of a path relative to a directory's descriptor, with the flags [`READING`] and
+    /// no others.
+    pub mappings: bool,
 }
 
 /// Flags by which a file is opened for reading.
@@ -79,33 +82,36 @@ pub(super) fn submit(socket: RawFd, submitted: Submitted) -> io::Result<()> {
     let answer = libc::BPF_RET | libc::BPF_K;
     // No system call has the other number.
     let number = |number: i64, is_submitted: bool| if is_submitted { number as u32 } else { u32::MAX };
-    let (prlimit, openat) = (number(libc::SYS_prlimit64, submitted.limits), number(libc::SYS_openat, submitted.files));
+    let prlimit = number(libc::SYS_prlimit64, submitted.limits);
     let rename = number(libc::SYS_rename, submitted.files);
+    let openat = number(libc::SYS_openat, submitted.files || submitted.mappings);
     // The numbers behind jumps count the statements that are left out.
     let mut filter = [
         statement(load, ARCHITECTURE),
-        jump(AUDIT_ARCH_X86_64, 0, 19),
+        jump(AUDIT_ARCH_X86_64, 0, 21),
         statement(load, NUMBER),
         jump(prlimit, 5, 0),
         jump(openat, 10, 0),
-        jump(rename, 14, 0),
-        jump(libc::SYS_ioctl as u32, 0, 14),
+        jump(rename, 16, 0),
+        jump(libc::SYS_ioctl as u32, 0, 16),
         statement(load, argument(1)),
-        jump(PAGEMAP_SCAN, 11, 12),
+        jump(PAGEMAP_SCAN, 13, 14),
         // `prlimit`: the process 0 is the caller.
         statement(load, argument(0)),
-        jump(0, 10, 0),
+        jump(0, 12, 0),
         // The new limit; without an address the call is a query.
         statement(load, argument(2)),
-        jump(0, 0, 8),
+        jump(0, 0, 10),
         statement(load, argument(2) + 4),
-        jump(0, 5, 6),
+        jump(0, 7, 8),
         // `openat`
         statement(load, argument(0)),
-        jump(libc::AT_FDCWD as u32, 0, 4),
+        jump(libc::AT_FDCWD as u32, if submitted.files { 0 } else { 6 }, if submitted.mappings { 3 } else { 6 }),
         statement(load, argument(2)),
-        jump(READING, 1, 0),
-        jump(CREATING, 0, 1),
+        jump(READING, 3, 0),
+        jump(CREATING, 2, 3),
+        statement(load, argument(2)),
+        jump(READING, 0, 1),
         statement(answer, libc::SECCOMP_RET_USER_NOTIF),
         statement(answer, libc::SECCOMP_RET_ALLOW),
     ];

@@ -10,7 +10,7 @@
 //!
 //! The same filter hands over CRIU's queries of resource limits, which the kernel refuses without
 //! CAP_SYS_RESOURCE for processes of other users, and the calls by which CRIU keeps what it found
-//! out about the kernel ([`KernelData`]).
+//! out about the kernel ([`KernelData`]) and reads the flags of mappings ([`smaps`]).
 //!
 //! If Pagemark is killed, the calls fail, and CRIU cancels the dump as after any error.
 
@@ -30,6 +30,7 @@ use pagemark::{Address, Range, RangeSet};
 
 use super::kernel_data::{self, KernelData};
 use super::notify::{Answer, CREATING, Call, Listener};
+use super::smaps;
 
 /// Category of guard pages: they have no content and forbid any access, and CRIU restores them.
 const GUARD: u64 = 1 << 8;
@@ -82,6 +83,10 @@ struct Space {
     anonymous: RangeSet,
     /// Addresses that were queried and withheld so far.
     withheld: RangeSet,
+    /// Addresses in `anonymous` in which guard pages were looked for.
+    examined: RangeSet,
+    /// The guard pages that were found there.
+    guards: RangeSet,
 }
 
 /// A run of pages of the same categories: `struct page_region`.
@@ -118,7 +123,8 @@ impl Answers {
     fn answer(&mut self, call: &Call) -> Option<Answer> {
         match call.number {
             libc::SYS_prlimit64 => self.answer_limit(call),
-            libc::SYS_openat => self.answer_open(call),
+            libc::SYS_openat if call.arguments[0] as i32 == libc::AT_FDCWD => self.answer_open(call),
+            libc::SYS_openat => self.answer_smaps(call),
             libc::SYS_rename => self.answer_rename(call),
             _ => self.answer_scan(call),
         }
@@ -135,6 +141,20 @@ impl Answers {
         }
         write(Pid::from_raw(call.pid as i32), result, &[limit.soft, limit.hard])?;
         Some(Answer::Return(0))
+    }
+
+    /// Answers an `openat` of `/proc/PID/smaps` of a dumped process, which is frozen then.
+    fn answer_smaps(&self, call: &Call) -> Option<Answer> {
+        if !is_path(call, call.arguments[1], smaps::NAME) {
+            return None;
+        }
+        let directory = std::fs::read_link(descriptors::path(call.pid as i32, call.arguments[0] as i32)).ok()?;
+        let pid = directory.to_str()?.strip_prefix("/proc/")?.parse().ok()?;
+        if !self.spaces.contains_key(&pid) || !self.listener.is_valid(call) {
+            return None;
+        }
+        self.listener.answer_by_descriptor(call, smaps::file(pid).ok()?.as_fd()).ok()?;
+        Some(Answer::Given)
     }
 
     /// Answers an `openat` of the file in which CRIU keeps what it found out about the kernel.
@@ -197,25 +217,40 @@ impl Space {
         let pagemap = Pagemap::of_process(pid).ok()?;
         let mappings = maps::read(pid).ok()?;
         let anonymous = mappings.iter().filter(|mapping| mapping.is_private_anonymous()).map(Mapping::range).collect();
-        Some(Space { pagemap, anonymous, withheld: RangeSet::new() })
+        let (withheld, examined) = (RangeSet::new(), RangeSet::new());
+        Some(Space { pagemap, anonymous, withheld, examined, guards: RangeSet::new() })
     }
 
-    /// Returns the regions in `asked` that CRIU learns of, and the addresses in it that are
-    /// withheld.
-    fn query(&self, asked: Range, filter: Filter) -> Option<(Vec<PageRegion>, RangeSet)> {
-        let mut withheld: RangeSet = self.anonymous.within(asked.clone()).collect();
-        let mut regions = Vec::new();
-        for range in withheld.iter() {
-            // CRIU's categories make the kernel inspect each page; it finds guard pages in the page table
-            // alone.
-            let guards = Filter { all: GUARD, report: filter.report, ..Filter::default() };
-            let found =
-                self.pagemap.scan(&range, guards, |range, categories| regions.push(PageRegion { range, categories }));
-            match found {
+    /// Looks for guard pages in `ranges`, unless that was done before: the process is frozen, and
+    /// CRIU asks more than once.
+    fn find_guards(&mut self, ranges: &RangeSet) -> Option<()> {
+        let mut unknown = ranges.clone();
+        unknown.subtract(&self.examined);
+        for range in unknown.iter() {
+            // With other categories the kernel would inspect each page; it finds guard pages in the page
+            // table alone.
+            let filter = Filter { all: GUARD, report: GUARD, ..Filter::default() };
+            let guards = &mut self.guards;
+            match self.pagemap.scan(&range, filter, |range, _| guards.insert(range)) {
                 // The kernel does not know the category.
                 Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {}
                 other => other.ok()?,
             }
+        }
+        self.examined.extend(&unknown);
+        Some(())
+    }
+
+    /// Returns the regions in `asked` that CRIU learns of, and the addresses in it that are
+    /// withheld.
+    fn query(&mut self, asked: Range, filter: Filter) -> Option<(Vec<PageRegion>, RangeSet)> {
+        let mut withheld: RangeSet = self.anonymous.within(asked.clone()).collect();
+        self.find_guards(&withheld)?;
+        let mut regions = Vec::new();
+        for range in self.guards.within(asked.clone()) {
+            let filter = Filter { all: GUARD, report: filter.report, ..Filter::default() };
+            let add = |range, categories| regions.push(PageRegion { range, categories });
+            self.pagemap.scan(&range, filter, add).ok()?;
         }
         regions.iter().for_each(|region| withheld.remove(region.range.clone()));
         let mut others = RangeSet::from(asked);

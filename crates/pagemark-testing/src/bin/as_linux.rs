@@ -48,11 +48,13 @@ const PAGEMAP_SCAN: u32 = 0xc060_6610;
 const PROCMAP_QUERY: u32 = 0xc068_6611;
 const UFFDIO_API: u32 = 0xc018_aa3f;
 
-const NOVELTIES: [Novelty; 24] = [
+const NOVELTIES: [Novelty; 25] = [
     novelty((6, 11), libc::SYS_ioctl, 1, Equals(PROCMAP_QUERY), libc::ENOTTY),
     novelty((6, 7), libc::SYS_ioctl, 1, Equals(PAGEMAP_SCAN), libc::ENOTTY),
     // UFFD_USER_MODE_ONLY
     novelty((5, 11), libc::SYS_userfaultfd, 0, Has(1), libc::EINVAL),
+    // BPF_LINK_CREATE; the lists of one process are newer than the call.
+    novelty((6, 1), libc::SYS_bpf, 0, Equals(28), libc::EINVAL),
     // MADV_COLD, MADV_PAGEOUT, MADV_POPULATE_READ, MADV_POPULATE_WRITE, MADV_DONTNEED_LOCKED,
     // MADV_COLLAPSE, MADV_GUARD_INSTALL, MADV_GUARD_REMOVE
     novelty((5, 4), libc::SYS_madvise, 2, Equals(20), libc::EINVAL),

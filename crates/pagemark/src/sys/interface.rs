@@ -8,7 +8,7 @@
 use std::io;
 use std::sync::OnceLock;
 
-use super::{own_mappings, pagemap, pidfd, populate, userfaultfd};
+use super::{mapping_flags, own_mappings, pagemap, pidfd, populate, userfaultfd};
 
 /// An interface of the kernel that not every kernel has.
 #[derive(Debug)]
@@ -64,11 +64,12 @@ impl Interface {
 }
 
 /// Every interface, the newest first.
-pub static ALL: [&Interface; 10] = [
+pub static ALL: [&Interface; 11] = [
     &own_mappings::QUERY,
     &pagemap::SCAN,
     &userfaultfd::WRITE_PROTECT_ASYNC,
     &userfaultfd::WRITE_PROTECT_UNPOPULATED,
+    &mapping_flags::LIST,
     &userfaultfd::WRITE_PROTECT_SHARED,
     &populate::POPULATE,
     &pidfd::MADVISE,

@@ -50,7 +50,7 @@ pub fn is_gone(error: &io::Error) -> bool {
 }
 
 /// Reads an entry of a process's directory.
-fn read(pid: i32, entry: &str) -> io::Result<Vec<u8>> {
+pub(super) fn read(pid: i32, entry: &str) -> io::Result<Vec<u8>> {
     fs::read(path(pid, entry))
 }
 

@@ -8,11 +8,69 @@ use std::io::{self, BufRead, BufReader};
 use std::sync::OnceLock;
 
 use super::maps::Mapping;
-use crate::RangeSet;
+use crate::sys::mapping_flags;
+use crate::{Range, RangeSet};
 
 /// `MAP_DROPPABLE` of `mmap`, since Linux 6.11: private memory whose content the kernel may drop at
 /// any moment.
 const MAP_DROPPABLE: libc::c_int = 0x08;
+
+/// Begin of the line that has the flags of a mapping.
+pub(in crate::sys) const FLAGS: &[u8] = b"VmFlags:";
+
+/// A mapping and its flags.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(in crate::sys) struct NamedFlags {
+    pub(in crate::sys) range: Range,
+    /// Name of the mapping, as in `maps`.
+    pub(in crate::sys) name: Vec<u8>,
+    /// What follows [`FLAGS`] in its line.
+    pub(in crate::sys) names: Vec<u8>,
+}
+
+impl NamedFlags {
+    fn has(&self, flag: &[u8]) -> bool {
+        self.names.split(|&byte| byte == b' ').any(|name| name == flag)
+    }
+}
+
+/// Calls `each` for each mapping, until it returns false.
+fn for_each(text: impl BufRead, each: &mut dyn FnMut(NamedFlags) -> bool) -> io::Result<()> {
+    let mut mapping = None;
+    for line in text.split(b'\n') {
+        let line = line?;
+        if let Some(names) = line.strip_prefix(FLAGS) {
+            let Some(Mapping { start, end, name, .. }) = mapping.take() else { continue };
+            if !each(NamedFlags { range: start..end, name, names: names.into() }) {
+                break;
+            }
+        } else if let Some(header) = Mapping::parse(&line) {
+            mapping = Some(header);
+        }
+    }
+    Ok(())
+}
+
+/// The flags of the mappings of this process.
+pub(in crate::sys) fn own_flags() -> io::Result<Vec<NamedFlags>> {
+    let mut found = Vec::new();
+    let file = File::open(super::own_path("smaps"))?;
+    for_each(BufReader::new(file), &mut |flags| {
+        found.push(flags);
+        true
+    })?;
+    Ok(found)
+}
+
+/// What `smaps` has of a process, without the figures that need a walk of its page tables: for each
+/// mapping its line of `maps`, and its flags. The process must not change its mappings meanwhile.
+///
+/// # Errors
+/// The kernel lacks [`mapping_flags::LIST`], or a mapping has a flag that no mapping of this
+/// process could be given; and as [`super::maps::read`].
+pub fn without_figures(pid: i32) -> io::Result<Vec<u8>> {
+    mapping_flags::loaded()?.text(pid)
+}
 
 /// The droppable mappings among `candidates`, which are whole mappings of the process.
 ///
@@ -21,22 +79,13 @@ const MAP_DROPPABLE: libc::c_int = 0x08;
 pub fn droppable(pid: i32, candidates: &RangeSet) -> io::Result<RangeSet> {
     let mut found = RangeSet::new();
     let Some(last) = candidates.iter().last() else { return Ok(found) };
-    let mut mapping = None;
-    for line in BufReader::new(File::open(super::path(pid, "smaps"))?).split(b'\n') {
-        let line = line?;
-        if let Some(flags) = line.strip_prefix(b"VmFlags:") {
-            let is_droppable = flags.split(|&byte| byte == b' ').any(|flag| flag == b"dp");
-            match mapping.take() {
-                Some(range) if is_droppable => found.insert(range),
-                _ => {}
-            }
-        } else if let Some(header) = Mapping::parse(&line) {
-            if header.start >= last.end {
-                break;
-            }
-            mapping = candidates.contains(header.start).then(|| header.range());
+    for_each(BufReader::new(File::open(super::path(pid, "smaps"))?), &mut |flags| {
+        let is_behind = flags.range.start >= last.end;
+        if !is_behind && candidates.contains(flags.range.start) && flags.has(b"dp") {
+            found.insert(flags.range);
         }
-    }
+        !is_behind
+    })?;
     Ok(found)
 }
 
