@@ -45,14 +45,15 @@
 #define NOBODY 65534
 
 #define PAGEMAP_SCAN _IOWR('f', 16, struct pm_scan_arg)
+#define PAGE_IS_WPALLOWED (1 << 0)
 #define PAGE_IS_WRITTEN (1 << 1)
 #define PAGE_IS_PRESENT (1 << 3)
 #define PAGE_IS_SWAPPED (1 << 4)
 #define PAGE_IS_SOFT_DIRTY (1 << 7)
-#define PAGE_IS_LDT_DIRTY (1 << 16)
+#define PAGE_IS_LDT_DIRTY (1 << 9)
 #define PM_SCAN_WP_MATCHING (1 << 0)
 #define PM_SCAN_CHECK_WPASYNC (1 << 1)
-#define PM_SCAN_LDT_RESTART (1 << 16)
+#define PM_SCAN_LDT_RESTART (1 << 2)
 
 struct page_region {
 	uint64_t start, end, categories;
@@ -76,7 +77,7 @@ struct command {
 struct target {
 	pid_t pid;
 	int orders, answers;	/* ends of pipes */
-	int pagemap, ldt_dirty, clear_refs;
+	int pagemap, clear_refs;
 };
 
 static unsigned long seconds = 20, seed = 1;
@@ -259,16 +260,14 @@ static int open_of(pid_t pid, const char *name, int flags)
 static void open_files(struct target *target)
 {
 	target->pagemap = open_of(target->pid, "pagemap", O_RDONLY);
-	target->ldt_dirty = open_of(target->pid, "ldt_dirty", O_RDONLY);
 	target->clear_refs = open_of(target->pid, "clear_refs", O_WRONLY);
-	if (target->pagemap < 0 || target->ldt_dirty < 0 || target->clear_refs < 0)
+	if (target->pagemap < 0 || target->clear_refs < 0)
 		die("the target's files");
 }
 
 static void close_files(struct target *target)
 {
 	close(target->pagemap);
-	close(target->ldt_dirty);
 	close(target->clear_refs);
 }
 
@@ -369,12 +368,20 @@ static struct pm_scan_arg good_arguments(void)
 	};
 }
 
-/* Finds the pages of the area that count as written, without a restart. */
-static void scan_all(struct target *target, bool found[PAGES])
+/*
+ * Finds the pages of the area that count as written, without a restart. With another category that none of them can have,
+ * the kernel takes another path.
+ */
+static void scan_all(struct target *target, bool found[PAGES], bool another)
 {
 	struct pm_scan_arg argument = good_arguments();
-	int count = ioctl(target->pagemap, PAGEMAP_SCAN, &argument);
+	int count;
 
+	if (another) {
+		argument.category_inverted = PAGE_IS_WPALLOWED;
+		argument.category_mask |= PAGE_IS_WPALLOWED;
+	}
+	count = ioctl(target->pagemap, PAGEMAP_SCAN, &argument);
 	if (count < 0)
 		die("PAGEMAP_SCAN");
 	memset(found, 0, PAGES * sizeof(*found));
@@ -383,29 +390,19 @@ static void scan_all(struct target *target, bool found[PAGES])
 			found[(at - (uintptr_t)AREA) / PAGE] = true;
 }
 
-/* Compares the whole area with the model, by both interfaces, without a restart. */
+/* Compares the whole area with the model, without a restart. */
 static void check(struct target *target)
 {
-	static uint64_t list[PAGES][2];
 	static bool found[PAGES];
-	ssize_t got;
 
 	checks++;
-	scan_all(target, found);
-	for (size_t i = 0; i < PAGES; i++)
-		if (found[i] != (model[i] == DIRTY))
-			wrong("PAGEMAP_SCAN says of page %zu that it was %swritten", i, found[i] ? "" : "not ");
-
-	memset(found, 0, sizeof(found));
-	got = pread(target->ldt_dirty, list, sizeof(list), (off_t)(uintptr_t)AREA);
-	if (got < 0)
-		die("reading ldt_dirty");
-	for (ssize_t i = 0; i < got / 16; i++)
-		for (uint64_t at = list[i][0]; at < list[i][1] && at < (uintptr_t)AREA + PAGES * PAGE; at += PAGE)
-			found[(at - (uintptr_t)AREA) / PAGE] = true;
-	for (size_t i = 0; i < PAGES; i++)
-		if (found[i] != (model[i] == DIRTY))
-			wrong("ldt_dirty says of page %zu that it was %swritten", i, found[i] ? "" : "not ");
+	for (int another = 0; another < 2; another++) {
+		scan_all(target, found, another);
+		for (size_t i = 0; i < PAGES; i++)
+			if (found[i] != (model[i] == DIRTY))
+				wrong("PAGEMAP_SCAN%s says of page %zu that it was %swritten",
+				      another ? " for two categories" : "", i, found[i] ? "" : "not ");
+	}
 }
 
 /* Whatever happened before, tracking must be exact from here on: all pages clean, some written, these found. */
@@ -414,14 +411,17 @@ static void restart_and_check(struct target *target)
 	struct pm_scan_arg argument = good_arguments();
 
 	order(target, READ, 0, PAGES);
+	argument.flags = PM_SCAN_LDT_RESTART;
+	argument.vec = argument.vec_len = 0;
+	/* Of the area, or of all memory. */
 	if (next() % 2) {
-		argument.flags = PM_SCAN_LDT_RESTART;
-		argument.vec = argument.vec_len = 0;
-		if (ioctl(target->pagemap, PAGEMAP_SCAN, &argument) < 0)
-			die("restarting by PAGEMAP_SCAN");
-	} else if (write(target->clear_refs, "6", 1) != 1) {
-		die("restarting by clear_refs");
+		argument.start = 0;
+		argument.end = (1ull << 47) - PAGE;
 	}
+	if (ioctl(target->pagemap, PAGEMAP_SCAN, &argument) < 0)
+		die("restarting by PAGEMAP_SCAN");
+	if (argument.walk_end != argument.end)
+		wrong("a restart has ended at %" PRIx64, (uint64_t)argument.walk_end);
 	for (size_t i = 0; i < PAGES; i++)
 		model[i] = CLEAN;
 	check(target);
@@ -509,16 +509,16 @@ static void scan_wrongly(struct target *target)
 		argument.size = one_of(2) ? next() : sizeof(argument) - 8;
 		return expect(scan(target, &argument), -EINVAL, "a wrong size");
 	case 1:
-		argument.flags |= 1ull << (2 + next() % 14);
+		argument.flags |= 1ull << (3 + next() % 14);
 		return expect(scan(target, &argument), -EINVAL, "an unknown flag");
 	case 2:
 		argument.flags |= 1ull << (17 + next() % 47);
 		return expect(scan(target, &argument), -EINVAL, "an unknown flag");
 	case 3:
-		*masks[next() % 4] |= 1ull << (8 + next() % 8);
+		*masks[next() % 4] |= 1ull << 8;
 		return expect(scan(target, &argument), -EINVAL, "an unknown category");
 	case 4:
-		*masks[next() % 4] |= 1ull << (17 + next() % 47);
+		*masks[next() % 4] |= 1ull << (10 + next() % 54);
 		return expect(scan(target, &argument), -EINVAL, "an unknown category");
 	case 5:
 		argument.start += 1 + next() % (PAGE - 1);
@@ -555,8 +555,8 @@ static void scan_wrongly(struct target *target)
 		return expect(scan(target, &argument), -EPERM, "asking for write-protection that is not there");
 	default:
 		calls++;
-		return expect(ioctl(target->ldt_dirty, PAGEMAP_SCAN, &argument) < 0 ? -errno : 0, -ENOTTY,
-			      "an ioctl of ldt_dirty");
+		return expect(ioctl(target->clear_refs, PAGEMAP_SCAN, &argument) < 0 ? -errno : 0, -ENOTTY,
+			      "an ioctl of clear_refs");
 	}
 }
 
@@ -628,77 +628,12 @@ static void lose_output(struct target *target)
 		if (got && !dirty)
 			wrong("nothing to write, and an error");
 	}
-	scan_all(target, found);
+	scan_all(target, found, one_of(2));
 	for (unsigned long i = first; i < last; i++) {
 		if (found[i] && model[i] != DIRTY)
 			wrong("page %lu counts as written after a scan that has failed", i);
 		if (!found[i] && model[i] == DIRTY)
 			model[i] = CLEAN;
-	}
-}
-
-static void list_wrongly(struct target *target)
-{
-	uint64_t list[8];
-	bool dirty = false;
-	ssize_t got;
-
-	calls++;
-	for (size_t i = 0; i < PAGES; i++)
-		dirty |= model[i] == DIRTY;
-	switch (next() % 9) {
-	case 0:
-		return expect(pread(target->ldt_dirty, list, next() % 16, (off_t)(uintptr_t)AREA) < 0 ? -errno : 0, -EINVAL,
-			      "ldt_dirty in less than a range");
-	case 1:
-		if (dirty)
-			expect(pread(target->ldt_dirty, readonly, 64, (off_t)(uintptr_t)AREA) < 0 ? -errno : 0, -EFAULT,
-			       "ldt_dirty to where nothing can be written");
-		return;
-	case 2:
-		return expect(pread(target->ldt_dirty, list, sizeof(list), -(off_t)(next() % 100000) - 1) < 0 ? -errno : 0,
-			      -EINVAL, "ldt_dirty at an address below zero");
-	case 3:
-		got = pread(target->ldt_dirty, list, sizeof(list), (off_t)(next() >> 1 | 1ull << 62));
-		return expect(got < 0 ? -errno : (int)got, 0, "ldt_dirty above all memory");
-	case 4: {
-		int fd = open_of(target->pid, "ldt_dirty", O_WRONLY);
-
-		if (fd < 0)
-			return expect(-errno, -EACCES, "opening ldt_dirty for writing");
-		expect(write(fd, "6", 1) < 0 ? -errno : 0, -EINVAL, "writing ldt_dirty");
-		close(fd);
-		return;
-	}
-	case 5:
-		return expect(mmap(NULL, PAGE, PROT_READ, MAP_PRIVATE, target->ldt_dirty, 0) == MAP_FAILED ? -errno : 0,
-			      -ENODEV, "mapping ldt_dirty");
-	case 6:
-		return expect(lseek(target->ldt_dirty, 0, SEEK_END) < 0 ? -errno : 0, -EINVAL, "the end of ldt_dirty");
-	case 7:
-		return expect(pread(target->ldt_dirty, (void *)(1ull << 63 | next()), 64, 0) < 0 ? -errno : 0, -EFAULT,
-			      "ldt_dirty into the kernel");
-	default:
-		/* Reads from the middle of a page, in parts, by the file's own position. */
-		for (uint64_t at = (uintptr_t)AREA + next() % (PAGES * PAGE), last = at & -PAGE;; last = list[1]) {
-			if (lseek(target->ldt_dirty, (off_t)at, SEEK_SET) != (off_t)at)
-				die("lseek");
-			got = read(target->ldt_dirty, list, 16 + next() % 16);
-			if (got < 0)
-				wrong("a list that goes on at %" PRIx64 ": %s", at, strerror(errno));
-			if (!got || list[0] >= (uintptr_t)AREA + PAGES * PAGE)
-				list[0] = list[1] = (uintptr_t)AREA + PAGES * PAGE;
-			else if (list[1] > (uintptr_t)AREA + PAGES * PAGE)
-				list[1] = (uintptr_t)AREA + PAGES * PAGE;
-			if (list[0] < last || list[1] < list[0])
-				wrong("range %" PRIx64 "-%" PRIx64 " after %" PRIx64, list[0], list[1], last);
-			for (uint64_t i = last; i < list[1]; i += PAGE)
-				if ((i >= list[0]) != (model[(i - (uintptr_t)AREA) / PAGE] == DIRTY))
-					wrong("the list is wrong about page %" PRIu64, (i - (uintptr_t)AREA) / PAGE);
-			if (!got || list[1] == (uintptr_t)AREA + PAGES * PAGE)
-				return;
-			at = list[1];
-		}
 	}
 }
 
@@ -708,25 +643,30 @@ static void clear(struct target *target)
 		const char *text;
 		int error;
 	} texts[] = {
-		{ "7", -EINVAL }, { "0", -EINVAL }, { "-6", -EINVAL }, { "6 1000 2000", -EINVAL }, { "66", -EINVAL },
-		{ "6x", -EINVAL }, { "0x6", -EINVAL }, { "", -EINVAL }, { " ", -EINVAL }, { "4294967302", -ERANGE },
-		{ "99999999999999999999", -ERANGE }, { "\377", -EINVAL },
+		{ "6", -EINVAL }, { "0", -EINVAL }, { "-4", -EINVAL }, { "4x", -EINVAL }, { "", -EINVAL },
 		/* These values do not concern dirty tracking. */
 		{ "1", 0 }, { "2", 0 }, { "3", 0 }, { "4", 0 }, { "5", 0 },
 	};
-	static const char *const good[] = { "6", "6\n", " 6 ", "06", "+6" };
-	const char *text;
-	size_t i = next() % (sizeof(texts) / sizeof(*texts) + 2);
+	size_t i = next() % (sizeof(texts) / sizeof(*texts));
 
 	calls++;
-	if (i < sizeof(texts) / sizeof(*texts))
-		return expect(write(target->clear_refs, texts[i].text, strlen(texts[i].text)) < 0 ? -errno : 0, texts[i].error,
-			      texts[i].text);
+	expect(write(target->clear_refs, texts[i].text, strlen(texts[i].text)) < 0 ? -errno : 0, texts[i].error, texts[i].text);
+}
+
+/* Without an output, a scan restarts all that it matches. */
+static void restart_part(struct target *target)
+{
+	struct pm_scan_arg argument = good_arguments();
+	unsigned long first = next() % PAGES, last = first + 1 + next() % (PAGES - first);
+
+	argument.flags = PM_SCAN_LDT_RESTART;
+	argument.start = (uintptr_t)AREA + first * PAGE;
+	argument.end = (uintptr_t)AREA + last * PAGE;
+	argument.vec = argument.vec_len = 0;
 	if (one_of(2))
-		return expect(write(target->clear_refs, half + PAGE, 1) < 0 ? -errno : 0, -EFAULT, "clear_refs from nowhere");
-	text = good[next() % 5];
-	expect(write(target->clear_refs, text, strlen(text)) < 0 ? -errno : 0, 0, text);
-	for (i = 0; i < PAGES; i++)
+		argument.return_mask |= PAGE_IS_PRESENT;
+	expect(scan(target, &argument), 0, "a restart of a part");
+	for (unsigned long i = first; i < last; i++)
 		if (model[i] == DIRTY)
 			model[i] = CLEAN;
 }
@@ -743,7 +683,7 @@ static void fuzz(struct target *target)
 		case 3: scan_wrongly(target); break;
 		case 4: scan_oddly(target); break;
 		case 5: lose_output(target); break;
-		case 6: list_wrongly(target); break;
+		case 6: restart_part(target); break;
 		default: clear(target);
 		}
 		if (one_of(4))
@@ -756,13 +696,12 @@ static void fuzz(struct target *target)
 static int call_anyhow(struct target *target, uint64_t *state)
 {
 	static const uint64_t odd[] = { 0, 1, PAGE, -PAGE, -1ull, 1ull << 47, (1ull << 47) - PAGE, 1ull << 63, 0x200000 };
-	uint64_t list[64];
 	struct pm_scan_arg argument = good_arguments();
 	uint64_t *fields = (uint64_t *)&argument;
 	int refused = 0;
 
 	random_state = *state;
-	argument.flags = next() % 4 | (next() % 2) << 16;
+	argument.flags = next() % 8;
 	argument.start = (uintptr_t)(one_of(2) ? AREA : NOISE) + next() % PAGES * PAGE;
 	argument.end = argument.start + next() % (one_of(4) ? 1ull << 45 : PAGES * PAGE);
 	argument.max_pages = one_of(2) ? 0 : next() % 2000;
@@ -777,12 +716,8 @@ static int call_anyhow(struct target *target, uint64_t *state)
 	if (argument.vec != (uintptr_t)regions || argument.vec_len > regions_length)
 		argument.vec = argument.vec_len = 0;
 	refused += ioctl(target->pagemap, PAGEMAP_SCAN, &argument) < 0;
-	if (one_of(4))
-		refused += pread(target->ldt_dirty, list, next() % sizeof(list), (off_t)next()) < 0;
-	if (one_of(4))
-		refused += pread(target->ldt_dirty, list, sizeof(list), (off_t)(uintptr_t)NOISE) < 0;
 	if (one_of(16))
-		refused += write(target->clear_refs, one_of(2) ? "6" : "4", 1) < 0;
+		refused += write(target->clear_refs, one_of(2) ? "1" : "4", 1) < 0;
 	*state = next();
 	return refused;
 }
@@ -934,10 +869,10 @@ static int open_all(struct target *target)
 	static const struct {
 		const char *name;
 		int flags;
-	} files[] = { { "pagemap", O_RDONLY }, { "ldt_dirty", O_RDONLY }, { "clear_refs", O_WRONLY } };
+	} files[] = { { "pagemap", O_RDONLY }, { "clear_refs", O_WRONLY } };
 	int opened = 0;
 
-	for (int i = 0; i < 3; i++) {
+	for (int i = 0; i < 2; i++) {
 		int fd = open_of(target->pid, files[i].name, files[i].flags);
 
 		if (fd >= 0)
@@ -952,11 +887,9 @@ static int open_all(struct target *target)
 static int use_descriptors(struct target *target)
 {
 	struct pm_scan_arg argument = good_arguments();
-	uint64_t list[2];
 
 	argument.vec = argument.vec_len = 0;
-	return ioctl(target->pagemap, PAGEMAP_SCAN, &argument) < 0 ||
-	       pread(target->ldt_dirty, list, sizeof(list), (off_t)(uintptr_t)AREA) < 0;
+	return ioctl(target->pagemap, PAGEMAP_SCAN, &argument) < 0;
 }
 
 static void ask_without_rights(struct target *target)
@@ -994,13 +927,13 @@ static void ask_without_rights(struct target *target)
 		close(ready[0]);
 		close(ready[1]);
 		got = as_user(KILLER, open_all, &other);
-		if (got != (dumpable ? 7 : 0))
+		if (got != (dumpable ? 3 : 0))
 			wrong("a user opens files %x of his own process that is %sdumpable", got, dumpable ? "" : "not ");
 		got = as_user(NOBODY, open_all, &other);
 		if (got)
 			wrong("a user opens files %x of another one's process", got);
 		got = open_all(&other);
-		if (got != 7)
+		if (got != 3)
 			wrong("root opens files %x only", got);
 		kill_and_wait(other.pid);
 	}
@@ -1012,11 +945,10 @@ static void ask_without_rights(struct target *target)
 	usleep(1000);
 	while (waitid(P_PID, (id_t)other.pid, &(siginfo_t){ 0 }, WEXITED | WNOWAIT))
 		;
-	expect(open_of(other.pid, "ldt_dirty", O_RDONLY) < 0 ? -errno : 0, -ESRCH, "a zombie's ldt_dirty");
 	expect(open_of(other.pid, "pagemap", O_RDONLY) < 0 ? -errno : 0, -ESRCH, "a zombie's pagemap");
 	waitpid(other.pid, NULL, 0);
-	expect(open_of(other.pid, "ldt_dirty", O_RDONLY) < 0 ? -errno : 0, -ENOENT, "the ldt_dirty of nobody");
-	expect(open_of(2, "ldt_dirty", O_RDONLY) < 0 ? -errno : 0, -ESRCH, "the ldt_dirty of a kernel thread");
+	expect(open_of(other.pid, "pagemap", O_RDONLY) < 0 ? -errno : 0, -ENOENT, "the pagemap of nobody");
+	expect(open_of(2, "pagemap", O_RDONLY) < 0 ? -errno : 0, -ESRCH, "the pagemap of a kernel thread");
 	check(target);
 }
 
@@ -1024,7 +956,6 @@ static void ask_without_rights(struct target *target)
 static void check_gone(struct target *target, bool gone)
 {
 	struct pm_scan_arg argument = good_arguments();
-	uint64_t list[2];
 	ssize_t got;
 
 	argument.flags = PM_SCAN_LDT_RESTART;
@@ -1038,11 +969,12 @@ static void check_gone(struct target *target, bool gone)
 	calls++;
 	if (got)
 		wrong("a scan of memory that is gone: %zd %s", got, got < 0 ? strerror(errno) : "regions");
-	got = pread(target->ldt_dirty, list, sizeof(list), 0);
-	if (got)
-		wrong("a list of memory that is gone: %zd %s", got, got < 0 ? strerror(errno) : "bytes");
+	/* Without an output, and for written pages alone. */
+	argument.vec = argument.vec_len = argument.category_anyof_mask = 0;
+	argument.category_mask = argument.return_mask = PAGE_IS_LDT_DIRTY;
+	expect(scan(target, &argument), 0, "a restart of memory that is gone");
 	if (gone)
-		expect(write(target->clear_refs, "6", 1) < 0 ? -errno : 0, -ESRCH, "clear_refs of a process that is gone");
+		expect(write(target->clear_refs, "4", 1) < 0 ? -errno : 0, -ESRCH, "clear_refs of a process that is gone");
 }
 
 /* The target executes this program anew; old descriptors must neither show nor change the new address space. */
@@ -1100,7 +1032,6 @@ static void run_another(void)
 	close_files(&old);
 	old = target;
 	old.pagemap = dup(target.pagemap);
-	old.ldt_dirty = dup(target.ldt_dirty);
 	old.clear_refs = dup(target.clear_refs);
 	stop(&target);
 	doing = "the target has exited";
@@ -1139,7 +1070,6 @@ static void come_and_go(void)
 				struct target target = { .pid = pid };
 
 				target.pagemap = open_of(pid, "pagemap", O_RDONLY);
-				target.ldt_dirty = open_of(pid, "ldt_dirty", O_RDONLY);
 				target.clear_refs = open_of(pid, "clear_refs", O_WRONLY);
 				for (int k = 0; k < 10; k++)
 					call_anyhow(&target, &state);

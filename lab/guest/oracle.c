@@ -10,7 +10,8 @@
  *
  * MODE is
  *   scan          lightweight dirty tracking: PAGEMAP_SCAN collects and restarts in one step, whether the trackee runs or not
- *   refs          the same by the paper's interface: the trackee is stopped, ldt_dirty is read, 6 is written to clear_refs
+ *   written       the same, but PAGEMAP_SCAN is asked for the written pages alone, which takes another path in the kernel;
+ *                 while the trackee is stopped, sometimes in two steps
  *   soft-dirty    the trackee is stopped, pagemap is read, and 4 is written to clear_refs
  *   pagemap-scan  userfaultfd write-protects asynchronously; PAGEMAP_SCAN collects and protects again, while the trackee runs
  *
@@ -52,9 +53,9 @@
 #define PAGE_IS_PRESENT (1 << 3)
 #define PAGE_IS_SWAPPED (1 << 4)
 #define PAGE_IS_PFNZERO (1 << 5)
-#define PAGE_IS_LDT_DIRTY (1 << 16)
+#define PAGE_IS_LDT_DIRTY (1 << 9)
 #define PM_SCAN_WP_MATCHING (1 << 0)
-#define PM_SCAN_LDT_RESTART (1 << 16)
+#define PM_SCAN_LDT_RESTART (1 << 2)
 
 #ifndef UFFD_FEATURE_WP_UNPOPULATED
 #define UFFD_FEATURE_WP_UNPOPULATED (1 << 13)
@@ -96,8 +97,8 @@ static struct control *control;
 static unsigned int threads = 3;
 static unsigned long arena_pages = 3 * 512;
 static unsigned long seconds = 20, seed = 1;
-static enum mode { SCAN, REFS, SOFT_DIRTY, PAGEMAP_SCAN_WRITTEN } mode;
-static bool by_scan = true;	/* SCAN and PAGEMAP_SCAN_WRITTEN collect and restart in one step */
+static enum mode { SCAN, WRITTEN, SOFT_DIRTY, PAGEMAP_SCAN_WRITTEN } mode;
+static bool while_running = true;	/* SOFT_DIRTY collects only while the trackee is stopped */
 static bool with_userfaultfd, broken;
 static char *base;
 static size_t size;
@@ -272,7 +273,7 @@ static void step(unsigned int thread, uint64_t *state)
 		/*
 		 * From now on the kernel may drop the pages at any time, also between the list and the restart.
 		 */
-		if (by_scan)
+		if (while_running)
 			madvise(at, length, MADV_FREE);
 		break;
 	case 9:
@@ -377,7 +378,7 @@ static void trackee(void)
 }
 
 /* The tracker's side. */
-static int pagemap, memory, clear_refs, ldt_dirty, userfaultfd;
+static int pagemap, memory, clear_refs, userfaultfd;
 static char *copy;
 static unsigned long collects, reported_pages, compared_pages, dropped_pages, forgotten;
 
@@ -451,7 +452,7 @@ static bool is_of_file(uint64_t at, uint64_t categories)
 {
 	unsigned int thread = (unsigned int)((at - (uintptr_t)base) / PAGE / arena_pages);
 
-	if (mode == SCAN || mode == REFS || kind_of(thread) != PRIVATE_FILE)
+	if (mode == SCAN || mode == WRITTEN || kind_of(thread) != PRIVATE_FILE)
 		return false;
 	return categories & (PAGE_IS_FILE | PAGE_IS_SWAPPED);
 }
@@ -487,7 +488,7 @@ static void protect_all(void)
 /* Records holes, and written pages if the scan reports them; it then restarts these in the same step. */
 static void scan(uint64_t *state)
 {
-	bool ldt = mode == SCAN;
+	bool ldt = mode == SCAN, by_scan = ldt || mode == PAGEMAP_SCAN_WRITTEN;
 	uint64_t dirty = ldt ? PAGE_IS_LDT_DIRTY : PAGE_IS_WRITTEN;
 	static struct page_region regions[1000];
 	uint64_t at = (uintptr_t)base, end = at + size, last = at;
@@ -527,32 +528,50 @@ static void scan(uint64_t *state)
 	hole(last, end);
 }
 
-/* The paper's interface: the list, then the restart, while the trackee is stopped. */
-static void list_and_restart(uint64_t *state)
+static long scan_written(uint64_t start, uint64_t flags, struct page_region *regions, size_t length, uint64_t *walk_end,
+			 uint64_t max_pages)
 {
-	static uint64_t list[1 << 16][2];
-	size_t count = 0;
+	struct pm_scan_arg argument = {
+		.size = sizeof(argument),
+		.flags = flags,
+		.start = start,
+		.end = (uintptr_t)base + size,
+		.vec = (uintptr_t)regions,
+		.vec_len = length,
+		.max_pages = max_pages,
+		.category_mask = PAGE_IS_LDT_DIRTY,
+		.return_mask = PAGE_IS_LDT_DIRTY,
+	};
+	long found = ioctl(pagemap, PAGEMAP_SCAN, &argument);
 
-	/* Reads in parts of any size. */
-	for (uint64_t at = (uintptr_t)base; at < (uintptr_t)base + size && count < 1 << 16;) {
-		size_t space = 1 + next(state) % ((1 << 16) - count);
-		ssize_t got = pread(ldt_dirty, list[count], space * 16, (off_t)at);
+	if (found < 0)
+		die("PAGEMAP_SCAN for written pages");
+	*walk_end = argument.walk_end;
+	return found;
+}
 
-		if (got < 0 || got % 16)
-			die("reading ldt_dirty");
-		if (!got)
-			break;
-		count += (size_t)got / 16;
-		at = list[count - 1][1];
+/* Collects nothing but written pages, and restarts them, in two steps where nobody can write between these. */
+static void scan_for_written(bool stands_still, uint64_t *state)
+{
+	static struct page_region regions[1 << 16];
+	bool apart = stands_still && next(state) % 2;
+	uint64_t end = (uintptr_t)base + size, walk_end;
+	long count = 0;
+
+	for (uint64_t at = (uintptr_t)base; at < end; at = walk_end) {
+		size_t space = 1 + next(state) % (next(state) % 2 ? 1000 : 10);
+
+		if ((size_t)count + space > sizeof(regions) / sizeof(*regions))
+			die("too many regions");
+		count += scan_written(at, apart ? 0 : PM_SCAN_LDT_RESTART, regions + count, space, &walk_end,
+				      next(state) % 3 ? 0 : 1 + next(state) % 3000);
+		if (walk_end <= at)
+			die("a scan that does not go on");
 	}
-	if (pwrite(clear_refs, "6", 1, 0) != 1)
-		die("writing clear_refs");
-	for (size_t i = 0; i < count; i++) {
-		uint64_t end = (uintptr_t)base + size;
-
-		if (list[i][0] < end)
-			written(list[i][0], list[i][1] < end ? list[i][1] : end, state);
-	}
+	if (apart)
+		scan_written((uintptr_t)base, PM_SCAN_LDT_RESTART, NULL, 0, &walk_end, 0);
+	for (long i = 0; i < count; i++)
+		written(regions[i].start, regions[i].end, state);
 }
 
 /* CRIU's method: an entry of pagemap for every page, while the trackee is stopped. */
@@ -580,14 +599,14 @@ static void collect(bool stands_still)
 {
 	static uint64_t state = 88172645463325252ull;
 
-	if (!by_scan && !stands_still)
+	if (!while_running && !stands_still)
 		return;
 	collects++;
 	if (with_userfaultfd && stands_still)
 		register_all();
 	scan(&state);
-	if (mode == REFS)
-		list_and_restart(&state);
+	if (mode == WRITTEN)
+		scan_for_written(stands_still, &state);
 	if (mode == SOFT_DIRTY)
 		read_pagemap_and_restart(&state);
 	if (with_userfaultfd && mode != PAGEMAP_SCAN_WRITTEN)
@@ -670,12 +689,12 @@ static int userfaultfd_of(pid_t pid)
 
 static enum mode mode_of(const char *name)
 {
-	static const char *const names[] = { "scan", "refs", "soft-dirty", "pagemap-scan" };
+	static const char *const names[] = { "scan", "written", "soft-dirty", "pagemap-scan" };
 
 	for (int i = 0; i < 4; i++)
 		if (!strcmp(name, names[i]))
 			return (enum mode)i;
-	fprintf(stderr, "oracle: -m scan, refs, soft-dirty or pagemap-scan\n");
+	fprintf(stderr, "oracle: -m scan, written, soft-dirty or pagemap-scan\n");
 	exit(2);
 }
 
@@ -714,9 +733,9 @@ int main(int argc, char **argv)
 		fprintf(stderr, "oracle: 1 to %d threads, 512 pages or more\n", MAX_THREADS);
 		return 2;
 	}
-	by_scan = mode == SCAN || mode == PAGEMAP_SCAN_WRITTEN;
+	while_running = mode != SOFT_DIRTY;
 	with_userfaultfd |= mode == PAGEMAP_SCAN_WRITTEN;
-	if (mode == SCAN || mode == REFS)
+	if (mode == SCAN || mode == WRITTEN)
 		write_file("/sys/kernel/mm/transparent_hugepage/shmem_enabled", "advise");
 	setvbuf(stdout, NULL, _IOLBF, 0);
 	state = seed * 7919 + 1;
@@ -753,13 +772,11 @@ int main(int argc, char **argv)
 	pagemap = open_of(pid, "pagemap", O_RDONLY);
 	memory = open_of(pid, "mem", O_RDONLY);
 	clear_refs = open_of(pid, "clear_refs", O_WRONLY);
-	if (mode == REFS)
-		ldt_dirty = open_of(pid, "ldt_dirty", O_RDONLY);
 	if (with_userfaultfd)
 		userfaultfd = userfaultfd_of(pid);
 	/* What is written before the first restart leaves no trace when its page leaves. */
-	if ((mode == SCAN || mode == REFS) && pwrite(clear_refs, "6", 1, 0) != 1)
-		die("writing clear_refs");
+	if (mode == SCAN || mode == WRITTEN)
+		scan_written((uintptr_t)base, PM_SCAN_LDT_RESTART, NULL, 0, &(uint64_t){ 0 }, 0);
 	hole((uintptr_t)base, (uintptr_t)base + size);
 	for (unsigned int i = 0; i < threads; i++)
 		read_pages((uintptr_t)arena(i), (uintptr_t)arena(i + 1));

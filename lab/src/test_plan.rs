@@ -222,9 +222,9 @@ fn tests(part: Part, extent: Extent, programs: &Programs) -> Result<Vec<GuestTes
             tests.push(selftest());
             for &seed in extent.seeds() {
                 tests.push(oracle(c, seed, seconds, ""));
-                tests.push(oracle(c, 10 + seed, seconds, "-m refs"));
+                tests.push(oracle(c, 10 + seed, seconds, "-m written"));
                 tests.push(oracle(c, 20 + seed, seconds, "-u"));
-                tests.push(oracle(c, 30 + seed, seconds, "-m refs -u"));
+                tests.push(oracle(c, 30 + seed, seconds, "-m written -u"));
                 tests.push(hostile(c, seed, seconds));
             }
             // These end as soon as the mistake that they make is found.

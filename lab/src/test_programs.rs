@@ -32,13 +32,13 @@ impl CPrograms {
         for patch in Kernel::Ldt.patches()? {
             let mut apply = Command::new("git");
             apply.arg("-C").arg(&source).args(["apply", "--include=tools/include/*"]);
-            apply.arg("--include=tools/testing/selftests/mm/ldt.c").arg(&patch);
+            apply.arg("--include=tools/testing/selftests/mm/lwd.c").arg(&patch);
             // Otherwise git looks for a repository above, and skips what is outside of its work tree.
             apply.env("GIT_CEILING_DIRECTORIES", directory.canonicalize().unwrap_or_else(|_| directory.to_owned()));
             command::output(&mut apply, &format!("applying {}", patch.display()), "adapt the series to the source")?;
         }
         let include = format!("-isystem{}", source.join("tools/include/uapi").display());
-        compile(&source.join("tools/testing/selftests/mm/ldt.c"), &directory.join("ldt"), &[&include])?;
+        compile(&source.join("tools/testing/selftests/mm/lwd.c"), &directory.join("ldt"), &[&include])?;
         Ok(CPrograms { directory: directory.to_owned() })
     }
 

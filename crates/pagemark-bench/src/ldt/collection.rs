@@ -7,7 +7,7 @@ use std::os::unix::fs::FileExt;
 
 use pagemark::sys::pagemap::{Filter, LDT_DIRTY, Pagemap, WRITTEN};
 use pagemark::sys::userfaultfd::Userfaultfd;
-use pagemark::{Address, AddressRangeExt, Mechanism, Range};
+use pagemark::{AddressRangeExt, Mechanism, Range};
 use pagemark_report::chart::{Chart, Series};
 use serde::{Deserialize, Serialize};
 
@@ -24,20 +24,18 @@ enum Interface {
     Pagemap,
     /// PAGEMAP_SCAN for pages that are dirty by the dirty bits of the page table.
     LdtScan,
-    /// `/proc/PID/ldt_dirty`.
-    LdtList,
     /// PAGEMAP_SCAN for pages whose write protection a write has removed.
     PagemapScan,
 }
 
 impl Interface {
-    const ALL: [Interface; 4] = [Interface::Pagemap, Interface::LdtScan, Interface::LdtList, Interface::PagemapScan];
+    const ALL: [Interface; 3] = [Interface::Pagemap, Interface::LdtScan, Interface::PagemapScan];
 
     /// The mechanism that uses it.
     fn mechanism(self) -> Mechanism {
         match self {
             Interface::Pagemap => Mechanism::SoftDirty,
-            Interface::LdtScan | Interface::LdtList => Mechanism::Ldt,
+            Interface::LdtScan => Mechanism::Ldt,
             Interface::PagemapScan => Mechanism::PagemapScan,
         }
     }
@@ -45,8 +43,7 @@ impl Interface {
     fn name(self) -> &'static str {
         match self {
             Interface::Pagemap => "pagemap (soft-dirty)",
-            Interface::LdtScan => "ldt (PAGEMAP_SCAN)",
-            Interface::LdtList => "ldt (ldt_dirty)",
+            Interface::LdtScan => "ldt",
             Interface::PagemapScan => "pagemap-scan",
         }
     }
@@ -112,14 +109,9 @@ struct DirtyReader {
     range: Range,
     pagemap: Pagemap,
     clear_refs: File,
-    list: Option<File>,
-    buffer: Vec<u8>,
     /// Keeps the range registered.
     _userfaultfd: Option<Userfaultfd>,
 }
-
-/// Size of one read of the list.
-const LIST_BYTES: usize = 32 << 10;
 
 impl DirtyReader {
     fn new(interface: Interface, range: Range) -> io::Result<DirtyReader> {
@@ -131,17 +123,11 @@ impl DirtyReader {
             }
             _ => None,
         };
-        let list = match interface {
-            Interface::LdtList => Some(File::open("/proc/self/ldt_dirty")?),
-            _ => None,
-        };
         Ok(DirtyReader {
             interface,
             range,
             pagemap: Pagemap::of_this_process()?,
             clear_refs: OpenOptions::new().write(true).open("/proc/self/clear_refs")?,
-            list,
-            buffer: vec![1; LIST_BYTES],
             _userfaultfd: userfaultfd,
         })
     }
@@ -156,7 +142,6 @@ impl DirtyReader {
             }
             Interface::LdtScan => self.scan(Filter { all: LDT_DIRTY, report: LDT_DIRTY, ..Filter::default() }),
             Interface::PagemapScan => self.scan(Filter { all: WRITTEN, report: WRITTEN, ..Filter::default() }),
-            Interface::LdtList => self.read_list(),
         }
     }
 
@@ -170,7 +155,7 @@ impl DirtyReader {
             Interface::PagemapScan => {
                 self.scan(Filter { all: WRITTEN, report: WRITTEN, protect: true, ..Filter::default() })
             }
-            Interface::Pagemap | Interface::LdtList => {
+            Interface::Pagemap => {
                 let pages = self.count()?;
                 self.begin_interval()?;
                 Ok(pages)
@@ -181,7 +166,6 @@ impl DirtyReader {
     fn begin_interval(&mut self) -> io::Result<()> {
         match self.interface {
             Interface::Pagemap => self.clear_refs.write_at(b"4", 0).map(drop),
-            Interface::LdtList => self.clear_refs.write_at(b"6", 0).map(drop),
             Interface::LdtScan | Interface::PagemapScan => self.count_and_restart().map(drop),
         }
     }
@@ -190,27 +174,6 @@ impl DirtyReader {
         let mut pages = 0;
         self.pagemap.scan(&self.range, filter, |run, _| pages += run.byte_count().pages_rounded_down())?;
         Ok(pages)
-    }
-
-    fn read_list(&mut self) -> io::Result<u64> {
-        let list = self.list.as_ref().ok_or(io::ErrorKind::NotFound)?;
-        let (mut pages, mut position) = (0, self.range.start.get());
-        loop {
-            let read = list.read_at(&mut self.buffer, position)?;
-            let (numbers, _) = self.buffer[..read].as_chunks::<8>();
-            let (bounds, _) = numbers.as_chunks::<2>();
-            for bounds in bounds {
-                let [start, end] = bounds.map(u64::from_ne_bytes).map(Address::new);
-                if start >= self.range.end {
-                    return Ok(pages);
-                }
-                pages += (start..end).overlap(&self.range).byte_count().pages_rounded_down();
-                position = end.get();
-            }
-            if read < self.buffer.len() {
-                return Ok(pages);
-            }
-        }
     }
 }
 

@@ -35,7 +35,7 @@ pub const SOFT_DIRTY: u64 = 1 << 7;
 
 /// Written since dirty tracking was restarted, or never restarted. Only kernels with the patches of
 /// `kernel/ldt` have it.
-pub const LDT_DIRTY: u64 = 1 << 16;
+pub const LDT_DIRTY: u64 = 1 << 9;
 
 /// Perhaps the zero page: the kernel does not say, because it has no PAGEMAP_SCAN and hides page
 /// frames from this process, which lacks CAP_SYS_ADMIN. No category of the kernel.

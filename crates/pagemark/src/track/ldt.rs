@@ -52,20 +52,36 @@ impl Ldt {
     }
 }
 
-/// Asks the kernel whether a page of this process was written. Begins no interval.
+/// Has the kernel find and restart a page of this process. A kernel without the patches may use the
+/// bits of PAGEMAP_SCAN for something else, so that it is not enough that it accepts them.
 fn check_kernel() -> Result<(), Error> {
     let page = Scratch::new(1);
-    page.write(0, 1);
-    let mut is_dirty = false;
-    let filter = Filter { all: LDT_DIRTY, report: LDT_DIRTY, ..Filter::default() };
-    let scanned = Pagemap::of_this_process().and_then(|own| own.scan(&page.range(), filter, |_, _| is_dirty = true));
-    match scanned {
-        Ok(()) if is_dirty => Ok(()),
-        // The kernel does not know the category, or PAGEMAP_SCAN.
-        Ok(()) => Err(unavailable()),
-        Err(error) if matches!(error.raw_os_error(), Some(libc::EINVAL | libc::ENOTTY)) => Err(unavailable()),
-        Err(error) => Err(Error::while_tracking(error, || "scanning our own pages".to_owned())),
+    let own = Pagemap::of_this_process().map_err(scanning)?;
+    let is_dirty = |restart| {
+        let mut is_dirty = false;
+        let filter = Filter { all: LDT_DIRTY, report: LDT_DIRTY, restart, ..Filter::default() };
+        own.scan(&page.range(), filter, |_, _| is_dirty = true).map(|()| is_dirty)
+    };
+    for value in 1..=2 {
+        page.write(0, value);
+        // Written until it is restarted, and then no longer.
+        for (restart, expected) in [(true, true), (false, false)] {
+            match is_dirty(restart) {
+                Ok(found) if found == expected => {}
+                Ok(_) => return Err(unavailable()),
+                // The kernel does not know the category, or PAGEMAP_SCAN.
+                Err(error) if matches!(error.raw_os_error(), Some(libc::EINVAL | libc::ENOTTY)) => {
+                    return Err(unavailable());
+                }
+                Err(error) => return Err(scanning(error)),
+            }
+        }
     }
+    Ok(())
+}
+
+fn scanning(error: std::io::Error) -> Error {
+    Error::while_tracking(error, || "scanning our own pages".to_owned())
 }
 
 fn unavailable() -> Error {

@@ -25,7 +25,7 @@ pub static SCAN: Interface = Interface::new(
 const PAGEMAP_SCAN: libc::c_ulong = 0xc060_6610;
 const PM_SCAN_WP_MATCHING: u64 = 1 << 0;
 const PM_SCAN_CHECK_WPASYNC: u64 = 1 << 1;
-const PM_SCAN_LDT_RESTART: u64 = 1 << 16;
+const PM_SCAN_LDT_RESTART: u64 = 1 << 2;
 
 /// Most regions that the kernel returns at once.
 const REGIONS: usize = 2048;
