@@ -92,9 +92,21 @@ impl Changes {
         self.make(machine, Undo::by(undo), |machine| machine.execute(&command))
     }
 
-    /// Stops the machine until [`Changes::resume`].
-    pub(crate) fn stop(&mut self, machine: &mut Machine) -> Result<()> {
-        self.execute(machine, Command::new("stop", json!({})), Command::new(CONTINUE, json!({})))
+    /// Executes commands one after the other, each with what undoes it, if anything. QEMU gets them
+    /// all at once, so that a machine that one of them stops is stopped for a shorter time.
+    pub(crate) fn execute_all(&mut self, machine: &mut Machine, steps: Vec<(Command, Option<Undo>)>) -> Result<()> {
+        let (commands, undo): (Vec<_>, Vec<_>) = steps.into_iter().unzip();
+        self.of_checkpoint.extend(undo.into_iter().flatten());
+        self.inform_guard()?;
+        let done = machine.monitor.execute_all(&commands);
+        // Some were executed, others not.
+        self.is_uncertain |= done.is_err();
+        done
+    }
+
+    /// The command that stops the machine until [`Changes::resume`].
+    pub(crate) fn stop() -> (Command, Option<Undo>) {
+        (Command::new("stop", json!({})), Some(Undo::by(Command::new(CONTINUE, json!({})))))
     }
 
     /// Lets a machine continue that was stopped.

@@ -183,11 +183,13 @@ impl Disks {
         Connections::new(self.disks.len())
     }
 
-    /// Puts the filters before the disks, and begins new bitmaps. The machine is stopped.
-    pub(crate) fn begin(&mut self, machine: &mut Machine, changes: &mut Changes) -> Result<()> {
+    /// The commands that put the filters before the disks and begin new bitmaps, executed while the
+    /// machine is stopped.
+    pub(crate) fn begin(&mut self, changes: &mut Changes) -> Result<Vec<(Command, Option<Undo>)>> {
         if self.disks.is_empty() {
-            return Ok(());
+            return Ok(Vec::new());
         }
+        let mut steps = Vec::new();
         for (index, Disk { drive, .. }) in self.disks.iter().enumerate() {
             let nodes = Nodes::of(index);
             // If the temporary file cannot take what the machine overwrites, the checkpoint fails, not the machine.
@@ -195,11 +197,11 @@ impl Disks {
                 "driver": "copy-before-write", "node-name": nodes.filter, "file": drive.node,
                 "target": nodes.kept, "on-cbw-error": "break-snapshot",
             });
-            changes.execute(machine, Command::new("blockdev-add", filter), remove_node(&nodes.filter))?;
+            steps.push((Command::new("blockdev-add", filter), Some(Undo::by(remove_node(&nodes.filter)))));
             // QEMU 7.2 crashes if a device is given the node that it has. If it is not known which node that is,
             // the device is therefore given the detour first, which it never has otherwise.
             let undo = Undo::by_both(set_node(drive, &nodes.detour), set_node(drive, &drive.node));
-            changes.make(machine, undo, |machine| machine.execute(&set_node(drive, &nodes.filter)))?;
+            steps.push((set_node(drive, &nodes.filter), Some(undo)));
         }
         self.last_bitmap += 1;
         let name = format!("pagemark-{}", self.last_bitmap);
@@ -214,12 +216,10 @@ impl Disks {
                 actions.push(json!({"type": "block-dirty-bitmap-disable", "data": disable}));
             }
         }
-        let mut undo = self.undo_bitmaps();
-        undo.extend(self.disks.iter().map(|disk| remove_bitmap(&disk.drive.node, &name)));
-        changes.set_lasting(undo)?;
-        machine.execute(&Command::new("transaction", json!({ "actions": actions })))?;
+        steps.push((Command::new("transaction", json!({ "actions": actions })), None));
         self.disks.iter_mut().for_each(|disk| disk.candidate = Some(name.clone()));
-        Ok(())
+        changes.set_lasting(self.undo_bitmaps())?;
+        Ok(steps)
     }
 
     /// Opens the disks for reading, as they were in the stop. The machine runs.

@@ -167,13 +167,13 @@ impl Machine {
         Ok(Some(blocks))
     }
 
-    /// Has QEMU write the state of processors and devices into the file that
+    /// The command by which QEMU writes the state of processors and devices into the file that
     /// [`Machine::add_device_file`] gave it. The machine is stopped.
-    pub(crate) fn save_devices(&mut self) -> Result<()> {
+    pub(crate) fn save_devices() -> Command {
         let path = format!("/dev/fdset/{FILE_SET}");
         // QEMU has the command in all builds. It does not stop the machine, and with `live: false` it leaves
         // the disks with this QEMU.
-        self.monitor.execute("xen-save-devices-state", json!({"filename": path, "live": false})).map(drop)
+        Command::new("xen-save-devices-state", json!({"filename": path, "live": false}))
     }
 
     /// Gives QEMU a file in memory for [`Machine::save_devices`].

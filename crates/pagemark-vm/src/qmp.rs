@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use nix::sys::socket::{ControlMessage, MsgFlags, getsockopt, sendmsg, sockopt};
 use serde_json::{Value, json};
 
+use crate::changes::Command;
 use crate::error::{Error, ErrorKind, Object, Result};
 
 /// How long QEMU may take to send its greeting. It sends none while another client is connected.
@@ -83,11 +84,43 @@ impl Monitor {
         arguments: Value,
         descriptor: Option<BorrowedFd<'_>>,
     ) -> Result<Value> {
-        self.last_id += 1;
-        let id = self.last_id;
-        let mut message = json!({"execute": command, "arguments": arguments, "id": id}).to_string();
-        message.push('\n');
+        let (id, message) = self.message(command, &arguments);
         self.send(message.as_bytes(), descriptor)?;
+        self.reply(id, command)
+    }
+
+    /// Executes commands one after the other, without waiting for the reply to one before the next
+    /// is sent. Also after a failure, the others are executed.
+    ///
+    /// # Errors
+    /// Of the first that failed.
+    pub(crate) fn execute_all(&mut self, commands: &[Command]) -> Result<()> {
+        let (mut ids, mut messages) = (Vec::new(), String::new());
+        for command in commands {
+            let (id, message) = self.message(command.name, &command.arguments);
+            ids.push(id);
+            messages += &message;
+        }
+        self.send(messages.as_bytes(), None)?;
+        let mut done = Ok(());
+        for (id, command) in ids.into_iter().zip(commands) {
+            match self.reply(id, command.name) {
+                Err(error) if error.kind() != ErrorKind::Command => return Err(error),
+                replied => done = done.and(replied.map(drop)),
+            }
+        }
+        done
+    }
+
+    /// A command as a line, with its id.
+    fn message(&mut self, command: &str, arguments: &Value) -> (u64, String) {
+        self.last_id += 1;
+        let message = json!({"execute": command, "arguments": arguments, "id": self.last_id}).to_string();
+        (self.last_id, message + "\n")
+    }
+
+    /// The reply to a command.
+    fn reply(&mut self, id: u64, command: &str) -> Result<Value> {
         let deadline = Instant::now() + REPLY_LIMIT;
         loop {
             let mut reply = self.read_message(deadline)?;

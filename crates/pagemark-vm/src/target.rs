@@ -278,11 +278,10 @@ impl Target for VmTarget {
         let connections = disks.prepare(machine, changes)?;
         let devices = machine.add_device_file(changes)?;
         let (since, taken_at) = (Instant::now(), SystemTime::now());
-        if startup.is_running {
-            changes.stop(machine)?;
-        }
-        disks.begin(machine, changes)?;
-        machine.save_devices()?;
+        let mut steps: Vec<_> = startup.is_running.then(Changes::stop).into_iter().collect();
+        steps.extend(disks.begin(changes)?);
+        steps.push((Machine::save_devices(), None));
+        changes.execute_all(machine, steps)?;
         memory.space.refresh_mappings()?;
         memory.find_blocks(machine, next_space)?;
         Ok(FrozenVm { hold, devices, connections, startup, since, taken_at })
