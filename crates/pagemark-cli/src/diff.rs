@@ -184,9 +184,17 @@ fn compare_space(
     PageTree::diff(store, root(a), root(b), &mut |page, old, new| {
         differing_pages += 1;
         let address = page.address().get();
-        let mapping = containing(&in_b, address).or_else(|| containing(&in_a, address));
-        let mapping = mapping.cloned().unwrap_or_else(|| unmapped(address));
-        by_mapping.entry(mapping.start).or_insert((mapping, 0)).1 += 1;
+        let found = containing(&in_b, address).or_else(|| containing(&in_a, address));
+        let mapping = found.cloned().unwrap_or_else(|| unmapped(&known.kind, address));
+        let follows = |last: &MappingRecord| last.end == address && last.permissions == mapping.permissions;
+        match by_mapping.last_entry() {
+            // Pages in no mapping that follow one another are shown as one.
+            Some(mut last) if found.is_none() && follows(&last.get().0) => {
+                let (run, pages) = last.get_mut();
+                (run.end, *pages) = (mapping.end, *pages + 1);
+            }
+            _ => by_mapping.entry(mapping.start).or_insert((mapping, 0)).1 += 1,
+        }
         if keep_pages {
             pages.push((page, old, new));
         }
@@ -223,14 +231,19 @@ fn containing(mappings: &[MappingRecord], address: u64) -> Option<&MappingRecord
     mappings[..after].last().filter(|mapping| address < mapping.end)
 }
 
-/// A placeholder for the mapping of a page that is in no mapping of either checkpoint.
-fn unmapped(address: u64) -> MappingRecord {
+/// A placeholder for the mapping of a page that is in no mapping of either checkpoint: that of a
+/// process, or one of a space that has no mappings.
+fn unmapped(kind: &SpaceKind, address: u64) -> MappingRecord {
+    let (permissions, name) = match kind {
+        SpaceKind::Process { .. } => ("----", "(not mapped)"),
+        _ => ("", ""),
+    };
     MappingRecord {
         start: address,
         end: address.saturating_add(ByteCount::PAGE.get()),
-        permissions: "----".into(),
+        permissions: permissions.into(),
         offset: 0,
-        name: "(not mapped)".into(),
+        name: name.into(),
         exception: None,
     }
 }
@@ -264,18 +277,43 @@ fn hex(store: &dyn Store, page: PageNumber, old: ContentId, new: ContentId) -> R
 
 #[cfg(test)]
 mod tests {
-    use pagemark::Blob;
+    use pagemark::{Blob, Kind, MemoryStore};
 
     use super::*;
 
     #[test]
     fn a_page_belongs_to_the_mapping_around_it() {
-        let mapping = |start, end| MappingRecord { start, end, ..unmapped(0) };
+        let mapping = |start, end| MappingRecord { start, end, ..unmapped(&SpaceKind::Process { pid: 1 }, 0) };
         let mappings = [mapping(0x1000, 0x3000), mapping(0x5000, 0x6000)];
         assert_eq!(containing(&mappings, 0x2000).map(|m| m.start), Some(0x1000));
         assert_eq!(containing(&mappings, 0x3000), None);
         assert_eq!(containing(&mappings, 0x0), None);
         assert_eq!(containing(&mappings, 0x5000).map(|m| m.start), Some(0x5000));
+    }
+
+    #[test]
+    fn pages_in_no_mapping_that_follow_one_another_are_shown_as_one() {
+        let mut store = MemoryStore::new();
+        let mut space = |kind: SpaceKind, pages: &[u64], mappings: Vec<MappingRecord>| {
+            let mut tree = PageTree::new();
+            for &page in pages {
+                tree.set(PageNumber::new(page), store.put(Kind::Page, &[page as u8 + 1; PAGE_SIZE]).unwrap());
+            }
+            let root = tree.save(&mut store).unwrap();
+            SpaceRecord { id: 1, label: "a".into(), kind, root, pages: pages.len() as u64, mappings }
+        };
+        let disk = space(SpaceKind::Disk { bytes: ByteCount::of_pages(9) }, &[1, 2, 3, 5], Vec::new());
+        let mapped =
+            MappingRecord { start: 0x1000, end: 0x2000, permissions: "rw-p".into(), ..unmapped(&disk.kind, 0) };
+        let process = space(SpaceKind::Process { pid: 1 }, &[1, 2, 3], vec![mapped]);
+        let rows = |space: &SpaceRecord| {
+            let difference = compare_space(&store, None, Some(space), space, false).unwrap();
+            let row = |found: MappingDifference| (found.start, found.end, found.name, found.differing_pages);
+            difference.mappings.into_iter().map(row).collect::<Vec<_>>()
+        };
+        assert_eq!(rows(&disk), [(0x1000, 0x4000, String::new(), 3), (0x5000, 0x6000, String::new(), 1)]);
+        let unmapped = (0x2000, 0x4000, "(not mapped)".to_owned(), 2);
+        assert_eq!(rows(&process), [(0x1000, 0x2000, String::new(), 1), unmapped]);
     }
 
     #[test]
