@@ -657,8 +657,8 @@ fn a_sparse_region() {
     region.read(BYTES - 1, &mut last).unwrap();
     assert_eq!(last, [0]);
     let used = memory_bytes() - before;
-    // Tables of `uffd` and of `emulate` grow with the region. Under a sanitizer some 8 MiB are its own.
-    let most = if matches!(mechanism, Mechanism::Uffd | Mechanism::Emulate) { 40 << 20 } else { 12 << 20 };
+    // Tables of `uffd` and of `emulate` grow with the region.
+    let most = if matches!(mechanism, Mechanism::Uffd | Mechanism::Emulate) { 40 << 20 } else { 8 << 20 };
     assert!(used < most, "{mechanism}: {used} bytes for 20 pages");
     println!("a sparse region took {used} bytes");
 }
