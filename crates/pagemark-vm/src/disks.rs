@@ -322,17 +322,15 @@ impl DiskContents {
             while let Some(page) = zeros.next_if(|page| *page < first) {
                 visit(page, &ZERO_PAGE).map_err(Visited::Visit)?;
             }
-            for (page, content) in pages(Address::new(start), Address::MAX).zip(content.chunks(PAGE_SIZE)) {
+            let (whole, rest) = content.as_chunks::<PAGE_SIZE>();
+            for (page, content) in pages(Address::new(start), Address::MAX).zip(whole) {
+                visit(page, content).map_err(Visited::Visit)?;
+            }
+            if !rest.is_empty() {
                 // The end of the disk need not be that of a page.
-                let mut whole = ZERO_PAGE;
-                let whole = match content.try_into() {
-                    Ok(page) => page,
-                    Err(_) => {
-                        whole[..content.len()].copy_from_slice(content);
-                        &whole
-                    }
-                };
-                visit(page, whole).map_err(Visited::Visit)?;
+                let mut last = ZERO_PAGE;
+                last[..rest.len()].copy_from_slice(rest);
+                visit(first + whole.len() as u64, &last).map_err(Visited::Visit)?;
             }
             Ok(())
         };

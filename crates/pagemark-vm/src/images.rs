@@ -99,34 +99,29 @@ impl WriteImage<'_> {
         if targets.last().is_some_and(|last| last.get() >= self.disk.bytes.pages_rounded_up()) {
             return Err(Error::damaged(format!("the disk {} has pages behind its end", self.disk.image.label)));
         }
+        let copy = |write: &(dyn Fn(u64, &[u8]) -> io::Result<()> + Sync)| {
+            let write = |page: PageNumber, content: &[u8]| {
+                let offset = page.address().get();
+                // The disk need not end with a page.
+                let left = self.disk.bytes.saturating_sub(ByteCount::new(offset)).to_usize();
+                write(offset, &content[..content.len().min(left)])
+            };
+            copy_pages(self.store, &ids, &targets, &write)?.map_err(failed)
+        };
         match self.disk.image.format {
             ImageFormat::Raw => {
-                let write = |page: PageNumber, content: &[u8]| {
-                    let offset = page.address().get();
-                    file.write_all_at(self.within(offset, content), offset)
-                };
                 file.set_len(self.disk.bytes.get()).map_err(failed)?;
-                copy_pages(self.store, &ids, &targets, &write)?.map_err(failed)?;
+                copy(&|offset, content| file.write_all_at(content, offset))?;
                 file.sync_all().map_err(failed)?;
             }
             ImageFormat::Qcow2 => {
-                let client = Mutex::new(self.start_writer(&path)?);
-                let write = |page: PageNumber, content: &[u8]| {
-                    let offset = page.address().get();
-                    let mut writer = client.lock().unwrap_or_else(PoisonError::into_inner);
-                    writer.client.write(offset, self.within(offset, content))
-                };
-                copy_pages(self.store, &ids, &targets, &write)?.map_err(failed)?;
-                client.into_inner().unwrap_or_else(PoisonError::into_inner).finish()?.map_err(failed)?;
+                let writer = Mutex::new(self.start_writer(&path)?);
+                let lock = || writer.lock().unwrap_or_else(PoisonError::into_inner);
+                copy(&|offset, content| lock().client.write(offset, content))?;
+                writer.into_inner().unwrap_or_else(PoisonError::into_inner).finish()?.map_err(failed)?;
             }
         }
         Ok(image)
-    }
-
-    /// The part of what is written at an offset that lies before the end of the disk.
-    fn within<'c>(&self, offset: u64, content: &'c [u8]) -> &'c [u8] {
-        let left = self.disk.bytes.saturating_sub(ByteCount::new(offset)).to_usize();
-        &content[..content.len().min(left)]
     }
 
     /// Gives the new image the owner and the mode of the old one, if that is still there.

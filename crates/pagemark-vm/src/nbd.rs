@@ -128,7 +128,7 @@ impl Client {
         }
         // Both sides leave padding out if the server offers it.
         client.send(&u32::from(flags & 3).to_be_bytes())?;
-        client.option(STRUCTURED_REPLY, &[], |_, _| Ok(()))?;
+        client.option(STRUCTURED_REPLY, &[], |_, _| ())?;
         client.set_contexts(name, bitmap)?;
         let mut request = counted(name);
         request.extend(0u16.to_be_bytes());
@@ -138,7 +138,6 @@ impl Client {
             if let (INFORMATION, Some((&[0, 0], rest))) = (kind, reply.split_first_chunk::<2>()) {
                 bytes = rest.first_chunk().map(|size| u64::from_be_bytes(*size));
             }
-            Ok(())
         })?;
         client.bytes = ByteCount::new(bytes.ok_or_else(|| broken("it does not say how long the disk is"))?);
         Ok(client)
@@ -175,24 +174,14 @@ impl Client {
     fn status(&mut self, range: Range<u64>, context: u32) -> io::Result<Vec<(u32, u32)>> {
         let cookie = self.request(BLOCK_STATUS, &range)?;
         let mut found = Vec::new();
-        loop {
-            let chunk = self.chunk()?;
-            if chunk.cookie != cookie {
-                return Err(broken("it replies to what was not asked"));
-            }
-            let payload = self.payload(&chunk)?;
-            if chunk.kind == CHUNK_STATUS {
-                let mut numbers = payload.chunks_exact(4).map(|bytes| u32::from_be_bytes(first(bytes)));
-                if numbers.next() == Some(context) {
-                    while let (Some(bytes), Some(flags)) = (numbers.next(), numbers.next()) {
-                        found.push((bytes, flags));
-                    }
+        self.replies(cookie, |kind, payload| {
+            let mut numbers = payload.as_chunks::<4>().0.iter().map(|bytes| u32::from_be_bytes(*bytes));
+            if kind == CHUNK_STATUS && numbers.next() == Some(context) {
+                while let (Some(bytes), Some(flags)) = (numbers.next(), numbers.next()) {
+                    found.push((bytes, flags));
                 }
             }
-            if chunk.is_last {
-                break;
-            }
-        }
+        })?;
         if found.is_empty() || found.iter().any(|&(bytes, _)| bytes == 0) {
             return Err(broken("it does not report the status of a part of the disk"));
         }
@@ -267,7 +256,7 @@ impl Client {
         for (part, at) in content.chunks(REQUEST_BYTES as usize).zip((offset..).step_by(REQUEST_BYTES as usize)) {
             let cookie = self.request(WRITE, &(at..at + part.len() as u64))?;
             self.reader.get_mut().write_all(part)?;
-            self.wait_for(cookie)?;
+            self.replies(cookie, |_, _| ())?;
         }
         Ok(())
     }
@@ -275,17 +264,20 @@ impl Client {
     /// Has the server bring to disk what was written, and ends the connection.
     pub(crate) fn finish(mut self) -> io::Result<()> {
         let cookie = self.request(FLUSH, &(0..0))?;
-        self.wait_for(cookie)
+        self.replies(cookie, |_, _| ())
     }
 
-    fn wait_for(&mut self, cookie: u64) -> io::Result<()> {
+    /// Receives all chunks of the reply to the only request that is under way. Calls `visit` with
+    /// the type and the payload of each.
+    fn replies(&mut self, cookie: u64, mut visit: impl FnMut(u16, &[u8])) -> io::Result<()> {
         loop {
             let chunk = self.chunk()?;
-            self.payload(&chunk)?;
-            match chunk.cookie == cookie {
-                true if chunk.is_last => return Ok(()),
-                true => {}
-                false => return Err(broken("it replies to what was not asked")),
+            if chunk.cookie != cookie {
+                return Err(broken("it replies to what was not asked"));
+            }
+            visit(chunk.kind, &self.payload(&chunk)?);
+            if chunk.is_last {
+                return Ok(());
             }
         }
     }
@@ -305,7 +297,6 @@ impl Client {
                     false => bitmap_id = id,
                 }
             }
-            Ok(())
         })?;
         if allocation_id.is_none() || bitmap.is_some() && bitmap_id.is_none() {
             return Err(broken("it does not report what was written"));
@@ -315,12 +306,7 @@ impl Client {
     }
 
     /// Negotiates an option. Calls `visit` with the type and content of each reply before the last.
-    fn option(
-        &mut self,
-        option: u32,
-        request: &[u8],
-        mut visit: impl FnMut(u32, &[u8]) -> io::Result<()>,
-    ) -> io::Result<()> {
+    fn option(&mut self, option: u32, request: &[u8], mut visit: impl FnMut(u32, &[u8])) -> io::Result<()> {
         let mut message = OPTION_MAGIC.to_be_bytes().to_vec();
         message.extend(option.to_be_bytes());
         message.extend((request.len() as u32).to_be_bytes());
@@ -338,7 +324,7 @@ impl Client {
                     let words = String::from_utf8_lossy(&reply).escape_debug().to_string();
                     return Err(io::Error::other(format!("the block server refuses option {option}: {words}")));
                 }
-                kind => visit(kind, &reply)?,
+                kind => visit(kind, &reply),
             }
         }
     }
@@ -425,11 +411,6 @@ fn counted(text: &str) -> Vec<u8> {
     let mut bytes = (text.len() as u32).to_be_bytes().to_vec();
     bytes.extend(text.as_bytes());
     bytes
-}
-
-/// The first bytes of a slice that is long enough; zeros otherwise.
-fn first<const N: usize>(bytes: &[u8]) -> [u8; N] {
-    bytes.first_chunk().copied().unwrap_or([0; N])
 }
 
 /// Parts with the flags of both contexts. A context that was not asked for is empty.
