@@ -3,13 +3,15 @@
 //! `MADV_DONTNEED` drops, for rollback. Times are also given as user and system time, as in the
 //! table of "Results on same-page-merging snapshots".
 
+use std::fs::File;
 use std::hint::black_box;
 use std::io;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::fd::AsRawFd;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use nix::sys::memfd::{MFdFlags, memfd_create};
 use pagemark::sys::own_memory::Mapping;
 use pagemark::sys::proc::Fields;
 use pagemark::{PAGE_SIZE, Region};
@@ -139,7 +141,7 @@ pub fn run(options: &Options) -> Result<(), BenchError> {
 /// Fills memory with content that is different in each page.
 ///
 /// # Safety
-/// The memory has so many pages, and nobody else uses it.
+/// `start` is the begin of memory of `pages` pages, which nobody else uses.
 unsafe fn fill(start: NonNull<u8>, pages: usize) {
     let mut random = Xorshift::new(3);
     for word in 0..pages * PAGE_SIZE / 8 {
@@ -296,24 +298,14 @@ fn measure_fork(report: &mut Report, pages: usize, written: &[Vec<usize>]) -> Re
 struct PrivateMapping {
     start: NonNull<u8>,
     bytes: usize,
-    _file: OwnedFd,
 }
 
 impl PrivateMapping {
     /// Maps a file whose pages differ.
     fn new(pages: usize) -> io::Result<PrivateMapping> {
-        // SAFETY: the call reads the name and returns a new descriptor or -1.
-        let file = unsafe { libc::memfd_create(c"peer".as_ptr(), libc::MFD_CLOEXEC) };
-        if file < 0 {
-            return Err(io::Error::last_os_error());
-        }
-        // SAFETY: the descriptor is new, and nothing else owns it.
-        let file = unsafe { OwnedFd::from_raw_fd(file) };
+        let file = File::from(memfd_create(c"peer", MFdFlags::MFD_CLOEXEC)?);
         let bytes = pages * PAGE_SIZE;
-        // SAFETY: the file is ours.
-        if unsafe { libc::ftruncate(file.as_raw_fd(), bytes as i64) } != 0 {
-            return Err(io::Error::last_os_error());
-        }
+        file.set_len(bytes as u64)?;
         let map = |flags| {
             let access = libc::PROT_READ | libc::PROT_WRITE;
             // SAFETY: a new mapping at an address that the kernel chooses.
@@ -327,7 +319,7 @@ impl PrivateMapping {
             libc::munmap(shared, bytes);
         }
         let start = NonNull::new(map(libc::MAP_PRIVATE)?.cast()).ok_or(io::ErrorKind::OutOfMemory)?;
-        Ok(PrivateMapping { start, bytes, _file: file })
+        Ok(PrivateMapping { start, bytes })
     }
 
     /// Makes the content that of the file.

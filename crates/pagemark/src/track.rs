@@ -21,7 +21,7 @@ pub mod uffd;
 
 pub mod own_memory;
 
-mod page_bits;
+pub(crate) mod page_bits;
 mod pins;
 mod populated;
 pub mod probe;

@@ -5,6 +5,7 @@ use std::io;
 use crate::snapshot::Snapshot;
 use crate::sys::own_memory::{self, Mapping};
 use crate::sys::shared_bytes::SharedBytes;
+use crate::track::page_bits::{for_words, runs};
 use crate::{Address, AddressRangeExt, Error, PAGE_SIZE, PageNumber, PageRangeExt, Range, RangeSet};
 
 /// Pages of a range from which it is asked which of them the region holds. Trackers report the
@@ -183,7 +184,7 @@ impl Base {
                 snapshot.read_at(page.address(), scratch)?;
                 Ok(PageContent::Bytes(scratch))
             }
-            Some(_) | None if self.copied.contains(page) && self.data.contains(page) => {
+            _ if self.copied.contains(page) && self.data.contains(page) => {
                 Ok(PageContent::Bytes(&self.copy.content()[page.addresses().to_offsets()]))
             }
             _ => Ok(PageContent::Zeros),
@@ -240,35 +241,31 @@ impl PageSet {
     }
 
     fn change(&mut self, pages: &Range, new: impl Fn(u64, u64) -> u64) {
-        for (index, mask) in words_of(pages) {
+        for_words(indexes(pages), |index, mask| {
             let word = &mut self.words[index];
             self.count -= word.count_ones() as usize;
             *word = new(*word, mask);
             self.count += word.count_ones() as usize;
-        }
+        });
     }
 
     /// The pages of a range that are in the set.
     fn within(&self, pages: &Range) -> RangeSet {
         let mut found = RangeSet::new();
-        for (index, mask) in words_of(pages) {
-            let mut left = self.words[index] & mask;
-            while left != 0 {
-                found.insert((PageNumber::from(index * 64) + u64::from(left.trailing_zeros())).addresses());
-                left &= left - 1;
-            }
-        }
+        for_words(indexes(pages), |index, mask| {
+            runs(self.words[index] & mask, |bits| {
+                let page = |bit: usize| PageNumber::from(index * 64 + bit);
+                found.insert((page(bits.start)..page(bits.end)).addresses());
+            });
+        });
         found
     }
 }
 
-/// The words in which the bits of whole pages lie, with those bits.
-fn words_of(pages: &Range) -> impl Iterator<Item = (usize, u64)> {
-    let (start, end) = (pages.page_range().start.to_usize(), pages.page_range().end.to_usize());
-    (start / 64..end.div_ceil(64)).map(move |index| {
-        let (first, last) = (start.max(index * 64) - index * 64, end.min(index * 64 + 64) - index * 64);
-        (index, (u64::MAX >> (64 - (last - first))) << first)
-    })
+/// The indexes of the bits of whole pages.
+fn indexes(pages: &Range) -> std::ops::Range<usize> {
+    let pages = pages.page_range();
+    pages.start.to_usize()..pages.end.to_usize()
 }
 
 /// The pages in long runs of `offsets` at which the region holds zeros.

@@ -63,6 +63,13 @@ impl Interface {
     }
 }
 
+/// Major and minor number of the kernel's version.
+pub(super) fn kernel_version() -> io::Result<(u32, u32)> {
+    let release = nix::sys::utsname::uname()?.release().to_string_lossy().into_owned();
+    let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map(|number| number.parse().unwrap_or(0));
+    Ok((numbers.next().unwrap_or(0), numbers.next().unwrap_or(0)))
+}
+
 /// Every interface, the newest first.
 pub static ALL: [&Interface; 11] = [
     &own_mappings::QUERY,
@@ -89,15 +96,13 @@ mod tests {
             (major.parse().unwrap(), minor.parse().unwrap())
         };
         assert!(ALL.is_sorted_by_key(|interface| std::cmp::Reverse(version(interface))));
-        let release = nix::sys::utsname::uname().unwrap().release().to_string_lossy().into_owned();
-        let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map(|number| number.parse().unwrap_or(0));
-        let kernel = (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0));
+        let kernel = kernel_version().unwrap();
         for interface in ALL {
             assert!(!interface.without.is_empty() && !interface.without.ends_with('.'), "{}", interface.name);
             assert_eq!(interface.is_there(), interface.refusal().is_none());
             // A kernel of that version has it, unless the process is denied its use.
             if interface.is_there() {
-                assert!(kernel >= version(interface), "{} on Linux {release}", interface.name);
+                assert!(kernel >= version(interface), "{} on Linux {kernel:?}", interface.name);
             }
         }
     }

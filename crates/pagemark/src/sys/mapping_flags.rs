@@ -11,7 +11,7 @@ use std::sync::OnceLock;
 
 use super::bpf::{Instruction, Iterator, Register};
 use super::btf::Btf;
-use super::interface::Interface;
+use super::interface::{Interface, kernel_version};
 use super::proc::smaps::{self, NamedFlags};
 use super::proc::{self, Mapping};
 use crate::{Address, Range};
@@ -217,13 +217,6 @@ fn names(bits: u64) -> Option<Vec<u8>> {
     }
     names.push(b' ');
     (left == 0).then_some(names)
-}
-
-/// Major and minor number of the kernel's version.
-fn kernel_version() -> io::Result<(u32, u32)> {
-    let release = nix::sys::utsname::uname()?.release().to_string_lossy().into_owned();
-    let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map(|number| number.parse().unwrap_or(0));
-    Ok((numbers.next().unwrap_or(0), numbers.next().unwrap_or(0)))
 }
 
 /// The program that writes a record for each mapping.

@@ -45,7 +45,7 @@ impl PageBits {
 }
 
 /// Calls `each` for the words in which bits of the range lie, with those bits.
-fn for_words(bits: Range<usize>, mut each: impl FnMut(usize, u64)) {
+pub(crate) fn for_words(bits: Range<usize>, mut each: impl FnMut(usize, u64)) {
     let mut start = bits.start;
     while start < bits.end {
         let end = bits.end.min((start / 64 + 1) * 64);
@@ -56,7 +56,7 @@ fn for_words(bits: Range<usize>, mut each: impl FnMut(usize, u64)) {
 }
 
 /// Calls `each` for the runs of set bits, in ascending order.
-pub(super) fn runs(mut word: u64, mut each: impl FnMut(Range<usize>)) {
+pub(crate) fn runs(mut word: u64, mut each: impl FnMut(Range<usize>)) {
     let mut passed = 0;
     while word != 0 {
         let zeros = word.trailing_zeros();
