@@ -29,8 +29,9 @@ pub const STOCK_MODULES: [&str; 18] = [
     "xt_mark",
 ];
 
-/// The modules that older kernels of Debian need to reach the host's files.
-pub const DEVICE_MODULES: [&str; 2] = ["virtio_pci", "virtiofs"];
+/// The modules that older kernels of Debian need besides: to reach the host's files, and to
+/// compress what they swap out.
+pub const OLDER_MODULES: [&str; 3] = ["virtio_pci", "virtiofs", "lzo-rle"];
 
 /// The suites that have the newest stable kernel, which the host's own need not have.
 pub const NEWEST_SUITES: [&str; 2] = ["bookworm-backports", "trixie"];
@@ -118,8 +119,8 @@ impl Kernel {
         match self {
             // These modules are part of the kernel.
             Kernel::Stock => Some(package(&NEWEST_SUITES, &[&STOCK_MODULES])),
-            Kernel::Debian12 => Some(package(&["bookworm"], &[&DEVICE_MODULES, &STOCK_MODULES])),
-            Kernel::Debian11 => Some(package(&["bullseye"], &[&DEVICE_MODULES, &STOCK_MODULES])),
+            Kernel::Debian12 => Some(package(&["bookworm"], &[&OLDER_MODULES, &STOCK_MODULES])),
+            Kernel::Debian11 => Some(package(&["bullseye"], &[&OLDER_MODULES, &STOCK_MODULES])),
             Kernel::Ldt | Kernel::Plain | Kernel::LdtDebug | Kernel::PlainDebug => None,
         }
     }
@@ -130,9 +131,12 @@ impl Kernel {
         match self {
             Kernel::Ldt | Kernel::LdtDebug => "",
             Kernel::Stock | Kernel::Plain | Kernel::PlainDebug => "lightweight dirty tracking",
-            Kernel::Debian12 => "lightweight dirty tracking\nLinux 6\\.7\nPAGEMAP_SCAN\nasynchronous write-protection",
+            Kernel::Debian12 => {
+                "lightweight dirty tracking\nLinux 6\\.(7|11)\nPAGEMAP_SCAN\nPROCMAP_QUERY\nasynchronous write-protection"
+            }
             Kernel::Debian11 => {
-                "lightweight dirty tracking\nLinux 6\\.7\nPAGEMAP_SCAN\nasynchronous write-protection\nLinux 5\\.19"
+                "lightweight dirty tracking\nLinux (5\\.19|6\\.(7|11))\nPAGEMAP_SCAN\nPROCMAP_QUERY\n\
+                 asynchronous write-protection"
             }
         }
     }
@@ -143,6 +147,7 @@ impl Kernel {
         if self.has_series() {
             names.push("ldt.config");
         }
+        names.push("devices.config");
         if self.checks_itself() {
             names.push("debug.config");
         }
@@ -272,7 +277,8 @@ mod tests {
             assert!(name.starts_with(&format!("{:04}-", index + 1)), "{name}");
         }
         assert!(Kernel::Plain.patches().unwrap().is_empty());
-        assert_eq!(Kernel::LdtDebug.fragments().len(), 3);
+        assert_eq!(Kernel::LdtDebug.fragments().len(), 4);
+        assert_eq!(Kernel::Plain.fragments().len() + 1, Kernel::Ldt.fragments().len());
     }
 
     #[test]

@@ -10,11 +10,12 @@ use crate::version::is_at_least;
 use crate::{Error, Result, cache, command, packages, progress, source_root};
 
 /// Packages of the host's own distribution.
-const PACKAGES: [&str; 12] = [
+const PACKAGES: [&str; 14] = [
     "build-essential",
     "ca-certificates",
     "cmake",
     "gdb",
+    "iproute2",
     "iptables",
     "pkg-config",
     "python3",
@@ -23,6 +24,7 @@ const PACKAGES: [&str; 12] = [
     "qemu-utils",
     "redis-server",
     "redis-tools",
+    "sqlite3",
 ];
 /// Servers that only the full tests checkpoint.
 const SERVERS: [&str; 2] = ["postgresql", "postgresql-contrib"];

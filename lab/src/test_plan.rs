@@ -78,13 +78,15 @@ pub enum Part {
     Debug,
     /// A Redis server that is partly swapped out, on the kernel with the series.
     Redis,
+    /// Containers with Redis servers, which move from one machine to another.
+    Migration,
     /// The kernel's own selftests on kernels with and without the series.
     Selftests,
 }
 
 impl Part {
     /// All parts.
-    pub const ALL: [Part; 8] = [
+    pub const ALL: [Part; 9] = [
         Part::Ldt,
         Part::Stock,
         Part::Debian12,
@@ -92,6 +94,7 @@ impl Part {
         Part::Plain,
         Part::Debug,
         Part::Redis,
+        Part::Migration,
         Part::Selftests,
     ];
 
@@ -113,6 +116,7 @@ impl Part {
             Part::Plain => "plain",
             Part::Debug => "debug",
             Part::Redis => "redis",
+            Part::Migration => "migration",
             Part::Selftests => "selftests",
         }
     }
@@ -120,7 +124,7 @@ impl Part {
     /// The kernels that it boots.
     pub fn kernels(self, extent: Extent) -> &'static [Kernel] {
         match (self, extent) {
-            (Part::Ldt | Part::Redis, _) => &[Kernel::Ldt],
+            (Part::Ldt | Part::Redis | Part::Migration, _) => &[Kernel::Ldt],
             (Part::Stock, _) => &[Kernel::Stock],
             (Part::Debian12, _) => &[Kernel::Debian12],
             (Part::Debian11, _) => &[Kernel::Debian11],
@@ -185,10 +189,19 @@ impl Programs {
             Part::Stock | Part::Debian12 | Part::Debian11 => machine.processors = STOCK_PROCESSORS,
             _ => {}
         }
-        let tests = tests(part, extent, self)?;
+        let mut tests = tests(part, extent, self)?;
         let mut file = File::options().append(true).create(true).open(log).map_err(Error::file("open", log))?;
         writeln!(file, "\n== {}: {} tests", machine.kernel, tests.len()).map_err(Error::file("write", log))?;
-        if tests.is_empty() { Ok(Vec::new()) } else { batch::run(machine, &tests, &self.directory.0, log) }
+        if tests.is_empty() {
+            return Ok(Vec::new());
+        }
+        // What moves arrives on another machine.
+        let arriving = if part == Part::Migration { tests.split_off(tests.len() - 1) } else { Vec::new() };
+        let mut results = batch::run(machine.clone(), &tests, &self.directory.0, log)?;
+        if !arriving.is_empty() {
+            results.extend(batch::run(machine, &arriving, &self.directory.0, log)?);
+        }
+        Ok(results)
     }
 
     fn run_selftests(&self, extent: Extent) -> Result<Vec<TestResult>> {
@@ -212,7 +225,7 @@ fn tests(part: Part, extent: Extent, programs: &Programs) -> Result<Vec<GuestTes
     let (seconds, c) = (extent.seconds(), &programs.c);
     let selftest = || GuestTest::new("the series' selftest", 300, c.selftest());
     let mut tests = Vec::new();
-    if part != Part::Redis && (extent == Extent::Full || part != Part::Debian12) {
+    if !matches!(part, Part::Redis | Part::Migration) && (extent == Extent::Full || part != Part::Debian12) {
         // Swap, KSM and khugepaged for all that follows.
         let script = crate::source_root().join("lab/guest/memory-pressure.sh");
         tests.push(GuestTest::new("swap, KSM and khugepaged", 60, quoted(&script)));
@@ -281,6 +294,17 @@ fn tests(part: Part, extent: Extent, programs: &Programs) -> Result<Vec<GuestTes
                     1500,
                     libtest(redis, &format!("--exact {test} --nocapture")),
                 ));
+            }
+        }
+        Part::Migration => {
+            if let Some(binaries) = &programs.binaries {
+                let migration = binaries.find("pagemark-cli", "migration")?;
+                let meeting = quoted(&programs.directory.0.join("migration"));
+                for (name, half) in [("leave", "redis_containers_leave"), ("arrive", "redis_containers_arrive")] {
+                    let command = libtest(migration, &format!("--exact {half} --include-ignored --nocapture"));
+                    let command = format!("export PAGEMARK_MIGRATION={meeting}; mkdir -p {meeting}; {command}");
+                    tests.push(GuestTest::new(format!("Redis containers {name}"), 1800, command));
+                }
             }
         }
         Part::Selftests => {}

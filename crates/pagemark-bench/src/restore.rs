@@ -4,6 +4,7 @@
 
 use std::fs::File;
 use std::io::Write;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -13,6 +14,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::sys::wait::waitpid;
 use nix::unistd::Pid;
 use pagemark::repository::Repository;
+use pagemark::sys::proc;
 use pagemark::track::Scope;
 use pagemark::{Job, JobOptions, Mechanism};
 use pagemark_process::criu::{Criu, DumpOptions};
@@ -27,6 +29,9 @@ use crate::criu_dump::{full_dump, run_criu};
 use crate::trackee::Trackee;
 use crate::workload::Workload;
 use crate::{BenchError, print_json};
+
+/// Pause between two looks at the counter of a process, which updates a page in 0.2 ms.
+const UPDATE_POLL: Duration = Duration::from_micros(100);
 
 /// Options of the measurement.
 #[derive(clap::Args, Clone, Debug)]
@@ -65,11 +70,11 @@ struct Row {
     cache: Cache,
     /// `criu restore` from its own images.
     criu_us: Samples,
-    /// The same for a process of 1 MiB.
+    /// The same for a process of 1 MiB, until that has updated a page.
     small_criu_us: Samples,
     /// Pagemark, all memory first.
     eager_us: Samples,
-    /// Pagemark with memory on demand, until the process runs.
+    /// Pagemark with memory on demand, until the process has updated a page.
     lazy_answer_us: Samples,
     /// The same, until all memory is there.
     lazy_complete_us: Samples,
@@ -81,6 +86,8 @@ struct Row {
     lazy_complete_ratio: Samples,
     images_bytes: u64,
     repository_bytes: u64,
+    /// Disk space of the temporary files of a restore with memory on demand when the process runs.
+    staged_bytes: u64,
 }
 
 /// Measures and prints.
@@ -96,8 +103,11 @@ pub fn run(options: &Options) -> Result<(), BenchError> {
     let mut rows = Vec::new();
     for &mib in &options.mib {
         let directory = make().map_err(BenchError::on("make a directory"))?;
-        let saved = Saved::make(mib, &criu, &directory.path().join("large"))?;
-        let small = Saved::make(1, &criu, &directory.path().join("small"))?;
+        // An update of a page takes the same time in both.
+        let workload = |mib, percent, pass_ms| Workload { mib, percent, run_pages: 16, pass_ms, children: 0 };
+        let large = workload(mib, 1.0, (mib as u64 / 2).max(1));
+        let saved = Saved::make(&large, &criu, &directory.path().join("large"))?;
+        let small = Saved::make(&workload(1, 100.0, 50), &criu, &directory.path().join("small"))?;
         for cache in [Cache::Warm, Cache::Cold] {
             eprintln!("{mib} MiB, {cache:?} …");
             rows.push(measure(options, mib, cache, &criu, &saved, &small)?);
@@ -115,17 +125,32 @@ pub fn run(options: &Options) -> Result<(), BenchError> {
 struct Saved {
     images: PathBuf,
     repository: PathBuf,
+    scratch: PathBuf,
     pid: i32,
+    counter_address: u64,
     images_bytes: u64,
     repository_bytes: u64,
 }
 
+/// What a restore by Pagemark took.
+struct Taken {
+    /// Until the process runs.
+    running: Duration,
+    /// Until the process has updated a page.
+    answered: Duration,
+    complete: Duration,
+    staged_bytes: u64,
+}
+
 impl Saved {
-    fn make(mib: usize, criu: &Criu, directory: &Path) -> Result<Saved, BenchError> {
+    fn make(workload: &Workload, criu: &Criu, directory: &Path) -> Result<Saved, BenchError> {
         let (images, repository) = (directory.join("images"), directory.join("repository"));
-        std::fs::create_dir_all(&images).map_err(BenchError::on("make a directory"))?;
-        let workload = Workload { mib, percent: 1.0, run_pages: 16, pass_ms: 500, children: 0 };
-        let trackee = Trackee::start(&workload)?;
+        let scratch = directory.join("scratch");
+        for made in [&images, &scratch] {
+            std::fs::create_dir_all(made).map_err(BenchError::on("make a directory"))?;
+        }
+        let trackee = Trackee::start(workload)?;
+        let counter_address = trackee.counter_address();
         let saver = CriuSaver::new(criu.clone(), DumpOptions::default());
         let target = ProcessTarget::attach(trackee.pid(), Mechanism::choose(Scope::Process), Arc::new(saver));
         let repository_handle = Repository::create(&repository).map_err(BenchError::pagemark)?;
@@ -134,36 +159,60 @@ impl Saved {
         job.detach();
         let dump = full_dump(criu.path(), trackee.pid(), &images)?;
         let (pid, repository_bytes) = (trackee.pid(), taken.cost.written_bytes);
-        Ok(Saved { images, repository, pid, images_bytes: dump.bytes, repository_bytes })
+        Ok(Saved { images, repository, scratch, pid, counter_address, images_bytes: dump.bytes, repository_bytes })
     }
 
-    /// Time of `criu restore`.
-    fn restore_by_criu(&self, criu: &Criu) -> Result<Duration, BenchError> {
+    /// Times of `criu restore`: until the process runs, and until it has updated a page.
+    fn restore_by_criu(&self, criu: &Criu) -> Result<[Duration; 2], BenchError> {
+        let begin = Instant::now();
         let elapsed = run_criu(criu.path(), &self.images, "restore.log", |command| {
             command.args(["restore", "--no-default-config", "--restore-detached", "--restore-sibling", "--tcp-close"])
         })?;
+        self.wait_for_update()?;
+        let answered = begin.elapsed();
         self.end()?;
-        Ok(elapsed)
+        Ok([elapsed, answered])
     }
 
-    /// Time until the process runs, and until all its memory is there. The repository is opened and
-    /// CRIU is looked for within the time.
-    fn restore(&self, is_lazy: bool) -> Result<[Duration; 2], BenchError> {
+    /// Restores the process. The repository is opened and CRIU is looked for within the time.
+    fn restore(&self, is_lazy: bool) -> Result<Taken, BenchError> {
         let begin = Instant::now();
         let repository = Repository::open(&self.repository).map_err(BenchError::pagemark)?;
         let checkpoint = repository.read("bench", 1).map_err(BenchError::pagemark)?;
-        let restore = Restore::new(&checkpoint).lazy(is_lazy).allow_unusual_files(true);
-        let started = restore.start(&mut |event| {
-            if let RestoreEvent::Staging { reason } = event {
-                eprintln!("memory is staged: {reason}");
+        let restore = Restore::new(&checkpoint).lazy(is_lazy).allow_unusual_files(true).scratch_in(&self.scratch);
+        let mut taken =
+            Taken { running: Duration::ZERO, answered: Duration::ZERO, complete: Duration::ZERO, staged_bytes: 0 };
+        let mut updated = Ok(());
+        let restored = restore.run(&mut |event| match event {
+            RestoreEvent::Staging { reason } => eprintln!("memory is staged: {reason}"),
+            RestoreEvent::Running(_) => {
+                taken.running = begin.elapsed();
+                updated = self.wait_for_update();
+                taken.answered = begin.elapsed();
+                taken.staged_bytes = disk_bytes(&self.scratch);
             }
+            _ => {}
         });
-        let started = started.map_err(BenchError::pagemark)?;
-        let answered = begin.elapsed();
-        started.complete(&mut |_| {}).map_err(BenchError::pagemark)?;
-        let complete = begin.elapsed();
+        taken.complete = begin.elapsed();
+        restored.map_err(BenchError::pagemark)?;
+        updated?;
         self.end()?;
-        Ok([answered, complete])
+        Ok(taken)
+    }
+
+    /// Waits until the process, which runs, has updated a page.
+    fn wait_for_update(&self) -> Result<(), BenchError> {
+        let memory = proc::open_memory(self.pid).map_err(BenchError::on("open the process's memory"))?;
+        let count = || {
+            let mut count = [0; 8];
+            let read = memory.read_exact_at(&mut count, self.counter_address);
+            read.map(|()| count).map_err(BenchError::on("read the process's counter"))
+        };
+        let first = count()?;
+        while count()? == first {
+            std::thread::sleep(UPDATE_POLL);
+        }
+        Ok(())
     }
 
     /// Kills the restored process, a child of this one, and waits for its end.
@@ -173,6 +222,17 @@ impl Saved {
         kill(pid, Signal::SIGKILL).map_err(failed)?;
         waitpid(pid, None).map(drop).map_err(failed)
     }
+}
+
+/// Disk space of the files below a directory.
+fn disk_bytes(directory: &Path) -> u64 {
+    let entries = std::fs::read_dir(directory).into_iter().flatten().flatten();
+    let of_entry = |entry: std::fs::DirEntry| match entry.metadata() {
+        Ok(metadata) if metadata.is_dir() => disk_bytes(&entry.path()),
+        Ok(metadata) => metadata.blocks() * 512,
+        Err(_) => 0,
+    };
+    entries.map(of_entry).sum()
 }
 
 /// Empties the page cache.
@@ -203,15 +263,16 @@ fn measure(
         lazy_complete_ratio: Samples::default(),
         images_bytes: saved.images_bytes,
         repository_bytes: saved.repository_bytes,
+        staged_bytes: 0,
     };
     let ready = || if cache == Cache::Cold { drop_caches() } else { Ok(()) };
     // The first round fills the page cache, and is not counted.
     let first = if cache == Cache::Warm { 0 } else { 1 };
     for round in first..=options.rounds {
         ready()?;
-        let by_criu = saved.restore_by_criu(criu)?;
+        let [by_criu, _] = saved.restore_by_criu(criu)?;
         ready()?;
-        let [eager, _] = saved.restore(false)?;
+        let eager = saved.restore(false)?.running;
         let us = |time: Duration| time.as_secs_f64() * 1e6;
         if round > 0 {
             row.criu_us.push(us(by_criu));
@@ -222,12 +283,13 @@ fn measure(
             continue;
         }
         ready()?;
-        let small = small.restore_by_criu(criu)?;
+        let [_, small] = small.restore_by_criu(criu)?;
         ready()?;
-        let [answer, complete] = saved.restore(true)?;
+        let Taken { answered: answer, complete, staged_bytes, .. } = saved.restore(true)?;
         if round == 0 {
             continue;
         }
+        row.staged_bytes = row.staged_bytes.max(staged_bytes);
         row.small_criu_us.push(us(small));
         row.lazy_answer_us.push(us(answer));
         row.lazy_complete_us.push(us(complete));
@@ -253,6 +315,7 @@ fn table(options: &Options, rows: &[Row]) -> String {
         ">to CRIU, 1 MiB",
         ">lazy, complete",
         ">to eager",
+        ">staged",
     ]);
     for row in rows {
         let mib = |bytes: u64| format!("{:.0} MiB", bytes as f64 / 1048576.0);
@@ -277,6 +340,7 @@ fn table(options: &Options, rows: &[Row]) -> String {
             ratio(&row.lazy_answer_ratio),
             ms(&row.lazy_complete_us),
             ratio(&row.lazy_complete_ratio),
+            format!("{:.1} MiB", row.staged_bytes as f64 / 1048576.0),
         ]);
     }
     out += &table.to_string();

@@ -56,6 +56,11 @@ impl Trackee {
         self.child.id() as i32
     }
 
+    /// Address of its counter of page updates.
+    pub fn counter_address(&self) -> u64 {
+        self.counter_address
+    }
+
     /// Memory of the program and its children, bytes. Each shared page counts once.
     ///
     /// # Errors

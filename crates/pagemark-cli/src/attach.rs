@@ -2,13 +2,14 @@
 
 use std::path::Path;
 use std::process::ExitCode;
-use std::sync::mpsc;
+use std::sync::{Arc, mpsc};
 
 use clap::Args;
 use nix::unistd::Pid;
 use pagemark::Job;
 use pagemark::job::End;
 use pagemark::sys::proc::Stat;
+use pagemark_process::files::FileWatch;
 use pagemark_process::target::ProcessTarget;
 
 use crate::failure::{Failure, Outcome, PROCESSES};
@@ -56,14 +57,18 @@ impl Attach {
         let repository = self.repository.open_or_create()?;
         self.capture.check_data(repository.path())?;
         let signals = Signals::hold_for_stop()?;
-        let target = attach(&self.capture, self.pid)?;
+        let mut report = Report::choose(self.schedule.quiet, self.json, report::stdout(), None);
+        let watch = report.watch(self.capture.watch_files(), self.pid);
+        let target = attach(&self.capture, self.pid, watch.as_ref())?;
         let job = Job::new(target, repository, self.schedule.job_options(name.clone(), &self.capture.memory));
 
         let (stop, stopped) = mpsc::channel();
         announce_exit(Pid::from_raw(self.pid), stop.clone())?;
         signals.stop_at(stop)?;
-        let mut report = Report::choose(self.schedule.quiet, self.json, report::stdout(), None);
-        let done = job.run(&stopped, &mut |event| report.event(&name, self.pid, event));
+        let done = job.run(&stopped, &mut |event| {
+            report.event(&name, self.pid, event);
+            report.notices(watch.as_deref());
+        });
         let state = if done.end == End::TargetGone { "has exited" } else { "keeps running" };
         report.say(&format!("process {} {state}; {}", self.pid, summary(&name, &done)));
         Ok(ExitCode::SUCCESS)
@@ -75,7 +80,7 @@ impl Checkpoint {
         let name = job_name_of(&self.capture, self.pid)?;
         let repository = self.repository.open_or_create()?;
         self.capture.check_data(repository.path())?;
-        let target = attach(&self.capture, self.pid)?;
+        let target = attach(&self.capture, self.pid, None)?;
         let mut job = Job::new(target, repository, self.capture.memory.job_options(name.clone()));
         let taken = job.checkpoint().map_err(|error| Failure::checkpointing(self.pid, error))?;
         job.detach();
@@ -85,9 +90,9 @@ impl Checkpoint {
     }
 }
 
-fn attach(capture: &CaptureOptions, pid: i32) -> Result<ProcessTarget, Failure> {
+fn attach(capture: &CaptureOptions, pid: i32, watch: Option<&Arc<FileWatch>>) -> Result<ProcessTarget, Failure> {
     let saver = capture.saver().map_err(|error| Failure::checkpointing(pid, error))?;
-    capture.attach(pid, saver).map_err(|error| Failure::checkpointing(pid, error))
+    capture.attach(pid, saver, watch).map_err(|error| Failure::checkpointing(pid, error))
 }
 
 /// The job's name for a running process: the name that the options give, or the name of the

@@ -17,6 +17,7 @@ mod doctor;
 mod documents;
 mod export;
 mod failure;
+mod fork;
 mod heat_map;
 mod live;
 mod log;
@@ -56,6 +57,7 @@ enum Subcommands {
     Attach(attach::Attach),
     Checkpoint(attach::Checkpoint),
     Restore(restore::Restore),
+    Fork(fork::Fork),
     Log(log::Log),
     Show(show::Show),
     Diff(diff::Diff),
@@ -78,6 +80,7 @@ fn main() -> ExitCode {
         Subcommands::Attach(command) => command.run(),
         Subcommands::Checkpoint(command) => command.run(),
         Subcommands::Restore(command) => command.run(),
+        Subcommands::Fork(command) => command.run(),
         Subcommands::Log(command) => command.run(),
         Subcommands::Show(command) => command.run(),
         Subcommands::Diff(command) => command.run(),

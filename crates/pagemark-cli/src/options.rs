@@ -12,7 +12,7 @@ use pagemark::{JobOptions, Mechanism, Policy};
 use pagemark_process::Error;
 use pagemark_process::cgroups::Cgroups;
 use pagemark_process::criu::DumpOptions;
-use pagemark_process::files::DataTree;
+use pagemark_process::files::{DataTree, FileWatch};
 use pagemark_process::saver::{CriuSaver, RegisterSaver, StateSaver};
 use pagemark_process::target::ProcessTarget;
 use pagemark_report::text;
@@ -64,6 +64,10 @@ pub struct CaptureOptions {
     /// or closed, and a restore removes what is new in it. May be given several times
     #[arg(long, value_name = "DIR", conflicts_with = "memory_only")]
     data: Vec<PathBuf>,
+    /// Which files outside of `--data` belong to the program: all that its processes write while
+    /// they are watched, or those that are open for writing at the checkpoint
+    #[arg(long, default_value = "written", value_enum, conflicts_with = "memory_only")]
+    files: FilesName,
     /// Control groups: `restore` puts processes back into them if they still exist, `ignore` leaves
     /// them out; CRIU's modes `props`, `soft`, `full` and `strict` also save properties, which
     /// makes the freeze longer
@@ -97,6 +101,12 @@ fn mechanism(name: &str) -> Result<MechanismChoice, String> {
     }
 }
 
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum FilesName {
+    Written,
+    Open,
+}
+
 #[derive(Debug, Clone, Copy, ValueEnum)]
 enum StrategyName {
     PreCopy,
@@ -113,11 +123,24 @@ impl CaptureOptions {
         Ok(Arc::new(CriuSaver::find(options)?))
     }
 
-    /// Attaches to a process and its descendants.
-    pub fn attach(&self, pid: i32, saver: Arc<dyn StateSaver>) -> pagemark_process::Result<ProcessTarget> {
+    /// Attaches to a process and its descendants. `watch` follows the process.
+    pub fn attach(
+        &self,
+        pid: i32,
+        saver: Arc<dyn StateSaver>,
+        watch: Option<&Arc<FileWatch>>,
+    ) -> pagemark_process::Result<ProcessTarget> {
         let mut target = ProcessTarget::attach(pid, self.memory.mechanism(), saver)?;
         target.set_data(self.data.iter().map(|path| DataTree::new(path)).collect::<Result<_, _>>()?);
+        if let Some(watch) = watch {
+            target.set_watch(watch.clone());
+        }
         Ok(target)
+    }
+
+    /// Begins to watch which files are written. None if that is not wanted.
+    pub fn watch_files(&self) -> Option<Result<FileWatch, Error>> {
+        (self.files == FilesName::Written && !self.memory_only).then(FileWatch::new)
     }
 
     /// Checks the data directories, before anything else is done. None may contain the repository:

@@ -2,9 +2,14 @@
 
 use std::io::{self, Write};
 use std::os::fd::OwnedFd;
+use std::sync::Arc;
 
 use pagemark::job::{JobEvent, Summary, Taken};
+use pagemark_process::Error;
+use pagemark_process::files::FileWatch;
+use pagemark_report::escape::printable;
 use pagemark_report::text;
+use pagemark_vm::MachineEvent;
 use serde::Serialize;
 
 use crate::live::BottomLine;
@@ -76,6 +81,35 @@ impl Report {
         }
     }
 
+    /// Has `watch` follow the process, and reports why files are not watched.
+    pub fn watch(&mut self, watch: Option<Result<FileWatch, Error>>, pid: i32) -> Option<Arc<FileWatch>> {
+        let watch = watch?.and_then(|mut watch| watch.follow(pid).map(|()| watch));
+        match watch {
+            Ok(watch) => {
+                self.notices(Some(&watch));
+                Some(Arc::new(watch))
+            }
+            Err(error) => {
+                self.notice(&format!("files that the program has closed do not belong to its checkpoints: {error}"));
+                None
+            }
+        }
+    }
+
+    /// Reports what a watch has to say.
+    pub fn notices(&mut self, watch: Option<&FileWatch>) {
+        for notice in watch.map(FileWatch::take_notices).unwrap_or_default() {
+            self.notice(&notice);
+        }
+    }
+
+    fn notice(&mut self, message: &str) {
+        match self {
+            Report::Json { out } => json_line(out, &Line::Notice { notice: message }),
+            _ => self.say(&printable(message)),
+        }
+    }
+
     /// Reports what is neither a checkpoint nor a failure, such as the summary.
     pub fn say(&mut self, message: &str) {
         match self {
@@ -85,6 +119,14 @@ impl Report {
                 line.remove();
                 eprintln!("pagemark: {message}");
             }
+        }
+    }
+
+    /// Reports what happened to the machine of the job `name`.
+    pub fn machine_event(&mut self, name: &str, event: &MachineEvent) {
+        match self {
+            Report::Json { out } => json_line(out, &Line::Machine { job: name, what: event.to_string() }),
+            _ => self.say(&format!("{name}: {event}")),
         }
     }
 
@@ -113,6 +155,8 @@ impl Report {
 enum Line<'a> {
     Checkpoint(&'a Checkpoint<'a>),
     Failed { error: &'a str },
+    Machine { job: &'a str, what: String },
+    Notice { notice: &'a str },
 }
 
 fn json_line(out: &mut Box<dyn Write>, line: &Line) {

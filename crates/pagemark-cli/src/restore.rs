@@ -1,7 +1,6 @@
 //! `pagemark restore`: brings a program back.
 
 use std::io::IsTerminal;
-use std::os::unix::process::ExitStatusExt;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
@@ -10,10 +9,10 @@ use clap::{Args, ValueEnum};
 use nix::errno::Errno;
 use nix::sys::wait::{WaitStatus, waitpid};
 use nix::unistd::Pid;
-use pagemark::repository::{Checkpoint, TargetKind};
+use pagemark::repository::{Checkpoint, Manifest, TargetKind};
 use pagemark_process::ErrorKind;
 use pagemark_process::files::PutBack;
-use pagemark_process::restore::{self as library, RestoreEvent, RestoreFailure, Restored, Stage};
+use pagemark_process::restore::{self as library, Network, RestoreEvent, RestoreFailure, Restored, Stage};
 use pagemark_process::saver::SignalGate;
 use pagemark_report::escape::printable;
 use pagemark_report::text;
@@ -25,6 +24,7 @@ use crate::live::Progress;
 use crate::output::print_json;
 use crate::reference::{Reference, only_job, read_checkpoint};
 use crate::repository::RepositoryOptions;
+use crate::run::exit_code;
 use crate::signals::Signals;
 use crate::vm;
 
@@ -56,6 +56,15 @@ pub struct Restore {
     /// End the restore if CRIU takes longer [default: 2m, and a second for each 8 MiB of memory]
     #[arg(long, value_name = "TIME", value_parser = text::parse_duration)]
     time_limit: Option<Duration>,
+    /// The root directory of a container, or of another program with mounts of its own [default: as
+    /// at the checkpoint]
+    #[arg(long, value_name = "DIR")]
+    root: Option<PathBuf>,
+    /// The network of a container: the path of a network namespace, such as /run/netns/NAME, or
+    /// `loopback` for a new one with the loopback interface alone [default: that, if the container
+    /// had no other interfaces]
+    #[arg(long, value_name = "PATH", value_parser = parse_network)]
+    network: Option<Network>,
     /// Control groups: `restore` puts processes back into them where they still exist, `ignore`
     /// leaves processes in the groups of this command
     #[arg(long, value_name = "MODE", default_value = "restore", value_enum)]
@@ -78,6 +87,10 @@ pub struct Restore {
 enum GroupMode {
     Restore,
     Ignore,
+}
+
+fn parse_network(text: &str) -> Result<Network, std::convert::Infallible> {
+    Ok(if text == "loopback" { Network::LoopbackAlone } else { Network::At(text.into()) })
 }
 
 #[derive(Serialize)]
@@ -144,25 +157,28 @@ impl Restore {
 
     /// Restores a virtual machine.
     fn restore_machine(&self, checkpoint: Checkpoint) -> Outcome {
-        if self.lazy {
-            return Err(Failure::usage("a virtual machine cannot be restored with --lazy yet"));
-        }
-        let (pid, status) = vm::restore(&checkpoint, self.detach, self.quiet)?;
+        let (pid, status) = vm::restore(&checkpoint, self.lazy, self.detach, self.quiet)?;
         if self.json {
             let (job, sequence) = (checkpoint.manifest.job.as_str(), checkpoint.manifest.sequence);
             print_json(&Document { job, sequence, pid, pids: &[pid], files: Vec::new(), closed_connections: &[] })?;
         }
-        Ok(match status.map(|status| (status.code(), status.signal())) {
-            Some((Some(code), _)) => ExitCode::from(code as u8),
-            Some((None, Some(signal))) => ExitCode::from(128 + signal as u8),
-            _ => ExitCode::SUCCESS,
-        })
+        Ok(status.map_or(ExitCode::SUCCESS, exit_code))
+    }
+
+    /// Sets what a container gets.
+    fn in_container<'a>(&self, restore: library::Restore<'a>) -> library::Restore<'a> {
+        let restore = restore.network(self.network.clone().unwrap_or_default());
+        match &self.root {
+            Some(root) => restore.root(root),
+            None => restore,
+        }
     }
 
     /// Lists the unusual files that the restore would change, and asks for consent.
     fn ask(&self, checkpoint: &Checkpoint) -> Result<(), Failure> {
         let name = format!("{}@{}", checkpoint.manifest.job, checkpoint.manifest.sequence);
-        let files = library::Restore::new(checkpoint).unusual_files().map_err(|failure| describe(&name, &failure))?;
+        let restore = self.in_container(library::Restore::new(checkpoint));
+        let files = restore.unusual_files().map_err(|failure| describe(&name, &failure))?;
         if files.is_empty() {
             return Ok(());
         }
@@ -194,6 +210,8 @@ impl Restore {
         }
         let mut files = Vec::new();
         let mut progress = None;
+        // The processes run by then: what fails is reported at the end.
+        let (mut reported, mut signals) = (Ok(()), signals);
         let mut events = |event: RestoreEvent<'_>| match event {
             RestoreEvent::Preparing { memory } => {
                 if !self.quiet {
@@ -203,7 +221,8 @@ impl Restore {
                 progress = (!self.lazy).then(|| Progress::new("reading"));
             }
             RestoreEvent::Staging { reason } => {
-                eprintln!("pagemark: memory is written into temporary files first, because {reason}");
+                let first = if self.lazy { "--lazy has no effect, and memory" } else { "memory" };
+                eprintln!("pagemark: {first} is written into temporary files first, because {reason}");
             }
             RestoreEvent::Reading { done, total } => {
                 if let Some(progress) = &mut progress {
@@ -216,7 +235,17 @@ impl Restore {
                     "pagemark: the asides of this restore are listed as those of an interrupted restore: {error}"
                 );
             }
-            RestoreEvent::Delivering { .. } => {}
+            RestoreEvent::Running(restored) => {
+                progress = None;
+                reported = self.report_running(manifest, restored, std::mem::take(&mut files), signals.take());
+                // Where the program has the terminal, it has all of it.
+                progress = (self.lazy && self.detach).then(|| Progress::new("delivering"));
+            }
+            RestoreEvent::Delivering { done_pages, total_pages } => {
+                if let Some(progress) = &mut progress {
+                    progress.at(done_pages, total_pages, text::count);
+                }
+            }
         };
         let restore = library::Restore::new(checkpoint)
             .lazy(self.lazy)
@@ -229,32 +258,35 @@ impl Restore {
             Some(limit) => restore.time_limit(limit),
             None => restore,
         };
-        let started = restore.start(&mut events);
+        let restore = self.in_container(restore);
+        let restored = restore.run(&mut events).map_err(|failure| describe(&name, &failure));
         drop(progress);
-        let running = started.map_err(|failure| describe(&name, &failure))?;
-        let restored = running.restored();
+        restored.and_then(|restored| reported.map(|()| restored))
+    }
+
+    /// Passes signals on to the processes from now on, and reports that they run.
+    fn report_running(
+        &self,
+        manifest: &Manifest,
+        restored: &Restored,
+        files: Vec<File>,
+        signals: Option<Signals>,
+    ) -> Result<(), Failure> {
         if let (Some(signals), false) = (signals, self.detach) {
             signals.pass_on_to(Pid::from_raw(restored.root_pid), SignalGate::new())?;
         }
+        let (job, sequence) = (manifest.job.as_str(), manifest.sequence);
         if !self.quiet {
             report_files(&files);
             restored.left_groups.iter().for_each(|group| eprintln!("pagemark: {}", printable(group)));
             report_connections(&restored.closed_connections);
-            eprintln!("pagemark: {name} runs as process {}", restored.root_pid);
+            eprintln!("pagemark: {job}@{sequence} runs as process {}", restored.root_pid);
         }
         if self.json {
-            let (job, sequence) = (manifest.job.as_str(), manifest.sequence);
             let Restored { root_pid: pid, pids, closed_connections, .. } = restored;
             print_json(&Document { job, sequence, pid: *pid, pids, files, closed_connections })?;
         }
-        // Where the program has the terminal, it has all of it.
-        let mut progress = self.detach.then(|| Progress::new("delivering"));
-        let complete = running.complete(&mut |event| {
-            if let (Some(progress), RestoreEvent::Delivering { done_pages, total_pages }) = (&mut progress, event) {
-                progress.at(done_pages, total_pages, text::count);
-            }
-        });
-        complete.map_err(|failure| describe(&name, &failure))
+        Ok(())
     }
 }
 

@@ -1,8 +1,9 @@
 //! `pagemark run`: starts a program and keeps it checkpointed.
 
 use std::ffi::OsString;
+use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
-use std::process::{Child, ExitCode};
+use std::process::{Child, ExitCode, ExitStatus};
 use std::sync::mpsc;
 
 use clap::Args;
@@ -49,6 +50,8 @@ impl Run {
         self.capture.check_data(repository.path())?;
         let saver = self.capture.saver().map_err(Failure::no_checkpoints_here)?;
 
+        // What the program writes first is written after this.
+        let watch = self.capture.watch_files();
         let signals = Signals::hold_for_target()?;
         let mut terminal = Terminal::open().map_err(Failure::plain)?;
         let started = match &mut terminal {
@@ -69,9 +72,11 @@ impl Run {
         let program_terminal = terminal.as_ref().and_then(|terminal| terminal.master().ok());
         let mut report = Report::choose(self.schedule.quiet, self.json, report::stderr(), program_terminal);
         let options = self.schedule.job_options(name.clone(), &self.capture.memory);
-        let mut attach = || self.capture.attach(pid.as_raw(), saver.clone());
+        let watch = report.watch(watch, pid.as_raw());
+        let mut attach = || self.capture.attach(pid.as_raw(), saver.clone(), watch.as_ref());
         let done = Job::attach_and_run(&mut attach, &repository, &options, &stopped, &mut |event| {
             report.event(&name, pid.as_raw(), event);
+            report.notices(watch.as_deref());
         });
         let status = exit_status(&mut child);
         // What the program wrote last comes first, and the terminal has its mode again.
@@ -83,8 +88,12 @@ impl Run {
 
 /// The program's exit status, as a shell gives it: 128 + n for a signal n.
 fn exit_status(child: &mut Child) -> Outcome {
-    use std::os::unix::process::ExitStatusExt;
     let status = child.wait().map_err(|error| Failure::new("the program's exit status is not known", error))?;
+    Ok(exit_code(status))
+}
+
+/// An exit status as a shell gives it.
+pub fn exit_code(status: ExitStatus) -> ExitCode {
     let code = status.code().or_else(|| status.signal().map(|signal| 128 + signal)).unwrap_or(1);
-    Ok(ExitCode::from(code as u8))
+    ExitCode::from(code as u8)
 }

@@ -126,7 +126,7 @@ fn files(out: &mut String, manifest: &Manifest) {
     if manifest.files.is_empty() {
         return;
     }
-    let mut table = Table::new(["  file open for writing", ">size", "changed"]);
+    let mut table = Table::new(["  file", ">size", "changed"]);
     for file in &manifest.files {
         table.row([
             format!("  {}", file.path),

@@ -75,6 +75,24 @@ impl Signals {
         })
     }
 
+    /// For a target that is in the session and process group of this process, where the terminal's
+    /// signals reach it anyway: forwards what another process sends to Pagemark, in a thread of its
+    /// own, until the process ends. Pagemark is stopped and continued with the target.
+    pub fn share_with(self, target: Pid) -> Result<(), Failure> {
+        self.each(move |signal, from_kernel| {
+            if !from_kernel {
+                match kill(target, signal) {
+                    Ok(()) | Err(Errno::ESRCH) => {}
+                    Err(error) => eprintln!("pagemark: cannot pass {signal} on to {target}: {error}"),
+                }
+            }
+            if signal == Signal::SIGTSTP {
+                // Goes on with SIGCONT.
+                let _ = kill(getpid(), Signal::SIGSTOP);
+            }
+        })
+    }
+
     /// Sends [`End::Stopped`] for every signal, in a thread of its own.
     pub fn stop_at(self, stop: Sender<End>) -> Result<(), Failure> {
         self.each(move |_, _| {

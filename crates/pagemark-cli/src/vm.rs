@@ -6,11 +6,11 @@ use std::sync::mpsc;
 
 use clap::{Args, Subcommand};
 use nix::unistd::Pid;
-use pagemark::Job;
 use pagemark::job::End;
 use pagemark::repository::Checkpoint as Held;
+use pagemark::{ByteCount, Job};
 use pagemark_report::text;
-use pagemark_vm::VmTarget;
+use pagemark_vm::{LazyMachine, RunningMachine, VmTarget};
 
 use crate::failure::{Failure, Outcome};
 use crate::live::Progress;
@@ -20,10 +20,13 @@ use crate::report::{self, Report, summary};
 use crate::repository::RepositoryOptions;
 use crate::signals::{Signals, announce_exit};
 
+mod run;
+
 /// Checkpoint virtual machines: an unmodified QEMU, by its monitor socket
 ///
-/// QEMU needs a socket for Pagemark: `-qmp unix:PATH,server=on,wait=off`. `pagemark restore` brings
-/// a machine back, by a QEMU with the same command line and new images of its disks.
+/// `run` starts a machine. A QEMU that runs already needs a socket for Pagemark: `-qmp
+/// unix:PATH,server=on,wait=off`. `pagemark restore` brings a machine back, by a QEMU with the same
+/// command line and new images of its disks.
 #[derive(Args, Debug)]
 pub struct Vm {
     #[command(subcommand)]
@@ -32,6 +35,7 @@ pub struct Vm {
 
 #[derive(Subcommand, Debug)]
 enum VmCommand {
+    Run(run::Run),
     Attach(Attach),
     Checkpoint(Checkpoint),
 }
@@ -71,6 +75,7 @@ struct Checkpoint {
 impl Vm {
     pub fn run(self) -> Outcome {
         match self.command {
+            VmCommand::Run(command) => command.run(),
             VmCommand::Attach(command) => command.run(),
             VmCommand::Checkpoint(command) => command.run(),
         }
@@ -120,27 +125,62 @@ fn name_of(memory: &MemoryOptions, target: &VmTarget) -> String {
     memory.job.clone().unwrap_or_else(|| job_name(std::path::Path::new(target.label())))
 }
 
+/// A restored machine.
+enum Started<'a> {
+    /// With all of its memory.
+    Whole(RunningMachine),
+    /// With memory that comes on demand.
+    Lazy(LazyMachine<'a>),
+}
+
 /// Restores a machine, and reports on it. Without `is_detached`, waits until QEMU ends and returns
 /// its exit status.
-pub fn restore(checkpoint: &Held, is_detached: bool, is_quiet: bool) -> Result<(i32, Option<ExitStatus>), Failure> {
+pub fn restore(
+    checkpoint: &Held,
+    is_lazy: bool,
+    is_detached: bool,
+    is_quiet: bool,
+) -> Result<(i32, Option<ExitStatus>), Failure> {
     let manifest = &checkpoint.manifest;
     let name = format!("{}@{}", manifest.job, manifest.sequence);
     let failed = |error| Failure::of(format!("cannot restore {name}"), error);
     if !is_quiet {
         eprintln!("pagemark: restoring {name} from {}", text::ago(manifest.taken_unix_us));
     }
+    let signals = match (is_detached, is_lazy) {
+        (false, _) => Some(Signals::hold_for_target()?),
+        // QEMU is killed if this process ends before all memory is there, so this process must not be
+        // interrupted.
+        (true, true) => Some(Signals::hold_for_stop()?),
+        (true, false) => None,
+    };
     let mut progress = Progress::new("reading");
     let restore = pagemark_vm::Restore::new(checkpoint).detach(is_detached);
-    let started = restore.start(&mut |done, total| progress.at(done.get(), total.get(), text::bytes));
+    let report = &mut |done: ByteCount, total: ByteCount| progress.at(done.get(), total.get(), text::bytes);
+    let started = match is_lazy {
+        true => restore.start_lazily(report).map(Started::Lazy),
+        false => restore.start(report).map(Started::Whole),
+    };
     drop(progress);
-    let machine = started.map_err(failed)?;
+    let started = started.map_err(failed)?;
+    let machine = match &started {
+        Started::Whole(machine) => machine,
+        Started::Lazy(lazy) => lazy.machine(),
+    };
     let pid = machine.pid();
+    if let Some(signals) = signals.filter(|_| !is_detached) {
+        signals.share_with(Pid::from_raw(pid))?;
+    }
     if !is_quiet {
         eprintln!("pagemark: {name} runs in QEMU, process {pid}");
         for (disk, image) in machine.disks() {
             eprintln!("pagemark: its disk {disk} is {}", image.display());
         }
     }
+    let machine = match started {
+        Started::Whole(machine) => machine,
+        Started::Lazy(lazy) => lazy.complete(&|_| {}).map_err(failed)?,
+    };
     let status = if is_detached { None } else { Some(machine.wait().map_err(failed)?) };
     Ok((pid, status))
 }

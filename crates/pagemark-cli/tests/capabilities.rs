@@ -17,11 +17,16 @@ const CAP_SYS_RESOURCE: libc::c_ulong = 24;
 
 /// Runs the command without CAP_SYS_RESOURCE, whether this process has it or not.
 fn without_capability(pagemark: &Pagemark, arguments: &[&str]) -> Output {
+    without(CAP_SYS_RESOURCE, pagemark, arguments)
+}
+
+/// Runs the command without a capability, whether this process has it or not.
+fn without(capability: libc::c_ulong, pagemark: &Pagemark, arguments: &[&str]) -> Output {
     let mut command = pagemark.command(arguments);
     command.stdin(Stdio::null());
     // SAFETY: only system calls are made between fork and exec.
     unsafe {
-        command.pre_exec(|| match libc::prctl(libc::PR_CAPBSET_DROP, CAP_SYS_RESOURCE, 0, 0, 0) {
+        command.pre_exec(move || match libc::prctl(libc::PR_CAPBSET_DROP, capability, 0, 0, 0) {
             0 => Ok(()),
             _ => Err(std::io::Error::last_os_error()),
         });
@@ -32,6 +37,21 @@ fn without_capability(pagemark: &Pagemark, arguments: &[&str]) -> Output {
 /// The resource limits of a process, as the kernel prints them.
 fn limits(pid: i32) -> String {
     fs::read_to_string(format!("/proc/{pid}/limits")).expect("its limits")
+}
+
+#[test]
+fn a_capability_that_criu_needs_is_named() {
+    if !has_criu() {
+        skip!("no CRIU that works with all capabilities");
+    }
+    let pagemark = Pagemark::new();
+    let mut program = Command::new("sleep").arg("600").spawn().expect("sleep");
+    for (number, name) in [(19, "CAP_SYS_PTRACE"), (21, "CAP_SYS_ADMIN")] {
+        let output = without(number, &pagemark, &["checkpoint", &program.id().to_string()]);
+        assert_fails(&output, &[name]);
+    }
+    program.kill().expect("our child");
+    program.wait().expect("our child");
 }
 
 #[test]

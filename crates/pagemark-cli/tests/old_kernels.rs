@@ -14,10 +14,11 @@ use support::{Pagemark, is_alive, kill_and_wait};
 /// The interfaces that a version lacks.
 fn lacks(version: &str) -> &'static [&'static str] {
     // The oldest first.
-    const SINCE: [&str; 11] = [
+    const SINCE: [&str; 12] = [
         "pidfd_open",
         "pidfd_getfd",
         "UFFD_FEATURE_PAGEFAULT_FLAG_WP",
+        "fanotify with names",
         "process_madvise",
         "MADV_POPULATE_READ and MADV_POPULATE_WRITE",
         "UFFD_FEATURE_WP_HUGETLBFS_SHMEM",
@@ -29,8 +30,8 @@ fn lacks(version: &str) -> &'static [&'static str] {
     ];
     match version {
         "4.18" => &SINCE,
-        "5.10" => &SINCE[4..],
-        "6.1" => &SINCE[7..],
+        "5.10" => &SINCE[5..],
+        "6.1" => &SINCE[8..],
         other => panic!("what does Linux {other} lack?"),
     }
 }

@@ -1,6 +1,6 @@
-//! A PostgreSQL cluster under load comes back from any of its checkpoints: it closes files between
-//! their uses, so all of its directory belongs to the job. PostgreSQL's own checkers say whether it
-//! is whole.
+//! A PostgreSQL cluster under load comes back from any of its checkpoints. It closes files between
+//! their uses, so they belong to the job by `--data`, or because Pagemark watches what the job
+//! writes. PostgreSQL's own checkers say whether it is whole.
 
 #[path = "support/subject.rs"]
 mod subject;
@@ -17,12 +17,17 @@ use std::thread::JoinHandle;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::{Pid, User, chown};
 use pagemark::sys::proc::tree;
+use pagemark::sys::{fanotify, forks};
 use pagemark_testing::{SplitMix, skip, wait_for, wait_until};
 use subject::{has_criu, is_root, public_directory};
 use support::{Pagemark, free_port, is_alive, now_unix_us};
 
 /// Clients that insert one row after the other, each acknowledged.
 const CLIENTS: usize = 3;
+
+/// Starts a server as the cluster's user. System V's shared memory comes back in a namespace of its
+/// own only.
+const AS_SERVER: [&str; 6] = ["unshare", "--ipc", "setpriv", "--reuid=postgres", "--regid=postgres", "--clear-groups"];
 
 /// What drops, creates and truncates tables and indexes.
 const CHURN: &str = "\\set n random(1,40)
@@ -41,43 +46,79 @@ struct Cluster {
     programs: PathBuf,
     port: u16,
     server: Option<Child>,
+    /// The process at the root of the server's tree.
+    root: i32,
 }
 
 impl Cluster {
-    /// None without a server's programs or its user.
+    /// Makes a cluster and starts its server. None without a server's programs or its user.
     fn start() -> Option<Cluster> {
+        let mut cluster = Cluster::new()?;
+        let data = cluster.data();
+        let made = cluster.as_user("initdb").args(["-k", "-A", "trust", "-D"]).arg(&data).output().expect("initdb");
+        assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
+        let mut settings = fs::File::options().append(true).open(data.join("postgresql.conf")).expect("its settings");
+        settings.write_all(cluster.settings().as_bytes()).expect("room for settings");
+        let mut command = Command::new("unshare");
+        command.args(&AS_SERVER[1..]).arg("setsid").arg(cluster.programs.join("postgres")).arg("-D").arg(&data);
+        cluster.spawn(command);
+        Some(cluster)
+    }
+
+    /// As `start`, by a shell that `pagemark run` starts: the cluster is made by the job. Also
+    /// returns the process of Pagemark.
+    fn start_under(pagemark: &Pagemark) -> Option<(Cluster, i32)> {
+        let mut cluster = Cluster::new()?;
+        fs::write(cluster.directory.path().join("settings"), cluster.settings()).expect("room for settings");
+        let (programs, data) = (cluster.programs.display(), cluster.data());
+        let data = data.display();
+        let script = format!(
+            "{programs}/initdb -k -A trust -D {data} && cat settings >> {data}/postgresql.conf && {programs}/postgres -D {data}; true"
+        );
+        let mut command = pagemark.command(&["run", "--job", "pg", "--every", "1500ms", "--"]);
+        command.args(AS_SERVER).args(["sh", "-c", &script]);
+        cluster.spawn(command);
+        let run = cluster.root;
+        cluster.root = tree::children(run).expect("a child")[0];
+        Some((cluster, run))
+    }
+
+    fn spawn(&mut self, mut command: Command) {
+        let log = fs::File::create(self.directory.path().join("log")).expect("a log");
+        command.current_dir(self.directory.path());
+        command.stdin(Stdio::null()).stdout(log.try_clone().expect("a descriptor")).stderr(log);
+        let server = command.spawn().expect("the server starts");
+        self.root = server.id() as i32;
+        self.server = Some(server);
+        self.wait_until_ready();
+    }
+
+    fn new() -> Option<Cluster> {
         let programs =
             fs::read_dir("/usr/lib/postgresql").ok()?.flatten().map(|entry| entry.path().join("bin")).max()?;
         let user = User::from_name("postgres").ok()??;
         let directory = public_directory();
         chown(directory.path(), Some(user.uid), Some(user.gid)).expect("root changes owners");
-        let mut cluster = Cluster { directory, programs, port: free_port(), server: None };
-        let data = cluster.data();
-        let made = cluster.as_user("initdb").args(["-k", "-A", "trust", "-D"]).arg(&data).output().expect("initdb");
-        assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
-        let mut settings = fs::File::options().append(true).open(data.join("postgresql.conf")).expect("its settings");
-        let sockets = cluster.directory.path().display();
-        // Small, so that the server writes, flushes and removes files often.
-        writeln!(settings, "unix_socket_directories = '{sockets}'\nport = {}\nshared_buffers = 16MB", cluster.port)
-            .and_then(|()| writeln!(settings, "checkpoint_timeout = 30s\nmax_wal_size = 64MB"))
-            .expect("room for settings");
-        let log = fs::File::create(cluster.directory.path().join("log")).expect("a log");
-        // System V's shared memory comes back in a namespace of its own only.
-        let mut command = Command::new("unshare");
-        command.args(["--ipc", "setpriv", "--reuid=postgres", "--regid=postgres", "--clear-groups", "setsid"]);
-        command.arg(cluster.programs.join("postgres")).arg("-D").arg(&data).current_dir(cluster.directory.path());
-        command.stdin(Stdio::null()).stdout(log.try_clone().expect("a descriptor")).stderr(log);
-        cluster.server = Some(command.spawn().expect("the server starts"));
-        cluster.wait_until_ready();
-        Some(cluster)
+        Some(Cluster { directory, programs, port: free_port(), server: None, root: 0 })
+    }
+
+    /// Small, so that the server writes, flushes and removes files often.
+    fn settings(&self) -> String {
+        let sockets = self.directory.path().display();
+        format!(
+            "unix_socket_directories = '{sockets}'\nport = {}\nshared_buffers = 16MB\ncheckpoint_timeout = 30s\nmax_wal_size = 64MB\n",
+            self.port
+        )
     }
 
     fn data(&self) -> PathBuf {
         self.directory.path().join("data")
     }
 
-    fn server(&self) -> i32 {
-        self.server.as_ref().expect("it was started").id() as i32
+    /// The server's first process.
+    fn postmaster(&self) -> i32 {
+        let text = fs::read_to_string(self.data().join("postmaster.pid")).expect("a server");
+        text.lines().next().and_then(|line| line.parse().ok()).expect("its process id")
     }
 
     /// A program of PostgreSQL as the cluster's user.
@@ -114,9 +155,8 @@ impl Cluster {
 
     /// Ends the server by `signal`, with all its processes.
     fn end(&mut self, signal: Signal) {
-        let root = self.server();
-        let members: Vec<i32> = tree::members(root).expect("a tree").iter().map(|member| member.pid).collect();
-        let _ = kill(Pid::from_raw(root), signal);
+        let members: Vec<i32> = tree::members(self.root).expect("a tree").iter().map(|member| member.pid).collect();
+        let _ = kill(Pid::from_raw(self.postmaster()), signal);
         if signal == Signal::SIGKILL {
             for &member in &members {
                 let _ = kill(Pid::from_raw(member), signal);
@@ -151,7 +191,7 @@ impl Cluster {
 
 impl Drop for Cluster {
     fn drop(&mut self) {
-        if self.server.is_some() && is_alive(self.server()) {
+        if self.server.is_some() && is_alive(self.root) {
             self.end(Signal::SIGKILL);
         }
     }
@@ -236,21 +276,49 @@ fn insert_rows(client: usize, mut psql: Child, acknowledged: &AtomicU64, stop: &
     let _ = psql.wait();
 }
 
+/// The number of checkpoints that a test takes. None if the test cannot run.
+fn checkpoints() -> Option<usize> {
+    let number = || std::env::var("PAGEMARK_CHECKPOINTS").map_or(20, |text| text.parse().expect("a number"));
+    (has_criu() && is_root()).then(number)
+}
+
 #[test]
 #[ignore = "some minutes; PAGEMARK_CHECKPOINTS is the number of checkpoints"]
-fn a_cluster_comes_back_from_any_checkpoint() {
-    if !has_criu() || !is_root() {
-        skip!("no CRIU, or no right to use it");
-    }
-    let checkpoints: usize = std::env::var("PAGEMARK_CHECKPOINTS").map_or(20, |text| text.parse().expect("a number"));
-    let Some(mut cluster) = Cluster::start() else { skip!("no PostgreSQL server is installed") };
-    cluster.query("create extension amcheck").unwrap();
+fn a_cluster_in_a_data_directory_comes_back_from_any_checkpoint() {
+    let Some(checkpoints) = checkpoints() else { skip!("no CRIU, or no right to use it") };
+    let Some(cluster) = Cluster::start() else { skip!("no PostgreSQL server is installed") };
     let pagemark = Pagemark::new();
-    let load = Load::start(&cluster);
     let log = fs::File::create(pagemark.directory().join("pagemark.log")).expect("a log");
-    let mut attach = pagemark.command(&["attach", "--job", "pg", "--every", "1500ms", "--data"]);
-    attach.arg(cluster.data()).arg(cluster.server().to_string());
+    let mut attach = pagemark.command(&["attach", "--job", "pg", "--every", "1500ms", "--files", "open", "--data"]);
+    attach.arg(cluster.data()).arg(cluster.root.to_string());
     let mut attach = attach.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log).spawn().expect("pagemark starts");
+    let end = |_: &Cluster| {
+        kill(Pid::from_raw(attach.id() as i32), Signal::SIGINT).expect("it runs");
+        attach.wait().expect("our child");
+    };
+    comes_back_from_any(cluster, &pagemark, checkpoints, end);
+}
+
+#[test]
+#[ignore = "some minutes; PAGEMARK_CHECKPOINTS is the number of checkpoints"]
+fn a_cluster_that_is_watched_comes_back_from_any_checkpoint() {
+    let Some(checkpoints) = checkpoints() else { skip!("no CRIU, or no right to use it") };
+    if let Some(error) = fanotify::NAMES.refusal().or(forks::RECORDS.refusal()) {
+        skip!("files cannot be watched ({error})");
+    }
+    let pagemark = Pagemark::new();
+    let Some((cluster, run)) = Cluster::start_under(&pagemark) else { skip!("no PostgreSQL server is installed") };
+    // The server runs on, and what it writes from then on is not recorded.
+    let end = |_: &Cluster| kill(Pid::from_raw(run), Signal::SIGKILL).expect("it runs");
+    comes_back_from_any(cluster, &pagemark, checkpoints, end);
+}
+
+/// Takes that many checkpoints under load, calls `end`, kills the server, and restores and checks
+/// each checkpoint, in a random order.
+fn comes_back_from_any(mut cluster: Cluster, pagemark: &Pagemark, checkpoints: usize, end: impl FnOnce(&Cluster)) {
+    cluster.query("create extension amcheck").unwrap();
+    let load = Load::start(&cluster);
+    let begin = now_unix_us();
     // What was acknowledged before a checkpoint is in it.
     let mut samples = Vec::new();
     let mut taken = Vec::new();
@@ -258,14 +326,13 @@ fn a_cluster_comes_back_from_any_checkpoint() {
         let last = taken.len();
         taken = wait_for("the next checkpoint", || {
             samples.push((now_unix_us(), load.acknowledged()));
-            assert!(attach.try_wait().expect("our child").is_none(), "{}", pagemark.log());
             // A list takes longer than a sample.
-            let taken = if samples.len() % 50 == 0 { pagemark.checkpoints("pg") } else { Vec::new() };
+            let mut taken = if samples.len() % 50 == 0 { pagemark.checkpoints("pg") } else { Vec::new() };
+            taken.retain(|checkpoint| checkpoint.taken_unix_us > begin);
             (taken.len() > last).then_some(taken)
         });
     }
-    kill(Pid::from_raw(attach.id() as i32), Signal::SIGINT).expect("it runs");
-    attach.wait().expect("our child");
+    end(&cluster);
     cluster.end(Signal::SIGKILL);
     drop(load);
     let mut order = taken;

@@ -1,84 +1,17 @@
 //! The example of the README: a Redis server with a gigabyte of data is killed under load, and
 //! restored. So is a server with less memory than data.
 
+#[path = "support/redis_load.rs"]
+mod redis_load;
 mod support;
 
-use std::path::{Path, PathBuf};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 
 use pagemark::Mechanism;
 use pagemark::sys::proc::Status;
-use pagemark_testing::{Swap, is_emulated, skip, wait_for};
+use pagemark_testing::{is_emulated, skip, wait_for};
+use redis_load::{LimitedMemory, Load, digest};
 use support::{Pagemark, Redis, free_port, kill_and_wait, now_unix_us};
-
-/// Writes pairs of keys in transactions, and reads them, until it is stopped. The two values of a
-/// pair are always equal, and only grow.
-struct Load {
-    stop: Arc<AtomicBool>,
-    /// The last value that the server has acknowledged.
-    acknowledged: Arc<AtomicU64>,
-    threads: Vec<std::thread::JoinHandle<()>>,
-}
-
-impl Load {
-    fn start(port: u16, keys: u64) -> Load {
-        let stop = Arc::new(AtomicBool::new(false));
-        let acknowledged = Arc::new(AtomicU64::new(0));
-        let writer = {
-            let (stop, acknowledged) = (stop.clone(), acknowledged.clone());
-            std::thread::spawn(move || {
-                let mut redis = Redis::connect(port).expect("a connection for the writer");
-                let mut random = 88172645463325252u64;
-                for value in 1.. {
-                    random ^= random << 13;
-                    random ^= random >> 7;
-                    random ^= random << 17;
-                    let key = format!("key:{}", random % keys);
-                    let value = value.to_string();
-                    let text = format!("{value}-{}", "x".repeat((random % 1500) as usize));
-                    let sent = ["MULTI"].map(|word| redis.call(&[word]));
-                    let script = [
-                        redis.call(&["SET", "left", &value]),
-                        redis.call(&["SET", &key, &text]),
-                        redis.call(&["GET", &key]),
-                        redis.call(&["SET", "right", &value]),
-                        redis.call(&["EXEC"]),
-                    ];
-                    if stop.load(Ordering::SeqCst) || sent.iter().chain(&script).any(Result::is_err) {
-                        assert!(stop.load(Ordering::SeqCst), "the connection broke: {sent:?} {script:?}");
-                        return;
-                    }
-                    acknowledged.store(value.parse().expect("a number"), Ordering::SeqCst);
-                }
-            })
-        };
-        let reader = {
-            let stop = stop.clone();
-            std::thread::spawn(move || {
-                let mut redis = Redis::connect(port).expect("a connection for the reader");
-                for key in (0..keys).cycle() {
-                    let reply = redis.call(&["GET", &format!("key:{key}")]);
-                    if stop.load(Ordering::SeqCst) {
-                        return;
-                    }
-                    assert!(!reply.expect("the connection lives through checkpoints").is_empty());
-                }
-            })
-        };
-        Load { stop, acknowledged, threads: vec![writer, reader] }
-    }
-
-    fn stop(self) -> u64 {
-        self.stop.store(true, Ordering::SeqCst);
-        self.threads.into_iter().for_each(|thread| thread.join().expect("the load ran well"));
-        self.acknowledged.load(Ordering::SeqCst)
-    }
-}
-
-fn digest(redis: &mut Redis) -> String {
-    redis.must(&["DEBUG", "DIGEST"])
-}
 
 /// The parameters of a test.
 struct Server {
@@ -173,45 +106,6 @@ impl Server {
     }
 }
 
-/// A control group with a limit on the memory of its processes, and swap space for the rest.
-struct LimitedMemory {
-    group: PathBuf,
-    _swap: Swap,
-}
-
-impl LimitedMemory {
-    /// The error names what this machine lacks.
-    fn new(bytes: u64) -> Result<LimitedMemory, String> {
-        let top = Path::new("/sys/fs/cgroup");
-        // With the older hierarchies, this is an ordinary directory, in which any file can be made.
-        let controllers = std::fs::read_to_string(top.join("cgroup.controllers")).unwrap_or_default();
-        if !controllers.split_whitespace().any(|name| name == "memory") {
-            return Err("control groups of version 2, with the one for memory, are not at /sys/fs/cgroup".to_owned());
-        }
-        let swap = Swap::on().ok_or("there is no zram device to swap to, or no right to use it")?;
-        let group = top.join(format!("pagemark-test-{}", std::process::id()));
-        std::fs::write(top.join("cgroup.subtree_control"), "+memory")
-            .and_then(|()| std::fs::create_dir(&group))
-            .map_err(|error| format!("no control group that limits memory can be made: {error}"))?;
-        let memory = LimitedMemory { group, _swap: swap };
-        // With `memory.max` instead, the kernel sometimes kills the server instead of swapping, if all
-        // pages were just used.
-        std::fs::write(memory.group.join("memory.high"), bytes.to_string()).expect("a limit");
-        Ok(memory)
-    }
-
-    fn swapped_bytes(&self) -> u64 {
-        let text = std::fs::read_to_string(self.group.join("memory.swap.current")).unwrap_or_default();
-        text.trim().parse().unwrap_or(0)
-    }
-}
-
-impl Drop for LimitedMemory {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir(&self.group);
-    }
-}
-
 #[test]
 fn a_redis_server_under_load_is_killed_and_comes_back() {
     let (keys, transactions, every) = if is_emulated() { (60_000, 50, "20s") } else { (1_000_000, 500, "1s") };
@@ -224,7 +118,7 @@ fn a_redis_server_that_is_partly_swapped_out_comes_back() {
     // follow each other without a pause.
     let (mib, keys, transactions, every) =
         if is_emulated() { (60, 80_000, 50, "40s") } else { (60, 80_000, 500, "3s") };
-    let memory = match LimitedMemory::new(mib << 20) {
+    let memory = match LimitedMemory::new("redis", mib << 20) {
         Ok(memory) => memory,
         Err(reason) => skip!("{reason}"),
     };

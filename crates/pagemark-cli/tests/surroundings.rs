@@ -48,7 +48,7 @@ impl Drop for Surrounded {
 }
 
 #[test]
-fn a_target_in_another_pid_namespace_is_refused_with_the_place_to_run() {
+fn a_part_of_a_container_is_refused_with_the_places_to_run() {
     if !has_criu() {
         skip!("whole checkpoints need root and CRIU");
     }
@@ -56,17 +56,19 @@ fn a_target_in_another_pid_namespace_is_refused_with_the_place_to_run() {
     let pagemark = Pagemark::new();
     let steps = Steps::new(pagemark.directory());
     let mut unshare = Command::new("unshare");
-    unshare.args(["--fork", "--pid", "--mount-proc"]).arg(&program).args(steps.arguments(1));
+    unshare.args(["--fork", "--pid", "--mount-proc", "sh", "-c", "\"$@\" & wait", "sh"]);
+    unshare.arg(&program).args(steps.arguments(1));
     unshare.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
     let container = Surrounded::start(&mut unshare);
-    let pid = wait_for("the target", || children(container.pid()).first().copied());
+    let first = wait_for("the container", || children(container.pid()).first().copied());
+    let pid = wait_for("the target", || children(first).first().copied());
     steps.goes_on(pid);
     let before = descriptors(pid);
     let text = pid.to_string();
     for command in ["checkpoint", "attach"] {
         let output = pagemark.output(&[command, "--job", "inner", &text]);
-        let way_out = format!("nsenter --target {pid} --all");
-        assert_fails(&output, &["process ids of its own", "run pagemark inside", &way_out, "--memory-only"]);
+        let (whole, way_out) = (format!("name process {first}"), format!("nsenter --target {pid} --all"));
+        assert_fails(&output, &["not in part", &whole, "run pagemark inside", &way_out, "--memory-only"]);
         untouched(pid, &before);
     }
     // The command that the message names works.

@@ -9,10 +9,10 @@ use std::time::Duration;
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use pagemark_testing::{MachinePaths, Qemu, SplitMix, TestMonitor, guest_program, skip, wait_for};
+use pagemark_testing::{MachinePaths, Qemu, SplitMix, TestMonitor, guest_program, skip, wait_for, with_disk};
 use serde_json::json;
 use small_disk::SmallDisk;
-use support::{Pagemark, kill_and_wait};
+use support::{Pagemark, children, kill_and_wait};
 
 #[test]
 fn a_machine_is_checkpointed_inspected_and_restored() {
@@ -49,6 +49,18 @@ fn a_machine_is_checkpointed_inspected_and_restored() {
     let output = pagemark.output(&["vm", "checkpoint", &monitor]);
     let message = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(!output.status.success() && message.contains("-qmp unix:PATH"), "{message}");
+
+    let forked = pagemark.json(&["fork", "--json", "--count", "2", "--replace", "/serial", "/of-{}", "box@1"]);
+    for (machine, number) in forked["machines"].as_array().expect("machines").iter().zip(1..) {
+        assert_eq!(machine["name"], format!("box-{number}"));
+        let steps = || std::fs::read_to_string(paths.join(&format!("of-{number}"))).unwrap_or_default();
+        wait_for("the machine to go on", || (steps().lines().count() > 5).then_some(()));
+        assert!(!steps().contains("WRONG"));
+        assert!(TestMonitor::connect(&paths.join(&format!("test.qmp.{number}"))).is_running());
+        kill_and_wait(machine["pid"].as_i64().expect("a process id") as i32);
+    }
+    let output = pagemark.output(&["fork", "--replace", "a", "b", "box"]);
+    assert_eq!(output.status.code(), Some(2));
 }
 
 #[test]
@@ -61,8 +73,7 @@ fn without_room_for_what_a_machine_overwrites_the_checkpoint_fails_and_not_the_m
     let disk = paths.join("disk.raw");
     // Data everywhere, so that reading takes some time.
     std::fs::write(&disk, vec![0; 16 << 20]).expect("an image");
-    let drive = format!("file={},format=raw,if=ide,index=0", disk.display());
-    let qemu = Qemu::start(&paths, &["-machine", "pc", "-m", "64", "-drive", &drive]);
+    let qemu = Qemu::start(&paths, &with_disk(&disk, "raw", ""));
     let monitor = paths.monitor().display().to_string();
     std::fs::write(room.path().join("filler"), [1; 65536]).expect("it fits exactly");
     let message = wait_for("a checkpoint during which the machine writes", || {
@@ -88,8 +99,7 @@ fn killed_at_any_instant_it_leaves_the_machine_running() {
     let (pagemark, paths) = (Pagemark::new(), MachinePaths::default());
     let disk = paths.join("disk.raw");
     std::fs::File::create(&disk).and_then(|file| file.set_len(16 << 20)).expect("an empty image");
-    let drive = format!("file={},format=raw,if=ide,index=0", disk.display());
-    let _qemu = Qemu::start(&paths, &["-machine", "pc", "-m", "64", "-drive", &drive]);
+    let _qemu = Qemu::start(&paths, &with_disk(&disk, "raw", ""));
     let monitor = paths.monitor().display().to_string();
     let mut own = TestMonitor::connect(&paths.join("test.qmp"));
     let nodes = own.run("query-named-block-nodes", json!({})).as_array().map(Vec::len);
@@ -117,4 +127,39 @@ fn killed_at_any_instant_it_leaves_the_machine_running() {
     }
     pagemark.done(&["vm", "checkpoint", "--job", "last", &monitor]);
     pagemark.done(&["verify"]);
+}
+
+#[test]
+fn a_machine_restored_lazily_never_runs_without_its_memory() {
+    if guest_program().is_none() {
+        skip!("no QEMU, or no compiler for its guest");
+    }
+    let (pagemark, paths) = (Pagemark::new(), MachinePaths::default());
+    let qemu = Qemu::start(&paths, &["-m", "64", "-name", "box"]);
+    pagemark.done(&["vm", "checkpoint", &paths.monitor().display().to_string()]);
+    drop(qemu);
+    let restored = pagemark.json(&["restore", "--lazy", "--detach", "--json", "box"]);
+    paths.wait_for_steps(5);
+    kill_and_wait(restored["pid"].as_i64().expect("a process id") as i32);
+    let mut random = SplitMix(11);
+    for _ in 0..8 {
+        let mut command = pagemark.command(&["restore", "--lazy", "--detach", "--quiet", "box"]);
+        let mut child = command.stdin(Stdio::null()).spawn().expect("it starts");
+        // Its guard is the second child.
+        let qemu = wait_for("QEMU and its guard, or the end", || match children(child.id() as i32)[..] {
+            [qemu, _, ..] => Some(Some(qemu)),
+            _ => child.try_wait().expect("our child").map(|_| None),
+        });
+        std::thread::sleep(Duration::from_millis(random.below(400)));
+        kill(Pid::from_raw(child.id() as i32), Signal::SIGKILL).expect("our child");
+        child.wait().expect("our child");
+        // Either the machine has all of its memory, or QEMU ends. It checks each page.
+        let before = paths.steps();
+        let is_qemu =
+            |pid: i32| std::fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|c| c.starts_with("qemu"));
+        wait_for("the machine to go on, or to end", || {
+            (qemu.is_none_or(|qemu| !is_qemu(qemu)) || paths.steps() > before + 5).then_some(())
+        });
+        qemu.into_iter().filter(|&qemu| is_qemu(qemu)).for_each(kill_and_wait);
+    }
 }

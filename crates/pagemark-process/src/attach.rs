@@ -4,6 +4,7 @@ use std::io;
 
 use pagemark::sys::proc::{self, Stat, Status, system};
 
+use crate::container;
 use crate::error::{Error, ErrorKind, Object, Result};
 
 /// The error of a system call that an attach needs.
@@ -121,7 +122,8 @@ pub fn check_userfaultfd(pid: i32) -> Result<()> {
     Ok(())
 }
 
-/// Checks that a process is in our namespace of process ids, as saving its whole state needs.
+/// Checks that a process is in our namespace of process ids, or the first process of a container,
+/// as saving its whole state needs.
 ///
 /// # Errors
 /// [`ErrorKind::PidNamespace`].
@@ -129,12 +131,19 @@ pub fn check_namespace(pid: i32) -> Result<()> {
     // This reports a process that is gone, or that we may not trace, as such.
     check(pid)?;
     let thread = proc::live_thread(pid).ok_or_else(|| Error::no_process(pid))?;
+    let status = Status::read(pid).map_err(failed("read the status of", pid))?;
     match proc::is_in_own_pid_namespace(thread) {
         Ok(true) => Ok(()),
+        Ok(false) if status.is_first_of_container() => Ok(()),
         Ok(false) => {
-            let reason = "has process ids of its own, as in a container, so it can't be saved whole from outside";
+            let reason = "is in a container, which can be saved whole from outside, but not in part";
+            let whole = match container::first_process(pid) {
+                Some(first) => format!("name process {first}, the first of the container, "),
+                None => String::new(),
+            };
             Err(Error::about(ErrorKind::PidNamespace, Object::command(pid), reason).help(format!(
-                "run pagemark inside (`nsenter --target {pid} --all` leads there), or save memory alone with --memory-only"
+                "{whole}run pagemark inside (`nsenter --target {pid} --all` leads there), or save memory alone with \
+                 --memory-only"
             )))
         }
         Err(error) => Err(failed("read the namespaces of", pid)(error)),

@@ -4,14 +4,14 @@
 //! properties of all groups while the tree is frozen, which makes the freeze of a small process
 //! four times as long. By default Pagemark therefore records only in which groups the threads are.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
-use pagemark::sys::proc;
+use pagemark::sys::proc::{self, Mount};
 use serde::{Deserialize, Serialize};
 
 /// What becomes of the control groups of a tree.
@@ -93,21 +93,23 @@ impl fmt::Display for Group {
     }
 }
 
-/// The groups of each process, and of each thread whose groups are not those of its process.
+/// The groups of each process, and of each thread whose groups are not those of its process, by the
+/// ids that CRIU's images have.
 pub(crate) type Memberships = BTreeMap<i32, Vec<Group>>;
 
-/// Reads the groups of the threads of processes. A process that is gone has none.
-pub(crate) fn memberships(pids: &[i32]) -> Memberships {
+/// Reads the groups of the threads of processes. A process that is gone has none. `image_id` gives
+/// the id that the images have for a process or thread.
+pub(crate) fn memberships(pids: &[i32], image_id: fn(i32) -> i32) -> Memberships {
     let mut memberships = Memberships::new();
     for &pid in pids {
         let of_process = groups(pid);
         for thread in proc::threads(pid).unwrap_or_default() {
             let of_thread = groups(thread);
             if thread != pid && !of_thread.is_empty() && of_thread != of_process {
-                memberships.insert(thread, of_thread);
+                memberships.insert(image_id(thread), of_thread);
             }
         }
-        memberships.insert(pid, of_process);
+        memberships.insert(image_id(pid), of_process);
     }
     memberships
 }
@@ -141,7 +143,7 @@ impl fmt::Display for NotJoined {
 
 /// The mounted hierarchies, and the groups that are yet to be joined.
 pub(crate) struct Joining {
-    mounts: Vec<Mount>,
+    hierarchies: Vec<Hierarchy>,
     memberships: Memberships,
     /// The groups of what is restored before it joins others.
     own: Vec<Group>,
@@ -152,20 +154,20 @@ pub(crate) struct Joining {
 
 /// A mounted hierarchy.
 #[derive(PartialEq, Eq, Debug)]
-struct Mount {
+struct Hierarchy {
     /// As in [`Group::hierarchy`], without an order of the controllers.
-    hierarchy: Vec<String>,
+    controllers: Vec<String>,
     /// The group that is mounted.
-    root: String,
+    root: PathBuf,
     directory: PathBuf,
 }
 
 impl Joining {
     pub(crate) fn new(memberships: Memberships) -> Joining {
-        let mounts = fs::read_to_string(proc::own_path("mountinfo")).unwrap_or_default();
-        let mounts = mounts.lines().filter_map(mount).collect();
+        let mounts = Mount::of_this_process().unwrap_or_default();
+        let hierarchies = mounts.into_iter().filter_map(Hierarchy::of).collect();
         let own = groups(std::process::id() as i32);
-        Joining { mounts, memberships, own, root_pid: None, not_joined: Vec::new() }
+        Joining { hierarchies, memberships, own, root_pid: None, not_joined: Vec::new() }
     }
 
     /// Opens the files through which the restoring program joins the groups of the root process, by
@@ -192,9 +194,11 @@ impl Joining {
     }
 
     /// Puts the restored processes and threads into their groups where these are not the groups of
-    /// the root process. Returns the groups that were not joined.
-    pub(crate) fn join_others(mut self) -> Vec<NotJoined> {
-        if let Some(root_pid) = self.root_pid {
+    /// the root process. `ids` has the ids of those whose ids are others here than in the images.
+    /// Returns the groups that were not joined.
+    pub(crate) fn join_others(mut self, ids: &HashMap<i32, i32>) -> Vec<NotJoined> {
+        let id_here = |id: i32| ids.get(&id).copied().unwrap_or(id);
+        if let Some(root_pid) = self.root_pid.map(id_here) {
             let now = groups(root_pid);
             for group in self.own.iter().filter(|&group| !now.contains(group)) {
                 if self.not_joined.iter().all(|not_joined| not_joined.group != *group) {
@@ -204,6 +208,7 @@ impl Joining {
             }
         }
         for (id, groups) in std::mem::take(&mut self.memberships) {
+            let id = id_here(id);
             let unit = if proc::Status::read(id).is_ok_and(|status| status.process_id == id) {
                 Unit::Process
             } else {
@@ -233,8 +238,8 @@ impl Joining {
     }
 
     fn directory(&self, group: &Group) -> Option<PathBuf> {
-        let hierarchy = hierarchy(&group.hierarchy);
-        self.mounts.iter().filter(|mount| mount.hierarchy == hierarchy).find_map(|mount| {
+        let controllers = controllers(&group.hierarchy);
+        self.hierarchies.iter().filter(|mount| mount.controllers == controllers).find_map(|mount| {
             let path = Path::new(&group.path).strip_prefix(&mount.root).ok()?;
             // A group outside of the namespace of groups has a path that leads upwards.
             let is_inside = path.components().all(|part| matches!(part, std::path::Component::Normal(_)));
@@ -250,35 +255,34 @@ enum Unit {
     Thread,
 }
 
-fn hierarchy(text: &str) -> Vec<String> {
+fn controllers(text: &str) -> Vec<String> {
     let mut parts: Vec<String> = text.split(',').map(str::to_owned).collect();
     parts.sort();
     parts
 }
 
-/// Parses a line of `/proc/PID/mountinfo`; none if it is not a hierarchy of control groups.
-fn mount(line: &str) -> Option<Mount> {
-    let (fields, rest) = line.split_once(" - ")?;
-    let mut fields = fields.split(' ').skip(3);
-    let (root, directory) = (fields.next()?, fields.next()?);
-    let mut rest = rest.split(' ');
-    let hierarchy = match rest.next()? {
-        "cgroup2" => hierarchy(""),
-        "cgroup" => {
-            // The options of the file system are the controllers, the name, and some others.
-            let options = rest.nth(1)?.split(',');
-            let others = ["rw", "ro", "xattr", "clone_children", "cpuset_v2_mode", "noprefix"];
-            let parts = options.filter(|option| !others.contains(option) && !option.starts_with("release_agent="));
-            hierarchy(&parts.collect::<Vec<_>>().join(","))
-        }
-        _ => return None,
-    };
-    // The kernel writes a space as \040; groups are hardly ever mounted at such a place.
-    Some(Mount { hierarchy, root: root.to_owned(), directory: PathBuf::from(directory) })
+impl Hierarchy {
+    /// None if the mount is not one of control groups.
+    fn of(mount: Mount) -> Option<Hierarchy> {
+        let controllers = match &*mount.file_system {
+            "cgroup2" => controllers(""),
+            "cgroup" => {
+                // The options of the file system are the controllers, the name, and some others.
+                let others = ["rw", "ro", "xattr", "clone_children", "cpuset_v2_mode", "noprefix"];
+                let parts = mount.options.split(',');
+                let parts = parts.filter(|option| !others.contains(option) && !option.starts_with("release_agent="));
+                controllers(&parts.collect::<Vec<_>>().join(","))
+            }
+            _ => return None,
+        };
+        Some(Hierarchy { controllers, root: mount.root, directory: mount.point })
+    }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::convert::identity;
+
     use super::*;
 
     #[test]
@@ -299,8 +303,9 @@ mod tests {
             "32 23 0:28 /inner /mnt/named rw - cgroup none rw,xattr,name=jobs",
             "33 23 0:29 / /proc rw - proc proc rw",
         ];
-        let mounts = lines.iter().filter_map(|line| mount(line)).collect();
-        let joining = Joining { mounts, ..Joining::new(Memberships::new()) };
+        let mounts = Mount::parse(lines.join("\n").as_bytes());
+        let hierarchies = mounts.into_iter().filter_map(Hierarchy::of).collect();
+        let joining = Joining { hierarchies, ..Joining::new(Memberships::new()) };
         let directory = |hierarchy: &str, path: &str| {
             let group = Group { hierarchy: hierarchy.into(), path: path.into() };
             joining.directory(&group).map(|directory| directory.display().to_string())
@@ -316,10 +321,10 @@ mod tests {
     #[test]
     fn this_process_is_in_its_groups() {
         let own = std::process::id() as i32;
-        let mut joining = Joining::new(memberships(&[own]));
+        let mut joining = Joining::new(memberships(&[own], identity));
         // It is in all of them, so nothing is to be joined.
         assert!(joining.open_groups_of(own).is_empty());
-        assert!(joining.join_others().is_empty());
+        assert!(joining.join_others(&HashMap::new()).is_empty());
     }
 
     #[test]

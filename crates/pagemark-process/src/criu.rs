@@ -11,6 +11,7 @@ mod guard;
 pub mod images;
 mod kernel_data;
 mod notify;
+pub(crate) mod outside_files;
 pub(crate) mod regular_files;
 mod smaps;
 pub mod stdio;
@@ -154,7 +155,7 @@ impl Criu {
         let unusable = |reason: String| {
             Error::about(ErrorKind::NoCriu, Object::File(path.into()), "does not work here")
                 .caused_by(reason)
-                .help("checkpoints of memory alone work without it")
+                .help(format!("{}checkpoints of memory alone work without it", lacked_rights()))
         };
         let output = Command::new(path)
             .arg("--version")
@@ -211,6 +212,14 @@ pub fn missing_capability() -> Option<&'static str> {
          with higher limits or a lower oom_score_adj than pagemark's can't be restored, and CRIU can't be exempted \
          from the out-of-memory killer; give pagemark that capability (containers: --cap-add SYS_RESOURCE)",
     )
+}
+
+/// The capabilities without which CRIU does not work at all, as far as this process lacks them, and
+/// what would enable them.
+fn lacked_rights() -> String {
+    const NEEDED: [(u32, &str); 2] = [(19, "SYS_PTRACE"), (21, "SYS_ADMIN")];
+    let lacked = NEEDED.iter().filter(|(number, _)| !has_capability(*number));
+    lacked.map(|(_, name)| format!("CAP_{name} is missing (containers: --cap-add {name}); ")).collect()
 }
 
 /// True if this process has the capability.

@@ -1,9 +1,10 @@
-//! The regular files that a target has open for writing: they belong to its checkpoint.
+//! The files that a target has written: they belong to its checkpoint.
 //!
 //! A restored target expects them as they were: CRIU refuses a file whose size changed, and a
 //! program would find a log or a database from its own future. [`open_for_writing`] finds them, a
 //! [`FileTracker`] saves their content from one checkpoint to the next, and [`put_back`] restores
-//! them and keeps their present content in [`asides`].
+//! them and keeps their present content in [`asides`]. A [`FileWatch`] finds the files that the
+//! target has written and closed; a [`DataTree`] is a directory that belongs to it whole.
 
 pub mod asides;
 mod change;
@@ -11,28 +12,33 @@ mod copy;
 mod data_tree;
 mod directory;
 mod list;
+mod mounts;
 mod path;
 mod put_back;
 mod put_back_tree;
 mod scan;
 mod tracker;
 mod unusual;
+mod watch;
 mod writers;
+mod written;
 
 use std::io;
 use std::path::PathBuf;
 
 use crate::error::{Error, ErrorKind, Object};
 
-pub use data_tree::{DataTree, DirectoryRecord, LinkRecord, TREES, TreeRecord};
-pub(crate) use data_tree::{read as read_trees, record as record_trees};
+pub use data_tree::{DataTree, DirectoryRecord, LinkRecord, Origin, TREES, TreeRecord};
+pub(crate) use data_tree::{read as read_trees, record as record_trees, with_closed};
 pub use list::{Descriptor, OpenFile, SharedMapping, open_for_writing};
 pub use path::{decode_path, encode_path};
 pub use put_back::{ChangedFiles, FileAction, PutBack, put_back};
 pub(crate) use writers::is_own_output;
 
 pub use tracker::{Copied, FileTracker, Written};
+pub(crate) use unusual::unusual_removals;
 pub use unusual::{UnusualFile, UnusualReason, unusual_files};
+pub use watch::FileWatch;
 
 /// For `map_err`: `operation` on `path` failed.
 fn io(operation: &'static str, path: impl Into<PathBuf>) -> impl FnOnce(io::Error) -> Error {

@@ -1,4 +1,5 @@
-//! Creates a userfaultfd for the memory of another process.
+//! Makes system calls in another process: creates a userfaultfd for its memory, or replaces
+//! mappings.
 //!
 //! All threads of the process are stopped by ptrace, so that none of them can see the new
 //! descriptor or pass it to a child. One of them is made to call `userfaultfd`, the descriptor is
@@ -8,9 +9,10 @@
 //! A helper process in a session of its own does this. If the calling process is killed meanwhile,
 //! the helper finishes, so that the target is never left with foreign registers.
 
-use std::ffi::CString;
-use std::io::{self, Write};
+use std::ffi::{CStr, CString};
+use std::io;
 use std::mem::MaybeUninit;
+use std::ops::ControlFlow;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::ffi::OsStringExt;
 use std::time::{Duration, Instant};
@@ -22,6 +24,7 @@ use pagemark::sys::userfaultfd::FLAGS;
 use crate::attach;
 use crate::error::{Error, ErrorKind, Object, Result};
 use crate::helper;
+use crate::plain_proc::{StatText, each_number};
 use crate::ptrace::{self, Registers, Stop, Until};
 
 /// Limit of the time that the target's threads take to stop.
@@ -121,29 +124,68 @@ fn no_instruction(pid: i32) -> Error {
 /// Limit of the number of threads that are tried because the previous thread has exited meanwhile.
 const MAX_TRIES: u32 = 10;
 
-/// Creates a userfaultfd for the memory of process `pid`. The process must not be traced.
+/// Creates a userfaultfd for write-protection of the memory of process `pid`. The process must not
+/// be traced.
 ///
 /// # Errors
 /// An error whose kind says why not; the process is unchanged and keeps running.
 pub fn userfaultfd(pid: i32) -> Result<OwnedFd> {
-    for _ in 1..MAX_TRIES {
-        let thread = proc::live_thread(pid).ok_or_else(|| Error::no_process(pid))?;
-        match userfaultfd_by(pid, thread) {
-            // The thread has exited meanwhile, which made the attempt fail, but other threads of the process run.
-            Err(_) if proc::live_thread(pid).is_some_and(|now| now != thread) => {}
-            made => return made,
-        }
-    }
-    userfaultfd_by(pid, proc::live_thread(pid).ok_or_else(|| Error::no_process(pid))?)
+    userfaultfd_with(pid, FLAGS)
 }
 
-/// As [`userfaultfd`], by system calls of the given thread.
-fn userfaultfd_by(pid: i32, thread: i32) -> Result<OwnedFd> {
+/// As [`userfaultfd`], with these flags of `userfaultfd(2)`.
+///
+/// # Errors
+/// As [`userfaultfd`].
+pub fn userfaultfd_with(pid: i32, flags: libc::c_int) -> Result<OwnedFd> {
+    for _ in 1..MAX_TRIES {
+        let thread = proc::live_thread(pid).ok_or_else(|| Error::no_process(pid))?;
+        match inject_by(pid, thread, Work::Userfaultfd { flags }) {
+            // The thread has exited meanwhile, which made the attempt fail, but other threads of the process run.
+            Err(_) if proc::live_thread(pid).is_some_and(|now| now != thread) => {}
+            made => return made?.ok_or_else(|| Step::Copy.error(pid, libc::EBADF)),
+        }
+    }
+    let thread = proc::live_thread(pid).ok_or_else(|| Error::no_process(pid))?;
+    inject_by(pid, thread, Work::Userfaultfd { flags })?.ok_or_else(|| Step::Copy.error(pid, libc::EBADF))
+}
+
+/// A system call with its arguments.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Call {
+    /// The number of the call.
+    pub number: i64,
+    /// Its arguments; those that it does not have are 0.
+    pub arguments: [u64; 6],
+}
+
+/// Makes a thread of process `pid` carry out system calls one after the other, while all threads
+/// are stopped. The process must not be traced.
+///
+/// # Errors
+/// A call failed: those before it were carried out, the others not. Or an error whose kind says why
+/// none was.
+pub fn system_calls(pid: i32, calls: Vec<Call>) -> Result<()> {
+    let thread = proc::live_thread(pid).ok_or_else(|| Error::no_process(pid))?;
+    inject_by(pid, thread, Work::Calls(calls)).map(drop)
+}
+
+/// What a thread is made to do.
+enum Work {
+    /// To create a userfaultfd, which is copied.
+    Userfaultfd { flags: libc::c_int },
+    /// To carry out calls.
+    Calls(Vec<Call>),
+}
+
+/// Does `work` by system calls of the given thread. Returns the descriptor that was copied.
+fn inject_by(pid: i32, thread: i32, work: Work) -> Result<Option<OwnedFd>> {
     let status = proc::Status::read(thread).map_err(|_| Error::no_process(pid))?;
     let has_filters = status.seccomp_mode != 0;
     let (ours, theirs) = socket_pair().map_err(failed("making a socket pair", pid))?;
     let mut task = Task {
         thread,
+        work,
         is_leader: thread == pid,
         instruction: syscall_instruction(pid, thread)?,
         options: ptrace::TRACE_SYSGOOD | ptrace::SUSPEND_SECCOMP,
@@ -161,7 +203,7 @@ fn userfaultfd_by(pid: i32, thread: i32) -> Result<OwnedFd> {
     while unsafe { libc::waitpid(helper, std::ptr::null_mut(), 0) } < 0 && ptrace::errno() == libc::EINTR {}
     let (step, errno, descriptor) = answer.map_err(failed("receiving the report of the helper process", pid))?;
     match (step, descriptor) {
-        (Step::Done, Some(descriptor)) => Ok(descriptor),
+        (Step::Done, descriptor) => Ok(descriptor),
         (Step::Seize, _) if errno == libc::EPERM && has_filters && can_trace_without_suspending(thread) => {
             Err(Error::about(
                 ErrorKind::Seccomp,
@@ -284,6 +326,7 @@ impl Control {
 /// The task of the helper. All memory that the helper needs is allocated before the fork.
 struct Task {
     thread: i32,
+    work: Work,
     is_leader: bool,
     instruction: u64,
     options: usize,
@@ -324,7 +367,7 @@ fn run_helper(task: &mut Task) -> libc::c_int {
     // SAFETY: this process is the helper alone, and ends by _exit.
     unsafe { helper::detach_from_caller(c"pagemark-inject", [task.socket]) };
     let deadline = ptrace::deadline(STOP_LIMIT);
-    let result = stop_threads(task, deadline).and_then(|()| create_userfaultfd(task, deadline));
+    let result = stop_threads(task, deadline).and_then(|()| do_work(task, deadline));
     for &thread in task.threads.iter() {
         // Registers change only if the stop has interrupted a system call.
         let _ = release(thread);
@@ -406,69 +449,29 @@ fn stop_threads(task: &mut Task, deadline: Instant) -> Helped<()> {
 /// True if a thread has exited, seen from the open directory of the threads of its process. Does
 /// not allocate.
 fn has_exited(directory: RawFd, thread: i32) -> bool {
-    let mut path = [0u8; 32];
-    // Eleven digits at most, and the terminating zero is there.
-    if write!(&mut path[..31], "{thread}/stat").is_err() {
-        return false;
+    match StatText::read(directory, thread) {
+        Ok(stat) => stat::state(stat.text()).is_some_and(stat::is_dead),
+        Err(errno) => matches!(errno, libc::ENOENT | libc::ESRCH),
     }
-    // SAFETY: the path is a terminated string that lives through the call.
-    let file = unsafe { libc::openat(directory, path.as_ptr().cast(), libc::O_RDONLY | libc::O_CLOEXEC) };
-    if file < 0 {
-        return ptrace::errno() == libc::ENOENT;
-    }
-    let mut text = [0u8; 256];
-    // SAFETY: the kernel writes at most the buffer's length to it; the descriptor was opened above and
-    // is used no more.
-    let (length, errno) = unsafe {
-        let length = libc::read(file, text.as_mut_ptr().cast(), text.len());
-        let errno = ptrace::errno();
-        libc::close(file);
-        (length, errno)
-    };
-    let Ok(length) = usize::try_from(length) else { return errno == libc::ESRCH };
-    stat::state(&text[..length]).is_some_and(stat::is_dead)
 }
 
 /// Calls `each` with the descriptor of a directory and each number in it. Does not allocate, unlike
 /// the functions of the C library.
-fn each_thread(directory: &CString, mut each: impl FnMut(RawFd, i32) -> Helped<()>) -> Helped<()> {
-    // SAFETY: the path is a terminated string that lives through the call.
-    let descriptor = unsafe { libc::open(directory.as_ptr(), libc::O_RDONLY | libc::O_DIRECTORY | libc::O_CLOEXEC) };
-    if descriptor < 0 {
-        return Err((Step::Threads, ptrace::errno()));
+fn each_thread(directory: &CStr, mut each: impl FnMut(RawFd, i32) -> Helped<()>) -> Helped<()> {
+    let visited = each_number(directory, |descriptor, thread| match each(descriptor, thread) {
+        Ok(()) => ControlFlow::Continue(()),
+        Err(failure) => ControlFlow::Break(failure),
+    });
+    match visited {
+        Ok(ControlFlow::Continue(())) => Ok(()),
+        Ok(ControlFlow::Break(failure)) => Err(failure),
+        Err(errno) => Err((Step::Threads, errno)),
     }
-    let mut buffer = [0u8; 4096];
-    let result = loop {
-        // SAFETY: the kernel writes at most the buffer's length to it.
-        let length = unsafe { libc::syscall(libc::SYS_getdents64, descriptor, buffer.as_mut_ptr(), buffer.len()) };
-        if length <= 0 {
-            break if length < 0 { Err((Step::Threads, ptrace::errno())) } else { Ok(()) };
-        }
-        // struct linux_dirent64: inode and offset, 8 bytes each; record length, 2; type, 1; name.
-        let mut rest = &buffer[..length as usize];
-        let mut outcome = Ok(());
-        while let Some(&[low, high]) = rest.get(16..18).and_then(|bytes| bytes.first_chunk::<2>()) {
-            let record = (u16::from_ne_bytes([low, high]) as usize).clamp(19, rest.len());
-            let name = rest[19..record].split(|&byte| byte == 0).next().unwrap_or_default();
-            if let Some(thread) = std::str::from_utf8(name).ok().and_then(|name| name.parse().ok()) {
-                outcome = each(descriptor, thread);
-                if outcome.is_err() {
-                    break;
-                }
-            }
-            rest = &rest[record..];
-        }
-        if outcome.is_err() {
-            break outcome;
-        }
-    };
-    // SAFETY: the descriptor was opened above and is used no more.
-    unsafe { libc::close(descriptor) };
-    result
 }
 
-/// Makes the stopped thread create the descriptor, copies it, and makes the thread close it.
-fn create_userfaultfd(task: &Task, deadline: Instant) -> Helped<RawFd> {
+/// Makes the stopped thread do the work, and restores it. Returns the descriptor that was copied,
+/// or -1.
+fn do_work(task: &Task, deadline: Instant) -> Helped<RawFd> {
     let thread = task.thread;
     let inspect = |errno| (Step::Inspect, errno);
     let mut original = ptrace::registers(thread).map_err(inspect)?;
@@ -492,32 +495,49 @@ fn create_userfaultfd(task: &Task, deadline: Instant) -> Helped<RawFd> {
 
     // Signals are blocked until the thread is restored.
     ptrace::set_signal_mask(thread, u64::MAX).map_err(inspect)?;
-    let copied = system_call(task, &original, libc::SYS_userfaultfd, FLAGS as u64, deadline).and_then(|there| {
-        if there < 0 {
-            return Err((Step::Refused, -there as libc::c_int));
+    let copied = match &task.work {
+        Work::Userfaultfd { flags } => create_userfaultfd(task, &original, *flags, deadline),
+        Work::Calls(calls) => {
+            let call = |call: &Call| system_call(task, &original, call.number, call.arguments, deadline);
+            let failed =
+                |result: i64| if result < 0 { Err((Step::SystemCall, -result as libc::c_int)) } else { Ok(()) };
+            calls.iter().try_for_each(|each| call(each).and_then(failed)).map(|()| -1)
         }
-        let copied = copy_descriptor(task, there as RawFd);
-        // Cleaning up has its own deadline: the first one may have passed if the helper was not scheduled
-        // meanwhile.
-        system_call(task, &original, libc::SYS_close, there as u64, ptrace::deadline(STOP_LIMIT))?;
-        copied
-    });
+    };
     restore_thread(thread, &original, mask, ptrace::deadline(STOP_LIMIT)).map_err(|errno| (Step::SystemCall, errno))?;
     copied
 }
 
+/// Makes the stopped thread create the descriptor, copies it, and makes the thread close it.
+fn create_userfaultfd(task: &Task, original: &Registers, flags: libc::c_int, deadline: Instant) -> Helped<RawFd> {
+    let there = system_call(task, original, libc::SYS_userfaultfd, [flags as u64, 0, 0, 0, 0, 0], deadline)?;
+    if there < 0 {
+        return Err((Step::Refused, -there as libc::c_int));
+    }
+    let copied = copy_descriptor(task, there as RawFd);
+    // Cleaning up has its own deadline: the first one may have passed if the helper was not scheduled
+    // meanwhile.
+    let arguments = [there as u64, 0, 0, 0, 0, 0];
+    system_call(task, original, libc::SYS_close, arguments, ptrace::deadline(STOP_LIMIT))?;
+    copied
+}
+
 /// Makes the stopped thread carry out one system call. It is left stopped at the exit of the call.
-fn system_call(task: &Task, original: &Registers, number: i64, argument: u64, deadline: Instant) -> Helped<i64> {
+fn system_call(task: &Task, original: &Registers, number: i64, arguments: [u64; 6], deadline: Instant) -> Helped<i64> {
     let thread = task.thread;
     let failed = |errno| (Step::SystemCall, errno);
+    let [rdi, rsi, rdx, r10, r8, r9] = arguments;
     let registers = Registers {
         rip: task.instruction,
         rax: number as u64,
         // Marks the thread as outside of a system call, so that the kernel does not restart any.
         orig_rax: u64::MAX,
-        rdi: argument,
-        rsi: 0,
-        rdx: 0,
+        rdi,
+        rsi,
+        rdx,
+        r10,
+        r8,
+        r9,
         ..*original
     };
     ptrace::set_registers(thread, &registers).map_err(failed)?;

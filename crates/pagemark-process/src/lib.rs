@@ -32,6 +32,7 @@
 
 pub mod attach;
 pub mod cgroups;
+pub mod container;
 pub mod core_file;
 pub mod criu;
 mod error;
@@ -39,6 +40,7 @@ pub mod files;
 pub mod freezer;
 pub mod helper;
 pub mod inject;
+mod plain_proc;
 mod ptrace;
 mod refusal;
 pub mod restore;

@@ -13,6 +13,13 @@ pub(crate) fn hint(root_pid: i32, error: &Error) -> Option<String> {
     if reason.contains("nested pid namespace") {
         return Some("a process of the tree has made a container: run pagemark inside that".into());
     }
+    if reason.contains("outside of its pid namespace") {
+        return Some(
+            "the first process of a container must lead a session: start it with `setsid`, or in the container with an \
+             init such as tini"
+                .into(),
+        );
+    }
     if reason.contains("lookup mount") {
         return Some(
             "the tree has mounts of its own, as in a container, and a file open that was opened outside of them, standard \

@@ -3,14 +3,16 @@
 //! [`Restore`] does all of it: it checks the checkpoint and the consent to change files, completes
 //! CRIU's images in a scratch directory, puts files back, has CRIU restore the processes, and
 //! copies their memory into them before they run, or with [`Restore::lazy`] while they run. Its
-//! parts are public too: [`prepare`], [`Prepared::run`], [`lazy`].
+//! parts are public too: [`prepare`], [`Prepared::run`].
 
+mod connection;
 mod delivery;
 mod gate;
 mod images;
-pub mod lazy;
+mod lazy;
 mod surroundings;
 
+use std::cell::{Cell, RefCell};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -19,12 +21,14 @@ use pagemark::{ByteCount, Store};
 
 use crate::criu::Criu;
 use crate::error::{Error, ErrorKind, Object};
-use crate::files::{ChangedFiles, FileAction, PutBack, UnusualFile, asides, put_back, read_trees};
+use crate::files::{ChangedFiles, FileAction, PutBack, UnusualFile, asides, put_back};
 use crate::scratch::{self, ScratchDirectory};
 use delivery::Delivery;
-use images::Memory;
-use lazy::LazyRestore;
+use gate::Gate;
+use images::{Memory, ProcessMemory};
+use lazy::Reports;
 
+pub use crate::container::network::Network;
 pub use images::{Prepared, RestoreOptions, Restored, Streams, check, export_criu, open_prepared, prepare};
 
 /// A restore that is about to begin.
@@ -73,7 +77,7 @@ pub enum RestoreEvent<'a> {
         reason: &'a str,
     },
     /// Memory was read from the store and copied into the processes, or written into the images.
-    /// Not reported with [`Restore::lazy`].
+    /// With [`Restore::lazy`], reported only after [`RestoreEvent::Staging`].
     Reading {
         /// What has been read.
         done: ByteCount,
@@ -86,11 +90,15 @@ pub enum RestoreEvent<'a> {
     /// The processes run, but it could not be recorded that the restore succeeded: the asides of
     /// its files are listed as those of an interrupted restore.
     AsidesNotDescribed(&'a crate::Error),
+    /// The processes run. With [`Restore::lazy`] their memory is delivered from now on.
+    Running(&'a Restored),
     /// Memory was delivered to the running processes.
     Delivering {
-        /// Pages delivered. Some came with the restore already, and others may never be asked for.
+        /// Pages delivered. Pages that the processes drop, and those of processes that exit, are
+        /// not delivered.
         done_pages: u64,
-        /// Pages that the checkpoint holds.
+        /// Pages to be delivered, also to processes that were forked since. Some came with the
+        /// restore already.
         total_pages: u64,
     },
 }
@@ -160,7 +168,8 @@ impl<'a> Restore<'a> {
 
     /// Lets the processes run before their memory is there: pages that they touch are delivered at
     /// once, the others one after the other. Until all are delivered, the processes are killed
-    /// when the calling process ends.
+    /// when the calling process ends. Where memory cannot be delivered into the processes
+    /// ([`RestoreEvent::Staging`]), all of it is there before they run.
     pub fn lazy(mut self, is_lazy: bool) -> Self {
         self.is_lazy = is_lazy;
         self
@@ -186,6 +195,20 @@ impl<'a> Restore<'a> {
     /// process then: see [`Restored::child`].
     pub fn on_terminal(mut self, is_wanted: bool) -> Self {
         self.options.on_terminal = is_wanted;
+        self
+    }
+
+    /// Restores a tree that has mounts of its own, as a container has, on this root directory
+    /// instead of the one that it had at the checkpoint.
+    pub fn root(mut self, root: impl Into<PathBuf>) -> Self {
+        self.options.root = Some(root.into());
+        self
+    }
+
+    /// Gives a tree that had a network of its own, as a container has, this network. By default it
+    /// gets a new one that has the loopback interface alone.
+    pub fn network(mut self, network: Network) -> Self {
+        self.options.network = network;
         self
     }
 
@@ -239,7 +262,10 @@ impl<'a> Restore<'a> {
     /// The checkpoint is damaged or has memory alone, or a file could not be compared.
     pub fn unusual_files(&self) -> Result<Vec<UnusualFile>, RestoreFailure> {
         check(self.manifest)
-            .and_then(|()| images::unusual_files_of(self.manifest, self.store, self.working_directories_count))
+            .and_then(|()| {
+                let root = self.options.root.as_deref();
+                images::unusual_files_of(self.manifest, self.store, root, self.working_directories_count)
+            })
             .map_err(RestoreFailure::at(Stage::Check))
     }
 
@@ -253,17 +279,8 @@ impl<'a> Restore<'a> {
     /// Restores the processes, and delivers all of their memory.
     ///
     /// # Errors
-    /// As [`Restore::start`] and [`RunningTree::complete`].
-    pub fn run(self, events: &mut dyn FnMut(RestoreEvent<'_>)) -> Result<Restored, RestoreFailure> {
-        self.start(events)?.complete(events)
-    }
-
-    /// Restores the processes, and returns when they run. With [`Restore::lazy`] their memory is
-    /// delivered by [`RunningTree::complete`].
-    ///
-    /// # Errors
     /// [`RestoreFailure`], whose stage says what was done before.
-    pub fn start(self, events: &mut dyn FnMut(RestoreEvent<'_>)) -> Result<RunningTree<'a>, RestoreFailure> {
+    pub fn run(self, events: &mut dyn FnMut(RestoreEvent<'_>)) -> Result<Restored, RestoreFailure> {
         check(self.manifest).map_err(RestoreFailure::at(Stage::Check))?;
         if !self.unusual_files_allowed {
             let files = self.unusual_files()?;
@@ -280,34 +297,66 @@ impl<'a> Restore<'a> {
             .map_err(RestoreFailure::at(Stage::Scratch))?;
         let total = ByteCount::of_pages(manifest.spaces.iter().map(|space| space.pages).sum());
         events(RestoreEvent::Preparing { memory: total });
-        if is_lazy {
-            let prepared = lazy::prepare(manifest, store, images.path());
-            let prepared = prepared.map_err(RestoreFailure::at(Stage::Prepare))?;
-            let files = put_files_back(manifest, store, &asides)?;
-            let lazy = keep_or_undo(prepared.run(&criu, store, &options), files, events)?;
-            return Ok(RunningTree { restored: lazy.restored().clone(), delivery: Some(lazy), _images: images });
-        }
         let delivery = Delivery::find(manifest);
         if let Err(reason) = &delivery {
             events(RestoreEvent::Staging { reason });
         }
         let memory = if delivery.is_ok() { Memory::Undeliverable } else { Memory::Whole };
         let mut last = ByteCount::ZERO;
+        let is_delivered_later = is_lazy && delivery.is_ok();
         let mut reading = |done: ByteCount| {
-            if done > last {
+            if done > last && !is_delivered_later {
                 last = done;
                 events(RestoreEvent::Reading { done: done.min(total), total });
             }
         };
         let prepared = images::prepare_with(manifest, store, images.path(), memory, &mut reading);
         let (prepared, spaces) = prepared.map_err(RestoreFailure::at(Stage::Prepare))?;
-        let files = put_files_back(manifest, store, &asides)?;
+        prepared.check_root(&options).map_err(RestoreFailure::at(Stage::Check))?;
+        let files = put_files_back(manifest, store, &options, &asides)?;
         let restored = match delivery {
+            Ok(delivery) if is_lazy => {
+                return run_lazily(delivery.into_gate(), prepared, spaces, store, &criu, &options, files, events);
+            }
             Ok(delivery) => delivery.run(prepared, spaces, store, &criu, &options, &mut reading),
             Err(_) => prepared.run(&criu, &options),
         };
         let restored = keep_or_undo(restored, files, events)?;
-        Ok(RunningTree { restored, delivery: None, _images: images })
+        events(RestoreEvent::Running(&restored));
+        Ok(restored)
+    }
+}
+
+/// Restores processes that run before their memory is there.
+#[expect(clippy::too_many_arguments, reason = "each is a part of a restore")]
+fn run_lazily(
+    gate: Gate,
+    prepared: Prepared,
+    memory: Vec<ProcessMemory>,
+    store: &(dyn Store + Sync),
+    criu: &Criu,
+    options: &RestoreOptions,
+    files: ChangedFiles,
+    events: &mut dyn FnMut(RestoreEvent<'_>),
+) -> Result<Restored, RestoreFailure> {
+    let files = Cell::new(Some(files));
+    let events = RefCell::new(events);
+    let reports = Reports {
+        running: &mut |restored| {
+            if let Some(files) = files.take() {
+                keep(files, *events.borrow_mut());
+            }
+            (*events.borrow_mut())(RestoreEvent::Running(restored));
+        },
+        progress: &mut |done_pages, total_pages| {
+            (*events.borrow_mut())(RestoreEvent::Delivering { done_pages, total_pages });
+        },
+    };
+    let restored = lazy::run(gate, prepared, memory, store, criu, options, reports);
+    match (restored, files.take()) {
+        (Ok(restored), _) => Ok(restored),
+        (Err(error), Some(files)) => Err(undo(error, files)),
+        (Err(error), None) => Err(RestoreFailure { stage: Stage::Deliver, error }),
     }
 }
 
@@ -318,10 +367,16 @@ fn no_consent(files: &[UnusualFile]) -> Error {
 }
 
 /// Gives the files the content that they had at the checkpoint.
-fn put_files_back(manifest: &Manifest, store: &dyn Store, asides: &Path) -> Result<ChangedFiles, RestoreFailure> {
+fn put_files_back(
+    manifest: &Manifest,
+    store: &dyn Store,
+    options: &RestoreOptions,
+    asides: &Path,
+) -> Result<ChangedFiles, RestoreFailure> {
     let checkpoint = format!("{}@{}", manifest.job, manifest.sequence);
-    let trees = read_trees(manifest, store).map_err(RestoreFailure::at(Stage::Files))?;
-    put_back(&manifest.files, &trees, store, &checkpoint, asides).map_err(RestoreFailure::at(Stage::Files))
+    let below = images::files_below(manifest, store, options.root.as_deref());
+    let (files, trees) = below.map_err(RestoreFailure::at(Stage::Files))?;
+    put_back(&files, &trees, store, &checkpoint, asides).map_err(RestoreFailure::at(Stage::Files))
 }
 
 /// Keeps the files that were put back if the processes were restored, and changes them back if not.
@@ -332,49 +387,27 @@ fn keep_or_undo<T>(
 ) -> Result<T, RestoreFailure> {
     match processes {
         Ok(processes) => {
-            let changed = files.files().iter().filter(|file| file.action != FileAction::Untouched);
-            changed.for_each(|file| events(RestoreEvent::FilePutBack(file)));
-            if let Err(error) = files.keep() {
-                events(RestoreEvent::AsidesNotDescribed(&error));
-            }
+            keep(files, events);
             Ok(processes)
         }
-        Err(error) => {
-            let error = match files.undo() {
-                Ok(()) => error,
-                Err(undo) => undo.during(format!("{error}; then the change back failed:")),
-            };
-            Err(RestoreFailure { stage: Stage::Processes, error })
-        }
+        Err(error) => Err(undo(error, files)),
     }
 }
 
-/// A restored tree that runs. Dropped before its memory is complete, the tree is killed.
-#[must_use = "dropped before its memory is complete, the tree is killed"]
-pub struct RunningTree<'a> {
-    restored: Restored,
-    // The delivery is dropped first: CRIU uses the images.
-    delivery: Option<LazyRestore<'a>>,
-    _images: ScratchDirectory,
+/// Keeps the files that were put back, and reports them.
+fn keep(files: ChangedFiles, events: &mut dyn FnMut(RestoreEvent<'_>)) {
+    let changed = files.files().iter().filter(|file| file.action != FileAction::Untouched);
+    changed.for_each(|file| events(RestoreEvent::FilePutBack(file)));
+    if let Err(error) = files.keep() {
+        events(RestoreEvent::AsidesNotDescribed(&error));
+    }
 }
 
-impl RunningTree<'_> {
-    /// The processes.
-    pub fn restored(&self) -> &Restored {
-        &self.restored
-    }
-
-    /// Delivers the memory that is not there yet. Afterwards the processes need nothing more.
-    ///
-    /// # Errors
-    /// A page could not be read, or CRIU failed. The processes are killed.
-    pub fn complete(self, events: &mut dyn FnMut(RestoreEvent<'_>)) -> Result<Restored, RestoreFailure> {
-        if let Some(delivery) = self.delivery {
-            let total_pages = delivery.total_pages();
-            delivery
-                .deliver(&mut |done_pages| events(RestoreEvent::Delivering { done_pages, total_pages }))
-                .map_err(RestoreFailure::at(Stage::Deliver))?;
-        }
-        Ok(self.restored)
-    }
+/// Changes the files back that were put back, because the processes could not be restored.
+fn undo(error: Error, files: ChangedFiles) -> RestoreFailure {
+    let error = match files.undo() {
+        Ok(()) => error,
+        Err(undo) => undo.during(format!("{error}; then the change back failed:")),
+    };
+    RestoreFailure { stage: Stage::Processes, error }
 }

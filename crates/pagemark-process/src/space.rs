@@ -15,6 +15,7 @@ use pagemark::track::{MemoryPart, ProcessMemory};
 use pagemark::{AddressRangeExt, ByteCount, Mechanism, Range, RangeSet, Tracker};
 
 use crate::attach;
+use crate::container::image_id;
 use crate::error::{Error, ErrorKind, Object, Result};
 use crate::freezer;
 use crate::inject;
@@ -30,6 +31,8 @@ use untracked::Untracked;
 /// program, every call fails with [`ErrorKind::Gone`], whatever has the process id then.
 pub struct AddressSpace {
     pid: i32,
+    /// Its id in CRIU's images.
+    image_pid: i32,
     /// A running thread, by which the memory is reached.
     thread: i32,
     start_ticks: u64,
@@ -192,6 +195,7 @@ impl AddressSpace {
         let shared = tracker(MemoryPart::SharedFile)?;
         let space = AddressSpace {
             pid,
+            image_pid: image_id(pid),
             thread,
             start_ticks,
             mechanism,
@@ -217,6 +221,11 @@ impl AddressSpace {
     /// The process id.
     pub fn pid(&self) -> i32 {
         self.pid
+    }
+
+    /// The process id in its own namespace of process ids, which CRIU's images have.
+    pub fn image_pid(&self) -> i32 {
+        self.image_pid
     }
 
     /// When the process was started, clock ticks since boot.

@@ -15,10 +15,13 @@ use pagemark::target::{
 use pagemark::{Mechanism, Range, RangeSet, Store};
 
 use crate::error::{Error, Result};
-use crate::files::{DataTree, FileTracker, OpenFile, TreeRecord, encode_path, open_for_writing, record_trees};
+use crate::files::{
+    DataTree, FileTracker, FileWatch, OpenFile, TreeRecord, encode_path, open_for_writing, record_trees, with_closed,
+};
 use crate::freezer;
 use crate::saver::{FrozenState, SavedState, StateSaver};
 use crate::scratch;
+use crate::space::AddressSpace;
 use crate::tree::{FrozenProcess, Phase, ProcessTree};
 
 /// A process and all its descendants.
@@ -29,6 +32,8 @@ pub struct ProcessTarget {
     files: FileTracker,
     /// The directories that belong to the job whole.
     data: Vec<DataTree>,
+    /// Finds the files that the processes have written and closed.
+    watch: Option<Arc<FileWatch>>,
     command: Vec<String>,
     freeze_hook: Option<FreezeHook>,
 }
@@ -63,7 +68,15 @@ impl ProcessTarget {
         let command = proc::command_line(root_pid).map_or_else(|_| Vec::new(), |line| vec![line]);
         // Images that a killed process has left there hold secrets and take up memory.
         scratch::sweep(&scratch::parent());
-        Ok(ProcessTarget { tree, saver, files: FileTracker::new(), data: Vec::new(), command, freeze_hook: None })
+        Ok(ProcessTarget {
+            tree,
+            saver,
+            files: FileTracker::new(),
+            data: Vec::new(),
+            watch: None,
+            command,
+            freeze_hook: None,
+        })
     }
 
     /// The process at the root of the tree.
@@ -90,8 +103,14 @@ impl ProcessTarget {
         self.data = trees;
     }
 
-    /// Lists the files that belong to the job now: those that the tree has open for writing, and
-    /// all files of the data trees. Also returns the rest of the data trees.
+    /// Makes the files belong to the job that `watch` finds. It must follow the root of the tree.
+    pub fn set_watch(&mut self, watch: Arc<FileWatch>) {
+        self.watch = Some(watch);
+    }
+
+    /// Lists the files that belong to the job now: those that the tree has open for writing, those
+    /// that it has written and closed, and all files of the data trees. Also returns the rest of
+    /// the trees.
     fn list_files(&self) -> Result<(Vec<OpenFile>, Vec<TreeRecord>)> {
         let mut files = self.open_files()?;
         let mut trees = Vec::with_capacity(self.data.len());
@@ -99,6 +118,11 @@ impl ProcessTarget {
             let (all, record) = tree.list_with(files)?;
             files = all;
             trees.push(record);
+        }
+        if let Some(watch) = &self.watch {
+            let written = watch.list(&self.data)?;
+            files = with_closed(files, written.files);
+            trees.extend(written.trees);
         }
         Ok((files, trees))
     }
@@ -231,9 +255,10 @@ impl<'target> Frozen for FrozenTree<'target> {
 
     fn thaw(self) -> Result<CapturedTree<'target>> {
         let FrozenTree { target, state } = self;
-        let processes = target.tree.describe();
+        let is_restorable = target.saver.is_restorable();
+        let processes = target.tree.describe(if is_restorable { AddressSpace::image_pid } else { AddressSpace::pid });
         // Files are copied while the tree is frozen, but whatever fails there, the tree resumes first.
-        let files = if target.saver.is_restorable() { target.copy_files() } else { Ok(Vec::new()) };
+        let files = if is_restorable { target.copy_files() } else { Ok(Vec::new()) };
         let thawed = state.thaw(&target.tree.address_spaces())?;
         let trees = files?;
         let taken_at = SystemTime::now() - thawed.frozen_at.elapsed();
@@ -272,18 +297,18 @@ impl Captured for CapturedTree<'_> {
         let processes = self.processes.iter();
         let spaces = processes.map(|process| CapturedSpace {
             space: process.space,
-            id: SpaceId::try_from(process.pid).unwrap_or_default(),
+            id: SpaceId::try_from(process.recorded_pid).unwrap_or_default(),
             label: process.name.clone(),
-            kind: SpaceKind::Process { pid: process.pid },
+            kind: SpaceKind::Process { pid: process.recorded_pid },
             mappings: process.mappings.iter().map(mapping_record).collect(),
-            held_pages: self.state.held_pages(process.pid),
+            held_pages: self.state.held_pages(process.recorded_pid),
         });
         spaces.collect()
     }
 
     fn saved_pages(&self, space: SpaceId, visit: VisitPage<'_>) -> Result<(), pagemark::Error> {
         let process = self.processes.iter().find(|process| process.space == space);
-        process.map_or(Ok(()), |process| self.state.saved_pages(process.pid, visit))
+        process.map_or(Ok(()), |process| self.state.saved_pages(process.recorded_pid, visit))
     }
 
     fn record(self, store: &mut dyn Store) -> Result<Recorded, pagemark::Error> {

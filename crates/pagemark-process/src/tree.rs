@@ -49,6 +49,8 @@ struct Process {
 pub(crate) struct FrozenProcess {
     pub(crate) space: SpaceId,
     pub(crate) pid: i32,
+    /// Its id in the saved state.
+    pub(crate) recorded_pid: i32,
     pub(crate) name: String,
     pub(crate) mappings: Vec<(Mapping, Option<MappingException>)>,
 }
@@ -175,8 +177,8 @@ impl ProcessTree {
         processes.map(|process| (process.space.pid(), std::mem::take(&mut process.shared_written))).collect()
     }
 
-    /// The processes as they are in the freeze.
-    pub(crate) fn describe(&self) -> Vec<FrozenProcess> {
+    /// The processes as they are in the freeze, with the ids that the saved state has for them.
+    pub(crate) fn describe(&self, recorded_pid: fn(&AddressSpace) -> i32) -> Vec<FrozenProcess> {
         let mappings = |space: &AddressSpace| {
             let mappings = space.mappings().iter();
             mappings.map(|mapping| (mapping.clone(), space.exception(mapping))).collect()
@@ -185,6 +187,7 @@ impl ProcessTree {
         let processes = processes.map(|process| FrozenProcess {
             space: process.id,
             pid: process.space.pid(),
+            recorded_pid: recorded_pid(&process.space),
             name: Stat::read(process.space.pid()).map_or_else(|_| String::new(), |stat| stat.command),
             mappings: mappings(&process.space),
         });

@@ -8,10 +8,11 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
+use pagemark::sys::{fanotify, forks};
 use pagemark_process::criu::Criu;
-use pagemark_process::files::{DataTree, asides};
+use pagemark_process::files::{DataTree, FileWatch, asides};
 use pagemark_process::restore::{RestoreFailure, Stage};
-use pagemark_testing::wait_until;
+use pagemark_testing::{skip, wait_until};
 use support::{Checkpoints, Program};
 
 /// Inserts rows in a database with a rollback journal, one per transaction, except while there is a
@@ -125,7 +126,26 @@ while True:
 #[test]
 fn a_directory_of_closed_files_comes_back_from_any_checkpoint() {
     let Some(checkpoints) = Checkpoints::new() else { return };
-    let mut program = Program::python(CLOSER);
+    let program = Program::python(CLOSER);
+    wait_until("the directory", || program.directory().join("data").exists());
+    let tree = vec![DataTree::new(&program.directory().join("data")).unwrap()];
+    closer_comes_back(program, &checkpoints, tree, None);
+}
+
+#[test]
+fn closed_files_that_were_watched_come_back_from_any_checkpoint() {
+    let Some(checkpoints) = Checkpoints::new() else { return };
+    if let Some(error) = fanotify::NAMES.refusal().or(forks::RECORDS.refusal()) {
+        skip!("files cannot be watched ({error})");
+    }
+    let mut watch = FileWatch::new().unwrap();
+    let program = Program::python(CLOSER);
+    watch.follow(program.pid()).unwrap();
+    closer_comes_back(program, &checkpoints, Vec::new(), Some(watch));
+}
+
+/// Takes checkpoints of a program that runs CLOSER, and restores and checks each.
+fn closer_comes_back(mut program: Program, checkpoints: &Checkpoints, tree: Vec<DataTree>, watch: Option<FileWatch>) {
     let data = program.directory().join("data");
     let rows = |program: &Program| program.read("rows").and_then(|rows| rows.parse::<u64>().ok()).unwrap_or(0);
     wait_until("some rows", || rows(&program) > 10);
@@ -135,9 +155,8 @@ fn a_directory_of_closed_files_comes_back_from_any_checkpoint() {
         wait_until("more rows", || rows(&program) > before + 20);
         committed.borrow_mut().push(rows(&program));
     };
-    let tree = vec![DataTree::new(&data).unwrap()];
     // Neither the checkpoints nor the kill wait for the end of a transaction.
-    let taken = checkpoints.take_all(&program, tree, &[&more, &more, &more, &more]);
+    let taken = checkpoints.take_all(&program, tree, watch, &[&more, &more, &more, &more]);
     more();
     program.kill();
     let committed = committed.into_inner();

@@ -46,6 +46,7 @@ fn a_restore_reports_its_progress_its_files_and_the_stage_that_failed() {
         }
         RestoreEvent::Staging { reason } => panic!("{reason}"),
         RestoreEvent::AsidesNotDescribed(error) => panic!("{error}"),
+        RestoreEvent::Running(restored) => assert!(support::is_alive(restored.root_pid)),
         RestoreEvent::Delivering { .. } => panic!("all memory is there before the program runs"),
     });
     program.adopt(&restored.unwrap());

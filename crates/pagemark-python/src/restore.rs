@@ -112,7 +112,10 @@ pub fn restore(
         let restore = restore.allow_unusual_files(allow_unusual_files);
         let restore = restore.asides_in(repository.path().join("asides"));
         let restored = restore.run(&mut |event| match event {
-            RestoreEvent::Preparing { .. } | RestoreEvent::Staging { .. } | RestoreEvent::AsidesNotDescribed(_) => {}
+            RestoreEvent::Preparing { .. }
+            | RestoreEvent::Staging { .. }
+            | RestoreEvent::AsidesNotDescribed(_)
+            | RestoreEvent::Running(_) => {}
             RestoreEvent::Reading { done, total } => report(done.get(), total.get()),
             RestoreEvent::FilePutBack(file) => {
                 files.push(RestoredFile { path: file.path.clone(), set_aside: file.set_aside.clone() });

@@ -127,7 +127,8 @@ def test_a_process_that_was_killed_continues(
     )
     try:
         assert restored.pid == counter.pid and restored.pids == [counter.pid]
-        assert restored.files == []
+        # The program has it open for an instant each time it counts.
+        assert {Path(file.path).name for file in restored.files} <= {"count.new"}
         assert steps == sorted(steps) and steps[-1][0] >= 4 << 20 and len({total for _, total in steps}) == 1
         wait_until("the program continues to count", counter.file.exists)
         assert counter.count() > at_least

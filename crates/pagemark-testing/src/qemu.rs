@@ -72,7 +72,7 @@ impl MachinePaths {
 
     /// The arguments of QEMU: a machine that writes to the file `serial`, with a monitor for
     /// Pagemark and one for the test.
-    pub fn arguments(&self, further: &[&str]) -> Vec<String> {
+    pub fn arguments(&self, further: &[impl AsRef<str>]) -> Vec<String> {
         let path = |name: &str| self.join(name).display().to_string();
         let guest = guest_program().expect("a guest").display().to_string();
         let mut arguments: Vec<String> =
@@ -83,9 +83,16 @@ impl MachinePaths {
         for name in ["vm.qmp", "test.qmp"] {
             arguments.extend(["-qmp".into(), format!("unix:{},server=on,wait=off", path(name))]);
         }
-        arguments.extend(further.iter().map(|&argument| argument.to_owned()));
+        arguments.extend(further.iter().map(|argument| argument.as_ref().to_owned()));
         arguments
     }
+}
+
+/// The further arguments of a machine whose program writes to the disk `image`. `options` are those
+/// of the drive, each after a comma.
+pub fn with_disk(image: &Path, format: &str, options: &str) -> Vec<String> {
+    let drive = format!("file={},format={format},if=ide,index=0{options}", image.display());
+    ["-machine", "pc", "-m", "64", "-drive", &drive].map(str::to_owned).into()
 }
 
 /// A QEMU that runs, killed when dropped.
@@ -95,7 +102,7 @@ pub struct Qemu {
 
 impl Qemu {
     /// Starts a machine, and waits until its program runs.
-    pub fn start(paths: &MachinePaths, further: &[&str]) -> Qemu {
+    pub fn start(paths: &MachinePaths, further: &[impl AsRef<str>]) -> Qemu {
         let mut command = Command::new(QEMU);
         let child = command.args(paths.arguments(further)).stdin(Stdio::null()).spawn().expect("QEMU starts");
         let qemu = Qemu { child };

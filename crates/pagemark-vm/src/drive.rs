@@ -4,6 +4,7 @@ use pagemark::ByteCount;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+use crate::command_line::split_options;
 use crate::error::{Error, ErrorKind, Object, Result};
 use crate::machine::text;
 
@@ -89,7 +90,38 @@ pub(crate) fn of_block(block: &Value, arguments: &[String]) -> Result<Option<Dri
 
 /// True if one of the arguments names the file.
 fn arguments_name(arguments: &[String], file: &str) -> bool {
-    !file.is_empty() && arguments.iter().any(|argument| with_other_file(argument, file, file).is_some())
+    !file.is_empty() && arguments.iter().any(|argument| names_file(argument, file))
+}
+
+/// True if the argument names the file.
+pub(crate) fn names_file(argument: &str, file: &str) -> bool {
+    with_other_file(argument, file, file).is_some()
+}
+
+/// An argument that names a raw image, with the format qcow2. None if it is that of a node for the
+/// file alone, whose format another argument has.
+pub(crate) fn with_qcow2(argument: &str) -> Option<String> {
+    if argument.starts_with('{')
+        && let Ok(mut document) = serde_json::from_str::<Value>(argument)
+    {
+        let driver = document.get_mut("driver").filter(|driver| **driver == "raw")?;
+        *driver = "qcow2".into();
+        return Some(document.to_string());
+    }
+    let options = split_options(argument);
+    if options.contains(&"driver=file") {
+        return None;
+    }
+    // Without a format, QEMU finds it out.
+    let format = |option: &&str| {
+        match *option {
+            "format=raw" => "format=qcow2",
+            "driver=raw" => "driver=qcow2",
+            other => other,
+        }
+        .to_owned()
+    };
+    Some(options.iter().map(format).collect::<Vec<_>>().join(","))
 }
 
 /// The argument with another file in place of `file`; none if it does not name that. A file is
@@ -119,25 +151,6 @@ pub(crate) fn with_other_file(argument: &str, file: &str, other: &str) -> Option
 
 /// The last parts of the names of options that have a file as value.
 const FILE_KEYS: [&str; 2] = ["file", "filename"];
-
-/// Splits at single commas.
-fn split_options(argument: &str) -> Vec<&str> {
-    let (mut options, mut start, mut at) = (Vec::new(), 0, 0);
-    let bytes = argument.as_bytes();
-    while at < bytes.len() {
-        match (bytes[at], bytes.get(at + 1)) {
-            (b',', Some(b',')) => at += 2,
-            (b',', _) => {
-                options.push(&argument[start..at]);
-                at += 1;
-                start = at;
-            }
-            _ => at += 1,
-        }
-    }
-    options.push(&argument[start..]);
-    options
-}
 
 /// Replaces the file in a document. Returns true if the document has it.
 fn replace_value(value: &mut Value, file: &str, other: &str) -> bool {
@@ -177,6 +190,16 @@ mod tests {
         for other in ["file=a,b.img", "file=xa,,b.img", "id=a,,b.img", "{\"id\": \"a,b.img\"}", "{a", "", ",", "=,,"] {
             assert_eq!(replaced(other), None, "{other}");
         }
+    }
+
+    #[test]
+    fn a_raw_image_is_given_another_format() {
+        assert_eq!(with_qcow2("file=a,format=raw,if=ide").as_deref(), Some("file=a,format=qcow2,if=ide"));
+        assert_eq!(with_qcow2("a.img").as_deref(), Some("a.img"));
+        assert_eq!(with_qcow2("driver=file,filename=a"), None);
+        let json = r#"{"driver":"raw","file":{"driver":"file","filename":"a"}}"#;
+        assert!(with_qcow2(json).unwrap().contains(r#""driver":"qcow2""#));
+        assert_eq!(with_qcow2(r#"{"driver":"file","filename":"a"}"#), None);
     }
 
     #[test]

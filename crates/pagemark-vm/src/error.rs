@@ -52,6 +52,8 @@ pub enum ErrorKind {
     Mismatch,
     /// QEMU did not start.
     Start,
+    /// The program of QEMU does not exist.
+    NotFound,
     /// The store of pages failed.
     Store,
     /// A system call failed.
@@ -72,6 +74,8 @@ pub enum Object {
     Command(String),
     /// A memory block of the machine.
     Block(String),
+    /// A device of the machine.
+    Device(String),
     /// A disk of the machine, by its name.
     Disk(String),
     /// An image of a disk.
@@ -85,6 +89,7 @@ impl fmt::Display for Object {
             Object::Process(pid) => write!(f, "QEMU (process {pid})"),
             Object::Monitor(path) => write!(f, "the monitor {}", path.display()),
             Object::Command(command) => f.write_str(command),
+            Object::Device(name) => write!(f, "the device {}", name.escape_debug()),
             Object::Disk(label) => write!(f, "the disk {}", label.escape_debug()),
             Object::Image(path) => write!(f, "the image {}", path.display()),
             Object::Block(id) => write!(f, "the memory block {}", id.escape_debug()),

@@ -13,12 +13,13 @@ use pagemark::{ByteCount, ContentId, Kind, PAGE_SIZE, PageNumber, PageTree, Stor
 use serde_json::{Value, json};
 
 use crate::changes::Command;
+use crate::command_line::MONITOR_ARGUMENTS;
 use crate::disks::Connections;
-use crate::drive::{DiskImage, ImageFormat, with_other_file};
+use crate::drive::{DiskImage, ImageFormat, names_file, with_other_file, with_qcow2};
 use crate::error::{Error, ErrorKind, Object, Result};
 use crate::machine::{Machine, Startup, text};
 use crate::nbd::Client;
-use crate::started::{MONITOR_ARGUMENTS, Started, Streams};
+use crate::started::{Started, Streams};
 
 /// How long QEMU may take to make an empty image.
 const CREATE_POLL: Duration = Duration::from_millis(1);
@@ -71,6 +72,22 @@ impl NewImage {
         }
     }
 
+    /// As [`NewImage::replace_in`], where this image is a qcow2 image over one of any format.
+    pub(crate) fn replace_in_as_overlay(&self, arguments: &mut [String], old: &DiskImage) -> Result<()> {
+        self.replace_in(arguments, old)?;
+        if old.format == ImageFormat::Qcow2 {
+            return Ok(());
+        }
+        for argument in arguments.iter_mut().filter(|argument| names_file(argument, &self.name)) {
+            *argument = with_qcow2(argument).ok_or_else(|| {
+                let reason = "is of a node without a format of its own, so that it cannot be an overlay";
+                let error = Error::about(ErrorKind::Disk, Object::Image(self.name.clone().into()), reason);
+                error.help("name the image by -drive, or by one -blockdev with its format")
+            })?;
+        }
+        Ok(())
+    }
+
     /// The path of the image, which stays.
     pub(crate) fn keep(mut self) -> PathBuf {
         self.path.take().unwrap_or_default()
@@ -86,10 +103,10 @@ impl Drop for NewImage {
 }
 
 impl WriteImage<'_> {
-    /// Writes a new image for the checkpoint `sequence` of `job`.
-    pub(crate) fn write(&self, job: &str, sequence: u64) -> Result<NewImage> {
+    /// Writes a new image for the checkpoint with this name.
+    pub(crate) fn write(&self, checkpoint: &str) -> Result<NewImage> {
         let old = &self.disk.image.file;
-        let (name, file) = create_beside(&self.startup.directory, old, &format!("{job}@{sequence}"))?;
+        let (name, file) = create_beside(&self.startup.directory, old, checkpoint)?;
         let path = self.startup.directory.join(&name);
         let image = NewImage { name, path: Some(path.clone()) };
         let failed = |error| Error::of(ErrorKind::Disk, "write", Object::Image(path.clone()), error);
@@ -124,6 +141,23 @@ impl WriteImage<'_> {
         Ok(image)
     }
 
+    /// Makes an empty image over `base`, for the machine with this name.
+    pub(crate) fn write_overlay(&self, base: &NewImage, machine: &str) -> Result<NewImage> {
+        let (name, file) = create_beside(&self.startup.directory, &self.disk.image.file, machine)?;
+        let path = self.startup.directory.join(&name);
+        let overlay = NewImage { name, path: Some(path.clone()) };
+        self.copy_owner(&file)
+            .map_err(|error| Error::of(ErrorKind::Disk, "write", Object::Image(path.clone()), error))?;
+        let base_path = self.startup.directory.join(&base.name);
+        let format = match self.disk.image.format {
+            ImageFormat::Raw => "raw",
+            ImageFormat::Qcow2 => "qcow2",
+        };
+        let (_started, mut machine) = self.create_qcow2(&path, Some((&base_path, format)))?;
+        machine.execute(&Command::new("blockdev-del", json!({"node-name": FILE_NODE})))?;
+        Ok(overlay)
+    }
+
     /// Gives the new image the owner and the mode of the old one, if that is still there.
     fn copy_owner(&self, file: &File) -> io::Result<()> {
         match fs::metadata(self.startup.directory.join(&self.disk.image.file)) {
@@ -140,21 +174,32 @@ impl WriteImage<'_> {
         }
     }
 
-    /// Starts a QEMU that makes an empty image of the file `path`, and writes to it.
-    fn start_writer(&self, path: &Path) -> Result<ImageWriter> {
+    /// Starts a QEMU that makes an empty image of the file `path`, over another of this format if
+    /// there is one.
+    fn create_qcow2(&self, path: &Path, base: Option<(&Path, &str)>) -> Result<(Started, Machine)> {
         let arguments = WRITER.iter().chain(MONITOR_ARGUMENTS.iter().flatten());
         let arguments: Vec<String> = arguments.map(|&argument| argument.to_owned()).collect();
         let mut started = Started::start(self.startup, &arguments, Streams::Detached)?;
         let mut machine = started.machine(self.startup)?;
         let mut run = |name, arguments| machine.execute(&Command::new(name, arguments));
-        let Some(path) = path.to_str() else {
-            let error = Error::about(ErrorKind::Disk, Object::Image(path.to_owned()), "has a name that is no text");
-            return Err(error);
+        let text = |path: &Path| match path.to_str() {
+            Some(path) => Ok(path.to_owned()),
+            None => Err(Error::about(ErrorKind::Disk, Object::Image(path.to_owned()), "has a name that is no text")),
         };
-        run("blockdev-add", json!({"driver": "file", "node-name": FILE_NODE, "filename": path}))?;
-        let options = json!({"driver": "qcow2", "file": FILE_NODE, "size": self.disk.bytes});
+        run("blockdev-add", json!({"driver": "file", "node-name": FILE_NODE, "filename": text(path)?}))?;
+        let mut options = json!({"driver": "qcow2", "file": FILE_NODE, "size": self.disk.bytes});
+        if let Some((base, format)) = base {
+            options["backing-file"] = text(base)?.into();
+            options["backing-fmt"] = format.into();
+        }
         run("blockdev-create", json!({"job-id": JOB, "options": options}))?;
         wait_for_job(&mut machine)?;
+        Ok((started, machine))
+    }
+
+    /// Starts a QEMU that makes an empty image of the file `path`, and writes to it.
+    fn start_writer(&self, path: &Path) -> Result<ImageWriter> {
+        let (started, mut machine) = self.create_qcow2(path, None)?;
         let mut run = |name, arguments| machine.execute(&Command::new(name, arguments));
         run("blockdev-add", json!({"driver": "qcow2", "node-name": IMAGE_NODE, "file": FILE_NODE}))?;
         let connections = Connections::new(1)?;

@@ -29,19 +29,31 @@
 //! ```
 
 mod changes;
+mod command_line;
 mod disks;
 mod drive;
+mod end_guard;
 mod error;
+mod event;
+mod fork;
+mod fork_arguments;
 mod guard;
 mod images;
+mod lazy;
 mod machine;
 mod nbd;
 mod qmp;
 mod ram_blocks;
 mod restore;
+mod run;
 mod started;
 mod target;
 
+pub use command_line::machine_name;
 pub use error::{Error, ErrorKind, Object, Result};
-pub use restore::{Restore, RunningMachine};
-pub use target::VmTarget;
+pub use event::MachineEvent;
+pub use fork::ForkedMachine;
+pub use fork_arguments::Replacement;
+pub use restore::{LazyMachine, Restore, RunningMachine};
+pub use run::OwnQemu;
+pub use target::{EventHandler, VmTarget};

@@ -24,6 +24,12 @@ const WRITTEN_ELSEWHERE: [(&str, &str); 3] = [
     ("ivshmem", "other processes share the machine's memory"),
 ];
 
+/// Devices that give memory back to the host, by a part of their names.
+const GIVING_BACK: [&str; 2] = ["virtio-balloon", "virtio-mem"];
+
+/// Where QEMU's tree of objects has the devices that users have added, with an id and without.
+const USERS_DEVICES: [&str; 2] = ["/machine/peripheral", "/machine/peripheral-anon"];
+
 /// States of a migration that is in progress.
 const MIGRATING: [&str; 8] =
     ["setup", "active", "device", "wait-unplug", "pre-switchover", "postcopy-active", "postcopy-paused", "colo"];
@@ -61,6 +67,8 @@ pub(crate) struct Machine {
     pub(crate) pid: i32,
     /// The table of memory blocks as it was last, and what it says.
     listed: (String, Vec<ListedBlock>),
+    /// The devices that users have added, as they were last. None before the first look.
+    devices: Option<Vec<String>>,
 }
 
 impl Machine {
@@ -73,7 +81,7 @@ impl Machine {
 
     /// The machine of a QEMU whose process is known.
     pub(crate) fn of(monitor: Monitor, pid: i32) -> Result<Machine> {
-        Ok(Machine { monitor, pid, listed: (String::new(), Vec::new()) })
+        Ok(Machine { monitor, pid, listed: (String::new(), Vec::new()), devices: None })
     }
 
     /// Checks that a checkpoint can hold all of the machine. Nothing is changed.
@@ -92,10 +100,58 @@ impl Machine {
             return Err(unsupported("is being migrated".into()).help("wait until the migration has ended"));
         }
         let devices = self.monitor.human("info qtree")? + &self.monitor.human("info network")?;
-        match WRITTEN_ELSEWHERE.iter().find(|(name, _)| devices.contains(name)) {
-            Some((name, reason)) => Err(unsupported(format!("has a {name} device: {reason}"))),
+        if let Some((name, reason)) = WRITTEN_ELSEWHERE.iter().find(|(name, _)| devices.contains(name)) {
+            return Err(unsupported(format!("has a {name} device: {reason}")));
+        }
+        self.check_plugged()
+    }
+
+    /// Checks that no device of the machine gives memory back to the host. What is given back must
+    /// hold zeros afterwards; memory that comes from elsewhere would come again.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unsupported`]
+    pub(crate) fn check_keeps_memory(&mut self) -> Result<()> {
+        let devices = self.monitor.human("info qtree")?;
+        match GIVING_BACK.iter().find(|name| devices.contains(**name)) {
+            Some(name) => {
+                let reason = format!("has a {name} device, which gives memory back to the host");
+                let error = Error::about(ErrorKind::Unsupported, Object::Process(self.pid), reason);
+                Err(error.help("restore without --lazy, and without `fork`"))
+            }
             None => Ok(()),
         }
+    }
+
+    /// Checks that the machine has the devices of its command line: those that a restore makes.
+    fn check_plugged(&mut self) -> Result<()> {
+        let mut devices = Vec::new();
+        for place in USERS_DEVICES {
+            let children = self.monitor.execute("qom-list", json!({ "path": place }))?;
+            let children = children.as_array().map_or(&[][..], Vec::as_slice);
+            let children = children.iter().filter(|child| text(child, "type").starts_with("child<"));
+            devices.extend(children.map(|child| format!("{place}/{}", text(child, "name"))));
+        }
+        if self.devices.as_ref() == Some(&devices) {
+            return Ok(());
+        }
+        let refused = |device: &str, what| {
+            let object = Object::Device(device.rsplit('/').next().unwrap_or(device).to_owned());
+            let reason = format!("{what} while the machine ran: a restore has the devices of the command line");
+            let error = Error::about(ErrorKind::Unsupported, object, reason);
+            Err(error.help("start QEMU with the devices that the machine is to have"))
+        };
+        if let Some(gone) = self.devices.iter().flatten().find(|device| !devices.contains(device)) {
+            return refused(gone, "was unplugged");
+        }
+        for device in &devices {
+            let hotplugged = json!({"path": device, "property": "hotplugged"});
+            if self.monitor.execute("qom-get", hotplugged)?.as_bool() == Some(true) {
+                return refused(device, "was plugged in");
+            }
+        }
+        self.devices = Some(devices);
+        Ok(())
     }
 
     /// The disks that the machine can write to.
@@ -124,6 +180,17 @@ impl Machine {
     pub(crate) fn is_running(&mut self) -> Result<bool> {
         let status = self.monitor.execute("query-status", json!({}))?;
         Ok(status.get("running").and_then(Value::as_bool).unwrap_or(false))
+    }
+
+    /// The pseudo-terminals of the machine: the name of each chardev, and the path.
+    pub(crate) fn terminals(&mut self) -> Result<Vec<(String, PathBuf)>> {
+        let chardevs = self.monitor.execute("query-chardev", json!({}))?;
+        let chardevs = chardevs.as_array().map_or(&[][..], Vec::as_slice);
+        let terminal = |chardev: &Value| {
+            let path = text(chardev, "filename").strip_prefix("pty:").map(PathBuf::from)?;
+            Some((text(chardev, "label"), path))
+        };
+        Ok(chardevs.iter().filter_map(terminal).collect())
     }
 
     /// Executes a command whose result is of no use.

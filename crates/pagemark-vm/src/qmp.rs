@@ -1,16 +1,18 @@
 //! A client of QEMU's monitor protocol, QMP.
 
 use std::io::{self, IoSlice, Read};
-use std::os::fd::{AsRawFd, BorrowedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{ControlMessage, MsgFlags, getsockopt, sendmsg, sockopt};
 use serde_json::{Value, json};
 
 use crate::changes::Command;
 use crate::error::{Error, ErrorKind, Object, Result};
+use crate::event::MachineEvent;
 
 /// How long QEMU may take to send its greeting. It sends none while another client is connected.
 const GREETING_LIMIT: Duration = Duration::from_secs(10);
@@ -18,8 +20,14 @@ const GREETING_LIMIT: Duration = Duration::from_secs(10);
 /// How long QEMU may take to carry out a command.
 const REPLY_LIMIT: Duration = Duration::from_secs(60);
 
+/// How long QEMU may take to send the rest of an event.
+const EVENT_LIMIT: Duration = Duration::from_secs(1);
+
 /// Longest message.
 const MAX_MESSAGE_BYTES: usize = 16 << 20;
+
+/// The most events that wait to be taken. A machine that is reset again and again causes many.
+const MAX_EVENTS: usize = 64;
 
 /// A connection to the monitor of a QEMU.
 #[derive(Debug)]
@@ -28,6 +36,8 @@ pub(crate) struct Monitor {
     object: Object,
     received: Vec<u8>,
     last_id: u64,
+    /// What QEMU has reported and nobody has taken.
+    events: Vec<MachineEvent>,
 }
 
 impl Monitor {
@@ -46,7 +56,7 @@ impl Monitor {
     }
 
     fn begin(stream: UnixStream, object: Object) -> Result<Monitor> {
-        let mut monitor = Monitor { stream, object, received: Vec::new(), last_id: 0 };
+        let mut monitor = Monitor { stream, object, received: Vec::new(), last_id: 0, events: Vec::new() };
         let greeting = monitor.read_message(Instant::now() + GREETING_LIMIT).map_err(|error| match error.kind() {
             ErrorKind::Gone => error,
             _ => error.help("a monitor serves one client at a time: disconnect the other one"),
@@ -67,6 +77,28 @@ impl Monitor {
     /// The connection, for a guard that outlives this process.
     pub(crate) fn descriptor(&self) -> i32 {
         self.stream.as_raw_fd()
+    }
+
+    fn keep_event(&mut self, message: &Value) {
+        let event = MachineEvent::of_message(message).filter(|_| self.events.len() < MAX_EVENTS);
+        self.events.extend(event);
+    }
+
+    /// Takes what QEMU has reported until now without being asked.
+    pub(crate) fn take_events(&mut self) -> Vec<MachineEvent> {
+        // What fails here fails at the next command.
+        while self.has_message()
+            && let Ok(message) = self.read_message(Instant::now() + EVENT_LIMIT)
+        {
+            self.keep_event(&message);
+        }
+        std::mem::take(&mut self.events)
+    }
+
+    /// True if a message, or a part of one, can be read at once.
+    fn has_message(&self) -> bool {
+        let mut watched = [PollFd::new(self.stream.as_fd(), PollFlags::POLLIN)];
+        !self.received.is_empty() || poll(&mut watched, PollTimeout::ZERO).is_ok_and(|ready| ready > 0)
     }
 
     /// Executes a command and returns its result.
@@ -125,6 +157,7 @@ impl Monitor {
         loop {
             let mut reply = self.read_message(deadline)?;
             if reply.get("event").is_some() {
+                self.keep_event(&reply);
                 continue;
             }
             if reply.get("id").and_then(Value::as_u64) != Some(id) {

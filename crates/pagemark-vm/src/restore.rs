@@ -15,22 +15,14 @@ use pagemark::sys::pagemap::{Filter, PRESENT, Pagemap, SWAPPED};
 use pagemark::sys::proc::{self, maps};
 use pagemark::{AddressRangeExt, ByteCount, PAGE_SIZE, PageNumber, PageTree, RangeSet, Store};
 
+use crate::command_line::{arguments_of_restore, served_path};
 use crate::error::{Error, ErrorKind, Object, Result};
 use crate::images::{SavedDisk, WriteImage, copy_pages};
+use crate::lazy::{LazyBlock, LazyMemory};
 use crate::machine::{Machine, Startup};
 use crate::ram_blocks::RamBlock;
-use crate::started::{MONITOR_ARGUMENTS, Started, Streams};
+use crate::started::{Started, Streams};
 use crate::target::{DEVICES, STARTUP};
-
-/// The arguments that a restore adds to those of the checkpointed QEMU.
-const ADDED: [[&str; 2]; 5] = [
-    MONITOR_ARGUMENTS[0],
-    MONITOR_ARGUMENTS[1],
-    ["-incoming", "defer"],
-    // The stream of the devices alone has neither.
-    ["-global", "migration.send-configuration=off"],
-    ["-machine", "suppress-vmdesc=on"],
-];
 
 /// How long QEMU may take to read the state of its devices.
 const LOAD_LIMIT: Duration = Duration::from_secs(60);
@@ -85,6 +77,39 @@ impl RunningMachine {
     }
 }
 
+/// A virtual machine that was restored, and runs before all of its memory is there. Dropped before
+/// [`LazyMachine::complete`], or if this process dies, QEMU is killed.
+#[must_use = "QEMU is killed when this is dropped"]
+pub struct LazyMachine<'a> {
+    machine: RunningMachine,
+    memory: LazyMemory<'a>,
+}
+
+impl LazyMachine<'_> {
+    /// The machine. What it needs of its memory comes during [`LazyMachine::complete`].
+    pub fn machine(&self) -> &RunningMachine {
+        &self.machine
+    }
+
+    /// Delivers memory until all of it is there: pages that the machine waits for at once, the
+    /// others one after the other. Then QEMU needs nothing more. Calls `progress` with the pages
+    /// that were delivered since the last call, also from several threads at a time.
+    ///
+    /// # Errors
+    /// A page cannot be read; QEMU was killed. If QEMU has ended by itself, that is no error.
+    pub fn complete(self, progress: &(dyn Fn(u64) + Sync)) -> Result<RunningMachine> {
+        let LazyMachine { machine, memory } = self;
+        match memory.complete(progress) {
+            Err(error) if !error.is_gone() => {
+                // It was killed by the guard.
+                let _ = machine.wait();
+                Err(error)
+            }
+            _ => Ok(machine),
+        }
+    }
+}
+
 impl<'a> Restore<'a> {
     /// A restore of `checkpoint`. QEMU becomes a child of this process, with its standard streams.
     pub fn new(checkpoint: &'a Checkpoint) -> Restore<'a> {
@@ -115,8 +140,28 @@ impl<'a> Restore<'a> {
     /// [`ErrorKind::Start`], [`ErrorKind::Mismatch`], [`ErrorKind::Damaged`] and others. No QEMU is
     /// left then.
     pub fn start(self, progress: &mut dyn FnMut(ByteCount, ByteCount)) -> Result<RunningMachine> {
-        let startup: Startup = serde_json::from_slice(&self.state(STARTUP)?).map_err(Error::damaged)?;
-        let devices = self.state(DEVICES)?;
+        self.restore(Fill::Whole, progress).map(|(machine, _)| machine)
+    }
+
+    /// As [`Restore::start`], but lets the machine continue before its memory is there. The images
+    /// of its disks are there.
+    ///
+    /// # Errors
+    /// As [`Restore::start`]; also [`ErrorKind::Process`] if QEMU may not have a userfaultfd, and
+    /// [`ErrorKind::Unsupported`] if the machine gives memory back to the host.
+    pub fn start_lazily(self, progress: &mut dyn FnMut(ByteCount, ByteCount)) -> Result<LazyMachine<'a>> {
+        let (machine, memory) = self.restore(Fill::Present, progress)?;
+        let memory = memory.ok_or_else(|| Error::damaged("no memory"))?;
+        Ok(LazyMachine { machine, memory })
+    }
+
+    fn restore(
+        self,
+        fill: Fill,
+        progress: &mut dyn FnMut(ByteCount, ByteCount),
+    ) -> Result<(RunningMachine, Option<LazyMemory<'a>>)> {
+        let startup = self.startup()?;
+        let devices = self.devices()?;
         let spaces = self.ram_spaces()?;
         let disks = self.disk_spaces(&startup)?;
         refuse_if_served(&startup)?;
@@ -126,8 +171,7 @@ impl<'a> Restore<'a> {
         // Removed if the restore fails.
         let mut images = Vec::new();
         for disk in &disks {
-            let writing = WriteImage { startup: &startup, disk, store: self.store };
-            images.push(writing.write(&self.manifest.job, self.manifest.sequence)?);
+            images.push(self.image_writer(&startup, disk).write(&self.checkpoint_name())?);
             progress.add(disk.pages);
         }
         let mut arguments = startup.arguments.clone();
@@ -141,13 +185,60 @@ impl<'a> Restore<'a> {
         let mappings = maps::read(pid).map_err(Error::system("read the mappings of QEMU"))?;
         let blocks = machine.changed_blocks(&mappings)?.unwrap_or_default();
         let pairs = pair(&spaces, &blocks)?;
-        self.fill(pid, &pairs, &mut progress)?;
-        load_devices(&mut machine, devices)?;
-        if startup.is_running && !self.is_paused {
-            machine.resume()?;
+        let lazy = match fill {
+            Fill::Whole => None,
+            Fill::Present => {
+                machine.check_keeps_memory()?;
+                Some(LazyMemory::begin(pid, self.lazy_blocks(&pairs)?, self.store)?)
+            }
+        };
+        self.fill(pid, &pairs, fill, &mut progress)?;
+        let runs = startup.is_running && !self.is_paused;
+        let load = || {
+            load_devices(&mut machine, devices)?;
+            if runs { machine.resume() } else { Ok(()) }
+        };
+        match &lazy {
+            Some(memory) => memory.while_served(load)?,
+            None => load()?,
         }
         let disks = disks.iter().zip(images).map(|(disk, image)| (disk.image.label.clone(), image.keep()));
-        Ok(RunningMachine { child: started.into_child()?, machine, disks: disks.collect() })
+        Ok((RunningMachine { child: started.into_child()?, machine, disks: disks.collect() }, lazy))
+    }
+
+    /// How QEMU was started.
+    pub(crate) fn startup(&self) -> Result<Startup> {
+        serde_json::from_slice(&self.state(STARTUP)?).map_err(Error::damaged)
+    }
+
+    /// The state of processors and devices.
+    pub(crate) fn devices(&self) -> Result<Vec<u8>> {
+        self.state(DEVICES)
+    }
+
+    /// The name of the job.
+    pub(crate) fn job(&self) -> &'a str {
+        &self.manifest.job
+    }
+
+    /// `JOB@N`, for names of files.
+    pub(crate) fn checkpoint_name(&self) -> String {
+        format!("{}@{}", self.manifest.job, self.manifest.sequence)
+    }
+
+    pub(crate) fn store(&self) -> &'a (dyn Store + Sync) {
+        self.store
+    }
+
+    pub(crate) fn is_paused(&self) -> bool {
+        self.is_paused
+    }
+
+    pub(crate) fn image_writer<'w>(&self, startup: &'w Startup, disk: &'w SavedDisk<'w>) -> WriteImage<'w>
+    where
+        'a: 'w,
+    {
+        WriteImage { startup, disk, store: self.store }
     }
 
     /// The content of a record of the state.
@@ -160,7 +251,7 @@ impl<'a> Restore<'a> {
         Ok(record.content.read_all(self.store)?)
     }
 
-    fn ram_spaces(&self) -> Result<Vec<(&'a SpaceRecord, ByteCount)>> {
+    pub(crate) fn ram_spaces(&self) -> Result<Vec<(&'a SpaceRecord, ByteCount)>> {
         let spaces = self.manifest.spaces.iter().filter_map(|space| match space.kind {
             SpaceKind::RamBlock { bytes } => Some(Ok((space, bytes))),
             SpaceKind::Disk { .. } => None,
@@ -170,7 +261,7 @@ impl<'a> Restore<'a> {
     }
 
     /// The disks, each with its recorded image.
-    fn disk_spaces<'s>(&self, startup: &'s Startup) -> Result<Vec<SavedDisk<'s>>> {
+    pub(crate) fn disk_spaces<'s>(&self, startup: &'s Startup) -> Result<Vec<SavedDisk<'s>>> {
         let disks = self.manifest.spaces.iter().filter_map(|space| match space.kind {
             SpaceKind::Disk { bytes } => {
                 let image = startup.disks.iter().find(|image| image.label == space.label);
@@ -182,8 +273,21 @@ impl<'a> Restore<'a> {
         disks.collect()
     }
 
+    fn lazy_blocks(&self, pairs: &[(&SpaceRecord, &RamBlock)]) -> Result<Vec<LazyBlock>> {
+        let block = |(space, block): &(&SpaceRecord, &RamBlock)| {
+            Ok(LazyBlock { range: block.range.clone(), tree: PageTree::load(space.root, self.store)? })
+        };
+        pairs.iter().map(block).collect()
+    }
+
     /// Copies the checkpoint's memory into QEMU, which has not run the machine yet.
-    fn fill(&self, pid: i32, pairs: &[(&SpaceRecord, &RamBlock)], progress: &mut Progress<'_>) -> Result<()> {
+    pub(crate) fn fill(
+        &self,
+        pid: i32,
+        pairs: &[(&SpaceRecord, &RamBlock)],
+        fill: Fill,
+        progress: &mut Progress<'_>,
+    ) -> Result<()> {
         let path = proc::path(pid, "mem");
         let memory = OpenOptions::new().read(true).write(true).open(path).map_err(write_failed(pid))?;
         let pagemap = Pagemap::of_process(pid).map_err(write_failed(pid))?;
@@ -193,6 +297,11 @@ impl<'a> Restore<'a> {
             let tree = PageTree::load(space.root, self.store)?;
             let pages = block.bytes().get() / PAGE_SIZE as u64;
             let first = block.range.start.page();
+            // QEMU itself has written some pages, such as those of its firmware, that held zeros later.
+            let filter = Filter { any: PRESENT | SWAPPED, ..Filter::default() };
+            let mut written = RangeSet::new();
+            let found = pagemap.find(&block.range, filter, |run, _| written.insert(run));
+            found.map_err(write_failed(pid))?;
             let mut held = RangeSet::new();
             for (page, id) in tree.iter() {
                 if page.get() >= pages {
@@ -200,14 +309,11 @@ impl<'a> Restore<'a> {
                 }
                 let target = first + page.get();
                 held.insert(target.addresses());
-                targets.push(target);
-                ids.push(id);
+                if fill == Fill::Whole || written.contains(target.address()) {
+                    targets.push(target);
+                    ids.push(id);
+                }
             }
-            // QEMU itself has written some pages, such as those of its firmware, that held zeros later.
-            let filter = Filter { any: PRESENT | SWAPPED, ..Filter::default() };
-            let mut written = RangeSet::new();
-            let found = pagemap.find(&block.range, filter, |run, _| written.insert(run));
-            found.map_err(write_failed(pid))?;
             written.subtract(&held);
             for range in written.iter() {
                 write(range.start.page(), &vec![0; range.byte_count().to_usize()]).map_err(write_failed(pid))?;
@@ -219,11 +325,27 @@ impl<'a> Restore<'a> {
     }
 }
 
+/// Which pages of the memory are filled before the machine continues.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Fill {
+    /// All.
+    Whole,
+    /// Those that are there already, because QEMU has written to them.
+    Present,
+}
+
 /// How much of the memory and the disks was copied.
-struct Progress<'a> {
+pub(crate) struct Progress<'a> {
     done: ByteCount,
     all: ByteCount,
     report: &'a mut dyn FnMut(ByteCount, ByteCount),
+}
+
+impl<'a> Progress<'a> {
+    /// Progress that nobody is shown.
+    pub(crate) fn unseen(report: &'a mut dyn FnMut(ByteCount, ByteCount)) -> Progress<'a> {
+        Progress { done: ByteCount::ZERO, all: ByteCount::ZERO, report }
+    }
 }
 
 impl Progress<'_> {
@@ -235,7 +357,7 @@ impl Progress<'_> {
 
 /// Refuses a restore beside the machine's original, whose monitor socket the new QEMU would
 /// replace.
-fn refuse_if_served(startup: &Startup) -> Result<()> {
+pub(crate) fn refuse_if_served(startup: &Startup) -> Result<()> {
     for path in startup.arguments.iter().filter_map(|argument| served_path(argument)) {
         let path = startup.directory.join(path);
         if UnixStream::connect(&path).is_ok() {
@@ -246,38 +368,8 @@ fn refuse_if_served(startup: &Startup) -> Result<()> {
     Ok(())
 }
 
-/// The path of a socket on which QEMU listens because of this argument: `unix:PATH,server=on` or
-/// `socket,path=PATH,server=on`.
-fn served_path(argument: &str) -> Option<&str> {
-    let mut options = argument.split(',');
-    let is_served = options.clone().any(|option| ["server", "server=on"].contains(&option));
-    let path = options.find_map(|option| option.strip_prefix("unix:").or(option.strip_prefix("path=")));
-    path.filter(|_| is_served)
-}
-
-/// The arguments of the checkpointed QEMU as those of one that is restored.
-fn arguments_of_restore(arguments: &[String]) -> Vec<String> {
-    let mut kept = Vec::with_capacity(arguments.len());
-    let mut rest = arguments.iter().map(String::as_str).peekable();
-    while let Some(argument) = rest.next() {
-        let name = argument.strip_prefix('-').unwrap_or(argument).trim_start_matches('-');
-        let value = rest.peek().copied();
-        match (name, value) {
-            ("S" | "daemonize", _) if argument.starts_with('-') => {}
-            // It was started from a state that is older than the checkpoint.
-            ("incoming" | "loadvm", Some(_)) if argument.starts_with('-') => drop(rest.next()),
-            // A restore of this library added these.
-            (_, Some(value)) if ADDED.contains(&[argument, value]) => drop(rest.next()),
-            _ => kept.push(argument.to_owned()),
-        }
-    }
-    kept.push("-S".to_owned());
-    kept.extend(ADDED.iter().flatten().map(|&argument| argument.to_owned()));
-    kept
-}
-
 /// Finds the block of each space.
-fn pair<'a>(
+pub(crate) fn pair<'a>(
     spaces: &[(&'a SpaceRecord, ByteCount)],
     blocks: &'a [RamBlock],
 ) -> Result<Vec<(&'a SpaceRecord, &'a RamBlock)>> {
@@ -301,7 +393,7 @@ fn pair<'a>(
 }
 
 /// Gives QEMU the state of its devices.
-fn load_devices(machine: &mut Machine, devices: Vec<u8>) -> Result<()> {
+pub(crate) fn load_devices(machine: &mut Machine, devices: Vec<u8>) -> Result<()> {
     let (read, mut write) = io::pipe().map_err(Error::system("make a pipe"))?;
     // Not waited for: QEMU may leave the end of the stream unread. Without a reader the writer fails.
     std::thread::spawn(move || write.write_all(&devices));
@@ -320,32 +412,4 @@ fn load_devices(machine: &mut Machine, devices: Vec<u8>) -> Result<()> {
 
 fn write_failed(pid: i32) -> impl FnOnce(io::Error) -> Error {
     move |error| Error::of(ErrorKind::System, "write the memory of", Object::Process(pid), error)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn arguments(line: &str) -> Vec<String> {
-        arguments_of_restore(&line.split_whitespace().map(str::to_owned).collect::<Vec<_>>())
-    }
-
-    #[test]
-    fn sockets_on_which_qemu_listens_are_found() {
-        assert_eq!(served_path("unix:/a/b,server=on,wait=off"), Some("/a/b"));
-        assert_eq!(served_path("socket,id=q,path=c,server"), Some("c"));
-        assert_eq!(served_path("unix:/a/b"), None);
-        assert_eq!(served_path("socket,id=q,path=c,server=off"), None);
-        assert_eq!(served_path("q35"), None);
-    }
-
-    #[test]
-    fn arguments_are_kept_but_for_those_of_a_start() {
-        let restored = arguments("-m 64 -S -daemonize -incoming defer -loadvm x -qmp unix:a,server=on -name S");
-        let expected = "-m 64 -qmp unix:a,server=on -name S -S \
-            -chardev socket,id=pagemark,fd=3 -mon chardev=pagemark,mode=control -incoming defer \
-            -global migration.send-configuration=off -machine suppress-vmdesc=on";
-        assert_eq!(restored.join(" "), expected);
-        assert_eq!(arguments_of_restore(&restored), restored, "a restored machine is restored again");
-    }
 }

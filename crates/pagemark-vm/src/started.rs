@@ -6,16 +6,11 @@ use std::os::unix::net::UnixStream;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Child, Command, Stdio};
 
+use crate::command_line::MONITOR_DESCRIPTOR;
+use crate::end_guard::EndGuard;
 use crate::error::{Error, ErrorKind, Object, Result};
 use crate::machine::{Machine, Startup};
 use crate::qmp::Monitor;
-
-/// The descriptor of the new QEMU's own monitor connection.
-const MONITOR_DESCRIPTOR: i32 = 3;
-
-/// The arguments by which QEMU finds it.
-pub(crate) const MONITOR_ARGUMENTS: [[&str; 2]; 2] =
-    [["-chardev", "socket,id=pagemark,fd=3"], ["-mon", "chardev=pagemark,mode=control"]];
 
 /// The most that is quoted of QEMU's messages.
 const MAX_MESSAGE_BYTES: u64 = 4096;
@@ -29,12 +24,13 @@ pub(crate) enum Streams {
     Detached,
 }
 
-/// A QEMU that is being prepared. Dropped, it is killed.
+/// A QEMU that is being prepared. Dropped, or if this process dies, it is killed.
 #[derive(Debug)]
 pub(crate) struct Started {
     /// None once it was given away.
     child: Option<Child>,
     monitor: Option<UnixStream>,
+    guard: Option<EndGuard>,
 }
 
 impl Started {
@@ -65,7 +61,14 @@ impl Started {
         let child = command.spawn().map_err(|error| {
             Error::of(ErrorKind::Start, format!("start {}", startup.program.display()), Object::None, error)
         })?;
-        Ok(Started { child: Some(child), monitor: Some(ours) })
+        let pid = child.id() as i32;
+        let mut started = Started { child: Some(child), monitor: Some(ours), guard: None };
+        started.guard = match EndGuard::start(pid, None) {
+            // Before Linux 5.3, a QEMU that is being prepared stays, paused, if this process is killed.
+            Err(error) if error.raw_os_error() == Some(libc::ENOSYS) => None,
+            guard => Some(guard.map_err(Error::system("start a guard process"))?),
+        };
+        Ok(started)
     }
 
     /// The machine of the QEMU. Called once.
@@ -81,6 +84,9 @@ impl Started {
     /// The process, which is no longer killed.
     pub(crate) fn into_child(mut self) -> Result<Child> {
         let mut child = self.child.take().ok_or_else(|| Error::damaged("no QEMU"))?;
+        if let Some(guard) = self.guard.take() {
+            guard.dismiss();
+        }
         // QEMU ignores that nobody reads its later messages.
         drop(child.stderr.take());
         Ok(child)

@@ -18,6 +18,7 @@ use pagemark_process::space::{AddressSpace, SharedScope};
 use crate::changes::Changes;
 use crate::disks::{Connections, DiskContents, Disks};
 use crate::error::{Error, ErrorKind, Object, Result};
+use crate::event::MachineEvent;
 use crate::machine::{Machine, Startup};
 use crate::ram_blocks::RamBlock;
 
@@ -37,9 +38,14 @@ pub struct VmTarget {
     memory: MachineMemory,
     disks: Disks,
     next_space: SpaceId,
+    /// The command line of QEMU.
     command: Vec<String>,
     label: String,
+    on_event: Option<EventHandler>,
 }
+
+/// Gets what happens to a machine.
+pub type EventHandler = Box<dyn FnMut(MachineEvent) + Send>;
 
 /// The memory of a machine, tracked from outside.
 struct MachineMemory {
@@ -96,7 +102,7 @@ impl VmTarget {
         memory.set_blocks(places, &mut next_space)?;
         // Those of now were registered by the attach.
         memory.has_new_blocks = false;
-        Ok(VmTarget { machine, changes, memory, disks, next_space, command, label })
+        Ok(VmTarget { machine, changes, memory, disks, next_space, command, label, on_event: None })
     }
 
     /// The process id of QEMU.
@@ -107,6 +113,19 @@ impl VmTarget {
     /// A name for people: the machine's name, or that of its monitor socket without the extension.
     pub fn label(&self) -> &str {
         &self.label
+    }
+
+    /// Has `handler` called with each event of the machine. QEMU's reports are read at each
+    /// checkpoint and when this value is dropped.
+    pub fn on_event(&mut self, handler: EventHandler) {
+        self.on_event = Some(handler);
+    }
+
+    fn report_events(&mut self) {
+        let events = self.machine.monitor.take_events();
+        if let Some(handler) = &mut self.on_event {
+            events.into_iter().for_each(handler);
+        }
     }
 
     fn spaces(&mut self, phase: Phase) -> Result<Vec<SpaceId>> {
@@ -121,6 +140,7 @@ impl Drop for VmTarget {
     fn drop(&mut self) {
         // If QEMU does not answer, the guard tries again when this process ends.
         let _ = self.changes.end(&mut self.machine);
+        self.report_events();
     }
 }
 
@@ -267,6 +287,7 @@ impl Target for VmTarget {
     /// Stops the machine and saves the state of its devices. QEMU answers within a millisecond, so
     /// nothing is copied meanwhile.
     fn freeze(&mut self, _: WhileFreezing<'_, Error>) -> Result<FrozenVm<'_>> {
+        self.report_events();
         self.machine.check()?;
         let is_running = self.machine.is_running()?;
         let mut startup = self.machine.startup(is_running)?;

@@ -9,7 +9,7 @@ use pagemark::checkpointer::{Checkpointer, Strategy};
 use pagemark::repository::{Repository, SpaceKind};
 use pagemark::track::Scope;
 use pagemark::{Job, JobOptions, Mechanism, MemoryStore, PAGE_SIZE, PageNumber, PageTree, Store};
-use pagemark_testing::{MachinePaths, Qemu, TestMonitor, guest_program, skip, wait_for};
+use pagemark_testing::{MachinePaths, Qemu, TestMonitor, guest_program, skip, wait_for, with_disk};
 use pagemark_vm::{ErrorKind, Restore, RunningMachine, VmTarget};
 use serde_json::json;
 
@@ -194,8 +194,7 @@ fn the_restored_disk_is_the_disk_at_the_checkpoint() {
     for (format, options) in DISK_FORMATS {
         let paths = MachinePaths::default();
         let Some(image) = image(&paths, format) else { skip!("no qemu-img") };
-        let drive = format!("file={},format={format},if=ide,index=0{options}", image.display());
-        let qemu = Qemu::start(&paths, &["-machine", "pc", "-m", "64", "-drive", &drive]);
+        let qemu = Qemu::start(&paths, &with_disk(&image, format, options));
         let mut own = TestMonitor::connect(&paths.join("test.qmp"));
         let nodes = |own: &mut TestMonitor| own.run("query-named-block-nodes", json!({}));
         let before = nodes(&mut own).as_array().unwrap().len();
@@ -250,8 +249,7 @@ fn a_machine_that_runs_is_restored_with_the_disk_of_its_memory() {
     }
     let paths = MachinePaths::default();
     let Some(image) = image(&paths, "qcow2") else { skip!("no qemu-img") };
-    let drive = format!("file={},format=qcow2,if=ide,index=0", image.display());
-    let qemu = Qemu::start(&paths, &["-machine", "pc", "-m", "64", "-drive", &drive]);
+    let qemu = Qemu::start(&paths, &with_disk(&image, "qcow2", ""));
     let target = VmTarget::attach(&paths.monitor(), Mechanism::choose(Scope::Process)).unwrap();
     let mut job = Job::new(target, repository(&paths), JobOptions::new("vm"));
     for _ in 0..20 {
@@ -276,8 +274,7 @@ fn a_failed_checkpoint_leaves_what_was_written_to_a_disk_to_the_next_one() {
     }
     let paths = MachinePaths::default();
     let Some(image) = image(&paths, "raw") else { skip!("no qemu-img") };
-    let drive = format!("file={},format=raw,if=ide,index=0", image.display());
-    let qemu = Qemu::start(&paths, &["-machine", "pc", "-m", "64", "-drive", &drive]);
+    let qemu = Qemu::start(&paths, &with_disk(&image, "raw", ""));
     let mut target = VmTarget::attach(&paths.monitor(), Mechanism::choose(Scope::Process)).unwrap();
     let mut checkpointer = Checkpointer::new();
     let mut store = MemoryStore::new();
@@ -316,8 +313,7 @@ fn a_server_of_the_users_own_is_left_alone() {
     }
     let paths = MachinePaths::default();
     let Some(image) = image(&paths, "raw") else { skip!("no qemu-img") };
-    let drive = format!("file={},format=raw,if=ide,index=0", image.display());
-    let _qemu = Qemu::start(&paths, &["-machine", "pc", "-m", "64", "-drive", &drive]);
+    let _qemu = Qemu::start(&paths, &with_disk(&image, "raw", ""));
     let mut own = TestMonitor::connect(&paths.join("test.qmp"));
     let socket = paths.join("nbd").display().to_string();
     own.run("nbd-server-start", json!({"addr": {"type": "unix", "data": {"path": socket}}}));

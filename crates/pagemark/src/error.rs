@@ -291,7 +291,7 @@ impl Error {
     }
 
     /// For `map_err`: a failed system call. Its text is `OPERATION: SOURCE`.
-    pub(crate) fn system(operation: impl Into<Cow<'static, str>>) -> impl FnOnce(io::Error) -> Error {
+    pub fn system(operation: impl Into<Cow<'static, str>>) -> impl FnOnce(io::Error) -> Error {
         let operation = operation.into();
         move |source| Error::because(ErrorKind::System, "").during(operation).caused_by(source)
     }

@@ -29,6 +29,7 @@ mod protected;
 mod region_scan;
 #[cfg(test)]
 mod tests;
+pub mod view_scan;
 
 pub use own_memory::OwnMemory;
 pub use populated::{DataPages, Pages, populated};

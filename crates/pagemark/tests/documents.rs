@@ -41,10 +41,11 @@ fn targets(line: &str) -> impl Iterator<Item = &str> {
 /// placeholders of examples. `docs/references.md` abbreviates some directories.
 fn paths(line: &str) -> impl Iterator<Item = String> {
     const ROOTS: [&str; 7] = ["crates", "docs", "examples", "fuzz", "kernel", "lab", "scripts"];
-    const SHORT: [(&str, &str); 3] = [
+    const SHORT: [(&str, &str); 4] = [
         ("core/", "crates/pagemark/src/"),
         ("bench/", "crates/pagemark-bench/src/"),
         ("explore/", "crates/pagemark-explore/src/"),
+        ("heap/", "crates/pagemark-heap/src/"),
     ];
     line.split('`').skip(1).step_by(2).filter_map(|span| {
         let long = SHORT.iter().find_map(|(short, long)| Some(format!("{long}{}", span.strip_prefix(short)?)));

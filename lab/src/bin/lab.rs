@@ -42,7 +42,8 @@ enum Command {
     /// error, 125 when the lab itself failed. PAGEMARK_LAB_ACCEL=kvm or tcg decides about the
     /// accelerator.
     Run(Run),
-    /// Run the tests of the lab: ldt, stock, debian-12, debian-11, plain, debug, redis, selftests
+    /// Run the tests of the lab: ldt, stock, debian-12, debian-11, plain, debug, redis, migration,
+    /// selftests
     ///
     /// `quick` runs ldt, stock and debian-12 unless parts are named, in some minutes; `full` runs
     /// all of them with more seeds, in an hour or two of emulation.

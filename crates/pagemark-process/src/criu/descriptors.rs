@@ -9,7 +9,7 @@ use std::os::unix::net::UnixStream;
 struct Control([u8; 24]);
 
 /// Sends a descriptor with a byte. Makes only system calls.
-pub(super) fn send_descriptor(socket: RawFd, descriptor: RawFd) -> io::Result<()> {
+pub(crate) fn send_descriptor(socket: RawFd, descriptor: RawFd) -> io::Result<()> {
     let mut control = Control([0; 24]);
     let mut byte = [0_u8; 1];
     let mut vector = libc::iovec { iov_base: byte.as_mut_ptr().cast(), iov_len: 1 };

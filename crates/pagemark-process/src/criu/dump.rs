@@ -33,11 +33,14 @@ use super::guard::Guard;
 use super::images::schema::PstreeEntry;
 use super::images::{PageRun, Pagemap, read_all};
 use super::notify::Submitted;
+use super::outside_files::{self, OutsideFile};
 use super::stdio::{self, Outside};
 use super::withhold::Withholding;
 use super::{CAP_SYS_RESOURCE, Criu, errors_in_log, has_capability, images, kernel_data, smaps};
 use crate::cgroups::{self, Cgroups, Memberships};
-use crate::error::Error;
+use crate::container::network::{self, OwnNetwork};
+use crate::container::{self, FirstProcess, HostPaths, Place};
+use crate::error::{Error, ErrorKind, Object};
 use crate::files::encode_path;
 use crate::scratch;
 use crate::spawn::FROM_OUTSIDE;
@@ -90,7 +93,25 @@ pub(crate) struct Notes {
     /// The control groups in the freeze, if a restore joins them.
     #[serde(default)]
     pub memberships: Memberships,
+    /// The root directory of the tree as it is here, as
+    /// [`encode_path`](crate::files::encode_path) writes it, if the tree has mounts of its own.
+    #[serde(default)]
+    pub own_root: Option<String>,
+    /// Files that are open on mounts outside, of a tree that has mounts of its own.
+    #[serde(default)]
+    pub outside_files: Vec<OutsideFile>,
+    /// The network of a tree that has one of its own.
+    #[serde(default)]
+    pub own_network: Option<OwnNetwork>,
+    /// The root process, if it is the first process of a namespace of process ids: a restore makes
+    /// a new namespace, in which no id is in use.
+    #[serde(default)]
+    pub first_process: Option<FirstProcess>,
 }
+
+/// By process: its id in the images, and the pages of its private mappings that held data in the
+/// freeze.
+pub type Populated = HashMap<i32, (i32, RangeSet)>;
 
 /// When what happened.
 #[derive(Clone, Copy, Debug)]
@@ -181,7 +202,7 @@ impl Dump {
     /// images hold secrets of the processes, so the directory should be its owner's alone.
     ///
     /// # Errors
-    /// [`ErrorKind::Gone`](crate::ErrorKind::Gone), or CRIU could not be started.
+    /// [`ErrorKind::Gone`], or CRIU could not be started.
     pub fn start(criu: &Criu, pid: i32, directory: &Path, options: &DumpOptions) -> Result<Dump, Error> {
         let tree = tree::members(pid).map_err(|_| Error::criu_gone(pid))?;
         let tree: Vec<i32> = tree.iter().map(|member| member.pid).collect();
@@ -195,7 +216,13 @@ impl Dump {
             working_directories: working_directories(&tree),
             cgroups: options.cgroups,
             memberships: Memberships::new(),
+            own_root: own_root(pid)?,
+            outside_files: Vec::new(),
+            own_network: OwnNetwork::of_process(pid).map_err(|_| Error::criu_gone(pid))?,
+            first_process: FirstProcess::of_container(pid),
         };
+        let outside_files = if notes.own_root.is_some() { outside_files::find(&tree) } else { Vec::new() };
+        let notes = Notes { outside_files, ..notes };
         write_notes(directory, &notes)?;
 
         let io = |what: &str| Error::criu_io(format!("{what} for CRIU"));
@@ -217,6 +244,17 @@ impl Dump {
         if tree.iter().any(|pid| has_lease(*pid)) {
             // For the build ID of a file, CRIU opens the file, which would break a lease on it.
             command.args(["--file-validation", "filesize"]);
+        }
+        if notes.own_root.is_some() {
+            command.args(container::MOUNT_OPTIONS);
+            command.args(notes.outside_files.iter().flat_map(|file| ["--external", &file.name]));
+        }
+        if notes.own_network.is_some() {
+            command.args(network::dump_arguments(pid).map_err(|_| Error::criu_gone(pid))?);
+            if !notes.keep_connections {
+                // There is no connection whose packets would have to wait.
+                command.args(network::UNLOCKED);
+            }
         }
         command.args(stdio::dump_arguments(&notes.outside));
         // CRIU also gets the reading end of its status pipe: if Pagemark is killed, writing to it must not
@@ -325,19 +363,22 @@ impl Dump {
     }
 
     /// Lets the tree resume, and waits until it runs. Then calls `populated` for the pages of
-    /// private mappings, by process, that held data in the freeze and were withheld from CRIU.
+    /// private mappings that held data in the freeze and were withheld from CRIU.
     ///
     /// # Errors
     /// The state was not saved: no [`Dump::wait_state_saved`] has succeeded, or CRIU failed after
     /// it. The tree resumes all the same.
-    pub fn thaw(mut self, populated: impl FnOnce() -> HashMap<i32, RangeSet>) -> Result<(Timings, SavedState), Error> {
+    pub fn thaw(mut self, populated: impl FnOnce() -> Populated) -> Result<(Timings, SavedState), Error> {
         let (Some(frozen_at), Some(state_saved_at)) = (self.watch.frozen_at(), self.state_saved_at) else {
             return Err(Error::criu_failed(self.what(), "the state is not saved yet"));
         };
         if self.notes.cgroups == Cgroups::Restore {
             let members = tree::members(self.pid).unwrap_or_default();
             let pids: Vec<i32> = members.iter().map(|member| member.pid).collect();
-            self.notes.memberships = cgroups::memberships(&pids);
+            // Only the ids of a container are others in the images. The tree is still frozen.
+            let image_id =
+                if self.notes.first_process.is_some() { container::image_id } else { std::convert::identity };
+            self.notes.memberships = cgroups::memberships(&pids, image_id);
         }
         // It must stay open until CRIU has ended, because CRIU answers.
         let mut socket = self.socket.take();
@@ -416,18 +457,14 @@ impl Drop for Dump {
 }
 
 /// Names in CRIU's images what was withheld from it.
-fn add_withheld(
-    directory: &Path,
-    withheld: &HashMap<i32, RangeSet>,
-    populated: &HashMap<i32, RangeSet>,
-) -> Result<(), Error> {
+fn add_withheld(directory: &Path, withheld: &HashMap<i32, RangeSet>, populated: &Populated) -> Result<(), Error> {
     for (pid, ranges) in withheld {
-        let path = directory.join(format!("pagemap-{pid}.img"));
-        let mut pagemap = Pagemap::read(&path)?;
-        let populated = populated.get(pid).ok_or_else(|| {
+        let (image_pid, populated) = populated.get(pid).ok_or_else(|| {
             let reason = format!("it saved process {pid}, whose memory was not tracked");
             Error::criu_failed("leave the memory to Pagemark", reason)
         })?;
+        let path = directory.join(format!("pagemap-{image_pid}.img"));
+        let mut pagemap = Pagemap::read(&path)?;
         pagemap.add_withheld(&ranges.intersection(populated));
         std::fs::write(&path, pagemap.encode()).map_err(Error::criu_io(format!("write {}", path.display())))?;
     }
@@ -462,10 +499,11 @@ fn tracer(pid: i32) -> Option<i32> {
     Status::read(pid).ok().filter(|status| !status.is_dead()).map(|status| status.tracer_pid)
 }
 
-/// Between fork and exec: ignores the signals by which service managers, terminals and users ask a
-/// process to end, and exempts it from the out-of-memory killer where that is permitted. CRIU would
-/// end at once, whatever code of its own a target executes. Makes only system calls.
-pub(super) fn outlive_requests_to_end() -> std::io::Result<()> {
+/// In a process that was just forked: ignores the signals by which service managers, terminals and
+/// users ask a process to end, and exempts it from the out-of-memory killer where that is
+/// permitted. CRIU would end at once, whatever code of its own a target executes. Makes only system
+/// calls.
+pub(crate) fn outlive_requests_to_end() -> std::io::Result<()> {
     use nix::sys::signal::{SigHandler, Signal, signal};
     for number in FROM_OUTSIDE.into_iter().chain([Signal::SIGXCPU]) {
         // SAFETY: ignoring a signal installs no handler.
@@ -484,10 +522,36 @@ pub(super) fn outlive_requests_to_end() -> std::io::Result<()> {
     Ok(())
 }
 
+/// The root directory of a process as it is here, as [`encode_path`](crate::files::encode_path)
+/// writes it. None if the process has no mounts of its own.
+fn own_root(pid: i32) -> Result<Option<String>, Error> {
+    let gone = |_| Error::criu_gone(pid);
+    if !container::has_own_mounts(pid).map_err(gone)? {
+        return Ok(None);
+    }
+    match HostPaths::of_process(pid).map_err(gone)?.place(Path::new("/")) {
+        Place::Outside(root) => Ok(Some(encode_path(&root))),
+        Place::InsideAlone | Place::Unknown => {
+            let reason = "has mounts of its own, and its root directory is not mounted here";
+            Err(Error::about(ErrorKind::PidNamespace, Object::command(pid), reason)
+                .help("mount its file system here too, run pagemark inside, or save memory alone with --memory-only"))
+        }
+    }
+}
+
 /// The working directories of the processes, each once.
 fn working_directories(tree: &[i32]) -> Vec<String> {
     // A process that has just ended has none, and a directory that was removed holds no files.
-    let read = |pid: &i32| std::fs::read_link(proc::path(*pid, "cwd")).ok();
+    let read = |pid: &i32| {
+        let path = std::fs::read_link(proc::path(*pid, "cwd")).ok()?;
+        match container::has_own_mounts(*pid).and_then(|has| has.then(|| HostPaths::of_process(*pid)).transpose()) {
+            Ok(Some(paths)) => match paths.place(&path) {
+                Place::Outside(path) => Some(path),
+                Place::InsideAlone | Place::Unknown => None,
+            },
+            _ => Some(path),
+        }
+    };
     let mut directories: Vec<String> = tree.iter().filter_map(read).map(|path| encode_path(&path)).collect();
     directories.sort();
     directories.dedup();
@@ -525,7 +589,7 @@ impl SavedState {
     /// Reads what a dump left in `directory`.
     ///
     /// # Errors
-    /// [`ErrorKind::Image`](crate::ErrorKind::Image) if an image can't be understood.
+    /// [`ErrorKind::Image`] if an image can't be understood.
     pub fn read(directory: &Path) -> Result<SavedState, Error> {
         let mut processes = Vec::new();
         let mut pages_of_processes = Vec::new();

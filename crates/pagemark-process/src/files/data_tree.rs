@@ -34,13 +34,31 @@ pub struct DataTree {
     path: PathBuf,
 }
 
+/// Why a tree belongs to the job.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Origin {
+    /// Its user named it.
+    #[default]
+    Named,
+    /// The job made it: there was nothing at its path before.
+    Made,
+    /// The job wrote, renamed or removed what was at its path.
+    Written,
+}
+
 /// A tree as it was at a checkpoint, but for its regular files, which are among the files of the
-/// checkpoint.
+/// checkpoint. A path at which the job has written is a tree, too: that of a single file or link,
+/// or of nothing.
 #[derive(Clone, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 pub struct TreeRecord {
     /// Absolute path of the tree, escaped as by [`encode_path`].
     pub path: String,
-    /// The directories, each after the one that it is in. The first is the tree itself.
+    /// Why it belongs to the job.
+    #[serde(default)]
+    pub origin: Origin,
+    /// The directories, each after the one that it is in. The first is the tree itself, if it is a
+    /// directory.
     pub directories: Vec<DirectoryRecord>,
     /// The symbolic links.
     pub links: Vec<LinkRecord>,
@@ -73,7 +91,7 @@ pub struct LinkRecord {
 }
 
 /// What is in a tree now.
-#[derive(Default)]
+#[derive(Default, Debug)]
 pub(super) struct Listing {
     pub files: Vec<OpenFile>,
     pub record: TreeRecord,
@@ -139,7 +157,8 @@ impl DataTree {
     }
 }
 
-fn link_record(path: &Path, target: &Path, metadata: &Metadata) -> LinkRecord {
+/// The record of a symbolic link.
+pub(super) fn link_record(path: &Path, target: &Path, metadata: &Metadata) -> LinkRecord {
     let (path, target) = (encode_path(path), encode_path(target));
     LinkRecord { path, target, uid: metadata.uid(), gid: metadata.gid() }
 }
@@ -154,7 +173,7 @@ fn unless_gone<T>(result: io::Result<T>) -> io::Result<Option<T>> {
 
 /// Adds the closed files of `listed` to the open files `open`. A file that is open is one of those,
 /// under each of its names.
-pub(super) fn with_closed(open: Vec<OpenFile>, listed: Vec<OpenFile>) -> Vec<OpenFile> {
+pub(crate) fn with_closed(open: Vec<OpenFile>, listed: Vec<OpenFile>) -> Vec<OpenFile> {
     let by_inode: HashMap<_, _> = open.iter().map(|file| ((file.dev, file.inode), file.clone())).collect();
     let mut files: Vec<OpenFile> = listed
         .into_iter()

@@ -12,6 +12,7 @@ use pagemark::Range;
 use pagemark::sys::pidfd;
 use pagemark::sys::proc::{self, Mapping, maps};
 
+use crate::container::{self, HostPaths, Place};
 use crate::error::{Error, ErrorKind, Object, Result};
 
 /// A regular file that a target can write, as it was when it was listed.
@@ -54,6 +55,8 @@ pub struct OpenFile {
     /// True if a write may leave the times unchanged: the file system does not update them for
     /// writes through a mapping, and a descriptor allows one to be made.
     pub times_unreliable: bool,
+    /// True if the file is closed, and a process outside of the target has written it.
+    pub has_other_writer: bool,
 }
 
 /// A descriptor of a process.
@@ -158,6 +161,7 @@ impl OpenFile {
             is_output: true,
             has_lease: false,
             times_unreliable: false,
+            has_other_writer: false,
         }
     }
 }
@@ -172,9 +176,9 @@ impl OpenFile {
 /// [`ErrorKind::System`] if tracing a process is not permitted, [`ErrorKind::BadPath`] if a file
 /// cannot be reached by its path.
 pub fn open_for_writing(pids: &[i32]) -> Result<Vec<OpenFile>> {
-    let mut files: HashMap<(u64, u64), OpenFile> = HashMap::new();
+    let mut files = Files { found: HashMap::new(), host_paths: None };
     for &pid in pids {
-        match descriptors(pid, &mut files).and_then(|()| mappings(pid, &mut files)) {
+        match list_of(pid, &mut files) {
             Ok(()) => {}
             Err(Failure::Process(error)) if proc::is_gone(&error) => {}
             Err(Failure::Process(source)) => {
@@ -184,14 +188,14 @@ pub fn open_for_writing(pids: &[i32]) -> Result<Vec<OpenFile>> {
             Err(Failure::OutOfReach(path)) => {
                 let reason = format!(
                     "cannot be reached by the path under which process {pid} has it open for writing: it was removed or replaced \
-                     while another link to it exists, or the process has another root directory"
+                     while another link to it exists, or only the process has its file system mounted"
                 );
                 return Err(Error::about(ErrorKind::BadPath, Object::File(path), reason)
                     .help("close it, or checkpoint memory alone"));
             }
         }
     }
-    let mut files: Vec<OpenFile> = files.into_values().collect();
+    let mut files: Vec<OpenFile> = files.found.into_values().collect();
     files.sort_by(|a, b| a.path.cmp(&b.path));
     Ok(files)
 }
@@ -207,7 +211,18 @@ impl From<io::Error> for Failure {
     }
 }
 
-type Files = HashMap<(u64, u64), OpenFile>;
+/// Files by device and inode number, and where those of a process with mounts of its own are.
+struct Files {
+    found: HashMap<(u64, u64), OpenFile>,
+    host_paths: Option<HostPaths>,
+}
+
+fn list_of(pid: i32, files: &mut Files) -> Result<(), Failure> {
+    let has_own_mounts = container::has_own_mounts(pid)?;
+    files.host_paths = has_own_mounts.then(|| HostPaths::of_process(pid)).transpose()?;
+    descriptors(pid, files)?;
+    mappings(pid, files)
+}
 
 fn descriptors(pid: i32, files: &mut Files) -> Result<(), Failure> {
     for descriptor in proc::descriptors(pid)? {
@@ -264,15 +279,23 @@ fn entry_of<'a>(link: &Path, files: &'a mut Files) -> Result<Option<&'a mut Open
             break;
         }
         let key = (metadata.dev(), metadata.ino());
-        if files.contains_key(&key) {
-            return Ok(files.get_mut(&key));
+        if files.found.contains_key(&key) {
+            return Ok(files.found.get_mut(&key));
         }
-        match fs::symlink_metadata(&path) {
-            Ok(named) if (named.dev(), named.ino()) == key => {
-                return Ok(Some(files.entry(key).or_insert(OpenFile::new(path, &metadata, seen_ns))));
-            }
-            _ if attempt < 3 => {}
-            _ => return Err(Failure::OutOfReach(path)),
+        let is_it = |path: &Path| fs::symlink_metadata(path).is_ok_and(|named| (named.dev(), named.ino()) == key);
+        let path = match files.host_paths.as_ref() {
+            // A file that was opened outside has its path there.
+            Some(paths) if !is_it(&path) => match paths.place(&path) {
+                Place::InsideAlone => break,
+                Place::Outside(outside) => outside,
+                Place::Unknown => path,
+            },
+            _ => path,
+        };
+        match is_it(&path) {
+            true => return Ok(Some(files.found.entry(key).or_insert(OpenFile::new(path, &metadata, seen_ns)))),
+            false if attempt < 3 => {}
+            false => return Err(Failure::OutOfReach(path)),
         }
     }
     Ok(None)

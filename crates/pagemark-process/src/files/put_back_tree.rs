@@ -5,11 +5,13 @@ use std::fs::{self, Metadata};
 use std::io;
 use std::os::unix::fs::{lchown, symlink};
 use std::path::{Path, PathBuf};
+use std::time::SystemTime;
 
 use super::asides::{AsideDirectory, AsideFile};
 use super::change::{Change, ChangeKind, set_attributes};
-use super::data_tree::{DataTree, DirectoryRecord, LinkRecord, Listing, TreeRecord};
+use super::data_tree::{DataTree, DirectoryRecord, LinkRecord, Listing, TreeRecord, link_record};
 use super::directory::{Entry, UnsyncedDirectories};
+use super::list::{OpenFile, unix_ns};
 use super::put_back::{FileAction, PutBack, check_path};
 use super::writers::inode;
 use super::{decode_path, encode_path};
@@ -38,8 +40,13 @@ impl TreePlan {
     /// Compares the trees with what is there now; `files` are the files of the checkpoint.
     pub fn new(trees: &[TreeRecord], files: &HashSet<PathBuf>) -> Result<TreePlan> {
         let mut plan = TreePlan::default();
+        let mut roots: Vec<PathBuf> = Vec::new();
         for tree in trees {
             let root = checked(&tree.path, Path::new("/"))?;
+            // A directory that was named may be in one that the job made.
+            if roots.iter().any(|other| root.starts_with(other)) {
+                continue;
+            }
             if root == Path::new("/") {
                 return Err(bad(&tree.path, "the whole file system is no data directory"));
             }
@@ -51,12 +58,8 @@ impl TreePlan {
             for link in &tree.links {
                 links.insert(checked(&link.path, &root)?, link);
             }
-            let present = match fs::symlink_metadata(&root) {
-                Ok(_) => DataTree::new(&root)?.list()?,
-                Err(error) if error.kind() == io::ErrorKind::NotFound => Listing::default(),
-                Err(error) => return Err(super::io("examine", root)(error)),
-            };
-            plan.add(&present, files, &directories, &links)?;
+            plan.add(&present_at(&root)?, files, &directories, &links)?;
+            roots.push(root);
         }
         plan.directories.sort_by(|a, b| a.0.cmp(&b.0));
         Ok(plan)
@@ -244,6 +247,28 @@ impl Removal {
         unsynced.add(entry.directory());
         Ok(())
     }
+}
+
+/// What is at the root of a tree now.
+pub(super) fn present_at(root: &Path) -> Result<Listing> {
+    let seen_ns = unix_ns(SystemTime::now());
+    let mut listing = Listing::default();
+    match fs::symlink_metadata(root) {
+        Ok(metadata) if metadata.is_dir() => return DataTree::new(root)?.list(),
+        Ok(metadata) if metadata.is_file() => {
+            listing.files.push(OpenFile::closed(root.to_owned(), &metadata, seen_ns, false));
+        }
+        Ok(metadata) if metadata.is_symlink() => {
+            let target = fs::read_link(root).map_err(super::io("read", root))?;
+            listing.record.links.push(link_record(root, &target, &metadata));
+        }
+        Err(error) if !matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
+            return Err(super::io("examine", root)(error));
+        }
+        // Sockets, pipes and devices do not belong to a tree.
+        _ => {}
+    }
+    Ok(listing)
 }
 
 /// Decodes a path of a record, which must be in `root`.
@@ -533,7 +558,7 @@ mod tests {
         let directory = |path: &str| DirectoryRecord { path: path.into(), mode: 0o755, uid: 0, gid: 0 };
         let link = |path: &str| LinkRecord { path: path.into(), target: "x".into(), uid: 0, gid: 0 };
         let tree = |path: &str, directories: Vec<DirectoryRecord>, links: Vec<LinkRecord>| {
-            (Vec::new(), TreeRecord { path: path.into(), directories, links })
+            (Vec::new(), TreeRecord { path: path.into(), directories, links, ..TreeRecord::default() })
         };
         for tree in [
             tree("/", vec![directory("/")], vec![]),

@@ -143,7 +143,7 @@ impl FileTracker {
                 uid: file.uid,
                 gid: file.gid,
                 modified_unix_ns: file.mtime_ns,
-                is_shared: held.is_shared,
+                is_shared: held.is_shared || file.has_other_writer,
             });
             kept.insert(file.key(), held);
         }

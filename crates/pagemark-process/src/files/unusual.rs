@@ -4,8 +4,9 @@
 //! A restore by root can write any file of the machine. Which files it writes is in the checkpoint,
 //! and a user who restores "the simulation" may not expect `/etc/crontab` among them.
 
+use std::collections::HashSet;
 use std::fmt;
-use std::fs::{File, OpenOptions};
+use std::fs::{self, File, OpenOptions};
 use std::io;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
@@ -13,6 +14,7 @@ use std::path::{Path, PathBuf};
 use pagemark::Store;
 use pagemark::repository::FileRecord;
 
+use super::data_tree::{Origin, TreeRecord};
 use super::decode_path;
 use super::writers::is_own_output;
 use crate::error::Result;
@@ -93,6 +95,27 @@ pub fn unusual_files(
         }
     }
     Ok(unusual)
+}
+
+/// The roots of `trees` that nobody named and that are outside of the working directories, where a
+/// restore would remove something, because nothing was there at the checkpoint.
+pub(crate) fn unusual_removals(
+    trees: &[TreeRecord],
+    working_directories: &[PathBuf],
+    files: &[FileRecord],
+) -> Vec<UnusualFile> {
+    let own: Vec<&PathBuf> = working_directories.iter().filter(|directory| is_own(directory)).collect();
+    let files: HashSet<&str> = files.iter().map(|record| record.path.as_str()).collect();
+    let is_empty = |tree: &&TreeRecord| {
+        tree.origin != Origin::Named
+            && tree.directories.is_empty()
+            && tree.links.is_empty()
+            && !files.contains(tree.path.as_str())
+    };
+    let roots = trees.iter().filter(is_empty).filter_map(|tree| decode_path(&tree.path));
+    let roots = roots.filter(|path| !own.iter().any(|directory| path.starts_with(directory)));
+    let present = roots.filter(|path| fs::symlink_metadata(path).is_ok());
+    present.map(|path| UnusualFile { path, reason: UnusualReason::OutsideOwnDirectories }).collect()
 }
 
 /// True if the present file is as in the checkpoint, so that a restore does not touch it.

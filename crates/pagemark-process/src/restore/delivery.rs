@@ -10,39 +10,24 @@
 //!
 //! If a page is damaged, or this process dies, the gate fails, and CRIU kills the processes.
 
-use std::io::{self, Read};
+use std::io;
 use std::ops::ControlFlow;
-use std::os::fd::{AsFd, AsRawFd};
-use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{Scope, ScopedJoinHandle};
 
-use nix::errno::Errno;
-use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use nix::sys::signal::{Signal, kill};
-use nix::unistd::Pid;
 use pagemark::repository::Manifest;
 use pagemark::store::Piece;
 use pagemark::sys::proc::system;
-use pagemark::sys::userfaultfd::{MissingPages, MissingPagesEvent, probe_missing_pages};
-use pagemark::{Address, ByteCount, ContentId, Kind, PAGE_SIZE, PageNumber, Store};
+use pagemark::sys::userfaultfd::{MissingPages, probe_missing_pages};
+use pagemark::{ByteCount, ContentId, Kind, PageNumber, Store};
 
+use super::connection::{Connection, POLL_MS, not_filled};
 use super::gate::{Gate, SHELL};
-use super::images::{Prepared, ProcessMemory, RestoreOptions, Restored, wait_for_end};
+use super::images::{Prepared, ProcessMemory, RestoreOptions, Restored, kill_all, wait_for_end};
 use crate::criu::Criu;
-use crate::criu::descriptors::receive_descriptor;
-use crate::error::{Error, ErrorKind, Object};
-
-/// The socket in the images directory to which CRIU connects.
-const SOCKET: &str = "lazy-pages.socket";
-
-/// What CRIU sends in place of a process id when the restore is complete.
-const RESTORE_FINISHED: i32 = 0x5253_5446;
-
-/// Milliseconds that a wait for CRIU takes at most, so that its end is noticed.
-const POLL_MS: u16 = 1;
+use crate::error::{Error, ErrorKind};
 
 /// The most memory that is read before the processes have their mappings, bytes. Reading more than
 /// this takes longer than CRIU takes to make the mappings of most processes.
@@ -99,16 +84,12 @@ impl Delivery {
         progress: &mut dyn FnMut(ByteCount),
     ) -> Result<Restored, Error> {
         prepared.check_free()?;
-        let listener = listen(&prepared.directory).map_err(Error::criu_io("make a socket for CRIU"))?;
         let state = FillState::new();
-        let pids = prepared.pids();
         let script = self.gate.path();
-        let spaces: Vec<Space> = memory.into_iter().map(|memory| Space { memory, missing: None }).collect();
         std::thread::scope(|scope| {
-            let fill = Some(start_fill(&spaces, store, &state, scope));
-            let gate = Some(self.gate);
-            let mut server =
-                Server { listener, connection: None, spaces, gate, is_reached: false, fill, state: &state, store };
+            let fill = Some(start_fill(&memory, store, &state, scope));
+            let connection = Connection::new(&prepared.directory, memory, self.gate, store)?;
+            let mut server = Server { connection, is_complete: false, fill, state: &state };
             let mut failure = None;
             let flags = ["--lazy-pages", "--action-script", &script];
             let restored = prepared.run_with(criu, options, &flags, &mut || {
@@ -125,19 +106,14 @@ impl Delivery {
                 progress(ByteCount::of_pages(state.filled_pages.load(Ordering::Relaxed)));
                 Ok(())
             });
-            let is_complete = server.is_complete();
+            let is_complete = server.is_complete;
             server.abandon();
             match (restored, failure) {
                 (Ok(restored), None) if is_complete => Ok(restored),
-                (Ok(_), failure) => {
-                    for &pid in &pids {
-                        // A process that is gone needs no end.
-                        let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
-                    }
-                    wait_for_end(&pids);
-                    let early =
-                        || Error::criu_failed("wait for the memory of the processes", "it did not run its script");
-                    Err(failure.unwrap_or_else(early))
+                (Ok(restored), failure) => {
+                    kill_all(&restored.pids);
+                    wait_for_end(&restored.pids);
+                    Err(failure.unwrap_or_else(no_script))
                 }
                 // That a process is gone follows from what CRIU reports.
                 (Err(error), Some(failure)) if failure.kind() == ErrorKind::Gone => Err(error),
@@ -146,40 +122,30 @@ impl Delivery {
             }
         })
     }
-}
 
-/// A socket in the images directory. Its path may be longer than the address of a socket.
-fn listen(directory: &Path) -> io::Result<UnixListener> {
-    let opened = std::fs::File::open(directory)?;
-    let listener = UnixListener::bind(format!("/proc/self/fd/{}/{SOCKET}", opened.as_raw_fd()))?;
-    listener.set_nonblocking(true)?;
-    Ok(listener)
-}
-
-/// A process whose memory is delivered.
-struct Space {
-    memory: ProcessMemory,
-    /// None until CRIU has sent it.
-    missing: Option<Arc<MissingPages>>,
-}
-
-impl Space {
-    fn has_delivered_pages(&self) -> bool {
-        !self.memory.delivered.is_empty()
+    /// The gate, for a delivery while the processes run.
+    pub(super) fn into_gate(self) -> Gate {
+        self.gate
     }
+}
+
+/// CRIU restored the processes without waiting in the gate.
+pub(super) fn no_script() -> Error {
+    Error::criu_failed("wait for the memory of the processes", "it did not run its script")
 }
 
 /// Begins to read the memory of all processes, and to fill it as soon as they have their mappings.
 fn start_fill<'scope, 'env>(
-    spaces: &[Space],
+    processes: &[ProcessMemory],
     store: &'env (dyn Store + Sync),
     state: &'env FillState,
     scope: &'scope Scope<'scope, 'env>,
 ) -> Filling<'scope> {
     let mut fill = Fill { pages: Vec::new(), state };
     let mut ids = Vec::new();
-    for (index, space) in spaces.iter().filter(|space| space.has_delivered_pages()).enumerate() {
-        for (page, id) in space.memory.delivered.iter().flat_map(|run| space.memory.tree.range(run.clone())) {
+    let incomplete = processes.iter().filter(|memory| !memory.delivered.is_empty());
+    for (index, memory) in incomplete.enumerate() {
+        for (page, id) in memory.delivered.iter().flat_map(|run| memory.tree.range(run.clone())) {
             fill.pages.push((index as u32, page));
             ids.push(id);
         }
@@ -285,17 +251,11 @@ impl FillState {
 type Filling<'scope> = ScopedJoinHandle<'scope, Result<(), Error>>;
 
 struct Server<'scope, 'env> {
-    listener: UnixListener,
-    /// CRIU's end is open until it exits: it sends a last message before the processes run.
-    connection: Option<UnixStream>,
-    spaces: Vec<Space>,
-    /// None once it is open, or abandoned.
-    gate: Option<Gate>,
-    /// CRIU waits in the gate.
-    is_reached: bool,
+    connection: Connection<'env>,
+    /// All pages are there, and the gate is open.
+    is_complete: bool,
     fill: Option<Filling<'scope>>,
     state: &'env FillState,
-    store: &'env (dyn Store + Sync),
 }
 
 impl Drop for Server<'_, '_> {
@@ -306,15 +266,10 @@ impl Drop for Server<'_, '_> {
 }
 
 impl Server<'_, '_> {
-    fn is_complete(&self) -> bool {
-        self.gate.is_none() && self.spaces.is_empty()
-    }
-
     /// Gives up: the gate fails, and nothing waits for a page any more.
     fn abandon(&mut self) {
-        self.gate = None;
+        self.connection.abandon();
         self.state.stop();
-        self.spaces.iter_mut().for_each(|space| space.missing = None);
     }
 
     /// Waits a moment for something to do, and does it.
@@ -324,130 +279,15 @@ impl Server<'_, '_> {
         {
             let panicked = || Error::criu_io("fill memory")(io::Error::other("a thread panicked"));
             fill.join().map_err(|_| panicked())??;
-            return self.open_gate();
+            self.state.set_targets(None);
+            self.is_complete = true;
+            return self.connection.open_gate();
         }
-        let source = match &self.connection {
-            Some(connection) => connection.as_fd(),
-            None => self.listener.as_fd(),
-        };
-        let mut watched = vec![PollFd::new(source, PollFlags::POLLIN)];
-        let notice = self.gate.as_ref().filter(|_| !self.is_reached).map(Gate::reached);
-        watched.extend(notice.map(|gate| PollFd::new(gate, PollFlags::POLLIN)));
-        let missing = self.spaces.iter().filter_map(|space| space.missing.as_deref());
-        watched.extend(missing.map(|missing| PollFd::new(missing.as_fd(), PollFlags::POLLIN)));
-        match poll(&mut watched, PollTimeout::from(POLL_MS)) {
-            Ok(0) | Err(Errno::EINTR) => return Ok(()),
-            Ok(_) => {}
-            Err(error) => return Err(Error::criu_io("wait for CRIU")(error.into())),
-        }
-        let is_ready = |at: usize| watched.get(at).and_then(PollFd::any).unwrap_or_default();
-        let (is_message, is_reached) = (is_ready(0), notice.is_some() && is_ready(1));
-        if is_message {
-            self.receive()?;
-        }
-        for index in 0..self.spaces.len() {
-            self.answer_faults(index)?;
-        }
-        if is_reached {
-            self.let_fill()?;
+        if self.connection.step()? {
+            self.state.set_targets(Some(self.connection.targets()?.into()));
         }
         Ok(())
     }
-
-    /// Takes a message of CRIU: a process id, and the userfaultfd of that process.
-    fn receive(&mut self) -> Result<(), Error> {
-        let broken = |error| Error::criu_io("receive a userfaultfd from CRIU")(error);
-        let Some(connection) = &mut self.connection else {
-            let (connection, _) = match self.listener.accept() {
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(()),
-                accepted => accepted.map_err(broken)?,
-            };
-            connection.set_nonblocking(false).map_err(broken)?;
-            self.connection = Some(connection);
-            return Ok(());
-        };
-        let mut number = [0; 4];
-        match connection.read_exact(&mut number) {
-            Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
-                // CRIU has ended, which is noticed elsewhere.
-                std::thread::sleep(std::time::Duration::from_millis(u64::from(POLL_MS)));
-                return Ok(());
-            }
-            received => received.map_err(broken)?,
-        }
-        let pid = i32::from_ne_bytes(number);
-        // A zombie has no memory; its number is negative.
-        if pid < 0 || pid == RESTORE_FINISHED {
-            return Ok(());
-        }
-        let descriptor = receive_descriptor(connection, 0).map_err(broken)?;
-        if let Some(space) = self.spaces.iter_mut().find(|space| space.memory.pid == pid) {
-            space.missing = Some(Arc::new(MissingPages::from_registered(descriptor)));
-            return Ok(());
-        }
-        Err(Error::damaged(format!("CRIU restores process {pid}, whose memory the checkpoint does not have")))
-    }
-
-    /// Fills the pages for which threads of a process wait. CRIU's code in the processes touches
-    /// few pages before they run.
-    fn answer_faults(&self, index: usize) -> Result<(), Error> {
-        let Space { memory, missing: Some(missing) } = &self.spaces[index] else { return Ok(()) };
-        while let Some(event) = missing.next().map_err(Error::criu_io("read a userfaultfd"))? {
-            let address = match event {
-                MissingPagesEvent::Fault(address) => address,
-                MissingPagesEvent::Mappings(event) => {
-                    let reason = format!("the mappings of process {} changed (event {event:#x})", memory.pid);
-                    return Err(Error::criu_failed("restore mappings", reason));
-                }
-            };
-            let page = address.page();
-            let filled = match memory.is_delivered(page) {
-                true => {
-                    let mut content = [0; PAGE_SIZE];
-                    self.store.get_page(memory.tree.get(page), &mut content)?;
-                    missing.fill(page.address(), &[content])
-                }
-                false => missing.fill_with_zeros(page.address()),
-            };
-            filled.map_err(|error| not_filled(memory.pid, page.address(), error))?;
-        }
-        Ok(())
-    }
-
-    /// Lets the memory of all processes be filled: they have their mappings.
-    fn let_fill(&mut self) -> Result<(), Error> {
-        if let Some(gate) = &mut self.gate {
-            gate.take_notice().map_err(Error::criu_io("wait for CRIU"))?;
-        }
-        self.is_reached = true;
-        let mut targets = Vec::new();
-        for space in self.spaces.iter().filter(|space| space.has_delivered_pages()) {
-            let Some(missing) = &space.missing else {
-                let reason = format!("it sent no userfaultfd of process {}", space.memory.pid);
-                return Err(Error::criu_failed("leave the memory of the processes out", reason));
-            };
-            targets.push((space.memory.pid, missing.clone()));
-        }
-        self.state.set_targets(Some(targets.into()));
-        Ok(())
-    }
-
-    /// Lets the processes run. Their memory is complete.
-    fn open_gate(&mut self) -> Result<(), Error> {
-        // The kernel ends the registrations. A page that is missing now holds zeros.
-        self.spaces.clear();
-        self.state.set_targets(None);
-        match self.gate.take() {
-            Some(gate) => gate.open().map_err(Error::criu_io("let CRIU continue")),
-            None => Ok(()),
-        }
-    }
-}
-
-fn not_filled(pid: i32, page: Address, error: io::Error) -> Error {
-    let kind = if error.raw_os_error() == Some(libc::ESRCH) { ErrorKind::Gone } else { ErrorKind::Criu };
-    let operation = format!("fill page {:#x} of", page.get());
-    Error::of(kind, operation, Object::Process(pid), error)
 }
 
 /// The copy of pages into processes.

@@ -4,6 +4,7 @@
 //! images are written from the page trees; then `criu restore` restores the processes.
 
 use std::borrow::Cow;
+use std::collections::HashMap;
 use std::fs::{File, OpenOptions};
 use std::io::{IsTerminal, PipeReader, Write};
 use std::ops::ControlFlow;
@@ -23,25 +24,33 @@ use nix::sys::signal::{Signal, kill};
 use nix::sys::wait::waitpid;
 use nix::unistd::Pid;
 
-use pagemark::repository::{Manifest, StateRecord, TargetKind};
+use pagemark::repository::{FileRecord, Manifest, StateRecord, TargetKind};
 use pagemark::store::Piece;
-use pagemark::sys::proc::{self, Stat, tree};
+use pagemark::sys::proc::{self, Stat, Status, tree};
 use pagemark::{Address, ByteCount, Kind, PAGE_SIZE, PageNumber, PageRange, PageRangeExt, PageTree, RangeSet, Store};
 
 use super::surroundings;
 use crate::cgroups::{Joining, Memberships};
+use crate::container::network::{self, Network};
+use crate::container::{self, OwnMounts};
 use crate::criu::dump::{NOTES, Notes, read_pstree};
 use crate::criu::images::schema::{CoreEntry, MmEntry, PstreeEntry, VmaEntry};
 use crate::criu::images::{ImageKind, PageRun, PageSource, Pagemap, read_first};
 use crate::criu::stdio::{self, Own};
 use crate::criu::{Criu, errors_in_log};
 use crate::error::{Error, ErrorKind, Object};
-use crate::files::{UnusualFile, decode_path, read_trees, unusual_files};
+use crate::files::{
+    DirectoryRecord, LinkRecord, Origin, TreeRecord, UnusualFile, decode_path, encode_path, read_trees, unusual_files,
+    unusual_removals,
+};
 use crate::scratch;
 use crate::terminal::{self, Leader, Terminal};
 
 /// CRIU's log in the images directory.
 const LOG: &str = "restore.log";
+
+/// The file in the images directory into which CRIU writes the id of the root process.
+const ROOT_PID: &str = "root.pid";
 
 /// Descriptors that are handed over get numbers from here on, so that they are clear of CRIU's own.
 const HANDED_OVER: RawFd = 64;
@@ -56,7 +65,7 @@ const WAIT_POLL: Duration = Duration::from_millis(1);
 const ZOMBIE_WAIT: Duration = Duration::from_secs(5);
 
 /// What becomes of restored processes.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub struct RestoreOptions {
     /// The root process becomes a child of the calling process, which can wait for it. Otherwise it
     /// becomes a child of init.
@@ -73,6 +82,11 @@ pub struct RestoreOptions {
     /// With [`as_child`](RestoreOptions::as_child): a tree that had a controlling terminal outside
     /// gets a pseudo-terminal that is relayed to the terminal of the calling process.
     pub on_terminal: bool,
+    /// The root directory of a tree that has mounts of its own, as a container has. None is the
+    /// directory that it had at the checkpoint.
+    pub root: Option<PathBuf>,
+    /// The network of a tree that had one of its own.
+    pub network: Network,
 }
 
 /// What the standard streams of restored processes become where they led out of the tree. Files are
@@ -89,7 +103,7 @@ pub enum Streams {
 /// A restored tree.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Restored {
-    /// Its root process; it has the id it had.
+    /// Its root process; it has the id it had, unless it is the first process of a container.
     pub root_pid: i32,
     /// All its processes, the root first.
     pub pids: Vec<i32>,
@@ -142,6 +156,8 @@ pub(super) struct ProcessMemory {
     pub(super) tree: PageTree,
     /// The pages that the images directory does not have, in ascending order.
     pub(super) delivered: Vec<PageRange>,
+    /// The mappings of which pages may be delivered.
+    pub(super) deliverable: RangeSet,
 }
 
 impl ProcessMemory {
@@ -216,6 +232,9 @@ pub fn export_criu(manifest: &Manifest, store: &(dyn Store + Sync), directory: &
     write_pages(manifest, store, directory, Memory::Whole, &read_pstree(directory)?, &mut |_| {})?;
     let mut arguments = vec!["restore".to_string(), "-D".into(), directory.display().to_string()];
     arguments.extend(restore_flags(&notes));
+    if let Some(root) = root_of(&notes, None)? {
+        arguments.extend(["--root".into(), root.display().to_string()]);
+    }
     let own = [0, 1, 2].map(|descriptor| Own { descriptor, is_terminal: false });
     let streams = stdio::redirect(directory, &notes.outside, own, &mut Ok)?;
     arguments.extend(streams.iter().map(|argument| argument.to_string_lossy().into_owned()));
@@ -227,11 +246,14 @@ fn restore_flags(notes: &Notes) -> impl Iterator<Item = String> {
     let connections = if notes.keep_connections { "--tcp-established" } else { "--tcp-close" };
     let cgroups = format!("--manage-cgroups={}", notes.cgroups.criu_mode());
     let flags = ["--file-locks", "--skip-in-flight", "--ext-unix-sk", connections].map(String::from);
-    flags.into_iter().chain([cgroups]).chain(notes.shell_job.then(|| "--shell-job".to_owned()))
+    let shell_job = notes.shell_job.then(|| "--shell-job".to_owned());
+    let mounts = notes.own_root.as_ref().map(|_| container::MOUNT_OPTIONS.map(String::from));
+    flags.into_iter().chain([cgroups]).chain(shell_job).chain(mounts.into_iter().flatten())
 }
 
 impl Prepared {
-    /// The process ids that the tree will have, the root first.
+    /// The process ids that the tree will have, the root first. Those of a container are its ids in
+    /// the container.
     pub fn pids(&self) -> Vec<i32> {
         self.processes.iter().map(|process| process.pid as i32).collect()
     }
@@ -243,19 +265,56 @@ impl Prepared {
     /// # Errors
     /// [`ErrorKind::PidInUse`]
     pub fn check_free(&self) -> Result<(), Error> {
+        if let Some(first) = &self.notes.first_process {
+            return match first.runs() {
+                true => Err(Error::about(
+                    ErrorKind::PidInUse,
+                    Object::command(first.pid),
+                    "is the container, and still runs",
+                )
+                .help("end it first: both would use the same files")),
+                false => Ok(()),
+            };
+        }
+        let mut groups = groups();
         let deadline = Instant::now() + ZOMBIE_WAIT;
         for id in self.processes.iter().flat_map(|process| process.threads.iter().chain([&process.pid])) {
             let id = *id as i32;
             while Stat::read(id).is_ok_and(|stat| stat.state == 'Z') && Instant::now() < deadline {
                 std::thread::sleep(WAIT_POLL);
             }
+            // A process that has just been killed is in its groups as long as it has its id.
+            let is_dead = |pid: i32| Stat::read(pid).map_or(true, |stat| stat.is_zombie());
+            while groups.get(&id).is_some_and(|&(_, pid)| is_dead(pid)) && Instant::now() < deadline {
+                std::thread::sleep(WAIT_POLL);
+                groups = self::groups();
+            }
+            let help = "end that process first, or restore where the id is free";
             if proc::exists(id) {
                 let reason = format!("is in use by {}", user_of(id));
-                let error = Error::about(ErrorKind::PidInUse, Object::Id(id), reason);
-                return Err(error.help("end that process first, or restore where the id is free"));
+                return Err(Error::about(ErrorKind::PidInUse, Object::Id(id), reason).help(help));
+            }
+            if let Some((group, pid)) = groups.get(&id) {
+                let reason =
+                    format!("is in use as the id of a {group}, to which process {pid} ({}) belongs", user_of(*pid));
+                return Err(Error::about(ErrorKind::PidInUse, Object::Id(id), reason).help(help));
             }
         }
         Ok(())
+    }
+
+    /// Checks that the tree will have known ids here, as the ids of a container are not.
+    pub(super) fn check_ids_known(&self) -> Result<(), Error> {
+        if self.notes.first_process.is_none() {
+            return Ok(());
+        }
+        let reason = "cannot be restored with --lazy: nothing could end its processes if memory were missing";
+        Err(Error::about(ErrorKind::PidNamespace, Object::None, format!("a container {reason}")))
+    }
+
+    /// Checks that the root directory is there, if the tree has one of its own.
+    pub(super) fn check_root(&self, options: &RestoreOptions) -> Result<(), Error> {
+        root_of(&self.notes, options.root.as_deref()).map(drop)
     }
 
     /// Restores the tree and lets it run.
@@ -280,6 +339,7 @@ impl Prepared {
         self.check_free()?;
         let pids = self.pids();
         let root_pid = *pids.first().ok_or_else(|| Error::damaged("it has no process"))?;
+        let root = root_of(&self.notes, options.root.as_deref())?;
         let mut streams = streams(options.streams)?;
         let terminal = self.terminal(options, &mut streams)?;
         if self.notes.shell_job {
@@ -298,6 +358,14 @@ impl Prepared {
         if options.stopped {
             command.arg("--leave-stopped");
         }
+        if self.notes.first_process.is_some() {
+            command.arg("--pidfile").arg(self.directory.join(ROOT_PID));
+        }
+        let own_mounts =
+            root.as_deref().map(OwnMounts::with_root).transpose().map_err(io("pass the root directory"))?;
+        if let Some(root) = &root {
+            command.arg("--root").arg(root);
+        }
         if self.notes.shell_job {
             // The session's terminal is found by CRIU's own standard input.
             command.stdin(std::process::Stdio::inherit());
@@ -309,6 +377,19 @@ impl Prepared {
             copies.push(copy);
             Ok(copies[copies.len() - 1].as_raw_fd())
         })?);
+        if let Some(had) = &self.notes.own_network {
+            let namespace = duplicate(options.network.open(had)?.as_fd()).map_err(io("duplicate a descriptor"))?;
+            command.args(network::restore_arguments(&namespace));
+            if !self.notes.keep_connections {
+                command.args(network::UNLOCKED);
+            }
+            copies.push(namespace);
+        }
+        for file in &self.notes.outside_files {
+            let copy = duplicate(file.open()?.as_fd()).map_err(io("duplicate a descriptor"))?;
+            command.args(["--inherit-fd".to_owned(), format!("fd[{}]:{}", copy.as_raw_fd(), file.name)]);
+            copies.push(copy);
+        }
         let (reports, for_leader) = std::io::pipe().map_err(io("make a pipe"))?;
         let session = terminal.as_ref().and_then(|(terminal, foreground)| {
             Some(terminal.session(for_leader.as_raw_fd())?.of_restore(root_pid, *foreground))
@@ -335,11 +416,16 @@ impl Prepared {
                     None if leaves_session => drop(nix::unistd::setsid()?),
                     None => {}
                 }
+                own_mounts.as_ref().map_or(Ok(()), OwnMounts::enter)?;
                 stdio::keep_open(&numbers)
             });
         }
         let limit = options.time_limit.unwrap_or_else(|| self.default_time_limit());
         let begin = Instant::now();
+        let begun = match self.notes.first_process {
+            None => Begun::Process(root_pid),
+            Some(_) => Begun::Container { others: own_children() },
+        };
         let child = command.spawn().map_err(io(format!("start {}", criu.path().display())))?;
         drop((command, for_leader, streams, copies));
         let mut running = match session {
@@ -349,7 +435,7 @@ impl Prepared {
         let succeeded = loop {
             match running.try_wait().map_err(io("wait for CRIU"))? {
                 Some(succeeded) => break succeeded,
-                None if begin.elapsed() > limit => return Err(self.end_restore(running, root_pid, limit)),
+                None if begin.elapsed() > limit => return Err(self.end_restore(running, &begun, limit)),
                 None => {
                     if let Err(error) = meanwhile() {
                         // The tree can't be completed; who has begun it ends it.
@@ -362,16 +448,39 @@ impl Prepared {
         if !succeeded {
             // CRIU kills what it has begun, unless it was killed itself, and leaves the root to its parent.
             running.end();
-            end_child(root_pid);
-            wait_for_end(&pids);
+            begun.end();
+            self.wait_for_end();
             let reason = errors_in_log(&self.directory.join(LOG));
             let what = format!("restore process {root_pid}");
             return Err(Error::criu_failed(what, reason));
         }
-        let left_groups = joining.join_others().iter().map(ToString::to_string).collect();
+        let (root_pid, pids, ids) = match self.notes.first_process {
+            None => (root_pid, pids, HashMap::new()),
+            Some(_) => {
+                let root_pid = self.read_root_pid()?;
+                let members = tree::members(root_pid).unwrap_or_default();
+                (root_pid, members.iter().map(|member| member.pid).collect(), container::ids_here(root_pid))
+            }
+        };
+        let left_groups = joining.join_others(&ids).iter().map(ToString::to_string).collect();
         let child = running.leader().unwrap_or(root_pid);
         let relay = terminal.and_then(|(terminal, _)| terminal.leave()).map(Pid::as_raw);
         Ok(Restored { root_pid, pids, left_groups, closed_connections, child, relay })
+    }
+
+    /// The id here of the root process of a container, as CRIU has written it.
+    fn read_root_pid(&self) -> Result<i32, Error> {
+        let path = self.directory.join(ROOT_PID);
+        let text = std::fs::read_to_string(&path).map_err(io(format!("read {}", path.display())))?;
+        text.trim().parse().map_err(|_| Error::criu_failed("report the root process", format!("it wrote {text:?}")))
+    }
+
+    /// Waits until the processes of a failed restore run no more.
+    fn wait_for_end(&self) {
+        // Those of a container end with its first process.
+        if self.notes.first_process.is_none() {
+            wait_for_end(&self.pids());
+        }
     }
 
     /// A pseudo-terminal for a tree that was the job of a terminal outside, with the process group
@@ -421,18 +530,16 @@ impl Prepared {
 
     /// Ends a CRIU that takes too long, with the processes that it has begun to restore, and says
     /// what they waited for.
-    fn end_restore(&self, mut running: Running, root_pid: i32, limit: Duration) -> Error {
-        let mut begun = below(running.child().id() as i32);
-        begun.extend(below_child(root_pid));
-        let mut reason: Vec<String> = begun.iter().take(SHOWN_PROCESSES).filter_map(|&pid| wait_of(pid)).collect();
+    fn end_restore(&self, mut running: Running, begun: &Begun, limit: Duration) -> Error {
+        let mut all = below(running.child().id() as i32);
+        all.extend(begun.below_child());
+        let mut reason: Vec<String> = all.iter().take(SHOWN_PROCESSES).filter_map(|&pid| wait_of(pid)).collect();
         reason.push(errors_in_log(&self.directory.join(LOG)));
-        for pid in &begun {
-            // A process that is gone needs no end.
-            let _ = kill(Pid::from_raw(*pid), Signal::SIGKILL);
-        }
+        kill_all(&all);
         running.end();
-        end_child(root_pid);
-        wait_for_end(&self.pids());
+        begun.end();
+        self.wait_for_end();
+        let root_pid = self.pids().first().copied().unwrap_or_default();
         let operation = format!("CRIU did not restore process {root_pid} within {} s, and was ended", limit.as_secs());
         Error::of(ErrorKind::Criu, operation, Object::None, reason.join("; "))
     }
@@ -487,10 +594,7 @@ impl Running {
     /// Kills CRIU, and what the leader of the session has begun.
     fn end(&mut self) {
         if let Some(leader) = self.leader() {
-            for pid in below(leader) {
-                // A process that is gone needs no end.
-                let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
-            }
+            kill_all(&below(leader));
         }
         let _ = self.child().kill();
         let _ = self.child().wait();
@@ -504,25 +608,53 @@ fn below(pid: i32) -> Vec<i32> {
     [pid].into_iter().chain(descendants).collect()
 }
 
-/// The root of a restore and all its descendants, if it was restored as a child of this process.
-/// Its id was free before.
-fn below_child(root_pid: i32) -> Vec<i32> {
-    match Stat::read(root_pid) {
-        Ok(stat) if stat.parent_pid == std::process::id() as i32 => below(root_pid),
-        _ => Vec::new(),
+/// The children of this process.
+fn own_children() -> Vec<i32> {
+    proc::children(std::process::id() as i32).unwrap_or_default()
+}
+
+/// What a restore has begun as a child of this process.
+enum Begun {
+    /// A root process with this id, which was free before.
+    Process(i32),
+    /// The first process of a container, which has any id.
+    Container {
+        /// The children that this process had before.
+        others: Vec<i32>,
+    },
+}
+
+impl Begun {
+    /// The root process, if it was restored as a child of this process.
+    fn child(&self) -> Option<i32> {
+        match self {
+            Begun::Process(pid) => {
+                Stat::read(*pid).ok().filter(|stat| stat.parent_pid == std::process::id() as i32).map(|_| *pid)
+            }
+            Begun::Container { others } => own_children().into_iter().find(|child| {
+                !others.contains(child) && Status::read(*child).is_ok_and(|status| status.is_first_of_container())
+            }),
+        }
+    }
+
+    /// The root process and all its descendants, if it was restored as a child of this process.
+    fn below_child(&self) -> Vec<i32> {
+        self.child().map(below).unwrap_or_default()
+    }
+
+    /// Kills what is left of a failed restore whose root is a child of this process, and waits for
+    /// the end of the root, so that its id is free again.
+    fn end(&self) {
+        let Some(root_pid) = self.child() else { return };
+        kill_all(&below(root_pid));
+        let _ = waitpid(Pid::from_raw(root_pid), None);
     }
 }
 
-/// Kills what is left of a failed restore whose root is a child of this process, and waits for the
-/// end of the root, so that its id is free again.
-fn end_child(root_pid: i32) {
-    let left = below_child(root_pid);
-    for pid in &left {
-        // A process that is gone needs no end.
-        let _ = kill(Pid::from_raw(*pid), Signal::SIGKILL);
-    }
-    if left.contains(&root_pid) {
-        let _ = waitpid(Pid::from_raw(root_pid), None);
+/// Kills processes. One that is gone needs no end.
+pub(super) fn kill_all(pids: &[i32]) {
+    for &pid in pids {
+        let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
     }
 }
 
@@ -570,6 +702,19 @@ fn duplicate(descriptor: BorrowedFd<'_>) -> std::io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(copy) })
 }
 
+/// The ids of all sessions and process groups, each with its kind and a process in it. The kernel
+/// gives no process such an id, also when the process of that id has exited.
+fn groups() -> HashMap<i32, (&'static str, i32)> {
+    let processes = proc::processes().unwrap_or_default();
+    let mut stats: Vec<Stat> = processes.into_iter().filter_map(|pid| Stat::read(pid).ok()).collect();
+    // Of a group with a live process, that process is named.
+    stats.sort_by_key(|stat| !stat.is_zombie());
+    let ids = stats
+        .iter()
+        .flat_map(|stat| [(stat.process_group, ("process group", stat.pid)), (stat.session_id, ("session", stat.pid))]);
+    ids.collect()
+}
+
 /// Describes the process or thread that has an id, without control characters. A zombie has its id
 /// until its parent has waited for it.
 fn user_of(id: i32) -> String {
@@ -586,23 +731,97 @@ fn user_of(id: i32) -> String {
     text.replace(|c: char| c.is_control(), "?")
 }
 
+/// The root directory of the tree, if it has mounts of its own: `wanted`, or else that of the
+/// checkpoint.
+fn root_of(notes: &Notes, wanted: Option<&Path>) -> Result<Option<PathBuf>, Error> {
+    let Some(noted) = &notes.own_root else { return Ok(None) };
+    let noted = || decode_path(noted).ok_or_else(|| Error::damaged("the path of its root directory is damaged"));
+    let root = wanted.map_or_else(noted, |wanted| Ok(wanted.to_owned()))?;
+    match root.canonicalize() {
+        Ok(root) if root.is_dir() => Ok(Some(root)),
+        found => {
+            let reason = found.err().map_or_else(|| "is no directory".to_owned(), |error| error.to_string());
+            let reason = format!("is not there, and the processes need it as their root directory: {reason}");
+            Err(Error::about(ErrorKind::InTheWay, Object::File(root), reason)
+                .help("mount the file system of the container there, or name another directory with --root"))
+        }
+    }
+}
+
+/// The notes among the state of a checkpoint.
+fn recorded_notes(manifest: &Manifest, store: &dyn Store) -> Result<Notes, Error> {
+    let record = manifest.state.iter().find(|record| record.name == NOTES);
+    let record = record.ok_or_else(|| Error::damaged(format!("its state lacks {NOTES}")))?;
+    parse_notes(&record.content.read_all(store)?)
+}
+
+/// A root directory that takes the place of that of the checkpoint.
+struct NewRoot<'a> {
+    noted: PathBuf,
+    wanted: &'a Path,
+}
+
+impl<'a> NewRoot<'a> {
+    /// None if the tree has no root directory of its own, or gets the one that it had.
+    fn of(notes: &Notes, wanted: Option<&'a Path>) -> Option<NewRoot<'a>> {
+        let noted = decode_path(notes.own_root.as_deref()?)?;
+        wanted.filter(|wanted| **wanted != noted).map(|wanted| NewRoot { noted, wanted })
+    }
+
+    /// The new path of what had this path, both as [`encode_path`] writes them.
+    fn path_of(&self, path: &str) -> String {
+        let below = decode_path(path).and_then(|path| Some(path.strip_prefix(&self.noted).ok()?.to_owned()));
+        below.map_or_else(|| path.to_owned(), |below| encode_path(&self.wanted.join(below)))
+    }
+}
+
+/// The files and the trees of a checkpoint, under the paths that they have below the root directory
+/// that the tree of processes gets.
+pub(super) fn files_below<'a>(
+    manifest: &'a Manifest,
+    store: &dyn Store,
+    root: Option<&Path>,
+) -> Result<(Cow<'a, [FileRecord]>, Vec<TreeRecord>), Error> {
+    let trees = read_trees(manifest, store)?;
+    let new_root = match root {
+        Some(_) => NewRoot::of(&recorded_notes(manifest, store)?, root),
+        None => None,
+    };
+    let Some(new_root) = new_root else { return Ok((Cow::Borrowed(&manifest.files), trees)) };
+    let file = |record: &FileRecord| FileRecord { path: new_root.path_of(&record.path), ..record.clone() };
+    let directory = |record: DirectoryRecord| DirectoryRecord { path: new_root.path_of(&record.path), ..record };
+    let link = |record: LinkRecord| LinkRecord { path: new_root.path_of(&record.path), ..record };
+    let trees = trees.into_iter().map(|tree| TreeRecord {
+        path: new_root.path_of(&tree.path),
+        directories: tree.directories.into_iter().map(directory).collect(),
+        links: tree.links.into_iter().map(link).collect(),
+        ..tree
+    });
+    Ok((manifest.files.iter().map(file).collect(), trees.collect()))
+}
+
 /// The files that a restore of the checkpoint would change and that are unusual. With
 /// `working_directories_count` false, every file is outside the job's own directories.
 pub(super) fn unusual_files_of(
     manifest: &Manifest,
     store: &dyn Store,
+    root: Option<&Path>,
     working_directories_count: bool,
 ) -> Result<Vec<UnusualFile>, Error> {
     let mut directories = Vec::new();
+    let (files, trees) = files_below(manifest, store, root)?;
     if working_directories_count {
-        let record = manifest.state.iter().find(|record| record.name == NOTES);
-        let record = record.ok_or_else(|| Error::damaged(format!("its state lacks {NOTES}")))?;
-        let notes = parse_notes(&record.content.read_all(store)?)?;
-        directories.extend(notes.working_directories.iter().filter_map(|text| decode_path(text)));
+        let notes = recorded_notes(manifest, store)?;
+        let new_root = NewRoot::of(&notes, root);
+        let here = |text: &String| new_root.as_ref().map_or_else(|| text.clone(), |root| root.path_of(text));
+        directories.extend(notes.working_directories.iter().filter_map(|text| decode_path(&here(text))));
         // Whoever took the checkpoint named these as the job's own.
-        directories.extend(read_trees(manifest, store)?.iter().filter_map(|tree| decode_path(&tree.path)));
+        let named = trees.iter().filter(|tree| tree.origin == Origin::Named);
+        directories.extend(named.filter_map(|tree| decode_path(&tree.path)));
     }
-    unusual_files(&manifest.files, &directories, store)
+    let mut unusual = unusual_files(&files, &directories, store)?;
+    unusual.extend(unusual_removals(&trees, &directories, &files));
+    Ok(unusual)
 }
 
 fn parse_notes(text: &[u8]) -> Result<Notes, Error> {
@@ -654,7 +873,8 @@ fn write_pages(
         let pid = process.pid as i32;
         let space = manifest.process(pid);
         let space = space.ok_or_else(|| Error::damaged(format!("the memory of process {pid} is missing")))?;
-        let memory = ProcessMemory { pid, tree: PageTree::load(space.root, store)?, delivered: Vec::new() };
+        let tree = PageTree::load(space.root, store)?;
+        let memory = ProcessMemory { pid, tree, delivered: Vec::new(), deliverable: RangeSet::new() };
         spaces.push((process, Pagemap::read(&path)?, memory));
     }
     let mut written = 0;
@@ -692,6 +912,7 @@ fn write_pages(
         let path = directory.join(format!("pagemap-{}.img", process.pid));
         std::fs::write(&path, image).map_err(io(format!("write {}", path.display())))?;
         spaces[index].2.delivered = runs.iter().filter(|run| !run.present).map(PageRun::page_range).collect();
+        spaces[index].2.deliverable = deliverable;
     }
     Ok(spaces.into_iter().map(|(_, _, memory)| memory).collect())
 }
@@ -761,12 +982,16 @@ fn write_pages_image(
 
 /// The mappings of a process whose pages can be delivered, without the pages on which threads have
 /// their stacks: private anonymous mappings that are neither locked nor huge.
+/// Those that a forked child finds empty are left out too: their missing pages are zeros in every
+/// process.
 fn deliverable(directory: &Path, process: &PstreeEntry) -> Result<RangeSet, Error> {
     let mm: MmEntry = read_first(&directory.join(format!("mm-{}.img", process.pid)), ImageKind::Mm)?;
     let fits = |vma: &&VmaEntry| {
         let flags = vma.flags as i32;
         let needed = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
-        flags & needed == needed && flags & (libc::MAP_LOCKED | libc::MAP_HUGETLB) == 0 && vma.start < vma.end
+        let is_wiped = vma.madv.unwrap_or(0) & 1 << libc::MADV_WIPEONFORK != 0;
+        let is_other = flags & (libc::MAP_LOCKED | libc::MAP_HUGETLB) != 0 || is_wiped;
+        flags & needed == needed && !is_other && vma.start < vma.end
     };
     let mappings = mm.vmas.iter().filter(fits).map(|vma| Address::new(vma.start)..Address::new(vma.end));
     let mut ranges: RangeSet = mappings.collect();
@@ -790,5 +1015,24 @@ fn write_failed(path: &Path) -> impl Fn(pagemark::Error) -> Error {
     move |error| match error.kind() {
         pagemark::ErrorKind::Stream => Error::of(ErrorKind::System, "write", Object::File(path.to_owned()), error),
         _ => error.into(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::{Command, Stdio};
+
+    use super::*;
+
+    #[test]
+    fn the_id_of_a_session_whose_leader_is_gone_is_in_use() {
+        let mut leader = Command::new("setsid");
+        leader.args(["sh", "-c", "sleep 60 > /dev/null 2>&1 & echo $$ $!"]).stdin(Stdio::null());
+        let said = leader.output().unwrap().stdout;
+        let ids: Vec<i32> = String::from_utf8(said).unwrap().split_whitespace().map(|id| id.parse().unwrap()).collect();
+        let found = groups().get(&ids[0]).copied();
+        let _ = kill(Pid::from_raw(ids[1]), Signal::SIGKILL);
+        assert!(!proc::exists(ids[0]));
+        assert_eq!(found.map(|(_, pid)| pid), Some(ids[1]));
     }
 }

@@ -1,338 +1,458 @@
-//! Restoring a process tree that runs before its memory is there.
+//! Memory that is delivered while the restored processes run.
 //!
-//! The tree is restored without its private memory. A page that it touches is delivered at once,
-//! the others one after the other. CRIU handles the page faults, with its command `lazy-pages`, and
-//! requests the pages from Pagemark over a socket that no other process can reach.
+//! The processes get userfaultfds as for a [`delivery`](super::delivery) before they run, but the
+//! gate is opened at once. From then on, one thread reads the events of all processes: it fills the
+//! pages for which threads wait, then their neighbours, and follows the changes of mappings. Other
+//! threads read all pages in the order of the store, on all processors, and copy them to where they
+//! belong. Processes that are forked meanwhile get their pages after the others. When a process has
+//! all its pages, its userfaultfd is closed.
 //!
-//! Until all pages are delivered the tree depends on the process that delivers them. In place of a
-//! page that can no longer be delivered, the kernel would give the tree zeros. A guard process
-//! therefore kills the tree when the delivering process ends early, however it ends, before CRIU
-//! can notice. The checkpoint is unchanged and can be restored again.
+//! Without the delivery, missing pages would become zeros. If a page is damaged, the processes are
+//! killed before the userfaultfds are closed; if this process dies, its [`guard`] kills them.
 
-use std::collections::HashMap;
-use std::io::{Read, Write};
-use std::os::fd::{AsFd, AsRawFd};
-use std::os::unix::net::UnixStream;
-use std::os::unix::process::CommandExt;
-use std::path::Path;
-use std::process::{Child, ChildStdin, Command, Stdio};
+mod guard;
+mod layout;
+mod space;
+
+use std::io::{self, PipeReader, PipeWriter, Read, Write};
+use std::ops::ControlFlow;
+use std::os::fd::AsFd;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::Scope;
 use std::time::{Duration, Instant};
 
+use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use nix::sys::socket::{setsockopt, sockopt};
-use pagemark::repository::Manifest;
-use pagemark::{Address, PAGE_SIZE, PageRangeExt, PageTree, Store};
+use pagemark::store::Piece;
+use pagemark::sys::userfaultfd::MissingPages;
+use pagemark::{ContentId, Kind, PAGE_SIZE, PageNumber, Store};
 
-use super::images::{Memory, Prepared, RestoreOptions, Restored, prepare_with};
-use crate::criu::stdio;
-use crate::criu::{Criu, errors_in_log};
+use super::connection::{Connection, POLL_MS};
+use super::delivery::no_script;
+use super::gate::Gate;
+use super::images::{Prepared, ProcessMemory, RestoreOptions, Restored, kill_all, wait_for_end};
+use crate::criu::Criu;
 use crate::error::Error;
+use guard::Guard;
+use space::{Filled, Pages, Requests, Space};
 
-/// The log of `criu lazy-pages` in the images directory.
-const LOG: &str = "lazy-pages.log";
+/// Pause between two reports of progress.
+const PROGRESS: Duration = Duration::from_millis(20);
 
-/// Commands of CRIU's page protocol.
-const GET: u32 = 7;
-const ADD_WITH_FLAGS: u32 = 6;
-const CLOSE: u32 = 0x1023;
-const FORCE_CLOSE: u32 = 0x1024;
-/// [`ADD_WITH_FLAGS`] with the flag that says that the pages follow.
-const ADD_PRESENT: u32 = 4 << 16 | ADD_WITH_FLAGS;
+/// Milliseconds after which the thread that answers looks for processes that are gone.
+const IDLE_MS: u16 = 100;
 
-/// Bytes of a message: command, padding, pages, address, process.
-const MESSAGE: usize = 32;
+/// How often new processes are looked for after a fork.
+const SCANS_AFTER_FORK: u32 = 3;
 
-/// Pages of one answer at most; CRIU asks again for the rest.
-const MAX_PAGES: u64 = 1024;
+/// Limit of the pages that are delivered because of earlier faults, when another fault comes.
+const MAX_AHEAD: usize = 256;
 
-/// Requests wait in the socket while an answer is written; CRIU does not try twice to send one.
-const REQUESTS_BYTES: usize = 4 << 20;
+/// Pause until an event is read, or a change of mappings has ended.
+const EVENT_WAIT: Duration = Duration::from_micros(50);
 
-/// How long `criu lazy-pages` may take to start.
-const START_LIMIT: Duration = Duration::from_secs(30);
+/// How long processes that were killed may hold their memory.
+const END_LIMIT: Duration = Duration::from_secs(2);
 
-/// Milliseconds between two polls of CRIU's state.
-const POLL_MS: u16 = 20;
-
-/// An images directory without the memory that comes later, for process ids that are free.
-#[derive(Debug)]
-pub struct PreparedLazy {
-    prepared: Prepared,
-    trees: Trees,
-    total_pages: u64,
+/// What a restore reports.
+pub(super) struct Reports<'a> {
+    /// Called when the processes run.
+    pub(super) running: &'a mut dyn FnMut(&Restored),
+    /// Called with the pages that were delivered, and the pages that are delivered in all.
+    pub(super) progress: &'a mut dyn FnMut(u64, u64),
 }
 
-/// The pages of each process.
-struct Trees(HashMap<i32, PageTree>);
-
-impl std::fmt::Debug for Trees {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_list().entries(self.0.keys()).finish()
-    }
-}
-
-/// Writes the images directory of a checkpoint but for what is delivered later. As
-/// [`crate::restore::prepare`] otherwise.
+/// Restores the processes, and delivers their memory while they run.
 ///
 /// # Errors
-/// [`Error`]
-pub fn prepare(manifest: &Manifest, store: &(dyn Store + Sync), directory: &Path) -> Result<PreparedLazy, Error> {
-    let (prepared, spaces) = prepare_with(manifest, store, directory, Memory::Undeliverable, &mut |_| {})?;
-    let trees: HashMap<i32, PageTree> = spaces.into_iter().map(|space| (space.pid, space.tree)).collect();
-    let total_pages = trees.values().map(PageTree::page_count).sum();
-    Ok(PreparedLazy { prepared, trees: Trees(trees), total_pages })
-}
-
-impl PreparedLazy {
-    /// The process ids that the tree will have, the root first.
-    pub fn pids(&self) -> Vec<i32> {
-        self.prepared.pids()
-    }
-
-    /// Restores the tree and lets it run. The calling process has to deliver its memory by
-    /// [`LazyRestore::deliver`].
-    ///
-    /// # Errors
-    /// As [`Prepared::run`]; also if a page can't be read. Then nothing of the tree is left.
-    pub fn run<'a>(
-        self,
-        criu: &Criu,
-        store: &'a dyn Store,
-        options: &RestoreOptions,
-    ) -> Result<LazyRestore<'a>, Error> {
-        self.prepared.check_free()?;
-        let directory = self.prepared.directory.clone();
-        let io = |what: &str| Error::criu_io(format!("{what} for CRIU"));
-        let (socket, client) = UnixStream::pair().map_err(io("make a socket pair"))?;
-        setsockopt(&client, sockopt::SndBuf, &REQUESTS_BYTES).map_err(|e| io("size a socket")(e.into()))?;
-        let guard = Guard::start(&self.prepared.pids(), &socket).map_err(io("start a guard"))?;
-        let mut command = criu.command("lazy-pages", &directory, LOG);
-        let number = client.as_raw_fd();
-        command.args(["--page-server", "--ps-socket", &number.to_string()]);
-        // SAFETY: only system calls are made between fork and exec, which is allowed in a child of a
-        // process with threads.
-        unsafe {
-            command.pre_exec(move || stdio::begin_session_with(&[number]));
-        }
-        let daemon = command.spawn().map_err(io(&format!("start {}", criu.path().display())))?;
-        drop(client);
-        let mut server = Server {
-            socket,
-            daemon,
-            guard: Some(guard),
-            trees: self.trees,
-            store,
-            delivered_pages: 0,
-            directory,
-            finished: false,
-        };
-        server.wait_started()?;
-        let mut serving = Ok(());
-        let restored = self.prepared.run_with(criu, options, &["--lazy-pages"], &mut || {
-            let served = server.serve_once().map(drop);
-            serving = served.as_ref().map(drop).map_err(drop);
-            served
-        });
-        let restored = restored.inspect_err(|_| {
-            // CRIU has taken back what it had begun: whatever runs under those ids is not to be killed.
-            if serving.is_ok()
-                && let Some(guard) = server.guard.take()
-            {
-                guard.dismiss();
+/// The processes were not restored, or they were killed because a page could not be delivered. If
+/// it was reported that they run, they were killed.
+pub(super) fn run(
+    gate: Gate,
+    prepared: Prepared,
+    memory: Vec<ProcessMemory>,
+    store: &(dyn Store + Sync),
+    criu: &Criu,
+    options: &RestoreOptions,
+    reports: Reports<'_>,
+) -> Result<Restored, Error> {
+    prepared.check_free()?;
+    prepared.check_ids_known()?;
+    let pids = prepared.pids();
+    let script = gate.path();
+    let mut connection = Connection::new(&prepared.directory, memory, gate, store)?;
+    let delivery = Delivery::new(store).map_err(Error::criu_io("make a pipe"))?;
+    let mut guard = None;
+    let mut failure = None;
+    let restored = std::thread::scope(|scope| {
+        // However this thread leaves, the others end.
+        let _stop = StopOnDrop(&delivery);
+        let mut is_killed = false;
+        let flags = ["--lazy-pages", "--action-script", &script];
+        let restored = prepared.run_with(criu, options, &flags, &mut || {
+            if failure.is_some() || guard.is_some() {
+                std::thread::sleep(Duration::from_millis(u64::from(POLL_MS)));
+            } else if let Err(error) = connection.step().and_then(|is_reached| match is_reached {
+                true => begin(scope, &delivery, &mut connection, &pids, &mut guard),
+                false => Ok(()),
+            }) {
+                // CRIU fails at the gate and kills the processes.
+                connection.abandon();
+                failure = Some(error);
             }
+            is_killed = is_killed || delivery.kill_if_failed(guard.as_ref());
+            Ok(())
         })?;
-        Ok(LazyRestore { restored, server, total_pages: self.total_pages })
-    }
-}
-
-/// A restored tree whose memory is not all there yet. Dropped before it is, the tree is killed.
-#[derive(Debug)]
-pub struct LazyRestore<'a> {
-    restored: Restored,
-    server: Server<'a>,
-    total_pages: u64,
-}
-
-impl LazyRestore<'_> {
-    /// The tree, which runs.
-    pub fn restored(&self) -> &Restored {
-        &self.restored
-    }
-
-    /// Pages that the checkpoint holds. Some came with the restore already, and others may never be
-    /// asked for.
-    pub fn total_pages(&self) -> u64 {
-        self.total_pages
-    }
-
-    /// Delivers memory until all of it is there; calls `progress` with the pages delivered so far.
-    /// Then the tree needs nothing more. Returns the pages delivered.
-    ///
-    /// # Errors
-    /// A page can't be read, or CRIU failed. The tree is killed, since it can't run without its
-    /// memory.
-    pub fn deliver(mut self, progress: &mut dyn FnMut(u64)) -> Result<u64, Error> {
-        while self.server.serve_once()? {
-            progress(self.server.delivered_pages);
+        let Some(guard) = &guard else {
+            kill_all(&pids);
+            wait_for_end(&pids);
+            return Err(no_script());
+        };
+        if !is_killed && !delivery.kill_if_failed(Some(guard)) {
+            (reports.running)(&restored);
+            delivery.wait(guard, reports.progress);
+            delivery.kill_if_failed(Some(guard));
         }
-        Ok(self.server.delivered_pages)
+        Ok(restored)
+    });
+    let delivery_failure = delivery.take_failure();
+    if let (Some(_), Some(guard)) = (&delivery_failure, guard) {
+        delivery.end(guard);
+    }
+    match (restored, failure.or(delivery_failure)) {
+        (Ok(restored), None) => Ok(restored),
+        (Ok(_), Some(error)) => Err(error),
+        (Err(error), failure) => Err(failure.unwrap_or(error)),
     }
 }
 
-struct Server<'a> {
-    socket: UnixStream,
-    daemon: Child,
-    guard: Option<Guard>,
-    trees: Trees,
-    store: &'a dyn Store,
-    delivered_pages: u64,
-    directory: std::path::PathBuf,
-    finished: bool,
-}
-
-impl std::fmt::Debug for Server<'_> {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Server").field("delivered_pages", &self.delivered_pages).finish_non_exhaustive()
+/// Begins to deliver, and lets the processes run: CRIU waits in the gate.
+fn begin<'scope, 'env>(
+    scope: &'scope Scope<'scope, 'env>,
+    delivery: &'env Delivery<'env>,
+    connection: &mut Connection<'_>,
+    pids: &[i32],
+    guard: &mut Option<Guard>,
+) -> Result<(), Error> {
+    delivery.add(connection.take_processes()?);
+    *guard = Some(Guard::start(pids).map_err(Error::criu_io("start a guard"))?);
+    for work in [Delivery::answer, Delivery::fill_all] {
+        let thread = std::thread::Builder::new().name("pagemark-deliver".into());
+        let started = thread.spawn_scoped(scope, move || delivery.finish(work(delivery)));
+        started.map_err(Error::criu_io("start a thread"))?;
     }
+    connection.open_gate()
 }
 
-impl Server<'_> {
-    /// Waits until `criu restore` can connect.
-    fn wait_started(&mut self) -> Result<(), Error> {
-        let deadline = Instant::now() + START_LIMIT;
-        let listening = self.directory.join("lazy-pages.socket");
-        while !listening.exists() {
-            if self.daemon.try_wait().map_err(Error::criu_io("wait for CRIU"))?.is_some() {
-                return Err(self.failure());
+/// A delivery to processes that run.
+struct Delivery<'a> {
+    store: &'a (dyn Store + Sync),
+    spaces: Mutex<Spaces>,
+    /// Notified when there are new spaces, and when the delivery ends.
+    changed: Condvar,
+    /// Wakes the thread that answers.
+    wake: (PipeReader, PipeWriter),
+    is_stopped: AtomicBool,
+    failure: Mutex<Option<Error>>,
+    done_pages: AtomicU64,
+    total_pages: AtomicU64,
+    /// Processes that were forked since they run.
+    forks: AtomicU64,
+}
+
+#[derive(Default)]
+struct Spaces {
+    /// Those that are not complete, or not known to be.
+    open: Vec<Arc<Space>>,
+    /// No space is added any more.
+    is_ended: bool,
+}
+
+/// A page of a process.
+type Fault = (Arc<Space>, PageNumber);
+
+impl<'a> Delivery<'a> {
+    fn new(store: &'a (dyn Store + Sync)) -> io::Result<Delivery<'a>> {
+        Ok(Delivery {
+            store,
+            spaces: Mutex::default(),
+            changed: Condvar::new(),
+            wake: io::pipe()?,
+            is_stopped: AtomicBool::new(false),
+            failure: Mutex::default(),
+            done_pages: AtomicU64::new(0),
+            total_pages: AtomicU64::new(0),
+            forks: AtomicU64::new(0),
+        })
+    }
+
+    fn spaces(&self) -> MutexGuard<'_, Spaces> {
+        self.spaces.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Adds the processes of the checkpoint.
+    fn add(&self, processes: Vec<(ProcessMemory, Arc<MissingPages>)>) {
+        let spaces = processes.into_iter().map(|(memory, missing)| {
+            let delivered = memory.delivered.iter().flat_map(|run| memory.tree.range(run.clone()));
+            let (numbers, ids) = delivered.unzip();
+            Space::new(Pages { pid: memory.pid, numbers, ids }, missing, memory.deliverable)
+        });
+        spaces.for_each(|space| self.add_space(space));
+    }
+
+    fn add_space(&self, space: Space) {
+        self.total_pages.fetch_add(space.left_count() as u64, Ordering::Relaxed);
+        self.spaces().open.push(Arc::new(space));
+        self.changed.notify_all();
+    }
+
+    /// Has all threads end as soon as they can.
+    fn stop(&self) {
+        self.is_stopped.store(true, Ordering::Relaxed);
+        self.end_spaces();
+        self.wake();
+    }
+
+    fn is_stopped(&self) -> bool {
+        self.is_stopped.load(Ordering::Relaxed)
+    }
+
+    fn wake(&self) {
+        // The pipe is full only if the thread is to wake up already.
+        let _ = (&self.wake.1).write(&[0]);
+    }
+
+    fn end_spaces(&self) {
+        self.spaces().is_ended = true;
+        self.changed.notify_all();
+    }
+
+    /// Notes that a thread ends.
+    fn finish(&self, result: Result<(), Error>) {
+        if let Err(error) = result {
+            self.failure().get_or_insert(error);
+            self.stop();
+        }
+    }
+
+    fn failure(&self) -> MutexGuard<'_, Option<Error>> {
+        self.failure.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn take_failure(&self) -> Option<Error> {
+        self.failure().take()
+    }
+
+    /// Kills the processes if their memory cannot be delivered. True if it cannot.
+    fn kill_if_failed(&self, guard: Option<&Guard>) -> bool {
+        let has_failed = self.failure().is_some();
+        if let Some(guard) = guard.filter(|_| has_failed) {
+            guard.kill_tree();
+        }
+        has_failed
+    }
+
+    /// Waits until all memory is delivered, or that failed. Reports progress.
+    fn wait(&self, guard: &Guard, progress: &mut dyn FnMut(u64, u64)) {
+        let (mut forks, mut scans) = (0, 0);
+        let mut spaces = self.spaces();
+        while !spaces.is_ended {
+            (spaces, _) = self.changed.wait_timeout(spaces, PROGRESS).unwrap_or_else(PoisonError::into_inner);
+            drop(spaces);
+            // A process that is forked has its id some time after the event.
+            let forks_now = self.forks.load(Ordering::Relaxed);
+            scans = if forks_now > forks { SCANS_AFTER_FORK } else { scans };
+            forks = forks_now;
+            if scans > 0 {
+                guard.add_children();
+                scans -= 1;
             }
-            if Instant::now() >= deadline {
-                let what = "listen for the restored processes";
-                let limit_s = START_LIMIT.as_secs();
-                return Err(Error::criu_no_answer(what, self.daemon.id(), limit_s));
+            progress(self.done_pages.load(Ordering::Relaxed), self.total_pages.load(Ordering::Relaxed));
+            spaces = self.spaces();
+        }
+    }
+
+    /// Ends a delivery that failed, after the processes were killed.
+    fn end(&self, guard: Guard) {
+        let begin = Instant::now();
+        let has_processes = || self.spaces().open.iter().any(|space| space.missing.has_process());
+        while has_processes() {
+            if begin.elapsed() > END_LIMIT {
+                // The userfaultfds stay open.
+                std::mem::forget(std::mem::take(&mut self.spaces().open));
+                guard.leave();
+                return;
             }
-            std::thread::sleep(Duration::from_millis(1));
+            std::thread::sleep(Duration::from_millis(u64::from(POLL_MS)));
+        }
+    }
+
+    /// Answers the faults and follows the changes of mappings, until every process is complete.
+    fn answer(&self) -> Result<(), Error> {
+        let mut requests = Requests::default();
+        let mut faults: Vec<Fault> = Vec::new();
+        // Pages near those for which threads waited. The last come first.
+        let mut ahead: Vec<(Arc<Space>, usize)> = Vec::new();
+        while !self.is_stopped() {
+            let spaces = {
+                let mut spaces = self.spaces();
+                spaces.open.retain(|space| !space.is_complete());
+                spaces.open.clone()
+            };
+            if spaces.is_empty() {
+                self.end_spaces();
+                return Ok(());
+            }
+            let is_idle = faults.is_empty() && ahead.is_empty();
+            for space in self.wait_for_events(&spaces, is_idle)? {
+                space.read_events(&mut requests)?;
+                faults.extend(requests.faults.drain(..).map(|page| (space.clone(), page)));
+                for forked in requests.forked.drain(..) {
+                    self.forks.fetch_add(1, Ordering::Relaxed);
+                    self.add_space(forked);
+                }
+            }
+            let mut unanswered = Vec::new();
+            for (space, page) in faults.drain(..) {
+                match self.answer_fault(&space, page)? {
+                    Some(neighbours) => {
+                        ahead.truncate(MAX_AHEAD);
+                        ahead.extend(neighbours.into_iter().rev().map(|position| (space.clone(), position)));
+                    }
+                    None => unanswered.push((space, page)),
+                }
+            }
+            faults = unanswered;
+            if !faults.is_empty() {
+                std::thread::sleep(EVENT_WAIT);
+            } else if let Some((space, position)) = ahead.pop()
+                && !space.is_done(position)
+            {
+                self.deliver(&space, position)?;
+            }
         }
         Ok(())
     }
 
-    fn failure(&self) -> Error {
-        let reason = errors_in_log(&self.directory.join(LOG));
-        Error::criu_failed("deliver memory on demand", reason)
+    /// The processes of which events wait to be read. Waits for events if there is nothing else to
+    /// do.
+    fn wait_for_events(&self, spaces: &[Arc<Space>], is_idle: bool) -> Result<Vec<Arc<Space>>, Error> {
+        let mut watched = vec![PollFd::new(self.wake.0.as_fd(), PollFlags::POLLIN)];
+        watched.extend(spaces.iter().map(|space| PollFd::new(space.missing.as_fd(), PollFlags::POLLIN)));
+        let timeout = if is_idle { PollTimeout::from(IDLE_MS) } else { PollTimeout::ZERO };
+        match poll(&mut watched, timeout) {
+            Ok(_) => {}
+            Err(Errno::EINTR) => return Ok(Vec::new()),
+            Err(error) => return Err(Error::criu_io("wait for page faults")(error.into())),
+        }
+        if watched[0].any() == Some(true) {
+            (&self.wake.0).read(&mut [0; 64]).map_err(Error::criu_io("read a pipe"))?;
+        }
+        let ready = spaces.iter().zip(&watched[1..]).filter(|(_, polled)| polled.any() != Some(false));
+        Ok(ready.map(|(space, _)| space.clone()).collect())
     }
 
-    /// Waits a while for a request and answers it. False once all memory is delivered.
-    fn serve_once(&mut self) -> Result<bool, Error> {
-        let mut fds = [PollFd::new(self.socket.as_fd(), PollFlags::POLLIN)];
-        let ready = match poll(&mut fds, PollTimeout::from(POLL_MS)) {
-            Ok(ready) => ready > 0,
-            Err(nix::errno::Errno::EINTR) => false,
-            Err(error) => return Err(Error::criu_io("wait for CRIU")(error.into())),
+    /// Fills a page for which a thread waits. Returns the positions of pages near it, or None if an
+    /// event must be read first.
+    fn answer_fault(&self, space: &Space, page: PageNumber) -> Result<Option<Vec<usize>>, Error> {
+        let Some(position) = space.position(page) else {
+            return Ok((!matches!(space.fill_with_zeros(page)?, Filled::Changing)).then(Vec::new));
         };
-        if ready && self.answer()? {
-            return Ok(true);
-        }
-        match self.daemon.try_wait().map_err(Error::criu_io("wait for CRIU"))? {
-            Some(status) if status.success() => {
-                self.finished = true;
-                if let Some(guard) = self.guard.take() {
-                    guard.dismiss();
+        let is_filled = self.deliver(space, position)?;
+        Ok(is_filled.then(|| space.neighbours(position).collect()))
+    }
+
+    /// Delivers a page. False if an event must be read first.
+    fn deliver(&self, space: &Space, position: usize) -> Result<bool, Error> {
+        let mut content = [0; PAGE_SIZE];
+        self.store.get_page(space.pages.ids[position], &mut content)?;
+        let (filled, new_pages) = space.fill(position, &[content])?;
+        self.done_pages.fetch_add(new_pages as u64, Ordering::Relaxed);
+        Ok(!matches!(filled, Filled::Changing))
+    }
+
+    /// Fills all memory that is missing: first that of the processes of the checkpoint, then that
+    /// of processes that were forked since.
+    fn fill_all(&self) -> Result<(), Error> {
+        loop {
+            let mut spaces = self.spaces();
+            let open = loop {
+                if spaces.is_ended {
+                    return Ok(());
                 }
-                Ok(false)
-            }
-            Some(_) => Err(self.failure()),
-            None => Ok(true),
+                let open: Vec<Arc<Space>> = spaces.open.iter().filter(|space| !space.is_complete()).cloned().collect();
+                if !open.is_empty() {
+                    break open;
+                }
+                self.wake();
+                spaces = self.changed.wait(spaces).unwrap_or_else(PoisonError::into_inner);
+            };
+            drop(spaces);
+            let has_first = open.iter().any(|space| !space.is_forked());
+            let now: Vec<Arc<Space>> = open.into_iter().filter(|space| !has_first || !space.is_forked()).collect();
+            self.fill_pass(&now)?;
         }
     }
 
-    /// Answers one request. False if there is none because CRIU has closed the socket.
-    fn answer(&mut self) -> Result<bool, Error> {
-        let broken = |error| Error::criu_io("talk with CRIU")(error);
-        let mut message = [0; MESSAGE];
-        match self.socket.read_exact(&mut message) {
-            Ok(()) => {}
-            Err(error) if error.kind() == std::io::ErrorKind::UnexpectedEof => {
-                std::thread::sleep(Duration::from_millis(u64::from(POLL_MS)));
-                return Ok(false);
-            }
-            Err(error) => return Err(broken(error)),
-        }
-        let number = |at: usize| message[at..at + 8].iter().rev().fold(0_u64, |sum, byte| sum << 8 | u64::from(*byte));
-        let (command, pages, address, pid) = (number(0) as u32, number(8), number(16), number(24));
-        match command & 0xffff {
-            GET => {
-                let tree = self.trees.0.get(&(pid as i32)).ok_or_else(|| {
-                    Error::damaged(format!("CRIU asks for memory of process {pid}, which the checkpoint does not have"))
-                })?;
-                let pages = pages.min(MAX_PAGES);
-                let mut answer = Vec::with_capacity(MESSAGE + pages as usize * PAGE_SIZE);
-                answer.extend(u64::from(ADD_PRESENT).to_le_bytes());
-                [pages, address, pid].iter().for_each(|value| answer.extend(value.to_le_bytes()));
-                let mut content = [0; PAGE_SIZE];
-                let first = Address::new(address).page();
-                for page in (first..first.saturating_add(pages)).pages() {
-                    self.store.get_page(tree.get(page), &mut content)?;
-                    answer.extend_from_slice(&content);
+    /// Fills what is missing in some processes.
+    fn fill_pass(&self, spaces: &[Arc<Space>]) -> Result<(), Error> {
+        let missing = spaces.iter().flat_map(|space| space.left().map(move |position| (space, position)));
+        let missing: Vec<(&Arc<Space>, usize)> = missing.collect();
+        let ids: Vec<ContentId> = missing.iter().map(|(space, position)| space.pages.ids[*position]).collect();
+        let failure = Mutex::new(None);
+        let follows = |a: &Piece, b: &Piece| {
+            let ((a_space, a_position), (b_space, b_position)) = (missing[a.position], missing[b.position]);
+            let is_next = Arc::ptr_eq(a_space, b_space) && a_position + 1 == b_position;
+            is_next && a_space.follows(a_position) && a.bytes.end == b.bytes.start
+        };
+        self.store.get_many(Kind::Page, &ids, &|pieces, content| {
+            for run in pieces.chunk_by(follows) {
+                let (space, position) = missing[run[0].position];
+                let content = &content[run[0].bytes.start..run[run.len() - 1].bytes.end];
+                match self.fill_run(space, position, run.len(), content) {
+                    Ok(ControlFlow::Continue(())) => {}
+                    Ok(ControlFlow::Break(())) => return ControlFlow::Break(()),
+                    Err(error) => {
+                        failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+                        return ControlFlow::Break(());
+                    }
                 }
-                self.socket.write_all(&answer).map_err(broken)?;
-                self.delivered_pages += pages;
             }
-            CLOSE | FORCE_CLOSE => self.socket.write_all(&0_u32.to_le_bytes()).map_err(broken)?,
-            _ => {
-                let reason = format!("it asks for {command:#x}, which is not known");
-                return Err(Error::criu_failed("deliver memory on demand", reason));
+            ControlFlow::Continue(())
+        })?;
+        failure.into_inner().unwrap_or_else(PoisonError::into_inner).map_or(Ok(()), Err)
+    }
+
+    /// Fills pages whose numbers follow each other.
+    fn fill_run(&self, space: &Space, position: usize, count: usize, content: &[u8]) -> Result<ControlFlow<()>, Error> {
+        let (pages, rest) = content.as_chunks();
+        if !rest.is_empty() || pages.len() != count {
+            let page = space.pages.numbers[position].address();
+            return Err(Error::damaged(format!("the content of page {:#x} is no page", page.get())));
+        }
+        let mut done = 0;
+        while done < count {
+            if self.is_stopped() {
+                return Ok(ControlFlow::Break(()));
+            }
+            let (filled, new_pages) = space.fill(position + done, &pages[done..])?;
+            self.done_pages.fetch_add(new_pages as u64, Ordering::Relaxed);
+            match filled {
+                Filled::Pages(filled) => done += filled,
+                Filled::Changing => std::thread::sleep(EVENT_WAIT),
+                Filled::Gone => break,
             }
         }
-        Ok(true)
+        Ok(ControlFlow::Continue(()))
     }
 }
 
-impl Drop for Server<'_> {
+/// Has all threads of a delivery end.
+struct StopOnDrop<'a>(&'a Delivery<'a>);
+
+impl Drop for StopOnDrop<'_> {
     fn drop(&mut self) {
-        // Without a message, the guard kills the tree first.
-        if let Some(guard) = self.guard.take() {
-            guard.alarm();
-        }
-        if !self.finished {
-            // Where it waits for a CRIU that has ended, SIGTERM does not end it. It has no process left to serve.
-            let _ = self.daemon.kill();
-            let _ = self.daemon.wait();
-        }
-    }
-}
-
-/// Kills the tree when the process that delivers its memory ends. It also holds the socket, so that
-/// CRIU does not notice before.
-struct Guard {
-    shell: Child,
-    word: ChildStdin,
-}
-
-impl Guard {
-    fn start(pids: &[i32], socket: &UnixStream) -> std::io::Result<Guard> {
-        let pids: Vec<String> = pids.iter().map(i32::to_string).collect();
-        let mut command = Command::new("/bin/sh");
-        command.args(["-c", "read -r word || kill -KILL \"$@\"", "pagemark-guard"]).args(pids);
-        command.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null());
-        let number = socket.as_raw_fd();
-        // SAFETY: only system calls are made between fork and exec, which is allowed in a child of a
-        // process with threads.
-        unsafe {
-            command.pre_exec(move || stdio::begin_session_with(&[number]));
-        }
-        let mut shell = command.spawn()?;
-        let word = shell.stdin.take().ok_or(std::io::ErrorKind::BrokenPipe)?;
-        Ok(Guard { shell, word })
-    }
-
-    /// Ends the guard, and lets the tree live.
-    fn dismiss(mut self) {
-        let _ = self.word.write_all(b"done\n");
-        let _ = self.shell.wait();
-    }
-
-    /// Has the tree killed.
-    fn alarm(mut self) {
-        drop(self.word);
-        let _ = self.shell.wait();
+        self.0.stop();
     }
 }

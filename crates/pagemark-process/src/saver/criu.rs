@@ -73,9 +73,11 @@ struct Dumped {
 impl FrozenState for Dumped {
     fn thaw(self: Box<Self>, spaces: &[&AddressSpace]) -> Result<Thawed> {
         let Dumped { dump, images } = *self;
-        let populated = || spaces.iter().map(|space| (space.pid(), space.populated())).collect();
+        let populated = || spaces.iter().map(|space| (space.pid(), (space.image_pid(), space.populated()))).collect();
         let (timings, saved) = dump.thaw(populated)?;
-        if let Some(image) = saved.processes.iter().find(|image| spaces.iter().all(|space| space.pid() != image.pid)) {
+        if let Some(image) =
+            saved.processes.iter().find(|image| spaces.iter().all(|space| space.image_pid() != image.pid))
+        {
             return Err(Error::killed(image.pid));
         }
         Ok(Thawed {

@@ -2,7 +2,7 @@
 
 #![allow(dead_code, reason = "each test binary uses a part of it")]
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{BufRead, BufReader};
 use std::os::fd::{AsFd, OwnedFd};
@@ -20,13 +20,13 @@ use pagemark::repository::{Checkpoint, Cost, Manifest, Repository, SpaceRecord, 
 use pagemark::track::Scope;
 use pagemark::{
     Address, AddressRangeExt, Blob, ByteCount, Job, JobOptions, Kind, Mechanism, PAGE_SIZE, PageNumber, PageTree,
-    RangeSet, Store, store::MemoryStore,
+    Store, store::MemoryStore,
 };
 use pagemark_process::Error;
 use pagemark_process::criu::images::schema::CoreEntry;
 use pagemark_process::criu::images::{ImageKind, read_first};
-use pagemark_process::criu::{Criu, Dump, DumpOptions, Timings};
-use pagemark_process::files::DataTree;
+use pagemark_process::criu::{Criu, Dump, DumpOptions, Timings, dump::Populated};
+use pagemark_process::files::{DataTree, FileWatch};
 use pagemark_process::restore::{Restore, RestoreEvent, RestoreFailure, RestoreOptions, Restored, prepare};
 use pagemark_process::saver::CriuSaver;
 use pagemark_process::target::ProcessTarget;
@@ -306,9 +306,9 @@ pub fn memory(pid: i32) -> Memory {
 }
 
 /// The ranges of pages that hold data, by process.
-pub fn populated(memory: &BTreeMap<i32, Memory>) -> HashMap<i32, RangeSet> {
+pub fn populated(memory: &BTreeMap<i32, Memory>) -> Populated {
     let range = |page: &u64| PageNumber::new(*page).addresses();
-    memory.iter().map(|(pid, pages)| (*pid, pages.keys().map(range).collect())).collect()
+    memory.iter().map(|(pid, pages)| (*pid, (*pid, pages.keys().map(range).collect()))).collect()
 }
 
 /// The address of a byte of a page.
@@ -338,16 +338,25 @@ impl Checkpoints {
     /// Takes checkpoints of the program, with `between` before each but the first. Returns the
     /// last.
     pub fn take(&self, program: &Program, between: &[&dyn Fn()]) -> Checkpoint {
-        self.take_all(program, Vec::new(), between).pop().unwrap()
+        self.take_all(program, Vec::new(), None, between).pop().unwrap()
     }
 
-    /// As [`Checkpoints::take`], with directories that belong to the program. Returns all
-    /// checkpoints.
-    pub fn take_all(&self, program: &Program, data: Vec<DataTree>, between: &[&dyn Fn()]) -> Vec<Checkpoint> {
+    /// As [`Checkpoints::take`], with directories that belong to the program, or with what `watch`
+    /// finds. Returns all checkpoints.
+    pub fn take_all(
+        &self,
+        program: &Program,
+        data: Vec<DataTree>,
+        watch: Option<FileWatch>,
+        between: &[&dyn Fn()],
+    ) -> Vec<Checkpoint> {
         let repository = Repository::open_or_create(&self.directory.path().join("repository")).unwrap();
         let saver = Arc::new(CriuSaver::new(self.criu.clone(), DumpOptions::default()));
         let mut target = ProcessTarget::attach(program.pid(), Mechanism::choose(Scope::Process), saver).unwrap();
         target.set_data(data);
+        if let Some(watch) = watch {
+            target.set_watch(Arc::new(watch));
+        }
         let mut job = Job::new(target, repository.clone(), JobOptions::new("job"));
         let mut taken = vec![job.checkpoint().unwrap().sequence];
         for between in between {

@@ -1,12 +1,12 @@
 //! Two mappings of the same memory: one that is write-protected, and one through which it is
 //! written.
 
-use std::ffi::CStr;
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::ptr::NonNull;
 
+use super::memory_file::anonymous_file;
 use super::sparse::next_data;
 use crate::{Address, AddressRangeExt, Range, RangeSet};
 
@@ -157,22 +157,4 @@ impl CodeMemory {
     pub fn address(&self, offset: usize) -> *const u8 {
         self.executed.as_ptr().wrapping_add(offset)
     }
-}
-
-fn anonymous_file(name: &CStr, bytes: usize) -> io::Result<OwnedFd> {
-    const MFD_EXEC: libc::c_uint = 0x10;
-    // A kernel before 6.3 does not know the second flag, and then allows what it allows.
-    let make = |flags: libc::c_uint| {
-        // SAFETY: the call only reads the name.
-        let descriptor = unsafe { libc::memfd_create(name.as_ptr(), libc::MFD_CLOEXEC | flags) };
-        if descriptor < 0 { Err(io::Error::last_os_error()) } else { Ok(descriptor) }
-    };
-    let descriptor = make(MFD_EXEC).or_else(|_| make(0))?;
-    // SAFETY: the descriptor was just returned to us, and nothing else owns it.
-    let memory = unsafe { OwnedFd::from_raw_fd(descriptor) };
-    // SAFETY: the call takes numbers only.
-    if unsafe { libc::ftruncate(memory.as_raw_fd(), bytes as libc::off_t) } < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    Ok(memory)
 }

@@ -8,7 +8,7 @@
 use std::io;
 use std::sync::OnceLock;
 
-use super::{mapping_flags, own_mappings, pagemap, pidfd, populate, userfaultfd};
+use super::{fanotify, forks, mapping_flags, own_mappings, pagemap, pidfd, populate, userfaultfd};
 
 /// An interface of the kernel that not every kernel has.
 #[derive(Debug)]
@@ -71,7 +71,7 @@ pub(super) fn kernel_version() -> io::Result<(u32, u32)> {
 }
 
 /// Every interface, the newest first.
-pub static ALL: [&Interface; 11] = [
+pub static ALL: [&Interface; 13] = [
     &own_mappings::QUERY,
     &pagemap::SCAN,
     &userfaultfd::WRITE_PROTECT_ASYNC,
@@ -80,9 +80,11 @@ pub static ALL: [&Interface; 11] = [
     &userfaultfd::WRITE_PROTECT_SHARED,
     &populate::POPULATE,
     &pidfd::MADVISE,
+    &fanotify::NAMES,
     &userfaultfd::WRITE_PROTECT,
     &pidfd::GET_DESCRIPTOR,
     &pidfd::OPEN,
+    &forks::RECORDS,
 ];
 
 #[cfg(test)]

@@ -55,6 +55,15 @@ pub fn for_writing(memory: &mut [u8]) {
     }
 }
 
+/// Makes each page of `range` writable without a further page fault. The content stays.
+///
+/// # Errors
+/// `ENOMEM`, `EFAULT`: not all of it is mapped and writable. `EINVAL`: the kernel is older than
+/// 5.14.
+pub fn open_for_writing(range: &Range) -> io::Result<()> {
+    advise(range, libc::MADV_POPULATE_WRITE)
+}
+
 /// Gives one of the two kinds of advice above, which change no content.
 fn advise(range: &Range, advice: libc::c_int) -> io::Result<()> {
     // SAFETY: populating changes no content; what is not mapped is refused.

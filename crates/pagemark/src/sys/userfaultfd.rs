@@ -6,7 +6,7 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 
 use super::interface::Interface;
-use crate::{Address, AddressRangeExt, PAGE_SIZE, Range};
+use crate::{Address, AddressRangeExt, ByteCount, PAGE_SIZE, Range};
 
 const UFFD_API: u64 = 0xAA;
 const UFFDIO_API: libc::c_ulong = 0xc018_aa3f;
@@ -21,6 +21,7 @@ const FEATURE_PAGEFAULT_FLAG_WP: u64 = 1 << 0;
 const FEATURE_EVENT_FORK: u64 = 1 << 1;
 const FEATURE_EVENT_REMAP: u64 = 1 << 2;
 const FEATURE_EVENT_REMOVE: u64 = 1 << 3;
+const FEATURE_MISSING_SHMEM: u64 = 1 << 5;
 const FEATURE_EVENT_UNMAP: u64 = 1 << 6;
 const FEATURE_WP_HUGETLBFS_SHMEM: u64 = 1 << 12;
 const FEATURE_WP_UNPOPULATED: u64 = 1 << 13;
@@ -62,12 +63,21 @@ fn has_features(features: u64) -> io::Result<()> {
 }
 
 const EVENT_PAGEFAULT: u8 = 0x12;
+const EVENT_FORK: u8 = 0x13;
+const EVENT_REMAP: u8 = 0x14;
+const EVENT_REMOVE: u8 = 0x15;
+const EVENT_UNMAP: u8 = 0x16;
+const REGISTER_MODE_MISSING: u64 = 1 << 0;
 const REGISTER_MODE_WP: u64 = 1 << 1;
 const WRITEPROTECT_MODE_WP: u64 = 1 << 0;
 
 /// Flags of `userfaultfd(2)`. User mode needs no privilege, and loses nothing: in asynchronous mode
 /// the kernel resolves its own writes to protected pages as it resolves those of the program.
 pub const FLAGS: libc::c_int = libc::O_CLOEXEC | 1;
+
+/// Flags of `userfaultfd(2)` for [`MissingPages`]: the kernel's own accesses wait for missing pages
+/// too, which needs CAP_SYS_PTRACE in the process, or the sysctl `vm.unprivileged_userfaultfd`.
+pub const MISSING_FLAGS: libc::c_int = libc::O_CLOEXEC | libc::O_NONBLOCK;
 
 #[repr(C)]
 struct Api {
@@ -76,15 +86,18 @@ struct Api {
     ioctls: u64,
 }
 
-/// `struct uffd_msg` of a page fault.
+/// `struct uffd_msg`. The meaning of the numbers depends on the event.
 #[repr(C)]
 #[derive(Default)]
 struct Message {
     event: u8,
     reserved: [u8; 7],
-    flags: u64,
-    address: u64,
-    thread: u64,
+    /// Flags of a page fault, a new descriptor, or the begin of a range.
+    first: u64,
+    /// The address of a page fault, the end of a range, or where a range was moved to.
+    second: u64,
+    /// The length of a range that was moved.
+    third: u64,
 }
 
 #[repr(C)]
@@ -208,7 +221,7 @@ impl Userfaultfd {
         let interest = |descriptor: libc::c_int| libc::pollfd { fd: descriptor, events: libc::POLLIN, revents: 0 };
         loop {
             match self.read_message()? {
-                Some(message) if message.event == EVENT_PAGEFAULT => return Ok(Some(Address::new(message.address))),
+                Some(message) if message.event == EVENT_PAGEFAULT => return Ok(Some(Address::new(message.second))),
                 Some(_) => continue,
                 None => {}
             }
@@ -328,12 +341,25 @@ pub struct MissingPages {
 }
 
 /// A message of a [`MissingPages`].
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Debug)]
 pub enum MissingPagesEvent {
     /// A thread waits for the page with this address.
     Fault(Address),
-    /// The mappings changed: a `UFFD_EVENT_` with this number.
-    Mappings(u8),
+    /// The process forks: the memory of the child, which has the same missing pages.
+    Fork(MissingPages),
+    /// Mappings were moved.
+    Moved {
+        /// Where they were.
+        from: Range,
+        /// Where they begin now.
+        to: Address,
+    },
+    /// The pages of a range are dropped, and hold zeros from now on.
+    Dropped(Range),
+    /// A range was unmapped.
+    Unmapped(Range),
+    /// An event with an unknown number.
+    Unknown(u8),
 }
 
 impl MissingPages {
@@ -342,34 +368,59 @@ impl MissingPages {
         MissingPages { userfaultfd: Userfaultfd { descriptor } }
     }
 
+    /// Takes over a descriptor that was made in another process with [`MISSING_FLAGS`], and was not
+    /// used yet.
+    ///
+    /// # Errors
+    /// `EINVAL` before Linux 4.11.
+    pub fn from_new(descriptor: OwnedFd) -> io::Result<MissingPages> {
+        let missing = MissingPages::from_registered(descriptor);
+        missing.userfaultfd.begin(FEATURE_MISSING_SHMEM)?;
+        Ok(missing)
+    }
+
+    /// Registers the mappings of `range`. Pages that are there already stay as they are.
+    ///
+    /// # Errors
+    /// `EBUSY`: another userfaultfd has a mapping. `EINVAL`: a mapping of a file on a disk, or
+    /// nothing is mapped there. `ESRCH`: the process is gone.
+    pub fn register(&self, range: &Range) -> io::Result<()> {
+        let mut register = Register { span: range.into(), mode: REGISTER_MODE_MISSING, ioctls: 0 };
+        self.userfaultfd.ioctl(UFFDIO_REGISTER, &mut register)
+    }
+
     /// Copies whole pages to `target`, into one mapping or several. A page that is there already
     /// stays as it is.
     ///
     /// # Errors
     /// `ENOENT`: nothing is registered there. `ESRCH`: the process is gone. `ENOMEM`.
     pub fn fill(&self, target: Address, pages: &[[u8; PAGE_SIZE]]) -> io::Result<()> {
-        let content = pages.as_flattened();
-        let (mut done, mut limit) = (0, content.len());
-        while done < content.len() {
-            let rest = &content[done..content.len().min(done + limit)];
-            let mut copy = Copy {
-                target: target.get() + done as u64,
-                source: rest.as_ptr() as u64,
-                length: rest.len() as u64,
-                mode: 0,
-                copied: 0,
-            };
-            let result = self.userfaultfd.ioctl(UFFDIO_COPY, &mut copy);
-            done += match step(result, copy.copied) {
+        let (mut done, mut limit) = (0, pages.len());
+        while done < pages.len() {
+            let rest = &pages[done..pages.len().min(done + limit)];
+            match self.fill_first(target + ByteCount::of_pages(done as u64), rest) {
+                Ok(filled) => done += filled,
                 // The kernel copies within one mapping only.
-                Err(error) if error.raw_os_error() == Some(libc::ENOENT) && rest.len() > PAGE_SIZE => {
-                    limit = (rest.len() / PAGE_SIZE / 2).max(1) * PAGE_SIZE;
-                    0
-                }
-                copied => copied?,
-            };
+                Err(error) if error.raw_os_error() == Some(libc::ENOENT) && rest.len() > 1 => limit = rest.len() / 2,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => std::thread::yield_now(),
+                Err(error) => return Err(error),
+            }
         }
         Ok(())
+    }
+
+    /// Copies the first of some pages to `target`, as many as the kernel does at once. Returns
+    /// their number, which is at least 1. A page that is there already counts and stays as it is.
+    ///
+    /// # Errors
+    /// `EAGAIN`: the mappings are changing, or an event waits to be read. `ENOENT`: not all of the
+    /// range is registered and in one mapping. `ESRCH`: the process is gone. `ENOMEM`.
+    pub fn fill_first(&self, target: Address, pages: &[[u8; PAGE_SIZE]]) -> io::Result<usize> {
+        let content = pages.as_flattened();
+        let (source, length) = (content.as_ptr() as u64, content.len() as u64);
+        let mut copy = Copy { target: target.get(), source, length, mode: 0, copied: 0 };
+        let result = self.userfaultfd.ioctl(UFFDIO_COPY, &mut copy);
+        self.advance(target, result, copy.copied).map(|bytes| bytes / PAGE_SIZE)
     }
 
     /// Fills a page with zeros. A page that is there already stays as it is.
@@ -378,12 +429,55 @@ impl MissingPages {
     /// As [`MissingPages::fill`].
     pub fn fill_with_zeros(&self, page: Address) -> io::Result<()> {
         loop {
-            let span = Span { start: page.get(), length: PAGE_SIZE as u64 };
-            let mut zero = ZeroPage { span, mode: 0, zeroed: 0 };
-            let result = self.userfaultfd.ioctl(UFFDIO_ZEROPAGE, &mut zero);
-            if step(result, zero.zeroed)? > 0 {
-                return Ok(());
+            match self.try_fill_with_zeros(page) {
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => std::thread::yield_now(),
+                filled => return filled,
             }
+        }
+    }
+
+    /// As [`MissingPages::fill_with_zeros`], without waiting for changes of the mappings.
+    ///
+    /// # Errors
+    /// As [`MissingPages::fill_first`].
+    pub fn try_fill_with_zeros(&self, page: Address) -> io::Result<()> {
+        let span = Span { start: page.get(), length: PAGE_SIZE as u64 };
+        let mut zero = ZeroPage { span, mode: 0, zeroed: 0 };
+        let result = self.userfaultfd.ioctl(UFFDIO_ZEROPAGE, &mut zero);
+        self.advance(page, result, zero.zeroed).map(drop)
+    }
+
+    /// Lets the threads that wait for a page of `range` try again.
+    ///
+    /// # Errors
+    /// `EINVAL`: the range is not made of pages.
+    pub fn wake(&self, range: &Range) -> io::Result<()> {
+        self.userfaultfd.wake(range)
+    }
+
+    /// False once the process has exited or executes another program. Allocates nothing.
+    pub fn has_process(&self) -> bool {
+        // Nothing is mapped at this address, which is the lowest that may be.
+        let span = Span { start: 1 << 16, length: PAGE_SIZE as u64 };
+        let mut zero = ZeroPage { span, mode: 0, zeroed: 0 };
+        match self.userfaultfd.ioctl(UFFDIO_ZEROPAGE, &mut zero) {
+            Err(error) => error.raw_os_error() != Some(libc::ESRCH),
+            Ok(()) => true,
+        }
+    }
+
+    /// The bytes by which a copy to `target` advances: those copied, or a page that is there
+    /// already.
+    fn advance(&self, target: Address, result: io::Result<()>, copied: i64) -> io::Result<usize> {
+        match (result, usize::try_from(copied)) {
+            (_, Ok(copied)) if copied > 0 => Ok(copied),
+            (Err(error), _) if error.raw_os_error() == Some(libc::EEXIST) => {
+                // A thread may wait for the page since before it was there.
+                self.wake(&(target..target + ByteCount::of_pages(1)))?;
+                Ok(PAGE_SIZE)
+            }
+            (Err(error), _) => Err(error),
+            (Ok(()), _) => Err(io::Error::from_raw_os_error(libc::EAGAIN)),
         }
     }
 
@@ -392,10 +486,23 @@ impl MissingPages {
     /// # Errors
     /// The descriptor cannot be read.
     pub fn next(&self) -> io::Result<Option<MissingPagesEvent>> {
-        let message = self.userfaultfd.read_message()?;
-        Ok(message.map(|message| match message.event {
-            EVENT_PAGEFAULT => MissingPagesEvent::Fault(Address::new(message.address)),
-            event => MissingPagesEvent::Mappings(event),
+        let Some(message) = self.userfaultfd.read_message()? else { return Ok(None) };
+        let range = Address::new(message.first)..Address::new(message.second);
+        Ok(Some(match message.event {
+            EVENT_PAGEFAULT => MissingPagesEvent::Fault(range.end),
+            EVENT_FORK => {
+                // SAFETY: the kernel has just made this descriptor for the reader of the message, in the lower half of
+                // the number, and nothing else owns it.
+                let descriptor = unsafe { OwnedFd::from_raw_fd(message.first as u32 as i32) };
+                MissingPagesEvent::Fork(MissingPages::from_registered(descriptor))
+            }
+            EVENT_REMAP => {
+                let (from, to) = (range.start, range.end);
+                MissingPagesEvent::Moved { from: from..from + ByteCount::new(message.third), to }
+            }
+            EVENT_REMOVE => MissingPagesEvent::Dropped(range),
+            EVENT_UNMAP => MissingPagesEvent::Unmapped(range),
+            event => MissingPagesEvent::Unknown(event),
         }))
     }
 }
@@ -403,24 +510,6 @@ impl MissingPages {
 impl AsFd for MissingPages {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.userfaultfd.descriptor.as_fd()
-    }
-}
-
-/// Bytes by which a copy advances: those copied, a page that is there already, none if the mappings
-/// are changing at this moment.
-fn step(result: io::Result<()>, copied: i64) -> io::Result<usize> {
-    let error = match result {
-        Ok(()) => return Ok(copied.max(0) as usize),
-        Err(_) if copied > 0 => return Ok(copied as usize),
-        Err(error) => error,
-    };
-    match error.raw_os_error() {
-        Some(libc::EEXIST) => Ok(PAGE_SIZE),
-        Some(libc::EAGAIN | libc::EINTR) => {
-            std::thread::yield_now();
-            Ok(0)
-        }
-        _ => Err(error),
     }
 }
 
@@ -446,12 +535,12 @@ mod tests {
 
     /// Registers memory of this process, whose pages are missing then.
     fn missing_pages(range: &Range) -> io::Result<MissingPages> {
-        const REGISTER_MODE_MISSING: u64 = 1;
-        let userfaultfd = new_descriptor(FLAGS | libc::O_NONBLOCK)?;
-        userfaultfd.begin(0)?;
-        let mut register = Register { span: range.into(), mode: REGISTER_MODE_MISSING, ioctls: 0 };
-        userfaultfd.ioctl(UFFDIO_REGISTER, &mut register)?;
-        Ok(MissingPages { userfaultfd })
+        // Before Linux 5.11 there is no user mode.
+        let kernel_mode = |_| new_descriptor(libc::O_CLOEXEC | libc::O_NONBLOCK);
+        let userfaultfd = new_descriptor(FLAGS | libc::O_NONBLOCK).or_else(kernel_mode)?;
+        let missing = MissingPages::from_new(userfaultfd.descriptor)?;
+        missing.register(range)?;
+        Ok(missing)
     }
 
     #[test]

@@ -370,6 +370,8 @@ messages! {
         required uint64 shmid = 4;
         /// Flags as `mmap` takes them.
         required uint32 flags = 6;
+        /// Advice as `madvise` takes it, a bit for each.
+        optional uint64 madv = 9;
     }
 
     /// `core-TID.img`: a thread, and in the first thread's image also the process.

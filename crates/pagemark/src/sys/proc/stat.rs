@@ -13,6 +13,8 @@ pub struct Stat {
     pub state: char,
     /// The parent's process id.
     pub parent_pid: i32,
+    /// The process group's id.
+    pub process_group: i32,
     /// The session's process id.
     pub session_id: i32,
     /// Device number of the controlling terminal, as `st_rdev` has it; 0 for none.
@@ -50,6 +52,7 @@ impl Stat {
             command,
             state: state(text)?,
             parent_pid: fields.get(1)?.parse().ok()?,
+            process_group: fields.get(2)?.parse().ok()?,
             session_id: fields.get(3)?.parse().ok()?,
             // Negative where the number of the device is large.
             terminal: fields.get(4)?.parse::<i32>().ok()? as u32 as u64,
@@ -73,6 +76,14 @@ pub fn state(text: &[u8]) -> Option<char> {
     text.get(end_of_command(text)? + 2).map(|&letter| char::from(letter))
 }
 
+/// The parent's process id and the start time, in clock ticks since boot, in the content of a
+/// `stat` file. Does not allocate.
+pub fn parent_and_start(text: &[u8]) -> Option<(i32, u64)> {
+    let mut fields = std::str::from_utf8(text.get(end_of_command(text)? + 1..)?).ok()?.split_ascii_whitespace();
+    let parent_pid = fields.nth(1)?.parse().ok()?;
+    Some((parent_pid, fields.nth(17)?.parse().ok()?))
+}
+
 /// True of the state of a process or thread that has exited, waited for or not.
 pub fn is_dead(state: char) -> bool {
     matches!(state, 'Z' | 'X' | 'x')
@@ -87,13 +98,15 @@ mod tests {
     proptest! {
         #[test]
         fn any_bytes_are_parsed_or_refused(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
-            let _ = (Stat::parse(&bytes), state(&bytes));
+            let _ = (Stat::parse(&bytes), state(&bytes), parent_and_start(&bytes));
         }
 
         #[test]
         fn a_command_may_hold_any_bytes(command in prop::collection::vec(any::<u8>(), 0..16)) {
             let rest = b") S 5 77 66 0 -1 4194304 0 0 0 0 0 0 0 0 20 0 1 0 12345 0 0\n";
             let stat = Stat::parse(&[b"77 (", &command[..], rest].concat()).unwrap();
+            let text = [b"77 (", &command[..], rest].concat();
+            prop_assert_eq!(parent_and_start(&text), Some((5, 12345)));
             prop_assert_eq!(&stat.command, &String::from_utf8_lossy(&command));
             prop_assert_eq!((stat.pid, stat.state, stat.parent_pid, stat.session_id, stat.start_ticks), (77, 'S', 5, 66, 12345));
         }

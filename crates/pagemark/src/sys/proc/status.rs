@@ -11,6 +11,9 @@ use super::stat::is_dead;
 pub struct Status {
     /// The process that the thread belongs to.
     pub process_id: i32,
+    /// Ids of the thread in the namespaces of process ids that it is in, from that of `/proc` to
+    /// its own.
+    pub namespace_ids: Vec<i32>,
     /// State, one letter, as in [`Stat::state`](super::Stat::state).
     pub state: char,
     /// The thread that traces it with ptrace; 0 if none does.
@@ -55,6 +58,10 @@ impl Status {
         let fields = Fields::parse(text);
         Status {
             process_id: fields.number("Tgid").unwrap_or(0),
+            namespace_ids: fields
+                .get("NSpid")
+                .map(|ids| ids.split_ascii_whitespace().filter_map(|id| id.parse().ok()).collect())
+                .unwrap_or_default(),
             state: fields.get("State").and_then(|state| state.chars().next()).unwrap_or_default(),
             tracer_pid: fields.number("TracerPid").unwrap_or(0),
             seccomp_mode: fields.number("Seccomp").unwrap_or(0),
@@ -70,6 +77,17 @@ impl Status {
             blocked_signals: fields.in_base("SigBlk", 16).unwrap_or(0),
             pending_signals: fields.in_base("SigPnd", 16).unwrap_or(0) | fields.in_base("ShdPnd", 16).unwrap_or(0),
         }
+    }
+
+    /// The id of the thread in its own namespace of process ids.
+    pub fn innermost_id(&self) -> Option<i32> {
+        self.namespace_ids.last().copied()
+    }
+
+    /// True if the thread is the first process of a namespace of process ids that is directly below
+    /// that of `/proc`, as the first process of a container is.
+    pub fn is_first_of_container(&self) -> bool {
+        matches!(self.namespace_ids[..], [_, 1])
     }
 
     /// True if the process or thread has exited, waited for or not.
@@ -94,11 +112,12 @@ mod tests {
     #[test]
     fn fields_are_found() {
         let text =
-            b"Name:\tTgid:\\n1\nState:\tZ (zombie)\nTgid:\t20\nTracerPid:\t7\nUid:\t1\t2\t3\t4\nVmHWM:\t  9 kB\n\
+            b"Name:\tTgid:\\n1\nState:\tZ (zombie)\nTgid:\t20\nTracerPid:\t7\nNSpid:\t20\t1\nUid:\t1\t2\t3\t4\nVmHWM:\t  9 kB\n\
                      VmPTE:\t  3 kB\nVmSwap:\t  5 kB\nSigPnd:\t0000000000000001\nShdPnd:\t0000000000004000\nSigBlk:\t0000000000000800\nCapEff:\t0000000001000002\nSeccomp:\t2\n";
         let status = Status::parse(text.to_vec());
         let expected = Status {
             process_id: 20,
+            namespace_ids: vec![20, 1],
             state: 'Z',
             tracer_pid: 7,
             seccomp_mode: 2,
@@ -111,7 +130,7 @@ mod tests {
             pending_signals: 0x4001,
         };
         assert_eq!(status, expected);
-        assert!(status.is_dead());
+        assert!(status.is_dead() && status.is_first_of_container());
         assert_eq!(Status::of_this_process().unwrap().process_id, std::process::id() as i32);
     }
 }

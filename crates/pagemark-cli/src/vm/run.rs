@@ -1,0 +1,89 @@
+//! `pagemark vm run`: starts a virtual machine and keeps it checkpointed.
+
+use std::ffi::OsString;
+use std::path::Path;
+use std::sync::mpsc;
+
+use clap::Args;
+use nix::unistd::Pid;
+use pagemark::Job;
+use pagemark_vm::{ErrorKind, OwnQemu, machine_name};
+
+use crate::failure::{Failure, Outcome};
+use crate::options::{MemoryOptions, ScheduleOptions};
+use crate::reference::job_name;
+use crate::report::{self, Report, summary};
+use crate::repository::RepositoryOptions;
+use crate::run::exit_code;
+use crate::signals::{Signals, announce_exit};
+
+/// Start a virtual machine by QEMU's own command line, and keep it checkpointed
+///
+/// QEMU has this terminal, environment and directory, gets the signals that are sent to Pagemark,
+/// and its exit status becomes Pagemark's. Pagemark adds a monitor socket (QMP) of its own, in a
+/// directory in TMPDIR, to QEMU's arguments, and nothing else. Pagemark's own lines go to stderr.
+/// If a checkpoint fails, Pagemark reports it and the machine keeps running; also if Pagemark is
+/// killed: `pagemark vm attach` with that socket continues the checkpoints.
+#[derive(Args, Debug)]
+pub struct Run {
+    #[command(flatten)]
+    repository: RepositoryOptions,
+    #[command(flatten)]
+    memory: MemoryOptions,
+    #[command(flatten)]
+    schedule: ScheduleOptions,
+    /// A line of JSON on stderr for each checkpoint
+    #[arg(long)]
+    json: bool,
+    /// QEMU and its arguments
+    #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true, value_name = "COMMAND")]
+    command: Vec<OsString>,
+}
+
+impl Run {
+    pub fn run(self) -> Outcome {
+        let name = self.name();
+        let repository = self.repository.open_or_create()?;
+        let signals = Signals::hold_for_target()?;
+        let mut qemu = OwnQemu::start(&self.command, &name, signals.before()).map_err(|error| {
+            let status = match error.kind() {
+                ErrorKind::NotFound => 127,
+                ErrorKind::Start => 126,
+                ErrorKind::Unsupported => 2,
+                _ => 1,
+            };
+            Failure::of(format!("cannot run {name}"), error).status(status)
+        })?;
+        let pid = qemu.pid();
+        let (stop, stopped) = mpsc::channel();
+        announce_exit(Pid::from_raw(pid), stop)?;
+        signals.share_with(Pid::from_raw(pid))?;
+
+        let mut report = Report::choose(self.schedule.quiet, self.json, report::stderr(), None);
+        report.say(&format!("{name} is QEMU, process {pid}; monitor {}", qemu.monitor().display()));
+        let (send_event, events) = mpsc::channel();
+        let options = self.schedule.job_options(name.clone(), &self.memory);
+        let mut attach = || {
+            let mut target = qemu.attach(self.memory.mechanism())?;
+            let send_event = send_event.clone();
+            // The receiver lives as long as the job.
+            target.on_event(Box::new(move |event| drop(send_event.send(event))));
+            Ok(target)
+        };
+        let done = Job::attach_and_run(&mut attach, &repository, &options, &stopped, &mut |event| {
+            events.try_iter().for_each(|event| report.machine_event(&name, &event));
+            report.event(&name, pid, event);
+        });
+        let status = qemu.wait().map_err(|error| Failure::new("QEMU's exit status is not known", error))?;
+        events.try_iter().for_each(|event| report.machine_event(&name, &event));
+        report.say(&summary(&name, &done));
+        Ok(exit_code(status))
+    }
+
+    /// The job's name: that which the options give, the machine's, or the program's.
+    fn name(&self) -> String {
+        let words: Vec<String> = self.command.iter().map(|word| word.to_string_lossy().into_owned()).collect();
+        let own = || machine_name(&words).or(words.first().cloned()).unwrap_or_default();
+        self.memory.job.clone().unwrap_or_else(|| job_name(Path::new(&own())))
+    }
+}

@@ -1,0 +1,178 @@
+//! Containers, checkpointed from outside and restored: processes with ids, mounts and a network of
+//! their own.
+
+#[path = "support/container.rs"]
+mod container;
+#[path = "support/subject.rs"]
+mod subject;
+mod support;
+
+use std::fs;
+use std::os::unix::fs::MetadataExt;
+use std::path::PathBuf;
+use std::process::Command;
+
+use container::{Container, Restored};
+use pagemark_testing::skip;
+use subject::{Steps, assert_fails, descriptors, has_criu, status_field, subject, untouched};
+use support::{Pagemark, is_alive};
+
+/// A test with a directory for the root of a container and one for its volume.
+struct Story {
+    pagemark: Pagemark,
+    root: PathBuf,
+    data: PathBuf,
+    /// The subject, copied to where the container sees it.
+    program: &'static str,
+    steps: Steps,
+}
+
+impl Story {
+    /// None if this machine cannot tell it.
+    fn begin() -> Option<Story> {
+        let program = subject().filter(|_| has_criu())?;
+        let pagemark = Pagemark::new();
+        let [root, data] = ["root", "data"].map(|name| pagemark.directory().join(name));
+        for directory in [&root, &data] {
+            fs::create_dir(directory).expect("a directory");
+        }
+        fs::copy(program, data.join("subject")).expect("the program is copied");
+        let steps = Steps::new(&data);
+        Some(Story { pagemark, root, data, program: "/data/subject", steps })
+    }
+
+    /// Starts a container whose first process leads a session and takes steps.
+    fn container(&self) -> Container {
+        let container = Container::start(
+            &["--net"],
+            &self.root,
+            &self.data,
+            &["setsid", self.program, "steps", "1", "/data/steps"],
+        );
+        self.steps.goes_on(container.pid);
+        container
+    }
+
+    fn checkpoint(&self, pid: i32) {
+        self.pagemark.done(&["checkpoint", "--job", "box", &pid.to_string()]);
+    }
+
+    fn restore(&self, options: &[&str]) -> Restored {
+        let mut arguments = vec!["restore", "--yes", "--detach", "--json"];
+        arguments.extend(options);
+        let document = self.pagemark.json(&arguments);
+        Restored(document["pid"].as_i64().expect("a process id") as i32)
+    }
+
+    fn refused(&self, options: &[&str], reasons: &[&str]) {
+        let mut arguments = vec!["restore", "--yes", "--detach"];
+        arguments.extend(options);
+        assert_fails(&self.pagemark.output(&arguments), reasons);
+    }
+}
+
+fn ids(pid: i32) -> Vec<String> {
+    let ids = status_field(pid, "NSpid").expect("its ids");
+    ids.split_whitespace().map(str::to_owned).collect()
+}
+
+/// What a program prints in the mounts, the network and the other surroundings of a container.
+fn inside(pid: i32, program: &[&str]) -> String {
+    let output = Command::new("nsenter").arg("--target").arg(pid.to_string()).arg("--all").args(program).output();
+    String::from_utf8(output.expect("nsenter").stdout).expect("UTF-8")
+}
+
+fn mounts() -> usize {
+    fs::read_to_string("/proc/self/mountinfo").expect("our mounts").lines().count()
+}
+
+#[test]
+fn a_container_comes_back_with_its_ids_mounts_and_files() {
+    let Some(story) = Story::begin() else { skip!("whole checkpoints need root, CRIU and a C compiler") };
+    let mut container = story.container();
+    let (pid, before, mounts_before) = (container.pid, descriptors(container.pid), mounts());
+    story.checkpoint(pid);
+    untouched(pid, &before);
+    story.steps.goes_on(pid);
+    let checkpointed = story.steps.pause();
+    story.checkpoint(pid);
+    story.steps.resume();
+    story.steps.goes_on(pid);
+    story.refused(&["box@2"], &["still runs", "end it first"]);
+    container.kill();
+    story.refused(&["box@2", "--lazy"], &["with --lazy"]);
+    let inode = fs::metadata(story.data.join("steps")).expect("the steps").ino();
+
+    for _ in 0..2 {
+        story.steps.order_pause();
+        let restored = story.restore(&["box@2"]);
+        assert_eq!(ids(restored.0)[1..], ["1"], "it is the first process of its own ids");
+        story.steps.is_paused_at(checkpointed);
+        assert_eq!(fs::metadata(story.data.join("steps")).expect("the steps").ino(), inode, "put back in place");
+        assert_eq!(inside(restored.0, &["cat", "/tmp/file"]), "kept\n");
+        assert!(inside(restored.0, &["cat", "/proc/1/cmdline"]).starts_with(story.program));
+        assert!(inside(restored.0, &["cat", "/proc/net/dev"]).contains("lo:"));
+        assert_eq!(mounts(), mounts_before, "no mount is left outside");
+        story.steps.resume();
+        story.steps.goes_on(restored.0);
+        // It can be saved like the first.
+        story.checkpoint(restored.0);
+        story.steps.goes_on(restored.0);
+    }
+    story.pagemark.done(&["verify"]);
+}
+
+#[test]
+fn a_container_is_restored_on_another_root_directory() {
+    let Some(story) = Story::begin() else { skip!("whole checkpoints need root, CRIU and a C compiler") };
+    let mut container = Container::start(
+        &["--net"],
+        &story.root,
+        &story.data,
+        &["setsid", "sh", "-c", "exec /data/subject steps 1 /steps >>/output 2>&1"],
+    );
+    let steps = Steps::new(&story.root);
+    steps.goes_on(container.pid);
+    story.checkpoint(container.pid);
+    container.kill();
+    let moved = story.pagemark.directory().join("moved");
+    fs::rename(&story.root, &moved).expect("the root directory is moved");
+    story.refused(&["box"], &["root directory", "--root"]);
+    assert!(!story.root.exists());
+    let restored = story.restore(&["box", "--root", moved.to_str().expect("UTF-8")]);
+    Steps::new(&moved).goes_on(restored.0);
+}
+
+#[test]
+fn a_container_with_interfaces_needs_a_network_that_has_them() {
+    let Some(story) = Story::begin() else { skip!("whole checkpoints need root, CRIU and a C compiler") };
+    let mut container = story.container();
+    let target = container.pid.to_string();
+    let add = ["ip", "link", "add", "veth-inside", "type", "veth", "peer", "name", "veth-other"];
+    let added = Command::new("nsenter").args(["--target", &target, "--net"]).args(add).output().expect("nsenter");
+    if !added.status.success() {
+        skip!("this kernel has no virtual network interfaces: {}", String::from_utf8_lossy(&added.stderr));
+    }
+    story.checkpoint(container.pid);
+    container.kill();
+    story.refused(&["box"], &["veth-inside", "--network PATH"]);
+    let restored = story.restore(&["box", "--network", "loopback"]);
+    story.steps.goes_on(restored.0);
+    drop(restored);
+    let restored = story.restore(&["box", "--network", "/proc/self/ns/net"]);
+    story.steps.goes_on(restored.0);
+    let network = |pid: &str| fs::read_link(format!("/proc/{pid}/ns/net")).expect("a network");
+    assert_eq!(network(&restored.0.to_string()), network("self"));
+}
+
+#[test]
+fn a_first_process_without_a_session_is_refused_with_a_remedy() {
+    let Some(story) = Story::begin() else { skip!("whole checkpoints need root, CRIU and a C compiler") };
+    let container =
+        Container::start(&["--net"], &story.root, &story.data, &[story.program, "steps", "1", "/data/steps"]);
+    story.steps.goes_on(container.pid);
+    let output = story.pagemark.output(&["checkpoint", "--job", "box", &container.pid.to_string()]);
+    assert_fails(&output, &["setsid"]);
+    assert!(is_alive(container.pid));
+    story.steps.goes_on(container.pid);
+}

@@ -1,0 +1,173 @@
+//! Allocation over the views of a memory: jemalloc knows the addresses of the first view only; here
+//! they become those of the other views, and back.
+
+use std::io;
+use std::ptr::null_mut;
+
+use pagemark::{Address, ByteCount, PAGE_SIZE, Range};
+
+use crate::Parts;
+use crate::crossings::Crossings;
+use crate::jemalloc::{self, Flags};
+use crate::space::Space;
+
+/// Alignment that every object of its size or more has.
+const MIN_ALIGN: usize = 16;
+
+/// The memory of a heap, and the objects in it. [`Heap`](crate::Heap) and
+/// [`GlobalHeap`](crate::GlobalHeap) have one each.
+#[derive(Debug)]
+pub struct Allocator {
+    /// Its address must not change while jemalloc has arenas with its hooks.
+    pub(crate) space: Space,
+    pub(crate) crossings: Crossings,
+    parts: Parts,
+}
+
+impl Allocator {
+    /// Makes the memory. Allocates no memory of the program.
+    ///
+    /// # Errors
+    /// As [`Views::new`](pagemark::sys::views::Views::new).
+    pub(crate) fn new(parts: Parts, capacity: ByteCount) -> io::Result<Allocator> {
+        let space = Space::new(capacity, parts.count())?;
+        let crossings = Crossings::new(parts, space.views.view_bytes().to_usize())?;
+        Ok(Allocator { space, crossings, parts })
+    }
+
+    /// Number of parts of each page.
+    pub fn parts(&self) -> Parts {
+        self.parts
+    }
+
+    /// The addresses of the first view, which shows all memory of the heap.
+    pub fn addresses(&self) -> Range {
+        self.space.views.view(0)
+    }
+
+    /// The address in the first view of what is at `address` in some view. Reports of trackers have
+    /// these addresses. The address of other memory is returned as it is.
+    pub fn canonical<T>(&self, address: *const T) -> Address {
+        Address::of(self.to_first_view(address.cast_mut().cast::<u8>()).cast_const())
+    }
+
+    /// Offset of an address from the first view; beyond all views for other memory.
+    #[inline]
+    fn offset(&self, address: *mut u8) -> usize {
+        address.addr().wrapping_sub(self.space.views.start().as_ptr().addr())
+    }
+
+    #[inline]
+    fn to_first_view(&self, object: *mut u8) -> *mut u8 {
+        let (offset, view_bytes) = (self.offset(object), self.space.views.view_bytes().to_usize());
+        if offset < view_bytes * self.parts.count() {
+            self.space.views.start().as_ptr().wrapping_add(offset & (view_bytes - 1))
+        } else {
+            object
+        }
+    }
+
+    /// The address of an object, of which jemalloc has returned the address in the first view, in
+    /// the view of the part in which it begins. Records its `size`.
+    #[inline]
+    fn hand_out(&self, object: *mut u8, size: usize) -> *mut u8 {
+        let (offset, view_bytes) = (self.offset(object), self.space.views.view_bytes().to_usize());
+        // A thread that is ending may get memory from another arena.
+        if object.is_null() || offset >= view_bytes {
+            return object;
+        }
+        self.crossings.record(offset, size);
+        object.wrapping_add(((offset & (PAGE_SIZE - 1)) >> self.parts.shift()) * view_bytes)
+    }
+
+    /// Allocates an object; null if there is no memory. `align` is a power of two.
+    #[inline]
+    pub(crate) fn allocate(&self, size: usize, align: usize, flags: Flags) -> *mut u8 {
+        let size = size.max(1);
+        self.hand_out(jemalloc::allocate(size, with_align(flags, size, align)), size)
+    }
+
+    /// Allocates an object that is filled with zeros.
+    pub(crate) fn allocate_zeroed(&self, size: usize, align: usize, flags: Flags) -> *mut u8 {
+        if size > jemalloc::SMALL_BYTES {
+            // It begins at a page, so jemalloc fills it through its own view, and need not do so
+            // where the memory is new.
+            let object = jemalloc::allocate(size, with_align(flags, size, align) | jemalloc::ZERO);
+            return self.hand_out(object, size);
+        }
+        let object = self.allocate(size, align, flags);
+        if !object.is_null() {
+            // SAFETY: the object has `size` bytes, and nobody else knows it.
+            unsafe { object.write_bytes(0, size) };
+        }
+        object
+    }
+
+    /// Frees an object.
+    ///
+    /// # Safety
+    /// `object` is a live object of this allocator.
+    #[inline]
+    pub(crate) unsafe fn free(&self, object: *mut u8, flags: Flags) {
+        // SAFETY: the caller guarantees it.
+        unsafe { jemalloc::free(self.to_first_view(object), flags) }
+    }
+
+    /// Frees an object of a known size and alignment.
+    ///
+    /// # Safety
+    /// `object` is a live object of this allocator, which has this size and alignment.
+    #[inline]
+    pub(crate) unsafe fn free_sized(&self, object: *mut u8, size: usize, align: usize, flags: Flags) {
+        let size = size.max(1);
+        // SAFETY: the caller guarantees it.
+        unsafe { jemalloc::free_sized(self.to_first_view(object), size, with_align(flags, size, align)) }
+    }
+
+    /// The bytes that an object has, all of which the program may write.
+    ///
+    /// # Safety
+    /// As for [`Allocator::free`].
+    pub(crate) unsafe fn usable_size(&self, object: *mut u8) -> usize {
+        let first = self.to_first_view(object);
+        // SAFETY: the caller guarantees it.
+        let size = unsafe { jemalloc::usable_size(first) };
+        // From now on, all of them count.
+        self.hand_out(first, size);
+        size
+    }
+
+    /// Resizes an object, and moves it if needed. Returns null if there is no memory; then the
+    /// object is as it was.
+    ///
+    /// # Safety
+    /// As for [`Allocator::free`].
+    pub(crate) unsafe fn reallocate(&self, object: *mut u8, size: usize, align: usize, flags: Flags) -> *mut u8 {
+        let (size, first) = (size.max(1), self.to_first_view(object));
+        // SAFETY: the caller guarantees it.
+        let old_size = unsafe { jemalloc::usable_size(first) };
+        let aligned = with_align(flags, size, align);
+        let new_size = jemalloc::size_class(size, aligned);
+        let may_stay = old_size > jemalloc::SMALL_BYTES && new_size > jemalloc::SMALL_BYTES;
+        // SAFETY: the object is live, and the size is not 0.
+        if new_size == old_size || may_stay && unsafe { jemalloc::resize_in_place(first, size, aligned) } >= size {
+            return self.hand_out(first, size);
+        }
+        let moved = self.allocate(size, align, flags);
+        if !moved.is_null() {
+            // SAFETY: both objects are live and have that many bytes. The caller gives the old one
+            // up.
+            unsafe {
+                moved.copy_from_nonoverlapping(object, old_size.min(size));
+                self.free(object, flags);
+            }
+        }
+        if moved.is_null() { null_mut() } else { moved }
+    }
+}
+
+/// Adds the flag of an alignment where jemalloc does not give it anyway.
+#[inline]
+fn with_align(flags: Flags, size: usize, align: usize) -> Flags {
+    if align <= MIN_ALIGN && align <= size { flags } else { flags | jemalloc::align_flag(align) }
+}

@@ -1,0 +1,199 @@
+//! `fork`: the heap of a child is its own, although views are shared mappings.
+//!
+//! Before a fork, the memory of each heap is copied to a new file; the child maps its views of the
+//! copy. The views themselves are not inherited (`MADV_DONTFORK`): a child that is made without the
+//! handlers of `pthread_atfork`, by the system call itself, has no heap, and never the memory of
+//! its parent.
+//!
+//! The C library touches objects (open streams) in a child before it calls the handlers. The signal
+//! that this raises maps the views.
+
+use std::cell::UnsafeCell;
+use std::ffi::{c_int, c_void};
+use std::io;
+use std::mem::MaybeUninit;
+use std::os::fd::{FromRawFd, IntoRawFd, OwnedFd};
+use std::ptr::null_mut;
+use std::sync::Once;
+use std::sync::atomic::{AtomicI32, AtomicPtr, AtomicU32, Ordering};
+
+use crate::space::Space;
+
+/// Most heaps that a process can have at a time.
+const MOST_HEAPS: usize = 64;
+
+/// No copy was made.
+const NO_COPY: i32 = -1;
+
+/// The heaps of this process.
+static HEAPS: [Entry; MOST_HEAPS] =
+    [const { Entry { space: AtomicPtr::new(null_mut()), copy: AtomicI32::new(NO_COPY) } }; MOST_HEAPS];
+
+struct Entry {
+    space: AtomicPtr<Space>,
+    /// The descriptor of the copy during a fork.
+    copy: AtomicI32,
+}
+
+/// The process that forks.
+static FORKING: AtomicU32 = AtomicU32::new(0);
+
+/// What is shared by the handlers of one fork at a time.
+struct Shared {
+    lock: UnsafeCell<libc::pthread_mutex_t>,
+    /// How SIGSEGV was handled before the fork.
+    previous: UnsafeCell<MaybeUninit<libc::sigaction>>,
+}
+
+// SAFETY: the mutex is made for threads, and protects the rest.
+unsafe impl Sync for Shared {}
+
+static SHARED: Shared =
+    Shared { lock: UnsafeCell::new(libc::PTHREAD_MUTEX_INITIALIZER), previous: UnsafeCell::new(MaybeUninit::zeroed()) };
+
+fn lock() {
+    // SAFETY: the mutex is initialized and never destroyed.
+    unsafe { libc::pthread_mutex_lock(SHARED.lock.get()) };
+}
+
+fn unlock() {
+    // SAFETY: the calling thread has locked it; in a child, its copy of the thread has.
+    unsafe { libc::pthread_mutex_unlock(SHARED.lock.get()) };
+}
+
+/// Gives the children of this process a copy of a heap from now on. Allocates no memory of the
+/// program.
+///
+/// # Errors
+/// `EUSERS`: there are too many heaps. `ENOMEM`.
+///
+/// # Safety
+/// The space stays where it is until [`unregister`].
+pub(crate) unsafe fn register(space: &Space) -> io::Result<()> {
+    static HANDLERS: Once = Once::new();
+    static RESULT: AtomicI32 = AtomicI32::new(0);
+    HANDLERS.call_once(|| {
+        // SAFETY: the handlers are functions of this module, which is never unloaded.
+        let result = unsafe { pthread_atfork(Some(before), Some(in_parent), Some(in_child)) };
+        RESULT.store(result, Ordering::Relaxed);
+    });
+    match RESULT.load(Ordering::Relaxed) {
+        0 => {}
+        error => return Err(io::Error::from_raw_os_error(error)),
+    }
+    lock();
+    let free = HEAPS.iter().find(|entry| entry.space.load(Ordering::Relaxed).is_null());
+    let result = free.ok_or_else(|| io::Error::from_raw_os_error(libc::EUSERS));
+    let result = result.map(|entry| entry.space.store((&raw const *space).cast_mut(), Ordering::Release));
+    unlock();
+    result
+}
+
+unsafe extern "C" {
+    // Not in the crate libc for this target.
+    fn pthread_atfork(
+        prepare: Option<unsafe extern "C" fn()>,
+        parent: Option<unsafe extern "C" fn()>,
+        child: Option<unsafe extern "C" fn()>,
+    ) -> c_int;
+}
+
+/// Undoes [`register`].
+pub(crate) fn unregister(space: &Space) {
+    lock();
+    for entry in &HEAPS {
+        if std::ptr::eq(entry.space.load(Ordering::Relaxed), space) {
+            entry.space.store(null_mut(), Ordering::Relaxed);
+        }
+    }
+    unlock();
+}
+
+/// The heaps, with their entries. The lock is held, or the process has one thread.
+fn heaps() -> impl Iterator<Item = (&'static Entry, &'static Space)> {
+    HEAPS.iter().filter_map(|entry| {
+        // SAFETY: a registered space stays where it is, and is not unregistered while the lock is
+        // held.
+        Some((entry, unsafe { entry.space.load(Ordering::Acquire).as_ref()? }))
+    })
+}
+
+unsafe extern "C" fn before() {
+    lock();
+    FORKING.store(std::process::id(), Ordering::Relaxed);
+    for (entry, space) in heaps() {
+        let copy = space.views.copy(space.used());
+        entry.copy.store(copy.map_or(NO_COPY, IntoRawFd::into_raw_fd), Ordering::Release);
+    }
+    let mut action = MaybeUninit::<libc::sigaction>::zeroed();
+    // SAFETY: zeros are a valid value of the structure, and the handler has the type that
+    // SA_SIGINFO asks for. The lock protects the previous action.
+    unsafe {
+        let handler: extern "C" fn(c_int, *mut libc::siginfo_t, *mut c_void) = on_fault;
+        (*action.as_mut_ptr()).sa_sigaction = handler as usize;
+        (*action.as_mut_ptr()).sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK;
+        libc::sigaction(libc::SIGSEGV, action.as_ptr(), (*SHARED.previous.get()).as_mut_ptr());
+    }
+}
+
+/// Handles SIGSEGV as before the fork.
+fn restore_handler() {
+    // SAFETY: `before` has filled it in, and the lock is held.
+    unsafe { libc::sigaction(libc::SIGSEGV, (*SHARED.previous.get()).as_ptr(), null_mut()) };
+}
+
+unsafe extern "C" fn in_parent() {
+    restore_handler();
+    for (entry, _) in heaps() {
+        close_copy(entry);
+    }
+    unlock();
+}
+
+fn close_copy(entry: &Entry) {
+    let copy = entry.copy.swap(NO_COPY, Ordering::Acquire);
+    if copy != NO_COPY {
+        // SAFETY: the descriptor was kept for this entry alone.
+        drop(unsafe { OwnedFd::from_raw_fd(copy) });
+    }
+}
+
+unsafe extern "C" fn in_child() {
+    map_copies();
+    restore_handler();
+    unlock();
+}
+
+/// In a child, maps the views that are missing. Async-signal-safe.
+fn map_copies() {
+    for (entry, space) in heaps() {
+        if space.views.are_here() {
+            continue;
+        }
+        let copy = entry.copy.swap(NO_COPY, Ordering::Acquire);
+        // SAFETY: the descriptor was kept for this entry alone. This is a child, which maps nothing
+        // before its handlers have run.
+        let is_mapped = copy != NO_COPY && unsafe { space.views.map_again(OwnedFd::from_raw_fd(copy)).is_ok() };
+        if !is_mapped {
+            let message = b"pagemark-heap: there is no memory to copy the heap for a forked child, which ends now\n";
+            // SAFETY: both calls are async-signal-safe, and the message is as long as is said.
+            unsafe {
+                libc::write(libc::STDERR_FILENO, message.as_ptr().cast(), message.len());
+                libc::_exit(127);
+            }
+        }
+    }
+}
+
+/// Maps the views in a child that uses them before its handlers have run. Other faults are left to
+/// the previous handler.
+extern "C" fn on_fault(_: c_int, _: *mut libc::siginfo_t, _: *mut c_void) {
+    let is_missing =
+        std::process::id() != FORKING.load(Ordering::Relaxed) && heaps().any(|(_, space)| !space.views.are_here());
+    if is_missing {
+        map_copies();
+    } else {
+        // The instruction faults again.
+        restore_handler();
+    }
+}

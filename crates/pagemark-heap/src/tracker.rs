@@ -1,0 +1,240 @@
+//! Which bytes of a heap were written.
+
+use std::ops::Deref;
+use std::sync::Arc;
+use std::time::Duration;
+
+use pagemark::track::view_scan::ViewScan;
+use pagemark::{
+    Address, AddressRangeExt, ByteCount, Error, Mechanism, PAGE_SIZE, PageNumber, PageRangeExt, Range, RangeSet,
+    Tracker,
+};
+
+use crate::allocator::Allocator;
+use crate::grouping::{Grouping, PageGroups, PartSet, Seen};
+use crate::{GlobalHeap, Heap, heap};
+
+/// Finds the bytes of a heap that were written, by the parts of pages.
+///
+/// It reports addresses of the first view, which shows all memory of the heap. What it reports are
+/// the bytes of whole parts, except where objects reach from one part into the next: an object is
+/// reported whole, in steps of 8 bytes, with the part in which it begins. In an object that spans
+/// pages, each page is reported by itself.
+///
+/// A tracker never misses a write to an object that is live when it collects. What was written to
+/// objects that were freed since is reported or not. The first collect reports all memory that
+/// holds data. A heap has one tracker at a time.
+pub struct HeapTracker<G> {
+    /// Dropped before the heap, whose views it has registered.
+    scan: ViewScan,
+    heap: Owner,
+    grouping: G,
+    groups: PageGroups,
+    /// The part of the views that the last collect has protected, from their beginning on.
+    protected: ByteCount,
+    /// For each page, the views through which it was written.
+    views: Vec<PartSet>,
+    seen: Vec<Seen>,
+    last: Interval,
+}
+
+/// Keeps the memory of a heap mapped.
+#[derive(Debug)]
+enum Owner {
+    Own(Arc<heap::Shared>),
+    Global(&'static Allocator),
+}
+
+impl Deref for Owner {
+    type Target = Allocator;
+
+    fn deref(&self) -> &Allocator {
+        match self {
+            Owner::Own(shared) => shared,
+            Owner::Global(allocator) => allocator,
+        }
+    }
+}
+
+/// What one interval has cost.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub struct Interval {
+    /// Armed parts that were written: each raised a page fault.
+    pub faults: u64,
+    /// Parts that are no longer armed after the interval.
+    pub merges: u64,
+    /// Parts that are armed again.
+    pub splits: u64,
+    /// Bytes that were reported.
+    pub written_bytes: ByteCount,
+}
+
+impl<G: Grouping> HeapTracker<G> {
+    /// Tracks a heap.
+    ///
+    /// # Errors
+    /// `ErrorKind::Unavailable`: the kernel is older than 6.7, or refuses userfaultfd.
+    /// `ErrorKind::System`: the heap has a tracker already.
+    pub fn new(heap: &Heap, grouping: G) -> Result<HeapTracker<G>, Error> {
+        HeapTracker::of(Owner::Own(heap.shared().clone()), grouping)
+    }
+
+    /// Tracks all memory of the program. The memory that the tracker needs itself is part of it.
+    ///
+    /// # Errors
+    /// As [`HeapTracker::new`].
+    pub fn of_program(heap: &'static GlobalHeap, grouping: G) -> Result<HeapTracker<G>, Error> {
+        let allocator = heap.allocator().map_err(|error| {
+            Error::unavailable(Mechanism::PagemapScan, format!("the program has no heap with views: {error}"))
+        })?;
+        HeapTracker::of(Owner::Global(allocator), grouping)
+    }
+
+    fn of(heap: Owner, grouping: G) -> Result<HeapTracker<G>, Error> {
+        // SAFETY: the owner keeps the views mapped, and is dropped after the scan.
+        let scan = unsafe { ViewScan::new(&heap.space.views)? };
+        let (groups, protected, views, seen) = (PageGroups::new(), ByteCount::ZERO, Vec::new(), Vec::new());
+        Ok(HeapTracker { scan, heap, grouping, groups, protected, views, seen, last: Interval::default() })
+    }
+
+    /// Adds to `written` what was written since the last call (all that holds data, the first
+    /// time), and starts the next interval. Returns what the interval has cost.
+    ///
+    /// # Errors
+    /// As [`Tracker::collect`]; then what was found is in `written`, and nothing is lost.
+    /// `ErrorKind::ForkedChild`: a child has to make its own tracker.
+    pub fn collect_written(&mut self, written: &mut RangeSet) -> Result<Interval, Error> {
+        self.scan.check_process()?;
+        let used = self.heap.space.used();
+        self.views.clear();
+        self.views.resize(self.protected.to_usize() / PAGE_SIZE, 0);
+        let separates_all = self.grouping.separates_all();
+        let scanned = self.scan_views(used, separates_all);
+        // Some pages may be protected again, also if the scan has failed: they are reported now.
+        let mut interval = Interval::default();
+        self.report(written, &mut interval);
+        // The memory that is new is reported wherever it holds data, however it was written.
+        let mut new = self.data_between(self.protected, used)?;
+        interval.written_bytes += new.total_bytes();
+        written.append(&mut new);
+        scanned?;
+        self.protected = used;
+        self.regroup(separates_all, &mut interval)?;
+        self.last = interval;
+        Ok(interval)
+    }
+
+    /// Scans all views, and protects them.
+    fn scan_views(&mut self, used: ByteCount, separates_all: bool) -> Result<(), Error> {
+        let HeapTracker { scan, groups, views, protected, .. } = self;
+        for (number, view) in scan.views().iter().enumerate() {
+            let first = view.start.page();
+            let unarmed = groups.iter().filter(|(_, groups)| groups.unarmed() >> number & 1 != 0 && !separates_all);
+            let released: RangeSet = unarmed.map(|(&page, _)| addresses(first, page)).collect();
+            scan.collect(&(view.start..view.start + *protected), &released, |run| {
+                let pages = run.page_range();
+                let pages = (pages.start - first) as usize..(pages.end - first) as usize;
+                views[pages].iter_mut().for_each(|views| *views |= 1 << number);
+            })?;
+            scan.collect(&(view.start + *protected..view.start + used), &RangeSet::new(), |_| ())?;
+        }
+        Ok(())
+    }
+
+    /// Adds the bytes of the written parts to `written`, and lists their pages for the strategy.
+    fn report(&mut self, written: &mut RangeSet, interval: &mut Interval) {
+        let first = self.heap.space.views.view(0).start.page();
+        let mut found = RangeSet::new();
+        self.seen.clear();
+        for (page, &views) in self.views.iter().enumerate().filter(|&(_, &views)| views != 0) {
+            let armed = views & !unarmed(&self.groups, page);
+            interval.faults += u64::from(armed.count_ones());
+            self.seen.push(Seen { page, written: armed });
+            let start = addresses(first, page).start;
+            self.heap.crossings.written(page, views, |bytes| {
+                found.insert(start + ByteCount::from(bytes.start)..start + ByteCount::from(bytes.end));
+            });
+        }
+        interval.written_bytes = found.total_bytes();
+        written.append(&mut found);
+    }
+
+    /// The pages between two offsets that hold data, by their addresses in the first view.
+    fn data_between(&self, start: ByteCount, end: ByteCount) -> Result<RangeSet, Error> {
+        let views = &self.heap.space.views;
+        let (origin, end) = (views.view(0).start, Address::MIN + end);
+        let (mut found, mut at) = (RangeSet::new(), Address::MIN + start);
+        while at < end {
+            let data = views.next_data(at, end).map_err(Error::system("looking for data in the memory of a heap"))?;
+            at = data.end;
+            found.insert(origin + (data.start - Address::MIN)..origin + (data.end - Address::MIN));
+        }
+        Ok(found)
+    }
+
+    /// Has the strategy decide, and arms or disarms the parts for which that is new. `are_armed`:
+    /// all parts are armed already.
+    fn regroup(&mut self, are_armed: bool, interval: &mut Interval) -> Result<(), Error> {
+        let before: Vec<PartSet> = self.seen.iter().map(|seen| unarmed(&self.groups, seen.page)).collect();
+        self.grouping.decide(&self.seen, &mut self.groups);
+        let pages = self.seen.iter().map(|seen| seen.page).zip(before);
+        let changes = pages.map(|(page, before)| (page, before, unarmed(&self.groups, page)));
+        let changes: Vec<_> = changes.filter(|(_, before, after)| before != after).collect();
+        for (_, before, after) in &changes {
+            interval.merges += u64::from((after & !before).count_ones());
+            interval.splits += u64::from((before & !after).count_ones());
+        }
+        for (number, view) in self.scan.views().iter().enumerate() {
+            let first = view.start.page();
+            let pages = |is_in: &dyn Fn(PartSet, PartSet) -> PartSet| -> RangeSet {
+                let changed = changes.iter().filter(|(_, before, after)| is_in(*before, *after) >> number & 1 != 0);
+                changed.map(|&(page, _, _)| addresses(first, page)).collect()
+            };
+            // What is armed here was reported by this collect, also what is written at this moment.
+            if !are_armed {
+                self.scan.protect(&pages(&|before, after| before & !after))?;
+            }
+            self.scan.release(&pages(&|before, after| after & !before))?;
+        }
+        Ok(())
+    }
+
+    /// What the last interval has cost.
+    pub fn last_interval(&self) -> Interval {
+        self.last
+    }
+
+    /// Tells the strategy what it has cost to save a number of bytes.
+    pub fn learn_cost(&mut self, saved: ByteCount, time: Duration) {
+        if saved > ByteCount::ZERO {
+            self.grouping.learn_cost(time.as_nanos() as f64 / saved.get() as f64);
+        }
+    }
+}
+
+/// The parts of a page that are not armed.
+fn unarmed(groups: &PageGroups, page: usize) -> PartSet {
+    groups.get(&page).copied().unwrap_or_default().unarmed()
+}
+
+/// The addresses of a page of a view, by its number in the heap.
+fn addresses(first: PageNumber, page: usize) -> Range {
+    (first + page as u64..first + page as u64 + 1).addresses()
+}
+
+impl<G: Grouping> Tracker for HeapTracker<G> {
+    fn mechanism(&self) -> Mechanism {
+        Mechanism::PagemapScan
+    }
+
+    fn granularity(&self) -> ByteCount {
+        self.heap.parts().part_bytes()
+    }
+
+    fn collect(&mut self, ranges: &RangeSet, dirty: &mut RangeSet) -> Result<(), Error> {
+        let mut written = RangeSet::new();
+        let result = self.collect_written(&mut written);
+        dirty.extend(&written.intersection(ranges));
+        result.map(drop)
+    }
+}

@@ -1,0 +1,106 @@
+//! Programs that know nothing of the heap run with it, with the same results.
+
+use std::ffi::OsStr;
+use std::path::PathBuf;
+use std::process::{Command, Output};
+
+/// The library, which Cargo puts beside the tests.
+fn library() -> PathBuf {
+    let test = std::env::current_exe().unwrap();
+    let library = test.parent().unwrap().join("libpagemark_malloc.so");
+    assert!(library.exists(), "{} was not built", library.display());
+    library
+}
+
+fn preloaded(program: impl AsRef<OsStr>, parts: usize) -> Command {
+    let mut command = Command::new(program);
+    command.env("LD_PRELOAD", library()).env("PAGEMARK_HEAP_PARTS", parts.to_string());
+    command
+}
+
+/// What a program prints that succeeds.
+fn printed(command: &mut Command) -> String {
+    let Output { status, stdout, stderr } = command.output().unwrap();
+    assert!(status.success(), "{command:?}: {status}: {}", String::from_utf8_lossy(&stderr));
+    String::from_utf8(stdout).unwrap()
+}
+
+fn is_installed(program: &str) -> bool {
+    Command::new(program).arg("--version").output().is_ok_and(|output| output.status.success())
+}
+
+#[test]
+fn the_functions_behave_as_those_of_the_c_library() {
+    let directory = tempfile::tempdir().unwrap();
+    let (source, program) =
+        (concat!(env!("CARGO_MANIFEST_DIR"), "/tests/allocator.c"), directory.path().join("program"));
+    // The compiler runs with the heap, too.
+    printed(
+        preloaded("cc", 4).args(["-O1", "-fno-builtin", "-Wall", "-Werror", "-pthread", source, "-o"]).arg(&program),
+    );
+    for parts in [1, 2, 4, 8] {
+        assert_eq!(printed(&mut preloaded(&program, parts)), "right\n", "{parts} parts");
+    }
+}
+
+#[test]
+fn python_runs_with_it() {
+    if !is_installed("python3") {
+        pagemark_testing::skip!("no python3");
+    }
+    let program = "
+import hashlib, json, os, subprocess, threading
+table = {str(i): list(range(i % 50)) for i in range(20000)}
+assert json.loads(json.dumps(table)) == table
+child = os.fork()
+if child == 0:
+    table['more'] = 1
+    os._exit(len(table) != 20001)
+assert os.waitpid(child, 0)[1] == 0 and len(table) == 20000
+threads = [threading.Thread(target=lambda: [bytes(i) for i in range(3000)]) for _ in range(4)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+print(subprocess.run(['echo', 'child'], capture_output=True, text=True).stdout.strip())
+print(hashlib.sha256(json.dumps(table).encode()).hexdigest())
+";
+    let expected = printed(Command::new("python3").args(["-c", program]));
+    for parts in [1, 8] {
+        // Objects of Python's own allocator are in mappings; with `malloc`, all are on the heap.
+        let output = printed(preloaded("python3", parts).env("PYTHONMALLOC", "malloc").args(["-c", program]));
+        assert_eq!(output, expected);
+    }
+}
+
+#[test]
+fn sqlite_runs_with_it() {
+    if !is_installed("sqlite3") {
+        pagemark_testing::skip!("no sqlite3");
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let statements = "create table t(a integer primary key, b text);
+        with recursive c(x) as (select 1 union all select x + 1 from c where x < 50000)
+            insert into t select x, hex(x * 7919) from c;
+        create index i on t(b);
+        delete from t where a % 3 = 0;
+        pragma integrity_check;
+        select count(*), sum(a), max(b), group_concat(b) from t where a % 100 = 1;";
+    let run = |mut command: Command, name: &str| printed(command.arg(directory.path().join(name)).arg(statements));
+    let expected = run(Command::new("sqlite3"), "plain");
+    assert!(expected.starts_with("ok\n"));
+    assert_eq!(run(preloaded("sqlite3", 4), "preloaded"), expected);
+}
+
+#[test]
+fn a_program_whose_heap_cannot_be_made_does_not_start() {
+    let refused = |command: &mut Command| {
+        let output = command.output().unwrap();
+        assert_eq!(output.status.code(), Some(127), "{command:?}");
+        String::from_utf8(output.stderr).unwrap()
+    };
+    assert!(refused(&mut preloaded("true", 3)).contains("must be 1, 2, 4 or 8"));
+    let mut limited = preloaded("sh", 4);
+    limited.env_remove("LD_PRELOAD").args(["-c", "ulimit -v 4000000; LD_PRELOAD=$0 exec true"]).arg(library());
+    assert!(refused(&mut limited).contains("PAGEMARK_HEAP_GIB"));
+    limited.env("PAGEMARK_HEAP_GIB", "0");
+    assert!(limited.status().unwrap().success());
+}

@@ -1,0 +1,177 @@
+//! Containers: trees with process ids, and usually with mounts, of their own.
+//!
+//! CRIU saves a tree whose root is the first process of a namespace of process ids. Its images have
+//! the ids in that namespace, and so has a checkpoint. A restore makes a new namespace: no id has
+//! to be free, and the ids outside are others than before.
+//!
+//! A file of a container is recorded under the path that leads to it outside, because a restore
+//! puts files back before there are processes. What only the container has mounted, such as a
+//! `tmpfs` of its own, CRIU saves.
+
+pub mod network;
+
+use std::collections::HashMap;
+use std::ffi::CString;
+use std::io;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+
+use nix::mount::{MsFlags, mount};
+use nix::sched::{CloneFlags, unshare};
+use pagemark::sys::proc::{self, Mount, Stat, Status, mounts, tree};
+
+/// What CRIU needs to save and restore mounts whose sources are outside of a container: it finds
+/// the sources itself, also those that are shared with the outside.
+pub(crate) const MOUNT_OPTIONS: [&str; 2] = ["--external", "mnt[]:sm"];
+
+/// The id that CRIU's images have for a process or thread: that in its own namespace of process
+/// ids.
+pub(crate) fn image_id(id: i32) -> i32 {
+    Status::read(id).ok().and_then(|status| status.innermost_id()).unwrap_or(id)
+}
+
+/// The ids here of the processes and threads of a container, by their ids in the images.
+pub(crate) fn ids_here(root_pid: i32) -> HashMap<i32, i32> {
+    let members = tree::members(root_pid).unwrap_or_default();
+    let threads = members.iter().flat_map(|member| proc::threads(member.pid).unwrap_or_default());
+    threads.map(|thread| (image_id(thread), thread)).collect()
+}
+
+/// The first process of the container that a process is in, if the container is directly below our
+/// namespace of process ids.
+pub(crate) fn first_process(pid: i32) -> Option<i32> {
+    let mut current = pid;
+    // The limit ends the search if the chain of parents changes meanwhile.
+    for _ in 0..1024 {
+        if Status::read(current).ok()?.is_first_of_container() {
+            return Some(current);
+        }
+        current = Stat::read(current).ok()?.parent_pid;
+    }
+    None
+}
+
+/// The first process of a container, as it was at a checkpoint.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, serde::Serialize, serde::Deserialize)]
+pub(crate) struct FirstProcess {
+    /// Its id here.
+    pub pid: i32,
+    /// When it was started, clock ticks since boot.
+    pub start_ticks: u64,
+}
+
+impl FirstProcess {
+    /// None if the process is not the first of a container.
+    pub(crate) fn of_container(pid: i32) -> Option<FirstProcess> {
+        Status::read(pid).ok().filter(Status::is_first_of_container)?;
+        Some(FirstProcess { pid, start_ticks: Stat::read(pid).ok()?.start_ticks })
+    }
+
+    /// True if it has not ended.
+    pub(crate) fn runs(&self) -> bool {
+        Stat::read(self.pid).is_ok_and(|stat| stat.start_ticks == self.start_ticks && !stat.is_zombie())
+    }
+}
+
+/// True if a process has mounts of its own.
+///
+/// # Errors
+/// There is no such process, or tracing it is not permitted.
+pub(crate) fn has_own_mounts(pid: i32) -> io::Result<bool> {
+    Ok(std::fs::read_link(proc::path(pid, "ns/mnt"))? != std::fs::read_link(proc::own_path("ns/mnt"))?)
+}
+
+/// Finds where the files of a process that has mounts of its own are on the host.
+pub(crate) struct HostPaths {
+    inside: Vec<Mount>,
+    outside: Vec<Mount>,
+}
+
+/// Where a file of a container is.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) enum Place {
+    /// At this path here, unless another mount hides it.
+    Outside(PathBuf),
+    /// On a `tmpfs` that is mounted in the container alone. CRIU saves it.
+    InsideAlone,
+    /// On another file system that is not mounted here, or not below the root of the process.
+    Unknown,
+}
+
+impl HostPaths {
+    /// # Errors
+    /// There is no such process, or tracing it is not permitted.
+    pub(crate) fn of_process(pid: i32) -> io::Result<HostPaths> {
+        Ok(HostPaths { inside: Mount::of_process(pid)?, outside: Mount::of_this_process()? })
+    }
+
+    /// The place of a file that has this path in the container.
+    pub(crate) fn place(&self, path: &Path) -> Place {
+        let Some(inside) = mounts::of_path(&self.inside, path) else { return Place::Unknown };
+        let Some(place) = inside.in_file_system(path) else { return Place::Unknown };
+        // The last mount is the one that others hide least.
+        let mut same = self.outside.iter().rev().filter(|mount| mount.device == inside.device).peekable();
+        match same.peek() {
+            None if inside.file_system == "tmpfs" => Place::InsideAlone,
+            _ => same.find_map(|mount| mount.seen(&place)).map_or(Place::Unknown, Place::Outside),
+        }
+    }
+}
+
+/// Gives a program that is about to be executed mounts of its own, in which the root directory of a
+/// container is a mount, as CRIU needs. Nothing of it is seen outside.
+pub(crate) struct OwnMounts {
+    root: CString,
+}
+
+impl OwnMounts {
+    /// # Errors
+    /// The path has a zero byte.
+    pub(crate) fn with_root(root: &Path) -> io::Result<OwnMounts> {
+        Ok(OwnMounts { root: CString::new(root.as_os_str().as_bytes())? })
+    }
+
+    /// Called between fork and exec. Makes only system calls.
+    pub(crate) fn enter(&self) -> io::Result<()> {
+        let none = None::<&std::ffi::CStr>;
+        unshare(CloneFlags::CLONE_NEWNS)?;
+        mount(none, c"/", none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none)?;
+        if self.root.as_c_str() != c"/" {
+            let root = self.root.as_c_str();
+            mount(Some(root), root, none, MsFlags::MS_BIND | MsFlags::MS_REC, none)?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn files_of_a_container_are_found_outside() {
+        let passage = HostPaths {
+            inside: Mount::parse(
+                b"50 40 0:40 / / rw - overlay overlay rw\n51 50 8:1 /srv/db /data rw - ext4 /dev/sda1 rw\n\
+                  52 50 0:41 / /run rw - tmpfs tmpfs rw\n53 50 8:2 / /other rw - ext4 /dev/sdb rw\n",
+            ),
+            outside: Mount::parse(
+                b"22 1 8:1 / / rw - ext4 /dev/sda1 rw\n23 22 0:40 / /var/c1/merged rw - overlay overlay rw\n",
+            ),
+        };
+        let place = |path: &str| passage.place(Path::new(path));
+        assert_eq!(place("/etc/app"), Place::Outside("/var/c1/merged/etc/app".into()));
+        assert_eq!(place("/data/a"), Place::Outside("/srv/db/a".into()));
+        assert_eq!(place("/run/a"), Place::InsideAlone);
+        assert_eq!(place("/other/a"), Place::Unknown);
+    }
+
+    #[test]
+    fn this_process_has_the_mounts_that_it_has() {
+        let own = std::process::id() as i32;
+        assert!(!has_own_mounts(own).unwrap());
+        let directory = std::env::temp_dir().canonicalize().unwrap();
+        assert_eq!(HostPaths::of_process(own).unwrap().place(&directory), Place::Outside(directory));
+        assert_eq!(ids_here(own).get(&own), Some(&own));
+    }
+}

@@ -1,0 +1,156 @@
+//! The network of a container: a namespace that whoever runs the container sets up.
+//!
+//! CRIU could save the interfaces, addresses and rules of a network namespace, but it could not
+//! connect a restored interface with anything outside; and it executes a dozen programs for that
+//! while the tree is frozen. So it leaves the namespace out, and a restore names one that is set up
+//! already, or makes a new one that has only the loopback interface.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::fs::MetadataExt;
+use std::path::PathBuf;
+
+use nix::sched::{CloneFlags, unshare};
+use nix::sys::socket::{AddressFamily, SockFlag, SockType, socket};
+use pagemark::sys::proc;
+
+use crate::error::{Error, ErrorKind, Object};
+
+/// CRIU's name of the namespace, which dump and restore agree upon.
+const NAME: &str = "pagemark-network";
+
+/// CRIU's option not to lock the network of a tree, for which it executes programs in the freeze.
+pub(crate) const UNLOCKED: [&str; 2] = ["--network-lock", "skip"];
+
+const LOOPBACK: &str = "lo";
+
+/// A network namespace that a tree has and we do not.
+#[derive(Clone, PartialEq, Eq, Debug, Default, serde::Serialize, serde::Deserialize)]
+pub(crate) struct OwnNetwork {
+    /// Its interfaces, except the loopback interface.
+    pub interfaces: Vec<String>,
+}
+
+impl OwnNetwork {
+    /// The network of a process. None if it is ours.
+    ///
+    /// # Errors
+    /// There is no such process, or tracing it is not permitted.
+    pub(crate) fn of_process(pid: i32) -> io::Result<Option<OwnNetwork>> {
+        if inode(pid)? == std::fs::metadata(proc::own_path("ns/net"))?.ino() {
+            return Ok(None);
+        }
+        let text = std::fs::read_to_string(proc::path(pid, "net/dev"))?;
+        Ok(Some(OwnNetwork { interfaces: interfaces(&text) }))
+    }
+}
+
+/// CRIU's arguments at a dump of a process that has such a network.
+///
+/// # Errors
+/// There is no such process, or tracing it is not permitted.
+pub(crate) fn dump_arguments(pid: i32) -> io::Result<[String; 2]> {
+    Ok(["--external".to_owned(), format!("net[{}]:{NAME}", inode(pid)?)])
+}
+
+/// CRIU's arguments at a restore, which inherits the namespace as this descriptor.
+pub(crate) fn restore_arguments(namespace: &OwnedFd) -> [String; 2] {
+    ["--inherit-fd".to_owned(), format!("fd[{}]:{NAME}", namespace.as_raw_fd())]
+}
+
+fn inode(pid: i32) -> io::Result<u64> {
+    Ok(std::fs::metadata(proc::path(pid, "ns/net"))?.ino())
+}
+
+/// The names in `/proc/PID/net/dev` but that of the loopback interface.
+fn interfaces(text: &str) -> Vec<String> {
+    let names = text.lines().filter_map(|line| line.split_once(':')).map(|(name, _)| name.trim());
+    names.filter(|name| *name != LOOPBACK).map(str::to_owned).collect()
+}
+
+/// The network that a restored tree gets, if it had one of its own.
+#[derive(Clone, PartialEq, Eq, Debug, Default)]
+pub enum Network {
+    /// A new namespace that has only the loopback interface. Refused if the tree had others.
+    #[default]
+    Loopback,
+    /// The same, whatever the tree had.
+    LoopbackAlone,
+    /// The namespace at this path, such as `/run/netns/NAME` or `/proc/PID/ns/net`.
+    At(PathBuf),
+}
+
+impl Network {
+    /// Opens the namespace.
+    pub(crate) fn open(&self, had: &OwnNetwork) -> Result<OwnedFd, Error> {
+        match self {
+            Network::Loopback if !had.interfaces.is_empty() => {
+                let reason =
+                    format!("had the network interfaces {}, which a restore cannot make", had.interfaces.join(", "));
+                Err(Error::about(ErrorKind::InTheWay, Object::None, format!("the container {reason}")).help(
+                    "name a network namespace that has them with --network PATH (`ip netns add` makes one), or have \
+                     only the loopback interface with --network loopback",
+                ))
+            }
+            Network::Loopback | Network::LoopbackAlone => {
+                make().map_err(Error::system("make a network namespace", Object::None))
+            }
+            Network::At(path) => match File::open(path) {
+                Ok(file) => Ok(file.into()),
+                Err(error) => Err(Error::system("open the network namespace", Object::File(path.clone()))(error)),
+            },
+        }
+    }
+}
+
+/// Makes a network namespace whose loopback interface is up.
+fn make() -> io::Result<OwnedFd> {
+    // The namespace of a thread ends with the thread, unless it is open.
+    let thread = std::thread::Builder::new().name("network".into()).spawn(|| {
+        unshare(CloneFlags::CLONE_NEWNET)?;
+        raise_loopback()?;
+        Ok(File::open("/proc/thread-self/ns/net")?.into())
+    })?;
+    thread.join().unwrap_or_else(|_| Err(io::Error::other("a thread panicked")))
+}
+
+fn raise_loopback() -> io::Result<()> {
+    let any = socket(AddressFamily::Inet, SockType::Datagram, SockFlag::SOCK_CLOEXEC, None)?;
+    // SAFETY: all fields are numbers, for which zeros are valid.
+    let mut request: libc::ifreq = unsafe { std::mem::zeroed() };
+    for (to, from) in request.ifr_name.iter_mut().zip(LOOPBACK.bytes()) {
+        *to = from as libc::c_char;
+    }
+    request.ifr_ifru.ifru_flags = (libc::IFF_UP | libc::IFF_RUNNING) as libc::c_short;
+    // SAFETY: the request is a valid `ifreq` that lives through the call, and the name ends with a zero byte.
+    match unsafe { libc::ioctl(any.as_raw_fd(), libc::SIOCSIFFLAGS, &raw mut request) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn interfaces_are_listed_but_the_loopback() {
+        let text = "Inter-|   Receive\n face |bytes\n    lo: 1 2 3\n  eth0: 4 5 6\nwg-a.1:0 0\n";
+        assert_eq!(interfaces(text), ["eth0", "wg-a.1"]);
+        assert_eq!(OwnNetwork::of_process(std::process::id() as i32).unwrap(), None);
+    }
+
+    #[test]
+    fn a_new_network_is_none_of_ours_and_lost_interfaces_are_refused() {
+        let Ok(namespace) = Network::Loopback.open(&OwnNetwork::default()) else {
+            return pagemark_testing::skipped("network namespaces cannot be made here");
+        };
+        let own = std::fs::metadata(proc::own_path("ns/net")).unwrap().ino();
+        assert_ne!(File::from(namespace).metadata().unwrap().ino(), own);
+        let had = OwnNetwork { interfaces: vec!["eth0".into()] };
+        let refused = Network::Loopback.open(&had).unwrap_err();
+        assert!(refused.to_string().contains("eth0"), "{refused}");
+        assert!(Network::LoopbackAlone.open(&had).is_ok());
+    }
+}

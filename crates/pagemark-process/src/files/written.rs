@@ -1,0 +1,166 @@
+//! The paths at which a job has written, created, renamed or removed something.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::io;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::time::SystemTime;
+
+use pagemark::sys::fanotify::Event;
+
+use super::data_tree::{DataTree, Listing, Origin, TreeRecord, link_record};
+use super::list::{OpenFile, hides_mapped_writes, unix_ns};
+use super::path::encode_path;
+use crate::error::{Object, Result};
+
+/// Largest number of paths without a file that are kept. A program may use any number of names for
+/// temporary files.
+const MAX_ABSENT: usize = 10_000;
+
+/// The paths of a job. A directory that the job made belongs to it with everything in it.
+#[derive(Default, Debug)]
+pub(super) struct WrittenPaths {
+    paths: BTreeMap<PathBuf, State>,
+    notices: Vec<String>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct State {
+    /// True if the job made the file or directory where nothing was before.
+    is_made: bool,
+    /// True if the job made a directory there.
+    is_directory: bool,
+    /// True if a process outside the job has written the file, or in the directory.
+    has_other_writer: bool,
+}
+
+/// What a job has written, as it is now.
+#[derive(Default, Debug)]
+pub(crate) struct WrittenFiles {
+    /// The regular files.
+    pub files: Vec<OpenFile>,
+    /// A record of each path: what is there besides regular files, or that nothing is there.
+    pub trees: Vec<TreeRecord>,
+}
+
+impl WrittenPaths {
+    pub fn is_empty(&self) -> bool {
+        self.paths.is_empty()
+    }
+
+    /// Adds a change that the job has made at `path`.
+    pub fn add(&mut self, path: PathBuf, event: &Event) {
+        let is_there = event.is_created || event.is_renamed_to;
+        // Other changes of a directory are changes in it, which have events of their own.
+        if (event.is_directory && !is_there && !event.is_gone) || self.directory_of(&path).is_some() {
+            return;
+        }
+        let is_made = event.is_created && !event.is_gone && !event.is_renamed_to;
+        let state = State { is_made, is_directory: false, has_other_writer: false };
+        let state = self.paths.entry(path).or_insert(state);
+        state.is_directory |= event.is_directory && is_there;
+    }
+
+    /// Adds a change that the process `pid` outside of the job has made at `path`.
+    pub fn add_other_writer(&mut self, path: &Path, pid: i32) {
+        let known = match self.directory_of(path) {
+            Some(directory) => self.paths.get_mut(&directory),
+            None => self.paths.get_mut(path),
+        };
+        if let Some(state) = known.filter(|state| !state.has_other_writer) {
+            state.has_other_writer = true;
+            let restored =
+                if state.is_directory { "a restore changes it back" } else { "a restore leaves it as it is" };
+            self.notices.push(format!(
+                "{} was also written by {}, which is not checkpointed: {restored}",
+                path.display(),
+                Object::command(pid)
+            ));
+        }
+    }
+
+    pub fn take_notices(&mut self) -> Vec<String> {
+        std::mem::take(&mut self.notices)
+    }
+
+    /// The directory that the job made and that `path` is in.
+    fn directory_of(&self, path: &Path) -> Option<PathBuf> {
+        let is_made = |directory: &&Path| self.paths.get(*directory).is_some_and(|state| state.is_directory);
+        path.ancestors().skip(1).find(is_made).map(Path::to_owned)
+    }
+
+    /// Lists what is at the paths now, but for what is in `data`. Forgets paths without a file if
+    /// there are too many.
+    pub fn list(&mut self, data: &[DataTree]) -> Result<WrittenFiles> {
+        let mut listed = WrittenFiles::default();
+        let mut absent = Vec::new();
+        for (path, state) in &self.paths {
+            let is_inside = data.iter().any(|tree| path.starts_with(tree.path()));
+            if is_inside || self.directory_of(path).is_some() {
+                continue;
+            }
+            let origin = if state.is_made { Origin::Made } else { Origin::Written };
+            let mut record = TreeRecord { path: encode_path(path), origin, ..TreeRecord::default() };
+            let seen_ns = unix_ns(SystemTime::now());
+            match fs::symlink_metadata(path) {
+                Ok(metadata) if metadata.is_dir() && state.is_directory => {
+                    let Listing { files, record: mut all } = DataTree::new(path)?.list()?;
+                    all.origin = origin;
+                    record = all;
+                    listed.files.extend(files);
+                }
+                Ok(metadata) if metadata.is_file() => {
+                    let file = OpenFile::closed(path.clone(), &metadata, seen_ns, hides_mapped_writes(path));
+                    listed.files.push(OpenFile { has_other_writer: state.has_other_writer, ..file });
+                }
+                Ok(metadata) if metadata.is_symlink() => match fs::read_link(path) {
+                    Ok(target) => record.links.push(link_record(path, &target, &metadata)),
+                    Err(_) => continue,
+                },
+                // Directories that were there before, sockets, pipes and devices do not belong to it.
+                Ok(_) => continue,
+                Err(error) if is_absent(&error) => absent.push(path.clone()),
+                Err(error) => return Err(super::io("examine", path)(error)),
+            }
+            listed.trees.push(record);
+        }
+        if absent.len() > MAX_ABSENT {
+            self.paths.retain(|path, _| absent.binary_search(path).is_err());
+        }
+        Ok(listed)
+    }
+
+    /// Searches the directories of the paths for what changed after `since_ns`, nanoseconds since
+    /// 1970 UTC, because changes were missed. Directories where all users may write are left out.
+    /// Returns the number of files found.
+    pub fn search(&mut self, since_ns: i64) -> usize {
+        let mut directories: Vec<PathBuf> =
+            self.paths.keys().filter_map(|path| path.parent().map(Path::to_owned)).collect();
+        directories.dedup();
+        let mut found = 0;
+        for directory in directories {
+            let is_shared = |metadata: fs::Metadata| metadata.permissions().mode() & libc::S_ISVTX != 0;
+            if self.directory_of(&directory.join("any")).is_some() || fs::metadata(&directory).is_ok_and(is_shared) {
+                continue;
+            }
+            for entry in fs::read_dir(&directory).into_iter().flatten().flatten() {
+                let path = entry.path();
+                let Ok(metadata) = fs::symlink_metadata(&path) else { continue };
+                let changed_ns = metadata.ctime().saturating_mul(1_000_000_000).saturating_add(metadata.ctime_nsec());
+                let is_made = metadata.created().is_ok_and(|created| unix_ns(created) >= since_ns);
+                let counts = if metadata.is_dir() { is_made } else { changed_ns >= since_ns };
+                if counts && !self.paths.contains_key(&path) {
+                    let state = State { is_made, is_directory: metadata.is_dir(), has_other_writer: false };
+                    self.paths.insert(path, state);
+                    found += 1;
+                }
+            }
+        }
+        found
+    }
+}
+
+fn is_absent(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory)
+}

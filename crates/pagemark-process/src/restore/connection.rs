@@ -1,0 +1,255 @@
+//! CRIU's side of a delivery: the userfaultfds of the processes, and the gate in which CRIU waits.
+
+use std::io::{self, Read};
+use std::os::fd::{AsFd, AsRawFd};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
+use std::sync::Arc;
+
+use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use pagemark::sys::userfaultfd::{MissingPages, MissingPagesEvent};
+use pagemark::{Address, PAGE_SIZE, Store};
+
+use super::gate::Gate;
+use super::images::ProcessMemory;
+use crate::criu::descriptors::receive_descriptor;
+use crate::error::{Error, ErrorKind, Object};
+
+/// The socket in the images directory to which CRIU connects.
+const SOCKET: &str = "lazy-pages.socket";
+
+/// What CRIU sends in place of a process id when the restore is complete.
+const RESTORE_FINISHED: i32 = 0x5253_5446;
+
+/// Milliseconds that a wait for CRIU takes at most, so that its end is noticed.
+pub(super) const POLL_MS: u16 = 1;
+
+/// The connection with a CRIU that restores.
+pub(super) struct Connection<'a> {
+    listener: UnixListener,
+    /// CRIU's end is open until it exits: it sends a last message before the processes run.
+    stream: Option<UnixStream>,
+    processes: Vec<Process>,
+    /// None once it is open, or abandoned.
+    gate: Option<Gate>,
+    /// CRIU waits in the gate.
+    is_reached: bool,
+    store: &'a (dyn Store + Sync),
+}
+
+/// A process whose memory is delivered.
+struct Process {
+    memory: ProcessMemory,
+    /// None until CRIU has sent it.
+    missing: Option<Arc<MissingPages>>,
+}
+
+impl<'a> Connection<'a> {
+    /// Waits for CRIU in its images directory.
+    pub(super) fn new(
+        directory: &Path,
+        memory: Vec<ProcessMemory>,
+        gate: Gate,
+        store: &'a (dyn Store + Sync),
+    ) -> Result<Connection<'a>, Error> {
+        let listener = listen(directory).map_err(Error::criu_io("make a socket for CRIU"))?;
+        let processes = memory.into_iter().map(|memory| Process { memory, missing: None }).collect();
+        Ok(Connection { listener, stream: None, processes, gate: Some(gate), is_reached: false, store })
+    }
+
+    /// Waits a moment for something to do, and does it. True if CRIU has reached the gate.
+    pub(super) fn step(&mut self) -> Result<bool, Error> {
+        let source = match &self.stream {
+            Some(stream) => stream.as_fd(),
+            None => self.listener.as_fd(),
+        };
+        let mut watched = vec![PollFd::new(source, PollFlags::POLLIN)];
+        let notice = self.gate.as_ref().filter(|_| !self.is_reached).map(Gate::reached);
+        watched.extend(notice.map(|gate| PollFd::new(gate, PollFlags::POLLIN)));
+        let missing = self.processes.iter().filter_map(|process| process.missing.as_deref());
+        watched.extend(missing.map(|missing| PollFd::new(missing.as_fd(), PollFlags::POLLIN)));
+        match poll(&mut watched, PollTimeout::from(POLL_MS)) {
+            Ok(0) | Err(Errno::EINTR) => return Ok(false),
+            Ok(_) => {}
+            Err(error) => return Err(Error::criu_io("wait for CRIU")(error.into())),
+        }
+        let is_ready = |at: usize| watched.get(at).and_then(PollFd::any).unwrap_or_default();
+        let is_message = is_ready(0);
+        // CRIU has sent all userfaultfds before it reaches the gate. They are taken first.
+        let is_reached = notice.is_some() && is_ready(1) && !is_message;
+        if is_message {
+            self.receive()?;
+        }
+        for process in &self.processes {
+            self.answer_faults(process)?;
+        }
+        if is_reached && let Some(gate) = &mut self.gate {
+            gate.take_notice().map_err(Error::criu_io("wait for CRIU"))?;
+            self.is_reached = true;
+        }
+        Ok(is_reached)
+    }
+
+    /// Takes a message of CRIU: a process id, and the userfaultfd of that process.
+    fn receive(&mut self) -> Result<(), Error> {
+        let broken = |error| Error::criu_io("receive a userfaultfd from CRIU")(error);
+        let Some(stream) = &mut self.stream else {
+            let (stream, _) = match self.listener.accept() {
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(()),
+                accepted => accepted.map_err(broken)?,
+            };
+            stream.set_nonblocking(false).map_err(broken)?;
+            self.stream = Some(stream);
+            return Ok(());
+        };
+        let mut number = [0; 4];
+        match stream.read_exact(&mut number) {
+            Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
+                // CRIU has ended, which is noticed elsewhere.
+                std::thread::sleep(std::time::Duration::from_millis(u64::from(POLL_MS)));
+                return Ok(());
+            }
+            received => received.map_err(broken)?,
+        }
+        let pid = i32::from_ne_bytes(number);
+        // A zombie has no memory; its number is negative.
+        if pid < 0 || pid == RESTORE_FINISHED {
+            return Ok(());
+        }
+        let descriptor = receive_descriptor(stream, 0).map_err(broken)?;
+        if let Some(process) = self.processes.iter_mut().find(|process| process.memory.pid == pid) {
+            process.missing = Some(Arc::new(MissingPages::from_registered(descriptor)));
+            return Ok(());
+        }
+        Err(Error::damaged(format!("CRIU restores process {pid}, whose memory the checkpoint does not have")))
+    }
+
+    /// Fills the pages for which threads of a process wait. CRIU's code in the processes touches
+    /// few pages before they run.
+    fn answer_faults(&self, process: &Process) -> Result<(), Error> {
+        let Process { memory, missing: Some(missing) } = process else { return Ok(()) };
+        while let Some(event) = missing.next().map_err(Error::criu_io("read a userfaultfd"))? {
+            let address = match event {
+                MissingPagesEvent::Fault(address) => address,
+                event => {
+                    let reason = format!("the mappings of process {} changed ({event:?})", memory.pid);
+                    return Err(Error::criu_failed("restore mappings", reason));
+                }
+            };
+            let page = address.page();
+            let filled = match memory.is_delivered(page) {
+                true => {
+                    let mut content = [0; PAGE_SIZE];
+                    self.store.get_page(memory.tree.get(page), &mut content)?;
+                    missing.fill(page.address(), &[content])
+                }
+                false => missing.fill_with_zeros(page.address()),
+            };
+            filled.map_err(|error| not_filled(memory.pid, page.address(), error))?;
+        }
+        Ok(())
+    }
+
+    /// The processes that have missing pages. CRIU must wait in the gate, so that they have their
+    /// mappings.
+    pub(super) fn targets(&self) -> Result<Vec<(i32, Arc<MissingPages>)>, Error> {
+        let incomplete = self.processes.iter().filter(|process| !process.memory.delivered.is_empty());
+        incomplete.map(|process| Ok((process.memory.pid, process.missing()?.clone()))).collect()
+    }
+
+    /// As [`Connection::targets`], with their memory. Their faults are answered no longer.
+    pub(super) fn take_processes(&mut self) -> Result<Vec<(ProcessMemory, Arc<MissingPages>)>, Error> {
+        let processes = std::mem::take(&mut self.processes).into_iter();
+        let incomplete = processes.filter(|process| !process.memory.delivered.is_empty());
+        let with_missing = |process: Process| {
+            let missing = process.missing()?.clone();
+            Ok((process.memory, missing))
+        };
+        incomplete.map(with_missing).collect()
+    }
+
+    /// Lets the processes run. The kernel ends the registrations of those that were not taken; a
+    /// page of them that is missing now holds zeros.
+    pub(super) fn open_gate(&mut self) -> Result<(), Error> {
+        self.processes.clear();
+        match self.gate.take() {
+            Some(gate) => gate.open().map_err(Error::criu_io("let CRIU continue")),
+            None => Ok(()),
+        }
+    }
+
+    /// Gives up: the gate fails, and nothing waits for a page any more.
+    pub(super) fn abandon(&mut self) {
+        self.gate = None;
+        self.processes.clear();
+    }
+}
+
+impl Process {
+    fn missing(&self) -> Result<&Arc<MissingPages>, Error> {
+        self.missing.as_ref().ok_or_else(|| {
+            let reason = format!("it sent no userfaultfd of process {}", self.memory.pid);
+            Error::criu_failed("leave the memory of the processes out", reason)
+        })
+    }
+}
+
+/// A socket in the images directory. Its path may be longer than the address of a socket.
+fn listen(directory: &Path) -> io::Result<UnixListener> {
+    let opened = std::fs::File::open(directory)?;
+    let listener = UnixListener::bind(format!("/proc/self/fd/{}/{SOCKET}", opened.as_raw_fd()))?;
+    listener.set_nonblocking(true)?;
+    Ok(listener)
+}
+
+pub(super) fn not_filled(pid: i32, page: Address, error: io::Error) -> Error {
+    let kind = if error.raw_os_error() == Some(libc::ESRCH) { ErrorKind::Gone } else { ErrorKind::Criu };
+    let operation = format!("fill page {:#x} of", page.get());
+    Error::of(kind, operation, Object::Process(pid), error)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+    use std::process::Command;
+
+    use nix::fcntl::OFlag;
+    use nix::unistd::pipe2;
+    use pagemark::store::MemoryStore;
+    use pagemark::{PageNumber, PageTree, RangeSet};
+
+    use super::*;
+    use crate::criu::descriptors::send_descriptor;
+
+    #[test]
+    fn a_gate_that_is_reached_before_the_connection_is_accepted_has_all_userfaultfds() {
+        let directory = tempfile::tempdir().unwrap();
+        let (gate, store) = (Gate::new().unwrap(), MemoryStore::new());
+        let script = gate.path();
+        let first = PageNumber::new(16);
+        let memory = [7, 8].map(|pid| ProcessMemory {
+            pid,
+            tree: PageTree::new(),
+            deliverable: RangeSet::new(),
+            delivered: vec![first..first + 1],
+        });
+        let mut connection = Connection::new(directory.path(), memory.into(), gate, &store).unwrap();
+
+        let mut criu = UnixStream::connect(directory.path().join(SOCKET)).unwrap();
+        // Nothing can be read from it, as from a userfaultfd without events.
+        let (silent, _writer) = pipe2(OFlag::O_NONBLOCK).unwrap();
+        for pid in [7_i32, 8] {
+            criu.write_all(&pid.to_ne_bytes()).unwrap();
+            send_descriptor(criu.as_raw_fd(), silent.as_raw_fd()).unwrap();
+        }
+        let mut waiting = Command::new(script).env("CRTOOLS_SCRIPT_ACTION", "post-restore").spawn().unwrap();
+        let reached = connection.gate.as_ref().unwrap().reached();
+        poll(&mut [PollFd::new(reached, PollFlags::POLLIN)], PollTimeout::NONE).unwrap();
+
+        while !connection.step().unwrap() {}
+        assert_eq!(connection.targets().unwrap().iter().map(|(pid, _)| *pid).collect::<Vec<_>>(), [7, 8]);
+        connection.open_gate().unwrap();
+        assert!(waiting.wait().unwrap().success());
+    }
+}

@@ -1,0 +1,158 @@
+//! The command line of a QEMU: what Pagemark reads from it, and what a restore changes in it.
+
+/// The chardev of the monitor connection that a restore gives QEMU, by the number of its
+/// descriptor.
+pub(crate) const MONITOR_DESCRIPTOR: i32 = 3;
+
+/// The arguments by which QEMU finds that connection.
+pub(crate) const MONITOR_ARGUMENTS: [[&str; 2]; 2] = [["-chardev", "socket,id=pagemark,fd=3"], MONITOR];
+
+/// What makes the chardev a monitor.
+const MONITOR: [&str; 2] = ["-mon", "chardev=pagemark,mode=control"];
+
+/// The begin of each chardev that Pagemark adds.
+const OWN_CHARDEV: &str = "socket,id=pagemark,";
+
+/// The arguments that a restore adds to those of the checkpointed QEMU, besides a monitor.
+const ADDED: [[&str; 2]; 3] = [
+    ["-incoming", "defer"],
+    // The stream of the devices alone has neither.
+    ["-global", "migration.send-configuration=off"],
+    ["-machine", "suppress-vmdesc=on"],
+];
+
+/// The arguments that give QEMU a monitor of Pagemark's, which listens on the socket `path`.
+pub(crate) fn listening_monitor(path: &str) -> [String; 4] {
+    let chardev = format!("{OWN_CHARDEV}path={},server=on,wait=off", path.replace(',', ",,"));
+    ["-chardev".to_owned(), chardev, MONITOR[0].to_owned(), MONITOR[1].to_owned()]
+}
+
+/// The name that the arguments give the machine: `-name NAME` or `-name guest=NAME`.
+///
+/// ```
+/// let arguments = ["-m", "64", "-name", "guest=vm1,debug-threads=on"].map(str::to_owned);
+/// assert_eq!(pagemark_vm::machine_name(&arguments).as_deref(), Some("vm1"));
+/// ```
+pub fn machine_name(arguments: &[String]) -> Option<String> {
+    let value = arguments.windows(2).rev().find(|pair| option_name(&pair[0]) == Some("name")).map(|pair| &pair[1])?;
+    let named = split_options(value).into_iter().enumerate().find_map(|(at, option)| match option.split_once('=') {
+        Some((key, name)) => (key == "guest").then_some(name),
+        None => (at == 0).then_some(option),
+    })?;
+    Some(named.replace(",,", ",")).filter(|name| !name.is_empty())
+}
+
+/// True if the arguments make QEMU a daemon.
+pub(crate) fn is_daemon(arguments: &[String]) -> bool {
+    arguments.iter().any(|argument| option_name(argument) == Some("daemonize"))
+}
+
+/// The name of an option, without its one or two dashes.
+pub(crate) fn option_name(argument: &str) -> Option<&str> {
+    let name = argument.strip_prefix('-')?;
+    Some(name.strip_prefix('-').unwrap_or(name))
+}
+
+/// Splits at single commas.
+pub(crate) fn split_options(argument: &str) -> Vec<&str> {
+    let (mut options, mut start, mut at) = (Vec::new(), 0, 0);
+    let bytes = argument.as_bytes();
+    while at < bytes.len() {
+        match (bytes[at], bytes.get(at + 1)) {
+            (b',', Some(b',')) => at += 2,
+            (b',', _) => {
+                options.push(&argument[start..at]);
+                at += 1;
+                start = at;
+            }
+            _ => at += 1,
+        }
+    }
+    options.push(&argument[start..]);
+    options
+}
+
+/// The path of a socket on which QEMU listens because of this argument: `unix:PATH,server=on` or
+/// `socket,path=PATH,server=on`.
+pub(crate) fn served_path(argument: &str) -> Option<String> {
+    let options = split_options(argument);
+    let is_served = options.iter().any(|option| ["server", "server=on"].contains(option));
+    let path = options.iter().find_map(|option| option.strip_prefix("unix:").or(option.strip_prefix("path=")));
+    path.filter(|_| is_served).map(|path| path.replace(",,", ","))
+}
+
+/// The arguments of the checkpointed QEMU, without those that Pagemark has added and those of a
+/// start.
+pub(crate) fn own_arguments(arguments: &[String]) -> Vec<String> {
+    let mut kept = Vec::with_capacity(arguments.len());
+    let mut rest = arguments.iter().map(String::as_str).peekable();
+    while let Some(argument) = rest.next() {
+        match (option_name(argument), rest.peek().copied()) {
+            (Some("S" | "daemonize"), _) => {}
+            // It was started from a state that is older than the checkpoint.
+            (Some("incoming" | "loadvm"), Some(_)) => drop(rest.next()),
+            (Some("chardev"), Some(value)) if value.starts_with(OWN_CHARDEV) => drop(rest.next()),
+            (_, Some(value)) if argument == MONITOR[0] && value == MONITOR[1] => drop(rest.next()),
+            (_, Some(value)) if ADDED.contains(&[argument, value]) => drop(rest.next()),
+            _ => kept.push(argument.to_owned()),
+        }
+    }
+    kept
+}
+
+/// The arguments of a machine as those of one that is restored: paused, with a monitor of
+/// Pagemark's, and waiting for the state of its devices.
+pub(crate) fn arguments_of_restore(arguments: &[String]) -> Vec<String> {
+    let mut kept = own_arguments(arguments);
+    kept.push("-S".to_owned());
+    kept.extend(MONITOR_ARGUMENTS.iter().chain(&ADDED).flatten().map(|&argument| argument.to_owned()));
+    kept
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn words(line: &str) -> Vec<String> {
+        line.split_whitespace().map(str::to_owned).collect()
+    }
+
+    #[test]
+    fn sockets_on_which_qemu_listens_are_found() {
+        let served = |argument| served_path(argument);
+        assert_eq!(served("unix:/a/b,server=on,wait=off").as_deref(), Some("/a/b"));
+        assert_eq!(served("socket,id=q,path=c,,d,server").as_deref(), Some("c,d"));
+        for other in ["unix:/a/b", "socket,id=q,path=c,server=off", "q35"] {
+            assert_eq!(served(other), None, "{other}");
+        }
+    }
+
+    #[test]
+    fn arguments_are_kept_but_for_those_of_a_start() {
+        let restored =
+            arguments_of_restore(&words("-m 64 -S -daemonize -incoming defer -loadvm x -qmp unix:a,server=on -name S"));
+        let expected = "-m 64 -qmp unix:a,server=on -name S -S \
+            -chardev socket,id=pagemark,fd=3 -mon chardev=pagemark,mode=control -incoming defer \
+            -global migration.send-configuration=off -machine suppress-vmdesc=on";
+        assert_eq!(restored.join(" "), expected);
+        assert_eq!(arguments_of_restore(&restored), restored, "a restored machine is restored again");
+    }
+
+    #[test]
+    fn the_monitor_of_a_started_machine_is_not_part_of_its_command_line() {
+        let started = [&words("-m 64")[..], &listening_monitor("/tmp/a,b")].concat();
+        assert_eq!(started[3], "socket,id=pagemark,path=/tmp/a,,b,server=on,wait=off");
+        assert_eq!(own_arguments(&started), words("-m 64"));
+    }
+
+    #[test]
+    fn a_machine_has_the_name_that_the_last_option_gives() {
+        let name = |line| machine_name(&words(line));
+        assert_eq!(name("-name a --name b,,c,process=d").as_deref(), Some("b,c"));
+        assert_eq!(name("-name process=d,guest=e").as_deref(), Some("e"));
+        for line in ["", "-name", "-name process=d", "-m name"] {
+            assert_eq!(name(line), None, "{line}");
+        }
+        assert!(is_daemon(&words("-m 64 --daemonize")) && !is_daemon(&words("-name daemonize")));
+    }
+}

@@ -1,0 +1,83 @@
+//! A process that kills a QEMU that is being prepared, or whose memory is not all there, if this
+//! process dies.
+
+use std::io::{self, PipeWriter, Write};
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+
+use nix::sys::wait::waitpid;
+use nix::unistd::{ForkResult, Pid, fork};
+use pagemark::sys::pidfd;
+use pagemark_process::helper::{self, DESCRIPTOR};
+
+/// The descriptors of the guard process.
+const ORDERS: RawFd = DESCRIPTOR;
+const QEMU: RawFd = DESCRIPTOR + 1;
+
+/// A process that kills QEMU if this process ends, or drops this value, before it is dismissed.
+#[derive(Debug)]
+pub(crate) struct EndGuard {
+    /// None once it was closed.
+    orders: Option<PipeWriter>,
+    pid: Pid,
+}
+
+impl EndGuard {
+    /// Starts a guard of the process `qemu`. It holds a copy of `held` until QEMU has ended, or it
+    /// is dismissed.
+    ///
+    /// # Errors
+    /// `ENOSYS` before Linux 5.3.
+    pub(crate) fn start(qemu: i32, held: Option<OwnedFd>) -> io::Result<EndGuard> {
+        let pidfd = pidfd::open(qemu, 0)?;
+        let (read, orders) = io::pipe()?;
+        // SAFETY: the child makes only system calls, which is allowed in a child of a process with
+        // threads, and ends by `_exit`.
+        let forked = unsafe { fork() };
+        if matches!(forked, Ok(ForkResult::Child)) {
+            let held = held.as_ref().unwrap_or(&pidfd);
+            guard(read.as_raw_fd(), pidfd.as_raw_fd(), held.as_raw_fd());
+        }
+        match forked? {
+            ForkResult::Parent { child } => Ok(EndGuard { orders: Some(orders), pid: child }),
+            ForkResult::Child => unreachable!("the guard ends by itself"),
+        }
+    }
+
+    /// Ends the guard, and lets QEMU live.
+    pub(crate) fn dismiss(mut self) {
+        if let Some(orders) = &mut self.orders {
+            // A guard that is gone kills nothing.
+            let _ = orders.write_all(&[1]);
+        }
+    }
+}
+
+impl Drop for EndGuard {
+    fn drop(&mut self) {
+        self.orders = None;
+        let _ = waitpid(self.pid, None);
+    }
+}
+
+/// The life of the guard: waits until the pipe has a byte or is closed.
+fn guard(orders: RawFd, qemu: RawFd, held: RawFd) -> ! {
+    // SAFETY: only system calls are made, nothing that owns a descriptor is used, and the process ends
+    // by `_exit`. The buffer lives through the call.
+    unsafe {
+        helper::detach_from_caller(c"pagemark-end", [orders, qemu, held]);
+        let mut order = 0u8;
+        let read = loop {
+            let read = libc::read(ORDERS, std::ptr::from_mut(&mut order).cast(), 1);
+            if read >= 0 || *libc::__errno_location() != libc::EINTR {
+                break read;
+            }
+        };
+        if read != 1 {
+            libc::syscall(libc::SYS_pidfd_send_signal, QEMU, libc::SIGKILL, 0, 0);
+            // What is held is closed only then.
+            let mut ended = libc::pollfd { fd: QEMU, events: libc::POLLIN, revents: 0 };
+            while libc::poll(&mut ended, 1, -1) < 0 && *libc::__errno_location() == libc::EINTR {}
+        }
+        libc::_exit(0)
+    }
+}

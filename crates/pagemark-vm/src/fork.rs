@@ -1,0 +1,195 @@
+//! Several machines from one checkpoint, which share unchanged memory.
+//!
+//! The content of each memory block is written once, to a file in memory. Each QEMU is started as
+//! for a restore, and is then made to map these files privately in place of its own memory: pages
+//! that no machine has written are in the host's memory once. The disks are restored once, and each
+//! machine gets an overlay of its own.
+
+use std::ffi::CStr;
+use std::fs::{self, File};
+use std::io;
+use std::os::fd::AsFd;
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::PathBuf;
+
+use nix::sys::memfd::{MFdFlags, memfd_create};
+use pagemark::repository::SpaceRecord;
+use pagemark::sys::proc::descriptors::Descriptor;
+use pagemark::sys::proc::{self, maps};
+use pagemark::{ByteCount, ContentId, PageNumber, PageTree};
+use pagemark_process::inject::{self, Call};
+use serde_json::json;
+
+use crate::command_line::arguments_of_restore;
+use crate::error::{Error, ErrorKind, Object, Result};
+use crate::fork_arguments::{ForkArguments, Replacement};
+use crate::images::{NewImage, SavedDisk, copy_pages};
+use crate::machine::{Machine, Startup};
+use crate::ram_blocks::RamBlock;
+use crate::restore::{Fill, Progress, Restore, load_devices, pair, refuse_if_served};
+use crate::started::{Started, Streams};
+
+/// The name of the files in memory that the machines share.
+const FORK_FILE: &CStr = c"pagemark-fork";
+
+/// A machine that was started by [`Restore::fork`]. QEMU runs in a session of its own, and keeps
+/// running when this is dropped.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct ForkedMachine {
+    /// Its name: that of the original, and a number.
+    pub name: String,
+    /// The process id of QEMU.
+    pub pid: i32,
+    /// What differs from the original's command line: what was, and what is.
+    pub changes: Vec<(String, String)>,
+    /// Its disks by name, and the overlay of each.
+    pub disks: Vec<(String, PathBuf)>,
+    /// Its terminals, which are pseudo-terminals: the name of the chardev, and the path.
+    pub terminals: Vec<(String, PathBuf)>,
+}
+
+/// A memory block in a file in memory.
+struct SharedBlock<'a> {
+    space: &'a SpaceRecord,
+    bytes: ByteCount,
+    file: File,
+}
+
+impl Restore<'_> {
+    /// Starts `count` machines of the checkpoint, side by side, which share unchanged memory. Each
+    /// has another name, other monitor sockets and files, other addresses of network cards, and a
+    /// pseudo-terminal in place of the terminal. What two machines cannot both have is taken from
+    /// `replacements`.
+    ///
+    /// A network card has its new address from its next reset on, because the driver in the guest
+    /// knows the old one.
+    ///
+    /// # Errors
+    /// As [`Restore::start`], and [`ErrorKind::Start`] for what two machines cannot both have. No
+    /// QEMU and no image is left then.
+    pub fn fork(self, count: u32, replacements: &[Replacement]) -> Result<Vec<ForkedMachine>> {
+        let startup = self.startup()?;
+        let devices = self.devices()?;
+        let spaces = self.ram_spaces()?;
+        let disks = self.disk_spaces(&startup)?;
+        // What cannot be done is found out before anything is written.
+        let lines = (1..=count).map(|number| {
+            let line = ForkArguments::new(&startup.arguments, number, self.job(), replacements)?;
+            refuse_if_served(&Startup { arguments: line.arguments.clone(), ..startup.clone() })?;
+            Ok(line)
+        });
+        let lines: Vec<ForkArguments> = lines.collect::<Result<_>>()?;
+        let blocks: Vec<SharedBlock<'_>> = spaces
+            .iter()
+            .map(|&(space, bytes)| Ok(SharedBlock { space, bytes, file: self.memory_file(space, bytes)? }))
+            .collect::<Result<_>>()?;
+        let images: Vec<NewImage> = disks
+            .iter()
+            .map(|disk| self.image_writer(&startup, disk).write(&self.checkpoint_name()))
+            .collect::<Result<_>>()?;
+        let mut prepared = Vec::new();
+        for line in lines {
+            prepared.push(self.start_fork(&startup, line, &devices, &blocks, &disks, &images)?);
+        }
+        // From here on nothing fails that would have to end all machines.
+        let mut forked = Vec::new();
+        for (machine, started, overlays) in prepared {
+            started.into_child()?;
+            let disks = disks.iter().zip(overlays).map(|(disk, overlay)| (disk.image.label.clone(), overlay.keep()));
+            forked.push(ForkedMachine { disks: disks.collect(), ..machine });
+        }
+        images.into_iter().for_each(|image| drop(image.keep()));
+        Ok(forked)
+    }
+
+    /// Writes the content of a memory block to a new file in memory.
+    fn memory_file(&self, space: &SpaceRecord, bytes: ByteCount) -> Result<File> {
+        let failed = |error: io::Error| {
+            let object = Object::Block(space.label.clone());
+            Error::of(ErrorKind::System, "write to memory for all machines", object, error)
+        };
+        let file = memfd_create(FORK_FILE, MFdFlags::MFD_CLOEXEC).map_err(|error| failed(error.into()))?;
+        let file = File::from(file);
+        file.set_len(ByteCount::of_pages(bytes.pages_rounded_up()).get()).map_err(failed)?;
+        let tree = PageTree::load(space.root, self.store())?;
+        let (targets, ids): (Vec<PageNumber>, Vec<ContentId>) = tree.iter().unzip();
+        if targets.last().is_some_and(|last| last.get() >= bytes.pages_rounded_up()) {
+            return Err(Error::damaged(format!("the memory block {} has pages behind its end", space.label)));
+        }
+        let write = |page: PageNumber, content: &[u8]| file.write_all_at(content, page.address().get());
+        copy_pages(self.store(), &ids, &targets, &write)?.map_err(failed)?;
+        Ok(file)
+    }
+
+    /// Starts one of the machines.
+    fn start_fork(
+        &self,
+        startup: &Startup,
+        line: ForkArguments,
+        devices: &[u8],
+        blocks: &[SharedBlock<'_>],
+        disks: &[SavedDisk<'_>],
+        images: &[NewImage],
+    ) -> Result<(ForkedMachine, Started, Vec<NewImage>)> {
+        let mut arguments = line.arguments;
+        let mut overlays = Vec::new();
+        for (disk, image) in disks.iter().zip(images) {
+            let overlay = self.image_writer(startup, disk).write_overlay(image, &line.name)?;
+            overlay.replace_in_as_overlay(&mut arguments, disk.image)?;
+            overlays.push(overlay);
+        }
+        let mut started = Started::start(startup, &arguments_of_restore(&arguments), Streams::Detached)?;
+        let mut machine = started.machine(startup)?;
+        machine.check_keeps_memory()?;
+        let mappings = maps::read(machine.pid).map_err(Error::system("read the mappings of QEMU"))?;
+        let places = machine.changed_blocks(&mappings)?.unwrap_or_default();
+        let spaces: Vec<_> = blocks.iter().map(|block| (block.space, block.bytes)).collect();
+        // A block that can grow stays one mapping, by which it is found again.
+        let is_whole = |place: &RamBlock| mappings.iter().any(|mapping| (mapping.start..mapping.end) == place.range);
+        let (whole, parts): (Vec<_>, Vec<_>) =
+            pair(&spaces, &places)?.into_iter().partition(|(_, place)| is_whole(place));
+        for (space, place) in whole {
+            let file = blocks.iter().find(|block| block.space.id == space.id).map(|block| &block.file);
+            map_privately(&mut machine, file.ok_or_else(|| Error::damaged("no memory"))?, place)?;
+        }
+        self.fill(machine.pid, &parts, Fill::Whole, &mut Progress::unseen(&mut |_, _| {}))?;
+        load_devices(&mut machine, devices.to_vec())?;
+        if startup.is_running && !self.is_paused() {
+            machine.resume()?;
+        }
+        let terminals = machine.terminals()?;
+        let forked =
+            ForkedMachine { name: line.name, pid: machine.pid, changes: line.changes, disks: Vec::new(), terminals };
+        Ok((forked, started, overlays))
+    }
+}
+
+/// Makes QEMU map `file` privately in place of a block of its memory.
+fn map_privately(machine: &mut Machine, file: &File, block: &RamBlock) -> Result<()> {
+    const NAME: &str = "pagemark-memory";
+    let failed =
+        |error: io::Error| Error::of(ErrorKind::System, "map shared memory into", Object::Process(machine.pid), error);
+    machine.monitor.execute_with("getfd", json!({ "fdname": NAME }), Some(file.as_fd()))?;
+    let number = descriptor_of(machine.pid, file).map_err(failed)?;
+    let (start, bytes) = (block.range.start.get(), block.bytes().get());
+    let protection = (libc::PROT_READ | libc::PROT_WRITE) as u64;
+    let flags = (libc::MAP_PRIVATE | libc::MAP_FIXED | libc::MAP_NORESERVE) as u64;
+    let map = [start, bytes, protection, flags, number as u64, 0];
+    // As QEMU does with its own memory: what it forks has no use for it.
+    let advise = [start, bytes, libc::MADV_DONTFORK as u64, 0, 0, 0];
+    let calls = [(libc::SYS_mmap, map), (libc::SYS_madvise, advise)];
+    inject::system_calls(machine.pid, calls.map(|(number, arguments)| Call { number, arguments }).into())?;
+    machine.monitor.execute("closefd", json!({ "fdname": NAME })).map(drop)
+}
+
+/// The number under which a process has the file open.
+fn descriptor_of(pid: i32, file: &File) -> io::Result<i32> {
+    let wanted = file.metadata()?;
+    let is_wanted = |descriptor: &Descriptor| {
+        // A descriptor may be closed meanwhile.
+        let found = fs::metadata(descriptor.path());
+        found.is_ok_and(|found| (found.dev(), found.ino()) == (wanted.dev(), wanted.ino()))
+    };
+    let found = proc::descriptors(pid)?.into_iter().find(is_wanted);
+    found.map(|descriptor| descriptor.number).ok_or_else(|| io::ErrorKind::NotFound.into())
+}

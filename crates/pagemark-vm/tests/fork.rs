@@ -1,0 +1,152 @@
+//! Several machines from one checkpoint.
+
+use std::path::Path;
+use std::process::Command;
+
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use pagemark::repository::{Checkpoint, Repository};
+use pagemark::track::Scope;
+use pagemark::{Job, JobOptions, Mechanism};
+use pagemark_testing::{MachinePaths, Qemu, TestMonitor, guest_program, skip, wait_for, with_disk};
+use pagemark_vm::{ErrorKind, ForkedMachine, Replacement, Restore, VmTarget};
+use serde_json::json;
+
+const RAM_BYTES: u64 = 64 << 20;
+
+/// Machines that are killed when dropped.
+struct Forked(Vec<ForkedMachine>);
+
+impl Drop for Forked {
+    fn drop(&mut self) {
+        for machine in &self.0 {
+            let _ = kill(Pid::from_raw(machine.pid), Signal::SIGKILL);
+        }
+    }
+}
+
+fn attach(monitor: &Path) -> VmTarget {
+    VmTarget::attach(monitor, Mechanism::choose(Scope::Process)).unwrap()
+}
+
+/// Takes a checkpoint of a paused machine, and returns the content of its memory.
+fn checkpoint(paths: &MachinePaths, further: &[impl AsRef<str>]) -> (Checkpoint, Vec<u8>) {
+    let qemu = Qemu::start(paths, further);
+    let mut own = TestMonitor::connect(&paths.join("test.qmp"));
+    let repository = Repository::create(&paths.join("repository")).unwrap();
+    let mut job = Job::new(attach(&paths.monitor()), repository, JobOptions::new("vm"));
+    own.run("stop", json!({}));
+    let memory = own.physical_memory(RAM_BYTES, &paths.join("dump"));
+    job.checkpoint().unwrap();
+    job.detach();
+    drop(qemu);
+    (Repository::open(&paths.join("repository")).unwrap().read("vm", 1).unwrap(), memory)
+}
+
+/// Waits until the program of machine `number` has made more steps, which write to a file of its
+/// own.
+fn wait_for_steps(paths: &MachinePaths, number: u32, more: usize) {
+    let steps = || {
+        let text = std::fs::read_to_string(paths.join(&format!("serial.{number}"))).unwrap_or_default();
+        assert!(!text.contains("WRONG"), "machine {number}: {text}");
+        text.lines().count()
+    };
+    let before = steps();
+    wait_for("the machine to go on", || (steps() > before + more).then_some(()));
+}
+
+/// Kilobytes of a process's memory from the files that the machines share: its resident set, and
+/// its proportional part.
+fn shared_kb(pid: i32) -> (u64, u64) {
+    let text = std::fs::read_to_string(format!("/proc/{pid}/smaps")).unwrap();
+    let mut sums = (0, 0);
+    let mut is_shared = false;
+    for line in text.lines() {
+        if line.split(' ').next().is_some_and(|word| word.contains('-')) {
+            is_shared = line.contains("memfd:pagemark-fork");
+        }
+        let number = |key| line.strip_prefix(key).and_then(|rest: &str| rest.trim().strip_suffix(" kB")?.parse().ok());
+        if is_shared {
+            sums.0 += number("Rss:").unwrap_or(0u64);
+            sums.1 += number("Pss:").unwrap_or(0u64);
+        }
+    }
+    sums
+}
+
+#[test]
+fn machines_of_one_checkpoint_share_memory_and_run_by_themselves() {
+    if guest_program().is_none() {
+        skip!("no QEMU, or no compiler for its guest");
+    }
+    let paths = MachinePaths::default();
+    let (checkpoint, memory) = checkpoint(&paths, &["-m", "64", "-name", "box"]);
+    let forked = Forked(Restore::new(&checkpoint).fork(3, &[]).unwrap());
+    assert_eq!(forked.0.iter().map(|machine| &*machine.name).collect::<Vec<_>>(), ["box-1", "box-2", "box-3"]);
+    for number in 1..=3 {
+        let mut own = TestMonitor::connect(&paths.join(&format!("test.qmp.{number}")));
+        let restored = own.physical_memory(RAM_BYTES, &paths.join("dump"));
+        let differs = memory.chunks(4096).zip(restored.chunks(4096)).position(|(one, other)| one != other);
+        assert_eq!(differs, None, "machine {number}");
+        own.run("cont", json!({}));
+    }
+    (1..=3).for_each(|number| wait_for_steps(&paths, number, 5));
+    let sizes: Vec<(u64, u64)> = forked.0.iter().map(|machine| shared_kb(machine.pid)).collect();
+    let resident: u64 = sizes.iter().map(|(resident, _)| resident).sum();
+    let proportional: u64 = sizes.iter().map(|(_, proportional)| proportional).sum();
+    // Each has read all of its memory, and written some pages.
+    assert!(resident > 3 * 48 * 1024 && proportional * 2 < resident, "{sizes:?}");
+
+    // What was not written since is the file's, and would be missing in a checkpoint.
+    let error = VmTarget::attach(&paths.join("vm.qmp.2"), Mechanism::Full).err().unwrap();
+    assert!(error.kind() == ErrorKind::Unsupported && error.to_string().contains("private mapping"), "{error}");
+    wait_for_steps(&paths, 2, 5);
+}
+
+#[test]
+fn each_machine_has_a_disk_a_terminal_and_an_address_of_its_own() {
+    if guest_program().is_none() {
+        skip!("no QEMU, or no compiler for its guest");
+    }
+    for format in ["raw", "qcow2"] {
+        let paths = MachinePaths::default();
+        let image = paths.join("disk");
+        let made = Command::new("qemu-img").args(["create", "-q", "-f", format]).arg(&image).arg("16M").status();
+        if !made.is_ok_and(|status| status.success()) {
+            skip!("no qemu-img");
+        }
+        let mut further = with_disk(&image, format, "");
+        let card = "e1000,netdev=n,mac=52:54:00:00:00:09";
+        further.extend(["-netdev", "user,id=n", "-device", card, "-monitor", "stdio"].map(str::to_owned));
+        let (checkpoint, _) = checkpoint(&paths, &further);
+        let forked = Forked(Restore::new(&checkpoint).fork(2, &[]).unwrap());
+        for (machine, number) in forked.0.iter().zip(1..) {
+            assert_eq!(machine.name, format!("vm-{number}"));
+            assert_eq!(machine.disks[0].1, paths.join(&format!("disk.vm-{number}")));
+            assert!(machine.terminals[0].1.starts_with("/dev/pts"));
+            let mac = format!("e1000,netdev=n,mac=52:54:00:0{number}:00:09");
+            assert!(machine.changes.contains(&(card.to_owned(), mac)), "{:?}", machine.changes);
+            TestMonitor::connect(&paths.join(&format!("test.qmp.{number}"))).run("cont", json!({}));
+        }
+        // The machines compare their disks with their memory.
+        (1..=2).for_each(|number| wait_for_steps(&paths, number, 40));
+    }
+}
+
+#[test]
+fn what_two_machines_cannot_have_is_refused_before_one_is_started() {
+    if guest_program().is_none() {
+        skip!("no QEMU, or no compiler for its guest");
+    }
+    let paths = MachinePaths::default();
+    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let network = format!("user,id=n,hostfwd=tcp:127.0.0.1:{port}-:22");
+    let (checkpoint, _) = checkpoint(&paths, &["-m", "64", "-netdev", &network, "-device", "e1000,netdev=n"]);
+    let error = Restore::new(&checkpoint).fork(2, &[]).unwrap_err();
+    assert!(error.kind() == ErrorKind::Start && error.to_string().contains("hostfwd"), "{error}");
+    assert!(!paths.join("vm.qmp.1").exists());
+    let replacement = Replacement::new(&format!("tcp:127.0.0.1:{port}-"), "tcp:127.0.0.{}:0-").unwrap();
+    let forked = Forked(Restore::new(&checkpoint).fork(2, &[replacement]).unwrap());
+    (1..=2).for_each(|number| drop(TestMonitor::connect(&paths.join(&format!("test.qmp.{number}")))));
+    assert_eq!(forked.0.len(), 2);
+}
