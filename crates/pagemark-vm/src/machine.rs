@@ -301,10 +301,42 @@ fn read_heap(pid: i32, mappings: &[Mapping]) -> Result<Vec<Vec<u8>>> {
         let is_small = mapping.end - mapping.start <= MAX_HEAP_PART;
         mapping.is_private_anonymous() && mapping.is_data() && is_small
     });
+    // What is unmapped meanwhile is not QEMU's record of its memory, but what is left of the mapping
+    // may be: an allocator gives the end of its heap back at any time.
     let read = |mapping: &Mapping| {
         let mut content = vec![0; (mapping.end - mapping.start).to_usize()];
-        // What is unmapped meanwhile is not QEMU's record of its memory.
-        memory.read_exact_at(&mut content, mapping.start.get()).ok().map(|()| content)
+        let mut read_bytes = 0;
+        while read_bytes < content.len() {
+            match memory.read_at(&mut content[read_bytes..], mapping.start.get() + read_bytes as u64) {
+                Ok(more) if more > 0 => read_bytes += more,
+                _ => break,
+            }
+        }
+        content.truncate(read_bytes);
+        content
     };
-    Ok(parts.filter_map(read).collect())
+    Ok(parts.map(read).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_left_of_a_heap_is_read() {
+        let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
+        let pid = i32::try_from(child.id()).unwrap();
+        // The heap that was listed was longer than the one that is read.
+        let listed = pagemark_testing::wait_for("a heap", || {
+            let mut mappings = proc::maps::read(pid).unwrap();
+            mappings.retain(|mapping| mapping.name == b"[heap]");
+            (!mappings.is_empty()).then_some(mappings)
+        });
+        let bytes = (listed[0].end - listed[0].start).to_usize();
+        let longer = Mapping { end: listed[0].end + ByteCount::new(4096), ..listed[0].clone() };
+        let heap = read_heap(pid, &[longer]);
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert_eq!(heap.unwrap().iter().map(Vec::len).collect::<Vec<_>>(), [bytes]);
+    }
 }

@@ -65,12 +65,12 @@ pub(crate) fn parse(table: &str) -> Option<Vec<ListedBlock>> {
 }
 
 /// Finds each block among the mappings of QEMU. A version that does not list addresses is known to
-/// map each block by itself, with an inaccessible page behind it, and at a multiple of 2 MiB if it
-/// has no file. Where several mappings fit, QEMU's own record of the block decides. It is searched
-/// in what `heap` returns: the content of QEMU's private memory.
+/// map each block with an inaccessible page behind it, and at a multiple of 2 MiB if it has no file.
+/// Where several places fit, QEMU's own record of the block decides. It is searched in what `heap`
+/// returns: the content of QEMU's private memory.
 ///
 /// # Errors
-/// [`ErrorKind::Memory`] if a block is not found, or several mappings fit;
+/// [`ErrorKind::Memory`] if a block is not found, or several places fit;
 /// [`ErrorKind::Unsupported`] if a block is a private mapping of a file.
 pub(crate) fn locate(
     listed: &[ListedBlock],
@@ -80,22 +80,26 @@ pub(crate) fn locate(
     let mut heap_content = None;
     let mut blocks = Vec::with_capacity(listed.len());
     for block in listed {
-        let fitting = || fitting(mappings, block.total);
+        let fitting = || fitting_starts(mappings, block.total);
         let is_like = |other: &&ListedBlock| other.total == block.total;
         let start = match block.start {
             Some(start) => start,
             None if fitting().count() == 1 && listed.iter().filter(is_like).count() == 1 => {
-                fitting().map(|mapping| mapping.start).next().unwrap_or_default()
+                fitting().next().unwrap_or_default()
             }
             None => {
                 let content = match &mut heap_content {
                     Some(content) => content,
                     None => heap_content.insert(heap()?),
                 };
-                let starts: Vec<Address> = fitting().map(|mapping| mapping.start).collect();
+                let starts: Vec<Address> = fitting().collect();
                 content.iter().find_map(|part| recorded_address(part, block, &starts)).ok_or_else(|| {
-                    let reason =
-                        format!("cannot be found in QEMU's address space: {} mappings have its size", starts.len());
+                    let reason = format!(
+                        "cannot be found in QEMU's address space: it could be in {} places, and QEMU's record of it \
+                         is not in the {} parts of the heap",
+                        starts.len(),
+                        content.len()
+                    );
                     let error = Error::about(ErrorKind::Memory, Object::Block(block.id.clone()), reason);
                     error.help("later versions of QEMU list the addresses of their memory")
                 })?
@@ -147,14 +151,20 @@ fn recorded_address(content: &[u8], block: &ListedBlock, starts: &[Address]) -> 
         })
 }
 
-/// The mappings that look like a block of `total` bytes.
-fn fitting(mappings: &[Mapping], total: ByteCount) -> impl Iterator<Item = &Mapping> {
+/// Where a block of `total` bytes can begin. The kernel may have joined it with the mapping before
+/// it.
+fn fitting_starts(mappings: &[Mapping], total: ByteCount) -> impl Iterator<Item = Address> {
     mappings.windows(2).filter_map(move |pair| {
         let (mapping, next) = (&pair[0], &pair[1]);
         let is_guarded = next.start == mapping.end && !next.readable && !next.writable;
-        let is_aligned = mapping.inode != 0 || mapping.start.get().is_multiple_of(ALIGNMENT);
         let is_memory = mapping.readable && mapping.writable && !mapping.executable;
-        (is_memory && is_aligned && is_guarded && mapping.end - mapping.start == total).then_some(mapping)
+        let is_large_enough = mapping.end - mapping.start >= total;
+        let start = mapping.end.get().checked_sub(total.get())?;
+        let is_at_its_place = match mapping.inode {
+            0 => start.is_multiple_of(ALIGNMENT),
+            _ => start == mapping.start.get(),
+        };
+        (is_memory && is_large_enough && is_at_its_place && is_guarded).then_some(Address::new(start))
     })
 }
 
@@ -242,6 +252,15 @@ mod tests {
             let error = locate(&listed, &mappings(text), || Ok(heap.clone())).unwrap_err();
             assert_eq!(error.kind(), ErrorKind::Memory);
         }
+    }
+
+    #[test]
+    fn a_block_is_found_in_a_mapping_that_begins_before_it() {
+        let text = "\
+            7f00001f0000-7f0000300000 rw-p 00000000 00:00 0 \n\
+            7f0000300000-7f0000301000 ---p 00000000 00:00 0 \n";
+        let found = locate(&[block("a", 0, 0x100000, 0x100000)], &mappings(text), || Ok(Vec::new())).unwrap();
+        assert_eq!(found[0].range.start, Address::new(0x7f0000200000));
     }
 
     #[test]
