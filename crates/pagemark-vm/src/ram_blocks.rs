@@ -65,9 +65,9 @@ pub(crate) fn parse(table: &str) -> Option<Vec<ListedBlock>> {
 }
 
 /// Finds each block among the mappings of QEMU. A version that does not list addresses is known to
-/// map each block with an inaccessible page behind it, and at a multiple of 2 MiB if it has no file.
-/// Where several places fit, QEMU's own record of the block decides. It is searched in what `heap`
-/// returns: the content of QEMU's private memory.
+/// map each block with an inaccessible page behind it, and at a multiple of 2 MiB if it has no
+/// file. Where several places fit, QEMU's own record of the block decides. It is searched in what
+/// `heap` returns: the content of QEMU's private memory.
 ///
 /// # Errors
 /// [`ErrorKind::Memory`] if a block is not found, or several places fit;
