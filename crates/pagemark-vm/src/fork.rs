@@ -12,6 +12,7 @@ use std::os::fd::AsFd;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::PathBuf;
 
+use nix::fcntl::{FcntlArg, fcntl};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use pagemark::repository::SpaceRecord;
 use pagemark::sys::proc::descriptors::Descriptor;
@@ -20,6 +21,7 @@ use pagemark::{ByteCount, ContentId, PageNumber, PageTree};
 use pagemark_process::inject::{self, Call};
 use serde_json::json;
 
+use crate::block_file;
 use crate::command_line::arguments_of_restore;
 use crate::error::{Error, ErrorKind, Object, Result};
 use crate::fork_arguments::{ForkArguments, Replacement};
@@ -108,7 +110,8 @@ impl Restore<'_> {
             let object = Object::Block(space.label.clone());
             Error::of(ErrorKind::System, "write to memory for all machines", object, error)
         };
-        let file = memfd_create(FORK_FILE, MFdFlags::MFD_CLOEXEC).map_err(|error| failed(error.into()))?;
+        let flags = MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING;
+        let file = memfd_create(FORK_FILE, flags).map_err(|error| failed(error.into()))?;
         let file = File::from(file);
         file.set_len(ByteCount::of_pages(bytes.pages_rounded_up()).get()).map_err(failed)?;
         let tree = PageTree::load(space.root, self.store())?;
@@ -118,6 +121,8 @@ impl Restore<'_> {
         }
         let write = |page: PageNumber, content: &[u8]| file.write_all_at(content, page.address().get());
         copy_pages(self.store(), &ids, &targets, &write)?.map_err(failed)?;
+        // So that a checkpoint of a forked machine can rely on what the machine has not written to.
+        fcntl(&file, FcntlArg::F_ADD_SEALS(block_file::FIXED)).map_err(|error| failed(error.into()))?;
         Ok(file)
     }
 

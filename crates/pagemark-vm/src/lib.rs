@@ -28,6 +28,7 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
+mod block_file;
 mod changes;
 mod command_line;
 mod disks;

@@ -11,6 +11,7 @@ use pagemark::sys::proc::{self, Mapping};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
+use crate::block_file;
 use crate::changes::{Changes, Command, Undo};
 use crate::drive::{self, DiskImage, Drive};
 use crate::error::{Error, ErrorKind, Object, Result};
@@ -84,14 +85,15 @@ impl Machine {
         Ok(Machine { monitor, pid, listed: (String::new(), Vec::new()), devices: None })
     }
 
-    /// Checks that a checkpoint can hold all of the machine. Nothing is changed.
+    /// Checks that a checkpoint can hold all of the machine. Nothing is changed. True if the
+    /// machine's processors run.
     ///
     /// # Errors
     /// [`ErrorKind::Unsupported`] with the reason.
-    pub(crate) fn check(&mut self) -> Result<()> {
+    pub(crate) fn check(&mut self) -> Result<bool> {
         let unsupported = |reason: String| Error::about(ErrorKind::Unsupported, Object::Process(self.pid), reason);
-        let status = self.monitor.execute("query-status", json!({}))?;
-        let status = text(&status, "status");
+        let state = self.monitor.execute("query-status", json!({}))?;
+        let status = text(&state, "status");
         if ["inmigrate", "postmigrate", "finish-migrate", "guest-panicked", "internal-error"].contains(&&*status) {
             return Err(unsupported(format!("cannot be checkpointed in its state, {status}")));
         }
@@ -103,7 +105,8 @@ impl Machine {
         if let Some((name, reason)) = WRITTEN_ELSEWHERE.iter().find(|(name, _)| devices.contains(name)) {
             return Err(unsupported(format!("has a {name} device: {reason}")));
         }
-        self.check_plugged()
+        self.check_plugged()?;
+        Ok(state.get("running").and_then(Value::as_bool).unwrap_or(false))
     }
 
     /// Checks that no device of the machine gives memory back to the host. What is given back must
@@ -176,12 +179,6 @@ impl Machine {
         Ok(Some(name).filter(|name| !name.is_empty()))
     }
 
-    /// True if the machine's processors run.
-    pub(crate) fn is_running(&mut self) -> Result<bool> {
-        let status = self.monitor.execute("query-status", json!({}))?;
-        Ok(status.get("running").and_then(Value::as_bool).unwrap_or(false))
-    }
-
     /// The pseudo-terminals of the machine: the name of each chardev, and the path.
     pub(crate) fn terminals(&mut self) -> Result<Vec<(String, PathBuf)>> {
         let chardevs = self.monitor.execute("query-chardev", json!({}))?;
@@ -229,7 +226,12 @@ impl Machine {
         let listed = ram_blocks::parse(&table).filter(|listed| !listed.is_empty()).ok_or_else(|| {
             Error::about(ErrorKind::Memory, Object::Process(self.pid), "lists its memory in an unknown form")
         })?;
-        let blocks = ram_blocks::locate(&listed, mappings, || read_heap(self.pid, mappings))?;
+        let blocks = ram_blocks::locate(
+            &listed,
+            mappings,
+            || read_heap(self.pid, mappings),
+            |mapping| block_file::is_fixed(self.pid, mapping),
+        )?;
         self.listed = (table, listed);
         Ok(Some(blocks))
     }

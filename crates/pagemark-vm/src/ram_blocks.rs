@@ -29,7 +29,18 @@ pub(crate) struct RamBlock {
     pub(crate) id: String,
     /// The addresses of the used part in QEMU's address space.
     pub(crate) range: Range,
-    pub(crate) is_shared: bool,
+    pub(crate) memory: BlockMemory,
+}
+
+/// What the pages of a block are.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum BlockMemory {
+    /// Pages of QEMU alone.
+    Private,
+    /// Pages of a file, or of memory without a name, which others can share.
+    Shared,
+    /// Pages of a file that nobody can write to, until QEMU writes to one: then it has its own.
+    FixedFile,
 }
 
 impl RamBlock {
@@ -67,15 +78,17 @@ pub(crate) fn parse(table: &str) -> Option<Vec<ListedBlock>> {
 /// Finds each block among the mappings of QEMU. A version that does not list addresses is known to
 /// map each block with an inaccessible page behind it, and at a multiple of 2 MiB if it has no
 /// file. Where several places fit, QEMU's own record of the block decides. It is searched in what
-/// `heap` returns: the content of QEMU's private memory.
+/// `heap` returns: the content of QEMU's private memory. `is_fixed` says of a private mapping of a
+/// file whether nobody can write to the file.
 ///
 /// # Errors
 /// [`ErrorKind::Memory`] if a block is not found, or several places fit;
-/// [`ErrorKind::Unsupported`] if a block is a private mapping of a file.
+/// [`ErrorKind::Unsupported`] if a block is a private mapping of a file that can be written to.
 pub(crate) fn locate(
     listed: &[ListedBlock],
     mappings: &[Mapping],
     heap: impl Fn() -> Result<Vec<Vec<u8>>>,
+    is_fixed: impl Fn(&Mapping) -> Result<bool>,
 ) -> Result<Vec<RamBlock>> {
     let mut heap_content = None;
     let mut blocks = Vec::with_capacity(listed.len());
@@ -110,13 +123,17 @@ pub(crate) fn locate(
         let mapping = mapping.ok_or_else(|| {
             Error::about(ErrorKind::Memory, Object::Block(block.id.clone()), "is not mapped where QEMU says")
         })?;
-        if mapping.kind == MappingKind::PrivateFile {
+        let memory = match mapping.kind {
+            MappingKind::PrivateFile if is_fixed(mapping)? => BlockMemory::FixedFile,
+            _ if mapping.is_private() => BlockMemory::Private,
+            _ => BlockMemory::Shared,
+        };
+        if mapping.kind == MappingKind::PrivateFile && memory != BlockMemory::FixedFile {
             let reason = "is a private mapping of a file, whose content is not the machine's alone";
             let error = Error::about(ErrorKind::Unsupported, Object::Block(block.id.clone()), reason);
             return Err(error.help("use `memory-backend-file` with `share=on`, or `memory-backend-ram`"));
         }
-        let is_shared = !mapping.is_private();
-        blocks.push(RamBlock { id: block.id.clone(), range, is_shared });
+        blocks.push(RamBlock { id: block.id.clone(), range, memory });
     }
     let mut starts: Vec<Address> = blocks.iter().map(|block| block.range.start).collect();
     starts.sort_unstable();
@@ -182,6 +199,10 @@ mod tests {
         ListedBlock { id: id.into(), used, total, offset, start: None }
     }
 
+    fn none_is_fixed(_: &Mapping) -> Result<bool> {
+        Ok(false)
+    }
+
     fn mappings(text: &str) -> Vec<Mapping> {
         maps::parse(text.as_bytes()).unwrap()
     }
@@ -216,11 +237,15 @@ mod tests {
             7f0000401000-7f0000501000 rw-p 00000000 00:00 0 \n\
             7f0000501000-7f0000502000 ---p 00000000 00:00 0 \n";
         let listed = [block("ram", 0, 0x80000, 0x100000)];
-        let found = locate(&listed, &mappings(text), || panic!("one mapping fits")).unwrap();
+        let found = locate(&listed, &mappings(text), || panic!("one mapping fits"), none_is_fixed).unwrap();
         let start = Address::new(0x7f0000200000);
         assert_eq!(
             found,
-            [RamBlock { id: "ram".into(), range: start..start + ByteCount::new(0x80000), is_shared: false }]
+            [RamBlock {
+                id: "ram".into(),
+                range: start..start + ByteCount::new(0x80000),
+                memory: BlockMemory::Private
+            }]
         );
     }
 
@@ -241,15 +266,16 @@ mod tests {
             record
         };
         let heap = |a: u64, b: u64| vec![vec![1; 100], [record(a, &listed[0]), record(b, &listed[1])].concat()];
-        let found = locate(&listed, &mappings(text), || Ok(heap(0x7f0000400000, 0x7f0000200000))).unwrap();
+        let found = locate(&listed, &mappings(text), || Ok(heap(0x7f0000400000, 0x7f0000200000)), none_is_fixed);
+        let found = found.unwrap();
         assert_eq!(
-            found.iter().map(|block| (&*block.id, block.is_shared)).collect::<Vec<_>>(),
-            [("a", true), ("b", false)]
+            found.iter().map(|block| (&*block.id, block.memory)).collect::<Vec<_>>(),
+            [("a", BlockMemory::Shared), ("b", BlockMemory::Private)]
         );
 
         let unknown = [heap(0, 0), heap(0x7f0000200000, 0x7f0000200000), heap(0x1000, 0x2000), Vec::new()];
         for heap in unknown {
-            let error = locate(&listed, &mappings(text), || Ok(heap.clone())).unwrap_err();
+            let error = locate(&listed, &mappings(text), || Ok(heap.clone()), none_is_fixed).unwrap_err();
             assert_eq!(error.kind(), ErrorKind::Memory);
         }
     }
@@ -259,15 +285,19 @@ mod tests {
         let text = "\
             7f00001f0000-7f0000300000 rw-p 00000000 00:00 0 \n\
             7f0000300000-7f0000301000 ---p 00000000 00:00 0 \n";
-        let found = locate(&[block("a", 0, 0x100000, 0x100000)], &mappings(text), || Ok(Vec::new())).unwrap();
+        let found =
+            locate(&[block("a", 0, 0x100000, 0x100000)], &mappings(text), || Ok(Vec::new()), none_is_fixed).unwrap();
         assert_eq!(found[0].range.start, Address::new(0x7f0000200000));
     }
 
     #[test]
-    fn a_private_mapping_of_a_file_is_refused() {
+    fn a_private_mapping_of_a_file_is_refused_unless_the_file_is_fixed() {
         let text =
             "7f0000200000-7f0000300000 rw-p 00000000 08:01 7 /ram\n7f0000300000-7f0000301000 ---p 00000000 00:00 0 \n";
-        let error = locate(&[block("a", 0, 0x100000, 0x100000)], &mappings(text), || Ok(Vec::new())).unwrap_err();
+        let listed = [block("a", 0, 0x100000, 0x100000)];
+        let error = locate(&listed, &mappings(text), || Ok(Vec::new()), none_is_fixed).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Unsupported);
+        let found = locate(&listed, &mappings(text), || Ok(Vec::new()), |_| Ok(true)).unwrap();
+        assert_eq!(found[0].memory, BlockMemory::FixedFile);
     }
 }

@@ -6,8 +6,7 @@ use std::path::Path;
 use std::time::{Duration, Instant, SystemTime};
 
 use pagemark::repository::{SpaceKind, StateRecord, TargetKind};
-use pagemark::sys::proc::{self, Mapping, maps};
-use pagemark::sys::sparse;
+use pagemark::sys::proc::{Mapping, maps};
 use pagemark::target::{
     Captured, CapturedSpace, Frozen, Recorded, SpaceId, Target, TargetDescription, TargetMemory, VisitPage,
     WhileFreezing,
@@ -15,12 +14,13 @@ use pagemark::target::{
 use pagemark::{Address, AddressRangeExt, Blob, Mechanism, PageNumber, Range, RangeSet, Store};
 use pagemark_process::space::{AddressSpace, SharedScope};
 
+use crate::block_file::BlockFile;
 use crate::changes::Changes;
 use crate::disks::{Connections, DiskContents, Disks};
 use crate::error::{Error, ErrorKind, Object, Result};
 use crate::event::MachineEvent;
 use crate::machine::{Machine, Startup};
-use crate::ram_blocks::RamBlock;
+use crate::ram_blocks::{BlockMemory, RamBlock};
 
 /// Name of the record that holds the state of processors and devices, as QEMU writes it.
 pub(crate) const DEVICES: &str = "qemu-devices";
@@ -58,6 +58,8 @@ struct MachineMemory {
 struct Block {
     space: SpaceId,
     place: RamBlock,
+    /// What QEMU has not written to, of a block of [`BlockMemory::FixedFile`].
+    file: Option<BlockFile>,
     /// Offsets that were found written and are not reported yet.
     written: RangeSet,
 }
@@ -79,12 +81,12 @@ impl VmTarget {
     /// [`ErrorKind::Process`]; the machine is unchanged.
     pub fn attach(path: &Path, mechanism: Mechanism) -> Result<VmTarget> {
         let mut machine = Machine::connect(path)?;
-        machine.check()?;
+        let is_running = machine.check()?;
         let label = match machine.name()? {
             Some(name) => name,
             None => path.file_stem().map_or_else(String::new, |stem| stem.to_string_lossy().into_owned()),
         };
-        let startup = machine.startup(true)?;
+        let startup = machine.startup(is_running)?;
         let (mut disks, mut next_space) = (Disks::default(), 0);
         disks.set_drives(machine.drives(&startup)?, &mut next_space);
         let command = [startup.program.display().to_string()].into_iter().chain(startup.arguments).collect();
@@ -164,7 +166,8 @@ impl MachineMemory {
                     let space = *next_space;
                     *next_space += 1;
                     self.has_new_blocks = true;
-                    Block { space, written: self.content(&place)?, place }
+                    let (file, written) = self.content(&place)?;
+                    Block { space, file, written, place }
                 }
             };
             self.blocks.push(block);
@@ -172,31 +175,26 @@ impl MachineMemory {
         Ok(())
     }
 
-    /// The offsets of a new block that may hold data.
-    fn content(&self, place: &RamBlock) -> Result<RangeSet> {
+    /// The file behind a new block, if its content is not in QEMU alone, and the offsets of the
+    /// block that may hold data.
+    fn content(&self, place: &RamBlock) -> Result<(Option<BlockFile>, RangeSet)> {
         let all = Address::MIN..Address::MIN + place.bytes();
-        if !place.is_shared {
-            return Ok(all.into());
-        }
-        // Holes of a shared file must not be read: that would fill them.
         let has = |mapping: &&Mapping| mapping.start <= place.range.start && place.range.end <= mapping.end;
-        let Some(mapping) = self.space.mappings().iter().find(has) else { return Ok(all.into()) };
-        let name = format!("map_files/{:x}-{:x}", mapping.start.get(), mapping.end.get());
-        let failed = || Error::system("find the content of a shared memory block");
-        let file = File::open(proc::path(self.space.pid(), &name)).map_err(failed())?;
-        let in_file = Address::new(mapping.offset) + (place.range.start - mapping.start);
-        let (mut at, end) = (in_file, in_file + place.bytes());
-        let mut content = RangeSet::new();
-        while at < end {
-            let data = sparse::next_data(&file, at, end).map_err(failed())?;
-            if data.is_empty() {
-                break;
-            }
-            let start = Address::MIN + (data.start - in_file);
-            content.insert(start..start + data.byte_count());
-            at = data.end;
+        let mapping = self.space.mappings().iter().find(has);
+        let (Some(mapping), true) = (mapping, place.memory != BlockMemory::Private) else {
+            return Ok((None, all.into()));
+        };
+        // Holes of a file in memory must not be read through a mapping: that would fill them.
+        let file = BlockFile::open(self.space.pid(), mapping, place)?;
+        let mut content = file.content()?;
+        if place.memory != BlockMemory::FixedFile {
+            return Ok((None, content));
         }
-        Ok(content.into_whole_pages())
+        for own in self.space.populated().within(place.range.clone()) {
+            let start = Address::MIN + (own.start - place.range.start);
+            content.insert(start..start + own.byte_count());
+        }
+        Ok((Some(file), content))
     }
 
     /// Collects what was written in all blocks.
@@ -235,20 +233,25 @@ impl MachineMemory {
         Ok(())
     }
 
-    fn read(&mut self, space: SpaceId, ranges: &[Range], buffer: &mut [u8]) -> Result<RangeSet> {
+    fn read(&mut self, space: SpaceId, wanted: &[Range], buffer: &mut [u8]) -> Result<RangeSet> {
         let Some(block) = self.blocks.iter().find(|block| block.space == space) else {
-            return Ok(ranges.iter().cloned().collect());
+            return Ok(wanted.iter().cloned().collect());
         };
         let (start, bytes) = (block.place.range.start, block.place.bytes());
         let in_qemu = |range: &Range| start + (range.start - Address::MIN)..start + (range.end - Address::MIN);
-        if ranges.iter().any(|range| range.end > Address::MIN + bytes) {
+        if wanted.iter().any(|range| range.end > Address::MIN + bytes) {
             let object = Object::Block(block.place.id.clone());
             return Err(Error::about(ErrorKind::Memory, object, "is shorter than what is read of it"));
         }
-        let ranges: Vec<Range> = ranges.iter().map(in_qemu).collect();
+        let ranges: Vec<Range> = wanted.iter().map(in_qemu).collect();
         let missing = self.space.read(&ranges, buffer)?;
         let offset = |range: Range| Address::MIN + (range.start - start)..Address::MIN + (range.end - start);
-        Ok(missing.iter().map(offset).collect())
+        let missing = missing.iter().map(offset).collect();
+        match &block.file {
+            // What QEMU has not written to is there all the same.
+            Some(file) => file.read_missing(wanted, &missing, buffer).map(|()| RangeSet::new()),
+            None => Ok(missing),
+        }
     }
 }
 
@@ -288,8 +291,7 @@ impl Target for VmTarget {
     /// nothing is copied meanwhile.
     fn freeze(&mut self, _: WhileFreezing<'_, Error>) -> Result<FrozenVm<'_>> {
         self.report_events();
-        self.machine.check()?;
-        let is_running = self.machine.is_running()?;
+        let is_running = self.machine.check()?;
         let mut startup = self.machine.startup(is_running)?;
         self.disks.set_drives(self.machine.drives(&startup)?, &mut self.next_space);
         startup.disks = self.disks.iter().map(|disk| disk.drive.image.clone()).collect();

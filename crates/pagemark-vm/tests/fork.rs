@@ -1,5 +1,6 @@
 //! Several machines from one checkpoint.
 
+use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::Command;
 
@@ -55,11 +56,18 @@ fn wait_for_steps(paths: &MachinePaths, number: u32, more: usize) {
     wait_for("the machine to go on", || (steps() > before + more).then_some(()));
 }
 
-/// Kilobytes of a process's memory from the files that the machines share: its resident set, and
-/// its proportional part.
-fn shared_kb(pid: i32) -> (u64, u64) {
+/// A process's memory from the files that the machines share.
+#[derive(Default, Debug)]
+struct ForkMemory {
+    resident_kb: u64,
+    proportional_kb: u64,
+    /// Pages that the machine has written to.
+    own_kb: u64,
+}
+
+fn fork_memory(pid: i32) -> ForkMemory {
     let text = std::fs::read_to_string(format!("/proc/{pid}/smaps")).unwrap();
-    let mut sums = (0, 0);
+    let mut memory = ForkMemory::default();
     let mut is_shared = false;
     for line in text.lines() {
         if line.split(' ').next().is_some_and(|word| word.contains('-')) {
@@ -67,11 +75,12 @@ fn shared_kb(pid: i32) -> (u64, u64) {
         }
         let number = |key| line.strip_prefix(key).and_then(|rest: &str| rest.trim().strip_suffix(" kB")?.parse().ok());
         if is_shared {
-            sums.0 += number("Rss:").unwrap_or(0u64);
-            sums.1 += number("Pss:").unwrap_or(0u64);
+            memory.resident_kb += number("Rss:").unwrap_or(0u64);
+            memory.proportional_kb += number("Pss:").unwrap_or(0u64);
+            memory.own_kb += number("Anonymous:").unwrap_or(0u64);
         }
     }
-    sums
+    memory
 }
 
 #[test]
@@ -91,16 +100,59 @@ fn machines_of_one_checkpoint_share_memory_and_run_by_themselves() {
         own.run("cont", json!({}));
     }
     (1..=3).for_each(|number| wait_for_steps(&paths, number, 5));
-    let sizes: Vec<(u64, u64)> = forked.0.iter().map(|machine| shared_kb(machine.pid)).collect();
-    let resident: u64 = sizes.iter().map(|(resident, _)| resident).sum();
-    let proportional: u64 = sizes.iter().map(|(_, proportional)| proportional).sum();
+    let sizes: Vec<ForkMemory> = forked.0.iter().map(|machine| fork_memory(machine.pid)).collect();
+    let resident: u64 = sizes.iter().map(|memory| memory.resident_kb).sum();
+    let proportional: u64 = sizes.iter().map(|memory| memory.proportional_kb).sum();
     // Each has read all of its memory, and written some pages.
     assert!(resident > 3 * 48 * 1024 && proportional * 2 < resident, "{sizes:?}");
+}
 
-    // What was not written since is the file's, and would be missing in a checkpoint.
-    let error = VmTarget::attach(&paths.join("vm.qmp.2"), Mechanism::Full).err().unwrap();
-    assert!(error.kind() == ErrorKind::Unsupported && error.to_string().contains("private mapping"), "{error}");
-    wait_for_steps(&paths, 2, 5);
+#[test]
+fn a_forked_machine_is_checkpointed_and_restored() {
+    if guest_program().is_none() {
+        skip!("no QEMU, or no compiler for its guest");
+    }
+    let paths = MachinePaths::default();
+    let (origin, _) = checkpoint(&paths, &["-m", "64", "-name", "box"]);
+    let forked = Forked(Restore::new(&origin).fork(2, &[]).unwrap());
+    let mut own = TestMonitor::connect(&paths.join("test.qmp.2"));
+    let mut dumps = Vec::new();
+    let mechanisms = Mechanism::of_scope(Scope::Process);
+    for mechanism in mechanisms.filter(|mechanism| pagemark::track::check(*mechanism, Scope::Process).is_ok()) {
+        let repository = Repository::open(&paths.join("repository")).unwrap();
+        let target = VmTarget::attach(&paths.join("vm.qmp.2"), mechanism).unwrap();
+        let mut job = Job::new(target, repository, JobOptions::new("box-2"));
+        for _ in 0..2 {
+            let memory = own.physical_memory(RAM_BYTES, &paths.join("dump"));
+            let own_pages = fork_memory(forked.0[1].pid).own_kb;
+            dumps.push((mechanism, job.checkpoint().unwrap().sequence, memory));
+            // Reading does not give the machine pages of its own.
+            assert_eq!(fork_memory(forked.0[1].pid).own_kb, own_pages, "{mechanism}");
+            own.run("cont", json!({}));
+            wait_for_steps(&paths, 2, 5);
+            job.checkpoint().unwrap();
+            wait_for_steps(&paths, 2, 1);
+            own.run("stop", json!({}));
+        }
+        job.detach();
+    }
+    drop((own, forked));
+    let served = || UnixStream::connect(paths.join("vm.qmp.2")).is_ok();
+    wait_for("the machine to end", || (!served()).then_some(()));
+
+    let repository = Repository::open(&paths.join("repository")).unwrap();
+    for (mechanism, sequence, memory) in dumps {
+        let checkpoint = repository.read("box-2", sequence).unwrap();
+        let machine = Restore::new(&checkpoint).detach(true).start(&mut |_, _| {}).unwrap();
+        let mut own = TestMonitor::connect(&paths.join("test.qmp.2"));
+        let restored = own.physical_memory(RAM_BYTES, &paths.join("dump"));
+        let differs = memory.chunks(4096).zip(restored.chunks(4096)).position(|(one, other)| one != other);
+        assert_eq!(differs, None, "{mechanism}: checkpoint {sequence}");
+        own.run("cont", json!({}));
+        wait_for_steps(&paths, 2, 5);
+        kill(Pid::from_raw(machine.pid()), Signal::SIGKILL).unwrap();
+        machine.wait().unwrap();
+    }
 }
 
 #[test]
