@@ -1,7 +1,7 @@
 //! A QEMU that Pagemark starts, with a monitor connection of its own.
 
-use std::io::{self, Read};
-use std::os::fd::AsRawFd;
+use std::io::{self, Read, Write};
+use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Child, Command, Stdio};
@@ -44,10 +44,13 @@ impl Started {
             command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
         }
         let number = theirs.as_raw_fd();
+        let (gate, gate_of_child) = UnixStream::pair().map_err(Error::system("make a pair of sockets"))?;
+        let (ours_in_child, child_end) = (gate.as_raw_fd(), gate_of_child.as_raw_fd());
         // SAFETY: only system calls are made between fork and exec, which is allowed in a child of a
         // process with threads.
         unsafe {
             command.pre_exec(move || {
+                wait_for_guard(ours_in_child, child_end)?;
                 let result = match number == MONITOR_DESCRIPTOR {
                     true => libc::fcntl(number, libc::F_SETFD, 0),
                     false => libc::dup2(number, MONITOR_DESCRIPTOR),
@@ -58,17 +61,30 @@ impl Started {
                 if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
             });
         }
-        let child = command.spawn().map_err(|error| {
+        // The call returns once QEMU runs, which waits for its guard.
+        let (spawned, guard) = std::thread::scope(|scope| {
+            let guard = scope.spawn(move || admit(gate));
+            let spawned = command.spawn();
+            // The other end sees that no child came.
+            drop(gate_of_child);
+            (spawned, guard.join())
+        });
+        let guard = guard.unwrap_or_else(|_| Err(io::Error::other("a thread panicked")));
+        let refused = |error: io::Error| {
             Error::of(ErrorKind::Start, format!("start {}", startup.program.display()), Object::None, error)
-        })?;
-        let pid = child.id() as i32;
-        let mut started = Started { child: Some(child), monitor: Some(ours), guard: None };
-        started.guard = match EndGuard::start(pid, None) {
-            // Before Linux 5.3, a QEMU that is being prepared stays, paused, if this process is killed.
-            Err(error) if error.raw_os_error() == Some(libc::ENOSYS) => None,
-            guard => Some(guard.map_err(Error::system("start a guard process"))?),
         };
-        Ok(started)
+        match (spawned, guard) {
+            (Ok(child), Ok(guard)) => Ok(Started { child: Some(child), monitor: Some(ours), guard }),
+            (Ok(child), Err(error)) => {
+                drop(Started { child: Some(child), monitor: None, guard: None });
+                Err(Error::system("start a guard process")(error))
+            }
+            // Without a guard the child has not become QEMU, whatever it says.
+            (Err(_), Err(error)) if error.kind() != io::ErrorKind::UnexpectedEof => {
+                Err(Error::system("start a guard process")(error))
+            }
+            (Err(error), _) => Err(refused(error)),
+        }
     }
 
     /// The machine of the QEMU. Called once.
@@ -114,6 +130,44 @@ impl Started {
         let error = Error::of(ErrorKind::Start, operation, Object::None, reason);
         error.help(format!("the checkpoint is of QEMU {}", startup.version))
     }
+}
+
+/// In a new child: tells its process id, and waits until it has a guard. If there is none, because
+/// its parent has died or failed, it must not become QEMU. Makes only system calls.
+fn wait_for_guard(ours: RawFd, gate: RawFd) -> io::Result<()> {
+    let mut admitted = 0u8;
+    // SAFETY: the end of the parent is closed in the child alone, which does not use it; the buffers live
+    // through the calls.
+    unsafe {
+        // Otherwise this process would keep its own wait from ending.
+        libc::close(ours);
+        let pid = libc::getpid().to_ne_bytes();
+        if libc::send(gate, pid.as_ptr().cast(), pid.len(), libc::MSG_NOSIGNAL) != pid.len() as isize {
+            return Err(io::Error::last_os_error());
+        }
+        loop {
+            match libc::read(gate, std::ptr::from_mut(&mut admitted).cast(), 1) {
+                1 => return Ok(()),
+                0 => return Err(io::Error::from_raw_os_error(libc::EPIPE)),
+                _ if *libc::__errno_location() == libc::EINTR => {}
+                _ => return Err(io::Error::last_os_error()),
+            }
+        }
+    }
+}
+
+/// Starts a guard of the child that waits at the other end of `gate`, and lets it go on. None on
+/// kernels without descriptors of processes: before Linux 5.3, a QEMU that is being prepared stays,
+/// paused, if this process is killed.
+fn admit(mut gate: UnixStream) -> io::Result<Option<EndGuard>> {
+    let mut pid = [0; size_of::<libc::pid_t>()];
+    gate.read_exact(&mut pid)?;
+    let guard = match EndGuard::start(libc::pid_t::from_ne_bytes(pid), None) {
+        Err(error) if error.raw_os_error() == Some(libc::ENOSYS) => None,
+        guard => Some(guard?),
+    };
+    gate.write_all(&[1])?;
+    Ok(guard)
 }
 
 impl Drop for Started {
