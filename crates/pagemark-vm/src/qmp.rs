@@ -1,5 +1,6 @@
 //! A client of QEMU's monitor protocol, QMP.
 
+use std::collections::BTreeSet;
 use std::io::{self, IoSlice, Read};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
@@ -20,7 +21,7 @@ const GREETING_LIMIT: Duration = Duration::from_secs(10);
 /// How long QEMU may take to carry out a command.
 const REPLY_LIMIT: Duration = Duration::from_secs(60);
 
-/// How long QEMU may take to send the rest of an event.
+/// How long QEMU may take to send what it has to report.
 const EVENT_LIMIT: Duration = Duration::from_secs(1);
 
 /// Longest message.
@@ -36,6 +37,8 @@ pub(crate) struct Monitor {
     object: Object,
     received: Vec<u8>,
     last_id: u64,
+    /// The ids of commands whose replies nobody waits for any more.
+    given_up: BTreeSet<u64>,
     /// What QEMU has reported and nobody has taken.
     events: Vec<MachineEvent>,
 }
@@ -56,7 +59,10 @@ impl Monitor {
     }
 
     fn begin(stream: UnixStream, object: Object) -> Result<Monitor> {
-        let mut monitor = Monitor { stream, object, received: Vec::new(), last_id: 0, events: Vec::new() };
+        // A QEMU that reads nothing must not hold up this process either.
+        stream.set_write_timeout(Some(REPLY_LIMIT)).map_err(Error::system("set up a monitor connection"))?;
+        let (received, given_up, events) = Default::default();
+        let mut monitor = Monitor { stream, object, received, last_id: 0, given_up, events };
         let greeting = monitor.read_message(Instant::now() + GREETING_LIMIT).map_err(|error| match error.kind() {
             ErrorKind::Gone => error,
             _ => error.help("a monitor serves one client at a time: disconnect the other one"),
@@ -86,9 +92,11 @@ impl Monitor {
 
     /// Takes what QEMU has reported until now without being asked.
     pub(crate) fn take_events(&mut self) -> Vec<MachineEvent> {
-        // What fails here fails at the next command.
+        // What fails here fails at the next command. A monitor that never stops sending is not waited for.
+        let deadline = Instant::now() + EVENT_LIMIT;
         while self.has_message()
-            && let Ok(message) = self.read_message(Instant::now() + EVENT_LIMIT)
+            && Instant::now() < deadline
+            && let Ok(message) = self.read_message(deadline)
         {
             self.keep_event(&message);
         }
@@ -135,9 +143,12 @@ impl Monitor {
         }
         self.send(messages.as_bytes(), None)?;
         let mut done = Ok(());
-        for (id, command) in ids.into_iter().zip(commands) {
+        for (&id, command) in ids.iter().zip(commands) {
             match self.reply(id, command.name) {
-                Err(error) if error.kind() != ErrorKind::Command => return Err(error),
+                Err(error) if error.kind() != ErrorKind::Command => {
+                    self.given_up.extend(ids.iter().filter(|&&later| later > id));
+                    return Err(error);
+                }
                 replied => done = done.and(replied.map(drop)),
             }
         }
@@ -155,13 +166,29 @@ impl Monitor {
     fn reply(&mut self, id: u64, command: &str) -> Result<Value> {
         let deadline = Instant::now() + REPLY_LIMIT;
         loop {
-            let mut reply = self.read_message(deadline)?;
+            let mut reply = match self.read_message(deadline) {
+                Ok(reply) => reply,
+                Err(error) => {
+                    self.given_up.insert(id);
+                    return Err(error);
+                }
+            };
+            if Instant::now() >= deadline {
+                self.given_up.insert(id);
+                return Err(self.no_answer());
+            }
             if reply.get("event").is_some() {
                 self.keep_event(&reply);
                 continue;
             }
-            if reply.get("id").and_then(Value::as_u64) != Some(id) {
-                return Err(self.garbled("it replies to what was not asked"));
+            match reply.get("id").and_then(Value::as_u64) {
+                Some(answered) if answered == id => {}
+                // To a command that was given up: it took too long, or a reply before could not be understood.
+                Some(answered) if answered < id && self.given_up.remove(&answered) => continue,
+                _ => {
+                    self.given_up.insert(id);
+                    return Err(self.garbled("it replies to what was not asked"));
+                }
             }
             if let Some(error) = reply.get("error") {
                 let words = error.get("desc").and_then(Value::as_str).unwrap_or("no reason given").to_owned();
@@ -216,7 +243,7 @@ impl Monitor {
             }
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
-                return Err(Error::about(ErrorKind::Monitor, self.object.clone(), "does not answer"));
+                return Err(self.no_answer());
             }
             self.stream.set_read_timeout(Some(left)).map_err(|error| self.failed("read from", error))?;
             let mut buffer = [0; 16384];
@@ -227,6 +254,10 @@ impl Monitor {
                 Err(error) => return Err(self.failed("read from", error)),
             }
         }
+    }
+
+    fn no_answer(&self) -> Error {
+        Error::about(ErrorKind::Monitor, self.object.clone(), "does not answer")
     }
 
     fn failed(&self, operation: &'static str, error: io::Error) -> Error {
@@ -276,6 +307,34 @@ mod tests {
     fn a_reply_is_found_among_events() {
         let reply = first_reply("{\"event\": \"STOP\", \"data\": {}}\r\n\r\n{\"return\": {\"a\": 7}, \"id\": 2}\r\n");
         assert_eq!(reply.unwrap(), json!({"a": 7}));
+    }
+
+    #[test]
+    fn a_reply_that_came_too_late_is_not_taken_for_another() {
+        let bytes = format!("{GREETING}{{\"return\": {{}}, \"id\": 1}}\nnonsense\n{{\"return\": 1, \"id\": 2}}\n");
+        let more = "{\"return\": 2, \"id\": 3}\n{\"return\": 3, \"id\": 4}\n{\"return\": 3, \"id\": 4}\n";
+        let (monitor, sender) = monitor_that_gets([bytes.as_bytes(), more.as_bytes()].concat());
+        let mut monitor = monitor.unwrap();
+        let commands = ["stop", "query-version"].map(|name| Command::new(name, json!({})));
+        assert_eq!(monitor.execute_all(&commands).unwrap_err().kind(), ErrorKind::Monitor);
+        assert_eq!(monitor.execute("cont", json!({})).unwrap(), 3);
+        // Twice is once too often.
+        assert_eq!(monitor.execute("cont", json!({})).unwrap_err().kind(), ErrorKind::Monitor);
+        drop(monitor);
+        sender.join().unwrap();
+    }
+
+    #[test]
+    fn a_monitor_that_never_stops_reporting_is_not_read_for_ever() {
+        let (ours, mut theirs) = UnixStream::pair().unwrap();
+        let sender = std::thread::spawn(move || {
+            theirs.write_all(format!("{GREETING}{{\"return\": {{}}, \"id\": 1}}\n").as_bytes()).unwrap();
+            while theirs.write_all(b"{\"event\": \"RESET\", \"data\": {}}\n").is_ok() {}
+        });
+        let mut monitor = Monitor::over(ours).unwrap();
+        assert_eq!(monitor.take_events().len(), MAX_EVENTS);
+        drop(monitor);
+        sender.join().unwrap();
     }
 
     #[test]
