@@ -22,6 +22,7 @@
 mod as_linux;
 mod cases;
 mod executable;
+mod fault_at;
 mod huge_pages;
 mod memory;
 mod patience;
@@ -35,6 +36,7 @@ mod trackee;
 pub use as_linux::{LINUX_VERSIONS, again_as_older_linux, as_linux, reason_without_as_linux};
 pub use cases::cases;
 pub use executable::executable;
+pub use fault_at::{Ended, Fault, run_with_fault};
 pub use huge_pages::HugePages;
 pub use memory::{Region, SplitMix, expected};
 pub use patience::{is_emulated, patience, wait_for, wait_until};

@@ -109,6 +109,11 @@ impl Qemu {
         wait_for("the machine to start", || (paths.steps() > 3).then_some(()));
         qemu
     }
+
+    /// The process id of QEMU.
+    pub fn pid(&self) -> i32 {
+        self.child.id() as i32
+    }
 }
 
 impl Drop for Qemu {

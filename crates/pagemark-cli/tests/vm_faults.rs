@@ -1,0 +1,253 @@
+//! Pagemark is killed, a call of it fails, or QEMU is killed, at each step of what it does with a
+//! virtual machine.
+
+mod support;
+
+use std::fs::{self, File};
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::process::Stdio;
+
+use nix::errno::Errno;
+use pagemark_testing::{
+    Ended, Fault, MachinePaths, Qemu, SplitMix, TestMonitor, guest_program, run_with_fault, skip, wait_for, with_disk,
+};
+use serde_json::json;
+use support::{Pagemark, is_alive, kill_and_wait};
+
+/// Points per kind of fault: of a test in `make test`, and of one in `make test-full`.
+const FEW: u64 = 12;
+const MANY: u64 = 200;
+
+const ERRORS: [Errno; 4] = [Errno::EIO, Errno::ENOSPC, Errno::ENOMEM, Errno::EPERM];
+
+/// Runs the command with a fault, and returns its end and its messages.
+fn run(pagemark: &Pagemark, arguments: &[&str], fault: Fault, at: u64) -> (Ended, String) {
+    let log = pagemark.directory().join("faulty.log");
+    let mut command = pagemark.command(arguments);
+    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(File::create(&log).expect("a log file"));
+    let ended = run_with_fault(&mut command, fault, at).expect("it can be traced");
+    let said = fs::read_to_string(log).expect("its messages");
+    assert!(!said.contains("panicked"), "{fault:?} at call {at}: {said}");
+    (ended, said)
+}
+
+/// Calls from the first to the last, `count` of them, each somewhere in its part.
+fn points(calls: u64, count: u64) -> impl Iterator<Item = u64> {
+    let mut random = SplitMix(count);
+    (0..count).map(move |number| 1 + number * calls / count + random.below((calls / count).max(1)))
+}
+
+/// A machine with a disk, and what it must be like when it is left alone.
+struct Subject {
+    qemu: Qemu,
+    own: TestMonitor,
+    nodes: usize,
+}
+
+impl Subject {
+    fn start(paths: &MachinePaths) -> Subject {
+        let disk = paths.join("disk.raw");
+        File::create(&disk).and_then(|file| file.set_len(16 << 20)).expect("an empty image");
+        let qemu = Qemu::start(paths, &with_disk(&disk, "raw", ""));
+        let mut own = TestMonitor::connect(&paths.join("test.qmp"));
+        let nodes = own.run("query-named-block-nodes", json!({})).as_array().map_or(0, Vec::len);
+        Subject { qemu, own, nodes }
+    }
+
+    /// Asserts that the machine runs, and that QEMU has nothing of Pagemark.
+    fn assert_left_alone(&mut self, paths: &MachinePaths, when: &str) {
+        let own = &mut self.own;
+        wait_for(&format!("{when}: the machine to run"), || own.is_running().then_some(()));
+        paths.wait_for_steps(1);
+        wait_for(&format!("{when}: QEMU to have nothing of Pagemark"), || {
+            let files = own.run("query-fdsets", json!({})).as_array().is_some_and(Vec::is_empty);
+            let left = own.run("query-named-block-nodes", json!({}));
+            let nodes = left.as_array().map(Vec::len) == Some(self.nodes) && !left.to_string().contains("pagemark");
+            let exports = own.run("query-block-exports", json!({})).as_array().is_some_and(Vec::is_empty);
+            (files && nodes && exports && !has_userfaultfd(self.qemu.pid())).then_some(())
+        });
+    }
+}
+
+fn has_userfaultfd(pid: i32) -> bool {
+    let entries = fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten();
+    let targets = entries.filter_map(|entry| fs::read_link(entry.path()).ok());
+    targets.into_iter().any(|target| target.to_string_lossy().contains("userfaultfd"))
+}
+
+/// Kills Pagemark, and makes calls fail, at `count` points each.
+fn faults_in_checkpoints(count: u64) {
+    let (pagemark, paths) = (Pagemark::new(), MachinePaths::default());
+    let mut subject = Subject::start(&paths);
+    let monitor = paths.monitor().display().to_string();
+    let checkpoint = ["vm", "checkpoint", "--job", "vm", &monitor];
+    pagemark.done(&checkpoint);
+    let mut committed = 1;
+    for fault in [Fault::Killed, Fault::Fails(Errno::EIO)] {
+        let (whole, said) = run(&pagemark, &checkpoint, fault, u64::MAX);
+        assert_eq!(whole.code, Some(0), "{said}");
+        committed += 1;
+        let mut came = 0;
+        for (at, error) in points(whole.calls, count).zip(ERRORS.iter().cycle()) {
+            let fault = if fault == Fault::Killed { fault } else { Fault::Fails(*error) };
+            let when = format!("{fault:?} at call {at} of {}", whole.calls);
+            let (ended, said) = run(&pagemark, &checkpoint, fault, at);
+            came += u64::from(ended.came);
+            match (fault, ended.code) {
+                // Of a call that fails, some are of no account.
+                (_, Some(0)) => {}
+                (Fault::Killed, None) => {}
+                (Fault::Fails(_), Some(1 | 127)) => assert!(!said.is_empty(), "{when}: nothing said"),
+                (_, other) => panic!("{when}: {other:?}: {said}"),
+            }
+            subject.assert_left_alone(&paths, &when);
+            let now = pagemark.checkpoints("vm").len();
+            assert!(now >= committed, "{when}: {now} of {committed} checkpoints");
+            committed = now;
+        }
+        assert!(came * 10 >= count * 9, "{came} of {count} faults came");
+        pagemark.done(&["verify"]);
+    }
+    // The next checkpoint has everything, whatever became of those before.
+    pagemark.done(&checkpoint);
+    let before = paths.steps();
+    drop(subject);
+    let restored = pagemark.json(&["restore", "--detach", "--json", "vm"]);
+    wait_for("the machine to go on", || (paths.steps() > before + 3).then_some(()));
+    kill_and_wait(restored["pid"].as_i64().expect("a process id") as i32);
+}
+
+/// Kills QEMU at `count` points of a checkpoint.
+fn ends_of_qemu(count: u64) {
+    let (pagemark, paths) = (Pagemark::new(), MachinePaths::default());
+    let monitor = paths.monitor().display().to_string();
+    let checkpoint = ["vm", "checkpoint", "--job", "vm", &monitor];
+    let subject = Subject::start(&paths);
+    let whole = run(&pagemark, &checkpoint, Fault::Killed, u64::MAX).0;
+    assert_eq!(whole.code, Some(0));
+    drop(subject);
+    let mut committed = 1;
+    for at in points(whole.calls, count) {
+        for socket in ["vm.qmp", "test.qmp"] {
+            let _ = fs::remove_file(paths.join(socket));
+        }
+        let subject = Subject::start(&paths);
+        let (ended, said) = run(&pagemark, &checkpoint, Fault::Kills(subject.qemu.pid()), at);
+        let when = format!("QEMU was killed at call {at} of {}", whole.calls);
+        match ended.code {
+            Some(0) => committed += 1,
+            Some(1) => assert!(said.starts_with("pagemark: ") || said.starts_with("error: "), "{when}: {said}"),
+            other => panic!("{when}: {other:?}: {said}"),
+        }
+        assert_eq!(pagemark.checkpoints("vm").len(), committed, "{when}: {said}");
+    }
+    pagemark.done(&["verify"]);
+}
+
+/// The processes of QEMU that have a path in `directory` on their command line.
+fn qemus_of(directory: &Path) -> Vec<i32> {
+    let directory = directory.display().to_string();
+    let pids = fs::read_dir("/proc").into_iter().flatten().flatten();
+    let pids = pids.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
+    pids.filter(|&pid: &i32| {
+        let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+        is_alive(pid)
+            && line.starts_with(b"qemu") | line.starts_with(b"/usr/bin/qemu")
+            && String::from_utf8_lossy(&line).contains(&directory)
+    })
+    .collect()
+}
+
+/// Kills Pagemark at `count` points of each way to bring a machine back: no QEMU stays behind whose
+/// machine does not run with all of its memory.
+fn deaths_in_restores(count: u64) {
+    let (pagemark, paths) = (Pagemark::new(), MachinePaths::default());
+    let subject = Subject::start(&paths);
+    pagemark.done(&["vm", "checkpoint", "--job", "vm", &paths.monitor().display().to_string()]);
+    drop(subject);
+    let directory = paths.join("");
+    let ways: [&[&str]; 3] = [
+        &["restore", "--detach", "--quiet", "vm"],
+        &["restore", "--detach", "--quiet", "--lazy", "vm"],
+        &["fork", "--count", "2", "--replace", "/serial", "/of-{}", "vm"],
+    ];
+    for way in ways {
+        let end = |when: &str| {
+            // Those of a restore that was complete go on, and each checks its memory; the others end.
+            wait_for(&format!("{when}: each QEMU to run, or to end"), || {
+                (qemus_of(&directory).is_empty() || run_all(&paths)).then_some(())
+            });
+            let left = qemus_of(&directory);
+            left.iter().copied().for_each(kill_and_wait);
+            wait_for("the sockets to be free", || {
+                let served = |name: &&str| UnixStream::connect(paths.join(name)).is_ok();
+                (!["vm.qmp", "test.qmp", "vm.qmp.1", "vm.qmp.2"].iter().any(served)).then_some(())
+            });
+            left.len()
+        };
+        let (whole, said) = run(&pagemark, way, Fault::Killed, u64::MAX);
+        assert_eq!(whole.code, Some(0), "{said}");
+        assert!(end("the whole restore") > 0);
+        for at in points(whole.calls, count) {
+            run(&pagemark, way, Fault::Killed, at);
+            end(&format!("{way:?} was killed at call {at} of {}", whole.calls));
+        }
+    }
+}
+
+/// True if there is a machine with a monitor for the test, and each such machine runs.
+fn run_all(paths: &MachinePaths) -> bool {
+    let served = ["test.qmp", "test.qmp.1", "test.qmp.2"].map(|name| UnixStream::connect(paths.join(name)).ok());
+    let mut served = served.into_iter().flatten().peekable();
+    served.peek().is_some() && served.all(|monitor| is_running(monitor).unwrap_or(false))
+}
+
+/// Whether the machine of a monitor runs; an error if QEMU ends meanwhile.
+fn is_running(mut monitor: UnixStream) -> std::io::Result<bool> {
+    monitor.write_all(b"{\"execute\": \"qmp_capabilities\"}\n{\"execute\": \"query-status\"}\n")?;
+    for line in BufReader::new(monitor).lines() {
+        let line = line?;
+        if line.contains("\"running\"") {
+            return Ok(line.replace(' ', "").contains("\"running\":true"));
+        }
+    }
+    Ok(false)
+}
+
+#[test]
+fn a_fault_at_some_steps_of_a_checkpoint_harms_nothing() {
+    if guest_program().is_none() {
+        skip!("no QEMU, or no compiler for its guest");
+    }
+    faults_in_checkpoints(FEW);
+    ends_of_qemu(FEW / 3);
+}
+
+#[test]
+fn a_death_at_some_steps_of_a_restore_leaves_no_machine_without_memory() {
+    if guest_program().is_none() {
+        skip!("no QEMU, or no compiler for its guest");
+    }
+    deaths_in_restores(FEW / 2);
+}
+
+#[test]
+#[ignore = "some minutes"]
+fn a_fault_at_many_steps_of_a_checkpoint_harms_nothing() {
+    if guest_program().is_none() {
+        skip!("no QEMU, or no compiler for its guest");
+    }
+    faults_in_checkpoints(MANY);
+    ends_of_qemu(MANY / 4);
+}
+
+#[test]
+#[ignore = "some minutes"]
+fn a_death_at_many_steps_of_a_restore_leaves_no_machine_without_memory() {
+    if guest_program().is_none() {
+        skip!("no QEMU, or no compiler for its guest");
+    }
+    deaths_in_restores(MANY / 4);
+}
