@@ -10,13 +10,17 @@ use crate::version::is_at_least;
 use crate::{Error, Result, cache, command, packages, progress, source_root};
 
 /// Packages of the host's own distribution.
-const PACKAGES: [&str; 14] = [
+const PACKAGES: [&str; 18] = [
     "build-essential",
+    "busybox-static",
     "ca-certificates",
     "cmake",
+    "cpio",
+    "e2fsprogs",
     "gdb",
     "iproute2",
     "iptables",
+    "kmod",
     "pkg-config",
     "python3",
     "python3-venv",

@@ -1,0 +1,185 @@
+//! A Linux guest with a file system and a database, which it checks itself; e2fsck and SQLite check
+//! the restored disk once more.
+
+use std::fs;
+use std::io::Write;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use pagemark::repository::Repository;
+use pagemark::track::Scope;
+use pagemark::{Job, JobOptions, Mechanism};
+use pagemark_testing::{QEMU, skip, wait_for};
+use pagemark_vm::{Restore, RunningMachine, VmTarget};
+
+const CHECKPOINTS: u64 = 24;
+const DISK_BYTES: u64 = 64 << 20;
+
+/// The directory with the guest's kernel and first file system, or why there is none.
+fn guest() -> Result<PathBuf, String> {
+    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/../../scripts/vm-guest.sh");
+    let output = Command::new(script).stdin(Stdio::null()).output().map_err(|error| error.to_string())?;
+    match output.status.success() {
+        true => Ok(PathBuf::from(String::from_utf8_lossy(&output.stdout).trim())),
+        false => Err(String::from_utf8_lossy(&output.stderr).into_owned()),
+    }
+}
+
+/// Runs a program that checks something, and returns its output.
+fn check(command: &mut Command) -> String {
+    let output = command.stdin(Stdio::null()).output().expect("it is there");
+    let said = [output.stdout, output.stderr].concat();
+    let said = String::from_utf8_lossy(&said).into_owned();
+    // e2fsck: 1 after it has corrected something, which is no error of the file system here.
+    assert!(output.status.code().is_some_and(|code| code == 0), "{command:?}: {:?}: {said}", output.status);
+    said
+}
+
+/// A Linux machine in a directory of its own, killed when dropped.
+struct Linux {
+    directory: tempfile::TempDir,
+    format: &'static str,
+    pid: i32,
+    child: Option<Child>,
+}
+
+impl Drop for Linux {
+    fn drop(&mut self) {
+        self.kill();
+    }
+}
+
+impl Linux {
+    fn start(guest: &Path, processors: u32, format: &'static str) -> Linux {
+        let directory = tempfile::tempdir().unwrap();
+        let path = |name: &str| directory.path().join(name).display().to_string();
+        fs::File::create(path("raw")).unwrap().set_len(DISK_BYTES).unwrap();
+        check(Command::new("mkfs.ext4").args(["-q", "-F"]).arg(path("raw")));
+        check(Command::new("qemu-img").args(["convert", "-O", format]).args([path("raw"), path("disk")]));
+        let mut command = Command::new(QEMU);
+        command.args(["-nodefaults", "-display", "none", "-machine", "q35", "-m", "192", "-kernel"]);
+        command.arg(guest.join("kernel")).arg("-initrd").arg(guest.join("initrd"));
+        command.args(["-append", "console=ttyS0 quiet panic=-1", "-no-reboot", "-smp", &processors.to_string()]);
+        command.args(["-drive", &format!("file={},format={format},if=virtio", path("disk"))]);
+        command.args(["-chardev", &format!("file,id=log,append=on,path={}", path("log")), "-serial", "chardev:log"]);
+        command.args(["-serial", &format!("unix:{},server=on,wait=off", path("end"))]);
+        command.args(["-qmp", &format!("unix:{},server=on,wait=off", path("vm.qmp"))]);
+        let child = command.stdin(Stdio::null()).spawn().unwrap();
+        let linux = Linux { format, pid: child.id() as i32, child: Some(child), directory };
+        wait_for("Linux to start", || (linux.steps() > 3).then_some(()));
+        linux
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.directory.path().join(name)
+    }
+
+    fn log(&self) -> String {
+        let log = fs::read(self.path("log")).unwrap_or_default();
+        let log = String::from_utf8_lossy(&log).into_owned();
+        assert!(!log.contains("WRONG") && !log.contains("panic"), "{}", &log[log.len().saturating_sub(2000)..]);
+        log
+    }
+
+    /// The number of the last transfer.
+    fn steps(&self) -> u64 {
+        let log = self.log();
+        let complete = log.rfind('\n').map_or("", |end| &log[..end]);
+        let last = complete.lines().rev().find_map(|line| line.trim().strip_prefix("step ")?.parse().ok());
+        last.unwrap_or(0)
+    }
+
+    fn kill(&mut self) {
+        let _ = kill(Pid::from_raw(self.pid), Signal::SIGKILL);
+        if let Some(mut child) = self.child.take() {
+            let _ = child.wait();
+        }
+    }
+
+    /// Checks the file system and the database on an image as they would be after a loss of power.
+    fn check_disk(&self, image: &Path) -> u64 {
+        let (raw, database) = (self.path("copy"), self.path("database"));
+        check(Command::new("qemu-img").args(["convert", "-U", "-f", self.format, "-O", "raw"]).args([image, &raw]));
+        // The first run replays the journal; the second finds nothing that is wrong.
+        let replayed = Command::new("e2fsck").arg("-fy").arg(&raw).stdin(Stdio::null()).output().unwrap();
+        let said = String::from_utf8_lossy(&replayed.stdout).into_owned();
+        assert!(replayed.status.code().is_some_and(|code| code <= 1), "{said}");
+        check(Command::new("e2fsck").arg("-fn").arg(&raw));
+        for (from, to) in [("db", database.clone()), ("db-journal", self.path("database-journal"))] {
+            let _ = fs::remove_file(&to);
+            let dump = format!("dump /{from} {}", to.display());
+            check(Command::new("debugfs").args(["-R", &dump]).arg(&raw));
+        }
+        let query = "PRAGMA integrity_check; SELECT sum(amount) FROM account; SELECT count(*), max(n) FROM log;";
+        let said = check(Command::new("sqlite3").arg(&database).arg(query));
+        let lines: Vec<&str> = said.lines().collect();
+        let [integrity, sum, log] = lines[..] else { panic!("{said}") };
+        let (count, last) = log.split_once('|').expect("two numbers");
+        assert!(integrity == "ok" && sum == "200000" && count == last, "{said}");
+        count.parse().unwrap()
+    }
+
+    /// Has the guest unmount its file system, check it and power off.
+    fn end(&self, machine: RunningMachine) {
+        UnixStream::connect(self.path("end")).unwrap().write_all(b"end\n").unwrap();
+        wait_for("the guest's own check", || self.log().contains("ended at").then_some(()));
+        machine.wait().unwrap();
+    }
+}
+
+fn checkpoints_of_linux(processors: u32, format: &'static str) {
+    let guest = match guest() {
+        Ok(guest) => guest,
+        Err(reason) => skip!("no Linux guest: {reason}"),
+    };
+    let mut linux = Linux::start(&guest, processors, format);
+    let repository = linux.path("repository");
+    let target = VmTarget::attach(&linux.path("vm.qmp"), Mechanism::choose(Scope::Process)).unwrap();
+    let mut job = Job::new(target, Repository::create(&repository).unwrap(), JobOptions::new("linux"));
+    let mut steps = Vec::new();
+    for _ in 0..CHECKPOINTS {
+        let before = linux.steps();
+        job.checkpoint().unwrap();
+        steps.push((before, linux.steps()));
+        std::thread::sleep(Duration::from_millis(300));
+    }
+    job.detach();
+    linux.kill();
+    let repository = Repository::open(&repository).unwrap();
+    for sequence in [1, CHECKPOINTS / 3, CHECKPOINTS * 2 / 3, CHECKPOINTS] {
+        let checkpoint = repository.read("linux", sequence).unwrap();
+        let _ = fs::remove_file(linux.path("log"));
+        let machine = Restore::new(&checkpoint).detach(true).paused(true).start(&mut |_, _| {}).unwrap();
+        linux.pid = machine.pid();
+        // What was committed before the checkpoint is on its disk; at most the transfer of the moment is not said.
+        let (before, after) = steps[sequence as usize - 1];
+        let on_disk = linux.check_disk(&machine.disks()[0].1);
+        assert!((before..=after + 1).contains(&on_disk), "{before} to {after}, not {on_disk}");
+        let mut monitor = pagemark_testing::TestMonitor::connect(&linux.path("vm.qmp"));
+        monitor.run("cont", serde_json::json!({}));
+        wait_for("Linux to go on", || (linux.steps() > after + 5).then_some(()));
+        linux.end(machine);
+    }
+}
+
+#[test]
+#[ignore = "some minutes"]
+fn linux_with_one_processor_is_restored_with_its_files_and_database() {
+    checkpoints_of_linux(1, "raw");
+}
+
+#[test]
+#[ignore = "some minutes"]
+fn linux_with_two_processors_is_restored_with_its_files_and_database() {
+    checkpoints_of_linux(2, "qcow2");
+}
+
+#[test]
+#[ignore = "some minutes"]
+fn linux_with_four_processors_is_restored_with_its_files_and_database() {
+    checkpoints_of_linux(4, "raw");
+}
