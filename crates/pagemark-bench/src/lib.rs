@@ -33,6 +33,7 @@ pub mod restore;
 pub mod store;
 mod trackee;
 mod usage;
+pub mod vm;
 pub mod workload;
 
 pub use error::BenchError;
@@ -56,6 +57,8 @@ pub enum Bench {
     /// What it costs to explore every state of a program, by how states are held, beside plain
     /// copies
     Explore(explore::Options),
+    /// How long a virtual machine stands still in a checkpoint, beside QEMU's own ways to save it
+    Vm(vm::Options),
     /// What dirty tracking by the dirty bits of the page table costs, beside the other mechanisms
     /// and no tracking
     Ldt(ldt::Options),
@@ -84,6 +87,7 @@ impl Bench {
             Bench::Peers(options) => peers::run(options),
             Bench::Store(options) => store::run(options),
             Bench::Explore(options) => explore::run(options),
+            Bench::Vm(options) => vm::run(options),
             Bench::Ldt(options) => ldt::run(options),
             Bench::LdtTask(options) => ldt::task::run(options),
             Bench::Workload(workload) => workload::run(workload).map_err(BenchError::on("run the workload")),

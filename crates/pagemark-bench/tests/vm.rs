@@ -1,0 +1,32 @@
+//! `pagemark-bench vm` on a small machine.
+
+use std::process::Command;
+
+use pagemark_testing::{guest_program, skip};
+use serde_json::Value;
+
+#[test]
+fn checkpoints_and_the_ways_of_qemu_are_measured() {
+    if guest_program().is_none() {
+        skip!("no QEMU, or no compiler for its guest");
+    }
+    let mut command = Command::new(env!("CARGO_BIN_EXE_pagemark-bench"));
+    command.args(["vm", "--json", "--mib", "16", "--pages", "64", "--every-ms", "50"]);
+    let output = command.args(["--turns", "1", "--peers", "1", "--checkpoints", "3"]).output().expect("it starts");
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let measured: Value = serde_json::from_slice(&output.stdout).expect("JSON");
+    let rows = measured["rows"].as_array().expect("rows");
+    assert_eq!(rows.len(), 2, "{measured}");
+    for row in rows {
+        // QEMU reports a pause for each checkpoint; each has the pages that the machine writes.
+        assert_eq!(row["paused_us"].as_array().map(Vec::len), Some(3), "{row}");
+        let dirty = row["dirty_pages"].as_array().expect("pages").iter().filter_map(Value::as_f64);
+        assert!(dirty.clone().count() == 3 && dirty.fold(f64::INFINITY, f64::min) >= 64.0, "{row}");
+    }
+    let peers = measured["peers"].as_array().expect("peers");
+    assert_eq!(peers.len(), 4, "{measured}");
+    for peer in peers {
+        let paused = peer["paused_us"][0].as_f64().expect("a time");
+        assert!(paused > 0.0 && paused <= peer["total_us"][0].as_f64().expect("a time"), "{peer}");
+    }
+}
