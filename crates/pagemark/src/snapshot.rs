@@ -36,7 +36,7 @@ use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use crate::address::offsets;
 use crate::sys::own_memory::Mapping;
-use crate::{Address, AddressRangeExt, ByteCount, Error, PAGE_SIZE, RangeSet};
+use crate::{Address, AddressRangeExt, ByteCount, Error, PAGE_SIZE, Range, RangeSet};
 
 mod chunks;
 mod delta;
@@ -329,6 +329,24 @@ impl Snapshot {
     /// `ErrorKind::OutOfRange`
     pub fn read_value<T: Value>(&self, address: Address) -> Result<T, Error> {
         T::read_by(|bytes| self.read_at(address, bytes))
+    }
+
+    /// Calls `each` with the parts of `offsets`, split at the borders of chunks, and their content,
+    /// in ascending order. `area` is an area of the same length, of which `each` reads or writes
+    /// the parts.
+    ///
+    /// # Errors
+    /// `ErrorKind::LengthDiffers`, `ErrorKind::OutOfRange`
+    pub(crate) fn each_part(
+        &self,
+        offsets: &RangeSet,
+        area: &SharedBytes<'_>,
+        each: impl FnMut(Range, &[u8]),
+    ) -> Result<(), Error> {
+        self.check_length(ByteCount::from(area.bytes()))?;
+        check_within(offsets, self.held.bytes)?;
+        self.held.store.read().each_part(self.held.root, offsets, area, each);
+        Ok(())
     }
 
     fn check_length(&self, bytes: ByteCount) -> Result<(), Error> {

@@ -17,6 +17,8 @@ const LONG_RUN_PAGES: u64 = 32;
 /// takes their place: the next transactions likely copy the same pages.
 const KEPT_SHARE: usize = 32;
 
+static ZERO_PAGE: [u8; PAGE_SIZE] = [0; PAGE_SIZE];
+
 /// The content of the region, to roll back to: that of a snapshot, and copies of the pages that
 /// differ from it. The copies take memory only where the region held data.
 #[derive(Debug)]
@@ -111,23 +113,20 @@ impl Base {
 
     /// Copies the content at the offsets `stale`, where it differs from that of the base.
     fn copy_from(&mut self, region: &SharedBytes<'_>, stale: &RangeSet) -> Result<(), Error> {
-        let mut scratch = [0; PAGE_SIZE];
-        for part in stale.iter().flat_map(by_page) {
-            let page = part.start.page();
-            let whole = page.addresses();
-            let copied = if self.copied.contains(page) {
-                part
-            } else {
+        let (mut copied, uncopied) = self.by_place(stale);
+        let mut differing = RangeSet::new();
+        self.each_uncopied(region, &uncopied, |part, content| {
+            if !region.equals(part.start.to_usize(), content) {
                 // The rest of the page is as in the region, too.
-                match self.content(page, &mut scratch)? {
-                    PageContent::Zeros if region.is_zero(whole.to_offsets()) => continue,
-                    PageContent::Bytes(content) if region.equals(whole.start.to_usize(), content) => continue,
-                    _ => whole,
-                }
-            };
+                differing.insert(part.whole_pages());
+            }
+        })?;
+        copied.extend(&differing);
+        for part in copied.iter().flat_map(by_page) {
+            let page = part.start.page();
             self.copied.insert(&page.addresses());
-            if self.data.contains(page) || !region.is_zero(copied.to_offsets()) {
-                region.read(copied.start.to_usize(), &mut self.copy.content_mut()[copied.to_offsets()]);
+            if self.data.contains(page) || !region.is_zero(part.to_offsets()) {
+                region.read(part.start.to_usize(), &mut self.copy.content_mut()[part.to_offsets()]);
                 self.data.insert(&page.addresses());
             }
         }
@@ -144,10 +143,14 @@ impl Base {
         offsets: &RangeSet,
         holding: impl FnOnce(&RangeSet) -> Result<RangeSet, Error>,
     ) -> Result<(), Error> {
-        self.each_differing(region, offsets, holding, |part, content| {
-            region.write(part.start.to_usize(), content);
-            Ok(())
-        })
+        let zeros = zeros_within(offsets, holding)?;
+        let (copied, uncopied) = self.by_place(offsets);
+        self.each_uncopied(region, &uncopied, |part, content| put_back_part(region, &zeros, part, content))?;
+        for part in copied.iter().flat_map(by_page) {
+            let content = self.copied_content(part.start.page()).unwrap_or(&ZERO_PAGE);
+            put_back_part(region, &zeros, part.clone(), &content[within_page(&part)]);
+        }
+        Ok(())
     }
 
     /// Calls `each` for the parts of `offsets` that may differ between the base and `region`, with
@@ -167,14 +170,55 @@ impl Base {
         let mut scratch = [0; PAGE_SIZE];
         for part in offsets.iter().flat_map(by_page) {
             let page = part.start.page();
-            let within = (part.start - page.address()).to_usize()..(part.end - page.address()).to_usize();
+            let within = within_page(&part);
             match self.content(page, &mut scratch)? {
                 PageContent::Bytes(content) => each(part, &content[within])?,
                 PageContent::Zeros if zeros.contains(part.start) || region.is_zero(part.to_offsets()) => {}
-                PageContent::Zeros => each(part, &[0; PAGE_SIZE][within])?,
+                PageContent::Zeros => each(part, &ZERO_PAGE[within])?,
             }
         }
         Ok(())
+    }
+
+    /// The offsets whose content is in the copy, and those whose content is in the snapshot.
+    fn by_place(&self, offsets: &RangeSet) -> (RangeSet, RangeSet) {
+        let (mut copied, mut uncopied) = (RangeSet::new(), RangeSet::new());
+        for part in offsets.iter().flat_map(by_page) {
+            let place = if self.copied.contains(part.start.page()) { &mut copied } else { &mut uncopied };
+            place.insert(part);
+        }
+        (copied, uncopied)
+    }
+
+    /// Calls `each` with the parts of `uncopied`, which lie within pages, and the content of the
+    /// snapshot there.
+    fn each_uncopied(
+        &self,
+        region: &SharedBytes<'_>,
+        uncopied: &RangeSet,
+        mut each: impl FnMut(Range, &[u8]),
+    ) -> Result<(), Error> {
+        let mut by_pages = |range: Range, content: &[u8]| {
+            for part in by_page(range.clone()) {
+                let within = (part.start - range.start).to_usize()..(part.end - range.start).to_usize();
+                each(part, &content[within]);
+            }
+        };
+        match &self.snapshot {
+            Some(snapshot) => snapshot.each_part(uncopied, region, by_pages),
+            None => {
+                uncopied.iter().flat_map(by_page).for_each(|part| {
+                    let length = part.byte_count().to_usize();
+                    by_pages(part, &ZERO_PAGE[..length]);
+                });
+                Ok(())
+            }
+        }
+    }
+
+    /// The content of a page in the copy; `None` for zeros.
+    fn copied_content(&self, page: PageNumber) -> Option<&[u8]> {
+        self.data.contains(page).then(|| &self.copy.content()[page.addresses().to_offsets()])
     }
 
     /// The content of a page.
@@ -184,8 +228,8 @@ impl Base {
                 snapshot.read_at(page.address(), scratch)?;
                 Ok(PageContent::Bytes(scratch))
             }
-            _ if self.copied.contains(page) && self.data.contains(page) => {
-                Ok(PageContent::Bytes(&self.copy.content()[page.addresses().to_offsets()]))
+            _ if self.copied.contains(page) => {
+                Ok(self.copied_content(page).map_or(PageContent::Zeros, PageContent::Bytes))
             }
             _ => Ok(PageContent::Zeros),
         }
@@ -281,6 +325,22 @@ fn zeros_within(
         long.subtract(&holding);
     }
     Ok(long)
+}
+
+/// Writes content back to a part of a page. Zeros are not written over zeros, of which `zeros` is
+/// known: that would take memory.
+fn put_back_part(region: &SharedBytes<'_>, zeros: &RangeSet, part: Range, content: &[u8]) {
+    let is_zeros = content.first() == Some(&0) && content == &ZERO_PAGE[..content.len()];
+    if is_zeros && (zeros.contains(part.start) || region.is_zero(part.to_offsets())) {
+        return;
+    }
+    region.write(part.start.to_usize(), content);
+}
+
+/// The offsets of a part of a page within the page.
+fn within_page(part: &Range) -> std::ops::Range<usize> {
+    let start = part.start.page().address();
+    (part.start - start).to_usize()..(part.end - start).to_usize()
 }
 
 /// Splits a range at the borders of pages.

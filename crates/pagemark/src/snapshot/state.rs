@@ -265,6 +265,29 @@ impl State {
         written
     }
 
+    /// Calls `each` with the parts of `offsets`, split at the borders of chunks, and their content
+    /// in a tree, in ascending order.
+    pub fn each_part(
+        &self,
+        root: Root,
+        offsets: &RangeSet,
+        memory: &SharedBytes<'_>,
+        mut each: impl FnMut(AddressRange, &[u8]),
+    ) {
+        let bytes = ByteCount::from(memory.bytes());
+        let held = self.held_at(root, &self.rounded_out(offsets));
+        let mut scratch = Vec::new();
+        for (index, &(position, chunk)) in held.iter().enumerate() {
+            self.prefetch(&held[index..], memory);
+            let span = self.span(position, bytes);
+            let content = self.chunks.content(chunk, &mut scratch);
+            for part in offsets.within(span.clone()) {
+                let within = (part.start - span.start).to_usize()..(part.end - span.start).to_usize();
+                each(part, &content[within]);
+            }
+        }
+    }
+
     /// The chunks of a tree at some positions.
     fn held_at(&self, root: Root, positions: &RangeSet<u64>) -> Vec<(u64, u32)> {
         let count: u64 = positions.iter().map(|run| run.end - run.start).sum();
