@@ -10,7 +10,7 @@ use crate::version::is_at_least;
 use crate::{Error, Result, cache, command, packages, progress, source_root};
 
 /// Packages of the host's own distribution.
-const PACKAGES: [&str; 18] = [
+const PACKAGES: [&str; 19] = [
     "build-essential",
     "busybox-static",
     "ca-certificates",
@@ -21,6 +21,7 @@ const PACKAGES: [&str; 18] = [
     "iproute2",
     "iptables",
     "kmod",
+    "libsigsegv2",
     "pkg-config",
     "python3",
     "python3-venv",

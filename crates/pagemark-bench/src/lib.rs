@@ -23,6 +23,8 @@ mod criu_dump;
 mod error;
 pub mod explore;
 pub mod ldt;
+mod libsigsegv;
+mod page_store;
 pub mod peers;
 pub mod process;
 mod random;
@@ -50,9 +52,11 @@ pub enum Bench {
     /// What a transaction on a region of one's own memory costs, by mechanism, beside the same
     /// writes untracked
     Region(region::Options),
-    /// What snapshots and transactions of a region cost, beside `fork` and `MAP_PRIVATE`
+    /// What snapshots and transactions of a region cost, beside `fork`, `MAP_PRIVATE` and
+    /// libsigsegv
     Peers(peers::Options),
-    /// What snapshots in memory cost a page, beside a plain copy and beside one hash and one copy
+    /// What snapshots in memory cost a page, beside a plain copy, beside one hash and one copy, and
+    /// beside a plain page store
     Store(store::Options),
     /// What it costs to explore every state of a program, by how states are held, beside plain
     /// copies

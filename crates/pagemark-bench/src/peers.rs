@@ -1,7 +1,7 @@
 //! `pagemark-bench peers`: snapshots and transactions of a region beside what programs use without
-//! Pagemark: `fork` for snapshots, and a private mapping of a file in memory, whose written pages
-//! `MADV_DONTNEED` drops, for rollback. Times are also given as user and system time, as in the
-//! table of "Results on same-page-merging snapshots".
+//! Pagemark: `fork` for snapshots, and for rollback a private mapping of a file in memory, whose
+//! written pages `MADV_DONTNEED` drops, and a handler of libsigsegv that copies pages. Times are
+//! also given as user and system time, as in the table of "Results on same-page-merging snapshots".
 
 use std::fs::File;
 use std::hint::black_box;
@@ -19,6 +19,7 @@ use pagemark_report::output::print;
 use pagemark_report::samples::Samples;
 use pagemark_report::table::Table;
 
+use crate::libsigsegv::{Library, UndoneMemory};
 use crate::random::Xorshift;
 use crate::usage::{own_memory_bytes, process_cpu_time};
 use crate::{BenchError, print_json};
@@ -69,8 +70,10 @@ struct Report {
 const REGION: &str = "pagemark";
 const FORK: &str = "fork";
 const PRIVATE: &str = "MAP_PRIVATE";
+const SIGSEGV: &str = "libsigsegv";
 
 const FIRST: &str = "first snapshot";
+const SPARSE: &str = "first snapshot, of the written pages alone";
 const CYCLE: &str = "writes, snapshot, release";
 const WRITES: &str = "writes of a transaction";
 const ROLLBACK: &str = "begin and rollback";
@@ -124,11 +127,19 @@ pub fn run(options: &Options) -> Result<(), BenchError> {
     let written: Vec<Vec<usize>> =
         (0..options.cycles).map(|_| (0..dirty).map(|_| random.index(pages)).collect()).collect();
     let mut report = Report::default();
+    let library = Library::load();
+    if library.is_none() {
+        eprintln!("libsigsegv is not installed, and left out");
+    }
     for series in 0..options.series {
         eprintln!("series {series} …");
         measure_region(&mut report, pages, &written)?;
+        measure_sparse(&mut report, pages, &written)?;
         measure_fork(&mut report, pages, &written)?;
         measure_private(&mut report, pages, &written)?;
+        if let Some(library) = library {
+            measure_libsigsegv(&mut report, library, pages, &written)?;
+        }
     }
     if options.json {
         print_json(&report)?;
@@ -193,6 +204,21 @@ fn measure_region(report: &mut Report, pages: usize, written: &[Vec<usize>]) -> 
     report.memory(REGION, own_memory_bytes("status", "VmRSS")?.saturating_sub(before));
     measure_accesses(report, &region)?;
     drop(last);
+    Ok(())
+}
+
+/// The first snapshot of a region of which only the pages of one cycle were ever written.
+fn measure_sparse(report: &mut Report, pages: usize, written: &[Vec<usize>]) -> Result<(), BenchError> {
+    let region = Region::new(pages * PAGE_SIZE)?;
+    let start = NonNull::new(region.as_ptr()).unwrap_or(NonNull::dangling());
+    let populated = written.first().map_or(&[][..], Vec::as_slice);
+    for (value, page) in populated.iter().enumerate() {
+        // SAFETY: the region has these pages, and only this function uses it.
+        unsafe { write(start, &[*page], value + 1) };
+    }
+    let mut spent = [Duration::ZERO; 3];
+    black_box(Report::timed(&mut spent, || region.snapshot())??);
+    report.add(REGION, SPARSE, spent);
     Ok(())
 }
 
@@ -350,6 +376,29 @@ fn measure_private(report: &mut Report, pages: usize, written: &[Vec<usize>]) ->
     Ok(())
 }
 
+fn measure_libsigsegv(
+    report: &mut Report,
+    library: Library,
+    pages: usize,
+    written: &[Vec<usize>],
+) -> Result<(), BenchError> {
+    let mut memory = UndoneMemory::new(library, pages).map_err(BenchError::on("use libsigsegv"))?;
+    let start = memory.start();
+    // SAFETY: the memory has these pages, and only this function uses it.
+    unsafe { fill(start, pages) };
+    let protecting = || BenchError::on("protect memory");
+    for (cycle, pages) in written.iter().enumerate() {
+        let (mut around, mut writes) = ([Duration::ZERO; 3], [Duration::ZERO; 3]);
+        Report::timed(&mut around, || memory.begin())?.map_err(protecting())?;
+        // SAFETY: as above; the handler opens the pages.
+        Report::timed(&mut writes, || unsafe { write(start, pages, cycle) })?;
+        black_box(Report::timed(&mut around, || memory.roll_back())?.map_err(protecting())?);
+        report.add(SIGSEGV, WRITES, writes);
+        report.add(SIGSEGV, ROLLBACK, around);
+    }
+    Ok(())
+}
+
 fn text(report: &Report, options: &Options) -> String {
     let mut table = Table::new(["", "", ">ms", ">±", ">user, ms", ">system, ms"]);
     for row in &report.rows {
@@ -364,14 +413,24 @@ fn text(report: &Report, options: &Options) -> String {
         ]);
     }
     let ratio = |operation, peer| report.median(REGION, operation) / report.median(peer, operation);
+    let sigsegv = if report.rows.iter().any(|row| row.subject == SIGSEGV) {
+        format!(
+            "of libsigsegv: begin and rollback {:.2}, writes {:.2}\n",
+            ratio(ROLLBACK, SIGSEGV),
+            ratio(WRITES, SIGSEGV)
+        )
+    } else {
+        String::new()
+    };
     let memory =
         |subject| report.memory_mib.iter().find(|(name, _)| *name == subject).map_or(f64::NAN, |found| found.1);
     format!(
         "{} MiB, {} % of the pages written at random, {} series of {} cycles; medians, means of processor times\n\n\
          {table}\n\
-         first snapshot: {:.2} of fork (goal: at most 2)\n\
+         first snapshot: {:.2} of fork (goal: at most 2); of the written pages alone: {:.1} ms\n\
          cycle of a snapshot: {:.2} of fork (goal: at most 0.15)\n\
          begin and rollback: {:.2} of MAP_PRIVATE (goal: at most 1.5), writes: {:.2} (goal: at most 0.5)\n\
+         {sigsegv}\
          memory besides the content, MiB: {:.0}; fork: {:.0} (goal: never more)\n\
          a read or write of 8 bytes: {:.1} ns; by a pointer: {:.1} ns (goal: at most 30 ns)\n",
         options.mib,
@@ -379,6 +438,7 @@ fn text(report: &Report, options: &Options) -> String {
         options.series,
         options.cycles,
         ratio(FIRST, FORK),
+        report.median(REGION, SPARSE),
         ratio(CYCLE, FORK),
         ratio(ROLLBACK, PRIVATE),
         ratio(WRITES, PRIVATE),

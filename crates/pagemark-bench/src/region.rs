@@ -9,7 +9,7 @@
 //! | figure | here |
 //! |---|---|
 //! | 6: page tracking, by PPT and WPP | tables "µs a transaction, WPP n" |
-//! | 7: emulation, by Tsize | table "µs a transaction by its size" |
+//! | 7: emulation, by Tsize | tables "µs a transaction by its size" and "emulate, random pages" |
 //! | 8: break-even of emulation and page tracking | table "ns that tracking adds to a page", and the goals |
 
 use std::hint::black_box;
@@ -355,6 +355,24 @@ impl<'a> Results<'a> {
         table
     }
 
+    /// For each WPP and PPT, the size of the transaction and its microseconds: emulation takes time
+    /// for each write, whatever the pages.
+    fn emulated_sizes(&self) -> Option<Table> {
+        let mut table = Table::new(heading("WPP", self.options.ppt.iter().copied(), []));
+        for wpp in std::iter::once(1).chain(self.options.wpp.iter().copied().filter(|&wpp| wpp != 1)) {
+            let cells: Option<Vec<_>> = self
+                .shapes(wpp, false)
+                .into_iter()
+                .map(|shape| {
+                    let row = self.find(shape, Some(Mechanism::Emulate))?;
+                    Some(format!("{}: {:.1}", shape.wpp * shape.ppt, row.transaction_ns.median() / 1e3))
+                })
+                .collect();
+            table.row(std::iter::once(wpp.to_string()).chain(cells?));
+        }
+        Some(table)
+    }
+
     /// Microseconds of a transaction that writes one word in each page, by its pages.
     fn sizes(&self) -> Table {
         let shapes = self.shapes(1, false);
@@ -423,7 +441,11 @@ fn tables(options: &Options, rows: &[Row]) -> String {
     }
     let (page_costs, sizes, goals) = (results.page_costs(), results.sizes(), results.goals());
     out += &format!("\nns that tracking adds to a page, PPT {BREAK_EVEN_PPT}, random pages\n{page_costs}");
-    out += &format!("\nµs a transaction by its size, one write a page\n{sizes}\n{goals}");
+    out += &format!("\nµs a transaction by its size, one write a page\n{sizes}");
+    if let Some(emulated) = results.emulated_sizes() {
+        out += &format!("\nemulate, random pages, by WPP and PPT: size of the transaction (writes): µs\n{emulated}");
+    }
+    out += &format!("\n{goals}");
     out
 }
 

@@ -1,5 +1,6 @@
 //! `pagemark-bench store`: the cost of snapshots in memory for a page, beside a plain copy of the
-//! same pages, and beside one hash and one copy. Times are processor times of one thread.
+//! same pages, beside one hash and one copy, and beside a plain page store. Times are processor
+//! times of one thread.
 //!
 //! It measures the page store and the snapshots of "Results on same-page-merging snapshots"
 //! (section "Implementation"), which has no figures for them.
@@ -15,6 +16,7 @@ use pagemark_report::samples::Samples;
 use pagemark_report::table::Table;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
+use crate::page_store::PageStore;
 use crate::random::Xorshift;
 use crate::usage::thread_cpu_ns;
 use crate::{BenchError, print_json};
@@ -58,6 +60,8 @@ struct Row {
     page_ns: Samples,
     copy_ns: Samples,
     hash_and_copy_ns: Samples,
+    /// By a plain page store.
+    page_store_ns: Samples,
 }
 
 /// Results for one chunk size.
@@ -135,6 +139,10 @@ impl TestMemory {
     fn page(&self, page: usize) -> &[u8] {
         &self.bytes[page * PAGE_SIZE..(page + 1) * PAGE_SIZE]
     }
+}
+
+fn no_memory() -> impl FnOnce(std::io::Error) -> BenchError {
+    BenchError::on("map memory of the plain page store")
 }
 
 /// Measures processor time of this thread: other programs of the machine influence it little.
@@ -222,6 +230,19 @@ fn measure(options: &Options, chunk_bytes: usize) -> Result<Report, BenchError> 
         let same = store.snapshot(Some(&first), &SharedBytes::of(&mut memory.bytes), &everything, &nothing)?;
         compare.page_ns.push(timer.ns_each(all.len())?);
         assert!(first == same);
+
+        drop((first, again, same, store));
+        let mut peer = PageStore::new(HASH_SEED);
+        let timer = Timer::start()?;
+        let first = peer.take(&memory.bytes).map_err(no_memory())?;
+        insert.page_store_ns.push(timer.ns_each(all.len())?);
+        let timer = Timer::start()?;
+        let again = peer.take(&memory.bytes).map_err(no_memory())?;
+        deduplicate.page_store_ns.push(timer.ns_each(all.len())?);
+        let timer = Timer::start()?;
+        let same = peer.take_changes(&memory.bytes, &first, &all).map_err(no_memory())?;
+        compare.page_store_ns.push(timer.ns_each(all.len())?);
+        assert!(first == again && first == same && peer.pages() == all.len());
     }
 
     let store = make_store()?;
@@ -229,6 +250,8 @@ fn measure(options: &Options, chunk_bytes: usize) -> Result<Report, BenchError> 
     let mut change = Row::new("insert changed pages");
     let mut restore = Row::new("restore differing pages");
     let mut taken = vec![store.snapshot(None, &SharedBytes::of(&mut memory.bytes), &everything, &nothing)?];
+    let mut peer = PageStore::new(HASH_SEED);
+    let mut peer_taken = peer.take(&memory.bytes).map_err(no_memory())?;
     let (_, mut whole_copy) = copy_out(&memory, &all, None)?;
     let before = store.usage();
     let mut dirty_pages = 0;
@@ -248,6 +271,17 @@ fn measure(options: &Options, chunk_bytes: usize) -> Result<Report, BenchError> 
         assert!(dirty.iter().all(|range| written.covers(range)), "not all changed pages were restored");
         restore.copy_ns.push(copy_in(&mut memory, &pages, &mut whole_copy)?);
         store.restore(&snapshot, Some((&taken[taken.len() - 1], &dirty)), &SharedBytes::of(&mut memory.bytes))?;
+
+        let timer = Timer::start()?;
+        let peer_next = peer.take_changes(&memory.bytes, &peer_taken, &pages).map_err(no_memory())?;
+        change.page_store_ns.push(timer.ns_each(pages.len())?);
+        let timer = Timer::start()?;
+        let copied = peer.restore(&peer_taken, &peer_next, &mut memory.bytes);
+        restore.page_store_ns.push(timer.ns_each(pages.len())?);
+        assert_eq!(copied, pages.len(), "all changed pages differ");
+        peer.restore(&peer_next, &peer_taken, &mut memory.bytes);
+        // Unlike the store, which keeps all snapshots.
+        peer.release(&std::mem::replace(&mut peer_taken, peer_next));
         taken.push(snapshot);
     }
     let after = store.usage();
@@ -293,8 +327,18 @@ fn measure_look_ups(
 }
 
 fn tables(report: &Report) -> String {
-    let mut table =
-        Table::new(["", ">pages/s", ">ns a page", ">p99", ">memcpy, ns", ">ratio", ">XXH3+copy, ns", ">ratio"]);
+    let mut table = Table::new([
+        "",
+        ">pages/s",
+        ">ns a page",
+        ">p99",
+        ">memcpy, ns",
+        ">ratio",
+        ">XXH3+copy, ns",
+        ">ratio",
+        ">page store, ns",
+        ">ratio",
+    ]);
     for row in &report.rows {
         let page_ns = row.page_ns.median();
         let peer = |peer: &Samples| match peer.median() {
@@ -307,7 +351,8 @@ fn tables(report: &Report) -> String {
             format!("{page_ns:.0}"),
             format!("{:.0}", row.page_ns.p99()),
         ];
-        table.row(own.into_iter().chain(peer(&row.copy_ns)).chain(peer(&row.hash_and_copy_ns)));
+        let peers = [&row.copy_ns, &row.hash_and_copy_ns, &row.page_store_ns];
+        table.row(own.into_iter().chain(peers.into_iter().flat_map(peer)));
     }
     format!(
         "chunks of {} bytes; medians, in one thread\n\n{table}\n\

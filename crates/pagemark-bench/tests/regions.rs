@@ -48,13 +48,15 @@ fn snapshots_and_transactions_are_measured_beside_their_peers() {
     }
     let numbers: serde_json::Value =
         serde_json::from_str(&bench(&[&arguments[..], &["--json"]].concat())).expect("JSON");
-    assert_eq!(numbers["rows"].as_array().map(Vec::len), Some(8), "{numbers}");
+    // libsigsegv need not be installed.
+    let rows = numbers["rows"].as_array().expect("rows");
+    assert_eq!(rows.iter().filter(|row| row["subject"] != "libsigsegv").count(), 9, "{numbers}");
 }
 
 #[test]
 fn the_store_is_measured() {
     let text = bench(&["store", "--mib", "4", "--snapshots", "2", "--rounds", "1"]);
-    for word in ["insert", "look", "restore", "overhead"] {
+    for word in ["insert", "look", "restore", "overhead", "page store, ns"] {
         assert!(text.contains(word), "no {word}:\n{text}");
     }
     let numbers: serde_json::Value =
