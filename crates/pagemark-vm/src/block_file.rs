@@ -25,9 +25,20 @@ pub(crate) struct BlockFile {
 }
 
 /// True if nobody can write to the file behind a mapping, nor change its length.
+///
+/// # Errors
+/// This process may not open the file, so that it is not known.
 pub(crate) fn is_fixed(pid: i32, mapping: &Mapping) -> Result<bool> {
-    // What has no seals is a file of a disk, or must not be opened.
-    let seals = open(pid, mapping).ok().and_then(|file| fcntl(&file, FcntlArg::F_GET_SEALS).ok());
+    let file = match open(pid, mapping) {
+        Err(error) if error.kind() == std::io::ErrorKind::PermissionDenied => {
+            let operation = "find out whether others can write to the memory of";
+            let error = Error::of(ErrorKind::System, operation, Object::Process(pid), error);
+            return Err(error.help("run pagemark as root, or with CAP_CHECKPOINT_RESTORE"));
+        }
+        file => file.ok(),
+    };
+    // What has no seals is a file of a disk.
+    let seals = file.and_then(|file| fcntl(&file, FcntlArg::F_GET_SEALS).ok());
     let needed = FIXED.difference(SealFlag::F_SEAL_SEAL).bits();
     Ok(seals.is_some_and(|seals| seals & needed == needed))
 }
@@ -79,4 +90,51 @@ impl BlockFile {
 
 fn failed(id: &str, error: std::io::Error) -> Error {
     Error::of(ErrorKind::System, "read the file of", Object::Block(id.to_owned()), error)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::num::NonZeroUsize;
+
+    use nix::sys::memfd::{MFdFlags, memfd_create};
+    use nix::sys::mman::{MapFlags, ProtFlags, mmap, munmap};
+    use pagemark::ByteCount;
+    use pagemark::sys::proc::maps;
+
+    use super::*;
+    use crate::ram_blocks::BlockMemory;
+
+    const PAGE: usize = 4096;
+
+    #[test]
+    fn a_file_is_fixed_by_its_seals_and_read_around_its_holes() {
+        if !nix::unistd::geteuid().is_root() {
+            pagemark_testing::skip!("files behind mappings are opened as root");
+        }
+        let pages = |from: u64, to: u64| Address::new(from * PAGE as u64)..Address::new(to * PAGE as u64);
+        for seals in [SealFlag::empty(), SealFlag::F_SEAL_SHRINK, FIXED] {
+            let file = File::from(memfd_create(c"block", MFdFlags::MFD_ALLOW_SEALING).unwrap());
+            file.set_len(8 * PAGE as u64).unwrap();
+            file.write_all_at(&[7; PAGE], 3 * PAGE as u64).unwrap();
+            fcntl(&file, FcntlArg::F_ADD_SEALS(seals)).unwrap();
+            let (length, access) = (NonZeroUsize::new(8 * PAGE).unwrap(), ProtFlags::PROT_READ | ProtFlags::PROT_WRITE);
+            // SAFETY: a new mapping, at an address that the kernel chooses; only its address is used.
+            let start = unsafe { mmap(None, length, access, MapFlags::MAP_PRIVATE, &file, 0) }.unwrap();
+            let address = Address::new(start.as_ptr() as u64);
+            let mappings = maps::of_this_process().unwrap();
+            let mapping = mappings.iter().find(|mapping| mapping.start == address).unwrap();
+            let pid = std::process::id() as i32;
+            assert_eq!(is_fixed(pid, mapping).unwrap(), seals == FIXED, "{seals:?}");
+            let range = address + ByteCount::of_pages(1)..address + ByteCount::of_pages(8);
+            let block = RamBlock { id: "ram".into(), range, memory: BlockMemory::FixedFile };
+            let file = BlockFile::open(pid, mapping, &block).unwrap();
+            assert_eq!(file.content().unwrap(), RangeSet::from(pages(2, 3)));
+            let mut buffer = [1; 3 * PAGE];
+            let missing = [pages(2, 3), pages(5, 6)].into_iter().collect();
+            file.read_missing(&[pages(1, 3), pages(5, 6)], &missing, &mut buffer).unwrap();
+            assert_eq!([buffer[0], buffer[PAGE], buffer[2 * PAGE]], [1, 7, 0]);
+            // SAFETY: the mapping of this test, which nothing uses.
+            unsafe { munmap(start, 8 * PAGE) }.unwrap();
+        }
+    }
 }

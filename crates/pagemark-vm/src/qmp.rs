@@ -358,6 +358,8 @@ mod tests {
         ] {
             assert_eq!(first_reply(replies).unwrap_err().kind(), kind, "{replies}");
         }
+        let deep = format!("{}\n", "[".repeat(1 << 20));
+        assert_eq!(first_reply(&deep).unwrap_err().kind(), ErrorKind::Monitor);
         let endless = "x".repeat(MAX_MESSAGE_BYTES + 100_000);
         assert_eq!(first_reply(&endless).unwrap_err().kind(), ErrorKind::Monitor);
     }
