@@ -16,6 +16,7 @@ if [ "${PAGEMARK_CLOCK:-instructions}" = time ]; then clock=(); fi
 
 cargo build --locked --release -p pagemark-bench
 bench=$(realpath "${CARGO_TARGET_DIR:-target}")/release/pagemark-bench
+gcc -O2 -static -o "$out/waits" lab/guest/waits.c
 
 # in_lab KERNEL DIRECTORY FIGURES OPTIONS…
 in_lab() {
@@ -30,4 +31,5 @@ in_lab() {
     in_lab ldt "$out" 3,5,6,7,8,9,10,11
     in_lab plain "$out/plain" helpers
     in_lab ldt "$out" helpers --against "$out/plain/helpers.csv"
+    lab/lab run --kernel ldt "${clock[@]}" --share "$out" --timeout 3600 -- "$out/waits" -m 64 -r 3
 } | tee "$out/tables.txt"
