@@ -20,6 +20,7 @@
 //! ```
 
 mod criu_dump;
+pub mod deltas;
 mod error;
 pub mod explore;
 pub mod ldt;
@@ -58,6 +59,8 @@ pub enum Bench {
     /// What snapshots in memory cost a page, beside a plain copy, beside one hash and one copy, and
     /// beside a plain page store
     Store(store::Options),
+    /// What checkpoints cost that store what changed in a page, beside those that store whole pages
+    Deltas(deltas::Options),
     /// What it costs to explore every state of a program, by how states are held, beside plain
     /// copies
     Explore(explore::Options),
@@ -90,6 +93,7 @@ impl Bench {
             Bench::Region(options) => region::run(options),
             Bench::Peers(options) => peers::run(options),
             Bench::Store(options) => store::run(options),
+            Bench::Deltas(options) => deltas::run(options),
             Bench::Explore(options) => explore::run(options),
             Bench::Vm(options) => vm::run(options),
             Bench::Ldt(options) => ldt::run(options),

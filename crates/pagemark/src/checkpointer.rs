@@ -350,14 +350,17 @@ impl Checkpointer {
                 let content = buffer.slice(offset..offset + range.byte_count().to_usize());
                 offset += content.len();
                 let mut superseded = stored.within(range.clone()).peekable();
-                for (number, page) in range.pages().zip(content.chunks_exact(PAGE_SIZE)) {
+                for (number, page) in range.pages().zip(content.as_chunks::<PAGE_SIZE>().0) {
                     let address = number.address();
                     while superseded.next_if(|later| later.end <= address).is_some() {}
                     if superseded.peek().is_some_and(|later| later.start <= address) {
                         continue;
                     }
                     let is_missing = !copied.missing.is_empty() && copied.missing.contains(address);
-                    let id = if is_missing { ContentId::ZERO } else { store.put(Kind::Page, page)? };
+                    let id = match is_missing {
+                        true => ContentId::ZERO,
+                        false => store.put_changed(space.tree.get(number), page)?,
+                    };
                     space.tree.set(number, id);
                 }
             }

@@ -33,6 +33,7 @@
 mod bulk;
 mod checkpoint;
 mod config;
+mod delta;
 mod format;
 mod index;
 mod lock;
@@ -64,9 +65,11 @@ pub use writer::Writer;
 use crate::backend::{Backend, BackendError, Exposure, Object};
 use crate::{ContentId, Error, ErrorKind, PAGE_SIZE, error};
 use config::Config;
+use delta::BaseCache;
 use format::{CHECKPOINTS, CONFIG, CONFIG_COPY, Format, INDEXES, PACKS, job_directory, pack_name, random};
 use index::{BadTable, View};
 use lock::Lock;
+use pack::ReadBase;
 use table::Entry;
 
 /// Packs that are kept open for reading.
@@ -102,6 +105,8 @@ struct Inner {
     rejected: Mutex<HashSet<u64>>,
     /// The packs read last, the last in front.
     open_packs: Mutex<Vec<(u64, Arc<dyn Object>)>>,
+    /// Pages of the last checkpoints of this process, of which the next ones store changes.
+    bases: Mutex<BaseCache>,
 }
 
 impl Error {
@@ -139,6 +144,10 @@ impl Repository {
     /// # Errors
     /// [`ErrorKind::Exists`], [`ErrorKind::NotEmpty`], or that it could not be written.
     pub fn create_on(backend: Arc<dyn Backend>) -> Result<Repository, Error> {
+        Self::create_with(backend, RepositoryOptions::default())
+    }
+
+    fn create_with(backend: Arc<dyn Backend>, options: RepositoryOptions) -> Result<Repository, Error> {
         let path = backend.location().to_owned();
         if !backend.list("")?.iter().all(|entry| is_own_name(&entry.name)) {
             return Err(not_empty(&path));
@@ -150,7 +159,7 @@ impl Repository {
         backend.prepare(&[PACKS, INDEXES, CHECKPOINTS])?;
         let format = Format { key: random()?, id: random()? };
         config::create(&*backend, &format)?;
-        Self::on(backend)
+        Self::on_exposed(backend, None, options)
     }
 
     /// Opens the repository in a directory. As [`RepositoryOptions::open`] with the default
@@ -181,11 +190,16 @@ impl Repository {
     /// # }
     /// ```
     pub fn on(backend: Arc<dyn Backend>) -> Result<Repository, Error> {
-        Self::on_exposed(backend, None)
+        Self::on_exposed(backend, None, RepositoryOptions::default())
     }
 
     /// Opens the repository on a backend that others can change as `exposure` says.
-    fn on_exposed(backend: Arc<dyn Backend>, exposure: Option<Exposure>) -> Result<Repository, Error> {
+    fn on_exposed(
+        backend: Arc<dyn Backend>,
+        exposure: Option<Exposure>,
+        options: RepositoryOptions,
+    ) -> Result<Repository, Error> {
+        let base_bytes = if options.stores_whole_pages() { 0 } else { delta::base_bytes() };
         let Config { format, damage, .. } = config::read(&*backend)?;
         let inner = Inner {
             backend,
@@ -195,6 +209,7 @@ impl Repository {
             view: Mutex::default(),
             rejected: Mutex::default(),
             open_packs: Mutex::default(),
+            bases: Mutex::new(BaseCache::new(base_bytes)),
         };
         inner.refresh()?;
         Ok(Repository { inner: Arc::new(inner) })
@@ -371,21 +386,21 @@ impl Inner {
     }
 
     fn get(&self, id: ContentId) -> Result<Vec<u8>, Error> {
-        self.fetch(id, |source, entry| Ok(pack::read_record(source, &self.format.key, entry)?.raw))
+        self.fetch(id, |source, entry| Ok(pack::read_record(source, &self.format.key, entry, self)?.raw))
     }
 
     fn get_page(&self, id: ContentId, page: &mut [u8; PAGE_SIZE]) -> Result<(), Error> {
-        self.fetch(id, |source, entry| pack::read_page(source, &self.format.key, entry, page))
+        self.fetch(id, |source, entry| pack::read_page(source, &self.format.key, entry, page, self))
     }
 
-    /// True if some copy of a piece of content is there.
+    /// True if some copy of a piece of content is there, and its base if it is a delta.
     fn holds(&self, id: ContentId) -> Result<bool, Error> {
-        match self.view().find(id)? {
-            Ok(Some(_)) => Ok(true),
+        match self.is_complete_in(&self.view(), id)? {
+            Ok(true) => Ok(true),
             // It may have moved.
-            Ok(None) | Err(_) => match self.fetch(id, |_, _| Ok(())) {
+            Ok(false) | Err(_) => match self.fetch(id, |_, entry| self.check_base(entry)) {
                 Ok(()) => Ok(true),
-                Err(error) if error.kind() == ErrorKind::Missing => Ok(false),
+                Err(error) if matches!(error.kind(), ErrorKind::Missing | ErrorKind::Damaged) => Ok(false),
                 Err(error) => Err(error),
             },
         }
@@ -431,6 +446,66 @@ pub fn check_job_name(name: &str) -> Result<(), Error> {
             let reason = "a name has 1 to 64 letters, digits, `.`, `_` and `-`, and does not begin with `.`";
             Err(Error::about(ErrorKind::InvalidName, name, reason).during("a job cannot be called"))
         }
+    }
+}
+
+/// Deltas, which can be read only together with their bases.
+impl Inner {
+    /// The base of a delta; none if the delta is damaged or gone.
+    fn base_of(&self, delta: &Entry) -> Result<Option<ContentId>, Error> {
+        let Some(pack) = self.open_pack(delta.pack)? else { return Ok(None) };
+        match pack::read_base_id(&*pack, &self.format.key, delta) {
+            Ok(base) => Ok(Some(base)),
+            Err(error) if matches!(error.kind(), ErrorKind::Damaged | ErrorKind::NotFound) => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Makes sure that the base of an entry is there, if the entry is a delta's.
+    fn check_base(&self, entry: &Entry) -> Result<(), Error> {
+        if !entry.is_delta {
+            return Ok(());
+        }
+        let damaged = || Error::damaged_content(entry.id, "its record is damaged");
+        let base = self.base_of(entry)?.ok_or_else(damaged)?;
+        self.read_base(base, &mut [0; PAGE_SIZE])
+    }
+
+    /// True if the base of an entry is in the view, or the entry needs none.
+    fn has_base_in(&self, view: &View, entry: &Entry) -> Result<Result<bool, BadTable>, Error> {
+        if !entry.is_delta {
+            return Ok(Ok(true));
+        }
+        match self.base_of(entry)? {
+            Some(base) => Ok(view.find_whole_from(base, 0)?.map(|found| found.is_some())),
+            None => Ok(Ok(false)),
+        }
+    }
+
+    /// True if a copy of a piece of content is in the view which is whole, or whose base is there.
+    /// A prune keeps the bases of deltas that a checkpoint needs, and not of others.
+    fn is_complete_in(&self, view: &View, id: ContentId) -> Result<Result<bool, BadTable>, Error> {
+        let mut next = 0;
+        loop {
+            let found = match view.find_from(id, next)? {
+                Ok(Some(found)) => found,
+                Ok(None) => return Ok(Ok(false)),
+                Err(bad) => return Ok(Err(bad)),
+            };
+            match self.has_base_in(view, &found.entry)? {
+                Ok(false) => next = found.table + 1,
+                known => return Ok(known),
+            }
+        }
+    }
+}
+
+impl ReadBase for Inner {
+    fn read_base(&self, id: ContentId, page: &mut [u8; PAGE_SIZE]) -> Result<(), Error> {
+        self.fetch(id, |source, entry| match entry.is_delta {
+            true => Err(Error::damaged_content(id, "it is stored only as the change of another page")),
+            false => pack::read_page(source, &self.format.key, entry, page, self),
+        })
     }
 }
 

@@ -31,6 +31,16 @@ pub trait Store {
     /// [`ErrorKind::Storage`] if the content could not be written.
     fn put(&mut self, kind: Kind, content: &[u8]) -> Result<ContentId, Error>;
 
+    /// Holds a page whose content was `last` in an earlier checkpoint, and returns its id. A store
+    /// may hold only what changed in it. `last` need not be held any more.
+    ///
+    /// # Errors
+    /// As [`Store::put`].
+    fn put_changed(&mut self, last: ContentId, page: &[u8; PAGE_SIZE]) -> Result<ContentId, Error> {
+        let _ = last;
+        self.put(Kind::Page, page)
+    }
+
     /// The content of `id`, checked against the id.
     ///
     /// # Errors

@@ -214,7 +214,9 @@ impl Reading<'_> {
         for (entry, wanted) in entries {
             let from = (u64::from(entry.offset) - start) as usize;
             let record = &stored[from..(end_of(entry) - start) as usize];
-            match is_read.then(|| decode_record(record, &self.inner.format.key, entry, &mut buffers.raw, used)) {
+            match is_read
+                .then(|| decode_record(record, &self.inner.format.key, entry, &mut buffers.raw, used, self.inner))
+            {
                 Some(Ok(length)) => {
                     let positions = self.plan.wanted[*wanted].positions.clone();
                     for &position in &self.plan.positions[positions] {

@@ -82,7 +82,7 @@ impl Reader {
     /// True if this copy of a piece of content is intact.
     pub(super) fn is_whole(&self, copy: &Entry) -> Result<bool, Error> {
         let Some(pack) = self.0.open_pack(copy.pack)? else { return Ok(false) };
-        match read_record(&*pack, &self.0.format.key, copy) {
+        match read_record(&*pack, &self.0.format.key, copy, &*self.0) {
             Ok(_) => Ok(true),
             Err(error) if error.kind() == ErrorKind::Damaged => Ok(false),
             Err(error) => Err(error),

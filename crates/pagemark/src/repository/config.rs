@@ -8,7 +8,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::format::{ANY_SPACES, CONFIG, CONFIG_COPY, Format, PROCESSES_ONLY, hash16};
+use super::format::{CONFIG, CONFIG_COPY, DELTAS, Format, PROCESSES_ONLY, hash16};
 use super::{Inner, is_newer};
 use crate::backend::{Backend, BackendError};
 use crate::error::{Error, ErrorKind, Object};
@@ -89,12 +89,12 @@ pub(super) fn damage_of_copy(backend: &dyn Backend, format: &Format) -> Option<S
 }
 
 impl Inner {
-    /// Makes sure that programs which know only processes refuse the repository: a prune by one
-    /// would take the content of other spaces for garbage. Only for the holder of the lock.
-    pub(super) fn allow_any_spaces(&self) -> Result<(), Error> {
-        if read(&*self.backend)?.number == PROCESSES_ONLY {
-            write(&*self.backend, CONFIG_COPY, &self.format, ANY_SPACES)?;
-            write(&*self.backend, CONFIG, &self.format, ANY_SPACES)?;
+    /// Makes sure that programs which know only lower formats refuse the repository: a prune by one
+    /// would take needed content for garbage. Only for the holder of the lock.
+    pub(super) fn require_format(&self, number: u32) -> Result<(), Error> {
+        if read(&*self.backend)?.number < number {
+            write(&*self.backend, CONFIG_COPY, &self.format, number)?;
+            write(&*self.backend, CONFIG, &self.format, number)?;
             self.backend.sync("")?;
         }
         Ok(())
@@ -149,9 +149,9 @@ fn read_object(backend: &dyn Backend, name: &str) -> Result<Option<Config>, Erro
     let mut text = vec![0; bytes as usize];
     object.read_at(&mut text, 0)?;
     let DocumentFormat { format: found } = serde_json::from_slice(&text).map_err(|error| damaged(error.to_string()))?;
-    if found > u64::from(ANY_SPACES) {
+    if found > u64::from(DELTAS) {
         let operation = format!("{} has the format {found}", backend.location().display());
-        return Err(Error::newer_format(found, u64::from(ANY_SPACES)).during(operation));
+        return Err(Error::newer_format(found, u64::from(DELTAS)).during(operation));
     }
     let document: Document = serde_json::from_slice(&text).map_err(|error| damaged(error.to_string()))?;
     let format = from_hex(&document.key).zip(from_hex(&document.id)).map(|(key, id)| Format { key, id });

@@ -7,8 +7,10 @@ pub(super) const FORMAT: u32 = 1;
 /// The format of a repository in which every space is a process. Programs that know only manifests
 /// of version 1 can use it.
 pub(super) const PROCESSES_ONLY: u32 = 1;
-/// The format of a repository with spaces of every kind. This program reads no later one.
+/// The format of a repository with spaces of every kind.
 pub(super) const ANY_SPACES: u32 = 2;
+/// The format of a repository with deltas, too. This program reads no later one.
+pub(super) const DELTAS: u32 = 3;
 /// Bytes at the beginning of a pack and of an index file.
 pub(super) const FILE_HEADER_BYTES: usize = 32;
 

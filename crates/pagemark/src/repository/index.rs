@@ -74,6 +74,20 @@ impl View {
         Ok(Ok(None))
     }
 
+    /// Like [`View::find_from`], but only a copy that is stored whole, not as a delta.
+    pub(super) fn find_whole_from(
+        &self,
+        id: ContentId,
+        mut first: usize,
+    ) -> Result<Result<Option<Found>, BadTable>, Error> {
+        loop {
+            match self.find_from(id, first)? {
+                Ok(Some(found)) if found.entry.is_delta => first = found.table + 1,
+                searched => return Ok(searched),
+            }
+        }
+    }
+
     /// This view with more packs.
     pub(super) fn with_packs(&self, more: &[Arc<Table>]) -> View {
         let mut view = View { tables: self.tables.clone(), packs: self.packs.clone(), stamp: None };
@@ -207,22 +221,21 @@ impl View {
         let mut writer = TableWriter::new(object, format, FileKind::Index, max_entries);
         let mut sources: Vec<_> = group.iter().map(|table| table.entries()).collect();
         let mut heads = BinaryHeap::new();
-        let order =
-            |entry: &Entry, source: usize| Reverse((entry.id, entry.pack, entry.offset, entry.stored_bytes, source));
+        let order = |entry: Entry, source: usize| Reverse((entry, source));
         for (source, entries) in sources.iter_mut().enumerate() {
             if let Some(entry) = entries.next().transpose()? {
-                heads.push(order(&entry, source));
+                heads.push(order(entry, source));
             }
         }
         let mut last = None;
-        while let Some(Reverse((id, pack, offset, stored_bytes, source))) = heads.pop() {
+        while let Some(Reverse((entry, source))) = heads.pop() {
             // Of several copies one is enough to find the content.
-            if self.has_pack(pack) && last != Some(id) {
-                writer.push(&Entry { id, pack, offset, stored_bytes })?;
-                last = Some(id);
+            if self.has_pack(entry.pack) && last != Some(entry.id) {
+                writer.push(&entry)?;
+                last = Some(entry.id);
             }
             if let Some(entry) = sources[source].next().transpose()? {
-                heads.push(order(&entry, source));
+                heads.push(order(entry, source));
             }
         }
         let mut packs: Vec<u64> = group.iter().flat_map(|table| &table.packs).copied().collect();

@@ -23,6 +23,7 @@ use crate::error::{Error, ErrorKind};
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct RepositoryOptions {
     is_trusted: bool,
+    stores_whole_pages: bool,
 }
 
 impl RepositoryOptions {
@@ -35,6 +36,18 @@ impl RepositoryOptions {
         self
     }
 
+    /// Stores each page whole, never as what changed in it since an earlier checkpoint. A delta
+    /// saves room and writes; its page takes one more read. Versions of Pagemark that do not know
+    /// deltas refuse a repository as soon as it has one.
+    pub fn whole_pages(mut self, stores_whole_pages: bool) -> Self {
+        self.stores_whole_pages = stores_whole_pages;
+        self
+    }
+
+    pub(super) fn stores_whole_pages(&self) -> bool {
+        self.stores_whole_pages
+    }
+
     /// Opens the repository.
     ///
     /// # Errors
@@ -44,7 +57,7 @@ impl RepositoryOptions {
         let backend = LocalBackend::new(path)?;
         let exposure = backend.exposure(&[CONFIG, CONFIG_COPY, PACKS, INDEXES, CHECKPOINTS])?;
         self.check(exposure.as_ref())?;
-        Repository::on_exposed(Arc::new(backend), exposure)
+        Repository::on_exposed(Arc::new(backend), exposure, *self)
     }
 
     /// Makes a repository in a directory that is not there, or is empty, and makes the directory
@@ -62,7 +75,7 @@ impl RepositoryOptions {
         self.check(exposure.as_ref().filter(|exposure| matches!(exposure, Exposure::ForeignOwner { .. })))?;
         let backend = LocalBackend::create_directory(path)?;
         self.check(backend.exposure(&[])?.as_ref())?;
-        Repository::create_on(Arc::new(backend))
+        Repository::create_with(Arc::new(backend), *self)
     }
 
     /// Opens the repository, or makes one where there is none.

@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
 use std::sync::Arc;
 
+use super::delta::{self, BASE_ID_BYTES};
 use super::format::{FILE_HEADER_BYTES, FileKind, Format, PACKS, hash16, number_name, pack_name, random_number};
 use super::table::{Entry, Table, TableWriter, Unreadable};
 use crate::backend::{Backend, BackendError, NewObject, ReadAt};
@@ -28,6 +29,17 @@ pub(super) enum Encoding {
     Raw = 0,
     /// As an LZ4 block.
     Lz4 = 1,
+    /// As what differs from another page, which is not stored so itself.
+    Delta = 2,
+}
+
+/// Where the bases of deltas are read.
+pub(super) trait ReadBase {
+    /// Reads a page that is stored whole, and checks it.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Missing`] also if it is there only as a delta.
+    fn read_base(&self, id: ContentId, page: &mut [u8; PAGE_SIZE]) -> Result<(), Error>;
 }
 
 /// The header before the content of each record.
@@ -61,7 +73,8 @@ impl RecordHeader {
     pub(super) fn decode(bytes: &[u8; RECORD_HEADER_BYTES], key: &[u8; 32]) -> Option<RecordHeader> {
         let half = |at: usize| u32::from_le_bytes(std::array::from_fn(|index| bytes[at + index]));
         let kind = [Kind::Page, Kind::Node, Kind::Manifest].into_iter().nth(usize::from(bytes[24]).checked_sub(1)?)?;
-        let encoding = [Encoding::Raw, Encoding::Lz4].into_iter().nth(usize::from(bytes[25]))?;
+        let encodings = [Encoding::Raw, Encoding::Lz4, Encoding::Delta];
+        let encoding = encodings.into_iter().nth(usize::from(bytes[25]))?;
         let id = ContentId(std::array::from_fn(|at| bytes[at]));
         let header = RecordHeader { id, stored_bytes: half(16), raw_bytes: half(20), kind, encoding };
         (header.encode(key) == *bytes && header.is_plausible()).then_some(header)
@@ -73,22 +86,43 @@ impl RecordHeader {
             && match self.encoding {
                 Encoding::Raw => stored == raw,
                 Encoding::Lz4 => stored < raw && raw / MAX_EXPANSION <= stored,
+                Encoding::Delta => {
+                    self.kind == Kind::Page && raw == PAGE_SIZE && BASE_ID_BYTES <= stored && stored < raw
+                }
             }
     }
 
-    /// Decodes the content into `raw`, whose length is `raw_bytes`, and checks it.
-    fn unpack(&self, stored: &[u8], raw: &mut [u8], key: &[u8; 32]) -> Result<(), String> {
+    /// Decodes the content of the entry's record into `raw`, whose length is `raw_bytes`, and
+    /// checks it.
+    fn unpack(
+        &self,
+        entry: &Entry,
+        stored: &[u8],
+        raw: &mut [u8],
+        key: &[u8; 32],
+        bases: &dyn ReadBase,
+    ) -> Result<(), Error> {
         match self.encoding {
             Encoding::Raw => raw.copy_from_slice(stored),
             Encoding::Lz4 => match lz4_flex::block::decompress_into(stored, raw) {
                 Ok(bytes) if bytes == raw.len() => {}
-                Ok(bytes) => return Err(format!("it unpacks to {bytes} bytes, not {}", raw.len())),
-                Err(error) => return Err(format!("it does not unpack: {error}")),
+                Ok(bytes) => return Err(damaged(entry, format!("it unpacks to {bytes} bytes, not {}", raw.len()))),
+                Err(error) => return Err(damaged(entry, format!("it does not unpack: {error}"))),
             },
+            Encoding::Delta => {
+                let (Some((base, runs)), Some(page)) = (delta::split(stored), raw.first_chunk_mut()) else {
+                    return Err(damaged(entry, "it is no change of a page"));
+                };
+                bases.read_base(base, page).map_err(|error| match error.kind() {
+                    ErrorKind::Damaged | ErrorKind::Missing => damaged(entry, format!("the page before it: {error}")),
+                    _ => error,
+                })?;
+                delta::apply(runs, page).map_err(|reason| damaged(entry, reason))?;
+            }
         }
         match ContentId::of(key, raw) == self.id {
             true => Ok(()),
-            false => Err("its content is not what was put".into()),
+            false => Err(damaged(entry, "its content is not what was put")),
         }
     }
 }
@@ -124,21 +158,31 @@ fn read_stored(source: &dyn ReadAt, key: &[u8; 32], entry: &Entry, stored: &mut 
 fn checked_header(stored: &[u8], key: &[u8; 32], entry: &Entry) -> Result<RecordHeader, Error> {
     let header = stored.first_chunk().and_then(|bytes| RecordHeader::decode(bytes, key));
     match header {
-        Some(header) if header.id == entry.id && header.stored_bytes == entry.stored_bytes => Ok(header),
+        Some(header)
+            if header.id == entry.id
+                && header.stored_bytes == entry.stored_bytes
+                && (header.encoding == Encoding::Delta) == entry.is_delta =>
+        {
+            Ok(header)
+        }
         _ => Err(damaged(entry, "its header is damaged")),
     }
 }
 
 /// Reads a record and checks it.
-pub(super) fn read_record(source: &dyn ReadAt, key: &[u8; 32], entry: &Entry) -> Result<Record, Error> {
+pub(super) fn read_record(
+    source: &dyn ReadAt,
+    key: &[u8; 32],
+    entry: &Entry,
+    bases: &dyn ReadBase,
+) -> Result<Record, Error> {
     if entry.stored_bytes as usize > MAX_PIECE_BYTES {
         return Err(damaged(entry, "it is larger than any piece of content"));
     }
     let mut stored = vec![0; RECORD_HEADER_BYTES + entry.stored_bytes as usize];
     let header = read_stored(source, key, entry, &mut stored)?;
     let mut raw = vec![0; header.raw_bytes as usize];
-    let content = &stored[RECORD_HEADER_BYTES..];
-    header.unpack(content, &mut raw, key).map_err(|reason| damaged(entry, reason))?;
+    header.unpack(entry, &stored[RECORD_HEADER_BYTES..], &mut raw, key, bases)?;
     Ok(Record { header, stored, raw })
 }
 
@@ -148,6 +192,7 @@ pub(super) fn read_page(
     key: &[u8; 32],
     entry: &Entry,
     page: &mut [u8; PAGE_SIZE],
+    bases: &dyn ReadBase,
 ) -> Result<(), Error> {
     let mut buffer = [0; RECORD_HEADER_BYTES + PAGE_SIZE];
     let Some(stored) = buffer.get_mut(..RECORD_HEADER_BYTES + entry.stored_bytes as usize) else {
@@ -157,7 +202,16 @@ pub(super) fn read_page(
     if header.raw_bytes as usize != PAGE_SIZE {
         return Err(damaged(entry, "it is no page"));
     }
-    header.unpack(&stored[RECORD_HEADER_BYTES..], page, key).map_err(|reason| damaged(entry, reason))
+    header.unpack(entry, &stored[RECORD_HEADER_BYTES..], page, key, bases)
+}
+
+/// The id of the base of the entry's record, which is a delta.
+pub(super) fn read_base_id(source: &dyn ReadAt, key: &[u8; 32], entry: &Entry) -> Result<ContentId, Error> {
+    let mut bytes = [0; RECORD_HEADER_BYTES + BASE_ID_BYTES];
+    read_stored(source, key, entry, &mut bytes)?;
+    delta::split(&bytes[RECORD_HEADER_BYTES..])
+        .map(|(base, _)| base)
+        .ok_or_else(|| damaged(entry, "it is no change of a page"))
 }
 
 /// Decodes a record, checks it, and writes its content into `raw` from `at` on. `raw` is extended
@@ -168,14 +222,15 @@ pub(super) fn decode_record(
     entry: &Entry,
     raw: &mut Vec<u8>,
     at: usize,
+    bases: &dyn ReadBase,
 ) -> Result<usize, Error> {
     let header = checked_header(stored, key, entry)?;
     let length = header.raw_bytes as usize;
     if raw.len() < at + length {
         raw.resize(at + length, 0);
     }
-    let unpacked = header.unpack(&stored[RECORD_HEADER_BYTES..], &mut raw[at..at + length], key);
-    unpacked.map(|()| length).map_err(|reason| damaged(entry, reason))
+    header.unpack(entry, &stored[RECORD_HEADER_BYTES..], &mut raw[at..at + length], key, bases)?;
+    Ok(length)
 }
 
 /// Finds a pack's records without its table, up to the first that is damaged.
@@ -196,7 +251,8 @@ pub(super) fn scan(
         if end > file_bytes {
             break;
         }
-        entries.push(Entry { id: header.id, pack, offset: at, stored_bytes: header.stored_bytes });
+        let is_delta = header.encoding == Encoding::Delta;
+        entries.push(Entry { id: header.id, pack, offset: at, stored_bytes: header.stored_bytes, is_delta });
         offset = end;
     }
     Ok(entries)
@@ -234,6 +290,7 @@ pub(super) struct NewPacks {
     published: Vec<String>,
     /// Where content is encoded.
     scratch: Vec<u8>,
+    has_deltas: bool,
     /// A write failed, so that the content of the current pack is unknown.
     failed: bool,
 }
@@ -250,15 +307,8 @@ type Found<'a> = (Entry, &'a dyn ReadAt);
 struct CurrentPack {
     number: u64,
     object: Box<dyn NewObject>,
-    /// Offset and stored bytes of its records.
-    places: IdMap<(u32, u32)>,
-}
-
-impl CurrentPack {
-    fn entry(&self, id: ContentId) -> Option<Entry> {
-        let (offset, stored_bytes) = *self.places.get(&id)?;
-        Some(Entry { id, pack: self.number, offset, stored_bytes })
-    }
+    /// The entries of its records.
+    entries: IdMap<Entry>,
 }
 
 impl NewPacks {
@@ -270,6 +320,7 @@ impl NewPacks {
             finished: Vec::new(),
             published: Vec::new(),
             scratch: Vec::new(),
+            has_deltas: false,
             failed: false,
         }
     }
@@ -277,9 +328,9 @@ impl NewPacks {
     /// The entry of an id in the new packs, and the pack that has it.
     fn find(&self, id: ContentId) -> Result<Option<Found<'_>>, Error> {
         if let Some(current) = &self.current
-            && let Some(entry) = current.entry(id)
+            && let Some(entry) = current.entries.get(&id)
         {
-            return Ok(Some((entry, &*current.object)));
+            return Ok(Some((*entry, &*current.object)));
         }
         for FinishedPack { object, table } in &self.finished {
             match table.find(id)? {
@@ -296,12 +347,17 @@ impl NewPacks {
     }
 
     /// Reads from the new packs; none if the id is not there.
-    pub(super) fn read(&self, id: ContentId) -> Result<Option<Record>, Error> {
-        self.find(id)?.map(|(entry, pack)| read_record(pack, &self.format.key, &entry)).transpose()
+    pub(super) fn read(&self, id: ContentId, bases: &dyn ReadBase) -> Result<Option<Record>, Error> {
+        self.find(id)?.map(|(entry, pack)| read_record(pack, &self.format.key, &entry, bases)).transpose()
     }
 
-    /// Adds content that is not there. Compresses it if that is worth it.
-    pub(super) fn add(&mut self, kind: Kind, id: ContentId, raw: &[u8]) -> Result<(), Error> {
+    /// True if a record is a delta.
+    pub(super) fn has_deltas(&self) -> bool {
+        self.has_deltas
+    }
+
+    /// Adds content that is not there. Compresses it if that is worth it. Returns its entry.
+    pub(super) fn add(&mut self, kind: Kind, id: ContentId, raw: &[u8]) -> Result<Entry, Error> {
         if raw.len() > MAX_PIECE_BYTES {
             return Err(Error::too_large(raw.len(), MAX_PIECE_BYTES));
         }
@@ -324,17 +380,26 @@ impl NewPacks {
         };
         let (stored_bytes, raw_bytes) = (stored.len() as u32, raw.len() as u32);
         let header = RecordHeader { id, stored_bytes, raw_bytes, kind, encoding }.encode(&self.format.key);
-        let added = self.append(id, &[&header, stored]);
+        let added = self.append(id, &[&header, stored], false);
         self.scratch = scratch;
         added
     }
 
-    /// Adds a record from another pack as it is.
-    pub(super) fn copy(&mut self, record: &Record) -> Result<(), Error> {
-        self.append(record.header.id, &[&record.stored])
+    /// Adds a page that is not there as a delta, which begins with the id of its base. The base is
+    /// in the repository already, whole.
+    pub(super) fn add_delta(&mut self, id: ContentId, delta: &[u8]) -> Result<Entry, Error> {
+        let (stored_bytes, raw_bytes) = (delta.len() as u32, PAGE_SIZE as u32);
+        let (kind, encoding) = (Kind::Page, Encoding::Delta);
+        let header = RecordHeader { id, stored_bytes, raw_bytes, kind, encoding }.encode(&self.format.key);
+        self.append(id, &[&header, delta], true)
     }
 
-    fn append(&mut self, id: ContentId, parts: &[&[u8]]) -> Result<(), Error> {
+    /// Adds a record from another pack as it is.
+    pub(super) fn copy(&mut self, record: &Record) -> Result<(), Error> {
+        self.append(record.header.id, &[&record.stored], record.header.encoding == Encoding::Delta).map(drop)
+    }
+
+    fn append(&mut self, id: ContentId, parts: &[&[u8]], is_delta: bool) -> Result<Entry, Error> {
         if self.failed {
             return Err(aborted());
         }
@@ -345,7 +410,7 @@ impl NewPacks {
             None => {
                 let number = random_number()?;
                 let object = self.backend.create(&pack_name(number))?;
-                let current = self.current.insert(CurrentPack { number, object, places: IdMap::default() });
+                let current = self.current.insert(CurrentPack { number, object, entries: IdMap::default() });
                 current.object.append(&[&self.format.file_header(FileKind::Pack)])?;
                 current
             }
@@ -353,23 +418,21 @@ impl NewPacks {
         // Below 4 GiB by the limits above.
         let offset = current.object.bytes() as u32;
         current.object.append(parts)?;
-        current.places.insert(id, (offset, stored_bytes as u32));
-        if current.places.len() >= MAX_PACK_RECORDS || current.object.bytes() >= MAX_PACK_BYTES {
+        let entry = Entry { id, pack: current.number, offset, stored_bytes: stored_bytes as u32, is_delta };
+        current.entries.insert(id, entry);
+        self.has_deltas |= is_delta;
+        if current.entries.len() >= MAX_PACK_RECORDS || current.object.bytes() >= MAX_PACK_BYTES {
             self.finish_current()?;
         }
         self.failed = false;
-        Ok(())
+        Ok(entry)
     }
 
     /// Ends the current pack with its table.
     fn finish_current(&mut self) -> Result<(), Error> {
         let Some(current) = &mut self.current else { return Ok(()) };
         let number = current.number;
-        let places = std::mem::take(&mut current.places);
-        let mut entries: Vec<Entry> = places
-            .into_iter()
-            .map(|(id, (offset, stored_bytes))| Entry { id, pack: number, offset, stored_bytes })
-            .collect();
+        let mut entries: Vec<Entry> = std::mem::take(&mut current.entries).into_values().collect();
         entries.sort_unstable_by_key(|entry| entry.id);
         // The table is searched for each page of the next checkpoints.
         current.object.expect_reads()?;

@@ -185,7 +185,8 @@ impl From<Error> for MarkError {
 }
 
 impl Marker<'_> {
-    /// Marks one copy of a piece of content. True if it is there and was not marked before.
+    /// Marks one copy of a piece of content, and the base of that. True if it is there and was not
+    /// marked before.
     fn mark(&mut self, id: ContentId) -> Result<bool, MarkError> {
         let Some(mut chosen) = self.view.find(id)?.map_err(MarkError::Table)? else {
             self.unreadable.insert(id);
@@ -199,7 +200,31 @@ impl Marker<'_> {
                 chosen = other;
             }
         }
-        Ok(self.marks.set(chosen.table, chosen.position))
+        let is_new = self.marks.set(chosen.table, chosen.position);
+        if is_new && chosen.entry.is_delta {
+            self.mark_base(&chosen.entry)?;
+        }
+        Ok(is_new)
+    }
+
+    /// Marks a copy of a delta's base that is stored whole.
+    fn mark_base(&mut self, delta: &Entry) -> Result<(), MarkError> {
+        let Some(base) = self.reader.0.base_of(delta)? else {
+            self.unreadable.insert(delta.id);
+            return Ok(());
+        };
+        let (mut chosen, mut next) = (None, 0);
+        while let Some(copy) = self.view.find_whole_from(base, next)?.map_err(MarkError::Table)? {
+            next = copy.table + 1;
+            if chosen.is_none() || self.reader.is_whole(&copy.entry)? {
+                chosen = Some(copy);
+            }
+        }
+        match chosen {
+            Some(copy) => drop(self.marks.set(copy.table, copy.position)),
+            None => drop(self.unreadable.insert(base)),
+        }
+        Ok(())
     }
 
     fn mark_tree(&mut self, id: ContentId, level: Option<u8>) -> Result<(), MarkError> {
@@ -404,7 +429,7 @@ impl Inner {
     fn copy(&self, entries: &[Entry], pack: &dyn Object, packs: &mut NewPacks) -> Result<bool, Error> {
         let mut all = true;
         for entry in entries {
-            match read_record(pack, &self.format.key, entry) {
+            match read_record(pack, &self.format.key, entry, self) {
                 Ok(record) => packs.copy(&record)?,
                 Err(error) if error.kind() == ErrorKind::Damaged => all = false,
                 Err(error) => return Err(error),

@@ -24,10 +24,16 @@ const MAX_FILTERED_ENTRIES: u64 = 4 << 20;
 const TAIL_BYTES: usize = 64;
 const TAIL_MAGIC: &[u8; 8] = b"pmtable\0";
 
+/// Set in the stored bytes of an entry whose record is a delta. No record is that long.
+const DELTA_BIT: u32 = 1 << 31;
+
 /// The location of one piece of content.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub(super) struct Entry {
     pub(super) id: ContentId,
+    /// The record has a base, without which it cannot be read. Of several copies, those that are
+    /// stored whole come first.
+    pub(super) is_delta: bool,
     /// The pack's number.
     pub(super) pack: u64,
     /// Of the record in the pack.
@@ -42,17 +48,20 @@ impl Entry {
         bytes[..16].copy_from_slice(&self.id.0);
         bytes[16..24].copy_from_slice(&self.pack.to_le_bytes());
         bytes[24..28].copy_from_slice(&self.offset.to_le_bytes());
-        bytes[28..].copy_from_slice(&self.stored_bytes.to_le_bytes());
+        let flag = if self.is_delta { DELTA_BIT } else { 0 };
+        bytes[28..].copy_from_slice(&(self.stored_bytes | flag).to_le_bytes());
         bytes
     }
 
     fn decode(bytes: &[u8; ENTRY_BYTES]) -> Entry {
         let [id, rest] = [&bytes[..16], &bytes[16..]];
+        let length = u32::from_le_bytes(std::array::from_fn(|at| rest[12 + at]));
         Entry {
             id: ContentId(std::array::from_fn(|at| id[at])),
             pack: u64::from_le_bytes(std::array::from_fn(|at| rest[at])),
             offset: u32::from_le_bytes(std::array::from_fn(|at| rest[8 + at])),
-            stored_bytes: u32::from_le_bytes(std::array::from_fn(|at| rest[12 + at])),
+            stored_bytes: length & !DELTA_BIT,
+            is_delta: length & DELTA_BIT != 0,
         }
     }
 }

@@ -50,15 +50,17 @@ fn read_many(store: &dyn Store, tree: &PageTree) -> Result<Vec<(u64, [u8; PAGE_S
     Ok(pages.into_inner().unwrap().into_iter().collect())
 }
 
-/// Content made of a number: zeros for 0, half of the others can be compressed.
+/// Content made of a number: zeros for 0, half of the others can be compressed. The others are of
+/// two families; pages of a family differ in a few bytes, so that one can be stored as a delta of
+/// another.
 fn page(number: u64) -> [u8; PAGE_SIZE] {
     thread_local! {
         static MADE: RefCell<HashMap<u64, [u8; PAGE_SIZE]>> = RefCell::default();
     }
     let make = || {
-        let mut random = number.wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        let mut random = (number % 4).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         std::array::from_fn(|at| {
-            if number.is_multiple_of(2) {
+            if number.is_multiple_of(2) || at / 8 == number as usize % (PAGE_SIZE / 8) {
                 return number.to_le_bytes()[at % 8];
             }
             random ^= random << 13;
@@ -70,11 +72,22 @@ fn page(number: u64) -> [u8; PAGE_SIZE] {
     MADE.with_borrow_mut(|made| *made.entry(number).or_insert_with(make))
 }
 
+/// Commits pages. Those of the job's last commit in this thread, failed ones included, are given to
+/// the writer as what the pages were.
 fn commit(repository: &Repository, job: &str, pages: &Pages) -> Result<CheckpointInfo, Error> {
+    /// A page of a job in a repository.
+    type Place = ([u8; 16], String, u64);
+    thread_local! {
+        static LAST: RefCell<HashMap<Place, ContentId>> = RefCell::default();
+    }
     let mut writer = repository.writer("a test", Duration::ZERO)?;
     let mut tree = PageTree::new();
     for (&number, &content) in pages {
-        tree.set(PageNumber::new(number), writer.put(Kind::Page, &page(content))?);
+        let place = (repository.id(), job.to_owned(), number);
+        let last = LAST.with_borrow(|last| last.get(&place).copied()).unwrap_or(ContentId::ZERO);
+        let id = writer.put_changed(last, &page(content))?;
+        LAST.with_borrow_mut(|last| last.insert(place, id));
+        tree.set(PageNumber::new(number), id);
     }
     let root = tree.save(&mut writer)?;
     writer.commit(manifest(job, root, tree.page_count()))
@@ -361,9 +374,9 @@ fn a_directory_that_is_no_repository_is_refused() {
     Repository::open_or_create(&path).unwrap();
     assert!(matches!(Repository::create(directory.path()), Err(error) if error.kind() == ErrorKind::NotEmpty));
     let config = std::fs::read_to_string(path.join("config")).unwrap();
-    std::fs::write(path.join("config"), config.replace("\"format\": 1", "\"format\": 3")).unwrap();
+    std::fs::write(path.join("config"), config.replace("\"format\": 1", "\"format\": 4")).unwrap();
     assert!(
-        matches!(Repository::open(&path), Err(error) if error.kind() == ErrorKind::NewerFormat { found: 3, known: 2 })
+        matches!(Repository::open(&path), Err(error) if error.kind() == ErrorKind::NewerFormat { found: 4, known: 3 })
     );
     std::fs::write(path.join("config"), &config[..config.len() / 2]).unwrap();
     assert!(Repository::open(&path).unwrap().config_damage().is_some());
@@ -874,4 +887,162 @@ fn only_backends_touch_files() {
             assert!(!text.contains(call), "{} has {call}", path.display());
         }
     }
+}
+
+/// The entry of a job's page in a checkpoint.
+fn entry_of(repository: &Repository, job: &str, sequence: u64, number: u64) -> Entry {
+    let checkpoint = repository.read(job, sequence).unwrap();
+    let tree = PageTree::load(checkpoint.manifest.spaces[0].root, &checkpoint).unwrap();
+    let found = repository.inner.view().find(tree.get(PageNumber::new(number))).unwrap();
+    found.ok().unwrap().unwrap().entry
+}
+
+/// A repository of a job of one page, which is stored whole twice and then as a delta, and the
+/// model of it.
+fn changed_page(kept: Kept) -> (Bed, Repository, Model) {
+    let bed = Bed::new(kept);
+    let repository = Repository::create_on(bed.backend.clone()).unwrap();
+    let mut model = Model::new();
+    for content in [1, 5, 9, 13] {
+        let pages = Pages::from([(7, content)]);
+        let info = commit(&repository, "one", &pages).unwrap();
+        model.insert(("one".into(), info.sequence), pages);
+    }
+    let is_delta: Vec<bool> = (1..=4).map(|sequence| entry_of(&repository, "one", sequence, 7).is_delta).collect();
+    assert_eq!(is_delta, [false, false, true, true]);
+    (bed, repository, model)
+}
+
+#[test]
+fn a_page_that_changes_a_little_is_stored_as_what_changed() {
+    for kept in BOTH {
+        let (bed, repository, model) = changed_page(kept);
+        let written: Vec<u64> = repository.checkpoints("one").unwrap().iter().map(|info| info.written_bytes).collect();
+        assert!(written[3] + 3500 < written[1], "{written:?}");
+        for repository in [&repository, &bed.open()] {
+            check(repository, &model);
+            let report = repository.verify(&mut |_| {}).unwrap();
+            assert!(report.damaged.is_empty(), "{report:?}");
+        }
+        // A program that does not know deltas must not prune.
+        assert_eq!(config::read(&*bed.backend).unwrap().number, format::DELTAS);
+    }
+}
+
+#[test]
+fn a_page_that_changes_more_and_more_is_stored_whole_again() {
+    let repository = Repository::create_on(Arc::new(MemoryBackend::new())).unwrap();
+    let (mut content, mut last) = (page(1), ContentId::ZERO);
+    let mut were_deltas = Vec::new();
+    for step in 0..20 {
+        let mut writer = repository.writer("a test", Duration::ZERO).unwrap();
+        content[step * 200..(step + 1) * 200].iter_mut().for_each(|byte| *byte = !*byte);
+        last = writer.put_changed(last, &content).unwrap();
+        let mut tree = PageTree::new();
+        tree.set(PageNumber::new(7), last);
+        let root = tree.save(&mut writer).unwrap();
+        let info = writer.commit(manifest("one", root, 1)).unwrap();
+        assert_eq!(read(&repository, "one", info.sequence).unwrap(), [(7, content)]);
+        were_deltas.push(entry_of(&repository, "one", info.sequence, 7).is_delta);
+    }
+    let whole: Vec<usize> = (0..20).filter(|step| !were_deltas[*step]).collect();
+    assert!(whole.starts_with(&[0, 1]) && (3..6).contains(&whole.len()), "{whole:?}");
+}
+
+#[test]
+fn a_base_stays_as_long_as_a_delta_needs_it() {
+    for kept in BOTH {
+        let (bed, repository, mut model) = changed_page(kept);
+        let base = entry_of(&repository, "one", 2, 7);
+        let retention = Retention { keep_last: Some(1), keep_every: None };
+        // The first prune removes the checkpoints that have the base; the second moves it.
+        for _ in 0..2 {
+            repository.prune(&retention, None, &mut |_| {}).unwrap();
+            model.retain(|(_, sequence), _| *sequence == 4);
+            for repository in [&repository, &bed.open()] {
+                assert!(check(repository, &model).iter().eq(model.keys()));
+                assert!(repository.verify(&mut |_| {}).unwrap().damaged.is_empty());
+                assert!(repository.inner.holds(base.id).unwrap());
+            }
+        }
+        let pages = Pages::from([(7, 2)]);
+        commit(&repository, "one", &pages).unwrap();
+        repository.prune(&retention, None, &mut |_| {}).unwrap();
+        assert!(!repository.inner.holds(base.id).unwrap());
+    }
+}
+
+#[test]
+fn a_base_that_a_prune_removed_is_not_used() {
+    let (bed, repository, mut model) = changed_page(Kept::InMemory);
+    // Another process, which does not know what this one keeps in memory.
+    let other = bed.open();
+    commit(&other, "two", &Pages::from([(7, 2)])).unwrap();
+    other.expire(&Retention { keep_last: Some(1), keep_every: None }, Some("one")).unwrap();
+    bed.backend.remove(&record::name("one", 4)).unwrap();
+    other.prune(&Retention::default(), None, &mut |_| {}).unwrap();
+    let pages = Pages::from([(7, 17)]);
+    let info = commit(&repository, "one", &pages).unwrap();
+    model.clear();
+    model.insert(("one".into(), info.sequence), pages);
+    assert!(!entry_of(&repository, "one", info.sequence, 7).is_delta);
+    assert_eq!(read(&repository, "one", info.sequence).unwrap(), content(&model[&("one".into(), info.sequence)]));
+}
+
+#[test]
+fn a_delta_whose_base_is_gone_does_not_count_as_stored() {
+    for kept in BOTH {
+        let (bed, repository, _) = changed_page(kept);
+        let base = entry_of(&repository, "one", 2, 7);
+        drop(repository);
+        // As after a prune that no checkpoint kept from removing the base.
+        let name = pack_name(base.pack);
+        (2..=4).for_each(|sequence| bed.backend.remove(&record::name("one", sequence)).unwrap());
+        bed.backend.remove(&name).unwrap();
+        let repository = bed.open();
+        assert!(repository.verify(&mut |_| {}).unwrap().damaged.is_empty());
+        let pages = Pages::from([(9, 13)]);
+        commit(&repository, "two", &pages).unwrap();
+        for _ in 0..2 {
+            assert_eq!(read(&repository, "two", 1).unwrap(), content(&pages));
+            assert!(repository.verify(&mut |_| {}).unwrap().damaged.is_empty());
+            repository.prune(&Retention::default(), None, &mut |_| {}).unwrap();
+        }
+    }
+}
+
+#[test]
+fn damage_of_a_base_touches_the_checkpoints_with_its_deltas() {
+    for kept in BOTH {
+        let (bed, repository, _) = changed_page(kept);
+        let base = entry_of(&repository, "one", 2, 7);
+        let name = pack_name(base.pack);
+        let mut pack = get(&*bed.backend, &name);
+        pack[base.offset as usize + 100] ^= 1;
+        drop(repository);
+        put(&*bed.backend, &name, &pack);
+        let repository = bed.open();
+        let report = repository.verify(&mut |_| {}).unwrap();
+        let touched: BTreeSet<u64> =
+            report.damaged.iter().flat_map(|damage| &damage.touched).map(|touched| touched.sequence).collect();
+        assert_eq!(touched, BTreeSet::from([2, 3, 4]));
+        for sequence in 2..=4 {
+            let error = read(&repository, "one", sequence).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::Damaged, "{error}");
+        }
+        read(&repository, "one", 1).unwrap();
+        repository.prune(&Retention::default(), None, &mut |_| {}).unwrap();
+    }
+}
+
+#[test]
+fn a_repository_of_whole_pages_has_no_deltas() {
+    let directory = tempfile::tempdir().unwrap();
+    let options = RepositoryOptions::default().whole_pages(true);
+    let repository = options.create(&directory.path().join("repository")).unwrap();
+    for content in [1, 5, 9, 13] {
+        let info = commit(&repository, "one", &Pages::from([(7, content)])).unwrap();
+        assert!(!entry_of(&repository, "one", info.sequence, 7).is_delta);
+    }
+    assert_eq!(config::read(&*repository.inner.backend).unwrap().number, PROCESSES_ONLY);
 }

@@ -96,6 +96,7 @@ impl Repository {
             reader: Reader(self.inner.clone()),
             report: VerifyReport::default(),
             bad: HashMap::new(),
+            baseless: HashMap::new(),
             clean: HashSet::new(),
             dirty: HashMap::new(),
         };
@@ -113,6 +114,9 @@ struct Verifier {
     report: VerifyReport,
     /// Content of which no whole copy is there: its place in the report.
     bad: HashMap<ContentId, usize>,
+    /// Deltas without a base, and their packs. That is no damage unless a checkpoint needs one: a
+    /// prune keeps only the bases that are needed.
+    baseless: HashMap<ContentId, PathBuf>,
     /// Nodes with nothing bad below.
     clean: HashSet<ContentId>,
     /// The others, with what is.
@@ -226,7 +230,13 @@ impl Verifier {
         }
         for entry in &entries {
             self.report.pieces += 1;
-            match read_record(&**pack, &key, entry) {
+            if !matches!(self.inner.has_base_in(&self.inner.view(), entry)?, Ok(true))
+                && self.inner.check_base(entry).is_err_and(|error| error.kind() == ErrorKind::Missing)
+            {
+                self.baseless.insert(entry.id, path.clone());
+                continue;
+            }
+            match read_record(&**pack, &key, entry, &*self.inner) {
                 Ok(_) => {}
                 Err(error) if error.kind() == ErrorKind::Damaged => {
                     let is_elsewhere = self.inner.get(entry.id).is_ok();
@@ -250,8 +260,13 @@ impl Verifier {
         if self.inner.holds(id)? {
             return Ok(None);
         }
-        let file = self.inner.backend.location().to_owned();
-        let at = self.damage(&file, Some(id), Error::missing(id).to_string());
+        let at = match self.baseless.remove(&id) {
+            Some(pack) => self.damage(&pack, Some(id), format!("{id} is the change of a page that is not there")),
+            None => {
+                let file = self.inner.backend.location().to_owned();
+                self.damage(&file, Some(id), Error::missing(id).to_string())
+            }
+        };
         self.bad.insert(id, at);
         Ok(Some(at))
     }

@@ -4,12 +4,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::checkpoint::Reader;
-use super::format::{INDEXES, index_name};
+use super::delta::{self, BASE_ID_BYTES, Base};
+use super::format::{ANY_SPACES, DELTAS, INDEXES, index_name};
 use super::index::{BadTable, View, numbers_in};
 use super::lock::Lock;
 use super::pack::NewPacks;
 use super::record::{self, CheckpointInfo, NewRecord};
-use super::{Inner, Manifest, Repository, check_job_name, config};
+use super::table::Entry;
+use super::{Inner, Manifest, Repository, check_job_name, config, locked};
 use crate::backend::BackendError;
 use crate::error::{Error, ErrorKind, Object};
 use crate::store::is_zero_page;
@@ -23,6 +25,8 @@ pub struct Writer {
     inner: Arc<Inner>,
     view: Arc<View>,
     packs: NewPacks,
+    /// Where deltas are encoded.
+    delta: Vec<u8>,
     lock: Lock,
 }
 
@@ -35,7 +39,7 @@ impl Repository {
     pub fn writer(&self, owner: &str, wait: Duration) -> Result<Writer, Error> {
         let lock = self.inner.lock(owner, wait)?;
         let view = self.inner.clean()?;
-        Ok(Writer { packs: self.inner.new_packs(), inner: self.inner.clone(), view, lock })
+        Ok(Writer { packs: self.inner.new_packs(), inner: self.inner.clone(), view, delta: Vec::new(), lock })
     }
 }
 
@@ -129,8 +133,10 @@ impl Writer {
                 return Err(Error::missing(root));
             }
         }
-        if manifest.spaces.iter().any(|space| space.pid().is_none()) {
-            self.inner.allow_any_spaces()?;
+        if self.packs.has_deltas() {
+            self.inner.require_format(DELTAS)?;
+        } else if manifest.spaces.iter().any(|space| space.pid().is_none()) {
+            self.inner.require_format(ANY_SPACES)?;
         }
         manifest.sequence = self.inner.next_sequence(&manifest.job)?;
         manifest.cost.written_bytes = 0;
@@ -151,14 +157,43 @@ impl Writer {
         Ok(info)
     }
 
+    /// Stores a page that is not there and that had the content `last` in an earlier checkpoint:
+    /// what changed in it if that saves at least half, or else all of it.
+    fn add_changed(&mut self, id: ContentId, last: ContentId, page: &[u8; PAGE_SIZE]) -> Result<(), Error> {
+        let mut known = locked(&self.inner.bases).take(last);
+        // Only content that is committed can be a base. A prune may have moved or removed it.
+        if let Some(base) = known.take_if(|base| self.view.has_pack(base.pack)) {
+            self.delta.clear();
+            self.delta.extend_from_slice(&base.id.0);
+            let max_bytes = (base.stored_bytes as usize / 2).saturating_sub(BASE_ID_BYTES);
+            let is_short = delta::encode(&base.page, page, max_bytes, &mut self.delta);
+            locked(&self.inner.bases).was_tried(is_short);
+            if is_short {
+                self.packs.add_delta(id, &self.delta)?;
+                locked(&self.inner.bases).keep(id, base);
+                return Ok(());
+            }
+            known = Some(base);
+        }
+        let Entry { pack, stored_bytes, .. } = self.packs.add(Kind::Page, id, page)?;
+        let mut bases = locked(&self.inner.bases);
+        if stored_bytes >= delta::MIN_BASE_BYTES && bases.wants_base() {
+            // A base that is of no use any more makes room for the next one.
+            let mut content = known.map_or_else(|| Box::new([0; PAGE_SIZE]), |base| base.page);
+            content.copy_from_slice(page);
+            bases.keep(id, Base { id, pack, stored_bytes, page: content });
+        }
+        Ok(())
+    }
+
     /// True if the content is in the repository or was put.
     fn holds(&mut self, id: ContentId) -> Result<bool, Error> {
         if self.packs.contains(id)? {
             return Ok(true);
         }
         loop {
-            match self.view.find(id)? {
-                Ok(found) => return Ok(found.is_some()),
+            match self.inner.is_complete_in(&self.view, id)? {
+                Ok(is_complete) => return Ok(is_complete),
                 Err(BadTable(number)) => {
                     self.inner.reject(number);
                     self.view = self.inner.refresh()?;
@@ -180,15 +215,30 @@ impl Store for Writer {
         Ok(id)
     }
 
+    fn put_changed(&mut self, last: ContentId, page: &[u8; PAGE_SIZE]) -> Result<ContentId, Error> {
+        if is_zero_page(page) {
+            return Ok(ContentId::ZERO);
+        }
+        let id = ContentId::of(&self.inner.format.key, page);
+        if !self.holds(id)? {
+            match last.is_zero() {
+                // A page that was not written before will perhaps not be written again.
+                true => drop(self.packs.add(Kind::Page, id, page)?),
+                false => self.add_changed(id, last, page)?,
+            }
+        }
+        Ok(id)
+    }
+
     fn get(&self, kind: Kind, id: ContentId) -> Result<Vec<u8>, Error> {
-        match self.packs.read(id)? {
+        match self.packs.read(id, &*self.inner)? {
             Some(record) => Ok(record.raw),
             None => Reader(self.inner.clone()).get(kind, id),
         }
     }
 
     fn get_page(&self, id: ContentId, page: &mut [u8; PAGE_SIZE]) -> Result<(), Error> {
-        match self.packs.read(id)? {
+        match self.packs.read(id, &*self.inner)? {
             Some(record) => {
                 let length = record.raw.len();
                 *page = record
