@@ -86,11 +86,13 @@ pub struct RegionOptions {
 /// `mprotect`, because the kernel ignores the protection of private memory for them; the other
 /// mechanisms report them.
 ///
-/// [`Region::discard`] frees memory; the program must not change the mapping in other ways. If the
-/// memory is unmapped, mapped anew or its protection is changed nevertheless, the next begin,
-/// commit, rollback, snapshot or save fails with `ErrorKind::NotMapped` or `ErrorKind::Remapped`,
-/// or reports the new content. [`Region::read`], [`Region::write`] and views do not ask the kernel,
-/// and crash at memory that was unmapped.
+/// [`Region::discard`] frees memory; the program must not change the mapping in other ways. Pages
+/// that the program frees by `madvise` itself are reported in all cases by `compare` and `full`
+/// only; with the other mechanisms a rollback may leave zeros there. If the memory is unmapped,
+/// mapped anew or its protection is changed nevertheless, the next begin, commit, rollback,
+/// snapshot or save fails with `ErrorKind::NotMapped` or `ErrorKind::Remapped`, or reports the new
+/// content. [`Region::read`], [`Region::write`] and views do not ask the kernel, and crash at
+/// memory that was unmapped.
 ///
 /// In a child made by `fork` the calls fail with `ErrorKind::ForkedChild`. The child has a copy
 /// of the memory, which is not tracked.
