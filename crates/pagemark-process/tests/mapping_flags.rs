@@ -4,8 +4,9 @@ mod support;
 
 use pagemark::sys::mapping_flags;
 use pagemark::sys::proc::smaps;
+use pagemark_process::criu::DumpOptions;
 use pagemark_testing::{skip, wait_until};
-use support::{Checkpoints, Program};
+use support::{Checkpoints, Program, take};
 
 /// Has mappings of every kind that can be made here, and holds 300 MiB. UNSAVED stands for 1 with
 /// those that CRIU cannot save, or 0. When there is a file `more`, the program makes more mappings,
@@ -148,4 +149,18 @@ fn a_restored_process_has_the_flags_it_had() {
     program.adopt(&checkpoints.restore(&checkpoint).unwrap());
     let after = shown(program.pid());
     assert_eq!(counts(&after), counts(&before));
+}
+
+#[test]
+fn a_dump_of_a_large_process_lists_its_mappings_without_the_kernels_count() {
+    let Some(criu) = support::criu() else { return };
+    let Some(program) = start(false) else { return };
+    let taken = take(&criu, program.pid(), &DumpOptions::default());
+    match mapping_flags::LIST.refusal() {
+        // CRIU reads the list more than once.
+        None => assert!(taken.listed_mappings >= 1),
+        Some(_) => assert_eq!(taken.listed_mappings, 0),
+    }
+    let small = Program::counter("", "show(n)\ntime.sleep(0.005)");
+    assert_eq!(take(&criu, small.pid(), &DumpOptions::default()).listed_mappings, 0, "it does not pay");
 }

@@ -417,10 +417,11 @@ impl Dump {
         write_notes(&self.directory, &self.notes)?;
         let withheld = self.withholding.take().map(Withholding::finish).unwrap_or_default();
         let populated = populated();
-        add_withheld(&self.directory, &withheld, &populated)?;
+        add_withheld(&self.directory, &withheld.ranges, &populated)?;
         let host_id = |image_pid| Some(*populated.iter().find(|(_, (pid, _))| *pid == image_pid)?.0);
         self.interrupted.repair_images(&self.directory, host_id)?;
-        let state = SavedState::read(&self.directory)?;
+        let listed_mappings = withheld.listed_mappings;
+        let state = SavedState { listed_mappings, ..SavedState::read(&self.directory)? };
         Ok((Timings { frozen_at, state_saved_at, thawed_at }, state))
     }
 
@@ -581,6 +582,10 @@ pub struct SavedState {
     pub files: Vec<PathBuf>,
     /// The processes, the root first.
     pub processes: Vec<ProcessImage>,
+    /// How often Pagemark listed the mappings of a process for CRIU, without the walk of the page
+    /// tables that CRIU's own way costs. Zero for small trees, and where the kernel cannot list
+    /// them.
+    pub listed_mappings: u32,
 }
 
 /// The private memory of a process as CRIU's images describe it.
@@ -625,7 +630,7 @@ impl SavedState {
             }
         }
         files.sort();
-        Ok(SavedState { files, processes })
+        Ok(SavedState { files, processes, listed_mappings: 0 })
     }
 }
 

@@ -48,7 +48,16 @@ const MAX_REGIONS: usize = 1 << 16;
 /// Answers CRIU's queries in a thread of its own.
 #[derive(Debug)]
 pub(super) struct Withholding {
-    thread: std::thread::JoinHandle<HashMap<i32, RangeSet>>,
+    thread: std::thread::JoinHandle<Withheld>,
+}
+
+/// What was answered in place of the kernel.
+#[derive(Debug, Default)]
+pub(super) struct Withheld {
+    /// The ranges of each process that were withheld, whether their pages hold data or not.
+    pub ranges: HashMap<i32, RangeSet>,
+    /// How often mappings were listed for CRIU.
+    pub listed_mappings: u32,
 }
 
 impl Withholding {
@@ -59,14 +68,13 @@ impl Withholding {
         let Some(listener) = Listener::receive(socket)? else { return Ok(None) };
         let spaces = tree.into_iter().map(|pid| (pid, None)).collect();
         let (kernel_data, interrupted) = (criu.kernel_data.clone(), criu.interrupted.clone());
-        let answers = Answers { listener, spaces, kernel_data, interrupted, written: None };
+        let answers = Answers { listener, spaces, kernel_data, interrupted, listed_mappings: 0, written: None };
         let thread = std::thread::Builder::new().name("withhold".into()).spawn(move || answers.run())?;
         Ok(Some(Withholding { thread }))
     }
 
-    /// Waits until the program has ended. Returns the ranges of each process that were withheld,
-    /// whether their pages hold data or not.
-    pub fn finish(self) -> HashMap<i32, RangeSet> {
+    /// Waits until the program has ended.
+    pub fn finish(self) -> Withheld {
         self.thread.join().unwrap_or_default()
     }
 }
@@ -77,6 +85,7 @@ struct Answers {
     spaces: HashMap<i32, Option<Space>>,
     kernel_data: KernelData,
     interrupted: Interrupted,
+    listed_mappings: u32,
     /// The file into which CRIU writes what it found out about the kernel.
     written: Option<File>,
 }
@@ -100,7 +109,7 @@ struct PageRegion {
 }
 
 impl Answers {
-    fn run(mut self) -> HashMap<i32, RangeSet> {
+    fn run(mut self) -> Withheld {
         loop {
             let mut fds = [PollFd::new(self.listener.as_fd(), PollFlags::POLLIN)];
             match poll(&mut fds, PollTimeout::NONE) {
@@ -120,8 +129,8 @@ impl Answers {
                 break;
             }
         }
-        let withheld = self.spaces.into_iter().filter_map(|(pid, space)| Some((pid, space?.withheld)));
-        withheld.collect()
+        let ranges = self.spaces.into_iter().filter_map(|(pid, space)| Some((pid, space?.withheld)));
+        Withheld { ranges: ranges.collect(), listed_mappings: self.listed_mappings }
     }
 
     fn answer(&mut self, call: &Call) -> Option<Answer> {
@@ -161,7 +170,7 @@ impl Answers {
     }
 
     /// Answers an `openat` of `/proc/PID/smaps` of a dumped process, which is frozen then.
-    fn answer_smaps(&self, call: &Call) -> Option<Answer> {
+    fn answer_smaps(&mut self, call: &Call) -> Option<Answer> {
         if !is_path(call, call.arguments[1], smaps::NAME) {
             return None;
         }
@@ -171,6 +180,7 @@ impl Answers {
             return None;
         }
         self.listener.answer_by_descriptor(call, smaps::file(pid).ok()?.as_fd()).ok()?;
+        self.listed_mappings += 1;
         Some(Answer::Given)
     }
 

@@ -389,6 +389,8 @@ pub struct Taken {
     pub store: MemoryStore,
     pub memory: BTreeMap<i32, Memory>,
     pub timings: Timings,
+    /// Of the saved state.
+    pub listed_mappings: u32,
     /// Of all threads.
     pub stack_pointers: Vec<u64>,
 }
@@ -448,7 +450,8 @@ pub fn take(criu: &Criu, pid: i32, options: &DumpOptions) -> Taken {
         state: files,
         cost: Cost::default(),
     };
-    Taken { manifest, store, memory, timings, stack_pointers }
+    let listed_mappings = state.listed_mappings;
+    Taken { manifest, store, memory, timings, listed_mappings, stack_pointers }
 }
 
 impl Taken {
