@@ -13,7 +13,7 @@ use pagemark_process::files::FileWatch;
 use pagemark_process::target::ProcessTarget;
 
 use crate::failure::{Failure, Outcome, PROCESSES};
-use crate::options::{CaptureOptions, ScheduleOptions};
+use crate::options::{CaptureOptions, ScheduleOptions, WatchOptions};
 use crate::reference::job_name;
 use crate::report::{self, Report, summary};
 use crate::repository::RepositoryOptions;
@@ -29,6 +29,8 @@ pub struct Attach {
     #[command(flatten)]
     capture: CaptureOptions,
     #[command(flatten)]
+    watch: WatchOptions,
+    #[command(flatten)]
     schedule: ScheduleOptions,
     /// A line of JSON for each checkpoint
     #[arg(long)]
@@ -38,6 +40,10 @@ pub struct Attach {
 }
 
 /// Take one checkpoint of a running program
+///
+/// The files that the program has open for writing belong to the checkpoint, and those in `--data`
+/// directories. Files that it has written and closed are not known here: `run` and `attach` watch
+/// them.
 #[derive(Args, Debug)]
 pub struct Checkpoint {
     #[command(flatten)]
@@ -58,7 +64,7 @@ impl Attach {
         self.capture.check_data(repository.path())?;
         let signals = Signals::hold_for_stop()?;
         let mut report = Report::choose(self.schedule.quiet, self.json, report::stdout(), None);
-        let watch = report.watch(self.capture.watch_files(), self.pid);
+        let watch = report.watch(self.capture.watch_files(&self.watch), self.pid);
         let target = attach(&self.capture, self.pid, watch.as_ref())?;
         let job = Job::new(target, repository, self.schedule.job_options(name.clone(), &self.capture.memory));
 

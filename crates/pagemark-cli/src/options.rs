@@ -64,10 +64,6 @@ pub struct CaptureOptions {
     /// or closed, and a restore removes what is new in it. May be given several times
     #[arg(long, value_name = "DIR", conflicts_with = "memory_only")]
     data: Vec<PathBuf>,
-    /// Which files outside of `--data` belong to the program: all that its processes write while
-    /// they are watched, or those that are open for writing at the checkpoint
-    #[arg(long, default_value = "written", value_enum, conflicts_with = "memory_only")]
-    files: FilesName,
     /// Control groups: `restore` puts processes back into them if they still exist, `ignore` leaves
     /// them out; CRIU's modes `props`, `soft`, `full` and `strict` also save properties, which
     /// makes the freeze longer
@@ -76,6 +72,15 @@ pub struct CaptureOptions {
     /// Save memory and registers alone: needs no CRIU; to look at, not to restore
     #[arg(long)]
     memory_only: bool,
+}
+
+/// How files are watched.
+#[derive(Args, Debug, Clone)]
+pub struct WatchOptions {
+    /// Which files outside of `--data` belong to the program: all that its processes write while
+    /// they are watched, or those that are open for writing at the checkpoint
+    #[arg(long, default_value = "written", value_enum, conflicts_with = "memory_only")]
+    files: FilesName,
 }
 
 /// A name that a job can have.
@@ -139,8 +144,8 @@ impl CaptureOptions {
     }
 
     /// Begins to watch which files are written. None if that is not wanted.
-    pub fn watch_files(&self) -> Option<Result<FileWatch, Error>> {
-        (self.files == FilesName::Written && !self.memory_only).then(FileWatch::new)
+    pub fn watch_files(&self, options: &WatchOptions) -> Option<Result<FileWatch, Error>> {
+        (options.files == FilesName::Written && !self.memory_only).then(FileWatch::new)
     }
 
     /// Checks the data directories, before anything else is done. None may contain the repository:

@@ -11,7 +11,7 @@ use nix::sys::wait::{WaitStatus, waitpid};
 use nix::unistd::Pid;
 use pagemark::repository::{Checkpoint, Manifest, TargetKind};
 use pagemark_process::ErrorKind;
-use pagemark_process::files::PutBack;
+use pagemark_process::files::{FileAction, PutBack};
 use pagemark_process::restore::{self as library, Network, RestoreEvent, RestoreFailure, Restored, Stage};
 use pagemark_process::saver::SignalGate;
 use pagemark_report::escape::printable;
@@ -112,6 +112,8 @@ const SHOWN_CONNECTIONS: usize = 5;
 #[derive(Serialize)]
 struct File {
     path: String,
+    /// What was done to it.
+    action: &'static str,
     /// Path of the content that it had before the restore.
     set_aside: Option<String>,
 }
@@ -229,7 +231,7 @@ impl Restore {
                     progress.at(done.get(), total.get(), text::bytes);
                 }
             }
-            RestoreEvent::FilePutBack(file) => files.push(File::from(file)),
+            RestoreEvent::FilePutBack(file) => files.push(file.clone()),
             RestoreEvent::AsidesNotDescribed(error) => {
                 eprintln!(
                     "pagemark: the asides of this restore are listed as those of an interrupted restore: {error}"
@@ -269,7 +271,7 @@ impl Restore {
         &self,
         manifest: &Manifest,
         restored: &Restored,
-        files: Vec<File>,
+        files: Vec<PutBack>,
         signals: Option<Signals>,
     ) -> Result<(), Failure> {
         if let (Some(signals), false) = (signals, self.detach) {
@@ -284,6 +286,7 @@ impl Restore {
         }
         if self.json {
             let Restored { root_pid: pid, pids, closed_connections, .. } = restored;
+            let files = files.iter().map(File::from).collect();
             print_json(&Document { job, sequence, pid: *pid, pids, files, closed_connections })?;
         }
         Ok(())
@@ -313,19 +316,39 @@ fn describe(name: &str, failure: &RestoreFailure) -> Failure {
 impl From<&PutBack> for File {
     fn from(file: &PutBack) -> Self {
         let text = |path: &PathBuf| path.display().to_string();
-        File { path: text(&file.path), set_aside: file.set_aside.as_ref().map(text) }
+        File { path: text(&file.path), action: name_of(file.action), set_aside: file.set_aside.as_ref().map(text) }
     }
 }
 
-/// Reports the files that were put back.
-fn report_files(files: &[File]) {
-    for file in files {
-        let path = printable(&file.path);
-        match &file.set_aside {
-            Some(aside) => eprintln!("pagemark: {path} put back; its previous content is in {}", printable(aside)),
-            None => eprintln!("pagemark: {path} put back"),
-        }
+/// The name of an action in JSON.
+fn name_of(action: FileAction) -> &'static str {
+    match action {
+        FileAction::Untouched => "untouched",
+        FileAction::Permissions => "permissions",
+        FileAction::Recreated => "recreated",
+        FileAction::Rewritten => "rewritten",
+        FileAction::Removed => "removed",
     }
+}
+
+/// Reports what was done to the files.
+fn report_files(files: &[PutBack]) {
+    files.iter().filter_map(describe_file).for_each(|line| eprintln!("pagemark: {line}"));
+}
+
+/// What was done to a file. None if nothing was.
+fn describe_file(file: &PutBack) -> Option<String> {
+    let path = printable(&file.path.display().to_string());
+    let kept = file.set_aside.as_ref().map(|aside| printable(&aside.display().to_string()));
+    Some(match (file.action, kept) {
+        (FileAction::Untouched, _) => return None,
+        (FileAction::Permissions, _) => format!("{path} has its owner and permissions again"),
+        (FileAction::Recreated, _) => format!("{path} was gone and is there again"),
+        (FileAction::Rewritten, Some(kept)) => format!("{path} put back; its previous content is in {kept}"),
+        (FileAction::Rewritten, None) => format!("{path} put back"),
+        (FileAction::Removed, Some(kept)) => format!("{path} removed, as it is newer; its content is in {kept}"),
+        (FileAction::Removed, None) => format!("{path} removed, as it is newer"),
+    })
 }
 
 /// Reports the connections that are closed.
@@ -346,6 +369,29 @@ fn wait(root: Pid) -> Outcome {
             Ok(WaitStatus::Signaled(pid, signal, _)) if pid == root => return Ok(ExitCode::from(128 + signal as u8)),
             Ok(_) | Err(Errno::EINTR) => {}
             Err(error) => return Err(Failure::new("the program's exit status is not known", error)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_report_says_what_was_done_to_each_file() {
+        let describe = |action, kept: Option<&str>| {
+            describe_file(&PutBack { path: "/d/file".into(), action, set_aside: kept.map(PathBuf::from) })
+        };
+        let lines = [
+            (FileAction::Untouched, None, None),
+            (FileAction::Permissions, None, Some("/d/file has its owner and permissions again")),
+            (FileAction::Recreated, None, Some("/d/file was gone and is there again")),
+            (FileAction::Rewritten, Some("/a/1"), Some("/d/file put back; its previous content is in /a/1")),
+            (FileAction::Removed, Some("/a/1"), Some("/d/file removed, as it is newer; its content is in /a/1")),
+            (FileAction::Removed, None, Some("/d/file removed, as it is newer")),
+        ];
+        for (action, kept, expected) in lines {
+            assert_eq!(describe(action, kept).as_deref(), expected, "{action:?}");
         }
     }
 }

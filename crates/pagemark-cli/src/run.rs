@@ -14,7 +14,7 @@ use pagemark_process::spawn::{self, spawn, spawn_on};
 use pagemark_process::terminal::Terminal;
 
 use crate::failure::{Failure, Outcome};
-use crate::options::{CaptureOptions, ScheduleOptions};
+use crate::options::{CaptureOptions, ScheduleOptions, WatchOptions};
 use crate::reference::job_name;
 use crate::report::{self, Report, summary};
 use crate::repository::RepositoryOptions;
@@ -31,6 +31,8 @@ pub struct Run {
     repository: RepositoryOptions,
     #[command(flatten)]
     capture: CaptureOptions,
+    #[command(flatten)]
+    watch: WatchOptions,
     #[command(flatten)]
     schedule: ScheduleOptions,
     /// A line of JSON on stderr for each checkpoint
@@ -51,7 +53,7 @@ impl Run {
         let saver = self.capture.saver().map_err(Failure::no_checkpoints_here)?;
 
         // What the program writes first is written after this.
-        let watch = self.capture.watch_files();
+        let watch = self.capture.watch_files(&self.watch);
         let signals = Signals::hold_for_target()?;
         let mut terminal = Terminal::open().map_err(Failure::plain)?;
         let started = match &mut terminal {

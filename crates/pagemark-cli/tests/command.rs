@@ -68,6 +68,8 @@ fn wrong_usage_ends_with_2() {
     let pagemark = Pagemark::new();
     for arguments in [
         &[][..],
+        // A single checkpoint watches no files.
+        &["checkpoint", "1", "--files", "open"],
         &["no-such-command"],
         &["run"],
         &["run", "--every", "soon", "--", "true"],
