@@ -9,7 +9,6 @@ pub mod dump;
 mod examined;
 mod guard;
 pub mod images;
-mod interrupted;
 mod kernel_data;
 mod notify;
 pub(crate) mod outside_files;
@@ -31,7 +30,6 @@ use pagemark::sys::proc::Status;
 
 use crate::error::{Error, ErrorKind, Object};
 use examined::Conditions;
-use interrupted::Interrupted;
 use kernel_data::KernelData;
 
 pub use dump::{Dump, DumpOptions, ProcessImage, SavedState, Timings};
@@ -51,7 +49,6 @@ pub struct Criu {
     path: PathBuf,
     version: String,
     kernel_data: KernelData,
-    interrupted: Interrupted,
 }
 
 impl Error {
@@ -150,12 +147,7 @@ impl Criu {
     }
 
     fn new(path: &Path, version: &str) -> Criu {
-        Criu {
-            path: path.into(),
-            version: version.into(),
-            kernel_data: KernelData::default(),
-            interrupted: Interrupted::default(),
-        }
+        Criu { path: path.into(), version: version.into(), kernel_data: KernelData::default() }
     }
 
     /// Starts CRIU, for its version and for what it needs of this kernel.

@@ -43,8 +43,7 @@ pub(super) enum Answer {
     Given,
 }
 
-/// The calls that [`submit`] hands over besides `ioctl(PAGEMAP_SCAN)` and
-/// `ptrace(PTRACE_SETREGSET)` of general registers.
+/// The calls that [`submit`] hands over besides `ioctl(PAGEMAP_SCAN)`.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Submitted {
     /// Each `prlimit` that queries another process.
@@ -66,12 +65,11 @@ pub(super) const CREATING: u32 = (libc::O_WRONLY | libc::O_CREAT | libc::O_EXCL)
 #[derive(Debug)]
 pub(super) struct Listener(OwnedFd);
 
-/// Between fork and exec: from now on each `ioctl(PAGEMAP_SCAN)` and each
-/// `ptrace(PTRACE_SETREGSET)` of general registers by this process, and what `submitted` has, waits
-/// for an answer through the descriptor that is sent to `socket`. When no process has that
-/// descriptor open any more, the calls fail. Where somebody listens to calls of this process
-/// already, or the kernel has no listeners, nothing is sent, and the kernel carries all calls out.
-/// Makes only system calls.
+/// Between fork and exec: from now on each `ioctl(PAGEMAP_SCAN)` of this process, and what
+/// `submitted` has, waits for an answer through the descriptor that is sent to `socket`. When no
+/// process has that descriptor open any more, the calls fail. Where somebody listens to calls of
+/// this process already, or the kernel has no listeners, nothing is sent, and the kernel carries
+/// all calls out. Makes only system calls.
 pub(super) fn submit(socket: RawFd, submitted: Submitted) -> io::Result<()> {
     let statement = |code: u32, k: u32| libc::sock_filter { code: code as u16, jt: 0, jf: 0, k };
     let jump = |k: u32, jt: u8, jf: u8| libc::sock_filter {
@@ -90,36 +88,30 @@ pub(super) fn submit(socket: RawFd, submitted: Submitted) -> io::Result<()> {
     // The numbers behind jumps count the statements that are left out.
     let mut filter = [
         statement(load, ARCHITECTURE),
-        jump(AUDIT_ARCH_X86_64, 0, 26),
+        jump(AUDIT_ARCH_X86_64, 0, 21),
         statement(load, NUMBER),
-        jump(prlimit, 6, 0),
-        jump(openat, 11, 0),
-        jump(rename, 21, 0),
-        jump(libc::SYS_ptrace as u32, 16, 0),
-        jump(libc::SYS_ioctl as u32, 0, 20),
+        jump(prlimit, 5, 0),
+        jump(openat, 10, 0),
+        jump(rename, 16, 0),
+        jump(libc::SYS_ioctl as u32, 0, 16),
         statement(load, argument(1)),
-        jump(PAGEMAP_SCAN, 17, 18),
+        jump(PAGEMAP_SCAN, 13, 14),
         // `prlimit`: the process 0 is the caller.
         statement(load, argument(0)),
-        jump(0, 16, 0),
+        jump(0, 12, 0),
         // The new limit; without an address the call is a query.
         statement(load, argument(2)),
-        jump(0, 0, 14),
+        jump(0, 0, 10),
         statement(load, argument(2) + 4),
-        jump(0, 11, 12),
+        jump(0, 7, 8),
         // `openat`
         statement(load, argument(0)),
-        jump(libc::AT_FDCWD as u32, if submitted.files { 0 } else { 10 }, if submitted.mappings { 3 } else { 10 }),
+        jump(libc::AT_FDCWD as u32, if submitted.files { 0 } else { 6 }, if submitted.mappings { 3 } else { 6 }),
         statement(load, argument(2)),
-        jump(READING, 7, 0),
-        jump(CREATING, 6, 7),
+        jump(READING, 3, 0),
+        jump(CREATING, 2, 3),
         statement(load, argument(2)),
-        jump(READING, 4, 5),
-        // `ptrace`
-        statement(load, argument(0)),
-        jump(libc::PTRACE_SETREGSET, 0, 3),
-        statement(load, argument(2)),
-        jump(libc::NT_PRSTATUS as u32, 0, 1),
+        jump(READING, 0, 1),
         statement(answer, libc::SECCOMP_RET_USER_NOTIF),
         statement(answer, libc::SECCOMP_RET_ALLOW),
     ];

@@ -10,8 +10,7 @@
 //!
 //! The same filter hands over CRIU's queries of resource limits, which the kernel refuses without
 //! CAP_SYS_RESOURCE for processes of other users, and the calls by which CRIU keeps what it found
-//! out about the kernel ([`KernelData`]), reads the flags of mappings ([`smaps`]), and sets
-//! registers ([`Interrupted`]).
+//! out about the kernel ([`KernelData`]) and reads the flags of mappings ([`smaps`]).
 //!
 //! If Pagemark is killed, the calls fail, and CRIU cancels the dump as after any error.
 
@@ -29,10 +28,9 @@ use pagemark::sys::pagemap::{Filter, Pagemap};
 use pagemark::sys::proc::{Limits, Mapping, descriptors, maps};
 use pagemark::{Address, Range, RangeSet};
 
-use super::interrupted::{self, Interrupted};
 use super::kernel_data::{self, KernelData};
 use super::notify::{Answer, CREATING, Call, Listener};
-use super::{Criu, smaps};
+use super::smaps;
 
 /// Category of guard pages: they have no content and forbid any access, and CRIU restores them.
 const GUARD: u64 = 1 << 8;
@@ -64,11 +62,10 @@ impl Withholding {
     /// Starts to answer the program that has sent its listener to `socket`. `tree` are the
     /// processes being dumped. None if it could have none, because somebody else listens to it:
     /// then CRIU examines the memory itself, which takes longer.
-    pub fn start(socket: &UnixStream, tree: Vec<i32>, criu: &Criu) -> io::Result<Option<Withholding>> {
+    pub fn start(socket: &UnixStream, tree: Vec<i32>, kernel_data: KernelData) -> io::Result<Option<Withholding>> {
         let Some(listener) = Listener::receive(socket)? else { return Ok(None) };
         let spaces = tree.into_iter().map(|pid| (pid, None)).collect();
-        let (kernel_data, interrupted) = (criu.kernel_data.clone(), criu.interrupted.clone());
-        let answers = Answers { listener, spaces, kernel_data, interrupted, listed_mappings: 0, written: None };
+        let answers = Answers { listener, spaces, kernel_data, listed_mappings: 0, written: None };
         let thread = std::thread::Builder::new().name("withhold".into()).spawn(move || answers.run())?;
         Ok(Some(Withholding { thread }))
     }
@@ -84,7 +81,6 @@ struct Answers {
     /// The dumped processes; None until the first query about a process.
     spaces: HashMap<i32, Option<Space>>,
     kernel_data: KernelData,
-    interrupted: Interrupted,
     listed_mappings: u32,
     /// The file into which CRIU writes what it found out about the kernel.
     written: Option<File>,
@@ -139,21 +135,8 @@ impl Answers {
             libc::SYS_openat if call.arguments[0] as i32 == libc::AT_FDCWD => self.answer_open(call),
             libc::SYS_openat => self.answer_smaps(call),
             libc::SYS_rename => self.answer_rename(call),
-            libc::SYS_ptrace => self.answer_registers(call),
             _ => self.answer_scan(call),
         }
-    }
-
-    /// Lets the kernel set the registers of a thread, after a change if a system call of the thread
-    /// was interrupted.
-    fn answer_registers(&self, call: &Call) -> Option<Answer> {
-        let tid = call.arguments[1] as i32;
-        let is_first = self.spaces.contains_key(&tid);
-        let change =
-            |registers: &mut _| self.interrupted.resume(tid, is_first, registers) && self.listener.is_valid(call);
-        // Without the change the system call returns EINTR, which it may.
-        let _ = interrupted::change_registers(call.pid as i32, call.arguments[3], change);
-        Some(Answer::Continue)
     }
 
     /// Answers a query of a resource limit of a dumped process. The kernel would answer it only to
