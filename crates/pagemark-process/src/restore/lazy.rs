@@ -349,7 +349,8 @@ impl<'a> Delivery<'a> {
         if watched[0].any() == Some(true) {
             (&self.wake.0).read(&mut [0; 64]).map_err(Error::criu_io("read a pipe"))?;
         }
-        let ready = spaces.iter().zip(&watched[1..]).filter(|(_, polled)| polled.any() != Some(false));
+        let is_ready = |space: &Space, polled: &PollFd| polled.any() != Some(false) || space.is_unsettled();
+        let ready = spaces.iter().zip(&watched[1..]).filter(|(space, polled)| is_ready(space, polled));
         Ok(ready.map(|(space, _)| space.clone()).collect())
     }
 

@@ -466,6 +466,13 @@ impl MissingPages {
         }
     }
 
+    /// True if mappings are changing, or were changed and an event about that waits to be read.
+    pub fn is_changing(&self) -> bool {
+        // Nothing is mapped at this address, which is the lowest that may be.
+        let filled = self.try_fill_with_zeros(Address::new(1 << 16));
+        filled.is_err_and(|error| error.raw_os_error() == Some(libc::EAGAIN))
+    }
+
     /// The bytes by which a copy to `target` advances: those copied, or a page that is there
     /// already.
     fn advance(&self, target: Address, result: io::Result<()>, copied: i64) -> io::Result<usize> {

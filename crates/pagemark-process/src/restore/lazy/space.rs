@@ -7,7 +7,7 @@ use std::sync::{Arc, PoisonError, RwLock};
 use pagemark::sys::userfaultfd::{MissingPages, MissingPagesEvent};
 use pagemark::{Address, AddressRangeExt, ByteCount, ContentId, PAGE_SIZE, PageNumber, RangeSet};
 
-use super::layout::Layout;
+use super::layout::{Change, Layout};
 use crate::error::Error;
 use crate::restore::connection::not_filled;
 
@@ -125,23 +125,34 @@ impl Space {
                 MissingPagesEvent::Fork(missing) => requests.forked.push(Space {
                     pages: self.pages.clone(),
                     missing: Arc::new(missing),
-                    layout: RwLock::new(layout.clone()),
+                    layout: RwLock::new(layout.of_child()),
                     done: self.done.iter().map(|word| AtomicU64::new(word.load(Ordering::Relaxed))).collect(),
                     left: AtomicUsize::new(self.left_count()),
                     is_forked: true,
                     is_gone: AtomicBool::new(false),
                 }),
-                MissingPagesEvent::Moved { from, to } => layout.move_to(&from.page_range(), to.page()),
-                MissingPagesEvent::Dropped(range) | MissingPagesEvent::Unmapped(range) => {
-                    layout.remove(&range.page_range());
+                MissingPagesEvent::Moved { from, to } => {
+                    layout.apply(Change::Moved { from: from.page_range(), to: to.page() });
                 }
+                MissingPagesEvent::Dropped(range) => layout.apply(Change::Dropped(range.page_range())),
+                MissingPagesEvent::Unmapped(range) => layout.apply(Change::Unmapped(range.page_range())),
                 MissingPagesEvent::Unknown(event) => {
                     let reason = format!("userfaultfd reports the event {event:#x}, which is not known");
                     return Err(Error::criu_failed("deliver memory on demand", reason));
                 }
             }
         }
+        if layout.is_expecting() && !self.missing.is_changing() {
+            layout.settle();
+        }
         Ok(())
+    }
+
+    /// True if changes of the mappings are not carried out yet, because another thread's are still
+    /// to be read. No page is filled meanwhile. Events have to be read again soon: a change that
+    /// fails is not reported.
+    pub(super) fn is_unsettled(&self) -> bool {
+        self.layout.read().unwrap_or_else(PoisonError::into_inner).has_held()
     }
 
     /// The position of the page of the checkpoint that belongs to a page of the process. None if
@@ -164,6 +175,9 @@ impl Space {
     /// other. The pages that are there already stay as they are. Also returns how many are new.
     pub(super) fn fill(&self, position: usize, content: &[[u8; PAGE_SIZE]]) -> Result<(Filled, usize), Error> {
         let layout = self.layout.read().unwrap_or_else(PoisonError::into_inner);
+        if layout.has_held() {
+            return Ok((Filled::Changing, 0));
+        }
         let page = self.pages.numbers[position];
         let Some(place) = layout.now(page) else {
             return Ok((Filled::Pages(1), self.set_done(position..position + 1)));
@@ -174,6 +188,10 @@ impl Space {
                 Ok(filled) => return Ok((Filled::Pages(filled), self.set_done(position..position + filled))),
                 // The kernel copies within one mapping only.
                 Err(error) if error.raw_os_error() == Some(libc::ENOENT) && count > 1 => count = count.div_ceil(2),
+                // The kernel looks for the mapping before it looks whether mappings are changing.
+                Err(error) if error.raw_os_error() == Some(libc::ENOENT) && self.missing.is_changing() => {
+                    return Ok((Filled::Changing, 0));
+                }
                 // A child does not have the mappings with MADV_DONTFORK.
                 Err(error) if error.raw_os_error() == Some(libc::ENOENT) && self.is_forked => {
                     return Ok((Filled::Pages(1), self.set_done(position..position + 1)));
@@ -185,6 +203,9 @@ impl Space {
 
     /// Fills a page with zeros that has no page of the checkpoint.
     pub(super) fn fill_with_zeros(&self, page: PageNumber) -> Result<Filled, Error> {
+        if self.is_unsettled() {
+            return Ok(Filled::Changing);
+        }
         match self.missing.try_fill_with_zeros(page.address()) {
             Ok(()) => Ok(Filled::Pages(1)),
             Err(error) if error.raw_os_error() == Some(libc::ENOENT) => {
