@@ -101,6 +101,12 @@ fn the_lock_overwrites_no_foreign_file() {
     verifies(&pagemark);
 }
 
+/// The number of checkpoints of `subject` that `log` lists.
+fn readable(pagemark: &Pagemark) -> usize {
+    let output = in_time(pagemark, &["log", "subject"]);
+    String::from_utf8_lossy(&output.stdout).lines().filter(|line| line.contains("subject@")).count()
+}
+
 /// Every file of the repository in turn is a FIFO without a writer, or a link to a foreign file.
 #[test]
 fn fifos_and_links_in_place_of_files_are_reported() {
@@ -123,6 +129,14 @@ fn fifos_and_links_in_place_of_files_are_reported() {
             match is_fifo {
                 true => mkfifo(path, Mode::S_IRUSR | Mode::S_IWUSR).expect("a FIFO"),
                 false => symlink(&foreign, path).expect("a link"),
+            }
+            // A commit record is reported, and hides no other.
+            if path.parent().is_some_and(|job| job.ends_with("checkpoints/subject")) {
+                let name = path.display().to_string();
+                for arguments in [&["log"][..], &["log", "subject"]] {
+                    assert_fails(&in_time(&pagemark, arguments), &[&name]);
+                }
+                assert_eq!(readable(&pagemark), 1, "{name}");
             }
             for arguments in [&["log"][..], &["log", "subject"], &["verify"]] {
                 let output = in_time(&pagemark, arguments);

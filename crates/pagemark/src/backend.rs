@@ -50,7 +50,7 @@ pub trait Backend: Send + Sync {
     /// The storage failed.
     fn prepare(&self, directories: &[&str]) -> Result<(), BackendError>;
 
-    /// Lists the objects and directories in a directory, in any order; none if it does not exist.
+    /// Lists what is in a directory, in any order; nothing if it does not exist.
     /// An object that is published or removed meanwhile may be missing or not, all others are
     /// there. Staged objects are not listed.
     ///
@@ -210,13 +210,24 @@ pub enum WriterLease {
     },
 }
 
-/// An object or directory in a list.
+/// An entry of a list.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub struct ListEntry {
     /// The last part of the name.
     pub name: String,
-    /// False for an object.
-    pub is_directory: bool,
+    /// What has the name.
+    pub kind: ListKind,
+}
+
+/// What has a name in a list.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub enum ListKind {
+    /// An object.
+    Object,
+    /// A directory.
+    Directory,
+    /// Something that the storage did not make, such as a FIFO: opening it fails.
+    Other,
 }
 
 /// Compares equal as long as a directory did not change. See [`Backend::stamp`].
@@ -245,6 +256,11 @@ impl BackendError {
     /// True if the object does not exist.
     pub fn is_not_found(&self) -> bool {
         self.source.kind() == io::ErrorKind::NotFound
+    }
+
+    /// True if something else has the object's name, such as a FIFO or a symbolic link.
+    pub fn is_no_object(&self) -> bool {
+        self.source.kind() == io::ErrorKind::InvalidInput
     }
 
     /// True if the storage is not at its location any more: the directory was moved, removed or

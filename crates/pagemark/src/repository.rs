@@ -62,7 +62,7 @@ pub use record::CheckpointInfo;
 pub use verify::{Damage, Part, Touched, VerifyReport};
 pub use writer::Writer;
 
-use crate::backend::{Backend, BackendError, Exposure, Object};
+use crate::backend::{Backend, BackendError, Exposure, ListKind, Object};
 use crate::{ContentId, Error, ErrorKind, PAGE_SIZE, error};
 use config::Config;
 use delta::BaseCache;
@@ -407,7 +407,7 @@ impl Inner {
     }
 
     fn job_names(&self) -> Result<Vec<String>, BackendError> {
-        let jobs = self.backend.list(CHECKPOINTS)?.into_iter().filter(|entry| entry.is_directory);
+        let jobs = self.backend.list(CHECKPOINTS)?.into_iter().filter(|entry| entry.kind == ListKind::Directory);
         let mut names: Vec<_> = jobs.map(|entry| entry.name).filter(|name| check_job_name(name).is_ok()).collect();
         names.sort();
         Ok(names)
@@ -415,7 +415,8 @@ impl Inner {
 
     /// The sequence numbers of a job's commit records, in ascending order.
     fn sequences(&self, job: &str) -> Result<Vec<u64>, BackendError> {
-        let records = self.backend.list(&job_directory(job))?.into_iter().filter(|entry| !entry.is_directory);
+        // What is there in place of a record is reported when it is read.
+        let records = self.backend.list(&job_directory(job))?.into_iter();
         let mut sequences: Vec<_> = records.filter_map(|entry| record::parse_name(&entry.name)).collect();
         sequences.sort_unstable();
         Ok(sequences)

@@ -5,7 +5,7 @@ use std::io::ErrorKind;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use super::{Backend, ListEntry, WriterLease};
+use super::{Backend, ListEntry, ListKind, WriterLease};
 
 /// An empty backend, and what has to be kept while it is used.
 pub type Fresh = (Arc<dyn Backend>, Box<dyn Any>);
@@ -56,7 +56,8 @@ fn read(backend: &dyn Backend, name: &str) -> Vec<u8> {
 
 fn names_in(backend: &dyn Backend, directory: &str) -> Vec<String> {
     let entries = backend.list(directory).expect("a list");
-    let mut names: Vec<_> = entries.into_iter().filter(|entry| !entry.is_directory).map(|entry| entry.name).collect();
+    let mut names: Vec<_> =
+        entries.into_iter().filter(|entry| entry.kind == ListKind::Object).map(|entry| entry.name).collect();
     names.sort();
     names
 }
@@ -167,8 +168,8 @@ fn lists(backend: &Arc<dyn Backend>) {
         entries.sort();
         entries
     };
-    let object = |name: &str| ListEntry { name: name.into(), is_directory: false };
-    let directory = |name: &str| ListEntry { name: name.into(), is_directory: true };
+    let object = |name: &str| ListEntry { name: name.into(), kind: ListKind::Object };
+    let directory = |name: &str| ListEntry { name: name.into(), kind: ListKind::Directory };
     assert_eq!(list(""), [directory("a"), directory("ab"), object("one")]);
     assert_eq!(list("a"), [directory("b"), object("three"), object("two")]);
     assert_eq!(list("a/b"), [object("five")]);

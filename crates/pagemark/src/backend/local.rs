@@ -20,7 +20,8 @@ use nix::fcntl::{FcntlArg, OFlag, PosixFadviseAdvice, fcntl, posix_fadvise};
 
 use super::directory::{Directory, EntryKind, Exposure, kind_of};
 use super::{
-    Backend, BackendError, Lease, ListEntry, NewObject, Object, ReadAt, Stamp, WriterLease, check_name, directory_of,
+    Backend, BackendError, Lease, ListEntry, ListKind, NewObject, Object, ReadAt, Stamp, WriterLease, check_name,
+    directory_of,
 };
 
 /// Bytes that are written at once. Tests write often, to be able to fail often.
@@ -267,9 +268,15 @@ impl Backend for LocalBackend {
         let mut entries = Vec::new();
         for entry in listed.unwrap_or_default() {
             let is_own = entry.name.ends_with(STAGED) || (directory.is_empty() && entry.name == LOCK);
-            if entry.kind != EntryKind::Other && !is_own {
-                entries.push(ListEntry { name: entry.name, is_directory: entry.kind == EntryKind::Directory });
+            if is_own {
+                continue;
             }
+            let kind = match entry.kind {
+                EntryKind::File => ListKind::Object,
+                EntryKind::Directory => ListKind::Directory,
+                EntryKind::Other => ListKind::Other,
+            };
+            entries.push(ListEntry { name: entry.name, kind });
         }
         Ok(entries)
     }
@@ -729,6 +736,10 @@ mod tests {
             assert!(backend.lease_reader(name).is_err(), "{name}");
             assert_eq!(backend.bytes(name).unwrap(), None, "{name}");
         }
-        assert_eq!(backend.list("a").unwrap(), [ListEntry { name: "one".into(), is_directory: false }]);
+        let mut listed = backend.list("a").unwrap();
+        listed.sort();
+        let entry = |name: &str, kind| ListEntry { name: name.into(), kind };
+        let expected = [("link", ListKind::Other), ("one", ListKind::Object), ("pipe", ListKind::Other)];
+        assert_eq!(listed, expected.map(|(name, kind)| entry(name, kind)));
     }
 }

@@ -10,7 +10,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::{
-    Backend, BackendError, Lease, ListEntry, NewObject, Object, ReadAt, Stamp, WriterLease, check_name, directory_of,
+    Backend, BackendError, Lease, ListEntry, ListKind, NewObject, Object, ReadAt, Stamp, WriterLease, check_name,
+    directory_of,
 };
 
 /// Objects in memory. Clones have the same objects, as two processes that open one directory.
@@ -92,8 +93,8 @@ impl Backend for MemoryBackend {
         let below = state.objects.range(prefix.clone()..).map_while(|(name, _)| name.strip_prefix(&prefix));
         let entries: BTreeSet<ListEntry> = below
             .map(|name| match name.split_once('/') {
-                Some((first, _)) => ListEntry { name: first.to_owned(), is_directory: true },
-                None => ListEntry { name: name.to_owned(), is_directory: false },
+                Some((first, _)) => ListEntry { name: first.to_owned(), kind: ListKind::Directory },
+                None => ListEntry { name: name.to_owned(), kind: ListKind::Object },
             })
             .collect();
         Ok(entries.into_iter().collect())

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use super::format::{FileKind, Format, INDEXES, PACKS, index_name, pack_name, parse_number, random_number};
 use super::pack;
 use super::table::{Entry, Table, TableWriter, Unreadable};
-use crate::backend::{Backend, BackendError, NewObject, Stamp};
+use crate::backend::{Backend, BackendError, ListKind, NewObject, Stamp};
 use crate::{ContentId, Error};
 
 /// Tables are merged once there are this many of similar size.
@@ -291,6 +291,6 @@ pub(super) fn open_pack_table(
 
 /// The numbers of the objects in a directory whose names end so.
 pub(super) fn numbers_in(backend: &dyn Backend, directory: &str, ending: &str) -> Result<Vec<u64>, BackendError> {
-    let objects = backend.list(directory)?.into_iter().filter(|entry| !entry.is_directory);
+    let objects = backend.list(directory)?.into_iter().filter(|entry| entry.kind == ListKind::Object);
     Ok(objects.filter_map(|entry| entry.name.strip_suffix(ending).and_then(parse_number)).collect())
 }

@@ -14,7 +14,7 @@ use super::pack::{NewPacks, read_record};
 use super::record;
 use super::table::{Entry, Table};
 use super::{Inner, Progress, Repository, check_job_name, is_newer};
-use crate::backend::{BackendError, Object, check_name};
+use crate::backend::{BackendError, ListKind, Object, check_name};
 use crate::tree::NodeRecord;
 use crate::{ContentId, Error, ErrorKind};
 
@@ -258,7 +258,7 @@ impl Inner {
     fn file_bytes(&self) -> Result<u64, BackendError> {
         let mut bytes = 0;
         for directory in [PACKS, INDEXES] {
-            for entry in self.backend.list(directory)?.into_iter().filter(|entry| !entry.is_directory) {
+            for entry in self.backend.list(directory)?.into_iter().filter(|entry| entry.kind == ListKind::Object) {
                 // A name that is none of the repository's own may be one that no object can have.
                 let name = format!("{directory}/{}", entry.name);
                 bytes += if check_name(&name).is_ok() { self.backend.bytes(&name)?.unwrap_or(0) } else { 0 };

@@ -75,7 +75,13 @@ pub(super) fn read(
         let path = backend.location().join(&name);
         Error::damaged(ErrorKind::DamagedRecord, Object::Record(path), reason).help("other checkpoints can be read")
     };
-    let Some(object) = backend.open(&name)? else { return Ok(None) };
+    let object = match backend.open(&name) {
+        Ok(Some(object)) => object,
+        Ok(None) => return Ok(None),
+        // It hides no other record.
+        Err(error) if error.is_no_object() => return Err(damaged(&error.source.to_string())),
+        Err(error) => return Err(error.into()),
+    };
     let mut bytes = [0; RECORD_BYTES];
     let mut read = || match object.bytes()? {
         RECORD_LENGTH => object.read_at(&mut bytes, 0).map(|()| true),

@@ -10,6 +10,7 @@ use tempfile::TempDir;
 
 use super::format::{ANY_SPACES, PROCESSES_ONLY};
 use super::*;
+use crate::backend::ListKind;
 use crate::backend::LocalBackend;
 use crate::backend::MemoryBackend;
 use crate::backend::faults::{Fault, FaultyBackend};
@@ -201,7 +202,7 @@ fn objects(backend: &dyn Backend) -> BTreeSet<String> {
     while let Some(directory) = directories.pop() {
         for entry in backend.list(&directory).unwrap() {
             let name = if directory.is_empty() { entry.name } else { format!("{directory}/{}", entry.name) };
-            match entry.is_directory {
+            match entry.kind == ListKind::Directory {
                 true => directories.push(name),
                 false => drop(names.insert(name)),
             }
