@@ -26,6 +26,9 @@ pub(super) struct View {
     pub(super) tables: Vec<Arc<Table>>,
     /// The packs that exist, in ascending order. Entries of other packs are out of date.
     pub(super) packs: Vec<u64>,
+    /// Packs that were listed and then gone, in ascending order. Their content may be in packs that
+    /// were not there yet when the packs were listed.
+    gone_packs: Vec<u64>,
     /// Says whether the view is still current.
     stamp: Option<ViewStamp>,
 }
@@ -90,7 +93,7 @@ impl View {
 
     /// This view with more packs.
     pub(super) fn with_packs(&self, more: &[Arc<Table>]) -> View {
-        let mut view = View { tables: self.tables.clone(), packs: self.packs.clone(), stamp: None };
+        let mut view = View { tables: self.tables.clone(), packs: self.packs.clone(), ..View::default() };
         view.packs.extend(more.iter().map(|table| table.number));
         view.packs.sort_unstable();
         view.tables.extend(more.iter().cloned());
@@ -106,10 +109,10 @@ impl View {
         self.packs.binary_search(&pack).is_ok()
     }
 
-    /// True if both consist of the same files.
+    /// True if both consist of the same files, and the same ones vanished while they were read.
     pub(super) fn is_same(&self, other: &View) -> bool {
         let numbers = |view: &View| view.tables.iter().map(|table| table.number).collect::<Vec<_>>();
-        self.packs == other.packs && numbers(self) == numbers(other)
+        self.packs == other.packs && self.gone_packs == other.gone_packs && numbers(self) == numbers(other)
     }
 
     /// Lists the files. Tables that `old` has are not read again; `bad` ones are not used.
@@ -134,7 +137,7 @@ impl View {
             }
         }
         indexes.sort_unstable_by_key(|table| (Reverse(table.entry_count), table.number));
-        let mut view = View { tables: Vec::new(), packs, stamp };
+        let mut view = View { packs, stamp, ..View::default() };
         let mut covered = HashSet::new();
         for table in indexes {
             let more = table.packs.iter().filter(|&&pack| view.has_pack(pack) && covered.insert(pack)).count();
@@ -143,7 +146,6 @@ impl View {
             }
         }
         let uncovered: Vec<u64> = view.packs.iter().copied().filter(|pack| !covered.contains(pack)).collect();
-        let mut gone = HashSet::new();
         for number in uncovered {
             let known = old.tables.iter().find(|table| table.number == number);
             if let Some(table) = known.filter(|table| table.is_rebuilt() || !bad.contains(&number)) {
@@ -157,10 +159,11 @@ impl View {
                     }
                     view.tables.push(Arc::new(table));
                 }
-                None => drop(gone.insert(number)),
+                None => view.gone_packs.push(number),
             }
         }
-        view.packs.retain(|pack| !gone.contains(pack));
+        let View { packs, gone_packs, .. } = &mut view;
+        packs.retain(|pack| gone_packs.binary_search(pack).is_err());
         Ok(view)
     }
 
@@ -212,7 +215,7 @@ impl View {
         let mut tables: Vec<_> = self.tables.iter().filter(|table| !is_merged(table)).cloned().collect();
         tables.push(Arc::new(table));
         tables.sort_by_key(|table| (table.kind == FileKind::Pack, Reverse(table.entry_count), table.number));
-        Ok(View { tables, packs: self.packs.clone(), stamp: None })
+        Ok(View { tables, packs: self.packs.clone(), ..View::default() })
     }
 
     fn write_merged(&self, group: &[Arc<Table>], format: &Format, object: &mut dyn NewObject) -> Result<(), Error> {
