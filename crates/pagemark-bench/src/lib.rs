@@ -64,7 +64,7 @@ pub enum Bench {
     /// What it costs to explore every state of a program, by how states are held, beside plain
     /// copies
     Explore(explore::Options),
-    /// How long a virtual machine stands still in a checkpoint, beside QEMU's own ways to save it
+    /// The downtime of a virtual machine in a checkpoint, beside QEMU's own ways to save it
     Vm(vm::Options),
     /// What dirty tracking by the dirty bits of the page table costs, beside the other mechanisms
     /// and no tracking

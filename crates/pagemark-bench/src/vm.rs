@@ -1,5 +1,5 @@
-//! `pagemark-bench vm`: how long a virtual machine stands still in a checkpoint, and how much
-//! slower it runs, beside QEMU's own ways to save a machine: `savevm`, migration to a file, and a
+//! `pagemark-bench vm`: the downtime of a virtual machine in a checkpoint, and how much slower it
+//! runs, beside QEMU's own ways to save a machine: `savevm`, migration to a file, and a
 //! `background-snapshot`. PML, sections 2.4 and 5, measures the same of a changed QEMU.
 
 mod machine;

@@ -69,7 +69,6 @@ use delta::BaseCache;
 use format::{CHECKPOINTS, CONFIG, CONFIG_COPY, Format, INDEXES, PACKS, job_directory, pack_name, random};
 use index::{BadTable, View};
 use lock::Lock;
-use pack::ReadBase;
 use table::Entry;
 
 /// Packs that are kept open for reading.
@@ -447,66 +446,6 @@ pub fn check_job_name(name: &str) -> Result<(), Error> {
             let reason = "a name has 1 to 64 letters, digits, `.`, `_` and `-`, and does not begin with `.`";
             Err(Error::about(ErrorKind::InvalidName, name, reason).during("a job cannot be called"))
         }
-    }
-}
-
-/// Deltas, which can be read only together with their bases.
-impl Inner {
-    /// The base of a delta; none if the delta is damaged or gone.
-    fn base_of(&self, delta: &Entry) -> Result<Option<ContentId>, Error> {
-        let Some(pack) = self.open_pack(delta.pack)? else { return Ok(None) };
-        match pack::read_base_id(&*pack, &self.format.key, delta) {
-            Ok(base) => Ok(Some(base)),
-            Err(error) if matches!(error.kind(), ErrorKind::Damaged | ErrorKind::NotFound) => Ok(None),
-            Err(error) => Err(error),
-        }
-    }
-
-    /// Makes sure that the base of an entry is there, if the entry is a delta's.
-    fn check_base(&self, entry: &Entry) -> Result<(), Error> {
-        if !entry.is_delta {
-            return Ok(());
-        }
-        let damaged = || Error::damaged_content(entry.id, "its record is damaged");
-        let base = self.base_of(entry)?.ok_or_else(damaged)?;
-        self.read_base(base, &mut [0; PAGE_SIZE])
-    }
-
-    /// True if the base of an entry is in the view, or the entry needs none.
-    fn has_base_in(&self, view: &View, entry: &Entry) -> Result<Result<bool, BadTable>, Error> {
-        if !entry.is_delta {
-            return Ok(Ok(true));
-        }
-        match self.base_of(entry)? {
-            Some(base) => Ok(view.find_whole_from(base, 0)?.map(|found| found.is_some())),
-            None => Ok(Ok(false)),
-        }
-    }
-
-    /// True if a copy of a piece of content is in the view which is whole, or whose base is there.
-    /// A prune keeps the bases of deltas that a checkpoint needs, and not of others.
-    fn is_complete_in(&self, view: &View, id: ContentId) -> Result<Result<bool, BadTable>, Error> {
-        let mut next = 0;
-        loop {
-            let found = match view.find_from(id, next)? {
-                Ok(Some(found)) => found,
-                Ok(None) => return Ok(Ok(false)),
-                Err(bad) => return Ok(Err(bad)),
-            };
-            match self.has_base_in(view, &found.entry)? {
-                Ok(false) => next = found.table + 1,
-                known => return Ok(known),
-            }
-        }
-    }
-}
-
-impl ReadBase for Inner {
-    fn read_base(&self, id: ContentId, page: &mut [u8; PAGE_SIZE]) -> Result<(), Error> {
-        self.fetch(id, |source, entry| match entry.is_delta {
-            true => Err(Error::damaged_content(id, "it is stored only as the change of another page")),
-            false => pack::read_page(source, &self.format.key, entry, page, self),
-        })
     }
 }
 

@@ -164,7 +164,7 @@ impl Machine {
                 _ => Ok(None),
             }
         })?;
-        // After a migration, the machine stands still.
+        // After a migration, the machine is paused.
         self.execute("cont", json!({}))?;
         std::fs::remove_file(&file).map_err(BenchError::on("remove a file"))
     }

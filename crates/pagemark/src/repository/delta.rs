@@ -7,9 +7,12 @@
 //! the disk holds would cost a read for each page. [`BaseCache`] keeps the pages that were written
 //! in an interval before and were stored whole: the pages that a program writes again and again.
 
-use super::pack::IdMap;
+use super::Inner;
+use super::index::{BadTable, View};
+use super::pack::{self, IdMap, ReadBase};
+use super::table::Entry;
 use crate::sys::proc::system;
-use crate::{ContentId, PAGE_SIZE};
+use crate::{ContentId, Error, ErrorKind, PAGE_SIZE};
 
 /// Bytes of the id of the base, with which a delta begins.
 pub(super) const BASE_ID_BYTES: usize = 16;
@@ -22,11 +25,13 @@ const WORD_BYTES: usize = 8;
 const BLOCK_WORDS: usize = 8;
 /// A page that becomes shorter than this by compression alone is no base: there is little to save.
 pub(super) const MIN_BASE_BYTES: u32 = 256;
-/// After so many pages in a row that changed too much, only one of [`SAMPLE`] pages is kept.
+/// Consecutive pages without a short delta after which only every [`SAMPLE`]th page becomes a base.
 const MANY_FAILURES: u32 = 64;
+/// See [`MANY_FAILURES`].
 const SAMPLE: u32 = 16;
 /// The most memory for bases: a sixteenth of what the machine has to spare, but at most this.
 const MAX_BYTES: usize = 128 << 20;
+/// Divisor of the available memory that gives the part for bases.
 const SHARE: usize = 16;
 
 /// Appends the runs of bytes in which `page` differs from `base` to `delta`. False if they would
@@ -180,6 +185,66 @@ impl BaseCache {
         self.random ^= self.random >> 7;
         self.random ^= self.random << 17;
         ((u128::from(self.random) * self.slots.len() as u128) >> 64) as usize
+    }
+}
+
+/// Deltas, which can be read only together with their bases.
+impl Inner {
+    /// The base of a delta; none if the delta is damaged or gone.
+    pub(super) fn base_of(&self, delta: &Entry) -> Result<Option<ContentId>, Error> {
+        let Some(pack) = self.open_pack(delta.pack)? else { return Ok(None) };
+        match pack::read_base_id(&*pack, &self.format.key, delta) {
+            Ok(base) => Ok(Some(base)),
+            Err(error) if matches!(error.kind(), ErrorKind::Damaged | ErrorKind::NotFound) => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Makes sure that the base of an entry is there, if the entry is a delta's.
+    pub(super) fn check_base(&self, entry: &Entry) -> Result<(), Error> {
+        if !entry.is_delta {
+            return Ok(());
+        }
+        let damaged = || Error::damaged_content(entry.id, "its record is damaged");
+        let base = self.base_of(entry)?.ok_or_else(damaged)?;
+        self.read_base(base, &mut [0; PAGE_SIZE])
+    }
+
+    /// True if the base of an entry is in the view, or the entry needs none.
+    pub(super) fn has_base_in(&self, view: &View, entry: &Entry) -> Result<Result<bool, BadTable>, Error> {
+        if !entry.is_delta {
+            return Ok(Ok(true));
+        }
+        match self.base_of(entry)? {
+            Some(base) => Ok(view.find_whole_from(base, 0)?.map(|found| found.is_some())),
+            None => Ok(Ok(false)),
+        }
+    }
+
+    /// True if a copy of a piece of content is in the view which is whole, or whose base is there.
+    /// A prune keeps the bases of deltas that a checkpoint needs, and not of others.
+    pub(super) fn is_complete_in(&self, view: &View, id: ContentId) -> Result<Result<bool, BadTable>, Error> {
+        let mut next = 0;
+        loop {
+            let found = match view.find_from(id, next)? {
+                Ok(Some(found)) => found,
+                Ok(None) => return Ok(Ok(false)),
+                Err(bad) => return Ok(Err(bad)),
+            };
+            match self.has_base_in(view, &found.entry)? {
+                Ok(false) => next = found.table + 1,
+                known => return Ok(known),
+            }
+        }
+    }
+}
+
+impl ReadBase for Inner {
+    fn read_base(&self, id: ContentId, page: &mut [u8; PAGE_SIZE]) -> Result<(), Error> {
+        self.fetch(id, |source, entry| match entry.is_delta {
+            true => Err(Error::damaged_content(id, "it is stored only as the change of another page")),
+            false => pack::read_page(source, &self.format.key, entry, page, self),
+        })
     }
 }
 

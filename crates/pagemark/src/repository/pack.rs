@@ -38,7 +38,7 @@ pub(super) trait ReadBase {
     /// Reads a page that is stored whole, and checks it.
     ///
     /// # Errors
-    /// [`ErrorKind::Missing`] also if it is there only as a delta.
+    /// [`ErrorKind::Missing`], or [`ErrorKind::Damaged`], also if it is there only as a delta.
     fn read_base(&self, id: ContentId, page: &mut [u8; PAGE_SIZE]) -> Result<(), Error>;
 }
 
