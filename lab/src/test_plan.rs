@@ -16,6 +16,9 @@ use crate::{Error, Result, cache, command, selftests};
 /// with several processors.
 pub const STOCK_PROCESSORS: u32 = 1;
 
+/// Seconds after which a test that takes a minute hangs, however loaded the host is.
+const HANGS_S: u64 = 1800;
+
 /// How much is tested.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Extent {
@@ -223,7 +226,7 @@ impl Programs {
 /// The tests of a part, in order.
 fn tests(part: Part, extent: Extent, programs: &Programs) -> Result<Vec<GuestTest>> {
     let (seconds, c) = (extent.seconds(), &programs.c);
-    let selftest = || GuestTest::new("the series' selftest", 300, c.selftest());
+    let selftest = || GuestTest::new("the series' selftest", HANGS_S, c.selftest());
     let mut tests = Vec::new();
     if !matches!(part, Part::Redis | Part::Migration) && (extent == Extent::Full || part != Part::Debian12) {
         // Swap, KSM and khugepaged for all that follows.
@@ -244,12 +247,12 @@ fn tests(part: Part, extent: Extent, programs: &Programs) -> Result<Vec<GuestTes
             let (oracle, hostile, limit) = (c.oracle(), c.hostile(), seconds.max(12));
             tests.push(GuestTest::new(
                 "the oracle notices a missed page",
-                100,
+                HANGS_S,
                 format!("{oracle} -s {limit} -b; [ $? = 1 ]"),
             ));
             tests.push(GuestTest::new(
                 "the hostile caller notices a mistake",
-                100,
+                HANGS_S,
                 format!("{hostile} -s {limit} -b; [ $? = 1 ]"),
             ));
             if let Some(binaries) = &programs.binaries {
@@ -351,14 +354,14 @@ fn oracle(c: &CPrograms, seed: u32, seconds: u64, options: &str) -> GuestTest {
     let space = if options.is_empty() { "" } else { " " };
     GuestTest::new(
         format!("oracle{space}{options}, seed {seed}"),
-        seconds * 3 + 100,
+        HANGS_S,
         format!("{} -s {seconds} -t 4 -r {seed}{space}{options}", c.oracle()),
     )
 }
 
 fn hostile(c: &CPrograms, seed: u32, seconds: u64) -> GuestTest {
     let command = format!("{} -s {seconds} -r {seed}", c.hostile());
-    GuestTest::new(format!("hostile callers, seed {seed}"), seconds * 3 + 100, command)
+    GuestTest::new(format!("hostile callers, seed {seed}"), HANGS_S, command)
 }
 
 fn regions(binaries: &TestBinaries, mechanism: &str) -> Result<GuestTest> {
