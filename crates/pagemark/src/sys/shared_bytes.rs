@@ -1,5 +1,9 @@
 //! Memory that other threads may write while it is copied.
 
+// Miri interprets no assembly language.
+#[cfg(all(target_arch = "x86_64", not(miri)))]
+mod vector;
+
 use std::cell::Cell;
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -87,12 +91,7 @@ impl<'a> SharedBytes<'a> {
         copy_bytes(pieces.head, head);
         let (blocks, last) = words.as_chunks_mut::<BLOCK>();
         let (from_blocks, from_last) = pieces.words.as_chunks::<BLOCK_WORDS>();
-        for (from, block) in from_blocks.iter().zip(blocks) {
-            let loaded = load(from);
-            for (word, value) in block.as_chunks_mut::<WORD>().0.iter_mut().zip(loaded) {
-                *word = value.to_ne_bytes();
-            }
-        }
+        read_blocks(from_blocks, blocks);
         for (from, word) in from_last.iter().zip(last.as_chunks_mut::<WORD>().0) {
             *word = from.load(Relaxed).to_ne_bytes();
         }
@@ -123,11 +122,7 @@ impl<'a> SharedBytes<'a> {
         pieces.head.iter().zip(head).for_each(|(to, &byte)| to.store(byte, Relaxed));
         let (to_blocks, to_last) = pieces.words.as_chunks::<BLOCK_WORDS>();
         let (blocks, last) = words.as_chunks::<BLOCK>();
-        for (to, block) in to_blocks.iter().zip(blocks) {
-            for (to, &word) in to.iter().zip(block.as_chunks::<WORD>().0) {
-                to.store(u64::from_ne_bytes(word), Relaxed);
-            }
-        }
+        write_blocks(to_blocks, blocks);
         for (to, &word) in to_last.iter().zip(last.as_chunks::<WORD>().0) {
             to.store(u64::from_ne_bytes(word), Relaxed);
         }
@@ -147,10 +142,7 @@ impl<'a> SharedBytes<'a> {
         let (held_blocks, held_last) = pieces.words.as_chunks::<BLOCK_WORDS>();
         let (blocks, last) = words.as_chunks::<BLOCK>();
         equal_bytes(pieces.head, head)
-            && held_blocks.iter().zip(blocks).all(|(held, block)| {
-                let values = block.as_chunks::<WORD>().0.iter().map(|&word| u64::from_ne_bytes(word));
-                load(held).into_iter().zip(values).fold(0, |differing, (a, b)| differing | (a ^ b)) == 0
-            })
+            && equal_blocks(held_blocks, blocks)
             && held_last
                 .iter()
                 .zip(last.as_chunks::<WORD>().0)
@@ -254,6 +246,42 @@ struct Pieces<'a> {
     tail: &'a [AtomicU8],
 }
 
+fn read_blocks(held: &[[AtomicU64; BLOCK_WORDS]], to: &mut [[u8; BLOCK]]) {
+    #[cfg(all(target_arch = "x86_64", not(miri)))]
+    if vector::applies(held) {
+        return vector::read(held, to);
+    }
+    for (held, block) in held.iter().zip(to) {
+        let loaded = load(held);
+        for (word, value) in block.as_chunks_mut::<WORD>().0.iter_mut().zip(loaded) {
+            *word = value.to_ne_bytes();
+        }
+    }
+}
+
+fn write_blocks(held: &[[AtomicU64; BLOCK_WORDS]], from: &[[u8; BLOCK]]) {
+    #[cfg(all(target_arch = "x86_64", not(miri)))]
+    if vector::applies(held) {
+        return vector::write(held, from);
+    }
+    for (held, block) in held.iter().zip(from) {
+        for (held, &word) in held.iter().zip(block.as_chunks::<WORD>().0) {
+            held.store(u64::from_ne_bytes(word), Relaxed);
+        }
+    }
+}
+
+fn equal_blocks(held: &[[AtomicU64; BLOCK_WORDS]], content: &[[u8; BLOCK]]) -> bool {
+    #[cfg(all(target_arch = "x86_64", not(miri)))]
+    if vector::applies(held) {
+        return vector::equals(held, content);
+    }
+    held.iter().zip(content).all(|(held, block)| {
+        let values = block.as_chunks::<WORD>().0.iter().map(|&word| u64::from_ne_bytes(word));
+        load(held).into_iter().zip(values).fold(0, |differing, (a, b)| differing | (a ^ b)) == 0
+    })
+}
+
 fn load(block: &[AtomicU64; BLOCK_WORDS]) -> [u64; BLOCK_WORDS] {
     std::array::from_fn(|index| block[index].load(Relaxed))
 }
@@ -290,6 +318,34 @@ mod tests {
             shared.write(offset, &read);
             assert_eq!(memory, original);
         }
+    }
+
+    /// Long enough for vector instructions, at addresses with and without their alignment.
+    #[test]
+    fn many_blocks_are_read_written_and_compared_exactly() {
+        let mut memory: Vec<u8> = (0..1200_usize).map(|index| (index * 7 % 251) as u8 + 1).collect();
+        let original = memory.clone();
+        for (offset, bytes) in (0..34).flat_map(|offset| [255, 256, 300, 512, 1000].map(|bytes| (offset, bytes))) {
+            let shared = SharedBytes::of(&mut memory);
+            let mut read = vec![0; bytes + 3];
+            shared.read(offset, &mut read[3..]);
+            assert_eq!(read[3..], original[offset..offset + bytes], "{bytes} at {offset}");
+            assert!(shared.equals(offset, &read[3..]));
+            for at in 3..read.len() {
+                read[at] ^= 1;
+                assert!(!shared.equals(offset, &read[3..]), "byte {at} of {bytes} at {offset}");
+                read[at] ^= 1;
+            }
+            let inverted: Vec<u8> = read[3..].iter().map(|byte| !byte).collect();
+            shared.write(offset, &inverted);
+            let expected = original
+                .iter()
+                .enumerate()
+                .map(|(at, byte)| if (offset..offset + bytes).contains(&at) { !byte } else { *byte });
+            assert!(memory.iter().copied().eq(expected), "{bytes} at {offset}");
+            SharedBytes::of(&mut memory).write(offset, &read[3..]);
+        }
+        assert_eq!(memory, original);
     }
 
     #[test]
