@@ -75,6 +75,7 @@ pub mod sys;
 
 pub use address::{Address, AddressRangeExt, ByteCount, PAGE_SIZE, PageNumber, PageRange, PageRangeExt, Range};
 pub use blob::Blob;
+pub use bytemuck::Pod;
 pub use error::{Error, ErrorKind};
 pub use id::ContentId;
 pub use job::{Job, JobOptions, Policy};

@@ -49,10 +49,8 @@ mod state;
 #[cfg(test)]
 mod tests;
 mod tree;
-mod value;
 
 pub use crate::sys::shared_bytes::SharedBytes;
-pub use value::Value;
 
 use chunks::MAX_CHUNK_BYTES;
 use state::State;
@@ -323,12 +321,14 @@ impl Snapshot {
         Ok(())
     }
 
-    /// Reads a number, which may cross the border of a chunk.
+    /// Reads a number or a struct of numbers, which may cross the border of a chunk.
     ///
     /// # Errors
     /// `ErrorKind::OutOfRange`
-    pub fn read_value<T: Value>(&self, address: Address) -> Result<T, Error> {
-        T::read_by(|bytes| self.read_at(address, bytes))
+    pub fn read_value<T: bytemuck::Pod>(&self, address: Address) -> Result<T, Error> {
+        let mut value = T::zeroed();
+        self.read_at(address, bytemuck::bytes_of_mut(&mut value))?;
+        Ok(value)
     }
 
     /// Calls `each` with the parts of `offsets`, split at the borders of chunks, and their content,

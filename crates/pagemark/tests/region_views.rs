@@ -1,7 +1,7 @@
-//! Regions as arrays of numbers.
+//! Regions as arrays of numbers and structs.
 
 use pagemark::region::{Region, View, Writable};
-use pagemark::{ErrorKind, PAGE_SIZE};
+use pagemark::{Address, ErrorKind, PAGE_SIZE};
 
 #[test]
 fn numbers_of_every_size_are_written_and_read_everywhere() {
@@ -48,9 +48,45 @@ fn a_view_lies_within_the_region_and_begins_at_a_number() {
 }
 
 #[test]
-#[should_panic(expected = "the index is 3 and the view has 3 numbers")]
+#[should_panic(expected = "the index is 3 and the view has 3 values")]
 fn an_index_beyond_the_end_is_refused() {
     Region::new(PAGE_SIZE).unwrap().view::<u8>(0, 3).unwrap().set(3, 0);
+}
+
+#[derive(Clone, Copy, PartialEq, Debug, bytemuck::Zeroable, bytemuck::Pod)]
+#[repr(C)]
+struct Particle {
+    position: [f32; 3],
+    mass: f32,
+    id: u64,
+}
+
+fn particle(id: u64) -> Particle {
+    Particle { position: [id as f32, 0.5, -1.0], mass: 2.0 * id as f32, id }
+}
+
+/// 24 bytes, so that some of them cross the border of a page.
+#[test]
+fn structs_are_tracked_rolled_back_and_read_from_snapshots() {
+    let region = Region::new(4 * PAGE_SIZE).unwrap();
+    let view = region.view_all::<Particle>().unwrap();
+    assert_eq!(view.len(), 4 * PAGE_SIZE / 24);
+    (0..view.len()).for_each(|index| view.set(index, particle(index as u64)));
+    let snapshot = region.snapshot().unwrap();
+    // The one that begins in the first page and ends in the second.
+    let crossing = PAGE_SIZE / 24;
+    region.begin().unwrap();
+    view.set(crossing, particle(1000));
+    assert_eq!(view.get(crossing), particle(1000));
+    let written = region.commit().unwrap();
+    assert!([PAGE_SIZE - 1, PAGE_SIZE].iter().all(|&at| written.contains(at.into())));
+    let saved: Particle = snapshot.content().read_value(Address::new((crossing * 24) as u64)).unwrap();
+    assert_eq!(saved, particle(crossing as u64));
+    region.restore(&snapshot).unwrap();
+    assert!(view.iter().enumerate().all(|(index, value)| value == particle(index as u64)));
+    // Aligned to its largest member, not to its size.
+    assert_eq!(region.view::<Particle>(8, 1).unwrap().get(0).position[0], -1.0);
+    assert_eq!(region.view::<Particle>(4, 1).unwrap_err().kind(), ErrorKind::Unaligned);
 }
 
 /// A number is one access: a reader never sees half of a write.

@@ -43,8 +43,8 @@ impl Error {
         Error::because(ErrorKind::Unaligned, reason)
     }
 
-    pub(super) fn unaligned_view(offset: usize, size: usize) -> Error {
-        let reason = format!("a view of numbers of {size} bytes begins at a multiple of that, which {offset} is not");
+    pub(super) fn unaligned_view(offset: usize, alignment: usize) -> Error {
+        let reason = format!("values with an alignment of {alignment} bytes cannot begin at byte {offset}");
         Error::because(ErrorKind::Unaligned, reason)
     }
 
