@@ -31,5 +31,5 @@ in_lab() {
     in_lab ldt "$out" 3,5,6,7,8,9,10,11
     in_lab plain "$out/plain" helpers
     in_lab ldt "$out" helpers --against "$out/plain/helpers.csv"
-    lab/lab run --kernel ldt "${clock[@]}" --share "$out" --timeout 3600 -- "$out/waits" -m 64 -r 3
+    lab/lab run --kernel ldt "${clock[@]}" --share "$out" --timeout 3600 -- "$out/waits" -m 1024 -r 3
 } | tee "$out/tables.txt"
