@@ -9,10 +9,12 @@ pub mod dump;
 mod examined;
 mod guard;
 pub mod images;
+mod interrupted;
 mod kernel_data;
 mod notify;
 pub(crate) mod outside_files;
 pub(crate) mod regular_files;
+mod resumed;
 mod smaps;
 pub mod stdio;
 pub(crate) mod timers;
@@ -30,6 +32,7 @@ use pagemark::sys::proc::Status;
 
 use crate::error::{Error, ErrorKind, Object};
 use examined::Conditions;
+use interrupted::Interrupted;
 use kernel_data::KernelData;
 
 pub use dump::{Dump, DumpOptions, ProcessImage, SavedState, Timings};
@@ -49,6 +52,7 @@ pub struct Criu {
     path: PathBuf,
     version: String,
     kernel_data: KernelData,
+    interrupted: Interrupted,
 }
 
 impl Error {
@@ -147,7 +151,12 @@ impl Criu {
     }
 
     fn new(path: &Path, version: &str) -> Criu {
-        Criu { path: path.into(), version: version.into(), kernel_data: KernelData::default() }
+        Criu {
+            path: path.into(),
+            version: version.into(),
+            kernel_data: KernelData::default(),
+            interrupted: Interrupted::default(),
+        }
     }
 
     /// Starts CRIU, for its version and for what it needs of this kernel.

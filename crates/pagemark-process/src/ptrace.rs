@@ -318,7 +318,7 @@ pub fn wait_trap(thread: i32, deadline: Instant) -> Result<bool> {
 /// The time limit of a system call, in milliseconds, if the call returns EINTR after a stop without
 /// a signal and can then simply be made again. 0: no limit, or a limit that is not shortened by
 /// waiting again; `u64::MAX`: an unknown limit.
-fn wait_limit_ms(registers: &Registers) -> Option<u64> {
+pub fn wait_limit_ms(registers: &Registers) -> Option<u64> {
     match registers.orig_rax as i64 {
         libc::SYS_epoll_wait | libc::SYS_epoll_pwait => Some(u64::try_from(registers.r10 as i32).unwrap_or(0)),
         libc::SYS_epoll_pwait2 | libc::SYS_semtimedop if registers.r10 == 0 => Some(0),

@@ -25,13 +25,14 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use pagemark::sys::pagemap;
 use pagemark::sys::proc::{self, Status, tree};
+use pagemark::sys::{pagemap, pidfd};
 use pagemark::{PAGE_SIZE, RangeSet};
 
 use super::guard::Guard;
 use super::images::schema::PstreeEntry;
 use super::images::{PageRun, Pagemap, read_all};
+use super::interrupted::Interrupted;
 use super::notify::Submitted;
 use super::outside_files::{self, OutsideFile};
 use super::stdio::{self, Outside};
@@ -142,6 +143,7 @@ pub struct Dump {
     socket: Option<UnixStream>,
     status: File,
     withholding: Option<Withholding>,
+    interrupted: Interrupted,
     watch: Watch,
     state_saved_at: Option<Instant>,
     /// Waited for when CRIU has ended.
@@ -269,8 +271,10 @@ impl Dump {
         // another, which CRIU has to if the tree has any.
         let has_seccomp = tree.iter().any(|pid| has_seccomp(*pid));
         let mappings = !has_seccomp && smaps::pays(&tree);
-        let withhold = (pagemap::SCAN.is_there() || with_limits || mappings) && !has_seccomp;
-        let submitted = Submitted { limits: with_limits, files: kernel_data::is_needed(), mappings };
+        // The calls that are left to the kernel need Linux 5.5; the interface is as old as 5.6.
+        let registers = pidfd::GET_DESCRIPTOR.is_there();
+        let withhold = (pagemap::SCAN.is_there() || with_limits || mappings || registers) && !has_seccomp;
+        let submitted = Submitted { limits: with_limits, files: kernel_data::is_needed(), mappings, registers };
         // SAFETY: only system calls are made between fork and exec, which is allowed in a child of a
         // process with threads.
         unsafe {
@@ -280,10 +284,11 @@ impl Dump {
                 if withhold { super::notify::submit(sender_number, submitted) } else { Ok(()) }
             });
         }
+        criu.interrupted.observe(&tree);
         let child = command.spawn().map_err(io(&format!("start {}", criu.path().display())))?;
         let guard = Guard::start(child.id() as i32, pid, &tree).map_err(io("start a guard"))?;
         let watch = Watch::start(pid, child.id() as i32).map_err(io("start a thread"))?;
-        let withholding = withhold.then(|| Withholding::start(&receiver, tree, criu.kernel_data.clone()));
+        let withholding = withhold.then(|| Withholding::start(&receiver, tree, criu, submitted));
         let withholding = withholding.transpose().map_err(io("answer system calls"))?.flatten();
         Ok(Dump {
             pid,
@@ -293,6 +298,7 @@ impl Dump {
             socket: Some(socket),
             status: File::from(status_read),
             withholding,
+            interrupted: criu.interrupted.clone(),
             watch,
             state_saved_at: None,
             _guard: guard,
@@ -410,7 +416,10 @@ impl Dump {
         let thawed_at = thawed_at.unwrap_or_else(Instant::now);
         write_notes(&self.directory, &self.notes)?;
         let withheld = self.withholding.take().map(Withholding::finish).unwrap_or_default();
-        add_withheld(&self.directory, &withheld.ranges, &populated())?;
+        let populated = populated();
+        add_withheld(&self.directory, &withheld.ranges, &populated)?;
+        let host_id = |image_pid| Some(*populated.iter().find(|(_, (pid, _))| *pid == image_pid)?.0);
+        self.interrupted.repair_images(&self.directory, host_id)?;
         let listed_mappings = withheld.listed_mappings;
         let state = SavedState { listed_mappings, ..SavedState::read(&self.directory)? };
         Ok((Timings { frozen_at, state_saved_at, thawed_at }, state))

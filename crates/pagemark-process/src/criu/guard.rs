@@ -42,7 +42,7 @@ const CODE_LENGTH: usize = 16;
 const BLOCKED_BY_CRIU: u64 = !(1 << (libc::SIGTRAP - 1) | 1 << (libc::SIGKILL - 1) | 1 << (libc::SIGSTOP - 1));
 
 /// What follows the registers in CRIU's record of a 64-bit thread.
-const NATIVE_MARK: u16 = 0x0a;
+pub(super) const NATIVE_MARK: u16 = 0x0a;
 
 /// The identifier of the thread precedes the registers in CRIU's records by at most this, bytes.
 const RECORD_HEAD: usize = 1024;

@@ -54,7 +54,18 @@ pub(super) struct Submitted {
     /// Each `openat` of a path relative to a directory's descriptor, with the flags [`READING`] and
     /// no others.
     pub mappings: bool,
+    /// Each `ptrace` that reads the blocked signals or the vector registers of a thread, and each
+    /// `prlimit` that queries the first of the limits of another process.
+    pub registers: bool,
 }
+
+/// Requests of `ptrace`, and the set of registers.
+pub(super) const GET_SIGNAL_MASK: u32 = 0x420a;
+const GET_REGISTER_SET: u32 = 0x4204;
+const VECTOR_REGISTERS: u32 = 0x202;
+
+/// The first of the resource limits: RLIMIT_CPU.
+const FIRST_LIMIT: u32 = 0;
 
 /// Flags by which a file is opened for reading.
 pub(super) const READING: u32 = libc::O_RDONLY as u32;
@@ -71,47 +82,60 @@ pub(super) struct Listener(OwnedFd);
 /// this process already, or the kernel has no listeners, nothing is sent, and the kernel carries
 /// all calls out. Makes only system calls.
 pub(super) fn submit(socket: RawFd, submitted: Submitted) -> io::Result<()> {
+    // Where the parts of the filter begin. The kernel counts the statements that a jump leaves out.
+    const PRLIMIT: usize = 10;
+    const OPENAT: usize = 18;
+    const OPENAT_RELATIVE: usize = 23;
+    const PTRACE: usize = 25;
+    const SUBMIT: usize = 30;
+    const ALLOW: usize = 31;
     let statement = |code: u32, k: u32| libc::sock_filter { code: code as u16, jt: 0, jf: 0, k };
-    let jump = |k: u32, jt: u8, jf: u8| libc::sock_filter {
+    let jump = |from: usize, k: u32, equal: usize, other: usize| libc::sock_filter {
         code: (libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K) as u16,
-        jt,
-        jf,
+        jt: (equal - from - 1) as u8,
+        jf: (other - from - 1) as u8,
         k,
     };
     let load = libc::BPF_LD | libc::BPF_W | libc::BPF_ABS;
     let answer = libc::BPF_RET | libc::BPF_K;
     // No system call has the other number.
     let number = |number: i64, is_submitted: bool| if is_submitted { number as u32 } else { u32::MAX };
-    let prlimit = number(libc::SYS_prlimit64, submitted.limits);
-    let rename = number(libc::SYS_rename, submitted.files);
-    let openat = number(libc::SYS_openat, submitted.files || submitted.mappings);
-    // The numbers behind jumps count the statements that are left out.
+    let Submitted { limits, files, mappings, registers } = submitted;
     let mut filter = [
         statement(load, ARCHITECTURE),
-        jump(AUDIT_ARCH_X86_64, 0, 21),
+        jump(1, AUDIT_ARCH_X86_64, 2, ALLOW),
         statement(load, NUMBER),
-        jump(prlimit, 5, 0),
-        jump(openat, 10, 0),
-        jump(rename, 16, 0),
-        jump(libc::SYS_ioctl as u32, 0, 16),
+        jump(3, number(libc::SYS_prlimit64, limits || registers), PRLIMIT, 4),
+        jump(4, number(libc::SYS_openat, files || mappings), OPENAT, 5),
+        jump(5, number(libc::SYS_rename, files), SUBMIT, 6),
+        jump(6, number(libc::SYS_ptrace, registers), PTRACE, 7),
+        jump(7, libc::SYS_ioctl as u32, 8, ALLOW),
         statement(load, argument(1)),
-        jump(PAGEMAP_SCAN, 13, 14),
+        jump(9, PAGEMAP_SCAN, SUBMIT, ALLOW),
         // `prlimit`: the process 0 is the caller.
         statement(load, argument(0)),
-        jump(0, 12, 0),
+        jump(11, 0, ALLOW, 12),
         // The new limit; without an address the call is a query.
         statement(load, argument(2)),
-        jump(0, 0, 10),
+        jump(13, 0, 14, ALLOW),
         statement(load, argument(2) + 4),
-        jump(0, 7, 8),
+        jump(15, 0, if limits { SUBMIT } else { 16 }, ALLOW),
+        statement(load, argument(1)),
+        jump(17, FIRST_LIMIT, SUBMIT, ALLOW),
         // `openat`
         statement(load, argument(0)),
-        jump(libc::AT_FDCWD as u32, if submitted.files { 0 } else { 6 }, if submitted.mappings { 3 } else { 6 }),
+        jump(19, libc::AT_FDCWD as u32, if files { 20 } else { ALLOW }, if mappings { OPENAT_RELATIVE } else { ALLOW }),
         statement(load, argument(2)),
-        jump(READING, 3, 0),
-        jump(CREATING, 2, 3),
+        jump(21, READING, SUBMIT, 22),
+        jump(22, CREATING, SUBMIT, ALLOW),
         statement(load, argument(2)),
-        jump(READING, 0, 1),
+        jump(24, READING, SUBMIT, ALLOW),
+        // `ptrace`
+        statement(load, argument(0)),
+        jump(26, GET_SIGNAL_MASK, SUBMIT, 27),
+        jump(27, GET_REGISTER_SET, 28, ALLOW),
+        statement(load, argument(2)),
+        jump(29, VECTOR_REGISTERS, SUBMIT, ALLOW),
         statement(answer, libc::SECCOMP_RET_USER_NOTIF),
         statement(answer, libc::SECCOMP_RET_ALLOW),
     ];

@@ -10,7 +10,8 @@
 //!
 //! The same filter hands over CRIU's queries of resource limits, which the kernel refuses without
 //! CAP_SYS_RESOURCE for processes of other users, and the calls by which CRIU keeps what it found
-//! out about the kernel ([`KernelData`]) and reads the flags of mappings ([`smaps`]).
+//! out about the kernel ([`KernelData`]), reads the flags of mappings ([`smaps`]), and records
+//! registers ([`Resumed`]).
 //!
 //! If Pagemark is killed, the calls fail, and CRIU cancels the dump as after any error.
 
@@ -29,8 +30,9 @@ use pagemark::sys::proc::{Limits, Mapping, descriptors, maps};
 use pagemark::{Address, Range, RangeSet};
 
 use super::kernel_data::{self, KernelData};
-use super::notify::{Answer, CREATING, Call, Listener};
-use super::smaps;
+use super::notify::{Answer, CREATING, Call, GET_SIGNAL_MASK, Listener, Submitted};
+use super::resumed::Resumed;
+use super::{Criu, smaps};
 
 /// Category of guard pages: they have no content and forbid any access, and CRIU restores them.
 const GUARD: u64 = 1 << 8;
@@ -62,10 +64,22 @@ impl Withholding {
     /// Starts to answer the program that has sent its listener to `socket`. `tree` are the
     /// processes being dumped. None if it could have none, because somebody else listens to it:
     /// then CRIU examines the memory itself, which takes longer.
-    pub fn start(socket: &UnixStream, tree: Vec<i32>, kernel_data: KernelData) -> io::Result<Option<Withholding>> {
+    pub fn start(
+        socket: &UnixStream,
+        tree: Vec<i32>,
+        criu: &Criu,
+        submitted: Submitted,
+    ) -> io::Result<Option<Withholding>> {
         let Some(listener) = Listener::receive(socket)? else { return Ok(None) };
-        let spaces = tree.into_iter().map(|pid| (pid, None)).collect();
-        let answers = Answers { listener, spaces, kernel_data, listed_mappings: 0, written: None };
+        let answers = Answers {
+            listener,
+            submitted,
+            spaces: tree.into_iter().map(|pid| (pid, None)).collect(),
+            kernel_data: criu.kernel_data.clone(),
+            resumed: Resumed::new(criu.interrupted.clone()),
+            listed_mappings: 0,
+            written: None,
+        };
         let thread = std::thread::Builder::new().name("withhold".into()).spawn(move || answers.run())?;
         Ok(Some(Withholding { thread }))
     }
@@ -78,9 +92,11 @@ impl Withholding {
 
 struct Answers {
     listener: Listener,
+    submitted: Submitted,
     /// The dumped processes; None until the first query about a process.
     spaces: HashMap<i32, Option<Space>>,
     kernel_data: KernelData,
+    resumed: Resumed,
     listed_mappings: u32,
     /// The file into which CRIU writes what it found out about the kernel.
     written: Option<File>,
@@ -135,15 +151,35 @@ impl Answers {
             libc::SYS_openat if call.arguments[0] as i32 == libc::AT_FDCWD => self.answer_open(call),
             libc::SYS_openat => self.answer_smaps(call),
             libc::SYS_rename => self.answer_rename(call),
+            libc::SYS_ptrace => self.answer_ptrace(call),
             _ => self.answer_scan(call),
         }
     }
 
+    /// Lets the kernel answer a `ptrace` by which CRIU records a thread.
+    fn answer_ptrace(&mut self, call: &Call) -> Option<Answer> {
+        let [request, thread, _, address, ..] = call.arguments;
+        let thread = thread as i32;
+        if request == u64::from(GET_SIGNAL_MASK) {
+            self.resumed.begin(thread, address);
+        } else if self.listener.is_valid(call) {
+            // Without the change the interrupted call returns EINTR, which it may.
+            let _ = self.resumed.recorded(call.pid as i32, thread);
+        }
+        Some(Answer::Continue)
+    }
+
     /// Answers a query of a resource limit of a dumped process. The kernel would answer it only to
     /// a process of the same user, or with CAP_SYS_RESOURCE, which containers often lack.
-    fn answer_limit(&self, call: &Call) -> Option<Answer> {
+    fn answer_limit(&mut self, call: &Call) -> Option<Answer> {
         let [pid, resource, _, result, ..] = call.arguments;
-        let pid = i32::try_from(pid).ok().filter(|pid| self.spaces.contains_key(pid))?;
+        let pid = i32::try_from(pid).ok()?;
+        if self.listener.is_valid(call) {
+            let _ = self.resumed.entered(call.pid as i32, pid);
+        }
+        if !self.submitted.limits || !self.spaces.contains_key(&pid) {
+            return None;
+        }
         let limit = Limits::read(pid).ok()?.get(resource)?;
         if !self.listener.is_valid(call) {
             return None;

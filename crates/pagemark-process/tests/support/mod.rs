@@ -57,7 +57,7 @@ pub fn read_number(lines: &mut impl BufRead) -> u64 {
     }
 }
 
-fn status_field(pid: i32, name: &str) -> Option<String> {
+pub fn status_field(pid: i32, name: &str) -> Option<String> {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
     status.lines().find_map(|line| line.strip_prefix(name)).map(|value| value.trim().to_string())
 }
@@ -72,6 +72,11 @@ pub fn is_running(pid: i32) -> bool {
 
 pub fn is_alive(pid: i32) -> bool {
     status_field(pid, "State:").is_some_and(|state| !state.starts_with(['Z', 'X']))
+}
+
+pub fn executable_mappings(pid: i32) -> Vec<String> {
+    let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).unwrap();
+    maps.lines().filter(|line| line.split(' ').nth(1).unwrap().contains('x')).map(str::to_string).collect()
 }
 
 /// The program of [`Program::counter`] up to its set-up, and from there to its round.
@@ -218,8 +223,7 @@ impl Program {
     }
 
     pub fn executable_mappings(&self) -> Vec<String> {
-        let maps = std::fs::read_to_string(format!("/proc/{}/maps", self.pid())).unwrap();
-        maps.lines().filter(|line| line.split(' ').nth(1).unwrap().contains('x')).map(str::to_string).collect()
+        executable_mappings(self.pid())
     }
 }
 

@@ -166,6 +166,24 @@ pub(crate) fn with_bytes(message: &[u8], field: u32, value: &[u8]) -> Vec<u8> {
     output
 }
 
+/// The content of a field of message or string type, without its length. If the field is there more
+/// than once, of the last. The message must have been decoded successfully before.
+pub(crate) fn bytes_of(message: &[u8], field: u32) -> Option<&[u8]> {
+    use prost::encoding::{DecodeContext, WireType, decode_key, decode_varint, skip_field};
+    let (mut rest, mut found) = (message, None);
+    while !rest.is_empty() {
+        let (tag, wire_type) = decode_key(&mut rest).ok()?;
+        if tag == field && wire_type == WireType::LengthDelimited {
+            let length = usize::try_from(decode_varint(&mut rest).ok()?).ok()?;
+            found = Some(rest.get(..length)?);
+            rest = &rest[length..];
+        } else {
+            skip_field(wire_type, tag, &mut rest, DecodeContext::default()).ok()?;
+        }
+    }
+    found
+}
+
 /// Returns an encoded message without one of its fields. The message must have been decoded
 /// successfully before.
 pub(crate) fn without(message: &[u8], field: u32) -> Vec<u8> {
@@ -197,6 +215,7 @@ mod tests {
         fn any_bytes_are_decoded_or_refused(bytes in prop::collection::vec(any::<u8>(), 0..300), field in 0_u32..20) {
             let _ = Image::decode(&bytes, ImageKind::Core);
             let _ = without(&bytes, field);
+            let _ = bytes_of(&bytes, field);
             let magics = [COMMON_MAGIC.to_le_bytes(), ImageKind::Core.magic().to_le_bytes()].concat();
             if let Ok(image) = Image::decode(&[magics, bytes].concat(), ImageKind::Core) {
                 prop_assert_eq!(Image::decode(&image.encode(), ImageKind::Core), Ok(image));

@@ -377,7 +377,7 @@ messages! {
     /// `core-TID.img`: a thread, and in the first thread's image also the process.
     message CoreEntry = "core.proto" core_entry {
         /// The processor's registers.
-        optional message(ThreadInfoX86) thread_info = 2;
+        optional message(ThreadInfoX86) thread_info = 2 => THREAD_INFO;
         /// The process; only in the first thread's image.
         optional message(TaskCoreEntry) tc = 3;
         /// The thread.
@@ -388,14 +388,30 @@ messages! {
     message TaskCoreEntry = "core.proto" task_core_entry {
         /// Short name of the program.
         required string comm = 6;
+        /// Signals that are pending for the process.
+        optional message(SignalQueueEntry) signals_s = 10;
     }
 
     /// What each thread has.
     message ThreadCoreEntry = "core.proto" thread_core_entry {
         /// Blocked signals, one bit each.
         optional uint64 blk_sigset = 6;
+        /// Signals that are pending for the thread.
+        optional message(SignalQueueEntry) signals_p = 9;
         /// Its credentials.
         optional message(CredsEntry) creds = 10;
+    }
+
+    /// Pending signals.
+    message SignalQueueEntry = "siginfo.proto" signal_queue_entry {
+        /// In the order of delivery.
+        repeated message(SiginfoEntry) signals = 1;
+    }
+
+    /// A pending signal.
+    message SiginfoEntry = "siginfo.proto" siginfo_entry {
+        /// The kernel's `siginfo_t`.
+        required bytes siginfo = 1;
     }
 
     /// The credentials of a thread.
@@ -409,7 +425,7 @@ messages! {
     /// Registers of an x86-64 processor.
     message ThreadInfoX86 = "core-x86.proto" thread_info_x86 {
         /// General registers.
-        required message(UserX86RegsEntry) gpregs = 2;
+        required message(UserX86RegsEntry) gpregs = 2 => GPREGS;
         /// Floating-point registers.
         required message(UserX86FpregsEntry) fpregs = 3;
     }
@@ -427,13 +443,13 @@ messages! {
         required uint64 r10 = 8;
         required uint64 r9 = 9;
         required uint64 r8 = 10;
-        required uint64 ax = 11;
+        required uint64 ax = 11 => AX;
         required uint64 cx = 12;
         required uint64 dx = 13;
         required uint64 si = 14;
         required uint64 di = 15;
         required uint64 orig_ax = 16;
-        required uint64 ip = 17;
+        required uint64 ip = 17 => IP;
         required uint64 cs = 18;
         required uint64 flags = 19;
         required uint64 sp = 20;

@@ -1,0 +1,277 @@
+//! Programs that wait in system calls: a checkpoint interrupts none of the calls, neither in the
+//! program that keeps running nor in the restored one.
+
+mod support;
+
+use std::collections::BTreeMap;
+use std::os::unix::process::CommandExt;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use pagemark_process::criu::{Criu, Dump, DumpOptions};
+use pagemark_process::restore::RestoreOptions;
+use pagemark_testing::{SplitMix, patience, wait_until};
+use support::{
+    Program, criu, executable_mappings, is_alive, is_running, memory, populated, status_field, take, tracer, tree,
+};
+
+/// Each call is made by a process and by a second thread of it. A call that ends writes its name
+/// and its error into the file `ended`.
+const WAITING: &str = r#"
+#define _GNU_SOURCE
+#include <errno.h>
+#include <fcntl.h>
+#include <linux/futex.h>
+#include <poll.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/epoll.h>
+#include <sys/inotify.h>
+#include <sys/prctl.h>
+#include <sys/select.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+static int word, ends[2];
+
+static void ended(const char *name)
+{
+	char text[100];
+	int length = snprintf(text, sizeof(text), "%s: %s\n", name, strerror(errno));
+	int file = open("ended", O_WRONLY | O_CREAT | O_APPEND, 0600);
+	write(file, text, length);
+	close(file);
+}
+
+static void *wait_in(void *number)
+{
+	struct pollfd set = { ends[0], POLLIN, 0 };
+	struct timespec long_time = { 1000, 0 }, rest;
+	struct epoll_event event;
+	fd_set descriptors;
+	for (;;) {
+		switch ((long)number) {
+		case 0:
+			poll(&set, 1, -1);
+			ended("poll");
+			break;
+		case 1:
+			poll(&set, 1, 1000000);
+			ended("poll with a limit");
+			break;
+		case 2:
+			syscall(SYS_nanosleep, &long_time, &rest);
+			ended("nanosleep");
+			break;
+		case 3:
+			errno = clock_nanosleep(CLOCK_MONOTONIC, 0, &long_time, NULL);
+			ended("clock_nanosleep");
+			break;
+		case 4:
+			syscall(SYS_futex, &word, FUTEX_WAIT, 0, &long_time, NULL, 0);
+			ended("futex");
+			break;
+		case 5:
+			epoll_wait(epoll_create1(0), &event, 1, -1);
+			ended("epoll_wait");
+			break;
+		case 6:
+			FD_ZERO(&descriptors);
+			FD_SET(ends[0], &descriptors);
+			select(ends[0] + 1, &descriptors, NULL, NULL, NULL);
+			ended("select");
+			break;
+		}
+	}
+	return NULL;
+}
+
+static void handle(int signal)
+{
+}
+
+int main(void)
+{
+	pipe(ends);
+	for (long number = 0; number < 7; number++) {
+		if (fork() == 0) {
+			pthread_t thread;
+			prctl(PR_SET_PDEATHSIG, SIGKILL);
+			pthread_create(&thread, NULL, wait_in, (void *)number);
+			wait_in((void *)number);
+		}
+	}
+	// SIGUSR1 does interrupt.
+	struct sigaction action = { .sa_handler = handle };
+	struct pollfd set = { ends[0], POLLIN, 0 };
+	sigaction(SIGUSR1, &action, NULL);
+	close(open("ready", O_CREAT | O_WRONLY, 0600));
+	for (;;) {
+		poll(&set, 1, -1);
+		ended("signal");
+	}
+}
+"#;
+
+/// A time in which an interrupted call would have ended.
+const A_WHILE: Duration = Duration::from_millis(300);
+
+fn waiting() -> Option<Program> {
+    let program = Program::c(WAITING)?;
+    wait_until("the processes wait", || {
+        let pids = tree(program.pid());
+        program.read("ready").is_some() && pids.len() == 8 && pids.iter().all(|pid| sleeps(*pid))
+    });
+    Some(program)
+}
+
+/// True if each thread of a process waits in a system call.
+fn sleeps(pid: i32) -> bool {
+    let threads = std::fs::read_dir(format!("/proc/{pid}/task")).unwrap();
+    let stats = threads.map(|thread| std::fs::read_to_string(thread.unwrap().path().join("stat")).unwrap());
+    let states: Vec<bool> = stats.map(|stat| stat.contains(") S ")).collect();
+    !states.is_empty() && states.iter().all(|sleeps| *sleeps)
+}
+
+/// Stops all processes and resumes them: the kernel then carries the calls on by `restart_syscall`.
+fn stop_and_resume(program: &Program) {
+    let pids = tree(program.pid());
+    for signal in [Signal::SIGSTOP, Signal::SIGCONT] {
+        pids.iter().for_each(|pid| kill(Pid::from_raw(*pid), signal).unwrap());
+        std::thread::sleep(A_WHILE);
+    }
+}
+
+#[test]
+fn waiting_calls_go_on_in_the_running_and_in_the_restored_program() {
+    let Some(criu) = criu() else { return };
+    for is_restarted in [false, true] {
+        let Some(mut program) = waiting() else { return };
+        if is_restarted {
+            stop_and_resume(&program);
+            let _ = std::fs::remove_file(program.directory().join("ended"));
+        }
+        for _ in 0..3 {
+            let taken = take(&criu, program.pid(), &DumpOptions::default());
+            std::thread::sleep(A_WHILE);
+            assert_eq!(program.read("ended"), None, "in the running program, restarted before: {is_restarted}");
+            drop(taken);
+        }
+        let taken = take(&criu, program.pid(), &DumpOptions::default());
+        program.kill();
+        let restored = taken.restore(&criu, &RestoreOptions { as_child: true, stopped: true, ..Default::default() });
+        program.adopt(&restored);
+        program.resume();
+        std::thread::sleep(A_WHILE);
+        assert_eq!(program.read("ended"), None, "in the restored program, restarted before: {is_restarted}");
+        assert!(restored.pids.iter().all(|pid| is_alive(*pid)));
+        // The call is made indeed, and a signal ends it.
+        kill(Pid::from_raw(program.pid()), Signal::SIGUSR1).unwrap();
+        wait_until("the signal is handled", || program.read("ended").is_some());
+        std::thread::sleep(A_WHILE);
+        assert_eq!(program.read("ended").unwrap(), "signal: Interrupted system call");
+    }
+}
+
+/// A signal that arrives in the freeze interrupts the call.
+#[test]
+fn a_signal_in_the_freeze_interrupts_the_call() {
+    let Some(criu) = criu() else { return };
+    let Some(program) = waiting() else { return };
+    let directory = tempfile::tempdir().unwrap();
+    let mut dump = Dump::start(&criu, program.pid(), directory.path(), &DumpOptions::default()).unwrap();
+    while !dump.wait_frozen(Duration::from_millis(5)).unwrap() {}
+    dump.wait_state_saved().unwrap();
+    kill(Pid::from_raw(program.pid()), Signal::SIGUSR1).unwrap();
+    let populated = populated(&tree(program.pid()).into_iter().map(|pid| (pid, memory(pid))).collect());
+    dump.thaw(|| populated).unwrap();
+    wait_until("the signal is handled", || program.read("ended").is_some());
+    std::thread::sleep(A_WHILE);
+    assert_eq!(program.read("ended").unwrap(), "signal: Interrupted system call");
+}
+
+/// Not a test by itself: the process of the next test that is killed.
+#[test]
+fn saves_until_it_is_killed() {
+    let Some(pid) = std::env::var("PAGEMARK_TEST_TARGET").ok().and_then(|pid| pid.parse().ok()) else { return };
+    let criu = Criu::find().unwrap();
+    loop {
+        drop(take(&criu, pid, &DumpOptions::default()));
+    }
+}
+
+/// The call in which a process waits: its number, and for `ptrace` the request.
+fn call_of(pid: i32) -> Option<(i64, u64)> {
+    let text = std::fs::read_to_string(format!("/proc/{pid}/syscall")).ok()?;
+    let mut fields = text.split_ascii_whitespace();
+    let number = fields.next()?.parse().ok()?;
+    let argument = u64::from_str_radix(fields.next()?.strip_prefix("0x")?, 16).ok()?;
+    Some((number, if number == libc::SYS_ptrace { argument } else { 0 }))
+}
+
+/// While CRIU waits for Pagemark in each of the calls that Pagemark answers, Pagemark is killed.
+#[test]
+fn killed_while_criu_waits_for_it_it_harms_no_program() {
+    const ROUNDS: u32 = 60;
+    const AWAITED: [(i64, u64); 4] =
+        [(libc::SYS_ptrace, 0x420a), (libc::SYS_ptrace, 0x4204), (libc::SYS_prlimit64, 0), (libc::SYS_ioctl, 0)];
+    let Some(criu) = criu() else { return };
+    let Some(program) = waiting() else { return };
+    let pids = tree(program.pid());
+    let executable: Vec<_> = pids.iter().map(|pid| executable_mappings(*pid)).collect();
+    let mut random = SplitMix(u64::from(std::process::id()));
+    let mut killed = BTreeMap::new();
+    let deadline = Instant::now() + patience();
+    let mut rounds = 0;
+    while rounds < ROUNDS || (AWAITED.iter().any(|call| !killed.contains_key(call)) && Instant::now() < deadline) {
+        rounds += 1;
+        let mut saver = Command::new(std::env::current_exe().unwrap());
+        saver.args(["--exact", "saves_until_it_is_killed", "--nocapture"]).process_group(0);
+        saver.env("PAGEMARK_TEST_TARGET", program.pid().to_string()).env("PAGEMARK_CRIU", criu.path());
+        let mut saver = saver.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+        wait_until("CRIU freezes the program", || tracer(program.pid()) != 0);
+        let criu_pid = tracer(program.pid());
+        std::thread::sleep(Duration::from_micros(random.below(60_000)));
+        let saver_pid = Pid::from_raw(saver.id() as i32);
+        kill(saver_pid, Signal::SIGSTOP).unwrap();
+        std::thread::sleep(Duration::from_millis(20));
+        let call = call_of(criu_pid).filter(|call| AWAITED.contains(call));
+        saver.kill().unwrap();
+        saver.wait().unwrap();
+        if let Some(call) = call {
+            *killed.entry(call).or_insert(0) += 1;
+        }
+        wait_until("CRIU leaves the program", || {
+            pids.iter().flat_map(|pid| threads(*pid)).all(|thread| tracer(thread) == 0) && !is_alive(criu_pid)
+        });
+        std::thread::sleep(Duration::from_millis(20));
+        for (pid, executable) in pids.iter().zip(&executable) {
+            assert!(is_running(*pid), "{pid} does not run: {call:?}");
+            assert_eq!(threads(*pid).len(), if *pid == program.pid() { 1 } else { 2 }, "{call:?}");
+            assert_eq!(&executable_mappings(*pid), executable, "{call:?}");
+            for thread in threads(*pid) {
+                assert_eq!(status_field(thread, "SigBlk:").as_deref(), Some("0000000000000000"), "{call:?}");
+            }
+        }
+        let ended = program.read("ended").unwrap_or_default();
+        assert!(ended.lines().all(|line| line.ends_with(": Interrupted system call")), "{call:?}: {ended}");
+    }
+    eprintln!("{rounds} kills; while CRIU waited: {killed:x?}");
+    for call in AWAITED {
+        // Older kernels have no PAGEMAP_SCAN.
+        assert!(killed.contains_key(&call) || call.0 == libc::SYS_ioctl, "never killed in {call:x?}");
+    }
+    let _ = std::fs::remove_file(program.directory().join("ended"));
+    kill(Pid::from_raw(program.pid()), Signal::SIGUSR1).unwrap();
+    wait_until("the signal is handled", || program.read("ended").is_some());
+}
+
+fn threads(pid: i32) -> Vec<i32> {
+    let entries = std::fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
+    entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect()
+}
