@@ -4,11 +4,11 @@ use std::ops::{ControlFlow, Range};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-use super::pack::{RECORD_HEADER_BYTES, decode_record};
+use super::pack::{IdMap, RECORD_HEADER_BYTES, ReadBase, decode_base, decode_record};
 use super::table::Entry;
-use super::{Inner, locked};
+use super::{Inner, delta, locked};
 use crate::store::{Piece, Visit};
-use crate::{ContentId, Error};
+use crate::{ContentId, Error, PAGE_SIZE};
 
 /// Maximum number of records in a batch, which a thread reads at once. Pages of a batch stay in the
 /// cache of the processor until they are visited. Tests read several batches.
@@ -116,6 +116,81 @@ fn batches_of(located: &[Located]) -> Vec<Range<usize>> {
     batches
 }
 
+/// The bases of a batch's deltas, which are read together. Neither the entries that lead to them
+/// nor their content are checked, since the content of the pages that the deltas make is.
+#[derive(Default)]
+struct Bases {
+    /// Where the page of each base is in `pages`.
+    position_of: IdMap<usize>,
+    pages: Vec<[u8; PAGE_SIZE]>,
+    stored: Vec<u8>,
+}
+
+impl Bases {
+    /// Reads the bases of the deltas of a batch, whose records are in `stored`. One that is not
+    /// found, or cannot be read, is left out.
+    fn read(&mut self, inner: &Inner, entries: &[Located], stored: &[u8]) -> Result<(), Error> {
+        self.position_of.clear();
+        self.pages.clear();
+        let start = entries.first().map_or(0, |(first, _)| u64::from(first.offset));
+        let deltas = entries.iter().filter(|(entry, _)| entry.is_delta);
+        let view = inner.view();
+        let mut located: Vec<Located> = deltas
+            .filter_map(|(entry, _)| {
+                let content = (u64::from(entry.offset) - start) as usize + RECORD_HEADER_BYTES;
+                let (base, _) = delta::split(stored.get(content..(end_of(entry) - start) as usize)?)?;
+                // A damaged entry can have any length.
+                view.guess_whole(base).filter(|entry| entry.stored_bytes as usize <= PAGE_SIZE)
+            })
+            .map(|entry| (entry, 0))
+            .collect();
+        located.sort_unstable_by_key(|(entry, _)| (entry.pack, entry.offset));
+        located.dedup();
+        for batch in batches_of(&located) {
+            let entries = &located[batch];
+            let Some((stored, start)) = read_stored(inner, entries, &mut self.stored)? else { continue };
+            for (entry, _) in entries {
+                // One with a wrong offset may end behind the last.
+                let record = stored.get((u64::from(entry.offset) - start) as usize..(end_of(entry) - start) as usize);
+                let mut page = [0; PAGE_SIZE];
+                if record.is_some_and(|record| decode_base(record, &inner.format.key, entry, &mut page).is_ok()) {
+                    self.position_of.insert(entry.id, self.pages.len());
+                    self.pages.push(page);
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+impl ReadBase for Bases {
+    fn read_base(&self, id: ContentId, page: &mut [u8; PAGE_SIZE]) -> Result<(), Error> {
+        let position = self.position_of.get(&id).ok_or_else(|| Error::missing(id))?;
+        *page = self.pages[*position];
+        Ok(())
+    }
+}
+
+/// Reads the part of a pack that has the records of entries, which are in ascending order. Returns
+/// it and its offset in the pack; none if it cannot be read.
+fn read_stored<'b>(
+    inner: &Inner,
+    entries: &[Located],
+    buffer: &'b mut Vec<u8>,
+) -> Result<Option<(&'b [u8], u64)>, Error> {
+    let ([(first, _), ..], [.., (last, _)]) = (entries, entries) else { return Ok(None) };
+    let start = u64::from(first.offset);
+    let length = (end_of(last) - start) as usize;
+    if buffer.len() < length {
+        buffer.resize(length, 0);
+    }
+    let stored = &mut buffer[..length];
+    match inner.open_pack(first.pack)? {
+        Some(pack) if pack.read_at(stored, start).is_ok() => Ok(Some((stored, start))),
+        _ => Ok(None),
+    }
+}
+
 /// The offset at which a record ends in its pack.
 fn end_of(entry: &Entry) -> u64 {
     u64::from(entry.offset) + RECORD_HEADER_BYTES as u64 + u64::from(entry.stored_bytes)
@@ -155,6 +230,7 @@ struct Reading<'a> {
 struct Buffers {
     stored: Vec<u8>,
     raw: Vec<u8>,
+    bases: Bases,
 }
 
 impl Reading<'_> {
@@ -198,25 +274,19 @@ impl Reading<'_> {
 
     fn read_batch(&self, batch: &Range<usize>, buffers: &mut Buffers) -> Result<ControlFlow<()>, Error> {
         let entries = &self.plan.located[batch.clone()];
-        let ([(first, _), ..], [.., (last, _)]) = (entries, entries) else { return Ok(ControlFlow::Continue(())) };
-        let start = u64::from(first.offset);
-        let length = (end_of(last) - start) as usize;
-        if buffers.stored.len() < length {
-            buffers.stored.resize(length, 0);
+        let Buffers { stored, raw, bases } = buffers;
+        let stored = read_stored(self.inner, entries, stored)?;
+        if let Some((stored, _)) = stored {
+            bases.read(self.inner, entries, stored)?;
         }
-        let stored = &mut buffers.stored[..length];
-        let is_read = match self.inner.open_pack(first.pack)? {
-            Some(pack) => pack.read_at(stored, start).is_ok(),
-            None => false,
-        };
         let (mut pieces, mut failed) = (Vec::with_capacity(entries.len()), Vec::new());
         let mut used = 0;
         for (entry, wanted) in entries {
-            let from = (u64::from(entry.offset) - start) as usize;
-            let record = &stored[from..(end_of(entry) - start) as usize];
-            match is_read
-                .then(|| decode_record(record, &self.inner.format.key, entry, &mut buffers.raw, used, self.inner))
-            {
+            let decoded = stored.map(|(stored, start)| {
+                let record = &stored[(u64::from(entry.offset) - start) as usize..(end_of(entry) - start) as usize];
+                decode_record(record, &self.inner.format.key, entry, raw, used, bases)
+            });
+            match decoded {
                 Some(Ok(length)) => {
                     let positions = self.plan.wanted[*wanted].positions.clone();
                     for &position in &self.plan.positions[positions] {
@@ -228,7 +298,7 @@ impl Reading<'_> {
                 Some(Err(_)) | None => failed.push(*wanted),
             }
         }
-        if !pieces.is_empty() && (self.visit)(&pieces, &buffers.raw[..used]).is_break() {
+        if !pieces.is_empty() && (self.visit)(&pieces, &raw[..used]).is_break() {
             return Ok(ControlFlow::Break(()));
         }
         for wanted in failed {

@@ -91,6 +91,12 @@ impl View {
         }
     }
 
+    /// Where a page that is stored whole probably is: the entry is not checked.
+    pub(super) fn guess_whole(&self, id: ContentId) -> Option<Entry> {
+        let guess = |table: &Arc<Table>| table.find_unchecked(id).ok()?.ok()?.map(|(_, entry)| entry);
+        self.tables.iter().filter_map(guess).find(|entry| !entry.is_delta && self.has_pack(entry.pack))
+    }
+
     /// This view with more packs.
     pub(super) fn with_packs(&self, more: &[Arc<Table>]) -> View {
         let mut view = View { tables: self.tables.clone(), packs: self.packs.clone(), ..View::default() };

@@ -94,7 +94,7 @@ impl RecordHeader {
 
     /// Decodes the content of the entry's record into `raw`, whose length is `raw_bytes`, and
     /// checks it.
-    fn unpack(
+    fn unpack_checked(
         &self,
         entry: &Entry,
         stored: &[u8],
@@ -102,6 +102,15 @@ impl RecordHeader {
         key: &[u8; 32],
         bases: &dyn ReadBase,
     ) -> Result<(), Error> {
+        self.unpack(entry, stored, raw, bases)?;
+        match ContentId::of(key, raw) == self.id {
+            true => Ok(()),
+            false => Err(damaged(entry, "its content is not what was put")),
+        }
+    }
+
+    /// Like [`RecordHeader::unpack_checked`], but the content is not checked.
+    fn unpack(&self, entry: &Entry, stored: &[u8], raw: &mut [u8], bases: &dyn ReadBase) -> Result<(), Error> {
         match self.encoding {
             Encoding::Raw => raw.copy_from_slice(stored),
             Encoding::Lz4 => match lz4_flex::block::decompress_into(stored, raw) {
@@ -120,10 +129,7 @@ impl RecordHeader {
                 delta::apply(runs, page).map_err(|reason| damaged(entry, reason))?;
             }
         }
-        match ContentId::of(key, raw) == self.id {
-            true => Ok(()),
-            false => Err(damaged(entry, "its content is not what was put")),
-        }
+        Ok(())
     }
 }
 
@@ -182,7 +188,7 @@ pub(super) fn read_record(
     let mut stored = vec![0; RECORD_HEADER_BYTES + entry.stored_bytes as usize];
     let header = read_stored(source, key, entry, &mut stored)?;
     let mut raw = vec![0; header.raw_bytes as usize];
-    header.unpack(entry, &stored[RECORD_HEADER_BYTES..], &mut raw, key, bases)?;
+    header.unpack_checked(entry, &stored[RECORD_HEADER_BYTES..], &mut raw, key, bases)?;
     Ok(Record { header, stored, raw })
 }
 
@@ -202,7 +208,7 @@ pub(super) fn read_page(
     if header.raw_bytes as usize != PAGE_SIZE {
         return Err(damaged(entry, "it is no page"));
     }
-    header.unpack(entry, &stored[RECORD_HEADER_BYTES..], page, key, bases)
+    header.unpack_checked(entry, &stored[RECORD_HEADER_BYTES..], page, key, bases)
 }
 
 /// The id of the base of the entry's record, which is a delta.
@@ -229,8 +235,30 @@ pub(super) fn decode_record(
     if raw.len() < at + length {
         raw.resize(at + length, 0);
     }
-    header.unpack(entry, &stored[RECORD_HEADER_BYTES..], &mut raw[at..at + length], key, bases)?;
+    header.unpack_checked(entry, &stored[RECORD_HEADER_BYTES..], &mut raw[at..at + length], key, bases)?;
     Ok(length)
+}
+
+/// Decodes the record of a page that is stored whole. The content is not checked: that of the page
+/// that a delta makes of it is.
+pub(super) fn decode_base(
+    stored: &[u8],
+    key: &[u8; 32],
+    entry: &Entry,
+    page: &mut [u8; PAGE_SIZE],
+) -> Result<(), Error> {
+    /// A page that is stored whole has no base.
+    struct NoBase;
+    impl ReadBase for NoBase {
+        fn read_base(&self, id: ContentId, _: &mut [u8; PAGE_SIZE]) -> Result<(), Error> {
+            Err(Error::missing(id))
+        }
+    }
+    let header = checked_header(stored, key, entry)?;
+    if header.raw_bytes as usize != PAGE_SIZE {
+        return Err(damaged(entry, "it is no page"));
+    }
+    header.unpack(entry, &stored[RECORD_HEADER_BYTES..], page, &NoBase)
 }
 
 /// Finds a pack's records without its table, up to the first that is damaged.

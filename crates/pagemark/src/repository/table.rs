@@ -317,6 +317,20 @@ impl Table {
 
     /// The position and the entry of an id. The inner error says that the table is damaged there.
     pub(super) fn find(&self, id: ContentId) -> Result<Result<Option<(u64, Entry)>, Unreadable>, Error> {
+        self.find_by(id, Self::read_block)
+    }
+
+    /// Like [`Table::find`], but the entry is not checked: it may be damaged. Checking takes longer
+    /// than all else.
+    pub(super) fn find_unchecked(&self, id: ContentId) -> Result<Result<Option<(u64, Entry)>, Unreadable>, Error> {
+        self.find_by(id, Self::read_unchecked_block)
+    }
+
+    fn find_by(
+        &self,
+        id: ContentId,
+        read: for<'a, 'b> fn(&'a Table, usize, &'b mut [u8; BLOCK_BYTES]) -> BlockRead<'b>,
+    ) -> Result<Result<Option<(u64, Entry)>, Unreadable>, Error> {
         if !self.filter.may_contain(id) {
             return Ok(Ok(None));
         }
@@ -332,7 +346,7 @@ impl Table {
         let behind = directory.partition_point(|(first, _)| *first <= prefix);
         let mut buffer = [0; BLOCK_BYTES];
         for block in first..behind {
-            let entries = match self.read_block(block, &mut buffer)? {
+            let entries = match read(self, block, &mut buffer)? {
                 Ok(entries) => entries,
                 Err(unreadable) => return Ok(Err(unreadable)),
             };
@@ -389,14 +403,23 @@ impl Table {
         Ok(Ok(()))
     }
 
-    fn read_block<'b>(
-        &self,
-        block: usize,
-        buffer: &'b mut [u8; BLOCK_BYTES],
-    ) -> Result<Result<&'b [[u8; ENTRY_BYTES]], Unreadable>, Error> {
+    fn read_block<'b>(&self, block: usize, buffer: &'b mut [u8; BLOCK_BYTES]) -> BlockRead<'b> {
+        let entries = match self.read_unchecked_block(block, buffer)? {
+            Ok(entries) => entries,
+            Err(unreadable) => return Ok(Err(unreadable)),
+        };
+        if let Source::Stored { directory, .. } = &self.source
+            && hash16(&self.key, &[entries.as_flattened()])[..8] != directory[block].1.to_le_bytes()
+        {
+            return Ok(Err(Unreadable(format!("block {block} of its table is damaged"))));
+        }
+        Ok(Ok(entries))
+    }
+
+    fn read_unchecked_block<'b>(&self, block: usize, buffer: &'b mut [u8; BLOCK_BYTES]) -> BlockRead<'b> {
         let begin = (block * BLOCK_ENTRIES) as u64;
         let bytes = &mut buffer[..(self.entry_count - begin).min(BLOCK_ENTRIES as u64) as usize * ENTRY_BYTES];
-        let Source::Stored { backend, object, directory } = &self.source else {
+        let Source::Stored { backend, object, .. } = &self.source else {
             return Ok(Err(Unreadable("it has no blocks".into())));
         };
         let gone = || Ok(Err(Unreadable("it is gone".into())));
@@ -412,9 +435,6 @@ impl Table {
             Err(error) if error.is_not_found() => return gone(),
             Err(error) => return Err(error.into()),
         }
-        if hash16(&self.key, &[bytes])[..8] != directory[block].1.to_le_bytes() {
-            return Ok(Err(Unreadable(format!("block {block} of its table is damaged"))));
-        }
         Ok(Ok(bytes.as_chunks().0))
     }
 
@@ -423,6 +443,9 @@ impl Table {
         Entries { table: self, next: 0, block: Vec::new(), failed: false }
     }
 }
+
+/// The entries of a block.
+type BlockRead<'b> = Result<Result<&'b [[u8; ENTRY_BYTES]], Unreadable>, Error>;
 
 /// The entries of a table, one block in memory.
 pub(super) struct Entries<'a> {
