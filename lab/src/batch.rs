@@ -13,21 +13,19 @@ use crate::{Error, Result, source_root};
 pub struct GuestTest {
     /// Its name, without `|`.
     pub name: String,
-    /// Its limit in seconds.
-    pub limit_s: u64,
     /// A command for a shell.
     pub command: String,
 }
 
 impl GuestTest {
     /// A test.
-    pub fn new(name: impl Into<String>, limit_s: u64, command: impl Into<String>) -> GuestTest {
-        GuestTest { name: name.into(), limit_s, command: command.into() }
+    pub fn new(name: impl Into<String>, command: impl Into<String>) -> GuestTest {
+        GuestTest { name: name.into(), command: command.into() }
     }
 
     /// The line of the file that lab/guest/batch.sh reads.
-    fn line(&self) -> String {
-        format!("{}|{}|{}\n", self.name, self.limit_s, self.command)
+    fn line(&self, limit_s: u64) -> String {
+        format!("{}|{limit_s}|{}\n", self.name, self.command)
     }
 }
 
@@ -51,15 +49,21 @@ impl TestResult {
     }
 }
 
-/// Runs the tests one after the other in a machine, which gets `work` as a share. Their output goes
-/// to `log`.
+/// Runs the tests one after the other in a machine, each for at most `limit_s` seconds. The machine
+/// gets `work` as a share. The output goes to `log`.
 ///
 /// # Errors
 /// If the machine cannot be started. A test that fails, or is not reached, is a result.
-pub fn run(mut machine: Machine, tests: &[GuestTest], work: &Path, log: &Path) -> Result<Vec<TestResult>> {
+pub fn run(
+    mut machine: Machine,
+    tests: &[GuestTest],
+    limit_s: u64,
+    work: &Path,
+    log: &Path,
+) -> Result<Vec<TestResult>> {
     let start = Instant::now();
     let [tests_file, results, skips] = ["tests", "results", "skips"].map(|name| work.join(name));
-    let lines: String = tests.iter().map(GuestTest::line).collect();
+    let lines: String = tests.iter().map(|test| test.line(limit_s)).collect();
     for (path, text) in [(&tests_file, lines.as_str()), (&results, ""), (&skips, "")] {
         std::fs::write(path, text).map_err(Error::file("write", path))?;
     }
@@ -120,7 +124,7 @@ mod tests {
 
     #[test]
     fn each_test_has_a_result() {
-        let tests = ["a", "b", "c, seed 1"].map(|name| GuestTest::new(name, 10, "true"));
+        let tests = ["a", "b", "c, seed 1"].map(|name| GuestTest::new(name, "true"));
         let lines: Vec<String> =
             parse("ldt", &tests, "a|0|3\nc, seed 1|137|12\n").iter().map(TestResult::line).collect();
         assert_eq!(
@@ -135,7 +139,7 @@ mod tests {
 
     #[test]
     fn a_name_is_compared_as_a_whole() {
-        let tests = ["seed 1", "seed 11"].map(|name| GuestTest::new(name, 10, "true"));
+        let tests = ["seed 1", "seed 11"].map(|name| GuestTest::new(name, "true"));
         let results = parse("ldt", &tests, "seed 11|0|1\n");
         assert!(results[0].failure.is_some() && results[1].failure.is_none());
     }

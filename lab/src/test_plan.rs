@@ -16,9 +16,6 @@ use crate::{Error, Result, cache, command, selftests};
 /// with several processors.
 pub const STOCK_PROCESSORS: u32 = 1;
 
-/// Seconds after which a test that takes a minute hangs, however loaded the host is.
-const HANGS_S: u64 = 1800;
-
 /// How much is tested.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Extent {
@@ -42,6 +39,15 @@ impl Extent {
         match self {
             Extent::Quick => 5,
             Extent::Full => 60,
+        }
+    }
+
+    /// Seconds after which a test hangs, however loaded the host is. The longest of the quick tests
+    /// takes four minutes on an idle one, of the others half an hour.
+    fn hangs_s(self) -> u64 {
+        match self {
+            Extent::Quick => 2400,
+            Extent::Full => 3 * 3600,
         }
     }
 
@@ -180,7 +186,7 @@ impl Programs {
             return self.run_selftests(extent);
         }
         let mut machine = Machine::new(part.kernels(extent)[0]);
-        machine.limit = Duration::from_secs(3600);
+        machine.limit = Duration::from_secs(2 * extent.hangs_s());
         machine.niceness = niceness;
         if let Some(directory) = self.binaries.as_ref().and_then(TestBinaries::directory) {
             // A build directory that the machine has of its own would hide this one.
@@ -188,7 +194,7 @@ impl Programs {
         }
         match part {
             // Two nodes, so that pages can be made to migrate.
-            Part::Ldt => (machine.append, machine.limit) = ("numa=fake=2".to_owned(), Duration::from_secs(7200)),
+            Part::Ldt => machine.append = "numa=fake=2".to_owned(),
             Part::Stock | Part::Debian12 | Part::Debian11 => machine.processors = STOCK_PROCESSORS,
             _ => {}
         }
@@ -200,9 +206,9 @@ impl Programs {
         }
         // What moves arrives on another machine.
         let arriving = if part == Part::Migration { tests.split_off(tests.len() - 1) } else { Vec::new() };
-        let mut results = batch::run(machine.clone(), &tests, &self.directory.0, log)?;
+        let mut results = batch::run(machine.clone(), &tests, extent.hangs_s(), &self.directory.0, log)?;
         if !arriving.is_empty() {
-            results.extend(batch::run(machine, &arriving, &self.directory.0, log)?);
+            results.extend(batch::run(machine, &arriving, extent.hangs_s(), &self.directory.0, log)?);
         }
         Ok(results)
     }
@@ -226,12 +232,12 @@ impl Programs {
 /// The tests of a part, in order.
 fn tests(part: Part, extent: Extent, programs: &Programs) -> Result<Vec<GuestTest>> {
     let (seconds, c) = (extent.seconds(), &programs.c);
-    let selftest = || GuestTest::new("the series' selftest", HANGS_S, c.selftest());
+    let selftest = || GuestTest::new("the series' selftest", c.selftest());
     let mut tests = Vec::new();
     if !matches!(part, Part::Redis | Part::Migration) && (extent == Extent::Full || part != Part::Debian12) {
         // Swap, KSM and khugepaged for all that follows.
         let script = crate::source_root().join("lab/guest/memory-pressure.sh");
-        tests.push(GuestTest::new("swap, KSM and khugepaged", 60, quoted(&script)));
+        tests.push(GuestTest::new("swap, KSM and khugepaged", quoted(&script)));
     }
     match part {
         Part::Ldt => {
@@ -247,12 +253,10 @@ fn tests(part: Part, extent: Extent, programs: &Programs) -> Result<Vec<GuestTes
             let (oracle, hostile, limit) = (c.oracle(), c.hostile(), seconds.max(12));
             tests.push(GuestTest::new(
                 "the oracle notices a missed page",
-                HANGS_S,
                 format!("{oracle} -s {limit} -b; [ $? = 1 ]"),
             ));
             tests.push(GuestTest::new(
                 "the hostile caller notices a mistake",
-                HANGS_S,
                 format!("{hostile} -s {limit} -b; [ $? = 1 ]"),
             ));
             if let Some(binaries) = &programs.binaries {
@@ -260,15 +264,15 @@ fn tests(part: Part, extent: Extent, programs: &Programs) -> Result<Vec<GuestTes
                 // The host runs most of them, too, with all cases of each property; they are slow in emulation.
                 let cases = if extent == Extent::Quick { "export PROPTEST_CASES=12; " } else { "" };
                 let command = libtest(trackers, "--test-threads 2 track::");
-                tests.push(GuestTest::new("Pagemark's trackers", 2400, format!("{cases}{command}")));
+                tests.push(GuestTest::new("Pagemark's trackers", format!("{cases}{command}")));
                 tests.push(regions(binaries, "the dirty bits")?);
                 let processes = binaries.find("pagemark-testing", "comes_back")?;
                 tests.push(match extent {
                     Extent::Quick => {
-                        GuestTest::new("a process comes back", 1200, libtest(processes, "--exact a_family_with_ldt"))
+                        GuestTest::new("a process comes back", libtest(processes, "--exact a_family_with_ldt"))
                     }
                     Extent::Full => {
-                        GuestTest::new("processes come back", 3600, libtest(processes, "--test-threads 1 with_ldt"))
+                        GuestTest::new("processes come back", libtest(processes, "--test-threads 1 with_ldt"))
                     }
                 });
             }
@@ -294,7 +298,6 @@ fn tests(part: Part, extent: Extent, programs: &Programs) -> Result<Vec<GuestTes
                 let test = "a_redis_server_that_is_partly_swapped_out_comes_back";
                 tests.push(GuestTest::new(
                     "Redis that swaps comes back",
-                    1500,
                     libtest(redis, &format!("--exact {test} --nocapture")),
                 ));
             }
@@ -306,7 +309,7 @@ fn tests(part: Part, extent: Extent, programs: &Programs) -> Result<Vec<GuestTes
                 for (name, half) in [("leave", "redis_containers_leave"), ("arrive", "redis_containers_arrive")] {
                     let command = libtest(migration, &format!("--exact {half} --include-ignored --nocapture"));
                     let command = format!("export PAGEMARK_MIGRATION={meeting}; mkdir -p {meeting}; {command}");
-                    tests.push(GuestTest::new(format!("Redis containers {name}"), 1800, command));
+                    tests.push(GuestTest::new(format!("Redis containers {name}"), command));
                 }
             }
         }
@@ -324,7 +327,7 @@ fn older_kernel(binaries: &TestBinaries, extent: Extent) -> Result<Vec<GuestTest
     let quick = format!("{start} PROPTEST_CASES=4; ");
     let cases = if extent == Extent::Quick { quick } else { format!("{start}; ") };
     let test = |name: &str, crate_name: &str, target: &str, arguments: &str| -> Result<GuestTest> {
-        Ok(GuestTest::new(name, 2400, cases.clone() + &libtest(binaries.find(crate_name, target)?, arguments)))
+        Ok(GuestTest::new(name, cases.clone() + &libtest(binaries.find(crate_name, target)?, arguments)))
     };
     if extent == Extent::Quick {
         // doctor itself takes minutes in emulation; these are the probes that it prints.
@@ -354,19 +357,18 @@ fn oracle(c: &CPrograms, seed: u32, seconds: u64, options: &str) -> GuestTest {
     let space = if options.is_empty() { "" } else { " " };
     GuestTest::new(
         format!("oracle{space}{options}, seed {seed}"),
-        HANGS_S,
         format!("{} -s {seconds} -t 4 -r {seed}{space}{options}", c.oracle()),
     )
 }
 
 fn hostile(c: &CPrograms, seed: u32, seconds: u64) -> GuestTest {
     let command = format!("{} -s {seconds} -r {seed}", c.hostile());
-    GuestTest::new(format!("hostile callers, seed {seed}"), HANGS_S, command)
+    GuestTest::new(format!("hostile callers, seed {seed}"), command)
 }
 
 fn regions(binaries: &TestBinaries, mechanism: &str) -> Result<GuestTest> {
     let command = libtest(binaries.find("pagemark", "region")?, "--exact those_of_which_there_is_one_behave");
-    Ok(GuestTest::new(format!("regions by {mechanism}"), 1200, command))
+    Ok(GuestTest::new(format!("regions by {mechanism}"), command))
 }
 
 /// A command that runs tests of a binary, and fails if the arguments select none.
