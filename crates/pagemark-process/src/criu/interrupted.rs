@@ -169,12 +169,16 @@ impl Interrupted {
         let processes: Vec<PstreeEntry> = read_all(&directory.join("pstree.img"), ImageKind::Pstree)?;
         for process in processes {
             let first = directory.join(format!("core-{}.img", process.pid));
-            // A zombie has no threads.
-            if process.threads.is_empty() || !first.exists() {
+            if !first.exists() {
                 continue;
             }
             let image = Image::read(&first, ImageKind::Core)?;
-            let shared = decode(&first, &image)?.tc.and_then(|process| process.signals_s).unwrap_or_default();
+            let core = decode(&first, &image)?;
+            // A zombie has no registers, and in a container any number as the id of its thread.
+            if core.thread_info.is_none() {
+                continue;
+            }
+            let shared = core.tc.and_then(|process| process.signals_s).unwrap_or_default();
             for thread in process.threads {
                 let path = directory.join(format!("core-{thread}.img"));
                 let mut image = Image::read(&path, ImageKind::Core)?;
@@ -339,7 +343,7 @@ fn call_to_make(
 
 #[cfg(test)]
 mod tests {
-    use super::super::images::schema::{SiginfoEntry, ThreadCoreEntry};
+    use super::super::images::schema::{SiginfoEntry, TaskCoreEntry, ThreadCoreEntry};
     use super::*;
 
     fn interrupted(number: i64) -> Registers {
@@ -488,5 +492,26 @@ mod tests {
         assert_eq!(now(&thread(eintr, -1, 0, None), None), None);
         assert_eq!(now(&thread(eintr, libc::SYS_connect, 0, None), None), None);
         assert_eq!(now(&thread(0, poll, 0, None), None), None);
+    }
+
+    #[test]
+    fn zombies_have_no_calls() {
+        let directory = tempfile::tempdir().unwrap();
+        let write = |name: &str, kind, messages| {
+            let mut image = Image::new(kind);
+            image.messages = messages;
+            std::fs::write(directory.path().join(name), image.encode()).unwrap();
+        };
+        let process =
+            |pid, thread| PstreeEntry { pid, ppid: 0, pgid: 1, sid: 1, threads: vec![thread] }.encode_to_vec();
+        write("pstree.img", ImageKind::Pstree, vec![process(7, 2_346_053_904), process(8, 8)]);
+        let zombie = CoreEntry { tc: Some(TaskCoreEntry::default()), ..Default::default() };
+        let waits = thread(-i64::from(libc::EINTR), libc::SYS_poll, 0, None);
+        write("core-7.img", ImageKind::Core, vec![zombie.encode_to_vec()]);
+        write("core-8.img", ImageKind::Core, vec![waits.encode_to_vec()]);
+        Interrupted::default().repair_images(directory.path(), |_| None).unwrap();
+        let path = directory.path().join("core-8.img");
+        let core = decode(&path, &Image::read(&path, ImageKind::Core).unwrap()).unwrap();
+        assert_eq!(core.thread_info.unwrap().gpregs.ax as i64, libc::SYS_poll);
     }
 }
