@@ -18,11 +18,12 @@ use crate::{Error, Result, cache, command, setup, source_root};
 
 mod catalog;
 mod exceptions;
+mod root;
 mod source;
 mod text;
 mod trial;
 
-pub use catalog::Test;
+pub use catalog::{Flavor, Test};
 pub use exceptions::Exceptions;
 pub use trial::run as run_trial;
 
@@ -116,8 +117,11 @@ pub type Verdicts = BTreeMap<(String, Mode), Verdict>;
 /// What is run.
 #[derive(Clone, Debug, Default)]
 pub struct Selection {
-    /// Names of tests, such as `static/pipe00`; empty for all that can run here.
+    /// Names of tests, such as `static/pipe00` or `ns/static/pipe00`; empty for all that can run
+    /// here.
     pub tests: Vec<String>,
+    /// The flavors, where no tests are named; empty for the tests in the namespaces of the host.
+    pub flavors: Vec<Flavor>,
     /// The modes; empty for all.
     pub modes: Vec<Mode>,
 }
@@ -138,7 +142,8 @@ pub fn run(selection: &Selection, logs: &Path) -> Result<(Vec<String>, bool)> {
     let criu = setup::criu_path()?;
     let all = catalog::tests(&tree, &criu)?;
     let tests: Vec<Test> = if selection.tests.is_empty() {
-        all
+        let flavors = if selection.flavors.is_empty() { &[Flavor::Host][..] } else { &selection.flavors };
+        all.into_iter().filter(|test| flavors.contains(&test.flavor)).collect()
     } else {
         let named = |name: &String| {
             all.iter().find(|test| test.name() == *name).cloned().ok_or_else(|| {

@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 use pagemark_lab::suite::{self, Options};
 use pagemark_lab::test_plan::Extent;
-use pagemark_lab::zdtm::{self, Mode, Selection};
+use pagemark_lab::zdtm::{self, Flavor, Mode, Selection};
 use pagemark_lab::{Result, progress, setup};
 
 /// Sets a host up, and runs all tests of the project.
@@ -42,7 +42,12 @@ enum Command {
         /// How tests are saved and restored: criu, checkpoint, attach, lazy [default: all]
         #[arg(long)]
         mode: Vec<Mode>,
-        /// Names of tests, such as static/pipe00 [default: all that can run here]
+        /// In which namespaces they run: those of the host (h), their own (ns), also a user
+        /// namespace (uns) [default: h]
+        #[arg(long)]
+        flavor: Vec<Flavor>,
+        /// Names of tests, such as static/pipe00 or ns/static/pipe00 [default: all that can run
+        /// here]
         tests: Vec<String>,
     },
     /// A test of CRIU in a mode, as the first process of a PID namespace
@@ -75,7 +80,7 @@ fn run(command: Command) -> Result<bool> {
         Command::Check => suite::check(),
         Command::Test => suite::test(&Options::from_environment(Extent::Quick)?),
         Command::TestFull => suite::test(&Options::from_environment(Extent::Full)?),
-        Command::Zdtm { mode, tests } => suite::zdtm(&Selection { tests, modes: mode }),
+        Command::Zdtm { mode, flavor, tests } => suite::zdtm(&Selection { tests, flavors: flavor, modes: mode }),
         Command::ZdtmTrial { test, mode, tree, work, criu, pagemark, verdict } => {
             zdtm::run_trial(&test, mode, &tree, &work, &criu, &pagemark, &verdict).map(|()| true)
         }

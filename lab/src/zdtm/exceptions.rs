@@ -6,7 +6,7 @@ use std::path::Path;
 use super::{Mode, Verdict, Verdicts};
 use crate::{Error, Result};
 
-/// Lines `TEST MODE[,MODE…]: REASON`.
+/// Lines `TEST MODE[,MODE…]: REASON`. `uns/*` in place of a test stands for all tests of a flavor.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Exceptions(BTreeMap<(String, Mode), String>);
 
@@ -32,6 +32,12 @@ impl Exceptions {
         Ok(Exceptions(exceptions))
     }
 
+    /// Why a test does not pass in a mode.
+    fn reason(&self, test: &str, mode: Mode) -> Option<&String> {
+        let flavor = || Some(format!("{}/*", test.split_once('/')?.0));
+        self.0.get(&(test.to_owned(), mode)).or_else(|| self.0.get(&(flavor()?, mode)))
+    }
+
     /// The report about the verdicts, and whether nothing is worse than the list says: what plain
     /// CRIU passes, Pagemark passes or the list has it, and no test that could not be saved was
     /// harmed. Tests without a verdict for plain CRIU count as if it passed.
@@ -40,7 +46,7 @@ impl Exceptions {
         let mut is_good = true;
         for ((test, mode), verdict) in verdicts.iter().filter(|((_, mode), _)| *mode != Mode::Criu) {
             let peer = verdicts.get(&(test.clone(), Mode::Criu)).unwrap_or(&Verdict::Passed);
-            let exception = self.0.get(&(test.clone(), *mode));
+            let exception = self.reason(test, *mode);
             let line = |word: &str| format!("{word}: {test} {}: {verdict}", mode.name());
             match (verdict, exception) {
                 (Verdict::Harmed(_), _) => {
@@ -94,6 +100,15 @@ mod tests {
         let (report, is_good) = listed.compare(&verdicts(Verdict::Passed, Verdict::Passed));
         assert!(is_good && report[0].contains("although: its ring"), "{report:?}");
         assert_eq!(report[1..], ["criu: 1 passed, 0 failed, 0 not started", "lazy: 1 passed, 0 failed, 0 not started"]);
+    }
+
+    #[test]
+    fn an_exception_can_be_for_a_flavor() {
+        let listed = Exceptions::parse("uns/* lazy: its network cannot be entered\n").unwrap();
+        let verdict = |test: &str, mode| Verdicts::from([((test.to_owned(), mode), Verdict::Failed(String::new()))]);
+        assert!(listed.compare(&verdict("uns/static/pipe00", Mode::Lazy)).1);
+        assert!(!listed.compare(&verdict("uns/static/pipe00", Mode::Attach)).1);
+        assert!(!listed.compare(&verdict("ns/static/pipe00", Mode::Lazy)).1);
     }
 
     #[test]

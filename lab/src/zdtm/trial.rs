@@ -13,7 +13,8 @@ use nix::sys::signal::{Signal, kill};
 use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
 use nix::unistd::Pid;
 
-use super::catalog::{Test, is_executable};
+use super::catalog::{Flavor, Test, is_executable};
+use super::root::Root;
 use super::text::{end_of, read};
 use super::{Mode, Verdict};
 use crate::{Error, Result};
@@ -48,7 +49,7 @@ pub fn run(
     let directory = tree.join("zdtm").join(&test.kind);
     let (tree, work) = (tree.to_owned(), work.to_owned());
     let (criu, pagemark) = (criu.to_owned(), pagemark.to_owned());
-    let mut trial = Trial { test, mode, directory, tree, work, criu, pagemark, ended: HashMap::new() };
+    let mut trial = Trial { test, mode, directory, tree, work, criu, pagemark, root: None, ended: HashMap::new() };
     let result = trial.run();
     trial.clean()?;
     let found = match result {
@@ -85,6 +86,8 @@ struct Trial {
     work: PathBuf,
     criu: PathBuf,
     pagemark: PathBuf,
+    /// Of a test that has namespaces of its own.
+    root: Option<Root>,
     /// The exit status of each child that has ended. Orphans of the namespace become children, so
     /// that children are awaited together.
     ended: HashMap<i32, i32>,
@@ -101,7 +104,7 @@ impl Trial {
             Mode::Attach => self.attach(pid)?,
         }
         self.hook("--pre-restore", pid)?;
-        self.restore()?;
+        let pid = self.restore(pid)?;
         self.hook("--post-restore", pid)?;
         if !is_alive(pid) {
             return Err(failed("the restore reported success, but the process is not there"));
@@ -125,6 +128,9 @@ impl Trial {
             if status != Some(0) {
                 return Err(Error::unmet(format!("{}: {output}", command.join(" ")), "see above").into());
             }
+        }
+        if self.test.flavor != Flavor::Host {
+            self.root = Some(Root::make(&self.test, &self.tree, &self.work)?);
         }
         Ok(())
     }
@@ -160,8 +166,15 @@ impl Trial {
 
     fn make(&mut self, target: &str, log: &str) -> Result<(Option<i32>, String), End> {
         let mut make = Command::new("make");
-        make.args(["--no-print-directory", "--silent", "-C"]).arg(&self.directory).arg(target);
-        self.call(make.env("ZDTM_THREAD_BOMB", "5"), log, TEST_LIMIT)
+        make.args(["--no-print-directory", "--silent", "-C"]);
+        match &self.root {
+            Some(root) => {
+                make.arg(Path::new("zdtm").join(&self.test.kind));
+                root.prepare(&self.test, &mut make);
+            }
+            None => drop(make.arg(&self.directory)),
+        }
+        self.call(make.arg(target).env("ZDTM_THREAD_BOMB", "5"), log, TEST_LIMIT)
     }
 
     /// Runs the test's hook of this name, if it has one.
@@ -184,6 +197,9 @@ impl Trial {
         dump.args(["dump", "--no-default-config", "-v4", "-o", "dump.log", "--timeout", "10"]);
         dump.arg("-D").arg(self.directory_of_images()?).args(["-t", &pid.to_string()]).args(DUMP_OPTIONS);
         dump.arg(self.connections("--tcp-established", "--tcp-close"));
+        if let Some(root) = &self.root {
+            root.dump_options(&mut dump);
+        }
         let (status, _) = self.call(&mut dump, "dump", SAVE_LIMIT)?;
         if status != Some(0) {
             let reason = self.errors_of_criu("dump.log");
@@ -254,15 +270,20 @@ impl Trial {
         Err(End::Verdict(verdict))
     }
 
-    fn restore(&mut self) -> Result<(), End> {
+    /// Restores the test, and returns the id of its process, which had `pid` before. In a namespace
+    /// of process ids of its own, it has another one here.
+    fn restore(&mut self, pid: i32) -> Result<i32, End> {
+        let pid_file = self.directory.join(format!("{}.pid", self.test.program));
         let mut restore;
         if self.mode == Mode::Criu {
-            let pid_file = self.directory.join(format!("{}.pid", self.test.program));
             let _ = std::fs::remove_file(&pid_file);
             restore = Command::new(&self.criu);
             restore.args(["restore", "--no-default-config", "-v4", "-o", "restore.log", "--restore-detached"]);
-            restore.arg("-D").arg(self.directory_of_images()?).arg("--pidfile").arg(pid_file).args(RESTORE_OPTIONS);
+            restore.arg("-D").arg(self.directory_of_images()?).arg("--pidfile").arg(&pid_file).args(RESTORE_OPTIONS);
             restore.arg(self.connections("--tcp-established", "--tcp-close"));
+            if let Some(root) = &self.root {
+                root.restore_options(&mut restore);
+            }
         } else {
             restore = Command::new(&self.pagemark);
             restore.args(["restore", "test", "--detach", "--yes", "--repo"]).arg(self.work.join("repository"));
@@ -273,7 +294,9 @@ impl Trial {
         }
         let (status, output) = self.call(&mut restore, "restore", SAVE_LIMIT)?;
         match (status, self.mode) {
-            (Some(0), _) => Ok(()),
+            (Some(0), _) if self.root.is_none() => Ok(pid),
+            (Some(0), Mode::Criu) => read(&pid_file).trim().parse().map_err(|_| failed("CRIU wrote no process id")),
+            (Some(0), _) => restored_pid(&output).ok_or_else(|| failed(format!("no process id in: {output}"))),
             (None, _) => Err(failed(format!("the restore did not end: {}", end_of(&output)))),
             (_, Mode::Criu) => Err(failed(format!("not restored: {}", self.errors_of_criu("restore.log")))),
             _ => Err(failed(format!("not restored: {}", end_of(&output)))),
@@ -405,6 +428,11 @@ fn keep_descriptors_from_children() {
     unsafe { nix::libc::close_range(3, u32::MAX, nix::libc::CLOSE_RANGE_CLOEXEC as i32) };
 }
 
+/// The process id that `pagemark restore` reports.
+fn restored_pid(output: &str) -> Option<i32> {
+    output.lines().find_map(|line| line.split_once("runs as process ")?.1.trim().parse().ok())
+}
+
 fn is_alive(pid: i32) -> bool {
     kill(Pid::from_raw(pid), None) != Err(Errno::ESRCH)
 }
@@ -434,6 +462,12 @@ fn descendants(root: i32) -> Vec<i32> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_process_of_a_restored_test() {
+        let output = "pagemark: note\npagemark: test@1 runs as process 4711\n";
+        assert_eq!((restored_pid(output), restored_pid("pagemark: error")), (Some(4711), None));
+    }
 
     #[test]
     fn a_child_is_a_descendant() {
