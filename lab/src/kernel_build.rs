@@ -31,7 +31,7 @@ pub const PACKAGES: [&str; 15] = [
 const SOURCE_PACKAGE: &str = "linux-source-6.12";
 const KERNEL_PACKAGE: &str = "linux-image-cloud-amd64";
 /// Of building: below that of tests, which wait for time to pass.
-const NICENESS: u32 = 19;
+pub(crate) const NICENESS: u32 = 19;
 const REPORT_INTERVAL: Duration = Duration::from_secs(60);
 
 /// A kernel that is ready to boot.
@@ -153,29 +153,47 @@ fn build(kernel: Kernel, directory: &Path) -> Result<()> {
     built
 }
 
+/// Unpacks the kernel's source into `target`, without the files that the patterns of tar match.
+///
+/// # Errors
+/// If the source cannot be fetched or unpacked.
+pub fn unpack_source(target: &Path, excluded: &[&str]) -> Result<()> {
+    cache::create(target)?;
+    let mut tar = Command::new("tar");
+    tar.arg("-C").arg(target).args(["--strip-components=1", "-xf"]).arg(source()?);
+    tar.args(excluded.iter().map(|pattern| format!("--exclude={pattern}")));
+    command::output(&mut tar, "unpacking the kernel's source", "check the space on the disk").map(|_| ())
+}
+
+/// Applies a patch to the source; `log` gets what `patch` prints.
+///
+/// # Errors
+/// If it does not apply.
+pub fn apply(patch: &Path, source: &Path, log: &Path) -> Result<()> {
+    let file = File::open(patch).map_err(Error::file("open", patch))?;
+    let mut command = Command::new("patch");
+    command.arg("-d").arg(source).args(["-p1", "--no-backup-if-mismatch"]);
+    let log_file = File::create(log).map_err(Error::file("create", log))?;
+    command::redirect(&mut command, log_file, log)?;
+    if command.stdin(file).status().is_ok_and(|status| status.success()) {
+        return Ok(());
+    }
+    Err(Error::unmet(
+        format!(
+            "{} does not apply to {SOURCE_PACKAGE}:\n{}",
+            patch.display(),
+            command::last_lines(&std::fs::read(log).unwrap_or_default(), 30)
+        ),
+        "adapt the series to this version of the source",
+    ))
+}
+
 fn build_in(work: &Path, kernel: Kernel, directory: &Path) -> Result<()> {
     let (source, output, log) = (work.join("source"), work.join("build"), work.join("log"));
-    cache::create(&source)?;
     cache::create(&output)?;
-    let mut tar = Command::new("tar");
-    tar.arg("-C").arg(&source).args(["--strip-components=1", "-xf"]).arg(self::source()?);
-    command::output(&mut tar, "unpacking the kernel's source", "check the space on the disk")?;
+    unpack_source(&source, &[])?;
     for patch in kernel.patches()? {
-        let file = File::open(&patch).map_err(Error::file("open", &patch))?;
-        let mut command = Command::new("patch");
-        command.arg("-d").arg(&source).args(["-p1", "--no-backup-if-mismatch"]);
-        let log_file = File::create(&log).map_err(Error::file("create", &log))?;
-        command::redirect(&mut command, log_file, &log)?;
-        if !command.stdin(file).status().is_ok_and(|status| status.success()) {
-            return Err(Error::unmet(
-                format!(
-                    "{} does not apply to {SOURCE_PACKAGE}:\n{}",
-                    patch.display(),
-                    command::last_lines(&std::fs::read(&log).unwrap_or_default(), 30)
-                ),
-                "adapt the series to this version of the source",
-            ));
-        }
+        apply(&patch, &source, &log)?;
     }
     let make = || {
         let mut make = command::at_low_priority("make", NICENESS);

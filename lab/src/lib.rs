@@ -25,6 +25,7 @@ pub mod machine;
 pub mod packages;
 pub mod qemu;
 pub mod selftests;
+pub mod series;
 pub mod setup;
 pub mod skips;
 pub mod steps;

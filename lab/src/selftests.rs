@@ -106,13 +106,10 @@ fn programs() -> Result<PathBuf> {
 
 fn build(work: &Path) -> Result<PathBuf> {
     let (source, headers, done) = (work.join("source"), work.join("build"), work.join("done"));
-    for part in [&source, &headers, &done] {
+    for part in [&headers, &done] {
         cache::create(part)?;
     }
-    let mut tar = Command::new("tar");
-    tar.arg("-C").arg(&source).args(["--strip-components=1", "-xf"]).arg(kernel_build::source()?);
-    tar.args(["drivers", "sound", "net", "Documentation", "fs"].map(|part| format!("--exclude=*/{part}")));
-    command::output(&mut tar, "unpacking the kernel's source", "check the space on the disk")?;
+    kernel_build::unpack_source(&source, &["*/drivers", "*/sound", "*/net", "*/Documentation", "*/fs"])?;
     let log = work.join("log");
     let mut make = command::at_low_priority("make", 15);
     make.args(["-s", "-C"]).arg(&source).arg(format!("O={}", headers.display())).args(["ARCH=x86", "headers_install"]);

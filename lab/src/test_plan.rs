@@ -10,7 +10,7 @@ use crate::batch::{self, GuestTest, TestResult};
 use crate::kernel::Kernel;
 use crate::machine::Machine;
 use crate::test_programs::{CPrograms, TestBinaries};
-use crate::{Error, Result, cache, command, selftests};
+use crate::{Error, Result, cache, command, selftests, series};
 
 /// Debian's kernel changes its own code as it runs, which the emulator does not always get right
 /// with several processors.
@@ -91,11 +91,13 @@ pub enum Part {
     Migration,
     /// The kernel's own selftests on kernels with and without the series.
     Selftests,
+    /// The series itself: each patch compiles on those before it.
+    Series,
 }
 
 impl Part {
     /// All parts.
-    pub const ALL: [Part; 9] = [
+    pub const ALL: [Part; 10] = [
         Part::Ldt,
         Part::Stock,
         Part::Debian12,
@@ -105,6 +107,7 @@ impl Part {
         Part::Redis,
         Part::Migration,
         Part::Selftests,
+        Part::Series,
     ];
 
     /// The parts of an extent, unless others are named.
@@ -127,7 +130,13 @@ impl Part {
             Part::Redis => "redis",
             Part::Migration => "migration",
             Part::Selftests => "selftests",
+            Part::Series => "series",
         }
+    }
+
+    /// Whether it runs tests that cargo builds.
+    pub fn needs_binaries(self) -> bool {
+        !matches!(self, Part::Debug | Part::Selftests | Part::Series)
     }
 
     /// The kernels that it boots.
@@ -142,6 +151,7 @@ impl Part {
             // Debian's own kernel need not be built.
             (Part::Selftests, Extent::Quick) => &[Kernel::Stock, Kernel::Ldt],
             (Part::Selftests, Extent::Full) => &[Kernel::Plain, Kernel::Ldt],
+            (Part::Series, _) => &[],
         }
     }
 }
@@ -182,8 +192,10 @@ impl Programs {
     /// # Errors
     /// If a kernel cannot be built, or a machine cannot be started. A test that fails is a result.
     pub fn run(&self, part: Part, extent: Extent, niceness: u32, log: &Path) -> Result<Vec<TestResult>> {
-        if part == Part::Selftests {
-            return self.run_selftests(extent);
+        match part {
+            Part::Selftests => return self.run_selftests(extent),
+            Part::Series => return series::compile_each_patch(log),
+            _ => {}
         }
         let mut machine = Machine::new(part.kernels(extent)[0]);
         machine.limit = Duration::from_secs(2 * extent.hangs_s());
@@ -313,7 +325,7 @@ fn tests(part: Part, extent: Extent, programs: &Programs) -> Result<Vec<GuestTes
                 }
             }
         }
-        Part::Selftests => {}
+        Part::Selftests | Part::Series => {}
     }
     Ok(tests)
 }

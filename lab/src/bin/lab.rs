@@ -43,7 +43,7 @@ enum Command {
     /// accelerator.
     Run(Run),
     /// Run the tests of the lab: ldt, stock, debian-12, debian-11, plain, debug, redis, migration,
-    /// selftests
+    /// selftests, series
     ///
     /// `quick` runs ldt, stock and debian-12 unless parts are named, in some minutes; `full` runs
     /// all of them with more seeds, in an hour or two of emulation.
@@ -166,7 +166,8 @@ fn run(command: Command) -> Result<ExitCode> {
 fn test(extent: Extent, parts: Vec<Part>, no_cargo: bool) -> Result<ExitCode> {
     let start = Instant::now();
     let parts = if parts.is_empty() { Part::of(extent).to_vec() } else { parts };
-    let binaries = if no_cargo { None } else { Some(TestBinaries::build()?) };
+    let is_built = !no_cargo && parts.iter().any(|part| part.needs_binaries());
+    let binaries = if is_built { Some(TestBinaries::build()?) } else { None };
     let program = std::env::current_exe().map_err(|source| Error::Start { program: "lab".to_owned(), source })?;
     let log = program.with_file_name("lab-test.log");
     // The log is of this run alone.
