@@ -278,8 +278,14 @@ impl Prepared {
         }
         let mut groups = groups();
         let deadline = Instant::now() + ZOMBIE_WAIT;
-        for id in self.processes.iter().flat_map(|process| process.threads.iter().chain([&process.pid])) {
-            let id = *id as i32;
+        // CRIU has any number as the id of a zombie's thread.
+        let has_image = |thread: &&u32| self.directory.join(format!("core-{thread}.img")).exists();
+        let ids = |process: &PstreeEntry| {
+            let threads: Vec<u32> = process.threads.iter().filter(has_image).copied().collect();
+            threads.into_iter().chain([process.pid])
+        };
+        for id in self.processes.iter().flat_map(ids) {
+            let id = id as i32;
             while Stat::read(id).is_ok_and(|stat| stat.state == 'Z') && Instant::now() < deadline {
                 std::thread::sleep(WAIT_POLL);
             }
