@@ -159,6 +159,10 @@ impl Heap {
 }
 
 impl Shared {
+    pub(crate) fn allocator(&self) -> &Allocator {
+        &self.allocator
+    }
+
     /// A cache that no other thread uses, or no cache if there is no memory for one.
     fn take_cache(&self) -> Flags {
         let mut caches = self.caches.lock().unwrap_or_else(PoisonError::into_inner);

@@ -7,6 +7,7 @@
 //!
 //! - [`Heap`]: a heap with arenas of its own. [`GlobalHeap`]: all memory of a program, as
 //!   `#[global_allocator]`.
+//! - [`SavedHeap`]: a heap that survives its program, with its pointers.
 //! - [`HeapTracker`]: which bytes were written since the last collect. It reports objects whole,
 //!   also where they reach into later parts and pages.
 //! - [`grouping`]: which parts are armed and reported together, decided by history (FPM, section
@@ -50,6 +51,7 @@ pub mod grouping;
 mod heap;
 mod jemalloc;
 mod parts;
+mod saved;
 mod space;
 mod tracker;
 
@@ -58,4 +60,5 @@ pub use error::{Error, ErrorKind};
 pub use global::GlobalHeap;
 pub use heap::Heap;
 pub use parts::Parts;
+pub use saved::{HeapOptions, SavedHeap};
 pub use tracker::{HeapTracker, Interval};

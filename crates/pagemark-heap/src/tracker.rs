@@ -4,6 +4,7 @@ use std::ops::Deref;
 use std::sync::Arc;
 use std::time::Duration;
 
+use pagemark::sys::views::Views;
 use pagemark::track::view_scan::ViewScan;
 use pagemark::{
     Address, AddressRangeExt, ByteCount, Error, Mechanism, PAGE_SIZE, PageNumber, PageRangeExt, Range, RangeSet,
@@ -11,8 +12,9 @@ use pagemark::{
 };
 
 use crate::allocator::Allocator;
+use crate::crossings::Crossings;
 use crate::grouping::{Grouping, PageGroups, PartSet, Seen};
-use crate::{GlobalHeap, Heap, heap};
+use crate::{GlobalHeap, Heap, Parts, heap, saved};
 
 /// Finds the bytes of a heap that were written, by the parts of pages.
 ///
@@ -38,20 +40,53 @@ pub struct HeapTracker<G> {
     last: Interval,
 }
 
+/// What a tracker has to know of a heap.
+pub(crate) trait Tracked {
+    fn views(&self) -> &Views;
+
+    /// Which objects reach from one part into the next.
+    fn crossings(&self) -> &Crossings;
+
+    /// The bytes, from the beginning of each view, that may hold data.
+    fn used(&self) -> ByteCount;
+
+    fn parts(&self) -> Parts;
+}
+
+impl Tracked for Allocator {
+    fn views(&self) -> &Views {
+        &self.space.views
+    }
+
+    fn crossings(&self) -> &Crossings {
+        &self.crossings
+    }
+
+    fn used(&self) -> ByteCount {
+        self.space.used()
+    }
+
+    fn parts(&self) -> Parts {
+        Allocator::parts(self)
+    }
+}
+
 /// Keeps the memory of a heap mapped.
 #[derive(Debug)]
 enum Owner {
     Own(Arc<heap::Shared>),
     Global(&'static Allocator),
+    Saved(Arc<saved::Objects>),
 }
 
 impl Deref for Owner {
-    type Target = Allocator;
+    type Target = dyn Tracked;
 
-    fn deref(&self) -> &Allocator {
+    fn deref(&self) -> &(dyn Tracked + 'static) {
         match self {
-            Owner::Own(shared) => shared,
-            Owner::Global(allocator) => allocator,
+            Owner::Own(shared) => shared.allocator(),
+            Owner::Global(allocator) => *allocator,
+            Owner::Saved(objects) => &**objects,
         }
     }
 }
@@ -90,9 +125,17 @@ impl<G: Grouping> HeapTracker<G> {
         HeapTracker::of(Owner::Global(allocator), grouping)
     }
 
+    /// Tracks a saved heap.
+    ///
+    /// # Errors
+    /// As [`HeapTracker::new`].
+    pub(crate) fn of_saved(objects: Arc<saved::Objects>, grouping: G) -> Result<HeapTracker<G>, Error> {
+        HeapTracker::of(Owner::Saved(objects), grouping)
+    }
+
     fn of(heap: Owner, grouping: G) -> Result<HeapTracker<G>, Error> {
         // SAFETY: the owner keeps the views mapped, and is dropped after the scan.
-        let scan = unsafe { ViewScan::new(&heap.space.views)? };
+        let scan = unsafe { ViewScan::new(heap.views())? };
         let (groups, protected, views, seen) = (PageGroups::new(), ByteCount::ZERO, Vec::new(), Vec::new());
         Ok(HeapTracker { scan, heap, grouping, groups, protected, views, seen, last: Interval::default() })
     }
@@ -105,7 +148,7 @@ impl<G: Grouping> HeapTracker<G> {
     /// `ErrorKind::ForkedChild`: a child has to make its own tracker.
     pub fn collect_written(&mut self, written: &mut RangeSet) -> Result<Interval, Error> {
         self.scan.check_process()?;
-        let used = self.heap.space.used();
+        let used = self.heap.used();
         self.views.clear();
         self.views.resize(self.protected.to_usize() / PAGE_SIZE, 0);
         let separates_all = self.grouping.separates_all();
@@ -143,7 +186,7 @@ impl<G: Grouping> HeapTracker<G> {
 
     /// Adds the bytes of the written parts to `written`, and lists their pages for the strategy.
     fn report(&mut self, written: &mut RangeSet, interval: &mut Interval) {
-        let first = self.heap.space.views.view(0).start.page();
+        let first = self.heap.views().view(0).start.page();
         let mut found = RangeSet::new();
         self.seen.clear();
         for (page, &views) in self.views.iter().enumerate().filter(|&(_, &views)| views != 0) {
@@ -151,7 +194,7 @@ impl<G: Grouping> HeapTracker<G> {
             interval.faults += u64::from(armed.count_ones());
             self.seen.push(Seen { page, written: armed });
             let start = addresses(first, page).start;
-            self.heap.crossings.written(page, views, |bytes| {
+            self.heap.crossings().written(page, views, |bytes| {
                 found.insert(start + ByteCount::from(bytes.start)..start + ByteCount::from(bytes.end));
             });
         }
@@ -161,7 +204,7 @@ impl<G: Grouping> HeapTracker<G> {
 
     /// The pages between two offsets that hold data, by their addresses in the first view.
     fn data_between(&self, start: ByteCount, end: ByteCount) -> Result<RangeSet, Error> {
-        let views = &self.heap.space.views;
+        let views = self.heap.views();
         let (origin, end) = (views.view(0).start, Address::MIN + end);
         let (mut found, mut at) = (RangeSet::new(), Address::MIN + start);
         while at < end {

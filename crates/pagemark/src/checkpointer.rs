@@ -167,7 +167,7 @@ impl Checkpointer {
 
     /// Takes the content of a page tree that is committed for what a space holds. The next capture
     /// copies what the target finds written since.
-    pub(crate) fn resume_space(&mut self, space: SpaceId, tree: PageTree) {
+    pub fn resume_space(&mut self, space: SpaceId, tree: PageTree) {
         self.spaces.insert(space, Space { committed: tree.clone(), tree, ..Space::default() });
     }
 

@@ -92,12 +92,7 @@ impl<T: Target> Job<T> {
 
     /// A job whose target was captured before: `checkpointer` knows what was saved. The first
     /// checkpoint saves what has been written since.
-    pub(crate) fn resumed(
-        target: T,
-        repository: Repository,
-        options: JobOptions,
-        checkpointer: Checkpointer,
-    ) -> Job<T> {
+    pub fn resumed(target: T, repository: Repository, options: JobOptions, checkpointer: Checkpointer) -> Job<T> {
         Job { target, repository, options, checkpointer, last_prune: None }
     }
 

@@ -277,6 +277,16 @@ impl Repository {
         Ok(checkpoints)
     }
 
+    /// The number of the newest checkpoint of a job; none for a job that is not there. No record is
+    /// read, so the checkpoint may turn out to be damaged.
+    ///
+    /// # Errors
+    /// The directory could not be read.
+    pub fn newest(&self, job: &str) -> Result<Option<u64>, Error> {
+        check_job_name(job)?;
+        Ok(self.inner.sequences(job)?.last().copied())
+    }
+
     /// The commit records of a job, by their numbers, in ascending order; none for a job that is
     /// not there. A record that cannot be read has its own error, so that it hides no other.
     ///

@@ -8,7 +8,7 @@ pub mod exit_watch;
 pub mod fanotify;
 pub mod fault;
 pub mod flight;
-pub(crate) mod fork_mark;
+pub mod fork_mark;
 pub mod forks;
 pub(crate) mod futex;
 pub mod gate;

@@ -8,7 +8,7 @@ use crate::PAGE_SIZE;
 
 /// A mark that the process has which made it, and that its children made by `fork` lack.
 #[derive(Debug)]
-pub(crate) struct ForkMark {
+pub struct ForkMark {
     /// A page that the kernel fills with zeros in children (`MADV_WIPEONFORK`, Linux 4.14).
     page: Mapping,
 }

@@ -48,15 +48,37 @@ impl Views {
     /// `EINVAL`: no views, or not whole pages. `ENOMEM`: no address space, or too many mappings
     /// (`vm.max_map_count`). `EMFILE`, `ENFILE`, and `EFBIG` (RLIMIT_FSIZE).
     pub fn new(view_bytes: ByteCount, count: usize) -> io::Result<Views> {
+        Views::map_new(None, view_bytes, count)
+    }
+
+    /// As [`Views::new`], with the first view at an address.
+    ///
+    /// # Errors
+    /// As [`Views::new`]. `EEXIST`: something else is mapped there. `EINVAL`: the address is not
+    /// that of a page. `EPERM`, `ENOMEM`: it is outside of the address space of programs.
+    pub fn at(start: Address, view_bytes: ByteCount, count: usize) -> io::Result<Views> {
+        Views::map_new(Some(start), view_bytes, count)
+    }
+
+    fn map_new(place: Option<Address>, view_bytes: ByteCount, count: usize) -> io::Result<Views> {
         let view_bytes = view_bytes.to_usize();
         let total = view_bytes.checked_mul(count).filter(|&total| total > 0 && view_bytes.is_multiple_of(PAGE_SIZE));
         let total = total.ok_or_else(|| io::Error::from_raw_os_error(libc::EINVAL))?;
         let file = anonymous_file(c"pagemark-heap", view_bytes)?;
-        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
-        // SAFETY: a new mapping at an address that the kernel chooses touches no other memory.
-        let start = unsafe { libc::mmap(std::ptr::null_mut(), total, libc::PROT_NONE, flags, -1, 0) };
+        let exactly = if place.is_some() { libc::MAP_FIXED_NOREPLACE } else { 0 };
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | exactly;
+        let wanted = place.map_or(std::ptr::null_mut(), Address::as_mut_ptr);
+        // SAFETY: a new mapping at an address that the kernel chooses, or where nothing else is mapped,
+        // touches no other memory.
+        let start = unsafe { libc::mmap(wanted, total, libc::PROT_NONE, flags, -1, 0) };
         if start == libc::MAP_FAILED {
             return Err(io::Error::last_os_error());
+        }
+        if place.is_some() && start != wanted {
+            // A kernel before 4.17 takes the address for a hint.
+            // SAFETY: the mapping was just made, and nobody knows it.
+            unsafe { libc::munmap(start, total) };
+            return Err(io::Error::from_raw_os_error(libc::EEXIST));
         }
         let start = NonNull::new(start.cast()).ok_or(io::ErrorKind::OutOfMemory)?;
         let views = Views {
@@ -300,6 +322,22 @@ mod tests {
             assert!(Views::new(ByteCount::from(bytes), count).is_err(), "{bytes} {count}");
         }
         assert_eq!(Views::new(ByteCount::new(1 << 60), 2).unwrap_err().raw_os_error(), Some(libc::ENOMEM));
+    }
+
+    #[test]
+    fn views_are_mapped_again_where_they_were_unless_something_else_is_there() {
+        let views = Views::new(ByteCount::of_pages(4), 2).unwrap();
+        let start = views.view(0).start;
+        assert_eq!(Views::at(start, ByteCount::PAGE, 1).unwrap_err().raw_os_error(), Some(libc::EEXIST));
+        let last = start + ByteCount::of_pages(7);
+        assert_eq!(Views::at(last, ByteCount::PAGE, 1).unwrap_err().raw_os_error(), Some(libc::EEXIST));
+        drop(views);
+        let views = Views::at(start, ByteCount::of_pages(4), 2).unwrap();
+        assert_eq!(views.view(0).start, start);
+        write(&views, 1, 5, 3);
+        assert_eq!(read(&views, 0, 5), 3);
+        let odd = Address::new(start.get() + 1);
+        assert_eq!(Views::at(odd, ByteCount::PAGE, 1).unwrap_err().raw_os_error(), Some(libc::EINVAL));
     }
 
     #[test]
