@@ -147,6 +147,16 @@ pub(crate) fn set_thread_arena(arena: u32) -> io::Result<()> {
     unsafe { set(c"thread.arena", arena) }
 }
 
+/// Frees the memory that the arenas keep for later use.
+#[cfg(test)]
+pub(crate) fn purge() {
+    /// All arenas: `MALLCTL_ARENAS_ALL`.
+    const NAME: &CStr = c"arena.4096.purge";
+    // SAFETY: this name takes and returns nothing.
+    let result = unsafe { ffi::mallctl(NAME.as_ptr(), null_mut(), null_mut(), null_mut(), 0) };
+    assert_eq!(result, 0);
+}
+
 /// # Safety
 /// The name takes a `T`, or nothing, and returns an unsigned number.
 unsafe fn control<T>(name: &CStr, input: Option<&mut T>) -> io::Result<u32> {

@@ -46,6 +46,7 @@ mod allocator;
 mod crossings;
 mod error;
 mod fork;
+mod freed;
 mod global;
 pub mod grouping;
 mod heap;

@@ -51,6 +51,10 @@ pub(crate) trait Tracked {
     fn used(&self) -> ByteCount;
 
     fn parts(&self) -> Parts;
+
+    /// Calls `visit` with the offsets, below `end`, of pages that hold zeros since they were freed,
+    /// each once. None if the owner reports them in another way.
+    fn take_freed(&self, _end: ByteCount, _visit: &mut dyn FnMut(Range)) {}
 }
 
 impl Tracked for Allocator {
@@ -68,6 +72,10 @@ impl Tracked for Allocator {
 
     fn parts(&self) -> Parts {
         Allocator::parts(self)
+    }
+
+    fn take_freed(&self, end: ByteCount, visit: &mut dyn FnMut(Range)) {
+        self.space.freed.take(end, visit);
     }
 }
 
@@ -198,6 +206,10 @@ impl<G: Grouping> HeapTracker<G> {
                 found.insert(start + ByteCount::from(bytes.start)..start + ByteCount::from(bytes.end));
             });
         }
+        let origin = self.heap.views().view(0).start;
+        self.heap.take_freed(self.protected, &mut |offsets| {
+            found.insert(origin + (offsets.start - Address::MIN)..origin + (offsets.end - Address::MIN));
+        });
         interval.written_bytes = found.total_bytes();
         written.append(&mut found);
     }
@@ -279,5 +291,55 @@ impl<G: Grouping> Tracker for HeapTracker<G> {
         let result = self.collect_written(&mut written);
         dirty.extend(&written.intersection(ranges));
         result.map(drop)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::alloc::{GlobalAlloc, Layout};
+
+    use pagemark::ErrorKind;
+
+    use super::*;
+    use crate::grouping::Separate;
+    use crate::jemalloc;
+
+    /// jemalloc knows that memory which it has freed holds zeros, and does not write them.
+    #[test]
+    fn freed_memory_that_is_handed_out_as_zeros_is_reported() {
+        let layout = Layout::from_size_align(1 << 20, PAGE_SIZE).unwrap();
+        for parts in Parts::ALL {
+            let heap = Heap::new(parts, ByteCount::new(64 << 20)).unwrap();
+            let mut tracker = match HeapTracker::new(&heap, Separate) {
+                Err(error) if error.kind() == ErrorKind::Unavailable => {
+                    return pagemark_testing::skipped(&error.to_string());
+                }
+                tracker => tracker.unwrap(),
+            };
+            let mut collect = || {
+                let mut written = RangeSet::new();
+                tracker.collect_written(&mut written).unwrap();
+                written
+            };
+            // SAFETY: the layout has a size, and the object as many bytes.
+            let object = unsafe {
+                let object = heap.alloc(layout);
+                object.write_bytes(0xaa, layout.size());
+                object
+            };
+            let place = heap.canonical(object)..heap.canonical(object) + ByteCount::from(layout.size());
+            assert!(collect().covers(place.clone()));
+            // SAFETY: the object is live, and not used again.
+            unsafe { heap.dealloc(object, layout) };
+            jemalloc::purge();
+            // SAFETY: the layout has a size.
+            let zeroed = unsafe { heap.alloc_zeroed(layout) };
+            assert_eq!(heap.canonical(zeroed), place.start, "jemalloc does not use the same memory again");
+            assert!(collect().covers(place.clone()), "{parts:?}");
+            // SAFETY: the object has as many bytes.
+            let content = unsafe { std::slice::from_raw_parts(zeroed, layout.size()) };
+            assert!(content.iter().all(|&byte| byte == 0));
+            assert!(!collect().contains(place.start), "reported once");
+        }
     }
 }
