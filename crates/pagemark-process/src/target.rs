@@ -283,8 +283,6 @@ pub struct CapturedTree<'target> {
 }
 
 impl Captured for CapturedTree<'_> {
-    type Error = Error;
-
     fn taken_at(&self) -> SystemTime {
         self.taken_at
     }

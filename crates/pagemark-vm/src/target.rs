@@ -402,8 +402,6 @@ pub struct CapturedVm<'target> {
 }
 
 impl Captured for CapturedVm<'_> {
-    type Error = Error;
-
     fn taken_at(&self) -> SystemTime {
         self.taken_at
     }

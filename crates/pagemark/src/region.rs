@@ -46,7 +46,7 @@ mod target;
 mod view;
 
 pub use changes::{Change, Changes};
-pub use target::{CapturedRegions, FrozenRegions, RegionTarget};
+pub use target::{FrozenRegions, RegionTarget};
 pub use view::View;
 
 use base::Base;

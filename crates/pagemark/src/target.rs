@@ -133,7 +133,7 @@ pub trait Target: TargetMemory {
 /// A target that is frozen, with its state saved. Dropped, the target resumes.
 pub trait Frozen: TargetMemory {
     /// What is known after the thaw.
-    type Captured: Captured<Error = Self::Error>;
+    type Captured: Captured;
 
     /// Lets the target resume, and begins the next interval: see
     /// [`Tracker::begin_interval`](crate::Tracker::begin_interval).
@@ -145,9 +145,6 @@ pub trait Frozen: TargetMemory {
 
 /// What a freeze captured besides the content of memory. The target runs.
 pub trait Captured {
-    /// Why it could not be recorded.
-    type Error: TargetError;
-
     /// When the target was frozen.
     fn taken_at(&self) -> SystemTime;
 
@@ -169,6 +166,39 @@ pub trait Captured {
     /// # Errors
     /// It could not be read or stored.
     fn record(self, store: &mut dyn Store) -> Result<Recorded, Error>;
+}
+
+/// Captured spaces that have no state to record besides their content: those of a program's own
+/// memory.
+pub struct CapturedSpaces {
+    /// The spaces as they were in the freeze.
+    pub spaces: Vec<CapturedSpace>,
+    /// When they were frozen.
+    pub taken_at: SystemTime,
+    /// How long they were frozen.
+    pub downtime: Duration,
+}
+
+impl Captured for CapturedSpaces {
+    fn taken_at(&self) -> SystemTime {
+        self.taken_at
+    }
+
+    fn downtime(&self) -> Duration {
+        self.downtime
+    }
+
+    fn spaces(&self) -> Vec<CapturedSpace> {
+        self.spaces.clone()
+    }
+
+    fn saved_pages(&self, _: SpaceId, _: VisitPage<'_>) -> Result<(), Error> {
+        Ok(())
+    }
+
+    fn record(self, _: &mut dyn Store) -> Result<Recorded, Error> {
+        Ok(Recorded::default())
+    }
 }
 
 /// Takes a page's number and its content.

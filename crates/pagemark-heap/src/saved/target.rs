@@ -1,15 +1,14 @@
 //! A saved heap as a target of checkpoints.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Instant, SystemTime};
 
 use pagemark::repository::{Repository, SpaceKind, TargetKind};
 use pagemark::sys::shared_bytes::SharedBytes;
 use pagemark::target::{
-    Captured, CapturedSpace, Frozen, Recorded, SpaceId, Target, TargetDescription, TargetError, TargetMemory,
-    VisitPage, WhileFreezing,
+    CapturedSpace, CapturedSpaces, Frozen, SpaceId, Target, TargetDescription, TargetError, TargetMemory, WhileFreezing,
 };
-use pagemark::{Address, AddressRangeExt, ByteCount, Mechanism, PageRange, PageTree, Range, RangeSet, Store};
+use pagemark::{Address, AddressRangeExt, Mechanism, PageTree, Range, RangeSet, Store};
 
 use super::memory::Header;
 use super::objects::{Locked, Objects};
@@ -199,53 +198,17 @@ impl TargetMemory for FrozenHeap<'_> {
 }
 
 impl Frozen for FrozenHeap<'_> {
-    type Captured = CapturedHeap;
+    type Captured = CapturedSpaces;
 
-    fn thaw(self) -> Result<CapturedHeap, Error> {
-        Ok(CapturedHeap {
-            bytes: self.objects.views().view_bytes(),
-            held: self.held.iter().map(|range| range.page_range()).collect(),
-            frozen_at: self.frozen_at,
-            downtime: self.since.elapsed(),
-        })
-    }
-}
-
-/// A captured heap. It has no state besides its content.
-pub(super) struct CapturedHeap {
-    bytes: ByteCount,
-    held: Vec<PageRange>,
-    frozen_at: SystemTime,
-    downtime: Duration,
-}
-
-impl Captured for CapturedHeap {
-    type Error = Error;
-
-    fn taken_at(&self) -> SystemTime {
-        self.frozen_at
-    }
-
-    fn downtime(&self) -> Duration {
-        self.downtime
-    }
-
-    fn spaces(&self) -> Vec<CapturedSpace> {
-        vec![CapturedSpace {
+    fn thaw(self) -> Result<CapturedSpaces, Error> {
+        let space = CapturedSpace {
             space: SPACE,
             id: SPACE,
             label: super::LABEL.to_owned(),
-            kind: SpaceKind::Heap { bytes: self.bytes },
+            kind: SpaceKind::Heap { bytes: self.objects.views().view_bytes() },
             mappings: Vec::new(),
-            held_pages: Some(self.held.clone()),
-        }]
-    }
-
-    fn saved_pages(&self, _: SpaceId, _: VisitPage<'_>) -> Result<(), pagemark::Error> {
-        Ok(())
-    }
-
-    fn record(self, _: &mut dyn Store) -> Result<Recorded, pagemark::Error> {
-        Ok(Recorded::default())
+            held_pages: Some(self.held.iter().map(|range| range.page_range()).collect()),
+        };
+        Ok(CapturedSpaces { spaces: vec![space], taken_at: self.frozen_at, downtime: self.since.elapsed() })
     }
 }

@@ -8,13 +8,12 @@
 
 use std::sync::MutexGuard;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Instant, SystemTime};
 
 use super::{Region, State};
 use crate::repository::{SpaceKind, TargetKind};
 use crate::target::{
-    Captured, CapturedSpace, Frozen, Recorded, SpaceId, Target, TargetDescription, TargetMemory, VisitPage,
-    WhileFreezing,
+    CapturedSpace, CapturedSpaces, Frozen, SpaceId, Target, TargetDescription, TargetMemory, WhileFreezing,
 };
 use crate::{AddressRangeExt, ByteCount, Error, Range, RangeSet, Store};
 
@@ -264,9 +263,9 @@ impl TargetMemory for FrozenRegions<'_> {
 }
 
 impl Frozen for FrozenRegions<'_> {
-    type Captured = CapturedRegions;
+    type Captured = CapturedSpaces;
 
-    fn thaw(self) -> Result<CapturedRegions, Error> {
+    fn thaw(self) -> Result<CapturedSpaces, Error> {
         let spaces = self.members.iter().zip(0..).map(|(member, space)| CapturedSpace {
             space,
             id: space,
@@ -275,37 +274,6 @@ impl Frozen for FrozenRegions<'_> {
             mappings: Vec::new(),
             held_pages: None,
         });
-        Ok(CapturedRegions { spaces: spaces.collect(), frozen_at: self.frozen_at, downtime: self.since.elapsed() })
-    }
-}
-
-/// Captured regions. They have no state to record besides their content.
-pub struct CapturedRegions {
-    spaces: Vec<CapturedSpace>,
-    frozen_at: SystemTime,
-    downtime: Duration,
-}
-
-impl Captured for CapturedRegions {
-    type Error = Error;
-
-    fn taken_at(&self) -> SystemTime {
-        self.frozen_at
-    }
-
-    fn downtime(&self) -> Duration {
-        self.downtime
-    }
-
-    fn spaces(&self) -> Vec<CapturedSpace> {
-        self.spaces.clone()
-    }
-
-    fn saved_pages(&self, _: SpaceId, _: VisitPage<'_>) -> Result<(), Error> {
-        Ok(())
-    }
-
-    fn record(self, _: &mut dyn Store) -> Result<Recorded, Error> {
-        Ok(Recorded::default())
+        Ok(CapturedSpaces { spaces: spaces.collect(), taken_at: self.frozen_at, downtime: self.since.elapsed() })
     }
 }

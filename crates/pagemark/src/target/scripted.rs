@@ -239,8 +239,6 @@ pub(crate) struct CapturedMemory {
 }
 
 impl Captured for CapturedMemory {
-    type Error = Failed;
-
     fn taken_at(&self) -> SystemTime {
         SystemTime::UNIX_EPOCH
     }
