@@ -22,62 +22,47 @@ pub(super) fn applies(held: &[Held]) -> bool {
     held.len() >= 4 && held.as_ptr().addr().is_multiple_of(VECTOR) && is_x86_feature_detected!("avx")
 }
 
+/// Copies blocks, at least one: the loop of [`read`] and [`write()`], whose accesses differ in which
+/// of the addresses is aligned.
+macro_rules! copy {
+    ($from:expr, $load:literal, $to:expr, $store:literal, $blocks:expr) => {
+        asm!(
+            "2:",
+            concat!($load, " xmm0, [{from}]"),
+            concat!($load, " xmm1, [{from} + 16]"),
+            concat!($load, " xmm2, [{from} + 32]"),
+            concat!($load, " xmm3, [{from} + 48]"),
+            concat!($store, " [{to}], xmm0"),
+            concat!($store, " [{to} + 16], xmm1"),
+            concat!($store, " [{to} + 32], xmm2"),
+            concat!($store, " [{to} + 48], xmm3"),
+            "add {from}, 64",
+            "add {to}, 64",
+            "dec {blocks}",
+            "jnz 2b",
+            from = inout(reg) $from => _,
+            to = inout(reg) $to => _,
+            blocks = inout(reg) $blocks => _,
+            out("xmm0") _, out("xmm1") _, out("xmm2") _, out("xmm3") _,
+            options(nostack),
+        )
+    };
+}
+
 /// Copies blocks for which [`applies`] is true. Both have the same number.
 pub(super) fn read(held: &[Held], to: &mut [[u8; BLOCK]]) {
     assert!(held.len() == to.len() && applies(held));
     // SAFETY: the processor has AVX, and both slices have this many blocks. The blocks of `held` are
-    // aligned. Writes by other threads meanwhile are no data race of the language, since the compiler
-    // does not see these accesses; for the processor they are accesses of whole words.
-    unsafe {
-        asm!(
-            "2:",
-            "vmovdqa xmm0, [{held}]",
-            "vmovdqa xmm1, [{held} + 16]",
-            "vmovdqa xmm2, [{held} + 32]",
-            "vmovdqa xmm3, [{held} + 48]",
-            "vmovdqu [{to}], xmm0",
-            "vmovdqu [{to} + 16], xmm1",
-            "vmovdqu [{to} + 32], xmm2",
-            "vmovdqu [{to} + 48], xmm3",
-            "add {held}, 64",
-            "add {to}, 64",
-            "dec {blocks}",
-            "jnz 2b",
-            held = inout(reg) held.as_ptr() => _,
-            to = inout(reg) to.as_mut_ptr() => _,
-            blocks = inout(reg) held.len() => _,
-            out("xmm0") _, out("xmm1") _, out("xmm2") _, out("xmm3") _,
-            options(nostack),
-        );
-    }
+    // aligned. Writes by other threads meanwhile are no data race of the language, since the
+    // compiler does not see these accesses; the processor accesses whole words.
+    unsafe { copy!(held.as_ptr(), "vmovdqa", to.as_mut_ptr(), "vmovdqu", held.len()) }
 }
 
 /// Writes blocks for which [`applies`] is true. Both have the same number.
 pub(super) fn write(held: &[Held], from: &[[u8; BLOCK]]) {
     assert!(held.len() == from.len() && applies(held));
     // SAFETY: as in `read`; atomics may be written through a shared reference.
-    unsafe {
-        asm!(
-            "2:",
-            "vmovdqu xmm0, [{from}]",
-            "vmovdqu xmm1, [{from} + 16]",
-            "vmovdqu xmm2, [{from} + 32]",
-            "vmovdqu xmm3, [{from} + 48]",
-            "vmovdqa [{held}], xmm0",
-            "vmovdqa [{held} + 16], xmm1",
-            "vmovdqa [{held} + 32], xmm2",
-            "vmovdqa [{held} + 48], xmm3",
-            "add {held}, 64",
-            "add {from}, 64",
-            "dec {blocks}",
-            "jnz 2b",
-            held = inout(reg) held.as_ptr() => _,
-            from = inout(reg) from.as_ptr() => _,
-            blocks = inout(reg) held.len() => _,
-            out("xmm0") _, out("xmm1") _, out("xmm2") _, out("xmm3") _,
-            options(nostack),
-        );
-    }
+    unsafe { copy!(from.as_ptr(), "vmovdqu", held.as_ptr(), "vmovdqa", held.len()) }
 }
 
 /// True if blocks for which [`applies`] is true hold this content. Both have the same number.
