@@ -54,6 +54,7 @@ enum Step {
 pub struct FaultyBackend {
     inner: Arc<dyn Backend>,
     state: Arc<Mutex<State>>,
+    after_list: Arc<dyn Fn(&str) + Send + Sync>,
 }
 
 struct State {
@@ -86,7 +87,13 @@ impl FaultyBackend {
     /// Wraps `inner`. `seed` decides what a crash leaves of what is not durable.
     pub fn new(inner: Arc<dyn Backend>, fault: Fault, seed: u64) -> FaultyBackend {
         let state = State { fault, steps: 0, is_dead: false, random: seed | 1, pending: Vec::new() };
-        FaultyBackend { inner, state: Arc::new(Mutex::new(state)) }
+        FaultyBackend { inner, state: Arc::new(Mutex::new(state)), after_list: Arc::new(|_| {}) }
+    }
+
+    /// Calls `event` with the directory after each list of one, before the user of the backend has
+    /// the list: what others may do at that moment.
+    pub fn after_list(self, event: impl Fn(&str) + Send + Sync + 'static) -> FaultyBackend {
+        FaultyBackend { after_list: Arc::new(event), ..self }
     }
 
     /// Steps taken so far.
@@ -175,7 +182,9 @@ impl Backend for FaultyBackend {
     }
 
     fn list(&self, directory: &str) -> Result<Vec<ListEntry>, BackendError> {
-        self.inner.list(directory)
+        let entries = self.inner.list(directory)?;
+        (self.after_list)(directory);
+        Ok(entries)
     }
 
     fn stamp(&self, directory: &str) -> Option<Stamp> {

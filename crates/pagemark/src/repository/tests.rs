@@ -12,7 +12,7 @@ use tempfile::TempDir;
 use super::format::{ANY_SPACES, PROCESSES_ONLY};
 use super::*;
 use crate::backend::faults::{Fault, FaultyBackend};
-use crate::backend::{Lease, ListEntry, ListKind, LocalBackend, MemoryBackend, NewObject, Stamp, WriterLease};
+use crate::backend::{ListKind, LocalBackend, MemoryBackend};
 use crate::error::{Error, ErrorKind, Object};
 use crate::{ByteCount, Kind, Mechanism, PageNumber, PageTree, Store};
 
@@ -503,87 +503,20 @@ fn readers_continue_while_others_commit_and_prune() {
     }
 }
 
-/// A backend whose packs are all replaced by others, by commits and a prune, between each of the
-/// first lists of them and whatever its user does next.
-struct MovingBackend {
-    inner: Arc<dyn Backend>,
-    moves_left: AtomicUsize,
-}
-
-impl MovingBackend {
-    fn replace_packs(&self) {
-        let packs = |backend: &dyn Backend| -> BTreeSet<String> {
-            objects(backend).into_iter().filter(|name| name.starts_with(PACKS)).collect()
-        };
-        let repository = Repository::on(self.inner.clone()).unwrap();
-        let before = packs(&*self.inner);
-        for round in 0.. {
-            assert!(round < 40, "some packs are never replaced");
-            commit(&repository, "garbage", &(0..100).map(|number| (number, 1000 * round + number)).collect()).unwrap();
-            repository.prune(&Retention { keep_last: Some(1), keep_every: None }, None, &mut |_| {}).unwrap();
-            if packs(&*self.inner).is_disjoint(&before) {
-                return;
-            }
+/// Replaces all packs by others, by commits and a prune.
+fn replace_packs(backend: &Arc<dyn Backend>) {
+    let packs = |backend: &dyn Backend| -> BTreeSet<String> {
+        objects(backend).into_iter().filter(|name| name.starts_with(PACKS)).collect()
+    };
+    let repository = Repository::on(backend.clone()).unwrap();
+    let before = packs(&**backend);
+    for round in 0.. {
+        assert!(round < 40, "some packs are never replaced");
+        commit(&repository, "garbage", &(0..100).map(|number| (number, 1000 * round + number)).collect()).unwrap();
+        repository.prune(&Retention { keep_last: Some(1), keep_every: None }, None, &mut |_| {}).unwrap();
+        if packs(&**backend).is_disjoint(&before) {
+            return;
         }
-    }
-}
-
-impl Backend for MovingBackend {
-    fn location(&self) -> &Path {
-        self.inner.location()
-    }
-
-    fn prepare(&self, directories: &[&str]) -> Result<(), BackendError> {
-        self.inner.prepare(directories)
-    }
-
-    fn list(&self, directory: &str) -> Result<Vec<ListEntry>, BackendError> {
-        let entries = self.inner.list(directory)?;
-        let is_to_move = |left: usize| if directory == PACKS { left.checked_sub(1) } else { None };
-        if self.moves_left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, is_to_move).is_ok() {
-            self.replace_packs();
-        }
-        Ok(entries)
-    }
-
-    fn stamp(&self, directory: &str) -> Option<Stamp> {
-        self.inner.stamp(directory)
-    }
-
-    fn bytes(&self, name: &str) -> Result<Option<u64>, BackendError> {
-        self.inner.bytes(name)
-    }
-
-    fn open(&self, name: &str) -> Result<Option<Arc<dyn crate::backend::Object>>, BackendError> {
-        self.inner.open(name)
-    }
-
-    fn create(&self, name: &str) -> Result<Box<dyn NewObject>, BackendError> {
-        self.inner.create(name)
-    }
-
-    fn remove(&self, name: &str) -> Result<(), BackendError> {
-        self.inner.remove(name)
-    }
-
-    fn sync(&self, directory: &str) -> Result<(), BackendError> {
-        self.inner.sync(directory)
-    }
-
-    fn discard_staged(&self) -> Result<(), BackendError> {
-        self.inner.discard_staged()
-    }
-
-    fn lease_writer(&self, owner: &str) -> Result<WriterLease, BackendError> {
-        self.inner.lease_writer(owner)
-    }
-
-    fn lease_reader(&self, name: &str) -> Result<Option<Box<dyn Lease>>, BackendError> {
-        self.inner.lease_reader(name)
-    }
-
-    fn remove_unleased(&self, name: &str) -> Result<bool, BackendError> {
-        self.inner.remove_unleased(name)
     }
 }
 
@@ -593,15 +526,22 @@ fn content_is_found_however_often_it_moves_while_packs_are_listed() {
         let (bed, repository, model) = example(kept, 6);
         let reading = repository.read("one", 3).unwrap();
         for moves in 1..=4 {
-            let moving = MovingBackend { inner: bed.backend.clone(), moves_left: AtomicUsize::new(0) };
-            let moving = Arc::new(moving);
-            let reader = Repository::on(moving.clone()).unwrap();
+            // Packs are replaced between each of the first lists of them and what the reader does next.
+            let moves_left = Arc::new(AtomicUsize::new(0));
+            let (backend, left) = (bed.backend.clone(), moves_left.clone());
+            let moving = FaultyBackend::new(bed.backend.clone(), Fault::None, 0).after_list(move |directory| {
+                let is_to_move = |left: usize| if directory == PACKS { left.checked_sub(1) } else { None };
+                if left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, is_to_move).is_ok() {
+                    replace_packs(&backend);
+                }
+            });
+            let reader = Repository::on(Arc::new(moving)).unwrap();
             // What the reader knows is out of date.
-            moving.replace_packs();
-            moving.moves_left.store(moves, Ordering::Relaxed);
+            replace_packs(&bed.backend);
+            moves_left.store(moves, Ordering::Relaxed);
             let pages = read(&reader, "one", 3).unwrap();
             assert!(pages == content(&model[&("one".into(), 3)]), "after {moves} moves");
-            assert_eq!(moving.moves_left.load(Ordering::Relaxed), 0);
+            assert_eq!(moves_left.load(Ordering::Relaxed), 0);
         }
         drop(reading);
     }
