@@ -46,7 +46,6 @@ mod allocator;
 mod crossings;
 mod error;
 mod fork;
-mod freed;
 mod global;
 pub mod grouping;
 mod heap;

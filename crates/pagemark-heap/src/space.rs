@@ -11,7 +11,6 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use pagemark::sys::views::Views;
 use pagemark::{Address, ByteCount, Range};
 
-use crate::freed::FreedPages;
 use crate::jemalloc::ExtentHooks;
 
 /// The views of a heap, and how much of them jemalloc has.
@@ -21,7 +20,6 @@ pub(crate) struct Space {
     /// The first field: jemalloc calls the hooks with its address, which is that of the space.
     hooks: Hooks,
     pub(crate) views: Views,
-    pub(crate) freed: FreedPages,
     used: AtomicUsize,
 }
 
@@ -53,7 +51,6 @@ impl Space {
         Ok(Space {
             hooks: Hooks(hooks),
             views: Views::new(ByteCount::new(capacity), views)?,
-            freed: FreedPages::new(capacity as usize)?,
             used: AtomicUsize::new(0),
         })
     }
@@ -129,10 +126,7 @@ unsafe extern "C" fn free(
         let space = &*hooks.cast::<Space>();
         let start = Address::from(extent.addr() - space.views.start().as_ptr().addr() + offset);
         let part: Range = start..start + ByteCount::from(length);
-        let has_failed = space.views.free(&part).is_err();
-        // Only now, so that a tracker that takes the pages finds zeros.
-        space.freed.add(&part);
-        has_failed
+        space.views.free(&part).is_err()
     }
 }
 

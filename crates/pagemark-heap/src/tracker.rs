@@ -34,6 +34,9 @@ pub struct HeapTracker<G> {
     groups: PageGroups,
     /// The part of the views that the last collect has protected, from their beginning on.
     protected: ByteCount,
+    /// The part of which data may have been reported: more than is protected after a collect that
+    /// has failed.
+    reported: ByteCount,
     /// For each page, the views through which it was written.
     views: Vec<PartSet>,
     seen: Vec<Seen>,
@@ -51,10 +54,6 @@ pub(crate) trait Tracked {
     fn used(&self) -> ByteCount;
 
     fn parts(&self) -> Parts;
-
-    /// Calls `visit` with the offsets, below `end`, of pages that hold zeros since they were freed,
-    /// each once. None if the owner reports them in another way.
-    fn take_freed(&self, _end: ByteCount, _visit: &mut dyn FnMut(Range)) {}
 }
 
 impl Tracked for Allocator {
@@ -72,10 +71,6 @@ impl Tracked for Allocator {
 
     fn parts(&self) -> Parts {
         Allocator::parts(self)
-    }
-
-    fn take_freed(&self, end: ByteCount, visit: &mut dyn FnMut(Range)) {
-        self.space.freed.take(end, visit);
     }
 }
 
@@ -144,8 +139,17 @@ impl<G: Grouping> HeapTracker<G> {
     fn of(heap: Owner, grouping: G) -> Result<HeapTracker<G>, Error> {
         // SAFETY: the owner keeps the views mapped, and is dropped after the scan.
         let scan = unsafe { ViewScan::new(heap.views())? };
-        let (groups, protected, views, seen) = (PageGroups::new(), ByteCount::ZERO, Vec::new(), Vec::new());
-        Ok(HeapTracker { scan, heap, grouping, groups, protected, views, seen, last: Interval::default() })
+        Ok(HeapTracker {
+            scan,
+            heap,
+            grouping,
+            groups: PageGroups::new(),
+            protected: ByteCount::ZERO,
+            reported: ByteCount::ZERO,
+            views: Vec::new(),
+            seen: Vec::new(),
+            last: Interval::default(),
+        })
     }
 
     /// Adds to `written` what was written since the last call (all that holds data, the first
@@ -162,12 +166,15 @@ impl<G: Grouping> HeapTracker<G> {
         let separates_all = self.grouping.separates_all();
         let scanned = self.scan_views(used, separates_all);
         // Some pages may be protected again, also if the scan has failed: they are reported now.
-        let mut interval = Interval::default();
-        self.report(written, &mut interval);
+        let (mut found, mut interval) = (RangeSet::new(), Interval::default());
+        self.report(&mut found, &mut interval);
         // The memory that is new is reported wherever it holds data, however it was written.
-        let mut new = self.data_between(self.protected, used)?;
-        interval.written_bytes += new.total_bytes();
-        written.append(&mut new);
+        let new = self.data_between(self.protected, used);
+        self.reported = used;
+        found.extend(new.as_ref().unwrap_or(&RangeSet::new()));
+        interval.written_bytes = found.total_bytes();
+        written.append(&mut found);
+        new?;
         scanned?;
         self.protected = used;
         self.regroup(separates_all, &mut interval)?;
@@ -192,10 +199,10 @@ impl<G: Grouping> HeapTracker<G> {
         Ok(())
     }
 
-    /// Adds the bytes of the written parts to `written`, and lists their pages for the strategy.
-    fn report(&mut self, written: &mut RangeSet, interval: &mut Interval) {
+    /// Adds the bytes of the written parts and of freed pages to `found`, and lists the pages of the
+    /// parts for the strategy.
+    fn report(&mut self, found: &mut RangeSet, interval: &mut Interval) {
         let first = self.heap.views().view(0).start.page();
-        let mut found = RangeSet::new();
         self.seen.clear();
         for (page, &views) in self.views.iter().enumerate().filter(|&(_, &views)| views != 0) {
             let armed = views & !unarmed(&self.groups, page);
@@ -207,11 +214,10 @@ impl<G: Grouping> HeapTracker<G> {
             });
         }
         let origin = self.heap.views().view(0).start;
-        self.heap.take_freed(self.protected, &mut |offsets| {
+        // Pages beyond were never reported with another content.
+        self.heap.views().take_freed(self.reported, &mut |offsets| {
             found.insert(origin + (offsets.start - Address::MIN)..origin + (offsets.end - Address::MIN));
         });
-        interval.written_bytes = found.total_bytes();
-        written.append(&mut found);
     }
 
     /// The pages between two offsets that hold data, by their addresses in the first view.

@@ -76,23 +76,14 @@ pub(crate) struct Objects {
     /// For each class, the runs that have room. The value of a run's node is the number of objects
     /// that it has room for. Locked before `free_pages`, and in ascending order.
     with_room: [Mutex<List>; Class::COUNT],
-    free_pages: Mutex<FreePages>,
+    free_pages: Mutex<Runs>,
     mark: ForkMark,
-}
-
-/// What the free pages are.
-#[derive(Debug)]
-struct FreePages {
-    runs: Runs,
-    /// Offsets of live objects whose memory was freed to fill them with zeros, since they were
-    /// asked for last: no page table says that they were written.
-    zeroed: RangeSet,
 }
 
 /// The allocator while nobody else allocates or frees.
 pub(super) struct Locked<'a> {
     _with_room: Vec<MutexGuard<'a, List>>,
-    free: MutexGuard<'a, FreePages>,
+    _free_pages: MutexGuard<'a, Runs>,
     objects: &'a Objects,
 }
 
@@ -109,7 +100,7 @@ impl Objects {
     pub(super) fn new(memory: Memory) -> std::io::Result<Objects> {
         let objects = Objects::without_free_pages(memory)?;
         let first = objects.memory.first_page();
-        locked(&objects.free_pages).runs.give(&objects.nodes, first, objects.memory.pages - first);
+        locked(&objects.free_pages).give(&objects.nodes, first, objects.memory.pages - first);
         Ok(objects)
     }
 
@@ -120,8 +111,7 @@ impl Objects {
         }
         // The numbers of the tables do not reach from one part into the next, and are written through
         // their own views.
-        let (nodes, runs) = (Nodes::new(memory.pages)?, Runs::none(memory.pages));
-        let free_pages = Mutex::new(FreePages { runs, zeroed: RangeSet::new() });
+        let (nodes, free_pages) = (Nodes::new(memory.pages)?, Mutex::new(Runs::none(memory.pages)));
         Ok(Objects { memory, nodes, with_room: std::array::from_fn(|_| Mutex::default()), free_pages, mark })
     }
 
@@ -158,10 +148,10 @@ impl Objects {
             if let Some(Entry::Large(pages)) = objects.entry(page) {
                 memory.crossings.record(page as usize * PAGE_SIZE, pages as usize * PAGE_SIZE);
             }
-            locked(&objects.free_pages).runs.give(&objects.nodes, free_from, page - free_from);
+            locked(&objects.free_pages).give(&objects.nodes, free_from, page - free_from);
             (page, free_from) = (end, end);
         }
-        locked(&objects.free_pages).runs.give(&objects.nodes, free_from, memory.pages - free_from);
+        locked(&objects.free_pages).give(&objects.nodes, free_from, memory.pages - free_from);
         Ok(objects)
     }
 
@@ -269,8 +259,8 @@ impl Objects {
         Some(run)
     }
 
-    fn take_pages(&self, free: &mut FreePages, pages: u32, align: u32) -> Option<u32> {
-        let start = free.runs.take(&self.nodes, pages, align)?;
+    fn take_pages(&self, free: &mut Runs, pages: u32, align: u32) -> Option<u32> {
+        let start = free.take(&self.nodes, pages, align)?;
         let used = self.memory.field(Field::UsedPages);
         let end = u64::from(start + pages);
         if used.load(Ordering::Relaxed) < end {
@@ -293,13 +283,9 @@ impl Objects {
             start
         };
         let object = self.hand_out(start as usize * PAGE_SIZE, pages as usize * PAGE_SIZE);
-        if zeroed {
-            if self.release(start, pages) {
-                locked(&self.free_pages).zeroed.insert(run_of(start, pages).addresses());
-            } else {
-                // SAFETY: the object has these bytes, and nobody else knows it.
-                unsafe { object.write_bytes(0, pages as usize * PAGE_SIZE) };
-            }
+        if zeroed && !self.release(start, pages) {
+            // SAFETY: the object has these bytes, and nobody else knows it.
+            unsafe { object.write_bytes(0, pages as usize * PAGE_SIZE) };
         }
         object
     }
@@ -357,9 +343,8 @@ impl Objects {
                 if self.entry(page) != Some(Entry::Large(pages)) {
                     no_object(object, "freed");
                 }
-                free.zeroed.remove(run_of(page, pages).addresses());
                 self.set_entry(page, Entry::None);
-                free.runs.give(&self.nodes, page, pages);
+                free.give(&self.nodes, page, pages);
             }
         }
     }
@@ -386,7 +371,7 @@ impl Objects {
             for page in run..run + class.run_pages() {
                 self.set_entry(page, Entry::None);
             }
-            free.runs.give(&self.nodes, run, class.run_pages());
+            free.give(&self.nodes, run, class.run_pages());
         }
     }
 
@@ -437,15 +422,14 @@ impl Objects {
         let (rest, rest_pages) = (page + wanted, pages - wanted);
         self.release(rest, rest_pages);
         let mut free = locked(&self.free_pages);
-        free.zeroed.remove(run_of(rest, rest_pages).addresses());
         self.set_entry(page, Entry::Large(wanted));
-        free.runs.give(&self.nodes, rest, rest_pages);
+        free.give(&self.nodes, rest, rest_pages);
     }
 
     /// Keeps everybody from allocating and freeing.
     pub(super) fn lock(&self) -> Locked<'_> {
         let with_room = self.with_room.iter().map(locked).collect();
-        Locked { _with_room: with_room, free: locked(&self.free_pages), objects: self }
+        Locked { _with_room: with_room, _free_pages: locked(&self.free_pages), objects: self }
     }
 
     /// The offsets of pages that hold tables or objects.
@@ -477,11 +461,6 @@ impl Locked<'_> {
     /// The offsets of pages that hold tables or objects.
     pub fn held(&self) -> RangeSet {
         self.objects.held()
-    }
-
-    /// Moves to `offsets` those of objects that were filled with zeros without a write.
-    pub fn take_zeroed(&mut self, offsets: &mut RangeSet) {
-        offsets.append(&mut self.free.zeroed);
     }
 }
 

@@ -157,7 +157,7 @@ impl Target for HeapTarget {
         let HeapTarget { objects, tracker, job, .. } = self;
         let locked = objects.lock();
         let held = locked.held();
-        Ok(FrozenHeap { objects, tracker, job, locked, held, frozen_at, since })
+        Ok(FrozenHeap { objects, tracker, job, _locked: locked, held, frozen_at, since })
     }
 
     fn capture_failed(&mut self) {}
@@ -168,7 +168,7 @@ pub(super) struct FrozenHeap<'target> {
     objects: &'target Objects,
     tracker: &'target mut HeapTracker<Separate>,
     job: &'target str,
-    locked: Locked<'target>,
+    _locked: Locked<'target>,
     /// Offsets of the pages that belong to the checkpoint.
     held: RangeSet,
     frozen_at: SystemTime,
@@ -185,7 +185,6 @@ impl TargetMemory for FrozenHeap<'_> {
     fn collect(&mut self, _: SpaceId, dirty: &mut RangeSet) -> Result<(), Error> {
         let mut found = RangeSet::new();
         let collected = collect(self.objects, self.tracker, self.job, &mut found);
-        self.locked.take_zeroed(&mut found);
         // A page that is free is reported again when it is used and written.
         dirty.append(&mut found.intersection(&self.held));
         collected

@@ -4,6 +4,8 @@
 //! The views are not there in a child made by `fork`, which would share the memory with its parent.
 //! [`Views::copy`] and [`Views::map_again`] give the child a copy.
 
+mod freed;
+
 use std::fs::File;
 use std::io;
 use std::mem::ManuallyDrop;
@@ -11,6 +13,7 @@ use std::os::fd::{AsRawFd, FromRawFd, IntoRawFd, OwnedFd, RawFd};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicI32, AtomicU32, Ordering};
 
+use self::freed::FreedPages;
 use super::memory_file::anonymous_file;
 use super::own_memory;
 use super::sparse::next_data;
@@ -31,6 +34,7 @@ pub struct Views {
     start: NonNull<u8>,
     view_bytes: usize,
     count: usize,
+    freed: FreedPages,
     /// The process that has the views.
     process: AtomicU32,
 }
@@ -65,6 +69,7 @@ impl Views {
         let total = view_bytes.checked_mul(count).filter(|&total| total > 0 && view_bytes.is_multiple_of(PAGE_SIZE));
         let total = total.ok_or_else(|| io::Error::from_raw_os_error(libc::EINVAL))?;
         let file = anonymous_file(c"pagemark-heap", view_bytes)?;
+        let freed = FreedPages::new(view_bytes)?;
         let exactly = if place.is_some() { libc::MAP_FIXED_NOREPLACE } else { 0 };
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | exactly;
         let wanted = place.map_or(std::ptr::null_mut(), Address::as_mut_ptr);
@@ -87,6 +92,7 @@ impl Views {
             start,
             view_bytes,
             count,
+            freed,
             process: AtomicU32::new(std::process::id()),
         };
         // SAFETY: the addresses were just reserved, and nobody knows them. On an error, dropping the
@@ -183,7 +189,17 @@ impl Views {
         let start = self.view(0).start;
         let at = |offset: Address| start + (offset - Address::MIN);
         // SAFETY: the caller gives the content up.
-        unsafe { own_memory::free(&(at(offsets.start)..at(offsets.end)), true) }
+        let freed = unsafe { own_memory::free(&(at(offsets.start)..at(offsets.end)), true) };
+        // Only now, so that who takes the pages finds zeros. Part of them may be freed on an error.
+        self.freed.add(offsets);
+        freed
+    }
+
+    /// Calls `visit` with the offsets of each page below the offset `end` that was freed since the
+    /// last call for it. Whoever tracks writes has to report them: they hold zeros that nobody has
+    /// written, and that no page table shows. Allocates no memory of the program.
+    pub fn take_freed(&self, end: ByteCount, visit: &mut dyn FnMut(Range)) {
+        self.freed.take(end, visit);
     }
 
     /// Copies the first `used` bytes to a new file of the same length, for a child. Allocates no

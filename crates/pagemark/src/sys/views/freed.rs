@@ -1,37 +1,37 @@
 //! Pages that were freed: they hold zeros, which nobody has written.
 //!
 //! The kernel drops the page table entries of freed memory, and with them the protection. The scan
-//! of the views does not report such a page until it is written. jemalloc relies on the zeros: it
-//! hands out the page as part of an object that is filled with zeros, without a write.
+//! of the views does not report such a page until it is written. Allocators rely on the zeros: they
+//! hand out the page as part of an object that is filled with zeros, without a write.
 
 use std::io;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use pagemark::sys::own_memory::Mapping;
-use pagemark::{Address, AddressRangeExt, ByteCount, PAGE_SIZE, PageNumber, PageRangeExt, Range};
+use crate::sys::own_memory::Mapping;
+use crate::{AddressRangeExt, ByteCount, PAGE_SIZE, PageNumber, PageRangeExt, Range};
 
 const WORD_PAGES: usize = u64::BITS as usize;
 
-/// The pages of a heap that were freed since they were taken last. Allocates no memory of the
-/// program, since jemalloc frees while it allocates.
+/// The pages of views that were freed since they were taken last. Allocates no memory of the
+/// program, since an allocator frees while it allocates.
 #[derive(Debug)]
-pub(crate) struct FreedPages {
+pub(super) struct FreedPages {
     /// A bit for each page.
     words: Mapping,
 }
 
 impl FreedPages {
-    /// Makes the list for a heap of `bytes`. It takes memory only as it is written.
+    /// Makes the list for views of `bytes`. It takes memory only as it is written.
     ///
     /// # Errors
     /// `ENOMEM`: there is no address space.
-    pub(crate) fn new(bytes: usize) -> io::Result<FreedPages> {
+    pub(super) fn new(bytes: usize) -> io::Result<FreedPages> {
         let words = bytes.div_ceil(PAGE_SIZE).div_ceil(WORD_PAGES);
         Ok(FreedPages { words: Mapping::new(words * size_of::<AtomicU64>())? })
     }
 
     /// Adds the pages of a range of offsets, which were freed before this call.
-    pub(crate) fn add(&self, offsets: &Range) {
+    pub(super) fn add(&self, offsets: &Range) {
         let pages = offsets.page_range();
         for page in pages.start.get() as usize..pages.end.get() as usize {
             if let Some(word) = self.word(page / WORD_PAGES) {
@@ -40,21 +40,23 @@ impl FreedPages {
         }
     }
 
-    /// Removes all pages from the list, and calls `visit` with the offsets of those below `end`.
-    pub(crate) fn take(&self, end: ByteCount, visit: &mut dyn FnMut(Range)) {
-        for index in 0..end.to_usize().div_ceil(PAGE_SIZE).div_ceil(WORD_PAGES) {
+    /// Removes the pages below `end` from the list, and calls `visit` with the offsets of each.
+    pub(super) fn take(&self, end: ByteCount, visit: &mut dyn FnMut(Range)) {
+        let pages = end.to_usize() / PAGE_SIZE;
+        for index in 0..pages.div_ceil(WORD_PAGES) {
             let Some(word) = self.word(index) else { return };
-            // A write would take memory for the list of a heap that frees nothing.
-            if word.load(Ordering::Relaxed) == 0 {
+            let below_end = match pages - index * WORD_PAGES {
+                left if left < WORD_PAGES => (1 << left) - 1,
+                _ => u64::MAX,
+            };
+            // A write would take memory for the list of views of which nothing is freed.
+            if word.load(Ordering::Relaxed) & below_end == 0 {
                 continue;
             }
-            let mut bits = word.swap(0, Ordering::Acquire);
+            let mut bits = word.fetch_and(!below_end, Ordering::Acquire) & below_end;
             while bits != 0 {
                 let page = PageNumber::new((index * WORD_PAGES) as u64 + u64::from(bits.trailing_zeros()));
-                let offsets: Range = (page..page + 1).addresses();
-                if offsets.end <= Address::MIN + end {
-                    visit(offsets);
-                }
+                visit((page..page + 1).addresses());
                 bits &= bits - 1;
             }
         }
@@ -70,9 +72,8 @@ impl FreedPages {
 
 #[cfg(test)]
 mod tests {
-    use pagemark::RangeSet;
-
     use super::*;
+    use crate::RangeSet;
 
     fn range(pages: std::ops::Range<u64>) -> Range {
         (PageNumber::new(pages.start)..PageNumber::new(pages.end)).addresses()
@@ -94,5 +95,6 @@ mod tests {
         assert!(take(200).is_empty());
         freed.add(&range(10..30));
         assert_eq!(take(20), [range(10..20)].into_iter().collect());
+        assert_eq!(take(200), [range(20..30)].into_iter().collect());
     }
 }
