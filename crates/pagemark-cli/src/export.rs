@@ -56,6 +56,10 @@ impl Export {
         let pid = self.pid.or(manifest.pids().next()).unwrap_or(0);
         if manifest.process(pid).is_none() {
             let pids: Vec<_> = manifest.pids().map(|pid| pid.to_string()).collect();
+            if pids.is_empty() {
+                return Err(Failure::plain(format!("{}@{} holds no process", manifest.job, manifest.sequence))
+                    .help("`pagemark show` lists what it holds"));
+            }
             return Err(Failure::plain(format!("the checkpoint holds no process {pid}"))
                 .help(format!("it holds {}", pids.join(", "))));
         }

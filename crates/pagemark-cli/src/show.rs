@@ -53,7 +53,7 @@ fn head(out: &mut String, manifest: &Manifest) {
     let what = match manifest.kind {
         TargetKind::Process => "processes with their whole state",
         TargetKind::Memory => "memory and registers alone: to look at, not to restore",
-        TargetKind::Region => "regions of a program's own memory",
+        TargetKind::Region => "memory that a program has saved, for the program to open",
         TargetKind::VirtualMachine => "a virtual machine with its devices",
     };
     let state_bytes: u64 = manifest.state.iter().map(|state| state.content.bytes.get()).sum();

@@ -308,3 +308,22 @@ fn a_wrong_name_of_a_job_is_refused_before_the_program_starts() {
     }
     assert!(!file.exists(), "the program was started");
 }
+
+#[test]
+fn memory_that_a_program_has_saved_is_shown_and_not_taken_for_a_process() {
+    let pagemark = Pagemark::new();
+    let repository = pagemark::repository::Repository::open_or_create(&pagemark.repository()).expect("a repository");
+    let region = pagemark::Region::new(4 * pagemark::PAGE_SIZE).expect("a region");
+    region.write(5000, b"saved").expect("the region is written");
+    region.save(&repository, "saved").expect("the region is saved");
+    drop(repository);
+    let shown = stdout(&pagemark.run(&["show", "saved"]));
+    assert!(shown.contains("memory that a program has saved") && shown.contains("region 0"), "{shown}");
+    assert_fails(&pagemark.run(&["restore", "saved"]), 1, "the program opens it, with the library");
+    let (core, criu) = (pagemark.home.path().join("core"), pagemark.home.path().join("images"));
+    let [core, criu] = [&core, &criu].map(|path| path.to_str().expect("the path is text"));
+    assert_fails(&pagemark.run(&["export", "--core", core, "saved"]), 1, "saved@1 holds no process");
+    assert_fails(&pagemark.run(&["export", "--criu", criu, "saved"]), 1, "holds memory that a program has saved");
+    assert_fails(&pagemark.run(&["fork", "saved"]), 2, "no checkpoint of a virtual machine");
+    assert!(!Path::new(core).exists() && !Path::new(criu).exists());
+}

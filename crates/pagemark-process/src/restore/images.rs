@@ -198,7 +198,7 @@ pub fn open_prepared(directory: &Path) -> Result<Prepared, Error> {
 /// # Errors
 /// [`ErrorKind::MemoryOnly`]
 pub fn check(manifest: &Manifest) -> Result<(), Error> {
-    if manifest.kind == TargetKind::Process { Ok(()) } else { Err(memory_only(manifest)) }
+    if manifest.kind == TargetKind::Process { Ok(()) } else { Err(no_processes(manifest)) }
 }
 
 /// As [`prepare`], with the given memory. Calls `progress` with the bytes of memory written so far.
@@ -518,11 +518,21 @@ impl Prepared {
     }
 }
 
-fn memory_only(manifest: &Manifest) -> Error {
+fn no_processes(manifest: &Manifest) -> Error {
     let checkpoint = format!("checkpoint {} of {}", manifest.sequence, manifest.job);
-    let reason = format!("{checkpoint} holds memory alone and cannot be restored");
-    let error = Error::about(ErrorKind::MemoryOnly, Object::None, reason);
-    error.help("it can be inspected, or exported as a core file")
+    let (reason, help) = match manifest.kind {
+        TargetKind::Region => (
+            "holds memory that a program has saved, and no process that could be restored",
+            "the program opens it, with the library",
+        ),
+        TargetKind::VirtualMachine => {
+            ("holds a virtual machine, and no process that could be restored", "`pagemark restore` restores it")
+        }
+        TargetKind::Process | TargetKind::Memory => {
+            ("holds memory alone and cannot be restored", "it can be inspected, or exported as a core file")
+        }
+    };
+    Error::about(ErrorKind::MemoryOnly, Object::None, format!("{checkpoint} {reason}")).help(help)
 }
 
 impl Prepared {
