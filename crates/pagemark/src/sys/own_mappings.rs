@@ -199,7 +199,7 @@ mod tests {
 
     #[test]
     fn the_query_and_the_file_agree() {
-        let scratch = Scratch::new(12);
+        let scratch = Scratch::new(14);
         // In memory: of a file on an overlay, the query and the file name different devices.
         // SAFETY: the call reads only the name, and returns a new descriptor or -1.
         let file = unsafe {
@@ -208,12 +208,16 @@ mod tests {
             <std::fs::File as std::os::fd::FromRawFd>::from_raw_fd(descriptor)
         };
         file.set_len(4 * PAGE_SIZE as u64).unwrap();
-        scratch.map_file(2, 2, &file, false);
-        scratch.map_file(4, 2, &file, true);
-        scratch.protect(8, 1, libc::PROT_READ);
-        scratch.take_out(10, 1);
-        let whole = scratch.range();
-        for range in [whole.clone(), scratch.address(3)..scratch.address(9), scratch.address(11)..scratch.address(12)] {
+        // At both ends, so that the kernel joins the anonymous memory with none of other threads.
+        scratch.map_file(0, 1, &file, false);
+        scratch.map_file(13, 1, &file, false);
+        scratch.map_file(3, 2, &file, false);
+        scratch.map_file(5, 2, &file, true);
+        scratch.protect(9, 1, libc::PROT_READ);
+        scratch.take_out(11, 1);
+        let whole = scratch.address(1)..scratch.address(13);
+        for range in [whole.clone(), scratch.address(4)..scratch.address(10), scratch.address(12)..scratch.address(13)]
+        {
             let read = read_with_page_sizes(&range).unwrap();
             assert_eq!(OwnMappings::open().unwrap().within(&range).unwrap(), read);
             match QUERY.refusal() {
@@ -224,7 +228,7 @@ mod tests {
         let described = describe(&whole).unwrap();
         assert!(described.iter().all(|mapping| mapping.page_bytes == ByteCount::PAGE));
         let shared: Vec<_> = described.iter().filter(|mapping| mapping.is_shared).collect();
-        assert!(matches!(shared[..], [mapping] if mapping.range == (scratch.address(4)..scratch.address(6))));
+        assert!(matches!(shared[..], [mapping] if mapping.range == (scratch.address(5)..scratch.address(7))));
         let private_anonymous = described.iter().filter(|mapping| mapping.is_private_anonymous());
         assert!(private_anonymous.count() >= 4, "{described:?}");
         assert_eq!(described.iter().filter(|mapping| mapping.file.is_some()).count(), 2);
