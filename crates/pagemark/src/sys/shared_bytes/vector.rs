@@ -22,8 +22,8 @@ pub(super) fn applies(held: &[Held]) -> bool {
     held.len() >= 4 && held.as_ptr().addr().is_multiple_of(VECTOR) && is_x86_feature_detected!("avx")
 }
 
-/// Copies blocks, at least one: the loop of [`read`] and [`write()`], whose accesses differ in which
-/// of the addresses is aligned.
+/// Copies blocks, at least one: the loop of [`read`] and [`write()`], which differ in the address
+/// that is aligned.
 macro_rules! copy {
     ($from:expr, $load:literal, $to:expr, $store:literal, $blocks:expr) => {
         asm!(
