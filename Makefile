@@ -30,7 +30,7 @@ test-full: ; @scripts/suite test-full
 
 fmt: ; cargo fmt --all --check
 
-clippy: ; cargo clippy --workspace --all-targets --locked -- -D warnings
+clippy: ; cargo clippy --workspace --all-targets --locked -- -D warnings && cargo clippy -p pagemark-c --locked -- -D warnings
 
 doc: ; RUSTDOCFLAGS=-Dwarnings cargo doc --workspace --no-deps --locked
 

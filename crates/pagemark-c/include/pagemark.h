@@ -1,5 +1,6 @@
 /*
- * Pagemark: regions of a program's own memory, with transactions and snapshots.
+ * Pagemark: regions of a program's own memory, with transactions and snapshots, and heaps that
+ * survive their program.
  *
  * Made from the Rust sources by `make header`; changes belong there.
  *
@@ -82,11 +83,11 @@ typedef enum {
      */
     PAGEMARK_STATUS_REMAPPED,
     /**
-     * Offsets beyond the end.
+     * Offsets beyond the end, or an address outside of the heap.
      */
     PAGEMARK_STATUS_OUT_OF_RANGE,
     /**
-     * The process was forked from the one that made the region.
+     * The process was forked from the one that made the region, or that has the heap.
      */
     PAGEMARK_STATUS_FORKED_CHILD,
     /**
@@ -114,11 +115,29 @@ typedef enum {
      */
     PAGEMARK_STATUS_UNAVAILABLE,
     /**
-     * The job has no checkpoint of a region.
+     * The job has no checkpoint of a region, or of a heap.
      */
     PAGEMARK_STATUS_NEVER_SAVED,
     /**
-     * Bytes to decode that are cut or damaged, or that a later version of Pagemark has encoded.
+     * A new heap for a job that has checkpoints already.
+     */
+    PAGEMARK_STATUS_EXISTS,
+    /**
+     * The saved heap was made with another version, another number of parts, or by another version
+     * of the allocator.
+     */
+    PAGEMARK_STATUS_OTHER_HEAP,
+    /**
+     * Something else is mapped where the saved heap has to be.
+     */
+    PAGEMARK_STATUS_ADDRESS_TAKEN,
+    /**
+     * Another program has saved to the job since the heap was opened.
+     */
+    PAGEMARK_STATUS_SAVED_ELSEWHERE,
+    /**
+     * Bytes to decode that are cut or damaged, or that a later version of Pagemark has encoded; a
+     * saved heap whose tables the program has overwritten.
      */
     PAGEMARK_STATUS_DAMAGED,
     /**
@@ -153,6 +172,15 @@ typedef struct pagemark_region pagemark_region;
  * A directory of checkpoints.
  */
 typedef struct pagemark_repository pagemark_repository;
+
+/**
+ * A heap whose checkpoints are those of a job in a repository, and that is mapped where it was
+ * when it is opened again, so that the pointers in it hold.
+ *
+ * Objects may point to each other, and the root leads to them. What they must not hold are the
+ * addresses of anything else: other memory, functions, virtual tables.
+ */
+typedef struct pagemark_saved_heap pagemark_saved_heap;
 
 /**
  * What a region held at one time.
@@ -192,6 +220,26 @@ typedef struct {
      */
     const uint8_t *old_content;
 } pagemark_change;
+
+/**
+ * How a heap is made. All zeros is the default.
+ */
+typedef struct {
+    /**
+     * The bytes that a new heap can hold, rounded up to a power of two from 2 MiB to 1 TiB; 0 for
+     * 16 GiB. They take address space only. A saved heap keeps its capacity.
+     */
+    uint64_t capacity_bytes;
+    /**
+     * The version of the program's data. A heap that was made with another version is not opened.
+     */
+    uint64_t version;
+    /**
+     * Number of parts of each page whose writes are told apart: 1, 2, 4 or 8; 0 for 1. A heap that
+     * was made with another number is not opened.
+     */
+    size_t parts;
+} pagemark_heap_options;
 
 /**
  * Offsets from `start` up to, not including, `end`.
@@ -364,6 +412,104 @@ pagemark_status pagemark_changes_encode(const pagemark_changes *changes, void *t
  * damaged.
  */
 pagemark_status pagemark_changes_decode(const void *from, size_t bytes, pagemark_changes **changes);
+
+/**
+ * Makes a heap for a job that has no checkpoints: `PAGEMARK_STATUS_EXISTS` if it has some. Nothing
+ * is saved yet. `options` may be null.
+ */
+pagemark_status pagemark_saved_heap_create(const pagemark_repository *repository,
+                                           const char *job,
+                                           const pagemark_heap_options *options,
+                                           pagemark_saved_heap **heap);
+
+/**
+ * Opens the newest checkpoint of a job: maps the heap where it was. `PAGEMARK_STATUS_NEVER_SAVED`
+ * if the job has no checkpoint, `PAGEMARK_STATUS_ADDRESS_TAKEN` if something else is mapped there,
+ * `PAGEMARK_STATUS_OTHER_HEAP` if the heap was made with another version, number of parts, or
+ * allocator. `options` may be null.
+ */
+pagemark_status pagemark_saved_heap_open(const pagemark_repository *repository,
+                                         const char *job,
+                                         const pagemark_heap_options *options,
+                                         pagemark_saved_heap **heap);
+
+/**
+ * As pagemark_saved_heap_open(), for a checkpoint that need not be the newest. The next checkpoint
+ * of the heap is the newest then.
+ */
+pagemark_status pagemark_saved_heap_open_at(const pagemark_repository *repository,
+                                            const char *job,
+                                            uint64_t sequence,
+                                            const pagemark_heap_options *options,
+                                            pagemark_saved_heap **heap);
+
+/**
+ * Unmaps a heap: none of its objects may be used after that. What was not saved is lost.
+ */
+void pagemark_saved_heap_free(pagemark_saved_heap *heap);
+
+/**
+ * Saves the heap as the next checkpoint of its job. When this returns, the checkpoint is durable;
+ * after a crash at any instant the newest checkpoint is this one or the one before it, whole. What
+ * was written since the last checkpoint is stored. No other thread may write objects meanwhile;
+ * threads may allocate and free. The number of the checkpoint is stored in `sequence`, which may
+ * be null. After an error nothing is lost: the next checkpoint includes it.
+ * `PAGEMARK_STATUS_SAVED_ELSEWHERE` if another program has saved to the job since the heap was
+ * opened.
+ */
+pagemark_status pagemark_saved_heap_checkpoint(const pagemark_saved_heap *heap, uint64_t *sequence);
+
+/**
+ * The address that pagemark_saved_heap_set_root() was given last, also by an earlier program; null
+ * in a new heap.
+ */
+void *pagemark_saved_heap_root(const pagemark_saved_heap *heap);
+
+/**
+ * Sets the address by which the program finds its data: null or an address in the heap, else
+ * `PAGEMARK_STATUS_OUT_OF_RANGE`. It belongs to the next checkpoint.
+ */
+pagemark_status pagemark_saved_heap_set_root(const pagemark_saved_heap *heap, const void *root);
+
+/**
+ * True if an address is in the heap, in any of its views.
+ */
+bool pagemark_saved_heap_contains(const pagemark_saved_heap *heap, const void *address);
+
+/**
+ * Allocates an object. `alignment` is a power of two up to 1 GiB; 0 for that of malloc(). Null,
+ * with a message in pagemark_last_error(), if the heap is full, and in a child made by fork, which
+ * does not have the heap.
+ */
+void *pagemark_saved_heap_allocate(const pagemark_saved_heap *heap, size_t bytes, size_t alignment);
+
+/**
+ * As pagemark_saved_heap_allocate(), filled with zeros.
+ */
+void *pagemark_saved_heap_allocate_zeroed(const pagemark_saved_heap *heap,
+                                          size_t bytes,
+                                          size_t alignment);
+
+/**
+ * Resizes an object that was allocated with this alignment, and moves it if needed. Null if there
+ * is no room, as pagemark_saved_heap_allocate(); then the object is as it was. Allocates an object
+ * if `object` is null.
+ */
+void *pagemark_saved_heap_reallocate(const pagemark_saved_heap *heap,
+                                     void *object,
+                                     size_t bytes,
+                                     size_t alignment);
+
+/**
+ * Frees an object; nothing if it is null. A process that frees what is no object of the heap is
+ * ended (SIGABRT) before the heap is changed.
+ */
+void pagemark_saved_heap_deallocate(const pagemark_saved_heap *heap, void *object);
+
+/**
+ * The bytes that an object has, all of which may be written; 0 if it is null.
+ */
+size_t pagemark_saved_heap_usable_bytes(const pagemark_saved_heap *heap, void *object);
 
 /**
  * Frees the ranges, and leaves none.

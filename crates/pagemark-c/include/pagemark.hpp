@@ -1,5 +1,6 @@
 /*
- * Pagemark for C++20: regions of a program's own memory, with transactions and snapshots.
+ * Pagemark for C++20: regions of a program's own memory, with transactions and snapshots, and heaps
+ * that survive their program.
  *
  * A thin layer over pagemark.h, whose comments describe each operation. Here, objects free what
  * they own, memory is a std::span, and a call that fails throws pagemark::error. An object that was
@@ -12,7 +13,10 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <memory>
+#include <memory_resource>
+#include <new>
 #include <span>
 #include <stdexcept>
 #include <string>
@@ -25,7 +29,8 @@ namespace pagemark {
 /* A call that failed. what() says what failed, and what to do about it. */
 class error : public std::runtime_error {
 public:
-    explicit error(pagemark_status status) : std::runtime_error(pagemark_last_error()), status_(status) {}
+    explicit error(pagemark_status status) : error(status, pagemark_last_error()) {}
+    error(pagemark_status status, const char *what) : std::runtime_error(what), status_(status) {}
 
     pagemark_status status() const noexcept { return status_; }
 
@@ -445,6 +450,194 @@ public:
 
 private:
     detail::owner<pagemark_writable, pagemark_writable_free> handle_;
+};
+
+/* How a heap is made. */
+struct heap_options {
+    /* 0 stands for 16 GiB. They take address space only. A saved heap keeps its capacity. */
+    std::uint64_t capacity_bytes = 0;
+    /* The version of the program's types. A heap that was made with another one is not opened. */
+    std::uint64_t version = 0;
+    /* Number of parts of each page whose writes are told apart. */
+    std::size_t parts = 1;
+
+    /* The same in C. */
+    pagemark_heap_options to_c() const noexcept
+    {
+        pagemark_heap_options result{};
+        result.capacity_bytes = capacity_bytes;
+        result.version = version;
+        result.parts = parts;
+        return result;
+    }
+};
+
+namespace detail {
+
+/* Containers in a heap hold the address of the resource from which they have their memory. It is an
+   object in the heap, too. */
+class heap_resource final : public std::pmr::memory_resource {
+public:
+    explicit heap_resource(pagemark_saved_heap *heap) noexcept : heap_(heap) {}
+
+private:
+    void *do_allocate(std::size_t bytes, std::size_t alignment) override
+    {
+        void *object = pagemark_saved_heap_allocate(heap_, bytes, alignment);
+        if (!object)
+            throw std::bad_alloc();
+        return object;
+    }
+
+    void do_deallocate(void *object, std::size_t, std::size_t) override
+    {
+        pagemark_saved_heap_deallocate(heap_, object);
+    }
+
+    bool do_is_equal(const std::pmr::memory_resource &other) const noexcept override
+    {
+        return this == &other;
+    }
+
+    pagemark_saved_heap *heap_;
+};
+
+/* What the root of a heap leads to that a program in C++ has made. */
+struct heap_root {
+    static constexpr std::uint64_t magic_number = 0x2b'2b'70'61'65'68'6d'70; /* "pmheap++" */
+
+    std::uint64_t magic;
+    void *root;
+    alignas(heap_resource) std::byte resource[sizeof(heap_resource)];
+};
+
+} // namespace detail
+
+/*
+ * A heap that is saved to a repository, and mapped where it was when it is opened again, so that the
+ * pointers in it hold: containers of std::pmr with its resource() survive the program.
+ *
+ *     auto heap = pagemark::saved_heap::open_or_create(repository, "words");
+ *     auto &words = heap.root_or_make<std::pmr::map<std::pmr::string, int>>();
+ *     words["page"]++;
+ *     heap.checkpoint();
+ *
+ * Objects in it must not hold addresses outside of it, as virtual functions, std::function and
+ * references to other objects do. Destructors of objects in it run only if the program destroys
+ * them. A heap that was made by a program in C, or by one in Rust, is opened by such a program.
+ */
+class saved_heap {
+public:
+    /* Makes a heap for a job that has no checkpoints. Nothing is saved yet. */
+    static saved_heap create(const repository &in, const std::string &job, const heap_options &chosen = {})
+    {
+        const pagemark_heap_options in_c = chosen.to_c();
+        pagemark_saved_heap *made = nullptr;
+        check(pagemark_saved_heap_create(in.get(), job.c_str(), &in_c, &made));
+        saved_heap heap(made);
+        void *place = pagemark_saved_heap_allocate(made, sizeof(detail::heap_root), alignof(detail::heap_root));
+        if (!place)
+            throw std::bad_alloc();
+        heap.root_ = ::new (place) detail::heap_root{detail::heap_root::magic_number, nullptr, {}};
+        check(pagemark_saved_heap_set_root(made, heap.root_));
+        heap.make_resource();
+        return heap;
+    }
+
+    /* Opens the newest checkpoint of a job. */
+    static saved_heap open(const repository &from, const std::string &job, const heap_options &chosen = {})
+    {
+        const pagemark_heap_options in_c = chosen.to_c();
+        pagemark_saved_heap *opened = nullptr;
+        check(pagemark_saved_heap_open(from.get(), job.c_str(), &in_c, &opened));
+        return opened_heap(opened);
+    }
+
+    /* Opens a checkpoint of a job, which need not be the newest. */
+    static saved_heap open_at(const repository &from, const std::string &job, std::uint64_t sequence,
+                              const heap_options &chosen = {})
+    {
+        const pagemark_heap_options in_c = chosen.to_c();
+        pagemark_saved_heap *opened = nullptr;
+        check(pagemark_saved_heap_open_at(from.get(), job.c_str(), sequence, &in_c, &opened));
+        return opened_heap(opened);
+    }
+
+    /* Opens the newest checkpoint of a job, or makes a heap if the job has none. */
+    static saved_heap open_or_create(const repository &in, const std::string &job, const heap_options &chosen = {})
+    {
+        try {
+            return open(in, job, chosen);
+        } catch (const error &error) {
+            if (error.status() != PAGEMARK_STATUS_NEVER_SAVED)
+                throw;
+        }
+        return create(in, job, chosen);
+    }
+
+    /* Saves the heap; when this returns, the checkpoint is durable. Returns its number. */
+    std::uint64_t checkpoint()
+    {
+        std::uint64_t sequence = 0;
+        check(pagemark_saved_heap_checkpoint(get(), &sequence));
+        return sequence;
+    }
+
+    /* The memory of the heap, for containers that are in it. */
+    std::pmr::memory_resource *resource() const noexcept
+    {
+        return std::launder(reinterpret_cast<detail::heap_resource *>(root_->resource));
+    }
+
+    /* An allocator of the memory of the heap. */
+    template <class T = std::byte> std::pmr::polymorphic_allocator<T> allocator() const noexcept
+    {
+        return resource();
+    }
+
+    /* What set_root() was given last, also by an earlier program; null in a new heap. */
+    template <class T> T *root() const noexcept { return static_cast<T *>(root_->root); }
+
+    /* Sets the address by which the program finds its data: null or an address in the heap. */
+    void set_root(void *root)
+    {
+        if (root && !pagemark_saved_heap_contains(get(), root))
+            throw error(PAGEMARK_STATUS_OUT_OF_RANGE, "the root is not in the heap");
+        root_->root = root;
+    }
+
+    /* The root; if it is null, a new object, which gets the resource if it takes one. */
+    template <class T, class... Arguments> T &root_or_make(Arguments &&...arguments)
+    {
+        if (!root_->root)
+            root_->root = allocator().template new_object<T>(std::forward<Arguments>(arguments)...);
+        return *root<T>();
+    }
+
+    pagemark_saved_heap *get() const noexcept { return handle_.get(); }
+
+private:
+    explicit saved_heap(pagemark_saved_heap *owned) noexcept : handle_(owned) {}
+
+    static saved_heap opened_heap(pagemark_saved_heap *owned)
+    {
+        saved_heap heap(owned);
+        void *root = pagemark_saved_heap_root(owned);
+        std::uint64_t magic = 0;
+        if (root)
+            std::memcpy(&magic, root, sizeof magic);
+        if (magic != detail::heap_root::magic_number)
+            throw error(PAGEMARK_STATUS_OTHER_HEAP, "the heap was made by a program in another language");
+        heap.root_ = static_cast<detail::heap_root *>(root);
+        heap.make_resource();
+        return heap;
+    }
+
+    /* In each program anew: its virtual table is where this program has it. */
+    void make_resource() noexcept { ::new (root_->resource) detail::heap_resource(get()); }
+
+    detail::owner<pagemark_saved_heap, pagemark_saved_heap_free> handle_;
+    detail::heap_root *root_ = nullptr;
 };
 
 } // namespace pagemark

@@ -19,7 +19,7 @@ use crate::store::Store;
 
 /// A directory of checkpoints.
 pub struct Repository {
-    repository: CoreRepository,
+    pub(crate) repository: CoreRepository,
 }
 
 /// The string that a pointer of that name points to.
@@ -30,7 +30,7 @@ fn text<'a>(pointer: *const c_char, name: &str) -> Result<&'a CStr, Failure> {
 }
 
 /// The name of a job. What is no text is no name of a job either, as the repository says.
-fn job_name(job: *const c_char) -> Result<String, Failure> {
+pub(crate) fn job_name(job: *const c_char) -> Result<String, Failure> {
     Ok(text(job, "job")?.to_string_lossy().into_owned())
 }
 

@@ -39,9 +39,9 @@ pub enum Status {
     Shared,
     /// The memory of a region was mapped anew, or its protection was changed.
     Remapped,
-    /// Offsets beyond the end.
+    /// Offsets beyond the end, or an address outside of the heap.
     OutOfRange,
-    /// The process was forked from the one that made the region.
+    /// The process was forked from the one that made the region, or that has the heap.
     ForkedChild,
     /// The snapshot belongs to another region.
     WrongRegion,
@@ -55,9 +55,19 @@ pub enum Status {
     StoreFull,
     /// The mechanism does not work here.
     Unavailable,
-    /// The job has no checkpoint of a region.
+    /// The job has no checkpoint of a region, or of a heap.
     NeverSaved,
-    /// Bytes to decode that are cut or damaged, or that a later version of Pagemark has encoded.
+    /// A new heap for a job that has checkpoints already.
+    Exists,
+    /// The saved heap was made with another version, another number of parts, or by another version
+    /// of the allocator.
+    OtherHeap,
+    /// Something else is mapped where the saved heap has to be.
+    AddressTaken,
+    /// Another program has saved to the job since the heap was opened.
+    SavedElsewhere,
+    /// Bytes to decode that are cut or damaged, or that a later version of Pagemark has encoded; a
+    /// saved heap whose tables the program has overwritten.
     Damaged,
     /// The repository could not be read or written.
     Repository,
@@ -107,9 +117,9 @@ impl Failure {
     }
 }
 
-impl From<Error> for Failure {
-    fn from(error: Error) -> Self {
-        let status = match error.kind() {
+impl From<ErrorKind> for Status {
+    fn from(kind: ErrorKind) -> Self {
+        match kind {
             ErrorKind::NoTransaction => Status::NoTransaction,
             ErrorKind::TransactionOpen => Status::TransactionOpen,
             ErrorKind::NoRollback => Status::NoRollback,
@@ -133,6 +143,33 @@ impl From<Error> for Failure {
             ErrorKind::ChunkSize | ErrorKind::InvalidName | ErrorKind::NotDistinct => Status::InvalidArgument,
             ErrorKind::Gone | ErrorKind::System => Status::System,
             _ => Status::Repository,
+        }
+    }
+}
+
+impl From<Error> for Failure {
+    fn from(error: Error) -> Self {
+        Failure::new(error.kind().into(), error.to_string())
+    }
+}
+
+impl From<pagemark_heap::Error> for Failure {
+    fn from(error: pagemark_heap::Error) -> Self {
+        use pagemark_heap::ErrorKind;
+        let status = match error.kind() {
+            ErrorKind::NoRoom => Status::NoMemory,
+            ErrorKind::AddressTaken => Status::AddressTaken,
+            ErrorKind::OtherParts { .. } | ErrorKind::OtherAllocator { .. } | ErrorKind::OtherProgram { .. } => {
+                Status::OtherHeap
+            }
+            ErrorKind::NeverSaved | ErrorKind::NotAHeap => Status::NeverSaved,
+            ErrorKind::Exists => Status::Exists,
+            ErrorKind::Damaged => Status::Damaged,
+            ErrorKind::SavedElsewhere => Status::SavedElsewhere,
+            ErrorKind::NotInHeap => Status::OutOfRange,
+            ErrorKind::ForkedChild => Status::ForkedChild,
+            ErrorKind::Core(kind) => kind.into(),
+            _ => Status::System,
         };
         Failure::new(status, error.to_string())
     }

@@ -148,35 +148,85 @@ fn the_example_runs_linked_statically() {
     installed.check(&program, "auto", BANK);
 }
 
+impl Installed {
+    /// Runs a program that takes a repository. Where this machine has no mechanism for it, reports
+    /// that, and returns None.
+    fn with_repository(&self, program: &Path, repository: &str) -> Option<String> {
+        let output = self.on_repository(program, repository).output().unwrap();
+        if output.status.code() == Some(77) {
+            skipped(String::from_utf8_lossy(&output.stderr).trim());
+            return None;
+        }
+        assert!(output.status.success(), "{output:#?}");
+        Some(String::from_utf8(output.stdout).unwrap())
+    }
+
+    fn on_repository(&self, program: &Path, repository: &str) -> Command {
+        let mut command = Command::new(program);
+        command.arg(self.path(repository)).env("LD_LIBRARY_PATH", self.path("lib"));
+        command
+    }
+
+    /// Asserts that a program ends with the line `expected`, also if it is killed after some of its
+    /// saves and started again: each time it begins with more than before.
+    fn survives_kills(&self, program: &Path, expected: &str) {
+        let Some(printed) = self.with_repository(program, "whole") else { return };
+        assert_eq!(printed.lines().last(), Some(expected));
+        let number = |line: Option<std::io::Result<String>>| -> u64 {
+            line.unwrap().unwrap().split_whitespace().last().unwrap().parse().unwrap()
+        };
+        let mut begun = Vec::new();
+        for kill in 0..8 {
+            let mut child = self.on_repository(program, "killed").stdout(Stdio::piped()).spawn().unwrap();
+            let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+            begun.push(number(lines.next()));
+            for _ in 0..1 + kill % 3 {
+                number(lines.next());
+            }
+            std::thread::sleep(Duration::from_micros(kill * 1700 % 9000));
+            child.kill().unwrap();
+            child.wait().unwrap();
+        }
+        assert!(begun.is_sorted_by(|before, now| before < now), "saves were lost: {begun:?}");
+        let printed = self.with_repository(program, "killed").unwrap();
+        assert_eq!(printed.lines().last(), Some(expected));
+    }
+}
+
 #[test]
 fn a_program_that_is_killed_continues_from_its_last_save() {
     let Some(installed) = Installed::new() else { return };
     let program = installed.compile(&workspace_path("examples/c/sieve.c"), &[]);
-    let start = |repository: &str| {
-        let mut command = Command::new(&program);
-        command.arg(installed.path(repository)).env("LD_LIBRARY_PATH", installed.path("lib"));
-        command
-    };
-    let expected = "82025 primes below 1048576";
-    assert_eq!(run(&mut start("whole")).lines().last(), Some(expected));
+    installed.survives_kills(&program, "82025 primes below 1048576");
+}
 
-    let number = |line: Option<std::io::Result<String>>| -> u64 {
-        line.unwrap().unwrap().split_whitespace().last().unwrap().parse().unwrap()
-    };
-    let mut begun = vec![0];
-    for kill in 0..8 {
-        let mut child = start("killed").stdout(Stdio::piped()).spawn().unwrap();
-        let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
-        begun.push(number(lines.next()));
-        for _ in 0..1 + kill % 3 {
-            number(lines.next());
+#[test]
+fn a_heap_in_c_survives_its_program() {
+    let Some(installed) = Installed::new() else { return };
+    let program = installed.compile(&workspace_path("examples/c/tree.c"), &[]);
+    installed.survives_kills(&program, "20000 numbers in order");
+}
+
+#[test]
+fn containers_of_cplusplus_survive_their_program() {
+    let Some(installed) = Installed::new() else { return };
+    let Some(program) = installed.compile_cplusplus(&workspace_path("examples/cpp/words.cpp"), &[]) else { return };
+    installed.survives_kills(&program, "27204 places of 1000 words");
+}
+
+#[test]
+fn saved_heaps_in_c_and_cplusplus_do_what_they_should() {
+    let Some(installed) = Installed::new() else { return };
+    for (flags, name) in [(&[][..], "plain"), (&SANITIZERS[..], "sanitized")] {
+        if !flags.is_empty() && !has_sanitizers(&installed) {
+            return;
         }
-        std::thread::sleep(Duration::from_micros(kill * 1700 % 9000));
-        child.kill().unwrap();
-        child.wait().unwrap();
+        let source = crate_path("tests/saved_heap.c");
+        installed.with_repository(&installed.compile(&source, flags), &format!("{name}-c"));
+        let source = crate_path("tests/saved_heap.cpp");
+        let Some(program) = installed.compile_cplusplus(&source, flags) else { return };
+        installed.with_repository(&program, &format!("{name}-cplusplus"));
     }
-    assert!(begun.is_sorted_by(|before, now| before < now), "saves were lost: {begun:?}");
-    assert_eq!(run(&mut start("killed")).lines().last(), Some(expected));
 }
 
 #[test]
@@ -186,15 +236,22 @@ fn misuse_is_refused() {
     MECHANISMS.iter().for_each(|mechanism| installed.check(&program, mechanism, ""));
 }
 
-#[test]
-fn the_address_and_undefined_behaviour_sanitizers_find_nothing() {
-    let Some(installed) = Installed::new() else { return };
+/// True if the C compiler has its sanitizers here; otherwise reports that a test is skipped.
+fn has_sanitizers(installed: &Installed) -> bool {
     let empty = installed.path("empty.c");
     std::fs::write(&empty, "int main(void) { return 0; }\n").unwrap();
     let mut cc = Command::new("cc");
     let linked = cc.args(SANITIZERS).arg("-o").arg(installed.path("empty")).arg(&empty).output().unwrap();
     if !linked.status.success() {
         skipped("cc has no sanitizers here");
+    }
+    linked.status.success()
+}
+
+#[test]
+fn the_address_and_undefined_behaviour_sanitizers_find_nothing() {
+    let Some(installed) = Installed::new() else { return };
+    if !has_sanitizers(&installed) {
         return;
     }
     for (source, expected) in [(workspace_path("examples/c/bank.c"), BANK), (crate_path("tests/misuse.c"), "")] {

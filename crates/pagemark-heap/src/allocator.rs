@@ -4,12 +4,14 @@
 use std::io;
 use std::ptr::null_mut;
 
+use pagemark::sys::views::Views;
 use pagemark::{Address, ByteCount, PAGE_SIZE, Range};
 
 use crate::Parts;
 use crate::crossings::Crossings;
 use crate::jemalloc::{self, Flags};
 use crate::space::Space;
+use crate::tracker::Tracked;
 
 /// Alignment that every object of its size or more has.
 const MIN_ALIGN: usize = 16;
@@ -170,4 +172,22 @@ impl Allocator {
 #[inline]
 fn with_align(flags: Flags, size: usize, align: usize) -> Flags {
     if align <= MIN_ALIGN && align <= size { flags } else { flags | jemalloc::align_flag(align) }
+}
+
+impl Tracked for Allocator {
+    fn views(&self) -> &Views {
+        &self.space.views
+    }
+
+    fn crossings(&self) -> &Crossings {
+        &self.crossings
+    }
+
+    fn used(&self) -> ByteCount {
+        self.space.used()
+    }
+
+    fn parts(&self) -> Parts {
+        Allocator::parts(self)
+    }
 }

@@ -42,22 +42,31 @@
 #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
 compile_error!("the heap is written for x86-64 Linux");
 
+#[cfg(feature = "jemalloc")]
 mod allocator;
 mod crossings;
 mod error;
+#[cfg(feature = "jemalloc")]
 mod fork;
+#[cfg(feature = "jemalloc")]
 mod global;
 pub mod grouping;
+#[cfg(feature = "jemalloc")]
 mod heap;
+#[cfg(feature = "jemalloc")]
 mod jemalloc;
 mod parts;
 mod saved;
+#[cfg(feature = "jemalloc")]
 mod space;
 mod tracker;
 
+#[cfg(feature = "jemalloc")]
 pub use allocator::Allocator;
 pub use error::{Error, ErrorKind};
+#[cfg(feature = "jemalloc")]
 pub use global::GlobalHeap;
+#[cfg(feature = "jemalloc")]
 pub use heap::Heap;
 pub use parts::Parts;
 pub use saved::{HeapOptions, SavedHeap};

@@ -248,11 +248,16 @@ impl SavedHeap {
     /// # Errors
     /// `ErrorKind::NotInHeap`, unless it is null or in the heap.
     pub fn set_root<T>(&self, root: *const T) -> Result<(), Error> {
-        if !root.is_null() && self.objects.memory.offset(root.cast()).is_none() {
+        if !root.is_null() && !self.contains(root) {
             return Err(Error::not_in_heap(root.addr()));
         }
         self.objects.memory.field(Field::Root).store(root.addr() as u64, Ordering::Release);
         Ok(())
+    }
+
+    /// True if an address is in the heap, in any of its views.
+    pub fn contains<T>(&self, address: *const T) -> bool {
+        self.objects.memory.offset(address.cast()).is_some()
     }
 
     /// The name of the job.

@@ -11,10 +11,13 @@ use pagemark::{
     Tracker,
 };
 
+#[cfg(feature = "jemalloc")]
 use crate::allocator::Allocator;
 use crate::crossings::Crossings;
 use crate::grouping::{Grouping, PageGroups, PartSet, Seen};
-use crate::{GlobalHeap, Heap, Parts, heap, saved};
+#[cfg(feature = "jemalloc")]
+use crate::{GlobalHeap, Heap, heap};
+use crate::{Parts, saved};
 
 /// Finds the bytes of a heap that were written, by the parts of pages.
 ///
@@ -56,28 +59,12 @@ pub(crate) trait Tracked {
     fn parts(&self) -> Parts;
 }
 
-impl Tracked for Allocator {
-    fn views(&self) -> &Views {
-        &self.space.views
-    }
-
-    fn crossings(&self) -> &Crossings {
-        &self.crossings
-    }
-
-    fn used(&self) -> ByteCount {
-        self.space.used()
-    }
-
-    fn parts(&self) -> Parts {
-        Allocator::parts(self)
-    }
-}
-
 /// Keeps the memory of a heap mapped.
 #[derive(Debug)]
 enum Owner {
+    #[cfg(feature = "jemalloc")]
     Own(Arc<heap::Shared>),
+    #[cfg(feature = "jemalloc")]
     Global(&'static Allocator),
     Saved(Arc<saved::Objects>),
 }
@@ -87,7 +74,9 @@ impl Deref for Owner {
 
     fn deref(&self) -> &(dyn Tracked + 'static) {
         match self {
+            #[cfg(feature = "jemalloc")]
             Owner::Own(shared) => shared.allocator(),
+            #[cfg(feature = "jemalloc")]
             Owner::Global(allocator) => *allocator,
             Owner::Saved(objects) => &**objects,
         }
@@ -107,6 +96,7 @@ pub struct Interval {
     pub written_bytes: ByteCount,
 }
 
+#[cfg(feature = "jemalloc")]
 impl<G: Grouping> HeapTracker<G> {
     /// Tracks a heap.
     ///
@@ -127,7 +117,9 @@ impl<G: Grouping> HeapTracker<G> {
         })?;
         HeapTracker::of(Owner::Global(allocator), grouping)
     }
+}
 
+impl<G: Grouping> HeapTracker<G> {
     /// Tracks a saved heap.
     ///
     /// # Errors
@@ -199,8 +191,8 @@ impl<G: Grouping> HeapTracker<G> {
         Ok(())
     }
 
-    /// Adds the bytes of the written parts and of freed pages to `found`, and lists the pages of the
-    /// parts for the strategy.
+    /// Adds the bytes of the written parts and of freed pages to `found`, and lists the pages of
+    /// the parts for the strategy.
     fn report(&mut self, found: &mut RangeSet, interval: &mut Interval) {
         let first = self.heap.views().view(0).start.page();
         self.seen.clear();
@@ -300,7 +292,7 @@ impl<G: Grouping> Tracker for HeapTracker<G> {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, feature = "jemalloc"))]
 mod tests {
     use std::alloc::{GlobalAlloc, Layout};
 
