@@ -8,7 +8,8 @@ use std::hint::black_box;
 use std::time::Duration;
 
 use pagemark::ByteCount;
-use pagemark_heap::{GlobalHeap, Heap, Parts};
+use pagemark::repository::Repository;
+use pagemark_heap::{GlobalHeap, Heap, HeapOptions, Parts, SavedHeap};
 
 const CAPACITY: ByteCount = ByteCount::new(16 << 30);
 
@@ -78,6 +79,13 @@ fn main() {
     static GLOBAL: [GlobalHeap; 1] = [GlobalHeap::new(Parts::Four, CAPACITY)];
     let own: Vec<(Parts, Heap)> =
         Parts::ALL.into_iter().map(|parts| (parts, Heap::new(parts, CAPACITY).unwrap())).collect();
+    let directory = tempfile::tempdir().unwrap();
+    let repository = Repository::create(&directory.path().join("repository")).unwrap();
+    let saved = Parts::ALL.into_iter().map(|parts| {
+        let options = HeapOptions { parts, capacity: CAPACITY, version: 0 };
+        (parts, SavedHeap::create(&repository, &format!("{}-parts", parts.count()), options).unwrap())
+    });
+    let saved: Vec<(Parts, SavedHeap)> = saved.collect();
     println!("{:28} {:>12} {:>12}", "nanoseconds", "pair", "working set");
     for _ in 0..3 {
         let show = |name: &str, heap: &dyn GlobalAlloc| {
@@ -87,6 +95,9 @@ fn main() {
         show("jemalloc alone", &Jemalloc);
         for (parts, heap) in &own {
             show(&format!("Heap, {} parts", parts.count()), heap);
+        }
+        for (parts, heap) in &saved {
+            show(&format!("SavedHeap, {} parts", parts.count()), heap);
         }
         std::thread::scope(|scope| {
             // A thread that allocates from the global heap does not use jemalloc's own arenas any more.
