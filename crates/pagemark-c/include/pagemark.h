@@ -183,6 +183,11 @@ typedef struct pagemark_repository pagemark_repository;
 typedef struct pagemark_saved_heap pagemark_saved_heap;
 
 /**
+ * A checkpoint of a heap that is being stored.
+ */
+typedef struct pagemark_saving pagemark_saving;
+
+/**
  * What a region held at one time.
  */
 typedef struct pagemark_snapshot pagemark_snapshot;
@@ -458,6 +463,31 @@ void pagemark_saved_heap_free(pagemark_saved_heap *heap);
  * opened.
  */
 pagemark_status pagemark_saved_heap_checkpoint(const pagemark_saved_heap *heap, uint64_t *sequence);
+
+/**
+ * As pagemark_saved_heap_checkpoint(), in the background: returns when the memory is copied, after
+ * which the program may write again, and stores the copy in a thread. Errors are those of
+ * pagemark_saving_wait(). The first checkpoint of a new heap is stored before this returns.
+ */
+pagemark_status pagemark_saved_heap_checkpoint_begin(const pagemark_saved_heap *heap,
+                                                     pagemark_saving **saving);
+
+/**
+ * Waits until the checkpoint is durable, frees `saving`, also after an error, and stores the
+ * number of the checkpoint in `sequence`, which may be null. After an error nothing is lost: the
+ * next checkpoint includes it. The heap may have been freed meanwhile.
+ */
+pagemark_status pagemark_saving_wait(pagemark_saving *saving, uint64_t *sequence);
+
+/**
+ * True if pagemark_saving_wait() returns at once; false if `saving` is null.
+ */
+bool pagemark_saving_is_done(const pagemark_saving *saving);
+
+/**
+ * Waits as pagemark_saving_wait(), for those who do not want to know how the checkpoint went.
+ */
+void pagemark_saving_free(pagemark_saving *saving);
 
 /**
  * The address that pagemark_saved_heap_set_root() was given last, also by an earlier program; null

@@ -513,6 +513,27 @@ struct heap_root {
 
 } // namespace detail
 
+/* A checkpoint of a heap that is being stored. Its destructor waits until it is. */
+class [[nodiscard]] saving {
+public:
+    /* Takes a checkpoint over that the library has begun. */
+    explicit saving(pagemark_saving *owned) noexcept : handle_(owned) {}
+
+    /* True if wait() returns at once. */
+    bool is_done() const noexcept { return pagemark_saving_is_done(handle_.get()); }
+
+    /* Returns the number of the checkpoint when it is durable. Is called once. */
+    std::uint64_t wait()
+    {
+        std::uint64_t sequence = 0;
+        check(pagemark_saving_wait(handle_.release(), &sequence));
+        return sequence;
+    }
+
+private:
+    detail::owner<pagemark_saving, pagemark_saving_free> handle_;
+};
+
 /*
  * A heap that is saved to a repository, and mapped where it was when it is opened again, so that the
  * pointers in it hold: containers of std::pmr with its resource() survive the program.
@@ -581,6 +602,14 @@ public:
         std::uint64_t sequence = 0;
         check(pagemark_saved_heap_checkpoint(get(), &sequence));
         return sequence;
+    }
+
+    /* As checkpoint(); returns when the memory is copied, after which the program may write again. */
+    saving checkpoint_in_background()
+    {
+        pagemark_saving *begun = nullptr;
+        check(pagemark_saved_heap_checkpoint_begin(get(), &begun));
+        return saving(begun);
     }
 
     /* The memory of the heap, for containers that are in it. */

@@ -6,7 +6,7 @@ use std::mem::MaybeUninit;
 use std::ptr::null_mut;
 
 use pagemark::ByteCount;
-use pagemark_heap::{HeapOptions as CoreOptions, Parts, SavedHeap as CoreHeap};
+use pagemark_heap::{HeapOptions as CoreOptions, Parts, SavedHeap as CoreHeap, Saving as CoreSaving};
 
 use crate::repository::{Repository, job_name};
 use crate::status::{Failure, Status, guard, make, present, value_or};
@@ -18,6 +18,11 @@ use crate::status::{Failure, Status, guard, make, present, value_or};
 /// addresses of anything else: other memory, functions, virtual tables.
 pub struct SavedHeap {
     heap: CoreHeap,
+}
+
+/// A checkpoint of a heap that is being stored.
+pub struct Saving {
+    saving: CoreSaving,
 }
 
 /// How a heap is made. All zeros is the default.
@@ -129,6 +134,47 @@ pub extern "C" fn pagemark_saved_heap_checkpoint(
         }
         Ok(())
     })
+}
+
+/// As pagemark_saved_heap_checkpoint(), in the background: returns when the memory is copied, after
+/// which the program may write again, and stores the copy in a thread. Errors are those of
+/// pagemark_saving_wait(). The first checkpoint of a new heap is stored before this returns.
+#[unsafe(no_mangle)]
+pub extern "C" fn pagemark_saved_heap_checkpoint_begin(
+    heap: Option<&SavedHeap>,
+    saving: Option<&mut MaybeUninit<Option<Box<Saving>>>>,
+) -> Status {
+    make(saving, "saving", || Ok(Saving { saving: present(heap, "heap")?.heap.checkpoint_in_background()? }))
+}
+
+/// Waits until the checkpoint is durable, frees `saving`, also after an error, and stores the
+/// number of the checkpoint in `sequence`, which may be null. After an error nothing is lost: the
+/// next checkpoint includes it. The heap may have been freed meanwhile.
+#[unsafe(no_mangle)]
+pub extern "C" fn pagemark_saving_wait(saving: Option<Box<Saving>>, sequence: Option<&mut MaybeUninit<u64>>) -> Status {
+    guard(|| {
+        let sequence = sequence.map(|sequence| sequence.write(0));
+        let taken = present(saving, "saving")?.saving.wait()?;
+        if let Some(sequence) = sequence {
+            *sequence = taken.sequence;
+        }
+        Ok(())
+    })
+}
+
+/// True if pagemark_saving_wait() returns at once; false if `saving` is null.
+#[unsafe(no_mangle)]
+pub extern "C" fn pagemark_saving_is_done(saving: Option<&Saving>) -> bool {
+    value_or(false, || Ok(present(saving, "saving")?.saving.is_done()))
+}
+
+/// Waits as pagemark_saving_wait(), for those who do not want to know how the checkpoint went.
+#[unsafe(no_mangle)]
+pub extern "C" fn pagemark_saving_free(saving: Option<Box<Saving>>) {
+    guard(|| {
+        drop(saving);
+        Ok(())
+    });
 }
 
 /// The address that pagemark_saved_heap_set_root() was given last, also by an earlier program; null

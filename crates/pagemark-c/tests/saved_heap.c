@@ -36,6 +36,7 @@ static void expect_true(int line, int is_true, const char *what)
 static void null_pointers(pagemark_repository *repository)
 {
     pagemark_saved_heap *made = (pagemark_saved_heap *)repository;
+    pagemark_saving *saving = (pagemark_saving *)repository;
     uint64_t sequence = 7;
 
     FAILS(pagemark_saved_heap_create(repository, "job", NULL, NULL), NULL_POINTER, "heap is null");
@@ -45,6 +46,10 @@ static void null_pointers(pagemark_repository *repository)
     FAILS(pagemark_saved_heap_open_at(repository, NULL, 1, NULL, &made), NULL_POINTER, "job is null");
     FAILS(pagemark_saved_heap_checkpoint(NULL, &sequence), NULL_POINTER, "heap is null");
     TRUE(sequence == 0);
+    FAILS(pagemark_saved_heap_checkpoint_begin(NULL, &saving), NULL_POINTER, "heap is null");
+    FAILS(pagemark_saving_wait(saving, &sequence), NULL_POINTER, "saving is null");
+    TRUE(saving == NULL && !pagemark_saving_is_done(saving));
+    pagemark_saving_free(saving);
     FAILS(pagemark_saved_heap_set_root(NULL, NULL), NULL_POINTER, "heap is null");
     TRUE(pagemark_saved_heap_root(NULL) == NULL && !pagemark_saved_heap_contains(NULL, &made));
     TRUE(pagemark_saved_heap_allocate(NULL, 1, 0) == NULL && pagemark_saved_heap_reallocate(NULL, NULL, 1, 0) == NULL);
@@ -124,6 +129,7 @@ static void saving(pagemark_repository *repository)
 {
     pagemark_heap_options options = {.capacity_bytes = 16 << 20, .version = 3, .parts = 4};
     pagemark_saved_heap *heap, *second;
+    pagemark_saving *saving;
     uint64_t sequence;
     char **root, *place, local;
     void *taken;
@@ -147,8 +153,10 @@ static void saving(pagemark_repository *repository)
     WORKS(pagemark_saved_heap_checkpoint(heap, &sequence));
     TRUE(sequence == 1);
     (*root)[0] = 'F';
-    WORKS(pagemark_saved_heap_checkpoint(heap, NULL));
+    WORKS(pagemark_saved_heap_checkpoint_begin(heap, &saving));
     (*root)[0] = '?';
+    WORKS(pagemark_saving_wait(saving, &sequence));
+    TRUE(sequence == 2);
     FAILS(pagemark_saved_heap_create(repository, "heap", &options, &second), EXISTS, NULL);
     FAILS(pagemark_saved_heap_open(repository, "heap", &options, &second), ADDRESS_TAKEN, NULL);
     TRUE(second == NULL);
@@ -161,8 +169,12 @@ static void saving(pagemark_repository *repository)
     pagemark_saved_heap_free(heap);
     WORKS(pagemark_saved_heap_open_at(repository, "heap", 1, &options, &heap));
     TRUE(strcmp(*(char **)pagemark_saved_heap_root(heap), "first") == 0);
-    WORKS(pagemark_saved_heap_checkpoint(heap, &sequence));
-    TRUE(sequence == 3);
+    WORKS(pagemark_saved_heap_checkpoint_begin(heap, &saving));
+    pagemark_saved_heap_free(heap);
+    while (!pagemark_saving_is_done(saving))
+        usleep(1000);
+    pagemark_saving_free(saving);
+    WORKS(pagemark_saved_heap_open_at(repository, "heap", 3, &options, &heap));
     pagemark_saved_heap_free(heap);
 
     FAILS(pagemark_saved_heap_open_at(repository, "heap", 9, &options, &heap), REPOSITORY, NULL);

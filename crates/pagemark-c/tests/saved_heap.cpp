@@ -86,9 +86,10 @@ try {
         take_turn(heap, model, number);
         if (number == 0)
             first = model;
-        TRUE(heap.checkpoint() == static_cast<std::uint64_t>(number) + 1);
+        auto saving = heap.checkpoint_in_background();
         /* Not saved. */
         heap.root<index_of>()->clear();
+        TRUE(saving.wait() == static_cast<std::uint64_t>(number) + 1);
         pagemark::saved_heap moved(std::move(heap));
         TRUE(moved.root<index_of>()->empty() && moved.allocator().resource() == moved.resource());
     }

@@ -69,5 +69,5 @@ pub use global::GlobalHeap;
 #[cfg(feature = "jemalloc")]
 pub use heap::Heap;
 pub use parts::Parts;
-pub use saved::{HeapOptions, SavedHeap};
+pub use saved::{HeapOptions, SavedHeap, Saving};
 pub use tracker::{HeapTracker, Interval};

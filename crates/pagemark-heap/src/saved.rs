@@ -7,6 +7,7 @@ use std::io;
 use std::ops::ControlFlow;
 use std::ptr::without_provenance_mut;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use pagemark::checkpointer::{Checkpointer, Strategy};
@@ -21,10 +22,12 @@ use crate::{Error, Parts};
 mod memory;
 mod objects;
 mod runs;
+mod saving;
 mod sizes;
 mod target;
 
 pub(crate) use objects::Objects;
+pub use saving::Saving;
 
 use memory::{Field, Header, Memory};
 use target::HeapTarget;
@@ -116,7 +119,8 @@ impl Default for HeapOptions {
 /// lost.
 pub struct SavedHeap {
     objects: Arc<Objects>,
-    job: Mutex<Job<HeapTarget>>,
+    /// A checkpoint in the background has it, too.
+    job: Arc<Mutex<Job<HeapTarget>>>,
     name: String,
 }
 
@@ -199,7 +203,7 @@ impl SavedHeap {
     }
 
     fn of(objects: Arc<Objects>, job: Job<HeapTarget>, name: &str) -> SavedHeap {
-        SavedHeap { objects, job: Mutex::new(job), name: name.to_owned() }
+        SavedHeap { objects, job: Arc::new(Mutex::new(job)), name: name.to_owned() }
     }
 
     /// Saves the heap as the next checkpoint of its job. When this returns, the checkpoint is
@@ -222,11 +226,26 @@ impl SavedHeap {
         if !self.objects.is_here() {
             return Err(Error::forked_child());
         }
-        let mut job = self.job.lock().unwrap_or_else(PoisonError::into_inner);
-        let taken = job.checkpoint().map_err(Error::core("saving", &self.name))?;
-        job.target_mut().saved_as(taken.sequence);
-        job.policy_mut().strategy = Strategy::StopAndCopy;
-        Ok(taken)
+        save(&self.job, &self.name, None)
+    }
+
+    /// As [`SavedHeap::checkpoint`], in the background: returns when the memory is copied, after
+    /// which the program may write again. The copy is stored in a thread; [`Saving::wait`] returns
+    /// when the checkpoint is durable. The first checkpoint of a new heap is stored before this
+    /// returns, and so is what does not fit into the memory for copied pages.
+    ///
+    /// # Errors
+    /// `ErrorKind::ForkedChild`; `ErrorKind::Core` if no thread could be started. All others are
+    /// those of `wait`.
+    pub fn checkpoint_in_background(&self) -> Result<Saving, Error> {
+        if !self.objects.is_here() {
+            return Err(Error::forked_child());
+        }
+        let (job, name) = (self.job.clone(), self.name.clone());
+        let started = Saving::start(&self.objects, move |copied| save(&job, &name, Some(copied)));
+        started.map_err(|error| {
+            Error::core("saving", &self.name)(pagemark::Error::system("starting a thread that saves a heap")(error))
+        })
     }
 
     /// The address that the program finds its data by: what [`SavedHeap::set_root`] was given last,
@@ -306,6 +325,19 @@ unsafe impl GlobalAlloc for SavedHeap {
         // SAFETY: the caller guarantees it.
         unsafe { self.objects.reallocate(object, size, layout.align()) }
     }
+}
+
+/// Saves a heap, and reports when its memory is copied.
+fn save(job: &Mutex<Job<HeapTarget>>, name: &str, copied: Option<Sender<()>>) -> Result<Taken, Error> {
+    let mut job = job.lock().unwrap_or_else(PoisonError::into_inner);
+    job.target_mut().report_copied(copied);
+    let taken = job.checkpoint();
+    // Whoever waits for it learns that it has failed.
+    job.target_mut().report_copied(None);
+    let taken = taken.map_err(Error::core("saving", name))?;
+    job.target_mut().saved_as(taken.sequence);
+    job.policy_mut().strategy = Strategy::StopAndCopy;
+    Ok(taken)
 }
 
 fn job_options(name: &str, strategy: Strategy) -> JobOptions {

@@ -409,6 +409,93 @@ fn a_full_heap_returns_null_and_loses_nothing() {
     }
 }
 
+/// A checkpoint in the background has what the memory held when the call returned, whatever is
+/// written and freed while it is stored.
+#[test]
+fn a_checkpoint_in_the_background_has_the_memory_of_its_call() {
+    let (_, repository) = in_memory();
+    let Some(heap) = created(&repository, JOB, options(Parts::Two)) else { return };
+    let layout = Layout::from_size_align(4 << 20, 8).unwrap();
+    // SAFETY: the layout has a size, and the object as many bytes.
+    let object = unsafe { heap.alloc(layout) };
+    heap.set_root(object).unwrap();
+    let fill = |byte: u8| {
+        // SAFETY: as above.
+        unsafe { object.write_bytes(byte, layout.size()) }
+    };
+    let mut savings = Vec::new();
+    for number in 1..=6u8 {
+        fill(number);
+        savings.push(heap.checkpoint_in_background().unwrap());
+        fill(100 + number);
+        // SAFETY: the layout has a size, and the object is freed once.
+        unsafe {
+            let other = heap.alloc_zeroed(layout);
+            heap.dealloc(other, layout);
+        }
+    }
+    fill(7);
+    // After those in the background.
+    assert_eq!(heap.checkpoint().unwrap().sequence, 7);
+    for (saving, number) in savings.into_iter().zip(1..) {
+        while !saving.is_done() {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        assert_eq!(saving.wait().unwrap().sequence, number);
+    }
+    // The heap is dropped while it is saved.
+    fill(8);
+    let last = heap.checkpoint_in_background().unwrap();
+    drop(heap);
+    assert_eq!(last.wait().unwrap().sequence, 8);
+    for number in 1..=8u8 {
+        let heap = SavedHeap::open_at(&repository, JOB, number.into(), options(Parts::Two)).unwrap();
+        // SAFETY: the object was saved, and nobody writes it.
+        let content = unsafe { std::slice::from_raw_parts(heap.root::<u8>(), layout.size()) };
+        assert!(content.iter().all(|byte| *byte == number), "checkpoint {number}");
+    }
+}
+
+#[test]
+fn a_checkpoint_in_the_background_that_fails_loses_nothing() {
+    let backend: Arc<dyn Backend> = Arc::new(MemoryBackend::new());
+    let repository = Repository::create_on(backend.clone()).unwrap();
+    let Some(heap) = created(&repository, JOB, options(Parts::One)) else { return };
+    let layout = Layout::from_size_align(100_000, 8).unwrap();
+    // SAFETY: the layout has a size, and the object as many bytes.
+    unsafe {
+        let object = heap.alloc(layout);
+        object.write_bytes(5, layout.size());
+        heap.set_root(object).unwrap();
+    }
+    heap.checkpoint().unwrap();
+    drop(heap);
+    let mut failures = 0;
+    for at in 1.. {
+        let faulty = Arc::new(FaultyBackend::new(backend.clone(), Fault::Error { at }, 0));
+        let heap =
+            Repository::on(faulty.clone()).map(|repository| SavedHeap::open(&repository, JOB, options(Parts::One)));
+        // The step is one of those that open it.
+        let Ok(Ok(heap)) = heap else { continue };
+        // SAFETY: the object was saved.
+        unsafe { heap.root::<u8>().write_bytes(at as u8, layout.size()) };
+        let saved = heap.checkpoint_in_background().unwrap().wait();
+        if faulty.steps() < at {
+            break;
+        }
+        if saved.is_err() {
+            failures += 1;
+            heap.checkpoint().unwrap();
+        }
+        drop(heap);
+        let heap = SavedHeap::open(&repository, JOB, options(Parts::One)).unwrap();
+        // SAFETY: the object was saved, and nobody writes it.
+        let content = unsafe { std::slice::from_raw_parts(heap.root::<u8>(), layout.size()) };
+        assert!(content.iter().all(|byte| *byte == at as u8), "after a failure at step {at}");
+    }
+    assert!(failures > 2, "{failures}");
+}
+
 #[test]
 fn threads_allocate_while_checkpoints_are_taken() {
     let (_, repository) = in_memory();

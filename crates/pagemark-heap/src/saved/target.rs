@@ -1,6 +1,7 @@
 //! A saved heap as a target of checkpoints.
 
 use std::sync::Arc;
+use std::sync::mpsc::Sender;
 use std::time::{Instant, SystemTime};
 
 use pagemark::repository::{Repository, SpaceKind, TargetKind};
@@ -27,6 +28,8 @@ pub(super) struct HeapTarget {
     newest: Option<u64>,
     /// The number that this program has written into the heap.
     session: u64,
+    /// Gets a message at the thaw.
+    copied: Option<Sender<()>>,
 }
 
 impl HeapTarget {
@@ -43,7 +46,7 @@ impl HeapTarget {
     ) -> Result<HeapTarget, Error> {
         let tracker = HeapTracker::of_saved(objects.clone(), Separate).map_err(Error::core("tracking", job))?;
         let (job, session) = (job.to_owned(), header.session);
-        Ok(HeapTarget { objects, tracker, repository, job, newest, session })
+        Ok(HeapTarget { objects, tracker, repository, job, newest, session, copied: None })
     }
 
     /// Takes what the memory holds now for what is saved.
@@ -53,6 +56,11 @@ impl HeapTarget {
     pub fn count_as_saved(&mut self) -> Result<(), Error> {
         let collected = self.tracker.collect_written(&mut RangeSet::new());
         collected.map(drop).map_err(Error::core("tracking", &self.job))
+    }
+
+    /// Has the next thaw reported, after which the program may write again.
+    pub fn report_copied(&mut self, copied: Option<Sender<()>>) {
+        self.copied = copied;
     }
 
     /// Records that a checkpoint of this heap is the newest of its job.
@@ -154,10 +162,10 @@ impl Target for HeapTarget {
     /// Keeps all threads from allocating and freeing. Their writes are not blocked.
     fn freeze(&mut self, _: WhileFreezing<'_, Error>) -> Result<FrozenHeap<'_>, Error> {
         let (frozen_at, since) = (SystemTime::now(), Instant::now());
-        let HeapTarget { objects, tracker, job, .. } = self;
+        let HeapTarget { objects, tracker, job, copied, .. } = self;
         let locked = objects.lock();
         let held = locked.held();
-        Ok(FrozenHeap { objects, tracker, job, _locked: locked, held, frozen_at, since })
+        Ok(FrozenHeap { objects, tracker, job, _locked: locked, held, copied: copied.take(), frozen_at, since })
     }
 
     fn capture_failed(&mut self) {}
@@ -171,6 +179,7 @@ pub(super) struct FrozenHeap<'target> {
     _locked: Locked<'target>,
     /// Offsets of the pages that belong to the checkpoint.
     held: RangeSet,
+    copied: Option<Sender<()>>,
     frozen_at: SystemTime,
     since: Instant,
 }
@@ -208,6 +217,11 @@ impl Frozen for FrozenHeap<'_> {
             mappings: Vec::new(),
             held_pages: Some(self.held.iter().map(|range| range.page_range()).collect()),
         };
-        Ok(CapturedSpaces { spaces: vec![space], taken_at: self.frozen_at, downtime: self.since.elapsed() })
+        let captured = CapturedSpaces { spaces: vec![space], taken_at: self.frozen_at, downtime: self.since.elapsed() };
+        if let Some(copied) = self.copied {
+            // Nobody waits if the program has ended.
+            _ = copied.send(());
+        }
+        Ok(captured)
     }
 }
