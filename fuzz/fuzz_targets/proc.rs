@@ -10,7 +10,7 @@ fuzz_target!(|bytes: &[u8]| {
     let _ = stat::state(bytes);
     let _ = Status::parse(bytes.to_vec());
     let _ = Fields::parse(bytes.to_vec()).bytes("VmSwap");
-    let _ = descriptors::parse_unix_sockets(bytes);
+    descriptors::parse_unix_sockets(bytes).for_each(drop);
     for mapping in maps::parse(bytes).unwrap_or_default() {
         assert!(!mapping.range().is_empty());
         let _ = (mapping.permissions(), mapping.is_tracked());

@@ -13,6 +13,7 @@ mod interrupted;
 mod kernel_data;
 mod notify;
 pub(crate) mod outside_files;
+pub(crate) mod outside_sockets;
 pub(crate) mod regular_files;
 mod resumed;
 mod smaps;

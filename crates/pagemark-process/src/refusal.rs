@@ -1,6 +1,8 @@
 //! Help for the frequent reasons for which CRIU refuses a process tree.
 
-use pagemark::sys::proc::{self, descriptors, tree};
+use std::collections::BTreeSet;
+
+use pagemark::sys::proc::{self, Mapping, descriptors, maps, tree};
 
 use crate::error::{Error, ErrorKind};
 
@@ -27,13 +29,36 @@ pub(crate) fn hint(root_pid: i32, error: &Error) -> Option<String> {
                 .into(),
         );
     }
-    if reason.contains("name-less external socket") || reason.contains("half of stream unix connection") {
+    if is_of_new_connection(error) {
+        return Some(
+            "the program connects Unix sockets to processes outside all the time, and had a new one in each attempt: \
+             checkpoint when it does less, or attach to a process that both ends are below"
+                .into(),
+        );
+    }
+    if reason.contains("in-flight socket") {
+        return Some(
+            "a Unix socket waits for the server to accept it: checkpoint when it has, or when the program has given up"
+                .into(),
+        );
+    }
+    // CRIU does not find a socket, or its peer, among those of the network namespace.
+    if reason.contains("Unix socket ") {
         let sockets = unix_sockets(root_pid);
         return Some(format!(
-            "a Unix socket leads to a process outside{}{}: give it a file, a pipe or a terminal instead (`| cat` makes a pipe), or \
-             attach to a process that both ends are below",
+            "a Unix socket leads to another network namespace{}{}: attach to a process that both ends are below",
             if sockets.is_empty() { "" } else { ", one of " },
             sockets.join(", "),
+        ));
+    }
+    if reason.contains("SysVIPC") {
+        let segments = segments(root_pid);
+        return Some(format!(
+            "System V shared memory can be saved only with an IPC namespace of its own, since others may use the same \
+             segment{}{}: start the program with `pagemark run -- unshare --ipc PROGRAM`, or save memory alone with \
+             --memory-only",
+            if segments.is_empty() { "" } else { "; the processes have " },
+            segments.join(", "),
         ));
     }
     if reason.contains("get_rseq_conf") {
@@ -44,6 +69,12 @@ pub(crate) fn hint(root_pid: i32, error: &Error) -> Option<String> {
         );
     }
     None
+}
+
+/// True if a dump failed because the program has connected a socket since CRIU was started.
+pub(crate) fn is_of_new_connection(error: &Error) -> bool {
+    let reasons = ["half of stream unix connection", "name-less external socket"];
+    error.kind() == ErrorKind::Criu && reasons.iter().any(|reason| error.reason().contains(reason))
 }
 
 /// Describes the Unix sockets that the tree has open, the standard streams first.
@@ -58,6 +89,19 @@ fn unix_sockets(root_pid: i32) -> Vec<String> {
     }
     found.sort_unstable();
     found.iter().map(|(number, pid)| format!("descriptor {number} of process {pid}")).collect()
+}
+
+/// Describes the segments of System V's shared memory that the tree has attached.
+fn segments(root_pid: i32) -> Vec<String> {
+    let members = tree::members(root_pid).unwrap_or_default();
+    let mappings = members.iter().flat_map(|member| maps::read(member.pid).unwrap_or_default());
+    // The name has the key, and the inode is the id.
+    let segment = |mapping: Mapping| {
+        let name = std::str::from_utf8(mapping.name.strip_prefix(b"/SYSV")?).ok()?.to_owned();
+        Some((mapping.inode, name.split(' ').next()?.to_owned()))
+    };
+    let found: BTreeSet<(u64, String)> = mappings.filter_map(segment).collect();
+    found.into_iter().map(|(id, key)| format!("segment {id} (key 0x{key})")).collect()
 }
 
 #[cfg(test)]
@@ -75,9 +119,25 @@ mod tests {
     fn sockets_are_named() {
         let (socket, _other) = UnixStream::pair().unwrap();
         let pid = std::process::id() as i32;
-        let hint = hint(pid, &failed("unix: Can't dump half of stream unix connection. name: ; peer name: ")).unwrap();
+        let hint = hint(pid, &failed("unix: Unix socket 4711 without peer 4712")).unwrap();
         let name = format!("descriptor {} of process {pid}", socket.as_raw_fd());
         assert!(hint.contains(&name), "{hint}");
+    }
+
+    #[test]
+    fn segments_of_shared_memory_are_named() {
+        // SAFETY: the calls take numbers; the kernel chooses free addresses; the segment ends with its last user.
+        let id = unsafe {
+            let id = libc::shmget(libc::IPC_PRIVATE, 4096, libc::IPC_CREAT | 0o600);
+            assert!(id >= 0);
+            let address = libc::shmat(id, std::ptr::null(), 0);
+            assert_ne!(address as isize, -1);
+            assert_eq!(libc::shmctl(id, libc::IPC_RMID, std::ptr::null_mut()), 0);
+            id
+        };
+        let reason = "Task 4711 with SysVIPC shmem map @7f0000000000 doesn't live in IPC ns";
+        let hint = hint(std::process::id() as i32, &failed(reason)).unwrap();
+        assert!(hint.contains(&format!("segment {id} (key 0x00000000)")), "{hint}");
     }
 
     #[test]

@@ -37,7 +37,7 @@ use super::notify::Submitted;
 use super::outside_files::{self, OutsideFile};
 use super::stdio::{self, Outside};
 use super::withhold::Withholding;
-use super::{CAP_SYS_RESOURCE, Criu, errors_in_log, has_capability, images, kernel_data, smaps};
+use super::{CAP_SYS_RESOURCE, Criu, errors_in_log, has_capability, images, kernel_data, outside_sockets, smaps};
 use crate::cgroups::{self, Cgroups, Memberships};
 use crate::container::network::{self, OwnNetwork};
 use crate::container::{self, FirstProcess, HostPaths, Place};
@@ -108,6 +108,9 @@ pub(crate) struct Notes {
     /// a new namespace, in which no id is in use.
     #[serde(default)]
     pub first_process: Option<FirstProcess>,
+    /// Connections by Unix sockets to processes outside, which a restore finds closed.
+    #[serde(default)]
+    pub closed_sockets: Vec<String>,
 }
 
 /// By process: its id in the images, and the pages of its private mappings that held data in the
@@ -222,6 +225,7 @@ impl Dump {
             outside_files: Vec::new(),
             own_network: OwnNetwork::of_process(pid).map_err(|_| Error::criu_gone(pid))?,
             first_process: FirstProcess::of_container(pid),
+            closed_sockets: Vec::new(),
         };
         let outside_files = if notes.own_root.is_some() { outside_files::find(&tree) } else { Vec::new() };
         let notes = Notes { outside_files, ..notes };
@@ -234,7 +238,6 @@ impl Dump {
 
         let mut command = criu.command("dump", directory, LOG);
         command.args(["-t", &pid.to_string(), "--lazy-pages", "--leave-running", "--file-locks", "--skip-in-flight"]);
-        // A datagram socket that is connected to a name outside, such as the log, is connected to it again.
         command.args(["--ghost-limit", "1073741824", "--ext-unix-sk"]);
         command.arg(format!("--manage-cgroups={}", options.cgroups.criu_mode()));
         command.args(["--ps-socket", &page_server.as_raw_fd().to_string()]);
@@ -259,6 +262,7 @@ impl Dump {
             }
         }
         command.args(stdio::dump_arguments(&notes.outside));
+        command.args(outside_sockets::dump_arguments(&tree));
         // CRIU also gets the reading end of its status pipe: if Pagemark is killed, writing to it must not
         // fail. And the directory: it is not left over while CRIU writes into it.
         let images = scratch::hold(directory).map_err(io(&format!("hold {}", directory.display())))?;
@@ -414,6 +418,9 @@ impl Dump {
             return Err(self.failure());
         }
         let thawed_at = thawed_at.unwrap_or_else(Instant::now);
+        let closed = outside_sockets::close(&self.directory)?;
+        self.notes.closed_sockets = closed.connections;
+        self.notes.outside.extend(closed.streams);
         write_notes(&self.directory, &self.notes)?;
         let withheld = self.withholding.take().map(Withholding::finish).unwrap_or_default();
         let populated = populated();

@@ -24,10 +24,11 @@ use super::images::schema::{
 use super::images::{Image, ImageKind, read_all, with_bytes, with_varint, without};
 use crate::error::Error;
 
-/// A terminal, or a pipe that the tree has open as a standard stream, whose other end is outside.
+/// A terminal, or a pipe or socket that the tree has open as a standard stream, whose other end is
+/// outside.
 #[derive(Clone, PartialEq, Eq, Debug, serde::Serialize, serde::Deserialize)]
 pub struct Outside {
-    /// CRIU's name of it: `tty[RDEV:DEV]`, `pipe[INODE]`.
+    /// CRIU's name of it: `tty[RDEV:DEV]`, `pipe[INODE]`, `unix[INODE]`.
     pub name: String,
     /// Lowest number under which a process of the tree has it open: 0, 1 or 2, except terminals.
     pub stream: RawFd,
@@ -37,7 +38,7 @@ pub struct Outside {
 /// images. No such file is ever opened.
 const STAND_IN: &str = "pagemark/stream-";
 
-/// Finds the standard streams of the processes that lead out of their tree.
+/// Finds the standard streams of the processes that lead out of their tree, except sockets.
 pub(crate) fn find_outside(pids: &[i32]) -> Vec<Outside> {
     let mut pipes: BTreeMap<u64, PipeEnds> = BTreeMap::new();
     let mut terminals: BTreeMap<String, (RawFd, Option<u32>)> = BTreeMap::new();
@@ -239,12 +240,12 @@ pub(crate) fn redirect(
             inherit(terminal.descriptor, &stream.name)?;
         }
     }
-    let pipes: Vec<u32> = outside
-        .iter()
-        .filter_map(|stream| stream.name.strip_prefix("pipe[")?.strip_suffix(']')?.parse::<u64>().ok())
+    let inodes = |kind: &str| -> Vec<u32> {
+        let inode = |name: &str| name.strip_prefix(kind)?.strip_prefix('[')?.strip_suffix(']')?.parse::<u64>().ok();
         // CRIU keeps the lower half of an inode number.
-        .map(|inode| inode as u32)
-        .collect();
+        outside.iter().filter_map(|stream| Some(inode(&stream.name)? as u32)).collect()
+    };
+    let (pipes, sockets) = (inodes("pipe"), inodes("unix"));
 
     let path = directory.join("files.img");
     let mut files = Image::read(&path, ImageKind::Files)?;
@@ -254,9 +255,10 @@ pub(crate) fn redirect(
     for message in &mut files.messages {
         let decoded = FileEntry::decode(message.as_slice());
         let entry = decoded.map_err(|e| Error::image(path.clone(), e.to_string()))?;
-        let (flags, fown) = match (&entry.pipe, &entry.tty) {
-            (Some(pipe), _) if pipes.contains(&pipe.pipe_id) => (pipe.flags, pipe.fown.clone()),
-            (_, Some(terminal)) if own_terminal.is_none() && external.contains(&terminal.tty_info_id) => {
+        let (flags, fown) = match (&entry.pipe, &entry.usk, &entry.tty) {
+            (Some(pipe), ..) if pipes.contains(&pipe.pipe_id) => (pipe.flags, pipe.fown.clone()),
+            (_, Some(socket), _) if sockets.contains(&socket.ino) => (socket.flags, socket.fown.clone()),
+            (.., Some(terminal)) if own_terminal.is_none() && external.contains(&terminal.tty_info_id) => {
                 (terminal.flags, terminal.fown.clone())
             }
             _ => continue,
@@ -303,14 +305,15 @@ fn external_terminals(directory: &Path) -> Result<Vec<u32>, Error> {
 }
 
 /// An `fdinfo-N.img`.
-struct DescriptorTable {
+pub(super) struct DescriptorTable {
     path: PathBuf,
     image: Image,
     entries: Vec<FdinfoEntry>,
 }
 
 impl DescriptorTable {
-    fn numbers_of(&self, id: u32) -> impl Iterator<Item = u32> + '_ {
+    /// The numbers of the descriptors of an open file.
+    pub(super) fn numbers_of(&self, id: u32) -> impl Iterator<Item = u32> + '_ {
         self.entries.iter().filter(move |entry| entry.id == id).map(|entry| entry.fd)
     }
 
@@ -324,7 +327,8 @@ impl DescriptorTable {
     }
 }
 
-fn descriptor_tables(directory: &Path) -> Result<Vec<DescriptorTable>, Error> {
+/// Reads the descriptors of all processes.
+pub(super) fn descriptor_tables(directory: &Path) -> Result<Vec<DescriptorTable>, Error> {
     let io = |error| Error::criu_io(format!("read directory {}", directory.display()))(error);
     let mut tables = Vec::new();
     for entry in std::fs::read_dir(directory).map_err(io)? {

@@ -36,6 +36,7 @@ use crate::container::{self, OwnMounts};
 use crate::criu::dump::{NOTES, Notes, read_pstree};
 use crate::criu::images::schema::{CoreEntry, MmEntry, PstreeEntry, VmaEntry};
 use crate::criu::images::{ImageKind, PageRun, PageSource, Pagemap, read_first};
+use crate::criu::outside_sockets;
 use crate::criu::stdio::{self, Own};
 use crate::criu::{Criu, errors_in_log};
 use crate::error::{Error, ErrorKind, Object};
@@ -109,9 +110,10 @@ pub struct Restored {
     pub pids: Vec<i32>,
     /// The control groups that processes were in and are not now, each with its reason.
     pub left_groups: Vec<String>,
-    /// The TCP connections that the processes had and that are closed now, each as `ADDRESS to
-    /// PEER`. Those that a checkpoint keeps are not among them; whether the peer of such a
-    /// connection still has it, only the peer knows.
+    /// The connections to processes outside that the processes had and that are closed now: by TCP
+    /// as `ADDRESS to PEER`, by Unix sockets as `of descriptor NUMBER to the socket NAME`. Those
+    /// that a checkpoint keeps are not among them; whether the peer of such a connection still has
+    /// it, only the peer knows.
     pub closed_connections: Vec<String>,
     /// With [`as_child`](RestoreOptions::as_child), the child of this process that ends with the
     /// root process: the root process itself, or the leader of its session, which has its exit
@@ -405,8 +407,12 @@ impl Prepared {
         }
         // A job that continues by itself is none of the caller's terminal.
         let leaves_session = self.notes.shell_job && options.streams == Streams::Null && !options.as_child;
-        let closed_connections =
+        let mut closed_connections =
             if self.notes.keep_connections { Vec::new() } else { surroundings::connections(&self.directory)? };
+        let text = |closed: &String| closed.replace(|c: char| c.is_control(), "?");
+        closed_connections.extend(self.notes.closed_sockets.iter().map(text));
+        let (top, has_own_network) = (root.as_deref().unwrap_or(Path::new("/")), self.notes.own_network.is_some());
+        closed_connections.extend(outside_sockets::disconnect(&self.directory, top, has_own_network)?);
         let memberships = if options.ignore_cgroups { Memberships::new() } else { self.notes.memberships.clone() };
         let mut joining = Joining::new(memberships);
         let groups = joining.open_groups_of(root_pid);

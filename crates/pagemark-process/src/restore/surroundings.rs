@@ -17,7 +17,7 @@ use pagemark::repository::Manifest;
 use pagemark::sys::proc;
 use prost::Message;
 
-use crate::criu::images::schema::{FileEntry, InetSocketEntry, UnixSocketEntry};
+use crate::criu::images::schema::{FileEntry, InetSocketEntry, SOCKET_OUTSIDE, UnixSocketEntry};
 use crate::criu::images::{Image, ImageKind};
 use crate::criu::regular_files::{Demand, RegularFile, has_image, has_own_mounts, revise};
 use crate::error::{Error, ErrorKind, Object, Result};
@@ -109,7 +109,9 @@ fn check_sockets(directory: &Path) -> Result<()> {
     for entry in files(directory)? {
         match (&entry.isk, &entry.usk) {
             (Some(socket), _) if !has_own_network => check_port(socket)?,
-            (_, Some(socket)) if !has_own_mounts(directory) => check_name(socket)?,
+            (_, Some(socket)) if !has_own_mounts(directory) && socket.uflags & SOCKET_OUTSIDE == 0 => {
+                check_name(socket)?
+            }
             _ => {}
         }
     }

@@ -20,6 +20,9 @@ use crate::space::AddressSpace;
 /// The longest time without a call of `meanwhile`.
 const FREEZE_POLL: Duration = Duration::from_millis(16);
 
+/// How often a dump is repeated because the program has just connected a socket.
+const REPEATS: u32 = 3;
+
 /// Saves the whole state of a tree by CRIU, so that the tree can be restored.
 #[derive(Clone, Debug)]
 pub struct CriuSaver {
@@ -52,14 +55,26 @@ impl StateSaver for CriuSaver {
     }
 
     fn freeze(&self, root_pid: i32, meanwhile: Meanwhile<'_>) -> Result<Box<dyn FrozenState>> {
-        let refused = |error| refused(root_pid, error);
+        let mut repeats = 0..REPEATS;
+        loop {
+            match self.dump(root_pid, meanwhile) {
+                Err(error) if refusal::is_of_new_connection(&error) && repeats.next().is_some() => {}
+                Err(error) => return Err(refused(root_pid, error)),
+                Ok(dumped) => return Ok(Box::new(dumped)),
+            }
+        }
+    }
+}
+
+impl CriuSaver {
+    fn dump(&self, root_pid: i32, meanwhile: Meanwhile<'_>) -> Result<Dumped> {
         let images = images_directory()?;
         let mut dump = Dump::start(&self.criu, root_pid, images.path(), &self.options)?;
-        while !dump.wait_frozen(FREEZE_POLL).map_err(refused)? {
+        while !dump.wait_frozen(FREEZE_POLL)? {
             meanwhile()?;
         }
-        dump.wait_state_saved().map_err(refused)?;
-        Ok(Box::new(Dumped { dump, images }))
+        dump.wait_state_saved()?;
+        Ok(Dumped { dump, images })
     }
 }
 

@@ -83,7 +83,12 @@ values! {
     const FILE_REGULAR = "fdinfo.proto" fd_types REG 1;
     /// Type of a terminal whose other end is outside the saved processes.
     const TERMINAL_EXTERNAL = "tty.proto" TtyType EXT_TTY 5;
+    /// A socket that was shut down in both directions.
+    const SHUTDOWN_BOTH = "sk-opts.proto" sk_shutdown BOTH 3;
 }
+
+/// Flag of a Unix socket: no saved process has it, but one is connected to it.
+pub const SOCKET_OUTSIDE: u32 = 1;
 
 /// Flag of a run of pages: a previous image holds its content.
 pub const PAGE_IN_PARENT: u32 = 1;
@@ -151,7 +156,7 @@ messages! {
         /// A timer's descriptor.
         optional message(TimerfdEntry) tfd = 12 => TFD;
         /// A Unix socket.
-        optional message(UnixSocketEntry) usk = 16;
+        optional message(UnixSocketEntry) usk = 16 => USK;
         /// An end of a pipe.
         optional message(PipeEntry) pipe = 18;
         /// A terminal.
@@ -214,14 +219,30 @@ messages! {
 
     /// A Unix socket.
     message UnixSocketEntry = "sk-unix.proto" unix_sk_entry {
+        /// Its id.
+        required uint32 id = 1;
+        /// Its inode.
+        required uint32 ino = 2;
+        /// Type as `socket` takes it.
+        required uint32 r#type = 3;
         /// State, by the kernel's numbers of TCP's states.
-        required uint32 state = 4;
+        required uint32 state = 4 => STATE;
+        /// Flags as `open` takes them.
+        required uint32 flags = 5;
+        /// [`SOCKET_OUTSIDE`], and others.
+        required uint32 uflags = 6;
+        /// Inode of the socket that it is connected to, or 0.
+        required uint32 peer = 8 => PEER;
+        /// Whom the kernel signals.
+        required message(FownEntry) fown = 9;
         /// Name: a path that ends with a zero byte, or an abstract name, which begins with one.
-        required bytes name = 11;
+        required bytes name = 11 => NAME;
+        /// The directions that were shut down.
+        optional int32(sk_shutdown) shutdown = 12 => SHUTDOWN;
         /// Directory that a relative path begins at.
-        optional string name_dir = 14;
+        optional string name_dir = 14 => NAME_DIR;
         /// True if the name was removed.
-        optional bool deleted = 15;
+        optional bool deleted = 15 => DELETED;
     }
 
     /// A timer's descriptor.

@@ -91,18 +91,40 @@ pub fn descriptors(pid: i32) -> io::Result<Vec<Descriptor>> {
 /// # Errors
 /// There is no such process.
 pub fn unix_socket_inodes(pid: i32) -> io::Result<HashSet<u64>> {
-    super::read(pid, "net/unix").map(|text| parse_unix_sockets(&text))
+    super::read(pid, "net/unix").map(|text| parse_unix_sockets(&text).map(|socket| socket.inode).collect())
 }
 
-/// Column `Inode` of the content of a `net/unix` file.
-pub fn parse_unix_sockets(text: &[u8]) -> HashSet<u64> {
+/// As [`unix_socket_inodes`], of the sockets that are connected.
+///
+/// # Errors
+/// There is no such process.
+pub fn connected_unix_socket_inodes(pid: i32) -> io::Result<HashSet<u64>> {
+    let text = super::read(pid, "net/unix")?;
+    Ok(parse_unix_sockets(&text).filter(|socket| socket.state == CONNECTED).map(|socket| socket.inode).collect())
+}
+
+/// The kernel's number of the state of a socket that is connected: `SS_CONNECTED`.
+pub const CONNECTED: u32 = 3;
+
+/// A line of a `net/unix` file.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct UnixSocket {
+    /// Its inode.
+    pub inode: u64,
+    /// [`CONNECTED`], or another state.
+    pub state: u32,
+}
+
+/// The content of a `net/unix` file.
+pub fn parse_unix_sockets(text: &[u8]) -> impl Iterator<Item = UnixSocket> {
     // The first line is a heading. A socket's name, the last column, is any bytes.
     let lines = text.split(|&byte| byte == b'\n').skip(1);
-    let inode = |line: &[u8]| {
+    lines.filter_map(|line| {
         let mut words = line.split(u8::is_ascii_whitespace).filter(|word| !word.is_empty());
-        std::str::from_utf8(words.nth(6)?).ok()?.parse().ok()
-    };
-    lines.filter_map(inode).collect()
+        let state = u32::from_str_radix(std::str::from_utf8(words.nth(5)?).ok()?, 16).ok()?;
+        let inode = std::str::from_utf8(words.next()?).ok()?.parse().ok()?;
+        Some(UnixSocket { inode, state })
+    })
 }
 
 #[cfg(test)]
@@ -116,7 +138,7 @@ mod tests {
     proptest! {
         #[test]
         fn any_bytes_are_a_table_of_sockets(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
-            parse_unix_sockets(&bytes);
+            parse_unix_sockets(&bytes).for_each(drop);
         }
     }
 
@@ -125,7 +147,8 @@ mod tests {
         let table = b"Num RefCount Protocol Flags Type St Inode Path\n\
                       0000: 00000003 00000000 00000000 0001 03 12345\n\
                       0000: 00000002 00000000 00010000 0001 01 678 /run/a b\xff\n";
-        assert_eq!(parse_unix_sockets(table), [12345, 678].into());
+        let sockets: Vec<_> = parse_unix_sockets(table).map(|socket| (socket.inode, socket.state)).collect();
+        assert_eq!(sockets, [(12345, CONNECTED), (678, 1)]);
     }
 
     #[test]
