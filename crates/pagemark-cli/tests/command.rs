@@ -82,6 +82,7 @@ fn wrong_usage_ends_with_2() {
         &["diff", "a@x", "a@2"],
         &["export", "a"],
         &["export", "a", "--core", "x", "--criu", "y"],
+        &["export", "a", "--qemu", "x", "--criu", "y"],
         &["restore", "--json"],
         &["show", "@3"],
     ] {

@@ -34,6 +34,17 @@ fn a_machine_is_checkpointed_inspected_and_restored() {
     pagemark.done(&["diff", "box@1", "box@2"]);
     pagemark.done(&["verify"]);
 
+    let core = paths.join("core").display().to_string();
+    pagemark.done(&["export", "box@2", "--core", &core]);
+    assert!(std::fs::read(&core).expect("it was written").starts_with(b"\x7fELF"));
+    let export = paths.join("export");
+    let told = pagemark.done(&["export", "box@2", "--qemu", &export.display().to_string()]);
+    assert!(told.contains("run.sh") && export.join("migration").is_file(), "{told}");
+    for wrong in [&["--core", &core][..], &["--core", "x", "--pid", "1"], &["--qemu", &export.display().to_string()]] {
+        let output = pagemark.output(&[&["export", "box@2"], wrong].concat());
+        assert!(!output.status.success() && !output.stderr.is_empty(), "{wrong:?}");
+    }
+
     // Beside the original, nothing is started.
     let output = pagemark.output(&["restore", "--detach", "box"]);
     let message = String::from_utf8_lossy(&output.stderr).into_owned();

@@ -109,8 +109,15 @@ impl WriteImage<'_> {
         let (name, file) = create_beside(&self.startup.directory, old, checkpoint)?;
         let path = self.startup.directory.join(&name);
         let image = NewImage { name, path: Some(path.clone()) };
-        let failed = |error| Error::of(ErrorKind::Disk, "write", Object::Image(path.clone()), error);
-        self.copy_owner(&file).map_err(failed)?;
+        self.copy_owner(&file).map_err(|error| Error::of(ErrorKind::Disk, "write", Object::Image(path), error))?;
+        self.fill(&image, &file)?;
+        Ok(image)
+    }
+
+    /// Writes the content of the disk to `file`, which is that of the new image.
+    pub(crate) fn fill(&self, image: &NewImage, file: &File) -> Result<()> {
+        let path = image.path.as_deref().unwrap_or(Path::new(""));
+        let failed = |error| Error::of(ErrorKind::Disk, "write", Object::Image(path.to_owned()), error);
         let tree = PageTree::load(self.disk.root, self.store)?;
         let (targets, ids): (Vec<PageNumber>, Vec<ContentId>) = tree.iter().unzip();
         if targets.last().is_some_and(|last| last.get() >= self.disk.bytes.pages_rounded_up()) {
@@ -132,13 +139,13 @@ impl WriteImage<'_> {
                 file.sync_all().map_err(failed)?;
             }
             ImageFormat::Qcow2 => {
-                let writer = Mutex::new(self.start_writer(&path)?);
+                let writer = Mutex::new(self.start_writer(path)?);
                 let lock = || writer.lock().unwrap_or_else(PoisonError::into_inner);
                 copy(&|offset, content| lock().client.write(offset, content))?;
                 writer.into_inner().unwrap_or_else(PoisonError::into_inner).finish()?.map_err(failed)?;
             }
         }
-        Ok(image)
+        Ok(())
     }
 
     /// Makes an empty image over `base`, for the machine with this name.
@@ -259,11 +266,27 @@ fn wait_for_job(machine: &mut Machine) -> Result<()> {
 /// Makes a file beside the image `old` of a QEMU in `directory`, whose name says which checkpoint
 /// it is of. Returns the name as the command line has it.
 fn create_beside(directory: &Path, old: &str, checkpoint: &str) -> Result<(String, File)> {
-    let base = without_checkpoint(old);
+    create_file(directory, &format!("{}.{checkpoint}", without_checkpoint(old)))
+}
+
+/// Makes an image in a directory other than that of the original, for the owner alone. `name` is
+/// that of its file; another image that has it gets a number.
+pub(crate) fn create_in(directory: &Path, name: &str) -> Result<(NewImage, File)> {
+    let (name, file) = create_file(directory, name)?;
+    let path = directory.join(name);
+    let name = path
+        .to_str()
+        .map(str::to_owned)
+        .ok_or_else(|| Error::about(ErrorKind::Disk, Object::Image(path.clone()), "has a name that is no text"))?;
+    Ok((NewImage { name, path: Some(path) }, file))
+}
+
+/// Makes a file with this name, or with a number behind it. Returns the name.
+fn create_file(directory: &Path, wanted: &str) -> Result<(String, File)> {
     for number in 1u32.. {
         let name = match number {
-            1 => format!("{base}.{checkpoint}"),
-            _ => format!("{base}.{checkpoint}-{number}"),
+            1 => wanted.to_owned(),
+            _ => format!("{wanted}-{number}"),
         };
         let path = directory.join(&name);
         let mut options = OpenOptions::new();

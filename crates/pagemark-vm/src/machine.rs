@@ -15,6 +15,7 @@ use crate::block_file;
 use crate::changes::{Changes, Command, Undo};
 use crate::drive::{self, DiskImage, Drive};
 use crate::error::{Error, ErrorKind, Object, Result};
+use crate::memory_map::MemoryMap;
 use crate::qmp::Monitor;
 use crate::ram_blocks::{self, ListedBlock, RamBlock};
 
@@ -59,6 +60,18 @@ pub(crate) struct Startup {
     /// The images of the disks that belong to the checkpoint.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(crate) disks: Vec<DiskImage>,
+    /// None in checkpoints of earlier versions.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) kind: Option<MachineKind>,
+}
+
+/// What the machine is.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub(crate) struct MachineKind {
+    /// QEMU's name of its type, with the version: `pc-q35-7.2`.
+    pub(crate) machine: String,
+    /// QEMU's name of its processors.
+    pub(crate) target: String,
 }
 
 /// A QEMU, by its monitor.
@@ -70,6 +83,8 @@ pub(crate) struct Machine {
     listed: (String, Vec<ListedBlock>),
     /// The devices that users have added, as they were last. None before the first look.
     devices: Option<Vec<String>>,
+    /// None before it was asked for.
+    kind: Option<MachineKind>,
 }
 
 impl Machine {
@@ -82,7 +97,7 @@ impl Machine {
 
     /// The machine of a QEMU whose process is known.
     pub(crate) fn of(monitor: Monitor, pid: i32) -> Result<Machine> {
-        Ok(Machine { monitor, pid, listed: (String::new(), Vec::new()), devices: None })
+        Ok(Machine { monitor, pid, listed: (String::new(), Vec::new()), devices: None, kind: None })
     }
 
     /// Checks that a checkpoint can hold all of the machine. Nothing is changed. True if the
@@ -214,7 +229,25 @@ impl Machine {
         })?;
         let directory = std::fs::read_link(proc::path(self.pid, "cwd")).map_err(failed("read QEMU's directory"))?;
         let program = proc::executable(self.pid).map_err(failed("read QEMU's program"))?;
-        Ok(Startup { program, arguments, directory, version, is_running, disks: Vec::new() })
+        let kind = Some(self.kind()?);
+        Ok(Startup { program, arguments, directory, version, is_running, disks: Vec::new(), kind })
+    }
+
+    /// What the machine is.
+    fn kind(&mut self) -> Result<MachineKind> {
+        if let Some(kind) = &self.kind {
+            return Ok(kind.clone());
+        }
+        let class = self.monitor.execute("qom-get", json!({"path": "/machine", "property": "type"}))?;
+        let class = class.as_str().unwrap_or_default();
+        let machine = class.strip_suffix("-machine").unwrap_or(class).to_owned();
+        let target = text(&self.monitor.execute("query-target", json!({}))?, "arch");
+        Ok(self.kind.insert(MachineKind { machine, target }).clone())
+    }
+
+    /// Where the memory is among the physical addresses. None if its form is unknown.
+    pub(crate) fn memory_map(&mut self) -> Result<Option<MemoryMap>> {
+        Ok(MemoryMap::parse(&self.monitor.human("info mtree -f")?))
     }
 
     /// The blocks of memory, if they have changed since the last call.

@@ -20,9 +20,10 @@ use crate::error::{Error, ErrorKind, Object, Result};
 use crate::images::{SavedDisk, WriteImage, copy_pages};
 use crate::lazy::{LazyBlock, LazyMemory};
 use crate::machine::{Machine, Startup};
+use crate::memory_map::MemoryMap;
 use crate::ram_blocks::RamBlock;
 use crate::started::{Started, Streams};
-use crate::target::{DEVICES, STARTUP};
+use crate::target::{DEVICES, MEMORY_MAP, STARTUP};
 
 /// How long QEMU may take to read the state of its devices.
 const LOAD_LIMIT: Duration = Duration::from_secs(60);
@@ -214,6 +215,14 @@ impl<'a> Restore<'a> {
     /// The state of processors and devices.
     pub(crate) fn devices(&self) -> Result<Vec<u8>> {
         self.state(DEVICES)
+    }
+
+    /// Where the memory is among the physical addresses. None if the checkpoint does not say it.
+    pub(crate) fn memory_map(&self) -> Result<Option<MemoryMap>> {
+        match self.manifest.state.iter().any(|record| record.name == MEMORY_MAP) {
+            true => serde_json::from_slice(&self.state(MEMORY_MAP)?).map_err(Error::damaged),
+            false => Ok(None),
+        }
     }
 
     /// The name of the job.

@@ -20,6 +20,7 @@ use crate::disks::{Connections, DiskContents, Disks};
 use crate::error::{Error, ErrorKind, Object, Result};
 use crate::event::MachineEvent;
 use crate::machine::{Machine, Startup};
+use crate::memory_map::MemoryMap;
 use crate::ram_blocks::{BlockMemory, RamBlock};
 
 /// Name of the record that holds the state of processors and devices, as QEMU writes it.
@@ -27,6 +28,9 @@ pub(crate) const DEVICES: &str = "qemu-devices";
 
 /// Name of the record that says how QEMU was started.
 pub(crate) const STARTUP: &str = "qemu-startup.json";
+
+/// Name of the record that says where the memory is among the physical addresses.
+pub(crate) const MEMORY_MAP: &str = "qemu-memory-map.json";
 
 /// A virtual machine of a QEMU that runs.
 ///
@@ -300,6 +304,7 @@ impl Target for VmTarget {
         let VmTarget { machine, changes, disks, memory, next_space, .. } = &mut *hold.0;
         let connections = disks.prepare(machine, changes)?;
         let devices = machine.add_device_file(changes)?;
+        let map = machine.memory_map()?;
         let (since, taken_at) = (Instant::now(), SystemTime::now());
         let mut steps: Vec<_> = startup.is_running.then(Changes::stop).into_iter().collect();
         steps.extend(disks.begin(changes)?);
@@ -307,7 +312,7 @@ impl Target for VmTarget {
         changes.execute_all(machine, steps)?;
         memory.space.refresh_mappings()?;
         memory.find_blocks(machine, next_space)?;
-        Ok(FrozenVm { hold, devices, connections, startup, since, taken_at })
+        Ok(FrozenVm { hold, devices, connections, startup, map, since, taken_at })
     }
 
     fn capture_failed(&mut self) {
@@ -337,6 +342,8 @@ pub struct FrozenVm<'target> {
     devices: File,
     connections: Connections,
     startup: Startup,
+    /// As it was before the stop.
+    map: Option<MemoryMap>,
     since: Instant,
     taken_at: SystemTime,
 }
@@ -361,13 +368,17 @@ impl<'target> Frozen for FrozenVm<'target> {
     type Captured = CapturedVm<'target>;
 
     fn thaw(self) -> Result<CapturedVm<'target>> {
-        let FrozenVm { hold, devices, connections, startup, since, taken_at } = self;
+        let FrozenVm { hold, devices, connections, startup, map, since, taken_at } = self;
         let VmTarget { machine, changes, memory, disks, .. } = &mut *hold.0;
         changes.resume(machine)?;
         let stopped_time = if startup.is_running { since.elapsed() } else { Duration::ZERO };
         memory.space.begin_interval()?;
         let downtime = stopped_time + memory.space.take_stopped_time();
         let contents = disks.open(machine, changes, connections)?;
+        // Listing it takes as long as all of the stop. If it is the same before and after, it was so in the
+        // stop.
+        let later = machine.memory_map()?;
+        let map = map.filter(|map| later.as_ref() == Some(map));
         let blocks = memory.blocks.iter().map(|block| {
             (block.space, block.place.id.clone(), SpaceKind::RamBlock { bytes: block.place.bytes() }, None)
         });
@@ -385,7 +396,7 @@ impl<'target> Frozen for FrozenVm<'target> {
             held_pages,
         });
         let spaces = spaces.collect();
-        Ok(CapturedVm { spaces, devices, contents, startup, taken_at, downtime, _hold: hold })
+        Ok(CapturedVm { spaces, devices, contents, startup, map, taken_at, downtime, _hold: hold })
     }
 }
 
@@ -395,6 +406,8 @@ pub struct CapturedVm<'target> {
     devices: File,
     contents: DiskContents,
     startup: Startup,
+    /// None if it was changing, or its form is unknown.
+    map: Option<MemoryMap>,
     taken_at: SystemTime,
     downtime: Duration,
     /// QEMU serves the disks until then.
@@ -421,10 +434,15 @@ impl Captured for CapturedVm<'_> {
     fn record(mut self, store: &mut dyn Store) -> Result<Recorded, pagemark::Error> {
         self.devices.seek(SeekFrom::Start(0)).map_err(Error::system("read the state of the devices"))?;
         let devices = Blob::write(store, &mut self.devices)?;
-        let startup = serde_json::to_vec_pretty(&self.startup)
-            .map_err(|error| Error::of(ErrorKind::System, "record the command line of", Object::None, error))?;
+        let failed = |error| Error::of(ErrorKind::System, "record the command line of", Object::None, error);
+        let startup = serde_json::to_vec_pretty(&self.startup).map_err(failed)?;
         let startup = Blob::write(store, &mut startup.as_slice())?;
         let record = |name: &str, content| StateRecord { name: name.to_owned(), content };
-        Ok(Recorded { files: Vec::new(), state: vec![record(DEVICES, devices), record(STARTUP, startup)] })
+        let mut state = vec![record(DEVICES, devices), record(STARTUP, startup)];
+        if let Some(map) = &self.map {
+            let map = serde_json::to_vec(map).map_err(failed)?;
+            state.push(record(MEMORY_MAP, Blob::write(store, &mut map.as_slice())?));
+        }
+        Ok(Recorded { files: Vec::new(), state })
     }
 }

@@ -1,6 +1,9 @@
 //! A Linux guest with a file system and a database, which it checks itself; e2fsck and SQLite check
 //! the restored disk once more.
 
+#[path = "support/dump.rs"]
+mod dump;
+
 use std::fs;
 use std::io::Write;
 use std::os::unix::net::UnixStream;
@@ -8,13 +11,14 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
+use dump::{assert_same_dump, dump_by_qemu};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use pagemark::repository::Repository;
 use pagemark::track::Scope;
 use pagemark::{Job, JobOptions, Mechanism};
 use pagemark_testing::{QEMU, skip, wait_for};
-use pagemark_vm::{Restore, RunningMachine, VmTarget};
+use pagemark_vm::{Restore, RunningMachine, VmTarget, export_core};
 
 const CHECKPOINTS: u64 = 24;
 const DISK_BYTES: u64 = 64 << 20;
@@ -160,6 +164,11 @@ fn checkpoints_of_linux(processors: u32, format: &'static str) {
         let on_disk = linux.check_disk(&machine.disks()[0].1);
         assert!((before..=after + 1).contains(&on_disk), "{before} to {after}, not {on_disk}");
         let mut monitor = pagemark_testing::TestMonitor::connect(&linux.path("vm.qmp"));
+        let (core, by_qemu) = (linux.path("core"), linux.path("core-by-qemu"));
+        dump_by_qemu(&mut monitor, &by_qemu);
+        let _ = fs::remove_file(&core);
+        export_core(&checkpoint, &fs::File::create_new(&core).unwrap()).unwrap();
+        assert_same_dump(&core, &by_qemu);
         monitor.run("cont", serde_json::json!({}));
         wait_for("Linux to go on", || (linux.steps() > after + 5).then_some(()));
         linux.end(machine);
