@@ -16,21 +16,33 @@ pub const QEMU: &str = "qemu-system-x86_64";
 
 /// The program that runs in the machine; none where there is no QEMU or no compiler for it.
 pub fn guest_program() -> Option<&'static Path> {
-    static PROGRAM: OnceLock<Option<(tempfile::TempDir, PathBuf)>> = OnceLock::new();
-    let compile = || {
-        Command::new(QEMU).arg("--version").stdout(Stdio::null()).status().ok()?;
-        let directory = tempfile::tempdir().expect("a temporary directory");
-        let program = directory.path().join("guest");
-        let source = concat!(env!("CARGO_MANIFEST_DIR"), "/src/guest.c");
-        let mut compiler = Command::new("cc");
-        compiler.args(["-m32", "-O2", "-ffreestanding", "-fno-pic", "-fno-stack-protector", "-nostdlib", "-static"]);
-        // The header must be at the begin of the file.
-        compiler.args(["-Wl,--section-start=.multiboot=0x100000", "-Wl,-Ttext=0x101000", "-Wl,--build-id=none"]);
-        compiler.args(["-Wl,-z,max-page-size=4096", "-Wl,-z,noexecstack", "-o"]).arg(&program).arg(source);
-        assert!(compiler.status().ok()?.success(), "guest.c does not compile");
-        Some((directory, program))
-    };
-    PROGRAM.get_or_init(compile).as_ref().map(|(_, program)| &**program)
+    static PROGRAM: Program = Program::new();
+    PROGRAM.get_or_init(|| compile("guest.c")).as_ref().map(|(_, program)| &**program)
+}
+
+/// A program that writes to memory all the time, on as many processors as the last character of its
+/// command line says. For the option `-kernel` among the further arguments of a machine, which
+/// replaces the other program; none where that is none.
+pub fn load_program() -> Option<&'static Path> {
+    static PROGRAM: Program = Program::new();
+    PROGRAM.get_or_init(|| compile("load.c")).as_ref().map(|(_, program)| &**program)
+}
+
+/// A program, and the directory that has it.
+type Program = OnceLock<Option<(tempfile::TempDir, PathBuf)>>;
+
+fn compile(source: &str) -> Option<(tempfile::TempDir, PathBuf)> {
+    Command::new(QEMU).arg("--version").stdout(Stdio::null()).status().ok()?;
+    let directory = tempfile::tempdir().expect("a temporary directory");
+    let program = directory.path().join("guest");
+    let path = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/src")).join(source);
+    let mut compiler = Command::new("cc");
+    compiler.args(["-m32", "-O2", "-ffreestanding", "-fno-pic", "-fno-stack-protector", "-nostdlib", "-static"]);
+    // The header must be at the begin of the file.
+    compiler.args(["-Wl,--section-start=.multiboot=0x100000", "-Wl,-Ttext=0x101000", "-Wl,--build-id=none"]);
+    compiler.args(["-Wl,-z,max-page-size=4096", "-Wl,-z,noexecstack", "-o"]).arg(&program).arg(path);
+    assert!(compiler.status().ok()?.success(), "{source} does not compile");
+    Some((directory, program))
 }
 
 /// Paths of one machine, in a directory of its own.

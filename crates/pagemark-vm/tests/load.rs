@@ -1,0 +1,163 @@
+//! Many checkpoints of machines that write to memory all the time: each holds the memory as it was
+//! in its freeze. The oracle is QEMU's own dump of the memory, taken in the freeze.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use pagemark::repository::{Repository, Retention};
+use pagemark::target::{SpaceId, Target, TargetDescription, TargetMemory, WhileFreezing};
+use pagemark::track::Scope;
+use pagemark::{Job, JobOptions, Mechanism, PAGE_SIZE, PageNumber, PageTree, Range, RangeSet, Store};
+use pagemark_testing::{MachinePaths, Qemu, TestMonitor, load_program, skip};
+use pagemark_vm::{Restore, VmTarget};
+use serde_json::json;
+
+const RAM_BYTES: usize = 64 << 20;
+/// Memory behind this address is that of the block alone: no video memory or ROM is over it.
+const FIRST_BYTE: usize = 1 << 20;
+
+/// A machine whose memory QEMU dumps in each freeze.
+struct Witnessed {
+    target: VmTarget,
+    monitor: TestMonitor,
+    dump: PathBuf,
+}
+
+impl TargetMemory for Witnessed {
+    type Error = pagemark_vm::Error;
+
+    fn spaces(&mut self) -> Result<Vec<SpaceId>, Self::Error> {
+        TargetMemory::spaces(&mut self.target)
+    }
+
+    fn collect(&mut self, space: SpaceId, dirty: &mut RangeSet) -> Result<(), Self::Error> {
+        self.target.collect(space, dirty)
+    }
+
+    fn read(&mut self, space: SpaceId, ranges: &[Range], buffer: &mut [u8]) -> Result<RangeSet, Self::Error> {
+        self.target.read(space, ranges, buffer)
+    }
+}
+
+impl Target for Witnessed {
+    type Frozen<'target> = <VmTarget as Target>::Frozen<'target>;
+
+    fn description(&self) -> TargetDescription {
+        self.target.description()
+    }
+
+    fn precopy(&mut self, store: &mut dyn Store) -> Result<(), pagemark::Error> {
+        self.target.precopy(store)
+    }
+
+    fn freeze(&mut self, meanwhile: WhileFreezing<'_, Self::Error>) -> Result<Self::Frozen<'_>, Self::Error> {
+        let frozen = self.target.freeze(meanwhile)?;
+        dump(&mut self.monitor, &self.dump);
+        Ok(frozen)
+    }
+
+    fn capture_failed(&mut self) {
+        self.target.capture_failed();
+    }
+}
+
+fn dump(monitor: &mut TestMonitor, path: &Path) {
+    let _ = fs::remove_file(path);
+    let (from, length) = (FIRST_BYTE, RAM_BYTES - FIRST_BYTE);
+    monitor.run("pmemsave", json!({"val": from, "size": length, "filename": path.display().to_string()}));
+}
+
+/// Compares the memory of a checkpoint with a dump. Returns the number of its pages that hold data.
+fn compare(repository: &Repository, sequence: u64, dump: &[u8]) -> usize {
+    let checkpoint = repository.read("load", sequence).unwrap();
+    let ram = checkpoint.manifest.spaces.iter().find(|space| space.label == "pc.ram").unwrap();
+    let tree = PageTree::load(ram.root, &checkpoint).unwrap();
+    let mut page = [0; PAGE_SIZE];
+    let mut held = 0;
+    for (number, expected) in (FIRST_BYTE / PAGE_SIZE..).zip(dump.chunks(PAGE_SIZE)) {
+        let id = tree.get(PageNumber::new(number as u64));
+        checkpoint.get_page(id, &mut page).unwrap();
+        assert!(page == *expected, "checkpoint {sequence}: page {number} is not that of the freeze");
+        held += usize::from(id != pagemark::ContentId::ZERO);
+    }
+    held
+}
+
+/// Takes `count` checkpoints of a machine with this many processors under load.
+fn checkpoints_under_load(processors: u32, count: u64) {
+    let Some(program) = load_program() else { skip!("no QEMU, or no compiler for its guest") };
+    let paths = MachinePaths::default();
+    let (program, processors) = (program.display().to_string(), processors.to_string());
+    let further = ["-kernel", &program, "-append", &processors, "-smp", &processors, "-m", "64"];
+    let qemu = Qemu::start(&paths, &further);
+    let witnessed = Witnessed {
+        target: VmTarget::attach(&paths.monitor(), Mechanism::choose(Scope::Process)).unwrap(),
+        monitor: TestMonitor::connect(&paths.join("test.qmp")),
+        dump: paths.join("dump"),
+    };
+    let repository = Repository::create(&paths.join("repository")).unwrap();
+    let mut job = Job::new(witnessed, repository.clone(), JobOptions::new("load"));
+    let mut written = 0;
+    for sequence in 1..=count {
+        let taken = job.checkpoint().unwrap();
+        assert_eq!(taken.sequence, sequence);
+        let in_freeze = fs::read(paths.join("dump")).unwrap();
+        let held = compare(&repository, sequence, &in_freeze);
+        assert!(held > 50, "the machine has memory: {held}");
+        written += u64::from(sequence > 1 && taken.cost.frozen_pages > 0);
+        // Only the last few are of use later.
+        let retention = Retention { keep_last: Some(4), keep_every: None };
+        if sequence % 16 == 0 {
+            repository.prune(&retention, Some("load"), &mut |_| {}).unwrap();
+        }
+    }
+    assert!(written * 2 > count, "the machine writes also while it is being copied: {written} of {count}");
+    paths.wait_for_steps(1);
+    let in_freeze = fs::read(paths.join("dump")).unwrap();
+    job.detach();
+    drop(qemu);
+
+    // The restored machine has the memory of the freeze, and goes on.
+    let checkpoint = repository.read("load", count).unwrap();
+    let machine = Restore::new(&checkpoint).detach(true).paused(true).start(&mut |_, _| {}).unwrap();
+    let mut monitor = TestMonitor::connect(&paths.join("test.qmp"));
+    dump(&mut monitor, &paths.join("dump"));
+    let restored = fs::read(paths.join("dump")).unwrap();
+    let differs = in_freeze.chunks(PAGE_SIZE).zip(restored.chunks(PAGE_SIZE)).position(|(one, other)| one != other);
+    assert_eq!(differs, None, "a page of the restored machine");
+    monitor.run("cont", json!({}));
+    paths.wait_for_steps(5);
+    kill(Pid::from_raw(machine.pid()), Signal::SIGKILL).unwrap();
+    machine.wait().unwrap();
+}
+
+/// Checkpoints of each machine in each run of the tests, and in a full one.
+const FEW: u64 = 6;
+const MANY: u64 = 200;
+
+#[test]
+fn checkpoints_under_load_hold_the_memory_of_the_freeze() {
+    for processors in [1, 2, 4] {
+        checkpoints_under_load(processors, FEW);
+    }
+}
+
+#[test]
+#[ignore = "some minutes"]
+fn many_checkpoints_under_load_with_one_processor() {
+    checkpoints_under_load(1, MANY);
+}
+
+#[test]
+#[ignore = "some minutes"]
+fn many_checkpoints_under_load_with_two_processors() {
+    checkpoints_under_load(2, MANY);
+}
+
+#[test]
+#[ignore = "some minutes"]
+fn many_checkpoints_under_load_with_four_processors() {
+    checkpoints_under_load(4, MANY);
+}
