@@ -10,6 +10,7 @@ mod delivery;
 mod gate;
 mod images;
 mod lazy;
+mod memory;
 mod surroundings;
 
 use std::cell::{Cell, RefCell};
@@ -25,8 +26,9 @@ use crate::files::{ChangedFiles, FileAction, PutBack, UnusualFile, asides, put_b
 use crate::scratch::{self, ScratchDirectory};
 use delivery::Delivery;
 use gate::Gate;
-use images::{Memory, ProcessMemory};
+use images::Memory;
 use lazy::Reports;
+use memory::ProcessMemory;
 
 pub use crate::container::network::Network;
 pub use images::{Prepared, RestoreOptions, Restored, Streams, check, export_criu, open_prepared, prepare};
@@ -316,9 +318,9 @@ impl<'a> Restore<'a> {
         let files = put_files_back(manifest, store, &options, &asides)?;
         let restored = match delivery {
             Ok(delivery) if is_lazy => {
-                return run_lazily(delivery.into_gate(), prepared, spaces, store, &criu, &options, files, events);
+                return run_lazily(delivery.into_gate(), prepared, &spaces, store, &criu, &options, files, events);
             }
-            Ok(delivery) => delivery.run(prepared, spaces, store, &criu, &options, &mut reading),
+            Ok(delivery) => delivery.run(prepared, &spaces, store, &criu, &options, &mut reading),
             Err(_) => prepared.run(&criu, &options),
         };
         let restored = keep_or_undo(restored, files, events)?;
@@ -332,7 +334,7 @@ impl<'a> Restore<'a> {
 fn run_lazily(
     gate: Gate,
     prepared: Prepared,
-    memory: Vec<ProcessMemory>,
+    memory: &[ProcessMemory],
     store: &(dyn Store + Sync),
     criu: &Criu,
     options: &RestoreOptions,

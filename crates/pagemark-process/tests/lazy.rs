@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use pagemark::store::Visit;
 use pagemark::{ContentId, Kind, PAGE_SIZE, Store};
+use pagemark_process::ErrorKind;
 use pagemark_process::criu::DumpOptions;
 use pagemark_process::restore::{Restore, RestoreEvent, RestoreFailure, Restored, Stage};
 use pagemark_testing::wait_until;
@@ -38,6 +39,8 @@ struct Held<'a> {
     holds_single: bool,
     /// What the reads that waited return.
     is_damaged: bool,
+    /// Reads of many nodes of a page tree fail.
+    is_tree_damaged: bool,
 }
 
 impl<'a> Held<'a> {
@@ -48,6 +51,7 @@ impl<'a> Held<'a> {
             is_running: AtomicBool::new(false),
             holds_single: false,
             is_damaged: false,
+            is_tree_damaged: false,
         }
     }
 
@@ -59,12 +63,13 @@ impl<'a> Held<'a> {
         while !self.is_released.load(Ordering::Relaxed) {
             std::thread::sleep(Duration::from_millis(1));
         }
-        if self.is_damaged {
-            // No store has it.
-            return pagemark::MemoryStore::new().get(Kind::Page, ContentId([1; 16])).map(drop);
-        }
-        Ok(())
+        if self.is_damaged { missing() } else { Ok(()) }
     }
+}
+
+/// The error of content that no store has.
+fn missing() -> Result<(), pagemark::Error> {
+    pagemark::MemoryStore::new().get(Kind::Page, ContentId([1; 16])).map(drop)
 }
 
 impl Store for Held<'_> {
@@ -86,6 +91,9 @@ impl Store for Held<'_> {
     fn get_many(&self, kind: Kind, ids: &[ContentId], visit: Visit<'_>) -> Result<(), pagemark::Error> {
         if kind == Kind::Page && ids.len() > 1000 {
             self.wait()?;
+        }
+        if kind == Kind::Node && ids.len() > 500 && self.is_tree_damaged {
+            missing()?;
         }
         self.store.get_many(kind, ids, visit)
     }
@@ -169,6 +177,19 @@ fn a_program_whose_memory_is_damaged_is_killed() {
         assert_eq!(userfaultfds(), 0);
         let _ = std::fs::remove_file(program.directory().join("check"));
     }
+}
+
+#[test]
+fn a_program_whose_page_tree_is_damaged_does_not_run() {
+    let (Some(criu), _alone) = (criu(), alone()) else { return };
+    let mut program = holder();
+    let taken = take(&criu, program.pid(), &DumpOptions::default());
+    program.kill();
+    let held = Held { is_tree_damaged: true, ..Held::new(&taken.store) };
+    let failure = restore(&taken, &held, |_| panic!("the program runs")).unwrap_err();
+    assert_eq!((failure.stage, failure.error.kind()), (Stage::Processes, ErrorKind::Store), "{failure:?}");
+    assert!(!is_alive(program.pid()));
+    assert_eq!(userfaultfds(), 0);
 }
 
 /// The program changes its mappings and forks while its memory is delivered, and compares all of it

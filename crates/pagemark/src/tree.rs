@@ -301,6 +301,65 @@ impl PageTree {
         Ok(PageTree { root: nodes.remove(&root) })
     }
 
+    /// The pages of `ranges` that a saved tree names, in ascending order. `ranges` must be
+    /// ascending and disjoint. Nodes that name other pages alone are not read.
+    ///
+    /// # Errors
+    /// As [`PageTree::load`].
+    ///
+    /// ```
+    /// use pagemark::{ContentId, MemoryStore, PageNumber, PageTree};
+    /// let (mut tree, mut store) = (PageTree::new(), MemoryStore::new());
+    /// (0..100).for_each(|page| tree.set(PageNumber::new(page), ContentId([1; 16])));
+    /// let root = tree.save(&mut store)?;
+    /// let range = PageNumber::new(98)..PageNumber::new(200);
+    /// let pages = PageTree::read_pages(root, &[range], &store)?;
+    /// assert_eq!(pages.iter().map(|(page, _)| page.get()).collect::<Vec<_>>(), [98, 99]);
+    /// # Ok::<(), pagemark::Error>(())
+    /// ```
+    pub fn read_pages(
+        root: ContentId,
+        ranges: &[PageRange],
+        store: &dyn Store,
+    ) -> Result<Vec<(PageNumber, ContentId)>, Error> {
+        let mut pages = Vec::new();
+        if root.is_zero() || ranges.iter().all(|range| range.is_empty()) {
+            return Ok(pages);
+        }
+        let is_wanted = |(first, last): (u64, u64)| {
+            let behind = ranges.partition_point(|range| range.end.get() <= first);
+            ranges.get(behind).is_some_and(|range| range.start.get() <= last)
+        };
+        let record = NodeRecord::get_root(root, store)?;
+        let mut level = record.level;
+        let mut records = HashMap::from([(root, record)]);
+        // The nodes of a level, each with the first page that it covers.
+        let mut nodes = vec![(0, root)];
+        loop {
+            let mut below = Vec::new();
+            for (base, id) in nodes {
+                let record = records.get(&id).ok_or_else(|| Error::missing(id))?;
+                for (child, &id) in record.children.iter().enumerate().filter(|(_, id)| !id.is_zero()) {
+                    let covered = record.child_span(base, child);
+                    match is_wanted(covered) {
+                        true if level == 0 => pages.push((PageNumber::new(covered.0), id)),
+                        true => below.push((covered.0, id)),
+                        false => {}
+                    }
+                }
+            }
+            if level == 0 {
+                return Ok(pages);
+            }
+            level -= 1;
+            let mut ids: Vec<ContentId> = below.iter().map(|(_, id)| *id).collect();
+            ids.sort_unstable();
+            ids.dedup();
+            records = NodeRecord::get_many(ids, level, store)?.into_iter().collect();
+            nodes = below;
+        }
+    }
+
     /// Calls `visit` for each page that differs between two saved trees, in ascending order, with
     /// its content in `a` and in `b`. Shared subtrees are not read.
     ///
@@ -589,10 +648,15 @@ mod tests {
             }
             let range = a.min(b)..a.max(b);
             let expected: Vec<_> = model.range(range.clone()).map(|(&page, &id)| (page, id)).collect();
-            prop_assert_eq!(tree.range(range).collect::<Vec<_>>(), expected);
+            prop_assert_eq!(tree.range(range.clone()).collect::<Vec<_>>(), expected.clone());
 
             let root = tree.save(&mut store).unwrap();
             prop_assert_eq!(build(&model).save(&mut store).unwrap(), root, "equal content, another root");
+            prop_assert_eq!(PageTree::read_pages(root, std::slice::from_ref(&range), &store).unwrap(), expected);
+            let behind = range.end..PageNumber::MAX;
+            let expected: Vec<_> = model.iter().map(|(&page, &id)| (page, id))
+                .filter(|(page, _)| range.contains(page) || behind.contains(page)).collect();
+            prop_assert_eq!(PageTree::read_pages(root, &[range, behind], &store).unwrap(), expected);
             saved.push((root, model));
             for (root, model) in &saved {
                 let loaded = PageTree::load(*root, &store).unwrap();
@@ -630,6 +694,30 @@ mod tests {
         tree.set(PageNumber::new(17), id(255));
         tree.save(&mut store).unwrap();
         assert_eq!(store.content_count() - before, 3, "a leaf and the two nodes above it");
+    }
+
+    #[test]
+    fn a_part_of_a_tree_is_read_without_the_nodes_of_the_rest() {
+        let mut tree = PageTree::new();
+        (0..4096).for_each(|page| tree.set(PageNumber::new(page), ContentId([(page % 251) as u8 + 1; 16])));
+        let mut whole = MemoryStore::with_key([1; 32]);
+        let root = tree.save(&mut whole).unwrap();
+        // The path to a single page.
+        let mut part = MemoryStore::with_key([1; 32]);
+        let mut id = root;
+        for level in (0..3).rev() {
+            let record = match level {
+                2 => NodeRecord::get_root(id, &whole).unwrap(),
+                _ => NodeRecord::get(id, level, &whole).unwrap(),
+            };
+            record.put(&mut part).unwrap();
+            id = record.children[child_of(17, level)];
+        }
+        let page = |number| PageNumber::new(number)..PageNumber::new(number + 1);
+        let pages = PageTree::read_pages(root, &[page(17)], &part).unwrap();
+        assert_eq!(pages, [(PageNumber::new(17), tree.get(PageNumber::new(17)))]);
+        let error = PageTree::read_pages(root, &[page(17), page(32)], &part).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Missing);
     }
 
     #[test]

@@ -12,7 +12,7 @@ use pagemark::sys::userfaultfd::{MissingPages, MissingPagesEvent};
 use pagemark::{Address, PAGE_SIZE, Store};
 
 use super::gate::Gate;
-use super::images::ProcessMemory;
+use super::memory::ProcessMemory;
 use crate::criu::descriptors::receive_descriptor;
 use crate::error::{Error, ErrorKind, Object};
 
@@ -30,7 +30,7 @@ pub(super) struct Connection<'a> {
     listener: UnixListener,
     /// CRIU's end is open until it exits: it sends a last message before the processes run.
     stream: Option<UnixStream>,
-    processes: Vec<Process>,
+    processes: Vec<Process<'a>>,
     /// None once it is open, or abandoned.
     gate: Option<Gate>,
     /// CRIU waits in the gate.
@@ -39,8 +39,8 @@ pub(super) struct Connection<'a> {
 }
 
 /// A process whose memory is delivered.
-struct Process {
-    memory: ProcessMemory,
+struct Process<'a> {
+    memory: &'a ProcessMemory,
     /// None until CRIU has sent it.
     missing: Option<Arc<MissingPages>>,
 }
@@ -49,12 +49,12 @@ impl<'a> Connection<'a> {
     /// Waits for CRIU in its images directory.
     pub(super) fn new(
         directory: &Path,
-        memory: Vec<ProcessMemory>,
+        memory: &'a [ProcessMemory],
         gate: Gate,
         store: &'a (dyn Store + Sync),
     ) -> Result<Connection<'a>, Error> {
         let listener = listen(directory).map_err(Error::criu_io("make a socket for CRIU"))?;
-        let processes = memory.into_iter().map(|memory| Process { memory, missing: None }).collect();
+        let processes = memory.iter().map(|memory| Process { memory, missing: None }).collect();
         Ok(Connection { listener, stream: None, processes, gate: Some(gate), is_reached: false, store })
     }
 
@@ -127,7 +127,7 @@ impl<'a> Connection<'a> {
 
     /// Fills the pages for which threads of a process wait. CRIU's code in the processes touches
     /// few pages before they run.
-    fn answer_faults(&self, process: &Process) -> Result<(), Error> {
+    fn answer_faults(&self, process: &Process<'_>) -> Result<(), Error> {
         let Process { memory, missing: Some(missing) } = process else { return Ok(()) };
         while let Some(event) = missing.next().map_err(Error::criu_io("read a userfaultfd"))? {
             let address = match event {
@@ -138,13 +138,14 @@ impl<'a> Connection<'a> {
                 }
             };
             let page = address.page();
-            let filled = match memory.is_delivered(page) {
-                true => {
+            let pages = memory.pages(self.store)?;
+            let filled = match pages.position(page) {
+                Some(position) => {
                     let mut content = [0; PAGE_SIZE];
-                    self.store.get_page(memory.tree.get(page), &mut content)?;
+                    self.store.get_page(pages.ids[position], &mut content)?;
                     missing.fill(page.address(), &[content])
                 }
-                false => missing.fill_with_zeros(page.address()),
+                None => missing.fill_with_zeros(page.address()),
             };
             filled.map_err(|error| not_filled(memory.pid, page.address(), error))?;
         }
@@ -159,10 +160,10 @@ impl<'a> Connection<'a> {
     }
 
     /// As [`Connection::targets`], with their memory. Their faults are answered no longer.
-    pub(super) fn take_processes(&mut self) -> Result<Vec<(ProcessMemory, Arc<MissingPages>)>, Error> {
+    pub(super) fn take_processes(&mut self) -> Result<Vec<(&'a ProcessMemory, Arc<MissingPages>)>, Error> {
         let processes = std::mem::take(&mut self.processes).into_iter();
         let incomplete = processes.filter(|process| !process.memory.delivered.is_empty());
-        let with_missing = |process: Process| {
+        let with_missing = |process: Process<'a>| {
             let missing = process.missing()?.clone();
             Ok((process.memory, missing))
         };
@@ -186,7 +187,7 @@ impl<'a> Connection<'a> {
     }
 }
 
-impl Process {
+impl Process<'_> {
     fn missing(&self) -> Result<&Arc<MissingPages>, Error> {
         self.missing.as_ref().ok_or_else(|| {
             let reason = format!("it sent no userfaultfd of process {}", self.memory.pid);
@@ -217,7 +218,7 @@ mod tests {
     use nix::fcntl::OFlag;
     use nix::unistd::pipe2;
     use pagemark::store::MemoryStore;
-    use pagemark::{PageNumber, PageTree, RangeSet};
+    use pagemark::{ContentId, PageNumber, RangeSet};
 
     use super::*;
     use crate::criu::descriptors::send_descriptor;
@@ -228,13 +229,10 @@ mod tests {
         let (gate, store) = (Gate::new().unwrap(), MemoryStore::new());
         let script = gate.path();
         let first = PageNumber::new(16);
-        let memory = [7, 8].map(|pid| ProcessMemory {
-            pid,
-            tree: PageTree::new(),
-            deliverable: RangeSet::new(),
-            delivered: vec![first..first + 1],
-        });
-        let mut connection = Connection::new(directory.path(), memory.into(), gate, &store).unwrap();
+        let delivered = vec![first..first + 1];
+        let memory =
+            [7, 8].map(|pid| ProcessMemory::new(pid, ContentId::ZERO, delivered.clone(), RangeSet::new(), None));
+        let mut connection = Connection::new(directory.path(), &memory, gate, &store).unwrap();
 
         let mut criu = UnixStream::connect(directory.path().join(SOCKET)).unwrap();
         // Nothing can be read from it, as from a userfaultfd without events.

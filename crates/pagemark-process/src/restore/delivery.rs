@@ -4,11 +4,12 @@
 //! with a userfaultfd for each process (`--lazy-pages`), and sends the descriptors over a socket in
 //! the images directory. Once every process has its mappings, CRIU waits in a [`Gate`]. The pages
 //! are read from the store, in its order and on all processors, and copied into the processes. The
-//! read begins before CRIU is started: until CRIU waits in the gate, pages are kept in memory, up
-//! to a limit. The gate is opened when all pages are there, so no process runs before every page
-//! was checked.
+//! read of the page trees and then of the pages begins before CRIU is started: until CRIU waits in
+//! the gate, pages are kept in memory, up to a limit. The gate is opened when all pages are there,
+//! so no process runs before every page was checked.
 //!
-//! If a page is damaged, or this process dies, the gate fails, and CRIU kills the processes.
+//! If a page or a page tree is damaged, or this process dies, the gate fails, and CRIU kills the
+//! processes.
 
 use std::io;
 use std::ops::ControlFlow;
@@ -25,7 +26,8 @@ use pagemark::{ByteCount, ContentId, Kind, PageNumber, Store};
 
 use super::connection::{Connection, POLL_MS, not_filled};
 use super::gate::{Gate, SHELL};
-use super::images::{Prepared, ProcessMemory, RestoreOptions, Restored, kill_all, wait_for_end};
+use super::images::{Prepared, RestoreOptions, Restored, kill_all, wait_for_end};
+use super::memory::ProcessMemory;
 use crate::criu::Criu;
 use crate::error::{Error, ErrorKind};
 
@@ -77,7 +79,7 @@ impl Delivery {
     pub(super) fn run(
         self,
         prepared: Prepared,
-        memory: Vec<ProcessMemory>,
+        memory: &[ProcessMemory],
         store: &(dyn Store + Sync),
         criu: &Criu,
         options: &RestoreOptions,
@@ -87,7 +89,7 @@ impl Delivery {
         let state = FillState::new();
         let script = self.gate.path();
         std::thread::scope(|scope| {
-            let fill = Some(start_fill(&memory, store, &state, scope));
+            let fill = Some(start_fill(memory, store, &state, scope));
             let connection = Connection::new(&prepared.directory, memory, self.gate, store)?;
             let mut server = Server { connection, is_complete: false, fill, state: &state };
             let mut failure = None;
@@ -136,21 +138,22 @@ pub(super) fn no_script() -> Error {
 
 /// Begins to read the memory of all processes, and to fill it as soon as they have their mappings.
 fn start_fill<'scope, 'env>(
-    processes: &[ProcessMemory],
+    processes: &'env [ProcessMemory],
     store: &'env (dyn Store + Sync),
     state: &'env FillState,
     scope: &'scope Scope<'scope, 'env>,
 ) -> Filling<'scope> {
-    let mut fill = Fill { pages: Vec::new(), state };
-    let mut ids = Vec::new();
-    let incomplete = processes.iter().filter(|memory| !memory.delivered.is_empty());
-    for (index, memory) in incomplete.enumerate() {
-        for (page, id) in memory.delivered.iter().flat_map(|run| memory.tree.range(run.clone())) {
-            fill.pages.push((index as u32, page));
-            ids.push(id);
+    scope.spawn(move || {
+        let mut fill = Fill { pages: Vec::new(), state };
+        let mut ids = Vec::new();
+        let incomplete = processes.iter().filter(|memory| !memory.delivered.is_empty());
+        for (index, memory) in incomplete.enumerate() {
+            let pages = memory.pages(store)?;
+            fill.pages.extend(pages.numbers.iter().map(|&page| (index as u32, page)));
+            ids.extend_from_slice(&pages.ids);
         }
-    }
-    scope.spawn(move || fill.run(&ids, store))
+        fill.run(&ids, store)
+    })
 }
 
 /// The processes whose memory is delivered, with the userfaultfd of each.

@@ -27,8 +27,12 @@ use nix::unistd::Pid;
 use pagemark::repository::{FileRecord, Manifest, StateRecord, TargetKind};
 use pagemark::store::Piece;
 use pagemark::sys::proc::{self, Stat, Status, tree};
-use pagemark::{Address, ByteCount, Kind, PAGE_SIZE, PageNumber, PageRange, PageRangeExt, PageTree, RangeSet, Store};
+use pagemark::{
+    Address, AddressRangeExt, ByteCount, ContentId, Kind, PAGE_SIZE, PageNumber, PageRange, PageRangeExt, RangeSet,
+    Store,
+};
 
+use super::memory::{Pages, ProcessMemory};
 use super::surroundings;
 use crate::cgroups::{Joining, Memberships};
 use crate::container::network::{self, Network};
@@ -148,26 +152,6 @@ pub(super) enum Memory {
     Whole,
     /// Only the pages that cannot be delivered into the processes.
     Undeliverable,
-}
-
-/// The memory of a process, and which of it is delivered into the process later.
-pub(super) struct ProcessMemory {
-    /// The process.
-    pub(super) pid: i32,
-    /// All its pages.
-    pub(super) tree: PageTree,
-    /// The pages that the images directory does not have, in ascending order.
-    pub(super) delivered: Vec<PageRange>,
-    /// The mappings of which pages may be delivered.
-    pub(super) deliverable: RangeSet,
-}
-
-impl ProcessMemory {
-    /// True if a page is delivered.
-    pub(super) fn is_delivered(&self, page: PageNumber) -> bool {
-        let behind = self.delivered.partition_point(|run| run.end <= page);
-        self.delivered.get(behind).is_some_and(|run| run.start <= page)
-    }
 }
 
 /// Writes the images directory of a checkpoint and checks that its process ids are free. Nothing
@@ -876,8 +860,28 @@ fn write_state(record: &StateRecord, store: &dyn Store, directory: &Path) -> Res
     record.content.copy_to_file(store, &file).map_err(write_failed(&path))
 }
 
+/// A process whose pages image is written.
+struct Unwritten<'a> {
+    process: &'a PstreeEntry,
+    pagemap: Pagemap,
+    /// The root of its page tree.
+    root: ContentId,
+    deliverable: RangeSet,
+    /// The pages that must be known to write the images.
+    pages: Pages,
+}
+
+impl Unwritten<'_> {
+    fn is_relative_of(&self, other: &PstreeEntry) -> bool {
+        other.pid == self.process.ppid || other.ppid == self.process.pid
+    }
+}
+
 /// Writes the pages images of all processes, and pagemap images that say so. Returns the memory of
 /// the processes.
+///
+/// Of a process without a parent or child, only the part of the page tree is read that names pages
+/// which are not delivered: the rest is read while CRIU starts.
 fn write_pages(
     manifest: &Manifest,
     store: &(dyn Store + Sync),
@@ -886,7 +890,7 @@ fn write_pages(
     processes: &[PstreeEntry],
     progress: Progress<'_>,
 ) -> Result<Vec<ProcessMemory>, Error> {
-    let mut spaces: Vec<(&PstreeEntry, Pagemap, ProcessMemory)> = Vec::new();
+    let mut all: Vec<Unwritten<'_>> = Vec::new();
     for process in processes {
         let path = directory.join(format!("pagemap-{}.img", process.pid));
         if !path.exists() {
@@ -895,30 +899,42 @@ fn write_pages(
         let pid = process.pid as i32;
         let space = manifest.process(pid);
         let space = space.ok_or_else(|| Error::damaged(format!("the memory of process {pid} is missing")))?;
-        let tree = PageTree::load(space.root, store)?;
-        let memory = ProcessMemory { pid, tree, delivered: Vec::new(), deliverable: RangeSet::new() };
-        spaces.push((process, Pagemap::read(&path)?, memory));
+        let deliverable = if memory == Memory::Whole { RangeSet::new() } else { deliverable(directory, process)? };
+        let (pagemap, pages) = (Pagemap::read(&path)?, Pages::default());
+        all.push(Unwritten { process, pagemap, root: space.root, deliverable, pages });
+    }
+    for index in 0..all.len() {
+        let is_alone = !all.iter().any(|other| other.is_relative_of(all[index].process));
+        let of = &mut all[index];
+        let runs = of.pagemap.runs();
+        let needed: RangeSet<PageNumber> = match is_alone {
+            true => runs.flat_map(|run| undeliverable(&run, &of.deliverable)).collect(),
+            false => runs.map(|run| run.page_range()).collect(),
+        };
+        of.pages = Pages::read(of.root, &needed, store)?;
     }
     let mut written = 0;
-    for index in 0..spaces.len() {
-        let (process, pagemap, ProcessMemory { tree, .. }) = &spaces[index];
-        let deliverable = if memory == Memory::Whole { RangeSet::new() } else { deliverable(directory, process)? };
-        let relatives: Vec<&PageTree> = spaces
-            .iter()
-            .filter(|(other, ..)| other.pid == process.ppid || other.ppid == process.pid)
-            .map(|(_, _, memory)| &memory.tree)
-            .collect();
+    let mut memories = Vec::new();
+    for of in &all {
+        let Unwritten { process, pagemap, root, deliverable, pages } = of;
+        let relatives: Vec<&Pages> =
+            all.iter().filter(|other| other.is_relative_of(process)).map(|other| &other.pages).collect();
         let source = |page: u64, run: &PageRun| {
             let page = PageNumber::new(page);
+            let is_deliverable = deliverable.contains(page.address());
             if run.present {
                 // CRIU saved it itself: maybe a page that hides a file's, which has to be there even if it holds
                 // zeros.
                 return PageSource::Present;
             }
-            let id = tree.get(page);
+            if is_deliverable && relatives.is_empty() {
+                // Pages that are not delivered in the end hold zeros.
+                return PageSource::Lazy;
+            }
+            let id = pages.id(page);
             if id.is_zero() {
                 PageSource::Absent
-            } else if deliverable.contains(page.address()) && relatives.iter().all(|other| other.get(page) != id) {
+            } else if is_deliverable && relatives.iter().all(|other| other.id(page) != id) {
                 PageSource::Lazy
             } else {
                 // A page that a process may share with its parent since the fork, too: CRIU shares it again.
@@ -928,15 +944,25 @@ fn write_pages(
         let (image, runs) = pagemap.with_sources(source);
         let path = directory.join(format!("pages-{}.img", pagemap.pages_id));
         let present: Vec<PageRange> = runs.iter().filter(|run| run.present).map(PageRun::page_range).collect();
-        written += write_pages_image(&path, &present, tree, store, &mut |pages| {
+        written += write_pages_image(&path, &present, pages, store, &mut |pages| {
             progress(ByteCount::of_pages(written + pages));
         })?;
         let path = directory.join(format!("pagemap-{}.img", process.pid));
         std::fs::write(&path, image).map_err(io(format!("write {}", path.display())))?;
-        spaces[index].2.delivered = runs.iter().filter(|run| !run.present).map(PageRun::page_range).collect();
-        spaces[index].2.deliverable = deliverable;
+        let delivered = runs.iter().filter(|run| !run.present).map(PageRun::page_range).collect();
+        let known = Some(pages).filter(|_| !relatives.is_empty());
+        memories.push(ProcessMemory::new(process.pid as i32, *root, delivered, deliverable.clone(), known));
     }
-    Ok(spaces.into_iter().map(|(_, _, memory)| memory).collect())
+    Ok(memories)
+}
+
+/// The pages of a run that the images directory must have.
+fn undeliverable(run: &PageRun, deliverable: &RangeSet) -> Vec<PageRange> {
+    let mut rest: RangeSet = [run.page_range().addresses()].into_iter().collect();
+    if !run.present {
+        rest.subtract(deliverable);
+    }
+    rest.iter().map(|range| range.page_range()).collect()
 }
 
 /// Writes a pages image: the pages of `runs` one after the other, with holes for pages of zeros.
@@ -944,7 +970,7 @@ fn write_pages(
 fn write_pages_image(
     path: &Path,
     runs: &[PageRange],
-    tree: &PageTree,
+    pages: &Pages,
     store: &(dyn Store + Sync),
     progress: &mut dyn FnMut(u64),
 ) -> Result<u64, Error> {
@@ -955,10 +981,9 @@ fn write_pages_image(
     let (mut numbers, mut ids) = (Vec::new(), Vec::new());
     let mut first = 0;
     for run in runs {
-        for (page, id) in tree.range(run.clone()) {
-            numbers.push(first + (page.get() - run.start.get()));
-            ids.push(id);
-        }
+        let positions = pages.positions(run);
+        numbers.extend(pages.numbers[positions.clone()].iter().map(|page| first + (page.get() - run.start.get())));
+        ids.extend_from_slice(&pages.ids[positions]);
         first += run.page_count();
     }
     let written = AtomicU64::new(0);
@@ -1013,7 +1038,8 @@ fn deliverable(directory: &Path, process: &PstreeEntry) -> Result<RangeSet, Erro
         let needed = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
         let is_wiped = vma.madv.unwrap_or(0) & 1 << libc::MADV_WIPEONFORK != 0;
         let is_other = flags & (libc::MAP_LOCKED | libc::MAP_HUGETLB) != 0 || is_wiped;
-        flags & needed == needed && !is_other && vma.start < vma.end
+        let are_pages = [vma.start, vma.end].into_iter().all(|address| Address::new(address).is_page_aligned());
+        flags & needed == needed && !is_other && are_pages && vma.start < vma.end
     };
     let mappings = mm.vmas.iter().filter(fits).map(|vma| Address::new(vma.start)..Address::new(vma.end));
     let mut ranges: RangeSet = mappings.collect();

@@ -1,11 +1,12 @@
 //! Memory that is delivered while the restored processes run.
 //!
 //! The processes get userfaultfds as for a [`delivery`](super::delivery) before they run, but the
-//! gate is opened at once. From then on, one thread reads the events of all processes: it fills the
-//! pages for which threads wait, then their neighbours, and follows the changes of mappings. Other
-//! threads read all pages in the order of the store, on all processors, and copy them to where they
-//! belong. Processes that are forked meanwhile get their pages after the others. When a process has
-//! all its pages, its userfaultfd is closed.
+//! gate is opened as soon as the page trees are read, which happens while CRIU starts. From then
+//! on, one thread reads the events of all processes: it fills the pages for which threads wait,
+//! then their neighbours, and follows the changes of mappings. Once the processes run and wait for
+//! few pages, other threads read all pages in the order of the store, on all processors, and copy
+//! them to where they belong. Processes that are forked meanwhile get their pages after the others.
+//! When a process has all its pages, its userfaultfd is closed.
 //!
 //! Without the delivery, missing pages would become zeros. If a page is damaged, the processes are
 //! killed before the userfaultfds are closed; if this process dies, its [`guard`] kills them.
@@ -31,11 +32,12 @@ use pagemark::{ContentId, Kind, PAGE_SIZE, PageNumber, Store};
 use super::connection::{Connection, POLL_MS};
 use super::delivery::no_script;
 use super::gate::Gate;
-use super::images::{Prepared, ProcessMemory, RestoreOptions, Restored, kill_all, wait_for_end};
+use super::images::{Prepared, RestoreOptions, Restored, kill_all, wait_for_end};
+use super::memory::ProcessMemory;
 use crate::criu::Criu;
 use crate::error::Error;
 use guard::Guard;
-use space::{Filled, Pages, Requests, Space};
+use space::{Filled, Requests, Space};
 
 /// Pause between two reports of progress.
 const PROGRESS: Duration = Duration::from_millis(20);
@@ -51,6 +53,15 @@ const MAX_AHEAD: usize = 256;
 
 /// Pause until an event is read, or a change of mappings has ended.
 const EVENT_WAIT: Duration = Duration::from_micros(50);
+
+/// A program that has waited for no page for this long does not need all processors to itself.
+const CALM: Duration = Duration::from_millis(5);
+
+/// Divisor of the time until the processes run that gives the longest wait for a calm.
+const CALM_SHARE: u32 = 8;
+
+/// Pause between two looks whether a program is calm.
+const CALM_POLL: Duration = Duration::from_millis(1);
 
 /// How long processes that were killed may hold their memory.
 const END_LIMIT: Duration = Duration::from_secs(2);
@@ -71,7 +82,7 @@ pub(super) struct Reports<'a> {
 pub(super) fn run(
     gate: Gate,
     prepared: Prepared,
-    memory: Vec<ProcessMemory>,
+    memory: &[ProcessMemory],
     store: &(dyn Store + Sync),
     criu: &Criu,
     options: &RestoreOptions,
@@ -88,6 +99,9 @@ pub(super) fn run(
     let restored = std::thread::scope(|scope| {
         // However this thread leaves, the others end.
         let _stop = StopOnDrop(&delivery);
+        // Where no thread can be created, and where a tree cannot be read, `begin` reads it.
+        let read_trees = || memory.iter().all(|memory| memory.pages(store).is_ok());
+        drop(std::thread::Builder::new().name("pagemark-trees".into()).spawn_scoped(scope, read_trees));
         let mut is_killed = false;
         let flags = ["--lazy-pages", "--action-script", &script];
         let restored = prepared.run_with(criu, options, &flags, &mut || {
@@ -110,6 +124,7 @@ pub(super) fn run(
             return Err(no_script());
         };
         if !is_killed && !delivery.kill_if_failed(Some(guard)) {
+            delivery.let_fill();
             (reports.running)(&restored);
             delivery.wait(guard, reports.progress);
             delivery.kill_if_failed(Some(guard));
@@ -135,7 +150,7 @@ fn begin<'scope, 'env>(
     pids: &[i32],
     guard: &mut Option<Guard>,
 ) -> Result<(), Error> {
-    delivery.add(connection.take_processes()?);
+    delivery.add(connection.take_processes()?)?;
     *guard = Some(Guard::start(pids).map_err(Error::criu_io("start a guard"))?);
     for work in [Delivery::answer, Delivery::fill_all] {
         let thread = std::thread::Builder::new().name("pagemark-deliver".into());
@@ -159,6 +174,9 @@ struct Delivery<'a> {
     total_pages: AtomicU64,
     /// Processes that were forked since they run.
     forks: AtomicU64,
+    begin: Instant,
+    /// When a thread last waited for a page, in µs since `begin`.
+    last_fault_us: AtomicU64,
 }
 
 #[derive(Default)]
@@ -167,6 +185,9 @@ struct Spaces {
     open: Vec<Arc<Space>>,
     /// No space is added any more.
     is_ended: bool,
+    /// The processes run: the pages for which none waits may be filled, from this time on at the
+    /// latest.
+    fill_from: Option<Instant>,
 }
 
 /// A page of a process.
@@ -184,6 +205,8 @@ impl<'a> Delivery<'a> {
             done_pages: AtomicU64::new(0),
             total_pages: AtomicU64::new(0),
             forks: AtomicU64::new(0),
+            begin: Instant::now(),
+            last_fault_us: AtomicU64::new(0),
         })
     }
 
@@ -192,13 +215,46 @@ impl<'a> Delivery<'a> {
     }
 
     /// Adds the processes of the checkpoint.
-    fn add(&self, processes: Vec<(ProcessMemory, Arc<MissingPages>)>) {
-        let spaces = processes.into_iter().map(|(memory, missing)| {
-            let delivered = memory.delivered.iter().flat_map(|run| memory.tree.range(run.clone()));
-            let (numbers, ids) = delivered.unzip();
-            Space::new(Pages { pid: memory.pid, numbers, ids }, missing, memory.deliverable)
-        });
-        spaces.for_each(|space| self.add_space(space));
+    fn add(&self, processes: Vec<(&ProcessMemory, Arc<MissingPages>)>) -> Result<(), Error> {
+        for (memory, missing) in processes {
+            let pages = memory.pages(self.store)?;
+            self.add_space(Space::new(memory.pid, pages, missing, &memory.deliverable));
+        }
+        Ok(())
+    }
+
+    /// Lets the pages be filled for which no thread waits. The processes run.
+    fn let_fill(&self) {
+        let now = Instant::now();
+        self.note_fault();
+        self.spaces().fill_from = Some(now + now.duration_since(self.begin) / CALM_SHARE);
+        self.changed.notify_all();
+    }
+
+    /// Notes that a thread waits for a page.
+    fn note_fault(&self) {
+        self.last_fault_us.store(self.begin.elapsed().as_micros() as u64, Ordering::Relaxed);
+    }
+
+    /// Waits until the processes run and their threads have waited for no page for a while, or have
+    /// run for some time. Until then they need the processors.
+    fn wait_for_calm(&self) {
+        let mut spaces = self.spaces();
+        let latest = loop {
+            match spaces.fill_from {
+                _ if spaces.is_ended => return,
+                Some(latest) => break latest,
+                None => spaces = self.changed.wait(spaces).unwrap_or_else(PoisonError::into_inner),
+            }
+        };
+        drop(spaces);
+        let is_calm = || {
+            let last_fault = Duration::from_micros(self.last_fault_us.load(Ordering::Relaxed));
+            self.begin.elapsed() >= last_fault + CALM
+        };
+        while !self.is_stopped() && Instant::now() < latest && !is_calm() {
+            std::thread::sleep(CALM_POLL);
+        }
     }
 
     fn add_space(&self, space: Space) {
@@ -307,6 +363,9 @@ impl<'a> Delivery<'a> {
             let is_idle = faults.is_empty() && ahead.is_empty();
             for space in self.wait_for_events(&spaces, is_idle)? {
                 space.read_events(&mut requests)?;
+                if !requests.faults.is_empty() {
+                    self.note_fault();
+                }
                 faults.extend(requests.faults.drain(..).map(|page| (space.clone(), page)));
                 for forked in requests.forked.drain(..) {
                     self.forks.fetch_add(1, Ordering::Relaxed);
@@ -376,6 +435,7 @@ impl<'a> Delivery<'a> {
     /// Fills all memory that is missing: first that of the processes of the checkpoint, then that
     /// of processes that were forked since.
     fn fill_all(&self) -> Result<(), Error> {
+        self.wait_for_calm();
         loop {
             let mut spaces = self.spaces();
             let open = loop {

@@ -5,25 +5,20 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
 
 use pagemark::sys::userfaultfd::{MissingPages, MissingPagesEvent};
-use pagemark::{Address, AddressRangeExt, ByteCount, ContentId, PAGE_SIZE, PageNumber, RangeSet};
+use pagemark::{Address, AddressRangeExt, ByteCount, PAGE_SIZE, PageNumber, RangeSet};
 
 use super::layout::{Change, Layout};
 use crate::error::Error;
 use crate::restore::connection::not_filled;
+use crate::restore::memory::Pages;
 
 /// Pages that are put at their places before their neighbours, in one piece of memory.
 const NEIGHBOURS: u64 = 16;
 
-/// The pages of a process of the checkpoint that are delivered. They are numbered by position.
-pub(super) struct Pages {
-    pub(super) pid: i32,
-    /// In ascending order.
-    pub(super) numbers: Vec<PageNumber>,
-    pub(super) ids: Vec<ContentId>,
-}
-
 /// A process to which pages are delivered: one of the checkpoint, or one that was forked since.
 pub(super) struct Space {
+    /// The process of the checkpoint.
+    pid: i32,
     pub(super) pages: Arc<Pages>,
     pub(super) missing: Arc<MissingPages>,
     /// Written by the thread that reads the events, before it reads the next one. Whoever fills a
@@ -58,12 +53,13 @@ pub(super) enum Filled {
 
 impl Space {
     /// The memory of a process, with the ranges of its mappings that have missing pages.
-    pub(super) fn new(pages: Pages, missing: Arc<MissingPages>, mappings: RangeSet) -> Space {
+    pub(super) fn new(pid: i32, pages: Arc<Pages>, missing: Arc<MissingPages>, mappings: &RangeSet) -> Space {
         let left = AtomicUsize::new(pages.numbers.len());
         let mappings = mappings.iter().map(|range| range.page_range());
         let done = (0..pages.numbers.len().div_ceil(64)).map(|_| AtomicU64::new(0)).collect();
         Space {
-            pages: Arc::new(pages),
+            pid,
+            pages,
             missing,
             layout: RwLock::new(Layout::new(mappings)),
             done,
@@ -123,6 +119,7 @@ impl Space {
             match event {
                 MissingPagesEvent::Fault(address) => requests.faults.push(address.page()),
                 MissingPagesEvent::Fork(missing) => requests.forked.push(Space {
+                    pid: self.pid,
                     pages: self.pages.clone(),
                     missing: Arc::new(missing),
                     layout: RwLock::new(layout.of_child()),
@@ -159,7 +156,7 @@ impl Space {
     /// that holds zeros.
     pub(super) fn position(&self, page: PageNumber) -> Option<usize> {
         let in_checkpoint = self.layout.read().unwrap_or_else(PoisonError::into_inner).in_checkpoint(page)?;
-        self.pages.numbers.binary_search(&in_checkpoint).ok()
+        self.pages.position(in_checkpoint)
     }
 
     /// The positions of pages near another that are not there.
@@ -225,7 +222,7 @@ impl Space {
                 self.is_gone.store(true, Ordering::Relaxed);
                 Ok(Filled::Gone)
             }
-            _ => Err(not_filled(self.pages.pid, page, error)),
+            _ => Err(not_filled(self.pid, page, error)),
         }
     }
 }
