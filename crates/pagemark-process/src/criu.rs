@@ -14,6 +14,7 @@ mod kernel_data;
 mod notify;
 pub(crate) mod outside_files;
 pub(crate) mod outside_sockets;
+pub(crate) mod own_network;
 pub(crate) mod regular_files;
 mod resumed;
 mod smaps;

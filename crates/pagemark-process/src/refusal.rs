@@ -46,7 +46,7 @@ pub(crate) fn hint(root_pid: i32, error: &Error) -> Option<String> {
     if reason.contains("Unix socket ") {
         let sockets = unix_sockets(root_pid);
         return Some(format!(
-            "a Unix socket leads to another network namespace{}{}: attach to a process that both ends are below",
+            "a Unix socket has a client in another network namespace{}{}: attach to a process that both ends are below",
             if sockets.is_empty() { "" } else { ", one of " },
             sockets.join(", "),
         ));

@@ -313,8 +313,9 @@ impl<'a> Restore<'a> {
             }
         };
         let prepared = images::prepare_with(manifest, store, images.path(), memory, &mut reading);
-        let (prepared, spaces) = prepared.map_err(RestoreFailure::at(Stage::Prepare))?;
+        let (mut prepared, spaces) = prepared.map_err(RestoreFailure::at(Stage::Prepare))?;
         prepared.check_root(&options).map_err(RestoreFailure::at(Stage::Check))?;
+        prepared.make_readable(&images).map_err(RestoreFailure::at(Stage::Prepare))?;
         let files = put_files_back(manifest, store, &options, &asides)?;
         let restored = match delivery {
             Ok(delivery) if is_lazy => {

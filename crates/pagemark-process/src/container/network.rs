@@ -104,6 +104,24 @@ impl Network {
     }
 }
 
+impl Network {
+    /// Checks that CRIU can make the network, as it has to for a tree with a user namespace of its
+    /// own: with the loopback interface alone.
+    pub(crate) fn check_made_by_criu(&self, had: &OwnNetwork) -> Result<(), Error> {
+        let reason = match self {
+            Network::Loopback if !had.interfaces.is_empty() => {
+                format!("had the network interfaces {}, which a restore cannot make", had.interfaces.join(", "))
+            }
+            Network::Loopback | Network::LoopbackAlone => return Ok(()),
+            Network::At(_) => "may not enter a network namespace that was made outside of its user namespace".into(),
+        };
+        Err(Error::about(ErrorKind::InTheWay, Object::None, format!("the container {reason}")).help(
+            "have only the loopback interface with --network loopback: a container with a user namespace of its own \
+             cannot get another network",
+        ))
+    }
+}
+
 /// Makes a network namespace whose loopback interface is up.
 fn make() -> io::Result<OwnedFd> {
     // The namespace of a thread ends with the thread, unless it is open.
@@ -152,5 +170,16 @@ mod tests {
         let refused = Network::Loopback.open(&had).unwrap_err();
         assert!(refused.to_string().contains("eth0"), "{refused}");
         assert!(Network::LoopbackAlone.open(&had).is_ok());
+    }
+
+    #[test]
+    fn criu_makes_only_a_network_with_the_loopback_interface() {
+        let (nothing, had) = (OwnNetwork::default(), OwnNetwork { interfaces: vec!["eth0".into()] });
+        Network::Loopback.check_made_by_criu(&nothing).unwrap();
+        Network::LoopbackAlone.check_made_by_criu(&had).unwrap();
+        for (network, had) in [(Network::Loopback, &had), (Network::At("/run/netns/a".into()), &nothing)] {
+            let refused = network.check_made_by_criu(had).unwrap_err().to_string();
+            assert!(refused.contains("the container"), "{refused}");
+        }
     }
 }

@@ -5,11 +5,11 @@
 
 use std::borrow::Cow;
 use std::collections::HashMap;
-use std::fs::{File, OpenOptions};
+use std::fs::{File, OpenOptions, Permissions};
 use std::io::{IsTerminal, PipeReader, Write};
 use std::ops::ControlFlow;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::os::unix::fs::{FileExt, OpenOptionsExt, PermissionsExt};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Child;
@@ -40,15 +40,15 @@ use crate::container::{self, OwnMounts};
 use crate::criu::dump::{NOTES, Notes, read_pstree};
 use crate::criu::images::schema::{CoreEntry, MmEntry, PstreeEntry, VmaEntry};
 use crate::criu::images::{ImageKind, PageRun, PageSource, Pagemap, read_first};
-use crate::criu::outside_sockets;
+use crate::criu::regular_files::has_image;
 use crate::criu::stdio::{self, Own};
-use crate::criu::{Criu, errors_in_log};
+use crate::criu::{Criu, errors_in_log, outside_sockets, own_network};
 use crate::error::{Error, ErrorKind, Object};
 use crate::files::{
     DirectoryRecord, LinkRecord, Origin, TreeRecord, UnusualFile, decode_path, encode_path, read_trees, unusual_files,
     unusual_removals,
 };
-use crate::scratch;
+use crate::scratch::{self, ScratchDirectory};
 use crate::terminal::{self, Leader, Terminal};
 
 /// CRIU's log in the images directory.
@@ -140,6 +140,8 @@ pub struct Prepared {
     processes: Vec<PstreeEntry>,
     /// Memory that is not in the directory.
     delivered: ByteCount,
+    /// The scratch directory in which the directory is, if it is not that itself.
+    scratch: Option<PathBuf>,
 }
 
 /// Time between two reports of progress.
@@ -174,7 +176,8 @@ pub(super) type Progress<'a> = &'a mut dyn FnMut(ByteCount);
 /// [`Error`]; also if the process ids are no longer free.
 pub fn open_prepared(directory: &Path) -> Result<Prepared, Error> {
     let (notes, processes) = (read_notes(directory)?, read_pstree(directory)?);
-    let prepared = Prepared { directory: directory.into(), notes, processes, delivered: ByteCount::ZERO };
+    let prepared =
+        Prepared { directory: directory.into(), notes, processes, delivered: ByteCount::ZERO, scratch: None };
     prepared.check_free()?;
     Ok(prepared)
 }
@@ -304,6 +307,34 @@ impl Prepared {
         Err(Error::about(ErrorKind::PidNamespace, Object::None, format!("a container {reason}")))
     }
 
+    /// True if the tree has a user namespace of its own.
+    fn has_own_users(&self) -> bool {
+        has_image(&self.directory, "userns-")
+    }
+
+    /// Lets every user read the images, which are in `scratch`, a directory that its owner alone
+    /// can enter. The processes of a tree with a user namespace of its own read them as users of
+    /// that, by a descriptor of a directory in it.
+    pub(super) fn make_readable(&mut self, scratch: &ScratchDirectory) -> Result<(), Error> {
+        if !self.has_own_users() {
+            return Ok(());
+        }
+        let inner = scratch.path().join("images");
+        let failed = || io(format!("move images to {}", inner.display()));
+        let mode = |path: &Path, mode| std::fs::set_permissions(path, Permissions::from_mode(mode));
+        std::fs::create_dir(&inner).and_then(|()| mode(&inner, 0o755)).map_err(failed())?;
+        for entry in std::fs::read_dir(scratch.path()).map_err(failed())? {
+            let path = entry.map_err(failed())?.path();
+            if path.is_file() {
+                mode(&path, 0o644).map_err(failed())?;
+                std::fs::rename(&path, inner.join(path.file_name().unwrap_or_default())).map_err(failed())?;
+            }
+        }
+        self.directory = inner;
+        self.scratch = Some(scratch.path().to_owned());
+        Ok(())
+    }
+
     /// Checks that the root directory is there, if the tree has one of its own.
     pub(super) fn check_root(&self, options: &RestoreOptions) -> Result<(), Error> {
         root_of(&self.notes, options.root.as_deref()).map(drop)
@@ -341,7 +372,8 @@ impl Prepared {
         let own = |stream: &OwnedFd| Own { descriptor: stream.as_raw_fd(), is_terminal: stream.is_terminal() };
         let own = [own(&streams[0]), own(&streams[1]), own(&streams[2])];
         // CRIU also holds the directory, so that no sweep removes it.
-        let held = scratch::hold(&self.directory).map_err(io(format!("hold {}", self.directory.display())))?;
+        let scratch = self.scratch.as_ref().unwrap_or(&self.directory);
+        let held = scratch::hold(scratch).map_err(io(format!("hold {}", scratch.display())))?;
         let mut command = criu.command("restore", &self.directory, LOG);
         command.arg("--restore-detached").args(restore_flags(&self.notes)).args(further);
         if options.as_child {
@@ -369,7 +401,15 @@ impl Prepared {
             copies.push(copy);
             Ok(copies[copies.len() - 1].as_raw_fd())
         })?);
-        if let Some(had) = &self.notes.own_network {
+        if let Some(had) = &self.notes.own_network
+            && self.has_own_users()
+        {
+            options.network.check_made_by_criu(had)?;
+            own_network::make_by_criu(&self.directory)?;
+            if !self.notes.keep_connections {
+                command.args(network::UNLOCKED);
+            }
+        } else if let Some(had) = &self.notes.own_network {
             let namespace = duplicate(options.network.open(had)?.as_fd()).map_err(io("duplicate a descriptor"))?;
             command.args(network::restore_arguments(&namespace));
             if !self.notes.keep_connections {
@@ -1071,6 +1111,27 @@ mod tests {
     use std::process::{Command, Stdio};
 
     use super::*;
+
+    #[test]
+    fn images_of_a_tree_with_users_of_its_own_are_readable_below_a_private_directory() {
+        for has_own_users in [true, false] {
+            let parent = tempfile::tempdir().unwrap();
+            let scratch = ScratchDirectory::new_in(parent.path()).unwrap();
+            let mode = |path: &Path| std::fs::metadata(path).unwrap().permissions().mode() & 0o777;
+            create(&scratch.path().join("pages-1.img")).unwrap();
+            if has_own_users {
+                create(&scratch.path().join("userns-9.img")).unwrap();
+            }
+            let (directory, notes) = (scratch.path().to_owned(), Notes::default());
+            let mut prepared =
+                Prepared { directory, notes, processes: Vec::new(), delivered: ByteCount::ZERO, scratch: None };
+            prepared.make_readable(&scratch).unwrap();
+            assert_eq!(mode(scratch.path()), 0o700);
+            let pages = prepared.directory.join("pages-1.img");
+            assert_eq!(mode(&pages), if has_own_users { 0o644 } else { 0o600 });
+            assert_eq!(prepared.directory == scratch.path(), !has_own_users);
+        }
+    }
 
     #[test]
     fn the_id_of_a_session_whose_leader_is_gone_is_in_use() {

@@ -29,6 +29,10 @@ pub enum ImageKind {
     Descriptors,
     /// `tty-info.img`: the terminals.
     Terminals,
+    /// `netns-N.img`: a network namespace.
+    Network,
+    /// `netdev-N.img`: the interfaces of a network namespace.
+    Interfaces,
     /// `remap-fpath.img`: the files whose paths did not lead to them.
     Remaps,
 }
@@ -44,6 +48,8 @@ impl ImageKind {
             ImageKind::Files => 0x5630_3138,
             ImageKind::Descriptors => 0x5621_3732,
             ImageKind::Terminals => 0x5945_3036,
+            ImageKind::Network => 0x5593_3752,
+            ImageKind::Interfaces => 0x5737_3951,
             ImageKind::Remaps => 0x5913_3954,
         }
     }

@@ -83,6 +83,8 @@ values! {
     const FILE_REGULAR = "fdinfo.proto" fd_types REG 1;
     /// Type of a terminal whose other end is outside the saved processes.
     const TERMINAL_EXTERNAL = "tty.proto" TtyType EXT_TTY 5;
+    /// Kind of the loopback interface.
+    const LOOPBACK = "netdev.proto" nd_type LOOPBACK 1;
     /// A socket that was shut down in both directions.
     const SHUTDOWN_BOTH = "sk-opts.proto" sk_shutdown BOTH 3;
 }
@@ -243,6 +245,26 @@ messages! {
         optional string name_dir = 14 => NAME_DIR;
         /// True if the name was removed.
         optional bool deleted = 15 => DELETED;
+    }
+
+    /// The message of `netns-N.img`.
+    message NetworkEntry = "netdev.proto" netns_entry {
+        /// The name of a namespace that the restoring command provides.
+        optional string ext_key = 8 => EXT_KEY;
+    }
+
+    /// A network interface of `netdev-N.img`.
+    message InterfaceEntry = "netdev.proto" net_device_entry {
+        /// Its kind.
+        required int32(nd_type) r#type = 1;
+        /// Its number.
+        required uint32 ifindex = 2;
+        /// The largest packet, bytes.
+        required uint32 mtu = 3;
+        /// Its flags, as the kernel's IFF_UP and others.
+        required uint32 flags = 4;
+        /// Its name.
+        required string name = 5;
     }
 
     /// A timer's descriptor.
