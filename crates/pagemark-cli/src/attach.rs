@@ -6,9 +6,9 @@ use std::sync::{Arc, mpsc};
 
 use clap::Args;
 use nix::unistd::Pid;
-use pagemark::Job;
 use pagemark::job::End;
 use pagemark::sys::proc::Stat;
+use pagemark::{Job, JobOptions};
 use pagemark_process::files::FileWatch;
 use pagemark_process::target::ProcessTarget;
 
@@ -59,6 +59,7 @@ pub struct Checkpoint {
 
 impl Attach {
     pub fn run(self) -> Outcome {
+        let policy = self.schedule.policy(&self.capture.memory)?;
         let name = job_name_of(&self.capture, self.pid)?;
         let repository = self.repository.open_or_create()?;
         self.capture.check_data(repository.path())?;
@@ -66,7 +67,7 @@ impl Attach {
         let mut report = Report::choose(self.schedule.quiet, self.json, report::stdout(), None);
         let watch = report.watch(self.capture.watch_files(&self.watch), self.pid);
         let target = attach(&self.capture, self.pid, watch.as_ref())?;
-        let job = Job::new(target, repository, self.schedule.job_options(name.clone(), &self.capture.memory));
+        let job = Job::new(target, repository, JobOptions { name: name.clone(), policy });
 
         let (stop, stopped) = mpsc::channel();
         announce_exit(Pid::from_raw(self.pid), stop.clone())?;

@@ -10,6 +10,7 @@
 //! pagemark restore simulate
 //! ```
 
+mod advise;
 mod asides;
 mod attach;
 mod diff;
@@ -66,6 +67,7 @@ enum Subcommands {
     Asides(asides::Asides),
     Export(export::Export),
     Top(top::Top),
+    Advise(advise::Advise),
     Vm(vm::Vm),
     Doctor(doctor::Doctor),
     #[command(hide = true)]
@@ -89,6 +91,7 @@ fn main() -> ExitCode {
         Subcommands::Asides(command) => command.run(),
         Subcommands::Export(command) => command.run(),
         Subcommands::Top(command) => command.run(),
+        Subcommands::Advise(command) => command.run(),
         Subcommands::Vm(command) => command.run(),
         Subcommands::Doctor(command) => command.run(),
         Subcommands::Bench(command) => command.run(),

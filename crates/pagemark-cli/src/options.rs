@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 use pagemark::checkpointer::Strategy;
+use pagemark::model::{Overhead, OverheadGoal};
 use pagemark::repository::{Retention, check_job_name};
 use pagemark::track::Scope;
 use pagemark::{JobOptions, Mechanism, Policy};
@@ -17,6 +18,7 @@ use pagemark_process::saver::{CriuSaver, RegisterSaver, StateSaver};
 use pagemark_process::target::ProcessTarget;
 use pagemark_report::text;
 
+use crate::advise::costs;
 use crate::failure::Failure;
 
 /// How memory is tracked and copied, of any target.
@@ -25,30 +27,53 @@ pub struct MemoryOptions {
     /// Name under which the checkpoints are filed [default: the program's name]
     #[arg(long, value_name = "NAME", value_parser = job_name)]
     pub job: Option<String>,
-    #[arg(long, default_value = "auto", value_parser = mechanism, help = mechanism_help())]
-    mechanism: MechanismChoice,
-    /// How memory is copied: in rounds while the program runs, or all while it is frozen
-    #[arg(long, default_value = "pre-copy", value_enum)]
-    strategy: StrategyName,
+    #[command(flatten)]
+    tracking: TrackingOptions,
     /// Memory for copied pages until they are stored; pages that are copied while the program is
     /// frozen are added to that [default: a quarter of the available memory, at most 512MiB]
     #[arg(long, value_name = "SIZE", value_parser = text::parse_bytes)]
     in_flight: Option<usize>,
 }
 
-impl MemoryOptions {
+/// How written memory is found, and how it is copied.
+#[derive(Args, Debug, Clone)]
+pub struct TrackingOptions {
+    #[arg(long, default_value = "auto", value_parser = mechanism, help = mechanism_help())]
+    mechanism: MechanismChoice,
+    /// How memory is copied: in rounds while the program runs, or all while it is frozen
+    #[arg(long, default_value = "pre-copy", value_enum)]
+    strategy: StrategyName,
+}
+
+impl TrackingOptions {
     /// The mechanism that is named, or the best that works here.
     pub fn mechanism(&self) -> Mechanism {
         self.mechanism.0.unwrap_or_else(|| Mechanism::choose(Scope::Process))
     }
 
-    /// The options of the job `name` for a single checkpoint.
-    pub fn job_options(&self, name: String) -> JobOptions {
-        let strategy = match self.strategy {
+    /// The strategy that is named.
+    pub fn strategy(&self) -> Strategy {
+        match self.strategy {
             StrategyName::PreCopy => Strategy::default(),
             StrategyName::StopAndCopy => Strategy::StopAndCopy,
-        };
-        JobOptions { name, policy: Policy { strategy, in_flight_bytes: self.in_flight, ..Policy::default() } }
+        }
+    }
+}
+
+impl MemoryOptions {
+    /// The mechanism that is named, or the best that works here.
+    pub fn mechanism(&self) -> Mechanism {
+        self.tracking.mechanism()
+    }
+
+    /// The options of the job `name` for a single checkpoint.
+    pub fn job_options(&self, name: String) -> JobOptions {
+        JobOptions { name, policy: self.policy() }
+    }
+
+    /// The policy for a single checkpoint.
+    fn policy(&self) -> Policy {
+        Policy { strategy: self.tracking.strategy(), in_flight_bytes: self.in_flight, ..Policy::default() }
     }
 }
 
@@ -81,6 +106,34 @@ pub struct WatchOptions {
     /// they are watched, or those that are open for writing at the checkpoint
     #[arg(long, default_value = "written", value_enum, conflicts_with = "memory_only")]
     files: FilesName,
+}
+
+/// The first interval of `--every auto`.
+const FIRST_INTERVAL: Duration = Duration::from_secs(1);
+
+/// The overhead that `--every auto` keeps unless another one is named.
+const DEFAULT_OVERHEAD: &str = "3%";
+
+/// The interval between checkpoints.
+#[derive(Clone, Copy, Debug)]
+enum Every {
+    Time(Duration),
+    /// The shortest that keeps the overhead.
+    Auto,
+}
+
+fn every(text: &str) -> Result<Every, String> {
+    match text {
+        "auto" => Ok(Every::Auto),
+        _ => text::parse_duration(text).map(Every::Time),
+    }
+}
+
+/// Reads an overhead: `3%`, `0.5`.
+pub fn overhead(text: &str) -> Result<Overhead, String> {
+    let number = text.strip_suffix('%').unwrap_or(text).trim_end();
+    let share = number.parse::<f64>().ok().and_then(|percent| Overhead::from_share(percent / 100.0));
+    share.ok_or_else(|| format!("{text:?} is no overhead; write 3%, from 0.01% to 100%"))
 }
 
 /// A name that a job can have.
@@ -167,9 +220,14 @@ impl CaptureOptions {
 /// When checkpoints are taken, which are kept, and what is reported.
 #[derive(Args, Debug, Clone)]
 pub struct ScheduleOptions {
-    /// Time between checkpoints
-    #[arg(long, value_name = "TIME", default_value = "10s", value_parser = text::parse_duration)]
-    every: Duration,
+    /// Time between checkpoints, or `auto`: the shortest that keeps the overhead, as the last
+    /// checkpoints show
+    #[arg(long, value_name = "TIME", default_value = "10s", value_parser = every)]
+    every: Every,
+    /// With `--every auto`: the share of its time that the program may lose to checkpoints
+    /// [default: 3%]
+    #[arg(long, value_name = "PERCENT", value_parser = overhead)]
+    overhead: Option<Overhead>,
     #[command(flatten)]
     retention: RetentionOptions,
     /// Say nothing but errors
@@ -178,10 +236,23 @@ pub struct ScheduleOptions {
 }
 
 impl ScheduleOptions {
-    /// The options of the job `name` for checkpoints in series.
-    pub fn job_options(&self, name: String, memory: &MemoryOptions) -> JobOptions {
-        let JobOptions { name, policy } = memory.job_options(name);
-        JobOptions { name, policy: Policy { every: self.every, retention: self.retention.retention(), ..policy } }
+    /// The policy of a job for checkpoints in series.
+    ///
+    /// # Errors
+    /// An overhead without `--every auto`; the costs of the mechanism cannot be measured.
+    pub fn policy(&self, memory: &MemoryOptions) -> Result<Policy, Failure> {
+        let (every, overhead) = match (self.every, self.overhead) {
+            (Every::Time(every), None) => (every, None),
+            (Every::Time(_), Some(_)) => {
+                return Err(Failure::usage("--overhead needs an interval that can be chosen").help("--every auto"));
+            }
+            (Every::Auto, overhead) => {
+                let overhead = overhead.map_or_else(|| self::overhead(DEFAULT_OVERHEAD), Ok).map_err(Failure::usage)?;
+                (FIRST_INTERVAL, Some(OverheadGoal { overhead, costs: costs(memory.mechanism())? }))
+            }
+        };
+        let retention = self.retention.retention();
+        Ok(Policy { every, overhead, retention, ..memory.policy() })
     }
 }
 

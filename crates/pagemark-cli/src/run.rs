@@ -8,7 +8,7 @@ use std::sync::mpsc;
 
 use clap::Args;
 use nix::unistd::Pid;
-use pagemark::Job;
+use pagemark::{Job, JobOptions};
 use pagemark_process::saver::SignalGate;
 use pagemark_process::spawn::{self, spawn, spawn_on};
 use pagemark_process::terminal::Terminal;
@@ -51,6 +51,7 @@ impl Run {
         let repository = self.repository.open_or_create()?;
         self.capture.check_data(repository.path())?;
         let saver = self.capture.saver().map_err(Failure::no_checkpoints_here)?;
+        let options = JobOptions { name: name.clone(), policy: self.schedule.policy(&self.capture.memory)? };
 
         // What the program writes first is written after this.
         let watch = self.capture.watch_files(&self.watch);
@@ -73,7 +74,6 @@ impl Run {
 
         let program_terminal = terminal.as_ref().and_then(|terminal| terminal.master().ok());
         let mut report = Report::choose(self.schedule.quiet, self.json, report::stderr(), program_terminal);
-        let options = self.schedule.job_options(name.clone(), &self.capture.memory);
         let watch = report.watch(watch, pid.as_raw());
         let mut attach = || self.capture.attach(pid.as_raw(), saver.clone(), watch.as_ref());
         let done = Job::attach_and_run(&mut attach, &repository, &options, &stopped, &mut |event| {

@@ -8,10 +8,11 @@ use clap::{Args, Subcommand};
 use nix::unistd::Pid;
 use pagemark::job::End;
 use pagemark::repository::Checkpoint as Held;
-use pagemark::{ByteCount, Job};
+use pagemark::{ByteCount, Job, JobOptions, Mechanism};
 use pagemark_report::text;
 use pagemark_vm::{LazyMachine, RunningMachine, VmTarget};
 
+use crate::advise::AdviseVm;
 use crate::failure::{Failure, Outcome};
 use crate::live::Progress;
 use crate::options::{MemoryOptions, ScheduleOptions};
@@ -38,6 +39,7 @@ enum VmCommand {
     Run(run::Run),
     Attach(Attach),
     Checkpoint(Checkpoint),
+    Advise(AdviseVm),
 }
 
 /// Keep a virtual machine checkpointed
@@ -78,17 +80,19 @@ impl Vm {
             VmCommand::Run(command) => command.run(),
             VmCommand::Attach(command) => command.run(),
             VmCommand::Checkpoint(command) => command.run(),
+            VmCommand::Advise(command) => command.run(),
         }
     }
 }
 
 impl Attach {
     fn run(self) -> Outcome {
+        let policy = self.schedule.policy(&self.memory)?;
         let repository = self.repository.open_or_create()?;
         let signals = Signals::hold_for_stop()?;
-        let target = attach(&self.memory, &self.monitor)?;
+        let target = attach(self.memory.mechanism(), &self.monitor)?;
         let (pid, name) = (target.pid(), name_of(&self.memory, &target));
-        let job = Job::new(target, repository, self.schedule.job_options(name.clone(), &self.memory));
+        let job = Job::new(target, repository, JobOptions { name: name.clone(), policy });
 
         let (stop, stopped) = mpsc::channel();
         announce_exit(Pid::from_raw(pid), stop.clone())?;
@@ -104,7 +108,7 @@ impl Attach {
 impl Checkpoint {
     fn run(self) -> Outcome {
         let repository = self.repository.open_or_create()?;
-        let target = attach(&self.memory, &self.monitor)?;
+        let target = attach(self.memory.mechanism(), &self.monitor)?;
         let name = name_of(&self.memory, &target);
         let mut job = Job::new(target, repository, self.memory.job_options(name.clone()));
         let taken = job.checkpoint().map_err(|error| Failure::of(format!("cannot checkpoint {name}"), error))?;
@@ -115,9 +119,10 @@ impl Checkpoint {
     }
 }
 
-fn attach(memory: &MemoryOptions, monitor: &std::path::Path) -> Result<VmTarget, Failure> {
+/// Attaches to a machine.
+pub fn attach(mechanism: Mechanism, monitor: &std::path::Path) -> Result<VmTarget, Failure> {
     let failed = |error| Failure::of(format!("cannot attach to the machine of {}", monitor.display()), error);
-    VmTarget::attach(monitor, memory.mechanism()).map_err(failed)
+    VmTarget::attach(monitor, mechanism).map_err(failed)
 }
 
 /// The job's name: that which the options give, or the machine's.

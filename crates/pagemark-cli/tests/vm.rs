@@ -75,6 +75,41 @@ fn a_machine_is_checkpointed_inspected_and_restored() {
 }
 
 #[test]
+fn a_machine_is_observed_and_its_interval_follows_the_costs() {
+    if guest_program().is_none() {
+        skip!("no QEMU, or no compiler for its guest");
+    }
+    let (pagemark, paths) = (Pagemark::new(), MachinePaths::default());
+    let disk = paths.join("disk.raw");
+    std::fs::File::create(&disk).and_then(|file| file.set_len(16 << 20)).expect("an empty image");
+    let qemu = Qemu::start(&paths, &with_disk(&disk, "raw", ""));
+    let monitor = paths.monitor().display().to_string();
+    let advice = pagemark.json(&["vm", "advise", "--json", "--observe", "1s", "--overhead", "50%", &monitor]);
+    let measured = advice["measured"].as_array().expect("points");
+    // 64 slices, and each interval twice as long as the one before.
+    assert_eq!(measured.len(), 7, "{advice}");
+    let pages: Vec<f64> = measured.iter().filter_map(|point| point["pages"].as_f64()).collect();
+    assert!(pages[6] > 1.0 && pages.is_sorted(), "the machine writes: {advice}");
+    assert!(advice["stop_us"].as_u64() > Some(0) && advice["forecasts"].as_array().is_some_and(|rows| rows.len() > 5));
+    let told = pagemark.done(&["vm", "advise", "--observe", "1s", "--overhead", "100%", &monitor]);
+    assert!(told.contains("overhead") && told.contains("keeps the overhead below 100%"), "{told}");
+
+    // The observation leaves nothing behind, and the machine runs.
+    let mut own = TestMonitor::connect(&paths.join("test.qmp"));
+    assert!(own.is_running() && !own.run("query-named-block-nodes", json!({})).to_string().contains("pagemark"));
+    let mut command =
+        pagemark.command(&["vm", "attach", "--every", "auto", "--overhead", "20%", "--job", "auto", &monitor]);
+    let mut attached = command.stdin(Stdio::null()).stdout(Stdio::null()).spawn().expect("it starts");
+    wait_for("some checkpoints", || (pagemark.checkpoints("auto").len() > 4).then_some(()));
+    kill(Pid::from_raw(attached.id() as i32), Signal::SIGINT).expect("our child");
+    assert!(attached.wait().expect("our child").success());
+    paths.wait_for_steps(1);
+    drop(qemu);
+    let output = pagemark.output(&["vm", "attach", "--overhead", "3%", &monitor]);
+    assert_eq!(output.status.code(), Some(2), "{}", String::from_utf8_lossy(&output.stderr));
+}
+
+#[test]
 fn without_room_for_what_a_machine_overwrites_the_checkpoint_fails_and_not_the_machine() {
     if guest_program().is_none() {
         skip!("no QEMU, or no compiler for its guest");

@@ -133,6 +133,19 @@ impl ProcessTarget {
         self.freeze_hook = Some(hook);
     }
 
+    /// Freezes the tree and lets it resume, without storing anything. Returns how long it was
+    /// frozen: what each checkpoint takes besides for memory and files.
+    ///
+    /// # Errors
+    /// As [`Target::freeze`]. The tree runs.
+    pub fn stop_time(&mut self) -> Result<Duration> {
+        let state = self.saver.freeze(self.tree.root_pid(), &mut || Ok(()))?;
+        self.tree.spaces(Phase::Frozen)?;
+        let thawed = state.thaw(&self.tree.address_spaces())?;
+        self.tree.take_stopped_time();
+        Ok(thawed.frozen_time)
+    }
+
     /// Copies the content of open files while the tree runs, so that less is left for the freeze.
     /// Returns the number of bytes read from them.
     ///

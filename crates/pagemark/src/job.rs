@@ -4,6 +4,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use crate::Error;
 use crate::checkpointer::{Capture, Checkpointer, Strategy};
+use crate::model::{AutoInterval, OverheadGoal};
 use crate::repository::{Cost, Manifest, PruneReport, Repository, Retention, Writer};
 use crate::target::{Target, TargetDescription};
 
@@ -20,8 +21,12 @@ const PRUNE_PAUSE: u32 = 20;
 /// When and how the checkpoints of a job are taken, and which are kept.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Policy {
-    /// Time from the begin of one checkpoint to the begin of the next.
+    /// Time from the begin of one checkpoint to the begin of the next; with a goal for the
+    /// overhead, the first such time.
     pub every: Duration,
+    /// What the target may lose to checkpoints: [`Job::run`] then chooses the interval by what the
+    /// last checkpoints have cost.
+    pub overhead: Option<OverheadGoal>,
     /// How memory is copied.
     pub strategy: Strategy,
     /// Which checkpoints are kept; None keeps all.
@@ -34,7 +39,13 @@ pub struct Policy {
 impl Default for Policy {
     /// Every 10 seconds, pre-copy, all checkpoints kept.
     fn default() -> Self {
-        Policy { every: Duration::from_secs(10), strategy: Strategy::default(), retention: None, in_flight_bytes: None }
+        Policy {
+            every: Duration::from_secs(10),
+            overhead: None,
+            strategy: Strategy::default(),
+            retention: None,
+            in_flight_bytes: None,
+        }
     }
 }
 
@@ -64,6 +75,9 @@ pub struct Job<T: Target> {
     options: JobOptions,
     checkpointer: Checkpointer,
     last_prune: Option<Prune>,
+    /// When the target was frozen for the last checkpoint, microseconds since 1970 UTC.
+    last_taken_us: Option<u64>,
+    auto: Option<AutoInterval>,
 }
 
 /// When the last prune ended, and how long it took.
@@ -87,13 +101,13 @@ pub struct Taken {
 impl<T: Target> Job<T> {
     /// A job whose first checkpoint saves all of the target's memory.
     pub fn new(target: T, repository: Repository, options: JobOptions) -> Job<T> {
-        Job { target, repository, options, checkpointer: Checkpointer::new(), last_prune: None }
+        Job::resumed(target, repository, options, Checkpointer::new())
     }
 
     /// A job whose target was captured before: `checkpointer` knows what was saved. The first
     /// checkpoint saves what has been written since.
     pub fn resumed(target: T, repository: Repository, options: JobOptions, checkpointer: Checkpointer) -> Job<T> {
-        Job { target, repository, options, checkpointer, last_prune: None }
+        Job { target, repository, options, checkpointer, last_prune: None, last_taken_us: None, auto: None }
     }
 
     /// Lets go of the target, and returns what is known of its content.
@@ -139,6 +153,21 @@ impl<T: Target> Job<T> {
 
     /// Lets go of the target, which keeps running.
     pub fn detach(self) {}
+
+    /// The interval that the policy asks for now. `taken` is a checkpoint that was taken.
+    fn interval(&mut self, taken: Option<&Taken>) -> Duration {
+        let policy = &self.options.policy;
+        let Some(goal) = policy.overhead else { return policy.every };
+        let auto = self.auto.get_or_insert_with(|| AutoInterval::new(goal, policy.strategy, policy.every));
+        if let Some(taken) = taken {
+            // The first one saves all memory, so that it says nothing of the later ones.
+            if let Some(last) = self.last_taken_us {
+                auto.taken(Duration::from_micros(taken.taken_unix_us.saturating_sub(last)), taken.cost);
+            }
+            self.last_taken_us = Some(taken.taken_unix_us);
+        }
+        auto.interval()
+    }
 
     fn commit(&self, writer: Writer, capture: Capture, description: TargetDescription) -> Result<Taken, Error> {
         let cost = cost(&capture);

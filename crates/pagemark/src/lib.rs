@@ -64,6 +64,7 @@ pub mod backend;
 pub mod blob;
 pub mod checkpointer;
 pub mod job;
+pub mod model;
 pub mod region;
 pub mod snapshot;
 pub mod store;

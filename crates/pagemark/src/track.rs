@@ -33,7 +33,7 @@ pub mod view_scan;
 
 pub use own_memory::OwnMemory;
 pub use populated::{DataPages, Pages, populated};
-pub use probe::{Cost, Probe, check, probe};
+pub use probe::{Cost, Probe, check, cost, probe};
 pub(crate) use registry::own_pagemap;
 pub use registry::{Mechanism, MechanismEntry, MemoryPart, NewTracker, ProcessMemory, ProcessTracking, Scope};
 

@@ -6,7 +6,7 @@ use std::sync::mpsc;
 
 use clap::Args;
 use nix::unistd::Pid;
-use pagemark::Job;
+use pagemark::{Job, JobOptions};
 use pagemark_vm::{ErrorKind, OwnQemu, machine_name};
 
 use crate::failure::{Failure, Outcome};
@@ -44,6 +44,7 @@ impl Run {
     pub fn run(self) -> Outcome {
         let name = self.name();
         let repository = self.repository.open_or_create()?;
+        let options = JobOptions { name: name.clone(), policy: self.schedule.policy(&self.memory)? };
         let signals = Signals::hold_for_target()?;
         let mut qemu = OwnQemu::start(&self.command, &name, signals.before()).map_err(|error| {
             let status = match error.kind() {
@@ -62,7 +63,6 @@ impl Run {
         let mut report = Report::choose(self.schedule.quiet, self.json, report::stderr(), None);
         report.say(&format!("{name} is QEMU, process {pid}; monitor {}", qemu.monitor().display()));
         let (send_event, events) = mpsc::channel();
-        let options = self.schedule.job_options(name.clone(), &self.memory);
         let mut attach = || {
             let mut target = qemu.attach(self.memory.mechanism())?;
             let send_event = send_event.clone();

@@ -56,15 +56,16 @@ pub struct Summary {
 }
 
 impl<T: Target> Job<T> {
-    /// Takes checkpoints at the interval of the policy until the target ends, or `stop` gives a
-    /// reason or is disconnected. Then lets go of the target, which keeps running.
+    /// Takes checkpoints at the interval of the policy, or one that keeps its goal, until the
+    /// target ends, or `stop` gives a reason or is disconnected. Then lets go of the target, which
+    /// keeps running.
     ///
     /// A checkpoint that fails is taken again at the next interval; the same failure several times
     /// in a row is reported once every ten minutes. Everything that happens is reported to
     /// `events`.
     pub fn run(mut self, stop: &Receiver<End>, events: &mut dyn FnMut(JobEvent<'_>)) -> Summary {
         let mut progress = Progress::default();
-        let every = self.options.policy.every;
+        let every = self.interval(None);
         let end = repeat(every, stop, &mut || self.take_next(&mut progress, events));
         progress.summary(end)
     }
@@ -93,7 +94,8 @@ impl<T: Target> Job<T> {
                     }
                 }
             }
-            job.as_mut().map_or(Next::Continue, |job| job.take_next(&mut progress, events))
+            let every = options.policy.every;
+            job.as_mut().map_or(Next::After(every), |job| job.take_next(&mut progress, events))
         });
         progress.summary(end)
     }
@@ -103,8 +105,10 @@ impl<T: Target> Job<T> {
         if progress.last.is_none() {
             events(JobEvent::FirstCheckpoint);
         }
+        let mut last = None;
         match self.checkpoint() {
             Ok(taken) => {
+                last = Some(taken);
                 progress.taken(taken);
                 events(JobEvent::Taken(&taken));
                 match self.prune() {
@@ -120,7 +124,7 @@ impl<T: Target> Job<T> {
                 }
             }
         }
-        Next::Continue
+        Next::After(self.interval(last.as_ref()))
     }
 }
 
@@ -160,13 +164,14 @@ impl Progress {
 
 /// What follows on a step.
 enum Next {
-    /// The next interval.
-    Continue,
+    /// The next interval, which is so long.
+    After(Duration),
     /// Nothing: the target is gone.
     Stop,
 }
 
-/// Calls `step` at each interval, until `step` or `stop` ends it.
+/// Calls `step` after `every` and then at each interval that `step` asks for, until `step` or
+/// `stop` ends it.
 fn repeat(every: Duration, stop: &Receiver<End>, step: &mut dyn FnMut() -> Next) -> End {
     let mut due = after(Instant::now(), every.min(MAX_FIRST_DELAY));
     loop {
@@ -176,9 +181,7 @@ fn repeat(every: Duration, stop: &Receiver<End>, step: &mut dyn FnMut() -> Next)
             Err(RecvTimeoutError::Timeout) => {}
         }
         let begin = Instant::now();
-        if let Next::Stop = step() {
-            return End::TargetGone;
-        }
+        let Next::After(every) = step() else { return End::TargetGone };
         due = next_due(begin, Instant::now(), every);
     }
 }
@@ -202,7 +205,8 @@ mod tests {
     use super::*;
     use crate::PageNumber;
     use crate::job::Policy;
-    use crate::repository::Retention;
+    use crate::model::{Costs, Overhead, OverheadGoal};
+    use crate::repository::{Cost, Retention};
     use crate::target::scripted::{Act, Failed, Scripted};
 
     const EVERY: Duration = Duration::from_millis(2);
@@ -246,6 +250,29 @@ mod tests {
         assert_eq!(summary.last.unwrap().sequence, 3);
         let kept = repository.checkpoints("script").unwrap();
         assert_eq!(kept.iter().map(|checkpoint| checkpoint.sequence).collect::<Vec<_>>(), [3]);
+    }
+
+    #[test]
+    fn with_a_goal_the_interval_follows_the_costs() {
+        let directory = tempfile::tempdir().unwrap();
+        let mut options = options(None);
+        let overhead = Overhead::from_share(0.5).unwrap();
+        options.policy.overhead = Some(OverheadGoal { overhead, costs: Costs::default() });
+        options.policy.every = Duration::from_secs(3);
+        let mut job = Job::new(Scripted::new(Vec::new()), repository(&directory), options);
+        assert_eq!(job.interval(None), Duration::from_secs(3));
+        let taken = |sequence: u64, state_downtime_us| {
+            let cost = Cost { state_downtime_us, downtime_us: state_downtime_us, ..Cost::default() };
+            Taken { sequence, taken_unix_us: sequence * 1_000_000, cost }
+        };
+        // The first checkpoint says nothing.
+        assert_eq!(job.interval(Some(&taken(1, 900_000))), Duration::from_secs(3));
+        for sequence in 2..9 {
+            job.interval(Some(&taken(sequence, 1_000_000)));
+        }
+        // Half of the time is lost at twice the downtime.
+        let interval = job.interval(None).as_secs_f64();
+        assert!((1.99..2.01).contains(&interval), "{interval}");
     }
 
     #[test]

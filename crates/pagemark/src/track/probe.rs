@@ -44,7 +44,7 @@ pub struct Probe {
 ///
 /// Where `soft-dirty` works, this process's soft-dirty bits are cleared.
 pub fn probe(scope: Scope) -> Vec<Probe> {
-    Mechanism::of_scope(scope).map(|mechanism| Probe { mechanism, scope, result: measure(mechanism, scope) }).collect()
+    Mechanism::of_scope(scope).map(|mechanism| Probe { mechanism, scope, result: cost(mechanism, scope) }).collect()
 }
 
 /// Checks that a mechanism works in a scope: it reports a write, and only that.
@@ -77,7 +77,11 @@ fn memory_of(scratch: &Scratch) -> OwnMemory {
     unsafe { OwnMemory::anonymous(scratch.range()) }
 }
 
-fn measure(mechanism: Mechanism, scope: Scope) -> Result<Cost, Error> {
+/// Measures what a mechanism costs in a scope, on memory of this process.
+///
+/// # Errors
+/// As [`check`].
+pub fn cost(mechanism: Mechanism, scope: Scope) -> Result<Cost, Error> {
     check(mechanism, scope)?;
     let scratch = Scratch::new(PROBE_PAGES);
     let ranges = RangeSet::from(scratch.range());
@@ -147,10 +151,10 @@ mod tests {
             }
         }
         // Regions have a tracker of their own, which other processes must not be measured by.
-        if let Ok(cost) = measure(Mechanism::PagemapScan, Scope::OwnMemory) {
+        if let Ok(cost) = super::cost(Mechanism::PagemapScan, Scope::OwnMemory) {
             assert!(cost.tracker.ends_with("RegionScan"), "{cost:?}");
         }
-        if let Ok(cost) = measure(Mechanism::Adaptive, Scope::Process) {
+        if let Ok(cost) = super::cost(Mechanism::Adaptive, Scope::Process) {
             assert!(cost.tracker.ends_with("Adaptive"), "{cost:?}");
         }
     }

@@ -1,0 +1,30 @@
+//! Advice for processes.
+
+mod support;
+
+use std::process::{Command, Stdio};
+
+use support::Pagemark;
+
+#[test]
+fn a_program_that_sleeps_may_be_checkpointed_often() {
+    let pagemark = Pagemark::new();
+    let mut child = Command::new("sleep").arg("1000").stdin(Stdio::null()).spawn().expect("it starts");
+    let pid = child.id().to_string();
+    let advice =
+        pagemark.json(&["advise", "--memory-only", "--json", "--observe", "200ms", "--overhead", "100%", &pid]);
+    let told = pagemark.output(&["advise", "--memory-only", "--observe", "200ms", "--mechanism", "compare", &pid]);
+    let runs = child.try_wait().expect("our child").is_none();
+    child.kill().expect("our child");
+    child.wait().expect("our child");
+    assert!(runs, "it is unharmed");
+    let rows = advice["forecasts"].as_array().expect("forecasts");
+    assert!(rows.iter().all(|row| row["dirty_pages"].as_f64() < Some(10.0)), "it writes nothing: {advice}");
+    assert!(advice["interval_us"].as_u64() >= Some(50_000), "{advice}");
+    assert!(!pagemark.repository().exists(), "nothing is stored");
+    assert_eq!(told.status.code(), Some(2), "compare cannot be observed");
+    let output = pagemark.output(&["advise", "--memory-only", "--overhead", "0%", &pid]);
+    assert_eq!(output.status.code(), Some(2));
+    let output = pagemark.output(&["advise", "--memory-only", &pid]);
+    assert_eq!(output.status.code(), Some(1), "it is gone");
+}
