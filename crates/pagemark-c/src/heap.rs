@@ -6,6 +6,7 @@ use std::mem::MaybeUninit;
 use std::ptr::null_mut;
 
 use pagemark::ByteCount;
+use pagemark::repository::Repository as CoreRepository;
 use pagemark_heap::{HeapOptions as CoreOptions, Parts, SavedHeap as CoreHeap, Saving as CoreSaving};
 
 use crate::repository::{Repository, job_name};
@@ -57,6 +58,20 @@ fn options(options: Option<&HeapOptions>) -> Result<CoreOptions, Failure> {
     Ok(result)
 }
 
+/// Makes or opens the heap of a job.
+fn map(
+    repository: Option<&Repository>,
+    job: *const c_char,
+    options: Option<&HeapOptions>,
+    heap: Option<&mut MaybeUninit<Option<Box<SavedHeap>>>>,
+    map: impl FnOnce(&CoreRepository, &str, CoreOptions) -> Result<CoreHeap, pagemark_heap::Error>,
+) -> Status {
+    make(heap, "heap", || {
+        let repository = &present(repository, "repository")?.repository;
+        Ok(SavedHeap { heap: map(repository, &job_name(job)?, self::options(options)?)? })
+    })
+}
+
 /// Makes a heap for a job that has no checkpoints: `PAGEMARK_STATUS_EXISTS` if it has some. Nothing
 /// is saved yet. `options` may be null.
 #[unsafe(no_mangle)]
@@ -66,10 +81,7 @@ pub extern "C" fn pagemark_saved_heap_create(
     options: Option<&HeapOptions>,
     heap: Option<&mut MaybeUninit<Option<Box<SavedHeap>>>>,
 ) -> Status {
-    make(heap, "heap", || {
-        let repository = &present(repository, "repository")?.repository;
-        Ok(SavedHeap { heap: CoreHeap::create(repository, &job_name(job)?, self::options(options)?)? })
-    })
+    map(repository, job, options, heap, CoreHeap::create)
 }
 
 /// Opens the newest checkpoint of a job: maps the heap where it was. `PAGEMARK_STATUS_NEVER_SAVED`
@@ -83,10 +95,7 @@ pub extern "C" fn pagemark_saved_heap_open(
     options: Option<&HeapOptions>,
     heap: Option<&mut MaybeUninit<Option<Box<SavedHeap>>>>,
 ) -> Status {
-    make(heap, "heap", || {
-        let repository = &present(repository, "repository")?.repository;
-        Ok(SavedHeap { heap: CoreHeap::open(repository, &job_name(job)?, self::options(options)?)? })
-    })
+    map(repository, job, options, heap, CoreHeap::open)
 }
 
 /// As pagemark_saved_heap_open(), for a checkpoint that need not be the newest. The next checkpoint
@@ -99,9 +108,8 @@ pub extern "C" fn pagemark_saved_heap_open_at(
     options: Option<&HeapOptions>,
     heap: Option<&mut MaybeUninit<Option<Box<SavedHeap>>>>,
 ) -> Status {
-    make(heap, "heap", || {
-        let repository = &present(repository, "repository")?.repository;
-        Ok(SavedHeap { heap: CoreHeap::open_at(repository, &job_name(job)?, sequence, self::options(options)?)? })
+    map(repository, job, options, heap, |repository, job, options| {
+        CoreHeap::open_at(repository, job, sequence, options)
     })
 }
 

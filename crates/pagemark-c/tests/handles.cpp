@@ -1,36 +1,10 @@
 /* The C++ header: what objects own, what exceptions undo, and what calls throw. Ends with 0 if each is as expected. */
-#include <pagemark.hpp>
+#include "expect.hpp"
 
-#include <cstdio>
-#include <cstring>
 #include <filesystem>
 #include <type_traits>
 #include <unistd.h>
 #include <utility>
-
-static int failures;
-
-static void expect_true(int line, bool is_true, const char *what)
-{
-    if (!is_true) {
-        std::fprintf(stderr, "line %d: not so: %s\n", line, what);
-        failures++;
-    }
-}
-
-#define TRUE(what) expect_true(__LINE__, (what), #what)
-
-template <class Call> static void expect_thrown(int line, pagemark_status status, const char *said, Call call)
-{
-    try {
-        call();
-        expect_true(line, false, "it throws");
-    } catch (const pagemark::error &error) {
-        expect_true(line, error.status() == status && std::strstr(error.what(), said), error.what());
-    }
-}
-
-#define THROWS(status, said, ...) expect_thrown(__LINE__, PAGEMARK_STATUS_##status, said, [&] { __VA_ARGS__; })
 
 static_assert(!std::is_copy_constructible_v<pagemark::region> && std::is_nothrow_move_constructible_v<pagemark::region>);
 static_assert(!std::is_copy_constructible_v<pagemark::snapshot> && std::is_nothrow_move_assignable_v<pagemark::ranges>);

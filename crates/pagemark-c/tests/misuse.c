@@ -1,48 +1,21 @@
 /* Misuse of the library, and the error for each. Ends with 0 if each error is as expected. */
 #define _DEFAULT_SOURCE
-#include <pagemark.h>
+#include "expect.h"
 
 #include <setjmp.h>
 #include <signal.h>
-#include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 #include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #define PAGE 4096
 
-static int failures;
-
 /* What the handlers of nested_handlers() touch. */
 static char *volatile tracked, *volatile forbidden;
 static sigjmp_buf back;
 static struct sigaction below;
 static volatile sig_atomic_t passed_on;
-
-static void expect(int line, pagemark_status status, pagemark_status expected, const char *said)
-{
-    if (status != expected) {
-        fprintf(stderr, "line %d: status %d, not %d: %s\n", line, (int)status, (int)expected, pagemark_last_error());
-        failures++;
-    } else if (said && !strstr(pagemark_last_error(), said)) {
-        fprintf(stderr, "line %d: the error does not speak of \"%s\": %s\n", line, said, pagemark_last_error());
-        failures++;
-    }
-}
-
-static void expect_true(int line, int is_true, const char *what)
-{
-    if (!is_true) {
-        fprintf(stderr, "line %d: not so: %s\n", line, what);
-        failures++;
-    }
-}
-
-#define FAILS(call, status, said) expect(__LINE__, (call), PAGEMARK_STATUS_##status, said)
-#define WORKS(call) expect(__LINE__, (call), PAGEMARK_STATUS_OK, NULL)
-#define TRUE(what) expect_true(__LINE__, (what), #what)
 
 static void null_pointers(pagemark_region *region, pagemark_snapshot *snapshot)
 {

@@ -1,37 +1,13 @@
 /* A saved heap in C: its calls, and the error for each misuse. Ends with 0 if each is as expected. */
 #define _DEFAULT_SOURCE
-#include <pagemark.h>
+#include "expect.h"
 
 #include <signal.h>
 #include <stdint.h>
-#include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 #include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
-
-static int failures;
-
-static void expect(int line, pagemark_status status, pagemark_status expected, const char *said)
-{
-    if (status != expected || (said && !strstr(pagemark_last_error(), said))) {
-        fprintf(stderr, "line %d: status %d, not %d: %s\n", line, (int)status, (int)expected, pagemark_last_error());
-        failures++;
-    }
-}
-
-static void expect_true(int line, int is_true, const char *what)
-{
-    if (!is_true) {
-        fprintf(stderr, "line %d: not so: %s\n", line, what);
-        failures++;
-    }
-}
-
-#define FAILS(call, status, said) expect(__LINE__, (call), PAGEMARK_STATUS_##status, said)
-#define WORKS(call) expect(__LINE__, (call), PAGEMARK_STATUS_OK, NULL)
-#define TRUE(what) expect_true(__LINE__, (what), #what)
 
 static void null_pointers(pagemark_repository *repository)
 {

@@ -1,8 +1,6 @@
 /* Saved heaps in C++: containers that come back, and what calls throw. Ends with 0 if each is as expected. */
-#include <pagemark.hpp>
+#include "expect.hpp"
 
-#include <cstdio>
-#include <cstring>
 #include <map>
 #include <memory_resource>
 #include <string>
@@ -10,30 +8,6 @@
 #include <unordered_map>
 #include <utility>
 #include <vector>
-
-static int failures;
-
-static void expect_true(int line, bool is_true, const char *what)
-{
-    if (!is_true) {
-        std::fprintf(stderr, "line %d: not so: %s\n", line, what);
-        failures++;
-    }
-}
-
-#define TRUE(what) expect_true(__LINE__, (what), #what)
-
-template <class Call> static void expect_thrown(int line, pagemark_status status, const char *said, Call call)
-{
-    try {
-        call();
-        expect_true(line, false, "it throws");
-    } catch (const pagemark::error &error) {
-        expect_true(line, error.status() == status && std::strstr(error.what(), said), error.what());
-    }
-}
-
-#define THROWS(status, said, ...) expect_thrown(__LINE__, PAGEMARK_STATUS_##status, said, [&] { __VA_ARGS__; })
 
 static_assert(!std::is_copy_constructible_v<pagemark::saved_heap>);
 static_assert(std::is_nothrow_move_constructible_v<pagemark::saved_heap>);
