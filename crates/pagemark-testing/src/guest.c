@@ -5,47 +5,14 @@
  *
  * QEMU loads it with -kernel, as a multiboot program.
  */
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
+#include "machine.h"
 
-enum { MAGIC = 0x1BADB002, SERIAL = 0x3f8, PAGES = 4096, PAGE_WORDS = 1024 };
+enum { PAGES = 4096, PAGE_WORDS = 1024 };
 enum { IDE = 0x1f0, READ = 0x20, WRITE = 0x30, SECTORS = 64, SECTOR_WORDS = 128, STRIDE = 301, CHECKED_SECTORS = 2 };
-
-__attribute__((section(".multiboot"), used)) static const u32 header[] = { MAGIC, 0, -MAGIC };
 
 __attribute__((used)) u32 stack[4096];
 
 static u32 *const data = (u32 *)(16 << 20);
-
-static void out(u16 port, u8 value) { __asm__ volatile("outb %0, %1" : : "a"(value), "Nd"(port)); }
-
-static u8 in(u16 port)
-{
-    u8 value;
-    __asm__ volatile("inb %1, %0" : "=a"(value) : "Nd"(port));
-    return value;
-}
-
-static void print(const char *text)
-{
-    for (; *text; text++) {
-        while (!(in(SERIAL + 5) & 0x20))
-            ;
-        out(SERIAL, *text);
-    }
-}
-
-static void print_number(u32 number)
-{
-    char text[12];
-    int at = 11;
-    text[at] = 0;
-    do
-        text[--at] = '0' + number % 10;
-    while (number /= 10);
-    print(text + at);
-}
 
 /* The first word of a page, which was last written in the newest step s with s % PAGES == page. */
 static u32 expected(u32 step, u32 page)

@@ -6,14 +6,10 @@
  *
  * QEMU loads it with -kernel, as a multiboot program.
  */
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
+#include "machine.h"
 
-enum { MAGIC = 0x1BADB002, SERIAL = 0x3f8, PROCESSORS = 8, PAGES = 2048, PAGE_WORDS = 1024, STEP_PAGES = 256 };
+enum { PROCESSORS = 8, PAGES = 2048, PAGE_WORDS = 1024, STEP_PAGES = 256 };
 enum { STACK_BYTES = 4096, START_PAGE = 0x8000, HAS_COMMAND_LINE = 4 };
-
-__attribute__((section(".multiboot"), used)) static const u32 header[] = { MAGIC, 0, -MAGIC };
 
 __attribute__((used)) u8 stacks[(PROCESSORS + 1) * STACK_BYTES];
 __attribute__((used)) u32 started;
@@ -25,35 +21,6 @@ static volatile u32 wrong;
 
 static u32 *const data = (u32 *)(16 << 20);
 static volatile u32 *const interrupts = (u32 *)0xfee00300;
-
-static void out(u16 port, u8 value) { __asm__ volatile("outb %0, %1" : : "a"(value), "Nd"(port)); }
-
-static u8 in(u16 port)
-{
-    u8 value;
-    __asm__ volatile("inb %1, %0" : "=a"(value) : "Nd"(port));
-    return value;
-}
-
-static void print(const char *text)
-{
-    for (; *text; text++) {
-        while (!(in(SERIAL + 5) & 0x20))
-            ;
-        out(SERIAL, *text);
-    }
-}
-
-static void print_number(u32 number)
-{
-    char text[12];
-    int at = 11;
-    text[at] = 0;
-    do
-        text[--at] = '0' + number % 10;
-    while (number /= 10);
-    print(text + at);
-}
 
 /* Checks a page unless nothing is known of it, and rewrites all of it. */
 static void rewrite(u32 processor, u32 page)
