@@ -434,13 +434,13 @@ impl Captured for CapturedVm<'_> {
     fn record(mut self, store: &mut dyn Store) -> Result<Recorded, pagemark::Error> {
         self.devices.seek(SeekFrom::Start(0)).map_err(Error::system("read the state of the devices"))?;
         let devices = Blob::write(store, &mut self.devices)?;
-        let failed = |error| Error::of(ErrorKind::System, "record the command line of", Object::None, error);
-        let startup = serde_json::to_vec_pretty(&self.startup).map_err(failed)?;
+        let failed = |operation| move |error| Error::of(ErrorKind::System, operation, Object::None, error);
+        let startup = serde_json::to_vec_pretty(&self.startup).map_err(failed("record the command line of"))?;
         let startup = Blob::write(store, &mut startup.as_slice())?;
         let record = |name: &str, content| StateRecord { name: name.to_owned(), content };
         let mut state = vec![record(DEVICES, devices), record(STARTUP, startup)];
         if let Some(map) = &self.map {
-            let map = serde_json::to_vec(map).map_err(failed)?;
+            let map = serde_json::to_vec(map).map_err(failed("record the addresses of the memory of"))?;
             state.push(record(MEMORY_MAP, Blob::write(store, &mut map.as_slice())?));
         }
         Ok(Recorded { files: Vec::new(), state })

@@ -54,7 +54,7 @@ impl Overhead {
 /// What each event costs. PML, section 3.1, calls the cost of a first write alpha.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub struct Costs {
-    /// How long the target stands still in a checkpoint, besides for memory.
+    /// How long a checkpoint freezes the target, without the time for its memory.
     pub stop: Duration,
     /// The time in which all memory is examined once, besides the cost of each written page.
     pub walk: Duration,
