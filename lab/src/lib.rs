@@ -18,6 +18,7 @@ pub mod cache;
 pub mod command;
 mod error;
 pub mod history;
+pub mod host_tests;
 pub mod kernel;
 pub mod kernel_build;
 pub mod libtest;

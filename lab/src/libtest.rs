@@ -1,5 +1,7 @@
 //! What cargo and libtest print.
 
+use crate::steps::Outcome;
+
 /// The results of all test binaries in a log of `cargo test -- --show-output`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Summary {
@@ -47,6 +49,13 @@ impl Summary {
             }
         }
         summary
+    }
+
+    /// How the step ended whose log this is, with the lines that it prints.
+    pub fn outcome(&self, passed: bool) -> Outcome {
+        let digest = self.digest.join("\n");
+        // libtest prints failures at the end of each binary, behind the output of what passed.
+        if passed { Outcome::Passed(digest) } else { Outcome::Failed(digest + "\n" + &self.failures.join("\n")) }
     }
 }
 

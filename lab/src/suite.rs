@@ -11,7 +11,7 @@ use crate::skips::{self, AllowedSkips};
 use crate::steps::{Outcome, Steps};
 use crate::test_plan::{Extent, Part, Programs};
 use crate::test_programs::TestBinaries;
-use crate::{Error, Result, command, kernel_build, machine, progress, setup, source_root, zdtm};
+use crate::{Error, Result, command, host_tests, kernel_build, machine, progress, setup, source_root, zdtm};
 
 /// What runs beside the tests on the host gives way to them: many of them wait for time to pass.
 const NICENESS: u32 = 10;
@@ -60,8 +60,15 @@ pub fn check() -> Result<bool> {
     format_and_lints(&steps);
     let mut tests = cargo(&["test", "--workspace", "--locked", "--no-fail-fast", "--lib", "--bins"]);
     // The tests of the documents are as fast as unit tests.
-    tests.args(["--test", "architecture", "--test", "documents"]);
-    let summary = cargo_tests(&steps, "unit tests", tests.args(["--", "--show-output"]));
+    tests.args(["--test", "architecture", "--test", "documents", "--", "--show-output"]);
+    let mut summary = Summary::default();
+    steps.run("unit tests", || match steps.output("unit tests", &mut tests) {
+        Ok((status, log)) => {
+            summary = Summary::parse(&log);
+            summary.outcome(status == 0)
+        }
+        Err(error) => Outcome::Failed(error.to_string()),
+    });
     Ok(finish(&steps, &summary, false))
 }
 
@@ -200,21 +207,39 @@ fn host_steps(
         }
         Err(error) => Outcome::Failed(error.to_string()),
     });
-    match binaries {
-        // The receiver does not exist without the lab, or without its kernels.
-        Some(binaries) => drop(send_binaries.send(binaries)),
-        None => drop(send_binaries),
-    }
+    // The receiver does not exist without the lab, or without its kernels.
+    binaries.iter().for_each(|built| drop(send_binaries.send(built.clone())));
+    drop(send_binaries);
     format_and_lints(steps);
     let mut documentation = cargo(&["doc", "--workspace", "--no-deps", "--locked", "--quiet"]);
     steps.program("documentation", documentation.env("RUSTDOCFLAGS", "-Dwarnings"), str::to_owned);
     steps.program("licences", &mut script("licences.py"), |log| command::last_lines(log.as_bytes(), 1));
-    let mut tests = cargo(&["test", "--workspace", "--locked", "--no-fail-fast", "--", "--show-output"]);
-    if options.extent == Extent::Full {
-        tests.arg("--include-ignored").env("PAGEMARK_CASES_FACTOR", FULL_CASES.to_string());
-    }
+    binaries.map_or_else(Summary::default, |binaries| host_tests(steps, options.extent, &binaries))
+}
+
+/// All tests of the workspace, as a step.
+fn host_tests(steps: &Steps, extent: Extent, binaries: &TestBinaries) -> Summary {
+    const NAME: &str = "tests";
     let skip_log = steps.log("skips-of-tests");
-    let mut summary = cargo_tests(steps, "tests", tests.env("PAGEMARK_SKIP_LOG", &skip_log));
+    let (skip_log_name, factor) = (skip_log.to_string_lossy(), FULL_CASES.to_string());
+    let mut arguments = vec!["--show-output"];
+    let mut environment = vec![("PAGEMARK_SKIP_LOG", &*skip_log_name)];
+    if extent == Extent::Full {
+        arguments.push("--include-ignored");
+        environment.push(("PAGEMARK_CASES_FACTOR", &factor));
+    }
+    let mut summary = Summary::default();
+    steps.run(NAME, || {
+        let log = steps.log(NAME);
+        let failed = match host_tests::run(binaries, &arguments, &environment, &log) {
+            Ok(failed) => failed,
+            Err(error) => return Outcome::Failed(error.to_string()),
+        };
+        summary = Summary::parse(&String::from_utf8_lossy(&std::fs::read(&log).unwrap_or_default()));
+        let passed = failed.is_empty();
+        summary.failures.extend(failed);
+        summary.outcome(passed)
+    });
     let skips = std::fs::read_to_string(&skip_log).unwrap_or_default();
     summary.skips.extend(skips.lines().map(str::to_owned));
     summary
@@ -258,26 +283,6 @@ fn format_and_lints(steps: &Steps) {
         fuzz.env("CARGO_TARGET_DIR", build);
     }
     steps.program("clippy of fuzz targets", &mut fuzz, str::to_owned);
-}
-
-/// Runs the tests that `cargo` names, as a step.
-fn cargo_tests(steps: &Steps, name: &str, cargo: &mut Command) -> Summary {
-    let mut summary = Summary::default();
-    steps.run(name, || {
-        let (status, log) = match steps.output(name, cargo) {
-            Ok(output) => output,
-            Err(error) => return Outcome::Failed(error.to_string()),
-        };
-        summary = Summary::parse(&log);
-        let digest = summary.digest.join("\n");
-        // libtest prints failures at the end of each binary, behind the output of what passed.
-        if status == 0 {
-            Outcome::Passed(digest)
-        } else {
-            Outcome::Failed(digest + "\n" + &summary.failures.join("\n"))
-        }
-    });
-    summary
 }
 
 /// Prints the summary of a run, and returns whether it passed.

@@ -64,10 +64,32 @@ fn compile(source: &Path, program: &Path, options: &[&str]) -> Result<()> {
     command::output(&mut gcc, &format!("compiling {}", source.display()), "see the errors above").map(|_| ())
 }
 
+/// A test binary of the workspace.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TestBinary {
+    /// The directory of the crate.
+    pub package: PathBuf,
+    /// The target that it tests: a library, a program, or a file of tests.
+    pub target: String,
+    /// The program.
+    pub path: PathBuf,
+}
+
+impl TestBinary {
+    /// The names of the crate and of the target.
+    pub fn name(&self) -> String {
+        format!("{} {}", self.crate_name(), self.target)
+    }
+
+    fn crate_name(&self) -> std::borrow::Cow<'_, str> {
+        self.package.file_name().unwrap_or_default().to_string_lossy()
+    }
+}
+
 /// The test binaries of the workspace.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct TestBinaries {
-    binaries: Vec<(String, String, PathBuf)>,
+    binaries: Vec<TestBinary>,
 }
 
 impl TestBinaries {
@@ -90,10 +112,9 @@ impl TestBinaries {
             if message["profile"]["test"] != true {
                 return None;
             }
-            let directory = Path::new(message["manifest_path"].as_str()?).parent()?.file_name()?;
-            let target = message["target"]["name"].as_str()?;
-            let path = message["executable"].as_str()?;
-            Some((directory.to_string_lossy().into_owned(), target.to_owned(), PathBuf::from(path)))
+            let package = Path::new(message["manifest_path"].as_str()?).parent()?.to_owned();
+            let target = message["target"]["name"].as_str()?.to_owned();
+            Some(TestBinary { package, target, path: PathBuf::from(message["executable"].as_str()?) })
         };
         TestBinaries { binaries: messages.lines().filter_map(binary).collect() }
     }
@@ -104,15 +125,20 @@ impl TestBinaries {
     /// # Errors
     /// If the crate has no such target.
     pub fn find(&self, crate_name: &str, target: &str) -> Result<&Path> {
-        let found = self.binaries.iter().find(|(directory, name, _)| directory == crate_name && name == target);
-        found.map(|(.., path)| path.as_path()).ok_or_else(|| {
+        let found = self.binaries.iter().find(|binary| binary.crate_name() == crate_name && binary.target == target);
+        found.map(|binary| binary.path.as_path()).ok_or_else(|| {
             Error::unmet(format!("the crate {crate_name} has no tests {target}"), "correct lab/src/test_plan.rs")
         })
     }
 
     /// The directory of the build, which the tests use.
     pub fn directory(&self) -> Option<&Path> {
-        self.binaries.first().and_then(|(.., path)| path.parent()?.parent())
+        self.binaries.first().and_then(|binary| binary.path.parent()?.parent())
+    }
+
+    /// All of them.
+    pub fn all(&self) -> &[TestBinary] {
+        &self.binaries
     }
 }
 

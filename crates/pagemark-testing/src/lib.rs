@@ -34,7 +34,7 @@ mod swap;
 mod trackee;
 
 pub use as_linux::{LINUX_VERSIONS, again_as_older_linux, as_linux, reason_without_as_linux};
-pub use cases::cases;
+pub use cases::{cases, factor};
 pub use executable::executable;
 pub use fault_at::{Ended, Fault, run_with_fault};
 pub use huge_pages::HugePages;

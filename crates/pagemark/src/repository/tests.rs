@@ -697,12 +697,13 @@ fn strike(base: &Bed, model: &Model, work: Work, fault: Fault, seed: u64, power:
 
 #[test]
 fn killed_at_any_step_it_keeps_every_complete_checkpoint() {
+    let factor = u64::from(pagemark_testing::factor());
     for kept in BOTH {
         let (bed, _repository, model) = example(kept, 12);
         let mut points = 0;
-        for (work, seeds) in [(Work::Create, 12), (Work::Commit, 24), (Work::Prune, 20)] {
-            // Most cases are in memory, which is faster.
-            let seeds = if kept == Kept::Locally { 3 } else { seeds };
+        for (work, seeds) in [(Work::Create, 3), (Work::Commit, 6), (Work::Prune, 5)] {
+            // Most cases are in memory, which is faster. Seed 0 and another one are the least.
+            let seeds = if kept == Kept::Locally { factor + 1 } else { seeds * factor };
             let steps = strike(&bed, &model, work, Fault::None, 0, false).steps;
             for at in 1..=steps {
                 for seed in 0..seeds {
@@ -714,7 +715,7 @@ fn killed_at_any_step_it_keeps_every_complete_checkpoint() {
             }
             eprintln!("{kept:?}, {work:?}: {steps} steps");
         }
-        assert!(points >= if kept == Kept::Locally { 100 } else { 1000 }, "only {points} points");
+        assert!(points >= if kept == Kept::Locally { 80 } else { 250 }, "only {points} points");
     }
 }
 
@@ -725,7 +726,9 @@ fn a_full_disk_or_an_error_at_any_step_loses_only_the_operation() {
         for work in [Work::Commit, Work::Prune] {
             let steps = strike(&bed, &model, work, Fault::None, 0, false).steps;
             let mut failures = 0;
-            for at in 1..=steps {
+            // On a disk, which is slow, the short run takes every third step, the long one all of them.
+            let stride = if kept == Kept::Locally && pagemark_testing::factor() == 1 { 3 } else { 1 };
+            for at in (1..=steps).step_by(stride) {
                 let full = strike(&bed, &model, work, Fault::DiskFull { from: at }, at as u64, false);
                 if let Some(error) = full.failed {
                     assert_eq!(error.kind(), ErrorKind::NoRoom, "{error}");
@@ -734,7 +737,7 @@ fn a_full_disk_or_an_error_at_any_step_loses_only_the_operation() {
                 strike(&bed, &model, work, Fault::Error { at }, at as u64, false);
                 strike(&bed, &model, work, Fault::Error { at }, at as u64, true);
             }
-            assert!(failures > 10, "{work:?} failed at {failures} of {steps} steps only");
+            assert!(failures > 10 / stride, "{work:?} failed at {failures} of {steps} steps only");
         }
     }
 }
@@ -789,7 +792,7 @@ fn damage_anywhere_is_noticed_and_located() {
         let (mut lost, mut harmless) = (0, 0);
         for name in objects(&*bed.backend) {
             let original = get(&*bed.backend, &name);
-            for round in 0..24 {
+            for round in 0..10 + 5 * pagemark_testing::factor() {
                 let mut damaged = original.clone();
                 let at = below(original.len() as u64) as usize;
                 match round {

@@ -435,9 +435,10 @@ fn memory_of_another_userfaultfd_is_named() {
 
 /// Counts the pages of `range` that a write would meet protected.
 fn protected_pages(range: &Range) -> u64 {
-    use crate::sys::pagemap::{Filter, PRESENT, WRITTEN};
+    use crate::sys::pagemap::{Filter, PRESENT, SWAPPED, WRITTEN};
     let mut pages = 0;
-    let filter = Filter { all: PRESENT, none: WRITTEN, ..Filter::default() };
+    // While the kernel moves a page, it reports it as swapped out.
+    let filter = Filter { any: PRESENT | SWAPPED, none: WRITTEN, ..Filter::default() };
     Pagemap::of_this_process()
         .unwrap()
         .scan(range, filter, |run, _| pages += run.byte_count().pages_rounded_down())
