@@ -455,7 +455,7 @@ fn assert_none(problems: &[String]) {
 
 #[test]
 fn modules_are_as_the_diagrams_show() {
-    for source in ["crates/pagemark/src", "crates/pagemark-process/src"] {
+    for source in ["crates/pagemark/src", "crates/pagemark-process/src", "crates/pagemark-kvm/src"] {
         let diagram = Diagram::parse(&design(), &format!("modules of {source}")).expect("the diagram");
         let (existing, edges) = modules(&sources(&root().join(source))).expect("the modules");
         assert!(edges.len() > 10, "too few imports were found: {edges:?}");

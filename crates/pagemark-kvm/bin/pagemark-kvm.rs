@@ -1,0 +1,69 @@
+//! `pagemark-kvm PROGRAM [ARGUMENT…]` runs a program in a virtual machine of its own.
+
+use std::ffi::{CString, OsStr, OsString};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+const USAGE: &str = "usage: pagemark-kvm [--check] PROGRAM [ARGUMENT...]";
+
+/// The exit statuses of `env` and of shells, for programs that cannot be started.
+const FAILED: u8 = 125;
+const NOT_EXECUTABLE: u8 = 126;
+const NOT_FOUND: u8 = 127;
+
+fn main() -> ExitCode {
+    let mut arguments = std::env::args_os().skip(1).peekable();
+    match arguments.peek().map(|argument| argument.as_bytes()) {
+        None => return fail(USAGE),
+        Some(b"--check") => {
+            return match pagemark_kvm::check() {
+                Ok(()) => ExitCode::SUCCESS,
+                Err(error) => fail(&error.to_string()),
+            };
+        }
+        Some(b"--") => {
+            arguments.next();
+        }
+        Some(option) if option.starts_with(b"-") => return fail(USAGE),
+        Some(_) => {}
+    }
+    let arguments: Vec<OsString> = arguments.collect();
+    let Some(name) = arguments.first() else { return fail(USAGE) };
+    let path = find(name);
+    let strings = |values: &mut dyn Iterator<Item = OsString>| -> Vec<CString> {
+        values.filter_map(|value| CString::new(value.into_vec()).ok()).collect()
+    };
+    let environment = strings(&mut std::env::vars_os().map(|(mut name, value)| {
+        name.push("=");
+        name.push(value);
+        name
+    }));
+    let Some(path) = strings(&mut [path.into_os_string()].into_iter()).pop() else { return fail(USAGE) };
+    let arguments = strings(&mut arguments.into_iter());
+    // SAFETY: restores the default that Rust's library has changed; there is one thread.
+    unsafe { libc::signal(libc::SIGPIPE, libc::SIG_DFL) };
+    let Err(error) = pagemark_kvm::run(&path, &arguments, &environment);
+    let status = match (error.kind(), error.io_error().map(std::io::Error::kind)) {
+        (pagemark_kvm::ErrorKind::NotRunnable, Some(std::io::ErrorKind::NotFound)) => NOT_FOUND,
+        (pagemark_kvm::ErrorKind::NotRunnable, _) => NOT_EXECUTABLE,
+        _ => FAILED,
+    };
+    eprintln!("pagemark-kvm: {error}");
+    ExitCode::from(status)
+}
+
+/// The program of this name, in the directories of `PATH` if the name has no slash.
+fn find(name: &OsStr) -> PathBuf {
+    let is_program = |path: &PathBuf| path.is_file();
+    if name.as_bytes().contains(&b'/') {
+        return PathBuf::from(name);
+    }
+    let path = std::env::var_os("PATH").unwrap_or_else(|| "/usr/local/bin:/usr/bin:/bin".into());
+    std::env::split_paths(&path).map(|dir| dir.join(name)).find(is_program).unwrap_or_else(|| PathBuf::from(name))
+}
+
+fn fail(text: &str) -> ExitCode {
+    eprintln!("pagemark-kvm: {text}");
+    ExitCode::from(FAILED)
+}

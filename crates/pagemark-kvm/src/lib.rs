@@ -1,0 +1,71 @@
+//! A virtual machine for one process: an unmodified Linux program under KVM, whose memory lies
+//! behind page tables of Pagemark.
+//!
+//! `docs/kvm.md` explains how it works. The program [`run`] turns the calling process into the
+//! program that it names.
+
+mod call_table;
+mod elf;
+mod error;
+mod image;
+mod layout;
+mod loader;
+mod machine;
+mod mappings;
+mod page_table;
+mod process;
+mod random;
+mod sys;
+mod thread;
+mod vcpu;
+
+use std::ffi::{CStr, CString};
+use std::sync::Arc;
+
+pub use error::{Error, ErrorKind};
+
+use image::{Image, Refused};
+
+/// Whether the machine works here.
+///
+/// # Errors
+/// Of kind [`ErrorKind::Unavailable`] with what would enable it, or another if a call fails.
+pub fn check() -> Result<(), Error> {
+    machine::Machine::new().map(drop)
+}
+
+/// Turns this process into the program at `path` with `arguments` (the first is its name) and
+/// `environment`, in a machine. Returns only if the program cannot be started.
+///
+/// # Errors
+/// If the machine does not work here, or the file is no program for it.
+///
+/// # Panics
+/// Never; but the process must have no other thread, or that would go on beside the program.
+pub fn run(path: &CStr, arguments: &[CString], environment: &[CString]) -> Result<std::convert::Infallible, Error> {
+    machine::check_layout()?;
+    let image = Image::open(path, arguments).map_err(|refused| not_runnable(path, &refused))?;
+    let machine = machine::Machine::new()?;
+    let program = thread::resolved(&image.path);
+    let start = loader::load(&machine, &image, environment)?;
+    // SAFETY: the name is copied, and ends with zero.
+    unsafe {
+        let name = CString::new(loader::short_name(&image)).unwrap_or_default();
+        libc::prctl(libc::PR_SET_NAME, name.as_ptr());
+    }
+    drop(image);
+    let process = Arc::new(process::Process::new(program));
+    let thread = thread::Thread::new(machine, process, start)?;
+    thread.run();
+    // The main thread has ended by `exit`, and this one with it.
+    std::process::abort()
+}
+
+fn not_runnable(path: &CStr, refused: &Refused) -> Error {
+    let error = std::io::Error::from_raw_os_error(refused.errno);
+    let error = Error::new(ErrorKind::NotRunnable, "run", path.to_string_lossy().into_owned()).source(error);
+    match refused.lacking {
+        Some(what) => error.help(format!("the machine does not have: {what}")),
+        None => error,
+    }
+}

@@ -1,0 +1,322 @@
+//! The virtual machine of a process: KVM, memory slots, page tables.
+
+use std::collections::HashMap;
+use std::io;
+use std::os::fd::{AsRawFd, RawFd};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use kvm_bindings::{CpuId, KVM_MAX_CPUID_ENTRIES, kvm_userspace_memory_region};
+use kvm_ioctls::{Cap, Kvm, VmFd};
+
+use crate::error::{Error, ErrorKind};
+use crate::layout::{KERNEL_BASE, MMAP_TOP, PAGE, PROGRAM_END, RANDOM_SPAN, SLOT_SPAN, TABLE_MEMORY, TABLE_SPAN};
+use crate::mappings::{Mapping, Mappings};
+use crate::page_table::{OutOfTables, PageTable};
+use crate::sys::descriptors;
+use crate::sys::table_memory::TableMemory;
+use crate::vcpu::{Vcpu, stubs};
+
+/// What the machine needs of KVM, and the first version of Linux that has it.
+const NEEDED: [(Cap, &str, &str); 4] = [
+    (Cap::UserMemory, "KVM_CAP_USER_MEMORY", "2.6.21"),
+    (Cap::ImmediateExit, "KVM_CAP_IMMEDIATE_EXIT", "4.11"),
+    (Cap::SyncRegs, "KVM_CAP_SYNC_REGS", "4.16"),
+    (Cap::Xcrs, "KVM_CAP_XCRS", "2.6.34"),
+];
+
+/// Opens KVM and checks that it has what the machine needs.
+///
+/// # Errors
+/// Of kind [`ErrorKind::Unavailable`], with what would enable it.
+pub fn open() -> Result<Kvm, Error> {
+    let kvm = Kvm::new().map_err(|error| {
+        let error = io::Error::from_raw_os_error(error.errno());
+        let help = match error.kind() {
+            io::ErrorKind::NotFound => {
+                "load the module kvm_intel or kvm_amd; in a virtual machine, its host must allow nested virtualization"
+            }
+            io::ErrorKind::PermissionDenied => "add the user to the group that owns /dev/kvm, usually kvm",
+            _ => "a container must be given the device of the host",
+        };
+        Error::new(ErrorKind::Unavailable, "open", "/dev/kvm").source(error).help(help)
+    })?;
+    let version = kvm.get_api_version();
+    if version != 12 {
+        let reason = "is not the device of KVM, or has another version of its interface than 12";
+        let help = "a container must be given the device of the host";
+        return Err(Error::new(ErrorKind::Unavailable, "", "/dev/kvm").reason(reason).help(help));
+    }
+    for (capability, name, since) in NEEDED {
+        if kvm.check_extension_int(capability) == 0 {
+            let reason = format!("lacks the capability {name}");
+            let help = format!("Linux {since} or newer has it");
+            return Err(Error::new(ErrorKind::Unavailable, "", "/dev/kvm").reason(reason).help(help));
+        }
+    }
+    Ok(kvm)
+}
+
+/// The parts of the machine that belong to one address space: what is mapped, which slots there
+/// are. Locked during each change of the program's mappings, and during each fault.
+pub struct Space {
+    /// What the program has mapped.
+    pub mappings: Mappings,
+    /// The start of the program's heap.
+    pub heap_start: u64,
+    /// The end of the program's heap, as `brk` reports it.
+    pub heap_end: u64,
+    /// By number of the span of [`SLOT_SPAN`]: its memory slot. Slot N is at guest-physical address
+    /// N * [`SLOT_SPAN`].
+    slots: HashMap<u64, u32>,
+}
+
+/// How a fault ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Resolved {
+    /// The program can go on.
+    Mapped,
+    /// Nothing is mapped there.
+    NotMapped,
+    /// The mapping does not allow it.
+    NotAllowed,
+}
+
+/// The virtual machine of this process. Its threads share it.
+pub struct Machine {
+    vm: VmFd,
+    cpuid: CpuId,
+    /// The guest's page tables and kernel pages.
+    tables: Arc<TableMemory>,
+    root: u64,
+    /// Guest-physical address of the stubs and descriptor tables.
+    stubs: stubs::Stubs,
+    space: Arc<Mutex<Space>>,
+    most_slots: u32,
+    most_vcpus: usize,
+    /// How many virtual CPUs there are. KVM never frees one before its machine.
+    made: AtomicUsize,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // A panic of a thread ends the process, so that no other thread sees what it left.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Machine {
+    /// A machine without memory for this process.
+    ///
+    /// # Errors
+    /// If KVM is not available, or a call to it fails.
+    pub fn new() -> Result<Arc<Machine>, Error> {
+        let tables = Arc::new(TableMemory::new().map_err(Error::system("reserve", "memory for page tables"))?);
+        let root = tables.allocate().ok_or_else(out_of_tables)?;
+        let stubs = stubs::write(&tables, &PageTable::new(&tables, root)).map_err(|OutOfTables| out_of_tables())?;
+        let top = MMAP_TOP - crate::random::below(RANDOM_SPAN) / PAGE * PAGE;
+        let space = Space { mappings: Mappings::below(top), heap_start: 0, heap_end: 0, slots: HashMap::new() };
+        Machine::with(tables, root, stubs, Arc::new(Mutex::new(space)))
+    }
+
+    fn with(
+        tables: Arc<TableMemory>,
+        root: u64,
+        stubs: stubs::Stubs,
+        space: Arc<Mutex<Space>>,
+    ) -> Result<Arc<Machine>, Error> {
+        let kvm = open()?;
+        let cpuid = kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES).map_err(Error::kvm("KVM_GET_SUPPORTED_CPUID"))?;
+        let vm = kvm.create_vm().map_err(Error::kvm("KVM_CREATE_VM"))?;
+        let fd = raise(vm.as_raw_fd())?;
+        drop(vm);
+        // SAFETY: `fd` is a descriptor of a virtual machine, and owned by nothing else.
+        let vm = unsafe { kvm.create_vmfd_from_rawfd(fd) }.map_err(Error::kvm("KVM_CREATE_VM"))?;
+        let width =
+            cpuid.as_slice().iter().find(|entry| entry.function == 0x8000_0008).map_or(36, |leaf| leaf.eax & 255);
+        let by_address = 1u64 << (u64::from(width.clamp(31, 52)) - SLOT_SPAN.trailing_zeros() as u64);
+        let most_slots = (kvm.get_nr_memslots() as u64).min(by_address) as u32;
+        let most_vcpus = kvm.get_max_vcpus();
+        let machine =
+            Machine { vm, cpuid, tables, root, stubs, space, most_slots, most_vcpus, made: AtomicUsize::new(0) };
+        machine.add_slot(0, 0, TABLE_MEMORY, machine.tables.host_address())?;
+        Ok(Arc::new(machine))
+    }
+
+    /// The program's mappings, locked.
+    pub fn space(&self) -> MutexGuard<'_, Space> {
+        lock(&self.space)
+    }
+
+    fn add_slot(&self, slot: u32, physical: u64, len: u64, address: u64) -> Result<(), Error> {
+        let region = kvm_userspace_memory_region {
+            slot,
+            flags: 0,
+            guest_phys_addr: physical,
+            memory_size: len,
+            userspace_addr: address,
+        };
+        // SAFETY: slot 0 is the table memory, which lives as long as the machine and is accessed
+        // atomically. All other slots are addresses of the program, where no value of the monitor
+        // lies.
+        unsafe { self.vm.set_user_memory_region(region) }.map_err(|error| {
+            let error = io::Error::from_raw_os_error(error.errno());
+            Error::new(ErrorKind::Exhausted, "KVM_SET_USER_MEMORY_REGION", format!("{address:#x}")).source(error)
+        })
+    }
+
+    /// The guest-physical address of the program's `address`, whose memory slot is made if needed.
+    fn physical(&self, space: &mut Space, address: u64) -> Result<u64, Error> {
+        let span = address / SLOT_SPAN;
+        let slot = match space.slots.get(&span) {
+            Some(&slot) => slot,
+            None => {
+                let slot = space.slots.len() as u32 + 1;
+                if slot >= self.most_slots {
+                    let reason = format!("the machine has {} memory slots of 1 GiB", self.most_slots);
+                    let object = format!("{address:#x}");
+                    return Err(Error::new(ErrorKind::Exhausted, "map", object)
+                        .reason(reason)
+                        .help("a program that spreads over fewer spans of 1 GiB can run"));
+                }
+                self.add_slot(slot, u64::from(slot) * SLOT_SPAN, SLOT_SPAN, span * SLOT_SPAN)?;
+                space.slots.insert(span, slot);
+                slot
+            }
+        };
+        Ok(u64::from(slot) * SLOT_SPAN + address % SLOT_SPAN)
+    }
+
+    /// Resolves a fault of the program at `address`: `write` or `execute` say what it tried. Maps
+    /// as much of the mapping as lies within the same `most` bytes, at most [`TABLE_SPAN`].
+    ///
+    /// # Errors
+    /// If the machine has no slots or tables left.
+    pub fn resolve(&self, address: u64, write: bool, execute: bool, most: u64) -> Result<Resolved, Error> {
+        if address >= PROGRAM_END {
+            return Ok(Resolved::NotMapped);
+        }
+        let mut space = self.space();
+        let mut found = space.mappings.find(address);
+        if found.is_none() {
+            // The kernel knows best: for example, a mapping that another call made.
+            self.reload(&mut space)?;
+            found = space.mappings.find(address);
+        }
+        let Some(Mapping { start, end, protection }) = found else { return Ok(Resolved::NotMapped) };
+        let allowed = if execute {
+            protection.executable()
+        } else if write {
+            protection.writable()
+        } else {
+            protection.readable()
+        };
+        if !allowed {
+            return Ok(Resolved::NotAllowed);
+        }
+        let most = most.clamp(PAGE, TABLE_SPAN);
+        let around = address / most * most;
+        let (start, end) = (start.max(around), end.min(around + most));
+        let physical = self.physical(&mut space, start)?;
+        let table = PageTable::new(&self.tables, self.root);
+        table.map(start, end, physical, protection).map_err(|OutOfTables| out_of_tables())?;
+        Ok(Resolved::Mapped)
+    }
+
+    /// Forgets the guest's entries for `start..end`. To be called with the space locked, before the
+    /// host's mapping there changes.
+    pub fn clear(&self, start: u64, end: u64) {
+        PageTable::new(&self.tables, self.root).clear(start, end);
+    }
+
+    /// Takes the program's mappings from the kernel. Entries of ranges that are gone are cleared.
+    ///
+    /// # Errors
+    /// If they cannot be read.
+    pub fn reload(&self, space: &mut Space) -> Result<(), Error> {
+        let text = std::fs::read_to_string("/proc/self/maps").map_err(Error::system("read", "/proc/self/maps"))?;
+        let mut now = Mappings::default();
+        for mapping in text.lines().filter_map(parse_mapping).filter(|mapping| mapping.start < PROGRAM_END) {
+            now.insert(mapping.start, mapping.end, mapping.protection);
+        }
+        for old in space.mappings.iter() {
+            let kept: Vec<Mapping> =
+                now.within(old.start, old.end).into_iter().filter(|new| new.protection == old.protection).collect();
+            let mut from = old.start;
+            for part in kept {
+                self.clear(from, part.start);
+                from = part.end;
+            }
+            self.clear(from, old.end);
+        }
+        space.mappings.replace(now);
+        Ok(())
+    }
+
+    /// A virtual CPU for a thread.
+    ///
+    /// # Errors
+    /// Of kind [`ErrorKind::Exhausted`] if KVM allows no more.
+    pub fn take_vcpu(&self) -> Result<Vcpu, Error> {
+        let id = self.made.fetch_add(1, Ordering::Relaxed);
+        if id >= self.most_vcpus {
+            let reason = format!("KVM allows {} virtual CPUs, one for each thread", self.most_vcpus);
+            return Err(Error::new(ErrorKind::Exhausted, "create", "a virtual CPU").reason(reason));
+        }
+        let vcpu = self.vm.create_vcpu(id as u64).map_err(Error::kvm("KVM_CREATE_VCPU"))?;
+        let fd = raise(vcpu.as_raw_fd())?;
+        drop(vcpu);
+        // SAFETY: `fd` is a descriptor of a virtual CPU of this machine, and owned by nothing else.
+        let vcpu = unsafe { self.vm.create_vcpu_from_rawfd(fd) }.map_err(Error::kvm("mmap of a virtual CPU"))?;
+        let stack = self.kernel_page()?;
+        let mut vcpu = Vcpu::new(vcpu, stack, self.tables.clone(), &self.cpuid)?;
+        vcpu.reset(&self.stubs, self.root)?;
+        Ok(vcpu)
+    }
+
+    /// A page for the guest's kernel: its guest-physical address.
+    fn kernel_page(&self) -> Result<u64, Error> {
+        let page = self.tables.allocate().ok_or_else(out_of_tables)?;
+        let _space = self.space();
+        PageTable::new(&self.tables, self.root)
+            .map_kernel(KERNEL_BASE + page, page)
+            .map_err(|OutOfTables| out_of_tables())?;
+        Ok(page)
+    }
+}
+
+impl Drop for Machine {
+    fn drop(&mut self) {
+        descriptors::forget(self.vm.as_raw_fd());
+    }
+}
+
+fn raise(fd: RawFd) -> Result<RawFd, Error> {
+    descriptors::raise(fd).map_err(Error::system("move", "a descriptor above those of the program"))
+}
+
+fn out_of_tables() -> Error {
+    Error::new(ErrorKind::Exhausted, "extend", "the guest's page tables").reason("1 GiB of them is in use")
+}
+
+/// A line of `/proc/PID/maps`.
+fn parse_mapping(line: &str) -> Option<Mapping> {
+    let mut fields = line.split(' ');
+    let (start, end) = fields.next()?.split_once('-')?;
+    let bits = fields.next()?.bytes().zip([1, 2, 4]).map(|(set, bit)| if set == b'-' { 0 } else { bit }).sum();
+    let number = |text| u64::from_str_radix(text, 16).ok();
+    let protection = crate::mappings::Protection::new(bits);
+    Some(Mapping { start: number(start)?, end: number(end)?, protection })
+}
+
+/// Whether the program's addresses are free, as they must be before a program is loaded.
+///
+/// # Errors
+/// Of kind [`ErrorKind::Layout`], with what would help.
+pub fn check_layout() -> Result<(), Error> {
+    let text = std::fs::read_to_string("/proc/self/maps").map_err(Error::system("read", "/proc/self/maps"))?;
+    match text.lines().filter_map(parse_mapping).find(|mapping| mapping.start < PROGRAM_END) {
+        None => Ok(()),
+        Some(mapping) => Err(Error::new(ErrorKind::Layout, "load a program", "")
+            .reason(format!("this process itself has {:#x}-{:#x} mapped", mapping.start, mapping.end))
+            .help("limit the size of stacks (ulimit -s 8192): without a limit, Linux maps libraries low")),
+    }
+}

@@ -1,0 +1,157 @@
+//! The guest's page tables, edited from the host.
+//!
+//! Entries are filled by faults, and cleared before the host's own mapping changes. No flush of the
+//! guest's translations follows a clear: the change of the host's mapping makes KVM drop them,
+//! because the translation of a guest-physical address depends on it. Entries that are added, or
+//! that allow more, need no flush on x86.
+
+use std::sync::atomic::Ordering;
+
+use crate::layout::{PAGE, TABLE_SPAN};
+use crate::mappings::Protection;
+use crate::sys::table_memory::TableMemory;
+
+const PRESENT: u64 = 1;
+const WRITABLE: u64 = 1 << 1;
+const USER: u64 = 1 << 2;
+/// Set in advance, so that the processor need not write the entry.
+const ACCESSED: u64 = 1 << 5;
+/// Set by the processor, or in advance.
+pub const DIRTY: u64 = 1 << 6;
+const NO_EXECUTE: u64 = 1 << 63;
+const ADDRESS: u64 = 0x000f_ffff_ffff_f000;
+
+/// The guest has no memory left for page tables.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct OutOfTables;
+
+/// Page tables of four levels. The caller has them locked.
+pub struct PageTable<'m> {
+    memory: &'m TableMemory,
+    root: u64,
+}
+
+impl<'m> PageTable<'m> {
+    /// The tables whose highest level is the page `root` of `memory`.
+    pub fn new(memory: &'m TableMemory, root: u64) -> PageTable<'m> {
+        PageTable { memory, root }
+    }
+
+    /// The guest-physical address of the lowest-level table for `address`; it is made if `make`.
+    fn table(&self, address: u64, make: bool) -> Result<Option<u64>, OutOfTables> {
+        let mut table = self.root;
+        for level in (1..4).rev() {
+            let entry = self.memory.word(table + (address >> (12 + 9 * level) & 511) * 8);
+            let value = entry.load(Ordering::Acquire);
+            table = if value & PRESENT != 0 {
+                value & ADDRESS
+            } else if make {
+                let page = self.memory.allocate().ok_or(OutOfTables)?;
+                entry.store(page | PRESENT | WRITABLE | USER | ACCESSED, Ordering::Release);
+                page
+            } else {
+                return Ok(None);
+            };
+        }
+        Ok(Some(table))
+    }
+
+    /// Maps `start..end`, which lies in one span of [`TABLE_SPAN`], to guest-physical memory from
+    /// `physical` on, for the program. An entry that is there already is replaced.
+    pub fn map(&self, start: u64, end: u64, physical: u64, protection: Protection) -> Result<(), OutOfTables> {
+        let mut bits = PRESENT | USER | ACCESSED;
+        if protection.writable() {
+            bits |= WRITABLE | DIRTY;
+        }
+        if !protection.executable() {
+            bits |= NO_EXECUTE;
+        }
+        self.fill(start, end, physical, bits)
+    }
+
+    /// Maps the page `physical` at `address` for the guest's kernel only.
+    pub fn map_kernel(&self, address: u64, physical: u64) -> Result<(), OutOfTables> {
+        self.fill(address, address + PAGE, physical, PRESENT | WRITABLE | ACCESSED | DIRTY)
+    }
+
+    /// Maps the page `physical` of stubs at `address`: executable, and for nobody writable. Under
+    /// PVM `syscall` fetches the stub with the program's rights, so the program may read it. That
+    /// the program jumps there is harmless: `out` is not allowed to it.
+    pub fn map_stubs(&self, address: u64, physical: u64) -> Result<(), OutOfTables> {
+        self.fill(address, address + PAGE, physical, PRESENT | USER | ACCESSED)
+    }
+
+    fn fill(&self, start: u64, end: u64, physical: u64, bits: u64) -> Result<(), OutOfTables> {
+        debug_assert!(start < end && start / TABLE_SPAN == (end - 1) / TABLE_SPAN);
+        let Some(table) = self.table(start, true)? else { return Err(OutOfTables) };
+        for (index, address) in (start..end).step_by(PAGE as usize).enumerate() {
+            let entry = self.memory.word(table + (address >> 12 & 511) * 8);
+            entry.store((physical + index as u64 * PAGE) | bits, Ordering::Release);
+        }
+        Ok(())
+    }
+
+    /// The guest-physical address and the flags of the entry for `address`.
+    #[cfg(test)]
+    fn entry(&self, address: u64) -> Option<(u64, u64)> {
+        let table = self.table(address, false).ok().flatten()?;
+        let value = self.memory.word(table + (address >> 12 & 511) * 8).load(Ordering::Acquire);
+        (value & PRESENT != 0).then_some((value & ADDRESS, value & !ADDRESS))
+    }
+
+    /// `start..end` is not mapped any more.
+    pub fn clear(&self, start: u64, end: u64) {
+        let mut address = start;
+        while address < end {
+            // Skips what a missing table would map, at each level.
+            let mut table = self.root;
+            let mut missing = None;
+            for level in (1..4).rev() {
+                let value = self.memory.word(table + (address >> (12 + 9 * level) & 511) * 8).load(Ordering::Acquire);
+                if value & PRESENT == 0 {
+                    missing = Some(1 << (12 + 9 * level));
+                    break;
+                }
+                table = value & ADDRESS;
+            }
+            if let Some(span) = missing {
+                let span: u64 = span;
+                address = (address | (span - 1)) + 1;
+                continue;
+            }
+            let last = end.min((address | (TABLE_SPAN - 1)) + 1);
+            for page in (address..last).step_by(PAGE as usize) {
+                self.memory.word(table + (page >> 12 & 511) * 8).store(0, Ordering::Release);
+            }
+            address = last;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn entries_are_what_was_mapped_last() {
+        let memory = TableMemory::new().expect("1 GiB of addresses");
+        let root = memory.allocate().expect("the first page");
+        let table = PageTable::new(&memory, root);
+        let start = 0x4000_0020_0000 - 4 * PAGE;
+        let read = Protection::new(1);
+        let write = Protection::new(3);
+        table.map(start, start + 4 * PAGE, 0x1_0000_0000, read).expect("tables");
+        table.map(start + 4 * PAGE, start + 8 * PAGE, 0x2_0000_0000, write).expect("tables");
+        assert_eq!(table.entry(start + PAGE), Some((0x1_0000_1000, PRESENT | USER | ACCESSED | NO_EXECUTE)));
+        let flags = PRESENT | WRITABLE | USER | ACCESSED | DIRTY | NO_EXECUTE;
+        assert_eq!(table.entry(start + 5 * PAGE), Some((0x2_0000_1000, flags)));
+        table.clear(0, start + 2 * PAGE);
+        assert_eq!(table.entry(start + PAGE), None);
+        assert!(table.entry(start + 2 * PAGE).is_some());
+        table.clear(start + 3 * PAGE, start + 5 * PAGE);
+        let present: Vec<u64> = (0..8).filter(|page| table.entry(start + page * PAGE).is_some()).collect();
+        assert_eq!(present, [2, 5, 6, 7]);
+        table.map_kernel(crate::layout::KERNEL_BASE, PAGE).expect("tables");
+        assert_eq!(table.entry(crate::layout::KERNEL_BASE), Some((PAGE, PRESENT | WRITABLE | ACCESSED | DIRTY)));
+    }
+}

@@ -1,0 +1,15 @@
+//! What needs `unsafe`: system calls on behalf of the program, the program's memory, signals of
+//! this process, memory slots.
+//!
+//! Two facts make it sound. The program's addresses lie below [`PROGRAM_END`], and no value of the
+//! monitor lies there, so that nothing that the program has the kernel write can change a Rust
+//! value. And the monitor reads and writes the program's memory by system calls only, which fail
+//! where nothing is mapped.
+//!
+//! [`PROGRAM_END`]: crate::layout::PROGRAM_END
+
+pub mod descriptors;
+pub mod host_call;
+pub mod program_memory;
+pub mod signals;
+pub mod table_memory;

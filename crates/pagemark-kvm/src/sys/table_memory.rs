@@ -1,0 +1,72 @@
+//! The memory of the guest's kernel: page tables, descriptor tables, stubs and kernel stacks.
+
+use std::io;
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::layout::{PAGE, TABLE_MEMORY};
+
+/// [`TABLE_MEMORY`] bytes of private anonymous memory, guest-physical addresses `0..TABLE_MEMORY`.
+/// Pages are handed out once and never taken back. A child made by `fork` has a copy.
+pub struct TableMemory {
+    base: NonNull<AtomicU64>,
+    next: AtomicU64,
+}
+
+// SAFETY: the memory stays mapped for the life of the value, and all accesses are atomic.
+unsafe impl Send for TableMemory {}
+// SAFETY: as above.
+unsafe impl Sync for TableMemory {}
+
+impl TableMemory {
+    /// Memory that is all zeros. The first page is never handed out, so that 0 is no table.
+    pub fn new() -> io::Result<TableMemory> {
+        let (protection, flags) =
+            (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE);
+        // SAFETY: a new mapping at an address of the kernel's choice.
+        let base = unsafe { libc::mmap(std::ptr::null_mut(), TABLE_MEMORY as usize, protection, flags, -1, 0) };
+        if base == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error());
+        }
+        let base = NonNull::new(base.cast()).ok_or_else(|| io::Error::other("mapped at address 0"))?;
+        Ok(TableMemory { base, next: AtomicU64::new(PAGE) })
+    }
+
+    /// The address of guest-physical address 0 in this process.
+    pub fn host_address(&self) -> u64 {
+        self.base.as_ptr() as u64
+    }
+
+    /// The guest-physical address of a page of zeros; `None` if there is no memory left.
+    pub fn allocate(&self) -> Option<u64> {
+        let page = self.next.fetch_add(PAGE, Ordering::Relaxed);
+        (page < TABLE_MEMORY).then_some(page)
+    }
+
+    /// The eight bytes at guest-physical address `address`.
+    ///
+    /// # Panics
+    /// If `address` is not a multiple of 8 or not within the memory; callers pass addresses of
+    /// pages that they allocated.
+    pub fn word(&self, address: u64) -> &AtomicU64 {
+        assert!(address.is_multiple_of(8) && address < TABLE_MEMORY, "{address:#x} is no word of the guest's tables");
+        // SAFETY: within the mapping, aligned, and only accessed atomically.
+        unsafe { self.base.add(address as usize / 8).as_ref() }
+    }
+
+    /// Writes `bytes` at `address`, in words of eight bytes; the rest of the last word is zeros.
+    pub fn write(&self, address: u64, bytes: &[u8]) {
+        for (index, chunk) in bytes.chunks(8).enumerate() {
+            let mut word = [0; 8];
+            word[..chunk.len()].copy_from_slice(chunk);
+            self.word(address + index as u64 * 8).store(u64::from_le_bytes(word), Ordering::Relaxed);
+        }
+    }
+}
+
+impl Drop for TableMemory {
+    fn drop(&mut self) {
+        // SAFETY: the mapping of `new`, which nothing uses any more.
+        unsafe { libc::munmap(self.base.as_ptr().cast(), TABLE_MEMORY as usize) };
+    }
+}

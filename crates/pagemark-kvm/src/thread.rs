@@ -1,0 +1,283 @@
+//! A thread of the program: it runs on a virtual CPU, and this thread of the host carries out what
+//! it asks for.
+
+use std::ffi::CString;
+use std::sync::Arc;
+
+use crate::error::Error;
+use crate::layout::{PAGE, TABLE_SPAN};
+use crate::loader::Start;
+use crate::machine::{Machine, Resolved};
+use crate::process::Process;
+use crate::sys::host_call::Call;
+use crate::sys::program_memory;
+use crate::sys::signals::Slot;
+use crate::vcpu::{Exception, Exit, Stuck, Vcpu};
+
+mod calls;
+
+use calls::Outcome;
+use calls::signal::{AlternateStack, fault_info};
+
+/// `si_code` values of faults (`asm-generic/siginfo.h`).
+mod code {
+    pub const SEGV_MAPERR: i32 = 1;
+    pub const SEGV_ACCERR: i32 = 2;
+    pub const BUS_ADRALN: i32 = 1;
+    pub const BUS_ADRERR: i32 = 2;
+    pub const ILL_ILLOPN: i32 = 2;
+    pub const FPE_INTDIV: i32 = 1;
+    pub const FPE_FLTDIV: i32 = 3;
+    pub const FPE_FLTOVF: i32 = 4;
+    pub const FPE_FLTUND: i32 = 5;
+    pub const FPE_FLTRES: i32 = 6;
+    pub const FPE_FLTINV: i32 = 7;
+    pub const TRAP_BRKPT: i32 = 1;
+    pub const TRAP_TRACE: i32 = 2;
+    pub const SI_KERNEL: i32 = 0x80;
+}
+
+/// A thread of the program.
+pub struct Thread {
+    pub(crate) machine: Arc<Machine>,
+    pub(crate) process: Arc<Process>,
+    pub(crate) vcpu: Vcpu,
+    pub(crate) slot: Box<Slot>,
+    /// Where the kernel would write 0 when the thread ends (`set_tid_address`).
+    pub(crate) clear_tid: u64,
+    pub(crate) alternate: AlternateStack,
+    /// Of the last exception: error code, vector, address. Signal frames have them.
+    pub(crate) last_fault: (u64, u64, u64),
+    /// The search for the page that the host does not have, while it goes on.
+    search: Option<Search>,
+}
+
+/// A search for the address of an access for which the host has no memory.
+#[derive(Clone, Copy, Debug, Default)]
+struct Search {
+    /// The last page fault since it began: its address and error code.
+    last: Option<u64>,
+    code: u64,
+    attempts: u32,
+}
+
+/// As often may other threads disturb a search.
+const MOST_ATTEMPTS: u32 = 100;
+
+impl Thread {
+    /// The thread in which the program begins.
+    ///
+    /// # Errors
+    /// If the machine has no virtual CPU for it.
+    pub fn new(machine: Arc<Machine>, process: Arc<Process>, start: Start) -> Result<Thread, Error> {
+        let mut thread = Thread::with(machine, process)?;
+        let registers = thread.vcpu.registers();
+        registers.rip = start.instruction;
+        registers.rsp = start.stack;
+        thread.vcpu.commit();
+        Ok(thread)
+    }
+
+    fn with(machine: Arc<Machine>, process: Arc<Process>) -> Result<Thread, Error> {
+        let mut vcpu = machine.take_vcpu()?;
+        let slot = Slot::new(vcpu.immediate_exit());
+        let alternate = AlternateStack::default();
+        Ok(Thread { machine, process, vcpu, slot, clear_tid: 0, alternate, last_fault: (0, 0, 0), search: None })
+    }
+
+    /// Runs the program until this thread of it ends. Where the process ends, this does not return.
+    pub fn run(mut self) {
+        // SAFETY: slot and virtual CPU live until the end of this function, and no signal has a
+        // handler before the program sets one.
+        unsafe { self.slot.make_current() };
+        loop {
+            self.deliver();
+            match self.vcpu.run() {
+                Ok(Exit::Interrupted) => {}
+                Ok(Exit::Call) => {
+                    self.search = None;
+                    if self.on_call() == Outcome::EndThread {
+                        return self.end();
+                    }
+                }
+                Ok(Exit::Exception(exception)) => {
+                    self.on_exception(exception);
+                    self.vcpu.commit();
+                }
+                Ok(Exit::NoMemory) => self.on_no_memory(),
+                Ok(Exit::Stuck(stuck)) => self.fail(&describe(stuck)),
+                Err(error) => self.fail(&error.to_string()),
+            }
+        }
+    }
+
+    fn on_call(&mut self) -> Outcome {
+        let registers = self.vcpu.registers();
+        let call = Call {
+            number: registers.rax,
+            arguments: [registers.rdi, registers.rsi, registers.rdx, registers.r10, registers.r8, registers.r9],
+        };
+        let outcome = self.call(call);
+        match outcome {
+            Outcome::Return(result) => self.vcpu.registers().rax = result as u64,
+            // The instruction `syscall` has two bytes; `rax` still is the number.
+            Outcome::Restart => {
+                let registers = self.vcpu.registers();
+                registers.rip = registers.rip.wrapping_sub(2);
+            }
+            Outcome::Resume | Outcome::EndThread => {}
+        }
+        self.vcpu.commit();
+        outcome
+    }
+
+    fn on_exception(&mut self, exception: Exception) {
+        let Exception { vector, code: error, address } = self.corrected(exception);
+        if vector == 14 {
+            let most = if self.search.is_some() { PAGE } else { TABLE_SPAN };
+            if let Some(search) = &mut self.search {
+                (search.last, search.code) = (Some(address), error);
+            }
+            match self.machine.resolve(address, error & 2 != 0, error & 16 != 0, most) {
+                Ok(Resolved::Mapped) => return,
+                Ok(result) => {
+                    self.last_fault = (error, 14, address);
+                    let code = if result == Resolved::NotMapped { code::SEGV_MAPERR } else { code::SEGV_ACCERR };
+                    return self.force(&fault_info(libc::SIGSEGV as u32, code, address));
+                }
+                Err(error) => self.fail(&error.to_string()),
+            }
+        }
+        self.last_fault = (error, u64::from(vector), 0);
+        let instruction = self.vcpu.registers().rip;
+        let (signal, code, address) = match vector {
+            0 => (libc::SIGFPE, code::FPE_INTDIV, instruction),
+            1 => (libc::SIGTRAP, self.trap_code(), instruction),
+            3 => (libc::SIGTRAP, code::SI_KERNEL, 0),
+            6 => (libc::SIGILL, code::ILL_ILLOPN, instruction),
+            10..=12 => (libc::SIGBUS, code::SI_KERNEL, 0),
+            16 | 19 => (libc::SIGFPE, self.float_code(vector), instruction),
+            17 => (libc::SIGBUS, code::BUS_ADRALN, 0),
+            _ => {
+                // An error code of `int 0x80` names entry 128 of the interrupt table.
+                if vector == 13 && error == 0x80 << 3 | 2 {
+                    self.process
+                        .report(u64::MAX, "the machine has no system calls by int 0x80; the program gets SIGSEGV");
+                }
+                (libc::SIGSEGV, code::SI_KERNEL, 0)
+            }
+        };
+        self.force(&fault_info(signal as u32, code, address));
+    }
+
+    /// PVM does not know the instruction `int N` (#UD). On a processor it is a trap for N = 3, and
+    /// otherwise not allowed (#GP), as the interrupt table says.
+    fn corrected(&mut self, exception: Exception) -> Exception {
+        const INT: u8 = 0xcd;
+        let registers = self.vcpu.registers();
+        let mut bytes = [0; 2];
+        if exception.vector != 6 || program_memory::read(registers.rip, &mut bytes).is_err() || bytes[0] != INT {
+            return exception;
+        }
+        if bytes[1] == 3 {
+            registers.rip = registers.rip.wrapping_add(2);
+            return Exception { vector: 3, code: 0, address: 0 };
+        }
+        Exception { vector: 13, code: u64::from(bytes[1]) << 3 | 2, address: 0 }
+    }
+
+    fn trap_code(&mut self) -> i32 {
+        // TF: the program steps itself.
+        if self.vcpu.registers().rflags & 1 << 8 != 0 { code::TRAP_TRACE } else { code::TRAP_BRKPT }
+    }
+
+    /// The code of a floating-point exception, from the status that the processor saved.
+    fn float_code(&self, vector: u8) -> i32 {
+        let Ok(state) = self.vcpu.vector_state() else { return code::FPE_FLTINV };
+        let raised = if vector == 19 {
+            let control = state.region[6];
+            control & !(control >> 7) & 0x3f
+        } else {
+            let (control, status) = (state.region[0] & 0xffff, state.region[0] >> 16);
+            status & !control & 0x3f
+        };
+        match raised {
+            raised if raised & 1 != 0 => code::FPE_FLTINV,
+            raised if raised & 4 != 0 => code::FPE_FLTDIV,
+            raised if raised & 8 != 0 => code::FPE_FLTOVF,
+            raised if raised & 0x12 != 0 => code::FPE_FLTUND,
+            raised if raised & 0x20 != 0 => code::FPE_FLTRES,
+            _ => 0,
+        }
+    }
+
+    /// The guest's tables map a page that the host does not have, for example behind the end of a
+    /// mapped file. KVM does not say which: all entries are cleared and then made page by page, so
+    /// that the last page that the program faults on is the one.
+    fn on_no_memory(&mut self) {
+        let Some(searched) = self.search.replace(Search::default()) else {
+            return self.machine.clear(0, crate::layout::PROGRAM_END);
+        };
+        let Some(address) = searched.last else {
+            if searched.attempts > MOST_ATTEMPTS {
+                self.fail("the host lacks memory that the program uses, and does not say where");
+            }
+            // Another thread has made the entry.
+            self.search = Some(Search { attempts: searched.attempts + 1, ..Search::default() });
+            return self.machine.clear(0, crate::layout::PROGRAM_END);
+        };
+        self.search = None;
+        let result = {
+            let mut space = self.machine.space();
+            self.machine.reload(&mut space).map(|()| space.mappings.find(address).is_some())
+        };
+        let (signal, code) = match result {
+            Ok(true) => (libc::SIGBUS, code::BUS_ADRERR),
+            Ok(false) => (libc::SIGSEGV, code::SEGV_MAPERR),
+            Err(error) => self.fail(&error.to_string()),
+        };
+        self.last_fault = (searched.code, 14, address);
+        self.force(&fault_info(signal as u32, code, address));
+    }
+
+    /// The machine cannot go on: the reason is reported, and the process ends by `SIGKILL`.
+    fn fail(&mut self, reason: &str) -> ! {
+        let at = self.vcpu.registers().rip;
+        crate::process::report(&self.process.program(), &format!("the machine failed at {at:#x}: {reason}"));
+        crate::sys::signals::die(libc::SIGKILL as u32, &fault_info(libc::SIGKILL as u32, code::SI_KERNEL, 0))
+    }
+
+    /// What the kernel does when a thread ends.
+    fn end(self) {
+        crate::sys::signals::mask(Some(u64::MAX));
+        if self.clear_tid != 0 && program_memory::write(self.clear_tid, &[0; 4]).is_ok() {
+            let call = Call {
+                number: libc::SYS_futex as u64,
+                arguments: [self.clear_tid, libc::FUTEX_WAKE as u64, 1, 0, 0, 0],
+            };
+            self.interruptible(&call);
+        }
+        let status = 0;
+        // SAFETY: ends this thread, whose stack stays mapped; the process goes on while it has
+        // others.
+        unsafe { libc::syscall(libc::SYS_exit, status) };
+    }
+}
+
+fn describe(stuck: Stuck) -> String {
+    match stuck {
+        Stuck::Shutdown => "the guest's kernel had a fault".to_owned(),
+        Stuck::Internal(code) => {
+            format!("KVM had an internal error ({code}), for example at an instruction that it does not know")
+        }
+        Stuck::Entry(code) => format!("the processor refused the state of the virtual CPU ({code:#x})"),
+        Stuck::Unexpected(reason) => format!("KVM returned for an unexpected reason ({reason})"),
+    }
+}
+
+/// A program's path without links, as `/proc/PID/exe` has it.
+pub(crate) fn resolved(path: &std::path::Path) -> CString {
+    use std::os::unix::ffi::OsStrExt;
+    let path = std::fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
+    CString::new(path.as_os_str().as_bytes()).unwrap_or_default()
+}

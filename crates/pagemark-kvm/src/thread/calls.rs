@@ -1,0 +1,214 @@
+//! System calls of the program: which the kernel carries out as they are, and which the monitor.
+
+use crate::layout::is_program;
+use crate::sys::host_call::{self, Call};
+use crate::sys::program_memory::{self, Fault};
+use crate::thread::Thread;
+
+pub mod files;
+pub mod memory;
+pub mod process;
+pub mod signal;
+
+use crate::call_table::{self, Kind};
+
+/// How a call is refused: with an errno, and with what the machine lacks if Linux would carry it
+/// out.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Refusal {
+    /// The errno.
+    pub errno: i32,
+    /// What the machine cannot do.
+    pub lacking: Option<String>,
+}
+
+impl Refusal {
+    /// The machine cannot do `what`.
+    pub fn lacking(errno: i32, what: impl Into<String>) -> Refusal {
+        Refusal { errno, lacking: Some(what.into()) }
+    }
+}
+
+impl From<i32> for Refusal {
+    fn from(errno: i32) -> Refusal {
+        Refusal { errno, lacking: None }
+    }
+}
+
+impl From<Fault> for Refusal {
+    fn from(_: Fault) -> Refusal {
+        libc::EFAULT.into()
+    }
+}
+
+/// How a call ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    /// With this result.
+    Return(i64),
+    /// A signal came first: the call is to be made again after it.
+    Restart,
+    /// The registers are set already.
+    Resume,
+    /// The thread is to end.
+    EndThread,
+}
+
+impl From<i64> for Outcome {
+    fn from(result: i64) -> Outcome {
+        if result == host_call::RESTART { Outcome::Restart } else { Outcome::Return(result) }
+    }
+}
+
+impl Thread {
+    /// Carries out the system call that the registers state.
+    pub(crate) fn call(&mut self, call: Call) -> Outcome {
+        match self.carry_out(call) {
+            Ok(outcome) => outcome,
+            Err(Refusal { errno, lacking }) => {
+                if let Some(what) = lacking {
+                    self.process.report_call(call.number, &what, errno);
+                }
+                Outcome::Return(-i64::from(errno))
+            }
+        }
+    }
+
+    fn carry_out(&mut self, call: Call) -> Result<Outcome, Refusal> {
+        let Call { number, arguments } = call;
+        let [a, b, c, ..] = arguments;
+        let done = Outcome::Return;
+        match number as i64 {
+            libc::SYS_mmap => self.machine.mmap(arguments).map(done),
+            libc::SYS_munmap => self.machine.munmap(a, b).map(done),
+            libc::SYS_mprotect => self.machine.mprotect(a, b, c).map(done),
+            libc::SYS_mremap => self.machine.mremap(arguments).map(done),
+            libc::SYS_brk => self.machine.brk(a).map(done),
+            libc::SYS_readv
+            | libc::SYS_writev
+            | libc::SYS_preadv
+            | libc::SYS_pwritev
+            | libc::SYS_preadv2
+            | libc::SYS_pwritev2
+            | libc::SYS_vmsplice => files::with_buffers(call, |call| self.interruptible(call)).map(Outcome::from),
+            libc::SYS_sendmsg | libc::SYS_recvmsg => {
+                files::with_message(call, |call| self.interruptible(call)).map(Outcome::from)
+            }
+            libc::SYS_close => {
+                files::descriptor(a)?;
+                Ok(self.interruptible(&call).into())
+            }
+            libc::SYS_dup2 | libc::SYS_dup3 => {
+                files::descriptor(a)?;
+                files::descriptor(b)?;
+                Ok(self.interruptible(&call).into())
+            }
+            libc::SYS_close_range => self.close_range(call),
+            libc::SYS_readlink => self.readlink(call, a, b, c),
+            libc::SYS_readlinkat => self.readlink(call, b, c, arguments[3]),
+            libc::SYS_arch_prctl => self.arch_prctl(a, b).map(done),
+            libc::SYS_prctl => self.prctl(call),
+            libc::SYS_set_tid_address => Ok(done(self.set_tid_address(a))),
+            libc::SYS_exit => Ok(Outcome::EndThread),
+            libc::SYS_exit_group => self.process.exit(a as i32),
+            libc::SYS_rt_sigaction => self.rt_sigaction(arguments).map(done),
+            libc::SYS_rt_sigreturn => Ok(self.rt_sigreturn()),
+            libc::SYS_sigaltstack => self.sigaltstack(a, b).map(done),
+            // There is no call to restart: those that the kernel would restart so return `EINTR`.
+            libc::SYS_restart_syscall => Err(libc::EINTR.into()),
+            // The kernel could not stop a sequence of the program. C libraries do without.
+            libc::SYS_rseq => Err(libc::ENOSYS.into()),
+            _ => match call_table::passed(number) {
+                Some(passed) => self.pass(call, passed),
+                None => Err(Refusal::lacking(libc::ENOSYS, "")),
+            },
+        }
+    }
+
+    /// Lets the kernel carry out a call after its arguments were checked.
+    fn pass(&mut self, mut call: Call, passed: &call_table::Passed) -> Result<Outcome, Refusal> {
+        let mut own_path = None;
+        for (index, kind) in passed.kinds.iter().enumerate() {
+            let argument = call.arguments[index];
+            match kind {
+                Kind::Value => {}
+                Kind::Descriptor => {
+                    files::descriptor(argument)?;
+                }
+                Kind::Pointer if files::is_monitor(argument) => return Err(libc::EFAULT.into()),
+                Kind::Pointer => {}
+                Kind::Range => {
+                    let len = call.arguments.get(index + 1).copied().unwrap_or_default();
+                    if argument != 0 && !is_program(argument, len) {
+                        return Err(libc::ENOMEM.into());
+                    }
+                }
+                Kind::Path => {
+                    if files::is_monitor(argument) {
+                        return Err(libc::EFAULT.into());
+                    }
+                    if self.names_own_program(argument) {
+                        let path = own_path.insert(self.process.program());
+                        call.arguments[index] = path.as_ptr() as u64;
+                    }
+                }
+            }
+        }
+        Ok(self.interruptible(&call).into())
+    }
+
+    /// Makes a call whose arguments were checked.
+    pub(crate) fn interruptible(&self, call: &Call) -> i64 {
+        // SAFETY: descriptors of the monitor and addresses of its memory were refused, so that the
+        // call concerns the program's memory and descriptors, or buffers of the caller.
+        unsafe { host_call::interruptible(call, self.slot.flag()) }
+    }
+
+    /// Whether the program's string at `address` is the link to its own program in `/proc`, which
+    /// leads to the monitor.
+    pub(crate) fn names_own_program(&self, address: u64) -> bool {
+        let mut start = [0; 6];
+        if program_memory::read(address, &mut start).is_err() || start != *b"/proc/" {
+            return false;
+        }
+        let Ok(Some(path)) = program_memory::read_string(address, 64) else { return false };
+        let Some(of) = path.strip_prefix(b"/proc/").and_then(|rest| rest.strip_suffix(b"/exe")) else { return false };
+        of == b"self" || of == b"thread-self" || of == std::process::id().to_string().as_bytes()
+    }
+
+    fn readlink(&mut self, call: Call, path: u64, buffer: u64, len: u64) -> Result<Outcome, Refusal> {
+        if self.names_own_program(path) {
+            let target = self.process.program();
+            let target = target.to_bytes();
+            let len = (len as i32).max(0) as usize;
+            if len == 0 {
+                return Err(libc::EINVAL.into());
+            }
+            let target = &target[..target.len().min(len)];
+            program_memory::write(buffer, target)?;
+            return Ok(Outcome::Return(target.len() as i64));
+        }
+        if files::is_monitor(path) || files::is_monitor(buffer) {
+            return Err(libc::EFAULT.into());
+        }
+        if call.number == libc::SYS_readlinkat as u64 {
+            files::descriptor(call.arguments[0])?;
+        }
+        Ok(self.interruptible(&call).into())
+    }
+
+    fn close_range(&mut self, call: Call) -> Result<Outcome, Refusal> {
+        let [first, last, flags, ..] = call.arguments;
+        if first as u32 > last as u32 {
+            return Err(libc::EINVAL.into());
+        }
+        for (first, last) in files::ranges_of_program(first as u32, last as u32) {
+            let part = Call { arguments: [u64::from(first), u64::from(last), flags, 0, 0, 0], ..call };
+            let result = self.interruptible(&part);
+            if result != 0 {
+                return Ok(result.into());
+            }
+        }
+        Ok(Outcome::Return(0))
+    }
+}

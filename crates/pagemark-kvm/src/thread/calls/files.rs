@@ -1,0 +1,89 @@
+//! System calls on files whose arguments name descriptors of the monitor, or hold addresses.
+
+use std::os::fd::RawFd;
+
+use crate::layout::{PROGRAM_END, USER_END};
+use crate::sys::host_call::Call;
+use crate::sys::{descriptors, program_memory};
+
+use super::Refusal;
+
+/// Entries of a list of buffers, as for Linux (`UIO_MAXIOV`).
+const MOST_BUFFERS: u64 = 1024;
+
+/// Whether `address` is one that the program must not name: an address of the monitor.
+pub fn is_monitor(address: u64) -> bool {
+    (PROGRAM_END..USER_END).contains(&address)
+}
+
+/// A copy of a list of `struct iovec`, with all addresses checked.
+pub fn buffers(list: u64, count: u64) -> Result<Vec<u64>, Refusal> {
+    if count > MOST_BUFFERS {
+        return Err(libc::EINVAL.into());
+    }
+    let words = program_memory::read_words(list, count as usize * 2)?;
+    if words.chunks_exact(2).any(|buffer| is_monitor(buffer[0])) {
+        return Err(libc::EFAULT.into());
+    }
+    Ok(words)
+}
+
+/// `readv` and its like: a call whose second and third argument are a list of buffers. `make` makes
+/// it.
+pub fn with_buffers(call: Call, make: impl FnOnce(&Call) -> i64) -> Result<i64, Refusal> {
+    let [fd, list, count, ..] = call.arguments;
+    descriptor(fd)?;
+    let words = buffers(list, count)?;
+    let mut call = call;
+    call.arguments[1] = words.as_ptr() as u64;
+    Ok(make(&call))
+}
+
+/// `sendmsg` and `recvmsg`: a call whose second argument is a `struct msghdr`.
+pub fn with_message(call: Call, make: impl FnOnce(&Call) -> i64) -> Result<i64, Refusal> {
+    let [fd, message, ..] = call.arguments;
+    descriptor(fd)?;
+    // name, its length, buffers, their number, control data, its length, flags.
+    let mut words = program_memory::read_words(message, 7)?;
+    if is_monitor(words[0]) || is_monitor(words[4]) {
+        return Err(libc::EFAULT.into());
+    }
+    if words[3] > MOST_BUFFERS {
+        return Err(libc::EMSGSIZE.into());
+    }
+    let buffers = buffers(words[2], words[3])?;
+    let list = words[2];
+    words[2] = buffers.as_ptr() as u64;
+    let mut call = call;
+    call.arguments[1] = words.as_mut_ptr() as u64;
+    let result = make(&call);
+    if call.number == libc::SYS_recvmsg as u64 && result >= 0 {
+        words[2] = list;
+        let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
+        program_memory::write(message, &bytes)?;
+    }
+    Ok(result)
+}
+
+/// `EBADF` if the descriptor is of the monitor.
+pub fn descriptor(fd: u64) -> Result<RawFd, Refusal> {
+    let fd = fd as RawFd;
+    if descriptors::is_ours(fd) { Err(libc::EBADF.into()) } else { Ok(fd) }
+}
+
+/// The parts of `first..=last` that are not descriptors of the monitor, for `close_range`.
+pub fn ranges_of_program(first: u32, last: u32) -> Vec<(u32, u32)> {
+    let mut ranges = Vec::new();
+    let mut from = u64::from(first);
+    for fd in descriptors::within(first, last) {
+        let fd = fd as u64;
+        if from < fd {
+            ranges.push((from as u32, fd as u32 - 1));
+        }
+        from = fd + 1;
+    }
+    if from <= u64::from(last) {
+        ranges.push((from as u32, last));
+    }
+    ranges
+}

@@ -1,0 +1,305 @@
+//! A virtual CPU: entering the program, and why the program left.
+
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use kvm_bindings::{
+    CpuId, KVM_EXIT_FAIL_ENTRY, KVM_EXIT_INTERNAL_ERROR, KVM_EXIT_IO, KVM_EXIT_SHUTDOWN, Msrs, kvm_msr_entry, kvm_regs,
+    kvm_segment, kvm_sregs, kvm_xcrs, kvm_xsave,
+};
+use kvm_ioctls::{SyncReg, VcpuFd};
+
+use crate::error::{Error, ErrorKind};
+use crate::sys::program_memory;
+use crate::sys::table_memory::TableMemory;
+
+pub mod stubs;
+
+/// Selectors, as Linux has them on x86-64: a program sees them in signal frames.
+const KERNEL_CODE: u16 = 0x10;
+/// The selector of the program's stack and data.
+pub const USER_DATA: u16 = 0x2b;
+/// The selector of the program's code.
+pub const USER_CODE: u16 = 0x33;
+const TASK: u16 = 0x40;
+
+const MSR_STAR: u32 = 0xc000_0081;
+const MSR_LSTAR: u32 = 0xc000_0082;
+const MSR_SYSCALL_MASK: u32 = 0xc000_0084;
+
+/// Flags that a program cannot set: its I/O privilege is 0 and interrupts are enabled.
+const FLAGS_FIXED: u64 = 1 << 1 | 1 << 9;
+const FLAGS_ALLOWED: u64 = 0x0024_4dd5;
+
+/// Why the program left the virtual CPU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Exit {
+    /// A system call, by `syscall`.
+    Call,
+    /// An exception.
+    Exception(Exception),
+    /// A signal, or no reason.
+    Interrupted,
+    /// The host has no memory for an access, for example behind the end of a mapped file.
+    NoMemory,
+    /// KVM cannot go on; the text says why.
+    Stuck(Stuck),
+}
+
+/// Why KVM cannot go on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stuck {
+    /// The guest's kernel failed: a defect of the machine.
+    Shutdown,
+    /// KVM does not know an instruction, or failed otherwise; its code.
+    Internal(u32),
+    /// The processor refused the state; its code.
+    Entry(u64),
+    /// An exit for which there is no reason; its number.
+    Unexpected(u32),
+}
+
+/// An exception of the processor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Exception {
+    /// Its number.
+    pub vector: u8,
+    /// The error code, or 0.
+    pub code: u64,
+    /// The faulting address of a page fault.
+    pub address: u64,
+}
+
+/// A virtual CPU and the page of its stack.
+pub struct Vcpu {
+    fd: VcpuFd,
+    tables: Arc<TableMemory>,
+    /// Guest-physical address of the page with the task state and the kernel stack.
+    page: u64,
+    /// The program's registers are where the virtual CPU goes on.
+    sregs: kvm_sregs,
+    /// The stub of system calls.
+    call_stub: u64,
+    has_xsave: bool,
+    xcr0: u64,
+}
+
+/// The address of the instruction `out` that is at or before `instruction`: KVM may or may not have
+/// gone on behind it.
+fn before_out(instruction: u64) -> u64 {
+    const PORT: u8 = stubs::CALL_PORT as u8;
+    let mut bytes = [0; 4];
+    let start = instruction.wrapping_sub(2);
+    match program_memory::read(start, &mut bytes).map(|()| bytes) {
+        Ok([_, _, 0xe6 | 0xe7, PORT]) | Ok([_, _, 0xee | 0xef, _]) => instruction,
+        Ok([0xe6 | 0xe7, PORT, _, _]) => start,
+        Ok([_, 0xee | 0xef, _, _]) => start + 1,
+        _ => instruction,
+    }
+}
+
+fn code_segment() -> kvm_segment {
+    kvm_segment { selector: USER_CODE, type_: 11, l: 1, ..data_segment() }
+}
+
+fn data_segment() -> kvm_segment {
+    kvm_segment {
+        base: 0,
+        limit: 0xffff_ffff,
+        selector: USER_DATA,
+        type_: 3,
+        present: 1,
+        dpl: 3,
+        db: 0,
+        s: 1,
+        l: 0,
+        g: 1,
+        ..kvm_segment::default()
+    }
+}
+
+impl Vcpu {
+    /// `page` is a page of the guest's kernel for its stack.
+    pub(crate) fn new(fd: VcpuFd, page: u64, tables: Arc<TableMemory>, cpuid: &CpuId) -> Result<Vcpu, Error> {
+        fd.set_cpuid2(cpuid).map_err(Error::kvm("KVM_SET_CPUID2"))?;
+        let sregs = fd.get_sregs().map_err(Error::kvm("KVM_GET_SREGS"))?;
+        let has_xsave = cpuid.as_slice().iter().any(|leaf| leaf.function == 1 && leaf.ecx & 1 << 26 != 0);
+        let allowed = cpuid.as_slice().iter().find(|leaf| leaf.function == 0xd && leaf.index == 0);
+        // x87, SSE, AVX, AVX-512 and protection keys. AMX (bits 17, 18) must be asked for, and its
+        // state exceeds what `KVM_GET_XSAVE` transfers.
+        let xcr0 = allowed.map_or(3, |leaf| u64::from(leaf.eax) & 0xe7);
+        let mut vcpu = Vcpu { fd, tables, page, sregs, call_stub: 0, has_xsave, xcr0 };
+        vcpu.fd.set_sync_valid_reg(SyncReg::Register);
+        vcpu.fd.set_sync_valid_reg(SyncReg::SystemRegister);
+        Ok(vcpu)
+    }
+
+    /// The state in which a program begins: user mode, all registers zero.
+    pub(crate) fn reset(&mut self, stubs: &stubs::Stubs, root: u64) -> Result<(), Error> {
+        let mut sregs = self.sregs;
+        sregs.cs = code_segment();
+        let data = data_segment();
+        (sregs.ss, sregs.ds, sregs.es) = (data, data, data);
+        (sregs.fs, sregs.gs) = (data, data);
+        sregs.gdt.base = stubs.descriptors;
+        sregs.gdt.limit = stubs::DESCRIPTOR_BYTES - 1;
+        sregs.idt.base = stubs.interrupts;
+        sregs.idt.limit = stubs::INTERRUPT_BYTES - 1;
+        let task = stubs::task(&self.tables, self.page);
+        sregs.tr = kvm_segment {
+            base: task,
+            limit: stubs::TASK_BYTES as u32 - 1,
+            selector: TASK,
+            type_: 11,
+            present: 1,
+            ..kvm_segment::default()
+        };
+        sregs.cr3 = root;
+        // PE, MP, ET, NE, WP, AM, PG.
+        sregs.cr0 = 0x8005_0033;
+        // PAE, OSFXSR, OSXMMEXCPT; FSGSBASE, OSXSAVE where they are.
+        sregs.cr4 = 0x20 | 0x200 | 0x400 | if stubs::has_fsgsbase() { 1 << 16 } else { 0 };
+        if self.has_xsave {
+            sregs.cr4 |= 1 << 18;
+        }
+        // SCE, LME, LMA, NXE.
+        sregs.efer = 0xd01;
+        self.fd.set_sregs(&sregs).map_err(Error::kvm("KVM_SET_SREGS"))?;
+        if self.has_xsave {
+            let mut xcrs = kvm_xcrs { nr_xcrs: 1, ..kvm_xcrs::default() };
+            xcrs.xcrs[0].value = self.xcr0;
+            self.fd.set_xcrs(&xcrs).map_err(Error::kvm("KVM_SET_XCRS"))?;
+        }
+        let entry = |index, data| kvm_msr_entry { index, data, ..kvm_msr_entry::default() };
+        let star = u64::from(KERNEL_CODE) << 32 | u64::from(USER_DATA - 8) << 48;
+        // TF, IF, DF, IOPL, NT, AC are cleared in the stub.
+        let entries = [entry(MSR_STAR, star), entry(MSR_LSTAR, stubs.call), entry(MSR_SYSCALL_MASK, 0x4_7700)];
+        let msrs = Msrs::from_entries(&entries)
+            .map_err(|_| Error::new(ErrorKind::System, "KVM_SET_MSRS", "").reason("no memory"))?;
+        let set = self.fd.set_msrs(&msrs).map_err(Error::kvm("KVM_SET_MSRS"))?;
+        if set != entries.len() {
+            let reason = format!("the machine specific register {:#x} was refused", entries[set].index);
+            return Err(Error::new(ErrorKind::System, "KVM_SET_MSRS", "").reason(reason));
+        }
+        self.fd
+            .set_regs(&kvm_regs { rflags: FLAGS_FIXED, ..kvm_regs::default() })
+            .map_err(Error::kvm("KVM_SET_REGS"))?;
+        let synced = self.fd.sync_regs_mut();
+        synced.regs = kvm_regs { rflags: FLAGS_FIXED, ..kvm_regs::default() };
+        synced.sregs = sregs;
+        (self.sregs, self.call_stub) = (sregs, stubs.call);
+        self.fd.get_kvm_run().immediate_exit = 0;
+        Ok(())
+    }
+
+    /// Where a signal handler makes the next entry return at once.
+    pub(crate) fn immediate_exit(&mut self) -> *mut u8 {
+        &raw mut self.fd.get_kvm_run().immediate_exit
+    }
+
+    /// The program's registers.
+    pub fn registers(&mut self) -> &mut kvm_regs {
+        &mut self.fd.sync_regs_mut().regs
+    }
+
+    /// The bases of the program's segments FS and GS.
+    pub fn bases(&mut self) -> (&mut u64, &mut u64) {
+        let sregs = &mut self.fd.sync_regs_mut().sregs;
+        (&mut sregs.fs.base, &mut sregs.gs.base)
+    }
+
+    /// The registers and bases that were changed are those with which the program goes on. Has to
+    /// be called after each change.
+    pub fn commit(&mut self) {
+        let synced = self.fd.sync_regs_mut();
+        synced.regs.rflags = synced.regs.rflags & FLAGS_ALLOWED | FLAGS_FIXED;
+        (synced.sregs.cs, synced.sregs.ss) = (code_segment(), data_segment());
+        self.fd.set_sync_dirty_reg(SyncReg::Register);
+        self.fd.set_sync_dirty_reg(SyncReg::SystemRegister);
+    }
+
+    /// Runs the program until it leaves. After a call or an exception the registers are the
+    /// program's, and [`Vcpu::commit`] must follow.
+    ///
+    /// # Errors
+    /// If KVM refuses.
+    pub fn run(&mut self) -> Result<Exit, Error> {
+        let error = match self.fd.run() {
+            Ok(_) => None,
+            Err(error) => Some(error.errno()),
+        };
+        let run = self.fd.get_kvm_run();
+        let reason = run.exit_reason;
+        match error {
+            Some(libc::EINTR | libc::EAGAIN) => return Ok(Exit::Interrupted),
+            Some(libc::EFAULT | libc::EHWPOISON) => return Ok(Exit::NoMemory),
+            Some(error) => {
+                return Err(Error::new(ErrorKind::System, "KVM_RUN", "").source(io::Error::from_raw_os_error(error)));
+            }
+            None => {}
+        }
+        // SAFETY: plain numbers, of which the kernel filled those of the exit's reason.
+        let (port, internal, entry) = unsafe {
+            let of = &run.__bindgen_anon_1;
+            (of.io.port, of.internal.suberror, of.fail_entry.hardware_entry_failure_reason)
+        };
+        Ok(match reason {
+            KVM_EXIT_IO if port == stubs::CALL_PORT => {
+                let stub = self.call_stub;
+                let registers = self.registers();
+                if !(stub..stub + 4).contains(&registers.rip) {
+                    // The program itself: it gets what `out` gives it outside.
+                    registers.rip = before_out(registers.rip);
+                    return Ok(Exit::Exception(Exception { vector: 13, code: 0, address: 0 }));
+                }
+                registers.rip = registers.rcx;
+                registers.rflags = registers.r11;
+                Exit::Call
+            }
+            KVM_EXIT_IO if (stubs::EXCEPTION_PORT..stubs::EXCEPTION_PORT + 32).contains(&port) => {
+                Exit::Exception(self.exception((port - stubs::EXCEPTION_PORT) as u8))
+            }
+            KVM_EXIT_SHUTDOWN => Exit::Stuck(Stuck::Shutdown),
+            KVM_EXIT_INTERNAL_ERROR => Exit::Stuck(Stuck::Internal(internal)),
+            KVM_EXIT_FAIL_ENTRY => Exit::Stuck(Stuck::Entry(entry)),
+            _ => Exit::Stuck(Stuck::Unexpected(reason)),
+        })
+    }
+
+    /// Reads the frame that the processor pushed.
+    fn exception(&mut self, vector: u8) -> Exception {
+        let has_code = matches!(vector, 8 | 10..=14 | 17 | 21);
+        let top = self.page + crate::layout::PAGE;
+        let word = |index: u64| self.tables.word(top - 8 * index).load(Ordering::Acquire);
+        // From the top: SS, RSP, RFLAGS, CS, RIP, the error code.
+        let (rsp, rflags, rip) = (word(2), word(3), word(5));
+        let code = if has_code { word(6) } else { 0 };
+        let address = self.fd.sync_regs_mut().sregs.cr2;
+        let registers = self.registers();
+        (registers.rsp, registers.rflags, registers.rip) = (rsp, rflags, rip);
+        Exception { vector, code, address }
+    }
+
+    /// The state of the vector and floating-point registers, as `XSAVE` writes it.
+    ///
+    /// # Errors
+    /// If KVM refuses.
+    pub fn vector_state(&self) -> Result<kvm_xsave, Error> {
+        self.fd.get_xsave().map_err(Error::kvm("KVM_GET_XSAVE"))
+    }
+
+    /// Sets the state of the vector and floating-point registers.
+    ///
+    /// # Errors
+    /// If KVM refuses it, for example as it has bits set that must be zero.
+    pub fn set_vector_state(&self, state: &kvm_xsave) -> Result<(), Error> {
+        // SAFETY: AMX is not enabled, so that the state fits into 4096 bytes.
+        unsafe { self.fd.set_xsave(state) }.map_err(Error::kvm("KVM_SET_XSAVE"))
+    }
+
+    /// The components of the vector state that are enabled (`XCR0`).
+    pub fn vector_components(&self) -> u64 {
+        if self.has_xsave { self.xcr0 } else { 3 }
+    }
+}

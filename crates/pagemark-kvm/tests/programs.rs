@@ -1,0 +1,317 @@
+//! Programs run in the machine and outside of it, with equal output and exit status.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+use std::sync::OnceLock;
+use std::time::{Duration, Instant};
+
+const MACHINE: &str = env!("CARGO_BIN_EXE_pagemark-kvm");
+
+/// Why programs cannot run in the machine here, if so.
+fn lacking() -> Option<String> {
+    static LACKING: OnceLock<Option<String>> = OnceLock::new();
+    let check = || {
+        let output = Command::new(MACHINE).arg("--check").output().expect("the program of this crate");
+        (!output.status.success()).then(|| String::from_utf8_lossy(&output.stderr).trim().to_owned())
+    };
+    LACKING.get_or_init(check).clone()
+}
+
+macro_rules! need_machine {
+    () => {
+        if let Some(reason) = lacking() {
+            pagemark_testing::skip!("no machine under KVM: {reason}");
+        }
+    };
+}
+
+/// Runs a command to its end, with nothing on its standard input.
+fn output(mut command: Command) -> Output {
+    let deadline = Instant::now() + pagemark_testing::patience();
+    let mut child = command
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap_or_else(|error| panic!("{command:?}: {error}"));
+    let (mut out, mut err) = (child.stdout.take().expect("piped"), child.stderr.take().expect("piped"));
+    let read = |from: &mut dyn std::io::Read| {
+        let mut bytes = Vec::new();
+        from.read_to_end(&mut bytes).expect("a pipe");
+        bytes
+    };
+    let (stdout, stderr) = std::thread::scope(|scope| {
+        let stdout = scope.spawn(|| read(&mut out));
+        let stderr = scope.spawn(|| read(&mut err));
+        while child.try_wait().expect("our child").is_none() {
+            if Instant::now() > deadline {
+                let _ = child.kill();
+                panic!("{command:?} does not end");
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        (stdout.join().expect("no panic"), stderr.join().expect("no panic"))
+    });
+    Output { status: child.wait().expect("our child"), stdout, stderr }
+}
+
+/// Runs `program` outside and inside, in `dir`.
+fn both(program: &Path, arguments: &[&str], dir: &Path) -> (Output, Output) {
+    let run = |mut command: Command| {
+        output({
+            command.args(arguments).current_dir(dir).env("LC_ALL", "C");
+            command
+        })
+    };
+    let outside = run(Command::new(program));
+    let mut inside = Command::new(MACHINE);
+    inside.arg(program);
+    (outside, run(inside))
+}
+
+/// Asserts that `program` does the same outside and inside.
+#[track_caller]
+fn same(program: impl AsRef<Path>, arguments: &[&str], dir: &Path) {
+    let program = program.as_ref();
+    let (outside, inside) = both(program, arguments, dir);
+    let text = |output: &Output| {
+        let (stdout, stderr) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+        format!("{}\n{stdout}\n--- standard error:\n{stderr}", output.status)
+    };
+    let is_same = (outside.status, &outside.stdout, &outside.stderr) == (inside.status, &inside.stdout, &inside.stderr);
+    assert!(is_same, "{program:?} {arguments:?}\noutside: {}\ninside: {}", text(&outside), text(&inside));
+}
+
+/// A program of the system; the test is skipped without it.
+macro_rules! program {
+    ($name:literal) => {
+        match find($name) {
+            Some(path) => path,
+            None => pagemark_testing::skip!("there is no {}", $name),
+        }
+    };
+}
+
+fn find(name: &str) -> Option<PathBuf> {
+    ["/usr/bin", "/bin", "/usr/local/bin"].iter().map(|dir| Path::new(dir).join(name)).find(|path| path.is_file())
+}
+
+/// Compiles a C program of `tests/programs`.
+fn compiled(name: &str, dir: &Path, flags: &[&str]) -> PathBuf {
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/programs").join(name).with_extension("c");
+    let program = dir.join(name);
+    let mut compiler = Command::new("cc");
+    compiler.args(["-O1", "-w", "-o"]).arg(&program).arg(&source).args(flags);
+    assert!(compiler.status().expect("a C compiler").success(), "{source:?} does not compile");
+    program
+}
+
+fn dir() -> tempfile::TempDir {
+    tempfile::tempdir().expect("a directory")
+}
+
+#[test]
+fn static_programs() {
+    need_machine!();
+    let busybox = program!("busybox");
+    let dir = dir();
+    std::fs::write(dir.path().join("text"), "c\na\nb\na\n".repeat(5000)).expect("a file");
+    same(&busybox, &["echo", "hello"], dir.path());
+    same(&busybox, &["sha256sum", "text"], dir.path());
+    same(&busybox, &["sort", "-u", "text"], dir.path());
+    same(&busybox, &["wc", "text"], dir.path());
+    same(&busybox, &["grep", "-c", "a", "text"], dir.path());
+    same(&busybox, &["awk", "{ n[$1]++ } END { for (k in n) print k, n[k] | \"cat\" }", "/dev/null"], dir.path());
+    same(&busybox, &["ls", "-l", "/usr"], dir.path());
+    same(&busybox, &["cat", "missing"], dir.path());
+    same(&busybox, &["false"], dir.path());
+    same(&busybox, &["readlink", "-f", "/proc/self/exe"], dir.path());
+}
+
+#[test]
+fn dynamic_programs() {
+    need_machine!();
+    let dir = dir();
+    std::fs::write(dir.path().join("text"), "the same line\n".repeat(20_000)).expect("a file");
+    for (name, arguments) in [
+        ("ls", &["-la", "/usr/bin"][..]),
+        ("sha256sum", &["text"]),
+        ("gzip", &["-c", "text"]),
+        ("sort", &["text"]),
+        ("stat", &["-c", "%s %F", "text"]),
+        ("seq", &["1", "20000"]),
+        ("sed", &["-n", "s/same/other/p;5q", "text"]),
+        ("test", &["1", "-eq", "2"]),
+        ("date", &["-u", "-d", "@0"]),
+        ("realpath", &["/proc/self/exe"]),
+    ] {
+        let Some(program) = find(name) else { continue };
+        same(program, arguments, dir.path());
+    }
+}
+
+#[test]
+fn large_programs() {
+    need_machine!();
+    let dir = dir();
+    std::fs::write(dir.path().join("data"), [7; 100_000]).expect("a file");
+    let sql = "create table t(a, b); with recursive c(x) as (values(1) union all select x+1 from c where x<2000) \
+               insert into t select x, x*x from c; select sum(b), count(*) from t; select sqlite_version();";
+    same(program!("sqlite3"), &["file.db", &format!("{sql} drop table t;")], dir.path());
+    same(program!("openssl"), &["sha512", "data"], dir.path());
+    let python = program!("python3");
+    let code = "import sys, math, zlib, json, re\n\
+                d = {str(i): [i, math.sqrt(i)] for i in range(5000)}\n\
+                s = json.dumps(d, sort_keys=True)\n\
+                print(len(s), zlib.crc32(s.encode()), json.loads(s) == d, len(re.findall('1[0-9]+', s)))\n\
+                print(sys.argv, 0.1 + 0.2, 10**50)\n\
+                sys.exit(7)";
+    same(&python, &["-c", code, "argument"], dir.path());
+    same(&python, &["-c", "import ctypes; ctypes.string_at(8)"], dir.path());
+}
+
+#[test]
+fn calls_on_memory() {
+    need_machine!();
+    let dir = dir();
+    same(compiled("memory", dir.path(), &[]), &[], dir.path());
+    same(compiled("memory", dir.path(), &["-static"]), &[], dir.path());
+    same(compiled("memory", dir.path(), &["-no-pie"]), &[], dir.path());
+    same(compiled("memory", dir.path(), &["-static-pie"]), &[], dir.path());
+}
+
+#[test]
+fn signals() {
+    need_machine!();
+    let dir = dir();
+    let flags: &[&str] = if is_x86_feature_detected!("avx") { &["-mavx"] } else { &[] };
+    same(compiled("signals", dir.path(), flags), &[], dir.path());
+}
+
+/// Programs that do what is not allowed die as they do outside, and the machine survives them.
+#[test]
+fn wild_programs() {
+    need_machine!();
+    let dir = dir();
+    let program = compiled("wild", dir.path(), &[]);
+    let kernel = format!("{:#x}", 0x6000_0000_0000u64 + 0x1000);
+    for arguments in [
+        &["jump", "0"][..],
+        &["jump", "0x8000000000000000"],
+        &["jump", "0x600000004000"],
+        &["jump", &kernel],
+        &["read", "0x7fff00000000"],
+        &["read", &kernel],
+        &["write", &kernel],
+        &["write", "0xffffff0000000000"],
+        &["stack", "0x600000001000"],
+        &["ud2"],
+        &["int3"],
+        &["int"],
+        &["int1"],
+        &["int 3"],
+        &["hlt"],
+        &["cr3", "0x1000"],
+        &["lidt"],
+        &["wrmsr"],
+        &["out", "0x11"],
+        &["out", "0x2e"],
+        &["out", "0x80"],
+        &["iret", "0x401000"],
+        &["segment", "0x18"],
+        &["abort"],
+        &["flags"],
+        &["rsp", "0x600000002000"],
+        &["gs"],
+        &["sysret", "0x600000004000"],
+    ] {
+        same(&program, arguments, dir.path());
+    }
+}
+
+/// System calls neither read nor write the monitor's memory, and the program cannot close its
+/// descriptors.
+#[test]
+fn the_monitor_is_out_of_reach() {
+    need_machine!();
+    let dir = dir();
+    let program = compiled("monitor", dir.path(), &[]);
+    let mut command = Command::new(MACHINE);
+    command.arg(&program);
+    let output = output(command);
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success(), "{} {text} {}", output.status, String::from_utf8_lossy(&output.stderr));
+    assert!(text.lines().count() >= 10 && text.lines().all(|line| line.ends_with("refused")), "{text}");
+}
+
+/// What the machine does not have is reported by name, and the program goes on.
+#[test]
+fn missing_calls_are_reported() {
+    need_machine!();
+    let dir = dir();
+    let program = compiled("missing", dir.path(), &[]);
+    let mut command = Command::new(MACHINE);
+    command.arg(&program);
+    let output = output(command);
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{} {text}", output.status);
+    for call in ["ptrace", "io_uring_setup", "seccomp", "prctl", "number 999"] {
+        assert_eq!(text.matches(&format!("the system call {call}")).count(), 1, "{call}: {text}");
+    }
+}
+
+#[test]
+fn programs_that_cannot_be_started() {
+    need_machine!();
+    let dir = dir();
+    let path = dir.path().join("file");
+    let run = |path: &Path| {
+        let mut command = Command::new(MACHINE);
+        command.arg(path);
+        let output = output(command);
+        (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
+    };
+    let (status, text) = run(&dir.path().join("missing"));
+    assert!(status == Some(127) && text.contains("No such file"), "{text}");
+    std::fs::write(&path, "no program").expect("a file");
+    let (status, text) = run(&path);
+    assert!(status == Some(126) && text.contains("Permission denied"), "{text}");
+    pagemark_testing::executable(&path, b"no program");
+    let (status, text) = run(&path);
+    assert!(status == Some(126) && text.contains("Exec format error"), "{text}");
+    // A file of another class says what the machine does not have.
+    let mut header = vec![0u8; 64];
+    header[..6].copy_from_slice(b"\x7fELF\x01\x01");
+    header[18] = 3;
+    pagemark_testing::executable(&path, &header);
+    let (status, text) = run(&path);
+    assert!(status == Some(126) && text.contains("32 bits"), "{text}");
+}
+
+/// Without `/dev/kvm`, or without the right to it, the error says what would enable it.
+#[test]
+fn a_machine_without_kvm_says_what_would_help() {
+    if !Path::new("/dev/kvm").exists() {
+        let text = lacking().expect("there is no /dev/kvm");
+        assert!(text.contains("/dev/kvm") && text.contains("kvm_intel"), "{text}");
+        return;
+    }
+    let is_root = output({
+        let mut id = Command::new("id");
+        id.arg("-u");
+        id
+    });
+    if is_root.stdout != b"0\n" {
+        pagemark_testing::skip!("needs root to hide /dev/kvm");
+    }
+    let hidden = |shell: &str| {
+        let mut command = Command::new("unshare");
+        command.args(["--mount", "sh", "-c", shell, MACHINE]);
+        let output = output(command);
+        (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
+    };
+    let (status, text) = hidden("mount -t tmpfs none /dev && exec \"$0\" /bin/true");
+    assert!(status == Some(125) && text.contains("open /dev/kvm") && text.contains("kvm_intel"), "{text}");
+    let (status, text) = hidden("mount --bind /dev/null /dev/kvm && exec \"$0\" /bin/true");
+    assert!(status == Some(125) && text.contains("/dev/kvm is not the device of KVM"), "{text}");
+}

@@ -1,0 +1,140 @@
+// Calls that change what is mapped, each checked by what the memory then holds or refuses.
+#define _GNU_SOURCE
+#include <errno.h>
+#include <setjmp.h>
+#include <signal.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+static sigjmp_buf back;
+static volatile int code;
+static void *volatile where;
+
+static void on_fault(int number, siginfo_t *info, void *context)
+{
+	(void)context;
+	code = number * 100 + info->si_code;
+	where = info->si_addr;
+	siglongjmp(back, 1);
+}
+
+// The signal and its code that an access raises; 0 if none.
+static int touch(volatile char *at, int write)
+{
+	code = 0;
+	if (!sigsetjmp(back, 1)) {
+		if (write)
+			*at = 7;
+		else
+			(void)*at;
+	}
+	if (code && where != (void *)at)
+		printf("wrong address\n");
+	return code;
+}
+
+#define SHOW(what) printf("%d: %s = %ld (%d)\n", __LINE__, #what, (long)(what), errno), errno = 0
+
+int main(int argc, char **argv)
+{
+	struct sigaction action = {.sa_sigaction = on_fault, .sa_flags = SA_SIGINFO};
+	sigaction(SIGSEGV, &action, 0);
+	sigaction(SIGBUS, &action, 0);
+	char *p = mmap(0, 16 << 20, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	SHOW(touch(p + 4096, 1));
+	SHOW(mprotect(p + 4096, 4096, PROT_READ));
+	SHOW(touch(p + 4096, 1));
+	SHOW(touch(p + 4096, 0));
+	SHOW(touch(p + 8192, 1));
+	SHOW(mprotect(p + 4096, 4096, PROT_NONE));
+	SHOW(touch(p + 4096, 0));
+	SHOW(mprotect(p + 4096, 4096, PROT_READ | PROT_WRITE));
+	SHOW(p[4096]);
+	SHOW(munmap(p + 4096, 4096));
+	SHOW(touch(p + 4096, 0));
+	SHOW(mprotect(p, 12288, PROT_READ));
+	SHOW(touch(p, 1));
+	SHOW(touch(p + 8192, 1) != 0 || 1);
+	char *moved = mremap(p + (4 << 20), 4 << 20, 12 << 20, MREMAP_MAYMOVE);
+	moved[0] = 1;
+	SHOW(touch(p + (4 << 20), 0));
+	SHOW(touch(moved + (11 << 20), 1));
+	SHOW(mremap(moved, 12 << 20, 4096, 0) == moved);
+	SHOW(touch(moved + 4096, 0));
+	SHOW(mremap(moved, 4096, 8192, MREMAP_FIXED, moved) == MAP_FAILED);
+	char *fixed = mmap(p + (12 << 20), 8192, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
+	SHOW(fixed == p + (12 << 20));
+	SHOW(touch(fixed, 1));
+	SHOW(mmap(fixed, 4096, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE, -1, 0) == MAP_FAILED);
+	SHOW(mmap(fixed + 1, 4096, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == MAP_FAILED);
+	SHOW(mmap(0, 0, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0) == MAP_FAILED);
+	SHOW((uintptr_t)mmap(0, 8192, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS | MAP_32BIT, -1, 0) >> 31);
+	SHOW(munmap(p + 1, 4096));
+
+	// A file: a shared mapping and the end of the file.
+	char name[] = "/tmp/pagemark-kvm-XXXXXX";
+	int fd = mkstemp(name);
+	unlink(name);
+	SHOW(ftruncate(fd, 6000));
+	char *shared = mmap(0, 12288, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+	char *private = mmap(0, 12288, PROT_READ | PROT_WRITE, MAP_PRIVATE, fd, 0);
+	strcpy(shared + 4090, "written");
+	char buffer[8] = "";
+	SHOW(pread(fd, buffer, 8, 4090));
+	SHOW(strcmp(buffer, "written"));
+	SHOW(strcmp(private + 4090, "written"));
+	private[4090] = 'W';
+	SHOW(shared[4090]);
+	SHOW(touch(shared + 8192, 0));
+	SHOW(touch(shared + 8191, 0));
+	SHOW(ftruncate(fd, 12288));
+	SHOW(touch(shared + 8192, 1));
+	SHOW(ftruncate(fd, 0));
+	SHOW(touch(shared, 0));
+	SHOW(close(fd));
+
+	// Zeros again.
+	char *zeros = mmap(0, 4 << 20, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	memset(zeros, 5, 4 << 20);
+	SHOW(madvise(zeros + 4096, 4096, MADV_DONTNEED));
+	SHOW(zeros[4096] + zeros[8192]);
+	unsigned char present[4];
+	SHOW(mincore(zeros, 4096, present));
+
+	// The heap.
+	char *end = sbrk(0);
+	SHOW(sbrk(1 << 20) == end);
+	end[(1 << 20) - 1] = 3;
+	SHOW(sbrk(-(1 << 20)) == end + (1 << 20));
+	SHOW(sbrk(8192) == end);
+	SHOW(end[8191]);
+
+	// Data is not executable, code is not writable.
+	static unsigned char ret[] = {0xc3};
+	code = 0;
+	if (!sigsetjmp(back, 1))
+		((void (*)(void))ret)();
+	SHOW(code);
+	unsigned char *made = mmap(0, 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	memcpy(made, "\xb8\x2a\0\0\0\xc3", 6);
+	mprotect(made, 4096, PROT_READ | PROT_EXEC);
+	SHOW(((int (*)(void))made)());
+	SHOW(touch((char *)made, 1));
+	SHOW(touch((char *)main, 1));
+	SHOW(touch((char *)8, 0));
+	SHOW(touch((char *)0x7fff12345000, 0));
+
+	// System calls on memory that is not there.
+	SHOW(syscall(SYS_read, 0, 8, 4) < 0);
+	SHOW(syscall(SYS_write, 1, zeros + (512 << 20), 4));
+	SHOW(syscall(SYS_uname, 0x7fff12345000));
+	SHOW(syscall(SYS_madvise, 0x100000, ~4095ul, MADV_DONTNEED));
+	SHOW(munmap((void *)0x10000, 1ul << 47));
+	(void)argc, (void)argv;
+	return 3;
+}

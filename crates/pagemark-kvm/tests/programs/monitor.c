@@ -1,0 +1,65 @@
+// Tries to reach the monitor by system calls. Each line of the output must end with `refused`.
+#define _GNU_SOURCE
+#include <errno.h>
+#include <fcntl.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+static void expect(const char *what, long result, int error)
+{
+	printf("%s %s\n", what, result == -1 && errno == error ? "refused" : "ALLOWED");
+}
+
+int main(void)
+{
+	// A writable mapping of the monitor.
+	char line[512];
+	uint64_t start = 0, from, to;
+	FILE *maps = fopen("/proc/self/maps", "r");
+	while (fgets(line, sizeof line, maps))
+		if (sscanf(line, "%lx-%lx rw", &from, &to) == 2 && strstr(line, " rw") && from >= 0x500000000000 && !start)
+			start = from;
+	fclose(maps);
+	if (!start)
+		return 1;
+	int zero = open("/dev/zero", O_RDWR);
+	void *monitor = (void *)start;
+	expect("read", read(zero, monitor, 4096), EFAULT);
+	struct iovec list = {monitor, 4096};
+	expect("readv", readv(zero, &list, 1), EFAULT);
+	expect("write", write(zero, monitor, 16), EFAULT);
+	expect("munmap", munmap(monitor, 4096), EINVAL);
+	expect("mprotect", mprotect(monitor, 4096, PROT_READ), ENOMEM);
+	expect("madvise", madvise(monitor, 4096, MADV_DONTNEED), ENOMEM);
+	expect("madvise all", madvise((void *)0x10000, (1ul << 47) - 0x10000, MADV_DONTNEED), ENOMEM);
+	expect("mmap", (long)mmap(monitor, 4096, 3, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0), ENOMEM);
+	expect("mremap", (long)mremap(monitor, 4096, 8192, MREMAP_MAYMOVE), EFAULT);
+	expect("uname", syscall(SYS_uname, monitor), EFAULT);
+	int pair[2];
+	socketpair(AF_UNIX, SOCK_DGRAM, 0, pair);
+	send(pair[0], "abc", 3, 0);
+	struct msghdr message = {.msg_iov = &list, .msg_iovlen = 1};
+	expect("recvmsg", recvmsg(pair[1], &message, MSG_DONTWAIT), EFAULT);
+	// The descriptors of the machine.
+	for (int fd = 1000; fd < 65536; fd++) {
+		char path[64], target[64];
+		sprintf(path, "/proc/self/fd/%d", fd);
+		long len = readlink(path, target, sizeof target - 1);
+		if (len < 0)
+			continue;
+		target[len] = 0;
+		expect("close", close(fd), EBADF);
+		expect("dup", dup(fd), EBADF);
+		expect("dup2", dup2(zero, fd), EBADF);
+	}
+	if (close_range(100, ~0u, 0))
+		return 2;
+	return 0;
+}
