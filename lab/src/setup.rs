@@ -10,7 +10,7 @@ use crate::version::is_at_least;
 use crate::{Error, Result, cache, command, packages, progress, source_root};
 
 /// Packages of the host's own distribution.
-const PACKAGES: [&str; 19] = [
+const PACKAGES: [&str; 20] = [
     "build-essential",
     "busybox-static",
     "ca-certificates",
@@ -22,6 +22,7 @@ const PACKAGES: [&str; 19] = [
     "iptables",
     "kmod",
     "libsigsegv2",
+    "libtokyocabinet9",
     "pkg-config",
     "python3",
     "python3-venv",

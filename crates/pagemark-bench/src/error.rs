@@ -40,6 +40,14 @@ pub enum BenchError {
         /// Number of reported pages.
         found: u64,
     },
+    /// A measured program has checked its result, and it is wrong.
+    #[error("{program} has a wrong result: {reason}")]
+    WrongResult {
+        /// The program.
+        program: &'static str,
+        /// What is wrong.
+        reason: Cow<'static, str>,
+    },
     /// There is no Redis server.
     #[error("redis-server does not start: {0}; install Redis")]
     NoServer(#[source] io::Error),
@@ -55,6 +63,11 @@ impl BenchError {
     /// Makes an error of a system call that was made to do `operation`, an infinitive.
     pub(crate) fn on(operation: impl Into<Cow<'static, str>>) -> impl FnOnce(io::Error) -> BenchError {
         move |source| BenchError::System { operation: operation.into(), source }
+    }
+
+    /// Makes an error of a program that has checked its result.
+    pub(crate) fn wrong_result(program: &'static str, reason: impl Into<Cow<'static, str>>) -> BenchError {
+        BenchError::WrongResult { program, reason: reason.into() }
     }
 
     /// Makes an error of one of Pagemark's, or of a message.

@@ -28,7 +28,6 @@ use clock::Clock;
 use page_buffer::PageBuffer;
 use pagemark_report::chart::{Chart, Series};
 use pagemark_report::output::print;
-use pagemark_report::plot;
 use pagemark_report::samples::Samples;
 use pagemark_report::text;
 
@@ -257,14 +256,7 @@ impl Session {
 
     /// Prints a chart, and writes its files if there is a directory for them.
     fn publish(&self, chart: &Chart) -> Result<(), BenchError> {
-        print(&format!("{chart}\n"));
-        let Some(out) = &self.out else { return Ok(()) };
-        let mut csv = Vec::new();
-        chart.write_csv(&mut csv).map_err(BenchError::on("write a figure's numbers"))?;
-        let svg = plot::svg(chart).map_err(BenchError::pagemark)?;
-        std::fs::write(out.join(&chart.name).with_extension("csv"), csv)
-            .and_then(|()| std::fs::write(out.join(&chart.name).with_extension("svg"), svg))
-            .map_err(BenchError::on("write a figure"))
+        crate::figures::publish(self.out.as_deref(), chart)
     }
 
     /// Directory for files that are measured.

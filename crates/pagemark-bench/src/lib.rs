@@ -23,6 +23,8 @@ mod criu_dump;
 pub mod deltas;
 mod error;
 pub mod explore;
+mod figures;
+pub mod heap;
 pub mod ldt;
 mod libsigsegv;
 mod page_store;
@@ -64,6 +66,12 @@ pub enum Bench {
     /// What it costs to explore every state of a program, by how states are held, beside plain
     /// copies
     Explore(explore::Options),
+    /// What tracking by parts of pages costs and saves in programs with many objects, beside
+    /// tracking by pages
+    Heap(heap::Options),
+    /// A program of `heap`, which is measured in a process of its own
+    #[command(hide = true)]
+    HeapTask(heap::task::TaskOptions),
     /// The downtime of a virtual machine in a checkpoint, beside QEMU's own ways to save it
     Vm(vm::Options),
     /// What dirty tracking by the dirty bits of the page table costs, beside the other mechanisms
@@ -95,6 +103,8 @@ impl Bench {
             Bench::Store(options) => store::run(options),
             Bench::Deltas(options) => deltas::run(options),
             Bench::Explore(options) => explore::run(options),
+            Bench::Heap(options) => heap::run(options),
+            Bench::HeapTask(options) => heap::task::run(options),
             Bench::Vm(options) => vm::run(options),
             Bench::Ldt(options) => ldt::run(options),
             Bench::LdtTask(options) => ldt::task::run(options),

@@ -17,6 +17,15 @@ pub(crate) fn thread_cpu_ns() -> Result<f64, BenchError> {
     Ok(time.tv_sec() as f64 * 1e9 + time.tv_nsec() as f64)
 }
 
+/// How long this thread was ready to run and had no processor, since it began, nanoseconds.
+pub(crate) fn thread_wait_ns() -> Result<f64, BenchError> {
+    let text = std::fs::read_to_string("/proc/thread-self/schedstat");
+    let text = text.map_err(BenchError::on("read how long this thread waited for a processor"))?;
+    let waited = text.split_whitespace().nth(1).and_then(|waited| waited.parse().ok());
+    let invalid = || BenchError::on("read /proc/thread-self/schedstat")(io::ErrorKind::InvalidData.into());
+    waited.ok_or_else(invalid)
+}
+
 /// Processor time and page faults of a thread.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ThreadUsage {
@@ -41,7 +50,7 @@ impl ThreadUsage {
     }
 }
 
-fn thread_faults() -> Result<f64, BenchError> {
+pub(crate) fn thread_faults() -> Result<f64, BenchError> {
     let usage =
         getrusage(UsageWho::RUSAGE_THREAD).map_err(|error| BenchError::on("count page faults")(error.into()))?;
     Ok(usage.minor_page_faults() as f64)

@@ -1,11 +1,11 @@
 //! Allocation over the views of a memory: jemalloc knows the addresses of the first view only; here
 //! they become those of the other views, and back.
 
-use std::io;
+use std::io::{self, Write};
 use std::ptr::null_mut;
 
 use pagemark::sys::views::Views;
-use pagemark::{Address, ByteCount, PAGE_SIZE, Range};
+use pagemark::{Address, AddressRangeExt, ByteCount, PAGE_SIZE, Range, RangeSet};
 
 use crate::Parts;
 use crate::crossings::Crossings;
@@ -51,6 +51,38 @@ impl Allocator {
     /// these addresses. The address of other memory is returned as it is.
     pub fn canonical<T>(&self, address: *const T) -> Address {
         Address::of(self.to_first_view(address.cast_mut().cast::<u8>()).cast_const())
+    }
+
+    /// Writes the bytes of `ranges`, which are addresses of the first view: for each range its
+    /// address and its length, 8 bytes each in the machine's order, and its bytes. What other
+    /// threads write meanwhile is in what is written or not.
+    ///
+    /// # Errors
+    /// `InvalidInput`: a range is not in the memory that the heap uses. Errors of `out`.
+    pub fn write_ranges(&self, ranges: &RangeSet, out: &mut impl Write) -> io::Result<()> {
+        let start = self.addresses().start;
+        // Not an object: where the heap is the program's, it would be one of those that are written.
+        let mut copy = [0; PAGE_SIZE];
+        for range in ranges.iter() {
+            if range.start < start || range.end > start + self.space.used() {
+                return Err(io::Error::new(io::ErrorKind::InvalidInput, "the range is not one of the heap"));
+            }
+            let bytes = range.byte_count().to_usize();
+            out.write_all(&range.start.get().to_ne_bytes())?;
+            out.write_all(&range.byte_count().get().to_ne_bytes())?;
+            for offset in (0..bytes).step_by(PAGE_SIZE) {
+                let length = (bytes - offset).min(PAGE_SIZE);
+                // SAFETY: the first view is readable as far as it is used, as long as `self` lives,
+                // and the copy has room for `length` bytes. The program may write meanwhile; nothing is
+                // assumed of the bytes.
+                unsafe {
+                    let from = range.start.as_mut_ptr::<u8>().cast_const().add(offset);
+                    copy.as_mut_ptr().copy_from_nonoverlapping(from, length);
+                }
+                out.write_all(&copy[..length])?;
+            }
+        }
+        Ok(())
     }
 
     /// Offset of an address from the first view; beyond all views for other memory.

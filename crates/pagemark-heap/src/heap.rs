@@ -2,11 +2,12 @@
 
 use std::alloc::{GlobalAlloc, Layout};
 use std::cell::{Cell, RefCell};
+use std::io::{self, Write};
 use std::ops::Deref;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
-use pagemark::{Address, ByteCount, Range};
+use pagemark::{Address, ByteCount, Range, RangeSet};
 
 use crate::allocator::Allocator;
 use crate::error::Error;
@@ -112,6 +113,19 @@ impl Heap {
     /// these addresses.
     pub fn canonical<T>(&self, address: *const T) -> Address {
         self.shared.allocator.canonical(address)
+    }
+
+    /// The bytes from the beginning of each view that may hold data. What is beyond was never used.
+    pub fn used(&self) -> ByteCount {
+        self.shared.allocator.space.used()
+    }
+
+    /// Writes the bytes of `ranges`, as [`Allocator::write_ranges`] does.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn write_ranges(&self, ranges: &RangeSet, out: &mut impl Write) -> io::Result<()> {
+        self.shared.allocator.write_ranges(ranges, out)
     }
 
     /// The bytes that an object has, all of which may be written.

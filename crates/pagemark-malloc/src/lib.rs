@@ -17,6 +17,10 @@ use std::ptr::null_mut;
 use pagemark::{ByteCount, PAGE_SIZE};
 use pagemark_heap::{GlobalHeap, Parts};
 
+mod checkpoints;
+
+pub use checkpoints::{Checkpoint, pagemark_heap_checkpoint, pagemark_heap_track};
+
 static HEAP: GlobalHeap = GlobalHeap::chosen_by(settings);
 
 /// Capacity where nothing else is asked for.

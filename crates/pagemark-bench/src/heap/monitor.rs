@@ -1,0 +1,229 @@
+//! What happens to a measured program at the end of each interval.
+
+use std::cell::{Cell, RefCell};
+use std::fs::File;
+use std::io::{BufWriter, Write};
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use pagemark::track::{OwnMemory, Scope};
+use pagemark::{Mechanism, RangeSet, Tracker};
+use pagemark_heap::grouping::{ByCost, ByHistory, Costs, Grouping, Separate};
+use pagemark_heap::{Heap, HeapTracker};
+
+use super::objects::Objects;
+use super::preloaded::Preloaded;
+use super::{Outcome, Saving, Tracking};
+use crate::BenchError;
+use crate::usage::{thread_cpu_ns, thread_faults, thread_wait_ns};
+
+/// Steps of a program between two looks at the clock.
+const STEPS: u32 = 64;
+
+/// Ends the intervals of a program, which calls [`Monitor::step`] where its data is consistent, and
+/// measures it.
+pub(super) struct Monitor<'h> {
+    objects: &'h Objects,
+    interval: Duration,
+    steps: Cell<u32>,
+    /// When the interval may have ended.
+    next_look: Cell<Instant>,
+    state: RefCell<State>,
+}
+
+struct State {
+    method: Option<Method>,
+    file: Option<File>,
+    begin: Instant,
+    waited_ns: f64,
+    faults: f64,
+    interval_cpu_ns: f64,
+    outcome: Outcome,
+    is_over: bool,
+}
+
+/// How written memory is found.
+enum Method {
+    /// By pages, by a mechanism of the core.
+    Pages(Box<dyn Tracker>),
+    /// By parts of pages.
+    Parts(Box<HeapTracker<Box<dyn Grouping>>>),
+    /// By the library that the program was preloaded with.
+    Preloaded(Preloaded),
+}
+
+impl<'h> Monitor<'h> {
+    /// Begins to measure. What is saved is written to `file`.
+    pub fn begin(
+        objects: &'h Objects,
+        tracking: Tracking,
+        saving: Saving,
+        interval: Duration,
+        file: &Path,
+    ) -> Result<Monitor<'h>, BenchError> {
+        let mut method = Method::start(objects.heap(), tracking)?;
+        let file = match saving {
+            Saving::Nothing => None,
+            Saving::ToDisk => Some(File::create(file).map_err(BenchError::on("make the file of checkpoints"))?),
+        };
+        if let Some(method) = &mut method {
+            // Begins the first interval: nothing was written.
+            method.checkpoint(objects.heap(), None, &mut Outcome::default())?;
+        }
+        Ok(Monitor {
+            objects,
+            interval,
+            steps: Cell::new(0),
+            next_look: Cell::new(Instant::now() + interval),
+            state: RefCell::new(State {
+                method,
+                file,
+                faults: thread_faults()?,
+                waited_ns: thread_wait_ns()?,
+                begin: Instant::now(),
+                interval_cpu_ns: thread_cpu_ns()?,
+                outcome: Outcome::default(),
+                is_over: false,
+            }),
+        })
+    }
+
+    /// Where the program makes its objects.
+    pub fn objects(&self) -> &'h Objects {
+        self.objects
+    }
+
+    /// Ends the interval if its time is over.
+    #[inline]
+    pub fn step(&self) -> Result<(), BenchError> {
+        let steps = self.steps.get();
+        if steps < STEPS {
+            self.steps.set(steps + 1);
+            return Ok(());
+        }
+        self.steps.set(0);
+        if Instant::now() < self.next_look.get() { Ok(()) } else { self.look() }
+    }
+
+    /// Ends the interval if the program has had the processor as long as an interval takes.
+    #[cold]
+    fn look(&self) -> Result<(), BenchError> {
+        let mut state = self.state.borrow_mut();
+        if state.method.is_none() {
+            self.next_look.set(Instant::now() + Duration::from_secs(3600));
+            return Ok(());
+        }
+        let used = Duration::from_nanos((thread_cpu_ns()? - state.interval_cpu_ns) as u64);
+        if used < self.interval {
+            self.next_look.set(Instant::now() + (self.interval - used));
+            return Ok(());
+        }
+        self.checkpoint(&mut state)
+    }
+
+    fn checkpoint(&self, state: &mut State) -> Result<(), BenchError> {
+        let State { method: Some(method), file, outcome, .. } = state else { return Ok(()) };
+        let faults = thread_faults()?;
+        outcome.checkpoints += 1.0;
+        method.checkpoint(self.objects.heap(), file.as_ref(), outcome)?;
+        // Those of the checkpoint are not the program's.
+        outcome.faults -= thread_faults()? - faults;
+        state.interval_cpu_ns = thread_cpu_ns()?;
+        self.next_look.set(Instant::now() + self.interval);
+        Ok(())
+    }
+
+    /// Takes the last checkpoint and ends the measurement, before the program checks its result.
+    pub fn finish(&self) -> Result<(), BenchError> {
+        let mut state = self.state.borrow_mut();
+        self.checkpoint(&mut state)?;
+        let elapsed = state.begin.elapsed().as_nanos() as f64;
+        let waited = thread_wait_ns()? - state.waited_ns;
+        let (objects, object_bytes) = self.objects.made();
+        let faults = thread_faults()? - state.faults;
+        let State { outcome, is_over, .. } = &mut *state;
+        outcome.faults += faults;
+        outcome.elapsed_ns = elapsed - waited;
+        outcome.waited_ns = waited;
+        outcome.objects = objects as f64;
+        outcome.object_bytes = object_bytes as f64;
+        outcome.used_bytes = self.objects.heap().map_or(0.0, |heap| heap.used().get() as f64);
+        *is_over = true;
+        Ok(())
+    }
+
+    /// What was measured, if the program has finished.
+    pub fn outcome(self) -> Option<Outcome> {
+        let state = self.state.into_inner();
+        state.is_over.then_some(state.outcome)
+    }
+}
+
+impl Method {
+    /// Starts to track, if that is asked for.
+    fn start(heap: Option<&Heap>, tracking: Tracking) -> Result<Option<Method>, BenchError> {
+        let Some(heap) = heap else { return Ok(Preloaded::start(tracking)?.map(Method::Preloaded)) };
+        let grouping: Box<dyn Grouping> = match tracking {
+            Tracking::Nothing => return Ok(None),
+            Tracking::Pages(mechanism) => {
+                // SAFETY: the first view is memory of data, which is mapped as long as the heap is,
+                // and nobody changes its mapping.
+                let memory = unsafe { OwnMemory::new(heap.addresses()) }?;
+                return Ok(Some(Method::Pages(mechanism.tracker(Scope::OwnMemory, &memory)?)));
+            }
+            Tracking::Static => Box::new(Separate),
+            Tracking::Dynamic => Box::new(ByHistory::new(heap.parts())),
+            Tracking::ByCost => Box::new(ByCost::new(heap.parts(), Costs::default())),
+        };
+        Ok(Some(Method::Parts(Box::new(HeapTracker::new(heap, grouping)?))))
+    }
+
+    /// Finds what was written in the interval that ends, and appends it to the file, if there is
+    /// one.
+    fn checkpoint(
+        &mut self,
+        heap: Option<&Heap>,
+        file: Option<&File>,
+        outcome: &mut Outcome,
+    ) -> Result<(), BenchError> {
+        let (begin, mut written) = (Instant::now(), RangeSet::new());
+        match (&mut *self, heap) {
+            (Method::Preloaded(preloaded), _) => return preloaded.checkpoint(file, outcome),
+            (_, None) => return Ok(()),
+            (Method::Pages(tracker), Some(heap)) => {
+                tracker.collect(&heap.addresses().into(), &mut written)?;
+                tracker.begin_interval()?;
+                if tracker.mechanism() == Mechanism::Mprotect {
+                    // The kernel does not count faults that raise a signal.
+                    outcome.faults += written.page_count() as f64;
+                }
+            }
+            (Method::Parts(tracker), Some(_)) => {
+                let interval = tracker.collect_written(&mut written)?;
+                outcome.merges += interval.merges as f64;
+                outcome.splits += interval.splits as f64;
+            }
+        }
+        outcome.collect_ns += begin.elapsed().as_nanos() as f64;
+        outcome.ranges += written.range_count() as f64;
+        outcome.bytes += written.total_bytes().get() as f64;
+        if let (Some(file), Some(heap)) = (file, heap) {
+            let begin = Instant::now();
+            save(heap, &written, file).map_err(BenchError::on("write a checkpoint of a heap"))?;
+            let took = begin.elapsed();
+            outcome.save_ns += took.as_nanos() as f64;
+            if let Method::Parts(tracker) = self {
+                tracker.learn_cost(written.total_bytes(), took);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Appends a checkpoint to the file, and waits until it is on disk, as in the paper (section 5).
+fn save(heap: &Heap, written: &RangeSet, file: &File) -> std::io::Result<()> {
+    let mut out = BufWriter::with_capacity(1 << 20, file);
+    heap.write_ranges(written, &mut out)?;
+    out.flush()?;
+    file.sync_data()
+}

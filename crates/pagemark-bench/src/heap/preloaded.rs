@@ -1,0 +1,114 @@
+//! Programs that are preloaded with `libpagemark_malloc.so`, which tracks its own heap.
+
+use std::ffi::{CStr, c_int, c_void};
+use std::fs::File;
+use std::io;
+use std::mem::transmute;
+use std::os::fd::AsRawFd;
+use std::path::PathBuf;
+use std::process::Command;
+
+use pagemark::Mechanism;
+
+use super::{Outcome, Tracking, Variant};
+use crate::BenchError;
+
+/// What the library measured of a checkpoint: `pagemark_heap_checkpoint` of `pagemark-malloc`.
+#[repr(C)]
+#[derive(Default)]
+struct Checkpoint {
+    faults: u64,
+    merges: u64,
+    splits: u64,
+    bytes: u64,
+    ranges: u64,
+    collect_ns: u64,
+    save_ns: u64,
+}
+
+/// The functions of the library.
+pub(super) struct Preloaded {
+    checkpoint: extern "C" fn(c_int, *mut Checkpoint) -> c_int,
+}
+
+/// The library, which Cargo puts beside this program.
+pub(super) fn library() -> Result<PathBuf, BenchError> {
+    let program = std::env::current_exe().map_err(BenchError::on("find this program"))?;
+    // Tests have it with them.
+    let places =
+        [program.with_file_name("libpagemark_malloc.so"), program.with_file_name("deps/libpagemark_malloc.so")];
+    places.into_iter().find(|place| place.exists()).ok_or_else(|| {
+        let missing = io::Error::new(
+            io::ErrorKind::NotFound,
+            "libpagemark_malloc.so is not beside this program: build the package pagemark-malloc",
+        );
+        BenchError::on("find the library to preload")(missing)
+    })
+}
+
+/// Has the command preload the library, where the variant has views.
+pub(super) fn prepare(command: &mut Command, variant: Variant) -> Result<(), BenchError> {
+    if let Some(parts) = variant.parts {
+        command.env("LD_PRELOAD", library()?).env("PAGEMARK_HEAP_PARTS", parts.to_string());
+    }
+    Ok(())
+}
+
+/// The name of a strategy in the library; `None` if it has none.
+pub(super) fn strategy(tracking: Tracking) -> Option<&'static CStr> {
+    match tracking {
+        Tracking::Nothing => None,
+        // With one part, this is the mechanism at page size.
+        Tracking::Static | Tracking::Pages(Mechanism::PagemapScan) => Some(c"separate"),
+        Tracking::Dynamic => Some(c"by-history"),
+        Tracking::ByCost => Some(c"by-cost"),
+        Tracking::Pages(_) => None,
+    }
+}
+
+impl Preloaded {
+    /// Starts to track, if that is asked for.
+    pub fn start(tracking: Tracking) -> Result<Option<Preloaded>, BenchError> {
+        let Some(strategy) = strategy(tracking) else { return Ok(None) };
+        let (track, checkpoint) = (function(c"pagemark_heap_track")?, function(c"pagemark_heap_checkpoint")?);
+        // SAFETY: the library declares the functions so.
+        let (track, checkpoint) = unsafe {
+            (
+                transmute::<*mut c_void, extern "C" fn(*const libc::c_char) -> c_int>(track),
+                transmute::<*mut c_void, extern "C" fn(c_int, *mut Checkpoint) -> c_int>(checkpoint),
+            )
+        };
+        check(track(strategy.as_ptr()))?;
+        Ok(Some(Preloaded { checkpoint }))
+    }
+
+    /// Takes a checkpoint.
+    pub fn checkpoint(&self, file: Option<&File>, outcome: &mut Outcome) -> Result<(), BenchError> {
+        let mut taken = Checkpoint::default();
+        check((self.checkpoint)(file.map_or(-1, AsRawFd::as_raw_fd), &mut taken))?;
+        outcome.merges += taken.merges as f64;
+        outcome.splits += taken.splits as f64;
+        outcome.ranges += taken.ranges as f64;
+        outcome.bytes += taken.bytes as f64;
+        outcome.collect_ns += taken.collect_ns as f64;
+        outcome.save_ns += taken.save_ns as f64;
+        Ok(())
+    }
+}
+
+fn function(name: &CStr) -> Result<*mut c_void, BenchError> {
+    // SAFETY: the name is a string.
+    let found = unsafe { libc::dlsym(libc::RTLD_DEFAULT, name.as_ptr()) };
+    if found.is_null() {
+        let missing = io::Error::new(io::ErrorKind::NotFound, "the library is not preloaded");
+        return Err(BenchError::on("find the functions of libpagemark_malloc.so")(missing));
+    }
+    Ok(found)
+}
+
+fn check(error: c_int) -> Result<(), BenchError> {
+    match error {
+        0 => Ok(()),
+        error => Err(BenchError::on("track a preloaded heap")(io::Error::from_raw_os_error(error))),
+    }
+}

@@ -1,0 +1,114 @@
+//! A program under measurement, in a process of its own.
+
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use pagemark::ByteCount;
+use pagemark_heap::{Heap, Parts};
+use pagemark_report::output::print;
+use serde::{Deserialize, Serialize};
+
+use super::monitor::Monitor;
+use super::objects::{Memory, Objects};
+use super::{Outcome, Program, Saving, Size, Variant, preloaded, tokyo};
+use crate::BenchError;
+
+/// One run of one program.
+#[derive(Serialize, Deserialize, Clone, Debug)]
+pub(super) struct Task {
+    pub program: Program,
+    pub size: Size,
+    pub variant: Variant,
+    pub saving: Saving,
+    pub interval: Duration,
+    /// Directory for the file of checkpoints.
+    pub directory: PathBuf,
+    /// Look for each live object in the checkpoints.
+    pub verifies: bool,
+}
+
+/// Space for the objects of the full size, and of parts of it.
+const FULL_CAPACITY: ByteCount = ByteCount::new(16 << 30);
+const PART_CAPACITY: ByteCount = ByteCount::new(2 << 30);
+
+impl Task {
+    /// Runs the program in a new process.
+    ///
+    /// # Errors
+    /// [`BenchError::Task`]: the program failed there, or its result is wrong.
+    pub fn run_in_process(&self) -> Result<Outcome, BenchError> {
+        let failed = |reason: String| BenchError::Task { reason };
+        let text = serde_json::to_string(self).map_err(|error| failed(error.to_string()))?;
+        let mut command = Command::new(std::env::current_exe().map_err(BenchError::on("find this program"))?);
+        command.args(["heap-task", &text]).stdin(Stdio::null());
+        if self.program.is_preloaded() {
+            preloaded::prepare(&mut command, self.variant)?;
+        }
+        let output = command.output().map_err(BenchError::on("start a process to measure in"))?;
+        if !output.status.success() {
+            let stderr = String::from_utf8_lossy(&output.stderr);
+            return Err(failed(format!("{text}: {}: {}", output.status, stderr.trim())));
+        }
+        serde_json::from_slice(&output.stdout).map_err(|error| failed(format!("{text}: {error}")))
+    }
+
+    fn run(&self) -> Result<Outcome, BenchError> {
+        let capacity = if self.size == Size::Full { FULL_CAPACITY } else { PART_CAPACITY };
+        let memory = match self.variant.parts {
+            Some(count) if !self.program.is_preloaded() => {
+                let parts = Parts::from_count(count).unwrap_or(Parts::One);
+                Memory::Heap(Heap::new(parts, capacity).map_err(BenchError::pagemark)?)
+            }
+            _ => Memory::System,
+        };
+        let file = self.directory.join(format!("heap-{}", std::process::id()));
+        let result = self.run_with(&Objects::new(memory, self.verifies), &file);
+        // It is not there if nothing was saved.
+        let _ = std::fs::remove_file(&file);
+        result
+    }
+
+    fn run_with(&self, objects: &Objects, file: &std::path::Path) -> Result<Outcome, BenchError> {
+        let monitor = Monitor::begin(objects, self.variant.tracking, self.saving, self.interval, file)?;
+        match self.program {
+            Program::Bayes => super::bayes::run(&monitor, self.size)?,
+            Program::Intruder => super::intruder::run(&monitor, self.size)?,
+            Program::Vacation => super::vacation::run(&monitor, self.size)?,
+            Program::Genome => super::genome::run(&monitor, self.size)?,
+            Program::Tokyo64 => tokyo::run(&monitor, self.size, 10_000_000, 64)?,
+            Program::Tokyo128 => tokyo::run(&monitor, self.size, 5_000_000, 128)?,
+            Program::Tokyo1024 => tokyo::run(&monitor, self.size, 1_000_000, 1024)?,
+        }
+        let failed = || BenchError::wrong_result(self.program.name(), "the program did not finish");
+        let outcome = monitor.outcome().ok_or_else(failed)?;
+        // The library that is preloaded does not list its objects.
+        if self.verifies && self.saving == Saving::ToDisk && !self.program.is_preloaded() {
+            let saved = std::fs::File::open(file).map_err(BenchError::on("open the file of checkpoints"))?;
+            let found = objects.find_in(std::io::BufReader::new(saved));
+            let (live, found) = found.map_err(BenchError::on("read the file of checkpoints"))?;
+            if live == 0 || found != live {
+                let reason = format!("of {live} live objects, {found} are as they were saved");
+                return Err(BenchError::wrong_result(self.program.name(), reason));
+            }
+        }
+        Ok(outcome)
+    }
+}
+
+/// The task of this process.
+#[derive(clap::Args, Clone, Debug)]
+pub struct TaskOptions {
+    /// The task as JSON
+    task: String,
+}
+
+/// Runs the task in this process and prints what was measured.
+///
+/// # Errors
+/// The measurement failed.
+pub fn run(options: &TaskOptions) -> Result<(), BenchError> {
+    let task: Task = serde_json::from_str(&options.task).map_err(BenchError::pagemark)?;
+    print(&serde_json::to_string(&task.run()?).map_err(BenchError::pagemark)?);
+    Ok(())
+}

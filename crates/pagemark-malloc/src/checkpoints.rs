@@ -1,0 +1,106 @@
+//! What a program writes to its heap, for the program itself: it starts tracking, and takes
+//! checkpoints when it wants to.
+
+use std::ffi::{CStr, c_char, c_int};
+use std::fs::File;
+use std::io::{BufWriter, Write};
+use std::mem::ManuallyDrop;
+use std::os::fd::FromRawFd;
+use std::sync::{Mutex, PoisonError};
+use std::time::Instant;
+
+use pagemark::RangeSet;
+use pagemark_heap::HeapTracker;
+use pagemark_heap::grouping::{ByCost, ByHistory, Costs, Grouping, Separate};
+
+use crate::HEAP;
+
+static TRACKER: Mutex<Option<HeapTracker<Box<dyn Grouping>>>> = Mutex::new(None);
+
+/// What a checkpoint has cost.
+#[repr(C)]
+#[derive(Clone, Copy, Default, Debug)]
+pub struct Checkpoint {
+    /// Armed parts that were written in the interval.
+    pub faults: u64,
+    /// Parts that are no longer armed.
+    pub merges: u64,
+    /// Parts that are armed again.
+    pub splits: u64,
+    /// Bytes that were reported, and in how many ranges.
+    pub bytes: u64,
+    /// Number of ranges.
+    pub ranges: u64,
+    /// Time of finding them, nanoseconds.
+    pub collect_ns: u64,
+    /// Time of saving them, nanoseconds.
+    pub save_ns: u64,
+}
+
+/// Starts to track the heap. `strategy` is `separate`, `by-history` or `by-cost`. Returns 0 or the
+/// number of an error: `EINVAL` for another strategy, `ENOTSUP` if the kernel cannot track it.
+///
+/// # Safety
+/// `strategy` is a string.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn pagemark_heap_track(strategy: *const c_char) -> c_int {
+    // SAFETY: the caller guarantees it.
+    let strategy = unsafe { CStr::from_ptr(strategy) };
+    let Ok(heap) = HEAP.allocator() else { return libc::ENOMEM };
+    let grouping: Box<dyn Grouping> = match strategy.to_bytes() {
+        b"separate" => Box::new(Separate),
+        b"by-history" => Box::new(ByHistory::new(heap.parts())),
+        b"by-cost" => Box::new(ByCost::new(heap.parts(), Costs::default())),
+        _ => return libc::EINVAL,
+    };
+    let mut tracker = TRACKER.lock().unwrap_or_else(PoisonError::into_inner);
+    // A heap has one tracker at a time.
+    *tracker = None;
+    match HeapTracker::of_program(&HEAP, grouping) {
+        Ok(new) => {
+            *tracker = Some(new);
+            0
+        }
+        Err(_) => libc::ENOTSUP,
+    }
+}
+
+/// Finds what was written to the heap since the last call; all of it, the first time. If `file` is
+/// not -1, appends it there, and waits until it is on disk: for each range its address and length,
+/// 8 bytes each, and its bytes. Returns 0 or the number of an error: `EINVAL` if nothing is
+/// tracked.
+///
+/// # Safety
+/// `taken` points to memory for the result. `file` is -1 or an open file.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn pagemark_heap_checkpoint(file: c_int, taken: *mut Checkpoint) -> c_int {
+    let mut tracker = TRACKER.lock().unwrap_or_else(PoisonError::into_inner);
+    let (Some(tracker), Ok(heap)) = (&mut *tracker, HEAP.allocator()) else { return libc::EINVAL };
+    let (begin, mut written) = (Instant::now(), RangeSet::new());
+    let Ok(interval) = tracker.collect_written(&mut written) else { return libc::EIO };
+    let mut cost = Checkpoint {
+        faults: interval.faults,
+        merges: interval.merges,
+        splits: interval.splits,
+        bytes: written.total_bytes().get(),
+        ranges: written.range_count() as u64,
+        collect_ns: begin.elapsed().as_nanos() as u64,
+        save_ns: 0,
+    };
+    if file >= 0 {
+        let begin = Instant::now();
+        // SAFETY: the caller guarantees that it is open. It is not closed here.
+        let file = ManuallyDrop::new(unsafe { File::from_raw_fd(file) });
+        let mut out = BufWriter::with_capacity(1 << 20, &*file);
+        let saved = heap.write_ranges(&written, &mut out).and_then(|()| out.flush()).and_then(|()| file.sync_data());
+        if let Err(error) = saved {
+            return error.raw_os_error().unwrap_or(libc::EIO);
+        }
+        let took = begin.elapsed();
+        cost.save_ns = took.as_nanos() as u64;
+        tracker.learn_cost(written.total_bytes(), took);
+    }
+    // SAFETY: the caller guarantees it.
+    unsafe { taken.write(cost) };
+    0
+}
