@@ -43,6 +43,18 @@ def test_arrays_have_any_shape_and_most_types() -> None:
         pagemark.region_of(numpy.zeros(3))
 
 
+def test_an_array_keeps_its_region() -> None:
+    table = pagemark.empty(1000)
+    region = pagemark.region_of(table)
+    part = table[10:]
+    del table
+    with pytest.raises(BufferError, match="views"):
+        region.close()
+    part[:] = 1
+    del part
+    region.close()
+
+
 def test_the_package_works_without_numpy() -> None:
     program = """
 import sys

@@ -39,7 +39,8 @@ def empty(
     region = Region(max(count * kind.itemsize, 1), mechanism, rollback=rollback, store=store)
     # Before Python 3.12, types do not know what a buffer is.
     buffer: Any = region
-    return numpy.ndarray(sizes, kind, buffer=buffer)
+    # An array that is made over the region itself would not count as a view of it.
+    return numpy.ndarray(sizes, kind, buffer=numpy.frombuffer(buffer, numpy.uint8))
 
 
 def region_of(array: numpy.typing.NDArray[Any]) -> Region:
