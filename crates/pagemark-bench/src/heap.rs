@@ -368,7 +368,10 @@ impl Session<'_> {
 
     /// The variants of figures 9 and 10.
     fn tracked(&self) -> Vec<Variant> {
-        let pages = [Mechanism::PagemapScan, Mechanism::Mprotect, Mechanism::Adaptive].map(Variant::of_pages);
+        let mut pages =
+            [Mechanism::PagemapScan, Mechanism::Mprotect, Mechanism::Adaptive].map(Variant::of_pages).to_vec();
+        // The strategy needs no parts.
+        pages.push(Variant { parts: Some(1), tracking: Tracking::ByCost });
         let by_parts = |&parts: &usize| {
             let trackings = [Tracking::Static, Tracking::Dynamic, Tracking::ByCost];
             trackings.map(|tracking| Variant { parts: Some(parts), tracking })

@@ -37,13 +37,15 @@ fn programs_with_objects_run_with_parts_and_lose_none() {
     }
     let programs = "bayes,intruder,vacation,genome";
     let text = printed(out.path(), &["--program", programs, "--parts", "4", "--figure", "6,8,9,10"]);
-    for word in ["14 990 453", "1.34 GB", "base", "pagemap-scan", "adaptive", "static-4", "dynamic-4", "cost-4"] {
+    for word in
+        ["14 990 453", "1.34 GB", "base", "pagemap-scan", "adaptive", "static-4", "dynamic-4", "cost-1", "cost-4"]
+    {
         assert!(text.contains(word), "no {word} in\n{text}");
     }
     // Two allocators and two numbers of views.
     assert_eq!(rows(out.path(), "figure-8"), 4 * 3);
     for name in ["figure-9", "figure-9-faults", "figure-10-time", "figure-10-volume"] {
-        assert_eq!(rows(out.path(), name), 4 * 6, "{name}");
+        assert_eq!(rows(out.path(), name), 4 * 7, "{name}");
         assert!(out.path().join(name).with_extension("svg").exists());
     }
 }

@@ -11,26 +11,33 @@ pub struct Costs {
     pub fault_ns: f64,
     /// Nanoseconds to save a byte.
     pub byte_ns: f64,
+    /// Nanoseconds to release a part that lies by itself, and to arm it again later: system calls,
+    /// and a scan in more pieces.
+    pub regroup_ns: f64,
 }
 
 impl Default for Costs {
     /// Costs on the machine that the figures in `docs/` are of: a fault, and copying, hashing and
     /// storing a byte.
     fn default() -> Self {
-        Costs { fault_ns: 800.0, byte_ns: 0.6 }
+        Costs { fault_ns: 800.0, byte_ns: 0.6, regroup_ns: 1500.0 }
     }
 }
 
 /// Weight of the last interval in the probability that a part is written: a quarter.
 const WEIGHT_SHIFT: u32 = 2;
 
+/// Intervals from the release of a part to its first probe, as a binary logarithm.
+const FIRST_WAIT: u8 = 2;
+
 /// Most intervals between two probes of a released part, as a binary logarithm.
 const MOST_WAIT: u8 = 5;
 
 /// Releases a part if it is written so often that its faults would cost more than saving it in
-/// vain would: if `p · (fault + bytes) > bytes` for the probability `p` that an interval writes the
-/// part. Released parts are armed again for one interval at times, to find out whether they are
-/// still written; the time between doubles as long as they are.
+/// vain would: if `n · (p · (fault + bytes) - bytes) > regroup` for the probability `p` that an
+/// interval writes the part, and the `n` intervals until it is armed again. Released parts are
+/// armed for one interval at times, to find out whether they are still written; the time between
+/// doubles as long as they are.
 #[derive(Clone, Debug)]
 pub struct ByCost {
     parts: usize,
@@ -60,15 +67,16 @@ impl ByCost {
         ByCost { parts: parts.count(), part_bytes, costs, interval: 0, estimates: Vec::new() }
     }
 
-    /// The probability, of 255, from which a part is released.
-    fn threshold(&self) -> f64 {
+    /// What it saves to release a part for an interval, in nanoseconds, by the probability (of 255)
+    /// that the interval writes the part.
+    fn gain(&self, probability: u8) -> f64 {
         let bytes = self.part_bytes * self.costs.byte_ns;
-        255.0 * bytes / (self.costs.fault_ns + bytes)
+        f64::from(probability) / 255.0 * (self.costs.fault_ns + bytes) - bytes
     }
 
     /// Decides on the parts of a page.
     fn decide_page(&mut self, page: usize, written: PartSet, released: PartSet) -> PartSet {
-        let (now, threshold, first) = (self.interval, self.threshold(), page * self.parts);
+        let (now, first) = (self.interval, page * self.parts);
         grow(&mut self.estimates, first + self.parts - 1);
         let mut next = 0;
         for part in 0..self.parts {
@@ -92,17 +100,20 @@ impl ByCost {
             }
             let was_released = was_released && estimate.interval != 0;
             let idle = (now - estimate.interval).saturating_sub(1).min(16);
+            // Much memory is written once, when its objects are made: nothing is expected of a part
+            // that was never written before.
             let before = if estimate.interval == 0 {
-                128
+                0
             } else {
                 (0..idle).fold(estimate.probability, |p, _| p - (p >> WEIGHT_SHIFT))
             };
             estimate.probability = before + ((255 - before) >> WEIGHT_SHIFT);
             estimate.interval = now;
-            if f64::from(estimate.probability) > threshold {
-                estimate.wait = if was_released { (estimate.wait + 1).min(MOST_WAIT) } else { 1 };
-                estimate.interval = now + (1 << estimate.wait);
-                estimate.is_released = true;
+            let wait = if was_released { (estimate.wait + 1).min(MOST_WAIT) } else { FIRST_WAIT };
+            let probability = estimate.probability;
+            if self.gain(probability) * f64::from(1 << wait) > self.costs.regroup_ns {
+                let interval = now + (1 << wait);
+                self.estimates[first + part] = Estimate { interval, probability, wait, is_released: true };
                 next |= 1 << part;
             }
         }
@@ -155,7 +166,7 @@ mod tests {
             "{probes:?}"
         );
         // Bytes that cost a hundred times as much.
-        let mut strategy = ByCost::new(Parts::Two, Costs { fault_ns: 800.0, byte_ns: 60.0 });
+        let mut strategy = ByCost::new(Parts::Two, Costs { byte_ns: 60.0, ..Costs::default() });
         assert!(run(&mut strategy, &always).iter().all(|released| !released));
     }
 
@@ -168,12 +179,22 @@ mod tests {
     }
 
     #[test]
-    fn learned_costs_move_the_threshold() {
+    fn learned_costs_change_the_gain() {
         let mut strategy = ByCost::new(Parts::Four, Costs::default());
-        let before = strategy.threshold();
+        let before = strategy.gain(200);
+        assert!(before > 0.0 && strategy.gain(100) < 0.0);
         strategy.learn_cost(f64::NAN);
-        assert_eq!(strategy.threshold(), before);
+        assert_eq!(strategy.gain(200), before);
         (0..20).for_each(|_| strategy.learn_cost(20.0));
-        assert!(strategy.threshold() > before);
+        assert!(strategy.gain(200) < 0.0);
+    }
+
+    #[test]
+    fn a_part_that_is_written_once_is_not_released() {
+        for parts in Parts::ALL {
+            let intervals = [true, false, false, true, false, false, false, true];
+            let released = run(&mut ByCost::new(parts, Costs::default()), &intervals);
+            assert!(released.iter().all(|released| !released), "{parts:?} {released:?}");
+        }
     }
 }
