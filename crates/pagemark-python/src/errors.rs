@@ -6,6 +6,7 @@ use std::borrow::Borrow;
 use std::io;
 
 use pagemark::{Error as CoreError, ErrorKind};
+use pagemark_heap::{Error as CoreHeapError, ErrorKind as HeapErrorKind};
 use pagemark_process::restore::{RestoreFailure, Stage};
 use pagemark_process::{Error as CoreProcessError, ErrorKind as ProcessErrorKind};
 use pyo3::create_exception;
@@ -46,7 +47,14 @@ create_exception!(
     pagemark,
     ForkedError,
     Error,
-    "The region or job belongs to the process that this one was forked from."
+    "The region, heap or job belongs to the process that this one was forked from."
+);
+create_exception!(
+    pagemark,
+    HeapError,
+    Error,
+    "The saved heap could not be opened or saved: it is another one than was expected, its addresses are taken, or \
+     another program has saved to the job."
 );
 create_exception!(
     pagemark,
@@ -133,6 +141,17 @@ pub fn of_process(error: &CoreProcessError) -> PyErr {
             None => ProcessError::new_err(message),
         },
         _ => ProcessError::new_err(message),
+    }
+}
+
+/// The exception for a saved heap that could not be made, opened or saved.
+pub fn of_heap(error: CoreHeapError) -> PyErr {
+    let message = error.to_string();
+    match error.kind() {
+        HeapErrorKind::NoRoom => PyMemoryError::new_err(message),
+        HeapErrorKind::ForkedChild => ForkedError::new_err(message),
+        HeapErrorKind::Core(_) => error.core_error().map_or_else(|| HeapError::new_err(message), of_error),
+        _ => HeapError::new_err(message),
     }
 }
 

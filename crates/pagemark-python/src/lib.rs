@@ -1,5 +1,6 @@
 //! The Python package of Pagemark: [`pagemark::Region`] as a buffer, its transactions and
-//! snapshots; jobs, which checkpoint process trees, and their restore.
+//! snapshots; heaps that survive their program; jobs, which checkpoint process trees, and their
+//! restore.
 //!
 //! `python/pagemark/_native.pyi` has the names, types and errors. Functions that copy much memory
 //! or may block release the interpreter.
@@ -18,6 +19,7 @@
 
 mod changes;
 mod errors;
+mod heap;
 mod job;
 mod ranges;
 mod region;
@@ -42,9 +44,11 @@ mod _native {
     use crate::changes::{Change, Changes};
     #[pymodule_export]
     use crate::errors::{
-        CriuError, Error, ForkedError, MechanismError, PidInUseError, ProcessError, ProcessGoneError, RepositoryError,
-        RestoreError, SnapshotError, TransactionError,
+        CriuError, Error, ForkedError, HeapError, MechanismError, PidInUseError, ProcessError, ProcessGoneError,
+        RepositoryError, RestoreError, SnapshotError, TransactionError,
     };
+    #[pymodule_export]
+    use crate::heap::{HeapBuffer, SavedHeap, Saving};
     #[pymodule_export]
     use crate::job::Job;
     #[pymodule_export]

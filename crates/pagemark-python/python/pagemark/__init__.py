@@ -1,4 +1,4 @@
-"""Regions of memory with transactions and snapshots, and checkpoints of processes.
+"""Regions of memory with transactions and snapshots, saved heaps, and checkpoints of processes.
 
 The written pages of a region are found by the kernel's page tables, so that NumPy, and anything
 else that takes a buffer, works in it at full speed:
@@ -16,7 +16,8 @@ True
 >>> int(array[0]), int(array[1])
 (42, 0)
 
-``region.save(repository, job)`` makes a region durable. A ``Job`` takes checkpoints of another
+``region.save(repository, job)`` makes a region durable. A ``SavedHeap`` holds named arrays and
+buffers that survive the program. A ``Job`` takes checkpoints of another
 process and its descendants, and ``restore`` restores them.
 
 ``empty(shape, dtype)`` makes an array over a region, and ``region_of(array)`` returns the region:
@@ -25,7 +26,8 @@ process and its descendants, and ``restore`` restores them.
 >>> with pagemark.region_of(table).transaction():
 ...     table[0] = 1.5
 
-These two functions need NumPy, and so does nothing else in the package.
+These two functions and the arrays of a ``SavedHeap`` need NumPy, and so does nothing else in the
+package.
 """
 
 from typing import TYPE_CHECKING
