@@ -5,6 +5,8 @@ use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
+use pagemark_kvm::start::{DEFAULT_PIPE, IGNORE_PIPE};
+
 const USAGE: &str = "usage: pagemark-kvm [--check] PROGRAM [ARGUMENT...]";
 
 /// The exit statuses of `env` and of shells, for programs that cannot be started.
@@ -22,6 +24,10 @@ fn main() -> ExitCode {
                 Err(error) => fail(&error.to_string()),
             };
         }
+        Some(option) if option == DEFAULT_PIPE.to_bytes() => {
+            return execute(arguments.skip(1).collect(), libc::SIG_DFL);
+        }
+        Some(option) if option == IGNORE_PIPE.to_bytes() => return execute(arguments.skip(1).collect(), libc::SIG_IGN),
         Some(b"--") => {
             arguments.next();
         }
@@ -31,6 +37,14 @@ fn main() -> ExitCode {
     let arguments: Vec<OsString> = arguments.collect();
     let Some(name) = arguments.first() else { return fail(USAGE) };
     let path = find(name);
+    let mut arguments = arguments;
+    arguments.insert(0, path.into_os_string());
+    execute(arguments, libc::SIG_DFL)
+}
+
+/// Runs the program whose path and arguments these are. `on_pipe` is the action of `SIGPIPE`, which
+/// Rust's library has changed.
+fn execute(arguments: Vec<OsString>, on_pipe: libc::sighandler_t) -> ExitCode {
     let strings = |values: &mut dyn Iterator<Item = OsString>| -> Vec<CString> {
         values.filter_map(|value| CString::new(value.into_vec()).ok()).collect()
     };
@@ -39,11 +53,12 @@ fn main() -> ExitCode {
         name.push(value);
         name
     }));
-    let Some(path) = strings(&mut [path.into_os_string()].into_iter()).pop() else { return fail(USAGE) };
+    let environment: Vec<CString> = environment.into_iter().map(pagemark_kvm::start::shown).collect();
     let arguments = strings(&mut arguments.into_iter());
-    // SAFETY: restores the default that Rust's library has changed; there is one thread.
-    unsafe { libc::signal(libc::SIGPIPE, libc::SIG_DFL) };
-    let Err(error) = pagemark_kvm::run(&path, &arguments, &environment);
+    let Some((path, arguments)) = arguments.split_first() else { return fail(USAGE) };
+    // SAFETY: there is one thread, and no handler.
+    unsafe { libc::signal(libc::SIGPIPE, on_pipe) };
+    let Err(error) = pagemark_kvm::run(path, arguments, &environment, &[c"pagemark-kvm".into()]);
     let status = match (error.kind(), error.io_error().map(std::io::Error::kind)) {
         (pagemark_kvm::ErrorKind::NotRunnable, Some(std::io::ErrorKind::NotFound)) => NOT_FOUND,
         (pagemark_kvm::ErrorKind::NotRunnable, _) => NOT_EXECUTABLE,

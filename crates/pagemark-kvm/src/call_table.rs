@@ -138,6 +138,11 @@ static CALLS: LazyLock<HashMap<u64, Passed>> = LazyLock::new(|| {
     TABLE.iter().map(entry).collect()
 });
 
+/// Makes the table, so that no thread does so during a `fork`.
+pub fn prepare() {
+    LazyLock::force(&CALLS);
+}
+
 /// The call of this number, if the kernel carries it out as it is.
 pub fn passed(number: u64) -> Option<&'static Passed> {
     CALLS.get(&number)

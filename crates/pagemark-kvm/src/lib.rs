@@ -15,6 +15,7 @@ mod mappings;
 mod page_table;
 mod process;
 mod random;
+pub mod start;
 mod sys;
 mod thread;
 mod vcpu;
@@ -35,14 +36,21 @@ pub fn check() -> Result<(), Error> {
 }
 
 /// Turns this process into the program at `path` with `arguments` (the first is its name) and
-/// `environment`, in a machine. Returns only if the program cannot be started.
+/// `environment`, in a machine. Returns only if the program cannot be started. When the program
+/// executes another, the file of this process is executed with the arguments `again`, then
+/// [`start::DEFAULT_PIPE`] or [`start::IGNORE_PIPE`], the path, and the arguments of the program.
 ///
 /// # Errors
 /// If the machine does not work here, or the file is no program for it.
 ///
 /// # Panics
 /// Never; but the process must have no other thread, or that would go on beside the program.
-pub fn run(path: &CStr, arguments: &[CString], environment: &[CString]) -> Result<std::convert::Infallible, Error> {
+pub fn run(
+    path: &CStr,
+    arguments: &[CString],
+    environment: &[CString],
+    again: &[CString],
+) -> Result<std::convert::Infallible, Error> {
     machine::check_layout()?;
     let image = Image::open(path, arguments).map_err(|refused| not_runnable(path, &refused))?;
     let machine = machine::Machine::new()?;
@@ -54,11 +62,9 @@ pub fn run(path: &CStr, arguments: &[CString], environment: &[CString]) -> Resul
         libc::prctl(libc::PR_SET_NAME, name.as_ptr());
     }
     drop(image);
-    let process = Arc::new(process::Process::new(program));
+    let process = Arc::new(process::Process::new(program, again.to_vec())?);
     let thread = thread::Thread::new(machine, process, start)?;
-    thread.run();
-    // The main thread has ended by `exit`, and this one with it.
-    std::process::abort()
+    thread.run_main()
 }
 
 fn not_runnable(path: &CStr, refused: &Refused) -> Error {

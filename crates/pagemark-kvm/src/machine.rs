@@ -96,6 +96,8 @@ pub struct Machine {
     most_vcpus: usize,
     /// How many virtual CPUs there are. KVM never frees one before its machine.
     made: AtomicUsize,
+    /// Those whose threads have ended.
+    idle: Mutex<Vec<Vcpu>>,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -117,6 +119,21 @@ impl Machine {
         Machine::with(tables, root, stubs, Arc::new(Mutex::new(space)))
     }
 
+    /// The machine of a child made by `fork`, which has copies of the parent's memory and tables.
+    ///
+    /// # Errors
+    /// As [`Machine::new`].
+    pub fn after_fork(parent: &Machine) -> Result<Arc<Machine>, Error> {
+        let machine = Machine::with(parent.tables.clone(), parent.root, parent.stubs, parent.space.clone())?;
+        let mut space = machine.space();
+        for (span, slot) in std::mem::take(&mut space.slots) {
+            machine.add_slot(slot, u64::from(slot) * SLOT_SPAN, SLOT_SPAN, span * SLOT_SPAN)?;
+            space.slots.insert(span, slot);
+        }
+        drop(space);
+        Ok(machine)
+    }
+
     fn with(
         tables: Arc<TableMemory>,
         root: u64,
@@ -135,8 +152,18 @@ impl Machine {
         let by_address = 1u64 << (u64::from(width.clamp(31, 52)) - SLOT_SPAN.trailing_zeros() as u64);
         let most_slots = (kvm.get_nr_memslots() as u64).min(by_address) as u32;
         let most_vcpus = kvm.get_max_vcpus();
-        let machine =
-            Machine { vm, cpuid, tables, root, stubs, space, most_slots, most_vcpus, made: AtomicUsize::new(0) };
+        let machine = Machine {
+            vm,
+            cpuid,
+            tables,
+            root,
+            stubs,
+            space,
+            most_slots,
+            most_vcpus,
+            made: AtomicUsize::new(0),
+            idle: Mutex::default(),
+        };
         machine.add_slot(0, 0, TABLE_MEMORY, machine.tables.host_address())?;
         Ok(Arc::new(machine))
     }
@@ -198,7 +225,11 @@ impl Machine {
         let mut found = space.mappings.find(address);
         if found.is_none() {
             // The kernel knows best: for example, a mapping that another call made.
-            self.reload(&mut space)?;
+            if self.reload(&mut space).is_err() {
+                // For example, the program has as many files open as it may. What is known is all
+                // that the monitor has mapped.
+                return Ok(Resolved::NotMapped);
+            }
             found = space.mappings.find(address);
         }
         let Some(Mapping { start, end, protection }) = found else { return Ok(Resolved::NotMapped) };
@@ -251,11 +282,16 @@ impl Machine {
         Ok(())
     }
 
-    /// A virtual CPU for a thread.
+    /// A virtual CPU for a thread: one whose thread has ended, or a new one.
     ///
     /// # Errors
     /// Of kind [`ErrorKind::Exhausted`] if KVM allows no more.
     pub fn take_vcpu(&self) -> Result<Vcpu, Error> {
+        let idle = lock(&self.idle).pop();
+        if let Some(mut vcpu) = idle {
+            vcpu.reset(&self.stubs, self.root)?;
+            return Ok(vcpu);
+        }
         let id = self.made.fetch_add(1, Ordering::Relaxed);
         if id >= self.most_vcpus {
             let reason = format!("KVM allows {} virtual CPUs, one for each thread", self.most_vcpus);
@@ -268,8 +304,14 @@ impl Machine {
         let vcpu = unsafe { self.vm.create_vcpu_from_rawfd(fd) }.map_err(Error::kvm("mmap of a virtual CPU"))?;
         let stack = self.kernel_page()?;
         let mut vcpu = Vcpu::new(vcpu, stack, self.tables.clone(), &self.cpuid)?;
+        vcpu.keep_from_children(self.vm.run_size());
         vcpu.reset(&self.stubs, self.root)?;
         Ok(vcpu)
+    }
+
+    /// Takes back the virtual CPU of a thread that ends.
+    pub fn put_vcpu(&self, vcpu: Vcpu) {
+        lock(&self.idle).push(vcpu);
     }
 
     /// A page for the guest's kernel: its guest-physical address.

@@ -76,7 +76,7 @@ impl<'m> PageTable<'m> {
 
     /// Maps the page `physical` of stubs at `address`: executable, and for nobody writable. Under
     /// PVM `syscall` fetches the stub with the program's rights, so the program may read it. That
-    /// the program jumps there is harmless: `out` is not allowed to it.
+    /// the program jumps there is harmless: it makes a system call that it could make itself.
     pub fn map_stubs(&self, address: u64, physical: u64) -> Result<(), OutOfTables> {
         self.fill(address, address + PAGE, physical, PRESENT | USER | ACCESSED)
     }

@@ -2,10 +2,15 @@
 
 use std::collections::BTreeSet;
 use std::ffi::{CStr, CString};
-use std::io::Write;
+use std::fs::File;
+use std::os::fd::{AsRawFd, RawFd};
+use std::os::unix::fs::OpenOptionsExt;
+use std::sync::atomic::{AtomicI32, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crate::call_table;
+use crate::error::Error;
+use crate::sys::descriptors;
 use crate::sys::signals::{self, Action};
 
 /// The process in the machine.
@@ -16,6 +21,21 @@ pub struct Process {
     actions: Mutex<[Action; 65]>,
     /// What was reported; each is reported once.
     reported: Mutex<BTreeSet<(u64, String)>>,
+    /// How many threads of the program there are.
+    threads: AtomicUsize,
+    /// The exit status of the first thread of the process, once it has ended.
+    status: AtomicI32,
+    /// The file of the monitor, among its descriptors, for `exec`.
+    monitor: AtomicI32,
+    /// The arguments before the program's with which the monitor enters a program.
+    again: Vec<CString>,
+}
+
+/// The locks of a process, held during a `fork`.
+pub struct Locks<'p> {
+    _program: MutexGuard<'p, CString>,
+    _actions: MutexGuard<'p, [Action; 65]>,
+    _reported: MutexGuard<'p, BTreeSet<(u64, String)>>,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -25,7 +45,10 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 impl Process {
     /// A process that runs `program`. Ignored signals stay ignored, as the kernel does it for
     /// `execve`; all other actions become the default.
-    pub fn new(program: CString) -> Process {
+    ///
+    /// # Errors
+    /// If the monitor's own file cannot be opened.
+    pub fn new(program: CString, again: Vec<CString>) -> Result<Process, Error> {
         let mut actions = [Action::default(); 65];
         for number in 1..=64 {
             let Ok(own) = signals::action(number) else { continue };
@@ -38,7 +61,79 @@ impl Process {
                 }
             }
         }
-        Process { program: Mutex::new(program), actions: Mutex::new(actions), reported: Mutex::default() }
+        let process = Process {
+            program: Mutex::new(program),
+            actions: Mutex::new(actions),
+            reported: Mutex::default(),
+            threads: AtomicUsize::new(1),
+            status: AtomicI32::new(0),
+            monitor: AtomicI32::new(-1),
+            again,
+        };
+        process.open_monitor()?;
+        call_table::prepare();
+        Ok(process)
+    }
+
+    /// Opens the monitor's file: at the start, and in a child made by `fork`.
+    ///
+    /// # Errors
+    /// If it cannot be opened.
+    pub fn open_monitor(&self) -> Result<(), Error> {
+        let path = "/proc/self/exe";
+        let file = File::options().read(true).custom_flags(libc::O_PATH).open(path);
+        let fd = file.and_then(|file| descriptors::raise(file.as_raw_fd())).map_err(Error::system("open", path))?;
+        self.monitor.store(fd, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// The process of a child that shares this memory (`vfork`), but not the signal actions.
+    pub fn copy(&self) -> Process {
+        Process {
+            program: Mutex::new(self.program()),
+            actions: Mutex::new(*lock(&self.actions)),
+            reported: Mutex::new(lock(&self.reported).clone()),
+            threads: AtomicUsize::new(1),
+            status: AtomicI32::new(0),
+            monitor: AtomicI32::new(self.monitor.load(Ordering::Relaxed)),
+            again: self.again.clone(),
+        }
+    }
+
+    /// Locks all that threads share, so that a child made by `fork` finds it whole.
+    pub fn lock_for_fork(&self) -> Locks<'_> {
+        Locks { _program: lock(&self.program), _actions: lock(&self.actions), _reported: lock(&self.reported) }
+    }
+
+    /// A child made by `fork` has one thread.
+    pub fn has_one_thread(&self) {
+        self.threads.store(1, Ordering::Relaxed);
+    }
+
+    /// The process has one thread more.
+    pub fn add_thread(&self) {
+        self.threads.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// A thread ends with `status`, which is that of the process if it is the first of the process.
+    /// With the last thread the process ends: KVM has threads in it, which would keep it.
+    pub fn end_thread(&self, is_first: bool, status: i32) {
+        if is_first {
+            self.status.store(status, Ordering::Relaxed);
+        }
+        if self.threads.fetch_sub(1, Ordering::AcqRel) == 1 {
+            self.exit(self.status.load(Ordering::Relaxed));
+        }
+    }
+
+    /// The monitor's file.
+    pub fn monitor(&self) -> RawFd {
+        self.monitor.load(Ordering::Relaxed)
+    }
+
+    /// The arguments with which the monitor enters another program.
+    pub fn again(&self) -> &[CString] {
+        &self.again
     }
 
     /// The path of the program.
@@ -64,6 +159,15 @@ impl Process {
             *place = action;
         }
         Ok(before)
+    }
+
+    /// All actions of handlers become the default, as `execve` and `CLONE_CLEAR_SIGHAND` do it.
+    pub fn clear_actions(&self) {
+        for number in 1..=64 {
+            if self.action(number).handler > 1 {
+                let _ = self.set_action(number, Some(Action::default()));
+            }
+        }
     }
 
     /// Reports a system call that the machine does not have, with the errno that the program gets.
@@ -94,5 +198,8 @@ impl Process {
 
 /// Writes a line about `program` to the standard error stream.
 pub fn report(program: &CStr, text: &str) {
-    let _ = writeln!(std::io::stderr(), "pagemark-kvm: {}: {text}", program.to_string_lossy().escape_debug());
+    let line = format!("pagemark-kvm: {}: {text}\n", program.to_string_lossy().escape_debug());
+    // Without the lock of the standard library, which another thread may have had during a `fork`.
+    // SAFETY: writes from the buffer.
+    unsafe { libc::write(libc::STDERR_FILENO, line.as_ptr().cast(), line.len()) };
 }

@@ -8,6 +8,7 @@
 //!
 //! [`PROGRAM_END`]: crate::layout::PROGRAM_END
 
+pub mod child;
 pub mod descriptors;
 pub mod host_call;
 pub mod program_memory;

@@ -11,7 +11,7 @@ use crate::machine::{Machine, Resolved};
 use crate::process::Process;
 use crate::sys::host_call::Call;
 use crate::sys::program_memory;
-use crate::sys::signals::Slot;
+use crate::sys::signals::{self, Slot};
 use crate::vcpu::{Exception, Exit, Stuck, Vcpu};
 
 mod calls;
@@ -48,6 +48,8 @@ pub struct Thread {
     pub(crate) alternate: AlternateStack,
     /// Of the last exception: error code, vector, address. Signal frames have them.
     pub(crate) last_fault: (u64, u64, u64),
+    /// The exit status of the thread.
+    status: i32,
     /// The search for the page that the host does not have, while it goes on.
     search: Option<Search>,
 }
@@ -82,14 +84,32 @@ impl Thread {
         let mut vcpu = machine.take_vcpu()?;
         let slot = Slot::new(vcpu.immediate_exit());
         let alternate = AlternateStack::default();
-        Ok(Thread { machine, process, vcpu, slot, clear_tid: 0, alternate, last_fault: (0, 0, 0), search: None })
+        Ok(Thread {
+            machine,
+            process,
+            vcpu,
+            slot,
+            clear_tid: 0,
+            alternate,
+            last_fault: (0, 0, 0),
+            status: 0,
+            search: None,
+        })
     }
 
-    /// Runs the program until this thread of it ends. Where the process ends, this does not return.
-    pub fn run(mut self) {
-        // SAFETY: slot and virtual CPU live until the end of this function, and no signal has a
-        // handler before the program sets one.
+    /// Runs the program in the main thread of this process, until the process ends.
+    pub fn run_main(mut self) -> ! {
+        self.run_with_mask(signals::mask(Some(u64::MAX)));
+        std::process::abort()
+    }
+
+    /// Runs the program with the signal mask `mask` until this thread of it ends. Before and after
+    /// that all signals are blocked. Where the process ends, this does not return.
+    fn run_with_mask(&mut self, mask: u64) {
+        // SAFETY: slot and virtual CPU live as long as this thread is run, and all signals are
+        // blocked otherwise.
         unsafe { self.slot.make_current() };
+        signals::mask(Some(mask));
         loop {
             self.deliver();
             match self.vcpu.run() {
@@ -244,12 +264,12 @@ impl Thread {
     fn fail(&mut self, reason: &str) -> ! {
         let at = self.vcpu.registers().rip;
         crate::process::report(&self.process.program(), &format!("the machine failed at {at:#x}: {reason}"));
-        crate::sys::signals::die(libc::SIGKILL as u32, &fault_info(libc::SIGKILL as u32, code::SI_KERNEL, 0))
+        signals::die(libc::SIGKILL as u32, &fault_info(libc::SIGKILL as u32, code::SI_KERNEL, 0))
     }
 
     /// What the kernel does when a thread ends.
-    fn end(self) {
-        crate::sys::signals::mask(Some(u64::MAX));
+    fn end(&mut self) {
+        signals::mask(Some(u64::MAX));
         if self.clear_tid != 0 && program_memory::write(self.clear_tid, &[0; 4]).is_ok() {
             let call = Call {
                 number: libc::SYS_futex as u64,
@@ -257,10 +277,13 @@ impl Thread {
             };
             self.interruptible(&call);
         }
-        let status = 0;
-        // SAFETY: ends this thread, whose stack stays mapped; the process goes on while it has
-        // others.
-        unsafe { libc::syscall(libc::SYS_exit, status) };
+        // SAFETY: only asks.
+        let is_first = unsafe { libc::syscall(libc::SYS_getpid) == libc::syscall(libc::SYS_gettid) };
+        self.process.end_thread(is_first, self.status);
+        if is_first {
+            // SAFETY: ends this thread; the process goes on while it has others.
+            unsafe { libc::syscall(libc::SYS_exit, 0) };
+        }
     }
 }
 

@@ -193,6 +193,40 @@ impl Vcpu {
         Ok(())
     }
 
+    /// A child made by `fork` gets no mapping of this virtual CPU, which would keep the parent's
+    /// machine alive. `size` is that of the mapping.
+    pub(crate) fn keep_from_children(&mut self, size: usize) {
+        let run = std::ptr::from_mut(self.fd.get_kvm_run());
+        // SAFETY: the whole mapping of the virtual CPU; this process keeps it.
+        unsafe { libc::madvise(run.cast(), size, libc::MADV_DONTFORK) };
+    }
+
+    /// The registers, bases and vector state of `other`.
+    pub(crate) fn copy_state(&mut self, other: &mut Vcpu) -> Result<(), Error> {
+        let (state, vector) = (other.state(), other.vector_state()?);
+        self.set_state(&state, &vector)
+    }
+
+    /// The registers and the bases of FS and GS.
+    pub(crate) fn state(&mut self) -> (kvm_regs, u64, u64) {
+        let registers = *self.registers();
+        let (fs, gs) = self.bases();
+        (registers, *fs, *gs)
+    }
+
+    /// Goes on with these registers, bases and vector state.
+    pub(crate) fn set_state(
+        &mut self,
+        &(registers, fs, gs): &(kvm_regs, u64, u64),
+        vector: &kvm_xsave,
+    ) -> Result<(), Error> {
+        *self.registers() = registers;
+        let bases = self.bases();
+        (*bases.0, *bases.1) = (fs, gs);
+        self.commit();
+        self.set_vector_state(vector)
+    }
+
     /// Where a signal handler makes the next entry return at once.
     pub(crate) fn immediate_exit(&mut self) -> *mut u8 {
         &raw mut self.fd.get_kvm_run().immediate_exit

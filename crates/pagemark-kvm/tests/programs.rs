@@ -188,6 +188,51 @@ fn signals() {
     same(compiled("signals", dir.path(), flags), &[], dir.path());
 }
 
+#[test]
+fn threads() {
+    need_machine!();
+    let dir = dir();
+    same(compiled("threads", dir.path(), &["-pthread"]), &[], dir.path());
+}
+
+#[test]
+fn children() {
+    need_machine!();
+    let dir = dir();
+    same(compiled("children", dir.path(), &["-pthread"]), &[], dir.path());
+}
+
+#[test]
+fn shells() {
+    need_machine!();
+    let dir = dir();
+    let script = "echo a; (exit 3); echo $?; seq 1 2000 | sort -n | tail -1; yes | head -2; x=$(echo sub); echo $x; \
+                  for i in 1 2 3; do echo $i; done | while read i; do echo \"<$i>\"; done; sleep 0.05 & wait; \
+                  trap 'echo trapped' USR1; kill -USR1 $$; echo text | tr a-z A-Z > file; cat file; exit 4";
+    for shell in ["sh", "bash", "busybox"] {
+        let Some(shell) = find(shell) else { continue };
+        let arguments: &[&str] = if shell.ends_with("busybox") { &["sh", "-c", script] } else { &["-c", script] };
+        same(shell, arguments, dir.path());
+    }
+}
+
+#[test]
+fn python_with_threads_and_children() {
+    need_machine!();
+    let dir = dir();
+    let code = "import threading, subprocess, os, multiprocessing\n\
+                results = []\n\
+                def work(i): results.append(sum(k * i for k in range(20000)))\n\
+                threads = [threading.Thread(target=work, args=(i,)) for i in range(6)]\n\
+                [t.start() for t in threads]; [t.join() for t in threads]\n\
+                print(sorted(results))\n\
+                print(subprocess.run(['echo', 'hi'], capture_output=True))\n\
+                try: subprocess.run(['/nonexistent'])\n\
+                except OSError as e: print(e)\n\
+                with multiprocessing.get_context('fork').Pool(2) as p: print(p.map(abs, [-1, -2, 3]))\n";
+    same(program!("python3"), &["-c", code], dir.path());
+}
+
 /// Programs that do what is not allowed die as they do outside, and the machine survives them.
 #[test]
 fn wild_programs() {

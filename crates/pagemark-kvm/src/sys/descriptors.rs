@@ -3,12 +3,12 @@
 use std::collections::BTreeSet;
 use std::io;
 use std::os::fd::RawFd;
-use std::sync::Mutex;
+use std::sync::{Mutex, MutexGuard};
 
 /// Descriptors of the monitor. The program cannot name them: for it they do not exist.
 static OURS: Mutex<BTreeSet<RawFd>> = Mutex::new(BTreeSet::new());
 
-fn ours() -> std::sync::MutexGuard<'static, BTreeSet<RawFd>> {
+fn ours() -> MutexGuard<'static, BTreeSet<RawFd>> {
     OURS.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
 }
 
@@ -55,4 +55,25 @@ pub fn within(first: u32, last: u32) -> Vec<RawFd> {
 /// `fd` is not the monitor's any more.
 pub fn forget(fd: RawFd) {
     ours().remove(&fd);
+}
+
+/// The set of the monitor's descriptors, locked during a `fork`, so that the child finds it whole.
+pub struct Locked(MutexGuard<'static, BTreeSet<RawFd>>);
+
+/// Locks the set for a `fork`.
+pub fn lock_for_fork() -> Locked {
+    Locked(ours())
+}
+
+impl Locked {
+    /// In the child: closes all descriptors of the monitor, which are copies of the parent's.
+    ///
+    /// # Safety
+    /// Nothing may use or close them any more.
+    pub unsafe fn close_all(mut self) {
+        for fd in std::mem::take(&mut *self.0) {
+            // SAFETY: by the contract of this function.
+            unsafe { libc::close(fd) };
+        }
+    }
 }

@@ -5,12 +5,15 @@ use crate::sys::host_call::{self, Call};
 use crate::sys::program_memory::{self, Fault};
 use crate::thread::Thread;
 
+pub mod clone;
+pub mod exec;
 pub mod files;
 pub mod memory;
 pub mod process;
 pub mod signal;
 
 use crate::call_table::{self, Kind};
+use clone::Clone;
 
 /// How a call is refused: with an errno, and with what the machine lacks if Linux would carry it
 /// out.
@@ -109,7 +112,16 @@ impl Thread {
             libc::SYS_arch_prctl => self.arch_prctl(a, b).map(done),
             libc::SYS_prctl => self.prctl(call),
             libc::SYS_set_tid_address => Ok(done(self.set_tid_address(a))),
-            libc::SYS_exit => Ok(Outcome::EndThread),
+            libc::SYS_clone => self.clone(Clone::of_clone(arguments)),
+            libc::SYS_clone3 => self.clone(Clone::of_clone3(a, b)?),
+            libc::SYS_fork => self.clone(Clone::of_fork(false)),
+            libc::SYS_vfork => self.clone(Clone::of_fork(true)),
+            libc::SYS_execve => self.execve(a, b, c),
+            libc::SYS_execveat => self.execveat(arguments),
+            libc::SYS_exit => {
+                self.status = a as i32;
+                Ok(Outcome::EndThread)
+            }
             libc::SYS_exit_group => self.process.exit(a as i32),
             libc::SYS_rt_sigaction => self.rt_sigaction(arguments).map(done),
             libc::SYS_rt_sigreturn => Ok(self.rt_sigreturn()),
