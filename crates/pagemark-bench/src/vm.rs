@@ -94,8 +94,11 @@ struct Measured {
     peers: Vec<PeerRow>,
 }
 
-const STRATEGIES: [(&str, Strategy); 2] =
-    [("pre-copy", Strategy::PreCopy { max_rounds: 4, enough_pages: 1024 }), ("stop-and-copy", Strategy::StopAndCopy)];
+const STRATEGIES: [(&str, Strategy); 3] = [
+    ("pre-copy", Strategy::PreCopy { max_rounds: 4, enough_pages: 1024 }),
+    ("stop-and-copy", Strategy::StopAndCopy),
+    ("copy-on-write", Strategy::CopyOnWrite),
+];
 
 /// Measures and prints.
 ///
@@ -170,7 +173,10 @@ fn measure(
     repository: &std::path::Path,
 ) -> Result<(), BenchError> {
     let before = machine.passes_a_second(ALONE)?;
-    let mechanism = options.mechanism.unwrap_or_else(|| Mechanism::choose(Scope::Process));
+    let mechanism = match strategy {
+        Strategy::CopyOnWrite => Mechanism::Uffd,
+        _ => options.mechanism.unwrap_or_else(|| Mechanism::choose(Scope::Process)),
+    };
     let target = VmTarget::attach(machine.socket(), mechanism).map_err(BenchError::pagemark)?;
     let repository = Repository::create(repository).map_err(BenchError::pagemark)?;
     let policy = Policy { strategy, ..Policy::default() };

@@ -102,11 +102,13 @@ struct Row {
     overhead: f64,
     downtime_us: u64,
     dirty_pages: f64,
+    cow_pages: f64,
     bytes_per_second: f64,
 }
 
 impl Advise {
     pub fn run(self) -> Outcome {
+        self.options.tracking.check_process()?;
         let failed = |error| Failure::checkpointing(self.pid, error);
         let saver: Arc<dyn StateSaver> = match self.memory_only {
             true => Arc::new(RegisterSaver),
@@ -123,6 +125,7 @@ impl Advise {
 
 impl AdviseVm {
     pub fn run(self) -> Outcome {
+        self.options.tracking.check_machine()?;
         let mut target = vm::attach(self.options.tracking.mechanism(), &self.monitor)?;
         let operation = || format!("cannot observe the machine of {}", self.monitor.display());
         let observation = self.options.observe(&mut target).map_err(|error| Failure::of(operation(), error))?;
@@ -186,12 +189,14 @@ impl ObservationOptions {
 /// # Errors
 /// It does not work here.
 pub fn costs(mechanism: Mechanism) -> Result<Costs, Failure> {
-    let measured = track::cost(mechanism, Scope::Process)
+    // What tracks machines alone is measured as for regions: it handles writes in the same way.
+    let scope = if mechanism.has_scope(Scope::Process) { Scope::Process } else { Scope::OwnMemory };
+    let measured = track::cost(mechanism, scope)
         .map_err(|error| Failure::of(format!("cannot measure what {mechanism} costs"), error))?;
     let nanos = |ns: f64| Duration::from_nanos(ns as u64);
     let hot_after = (mechanism == Mechanism::Adaptive).then_some(adaptive::HOT_AFTER as u32);
-    let (first_write, copy) = (nanos(measured.first_write_ns), nanos(measured.collect_ns));
-    Ok(Costs { first_write, copy, hot_after, ..Costs::default() })
+    let (first_write, collect) = (nanos(measured.first_write_ns), nanos(measured.collect_ns));
+    Ok(Costs { first_write, collect, copy: collect, hot_after, ..Costs::default() })
 }
 
 fn table(forecasts: &[Forecast]) -> Table {
@@ -215,6 +220,7 @@ impl Row {
             overhead: forecast.overhead,
             downtime_us: us(forecast.downtime),
             dirty_pages: forecast.dirty_pages,
+            cow_pages: forecast.cow_pages,
             bytes_per_second: forecast.bytes_per_second,
         }
     }

@@ -59,6 +59,7 @@ pub struct Checkpoint {
 
 impl Attach {
     pub fn run(self) -> Outcome {
+        self.capture.memory.tracking.check_process()?;
         let policy = self.schedule.policy(&self.capture.memory)?;
         let name = job_name_of(&self.capture, self.pid)?;
         let repository = self.repository.open_or_create()?;
@@ -84,6 +85,7 @@ impl Attach {
 
 impl Checkpoint {
     pub fn run(self) -> Outcome {
+        self.capture.memory.tracking.check_process()?;
         let name = job_name_of(&self.capture, self.pid)?;
         let repository = self.repository.open_or_create()?;
         self.capture.check_data(repository.path())?;

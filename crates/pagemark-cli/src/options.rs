@@ -28,7 +28,7 @@ pub struct MemoryOptions {
     #[arg(long, value_name = "NAME", value_parser = job_name)]
     pub job: Option<String>,
     #[command(flatten)]
-    tracking: TrackingOptions,
+    pub tracking: TrackingOptions,
     /// Memory for copied pages until they are stored; pages that are copied while the program is
     /// frozen are added to that [default: a quarter of the available memory, at most 512MiB]
     #[arg(long, value_name = "SIZE", value_parser = text::parse_bytes)]
@@ -40,15 +40,43 @@ pub struct MemoryOptions {
 pub struct TrackingOptions {
     #[arg(long, default_value = "auto", value_parser = mechanism, help = mechanism_help())]
     mechanism: MechanismChoice,
-    /// How memory is copied: in rounds while the program runs, or all while it is frozen
+    /// How memory is copied: in rounds while the program runs, or all while it is frozen; of a
+    /// virtual machine also when it runs again, each page before the first write to it (needs the
+    /// mechanism uffd, which `auto` then means)
     #[arg(long, default_value = "pre-copy", value_enum)]
     strategy: StrategyName,
 }
 
 impl TrackingOptions {
-    /// The mechanism that is named, or the best that works here.
+    /// The mechanism that is named, or the best that works here with the strategy.
     pub fn mechanism(&self) -> Mechanism {
-        self.mechanism.0.unwrap_or_else(|| Mechanism::choose(Scope::Process))
+        self.mechanism.0.unwrap_or_else(|| match self.strategy {
+            StrategyName::CopyOnWrite => Mechanism::Uffd,
+            _ => Mechanism::choose(Scope::Process),
+        })
+    }
+
+    /// Checks that processes can be checkpointed in this way.
+    pub fn check_process(&self) -> Result<(), Failure> {
+        match self.strategy {
+            StrategyName::CopyOnWrite => {
+                Err(Failure::usage("the strategy copy-on-write is for virtual machines alone")
+                    .help("use --strategy pre-copy"))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Checks that virtual machines can be checkpointed in this way.
+    pub fn check_machine(&self) -> Result<(), Failure> {
+        match (self.strategy, self.mechanism()) {
+            (StrategyName::CopyOnWrite, Mechanism::Uffd) => Ok(()),
+            (StrategyName::CopyOnWrite, other) => {
+                Err(Failure::usage(format!("the strategy copy-on-write needs the mechanism uffd, not {other}"))
+                    .help("name uffd, or no mechanism"))
+            }
+            _ => Ok(()),
+        }
     }
 
     /// The strategy that is named.
@@ -56,6 +84,7 @@ impl TrackingOptions {
         match self.strategy {
             StrategyName::PreCopy => Strategy::default(),
             StrategyName::StopAndCopy => Strategy::StopAndCopy,
+            StrategyName::CopyOnWrite => Strategy::CopyOnWrite,
         }
     }
 }
@@ -144,7 +173,8 @@ fn job_name(name: &str) -> Result<String, pagemark::Error> {
 /// Names the mechanisms that can track other processes.
 fn mechanism_help() -> String {
     let names: Vec<_> = Mechanism::of_scope(Scope::Process).map(Mechanism::name).collect();
-    format!("How written pages are found: auto or one of {}; see `pagemark doctor`", names.join(", "))
+    let names = names.join(", ");
+    format!("How written pages are found: auto or one of {names}, or uffd (virtual machines); see `pagemark doctor`")
 }
 
 /// None is `auto`.
@@ -169,6 +199,7 @@ enum FilesName {
 enum StrategyName {
     PreCopy,
     StopAndCopy,
+    CopyOnWrite,
 }
 
 impl CaptureOptions {

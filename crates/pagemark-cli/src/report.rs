@@ -252,6 +252,7 @@ mod tests {
             state_downtime_us: 8_700,
             peak_flight_bytes: 2 << 20,
             written_bytes: 1 << 20,
+            ..Cost::default()
         };
         let taken = Taken { sequence: 12, taken_unix_us: 5, cost };
         let checkpoint = Checkpoint { job: "redis", taken };

@@ -48,6 +48,7 @@ impl Run {
         let program = self.command.first().map(Path::new).unwrap_or(Path::new(""));
         let name = self.capture.memory.job.clone().unwrap_or_else(|| job_name(program));
         // Whatever would make every checkpoint fail is reported before the program starts.
+        self.capture.memory.tracking.check_process()?;
         let repository = self.repository.open_or_create()?;
         self.capture.check_data(repository.path())?;
         let saver = self.capture.saver().map_err(Failure::no_checkpoints_here)?;

@@ -87,8 +87,14 @@ fn head(out: &mut String, manifest: &Manifest) {
         ("in flight", format!("at most {} of copied pages in Pagemark's memory", text::bytes(cost.peak_flight_bytes))),
         ("written", text::bytes(cost.written_bytes)),
     ];
+    let copied_later = cost.concurrent_pages + cost.cow_pages;
+    let kept = (copied_later > 0).then(|| {
+        let (pages, cow) = (text::count(copied_later), text::count(cost.cow_pages));
+        let waited = text::count(cost.write_faults);
+        ("kept", format!("{pages} pages copied after the freeze, {cow} of them before a write; {waited} writes waited"))
+    });
     let mut table = Table::without_header(2);
-    for (name, value) in lines {
+    for (name, value) in lines.into_iter().chain(kept) {
         table.row([name.into(), value]);
     }
     *out += &table.to_string();

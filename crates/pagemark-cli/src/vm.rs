@@ -87,6 +87,7 @@ impl Vm {
 
 impl Attach {
     fn run(self) -> Outcome {
+        self.memory.tracking.check_machine()?;
         let policy = self.schedule.policy(&self.memory)?;
         let repository = self.repository.open_or_create()?;
         let signals = Signals::hold_for_stop()?;
@@ -107,6 +108,7 @@ impl Attach {
 
 impl Checkpoint {
     fn run(self) -> Outcome {
+        self.memory.tracking.check_machine()?;
         let repository = self.repository.open_or_create()?;
         let target = attach(self.memory.mechanism(), &self.monitor)?;
         let name = name_of(&self.memory, &target);

@@ -12,7 +12,7 @@ use nix::unistd::Pid;
 use pagemark_testing::{MachinePaths, Qemu, SplitMix, TestMonitor, guest_program, skip, wait_for, with_disk};
 use serde_json::json;
 use small_disk::SmallDisk;
-use support::{Pagemark, children, kill_and_wait};
+use support::{Pagemark, can_hold_writes, children, kill_and_wait};
 
 #[test]
 fn a_machine_is_checkpointed_inspected_and_restored() {
@@ -151,7 +151,9 @@ fn killed_at_any_instant_it_leaves_the_machine_running() {
     let nodes = own.run("query-named-block-nodes", json!({})).as_array().map(Vec::len);
     let mut random = SplitMix(7);
     for round in 0..40 {
-        let mut command = pagemark.command(&["vm", "attach", "--every", "1ms", "--keep-last", "3", &monitor]);
+        let strategy = if round % 2 == 1 && can_hold_writes() { "copy-on-write" } else { "pre-copy" };
+        let every = ["--every", "1ms", "--keep-last", "3", "--strategy", strategy];
+        let mut command = pagemark.command(&[&["vm", "attach"], &every[..], &[&monitor]].concat());
         let mut child =
             command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("it starts");
         std::thread::sleep(Duration::from_millis(random.below(150 + 5 * round)));
@@ -173,6 +175,35 @@ fn killed_at_any_instant_it_leaves_the_machine_running() {
     }
     pagemark.done(&["vm", "checkpoint", "--job", "last", &monitor]);
     pagemark.done(&["verify"]);
+}
+
+#[test]
+fn copies_on_write_are_for_machines_and_one_mechanism_and_are_counted() {
+    if guest_program().is_none() || !can_hold_writes() {
+        skip!("no QEMU, no compiler for its guest, or no userfaultfd that holds the kernel's own writes");
+    }
+    let (pagemark, paths) = (Pagemark::new(), MachinePaths::default());
+    let _qemu = Qemu::start(&paths, &["-m", "64", "-name", "box"]);
+    let monitor = paths.monitor().display().to_string();
+    let own_pid = std::process::id().to_string();
+    for (arguments, said) in [
+        (&["checkpoint", "--strategy", "copy-on-write", &*own_pid][..], "for virtual machines alone"),
+        (
+            &["vm", "checkpoint", "--strategy", "copy-on-write", "--mechanism", "full", &*monitor],
+            "needs the mechanism uffd",
+        ),
+    ] {
+        let output = pagemark.output(arguments);
+        let text = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.code() == Some(2) && text.contains(said), "{text}");
+    }
+    let first = pagemark.json(&["vm", "checkpoint", "--json", "--strategy", "copy-on-write", &monitor]);
+    let number = |name: &str| first[name].as_u64().expect("a number");
+    // What the machine was about to write to, the thread that handles its writes copied.
+    assert_eq!(number("frozen_pages"), 0, "{first}");
+    assert_eq!(number("concurrent_pages") + number("cow_pages"), number("dirty_pages"), "{first}");
+    let shown = pagemark.done(&["show", "box"]);
+    assert!(shown.contains("pages copied after the freeze"), "{shown}");
 }
 
 #[test]

@@ -14,7 +14,7 @@ use pagemark_testing::{
     Ended, Fault, MachinePaths, Qemu, SplitMix, TestMonitor, guest_program, run_with_fault, skip, wait_for, with_disk,
 };
 use serde_json::json;
-use support::{Pagemark, is_alive, kill_and_wait};
+use support::{Pagemark, can_hold_writes, is_alive, kill_and_wait};
 
 /// Points per kind of fault: of a test in `make test`, and of one in `make test-full`.
 const FEW: u64 = 12;
@@ -77,12 +77,12 @@ fn has_userfaultfd(pid: i32) -> bool {
     targets.into_iter().any(|target| target.to_string_lossy().contains("userfaultfd"))
 }
 
-/// Kills Pagemark, and makes calls fail, at `count` points each.
-fn faults_in_checkpoints(count: u64) {
+/// Kills Pagemark, and makes calls fail, at `count` points each of checkpoints by a strategy.
+fn faults_in_checkpoints(strategy: &str, count: u64) {
     let (pagemark, paths) = (Pagemark::new(), MachinePaths::default());
     let mut subject = Subject::start(&paths);
     let monitor = paths.monitor().display().to_string();
-    let checkpoint = ["vm", "checkpoint", "--job", "vm", &monitor];
+    let checkpoint = ["vm", "checkpoint", "--job", "vm", "--strategy", strategy, &monitor];
     pagemark.done(&checkpoint);
     let mut committed = 1;
     for fault in [Fault::Killed, Fault::Fails(Errno::EIO)] {
@@ -221,8 +221,25 @@ fn a_fault_at_some_steps_of_a_checkpoint_harms_nothing() {
     if guest_program().is_none() {
         skip!("no QEMU, or no compiler for its guest");
     }
-    faults_in_checkpoints(FEW);
+    faults_in_checkpoints("pre-copy", FEW);
     ends_of_qemu(FEW / 3);
+}
+
+#[test]
+fn a_fault_at_some_steps_of_a_copy_on_write_harms_nothing() {
+    if guest_program().is_none() || !can_hold_writes() {
+        skip!("no QEMU, no compiler for its guest, or no userfaultfd that holds the kernel's own writes");
+    }
+    faults_in_checkpoints("copy-on-write", FEW / 2);
+}
+
+#[test]
+#[ignore = "some minutes"]
+fn a_fault_at_many_steps_of_a_copy_on_write_harms_nothing() {
+    if guest_program().is_none() || !can_hold_writes() {
+        skip!("no QEMU, no compiler for its guest, or no userfaultfd that holds the kernel's own writes");
+    }
+    faults_in_checkpoints("copy-on-write", MANY / 2);
 }
 
 #[test]
@@ -239,7 +256,7 @@ fn a_fault_at_many_steps_of_a_checkpoint_harms_nothing() {
     if guest_program().is_none() {
         skip!("no QEMU, or no compiler for its guest");
     }
-    faults_in_checkpoints(MANY);
+    faults_in_checkpoints("pre-copy", MANY);
     ends_of_qemu(MANY / 4);
 }
 

@@ -41,6 +41,12 @@ pub struct Cost {
     dirty_pages: u64,
     /// Those of the dirty pages that were copied while the target was frozen.
     frozen_pages: u64,
+    /// Pages that were kept as they were in the freeze and copied afterwards, before a write.
+    concurrent_pages: u64,
+    /// Pages that were kept and copied because the target was about to write to them.
+    cow_pages: u64,
+    /// The target's writes since the last checkpoint that waited for Pagemark.
+    write_faults: u64,
     /// Pre-copy rounds.
     rounds: u32,
     /// How long the target was frozen, microseconds.
@@ -67,6 +73,9 @@ impl Checkpoint {
         let CoreCost {
             dirty_pages,
             frozen_pages,
+            concurrent_pages,
+            cow_pages,
+            write_faults,
             rounds,
             downtime_us,
             memory_downtime_us,
@@ -77,6 +86,9 @@ impl Checkpoint {
         let cost = Some(Cost {
             dirty_pages,
             frozen_pages,
+            concurrent_pages,
+            cow_pages,
+            write_faults,
             rounds,
             downtime_us,
             memory_downtime_us,

@@ -47,6 +47,7 @@ mod machine;
 mod memory_map;
 mod migration_stream;
 mod nbd;
+mod page_bits;
 mod qmp;
 mod ram_blocks;
 mod registers;
@@ -54,6 +55,7 @@ mod restore;
 mod run;
 mod started;
 mod target;
+mod write_watch;
 
 pub use command_line::machine_name;
 pub use core_file::export_core;

@@ -29,6 +29,9 @@ const WRITTEN_ELSEWHERE: [(&str, &str); 3] = [
 /// Devices that give memory back to the host, by a part of their names.
 const GIVING_BACK: [&str; 2] = ["virtio-balloon", "virtio-mem"];
 
+/// What to do where memory that comes on demand cannot be given back.
+pub(crate) const WITHOUT_LAZY: &str = "restore without --lazy, and without `fork`";
+
 /// Where QEMU's tree of objects has the devices that users have added, with an id and without.
 const USERS_DEVICES: [&str; 2] = ["/machine/peripheral", "/machine/peripheral-anon"];
 
@@ -125,17 +128,18 @@ impl Machine {
     }
 
     /// Checks that no device of the machine gives memory back to the host. What is given back must
-    /// hold zeros afterwards; memory that comes from elsewhere would come again.
+    /// hold zeros afterwards; memory that comes from elsewhere would come again, and what was given
+    /// back before it was copied would be lost. `help` says what else can be done.
     ///
     /// # Errors
     /// [`ErrorKind::Unsupported`]
-    pub(crate) fn check_keeps_memory(&mut self) -> Result<()> {
+    pub(crate) fn check_keeps_memory(&mut self, help: &'static str) -> Result<()> {
         let devices = self.monitor.human("info qtree")?;
         match GIVING_BACK.iter().find(|name| devices.contains(**name)) {
             Some(name) => {
                 let reason = format!("has a {name} device, which gives memory back to the host");
                 let error = Error::about(ErrorKind::Unsupported, Object::Process(self.pid), reason);
-                Err(error.help("restore without --lazy, and without `fork`"))
+                Err(error.help(help))
             }
             None => Ok(()),
         }

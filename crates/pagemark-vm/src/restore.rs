@@ -19,7 +19,7 @@ use crate::command_line::{arguments_of_restore, served_path};
 use crate::error::{Error, ErrorKind, Object, Result};
 use crate::images::{SavedDisk, WriteImage, copy_pages};
 use crate::lazy::{LazyBlock, LazyMemory};
-use crate::machine::{Machine, Startup};
+use crate::machine::{Machine, Startup, WITHOUT_LAZY};
 use crate::memory_map::MemoryMap;
 use crate::ram_blocks::RamBlock;
 use crate::started::{Started, Streams};
@@ -189,7 +189,7 @@ impl<'a> Restore<'a> {
         let lazy = match fill {
             Fill::Whole => None,
             Fill::Present => {
-                machine.check_keeps_memory()?;
+                machine.check_keeps_memory(WITHOUT_LAZY)?;
                 Some(LazyMemory::begin(pid, self.lazy_blocks(&pairs)?, self.store)?)
             }
         };

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant, SystemTime};
 use pagemark::repository::{SpaceKind, StateRecord, TargetKind};
 use pagemark::sys::proc::{Mapping, maps};
 use pagemark::target::{
-    Captured, CapturedSpace, Frozen, Recorded, SpaceId, Target, TargetDescription, TargetMemory, VisitPage,
+    Captured, CapturedSpace, Frozen, KeptCounts, Recorded, SpaceId, Target, TargetDescription, TargetMemory, VisitPage,
     WhileFreezing,
 };
 use pagemark::{Address, AddressRangeExt, Blob, Mechanism, PageNumber, Range, RangeSet, Store};
@@ -22,6 +22,7 @@ use crate::event::MachineEvent;
 use crate::machine::{Machine, Startup};
 use crate::memory_map::MemoryMap;
 use crate::ram_blocks::{BlockMemory, RamBlock};
+use crate::write_watch::{OTHER_STRATEGY, WriteWatch};
 
 /// Name of the record that holds the state of processors and devices, as QEMU writes it.
 pub(crate) const DEVICES: &str = "qemu-devices";
@@ -54,6 +55,8 @@ pub type EventHandler = Box<dyn FnMut(MachineEvent) + Send>;
 /// The memory of a machine, tracked from outside.
 struct MachineMemory {
     space: AddressSpace,
+    /// For the mechanism `uffd`. What the address space finds is of no use then.
+    watch: Option<WriteWatch>,
     blocks: Vec<Block>,
     /// True if blocks came after their mappings could be registered.
     has_new_blocks: bool,
@@ -80,6 +83,10 @@ impl VmTarget {
     /// tracked by `mechanism`. QEMU is stopped for a fraction of a millisecond with the
     /// mechanisms that need it.
     ///
+    /// With [`Mechanism::Uffd`], the first write to a page in each interval waits for a thread of
+    /// this process, and checkpoints can use
+    /// [`Strategy::CopyOnWrite`](pagemark::checkpointer::Strategy::CopyOnWrite).
+    ///
     /// # Errors
     /// [`ErrorKind::Monitor`], [`ErrorKind::Unsupported`], [`ErrorKind::Memory`],
     /// [`ErrorKind::Process`]; the machine is unchanged.
@@ -102,9 +109,17 @@ impl VmTarget {
         // A socket may belong to another program, which is left alone: it has no such memory.
         let mappings = maps::read(machine.pid).map_err(Error::system("read the mappings of QEMU"))?;
         let places = machine.changed_blocks(&mappings)?.unwrap_or_default();
-        let mut space = AddressSpace::attach_with(machine.pid, mechanism, SharedScope::FilesAndMemory)?;
+        let watch = match mechanism {
+            Mechanism::Uffd => {
+                machine.check_keeps_memory(OTHER_STRATEGY)?;
+                Some(WriteWatch::start(machine.pid)?)
+            }
+            _ => None,
+        };
+        let of_space = if watch.is_some() { Mechanism::Full } else { mechanism };
+        let mut space = AddressSpace::attach_with(machine.pid, of_space, SharedScope::FilesAndMemory)?;
         space.refresh_mappings()?;
-        let mut memory = MachineMemory { space, blocks: Vec::new(), has_new_blocks: false };
+        let mut memory = MachineMemory { space, watch, blocks: Vec::new(), has_new_blocks: false };
         memory.set_blocks(places, &mut next_space)?;
         // Those of now were registered by the attach.
         memory.has_new_blocks = false;
@@ -151,6 +166,10 @@ impl Drop for VmTarget {
 }
 
 impl MachineMemory {
+    fn mechanism(&self) -> Mechanism {
+        if self.watch.is_some() { Mechanism::Uffd } else { self.space.mechanism() }
+    }
+
     /// Finds the blocks of the machine's memory, if they have changed. All of a new one counts as
     /// written.
     fn find_blocks(&mut self, machine: &mut Machine, next_space: &mut SpaceId) -> Result<()> {
@@ -162,6 +181,10 @@ impl MachineMemory {
 
     fn set_blocks(&mut self, places: Vec<RamBlock>, next_space: &mut SpaceId) -> Result<()> {
         let mut old = std::mem::take(&mut self.blocks);
+        if let Some(watch) = &self.watch {
+            old.retain(|block| places.contains(&block.place));
+            watch.retain(&old.iter().map(|block| block.place.range.clone()).collect::<Vec<_>>());
+        }
         for place in places {
             let known = old.iter().position(|block| block.place == place);
             let block = match known {
@@ -182,11 +205,19 @@ impl MachineMemory {
     /// The file behind a new block, if its content is not in QEMU alone, and the offsets of the
     /// block that may hold data.
     fn content(&self, place: &RamBlock) -> Result<(Option<BlockFile>, RangeSet)> {
-        let all = Address::MIN..Address::MIN + place.bytes();
+        let mut held = RangeSet::from(Address::MIN..Address::MIN + place.bytes());
+        let offsets = |range: Range| {
+            let start = Address::MIN + (range.start - place.range.start);
+            start..start + range.byte_count()
+        };
         let has = |mapping: &&Mapping| mapping.start <= place.range.start && place.range.end <= mapping.end;
         let mapping = self.space.mappings().iter().find(has);
+        // Watched before it is looked at, so that no write is missed.
+        if let (Some(watch), Some(mapping)) = (&self.watch, mapping) {
+            held = watch.add(&place.id, &place.range, mapping.range())?.iter().map(offsets).collect();
+        }
         let (Some(mapping), true) = (mapping, place.memory != BlockMemory::Private) else {
-            return Ok((None, all.into()));
+            return Ok((None, held));
         };
         // Holes of a file in memory must not be read through a mapping: that would fill them.
         let file = BlockFile::open(self.space.pid(), mapping, place)?;
@@ -194,9 +225,9 @@ impl MachineMemory {
         if place.memory != BlockMemory::FixedFile {
             return Ok((None, content));
         }
-        for own in self.space.populated().within(place.range.clone()) {
-            let start = Address::MIN + (own.start - place.range.start);
-            content.insert(start..start + own.byte_count());
+        match &self.watch {
+            Some(_) => content.extend(&held),
+            None => content.extend(&self.space.populated().within(place.range.clone()).map(offsets).collect()),
         }
         Ok((Some(file), content))
     }
@@ -205,6 +236,15 @@ impl MachineMemory {
     fn collect_all(&mut self, phase: Phase) -> Result<()> {
         // What was compared must be what is copied.
         if phase == Phase::Running && self.space.mechanism() == Mechanism::Compare {
+            return Ok(());
+        }
+        if let Some(watch) = &self.watch {
+            for block in &mut self.blocks {
+                let (mut written, start) = (RangeSet::new(), block.place.range.start);
+                watch.collect(&block.place.range, &mut written)?;
+                let offset = |range: Range| Address::MIN + (range.start - start)..Address::MIN + (range.end - start);
+                block.written.extend(&written.iter().map(offset).collect());
+            }
             return Ok(());
         }
         let mut written = RangeSet::new();
@@ -237,7 +277,40 @@ impl MachineMemory {
         Ok(())
     }
 
-    fn read(&mut self, space: SpaceId, wanted: &[Range], buffer: &mut [u8]) -> Result<RangeSet> {
+    /// Has the content of pages kept beyond the stop. False if the memory is not watched.
+    fn keep(&self, space: SpaceId, pages: &RangeSet) -> Result<bool> {
+        let Some(watch) = &self.watch else { return Ok(false) };
+        if let Some(block) = self.blocks.iter().find(|block| block.space == space) {
+            let range = &block.place.range;
+            let in_qemu =
+                |part: Range| range.start + (part.start - Address::MIN)..range.start + (part.end - Address::MIN);
+            watch.keep(range, &pages.iter().map(in_qemu).collect())?;
+        }
+        Ok(true)
+    }
+
+    fn read(&self, space: SpaceId, wanted: &[Range], buffer: &mut [u8]) -> Result<RangeSet> {
+        self.read_by(space, wanted, buffer, |ranges, buffer| match &self.watch {
+            Some(watch) => watch.read(ranges, buffer),
+            None => Ok(self.space.read(ranges, buffer)?),
+        })
+    }
+
+    fn read_kept(&self, space: SpaceId, wanted: &[Range], buffer: &mut [u8]) -> Result<RangeSet> {
+        self.read_by(space, wanted, buffer, |ranges, buffer| match &self.watch {
+            Some(watch) => watch.read_kept(ranges, buffer),
+            None => Err(Error::damaged("memory was to be kept that is not watched")),
+        })
+    }
+
+    /// Reads ranges of a space by `read`, which gets where they are in QEMU.
+    fn read_by(
+        &self,
+        space: SpaceId,
+        wanted: &[Range],
+        buffer: &mut [u8],
+        read: impl FnOnce(&[Range], &mut [u8]) -> Result<RangeSet>,
+    ) -> Result<RangeSet> {
         let Some(block) = self.blocks.iter().find(|block| block.space == space) else {
             return Ok(wanted.iter().cloned().collect());
         };
@@ -248,7 +321,7 @@ impl MachineMemory {
             return Err(Error::about(ErrorKind::Memory, object, "is shorter than what is read of it"));
         }
         let ranges: Vec<Range> = wanted.iter().map(in_qemu).collect();
-        let missing = self.space.read(&ranges, buffer)?;
+        let missing = read(&ranges, buffer)?;
         let offset = |range: Range| Address::MIN + (range.start - start)..Address::MIN + (range.end - start);
         let missing = missing.iter().map(offset).collect();
         match &block.file {
@@ -283,7 +356,7 @@ impl Target for VmTarget {
             label: format!("virtual machine {}", self.label),
             command: self.command.clone(),
             kind: TargetKind::VirtualMachine,
-            mechanism: self.memory.space.mechanism(),
+            mechanism: self.memory.mechanism(),
         }
     }
 
@@ -296,6 +369,9 @@ impl Target for VmTarget {
     fn freeze(&mut self, _: WhileFreezing<'_, Error>) -> Result<FrozenVm<'_>> {
         self.report_events();
         let is_running = self.machine.check()?;
+        if self.memory.watch.is_some() {
+            self.machine.check_keeps_memory(OTHER_STRATEGY)?;
+        }
         let mut startup = self.machine.startup(is_running)?;
         self.disks.set_drives(self.machine.drives(&startup)?, &mut self.next_space);
         startup.disks = self.disks.iter().map(|disk| disk.drive.image.clone()).collect();
@@ -329,7 +405,10 @@ struct Hold<'target>(&'target mut VmTarget);
 
 impl Drop for Hold<'_> {
     fn drop(&mut self) {
-        let VmTarget { machine, changes, .. } = &mut *self.0;
+        let VmTarget { machine, changes, memory, .. } = &mut *self.0;
+        if let Some(watch) = &memory.watch {
+            watch.end_checkpoint();
+        }
         // If QEMU does not answer, the guard tries again when this process ends.
         let _ = changes.end_checkpoint(machine);
     }
@@ -367,6 +446,10 @@ impl TargetMemory for FrozenVm<'_> {
 impl<'target> Frozen for FrozenVm<'target> {
     type Captured = CapturedVm<'target>;
 
+    fn keep(&mut self, space: SpaceId, pages: &RangeSet) -> Result<bool> {
+        self.hold.0.memory.keep(space, pages)
+    }
+
     fn thaw(self) -> Result<CapturedVm<'target>> {
         let FrozenVm { hold, devices, connections, startup, map, since, taken_at } = self;
         let VmTarget { machine, changes, memory, disks, .. } = &mut *hold.0;
@@ -396,7 +479,7 @@ impl<'target> Frozen for FrozenVm<'target> {
             held_pages,
         });
         let spaces = spaces.collect();
-        Ok(CapturedVm { spaces, devices, contents, startup, map, taken_at, downtime, _hold: hold })
+        Ok(CapturedVm { spaces, devices, contents, startup, map, taken_at, downtime, hold })
     }
 }
 
@@ -411,7 +494,7 @@ pub struct CapturedVm<'target> {
     taken_at: SystemTime,
     downtime: Duration,
     /// QEMU serves the disks until then.
-    _hold: Hold<'target>,
+    hold: Hold<'target>,
 }
 
 impl Captured for CapturedVm<'_> {
@@ -425,6 +508,14 @@ impl Captured for CapturedVm<'_> {
 
     fn spaces(&self) -> Vec<CapturedSpace> {
         self.spaces.clone()
+    }
+
+    fn read_kept(&mut self, space: SpaceId, ranges: &[Range], buffer: &mut [u8]) -> Result<RangeSet, pagemark::Error> {
+        Ok(self.hold.0.memory.read_kept(space, ranges, buffer)?)
+    }
+
+    fn kept_counts(&self) -> KeptCounts {
+        self.hold.0.memory.watch.as_ref().map_or_else(KeptCounts::default, WriteWatch::counts)
     }
 
     fn saved_pages(&self, space: SpaceId, visit: VisitPage<'_>) -> Result<(), pagemark::Error> {

@@ -6,7 +6,9 @@ use std::path::{Path, PathBuf};
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
+use pagemark::checkpointer::Strategy;
 use pagemark::repository::{Repository, Retention};
+use pagemark::sys::userfaultfd::Userfaultfd;
 use pagemark::target::{SpaceId, Target, TargetDescription, TargetMemory, WhileFreezing};
 use pagemark::track::Scope;
 use pagemark::{Job, JobOptions, Mechanism, PAGE_SIZE, PageNumber, PageTree, Range, RangeSet, Store};
@@ -85,28 +87,49 @@ fn compare(repository: &Repository, sequence: u64, dump: &[u8]) -> usize {
     held
 }
 
+/// How memory is tracked and copied.
+type Way = (Mechanism, Strategy);
+
+/// The mechanism that is chosen, and the default strategy.
+fn pre_copy() -> Way {
+    (Mechanism::choose(Scope::Process), Strategy::default())
+}
+
+/// True if also writes of system calls can be made to wait, in a QEMU that has the rights of this
+/// process.
+fn can_hold_writes() -> bool {
+    Userfaultfd::synchronous().is_ok_and(|made| made.holds_system_calls && made.protects_unpopulated)
+}
+
+const COPY_ON_WRITE: Way = (Mechanism::Uffd, Strategy::CopyOnWrite);
+
 /// Takes `count` checkpoints of a machine with this many processors under load.
-fn checkpoints_under_load(processors: u32, count: u64) {
+fn checkpoints_under_load((mechanism, strategy): Way, processors: u32, count: u64) {
     let Some(program) = load_program() else { skip!("no QEMU, or no compiler for its guest") };
     let paths = MachinePaths::default();
     let (program, processors) = (program.display().to_string(), processors.to_string());
     let further = ["-kernel", &program, "-append", &processors, "-smp", &processors, "-m", "64"];
     let qemu = Qemu::start(&paths, &further);
     let witnessed = Witnessed {
-        target: VmTarget::attach(&paths.monitor(), Mechanism::choose(Scope::Process)).unwrap(),
+        target: VmTarget::attach(&paths.monitor(), mechanism).unwrap(),
         monitor: TestMonitor::connect(&paths.join("test.qmp")),
         dump: paths.join("dump"),
     };
     let repository = Repository::create(&paths.join("repository")).unwrap();
     let mut job = Job::new(witnessed, repository.clone(), JobOptions::new("load"));
-    let mut written = 0;
+    job.policy_mut().strategy = strategy;
+    let (mut written, mut cow_pages, mut concurrent_pages) = (0, 0, 0);
     for sequence in 1..=count {
         let taken = job.checkpoint().unwrap();
         assert_eq!(taken.sequence, sequence);
         let in_freeze = fs::read(paths.join("dump")).unwrap();
         let held = compare(&repository, sequence, &in_freeze);
         assert!(held > 50, "the machine has memory: {held}");
-        written += u64::from(sequence > 1 && taken.cost.frozen_pages > 0);
+        let cost = taken.cost;
+        let held_in_freeze = cost.frozen_pages + cost.cow_pages + cost.concurrent_pages;
+        written += u64::from(sequence > 1 && held_in_freeze > 0);
+        cow_pages += cost.cow_pages;
+        concurrent_pages += cost.concurrent_pages;
         // Only the last few are of use later.
         let retention = Retention { keep_last: Some(4), keep_every: None };
         if sequence % 16 == 0 {
@@ -114,6 +137,10 @@ fn checkpoints_under_load(processors: u32, count: u64) {
         }
     }
     assert!(written * 2 > count, "the machine writes also while it is being copied: {written} of {count}");
+    if strategy == Strategy::CopyOnWrite {
+        println!("{processors} processors: {concurrent_pages} pages concurrently, {cow_pages} before a write");
+        assert!(concurrent_pages > 0 && cow_pages > 0, "pages are copied by both: {concurrent_pages} {cow_pages}");
+    }
     paths.wait_for_steps(1);
     let in_freeze = fs::read(paths.join("dump")).unwrap();
     job.detach();
@@ -140,24 +167,38 @@ const MANY: u64 = 200;
 #[test]
 fn checkpoints_under_load_hold_the_memory_of_the_freeze() {
     for processors in [1, 2, 4] {
-        checkpoints_under_load(processors, FEW);
+        checkpoints_under_load(pre_copy(), processors, FEW);
     }
 }
 
 #[test]
-#[ignore = "some minutes"]
-fn many_checkpoints_under_load_with_one_processor() {
-    checkpoints_under_load(1, MANY);
+fn copies_on_write_hold_the_memory_of_the_freeze() {
+    if !can_hold_writes() {
+        skip!("no userfaultfd that holds the kernel's own writes");
+    }
+    for processors in [1, 2, 4] {
+        checkpoints_under_load(COPY_ON_WRITE, processors, FEW);
+    }
 }
 
-#[test]
-#[ignore = "some minutes"]
-fn many_checkpoints_under_load_with_two_processors() {
-    checkpoints_under_load(2, MANY);
+macro_rules! many_checkpoints {
+    ($($name:ident: $way:expr, $processors:expr;)+) => {
+        $(
+            #[test]
+            #[ignore = "some minutes"]
+            fn $name() {
+                checkpoints_under_load($way, $processors, MANY);
+            }
+        )+
+    };
 }
 
-#[test]
-#[ignore = "some minutes"]
-fn many_checkpoints_under_load_with_four_processors() {
-    checkpoints_under_load(4, MANY);
+many_checkpoints! {
+    many_checkpoints_under_load_with_one_processor: pre_copy(), 1;
+    many_checkpoints_under_load_with_two_processors: pre_copy(), 2;
+    many_checkpoints_under_load_with_four_processors: pre_copy(), 4;
+    many_stops_under_load_with_two_processors: (Mechanism::PagemapScan, Strategy::StopAndCopy), 2;
+    many_copies_on_write_under_load_with_one_processor: COPY_ON_WRITE, 1;
+    many_copies_on_write_under_load_with_two_processors: COPY_ON_WRITE, 2;
+    many_copies_on_write_under_load_with_four_processors: COPY_ON_WRITE, 4;
 }

@@ -7,6 +7,7 @@ use std::process::Command;
 
 use pagemark::checkpointer::{Checkpointer, Strategy};
 use pagemark::repository::{Repository, SpaceKind};
+use pagemark::sys::userfaultfd::Userfaultfd;
 use pagemark::track::Scope;
 use pagemark::{Job, JobOptions, Mechanism, MemoryStore, PAGE_SIZE, PageNumber, PageTree, Store};
 use pagemark_testing::{MachinePaths, Qemu, TestMonitor, guest_program, skip, wait_for, with_disk};
@@ -137,6 +138,61 @@ fn each_mechanism_finds_what_a_machine_writes() {
             drop(machine);
         }
     }
+}
+
+/// True if also writes of system calls can be made to wait, in a QEMU that has the rights of this
+/// process.
+fn can_hold_writes() -> bool {
+    Userfaultfd::synchronous().is_ok_and(|made| made.holds_system_calls && made.protects_unpopulated)
+}
+
+#[test]
+fn memory_of_each_kind_is_watched_and_copied_on_write() {
+    if guest_program().is_none() || !can_hold_writes() {
+        skip!("no QEMU, no compiler for its guest, or no userfaultfd that holds the kernel's own writes");
+    }
+    for (further, strategies) in MACHINES.into_iter().zip([true, false].into_iter().cycle()) {
+        let paths = MachinePaths::default();
+        let qemu = Qemu::start(&paths, further);
+        let target = VmTarget::attach(&paths.monitor(), Mechanism::Uffd).unwrap();
+        let mut job = Job::new(target, repository(&paths), JobOptions::new("vm"));
+        for round in 0..6 {
+            // With all strategies in turns, one of them more often.
+            job.policy_mut().strategy = match (round % 3, strategies) {
+                (0, _) | (_, true) => Strategy::CopyOnWrite,
+                (1, _) => Strategy::default(),
+                _ => Strategy::StopAndCopy,
+            };
+            let taken = job.checkpoint().unwrap();
+            assert!(round == 0 || taken.cost.dirty_pages < 2000, "{further:?}: {taken:?}");
+            paths.wait_for_steps(5);
+        }
+        let error = VmTarget::attach(&paths.join("test.qmp"), Mechanism::Uffd).err().expect("it is watched already");
+        assert!(error.to_string().contains("userfaultfd"), "{error}");
+        job.detach();
+        drop(qemu);
+        let repository = Repository::open(&paths.join("repository")).unwrap();
+        for sequence in [6, 4] {
+            let checkpoint = repository.read("vm", sequence).unwrap();
+            let machine = Restored(Some(Restore::new(&checkpoint).detach(true).start(&mut |_, _| {}).unwrap()));
+            // Every page is checked in each step.
+            paths.wait_for_steps(5);
+            drop(machine);
+        }
+    }
+}
+
+#[test]
+fn a_machine_that_gives_memory_back_is_not_watched() {
+    if guest_program().is_none() {
+        skip!("no QEMU, or no compiler for its guest");
+    }
+    let paths = MachinePaths::default();
+    let _qemu = Qemu::start(&paths, &["-m", "64", "-device", "virtio-balloon-pci"]);
+    let error = VmTarget::attach(&paths.monitor(), Mechanism::Uffd).err().expect("it is refused");
+    assert!(error.kind() == ErrorKind::Unsupported && error.to_string().contains("virtio-balloon"), "{error}");
+    assert!(error.advice().contains("pre-copy"), "{}", error.advice());
+    paths.wait_for_steps(1);
 }
 
 #[test]

@@ -3,7 +3,8 @@
 //!
 //! The strategies are those of PML, section 2.4: stop-and-copy collects and copies everything while
 //! the target is frozen; pre-copy copies in rounds while the target runs, and freezes it for the
-//! rest.
+//! rest; copy-on-write keeps what is to be copied as it was in the freeze, and copies it when the
+//! target runs again.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant, SystemTime};
@@ -11,7 +12,7 @@ use std::time::{Duration, Instant, SystemTime};
 use crate::repository::{FileRecord, SpaceRecord, StateRecord};
 use crate::sys::flight::FlightBuffer;
 use crate::sys::proc::system;
-use crate::target::{Captured, CapturedSpace, Frozen, SpaceId, Target, TargetError, TargetMemory};
+use crate::target::{Captured, CapturedSpace, Frozen, KeptCounts, SpaceId, Target, TargetError, TargetMemory};
 use crate::{
     AddressRangeExt, ByteCount, ContentId, Error, Kind, PAGE_SIZE, PageNumber, PageRange, PageTree, Range, RangeSet,
     Store, ranges,
@@ -29,6 +30,10 @@ pub enum Strategy {
         /// A round that finds no more pages than this is the last.
         enough_pages: u64,
     },
+    /// Nothing is copied while the target is frozen. What is to be copied is kept as it was until
+    /// it has been copied: a write to it waits for that. Only for targets that can keep pages:
+    /// [`Frozen::keep`].
+    CopyOnWrite,
 }
 
 impl Default for Strategy {
@@ -149,6 +154,8 @@ pub struct Capture {
     pub dirty_pages: u64,
     /// Number of pages that were copied while the target was frozen.
     pub frozen_pages: u64,
+    /// What became of the pages that were kept as they were in the freeze.
+    pub kept: KeptCounts,
     /// Number of pre-copy rounds.
     pub rounds: u32,
     /// The most memory that copied pages took up until they were stored, bytes.
@@ -214,7 +221,8 @@ impl Checkpointer {
         let frozen = target.freeze(&mut |memory| {
             // The target may be frozen at any moment now, so nothing is stored to make room.
             let has_room = self.flight.total_bytes < self.flight.limit_bytes;
-            if strategy != Strategy::StopAndCopy && has_room && !pauses.leaves_out_call() {
+            let copies_ahead = matches!(strategy, Strategy::PreCopy { .. });
+            if copies_ahead && has_room && !pauses.leaves_out_call() {
                 pauses.round_found(self.copy_dirty(memory)?);
                 rounds += 1;
             }
@@ -222,10 +230,20 @@ impl Checkpointer {
         });
         let mut frozen = frozen.map_err(TargetError::into_error)?;
         let memory_begin = Instant::now();
-        let frozen_pages = self.copy_dirty(&mut frozen).map_err(TargetError::into_error)?;
+        let frozen_pages = match strategy {
+            Strategy::CopyOnWrite => {
+                self.keep_dirty(&mut frozen)?;
+                0
+            }
+            _ => self.copy_dirty(&mut frozen).map_err(TargetError::into_error)?,
+        };
         let memory_downtime = memory_begin.elapsed();
-        let captured = frozen.thaw().map_err(TargetError::into_error)?;
+        let mut captured = frozen.thaw().map_err(TargetError::into_error)?;
 
+        if strategy == Strategy::CopyOnWrite {
+            self.copy_pending(store, &mut |space, ranges, buffer| captured.read_kept(space, ranges, buffer))?;
+        }
+        let kept = captured.kept_counts();
         self.store_in_flight(store)?;
         let dirty_pages = self.spaces.values().map(|space| space.uncommitted.page_count()).sum();
         let spaces = captured.spaces();
@@ -240,6 +258,7 @@ impl Checkpointer {
             state: recorded.state,
             dirty_pages,
             frozen_pages,
+            kept,
             rounds,
             peak_flight_bytes: self.flight.peak_bytes as u64,
             downtime,
@@ -308,20 +327,38 @@ impl Checkpointer {
         store: &mut dyn Store,
     ) -> Result<u64, Error> {
         self.collect(memory).map_err(TargetError::into_error)?;
-        let mut found_pages = 0;
+        self.copy_pending(store, &mut |space, ranges, buffer| memory.read(space, ranges, buffer))
+    }
+
+    /// Copies what was collected, and stores pages in flight where there is no room for more.
+    /// Returns the number of pages copied.
+    fn copy_pending<E: TargetError>(&mut self, store: &mut dyn Store, read: ReadPages<'_, E>) -> Result<u64, Error> {
+        let mut copied_pages = 0;
         let limit = ByteCount::from(self.flight.limit_bytes).max(ByteCount::PAGE);
         for id in self.spaces.keys().copied().collect::<Vec<_>>() {
             let Some(space) = self.spaces.get_mut(&id) else { continue };
             let pending = space.take_pending();
-            found_pages += pending.page_count();
+            copied_pages += pending.page_count();
             for part in ranges::split(pending.iter(), PART.min(limit)).map(RangeSet::from_iter) {
                 if self.flight.total_bytes + part.total_bytes().to_usize() > self.flight.limit_bytes {
                     self.store_in_flight(store)?;
                 }
-                self.flight.copy(memory, id, part).map_err(TargetError::into_error)?;
+                self.flight.copy(read, id, part).map_err(TargetError::into_error)?;
             }
         }
-        Ok(found_pages)
+        Ok(copied_pages)
+    }
+
+    /// Collects, and has the target keep what is to be copied.
+    fn keep_dirty<F: Frozen>(&mut self, frozen: &mut F) -> Result<(), Error> {
+        self.collect(frozen).map_err(TargetError::into_error)?;
+        for (&id, space) in &mut self.spaces {
+            let pages = space.pending.clone().into_whole_pages();
+            if !frozen.keep(id, &pages).map_err(TargetError::into_error)? {
+                return Err(Error::cannot_keep_pages());
+            }
+        }
+        Ok(())
     }
 
     /// Collects and copies without storing anything, however much it is. Returns the number of
@@ -332,7 +369,7 @@ impl Checkpointer {
         for (&id, space) in &mut self.spaces {
             let pending = space.take_pending();
             copied_pages += pending.page_count();
-            self.flight.copy(memory, id, pending)?;
+            self.flight.copy(&mut |space, ranges, buffer| memory.read(space, ranges, buffer), id, pending)?;
         }
         Ok(copied_pages)
     }
@@ -370,6 +407,9 @@ impl Checkpointer {
         Ok(())
     }
 }
+
+/// Reads pages of a space, as [`TargetMemory::read`] does.
+type ReadPages<'a, E> = &'a mut dyn FnMut(SpaceId, &[Range], &mut [u8]) -> Result<RangeSet, E>;
 
 /// Removes from a tree all pages outside of `kept`, which ascends.
 fn keep_pages(tree: &mut PageTree, kept: &[PageRange]) {
@@ -429,12 +469,7 @@ impl Flight {
         self.current
     }
 
-    fn copy<E: TargetError>(
-        &mut self,
-        memory: &mut dyn TargetMemory<Error = E>,
-        space: SpaceId,
-        ranges: RangeSet,
-    ) -> Result<(), E> {
+    fn copy<E>(&mut self, read: ReadPages<'_, E>, space: SpaceId, ranges: RangeSet) -> Result<(), E> {
         let bytes = ranges.total_bytes().to_usize();
         if bytes == 0 {
             return Ok(());
@@ -442,7 +477,7 @@ impl Flight {
         let buffer = self.room(bytes);
         let offset = self.used_bytes;
         let list: Vec<Range> = ranges.iter().collect();
-        let missing = memory.read(space, &list, self.buffers[buffer].slice(offset..offset + bytes))?;
+        let missing = read(space, &list, self.buffers[buffer].slice(offset..offset + bytes))?;
         self.used_bytes += bytes;
         self.total_bytes += bytes;
         self.peak_bytes = self.peak_bytes.max(self.total_bytes);
@@ -468,7 +503,7 @@ mod tests {
     use std::cell::Cell;
     use std::rc::Rc;
 
-    use proptest::prelude::{any, prop, prop_assert, prop_assert_eq, proptest};
+    use proptest::prelude::{prop, prop_assert, prop_assert_eq, proptest};
 
     use super::*;
     use crate::Mechanism;
@@ -505,12 +540,13 @@ mod tests {
         #[test]
         fn a_capture_is_the_memory_at_the_freeze(
             script in prop::collection::vec(act(), 0..400),
-            stop_and_copy in any::<bool>(),
+            strategy in 0..3,
             failures in prop::collection::vec((0u32..40, 0u32..120), 6),
         ) {
-            let strategy = match stop_and_copy {
-                true => Strategy::StopAndCopy,
-                false => Strategy::PreCopy { max_rounds: 3, enough_pages: 2 },
+            let strategy = match strategy {
+                0 => Strategy::StopAndCopy,
+                1 => Strategy::PreCopy { max_rounds: 3, enough_pages: 2 },
+                _ => Strategy::CopyOnWrite,
             };
             let mut target = Scripted::new(script);
             let mut checkpointer = Checkpointer::new();
@@ -678,8 +714,21 @@ mod tests {
         type Captured = CapturedMemory;
 
         fn thaw(self) -> Result<CapturedMemory, Failed> {
-            Ok(CapturedMemory { spaces: vec![captured_space(0, 4, None)] })
+            Ok(CapturedMemory::of(vec![captured_space(0, 4, None)]))
         }
+    }
+
+    #[test]
+    fn a_target_that_cannot_keep_pages_is_refused_and_its_writes_belong_to_the_next_capture() {
+        let bytes = 4 * PAGE_SIZE;
+        let mut target =
+            ByteTracked { memory: vec![1; bytes], dirty: offsets(0..bytes).into(), in_flight: Rc::default() };
+        let (mut checkpointer, mut store) = (Checkpointer::new(), MemoryStore::new());
+        let error = checkpointer.capture(&mut target, &mut store, Strategy::CopyOnWrite).unwrap_err();
+        assert_eq!(error.kind(), crate::ErrorKind::Unavailable);
+        checkpointer.aborted(&mut target);
+        let capture = checkpointer.capture(&mut target, &mut store, Strategy::default()).unwrap();
+        assert_eq!(capture.dirty_pages, 4);
     }
 
     #[test]

@@ -311,6 +311,13 @@ impl Error {
         Error::about(ErrorKind::Missing, Object::Content(id), "").during("the store does not hold")
     }
 
+    /// Copy-on-write of a target that cannot keep pages:
+    /// [`Frozen::keep`](crate::target::Frozen::keep).
+    pub(crate) fn cannot_keep_pages() -> Error {
+        let reason = "this target cannot keep the pages of a freeze until they are copied";
+        Error::because(ErrorKind::Unavailable, reason).help("use the strategy pre-copy")
+    }
+
     /// A failure of a target: [`TargetError::into_error`](crate::target::TargetError::into_error).
     pub(crate) fn of_target(kind: ErrorKind, source: impl Into<Source>) -> Error {
         Error::because(kind, "").caused_by(source)

@@ -213,6 +213,9 @@ fn cost(capture: &Capture) -> Cost {
     Cost {
         dirty_pages: capture.dirty_pages,
         frozen_pages: capture.frozen_pages,
+        concurrent_pages: capture.kept.concurrent_pages,
+        cow_pages: capture.kept.cow_pages,
+        write_faults: capture.kept.write_faults,
         rounds: capture.rounds,
         downtime_us: us(capture.downtime),
         memory_downtime_us: us(capture.memory_downtime),

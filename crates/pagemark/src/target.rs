@@ -135,6 +135,16 @@ pub trait Frozen: TargetMemory {
     /// What is known after the thaw.
     type Captured: Captured;
 
+    /// Keeps the content of pages beyond the thaw, until [`Captured::read_kept`] has read it or the
+    /// captured target is dropped: a write to such a page waits until its content was copied.
+    /// Called for each space after it was collected. False if this target cannot do that.
+    ///
+    /// # Errors
+    /// The pages could not be protected.
+    fn keep(&mut self, _space: SpaceId, _pages: &RangeSet) -> Result<bool, Self::Error> {
+        Ok(false)
+    }
+
     /// Lets the target resume, and begins the next interval: see
     /// [`Tracker::begin_interval`](crate::Tracker::begin_interval).
     ///
@@ -153,6 +163,20 @@ pub trait Captured {
 
     /// The spaces as they were in the freeze.
     fn spaces(&self) -> Vec<CapturedSpace>;
+
+    /// Reads pages that [`Frozen::keep`] has kept, as [`TargetMemory::read`] does, with their
+    /// content in the freeze.
+    ///
+    /// # Errors
+    /// The memory could not be read, now or before a write. Or nothing was kept.
+    fn read_kept(&mut self, _space: SpaceId, _ranges: &[Range], _buffer: &mut [u8]) -> Result<RangeSet, Error> {
+        Err(Error::cannot_keep_pages())
+    }
+
+    /// What became of the pages that were kept.
+    fn kept_counts(&self) -> KeptCounts {
+        KeptCounts::default()
+    }
 
     /// Visits the pages of a space whose content was saved with the state, in ascending order. That
     /// content counts, whatever was copied.
@@ -199,6 +223,18 @@ impl Captured for CapturedSpaces {
     fn record(self, _: &mut dyn Store) -> Result<Recorded, Error> {
         Ok(Recorded::default())
     }
+}
+
+/// What became of pages that [`Frozen::keep`] has kept: the counters of PML, section 3.2.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct KeptCounts {
+    /// Pages that were copied while the target ran, before it wrote to them.
+    pub concurrent_pages: u64,
+    /// Pages that were copied because the target was about to write to them.
+    pub cow_pages: u64,
+    /// Writes since the last checkpoint that waited for Pagemark, of which the writes to such pages
+    /// are a part.
+    pub write_faults: u64,
 }
 
 /// Takes a page's number and its content.

@@ -42,6 +42,7 @@ pub struct Run {
 
 impl Run {
     pub fn run(self) -> Outcome {
+        self.memory.tracking.check_machine()?;
         let name = self.name();
         let repository = self.repository.open_or_create()?;
         let options = JobOptions { name: name.clone(), policy: self.schedule.policy(&self.memory)? };

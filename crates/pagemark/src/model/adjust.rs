@@ -76,7 +76,12 @@ impl AutoInterval {
         let costs = Costs {
             stop: median(&|cost| Duration::from_micros(cost.state_downtime_us)),
             walk: median(&|cost| {
-                let copying = self.goal.costs.copy.saturating_mul(u32::try_from(cost.frozen_pages).unwrap_or(u32::MAX));
+                let Costs { copy, collect, .. } = self.goal.costs;
+                let (each, pages) = match self.strategy {
+                    Strategy::CopyOnWrite => (collect, cost.dirty_pages),
+                    _ => (copy, cost.frozen_pages),
+                };
+                let copying = each.saturating_mul(u32::try_from(pages).unwrap_or(u32::MAX));
                 Duration::from_micros(cost.memory_downtime_us).saturating_sub(copying)
             }),
             ..self.goal.costs

@@ -199,6 +199,16 @@ pub struct Cost {
     pub dirty_pages: u64,
     /// Those of them that were copied while the target was frozen.
     pub frozen_pages: u64,
+    /// Pages that were kept as they were in the freeze and copied afterwards, before the target
+    /// wrote to them. Zero in checkpoints of earlier programs.
+    #[serde(default)]
+    pub concurrent_pages: u64,
+    /// Pages that were kept and copied because the target was about to write to them.
+    #[serde(default)]
+    pub cow_pages: u64,
+    /// The target's writes since the last checkpoint that waited for Pagemark.
+    #[serde(default)]
+    pub write_faults: u64,
     /// Pre-copy rounds.
     pub rounds: u32,
     /// How long the target was frozen, microseconds.

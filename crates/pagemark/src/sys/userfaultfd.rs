@@ -79,6 +79,10 @@ pub const FLAGS: libc::c_int = libc::O_CLOEXEC | 1;
 /// too, which needs CAP_SYS_PTRACE in the process, or the sysctl `vm.unprivileged_userfaultfd`.
 pub const MISSING_FLAGS: libc::c_int = libc::O_CLOEXEC | libc::O_NONBLOCK;
 
+/// Flags of `userfaultfd(2)` for synchronous mode in another process: also the kernel's own writes
+/// wait, which needs what [`MISSING_FLAGS`] needs.
+pub const HOLDING_FLAGS: libc::c_int = MISSING_FLAGS;
+
 #[repr(C)]
 struct Api {
     api: u64,
@@ -191,6 +195,20 @@ impl Userfaultfd {
             }
             made => (made?, true),
         };
+        userfaultfd.into_synchronous(holds_system_calls)
+    }
+
+    /// Takes over a descriptor that was made in another process with [`HOLDING_FLAGS`] and not used
+    /// yet, for synchronous mode: see [`Userfaultfd::synchronous`].
+    ///
+    /// # Errors
+    /// `EINVAL` where the kernel lacks write-protection, which came with Linux 5.7.
+    pub fn synchronous_from_new(descriptor: OwnedFd) -> io::Result<Synchronous> {
+        Userfaultfd { descriptor }.into_synchronous(true)
+    }
+
+    fn into_synchronous(self, holds_system_calls: bool) -> io::Result<Synchronous> {
+        let userfaultfd = self;
         for (protects_shared, protects_unpopulated) in [(true, true), (true, false), (false, false)] {
             let features = FEATURE_PAGEFAULT_FLAG_WP
                 | if protects_shared { FEATURE_WP_HUGETLBFS_SHMEM } else { 0 }

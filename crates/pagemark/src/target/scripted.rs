@@ -30,7 +30,12 @@ pub(crate) struct Scripted {
     pub(crate) is_failure_reported: bool,
     /// The number of failing calls after which they say that the target is gone.
     pub(crate) failures_until_gone: Option<u32>,
+    /// The values of the pages that are kept.
+    kept: Kept,
 }
+
+/// The values of pages; None for those that were not mapped.
+type Kept = BTreeMap<(SpaceId, PageNumber), Option<u8>>;
 
 /// A call failed because the script says so.
 #[derive(Debug, thiserror::Error)]
@@ -78,6 +83,7 @@ impl Scripted {
             is_held: false,
             is_failure_reported: false,
             failures_until_gone: None,
+            kept: Kept::new(),
         }
     }
 
@@ -172,6 +178,7 @@ impl Target for Scripted {
 
     fn freeze(&mut self, meanwhile: WhileFreezing<'_, Failed>) -> Result<Stopped<'_>, Failed> {
         self.is_held = true;
+        self.kept.clear();
         let stopped = Stopped(self);
         for _ in 0..2 {
             meanwhile(stopped.0)?;
@@ -215,6 +222,14 @@ impl TargetMemory for Stopped<'_> {
 impl Frozen for Stopped<'_> {
     type Captured = CapturedMemory;
 
+    fn keep(&mut self, space: SpaceId, pages: &RangeSet) -> Result<bool, Failed> {
+        self.0.call()?;
+        for page in pages.iter().flat_map(|range| range.pages().collect::<Vec<_>>()) {
+            self.0.kept.insert((space, page), self.0.memory.get(&(space, page)).copied());
+        }
+        Ok(true)
+    }
+
     fn thaw(self) -> Result<CapturedMemory, Failed> {
         self.0.call()?;
         let held_pages = |space: SpaceId| {
@@ -222,7 +237,8 @@ impl Frozen for Stopped<'_> {
             pages.map(|((_, page), _)| *page..*page + 1).collect()
         };
         let spaces = self.0.spaces.iter().map(|&space| captured_space(space, PAGES, Some(held_pages(space))));
-        Ok(CapturedMemory { spaces: spaces.collect() })
+        let spaces = spaces.collect();
+        Ok(CapturedMemory { spaces, kept: std::mem::take(&mut self.0.kept) })
     }
 }
 
@@ -234,8 +250,16 @@ pub(crate) fn captured_space(space: SpaceId, pages: u64, held_pages: Option<Vec<
 
 /// A target without files and state, after the thaw. A page [`SAVED_PAGE`] that is known to have
 /// held data was saved by its state saver.
+#[derive(Default)]
 pub(crate) struct CapturedMemory {
     pub(crate) spaces: Vec<CapturedSpace>,
+    kept: Kept,
+}
+
+impl CapturedMemory {
+    pub(crate) fn of(spaces: Vec<CapturedSpace>) -> CapturedMemory {
+        CapturedMemory { spaces, ..CapturedMemory::default() }
+    }
 }
 
 impl Captured for CapturedMemory {
@@ -249,6 +273,18 @@ impl Captured for CapturedMemory {
 
     fn spaces(&self) -> Vec<CapturedSpace> {
         self.spaces.clone()
+    }
+
+    fn read_kept(&mut self, space: SpaceId, ranges: &[Range], buffer: &mut [u8]) -> Result<RangeSet, Error> {
+        let mut missing = RangeSet::new();
+        for (number, page) in ranges.iter().flat_map(AddressRangeExt::pages).zip(buffer.chunks_exact_mut(PAGE_SIZE)) {
+            match self.kept.remove(&(space, number)) {
+                Some(Some(value)) => page.fill(value),
+                Some(None) => missing.insert(number.addresses()),
+                None => panic!("a page was read that was not kept, or was read twice"),
+            }
+        }
+        Ok(missing)
     }
 
     fn saved_pages(&self, space: SpaceId, visit: VisitPage<'_>) -> Result<(), Error> {
