@@ -58,8 +58,19 @@ struct State {
 }
 
 impl Region {
+    /// Call nothing of Python with the lock held. Where Python has no global lock, it may stop all
+    /// threads in any call, and would wait for those that wait for this lock.
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Counts a view of the memory. Returns its start and size, or None if the region is closed.
+    fn export(&self) -> Option<(*mut c_void, ffi::Py_ssize_t)> {
+        let mut state = self.lock();
+        let region = &state.held.as_ref()?.region;
+        let memory = (region.as_ptr().cast::<c_void>(), region.bytes() as ffi::Py_ssize_t);
+        state.exports += 1;
+        Some(memory)
     }
 
     pub(crate) fn held(&self) -> PyResult<Arc<Held>> {
@@ -337,12 +348,14 @@ impl Region {
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         let held = {
             let mut state = self.lock();
-            if state.exports > 0 {
-                let message = format!("{} views of the region exist: delete them before it is closed", state.exports);
-                return Err(PyBufferError::new_err(message));
+            match state.exports {
+                0 => Ok(state.held.take()),
+                exports => Err(exports),
             }
-            state.held.take()
         };
+        let held = held.map_err(|exports| {
+            PyBufferError::new_err(format!("{exports} views of the region exist: delete them before it is closed"))
+        })?;
         py.detach(|| drop(held));
         Ok(())
     }
@@ -359,20 +372,18 @@ impl Region {
     /// # Safety
     /// Called by Python, which passes a view to be filled.
     unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
-        let mut state = slf.get().lock();
-        let Some(held) = &state.held else {
+        let Some((start, bytes)) = slf.get().export() else {
             // SAFETY: as the buffer protocol asks of exporters that fail.
             unsafe { (*view).obj = std::ptr::null_mut() };
             return Err(closed());
         };
-        let (start, bytes) = (held.region.as_ptr().cast::<c_void>(), held.region.bytes() as ffi::Py_ssize_t);
         // SAFETY: these bytes are mapped, and stay mapped while the view exists: it counts as an
         // export, and it refers to this object.
         let result = unsafe { ffi::PyBuffer_FillInfo(view, slf.as_ptr(), start, bytes, 0, flags) };
         if result != 0 {
+            slf.get().lock().exports -= 1;
             return Err(PyErr::fetch(slf.py()));
         }
-        state.exports += 1;
         Ok(())
     }
 

@@ -61,8 +61,26 @@ impl Hash for Snapshot {
 }
 
 impl Snapshot {
+    /// Call nothing of Python with the lock held; see `Region::lock`.
     fn lock(&self) -> MutexGuard<'_, Viewed> {
         self.viewed.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Viewed {
+    /// Counts a view of the copy that there is, or of this one. Returns its start and size.
+    fn export(&mut self, copy: Arc<SnapshotCopy>) -> (*mut c_void, ffi::Py_ssize_t) {
+        let copy = self.copy.get_or_insert(copy);
+        self.views += 1;
+        (copy.as_ptr().cast_mut().cast::<c_void>(), copy.len() as ffi::Py_ssize_t)
+    }
+
+    /// Takes a view off the count. Without views the copy is dropped.
+    fn release(&mut self) {
+        self.views -= 1;
+        if self.views == 0 {
+            self.copy = None;
+        }
     }
 }
 
@@ -152,30 +170,20 @@ impl Snapshot {
             Some(copy) => copy,
             None => Arc::new(py.detach(|| this.snapshot.content().copy()).map_err(errors::of_error)?),
         };
-        let mut viewed = this.lock();
-        let copy = viewed.copy.get_or_insert(copy);
-        let start = copy.as_ptr().cast_mut().cast::<c_void>();
+        let (start, bytes) = this.lock().export(copy);
         // SAFETY: these bytes stay mapped while the view exists: it is counted, and it refers to
         // this object. The view is read-only.
-        let result =
-            unsafe { ffi::PyBuffer_FillInfo(view, slf.as_ptr(), start, copy.len() as ffi::Py_ssize_t, 1, flags) };
+        let result = unsafe { ffi::PyBuffer_FillInfo(view, slf.as_ptr(), start, bytes, 1, flags) };
         if result != 0 {
-            if viewed.views == 0 {
-                viewed.copy = None;
-            }
+            this.lock().release();
             return Err(PyErr::fetch(py));
         }
-        viewed.views += 1;
         Ok(())
     }
 
     /// # Safety
     /// Called by Python, once for each view that was filled.
     unsafe fn __releasebuffer__(&self, _view: *mut ffi::Py_buffer) {
-        let mut viewed = self.lock();
-        viewed.views -= 1;
-        if viewed.views == 0 {
-            viewed.copy = None;
-        }
+        self.lock().release();
     }
 }

@@ -1,0 +1,122 @@
+"""What threads may do with the same objects, with and without Python's global lock."""
+
+import gc
+import sys
+import sysconfig
+import threading
+from collections.abc import Callable
+
+import numpy
+import pagemark
+import pytest
+
+PAGE = pagemark.PAGE_SIZE
+
+
+def test_importing_the_package_does_not_turn_the_global_lock_on() -> None:
+    if not sysconfig.get_config_var("Py_GIL_DISABLED"):
+        pytest.skip("this Python has a global lock")
+    assert not sys._is_gil_enabled()  # type: ignore[attr-defined,unused-ignore]
+
+
+def run_together(works: list[Callable[[], None]]) -> None:
+    """Calls each in a thread of its own, at the same time, and raises what the first of them raised."""
+    barrier = threading.Barrier(len(works))
+    failures: list[BaseException] = []
+
+    def run(work: Callable[[], None]) -> None:
+        barrier.wait()
+        try:
+            work()
+        except BaseException as failure:
+            failures.append(failure)
+
+    threads = [threading.Thread(target=run, args=(work,)) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+
+
+def collect() -> None:
+    # A collection stops all threads of a Python without the global lock.
+    for _ in range(3):
+        gc.collect()
+
+
+def test_views_come_and_go_while_the_region_is_closed() -> None:
+    for _ in range(10):
+        region = pagemark.Region(4 * PAGE, "compare")
+        closed = threading.Event()
+
+        def view() -> None:
+            while not closed.is_set():
+                try:
+                    memoryview(region).release()
+                    memoryview(region.snapshot()).release()
+                except ValueError as error:
+                    assert str(error) == "the region is closed"
+                    return
+
+        def close() -> None:
+            try:
+                while not region.closed:
+                    try:
+                        region.close()
+                    except BufferError:
+                        pass
+            finally:
+                closed.set()
+
+        run_together([view, view, close, collect])
+
+
+def test_a_snapshot_is_viewed_by_threads() -> None:
+    region = pagemark.Region(64 * PAGE, "compare")
+    numpy.frombuffer(region, "u1")[:] = 7
+    snapshot = region.snapshot()
+
+    def view() -> None:
+        for _ in range(20):
+            assert numpy.frombuffer(snapshot, "u1").sum() == 7 * 64 * PAGE
+
+    run_together([view, view, view, collect])
+
+
+def test_one_transaction_is_ended_by_one_thread() -> None:
+    region = pagemark.Region(16 * PAGE, "compare")
+    table = numpy.frombuffer(region, "u1")
+    for number in range(1, 11):
+        transaction = region.transaction()
+        transaction.__enter__()
+        table[PAGE] = number
+        ended: list[object] = []
+
+        def roll_back() -> None:
+            try:
+                transaction.rollback()
+                ended.append(transaction.written)
+            except pagemark.TransactionError:
+                pass
+
+        run_together([roll_back, roll_back, collect])
+        assert len(ended) == 1
+        assert table[PAGE] == 0
+        assert not region.in_transaction
+
+
+def test_each_thread_has_its_own_region() -> None:
+    def work() -> None:
+        region = pagemark.Region(64 * PAGE)
+        table = numpy.frombuffer(region, "u8").reshape(64, -1)
+        for round in range(20):
+            with region.transaction() as transaction:
+                table[round % 64] = round + 1
+            assert transaction.written is not None
+            assert numpy.asarray(transaction.written).tolist() == [[round % 64 * PAGE, (round % 64 + 1) * PAGE]]
+            past = region.snapshot()
+            assert numpy.frombuffer(past, "u8").reshape(64, -1)[round % 64, 3] == round + 1
+
+    run_together([work, work, work, collect])
