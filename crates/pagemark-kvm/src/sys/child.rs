@@ -25,11 +25,12 @@ extern "C" fn start<F: FnMut()>(argument: *mut libc::c_void) -> libc::c_int {
 
 /// Makes a child that shares this memory and runs `body` on a stack of `stack` bytes of its own.
 /// The calling thread waits until the child has executed a program or ended, and both use the same
-/// thread-local storage. Returns the child's number.
-pub fn sharing_memory<F: FnMut()>(body: &mut F, stack: usize) -> io::Result<u32> {
+/// thread-local storage. `exit_signal` is sent when the child ends, unless it is 0. Returns the
+/// child's number.
+pub fn sharing_memory<F: FnMut()>(body: &mut F, stack: usize, exit_signal: i32) -> io::Result<u32> {
     let mut memory = vec![0u128; stack / 16];
     let mut argument = Start { body };
-    let flags = libc::CLONE_VM | libc::CLONE_VFORK | libc::SIGCHLD;
+    let flags = libc::CLONE_VM | libc::CLONE_VFORK | exit_signal;
     let end = memory.as_mut_ptr_range().end;
     // SAFETY: stack and argument outlive the child's use of them, because this thread waits.
     let id = unsafe { libc::clone(start::<F>, end.cast(), flags, (&raw mut argument).cast()) };

@@ -32,6 +32,13 @@ static int status_of(pid_t child)
 	return status;
 }
 
+static long stack[4096];
+
+static int exits(void *argument)
+{
+	return 3;
+}
+
 static void *forks(void *argument)
 {
 	pid_t child = fork();
@@ -115,6 +122,17 @@ int main(int argc, char **argv)
 	SHOW(status_of(child));
 	raise(SIGUSR1);
 	SHOW(caught);
+
+	// Another signal at its end, and a descriptor for it.
+	signal(SIGUSR1, handler);
+	caught = 0;
+	int pidfd = -1;
+	child = clone(exits, (char *)stack + sizeof stack, CLONE_VM | CLONE_VFORK | CLONE_PIDFD | SIGUSR1, 0, &pidfd);
+	siginfo_t info;
+	SHOW(waitid(P_PIDFD, pidfd, &info, WEXITED | __WALL));
+	SHOW(info.si_status + 100 * (fcntl(pidfd, F_GETFD) == FD_CLOEXEC));
+	SHOW(caught);
+	signal(SIGUSR1, SIG_IGN);
 
 	// posix_spawn, and its error.
 	char *arguments[] = {"sh", "-c", "exit 33", 0};

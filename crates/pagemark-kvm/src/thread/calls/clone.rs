@@ -130,7 +130,10 @@ impl Thread {
         if !is_thread && shares && clone.flags & CLONE_VFORK == 0 {
             return Err(Refusal::lacking(libc::EINVAL, "processes that share memory and run at the same time"));
         }
-        if !is_thread && clone.exit_signal != libc::SIGCHLD as u64 {
+        if clone.exit_signal > 64 {
+            return Err(libc::EINVAL.into());
+        }
+        if !is_thread && !shares && clone.exit_signal != libc::SIGCHLD as u64 {
             return Err(Refusal::lacking(libc::EINVAL, format!("the exit signal {}", clone.exit_signal)));
         }
         // No signal may come between here and the child's first step.
@@ -216,7 +219,7 @@ impl Thread {
             }
             thread.run_with_mask(mask);
         };
-        let result = child::sharing_memory(&mut body, STACK_BYTES);
+        let result = child::sharing_memory(&mut body, STACK_BYTES, clone.exit_signal as i32);
         // The child has taken this thread's place in the thread-local storage that both have.
         // SAFETY: as in `run`.
         unsafe { self.slot.make_current() };
