@@ -30,6 +30,8 @@ struct Findings {
     kernel: String,
     root: bool,
     criu: Finding,
+    /// The virtual machine for one process, under KVM.
+    process_machine: Finding,
     /// Interfaces that this kernel lacks, or that this process may not use.
     missing: Vec<Missing>,
     /// What root may not do here, and what would enable it.
@@ -99,6 +101,7 @@ impl Doctor {
             kernel: kernel(),
             root: nix::unistd::geteuid().is_root(),
             criu: criu(),
+            process_machine: process_machine(),
             missing: interface::ALL.iter().filter_map(|interface| Missing::of(interface)).collect(),
             missing_capability: missing_capability().filter(|_| nix::unistd::geteuid().is_root()),
             auto: auto(&probes, Scope::Process),
@@ -175,6 +178,15 @@ fn criu() -> Finding {
     }
 }
 
+fn process_machine() -> Finding {
+    match pagemark_kvm::check() {
+        Ok(()) => {
+            Finding { works: true, text: "pagemark-kvm runs a program in a virtual machine of its own".to_owned() }
+        }
+        Err(error) => Finding { works: false, text: error.to_string() },
+    }
+}
+
 /// The findings as text.
 fn report(findings: &Findings) -> String {
     let mut out = format!("kernel      {}\n", findings.kernel);
@@ -187,6 +199,8 @@ fn report(findings: &Findings) -> String {
     if !findings.criu.works {
         out += "            without it, `--memory-only` still works\n";
     }
+    let machine = &findings.process_machine;
+    out += &format!("KVM         {}{}\n", if machine.works { "" } else { "✗ " }, printable(&machine.text));
     for (index, missing) in findings.missing.iter().enumerate() {
         let label = if index == 0 { "missing" } else { "" };
         let Missing { interface, since, is_unknown, error, without } = missing;

@@ -218,8 +218,14 @@ fn doctor_names_every_mechanism() {
         assert_eq!(found["collect_ns"].is_number(), works, "{found}");
     }
     assert!(findings["criu"]["text"].is_string());
+    let machine = &findings["process_machine"];
+    assert!(
+        machine["works"].is_boolean() && machine["text"].as_str().is_some_and(|text| text.contains("kvm")),
+        "{machine}"
+    );
     let told = stdout(&Pagemark::new().run(&["doctor"]));
-    assert!(told.contains("mechanism") && told.contains("pagemap-scan") && told.contains("CRIU"), "{told}");
+    assert!(told.contains("mechanism") && told.contains("pagemap-scan"), "{told}");
+    assert!(told.contains("CRIU") && told.contains("KVM"), "{told}");
 }
 
 #[test]
