@@ -48,7 +48,8 @@ impl<'a> LazyMemory<'a> {
             let error = Error::of(ErrorKind::Process, "deliver memory on demand to", Object::Process(pid), error);
             error.help("restore without --lazy")
         };
-        let descriptor = inject::userfaultfd_with(pid, MISSING_FLAGS)?;
+        let made = inject::userfaultfd_with(pid, MISSING_FLAGS);
+        let descriptor = made.map_err(|error| Error::from(error).help("restore without --lazy"))?;
         let for_guard = descriptor.try_clone().map_err(refused)?;
         let missing = MissingPages::from_new(descriptor).map_err(refused)?;
         let guard = EndGuard::start(pid, Some(for_guard)).map_err(Error::system("start a guard process"))?;

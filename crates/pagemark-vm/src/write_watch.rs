@@ -114,7 +114,8 @@ impl WriteWatch {
         let thread = proc::live_thread(pid).ok_or_else(|| refused(io::Error::from_raw_os_error(libc::ESRCH)))?;
         let pagemap = Pagemap::of_process(thread).map_err(refused)?;
         let memory = Memory::open(thread).map_err(refused)?;
-        let descriptor = inject::userfaultfd_with(pid, HOLDING_FLAGS)?;
+        let made = inject::userfaultfd_with(pid, HOLDING_FLAGS);
+        let descriptor = made.map_err(|error| Error::from(error).help(OTHER_STRATEGY))?;
         let Synchronous { userfaultfd, protects_shared, protects_unpopulated, .. } =
             Userfaultfd::synchronous_from_new(descriptor).map_err(refused)?;
         if !protects_shared || !protects_unpopulated {
