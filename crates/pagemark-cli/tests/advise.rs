@@ -2,14 +2,18 @@
 
 mod support;
 
+use std::io::{Read, Write};
 use std::process::{Command, Stdio};
 
 use support::Pagemark;
 
 #[test]
-fn a_program_that_sleeps_may_be_checkpointed_often() {
+fn a_program_that_waits_may_be_checkpointed_often() {
     let pagemark = Pagemark::new();
-    let mut child = Command::new("sleep").arg("1000").stdin(Stdio::null()).spawn().expect("it starts");
+    let mut child = Command::new("cat").stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("it starts");
+    // Once it has answered, it writes nothing more: what it loads when it starts is there.
+    child.stdin.as_mut().expect("a pipe").write_all(b"?").expect("cat reads");
+    child.stdout.as_mut().expect("a pipe").read_exact(&mut [0]).expect("cat writes");
     let pid = child.id().to_string();
     let advice =
         pagemark.json(&["advise", "--memory-only", "--json", "--observe", "200ms", "--overhead", "100%", &pid]);
