@@ -245,8 +245,30 @@ fn closed() -> PyErr {
 }
 
 impl SavedHeap {
+    /// Call nothing of Python with the lock held; see `Region::lock`.
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Counts a view of data that has a name. False if the name has other data or none.
+    fn export(&self, name: &str, data: Data) -> bool {
+        let mut state = self.lock();
+        let is_there = state.held.as_ref().and_then(|held| held.data(name)) == Some(data);
+        if is_there {
+            *state.exports.entry(name.to_owned()).or_default() += 1;
+        }
+        is_there
+    }
+
+    /// Takes a view off the count.
+    fn release(&self, name: &str) {
+        let mut state = self.lock();
+        if let Some(views) = state.exports.get_mut(name) {
+            *views -= 1;
+            if *views == 0 {
+                state.exports.remove(name);
+            }
+        }
     }
 
     fn heap(&self) -> PyResult<Arc<CoreHeap>> {
@@ -332,19 +354,16 @@ impl SavedHeap {
     ) -> PyResult<Bound<'py, PyAny>> {
         let this = slf.get();
         let heaps = slf.py().import("pagemark.heaps")?;
-        let description = match this.description(name)? {
-            Some(description) => {
-                heaps.call_method1("check", (name, &description, shape, dtype))?;
-                description
-            }
-            None => {
-                let shape = shape.ok_or_else(|| PyKeyError::new_err(name.to_owned()))?;
-                let (description, bytes): (String, usize) =
-                    heaps.call_method1("describe", (shape, dtype))?.extract()?;
-                this.add(name, &description, bytes)?;
-                description
-            }
-        };
+        let missing = || PyKeyError::new_err(name.to_owned());
+        if this.description(name)?.is_none() {
+            let shape = shape.as_ref().ok_or_else(missing)?;
+            let (description, bytes): (String, usize) =
+                heaps.call_method1("describe", (shape, dtype.as_ref()))?.extract()?;
+            this.add(name, &description, bytes)?;
+        }
+        // Another thread may have made something else with this name meanwhile.
+        let description = this.description(name)?.ok_or_else(missing)?;
+        heaps.call_method1("check", (name, &description, shape, dtype))?;
         array_over(slf, name, &description)
     }
 
@@ -481,9 +500,7 @@ impl HeapBuffer {
     /// Called by Python, which passes a view to be filled.
     unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
         let this = slf.get();
-        let mut state = this.heap.get().lock();
-        let is_there = state.held.as_ref().and_then(|held| held.data(&this.name)) == Some(this.data);
-        if !is_there {
+        if !this.heap.get().export(&this.name, this.data) {
             // SAFETY: as the buffer protocol asks of exporters that fail.
             unsafe { (*view).obj = null_mut() };
             return Err(PyValueError::new_err(format!("{:?} was freed, or the heap is closed", this.name)));
@@ -493,22 +510,16 @@ impl HeapBuffer {
         // export, and it refers to this object.
         let result = unsafe { ffi::PyBuffer_FillInfo(view, slf.as_ptr(), start, bytes, 0, flags) };
         if result != 0 {
+            this.heap.get().release(&this.name);
             return Err(PyErr::fetch(slf.py()));
         }
-        *state.exports.entry(this.name.clone()).or_default() += 1;
         Ok(())
     }
 
     /// # Safety
     /// Called by Python, once for each view that was filled.
     unsafe fn __releasebuffer__(&self, _view: *mut ffi::Py_buffer) {
-        let mut state = self.heap.get().lock();
-        if let Some(views) = state.exports.get_mut(&self.name) {
-            *views -= 1;
-            if *views == 0 {
-                state.exports.remove(&self.name);
-            }
-        }
+        self.heap.get().release(&self.name);
     }
 }
 

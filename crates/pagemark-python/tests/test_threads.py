@@ -5,6 +5,7 @@ import sys
 import sysconfig
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy
 import pagemark
@@ -120,3 +121,21 @@ def test_each_thread_has_its_own_region() -> None:
             assert numpy.frombuffer(past, "u8").reshape(64, -1)[round % 64, 3] == round + 1
 
     run_together([work, work, work, collect])
+
+
+def test_threads_make_the_same_arrays_of_a_heap(tmp_path: Path) -> None:
+    repository = pagemark.Repository(tmp_path / "repository")
+    heap = pagemark.SavedHeap(repository, "threads")
+
+    def work() -> None:
+        for number in range(50):
+            array = heap.array(f"number {number}", 100, "u8")
+            assert array.shape == (100,)
+            array[number] = number
+            del array
+
+    run_together([work, work, work, collect])
+    assert len(heap) == 50
+    for number in range(50):
+        assert heap[f"number {number}"].sum() == number
+    heap.close()
