@@ -280,9 +280,13 @@ def test_ctrl_c_ends_a_run(repository: pagemark.Repository, counter: Counter) ->
         job.run(every=1000, on_checkpoint=taken.append)
     job = pagemark.Job(counter.pid, repository, "job", memory_only=True)
     with pytest.raises(KeyboardInterrupt):
-        # While checkpoints are taken one after the other.
-        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
-        job.run(every=0.001, on_checkpoint=taken.append)
+        # While checkpoints are taken one after the other, some time after the first.
+        def report(checkpoint: pagemark.Checkpoint) -> None:
+            taken.append(checkpoint)
+            if len(taken) == 1:
+                threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+        job.run(every=0.001, on_checkpoint=report)
     listed = repository.checkpoints("job")
     # A checkpoint that was being taken was completed, and not reported.
     assert taken and listed[: len(taken)] == taken and len(listed) <= len(taken) + 1
