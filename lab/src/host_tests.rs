@@ -12,7 +12,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use crate::test_programs::TestBinaries;
 use crate::{Error, Result, command, source_root};
 
-/// So many run at a time. More would take processors from the machines of the lab, which run beside.
+/// So many run at a time. More would take processors from the lab's machines, which run beside.
 const LANES: usize = 2;
 /// The lines that are quoted of a binary that failed: a crash leaves no list of failed tests.
 const QUOTED_LINES: usize = 15;
