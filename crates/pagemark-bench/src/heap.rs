@@ -19,6 +19,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::BenchError;
 use crate::figures::publish;
+use crate::task::ProcessTask;
 
 mod bayes;
 mod genome;

@@ -36,12 +36,14 @@ mod redis_server;
 pub mod region;
 pub mod restore;
 pub mod store;
+mod task;
 mod trackee;
 mod usage;
 pub mod vm;
 pub mod workload;
 
 pub use error::BenchError;
+pub use task::TaskOptions;
 
 /// A measurement.
 #[derive(clap::Subcommand, Clone, Debug)]
@@ -71,7 +73,7 @@ pub enum Bench {
     Heap(heap::Options),
     /// A program of `heap`, which is measured in a process of its own
     #[command(hide = true)]
-    HeapTask(heap::task::TaskOptions),
+    HeapTask(TaskOptions),
     /// The downtime of a virtual machine in a checkpoint, beside QEMU's own ways to save it
     Vm(vm::Options),
     /// What dirty tracking by the dirty bits of the page table costs, beside the other mechanisms
@@ -79,7 +81,7 @@ pub enum Bench {
     Ldt(ldt::Options),
     /// A part of `ldt` that is measured in a process of its own
     #[command(hide = true)]
-    LdtTask(ldt::task::TaskOptions),
+    LdtTask(TaskOptions),
     /// The program that `process` measures
     #[command(hide = true)]
     Workload(workload::Workload),

@@ -1,18 +1,18 @@
 //! A program under measurement, in a process of its own.
 
 use std::path::PathBuf;
-use std::process::{Command, Stdio};
+use std::process::Command;
 use std::time::Duration;
 
 use pagemark::ByteCount;
 use pagemark_heap::{Heap, Parts};
-use pagemark_report::output::print;
 use serde::{Deserialize, Serialize};
 
 use super::monitor::Monitor;
 use super::objects::{Memory, Objects};
 use super::{Outcome, Program, Saving, Size, Variant, preloaded, tokyo};
 use crate::BenchError;
+use crate::task::{ProcessTask, TaskOptions};
 
 /// One run of one program.
 #[derive(Serialize, Deserialize, Clone, Debug)]
@@ -32,25 +32,12 @@ pub(super) struct Task {
 const FULL_CAPACITY: ByteCount = ByteCount::new(16 << 30);
 const PART_CAPACITY: ByteCount = ByteCount::new(2 << 30);
 
-impl Task {
-    /// Runs the program in a new process.
-    ///
-    /// # Errors
-    /// [`BenchError::Task`]: the program failed there, or its result is wrong.
-    pub fn run_in_process(&self) -> Result<Outcome, BenchError> {
-        let failed = |reason: String| BenchError::Task { reason };
-        let text = serde_json::to_string(self).map_err(|error| failed(error.to_string()))?;
-        let mut command = Command::new(std::env::current_exe().map_err(BenchError::on("find this program"))?);
-        command.args(["heap-task", &text]).stdin(Stdio::null());
-        if self.program.is_preloaded() {
-            preloaded::prepare(&mut command, self.variant)?;
-        }
-        let output = command.output().map_err(BenchError::on("start a process to measure in"))?;
-        if !output.status.success() {
-            let stderr = String::from_utf8_lossy(&output.stderr);
-            return Err(failed(format!("{text}: {}: {}", output.status, stderr.trim())));
-        }
-        serde_json::from_slice(&output.stdout).map_err(|error| failed(format!("{text}: {error}")))
+impl ProcessTask for Task {
+    const COMMAND: &'static str = "heap-task";
+    type Outcome = Outcome;
+
+    fn prepare(&self, command: &mut Command) -> Result<(), BenchError> {
+        if self.program.is_preloaded() { preloaded::prepare(command, self.variant) } else { Ok(()) }
     }
 
     fn run(&self) -> Result<Outcome, BenchError> {
@@ -68,7 +55,9 @@ impl Task {
         let _ = std::fs::remove_file(&file);
         result
     }
+}
 
+impl Task {
     fn run_with(&self, objects: &Objects, file: &std::path::Path) -> Result<Outcome, BenchError> {
         let monitor = Monitor::begin(objects, self.variant.tracking, self.saving, self.interval, file)?;
         match self.program {
@@ -96,19 +85,10 @@ impl Task {
     }
 }
 
-/// The task of this process.
-#[derive(clap::Args, Clone, Debug)]
-pub struct TaskOptions {
-    /// The task as JSON
-    task: String,
-}
-
-/// Runs the task in this process and prints what was measured.
+/// Runs a task in this process and prints what was measured.
 ///
 /// # Errors
 /// The measurement failed.
 pub fn run(options: &TaskOptions) -> Result<(), BenchError> {
-    let task: Task = serde_json::from_str(&options.task).map_err(BenchError::pagemark)?;
-    print(&serde_json::to_string(&task.run()?).map_err(BenchError::pagemark)?);
-    Ok(())
+    options.run::<Task>()
 }

@@ -15,6 +15,7 @@ use super::page_buffer::PageBuffer;
 use super::task::Task;
 use super::{Rounds, Session, format_pages};
 use crate::BenchError;
+use crate::task::ProcessTask;
 use crate::usage::thread_cpu_ns;
 
 /// A kernel interface that reports written pages.

@@ -13,6 +13,7 @@ use super::tracked_buffer::TrackedBuffer;
 use super::{Figure, Session, format_pages};
 use crate::BenchError;
 use crate::random::Xorshift;
+use crate::task::ProcessTask;
 use crate::usage::{ThreadUsage, thread_cpu_ns};
 
 /// The read-write program of table I.

@@ -10,6 +10,7 @@ use super::task::Task;
 use super::tracked_buffer::TrackedBuffer;
 use super::{Figure, Session, format_pages};
 use crate::BenchError;
+use crate::task::ProcessTask;
 use crate::usage::ThreadUsage;
 
 /// The write-only program of table I.

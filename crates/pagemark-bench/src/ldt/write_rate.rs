@@ -15,6 +15,7 @@ use super::tracked_buffer::TrackedBuffer;
 use super::{Rounds, Session, format_pages};
 use crate::BenchError;
 use crate::random::Xorshift;
+use crate::task::ProcessTask;
 use crate::usage::thread_cpu_ns;
 
 /// The write-rate program of table I.
