@@ -1,7 +1,8 @@
 //! Allocation over the views of a memory: jemalloc knows the addresses of the first view only; here
 //! they become those of the other views, and back.
 
-use std::io::{self, Write};
+use std::fs::File;
+use std::io::{self, BufWriter, Write};
 use std::ptr::null_mut;
 
 use pagemark::sys::views::Views;
@@ -51,6 +52,18 @@ impl Allocator {
     /// these addresses. The address of other memory is returned as it is.
     pub fn canonical<T>(&self, address: *const T) -> Address {
         Address::of(self.to_first_view(address.cast_mut().cast::<u8>()).cast_const())
+    }
+
+    /// Appends `ranges` to a file as [`Allocator::write_ranges`] writes them, and waits until they
+    /// are on disk (FPM, section 5).
+    ///
+    /// # Errors
+    /// As there, and those of the file. The file may have got a part then.
+    pub fn append_ranges(&self, ranges: &RangeSet, file: &File) -> io::Result<()> {
+        let mut out = BufWriter::with_capacity(1 << 20, file);
+        self.write_ranges(ranges, &mut out)?;
+        out.flush()?;
+        file.sync_data()
     }
 
     /// Writes the bytes of `ranges`, which are addresses of the first view: for each range its

@@ -2,6 +2,7 @@
 
 use std::alloc::{GlobalAlloc, Layout};
 use std::cell::{Cell, RefCell};
+use std::fs::File;
 use std::io::{self, Write};
 use std::ops::Deref;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -118,6 +119,14 @@ impl Heap {
     /// The bytes from the beginning of each view that may hold data. What is beyond was never used.
     pub fn used(&self) -> ByteCount {
         self.shared.allocator.space.used()
+    }
+
+    /// Appends `ranges` to a file, as [`Allocator::append_ranges`] does.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn append_ranges(&self, ranges: &RangeSet, file: &File) -> io::Result<()> {
+        self.shared.allocator.append_ranges(ranges, file)
     }
 
     /// Writes the bytes of `ranges`, as [`Allocator::write_ranges`] does.

@@ -3,7 +3,6 @@
 
 use std::ffi::{CStr, c_char, c_int};
 use std::fs::File;
-use std::io::{BufWriter, Write};
 use std::mem::ManuallyDrop;
 use std::os::fd::FromRawFd;
 use std::sync::{Mutex, PoisonError};
@@ -91,9 +90,7 @@ pub unsafe extern "C" fn pagemark_heap_checkpoint(file: c_int, taken: *mut Check
         let begin = Instant::now();
         // SAFETY: the caller guarantees that it is open. It is not closed here.
         let file = ManuallyDrop::new(unsafe { File::from_raw_fd(file) });
-        let mut out = BufWriter::with_capacity(1 << 20, &*file);
-        let saved = heap.write_ranges(&written, &mut out).and_then(|()| out.flush()).and_then(|()| file.sync_data());
-        if let Err(error) = saved {
+        if let Err(error) = heap.append_ranges(&written, &file) {
             return error.raw_os_error().unwrap_or(libc::EIO);
         }
         let took = begin.elapsed();

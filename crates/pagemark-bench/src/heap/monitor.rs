@@ -2,7 +2,6 @@
 
 use std::cell::{Cell, RefCell};
 use std::fs::File;
-use std::io::{BufWriter, Write};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -209,7 +208,7 @@ impl Method {
         outcome.bytes += written.total_bytes().get() as f64;
         if let (Some(file), Some(heap)) = (file, heap) {
             let begin = Instant::now();
-            save(heap, &written, file).map_err(BenchError::on("write a checkpoint of a heap"))?;
+            heap.append_ranges(&written, file).map_err(BenchError::on("write a checkpoint of a heap"))?;
             let took = begin.elapsed();
             outcome.save_ns += took.as_nanos() as f64;
             if let Method::Parts(tracker) = self {
@@ -218,12 +217,4 @@ impl Method {
         }
         Ok(())
     }
-}
-
-/// Appends a checkpoint to the file, and waits until it is on disk, as in the paper (section 5).
-fn save(heap: &Heap, written: &RangeSet, file: &File) -> std::io::Result<()> {
-    let mut out = BufWriter::with_capacity(1 << 20, file);
-    heap.write_ranges(written, &mut out)?;
-    out.flush()?;
-    file.sync_data()
 }

@@ -34,10 +34,11 @@ pub(super) struct Preloaded {
 /// The library, which Cargo puts beside this program.
 pub(super) fn library() -> Result<PathBuf, BenchError> {
     let program = std::env::current_exe().map_err(BenchError::on("find this program"))?;
-    // Tests have it with them.
+    // `cargo test` leaves it in the second place, beside an older one of `cargo build`.
     let places =
         [program.with_file_name("libpagemark_malloc.so"), program.with_file_name("deps/libpagemark_malloc.so")];
-    places.into_iter().find(|place| place.exists()).ok_or_else(|| {
+    let changed = |place: &PathBuf| place.metadata().and_then(|found| found.modified()).ok();
+    places.into_iter().filter(|place| place.exists()).max_by_key(changed).ok_or_else(|| {
         let missing = io::Error::new(
             io::ErrorKind::NotFound,
             "libpagemark_malloc.so is not beside this program: build the package pagemark-malloc",
