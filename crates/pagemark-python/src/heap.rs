@@ -13,6 +13,7 @@ use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
+use crate::buffer::{self, Access};
 use crate::errors;
 use crate::repository::{Checkpoint, Repository};
 
@@ -500,20 +501,13 @@ impl HeapBuffer {
     /// Called by Python, which passes a view to be filled.
     unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
         let this = slf.get();
-        if !this.heap.get().export(&this.name, this.data) {
-            // SAFETY: as the buffer protocol asks of exporters that fail.
-            unsafe { (*view).obj = null_mut() };
-            return Err(PyValueError::new_err(format!("{:?} was freed, or the heap is closed", this.name)));
-        }
-        let (start, bytes) = (this.data.start.as_ptr().cast::<c_void>(), this.data.bytes as ffi::Py_ssize_t);
-        // SAFETY: these bytes are mapped, and stay mapped while the view exists: it counts as an
-        // export, and it refers to this object.
-        let result = unsafe { ffi::PyBuffer_FillInfo(view, slf.as_ptr(), start, bytes, 0, flags) };
-        if result != 0 {
-            this.heap.get().release(&this.name);
-            return Err(PyErr::fetch(slf.py()));
-        }
-        Ok(())
+        let exported = if this.heap.get().export(&this.name, this.data) {
+            Ok((this.data.start.as_ptr().cast::<c_void>(), this.data.bytes as ffi::Py_ssize_t))
+        } else {
+            Err(PyValueError::new_err(format!("{:?} was freed, or the heap is closed", this.name)))
+        };
+        // SAFETY: Python passes the view. The bytes stay mapped: the view counts as an export.
+        unsafe { buffer::fill(&slf, view, flags, exported, Access::Writable, || this.heap.get().release(&this.name)) }
     }
 
     /// # Safety

@@ -17,6 +17,7 @@
 //! transaction.written
 //! ```
 
+mod buffer;
 mod changes;
 mod errors;
 mod heap;

@@ -14,6 +14,7 @@ use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
+use crate::buffer::{self, Access, Exported};
 use crate::changes::Changes;
 use crate::errors;
 use crate::ranges::{Ranges, set};
@@ -65,7 +66,7 @@ impl Region {
     }
 
     /// Counts a view of the memory. Returns its start and size, or None if the region is closed.
-    fn export(&self) -> Option<(*mut c_void, ffi::Py_ssize_t)> {
+    fn export(&self) -> Option<Exported> {
         let mut state = self.lock();
         let region = &state.held.as_ref()?.region;
         let memory = (region.as_ptr().cast::<c_void>(), region.bytes() as ffi::Py_ssize_t);
@@ -372,19 +373,9 @@ impl Region {
     /// # Safety
     /// Called by Python, which passes a view to be filled.
     unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
-        let Some((start, bytes)) = slf.get().export() else {
-            // SAFETY: as the buffer protocol asks of exporters that fail.
-            unsafe { (*view).obj = std::ptr::null_mut() };
-            return Err(closed());
-        };
-        // SAFETY: these bytes are mapped, and stay mapped while the view exists: it counts as an
-        // export, and it refers to this object.
-        let result = unsafe { ffi::PyBuffer_FillInfo(view, slf.as_ptr(), start, bytes, 0, flags) };
-        if result != 0 {
-            slf.get().lock().exports -= 1;
-            return Err(PyErr::fetch(slf.py()));
-        }
-        Ok(())
+        let exported = slf.get().export().ok_or_else(closed);
+        // SAFETY: Python passes the view. The bytes stay mapped: the view counts as an export.
+        unsafe { buffer::fill(&slf, view, flags, exported, Access::Writable, || slf.get().lock().exports -= 1) }
     }
 
     /// # Safety

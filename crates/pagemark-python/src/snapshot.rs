@@ -12,6 +12,7 @@ use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
+use crate::buffer::{self, Access, Exported};
 use crate::errors;
 use crate::ranges::Ranges;
 use crate::repository::{Checkpoint, Repository};
@@ -69,7 +70,7 @@ impl Snapshot {
 
 impl Viewed {
     /// Counts a view of the copy that there is, or of this one. Returns its start and size.
-    fn export(&mut self, copy: Arc<SnapshotCopy>) -> (*mut c_void, ffi::Py_ssize_t) {
+    fn export(&mut self, copy: Arc<SnapshotCopy>) -> Exported {
         let copy = self.copy.get_or_insert(copy);
         self.views += 1;
         (copy.as_ptr().cast_mut().cast::<c_void>(), copy.len() as ffi::Py_ssize_t)
@@ -163,22 +164,14 @@ impl Snapshot {
     /// Called by Python, which passes a view to be filled.
     unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
         let (this, py) = (slf.get(), slf.py());
-        // SAFETY: as the buffer protocol asks of exporters that fail.
-        unsafe { (*view).obj = std::ptr::null_mut() };
         let known = this.lock().copy.clone();
         let copy = match known {
-            Some(copy) => copy,
-            None => Arc::new(py.detach(|| this.snapshot.content().copy()).map_err(errors::of_error)?),
+            Some(copy) => Ok(copy),
+            None => py.detach(|| this.snapshot.content().copy()).map(Arc::new).map_err(errors::of_error),
         };
-        let (start, bytes) = this.lock().export(copy);
-        // SAFETY: these bytes stay mapped while the view exists: it is counted, and it refers to
-        // this object. The view is read-only.
-        let result = unsafe { ffi::PyBuffer_FillInfo(view, slf.as_ptr(), start, bytes, 1, flags) };
-        if result != 0 {
-            this.lock().release();
-            return Err(PyErr::fetch(py));
-        }
-        Ok(())
+        let exported = copy.map(|copy| this.lock().export(copy));
+        // SAFETY: Python passes the view. The bytes stay mapped: the view is counted.
+        unsafe { buffer::fill(&slf, view, flags, exported, Access::ReadOnly, || this.lock().release()) }
     }
 
     /// # Safety
