@@ -20,7 +20,8 @@ const BOOKING_PERCENT: u64 = 80;
 
 const KINDS: usize = 3;
 
-/// What is offered: so many cars, flights or rooms of one kind.
+/// The cars, flights or rooms of one kind: how many there are, are booked and are free, and their
+/// price.
 struct Offer {
     used: Cell<u64>,
     free: Cell<u64>,
