@@ -7,8 +7,9 @@ use std::fs::File;
 use std::io::{Read, Write};
 use std::path::Path;
 use std::process::Command;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, PoisonError};
 
+use crate::steps::lock;
 use crate::test_programs::TestBinaries;
 use crate::{Error, Result, command, source_root};
 
@@ -83,10 +84,6 @@ fn output(program: &mut Command, log: &Path) -> Result<(i32, Vec<u8>)> {
     reader.read_to_end(&mut output).map_err(Error::file("read the output for", log))?;
     let status = child.wait().map_err(Error::file("wait for a test for", log))?;
     Ok((command::exit_code(status), output))
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]
