@@ -48,6 +48,18 @@ impl RamBlock {
     pub(crate) fn bytes(&self) -> ByteCount {
         self.range.end - self.range.start
     }
+
+    /// The offsets in the block of a range of QEMU's addresses that is within the block.
+    pub(crate) fn offsets(&self, range: &Range) -> Range {
+        let start = self.range.start;
+        Address::MIN + (range.start - start)..Address::MIN + (range.end - start)
+    }
+
+    /// Where in QEMU's address space a range of offsets in the block is.
+    pub(crate) fn addresses(&self, offsets: &Range) -> Range {
+        let start = self.range.start;
+        start + (offsets.start - Address::MIN)..start + (offsets.end - Address::MIN)
+    }
 }
 
 /// Reads the table of `info ramblock`.

@@ -11,7 +11,7 @@ use pagemark::target::{
     Captured, CapturedSpace, Frozen, KeptCounts, Recorded, SpaceId, Target, TargetDescription, TargetMemory, VisitPage,
     WhileFreezing,
 };
-use pagemark::{Address, AddressRangeExt, Blob, Mechanism, PageNumber, Range, RangeSet, Store};
+use pagemark::{Address, Blob, Mechanism, PageNumber, Range, RangeSet, Store};
 use pagemark_process::space::{AddressSpace, SharedScope};
 
 use crate::block_file::BlockFile;
@@ -206,10 +206,7 @@ impl MachineMemory {
     /// block that may hold data.
     fn content(&self, place: &RamBlock) -> Result<(Option<BlockFile>, RangeSet)> {
         let mut held = RangeSet::from(Address::MIN..Address::MIN + place.bytes());
-        let offsets = |range: Range| {
-            let start = Address::MIN + (range.start - place.range.start);
-            start..start + range.byte_count()
-        };
+        let offsets = |range: Range| place.offsets(&range);
         let has = |mapping: &&Mapping| mapping.start <= place.range.start && place.range.end <= mapping.end;
         let mapping = self.space.mappings().iter().find(has);
         // Watched before it is looked at, so that no write is missed.
@@ -240,10 +237,9 @@ impl MachineMemory {
         }
         if let Some(watch) = &self.watch {
             for block in &mut self.blocks {
-                let (mut written, start) = (RangeSet::new(), block.place.range.start);
+                let mut written = RangeSet::new();
                 watch.collect(&block.place.range, &mut written)?;
-                let offset = |range: Range| Address::MIN + (range.start - start)..Address::MIN + (range.end - start);
-                block.written.extend(&written.iter().map(offset).collect());
+                block.written.extend(&written.iter().map(|range| block.place.offsets(&range)).collect());
             }
             return Ok(());
         }
@@ -256,10 +252,8 @@ impl MachineMemory {
             self.space.collect_unstopped(&mut written)?;
         }
         for block in &mut self.blocks {
-            let start = block.place.range.start;
             for range in written.within(block.place.range.clone()) {
-                let offset = Address::MIN + (range.start - start);
-                block.written.insert(offset..offset + range.byte_count());
+                block.written.insert(block.place.offsets(&range));
             }
         }
         Ok(())
@@ -281,10 +275,8 @@ impl MachineMemory {
     fn keep(&self, space: SpaceId, pages: &RangeSet) -> Result<bool> {
         let Some(watch) = &self.watch else { return Ok(false) };
         if let Some(block) = self.blocks.iter().find(|block| block.space == space) {
-            let range = &block.place.range;
-            let in_qemu =
-                |part: Range| range.start + (part.start - Address::MIN)..range.start + (part.end - Address::MIN);
-            watch.keep(range, &pages.iter().map(in_qemu).collect())?;
+            let addresses = pages.iter().map(|part| block.place.addresses(&part)).collect();
+            watch.keep(&block.place.range, &addresses)?;
         }
         Ok(true)
     }
@@ -314,16 +306,13 @@ impl MachineMemory {
         let Some(block) = self.blocks.iter().find(|block| block.space == space) else {
             return Ok(wanted.iter().cloned().collect());
         };
-        let (start, bytes) = (block.place.range.start, block.place.bytes());
-        let in_qemu = |range: &Range| start + (range.start - Address::MIN)..start + (range.end - Address::MIN);
-        if wanted.iter().any(|range| range.end > Address::MIN + bytes) {
+        if wanted.iter().any(|range| range.end > Address::MIN + block.place.bytes()) {
             let object = Object::Block(block.place.id.clone());
             return Err(Error::about(ErrorKind::Memory, object, "is shorter than what is read of it"));
         }
-        let ranges: Vec<Range> = wanted.iter().map(in_qemu).collect();
+        let ranges: Vec<Range> = wanted.iter().map(|range| block.place.addresses(range)).collect();
         let missing = read(&ranges, buffer)?;
-        let offset = |range: Range| Address::MIN + (range.start - start)..Address::MIN + (range.end - start);
-        let missing = missing.iter().map(offset).collect();
+        let missing = missing.iter().map(|range| block.place.offsets(&range)).collect();
         match &block.file {
             // What QEMU has not written to is there all the same.
             Some(file) => file.read_missing(wanted, &missing, buffer).map(|()| RangeSet::new()),
