@@ -47,7 +47,7 @@ mod machine;
 mod memory_map;
 mod migration_stream;
 mod nbd;
-mod page_bits;
+mod page_set;
 mod qmp;
 mod ram_blocks;
 mod registers;

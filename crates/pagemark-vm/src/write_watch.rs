@@ -29,7 +29,7 @@ use pagemark::{Address, AddressRangeExt, ByteCount, PAGE_SIZE, PageNumber, Range
 use pagemark_process::inject;
 
 use crate::error::{Error, ErrorKind, Object, Result};
-use crate::page_bits::PageBits;
+use crate::page_set::PageSet;
 
 /// Pages between two runs of written pages that are protected with them although they are
 /// protected: that takes less time than another call.
@@ -81,9 +81,9 @@ struct Watched {
     /// split it.
     mapping: Range,
     /// Pages that were written to since the last collect.
-    written: PageBits,
+    written: PageSet,
     /// Pages that are kept and not copied yet.
-    kept: PageBits,
+    kept: PageSet,
     /// Kept pages that were copied before a write; None for those that were not there.
     aside: HashMap<usize, Option<Box<[u8; PAGE_SIZE]>>>,
 }
@@ -167,7 +167,7 @@ impl WriteWatch {
                 return Err(refused(error));
             }
             let pages = range.byte_count().pages_rounded_up() as usize;
-            let (written, kept) = (PageBits::new(pages), PageBits::new(pages));
+            let (written, kept) = (PageSet::new(pages), PageSet::new(pages));
             state.blocks.push(Watched { range: range.clone(), mapping, written, kept, aside: HashMap::new() });
         }
         // What became data meanwhile.

@@ -1,31 +1,35 @@
-//! A bit for each page of a block of memory.
+//! A set of pages with one bit per page.
+//!
+//! The core has such a set for signal handlers, `PageBits` in `pagemark/src/track/page_bits.rs`,
+//! which is atomic, only grows, and is taken as a whole. This one is behind a lock, and pages leave
+//! it one by one.
 
 use std::ops::Range;
 
-/// The bits of a block's pages, by number.
+/// Pages of a block of memory, by number.
 #[derive(Debug, Default)]
-pub(crate) struct PageBits {
+pub(crate) struct PageSet {
     words: Vec<u64>,
 }
 
-impl PageBits {
-    /// The bits of this many pages, none of them set.
-    pub(crate) fn new(pages: usize) -> PageBits {
-        PageBits { words: vec![0; pages.div_ceil(64)] }
+impl PageSet {
+    /// None of `pages` pages.
+    pub(crate) fn new(pages: usize) -> PageSet {
+        PageSet { words: vec![0; pages.div_ceil(64)] }
     }
 
     pub(crate) fn contains(&self, page: usize) -> bool {
         self.words.get(page / 64).is_some_and(|word| word & 1 << (page % 64) != 0)
     }
 
-    /// Sets a bit. What is behind the end is left out.
+    /// Adds a page. One behind the end is left out.
     pub(crate) fn insert(&mut self, page: usize) {
         if let Some(word) = self.words.get_mut(page / 64) {
             *word |= 1 << (page % 64);
         }
     }
 
-    /// Clears a bit. True if it was set.
+    /// Removes a page. True if it was in the set.
     pub(crate) fn remove(&mut self, page: usize) -> bool {
         let was_set = self.contains(page);
         if let Some(word) = self.words.get_mut(page / 64).filter(|_| was_set) {
@@ -38,7 +42,7 @@ impl PageBits {
         self.words.fill(0);
     }
 
-    /// The runs of pages whose bits are set, in ascending order.
+    /// The runs of pages in the set, in ascending order.
     pub(crate) fn runs(&self) -> Vec<Range<usize>> {
         let mut runs: Vec<Range<usize>> = Vec::new();
         for (index, &word) in self.words.iter().enumerate() {
@@ -73,7 +77,7 @@ mod tests {
             pages in 1usize..200,
             steps in prop::collection::vec((any::<bool>(), 0usize..220, 1usize..80), 0..40),
         ) {
-            let (mut bits, mut set) = (PageBits::new(pages), BTreeSet::new());
+            let (mut bits, mut set) = (PageSet::new(pages), BTreeSet::new());
             let room = pages.div_ceil(64) * 64;
             for (is_insert, first, count) in steps {
                 for page in first..first + count {
