@@ -10,9 +10,10 @@ use std::time::Duration;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use pagemark_testing::{MachinePaths, Qemu, SplitMix, TestMonitor, guest_program, skip, wait_for, with_disk};
+use pagemark_vm::can_hold_writes;
 use serde_json::json;
 use small_disk::SmallDisk;
-use support::{Pagemark, can_hold_writes, children, kill_and_wait};
+use support::{Pagemark, children, kill_and_wait};
 
 #[test]
 fn a_machine_is_checkpointed_inspected_and_restored() {

@@ -13,8 +13,9 @@ use nix::errno::Errno;
 use pagemark_testing::{
     Ended, Fault, MachinePaths, Qemu, SplitMix, TestMonitor, guest_program, run_with_fault, skip, wait_for, with_disk,
 };
+use pagemark_vm::can_hold_writes;
 use serde_json::json;
-use support::{Pagemark, can_hold_writes, is_alive, kill_and_wait};
+use support::{Pagemark, is_alive, kill_and_wait};
 
 /// Points per kind of fault: of a test in `make test`, and of one in `make test-full`.
 const FEW: u64 = 12;

@@ -67,3 +67,4 @@ pub use fork_arguments::Replacement;
 pub use restore::{LazyMachine, Restore, RunningMachine};
 pub use run::OwnQemu;
 pub use target::{EventHandler, VmTarget};
+pub use write_watch::can_hold_writes;

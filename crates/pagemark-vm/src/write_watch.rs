@@ -41,6 +41,13 @@ const BATCH: ByteCount = ByteCount::of_pages(32);
 /// What to do where memory cannot be watched.
 pub(crate) const OTHER_STRATEGY: &str = "use the strategy pre-copy, and another mechanism than uffd";
 
+/// True if a QEMU with the rights of this process can be watched, and
+/// [`Strategy::CopyOnWrite`](pagemark::checkpointer::Strategy::CopyOnWrite) be used with it: also
+/// writes of system calls, and writes to pages that were never touched, wait for this process.
+pub fn can_hold_writes() -> bool {
+    Userfaultfd::synchronous().is_ok_and(|made| made.holds_system_calls && made.protects_unpopulated)
+}
+
 /// The watched blocks of a QEMU. Dropped, nothing is protected, and all writes go on.
 #[derive(Debug)]
 pub(crate) struct WriteWatch {

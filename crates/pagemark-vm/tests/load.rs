@@ -8,12 +8,11 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use pagemark::checkpointer::Strategy;
 use pagemark::repository::{Repository, Retention};
-use pagemark::sys::userfaultfd::Userfaultfd;
 use pagemark::target::{SpaceId, Target, TargetDescription, TargetMemory, WhileFreezing};
 use pagemark::track::Scope;
 use pagemark::{Job, JobOptions, Mechanism, PAGE_SIZE, PageNumber, PageTree, Range, RangeSet, Store};
 use pagemark_testing::{MachinePaths, Qemu, TestMonitor, load_program, skip};
-use pagemark_vm::{Restore, VmTarget};
+use pagemark_vm::{Restore, VmTarget, can_hold_writes};
 use serde_json::json;
 
 const RAM_BYTES: usize = 64 << 20;
@@ -93,12 +92,6 @@ type Way = (Mechanism, Strategy);
 /// The mechanism that is chosen, and the default strategy.
 fn pre_copy() -> Way {
     (Mechanism::choose(Scope::Process), Strategy::default())
-}
-
-/// True if also writes of system calls can be made to wait, in a QEMU that has the rights of this
-/// process.
-fn can_hold_writes() -> bool {
-    Userfaultfd::synchronous().is_ok_and(|made| made.holds_system_calls && made.protects_unpopulated)
 }
 
 const COPY_ON_WRITE: Way = (Mechanism::Uffd, Strategy::CopyOnWrite);

@@ -7,11 +7,10 @@ use std::process::Command;
 
 use pagemark::checkpointer::{Checkpointer, Strategy};
 use pagemark::repository::{Repository, SpaceKind};
-use pagemark::sys::userfaultfd::Userfaultfd;
 use pagemark::track::Scope;
 use pagemark::{Job, JobOptions, Mechanism, MemoryStore, PAGE_SIZE, PageNumber, PageTree, Store};
 use pagemark_testing::{MachinePaths, Qemu, TestMonitor, guest_program, skip, wait_for, with_disk};
-use pagemark_vm::{ErrorKind, Restore, RunningMachine, VmTarget};
+use pagemark_vm::{ErrorKind, Restore, RunningMachine, VmTarget, can_hold_writes};
 use serde_json::json;
 
 const RAM_BYTES: u64 = 64 << 20;
@@ -138,12 +137,6 @@ fn each_mechanism_finds_what_a_machine_writes() {
             drop(machine);
         }
     }
-}
-
-/// True if also writes of system calls can be made to wait, in a QEMU that has the rights of this
-/// process.
-fn can_hold_writes() -> bool {
-    Userfaultfd::synchronous().is_ok_and(|made| made.holds_system_calls && made.protects_unpopulated)
 }
 
 #[test]

@@ -9,7 +9,6 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
-use pagemark::sys::userfaultfd::Userfaultfd;
 use pagemark_testing::{patience, wait_for};
 
 /// The command, with a repository and a working directory of its own.
@@ -173,12 +172,6 @@ pub fn children(pid: i32) -> Vec<i32> {
 
 pub fn command_line(pid: i32) -> String {
     String::from_utf8_lossy(&std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default()).replace('\0', " ")
-}
-
-/// True if also writes of system calls can be made to wait, in a program with the rights of this
-/// one: what copy-on-write needs.
-pub fn can_hold_writes() -> bool {
-    Userfaultfd::synchronous().is_ok_and(|made| made.holds_system_calls && made.protects_unpopulated)
 }
 
 pub fn is_alive(pid: i32) -> bool {
