@@ -9,7 +9,10 @@
 //!
 //! A page that is kept (PML, section 2.4: incremental copy-on-write) is copied before it is written
 //! to, by whoever is first: the reader of kept pages, or the thread, which puts its copy aside. The
-//! page stays protected after the reader has copied it, because the next write to it must be known.
+//! page stays protected after the reader has copied it, because the next write to it must be known,
+//! unless the page was kept in each of the last checkpoints: then it counts as written at once, and
+//! the write does not wait. Now and then such a page stays protected, to see whether it is still
+//! written to.
 //!
 //! If this process ends, the kernel closes the userfaultfd: nothing is protected then, and all
 //! writes that wait go on. If the thread ends for another reason, it unprotects everything first.
@@ -37,6 +40,12 @@ const NEAR_PAGES: usize = 16;
 
 /// Pages that the reader of kept pages copies at a time. A write to one of them waits for all.
 const BATCH: ByteCount = ByteCount::of_pages(32);
+
+/// Successive checkpoints that have kept a page before it is left open.
+const HOT_CHECKPOINTS: u32 = 3;
+
+/// A page that is left open is protected in every such checkpoint of its series.
+const PROBED_CHECKPOINTS: u32 = 8;
 
 /// What to do where memory cannot be watched.
 pub(crate) const OTHER_STRATEGY: &str = "use the strategy pre-copy, and another mechanism than uffd";
@@ -78,6 +87,8 @@ struct State {
     lost: Option<io::Error>,
     has_ended: bool,
     counts: KeptCounts,
+    /// Number of the checkpoint.
+    checkpoint: u32,
 }
 
 /// A block that is watched. A page that is not marked as written is protected.
@@ -93,6 +104,29 @@ struct Watched {
     kept: PageSet,
     /// Kept pages that were copied before a write; None for those that were not there.
     aside: HashMap<usize, Option<Box<[u8; PAGE_SIZE]>>>,
+    /// The last checkpoints that kept each page.
+    series: Vec<Series>,
+}
+
+/// Successive checkpoints that have kept a page.
+#[derive(Clone, Copy, Default, Debug)]
+struct Series {
+    /// The last one.
+    last: u32,
+    length: u32,
+}
+
+impl Series {
+    /// The page is kept in this checkpoint.
+    fn add(&mut self, checkpoint: u32) {
+        self.length = if self.last.wrapping_add(1) == checkpoint { self.length.saturating_add(1) } else { 1 };
+        self.last = checkpoint;
+    }
+
+    /// True if the page need not be protected once it is copied.
+    fn is_hot(self) -> bool {
+        self.length >= HOT_CHECKPOINTS && !self.length.is_multiple_of(PROBED_CHECKPOINTS)
+    }
 }
 
 impl Watched {
@@ -175,7 +209,8 @@ impl WriteWatch {
             }
             let pages = range.byte_count().pages_rounded_up() as usize;
             let (written, kept) = (PageSet::new(pages), PageSet::new(pages));
-            state.blocks.push(Watched { range: range.clone(), mapping, written, kept, aside: HashMap::new() });
+            let (aside, series) = (HashMap::new(), vec![Series::default(); pages]);
+            state.blocks.push(Watched { range: range.clone(), mapping, written, kept, aside, series });
         }
         // What became data meanwhile.
         let has_swapped = Status::read(*pid).map_or(true, |status| status.swapped_bytes > 0);
@@ -238,7 +273,8 @@ impl WriteWatch {
     /// QEMU has ended; some pages may be kept.
     pub(crate) fn keep(&self, range: &Range, pages: &RangeSet) -> Result<()> {
         let mut state = self.shared.state();
-        let Some(block) = state.blocks.iter_mut().find(|block| block.range == *range) else { return Ok(()) };
+        let State { blocks, checkpoint, .. } = &mut *state;
+        let Some(block) = blocks.iter_mut().find(|block| block.range == *range) else { return Ok(()) };
         let numbers: Vec<_> =
             pages.within(range.clone()).map(|part| block.page(part.start)..block.page(part.end)).collect();
         for page in numbers.into_iter().flatten() {
@@ -249,6 +285,9 @@ impl WriteWatch {
                 block.written.remove(page);
             }
             block.kept.insert(page);
+            if let Some(series) = block.series.get_mut(page) {
+                series.add(*checkpoint);
+            }
         }
         Ok(())
     }
@@ -307,8 +346,21 @@ impl WriteWatch {
         self.shared.copied.notify_all();
         read.map_err(failed())?;
         if let Some(block) = blocks.iter_mut().find(|block| block.range.contains(&range.start)) {
-            for page in to_read.iter().flat_map(|part| part.pages().collect::<Vec<PageNumber>>()) {
-                counts.concurrent_pages += u64::from(block.kept.remove(block.page(page.address())));
+            let mut hot = RangeSet::new();
+            for number in to_read.iter().flat_map(|part| part.pages().collect::<Vec<PageNumber>>()) {
+                let page = block.page(number.address());
+                if !block.kept.remove(page) {
+                    continue;
+                }
+                counts.concurrent_pages += 1;
+                if block.series.get(page).is_some_and(|series| series.is_hot()) {
+                    block.written.insert(page);
+                    hot.insert(number.addresses());
+                }
+            }
+            for part in hot.iter() {
+                // If it stays protected, a write to it waits, and that is all.
+                let _ = self.shared.userfaultfd.write_protect(&part, false);
             }
         }
         Ok(())
@@ -325,6 +377,7 @@ impl WriteWatch {
         state.blocks.iter_mut().for_each(Watched::forget_kept);
         state.lost = None;
         state.counts = KeptCounts::default();
+        state.checkpoint = state.checkpoint.wrapping_add(1);
     }
 
     fn check_alive(&self) -> Result<()> {
@@ -411,5 +464,27 @@ fn failed(operation: &'static str, pid: i32) -> impl Fn(io::Error) -> Error {
     move |error| {
         let kind = if error.raw_os_error() == Some(libc::ESRCH) { ErrorKind::Gone } else { ErrorKind::System };
         Error::of(kind, operation, Object::Process(pid), error)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_page_is_hot_after_some_checkpoints_and_protected_now_and_then() {
+        let mut series = Series::default();
+        let hot: Vec<u32> = (0..20)
+            .filter(|&checkpoint| {
+                series.add(checkpoint);
+                series.is_hot()
+            })
+            .collect();
+        // The third is number 2, and every eighth is number 7, 15.
+        assert_eq!(hot, [2, 3, 4, 5, 6, 8, 9, 10, 11, 12, 13, 14, 16, 17, 18, 19]);
+        // A checkpoint without it ends the series.
+        series.add(21);
+        assert!(!series.is_hot());
+        assert_eq!(series.length, 1);
     }
 }

@@ -174,6 +174,35 @@ fn copies_on_write_hold_the_memory_of_the_freeze() {
     }
 }
 
+#[test]
+fn writes_to_pages_that_each_checkpoint_keeps_do_not_wait() {
+    let Some(program) = load_program() else { skip!("no QEMU, or no compiler for its guest") };
+    if !can_hold_writes() {
+        skip!("no userfaultfd that holds the kernel's own writes");
+    }
+    let paths = MachinePaths::default();
+    let qemu = Qemu::start(&paths, &["-kernel", &program.display().to_string(), "-append", "1", "-m", "64"]);
+    let repository = Repository::create(&paths.join("repository")).unwrap();
+    let target = VmTarget::attach(&paths.monitor(), Mechanism::Uffd).unwrap();
+    let mut job = Job::new(target, repository, JobOptions::new("load"));
+    job.policy_mut().strategy = Strategy::CopyOnWrite;
+    let (mut dirty, mut waited) = (0, 0);
+    for sequence in 1..=8 {
+        let cost = job.checkpoint().unwrap().cost;
+        // Before that, no page is known well.
+        if sequence > 4 {
+            dirty += cost.dirty_pages;
+            // Besides those that were copied before the write.
+            waited += cost.write_faults - cost.cow_pages;
+        }
+        // Two writes for each page of the machine's program.
+        paths.wait_for_steps(16);
+    }
+    assert!(dirty > 4000 && waited * 2 < dirty, "{waited} of {dirty} pages were waited for");
+    job.detach();
+    drop(qemu);
+}
+
 macro_rules! many_checkpoints {
     ($($name:ident: $way:expr, $processors:expr;)+) => {
         $(
