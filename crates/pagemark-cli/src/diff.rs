@@ -245,6 +245,7 @@ fn unmapped(kind: &SpaceKind, address: u64) -> MappingRecord {
         offset: 0,
         name: name.into(),
         exception: None,
+        memory: None,
     }
 }
 

@@ -121,7 +121,12 @@ fn space(checkpoint: &Checkpoint, space: &SpaceRecord) -> Result<String, Failure
 /// The name of a mapping, and its exception.
 fn description(mapping: &MappingRecord) -> String {
     let exception = match mapping.exception {
+        None if mapping.memory.is_some() => "shared: held once, below",
         None => return mapping.name.clone(),
+        Some(MappingException::SavedWhole) => "not tracked: CRIU saves all of it in each checkpoint",
+        Some(MappingException::SharedOutside) => {
+            "a process outside maps it too: CRIU saves all of it in each checkpoint"
+        }
         Some(MappingException::Unregistrable) => "unregistrable: counts as written in each checkpoint",
         Some(MappingException::Droppable) => "droppable: restored as zeros",
     };

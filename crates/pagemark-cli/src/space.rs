@@ -14,6 +14,7 @@ pub fn space_title(space: &SpaceRecord) -> String {
         SpaceKind::Disk { .. } => format!("disk {id} {label}"),
         SpaceKind::Region { .. } => format!("region {id} {label}"),
         SpaceKind::Heap { .. } => format!("heap {id} {label}"),
+        SpaceKind::SharedMemory { inode, .. } => format!("shared memory {inode} {label}"),
     }
 }
 

@@ -73,6 +73,7 @@ fn commit(repository: &Repository, pages: &[(u64, &[u8])], file_size: u64) {
         offset: 0,
         name: "evil \x1b[2J name".into(),
         exception: None,
+        memory: None,
     };
     let droppable = MappingRecord {
         start: BASE + 0x10000,

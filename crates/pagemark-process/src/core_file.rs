@@ -6,7 +6,7 @@
 use std::io::{Seek, SeekFrom, Write};
 
 use pagemark::repository::{Manifest, MappingRecord, SpaceRecord, StateRecord, TargetKind};
-use pagemark::{Address, AddressRangeExt, ByteCount, PAGE_SIZE, PageTree, Range, Store};
+use pagemark::{Address, AddressRangeExt, ByteCount, PAGE_SIZE, PageRangeExt, PageTree, Range, Store};
 use prost::Message;
 
 use crate::criu::images::schema::{CoreEntry, MmEntry, PstreeEntry, UserX86FpregsEntry, UserX86RegsEntry};
@@ -235,21 +235,39 @@ pub fn export_core(
     let root = manifest.pids().next();
     let pid = pid.or(root).ok_or_else(|| damaged("it has no process".into()))?;
     let space = manifest.process(pid).ok_or_else(|| no_process(manifest, pid))?;
-    write_core(out, space, &CoreProcess::from_checkpoint(manifest, store, pid)?, store)
+    write_core(out, space, &manifest.spaces, &CoreProcess::from_checkpoint(manifest, store, pid)?, store)
 }
 
-/// Writes a core file. Zeros in memory become holes of the file.
+/// The page tree of a process, with the shared memory that it maps.
+fn memory(space: &SpaceRecord, all: &[SpaceRecord], store: &dyn Store) -> Result<PageTree> {
+    let mut tree = PageTree::load(space.root, store)?;
+    for mapping in &space.mappings {
+        let Some(shared) = mapping.memory else { continue };
+        let object = all.iter().find(|other| other.id == shared);
+        let object = object.ok_or_else(|| damaged(format!("the shared memory {shared} is missing")))?;
+        let first = Address::new(mapping.offset).page();
+        let end = first + mapping.range().page_range().page_count();
+        for (page, id) in PageTree::read_pages(object.root, &[first..end], store)? {
+            tree.set(Address::new(mapping.start).page() + (page.get() - first.get()), id);
+        }
+    }
+    Ok(tree)
+}
+
+/// Writes a core file of a process. `all` has the shared memory that it maps. Zeros in memory become
+/// holes of the file.
 ///
 /// # Errors
 /// [`ErrorKind::NoProcess`], [`ErrorKind::Damaged`], [`ErrorKind::Store`], [`ErrorKind::System`].
 pub fn write_core(
     out: &mut (impl Write + Seek),
     space: &SpaceRecord,
+    all: &[SpaceRecord],
     process: &CoreProcess,
     store: &dyn Store,
 ) -> Result<()> {
     let failed = |error| Error::system("write the core file", Object::None)(error);
-    let tree = PageTree::load(space.root, store)?;
+    let tree = memory(space, all, store)?;
     let segments = segments(space, &tree);
     let notes = notes(space, process);
 
@@ -352,10 +370,11 @@ fn segments(space: &SpaceRecord, tree: &PageTree) -> Vec<Segment> {
     segments
 }
 
-/// True if only the process itself gives the mapping its content.
+/// True if the checkpoint has all content of the mapping that is not zeros.
 fn is_anonymous(mapping: &MappingRecord) -> bool {
     let private = mapping.permissions.ends_with('p');
-    private && (mapping.name.is_empty() || mapping.name.starts_with('[') && !mapping.name.starts_with("[v"))
+    mapping.memory.is_some()
+        || private && (mapping.name.is_empty() || mapping.name.starts_with('[') && !mapping.name.starts_with("[v"))
 }
 
 fn notes(space: &SpaceRecord, process: &CoreProcess) -> Vec<u8> {

@@ -46,6 +46,7 @@ mod refusal;
 pub mod restore;
 pub mod saver;
 pub mod scratch;
+mod shared;
 pub mod space;
 pub mod spawn;
 pub mod target;

@@ -8,6 +8,7 @@ mod criu;
 mod registers;
 mod signal_gate;
 
+use std::collections::HashSet;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
@@ -16,7 +17,7 @@ use pagemark::target::VisitPage;
 use pagemark::{PageRange, Store};
 
 use crate::error::{Error, ErrorKind, Object, Result, Source};
-use crate::space::AddressSpace;
+use crate::space::{AddressSpace, ObjectId};
 
 pub use criu::CriuSaver;
 pub use registers::{REGISTERS, RegisterSaver, auxiliary_vector_name};
@@ -34,13 +35,23 @@ pub trait StateSaver: Send + Sync {
     /// It can't, and why.
     fn check(&self, root_pid: i32) -> Result<()>;
 
-    /// Freezes the tree and saves its state. Calls `meanwhile` again and again until the tree is
-    /// being frozen; processes may stop during a call.
+    /// True if the content of shared memory can be left out of the state of these processes, which
+    /// are a tree.
+    fn leaves_objects_out(&self, pids: &[i32]) -> bool;
+
+    /// Freezes the tree and saves its state, without the content of `objects` of shared memory, which
+    /// the caller copies. Calls `meanwhile` again and again until the tree is being frozen;
+    /// processes may stop during a call.
     ///
     /// # Errors
     /// The tree could not be frozen or its state not be saved, or `meanwhile` failed. The tree
     /// resumes.
-    fn freeze(&self, root_pid: i32, meanwhile: Meanwhile<'_>) -> Result<Box<dyn FrozenState>>;
+    fn freeze(
+        &self,
+        root_pid: i32,
+        objects: &HashSet<ObjectId>,
+        meanwhile: Meanwhile<'_>,
+    ) -> Result<Box<dyn FrozenState>>;
 }
 
 /// Called while a tree is being frozen.
@@ -71,6 +82,10 @@ pub trait SavedState {
     /// The page numbers of a process's private pages that held data in the freeze, in ascending
     /// order. None if nothing is known.
     fn held_pages(&self, pid: i32) -> Option<Vec<PageRange>>;
+
+    /// The objects of shared memory whose content is not in the state, of those that it was not to
+    /// have. None if it has no shared memory at all.
+    fn objects_left_out(&self) -> Option<&HashSet<ObjectId>>;
 
     /// Visits the pages of a process that were saved with the state, in ascending order.
     ///

@@ -20,8 +20,12 @@ use crate::error::{Error, ErrorKind, Object, Result};
 use crate::freezer;
 use crate::inject;
 
+mod objects;
 mod untracked;
 
+pub use objects::ObjectId;
+pub(crate) use objects::ObjectMapping;
+use objects::{ObjectWrites, Written};
 use untracked::Untracked;
 
 /// The memory of one process. When this is dropped, or the process that holds it dies, nothing
@@ -50,6 +54,11 @@ pub struct AddressSpace {
     /// For mechanisms that register mappings.
     registration: Option<Arc<Registration>>,
     untracked: Untracked,
+    objects: ObjectWrites,
+    /// Pages of objects in mappings that are not registered yet.
+    left_object_pages: u64,
+    /// The mappings were read since the process is frozen.
+    has_frozen_mappings: bool,
     /// True if the process must be stopped during each collect.
     needs_stop: bool,
     stopped_time: Duration,
@@ -73,12 +82,19 @@ pub enum SharedScope {
     Files,
     /// Also shared memory without a file, such as that of a virtual machine.
     FilesAndMemory,
+    /// Those of files, and objects of shared anonymous memory. What is written to those is found by
+    /// object, for all processes that map it.
+    FilesAndObjects,
 }
 
 impl SharedScope {
     fn has(self, mapping: &Mapping) -> bool {
         let is_memory = mapping.kind == MappingKind::SharedMemory && mapping.writable;
         mapping.writes_file() || self == SharedScope::FilesAndMemory && is_memory
+    }
+
+    fn registers(self, mapping: &Mapping) -> bool {
+        self.has(mapping) || self == SharedScope::FilesAndObjects && ObjectId::of_mapping(mapping).is_some()
     }
 }
 
@@ -208,6 +224,9 @@ impl AddressSpace {
             maps: Vec::new(),
             registration,
             untracked,
+            objects: ObjectWrites::default(),
+            left_object_pages: 0,
+            has_frozen_mappings: false,
             needs_stop: tracking.needs_stop,
             stopped_time: Duration::ZERO,
         };
@@ -293,7 +312,7 @@ impl AddressSpace {
     pub fn collect(&mut self, dirty: &mut RangeSet) -> Result<()> {
         self.collect_unstopped(dirty)?;
         let left_pages = self.registration.as_ref().map_or(0, |registration| registration.take_left_pages());
-        if left_pages < MANY_PAGES {
+        if left_pages + self.left_object_pages < MANY_PAGES {
             return Ok(());
         }
         let begin = Instant::now();
@@ -326,7 +345,9 @@ impl AddressSpace {
     /// # Errors
     /// [`ErrorKind::Gone`] and others; nothing is lost.
     pub fn collect_frozen(&mut self, dirty: &mut RangeSet) -> Result<()> {
-        self.refresh_mappings()?;
+        if !std::mem::take(&mut self.has_frozen_mappings) {
+            self.refresh_mappings()?;
+        }
         if let Some(registration) = &self.registration {
             register(self.pid, self.thread, registration, &self.mappings, self.shared_scope, &mut self.untracked)?;
         }
@@ -349,7 +370,53 @@ impl AddressSpace {
             found.map_err(|source| self.system("read the mappings of", source))?;
         }
         self.look_for_swapped();
-        if self.needs_stop { self.collect_stopped(dirty) } else { self.collect_parts(dirty) }
+        if self.needs_stop { self.collect_stopped(dirty) } else { self.collect_parts(dirty) }?;
+        self.collect_objects(dirty, is_frozen)
+    }
+
+    /// Finds what was written to objects of shared memory. Where a mapping has changed meanwhile, other
+    /// memory may have been scanned in its place: that is added to `dirty`.
+    fn collect_objects(&mut self, dirty: &mut RangeSet, is_frozen: bool) -> Result<()> {
+        if self.shared_scope != SharedScope::FilesAndObjects {
+            return Ok(());
+        }
+        let mappings: Vec<ObjectMapping> = self.mappings.iter().filter_map(ObjectMapping::of).collect();
+        self.objects.follow(&mappings);
+        self.left_object_pages = 0;
+        let mut scanned = Vec::new();
+        for mapping in &mappings {
+            let is_unregistrable = self.untracked.unregistrable().within(mapping.range.clone()).next().is_some();
+            if self.registration.is_some() && !is_unregistrable {
+                let found = self.objects.scan(&self.pagemap, mapping);
+                let (written, left_pages) = found.map_err(|source| self.system("scan the pages of", source))?;
+                self.left_object_pages += left_pages;
+                scanned.push((mapping, written));
+            } else if is_frozen {
+                // It is not tracked, so there is no use in copying it before.
+                self.objects.add_whole(mapping);
+            }
+        }
+        if !is_frozen && !scanned.is_empty() {
+            let now = maps::read(self.thread).map_err(|source| self.system("read the mappings of", source))?;
+            let now: Vec<ObjectMapping> = now.iter().filter_map(ObjectMapping::of).collect();
+            let changed = scanned.iter().filter(|(mapping, _)| !now.contains(mapping));
+            changed.for_each(|(_, written)| dirty.extend(written));
+        }
+        self.check_alive()
+    }
+
+    /// What was found written to objects of shared memory since the last call, by offset. With
+    /// [`SharedScope::FilesAndObjects`], each collect finds it.
+    pub(crate) fn take_object_writes(&mut self) -> Written {
+        self.objects.take()
+    }
+
+    /// The mappings of objects of shared memory, read anew. Those of a frozen process stay as they
+    /// are until the next collect.
+    pub(crate) fn refresh_objects(&mut self, is_frozen: bool) -> Result<Vec<ObjectMapping>> {
+        self.refresh_mappings()?;
+        self.has_frozen_mappings = is_frozen;
+        Ok(self.mappings.iter().filter_map(ObjectMapping::of).collect())
     }
 
     /// For how long [`AddressSpace::collect`] has stopped the process since the last call.
@@ -522,7 +589,7 @@ fn register(
     shared_scope: SharedScope,
     untracked: &mut Untracked,
 ) -> Result<()> {
-    let is_tracked = |mapping: &&Mapping| mapping.is_private() || shared_scope.has(mapping);
+    let is_tracked = |mapping: &&Mapping| mapping.is_private() || shared_scope.registers(mapping);
     let tracked: Vec<Range> = mappings.iter().filter(is_tracked).map(Mapping::range).collect();
     let refused = registration.register(&tracked).map_err(|error| match error {
         RegistrationError::Taken(range) => {

@@ -7,22 +7,23 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use pagemark::repository::{MappingException, MappingRecord, SpaceKind, TargetKind};
-use pagemark::sys::proc::{self, Mapping};
+use pagemark::sys::proc;
 use pagemark::target::{
     Captured, CapturedSpace, Frozen, Recorded, SpaceId, Target, TargetDescription, TargetMemory, VisitPage,
     WhileFreezing,
 };
 use pagemark::{Mechanism, Range, RangeSet, Store};
 
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Object, Result};
 use crate::files::{
     DataTree, FileTracker, FileWatch, OpenFile, TreeRecord, encode_path, open_for_writing, record_trees, with_closed,
 };
 use crate::freezer;
 use crate::saver::{FrozenState, SavedState, StateSaver};
 use crate::scratch;
-use crate::space::AddressSpace;
-use crate::tree::{FrozenProcess, Phase, ProcessTree};
+use crate::shared::{self, FrozenObject};
+use crate::space::{AddressSpace, ObjectId};
+use crate::tree::{FrozenMapping, FrozenProcess, Phase, ProcessTree};
 
 /// A process and all its descendants.
 pub struct ProcessTarget {
@@ -139,7 +140,8 @@ impl ProcessTarget {
     /// # Errors
     /// As [`Target::freeze`]. The tree runs.
     pub fn stop_time(&mut self) -> Result<Duration> {
-        let state = self.saver.freeze(self.tree.root_pid(), &mut || Ok(()))?;
+        let objects = self.tree.objects();
+        let state = self.saver.freeze(self.tree.root_pid(), &objects, &mut || Ok(()))?;
         self.tree.spaces(Phase::Frozen)?;
         let thawed = state.thaw(&self.tree.address_spaces())?;
         self.tree.take_stopped_time();
@@ -200,6 +202,10 @@ impl Target for ProcessTarget {
     }
 
     fn precopy(&mut self, store: &mut dyn Store) -> Result<(), pagemark::Error> {
+        let pids: Vec<i32> = freezer::members(self.root_pid())?.iter().map(|member| member.pid).collect();
+        self.tree.set_has_objects(self.saver.leaves_objects_out(&pids));
+        // The objects are known before the first round, since a freeze tracks no new ones.
+        self.tree.spaces(Phase::Running)?;
         if self.saver.is_restorable() {
             self.precopy_files(store)?;
         }
@@ -207,7 +213,9 @@ impl Target for ProcessTarget {
     }
 
     fn freeze(&mut self, meanwhile: WhileFreezing<'_, Error>) -> Result<FrozenTree<'_>> {
-        let state = self.saver.freeze(self.tree.root_pid(), &mut || meanwhile(&mut FreezingTree(&mut self.tree)))?;
+        let (root_pid, objects) = (self.tree.root_pid(), self.tree.objects());
+        let meanwhile = &mut || meanwhile(&mut FreezingTree(&mut self.tree));
+        let state = self.saver.freeze(root_pid, &objects, meanwhile)?;
         if let Some(hook) = &mut self.freeze_hook {
             let pids: Vec<i32> = freezer::members(self.tree.root_pid())?.iter().map(|member| member.pid).collect();
             hook(&pids);
@@ -217,6 +225,7 @@ impl Target for ProcessTarget {
 
     fn capture_failed(&mut self) {
         self.files.forget();
+        self.tree.close_objects();
         // That time belongs to the checkpoint that failed.
         self.tree.take_stopped_time();
     }
@@ -270,16 +279,27 @@ impl<'target> Frozen for FrozenTree<'target> {
         let FrozenTree { target, state } = self;
         let is_restorable = target.saver.is_restorable();
         let processes = target.tree.describe(if is_restorable { AddressSpace::image_pid } else { AddressSpace::pid });
+        let mut objects = target.tree.describe_objects();
         // Files are copied while the tree is frozen, but whatever fails there, the tree resumes first.
         let files = if is_restorable { target.copy_files() } else { Ok(Vec::new()) };
         let thawed = state.thaw(&target.tree.address_spaces())?;
         let trees = files?;
+        if let Some(left_out) = thawed.state.objects_left_out() {
+            let is_lost = |object: &&ObjectId| !objects.iter().any(|known| known.object == **object);
+            if let Some(lost) = left_out.iter().find(is_lost) {
+                let reason = format!("the object with inode {} was not tracked", lost.inode());
+                return Err(Error::about(ErrorKind::Track, Object::None, reason).during("save shared memory:"));
+            }
+            // The state has the others.
+            objects.retain(|object| left_out.contains(&object.object));
+        }
         let taken_at = SystemTime::now() - thawed.frozen_at.elapsed();
         // Registering new mappings stopped processes, too.
         let downtime = thawed.frozen_time + target.tree.take_stopped_time();
         target.tree.begin_interval()?;
         let data: Vec<PathBuf> = target.data.iter().map(|tree| tree.path().to_owned()).collect();
-        Ok(CapturedTree { files: &mut target.files, data, trees, processes, state: thawed.state, taken_at, downtime })
+        let files = &mut target.files;
+        Ok(CapturedTree { files, data, trees, processes, objects, state: thawed.state, taken_at, downtime })
     }
 }
 
@@ -290,6 +310,8 @@ pub struct CapturedTree<'target> {
     data: Vec<PathBuf>,
     trees: Vec<TreeRecord>,
     processes: Vec<FrozenProcess>,
+    /// The shared memory that the state does not have.
+    objects: Vec<FrozenObject>,
     state: Box<dyn SavedState>,
     taken_at: SystemTime,
     downtime: Duration,
@@ -311,10 +333,18 @@ impl Captured for CapturedTree<'_> {
             id: SpaceId::try_from(process.recorded_pid).unwrap_or_default(),
             label: process.name.clone(),
             kind: SpaceKind::Process { pid: process.recorded_pid },
-            mappings: process.mappings.iter().map(mapping_record).collect(),
+            mappings: process.mappings.iter().map(|mapping| self.mapping_record(mapping)).collect(),
             held_pages: self.state.held_pages(process.recorded_pid),
         });
-        spaces.collect()
+        let objects = self.objects.iter().map(|object| CapturedSpace {
+            space: object.space,
+            id: shared::recorded_id(object.object),
+            label: String::new(),
+            kind: SpaceKind::SharedMemory { bytes: object.bytes, inode: object.object.inode() },
+            mappings: Vec::new(),
+            held_pages: Some(object.held_pages.clone()),
+        });
+        spaces.chain(objects).collect()
     }
 
     fn saved_pages(&self, space: SpaceId, visit: VisitPage<'_>) -> Result<(), pagemark::Error> {
@@ -334,13 +364,23 @@ impl Captured for CapturedTree<'_> {
     }
 }
 
-fn mapping_record((mapping, exception): &(Mapping, Option<MappingException>)) -> MappingRecord {
-    MappingRecord {
-        start: mapping.start.get(),
-        end: mapping.end.get(),
-        permissions: mapping.permissions(),
-        offset: mapping.offset,
-        name: encode_path(Path::new(OsStr::from_bytes(&mapping.name))),
-        exception: *exception,
+impl CapturedTree<'_> {
+    fn mapping_record(&self, frozen: &FrozenMapping) -> MappingRecord {
+        let FrozenMapping { mapping, exception, object } = frozen;
+        let has = |object: &ObjectId| self.objects.iter().any(|captured| captured.object == *object);
+        let is_in_state = object.is_some_and(|object| !has(&object));
+        let exception = if is_in_state { Some(MappingException::SavedWhole) } else { *exception };
+        // A state of registers has no memory.
+        let has_memory = self.state.objects_left_out().is_some();
+        let exception = exception.filter(|exception| has_memory || !exception.is_of_shared_memory());
+        MappingRecord {
+            start: mapping.start.get(),
+            end: mapping.end.get(),
+            permissions: mapping.permissions(),
+            offset: mapping.offset,
+            name: encode_path(Path::new(OsStr::from_bytes(&mapping.name))),
+            exception,
+            memory: object.filter(has).map(shared::recorded_id),
+        }
     }
 }

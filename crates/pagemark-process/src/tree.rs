@@ -11,7 +11,8 @@ use pagemark::{Mechanism, Range, RangeSet};
 use crate::error::{Error, Result};
 use crate::files::Written;
 use crate::freezer;
-use crate::space::AddressSpace;
+use crate::shared::{FrozenObject, SharedObjects};
+use crate::space::{AddressSpace, ObjectId, SharedScope};
 
 /// What the processes of the tree can do.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -29,6 +30,9 @@ pub(crate) struct ProcessTree {
     root_pid: i32,
     mechanism: Mechanism,
     processes: Vec<Process>,
+    objects: SharedObjects,
+    /// True if shared memory is tracked here, and not left to whoever saves the state.
+    has_objects: bool,
     next_space: SpaceId,
 }
 
@@ -52,14 +56,25 @@ pub(crate) struct FrozenProcess {
     /// Its id in the saved state.
     pub(crate) recorded_pid: i32,
     pub(crate) name: String,
-    pub(crate) mappings: Vec<(Mapping, Option<MappingException>)>,
+    pub(crate) mappings: Vec<FrozenMapping>,
+}
+
+/// A mapping as it is in the freeze.
+pub(crate) struct FrozenMapping {
+    pub(crate) mapping: Mapping,
+    pub(crate) exception: Option<MappingException>,
+    /// The tracked object that it shows.
+    pub(crate) object: Option<ObjectId>,
 }
 
 impl ProcessTree {
     /// Attaches to the root process; [`ProcessTree::spaces`] finds the others.
     pub(crate) fn attach(root_pid: i32, mechanism: Mechanism) -> Result<ProcessTree> {
-        let mut tree = ProcessTree { root_pid, mechanism, processes: Vec::new(), next_space: 0 };
-        tree.enter(AddressSpace::attach(root_pid, mechanism)?, false, false);
+        let space = AddressSpace::attach_with(root_pid, mechanism, SharedScope::FilesAndObjects)?;
+        let objects = SharedObjects::new(root_pid);
+        let mut tree =
+            ProcessTree { root_pid, mechanism, processes: Vec::new(), objects, has_objects: false, next_space: 0 };
+        tree.enter(space, false, false);
         Ok(tree)
     }
 
@@ -81,17 +96,64 @@ impl ProcessTree {
         self.processes.iter().map(|process| &process.space).collect()
     }
 
-    /// Finds out which processes belong to the tree, and attaches to new ones.
+    /// Tracks shared memory from now on, or leaves it to whoever saves the state.
+    pub(crate) fn set_has_objects(&mut self, has_objects: bool) {
+        if !has_objects {
+            self.objects.clear();
+        }
+        self.has_objects = has_objects;
+    }
+
+    /// The objects of shared memory that are tracked.
+    pub(crate) fn objects(&self) -> HashSet<ObjectId> {
+        self.objects.tracked()
+    }
+
+    /// Finds out which spaces the tree has: its processes, attaching to new ones, and after them the
+    /// objects of shared memory.
     pub(crate) fn spaces(&mut self, phase: Phase) -> Result<Vec<SpaceId>> {
+        if self.has_objects {
+            while self.list_objects(phase)? {}
+        } else {
+            self.list_processes(phase)?;
+        }
+        Ok(self.processes.iter().map(|process| process.id).chain(self.objects.spaces()).collect())
+    }
+
+    /// Lists the processes and their shared memory. Returns true if that must be done again.
+    fn list_objects(&mut self, phase: Phase) -> Result<bool> {
+        self.objects.take_forks();
+        let (listed, is_one_replaced) = self.list_processes(phase)?;
+        self.objects.take_processes(&listed, is_one_replaced);
+        let is_frozen = phase == Phase::Frozen;
+        let mut mapped = Vec::new();
+        for process in &mut self.processes {
+            let pid = process.space.pid();
+            match process.space.refresh_objects(is_frozen) {
+                Ok(mappings) => mapped.extend(mappings.into_iter().map(|mapping| (pid, mapping))),
+                // The next listing finds that it has left.
+                Err(error) if error.is_gone() => gone(phase, pid)?,
+                Err(error) => return Err(error),
+            }
+        }
+        self.objects.take_mappings(&mapped, phase, &mut self.next_space)
+    }
+
+    /// Finds out which processes belong to the tree, and attaches to new ones. Returns those that have
+    /// memory, and whether one has executed a program.
+    fn list_processes(&mut self, phase: Phase) -> Result<(HashSet<i32>, bool)> {
         let present = freezer::members(self.root_pid)?;
         let alive: HashSet<_> = present.iter().map(|member| (member.pid, member.start_ticks)).collect();
         let is_frozen = phase == Phase::Frozen;
+        let known_count = self.processes.len();
         self.processes.retain(|process| {
             // A process that executed another program has another address space, of which nothing is known.
             alive.contains(&(process.space.pid(), process.space.start_ticks()))
                 && process.space.is_alive().unwrap_or(true)
                 && (is_frozen || !process.is_borrowed)
         });
+        let is_one_replaced = self.processes.len() < known_count;
+        let mut borrowers = HashSet::new();
         let may_attach = phase == Phase::Running;
         for member in present {
             let known = self.processes.iter().position(|process| process.space.pid() == member.pid);
@@ -106,6 +168,9 @@ impl ProcessTree {
                 }
                 None => {
                     let is_borrowed = proc::share_memory(member.pid, member.parent_pid);
+                    if is_borrowed {
+                        borrowers.insert(member.pid);
+                    }
                     // While the process runs, it has no memory of its own yet.
                     if (is_frozen || !is_borrowed)
                         && let Some(space) = self.attach_member(member.pid, phase)?
@@ -115,16 +180,22 @@ impl ProcessTree {
                 }
             }
         }
-        Ok(self.processes.iter().map(|process| process.id).collect())
+        borrowers.extend(self.processes.iter().map(|process| process.space.pid()));
+        Ok((borrowers, is_one_replaced))
     }
 
     /// Adds to `dirty` what was written in the private memory of a process, and keeps what was
-    /// written to files.
+    /// written to files and to shared memory; or what was written in an object of shared memory, as
+    /// far as it was found in the processes.
     pub(crate) fn collect(&mut self, space: SpaceId, dirty: &mut RangeSet, phase: Phase) -> Result<()> {
+        let is_early_comparison = self.mechanism == Mechanism::Compare && phase != Phase::Frozen;
+        if !is_early_comparison && let Some(collected) = self.objects.collect(space, dirty, phase == Phase::Frozen) {
+            return collected;
+        }
         let Some(process) = self.processes.iter_mut().find(|process| process.id == space) else { return Ok(()) };
         // What was compared must be what is copied; otherwise a page that changes and changes back in
         // between is missed.
-        if self.mechanism == Mechanism::Compare && phase != Phase::Frozen {
+        if is_early_comparison {
             return Ok(());
         }
         // CRIU is stopping the threads, and none can have two tracers. Nor are all threads stopped once
@@ -138,7 +209,9 @@ impl ProcessTree {
             Phase::Frozen => AddressSpace::collect_frozen,
         };
         let mut found = RangeSet::new();
-        match collect(&mut process.space, &mut found) {
+        let collected = collect(&mut process.space, &mut found);
+        self.objects.add_written(process.space.take_object_writes());
+        match collected {
             Ok(()) => {}
             Err(error) if error.is_gone() => return gone(phase, process.space.pid()),
             Err(error) => return Err(error),
@@ -152,6 +225,9 @@ impl ProcessTree {
 
     /// Reads memory of a process; returns what is no longer there.
     pub(crate) fn read(&self, space: SpaceId, ranges: &[Range], buffer: &mut [u8], phase: Phase) -> Result<RangeSet> {
+        if let Some(read) = self.objects.read(space, ranges, buffer) {
+            return read;
+        }
         let all = || ranges.iter().cloned().collect();
         let Some(process) = self.processes.iter().find(|process| process.id == space) else { return Ok(all()) };
         match process.space.read(ranges, buffer) {
@@ -181,7 +257,7 @@ impl ProcessTree {
     pub(crate) fn describe(&self, recorded_pid: fn(&AddressSpace) -> i32) -> Vec<FrozenProcess> {
         let mappings = |space: &AddressSpace| {
             let mappings = space.mappings().iter();
-            mappings.map(|mapping| (mapping.clone(), space.exception(mapping))).collect()
+            mappings.map(|mapping| self.describe_mapping(space, mapping)).collect()
         };
         let processes = self.processes.iter();
         let processes = processes.map(|process| FrozenProcess {
@@ -192,6 +268,29 @@ impl ProcessTree {
             mappings: mappings(&process.space),
         });
         processes.collect()
+    }
+
+    fn describe_mapping(&self, space: &AddressSpace, mapping: &Mapping) -> FrozenMapping {
+        let found = ObjectId::of_mapping(mapping);
+        let left = match found {
+            Some(object) => self.objects.exception(object),
+            None if mapping.kind == MappingKind::SharedMemory => Some(MappingException::SavedWhole),
+            None => None,
+        };
+        let exception = left.or_else(|| space.exception(mapping));
+        FrozenMapping { mapping: mapping.clone(), exception, object: found.filter(|_| left.is_none()) }
+    }
+
+    /// The tracked objects as they are in the freeze. Afterwards none of them can be read.
+    pub(crate) fn describe_objects(&mut self) -> Vec<FrozenObject> {
+        let described = self.objects.describe();
+        self.objects.close();
+        described
+    }
+
+    /// Closes the objects of shared memory until the processes are listed again.
+    pub(crate) fn close_objects(&mut self) {
+        self.objects.close();
     }
 
     /// How long processes were stopped since the last call to register their new mappings.
@@ -221,7 +320,7 @@ impl ProcessTree {
     /// it. None if the process has exited meanwhile.
     fn attach_member(&self, pid: i32, phase: Phase) -> Result<Option<AddressSpace>> {
         let mechanism = if phase == Phase::Running { self.mechanism } else { Mechanism::Full };
-        match AddressSpace::attach(pid, mechanism) {
+        match AddressSpace::attach_with(pid, mechanism, SharedScope::FilesAndObjects) {
             Ok(space) => Ok(Some(space)),
             Err(error) if error.is_gone() => gone(phase, pid).map(|()| None),
             Err(error) => Err(error),

@@ -147,5 +147,5 @@ fn mapping(line: &str) -> MappingRecord {
     let permissions = fields.next().unwrap().to_string();
     let offset = number(fields.next().unwrap());
     let name = fields.nth(2).unwrap_or("").to_string();
-    MappingRecord { start: number(start), end: number(end), permissions, offset, name, exception: None }
+    MappingRecord { start: number(start), end: number(end), permissions, offset, name, exception: None, memory: None }
 }

@@ -12,7 +12,7 @@
 //! moment at which it would serve pages, finds the socket closed, and ends as after a complete
 //! dump.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::fs::File;
 use std::io::{Read, Write};
 use std::os::fd::AsRawFd;
@@ -36,7 +36,7 @@ use super::interrupted::Interrupted;
 use super::notify::Submitted;
 use super::outside_files::{self, OutsideFile};
 use super::stdio::{self, Outside};
-use super::withhold::Withholding;
+use super::withhold::{Withheld, Withholding};
 use super::{CAP_SYS_RESOURCE, Criu, errors_in_log, has_capability, images, kernel_data, outside_sockets, smaps};
 use crate::cgroups::{self, Cgroups, Memberships};
 use crate::container::network::{self, OwnNetwork};
@@ -44,6 +44,7 @@ use crate::container::{self, FirstProcess, HostPaths, Place};
 use crate::error::{Error, ErrorKind, Object};
 use crate::files::encode_path;
 use crate::scratch;
+use crate::space::ObjectId;
 use crate::spawn::FROM_OUTSIDE;
 
 /// CRIU's log in the images directory.
@@ -209,6 +210,21 @@ impl Dump {
     /// # Errors
     /// [`ErrorKind::Gone`], or CRIU could not be started.
     pub fn start(criu: &Criu, pid: i32, directory: &Path, options: &DumpOptions) -> Result<Dump, Error> {
+        Dump::start_without(criu, pid, directory, options, &HashSet::new())
+    }
+
+    /// As [`Dump::start`], without the content of these objects of shared memory. Where it cannot be
+    /// withheld from CRIU, the images have it; see [`SavedState::withheld_objects`].
+    ///
+    /// # Errors
+    /// As [`Dump::start`].
+    pub fn start_without(
+        criu: &Criu,
+        pid: i32,
+        directory: &Path,
+        options: &DumpOptions,
+        objects: &HashSet<ObjectId>,
+    ) -> Result<Dump, Error> {
         let tree = tree::members(pid).map_err(|_| Error::criu_gone(pid))?;
         let tree: Vec<i32> = tree.iter().map(|member| member.pid).collect();
         let notes = Notes {
@@ -271,14 +287,14 @@ impl Dump {
         let (receiver, sender) = UnixStream::pair().map_err(io("make a socket pair"))?;
         let sender_number = sender.as_raw_fd();
         let with_limits = !has_capability(CAP_SYS_RESOURCE);
-        // Without PAGEMAP_SCAN, CRIU reads pagemap itself. A filtered process may not suspend the filters of
-        // another, which CRIU has to if the tree has any.
-        let has_seccomp = tree.iter().any(|pid| has_seccomp(*pid));
-        let mappings = !has_seccomp && smaps::pays(&tree);
+        // Without PAGEMAP_SCAN, CRIU reads pagemap itself.
+        let may_withhold = may_withhold(&tree);
+        let mappings = may_withhold && smaps::pays(&tree);
         // The calls that are left to the kernel need Linux 5.5; the interface is as old as 5.6.
         let registers = pidfd::GET_DESCRIPTOR.is_there();
-        let withhold = (pagemap::SCAN.is_there() || with_limits || mappings || registers) && !has_seccomp;
-        let submitted = Submitted { limits: with_limits, files: kernel_data::is_needed(), mappings, registers };
+        let data = !objects.is_empty();
+        let withhold = (pagemap::SCAN.is_there() || with_limits || mappings || registers || data) && may_withhold;
+        let submitted = Submitted { limits: with_limits, files: kernel_data::is_needed(), mappings, registers, data };
         // SAFETY: only system calls are made between fork and exec, which is allowed in a child of a
         // process with threads.
         unsafe {
@@ -292,7 +308,7 @@ impl Dump {
         let child = command.spawn().map_err(io(&format!("start {}", criu.path().display())))?;
         let guard = Guard::start(child.id() as i32, pid, &tree).map_err(io("start a guard"))?;
         let watch = Watch::start(pid, child.id() as i32).map_err(io("start a thread"))?;
-        let withholding = withhold.then(|| Withholding::start(&receiver, tree, criu, submitted));
+        let withholding = withhold.then(|| Withholding::start(&receiver, tree, objects, criu, submitted));
         let withholding = withholding.transpose().map_err(io("answer system calls"))?.flatten();
         Ok(Dump {
             pid,
@@ -427,8 +443,8 @@ impl Dump {
         add_withheld(&self.directory, &withheld.ranges, &populated)?;
         let host_id = |image_pid| Some(*populated.iter().find(|(_, (pid, _))| *pid == image_pid)?.0);
         self.interrupted.repair_images(&self.directory, host_id)?;
-        let listed_mappings = withheld.listed_mappings;
-        let state = SavedState { listed_mappings, ..SavedState::read(&self.directory)? };
+        let Withheld { listed_mappings, objects: withheld_objects, .. } = withheld;
+        let state = SavedState { listed_mappings, withheld_objects, ..SavedState::read(&self.directory)? };
         Ok((Timings { frozen_at, state_saved_at, thawed_at }, state))
     }
 
@@ -486,6 +502,12 @@ fn add_withheld(directory: &Path, withheld: &HashMap<i32, RangeSet>, populated: 
         std::fs::write(&path, pagemap.encode()).map_err(Error::criu_io(format!("write {}", path.display())))?;
     }
     Ok(())
+}
+
+/// True if memory of a tree of these processes can be withheld from CRIU. A filtered process may not
+/// suspend the filters of another, which CRIU has to if the tree has any.
+pub(crate) fn may_withhold(pids: &[i32]) -> bool {
+    !pids.iter().any(|pid| has_seccomp(*pid))
 }
 
 /// True if a process or one of its threads is under a seccomp filter.
@@ -593,6 +615,8 @@ pub struct SavedState {
     /// tables that CRIU's own way costs. Zero for small trees, and where the kernel cannot list
     /// them.
     pub listed_mappings: u32,
+    /// The objects of shared memory whose content the images lack, as was asked for.
+    pub withheld_objects: HashSet<ObjectId>,
 }
 
 /// The private memory of a process as CRIU's images describe it.
@@ -637,7 +661,7 @@ impl SavedState {
             }
         }
         files.sort();
-        Ok(SavedState { files, processes, listed_mappings: 0 })
+        Ok(SavedState { files, processes, listed_mappings: 0, withheld_objects: HashSet::new() })
     }
 }
 

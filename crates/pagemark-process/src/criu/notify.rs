@@ -57,6 +57,8 @@ pub(super) struct Submitted {
     /// Each `ptrace` that reads the blocked signals or the vector registers of a thread, and each
     /// `prlimit` that queries the first of the limits of another process.
     pub registers: bool,
+    /// Each `lseek` to the next data of a file.
+    pub data: bool,
 }
 
 /// Requests of `ptrace`, and the set of registers.
@@ -83,12 +85,13 @@ pub(super) struct Listener(OwnedFd);
 /// all calls out. Makes only system calls.
 pub(super) fn submit(socket: RawFd, submitted: Submitted) -> io::Result<()> {
     // Where the parts of the filter begin. The kernel counts the statements that a jump leaves out.
-    const PRLIMIT: usize = 10;
-    const OPENAT: usize = 18;
-    const OPENAT_RELATIVE: usize = 23;
-    const PTRACE: usize = 25;
-    const SUBMIT: usize = 30;
-    const ALLOW: usize = 31;
+    const PRLIMIT: usize = 11;
+    const OPENAT: usize = 19;
+    const OPENAT_RELATIVE: usize = 24;
+    const PTRACE: usize = 26;
+    const LSEEK: usize = 31;
+    const SUBMIT: usize = 33;
+    const ALLOW: usize = 34;
     let statement = |code: u32, k: u32| libc::sock_filter { code: code as u16, jt: 0, jf: 0, k };
     let jump = |from: usize, k: u32, equal: usize, other: usize| libc::sock_filter {
         code: (libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K) as u16,
@@ -100,7 +103,7 @@ pub(super) fn submit(socket: RawFd, submitted: Submitted) -> io::Result<()> {
     let answer = libc::BPF_RET | libc::BPF_K;
     // No system call has the other number.
     let number = |number: i64, is_submitted: bool| if is_submitted { number as u32 } else { u32::MAX };
-    let Submitted { limits, files, mappings, registers } = submitted;
+    let Submitted { limits, files, mappings, registers, data } = submitted;
     let mut filter = [
         statement(load, ARCHITECTURE),
         jump(1, AUDIT_ARCH_X86_64, 2, ALLOW),
@@ -109,33 +112,37 @@ pub(super) fn submit(socket: RawFd, submitted: Submitted) -> io::Result<()> {
         jump(4, number(libc::SYS_openat, files || mappings), OPENAT, 5),
         jump(5, number(libc::SYS_rename, files), SUBMIT, 6),
         jump(6, number(libc::SYS_ptrace, registers), PTRACE, 7),
-        jump(7, libc::SYS_ioctl as u32, 8, ALLOW),
+        jump(7, number(libc::SYS_lseek, data), LSEEK, 8),
+        jump(8, libc::SYS_ioctl as u32, 9, ALLOW),
         statement(load, argument(1)),
-        jump(9, PAGEMAP_SCAN, SUBMIT, ALLOW),
+        jump(10, PAGEMAP_SCAN, SUBMIT, ALLOW),
         // `prlimit`: the process 0 is the caller.
         statement(load, argument(0)),
-        jump(11, 0, ALLOW, 12),
+        jump(12, 0, ALLOW, 13),
         // The new limit; without an address the call is a query.
         statement(load, argument(2)),
-        jump(13, 0, 14, ALLOW),
+        jump(14, 0, 15, ALLOW),
         statement(load, argument(2) + 4),
-        jump(15, 0, if limits { SUBMIT } else { 16 }, ALLOW),
+        jump(16, 0, if limits { SUBMIT } else { 17 }, ALLOW),
         statement(load, argument(1)),
-        jump(17, FIRST_LIMIT, SUBMIT, ALLOW),
+        jump(18, FIRST_LIMIT, SUBMIT, ALLOW),
         // `openat`
         statement(load, argument(0)),
-        jump(19, libc::AT_FDCWD as u32, if files { 20 } else { ALLOW }, if mappings { OPENAT_RELATIVE } else { ALLOW }),
+        jump(20, libc::AT_FDCWD as u32, if files { 21 } else { ALLOW }, if mappings { OPENAT_RELATIVE } else { ALLOW }),
         statement(load, argument(2)),
-        jump(21, READING, SUBMIT, 22),
-        jump(22, CREATING, SUBMIT, ALLOW),
+        jump(22, READING, SUBMIT, 23),
+        jump(23, CREATING, SUBMIT, ALLOW),
         statement(load, argument(2)),
-        jump(24, READING, SUBMIT, ALLOW),
+        jump(25, READING, SUBMIT, ALLOW),
         // `ptrace`
         statement(load, argument(0)),
-        jump(26, GET_SIGNAL_MASK, SUBMIT, 27),
-        jump(27, GET_REGISTER_SET, 28, ALLOW),
+        jump(27, GET_SIGNAL_MASK, SUBMIT, 28),
+        jump(28, GET_REGISTER_SET, 29, ALLOW),
         statement(load, argument(2)),
-        jump(29, VECTOR_REGISTERS, SUBMIT, ALLOW),
+        jump(30, VECTOR_REGISTERS, SUBMIT, ALLOW),
+        // `lseek`
+        statement(load, argument(2)),
+        jump(32, libc::SEEK_DATA as u32, SUBMIT, ALLOW),
         statement(answer, libc::SECCOMP_RET_USER_NOTIF),
         statement(answer, libc::SECCOMP_RET_ALLOW),
     ];

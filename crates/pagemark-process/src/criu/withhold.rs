@@ -8,6 +8,9 @@
 //! hold data, which the tracker knows, are added to CRIU's pagemap image, which then is the same as
 //! if CRIU had left them out by itself.
 //!
+//! It looks for the content of shared memory by `lseek(SEEK_DATA)`. Of the objects that Pagemark
+//! saves itself, the answer is that there is none, so that CRIU's image of the object has no page.
+//!
 //! The same filter hands over CRIU's queries of resource limits, which the kernel refuses without
 //! CAP_SYS_RESOURCE for processes of other users, and the calls by which CRIU keeps what it found
 //! out about the kernel ([`KernelData`]), reads the flags of mappings ([`smaps`]), and records
@@ -15,10 +18,12 @@
 //!
 //! If Pagemark is killed, the calls fail, and CRIU cancels the dump as after any error.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::fs::File;
 use std::io;
 use std::os::fd::AsFd;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 
@@ -33,6 +38,7 @@ use super::kernel_data::{self, KernelData};
 use super::notify::{Answer, CREATING, Call, GET_SIGNAL_MASK, Listener, Submitted};
 use super::resumed::Resumed;
 use super::{Criu, smaps};
+use crate::space::ObjectId;
 
 /// Category of guard pages: they have no content and forbid any access, and CRIU restores them.
 const GUARD: u64 = 1 << 8;
@@ -58,15 +64,18 @@ pub(super) struct Withheld {
     pub ranges: HashMap<i32, RangeSet>,
     /// How often mappings were listed for CRIU.
     pub listed_mappings: u32,
+    /// The objects of shared memory whose content was withheld.
+    pub objects: HashSet<ObjectId>,
 }
 
 impl Withholding {
     /// Starts to answer the program that has sent its listener to `socket`. `tree` are the
-    /// processes being dumped. None if it could have none, because somebody else listens to it:
+    /// processes being dumped, and `objects` the shared memory whose content is withheld. None if it could have none, because somebody else listens to it:
     /// then CRIU examines the memory itself, which takes longer.
     pub fn start(
         socket: &UnixStream,
         tree: Vec<i32>,
+        objects: &HashSet<ObjectId>,
         criu: &Criu,
         submitted: Submitted,
     ) -> io::Result<Option<Withholding>> {
@@ -75,6 +84,8 @@ impl Withholding {
             listener,
             submitted,
             spaces: tree.into_iter().map(|pid| (pid, None)).collect(),
+            objects: objects.clone(),
+            withheld_objects: HashSet::new(),
             kernel_data: criu.kernel_data.clone(),
             resumed: Resumed::new(criu.interrupted.clone()),
             listed_mappings: 0,
@@ -95,6 +106,9 @@ struct Answers {
     submitted: Submitted,
     /// The dumped processes; None until the first query about a process.
     spaces: HashMap<i32, Option<Space>>,
+    /// Shared memory whose content is withheld, and that of it which CRIU has asked for.
+    objects: HashSet<ObjectId>,
+    withheld_objects: HashSet<ObjectId>,
     kernel_data: KernelData,
     resumed: Resumed,
     listed_mappings: u32,
@@ -142,7 +156,8 @@ impl Answers {
             }
         }
         let ranges = self.spaces.into_iter().filter_map(|(pid, space)| Some((pid, space?.withheld)));
-        Withheld { ranges: ranges.collect(), listed_mappings: self.listed_mappings }
+        let ranges = ranges.collect();
+        Withheld { ranges, listed_mappings: self.listed_mappings, objects: self.withheld_objects }
     }
 
     fn answer(&mut self, call: &Call) -> Option<Answer> {
@@ -152,6 +167,7 @@ impl Answers {
             libc::SYS_openat => self.answer_smaps(call),
             libc::SYS_rename => self.answer_rename(call),
             libc::SYS_ptrace => self.answer_ptrace(call),
+            libc::SYS_lseek => self.answer_seek(call),
             _ => self.answer_scan(call),
         }
     }
@@ -186,6 +202,19 @@ impl Answers {
         }
         write(Pid::from_raw(call.pid as i32), result, &[limit.soft, limit.hard])?;
         Some(Answer::Return(0))
+    }
+
+    /// Answers an `lseek` that looks for data: there is none.
+    fn answer_seek(&mut self, call: &Call) -> Option<Answer> {
+        let path = descriptors::path(call.pid as i32, call.arguments[0] as i32);
+        let metadata = std::fs::metadata(&path).ok()?;
+        let link = std::fs::read_link(&path).ok()?;
+        let object = ObjectId::of_open_file(link.as_os_str().as_bytes(), metadata.dev(), metadata.ino())?;
+        if !self.objects.contains(&object) || !self.listener.is_valid(call) {
+            return None;
+        }
+        self.withheld_objects.insert(object);
+        Some(Answer::Return(-i64::from(libc::ENXIO)))
     }
 
     /// Answers an `openat` of `/proc/PID/smaps` of a dumped process, which is frozen then.

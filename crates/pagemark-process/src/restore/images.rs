@@ -24,7 +24,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::sys::wait::waitpid;
 use nix::unistd::Pid;
 
-use pagemark::repository::{FileRecord, Manifest, StateRecord, TargetKind};
+use pagemark::repository::{FileRecord, Manifest, SpaceKind, StateRecord, TargetKind};
 use pagemark::store::Piece;
 use pagemark::sys::proc::{self, Stat, Status, tree};
 use pagemark::{
@@ -917,8 +917,8 @@ impl Unwritten<'_> {
     }
 }
 
-/// Writes the pages images of all processes, and pagemap images that say so. Returns the memory of
-/// the processes.
+/// Writes the pages images of all processes and of their shared memory, and pagemap images that say
+/// so. Returns the memory of the processes.
 ///
 /// Of a process without a parent or child, only the part of the page tree is read that names pages
 /// which are not delivered: the rest is read while CRIU starts.
@@ -993,7 +993,43 @@ fn write_pages(
         let known = Some(pages).filter(|_| !relatives.is_empty());
         memories.push(ProcessMemory::new(process.pid as i32, *root, delivered, deliverable.clone(), known));
     }
+    for space in &manifest.spaces {
+        if let SpaceKind::SharedMemory { bytes, inode } = space.kind {
+            written += write_object(inode, space.root, bytes, store, directory, &mut |pages| {
+                progress(ByteCount::of_pages(written + pages));
+            })?;
+        }
+    }
     Ok(memories)
+}
+
+/// Writes the images of an object of shared memory, which the processes fill it from. Calls `progress`
+/// with the pages written so far. Returns the pages written.
+fn write_object(
+    inode: u64,
+    root: ContentId,
+    bytes: ByteCount,
+    store: &(dyn Store + Sync),
+    directory: &Path,
+    progress: &mut dyn FnMut(u64),
+) -> Result<u64, Error> {
+    // CRIU names it by the lower half.
+    let path = directory.join(format!("pagemap-shmem-{}.img", inode as u32));
+    let mut pagemap = Pagemap::read(&path)?;
+    let all = PageNumber::new(0)..Address::new(bytes.get()).page_aligned_up().page();
+    let pages = Pages::read(root, &[all].into_iter().collect(), store)?;
+    let held: RangeSet = pages.numbers.iter().map(|page| page.addresses()).collect();
+    pagemap.add_withheld(&held);
+    let (image, runs) = pagemap.with_sources(|_, _| PageSource::Present);
+    let runs: Vec<PageRange> = runs.iter().map(PageRun::page_range).collect();
+    std::fs::write(&path, image).map_err(io(format!("write {}", path.display())))?;
+    let path = directory.join(format!("pages-{}.img", pagemap.pages_id));
+    // CRIU made it, without a page.
+    match std::fs::remove_file(&path) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
+        removed => removed.map_err(io(format!("remove {}", path.display())))?,
+    }
+    write_pages_image(&path, &runs, &pages, store, progress)
 }
 
 /// The pages of a run that the images directory must have.

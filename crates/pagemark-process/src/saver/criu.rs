@@ -1,5 +1,6 @@
 //! The whole state of a process tree, saved by CRIU.
 
+use std::collections::HashSet;
 use std::fs::File;
 use std::path::Path;
 use std::time::Duration;
@@ -15,7 +16,7 @@ use crate::criu::{self, Criu, Dump, DumpOptions, ProcessImage};
 use crate::error::{Error, Object, Result};
 use crate::refusal;
 use crate::scratch::{self, ScratchDirectory};
-use crate::space::AddressSpace;
+use crate::space::{AddressSpace, ObjectId};
 
 /// The longest time without a call of `meanwhile`.
 const FREEZE_POLL: Duration = Duration::from_millis(16);
@@ -54,10 +55,19 @@ impl StateSaver for CriuSaver {
         attach::check_namespace(root_pid)
     }
 
-    fn freeze(&self, root_pid: i32, meanwhile: Meanwhile<'_>) -> Result<Box<dyn FrozenState>> {
+    fn leaves_objects_out(&self, pids: &[i32]) -> bool {
+        criu::dump::may_withhold(pids)
+    }
+
+    fn freeze(
+        &self,
+        root_pid: i32,
+        objects: &HashSet<ObjectId>,
+        meanwhile: Meanwhile<'_>,
+    ) -> Result<Box<dyn FrozenState>> {
         let mut repeats = 0..REPEATS;
         loop {
-            match self.dump(root_pid, meanwhile) {
+            match self.dump(root_pid, objects, meanwhile) {
                 Err(error) if refusal::is_of_new_connection(&error) && repeats.next().is_some() => {}
                 Err(error) => return Err(refused(root_pid, error)),
                 Ok(dumped) => return Ok(Box::new(dumped)),
@@ -67,9 +77,9 @@ impl StateSaver for CriuSaver {
 }
 
 impl CriuSaver {
-    fn dump(&self, root_pid: i32, meanwhile: Meanwhile<'_>) -> Result<Dumped> {
+    fn dump(&self, root_pid: i32, objects: &HashSet<ObjectId>, meanwhile: Meanwhile<'_>) -> Result<Dumped> {
         let images = images_directory()?;
-        let mut dump = Dump::start(&self.criu, root_pid, images.path(), &self.options)?;
+        let mut dump = Dump::start_without(&self.criu, root_pid, images.path(), &self.options, objects)?;
         while !dump.wait_frozen(FREEZE_POLL)? {
             meanwhile()?;
         }
@@ -119,6 +129,10 @@ impl SavedState for Images {
     fn held_pages(&self, pid: i32) -> Option<Vec<PageRange>> {
         let image = self.process(pid)?;
         Some(image.runs.iter().map(PageRun::page_range).collect())
+    }
+
+    fn objects_left_out(&self) -> Option<&HashSet<ObjectId>> {
+        Some(&self.saved.withheld_objects)
     }
 
     fn saved_pages(&self, pid: i32, visit: VisitPage<'_>) -> Result<(), pagemark::Error> {

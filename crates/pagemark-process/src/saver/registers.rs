@@ -1,6 +1,6 @@
 //! Registers and auxiliary vectors, saved by ptrace.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use pagemark::repository::StateRecord;
 use pagemark::sys::proc;
@@ -10,7 +10,7 @@ use pagemark::{AddressRangeExt, Blob, PageRange, RangeSet, Store};
 use super::{FrozenState, Meanwhile, SavedState, StateSaver, Thawed, unreadable_state};
 use crate::error::Result;
 use crate::freezer::{Freezer, ThreadRegisters};
-use crate::space::AddressSpace;
+use crate::space::{AddressSpace, ObjectId};
 
 /// The state file with the registers of a checkpoint of memory alone: a list of [`ThreadRegisters`]
 /// in JSON.
@@ -36,7 +36,11 @@ impl StateSaver for RegisterSaver {
         Ok(())
     }
 
-    fn freeze(&self, root_pid: i32, _: Meanwhile<'_>) -> Result<Box<dyn FrozenState>> {
+    fn leaves_objects_out(&self, _: &[i32]) -> bool {
+        true
+    }
+
+    fn freeze(&self, root_pid: i32, _: &HashSet<ObjectId>, _: Meanwhile<'_>) -> Result<Box<dyn FrozenState>> {
         Ok(Box::new(Stopped(Freezer::freeze(root_pid)?)))
     }
 }
@@ -73,6 +77,10 @@ impl SavedState for Registers {
     fn held_pages(&self, pid: i32) -> Option<Vec<PageRange>> {
         let populated = self.populated.get(&pid)?;
         Some(populated.iter().map(|range| range.page_range()).collect())
+    }
+
+    fn objects_left_out(&self) -> Option<&HashSet<ObjectId>> {
+        None
     }
 
     fn saved_pages(&self, _: i32, _: VisitPage<'_>) -> Result<(), pagemark::Error> {

@@ -4,6 +4,7 @@
 //! it ends the restored program too, each time. It is therefore forwarded after the freeze. Neither
 //! does a freeze begin between the sending of a signal and its delivery.
 
+use std::collections::HashSet;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -11,7 +12,7 @@ use pagemark::sys::proc::{Status, tree};
 
 use super::{FrozenState, Meanwhile, StateSaver, Thawed};
 use crate::error::Result;
-use crate::space::AddressSpace;
+use crate::space::{AddressSpace, ObjectId};
 use crate::terminal::Input;
 
 /// A signal is forwarded after this time even if the freeze goes on: a saver that does not answer
@@ -131,9 +132,18 @@ impl StateSaver for GatedSaver {
         self.saver.check(root_pid)
     }
 
-    fn freeze(&self, root_pid: i32, meanwhile: Meanwhile<'_>) -> Result<Box<dyn FrozenState>> {
+    fn leaves_objects_out(&self, pids: &[i32]) -> bool {
+        self.saver.leaves_objects_out(pids)
+    }
+
+    fn freeze(
+        &self,
+        root_pid: i32,
+        objects: &HashSet<ObjectId>,
+        meanwhile: Meanwhile<'_>,
+    ) -> Result<Box<dyn FrozenState>> {
         let closed = self.gate.close();
-        let frozen = self.saver.freeze(root_pid, meanwhile)?;
+        let frozen = self.saver.freeze(root_pid, objects, meanwhile)?;
         Ok(Box::new(GatedState { frozen, _closed: closed }))
     }
 }

@@ -8,8 +8,12 @@ use serde_json::Value;
 use crate::id::SpaceId;
 use crate::{Address, Blob, ByteCount, ContentId, Mechanism, Range};
 
-/// The version of manifests that this program writes. It also reads version 1, and no later one.
-pub const MANIFEST_VERSION: u32 = 2;
+/// The latest version of manifests that this program knows. It writes [`WITHOUT_SHARED_MEMORY`] where
+/// that says everything, so that earlier programs can read it.
+pub const MANIFEST_VERSION: u32 = 3;
+
+/// The version of a manifest that has no shared memory of processes.
+const WITHOUT_SHARED_MEMORY: u32 = 2;
 
 /// The description of one checkpoint. The content that it names by id is in the same repository.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
@@ -100,6 +104,14 @@ pub enum SpaceKind {
         /// Length of the memory.
         bytes: ByteCount,
     },
+    /// Shared anonymous memory of processes, by offset. The mappings whose
+    /// [`MappingRecord::memory`] is the id of the space show it.
+    SharedMemory {
+        /// Length of the memory.
+        bytes: ByteCount,
+        /// The inode that it had, by which the state of the processes names it.
+        inode: u64,
+    },
 }
 
 impl SpaceRecord {
@@ -134,6 +146,10 @@ pub struct MappingRecord {
     /// How its memory was treated, if not as that of other mappings.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub exception: Option<MappingException>,
+    /// The space that has the content of shared memory; [`offset`](Self::offset) is the first
+    /// address in it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub memory: Option<SpaceId>,
 }
 
 /// Why the memory of a mapping was not tracked as that of others.
@@ -147,6 +163,18 @@ pub enum MappingException {
     /// state of random-number generators. The checkpoint holds none of it, and a restore leaves it
     /// filled with zeros.
     Droppable,
+    /// Shared memory that is not tracked, because it can be written by descriptor (`memfd_create`),
+    /// is System V's or huge, or its writers cannot be followed. The saved state has all of it.
+    SavedWhole,
+    /// Shared memory that a process outside of the tree maps too. The saved state has all of it.
+    SharedOutside,
+}
+
+impl MappingException {
+    /// True if the memory is shared, and the saved state has it.
+    pub fn is_of_shared_memory(self) -> bool {
+        matches!(self, MappingException::SavedWhole | MappingException::SharedOutside)
+    }
 }
 
 impl MappingRecord {
@@ -276,9 +304,18 @@ impl Manifest {
         self.spaces.iter().map(|space| space.id).find(|id| !ids.insert(*id))
     }
 
-    /// The manifest as it is stored, in [`MANIFEST_VERSION`].
+    /// The manifest as it is stored.
     pub(super) fn encode(&self) -> serde_json::Result<Vec<u8>> {
-        serde_json::to_vec(&Stored { version: MANIFEST_VERSION, manifest: self })
+        let version = if self.has_shared_memory() { MANIFEST_VERSION } else { WITHOUT_SHARED_MEMORY };
+        serde_json::to_vec(&Stored { version, manifest: self })
+    }
+
+    /// True if it has what version 2 does not know.
+    fn has_shared_memory(&self) -> bool {
+        let mut exceptions =
+            self.spaces.iter().flat_map(|space| &space.mappings).filter_map(|mapping| mapping.exception);
+        self.spaces.iter().any(|space| matches!(space.kind, SpaceKind::SharedMemory { .. }))
+            || exceptions.any(MappingException::is_of_shared_memory)
     }
 
     /// Reads a stored manifest of any known version.
@@ -291,7 +328,7 @@ impl Manifest {
                 upgrade_version_1(&mut document);
                 serde_json::from_value(document).map_err(damaged)?
             }
-            Some(2) => serde_json::from_slice(bytes).map_err(damaged)?,
+            Some(2 | 3) => serde_json::from_slice(bytes).map_err(damaged)?,
             Some(found) => return Err(Undecodable::Newer { found }),
         };
         match manifest.duplicate_space() {
@@ -355,16 +392,44 @@ mod tests {
             SpaceKind::Disk { bytes },
             SpaceKind::Region { bytes },
             SpaceKind::Heap { bytes },
+            SpaceKind::SharedMemory { bytes, inode: 12 },
         ];
         let manifest = manifest((7..).zip(kinds).map(|(id, kind)| space(id, kind)).collect());
         assert_eq!(Manifest::decode(&manifest.encode().unwrap()), Ok(manifest.clone()));
         assert_eq!(manifest.pids().collect::<Vec<_>>(), [7]);
         assert_eq!(manifest.process(7), Some(&manifest.spaces[0]));
         let document: Value = serde_json::from_slice(&manifest.encode().unwrap()).unwrap();
-        assert_eq!(document["version"], 2);
+        assert_eq!(document["version"], 3);
+        assert_eq!(document["spaces"][5]["kind"], "shared-memory");
         assert_eq!(document["spaces"][1]["kind"], "ram-block");
         assert_eq!(document["spaces"][1]["bytes"], 8192);
         assert_eq!((&document["files"][0]["size"], &document["state"][0]["size"]), (&5.into(), &8.into()));
+    }
+
+    #[test]
+    fn version_2_is_written_where_it_says_everything() {
+        let version = |manifest: &Manifest| {
+            let document: Value = serde_json::from_slice(&manifest.encode().unwrap()).unwrap();
+            document["version"].as_u64().unwrap()
+        };
+        let mut manifest = manifest(vec![space(7, SpaceKind::Process { pid: 7 })]);
+        let mapping = |exception| MappingRecord {
+            start: 0x1000,
+            end: 0x2000,
+            permissions: "rw-s".into(),
+            offset: 0,
+            name: "/dev/zero (deleted)".into(),
+            exception,
+            memory: None,
+        };
+        let exceptions = [None, Some(MappingException::Unregistrable), Some(MappingException::Droppable)];
+        manifest.spaces[0].mappings = exceptions.map(mapping).into();
+        assert_eq!(version(&manifest), 2);
+        for exception in [MappingException::SavedWhole, MappingException::SharedOutside] {
+            manifest.spaces[0].mappings = vec![mapping(Some(exception))];
+            assert_eq!(version(&manifest), 3);
+            assert_eq!(Manifest::decode(&manifest.encode().unwrap()), Ok(manifest.clone()));
+        }
     }
 
     #[test]
@@ -378,8 +443,8 @@ mod tests {
         assert_eq!(read(&document), Ok(expected));
         document["spaces"][0]["pid"] = (-1).into();
         assert!(matches!(read(&document), Err(Undecodable::Damaged(_))));
-        document["version"] = 3.into();
-        assert_eq!(read(&document), Err(Undecodable::Newer { found: 3 }));
+        document["version"] = 4.into();
+        assert_eq!(read(&document), Err(Undecodable::Newer { found: 4 }));
     }
 
     #[test]

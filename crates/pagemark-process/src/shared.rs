@@ -1,0 +1,393 @@
+//! Shared anonymous memory of the processes of a tree: each object is a space, whose pages are
+//! copied once, however many processes map it.
+//!
+//! What was written to an object is the union of what each process has written through its
+//! mappings. All of it counts as written when a process that mapped it has left the tree or
+//! executed another program, and when a process was forked, also one that is not there any more,
+//! because nobody saw what they wrote. The kernel's records of all forks show the latter. An object
+//! that a process maps only in part counts as written whole in each freeze: a mapping can grow
+//! (`mremap`), be written to, and shrink again, unseen. Objects that a process outside of the tree
+//! maps are left to whoever saves the state.
+
+use std::collections::{HashMap, HashSet};
+use std::fs::File;
+use std::io;
+use std::os::fd::AsFd;
+use std::os::unix::fs::{FileExt, MetadataExt};
+
+use nix::errno::Errno;
+use nix::unistd::{Whence, lseek};
+use pagemark::repository::MappingException;
+use pagemark::sys::forks::{Forks, Record};
+use pagemark::sys::proc::{self, Stat};
+use pagemark::target::SpaceId;
+use pagemark::{Address, AddressRangeExt, ByteCount, PageRange, Range, RangeSet};
+
+use crate::error::{Error, Object, Result};
+use crate::space::{ObjectId, ObjectMapping};
+use crate::tree::Phase;
+
+/// The first id in checkpoints of an object; the inode is added. Process ids are lower.
+const FIRST_ID: SpaceId = 1 << 52;
+
+/// The objects of a tree.
+pub(crate) struct SharedObjects {
+    root_pid: i32,
+    objects: Vec<SharedObject>,
+    /// None until there is an object.
+    forks: Option<Forks>,
+    /// The kernel does not let this process follow the forks, so that no object is tracked.
+    is_blind: bool,
+    /// The processes of the tree at the last listing.
+    listed: HashSet<i32>,
+    /// Those, those outside that map an object, and all that they have forked since.
+    family: HashSet<i32>,
+    /// Processes outside of the tree that map an object.
+    outsiders: HashSet<i32>,
+}
+
+/// An object of shared memory.
+struct SharedObject {
+    id: ObjectId,
+    /// None if it is left to whoever saves the state.
+    space: Option<SpaceId>,
+    /// Open from the listing of the processes until the end of the freeze.
+    file: Option<File>,
+    bytes: ByteCount,
+    /// By offset.
+    written: RangeSet,
+    /// All of it counts as written.
+    is_whole: bool,
+    /// A process mapped only a part of it at a listing since the last freeze.
+    is_partial: bool,
+    is_outside: bool,
+    /// What held data in the freeze, by offset.
+    held: RangeSet,
+}
+
+/// A space of shared memory, as it was in the freeze.
+pub(crate) struct FrozenObject {
+    pub(crate) object: ObjectId,
+    pub(crate) space: SpaceId,
+    pub(crate) bytes: ByteCount,
+    pub(crate) held_pages: Vec<PageRange>,
+}
+
+/// A mapping of an object, and the process.
+pub(crate) type Mapped = (i32, ObjectMapping);
+
+/// The id in checkpoints of an object.
+pub(crate) fn recorded_id(object: ObjectId) -> SpaceId {
+    FIRST_ID + object.inode() % FIRST_ID
+}
+
+impl SharedObjects {
+    /// For the tree below this process.
+    pub(crate) fn new(root_pid: i32) -> SharedObjects {
+        SharedObjects {
+            root_pid,
+            objects: Vec::new(),
+            forks: None,
+            is_blind: false,
+            listed: HashSet::new(),
+            family: HashSet::new(),
+            outsiders: HashSet::new(),
+        }
+    }
+
+    /// Takes the kernel's records of forks, before the processes are listed. The children that are
+    /// not listed then have left.
+    pub(crate) fn take_forks(&mut self) {
+        let Some(forks) = &mut self.forks else { return };
+        let records = forks.read();
+        for record in &records.records {
+            if let Record::Fork { parent, child } = record
+                && self.family.contains(parent)
+            {
+                self.family.insert(*child);
+            }
+        }
+        if records.is_incomplete {
+            self.all_written();
+            self.family.extend(self.find_outsiders());
+        }
+    }
+
+    /// Takes the listed processes that have memory; `is_one_replaced` if one of them executed a program
+    /// since.
+    pub(crate) fn take_processes(&mut self, listed: &HashSet<i32>, is_one_replaced: bool) {
+        let left: Vec<i32> = self.family.difference(listed).copied().collect();
+        let has_one_left = left.iter().any(|pid| !self.outsiders.contains(pid));
+        self.outsiders = left.into_iter().filter(|&pid| self.is_outsider(pid)).collect();
+        self.family = listed.union(&self.outsiders).copied().collect();
+        // It may have unmapped what it inherited and wrote.
+        let has_new = !listed.is_subset(&self.listed);
+        self.listed.clone_from(listed);
+        if has_one_left || has_new || is_one_replaced {
+            self.all_written();
+        }
+    }
+
+    fn all_written(&mut self) {
+        self.objects.iter_mut().for_each(|object| object.is_whole = true);
+    }
+
+    /// True if a process maps an object of the tree, and is not in the tree. A process that was forked
+    /// since the tree was listed is in it.
+    fn is_outsider(&self, pid: i32) -> bool {
+        let maps_one = mapped_by(pid).iter().any(|mapped| self.objects.iter().any(|object| object.id == *mapped));
+        maps_one && !self.is_in_tree(pid)
+    }
+
+    fn is_in_tree(&self, pid: i32) -> bool {
+        let parent = |&pid: &i32| Stat::read(pid).ok().map(|stat| stat.parent_pid).filter(|&parent| parent > 1);
+        std::iter::successors(Some(pid), parent).any(|ancestor| ancestor == self.root_pid)
+    }
+
+    /// The processes that are not in the tree and map an object of it.
+    fn find_outsiders(&self) -> HashSet<i32> {
+        let others = proc::processes().unwrap_or_default().into_iter();
+        let others = others.filter(|pid| !self.family.contains(pid) || self.outsiders.contains(pid));
+        others.filter(|&pid| self.is_outsider(pid)).collect()
+    }
+
+    /// Takes the mappings of all processes. Once the tree is being frozen, new objects are left to
+    /// whoever saves the state. Returns true if the processes must be listed again, because their
+    /// forks are followed only from now on.
+    pub(crate) fn take_mappings(&mut self, mapped: &[Mapped], phase: Phase, next_space: &mut SpaceId) -> Result<bool> {
+        let may_begin = phase == Phase::Running;
+        // A list that is read while mappings move may lack one. While the tree is being frozen, what is
+        // tracked must stay so.
+        if phase != Phase::Freezing {
+            self.objects.retain(|object| mapped.iter().any(|(_, mapping)| mapping.object == object.id));
+        }
+        let mut has_new = false;
+        for (_, mapping) in mapped {
+            if !self.objects.iter().any(|object| object.id == mapping.object) {
+                self.objects.push(SharedObject::new(mapping.object));
+                has_new = true;
+            }
+        }
+        if self.objects.is_empty() {
+            return Ok(false);
+        }
+        let mut must_list_again = false;
+        if may_begin {
+            if self.forks.is_none() && !self.is_blind {
+                self.forks = Forks::new().ok();
+                self.is_blind = self.forks.is_none();
+                must_list_again = !self.is_blind;
+            }
+            if has_new {
+                self.outsiders.extend(self.find_outsiders());
+                self.family.extend(&self.outsiders);
+            }
+        }
+        let outside: HashSet<ObjectId> = self.outsiders.iter().flat_map(|&pid| mapped_by(pid)).collect();
+        for object in &mut self.objects {
+            object.is_outside = outside.contains(&object.id);
+            if may_begin {
+                let is_tracked = !self.is_blind && !object.is_outside;
+                match object.space {
+                    None if is_tracked => {
+                        (object.space, object.is_whole) = (Some(*next_space), true);
+                        *next_space += 1;
+                    }
+                    Some(_) if !is_tracked => object.space = None,
+                    _ => {}
+                }
+            }
+            // Nobody sees what a process outside writes.
+            object.is_whole |= object.is_outside;
+            if object.space.is_some() && object.file.is_none() {
+                object.open(mapped)?;
+                // Nothing can be copied until it is open.
+                object.is_whole |= object.file.is_none();
+            }
+            let is_partial = object.is_mapped_in_part(mapped);
+            object.is_partial |= is_partial;
+            if phase == Phase::Frozen {
+                object.is_whole |= object.is_partial;
+                object.is_partial = is_partial;
+            }
+        }
+        Ok(must_list_again)
+    }
+
+    /// The spaces that are tracked.
+    pub(crate) fn spaces(&self) -> impl Iterator<Item = SpaceId> {
+        self.objects.iter().filter_map(|object| object.space)
+    }
+
+    /// The objects that are tracked.
+    pub(crate) fn tracked(&self) -> HashSet<ObjectId> {
+        self.objects.iter().filter(|object| object.space.is_some()).map(|object| object.id).collect()
+    }
+
+    /// How a mapping of an object is treated, if it is not tracked.
+    pub(crate) fn exception(&self, object: ObjectId) -> Option<MappingException> {
+        match self.objects.iter().find(|known| known.id == object) {
+            Some(known) if known.space.is_some() => None,
+            Some(known) if known.is_outside => Some(MappingException::SharedOutside),
+            _ => Some(MappingException::SavedWhole),
+        }
+    }
+
+    /// Drops all objects.
+    pub(crate) fn clear(&mut self) {
+        *self = SharedObjects::new(self.root_pid);
+    }
+
+    /// Adds what a process has written.
+    pub(crate) fn add_written(&mut self, written: Vec<(ObjectId, Range)>) {
+        for (id, part) in written {
+            if let Some(object) = self.objects.iter_mut().find(|object| object.id == id) {
+                object.written.insert(part);
+            }
+        }
+    }
+
+    /// Adds to `dirty` what was written in an object since the last call. None if the space is
+    /// none of an object.
+    pub(crate) fn collect(&mut self, space: SpaceId, dirty: &mut RangeSet, is_frozen: bool) -> Option<Result<()>> {
+        let object = self.objects.iter_mut().find(|object| object.space == Some(space))?;
+        Some(object.collect(dirty, is_frozen))
+    }
+
+    /// Reads an object. None if the space is none of an object.
+    pub(crate) fn read(&self, space: SpaceId, ranges: &[Range], buffer: &mut [u8]) -> Option<Result<RangeSet>> {
+        let object = self.objects.iter().find(|object| object.space == Some(space))?;
+        Some(object.read(ranges, buffer))
+    }
+
+    /// The tracked objects as they were in the freeze.
+    pub(crate) fn describe(&self) -> Vec<FrozenObject> {
+        let tracked = self.objects.iter().filter_map(|object| Some((object, object.space?)));
+        let described = tracked.map(|(object, space)| FrozenObject {
+            object: object.id,
+            space,
+            bytes: object.bytes,
+            held_pages: object.held.iter().map(|range| range.page_range()).collect(),
+        });
+        described.collect()
+    }
+
+    /// Closes the objects, so that the memory does not outlive the processes.
+    pub(crate) fn close(&mut self) {
+        self.objects.iter_mut().for_each(|object| object.file = None);
+    }
+}
+
+impl SharedObject {
+    fn new(id: ObjectId) -> SharedObject {
+        SharedObject {
+            id,
+            space: None,
+            file: None,
+            bytes: ByteCount::ZERO,
+            written: RangeSet::new(),
+            is_whole: true,
+            is_partial: false,
+            is_outside: false,
+            held: RangeSet::new(),
+        }
+    }
+
+    fn failed(&self, operation: &'static str) -> impl FnOnce(io::Error) -> Error {
+        Error::system(operation, Object::File(format!("/dev/zero (inode {})", self.id.inode()).into()))
+    }
+
+    /// Opens the object through a process that maps it. Stays closed if all of them have ended, or
+    /// map it no more.
+    fn open(&mut self, mapped: &[Mapped]) -> Result<()> {
+        for (pid, mapping) in mapped.iter().filter(|(_, mapping)| mapping.object == self.id) {
+            let (start, end) = (mapping.range.start.get(), mapping.range.end.get());
+            match File::open(proc::path(*pid, &format!("map_files/{start:x}-{end:x}"))) {
+                Ok(file) => {
+                    let metadata = file.metadata().map_err(self.failed("read the size of"))?;
+                    if metadata.ino() == self.id.inode() {
+                        self.bytes = ByteCount::new(metadata.len());
+                        self.file = Some(file);
+                        return Ok(());
+                    }
+                }
+                Err(error) if proc::is_gone(&error) || error.kind() == io::ErrorKind::NotFound => {}
+                Err(error) => return Err(self.failed("open shared memory")(error)),
+            }
+        }
+        Ok(())
+    }
+
+    /// True if a process maps a part of the object and not all of it.
+    fn is_mapped_in_part(&self, mapped: &[Mapped]) -> bool {
+        let mut parts: HashMap<i32, RangeSet> = HashMap::new();
+        for (pid, mapping) in mapped.iter().filter(|(_, mapping)| mapping.object == self.id) {
+            parts.entry(*pid).or_default().insert(mapping.all_offsets());
+        }
+        let all = Address::new(0)..(Address::new(0) + self.bytes).page_aligned_up();
+        parts.values().any(|part| !part.covers(all.clone()))
+    }
+
+    fn collect(&mut self, dirty: &mut RangeSet, is_frozen: bool) -> Result<()> {
+        if !is_frozen && (self.file.is_none() || !self.is_whole && self.written.is_empty()) {
+            return Ok(());
+        }
+        let data = self.data().map_err(self.failed("find the data of"))?;
+        if self.is_whole {
+            dirty.extend(&data);
+        } else {
+            dirty.extend(&self.written.intersection(&data));
+        }
+        self.is_whole = false;
+        self.written.clear();
+        if is_frozen {
+            self.held = data;
+        }
+        Ok(())
+    }
+
+    /// What holds data, by offset. The rest holds zeros.
+    fn data(&self) -> io::Result<RangeSet> {
+        let file = self.file.as_ref().ok_or(io::ErrorKind::NotFound)?;
+        let mut data = RangeSet::new();
+        let mut at = 0;
+        loop {
+            let start = match lseek(file.as_fd(), at, Whence::SeekData) {
+                Err(Errno::ENXIO) => return Ok(data),
+                start => start?,
+            };
+            at = lseek(file.as_fd(), start, Whence::SeekHole)?;
+            data.insert(Address::new(start as u64)..Address::new(at as u64).page_aligned_up());
+        }
+    }
+
+    fn read(&self, ranges: &[Range], buffer: &mut [u8]) -> Result<RangeSet> {
+        let Some(file) = &self.file else { return Ok(ranges.iter().cloned().collect()) };
+        let mut missing = RangeSet::new();
+        let mut rest = buffer;
+        for range in ranges {
+            let mine = rest.split_off_mut(..range.byte_count().to_usize());
+            let mine = mine.ok_or(io::ErrorKind::InvalidInput).map_err(|kind| self.failed("read")(kind.into()))?;
+            let mut done = 0;
+            while done < mine.len() {
+                match file.read_at(&mut mine[done..], range.start.get() + done as u64) {
+                    Ok(0) => break,
+                    Ok(bytes) => done += bytes,
+                    Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                    Err(error) => return Err(self.failed("read")(error)),
+                }
+            }
+            // Beyond the end.
+            let end = (range.start + ByteCount::from(done)).page_aligned_up();
+            mine[done..].fill(0);
+            missing.insert(end.min(range.end)..range.end);
+        }
+        Ok(missing)
+    }
+}
+
+/// The objects that a process maps; none if it has ended.
+fn mapped_by(pid: i32) -> Vec<ObjectId> {
+    let mappings = proc::live_thread(pid).and_then(|thread| proc::maps::read(thread).ok()).unwrap_or_default();
+    mappings.iter().filter_map(ObjectId::of_mapping).collect()
+}

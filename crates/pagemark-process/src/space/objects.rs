@@ -1,0 +1,190 @@
+//! Objects of shared anonymous memory, and what a process writes to them.
+//!
+//! An object (`mmap` with MAP_SHARED and MAP_ANONYMOUS, or of `/dev/zero`) belongs to no process
+//! alone, and keeps what was written when the page has left a page table. So a page is known to be
+//! unwritten only while the page table says so: by a protected entry, or by the marker of one. An
+//! empty entry may have been written, and then dropped or swapped out. Each scan reports the empty
+//! entries as written and puts markers there, which needs page tables for the whole mapping: a
+//! 512th of its size in each process.
+
+use std::os::fd::AsFd;
+use std::sync::LazyLock;
+
+use nix::sys::memfd::{MFdFlags, memfd_create};
+use nix::sys::stat::fstat;
+use pagemark::sys::pagemap::{Filter, PRESENT, Pagemap, SWAPPED, WP_ALLOWED, WRITTEN};
+use pagemark::sys::proc::{Mapping, MappingKind};
+use pagemark::{Address, AddressRangeExt, ByteCount, PageRangeExt, Range, RangeSet};
+
+/// Device and inode of an object of shared anonymous memory.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub struct ObjectId {
+    device: (u32, u32),
+    inode: u64,
+}
+
+/// The names of the mappings of shared anonymous memory: as the kernel makes it, and as CRIU
+/// restores it.
+const NAMES: [&[u8]; 2] = [b"/dev/zero (deleted)", b"/memfd:/dev/zero (deleted)"];
+
+/// The device of the kernel's own shared memory. None where the kernel makes none.
+static DEVICE: LazyLock<Option<(u32, u32)>> = LazyLock::new(|| {
+    let file = memfd_create(c"", MFdFlags::MFD_CLOEXEC).ok()?;
+    Some(numbers(fstat(file.as_fd()).ok()?.st_dev))
+});
+
+fn numbers(device: libc::dev_t) -> (u32, u32) {
+    (libc::major(device), libc::minor(device))
+}
+
+impl ObjectId {
+    /// The object that a mapping shows. None if it is not of shared anonymous memory.
+    pub fn of_mapping(mapping: &Mapping) -> Option<ObjectId> {
+        let is_object = mapping.kind == MappingKind::SharedMemory
+            && Some(mapping.device) == *DEVICE
+            && NAMES.contains(&&mapping.name[..]);
+        is_object.then_some(ObjectId { device: mapping.device, inode: mapping.inode })
+    }
+
+    /// The object that is open, by the path that its descriptor leads to and its status. None if
+    /// it is no shared anonymous memory.
+    pub(crate) fn of_open_file(path: &[u8], device: libc::dev_t, inode: u64) -> Option<ObjectId> {
+        let device = numbers(device);
+        let is_object = Some(device) == *DEVICE && NAMES.contains(&path);
+        is_object.then_some(ObjectId { device, inode })
+    }
+
+    /// The inode.
+    pub fn inode(self) -> u64 {
+        self.inode
+    }
+}
+
+/// A mapping of an object.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) struct ObjectMapping {
+    pub(crate) object: ObjectId,
+    pub(crate) range: Range,
+    /// Offset of its first page in the object.
+    pub(crate) offset: ByteCount,
+}
+
+impl ObjectMapping {
+    pub(crate) fn of(mapping: &Mapping) -> Option<ObjectMapping> {
+        let object = ObjectId::of_mapping(mapping)?;
+        Some(ObjectMapping { object, range: mapping.range(), offset: ByteCount::new(mapping.offset) })
+    }
+
+    /// The part of the object that a part of the mapping shows, by offset.
+    fn offsets(&self, part: &Range) -> Range {
+        let start = Address::new(0) + self.offset + (self.range.start..part.start).byte_count();
+        start..start + part.byte_count()
+    }
+
+    /// The part of the object that it shows, by offset.
+    pub(crate) fn all_offsets(&self) -> Range {
+        self.offsets(&self.range)
+    }
+
+    /// The addresses in the mapping at which `other` shows the same.
+    fn same(&self, other: &ObjectMapping) -> Option<Range> {
+        let is_same = self.object == other.object
+            && self.range.start.get().wrapping_sub(self.offset.get())
+                == other.range.start.get().wrapping_sub(other.offset.get());
+        let common = self.range.start.max(other.range.start)..self.range.end.min(other.range.end);
+        (is_same && common.start < common.end).then_some(common)
+    }
+}
+
+/// Parts of objects, by offset.
+pub(crate) type Written = Vec<(ObjectId, Range)>;
+
+/// What a process may have written to objects, until it is taken.
+#[derive(Debug, Default)]
+pub(super) struct ObjectWrites {
+    /// At the last collect.
+    mappings: Vec<ObjectMapping>,
+    written: Written,
+}
+
+impl ObjectWrites {
+    /// Takes what was found.
+    pub(super) fn take(&mut self) -> Written {
+        std::mem::take(&mut self.written)
+    }
+
+    /// What was mapped at the last collect, and is not mapped there any more, may have been
+    /// written.
+    pub(super) fn follow(&mut self, mappings: &[ObjectMapping]) {
+        for old in std::mem::replace(&mut self.mappings, mappings.to_vec()) {
+            let mut gone = RangeSet::from(old.range.clone());
+            mappings.iter().filter_map(|new| old.same(new)).for_each(|common| gone.remove(common));
+            self.written.extend(gone.iter().map(|part| (old.object, old.offsets(&part))));
+        }
+    }
+
+    /// All of a mapping counts as written.
+    pub(super) fn add_whole(&mut self, mapping: &ObjectMapping) {
+        self.written.push((mapping.object, mapping.all_offsets()));
+    }
+
+    /// Finds the written pages of a mapping and protects them. Returns their addresses, and the number
+    /// of pages that are not registered: nothing is said of those.
+    pub(super) fn scan(&mut self, pagemap: &Pagemap, mapping: &ObjectMapping) -> std::io::Result<(RangeSet, u64)> {
+        let range = &mapping.range;
+        let mut written = RangeSet::new();
+        // With this filter alone the kernel also reports the empty entries of a page table.
+        let entries = Filter { all: WRITTEN, report: WRITTEN, protect: true, ..Filter::default() };
+        pagemap.scan(range, entries, |run, _| written.insert(run))?;
+        // Where there is no page table.
+        let none = Filter { all: WP_ALLOWED, none: PRESENT | SWAPPED, protect: true, ..Filter::default() };
+        pagemap.scan(range, none, |run, _| written.insert(run))?;
+        self.written.extend(written.iter().map(|part| (mapping.object, mapping.offsets(&part))));
+        let mut left = 0;
+        let unregistered = Filter { none: WP_ALLOWED, ..Filter::default() };
+        pagemap.scan(range, unregistered, |run, _| left += run.page_range().page_count())?;
+        Ok((written, left))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn mapping(line: &str) -> Option<ObjectMapping> {
+        ObjectMapping::of(&Mapping::parse(line.as_bytes()).unwrap())
+    }
+
+    #[test]
+    fn only_shared_anonymous_memory_is_an_object() {
+        let (major, minor) = DEVICE.unwrap();
+        let line =
+            |permissions: &str, name: &str| format!("1000-3000 {permissions} 0 {major:02x}:{minor:02x} 7 {name}");
+        assert_eq!(mapping(&line("rw-s", "/dev/zero (deleted)")).unwrap().object.inode(), 7);
+        assert!(mapping(&line("---s", "/memfd:/dev/zero (deleted)")).is_some());
+        for other in ["/memfd:other (deleted)", "/SYSV00000000 (deleted)", "/anon_hugepage (deleted)", "/dev/zero"] {
+            assert_eq!(mapping(&line("rw-s", other)), None, "{other}");
+        }
+        assert_eq!(mapping(&line("rw-p", "/dev/zero (deleted)")), None);
+        assert_eq!(mapping("1000-3000 rw-s 0 fe:1a 7 /dev/zero (deleted)"), None);
+    }
+
+    #[test]
+    fn what_is_not_mapped_any_more_counts_as_written() {
+        let (major, minor) = DEVICE.unwrap();
+        let at = |range: &str, offset: &str| {
+            mapping(&format!("{range} rw-s {offset} {major:02x}:{minor:02x} 7 /dev/zero (deleted)")).unwrap()
+        };
+        let mut writes = ObjectWrites::default();
+        let mut after = |mappings: &[ObjectMapping]| -> Vec<(u64, u64)> {
+            writes.follow(mappings);
+            writes.take().iter().map(|(_, part)| (part.start.get(), part.end.get())).collect()
+        };
+        assert_eq!(after(&[at("10000-20000", "5000")]), []);
+        // Split by a change of protection, which loses nothing, then cut at both ends.
+        assert_eq!(after(&[at("10000-18000", "5000"), at("18000-20000", "d000")]), []);
+        assert_eq!(after(&[at("11000-1f000", "6000")]), [(0x5000, 0x6000), (0x14000, 0x15000)]);
+        // Moved.
+        assert_eq!(after(&[at("31000-3f000", "6000")]), [(0x6000, 0x14000)]);
+    }
+}
