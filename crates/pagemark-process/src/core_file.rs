@@ -254,8 +254,8 @@ fn memory(space: &SpaceRecord, all: &[SpaceRecord], store: &dyn Store) -> Result
     Ok(tree)
 }
 
-/// Writes a core file of a process. `all` has the shared memory that it maps. Zeros in memory become
-/// holes of the file.
+/// Writes a core file of a process. `all` has the shared memory that it maps. Zeros in memory
+/// become holes of the file.
 ///
 /// # Errors
 /// [`ErrorKind::NoProcess`], [`ErrorKind::Damaged`], [`ErrorKind::Store`], [`ErrorKind::System`].

@@ -17,7 +17,8 @@ use pagemark::target::VisitPage;
 use pagemark::{PageRange, Store};
 
 use crate::error::{Error, ErrorKind, Object, Result, Source};
-use crate::space::{AddressSpace, ObjectId};
+use crate::objects::ObjectId;
+use crate::space::AddressSpace;
 
 pub use criu::CriuSaver;
 pub use registers::{REGISTERS, RegisterSaver, auxiliary_vector_name};
@@ -39,8 +40,8 @@ pub trait StateSaver: Send + Sync {
     /// are a tree.
     fn leaves_objects_out(&self, pids: &[i32]) -> bool;
 
-    /// Freezes the tree and saves its state, without the content of `objects` of shared memory, which
-    /// the caller copies. Calls `meanwhile` again and again until the tree is being frozen;
+    /// Freezes the tree and saves its state, without the content of `objects` of shared memory,
+    /// which the caller copies. Calls `meanwhile` again and again until the tree is being frozen;
     /// processes may stop during a call.
     ///
     /// # Errors

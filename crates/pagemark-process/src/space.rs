@@ -19,13 +19,10 @@ use crate::container::image_id;
 use crate::error::{Error, ErrorKind, Object, Result};
 use crate::freezer;
 use crate::inject;
+use crate::objects::{ObjectId, ObjectMapping, ObjectWrites, Written};
 
-mod objects;
 mod untracked;
 
-pub use objects::ObjectId;
-pub(crate) use objects::ObjectMapping;
-use objects::{ObjectWrites, Written};
 use untracked::Untracked;
 
 /// The memory of one process. When this is dropped, or the process that holds it dies, nothing
@@ -374,8 +371,8 @@ impl AddressSpace {
         self.collect_objects(dirty, is_frozen)
     }
 
-    /// Finds what was written to objects of shared memory. Where a mapping has changed meanwhile, other
-    /// memory may have been scanned in its place: that is added to `dirty`.
+    /// Finds what was written to objects of shared memory. Where a mapping has changed meanwhile,
+    /// other memory may have been scanned in its place: that is added to `dirty`.
     fn collect_objects(&mut self, dirty: &mut RangeSet, is_frozen: bool) -> Result<()> {
         if self.shared_scope != SharedScope::FilesAndObjects {
             return Ok(());

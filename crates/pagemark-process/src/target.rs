@@ -19,11 +19,11 @@ use crate::files::{
     DataTree, FileTracker, FileWatch, OpenFile, TreeRecord, encode_path, open_for_writing, record_trees, with_closed,
 };
 use crate::freezer;
+use crate::objects::ObjectId;
 use crate::saver::{FrozenState, SavedState, StateSaver};
 use crate::scratch;
-use crate::shared::{self, FrozenObject};
-use crate::space::{AddressSpace, ObjectId};
-use crate::tree::{FrozenMapping, FrozenProcess, Phase, ProcessTree};
+use crate::space::AddressSpace;
+use crate::tree::{FrozenMapping, FrozenObject, FrozenProcess, Phase, ProcessTree, recorded_id};
 
 /// A process and all its descendants.
 pub struct ProcessTarget {
@@ -338,7 +338,7 @@ impl Captured for CapturedTree<'_> {
         });
         let objects = self.objects.iter().map(|object| CapturedSpace {
             space: object.space,
-            id: shared::recorded_id(object.object),
+            id: recorded_id(object.object),
             label: String::new(),
             kind: SpaceKind::SharedMemory { bytes: object.bytes, inode: object.object.inode() },
             mappings: Vec::new(),
@@ -380,7 +380,7 @@ impl CapturedTree<'_> {
             offset: mapping.offset,
             name: encode_path(Path::new(OsStr::from_bytes(&mapping.name))),
             exception,
-            memory: object.filter(has).map(shared::recorded_id),
+            memory: object.filter(has).map(recorded_id),
         }
     }
 }

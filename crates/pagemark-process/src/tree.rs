@@ -11,8 +11,13 @@ use pagemark::{Mechanism, Range, RangeSet};
 use crate::error::{Error, Result};
 use crate::files::Written;
 use crate::freezer;
-use crate::shared::{FrozenObject, SharedObjects};
-use crate::space::{AddressSpace, ObjectId, SharedScope};
+use crate::objects::ObjectId;
+use crate::space::{AddressSpace, SharedScope};
+use shared::SharedObjects;
+
+mod shared;
+
+pub(crate) use shared::{FrozenObject, recorded_id};
 
 /// What the processes of the tree can do.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -109,8 +114,8 @@ impl ProcessTree {
         self.objects.tracked()
     }
 
-    /// Finds out which spaces the tree has: its processes, attaching to new ones, and after them the
-    /// objects of shared memory.
+    /// Finds out which spaces the tree has: its processes, attaching to new ones, and after them
+    /// the objects of shared memory.
     pub(crate) fn spaces(&mut self, phase: Phase) -> Result<Vec<SpaceId>> {
         if self.has_objects {
             while self.list_objects(phase)? {}
@@ -139,8 +144,8 @@ impl ProcessTree {
         self.objects.take_mappings(&mapped, phase, &mut self.next_space)
     }
 
-    /// Finds out which processes belong to the tree, and attaches to new ones. Returns those that have
-    /// memory, and whether one has executed a program.
+    /// Finds out which processes belong to the tree, and attaches to new ones. Returns those that
+    /// have memory, and whether one has executed a program.
     fn list_processes(&mut self, phase: Phase) -> Result<(HashSet<i32>, bool)> {
         let present = freezer::members(self.root_pid)?;
         let alive: HashSet<_> = present.iter().map(|member| (member.pid, member.start_ticks)).collect();

@@ -43,8 +43,8 @@ use crate::container::network::{self, OwnNetwork};
 use crate::container::{self, FirstProcess, HostPaths, Place};
 use crate::error::{Error, ErrorKind, Object};
 use crate::files::encode_path;
+use crate::objects::ObjectId;
 use crate::scratch;
-use crate::space::ObjectId;
 use crate::spawn::FROM_OUTSIDE;
 
 /// CRIU's log in the images directory.
@@ -213,8 +213,8 @@ impl Dump {
         Dump::start_without(criu, pid, directory, options, &HashSet::new())
     }
 
-    /// As [`Dump::start`], without the content of these objects of shared memory. Where it cannot be
-    /// withheld from CRIU, the images have it; see [`SavedState::withheld_objects`].
+    /// As [`Dump::start`], without the content of these objects of shared memory. Where it cannot
+    /// be withheld from CRIU, the images have it; see [`SavedState::withheld_objects`].
     ///
     /// # Errors
     /// As [`Dump::start`].
@@ -504,8 +504,8 @@ fn add_withheld(directory: &Path, withheld: &HashMap<i32, RangeSet>, populated: 
     Ok(())
 }
 
-/// True if memory of a tree of these processes can be withheld from CRIU. A filtered process may not
-/// suspend the filters of another, which CRIU has to if the tree has any.
+/// True if memory of a tree of these processes can be withheld from CRIU. A filtered process may
+/// not suspend the filters of another, which CRIU has to if the tree has any.
 pub(crate) fn may_withhold(pids: &[i32]) -> bool {
     !pids.iter().any(|pid| has_seccomp(*pid))
 }

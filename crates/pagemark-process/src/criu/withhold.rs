@@ -38,7 +38,7 @@ use super::kernel_data::{self, KernelData};
 use super::notify::{Answer, CREATING, Call, GET_SIGNAL_MASK, Listener, Submitted};
 use super::resumed::Resumed;
 use super::{Criu, smaps};
-use crate::space::ObjectId;
+use crate::objects::ObjectId;
 
 /// Category of guard pages: they have no content and forbid any access, and CRIU restores them.
 const GUARD: u64 = 1 << 8;
@@ -70,8 +70,9 @@ pub(super) struct Withheld {
 
 impl Withholding {
     /// Starts to answer the program that has sent its listener to `socket`. `tree` are the
-    /// processes being dumped, and `objects` the shared memory whose content is withheld. None if it could have none, because somebody else listens to it:
-    /// then CRIU examines the memory itself, which takes longer.
+    /// processes being dumped, and `objects` the shared memory whose content is withheld. None if
+    /// it could have none, because somebody else listens to it: then CRIU examines the memory
+    /// itself, which takes longer.
     pub fn start(
         socket: &UnixStream,
         tree: Vec<i32>,

@@ -1003,8 +1003,8 @@ fn write_pages(
     Ok(memories)
 }
 
-/// Writes the images of an object of shared memory, which the processes fill it from. Calls `progress`
-/// with the pages written so far. Returns the pages written.
+/// Writes the images of an object of shared memory, which the processes fill it from. Calls
+/// `progress` with the pages written so far. Returns the pages written.
 fn write_object(
     inode: u64,
     root: ContentId,

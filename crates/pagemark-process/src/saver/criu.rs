@@ -14,9 +14,10 @@ use crate::attach;
 use crate::criu::images::PageRun;
 use crate::criu::{self, Criu, Dump, DumpOptions, ProcessImage};
 use crate::error::{Error, Object, Result};
+use crate::objects::ObjectId;
 use crate::refusal;
 use crate::scratch::{self, ScratchDirectory};
-use crate::space::{AddressSpace, ObjectId};
+use crate::space::AddressSpace;
 
 /// The longest time without a call of `meanwhile`.
 const FREEZE_POLL: Duration = Duration::from_millis(16);

@@ -10,7 +10,8 @@ use pagemark::{AddressRangeExt, Blob, PageRange, RangeSet, Store};
 use super::{FrozenState, Meanwhile, SavedState, StateSaver, Thawed, unreadable_state};
 use crate::error::Result;
 use crate::freezer::{Freezer, ThreadRegisters};
-use crate::space::{AddressSpace, ObjectId};
+use crate::objects::ObjectId;
+use crate::space::AddressSpace;
 
 /// The state file with the registers of a checkpoint of memory alone: a list of [`ThreadRegisters`]
 /// in JSON.

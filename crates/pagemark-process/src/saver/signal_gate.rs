@@ -12,7 +12,8 @@ use pagemark::sys::proc::{Status, tree};
 
 use super::{FrozenState, Meanwhile, StateSaver, Thawed};
 use crate::error::Result;
-use crate::space::{AddressSpace, ObjectId};
+use crate::objects::ObjectId;
+use crate::space::AddressSpace;
 use crate::terminal::Input;
 
 /// A signal is forwarded after this time even if the freeze goes on: a saver that does not answer

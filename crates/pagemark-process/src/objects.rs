@@ -101,7 +101,7 @@ pub(crate) type Written = Vec<(ObjectId, Range)>;
 
 /// What a process may have written to objects, until it is taken.
 #[derive(Debug, Default)]
-pub(super) struct ObjectWrites {
+pub(crate) struct ObjectWrites {
     /// At the last collect.
     mappings: Vec<ObjectMapping>,
     written: Written,
@@ -109,13 +109,13 @@ pub(super) struct ObjectWrites {
 
 impl ObjectWrites {
     /// Takes what was found.
-    pub(super) fn take(&mut self) -> Written {
+    pub(crate) fn take(&mut self) -> Written {
         std::mem::take(&mut self.written)
     }
 
     /// What was mapped at the last collect, and is not mapped there any more, may have been
     /// written.
-    pub(super) fn follow(&mut self, mappings: &[ObjectMapping]) {
+    pub(crate) fn follow(&mut self, mappings: &[ObjectMapping]) {
         for old in std::mem::replace(&mut self.mappings, mappings.to_vec()) {
             let mut gone = RangeSet::from(old.range.clone());
             mappings.iter().filter_map(|new| old.same(new)).for_each(|common| gone.remove(common));
@@ -124,13 +124,13 @@ impl ObjectWrites {
     }
 
     /// All of a mapping counts as written.
-    pub(super) fn add_whole(&mut self, mapping: &ObjectMapping) {
+    pub(crate) fn add_whole(&mut self, mapping: &ObjectMapping) {
         self.written.push((mapping.object, mapping.all_offsets()));
     }
 
-    /// Finds the written pages of a mapping and protects them. Returns their addresses, and the number
-    /// of pages that are not registered: nothing is said of those.
-    pub(super) fn scan(&mut self, pagemap: &Pagemap, mapping: &ObjectMapping) -> std::io::Result<(RangeSet, u64)> {
+    /// Finds the written pages of a mapping and protects them. Returns their addresses, and the
+    /// number of pages that are not registered: nothing is said of those.
+    pub(crate) fn scan(&mut self, pagemap: &Pagemap, mapping: &ObjectMapping) -> std::io::Result<(RangeSet, u64)> {
         let range = &mapping.range;
         let mut written = RangeSet::new();
         // With this filter alone the kernel also reports the empty entries of a page table.

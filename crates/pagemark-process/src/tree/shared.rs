@@ -23,9 +23,9 @@ use pagemark::sys::proc::{self, Stat};
 use pagemark::target::SpaceId;
 use pagemark::{Address, AddressRangeExt, ByteCount, PageRange, Range, RangeSet};
 
+use super::Phase;
 use crate::error::{Error, Object, Result};
-use crate::space::{ObjectId, ObjectMapping};
-use crate::tree::Phase;
+use crate::objects::{ObjectId, ObjectMapping};
 
 /// The first id in checkpoints of an object; the inode is added. Process ids are lower.
 const FIRST_ID: SpaceId = 1 << 52;
@@ -113,8 +113,8 @@ impl SharedObjects {
         }
     }
 
-    /// Takes the listed processes that have memory; `is_one_replaced` if one of them executed a program
-    /// since.
+    /// Takes the listed processes that have memory; `is_one_replaced` if one of them executed a
+    /// program since.
     pub(crate) fn take_processes(&mut self, listed: &HashSet<i32>, is_one_replaced: bool) {
         let left: Vec<i32> = self.family.difference(listed).copied().collect();
         let has_one_left = left.iter().any(|pid| !self.outsiders.contains(pid));
@@ -132,8 +132,8 @@ impl SharedObjects {
         self.objects.iter_mut().for_each(|object| object.is_whole = true);
     }
 
-    /// True if a process maps an object of the tree, and is not in the tree. A process that was forked
-    /// since the tree was listed is in it.
+    /// True if a process maps an object of the tree, and is not in the tree. A process that was
+    /// forked since the tree was listed is in it.
     fn is_outsider(&self, pid: i32) -> bool {
         let maps_one = mapped_by(pid).iter().any(|mapped| self.objects.iter().any(|object| object.id == *mapped));
         maps_one && !self.is_in_tree(pid)
