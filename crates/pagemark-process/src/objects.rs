@@ -128,6 +128,20 @@ impl ObjectWrites {
         self.written.push((mapping.object, mapping.all_offsets()));
     }
 
+    /// All of an object counts as written of which a mapping is not registered: the mapping is new,
+    /// or has come in the place of another, which may have shown another part (`remap_file_pages`).
+    pub(crate) fn find_unregistered(&mut self, pagemap: &Pagemap, mappings: &[ObjectMapping]) -> std::io::Result<()> {
+        let unregistered = Filter { none: WP_ALLOWED, ..Filter::default() };
+        for mapping in mappings {
+            let mut is_found = false;
+            pagemap.scan(&mapping.range, unregistered, |_, _| is_found = true)?;
+            if is_found {
+                self.written.push((mapping.object, Address::MIN..Address::MAX.page_aligned_down()));
+            }
+        }
+        Ok(())
+    }
+
     /// Finds the written pages of a mapping and protects them. Returns their addresses, and the
     /// number of pages that are not registered: nothing is said of those.
     pub(crate) fn scan(&mut self, pagemap: &Pagemap, mapping: &ObjectMapping) -> std::io::Result<(RangeSet, u64)> {

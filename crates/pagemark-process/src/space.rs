@@ -1,5 +1,6 @@
 //! The memory of one process, tracked and read from outside.
 
+use std::collections::HashSet;
 use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -52,6 +53,7 @@ pub struct AddressSpace {
     registration: Option<Arc<Registration>>,
     untracked: Untracked,
     objects: ObjectWrites,
+    tracked_objects: HashSet<ObjectId>,
     /// Pages of objects in mappings that are not registered yet.
     left_object_pages: u64,
     /// The mappings were read since the process is frozen.
@@ -222,6 +224,7 @@ impl AddressSpace {
             registration,
             untracked,
             objects: ObjectWrites::default(),
+            tracked_objects: HashSet::new(),
             left_object_pages: 0,
             has_frozen_mappings: false,
             needs_stop: tracking.needs_stop,
@@ -346,6 +349,8 @@ impl AddressSpace {
             self.refresh_mappings()?;
         }
         if let Some(registration) = &self.registration {
+            let found = self.objects.find_unregistered(&self.pagemap, &self.tracked_mappings(&self.mappings));
+            found.map_err(|source| self.system("scan the pages of", source))?;
             register(self.pid, self.thread, registration, &self.mappings, self.shared_scope, &mut self.untracked)?;
         }
         self.collect_refreshed(dirty, true)
@@ -374,10 +379,7 @@ impl AddressSpace {
     /// Finds what was written to objects of shared memory. Where a mapping has changed meanwhile,
     /// other memory may have been scanned in its place: that is added to `dirty`.
     fn collect_objects(&mut self, dirty: &mut RangeSet, is_frozen: bool) -> Result<()> {
-        if self.shared_scope != SharedScope::FilesAndObjects {
-            return Ok(());
-        }
-        let mappings: Vec<ObjectMapping> = self.mappings.iter().filter_map(ObjectMapping::of).collect();
+        let mappings = self.tracked_mappings(&self.mappings);
         self.objects.follow(&mappings);
         self.left_object_pages = 0;
         let mut scanned = Vec::new();
@@ -395,15 +397,27 @@ impl AddressSpace {
         }
         if !is_frozen && !scanned.is_empty() {
             let now = maps::read(self.thread).map_err(|source| self.system("read the mappings of", source))?;
-            let now: Vec<ObjectMapping> = now.iter().filter_map(ObjectMapping::of).collect();
+            let now = self.tracked_mappings(&now);
             let changed = scanned.iter().filter(|(mapping, _)| !now.contains(mapping));
             changed.for_each(|(_, written)| dirty.extend(written));
         }
         self.check_alive()
     }
 
-    /// What was found written to objects of shared memory since the last call, by offset. With
-    /// [`SharedScope::FilesAndObjects`], each collect finds it.
+    /// Sets which objects of shared memory are tracked, with [`SharedScope::FilesAndObjects`]. None
+    /// are at first.
+    pub(crate) fn set_tracked_objects(&mut self, objects: HashSet<ObjectId>) {
+        self.tracked_objects = objects;
+    }
+
+    /// The mappings among these of objects that are tracked.
+    fn tracked_mappings(&self, mappings: &[Mapping]) -> Vec<ObjectMapping> {
+        let objects = mappings.iter().filter_map(ObjectMapping::of);
+        objects.filter(|mapping| self.tracked_objects.contains(&mapping.object)).collect()
+    }
+
+    /// What was found written to tracked objects of shared memory since the last call, by offset.
+    /// Each collect finds it.
     pub(crate) fn take_object_writes(&mut self) -> Written {
         self.objects.take()
     }

@@ -76,7 +76,8 @@ impl ProcessTree {
     /// Attaches to the root process; [`ProcessTree::spaces`] finds the others.
     pub(crate) fn attach(root_pid: i32, mechanism: Mechanism) -> Result<ProcessTree> {
         let space = AddressSpace::attach_with(root_pid, mechanism, SharedScope::FilesAndObjects)?;
-        let objects = SharedObjects::new(root_pid);
+        let is_tracked = mechanism.process_tracking().is_ok_and(|tracking| tracking.needs_userfaultfd);
+        let objects = SharedObjects::new(root_pid, is_tracked);
         let mut tree =
             ProcessTree { root_pid, mechanism, processes: Vec::new(), objects, has_objects: false, next_space: 0 };
         tree.enter(space, false, false);
@@ -105,6 +106,7 @@ impl ProcessTree {
     pub(crate) fn set_has_objects(&mut self, has_objects: bool) {
         if !has_objects {
             self.objects.clear();
+            self.processes.iter_mut().for_each(|process| process.space.set_tracked_objects(HashSet::new()));
         }
         self.has_objects = has_objects;
     }
@@ -141,7 +143,10 @@ impl ProcessTree {
                 Err(error) => return Err(error),
             }
         }
-        self.objects.take_mappings(&mapped, phase, &mut self.next_space)
+        let must_list_again = self.objects.take_mappings(&mapped, phase, &mut self.next_space)?;
+        let tracked = self.objects.tracked();
+        self.processes.iter_mut().for_each(|process| process.space.set_tracked_objects(tracked.clone()));
+        Ok(must_list_again)
     }
 
     /// Finds out which processes belong to the tree, and attaches to new ones. Returns those that

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use pagemark::repository::{Checkpoint, Manifest, MappingException, Repository, SpaceKind, SpaceRecord};
 use pagemark::track::Scope;
-use pagemark::{Job, JobOptions, Mechanism};
+use pagemark::{AddressRangeExt, Job, JobOptions, Mechanism};
 use pagemark_process::criu::DumpOptions;
 use pagemark_process::restore::{Restore, RestoreEvent};
 use pagemark_process::saver::CriuSaver;
@@ -123,6 +123,193 @@ show(n)
 time.sleep(0.002)
 "#,
     )
+}
+
+/// A program with 64 pages of shared memory. It executes the Python text in the file `do`, and
+/// shows which pages begin with which byte.
+fn obedient(set_up: &str) -> Program {
+    let begin = r#"
+import ctypes, mmap
+libc = ctypes.CDLL(None, use_errno=True)
+libc.mremap.restype = ctypes.c_void_p
+def remap(old, old_bytes, new_bytes, to=None):
+    flags = 1 if to is None else 3
+    at = libc.mremap(ctypes.c_void_p(old), ctypes.c_size_t(old_bytes), ctypes.c_size_t(new_bytes), flags, ctypes.c_void_p(to))
+    assert at != 2 ** 64 - 1, ctypes.get_errno()
+    return at
+PAGE, PAGES = 4096, 64
+shared = mmap.mmap(-1, PAGES * PAGE)
+start = ctypes.addressof(ctypes.c_char.from_buffer(shared))
+def poke(address, byte):
+    ctypes.memset(address, byte, 1)
+def opened(flags):
+    return os.open('/proc/self/map_files/%x-%x' % (start, start + PAGES * PAGE), flags)
+for page in range(PAGES):
+    shared[page * PAGE] = 1 + page
+"#;
+    let round = r#"
+if os.path.exists('do'):
+    exec(open('do').read())
+    os.unlink('do')
+shown = ' '.join(str(shared[page * PAGE]) for page in range(PAGES))
+open('shown.new', 'w').write(shown)
+os.rename('shown.new', 'shown')
+show(n)
+time.sleep(0.002)
+"#;
+    Program::counter(&format!("{begin}{set_up}"), round)
+}
+
+/// Has the program execute a Python text, and then read all of its memory.
+fn have_done(program: &Program, text: &str) {
+    let path = program.directory().join("do");
+    std::fs::write(path.with_extension("new"), text).unwrap();
+    std::fs::rename(path.with_extension("new"), path).unwrap();
+    wait_until("the program has obeyed", || program.read("do").is_none());
+    program.wait_until_count_exceeds(program.count() + 2);
+}
+
+fn shown(program: &Program) -> Vec<u64> {
+    program.wait_until_count_exceeds(program.count() + 2);
+    program.read("shown").unwrap().split(' ').map(|byte| byte.parse().unwrap()).collect()
+}
+
+/// Takes checkpoints before and after the program does something, and compares what comes back with
+/// what the program had.
+fn comes_back_after(set_up: &str, text: &str, expected: impl Fn(u64) -> u64) {
+    let Some(checkpoints) = Checkpoints::new() else { return };
+    let mut program = obedient(set_up);
+    let (mut job, repository) = job(&program, &checkpoints, Mechanism::choose(Scope::Process));
+    job.checkpoint().unwrap();
+    job.checkpoint().unwrap();
+    have_done(&program, text);
+    for _ in 0..2 {
+        job.checkpoint().unwrap();
+    }
+    job.detach();
+    let expected: Vec<u64> = (0..64).map(expected).collect();
+    assert_eq!(shown(&program), expected, "before the restore");
+    program.kill();
+    for sequence in [3, 4] {
+        let checkpoint = repository.read("job", sequence).unwrap();
+        let restore = Restore::new(&checkpoint).criu(checkpoints.criu.clone()).asides_in(checkpoints.asides());
+        program.adopt(&restore.detach(true).run(&mut |_| {}).unwrap());
+        assert_eq!(shown(&program), expected, "checkpoint {sequence}");
+        program.kill();
+    }
+}
+
+#[test]
+fn freed_pages_that_are_only_read_come_back_as_zeros() {
+    let text = r#"
+shared.madvise(mmap.MADV_REMOVE, 10 * PAGE, 20 * PAGE)
+_ = [shared[page * PAGE] for page in range(10, 30)]
+shared.madvise(mmap.MADV_DONTNEED, 20 * PAGE, 5 * PAGE)
+shared[40 * PAGE] = 99
+"#;
+    comes_back_after("", text, |page| match page {
+        10..30 => 0,
+        40 => 99,
+        _ => 1 + page,
+    });
+}
+
+#[test]
+fn what_is_freed_by_descriptor_comes_back() {
+    let text = r#"
+file = opened(os.O_RDWR)
+assert libc.fallocate(file, 3, ctypes.c_long(3 * PAGE), ctypes.c_long(PAGE)) == 0
+os.ftruncate(file, 60 * PAGE)
+os.ftruncate(file, PAGES * PAGE)
+os.close(file)
+"#;
+    comes_back_after("", text, |page| match page {
+        3 | 60.. => 0,
+        _ => 1 + page,
+    });
+}
+
+#[test]
+fn what_was_written_before_another_mapping_took_the_place_comes_back() {
+    let text = r#"
+poke(start + 7 * PAGE, 77)
+other = remap(start, 0, PAGES * PAGE)
+poke(other + 8 * PAGE, 88)
+assert libc.munmap(ctypes.c_void_p(start), ctypes.c_size_t(PAGES * PAGE)) == 0
+remap(other, PAGES * PAGE, PAGES * PAGE, start)
+"#;
+    comes_back_after("", text, |page| match page {
+        7 => 77,
+        8 => 88,
+        _ => 1 + page,
+    });
+}
+
+#[test]
+fn pages_that_were_written_while_another_part_was_mapped_there_come_back() {
+    let text = r#"
+assert libc.remap_file_pages(ctypes.c_void_p(start + 4 * PAGE), ctypes.c_size_t(PAGE), 0, ctypes.c_size_t(50), 0) == 0
+poke(start + 4 * PAGE, 200)
+assert libc.remap_file_pages(ctypes.c_void_p(start + 4 * PAGE), ctypes.c_size_t(PAGE), 0, ctypes.c_size_t(4), 0) == 0
+"#;
+    comes_back_after("", text, |page| if page == 50 { 200 } else { 1 + page });
+}
+
+#[test]
+fn memory_does_not_outlive_the_processes_while_they_are_followed() {
+    // No other test has an object of this size.
+    const BYTES: u64 = 4_567_040;
+    let Some(checkpoints) = Checkpoints::new() else { return };
+    let mechanism = Mechanism::choose(Scope::Process);
+    if !mechanism.process_tracking().is_ok_and(|tracking| tracking.needs_userfaultfd) {
+        skip!("writes to shared memory are not tracked by the mechanism of this kernel");
+    }
+    let set_up = "
+own, childs = mmap.mmap(-1, BYTES), mmap.mmap(-1, BYTES)
+own[0] = childs[0] = 1
+child = os.fork()
+if child == 0:
+    own.close()
+    time.sleep(10000)
+childs.close()
+";
+    let program = obedient(&set_up.replace("BYTES", &BYTES.to_string()));
+    let followed = || {
+        let mappings = pagemark::sys::proc::maps::read(std::process::id() as i32).unwrap();
+        mappings.iter().filter(|mapping| mapping.range().byte_count().get() == BYTES).count()
+    };
+    let (mut job, _repository) = job(&program, &checkpoints, mechanism);
+    job.checkpoint().unwrap();
+    assert_eq!(followed(), 2);
+    have_done(&program, "own.close()");
+    wait_until("what is not mapped any more is given back", || followed() == 1);
+    have_done(&program, "os.kill(child, 9)\nos.waitpid(child, 0)");
+    wait_until("what had been mapped by a child is given back", || followed() == 0);
+    job.checkpoint().unwrap();
+}
+
+#[test]
+fn memory_that_is_nearly_empty_is_left_to_criu() {
+    let Some(checkpoints) = Checkpoints::new() else { return };
+    let mechanism = Mechanism::choose(Scope::Process);
+    if !mechanism.process_tracking().is_ok_and(|tracking| tracking.needs_userfaultfd) {
+        skip!("writes to shared memory are not tracked by the mechanism of this kernel");
+    }
+    let program = obedient("sparse = mmap.mmap(-1, 80 << 30, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | 0x4000)");
+    let tables = || {
+        let size = support::status_field(program.pid(), "VmPTE:").unwrap();
+        size.trim_end_matches(" kB").parse::<u64>().unwrap()
+    };
+    let before = tables();
+    let (mut job, repository) = job(&program, &checkpoints, mechanism);
+    have_done(&program, "sparse[40 << 30] = 1");
+    job.checkpoint().unwrap();
+    assert!(tables() < before + 1024, "{} kB of page tables, before {before} kB", tables());
+    let checkpoint = repository.read("job", 1).unwrap();
+    assert_eq!(objects(&checkpoint.manifest).len(), 1);
+    let shown = |mapping: &&pagemark::repository::MappingRecord| mapping.end - mapping.start == 80 << 30;
+    let exception = checkpoint.manifest.spaces[0].mappings.iter().find(shown).unwrap().exception;
+    assert_eq!(exception, Some(MappingException::SavedWhole));
 }
 
 fn state_bytes(manifest: &Manifest) -> u64 {

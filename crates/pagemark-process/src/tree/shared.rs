@@ -6,34 +6,57 @@
 //! executed another program, and when a process was forked, also one that is not there any more,
 //! because nobody saw what they wrote. The kernel's records of all forks show the latter. An object
 //! that a process maps only in part counts as written whole in each freeze: a mapping can grow
-//! (`mremap`), be written to, and shrink again, unseen. Objects that a process outside of the tree
-//! maps are left to whoever saves the state.
+//! (`mremap`), be written to, and shrink again, unseen. What was freed counts as written, too: see
+//! [`view`]. Objects that a process outside of the tree maps are left to whoever saves the state,
+//! and so are those for which tracking would take much memory.
 
 use std::collections::{HashMap, HashSet};
 use std::fs::File;
 use std::io;
-use std::os::fd::AsFd;
-use std::os::unix::fs::{FileExt, MetadataExt};
+use std::os::unix::fs::MetadataExt;
+use std::path::PathBuf;
+use std::sync::LazyLock;
 
-use nix::errno::Errno;
-use nix::unistd::{Whence, lseek};
 use pagemark::repository::MappingException;
 use pagemark::sys::forks::{Forks, Record};
 use pagemark::sys::proc::{self, Stat};
+use pagemark::sys::sparse::{next_data, read_full};
 use pagemark::target::SpaceId;
 use pagemark::{Address, AddressRangeExt, ByteCount, PageRange, Range, RangeSet};
 
 use super::Phase;
 use crate::error::{Error, Object, Result};
 use crate::objects::{ObjectId, ObjectMapping};
+use view::Views;
+
+mod view;
 
 /// The first id in checkpoints of an object; the inode is added. Process ids are lower.
 const FIRST_ID: SpaceId = 1 << 52;
+
+/// Most bytes that the processes may map of all objects, each mapping counted. Tracking takes page
+/// tables for a 512th of it, which may be at most a 64th of the machine's memory.
+static MOST_MAPPED: LazyLock<ByteCount> = LazyLock::new(|| {
+    // SAFETY: the calls take numbers.
+    let (pages, page) = unsafe { (libc::sysconf(libc::_SC_PHYS_PAGES), libc::sysconf(libc::_SC_PAGESIZE)) };
+    ByteCount::new(pages.max(0) as u64 * page.max(0) as u64 * (512 / 64))
+});
+
+/// An object of which more is mapped is tracked only if it holds data in one of so many pages.
+const SMALL: ByteCount = ByteCount::new(64 << 20);
+const MOST_SPARSE: u64 = 8;
+
+/// The size of a block of a file's status.
+const BLOCK: u64 = 512;
 
 /// The objects of a tree.
 pub(crate) struct SharedObjects {
     root_pid: i32,
     objects: Vec<SharedObject>,
+    /// The mechanism finds what was written, so that less than everything may be copied.
+    is_tracked: bool,
+    /// None until an object is tracked.
+    views: Option<Views>,
     /// None until there is an object.
     forks: Option<Forks>,
     /// The kernel does not let this process follow the forks, so that no object is tracked.
@@ -82,11 +105,13 @@ pub(crate) fn recorded_id(object: ObjectId) -> SpaceId {
 }
 
 impl SharedObjects {
-    /// For the tree below this process.
-    pub(crate) fn new(root_pid: i32) -> SharedObjects {
+    /// For the tree below this process. `is_tracked` if the mechanism finds what was written.
+    pub(crate) fn new(root_pid: i32, is_tracked: bool) -> SharedObjects {
         SharedObjects {
             root_pid,
             objects: Vec::new(),
+            is_tracked,
+            views: None,
             forks: None,
             is_blind: false,
             listed: HashSet::new(),
@@ -146,7 +171,9 @@ impl SharedObjects {
 
     /// The processes that are not in the tree and map an object of it.
     fn find_outsiders(&self) -> HashSet<i32> {
-        let others = proc::processes().unwrap_or_default().into_iter();
+        // The views of this process write nothing.
+        let own_pid = std::process::id() as i32;
+        let others = proc::processes().unwrap_or_default().into_iter().filter(|&pid| pid != own_pid);
         let others = others.filter(|pid| !self.family.contains(pid) || self.outsiders.contains(pid));
         others.filter(|&pid| self.is_outsider(pid)).collect()
     }
@@ -160,6 +187,9 @@ impl SharedObjects {
         // tracked must stay so.
         if phase != Phase::Freezing {
             self.objects.retain(|object| mapped.iter().any(|(_, mapping)| mapping.object == object.id));
+            if let Some(views) = &self.views {
+                views.retain(|id| self.objects.iter().any(|object| object.id == id && object.space.is_some()));
+            }
         }
         let mut has_new = false;
         for (_, mapping) in mapped {
@@ -183,11 +213,17 @@ impl SharedObjects {
                 self.family.extend(&self.outsiders);
             }
         }
+        let is_affordable =
+            mapped.iter().map(|(_, mapping)| mapping.range.byte_count()).sum::<ByteCount>() <= *MOST_MAPPED;
+        if may_begin && self.is_tracked && self.views.is_none() {
+            self.views = Some(Views::new().map_err(Error::system("start to watch shared memory", Object::None))?);
+        }
         let outside: HashSet<ObjectId> = self.outsiders.iter().flat_map(|&pid| mapped_by(pid)).collect();
         for object in &mut self.objects {
             object.is_outside = outside.contains(&object.id);
             if may_begin {
-                let is_tracked = !self.is_blind && !object.is_outside;
+                let is_affordable = !self.is_tracked || is_affordable && !object.is_sparse(mapped);
+                let is_tracked = !self.is_blind && !object.is_outside && is_affordable;
                 match object.space {
                     None if is_tracked => {
                         (object.space, object.is_whole) = (Some(*next_space), true);
@@ -203,6 +239,9 @@ impl SharedObjects {
                 object.open(mapped)?;
                 // Nothing can be copied until it is open.
                 object.is_whole |= object.file.is_none();
+            }
+            if let Some(views) = self.views.as_ref().filter(|_| object.space.is_some()) {
+                object.follow(views, mapped)?;
             }
             let is_partial = object.is_mapped_in_part(mapped);
             object.is_partial |= is_partial;
@@ -235,7 +274,7 @@ impl SharedObjects {
 
     /// Drops all objects.
     pub(crate) fn clear(&mut self) {
-        *self = SharedObjects::new(self.root_pid);
+        *self = SharedObjects::new(self.root_pid, self.is_tracked);
     }
 
     /// Adds what a process has written.
@@ -251,7 +290,7 @@ impl SharedObjects {
     /// none of an object.
     pub(crate) fn collect(&mut self, space: SpaceId, dirty: &mut RangeSet, is_frozen: bool) -> Option<Result<()>> {
         let object = self.objects.iter_mut().find(|object| object.space == Some(space))?;
-        Some(object.collect(dirty, is_frozen))
+        Some(object.collect(dirty, is_frozen, self.views.as_ref()))
     }
 
     /// Reads an object. None if the space is none of an object.
@@ -301,8 +340,7 @@ impl SharedObject {
     /// map it no more.
     fn open(&mut self, mapped: &[Mapped]) -> Result<()> {
         for (pid, mapping) in mapped.iter().filter(|(_, mapping)| mapping.object == self.id) {
-            let (start, end) = (mapping.range.start.get(), mapping.range.end.get());
-            match File::open(proc::path(*pid, &format!("map_files/{start:x}-{end:x}"))) {
+            match File::open(map_file(*pid, &mapping.range)) {
                 Ok(file) => {
                     let metadata = file.metadata().map_err(self.failed("read the size of"))?;
                     if metadata.ino() == self.id.inode() {
@@ -318,6 +356,19 @@ impl SharedObject {
         Ok(())
     }
 
+    /// True if tracking would take page tables for much that holds no data. As it was, if the
+    /// mappings are gone meanwhile.
+    fn is_sparse(&self, mapped: &[Mapped]) -> bool {
+        let places = || mapped.iter().filter(|(_, mapping)| mapping.object == self.id);
+        let longest = places().map(|(_, mapping)| mapping.range.byte_count()).max().unwrap_or_default();
+        if longest <= SMALL {
+            return false;
+        }
+        let found = places().filter_map(|(pid, mapping)| map_file(*pid, &mapping.range).metadata().ok());
+        let found = found.into_iter().find(|metadata| metadata.ino() == self.id.inode());
+        found.map_or(self.space.is_none(), |metadata| longest.get() > metadata.blocks() * BLOCK * MOST_SPARSE)
+    }
+
     /// True if a process maps a part of the object and not all of it.
     fn is_mapped_in_part(&self, mapped: &[Mapped]) -> bool {
         let mut parts: HashMap<i32, RangeSet> = HashMap::new();
@@ -328,11 +379,38 @@ impl SharedObject {
         parts.values().any(|part| !part.covers(all.clone()))
     }
 
-    fn collect(&mut self, dirty: &mut RangeSet, is_frozen: bool) -> Result<()> {
+    /// Follows the object with a view. Without one it is not known what was freed.
+    fn follow(&mut self, views: &Views, mapped: &[Mapped]) -> Result<()> {
+        let Some(file) = &self.file else { return Ok(()) };
+        let mapped: Vec<Mapped> = mapped.iter().filter(|(_, mapping)| mapping.object == self.id).cloned().collect();
+        if self.bytes > ByteCount::ZERO && !views.follow(self.id, self.bytes, &mapped) {
+            self.is_whole = true;
+            views.begin(self.id, file, self.bytes, mapped).map_err(self.failed("map"))?;
+        }
+        Ok(())
+    }
+
+    fn collect(&mut self, dirty: &mut RangeSet, is_frozen: bool, views: Option<&Views>) -> Result<()> {
         if !is_frozen && (self.file.is_none() || !self.is_whole && self.written.is_empty()) {
             return Ok(());
         }
-        let data = self.data().map_err(self.failed("find the data of"))?;
+        let mut data = self.data().map_err(self.failed("find the data of"))?;
+        match views {
+            Some(views) if is_frozen => {
+                let freed = views.find_freed(self.id, &data).map_err(self.failed("find the freed pages of"))?;
+                self.written.extend(&freed);
+                // What is not mapped counts as freed in the next freeze.
+                let _ = views.map(self.id, &freed);
+            }
+            // What is freed from now on is noticed, and all that is mapped now is read afterwards. In other
+            // collects nothing is mapped: a freed neighbour could be, unnoticed.
+            Some(views) if self.is_whole => match views.map(self.id, &data) {
+                Ok(()) => data.extend(&self.data().map_err(self.failed("find the data of"))?),
+                // It became shorter meanwhile.
+                Err(_) => views.forget(self.id),
+            },
+            _ => {}
+        }
         if self.is_whole {
             dirty.extend(&data);
         } else {
@@ -349,16 +427,14 @@ impl SharedObject {
     /// What holds data, by offset. The rest holds zeros.
     fn data(&self) -> io::Result<RangeSet> {
         let file = self.file.as_ref().ok_or(io::ErrorKind::NotFound)?;
-        let mut data = RangeSet::new();
-        let mut at = 0;
-        loop {
-            let start = match lseek(file.as_fd(), at, Whence::SeekData) {
-                Err(Errno::ENXIO) => return Ok(data),
-                start => start?,
-            };
-            at = lseek(file.as_fd(), start, Whence::SeekHole)?;
-            data.insert(Address::new(start as u64)..Address::new(at as u64).page_aligned_up());
+        let (mut data, mut at) = (RangeSet::new(), Address::MIN);
+        let end = (at + ByteCount::new(file.metadata()?.len())).page_aligned_up();
+        while at < end {
+            let next = next_data(file, at, end)?;
+            at = next.end;
+            data.insert(next);
         }
+        Ok(data)
     }
 
     fn read(&self, ranges: &[Range], buffer: &mut [u8]) -> Result<RangeSet> {
@@ -368,15 +444,8 @@ impl SharedObject {
         for range in ranges {
             let mine = rest.split_off_mut(..range.byte_count().to_usize());
             let mine = mine.ok_or(io::ErrorKind::InvalidInput).map_err(|kind| self.failed("read")(kind.into()))?;
-            let mut done = 0;
-            while done < mine.len() {
-                match file.read_at(&mut mine[done..], range.start.get() + done as u64) {
-                    Ok(0) => break,
-                    Ok(bytes) => done += bytes,
-                    Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                    Err(error) => return Err(self.failed("read")(error)),
-                }
-            }
+            let size = ByteCount::new(range.end.get());
+            let done = read_full(file, mine, range.start, size).map_err(self.failed("read"))?;
             // Beyond the end.
             let end = (range.start + ByteCount::from(done)).page_aligned_up();
             mine[done..].fill(0);
@@ -390,4 +459,15 @@ impl SharedObject {
 fn mapped_by(pid: i32) -> Vec<ObjectId> {
     let mappings = proc::live_thread(pid).and_then(|thread| proc::maps::read(thread).ok()).unwrap_or_default();
     mappings.iter().filter_map(ObjectId::of_mapping).collect()
+}
+
+/// True if a process maps the object there, or elsewhere.
+fn is_mapped_by(pid: i32, object: ObjectId, range: &Range) -> bool {
+    let path = map_file(pid, range);
+    path.metadata().is_ok_and(|metadata| metadata.ino() == object.inode()) || mapped_by(pid).contains(&object)
+}
+
+/// The link to what a process maps at an address.
+fn map_file(pid: i32, range: &Range) -> PathBuf {
+    proc::path(pid, &format!("map_files/{:x}-{:x}", range.start.get(), range.end.get()))
 }

@@ -8,8 +8,8 @@ use serde_json::Value;
 use crate::id::SpaceId;
 use crate::{Address, Blob, ByteCount, ContentId, Mechanism, Range};
 
-/// The latest version of manifests that this program knows. It writes [`WITHOUT_SHARED_MEMORY`]
-/// where that says everything, so that earlier programs can read it.
+/// The latest version of manifests that this program knows. It writes version 2 where that says
+/// everything, so that earlier programs can read it.
 pub const MANIFEST_VERSION: u32 = 3;
 
 /// The version of a manifest that has no shared memory of processes.
