@@ -8,10 +8,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use kvm_bindings::{CpuId, KVM_MAX_CPUID_ENTRIES, kvm_userspace_memory_region};
 use kvm_ioctls::{Cap, Kvm, VmFd};
+use pagemark::sys::proc::maps;
 
 use crate::error::{Error, ErrorKind};
 use crate::layout::{KERNEL_BASE, MMAP_TOP, PAGE, PROGRAM_END, RANDOM_SPAN, SLOT_SPAN, TABLE_MEMORY, TABLE_SPAN};
-use crate::mappings::{Mapping, Mappings};
+use crate::mappings::{Mapping, Mappings, Protection};
 use crate::page_table::{OutOfTables, PageTable};
 use crate::sys::descriptors;
 use crate::sys::table_memory::TableMemory;
@@ -263,11 +264,7 @@ impl Machine {
     /// # Errors
     /// If they cannot be read.
     pub fn reload(&self, space: &mut Space) -> Result<(), Error> {
-        let text = std::fs::read_to_string("/proc/self/maps").map_err(Error::system("read", "/proc/self/maps"))?;
-        let mut now = Mappings::default();
-        for mapping in text.lines().filter_map(parse_mapping).filter(|mapping| mapping.start < PROGRAM_END) {
-            now.insert(mapping.start, mapping.end, mapping.protection);
-        }
+        let now = mapped()?;
         for old in space.mappings.iter() {
             let kept: Vec<Mapping> =
                 now.within(old.start, old.end).into_iter().filter(|new| new.protection == old.protection).collect();
@@ -339,14 +336,16 @@ fn out_of_tables() -> Error {
     Error::new(ErrorKind::Exhausted, "extend", "the guest's page tables").reason("1 GiB of them is in use")
 }
 
-/// A line of `/proc/PID/maps`.
-fn parse_mapping(line: &str) -> Option<Mapping> {
-    let mut fields = line.split(' ');
-    let (start, end) = fields.next()?.split_once('-')?;
-    let bits = fields.next()?.bytes().zip([1, 2, 4]).map(|(set, bit)| if set == b'-' { 0 } else { bit }).sum();
-    let number = |text| u64::from_str_radix(text, 16).ok();
-    let protection = crate::mappings::Protection::new(bits);
-    Some(Mapping { start: number(start)?, end: number(end)?, protection })
+/// What this process has mapped at the program's addresses, as the kernel says.
+fn mapped() -> Result<Mappings, Error> {
+    let all = maps::of_this_process().map_err(Error::system("read", "/proc/self/maps"))?;
+    let mut mappings = Mappings::default();
+    for mapping in all.iter().filter(|mapping| mapping.start.get() < PROGRAM_END) {
+        let bits = [(mapping.readable, 1), (mapping.writable, 2), (mapping.executable, 4)];
+        let protection = Protection::new(bits.into_iter().map(|(set, bit)| if set { bit } else { 0 }).sum());
+        mappings.insert(mapping.start.get(), mapping.end.get(), protection);
+    }
+    Ok(mappings)
 }
 
 /// Whether the program's addresses are free, as they must be before a program is loaded.
@@ -354,8 +353,7 @@ fn parse_mapping(line: &str) -> Option<Mapping> {
 /// # Errors
 /// Of kind [`ErrorKind::Layout`], with what would help.
 pub fn check_layout() -> Result<(), Error> {
-    let text = std::fs::read_to_string("/proc/self/maps").map_err(Error::system("read", "/proc/self/maps"))?;
-    match text.lines().filter_map(parse_mapping).find(|mapping| mapping.start < PROGRAM_END) {
+    match mapped()?.iter().next() {
         None => Ok(()),
         Some(mapping) => Err(Error::new(ErrorKind::Layout, "load a program", "")
             .reason(format!("this process itself has {:#x}-{:#x} mapped", mapping.start, mapping.end))
