@@ -124,8 +124,10 @@ impl Vcpu {
     pub(crate) fn new(fd: VcpuFd, page: u64, tables: Arc<TableMemory>, cpuid: &CpuId) -> Result<Vcpu, Error> {
         fd.set_cpuid2(cpuid).map_err(Error::kvm("KVM_SET_CPUID2"))?;
         let sregs = fd.get_sregs().map_err(Error::kvm("KVM_GET_SREGS"))?;
-        let has_xsave = cpuid.as_slice().iter().any(|leaf| leaf.function == 1 && leaf.ecx & 1 << 26 != 0);
+        // PVM does not list XSAVE in leaf 1, and has it: the program executes CPUID natively, and so
+        // finds AVX.
         let allowed = cpuid.as_slice().iter().find(|leaf| leaf.function == 0xd && leaf.index == 0);
+        let has_xsave = allowed.is_some_and(|leaf| leaf.eax & 3 == 3);
         // x87, SSE, AVX, AVX-512 and protection keys. AMX (bits 17, 18) must be asked for, and its
         // state exceeds what `KVM_GET_XSAVE` transfers.
         let xcr0 = allowed.map_or(3, |leaf| u64::from(leaf.eax) & 0xe7);

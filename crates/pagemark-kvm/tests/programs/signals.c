@@ -1,7 +1,6 @@
 // Handlers, frames, masks, alternate stacks, restarted calls, faults.
 #define _GNU_SOURCE
 #include <errno.h>
-#include <immintrin.h>
 #include <poll.h>
 #include <setjmp.h>
 #include <signal.h>
@@ -45,7 +44,7 @@ static void skip(int number, siginfo_t *info, void *context)
 	c->uc_mcontext.gregs[REG_RIP] += last;
 }
 
-// Changes all vector registers.
+// Changes vector registers.
 static void clobber(int number)
 {
 	(void)number;
@@ -141,9 +140,6 @@ int main(void)
 	install(SIGALRM, clobber, SA_RESTART);
 	count = 0;
 	volatile uint64_t bad = 0;
-#ifdef __AVX__
-	__m256d a = _mm256_set_pd(1, 2, 3, 4);
-#endif
 	double sum = 0;
 	while (count < 20) {
 		double part = 0;
@@ -152,15 +148,7 @@ int main(void)
 		if (sum && part != sum)
 			bad++;
 		sum = part;
-#ifdef __AVX__
-		a = _mm256_add_pd(a, _mm256_set1_pd(0));
-#endif
 	}
-#ifdef __AVX__
-	double parts[4];
-	_mm256_storeu_pd(parts, a);
-	SHOW(parts[0] * 1000 + parts[1] * 100 + parts[2] * 10 + parts[3]);
-#endif
 	setitimer(ITIMER_REAL, &(struct itimerval){0}, 0);
 	SHOW(bad);
 
