@@ -1,11 +1,14 @@
 //! `pagemark-kvm PROGRAM [ARGUMENT…]` runs a program in a virtual machine of its own.
 
+// Rust's library would set the action of SIGPIPE and open closed descriptors before `main`: the
+// program has to get both as this process got them.
+#![no_main]
+
 use std::ffi::{CString, OsStr, OsString};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::PathBuf;
-use std::process::ExitCode;
 
-use pagemark_kvm::start::{DEFAULT_PIPE, IGNORE_PIPE};
+use pagemark_kvm::start::{self, EXECUTE, Inherited};
 
 const USAGE: &str = "usage: pagemark-kvm [--check] PROGRAM [ARGUMENT...]";
 
@@ -14,20 +17,29 @@ const FAILED: u8 = 125;
 const NOT_EXECUTABLE: u8 = 126;
 const NOT_FOUND: u8 = 127;
 
-fn main() -> ExitCode {
+/// The program's beginning, as the C library calls it. Returns the exit status.
+#[unsafe(no_mangle)]
+extern "C" fn main(_count: libc::c_int, _arguments: *const *const libc::c_char) -> libc::c_int {
+    i32::from(begin())
+}
+
+fn begin() -> u8 {
     let mut arguments = std::env::args_os().skip(1).peekable();
     match arguments.peek().map(|argument| argument.as_bytes()) {
         None => return fail(USAGE),
         Some(b"--check") => {
             return match pagemark_kvm::check() {
-                Ok(()) => ExitCode::SUCCESS,
+                Ok(()) => 0,
                 Err(error) => fail(&error.to_string()),
             };
         }
-        Some(option) if option == DEFAULT_PIPE.to_bytes() => {
-            return execute(arguments.skip(1).collect(), libc::SIG_DFL);
+        Some(option) if option == EXECUTE.to_bytes() => {
+            let inherited = arguments.nth(1).and_then(|text| Inherited::of_argument(text.to_str()?));
+            if inherited.is_none() {
+                return fail(USAGE);
+            }
+            return execute(arguments.collect(), inherited);
         }
-        Some(option) if option == IGNORE_PIPE.to_bytes() => return execute(arguments.skip(1).collect(), libc::SIG_IGN),
         Some(b"--") => {
             arguments.next();
         }
@@ -39,12 +51,11 @@ fn main() -> ExitCode {
     let path = find(name);
     let mut arguments = arguments;
     arguments.insert(0, path.into_os_string());
-    execute(arguments, libc::SIG_DFL)
+    execute(arguments, None)
 }
 
-/// Runs the program whose path and arguments these are. `on_pipe` is the action of `SIGPIPE`, which
-/// Rust's library has changed.
-fn execute(arguments: Vec<OsString>, on_pipe: libc::sighandler_t) -> ExitCode {
+/// Runs the program whose path and arguments these are.
+fn execute(arguments: Vec<OsString>, inherited: Option<Inherited>) -> u8 {
     let strings = |values: &mut dyn Iterator<Item = OsString>| -> Vec<CString> {
         values.filter_map(|value| CString::new(value.into_vec()).ok()).collect()
     };
@@ -53,19 +64,18 @@ fn execute(arguments: Vec<OsString>, on_pipe: libc::sighandler_t) -> ExitCode {
         name.push(value);
         name
     }));
-    let environment: Vec<CString> = environment.into_iter().map(pagemark_kvm::start::shown).collect();
+    let environment: Vec<CString> = environment.into_iter().map(start::shown).collect();
     let arguments = strings(&mut arguments.into_iter());
     let Some((path, arguments)) = arguments.split_first() else { return fail(USAGE) };
-    // SAFETY: there is one thread, and no handler.
-    unsafe { libc::signal(libc::SIGPIPE, on_pipe) };
-    let Err(error) = pagemark_kvm::run(path, arguments, &environment, &[c"pagemark-kvm".into()]);
+    let again = [c"pagemark-kvm".into()];
+    let Err(error) = pagemark_kvm::run(path, arguments, &environment, &again, inherited);
     let status = match (error.kind(), error.io_error().map(std::io::Error::kind)) {
         (pagemark_kvm::ErrorKind::NotRunnable, Some(std::io::ErrorKind::NotFound)) => NOT_FOUND,
         (pagemark_kvm::ErrorKind::NotRunnable, _) => NOT_EXECUTABLE,
         _ => FAILED,
     };
     eprintln!("pagemark-kvm: {error}");
-    ExitCode::from(status)
+    status
 }
 
 /// The program of this name, in the directories of `PATH` if the name has no slash.
@@ -78,7 +88,7 @@ fn find(name: &OsStr) -> PathBuf {
     std::env::split_paths(&path).map(|dir| dir.join(name)).find(is_program).unwrap_or_else(|| PathBuf::from(name))
 }
 
-fn fail(text: &str) -> ExitCode {
+fn fail(text: &str) -> u8 {
     eprintln!("pagemark-kvm: {text}");
-    ExitCode::from(FAILED)
+    FAILED
 }

@@ -32,13 +32,14 @@ use image::{Image, Refused};
 /// # Errors
 /// Of kind [`ErrorKind::Unavailable`] with what would enable it, or another if a call fails.
 pub fn check() -> Result<(), Error> {
-    machine::Machine::new().map(drop)
+    machine::Machine::new(machine::open()?).map(drop)
 }
 
 /// Turns this process into the program at `path` with `arguments` (the first is its name) and
 /// `environment`, in a machine. Returns only if the program cannot be started. When the program
 /// executes another, the file of this process is executed with the arguments `again`, then
-/// [`start::DEFAULT_PIPE`] or [`start::IGNORE_PIPE`], the path, and the arguments of the program.
+/// [`start::EXECUTE`], what the next monitor gets as `inherited`, the path, and the arguments of
+/// the program.
 ///
 /// # Errors
 /// If the machine does not work here, or the file is no program for it.
@@ -50,10 +51,15 @@ pub fn run(
     arguments: &[CString],
     environment: &[CString],
     again: &[CString],
+    inherited: Option<start::Inherited>,
 ) -> Result<std::convert::Infallible, Error> {
     machine::check_layout()?;
     let image = Image::open(path, arguments).map_err(|refused| not_runnable(path, &refused))?;
-    let machine = machine::Machine::new()?;
+    let device = match inherited {
+        Some(inherited) => machine::take_over(inherited.device)?,
+        None => machine::open()?,
+    };
+    let machine = machine::Machine::new(device)?;
     let program = thread::resolved(&image.path);
     let start = loader::load(&machine, &image, environment)?;
     // SAFETY: the name is copied, and ends with zero.
@@ -62,7 +68,8 @@ pub fn run(
         libc::prctl(libc::PR_SET_NAME, name.as_ptr());
     }
     drop(image);
-    let process = Arc::new(process::Process::new(program, again.to_vec())?);
+    let process =
+        Arc::new(process::Process::new(program, again.to_vec(), inherited.map(|inherited| inherited.monitor))?);
     let thread = thread::Thread::new(machine, process, start)?;
     thread.run_main()
 }

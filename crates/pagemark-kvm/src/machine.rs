@@ -1,8 +1,7 @@
 //! The virtual machine of a process: KVM, memory slots, page tables.
 
-use std::collections::HashMap;
 use std::io;
-use std::os::fd::{AsRawFd, RawFd};
+use std::os::fd::{AsRawFd, FromRawFd, RawFd};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -15,6 +14,7 @@ use crate::layout::{KERNEL_BASE, MMAP_TOP, PAGE, PROGRAM_END, RANDOM_SPAN, SLOT_
 use crate::mappings::{Mapping, Mappings, Protection};
 use crate::page_table::{OutOfTables, PageTable};
 use crate::sys::descriptors;
+use crate::sys::owned_lock::{Guard, OwnedLock};
 use crate::sys::table_memory::TableMemory;
 use crate::vcpu::{Vcpu, stubs};
 
@@ -26,7 +26,8 @@ const NEEDED: [(Cap, &str, &str); 4] = [
     (Cap::Xcrs, "KVM_CAP_XCRS", "2.6.34"),
 ];
 
-/// Opens KVM and checks that it has what the machine needs.
+/// Opens KVM and checks that it has what the machine needs. Programs that are executed keep the
+/// device open: they may have lost the right to it.
 ///
 /// # Errors
 /// Of kind [`ErrorKind::Unavailable`], with what would enable it.
@@ -42,6 +43,24 @@ pub fn open() -> Result<Kvm, Error> {
         };
         Error::new(ErrorKind::Unavailable, "open", "/dev/kvm").source(error).help(help)
     })?;
+    let fd = raise(kvm.as_raw_fd(), true)?;
+    drop(kvm);
+    // SAFETY: a descriptor of the device, and owned by nothing else.
+    checked(unsafe { Kvm::from_raw_fd(fd) })
+}
+
+/// The device that a monitor left open as descriptor `fd` for the program that this process is.
+///
+/// # Errors
+/// Of kind [`ErrorKind::Unavailable`] if it is not the device.
+pub fn take_over(fd: RawFd) -> Result<Kvm, Error> {
+    let error = |error| Error::new(ErrorKind::Unavailable, "take over", format!("descriptor {fd}")).source(error);
+    let fd = descriptors::take_over(fd).map_err(error)?;
+    // SAFETY: from here on the descriptor is the monitor's, and owned by nothing else.
+    checked(unsafe { Kvm::from_raw_fd(fd) })
+}
+
+fn checked(kvm: Kvm) -> Result<Kvm, Error> {
     let version = kvm.get_api_version();
     if version != 12 {
         let reason = "is not the device of KVM, or has another version of its interface than 12";
@@ -67,9 +86,10 @@ pub struct Space {
     pub heap_start: u64,
     /// The end of the program's heap, as `brk` reports it.
     pub heap_end: u64,
-    /// By number of the span of [`SLOT_SPAN`]: its memory slot. Slot N is at guest-physical address
-    /// N * [`SLOT_SPAN`].
-    slots: HashMap<u64, u32>,
+    /// The span of [`SLOT_SPAN`] that each memory slot from 1 on stands for. Slot N is at
+    /// guest-physical address N * [`SLOT_SPAN`]. There is room for all, so that the list is whole
+    /// whenever a child that shares it is killed.
+    slots: Vec<u64>,
 }
 
 /// How a fault ended.
@@ -85,6 +105,7 @@ pub enum Resolved {
 
 /// The virtual machine of this process. Its threads share it.
 pub struct Machine {
+    kvm: Kvm,
     vm: VmFd,
     cpuid: CpuId,
     /// The guest's page tables and kernel pages.
@@ -92,7 +113,7 @@ pub struct Machine {
     root: u64,
     /// Guest-physical address of the stubs and descriptor tables.
     stubs: stubs::Stubs,
-    space: Arc<Mutex<Space>>,
+    space: Arc<OwnedLock<Space>>,
     most_slots: u32,
     most_vcpus: usize,
     /// How many virtual CPUs there are. KVM never frees one before its machine.
@@ -107,44 +128,64 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Machine {
-    /// A machine without memory for this process.
+    /// A machine of `kvm` without memory for this process.
     ///
     /// # Errors
-    /// If KVM is not available, or a call to it fails.
-    pub fn new() -> Result<Arc<Machine>, Error> {
+    /// If a call to KVM fails.
+    pub fn new(kvm: Kvm) -> Result<Arc<Machine>, Error> {
         let tables = Arc::new(TableMemory::new().map_err(Error::system("reserve", "memory for page tables"))?);
         let root = tables.allocate().ok_or_else(out_of_tables)?;
         let stubs = stubs::write(&tables, &PageTable::new(&tables, root)).map_err(|OutOfTables| out_of_tables())?;
         let top = MMAP_TOP - crate::random::below(RANDOM_SPAN) / PAGE * PAGE;
-        let space = Space { mappings: Mappings::below(top), heap_start: 0, heap_end: 0, slots: HashMap::new() };
-        Machine::with(tables, root, stubs, Arc::new(Mutex::new(space)))
+        let space = Space { mappings: Mappings::below(top), heap_start: 0, heap_end: 0, slots: Vec::new() };
+        Machine::with(kvm, tables, root, stubs, Arc::new(OwnedLock::new(space)))
     }
 
     /// The machine of a child made by `fork`, which has copies of the parent's memory and tables.
     ///
     /// # Errors
-    /// As [`Machine::new`].
-    pub fn after_fork(parent: &Machine) -> Result<Arc<Machine>, Error> {
-        let machine = Machine::with(parent.tables.clone(), parent.root, parent.stubs, parent.space.clone())?;
-        let mut space = machine.space();
-        for (span, slot) in std::mem::take(&mut space.slots) {
+    /// If a call to KVM fails.
+    ///
+    /// # Safety
+    /// The parent's machine must neither be used nor dropped any more.
+    pub unsafe fn after_fork(parent: &Machine) -> Result<Arc<Machine>, Error> {
+        // SAFETY: by the contract of this function, nothing else owns the descriptor.
+        let kvm = unsafe { Kvm::from_raw_fd(parent.kvm.as_raw_fd()) };
+        let machine = Machine::with(kvm, parent.tables.clone(), parent.root, parent.stubs, parent.space.clone())?;
+        for (slot, span) in (1..).zip(&machine.space().slots) {
             machine.add_slot(slot, u64::from(slot) * SLOT_SPAN, SLOT_SPAN, span * SLOT_SPAN)?;
-            space.slots.insert(span, slot);
         }
-        drop(space);
         Ok(machine)
     }
 
+    /// The descriptor of `/dev/kvm`.
+    pub fn device(&self) -> RawFd {
+        self.kvm.as_raw_fd()
+    }
+
+    /// Sets right what the child `task`, which shared the memory, was changing when it was killed.
+    ///
+    /// # Errors
+    /// If the program's mappings cannot be read.
+    pub fn take_over(&self, task: u32) -> Result<(), Error> {
+        let Some(mut space) = self.space.take_over(task) else { return Ok(()) };
+        // The child may have made a slot that is not in the list yet. If there is none, this fails.
+        let _ = self.set_slot(space.slots.len() as u32 + 1, 0, 0, 0);
+        space.mappings.abandon();
+        self.clear(0, PROGRAM_END);
+        self.reload(&mut space)
+    }
+
     fn with(
+        kvm: Kvm,
         tables: Arc<TableMemory>,
         root: u64,
         stubs: stubs::Stubs,
-        space: Arc<Mutex<Space>>,
+        space: Arc<OwnedLock<Space>>,
     ) -> Result<Arc<Machine>, Error> {
-        let kvm = open()?;
         let cpuid = kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES).map_err(Error::kvm("KVM_GET_SUPPORTED_CPUID"))?;
         let vm = kvm.create_vm().map_err(Error::kvm("KVM_CREATE_VM"))?;
-        let fd = raise(vm.as_raw_fd())?;
+        let fd = raise(vm.as_raw_fd(), false)?;
         drop(vm);
         // SAFETY: `fd` is a descriptor of a virtual machine, and owned by nothing else.
         let vm = unsafe { kvm.create_vmfd_from_rawfd(fd) }.map_err(Error::kvm("KVM_CREATE_VM"))?;
@@ -153,7 +194,13 @@ impl Machine {
         let by_address = 1u64 << (u64::from(width.clamp(31, 52)) - SLOT_SPAN.trailing_zeros() as u64);
         let most_slots = (kvm.get_nr_memslots() as u64).min(by_address) as u32;
         let most_vcpus = kvm.get_max_vcpus();
+        {
+            let mut space = space.lock();
+            let room = (most_slots as usize).saturating_sub(space.slots.len());
+            space.slots.reserve_exact(room);
+        }
         let machine = Machine {
+            kvm,
             vm,
             cpuid,
             tables,
@@ -170,11 +217,18 @@ impl Machine {
     }
 
     /// The program's mappings, locked.
-    pub fn space(&self) -> MutexGuard<'_, Space> {
-        lock(&self.space)
+    pub fn space(&self) -> Guard<'_, Space> {
+        self.space.lock()
     }
 
     fn add_slot(&self, slot: u32, physical: u64, len: u64, address: u64) -> Result<(), Error> {
+        self.set_slot(slot, physical, len, address).map_err(|error| {
+            let error = io::Error::from_raw_os_error(error.errno());
+            Error::new(ErrorKind::Exhausted, "KVM_SET_USER_MEMORY_REGION", format!("{address:#x}")).source(error)
+        })
+    }
+
+    fn set_slot(&self, slot: u32, physical: u64, len: u64, address: u64) -> Result<(), kvm_ioctls::Error> {
         let region = kvm_userspace_memory_region {
             slot,
             flags: 0,
@@ -185,17 +239,14 @@ impl Machine {
         // SAFETY: slot 0 is the table memory, which lives as long as the machine and is accessed
         // atomically. All other slots are addresses of the program, where no value of the monitor
         // lies.
-        unsafe { self.vm.set_user_memory_region(region) }.map_err(|error| {
-            let error = io::Error::from_raw_os_error(error.errno());
-            Error::new(ErrorKind::Exhausted, "KVM_SET_USER_MEMORY_REGION", format!("{address:#x}")).source(error)
-        })
+        unsafe { self.vm.set_user_memory_region(region) }
     }
 
     /// The guest-physical address of the program's `address`, whose memory slot is made if needed.
     fn physical(&self, space: &mut Space, address: u64) -> Result<u64, Error> {
         let span = address / SLOT_SPAN;
-        let slot = match space.slots.get(&span) {
-            Some(&slot) => slot,
+        let slot = match space.slots.iter().position(|known| *known == span) {
+            Some(index) => index as u32 + 1,
             None => {
                 let slot = space.slots.len() as u32 + 1;
                 if slot >= self.most_slots {
@@ -206,7 +257,7 @@ impl Machine {
                         .help("a program that spreads over fewer spans of 1 GiB can run"));
                 }
                 self.add_slot(slot, u64::from(slot) * SLOT_SPAN, SLOT_SPAN, span * SLOT_SPAN)?;
-                space.slots.insert(span, slot);
+                space.slots.push(span);
                 slot
             }
         };
@@ -295,7 +346,7 @@ impl Machine {
             return Err(Error::new(ErrorKind::Exhausted, "create", "a virtual CPU").reason(reason));
         }
         let vcpu = self.vm.create_vcpu(id as u64).map_err(Error::kvm("KVM_CREATE_VCPU"))?;
-        let fd = raise(vcpu.as_raw_fd())?;
+        let fd = raise(vcpu.as_raw_fd(), false)?;
         drop(vcpu);
         // SAFETY: `fd` is a descriptor of a virtual CPU of this machine, and owned by nothing else.
         let vcpu = unsafe { self.vm.create_vcpu_from_rawfd(fd) }.map_err(Error::kvm("mmap of a virtual CPU"))?;
@@ -325,11 +376,12 @@ impl Machine {
 impl Drop for Machine {
     fn drop(&mut self) {
         descriptors::forget(self.vm.as_raw_fd());
+        descriptors::forget(self.kvm.as_raw_fd());
     }
 }
 
-fn raise(fd: RawFd) -> Result<RawFd, Error> {
-    descriptors::raise(fd).map_err(Error::system("move", "a descriptor above those of the program"))
+fn raise(fd: RawFd, stays: bool) -> Result<RawFd, Error> {
+    descriptors::raise(fd, stays).map_err(Error::system("move", "a descriptor above those of the program"))
 }
 
 fn out_of_tables() -> Error {

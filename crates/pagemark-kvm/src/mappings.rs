@@ -56,6 +56,11 @@ impl Mappings {
         Mappings { ranges: BTreeMap::new(), top: Some(top) }
     }
 
+    /// Forgets all ranges, without a look at them: a killed child may have left them half changed.
+    pub fn abandon(&mut self) {
+        std::mem::forget(std::mem::take(&mut self.ranges));
+    }
+
     /// Takes the ranges of `other`.
     pub fn replace(&mut self, other: Mappings) {
         self.ranges = other.ranges;

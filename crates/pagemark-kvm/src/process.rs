@@ -26,7 +26,7 @@ pub struct Process {
     /// The exit status of the first thread of the process, once it has ended.
     status: AtomicI32,
     /// The file of the monitor, among its descriptors, for `exec`.
-    monitor: AtomicI32,
+    monitor: RawFd,
     /// The arguments before the program's with which the monitor enters a program.
     again: Vec<CString>,
 }
@@ -47,8 +47,8 @@ impl Process {
     /// `execve`; all other actions become the default.
     ///
     /// # Errors
-    /// If the monitor's own file cannot be opened.
-    pub fn new(program: CString, again: Vec<CString>) -> Result<Process, Error> {
+    /// If the monitor's own file cannot be opened, or `monitor`, an open descriptor of it, is none.
+    pub fn new(program: CString, again: Vec<CString>, monitor: Option<RawFd>) -> Result<Process, Error> {
         let mut actions = [Action::default(); 65];
         for number in 1..=64 {
             let Ok(own) = signals::action(number) else { continue };
@@ -56,35 +56,25 @@ impl Process {
                 0 => {}
                 1 => actions[number as usize].handler = 1,
                 _ => {
-                    // A handler of this process itself, for example of Rust's library.
+                    // A handler of this process itself, as a library may set.
                     let _ = signals::set_action(number, &Action::default());
                 }
             }
         }
-        let process = Process {
+        let monitor = match monitor {
+            Some(fd) => descriptors::take_over(fd).map_err(Error::system("take over", format!("descriptor {fd}")))?,
+            None => open_monitor()?,
+        };
+        call_table::prepare();
+        Ok(Process {
             program: Mutex::new(program),
             actions: Mutex::new(actions),
             reported: Mutex::default(),
             threads: AtomicUsize::new(1),
             status: AtomicI32::new(0),
-            monitor: AtomicI32::new(-1),
+            monitor,
             again,
-        };
-        process.open_monitor()?;
-        call_table::prepare();
-        Ok(process)
-    }
-
-    /// Opens the monitor's file: at the start, and in a child made by `fork`.
-    ///
-    /// # Errors
-    /// If it cannot be opened.
-    pub fn open_monitor(&self) -> Result<(), Error> {
-        let path = "/proc/self/exe";
-        let file = File::options().read(true).custom_flags(libc::O_PATH).open(path);
-        let fd = file.and_then(|file| descriptors::raise(file.as_raw_fd())).map_err(Error::system("open", path))?;
-        self.monitor.store(fd, Ordering::Relaxed);
-        Ok(())
+        })
     }
 
     /// The process of a child that shares this memory (`vfork`), but not the signal actions.
@@ -95,7 +85,7 @@ impl Process {
             reported: Mutex::new(lock(&self.reported).clone()),
             threads: AtomicUsize::new(1),
             status: AtomicI32::new(0),
-            monitor: AtomicI32::new(self.monitor.load(Ordering::Relaxed)),
+            monitor: self.monitor,
             again: self.again.clone(),
         }
     }
@@ -128,7 +118,7 @@ impl Process {
 
     /// The monitor's file.
     pub fn monitor(&self) -> RawFd {
-        self.monitor.load(Ordering::Relaxed)
+        self.monitor
     }
 
     /// The arguments with which the monitor enters another program.
@@ -194,6 +184,12 @@ impl Process {
         unsafe { libc::syscall(libc::SYS_exit_group, status) };
         std::process::abort()
     }
+}
+
+fn open_monitor() -> Result<RawFd, Error> {
+    let path = "/proc/self/exe";
+    let file = File::options().read(true).custom_flags(libc::O_PATH).open(path);
+    file.and_then(|file| descriptors::raise(file.as_raw_fd(), true)).map_err(Error::system("open", path))
 }
 
 /// Writes a line about `program` to the standard error stream.

@@ -1,12 +1,32 @@
 //! What the monitor passes to itself when the program executes another.
 
 use std::ffi::{CStr, CString};
+use std::os::fd::RawFd;
 
-/// The program that follows begins with `SIGPIPE` ignored.
-pub const IGNORE_PIPE: &CStr = c"--exec-ignoring-sigpipe";
-/// The program that follows begins with the default action of `SIGPIPE`. Rust's library ignores the
-/// signal in each program that it starts.
-pub const DEFAULT_PIPE: &CStr = c"--exec";
+/// The first argument: what follows is [`Inherited`], the program's path, and its arguments.
+pub const EXECUTE: &CStr = c"--exec";
+
+/// Descriptors that the monitor leaves open for itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Inherited {
+    /// The device of KVM.
+    pub device: RawFd,
+    /// The monitor's own file.
+    pub monitor: RawFd,
+}
+
+impl Inherited {
+    /// As an argument.
+    pub fn to_argument(self) -> CString {
+        CString::new(format!("{},{}", self.device, self.monitor)).unwrap_or_default()
+    }
+
+    /// What the argument says; `None` if it is not one.
+    pub fn of_argument(text: &str) -> Option<Inherited> {
+        let (device, monitor) = text.split_once(',')?;
+        Some(Inherited { device: device.parse().ok()?, monitor: monitor.parse().ok()? })
+    }
+}
 
 /// Before names of variables that would concern the monitor's own dynamic linker and C library.
 const HIDDEN: &[u8] = b"PAGEMARK_KVM_KEEPS_";
@@ -32,6 +52,16 @@ pub fn shown(entry: CString) -> CString {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn descriptors_come_through() {
+        let inherited = Inherited { device: 57_344, monitor: 57_350 };
+        let argument = inherited.to_argument();
+        assert_eq!(Inherited::of_argument(argument.to_str().expect("digits")), Some(inherited));
+        for text in ["", "1", "1,", ",1", "1,2,3", "a,b", "1,99999999999"] {
+            assert_eq!(Inherited::of_argument(text), None, "{text}");
+        }
+    }
 
     #[test]
     fn the_environment_comes_through() {

@@ -11,6 +11,7 @@
 pub mod child;
 pub mod descriptors;
 pub mod host_call;
+pub mod owned_lock;
 pub mod program_memory;
 pub mod signals;
 pub mod table_memory;

@@ -110,6 +110,12 @@ fn dir() -> tempfile::TempDir {
     tempfile::tempdir().expect("a directory")
 }
 
+fn is_root() -> bool {
+    let mut id = Command::new("id");
+    id.arg("-u");
+    output(id).stdout == b"0\n"
+}
+
 #[test]
 fn static_programs() {
     need_machine!();
@@ -184,8 +190,7 @@ fn calls_on_memory() {
 fn signals() {
     need_machine!();
     let dir = dir();
-    let flags: &[&str] = if is_x86_feature_detected!("avx") { &["-mavx"] } else { &[] };
-    same(compiled("signals", dir.path(), flags), &[], dir.path());
+    same(compiled("signals", dir.path(), &[]), &[], dir.path());
 }
 
 #[test]
@@ -231,6 +236,63 @@ fn python_with_threads_and_children() {
                 except OSError as e: print(e)\n\
                 with multiprocessing.get_context('fork').Pool(2) as p: print(p.map(abs, [-1, -2, 3]))\n";
     same(program!("python3"), &["-c", code], dir.path());
+}
+
+/// The registers of AVX survive all that leaves the program, and signal frames have them.
+#[test]
+fn vector_registers() {
+    need_machine!();
+    if !is_x86_feature_detected!("avx") {
+        pagemark_testing::skip!("the processor has no AVX");
+    }
+    let dir = dir();
+    same(compiled("vectors", dir.path(), &["-mavx", "-pthread"]), &[], dir.path());
+}
+
+/// A program that gives up root loses the right to `/dev/kvm`. Its children, and programs that it
+/// executes, run in the machine nevertheless.
+#[test]
+fn programs_that_lose_the_right_to_kvm() {
+    need_machine!();
+    if !is_root() {
+        pagemark_testing::skip!("needs root to give it up");
+    }
+    let dir = dir();
+    same(compiled("rights", dir.path(), &[]), &[], dir.path());
+}
+
+/// Ignored signals, closed descriptors and limits come through, also when the program executes
+/// another.
+#[test]
+fn what_the_caller_leaves_to_the_program() {
+    need_machine!();
+    let dir = dir();
+    let program = compiled("inherits", dir.path(), &[]);
+    for caller in [
+        "exec \"$@\"",
+        "trap '' PIPE; exec \"$@\"",
+        "trap '' HUP INT PIPE; ulimit -n 64; exec \"$@\"",
+        "exec \"$@\" <&-",
+        "exec \"$@\" <&- 2>&-",
+        "ulimit -n 12; exec \"$@\"",
+    ] {
+        let run = |machine: Option<&str>| {
+            let mut command = Command::new("sh");
+            command.args(["-c", caller, "sh"]).args(machine).arg(&program).arg("again");
+            output(command)
+        };
+        let (outside, inside) = (run(None), run(Some(MACHINE)));
+        assert!(outside.status.success() && !outside.stdout.is_empty(), "{caller}: {outside:?}");
+        assert_eq!(inside, outside, "{caller}");
+    }
+}
+
+/// A child that shares the memory may be killed while the monitor changes what is mapped.
+#[test]
+fn killed_children_that_share_memory() {
+    need_machine!();
+    let dir = dir();
+    same(compiled("killed", dir.path(), &["-pthread"]), &[], dir.path());
 }
 
 /// Programs that do what is not allowed die as they do outside, and the machine survives them.
@@ -341,12 +403,7 @@ fn a_machine_without_kvm_says_what_would_help() {
         assert!(text.contains("/dev/kvm") && text.contains("kvm_intel"), "{text}");
         return;
     }
-    let is_root = output({
-        let mut id = Command::new("id");
-        id.arg("-u");
-        id
-    });
-    if is_root.stdout != b"0\n" {
+    if !is_root() {
         pagemark_testing::skip!("needs root to hide /dev/kvm");
     }
     let hidden = |shell: &str| {

@@ -10,7 +10,7 @@ pub mod fault;
 pub mod flight;
 pub mod fork_mark;
 pub mod forks;
-pub(crate) mod futex;
+pub mod futex;
 pub mod gate;
 pub mod interface;
 pub mod mapping_flags;

@@ -1,20 +1,24 @@
 //! The monitor's file descriptors, above those that programs use.
 
-use std::collections::BTreeSet;
 use std::io;
 use std::os::fd::RawFd;
-use std::sync::{Mutex, MutexGuard};
+use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Descriptors of the monitor. The program cannot name them: for it they do not exist.
-static OURS: Mutex<BTreeSet<RawFd>> = Mutex::new(BTreeSet::new());
+/// Descriptors of the monitor have numbers below this one.
+const MOST: usize = 1 << 20;
 
-fn ours() -> MutexGuard<'static, BTreeSet<RawFd>> {
-    OURS.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+/// A bit for each number: whether it is a descriptor of the monitor. The program cannot name it:
+/// for it, there is none. There is no lock that a killed child which shares the memory could leave.
+static OURS: [AtomicU64; MOST / 64] = [const { AtomicU64::new(0) }; MOST / 64];
+
+fn word_and_bit(fd: RawFd) -> Option<(&'static AtomicU64, u64)> {
+    let number = usize::try_from(fd).ok()?;
+    Some((OURS.get(number / 64)?, 1 << (number % 64)))
 }
 
-/// A duplicate of `fd` above the numbers that the kernel gives the program, closed by `exec`. The
-/// caller owns it, and gives it back by [`forget`] when it is closed.
-pub fn raise(fd: RawFd) -> io::Result<RawFd> {
+/// A duplicate of `fd` above the numbers that the kernel gives the program. The caller owns it, and
+/// gives it back by [`forget`] when it is closed. A program that is executed has it too if `stays`.
+pub fn raise(fd: RawFd, stays: bool) -> io::Result<RawFd> {
     let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
     // SAFETY: fills the value.
     if unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &mut limit) } != 0 {
@@ -30,50 +34,65 @@ pub fn raise(fd: RawFd) -> io::Result<RawFd> {
     if unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raised) } != 0 {
         return Err(io::Error::last_os_error());
     }
+    let operation = if stays { libc::F_DUPFD } else { libc::F_DUPFD_CLOEXEC };
     // SAFETY: makes a new descriptor.
-    let high = unsafe { libc::fcntl(fd, libc::F_DUPFD_CLOEXEC, base as libc::c_int) };
+    let high = unsafe { libc::fcntl(fd, operation, base as libc::c_int) };
     let error = io::Error::last_os_error();
     // SAFETY: reads the value.
     unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &limit) };
     if high < 0 {
         return Err(error);
     }
-    ours().insert(high);
+    let Some((word, bit)) = word_and_bit(high) else {
+        // SAFETY: made above, and used by nothing.
+        unsafe { libc::close(high) };
+        return Err(io::Error::from_raw_os_error(libc::EMFILE));
+    };
+    word.fetch_or(bit, Ordering::AcqRel);
     Ok(high)
+}
+
+/// Takes over `fd`, which a monitor left open when its program executed this one.
+pub fn take_over(fd: RawFd) -> io::Result<RawFd> {
+    // SAFETY: only asks.
+    if unsafe { libc::fcntl(fd, libc::F_GETFD) } < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    let Some((word, bit)) = word_and_bit(fd) else { return Err(io::Error::from_raw_os_error(libc::EBADF)) };
+    word.fetch_or(bit, Ordering::AcqRel);
+    Ok(fd)
 }
 
 /// Whether `fd` is of the monitor.
 pub fn is_ours(fd: RawFd) -> bool {
-    ours().contains(&fd)
+    word_and_bit(fd).is_some_and(|(word, bit)| word.load(Ordering::Acquire) & bit != 0)
 }
 
 /// The monitor's descriptors within `first..=last`, ascending.
 pub fn within(first: u32, last: u32) -> Vec<RawFd> {
-    ours().iter().copied().filter(|&fd| (first..=last).contains(&(fd as u32))).collect()
+    let words = OURS.iter().map(|word| word.load(Ordering::Acquire)).enumerate().filter(|(_, word)| *word != 0);
+    let of_word = |(index, word): (usize, u64)| {
+        (0..64).filter(move |bit| word >> bit & 1 != 0).map(move |bit| (index * 64 + bit) as u32)
+    };
+    words.flat_map(of_word).filter(|fd| (first..=last).contains(fd)).map(|fd| fd as RawFd).collect()
 }
 
 /// `fd` is not the monitor's any more.
 pub fn forget(fd: RawFd) {
-    ours().remove(&fd);
+    if let Some((word, bit)) = word_and_bit(fd) {
+        word.fetch_and(!bit, Ordering::AcqRel);
+    }
 }
 
-/// The set of the monitor's descriptors, locked during a `fork`, so that the child finds it whole.
-pub struct Locked(MutexGuard<'static, BTreeSet<RawFd>>);
-
-/// Locks the set for a `fork`.
-pub fn lock_for_fork() -> Locked {
-    Locked(ours())
-}
-
-impl Locked {
-    /// In the child: closes all descriptors of the monitor, which are copies of the parent's.
-    ///
-    /// # Safety
-    /// Nothing may use or close them any more.
-    pub unsafe fn close_all(mut self) {
-        for fd in std::mem::take(&mut *self.0) {
-            // SAFETY: by the contract of this function.
-            unsafe { libc::close(fd) };
-        }
+/// In a child made by `fork`: closes the monitor's descriptors, which are copies of the parent's,
+/// but for those in `kept`.
+///
+/// # Safety
+/// Nothing may use or close the others any more.
+pub unsafe fn close_all_but(kept: &[RawFd]) {
+    for fd in within(0, MOST as u32).into_iter().filter(|fd| !kept.contains(fd)) {
+        forget(fd);
+        // SAFETY: by the contract of this function.
+        unsafe { libc::close(fd) };
     }
 }

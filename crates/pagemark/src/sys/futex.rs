@@ -4,13 +4,14 @@ use super::sync::atomic::AtomicU32;
 
 /// A number, and the threads that sleep until it changes. All operations are async-signal-safe.
 #[derive(Debug, Default)]
-pub(crate) struct Futex {
+pub struct Futex {
     number: AtomicU32,
     #[cfg(loom)]
     sleepers: model::Sleepers,
 }
 
 impl Futex {
+    /// The number.
     pub fn number(&self) -> &AtomicU32 {
         &self.number
     }

@@ -5,6 +5,7 @@ use std::sync::mpsc;
 
 use crate::machine::Machine;
 use crate::process::report;
+use crate::sys::owned_lock::own_id;
 use crate::sys::program_memory::{self, Fault};
 use crate::sys::signals::{self, Slot};
 use crate::sys::{child, descriptors};
@@ -95,12 +96,6 @@ impl Clone {
             let _: Result<(), Fault> = program_memory::write(self.parent_tid, &bytes);
         }
     }
-}
-
-/// The number of the calling thread.
-fn own_id() -> u32 {
-    // SAFETY: only asks.
-    unsafe { libc::syscall(libc::SYS_gettid) as u32 }
 }
 
 fn os_error(error: &std::io::Error) -> Refusal {
@@ -225,6 +220,10 @@ impl Thread {
         unsafe { self.slot.make_current() };
         self.machine.put_vcpu(thread.vcpu);
         let id = result.map_err(|error| os_error(&error))?;
+        // The child may have been killed at any instant.
+        if let Err(error) = self.machine.take_over(id) {
+            self.fail(&error.to_string());
+        }
         clone.note(false, id);
         Ok(id)
     }
@@ -237,15 +236,15 @@ impl Thread {
         let process = self.process.clone();
         let space = machine.space();
         let locks = process.lock_for_fork();
-        let ours = descriptors::lock_for_fork();
+        let kept = [machine.device(), process.monitor()];
         let id = child::fork().map_err(|error| os_error(&error))?;
         if id != 0 {
-            drop((space, locks, ours));
+            drop((space, locks));
             clone.note(false, id);
             return Ok(id);
         }
         // SAFETY: what used the descriptors is forgotten below.
-        unsafe { ours.close_all() };
+        unsafe { descriptors::close_all_but(&kept) };
         drop((space, locks));
         let renewed = self.renew(&machine, &state, &vector);
         if let Err(error) = renewed {
@@ -270,8 +269,8 @@ impl Thread {
         vector: &kvm_bindings::kvm_xsave,
     ) -> Result<(), crate::error::Error> {
         self.process.has_one_thread();
-        self.process.open_monitor()?;
-        let machine = Machine::after_fork(parent)?;
+        // SAFETY: the parent's machine is forgotten below, and by the caller.
+        let machine = unsafe { Machine::after_fork(parent) }?;
         let mut vcpu = machine.take_vcpu()?;
         vcpu.set_state(state, vector)?;
         let slot = Slot::new(vcpu.immediate_exit());

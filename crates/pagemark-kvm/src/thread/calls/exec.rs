@@ -9,6 +9,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 
 use crate::image::{Image, Refused};
+use crate::start::{self, EXECUTE, Inherited};
 use crate::sys::host_call;
 use crate::sys::program_memory;
 use crate::thread::Thread;
@@ -105,12 +106,12 @@ impl Thread {
             return Err(libc::ENOENT.into());
         }
         drop(Image::open(path, &arguments)?);
-        let ignores_pipe = self.process.action(libc::SIGPIPE as u32).handler == 1;
         let mut list: Vec<CString> = self.process.again().to_vec();
-        list.push(if ignores_pipe { crate::start::IGNORE_PIPE } else { crate::start::DEFAULT_PIPE }.into());
+        let inherited = Inherited { device: self.machine.device(), monitor: self.process.monitor() };
+        list.extend([EXECUTE.to_owned(), inherited.to_argument()]);
         list.push(path.to_owned());
         list.extend(arguments);
-        let environment: Vec<CString> = environment.iter().map(|entry| crate::start::hidden(entry)).collect();
+        let environment: Vec<CString> = environment.iter().map(|entry| start::hidden(entry)).collect();
         let (list, environment) = (pointers(&list), pointers(&environment));
         let empty = c"";
         let arguments = [
