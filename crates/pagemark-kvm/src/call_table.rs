@@ -121,7 +121,7 @@ const TABLE: &[(i64, &str, &str)] = table! {
     SYS_openat2 openat2 "fnpv"  SYS_faccessat2 faccessat2 "fnvv"  SYS_epoll_pwait2 epoll_pwait2 "fpvppv"
     SYS_mount_setattr mount_setattr "fpvpv"  SYS_landlock_create_ruleset landlock_create_ruleset "pvv"
     SYS_landlock_add_rule landlock_add_rule "fvpv"  SYS_landlock_restrict_self landlock_restrict_self "fv"
-    SYS_futex_waitv futex_waitv "pvvpv"  SYS_fchmodat2 fchmodat2 "fpvv"
+    SYS_userfaultfd userfaultfd "v"  SYS_futex_waitv futex_waitv "pvvpv"  SYS_fchmodat2 fchmodat2 "fpvv"
 };
 
 static CALLS: LazyLock<HashMap<u64, Passed>> = LazyLock::new(|| {
@@ -154,7 +154,7 @@ const OTHERS: &[(i64, &str)] = &[
     (libc::SYS_ptrace, "ptrace"), (libc::SYS_io_setup, "io_setup"), (libc::SYS_io_destroy, "io_destroy"),
     (libc::SYS_io_submit, "io_submit"), (libc::SYS_io_getevents, "io_getevents"), (libc::SYS_io_cancel, "io_cancel"),
     (libc::SYS_remap_file_pages, "remap_file_pages"), (libc::SYS_seccomp, "seccomp"), (libc::SYS_bpf, "bpf"),
-    (libc::SYS_userfaultfd, "userfaultfd"), (libc::SYS_modify_ldt, "modify_ldt"), (libc::SYS_iopl, "iopl"),
+    (libc::SYS_modify_ldt, "modify_ldt"), (libc::SYS_iopl, "iopl"),
     (libc::SYS_ioperm, "ioperm"), (libc::SYS_io_uring_setup, "io_uring_setup"), (libc::SYS_mlockall, "mlockall"),
     (libc::SYS_io_uring_enter, "io_uring_enter"), (libc::SYS_io_uring_register, "io_uring_register"),
     (libc::SYS_pkey_mprotect, "pkey_mprotect"), (libc::SYS_pkey_alloc, "pkey_alloc"), (libc::SYS_pkey_free, "pkey_free"),

@@ -25,6 +25,9 @@ macro_rules! need_machine {
     };
 }
 
+#[path = "programs/trackers.rs"]
+mod trackers;
+
 /// Runs a command to its end, with nothing on its standard input.
 fn output(mut command: Command) -> Output {
     let deadline = Instant::now() + pagemark_testing::patience();
@@ -285,6 +288,14 @@ fn what_the_caller_leaves_to_the_program() {
         assert!(outside.status.success() && !outside.stdout.is_empty(), "{caller}: {outside:?}");
         assert_eq!(inside, outside, "{caller}");
     }
+}
+
+/// Missing pages, and write protection that waits for a thread of the program.
+#[test]
+fn faults_that_the_program_serves() {
+    need_machine!();
+    let dir = dir();
+    same(compiled("userfault", dir.path(), &["-pthread"]), &[], dir.path());
 }
 
 /// A child that shares the memory may be killed while the monitor changes what is mapped.

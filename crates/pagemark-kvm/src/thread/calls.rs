@@ -11,6 +11,7 @@ pub mod files;
 pub mod memory;
 pub mod process;
 pub mod signal;
+pub mod userfault;
 
 use crate::call_table::{self, Kind};
 use clone::Clone;
@@ -130,15 +131,15 @@ impl Thread {
             libc::SYS_restart_syscall => Err(libc::EINTR.into()),
             // The kernel could not stop a sequence of the program. C libraries do without.
             libc::SYS_rseq => Err(libc::ENOSYS.into()),
-            _ => match call_table::passed(number) {
-                Some(passed) => self.pass(call, passed),
-                None => Err(Refusal::lacking(libc::ENOSYS, "")),
-            },
+            libc::SYS_userfaultfd => self.pass(userfault::open(call)),
+            libc::SYS_ioctl => self.pass(userfault::ioctl(call)?),
+            _ => self.pass(call),
         }
     }
 
-    /// Lets the kernel carry out a call after its arguments were checked.
-    fn pass(&mut self, mut call: Call, passed: &call_table::Passed) -> Result<Outcome, Refusal> {
+    /// Lets the kernel carry out a call that it can, after its arguments were checked.
+    fn pass(&mut self, mut call: Call) -> Result<Outcome, Refusal> {
+        let passed = call_table::passed(call.number).ok_or_else(|| Refusal::lacking(libc::ENOSYS, ""))?;
         let mut own_path = None;
         for (index, kind) in passed.kinds.iter().enumerate() {
             let argument = call.arguments[index];

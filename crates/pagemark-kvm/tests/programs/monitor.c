@@ -1,5 +1,6 @@
 // Tries to reach the monitor by system calls. Each line of the output must end with `refused`.
 #define _GNU_SOURCE
+#include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <stdint.h>
@@ -48,17 +49,20 @@ int main(void)
 	struct msghdr message = {.msg_iov = &list, .msg_iovlen = 1};
 	expect("recvmsg", recvmsg(pair[1], &message, MSG_DONTWAIT), EFAULT);
 	// The descriptors of the machine.
-	for (int fd = 1000; fd < 65536; fd++) {
-		char path[64], target[64];
-		sprintf(path, "/proc/self/fd/%d", fd);
-		long len = readlink(path, target, sizeof target - 1);
-		if (len < 0)
+	int ours = 0;
+	DIR *all = opendir("/proc/self/fd");
+	for (struct dirent *entry; (entry = readdir(all));) {
+		int fd = atoi(entry->d_name);
+		if (fd < 1000)
 			continue;
-		target[len] = 0;
+		ours++;
 		expect("close", close(fd), EBADF);
 		expect("dup", dup(fd), EBADF);
 		expect("dup2", dup2(zero, fd), EBADF);
 	}
+	// The device, the machine, a virtual CPU, the monitor's file.
+	if (ours < 4)
+		return 3;
 	if (close_range(100, ~0u, 0))
 		return 2;
 	return 0;
