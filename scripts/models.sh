@@ -3,8 +3,10 @@
 # and see each other's accesses. See crates/pagemark/src/sys/sync.rs.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-# Only the crate itself is built with the flag, so that its dependencies are those of the other tests.
-executable=$(cargo rustc --locked -p pagemark --lib --profile test --message-format=json-render-diagnostics -- --cfg loom |
+# Only the crate itself is built with the flag, so that its dependencies are those of the other tests. Most of the time
+# of the models is loom's, which is optimized.
+executable=$(cargo rustc --locked -p pagemark --lib --profile test --message-format=json-render-diagnostics -- \
+    --cfg loom -C opt-level=0 |
     sed -n 's/.*"executable":"\([^"]*\)".*/\1/p')
 # Other tests wait for time to pass.
 nice -n 10 "$executable" models "$@"

@@ -167,6 +167,8 @@ mod tests {
     }
 
     proptest! {
+        // Each case fits the model 40 times.
+        #![proptest_config(ProptestConfig::with_cases(64 * pagemark_testing::factor()))]
         #[test]
         fn noise_does_not_lead_far_away(
             noise in prop::collection::vec(0.7f64..1.4, 40),
