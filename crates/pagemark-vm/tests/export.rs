@@ -93,6 +93,36 @@ fn a_core_file_is_the_dump_of_the_machine_by_qemu() {
 }
 
 #[test]
+fn gdb_finds_the_processors_of_a_core_file() {
+    if guest_program().is_none() || Command::new("gdb").arg("--version").stdout(Stdio::null()).status().is_err() {
+        skip!("no QEMU, no compiler for its guest, or no gdb");
+    }
+    let paths = MachinePaths::default();
+    let qemu = Qemu::start(&paths, &["-machine", "q35", "-m", "64", "-smp", "2"]);
+    let mut registers = String::new();
+    let [_, paused] = checkpoints(&paths, |own| {
+        let answer = own.run("human-monitor-command", json!({"command-line": "info registers -a"}));
+        registers = answer.as_str().expect("a text").to_owned();
+    });
+    drop(qemu);
+    let core = paths.join("core");
+    export_core(&paused, &File::create_new(&core).unwrap()).unwrap();
+    let mut gdb = Command::new("gdb");
+    gdb.args(["-batch", "-nx", "-core"]).arg(&core);
+    gdb.args(["-ex", "thread apply all -ascending printf \"at %lx\\n\", (unsigned long)$pc", "-ex", "x/4xb 0x100000"]);
+    let output = gdb.stdin(Stdio::null()).output().unwrap();
+    let (said, error) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    let number = |text: &str| u64::from_str_radix(text, 16).expect("a number");
+    let by_qemu =
+        registers.split_whitespace().filter_map(|word| word.strip_prefix("EIP=").or(word.strip_prefix("RIP=")));
+    let by_qemu: Vec<u64> = by_qemu.map(number).collect();
+    let by_gdb: Vec<u64> = said.lines().filter_map(|line| line.strip_prefix("at ")).map(number).collect();
+    assert_eq!((by_gdb.len(), &by_gdb), (2, &by_qemu), "{said}\n{error}");
+    // The header of the program, by which QEMU knows it.
+    assert!(said.contains("0x100000:\t0x02\t0xb0\t0xad\t0x1b"), "{said}\n{error}");
+}
+
+#[test]
 fn plain_qemu_continues_from_an_export() {
     if guest_program().is_none() {
         skip!("no QEMU, or no compiler for its guest");
