@@ -10,7 +10,9 @@ use crate::version::is_at_least;
 use crate::{Error, Result, cache, command, packages, progress, source_root};
 
 /// Packages of the host's own distribution.
-const PACKAGES: [&str; 20] = [
+const PACKAGES: [&str; 22] = [
+    "bochs",
+    "bochs-term",
     "build-essential",
     "busybox-static",
     "ca-certificates",

@@ -29,6 +29,7 @@ pub mod ldt;
 mod libsigsegv;
 mod page_store;
 pub mod peers;
+pub mod pml;
 pub mod process;
 mod random;
 pub mod redis;
@@ -76,6 +77,9 @@ pub enum Bench {
     HeapTask(TaskOptions),
     /// The downtime of a virtual machine in a checkpoint, beside QEMU's own ways to save it
     Vm(vm::Options),
+    /// What page-modification logging costs beside write-protection, in events of an emulated
+    /// processor
+    Pml(pml::Options),
     /// What dirty tracking by the dirty bits of the page table costs, beside the other mechanisms
     /// and no tracking
     Ldt(ldt::Options),
@@ -108,6 +112,7 @@ impl Bench {
             Bench::Heap(options) => heap::run(options),
             Bench::HeapTask(options) => heap::task::run(options),
             Bench::Vm(options) => vm::run(options),
+            Bench::Pml(options) => pml::run(options),
             Bench::Ldt(options) => ldt::run(options),
             Bench::LdtTask(options) => ldt::task::run(options),
             Bench::Workload(workload) => workload::run(workload).map_err(BenchError::on("run the workload")),

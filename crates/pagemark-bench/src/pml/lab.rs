@@ -1,0 +1,207 @@
+//! The emulated machine: compiled, run and read.
+
+use std::fs;
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use super::Mode;
+use crate::BenchError;
+
+/// What is to be counted. All times are in ticks of the guest.
+pub(super) struct Lab {
+    pub(super) ticks: u32,
+    /// In a tick.
+    pub(super) writes: u32,
+    /// In a tick.
+    pub(super) copied: u32,
+    pub(super) intervals: Vec<u32>,
+}
+
+/// The events of a run.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(super) struct Counts {
+    pub(super) mode: Mode,
+    /// In ticks.
+    pub(super) interval: u32,
+    pub(super) exits: u64,
+    pub(super) faults: u64,
+    pub(super) full: u64,
+    /// Entries of the log.
+    pub(super) logged: u64,
+    pub(super) flushes: u64,
+    /// Pages of all checkpoints.
+    pub(super) dirty: u64,
+    pub(super) cow: u64,
+    pub(super) concurrent: u64,
+    /// Pages that were not copied before the next stop.
+    pub(super) rest: u64,
+}
+
+/// Sources of the ROM, by the names of their files.
+const SOURCES: [(&str, &str); 3] = [
+    ("start.S", include_str!("start.S")),
+    ("hypervisor.c", include_str!("hypervisor.c")),
+    ("rom.ld", include_str!("rom.ld")),
+];
+
+/// Where the guest has the pages that it writes to.
+const GUEST_DATA: &str = "0x200000";
+
+const COMPILER_OPTIONS: [&str; 15] = [
+    "-m64",
+    "-O2",
+    "-ffreestanding",
+    "-fno-pic",
+    "-mno-red-zone",
+    "-mgeneral-regs-only",
+    "-fno-stack-protector",
+    "-fno-tree-loop-distribute-patterns",
+    "-fcf-protection=none",
+    "-nostdlib",
+    "-static",
+    "-Wl,--build-id=none",
+    "-Wl,-z,noexecstack",
+    "-Wl,-z,max-page-size=4096",
+    "-Wl,-T,rom.ld",
+];
+
+/// The machine. The video ROM must be there, and may be empty.
+const MACHINE: &str = "\
+megs: 192
+romimage: file=rom, address=0xffff0000
+vga: extension=none
+vgaromimage: file=video
+cpu: model=corei7_skylake_x, count=1, ips=50000000, reset_on_triple_fault=0
+clock: sync=none
+display_library: term
+plugin_ctrl: unmapped=1, serial=1, biosdev=0, speaker=0, extfpuirq=0, parallel=0
+com1: enabled=1, mode=file, dev=serial
+log: log
+panic: action=fatal
+error: action=ignore
+info: action=ignore
+";
+
+/// Commands for its debugger, which Debian's build begins with.
+const COMMANDS: &str = "c\nq\n";
+
+impl Lab {
+    /// Runs the guest in each mode and at each interval.
+    pub(super) fn run(&self) -> Result<Vec<Counts>, BenchError> {
+        let directory = tempfile::tempdir().map_err(BenchError::on("make a temporary directory"))?;
+        let directory = directory.path();
+        self.compile(directory)?;
+        let files = [("machine", MACHINE.as_bytes()), ("commands", COMMANDS.as_bytes()), ("video", &[0; 512])];
+        files
+            .iter()
+            .try_for_each(|(name, content)| fs::write(directory.join(name), content))
+            .map_err(BenchError::on("describe the machine"))?;
+        // Its display wants a terminal. The machine ends with a panic, so its status says nothing.
+        let emulator = "bochs -q -rc commands -f machine";
+        let mut command = Command::new("script");
+        command.args(["-qec", emulator, "/dev/null"]).env("TERM", "vt100").current_dir(directory);
+        let output = command.stdin(Stdio::null()).output().map_err(BenchError::on("start `script` for Bochs"))?;
+        let serial = fs::read_to_string(directory.join("serial")).unwrap_or_default();
+        let log = fs::read(directory.join("log")).unwrap_or(output.stdout);
+        read(&serial).map_err(|reason| failed(&reason, &log))
+    }
+
+    fn compile(&self, directory: &Path) -> Result<(), BenchError> {
+        SOURCES
+            .iter()
+            .try_for_each(|(name, text)| fs::write(directory.join(name), text))
+            .map_err(BenchError::on("write the hypervisor"))?;
+        let intervals: Vec<String> = self.intervals.iter().map(u32::to_string).collect();
+        let mut compiler = Command::new("cc");
+        compiler.args(COMPILER_OPTIONS);
+        compiler.args([format!("-DTICKS={}", self.ticks), format!("-DWRITES={}", self.writes)]);
+        compiler.args([format!("-DCOPIED={}", self.copied), format!("-DINTERVALS={}", intervals.join(","))]);
+        compiler.arg(format!("-DGUEST_DATA={GUEST_DATA}")).args(["-o", "program", "start.S", "hypervisor.c"]);
+        execute(compiler.current_dir(directory), "start the compiler cc")?;
+        let mut copy = Command::new("objcopy");
+        execute(copy.args(["-O", "binary", "program", "rom"]).current_dir(directory), "start objcopy")
+    }
+}
+
+fn execute(command: &mut Command, operation: &'static str) -> Result<(), BenchError> {
+    let output = command.output().map_err(BenchError::on(operation))?;
+    match output.status.success() {
+        true => Ok(()),
+        false => Err(failed("the hypervisor does not compile", &output.stderr)),
+    }
+}
+
+/// An error with the last lines of a log.
+fn failed(reason: &str, log: &[u8]) -> BenchError {
+    const LINES: usize = 5;
+    let log = String::from_utf8_lossy(log);
+    let lines: Vec<&str> = log.lines().filter(|line| !line.trim().is_empty()).collect();
+    let last = lines[lines.len().saturating_sub(LINES)..].join("\n");
+    BenchError::Task { reason: format!("{reason} (Bochs is in Debian's packages bochs and bochs-term):\n{last}") }
+}
+
+/// Reads what the hypervisor wrote.
+fn read(serial: &str) -> Result<Vec<Counts>, String> {
+    let mut lines = serial.lines();
+    if lines.next_back() != Some("end") {
+        return Err(format!("the emulated machine did not get to its end: {:?}", serial.lines().next_back()));
+    }
+    lines
+        .map(|line| {
+            let (counts, wrong) = read_line(line).ok_or_else(|| format!("the hypervisor wrote {line:?}"))?;
+            match wrong {
+                0 => Ok(counts),
+                _ => Err(format!("{wrong} pages were missed, or are wrong in a checkpoint: {line}")),
+            }
+        })
+        .collect()
+}
+
+/// Counts, and the number of pages that were not found or not copied as they were.
+fn read_line(line: &str) -> Option<(Counts, u64)> {
+    let mut words = line.split(' ');
+    let name = words.next()?;
+    let mode = Mode::ALL.into_iter().find(|mode| mode.name() == name)?;
+    let numbers: Vec<u64> = words.map(|word| word.parse().ok()).collect::<Option<_>>()?;
+    let [interval, exits, faults, full, logged, flushes, dirty, cow, concurrent, rest, wrong] = *numbers else {
+        return None;
+    };
+    let interval = u32::try_from(interval).ok()?;
+    Some((Counts { mode, interval, exits, faults, full, logged, flushes, dirty, cow, concurrent, rest }, wrong))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_complete_and_right_run_is_read() {
+        let run = "native 1 50 0 0 0 0 0 0 0 0 0\ncopy-early 10 9 8 7 6 5 4 3 2 1 0\nend\n";
+        let counts = read(run).unwrap();
+        let (mode, interval) = (Mode::CopyEarly, 10);
+        let last = Counts {
+            mode,
+            interval,
+            exits: 9,
+            faults: 8,
+            full: 7,
+            logged: 6,
+            flushes: 5,
+            dirty: 4,
+            cow: 3,
+            concurrent: 2,
+            rest: 1,
+        };
+        assert_eq!((counts.len(), &counts[1]), (2, &last));
+        let others = [
+            "",
+            "error: the processor lacks VMX, EPT or PML\n",
+            "native 1 50 0 0 0 0 0 0 0 0 0\n",
+            "native 1 50 0 0 0 0 0 0 0 0\nend\n",
+            "unknown 1 50 0 0 0 0 0 0 0 0 0\nend\n",
+            "native 1 50 0 0 0 0 0 0 0 0 -1\nend\n",
+        ];
+        others.iter().for_each(|text| drop(read(text).unwrap_err()));
+        assert!(read("native 1 50 0 0 0 0 0 0 0 0 3\nend\n").unwrap_err().contains("3 pages were missed"));
+    }
+}
