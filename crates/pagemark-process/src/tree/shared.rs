@@ -46,6 +46,10 @@ static MOST_MAPPED: LazyLock<ByteCount> = LazyLock::new(|| {
 const SMALL: ByteCount = ByteCount::new(64 << 20);
 const MOST_SPARSE: u64 = 8;
 
+/// With more objects than this, none is tracked: each takes longer here than with CRIU, unless it
+/// is large.
+const MOST_OBJECTS: usize = 512;
+
 /// The size of a block of a file's status.
 const BLOCK: u64 = 512;
 
@@ -186,14 +190,16 @@ impl SharedObjects {
         // A list that is read while mappings move may lack one. While the tree is being frozen, what is
         // tracked must stay so.
         if phase != Phase::Freezing {
-            self.objects.retain(|object| mapped.iter().any(|(_, mapping)| mapping.object == object.id));
+            let present: HashSet<ObjectId> = mapped.iter().map(|(_, mapping)| mapping.object).collect();
+            self.objects.retain(|object| present.contains(&object.id));
             if let Some(views) = &self.views {
                 views.retain(|id| self.objects.iter().any(|object| object.id == id && object.space.is_some()));
             }
         }
         let mut has_new = false;
+        let mut known: HashSet<ObjectId> = self.objects.iter().map(|object| object.id).collect();
         for (_, mapping) in mapped {
-            if !self.objects.iter().any(|object| object.id == mapping.object) {
+            if known.insert(mapping.object) {
                 self.objects.push(SharedObject::new(mapping.object));
                 has_new = true;
             }
@@ -213,6 +219,7 @@ impl SharedObjects {
                 self.family.extend(&self.outsiders);
             }
         }
+        let are_few = self.objects.len() <= MOST_OBJECTS;
         let is_affordable =
             mapped.iter().map(|(_, mapping)| mapping.range.byte_count()).sum::<ByteCount>() <= *MOST_MAPPED;
         if may_begin && self.is_tracked && self.views.is_none() {
@@ -223,7 +230,7 @@ impl SharedObjects {
             object.is_outside = outside.contains(&object.id);
             if may_begin {
                 let is_affordable = !self.is_tracked || is_affordable && !object.is_sparse(mapped);
-                let is_tracked = !self.is_blind && !object.is_outside && is_affordable;
+                let is_tracked = !self.is_blind && !object.is_outside && are_few && is_affordable;
                 match object.space {
                     None if is_tracked => {
                         (object.space, object.is_whole) = (Some(*next_space), true);
@@ -243,7 +250,7 @@ impl SharedObjects {
             if let Some(views) = self.views.as_ref().filter(|_| object.space.is_some()) {
                 object.follow(views, mapped)?;
             }
-            let is_partial = object.is_mapped_in_part(mapped);
+            let is_partial = object.space.is_some() && object.is_mapped_in_part(mapped);
             object.is_partial |= is_partial;
             if phase == Phase::Frozen {
                 object.is_whole |= object.is_partial;
