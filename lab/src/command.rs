@@ -3,7 +3,7 @@
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
 use std::os::unix::process::ExitStatusExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
@@ -94,13 +94,26 @@ pub fn exit_code(status: ExitStatus) -> i32 {
     status.code().unwrap_or_else(|| 128 + status.signal().unwrap_or(0))
 }
 
+/// A program of the workspace, built beside this one.
+///
+/// # Errors
+/// If it is not there.
+pub fn built(name: &str) -> Result<PathBuf> {
+    let program = std::env::current_exe().map_err(Error::file("find", "this program".as_ref()))?;
+    let built = program.with_file_name(name);
+    match built.is_file() {
+        true => Ok(built),
+        false => Err(Error::unmet(format!("there is no {}", built.display()), "build it: cargo build")),
+    }
+}
+
 /// Whether `program` is in `$PATH`.
 pub fn is_in_path(program: &str) -> bool {
     find_in_path(program).is_some()
 }
 
 /// The path of `program`, from `$PATH`.
-pub fn find_in_path(program: &str) -> Option<std::path::PathBuf> {
+pub fn find_in_path(program: &str) -> Option<PathBuf> {
     let path = std::env::var_os("PATH")?;
     std::env::split_paths(&path).map(|directory| directory.join(program)).find(|file| file.is_file())
 }

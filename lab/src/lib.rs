@@ -21,6 +21,7 @@ pub mod history;
 pub mod host_tests;
 pub mod kernel;
 pub mod kernel_build;
+pub mod kvm;
 pub mod libtest;
 pub mod machine;
 pub mod packages;

@@ -11,7 +11,7 @@ use crate::skips::{self, AllowedSkips};
 use crate::steps::{Outcome, Steps};
 use crate::test_plan::{Extent, Part, Programs};
 use crate::test_programs::TestBinaries;
-use crate::{Error, Result, command, host_tests, kernel_build, machine, progress, setup, source_root, zdtm};
+use crate::{Error, Result, command, host_tests, kernel_build, kvm, machine, progress, setup, source_root, zdtm};
 
 /// What runs beside the tests on the host gives way to them: many of them wait for time to pass.
 const NICENESS: u32 = 10;
@@ -77,6 +77,15 @@ pub fn check() -> Result<bool> {
 /// Returns whether they passed.
 pub fn zdtm(selection: &zdtm::Selection) -> Result<bool> {
     let (report, is_good) = zdtm::run(selection, &logs()?.with_file_name("zdtm-logs"))?;
+    report.iter().for_each(|line| println!("{line}"));
+    Ok(is_good)
+}
+
+/// CPython's own tests in the machine of a process; the modules that are meant if none are named.
+///
+/// Returns whether they passed.
+pub fn kvm(modules: &[String]) -> Result<bool> {
+    let (report, is_good) = kvm::run(modules, &logs()?.with_file_name("kvm-logs"))?;
     report.iter().for_each(|line| println!("{line}"));
     Ok(is_good)
 }

@@ -8,7 +8,7 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
 use std::str::FromStr;
 use std::sync::Mutex;
@@ -222,7 +222,7 @@ fn run_one(test: &Test, mode: Mode, tree: &Path, criu: &Path, logs: &Path) -> Re
         ])
         .arg(program)
         .args(["zdtm-trial", &test.name(), mode.name()])
-        .args([tree, &work, criu, &pagemark()?, &work.join("verdict")]);
+        .args([tree, &work, criu, &command::built("pagemark")?, &work.join("verdict")]);
     command::redirect(&mut trial, file, &log)?;
     let mut trial = command::start(&mut trial)?;
     if command::wait_for(&mut trial, TRIAL_LIMIT)?.is_none() {
@@ -240,16 +240,6 @@ fn verdict(file: &Path, log: &Path) -> Verdict {
     verdict.trim_end().parse().unwrap_or_else(|_| {
         Verdict::Failed(format!("the trial ended without a verdict: {}", text::end_of(&text::read(log))))
     })
-}
-
-/// The command, built beside this program.
-fn pagemark() -> Result<PathBuf> {
-    let program = std::env::current_exe().map_err(Error::file("find", "this program".as_ref()))?;
-    let pagemark = program.with_file_name("pagemark");
-    match pagemark.is_file() {
-        true => Ok(pagemark),
-        false => Err(Error::unmet(format!("there is no {}", pagemark.display()), "build it: cargo build")),
-    }
 }
 
 #[cfg(test)]

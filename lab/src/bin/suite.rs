@@ -50,6 +50,13 @@ enum Command {
         /// here]
         tests: Vec<String>,
     },
+    /// CPython's own tests in the machine of a process (`pagemark-kvm`), which must pass what
+    /// passes outside of it
+    Kvm {
+        /// Modules, such as test_signal [default: those of system calls, memory, signals, threads
+        /// and children]
+        modules: Vec<String>,
+    },
     /// A test of CRIU in a mode, as the first process of a PID namespace
     #[command(hide = true)]
     ZdtmTrial {
@@ -81,6 +88,7 @@ fn run(command: Command) -> Result<bool> {
         Command::Test => suite::test(&Options::from_environment(Extent::Quick)?),
         Command::TestFull => suite::test(&Options::from_environment(Extent::Full)?),
         Command::Zdtm { mode, flavor, tests } => suite::zdtm(&Selection { tests, flavors: flavor, modes: mode }),
+        Command::Kvm { modules } => suite::kvm(&modules),
         Command::ZdtmTrial { test, mode, tree, work, criu, pagemark, verdict } => {
             zdtm::run_trial(&test, mode, &tree, &work, &criu, &pagemark, &verdict).map(|()| true)
         }
