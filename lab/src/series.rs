@@ -15,6 +15,8 @@ use crate::batch::TestResult;
 use crate::kernel::{Kernel, lost_settings};
 use crate::{Error, Result, cache, command, kernel_build, progress, source_root};
 
+/// Of make: nothing waits for these builds.
+const NICENESS: u32 = 19;
 /// Parts of the source whose files are compiled because they include a touched header, besides the
 /// parts that have a touched file.
 const USERS_OF_HEADERS: [&str; 3] = ["arch/x86/mm", "fs", "kernel"];
@@ -209,7 +211,7 @@ impl<'a> Tree<'a> {
     }
 
     fn make(&self, configuration: Configuration) -> Command {
-        let mut make = command::at_low_priority("make", kernel_build::NICENESS);
+        let mut make = command::at_low_priority("make", NICENESS);
         make.arg("-C").arg(&self.source).arg(format!("O={}", self.build_directory(configuration).display()));
         make.arg(format!("ARCH={}", configuration.architecture())).arg(WARNINGS).arg("LOCALVERSION=");
         make.arg(format!("-j{}", kernel_build::processors()));
