@@ -10,6 +10,7 @@ use proptest::prelude::*;
 use tempfile::TempDir;
 
 use super::format::{ANY_SPACES, PROCESSES_ONLY};
+use super::manifest::MANIFEST_VERSION;
 use super::*;
 use crate::backend::faults::{Fault, FaultyBackend};
 use crate::backend::{ListKind, LocalBackend, MemoryBackend};
@@ -876,7 +877,9 @@ fn verify_names_the_page() {
 fn content_of_a_later_version_is_neither_misread_nor_pruned() {
     let (_bed, repository, model) = example(Kept::InMemory, 3);
     let inner = &repository.inner;
-    let json = br#"{"version": 3, "sections": []}"#;
+    let found = u64::from(MANIFEST_VERSION) + 1;
+    let json = format!(r#"{{"version": {found}, "sections": []}}"#).into_bytes();
+    let json = json.as_slice();
     let id = ContentId::of(&inner.format.key, json);
     let mut packs = inner.new_packs();
     packs.add(Kind::Manifest, id, json).unwrap();
@@ -885,7 +888,8 @@ fn content_of_a_later_version_is_neither_misread_nor_pruned() {
     let info = CheckpointInfo { sequence: 3, taken_unix_us: 0, written_bytes: 0, manifest: id };
     record::NewRecord::write(&*inner.backend, "one", &inner.format, info).unwrap().publish().unwrap();
     let is_newer = |error: Error| {
-        error.kind() == ErrorKind::NewerFormat { found: 3, known: 2 } && error.to_string().contains("@3")
+        let expected = ErrorKind::NewerFormat { found, known: u64::from(MANIFEST_VERSION) };
+        error.kind() == expected && error.to_string().contains("@3")
     };
     assert!(repository.read("one", 3).err().is_some_and(is_newer));
     assert!(repository.verify(&mut |_| {}).is_err_and(is_newer));
