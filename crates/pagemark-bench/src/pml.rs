@@ -205,7 +205,7 @@ impl Report<'_> {
             ),
             self.chart(
                 "pages",
-                "Pages of all checkpoints, and those of them that the log told",
+                "Pages of all checkpoints, and those of them that the log held",
                 "pages",
                 vec![
                     Series { name: "dirty".into(), ..self.series(LogProtect, |counts| counts.dirty as f64) },
@@ -216,7 +216,7 @@ impl Report<'_> {
             ),
             self.chart(
                 "copies",
-                "Who copied the pages of copy-on-write checkpoints, the same with each mechanism",
+                "When the pages of copy-on-write checkpoints were copied, the same with each mechanism",
                 "pages",
                 vec![
                     copies("copied concurrently", |counts| counts.concurrent),
