@@ -131,11 +131,8 @@ impl ObjectWrites {
     /// All of an object counts as written of which a mapping is not registered: the mapping is new,
     /// or has come in the place of another, which may have shown another part (`remap_file_pages`).
     pub(crate) fn find_unregistered(&mut self, pagemap: &Pagemap, mappings: &[ObjectMapping]) -> std::io::Result<()> {
-        let unregistered = Filter { none: WP_ALLOWED, ..Filter::default() };
         for mapping in mappings {
-            let mut is_found = false;
-            pagemap.scan(&mapping.range, unregistered, |_, _| is_found = true)?;
-            if is_found {
+            if unregistered_pages(pagemap, &mapping.range)? > 0 {
                 self.written.push((mapping.object, Address::MIN..Address::MAX.page_aligned_down()));
             }
         }
@@ -154,11 +151,16 @@ impl ObjectWrites {
         let none = Filter { all: WP_ALLOWED, none: PRESENT | SWAPPED, protect: true, ..Filter::default() };
         pagemap.scan(range, none, |run, _| written.insert(run))?;
         self.written.extend(written.iter().map(|part| (mapping.object, mapping.offsets(&part))));
-        let mut left = 0;
-        let unregistered = Filter { none: WP_ALLOWED, ..Filter::default() };
-        pagemap.scan(range, unregistered, |run, _| left += run.page_range().page_count())?;
-        Ok((written, left))
+        Ok((written, unregistered_pages(pagemap, range)?))
     }
+}
+
+/// The number of pages of a range that are not registered.
+fn unregistered_pages(pagemap: &Pagemap, range: &Range) -> std::io::Result<u64> {
+    let mut pages = 0;
+    let unregistered = Filter { none: WP_ALLOWED, ..Filter::default() };
+    pagemap.scan(range, unregistered, |run, _| pages += run.page_range().page_count())?;
+    Ok(pages)
 }
 
 #[cfg(test)]
