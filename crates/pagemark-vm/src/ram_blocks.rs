@@ -1,7 +1,7 @@
 //! The blocks of a machine's memory, and where in QEMU's address space each is.
 
 use pagemark::sys::proc::{Mapping, MappingKind};
-use pagemark::{Address, ByteCount, Range};
+use pagemark::{Address, AddressRangeExt, ByteCount, Range};
 
 use crate::error::{Error, ErrorKind, Object, Result};
 
@@ -51,14 +51,12 @@ impl RamBlock {
 
     /// The offsets in the block of a range of QEMU's addresses that is within the block.
     pub(crate) fn offsets(&self, range: &Range) -> Range {
-        let start = self.range.start;
-        Address::MIN + (range.start - start)..Address::MIN + (range.end - start)
+        range.moved_down(self.range.start - Address::MIN)
     }
 
     /// Where in QEMU's address space a range of offsets in the block is.
     pub(crate) fn addresses(&self, offsets: &Range) -> Range {
-        let start = self.range.start;
-        start + (offsets.start - Address::MIN)..start + (offsets.end - Address::MIN)
+        offsets.moved_up(self.range.start - Address::MIN)
     }
 }
 

@@ -406,6 +406,8 @@ pub trait AddressRangeExt {
     fn to_offsets(&self) -> std::ops::Range<usize>;
     /// The range `distance` bytes further, with overflow as the operators have it.
     fn moved_up(&self, distance: ByteCount) -> Range;
+    /// The range `distance` bytes before, with overflow as the operators have it.
+    fn moved_down(&self, distance: ByteCount) -> Range;
 }
 
 impl AddressRangeExt for Range {
@@ -447,6 +449,11 @@ impl AddressRangeExt for Range {
     #[inline]
     fn moved_up(&self, distance: ByteCount) -> Range {
         self.start + distance..self.end + distance
+    }
+
+    #[inline]
+    fn moved_down(&self, distance: ByteCount) -> Range {
+        self.start - distance..self.end - distance
     }
 }
 

@@ -150,13 +150,11 @@ impl View {
     }
 
     fn addresses(&self, offsets: &Range) -> Range {
-        let at = |offset: Address| self.range.start + ByteCount::new(offset.get());
-        at(offsets.start)..at(offsets.end)
+        offsets.moved_up(self.range.start - Address::MIN)
     }
 
     fn offsets(&self, addresses: &Range) -> Range {
-        let at = |address: Address| Address::new(0) + (self.range.start..address).byte_count();
-        at(addresses.start)..at(addresses.end)
+        addresses.moved_down(self.range.start - Address::MIN)
     }
 
     fn advise(&self, part: &Range, advice: MmapAdvise) -> io::Result<()> {
