@@ -143,7 +143,7 @@ impl ProcessTree {
                 Err(error) => return Err(error),
             }
         }
-        let must_list_again = self.objects.take_mappings(&mapped, phase, &mut self.next_space)?;
+        let must_list_again = self.objects.take_mappings(mapped, phase, &mut self.next_space)?;
         let tracked = self.objects.tracked();
         self.processes.iter_mut().for_each(|process| process.space.set_tracked_objects(tracked.clone()));
         Ok(must_list_again)
@@ -163,7 +163,8 @@ impl ProcessTree {
                 && (is_frozen || !process.is_borrowed)
         });
         let is_one_replaced = self.processes.len() < known_count;
-        let mut borrowers = HashSet::new();
+        // A process that borrows its memory is not attached to while it runs.
+        let mut with_memory = HashSet::new();
         let may_attach = phase == Phase::Running;
         for member in present {
             let known = self.processes.iter().position(|process| process.space.pid() == member.pid);
@@ -179,7 +180,7 @@ impl ProcessTree {
                 None => {
                     let is_borrowed = proc::share_memory(member.pid, member.parent_pid);
                     if is_borrowed {
-                        borrowers.insert(member.pid);
+                        with_memory.insert(member.pid);
                     }
                     // While the process runs, it has no memory of its own yet.
                     if (is_frozen || !is_borrowed)
@@ -190,8 +191,8 @@ impl ProcessTree {
                 }
             }
         }
-        borrowers.extend(self.processes.iter().map(|process| process.space.pid()));
-        Ok((borrowers, is_one_replaced))
+        with_memory.extend(self.processes.iter().map(|process| process.space.pid()));
+        Ok((with_memory, is_one_replaced))
     }
 
     /// Adds to `dirty` what was written in the private memory of a process, and keeps what was

@@ -10,7 +10,7 @@
 //! [`view`]. Objects that a process outside of the tree maps are left to whoever saves the state,
 //! and so are those for which tracking would take much memory.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::MetadataExt;
@@ -42,7 +42,8 @@ static MOST_MAPPED: LazyLock<ByteCount> = LazyLock::new(|| {
     ByteCount::new(pages.max(0) as u64 * page.max(0) as u64 * (512 / 64))
 });
 
-/// An object of which more is mapped is tracked only if it holds data in one of so many pages.
+/// A mapping that is longer has its object tracked only if at least every eighth of its pages holds
+/// data ([`MOST_SPARSE`]).
 const SMALL: ByteCount = ByteCount::new(64 << 20);
 const MOST_SPARSE: u64 = 8;
 
@@ -56,7 +57,7 @@ const BLOCK: u64 = 512;
 /// The objects of a tree.
 pub(crate) struct SharedObjects {
     root_pid: i32,
-    objects: Vec<SharedObject>,
+    objects: BTreeMap<ObjectId, SharedObject>,
     /// The mechanism finds what was written, so that less than everything may be copied.
     is_tracked: bool,
     /// None until an object is tracked.
@@ -113,7 +114,7 @@ impl SharedObjects {
     pub(crate) fn new(root_pid: i32, is_tracked: bool) -> SharedObjects {
         SharedObjects {
             root_pid,
-            objects: Vec::new(),
+            objects: BTreeMap::new(),
             is_tracked,
             views: None,
             forks: None,
@@ -158,14 +159,13 @@ impl SharedObjects {
     }
 
     fn all_written(&mut self) {
-        self.objects.iter_mut().for_each(|object| object.is_whole = true);
+        self.objects.values_mut().for_each(|object| object.is_whole = true);
     }
 
     /// True if a process maps an object of the tree, and is not in the tree. A process that was
     /// forked since the tree was listed is in it.
     fn is_outsider(&self, pid: i32) -> bool {
-        let maps_one = mapped_by(pid).iter().any(|mapped| self.objects.iter().any(|object| object.id == *mapped));
-        maps_one && !self.is_in_tree(pid)
+        mapped_by(pid).iter().any(|mapped| self.objects.contains_key(mapped)) && !self.is_in_tree(pid)
     }
 
     fn is_in_tree(&self, pid: i32) -> bool {
@@ -185,25 +185,31 @@ impl SharedObjects {
     /// Takes the mappings of all processes. Once the tree is being frozen, new objects are left to
     /// whoever saves the state. Returns true if the processes must be listed again, because their
     /// forks are followed only from now on.
-    pub(crate) fn take_mappings(&mut self, mapped: &[Mapped], phase: Phase, next_space: &mut SpaceId) -> Result<bool> {
+    pub(crate) fn take_mappings(
+        &mut self,
+        mapped: Vec<Mapped>,
+        phase: Phase,
+        next_space: &mut SpaceId,
+    ) -> Result<bool> {
         let may_begin = phase == Phase::Running;
+        let mapped_bytes = mapped.iter().map(|(_, mapping)| mapping.range.byte_count()).sum::<ByteCount>();
+        let mut mappings: BTreeMap<ObjectId, Vec<Mapped>> = BTreeMap::new();
+        for place in mapped {
+            mappings.entry(place.1.object).or_default().push(place);
+        }
         // A list that is read while mappings move may lack one. While the tree is being frozen, what is
         // tracked must stay so.
         if phase != Phase::Freezing {
-            let present: HashSet<ObjectId> = mapped.iter().map(|(_, mapping)| mapping.object).collect();
-            self.objects.retain(|object| present.contains(&object.id));
+            self.objects.retain(|id, _| mappings.contains_key(id));
             if let Some(views) = &self.views {
-                views.retain(|id| self.objects.iter().any(|object| object.id == id && object.space.is_some()));
+                views.retain(|id| self.objects.get(&id).is_some_and(|object| object.space.is_some()));
             }
         }
-        let mut has_new = false;
-        let mut known: HashSet<ObjectId> = self.objects.iter().map(|object| object.id).collect();
-        for (_, mapping) in mapped {
-            if known.insert(mapping.object) {
-                self.objects.push(SharedObject::new(mapping.object));
-                has_new = true;
-            }
+        let known_count = self.objects.len();
+        for &id in mappings.keys() {
+            self.objects.entry(id).or_insert_with(|| SharedObject::new(id));
         }
+        let has_new = self.objects.len() > known_count;
         if self.objects.is_empty() {
             return Ok(false);
         }
@@ -220,17 +226,17 @@ impl SharedObjects {
             }
         }
         let are_few = self.objects.len() <= MOST_OBJECTS;
-        let is_affordable =
-            mapped.iter().map(|(_, mapping)| mapping.range.byte_count()).sum::<ByteCount>() <= *MOST_MAPPED;
+        let is_affordable = mapped_bytes <= *MOST_MAPPED;
         if may_begin && self.is_tracked && self.views.is_none() {
             self.views = Some(Views::new().map_err(Error::system("start to watch shared memory", Object::None))?);
         }
         let outside: HashSet<ObjectId> = self.outsiders.iter().flat_map(|&pid| mapped_by(pid)).collect();
-        for object in &mut self.objects {
-            object.is_outside = outside.contains(&object.id);
+        for (id, object) in &mut self.objects {
+            let mapped = mappings.get(id).map_or(&[][..], Vec::as_slice);
+            object.is_outside = outside.contains(id);
             if may_begin {
-                let is_affordable = !self.is_tracked || is_affordable && !object.is_sparse(mapped);
-                let is_tracked = !self.is_blind && !object.is_outside && are_few && is_affordable;
+                let may_track = !self.is_blind && !object.is_outside && are_few;
+                let is_tracked = may_track && (!self.is_tracked || is_affordable && !object.is_sparse(mapped));
                 match object.space {
                     None if is_tracked => {
                         (object.space, object.is_whole) = (Some(*next_space), true);
@@ -262,17 +268,17 @@ impl SharedObjects {
 
     /// The spaces that are tracked.
     pub(crate) fn spaces(&self) -> impl Iterator<Item = SpaceId> {
-        self.objects.iter().filter_map(|object| object.space)
+        self.objects.values().filter_map(|object| object.space)
     }
 
     /// The objects that are tracked.
     pub(crate) fn tracked(&self) -> HashSet<ObjectId> {
-        self.objects.iter().filter(|object| object.space.is_some()).map(|object| object.id).collect()
+        self.objects.values().filter(|object| object.space.is_some()).map(|object| object.id).collect()
     }
 
     /// How a mapping of an object is treated, if it is not tracked.
     pub(crate) fn exception(&self, object: ObjectId) -> Option<MappingException> {
-        match self.objects.iter().find(|known| known.id == object) {
+        match self.objects.get(&object) {
             Some(known) if known.space.is_some() => None,
             Some(known) if known.is_outside => Some(MappingException::SharedOutside),
             _ => Some(MappingException::SavedWhole),
@@ -287,7 +293,7 @@ impl SharedObjects {
     /// Adds what a process has written.
     pub(crate) fn add_written(&mut self, written: Vec<(ObjectId, Range)>) {
         for (id, part) in written {
-            if let Some(object) = self.objects.iter_mut().find(|object| object.id == id) {
+            if let Some(object) = self.objects.get_mut(&id) {
                 object.written.insert(part);
             }
         }
@@ -296,19 +302,19 @@ impl SharedObjects {
     /// Adds to `dirty` what was written in an object since the last call. None if the space is
     /// none of an object.
     pub(crate) fn collect(&mut self, space: SpaceId, dirty: &mut RangeSet, is_frozen: bool) -> Option<Result<()>> {
-        let object = self.objects.iter_mut().find(|object| object.space == Some(space))?;
+        let object = self.objects.values_mut().find(|object| object.space == Some(space))?;
         Some(object.collect(dirty, is_frozen, self.views.as_ref()))
     }
 
     /// Reads an object. None if the space is none of an object.
     pub(crate) fn read(&self, space: SpaceId, ranges: &[Range], buffer: &mut [u8]) -> Option<Result<RangeSet>> {
-        let object = self.objects.iter().find(|object| object.space == Some(space))?;
+        let object = self.objects.values().find(|object| object.space == Some(space))?;
         Some(object.read(ranges, buffer))
     }
 
     /// The tracked objects as they were in the freeze.
     pub(crate) fn describe(&self) -> Vec<FrozenObject> {
-        let tracked = self.objects.iter().filter_map(|object| Some((object, object.space?)));
+        let tracked = self.objects.values().filter_map(|object| Some((object, object.space?)));
         let described = tracked.map(|(object, space)| FrozenObject {
             object: object.id,
             space,
@@ -320,7 +326,7 @@ impl SharedObjects {
 
     /// Closes the objects, so that the memory does not outlive the processes.
     pub(crate) fn close(&mut self) {
-        self.objects.iter_mut().for_each(|object| object.file = None);
+        self.objects.values_mut().for_each(|object| object.file = None);
     }
 }
 
@@ -343,10 +349,9 @@ impl SharedObject {
         Error::system(operation, Object::File(format!("/dev/zero (inode {})", self.id.inode()).into()))
     }
 
-    /// Opens the object through a process that maps it. Stays closed if all of them have ended, or
-    /// map it no more.
+    /// Opens the object through one of its mappings. Stays closed if all of them are gone.
     fn open(&mut self, mapped: &[Mapped]) -> Result<()> {
-        for (pid, mapping) in mapped.iter().filter(|(_, mapping)| mapping.object == self.id) {
+        for (pid, mapping) in mapped {
             match File::open(map_file(*pid, &mapping.range)) {
                 Ok(file) => {
                     let metadata = file.metadata().map_err(self.failed("read the size of"))?;
@@ -366,20 +371,19 @@ impl SharedObject {
     /// True if tracking would take page tables for much that holds no data. As it was, if the
     /// mappings are gone meanwhile.
     fn is_sparse(&self, mapped: &[Mapped]) -> bool {
-        let places = || mapped.iter().filter(|(_, mapping)| mapping.object == self.id);
-        let longest = places().map(|(_, mapping)| mapping.range.byte_count()).max().unwrap_or_default();
+        let longest = mapped.iter().map(|(_, mapping)| mapping.range.byte_count()).max().unwrap_or_default();
         if longest <= SMALL {
             return false;
         }
-        let found = places().filter_map(|(pid, mapping)| map_file(*pid, &mapping.range).metadata().ok());
-        let found = found.into_iter().find(|metadata| metadata.ino() == self.id.inode());
+        let mut found = mapped.iter().filter_map(|(pid, mapping)| map_file(*pid, &mapping.range).metadata().ok());
+        let found = found.find(|metadata| metadata.ino() == self.id.inode());
         found.map_or(self.space.is_none(), |metadata| longest.get() > metadata.blocks() * BLOCK * MOST_SPARSE)
     }
 
     /// True if a process maps a part of the object and not all of it.
     fn is_mapped_in_part(&self, mapped: &[Mapped]) -> bool {
         let mut parts: HashMap<i32, RangeSet> = HashMap::new();
-        for (pid, mapping) in mapped.iter().filter(|(_, mapping)| mapping.object == self.id) {
+        for (pid, mapping) in mapped {
             parts.entry(*pid).or_default().insert(mapping.all_offsets());
         }
         let all = Address::new(0)..(Address::new(0) + self.bytes).page_aligned_up();
@@ -389,10 +393,9 @@ impl SharedObject {
     /// Follows the object with a view. Without one it is not known what was freed.
     fn follow(&mut self, views: &Views, mapped: &[Mapped]) -> Result<()> {
         let Some(file) = &self.file else { return Ok(()) };
-        let mapped: Vec<Mapped> = mapped.iter().filter(|(_, mapping)| mapping.object == self.id).cloned().collect();
-        if self.bytes > ByteCount::ZERO && !views.follow(self.id, self.bytes, &mapped) {
+        if self.bytes > ByteCount::ZERO && !views.follow(self.id, self.bytes, mapped) {
             self.is_whole = true;
-            views.begin(self.id, file, self.bytes, mapped).map_err(self.failed("map"))?;
+            views.begin(self.id, file, self.bytes, mapped.to_vec()).map_err(self.failed("map"))?;
         }
         Ok(())
     }
