@@ -15,6 +15,15 @@ use pagemark_process::target::ProcessTarget;
 use pagemark_testing::{patience, skip, wait_until};
 use support::{Checkpoints, Program};
 
+/// Skips the test where the mechanism does not find what is written to shared memory.
+macro_rules! need_tracking {
+    ($mechanism:expr) => {
+        if !$mechanism.process_tracking().is_ok_and(|tracking| tracking.needs_userfaultfd) {
+            skip!("writes to shared memory are not tracked by the mechanism of this kernel");
+        }
+    };
+}
+
 const FAMILY: &str = include_str!("trackee/family.c");
 
 /// The processes of the family that stay.
@@ -42,10 +51,10 @@ fn compare_again(program: &Program, what: &str) {
     }
 }
 
-fn job(program: &Program, checkpoints: &Checkpoints, mechanism: Mechanism) -> (Job<ProcessTarget>, Repository) {
+fn job(pid: i32, checkpoints: &Checkpoints, mechanism: Mechanism) -> (Job<ProcessTarget>, Repository) {
     let repository = Repository::open_or_create(&checkpoints.directory.path().join("repository")).unwrap();
     let saver = Arc::new(CriuSaver::new(checkpoints.criu.clone(), DumpOptions::default()));
-    let target = ProcessTarget::attach(program.pid(), mechanism, saver).unwrap();
+    let target = ProcessTarget::attach(pid, mechanism, saver).unwrap();
     (Job::new(target, repository.clone(), JobOptions::new("job")), repository)
 }
 
@@ -70,7 +79,7 @@ fn every_write_comes_back(mechanism: Mechanism, count: u64) {
     let Some(checkpoints) = Checkpoints::new() else { return };
     let Some(mut program) = Program::c(FAMILY) else { return };
     compare_again(&program, "at the start");
-    let (mut job, repository) = job(&program, &checkpoints, mechanism);
+    let (mut job, repository) = job(program.pid(), &checkpoints, mechanism);
     for taken in 0..count {
         let taken_cost = job.checkpoint().unwrap().cost;
         eprintln!("{mechanism}: {taken_cost:?}");
@@ -179,7 +188,7 @@ fn shown(program: &Program) -> Vec<u64> {
 fn comes_back_after(set_up: &str, text: &str, expected: impl Fn(u64) -> u64) {
     let Some(checkpoints) = Checkpoints::new() else { return };
     let mut program = obedient(set_up);
-    let (mut job, repository) = job(&program, &checkpoints, Mechanism::choose(Scope::Process));
+    let (mut job, repository) = job(program.pid(), &checkpoints, Mechanism::choose(Scope::Process));
     job.checkpoint().unwrap();
     job.checkpoint().unwrap();
     have_done(&program, text);
@@ -261,9 +270,7 @@ fn memory_does_not_outlive_the_processes_while_they_are_followed() {
     const BYTES: u64 = 4_567_040;
     let Some(checkpoints) = Checkpoints::new() else { return };
     let mechanism = Mechanism::choose(Scope::Process);
-    if !mechanism.process_tracking().is_ok_and(|tracking| tracking.needs_userfaultfd) {
-        skip!("writes to shared memory are not tracked by the mechanism of this kernel");
-    }
+    need_tracking!(mechanism);
     let set_up = "
 own, childs = mmap.mmap(-1, BYTES), mmap.mmap(-1, BYTES)
 own[0] = childs[0] = 1
@@ -278,7 +285,7 @@ childs.close()
         let mappings = pagemark::sys::proc::maps::read(std::process::id() as i32).unwrap();
         mappings.iter().filter(|mapping| mapping.range().byte_count().get() == BYTES).count()
     };
-    let (mut job, _repository) = job(&program, &checkpoints, mechanism);
+    let (mut job, _repository) = job(program.pid(), &checkpoints, mechanism);
     job.checkpoint().unwrap();
     assert_eq!(followed(), 2);
     have_done(&program, "own.close()");
@@ -292,16 +299,14 @@ childs.close()
 fn memory_that_is_nearly_empty_is_left_to_criu() {
     let Some(checkpoints) = Checkpoints::new() else { return };
     let mechanism = Mechanism::choose(Scope::Process);
-    if !mechanism.process_tracking().is_ok_and(|tracking| tracking.needs_userfaultfd) {
-        skip!("writes to shared memory are not tracked by the mechanism of this kernel");
-    }
+    need_tracking!(mechanism);
     let program = obedient("sparse = mmap.mmap(-1, 80 << 30, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | 0x4000)");
     let tables = || {
         let size = support::status_field(program.pid(), "VmPTE:").unwrap();
         size.trim_end_matches(" kB").parse::<u64>().unwrap()
     };
     let before = tables();
-    let (mut job, repository) = job(&program, &checkpoints, mechanism);
+    let (mut job, repository) = job(program.pid(), &checkpoints, mechanism);
     have_done(&program, "sparse[40 << 30] = 1");
     job.checkpoint().unwrap();
     assert!(tables() < before + 1024, "{} kB of page tables, before {before} kB", tables());
@@ -319,11 +324,10 @@ fn state_bytes(manifest: &Manifest) -> u64 {
 #[test]
 fn only_what_was_written_is_copied_again() {
     let Some(checkpoints) = Checkpoints::new() else { return };
-    if !Mechanism::choose(Scope::Process).process_tracking().is_ok_and(|tracking| tracking.needs_userfaultfd) {
-        skip!("writes to shared memory are not tracked by the mechanism of this kernel");
-    }
+    let mechanism = Mechanism::choose(Scope::Process);
+    need_tracking!(mechanism);
     let program = holder();
-    let (mut job, repository) = job(&program, &checkpoints, Mechanism::choose(Scope::Process));
+    let (mut job, repository) = job(program.pid(), &checkpoints, mechanism);
     let mut last = 0;
     for _ in 0..3 {
         last = job.checkpoint().unwrap().cost.dirty_pages;
@@ -364,10 +368,7 @@ time.sleep(1000)
     );
     wait_until("the program has forked", || program.read("child").is_some());
     let child: i32 = program.read("child").unwrap().parse().unwrap();
-    let repository = Repository::open_or_create(&checkpoints.directory.path().join("repository")).unwrap();
-    let saver = Arc::new(CriuSaver::new(checkpoints.criu.clone(), DumpOptions::default()));
-    let target = ProcessTarget::attach(child, Mechanism::choose(Scope::Process), saver).unwrap();
-    let mut job = Job::new(target, repository.clone(), JobOptions::new("job"));
+    let (mut job, repository) = job(child, &checkpoints, Mechanism::choose(Scope::Process));
     for _ in 0..2 {
         job.checkpoint().unwrap();
     }
