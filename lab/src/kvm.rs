@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
-use crate::{Error, Result, cache, command, packages, source_root};
+use crate::{Error, Result, cache, command, exceptions, packages, source_root};
 
 /// Debian's Python, whose tests are a package.
 const PYTHON: &str = "/usr/bin/python3";
@@ -44,7 +44,7 @@ type Verdicts = BTreeMap<String, bool>;
 /// # Errors
 /// If the tests are not there and cannot be installed, or nothing of a module runs outside.
 pub fn run(modules: &[String], logs: &Path) -> Result<(Vec<String>, bool)> {
-    let exceptions = exceptions()?;
+    let excepted = read_exceptions()?;
     let machine = command::built("pagemark-kvm")?;
     packages::install(&["python3"])?;
     let version = "import sys; print('%d.%d' % sys.version_info[:2], end='')";
@@ -64,7 +64,7 @@ pub fn run(modules: &[String], logs: &Path) -> Result<(Vec<String>, bool)> {
         let inside = verdicts(inside, module, &logs.join(format!("{module}.inside")))?;
         let passed = |of: &Verdicts| of.values().filter(|passed| **passed).count();
         crate::progress!("{module}: {} of {} outside, {} inside", passed(&outside), outside.len(), passed(&inside));
-        let (lines, is_as_expected) = compare(&outside, &inside, &exceptions);
+        let (lines, is_as_expected) = compare(&outside, &inside, &excepted);
         report.extend(lines);
         is_good &= is_as_expected;
     }
@@ -98,17 +98,11 @@ fn parse(results: &str) -> Verdicts {
 }
 
 /// Lines `TEST: REASON` of tests that pass outside only.
-fn exceptions() -> Result<BTreeMap<String, String>> {
+fn read_exceptions() -> Result<BTreeMap<String, String>> {
     let path: PathBuf = source_root().join("lab/kvm-exceptions.txt");
     let list = std::fs::read_to_string(&path).map_err(Error::file("read", &path))?;
-    let lines = list.lines().filter(|line| !line.is_empty() && !line.starts_with('#'));
-    let split = |line: &str| {
-        let (test, reason) = line
-            .split_once(": ")
-            .ok_or_else(|| Error::unmet(format!("{line:?} is no exception"), "write TEST: REASON"))?;
-        Ok((test.to_owned(), reason.to_owned()))
-    };
-    lines.map(split).collect()
+    let owned = |(test, reason): (&str, &str)| (test.to_owned(), reason.to_owned());
+    exceptions::lines(&list, "TEST: REASON").map(|line| line.map(owned)).collect()
 }
 
 fn compare(outside: &Verdicts, inside: &Verdicts, exceptions: &BTreeMap<String, String>) -> (Vec<String>, bool) {
@@ -166,6 +160,6 @@ mod tests {
 
     #[test]
     fn the_list_of_exceptions_is_of_its_form() {
-        exceptions().unwrap();
+        read_exceptions().unwrap();
     }
 }

@@ -17,6 +17,7 @@ pub mod batch;
 pub mod cache;
 pub mod command;
 mod error;
+mod exceptions;
 pub mod history;
 pub mod host_tests;
 pub mod kernel;

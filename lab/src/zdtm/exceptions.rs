@@ -4,7 +4,9 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use super::{Mode, Verdict, Verdicts};
-use crate::{Error, Result};
+use crate::{Error, Result, exceptions};
+
+const FORM: &str = "TEST MODE,MODE: REASON";
 
 /// Lines `TEST MODE[,MODE…]: REASON`. `uns/*` in place of a test stands for all tests of a flavor.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -20,16 +22,16 @@ impl Exceptions {
     }
 
     fn parse(list: &str) -> Result<Exceptions> {
-        let mut exceptions = BTreeMap::new();
-        for line in list.lines().filter(|line| !line.is_empty() && !line.starts_with('#')) {
-            let wrong = || Error::unmet(format!("{line:?} is no exception"), "write TEST MODE,MODE: REASON");
-            let (trial, reason) = line.split_once(": ").ok_or_else(wrong)?;
+        let mut reasons = BTreeMap::new();
+        for line in exceptions::lines(list, FORM) {
+            let (trial, reason) = line?;
+            let wrong = || exceptions::wrong(&format!("{trial}: {reason}"), FORM);
             let (test, modes) = trial.split_once(' ').ok_or_else(wrong)?;
             for mode in modes.split(',') {
-                exceptions.insert((test.to_owned(), mode.parse()?), reason.to_owned());
+                reasons.insert((test.to_owned(), mode.parse()?), reason.to_owned());
             }
         }
-        Ok(Exceptions(exceptions))
+        Ok(Exceptions(reasons))
     }
 
     /// Why a test does not pass in a mode.
