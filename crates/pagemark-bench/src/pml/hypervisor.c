@@ -1,14 +1,14 @@
 /*
  * A hypervisor for one guest, which counts what dirty logging and checkpoints cost a processor with VMX, EPT and
- * page-modification logging (PML, chapters 3 to 5): exits, faults, full logs, flushes. It is the ROM of an emulated machine
- * (Bochs), and writes a line per run to the first serial port.
+ * page-modification logging (PML, chapters 3 to 5): exits, faults, full logs, flushes. It is the ROM of an emulated
+ * machine (Bochs), and writes a line per run to the first serial port.
  *
- * The guest writes to pages of its data at random, and calls after each WRITES writes: a tick. Every so many ticks are an
- * interval, which ends with what a checkpoint does while the machine is stopped. In each tick a copier, which stands for another
- * processor, copies COPIED pages of the last checkpoint.
+ * The guest writes to pages of its data at random, and calls after each WRITES writes: a tick. Every so many ticks
+ * are an interval, which ends with what a checkpoint does while the machine is stopped. In each tick a copier, which
+ * stands for another processor, copies COPIED pages of the last checkpoint.
  *
- * Each write gives a word a value that it never had. So what was written, and what a checkpoint must hold, is known without the
- * mechanism that is counted, and is compared after each interval.
+ * Each write gives a word a value that it never had. So what was written, and what a checkpoint must hold, is known
+ * without the mechanism that is counted, and is compared after each interval.
  *
  * Defined by the compiler's command line: TICKS, WRITES, COPIED, INTERVALS, GUEST_DATA.
  */
@@ -27,7 +27,7 @@ enum { READ = 1, WRITE = 2, EXECUTE = 4, WRITE_BACK = 6 << 3, DIRTY = 1 << 9 };
 /* Reasons of exits. */
 enum { CALL = 18, FAULT = 48, LOG_FULL = 62 };
 
-/* How dirty pages are found, and whether checkpoints copy them while the guest runs. Copies are incremental copy-on-write. */
+/* How dirty pages are found, and whether checkpoints copy them, by incremental copy-on-write, while the guest runs. */
 enum { NATIVE, LOG_PROTECT, LOG_PML, COPY_PROTECT, COPY_LATE, COPY_EARLY, MODES };
 static const char *const names[MODES] = {
 	"native", "log-protect", "log-pml", "copy-protect", "copy-late", "copy-early"

@@ -1,6 +1,7 @@
 /*
- * The begin of the hypervisor in hypervisor.c, and the program of its guest. It is the ROM of a machine: the processor starts
- * at its last 16 bytes, in 16-bit mode, and this brings it to C in 64-bit mode, at a copy of the ROM in memory.
+ * The begin of the hypervisor in hypervisor.c, and the program of its guest. It is the ROM of a machine: the
+ * processor starts at its last 16 bytes, in 16-bit mode, and this brings it to C in 64-bit mode, at a copy of the ROM
+ * in memory.
  */
 
 #define ROM 0xffff0000
@@ -77,8 +78,8 @@ halt:	hlt
 	jmp halt
 
 /*
- * long enter(struct registers *guest, long is_launched): runs the guest until its next exit. Returns 0 then, and else what VMX
- * said: 1, or 2 with an error in the VMCS.
+ * long enter(struct registers *guest, long is_launched): runs the guest until its next exit. Returns 0 then, and else
+ * what VMX said: 1, or 2 with an error in the VMCS.
  */
 	.globl enter, exited
 enter:
@@ -127,9 +128,9 @@ exited:
 	ret
 
 /*
- * The program of the guest, which begins with esi = random number and ebx = writes in a tick. It writes a number that was never
- * written before to the first word of a page, and calls the hypervisor after each tick. A page is the product of two random
- * numbers, so that some are written much more often than others.
+ * The program of the guest, which begins with esi = random number and ebx = writes in a tick. It writes a number that
+ * was never written before to the first word of a page, and calls the hypervisor after each tick. A page is the
+ * product of two random numbers, so that some are written much more often than others.
  */
 	.code32
 	.globl guest_start, guest_end
