@@ -21,7 +21,7 @@ fn a_machine_is_checkpointed_inspected_and_restored() {
         skip!("no QEMU, or no compiler for its guest");
     }
     let (pagemark, paths) = (Pagemark::new(), MachinePaths::default());
-    let qemu = Qemu::start(&paths, &["-m", "64", "-name", "box"]);
+    let qemu = Qemu::start(&paths, &["-name", "box"]);
     let monitor = paths.monitor().display().to_string();
     pagemark.done(&["vm", "checkpoint", &monitor]);
     paths.wait_for_steps(10);
@@ -184,7 +184,7 @@ fn copies_on_write_are_for_machines_and_one_mechanism_and_are_counted() {
         skip!("no QEMU, no compiler for its guest, or no userfaultfd that holds the kernel's own writes");
     }
     let (pagemark, paths) = (Pagemark::new(), MachinePaths::default());
-    let _qemu = Qemu::start(&paths, &["-m", "64", "-name", "box"]);
+    let _qemu = Qemu::start(&paths, &["-name", "box"]);
     let monitor = paths.monitor().display().to_string();
     let own_pid = std::process::id().to_string();
     for (arguments, said) in [
@@ -213,7 +213,7 @@ fn a_machine_restored_lazily_never_runs_without_its_memory() {
         skip!("no QEMU, or no compiler for its guest");
     }
     let (pagemark, paths) = (Pagemark::new(), MachinePaths::default());
-    let qemu = Qemu::start(&paths, &["-m", "64", "-name", "box"]);
+    let qemu = Qemu::start(&paths, &["-name", "box"]);
     pagemark.done(&["vm", "checkpoint", &paths.monitor().display().to_string()]);
     drop(qemu);
     let restored = pagemark.json(&["restore", "--lazy", "--detach", "--json", "box"]);

@@ -18,7 +18,7 @@ use serde_json::json;
 use support::{Pagemark, is_alive, kill_and_wait};
 
 /// Points per kind of fault: of a test in `make test`, and of one in `make test-full`.
-const FEW: u64 = 12;
+const FEW: u64 = 8;
 const MANY: u64 = 200;
 
 const ERRORS: [Errno; 4] = [Errno::EIO, Errno::ENOSPC, Errno::ENOMEM, Errno::EPERM];

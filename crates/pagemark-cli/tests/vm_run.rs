@@ -10,7 +10,7 @@ use std::process::{Child, Stdio};
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use pagemark_testing::{MachinePaths, QEMU, TestMonitor, guest_program, skip, wait_for};
+use pagemark_testing::{MachinePaths, PLAIN, QEMU, TestMonitor, guest_program, skip, wait_for};
 use screen::Screen;
 use serde_json::json;
 use support::{Pagemark, children, is_alive, kill_and_wait};
@@ -60,7 +60,7 @@ fn a_machine_is_checkpointed_from_its_begin_through_resets_to_its_end() {
         skip!("no QEMU, or no compiler for its guest");
     }
     let (pagemark, paths) = (Pagemark::new(), MachinePaths::default());
-    let mut child = run(&pagemark, &paths, &["-m", "64", "-name", "box"]);
+    let mut child = run(&pagemark, &paths, &["-name", "box"]);
     wait_for("the machine to start", || (paths.steps() > 20).then_some(()));
     let mut own = TestMonitor::connect(&paths.join("test.qmp"));
     wait_for_checkpoints(&pagemark, "box", 2);
@@ -107,12 +107,12 @@ fn the_exit_status_is_that_of_qemu_and_a_daemon_is_refused() {
     let output = pagemark.output(&["vm", "run", "--", "/no/such/qemu"]);
     assert_eq!(output.status.code(), Some(127));
 
-    let mut child = run(&pagemark, &paths, &["-m", "64"]);
+    let mut child = run(&pagemark, &paths, &PLAIN);
     wait_for("the machine to start", || (paths.steps() > 3).then_some(()));
     kill(Pid::from_raw(qemu_of(child.0.id() as i32)), Signal::SIGKILL).expect("it runs");
     assert_eq!(child.0.wait().expect("our child").code(), Some(137));
     // A signal to Pagemark alone is one to QEMU, which ends in order.
-    let mut child = run(&pagemark, &paths, &["-m", "64"]);
+    let mut child = run(&pagemark, &paths, &PLAIN);
     let count = pagemark.checkpoints("qemu-system-x86_64").len();
     wait_for_checkpoints(&pagemark, "qemu-system-x86_64", count + 1);
     kill(Pid::from_raw(child.0.id() as i32), Signal::SIGTERM).expect("it runs");
@@ -125,7 +125,7 @@ fn a_machine_whose_pagemark_is_killed_is_attached_to_by_its_socket() {
         skip!("no QEMU, or no compiler for its guest");
     }
     let (pagemark, paths) = (Pagemark::new(), MachinePaths::default());
-    let mut child = run(&pagemark, &paths, &["-m", "64", "-name", "box"]);
+    let mut child = run(&pagemark, &paths, &["-name", "box"]);
     wait_for_checkpoints(&pagemark, "box", 2);
     let qemu = qemu_of(child.0.id() as i32);
     kill(Pid::from_raw(child.0.id() as i32), Signal::SIGKILL).expect("our child");
@@ -148,7 +148,7 @@ fn on_a_terminal_the_monitor_answers_and_ctrl_z_and_ctrl_c_are_for_both() {
         skip!("no QEMU, or no compiler for its guest");
     }
     let (pagemark, paths) = (Pagemark::new(), MachinePaths::default());
-    let arguments = paths.arguments(&["-m", "64", "-monitor", "stdio", "-name", "box"]).join(" ");
+    let arguments = paths.arguments(&["-monitor", "stdio", "-name", "box"]).join(" ");
     let mut screen = Screen::open(&pagemark);
     screen.types(&format!("$PM vm run --every 200ms -- {QEMU} {arguments}\n"));
     screen.expect("(qemu)");
@@ -174,7 +174,7 @@ fn on_a_terminal_the_monitor_answers_and_ctrl_z_and_ctrl_c_are_for_both() {
     screen.expect("status 0");
 
     // Without the monitor, the terminal is as the shell has it.
-    let arguments = paths.arguments(&["-m", "64", "-name", "box"]).join(" ");
+    let arguments = paths.arguments(&["-name", "box"]).join(" ");
     let count = pagemark.checkpoints("box").len();
     screen.types(&format!("$PM vm run --every 200ms -- {QEMU} {arguments}\n"));
     wait_for_checkpoints(&pagemark, "box", count + 1);

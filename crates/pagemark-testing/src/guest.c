@@ -1,5 +1,5 @@
 /*
- * A program that runs in a virtual machine without an operating system. It holds 16 MiB of data that changes with each step,
+ * A program that runs in a virtual machine without an operating system. It holds 8 MiB of data that changes with each step,
  * checks all of it before each step, and writes "step N" to the serial port, or "WRONG" if a page is not as it must be. If
  * there is an IDE disk, whose content must be zeros at the start, it writes one sector of it in each step, and checks some.
  *
@@ -7,12 +7,12 @@
  */
 #include "machine.h"
 
-enum { PAGES = 4096, PAGE_WORDS = 1024 };
+enum { PAGES = 2048, PAGE_WORDS = 1024 };
 enum { IDE = 0x1f0, READ = 0x20, WRITE = 0x30, SECTORS = 64, SECTOR_WORDS = 128, STRIDE = 301, CHECKED_SECTORS = 2 };
 
 __attribute__((used)) u32 stack[4096];
 
-static u32 *const data = (u32 *)(16 << 20);
+static u32 *const data = (u32 *)(4 << 20);
 
 /* The first word of a page, which was last written in the newest step s with s % PAGES == page. */
 static u32 expected(u32 step, u32 page)

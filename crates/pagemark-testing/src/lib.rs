@@ -41,7 +41,7 @@ pub use huge_pages::HugePages;
 pub use memory::{Region, SplitMix, expected};
 pub use patience::{is_emulated, patience, wait_for, wait_until};
 pub use pause_32::pause_32;
-pub use qemu::{MachinePaths, QEMU, Qemu, TestMonitor, guest_program, load_program, with_disk};
+pub use qemu::{MachinePaths, PLAIN, QEMU, Qemu, RAM_BYTES, TestMonitor, guest_program, load_program, with_disk};
 pub use report::{Report, VIOLATED};
 pub use skip::skipped;
 pub use swap::Swap;

@@ -14,6 +14,9 @@ use crate::wait_for;
 /// QEMU's program.
 pub const QEMU: &str = "qemu-system-x86_64";
 
+/// The memory of a machine whose arguments do not say otherwise.
+pub const RAM_BYTES: u64 = 16 << 20;
+
 /// The program that runs in the machine; none where there is no QEMU or no compiler for it.
 pub fn guest_program() -> Option<&'static Path> {
     static PROGRAM: Program = Program::new();
@@ -87,8 +90,9 @@ impl MachinePaths {
     pub fn arguments(&self, further: &[impl AsRef<str>]) -> Vec<String> {
         let path = |name: &str| self.join(name).display().to_string();
         let guest = guest_program().expect("a guest").display().to_string();
+        let mib = (RAM_BYTES >> 20).to_string();
         let mut arguments: Vec<String> =
-            ["-nodefaults", "-display", "none", "-kernel", &guest].map(str::to_owned).into();
+            ["-nodefaults", "-display", "none", "-m", &mib, "-kernel", &guest].map(str::to_owned).into();
         // Appended: the file is that of the machine's whole life.
         arguments.extend(["-chardev".into(), format!("file,id=s,append=on,path={}", path("serial"))]);
         arguments.extend(["-serial".into(), "chardev:s".into()]);
@@ -100,11 +104,14 @@ impl MachinePaths {
     }
 }
 
+/// The further arguments of a machine that needs none.
+pub const PLAIN: [&str; 0] = [];
+
 /// The further arguments of a machine whose program writes to the disk `image`. `options` are those
 /// of the drive, each after a comma.
 pub fn with_disk(image: &Path, format: &str, options: &str) -> Vec<String> {
     let drive = format!("file={},format={format},if=ide,index=0{options}", image.display());
-    ["-machine", "pc", "-m", "64", "-drive", &drive].map(str::to_owned).into()
+    ["-machine", "pc", "-drive", &drive].map(str::to_owned).into()
 }
 
 /// A QEMU that runs, killed when dropped.

@@ -12,26 +12,15 @@ use dump::{assert_same_dump, dump_by_qemu};
 use pagemark::repository::{Checkpoint, Repository};
 use pagemark::track::Scope;
 use pagemark::{Job, JobOptions, Mechanism};
-use pagemark_testing::{MachinePaths, Qemu, TestMonitor, guest_program, skip, with_disk};
+use pagemark_testing::{MachinePaths, PLAIN, Qemu, RAM_BYTES, TestMonitor, guest_program, skip, with_disk};
 use pagemark_vm::{ErrorKind, Restore, VmTarget, export_core, export_qemu};
 use serde_json::json;
 
-const RAM_BYTES: u64 = 64 << 20;
-
 /// Kinds of machines and of memory.
 const MACHINES: [&[&str]; 3] = [
-    &["-machine", "q35", "-m", "64", "-smp", "2", "-vga", "std"],
-    &[
-        "-machine",
-        "pc",
-        "-m",
-        "64",
-        "-object",
-        "memory-backend-memfd,id=ram,size=64M",
-        "-machine",
-        "memory-backend=ram",
-    ],
-    &["-machine", "q35,acpi=off", "-m", "64", "-device", "virtio-rng-pci", "-device", "virtio-serial"],
+    &["-machine", "q35", "-smp", "2", "-vga", "std"],
+    &["-machine", "pc", "-object", "memory-backend-memfd,id=ram,size=16M", "-machine", "memory-backend=ram"],
+    &["-machine", "q35,acpi=off", "-device", "virtio-rng-pci", "-device", "virtio-serial"],
 ];
 
 /// A QEMU that an exported script has started, killed when dropped.
@@ -98,7 +87,7 @@ fn gdb_finds_the_processors_of_a_core_file() {
         skip!("no QEMU, no compiler for its guest, or no gdb");
     }
     let paths = MachinePaths::default();
-    let qemu = Qemu::start(&paths, &["-machine", "q35", "-m", "64", "-smp", "2"]);
+    let qemu = Qemu::start(&paths, &["-machine", "q35", "-smp", "2"]);
     let mut registers = String::new();
     let [_, paused] = checkpoints(&paths, |own| {
         let answer = own.run("human-monitor-command", json!({"command-line": "info registers -a"}));
@@ -195,7 +184,7 @@ fn what_a_checkpoint_does_not_say_is_not_exported() {
         skip!("no QEMU, or no compiler for its guest");
     }
     let paths = MachinePaths::default();
-    let qemu = Qemu::start(&paths, &["-m", "64"]);
+    let qemu = Qemu::start(&paths, &PLAIN);
     let [mut running, mut paused] = checkpoints(&paths, |_| {});
     drop(qemu);
     let core = |checkpoint: &Checkpoint| export_core(checkpoint, &tempfile::tempfile().unwrap());

@@ -6,11 +6,9 @@ use pagemark::repository::{Checkpoint, Repository};
 use pagemark::store::Visit;
 use pagemark::track::Scope;
 use pagemark::{ContentId, Job, JobOptions, Kind, Mechanism, PAGE_SIZE, Store};
-use pagemark_testing::{MachinePaths, Qemu, TestMonitor, guest_program, skip, wait_for};
+use pagemark_testing::{MachinePaths, PLAIN, Qemu, RAM_BYTES, TestMonitor, guest_program, skip, wait_for};
 use pagemark_vm::{ErrorKind, Restore, RunningMachine, VmTarget};
 use serde_json::json;
-
-const RAM_BYTES: u64 = 64 << 20;
 
 /// Takes a checkpoint of a paused machine, and returns the content of its memory.
 fn checkpoint(paths: &MachinePaths, further: &[&str]) -> (Checkpoint, Vec<u8>) {
@@ -70,7 +68,7 @@ fn the_machine_runs_before_its_memory_is_there() {
         skip!("no QEMU, or no compiler for its guest");
     }
     let paths = MachinePaths::default();
-    let (checkpoint, _) = checkpoint(&paths, &["-m", "64"]);
+    let (checkpoint, _) = checkpoint(&paths, &PLAIN);
     let store = Slow { checkpoint: &checkpoint, paths: &paths, is_slow: AtomicBool::new(false) };
     let lazy = Restore::from_store(&checkpoint.manifest, &store).detach(true).start_lazily(&mut |_, _| {}).unwrap();
     store.is_slow.store(true, Ordering::Relaxed);
@@ -84,8 +82,8 @@ fn memory_that_came_late_is_the_memory_at_the_checkpoint() {
     if guest_program().is_none() {
         skip!("no QEMU, or no compiler for its guest");
     }
-    let shared = ["-m", "64", "-object", "memory-backend-memfd,id=ram,size=64M,share=on", "-machine"];
-    for further in [&["-m", "64", "-vga", "std"][..], &[&shared[..], &["pc,memory-backend=ram"]].concat()] {
+    let shared = ["-object", "memory-backend-memfd,id=ram,size=16M,share=on", "-machine"];
+    for further in [&["-vga", "std"][..], &[&shared[..], &["pc,memory-backend=ram"]].concat()] {
         let paths = MachinePaths::default();
         let (checkpoint, memory) = checkpoint(&paths, further);
         let lazy = Restore::new(&checkpoint).detach(true).start_lazily(&mut |_, _| {}).unwrap();
@@ -115,7 +113,7 @@ fn a_machine_whose_memory_does_not_come_is_killed() {
         skip!("no QEMU, or no compiler for its guest");
     }
     let paths = MachinePaths::default();
-    let (checkpoint, _) = checkpoint(&paths, &["-m", "64"]);
+    let (checkpoint, _) = checkpoint(&paths, &PLAIN);
     let lazy = Restore::new(&checkpoint).detach(true).start_lazily(&mut |_, _| {}).unwrap();
     let pid = lazy.machine().pid();
     TestMonitor::connect(&paths.join("test.qmp")).run("cont", json!({}));
@@ -134,7 +132,7 @@ fn a_machine_that_gives_memory_back_is_not_restored_lazily() {
         skip!("no QEMU, or no compiler for its guest");
     }
     let paths = MachinePaths::default();
-    let (checkpoint, _) = checkpoint(&paths, &["-m", "64", "-device", "virtio-balloon-pci"]);
+    let (checkpoint, _) = checkpoint(&paths, &["-device", "virtio-balloon-pci"]);
     let error = Restore::new(&checkpoint).detach(true).start_lazily(&mut |_, _| {}).err().unwrap();
     assert!(error.kind() == ErrorKind::Unsupported && error.to_string().contains("virtio-balloon"), "{error}");
     end(Restore::new(&checkpoint).detach(true).start(&mut |_, _| {}).unwrap());

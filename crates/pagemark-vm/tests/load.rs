@@ -159,7 +159,7 @@ const MANY: u64 = 200;
 
 #[test]
 fn checkpoints_under_load_hold_the_memory_of_the_freeze() {
-    for processors in [1, 2, 4] {
+    for processors in [1, 4] {
         checkpoints_under_load(pre_copy(), processors, FEW);
     }
 }
@@ -169,7 +169,7 @@ fn copies_on_write_hold_the_memory_of_the_freeze() {
     if !can_hold_writes() {
         skip!("no userfaultfd that holds the kernel's own writes");
     }
-    for processors in [1, 2, 4] {
+    for processors in [1, 4] {
         checkpoints_under_load(COPY_ON_WRITE, processors, FEW);
     }
 }

@@ -9,39 +9,26 @@ use pagemark::checkpointer::{Checkpointer, Strategy};
 use pagemark::repository::{Repository, SpaceKind};
 use pagemark::track::Scope;
 use pagemark::{Job, JobOptions, Mechanism, MemoryStore, PAGE_SIZE, PageNumber, PageTree, Store};
-use pagemark_testing::{MachinePaths, Qemu, TestMonitor, guest_program, skip, wait_for, with_disk};
+use pagemark_testing::{MachinePaths, PLAIN, Qemu, RAM_BYTES, TestMonitor, guest_program, skip, wait_for, with_disk};
 use pagemark_vm::{ErrorKind, Restore, RunningMachine, VmTarget, can_hold_writes};
 use serde_json::json;
 
-const RAM_BYTES: u64 = 64 << 20;
-
 /// Kinds of machines and of memory.
 const MACHINES: [&[&str]; 5] = [
-    &["-machine", "q35", "-m", "64"],
-    &["-machine", "pc", "-m", "64", "-smp", "2"],
-    &[
-        "-machine",
-        "q35",
-        "-m",
-        "64",
-        "-object",
-        "memory-backend-memfd,id=ram,size=64M,share=on",
-        "-machine",
-        "memory-backend=ram",
-    ],
+    &["-machine", "q35"],
+    &["-machine", "pc", "-smp", "2"],
+    &["-machine", "q35", "-object", "memory-backend-memfd,id=ram,size=16M,share=on", "-machine", "memory-backend=ram"],
     &[
         "-machine",
         "pc",
-        "-m",
-        "64",
         "-vga",
         "std",
         "-object",
-        "memory-backend-ram,id=ram,size=64M",
+        "memory-backend-ram,id=ram,size=16M",
         "-machine",
         "memory-backend=ram",
     ],
-    &["-machine", "q35", "-m", "64", "-device", "virtio-rng-pci", "-device", "virtio-serial", "-name", "named"],
+    &["-machine", "q35", "-device", "virtio-rng-pci", "-device", "virtio-serial", "-name", "named"],
 ];
 
 /// A restored machine, killed when dropped.
@@ -117,7 +104,7 @@ fn each_mechanism_finds_what_a_machine_writes() {
     }
     for mechanism in mechanisms() {
         let paths = MachinePaths::default();
-        let qemu = Qemu::start(&paths, &["-m", "64"]);
+        let qemu = Qemu::start(&paths, &PLAIN);
         let target = VmTarget::attach(&paths.monitor(), mechanism).unwrap();
         let mut job = Job::new(target, repository(&paths), JobOptions::new("vm"));
         for _ in 0..5 {
@@ -181,7 +168,7 @@ fn a_machine_that_gives_memory_back_is_not_watched() {
         skip!("no QEMU, or no compiler for its guest");
     }
     let paths = MachinePaths::default();
-    let _qemu = Qemu::start(&paths, &["-m", "64", "-device", "virtio-balloon-pci"]);
+    let _qemu = Qemu::start(&paths, &["-device", "virtio-balloon-pci"]);
     let error = VmTarget::attach(&paths.monitor(), Mechanism::Uffd).err().expect("it is refused");
     assert!(error.kind() == ErrorKind::Unsupported && error.to_string().contains("virtio-balloon"), "{error}");
     assert!(error.advice().contains("pre-copy"), "{}", error.advice());
@@ -196,7 +183,7 @@ fn a_restored_machine_is_checkpointed_and_restored_again() {
     let paths = MachinePaths::default();
     let mut repository = repository(&paths);
     let mut restored: Option<Restored> = None;
-    let mut original = Some(Qemu::start(&paths, &["-m", "64"]));
+    let mut original = Some(Qemu::start(&paths, &PLAIN));
     for round in 1..4 {
         let target = VmTarget::attach(&paths.monitor(), Mechanism::choose(Scope::Process)).unwrap();
         let mut job = Job::new(target, repository, JobOptions::new("vm"));
@@ -390,19 +377,19 @@ fn what_a_checkpoint_cannot_hold_is_refused() {
     }
     let vdi = format!("file={},format=vdi,if=virtio", vdi.display());
     let ram_file = paths.join("ram");
-    let backend = format!("memory-backend-file,id=ram,size=64M,mem-path={},share=off", ram_file.display());
+    let backend = format!("memory-backend-file,id=ram,size=16M,mem-path={},share=off", ram_file.display());
     let refused = |further: &[&str]| {
         let _qemu = Qemu::start(&paths, further);
         let result = VmTarget::attach(&paths.monitor(), Mechanism::Full).map(drop);
         std::fs::remove_file(paths.join("serial")).unwrap();
         result.map_err(|error| (error.kind(), error.to_string()))
     };
-    let (kind, text) = refused(&["-m", "64", "-drive", &vdi]).unwrap_err();
+    let (kind, text) = refused(&["-drive", &vdi]).unwrap_err();
     assert_eq!(kind, ErrorKind::Unsupported);
     assert!(text.contains("vdi") && text.contains("readonly=on"), "{text}");
-    assert_eq!(refused(&["-m", "64", "-drive", &drive]), Ok(()));
-    assert_eq!(refused(&["-m", "64", "-drive", &read_only]), Ok(()));
-    let (kind, text) = refused(&["-m", "64", "-object", &backend, "-machine", "memory-backend=ram"]).unwrap_err();
+    assert_eq!(refused(&["-drive", &drive]), Ok(()));
+    assert_eq!(refused(&["-drive", &read_only]), Ok(()));
+    let (kind, text) = refused(&["-object", &backend, "-machine", "memory-backend=ram"]).unwrap_err();
     assert_eq!(kind, ErrorKind::Unsupported);
     assert!(text.contains("share=on"), "{text}");
 }
@@ -413,7 +400,7 @@ fn a_monitor_that_another_client_has_is_reported() {
         skip!("no QEMU, or no compiler for its guest");
     }
     let paths = MachinePaths::default();
-    let _qemu = Qemu::start(&paths, &["-m", "64"]);
+    let _qemu = Qemu::start(&paths, &PLAIN);
     let other = UnixStream::connect(paths.monitor()).unwrap();
     let error = VmTarget::attach(&paths.monitor(), Mechanism::Full).err().unwrap();
     assert_eq!(error.kind(), ErrorKind::Monitor);
@@ -428,7 +415,7 @@ fn a_machine_that_ends_is_gone() {
         skip!("no QEMU, or no compiler for its guest");
     }
     let paths = MachinePaths::default();
-    let qemu = Qemu::start(&paths, &["-m", "64"]);
+    let qemu = Qemu::start(&paths, &PLAIN);
     let target = VmTarget::attach(&paths.monitor(), Mechanism::Full).unwrap();
     let mut job = Job::new(target, repository(&paths), JobOptions::new("vm"));
     job.checkpoint().unwrap();
@@ -444,7 +431,7 @@ fn a_restore_beside_the_original_is_refused() {
         skip!("no QEMU, or no compiler for its guest");
     }
     let paths = MachinePaths::default();
-    let _qemu = Qemu::start(&paths, &["-m", "64"]);
+    let _qemu = Qemu::start(&paths, &PLAIN);
     let target = VmTarget::attach(&paths.monitor(), Mechanism::Full).unwrap();
     let mut job = Job::new(target, repository(&paths), JobOptions::new("vm"));
     let sequence = job.checkpoint().unwrap().sequence;
@@ -466,7 +453,7 @@ fn the_words_of_a_qemu_that_does_not_start_are_kept() {
     let file = paths.join("needed");
     std::fs::write(&file, vec![0; 1 << 20]).unwrap();
     let drive = format!("file={},format=raw,if=virtio,readonly=on", file.display());
-    let qemu = Qemu::start(&paths, &["-m", "64", "-drive", &drive]);
+    let qemu = Qemu::start(&paths, &["-drive", &drive]);
     let target = VmTarget::attach(&paths.monitor(), Mechanism::Full).unwrap();
     let mut job = Job::new(target, repository(&paths), JobOptions::new("vm"));
     job.checkpoint().unwrap();
