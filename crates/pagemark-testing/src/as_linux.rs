@@ -26,13 +26,14 @@ pub fn reason_without_as_linux() -> Option<String> {
 /// Set in the processes of [`again_as_older_linux`].
 const AGAIN: &str = "PAGEMARK_AS_LINUX";
 
-/// Runs the tests of the running test program whose names contain one of `filters` once more as on
-/// each of [`LINUX_VERSIONS`], with fewer cases of each property, and expects that at least `least`
-/// of them pass and none fails. A test calls this function alone.
+/// Runs tests of the running test program once more as on each of [`LINUX_VERSIONS`], with fewer
+/// cases of each property, and expects that at least `least` of them pass and none fails. The
+/// program's arguments `selection` say which: names, or parts of names, and those behind `--skip`
+/// that are left out. A test calls this function alone.
 ///
 /// # Panics
 /// If a test fails.
-pub fn again_as_older_linux(filters: &[&str], least: u32) {
+pub fn again_as_older_linux(selection: &[&str], least: u32) {
     if std::env::var_os(AGAIN).is_some() {
         return;
     }
@@ -42,7 +43,7 @@ pub fn again_as_older_linux(filters: &[&str], least: u32) {
     let this = std::env::current_exe().expect("a running program has a path");
     for version in LINUX_VERSIONS {
         let mut command = as_linux(version, &this);
-        command.args(filters).env(AGAIN, version).env("PROPTEST_CASES", "8");
+        command.args(selection).env(AGAIN, version).env("PROPTEST_CASES", "8");
         // Tests that such a kernel cannot run do not count as skipped on this machine.
         command.env_remove("PAGEMARK_SKIP_LOG");
         let output = command.output().expect("as_linux was built");

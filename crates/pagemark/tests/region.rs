@@ -609,10 +609,11 @@ fn a_page_that_was_put_back_and_is_written_again_is_found() {
     }
 }
 
-/// Runs these tests once more as on older kernels.
+/// Runs these tests once more as on older kernels, but for those of threads, which depend less on
+/// the kernel and take longest.
 #[test]
 fn regions_behave_on_older_kernels() {
-    pagemark_testing::again_as_older_linux(&[], 15);
+    pagemark_testing::again_as_older_linux(&["--skip", "threads"], 15);
 }
 
 /// Bytes of memory, and of page tables, that the process has.

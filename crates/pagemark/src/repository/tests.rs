@@ -576,7 +576,7 @@ fn action() -> impl Strategy<Value = Action> {
 }
 
 proptest! {
-    #![proptest_config(pagemark_testing::cases(60))]
+    #![proptest_config(pagemark_testing::cases(40))]
 
     #[test]
     fn behaves_like_a_map_of_checkpoints(
@@ -702,7 +702,7 @@ fn killed_at_any_step_it_keeps_every_complete_checkpoint() {
     for kept in BOTH {
         let (bed, _repository, model) = example(kept, 12);
         let mut points = 0;
-        for (work, seeds) in [(Work::Create, 3), (Work::Commit, 6), (Work::Prune, 5)] {
+        for (work, seeds) in [(Work::Create, 2), (Work::Commit, 3), (Work::Prune, 3)] {
             // Most cases are in memory, which is faster. Seed 0 and another one are the least.
             let seeds = if kept == Kept::Locally { factor + 1 } else { seeds * factor };
             let steps = strike(&bed, &model, work, Fault::None, 0, false).steps;
@@ -716,7 +716,7 @@ fn killed_at_any_step_it_keeps_every_complete_checkpoint() {
             }
             eprintln!("{kept:?}, {work:?}: {steps} steps");
         }
-        assert!(points >= if kept == Kept::Locally { 80 } else { 250 }, "only {points} points");
+        assert!(points >= if kept == Kept::Locally { 80 } else { 150 }, "only {points} points");
     }
 }
 
@@ -735,8 +735,12 @@ fn a_full_disk_or_an_error_at_any_step_loses_only_the_operation() {
                     assert_eq!(error.kind(), ErrorKind::NoRoom, "{error}");
                     failures += 1;
                 }
-                strike(&bed, &model, work, Fault::Error { at }, at as u64, false);
-                strike(&bed, &model, work, Fault::Error { at }, at as u64, true);
+                // In the short run, the machine stops after every other error.
+                for crash in [false, true] {
+                    if pagemark_testing::factor() > 1 || crash == at.is_multiple_of(2) {
+                        strike(&bed, &model, work, Fault::Error { at }, at as u64, crash);
+                    }
+                }
             }
             assert!(failures > 10 / stride, "{work:?} failed at {failures} of {steps} steps only");
         }
@@ -793,7 +797,7 @@ fn damage_anywhere_is_noticed_and_located() {
         let (mut lost, mut harmless) = (0, 0);
         for name in objects(&*bed.backend) {
             let original = get(&*bed.backend, &name);
-            for round in 0..10 + 5 * pagemark_testing::factor() {
+            for round in 0..7 + 3 * pagemark_testing::factor() {
                 let mut damaged = original.clone();
                 let at = below(original.len() as u64) as usize;
                 match round {
@@ -802,7 +806,7 @@ fn damage_anywhere_is_noticed_and_located() {
                     2 => damaged.extend_from_slice(&original),
                     3 => damaged.clear(),
                     // The table and its tail are short.
-                    4..10 => damaged[original.len() - 1 - at % original.len().min(400)] ^= 1 << below(8),
+                    4..7 => damaged[original.len() - 1 - at % original.len().min(400)] ^= 1 << below(8),
                     _ => damaged[at] ^= 1 << below(8),
                 }
                 if damaged == original {
