@@ -176,7 +176,7 @@ impl Installed {
             line.unwrap().unwrap().split_whitespace().last().unwrap().parse().unwrap()
         };
         let mut begun = Vec::new();
-        for kill in 0..8 {
+        for kill in 0..5 {
             let mut child = self.on_repository(program, "killed").stdout(Stdio::piped()).spawn().unwrap();
             let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
             begun.push(number(lines.next()));
