@@ -8,7 +8,7 @@
 //! 512th of its size in each process.
 
 use std::os::fd::AsFd;
-use std::sync::LazyLock;
+use std::sync::{Arc, LazyLock};
 
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::stat::fstat;
@@ -24,8 +24,9 @@ pub struct ObjectId {
 }
 
 /// The names of the mappings of shared anonymous memory: as the kernel makes it, and as CRIU
-/// restores it.
-const NAMES: [&[u8]; 2] = [b"/dev/zero (deleted)", b"/memfd:/dev/zero (deleted)"];
+/// restores it; and that of the memory of a heap ([`pagemark::sys::views`]), which has a descriptor
+/// by which nobody writes.
+const NAMES: [&[u8]; 3] = [b"/dev/zero (deleted)", b"/memfd:/dev/zero (deleted)", b"/memfd:pagemark-heap (deleted)"];
 
 /// The device of the kernel's own shared memory. None where the kernel makes none.
 static DEVICE: LazyLock<Option<(u32, u32)>> = LazyLock::new(|| {
@@ -60,6 +61,10 @@ impl ObjectId {
     }
 }
 
+/// The part of an object, by offset, in which writes are looked for; None for all of it. What holds
+/// data elsewhere is new.
+pub(crate) type TrackedPart = Option<Arc<RangeSet>>;
+
 /// A mapping of an object.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) struct ObjectMapping {
@@ -84,6 +89,20 @@ impl ObjectMapping {
     /// The part of the object that it shows, by offset.
     pub(crate) fn all_offsets(&self) -> Range {
         self.offsets(&self.range)
+    }
+
+    /// The addresses at which it shows a part of the object.
+    pub(crate) fn addresses(&self, part: &TrackedPart) -> Vec<Range> {
+        match part {
+            None => vec![self.range.clone()],
+            Some(part) => {
+                let moved = |shown: Range| {
+                    let start = self.range.start + (self.all_offsets().start..shown.start).byte_count();
+                    start..start + shown.byte_count()
+                };
+                part.within(self.all_offsets()).map(moved).collect()
+            }
+        }
     }
 
     /// The addresses in the mapping at which `other` shows the same.
@@ -139,19 +158,26 @@ impl ObjectWrites {
         Ok(())
     }
 
-    /// Finds the written pages of a mapping and protects them. Returns their addresses, and the
-    /// number of pages that are not registered: nothing is said of those.
-    pub(crate) fn scan(&mut self, pagemap: &Pagemap, mapping: &ObjectMapping) -> std::io::Result<(RangeSet, u64)> {
-        let range = &mapping.range;
+    /// Finds the written pages of a mapping that show a part of the object, and protects them.
+    /// Returns their addresses, and the number of pages that are not registered: nothing is said of
+    /// those.
+    pub(crate) fn scan(
+        &mut self,
+        pagemap: &Pagemap,
+        mapping: &ObjectMapping,
+        part: &TrackedPart,
+    ) -> std::io::Result<(RangeSet, u64)> {
         let mut written = RangeSet::new();
         // With this filter alone the kernel also reports the empty entries of a page table.
         let entries = Filter { all: WRITTEN, report: WRITTEN, protect: true, ..Filter::default() };
-        pagemap.scan(range, entries, |run, _| written.insert(run))?;
         // Where there is no page table.
         let none = Filter { all: WP_ALLOWED, none: PRESENT | SWAPPED, protect: true, ..Filter::default() };
-        pagemap.scan(range, none, |run, _| written.insert(run))?;
+        for range in mapping.addresses(part) {
+            pagemap.scan(&range, entries, |run, _| written.insert(run))?;
+            pagemap.scan(&range, none, |run, _| written.insert(run))?;
+        }
         self.written.extend(written.iter().map(|part| (mapping.object, mapping.offsets(&part))));
-        Ok((written, unregistered_pages(pagemap, range)?))
+        Ok((written, unregistered_pages(pagemap, &mapping.range)?))
     }
 }
 
@@ -165,6 +191,8 @@ fn unregistered_pages(pagemap: &Pagemap, range: &Range) -> std::io::Result<u64> 
 
 #[cfg(test)]
 mod tests {
+    use pagemark::sys::views::Views;
+
     use super::*;
 
     fn mapping(line: &str) -> Option<ObjectMapping> {
@@ -178,11 +206,36 @@ mod tests {
             |permissions: &str, name: &str| format!("1000-3000 {permissions} 0 {major:02x}:{minor:02x} 7 {name}");
         assert_eq!(mapping(&line("rw-s", "/dev/zero (deleted)")).unwrap().object.inode(), 7);
         assert!(mapping(&line("---s", "/memfd:/dev/zero (deleted)")).is_some());
+        assert!(mapping(&line("rw-s", "/memfd:pagemark-heap (deleted)")).is_some());
         for other in ["/memfd:other (deleted)", "/SYSV00000000 (deleted)", "/anon_hugepage (deleted)", "/dev/zero"] {
             assert_eq!(mapping(&line("rw-s", other)), None, "{other}");
         }
         assert_eq!(mapping(&line("rw-p", "/dev/zero (deleted)")), None);
         assert_eq!(mapping("1000-3000 rw-s 0 fe:1a 7 /dev/zero (deleted)"), None);
+    }
+
+    #[test]
+    fn the_memory_of_a_heap_is_an_object() {
+        let views = Views::new(ByteCount::of_pages(4), 2).unwrap();
+        let mappings = pagemark::sys::proc::maps::read(std::process::id() as i32).unwrap();
+        let shown =
+            mappings.iter().filter_map(ObjectMapping::of).filter(|mapping| mapping.range.start == views.view(0).start);
+        assert_eq!(shown.count(), 1);
+    }
+
+    #[test]
+    fn the_addresses_of_a_part_are_those_that_show_it() {
+        let shown = |offset: &str, part: std::ops::Range<u64>| {
+            let (major, minor) = DEVICE.unwrap();
+            let line = format!("10000-20000 rw-s {offset} {major:02x}:{minor:02x} 7 /dev/zero (deleted)");
+            let part = RangeSet::from(Address::new(part.start)..Address::new(part.end));
+            let addresses = mapping(&line).unwrap().addresses(&Some(Arc::new(part)));
+            addresses.iter().map(|range| (range.start.get(), range.end.get())).collect::<Vec<_>>()
+        };
+        assert_eq!(shown("0", 0x2000..0x4000), [(0x12000, 0x14000)]);
+        assert_eq!(shown("3000", 0x2000..0x4000), [(0x10000, 0x11000)]);
+        assert_eq!(shown("3000", 0..0x100000), [(0x10000, 0x20000)]);
+        assert_eq!(shown("3000", 0..0x3000), []);
     }
 
     #[test]

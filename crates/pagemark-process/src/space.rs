@@ -1,6 +1,6 @@
 //! The memory of one process, tracked and read from outside.
 
-use std::collections::HashSet;
+use std::collections::HashMap;
 use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -20,7 +20,7 @@ use crate::container::image_id;
 use crate::error::{Error, ErrorKind, Object, Result};
 use crate::freezer;
 use crate::inject;
-use crate::objects::{ObjectId, ObjectMapping, ObjectWrites, Written};
+use crate::objects::{ObjectId, ObjectMapping, ObjectWrites, TrackedPart, Written};
 
 mod untracked;
 
@@ -53,7 +53,7 @@ pub struct AddressSpace {
     registration: Option<Arc<Registration>>,
     untracked: Untracked,
     objects: ObjectWrites,
-    tracked_objects: HashSet<ObjectId>,
+    tracked_objects: HashMap<ObjectId, TrackedPart>,
     /// Pages of objects in mappings that are not registered yet.
     left_object_pages: u64,
     /// The mappings were read since the process is frozen.
@@ -224,7 +224,7 @@ impl AddressSpace {
             registration,
             untracked,
             objects: ObjectWrites::default(),
-            tracked_objects: HashSet::new(),
+            tracked_objects: HashMap::new(),
             left_object_pages: 0,
             has_frozen_mappings: false,
             needs_stop: tracking.needs_stop,
@@ -386,7 +386,8 @@ impl AddressSpace {
         for mapping in &mappings {
             let is_unregistrable = self.untracked.unregistrable().within(mapping.range.clone()).next().is_some();
             if self.registration.is_some() && !is_unregistrable {
-                let found = self.objects.scan(&self.pagemap, mapping);
+                let part = self.tracked_objects.get(&mapping.object).unwrap_or(&None);
+                let found = self.objects.scan(&self.pagemap, mapping, part);
                 let (written, left_pages) = found.map_err(|source| self.system("scan the pages of", source))?;
                 self.left_object_pages += left_pages;
                 scanned.push((mapping, written));
@@ -404,16 +405,16 @@ impl AddressSpace {
         self.check_alive()
     }
 
-    /// Sets which objects of shared memory are tracked, with [`SharedScope::FilesAndObjects`]. None
-    /// are at first.
-    pub(crate) fn set_tracked_objects(&mut self, objects: HashSet<ObjectId>) {
+    /// Sets which objects of shared memory are tracked, and which part of each, with
+    /// [`SharedScope::FilesAndObjects`]. None are at first.
+    pub(crate) fn set_tracked_objects(&mut self, objects: HashMap<ObjectId, TrackedPart>) {
         self.tracked_objects = objects;
     }
 
     /// The mappings among these of objects that are tracked.
     fn tracked_mappings(&self, mappings: &[Mapping]) -> Vec<ObjectMapping> {
         let objects = mappings.iter().filter_map(ObjectMapping::of);
-        objects.filter(|mapping| self.tracked_objects.contains(&mapping.object)).collect()
+        objects.filter(|mapping| self.tracked_objects.contains_key(&mapping.object)).collect()
     }
 
     /// What was found written to tracked objects of shared memory since the last call, by offset.

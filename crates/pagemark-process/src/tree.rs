@@ -1,6 +1,6 @@
 //! The processes of a tree and their memory, followed from one checkpoint to the next.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::time::Duration;
 
 use pagemark::repository::MappingException;
@@ -106,7 +106,7 @@ impl ProcessTree {
     pub(crate) fn set_has_objects(&mut self, has_objects: bool) {
         if !has_objects {
             self.objects.clear();
-            self.processes.iter_mut().for_each(|process| process.space.set_tracked_objects(HashSet::new()));
+            self.processes.iter_mut().for_each(|process| process.space.set_tracked_objects(HashMap::new()));
         }
         self.has_objects = has_objects;
     }
@@ -144,7 +144,7 @@ impl ProcessTree {
             }
         }
         let must_list_again = self.objects.take_mappings(mapped, phase, &mut self.next_space)?;
-        let tracked = self.objects.tracked();
+        let tracked = self.objects.tracked_parts();
         self.processes.iter_mut().for_each(|process| process.space.set_tracked_objects(tracked.clone()));
         Ok(must_list_again)
     }

@@ -296,7 +296,7 @@ childs.close()
 }
 
 #[test]
-fn memory_that_is_nearly_empty_is_left_to_criu() {
+fn of_memory_that_is_nearly_empty_only_pieces_with_data_are_tracked() {
     let Some(checkpoints) = Checkpoints::new() else { return };
     let mechanism = Mechanism::choose(Scope::Process);
     need_tracking!(mechanism);
@@ -311,10 +311,74 @@ fn memory_that_is_nearly_empty_is_left_to_criu() {
     job.checkpoint().unwrap();
     assert!(tables() < before + 1024, "{} kB of page tables, before {before} kB", tables());
     let checkpoint = repository.read("job", 1).unwrap();
-    assert_eq!(objects(&checkpoint.manifest).len(), 1);
-    let shown = |mapping: &&pagemark::repository::MappingRecord| mapping.end - mapping.start == 80 << 30;
-    let exception = checkpoint.manifest.spaces[0].mappings.iter().find(shown).unwrap().exception;
-    assert_eq!(exception, Some(MappingException::SavedWhole));
+    let found = objects(&checkpoint.manifest);
+    let [_, sparse] = &found[..] else { panic!("{found:?}") };
+    assert_eq!(sparse.pages, 1);
+    assert!(state_bytes(&checkpoint.manifest) < 4 << 20, "CRIU saved it too");
+}
+
+/// The program writes and frees pages all over a large object, which another process maps too, and
+/// compares the object with what it knows of it.
+#[test]
+fn every_write_to_memory_that_is_nearly_empty_comes_back() {
+    let Some(checkpoints) = Checkpoints::new() else { return };
+    let mechanism = Mechanism::choose(Scope::Process);
+    need_tracking!(mechanism);
+    let mut program = Program::counter(
+        r#"
+import mmap, random, struct
+PAGE, PAGES = 4096, (8 << 30) // 4096
+sparse = mmap.mmap(-1, PAGES * PAGE, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | 0x4000)
+choose = random.Random(5)
+known = {}
+def write(page, value):
+    sparse[page * PAGE + 8:page * PAGE + 16] = struct.pack('<Q', value)
+def any_page():
+    return choose.choice(list(known)) if known and choose.random() < 0.7 else choose.randrange(PAGES)
+ask, asked = os.pipe()
+told, tell = os.pipe()
+if os.fork() == 0:
+    while True:
+        write(*struct.unpack('<QQ', os.read(ask, 16)))
+        os.write(tell, b'1')
+"#,
+        r#"
+for i in range(20):
+    page, value = any_page(), n * 100 + i
+    known[page] = value
+    if i % 4 == 0:
+        os.write(asked, struct.pack('<QQ', page, value))
+        os.read(told, 1)
+    else:
+        write(page, value)
+for i in range(3):
+    page = any_page()
+    sparse.madvise(mmap.MADV_REMOVE, page * PAGE, PAGE)
+    known.pop(page, 0)
+    assert sparse[page * PAGE + 8] == 0
+for page in known:
+    assert sparse[page * PAGE + 8:page * PAGE + 16] == struct.pack('<Q', known[page]), page
+show(n)
+time.sleep(0.002)
+"#,
+    );
+    let (mut job, repository) = job(program.pid(), &checkpoints, mechanism);
+    const COUNT: u64 = 6;
+    for _ in 0..COUNT {
+        job.checkpoint().unwrap();
+        program.wait_until_count_exceeds(program.count() + 5);
+    }
+    job.detach();
+    program.kill();
+    for sequence in 2..=COUNT {
+        let checkpoint = repository.read("job", sequence).unwrap();
+        let [object] = &objects(&checkpoint.manifest)[..] else { panic!("{:?}", checkpoint.manifest.spaces) };
+        assert!(object.pages > 20, "{} pages", object.pages);
+        let restore = Restore::new(&checkpoint).criu(checkpoints.criu.clone()).asides_in(checkpoints.asides());
+        program.adopt(&restore.detach(true).lazy(sequence % 2 == 0).run(&mut |_| {}).unwrap());
+        program.wait_until_count_exceeds(program.count() + 5);
+        program.kill();
+    }
 }
 
 fn state_bytes(manifest: &Manifest) -> u64 {

@@ -7,15 +7,16 @@
 //! because nobody saw what they wrote. The kernel's records of all forks show the latter. An object
 //! that a process maps only in part counts as written whole in each freeze: a mapping can grow
 //! (`mremap`), be written to, and shrink again, unseen. What was freed counts as written, too: see
-//! [`view`]. Objects that a process outside of the tree maps are left to whoever saves the state,
-//! and so are those for which tracking would take much memory.
+//! [`view`]. Of an object that is large and nearly empty, only pieces that hold data are tracked, since
+//! tracking takes page tables. Objects that a process outside of the tree maps are left to whoever
+//! saves the state.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
-use std::sync::LazyLock;
+use std::sync::{Arc, LazyLock};
 
 use pagemark::repository::MappingException;
 use pagemark::sys::forks::{Forks, Record};
@@ -26,7 +27,7 @@ use pagemark::{Address, AddressRangeExt, ByteCount, PageRange, Range, RangeSet};
 
 use super::Phase;
 use crate::error::{Error, Object, Result};
-use crate::objects::{ObjectId, ObjectMapping};
+use crate::objects::{ObjectId, ObjectMapping, TrackedPart};
 use view::Views;
 
 mod view;
@@ -42,10 +43,13 @@ static MOST_MAPPED: LazyLock<ByteCount> = LazyLock::new(|| {
     ByteCount::new(pages.max(0) as u64 * page.max(0) as u64 * (512 / 64))
 });
 
-/// A mapping that is longer has its object tracked only if at least every eighth of its pages holds
-/// data ([`MOST_SPARSE`]).
+/// A mapping that is longer has its object tracked everywhere only if at least every eighth of its
+/// pages holds data ([`MOST_SPARSE`]). Otherwise only pieces that hold data are tracked.
 const SMALL: ByteCount = ByteCount::new(64 << 20);
 const MOST_SPARSE: u64 = 8;
+
+/// A page table is for so many bytes.
+const PIECE: ByteCount = ByteCount::new(2 << 20);
 
 /// With more objects than this, none is tracked: each takes longer here than with CRIU, unless it
 /// is large.
@@ -89,6 +93,8 @@ struct SharedObject {
     /// A process mapped only a part of it at a listing since the last freeze.
     is_partial: bool,
     is_outside: bool,
+    /// Chosen at each listing: what holds data elsewhere later has been written since.
+    part: TrackedPart,
     /// What held data in the freeze, by offset.
     held: RangeSet,
 }
@@ -192,7 +198,6 @@ impl SharedObjects {
         next_space: &mut SpaceId,
     ) -> Result<bool> {
         let may_begin = phase == Phase::Running;
-        let mapped_bytes = mapped.iter().map(|(_, mapping)| mapping.range.byte_count()).sum::<ByteCount>();
         let mut mappings: BTreeMap<ObjectId, Vec<Mapped>> = BTreeMap::new();
         for place in mapped {
             mappings.entry(place.1.object).or_default().push(place);
@@ -226,17 +231,25 @@ impl SharedObjects {
             }
         }
         let are_few = self.objects.len() <= MOST_OBJECTS;
-        let is_affordable = mapped_bytes <= *MOST_MAPPED;
         if may_begin && self.is_tracked && self.views.is_none() {
             self.views = Some(Views::new().map_err(Error::system("start to watch shared memory", Object::None))?);
         }
         let outside: HashSet<ObjectId> = self.outsiders.iter().flat_map(|&pid| mapped_by(pid)).collect();
+        let of_object = |id: &ObjectId| mappings.get(id).map_or(&[][..], Vec::as_slice);
+        let mut tracked_bytes = ByteCount::ZERO;
         for (id, object) in &mut self.objects {
-            let mapped = mappings.get(id).map_or(&[][..], Vec::as_slice);
             object.is_outside = outside.contains(id);
+            let may_be_tracked = may_begin && !self.is_blind && !object.is_outside && are_few;
+            if self.is_tracked && (may_be_tracked || object.space.is_some()) {
+                object.choose_part(of_object(id))?;
+                tracked_bytes += object.tracked_bytes(of_object(id));
+            }
+        }
+        for (id, object) in &mut self.objects {
+            let mapped = of_object(id);
             if may_begin {
                 let may_track = !self.is_blind && !object.is_outside && are_few;
-                let is_tracked = may_track && (!self.is_tracked || is_affordable && !object.is_sparse(mapped));
+                let is_tracked = may_track && (!self.is_tracked || tracked_bytes <= *MOST_MAPPED);
                 match object.space {
                     None if is_tracked => {
                         (object.space, object.is_whole) = (Some(*next_space), true);
@@ -274,6 +287,12 @@ impl SharedObjects {
     /// The objects that are tracked.
     pub(crate) fn tracked(&self) -> HashSet<ObjectId> {
         self.objects.values().filter(|object| object.space.is_some()).map(|object| object.id).collect()
+    }
+
+    /// The objects that are tracked, and which part of each.
+    pub(crate) fn tracked_parts(&self) -> HashMap<ObjectId, TrackedPart> {
+        let tracked = self.objects.values().filter(|object| object.space.is_some());
+        tracked.map(|object| (object.id, object.part.clone())).collect()
     }
 
     /// How a mapping of an object is treated, if it is not tracked.
@@ -341,6 +360,7 @@ impl SharedObject {
             is_whole: true,
             is_partial: false,
             is_outside: false,
+            part: None,
             held: RangeSet::new(),
         }
     }
@@ -368,16 +388,38 @@ impl SharedObject {
         Ok(())
     }
 
-    /// True if tracking would take page tables for much that holds no data. As it was, if the
-    /// mappings are gone meanwhile.
-    fn is_sparse(&self, mapped: &[Mapped]) -> bool {
+    /// Chooses where writes are looked for: only in pieces that hold data, if tracking all would
+    /// take page tables for much that holds none. As it was, if the mappings are gone meanwhile.
+    fn choose_part(&mut self, mapped: &[Mapped]) -> Result<()> {
         let longest = mapped.iter().map(|(_, mapping)| mapping.range.byte_count()).max().unwrap_or_default();
         if longest <= SMALL {
-            return false;
+            self.part = None;
+            return Ok(());
         }
-        let mut found = mapped.iter().filter_map(|(pid, mapping)| map_file(*pid, &mapping.range).metadata().ok());
-        let found = found.find(|metadata| metadata.ino() == self.id.inode());
-        found.map_or(self.space.is_none(), |metadata| longest.get() > metadata.blocks() * BLOCK * MOST_SPARSE)
+        if self.file.is_none() {
+            self.open(mapped)?;
+        }
+        let Some(file) = &self.file else { return Ok(()) };
+        let metadata = file.metadata().map_err(self.failed("read the size of"))?;
+        let is_sparse = longest.get() > metadata.blocks() * BLOCK * MOST_SPARSE;
+        self.part = if is_sparse { Some(Arc::new(self.pieces_with_data()?)) } else { None };
+        Ok(())
+    }
+
+    /// The pieces of the object that hold data.
+    fn pieces_with_data(&self) -> Result<RangeSet> {
+        let data = self.data().map_err(self.failed("find the data of"))?;
+        let piece = PIECE.get();
+        let whole = |data: Range| {
+            let (start, end) = (data.start.get() / piece * piece, data.end.get().next_multiple_of(piece));
+            Address::new(start)..Address::new(end)
+        };
+        Ok(data.iter().map(whole).collect())
+    }
+
+    /// How much of the mappings is tracked, each counted.
+    fn tracked_bytes(&self, mapped: &[Mapped]) -> ByteCount {
+        mapped.iter().flat_map(|(_, mapping)| mapping.addresses(&self.part)).map(|part| part.byte_count()).sum()
     }
 
     /// True if a process maps a part of the object and not all of it.
@@ -405,6 +447,11 @@ impl SharedObject {
             return Ok(());
         }
         let mut data = self.data().map_err(self.failed("find the data of"))?;
+        if let Some(part) = &self.part {
+            let mut new = data.clone();
+            new.subtract(part);
+            self.written.extend(&new);
+        }
         match views {
             Some(views) if is_frozen => {
                 let freed = views.find_freed(self.id, &data).map_err(self.failed("find the freed pages of"))?;
