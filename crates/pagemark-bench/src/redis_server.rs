@@ -31,7 +31,7 @@ impl RedisServer {
         let port_text = port.to_string();
         let command = ["redis-server", "--port", &port_text, "--save", "", "--logfile", "/dev/null"];
         let words: Vec<_> = prefix.iter().map(String::as_str).chain(command).map(Into::into).collect();
-        let child = spawn(&words, SigSet::empty()).map_err(|error| match error.kind() {
+        let child = spawn(&words, &[], SigSet::empty()).map_err(|error| match error.kind() {
             ErrorKind::NotFound => BenchError::NoServer(std::io::ErrorKind::NotFound.into()),
             _ => BenchError::pagemark(error),
         })?;

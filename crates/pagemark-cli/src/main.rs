@@ -19,6 +19,7 @@ mod documents;
 mod export;
 mod failure;
 mod fork;
+mod heap;
 mod heat_map;
 mod live;
 mod log;

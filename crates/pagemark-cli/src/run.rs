@@ -14,6 +14,7 @@ use pagemark_process::spawn::{self, spawn, spawn_on};
 use pagemark_process::terminal::Terminal;
 
 use crate::failure::{Failure, Outcome};
+use crate::heap::HeapOptions;
 use crate::options::{CaptureOptions, ScheduleOptions, WatchOptions};
 use crate::reference::job_name;
 use crate::report::{self, Report, summary};
@@ -35,6 +36,8 @@ pub struct Run {
     watch: WatchOptions,
     #[command(flatten)]
     schedule: ScheduleOptions,
+    #[command(flatten)]
+    heap: HeapOptions,
     /// A line of JSON on stderr for each checkpoint
     #[arg(long)]
     json: bool,
@@ -49,6 +52,7 @@ impl Run {
         let name = self.capture.memory.job.clone().unwrap_or_else(|| job_name(program));
         // Whatever would make every checkpoint fail is reported before the program starts.
         self.capture.memory.tracking.check_process()?;
+        let variables = self.heap.variables(program.as_os_str())?;
         let repository = self.repository.open_or_create()?;
         self.capture.check_data(repository.path())?;
         let saver = self.capture.saver().map_err(Failure::no_checkpoints_here)?;
@@ -59,8 +63,8 @@ impl Run {
         let signals = Signals::hold_for_target()?;
         let mut terminal = Terminal::open().map_err(Failure::plain)?;
         let started = match &mut terminal {
-            Some(terminal) => spawn_on(terminal, &self.command, signals.before()),
-            None => spawn(&self.command, signals.before()).map(|child| {
+            Some(terminal) => spawn_on(terminal, &self.command, &variables, signals.before()),
+            None => spawn(&self.command, &variables, signals.before()).map(|child| {
                 let pid = child.id() as i32;
                 (child, pid)
             }),

@@ -7,7 +7,7 @@
 mod call_table;
 mod elf;
 mod error;
-mod image;
+pub mod image;
 mod layout;
 mod loader;
 mod machine;

@@ -73,6 +73,8 @@ pub enum ErrorKind {
     NoHolder,
     /// The program to start was not found.
     NotFound,
+    /// The library with the heap was not found, or cannot be preloaded.
+    NoHeap,
     /// There is no CRIU, or it is too old or does not work on this machine.
     NoCriu,
     /// CRIU failed, or refused.

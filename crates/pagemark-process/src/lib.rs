@@ -42,6 +42,7 @@ pub mod helper;
 pub mod inject;
 pub mod objects;
 mod plain_proc;
+pub mod preload;
 mod ptrace;
 mod refusal;
 pub mod restore;

@@ -24,8 +24,11 @@ pub const FROM_OUTSIDE: [Signal; 7] = [
     Signal::SIGWINCH,
 ];
 
-/// Starts `command` with this process's standard streams, environment and working directory, and
-/// with `signal_mask` as its mask of blocked signals.
+/// Variables of the environment, and their values.
+pub type Variables = [(&'static str, OsString)];
+
+/// Starts `command` with this process's standard streams and working directory, with its
+/// environment and `variables` in addition, and with `signal_mask` as its mask of blocked signals.
 ///
 /// The program leads a session of its own, so its state can be saved and restored without the
 /// terminal's session that Pagemark belongs to. It has no controlling terminal, so the caller has
@@ -33,8 +36,8 @@ pub const FROM_OUTSIDE: [Signal; 7] = [
 ///
 /// # Errors
 /// [`ErrorKind::NotFound`] and others; no program was started.
-pub fn spawn(command: &[OsString], signal_mask: SigSet) -> Result<Child> {
-    let mut command = to_command(command)?;
+pub fn spawn(command: &[OsString], variables: &Variables, signal_mask: SigSet) -> Result<Child> {
+    let mut command = to_command(command, variables)?;
     // SAFETY: between fork and exec this calls setsid and sigprocmask alone, which are
     // async-signal-safe, and neither allocates nor takes a lock.
     unsafe {
@@ -55,8 +58,13 @@ pub fn spawn(command: &[OsString], signal_mask: SigSet) -> Result<Child> {
 ///
 /// # Errors
 /// As [`spawn`].
-pub fn spawn_on(terminal: &mut Terminal, command: &[OsString], signal_mask: SigSet) -> Result<(Child, i32)> {
-    let mut command = to_command(command)?;
+pub fn spawn_on(
+    terminal: &mut Terminal,
+    command: &[OsString],
+    variables: &Variables,
+    signal_mask: SigSet,
+) -> Result<(Child, i32)> {
+    let mut command = to_command(command, variables)?;
     let failed = |source| Error::system("start a program on a pseudo-terminal", Object::None)(source);
     let (reports, for_leader) = io::pipe().map_err(failed)?;
     let session = terminal.session(for_leader.as_raw_fd());
@@ -83,12 +91,12 @@ pub fn spawn_on(terminal: &mut Terminal, command: &[OsString], signal_mask: SigS
     Ok((leader.into_child(), pid))
 }
 
-fn to_command(words: &[OsString]) -> Result<Command> {
+fn to_command(words: &[OsString], variables: &Variables) -> Result<Command> {
     let (program, arguments) = words
         .split_first()
         .ok_or_else(|| Error::about(ErrorKind::System, Object::None, "there is no program to start"))?;
     let mut command = Command::new(program);
-    command.args(arguments);
+    command.args(arguments).envs(variables.iter().cloned());
     Ok(command)
 }
 
@@ -124,7 +132,7 @@ mod tests {
     fn the_program_leads_its_own_session_with_the_requested_mask() {
         let mut mask = SigSet::empty();
         mask.add(Signal::SIGUSR2);
-        let mut child = spawn(&words(&["sleep", "60"]), mask).expect("sleep exists");
+        let mut child = spawn(&words(&["sleep", "60"]), &[], mask).expect("sleep exists");
         let pid = child.id() as i32;
         let session = getsid(Some(Pid::from_raw(pid)));
         let status = Status::read(pid);
@@ -137,11 +145,11 @@ mod tests {
     #[test]
     fn exit_statuses_are_those_of_a_shell() {
         let none = SigSet::empty();
-        assert_eq!(spawn(&[], none).map(drop).map_err(|error| exit_status(&error)).unwrap_err(), 126);
-        let missing = spawn(&words(&["/no/such/program"]), none).expect_err("there is none");
+        assert_eq!(spawn(&[], &[], none).map(drop).map_err(|error| exit_status(&error)).unwrap_err(), 126);
+        let missing = spawn(&words(&["/no/such/program"]), &[], none).expect_err("there is none");
         assert_eq!(exit_status(&missing), 127);
         assert_eq!(missing.to_string(), "cannot start /no/such/program: No such file or directory (os error 2)");
-        let directory = spawn(&words(&["/"]), none).expect_err("not a program");
+        let directory = spawn(&words(&["/"]), &[], none).expect_err("not a program");
         assert_eq!(exit_status(&directory), 126);
     }
 }

@@ -153,7 +153,7 @@ impl Program {
         words.extend(
             command.iter().map(|word| word.replace("DIRECTORY", &directory.path().display().to_string()).into()),
         );
-        let child = spawn(&words, SigSet::empty()).expect("the program starts");
+        let child = spawn(&words, &[], SigSet::empty()).expect("the program starts");
         let program = Program { directory, pid: child.id() as i32 };
         // Reaped when it is killed, so that its id is free for the restore.
         std::thread::spawn(move || {

@@ -5,10 +5,10 @@ use std::fs::File;
 use std::io;
 use std::mem::transmute;
 use std::os::fd::AsRawFd;
-use std::path::PathBuf;
 use std::process::Command;
 
 use pagemark::Mechanism;
+use pagemark_process::preload;
 
 use super::{Outcome, Tracking, Variant};
 use crate::BenchError;
@@ -31,26 +31,10 @@ pub(super) struct Preloaded {
     checkpoint: extern "C" fn(c_int, *mut Checkpoint) -> c_int,
 }
 
-/// The library, which Cargo puts beside this program.
-pub(super) fn library() -> Result<PathBuf, BenchError> {
-    let program = std::env::current_exe().map_err(BenchError::on("find this program"))?;
-    // `cargo test` leaves it in the second place, beside an older one of `cargo build`.
-    let places =
-        [program.with_file_name("libpagemark_malloc.so"), program.with_file_name("deps/libpagemark_malloc.so")];
-    let changed = |place: &PathBuf| place.metadata().and_then(|found| found.modified()).ok();
-    places.into_iter().filter(|place| place.exists()).max_by_key(changed).ok_or_else(|| {
-        let missing = io::Error::new(
-            io::ErrorKind::NotFound,
-            "libpagemark_malloc.so is not beside this program: build the package pagemark-malloc",
-        );
-        BenchError::on("find the library to preload")(missing)
-    })
-}
-
 /// Has the command preload the library, where the variant has views.
 pub(super) fn prepare(command: &mut Command, variant: Variant) -> Result<(), BenchError> {
     if let Some(parts) = variant.parts {
-        command.env("LD_PRELOAD", library()?).env("PAGEMARK_HEAP_PARTS", parts.to_string());
+        command.envs(preload::variables(parts).map_err(BenchError::pagemark)?);
     }
     Ok(())
 }

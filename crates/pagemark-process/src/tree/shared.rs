@@ -7,9 +7,9 @@
 //! because nobody saw what they wrote. The kernel's records of all forks show the latter. An object
 //! that a process maps only in part counts as written whole in each freeze: a mapping can grow
 //! (`mremap`), be written to, and shrink again, unseen. What was freed counts as written, too: see
-//! [`view`]. Of an object that is large and nearly empty, only pieces that hold data are tracked, since
-//! tracking takes page tables. Objects that a process outside of the tree maps are left to whoever
-//! saves the state.
+//! [`view`]. Of an object that is large and nearly empty, only pieces that hold data are tracked,
+//! since tracking takes page tables. Objects that a process outside of the tree maps are left to
+//! whoever saves the state.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fs::File;

@@ -1,0 +1,68 @@
+//! The heap of `pagemark-heap` in place of a program's allocator: a library that the program's
+//! dynamic linker loads first (`LD_PRELOAD`).
+
+use std::ffi::{OsStr, OsString};
+use std::fs::File;
+use std::io::Read;
+use std::os::unix::ffi::OsStrExt;
+use std::path::PathBuf;
+
+use crate::error::{Error, ErrorKind, Object, Result};
+
+/// The name of the library, which the package `pagemark-malloc` builds.
+const NAME: &str = "libpagemark_malloc.so";
+
+/// Names the library, before the other places are looked at.
+const LIBRARY: &str = "PAGEMARK_HEAP_LIBRARY";
+
+const PRELOAD: &str = "LD_PRELOAD";
+
+/// Finds the library: in `$PAGEMARK_HEAP_LIBRARY`, beside this program, or in `../lib/pagemark`.
+///
+/// # Errors
+/// [`ErrorKind::NoHeap`].
+pub fn library() -> Result<PathBuf> {
+    if let Some(path) = std::env::var_os(LIBRARY).filter(|path| !path.is_empty()) {
+        let path = PathBuf::from(path);
+        let found = path.canonicalize();
+        return found.map_err(|source| Error::of(ErrorKind::NoHeap, "find the heap", Object::File(path), source));
+    }
+    let program = std::env::current_exe().map_err(Error::system("find the program of", Object::None))?;
+    // `cargo test` leaves it in the second place, beside an older one of `cargo build`.
+    let places =
+        [NAME, &format!("deps/{NAME}"), &format!("../lib/pagemark/{NAME}")].map(|at| program.with_file_name(at));
+    let changed = |place: &PathBuf| place.metadata().and_then(|found| found.modified()).ok();
+    places.into_iter().filter(|place| place.exists()).max_by_key(changed).ok_or_else(|| {
+        let reason = format!("{NAME} is neither beside {} nor in ../lib/pagemark", program.display());
+        Error::about(ErrorKind::NoHeap, Object::None, reason)
+            .help(format!("build the package pagemark-malloc, or name the library in {LIBRARY}"))
+    })
+}
+
+/// The variables by which a program has a heap with `parts` parts a page. What this process has
+/// preloaded is preloaded after the heap.
+///
+/// # Errors
+/// [`ErrorKind::NoHeap`]: as [`library`], or the path of the library has a blank or a colon, which
+/// separate libraries.
+pub fn variables(parts: usize) -> Result<Vec<(&'static str, OsString)>> {
+    let library = library()?;
+    if library.as_os_str().as_bytes().iter().any(|byte| matches!(byte, b' ' | b':')) {
+        let reason = "cannot be preloaded: its path has a blank or a colon";
+        return Err(Error::about(ErrorKind::NoHeap, Object::File(library), reason)
+            .help(format!("name a copy elsewhere in {LIBRARY}")));
+    }
+    // The dynamic linker would only warn, and start the program without it.
+    let mut header = Vec::new();
+    let read = File::open(&library).and_then(|file| file.take(20).read_to_end(&mut header));
+    read.map_err(|source| Error::of(ErrorKind::NoHeap, "read", Object::File(library.clone()), source))?;
+    if !header.starts_with(b"\x7fELF\x02\x01") || !header.ends_with(&[3, 0, 62, 0]) {
+        return Err(Error::about(ErrorKind::NoHeap, Object::File(library), "is not a library of x86-64"));
+    }
+    let mut preload = library.into_os_string();
+    if let Some(others) = std::env::var_os(PRELOAD).filter(|others| !others.is_empty()) {
+        preload.push(OsStr::new(":"));
+        preload.push(others);
+    }
+    Ok(vec![(PRELOAD, preload), ("PAGEMARK_HEAP_PARTS", parts.to_string().into())])
+}
