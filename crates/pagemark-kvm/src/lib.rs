@@ -19,6 +19,7 @@ pub mod start;
 mod sys;
 mod thread;
 mod vcpu;
+mod writes;
 
 use std::ffi::{CStr, CString};
 use std::sync::Arc;

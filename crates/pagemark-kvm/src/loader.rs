@@ -5,6 +5,8 @@ use std::fs::File;
 use std::os::fd::AsRawFd;
 use std::os::unix::ffi::OsStrExt;
 
+use pagemark::sys::own_machine;
+
 use crate::elf::{Elf, Segment};
 use crate::error::{Error, ErrorKind};
 use crate::image::Image;
@@ -199,6 +201,7 @@ fn stack_content(image: &Image, environment: &[CString], top: u64, auxiliary: &[
         (libc::AT_EXECFN, named),
         (libc::AT_PLATFORM, platform),
         (libc::AT_MINSIGSTKSZ, own(libc::AT_MINSIGSTKSZ).max(libc::MINSIGSTKSZ as u64)),
+        (own_machine::AUXILIARY, own_machine::VERSION),
         (libc::AT_NULL, 0),
     ]);
     let mut words = vec![arguments_at.len() as u64];

@@ -2,21 +2,25 @@
 
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, RawFd};
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use kvm_bindings::{CpuId, KVM_MAX_CPUID_ENTRIES, kvm_userspace_memory_region};
 use kvm_ioctls::{Cap, Kvm, VmFd};
+use pagemark::sys::own_machine::Means;
 use pagemark::sys::proc::maps;
 
 use crate::error::{Error, ErrorKind};
 use crate::layout::{KERNEL_BASE, MMAP_TOP, PAGE, PROGRAM_END, RANDOM_SPAN, SLOT_SPAN, TABLE_MEMORY, TABLE_SPAN};
 use crate::mappings::{Mapping, Mappings, Protection};
-use crate::page_table::{OutOfTables, PageTable};
+use crate::page_table::{Dirty, OutOfTables, PageTable};
 use crate::sys::descriptors;
 use crate::sys::owned_lock::{Guard, OwnedLock};
 use crate::sys::table_memory::TableMemory;
 use crate::vcpu::{Vcpu, stubs};
+use crate::writes::Tracking;
+
+pub mod tracking;
 
 /// What the machine needs of KVM, and the first version of Linux that has it.
 const NEEDED: [(Cap, &str, &str); 4] = [
@@ -90,6 +94,8 @@ pub struct Space {
     /// guest-physical address N * [`SLOT_SPAN`]. There is room for all, so that the list is whole
     /// whenever a child that shares it is killed.
     slots: Vec<u64>,
+    /// What trackers of the program know.
+    pub tracking: Tracking,
 }
 
 /// How a fault ended.
@@ -114,6 +120,10 @@ pub struct Machine {
     /// Guest-physical address of the stubs and descriptor tables.
     stubs: stubs::Stubs,
     space: Arc<OwnedLock<Space>>,
+    /// Whether memory is tracked.
+    is_tracking: AtomicBool,
+    /// Whether KVM's log can be used; known once it was tried.
+    log: OnceLock<Result<(), i32>>,
     most_slots: u32,
     most_vcpus: usize,
     /// How many virtual CPUs there are. KVM never frees one before its machine.
@@ -137,7 +147,13 @@ impl Machine {
         let root = tables.allocate().ok_or_else(out_of_tables)?;
         let stubs = stubs::write(&tables, &PageTable::new(&tables, root)).map_err(|OutOfTables| out_of_tables())?;
         let top = MMAP_TOP - crate::random::below(RANDOM_SPAN) / PAGE * PAGE;
-        let space = Space { mappings: Mappings::below(top), heap_start: 0, heap_end: 0, slots: Vec::new() };
+        let space = Space {
+            mappings: Mappings::below(top),
+            heap_start: 0,
+            heap_end: 0,
+            slots: Vec::new(),
+            tracking: Tracking::default(),
+        };
         Machine::with(kvm, tables, root, stubs, Arc::new(OwnedLock::new(space)))
     }
 
@@ -152,6 +168,7 @@ impl Machine {
         // SAFETY: by the contract of this function, nothing else owns the descriptor.
         let kvm = unsafe { Kvm::from_raw_fd(parent.kvm.as_raw_fd()) };
         let machine = Machine::with(kvm, parent.tables.clone(), parent.root, parent.stubs, parent.space.clone())?;
+        machine.space().tracking.clear();
         for (slot, span) in (1..).zip(&machine.space().slots) {
             machine.add_slot(slot, u64::from(slot) * SLOT_SPAN, SLOT_SPAN, span * SLOT_SPAN)?;
         }
@@ -170,9 +187,10 @@ impl Machine {
     pub fn take_over(&self, task: u32) -> Result<(), Error> {
         let Some(mut space) = self.space.take_over(task) else { return Ok(()) };
         // The child may have made a slot that is not in the list yet. If there is none, this fails.
-        let _ = self.set_slot(space.slots.len() as u32 + 1, 0, 0, 0);
+        let _ = self.set_slot(space.slots.len() as u32 + 1, 0, 0, 0, 0);
         space.mappings.abandon();
-        self.clear(0, PROGRAM_END);
+        space.tracking.abandon();
+        self.clear(&mut space, 0, PROGRAM_END);
         self.reload(&mut space)
     }
 
@@ -207,6 +225,8 @@ impl Machine {
             root,
             stubs,
             space,
+            is_tracking: AtomicBool::new(false),
+            log: OnceLock::new(),
             most_slots,
             most_vcpus,
             made: AtomicUsize::new(0),
@@ -222,16 +242,16 @@ impl Machine {
     }
 
     fn add_slot(&self, slot: u32, physical: u64, len: u64, address: u64) -> Result<(), Error> {
-        self.set_slot(slot, physical, len, address).map_err(|error| {
+        self.set_slot(slot, 0, physical, len, address).map_err(|error| {
             let error = io::Error::from_raw_os_error(error.errno());
             Error::new(ErrorKind::Exhausted, "KVM_SET_USER_MEMORY_REGION", format!("{address:#x}")).source(error)
         })
     }
 
-    fn set_slot(&self, slot: u32, physical: u64, len: u64, address: u64) -> Result<(), kvm_ioctls::Error> {
+    fn set_slot(&self, slot: u32, flags: u32, physical: u64, len: u64, address: u64) -> Result<(), kvm_ioctls::Error> {
         let region = kvm_userspace_memory_region {
             slot,
-            flags: 0,
+            flags,
             guest_phys_addr: physical,
             memory_size: len,
             userspace_addr: address,
@@ -300,14 +320,36 @@ impl Machine {
         let (start, end) = (start.max(around), end.min(around + most));
         let physical = self.physical(&mut space, start)?;
         let table = PageTable::new(&self.tables, self.root);
-        table.map(start, end, physical, protection).map_err(|OutOfTables| out_of_tables())?;
+        // Of pages whose dirty bits are read, none is set before they are written.
+        let scanned = &space.tracking.by[Means::Scan as usize].ranges;
+        let map = |from: u64, to: u64, bits: Dirty| match from < to {
+            true => {
+                table.map(from, to, physical + (from - start), protection, bits).map_err(|OutOfTables| out_of_tables())
+            }
+            false => Ok(()),
+        };
+        let mut from = start;
+        for part in scanned.within(start..end) {
+            map(from, part.start, Dirty::InAdvance)?;
+            map(part.start, part.end, Dirty::Kept)?;
+            from = part.end;
+        }
+        map(from, end, Dirty::InAdvance)?;
         Ok(Resolved::Mapped)
     }
 
-    /// Forgets the guest's entries for `start..end`. To be called with the space locked, before the
-    /// host's mapping there changes.
-    pub fn clear(&self, start: u64, end: u64) {
+    /// Forgets the guest's entries for `start..end`, and that it is tracked. To be called before
+    /// the host's mapping there changes.
+    pub fn clear(&self, space: &mut Space, start: u64, end: u64) {
+        self.clear_entries(space, start, end);
+        space.tracking.remapped(start, end);
+    }
+
+    /// Forgets the guest's entries for `start..end`.
+    pub fn clear_entries(&self, space: &mut Space, start: u64, end: u64) {
         PageTable::new(&self.tables, self.root).clear(start, end);
+        // With their dirty bits.
+        space.tracking.by[Means::Scan as usize].mark(start, end);
     }
 
     /// Takes the program's mappings from the kernel. Entries of ranges that are gone are cleared.
@@ -316,16 +358,18 @@ impl Machine {
     /// If they cannot be read.
     pub fn reload(&self, space: &mut Space) -> Result<(), Error> {
         let now = mapped()?;
+        let mut gone = Vec::new();
         for old in space.mappings.iter() {
             let kept: Vec<Mapping> =
                 now.within(old.start, old.end).into_iter().filter(|new| new.protection == old.protection).collect();
             let mut from = old.start;
             for part in kept {
-                self.clear(from, part.start);
+                gone.push((from, part.start));
                 from = part.end;
             }
-            self.clear(from, old.end);
+            gone.push((from, old.end));
         }
+        gone.into_iter().filter(|(start, end)| start < end).for_each(|(start, end)| self.clear(space, start, end));
         space.mappings.replace(now);
         Ok(())
     }

@@ -5,7 +5,9 @@
 //! because the translation of a guest-physical address depends on it. Entries that are added, or
 //! that allow more, need no flush on x86.
 
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use pagemark::RangeSet;
 
 use crate::layout::{PAGE, TABLE_SPAN};
 use crate::mappings::Protection;
@@ -24,6 +26,15 @@ const ADDRESS: u64 = 0x000f_ffff_ffff_f000;
 /// The guest has no memory left for page tables.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OutOfTables;
+
+/// The dirty bits of entries that are made.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Dirty {
+    /// Set where the entry allows writes, so that the processor need not write it.
+    InAdvance,
+    /// As in the entry that is replaced; else not set.
+    Kept,
+}
 
 /// Page tables of four levels. The caller has them locked.
 pub struct PageTable<'m> {
@@ -58,35 +69,46 @@ impl<'m> PageTable<'m> {
 
     /// Maps `start..end`, which lies in one span of [`TABLE_SPAN`], to guest-physical memory from
     /// `physical` on, for the program. An entry that is there already is replaced.
-    pub fn map(&self, start: u64, end: u64, physical: u64, protection: Protection) -> Result<(), OutOfTables> {
+    pub fn map(
+        &self,
+        start: u64,
+        end: u64,
+        physical: u64,
+        protection: Protection,
+        dirty: Dirty,
+    ) -> Result<(), OutOfTables> {
         let mut bits = PRESENT | USER | ACCESSED;
         if protection.writable() {
-            bits |= WRITABLE | DIRTY;
+            bits |= WRITABLE | if dirty == Dirty::InAdvance { DIRTY } else { 0 };
         }
         if !protection.executable() {
             bits |= NO_EXECUTE;
         }
-        self.fill(start, end, physical, bits)
+        self.fill(start, end, physical, bits, if dirty == Dirty::Kept { DIRTY } else { 0 })
     }
 
     /// Maps the page `physical` at `address` for the guest's kernel only.
     pub fn map_kernel(&self, address: u64, physical: u64) -> Result<(), OutOfTables> {
-        self.fill(address, address + PAGE, physical, PRESENT | WRITABLE | ACCESSED | DIRTY)
+        self.fill(address, address + PAGE, physical, PRESENT | WRITABLE | ACCESSED | DIRTY, 0)
     }
 
     /// Maps the page `physical` of stubs at `address`: executable, and for nobody writable. Under
     /// PVM `syscall` fetches the stub with the program's rights, so the program may read it. That
     /// the program jumps there is harmless: it makes a system call that it could make itself.
     pub fn map_stubs(&self, address: u64, physical: u64) -> Result<(), OutOfTables> {
-        self.fill(address, address + PAGE, physical, PRESENT | USER | ACCESSED)
+        self.fill(address, address + PAGE, physical, PRESENT | USER | ACCESSED, 0)
     }
 
-    fn fill(&self, start: u64, end: u64, physical: u64, bits: u64) -> Result<(), OutOfTables> {
+    /// The entries get `bits`, and have those of `kept` as before.
+    fn fill(&self, start: u64, end: u64, physical: u64, bits: u64, kept: u64) -> Result<(), OutOfTables> {
         debug_assert!(start < end && start / TABLE_SPAN == (end - 1) / TABLE_SPAN);
         let Some(table) = self.table(start, true)? else { return Err(OutOfTables) };
         for (index, address) in (start..end).step_by(PAGE as usize).enumerate() {
             let entry = self.memory.word(table + (address >> 12 & 511) * 8);
-            entry.store((physical + index as u64 * PAGE) | bits, Ordering::Release);
+            let value = (physical + index as u64 * PAGE) | bits;
+            // The processor may set a bit meanwhile.
+            let with = |old| if old & PRESENT == 0 { value } else { value | old & kept };
+            let _ = entry.fetch_update(Ordering::Release, Ordering::Relaxed, |old| Some(with(old)));
         }
         Ok(())
     }
@@ -101,6 +123,27 @@ impl<'m> PageTable<'m> {
 
     /// `start..end` is not mapped any more.
     pub fn clear(&self, start: u64, end: u64) {
+        self.each_entry(start, end, |_, entry| entry.store(0, Ordering::Release));
+    }
+
+    /// The pages of `start..end` whose entries are dirty.
+    pub fn dirty(&self, start: u64, end: u64) -> RangeSet<u64> {
+        let mut pages = RangeSet::new();
+        self.each_entry(start, end, |page, entry| {
+            if entry.load(Ordering::Acquire) & (PRESENT | DIRTY) == PRESENT | DIRTY {
+                pages.insert(page..page + PAGE);
+            }
+        });
+        pages
+    }
+
+    /// The entries of `start..end` are not dirty. A flush of the guest's translations must follow.
+    pub fn clean(&self, start: u64, end: u64) {
+        self.each_entry(start, end, |_, entry| _ = entry.fetch_and(!DIRTY, Ordering::AcqRel));
+    }
+
+    /// Calls `each` for the pages of `start..end` whose lowest table exists, and their entries.
+    fn each_entry(&self, start: u64, end: u64, mut each: impl FnMut(u64, &AtomicU64)) {
         let mut address = start;
         while address < end {
             // Skips what a missing table would map, at each level.
@@ -121,7 +164,7 @@ impl<'m> PageTable<'m> {
             }
             let last = end.min((address | (TABLE_SPAN - 1)) + 1);
             for page in (address..last).step_by(PAGE as usize) {
-                self.memory.word(table + (page >> 12 & 511) * 8).store(0, Ordering::Release);
+                each(page, self.memory.word(table + (page >> 12 & 511) * 8));
             }
             address = last;
         }
@@ -140,11 +183,18 @@ mod tests {
         let start = 0x4000_0020_0000 - 4 * PAGE;
         let read = Protection::new(1);
         let write = Protection::new(3);
-        table.map(start, start + 4 * PAGE, 0x1_0000_0000, read).expect("tables");
-        table.map(start + 4 * PAGE, start + 8 * PAGE, 0x2_0000_0000, write).expect("tables");
+        table.map(start, start + 4 * PAGE, 0x1_0000_0000, read, Dirty::InAdvance).expect("tables");
+        table.map(start + 4 * PAGE, start + 8 * PAGE, 0x2_0000_0000, write, Dirty::InAdvance).expect("tables");
         assert_eq!(table.entry(start + PAGE), Some((0x1_0000_1000, PRESENT | USER | ACCESSED | NO_EXECUTE)));
         let flags = PRESENT | WRITABLE | USER | ACCESSED | DIRTY | NO_EXECUTE;
         assert_eq!(table.entry(start + 5 * PAGE), Some((0x2_0000_1000, flags)));
+        assert_eq!(table.dirty(start, start + 8 * PAGE), RangeSet::from(start + 4 * PAGE..start + 8 * PAGE));
+        table.clean(start + 5 * PAGE, start + 7 * PAGE);
+        // Entries that are there keep what they are, others are clean.
+        table.map(start + 4 * PAGE, start + 9 * PAGE, 0x2_0000_0000, write, Dirty::Kept).expect("tables");
+        let dirty: Vec<u64> = table.dirty(0, 1 << 47).iter().map(|run| (run.start - start) / PAGE).collect();
+        assert_eq!(dirty, [4, 7]);
+        table.clear(start + 8 * PAGE, start + 9 * PAGE);
         table.clear(0, start + 2 * PAGE);
         assert_eq!(table.entry(start + PAGE), None);
         assert!(table.entry(start + 2 * PAGE).is_some());

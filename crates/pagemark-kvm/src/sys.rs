@@ -10,8 +10,10 @@
 
 pub mod child;
 pub mod descriptors;
+pub mod dirty_log;
 pub mod host_call;
 pub mod owned_lock;
 pub mod program_memory;
+pub mod robust;
 pub mod signals;
 pub mod table_memory;

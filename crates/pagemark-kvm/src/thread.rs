@@ -7,12 +7,15 @@ use std::sync::Arc;
 use crate::error::Error;
 use crate::layout::{PAGE, TABLE_SPAN};
 use crate::loader::Start;
+use crate::machine::tracking::Announcer;
 use crate::machine::{Machine, Resolved};
 use crate::process::Process;
 use crate::sys::host_call::Call;
-use crate::sys::program_memory;
+use crate::sys::program_memory::{self, Fault};
+use crate::sys::robust;
 use crate::sys::signals::{self, Slot};
 use crate::vcpu::{Exception, Exit, Stuck, Vcpu};
+use crate::writes::Writes;
 
 mod calls;
 
@@ -43,6 +46,8 @@ pub struct Thread {
     pub(crate) process: Arc<Process>,
     pub(crate) vcpu: Vcpu,
     pub(crate) slot: Box<Slot>,
+    /// Tells trackers what is written for the thread.
+    pub(crate) announcer: Announcer,
     /// Where the kernel would write 0 when the thread ends (`set_tid_address`).
     pub(crate) clear_tid: u64,
     pub(crate) alternate: AlternateStack,
@@ -83,12 +88,14 @@ impl Thread {
     fn with(machine: Arc<Machine>, process: Arc<Process>) -> Result<Thread, Error> {
         let mut vcpu = machine.take_vcpu()?;
         let slot = Slot::new(vcpu.immediate_exit());
+        let announcer = Announcer::new(&machine);
         let alternate = AlternateStack::default();
         Ok(Thread {
             machine,
             process,
             vcpu,
             slot,
+            announcer,
             clear_tid: 0,
             alternate,
             last_fault: (0, 0, 0),
@@ -236,7 +243,7 @@ impl Thread {
     /// that the last page that the program faults on is the one.
     fn on_no_memory(&mut self) {
         let Some(searched) = self.search.replace(Search::default()) else {
-            return self.machine.clear(0, crate::layout::PROGRAM_END);
+            return self.machine.clear_entries(&mut self.machine.space(), 0, crate::layout::PROGRAM_END);
         };
         let Some(address) = searched.last else {
             if searched.attempts > MOST_ATTEMPTS {
@@ -244,7 +251,7 @@ impl Thread {
             }
             // Another thread has made the entry.
             self.search = Some(Search { attempts: searched.attempts + 1, ..Search::default() });
-            return self.machine.clear(0, crate::layout::PROGRAM_END);
+            return self.machine.clear_entries(&mut self.machine.space(), 0, crate::layout::PROGRAM_END);
         };
         self.search = None;
         let result = {
@@ -260,6 +267,12 @@ impl Thread {
         self.force(&fault_info(signal as u32, code, address));
     }
 
+    /// Copies `bytes` to the program's memory at `address`.
+    pub(crate) fn write(&self, address: u64, bytes: &[u8]) -> Result<(), Fault> {
+        let _announced = self.announcer.announce(&self.machine, Writes::to(address, bytes.len() as u64));
+        program_memory::write(address, bytes)
+    }
+
     /// The machine cannot go on: the reason is reported, and the process ends by `SIGKILL`.
     fn fail(&mut self, reason: &str) -> ! {
         let at = self.vcpu.registers().rip;
@@ -270,12 +283,16 @@ impl Thread {
     /// What the kernel does when a thread ends.
     fn end(&mut self) {
         signals::mask(Some(u64::MAX));
-        if self.clear_tid != 0 && program_memory::write(self.clear_tid, &[0; 4]).is_ok() {
+        if self.clear_tid != 0 && self.write(self.clear_tid, &[0; 4]).is_ok() {
             let call = Call {
                 number: libc::SYS_futex as u64,
                 arguments: [self.clear_tid, libc::FUTEX_WAKE as u64, 1, 0, 0, 0],
             };
-            self.interruptible(&call);
+            self.interruptible(&call, Writes::NONE);
+        }
+        if robust::has_locks() {
+            // The kernel writes to them after this thread's end.
+            self.machine.space().tracking.mark_always();
         }
         // SAFETY: only asks.
         let is_first = unsafe { libc::syscall(libc::SYS_getpid) == libc::syscall(libc::SYS_gettid) };

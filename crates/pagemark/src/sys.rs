@@ -16,6 +16,7 @@ pub mod interface;
 pub mod mapping_flags;
 pub mod memory;
 pub(crate) mod memory_file;
+pub mod own_machine;
 pub mod own_mappings;
 pub mod own_memory;
 pub mod pagemap;

@@ -11,6 +11,8 @@ pub mod compare;
 #[cfg_attr(not(feature = "emulate"), path = "track/emulate/disabled.rs")]
 pub mod emulate;
 pub mod full;
+pub mod kvm_log;
+pub mod kvm_scan;
 pub mod ldt;
 pub mod mprotect;
 pub mod pagemap_scan;
@@ -21,6 +23,7 @@ pub mod uffd;
 
 pub mod own_memory;
 
+mod in_machine;
 pub(crate) mod page_bits;
 mod pins;
 mod populated;

@@ -96,3 +96,10 @@ pub unsafe fn close_all_but(kept: &[RawFd]) {
         unsafe { libc::close(fd) };
     }
 }
+
+/// Whether `fd` is a file of `/proc`.
+pub fn is_of_proc(fd: RawFd) -> bool {
+    let mut about = std::mem::MaybeUninit::<libc::statfs>::uninit();
+    // SAFETY: fills the value if it returns 0.
+    unsafe { libc::fstatfs(fd, about.as_mut_ptr()) == 0 && about.assume_init().f_type == libc::PROC_SUPER_MAGIC }
+}

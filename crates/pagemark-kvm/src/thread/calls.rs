@@ -1,9 +1,12 @@
 //! System calls of the program: which the kernel carries out as they are, and which the monitor.
 
+use pagemark::sys::own_machine;
+
 use crate::layout::is_program;
 use crate::sys::host_call::{self, Call};
 use crate::sys::program_memory::{self, Fault};
 use crate::thread::Thread;
+use crate::writes::Writes;
 
 pub mod clone;
 pub mod exec;
@@ -11,7 +14,9 @@ pub mod files;
 pub mod memory;
 pub mod process;
 pub mod signal;
+pub mod track;
 pub mod userfault;
+mod writes;
 
 use crate::call_table::{self, Kind};
 use clone::Clone;
@@ -94,18 +99,16 @@ impl Thread {
             | libc::SYS_pwritev
             | libc::SYS_preadv2
             | libc::SYS_pwritev2
-            | libc::SYS_vmsplice => files::with_buffers(call, |call| self.interruptible(call)).map(Outcome::from),
-            libc::SYS_sendmsg | libc::SYS_recvmsg => {
-                files::with_message(call, |call| self.interruptible(call)).map(Outcome::from)
-            }
+            | libc::SYS_vmsplice => self.with_buffers(call).map(Outcome::from),
+            libc::SYS_sendmsg | libc::SYS_recvmsg => self.with_message(call).map(Outcome::from),
             libc::SYS_close => {
                 files::descriptor(a)?;
-                Ok(self.interruptible(&call).into())
+                Ok(self.interruptible(&call, Writes::NONE).into())
             }
             libc::SYS_dup2 | libc::SYS_dup3 => {
                 files::descriptor(a)?;
                 files::descriptor(b)?;
-                Ok(self.interruptible(&call).into())
+                Ok(self.interruptible(&call, Writes::NONE).into())
             }
             libc::SYS_close_range => self.close_range(call),
             libc::SYS_readlink => self.readlink(call, a, b, c),
@@ -133,6 +136,7 @@ impl Thread {
             libc::SYS_rseq => Err(libc::ENOSYS.into()),
             libc::SYS_userfaultfd => self.pass(userfault::open(call)),
             libc::SYS_ioctl => self.pass(userfault::ioctl(call)?),
+            _ if number == own_machine::CALL => self.track(arguments).map(done),
             _ => self.pass(call),
         }
     }
@@ -140,6 +144,7 @@ impl Thread {
     /// Lets the kernel carry out a call that it can, after its arguments were checked.
     fn pass(&mut self, mut call: Call) -> Result<Outcome, Refusal> {
         let passed = call_table::passed(call.number).ok_or_else(|| Refusal::lacking(libc::ENOSYS, ""))?;
+        let writes = writes::of(&call, passed);
         let mut own_path = None;
         for (index, kind) in passed.kinds.iter().enumerate() {
             let argument = call.arguments[index];
@@ -148,9 +153,9 @@ impl Thread {
                 Kind::Descriptor => {
                     files::descriptor(argument)?;
                 }
-                Kind::Pointer if files::is_monitor(argument) => return Err(libc::EFAULT.into()),
-                Kind::Pointer => {}
-                Kind::Range => {
+                Kind::Pointer(_) if files::is_monitor(argument) => return Err(libc::EFAULT.into()),
+                Kind::Pointer(_) => {}
+                Kind::Range | Kind::Advised => {
                     let len = call.arguments.get(index + 1).copied().unwrap_or_default();
                     if argument != 0 && !is_program(argument, len) {
                         return Err(libc::ENOMEM.into());
@@ -167,11 +172,13 @@ impl Thread {
                 }
             }
         }
-        Ok(self.interruptible(&call).into())
+        Ok(self.interruptible(&call, writes).into())
     }
 
-    /// Makes a call whose arguments were checked.
-    pub(crate) fn interruptible(&self, call: &Call) -> i64 {
+    /// Makes a call whose arguments were checked, and in which the kernel may write as `writes`
+    /// says.
+    pub(crate) fn interruptible(&self, call: &Call, writes: Writes) -> i64 {
+        let _announced = self.announcer.announce(&self.machine, writes);
         // SAFETY: descriptors of the monitor and addresses of its memory were refused, so that the
         // call concerns the program's memory and descriptors, or buffers of the caller.
         unsafe { host_call::interruptible(call, self.slot.flag()) }
@@ -198,7 +205,7 @@ impl Thread {
                 return Err(libc::EINVAL.into());
             }
             let target = &target[..target.len().min(len)];
-            program_memory::write(buffer, target)?;
+            self.write(buffer, target)?;
             return Ok(Outcome::Return(target.len() as i64));
         }
         if files::is_monitor(path) || files::is_monitor(buffer) {
@@ -207,7 +214,7 @@ impl Thread {
         if call.number == libc::SYS_readlinkat as u64 {
             files::descriptor(call.arguments[0])?;
         }
-        Ok(self.interruptible(&call).into())
+        Ok(self.interruptible(&call, Writes::to(buffer, len)).into())
     }
 
     fn close_range(&mut self, call: Call) -> Result<Outcome, Refusal> {
@@ -217,7 +224,7 @@ impl Thread {
         }
         for (first, last) in files::ranges_of_program(first as u32, last as u32) {
             let part = Call { arguments: [u64::from(first), u64::from(last), flags, 0, 0, 0], ..call };
-            let result = self.interruptible(&part);
+            let result = self.interruptible(&part, Writes::NONE);
             if result != 0 {
                 return Ok(result.into());
             }

@@ -12,6 +12,9 @@ use pagemark::{Address, ErrorKind, Mechanism, PAGE_SIZE};
 
 use super::{MACHINE, lacking, output};
 
+#[path = "calls.rs"]
+mod calls;
+
 const PAGES: usize = 300;
 const BYTES: usize = PAGES * PAGE_SIZE;
 const ROUNDS: usize = 10;
@@ -32,9 +35,28 @@ fn regions_of_programs_in_the_machine() {
         found
     };
     let itself = itself.to_str().expect("a path of letters");
-    let outside = run(itself, &[]);
+    let (outside, inside) = (run(itself, &[]), run(MACHINE, &[itself]));
     assert!(outside.iter().any(|line| line.contains("mprotect: 10 rounds")), "{outside:?}");
-    assert_eq!(run(MACHINE, &[itself]), outside);
+    for (outside, inside) in outside.iter().zip(&inside) {
+        // Two mechanisms are of the machine.
+        let expected = outside.replace("region kvm-scan: not here", "region kvm-scan: 10 rounds");
+        let expected = expected.replace("region kvm-log: not here", "region kvm-log: 10 rounds");
+        assert_eq!(*inside, expected);
+    }
+    assert_eq!(inside.len(), outside.len());
+}
+
+/// The machine's own mechanisms find what the kernel writes in each kind of call.
+#[test]
+fn calls_that_write_to_regions() {
+    need_machine!();
+    let itself = std::env::current_exe().expect("this test");
+    let mut command = Command::new(MACHINE);
+    command.arg(itself).args(["--exact", "trackers::calls::calls", "--ignored", "--nocapture"]);
+    let output = output(command);
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(output.status.success(), "{text}\n{}", String::from_utf8_lossy(&output.stderr));
+    assert_eq!(text.matches(" calls are found").count(), 2, "{text}");
 }
 
 #[test]

@@ -10,7 +10,9 @@
 //! |---|---|---|
 //! | HAC, II-B | PT (page tracking) | `mprotect` |
 //! | HAC, IV-B | Emul | `emulate` |
-//! | HAC, IV-A, IV-C and IV-D | PTxen, Emulxen, Scanxen (in the hypervisor) | none yet |
+//! | HAC, IV-A | PTxen | `kvm-log` |
+//! | HAC, IV-D | Scanxen | `kvm-scan` |
+//! | HAC, IV-C | Emulxen (in the hypervisor) | none yet |
 //! | LDT, III | LDT | `ldt` |
 //! | LDT, II-B; SPM | soft-dirty | `soft-dirty` |
 //! | SPM | comparison of all pages | `compare` |
@@ -61,6 +63,8 @@ registry! {
     Adaptive: adaptive,
     PagemapScan: pagemap_scan,
     SoftDirty: soft_dirty,
+    KvmLog: kvm_log,
+    KvmScan: kvm_scan,
     Uffd: uffd,
     Mprotect: mprotect,
     Emulate: emulate,

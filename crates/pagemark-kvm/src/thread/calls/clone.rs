@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::sync::mpsc;
 
 use crate::machine::Machine;
+use crate::machine::tracking::Announcer;
 use crate::process::report;
 use crate::sys::owned_lock::own_id;
 use crate::sys::program_memory::{self, Fault};
@@ -87,13 +88,13 @@ impl Clone {
     }
 
     /// Writes the child's number where the flags say, as far as it can be written.
-    fn note(&self, is_child: bool, id: u32) {
+    fn note(&self, thread: &Thread, is_child: bool, id: u32) {
         let bytes = id.to_le_bytes();
         if is_child && self.has(libc::CLONE_CHILD_SETTID) {
-            let _: Result<(), Fault> = program_memory::write(self.child_tid, &bytes);
+            let _: Result<(), Fault> = thread.write(self.child_tid, &bytes);
         }
         if !is_child && self.has(libc::CLONE_PARENT_SETTID) {
-            let _: Result<(), Fault> = program_memory::write(self.parent_tid, &bytes);
+            let _: Result<(), Fault> = thread.write(self.parent_tid, &bytes);
         }
     }
 }
@@ -148,7 +149,7 @@ impl Thread {
         if id != 0 && clone.has(libc::CLONE_PIDFD) {
             // SAFETY: makes a descriptor for the program.
             let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, id, 0) } as i32;
-            program_memory::write(clone.pidfd, &fd.to_le_bytes())?;
+            self.write(clone.pidfd, &fd.to_le_bytes())?;
         }
         Ok(Outcome::Return(i64::from(id)))
     }
@@ -184,8 +185,8 @@ impl Thread {
         let clone = *clone;
         let body = move || {
             let id = own_id();
-            clone.note(true, id);
-            clone.note(false, id);
+            clone.note(&thread, true, id);
+            clone.note(&thread, false, id);
             let _ = send.send(id);
             // All signals are blocked until the thread has its slot.
             thread.run_with_mask(mask);
@@ -208,7 +209,7 @@ impl Thread {
         thread.alternate = self.alternate;
         let clone = *clone;
         let mut body = || {
-            clone.note(true, own_id());
+            clone.note(&thread, true, own_id());
             if clone.flags & CLONE_CLEAR_SIGHAND != 0 {
                 thread.process.clear_actions();
             }
@@ -224,7 +225,7 @@ impl Thread {
         if let Err(error) = self.machine.take_over(id) {
             self.fail(&error.to_string());
         }
-        clone.note(false, id);
+        clone.note(self, false, id);
         Ok(id)
     }
 
@@ -240,7 +241,7 @@ impl Thread {
         let id = child::fork().map_err(|error| os_error(&error))?;
         if id != 0 {
             drop((space, locks));
-            clone.note(false, id);
+            clone.note(self, false, id);
             return Ok(id);
         }
         // SAFETY: what used the descriptors is forgotten below.
@@ -257,7 +258,7 @@ impl Thread {
         if clone.flags & CLONE_CLEAR_SIGHAND != 0 {
             self.process.clear_actions();
         }
-        clone.note(true, own_id());
+        clone.note(self, true, own_id());
         Ok(0)
     }
 
@@ -277,6 +278,7 @@ impl Thread {
         // SAFETY: as in `run`; all signals are blocked.
         unsafe { slot.make_current() };
         self.slot = slot;
+        self.announcer = Announcer::new(&machine);
         std::mem::forget(std::mem::replace(&mut self.machine, machine));
         std::mem::forget(std::mem::replace(&mut self.vcpu, vcpu));
         Ok(())

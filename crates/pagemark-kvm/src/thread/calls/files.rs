@@ -5,8 +5,10 @@ use std::os::fd::RawFd;
 use crate::layout::{PROGRAM_END, USER_END};
 use crate::sys::host_call::Call;
 use crate::sys::{descriptors, program_memory};
+use crate::thread::Thread;
+use crate::writes::Writes;
 
-use super::Refusal;
+use super::{Refusal, writes};
 
 /// Entries of a list of buffers, as for Linux (`UIO_MAXIOV`).
 const MOST_BUFFERS: u64 = 1024;
@@ -28,41 +30,56 @@ pub fn buffers(list: u64, count: u64) -> Result<Vec<u64>, Refusal> {
     Ok(words)
 }
 
-/// `readv` and its like: a call whose second and third argument are a list of buffers. `make` makes
-/// it.
-pub fn with_buffers(call: Call, make: impl FnOnce(&Call) -> i64) -> Result<i64, Refusal> {
-    let [fd, list, count, ..] = call.arguments;
-    descriptor(fd)?;
-    let words = buffers(list, count)?;
-    let mut call = call;
-    call.arguments[1] = words.as_ptr() as u64;
-    Ok(make(&call))
+impl Thread {
+    /// `readv` and its like: a call whose second and third argument are a list of buffers.
+    pub(super) fn with_buffers(&self, mut call: Call) -> Result<i64, Refusal> {
+        let [fd, list, count, ..] = call.arguments;
+        descriptor(fd)?;
+        let words = buffers(list, count)?;
+        let only_reads = [libc::SYS_writev, libc::SYS_pwritev, libc::SYS_pwritev2].contains(&(call.number as i64));
+        let writes = match only_reads {
+            true if writes::is_of_proc(fd) => Writes::anywhere(),
+            true => Writes::NONE,
+            false => written(Writes::NONE, &words),
+        };
+        call.arguments[1] = words.as_ptr() as u64;
+        Ok(self.interruptible(&call, writes))
+    }
+
+    /// `sendmsg` and `recvmsg`: a call whose second argument is a `struct msghdr`.
+    pub(super) fn with_message(&self, mut call: Call) -> Result<i64, Refusal> {
+        let [fd, message, ..] = call.arguments;
+        descriptor(fd)?;
+        // name, its length, buffers, their number, control data, its length, flags.
+        let mut words = program_memory::read_words(message, 7)?;
+        if is_monitor(words[0]) || is_monitor(words[4]) {
+            return Err(libc::EFAULT.into());
+        }
+        if words[3] > MOST_BUFFERS {
+            return Err(libc::EMSGSIZE.into());
+        }
+        let buffers = buffers(words[2], words[3])?;
+        let receives = call.number == libc::SYS_recvmsg as u64;
+        let writes = match receives {
+            true => written(Writes::NONE.and_structure(words[0]).and(words[4], words[5]), &buffers),
+            false => Writes::NONE,
+        };
+        let list = words[2];
+        words[2] = buffers.as_ptr() as u64;
+        call.arguments[1] = words.as_mut_ptr() as u64;
+        let result = self.interruptible(&call, writes);
+        if receives && result >= 0 {
+            words[2] = list;
+            let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
+            self.write(message, &bytes)?;
+        }
+        Ok(result)
+    }
 }
 
-/// `sendmsg` and `recvmsg`: a call whose second argument is a `struct msghdr`.
-pub fn with_message(call: Call, make: impl FnOnce(&Call) -> i64) -> Result<i64, Refusal> {
-    let [fd, message, ..] = call.arguments;
-    descriptor(fd)?;
-    // name, its length, buffers, their number, control data, its length, flags.
-    let mut words = program_memory::read_words(message, 7)?;
-    if is_monitor(words[0]) || is_monitor(words[4]) {
-        return Err(libc::EFAULT.into());
-    }
-    if words[3] > MOST_BUFFERS {
-        return Err(libc::EMSGSIZE.into());
-    }
-    let buffers = buffers(words[2], words[3])?;
-    let list = words[2];
-    words[2] = buffers.as_ptr() as u64;
-    let mut call = call;
-    call.arguments[1] = words.as_mut_ptr() as u64;
-    let result = make(&call);
-    if call.number == libc::SYS_recvmsg as u64 && result >= 0 {
-        words[2] = list;
-        let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
-        program_memory::write(message, &bytes)?;
-    }
-    Ok(result)
+/// These writes, and those to a list of buffers.
+fn written(writes: Writes, buffers: &[u64]) -> Writes {
+    buffers.chunks_exact(2).fold(writes, |writes, buffer| writes.and(buffer[0], buffer[1]))
 }
 
 /// `EBADF` if the descriptor is of the monitor.

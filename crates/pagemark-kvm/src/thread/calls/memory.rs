@@ -78,7 +78,7 @@ impl Machine {
             place.ok_or(libc::ENOMEM)?
         };
         let was_free = space.mappings.is_free(start, start + len);
-        self.clear(start, start + len);
+        self.clear(&mut space, start, start + len);
         // Where nothing is known to be mapped, nothing may be replaced.
         let placed = (flags & !(libc::MAP_32BIT as u64))
             | if was_free { libc::MAP_FIXED_NOREPLACE } else { libc::MAP_FIXED } as u64;
@@ -89,7 +89,7 @@ impl Machine {
             let start = if is_fixed { Some(start) } else { space.mappings.place_aligned(len, huge) };
             let start = start.ok_or(libc::ENOMEM)?;
             let placed = (flags & !(libc::MAP_32BIT as u64)) | libc::MAP_FIXED as u64;
-            self.clear(start, start + len);
+            self.clear(&mut space, start, start + len);
             result = host(libc::SYS_mmap, [start, len, protection, placed, fd, offset]);
         }
         match result {
@@ -113,7 +113,7 @@ impl Machine {
             return Err(libc::EINVAL.into());
         }
         let mut space = self.space();
-        self.clear(start, start + len);
+        self.clear(&mut space, start, start + len);
         match host(libc::SYS_munmap, [start, len, 0, 0, 0, 0]) {
             Ok(result) => {
                 space.mappings.remove(start, start + len);
@@ -143,7 +143,7 @@ impl Machine {
             protection &= !(libc::PROT_GROWSDOWN as u64);
             start = space.mappings.find(start).ok_or(libc::ENOMEM)?.start;
         }
-        self.clear(start, end);
+        self.clear(&mut space, start, end);
         match host(libc::SYS_mprotect, [start, end - start, protection, 0, 0, 0]) {
             Ok(result) => {
                 space.mappings.protect(start, end, Protection::new(protection));
@@ -204,8 +204,8 @@ impl Machine {
             let align = if new_len >= TABLE_SPAN { TABLE_SPAN } else { PAGE };
             space.mappings.place_aligned(new_len, align).ok_or(libc::ENOMEM)?
         };
-        self.clear(old, old + old_len);
-        self.clear(target, target + new_len);
+        self.clear(&mut space, old, old + old_len);
+        self.clear(&mut space, target, target + new_len);
         let flags = flags | libc::MREMAP_FIXED as u64;
         match host(libc::SYS_mremap, [old, old_len, new_len, flags, target, 0]) {
             Ok(at) => {
@@ -241,7 +241,7 @@ impl Machine {
             }
             space.mappings.insert(old_page, new_page, Protection::new(protection));
         } else if new_page < old_page {
-            self.clear(new_page, old_page);
+            self.clear(&mut space, new_page, old_page);
             if host(libc::SYS_munmap, [new_page, old_page - new_page, 0, 0, 0, 0]).is_err() {
                 return Ok(now as i64);
             }

@@ -2,8 +2,8 @@
 
 use crate::layout::{PROGRAM_END, is_program};
 use crate::sys::host_call::Call;
-use crate::sys::program_memory;
 use crate::thread::Thread;
+use crate::writes::Writes;
 
 use super::{Outcome, Refusal, files};
 
@@ -19,6 +19,9 @@ const PRCTL_VALUES: [u64; 24] =
     [1, 3, 4, 7, 8, 15, 21, 23, 24, 27, 28, 29, 30, 31, 32, 33, 34, 36, 38, 39, 41, 42, 47, 0x5961_6d61];
 /// Operations whose second argument is an address to which the kernel writes.
 const PRCTL_POINTERS: [u64; 4] = [2, 16, 25, 37];
+
+/// The most that the kernel writes for one of them: the name of the thread.
+const NAME_BYTES: u64 = 16;
 
 impl Thread {
     /// `arch_prctl`.
@@ -40,7 +43,7 @@ impl Thread {
             *base = value;
         }
         if let Some(base) = get {
-            program_memory::write(value, &base.to_le_bytes())?;
+            self.write(value, &base.to_le_bytes())?;
         }
         Ok(0)
     }
@@ -50,7 +53,7 @@ impl Thread {
         let [operation, a, b, c, d, _] = call.arguments;
         match operation {
             PR_GET_TID_ADDRESS => {
-                program_memory::write(a, &self.clear_tid.to_le_bytes())?;
+                self.write(a, &self.clear_tid.to_le_bytes())?;
                 Ok(Outcome::Return(0))
             }
             // The name of anonymous memory: its range, and the text.
@@ -58,13 +61,14 @@ impl Thread {
                 if !is_program(b, c) || d >= PROGRAM_END {
                     return Err(libc::EINVAL.into());
                 }
-                Ok(self.interruptible(&call).into())
+                Ok(self.interruptible(&call, Writes::NONE).into())
             }
             _ if PRCTL_POINTERS.contains(&operation) || PRCTL_VALUES.contains(&operation) => {
                 if files::is_monitor(a) {
                     return Err(libc::EFAULT.into());
                 }
-                Ok(self.interruptible(&call).into())
+                let writes = if PRCTL_POINTERS.contains(&operation) { Writes::to(a, NAME_BYTES) } else { Writes::NONE };
+                Ok(self.interruptible(&call, writes).into())
             }
             _ => Err(Refusal::lacking(libc::EINVAL, format!("operation {operation}"))),
         }

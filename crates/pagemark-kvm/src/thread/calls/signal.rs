@@ -178,7 +178,7 @@ impl Thread {
         if old != 0 {
             let words = [before.handler, before.flags, before.restorer, before.mask];
             let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
-            program_memory::write(old, &bytes)?;
+            self.write(old, &bytes)?;
         }
         Ok(0)
     }
@@ -195,7 +195,7 @@ impl Thread {
             self.alternate.set(&bytes, stack, least)?;
         }
         if old != 0 {
-            program_memory::write(old, &before)?;
+            self.write(old, &before)?;
         }
         Ok(0)
     }
@@ -298,9 +298,10 @@ impl Thread {
         put(MASK_AT, mask);
         frame[CONTEXT_AT + 16..CONTEXT_AT + 40].copy_from_slice(&alternate.bytes(registers.rsp));
         frame[INFO_AT..].copy_from_slice(info);
-        program_memory::write(state_at, &state)?;
-        program_memory::write(frame_at, &frame)?;
+        self.write(state_at, &state)?;
+        self.write(frame_at, &frame)?;
 
+        let registers = self.vcpu.registers();
         registers.rsp = frame_at;
         registers.rip = action.handler;
         registers.rax = 0;

@@ -1,0 +1,309 @@
+//! Tracking of the program's memory by what the machine knows of its writes.
+//!
+//! KVM's log and the guest's dirty bits have what the program's instructions write;
+//! [`crate::writes`] has what the kernel writes for the program.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use kvm_bindings::KVM_MEM_LOG_DIRTY_PAGES;
+use pagemark::RangeSet;
+use pagemark::sys::own_machine::{Means, Run};
+
+use super::{Machine, Space};
+use crate::layout::{PAGE, SLOT_SPAN, TABLE_SPAN};
+use crate::page_table::PageTable;
+use crate::sys::owned_lock::OwnedLock;
+use crate::sys::{dirty_log, host_call};
+use crate::writes::{Announced, Writes};
+
+/// A thread whose calls are announced, as long as this exists.
+pub struct Announcer {
+    space: Arc<OwnedLock<Space>>,
+    announced: Arc<Announced>,
+}
+
+/// A call that is announced, as long as this exists.
+pub struct Making<'m> {
+    machine: &'m Machine,
+    announced: &'m Announced,
+    writes: Writes,
+}
+
+impl Announcer {
+    /// A new thread of `machine`.
+    pub fn new(machine: &Machine) -> Announcer {
+        Announcer { space: machine.space.clone(), announced: machine.space().tracking.add_thread() }
+    }
+
+    /// Announces what the thread, or the kernel for it, is about to write.
+    pub fn announce<'m>(&'m self, machine: &'m Machine, writes: Writes) -> Making<'m> {
+        if !writes.is_none() {
+            self.announced.begin(&writes);
+        }
+        Making { machine, announced: &self.announced, writes }
+    }
+}
+
+impl Drop for Announcer {
+    fn drop(&mut self) {
+        self.space.lock().tracking.remove_thread(&self.announced);
+    }
+}
+
+impl Drop for Making<'_> {
+    fn drop(&mut self) {
+        if self.writes.is_none() {
+            return;
+        }
+        // A tracker that begins behind this test reads the memory later still.
+        if self.machine.is_tracking.load(Ordering::SeqCst) {
+            self.machine.space().tracking.mark(&self.writes);
+        }
+        self.announced.end();
+    }
+}
+
+/// What a means finds in one step lies in one such span.
+const fn span(means: Means) -> u64 {
+    match means {
+        Means::Log => SLOT_SPAN,
+        Means::Scan => TABLE_SPAN,
+    }
+}
+
+impl Machine {
+    /// Whether the machine has `means`.
+    ///
+    /// # Errors
+    /// `EOPNOTSUPP`: it has not, or another errno of KVM.
+    pub fn check_means(&self, means: Means) -> Result<(), i32> {
+        match means {
+            Means::Log => *self.log.get_or_init(|| dirty_log::enable(&self.vm)),
+            Means::Scan => Ok(()),
+        }
+    }
+
+    /// Begins to track the pages `start..end` of the program.
+    ///
+    /// # Errors
+    /// `EINVAL`: they are not mapped for writing. `EBUSY`: some are tracked. `EOPNOTSUPP`: this
+    /// memory cannot be tracked by `means`.
+    pub fn track(&self, means: Means, start: u64, end: u64) -> Result<(), i32> {
+        self.check_means(means)?;
+        let mut guard = self.space();
+        let space = &mut *guard;
+        let parts = space.mappings.within(start, end);
+        let mapped: u64 = parts.iter().map(|part| part.end - part.start).sum();
+        let is_data = parts.iter().all(|part| part.protection.writable() && !part.protection.executable());
+        if mapped != end - start || !is_data {
+            return Err(libc::EINVAL);
+        }
+        if space.tracking.by[means as usize].ranges.within(start..end).next().is_some() {
+            return Err(libc::EBUSY);
+        }
+        // Calls that end from now on are noted.
+        self.is_tracking.store(true, Ordering::SeqCst);
+        space.tracking.by[means as usize].ranges.insert(start..end);
+        let begun = self.begin(space, means, start, end);
+        if begun.is_err() {
+            self.end(space, means, start, end);
+        }
+        begun
+    }
+
+    fn begin(&self, space: &mut Space, means: Means, start: u64, end: u64) -> Result<(), i32> {
+        if means == Means::Log {
+            for address in (start / SLOT_SPAN * SLOT_SPAN..end).step_by(SLOT_SPAN as usize) {
+                self.physical(space, address).map_err(|_| libc::ENOSPC)?;
+            }
+            self.set_logging(space, start, end)?;
+        }
+        self.take(space, means, start, end, usize::MAX).map(drop)
+    }
+
+    /// Ends the tracking of the pages `start..end`.
+    ///
+    /// # Errors
+    /// Those of KVM.
+    pub fn forget(&self, means: Means, start: u64, end: u64) {
+        self.end(&mut self.space(), means, start, end);
+    }
+
+    fn end(&self, space: &mut Space, means: Means, start: u64, end: u64) {
+        let tracked = &mut space.tracking.by[means as usize];
+        tracked.ranges.remove(start..end);
+        tracked.written.remove(start..end);
+        if means == Means::Log {
+            // A slot whose log nobody reads costs a fault a page.
+            let _ = self.set_logging(space, start, end);
+        }
+        self.is_tracking.store(space.tracking.is_active(), Ordering::SeqCst);
+    }
+
+    /// Switches the logs of the slots of `start..end` on where memory is tracked by them, and off
+    /// elsewhere.
+    fn set_logging(&self, space: &Space, start: u64, end: u64) -> Result<(), i32> {
+        let tracked = &space.tracking.by[Means::Log as usize].ranges;
+        for (slot, span) in (1..).zip(&space.slots) {
+            let from = span * SLOT_SPAN;
+            if from >= end || from + SLOT_SPAN <= start {
+                continue;
+            }
+            let logs = tracked.within(from..from + SLOT_SPAN).next().is_some();
+            let flags = if logs { KVM_MEM_LOG_DIRTY_PAGES } else { 0 };
+            // Where nothing changes, KVM does nothing.
+            self.set_slot(slot, flags, u64::from(slot) * SLOT_SPAN, SLOT_SPAN, from).map_err(|error| error.errno())?;
+        }
+        Ok(())
+    }
+
+    /// The first `most` runs of pages of `start..end` that were written since they were last
+    /// collected. If there are as many, those behind them remain to be collected.
+    ///
+    /// # Errors
+    /// `ESTALE`: not all of it is tracked. After any other error nothing is lost.
+    pub fn collect(&self, means: Means, start: u64, end: u64, most: usize) -> Result<Vec<Run>, i32> {
+        let mut space = self.space();
+        if !space.tracking.by[means as usize].ranges.covers(start..end) {
+            return Err(libc::ESTALE);
+        }
+        space.tracking.mark_calls();
+        self.take(&mut space, means, start, end, most)
+    }
+
+    /// `runs` were collected and not delivered: the next collect has them again.
+    pub fn put_back(&self, means: Means, runs: &[Run]) {
+        let mut space = self.space();
+        runs.iter().for_each(|run| space.tracking.by[means as usize].mark(run.start, run.end));
+    }
+
+    fn take(&self, space: &mut Space, means: Means, start: u64, end: u64, most: usize) -> Result<Vec<Run>, i32> {
+        let mut runs = Vec::new();
+        let mut cleaned = RangeSet::new();
+        let taken = self.take_runs(space, means, (start, end), most, &mut runs, &mut cleaned);
+        let result = taken.and_then(|()| match means {
+            Means::Log => Ok(()),
+            Means::Scan => flush(&cleaned),
+        });
+        if result.is_err() {
+            let tracked = &mut space.tracking.by[means as usize];
+            runs.iter().for_each(|run| tracked.mark(run.start, run.end));
+        }
+        result.map(|()| runs)
+    }
+
+    fn take_runs(
+        &self,
+        space: &mut Space,
+        means: Means,
+        (start, end): (u64, u64),
+        most: usize,
+        runs: &mut Vec<Run>,
+        cleaned: &mut RangeSet<u64>,
+    ) -> Result<(), i32> {
+        let table = PageTable::new(&self.tables, self.root);
+        let mut from = start;
+        while from < end && runs.len() < most {
+            let to = end.min((from | (span(means) - 1)) + 1);
+            let dirty = match means {
+                Means::Log => self.logged(space, from, to)?,
+                Means::Scan => table.dirty(from, to),
+            };
+            let mut all = dirty.clone();
+            space.tracking.by[means as usize].written.within(from..to).for_each(|part| all.insert(part));
+            let mut stop = to;
+            for run in all.iter() {
+                if runs.len() == most {
+                    stop = run.start;
+                    break;
+                }
+                runs.push(Run { start: run.start, end: run.end });
+            }
+            for run in dirty.within(from..stop) {
+                if means == Means::Scan {
+                    table.clean(run.start, run.end);
+                }
+                cleaned.insert(run);
+            }
+            if means == Means::Log {
+                self.protect(space, from, stop, &dirty)?;
+            }
+            space.tracking.by[means as usize].written.remove(from..stop);
+            from = stop;
+        }
+        Ok(())
+    }
+
+    /// The slot of the span in which `address` lies.
+    fn slot(space: &Space, address: u64) -> Result<u32, i32> {
+        let index = space.slots.iter().position(|span| *span == address / SLOT_SPAN);
+        index.map(|index| index as u32 + 1).ok_or(libc::ESTALE)
+    }
+
+    /// The pages of `from..to`, which lies in one slot, that KVM's log has.
+    fn logged(&self, space: &Space, from: u64, to: u64) -> Result<RangeSet<u64>, i32> {
+        let log = self.vm.get_dirty_log(Self::slot(space, from)?, SLOT_SPAN as usize).map_err(|error| error.errno())?;
+        let base = from / SLOT_SPAN * SLOT_SPAN;
+        let (first, last) = ((from - base) / PAGE / 64, (to - base).div_ceil(PAGE * 64));
+        let mut pages = RangeSet::new();
+        for (index, &word) in (first..last).zip(&log[first as usize..last as usize]) {
+            let mut word = word;
+            while word != 0 {
+                let bit = word.trailing_zeros();
+                let ones = (word >> bit).trailing_ones();
+                let page = base + (index * 64 + u64::from(bit)) * PAGE;
+                pages.insert(page..page + u64::from(ones) * PAGE);
+                word &= u64::MAX.checked_shl(bit + ones).unwrap_or(0);
+            }
+        }
+        Ok(pages.within(from..to).collect())
+    }
+
+    /// Has KVM protect the `dirty` pages of `from..to`, which lies in one slot, and drops them from
+    /// its log.
+    fn protect(&self, space: &Space, from: u64, to: u64, dirty: &RangeSet<u64>) -> Result<(), i32> {
+        let base = from / SLOT_SPAN * SLOT_SPAN;
+        let first = (from - base) / PAGE / 64 * 64;
+        let mut bits = vec![0u64; ((to - base) / PAGE).saturating_sub(first).div_ceil(64) as usize];
+        for run in dirty.within(from..to) {
+            for page in (run.start - base) / PAGE - first..(run.end - base) / PAGE - first {
+                bits[page as usize / 64] |= 1 << (page % 64);
+            }
+        }
+        if bits.iter().all(|word| *word == 0) {
+            return Ok(());
+        }
+        dirty_log::clear(&self.vm, Self::slot(space, from)?, first, &bits)
+    }
+}
+
+/// Has KVM drop all translations of `pages`, whose dirty bits were cleared: with the old ones, the
+/// processor would not set them again.
+///
+/// A change of the host's protection does that; here it allows execution, and forbids it again, so
+/// that no access ever fails. The guest's entries do not allow execution.
+fn flush(pages: &RangeSet<u64>) -> Result<(), i32> {
+    // One step for all pages of a table.
+    let mut spans: Vec<(u64, u64)> = Vec::new();
+    for run in pages.iter() {
+        match spans.last_mut() {
+            Some((_, end)) if run.start < end.next_multiple_of(TABLE_SPAN) => *end = run.end,
+            _ => spans.push((run.start, run.end)),
+        }
+    }
+    let data = (libc::PROT_READ | libc::PROT_WRITE) as u64;
+    for (start, end) in spans {
+        for protection in [data | libc::PROT_EXEC as u64, data] {
+            // SAFETY: tracked memory of the program, which is mapped for reading and writing and
+            // stays so.
+            let result = unsafe { host_call::immediate(libc::SYS_mprotect, [start, end - start, protection, 0, 0, 0]) };
+            match host_call::errno(result) {
+                None => {}
+                Some(libc::EACCES | libc::EPERM) => return Err(libc::EOPNOTSUPP),
+                Some(error) => return Err(error),
+            }
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,233 @@
+//! Where system calls may write to the program's memory: the kernel's writes do not pass through
+//! the machine, so trackers that stand on it learn of them here.
+//!
+//! A thread announces each call with the ranges that the kernel may write to, before it makes it.
+//! A collect counts the ranges of calls that have not ended as written, and a call that ends while
+//! memory is tracked counts its ranges as written once more. A write of the kernel is thus found by
+//! each collect that comes between it and the end of its call, and by the one after. Ranges may be
+//! larger than what is written, and never smaller; of a call that is not known, all memory is.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+
+use pagemark::RangeSet;
+
+use crate::layout::{PAGE, PROGRAM_END, page_ceil, page_floor};
+
+/// Ranges of one call; a call with more writes anywhere.
+const MOST_RANGES: usize = 8;
+
+/// The ranges of the program's memory that a call may write to.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Writes {
+    ranges: [(u64, u64); MOST_RANGES],
+    count: usize,
+}
+
+impl Writes {
+    /// Nothing.
+    pub const NONE: Writes = Writes { ranges: [(0, 0); MOST_RANGES], count: 0 };
+
+    /// All memory.
+    pub fn anywhere() -> Writes {
+        Writes::NONE.and(0, PROGRAM_END)
+    }
+
+    /// `len` bytes from `start` on, if that is an address of the program.
+    pub fn to(start: u64, len: u64) -> Writes {
+        Writes::NONE.and(start, len)
+    }
+
+    /// These and `len` bytes from `start` on.
+    #[must_use]
+    pub fn and(mut self, start: u64, len: u64) -> Writes {
+        let end = start.saturating_add(len).min(PROGRAM_END);
+        if start >= end {
+            return self;
+        }
+        match self.ranges.get_mut(self.count) {
+            Some(place) => {
+                *place = (start, end);
+                self.count += 1;
+            }
+            None => self.ranges[0] = (0, PROGRAM_END),
+        }
+        self
+    }
+
+    /// These and a structure at `start` of at most a page, as all are that the kernel fills whose
+    /// size no argument says.
+    #[must_use]
+    pub fn and_structure(self, start: u64) -> Writes {
+        if start == 0 { self } else { self.and(start, PAGE) }
+    }
+
+    /// Whether there is none.
+    pub fn is_none(&self) -> bool {
+        self.count == 0
+    }
+
+    /// The ranges.
+    pub fn iter(&self) -> impl Iterator<Item = (u64, u64)> + '_ {
+        self.ranges[..self.count].iter().copied()
+    }
+}
+
+/// The ranges of the call that a thread is making.
+#[derive(Debug, Default)]
+pub struct Announced {
+    ranges: [(AtomicU64, AtomicU64); MOST_RANGES],
+    count: AtomicUsize,
+}
+
+impl Announced {
+    /// The thread is about to make a call. On x86 its writes are visible after the announcement.
+    pub fn begin(&self, writes: &Writes) {
+        for ((start, end), (from, to)) in self.ranges.iter().zip(writes.iter()) {
+            start.store(from, Ordering::Relaxed);
+            end.store(to, Ordering::Relaxed);
+        }
+        self.count.store(writes.count, Ordering::Release);
+    }
+
+    /// The call has ended.
+    pub fn end(&self) {
+        self.count.store(0, Ordering::Release);
+    }
+
+    fn now(&self) -> Writes {
+        let count = self.count.load(Ordering::Acquire).min(MOST_RANGES);
+        let range =
+            |(start, end): &(AtomicU64, AtomicU64)| (start.load(Ordering::Relaxed), end.load(Ordering::Relaxed));
+        Writes { ranges: std::array::from_fn(|index| range(&self.ranges[index])), count }
+    }
+}
+
+/// Memory that is tracked by one means of the machine.
+#[derive(Debug, Default)]
+pub struct Tracked {
+    /// The tracked pages.
+    pub ranges: RangeSet<u64>,
+    /// Those that were written since the last collect without a trace in the machine.
+    pub written: RangeSet<u64>,
+}
+
+impl Tracked {
+    /// The pages around `start..end` that are tracked count as written.
+    pub fn mark(&mut self, start: u64, end: u64) {
+        let pages = page_floor(start)..page_ceil(end).unwrap_or(PROGRAM_END);
+        let parts: Vec<_> = self.ranges.within(pages).collect();
+        parts.into_iter().for_each(|part| self.written.insert(part));
+    }
+}
+
+/// The tracked memory, and the calls in hand. Locked with the program's mappings.
+#[derive(Debug, Default)]
+pub struct Tracking {
+    /// By the number of the means.
+    pub by: [Tracked; pagemark::sys::own_machine::MEANS.len()],
+    calls: Vec<Arc<Announced>>,
+    /// Memory that the kernel may write to at any time: it counts as written in each collect.
+    always: bool,
+}
+
+impl Tracking {
+    /// Whether any memory is tracked.
+    pub fn is_active(&self) -> bool {
+        self.by.iter().any(|tracked| !tracked.ranges.is_empty())
+    }
+
+    /// A new thread's announcements.
+    pub fn add_thread(&mut self) -> Arc<Announced> {
+        let announced = Arc::new(Announced::default());
+        self.calls.push(announced.clone());
+        announced
+    }
+
+    /// The thread makes no more calls.
+    pub fn remove_thread(&mut self, announced: &Arc<Announced>) {
+        self.calls.retain(|other| !Arc::ptr_eq(other, announced));
+    }
+
+    /// From now on the kernel may write at any time.
+    pub fn mark_always(&mut self) {
+        self.always = true;
+    }
+
+    /// The ranges of a call count as written.
+    pub fn mark(&mut self, writes: &Writes) {
+        for tracked in &mut self.by {
+            writes.iter().for_each(|(start, end)| tracked.mark(start, end));
+        }
+    }
+
+    /// The ranges of all calls in hand count as written.
+    pub fn mark_calls(&mut self) {
+        let calls: Vec<Writes> = self.calls.iter().map(|call| call.now()).collect();
+        calls.iter().for_each(|writes| self.mark(writes));
+        if self.always {
+            self.mark(&Writes::anywhere());
+        }
+    }
+
+    /// What is mapped in `start..end` changes: it is not tracked any more.
+    pub fn remapped(&mut self, start: u64, end: u64) {
+        for tracked in &mut self.by {
+            tracked.ranges.remove(start..end);
+            tracked.written.remove(start..end);
+        }
+    }
+
+    /// Forgets all memory without a look at it, after a killed child may have left it half changed.
+    /// The collects that follow fail.
+    pub fn abandon(&mut self) {
+        std::mem::forget(std::mem::take(&mut self.by));
+    }
+
+    /// Forgets all memory and calls, in a child made by `fork`.
+    pub fn clear(&mut self) {
+        *self = Tracking::default();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_call_with_many_ranges_writes_anywhere() {
+        let mut writes = Writes::NONE;
+        for index in 0..=MOST_RANGES as u64 {
+            assert!(writes.iter().all(|(start, end)| end - start == 1));
+            writes = writes.and(1000 * (index + 1), 1);
+        }
+        assert!(writes.iter().any(|range| range == (0, PROGRAM_END)));
+        assert!(Writes::to(PROGRAM_END, 10).is_none() && Writes::to(5, 0).is_none());
+        assert_eq!(Writes::to(5, u64::MAX).iter().collect::<Vec<_>>(), [(5, PROGRAM_END)]);
+    }
+
+    #[test]
+    fn calls_in_hand_count_as_written_until_they_end() {
+        let mut tracking = Tracking::default();
+        let call = tracking.add_thread();
+        tracking.by[0].ranges.insert(4 * PAGE..8 * PAGE);
+        call.begin(&Writes::to(5 * PAGE + 1, PAGE));
+        for _ in 0..2 {
+            tracking.mark_calls();
+            assert_eq!(std::mem::take(&mut tracking.by[0].written), RangeSet::from(5 * PAGE..7 * PAGE));
+        }
+        assert!(tracking.by[1].written.is_empty());
+        call.end();
+        tracking.mark_calls();
+        assert!(tracking.by[0].written.is_empty());
+        call.begin(&Writes::anywhere());
+        tracking.remove_thread(&call);
+        tracking.mark_calls();
+        assert!(tracking.by[0].written.is_empty());
+        tracking.mark_always();
+        tracking.mark_calls();
+        assert_eq!(tracking.by[0].written, RangeSet::from(4 * PAGE..8 * PAGE));
+        tracking.remapped(6 * PAGE, 7 * PAGE);
+        assert!(!tracking.by[0].ranges.covers(4 * PAGE..8 * PAGE) && tracking.is_active());
+    }
+}

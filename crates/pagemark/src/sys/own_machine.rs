@@ -1,0 +1,125 @@
+//! The virtual machine of `pagemark-kvm` in which this program may run, and the system calls that
+//! its monitor alone has.
+//!
+//! The monitor tells a program by the auxiliary vector that it is there, so no call is made
+//! outside.
+
+use std::io;
+
+use crate::{Address, Range};
+
+/// The entry of the auxiliary vector that a program in the machine has: its value is [`VERSION`].
+pub const AUXILIARY: u64 = 0x504d_4b56;
+
+/// The version of the calls below.
+pub const VERSION: u64 = 1;
+
+/// The number of the system call. Its arguments are an operation, a [`Means`], and those that the
+/// operation has. Linux has no call of this number.
+pub const CALL: u64 = 0x504d_0000;
+
+/// Operation: fails with `EOPNOTSUPP` if the machine does not have the means.
+pub const CHECK: u64 = 0;
+/// Operation: begins to track the pages from the third argument to the fourth, none of which counts
+/// as written. `EBUSY`: a part is tracked by the same means already.
+pub const TRACK: u64 = 1;
+/// Operation: writes the runs of pages from the third argument to the fourth that were written
+/// since the last call, as [`Run`]s, to the fifth, which has room for as many as the sixth says.
+/// Returns their number. If there is no room left, pages behind the last run remain for another
+/// call. `ESTALE`: a part is not tracked, or not any more as it was mapped anew.
+pub const COLLECT: u64 = 2;
+/// Operation: ends the tracking of the pages from the third argument to the fourth.
+pub const FORGET: u64 = 3;
+
+/// How the machine finds what the program's own instructions write.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(u64)]
+pub enum Means {
+    /// KVM's log of dirty pages.
+    Log = 0,
+    /// The dirty bits of the guest's page tables.
+    Scan = 1,
+}
+
+/// All means, in the order of their numbers.
+pub const MEANS: [Means; 2] = [Means::Log, Means::Scan];
+
+/// Addresses from `start` to `end`.
+#[derive(Clone, Copy, Default, Debug)]
+#[repr(C)]
+pub struct Run {
+    /// The first.
+    pub start: u64,
+    /// The one behind the last.
+    pub end: u64,
+}
+
+/// Runs that one call returns at most.
+const RUNS: usize = 256;
+
+/// True if this program runs in the machine.
+pub(crate) fn is_there() -> bool {
+    // SAFETY: reads the auxiliary vector.
+    unsafe { libc::getauxval(AUXILIARY) == VERSION }
+}
+
+/// # Safety
+/// The last two arguments are 0, or name memory that the monitor may write.
+unsafe fn call(operation: u64, means: Means, range: &Range, to: *mut Run, len: usize) -> io::Result<usize> {
+    if !is_there() {
+        return Err(io::Error::from_raw_os_error(libc::ENOSYS));
+    }
+    let number = CALL as libc::c_long;
+    // SAFETY: the monitor writes nothing but `len` runs, by the contract of this function.
+    let result = unsafe { libc::syscall(number, operation, means as u64, range.start.get(), range.end.get(), to, len) };
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result as usize) }
+}
+
+fn plain(operation: u64, means: Means, range: &Range) -> io::Result<()> {
+    // SAFETY: these operations write nothing.
+    unsafe { call(operation, means, range, std::ptr::null_mut(), 0) }.map(drop)
+}
+
+/// Whether the machine has the means.
+///
+/// # Errors
+/// `ENOSYS`: the program does not run in a machine. `EOPNOTSUPP`: the machine lacks the means.
+pub(crate) fn check(means: Means) -> io::Result<()> {
+    plain(CHECK, means, &(Address::MIN..Address::MIN))
+}
+
+/// Begins to track whole pages; see [`TRACK`].
+///
+/// # Errors
+/// Those of the call.
+pub(crate) fn track(means: Means, range: &Range) -> io::Result<()> {
+    plain(TRACK, means, range)
+}
+
+/// Ends [`track`].
+///
+/// # Errors
+/// Those of the call.
+pub(crate) fn forget(means: Means, range: &Range) -> io::Result<()> {
+    plain(FORGET, means, range)
+}
+
+/// Calls `each` for the runs of pages of `range` that were written since the last collect, in
+/// ascending order; see [`COLLECT`].
+///
+/// # Errors
+/// Those of the call. What `each` was called for is not reported again.
+pub(crate) fn collect(means: Means, range: &Range, mut each: impl FnMut(Range)) -> io::Result<()> {
+    let mut runs = [Run::default(); RUNS];
+    let mut rest = range.clone();
+    loop {
+        // SAFETY: the monitor writes to `runs`, and no more than it has room for.
+        let count = unsafe { call(COLLECT, means, &rest, runs.as_mut_ptr(), runs.len()) }?;
+        let found = &runs[..count.min(RUNS)];
+        found.iter().for_each(|run| each(Address::new(run.start)..Address::new(run.end)));
+        match found.last() {
+            Some(last) if found.len() == RUNS && last.end < range.end.get() => rest.start = Address::new(last.end),
+            _ => return Ok(()),
+        }
+    }
+}

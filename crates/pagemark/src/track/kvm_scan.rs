@@ -1,0 +1,18 @@
+//! `kvm-scan`: the dirty bits in the page tables of the machine in which the program runs (Scanxen
+//! in HAC, IV-D). A collect reads the tables of the tracked memory, of those that exist.
+
+use super::in_machine::InMachine;
+use super::registry::MechanismEntry;
+use crate::Mechanism;
+use crate::sys::own_machine::Means;
+
+/// The mechanism `kvm-scan`.
+pub const ENTRY: MechanismEntry = MechanismEntry {
+    name: "kvm-scan",
+    description: "the dirty bits of the guest's page tables, for a program in the machine of pagemark-kvm",
+    requirement: "a program that pagemark-kvm runs",
+    is_exclusive: false,
+    sees_other_mappings: false,
+    own_memory: |memory| Ok(Box::new(InMachine::new(Mechanism::KvmScan, Means::Scan, memory.clone())?)),
+    process: None,
+};
