@@ -37,7 +37,7 @@ impl Extent {
     /// How long the oracle and the hostile callers run for each seed, in seconds.
     fn seconds(self) -> u64 {
         match self {
-            Extent::Quick => 5,
+            Extent::Quick => 3,
             Extent::Full => 60,
         }
     }
