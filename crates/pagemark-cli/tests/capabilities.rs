@@ -9,6 +9,8 @@ use std::os::unix::process::CommandExt;
 use std::process::{Command, Output, Stdio};
 
 use nix::sys::resource::{Resource, setrlimit};
+use nix::sys::signal::{Signal, killpg};
+use nix::unistd::{Pid, setsid};
 use pagemark_testing::skip;
 use subject::{NOBODY, Subject, assert_fails, has_criu, is_root, status_field, stderr};
 use support::{Pagemark, is_alive, kill_and_wait};
@@ -93,6 +95,28 @@ fn a_process_of_another_user_comes_back_with_its_limits() {
     assert_eq!(limits(pid), before);
     assert_eq!(status_field(pid, "Uid").as_deref(), Some("65534\t65534\t65534\t65534"));
     kill_and_wait(pid);
+}
+
+/// CRIU is started while the program runs, so that some of the processes are unknown then.
+#[test]
+fn processes_of_another_user_may_be_forked_all_the_time() {
+    if !has_criu() {
+        skip!("no CRIU to save with");
+    }
+    let pagemark = Pagemark::new();
+    let mut command = Command::new("sh");
+    command.args(["-c", "while :; do sleep 0.3 & sleep 0.01; done"]).current_dir("/").uid(NOBODY).gid(NOBODY);
+    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+    // SAFETY: only a system call is made between fork and exec.
+    unsafe { command.pre_exec(|| Ok(setsid().map(drop)?)) };
+    let mut program = command.spawn().expect("sh");
+    let checkpoint = |_| without_capability(&pagemark, &["checkpoint", "--job", "sh", &program.id().to_string()]);
+    let outputs: Vec<Output> = (0..3).map(checkpoint).collect();
+    killpg(Pid::from_raw(program.id() as i32), Signal::SIGKILL).expect("our group of processes");
+    program.wait().expect("our child");
+    for output in outputs {
+        assert!(output.status.success(), "{}", stderr(&output));
+    }
 }
 
 /// A filtered CRIU may not suspend the filters of the target, so its calls cannot be answered.

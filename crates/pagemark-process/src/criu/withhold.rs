@@ -186,15 +186,16 @@ impl Answers {
         Some(Answer::Continue)
     }
 
-    /// Answers a query of a resource limit of a dumped process. The kernel would answer it only to
-    /// a process of the same user, or with CAP_SYS_RESOURCE, which containers often lack.
+    /// Answers a query of a resource limit of a dumped process, which may have been forked since
+    /// CRIU was started. The kernel would answer it only to a process of the same user, or with
+    /// CAP_SYS_RESOURCE, which containers often lack; `/proc/PID/limits` tells everybody.
     fn answer_limit(&mut self, call: &Call) -> Option<Answer> {
         let [pid, resource, _, result, ..] = call.arguments;
         let pid = i32::try_from(pid).ok()?;
         if self.listener.is_valid(call) {
             let _ = self.resumed.entered(call.pid as i32, pid);
         }
-        if !self.submitted.limits || !self.spaces.contains_key(&pid) {
+        if !self.submitted.limits {
             return None;
         }
         let limit = Limits::read(pid).ok()?.get(resource)?;
