@@ -66,7 +66,7 @@ impl ObjectId {
 pub(crate) type TrackedPart = Option<Arc<RangeSet>>;
 
 /// A mapping of an object.
-#[derive(Clone, PartialEq, Eq, Debug)]
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
 pub(crate) struct ObjectMapping {
     pub(crate) object: ObjectId,
     pub(crate) range: Range,
@@ -133,11 +133,13 @@ impl ObjectWrites {
     }
 
     /// What was mapped at the last collect, and is not mapped there any more, may have been
-    /// written.
+    /// written. The mappings are those of the process, in the order of their addresses.
     pub(crate) fn follow(&mut self, mappings: &[ObjectMapping]) {
         for old in std::mem::replace(&mut self.mappings, mappings.to_vec()) {
             let mut gone = RangeSet::from(old.range.clone());
-            mappings.iter().filter_map(|new| old.same(new)).for_each(|common| gone.remove(common));
+            let first = mappings.partition_point(|new| new.range.end <= old.range.start);
+            let overlapping = mappings[first..].iter().take_while(|new| new.range.start < old.range.end);
+            overlapping.filter_map(|new| old.same(new)).for_each(|common| gone.remove(common));
             self.written.extend(gone.iter().map(|part| (old.object, old.offsets(&part))));
         }
     }

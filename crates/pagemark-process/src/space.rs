@@ -1,6 +1,6 @@
 //! The memory of one process, tracked and read from outside.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -398,7 +398,7 @@ impl AddressSpace {
         }
         if !is_frozen && !scanned.is_empty() {
             let now = maps::read(self.thread).map_err(|source| self.system("read the mappings of", source))?;
-            let now = self.tracked_mappings(&now);
+            let now: HashSet<ObjectMapping> = self.tracked_mappings(&now).into_iter().collect();
             let changed = scanned.iter().filter(|(mapping, _)| !now.contains(mapping));
             changed.for_each(|(_, written)| dirty.extend(written));
         }

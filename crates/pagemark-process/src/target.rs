@@ -1,5 +1,6 @@
 //! A process tree as a target.
 
+use std::collections::HashSet;
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
@@ -285,8 +286,8 @@ impl<'target> Frozen for FrozenTree<'target> {
         let thawed = state.thaw(&target.tree.address_spaces())?;
         let trees = files?;
         if let Some(left_out) = thawed.state.objects_left_out() {
-            let is_lost = |object: &&ObjectId| !objects.iter().any(|known| known.object == **object);
-            if let Some(lost) = left_out.iter().find(is_lost) {
+            let known: HashSet<ObjectId> = objects.iter().map(|object| object.object).collect();
+            if let Some(lost) = left_out.difference(&known).next() {
                 let reason = format!("the object with inode {} was not tracked", lost.inode());
                 return Err(Error::about(ErrorKind::Track, Object::None, reason).during("save shared memory:"));
             }
@@ -327,13 +328,15 @@ impl Captured for CapturedTree<'_> {
     }
 
     fn spaces(&self) -> Vec<CapturedSpace> {
+        let captured: HashSet<ObjectId> = self.objects.iter().map(|object| object.object).collect();
+        let record = |mapping| self.mapping_record(mapping, &captured);
         let processes = self.processes.iter();
         let spaces = processes.map(|process| CapturedSpace {
             space: process.space,
             id: SpaceId::try_from(process.recorded_pid).unwrap_or_default(),
             label: process.name.clone(),
             kind: SpaceKind::Process { pid: process.recorded_pid },
-            mappings: process.mappings.iter().map(|mapping| self.mapping_record(mapping)).collect(),
+            mappings: process.mappings.iter().map(record).collect(),
             held_pages: self.state.held_pages(process.recorded_pid),
         });
         let objects = self.objects.iter().map(|object| CapturedSpace {
@@ -365,10 +368,10 @@ impl Captured for CapturedTree<'_> {
 }
 
 impl CapturedTree<'_> {
-    fn mapping_record(&self, frozen: &FrozenMapping) -> MappingRecord {
+    /// `captured` are the objects of shared memory that the state does not have.
+    fn mapping_record(&self, frozen: &FrozenMapping, captured: &HashSet<ObjectId>) -> MappingRecord {
         let FrozenMapping { mapping, exception, object } = frozen;
-        let has = |object: &ObjectId| self.objects.iter().any(|captured| captured.object == *object);
-        let is_in_state = object.is_some_and(|object| !has(&object));
+        let is_in_state = object.is_some_and(|object| !captured.contains(&object));
         let exception = if is_in_state { Some(MappingException::SavedWhole) } else { *exception };
         // A state of registers has no memory.
         let has_memory = self.state.objects_left_out().is_some();
@@ -380,7 +383,7 @@ impl CapturedTree<'_> {
             offset: mapping.offset,
             name: encode_path(Path::new(OsStr::from_bytes(&mapping.name))),
             exception,
-            memory: object.filter(has).map(recorded_id),
+            memory: object.filter(|object| captured.contains(object)).map(recorded_id),
         }
     }
 }

@@ -381,6 +381,36 @@ time.sleep(0.002)
     }
 }
 
+#[test]
+fn short_memory_is_left_to_criu_if_there_is_much_of_it() {
+    let Some(checkpoints) = Checkpoints::new() else { return };
+    let set_up = "
+short, long = [mmap.mmap(-1, PAGE) for _ in range(600)], [mmap.mmap(-1, 1 << 20) for _ in range(3)]
+def write(number):
+    for index, memory in enumerate(short + long):
+        memory[0:8] = (number + index).to_bytes(8, 'little')
+def compare(number):
+    for index, memory in enumerate(short + long):
+        assert int.from_bytes(memory[0:8], 'little') == number + index
+write(1000)
+";
+    let mut program = obedient(set_up);
+    let (mut job, repository) = job(program.pid(), &checkpoints, Mechanism::choose(Scope::Process));
+    job.checkpoint().unwrap();
+    have_done(&program, "write(5000)");
+    job.checkpoint().unwrap();
+    job.detach();
+    program.kill();
+    for (sequence, number) in [(1, 1000), (2, 5000)] {
+        let checkpoint = repository.read("job", sequence).unwrap();
+        // The program's own object, and the long ones.
+        assert_eq!(objects(&checkpoint.manifest).len(), 4);
+        program.adopt(&checkpoints.restore(&checkpoint).unwrap());
+        have_done(&program, &format!("compare({number})"));
+        program.kill();
+    }
+}
+
 fn state_bytes(manifest: &Manifest) -> u64 {
     manifest.state.iter().map(|record| record.content.bytes.get()).sum()
 }

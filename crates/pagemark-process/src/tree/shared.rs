@@ -51,9 +51,10 @@ const MOST_SPARSE: u64 = 8;
 /// A page table is for so many bytes.
 const PIECE: ByteCount = ByteCount::new(2 << 20);
 
-/// With more objects than this, none is tracked: each takes longer here than with CRIU, unless it
-/// is large.
-const MOST_OBJECTS: usize = 512;
+/// With more objects than this, those that are shorter than [`SHORT`] are not tracked: each
+/// lengthens the freeze by some 0.1 ms, and CRIU saves 1 MiB in 0.7 ms.
+const MANY_OBJECTS: usize = 128;
+const SHORT: ByteCount = ByteCount::new(256 << 10);
 
 /// The size of a block of a file's status.
 const BLOCK: u64 = 512;
@@ -62,6 +63,8 @@ const BLOCK: u64 = 512;
 pub(crate) struct SharedObjects {
     root_pid: i32,
     objects: BTreeMap<ObjectId, SharedObject>,
+    /// The tracked objects, as of the last listing.
+    by_space: BTreeMap<SpaceId, ObjectId>,
     /// The mechanism finds what was written, so that less than everything may be copied.
     is_tracked: bool,
     /// None until an object is tracked.
@@ -121,6 +124,7 @@ impl SharedObjects {
         SharedObjects {
             root_pid,
             objects: BTreeMap::new(),
+            by_space: BTreeMap::new(),
             is_tracked,
             views: None,
             forks: None,
@@ -216,6 +220,7 @@ impl SharedObjects {
         }
         let has_new = self.objects.len() > known_count;
         if self.objects.is_empty() {
+            self.by_space.clear();
             return Ok(false);
         }
         let mut must_list_again = false;
@@ -230,17 +235,20 @@ impl SharedObjects {
                 self.family.extend(&self.outsiders);
             }
         }
-        let are_few = self.objects.len() <= MOST_OBJECTS;
+        let (is_blind, are_many) = (self.is_blind, self.objects.len() > MANY_OBJECTS);
         if may_begin && self.is_tracked && self.views.is_none() {
             self.views = Some(Views::new().map_err(Error::system("start to watch shared memory", Object::None))?);
         }
         let outside: HashSet<ObjectId> = self.outsiders.iter().flat_map(|&pid| mapped_by(pid)).collect();
         let of_object = |id: &ObjectId| mappings.get(id).map_or(&[][..], Vec::as_slice);
+        let may_track = |object: &SharedObject| {
+            let is_short = are_many && longest(of_object(&object.id)) < SHORT;
+            may_begin && !is_blind && !object.is_outside && !is_short
+        };
         let mut tracked_bytes = ByteCount::ZERO;
         for (id, object) in &mut self.objects {
             object.is_outside = outside.contains(id);
-            let may_be_tracked = may_begin && !self.is_blind && !object.is_outside && are_few;
-            if self.is_tracked && (may_be_tracked || object.space.is_some()) {
+            if self.is_tracked && (may_track(object) || object.space.is_some()) {
                 object.choose_part(of_object(id))?;
                 tracked_bytes += object.tracked_bytes(of_object(id));
             }
@@ -248,8 +256,7 @@ impl SharedObjects {
         for (id, object) in &mut self.objects {
             let mapped = of_object(id);
             if may_begin {
-                let may_track = !self.is_blind && !object.is_outside && are_few;
-                let is_tracked = may_track && (!self.is_tracked || tracked_bytes <= *MOST_MAPPED);
+                let is_tracked = may_track(object) && (!self.is_tracked || tracked_bytes <= *MOST_MAPPED);
                 match object.space {
                     None if is_tracked => {
                         (object.space, object.is_whole) = (Some(*next_space), true);
@@ -276,22 +283,23 @@ impl SharedObjects {
                 object.is_partial = is_partial;
             }
         }
+        self.by_space = self.objects.values().filter_map(|object| Some((object.space?, object.id))).collect();
         Ok(must_list_again)
     }
 
     /// The spaces that are tracked.
     pub(crate) fn spaces(&self) -> impl Iterator<Item = SpaceId> {
-        self.objects.values().filter_map(|object| object.space)
+        self.by_space.keys().copied()
     }
 
     /// The objects that are tracked.
     pub(crate) fn tracked(&self) -> HashSet<ObjectId> {
-        self.objects.values().filter(|object| object.space.is_some()).map(|object| object.id).collect()
+        self.by_space.values().copied().collect()
     }
 
     /// The objects that are tracked, and which part of each.
     pub(crate) fn tracked_parts(&self) -> HashMap<ObjectId, TrackedPart> {
-        let tracked = self.objects.values().filter(|object| object.space.is_some());
+        let tracked = self.by_space.values().filter_map(|id| self.objects.get(id));
         tracked.map(|object| (object.id, object.part.clone())).collect()
     }
 
@@ -321,13 +329,13 @@ impl SharedObjects {
     /// Adds to `dirty` what was written in an object since the last call. None if the space is
     /// none of an object.
     pub(crate) fn collect(&mut self, space: SpaceId, dirty: &mut RangeSet, is_frozen: bool) -> Option<Result<()>> {
-        let object = self.objects.values_mut().find(|object| object.space == Some(space))?;
+        let object = self.objects.get_mut(self.by_space.get(&space)?)?;
         Some(object.collect(dirty, is_frozen, self.views.as_ref()))
     }
 
     /// Reads an object. None if the space is none of an object.
     pub(crate) fn read(&self, space: SpaceId, ranges: &[Range], buffer: &mut [u8]) -> Option<Result<RangeSet>> {
-        let object = self.objects.values().find(|object| object.space == Some(space))?;
+        let object = self.objects.get(self.by_space.get(&space)?)?;
         Some(object.read(ranges, buffer))
     }
 
@@ -391,7 +399,7 @@ impl SharedObject {
     /// Chooses where writes are looked for: only in pieces that hold data, if tracking all would
     /// take page tables for much that holds none. As it was, if the mappings are gone meanwhile.
     fn choose_part(&mut self, mapped: &[Mapped]) -> Result<()> {
-        let longest = mapped.iter().map(|(_, mapping)| mapping.range.byte_count()).max().unwrap_or_default();
+        let longest = longest(mapped);
         if longest <= SMALL {
             self.part = None;
             return Ok(());
@@ -510,6 +518,11 @@ impl SharedObject {
         }
         Ok(missing)
     }
+}
+
+/// The length of the longest of these mappings.
+fn longest(mapped: &[Mapped]) -> ByteCount {
+    mapped.iter().map(|(_, mapping)| mapping.range.byte_count()).max().unwrap_or_default()
 }
 
 /// The objects that a process maps; none if it has ended.
