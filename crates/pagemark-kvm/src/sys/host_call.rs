@@ -88,6 +88,15 @@ pub unsafe fn immediate(number: i64, arguments: [u64; 6]) -> i64 {
     result
 }
 
+/// Whether `id` is that of this process or of one of its threads.
+pub fn is_of_this_process(id: u64) -> bool {
+    // SAFETY: asks; signal 0 is none.
+    unsafe {
+        let process = libc::syscall(libc::SYS_getpid) as u64;
+        immediate(libc::SYS_tgkill, [process, id, 0, 0, 0, 0]) == 0
+    }
+}
+
 /// The errno of a result of a system call, if it is one.
 pub fn errno(result: i64) -> Option<i32> {
     (-4095..0).contains(&result).then_some(-result as i32)

@@ -101,6 +101,7 @@ impl Thread {
             | libc::SYS_pwritev2
             | libc::SYS_vmsplice => self.with_buffers(call).map(Outcome::from),
             libc::SYS_sendmsg | libc::SYS_recvmsg => self.with_message(call).map(Outcome::from),
+            libc::SYS_process_vm_readv | libc::SYS_process_vm_writev => self.between_processes(call).map(Outcome::from),
             libc::SYS_close => {
                 files::descriptor(a)?;
                 Ok(self.interruptible(&call, Writes::NONE).into())

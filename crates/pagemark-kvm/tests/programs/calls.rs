@@ -3,9 +3,11 @@
 use std::io::Write;
 use std::os::fd::{AsRawFd, FromRawFd};
 use std::os::unix::net::UnixDatagram;
-use std::sync::atomic::{AtomicI32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
 
 use pagemark::region::{Region, RegionOptions};
+use pagemark::sys::own_memory::Mapping;
+use pagemark::track::{OwnMemory, Scope};
 use pagemark::{Address, Mechanism, PAGE_SIZE, RangeSet};
 
 const PAGES: usize = 600;
@@ -74,6 +76,7 @@ fn calls() {
         numbers(&mut checked);
         signals(&mut checked);
         blocked(&checked);
+        at_any_time(mechanism);
         println!("{mechanism}: {} calls are found", checked.calls);
     }
 }
@@ -89,6 +92,14 @@ fn files(checked: &mut Checked) {
     checked.of("preadv2", |at| call!(SYS_preadv2, fd, two(at).as_ptr(), 2, 0, 0, 0));
     let many = |at: *mut u8| (0..20).map(|index| (at.wrapping_add(index), 1usize)).collect::<Vec<_>>();
     checked.of("readv of many", |at| call!(SYS_preadv, fd, many(at).as_ptr(), 20, 0, 0));
+    let bytes = [5u8; 100];
+    let here = (bytes.as_ptr(), bytes.len());
+    checked.of("process_vm_readv", |at| {
+        call!(SYS_process_vm_readv, std::process::id(), [(at, 100usize)].as_ptr(), 1, &raw const here, 1, 0)
+    });
+    checked.of("process_vm_writev", |at| {
+        call!(SYS_process_vm_writev, std::process::id(), &raw const here, 1, [(at, 100usize)].as_ptr(), 1, 0)
+    });
     checked.of("fstat", |at| call!(SYS_fstat, fd, at));
     checked.of("stat", |at| call!(SYS_stat, c"/".as_ptr(), at));
     checked.of("newfstatat", |at| call!(SYS_newfstatat, libc::AT_FDCWD, c"/".as_ptr(), at, 0));
@@ -284,4 +295,52 @@ fn blocked(checked: &Checked) {
     });
     checked.region.begin().expect("a transaction");
     assert!(checked.region.commit().expect("no page").is_empty());
+}
+
+/// Threads have the kernel write all the time. A copy that has only what each collect reports is
+/// equal in the end.
+fn at_any_time(mechanism: Mechanism) {
+    const ROUNDS: usize = 150;
+    let mapping = Mapping::new(PAGES * PAGE_SIZE).expect("room for it");
+    // SAFETY: private memory that lives longer than the tracker, and whose mapping stays.
+    let memory = unsafe { OwnMemory::new(mapping.range()) }.expect("a mapping");
+    let mut tracker = mechanism.tracker(Scope::OwnMemory, &memory).expect("the machine has it");
+    let (base, all) = (mapping.start().as_ptr() as usize, RangeSet::from(mapping.range()));
+    let mut copy = vec![0u8; mapping.bytes()];
+    let mut update = || {
+        let mut written = RangeSet::new();
+        tracker.collect(&all, &mut written).expect("the written pages");
+        for range in written.iter() {
+            let (start, len) = (range.start.get() as usize, (range.end.get() - range.start.get()) as usize);
+            // SAFETY: within both. Only the kernel writes meanwhile; the next collect has it too.
+            unsafe { (start as *const u8).copy_to(copy.as_mut_ptr().add(start - base), len) };
+        }
+    };
+    let ends = AtomicBool::new(false);
+    update();
+    std::thread::scope(|scope| {
+        for thread in 0..3 {
+            let ends = &ends;
+            scope.spawn(move || {
+                let mut at = thread * 7919;
+                while !ends.load(Ordering::Relaxed) {
+                    at = (at * 31 + 12_345) % (PAGES * PAGE_SIZE - 9000);
+                    let (to, from) = ([(base + at, 3000usize), (base + at + 4000, 10)], [(base, 3010usize)]);
+                    let id = std::process::id();
+                    let result = match at % 3 {
+                        0 => call!(SYS_getrandom, base + at, 9000, 0),
+                        1 => call!(SYS_process_vm_readv, id, to.as_ptr(), 2, from.as_ptr(), 1, 0),
+                        _ => call!(SYS_uname, base + at),
+                    };
+                    assert!(result >= 0, "{}", std::io::Error::last_os_error());
+                }
+            });
+        }
+        (0..ROUNDS).for_each(|_| update());
+        ends.store(true, Ordering::Relaxed);
+    });
+    update();
+    let lost = mapping.content().chunks(PAGE_SIZE).zip(copy.chunks(PAGE_SIZE)).position(|(now, then)| now != then);
+    assert_eq!(lost, None, "{mechanism}");
+    assert!(copy.iter().any(|byte| *byte != 0), "{mechanism}");
 }

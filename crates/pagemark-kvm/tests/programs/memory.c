@@ -9,6 +9,7 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 static sigjmp_buf back;
@@ -135,6 +136,26 @@ int main(int argc, char **argv)
 	SHOW(syscall(SYS_uname, 0x7fff12345000));
 	SHOW(syscall(SYS_madvise, 0x100000, ~4095ul, MADV_DONTNEED));
 	SHOW(munmap((void *)0x10000, 1ul << 47));
+
+	// Copies within the process, and from another.
+	char from[] = "some text", to[sizeof from] = "";
+	struct iovec here = {to, 4}, there = {from, 4};
+	SHOW(process_vm_readv(getpid(), &here, 1, &there, 1, 0));
+	SHOW(memcmp(to, "some", 5));
+	struct iovec rest[] = {{from + 4, 2}, {from + 6, 4}}, behind = {to + 4, 6};
+	SHOW(process_vm_writev(getpid(), rest, 2, &behind, 1, 0));
+	SHOW(memcmp(to, from, sizeof from));
+	SHOW(process_vm_readv(getpid(), &here, 1, &(struct iovec){(void *)8, 4}, 1, 0));
+	SHOW(process_vm_readv(999999999, &here, 1, &there, 1, 0));
+	int child = fork();
+	if (!child) {
+		pause();
+		_exit(0);
+	}
+	memset(from, 0, sizeof from);
+	SHOW(process_vm_readv(child, &here, 1, &there, 1, 0));
+	SHOW(memcmp(to, "some", 4));
+	kill(child, SIGKILL);
 	(void)argc, (void)argv;
 	return 3;
 }

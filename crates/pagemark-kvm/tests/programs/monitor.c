@@ -35,6 +35,12 @@ int main(void)
 	expect("read", read(zero, monitor, 4096), EFAULT);
 	struct iovec list = {monitor, 4096};
 	expect("readv", readv(zero, &list, 1), EFAULT);
+	char own[64];
+	struct iovec here = {own, 16}, there = {monitor, 16};
+	expect("process_vm_readv", process_vm_readv(getpid(), &here, 1, &there, 1, 0), EFAULT);
+	expect("process_vm_writev", process_vm_writev(getpid(), &here, 1, &there, 1, 0), EFAULT);
+	expect("process_vm_readv into it", process_vm_readv(getppid(), &there, 1, &here, 1, 0), EFAULT);
+	expect("process_vm_readv of a thread", process_vm_readv(syscall(SYS_gettid), &here, 1, &there, 1, 0), EFAULT);
 	expect("write", write(zero, monitor, 16), EFAULT);
 	expect("munmap", munmap(monitor, 4096), EINVAL);
 	expect("mprotect", mprotect(monitor, 4096, PROT_READ), ENOMEM);

@@ -3,7 +3,7 @@
 use std::os::fd::RawFd;
 
 use crate::layout::{PROGRAM_END, USER_END};
-use crate::sys::host_call::Call;
+use crate::sys::host_call::{self, Call};
 use crate::sys::{descriptors, program_memory};
 use crate::thread::Thread;
 use crate::writes::Writes;
@@ -18,12 +18,17 @@ pub fn is_monitor(address: u64) -> bool {
     (PROGRAM_END..USER_END).contains(&address)
 }
 
-/// A copy of a list of `struct iovec`, with all addresses checked.
-pub fn buffers(list: u64, count: u64) -> Result<Vec<u64>, Refusal> {
+/// A copy of a list of `struct iovec`.
+fn listed(list: u64, count: u64) -> Result<Vec<u64>, Refusal> {
     if count > MOST_BUFFERS {
         return Err(libc::EINVAL.into());
     }
-    let words = program_memory::read_words(list, count as usize * 2)?;
+    Ok(program_memory::read_words(list, count as usize * 2)?)
+}
+
+/// As [`listed`], with all addresses checked.
+pub fn buffers(list: u64, count: u64) -> Result<Vec<u64>, Refusal> {
+    let words = listed(list, count)?;
     if words.chunks_exact(2).any(|buffer| is_monitor(buffer[0])) {
         return Err(libc::EFAULT.into());
     }
@@ -43,6 +48,20 @@ impl Thread {
             false => written(Writes::NONE, &words),
         };
         call.arguments[1] = words.as_ptr() as u64;
+        Ok(self.interruptible(&call, writes))
+    }
+
+    /// `process_vm_readv` and `process_vm_writev`: a process, and two lists of buffers. The second
+    /// has addresses of that process.
+    pub(super) fn between_processes(&self, mut call: Call) -> Result<i64, Refusal> {
+        let [process, local, locals, remote, remotes, _] = call.arguments;
+        let local = buffers(local, locals)?;
+        let remote =
+            if host_call::is_of_this_process(process) { buffers(remote, remotes)? } else { listed(remote, remotes)? };
+        // A process may share this memory, so that nothing is left out.
+        let filled = if call.number == libc::SYS_process_vm_readv as u64 { &local } else { &remote };
+        let writes = written(Writes::NONE, filled);
+        (call.arguments[1], call.arguments[3]) = (local.as_ptr() as u64, remote.as_ptr() as u64);
         Ok(self.interruptible(&call, writes))
     }
 
