@@ -20,7 +20,8 @@
 //! ```
 
 mod criu_dump;
-pub mod deltas;
+pub mod delta_turns;
+mod deltas;
 mod error;
 pub mod explore;
 mod figures;

@@ -18,6 +18,7 @@ use pagemark_report::samples::Samples;
 use pagemark_report::table::Table;
 
 use crate::criu_dump::{FullDump, full_dump};
+use crate::delta_turns::{self, Comparison, compare};
 use crate::trackee::{Trackee, idle};
 use crate::usage::{own_memory_bytes, processor_time};
 use crate::workload::Workload;
@@ -50,6 +51,9 @@ pub struct Options {
     /// Children of the target that share its memory since they were forked
     #[arg(long, default_value_t = 0, value_name = "CHILDREN")]
     prefork: u32,
+    /// Measure instead what deltas of pages save and cost in so many turns with whole pages
+    #[arg(long, value_name = "TURNS")]
+    deltas: Option<u32>,
     /// Directory for the repository [default: the directory for temporary files]
     #[arg(long)]
     directory: Option<PathBuf>,
@@ -75,6 +79,22 @@ impl Options {
             }
         };
         probes.into_iter().filter_map(works).collect()
+    }
+
+    /// A directory for repositories.
+    fn temporary_directory(&self) -> Result<tempfile::TempDir, BenchError> {
+        let directory = match &self.directory {
+            Some(directory) => tempfile::tempdir_in(directory),
+            None => tempfile::tempdir(),
+        };
+        directory.map_err(BenchError::on("make a directory for the repository"))
+    }
+
+    fn describe(&self) -> String {
+        format!(
+            "{} MiB, {} checkpoints of each form in a turn, every {} ms; dirty pages in runs of {}; medians",
+            self.mib, self.checkpoints, self.every_ms, self.run_pages
+        )
     }
 
     fn strategy(&self) -> Strategy {
@@ -120,7 +140,7 @@ struct Row {
 /// # Errors
 /// A checkpoint, a dump by CRIU, or the target failed.
 pub fn run(options: &Options) -> Result<(), BenchError> {
-    let mut rows = Vec::new();
+    let (mut rows, mut deltas) = (Vec::new(), Vec::new());
     let mechanisms = options.mechanisms();
     for &percent in &options.percent {
         let workload = Workload {
@@ -131,6 +151,13 @@ pub fn run(options: &Options) -> Result<(), BenchError> {
             children: options.prefork,
         };
         let trackee = Trackee::start(&workload)?;
+        if let Some(turns) = options.deltas {
+            for &mechanism in &mechanisms {
+                let compared = measure_deltas(options, &trackee, mechanism, turns)?;
+                deltas.push((format!("{percent} % of the pages, {mechanism}"), compared));
+            }
+            continue;
+        }
         let peer = measure_peer(&trackee)?;
         for &mechanism in &mechanisms {
             eprintln!("{percent} % dirty, {mechanism} …");
@@ -141,7 +168,12 @@ pub fn run(options: &Options) -> Result<(), BenchError> {
             rows.push(row);
         }
     }
-    if options.json {
+    if options.deltas.is_some() {
+        if options.json {
+            return print_json(&deltas);
+        }
+        print(&format!("{}\n{}", options.describe(), delta_turns::table(&deltas)));
+    } else if options.json {
         print_json(&rows)?;
     } else {
         print(&table(options, &rows));
@@ -159,12 +191,20 @@ fn measure_peer(trackee: &Trackee) -> Result<Vec<FullDump>, BenchError> {
         .collect()
 }
 
+fn measure_deltas(
+    options: &Options,
+    trackee: &Trackee,
+    mechanism: Mechanism,
+    turns: u32,
+) -> Result<Comparison, BenchError> {
+    let directory = options.temporary_directory()?;
+    let every = Duration::from_millis(options.every_ms);
+    let mut write = || trackee.updates_per_second(idle(every)).map(drop);
+    compare(trackee.pid(), mechanism, directory.path(), [turns, options.checkpoints], &mut write)
+}
+
 fn measure(options: &Options, trackee: &Trackee, percent: f64, mechanism: Mechanism) -> Result<Row, BenchError> {
-    let directory = match &options.directory {
-        Some(directory) => tempfile::tempdir_in(directory),
-        None => tempfile::tempdir(),
-    };
-    let directory = directory.map_err(BenchError::on("make a directory for the repository"))?;
+    let directory = options.temporary_directory()?;
     let repository = Repository::create(&directory.path().join("repository")).map_err(BenchError::pagemark)?;
     let mut row = Row {
         percent,

@@ -17,6 +17,7 @@ use pagemark_report::output::print;
 use pagemark_report::samples::Samples;
 
 use crate::BenchError;
+use crate::delta_turns::{self, compare};
 use crate::redis_server::RedisServer;
 
 /// Options of the measurement.
@@ -37,6 +38,11 @@ pub struct Options {
     /// Keep server and load on this core, so that the others are free for the checkpoints
     #[arg(long)]
     core: Option<u32>,
+    /// Measure instead what deltas of pages save and cost in turns with whole pages, by kinds of
+    /// requests: values of 100 bytes, counters, a list that grows. A tenth of the requests come
+    /// before each checkpoint
+    #[arg(long)]
+    deltas: bool,
 }
 
 impl Options {
@@ -88,14 +94,61 @@ fn load(server: &RedisServer, options: &Options) -> Result<f64, BenchError> {
     Ok(f64::from(options.requests) / begin.elapsed().as_secs_f64())
 }
 
+/// The requests by which deltas are measured.
+const DELTA_REQUESTS: [(&str, &str); 3] =
+    [("values of 100 bytes", "set"), ("counters", "incr"), ("a list that grows", "rpush")];
+
+/// Checkpoints of each form in a turn.
+const DELTA_CHECKPOINTS: u32 = 5;
+
+/// Sends requests of one kind, with values of 100 bytes.
+fn send(server: &RedisServer, options: &Options, kind: &str, requests: u64) -> Result<(), BenchError> {
+    let sent = options
+        .benchmark(server)
+        .args(["-d", "100", "-P", "16", "-n", &requests.to_string(), "-t", kind])
+        .stdout(Stdio::null())
+        .status()
+        .map_err(BenchError::on("start redis-benchmark"))?;
+    if !sent.success() {
+        return Err(BenchError::Workload { output: format!("redis-benchmark -t {kind} failed") });
+    }
+    Ok(())
+}
+
+/// Measures what deltas save and cost.
+fn run_deltas(options: &Options, server: &RedisServer, directory: &std::path::Path) -> Result<(), BenchError> {
+    let mut rows = Vec::new();
+    for (name, kind) in DELTA_REQUESTS {
+        send(server, options, kind, u64::from(options.keys) * 2)?;
+        let mechanism = Mechanism::choose(Scope::Process);
+        let mut write = || send(server, options, kind, u64::from(options.requests / 10));
+        let directory = directory.join(kind);
+        std::fs::create_dir(&directory).map_err(BenchError::on("make a directory for the repositories"))?;
+        let compared = compare(server.pid(), mechanism, &directory, [options.turns, DELTA_CHECKPOINTS], &mut write)?;
+        rows.push((name.to_owned(), compared));
+    }
+    print(&format!(
+        "Redis, {} keys, {} requests before each checkpoint, {} turns of {DELTA_CHECKPOINTS} checkpoints of each form; \
+         medians\n{}",
+        options.keys,
+        options.requests / 10,
+        options.turns,
+        delta_turns::table(&rows),
+    ));
+    Ok(())
+}
+
 /// Measures and prints.
 ///
 /// # Errors
 /// Redis could not be run, or a checkpoint failed.
 pub fn run(options: &Options) -> Result<(), BenchError> {
     let server = RedisServer::start(&options.prefix())?;
-    fill(&server, options)?;
     let directory = tempfile::tempdir().map_err(BenchError::on("make a directory for the repository"))?;
+    if options.deltas {
+        return run_deltas(options, &server, directory.path());
+    }
+    fill(&server, options)?;
     let mut ratios = Samples::default();
     let mut downtimes_us = Samples::default();
     let mut before = load(&server, options)?;
