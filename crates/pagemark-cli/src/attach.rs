@@ -62,7 +62,7 @@ impl Attach {
         self.capture.memory.tracking.check_process()?;
         let policy = self.schedule.policy(&self.capture.memory)?;
         let name = job_name_of(&self.capture, self.pid)?;
-        let repository = self.repository.open_or_create()?;
+        let repository = self.repository.open_or_create(&self.capture.memory)?;
         self.capture.check_data(repository.path())?;
         let signals = Signals::hold_for_stop()?;
         let mut report = Report::choose(self.schedule.quiet, self.json, report::stdout(), None);
@@ -87,7 +87,7 @@ impl Checkpoint {
     pub fn run(self) -> Outcome {
         self.capture.memory.tracking.check_process()?;
         let name = job_name_of(&self.capture, self.pid)?;
-        let repository = self.repository.open_or_create()?;
+        let repository = self.repository.open_or_create(&self.capture.memory)?;
         self.capture.check_data(repository.path())?;
         let target = attach(&self.capture, self.pid, None)?;
         let mut job = Job::new(target, repository, self.capture.memory.job_options(name.clone()));

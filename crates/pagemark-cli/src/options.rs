@@ -33,6 +33,10 @@ pub struct MemoryOptions {
     /// frozen are added to that [default: a quarter of the available memory, at most 512MiB]
     #[arg(long, value_name = "SIZE", value_parser = text::parse_bytes)]
     in_flight: Option<usize>,
+    /// Store each page whole, never as what changed in it since an earlier checkpoint: more is
+    /// written, and a restore reads less
+    #[arg(long)]
+    pub whole_pages: bool,
 }
 
 /// How written memory is found, and how it is copied.

@@ -10,6 +10,7 @@ use pagemark::{Error, ErrorKind};
 use pagemark_report::escape::printable;
 
 use crate::failure::Failure;
+use crate::options::MemoryOptions;
 
 /// Options of every command that reads or writes a repository.
 #[derive(Args, Debug)]
@@ -54,10 +55,10 @@ impl RepositoryOptions {
         self.opened(&path, self.options().open(&path))
     }
 
-    /// Opens the repository, and creates it if it does not exist.
-    pub fn open_or_create(&self) -> Result<Repository, Failure> {
+    /// Opens the repository to store memory in it, and creates it if it does not exist.
+    pub fn open_or_create(&self, memory: &MemoryOptions) -> Result<Repository, Failure> {
         let path = self.path()?;
-        self.opened(&path, self.options().open_or_create(&path))
+        self.opened(&path, self.options().whole_pages(memory.whole_pages).open_or_create(&path))
     }
 
     fn options(&self) -> pagemark::repository::RepositoryOptions {

@@ -53,7 +53,7 @@ impl Run {
         // Whatever would make every checkpoint fail is reported before the program starts.
         self.capture.memory.tracking.check_process()?;
         let variables = self.heap.variables(program.as_os_str())?;
-        let repository = self.repository.open_or_create()?;
+        let repository = self.repository.open_or_create(&self.capture.memory)?;
         self.capture.check_data(repository.path())?;
         let saver = self.capture.saver().map_err(Failure::no_checkpoints_here)?;
         let options = JobOptions { name: name.clone(), policy: self.schedule.policy(&self.capture.memory)? };

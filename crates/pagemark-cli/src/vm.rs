@@ -89,7 +89,7 @@ impl Attach {
     fn run(self) -> Outcome {
         self.memory.tracking.check_machine()?;
         let policy = self.schedule.policy(&self.memory)?;
-        let repository = self.repository.open_or_create()?;
+        let repository = self.repository.open_or_create(&self.memory)?;
         let signals = Signals::hold_for_stop()?;
         let target = attach(self.memory.mechanism(), &self.monitor)?;
         let (pid, name) = (target.pid(), name_of(&self.memory, &target));
@@ -109,7 +109,7 @@ impl Attach {
 impl Checkpoint {
     fn run(self) -> Outcome {
         self.memory.tracking.check_machine()?;
-        let repository = self.repository.open_or_create()?;
+        let repository = self.repository.open_or_create(&self.memory)?;
         let target = attach(self.memory.mechanism(), &self.monitor)?;
         let name = name_of(&self.memory, &target);
         let mut job = Job::new(target, repository, self.memory.job_options(name.clone()));

@@ -44,7 +44,7 @@ impl Run {
     pub fn run(self) -> Outcome {
         self.memory.tracking.check_machine()?;
         let name = self.name();
-        let repository = self.repository.open_or_create()?;
+        let repository = self.repository.open_or_create(&self.memory)?;
         let options = JobOptions { name: name.clone(), policy: self.schedule.policy(&self.memory)? };
         let signals = Signals::hold_for_target()?;
         let mut qemu = OwnQemu::start(&self.command, &name, signals.before()).map_err(|error| {
