@@ -17,6 +17,8 @@ use std::ptr::null_mut;
 use std::sync::Once;
 use std::sync::atomic::{AtomicI32, AtomicPtr, AtomicU32, Ordering};
 
+use pagemark::Address;
+
 use crate::space::Space;
 
 /// Most heaps that a process can have at a time.
@@ -118,6 +120,12 @@ fn heaps() -> impl Iterator<Item = (&'static Entry, &'static Space)> {
     })
 }
 
+/// True if an address is in a view of a heap. The lock is held.
+fn is_in_a_heap(address: usize) -> bool {
+    let mut views = heaps().flat_map(|(_, space)| (0..space.views.count()).map(|view| space.views.view(view)));
+    views.any(|view| view.contains(&Address::from(address)))
+}
+
 unsafe extern "C" fn before() {
     lock();
     FORKING.store(std::process::id(), Ordering::Relaxed);
@@ -131,7 +139,9 @@ unsafe extern "C" fn before() {
     unsafe {
         let handler: extern "C" fn(c_int, *mut libc::siginfo_t, *mut c_void) = on_fault;
         (*action.as_mut_ptr()).sa_sigaction = handler as usize;
-        (*action.as_mut_ptr()).sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK;
+        // An alternate stack may be in a heap itself, as that of Python's faulthandler.
+        let stack = if is_in_a_heap((&raw const action).addr()) { libc::SA_ONSTACK } else { 0 };
+        (*action.as_mut_ptr()).sa_flags = libc::SA_SIGINFO | stack;
         libc::sigaction(libc::SIGSEGV, action.as_ptr(), (*SHARED.previous.get()).as_mut_ptr());
     }
 }

@@ -71,6 +71,30 @@ print(hashlib.sha256(json.dumps(table).encode()).hexdigest())
     }
 }
 
+/// In a child, the C library uses the open streams of a program with threads before any handler. The
+/// signal that this raises is handled although the alternate stack is in the heap.
+#[test]
+fn a_child_begins_although_the_alternate_signal_stack_is_on_the_heap() {
+    if !is_installed("python3") {
+        pagemark_testing::skip!("no python3");
+    }
+    let program = "
+import ctypes, os, threading
+open_stream = ctypes.CDLL(None).fopen
+open_stream.restype = ctypes.c_void_p
+assert open_stream(b'/dev/null', b'r')
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+child = os.fork()
+if child == 0:
+    os._exit(7)
+print(os.waitpid(child, 0)[1] >> 8, flush=True)
+os._exit(0)
+";
+    let mut command = preloaded("python3", 4);
+    let output = printed(command.env("PYTHONMALLOC", "malloc").args(["-X", "faulthandler", "-c", program]));
+    assert_eq!(output, "7\n");
+}
+
 #[test]
 fn sqlite_runs_with_it() {
     if !is_installed("sqlite3") {
