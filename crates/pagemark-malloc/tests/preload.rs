@@ -71,8 +71,8 @@ print(hashlib.sha256(json.dumps(table).encode()).hexdigest())
     }
 }
 
-/// In a child, the C library uses the open streams of a program with threads before any handler. The
-/// signal that this raises is handled although the alternate stack is in the heap.
+/// In a child, the C library uses the open streams of a program with threads before any handler.
+/// The signal that this raises is handled although the alternate stack is in the heap.
 #[test]
 fn a_child_begins_although_the_alternate_signal_stack_is_on_the_heap() {
     if !is_installed("python3") {
