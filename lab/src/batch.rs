@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use crate::machine::{Machine, Outcome};
 use crate::skips::AllowedSkips;
-use crate::{Error, Result, source_root};
+use crate::{Error, Result, cache, source_root};
 
 /// A test in a machine.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -50,7 +50,8 @@ impl TestResult {
 }
 
 /// Runs the tests one after the other in a machine, each for at most `limit_s` seconds. The machine
-/// gets `work` as a share. The output goes to `log`.
+/// gets `work` as a share, where its kernel has a directory for the results. The output goes to
+/// `log`.
 ///
 /// # Errors
 /// If the machine cannot be started. A test that fails, or is not reached, is a result.
@@ -62,7 +63,9 @@ pub fn run(
     log: &Path,
 ) -> Result<Vec<TestResult>> {
     let start = Instant::now();
-    let [tests_file, results, skips] = ["tests", "results", "skips"].map(|name| work.join(name));
+    let directory = work.join(format!("batch-{}", machine.kernel));
+    cache::create(&directory)?;
+    let [tests_file, results, skips] = ["tests", "results", "skips"].map(|name| directory.join(name));
     let lines: String = tests.iter().map(|test| test.line(limit_s)).collect();
     for (path, text) in [(&tests_file, lines.as_str()), (&results, ""), (&skips, "")] {
         std::fs::write(path, text).map_err(Error::file("write", path))?;

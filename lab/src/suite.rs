@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 use std::process::Command;
-use std::sync::mpsc;
+use std::sync::{OnceLock, mpsc};
 use std::time::Instant;
 
 use crate::history::{self, Record};
@@ -151,48 +151,65 @@ fn reason_without_lab(options: &Options) -> Option<&'static str> {
     }
 }
 
-/// The steps on kernels that the host does not run. The test binaries arrive when they are built;
-/// if none arrive, the build has failed.
+/// The steps on kernels that the host does not run. Those on kernels of distributions, which are
+/// only fetched, wait for no build of a kernel. The test binaries arrive when they are built; if
+/// none arrive, the build has failed.
 fn lab_steps(steps: &Steps, extent: Extent, binaries: mpsc::Receiver<TestBinaries>) {
-    let parts = Part::of(extent);
-    let kernels = || -> Result<()> {
-        for part in parts {
-            for &kernel in part.kernels(extent) {
-                kernel_build::image(kernel)?;
-            }
-        }
-        kernel_build::source().map(|_| ())
+    let is_fetched = |part: &&Part| {
+        let kernels = part.kernels(extent);
+        !kernels.is_empty() && kernels.iter().all(|kernel| kernel.package().is_some())
     };
-    if !steps.run("kernels", || kernels().into()) {
-        return;
-    }
-    let Ok(binaries) = binaries.recv() else {
-        steps.run("lab", || Outcome::Failed("the test binaries could not be built".to_owned()));
-        return;
+    let (fetched, built): (Vec<&Part>, Vec<&Part>) = Part::of(extent).iter().partition(is_fetched);
+    let kernels = |parts: &[&Part]| -> Result<()> {
+        parts.iter().flat_map(|part| part.kernels(extent)).try_for_each(|&kernel| kernel_build::image(kernel).map(drop))
     };
-    let programs = match Programs::build(Some(binaries)) {
-        Ok(programs) => programs,
-        Err(error) => {
-            steps.run("lab", || Outcome::Failed(error.to_string()));
-            return;
-        }
-    };
-    for &part in parts {
-        let name = format!("lab {}", part.name());
-        let log = steps.log(&name);
-        steps.run(&name, || match programs.run(part, extent, NICENESS, &log) {
-            Ok(results) => {
-                let lines: Vec<String> = results.iter().map(|result| result.line()).collect();
-                let text = lines.join("\n");
-                if results.iter().all(|result| result.failure.is_none()) {
-                    return Outcome::Passed(text);
-                }
-                let log = std::fs::read(&log).unwrap_or_default();
-                Outcome::Failed(format!("{}\n{text}", command::last_lines(&log, 150)))
-            }
-            Err(error) => Outcome::Failed(error.to_string()),
+    let programs = OnceLock::new();
+    std::thread::scope(|scope| {
+        let (kernels, built) = (&kernels, &built);
+        let building = scope.spawn(move || {
+            let all = || kernels(built).and_then(|()| kernel_build::source().map(drop));
+            steps.run("built kernels", || all().into())
         });
-    }
+        let are_fetched = steps.run("fetched kernels", || kernels(&fetched).into());
+        let Some(programs) = programs.get_or_init(|| lab_programs(steps, binaries)) else { return };
+        if are_fetched {
+            let fetched = &fetched;
+            scope.spawn(move || fetched.iter().for_each(|part| lab_step(steps, extent, programs, **part)));
+        }
+        if building.join().expect("the build of kernels returns its errors") {
+            built.iter().for_each(|part| lab_step(steps, extent, programs, **part));
+        }
+    });
+}
+
+/// What the steps of the lab run. None if it cannot be built, which is a failed step.
+fn lab_programs(steps: &Steps, binaries: mpsc::Receiver<TestBinaries>) -> Option<Programs> {
+    let failure = match binaries.recv() {
+        Ok(binaries) => match Programs::build(Some(binaries)) {
+            Ok(programs) => return Some(programs),
+            Err(error) => error.to_string(),
+        },
+        Err(mpsc::RecvError) => "the test binaries could not be built".to_owned(),
+    };
+    steps.run("lab", || Outcome::Failed(failure));
+    None
+}
+
+fn lab_step(steps: &Steps, extent: Extent, programs: &Programs, part: Part) {
+    let name = format!("lab {}", part.name());
+    let log = steps.log(&name);
+    steps.run(&name, || match programs.run(part, extent, NICENESS, &log) {
+        Ok(results) => {
+            let lines: Vec<String> = results.iter().map(|result| result.line()).collect();
+            let text = lines.join("\n");
+            if results.iter().all(|result| result.failure.is_none()) {
+                return Outcome::Passed(text);
+            }
+            let log = std::fs::read(&log).unwrap_or_default();
+            Outcome::Failed(format!("{}\n{text}", command::last_lines(&log, 150)))
+        }
+        Err(error) => Outcome::Failed(error.to_string()),
+    });
 }
 
 /// The steps that share the build directory of the workspace.
