@@ -36,5 +36,6 @@ while True:
     restored = pagemark.restore(repository, JOB, child=True)
     report(f"signal {-status} killed process {pid}; it was restored")
     for file in restored.files:
-        report(f"{file.path} was put back; its previous content is in {file.set_aside}")
+        aside = f"; its previous content is in {file.set_aside}" if file.set_aside else ""
+        report(f"{file.path} was put back{aside}")
 report(f"the program ended with status {status}")
