@@ -29,6 +29,7 @@ use pagemark::sys::proc::{self, Status, tree};
 use pagemark::sys::{pagemap, pidfd};
 use pagemark::{PAGE_SIZE, RangeSet};
 
+use super::connections::{Rules, Sockets};
 use super::guard::Guard;
 use super::images::schema::PstreeEntry;
 use super::images::{PageRun, Pagemap, read_all};
@@ -150,6 +151,8 @@ pub struct Dump {
     interrupted: Interrupted,
     watch: Watch,
     state_saved_at: Option<Instant>,
+    /// None once CRIU's rules are removed, or if it makes none.
+    rules: Option<Rules>,
     /// Waited for when CRIU has ended.
     _guard: Option<Guard>,
 }
@@ -305,8 +308,13 @@ impl Dump {
             });
         }
         criu.interrupted.observe(&tree);
+        let connections = options.keep_connections.then(|| {
+            let rules = Rules::of_tree(pid, &tree, notes.own_network.is_some()).map_err(|_| Error::criu_gone(pid))?;
+            Ok::<_, Error>((rules, Sockets::of_tree(&tree)))
+        });
+        let (rules, sockets) = connections.transpose()?.unzip();
         let child = command.spawn().map_err(io(&format!("start {}", criu.path().display())))?;
-        let guard = Guard::start(child.id() as i32, pid, &tree).map_err(io("start a guard"))?;
+        let guard = Guard::start(child.id() as i32, pid, &tree, sockets).map_err(io("start a guard"))?;
         let watch = Watch::start(pid, child.id() as i32).map_err(io("start a thread"))?;
         let withholding = withhold.then(|| Withholding::start(&receiver, tree, objects, criu, submitted));
         let withholding = withholding.transpose().map_err(io("answer system calls"))?.flatten();
@@ -321,6 +329,7 @@ impl Dump {
             interrupted: criu.interrupted.clone(),
             watch,
             state_saved_at: None,
+            rules,
             _guard: guard,
         })
     }
@@ -332,6 +341,10 @@ impl Dump {
     /// # Errors
     /// CRIU failed. The tree resumes.
     pub fn wait_frozen(&mut self, at_most: Duration) -> Result<bool, Error> {
+        self.poll_frozen(at_most).map_err(|error| self.failed(error))
+    }
+
+    fn poll_frozen(&mut self, at_most: Duration) -> Result<bool, Error> {
         let deadline = Instant::now() + at_most;
         loop {
             if self.watch.frozen_at().is_some() {
@@ -354,11 +367,19 @@ impl Dump {
     /// # Errors
     /// CRIU failed; the error has its message. The tree resumes.
     pub fn wait_state_saved(&mut self) -> Result<(), Error> {
+        self.poll_state_saved().map_err(|error| self.failed(error))
+    }
+
+    fn poll_state_saved(&mut self) -> Result<(), Error> {
         let deadline = Instant::now() + SAVE_LIMIT;
-        while !self.wait_frozen(Duration::from_secs(1))? {
+        while !self.poll_frozen(Duration::from_secs(1))? {
             if Instant::now() >= deadline {
                 return Err(self.no_answer("freeze the processes", SAVE_LIMIT));
             }
+        }
+        if let Some(rules) = &mut self.rules {
+            // They may be gone when the dump has failed.
+            rules.observe(&members(self.pid));
         }
         // The reading end is in CRIU too, so the end of CRIU is no end of file and has to be polled.
         while !wait_readable(&self.status, Duration::from_millis(100))? {
@@ -395,12 +416,15 @@ impl Dump {
     /// The state was not saved: no [`Dump::wait_state_saved`] has succeeded, or CRIU failed after
     /// it. The tree resumes all the same.
     pub fn thaw(mut self, populated: impl FnOnce() -> Populated) -> Result<(Timings, SavedState), Error> {
+        self.resume(populated).map_err(|error| self.failed(error))
+    }
+
+    fn resume(&mut self, populated: impl FnOnce() -> Populated) -> Result<(Timings, SavedState), Error> {
         let (Some(frozen_at), Some(state_saved_at)) = (self.watch.frozen_at(), self.state_saved_at) else {
             return Err(Error::criu_failed(self.what(), "the state is not saved yet"));
         };
         if self.notes.cgroups == Cgroups::Restore {
-            let members = tree::members(self.pid).unwrap_or_default();
-            let pids: Vec<i32> = members.iter().map(|member| member.pid).collect();
+            let pids = members(self.pid);
             // Only the ids of a container are others in the images. The tree is still frozen.
             let image_id =
                 if self.notes.first_process.is_some() { container::image_id } else { std::convert::identity };
@@ -478,15 +502,44 @@ impl Dump {
     }
 }
 
-impl Drop for Dump {
-    fn drop(&mut self) {
-        // Closed, the socket ends CRIU as soon as that is harmless.
+impl Dump {
+    /// Waits until CRIU has ended, and removes what it has left outside of the tree if it failed.
+    fn failed(&mut self, error: Error) -> Error {
+        self.end();
+        match self.rules.take().filter(|_| self.has_failed()).map(|rules| rules.remove()) {
+            Some(Err(left)) => error.help(left.to_string()),
+            _ => error,
+        }
+    }
+
+    /// Ends CRIU as soon as that is harmless.
+    fn end(&mut self) {
         self.socket = None;
         let deadline = Instant::now() + THAW_LIMIT;
         while matches!(self.child.try_wait(), Ok(None)) && Instant::now() < deadline {
             std::thread::sleep(POLL);
         }
     }
+
+    /// True if CRIU has ended, without success.
+    fn has_failed(&mut self) -> bool {
+        matches!(self.child.try_wait(), Ok(Some(status)) if !status.success())
+    }
+}
+
+impl Drop for Dump {
+    fn drop(&mut self) {
+        self.end();
+        if let Some(rules) = self.rules.take().filter(|_| self.has_failed()) {
+            // Nobody has asked for the outcome of this dump, so nobody hears of this either.
+            let _ = rules.remove();
+        }
+    }
+}
+
+/// The processes of a tree; none if it is gone.
+fn members(pid: i32) -> Vec<i32> {
+    tree::members(pid).unwrap_or_default().iter().map(|member| member.pid).collect()
 }
 
 /// Names in CRIU's images what was withheld from it.

@@ -8,6 +8,9 @@
 //! CRIU exit, attaches to the threads, which have not executed an instruction since, and repairs
 //! them.
 //!
+//! A CRIU that ends by itself without success may leave sockets in repair mode ([`Sockets`]). The
+//! guard resets them at its exit, too.
+//!
 //! If the guard itself is killed, CRIU continues as without a guard.
 
 use std::fs::{File, OpenOptions};
@@ -22,6 +25,7 @@ use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
 use nix::unistd::{ForkResult, Pid, fork};
 use pagemark::sys::proc::{self, Status, maps, tree};
 
+use super::connections::Sockets;
 use crate::helper;
 use crate::ptrace::{self, Registers};
 
@@ -91,11 +95,12 @@ fn first_code(pid: i32) -> Option<(u64, [u8; CODE_LENGTH])> {
 
 impl Guard {
     /// Starts to guard the processes below `root_pid` against the end of CRIU, which must not have
-    /// changed any of them yet. None if CRIU has ended already.
+    /// changed any of them yet. None if CRIU has ended already. `sockets`: those that CRIU may set
+    /// to repair mode.
     ///
     /// # Errors
     /// CRIU cannot be traced.
-    pub fn start(criu_pid: i32, root_pid: i32, members: &[i32]) -> io::Result<Option<Guard>> {
+    pub fn start(criu_pid: i32, root_pid: i32, members: &[i32], sockets: Option<Sockets>) -> io::Result<Option<Guard>> {
         let originals: Vec<Original> = members.iter().map(|&pid| Original::read(pid)).collect();
         let (reader, writer) = io::pipe()?;
         // SAFETY: the child has a copy of this thread alone. It allocates, which the C library allows after
@@ -106,7 +111,7 @@ impl Guard {
                 drop(reader);
                 // A panic must not unwind into the copy of the caller.
                 let _ = std::panic::catch_unwind(AssertUnwindSafe(|| {
-                    guard(criu_pid, root_pid, &originals, writer.as_raw_fd());
+                    guard(criu_pid, root_pid, &originals, sockets.as_ref(), writer.as_raw_fd());
                 }));
                 // SAFETY: it only ends the process.
                 unsafe { libc::_exit(0) }
@@ -145,7 +150,7 @@ fn receive_errno(mut reader: PipeReader) -> io::Result<i32> {
 }
 
 /// The main function of the guard.
-fn guard(criu_pid: i32, root_pid: i32, originals: &[Original], report: i32) {
+fn guard(criu_pid: i32, root_pid: i32, originals: &[Original], sockets: Option<&Sockets>, report: i32) {
     let _ = sigprocmask(SigmaskHow::SIG_SETMASK, Some(&SigSet::all()), None);
     let _ = super::dump::outlive_requests_to_end();
     // SAFETY: this process is the guard alone, and ends by _exit.
@@ -169,11 +174,17 @@ fn guard(criu_pid: i32, root_pid: i32, originals: &[Original], report: i32) {
         let _ = match status >> 16 {
             libc::PTRACE_EVENT_EXIT => {
                 // An exit status is that of `wait`: the signal is in the lowest bits.
-                if ptrace::event_message(criu_pid).is_ok_and(|status| status & 0x7f != 0) {
-                    if is_preferred {
-                        // At once: a thread must not reach the SIGTRAP at the end of a system call.
-                        originals.iter().for_each(|original| stop(original.pid, original.pid));
-                    }
+                let status = ptrace::event_message(criu_pid).unwrap_or(0);
+                let is_killed = status & 0x7f != 0;
+                if is_killed && is_preferred {
+                    // At once: a thread must not reach the SIGTRAP at the end of a system call.
+                    originals.iter().for_each(|original| stop(original.pid, original.pid));
+                }
+                if let Some(sockets) = sockets.filter(|_| status != 0) {
+                    let members = tree::members(root_pid).unwrap_or_default();
+                    sockets.reset(&members.iter().map(|member| member.pid).collect::<Vec<i32>>());
+                }
+                if is_killed {
                     rescue(criu_pid, root_pid, originals);
                     return;
                 }

@@ -15,6 +15,7 @@ use nix::sys::socket::{AddressFamily, SockFlag, SockType, setsockopt, socket, so
 use pagemark::Store;
 use pagemark::repository::Manifest;
 use pagemark::sys::proc;
+use pagemark::sys::proc::descriptors::{InetSocket, parse_inet_sockets};
 use prost::Message;
 
 use crate::criu::images::schema::{FileEntry, InetSocketEntry, SOCKET_OUTSIDE, UnixSocketEntry};
@@ -204,19 +205,12 @@ fn socket_address(family: u32, words: &[u32], port: u32) -> Option<SocketAddr> {
 
 /// A process with a socket that is bound to the port, in this process's network.
 fn holder_of_port(protocol: &str, port: u16) -> Option<i32> {
+    // Connections of a server that has ended do not hold its port.
+    let holds = |socket: &InetSocket| socket.local.port() == port && [TCP_LISTEN, TCP_CLOSE].contains(&socket.state);
     let mut inodes = HashSet::new();
     for name in [protocol.to_owned(), format!("{protocol}6")] {
-        let table = fs::read_to_string(proc::own_path(&format!("net/{name}"))).unwrap_or_default();
-        for line in table.lines().skip(1) {
-            let words: Vec<&str> = line.split_ascii_whitespace().collect();
-            let (Some(local), Some(inode)) = (words.get(1), words.get(9)) else { continue };
-            let is_port = local.rsplit_once(':').and_then(|(_, port)| u16::from_str_radix(port, 16).ok()) == Some(port);
-            // Connections of a server that has ended do not hold its port.
-            let is_held = words.get(3).is_some_and(|state| ["0A", "07"].contains(state));
-            if is_port && is_held {
-                inodes.extend(inode.parse::<u64>());
-            }
-        }
+        let table = fs::read(proc::own_path(&format!("net/{name}"))).unwrap_or_default();
+        inodes.extend(parse_inet_sockets(&table).filter(holds).map(|socket| socket.inode));
     }
     holder_of_socket(&inodes)
 }

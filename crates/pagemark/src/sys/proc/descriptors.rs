@@ -1,9 +1,10 @@
-//! `/proc/PID/fd` and `/proc/PID/fdinfo`: the open descriptors of a process. `/proc/PID/net/unix`:
-//! sockets.
+//! `/proc/PID/fd` and `/proc/PID/fdinfo`: the open descriptors of a process. `/proc/PID/net/unix`,
+//! `tcp` and `udp`: sockets.
 
 use std::collections::HashSet;
 use std::fs;
 use std::io;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::os::unix::ffi::OsStringExt;
 use std::path::PathBuf;
 
@@ -127,6 +128,44 @@ pub fn parse_unix_sockets(text: &[u8]) -> impl Iterator<Item = UnixSocket> {
     })
 }
 
+/// A line of a `net/tcp`, `tcp6`, `udp` or `udp6` file.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct InetSocket {
+    /// The address that it is bound to.
+    pub local: SocketAddr,
+    /// The address that it is connected to; zeros if it is not.
+    pub peer: SocketAddr,
+    /// The kernel's number of its state.
+    pub state: u32,
+    /// Its inode; zero if no process has it.
+    pub inode: u64,
+}
+
+/// The content of a `net/tcp`, `tcp6`, `udp` or `udp6` file.
+pub fn parse_inet_sockets(text: &[u8]) -> impl Iterator<Item = InetSocket> {
+    // The first line is a heading.
+    let lines = text.split(|&byte| byte == b'\n').skip(1);
+    lines.filter_map(|line| {
+        let mut words = std::str::from_utf8(line).ok()?.split_ascii_whitespace().skip(1);
+        let (local, peer) = (parse_address(words.next()?)?, parse_address(words.next()?)?);
+        let state = u32::from_str_radix(words.next()?, 16).ok()?;
+        let inode = words.nth(5)?.parse().ok()?;
+        Some(InetSocket { local, peer, state, inode })
+    })
+}
+
+/// An address as words of 8 hexadecimal digits in the byte order of the machine, and the port.
+fn parse_address(text: &str) -> Option<SocketAddr> {
+    let (words, port) = text.split_once(':')?;
+    let word = |at: usize| u32::from_str_radix(words.get(at * 8..at * 8 + 8)?, 16).ok().map(u32::to_ne_bytes);
+    let ip = match words.len() {
+        8 => IpAddr::from(Ipv4Addr::from(word(0)?)),
+        32 => IpAddr::from(Ipv6Addr::from(*[word(0)?, word(1)?, word(2)?, word(3)?].concat().first_chunk::<16>()?)),
+        _ => return None,
+    };
+    Some(SocketAddr::new(ip, u16::from_str_radix(port, 16).ok()?))
+}
+
 #[cfg(test)]
 mod tests {
     use std::os::fd::AsRawFd;
@@ -139,6 +178,7 @@ mod tests {
         #[test]
         fn any_bytes_are_a_table_of_sockets(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
             parse_unix_sockets(&bytes).for_each(drop);
+            parse_inet_sockets(&bytes).for_each(drop);
         }
     }
 
@@ -149,6 +189,24 @@ mod tests {
                       0000: 00000002 00000000 00010000 0001 01 678 /run/a b\xff\n";
         let sockets: Vec<_> = parse_unix_sockets(table).map(|socket| (socket.inode, socket.state)).collect();
         assert_eq!(sockets, [(12345, CONNECTED), (678, 1)]);
+    }
+
+    #[test]
+    fn the_tables_of_internet_sockets_are_parsed() {
+        let listener = std::net::TcpListener::bind("[::1]:0").unwrap();
+        let client = std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let found: Vec<InetSocket> = parse_inet_sockets(&fs::read("/proc/self/net/tcp6").unwrap()).collect();
+        let (local, peer) = (client.local_addr().unwrap(), client.peer_addr().unwrap());
+        let found = found.iter().find(|socket| socket.local == local && socket.peer == peer).unwrap();
+        let of_client = |socket: &Descriptor| socket.number == client.as_raw_fd();
+        let descriptor = descriptors(std::process::id() as i32).unwrap().into_iter().find(of_client).unwrap();
+        assert_eq!((found.state, Some(found.inode)), (1, descriptor.socket_inode()));
+        let table =
+            b"  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode\n   \
+                      0: 0100007F:1E79 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 4711 1\n";
+        let sockets: Vec<_> = parse_inet_sockets(table).collect();
+        let (local, peer) = ("127.0.0.1:7801".parse().unwrap(), "0.0.0.0:0".parse().unwrap());
+        assert_eq!(sockets, [InetSocket { local, peer, state: 10, inode: 4711 }]);
     }
 
     #[test]

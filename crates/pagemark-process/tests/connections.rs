@@ -1,0 +1,134 @@
+//! TCP connections of a tree of which a process is killed while CRIU saves them.
+
+mod support;
+
+use std::io::{Read, Write};
+use std::net::TcpStream;
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use pagemark_process::criu::{Criu, Dump, DumpOptions};
+use pagemark_testing::{patience, skip, wait_until};
+use support::{Program, criu, is_running, take};
+
+/// CRIU locks so many one after the other, so that there is time to kill a process meanwhile.
+const CONNECTIONS: usize = 20;
+
+const OPTIONS: DumpOptions =
+    DumpOptions { keep_connections: true, cgroups: pagemark_process::cgroups::Cgroups::Restore };
+
+/// Returns what it gets on each connection, and ends at the first error. It has a child.
+const SERVER: &str = r#"
+import os, select, signal, socket, time
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+server = socket.create_server(('127.0.0.1', 0))
+if os.fork() == 0:
+    while True:
+        time.sleep(1)
+open('port.new', 'w').write(str(server.getsockname()[1]))
+os.rename('port.new', 'port')
+clients = []
+while True:
+    for ready in select.select([server, *clients], [], [])[0]:
+        if ready is server:
+            clients.append(server.accept()[0])
+        else:
+            ready.sendall(ready.recv(100))
+"#;
+
+/// Sends numbers to itself by a connection, and shows them. It has a child.
+const TO_ITSELF: &str = r#"
+server = socket.create_server(('127.0.0.1', 0))
+there = socket.create_connection(server.getsockname())
+back = server.accept()[0]
+if os.fork() == 0:
+    while True:
+        time.sleep(1)
+n = 0
+while True:
+    n += 1
+    there.sendall(b'%08d' % n)
+    assert int(back.recv(8, socket.MSG_WAITALL)) == n
+    with open('count', 'w') as file:
+        file.write(str(n))
+    time.sleep(0.001)
+"#;
+
+fn output(program: &str, arguments: &[&str]) -> String {
+    let output = Command::new(program).args(arguments).stdin(Stdio::null()).output().unwrap();
+    String::from_utf8_lossy(&output.stdout).into_owned()
+}
+
+fn has_iptables() -> bool {
+    Command::new("iptables").args(["-w", "-S"]).output().is_ok_and(|output| output.status.success())
+}
+
+/// Begins to save a program, kills one of its processes when CRIU has its rules, and returns when
+/// the dump has failed.
+fn kill_in_freeze(criu: &Criu, program: &Program, victim: i32, has_rules: impl Fn() -> bool) {
+    let directory = tempfile::tempdir().unwrap();
+    let mut dump = Dump::start(criu, program.pid(), directory.path(), &OPTIONS).unwrap();
+    while !dump.wait_frozen(Duration::from_millis(5)).unwrap() {}
+    wait_until("CRIU has packets dropped", has_rules);
+    kill(Pid::from_raw(victim), Signal::SIGKILL).unwrap();
+    dump.wait_state_saved().expect_err("a process was killed in the freeze");
+}
+
+#[test]
+fn clients_of_a_tree_stay_connected_when_a_process_is_killed_in_the_freeze() {
+    let Some(criu) = criu() else { return };
+    if !has_iptables() {
+        skip!("iptables does not work here");
+    }
+    for kills_root in [false, true] {
+        let program = Program::python(SERVER);
+        wait_until("the server listens", || program.read("port").is_some());
+        let port = program.read("port").unwrap();
+        let connect = || TcpStream::connect(format!("127.0.0.1:{port}")).unwrap();
+        let mut clients: Vec<TcpStream> = (0..CONNECTIONS).map(|_| connect()).collect();
+        let mut talk = || {
+            for client in &mut clients {
+                client.set_read_timeout(Some(patience())).unwrap();
+                client.write_all(b"hello").unwrap();
+                client.read_exact(&mut [0; 5]).unwrap();
+            }
+        };
+        talk();
+        let descriptors = program.descriptors();
+        let rules = || output("iptables", &["-w", "-S"]).matches(&format!("port {port} ")).count();
+        let victim = support::tree(program.pid())[usize::from(!kills_root)];
+        kill_in_freeze(&criu, &program, victim, || rules() >= CONNECTIONS / 2);
+        assert_eq!(rules(), 0);
+        if kills_root {
+            continue;
+        }
+        talk();
+        assert_eq!(program.descriptors(), descriptors);
+        assert!(is_running(program.pid()));
+        // The next dump has the connections.
+        let _ = take(&criu, program.pid(), &OPTIONS);
+        assert_eq!(rules(), 0);
+        talk();
+    }
+}
+
+#[test]
+fn a_network_of_the_trees_own_goes_on_when_a_process_is_killed_in_the_freeze() {
+    let Some(criu) = criu() else { return };
+    if !has_iptables() {
+        skip!("iptables does not work here");
+    }
+    let text = format!("import os, socket, time\nos.system('ip link set lo up')\n{TO_ITSELF}");
+    let program = Program::start(Command::new("unshare").args(["--net", "python3", "-c", &text]).stdout(Stdio::null()));
+    let count = || program.read("count").and_then(|count| count.parse::<u64>().ok()).unwrap_or(0);
+    wait_until("the program counts", || count() > 0);
+    let target = program.pid().to_string();
+    let rules = || output("nsenter", &["--target", &target, "--net", "iptables", "-w", "-S"]);
+    let before = rules();
+    kill_in_freeze(&criu, &program, support::tree(program.pid())[1], || rules().contains("-j CRIU"));
+    assert_eq!(rules(), before);
+    let at_kill = count();
+    wait_until("the program counts on", || count() > at_kill + 10);
+}
