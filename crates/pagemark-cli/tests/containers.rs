@@ -176,3 +176,18 @@ fn a_first_process_without_a_session_is_refused_with_a_remedy() {
     assert!(is_alive(container.pid));
     story.steps.goes_on(container.pid);
 }
+
+/// The container has the host's `/dev`, and what is mounted below it.
+#[test]
+fn a_container_with_users_of_its_own_is_refused_if_no_restore_could_mount_its_directories() {
+    let Some(story) = Story::begin() else { skip!("whole checkpoints need root, CRIU and a C compiler") };
+    let options = ["--net", "--user", "--map-root-user"];
+    let program = ["setsid", story.program, "steps", "1", "/data/steps"];
+    let container = Container::start(&options, &story.root, &story.data, &program);
+    story.steps.goes_on(container.pid);
+    let before = descriptors(container.pid);
+    let output = story.pagemark.output(&["checkpoint", "--job", "box", &container.pid.to_string()]);
+    assert_fails(&output, &["user namespace", "from outside", "--memory-only"]);
+    assert_eq!(descriptors(container.pid), before);
+    story.steps.goes_on(container.pid);
+}

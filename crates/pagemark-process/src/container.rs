@@ -118,6 +118,31 @@ impl HostPaths {
     }
 }
 
+/// A directory that a process with users and mounts of its own has from outside, and below which
+/// something is mounted outside. The kernel lets nobody mount it without what is below in mounts
+/// that belong to other users, as a restore would have to.
+///
+/// # Errors
+/// There is no such process, or tracing it is not permitted.
+pub(crate) fn locked_directory(pid: i32) -> io::Result<Option<PathBuf>> {
+    let has_own_users =
+        std::fs::read_link(proc::path(pid, "ns/user"))? != std::fs::read_link(proc::own_path("ns/user"))?;
+    if !has_own_users || !has_own_mounts(pid)? {
+        return Ok(None);
+    }
+    Ok(HostPaths::of_process(pid)?.locked_directory())
+}
+
+impl HostPaths {
+    fn locked_directory(&self) -> Option<PathBuf> {
+        let hides = |path: &Path| self.outside.iter().any(|mount| mount.point != path && mount.point.starts_with(path));
+        self.inside.iter().find_map(|mount| match self.place(&mount.point) {
+            Place::Outside(path) if hides(&path) => Some(path.components().collect()),
+            _ => None,
+        })
+    }
+}
+
 /// Gives a program that is about to be executed mounts of its own, in which the root directory of a
 /// container is a mount, as CRIU needs. Nothing of it is seen outside.
 pub(crate) struct OwnMounts {
@@ -164,6 +189,21 @@ mod tests {
         assert_eq!(place("/data/a"), Place::Outside("/srv/db/a".into()));
         assert_eq!(place("/run/a"), Place::InsideAlone);
         assert_eq!(place("/other/a"), Place::Unknown);
+    }
+
+    #[test]
+    fn directories_below_which_something_is_mounted_outside_are_found() {
+        let locked = |inside: &[u8]| {
+            let outside = b"22 1 8:1 / / rw - ext4 /dev/sda1 rw\n23 22 0:5 / /proc rw - proc proc rw\n\
+                            24 22 0:6 / /dev rw - devtmpfs dev rw\n25 24 0:7 / /dev/shm rw - tmpfs shm rw\n";
+            HostPaths { inside: Mount::parse(inside), outside: Mount::parse(outside) }.locked_directory()
+        };
+        assert_eq!(locked(b"50 40 8:1 / / rw - ext4 /dev/sda1 rw\n"), Some("/".into()));
+        let own_root = b"50 40 8:1 /srv/root / rw - ext4 /dev/sda1 rw\n51 50 0:40 / /proc rw - proc proc rw\n";
+        assert_eq!(locked(own_root), None);
+        assert_eq!(locked(&[&own_root[..], b"52 50 0:6 /null /dev/null rw - devtmpfs dev rw\n"].concat()), None);
+        let devices = [&own_root[..], b"52 50 0:6 / /dev rw - devtmpfs dev rw\n"].concat();
+        assert_eq!(locked(&devices), Some("/dev".into()));
     }
 
     #[test]

@@ -11,9 +11,10 @@ use pagemark::{Blob, PageNumber, PageRange, Store};
 
 use super::{FrozenState, Meanwhile, SavedState, StateSaver, Thawed, unreadable_state};
 use crate::attach;
+use crate::container;
 use crate::criu::images::PageRun;
 use crate::criu::{self, Criu, Dump, DumpOptions, ProcessImage};
-use crate::error::{Error, Object, Result};
+use crate::error::{Error, ErrorKind, Object, Result};
 use crate::objects::ObjectId;
 use crate::refusal;
 use crate::scratch::{self, ScratchDirectory};
@@ -53,7 +54,19 @@ impl StateSaver for CriuSaver {
     }
 
     fn check(&self, root_pid: i32) -> Result<()> {
-        attach::check_namespace(root_pid)
+        attach::check_namespace(root_pid)?;
+        let locked = container::locked_directory(root_pid)
+            .map_err(Error::system("read the mounts of", Object::Process(root_pid)))?;
+        let Some(directory) = locked else { return Ok(()) };
+        let reason = format!(
+            "has a user namespace of its own and the directory {} from outside, below which something is mounted: a \
+             restore could not mount it again",
+            directory.display()
+        );
+        Err(Error::about(ErrorKind::PidNamespace, Object::command(root_pid), reason).help(
+            "start it with directories below which nothing is mounted outside, above all with a root directory of its \
+             own, or save memory alone with --memory-only",
+        ))
     }
 
     fn leaves_objects_out(&self, pids: &[i32]) -> bool {

@@ -48,7 +48,7 @@ static MOST_MAPPED: LazyLock<ByteCount> = LazyLock::new(|| {
 const SMALL: ByteCount = ByteCount::new(64 << 20);
 const MOST_SPARSE: u64 = 8;
 
-/// A page table is for so many bytes.
+/// The bytes that one page table maps.
 const PIECE: ByteCount = ByteCount::new(2 << 20);
 
 /// With more objects than this, those that are shorter than [`SHORT`] are not tracked: each
