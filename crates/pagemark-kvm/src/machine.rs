@@ -202,7 +202,7 @@ impl Machine {
         space: Arc<OwnedLock<Space>>,
     ) -> Result<Arc<Machine>, Error> {
         let cpuid = kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES).map_err(Error::kvm("KVM_GET_SUPPORTED_CPUID"))?;
-        let vm = kvm.create_vm().map_err(Error::kvm("KVM_CREATE_VM"))?;
+        let vm = above_limit(|| kvm.create_vm().map_err(Error::kvm("KVM_CREATE_VM")))?;
         let fd = raise(vm.as_raw_fd(), false)?;
         drop(vm);
         // SAFETY: `fd` is a descriptor of a virtual machine, and owned by nothing else.
@@ -389,7 +389,7 @@ impl Machine {
             let reason = format!("KVM allows {} virtual CPUs, one for each thread", self.most_vcpus);
             return Err(Error::new(ErrorKind::Exhausted, "create", "a virtual CPU").reason(reason));
         }
-        let vcpu = self.vm.create_vcpu(id as u64).map_err(Error::kvm("KVM_CREATE_VCPU"))?;
+        let vcpu = above_limit(|| self.vm.create_vcpu(id as u64).map_err(Error::kvm("KVM_CREATE_VCPU")))?;
         let fd = raise(vcpu.as_raw_fd(), false)?;
         drop(vcpu);
         // SAFETY: `fd` is a descriptor of a virtual CPU of this machine, and owned by nothing else.
@@ -422,6 +422,11 @@ impl Drop for Machine {
         descriptors::forget(self.vm.as_raw_fd());
         descriptors::forget(self.kvm.as_raw_fd());
     }
+}
+
+/// Calls `make`, which makes a descriptor, although the program may have as many as it may have.
+fn above_limit<T>(make: impl FnOnce() -> Result<T, Error>) -> Result<T, Error> {
+    descriptors::above_limit(|_| make()).map_err(Error::system("raise", "the limit of descriptors"))?
 }
 
 fn raise(fd: RawFd, stays: bool) -> Result<RawFd, Error> {

@@ -273,6 +273,12 @@ impl Thread {
         program_memory::write(address, bytes)
     }
 
+    /// Copies `words` to the program's memory at `address`.
+    pub(crate) fn write_words(&self, address: u64, words: &[u64]) -> Result<(), Fault> {
+        let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
+        self.write(address, &bytes)
+    }
+
     /// The machine cannot go on: the reason is reported, and the process ends by `SIGKILL`.
     fn fail(&mut self, reason: &str) -> ! {
         let at = self.vcpu.registers().rip;

@@ -210,6 +210,14 @@ fn children() {
     same(compiled("children", dir.path(), &["-pthread"]), &[], dir.path());
 }
 
+/// A program that has as many files open as it may still gets threads and children.
+#[test]
+fn programs_without_free_descriptors() {
+    need_machine!();
+    let dir = dir();
+    same(compiled("descriptors", dir.path(), &["-pthread"]), &[], dir.path());
+}
+
 #[test]
 fn shells() {
     need_machine!();

@@ -19,30 +19,15 @@ fn word_and_bit(fd: RawFd) -> Option<(&'static AtomicU64, u64)> {
 /// A duplicate of `fd` above the numbers that the kernel gives the program. The caller owns it, and
 /// gives it back by [`forget`] when it is closed. A program that is executed has it too if `stays`.
 pub fn raise(fd: RawFd, stays: bool) -> io::Result<RawFd> {
-    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
-    // SAFETY: fills the value.
-    if unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &mut limit) } != 0 {
-        return Err(io::Error::last_os_error());
-    }
-    let base = match limit.rlim_max {
-        max if max >= 16_384 => max.min(65_536) - 8192,
-        max => max / 2,
-    };
-    let raised = libc::rlimit { rlim_cur: limit.rlim_max, ..limit };
-    // A number must be below the limit when it is made, but not later.
-    // SAFETY: reads the value.
-    if unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raised) } != 0 {
-        return Err(io::Error::last_os_error());
-    }
     let operation = if stays { libc::F_DUPFD } else { libc::F_DUPFD_CLOEXEC };
-    // SAFETY: makes a new descriptor.
-    let high = unsafe { libc::fcntl(fd, operation, base as libc::c_int) };
-    let error = io::Error::last_os_error();
-    // SAFETY: reads the value.
-    unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &limit) };
-    if high < 0 {
-        return Err(error);
-    }
+    let high = above_limit(|most| {
+        let base = match most {
+            most if most >= 16_384 => most.min(65_536) - 8192,
+            most => most / 2,
+        };
+        // SAFETY: makes a new descriptor.
+        made(unsafe { libc::fcntl(fd, operation, base as libc::c_int) })
+    })??;
     let Some((word, bit)) = word_and_bit(high) else {
         // SAFETY: made above, and used by nothing.
         unsafe { libc::close(high) };
@@ -50,6 +35,29 @@ pub fn raise(fd: RawFd, stays: bool) -> io::Result<RawFd> {
     };
     word.fetch_or(bit, Ordering::AcqRel);
     Ok(high)
+}
+
+fn made(fd: RawFd) -> io::Result<RawFd> {
+    if fd < 0 { Err(io::Error::last_os_error()) } else { Ok(fd) }
+}
+
+/// Calls `make` with the limit of descriptors at its maximum, which it gets, and then sets the
+/// program's limit again: a number must be below the limit when it is made, but not later.
+pub fn above_limit<T>(make: impl FnOnce(u64) -> T) -> io::Result<T> {
+    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    // SAFETY: fills the value.
+    if unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &mut limit) } != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    let raised = libc::rlimit { rlim_cur: limit.rlim_max, ..limit };
+    // SAFETY: reads the value.
+    if unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raised) } != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    let result = make(limit.rlim_max);
+    // SAFETY: reads the value.
+    unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &limit) };
+    Ok(result)
 }
 
 /// Takes over `fd`, which a monitor left open when its program executed this one.

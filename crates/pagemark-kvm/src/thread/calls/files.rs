@@ -89,8 +89,7 @@ impl Thread {
         let result = self.interruptible(&call, writes);
         if receives && result >= 0 {
             words[2] = list;
-            let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
-            self.write(message, &bytes)?;
+            self.write_words(message, &words)?;
         }
         Ok(result)
     }

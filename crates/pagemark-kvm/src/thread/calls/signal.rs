@@ -176,9 +176,7 @@ impl Thread {
         };
         let before = self.process.set_action(number as u32, action)?;
         if old != 0 {
-            let words = [before.handler, before.flags, before.restorer, before.mask];
-            let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
-            self.write(old, &bytes)?;
+            self.write_words(old, &[before.handler, before.flags, before.restorer, before.mask])?;
         }
         Ok(0)
     }

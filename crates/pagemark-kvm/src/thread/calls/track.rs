@@ -25,9 +25,8 @@ impl Thread {
             FORGET => self.machine.forget(means, start, end),
             COLLECT => {
                 let runs = self.machine.collect(means, start, end, len.min(MOST_RUNS) as usize)?;
-                let bytes: Vec<u8> =
-                    runs.iter().flat_map(|Run { start, end }| [*start, *end]).flat_map(u64::to_le_bytes).collect();
-                if self.write(to, &bytes).is_err() {
+                let words: Vec<u64> = runs.iter().flat_map(|Run { start, end }| [*start, *end]).collect();
+                if self.write_words(to, &words).is_err() {
                     self.machine.put_back(means, &runs);
                     return Err(libc::EFAULT.into());
                 }

@@ -1,0 +1,38 @@
+// A program that has as many files open as it may: threads and children need none.
+#include <errno.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+static void *body(void *argument) { return argument; }
+
+int main(void) {
+  struct rlimit limit;
+  getrlimit(RLIMIT_NOFILE, &limit);
+  limit.rlim_cur = 40;
+  setrlimit(RLIMIT_NOFILE, &limit);
+  int last = -1;
+  for (int fd; (fd = open("/dev/null", O_RDONLY)) >= 0;) last = fd;
+  printf("the last is %d: %s\n", last, strerror(errno));
+  pthread_t thread;
+  void *result = NULL;
+  int error = pthread_create(&thread, NULL, body, &limit);
+  if (!error) pthread_join(thread, &result);
+  printf("thread: %s, %d\n", strerror(error), result == &limit);
+  fflush(stdout);
+  pid_t child = fork();
+  if (child == 0) {
+    error = pthread_create(&thread, NULL, body, &limit);
+    _exit(error ? 1 : 7);
+  }
+  int status = -1;
+  waitpid(child, &status, 0);
+  printf("child: %#x\n", status);
+  getrlimit(RLIMIT_NOFILE, &limit);
+  printf("limit: %d, another: %d\n", (int)limit.rlim_cur, open("/dev/null", O_RDONLY));
+  return 0;
+}
