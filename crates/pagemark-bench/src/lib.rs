@@ -20,8 +20,8 @@
 //! ```
 
 mod criu_dump;
-pub mod delta_turns;
-mod deltas;
+mod delta_turns;
+pub mod deltas;
 mod error;
 pub mod explore;
 mod figures;

@@ -51,7 +51,8 @@ pub struct Options {
     /// Children of the target that share its memory since they were forked
     #[arg(long, default_value_t = 0, value_name = "CHILDREN")]
     prefork: u32,
-    /// Measure instead what deltas of pages save and cost in so many turns with whole pages
+    /// Measure instead what deltas of pages save and cost: take checkpoints with deltas and with
+    /// whole pages by turns, TURNS times each
     #[arg(long, value_name = "TURNS")]
     deltas: Option<u32>,
     /// Directory for the repository [default: the directory for temporary files]
