@@ -4,24 +4,28 @@
 //! so that it takes several to keep two processors busy.
 
 use std::fs::File;
-use std::io::{Read, Write};
+use std::io::{PipeReader, Read, Write};
 use std::path::Path;
 use std::process::Command;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use crate::steps::lock;
-use crate::test_programs::TestBinaries;
+use crate::test_programs::{TestBinaries, TestBinary};
 use crate::{Error, Result, command, source_root};
 
 /// So many run at a time. More would take processors from the lab's machines, which run beside.
 const LANES: usize = 2;
 /// The lines that are quoted of a binary that failed: a crash leaves no list of failed tests.
 const QUOTED_LINES: usize = 15;
+/// How long the programs that a binary has left may still print.
+const LEFT_LIMIT: Duration = Duration::from_secs(30);
 
 /// Runs the test binaries and the tests in the documentation, with `arguments` of libtest and with
-/// the environment variables `environment`. Writes their outputs to `log`, one after another.
+/// the environment variables `environment`. Writes their outputs to `log`, one after another. A
+/// binary that runs longer than `limit` is killed.
 ///
-/// Returns for each that failed its name, its exit status, and the end of its output.
+/// Returns for each that failed its name, the reason, and the end of its output.
 ///
 /// # Errors
 /// If a binary cannot be started, or the log cannot be written.
@@ -29,6 +33,7 @@ pub fn run(
     binaries: &TestBinaries,
     arguments: &[&str],
     environment: &[(&str, &str)],
+    limit: Duration,
     log: &Path,
 ) -> Result<Vec<String>> {
     let mut documentation = Command::new("cargo");
@@ -36,32 +41,36 @@ pub fn run(
     let mut programs = vec![("the examples of the documentation".to_owned(), documentation)];
     for binary in binaries.all() {
         let mut program = Command::new(&binary.path);
-        // As cargo runs them.
-        program.current_dir(&binary.package).env("CARGO_MANIFEST_DIR", &binary.package);
+        surround(&mut program, binary);
         programs.push((binary.name(), program));
     }
     for (_, program) in &mut programs {
         program.args(arguments).envs(environment.iter().copied());
     }
-    run_programs(programs, log)
+    run_programs(programs, limit, log)
+}
+
+/// Lets a program that runs a test binary find what cargo lets it find.
+pub(crate) fn surround(program: &mut Command, binary: &TestBinary) {
+    program.current_dir(&binary.package).env("CARGO_MANIFEST_DIR", &binary.package);
 }
 
 /// Runs the programs. See [`run`].
-fn run_programs(programs: Vec<(String, Command)>, log: &Path) -> Result<Vec<String>> {
+pub(crate) fn run_programs(programs: Vec<(String, Command)>, limit: Duration, log: &Path) -> Result<Vec<String>> {
     let queue = Mutex::new(programs.into_iter());
     let log_file = Mutex::new(File::create(log).map_err(Error::file("create", log))?);
     let failed = Mutex::new(Vec::new());
     let lane = || -> Result<()> {
         loop {
             let Some((name, mut program)) = lock(&queue).next() else { return Ok(()) };
-            let (status, output) = output(&mut program, log)?;
+            let (failure, output) = output(&mut program, limit, log)?;
             let mut file = lock(&log_file);
             // As cargo prints it; see `libtest`.
             let written = writeln!(file, "     Running {name}").and_then(|()| file.write_all(&output));
             written.map_err(Error::file("write", log))?;
-            if status != 0 {
+            if let Some(failure) = failure {
                 let end = command::last_lines(&output, QUOTED_LINES);
-                lock(&failed).push(format!("{name} ended with status {status}:\n{end}"));
+                lock(&failed).push(format!("{name} {failure}:\n{end}"));
             }
         }
     };
@@ -72,24 +81,56 @@ fn run_programs(programs: Vec<(String, Command)>, log: &Path) -> Result<Vec<Stri
     Ok(failed.into_inner().unwrap_or_else(PoisonError::into_inner))
 }
 
-/// The exit status, and all that the program and its children print.
-fn output(program: &mut Command, log: &Path) -> Result<(i32, Vec<u8>)> {
-    let (mut reader, writer) = std::io::pipe().map_err(Error::file("make a pipe for", log))?;
+/// Why the program failed, if it did, and all that it and its children print.
+fn output(program: &mut Command, limit: Duration, log: &Path) -> Result<(Option<String>, Vec<u8>)> {
+    let (reader, writer) = std::io::pipe().map_err(Error::file("make a pipe for", log))?;
     let second = writer.try_clone().map_err(Error::file("make a pipe for", log))?;
     program.stdin(std::process::Stdio::null()).stdout(writer).stderr(second);
     let mut child = command::start(program)?;
     // The command keeps the ends for writing open.
     program.stdout(std::process::Stdio::null()).stderr(std::process::Stdio::null());
-    let mut output = Vec::new();
-    reader.read_to_end(&mut output).map_err(Error::file("read the output for", log))?;
-    let status = child.wait().map_err(Error::file("wait for a test for", log))?;
-    Ok((command::exit_code(status), output))
+    let output = Arc::new(Mutex::new(Vec::new()));
+    // Not a scoped thread: it waits as long as any process has the pipe open.
+    let reading = std::thread::spawn({
+        let output = Arc::clone(&output);
+        move || read_all(reader, &output)
+    });
+    let mut failure = match command::wait_for(&mut child, limit)? {
+        Some(status) if status.success() => None,
+        Some(status) => Some(format!("ended with status {}", command::exit_code(status))),
+        None => Some(format!("was killed after {} s", limit.as_secs())),
+    };
+    let end = Instant::now() + LEFT_LIMIT.min(limit);
+    while !reading.is_finished() && Instant::now() < end {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    match reading.is_finished() {
+        true => reading.join().expect("the reader does not panic").map_err(Error::file("read the output for", log))?,
+        false => {
+            failure.get_or_insert("has left a program that holds its output".to_owned());
+        }
+    }
+    let output = std::mem::take(&mut *lock(&output));
+    Ok((failure, output))
+}
+
+/// Reads until no process has the other end of the pipe.
+fn read_all(mut reader: PipeReader, output: &Mutex<Vec<u8>>) -> std::io::Result<()> {
+    let mut part = [0; 1 << 16];
+    loop {
+        match reader.read(&mut part)? {
+            0 => return Ok(()),
+            length => lock(output).extend_from_slice(&part[..length]),
+        }
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::libtest::Summary;
+
+    const LONG: Duration = Duration::from_secs(60);
 
     fn shell(script: &str) -> Command {
         let mut shell = Command::new("sh");
@@ -105,7 +146,7 @@ mod tests {
         let mut programs: Vec<_> = (0..20).map(|index| (format!("number {index}"), shell(&result("ok")))).collect();
         programs.push(("a crash".to_owned(), shell("echo begun; kill -SEGV $$")));
         programs.push(("a failure".to_owned(), shell("exit 101")));
-        let mut failed = run_programs(programs, &log).unwrap();
+        let mut failed = run_programs(programs, LONG, &log).unwrap();
         failed.sort();
         assert_eq!(failed, ["a crash ended with status 139:\nbegun", "a failure ended with status 101:\n"]);
         let text = std::fs::read_to_string(&log).unwrap();
@@ -117,9 +158,27 @@ mod tests {
     }
 
     #[test]
+    fn a_program_that_hangs_is_killed_and_named() {
+        let directory = tempfile::tempdir().unwrap();
+        let log = directory.path().join("log");
+        let programs = vec![("one".to_owned(), shell("echo begun; exec sleep 600"))];
+        let failed = run_programs(programs, Duration::from_secs(1), &log).unwrap();
+        assert_eq!(failed, ["one was killed after 1 s:\nbegun"]);
+    }
+
+    #[test]
+    fn a_program_that_another_one_has_left_is_a_failure() {
+        let directory = tempfile::tempdir().unwrap();
+        let log = directory.path().join("log");
+        let programs = vec![("one".to_owned(), shell("sleep 20 & echo begun"))];
+        let failed = run_programs(programs, Duration::from_secs(1), &log).unwrap();
+        assert_eq!(failed, ["one has left a program that holds its output:\nbegun"]);
+    }
+
+    #[test]
     fn a_program_that_does_not_exist_is_an_error() {
         let directory = tempfile::tempdir().unwrap();
         let programs = vec![("none".to_owned(), Command::new("/nowhere/program"))];
-        assert!(run_programs(programs, &directory.path().join("log")).is_err());
+        assert!(run_programs(programs, LONG, &directory.path().join("log")).is_err());
     }
 }

@@ -25,6 +25,7 @@ pub mod kernel_build;
 pub mod kvm;
 pub mod libtest;
 pub mod machine;
+pub mod newest_qemu;
 pub mod packages;
 pub mod qemu;
 pub mod selftests;

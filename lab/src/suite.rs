@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::process::Command;
 use std::sync::{OnceLock, mpsc};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use crate::history::{self, Record};
 use crate::libtest::Summary;
@@ -11,7 +11,9 @@ use crate::skips::{self, AllowedSkips};
 use crate::steps::{Outcome, Steps};
 use crate::test_plan::{Extent, Part, Programs};
 use crate::test_programs::TestBinaries;
-use crate::{Error, Result, command, host_tests, kernel_build, kvm, machine, progress, setup, source_root, zdtm};
+use crate::{
+    Error, Result, command, host_tests, kernel_build, kvm, machine, newest_qemu, progress, setup, source_root, zdtm,
+};
 
 /// What runs beside the tests on the host gives way to them: many of them wait for time to pass.
 const NICENESS: u32 = 10;
@@ -86,6 +88,15 @@ pub fn zdtm(selection: &zdtm::Selection) -> Result<bool> {
 /// Returns whether they passed.
 pub fn kvm(modules: &[String]) -> Result<bool> {
     let (report, is_good) = kvm::run(modules, &logs()?.with_file_name("kvm-logs"))?;
+    report.iter().for_each(|line| println!("{line}"));
+    Ok(is_good)
+}
+
+/// The tests of virtual machines with the QEMU of Debian's backports. `arguments` are libtest's.
+///
+/// Returns whether they passed.
+pub fn newest_qemu(arguments: &[String]) -> Result<bool> {
+    let (report, is_good) = newest_qemu::run(arguments, &logs()?.join("newest-qemu"))?;
     report.iter().for_each(|line| println!("{line}"));
     Ok(is_good)
 }
@@ -257,7 +268,8 @@ fn host_tests(steps: &Steps, extent: Extent, binaries: &TestBinaries) -> Summary
     let mut summary = Summary::default();
     steps.run(NAME, || {
         let log = steps.log(NAME);
-        let failed = match host_tests::run(binaries, &arguments, &environment, &log) {
+        let limit = Duration::from_secs(extent.hangs_s());
+        let failed = match host_tests::run(binaries, &arguments, &environment, limit, &log) {
             Ok(failed) => failed,
             Err(error) => return Outcome::Failed(error.to_string()),
         };
@@ -277,11 +289,9 @@ fn separate_steps(steps: &Steps, options: &Options) {
     steps.program("models", &mut script("models.sh"), |log| lines_with(log, &["test result:"]));
     steps.program("python", &mut script("python.sh"), |log| command::last_lines(log.as_bytes(), 1));
     if options.extent == Extent::Full {
-        steps.run("zdtm", || match zdtm::run(&zdtm::Selection::default(), &steps.log("zdtm")) {
-            Ok((report, true)) => Outcome::Passed(report.join("\n")),
-            Ok((report, false)) => Outcome::Failed(report.join("\n")),
-            Err(error) => Outcome::Failed(error.to_string()),
-        });
+        steps.run("zdtm", || reported(zdtm::run(&zdtm::Selection::default(), &steps.log("zdtm"))));
+        let all = ["--include-ignored".to_owned()];
+        steps.run("newest QEMU", || reported(newest_qemu::run(&all, &steps.log("newest QEMU"))));
         if options.fuzz_seconds == 0 {
             steps.skip("skipped: fuzz: PAGEMARK_FUZZ_SECONDS=0");
         } else {
@@ -292,6 +302,15 @@ fn separate_steps(steps: &Steps, options: &Options) {
         steps.program("miri", &mut low_priority_script("miri.sh"), |log| lines_with(log, &["test result:"]));
         let mut sanitizers = low_priority_script("sanitize.sh");
         steps.program("sanitizers", sanitizers.args(["address", "thread"]), |log| lines_with(log, &["test result:"]));
+    }
+}
+
+/// The outcome of tests that return the lines of a report, and whether they passed.
+fn reported(result: Result<(Vec<String>, bool)>) -> Outcome {
+    match result {
+        Ok((report, true)) => Outcome::Passed(report.join("\n")),
+        Ok((report, false)) => Outcome::Failed(report.join("\n")),
+        Err(error) => Outcome::Failed(error.to_string()),
     }
 }
 

@@ -42,11 +42,11 @@ impl Extent {
         }
     }
 
-    /// Seconds after which a test hangs, however loaded the host is. The longest of the quick tests
-    /// takes four minutes on an idle one, of the others half an hour.
-    fn hangs_s(self) -> u64 {
+    /// Seconds after which a test, or a binary of tests, hangs, however loaded the host is. The longest
+    /// of the quick tests takes four minutes on an idle one, of the others half an hour.
+    pub(crate) fn hangs_s(self) -> u64 {
         match self {
-            Extent::Quick => 2400,
+            Extent::Quick => 1200,
             Extent::Full => 3 * 3600,
         }
     }
@@ -281,7 +281,7 @@ fn tests(part: Part, extent: Extent, programs: &Programs) -> Result<Vec<GuestTes
                 tests.push(GuestTest::new(name, format!("{program} -b; [ $? = 1 ]")));
             }
             if let Some(binaries) = &programs.binaries {
-                let trackers = binaries.find("pagemark", "pagemark")?;
+                let trackers = &binaries.find("pagemark", "pagemark")?.path;
                 // The host runs most of them, too, with all cases of each property, and all of them once more as an
                 // older Linux; they are slow in emulation. The short run leaves out what takes longest there, of
                 // mechanisms that are the same on the host.
@@ -293,7 +293,7 @@ fn tests(part: Part, extent: Extent, programs: &Programs) -> Result<Vec<GuestTes
                 let command = libtest(trackers, &format!("--test-threads 2 track::{skipped}"));
                 tests.push(GuestTest::new("Pagemark's trackers", format!("{cases}{command}")));
                 tests.push(regions(binaries, "the dirty bits")?);
-                let processes = binaries.find("pagemark-testing", "comes_back")?;
+                let processes = &binaries.find("pagemark-testing", "comes_back")?.path;
                 tests.push(match extent {
                     Extent::Quick => {
                         GuestTest::new("a process comes back", libtest(processes, "--exact a_family_with_ldt"))
@@ -321,7 +321,7 @@ fn tests(part: Part, extent: Extent, programs: &Programs) -> Result<Vec<GuestTes
         }
         Part::Redis => {
             if let Some(binaries) = &programs.binaries {
-                let redis = binaries.find("pagemark-cli", "redis")?;
+                let redis = &binaries.find("pagemark-cli", "redis")?.path;
                 let test = "a_redis_server_that_is_partly_swapped_out_comes_back";
                 tests.push(GuestTest::new(
                     "Redis that swaps comes back",
@@ -331,7 +331,7 @@ fn tests(part: Part, extent: Extent, programs: &Programs) -> Result<Vec<GuestTes
         }
         Part::Migration => {
             if let Some(binaries) = &programs.binaries {
-                let migration = binaries.find("pagemark-cli", "migration")?;
+                let migration = &binaries.find("pagemark-cli", "migration")?.path;
                 let meeting = quoted(&programs.directory.0.join("migration"));
                 for (name, half) in [("leave", "redis_containers_leave"), ("arrive", "redis_containers_arrive")] {
                     let command = libtest(migration, &format!("--exact {half} --include-ignored --nocapture"));
@@ -354,7 +354,7 @@ fn older_kernel(binaries: &TestBinaries, extent: Extent) -> Result<Vec<GuestTest
     let quick = format!("{start} PROPTEST_CASES=4; ");
     let cases = if extent == Extent::Quick { quick } else { format!("{start}; ") };
     let test = |name: &str, crate_name: &str, target: &str, arguments: &str| -> Result<GuestTest> {
-        Ok(GuestTest::new(name, cases.clone() + &libtest(binaries.find(crate_name, target)?, arguments)))
+        Ok(GuestTest::new(name, cases.clone() + &libtest(&binaries.find(crate_name, target)?.path, arguments)))
     };
     if extent == Extent::Quick {
         // doctor itself takes minutes in emulation; these are the probes that it prints.
@@ -394,7 +394,7 @@ fn hostile(c: &CPrograms, seed: u32, seconds: u64) -> GuestTest {
 }
 
 fn regions(binaries: &TestBinaries, mechanism: &str) -> Result<GuestTest> {
-    let command = libtest(binaries.find("pagemark", "region")?, "--exact those_of_which_there_is_one_behave");
+    let command = libtest(&binaries.find("pagemark", "region")?.path, "--exact those_of_which_there_is_one_behave");
     Ok(GuestTest::new(format!("regions by {mechanism}"), command))
 }
 

@@ -124,10 +124,10 @@ impl TestBinaries {
     ///
     /// # Errors
     /// If the crate has no such target.
-    pub fn find(&self, crate_name: &str, target: &str) -> Result<&Path> {
+    pub fn find(&self, crate_name: &str, target: &str) -> Result<&TestBinary> {
         let found = self.binaries.iter().find(|binary| binary.crate_name() == crate_name && binary.target == target);
-        found.map(|binary| binary.path.as_path()).ok_or_else(|| {
-            Error::unmet(format!("the crate {crate_name} has no tests {target}"), "correct lab/src/test_plan.rs")
+        found.ok_or_else(|| {
+            Error::unmet(format!("the crate {crate_name} has no tests {target}"), "correct its name in lab/src")
         })
     }
 
@@ -157,8 +157,8 @@ mod tests {
     #[test]
     fn test_binaries_are_found_by_crate_and_target() {
         let binaries = TestBinaries::parse(MESSAGES);
-        assert_eq!(binaries.find("pagemark", "pagemark").unwrap(), Path::new("/t/debug/deps/pagemark-1"));
-        assert_eq!(binaries.find("pagemark-cli", "pagemark").unwrap(), Path::new("/t/debug/deps/pagemark-2"));
+        assert_eq!(binaries.find("pagemark", "pagemark").unwrap().path, Path::new("/t/debug/deps/pagemark-1"));
+        assert_eq!(binaries.find("pagemark-cli", "pagemark").unwrap().path, Path::new("/t/debug/deps/pagemark-2"));
         assert!(binaries.find("pagemark", "region").is_err());
         assert_eq!(binaries.directory(), Some(Path::new("/t/debug")));
     }

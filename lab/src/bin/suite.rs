@@ -57,6 +57,13 @@ enum Command {
         /// and children]
         modules: Vec<String>,
     },
+    /// The tests of virtual machines with the QEMU of Debian's backports in place of the host's.
+    /// Needs root
+    NewestQemu {
+        /// Arguments of the tests, such as --include-ignored, or a part of the names of tests
+        #[arg(last = true)]
+        arguments: Vec<String>,
+    },
     /// A test of CRIU in a mode, as the first process of a PID namespace
     #[command(hide = true)]
     ZdtmTrial {
@@ -89,6 +96,7 @@ fn run(command: Command) -> Result<bool> {
         Command::TestFull => suite::test(&Options::from_environment(Extent::Full)?),
         Command::Zdtm { mode, flavor, tests } => suite::zdtm(&Selection { tests, flavors: flavor, modes: mode }),
         Command::Kvm { modules } => suite::kvm(&modules),
+        Command::NewestQemu { arguments } => suite::newest_qemu(&arguments),
         Command::ZdtmTrial { test, mode, tree, work, criu, pagemark, verdict } => {
             zdtm::run_trial(&test, mode, &tree, &work, &criu, &pagemark, &verdict).map(|()| true)
         }
