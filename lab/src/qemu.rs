@@ -65,7 +65,9 @@ impl Hardware<'_> {
         add(&["-chardev", &format!("socket,id=files,path={directory}/socket")]);
         add(&["-device", "vhost-user-fs-pci,chardev=files,tag=host", "-device", "virtio-rng-pci"]);
         add(&["-kernel", &self.kernel.display().to_string(), "-initrd", &format!("{directory}/initramfs")]);
-        let append = format!("console=ttyS0 panic=-1 oops=panic lab={directory} {patience} {}", self.append);
+        // On a busy host, the emulated timer may be late when the kernel checks that there is one, and panics if not.
+        let append =
+            format!("console=ttyS0 panic=-1 oops=panic no_timer_check lab={directory} {patience} {}", self.append);
         add(&["-append", &append.split_whitespace().collect::<Vec<_>>().join(" ")]);
         arguments
     }
