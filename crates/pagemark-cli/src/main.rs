@@ -34,6 +34,7 @@ mod restore;
 mod run;
 mod show;
 mod signals;
+mod simulate;
 mod space;
 mod top;
 mod verify;
@@ -70,6 +71,7 @@ enum Subcommands {
     Top(top::Top),
     Advise(advise::Advise),
     Vm(vm::Vm),
+    Simulate(simulate::Simulate),
     Doctor(doctor::Doctor),
     #[command(hide = true)]
     Bench(moved::Bench),
@@ -94,6 +96,7 @@ fn main() -> ExitCode {
         Subcommands::Top(command) => command.run(),
         Subcommands::Advise(command) => command.run(),
         Subcommands::Vm(command) => command.run(),
+        Subcommands::Simulate(command) => command.run(),
         Subcommands::Doctor(command) => command.run(),
         Subcommands::Bench(command) => command.run(),
         Subcommands::Completions(command) => command.run(Pagemark::command()),

@@ -23,6 +23,8 @@ use crate::signals::{Signals, announce_exit};
 
 mod run;
 
+pub use run::machine_job;
+
 /// Checkpoint virtual machines: an unmodified QEMU, by its monitor socket
 ///
 /// `run` starts a machine. A QEMU that runs already needs a socket for Pagemark: `-qmp

@@ -5,7 +5,7 @@ use std::ffi::{OsStr, OsString};
 use std::fs::File;
 use std::io::Read;
 use std::os::unix::ffi::OsStrExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use crate::error::{Error, ErrorKind, Object, Result};
 
@@ -21,30 +21,35 @@ const PRELOAD: &str = "LD_PRELOAD";
 ///
 /// # Errors
 /// [`ErrorKind::NoHeap`].
-pub fn library() -> Result<PathBuf> {
+fn library() -> Result<PathBuf> {
     if let Some(path) = std::env::var_os(LIBRARY).filter(|path| !path.is_empty()) {
         let path = PathBuf::from(path);
         let found = path.canonicalize();
         return found.map_err(|source| Error::of(ErrorKind::NoHeap, "find the heap", Object::File(path), source));
     }
     let program = std::env::current_exe().map_err(Error::system("find the program of", Object::None))?;
-    // `cargo test` leaves it in the second place, beside an older one of `cargo build`.
-    let places =
-        [NAME, &format!("deps/{NAME}"), &format!("../lib/pagemark/{NAME}")].map(|at| program.with_file_name(at));
-    let changed = |place: &PathBuf| place.metadata().and_then(|found| found.modified()).ok();
-    places.into_iter().filter(|place| place.exists()).max_by_key(changed).ok_or_else(|| {
+    beside(&program, NAME).ok_or_else(|| {
         let reason = format!("{NAME} is neither beside {} nor in ../lib/pagemark", program.display());
         Error::about(ErrorKind::NoHeap, Object::None, reason)
             .help(format!("build the package pagemark-malloc, or name the library in {LIBRARY}"))
     })
 }
 
+/// Finds a library that comes with `program`: beside it, or in `../lib/pagemark`.
+pub fn beside(program: &Path, name: &str) -> Option<PathBuf> {
+    // `cargo test` leaves it in the second place, beside an older one of `cargo build`.
+    let places =
+        [name, &format!("deps/{name}"), &format!("../lib/pagemark/{name}")].map(|at| program.with_file_name(at));
+    let changed = |place: &PathBuf| place.metadata().and_then(|found| found.modified()).ok();
+    places.into_iter().filter(|place| place.exists()).max_by_key(changed)
+}
+
 /// The variables by which a program has a heap with `parts` parts a page. What this process has
 /// preloaded is preloaded after the heap.
 ///
 /// # Errors
-/// [`ErrorKind::NoHeap`]: as [`library`], or the path of the library has a blank or a colon, which
-/// separate libraries.
+/// [`ErrorKind::NoHeap`]: there is no library, or its path has a blank or a colon, which separate
+/// libraries.
 pub fn variables(parts: usize) -> Result<Vec<(&'static str, OsString)>> {
     let library = library()?;
     if library.as_os_str().as_bytes().iter().any(|byte| matches!(byte, b' ' | b':')) {

@@ -50,6 +50,8 @@ pub enum ErrorKind {
     Damaged,
     /// The QEMU that was started has other memory than the checkpoint.
     Mismatch,
+    /// A machine that was simulated has not done what it did before.
+    Differs,
     /// QEMU did not start.
     Start,
     /// The program of QEMU does not exist.

@@ -219,6 +219,11 @@ impl Machine {
         self.monitor.execute("cont", json!({})).map(drop)
     }
 
+    /// Ends QEMU.
+    pub(crate) fn quit(&mut self) -> Result<()> {
+        self.monitor.execute("quit", json!({})).map(drop)
+    }
+
     /// How the QEMU was started.
     pub(crate) fn startup(&mut self, is_running: bool) -> Result<Startup> {
         let version = self.monitor.execute("query-version", json!({}))?;

@@ -129,6 +129,17 @@ impl Monitor {
         self.reply(id, command)
     }
 
+    /// As [`Monitor::execute`], and does `meanwhile` between the command and its reply.
+    pub(crate) fn execute_while(&mut self, command: &str, meanwhile: impl FnOnce() -> Result<()>) -> Result<Value> {
+        let (id, message) = self.message(command, &json!({}));
+        self.send(message.as_bytes(), None)?;
+        if let Err(error) = meanwhile() {
+            self.given_up.insert(id);
+            return Err(error);
+        }
+        self.reply(id, command)
+    }
+
     /// Executes commands one after the other, without waiting for the reply to one before the next
     /// is sent. Also after a failure, the others are executed.
     ///

@@ -1,6 +1,7 @@
 //! A QEMU that its user's command line starts, with a monitor socket for Pagemark.
 
 use std::ffi::{OsStr, OsString};
+use std::io;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus};
@@ -76,7 +77,7 @@ impl OwnQemu {
             command.pre_exec(move || Ok(sigprocmask(SigmaskHow::SIG_SETMASK, Some(&signal_mask), None)?));
         }
         let child = command.spawn().map_err(|error| {
-            let is_missing = error.kind() == std::io::ErrorKind::NotFound;
+            let is_missing = error.kind() == io::ErrorKind::NotFound;
             let kind = if is_missing { ErrorKind::NotFound } else { ErrorKind::Start };
             Error::of(kind, format!("start {}", Path::new(program).display()), Object::None, error)
         })?;
@@ -99,13 +100,24 @@ impl OwnQemu {
     /// [`ErrorKind::Gone`] if QEMU has ended; else as [`VmTarget::attach`].
     pub fn attach(&mut self, mechanism: Mechanism) -> Result<VmTarget> {
         let deadline = Instant::now() + LISTEN_LIMIT;
-        while !self.monitor.exists() && !self.has_ended()? && Instant::now() < deadline {
-            std::thread::sleep(LISTEN_POLL);
+        loop {
+            match VmTarget::attach(&self.monitor, mechanism) {
+                Err(_) if self.has_ended()? => {
+                    return Err(Error::about(ErrorKind::Gone, Object::Process(self.pid()), "has ended"));
+                }
+                Err(error) if is_not_listening(&error) && Instant::now() < deadline => std::thread::sleep(LISTEN_POLL),
+                attached => return attached,
+            }
         }
-        match VmTarget::attach(&self.monitor, mechanism) {
-            Err(_) if self.has_ended()? => Err(Error::about(ErrorKind::Gone, Object::Process(self.pid()), "has ended")),
-            attached => attached,
-        }
+    }
+
+    /// Ends QEMU at once, and waits until it has ended.
+    ///
+    /// # Errors
+    /// [`ErrorKind::System`]
+    pub fn kill(mut self) -> Result<ExitStatus> {
+        self.child.kill().map_err(Error::system("end QEMU"))?;
+        self.wait()
     }
 
     fn has_ended(&mut self) -> Result<bool> {
@@ -124,6 +136,12 @@ impl OwnQemu {
         }
         status
     }
+}
+
+/// True if the socket does not exist yet, or QEMU has bound it and does not listen yet.
+fn is_not_listening(error: &Error) -> bool {
+    let source = std::error::Error::source(error).and_then(|source| source.downcast_ref::<io::Error>());
+    source.is_some_and(|source| matches!(source.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused))
 }
 
 impl Drop for OwnQemu {

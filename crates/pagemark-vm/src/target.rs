@@ -142,6 +142,48 @@ impl VmTarget {
         self.on_event = Some(handler);
     }
 
+    /// Checks that the machine repeats its run: that nothing but its own instructions decides what
+    /// it does.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unsupported`] names what else does.
+    pub fn check_deterministic(&mut self) -> Result<()> {
+        self.machine.check_deterministic()
+    }
+
+    /// How many instructions the machine has executed since its start. While it runs, how many they
+    /// were a short time before.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unsupported`] if it does not count them.
+    pub fn instructions(&mut self) -> Result<u64> {
+        self.machine.instructions()
+    }
+
+    /// True if the machine's processors run.
+    ///
+    /// # Errors
+    /// QEMU does not answer, or the machine is in a state that a checkpoint cannot hold.
+    pub fn is_running(&mut self) -> Result<bool> {
+        self.machine.check()
+    }
+
+    /// Lets a machine run that is paused.
+    ///
+    /// # Errors
+    /// QEMU refuses, or does not answer.
+    pub fn resume(&mut self) -> Result<()> {
+        self.machine.resume()
+    }
+
+    /// Ends QEMU.
+    ///
+    /// # Errors
+    /// QEMU does not answer.
+    pub fn quit(&mut self) -> Result<()> {
+        self.machine.quit()
+    }
+
     fn report_events(&mut self) {
         let events = self.machine.monitor.take_events();
         if let Some(handler) = &mut self.on_event {

@@ -83,8 +83,13 @@ impl Run {
 
     /// The job's name: that which the options give, the machine's, or the program's.
     fn name(&self) -> String {
-        let words: Vec<String> = self.command.iter().map(|word| word.to_string_lossy().into_owned()).collect();
-        let own = || machine_name(&words).or(words.first().cloned()).unwrap_or_default();
-        self.memory.job.clone().unwrap_or_else(|| job_name(Path::new(&own())))
+        self.memory.job.clone().unwrap_or_else(|| machine_job(&self.command))
     }
+}
+
+/// The name of a job for a machine, by its command line.
+pub fn machine_job(command: &[OsString]) -> String {
+    let words: Vec<String> = command.iter().map(|word| word.to_string_lossy().into_owned()).collect();
+    let own = machine_name(&words).or(words.first().cloned()).unwrap_or_default();
+    job_name(Path::new(&own))
 }

@@ -1,0 +1,197 @@
+//! `pagemark simulate record`: runs a machine with checkpoints by its instructions.
+
+use std::ffi::OsString;
+use std::process::ExitCode;
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
+use std::time::{Duration, Instant};
+
+use clap::Args;
+use nix::unistd::Pid;
+use pagemark::job::End;
+use pagemark::{ErrorKind, Job};
+use pagemark_report::text;
+use pagemark_vm::{OwnQemu, VmTarget, deterministic_command};
+
+use crate::failure::{Failure, Outcome};
+use crate::options::MemoryOptions;
+use crate::report::Report;
+use crate::repository::RepositoryOptions;
+use crate::signals::{Signals, announce_exit};
+use crate::vm::machine_job;
+
+/// How often the machine is looked at, at least and at most.
+const LOOKS: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(100));
+
+/// Run a virtual machine that repeats its run, with checkpoints by its instructions
+///
+/// Adds to QEMU's arguments a clock that counts instructions (-icount shift=2,sleep=off), a date
+/// (-rtc base=2026-01-01,clock=vm) and -display none where there are none. What makes runs differ
+/// is refused: KVM, several processors, network cards, disks, input from outside, random numbers
+/// of the host. The first interval must begin when the firmware has loaded the kernel: what QEMU
+/// hands to the firmware is not the same in each QEMU. The run ends with the machine, after
+/// --intervals, or by Ctrl-C. A machine that is switched off by its guest gets a last checkpoint.
+#[derive(Args, Debug)]
+pub struct Record {
+    #[command(flatten)]
+    repository: RepositoryOptions,
+    #[command(flatten)]
+    memory: MemoryOptions,
+    /// Instructions from one checkpoint to the next: 100M, 2G, 500K
+    #[arg(long, value_name = "COUNT", default_value = "100M", value_parser = instruction_count)]
+    every: u64,
+    /// Instructions before the first checkpoint [default: those of --every]
+    #[arg(long, value_name = "COUNT", value_parser = instruction_count)]
+    after: Option<u64>,
+    /// End the machine after so many intervals
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
+    intervals: Option<u64>,
+    /// Say nothing but errors
+    #[arg(long, short)]
+    quiet: bool,
+    /// QEMU and its arguments
+    #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true, value_name = "COMMAND")]
+    command: Vec<OsString>,
+}
+
+/// Reads a number of instructions: `100M`, `2G`, `1000000`.
+fn instruction_count(text: &str) -> Result<u64, String> {
+    let invalid = || format!("{text:?} is no number of instructions; write 500K, 100M or 2G");
+    let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
+    let (number, unit) = text.split_at(digits);
+    let factor: u64 = match unit {
+        "" => 1,
+        "K" => 1_000,
+        "M" => 1_000_000,
+        "G" => 1_000_000_000,
+        _ => return Err(invalid()),
+    };
+    let count = number.parse().ok().and_then(|number: u64| number.checked_mul(factor));
+    count.filter(|&count| count > 0).ok_or_else(invalid)
+}
+
+/// Why a recording ended.
+enum Ended {
+    /// All intervals were recorded, or the guest has switched the machine off.
+    Complete,
+    /// QEMU has ended, or was ended by a signal.
+    Early,
+}
+
+impl Record {
+    pub fn run(self) -> Outcome {
+        self.memory.tracking.check_machine()?;
+        let name = self.name();
+        let failed = |error| Failure::of(format!("cannot record {name}"), error);
+        let command = deterministic_command(&self.command).map_err(|error| failed(error).status(2))?;
+        let repository = self.repository.open_or_create(&self.memory)?;
+        let signals = Signals::hold_for_stop()?;
+        let mut qemu = OwnQemu::start(&command, &name, signals.before()).map_err(failed)?;
+        let (stop, stopped) = mpsc::channel();
+        announce_exit(Pid::from_raw(qemu.pid()), stop.clone())?;
+        signals.stop_at(stop)?;
+        // The machine has no other purpose: it ends if it is not recorded.
+        let attached = qemu.attach(self.memory.mechanism()).and_then(|mut target| {
+            target.check_deterministic()?;
+            Ok(target)
+        });
+        let target = match attached {
+            Ok(target) => target,
+            Err(error) => {
+                qemu.kill().map_err(failed)?;
+                let status = if error.kind() == pagemark_vm::ErrorKind::Unsupported { 2 } else { 1 };
+                return Err(failed(error).status(status));
+            }
+        };
+        let mut report = if self.quiet { Report::Quiet } else { Report::Plain };
+        report.say(&format!("{name} is QEMU, process {}", qemu.pid()));
+        let mut job = Job::new(target, repository, self.memory.job_options(name.clone()));
+        let mut taken = 0;
+        let recorded = self.record(&name, &mut job, &stopped, &mut report, &mut taken);
+        let ended = job.target_mut().quit();
+        if ended.is_ok() { qemu.wait() } else { qemu.kill() }.map_err(failed)?;
+        let is_complete = matches!(recorded?, Ended::Complete);
+        let how = if is_complete {
+            ended.map_err(failed)?;
+            ""
+        } else {
+            "; what ran behind the last checkpoint is not recorded"
+        };
+        report.say(&format!("{name}: {} intervals{how}", text::count(u64::saturating_sub(taken, 1))));
+        Ok(ExitCode::SUCCESS)
+    }
+
+    /// Takes the checkpoints. `taken` counts them.
+    fn record(
+        &self,
+        name: &str,
+        job: &mut Job<VmTarget>,
+        stopped: &Receiver<End>,
+        report: &mut Report,
+        taken: &mut u64,
+    ) -> Result<Ended, Failure> {
+        let failed = |error| Failure::of(format!("cannot record {name}"), error);
+        let mut checkpoint = |job: &mut Job<VmTarget>| match job.checkpoint() {
+            Ok(done) => {
+                *taken += 1;
+                report.taken(name, &done);
+                Ok(true)
+            }
+            Err(error) if error.kind() == ErrorKind::Gone => Ok(false),
+            Err(error) => Err(Failure::of(format!("cannot checkpoint {name}"), error)),
+        };
+        job.target_mut().resume().map_err(failed)?;
+        let (mut last, mut since) = (0, Instant::now());
+        let mut length = self.after.unwrap_or(self.every);
+        // The first checkpoint ends no interval.
+        let mut left_checkpoints = self.intervals.map(|intervals| intervals.saturating_add(1));
+        loop {
+            let count = job.target_mut().instructions();
+            let is_running = job.target_mut().is_running();
+            let (count, is_running) = match (count, is_running) {
+                (Ok(count), Ok(is_running)) => (count, is_running),
+                (Err(error), _) | (_, Err(error)) if error.is_gone() => return Ok(Ended::Early),
+                (Err(error), _) | (_, Err(error)) => return Err(failed(error)),
+            };
+            let done = count.saturating_sub(last);
+            if done >= length || (!is_running && done > 0) {
+                if !checkpoint(job)? {
+                    return Ok(Ended::Early);
+                }
+                left_checkpoints = left_checkpoints.map(|left| left - 1);
+                // It has run on until it was stopped.
+                last = job.target_mut().instructions().map_err(failed)?;
+                since = Instant::now();
+                length = self.every;
+            }
+            if !is_running || left_checkpoints == Some(0) {
+                return Ok(Ended::Complete);
+            }
+            let left = length.saturating_sub(done) as f64 / done.max(1) as f64;
+            // A speed that was measured over a short time says little.
+            let wait = since.elapsed().mul_f64(left.min(100.0) / 2.0).clamp(LOOKS.0, LOOKS.1);
+            match stopped.recv_timeout(wait) {
+                Err(RecvTimeoutError::Timeout) => {}
+                _ => return Ok(Ended::Early),
+            }
+        }
+    }
+
+    /// The job's name: that which the options give, the machine's, or the program's.
+    fn name(&self) -> String {
+        self.memory.job.clone().unwrap_or_else(|| machine_job(&self.command))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn instructions_have_units() {
+        assert_eq!(instruction_count("100M"), Ok(100_000_000));
+        assert_eq!(instruction_count("7"), Ok(7));
+        for wrong in ["", "0", "M", "1m", "-1", "1.5M", "99999999999G"] {
+            assert!(instruction_count(wrong).is_err(), "{wrong}");
+        }
+    }
+}

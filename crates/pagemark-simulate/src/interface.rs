@@ -1,0 +1,163 @@
+//! QEMU's interface for plugins, as far as it is the same in all versions since 6.0. The functions
+//! are QEMU's own, found by name when the plugin is loaded.
+
+use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
+
+/// QEMU's number of a plugin.
+pub(crate) type PluginId = u64;
+
+/// A block of instructions while it is translated.
+#[repr(C)]
+pub(crate) struct Block {
+    _opaque: [u8; 0],
+}
+
+/// An instruction while it is translated.
+#[repr(C)]
+pub(crate) struct Instruction {
+    _opaque: [u8; 0],
+}
+
+/// The place of an access in the machine's physical memory.
+#[repr(C)]
+pub(crate) struct Place {
+    _opaque: [u8; 0],
+}
+
+/// What QEMU tells a plugin of the machine.
+#[repr(C)]
+pub(crate) struct Info {
+    pub(crate) target: *const c_char,
+    pub(crate) min_version: c_int,
+    pub(crate) version: c_int,
+    pub(crate) is_system: bool,
+    pub(crate) processors: c_int,
+    pub(crate) max_processors: c_int,
+}
+
+pub(crate) type OnTranslate = extern "C" fn(PluginId, *mut Block);
+pub(crate) type OnInstruction = extern "C" fn(c_uint, *mut c_void);
+pub(crate) type OnAccess = extern "C" fn(c_uint, u32, u64, *mut c_void);
+pub(crate) type OnExit = extern "C" fn(PluginId, *mut c_void);
+
+/// A callback reads no registers.
+const NO_REGISTERS: c_int = 0;
+/// Reads and writes.
+const ALL_ACCESSES: c_int = 3;
+
+/// The functions of QEMU.
+#[derive(Clone, Copy)]
+pub(crate) struct Functions {
+    register_translate: extern "C" fn(PluginId, OnTranslate),
+    register_instruction: extern "C" fn(*mut Instruction, OnInstruction, c_int, *mut c_void),
+    register_access: extern "C" fn(*mut Instruction, OnAccess, c_int, c_int, *mut c_void),
+    register_exit: extern "C" fn(PluginId, OnExit, *mut c_void),
+    block_length: extern "C" fn(*const Block) -> usize,
+    block_instruction: extern "C" fn(*const Block, usize) -> *mut Instruction,
+    instruction_address: extern "C" fn(*const Instruction) -> u64,
+    instruction_text: extern "C" fn(*const Instruction) -> *mut c_char,
+    access_shift: extern "C" fn(u32) -> c_uint,
+    access_is_store: extern "C" fn(u32) -> bool,
+    access_place: extern "C" fn(u32, u64) -> *mut Place,
+    place_is_io: extern "C" fn(*const Place) -> bool,
+    place_address: extern "C" fn(*const Place) -> u64,
+}
+
+/// Looks up a function of this process by its name, whose type is that of the result.
+macro_rules! function {
+    ($name:literal) => {{
+        // SAFETY: the name is a string; the lookup has no other conditions.
+        let found = unsafe { libc::dlsym(libc::RTLD_DEFAULT, concat!($name, "\0").as_ptr().cast()) };
+        if found.is_null() {
+            return Err($name);
+        }
+        // SAFETY: it is QEMU's function of that name, whose type is the same in all versions since 6.0.
+        unsafe { std::mem::transmute::<*mut c_void, _>(found) }
+    }};
+}
+
+impl Functions {
+    /// The functions of the QEMU that this process is.
+    ///
+    /// # Errors
+    /// The name of a function that there is not.
+    #[allow(clippy::missing_transmute_annotations, reason = "the fields have the types")]
+    pub(crate) fn find() -> Result<Functions, &'static str> {
+        Ok(Functions {
+            register_translate: function!("qemu_plugin_register_vcpu_tb_trans_cb"),
+            register_instruction: function!("qemu_plugin_register_vcpu_insn_exec_cb"),
+            register_access: function!("qemu_plugin_register_vcpu_mem_cb"),
+            register_exit: function!("qemu_plugin_register_atexit_cb"),
+            block_length: function!("qemu_plugin_tb_n_insns"),
+            block_instruction: function!("qemu_plugin_tb_get_insn"),
+            instruction_address: function!("qemu_plugin_insn_vaddr"),
+            instruction_text: function!("qemu_plugin_insn_disas"),
+            access_shift: function!("qemu_plugin_mem_size_shift"),
+            access_is_store: function!("qemu_plugin_mem_is_store"),
+            access_place: function!("qemu_plugin_get_hwaddr"),
+            place_is_io: function!("qemu_plugin_hwaddr_is_io"),
+            place_address: function!("qemu_plugin_hwaddr_phys_addr"),
+        })
+    }
+
+    pub(crate) fn on_translate(&self, id: PluginId, callback: OnTranslate) {
+        (self.register_translate)(id, callback);
+    }
+
+    pub(crate) fn on_exit(&self, id: PluginId, callback: OnExit) {
+        (self.register_exit)(id, callback, std::ptr::null_mut());
+    }
+
+    /// The instructions of a block that is being translated.
+    pub(crate) fn instructions(&self, block: *mut Block) -> impl Iterator<Item = *mut Instruction> {
+        (0..(self.block_length)(block)).map(move |at| (self.block_instruction)(block, at))
+    }
+
+    /// Has `callback` called with `token` before each execution of an instruction.
+    pub(crate) fn on_instruction(&self, instruction: *mut Instruction, callback: OnInstruction, token: usize) {
+        (self.register_instruction)(instruction, callback, NO_REGISTERS, token as *mut c_void);
+    }
+
+    /// Has `callback` called behind each access of an instruction to memory.
+    pub(crate) fn on_access(&self, instruction: *mut Instruction, callback: OnAccess) {
+        (self.register_access)(instruction, callback, NO_REGISTERS, ALL_ACCESSES, std::ptr::null_mut());
+    }
+
+    /// The virtual address of an instruction.
+    pub(crate) fn address(&self, instruction: *const Instruction) -> u64 {
+        (self.instruction_address)(instruction)
+    }
+
+    /// The instruction as text. None if this QEMU has no disassembler.
+    pub(crate) fn text(&self, instruction: *const Instruction) -> Option<CString> {
+        let text = (self.instruction_text)(instruction);
+        if text.is_null() {
+            return None;
+        }
+        // SAFETY: QEMU gives a string that belongs to the caller. Its allocator is that of the C library.
+        unsafe {
+            let owned = CStr::from_ptr(text).to_owned();
+            libc::free(text.cast());
+            Some(owned)
+        }
+    }
+
+    /// An access in its callback: bytes, whether it writes, and the physical address. The address
+    /// is None for what is no memory.
+    pub(crate) fn access(&self, info: u32, address: u64) -> (u32, bool, Option<u64>) {
+        let place = (self.access_place)(info, address);
+        let physical = (!place.is_null() && !(self.place_is_io)(place)).then(|| (self.place_address)(place));
+        (1 << (self.access_shift)(info), (self.access_is_store)(info), physical)
+    }
+}
+
+/// True if QEMU has a version of the interface that no longer takes plugins of version 1.
+pub(crate) fn needs_version_2() -> bool {
+    // Removed in the version 2, which came with QEMU 9.0.
+    // SAFETY: the name is a string; the lookup has no other conditions.
+    unsafe {
+        let removed = libc::dlsym(libc::RTLD_DEFAULT, c"qemu_plugin_n_vcpus".as_ptr());
+        let present = libc::dlsym(libc::RTLD_DEFAULT, c"qemu_plugin_tb_n_insns".as_ptr());
+        removed.is_null() && !present.is_null()
+    }
+}

@@ -1,0 +1,20 @@
+//! The plugin of QEMU that simulates one interval of a machine's run: from a checkpoint to the next
+//! (SimuBoost; PML, section 2.2).
+//!
+//! The file that the option `control` names is shared with the process that controls QEMU
+//! ([`control`]). The processor waits before the instruction at which it is to stop, so that the
+//! other process can stop the machine there. When QEMU ends, the simulator that the option
+//! `simulator` names ([`Kind`]) writes its [`Results`] to the file of the option `out`.
+//!
+//! ```text
+//! -plugin libpagemark_simulate.so,simulator=cache,control=FILE,out=FILE
+//! ```
+
+pub mod control;
+mod interface;
+mod plugin;
+mod results;
+mod simulators;
+
+pub use results::{MergeError, Results};
+pub use simulators::Kind;

@@ -1,0 +1,253 @@
+//! Machines that repeat their run from a checkpoint, instruction by instruction: their command
+//! line, and what a machine must not have.
+
+use std::ffi::OsString;
+
+use serde_json::{Value, json};
+
+use crate::command_line::{option_name, own_arguments, split_options};
+use crate::error::{Error, ErrorKind, Object, Result};
+use crate::machine::{Machine, text};
+
+/// The arguments that are added where the command line has none of the name.
+const ADDED: [[&str; 2]; 3] =
+    [["icount", "shift=2,sleep=off"], ["rtc", "base=2026-01-01,clock=vm"], ["display", "none"]];
+
+/// A machine that is switched off stays, so that its last state can be saved.
+const STAYS: &str = "-no-shutdown";
+
+/// Options by which others act on the machine while it runs, or by which it starts elsewhere.
+const ACTING: [&str; 12] =
+    ["qmp", "qmp-pretty", "monitor", "mon", "gdb", "s", "vnc", "spice", "incoming", "loadvm", "nographic", "daemonize"];
+
+/// Devices, by a part of their names, that bring in what no repetition has.
+const FROM_OUTSIDE: [&str; 6] = ["virtio-rng", "usb-host", "tpm-", "vfio", "vhost", "ivshmem"];
+
+/// Instructions that give random numbers of the host.
+const RANDOM: [&str; 2] = ["rdrand", "rdseed"];
+
+/// Devices that only write characters: the others have input.
+const OUTPUTS: [&str; 2] = ["file", "null"];
+
+/// The label of Pagemark's own monitor.
+const OWN_MONITOR: &str = "pagemark";
+
+/// The command line of QEMU, a program with its arguments, as that of a machine that repeats its
+/// run: a clock that counts instructions, and no clock of the host. Missing options are added. The
+/// machine is paused until [`VmTarget::resume`](crate::VmTarget::resume).
+///
+/// # Errors
+/// [`ErrorKind::Unsupported`] names an argument that makes runs differ.
+///
+/// ```
+/// use std::ffi::OsString;
+///
+/// let command = ["qemu-system-x86_64", "-m", "64"].map(OsString::from);
+/// let command = pagemark_vm::deterministic_command(&command)?;
+/// assert!(command.contains(&"shift=2,sleep=off".into()));
+/// # Ok::<(), pagemark_vm::Error>(())
+/// ```
+pub fn deterministic_command(command: &[OsString]) -> Result<Vec<OsString>> {
+    let refused = |argument: &str, reason: &str, help: &'static str| {
+        Err(Error::about(ErrorKind::Unsupported, Object::None, format!("{argument} {reason}")).help(help))
+    };
+    let words: Vec<String> = command.iter().skip(1).map(|word| word.to_string_lossy().into_owned()).collect();
+    for (at, word) in words.iter().enumerate() {
+        let Some(name) = option_name(word) else { continue };
+        let value = words.get(at + 1).map_or("", String::as_str);
+        let options = split_options(value);
+        let has = |option: &str| options.contains(&option);
+        let named = |name: &str| options.iter().find_map(|option| option.strip_prefix(name));
+        match name {
+            "enable-kvm" => return refused(word, "does not count instructions", "leave it out: TCG does"),
+            "accel" if options[0] != "tcg" => {
+                return refused(value, "does not count instructions", "use -accel tcg");
+            }
+            "icount" if !has("sleep=off") || named("shift=").is_none_or(|shift| shift.parse::<u8>().is_err()) => {
+                return refused(value, "lets the clock depend on the host", "use -icount shift=2,sleep=off");
+            }
+            "icount" if named("rr=").is_some() => {
+                return refused(value, "is for QEMU's own record and replay", "use -icount shift=2,sleep=off");
+            }
+            "rtc" if !has("clock=vm") || !named("base=").is_some_and(|base| base.starts_with(char::is_numeric)) => {
+                return refused(value, "lets the clock depend on the host", "use -rtc base=2026-01-01,clock=vm");
+            }
+            "display" if value != "none" => {
+                return refused(value, "lets a person act on the machine", "use -display none");
+            }
+            "object" if options[0] == "memory-backend-file" => {
+                return refused(value, "would be shared by the simulations", "use memory-backend-ram, or -m alone");
+            }
+            _ if ACTING.contains(&name) => {
+                return refused(word, "lets others act on the machine, or start it elsewhere", "leave it out");
+            }
+            _ => {}
+        }
+    }
+    let mut command = command.to_vec();
+    let has_option = |name: &str| words.iter().any(|word| option_name(word) == Some(name));
+    for [name, value] in ADDED {
+        if !has_option(name) {
+            command.extend([format!("-{name}").into(), value.into()]);
+        }
+    }
+    if !has_option("no-shutdown") {
+        command.push(STAYS.into());
+    }
+    if !has_option("S") {
+        command.push("-S".into());
+    }
+    Ok(command)
+}
+
+/// The arguments of a recorded machine for one that is simulated: it writes no files.
+pub(crate) fn arguments_of_simulation(arguments: &[String]) -> Vec<String> {
+    let mut kept = Vec::new();
+    let mut words = own_arguments(arguments).into_iter();
+    while let Some(word) = words.next() {
+        let name = option_name(&word).unwrap_or_default().to_owned();
+        match &*name {
+            "pidfile" | "D" | "d" => drop(words.next()),
+            "serial" | "parallel" | "debugcon" => {
+                let value =
+                    words.next().map(|value| if value.starts_with("file:") { "null".to_owned() } else { value });
+                kept.extend([word].into_iter().chain(value));
+            }
+            "chardev" => {
+                let value = words.next().map(|value| without_file(&value).unwrap_or(value));
+                kept.extend([word].into_iter().chain(value));
+            }
+            _ => kept.push(word),
+        }
+    }
+    kept
+}
+
+/// A character device that has the id of one that writes to a file, and writes nothing. None for
+/// other devices.
+fn without_file(chardev: &str) -> Option<String> {
+    let options = split_options(chardev);
+    let id = options.iter().find(|option| option.starts_with("id="))?;
+    (options[0] == "file").then(|| format!("null,{id}"))
+}
+
+impl Machine {
+    /// Checks that nothing but its own instructions decides what the machine does.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unsupported`] names what does.
+    pub(crate) fn check_deterministic(&mut self) -> Result<()> {
+        let pid = self.pid;
+        let refused = |reason: String, help: &'static str| {
+            Err(Error::about(ErrorKind::Unsupported, Object::Process(pid), reason).help(help))
+        };
+        let list = |value: Value| value.as_array().cloned().unwrap_or_default();
+        let kvm = self.monitor.execute("query-kvm", json!({}))?;
+        if kvm.get("enabled").and_then(Value::as_bool) == Some(true) {
+            return refused("runs under KVM, which does not count instructions".into(), "use -accel tcg");
+        }
+        let processors = list(self.monitor.execute("query-cpus-fast", json!({}))?);
+        if processors.len() != 1 {
+            let reason = format!("has {} processors, whose order is that of the host", processors.len());
+            return refused(reason, "use -smp 1");
+        }
+        for instruction in RANDOM {
+            let property = json!({"path": text(&processors[0], "qom-path"), "property": instruction});
+            match self.monitor.execute("qom-get", property) {
+                Ok(value) if value.as_bool() == Some(true) => {
+                    let reason = format!("has a processor with {instruction}, a source of random numbers of the host");
+                    return refused(reason, "use -cpu MODEL,rdrand=off,rdseed=off");
+                }
+                // A processor of another kind has no such instruction.
+                Err(error) if error.kind() != ErrorKind::Command => return Err(error),
+                _ => {}
+            }
+        }
+        if !self.monitor.human("info network")?.trim().is_empty() {
+            return refused("has a network card: what comes in is not recorded".into(), "add -nic none");
+        }
+        let mut drives = list(self.monitor.execute("query-block", json!({}))?).into_iter();
+        if let Some(drive) = drives.find(|drive| drive.get("inserted").is_some()) {
+            let reason = format!("has a disk, {}: when it answers is not recorded", text(&drive, "device"));
+            return refused(reason, "load a kernel and an initial RAM disk (-kernel, -initrd)");
+        }
+        let mut characters = list(self.monitor.execute("query-chardev", json!({}))?).into_iter();
+        let has_input = |device: &Value| {
+            let kind = text(device, "filename");
+            text(device, "label") != OWN_MONITOR && !OUTPUTS.contains(&kind.split(':').next().unwrap_or_default())
+        };
+        if let Some(device) = characters.find(has_input) {
+            let reason = format!("has a character device with input, {}", text(&device, "label"));
+            return refused(reason, "add -nodefaults, and use -serial file:PATH or -serial null");
+        }
+        let devices = self.monitor.human("info qtree")?;
+        if let Some(name) = FROM_OUTSIDE.iter().find(|name| devices.contains(**name)) {
+            return refused(format!("has a device {name}, whose input is not recorded"), "leave the device out");
+        }
+        Ok(())
+    }
+
+    /// How many instructions the machine has executed since its start. While it runs, how many they
+    /// were a short time before.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unsupported`] if its instructions are not counted.
+    pub(crate) fn instructions(&mut self) -> Result<u64> {
+        let count = self.monitor.execute("query-replay", json!({}))?.get("icount").and_then(Value::as_u64);
+        count.ok_or_else(|| {
+            let reason = "does not count its instructions";
+            let error = Error::about(ErrorKind::Unsupported, Object::Process(self.pid), reason);
+            error.help("start it with -icount shift=2,sleep=off")
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn words(line: &str) -> Vec<String> {
+        line.split_whitespace().map(str::to_owned).collect()
+    }
+
+    #[test]
+    fn clocks_that_count_instructions_are_added() {
+        let command = |line: &str| {
+            let words: Vec<OsString> = line.split_whitespace().map(OsString::from).collect();
+            let made = deterministic_command(&words)?;
+            Ok::<_, Error>(made.iter().map(|word| word.to_string_lossy().into_owned()).collect::<Vec<_>>().join(" "))
+        };
+        let whole = "q -m 64 -icount shift=2,sleep=off -rtc base=2026-01-01,clock=vm -display none -no-shutdown -S";
+        assert_eq!(command("q -m 64").unwrap(), whole);
+        assert_eq!(command(whole).unwrap(), whole, "nothing is added twice");
+        let refused = [
+            "-enable-kvm",
+            "-accel kvm",
+            "-icount shift=auto,sleep=off",
+            "-icount shift=2",
+            "-icount shift=2,sleep=off,rr=record",
+            "-rtc clock=vm",
+            "-rtc base=utc,clock=vm",
+            "-rtc base=2026-01-01",
+            "-display gtk",
+            "-qmp unix:a,server=on",
+            "-s",
+            "-nographic",
+            "-object memory-backend-file,id=m,size=1M,mem-path=/a",
+        ];
+        for line in refused {
+            let error = command(&format!("q {line}")).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::Unsupported, "{line}");
+            assert!(!error.advice().is_empty(), "{line}");
+        }
+    }
+
+    #[test]
+    fn a_simulation_writes_no_files() {
+        let arguments =
+            words("-serial file:a -parallel null -chardev file,id=s,path=b -chardev null,id=t -pidfile c -D d -m 9");
+        let expected = "-serial null -parallel null -chardev null,id=s -chardev null,id=t -m 9";
+        assert_eq!(arguments_of_simulation(&arguments).join(" "), expected);
+        assert!(arguments_of_simulation(&words("-chardev")).len() == 1, "what QEMU refuses is left to it");
+    }
+}

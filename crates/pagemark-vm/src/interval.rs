@@ -1,0 +1,424 @@
+//! The simulation of an interval: a machine runs again from a checkpoint to a later one, watched by
+//! a plugin of QEMU, and must be there what it was (SimuBoost; PML, section 2.2).
+//!
+//! The machine has to stop at an exact instruction. QEMU counts those that were completed, and
+//! shows the count of a machine that is stopped. The plugin counts those that were begun: more, by
+//! those that faults interrupted. So the machine is stopped some way before the end, where the two
+//! counts are compared, and goes on in single steps: each block of QEMU's has one instruction, and
+//! QEMU looks behind each whether it is to stop.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use pagemark::repository::{Checkpoint, SpaceRecord};
+use pagemark::sys::pagemap::{Filter, PRESENT, Pagemap, SWAPPED};
+use pagemark::sys::proc::{self, maps};
+use pagemark::{Address, AddressRangeExt, ContentId, PAGE_SIZE, PageNumber, PageTree, RangeSet};
+use pagemark_simulate::control::Control;
+use pagemark_simulate::{Kind, Results};
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+
+use crate::changes::Changes;
+use crate::command_line::arguments_of_restore;
+use crate::deterministic::arguments_of_simulation;
+use crate::error::{Error, ErrorKind, Object, Result};
+use crate::images::copy_pages;
+use crate::instruction_count::{first_difference, instruction_count};
+use crate::machine::{Machine, text};
+use crate::ram_blocks::RamBlock;
+use crate::restore::{Fill, Progress, Restore, load_devices, pair};
+use crate::started::{Started, Streams};
+
+/// How many instructions before its end the machine is stopped first. Single steps are slow, and
+/// what is executed after the machine was to stop must be less.
+const STEPPED: u64 = 20_000;
+
+const POLL: Duration = Duration::from_millis(1);
+
+/// How long QEMU may take to begin a stop.
+const STOP_LIMIT: Duration = Duration::from_secs(60);
+
+/// Looks at the thread of QEMU that stops the machine, all alike, until it is known to wait.
+const WAITING_LOOKS: u32 = 3;
+
+/// The system call `futex`.
+const FUTEX: &str = "202 ";
+
+/// What observes the machine.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub enum Observer {
+    /// A simulator of Pagemark's.
+    Simulator(Kind),
+    /// A plugin of QEMU: the value of its option `-plugin`.
+    Plugin(String),
+}
+
+/// An interval between two checkpoints of a machine.
+///
+/// ```no_run
+/// use std::path::Path;
+///
+/// use pagemark::repository::Repository;
+/// use pagemark_vm::{Interval, Observer};
+///
+/// let repository = Repository::open(Path::new("checkpoints"))?;
+/// let (from, to) = (repository.read("vm1", 3)?, repository.read("vm1", 4)?);
+/// let observer = Observer::Simulator("cache".parse()?);
+/// let library = Path::new("libpagemark_simulate.so");
+/// let done = Interval::new(&from, &to)?.simulate(&observer, library)?;
+/// println!("{} instructions", done.instructions);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub struct Interval<'a> {
+    from: &'a Checkpoint,
+    to: &'a Checkpoint,
+    /// The counts of completed instructions at the checkpoints.
+    counts: (u64, u64),
+}
+
+/// An interval that was simulated, and ended as the checkpoint at its end.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+pub struct SimulatedInterval {
+    /// The number of the checkpoint at its begin.
+    pub from: u64,
+    /// The number of the checkpoint at its end.
+    pub to: u64,
+    /// Instructions that were completed.
+    pub instructions: u64,
+    /// Instructions that were begun: also those that a fault interrupted.
+    pub begun: u64,
+    /// Microseconds since 1970 UTC at the start.
+    pub started_unix_us: u64,
+    /// Microseconds until the machine was there.
+    pub start_us: u64,
+    /// Microseconds of its run.
+    pub run_us: u64,
+    /// Microseconds of the comparison with the checkpoint.
+    pub compare_us: u64,
+    /// What Pagemark's simulator found. None for a plugin, which writes its own results.
+    pub results: Option<Results>,
+}
+
+impl<'a> Interval<'a> {
+    /// The interval from one checkpoint of a machine to a later one.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unsupported`] if the machine does not count its instructions, or executed none.
+    pub fn new(from: &'a Checkpoint, to: &'a Checkpoint) -> Result<Interval<'a>> {
+        let counts = (instructions_of(from)?, instructions_of(to)?);
+        if from.manifest.job != to.manifest.job || counts.0 >= counts.1 {
+            let reason = format!(
+                "from {}@{} to {}@{} no instruction was executed",
+                from.manifest.job, from.manifest.sequence, to.manifest.job, to.manifest.sequence
+            );
+            return Err(Error::about(ErrorKind::Unsupported, Object::None, reason));
+        }
+        Ok(Interval { from, to, counts })
+    }
+
+    /// Instructions that were completed in the interval.
+    pub fn instructions(&self) -> u64 {
+        self.counts.1 - self.counts.0
+    }
+
+    /// Runs the machine again, and compares it with the checkpoint at the end. `library` is the
+    /// plugin of the package `pagemark-simulate`.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Differs`] if the machine has not done what it did; others as those of
+    /// [`Restore::start`]. No QEMU is left.
+    pub fn simulate(&self, observer: &Observer, library: &Path) -> Result<SimulatedInterval> {
+        let began = Instant::now();
+        let started_unix_us = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_micros() as u64;
+        let directory = tempfile::Builder::new().prefix("pagemark-simulate-").tempdir();
+        let directory = directory.map_err(Error::system("make a directory for a simulation"))?;
+        let [control_path, out] = ["control", "results"].map(|name| directory.path().join(name));
+        let control = Control::create(&control_path).map_err(control_failed())?;
+        let plugins = plugin_arguments(observer, library, &control_path, &out)?;
+        let (mut run, devices) = Run::start(self, plugins, control)?;
+        load_devices(&mut run.machine, devices)?;
+        let ready = Instant::now();
+        run.run_to_the_end()?;
+        let ended = Instant::now();
+        run.compare(self.to)?;
+        let compared = Instant::now();
+        let begun = run.control.count().map_err(control_failed())?;
+        run.quit()?;
+        let read = |path: &PathBuf| {
+            Results::read(path)
+                .map_err(|error| Error::of(ErrorKind::System, "read the results of the simulator", Object::None, error))
+        };
+        let results = matches!(observer, Observer::Simulator(_)).then(|| read(&out)).transpose()?;
+        let micros = |from: Instant, to: Instant| (to - from).as_micros() as u64;
+        Ok(SimulatedInterval {
+            from: self.from.manifest.sequence,
+            to: self.to.manifest.sequence,
+            instructions: self.instructions(),
+            begun,
+            started_unix_us,
+            start_us: micros(began, ready),
+            run_us: micros(ready, ended),
+            compare_us: micros(ended, compared),
+            results,
+        })
+    }
+}
+
+/// Finds the plugin of the package `pagemark-simulate`: in `$PAGEMARK_SIMULATE_LIBRARY`, beside
+/// this program, or in `../lib/pagemark`.
+///
+/// # Errors
+/// [`ErrorKind::NotFound`]
+pub fn simulator_library() -> Result<PathBuf> {
+    const NAME: &str = "libpagemark_simulate.so";
+    const LIBRARY: &str = "PAGEMARK_SIMULATE_LIBRARY";
+    if let Some(path) = std::env::var_os(LIBRARY).filter(|path| !path.is_empty()) {
+        let found = Path::new(&path).canonicalize();
+        return found.map_err(|error| {
+            let operation = format!("find the simulator {}", path.display());
+            Error::of(ErrorKind::NotFound, operation, Object::None, error)
+        });
+    }
+    let program = std::env::current_exe().map_err(Error::system("find the program of this process"))?;
+    pagemark_process::preload::beside(&program, NAME).ok_or_else(|| {
+        let reason = format!("{NAME} is neither beside {} nor in ../lib/pagemark", program.display());
+        Error::about(ErrorKind::NotFound, Object::None, reason)
+            .help(format!("build the package pagemark-simulate, or name the library in {LIBRARY}"))
+    })
+}
+
+/// The number of instructions that a machine had executed at a checkpoint, since its start.
+///
+/// # Errors
+/// [`ErrorKind::Unsupported`] if it does not count them.
+pub fn instructions_of(checkpoint: &Checkpoint) -> Result<u64> {
+    instruction_count(&Restore::new(checkpoint).devices()?).ok_or_else(|| {
+        let name = format!("{}@{}", checkpoint.manifest.job, checkpoint.manifest.sequence);
+        let reason = format!("{name} is of a machine that does not count its instructions");
+        Error::about(ErrorKind::Unsupported, Object::None, reason).help("record it with `pagemark simulate record`")
+    })
+}
+
+/// The arguments that load the plugins.
+fn plugin_arguments(observer: &Observer, library: &Path, control: &Path, out: &Path) -> Result<Vec<String>> {
+    let word = |path: &Path| {
+        path.to_str().map(|path| path.replace(',', ",,")).ok_or_else(|| {
+            let reason = format!("{} has a name that is no text", path.display());
+            Error::about(ErrorKind::Unsupported, Object::None, reason)
+        })
+    };
+    let own = format!("{},control={}", word(library)?, word(control)?);
+    Ok(match observer {
+        Observer::Simulator(kind) => vec!["-plugin".into(), format!("{own},simulator={kind},out={}", word(out)?)],
+        Observer::Plugin(other) => vec!["-plugin".into(), own, "-plugin".into(), other.clone()],
+    })
+}
+
+/// A machine that runs again.
+struct Run {
+    started: Started,
+    machine: Machine,
+    control: Control,
+    blocks: Vec<RamBlock>,
+    /// The count of completed instructions now, and at the end.
+    position: u64,
+    end: u64,
+}
+
+impl Run {
+    /// A machine with the memory of the first checkpoint, and the state of its devices, which it is
+    /// to load.
+    fn start(interval: &Interval<'_>, plugins: Vec<String>, control: Control) -> Result<(Run, Vec<u8>)> {
+        let restore = Restore::new(interval.from);
+        let startup = restore.startup()?;
+        let mut arguments = arguments_of_restore(&arguments_of_simulation(&startup.arguments));
+        arguments.extend(plugins);
+        let mut started = Started::start(&startup, &arguments, Streams::Detached)?;
+        let mut machine = started.machine(&startup)?;
+        let mappings = maps::read(machine.pid).map_err(Error::system("read the mappings of QEMU"))?;
+        let blocks = machine.changed_blocks(&mappings)?.unwrap_or_default();
+        let spaces = restore.ram_spaces()?;
+        restore.fill(machine.pid, &pair(&spaces, &blocks)?, Fill::Whole, &mut Progress::unseen(&mut |_, _| {}))?;
+        let (position, end) = interval.counts;
+        Ok((Run { started, machine, control, blocks, position, end }, restore.devices()?))
+    }
+
+    /// Runs the machine to the end of the interval.
+    fn run_to_the_end(&mut self) -> Result<()> {
+        let mut is_stepped = false;
+        while self.position < self.end {
+            let remaining = self.end - self.position;
+            // As many instructions are completed as are begun, or fewer.
+            let ahead = match remaining <= STEPPED {
+                true if !is_stepped => {
+                    self.step_singly()?;
+                    is_stepped = true;
+                    remaining - 1
+                }
+                true => remaining - 1,
+                false => remaining - STEPPED,
+            };
+            let begun = self.control.count().map_err(control_failed())?;
+            self.run_to(begun + ahead)?;
+            self.position = self.machine.instructions()?;
+        }
+        match self.position == self.end {
+            true => Ok(()),
+            false => Err(differs(format!(
+                "ran to instruction {}, where the checkpoint is of instruction {}",
+                self.position, self.end
+            ))),
+        }
+    }
+
+    /// Has QEMU make blocks of one instruction.
+    fn step_singly(&mut self) -> Result<()> {
+        // The first is the name since QEMU 8.1.
+        for command in ["one-insn-per-tb on", "singlestep on"] {
+            if self.machine.monitor.human(command)?.trim().is_empty() {
+                return Ok(());
+            }
+        }
+        let reason = "cannot run in single steps";
+        Err(Error::about(ErrorKind::Unsupported, Object::Process(self.machine.pid), reason))
+    }
+
+    /// Lets the machine run until it has begun `count` instructions, and stops it behind the next.
+    fn run_to(&mut self, count: u64) -> Result<()> {
+        let set = |control: &Control, count| control.stop_at(count).map_err(control_failed());
+        set(&self.control, count)?;
+        self.machine.resume()?;
+        while self.control.count().map_err(control_failed())? < count {
+            let status = text(&self.machine.monitor.execute("query-status", json!({}))?, "status");
+            if status != "running" {
+                // It was switched off, or has crashed: what the counts say is compared.
+                return Ok(());
+            }
+            std::thread::sleep(POLL);
+        }
+        let (control, pid) = (&self.control, self.machine.pid);
+        self.machine.monitor.execute_while("stop", || {
+            // Not earlier: the machine would go on until QEMU has read the command.
+            wait_for_stop(pid)?;
+            set(control, u64::MAX)
+        })?;
+        Ok(())
+    }
+
+    /// Compares the machine with a checkpoint.
+    fn compare(&mut self, checkpoint: &Checkpoint) -> Result<()> {
+        let restore = Restore::new(checkpoint);
+        let spaces = restore.ram_spaces()?;
+        let pairs = pair(&spaces, &self.blocks)?;
+        for (space, block) in pairs {
+            if let Some(page) = differing_page(&restore, self.machine.pid, space, block)? {
+                let reason = format!("has another page at {:#x} of its memory {}", page.address().get(), block.id);
+                return Err(differs(reason));
+            }
+        }
+        let devices = self.save_devices()?;
+        match first_difference(&restore.devices()?, &devices) {
+            Some(section) => Err(differs(format!("has another state of its device {section}"))),
+            None => Ok(()),
+        }
+    }
+
+    fn save_devices(&mut self) -> Result<Vec<u8>> {
+        let mut changes = Changes::new(&self.machine)?;
+        let file = self.machine.add_device_file(&mut changes)?;
+        self.machine.execute(&Machine::save_devices())?;
+        changes.end_checkpoint(&mut self.machine)?;
+        let failed = || Error::system("read the state of the devices");
+        let mut devices = vec![0; file.metadata().map_err(failed())?.len() as usize];
+        file.read_exact_at(&mut devices, 0).map_err(failed())?;
+        Ok(devices)
+    }
+
+    /// Ends QEMU, whose plugins write their results then.
+    fn quit(mut self) -> Result<()> {
+        self.machine.quit()?;
+        let status = self.started.into_child()?.wait().map_err(Error::system("wait for QEMU"))?;
+        match status.success() {
+            true => Ok(()),
+            false => {
+                let reason = format!("ended with {status} behind the simulation");
+                Err(Error::about(ErrorKind::Gone, Object::Process(self.machine.pid), reason))
+            }
+        }
+    }
+}
+
+/// Waits until QEMU has read the command `stop`, and waits for the processor: its main thread
+/// sleeps then, where it otherwise waits for the monitor.
+fn wait_for_stop(pid: i32) -> Result<()> {
+    let deadline = Instant::now() + STOP_LIMIT;
+    let path = proc::path(pid, &format!("task/{pid}/syscall"));
+    let (mut last, mut looks) = (String::new(), 0);
+    while looks < WAITING_LOOKS {
+        let now = std::fs::read_to_string(&path).map_err(Error::system("look at the threads of QEMU"))?;
+        looks = if now.starts_with(FUTEX) && (looks == 0 || now == last) { looks + 1 } else { 0 };
+        last = now;
+        if Instant::now() >= deadline {
+            return Err(Error::about(ErrorKind::Monitor, Object::Process(pid), "does not stop its machine"));
+        }
+        std::thread::sleep(POLL);
+    }
+    Ok(())
+}
+
+/// The first page of a block of memory that is not that of a checkpoint.
+fn differing_page(
+    restore: &Restore<'_>,
+    pid: i32,
+    space: &SpaceRecord,
+    block: &RamBlock,
+) -> Result<Option<PageNumber>> {
+    let failed = || Error::system("compare the memory of QEMU");
+    let memory = File::open(proc::path(pid, "mem")).map_err(failed())?;
+    let first: Mutex<Option<PageNumber>> = Mutex::new(None);
+    let found = |page: PageNumber| {
+        let mut first = first.lock().unwrap_or_else(PoisonError::into_inner);
+        *first = Some(first.map_or(page, |earlier| earlier.min(page)));
+    };
+    let start = block.range.start.get();
+    let compare = |page: PageNumber, expected: &[u8]| {
+        let mut content = vec![0; expected.len()];
+        memory.read_exact_at(&mut content, start + page.address().get())?;
+        let pages = content.chunks(PAGE_SIZE).zip(expected.chunks(PAGE_SIZE));
+        if let Some(at) = pages.into_iter().position(|(one, other)| one != other) {
+            found(page + at as u64);
+        }
+        Ok(())
+    };
+    let tree = PageTree::load(space.root, restore.store())?;
+    let (pages, ids): (Vec<PageNumber>, Vec<ContentId>) = tree.iter().unzip();
+    copy_pages(restore.store(), &ids, &pages, &compare)?.map_err(failed())?;
+    // The others of the checkpoint are zeros, as are those that QEMU has not touched.
+    let filter = Filter { any: PRESENT | SWAPPED, ..Filter::default() };
+    let mut rest = RangeSet::new();
+    let pagemap = Pagemap::of_process(pid).map_err(failed())?;
+    pagemap.find(&block.range, filter, |run, _| rest.insert(run)).map_err(failed())?;
+    let held: RangeSet = pages.iter().map(|&page| (block.range.start.page() + page.get()).addresses()).collect();
+    rest.subtract(&held);
+    let mut content = [0; PAGE_SIZE];
+    for page in rest.iter().flat_map(|range| range.pages()) {
+        memory.read_exact_at(&mut content, page.address().get()).map_err(failed())?;
+        if content != [0; PAGE_SIZE] {
+            found(Address::new(page.address().get() - start).page());
+        }
+    }
+    Ok(first.into_inner().unwrap_or_else(PoisonError::into_inner))
+}
+
+fn differs(reason: String) -> Error {
+    let error = Error::about(ErrorKind::Differs, Object::None, format!("the machine {reason}"));
+    error.help("something that is not recorded decides what it does")
+}
+
+fn control_failed() -> impl FnOnce(std::io::Error) -> Error {
+    Error::system("control the plugin of the simulation")
+}

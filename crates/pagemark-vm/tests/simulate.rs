@@ -1,0 +1,159 @@
+//! Machines that run again from a checkpoint to the next one. The oracles are the checkpoints, and
+//! the simulation of all intervals at once.
+
+use std::ffi::OsString;
+use std::path::Path;
+
+use nix::sys::signal::SigSet;
+use pagemark::repository::Repository;
+use pagemark::track::Scope;
+use pagemark::{Job, JobOptions, Mechanism};
+use pagemark_simulate::{Kind, Results};
+use pagemark_testing::{MachinePaths, QEMU, guest_program, skip, wait_until};
+use pagemark_vm::{
+    ErrorKind, Interval, Observer, OwnQemu, SimulatedInterval, VmTarget, deterministic_command, instructions_of,
+    simulator_library,
+};
+
+/// Instructions between checkpoints, at least.
+const EVERY: u64 = 1_500_000;
+
+/// The command line of a machine that repeats its run.
+fn command(paths: &MachinePaths, further: &[&str]) -> Vec<OsString> {
+    let guest = guest_program().expect("a guest").as_os_str().to_owned();
+    let serial = format!("file:{}", paths.join("serial").display());
+    let mut command: Vec<OsString> = [QEMU, "-nodefaults", "-m", "16", "-kernel"].map(OsString::from).into();
+    command.extend([guest, "-serial".into(), serial.into()]);
+    command.extend(further.iter().map(OsString::from));
+    command
+}
+
+/// Runs a machine, with checkpoints, which are those of the job `vm`.
+fn record(paths: &MachinePaths, intervals: usize) -> Repository {
+    let command = deterministic_command(&command(paths, &[])).unwrap();
+    let mut qemu = OwnQemu::start(&command, "vm", SigSet::empty()).unwrap();
+    let mut target = qemu.attach(Mechanism::choose(Scope::Process)).unwrap();
+    target.check_deterministic().unwrap();
+    assert!(!target.is_running().unwrap());
+    target.resume().unwrap();
+    let repository = Repository::create(&paths.join("repository")).unwrap();
+    let mut job: Job<VmTarget> = Job::new(target, repository, JobOptions::new("vm"));
+    // What QEMU hands to the firmware is not the same in each QEMU.
+    wait_until("a step of the guest", || std::fs::read(paths.join("serial")).is_ok_and(|serial| !serial.is_empty()));
+    let mut next = job.target_mut().instructions().unwrap();
+    for _ in 0..=intervals {
+        while job.target_mut().instructions().unwrap() < next {
+            std::thread::yield_now();
+        }
+        job.checkpoint().unwrap();
+        next = job.target_mut().instructions().unwrap() + EVERY;
+    }
+    job.detach();
+    let pid = qemu.pid();
+    nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), nix::sys::signal::Signal::SIGKILL).unwrap();
+    qemu.wait().unwrap();
+    Repository::open(&paths.join("repository")).unwrap()
+}
+
+fn simulate(repository: &Repository, from: u64, to: u64, kind: Kind) -> SimulatedInterval {
+    let (from, to) = (repository.read("vm", from).unwrap(), repository.read("vm", to).unwrap());
+    let library = simulator_library().unwrap();
+    Interval::new(&from, &to).unwrap().simulate(&Observer::Simulator(kind), &library).unwrap()
+}
+
+#[test]
+fn intervals_are_together_what_one_long_simulation_is() {
+    if guest_program().is_none() {
+        skip!("no QEMU, or no compiler for its guest");
+    }
+    let paths = MachinePaths::default();
+    let repository = record(&paths, 3);
+    let count = |sequence| instructions_of(&repository.read("vm", sequence).unwrap()).unwrap();
+    assert!((1..4).all(|sequence| count(sequence + 1) >= count(sequence) + EVERY));
+    let serial = std::fs::read(paths.join("serial")).unwrap();
+    for kind in Kind::ALL {
+        let parts: Vec<SimulatedInterval> =
+            (1..4).map(|sequence| simulate(&repository, sequence, sequence + 1, kind)).collect();
+        let long = simulate(&repository, 1, 4, kind);
+        assert_eq!(long.instructions, count(4) - count(1));
+        assert_eq!(parts.iter().map(|part| part.instructions).sum::<u64>(), long.instructions);
+        assert_eq!(parts.iter().map(|part| part.begun).sum::<u64>(), long.begun, "{kind}");
+        let results: Vec<&Results> = parts.iter().map(|part| part.results.as_ref().unwrap()).collect();
+        let mut sum = results[0].clone();
+        results[1..].iter().for_each(|next| sum.merge(next).unwrap());
+        let long = long.results.unwrap();
+        match kind {
+            Kind::Cache => {
+                let [ours, theirs] = [&sum, &long].map(|results| results.counts["l1d-misses"]);
+                let cold = results[1..].iter().map(|next| next.counts["l1d-cold-misses"]);
+                assert!(theirs <= ours && ours <= theirs + cold.sum::<u64>());
+            }
+            _ => assert_eq!(sum, long),
+        }
+        if kind == Kind::Mix {
+            assert_eq!(long.counts["instructions"], parts.iter().map(|part| part.begun).sum::<u64>());
+            assert!(long.counts["loads"] > 0 && long.counts["stores"] > 0, "{long:?}");
+        }
+    }
+    assert_eq!(std::fs::read(paths.join("serial")).unwrap(), serial, "simulations write no files");
+}
+
+#[test]
+fn a_machine_whose_input_is_not_recorded_is_refused() {
+    if guest_program().is_none() {
+        skip!("no QEMU, or no compiler for its guest");
+    }
+    let paths = MachinePaths::default();
+    let disk = paths.join("disk");
+    std::fs::write(&disk, vec![0; 1 << 20]).unwrap();
+    let drive = format!("file={},format=raw,if=ide", disk.display());
+    let refused = |further: &[&str]| {
+        let command = deterministic_command(&command(&paths, further)).unwrap();
+        let mut qemu = OwnQemu::start(&command, "vm", SigSet::empty()).unwrap();
+        let mut target = qemu.attach(Mechanism::Full).unwrap();
+        let checked = target.check_deterministic();
+        target.quit().unwrap();
+        qemu.wait().unwrap();
+        checked.map_err(|error| (error.kind(), error.to_string(), error.advice().to_owned()))
+    };
+    assert_eq!(refused(&["-accel", "tcg"]), Ok(()));
+    let cases: [(&[&str], &str); 6] = [
+        (&["-smp", "2"], "2 processors"),
+        (&["-nic", "user"], "network card"),
+        (&["-drive", &drive], "a disk"),
+        (&["-device", "virtio-rng-pci"], "virtio-rng"),
+        (&["-cpu", "max"], "rdrand"),
+        (&["-serial", "pty"], "character device"),
+    ];
+    for (further, named) in cases {
+        let (kind, text, advice) = refused(further).expect_err(named);
+        assert_eq!(kind, ErrorKind::Unsupported);
+        assert!(text.contains(named) && !advice.is_empty(), "{text}");
+    }
+}
+
+#[test]
+fn an_interval_that_is_not_the_one_that_ran_is_named() {
+    if guest_program().is_none() {
+        skip!("no QEMU, or no compiler for its guest");
+    }
+    let paths = MachinePaths::default();
+    let repository = record(&paths, 1);
+    let (from, mut to) = (repository.read("vm", 1).unwrap(), repository.read("vm", 2).unwrap());
+    let library = simulator_library().unwrap();
+    let observer = Observer::Simulator(Kind::Mix);
+    // The memory of another instant, with the devices of the end.
+    to.manifest.spaces = from.manifest.spaces.clone();
+    let error = Interval::new(&from, &to).unwrap().simulate(&observer, &library).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Differs);
+    assert!(error.to_string().contains("another page at 0x") && error.to_string().contains("pc.ram"), "{error}");
+    let error = Interval::new(&from, &from).err().unwrap();
+    assert!(error.to_string().contains("no instruction"), "{error}");
+    let to = repository.read("vm", 2).unwrap();
+    let missing = Interval::new(&from, &to).unwrap();
+    let error = missing.simulate(&Observer::Plugin("/nowhere.so".into()), &library).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Start);
+    assert!(error.to_string().contains("nowhere.so"), "{error}");
+    let error = missing.simulate(&observer, Path::new("/nowhere.so")).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Start);
+}
