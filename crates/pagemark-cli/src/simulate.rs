@@ -5,7 +5,10 @@ use clap::{Args, Subcommand};
 use crate::failure::Outcome;
 
 mod interval;
+mod kept;
 mod list;
+mod merge;
+mod observer;
 mod record;
 
 /// Simulate intervals of the run of a virtual machine, from its checkpoints
@@ -24,6 +27,7 @@ enum SimulateCommand {
     Record(record::Record),
     List(list::List),
     Interval(interval::SimulateInterval),
+    Merge(merge::Merge),
 }
 
 impl Simulate {
@@ -32,6 +36,7 @@ impl Simulate {
             SimulateCommand::Record(command) => command.run(),
             SimulateCommand::List(command) => command.run(),
             SimulateCommand::Interval(command) => command.run(),
+            SimulateCommand::Merge(command) => command.run(),
         }
     }
 }

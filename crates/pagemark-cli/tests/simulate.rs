@@ -28,6 +28,27 @@ fn a_recorded_interval_is_simulated_and_its_result_is_kept() {
     let kept = std::fs::read(results.join("mix/1-2.json")).expect("it was kept");
     assert_eq!(serde_json::from_slice::<serde_json::Value>(&kept).expect("JSON"), done);
 
+    let merge = ["simulate", "merge", "vm", "--plugin", "mix", "--results", results_text];
+    let partial = pagemark.output(&merge);
+    let text = String::from_utf8_lossy(&partial.stderr);
+    assert!(partial.status.code() == Some(1) && text.contains("1 of 2 intervals") && text.contains("vm@2"), "{text}");
+    let second =
+        pagemark.json(&["simulate", "interval", "vm@2", "--plugin", "mix", "--results", results_text, "--json"]);
+    let merged = pagemark.json(&[&merge[..], &["--json"]].concat());
+    let long = pagemark.json(&["simulate", "interval", "vm@1", "--to", "3", "--plugin", "mix", "--json"]);
+    assert_eq!(merged["results"], long["results"], "sums are exact");
+    assert_eq!((&merged["begun"], &merged["missing"]), (&long["begun"], &serde_json::json!([])));
+    assert!(pagemark.done(&merge).contains("2 of 2 intervals"));
+    // What is not of this interval is not used.
+    let (first_file, second_file) = (results.join("mix/1-2.json"), results.join("mix/2-3.json"));
+    for wrong in [b"{".to_vec(), kept.clone(), second.to_string().replace("\"vm\"", "\"other\"").into_bytes()] {
+        std::fs::write(&second_file, wrong).expect("it is written");
+        let output = pagemark.output(&merge);
+        let text = String::from_utf8_lossy(&output.stderr);
+        assert!(!output.status.success() && text.contains("2-3.json is not used"), "{text}");
+    }
+    std::fs::remove_file(first_file).expect("it was kept");
+
     for (wrong, named) in [(["vm@3", "mix"], "no interval begins at vm@3"), (["vm@1", "mixed"], "mix, hot, cache")] {
         let output = pagemark.output(&["simulate", "interval", wrong[0], "--plugin", wrong[1]]);
         let text = String::from_utf8_lossy(&output.stderr);
@@ -38,4 +59,13 @@ fn a_recorded_interval_is_simulated_and_its_result_is_kept() {
     assert!(refused.status.code() == Some(2) && text.contains("2 processors") && text.contains("-smp 1"), "{text}");
     let left = std::fs::read_dir(&results).expect("the results").count();
     assert_eq!(left, 1, "nothing else was kept");
+}
+
+#[test]
+fn a_simulation_ends_with_the_process_that_has_started_it() {
+    let pagemark = Pagemark::new();
+    let stranger = ["simulate", "interval", "vm@1", "--plugin", "mix", "--parent", "1"];
+    let output = pagemark.output(&stranger);
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success() && text.contains("has not started this one"), "{text}");
 }

@@ -70,12 +70,11 @@ pub struct Control {
 }
 
 impl Control {
-    /// Makes the file at `path`. The processor waits before its first instruction.
+    /// Prepares an empty file. The processor waits before its first instruction.
     ///
     /// # Errors
-    /// Those of making and writing a file.
-    pub fn create(path: &Path) -> io::Result<Control> {
-        let file = File::options().read(true).write(true).create_new(true).open(path)?;
+    /// Those of writing a file.
+    pub fn of(file: File) -> io::Result<Control> {
         file.write_all_at(&[0; SHARED_BYTES], 0)?;
         Ok(Control { file })
     }
@@ -105,10 +104,9 @@ mod tests {
 
     #[test]
     fn the_processor_stops_where_the_other_process_says() {
-        let directory = tempfile::tempdir().unwrap();
-        let path = directory.path().join("control");
-        let control = Control::create(&path).unwrap();
-        let counter = Counter::map(&path).unwrap();
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let control = Control::of(file.reopen().unwrap()).unwrap();
+        let counter = Counter::map(file.path()).unwrap();
         let processor = std::thread::spawn(move || (0..50).for_each(|_| counter.begin_instruction()));
         for stop in [0, 1, 20, 49] {
             control.stop_at(stop).unwrap();
@@ -121,7 +119,6 @@ mod tests {
         control.stop_at(u64::MAX).unwrap();
         processor.join().unwrap();
         assert_eq!(control.count().unwrap(), 50);
-        assert!(Control::create(&path).is_err(), "it belongs to another");
     }
 
     #[test]

@@ -16,5 +16,5 @@ mod plugin;
 mod results;
 mod simulators;
 
-pub use results::{MergeError, Results};
+pub use results::{MergeError, Merged, Results};
 pub use simulators::Kind;

@@ -1,13 +1,14 @@
 //! What a simulator found in an interval, as numbers by name, and their sum over intervals.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
 use std::fs::{self, File};
-use std::io;
+use std::io::{self, BufWriter, Write};
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-use crate::simulators::Kind;
+use crate::simulators::{Errors, Kind};
 
 /// The results of a simulator.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
@@ -22,12 +23,64 @@ pub struct Results {
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct MergeError;
 
+impl fmt::Display for MergeError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("they are of different simulators")
+    }
+}
+
+impl std::error::Error for MergeError {}
+
+/// The results of a run that was simulated in parts, and what they have to do with those of one
+/// long simulation. Counts that none of the lists has are exact.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct Merged {
+    /// The sums.
+    pub results: Results,
+    /// How much greater a sum is at most than the count of one long simulation; it is not less.
+    pub at_most_too_many: BTreeMap<String, u64>,
+    /// How much less a sum is at most than the count of one long simulation; it is not greater.
+    pub at_most_too_few: BTreeMap<String, u64>,
+    /// The sums that can have any error.
+    pub unbounded: BTreeSet<String>,
+}
+
+impl Merged {
+    /// The sums over the parts of a run, in their order. None if there are no parts.
+    ///
+    /// # Errors
+    /// The parts are of different simulators.
+    pub fn of<'a>(parts: impl IntoIterator<Item = &'a Results>) -> Result<Option<Merged>, MergeError> {
+        let mut parts = parts.into_iter();
+        let Some(first) = parts.next() else { return Ok(None) };
+        let mut merged = Merged {
+            results: first.clone(),
+            at_most_too_many: BTreeMap::new(),
+            at_most_too_few: BTreeMap::new(),
+            unbounded: BTreeSet::new(),
+        };
+        let Errors { too_many, too_few, bound, unbounded } = first.simulator.errors();
+        for next in parts {
+            merged.results.merge(next)?;
+            let error = next.counts.get(bound).copied().unwrap_or(0);
+            for (names, bounds) in [(too_many, &mut merged.at_most_too_many), (too_few, &mut merged.at_most_too_few)] {
+                for name in names {
+                    let sum = bounds.entry((*name).to_owned()).or_default();
+                    *sum = sum.saturating_add(error);
+                }
+            }
+            merged.unbounded.extend(unbounded.iter().map(|&name| name.to_owned()));
+        }
+        Ok(Some(merged))
+    }
+}
+
 impl Results {
-    /// Writes them to the new file `path`, whole or not at all.
+    /// Writes them to the file `path`. Its reader sees from its form that a part is missing.
     pub(crate) fn write(&self, path: &Path) -> io::Result<()> {
-        let partial = path.with_extension("partial");
-        serde_json::to_writer(File::create(&partial)?, self)?;
-        fs::rename(partial, path)
+        let mut file = BufWriter::new(File::create(path)?);
+        serde_json::to_writer(&mut file, self)?;
+        file.flush()
     }
 
     /// Reads them from the file `path`.
@@ -70,8 +123,29 @@ mod tests {
         sum.merge(&of(&[("b", 3), ("c", 4)])).unwrap();
         assert_eq!(sum, of(&[("a", 1), ("b", 5), ("c", 4)]));
         assert_eq!(sum.merge(&Results { simulator: Kind::Cache, ..of(&[]) }), Err(MergeError));
+        assert_eq!(MergeError.to_string(), "they are of different simulators");
         let file = tempfile::tempdir().unwrap();
         sum.write(&file.path().join("r")).unwrap();
         assert_eq!(Results::read(&file.path().join("r")).unwrap(), sum);
+    }
+
+    #[test]
+    fn merged_results_say_their_error() {
+        let of = |misses: u64, cold: u64| Results {
+            simulator: Kind::Cache,
+            counts: [("l1d-misses".to_owned(), misses), ("l1d-cold-misses".to_owned(), cold)].into(),
+        };
+        assert_eq!(Merged::of([]), Ok(None));
+        let one = Merged::of([&of(10, 5)]).unwrap().unwrap();
+        assert!(one.at_most_too_many.is_empty() && one.unbounded.is_empty());
+        // The caches of the first part are as empty as those of one long simulation.
+        let three = Merged::of([&of(10, 5), &of(7, 3), &of(4, 2)]).unwrap().unwrap();
+        assert_eq!(three.results, of(21, 10));
+        assert_eq!((three.at_most_too_many["l1d-misses"], three.at_most_too_few["l1d-hits"]), (5, 5));
+        assert!(three.unbounded.contains("l2-misses"));
+        let mix = Results { simulator: Kind::Mix, counts: [("loads".to_owned(), 1)].into() };
+        let exact = Merged::of([&mix, &mix]).unwrap().unwrap();
+        assert!(exact.at_most_too_many.is_empty() && exact.unbounded.is_empty());
+        assert_eq!(Merged::of([&mix, &of(1, 1)]), Err(MergeError));
     }
 }

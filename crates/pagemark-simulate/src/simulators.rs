@@ -41,6 +41,14 @@ impl Kind {
         self != Kind::Hot
     }
 
+    /// How the counts of a later part of a run differ from its share of one long simulation.
+    pub(crate) fn errors(self) -> Errors {
+        match self {
+            Kind::Mix | Kind::Hot => Errors::default(),
+            Kind::Cache => cache::ERRORS,
+        }
+    }
+
     /// A new simulator, whose caches are empty.
     pub(crate) fn simulator(self) -> Box<dyn Simulator> {
         match self {
@@ -67,6 +75,20 @@ impl FromStr for Kind {
             .find(|kind| kind.name() == name)
             .ok_or_else(|| format!("{name:?} is no simulator; there are {}", names()))
     }
+}
+
+/// The counts of a simulator that are not exact in a part of a run, because it begins without the
+/// state that one long simulation has there.
+#[derive(Clone, Copy, Default, Debug)]
+pub(crate) struct Errors {
+    /// Those that are too great.
+    pub(crate) too_many: &'static [&'static str],
+    /// Those that are too small.
+    pub(crate) too_few: &'static [&'static str],
+    /// The count that is at least as great as the error of these.
+    pub(crate) bound: &'static str,
+    /// Those that can have any error.
+    pub(crate) unbounded: &'static [&'static str],
 }
 
 /// An access of an instruction to memory.

@@ -8,11 +8,13 @@
 //! QEMU looks behind each whether it is to stop.
 
 use std::fs::File;
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
+use nix::sys::memfd::{MFdFlags, memfd_create};
 use pagemark::repository::{Checkpoint, SpaceRecord};
 use pagemark::sys::pagemap::{Filter, PRESENT, Pagemap, SWAPPED};
 use pagemark::sys::proc::{self, maps};
@@ -134,10 +136,9 @@ impl<'a> Interval<'a> {
     pub fn simulate(&self, observer: &Observer, library: &Path) -> Result<SimulatedInterval> {
         let began = Instant::now();
         let started_unix_us = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_micros() as u64;
-        let directory = tempfile::Builder::new().prefix("pagemark-simulate-").tempdir();
-        let directory = directory.map_err(Error::system("make a directory for a simulation"))?;
-        let [control_path, out] = ["control", "results"].map(|name| directory.path().join(name));
-        let control = Control::create(&control_path).map_err(control_failed())?;
+        let (control, control_path) = shared_file()?;
+        let (_out, out) = shared_file()?;
+        let control = Control::of(control).map_err(control_failed())?;
         let plugins = plugin_arguments(observer, library, &control_path, &out)?;
         let (mut run, devices) = Run::start(self, plugins, control)?;
         load_devices(&mut run.machine, devices)?;
@@ -201,6 +202,15 @@ pub fn instructions_of(checkpoint: &Checkpoint) -> Result<u64> {
         let reason = format!("{name} is of a machine that does not count its instructions");
         Error::about(ErrorKind::Unsupported, Object::None, reason).help("record it with `pagemark simulate record`")
     })
+}
+
+/// A file in memory, and a path by which QEMU opens it. Where this process is killed, no file
+/// stays.
+fn shared_file() -> Result<(File, PathBuf)> {
+    let file = memfd_create(c"pagemark-simulate", MFdFlags::MFD_CLOEXEC);
+    let file = File::from(file.map_err(|error| Error::system("make a file in memory")(error.into()))?);
+    let path = format!("/proc/{}/fd/{}", std::process::id(), file.as_raw_fd());
+    Ok((file, path.into()))
 }
 
 /// The arguments that load the plugins.

@@ -26,20 +26,20 @@ pub struct List {
 }
 
 /// An interval between one checkpoint and the next.
-#[derive(Clone, Copy, Debug, Serialize)]
-struct ListedInterval {
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Serialize)]
+pub struct ListedInterval {
     /// The number of the checkpoint at its begin.
-    from: u64,
+    pub from: u64,
     /// The number of the checkpoint at its end.
-    to: u64,
+    pub to: u64,
     /// Instructions that were completed in it.
-    instructions: u64,
+    pub instructions: u64,
     /// Microseconds that the machine needed for it, with its checkpoint.
-    recorded_us: u64,
+    pub recorded_us: u64,
 }
 
 /// The intervals of a job.
-fn intervals(repository: &Repository, job: &str) -> Result<Vec<ListedInterval>, Failure> {
+pub fn intervals(repository: &Repository, job: &str) -> Result<Vec<ListedInterval>, Failure> {
     let failed = |error| Failure::of(format!("cannot list the intervals of {job}"), error);
     let taken = repository.checkpoints(job).map_err(|error| Failure::of(format!("cannot list {job}"), error))?;
     if taken.is_empty() {

@@ -4,12 +4,21 @@
 //!
 //! At the begin of an interval the caches are empty, and those of one long simulation are not. A
 //! miss that fills a place which was empty is counted as `cold`: only such a miss can be a hit in
-//! the long simulation, so the cold misses of all intervals but the first bound the error.
+//! the long simulation, so the cold misses of all intervals but the first bound the error of the
+//! first cache.
 
-use super::{Access, Kind, Simulator};
+use super::{Access, Errors, Kind, Simulator};
 use crate::results::Results;
 
 const LINE_BYTES: u64 = 64;
+
+/// The second cache gets other accesses than in one long simulation: the misses of the first.
+pub(super) const ERRORS: Errors = Errors {
+    too_many: &["l1d-misses", "l1d-cold-misses"],
+    too_few: &["l1d-hits"],
+    bound: "l1d-cold-misses",
+    unbounded: &["l2-hits", "l2-misses", "l2-cold-misses"],
+};
 
 /// A cache of `sets`, each with `ways` lines.
 struct Cache {
@@ -137,6 +146,8 @@ mod tests {
             let (whole, first, second) = (run(&lines), run(first), run(second));
             let parts = first.misses + second.misses;
             prop_assert!(whole.misses <= parts && parts <= whole.misses + second.cold_misses);
+            prop_assert!(whole.cold_misses <= first.cold_misses + second.cold_misses);
+            prop_assert!(first.cold_misses <= whole.cold_misses);
             prop_assert_eq!(first.hits + second.hits + parts, whole.hits + whole.misses);
         }
     }
