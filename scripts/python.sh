@@ -18,6 +18,10 @@ pagemark-*-cp311-abi3-manylinux_*.whl) ;;
 *) echo "python: this wheel does not serve all versions of Python and Linux: $(ls "$wheels")" >&2 && exit 1 ;;
 esac
 "$venv/bin/pip" install --quiet --disable-pip-version-check --no-deps --force-reinstall "$wheels"/pagemark-*.whl
+# The tests of parallel simulation start this program.
+cargo build --quiet --locked -p pagemark-cli -p pagemark-simulate
+PAGEMARK_PROGRAM=$(realpath "${CARGO_TARGET_DIR:-target}/debug/pagemark")
+export PAGEMARK_PROGRAM
 cd crates/pagemark-python
 # Other tests wait for time to pass.
 PYTHONDONTWRITEBYTECODE=1 timeout 900 nice -n 10 "$venv/bin/python" -m pytest "$@"

@@ -10,6 +10,7 @@ mod list;
 mod merge;
 mod observer;
 mod record;
+mod run;
 
 /// Simulate intervals of the run of a virtual machine, from its checkpoints
 ///
@@ -27,6 +28,7 @@ enum SimulateCommand {
     Record(record::Record),
     List(list::List),
     Interval(interval::SimulateInterval),
+    Run(run::SimulateRun),
     Merge(merge::Merge),
 }
 
@@ -36,6 +38,7 @@ impl Simulate {
             SimulateCommand::Record(command) => command.run(),
             SimulateCommand::List(command) => command.run(),
             SimulateCommand::Interval(command) => command.run(),
+            SimulateCommand::Run(command) => command.run(),
             SimulateCommand::Merge(command) => command.run(),
         }
     }

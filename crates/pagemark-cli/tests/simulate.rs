@@ -2,6 +2,9 @@
 
 mod support;
 
+use std::fs::Permissions;
+use std::os::unix::fs::PermissionsExt;
+
 use pagemark_testing::{MachinePaths, QEMU, guest_program, skip};
 use support::Pagemark;
 
@@ -68,4 +71,42 @@ fn a_simulation_ends_with_the_process_that_has_started_it() {
     let output = pagemark.output(&stranger);
     let text = String::from_utf8_lossy(&output.stderr);
     assert!(!output.status.success() && text.contains("has not started this one"), "{text}");
+}
+
+#[test]
+fn a_run_in_parallel_says_what_its_interpreter_lacks() {
+    let Some(guest) = guest_program() else { skip!("no QEMU, or no compiler for its guest") };
+    let (pagemark, paths) = (Pagemark::new(), MachinePaths::default());
+    let record =
+        ["simulate", "record", "--job", "vm", "--after", "40M", "--every", "1M", "--intervals", "1", "--", QEMU];
+    let serial = format!("file:{}", paths.join("serial").display());
+    let machine = ["-nodefaults", "-m", "16", "-kernel", guest.to_str().expect("a path"), "-serial", &serial];
+    pagemark.done(&[&record[..], &machine].concat());
+    // Stands for an interpreter: prints the missing module, or fails to load the package.
+    let python = pagemark.directory().join("python");
+    let path = python.to_str().expect("a path");
+    let run = |script: Option<&str>| {
+        if let Some(script) = script {
+            std::fs::write(&python, format!("#!/bin/sh\n{script}\n")).expect("it is written");
+            std::fs::set_permissions(&python, Permissions::from_mode(0o755)).expect("it is ours");
+        }
+        let mut command = pagemark.command(&["simulate", "run", "vm", "--plugin", "mix"]);
+        let output = command.env("PAGEMARK_PYTHON", &python).output().expect("the command runs");
+        assert_eq!(output.status.code(), Some(1));
+        String::from_utf8(output.stderr).expect("UTF-8")
+    };
+    let install = format!("{path} -m pip install 'pagemark[simulate]'");
+    let cases = [
+        (None, "cannot start"),
+        (Some("echo ray"), "has no module ray"),
+        (Some("echo pagemark.simulate"), "has no module pagemark.simulate"),
+        (Some("echo Traceback >&2; echo ImportError >&2; exit 1"), "cannot load the Python package: ImportError"),
+    ];
+    for (script, named) in cases {
+        let text = run(script);
+        assert!(text.contains(named) && text.contains(&install) && text.contains("PAGEMARK_PYTHON"), "{text}");
+    }
+    // What is simulated already needs no Ray.
+    pagemark.done(&["simulate", "interval", "vm@1", "--plugin", "mix", "--results", "vm-results"]);
+    assert!(pagemark.done(&["simulate", "run", "vm", "--plugin", "mix"]).contains("1 of 1 intervals"));
 }

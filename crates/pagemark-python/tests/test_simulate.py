@@ -1,0 +1,226 @@
+"""The intervals of a recorded machine, simulated in parallel by a real Ray."""
+
+import json
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pagemark import simulate
+
+#: The program pagemark, which the test script builds.
+PROGRAM = os.environ.get("PAGEMARK_PROGRAM", "")
+GUEST = Path(__file__).parents[2] / "pagemark-testing" / "src" / "guest.c"
+QEMU = "qemu-system-x86_64"
+#: As in the Rust tests.
+COMPILER = (
+    "cc -m32 -O2 -ffreestanding -fno-pic -fno-stack-protector -nostdlib -static -Wl,--section-start=.multiboot=0x100000 "
+    "-Wl,-Ttext=0x101000 -Wl,--build-id=none -Wl,-z,max-page-size=4096 -Wl,-z,noexecstack"
+)
+INTERVALS = 6
+TOKEN = secrets.token_hex(32)
+#: A Ray that lives until its standard input is closed, and says its address.
+RAY = """
+import ray, sys
+context = ray.init(address="local", num_cpus=2, include_dashboard=False, object_store_memory=100 << 20,
+                   _temp_dir=sys.argv[1], logging_level="error", log_to_driver=False)
+print(context.address_info["gcs_address"], flush=True)
+sys.stdin.read()
+"""
+
+
+def wait_until(event: str, condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end, f"timeout: {event}"
+        time.sleep(0.02)
+
+
+def processes_with(word: str) -> list[int]:
+    """The processes that have a word in their command line."""
+    found = []
+    for directory in Path("/proc").glob("[0-9]*"):
+        try:
+            arguments = (directory / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if word.encode() in arguments and int(directory.name) != os.getpid():
+            found.append(int(directory.name))
+    return found
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+class Recording:
+    """A recorded machine, whose processes have the name of its directory in their command lines."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        guest = directory / "guest"
+        subprocess.run([*COMPILER.split(), "-o", str(guest), str(GUEST)], check=True)
+        # The firmware has loaded the guest by then.
+        moments = ["--after", "40M", "--every", "1M", "--intervals", str(INTERVALS)]
+        machine = [QEMU, "-nodefaults", "-m", "16", "-kernel", str(guest), "-serial", f"file:{directory}/serial"]
+        self.done("record", "--quiet", "--job", "vm", *moments, "--", *machine)
+
+    def command(self, *arguments: str) -> list[str]:
+        return [PROGRAM, "simulate", arguments[0], "--repo", str(self.directory / "repository"), *arguments[1:]]
+
+    def done(self, *arguments: str) -> str:
+        command = self.command(*arguments)
+        done = subprocess.run(command, capture_output=True, text=True, cwd=self.directory, env=environment())
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def run(self, results: Path, *options: str) -> "subprocess.Popen[str]":
+        command = self.command("run", "vm", "--plugin", "mix", "--results", str(results), "--json", *options)
+        pipe = subprocess.PIPE
+        return subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, cwd=self.directory, env=environment()
+        )
+
+    def nothing_runs(self) -> bool:
+        return not processes_with(str(self.directory))
+
+
+def environment() -> dict[str, str]:
+    # A token of the tests' own, and not the user's.
+    ray = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN, "RAY_USAGE_STATS_ENABLED": "0"}
+    return {**os.environ, **ray, "PAGEMARK_PYTHON": sys.executable}
+
+
+def kept(results: Path) -> dict[str, int]:
+    """The kept results, with the times of their files."""
+    return {path.name: path.stat().st_mtime_ns for path in (results / "mix").glob("[0-9]*.json")}
+
+
+@pytest.fixture(scope="module")
+def recording(tmp_path_factory: pytest.TempPathFactory) -> Recording:
+    pytest.importorskip("ray")
+    if not PROGRAM:
+        pytest.skip("PAGEMARK_PROGRAM does not name the program pagemark")
+    if os.geteuid() != 0:
+        pytest.skip("not root")
+    if shutil.which(QEMU) is None or shutil.which("cc") is None:
+        pytest.skip("no QEMU, or no compiler for its guest")
+    return Recording(tmp_path_factory.mktemp("recording"))
+
+
+@pytest.fixture(scope="module")
+def ray_address() -> Iterator[str]:
+    """A Ray that all tests use but those that examine one of Pagemark's own."""
+    pytest.importorskip("ray")
+    directory = Path("/tmp") / f"pagemark-test-ray-{os.getpid()}"
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-c", RAY, str(directory)]
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment()) as ray:
+        assert ray.stdout is not None
+        yield ray.stdout.readline().strip()
+        assert ray.stdin is not None
+        ray.stdin.close()
+    shutil.rmtree(directory)
+
+
+def test_a_killed_run_leaves_no_processes(recording: Recording, tmp_path: Path) -> None:
+    results = tmp_path / "results"
+    # With a Ray of its own, where none runs.
+    with recording.run(results) as driver:
+        wait_until("an interval is simulated", lambda: len(kept(results)) > 0 or driver.poll() is not None)
+        own = {word for pid in processes_with("pagemark-ray-") for word in arguments(pid) if "/session_" in word}
+        driver.kill()
+    wait_until("no simulation runs", recording.nothing_runs)
+    wait_until("Ray has ended", lambda: not any(processes_with(word) for word in own))
+    for word in own:
+        directory = word[word.index("/tmp/pagemark-ray-") :].split("/")[2]
+        shutil.rmtree(Path("/tmp") / directory, ignore_errors=True)
+    assert 0 < len(kept(results)) < INTERVALS and not list(results.rglob("*.partial"))
+
+
+def test_a_run_goes_on_and_tries_again_what_a_killed_worker_has_lost(
+    recording: Recording, ray_address: str, tmp_path: Path
+) -> None:
+    results = tmp_path / "results"
+    recording.done("interval", "vm@2", "--plugin", "mix", "--results", str(results))
+    before = kept(results)
+    with recording.run(results, "--ray", ray_address) as driver:
+        killed = 0
+        while driver.poll() is None and killed == 0:
+            simulations = filter(is_simulation, processes_with(str(recording.directory)))
+            killed = next(map(parent, simulations), 0)
+            time.sleep(0.02)
+        if killed:
+            os.kill(killed, signal.SIGKILL)
+        output, messages = driver.communicate()
+    assert driver.returncode == 0 and killed, messages
+    after = kept(results)
+    assert len(after) == INTERVALS and {name: after[name] for name in before} == before, "they were not simulated again"
+    long = json.loads(recording.done("interval", "vm@1", "--to", str(INTERVALS + 1), "--plugin", "mix", "--json"))
+    merged = json.loads(output)
+    assert merged["results"] == long["results"] and merged["missing"] == []
+    (record,) = (results / "mix").glob("run-*.json")
+    run: dict[str, Any] = json.loads(record.read_text())
+    assert {f"{interval['from']}-{interval['to']}.json" for interval in run["intervals"]} == after.keys() - before.keys()
+    assert killed not in {interval["worker"] for interval in run["intervals"]}
+    assert run["started_unix_us"] < run["ready_unix_us"] < run["ended_unix_us"]
+    wait_until("no simulation runs", recording.nothing_runs)
+
+
+def arguments(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    except OSError:
+        return []
+
+
+def is_simulation(pid: int) -> bool:
+    """True for the program that a worker has started, not for its guard."""
+    try:
+        return arguments(pid)[1:3] == ["simulate", "interval"] and Path(f"/proc/{pid}/comm").read_text() == "pagemark\n"
+    except OSError:
+        return False
+
+
+def test_ctrl_c_ends_all_simulations(recording: Recording, ray_address: str, tmp_path: Path) -> None:
+    results = tmp_path / "results"
+    with recording.run(results, "--ray", ray_address) as driver:
+        wait_until("an interval is simulated", lambda: len(kept(results)) > 0 or driver.poll() is not None)
+        driver.send_signal(signal.SIGINT)
+        output, messages = driver.communicate()
+    assert driver.returncode == simulate.INTERRUPTED and "goes on from there" in messages, messages
+    assert output == "" and 0 < len(kept(results)) < INTERVALS
+    wait_until("no simulation runs", recording.nothing_runs)
+    assert len(list((results / "mix").glob("run-*.json"))) == 1
+
+
+@pytest.mark.parametrize(("status", "expected"), [(simulate.DIFFERS, simulate.DIFFERS), (2, 1)])
+def test_an_interval_that_differs_ends_the_run(ray_address: str, tmp_path: Path, status: int, expected: int) -> None:
+    tries, slept = tmp_path / "tries", tmp_path / "slept"
+    differs = f"echo a try >> {tries}; echo vm@1 has another page >&2; exit {status}"
+    slow = f"sleep 60; echo > {slept}"
+    plan: simulate.Plan = {
+        "job": "vm",
+        "plugin": "mix",
+        "address": ray_address,
+        "workers": None,
+        "environment": {},
+        "kept": 0,
+        "directory": str(tmp_path / "record"),
+        "merge": ["/bin/false"],
+        "intervals": [
+            {"begin": begin, "end": begin + 1, "command": ["sh", "-c", command]}
+            for begin, command in [(1, slow), (2, differs)]
+        ],
+    }
+    command = [sys.executable, "-m", "pagemark.simulate"]
+    done = subprocess.run(command, input=json.dumps(plan), capture_output=True, text=True, env=environment())
+    assert done.returncode == expected and "vm@1 has another page" in done.stderr, done.stderr
+    assert tries.read_text() == "a try\n" and not slept.exists()
