@@ -10,6 +10,7 @@ mod list;
 mod merge;
 mod observer;
 mod record;
+mod report;
 mod run;
 
 /// Simulate intervals of the run of a virtual machine, from its checkpoints
@@ -30,6 +31,7 @@ enum SimulateCommand {
     Interval(interval::SimulateInterval),
     Run(run::SimulateRun),
     Merge(merge::Merge),
+    Report(report::SimulateReport),
 }
 
 impl Simulate {
@@ -40,6 +42,7 @@ impl Simulate {
             SimulateCommand::Interval(command) => command.run(),
             SimulateCommand::Run(command) => command.run(),
             SimulateCommand::Merge(command) => command.run(),
+            SimulateCommand::Report(command) => command.run(),
         }
     }
 }

@@ -21,8 +21,9 @@ GUEST = Path(__file__).parents[2] / "pagemark-testing" / "src" / "guest.c"
 QEMU = "qemu-system-x86_64"
 #: As in the Rust tests.
 COMPILER = (
-    "cc -m32 -O2 -ffreestanding -fno-pic -fno-stack-protector -nostdlib -static -Wl,--section-start=.multiboot=0x100000 "
-    "-Wl,-Ttext=0x101000 -Wl,--build-id=none -Wl,-z,max-page-size=4096 -Wl,-z,noexecstack"
+    "cc -m32 -O2 -ffreestanding -fno-pic -fno-stack-protector -nostdlib -static "
+    "-Wl,--section-start=.multiboot=0x100000 -Wl,-Ttext=0x101000 -Wl,--build-id=none "
+    "-Wl,-z,max-page-size=4096 -Wl,-z,noexecstack"
 )
 INTERVALS = 6
 TOKEN = secrets.token_hex(32)
@@ -70,7 +71,15 @@ class Recording:
         # The firmware has loaded the guest by then.
         moments = ["--after", "40M", "--every", "1M", "--intervals", str(INTERVALS)]
         machine = [QEMU, "-nodefaults", "-m", "16", "-kernel", str(guest), "-serial", f"file:{directory}/serial"]
-        self.done("record", "--quiet", "--job", "vm", *moments, "--", *machine)
+        # Of 60 checkpoints about one cannot be reached again (docs/simulate.md); that is not what is tested here.
+        for _ in range(5):
+            shutil.rmtree(directory / "repository", ignore_errors=True)
+            self.done("record", "--quiet", "--job", "vm", *moments, "--", *machine)
+            begins = [f"vm@{begin}" for begin in range(1, INTERVALS + 1)]
+            simulations = [self.command("interval", begin, "--plugin", "hot") for begin in begins]
+            if all(subprocess.run(command, capture_output=True).returncode == 0 for command in simulations):
+                return
+        pytest.fail("no recording can be repeated")
 
     def command(self, *arguments: str) -> list[str]:
         return [PROGRAM, "simulate", arguments[0], "--repo", str(self.directory / "repository"), *arguments[1:]]
@@ -168,9 +177,17 @@ def test_a_run_goes_on_and_tries_again_what_a_killed_worker_has_lost(
     assert merged["results"] == long["results"] and merged["missing"] == []
     (record,) = (results / "mix").glob("run-*.json")
     run: dict[str, Any] = json.loads(record.read_text())
-    assert {f"{interval['from']}-{interval['to']}.json" for interval in run["intervals"]} == after.keys() - before.keys()
+    simulated = {f"{interval['from']}-{interval['to']}.json" for interval in run["intervals"]}
+    assert simulated == after.keys() - before.keys()
     assert killed not in {interval["worker"] for interval in run["intervals"]}
     assert run["started_unix_us"] < run["ready_unix_us"] < run["ended_unix_us"]
+    page = tmp_path / "report.html"
+    report = ["report", "vm", "--plugin", "mix", "--results", str(results)]
+    recording.done(*report, "--html", str(page))
+    assert "<svg" in page.read_text() and f"process {run['intervals'][0]['worker']}" in page.read_text()
+    reported = json.loads(recording.done(*report, "--json"))
+    assert reported["ran"] == run["intervals"] and reported["simulated"] == INTERVALS - 1
+    assert "had a result before" in recording.done(*report)
     wait_until("no simulation runs", recording.nothing_runs)
 
 

@@ -11,6 +11,8 @@
 //! | [`hex`] | hex dumps |
 //! | [`bar`] | bars of characters |
 //! | [`escape`] | text from elsewhere, without control characters |
+//! | [`html`] | pages of tables and pictures, without anything from elsewhere |
+//! | [`timeline`] | what ran where and when, as SVG |
 //! | [`output`] | stdout whose reader may be gone |
 //! | `samples`, `chart`, `plot` | with the feature `charts`: repeated measurements; their charts as text, CSV and SVG |
 //!
@@ -30,6 +32,7 @@ pub mod bar;
 pub mod chart;
 pub mod escape;
 pub mod hex;
+pub mod html;
 mod local_time;
 pub mod output;
 #[cfg(feature = "charts")]
@@ -38,3 +41,4 @@ pub mod plot;
 pub mod samples;
 pub mod table;
 pub mod text;
+pub mod timeline;

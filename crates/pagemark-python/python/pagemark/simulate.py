@@ -179,7 +179,7 @@ class Run:
             ray.init(address=self.plan["address"], **quiet)
         except ConnectionError as error:
             if self.plan["address"] != "auto":
-                hint = "if that Ray asks for a token, set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN if Ray has not kept it"
+                hint = "if that Ray asks for a token, set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN if Ray keeps none"
                 message = f"pagemark: cannot connect to Ray at {self.plan['address']}: {error}"
                 raise Failed(f"{message}\nhelp: {hint}", 1) from None
             # Ray leaves its logs behind, and sockets in it have short paths.
