@@ -42,8 +42,8 @@ impl Extent {
         }
     }
 
-    /// Seconds after which a test, or a binary of tests, hangs, however loaded the host is. The longest
-    /// of the quick tests takes four minutes on an idle one, of the others half an hour.
+    /// Seconds after which a test, or a binary of tests, hangs, however loaded the host is. The
+    /// longest of the quick tests takes four minutes on an idle one, of the others half an hour.
     pub(crate) fn hangs_s(self) -> u64 {
         match self {
             Extent::Quick => 1200,
