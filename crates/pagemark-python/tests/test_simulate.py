@@ -71,8 +71,8 @@ class Recording:
         # The firmware has loaded the guest by then.
         moments = ["--after", "40M", "--every", "1M", "--intervals", str(INTERVALS)]
         machine = [QEMU, "-nodefaults", "-m", "16", "-kernel", str(guest), "-serial", f"file:{directory}/serial"]
-        # Of 60 checkpoints about one cannot be reached again (docs/simulate.md); that is not what is tested here.
-        for _ in range(5):
+        # Some checkpoints cannot be reached again (docs/simulate.md); that is not what is tested here.
+        for _ in range(10):
             shutil.rmtree(directory / "repository", ignore_errors=True)
             self.done("record", "--quiet", "--job", "vm", *moments, "--", *machine)
             begins = [f"vm@{begin}" for begin in range(1, INTERVALS + 1)]

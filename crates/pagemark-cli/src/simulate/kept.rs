@@ -55,8 +55,9 @@ impl ResultsDirectory {
         let write = || {
             fs::create_dir_all(&self.path)?;
             let path = self.file(done.simulated.from, done.simulated.to);
-            // Two tasks may simulate the same interval, if one was lost for a while.
-            let partial = path.with_extension(format!("{}.partial", std::process::id()));
+            // Two tasks may simulate the same interval, if one was lost for a while, also on two nodes.
+            let unique = format!("{}-{}.partial", std::process::id(), done.simulated.started_unix_us);
+            let partial = path.with_extension(unique);
             let file = File::create(&partial)?;
             let written = serde_json::to_writer(&file, done).map_err(io::Error::from).and_then(|()| file.sync_all());
             written.and_then(|()| fs::rename(&partial, path)).inspect_err(|_| {
