@@ -18,8 +18,9 @@ pagemark-*-cp311-abi3-manylinux_*.whl) ;;
 *) echo "python: this wheel does not serve all versions of Python and Linux: $(ls "$wheels")" >&2 && exit 1 ;;
 esac
 "$venv/bin/pip" install --quiet --disable-pip-version-check --no-deps --force-reinstall "$wheels"/pagemark-*.whl
-# The tests of parallel simulation start this program.
-cargo build --quiet --locked -p pagemark-cli -p pagemark-simulate
+# The tests of parallel simulation start this program. It is the one of all other tests, which run at the same time:
+# another choice of packages would link it with other features, and replace it under them.
+cargo test --quiet --locked --workspace --no-run
 PAGEMARK_PROGRAM=$(realpath "${CARGO_TARGET_DIR:-target}/debug/pagemark")
 export PAGEMARK_PROGRAM
 cd crates/pagemark-python

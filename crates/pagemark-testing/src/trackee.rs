@@ -15,23 +15,24 @@ pub fn trackee(name: &str) -> PathBuf {
     DIRECTORY.get_or_init(build).join(name)
 }
 
-/// Builds the programs in the directory `TARGET/PROFILE` of the running test, which is in
-/// `TARGET/PROFILE/deps`. Cargo itself builds them only for the tests of their own crate.
+/// Builds the programs in `TARGET/trackees/PROFILE`, for a test in `TARGET/PROFILE/deps`. Cargo
+/// itself builds them only for the tests of their own crate. It is not to replace those in
+/// `TARGET/PROFILE`: other tests run and checkpoint them at the same time.
 fn build() -> PathBuf {
     let test = std::env::current_exe().expect("a running program has a path");
-    let profile = test.parent().and_then(Path::parent).expect("tests lie two directories deep").to_path_buf();
+    let profile = test.parent().and_then(Path::parent).expect("tests lie two directories deep");
+    let built = profile.parent().expect("a profile has a directory").join("trackees");
     let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or("cargo".into()));
     cargo.args(["build", "--quiet", "--locked", "--package", "pagemark-testing", "--bins"]);
     cargo.arg("--manifest-path").arg(concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml"));
-    if profile.ends_with("release") {
+    cargo.arg("--target-dir").arg(&built);
+    let released = profile.ends_with("release");
+    if released {
         cargo.arg("--release");
-    }
-    if let Some(target) = profile.parent() {
-        cargo.arg("--target-dir").arg(target);
     }
     let status = cargo.status().expect("cargo runs");
     assert!(status.success(), "the programs for the tests could not be built");
-    profile
+    built.join(if released { "release" } else { "debug" })
 }
 
 /// The rounds of checks that a program reported into `directory`, from the last whole line of
