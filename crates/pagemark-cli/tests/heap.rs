@@ -63,7 +63,7 @@ fn sqlite_goes_on_with_its_transaction() {
         drop table if exists t;
         begin;
         create table t(a integer primary key, b text);
-        with recursive c(x) as (select 1 union all select x + 1 from c where x < 300000)
+        with recursive c(x) as (select 1 union all select x + 1 from c where x < 900000)
             insert into t select x, hex(x * 7919) from c;
         create index i on t(b);
         delete from t where a % 3 = 0;
