@@ -4,6 +4,8 @@ use clap::{Args, Subcommand};
 
 use crate::failure::Outcome;
 
+mod debug;
+mod instructions;
 mod interval;
 mod kept;
 mod list;
@@ -32,6 +34,7 @@ enum SimulateCommand {
     Run(run::SimulateRun),
     Merge(merge::Merge),
     Report(report::SimulateReport),
+    Debug(debug::SimulateDebug),
 }
 
 impl Simulate {
@@ -43,6 +46,7 @@ impl Simulate {
             SimulateCommand::Run(command) => command.run(),
             SimulateCommand::Merge(command) => command.run(),
             SimulateCommand::Report(command) => command.run(),
+            SimulateCommand::Debug(command) => command.run(),
         }
     }
 }

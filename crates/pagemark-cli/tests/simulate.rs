@@ -5,8 +5,9 @@ mod support;
 use std::fs::Permissions;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
+use std::process::{Command, Stdio};
 
-use pagemark_testing::{MachinePaths, QEMU, guest_program, skip};
+use pagemark_testing::{MachinePaths, QEMU, guest_program, skip, wait_for};
 use support::Pagemark;
 
 /// Records the job `vm`. Returns the command.
@@ -28,6 +29,51 @@ fn record(pagemark: &Pagemark, paths: &MachinePaths, guest: &Path, intervals: us
         std::fs::remove_dir_all(pagemark.repository()).expect("the repository");
     }
     panic!("no recording can be repeated");
+}
+
+/// Does what gdb is told with a machine that `simulate debug` has run to an instruction, and returns
+/// the registers that the machine has then.
+fn registers(pagemark: &Pagemark, at: u64, commands: &[&str]) -> Vec<String> {
+    let (at, socket) = (at.to_string(), pagemark.directory().join("gdb"));
+    let socket_text = socket.to_str().expect("a path");
+    let mut debug = pagemark.command(&["simulate", "debug", "vm", "--at", &at, "--gdb", socket_text]);
+    let mut debug = debug.stdout(Stdio::null()).spawn().expect("it starts");
+    wait_for("a socket for gdb", || socket.exists().then_some(()));
+    let mut gdb = Command::new("gdb");
+    gdb.args(["-nx", "-batch", "-ex", &format!("target remote {socket_text}")]);
+    for command in commands.iter().chain(&["info registers", "kill"]) {
+        gdb.args(["-ex", command]);
+    }
+    let output = gdb.stdin(Stdio::null()).output().expect("gdb runs");
+    let text = String::from_utf8_lossy(&output.stdout);
+    // gdb has killed the machine.
+    assert!(debug.wait().expect("it ends").success() && !socket.exists(), "{text}");
+    let is_register = |line: &&str| line.split_whitespace().nth(1).is_some_and(|value| value.starts_with("0x"));
+    text.lines().filter(is_register).map(str::to_owned).collect()
+}
+
+fn has_gdb() -> bool {
+    Command::new("gdb").arg("--version").stdout(Stdio::null()).status().is_ok()
+}
+
+/// A step of gdb is an instruction, and a machine at a later instruction is where it leads.
+fn debugs(pagemark: &Pagemark, begin: u64) {
+    const STEPS: u64 = 7;
+    let at = begin + 500_000;
+    let stepped = registers(pagemark, at, &[&format!("stepi {STEPS}")]);
+    assert!(stepped.iter().any(|line| line.starts_with("rip")), "{stepped:?}");
+    assert_eq!(stepped, registers(pagemark, at + STEPS, &[]));
+    assert_ne!(stepped, registers(pagemark, at, &[]));
+    assert!(!registers(pagemark, begin, &[]).is_empty(), "at a checkpoint");
+    for at in [begin - 1, begin + 1_000_000_000_000] {
+        let output = pagemark.output(&["simulate", "debug", "vm", "--at", &at.to_string()]);
+        let text = String::from_utf8_lossy(&output.stderr);
+        assert!(output.status.code() == Some(2) && text.contains("at instruction"), "{text}");
+    }
+    let nowhere = ["simulate", "debug", "vm", "--at", &at.to_string(), "--gdb", "/nowhere/socket"];
+    let output = pagemark.output(&nowhere);
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.code() == Some(1) && text.contains("does not listen at /nowhere/socket"), "{text}");
 }
 
 #[test]
@@ -69,13 +115,22 @@ fn a_recorded_interval_is_simulated_and_its_result_is_kept() {
     }
     std::fs::remove_file(first_file).expect("it was kept");
 
+    if has_gdb() {
+        debugs(&pagemark, listed[0]["begin"].as_u64().expect("a number"));
+    } else {
+        eprintln!("skipped: gdb at an instruction: there is no gdb");
+    }
+
     for (wrong, named) in [(["vm@3", "mix"], "no interval begins at vm@3"), (["vm@1", "mixed"], "mix, hot, cache")] {
         let output = pagemark.output(&["simulate", "interval", wrong[0], "--plugin", wrong[1]]);
         let text = String::from_utf8_lossy(&output.stderr);
         assert!(!output.status.success() && text.contains(named), "{text}");
     }
     let recorded: Vec<&str> = recorded.iter().map(String::as_str).collect();
-    let refused = pagemark.output(&[&recorded[..], &["-smp", "2"]].concat());
+    let refused = pagemark.output(&recorded);
+    let text = String::from_utf8_lossy(&refused.stderr);
+    assert!(refused.status.code() == Some(2) && text.contains("earlier run"), "{text}");
+    let refused = pagemark.output(&["simulate", "record", "--job", "other", "--", QEMU, "-nodefaults", "-smp", "2"]);
     let text = String::from_utf8_lossy(&refused.stderr);
     assert!(refused.status.code() == Some(2) && text.contains("2 processors") && text.contains("-smp 1"), "{text}");
     let left = std::fs::read_dir(&results).expect("the results").count();

@@ -140,8 +140,7 @@ impl<'a> Interval<'a> {
         let (_out, out) = shared_file()?;
         let control = Control::of(control).map_err(control_failed())?;
         let plugins = plugin_arguments(observer, library, &control_path, &out)?;
-        let (mut run, devices) = Run::start(self, plugins, control)?;
-        load_devices(&mut run.machine, devices)?;
+        let mut run = Run::start(self.from, self.counts, plugins, control)?;
         let ready = Instant::now();
         run.run_to_the_end()?;
         let ended = Instant::now();
@@ -206,7 +205,7 @@ pub fn instructions_of(checkpoint: &Checkpoint) -> Result<u64> {
 
 /// A file in memory, and a path by which QEMU opens it. Where this process is killed, no file
 /// stays.
-fn shared_file() -> Result<(File, PathBuf)> {
+pub(crate) fn shared_file() -> Result<(File, PathBuf)> {
     let file = memfd_create(c"pagemark-simulate", MFdFlags::MFD_CLOEXEC);
     let file = File::from(file.map_err(|error| Error::system("make a file in memory")(error.into()))?);
     let path = format!("/proc/{}/fd/{}", std::process::id(), file.as_raw_fd());
@@ -215,23 +214,31 @@ fn shared_file() -> Result<(File, PathBuf)> {
 
 /// The arguments that load the plugins.
 fn plugin_arguments(observer: &Observer, library: &Path, control: &Path, out: &Path) -> Result<Vec<String>> {
-    let word = |path: &Path| {
-        path.to_str().map(|path| path.replace(',', ",,")).ok_or_else(|| {
-            let reason = format!("{} has a name that is no text", path.display());
-            Error::about(ErrorKind::Unsupported, Object::None, reason)
-        })
-    };
-    let own = format!("{},control={}", word(library)?, word(control)?);
-    Ok(match observer {
-        Observer::Simulator(kind) => vec!["-plugin".into(), format!("{own},simulator={kind},out={}", word(out)?)],
-        Observer::Plugin(other) => vec!["-plugin".into(), own, "-plugin".into(), other.clone()],
+    let mut own = controller(library, control)?;
+    match observer {
+        Observer::Simulator(kind) => own[1] += &format!(",simulator={kind},out={}", option_word(out)?),
+        Observer::Plugin(other) => own.extend(["-plugin".into(), other.clone()]),
+    }
+    Ok(own)
+}
+
+/// The arguments that load Pagemark's plugin, which stops the machine.
+pub(crate) fn controller(library: &Path, control: &Path) -> Result<Vec<String>> {
+    Ok(vec!["-plugin".into(), format!("{},control={}", option_word(library)?, option_word(control)?)])
+}
+
+/// A path as the value of an option.
+pub(crate) fn option_word(path: &Path) -> Result<String> {
+    path.to_str().map(|path| path.replace(',', ",,")).ok_or_else(|| {
+        let reason = format!("{} has a name that is no text", path.display());
+        Error::about(ErrorKind::Unsupported, Object::None, reason)
     })
 }
 
 /// A machine that runs again.
-struct Run {
+pub(crate) struct Run {
     started: Started,
-    machine: Machine,
+    pub(crate) machine: Machine,
     control: Control,
     blocks: Vec<RamBlock>,
     /// The count of completed instructions now, and at the end.
@@ -240,10 +247,9 @@ struct Run {
 }
 
 impl Run {
-    /// A machine with the memory of the first checkpoint, and the state of its devices, which it is
-    /// to load.
-    fn start(interval: &Interval<'_>, plugins: Vec<String>, control: Control) -> Result<(Run, Vec<u8>)> {
-        let restore = Restore::new(interval.from);
+    /// The machine of a checkpoint, which is to run from the first to the second of `counts`.
+    pub(crate) fn start(from: &Checkpoint, counts: (u64, u64), plugins: Vec<String>, control: Control) -> Result<Run> {
+        let restore = Restore::new(from);
         let startup = restore.startup()?;
         let mut arguments = arguments_of_restore(&arguments_of_simulation(&startup.arguments));
         arguments.extend(plugins);
@@ -253,19 +259,20 @@ impl Run {
         let blocks = machine.changed_blocks(&mappings)?.unwrap_or_default();
         let spaces = restore.ram_spaces()?;
         restore.fill(machine.pid, &pair(&spaces, &blocks)?, Fill::Whole, &mut Progress::unseen(&mut |_, _| {}))?;
-        let (position, end) = interval.counts;
-        Ok((Run { started, machine, control, blocks, position, end }, restore.devices()?))
+        load_devices(&mut machine, restore.devices()?)?;
+        let (position, end) = counts;
+        Ok(Run { started, machine, control, blocks, position, end })
     }
 
-    /// Runs the machine to the end of the interval.
-    fn run_to_the_end(&mut self) -> Result<()> {
+    /// Runs the machine to the end.
+    pub(crate) fn run_to_the_end(&mut self) -> Result<()> {
         let mut is_stepped = false;
         while self.position < self.end {
             let remaining = self.end - self.position;
             // As many instructions are completed as are begun, or fewer.
             let ahead = match remaining <= STEPPED {
                 true if !is_stepped => {
-                    self.step_singly()?;
+                    self.step_singly(true)?;
                     is_stepped = true;
                     remaining - 1
                 }
@@ -278,18 +285,18 @@ impl Run {
         }
         match self.position == self.end {
             true => Ok(()),
-            false => Err(differs(format!(
-                "ran to instruction {}, where the checkpoint is of instruction {}",
-                self.position, self.end
-            ))),
+            false => {
+                Err(differs(format!("stopped at instruction {}, and not at instruction {}", self.position, self.end)))
+            }
         }
     }
 
-    /// Has QEMU make blocks of one instruction.
-    fn step_singly(&mut self) -> Result<()> {
+    /// Has QEMU make blocks of one instruction, or of many again.
+    pub(crate) fn step_singly(&mut self, singly: bool) -> Result<()> {
+        let switch = if singly { "on" } else { "off" };
         // The first is the name since QEMU 8.1.
-        for command in ["one-insn-per-tb on", "singlestep on"] {
-            if self.machine.monitor.human(command)?.trim().is_empty() {
+        for command in ["one-insn-per-tb", "singlestep"] {
+            if self.machine.monitor.human(&format!("{command} {switch}"))?.trim().is_empty() {
                 return Ok(());
             }
         }
@@ -346,6 +353,17 @@ impl Run {
         let mut devices = vec![0; file.metadata().map_err(failed())?.len() as usize];
         file.read_exact_at(&mut devices, 0).map_err(failed())?;
         Ok(devices)
+    }
+
+    /// Lets the machine go on, without single steps, when QEMU is told to.
+    pub(crate) fn release(&mut self) -> Result<()> {
+        self.step_singly(false)?;
+        self.control.stop_at(u64::MAX).map_err(control_failed())
+    }
+
+    /// The process that is killed when it is dropped, and its monitor.
+    pub(crate) fn into_parts(self) -> (Started, Machine) {
+        (self.started, self.machine)
     }
 
     /// Ends QEMU, whose plugins write their results then.
@@ -429,6 +447,6 @@ fn differs(reason: String) -> Error {
     error.help("something that is not recorded decides what it does")
 }
 
-fn control_failed() -> impl FnOnce(std::io::Error) -> Error {
+pub(crate) fn control_failed() -> impl FnOnce(std::io::Error) -> Error {
     Error::system("control the plugin of the simulation")
 }

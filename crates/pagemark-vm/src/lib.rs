@@ -32,6 +32,7 @@ mod block_file;
 mod changes;
 mod command_line;
 mod core_file;
+mod debugged;
 mod deterministic;
 mod disks;
 mod drive;
@@ -62,6 +63,7 @@ mod write_watch;
 
 pub use command_line::machine_name;
 pub use core_file::export_core;
+pub use debugged::{DebuggedMachine, GdbAddress};
 pub use deterministic::deterministic_command;
 pub use error::{Error, ErrorKind, Object, Result};
 pub use event::MachineEvent;

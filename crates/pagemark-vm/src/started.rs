@@ -170,11 +170,18 @@ fn admit(mut gate: UnixStream) -> io::Result<Option<EndGuard>> {
     Ok(guard)
 }
 
-impl Drop for Started {
-    fn drop(&mut self) {
+impl Started {
+    /// Kills the process, and waits until it has ended.
+    pub(crate) fn kill(&mut self) {
         if let Some(child) = &mut self.child {
             let _ = child.kill();
             let _ = child.wait();
         }
+    }
+}
+
+impl Drop for Started {
+    fn drop(&mut self) {
+        self.kill();
     }
 }

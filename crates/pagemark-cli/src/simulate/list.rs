@@ -32,6 +32,8 @@ pub struct ListedInterval {
     pub from: u64,
     /// The number of the checkpoint at its end.
     pub to: u64,
+    /// Instructions that were completed before it, since the machine's start.
+    pub begin: u64,
     /// Instructions that were completed in it.
     pub instructions: u64,
     /// Microseconds that the machine needed for it, with its checkpoint.
@@ -55,6 +57,7 @@ pub fn intervals(repository: &Repository, job: &str) -> Result<Vec<ListedInterva
     let intervals = pairs.map(|((from, begin), (to, end))| ListedInterval {
         from: from.sequence,
         to: to.sequence,
+        begin: *begin,
         instructions: end.saturating_sub(*begin),
         recorded_us: to.taken_unix_us.saturating_sub(from.taken_unix_us),
     });
@@ -68,11 +71,12 @@ impl List {
         if self.json {
             return print_json(&intervals);
         }
-        let mut table = Table::new(["FROM", "TO", "INSTRUCTIONS", "RECORDED IN"]);
+        let mut table = Table::new(["FROM", "TO", "BEGINS AT", "INSTRUCTIONS", "RECORDED IN"]);
         for interval in &intervals {
             table.row([
                 format!("{}@{}", self.job, interval.from),
                 format!("{}@{}", self.job, interval.to),
+                text::count(interval.begin),
                 text::count(interval.instructions),
                 text::micros(interval.recorded_us),
             ]);

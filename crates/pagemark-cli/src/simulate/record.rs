@@ -17,6 +17,7 @@ use crate::options::MemoryOptions;
 use crate::report::Report;
 use crate::repository::RepositoryOptions;
 use crate::signals::{Signals, announce_exit};
+use crate::simulate::instructions::instruction_count;
 use crate::vm::machine_job;
 
 /// How often the machine is looked at, at least and at most.
@@ -53,22 +54,6 @@ pub struct Record {
     command: Vec<OsString>,
 }
 
-/// Reads a number of instructions: `100M`, `2G`, `1000000`.
-fn instruction_count(text: &str) -> Result<u64, String> {
-    let invalid = || format!("{text:?} is no number of instructions; write 500K, 100M or 2G");
-    let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
-    let (number, unit) = text.split_at(digits);
-    let factor: u64 = match unit {
-        "" => 1,
-        "K" => 1_000,
-        "M" => 1_000_000,
-        "G" => 1_000_000_000,
-        _ => return Err(invalid()),
-    };
-    let count = number.parse().ok().and_then(|number: u64| number.checked_mul(factor));
-    count.filter(|&count| count > 0).ok_or_else(invalid)
-}
-
 /// Why a recording ended.
 enum Ended {
     /// All intervals were recorded, or the guest has switched the machine off.
@@ -84,6 +69,12 @@ impl Record {
         let failed = |error| Failure::of(format!("cannot record {name}"), error);
         let command = deterministic_command(&self.command).map_err(|error| failed(error).status(2))?;
         let repository = self.repository.open_or_create(&self.memory)?;
+        // Instructions are counted from the start of a machine.
+        let taken = repository.checkpoints(&name).map_err(|error| Failure::of(format!("cannot list {name}"), error))?;
+        if !taken.is_empty() {
+            let help = "name another job with --job";
+            return Err(Failure::usage(format!("job {name} has checkpoints of an earlier run")).help(help));
+        }
         let signals = Signals::hold_for_stop()?;
         let mut qemu = OwnQemu::start(&command, &name, signals.before()).map_err(failed)?;
         let (stop, stopped) = mpsc::channel();
@@ -179,19 +170,5 @@ impl Record {
     /// The job's name: that which the options give, the machine's, or the program's.
     fn name(&self) -> String {
         self.memory.job.clone().unwrap_or_else(|| machine_job(&self.command))
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn instructions_have_units() {
-        assert_eq!(instruction_count("100M"), Ok(100_000_000));
-        assert_eq!(instruction_count("7"), Ok(7));
-        for wrong in ["", "0", "M", "1m", "-1", "1.5M", "99999999999G"] {
-            assert!(instruction_count(wrong).is_err(), "{wrong}");
-        }
     }
 }

@@ -381,8 +381,9 @@ mod tests {
 
     #[test]
     fn a_report_divides_what_was_measured() {
-        let listed: Vec<_> =
-            (1..4).map(|from| ListedInterval { from, to: from + 1, instructions: 7, recorded_us: 50 }).collect();
+        let listed: Vec<_> = (1..4)
+            .map(|from| ListedInterval { from, begin: 7 * (from - 1), to: from + 1, instructions: 7, recorded_us: 50 })
+            .collect();
         let record = RunRecord {
             job: "vm".into(),
             plugin: "mix".into(),
