@@ -31,8 +31,8 @@ fn record(pagemark: &Pagemark, paths: &MachinePaths, guest: &Path, intervals: us
     panic!("no recording can be repeated");
 }
 
-/// Does what gdb is told with a machine that `simulate debug` has run to an instruction, and returns
-/// the registers that the machine has then.
+/// Does what gdb is told with a machine that `simulate debug` has run to an instruction, and
+/// returns the registers that the machine has then.
 fn registers(pagemark: &Pagemark, at: u64, commands: &[&str]) -> Vec<String> {
     let (at, socket) = (at.to_string(), pagemark.directory().join("gdb"));
     let socket_text = socket.to_str().expect("a path");

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 from pagemark import simulate
@@ -90,11 +90,11 @@ class Recording:
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    def run(self, results: Path, *options: str) -> "subprocess.Popen[str]":
+    def run(self, results: Path, *options: str, messages: IO[str] | int = subprocess.PIPE) -> "subprocess.Popen[str]":
         command = self.command("run", "vm", "--plugin", "mix", "--results", str(results), "--json", *options)
         pipe = subprocess.PIPE
         return subprocess.Popen(
-            command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, cwd=self.directory, env=environment()
+            command, stdin=pipe, stdout=pipe, stderr=messages, text=True, cwd=self.directory, env=environment()
         )
 
     def nothing_runs(self) -> bool:
@@ -207,15 +207,19 @@ def is_simulation(pid: int) -> bool:
 
 
 def test_ctrl_c_ends_all_simulations(recording: Recording, ray_address: str, tmp_path: Path) -> None:
-    results = tmp_path / "results"
-    with recording.run(results, "--ray", ray_address) as driver:
-        wait_until("an interval is simulated", lambda: len(kept(results)) > 0 or driver.poll() is not None)
+    results, log = tmp_path / "results", tmp_path / "messages"
+    with log.open("w") as file, recording.run(results, "--ray", ray_address, messages=file) as driver:
+        # A result is kept before the run hears of it.
+        reported = f" of {INTERVALS})"
+        wait_until("an interval is reported", lambda: reported in log.read_text() or driver.poll() is not None)
         driver.send_signal(signal.SIGINT)
-        output, messages = driver.communicate()
+        output, _ = driver.communicate()
+    messages = log.read_text()
     assert driver.returncode == simulate.INTERRUPTED and "goes on from there" in messages, messages
     assert output == "" and 0 < len(kept(results)) < INTERVALS
     wait_until("no simulation runs", recording.nothing_runs)
-    assert len(list((results / "mix").glob("run-*.json"))) == 1
+    (record,) = (results / "mix").glob("run-*.json")
+    assert len(json.loads(record.read_text())["intervals"]) == messages.count(reported)
 
 
 @pytest.mark.parametrize(("status", "expected"), [(simulate.DIFFERS, simulate.DIFFERS), (2, 1)])

@@ -124,37 +124,42 @@ mod tests {
         }
     }
 
-    /// The true overhead at the interval that is reached.
+    /// The interval that is reached, its true overhead, and that of the last checkpoints together.
     fn settle(
         goal: OverheadGoal,
         first: Duration,
         pages: &dyn Fn(f64) -> f64,
         stop_us: f64,
         noise: &[f64],
-    ) -> (Duration, f64) {
+    ) -> (Duration, f64, f64) {
         let mut auto = AutoInterval::new(goal, Strategy::StopAndCopy, first);
+        let lost = |seconds: f64| stop_us * 1e-6 + pages(seconds) * 2e-6;
+        let mut last = Vec::new();
         for noise in noise {
             let interval = auto.interval();
             auto.taken(interval, cost(pages(interval.as_secs_f64()), stop_us, *noise));
             assert!(INTERVALS.contains(&auto.interval()));
             assert!(auto.interval() <= interval * LARGEST_STEP && auto.interval() >= interval / LARGEST_STEP);
+            last.push(auto.interval().as_secs_f64());
         }
-        let seconds = auto.interval().as_secs_f64();
-        (auto.interval(), (stop_us * 1e-6 + pages(seconds) * 2e-6) / seconds)
+        let reached = auto.interval().as_secs_f64();
+        last.drain(..last.len().saturating_sub(HISTORY));
+        let together = last.iter().map(|seconds| lost(*seconds)).sum::<f64>() / last.iter().sum::<f64>();
+        (auto.interval(), lost(reached) / reached, together)
     }
 
     #[test]
     fn the_overhead_comes_to_the_goal_from_above_and_from_below() {
         let pages = |at: f64| 20_000.0 * (1.0 - (-at / 0.5).exp()) + 200.0 * at;
         for first in [Duration::from_millis(50), Duration::from_secs(1), Duration::from_secs(600)] {
-            let (interval, overhead) = settle(goal(0.03), first, &pages, 15_000.0, &[1.0; 30]);
+            let (interval, overhead, _) = settle(goal(0.03), first, &pages, 15_000.0, &[1.0; 30]);
             assert!((0.028..0.0303).contains(&overhead), "{first:?}: {interval:?} {overhead}");
         }
         // More than the goal at each interval.
-        let (interval, _) = settle(goal(0.01), Duration::from_secs(1), &|at| 20_000.0 * at, 0.0, &[1.0; 30]);
+        let (interval, ..) = settle(goal(0.01), Duration::from_secs(1), &|at| 20_000.0 * at, 0.0, &[1.0; 30]);
         assert_eq!(interval, *INTERVALS.end());
         // Without costs the shortest interval does.
-        let (interval, _) = settle(goal(0.01), Duration::from_secs(1), &|_| 0.0, 10.0, &[1.0; 30]);
+        let (interval, ..) = settle(goal(0.01), Duration::from_secs(1), &|_| 0.0, 10.0, &[1.0; 30]);
         assert_eq!(interval, *INTERVALS.start());
     }
 
@@ -177,9 +182,12 @@ mod tests {
             stop_us in 100f64..20_000.0,
         ) {
             let truth = |at: f64| pages * (1.0 - (-at / time).exp());
-            let (interval, overhead) = settle(goal(0.03), Duration::from_secs(1), &truth, stop_us, &noise);
-            let at_shortest = (stop_us * 1e-6 + truth(INTERVALS.start().as_secs_f64()) * 2e-6) / INTERVALS.start().as_secs_f64();
-            let is_near = (0.015..0.06).contains(&overhead);
+            let (interval, _, overhead) = settle(goal(0.03), Duration::from_secs(1), &truth, stop_us, &noise);
+            let shortest = INTERVALS.start().as_secs_f64();
+            let at_shortest = (stop_us * 1e-6 + truth(shortest) * 2e-6) / shortest;
+            // Single intervals are up to twice too long or too short. Of 10,000 sequences none lost
+            // less than 0.024 or more than 0.035 together.
+            let is_near = (0.02..0.045).contains(&overhead);
             prop_assert!(is_near || at_shortest < 0.06, "{interval:?}: {overhead}");
         }
     }
