@@ -220,8 +220,6 @@ class Run:
                 progress.show()
         finally:
             progress.end()
-            for reference in running:
-                ray.cancel(reference, force=True)
 
     def take(self, reference: Any, interval: Interval) -> Simulated:
         """Takes the result of a task."""
@@ -263,6 +261,8 @@ class Run:
         """Ends the tasks that still run, and a Ray of our own."""
         import ray
 
+        # Ray kills the workers of a program that leaves it. To cancel tasks before that would be too much: where one
+        # ends in that moment, Ray 2.60 aborts this program.
         ray.shutdown()
         if self.own is not None:
             shutil.rmtree(self.own, ignore_errors=True)
