@@ -347,7 +347,7 @@ impl Backend for LocalBackend {
             // On a full disk the file stays empty.
             let _ = file.set_len(0).and_then(|()| file.rewind()).and_then(|()| file.write_all(owner.as_bytes()));
         }
-        Ok(WriterLease::Granted(Box::new(LockedFile { _file: file })))
+        Ok(WriterLease::Granted(Box::new(LockedFile::new(file))))
     }
 
     fn lease_reader(&self, name: &str) -> Result<Option<Box<dyn Lease>>, BackendError> {
@@ -356,23 +356,46 @@ impl Backend for LocalBackend {
         file.lock_shared().map_err(failed("lock", &path))?;
         // It is removed only under an exclusive lock.
         let is_removed = file.metadata().map_err(failed("read", &path))?.nlink() == 0;
-        Ok((!is_removed).then(|| Box::new(LockedFile { _file: file }) as Box<dyn Lease>))
+        Ok((!is_removed).then(|| Box::new(LockedFile::new(file)) as Box<dyn Lease>))
     }
 
     fn remove_unleased(&self, name: &str) -> Result<bool, BackendError> {
         let path = self.path(name);
         let Some(file) = self.open_file(name)? else { return Ok(true) };
         match file.try_lock() {
-            Ok(()) => self.remove(name).map(|()| true),
+            Ok(()) => {
+                let _locked = LockedFile::new(file);
+                self.remove(name).map(|()| true)
+            }
             Err(TryLockError::WouldBlock) => Ok(false),
             Err(TryLockError::Error(source)) => Err(failed("lock", &path)(source)),
         }
     }
 }
 
-/// A file with a lock on it, which the kernel releases when it is closed.
+/// A file with a lock on it, held until this is dropped, or the process ends.
+///
+/// The kernel releases a lock when the last descriptor of it is closed. A process that was forked
+/// meanwhile has one too, so that the lock is released by a call.
 struct LockedFile {
-    _file: File,
+    file: File,
+    /// The process that holds the lock. What it forks does not release it.
+    process: u32,
+}
+
+impl LockedFile {
+    fn new(file: File) -> LockedFile {
+        LockedFile { file, process: std::process::id() }
+    }
+}
+
+impl Drop for LockedFile {
+    fn drop(&mut self) {
+        if self.process == std::process::id() {
+            // Without it, the lock ends with the last descriptor.
+            let _ = self.file.unlock();
+        }
+    }
 }
 
 impl Lease for LockedFile {
@@ -741,5 +764,44 @@ mod tests {
         let entry = |name: &str, kind| ListEntry { name: name.into(), kind };
         let expected = [("link", ListKind::Other), ("one", ListKind::Object), ("pipe", ListKind::Other)];
         assert_eq!(listed, expected.map(|(name, kind)| entry(name, kind)));
+    }
+
+    /// A process that was forked and has done this, and waits to be killed.
+    fn forked(work: impl FnOnce()) -> nix::unistd::Pid {
+        let (mut ours, mut theirs) = std::io::pipe().unwrap();
+        // SAFETY: the work frees memory, which the allocator allows after a fork; else the child makes
+        // only system calls until it is killed.
+        match unsafe { nix::unistd::fork() }.unwrap() {
+            nix::unistd::ForkResult::Child => {
+                work();
+                let _ = theirs.write_all(b"x");
+                loop {
+                    nix::unistd::pause();
+                }
+            }
+            nix::unistd::ForkResult::Parent { child } => {
+                ours.read_exact(&mut [0]).unwrap();
+                child
+            }
+        }
+    }
+
+    #[test]
+    fn a_forked_process_neither_keeps_nor_releases_a_lease() {
+        let directory = tempfile::tempdir().unwrap();
+        let backend = LocalBackend::create_directory(directory.path()).unwrap();
+        let WriterLease::Granted(lease) = backend.lease_writer("the test").unwrap() else { panic!("it is held") };
+        let is_held = || matches!(backend.lease_writer("another").unwrap(), WriterLease::Held { .. });
+        // One process keeps its copy of the lease, the other drops it.
+        let mut lease = Some(lease);
+        let children = [forked(|| {}), forked(|| drop(lease.take()))];
+        let held_by_parent = is_held();
+        drop(lease);
+        let held_by_child = is_held();
+        for child in children {
+            nix::sys::signal::kill(child, nix::sys::signal::Signal::SIGKILL).unwrap();
+            nix::sys::wait::waitpid(child, None).unwrap();
+        }
+        assert_eq!((held_by_parent, held_by_child), (true, false));
     }
 }
