@@ -277,6 +277,7 @@ extern "C" fn tick(_: libc::c_int) {
 
 #[test]
 fn signal_handlers_write_at_any_moment() {
+    roomy_signal_stack();
     // SAFETY: the handler is async-signal-safe, and only our own thread gets the signal.
     unsafe {
         let mut action: libc::sigaction = std::mem::zeroed();
