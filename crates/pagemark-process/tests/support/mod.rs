@@ -46,13 +46,20 @@ pub fn criu() -> Option<Criu> {
     Criu::find().map_err(|error| skipped(&error.to_string())).ok()
 }
 
-/// The number of the next line of the form `line N`. Other lines are from the test harness.
+/// The number of the next line that ends with `line N`. Other lines are from the test harness; a
+/// program that ends by an error writes others, too, which are in the message of the panic.
 pub fn read_number(lines: &mut impl BufRead) -> u64 {
+    let mut others = String::new();
     loop {
         let mut line = String::new();
-        assert_ne!(lines.read_line(&mut line).unwrap(), 0, "the output ends");
-        if let Some((_, number)) = line.trim_end().rsplit_once("line ") {
-            return number.parse().unwrap();
+        match lines.read_line(&mut line) {
+            Ok(0) => panic!("the output ends: {others}"),
+            Err(error) => panic!("{error}: {others}"),
+            Ok(_) => {}
+        }
+        match line.trim_end().rsplit_once("line ").map(|(_, number)| number.parse()) {
+            Some(Ok(number)) => return number,
+            _ => others += &line,
         }
     }
 }
