@@ -121,6 +121,25 @@ fn faults_in_checkpoints(strategy: &str, count: u64) {
     kill_and_wait(restored["pid"].as_i64().expect("a process id") as i32);
 }
 
+/// Makes each third call fail of the last two fifths of a checkpoint: most of what is done there
+/// undoes what was changed in QEMU.
+fn faults_at_the_end(strategy: &str) {
+    let (pagemark, paths) = (Pagemark::new(), MachinePaths::default());
+    let mut subject = Subject::start(&paths);
+    let monitor = paths.monitor().display().to_string();
+    let checkpoint = ["vm", "checkpoint", "--job", "vm", "--strategy", strategy, &monitor];
+    pagemark.done(&checkpoint);
+    let fault = Fault::Fails(Errno::EPERM);
+    let calls = run(&pagemark, &checkpoint, fault, u64::MAX).0.calls;
+    for at in (calls * 3 / 5..calls).step_by(3) {
+        let (ended, said) = run(&pagemark, &checkpoint, fault, at);
+        let when = format!("call {at} of {calls} failed");
+        assert!(matches!(ended.code, Some(0 | 1)), "{when}: {ended:?}: {said}");
+        subject.assert_left_alone(&paths, &when);
+    }
+    pagemark.done(&["verify"]);
+}
+
 /// Kills QEMU at `count` points of a checkpoint.
 fn ends_of_qemu(count: u64) {
     let (pagemark, paths) = (Pagemark::new(), MachinePaths::default());
@@ -242,6 +261,18 @@ fn a_fault_at_many_steps_of_a_copy_on_write_harms_nothing() {
         skip!("no QEMU, no compiler for its guest, or no userfaultfd that holds the kernel's own writes");
     }
     faults_in_checkpoints("copy-on-write", MANY / 2);
+}
+
+#[test]
+#[ignore = "some minutes"]
+fn a_fault_at_the_end_of_a_checkpoint_leaves_nothing_in_qemu() {
+    if guest_program().is_none() {
+        skip!("no QEMU, or no compiler for its guest");
+    }
+    faults_at_the_end("pre-copy");
+    if can_hold_writes() {
+        faults_at_the_end("copy-on-write");
+    }
 }
 
 #[test]

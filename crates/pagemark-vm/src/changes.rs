@@ -54,7 +54,7 @@ pub(crate) struct Changes {
     lasting: Vec<Command>,
     /// Undo what a checkpoint changes, in the order of the changes.
     of_checkpoint: Vec<Undo>,
-    /// QEMU has not replied to a command: it is not known what was done.
+    /// It is not known which of the changes were made: QEMU has not replied to a command.
     is_uncertain: bool,
 }
 
@@ -73,7 +73,7 @@ impl Changes {
         make: impl FnOnce(&mut Machine) -> Result<T>,
     ) -> Result<T> {
         self.of_checkpoint.push(undo);
-        self.inform_guard()?;
+        self.inform_guard_before()?;
         let made = make(machine);
         match made.as_ref().map_err(Error::kind) {
             Ok(_) => {}
@@ -97,7 +97,7 @@ impl Changes {
     pub(crate) fn execute_all(&mut self, machine: &mut Machine, steps: Vec<(Command, Option<Undo>)>) -> Result<()> {
         let (commands, undo): (Vec<_>, Vec<_>) = steps.into_iter().unzip();
         self.of_checkpoint.extend(undo.into_iter().flatten());
-        self.inform_guard()?;
+        self.inform_guard_before()?;
         let done = machine.monitor.execute_all(&commands);
         // Some were executed, others not.
         self.is_uncertain |= done.is_err();
@@ -127,27 +127,50 @@ impl Changes {
     /// Undoes what the checkpoint changed: first of all, the machine continues.
     ///
     /// # Errors
-    /// The first command that failed. The others were sent all the same.
+    /// The first command that failed. What is not known to be undone, because QEMU did not reply,
+    /// stays to be undone by a further call, or by the guard.
     pub(crate) fn end_checkpoint(&mut self, machine: &mut Machine) -> Result<()> {
-        let resumed = self.resume(machine);
-        let is_uncertain = std::mem::take(&mut self.is_uncertain);
-        let mut done = resumed;
+        let mut done = self.resume(machine);
         while let Some(undo) = self.of_checkpoint.last() {
-            let commands = undo.if_uncertain.iter().filter(|_| is_uncertain).chain([&undo.command]);
-            done = commands.map(|command| machine.execute(command)).fold(done, Result::and);
+            let commands = undo.if_uncertain.iter().filter(|_| self.is_uncertain).chain([&undo.command]);
+            let undone = commands.map(|command| machine.execute(command)).fold(Ok(()), Result::and);
+            let has_reply = has_reply(&undone);
+            done = done.and(undone);
+            if !has_reply {
+                self.is_uncertain = true;
+                return done;
+            }
             self.of_checkpoint.pop();
             // What undoes an earlier change can make this command harmful.
-            done = done.and(self.inform_guard());
+            self.inform_guard()?;
         }
+        self.is_uncertain = false;
         done
     }
 
     /// Undoes everything.
+    ///
+    /// # Errors
+    /// As those of [`Changes::end_checkpoint`].
     pub(crate) fn end(&mut self, machine: &mut Machine) -> Result<()> {
-        let ended = self.end_checkpoint(machine);
-        let commands = std::mem::take(&mut self.lasting).into_iter();
-        let done = commands.map(|command| machine.execute(&command)).fold(ended, Result::and);
+        let mut done = self.end_checkpoint(machine);
+        while let Some(command) = self.lasting.last().filter(|_| self.of_checkpoint.is_empty()) {
+            let undone = machine.execute(command);
+            let has_reply = has_reply(&undone);
+            done = done.and(undone);
+            if !has_reply {
+                return done;
+            }
+            self.lasting.pop();
+        }
         done.and(self.inform_guard())
+    }
+
+    /// Informs the guard of changes that are about to be made. They are not made if that fails.
+    fn inform_guard_before(&mut self) -> Result<()> {
+        let informed = self.inform_guard();
+        self.is_uncertain |= informed.is_err();
+        informed
     }
 
     /// Gives the guard the commands that undo everything.
@@ -158,6 +181,11 @@ impl Changes {
         let commands = undo.flat_map(|undo| undo.if_uncertain.iter().chain([&undo.command])).chain(&self.lasting);
         self.guard.hold(&script(commands)?)
     }
+}
+
+/// True if QEMU has executed a command, or has refused it.
+fn has_reply(done: &Result<()>) -> bool {
+    done.as_ref().err().is_none_or(|error| error.kind() == ErrorKind::Command)
 }
 
 /// The commands as lines, the last with [`LAST_ID`].
@@ -174,7 +202,98 @@ fn script<'a>(commands: impl Iterator<Item = &'a Command>) -> Result<String> {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeSet;
+    use std::io::{BufRead, BufReader, Write};
+    use std::os::unix::net::UnixStream;
+
     use super::*;
+    use crate::qmp::Monitor;
+
+    /// What a QEMU has.
+    #[derive(PartialEq, Debug, Default)]
+    struct Served {
+        is_stopped: bool,
+        nodes: BTreeSet<String>,
+    }
+
+    impl Served {
+        /// Executes a command; false if it refuses it.
+        fn execute(&mut self, command: &Value) -> bool {
+            let node = command["arguments"]["node"].as_str().unwrap_or_default();
+            match command["execute"].as_str().unwrap() {
+                "add" => self.nodes.insert(node.to_owned()),
+                "remove" => self.nodes.remove(node),
+                word => {
+                    self.is_stopped = word == "stop";
+                    true
+                }
+            }
+        }
+    }
+
+    /// Serves a monitor until it is closed. To the command of the number `fault` it gives no proper
+    /// reply, and executes it or not. Returns what is left, and how many commands came.
+    fn serve(stream: UnixStream, fault: usize, executes: bool) -> (Served, usize) {
+        let mut served = Served::default();
+        let mut count = 0;
+        let mut replies = stream.try_clone().unwrap();
+        replies.write_all(b"{\"QMP\": {}}\n").unwrap();
+        for line in BufReader::new(stream).lines().map_while(Result::ok) {
+            let command: Value = serde_json::from_str(&line).unwrap();
+            let is_fault = count == fault;
+            let done = if is_fault && !executes { true } else { served.execute(&command) };
+            let reply = match (is_fault, done) {
+                (true, _) => "nonsense".to_owned(),
+                (false, true) => json!({"return": {}, "id": command["id"]}).to_string(),
+                (false, false) => json!({"error": {"desc": "no"}, "id": command["id"]}).to_string(),
+            };
+            // The guard reads only the last of its replies.
+            let _ = replies.write_all((reply + "\n").as_bytes());
+            count += 1;
+        }
+        (served, count)
+    }
+
+    fn add(node: &str) -> Command {
+        Command::new("add", json!({ "node": node }))
+    }
+
+    fn remove(node: &str) -> Command {
+        Command::new("remove", json!({ "node": node }))
+    }
+
+    fn checkpoint(changes: &mut Changes, machine: &mut Machine) -> Result<()> {
+        changes.execute(machine, add("a"), remove("a"))?;
+        changes.set_lasting(vec![remove("lasting")])?;
+        machine.execute(&add("lasting"))?;
+        changes.execute_all(machine, vec![Changes::stop(), (add("b"), Some(Undo::by(remove("b"))))])?;
+        changes.resume(machine)?;
+        changes.execute(machine, add("c"), remove("c"))
+    }
+
+    #[test]
+    fn nothing_is_left_whichever_reply_is_missing() {
+        // Behind the first command, which begins the connection, until no command has that number.
+        let (mut fault, mut came) = (1, true);
+        while came {
+            for executes in [false, true] {
+                let (ours, theirs) = UnixStream::pair().unwrap();
+                let server = std::thread::spawn(move || serve(theirs, fault, executes));
+                let mut machine = Machine::of(Monitor::over(ours).unwrap(), 1).unwrap();
+                let mut changes = Changes::new(&machine).unwrap();
+                let _ = checkpoint(&mut changes, &mut machine);
+                let _ = changes.end_checkpoint(&mut machine);
+                let _ = changes.end(&mut machine);
+                drop(changes);
+                drop(machine);
+                let (left, count) = server.join().unwrap();
+                assert_eq!(left, Served::default(), "no reply to command {fault}, executed: {executes}");
+                came = fault < count;
+            }
+            fault += 1;
+        }
+        assert!(fault > 10, "{fault}");
+    }
 
     #[test]
     fn a_script_is_lines_of_json_whose_last_has_the_id() {

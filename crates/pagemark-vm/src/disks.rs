@@ -50,6 +50,8 @@ pub(crate) struct Disk {
     recorded: Option<String>,
     /// The bitmap that began with a checkpoint that is not known to be complete.
     candidate: Option<String>,
+    /// Bitmaps that are not needed any more, and that QEMU may still have.
+    unneeded: Vec<String>,
 }
 
 /// QEMU's names for what a checkpoint adds for one disk.
@@ -142,7 +144,7 @@ impl Disks {
                 Some(index) => Disk { drive, ..old.swap_remove(index) },
                 None => {
                     *next_space += 1;
-                    Disk { space: *next_space - 1, drive, recorded: None, candidate: None }
+                    Disk { space: *next_space - 1, drive, recorded: None, candidate: None, unneeded: Vec::new() }
                 }
             };
             self.disks.push(disk);
@@ -160,10 +162,15 @@ impl Disks {
     /// Prepares a checkpoint: the last one was complete. The machine runs.
     pub(crate) fn prepare(&mut self, machine: &mut Machine, changes: &mut Changes) -> Result<Connections> {
         for disk in &mut self.disks {
-            if let Some(candidate) = disk.candidate.take()
-                && let Some(old) = disk.recorded.replace(candidate)
-            {
-                machine.execute(&remove_bitmap(&disk.drive.node, &old))?;
+            if let Some(candidate) = disk.candidate.take() {
+                disk.unneeded.extend(disk.recorded.replace(candidate));
+            }
+            while let Some(bitmap) = disk.unneeded.last() {
+                match machine.execute(&remove_bitmap(&disk.drive.node, bitmap)) {
+                    Err(error) if error.kind() != ErrorKind::Command => return Err(error),
+                    // A bitmap that was perhaps not made.
+                    _ => disk.unneeded.pop(),
+                };
             }
         }
         changes.set_lasting(self.undo_bitmaps())?;
@@ -259,35 +266,36 @@ impl Disks {
     /// What the last checkpoint would have saved belongs to the next one.
     pub(crate) fn capture_failed(&mut self, machine: &mut Machine, changes: &mut Changes) -> Result<()> {
         for Disk { drive, recorded, candidate, .. } in &mut self.disks {
-            let Some(candidate) = candidate.take() else { continue };
+            let Some(begun) = candidate.as_ref() else { continue };
             let Some(recorded) = recorded else {
-                machine.execute(&remove_bitmap(&drive.node, &candidate))?;
+                machine.execute(&remove_bitmap(&drive.node, begun))?;
+                *candidate = None;
                 continue;
             };
-            let merge = json!({"node": drive.node, "target": recorded, "bitmaps": [candidate]});
+            let merge = json!({"node": drive.node, "target": recorded, "bitmaps": [begun]});
             let actions = [
                 json!({"type": "block-dirty-bitmap-enable", "data": {"node": drive.node, "name": recorded}}),
                 json!({"type": "block-dirty-bitmap-merge", "data": merge}),
-                json!({"type": "block-dirty-bitmap-remove", "data": {"node": drive.node, "name": candidate}}),
+                json!({"type": "block-dirty-bitmap-remove", "data": {"node": drive.node, "name": begun}}),
             ];
             machine.execute(&Command::new("transaction", json!({ "actions": actions })))?;
+            *candidate = None;
         }
         changes.set_lasting(self.undo_bitmaps())
     }
 
-    /// Forgets the bitmaps: the next checkpoint reads all of each disk.
+    /// Uses the bitmaps no more: the next checkpoint reads all of each disk.
     pub(crate) fn forget(&mut self) {
         for disk in &mut self.disks {
-            (disk.recorded, disk.candidate) = (None, None);
+            disk.unneeded.extend(disk.recorded.take().into_iter().chain(disk.candidate.take()));
         }
     }
 
     /// Removes all bitmaps that there are.
     fn undo_bitmaps(&self) -> Vec<Command> {
         let bitmaps = |disk: &Disk| {
-            let names = [disk.recorded.clone(), disk.candidate.clone()].into_iter().flatten();
-            let node = disk.drive.node.clone();
-            names.map(move |name| remove_bitmap(&node, &name)).collect::<Vec<_>>()
+            let names = disk.unneeded.iter().chain(&disk.recorded).chain(&disk.candidate);
+            names.map(|name| remove_bitmap(&disk.drive.node, name)).collect::<Vec<_>>()
         };
         self.disks.iter().flat_map(bitmaps).collect()
     }

@@ -399,6 +399,8 @@ impl Target for VmTarget {
     /// nothing is copied meanwhile.
     fn freeze(&mut self, _: WhileFreezing<'_, Error>) -> Result<FrozenVm<'_>> {
         self.report_events();
+        // Where the end of the last checkpoint got no reply.
+        self.changes.end_checkpoint(&mut self.machine)?;
         let is_running = self.machine.check()?;
         if self.memory.watch.is_some() {
             self.machine.check_keeps_memory(OTHER_STRATEGY)?;
