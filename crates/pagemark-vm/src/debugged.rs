@@ -9,6 +9,7 @@ use pagemark_simulate::control::Control;
 
 use crate::error::{Error, ErrorKind, Object, Result};
 use crate::interval::{Run, control_failed, controller, instructions_of, option_word, shared_file};
+use crate::restore::Restore;
 use crate::started::Started;
 
 /// Where gdb connects to.
@@ -89,7 +90,8 @@ impl DebuggedMachine {
         let (control, path) = shared_file()?;
         let control = Control::of(control).map_err(control_failed())?;
         let plugins = controller(library, &path)?;
-        let mut run = Run::start(checkpoint, (begin, instructions), plugins, control)?;
+        let devices = Restore::new(checkpoint).devices()?;
+        let mut run = Run::start(checkpoint, devices, (begin, instructions), plugins, control)?;
         run.run_to_the_end()?;
         run.release()?;
         let (started, mut machine) = run.into_parts();

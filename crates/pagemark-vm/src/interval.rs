@@ -7,6 +7,7 @@
 //! counts are compared, and goes on in single steps: each block of QEMU's has one instruction, and
 //! QEMU looks behind each whether it is to stop.
 
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
@@ -43,6 +44,10 @@ const POLL: Duration = Duration::from_millis(1);
 
 /// How long QEMU may take to begin a stop.
 const STOP_LIMIT: Duration = Duration::from_secs(60);
+
+/// How long a machine may execute nothing. Its clock follows its instructions, and passes over the
+/// time in which it waits.
+const IDLE_LIMIT: Duration = Duration::from_secs(60);
 
 /// Looks at the thread of QEMU that stops the machine, all alike, until it is known to wait.
 const WAITING_LOOKS: u32 = 3;
@@ -140,14 +145,17 @@ impl<'a> Interval<'a> {
         let (_out, out) = shared_file()?;
         let control = Control::of(control).map_err(control_failed())?;
         let plugins = plugin_arguments(observer, library, &control_path, &out)?;
-        let mut run = Run::start(self.from, self.counts, plugins, control)?;
+        let devices = Restore::new(self.from).devices()?;
+        let mut run = Run::start(self.from, devices, self.counts, plugins, control)?;
         let ready = Instant::now();
         run.run_to_the_end()?;
         let ended = Instant::now();
-        run.compare(self.to)?;
-        let compared = Instant::now();
+        run.compare_memory(self.to)?;
+        let devices = run.save_devices()?;
         let begun = run.control.count().map_err(control_failed())?;
         run.quit()?;
+        self.compare_devices(devices, library)?;
+        let compared = Instant::now();
         let read = |path: &PathBuf| {
             Results::read(path)
                 .map_err(|error| Error::of(ErrorKind::System, "read the results of the simulator", Object::None, error))
@@ -166,6 +174,37 @@ impl<'a> Interval<'a> {
             results,
         })
     }
+
+    /// Compares the devices of a machine at the end of the interval with those of the checkpoint.
+    ///
+    /// QEMU runs the timers that are due at an instruction between that one and the next, and can
+    /// stop the machine before them or behind them. Both are states of the same run, and from both
+    /// the machine is the same one instruction later.
+    fn compare_devices(&self, devices: Vec<u8>, library: &Path) -> Result<()> {
+        let recorded = Restore::new(self.to).devices()?;
+        let Some(section) = first_difference(&recorded, &devices) else { return Ok(()) };
+        let (recorded, simulated) = (self.one_later(recorded, library)?, self.one_later(devices, library)?);
+        let is_same =
+            recorded.pages == simulated.pages && first_difference(&recorded.devices, &simulated.devices).is_none();
+        if is_same { Ok(()) } else { Err(differs(format!("has another state of its device {section}"))) }
+    }
+
+    /// The machine one instruction behind the end of the interval, where it had `devices`.
+    fn one_later(&self, devices: Vec<u8>, library: &Path) -> Result<OneLater> {
+        let (control, path) = shared_file()?;
+        let control = Control::of(control).map_err(control_failed())?;
+        let counts = (self.counts.1, self.counts.1 + 1);
+        let mut run = Run::start(self.to, devices, counts, controller(library, &path)?, control)?;
+        run.run_to_the_end()?;
+        Ok(OneLater { pages: run.changed_pages(self.to)?, devices: run.save_devices()? })
+    }
+}
+
+/// What a machine is one instruction behind a checkpoint.
+struct OneLater {
+    /// What differs from the checkpoint, by the name of the memory and the page.
+    pages: BTreeMap<(String, PageNumber), Vec<u8>>,
+    devices: Vec<u8>,
 }
 
 /// Finds the plugin of the package `pagemark-simulate`: in `$PAGEMARK_SIMULATE_LIBRARY`, beside
@@ -247,8 +286,15 @@ pub(crate) struct Run {
 }
 
 impl Run {
-    /// The machine of a checkpoint, which is to run from the first to the second of `counts`.
-    pub(crate) fn start(from: &Checkpoint, counts: (u64, u64), plugins: Vec<String>, control: Control) -> Result<Run> {
+    /// The machine of a checkpoint, with that state of its devices, which is to run from the first
+    /// to the second of `counts`.
+    pub(crate) fn start(
+        from: &Checkpoint,
+        devices: Vec<u8>,
+        counts: (u64, u64),
+        plugins: Vec<String>,
+        control: Control,
+    ) -> Result<Run> {
         let restore = Restore::new(from);
         let startup = restore.startup()?;
         let mut arguments = arguments_of_restore(&arguments_of_simulation(&startup.arguments));
@@ -259,7 +305,7 @@ impl Run {
         let blocks = machine.changed_blocks(&mappings)?.unwrap_or_default();
         let spaces = restore.ram_spaces()?;
         restore.fill(machine.pid, &pair(&spaces, &blocks)?, Fill::Whole, &mut Progress::unseen(&mut |_, _| {}))?;
-        load_devices(&mut machine, restore.devices()?)?;
+        load_devices(&mut machine, devices)?;
         let (position, end) = counts;
         Ok(Run { started, machine, control, blocks, position, end })
     }
@@ -309,7 +355,17 @@ impl Run {
         let set = |control: &Control, count| control.stop_at(count).map_err(control_failed());
         set(&self.control, count)?;
         self.machine.resume()?;
-        while self.control.count().map_err(control_failed())? < count {
+        let (mut last, mut since) = (0, Instant::now());
+        loop {
+            let now = self.control.count().map_err(control_failed())?;
+            if now >= count {
+                break;
+            }
+            if now != last {
+                (last, since) = (now, Instant::now());
+            } else if since.elapsed() >= IDLE_LIMIT {
+                return Err(differs("executes nothing more".into()));
+            }
             let status = text(&self.machine.monitor.execute("query-status", json!({}))?, "status");
             if status != "running" {
                 // It was switched off, or has crashed: what the counts say is compared.
@@ -326,22 +382,34 @@ impl Run {
         Ok(())
     }
 
-    /// Compares the machine with a checkpoint.
-    fn compare(&mut self, checkpoint: &Checkpoint) -> Result<()> {
+    /// Compares the machine's memory with that of a checkpoint.
+    fn compare_memory(&self, checkpoint: &Checkpoint) -> Result<()> {
         let restore = Restore::new(checkpoint);
-        let spaces = restore.ram_spaces()?;
-        let pairs = pair(&spaces, &self.blocks)?;
-        for (space, block) in pairs {
-            if let Some(page) = differing_page(&restore, self.machine.pid, space, block)? {
+        for (space, block) in pair(&restore.ram_spaces()?, &self.blocks)? {
+            let first: Mutex<Option<PageNumber>> = Mutex::new(None);
+            visit_differing_pages(&restore, self.machine.pid, space, block, &|page, _| {
+                let mut first = first.lock().unwrap_or_else(PoisonError::into_inner);
+                *first = Some(first.map_or(page, |earlier| earlier.min(page)));
+            })?;
+            if let Some(page) = first.into_inner().unwrap_or_else(PoisonError::into_inner) {
                 let reason = format!("has another page at {:#x} of its memory {}", page.address().get(), block.id);
                 return Err(differs(reason));
             }
         }
-        let devices = self.save_devices()?;
-        match first_difference(&restore.devices()?, &devices) {
-            Some(section) => Err(differs(format!("has another state of its device {section}"))),
-            None => Ok(()),
+        Ok(())
+    }
+
+    /// The pages that are not those of a checkpoint.
+    fn changed_pages(&self, checkpoint: &Checkpoint) -> Result<BTreeMap<(String, PageNumber), Vec<u8>>> {
+        let restore = Restore::new(checkpoint);
+        let changed = Mutex::new(BTreeMap::new());
+        for (space, block) in pair(&restore.ram_spaces()?, &self.blocks)? {
+            visit_differing_pages(&restore, self.machine.pid, space, block, &|page, content| {
+                let mut changed = changed.lock().unwrap_or_else(PoisonError::into_inner);
+                changed.insert((block.id.clone(), page), content.to_vec());
+            })?;
         }
+        Ok(changed.into_inner().unwrap_or_else(PoisonError::into_inner))
     }
 
     fn save_devices(&mut self) -> Result<Vec<u8>> {
@@ -398,28 +466,24 @@ fn wait_for_stop(pid: i32) -> Result<()> {
     Ok(())
 }
 
-/// The first page of a block of memory that is not that of a checkpoint.
-fn differing_page(
+/// Calls `found` with each page of a block of memory that is not that of a checkpoint, and with what
+/// it holds.
+fn visit_differing_pages(
     restore: &Restore<'_>,
     pid: i32,
     space: &SpaceRecord,
     block: &RamBlock,
-) -> Result<Option<PageNumber>> {
+    found: &(dyn Fn(PageNumber, &[u8]) + Sync),
+) -> Result<()> {
     let failed = || Error::system("compare the memory of QEMU");
     let memory = File::open(proc::path(pid, "mem")).map_err(failed())?;
-    let first: Mutex<Option<PageNumber>> = Mutex::new(None);
-    let found = |page: PageNumber| {
-        let mut first = first.lock().unwrap_or_else(PoisonError::into_inner);
-        *first = Some(first.map_or(page, |earlier| earlier.min(page)));
-    };
     let start = block.range.start.get();
     let compare = |page: PageNumber, expected: &[u8]| {
         let mut content = vec![0; expected.len()];
         memory.read_exact_at(&mut content, start + page.address().get())?;
         let pages = content.chunks(PAGE_SIZE).zip(expected.chunks(PAGE_SIZE));
-        if let Some(at) = pages.into_iter().position(|(one, other)| one != other) {
-            found(page + at as u64);
-        }
+        let differing = pages.enumerate().filter(|(_, (held, expected))| held != expected);
+        differing.for_each(|(at, (held, _))| found(page + at as u64, held));
         Ok(())
     };
     let tree = PageTree::load(space.root, restore.store())?;
@@ -436,10 +500,10 @@ fn differing_page(
     for page in rest.iter().flat_map(|range| range.pages()) {
         memory.read_exact_at(&mut content, page.address().get()).map_err(failed())?;
         if content != [0; PAGE_SIZE] {
-            found(Address::new(page.address().get() - start).page());
+            found(Address::new(page.address().get() - start).page(), &content);
         }
     }
-    Ok(first.into_inner().unwrap_or_else(PoisonError::into_inner))
+    Ok(())
 }
 
 fn differs(reason: String) -> Error {

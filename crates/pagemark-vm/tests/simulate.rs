@@ -9,11 +9,12 @@ use pagemark::repository::Repository;
 use pagemark::track::Scope;
 use pagemark::{Job, JobOptions, Mechanism};
 use pagemark_simulate::{Kind, Results};
-use pagemark_testing::{MachinePaths, QEMU, guest_program, skip, wait_until};
+use pagemark_testing::{MachinePaths, QEMU, TestMonitor, guest_program, skip, wait_until};
 use pagemark_vm::{
     ErrorKind, Interval, Observer, OwnQemu, SimulatedInterval, VmTarget, deterministic_command, instructions_of,
     simulator_library,
 };
+use serde_json::json;
 
 /// Instructions between checkpoints, at least.
 const EVERY: u64 = 1_500_000;
@@ -30,10 +31,18 @@ fn command(paths: &MachinePaths, further: &[&str]) -> Vec<OsString> {
 
 /// Runs a machine, with checkpoints, which are those of the job `vm`.
 fn record(paths: &MachinePaths, intervals: usize) -> Repository {
-    let command = deterministic_command(&command(paths, &[])).unwrap();
+    record_with(paths, intervals, &[], &|| {})
+}
+
+/// As [`record`], with arguments that are otherwise refused, and calls `meanwhile` behind each checkpoint.
+fn record_with(paths: &MachinePaths, intervals: usize, further: &[&str], meanwhile: &dyn Fn()) -> Repository {
+    let mut command = deterministic_command(&command(paths, &[])).unwrap();
+    command.extend(further.iter().map(OsString::from));
     let mut qemu = OwnQemu::start(&command, "vm", SigSet::empty()).unwrap();
     let mut target = qemu.attach(Mechanism::choose(Scope::Process)).unwrap();
-    target.check_deterministic().unwrap();
+    if further.is_empty() {
+        target.check_deterministic().unwrap();
+    }
     assert!(!target.is_running().unwrap());
     target.resume().unwrap();
     let repository = Repository::create(&paths.join("repository")).unwrap();
@@ -46,6 +55,7 @@ fn record(paths: &MachinePaths, intervals: usize) -> Repository {
             std::thread::yield_now();
         }
         job.checkpoint().unwrap();
+        meanwhile();
         next = job.target_mut().instructions().unwrap() + EVERY;
     }
     job.detach();
@@ -96,6 +106,42 @@ fn intervals_are_together_what_one_long_simulation_is() {
         }
     }
     assert_eq!(std::fs::read(paths.join("serial")).unwrap(), serial, "simulations write no files");
+}
+
+/// Checkpoints at instructions at which timers are due: about 1 of 40.
+#[test]
+#[ignore = "some minutes"]
+fn each_of_many_intervals_is_the_one_that_ran() {
+    if guest_program().is_none() {
+        skip!("no QEMU, or no compiler for its guest");
+    }
+    for _ in 0..10 {
+        let paths = MachinePaths::default();
+        let repository = record(&paths, 20);
+        (1..20).for_each(|sequence| drop(simulate(&repository, sequence, sequence + 1, Kind::Mix)));
+    }
+}
+
+/// The machine's memory is what it was, and a device is not, which the guest does not use.
+#[test]
+fn a_device_in_another_state_is_named() {
+    if guest_program().is_none() {
+        skip!("no QEMU, or no compiler for its guest");
+    }
+    let paths = MachinePaths::default();
+    let socket = paths.join("test.qmp");
+    let monitor = format!("unix:{},server=on,wait=off", socket.display());
+    let mask_all = || {
+        let mut monitor = TestMonitor::connect(&socket);
+        monitor.run("human-monitor-command", json!({"command-line": "o /b 0xa1 0xfb"}));
+    };
+    let repository = record_with(&paths, 1, &["-qmp", &monitor], &mask_all);
+    let (from, to) = (repository.read("vm", 1).unwrap(), repository.read("vm", 2).unwrap());
+    let library = simulator_library().unwrap();
+    let interval = Interval::new(&from, &to).unwrap();
+    let error = interval.simulate(&Observer::Simulator(Kind::Mix), &library).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Differs);
+    assert!(error.to_string().contains("another state of its device i8259"), "{error}");
 }
 
 #[test]
