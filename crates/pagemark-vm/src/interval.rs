@@ -466,8 +466,8 @@ fn wait_for_stop(pid: i32) -> Result<()> {
     Ok(())
 }
 
-/// Calls `found` with each page of a block of memory that is not that of a checkpoint, and with what
-/// it holds.
+/// Calls `found` with each page of a block of memory that is not that of a checkpoint, and with
+/// what it holds.
 fn visit_differing_pages(
     restore: &Restore<'_>,
     pid: i32,

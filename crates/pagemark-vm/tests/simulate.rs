@@ -34,7 +34,8 @@ fn record(paths: &MachinePaths, intervals: usize) -> Repository {
     record_with(paths, intervals, &[], &|| {})
 }
 
-/// As [`record`], with arguments that are otherwise refused, and calls `meanwhile` behind each checkpoint.
+/// As [`record`], with arguments that are otherwise refused, and calls `meanwhile` behind each
+/// checkpoint.
 fn record_with(paths: &MachinePaths, intervals: usize, further: &[&str], meanwhile: &dyn Fn()) -> Repository {
     let mut command = deterministic_command(&command(paths, &[])).unwrap();
     command.extend(further.iter().map(OsString::from));
