@@ -71,15 +71,7 @@ class Recording:
         # The firmware has loaded the guest by then.
         moments = ["--after", "40M", "--every", "1M", "--intervals", str(INTERVALS)]
         machine = [QEMU, "-nodefaults", "-m", "16", "-kernel", str(guest), "-serial", f"file:{directory}/serial"]
-        # Some checkpoints cannot be reached again (docs/simulate.md); that is not what is tested here.
-        for _ in range(10):
-            shutil.rmtree(directory / "repository", ignore_errors=True)
-            self.done("record", "--quiet", "--job", "vm", *moments, "--", *machine)
-            begins = [f"vm@{begin}" for begin in range(1, INTERVALS + 1)]
-            simulations = [self.command("interval", begin, "--plugin", "hot") for begin in begins]
-            if all(subprocess.run(command, capture_output=True).returncode == 0 for command in simulations):
-                return
-        pytest.fail("no recording can be repeated")
+        self.done("record", "--quiet", "--job", "vm", *moments, "--", *machine)
 
     def command(self, *arguments: str) -> list[str]:
         return [PROGRAM, "simulate", arguments[0], "--repo", str(self.directory / "repository"), *arguments[1:]]
