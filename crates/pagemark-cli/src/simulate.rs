@@ -14,6 +14,7 @@ mod observer;
 mod record;
 mod report;
 mod run;
+mod trace;
 
 /// Simulate intervals of the run of a virtual machine, from its checkpoints
 ///
@@ -34,6 +35,7 @@ enum SimulateCommand {
     Run(run::SimulateRun),
     Merge(merge::Merge),
     Report(report::SimulateReport),
+    Trace(trace::SimulateTrace),
     Debug(debug::SimulateDebug),
 }
 
@@ -46,6 +48,7 @@ impl Simulate {
             SimulateCommand::Run(command) => command.run(),
             SimulateCommand::Merge(command) => command.run(),
             SimulateCommand::Report(command) => command.run(),
+            SimulateCommand::Trace(command) => command.run(),
             SimulateCommand::Debug(command) => command.run(),
         }
     }

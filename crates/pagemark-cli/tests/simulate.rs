@@ -42,6 +42,50 @@ fn registers(pagemark: &Pagemark, at: u64, commands: &[&str]) -> Vec<String> {
     text.lines().filter(is_register).map(str::to_owned).collect()
 }
 
+/// The traces of both intervals are printed as one.
+fn traces(pagemark: &Pagemark, results: &str, begun: u64) {
+    let kept = |interval| ["simulate", "interval", interval, "--plugin", "trace", "--results", results, "--json"];
+    let print = |options: &[&str]| {
+        let text = pagemark.done(&[&["simulate", "trace", "vm", "--results", results], options].concat());
+        let lines = text.lines().map(|line| line.split(',').map(str::to_owned).collect::<Vec<_>>());
+        let mut lines = lines.collect::<Vec<_>>();
+        assert_eq!(lines.remove(0).concat(), "instructioncodeaccessbytesvirtualphysical");
+        lines
+    };
+    let first = pagemark.json(&kept("vm@1"))["begun"].as_u64().expect("a number");
+    let output = pagemark.output(&["simulate", "trace", "vm", "--results", results]);
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success() && text.contains("1 of 2 intervals have no result"), "{text}");
+    pagemark.json(&kept("vm@2"));
+
+    let numbers = |lines: &[Vec<String>]| {
+        let mut numbers: Vec<u64> = lines.iter().map(|line| line[0].parse().expect("a number")).collect();
+        numbers.dedup();
+        numbers
+    };
+    let (from, count) = (first - 300, 600);
+    let lines = print(&["--from", &from.to_string(), "--count", &count.to_string()]);
+    assert_eq!(numbers(&lines), (from..from + count).collect::<Vec<_>>(), "over the border");
+    assert_eq!(numbers(&print(&["--from", &(begun - 2).to_string()])), [begun - 2, begun - 1]);
+    assert!(print(&["--from", &begun.to_string()]).is_empty());
+    let store = lines.iter().find(|line| line[2] == "store").expect("the guest writes");
+    let wanted = print(&["--from", &store[0], "--count", "1", "--stores", "--memory", &store[5]]);
+    assert_eq!(wanted, std::slice::from_ref(store));
+
+    let directory = Path::new(results).join("trace");
+    let mut names: Vec<_> =
+        std::fs::read_dir(&directory).expect("it is there").map(|e| e.unwrap().file_name()).collect();
+    names.sort();
+    assert_eq!(names, ["1-2.json", "1-2.trace", "2-3.json", "2-3.trace"]);
+    // A trace that is not complete is simulated again.
+    let path = directory.join("2-3.trace");
+    let length = path.metadata().expect("it is there").len();
+    std::fs::File::options().write(true).open(&path).and_then(|file| file.set_len(length - 1)).expect("it is ours");
+    let output = pagemark.output(&["simulate", "trace", "vm", "--results", results]);
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success() && text.contains("not complete") && text.contains("vm@2"), "{text}");
+}
+
 fn has_gdb() -> bool {
     Command::new("gdb").arg("--version").stdout(Stdio::null()).status().is_ok()
 }
@@ -105,13 +149,28 @@ fn a_recorded_interval_is_simulated_and_its_result_is_kept() {
     }
     std::fs::remove_file(first_file).expect("it was kept");
 
+    traces(&pagemark, results_text, long["begun"].as_u64().expect("a number"));
+    let merged = ["simulate", "merge", "vm", "--plugin", "cache,warm-up=1", "--results", results_text];
+    for interval in ["vm@1", "vm@2"] {
+        pagemark.done(&["simulate", "interval", interval, "--plugin", "cache,warm-up=1", "--results", results_text]);
+    }
+    assert!(pagemark.done(&merged).contains("at most"));
+    assert!(results.join("cache-warm-up-1/2-3.json").exists());
+
     if has_gdb() {
         debugs(&pagemark, listed[0]["begin"].as_u64().expect("a number"));
     } else {
         eprintln!("skipped: gdb at an instruction: there is no gdb");
     }
 
-    for (wrong, named) in [(["vm@3", "mix"], "no interval begins at vm@3"), (["vm@1", "mixed"], "mix, hot, cache")] {
+    let wrong = [
+        (["vm@3", "mix"], "no interval begins at vm@3"),
+        (["vm@1", "mixed"], "mix, hot, cache, trace"),
+        (["vm@1", "trace"], "--results DIR"),
+        (["vm@1", "mix,warm-up=1"], "keeps nothing"),
+        (["vm@1", "cache,warm=1"], "no option warm=1"),
+    ];
+    for (wrong, named) in wrong {
         let output = pagemark.output(&["simulate", "interval", wrong[0], "--plugin", wrong[1]]);
         let text = String::from_utf8_lossy(&output.stderr);
         assert!(!output.status.success() && text.contains(named), "{text}");
@@ -124,7 +183,7 @@ fn a_recorded_interval_is_simulated_and_its_result_is_kept() {
     let text = String::from_utf8_lossy(&refused.stderr);
     assert!(refused.status.code() == Some(2) && text.contains("2 processors") && text.contains("-smp 1"), "{text}");
     let left = std::fs::read_dir(&results).expect("the results").count();
-    assert_eq!(left, 1, "nothing else was kept");
+    assert_eq!(left, 3, "nothing else was kept");
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! What the plugin shares with the process that controls QEMU: a file of two numbers.
+//! What the plugin shares with the process that controls QEMU: a file of numbers.
 //!
 //! The plugin maps the file. The other process reads and writes it, so that a QEMU that is killed
 //! leaves nothing behind.
@@ -11,6 +11,8 @@ use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use crate::observation::Limits;
+
 /// How often the waiting processor looks whether it may continue.
 const WAIT_POLL: Duration = Duration::from_micros(200);
 
@@ -21,10 +23,26 @@ struct Shared {
     count: AtomicU64,
     /// The processor waits before the instruction with this number.
     stop_at: AtomicU64,
+    /// The number of the simulator's first error, as the kernel counts them; 0 while there is none.
+    error: AtomicU64,
+    /// The limits of the interval ([`Limits`]).
+    begin_at: AtomicU64,
+    end_at: AtomicU64,
+    hold_at: AtomicU64,
+    /// 1 while the processor waits, otherwise 0.
+    waits: AtomicU64,
 }
 
 const SHARED_BYTES: usize = size_of::<Shared>();
 const STOP_AT_OFFSET: u64 = 8;
+const ERROR_OFFSET: u64 = 16;
+const BEGIN_AT_OFFSET: u64 = 24;
+const END_AT_OFFSET: u64 = 32;
+const HOLD_AT_OFFSET: u64 = 40;
+const WAITS_OFFSET: u64 = 48;
+
+/// The number of no instruction.
+const NEVER: u64 = u64::MAX;
 
 /// The plugin's side.
 #[derive(Clone, Copy)]
@@ -53,13 +71,34 @@ impl Counter {
     }
 
     /// Counts an instruction, which the one processor of the machine is about to begin. Waits as
-    /// long as it is to stop there.
-    pub(crate) fn begin_instruction(self) {
+    /// long as it is to stop there. Returns its number.
+    pub(crate) fn begin_instruction(self) -> u64 {
         let count = self.shared.count.load(Ordering::Relaxed);
-        while count >= self.shared.stop_at.load(Ordering::Acquire) {
-            std::thread::sleep(WAIT_POLL);
+        if count >= self.shared.stop_at.load(Ordering::Acquire) {
+            self.shared.waits.store(1, Ordering::Release);
+            while count >= self.shared.stop_at.load(Ordering::Acquire) {
+                std::thread::sleep(WAIT_POLL);
+            }
+            self.shared.waits.store(0, Ordering::Release);
         }
         self.shared.count.store(count + 1, Ordering::Release);
+        count
+    }
+
+    /// Which instructions are the interval's, as far as that is known. Those that are written
+    /// before [`Control::stop_at`] are seen by the instructions that it lets begin.
+    pub(crate) fn limits(self) -> Limits {
+        Limits {
+            begin_at: self.shared.begin_at.load(Ordering::Relaxed),
+            end_at: self.shared.end_at.load(Ordering::Relaxed),
+            hold_at: self.shared.hold_at.load(Ordering::Relaxed),
+        }
+    }
+
+    /// The simulator has failed.
+    pub(crate) fn fail(self, error: &io::Error) {
+        let number = error.raw_os_error().filter(|&number| number > 0).unwrap_or(libc::EIO);
+        let _ = self.shared.error.compare_exchange(0, number as u64, Ordering::Release, Ordering::Relaxed);
     }
 }
 
@@ -76,7 +115,10 @@ impl Control {
     /// Those of writing a file.
     pub fn of(file: File) -> io::Result<Control> {
         file.write_all_at(&[0; SHARED_BYTES], 0)?;
-        Ok(Control { file })
+        let control = Control { file };
+        control.write(END_AT_OFFSET, NEVER)?;
+        control.write(HOLD_AT_OFFSET, NEVER)?;
+        Ok(control)
     }
 
     /// Instructions that the processor has begun.
@@ -84,9 +126,60 @@ impl Control {
     /// # Errors
     /// Those of reading a file.
     pub fn count(&self) -> io::Result<u64> {
-        let mut count = [0; 8];
-        self.file.read_exact_at(&mut count, 0)?;
-        Ok(u64::from_ne_bytes(count))
+        self.read(0)
+    }
+
+    /// True if the processor waits before an instruction.
+    ///
+    /// # Errors
+    /// Those of reading a file.
+    pub fn waits(&self) -> io::Result<bool> {
+        Ok(self.read(WAITS_OFFSET)? != 0)
+    }
+
+    /// The first error of the simulator, whose results are of no use then.
+    ///
+    /// # Errors
+    /// Those of reading a file.
+    pub fn failure(&self) -> io::Result<Option<io::Error>> {
+        let number = self.read(ERROR_OFFSET)?;
+        Ok((number != 0).then(|| io::Error::from_raw_os_error(i32::try_from(number).unwrap_or(libc::EIO))))
+    }
+
+    /// Has the interval begin with the instruction of this number, or not yet. Without a call it
+    /// begins with the first.
+    ///
+    /// # Errors
+    /// Those of writing a file.
+    pub fn begin_at(&self, count: Option<u64>) -> io::Result<()> {
+        self.write(BEGIN_AT_OFFSET, count.unwrap_or(NEVER))
+    }
+
+    /// Has the interval end before the instruction of this number.
+    ///
+    /// # Errors
+    /// Those of writing a file.
+    pub fn end_at(&self, count: u64) -> io::Result<()> {
+        self.write(END_AT_OFFSET, count)
+    }
+
+    /// Holds what is observed from the instruction of this number on, until the limits of the
+    /// interval are known. With None it is held no more.
+    ///
+    /// # Errors
+    /// Those of writing a file.
+    pub fn hold_at(&self, count: Option<u64>) -> io::Result<()> {
+        self.write(HOLD_AT_OFFSET, count.unwrap_or(NEVER))
+    }
+
+    fn write(&self, offset: u64, number: u64) -> io::Result<()> {
+        self.file.write_all_at(&number.to_ne_bytes(), offset)
+    }
+
+    fn read(&self, offset: u64) -> io::Result<u64> {
+        let mut number = [0; 8];
+        self.file.read_exact_at(&mut number, offset)?;
+        Ok(u64::from_ne_bytes(number))
     }
 
     /// Lets the processor run until it has begun `count` instructions since the plugin was loaded.
@@ -94,7 +187,7 @@ impl Control {
     /// # Errors
     /// Those of writing a file.
     pub fn stop_at(&self, count: u64) -> io::Result<()> {
-        self.file.write_all_at(&count.to_ne_bytes(), STOP_AT_OFFSET)
+        self.write(STOP_AT_OFFSET, count)
     }
 }
 
@@ -107,10 +200,10 @@ mod tests {
         let file = tempfile::NamedTempFile::new().unwrap();
         let control = Control::of(file.reopen().unwrap()).unwrap();
         let counter = Counter::map(file.path()).unwrap();
-        let processor = std::thread::spawn(move || (0..50).for_each(|_| counter.begin_instruction()));
+        let processor = std::thread::spawn(move || (0..50).for_each(|at| assert_eq!(counter.begin_instruction(), at)));
         for stop in [0, 1, 20, 49] {
             control.stop_at(stop).unwrap();
-            while control.count().unwrap() < stop {
+            while control.count().unwrap() < stop || !control.waits().unwrap() {
                 std::thread::yield_now();
             }
             std::thread::sleep(WAIT_POLL * 4);
@@ -118,7 +211,17 @@ mod tests {
         }
         control.stop_at(u64::MAX).unwrap();
         processor.join().unwrap();
+        assert!(!control.waits().unwrap());
         assert_eq!(control.count().unwrap(), 50);
+        assert_eq!(counter.limits(), Limits { begin_at: 0, end_at: NEVER, hold_at: NEVER });
+        control.begin_at(Some(1)).and_then(|()| control.end_at(2)).and_then(|()| control.hold_at(Some(3))).unwrap();
+        assert_eq!(counter.limits(), Limits { begin_at: 1, end_at: 2, hold_at: 3 });
+        control.begin_at(None).and_then(|()| control.hold_at(None)).unwrap();
+        assert_eq!(counter.limits(), Limits { begin_at: NEVER, end_at: 2, hold_at: NEVER });
+        assert!(control.failure().unwrap().is_none());
+        counter.fail(&io::Error::from_raw_os_error(libc::ENOSPC));
+        counter.fail(&io::ErrorKind::InvalidData.into());
+        assert_eq!(control.failure().unwrap().unwrap().raw_os_error(), Some(libc::ENOSPC), "the first");
     }
 
     #[test]

@@ -3,6 +3,8 @@
 
 use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
 
+use crate::simulators::Access;
+
 /// QEMU's number of a plugin.
 pub(crate) type PluginId = u64;
 
@@ -142,12 +144,11 @@ impl Functions {
         }
     }
 
-    /// An access in its callback: bytes, whether it writes, and the physical address. The address
-    /// is None for what is no memory.
-    pub(crate) fn access(&self, info: u32, address: u64) -> (u32, bool, Option<u64>) {
+    /// An access to a virtual address, in its callback.
+    pub(crate) fn access(&self, info: u32, address: u64) -> Access {
         let place = (self.access_place)(info, address);
         let physical = (!place.is_null() && !(self.place_is_io)(place)).then(|| (self.place_address)(place));
-        (1 << (self.access_shift)(info), (self.access_is_store)(info), physical)
+        Access { bytes: 1 << (self.access_shift)(info), is_store: (self.access_is_store)(info), address, physical }
     }
 }
 

@@ -4,7 +4,8 @@
 //! The file that the option `control` names is shared with the process that controls QEMU
 //! ([`control`]). The processor waits before the instruction at which it is to stop, so that the
 //! other process can stop the machine there. When QEMU ends, the simulator that the option
-//! `simulator` names ([`Kind`]) writes its [`Results`] to the file of the option `out`.
+//! `simulator` names ([`Kind`]) writes its [`Results`] to the file of the option `out`. A [`trace`]
+//! is written to the file of the option `trace` meanwhile.
 //!
 //! ```text
 //! -plugin libpagemark_simulate.so,simulator=cache,control=FILE,out=FILE
@@ -12,9 +13,11 @@
 
 pub mod control;
 mod interface;
+mod observation;
 mod plugin;
 mod results;
 mod simulators;
+pub mod trace;
 
 pub use results::{MergeError, Merged, Results};
 pub use simulators::Kind;

@@ -1,13 +1,15 @@
 //! The entry of the plugin, and its callbacks.
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
-use std::path::PathBuf;
+use std::io;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicI32, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 use crate::control::Counter;
 use crate::interface::{Block, Functions, Info, PluginId, needs_version_2};
-use crate::simulators::{Access, Kind, Simulator};
+use crate::observation::Observation;
+use crate::simulators::Kind;
 
 /// The version of the interface, which QEMU reads when it has loaded the library.
 #[unsafe(no_mangle)]
@@ -35,7 +37,7 @@ struct Plugin {
 
 /// A simulator, and where its results go.
 struct Observer {
-    simulator: Mutex<Box<dyn Simulator>>,
+    observation: Mutex<Observation>,
     /// True if it needs accesses to memory.
     has_accesses: bool,
     out: PathBuf,
@@ -43,9 +45,18 @@ struct Observer {
 
 static PLUGIN: OnceLock<Plugin> = OnceLock::new();
 
+impl Plugin {
+    /// Lets whoever controls QEMU know of an error of the simulator.
+    fn report(&self, done: io::Result<()>) {
+        if let Err(error) = done {
+            self.counter.fail(&error);
+        }
+    }
+}
+
 impl Observer {
-    fn simulator(&self) -> MutexGuard<'_, Box<dyn Simulator>> {
-        self.simulator.lock().unwrap_or_else(PoisonError::into_inner)
+    fn observation(&self) -> MutexGuard<'_, Observation> {
+        self.observation.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -87,8 +98,12 @@ fn install(id: PluginId, info: &Info, arguments: Vec<String>) -> Result<(), Stri
     let observer = match option("simulator") {
         Some(kind) => {
             let kind: Kind = kind.parse()?;
-            let (simulator, has_accesses) = (Mutex::new(kind.simulator()), kind.needs_accesses());
-            Some(Observer { simulator, has_accesses, out: needed("out")?.into() })
+            let trace = option("trace");
+            let simulator = kind.simulator(trace.as_deref().map(Path::new)).map_err(|error| {
+                format!("cannot begin the simulation of {kind} in {}: {error}", trace.unwrap_or_default())
+            })?;
+            let (observation, has_accesses) = (Mutex::new(Observation::new(simulator)), kind.needs_accesses());
+            Some(Observer { observation, has_accesses, out: needed("out")?.into() })
         }
         None => None,
     };
@@ -102,11 +117,11 @@ fn install(id: PluginId, info: &Info, arguments: Vec<String>) -> Result<(), Stri
 
 extern "C" fn translated(_: PluginId, block: *mut Block) {
     let Some(Plugin { functions, observer, .. }) = PLUGIN.get() else { return };
-    let mut simulator = observer.as_ref().map(Observer::simulator);
+    let mut observation = observer.as_ref().map(Observer::observation);
     for instruction in functions.instructions(block) {
         let text = || functions.text(instruction).map(|text| text.to_string_lossy().into_owned());
         let address = functions.address(instruction);
-        let token = simulator.as_mut().map_or(0, |simulator| simulator.translated(address, &text));
+        let token = observation.as_mut().map_or(0, |observation| observation.translated(address, &text));
         functions.on_instruction(instruction, begun, token);
         if observer.as_ref().is_some_and(|observer| observer.has_accesses) {
             functions.on_access(instruction, accessed);
@@ -116,23 +131,19 @@ extern "C" fn translated(_: PluginId, block: *mut Block) {
 
 extern "C" fn begun(_: c_uint, token: *mut c_void) {
     let Some(plugin) = PLUGIN.get() else { return };
-    plugin.counter.begin_instruction();
+    let number = plugin.counter.begin_instruction();
     if let Some(observer) = &plugin.observer {
-        observer.simulator().begun(token as usize);
+        plugin.report(observer.observation().begun(number, token as usize, plugin.counter.limits()));
     }
 }
 
 extern "C" fn accessed(_: c_uint, info: u32, address: u64, _: *mut c_void) {
-    let Some(Plugin { functions, observer: Some(observer), .. }) = PLUGIN.get() else { return };
-    let (bytes, is_store, physical) = functions.access(info, address);
-    observer.simulator().accessed(Access { bytes, is_store, physical });
+    let Some(plugin @ Plugin { functions, observer: Some(observer), .. }) = PLUGIN.get() else { return };
+    plugin.report(observer.observation().accessed(functions.access(info, address)));
 }
 
 extern "C" fn ended(_: PluginId, _: *mut c_void) {
-    let Some(Plugin { observer: Some(observer), .. }) = PLUGIN.get() else { return };
-    let results = observer.simulator().results();
-    // Whoever controls QEMU sees that there are no results.
-    if let Err(error) = results.write(&observer.out) {
-        eprintln!("pagemark-simulate: cannot write {}: {error}", observer.out.display());
-    }
+    let Some(plugin @ Plugin { observer: Some(observer), .. }) = PLUGIN.get() else { return };
+    let results = observer.observation().results(plugin.counter.limits());
+    plugin.report(results.and_then(|results| results.write(&observer.out)));
 }

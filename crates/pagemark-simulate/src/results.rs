@@ -1,6 +1,6 @@
 //! What a simulator found in an interval, as numbers by name, and their sum over intervals.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::fmt;
 use std::fs::{self, File};
 use std::io::{self, BufWriter, Write};
@@ -8,7 +8,7 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-use crate::simulators::{Errors, Kind};
+use crate::simulators::Kind;
 
 /// The results of a simulator.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
@@ -32,17 +32,15 @@ impl fmt::Display for MergeError {
 impl std::error::Error for MergeError {}
 
 /// The results of a run that was simulated in parts, and what they have to do with those of one
-/// long simulation. Counts that none of the lists has are exact.
+/// long simulation. Counts that neither list has are exact.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct Merged {
-    /// The sums.
+    /// The sums. Counts that only say how uncertain others are have become the lists.
     pub results: Results,
-    /// How much greater a sum is at most than the count of one long simulation; it is not less.
+    /// How much greater a sum is at most than the count of one long simulation.
     pub at_most_too_many: BTreeMap<String, u64>,
-    /// How much less a sum is at most than the count of one long simulation; it is not greater.
+    /// How much less a sum is at most than the count of one long simulation.
     pub at_most_too_few: BTreeMap<String, u64>,
-    /// The sums that can have any error.
-    pub unbounded: BTreeSet<String>,
 }
 
 impl Merged {
@@ -53,23 +51,22 @@ impl Merged {
     pub fn of<'a>(parts: impl IntoIterator<Item = &'a Results>) -> Result<Option<Merged>, MergeError> {
         let mut parts = parts.into_iter();
         let Some(first) = parts.next() else { return Ok(None) };
-        let mut merged = Merged {
-            results: first.clone(),
-            at_most_too_many: BTreeMap::new(),
-            at_most_too_few: BTreeMap::new(),
-            unbounded: BTreeSet::new(),
-        };
-        let Errors { too_many, too_few, bound, unbounded } = first.simulator.errors();
+        let mut merged =
+            Merged { results: first.clone(), at_most_too_many: BTreeMap::new(), at_most_too_few: BTreeMap::new() };
+        let errors = first.simulator.errors();
         for next in parts {
             merged.results.merge(next)?;
-            let error = next.counts.get(bound).copied().unwrap_or(0);
-            for (names, bounds) in [(too_many, &mut merged.at_most_too_many), (too_few, &mut merged.at_most_too_few)] {
-                for name in names {
-                    let sum = bounds.entry((*name).to_owned()).or_default();
-                    *sum = sum.saturating_add(error);
+            for error in errors {
+                let Merged { at_most_too_many, at_most_too_few, .. } = &mut merged;
+                for (bound, bounds) in [(error.too_many, at_most_too_many), (error.too_few, at_most_too_few)] {
+                    let Some(bound) = bound else { continue };
+                    let sum = bounds.entry(error.count.to_owned()).or_default();
+                    *sum = sum.saturating_add(next.counts.get(bound).copied().unwrap_or(0));
                 }
             }
-            merged.unbounded.extend(unbounded.iter().map(|&name| name.to_owned()));
+        }
+        for bound in errors.iter().flat_map(|error| [error.too_many, error.too_few]).flatten() {
+            merged.results.counts.remove(bound);
         }
         Ok(Some(merged))
     }
@@ -131,21 +128,21 @@ mod tests {
 
     #[test]
     fn merged_results_say_their_error() {
-        let of = |misses: u64, cold: u64| Results {
+        let of = |misses: u64, uncertain: u64| Results {
             simulator: Kind::Cache,
-            counts: [("l1d-misses".to_owned(), misses), ("l1d-cold-misses".to_owned(), cold)].into(),
+            counts: [("l1d-misses".to_owned(), misses), ("l1d-uncertain-misses".to_owned(), uncertain)].into(),
         };
         assert_eq!(Merged::of([]), Ok(None));
         let one = Merged::of([&of(10, 5)]).unwrap().unwrap();
-        assert!(one.at_most_too_many.is_empty() && one.unbounded.is_empty());
+        assert!(one.at_most_too_many.is_empty() && one.at_most_too_few.is_empty());
         // The caches of the first part are as empty as those of one long simulation.
         let three = Merged::of([&of(10, 5), &of(7, 3), &of(4, 2)]).unwrap().unwrap();
-        assert_eq!(three.results, of(21, 10));
+        assert_eq!(three.results.counts, [("l1d-misses".to_owned(), 21)].into());
         assert_eq!((three.at_most_too_many["l1d-misses"], three.at_most_too_few["l1d-hits"]), (5, 5));
-        assert!(three.unbounded.contains("l2-misses"));
+        assert!(!three.at_most_too_few.contains_key("l1d-misses"));
         let mix = Results { simulator: Kind::Mix, counts: [("loads".to_owned(), 1)].into() };
         let exact = Merged::of([&mix, &mix]).unwrap().unwrap();
-        assert!(exact.at_most_too_many.is_empty() && exact.unbounded.is_empty());
+        assert!(exact.at_most_too_many.is_empty() && exact.at_most_too_few.is_empty());
         assert_eq!(Merged::of([&mix, &of(1, 1)]), Err(MergeError));
     }
 }

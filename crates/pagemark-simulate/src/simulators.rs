@@ -1,6 +1,8 @@
 //! The simulators: what is observed of each instruction.
 
 use std::fmt;
+use std::io;
+use std::path::Path;
 use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
@@ -10,6 +12,7 @@ use crate::results::Results;
 mod cache;
 mod hot;
 mod mix;
+mod trace;
 
 /// A simulator that comes with Pagemark.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
@@ -21,11 +24,13 @@ pub enum Kind {
     Hot,
     /// Hits and misses in two levels of caches for data.
     Cache,
+    /// All instructions that are begun, and all accesses to memory, in a file ([`crate::trace`]).
+    Trace,
 }
 
 impl Kind {
     /// All of them.
-    pub const ALL: [Kind; 3] = [Kind::Mix, Kind::Hot, Kind::Cache];
+    pub const ALL: [Kind; 4] = [Kind::Mix, Kind::Hot, Kind::Cache, Kind::Trace];
 
     /// The name, on command lines and in results.
     pub fn name(self) -> &'static str {
@@ -33,6 +38,7 @@ impl Kind {
             Kind::Mix => "mix",
             Kind::Hot => "hot",
             Kind::Cache => "cache",
+            Kind::Trace => "trace",
         }
     }
 
@@ -41,21 +47,33 @@ impl Kind {
         self != Kind::Hot
     }
 
-    /// How the counts of a later part of a run differ from its share of one long simulation.
-    pub(crate) fn errors(self) -> Errors {
+    /// The counts of a later part of a run that differ from its share of one long simulation.
+    pub(crate) fn errors(self) -> &'static [CountError] {
         match self {
-            Kind::Mix | Kind::Hot => Errors::default(),
+            Kind::Mix | Kind::Hot | Kind::Trace => &[],
             Kind::Cache => cache::ERRORS,
         }
     }
 
-    /// A new simulator, whose caches are empty.
-    pub(crate) fn simulator(self) -> Box<dyn Simulator> {
-        match self {
+    /// True if it keeps a state that a warm-up before the interval can improve.
+    pub fn has_warm_up(self) -> bool {
+        !self.errors().is_empty()
+    }
+
+    /// A new simulator, which has no state yet. A trace is written to the file `trace`.
+    ///
+    /// # Errors
+    /// The file cannot be written, or there is none for a trace.
+    pub(crate) fn simulator(self, trace: Option<&Path>) -> io::Result<Box<dyn Simulator>> {
+        Ok(match self {
             Kind::Mix => Box::new(mix::Mix::default()),
             Kind::Hot => Box::new(hot::Hot::default()),
             Kind::Cache => Box::new(cache::Caches::default()),
-        }
+            Kind::Trace => {
+                let no_file = || io::Error::new(io::ErrorKind::InvalidInput, "a trace needs a file");
+                Box::new(trace::Tracer::create(trace.ok_or_else(no_file)?)?)
+            }
+        })
     }
 }
 
@@ -77,18 +95,15 @@ impl FromStr for Kind {
     }
 }
 
-/// The counts of a simulator that are not exact in a part of a run, because it begins without the
-/// state that one long simulation has there.
-#[derive(Clone, Copy, Default, Debug)]
-pub(crate) struct Errors {
-    /// Those that are too great.
-    pub(crate) too_many: &'static [&'static str],
-    /// Those that are too small.
-    pub(crate) too_few: &'static [&'static str],
-    /// The count that is at least as great as the error of these.
-    pub(crate) bound: &'static str,
-    /// Those that can have any error.
-    pub(crate) unbounded: &'static [&'static str],
+/// A count that is not exact in a part of a run, because the simulator begins without the state
+/// that one long simulation has there. Its error is at most another count of the same part.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct CountError {
+    pub(crate) count: &'static str,
+    /// The count by which it is too great at most.
+    pub(crate) too_many: Option<&'static str>,
+    /// The count by which it is too small at most.
+    pub(crate) too_few: Option<&'static str>,
 }
 
 /// An access of an instruction to memory.
@@ -98,6 +113,8 @@ pub(crate) struct Access {
     pub(crate) bytes: u32,
     /// False for a read.
     pub(crate) is_store: bool,
+    /// The virtual address.
+    pub(crate) address: u64,
     /// The physical address; None for an access to a device.
     pub(crate) physical: Option<u64>,
 }
@@ -109,13 +126,26 @@ pub(crate) trait Simulator: Send {
     fn translated(&mut self, address: u64, text: &dyn Fn() -> Option<String>) -> usize;
 
     /// An instruction begins. A fault may interrupt it, and it begins again later.
-    fn begun(&mut self, token: usize);
+    ///
+    /// # Errors
+    /// A file cannot be written. What is observed is of no use then.
+    fn begun(&mut self, token: usize) -> io::Result<()>;
 
     /// The instruction that began last accesses memory.
-    fn accessed(&mut self, access: Access);
+    ///
+    /// # Errors
+    /// Those of [`Simulator::begun`].
+    fn accessed(&mut self, access: Access) -> io::Result<()>;
 
-    /// What was observed until now.
-    fn results(&self) -> Results;
+    /// The interval begins now, behind a warm-up: the state stays, the counts begin. For those that
+    /// have one ([`Kind::has_warm_up`]).
+    fn end_warm_up(&mut self) {}
+
+    /// What was observed, at the end of the interval.
+    ///
+    /// # Errors
+    /// Those of [`Simulator::begun`].
+    fn results(&mut self) -> io::Result<Results>;
 }
 
 #[cfg(test)]
@@ -124,11 +154,13 @@ mod tests {
 
     #[test]
     fn simulators_have_names() {
+        let trace = tempfile::NamedTempFile::new().unwrap();
         for kind in Kind::ALL {
             assert_eq!(kind.name().parse(), Ok(kind));
             assert_eq!(serde_json::to_value(kind).unwrap(), kind.name());
-            assert_eq!(kind.simulator().results().simulator, kind);
+            assert_eq!(kind.simulator(Some(trace.path())).unwrap().results().unwrap().simulator, kind);
         }
-        assert!("caches".parse::<Kind>().unwrap_err().contains("mix, hot, cache"));
+        assert!(Kind::Trace.simulator(None).is_err());
+        assert!("caches".parse::<Kind>().unwrap_err().contains("mix, hot, cache, trace"));
     }
 }

@@ -49,6 +49,12 @@ const STOP_LIMIT: Duration = Duration::from_secs(60);
 /// time in which it waits.
 const IDLE_LIMIT: Duration = Duration::from_secs(60);
 
+/// The same behind the end of an interval, where it may have nothing to do any more.
+const LAST_IDLE_LIMIT: Duration = Duration::from_secs(10);
+
+/// How many pages may differ where a machine is one instruction away from a checkpoint.
+const MAX_CHANGED_PAGES: usize = 256;
+
 /// Looks at the thread of QEMU that stops the machine, all alike, until it is known to wait.
 const WAITING_LOOKS: u32 = 3;
 
@@ -58,8 +64,10 @@ const FUTEX: &str = "202 ";
 /// What observes the machine.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub enum Observer {
-    /// A simulator of Pagemark's.
+    /// A simulator of Pagemark's, other than [`Kind::Trace`].
     Simulator(Kind),
+    /// The simulator [`Kind::Trace`], which writes to this file. Its content is replaced.
+    Trace(PathBuf),
     /// A plugin of QEMU: the value of its option `-plugin`.
     Plugin(String),
 }
@@ -85,6 +93,8 @@ pub struct Interval<'a> {
     to: &'a Checkpoint,
     /// The counts of completed instructions at the checkpoints.
     counts: (u64, u64),
+    /// Where the machine begins, and the count there, if that is before the interval.
+    warm_up: Option<(&'a Checkpoint, u64)>,
 }
 
 /// An interval that was simulated, and ended as the checkpoint at its end.
@@ -102,6 +112,9 @@ pub struct SimulatedInterval {
     pub started_unix_us: u64,
     /// Microseconds until the machine was there.
     pub start_us: u64,
+    /// Microseconds of the warm-up before the interval.
+    #[serde(default)]
+    pub warm_up_us: u64,
     /// Microseconds of its run.
     pub run_us: u64,
     /// Microseconds of the comparison with the checkpoint.
@@ -124,7 +137,17 @@ impl<'a> Interval<'a> {
             );
             return Err(Error::about(ErrorKind::Unsupported, Object::None, reason));
         }
-        Ok(Interval { from, to, counts })
+        Ok(Interval { from, to, counts, warm_up: None })
+    }
+
+    /// Has the machine run from an earlier checkpoint, `earlier`, so that the caches of the
+    /// simulator hold something when the interval begins. What is counted is that of the interval.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unsupported`] if it is not an earlier checkpoint of the machine.
+    pub fn with_warm_up(self, earlier: &'a Checkpoint) -> Result<Interval<'a>> {
+        let before = Interval::new(earlier, self.from)?;
+        Ok(Interval { warm_up: Some((earlier, before.counts.0)), ..self })
     }
 
     /// Instructions that were completed in the interval.
@@ -145,66 +168,56 @@ impl<'a> Interval<'a> {
         let (_out, out) = shared_file()?;
         let control = Control::of(control).map_err(control_failed())?;
         let plugins = plugin_arguments(observer, library, &control_path, &out)?;
-        let devices = Restore::new(self.from).devices()?;
-        let mut run = Run::start(self.from, devices, self.counts, plugins, control)?;
+        let has_warm_up = matches!(observer, Observer::Simulator(kind) if kind.has_warm_up());
+        if self.warm_up.is_some() && !has_warm_up {
+            let reason = "the simulator keeps nothing that a warm-up could improve";
+            return Err(Error::about(ErrorKind::Unsupported, Object::None, reason));
+        }
+        let (start, begin) = self.warm_up.unwrap_or((self.from, self.counts.0));
+        let devices = Restore::new(start).devices()?;
+        let mut run = Run::start(start, devices, (begin, self.counts.0), plugins, control)?;
         let ready = Instant::now();
-        run.run_to_the_end()?;
-        let ended = Instant::now();
-        run.compare_memory(self.to)?;
-        let devices = run.save_devices()?;
-        let begun = run.control.count().map_err(control_failed())?;
-        run.quit()?;
-        self.compare_devices(devices, library)?;
-        let compared = Instant::now();
-        let read = |path: &PathBuf| {
-            Results::read(path)
-                .map_err(|error| Error::of(ErrorKind::System, "read the results of the simulator", Object::None, error))
+        let warmed_up = match self.warm_up {
+            Some(_) => run.warm_up(self.from, library)?,
+            None => 0,
         };
-        let results = matches!(observer, Observer::Simulator(_)).then(|| read(&out)).transpose()?;
+        let warm = Instant::now();
+        run.run_on_to(self.counts.1)?;
+        let ended = Instant::now();
+        let has_limits = !matches!(observer, Observer::Plugin(_));
+        let end = run.pass(self.to, library, has_limits)?;
+        run.control.end_at(end).map_err(control_failed())?;
+        let control = run.quit()?;
+        check_simulator(&control)?;
+        let compared = Instant::now();
+        let results = match observer {
+            Observer::Plugin(_) => None,
+            Observer::Simulator(_) | Observer::Trace(_) => {
+                Some(Results::read(&out).map_err(Error::system("read the results of the simulator"))?)
+            }
+        };
         let micros = |from: Instant, to: Instant| (to - from).as_micros() as u64;
         Ok(SimulatedInterval {
             from: self.from.manifest.sequence,
             to: self.to.manifest.sequence,
             instructions: self.instructions(),
-            begun,
+            begun: end - warmed_up,
             started_unix_us,
             start_us: micros(began, ready),
-            run_us: micros(ready, ended),
+            warm_up_us: micros(ready, warm),
+            run_us: micros(warm, ended),
             compare_us: micros(ended, compared),
             results,
         })
     }
-
-    /// Compares the devices of a machine at the end of the interval with those of the checkpoint.
-    ///
-    /// QEMU runs the timers that are due at an instruction between that one and the next, and can
-    /// stop the machine before them or behind them. Both are states of the same run, and from both
-    /// the machine is the same one instruction later.
-    fn compare_devices(&self, devices: Vec<u8>, library: &Path) -> Result<()> {
-        let recorded = Restore::new(self.to).devices()?;
-        let Some(section) = first_difference(&recorded, &devices) else { return Ok(()) };
-        let (recorded, simulated) = (self.one_later(recorded, library)?, self.one_later(devices, library)?);
-        let is_same =
-            recorded.pages == simulated.pages && first_difference(&recorded.devices, &simulated.devices).is_none();
-        if is_same { Ok(()) } else { Err(differs(format!("has another state of its device {section}"))) }
-    }
-
-    /// The machine one instruction behind the end of the interval, where it had `devices`.
-    fn one_later(&self, devices: Vec<u8>, library: &Path) -> Result<OneLater> {
-        let (control, path) = shared_file()?;
-        let control = Control::of(control).map_err(control_failed())?;
-        let counts = (self.counts.1, self.counts.1 + 1);
-        let mut run = Run::start(self.to, devices, counts, controller(library, &path)?, control)?;
-        run.run_to_the_end()?;
-        Ok(OneLater { pages: run.changed_pages(self.to)?, devices: run.save_devices()? })
-    }
 }
 
-/// What a machine is one instruction behind a checkpoint.
-struct OneLater {
-    /// What differs from the checkpoint, by the name of the memory and the page.
+/// The pages of a machine that are not those of a checkpoint.
+#[derive(Default)]
+struct ChangedPages {
+    count: usize,
+    /// What the first of them hold, by the name of the memory and the page.
     pages: BTreeMap<(String, PageNumber), Vec<u8>>,
-    devices: Vec<u8>,
 }
 
 /// Finds the plugin of the package `pagemark-simulate`: in `$PAGEMARK_SIMULATE_LIBRARY`, beside
@@ -256,6 +269,11 @@ fn plugin_arguments(observer: &Observer, library: &Path, control: &Path, out: &P
     let mut own = controller(library, control)?;
     match observer {
         Observer::Simulator(kind) => own[1] += &format!(",simulator={kind},out={}", option_word(out)?),
+        Observer::Trace(file) => {
+            let file = std::path::absolute(file).map_err(Error::system("find the file of the trace"))?;
+            let (kind, out, file) = (Kind::Trace, option_word(out)?, option_word(&file)?);
+            own[1] += &format!(",simulator={kind},out={out},trace={file}");
+        }
         Observer::Plugin(other) => own.extend(["-plugin".into(), other.clone()]),
     }
     Ok(own)
@@ -283,6 +301,7 @@ pub(crate) struct Run {
     /// The count of completed instructions now, and at the end.
     position: u64,
     end: u64,
+    idle_limit: Duration,
 }
 
 impl Run {
@@ -307,7 +326,73 @@ impl Run {
         restore.fill(machine.pid, &pair(&spaces, &blocks)?, Fill::Whole, &mut Progress::unseen(&mut |_, _| {}))?;
         load_devices(&mut machine, devices)?;
         let (position, end) = counts;
-        Ok(Run { started, machine, control, blocks, position, end })
+        Ok(Run { started, machine, control, blocks, position, end, idle_limit: IDLE_LIMIT })
+    }
+
+    /// Runs the machine to the begin of the interval, a checkpoint. Returns how many instructions
+    /// had begun there.
+    fn warm_up(&mut self, checkpoint: &Checkpoint, library: &Path) -> Result<u64> {
+        self.control.begin_at(None).map_err(control_failed())?;
+        self.run_to_the_end()?;
+        let begin = self.pass(checkpoint, library, true)?;
+        self.control.begin_at(Some(begin)).map_err(control_failed())?;
+        self.control.hold_at(None).map_err(control_failed())?;
+        self.step_singly(false)?;
+        Ok(begin)
+    }
+
+    /// Compares the machine, which has completed as many instructions as a checkpoint, with it.
+    /// Returns how many instructions had begun when it was as in the checkpoint.
+    ///
+    /// Several states have the same count of completed instructions: those before and behind the
+    /// timers that are due, an interrupt, or an instruction that a fault interrupts. The checkpoint
+    /// is of any of them. So where the machine is not as the checkpoint, both go on until one more
+    /// instruction is completed, and must be the same then.
+    ///
+    /// With `is_passed` the machine goes on so far in any case: then the simulator has seen all
+    /// that belongs to the instruction before the checkpoint. What follows is held.
+    fn pass(&mut self, checkpoint: &Checkpoint, library: &Path, is_passed: bool) -> Result<u64> {
+        let (here, count) = (self.begun()?, self.position);
+        self.control.hold_at(Some(here)).map_err(control_failed())?;
+        let difference = self.difference(checkpoint)?;
+        if difference.is_none() && !is_passed {
+            return Ok(here);
+        }
+        self.idle_limit = LAST_IDLE_LIMIT;
+        let passed = self.run_on_to(count + 1);
+        self.idle_limit = IDLE_LIMIT;
+        let Some(difference) = difference else {
+            return match passed {
+                // It executes nothing any more.
+                Err(error) if error.kind() == ErrorKind::Differs => Ok(here),
+                passed => passed.map(|()| here),
+            };
+        };
+        passed?;
+        let (control, path) = shared_file()?;
+        let control = Control::of(control).map_err(control_failed())?;
+        let (devices, plugins) = (Restore::new(checkpoint).devices()?, controller(library, &path)?);
+        let mut recorded = Run::start(checkpoint, devices, (count, count + 1), plugins, control)?;
+        recorded.run_to_the_end()?;
+        let (ours, theirs) = (self.changed_pages(checkpoint)?, recorded.changed_pages(checkpoint)?);
+        let has_same_memory = ours.pages == theirs.pages && ours.count.max(theirs.count) <= MAX_CHANGED_PAGES;
+        if !has_same_memory || first_difference(&recorded.save_devices()?, &self.save_devices()?).is_some() {
+            return Err(differs(difference));
+        }
+        let behind = recorded.begun()?;
+        // As many instructions begin behind the checkpoint as in the machine that has begun there.
+        self.begun()?.checked_sub(behind).ok_or_else(|| differs(difference))
+    }
+
+    /// Instructions that have begun since QEMU's start.
+    fn begun(&self) -> Result<u64> {
+        self.control.count().map_err(control_failed())
+    }
+
+    /// Runs the machine on, to a later end.
+    fn run_on_to(&mut self, end: u64) -> Result<()> {
+        self.end = end;
+        self.run_to_the_end()
     }
 
     /// Runs the machine to the end.
@@ -358,14 +443,16 @@ impl Run {
         let (mut last, mut since) = (0, Instant::now());
         loop {
             let now = self.control.count().map_err(control_failed())?;
-            if now >= count {
+            // Not before it waits: otherwise QEMU could stop it without the last instruction.
+            if now >= count && self.control.waits().map_err(control_failed())? {
                 break;
             }
             if now != last {
                 (last, since) = (now, Instant::now());
-            } else if since.elapsed() >= IDLE_LIMIT {
+            } else if since.elapsed() >= self.idle_limit {
                 return Err(differs("executes nothing more".into()));
             }
+            check_simulator(&self.control)?;
             let status = text(&self.machine.monitor.execute("query-status", json!({}))?, "status");
             if status != "running" {
                 // It was switched off, or has crashed: what the counts say is compared.
@@ -382,31 +469,31 @@ impl Run {
         Ok(())
     }
 
-    /// Compares the machine's memory with that of a checkpoint.
-    fn compare_memory(&self, checkpoint: &Checkpoint) -> Result<()> {
-        let restore = Restore::new(checkpoint);
-        for (space, block) in pair(&restore.ram_spaces()?, &self.blocks)? {
-            let first: Mutex<Option<PageNumber>> = Mutex::new(None);
-            visit_differing_pages(&restore, self.machine.pid, space, block, &|page, _| {
-                let mut first = first.lock().unwrap_or_else(PoisonError::into_inner);
-                *first = Some(first.map_or(page, |earlier| earlier.min(page)));
-            })?;
-            if let Some(page) = first.into_inner().unwrap_or_else(PoisonError::into_inner) {
-                let reason = format!("has another page at {:#x} of its memory {}", page.address().get(), block.id);
-                return Err(differs(reason));
-            }
+    /// How the machine differs from a checkpoint.
+    fn difference(&mut self, checkpoint: &Checkpoint) -> Result<Option<String>> {
+        let changed = self.changed_pages(checkpoint)?;
+        if let Some((block, page)) = changed.pages.keys().next() {
+            let reason = format!("has another page at {:#x} of its memory {block}", page.address().get());
+            // An instruction and an interrupt write some pages.
+            return if changed.count <= MAX_CHANGED_PAGES { Ok(Some(reason)) } else { Err(differs(reason)) };
         }
-        Ok(())
+        let devices = Restore::new(checkpoint).devices()?;
+        let section = first_difference(&devices, &self.save_devices()?);
+        Ok(section.map(|section| format!("has another state of its device {section}")))
     }
 
     /// The pages that are not those of a checkpoint.
-    fn changed_pages(&self, checkpoint: &Checkpoint) -> Result<BTreeMap<(String, PageNumber), Vec<u8>>> {
+    fn changed_pages(&self, checkpoint: &Checkpoint) -> Result<ChangedPages> {
         let restore = Restore::new(checkpoint);
-        let changed = Mutex::new(BTreeMap::new());
+        let changed = Mutex::new(ChangedPages::default());
         for (space, block) in pair(&restore.ram_spaces()?, &self.blocks)? {
             visit_differing_pages(&restore, self.machine.pid, space, block, &|page, content| {
                 let mut changed = changed.lock().unwrap_or_else(PoisonError::into_inner);
-                changed.insert((block.id.clone(), page), content.to_vec());
+                changed.count += 1;
+                changed.pages.insert((block.id.clone(), page), content.to_vec());
+                if changed.pages.len() > MAX_CHANGED_PAGES {
+                    changed.pages.pop_last();
+                }
             })?;
         }
         Ok(changed.into_inner().unwrap_or_else(PoisonError::into_inner))
@@ -434,12 +521,13 @@ impl Run {
         (self.started, self.machine)
     }
 
-    /// Ends QEMU, whose plugins write their results then.
-    fn quit(mut self) -> Result<()> {
+    /// Ends QEMU, whose plugins write their results then. Returns what they share with this
+    /// process.
+    fn quit(mut self) -> Result<Control> {
         self.machine.quit()?;
         let status = self.started.into_child()?.wait().map_err(Error::system("wait for QEMU"))?;
         match status.success() {
-            true => Ok(()),
+            true => Ok(self.control),
             false => {
                 let reason = format!("ended with {status} behind the simulation");
                 Err(Error::about(ErrorKind::Gone, Object::Process(self.machine.pid), reason))
@@ -509,6 +597,17 @@ fn visit_differing_pages(
 fn differs(reason: String) -> Error {
     let error = Error::about(ErrorKind::Differs, Object::None, format!("the machine {reason}"));
     error.help("something that is not recorded decides what it does")
+}
+
+/// Fails if the simulator in QEMU has: where its file cannot be written.
+fn check_simulator(control: &Control) -> Result<()> {
+    match control.failure().map_err(control_failed())? {
+        None => Ok(()),
+        Some(error) => {
+            let operation = "write what the simulator observes";
+            Err(Error::of(ErrorKind::System, operation, Object::None, error).help("free room on its disk"))
+        }
+    }
 }
 
 pub(crate) fn control_failed() -> impl FnOnce(std::io::Error) -> Error {

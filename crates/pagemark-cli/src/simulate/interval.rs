@@ -6,7 +6,7 @@ use std::process::ExitCode;
 
 use clap::Args;
 use nix::unistd::getppid;
-use pagemark::repository::Repository;
+use pagemark::repository::{Checkpoint, Repository};
 use pagemark::sys::exit_watch::ExitWatch;
 use pagemark_report::output::print;
 use pagemark_report::text;
@@ -16,7 +16,7 @@ use crate::failure::{Failure, Outcome};
 use crate::output::print_json;
 use crate::reference::{Reference, read_checkpoint};
 use crate::repository::RepositoryOptions;
-use crate::simulate::kept::ResultsDirectory;
+use crate::simulate::kept::{NewTrace, ResultsDirectory};
 use crate::simulate::observer::ObserverOptions;
 
 /// Simulate one interval, and compare the machine with the checkpoint at its end
@@ -70,14 +70,26 @@ impl SimulateInterval {
             let status = if error.kind() == pagemark_vm::ErrorKind::Differs { DIFFERS } else { 1 };
             Failure::of(format!("cannot simulate {job}@{first} to {job}@{last}"), error).status(status)
         };
-        let observer = chosen.observer(first);
-        let library = simulator_library().map_err(failed)?;
-        let done =
-            Interval::new(&from, &to).and_then(|interval| interval.simulate(&observer, &library)).map_err(failed)?;
         let directory = ResultsDirectory::new(self.results.as_deref(), &job, &chosen);
+        let trace = match (chosen.is_trace(), &self.results) {
+            (true, None) => {
+                let reason = "a trace needs a directory for its files";
+                return Err(Failure::usage(reason).help("name one by --results DIR"));
+            }
+            (true, Some(_)) => Some(directory.new_trace()?),
+            (false, _) => None,
+        };
+        let observer = chosen.observer(first, trace.as_ref().map(NewTrace::path).as_deref());
+        let library = simulator_library().map_err(failed)?;
+        let warm_up = earlier(&repository, &job, first, chosen.warm_up())?;
+        let interval = Interval::new(&from, &to).and_then(|interval| match &warm_up {
+            Some(earlier) => interval.with_warm_up(earlier),
+            None => Ok(interval),
+        });
+        let done = interval.and_then(|interval| interval.simulate(&observer, &library)).map_err(failed)?;
         let done = directory.described(done);
         if self.results.is_some() {
-            directory.keep(&done)?;
+            directory.keep(&done, trace)?;
         }
         if self.json {
             return print_json(&done);
@@ -111,6 +123,15 @@ fn end_with(parent: i32) -> Result<(), Failure> {
         std::process::exit(LOST.into());
     });
     Ok(())
+}
+
+/// The checkpoint so many intervals before another, or the first. None if there is none before it.
+fn earlier(repository: &Repository, job: &str, from: u64, intervals: u32) -> Result<Option<Checkpoint>, Failure> {
+    let taken = repository.checkpoints(job).map_err(|error| Failure::of(format!("cannot list {job}"), error))?;
+    let before: Vec<u64> = taken.iter().map(|info| info.sequence).filter(|&sequence| sequence < from).collect();
+    let first = before.get(before.len().saturating_sub(intervals as usize)).copied();
+    let reference = |sequence| Reference { job: job.to_owned(), sequence: Some(sequence) };
+    first.map(|sequence| read_checkpoint(repository, &reference(sequence))).transpose()
 }
 
 /// The end of the interval that begins at a checkpoint.

@@ -2,8 +2,15 @@
 
 use std::fs::{self, File};
 use std::io;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
+use std::time::{SystemTime, UNIX_EPOCH};
 
+use nix::fcntl::{AT_FDCWD, AtFlags};
+use nix::unistd::linkat;
+use pagemark_simulate::Kind;
+use pagemark_simulate::trace::Trace;
 use pagemark_vm::SimulatedInterval;
 use serde::{Deserialize, Serialize};
 
@@ -50,14 +57,29 @@ impl ResultsDirectory {
         self.path.join(format!("{from}-{to}.json"))
     }
 
+    /// The trace of an interval, if it is kept.
+    pub fn trace(&self, from: u64, to: u64) -> PathBuf {
+        self.path.join(format!("{from}-{to}.trace"))
+    }
+
+    /// A file for a trace.
+    pub fn new_trace(&self) -> Result<NewTrace, Failure> {
+        NewTrace::create(&self.path)
+            .map_err(|error| Failure::new(format!("cannot make a file in {}", self.path.display()), error))
+    }
+
     /// Writes a result, whole or not at all.
-    pub fn keep(&self, done: &KeptInterval) -> Result<(), Failure> {
+    pub fn keep(&self, done: &KeptInterval, trace: Option<NewTrace>) -> Result<(), Failure> {
         let write = || {
             fs::create_dir_all(&self.path)?;
-            let path = self.file(done.simulated.from, done.simulated.to);
+            let (from, to) = (done.simulated.from, done.simulated.to);
+            let path = self.file(from, to);
             // Two tasks may simulate the same interval, if one was lost for a while, also on two nodes.
             let unique = format!("{}-{}.partial", std::process::id(), done.simulated.started_unix_us);
             let partial = path.with_extension(unique);
+            if let Some(trace) = trace {
+                trace.keep(&partial, &self.trace(from, to))?;
+            }
             let file = File::create(&partial)?;
             let written = serde_json::to_writer(&file, done).map_err(io::Error::from).and_then(|()| file.sync_all());
             written.and_then(|()| fs::rename(&partial, path)).inspect_err(|_| {
@@ -85,11 +107,79 @@ impl ResultsDirectory {
             Ok(kept) if kept.plugin != self.plugin => format!("it is by {}", kept.plugin),
             Ok(kept) if (kept.simulated.from, kept.simulated.to) != (from, to) => "it is of another interval".into(),
             Ok(kept) if kept.simulated.instructions != instructions => "it is of another recording".into(),
-            Ok(kept) => return Ok(Some(kept.simulated)),
+            Ok(kept) => match self.trace_fault(&kept.simulated) {
+                None => return Ok(Some(kept.simulated)),
+                Some(fault) => fault,
+            },
             Err(error) => error.to_string(),
         };
         let reason = format!("{} is not used: {reason}", path.display());
         eprintln!("pagemark: {}", pagemark_report::escape::printable(&reason));
         Ok(None)
+    }
+
+    /// Why the trace of an interval is of no use. None if it is complete, or the plugin writes
+    /// none.
+    fn trace_fault(&self, done: &SimulatedInterval) -> Option<String> {
+        if self.plugin != Kind::Trace.name() {
+            return None;
+        }
+        match Trace::open(&self.trace(done.from, done.to)) {
+            Ok(trace) if trace.instructions() == done.begun => None,
+            Ok(_) => Some("its trace is of another simulation".into()),
+            Err(error) => Some(error.to_string()),
+        }
+    }
+}
+
+/// The file of a trace while it is written. It has no name, so nothing of it stays if this process
+/// is killed, but on a file system that has no such files.
+#[derive(Debug)]
+pub struct NewTrace {
+    file: File,
+    name: Option<PathBuf>,
+}
+
+impl NewTrace {
+    fn create(directory: &Path) -> io::Result<NewTrace> {
+        fs::create_dir_all(directory)?;
+        let open = || File::options().write(true).clone();
+        match open().custom_flags(libc::O_TMPFILE).open(directory) {
+            Ok(file) => Ok(NewTrace { file, name: None }),
+            // NFS, for example.
+            Err(error) if matches!(error.raw_os_error(), Some(libc::EOPNOTSUPP | libc::EISDIR)) => {
+                let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_nanos();
+                let name = directory.join(format!("{}-{now}.trace.partial", std::process::id()));
+                Ok(NewTrace { file: open().create_new(true).open(&name)?, name: Some(name) })
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    /// A path by which QEMU opens it.
+    pub fn path(&self) -> PathBuf {
+        let unnamed = || format!("/proc/{}/fd/{}", std::process::id(), self.file.as_raw_fd()).into();
+        self.name.clone().unwrap_or_else(unnamed)
+    }
+
+    /// Gives it its name, by way of `partial`.
+    fn keep(mut self, partial: &Path, path: &Path) -> io::Result<()> {
+        self.file.sync_all()?;
+        if self.name.is_none() {
+            linkat(AT_FDCWD, &self.path(), AT_FDCWD, partial, AtFlags::AT_SYMLINK_FOLLOW)?;
+            self.name = Some(partial.to_owned());
+        }
+        fs::rename(self.name.as_deref().unwrap_or(partial), path)?;
+        self.name = None;
+        Ok(())
+    }
+}
+
+impl Drop for NewTrace {
+    fn drop(&mut self) {
+        if let Some(name) = &self.name {
+            // It was not kept; the error that led to that is reported.
+            let _ = fs::remove_file(name);
+        }
     }
 }

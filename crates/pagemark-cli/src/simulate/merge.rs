@@ -1,5 +1,6 @@
 //! `pagemark simulate merge`: the results of all intervals of a run as one.
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -22,9 +23,9 @@ const PRINTED_COUNTS: usize = 100;
 
 /// Merge the kept results of all intervals of a recorded machine
 ///
-/// Sums of mix and hot are those of one long simulation. The sum of cache has more misses of the
-/// first cache, and says how many at most. If intervals were not simulated yet they are named, and
-/// the exit status is 1.
+/// Sums of mix, hot and trace are those of one long simulation. Sums of cache are not, and say by
+/// how much they differ at most. If intervals were not simulated yet they are named, and the exit
+/// status is 1.
 #[derive(Args, Debug)]
 pub struct Merge {
     #[command(flatten)]
@@ -72,9 +73,34 @@ pub fn kept_intervals(
     listed.iter().map(|interval| directory.find(interval.from, interval.to, interval.instructions)).collect()
 }
 
+/// A failure that names the intervals that have no result. None if all have one.
+pub fn missing(
+    job: &str,
+    listed: &[ListedInterval],
+    kept: &[Option<SimulatedInterval>],
+    directory: &ResultsDirectory,
+) -> Option<Failure> {
+    let missing = listed.iter().zip(kept).filter(|(_, kept)| kept.is_none());
+    let missing: Vec<String> = missing.map(|(interval, _)| format!("{job}@{}", interval.from)).collect();
+    let first = missing.get(..missing.len().min(3))?;
+    if first.is_empty() {
+        return None;
+    }
+    let text = format!(
+        "{} of {} intervals have no result in {}: those from {}{}",
+        missing.len(),
+        listed.len(),
+        directory.path().display(),
+        first.join(", "),
+        if missing.len() > first.len() { " and others" } else { "" }
+    );
+    Some(Failure::plain(text).help("`pagemark simulate run` simulates what is missing"))
+}
+
 /// Microseconds that an interval took.
 pub fn taken_us(interval: &SimulatedInterval) -> u64 {
-    interval.start_us.saturating_add(interval.run_us).saturating_add(interval.compare_us)
+    let parts = [interval.start_us, interval.warm_up_us, interval.run_us, interval.compare_us];
+    parts.into_iter().fold(0, u64::saturating_add)
 }
 
 impl MergedRun {
@@ -118,14 +144,14 @@ impl MergedRun {
             return;
         }
         for (name, &count) in counts {
-            let errors = [(&merged.at_most_too_many, "many"), (&merged.at_most_too_few, "few")];
-            let error = errors.into_iter().find_map(|(errors, which)| {
-                let error = *errors.get(name)?;
-                let share = text::percent(error as f64 / count.max(1) as f64);
-                Some(format!(" (at most {error} too {which}, {share})"))
-            });
-            let unknown = merged.unbounded.contains(name).then(|| " (its error has no bound)".to_owned());
-            print(&format!("{name}: {count}{}\n", error.or(unknown).unwrap_or_default()));
+            let bound = |bounds: &BTreeMap<String, u64>, which| {
+                let error = *bounds.get(name)?;
+                Some(format!("at most {error} too {which}, {}", text::percent(error as f64 / count.max(1) as f64)))
+            };
+            let bounds = [bound(&merged.at_most_too_many, "many"), bound(&merged.at_most_too_few, "few")];
+            let bounds: Vec<String> = bounds.into_iter().flatten().collect();
+            let bounds = if bounds.is_empty() { String::new() } else { format!(" ({})", bounds.join("; ")) };
+            print(&format!("{name}: {count}{bounds}\n"));
         }
     }
 }
@@ -136,23 +162,12 @@ impl Merge {
         let repository = self.repository.open()?;
         let listed = intervals(&repository, &self.job)?;
         let directory = ResultsDirectory::new(self.results.as_deref(), &self.job, &chosen);
-        let run = MergedRun::new(&self.job, chosen.argument(), &listed, &kept_intervals(&listed, &directory)?)?;
+        let kept = kept_intervals(&listed, &directory)?;
+        let run = MergedRun::new(&self.job, chosen.argument(), &listed, &kept)?;
         match self.json {
             true => print_json(&run).map(drop)?,
             false => run.print(),
         }
-        if run.missing.is_empty() {
-            return Ok(ExitCode::SUCCESS);
-        }
-        let first: Vec<String> =
-            run.missing.iter().take(3).map(|missing| format!("{}@{}", self.job, missing.from)).collect();
-        let more = if run.missing.len() > first.len() { " and others" } else { "" };
-        let (missing, all) = (run.missing.len(), listed.len());
-        Err(Failure::plain(format!(
-            "{missing} of {all} intervals have no result in {}: those from {}{more}",
-            directory.path().display(),
-            first.join(", ")
-        ))
-        .help("`pagemark simulate run` simulates what is missing"))
+        missing(&self.job, &listed, &kept, &directory).map_or(Ok(ExitCode::SUCCESS), Err)
     }
 }

@@ -63,6 +63,8 @@ struct RanInterval {
     ended_unix_us: u64,
     instructions: u64,
     start_us: u64,
+    #[serde(default)]
+    warm_up_us: u64,
     run_us: u64,
     compare_us: u64,
 }
@@ -234,7 +236,7 @@ impl Report {
         let mut ran: Vec<&RanInterval> = self.ran.iter().collect();
         ran.sort_by_key(|ran| ran.from);
         let row = |ran: &&RanInterval| {
-            let times = [ran.start_us, ran.run_us, ran.compare_us].map(text::micros);
+            let times = [ran.start_us, ran.warm_up_us, ran.run_us, ran.compare_us].map(text::micros);
             let first = [format!("{}@{}", self.job, ran.from), text::count(ran.instructions), ran.node.clone()];
             first.into_iter().chain([ran.worker.to_string()]).chain(times).collect()
         };
@@ -244,7 +246,7 @@ impl Report {
     fn timeline(&self, started_unix_us: u64) -> Timeline {
         let mut lanes: BTreeMap<(&str, i64), Vec<Bar>> = BTreeMap::new();
         for ran in &self.ran {
-            let known = [ran.start_us, ran.run_us, ran.compare_us];
+            let known = [ran.start_us, ran.warm_up_us, ran.run_us, ran.compare_us];
             let known_us = known.iter().fold(0, |sum: u64, part| sum.saturating_add(*part));
             let rest_us = ran.taken_us().saturating_sub(known_us);
             lanes.entry((&ran.node, ran.worker)).or_default().push(Bar {
@@ -255,7 +257,7 @@ impl Report {
         }
         let lane = |((node, worker), bars)| Lane { name: format!("{node}, process {worker}"), bars };
         Timeline {
-            parts: ["start", "run", "comparison", "other"].map(String::from).into(),
+            parts: ["start", "warm-up", "run", "comparison", "other"].map(String::from).into(),
             lanes: lanes.into_iter().map(lane).collect(),
             end_us: self.run_us,
         }
@@ -275,7 +277,7 @@ impl Report {
 }
 
 /// The columns of the table of intervals.
-const COLUMNS: [&str; 7] = ["from", "instructions", "node", "worker", "start", "run", "comparison"];
+const COLUMNS: [&str; 8] = ["from", "instructions", "node", "worker", "start", "warm-up", "run", "comparison"];
 
 /// The record of the last run of a job by a plugin, below the directory of its results.
 fn last_run(directory: &Path, job: &str, plugin: &str) -> Result<Option<RunRecord>, Failure> {
@@ -366,6 +368,7 @@ mod tests {
             ended_unix_us,
             instructions: 7,
             start_us,
+            warm_up_us: 0,
             run_us,
             compare_us,
         }
@@ -400,6 +403,7 @@ mod tests {
             begun: 21,
             started_unix_us: 0,
             start_us: 100,
+            warm_up_us: 0,
             run_us: 2000,
             compare_us: 0,
             results: None,

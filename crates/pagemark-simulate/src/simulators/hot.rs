@@ -1,6 +1,7 @@
 //! Where the machine spends its instructions.
 
 use std::collections::HashMap;
+use std::io;
 
 use super::{Access, Kind, Simulator};
 use crate::results::Results;
@@ -23,19 +24,22 @@ impl Simulator for Hot {
         })
     }
 
-    fn begun(&mut self, token: usize) {
+    fn begun(&mut self, token: usize) -> io::Result<()> {
         if let Some(count) = self.counts.get_mut(token) {
             *count += 1;
         }
+        Ok(())
     }
 
-    fn accessed(&mut self, _: Access) {}
+    fn accessed(&mut self, _: Access) -> io::Result<()> {
+        Ok(())
+    }
 
-    fn results(&self) -> Results {
+    fn results(&mut self) -> io::Result<Results> {
         let begun = self.numbers.iter().map(|(line, &number)| (line * LINE_BYTES, self.counts[number]));
         let begun = begun.filter(|&(_, count)| count > 0);
         let counts = begun.map(|(address, count)| (format!("{address:#018x}"), count)).collect();
-        Results { simulator: Kind::Hot, counts }
+        Ok(Results { simulator: Kind::Hot, counts })
     }
 }
 
@@ -47,8 +51,8 @@ mod tests {
     fn instructions_of_a_line_are_counted_together() {
         let mut hot = Hot::default();
         let tokens = [0x1000, 0x103f, 0x1040, 0x2000].map(|address| hot.translated(address, &|| None));
-        tokens[..3].iter().for_each(|&token| hot.begun(token));
-        let counts: Vec<_> = hot.results().counts.into_iter().collect();
+        tokens[..3].iter().for_each(|&token| hot.begun(token).unwrap());
+        let counts: Vec<_> = hot.results().unwrap().counts.into_iter().collect();
         assert_eq!(counts, [("0x0000000000001000".to_owned(), 2), ("0x0000000000001040".to_owned(), 1)]);
     }
 }

@@ -1,6 +1,7 @@
 //! The mix of instructions.
 
 use std::collections::{BTreeMap, HashMap};
+use std::io;
 
 use super::{Access, Kind, Simulator};
 use crate::results::Results;
@@ -33,13 +34,14 @@ impl Simulator for Mix {
         number
     }
 
-    fn begun(&mut self, token: usize) {
+    fn begun(&mut self, token: usize) -> io::Result<()> {
         if let Some(count) = self.counts.get_mut(token) {
             *count += 1;
         }
+        Ok(())
     }
 
-    fn accessed(&mut self, access: Access) {
+    fn accessed(&mut self, access: Access) -> io::Result<()> {
         if access.physical.is_none() {
             self.device_accesses += 1;
         } else if access.is_store {
@@ -49,9 +51,10 @@ impl Simulator for Mix {
             self.loads += 1;
             self.loaded_bytes += u64::from(access.bytes);
         }
+        Ok(())
     }
 
-    fn results(&self) -> Results {
+    fn results(&mut self) -> io::Result<Results> {
         let mut counts: BTreeMap<String, u64> = [
             ("instructions", self.counts.iter().sum()),
             ("loads", self.loads),
@@ -65,7 +68,7 @@ impl Simulator for Mix {
         // Of blocks that were translated and never run, there is nothing to say.
         let begun = self.numbers.iter().map(|(name, &number)| (format!("instruction {name}"), self.counts[number]));
         counts.extend(begun.filter(|&(_, count)| count > 0));
-        Results { simulator: Kind::Mix, counts }
+        Ok(Results { simulator: Kind::Mix, counts })
     }
 }
 
@@ -80,11 +83,12 @@ mod tests {
         let tokens = texts.map(|text| mix.translated(0, &|| Some(text.to_owned())));
         let unnamed = mix.translated(0, &|| None);
         assert_eq!(tokens[0], tokens[2]);
-        [tokens[0], tokens[1], tokens[2], unnamed].into_iter().for_each(|token| mix.begun(token));
-        mix.accessed(Access { bytes: 4, is_store: true, physical: Some(8) });
-        mix.accessed(Access { bytes: 2, is_store: false, physical: Some(8) });
-        mix.accessed(Access { bytes: 1, is_store: false, physical: None });
-        let counts = mix.results().counts;
+        [tokens[0], tokens[1], tokens[2], unnamed].into_iter().for_each(|token| mix.begun(token).unwrap());
+        let access = Access { bytes: 4, is_store: true, address: 0, physical: Some(8) };
+        let load = Access { bytes: 2, is_store: false, ..access };
+        let accesses = [access, load, Access { bytes: 1, physical: None, ..load }];
+        accesses.into_iter().for_each(|access| mix.accessed(access).unwrap());
+        let counts = mix.results().unwrap().counts;
         let of = |name: &str| counts.get(name).copied();
         assert_eq!(
             (of("instructions"), of("instruction movl"), of("instruction unnamed")),
