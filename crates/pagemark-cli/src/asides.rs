@@ -9,6 +9,7 @@ use clap::Args;
 use pagemark_process::files::asides::{self, FoundAside, RestoreState};
 use pagemark_process::files::decode_path;
 use pagemark_report::escape::printable;
+use pagemark_report::message;
 use pagemark_report::text;
 use serde::Serialize;
 
@@ -156,8 +157,8 @@ pub fn report_interrupted(directory: &std::path::Path) {
     for found in asides::list(directory).unwrap_or_default() {
         if found.state == RestoreState::Interrupted {
             let path = printable(&found.path.display().to_string());
-            eprintln!("pagemark: an earlier restore was interrupted; what its files held before is in {path}");
-            eprintln!("help: `pagemark asides` lists them, and removes them with --remove");
+            message!("pagemark: an earlier restore was interrupted; what its files held before is in {path}");
+            message!("help: `pagemark asides` lists them, and removes them with --remove");
         }
     }
 }

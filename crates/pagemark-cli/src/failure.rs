@@ -1,5 +1,6 @@
 //! Failures of the command as messages and exit statuses.
 
+use pagemark_report::message;
 use std::error::Error;
 use std::fmt::Display;
 use std::process::ExitCode;
@@ -110,9 +111,9 @@ impl Failure {
 
     /// Prints the message to stderr. Returns the exit status.
     pub fn report(self) -> ExitCode {
-        eprintln!("pagemark: {}", self.message);
+        message!("pagemark: {}", self.message);
         if let Some(help) = self.help {
-            eprintln!("help: {help}");
+            message!("help: {help}");
         }
         ExitCode::from(self.exit_status)
     }

@@ -5,6 +5,7 @@ use std::process::ExitCode;
 use clap::Args;
 use pagemark::repository::TargetKind;
 use pagemark_report::escape::printable;
+use pagemark_report::message;
 use pagemark_vm::{ForkedMachine, Replacement};
 use serde::Serialize;
 
@@ -114,15 +115,15 @@ impl From<ForkedMachine> for Machine {
 
 impl Machine {
     fn report(&self) {
-        eprintln!("pagemark: {} runs in QEMU, process {}", printable(&self.name), self.pid);
+        message!("pagemark: {} runs in QEMU, process {}", printable(&self.name), self.pid);
         for Change { from, to } in &self.changes {
-            eprintln!("pagemark:   {} is {}", printable(from), printable(to));
+            message!("pagemark:   {} is {}", printable(from), printable(to));
         }
         for Place { name, path } in &self.disks {
-            eprintln!("pagemark:   its disk {} is {}", printable(name), printable(path));
+            message!("pagemark:   its disk {} is {}", printable(name), printable(path));
         }
         for Place { name, path } in &self.terminals {
-            eprintln!("pagemark:   its terminal {} is {}", printable(name), printable(path));
+            message!("pagemark:   its terminal {} is {}", printable(name), printable(path));
         }
     }
 }

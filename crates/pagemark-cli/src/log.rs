@@ -8,6 +8,7 @@ use pagemark::job::Taken;
 use pagemark::repository::{CheckpointInfo, Records, Repository};
 use pagemark::{Error, ErrorKind};
 use pagemark_report::escape::printable;
+use pagemark_report::message;
 use pagemark_report::table::Table;
 use pagemark_report::text;
 use serde::Serialize;
@@ -159,8 +160,8 @@ impl Unreadable {
         if self.lines.is_empty() {
             return ExitCode::SUCCESS;
         }
-        self.lines.iter().for_each(|line| eprintln!("pagemark: {}", printable(line)));
-        eprintln!("help: all others are listed; `pagemark verify` examines the whole repository");
+        self.lines.iter().for_each(|line| message!("pagemark: {}", printable(line)));
+        message!("help: all others are listed; `pagemark verify` examines the whole repository");
         ExitCode::FAILURE
     }
 }

@@ -10,6 +10,9 @@
 //! pagemark restore simulate
 //! ```
 
+// They panic where stderr or stdout cannot be written.
+#![deny(clippy::print_stderr, clippy::print_stdout)]
+
 mod advise;
 mod asides;
 mod attach;

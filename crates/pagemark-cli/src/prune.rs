@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::process::ExitCode;
 
 use clap::Args;
+use pagemark_report::message;
 use pagemark_report::text;
 
 use crate::failure::{Failure, Outcome};
@@ -59,8 +60,8 @@ impl Prune {
             print(&format!("{job}@{sequence} stays: it is being read\n"));
         }
         if !report.unreadable.is_empty() {
-            eprintln!("pagemark: {} pieces of content are missing or damaged", report.unreadable.len());
-            eprintln!("help: `pagemark verify` lists the checkpoints that have it");
+            message!("pagemark: {} pieces of content are missing or damaged", report.unreadable.len());
+            message!("help: `pagemark verify` lists the checkpoints that have it");
         }
         print(&format!(
             "{} checkpoints removed, {} given back\n",

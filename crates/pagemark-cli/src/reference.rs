@@ -5,6 +5,7 @@ use std::str::FromStr;
 
 use pagemark::repository::{Checkpoint, Repository};
 use pagemark_report::escape::printable;
+use pagemark_report::message;
 
 use crate::failure::Failure;
 
@@ -76,7 +77,7 @@ fn newest_sequence(repository: &Repository, job: &str) -> Result<u64, Failure> {
         match record {
             Ok(_) => {
                 for line in unreadable {
-                    eprintln!("pagemark: {line}; {job}@{sequence} is taken instead");
+                    message!("pagemark: {line}; {job}@{sequence} is taken instead");
                 }
                 return Ok(sequence);
             }

@@ -8,6 +8,7 @@ use pagemark::job::{JobEvent, Summary, Taken};
 use pagemark_process::Error;
 use pagemark_process::files::FileWatch;
 use pagemark_report::escape::printable;
+use pagemark_report::message;
 use pagemark_report::text;
 use pagemark_vm::MachineEvent;
 use serde::Serialize;
@@ -75,7 +76,7 @@ impl Report {
         let checkpoint = Checkpoint { job: name, taken: *taken };
         match self {
             Report::Quiet => {}
-            Report::Plain => eprintln!("pagemark: {}", sentence(&checkpoint)),
+            Report::Plain => message!("pagemark: {}", sentence(&checkpoint)),
             Report::Live(line) => line.show(&short(&checkpoint)),
             Report::Json { out } => json_line(out, &Line::Checkpoint(&checkpoint)),
         }
@@ -114,10 +115,10 @@ impl Report {
     pub fn say(&mut self, message: &str) {
         match self {
             Report::Quiet | Report::Json { .. } => {}
-            Report::Plain => eprintln!("pagemark: {message}"),
+            Report::Plain => message!("pagemark: {message}"),
             Report::Live(line) => {
                 line.remove();
-                eprintln!("pagemark: {message}");
+                message!("pagemark: {message}");
             }
         }
     }
@@ -143,9 +144,9 @@ impl Report {
             Report::Json { out } => json_line(out, &Line::Failed { error: message }),
             Report::Live(line) => {
                 line.remove();
-                eprintln!("pagemark: {message}");
+                message!("pagemark: {message}");
             }
-            Report::Quiet | Report::Plain => eprintln!("pagemark: {message}"),
+            Report::Quiet | Report::Plain => message!("pagemark: {message}"),
         }
     }
 }

@@ -8,6 +8,7 @@ use nix::unistd::{User, geteuid};
 use pagemark::repository::Repository;
 use pagemark::{Error, ErrorKind};
 use pagemark_report::escape::printable;
+use pagemark_report::message;
 
 use crate::failure::Failure;
 use crate::options::MemoryOptions;
@@ -77,7 +78,7 @@ impl RepositoryOptions {
         })?;
         if let Some(damage) = repository.config_damage() {
             let config = printable(&path.join("config").display().to_string());
-            eprintln!(
+            message!(
                 "pagemark: {config}: {}. Its copy is used; the next checkpoint writes it again",
                 printable(damage)
             );

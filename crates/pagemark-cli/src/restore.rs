@@ -1,6 +1,6 @@
 //! `pagemark restore`: brings a program back.
 
-use std::io::IsTerminal;
+use std::io::{self, IsTerminal, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
@@ -15,6 +15,7 @@ use pagemark_process::files::{FileAction, PutBack};
 use pagemark_process::restore::{self as library, Network, RestoreEvent, RestoreFailure, Restored, Stage};
 use pagemark_process::saver::SignalGate;
 use pagemark_report::escape::printable;
+use pagemark_report::message;
 use pagemark_report::text;
 use serde::Serialize;
 
@@ -184,18 +185,21 @@ impl Restore {
         if files.is_empty() {
             return Ok(());
         }
-        eprintln!("pagemark: to restore {name}, these files are changed:");
-        files.iter().for_each(|file| eprintln!("  {}", printable(&file.to_string())));
+        message!("pagemark: to restore {name}, these files are changed:");
+        files.iter().for_each(|file| message!("  {}", printable(&file.to_string())));
         let refused = |reason| {
             Failure::plain(format!("{name} was not restored: {reason}"))
                 .help("nothing was changed; --yes restores it without asking")
         };
-        if !std::io::stdin().is_terminal() {
+        if !io::stdin().is_terminal() {
             return Err(refused("there is no terminal to ask for consent"));
         }
-        eprint!("Change them? Their present content is kept. [y/N] ");
+        // Whoever does not see the question cannot answer it.
+        io::stderr()
+            .write_all(b"Change them? Their present content is kept. [y/N] ")
+            .map_err(|_| refused("stderr, which is to ask for consent, cannot be written"))?;
         let mut answer = String::new();
-        let read = std::io::stdin().read_line(&mut answer);
+        let read = io::stdin().read_line(&mut answer);
         match (read, answer.trim().to_lowercase().as_str()) {
             (Ok(_), "y" | "yes") => Ok(()),
             _ => Err(refused("there was no consent")),
@@ -218,13 +222,13 @@ impl Restore {
             RestoreEvent::Preparing { memory } => {
                 if !self.quiet {
                     let memory = text::bytes(memory.get());
-                    eprintln!("pagemark: restoring {name} from {} ({memory})", text::ago(manifest.taken_unix_us));
+                    message!("pagemark: restoring {name} from {} ({memory})", text::ago(manifest.taken_unix_us));
                 }
                 progress = (!self.lazy).then(|| Progress::new("reading"));
             }
             RestoreEvent::Staging { reason } => {
                 let first = if self.lazy { "--lazy has no effect, and memory" } else { "memory" };
-                eprintln!("pagemark: {first} is written into temporary files first, because {reason}");
+                message!("pagemark: {first} is written into temporary files first, because {reason}");
             }
             RestoreEvent::Reading { done, total } => {
                 if let Some(progress) = &mut progress {
@@ -233,9 +237,7 @@ impl Restore {
             }
             RestoreEvent::FilePutBack(file) => files.push(file.clone()),
             RestoreEvent::AsidesNotDescribed(error) => {
-                eprintln!(
-                    "pagemark: the asides of this restore are listed as those of an interrupted restore: {error}"
-                );
+                message!("pagemark: the asides of this restore are listed as those of an interrupted restore: {error}");
             }
             RestoreEvent::Running(restored) => {
                 progress = None;
@@ -280,9 +282,9 @@ impl Restore {
         let (job, sequence) = (manifest.job.as_str(), manifest.sequence);
         if !self.quiet {
             report_files(&files);
-            restored.left_groups.iter().for_each(|group| eprintln!("pagemark: {}", printable(group)));
+            restored.left_groups.iter().for_each(|group| message!("pagemark: {}", printable(group)));
             report_connections(&restored.closed_connections);
-            eprintln!("pagemark: {job}@{sequence} runs as process {}", restored.root_pid);
+            message!("pagemark: {job}@{sequence} runs as process {}", restored.root_pid);
         }
         if self.json {
             let Restored { root_pid: pid, pids, closed_connections, .. } = restored;
@@ -333,7 +335,7 @@ fn name_of(action: FileAction) -> &'static str {
 
 /// Reports what was done to the files.
 fn report_files(files: &[PutBack]) {
-    files.iter().filter_map(describe_file).for_each(|line| eprintln!("pagemark: {line}"));
+    files.iter().filter_map(describe_file).for_each(|line| message!("pagemark: {line}"));
 }
 
 /// What was done to a file. None if nothing was.
@@ -353,10 +355,10 @@ fn describe_file(file: &PutBack) -> Option<String> {
 
 /// Reports the connections that are closed.
 fn report_connections(closed: &[String]) {
-    closed.iter().take(SHOWN_CONNECTIONS).for_each(|name| eprintln!("pagemark: the connection {name} is closed"));
+    closed.iter().take(SHOWN_CONNECTIONS).for_each(|name| message!("pagemark: the connection {name} is closed"));
     match closed.len().saturating_sub(SHOWN_CONNECTIONS) {
         0 => {}
-        more => eprintln!("pagemark: {} more connections are closed", text::count(more as u64)),
+        more => message!("pagemark: {} more connections are closed", text::count(more as u64)),
     }
 }
 

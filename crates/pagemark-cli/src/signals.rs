@@ -11,6 +11,7 @@ use pagemark::job::End;
 use pagemark::sys::exit_watch::ExitWatch;
 use pagemark_process::saver::SignalGate;
 use pagemark_process::spawn::FROM_OUTSIDE;
+use pagemark_report::message;
 
 use crate::failure::Failure;
 
@@ -66,7 +67,7 @@ impl Signals {
             match gate.forward(target.as_raw(), passed as i32, || kill(whom, passed)) {
                 // No such group: the target is about to exit.
                 Ok(()) | Err(Errno::ESRCH) => {}
-                Err(error) => eprintln!("pagemark: cannot pass {passed} on to {target}: {error}"),
+                Err(error) => message!("pagemark: cannot pass {passed} on to {target}: {error}"),
             }
             if signal == Signal::SIGTSTP {
                 // Goes on with SIGCONT, which is passed on in turn.
@@ -83,7 +84,7 @@ impl Signals {
             if !from_kernel {
                 match kill(target, signal) {
                     Ok(()) | Err(Errno::ESRCH) => {}
-                    Err(error) => eprintln!("pagemark: cannot pass {signal} on to {target}: {error}"),
+                    Err(error) => message!("pagemark: cannot pass {signal} on to {target}: {error}"),
                 }
             }
             if signal == Signal::SIGTSTP {
@@ -115,7 +116,7 @@ impl Signals {
                     }
                     Ok(None) | Err(Errno::EINTR) => {}
                     Err(error) => {
-                        eprintln!("pagemark: signals are no longer seen: {error}");
+                        message!("pagemark: signals are no longer seen: {error}");
                         return;
                     }
                 }

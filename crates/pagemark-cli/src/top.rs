@@ -13,6 +13,7 @@ use pagemark::job::End;
 use pagemark::{AddressRangeExt, ByteCount, Mechanism, PAGE_SIZE, PageRangeExt, RangeSet};
 use pagemark_process::space::AddressSpace;
 use pagemark_report::escape::printable;
+use pagemark_report::message;
 use pagemark_report::table::Table;
 use pagemark_report::text;
 use serde::Serialize;
@@ -85,7 +86,7 @@ impl Top {
 
     fn end(&self, end: End) -> Outcome {
         if end == End::TargetGone {
-            eprintln!("pagemark: process {} has exited", self.pid);
+            message!("pagemark: process {} has exited", self.pid);
         }
         Ok(ExitCode::SUCCESS)
     }

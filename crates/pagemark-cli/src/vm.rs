@@ -9,6 +9,7 @@ use nix::unistd::Pid;
 use pagemark::job::End;
 use pagemark::repository::Checkpoint as Held;
 use pagemark::{ByteCount, Job, JobOptions, Mechanism};
+use pagemark_report::message;
 use pagemark_report::text;
 use pagemark_vm::{LazyMachine, RunningMachine, VmTarget};
 
@@ -154,7 +155,7 @@ pub fn restore(
     let name = format!("{}@{}", manifest.job, manifest.sequence);
     let failed = |error| Failure::of(format!("cannot restore {name}"), error);
     if !is_quiet {
-        eprintln!("pagemark: restoring {name} from {}", text::ago(manifest.taken_unix_us));
+        message!("pagemark: restoring {name} from {}", text::ago(manifest.taken_unix_us));
     }
     let signals = match (is_detached, is_lazy) {
         (false, _) => Some(Signals::hold_for_target()?),
@@ -181,9 +182,9 @@ pub fn restore(
         signals.share_with(Pid::from_raw(pid))?;
     }
     if !is_quiet {
-        eprintln!("pagemark: {name} runs in QEMU, process {pid}");
+        message!("pagemark: {name} runs in QEMU, process {pid}");
         for (disk, image) in machine.disks() {
-            eprintln!("pagemark: its disk {disk} is {}", image.display());
+            message!("pagemark: its disk {disk} is {}", image.display());
         }
     }
     let machine = match started {

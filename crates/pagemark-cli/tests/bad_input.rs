@@ -546,3 +546,23 @@ fn criu_is_found_whatever_home_the_environment_names() {
         assert_eq!(found["criu"]["works"], true, "{home:?}: {found}");
     }
 }
+
+/// Messages go to a log on a full disk, or to a reader that has ended.
+#[test]
+fn messages_that_cannot_be_written_end_nothing() {
+    let pagemark = Pagemark::new();
+    let full = || Stdio::from(fs::File::options().write(true).open("/dev/full").expect("it is there"));
+    let unread = || Stdio::from(std::io::pipe().expect("a pipe").1);
+    for messages in [full(), unread()] {
+        let mut refused = pagemark.command(&["show", "nothing@1"]);
+        let status = refused.stderr(messages).status().expect("the command runs");
+        assert_eq!(status.code(), Some(1), "not that of a panic");
+    }
+    let Some(subject) = Subject::start(&["plain"]) else { skip!("no C compiler") };
+    for messages in [full(), unread()] {
+        let pid = subject.pid_text();
+        let mut taken = pagemark.command(&["checkpoint", "--memory-only", "--job", "subject", &pid]);
+        assert!(taken.stderr(messages).status().expect("the command runs").success());
+    }
+    assert_eq!(Repository::open(&pagemark.repository()).unwrap().checkpoints("subject").unwrap().len(), 2);
+}

@@ -13,7 +13,7 @@
 //! | [`escape`] | text from elsewhere, without control characters |
 //! | [`html`] | pages of tables and pictures, without anything from elsewhere |
 //! | [`timeline`] | what ran where and when, as SVG |
-//! | [`output`] | stdout whose reader may be gone |
+//! | [`output`] | stdout whose reader may be gone, stderr that may be full |
 //! | `samples`, `chart`, `plot` | with the feature `charts`: repeated measurements; their charts as text, CSV and SVG |
 //!
 //! # Example

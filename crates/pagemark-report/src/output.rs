@@ -1,5 +1,6 @@
-//! Results on stdout.
+//! Results on stdout, and messages on stderr.
 
+use std::fmt;
 use std::io::{self, Write};
 use std::process;
 
@@ -14,4 +15,24 @@ pub fn print(text: &str) {
     if out.write_all(text.as_bytes()).and_then(|()| out.flush()).is_err() {
         process::exit(READER_GONE);
     }
+}
+
+/// Writes a line to stderr. Where that fails, the line is lost, and the program goes on: a full
+/// disk or a closed pipe must not end what it only reports ([`message!`](crate::message)).
+pub fn write_message(message: fmt::Arguments<'_>) {
+    // One call of the kernel, so that lines of several processes are not mixed.
+    let _ = io::stderr().lock().write_all(format!("{message}\n").as_bytes());
+}
+
+/// Writes a line to stderr, with the arguments of `format!`. Unlike `eprintln!` it does not panic
+/// where that fails.
+///
+/// ```
+/// pagemark_report::message!("pagemark: {} files are kept", 3);
+/// ```
+#[macro_export]
+macro_rules! message {
+    ($($argument:tt)*) => {
+        $crate::output::write_message(format_args!($($argument)*))
+    };
 }

@@ -1,7 +1,7 @@
 //! The entry of the plugin, and its callbacks.
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
-use std::io;
+use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicI32, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
@@ -79,7 +79,8 @@ pub unsafe extern "C" fn qemu_plugin_install(
     match install(id, unsafe { &*info }, arguments) {
         Ok(()) => 0,
         Err(reason) => {
-            eprintln!("pagemark-simulate: {reason}");
+            // Without a message, QEMU says that the plugin has failed.
+            let _ = writeln!(io::stderr(), "pagemark-simulate: {reason}");
             1
         }
     }

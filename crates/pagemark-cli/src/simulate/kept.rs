@@ -9,6 +9,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use nix::fcntl::{AT_FDCWD, AtFlags};
 use nix::unistd::linkat;
+use pagemark_report::message;
 use pagemark_simulate::Kind;
 use pagemark_simulate::trace::Trace;
 use pagemark_vm::SimulatedInterval;
@@ -114,7 +115,7 @@ impl ResultsDirectory {
             Err(error) => error.to_string(),
         };
         let reason = format!("{} is not used: {reason}", path.display());
-        eprintln!("pagemark: {}", pagemark_report::escape::printable(&reason));
+        message!("pagemark: {}", pagemark_report::escape::printable(&reason));
         Ok(None)
     }
 

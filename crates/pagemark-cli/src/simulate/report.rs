@@ -7,6 +7,7 @@ use std::process::ExitCode;
 
 use clap::Args;
 use pagemark_report::html::Page;
+use pagemark_report::message;
 use pagemark_report::output::print;
 use pagemark_report::table::Table;
 use pagemark_report::text;
@@ -297,7 +298,7 @@ fn last_run(directory: &Path, job: &str, plugin: &str) -> Result<Option<RunRecor
         let record: RunRecord = match serde_json::from_slice(&fs::read(&path).map_err(failed)?) {
             Ok(record) => record,
             Err(error) => {
-                eprintln!("pagemark: {} is not used: {error}", path.display());
+                message!("pagemark: {} is not used: {error}", path.display());
                 continue;
             }
         };
@@ -322,7 +323,7 @@ impl SimulateReport {
         let kept = kept_intervals(&listed, &directory)?;
         let missing = kept.iter().filter(|kept| kept.is_none()).count();
         if missing > 0 {
-            eprintln!("pagemark: {missing} of {} intervals have no result yet", listed.len());
+            message!("pagemark: {missing} of {} intervals have no result yet", listed.len());
         }
         let instructions = listed.iter().fold(0, |sum: u64, interval| sum.saturating_add(interval.instructions));
         let long = match (listed.first(), listed.last()) {
