@@ -565,4 +565,11 @@ fn messages_that_cannot_be_written_end_nothing() {
         assert!(taken.stderr(messages).status().expect("the command runs").success());
     }
     assert_eq!(Repository::open(&pagemark.repository()).unwrap().checkpoints("subject").unwrap().len(), 2);
+    for (results, status, said) in [(full(), 1, "No space left on device"), (unread(), 141, "")] {
+        let output = pagemark.command(&["log", "subject"]).stdout(results).stderr(Stdio::piped()).spawn();
+        let output = output.and_then(|child| child.wait_with_output()).expect("the command runs");
+        assert_eq!(output.status.code(), Some(status));
+        let text = stderr(&output);
+        assert!(if said.is_empty() { text.is_empty() } else { text.contains(said) }, "{text}");
+    }
 }

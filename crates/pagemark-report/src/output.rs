@@ -9,11 +9,16 @@ use std::process;
 const READER_GONE: i32 = 141;
 
 /// Writes `text` to stdout. If the reader has closed it, as `head` does, ends the process with
-/// status 141 and no message.
+/// status 141 and no message; if it cannot be written, as on a full disk, with 1.
 pub fn print(text: &str) {
     let mut out = io::stdout().lock();
-    if out.write_all(text.as_bytes()).and_then(|()| out.flush()).is_err() {
-        process::exit(READER_GONE);
+    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+        Ok(()) => {}
+        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => process::exit(READER_GONE),
+        Err(error) => {
+            crate::message!("cannot write the results: {error}");
+            process::exit(1);
+        }
     }
 }
 
