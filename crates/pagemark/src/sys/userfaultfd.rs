@@ -297,14 +297,16 @@ impl Userfaultfd {
         self.ioctl(UFFDIO_REGISTER, &mut register)
     }
 
-    /// Undoes [`Userfaultfd::register`], and unprotects the range.
+    /// Undoes [`Userfaultfd::register`], and unprotects the range. Threads that wait go on.
     ///
     /// # Errors
     /// `ESRCH`: the process is gone. `EINVAL`, `ENOMEM`: nothing is mapped there, or a special
     /// mapping.
     pub fn unregister(&self, range: &Range) -> io::Result<()> {
         let mut span = Span::from(range);
-        self.ioctl(UFFDIO_UNREGISTER, &mut span)
+        self.ioctl(UFFDIO_UNREGISTER, &mut span)?;
+        // The kernel itself wakes only those that wait for missing pages.
+        self.wake(range)
     }
 
     /// Protects a registered range, so that the next write to each page faults, or unprotects it.
@@ -566,6 +568,36 @@ mod tests {
         let missing = MissingPages::from_new(userfaultfd.descriptor)?;
         missing.register(range)?;
         Ok(missing)
+    }
+
+    #[test]
+    fn a_writer_that_waits_goes_on_when_its_page_is_unregistered() {
+        let scratch = Scratch::new(4);
+        let range = scratch.range();
+        scratch.write(1, 1);
+        let userfaultfd = match Userfaultfd::synchronous() {
+            Ok(made) => made.userfaultfd,
+            Err(error) => pagemark_testing::skip!("no userfaultfd in synchronous mode ({error})"),
+        };
+        userfaultfd.register(&range).unwrap();
+        userfaultfd.write_protect(&range, true).unwrap();
+        let (stop, _working) = io::pipe().unwrap();
+        let (done, is_done) = std::sync::mpsc::channel();
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                scratch.write(1, 2);
+                done.send(()).unwrap();
+            });
+            use std::os::fd::AsFd;
+            let address = userfaultfd.wait(stop.as_fd()).unwrap();
+            assert_eq!(address.map(Address::page), Some(scratch.address(1).page()));
+            userfaultfd.unregister(&range).unwrap();
+            let waited = is_done.recv_timeout(pagemark_testing::patience());
+            // Otherwise the thread is never joined.
+            userfaultfd.wake(&range).unwrap();
+            waited.expect("the writer goes on");
+        });
+        assert_eq!(scratch.read(1), 2);
     }
 
     #[test]
