@@ -26,6 +26,7 @@ mod heap;
 mod heat_map;
 mod live;
 mod log;
+mod machine;
 mod moved;
 mod options;
 mod output;

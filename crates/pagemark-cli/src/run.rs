@@ -15,6 +15,7 @@ use pagemark_process::terminal::Terminal;
 
 use crate::failure::{Failure, Outcome};
 use crate::heap::HeapOptions;
+use crate::machine;
 use crate::options::{CaptureOptions, ScheduleOptions, WatchOptions};
 use crate::reference::job_name;
 use crate::report::{self, Report, summary};
@@ -38,6 +39,9 @@ pub struct Run {
     schedule: ScheduleOptions,
     #[command(flatten)]
     heap: HeapOptions,
+    /// Run the program in a virtual machine of its own, by pagemark-kvm
+    #[arg(long, conflicts_with = "heap")]
+    kvm: bool,
     /// A line of JSON on stderr for each checkpoint
     #[arg(long)]
     json: bool,
@@ -53,6 +57,7 @@ impl Run {
         // Whatever would make every checkpoint fail is reported before the program starts.
         self.capture.memory.tracking.check_process()?;
         let variables = self.heap.variables(program.as_os_str())?;
+        let command = if self.kvm { machine::command(&self.command)? } else { self.command.clone() };
         let repository = self.repository.open_or_create(&self.capture.memory)?;
         self.capture.check_data(repository.path())?;
         let saver = self.capture.saver().map_err(Failure::no_checkpoints_here)?;
@@ -63,8 +68,8 @@ impl Run {
         let signals = Signals::hold_for_target()?;
         let mut terminal = Terminal::open().map_err(Failure::plain)?;
         let started = match &mut terminal {
-            Some(terminal) => spawn_on(terminal, &self.command, &variables, signals.before()),
-            None => spawn(&self.command, &variables, signals.before()).map(|child| {
+            Some(terminal) => spawn_on(terminal, &command, &variables, signals.before()),
+            None => spawn(&command, &variables, signals.before()).map(|child| {
                 let pid = child.id() as i32;
                 (child, pid)
             }),

@@ -1,13 +1,15 @@
 //! The virtual machine of a process: KVM, memory slots, page tables.
 
 use std::io;
+use std::ops::{Deref, DerefMut};
 use std::os::fd::{AsRawFd, FromRawFd, RawFd};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use kvm_bindings::{CpuId, KVM_MAX_CPUID_ENTRIES, kvm_userspace_memory_region};
-use kvm_ioctls::{Cap, Kvm, VmFd};
+use kvm_ioctls::{Cap, Kvm, VcpuFd, VmFd};
 use pagemark::sys::own_machine::Means;
+use pagemark::sys::parking::MOST_VCPUS;
 use pagemark::sys::proc::maps;
 
 use crate::error::{Error, ErrorKind};
@@ -16,10 +18,12 @@ use crate::mappings::{Mapping, Mappings, Protection};
 use crate::page_table::{Dirty, OutOfTables, PageTable};
 use crate::sys::descriptors;
 use crate::sys::owned_lock::{Guard, OwnedLock};
+use crate::sys::parking::{DEVICE, InUse, Parking};
 use crate::sys::table_memory::TableMemory;
 use crate::vcpu::{Vcpu, stubs};
 use crate::writes::Tracking;
 
+mod renewal;
 pub mod tracking;
 
 /// What the machine needs of KVM, and the first version of Linux that has it.
@@ -45,7 +49,7 @@ pub fn open() -> Result<Kvm, Error> {
             io::ErrorKind::PermissionDenied => "add the user to the group that owns /dev/kvm, usually kvm",
             _ => "a container must be given the device of the host",
         };
-        Error::new(ErrorKind::Unavailable, "open", "/dev/kvm").source(error).help(help)
+        Error::new(ErrorKind::Unavailable, "open", DEVICE).source(error).help(help)
     })?;
     let fd = raise(kvm.as_raw_fd(), true)?;
     drop(kvm);
@@ -69,13 +73,13 @@ fn checked(kvm: Kvm) -> Result<Kvm, Error> {
     if version != 12 {
         let reason = "is not the device of KVM, or has another version of its interface than 12";
         let help = "a container must be given the device of the host";
-        return Err(Error::new(ErrorKind::Unavailable, "", "/dev/kvm").reason(reason).help(help));
+        return Err(Error::new(ErrorKind::Unavailable, "", DEVICE).reason(reason).help(help));
     }
     for (capability, name, since) in NEEDED {
         if kvm.check_extension_int(capability) == 0 {
             let reason = format!("lacks the capability {name}");
             let help = format!("Linux {since} or newer has it");
-            return Err(Error::new(ErrorKind::Unavailable, "", "/dev/kvm").reason(reason).help(help));
+            return Err(Error::new(ErrorKind::Unavailable, "", DEVICE).reason(reason).help(help));
         }
     }
     Ok(kvm)
@@ -130,6 +134,32 @@ pub struct Machine {
     made: AtomicUsize,
     /// Those whose threads have ended.
     idle: Mutex<Vec<Vcpu>>,
+    parking: Parking,
+    /// How often the machine was made anew after it was given up. A virtual CPU has that of the
+    /// machine that it belongs to.
+    generation: AtomicU32,
+    /// Locked while the machine is made anew.
+    renewal: Mutex<()>,
+}
+
+/// The program's mappings, locked, by a thread that uses KVM.
+pub struct LockedSpace<'m> {
+    space: Guard<'m, Space>,
+    _in_use: InUse,
+}
+
+impl Deref for LockedSpace<'_> {
+    type Target = Space;
+
+    fn deref(&self) -> &Space {
+        &self.space
+    }
+}
+
+impl DerefMut for LockedSpace<'_> {
+    fn deref_mut(&mut self) -> &mut Space {
+        &mut self.space
+    }
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -154,10 +184,13 @@ impl Machine {
             slots: Vec::new(),
             tracking: Tracking::default(),
         };
-        Machine::with(kvm, tables, root, stubs, Arc::new(OwnedLock::new(space)))
+        let parking = Parking::of_this_process()
+            .map_err(Error::system("map", "the description of the machine, at an address of its own"))?;
+        Machine::with(kvm, tables, root, stubs, Arc::new(OwnedLock::new(space)), parking)
     }
 
     /// The machine of a child made by `fork`, which has copies of the parent's memory and tables.
+    /// The calling thread uses KVM.
     ///
     /// # Errors
     /// If a call to KVM fails.
@@ -167,12 +200,16 @@ impl Machine {
     pub unsafe fn after_fork(parent: &Machine) -> Result<Arc<Machine>, Error> {
         // SAFETY: by the contract of this function, nothing else owns the descriptor.
         let kvm = unsafe { Kvm::from_raw_fd(parent.kvm.as_raw_fd()) };
-        let machine = Machine::with(kvm, parent.tables.clone(), parent.root, parent.stubs, parent.space.clone())?;
+        let (tables, space) = (parent.tables.clone(), parent.space.clone());
+        let machine = Machine::with(kvm, tables, parent.root, parent.stubs, space, parent.parking)?;
         machine.space().tracking.clear();
-        for (slot, span) in (1..).zip(&machine.space().slots) {
-            machine.add_slot(slot, u64::from(slot) * SLOT_SPAN, SLOT_SPAN, span * SLOT_SPAN)?;
-        }
+        machine.add_slots(&machine.space())?;
         Ok(machine)
+    }
+
+    /// In a child made by `fork`: it has nothing of KVM yet, and the calling thread uses it.
+    pub fn begin_child(&self, in_use: &InUse) {
+        self.parking.begin_child(in_use);
     }
 
     /// The descriptor of `/dev/kvm`.
@@ -200,9 +237,10 @@ impl Machine {
         root: u64,
         stubs: stubs::Stubs,
         space: Arc<OwnedLock<Space>>,
+        parking: Parking,
     ) -> Result<Arc<Machine>, Error> {
         let cpuid = kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES).map_err(Error::kvm("KVM_GET_SUPPORTED_CPUID"))?;
-        let vm = above_limit(|| kvm.create_vm().map_err(Error::kvm("KVM_CREATE_VM")))?;
+        let vm = create_vm(&kvm)?;
         let fd = raise(vm.as_raw_fd(), false)?;
         drop(vm);
         // SAFETY: `fd` is a descriptor of a virtual machine, and owned by nothing else.
@@ -211,7 +249,7 @@ impl Machine {
             cpuid.as_slice().iter().find(|entry| entry.function == 0x8000_0008).map_or(36, |leaf| leaf.eax & 255);
         let by_address = 1u64 << (u64::from(width.clamp(31, 52)) - SLOT_SPAN.trailing_zeros() as u64);
         let most_slots = (kvm.get_nr_memslots() as u64).min(by_address) as u32;
-        let most_vcpus = kvm.get_max_vcpus();
+        let most_vcpus = kvm.get_max_vcpus().min(MOST_VCPUS);
         {
             let mut space = space.lock();
             let room = (most_slots as usize).saturating_sub(space.slots.len());
@@ -231,14 +269,27 @@ impl Machine {
             most_vcpus,
             made: AtomicUsize::new(0),
             idle: Mutex::default(),
+            parking,
+            generation: AtomicU32::new(0),
+            renewal: Mutex::default(),
         };
         machine.add_slot(0, 0, TABLE_MEMORY, machine.tables.host_address())?;
+        parking.describe(machine.kvm.as_raw_fd(), machine.vm.as_raw_fd(), machine.vm.run_size());
         Ok(Arc::new(machine))
     }
 
     /// The program's mappings, locked.
-    pub fn space(&self) -> Guard<'_, Space> {
-        self.space.lock()
+    pub fn space(&self) -> LockedSpace<'_> {
+        let in_use = self.enter();
+        LockedSpace { space: self.space.lock(), _in_use: in_use }
+    }
+
+    /// Makes a slot for each span that the program uses.
+    fn add_slots(&self, space: &Space) -> Result<(), Error> {
+        for (slot, span) in (1..).zip(&space.slots) {
+            self.add_slot(slot, u64::from(slot) * SLOT_SPAN, SLOT_SPAN, span * SLOT_SPAN)?;
+        }
+        Ok(())
     }
 
     fn add_slot(&self, slot: u32, physical: u64, len: u64, address: u64) -> Result<(), Error> {
@@ -259,7 +310,7 @@ impl Machine {
         // SAFETY: slot 0 is the table memory, which lives as long as the machine and is accessed
         // atomically. All other slots are addresses of the program, where no value of the monitor
         // lies.
-        unsafe { self.vm.set_user_memory_region(region) }
+        uninterrupted(|| unsafe { self.vm.set_user_memory_region(region) })
     }
 
     /// The guest-physical address of the program's `address`, whose memory slot is made if needed.
@@ -379,8 +430,10 @@ impl Machine {
     /// # Errors
     /// Of kind [`ErrorKind::Exhausted`] if KVM allows no more.
     pub fn take_vcpu(&self) -> Result<Vcpu, Error> {
+        let _in_use = self.enter();
         let idle = lock(&self.idle).pop();
         if let Some(mut vcpu) = idle {
+            self.renew_vcpu(&mut vcpu)?;
             vcpu.reset(&self.stubs, self.root)?;
             return Ok(vcpu);
         }
@@ -389,16 +442,22 @@ impl Machine {
             let reason = format!("KVM allows {} virtual CPUs, one for each thread", self.most_vcpus);
             return Err(Error::new(ErrorKind::Exhausted, "create", "a virtual CPU").reason(reason));
         }
-        let vcpu = above_limit(|| self.vm.create_vcpu(id as u64).map_err(Error::kvm("KVM_CREATE_VCPU")))?;
+        let vcpu = self.create_vcpu(id)?;
         let fd = raise(vcpu.as_raw_fd(), false)?;
         drop(vcpu);
         // SAFETY: `fd` is a descriptor of a virtual CPU of this machine, and owned by nothing else.
         let vcpu = unsafe { self.vm.create_vcpu_from_rawfd(fd) }.map_err(Error::kvm("mmap of a virtual CPU"))?;
         let stack = self.kernel_page()?;
-        let mut vcpu = Vcpu::new(vcpu, stack, self.tables.clone(), &self.cpuid)?;
+        let generation = self.generation.load(Ordering::Relaxed);
+        let mut vcpu = Vcpu::new(vcpu, stack, self.tables.clone(), &self.cpuid, (id, generation))?;
         vcpu.keep_from_children(self.vm.run_size());
         vcpu.reset(&self.stubs, self.root)?;
+        self.parking.set_vcpu(id, vcpu.descriptor(), vcpu.shared_address());
         Ok(vcpu)
+    }
+
+    fn create_vcpu(&self, id: usize) -> Result<VcpuFd, Error> {
+        above_limit(|| uninterrupted(|| self.vm.create_vcpu(id as u64)).map_err(Error::kvm("KVM_CREATE_VCPU")))
     }
 
     /// Takes back the virtual CPU of a thread that ends.
@@ -421,6 +480,20 @@ impl Drop for Machine {
     fn drop(&mut self) {
         descriptors::forget(self.vm.as_raw_fd());
         descriptors::forget(self.kvm.as_raw_fd());
+    }
+}
+
+fn create_vm(kvm: &Kvm) -> Result<VmFd, Error> {
+    above_limit(|| uninterrupted(|| kvm.create_vm()).map_err(Error::kvm("KVM_CREATE_VM")))
+}
+
+/// Makes a call of KVM again that a stop of the thread has interrupted.
+fn uninterrupted<T>(call: impl Fn() -> Result<T, kvm_ioctls::Error>) -> Result<T, kvm_ioctls::Error> {
+    loop {
+        match call() {
+            Err(error) if error.errno() == libc::EINTR => {}
+            done => return done,
+        }
     }
 }
 

@@ -188,7 +188,9 @@ impl Process {
 
 fn open_monitor() -> Result<RawFd, Error> {
     let path = "/proc/self/exe";
-    let file = File::options().read(true).custom_flags(libc::O_PATH).open(path);
+    // CRIU cannot restore a process that has its own file open by O_PATH. Who may execute the file need not have
+    // the right to read it.
+    let file = File::open(path).or_else(|_| File::options().read(true).custom_flags(libc::O_PATH).open(path));
     file.and_then(|file| descriptors::raise(file.as_raw_fd(), true)).map_err(Error::system("open", path))
 }
 

@@ -13,6 +13,7 @@ pub mod descriptors;
 pub mod dirty_log;
 pub mod host_call;
 pub mod owned_lock;
+pub mod parking;
 pub mod program_memory;
 pub mod robust;
 pub mod signals;

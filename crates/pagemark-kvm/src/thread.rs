@@ -11,6 +11,7 @@ use crate::machine::tracking::Announcer;
 use crate::machine::{Machine, Resolved};
 use crate::process::Process;
 use crate::sys::host_call::Call;
+use crate::sys::parking::InUse;
 use crate::sys::program_memory::{self, Fault};
 use crate::sys::robust;
 use crate::sys::signals::{self, Slot};
@@ -132,9 +133,26 @@ impl Thread {
                     self.vcpu.commit();
                 }
                 Ok(Exit::NoMemory) => self.on_no_memory(),
+                Ok(Exit::Parked) => {
+                    let (in_use, is_renewed) = self.use_kvm();
+                    drop(in_use);
+                    if !is_renewed {
+                        self.fail("the descriptor of its virtual CPU was closed");
+                    }
+                }
                 Ok(Exit::Stuck(stuck)) => self.fail(&describe(stuck)),
                 Err(error) => self.fail(&error.to_string()),
             }
+        }
+    }
+
+    /// Begins to use KVM for this thread's virtual CPU, which is made anew if it was given up.
+    /// Returns whether it was.
+    pub(crate) fn use_kvm(&mut self) -> (InUse, bool) {
+        let in_use = self.machine.enter();
+        match self.machine.clone().renew_vcpu(&mut self.vcpu) {
+            Ok(is_renewed) => (in_use, is_renewed),
+            Err(error) => self.fail(&error.to_string()),
         }
     }
 
@@ -219,7 +237,8 @@ impl Thread {
     }
 
     /// The code of a floating-point exception, from the status that the processor saved.
-    fn float_code(&self, vector: u8) -> i32 {
+    fn float_code(&mut self, vector: u8) -> i32 {
+        let _in_use = self.use_kvm();
         let Ok(state) = self.vcpu.vector_state() else { return code::FPE_FLTINV };
         let raised = if vector == 19 {
             let control = state.region[6];

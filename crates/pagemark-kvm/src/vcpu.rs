@@ -1,6 +1,7 @@
 //! A virtual CPU: entering the program, and why the program left.
 
 use std::io;
+use std::os::fd::{AsRawFd, RawFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -11,6 +12,8 @@ use kvm_bindings::{
 use kvm_ioctls::{SyncReg, VcpuFd};
 
 use crate::error::{Error, ErrorKind};
+use crate::layout::PAGE;
+use crate::sys::parking::Saved;
 use crate::sys::program_memory;
 use crate::sys::table_memory::TableMemory;
 
@@ -43,6 +46,8 @@ pub enum Exit {
     Interrupted,
     /// The host has no memory for an access, for example behind the end of a mapped file.
     NoMemory,
+    /// The process has given up the virtual CPU, so that its state can be saved.
+    Parked,
     /// KVM cannot go on; the text says why.
     Stuck(Stuck),
 }
@@ -74,6 +79,10 @@ pub struct Exception {
 /// A virtual CPU and the page of its stack.
 pub struct Vcpu {
     fd: VcpuFd,
+    /// Its number in the machine.
+    number: usize,
+    /// That of the machine to which the descriptor belongs.
+    generation: u32,
     tables: Arc<TableMemory>,
     /// Guest-physical address of the page with the task state and the kernel stack.
     page: u64,
@@ -120,8 +129,15 @@ fn data_segment() -> kvm_segment {
 }
 
 impl Vcpu {
-    /// `page` is a page of the guest's kernel for its stack.
-    pub(crate) fn new(fd: VcpuFd, page: u64, tables: Arc<TableMemory>, cpuid: &CpuId) -> Result<Vcpu, Error> {
+    /// `page` is a page of the guest's kernel for its stack. The numbers are its own and the
+    /// machine's generation.
+    pub(crate) fn new(
+        fd: VcpuFd,
+        page: u64,
+        tables: Arc<TableMemory>,
+        cpuid: &CpuId,
+        (number, generation): (usize, u32),
+    ) -> Result<Vcpu, Error> {
         fd.set_cpuid2(cpuid).map_err(Error::kvm("KVM_SET_CPUID2"))?;
         let sregs = fd.get_sregs().map_err(Error::kvm("KVM_GET_SREGS"))?;
         // PVM does not list XSAVE in leaf 1, and has it: the program executes CPUID natively, and so
@@ -131,7 +147,7 @@ impl Vcpu {
         // x87, SSE, AVX, AVX-512 and protection keys. AMX (bits 17, 18) must be asked for, and its
         // state exceeds what `KVM_GET_XSAVE` transfers.
         let xcr0 = allowed.map_or(3, |leaf| u64::from(leaf.eax) & 0xe7);
-        let mut vcpu = Vcpu { fd, tables, page, sregs, call_stub: 0, has_xsave, xcr0 };
+        let mut vcpu = Vcpu { fd, number, generation, tables, page, sregs, call_stub: 0, has_xsave, xcr0 };
         vcpu.fd.set_sync_valid_reg(SyncReg::Register);
         vcpu.fd.set_sync_valid_reg(SyncReg::SystemRegister);
         Ok(vcpu)
@@ -167,7 +183,21 @@ impl Vcpu {
         }
         // SCE, LME, LMA, NXE.
         sregs.efer = 0xd01;
-        self.fd.set_sregs(&sregs).map_err(Error::kvm("KVM_SET_SREGS"))?;
+        self.load_system_registers(&sregs, stubs)?;
+        self.fd
+            .set_regs(&kvm_regs { rflags: FLAGS_FIXED, ..kvm_regs::default() })
+            .map_err(Error::kvm("KVM_SET_REGS"))?;
+        let synced = self.fd.sync_regs_mut();
+        synced.regs = kvm_regs { rflags: FLAGS_FIXED, ..kvm_regs::default() };
+        synced.sregs = sregs;
+        (self.sregs, self.call_stub) = (sregs, stubs.call);
+        self.fd.get_kvm_run().immediate_exit = 0;
+        Ok(())
+    }
+
+    /// Sets the registers that a program cannot change, but for those of its segments.
+    fn load_system_registers(&self, sregs: &kvm_sregs, stubs: &stubs::Stubs) -> Result<(), Error> {
+        self.fd.set_sregs(sregs).map_err(Error::kvm("KVM_SET_SREGS"))?;
         if self.has_xsave {
             let mut xcrs = kvm_xcrs { nr_xcrs: 1, ..kvm_xcrs::default() };
             xcrs.xcrs[0].value = self.xcr0;
@@ -184,15 +214,65 @@ impl Vcpu {
             let reason = format!("the machine specific register {:#x} was refused", entries[set].index);
             return Err(Error::new(ErrorKind::System, "KVM_SET_MSRS", "").reason(reason));
         }
-        self.fd
-            .set_regs(&kvm_regs { rflags: FLAGS_FIXED, ..kvm_regs::default() })
-            .map_err(Error::kvm("KVM_SET_REGS"))?;
-        let synced = self.fd.sync_regs_mut();
-        synced.regs = kvm_regs { rflags: FLAGS_FIXED, ..kvm_regs::default() };
-        synced.sregs = sregs;
-        (self.sregs, self.call_stub) = (sregs, stubs.call);
-        self.fd.get_kvm_run().immediate_exit = 0;
         Ok(())
+    }
+
+    /// Takes `fresh`, the virtual CPU of the same number in a new machine, in place of the one that
+    /// was given up: the descriptor is a copy of that of `fresh`. `shared_bytes` are shared by KVM.
+    pub(crate) fn renew(
+        &mut self,
+        fresh: VcpuFd,
+        shared_bytes: usize,
+        cpuid: &CpuId,
+        stubs: &stubs::Stubs,
+        saved: &Saved,
+    ) -> Result<(), Error> {
+        fresh.set_cpuid2(cpuid).map_err(Error::kvm("KVM_SET_CPUID2"))?;
+        let shared = std::ptr::from_mut(self.fd.get_kvm_run()).cast::<[u8; PAGE as usize]>();
+        // The registers are there, as the thread has left or changed them since.
+        // SAFETY: the mapping has at least one page.
+        let content = unsafe { shared.read() };
+        let (protection, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED | libc::MAP_FIXED);
+        // SAFETY: takes the place of the mapping of this virtual CPU, which is as long. No reference to
+        // it is held.
+        let at = unsafe { libc::mmap(shared.cast(), shared_bytes, protection, flags, fresh.as_raw_fd(), 0) };
+        if at == libc::MAP_FAILED {
+            return Err(Error::system("mmap", "of a virtual CPU")(io::Error::last_os_error()));
+        }
+        drop(fresh);
+        // SAFETY: as above.
+        unsafe { shared.write(content) };
+        self.keep_from_children(shared_bytes);
+        let synced = self.fd.sync_regs();
+        self.load_system_registers(&synced.sregs, stubs)?;
+        self.fd.set_regs(&synced.regs).map_err(Error::kvm("KVM_SET_REGS"))?;
+        self.set_vector_state(&saved.vector)?;
+        self.fd.set_vcpu_events(&saved.events).map_err(Error::kvm("KVM_SET_VCPU_EVENTS"))
+    }
+
+    /// Its number in the machine.
+    pub(crate) fn number(&self) -> usize {
+        self.number
+    }
+
+    /// That of the machine to which it belongs.
+    pub(crate) fn generation(&self) -> u32 {
+        self.generation
+    }
+
+    /// It belongs to the machine of this generation.
+    pub(crate) fn set_generation(&mut self, generation: u32) {
+        self.generation = generation;
+    }
+
+    /// The number of its descriptor.
+    pub(crate) fn descriptor(&self) -> RawFd {
+        self.fd.as_raw_fd()
+    }
+
+    /// Where KVM shares memory with the monitor.
+    pub(crate) fn shared_address(&mut self) -> u64 {
+        std::ptr::from_mut(self.fd.get_kvm_run()) as u64
     }
 
     /// A child made by `fork` gets no mapping of this virtual CPU, which would keep the parent's
@@ -270,6 +350,8 @@ impl Vcpu {
         match error {
             Some(libc::EINTR | libc::EAGAIN) => return Ok(Exit::Interrupted),
             Some(libc::EFAULT | libc::EHWPOISON) => return Ok(Exit::NoMemory),
+            // The descriptor is closed, or its number kept by that of a machine.
+            Some(libc::EBADF | libc::ENOTTY) => return Ok(Exit::Parked),
             Some(error) => {
                 return Err(Error::new(ErrorKind::System, "KVM_RUN", "").source(io::Error::from_raw_os_error(error)));
             }

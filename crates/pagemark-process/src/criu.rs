@@ -12,6 +12,7 @@ mod guard;
 pub mod images;
 mod interrupted;
 mod kernel_data;
+mod machines;
 mod notify;
 pub(crate) mod outside_files;
 pub(crate) mod outside_sockets;

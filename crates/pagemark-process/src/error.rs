@@ -63,6 +63,8 @@ pub enum ErrorKind {
     Seccomp,
     /// A thread of the process does not stop.
     DoesNotStop,
+    /// The process changes its virtual machine, and cannot give it up at this moment.
+    Busy,
     /// The process has no `syscall` instruction in its code.
     NoInstruction,
     /// The process turns its system calls into signals.

@@ -9,6 +9,8 @@
 //! A helper process in a session of its own does this. If the calling process is killed meanwhile,
 //! the helper finishes, so that the target is never left with foreign registers.
 
+mod parked;
+
 use std::ffi::{CStr, CString};
 use std::io;
 use std::mem::MaybeUninit;
@@ -18,6 +20,8 @@ use std::os::unix::ffi::OsStringExt;
 use std::time::{Duration, Instant};
 
 use pagemark::ByteCount;
+#[cfg(doc)]
+use pagemark::sys::parking;
 use pagemark::sys::proc::{self, maps, stat};
 use pagemark::sys::userfaultfd::FLAGS;
 
@@ -49,10 +53,12 @@ enum Step {
     Instruction,
     Dispatch,
     Threads,
+    Busy,
+    Device,
 }
 
 impl Step {
-    const ALL: [Step; 12] = [
+    const ALL: [Step; 14] = [
         Step::Done,
         Step::Seize,
         Step::Stop,
@@ -65,6 +71,8 @@ impl Step {
         Step::Instruction,
         Step::Dispatch,
         Step::Threads,
+        Step::Busy,
+        Step::Device,
     ];
 
     /// The error of a failure at this step in process `pid`.
@@ -99,6 +107,13 @@ impl Step {
                 cannot(ErrorKind::Refused, "userfaultfd in the process".into(), help)
                     .caused_by(io::Error::from_raw_os_error(errno))
             }
+            (Step::Busy, _) => busy(pid),
+            (Step::Device, _) => {
+                Error::about(ErrorKind::NotPermitted, Object::Process(pid), "it could not open /dev/kvm again")
+                    .during("cannot take the virtual machine from")
+                    .help("a program that gives up its rights, or its root directory, must keep the right to /dev/kvm")
+                    .caused_by(io::Error::from_raw_os_error(errno))
+            }
             (Step::Seize, _) => system("attaching with ptrace"),
             (Step::Copy, _) => system("copying the descriptor by pidfd_getfd"),
             (Step::Threads, _) => system("listing its threads"),
@@ -112,7 +127,10 @@ const COMPARE: &str = "use --mechanism compare";
 
 /// The error of a failed system call while a userfaultfd is created in a process.
 fn failed(step: &'static str, pid: i32) -> impl FnOnce(io::Error) -> Error {
-    move |source| Error::about(ErrorKind::System, Object::Process(pid), step).during("cannot track").caused_by(source)
+    move |source| match source.raw_os_error() {
+        Some(libc::ESRCH) => Error::no_process(pid),
+        _ => Error::about(ErrorKind::System, Object::Process(pid), step).during("cannot track").caused_by(source),
+    }
 }
 
 fn no_instruction(pid: i32) -> Error {
@@ -141,8 +159,8 @@ pub fn userfaultfd_with(pid: i32, flags: libc::c_int) -> Result<OwnedFd> {
     for _ in 1..MAX_TRIES {
         let thread = proc::live_thread(pid).ok_or_else(|| Error::no_process(pid))?;
         match inject_by(pid, thread, Work::Userfaultfd { flags }) {
-            // The thread has exited meanwhile, which made the attempt fail, but other threads of the process run.
-            Err(_) if proc::live_thread(pid).is_some_and(|now| now != thread) => {}
+            // The thread has exited meanwhile, which made the attempt fail. Other threads of the process may run.
+            Err(_) if proc::live_thread(pid) != Some(thread) => {}
             made => return made?.ok_or_else(|| Step::Copy.error(pid, libc::EBADF)),
         }
     }
@@ -170,12 +188,31 @@ pub fn system_calls(pid: i32, calls: Vec<Call>) -> Result<()> {
     inject_by(pid, thread, Work::Calls(calls)).map(drop)
 }
 
+/// Makes process `pid`, which runs in a machine of `pagemark-kvm`, give up what it has of KVM; see
+/// [`parking`]. The process must not be traced. `parker` is the id that this process has there.
+///
+/// # Errors
+/// [`ErrorKind::Busy`]: its threads use KVM at this moment, and it is unchanged. Another error says
+/// why it could not be done; the process goes on in any case.
+pub(crate) fn park(pid: i32, parker: Option<i32>) -> Result<()> {
+    let thread = proc::live_thread(pid).ok_or_else(|| Error::no_process(pid))?;
+    inject_by(pid, thread, Work::Park { parker }).map(drop)
+}
+
+/// The error of a process that cannot give up its machine at this moment.
+pub(crate) fn busy(pid: i32) -> Error {
+    let reason = "changes its virtual machine, starts a program in one, or waits for a child made by vfork";
+    Error::about(ErrorKind::Busy, Object::Process(pid), reason)
+}
+
 /// What a thread is made to do.
 enum Work {
     /// To create a userfaultfd, which is copied.
     Userfaultfd { flags: libc::c_int },
     /// To carry out calls.
     Calls(Vec<Call>),
+    /// To give up what its process has of KVM.
+    Park { parker: Option<i32> },
 }
 
 /// Does `work` by system calls of the given thread. Returns the descriptor that was copied.
@@ -388,6 +425,7 @@ fn run_helper(task: &mut Task) -> libc::c_int {
     libc::c_int::from(sent < 0)
 }
 
+/// A step that failed, and the number of the error.
 type Helped<T> = Result<T, (Step, libc::c_int)>;
 
 /// Resumes a thread that made no system call for us.
@@ -423,6 +461,12 @@ fn stop_threads(task: &mut Task, deadline: Instant) -> Helped<()> {
             }
             if task.threads.len() == MAX_THREADS {
                 return Err((Step::Threads, libc::E2BIG));
+            }
+            // It has to end when the machine is closed.
+            if matches!(task.work, Work::Park { .. })
+                && StatText::read(directory, thread).is_ok_and(|stat| stat::is_worker_of_kvm(stat.text()))
+            {
+                return Ok(());
             }
             match ptrace::seize(thread, task.options) {
                 Ok(()) => {}
@@ -502,6 +546,10 @@ fn do_work(task: &Task, deadline: Instant) -> Helped<RawFd> {
             let failed =
                 |result: i64| if result < 0 { Err((Step::SystemCall, -result as libc::c_int)) } else { Ok(()) };
             calls.iter().try_for_each(|each| call(each).and_then(failed)).map(|()| -1)
+        }
+        Work::Park { parker } => {
+            let call = |number, arguments| system_call(task, &original, number, arguments, deadline);
+            parked::park(thread, *parker, &call).map(|()| -1)
         }
     };
     restore_thread(thread, &original, mask, ptrace::deadline(STOP_LIMIT)).map_err(|errno| (Step::SystemCall, errno))?;

@@ -41,6 +41,7 @@ pub mod freezer;
 pub mod helper;
 pub mod inject;
 pub mod objects;
+mod parked;
 mod plain_proc;
 pub mod preload;
 mod ptrace;

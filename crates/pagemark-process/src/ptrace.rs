@@ -211,6 +211,11 @@ pub fn word(thread: i32, address: u64) -> Result<u64> {
     Ok(word)
 }
 
+/// Writes a word of a stopped thread's memory.
+pub fn set_word(thread: i32, address: u64, word: u64) -> Result<()> {
+    request(libc::PTRACE_POKEDATA, thread, address as usize, word as usize)
+}
+
 /// If a stopped thread with these registers is within a restartable sequence, moves them to its
 /// abort handler, as the kernel does when it resumes the thread. A thread may leave a sequence only
 /// by its end or its abort handler.

@@ -162,7 +162,11 @@ if os.path.exists('do'):
     os.unlink('do')
 shown = ' '.join(str(shared[page * PAGE]) for page in range(PAGES))
 open('shown.new', 'w').write(shown)
-os.rename('shown.new', 'shown')
+try:
+    os.rename('shown.new', 'shown')
+except FileNotFoundError:
+    # Restored between the two lines, from a checkpoint that has only files that were open.
+    pass
 show(n)
 time.sleep(0.002)
 "#;

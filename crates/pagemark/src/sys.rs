@@ -20,6 +20,7 @@ pub mod own_machine;
 pub mod own_mappings;
 pub mod own_memory;
 pub mod pagemap;
+pub mod parking;
 pub(crate) mod per_process;
 pub mod pidfd;
 pub(crate) mod populate;

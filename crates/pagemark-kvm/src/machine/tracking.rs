@@ -143,7 +143,7 @@ impl Machine {
 
     /// Switches the logs of the slots of `start..end` on where memory is tracked by them, and off
     /// elsewhere.
-    fn set_logging(&self, space: &Space, start: u64, end: u64) -> Result<(), i32> {
+    pub(super) fn set_logging(&self, space: &Space, start: u64, end: u64) -> Result<(), i32> {
         let tracked = &space.tracking.by[Means::Log as usize].ranges;
         for (slot, span) in (1..).zip(&space.slots) {
             let from = span * SLOT_SPAN;

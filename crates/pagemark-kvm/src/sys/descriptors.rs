@@ -37,6 +37,14 @@ pub fn raise(fd: RawFd, stays: bool) -> io::Result<RawFd> {
     Ok(high)
 }
 
+/// Gives the open file `from` the number `to` of the monitor, too. A program that is executed has
+/// it if `stays`.
+pub fn replace(from: RawFd, to: RawFd, stays: bool) -> io::Result<()> {
+    let flags = if stays { 0 } else { libc::O_CLOEXEC };
+    // SAFETY: whoever uses the number gets the new file.
+    above_limit(|_| made(unsafe { libc::dup3(from, to, flags) }))?.map(drop)
+}
+
 fn made(fd: RawFd) -> io::Result<RawFd> {
     if fd < 0 { Err(io::Error::last_os_error()) } else { Ok(fd) }
 }

@@ -34,6 +34,7 @@ use super::guard::Guard;
 use super::images::schema::PstreeEntry;
 use super::images::{PageRun, Pagemap, read_all};
 use super::interrupted::Interrupted;
+use super::machines::Machines;
 use super::notify::Submitted;
 use super::outside_files::{self, OutsideFile};
 use super::stdio::{self, Outside};
@@ -151,6 +152,8 @@ pub struct Dump {
     interrupted: Interrupted,
     watch: Watch,
     state_saved_at: Option<Instant>,
+    /// Processes that run in machines, if there are any.
+    machines: Option<Machines>,
     /// None once CRIU's rules are removed, or if it makes none.
     rules: Option<Rules>,
     /// Waited for when CRIU has ended.
@@ -296,8 +299,12 @@ impl Dump {
         // The calls that are left to the kernel need Linux 5.5; the interface is as old as 5.6.
         let registers = pidfd::GET_DESCRIPTOR.is_there();
         let data = !objects.is_empty();
-        let withhold = (pagemap::SCAN.is_there() || with_limits || mappings || registers || data) && may_withhold;
-        let submitted = Submitted { limits: with_limits, files: kernel_data::is_needed(), mappings, registers, data };
+        let machines = Machines::of_tree(pid, &tree, &criu.interrupted);
+        let attaching = machines.is_some();
+        let withhold =
+            (pagemap::SCAN.is_there() || with_limits || mappings || registers || data || attaching) && may_withhold;
+        let files = kernel_data::is_needed();
+        let submitted = Submitted { limits: with_limits, files, mappings, registers, data, attaching };
         // SAFETY: only system calls are made between fork and exec, which is allowed in a child of a
         // process with threads.
         unsafe {
@@ -316,8 +323,13 @@ impl Dump {
         let child = command.spawn().map_err(io(&format!("start {}", criu.path().display())))?;
         let guard = Guard::start(child.id() as i32, pid, &tree, sockets).map_err(io("start a guard"))?;
         let watch = Watch::start(pid, child.id() as i32).map_err(io("start a thread"))?;
-        let withholding = withhold.then(|| Withholding::start(&receiver, tree, objects, criu, submitted));
+        let withholding =
+            withhold.then(|| Withholding::start(&receiver, tree, objects, criu, submitted, machines.clone()));
         let withholding = withholding.transpose().map_err(io("answer system calls"))?.flatten();
+        if let (None, Some(machines)) = (&withholding, &machines) {
+            // Nobody says when CRIU attaches: the processes wait while it starts. An error is that of the dump.
+            machines.park();
+        }
         Ok(Dump {
             pid,
             directory: directory.into(),
@@ -329,6 +341,7 @@ impl Dump {
             interrupted: criu.interrupted.clone(),
             watch,
             state_saved_at: None,
+            machines,
             rules,
             _guard: guard,
         })
@@ -394,6 +407,8 @@ impl Dump {
         match self.status.read(&mut byte) {
             Ok(1) => {
                 self.state_saved_at = Some(Instant::now());
+                // In their memory, which is saved from now on, they are released.
+                self.machines.iter().for_each(Machines::release);
                 Ok(())
             }
             Ok(_) => {
@@ -423,6 +438,8 @@ impl Dump {
         let (Some(frozen_at), Some(state_saved_at)) = (self.watch.frozen_at(), self.state_saved_at) else {
             return Err(Error::criu_failed(self.what(), "the state is not saved yet"));
         };
+        let waiting_since = self.machines.as_ref().and_then(Machines::since);
+        let frozen_at = waiting_since.map_or(frozen_at, |since| since.min(frozen_at));
         if self.notes.cgroups == Cgroups::Restore {
             let pids = members(self.pid);
             // Only the ids of a container are others in the images. The tree is still frozen.
@@ -484,6 +501,9 @@ impl Dump {
     fn failure(&self) -> Error {
         if tracer(self.pid).is_none() {
             return Error::criu_gone(self.pid);
+        }
+        if let Some(error) = self.machines.as_ref().and_then(Machines::take_error) {
+            return error;
         }
         let reason = errors_in_log(&self.directory.join(LOG));
         let lacks_right = reason.contains("get rlimit");

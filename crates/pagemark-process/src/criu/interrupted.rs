@@ -66,14 +66,18 @@ pub(super) struct Interrupted {
     numbers: Arc<Mutex<HashMap<Place, i64>>>,
 }
 
-/// Where a thread makes a system call. No two threads of a process have the same stack.
+/// A system call that a thread makes, as far as a restart leaves it in the registers. A program may
+/// make all its calls by the same instruction, with the same depth of the stack.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
-struct Place {
-    pid: i32,
+struct Site {
     /// Address behind the instruction.
     rip: u64,
     rsp: u64,
+    arguments: [u64; 6],
 }
+
+/// The process, and the call. No two threads of a process have the same stack.
+type Place = (i32, Site);
 
 /// A call with a limit that begins anew.
 #[derive(Clone, Copy, Debug)]
@@ -102,7 +106,10 @@ impl Interrupted {
             return true;
         }
         let number = match number {
-            libc::SYS_restart_syscall => self.restarted(thread, registers.rip, registers.rsp),
+            libc::SYS_restart_syscall => {
+                let Registers { rip, rsp, rdi, rsi, rdx, r10, r8, r9, .. } = *registers;
+                self.restarted(thread, Site { rip, rsp, arguments: [rdi, rsi, rdx, r10, r8, r9] })
+            }
             number => Some(number),
         };
         let Some(number) = number else { return false };
@@ -152,12 +159,16 @@ impl Interrupted {
 
     /// The number of the call that a thread of a process goes on with by `restart_syscall`. None if
     /// it is unknown.
-    fn restarted(&self, pid: i32, rip: u64, rsp: u64) -> Option<i64> {
+    fn restarted(&self, pid: i32, site: Site) -> Option<i64> {
         let mut code = [0; CODE];
         let memory = proc::open_memory(pid).ok()?;
-        memory.read_exact_at(&mut code, rip.checked_sub(CODE as u64)?).ok()?;
-        let place = Place { pid, rip, rsp };
-        number_in(&code).or_else(|| self.numbers.lock().unwrap_or_else(PoisonError::into_inner).get(&place).copied())
+        memory.read_exact_at(&mut code, site.rip.checked_sub(CODE as u64)?).ok()?;
+        number_in(&code).or_else(|| self.observed(pid, site))
+    }
+
+    /// The number of a call that was observed.
+    fn observed(&self, pid: i32, site: Site) -> Option<i64> {
+        self.numbers.lock().unwrap_or_else(PoisonError::into_inner).get(&(pid, site)).copied()
     }
 
     /// Changes the images in a directory so that the threads make the interrupted calls again.
@@ -183,7 +194,7 @@ impl Interrupted {
                 let path = directory.join(format!("core-{thread}.img"));
                 let mut image = Image::read(&path, ImageKind::Core)?;
                 let core = decode(&path, &image)?;
-                let number = |rip, rsp| self.restarted(host_id(process.pid as i32)?, rip, rsp);
+                let number = |site| self.restarted(host_id(process.pid as i32)?, site);
                 let Some(message) = repaired(&image.messages[0], &core, &shared, number) else { continue };
                 image.messages[0] = message;
                 let failed = Error::criu_io(format!("write {}", path.display()));
@@ -201,8 +212,12 @@ fn observe_thread(pid: i32, thread: i32, known: &HashMap<Place, i64>) -> Option<
     let mut fields = text.split_ascii_whitespace();
     let number: i64 = fields.next()?.parse().ok()?;
     let mut words = fields.map_while(|field| u64::from_str_radix(field.strip_prefix("0x")?, 16).ok());
-    let (first, rsp, rip) = (words.next()?, words.nth(5)?, words.next()?);
-    let place = Place { pid, rip, rsp };
+    let mut arguments = [0; 6];
+    for argument in &mut arguments {
+        *argument = words.next()?;
+    }
+    let (rsp, rip) = (words.next()?, words.next()?);
+    let place = (pid, Site { rip, rsp, arguments });
     if number != libc::SYS_restart_syscall {
         return keeps_time(number).then_some((place, number));
     }
@@ -210,7 +225,7 @@ fn observe_thread(pid: i32, thread: i32, known: &HashMap<Place, i64>) -> Option<
         return Some((place, *number));
     }
     let function = std::fs::read_to_string(proc::path(thread, "wchan")).ok()?;
-    Some((place, number_by_function(&function, first)?))
+    Some((place, number_by_function(&function, arguments[0])?))
 }
 
 /// The number of a call that keeps time, by the kernel's function in which its thread waits and its
@@ -284,12 +299,12 @@ fn decode(path: &Path, image: &Image) -> Result<CoreEntry, Error> {
 
 /// The encoded message of a thread that makes its interrupted call again. None if it is as it
 /// should be. `shared` are the signals that are pending for the process; `number` finds the number
-/// of a restarted call by instruction and stack pointer.
+/// of a restarted call.
 fn repaired(
     message: &[u8],
     core: &CoreEntry,
     shared: &SignalQueueEntry,
-    number: impl Fn(u64, u64) -> Option<i64>,
+    number: impl Fn(Site) -> Option<i64>,
 ) -> Option<Vec<u8>> {
     let registers = &core.thread_info.as_ref()?.gpregs;
     let result = registers.ax as i64;
@@ -318,7 +333,7 @@ fn call_to_make(
     core: &CoreEntry,
     registers: &UserX86RegsEntry,
     shared: &SignalQueueEntry,
-    number: impl Fn(u64, u64) -> Option<i64>,
+    number: impl Fn(Site) -> Option<i64>,
 ) -> Option<i64> {
     let thread = core.thread_core.as_ref()?;
     let blocked = thread.blk_sigset.unwrap_or(0);
@@ -331,7 +346,10 @@ fn call_to_make(
         return None;
     }
     let call = match registers.orig_ax as i64 {
-        libc::SYS_restart_syscall => number(registers.ip, registers.sp)?,
+        libc::SYS_restart_syscall => {
+            let UserX86RegsEntry { ip: rip, sp: rsp, di, si, dx, r10, r8, r9, .. } = *registers;
+            number(Site { rip, rsp, arguments: [di, si, dx, r10, r8, r9] })?
+        }
         call => call,
     };
     // SAFETY: the structure consists of numbers, for which zeros are valid.
@@ -424,6 +442,31 @@ mod tests {
     }
 
     #[test]
+    fn another_call_from_the_same_place_is_not_taken_for_the_observed_one() {
+        // A function that makes any call, as `syscall` of the C library.
+        let own = |number: i64, arguments: [u64; 3]| {
+            let [a, b, c] = arguments;
+            // SAFETY: the calls that are made here wait, and change nothing.
+            unsafe { libc::syscall(number, a, b, c) };
+        };
+        let (send, receive) = std::sync::mpsc::channel();
+        // Detached: it waits for ever, and ends with the process.
+        std::thread::spawn(move || {
+            // SAFETY: only asks.
+            send.send(unsafe { libc::syscall(libc::SYS_gettid) as i32 }).unwrap();
+            own(libc::SYS_poll, [0, 0, u64::from(u32::MAX)]);
+        });
+        let (pid, thread) = (std::process::id() as i32, receive.recv().unwrap());
+        let waits = || observe_thread(pid, thread, &HashMap::new()).filter(|(_, number)| *number == libc::SYS_poll);
+        let ((_, site), _) = pagemark_testing::wait_for("the thread to wait", waits);
+        let calls = Interrupted::default();
+        calls.observe(&[pid]);
+        assert_eq!(calls.observed(pid, site), Some(libc::SYS_poll));
+        let other = Site { arguments: [1, 0, u64::from(u32::MAX), 0, 0, 0], ..site };
+        assert_eq!(calls.observed(pid, other), None);
+    }
+
+    #[test]
     fn the_number_of_a_call_is_found_by_where_its_thread_waits() {
         let number = |function, argument| number_by_function(function, argument);
         assert_eq!(number("poll_schedule_timeout.constprop.0", 0x7f00_0000_0000), Some(libc::SYS_poll));
@@ -465,8 +508,8 @@ mod tests {
     fn interrupted_calls_are_made_again_in_the_images() {
         let eintr = -i64::from(libc::EINTR);
         let now = |core: &CoreEntry, number: Option<i64>| {
-            let message = repaired(&core.encode_to_vec(), core, &SignalQueueEntry::default(), |ip, sp| {
-                assert_eq!((ip, sp), (0x1000, 0));
+            let message = repaired(&core.encode_to_vec(), core, &SignalQueueEntry::default(), |site| {
+                assert_eq!((site.rip, site.rsp), (0x1000, 0));
                 number
             })?;
             let registers = CoreEntry::decode(message.as_slice()).unwrap().thread_info.unwrap().gpregs;

@@ -59,9 +59,12 @@ pub(super) struct Submitted {
     pub registers: bool,
     /// Each `lseek` to the next data of a file.
     pub data: bool,
+    /// Each `ptrace` that attaches to a thread (PTRACE_SEIZE).
+    pub attaching: bool,
 }
 
 /// Requests of `ptrace`, and the set of registers.
+pub(super) const SEIZE: u32 = 0x4206;
 pub(super) const GET_SIGNAL_MASK: u32 = 0x420a;
 const GET_REGISTER_SET: u32 = 0x4204;
 const VECTOR_REGISTERS: u32 = 0x202;
@@ -89,9 +92,9 @@ pub(super) fn submit(socket: RawFd, submitted: Submitted) -> io::Result<()> {
     const OPENAT: usize = 19;
     const OPENAT_RELATIVE: usize = 24;
     const PTRACE: usize = 26;
-    const LSEEK: usize = 31;
-    const SUBMIT: usize = 33;
-    const ALLOW: usize = 34;
+    const LSEEK: usize = 32;
+    const SUBMIT: usize = 34;
+    const ALLOW: usize = 35;
     let statement = |code: u32, k: u32| libc::sock_filter { code: code as u16, jt: 0, jf: 0, k };
     let jump = |from: usize, k: u32, equal: usize, other: usize| libc::sock_filter {
         code: (libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K) as u16,
@@ -103,7 +106,8 @@ pub(super) fn submit(socket: RawFd, submitted: Submitted) -> io::Result<()> {
     let answer = libc::BPF_RET | libc::BPF_K;
     // No system call has the other number.
     let number = |number: i64, is_submitted: bool| if is_submitted { number as u32 } else { u32::MAX };
-    let Submitted { limits, files, mappings, registers, data } = submitted;
+    let Submitted { limits, files, mappings, registers, data, attaching } = submitted;
+    let submit_if = |is_submitted: bool| if is_submitted { SUBMIT } else { ALLOW };
     let mut filter = [
         statement(load, ARCHITECTURE),
         jump(1, AUDIT_ARCH_X86_64, 2, ALLOW),
@@ -111,7 +115,7 @@ pub(super) fn submit(socket: RawFd, submitted: Submitted) -> io::Result<()> {
         jump(3, number(libc::SYS_prlimit64, limits || registers), PRLIMIT, 4),
         jump(4, number(libc::SYS_openat, files || mappings), OPENAT, 5),
         jump(5, number(libc::SYS_rename, files), SUBMIT, 6),
-        jump(6, number(libc::SYS_ptrace, registers), PTRACE, 7),
+        jump(6, number(libc::SYS_ptrace, registers || attaching), PTRACE, 7),
         jump(7, number(libc::SYS_lseek, data), LSEEK, 8),
         jump(8, libc::SYS_ioctl as u32, 9, ALLOW),
         statement(load, argument(1)),
@@ -136,13 +140,14 @@ pub(super) fn submit(socket: RawFd, submitted: Submitted) -> io::Result<()> {
         jump(25, READING, SUBMIT, ALLOW),
         // `ptrace`
         statement(load, argument(0)),
-        jump(27, GET_SIGNAL_MASK, SUBMIT, 28),
-        jump(28, GET_REGISTER_SET, 29, ALLOW),
+        jump(27, SEIZE, submit_if(attaching), 28),
+        jump(28, GET_SIGNAL_MASK, submit_if(registers), 29),
+        jump(29, GET_REGISTER_SET, 30, ALLOW),
         statement(load, argument(2)),
-        jump(30, VECTOR_REGISTERS, SUBMIT, ALLOW),
+        jump(31, VECTOR_REGISTERS, submit_if(registers), ALLOW),
         // `lseek`
         statement(load, argument(2)),
-        jump(32, libc::SEEK_DATA as u32, SUBMIT, ALLOW),
+        jump(33, libc::SEEK_DATA as u32, SUBMIT, ALLOW),
         statement(answer, libc::SECCOMP_RET_USER_NOTIF),
         statement(answer, libc::SECCOMP_RET_ALLOW),
     ];

@@ -13,8 +13,8 @@
 //!
 //! The same filter hands over CRIU's queries of resource limits, which the kernel refuses without
 //! CAP_SYS_RESOURCE for processes of other users, and the calls by which CRIU keeps what it found
-//! out about the kernel ([`KernelData`]), reads the flags of mappings ([`smaps`]), and records
-//! registers ([`Resumed`]).
+//! out about the kernel ([`KernelData`]), reads the flags of mappings ([`smaps`]), attaches to
+//! threads ([`Machines`]), and records registers ([`Resumed`]).
 //!
 //! If Pagemark is killed, the calls fail, and CRIU cancels the dump as after any error.
 
@@ -35,7 +35,8 @@ use pagemark::sys::proc::{Limits, Mapping, descriptors, maps};
 use pagemark::{Address, Range, RangeSet};
 
 use super::kernel_data::{self, KernelData};
-use super::notify::{Answer, CREATING, Call, GET_SIGNAL_MASK, Listener, Submitted};
+use super::machines::Machines;
+use super::notify::{Answer, CREATING, Call, GET_SIGNAL_MASK, Listener, SEIZE, Submitted};
 use super::resumed::Resumed;
 use super::{Criu, smaps};
 use crate::objects::ObjectId;
@@ -70,8 +71,8 @@ pub(super) struct Withheld {
 
 impl Withholding {
     /// Starts to answer the program that has sent its listener to `socket`. `tree` are the
-    /// processes being dumped, and `objects` the shared memory whose content is withheld. None if
-    /// it could have none, because somebody else listens to it: then CRIU examines the memory
+    /// processes being dumped, `objects` the shared memory whose content is withheld, and
+    /// `machines` are given up before the program attaches to a process. None if it could have none, because somebody else listens to it: then CRIU examines the memory
     /// itself, which takes longer.
     pub fn start(
         socket: &UnixStream,
@@ -79,6 +80,7 @@ impl Withholding {
         objects: &HashSet<ObjectId>,
         criu: &Criu,
         submitted: Submitted,
+        machines: Option<Machines>,
     ) -> io::Result<Option<Withholding>> {
         let Some(listener) = Listener::receive(socket)? else { return Ok(None) };
         let answers = Answers {
@@ -91,6 +93,7 @@ impl Withholding {
             resumed: Resumed::new(criu.interrupted.clone()),
             listed_mappings: 0,
             written: None,
+            machines,
         };
         let thread = std::thread::Builder::new().name("withhold".into()).spawn(move || answers.run())?;
         Ok(Some(Withholding { thread }))
@@ -115,6 +118,7 @@ struct Answers {
     listed_mappings: u32,
     /// The file into which CRIU writes what it found out about the kernel.
     written: Option<File>,
+    machines: Option<Machines>,
 }
 
 struct Space {
@@ -173,10 +177,14 @@ impl Answers {
         }
     }
 
-    /// Lets the kernel answer a `ptrace` by which CRIU records a thread.
+    /// Lets the kernel answer a `ptrace` by which CRIU attaches to a thread, or records it.
     fn answer_ptrace(&mut self, call: &Call) -> Option<Answer> {
         let [request, thread, _, address, ..] = call.arguments;
         let thread = thread as i32;
+        if request == u64::from(SEIZE) {
+            let is_ready = self.machines.as_ref().is_none_or(Machines::park);
+            return Some(if is_ready { Answer::Continue } else { Answer::Return(-i64::from(libc::EPERM)) });
+        }
         if request == u64::from(GET_SIGNAL_MASK) {
             self.resumed.begin(thread, address);
         } else if self.listener.is_valid(call) {

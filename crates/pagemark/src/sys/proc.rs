@@ -68,6 +68,14 @@ pub fn open_memory(pid: i32) -> io::Result<File> {
     File::open(path(pid, "mem"))
 }
 
+/// Opens `/proc/PID/mem` for writing.
+///
+/// # Errors
+/// As [`open_memory`].
+pub fn open_memory_for_writing(pid: i32) -> io::Result<File> {
+    File::options().read(true).write(true).open(path(pid, "mem"))
+}
+
 /// Path of the program that a process executes.
 ///
 /// # Errors

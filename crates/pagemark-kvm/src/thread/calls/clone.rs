@@ -157,6 +157,7 @@ impl Thread {
     /// A thread of the program with a virtual CPU whose state is that of this one. It is not
     /// running.
     fn copy(&mut self, clone: &Clone) -> Result<Thread, Refusal> {
+        let _in_use = self.use_kvm();
         let copied = Thread::with(self.machine.clone(), self.process.clone()).and_then(|mut thread| {
             thread.vcpu.copy_state(&mut self.vcpu)?;
             Ok(thread)
@@ -204,6 +205,8 @@ impl Thread {
     /// `vfork`: a process that shares this memory, and that this thread waits for until it executes
     /// a program or ends. It runs on another virtual CPU of the same machine.
     fn new_sharing(&mut self, clone: &Clone, mask: u64) -> Result<u32, Refusal> {
+        // The child is not counted as a user of KVM: it could be killed before it is done.
+        let (in_use, _) = self.use_kvm();
         let mut thread = self.copy(clone)?;
         thread.process = Arc::new(self.process.copy());
         thread.alternate = self.alternate;
@@ -216,6 +219,7 @@ impl Thread {
             thread.run_with_mask(mask);
         };
         let result = child::sharing_memory(&mut body, STACK_BYTES, clone.exit_signal as i32);
+        in_use.child_has_ended();
         // The child has taken this thread's place in the thread-local storage that both have.
         // SAFETY: as in `run`.
         unsafe { self.slot.make_current() };
@@ -231,6 +235,7 @@ impl Thread {
 
     /// `fork`: the child's memory is a copy, and it makes a machine of its own.
     fn new_process(&mut self, clone: &Clone) -> Result<u32, Refusal> {
+        let (in_use, _) = self.use_kvm();
         let state = self.vcpu.state();
         let vector = self.vcpu.vector_state().map_err(|error| Refusal::lacking(libc::EAGAIN, error.to_string()))?;
         let machine = self.machine.clone();
@@ -240,14 +245,16 @@ impl Thread {
         let kept = [machine.device(), process.monitor()];
         let id = child::fork().map_err(|error| os_error(&error))?;
         if id != 0 {
-            drop((space, locks));
+            drop((space, locks, in_use));
             clone.note(self, false, id);
             return Ok(id);
         }
         // SAFETY: what used the descriptors is forgotten below.
         unsafe { descriptors::close_all_but(&kept) };
+        machine.begin_child(&in_use);
         drop((space, locks));
         let renewed = self.renew(&machine, &state, &vector);
+        drop(in_use);
         if let Err(error) = renewed {
             report(&process.program(), &format!("a child has no machine: {error}"));
             signals::die(libc::SIGKILL as u32, &super::signal::fault_info(libc::SIGKILL as u32, 0, 0));

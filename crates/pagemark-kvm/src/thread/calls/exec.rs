@@ -106,6 +106,7 @@ impl Thread {
             return Err(libc::ENOENT.into());
         }
         drop(Image::open(path, &arguments)?);
+        let _in_use = self.machine.enter();
         let mut list: Vec<CString> = self.process.again().to_vec();
         let inherited = Inherited { device: self.machine.device(), monitor: self.process.monitor() };
         list.extend([EXECUTE.to_owned(), inherited.to_argument()]);

@@ -260,7 +260,10 @@ impl Thread {
         if action.flags & SA_RESTORER == 0 {
             return Err(Fault);
         }
-        let state = save_state(&self.vcpu).map_err(|_| Fault)?;
+        let state = {
+            let _in_use = self.use_kvm();
+            save_state(&self.vcpu).map_err(|_| Fault)?
+        };
         let alternate = self.alternate;
         let registers = self.vcpu.registers();
         let mut stack = registers.rsp.wrapping_sub(RED_ZONE);
@@ -340,7 +343,10 @@ impl Thread {
         program_memory::read(at, &mut frame[..INFO_AT])?;
         let word = |at: usize| u64::from_le_bytes(frame[at..at + 8].try_into().unwrap_or_default());
         let state = load_state(&self.vcpu, word(STATE_POINTER_AT))?;
-        self.vcpu.set_vector_state(&state).map_err(|_| Fault)?;
+        {
+            let _in_use = self.use_kvm();
+            self.vcpu.set_vector_state(&state).map_err(|_| Fault)?;
+        }
         let saved: [u64; 18] = std::array::from_fn(|index| word(REGISTERS_AT + index * 8));
         let r = self.vcpu.registers();
         [

@@ -24,8 +24,11 @@ pub struct Stat {
     pub start_ticks: u64,
     /// True for a thread of the kernel.
     pub is_kernel_thread: bool,
+    /// True once it exits: it executes nothing of its program any more.
+    pub is_exiting: bool,
 }
 
+const PF_EXITING: u64 = 0x4;
 const PF_KTHREAD: u64 = 0x0020_0000;
 
 impl Stat {
@@ -58,6 +61,7 @@ impl Stat {
             terminal: fields.get(4)?.parse::<i32>().ok()? as u32 as u64,
             start_ticks: fields.get(19)?.parse().ok()?,
             is_kernel_thread: flags & PF_KTHREAD != 0,
+            is_exiting: flags & PF_EXITING != 0,
         })
     }
 
@@ -82,6 +86,17 @@ pub fn parent_and_start(text: &[u8]) -> Option<(i32, u64)> {
     let mut fields = std::str::from_utf8(text.get(end_of_command(text)? + 1..)?).ok()?.split_ascii_whitespace();
     let parent_pid = fields.nth(1)?.parse().ok()?;
     Some((parent_pid, fields.nth(17)?.parse().ok()?))
+}
+
+/// True of the thread of the kernel that KVM keeps in a process that has a machine (Linux 6.14), by
+/// the content of its `stat` file. It executes nothing of the program. Does not allocate.
+pub fn is_worker_of_kvm(text: &[u8]) -> bool {
+    const PF_USER_WORKER: u64 = 0x4000;
+    let Some(close) = end_of_command(text) else { return false };
+    let fields = text.get(close + 1..).and_then(|rest| std::str::from_utf8(rest).ok());
+    let flags = fields.and_then(|fields| fields.split_ascii_whitespace().nth(6)?.parse::<u64>().ok());
+    let is_of_kvm = text.split(|&byte| byte == b'(').nth(1).is_some_and(|name| name.starts_with(b"kvm-"));
+    is_of_kvm && flags.is_some_and(|flags| flags & PF_USER_WORKER != 0)
 }
 
 /// True of the state of a process or thread that has exited, waited for or not.
@@ -110,6 +125,16 @@ mod tests {
             prop_assert_eq!(&stat.command, &String::from_utf8_lossy(&command));
             prop_assert_eq!((stat.pid, stat.state, stat.parent_pid, stat.session_id, stat.start_ticks), (77, 'S', 5, 66, 12345));
         }
+    }
+
+    #[test]
+    fn only_a_thread_of_the_kernel_is_a_worker_of_kvm() {
+        let stat =
+            |name: &str, flags: u64| format!("77 ({name}) S 5 77 66 0 -1 {flags} 0 0 0 0 0 0 0 0 20 0 1 0 12 0 0\n");
+        assert!(is_worker_of_kvm(stat("kvm-nx-lpage-re", 0x0040_4040).as_bytes()));
+        assert!(!is_worker_of_kvm(stat("kvm-nx-lpage-re", 0x0040_0040).as_bytes()));
+        assert!(!is_worker_of_kvm(stat("vhost-77", 0x0040_4040).as_bytes()));
+        assert!(!is_worker_of_kvm(b"77 (kvm-"));
     }
 
     #[test]

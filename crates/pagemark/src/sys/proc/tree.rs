@@ -5,7 +5,7 @@ use std::collections::{HashSet, VecDeque};
 use std::fs;
 use std::io;
 
-use super::{Stat, is_gone};
+use super::{Stat, is_gone, stat};
 
 /// A process of a tree. The start time distinguishes it from a later process with the same id.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -42,9 +42,14 @@ fn ids_in(directory: fs::ReadDir) -> io::Result<Vec<i32>> {
 
 /// A thread of a process that has not exited: the main thread, unless that has. The memory of the
 /// process can be accessed by this thread's id; under the id of a main thread that has exited the
-/// kernel hides it. None if the process is gone or a zombie.
+/// kernel hides it. None if the process is gone or a zombie. The thread that KVM keeps in a process
+/// does not count.
 pub fn live_thread(pid: i32) -> Option<i32> {
-    let is_live = |&thread: &i32| Stat::read(thread).is_ok_and(|stat| !stat.is_zombie());
+    let is_live = |&thread: &i32| {
+        super::read(thread, "stat").is_ok_and(|text| {
+            stat::state(&text).is_some_and(|state| !stat::is_dead(state)) && !stat::is_worker_of_kvm(&text)
+        })
+    };
     if is_live(&pid) { Some(pid) } else { threads(pid).ok()?.into_iter().find(is_live) }
 }
 

@@ -1,0 +1,167 @@
+//! Programs that run in a machine of `pagemark-kvm` are checkpointed, killed and restored, and
+//! check themselves.
+
+mod support;
+
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use pagemark_testing::{rounds, skip, trackee, violation, wait_for};
+use support::{Pagemark, children, is_alive, kill_and_wait, now_unix_us};
+
+/// Why no program runs in a machine here, if so.
+fn lacking() -> Option<String> {
+    pagemark_kvm::check().err().map(|error| error.to_string())
+}
+
+macro_rules! need_machine {
+    () => {
+        if let Some(reason) = lacking() {
+            skip!("no machine under KVM: {reason}");
+        }
+    };
+}
+
+/// Kills a program and its child, for which the program does not wait.
+fn kill_tree(pid: i32) {
+    let children = children(pid);
+    kill_and_wait(pid);
+    children.into_iter().for_each(kill_and_wait);
+}
+
+/// The descriptors of a process that are not its program's, and where they lead. Those of KVM are
+/// counted: a virtual CPU that is not in use has the machine's file for a while.
+fn open_files(pid: i32) -> (Vec<(String, String)>, usize) {
+    let entries = std::fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten();
+    let links = entries.filter_map(|entry| {
+        let link = std::fs::read_link(entry.path()).ok()?.to_string_lossy().into_owned();
+        Some((entry.file_name().to_string_lossy().into_owned(), link))
+    });
+    // Programs get the lowest numbers.
+    let links = links.filter(|(number, _)| number.parse().is_ok_and(|number: u32| number >= 300));
+    let (of_kvm, mut others): (Vec<_>, Vec<_>) = links.partition(|(_, link)| link.starts_with("anon_inode:kvm-v"));
+    others.sort();
+    (others, of_kvm.len())
+}
+
+/// True if a process has a machine of KVM.
+fn is_in_machine(pid: i32) -> bool {
+    open_files(pid).1 > 0
+}
+
+/// Compiles the program beside this file. None without a compiler.
+fn subject(directory: &Path) -> Option<PathBuf> {
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/machine.c");
+    let program = directory.join("subject");
+    let mut compiler = Command::new("cc");
+    let status = compiler.args(["-O1", "-pthread", "-o"]).arg(&program).arg(source).status().ok()?;
+    assert!(status.success(), "the subject does not compile");
+    Some(program)
+}
+
+/// A program that reports its rounds into `of`, run in a machine with checkpoints, goes on after it
+/// was killed and restored, twice.
+fn comes_back(pagemark: &Pagemark, program: &[String], of: &Path) {
+    let goes_on = |pid: i32, when: &str| {
+        let before = rounds(of);
+        wait_for(&format!("{when}: the program to go on"), || {
+            assert_eq!(violation(of), None, "{when}");
+            assert!(is_alive(pid), "{when}: the program has ended: {}{}", pagemark.log(), pagemark.target_log());
+            (rounds(of) > before + 3).then_some(())
+        });
+    };
+    let mut runner = pagemark.run(&["--kvm", "--every", "300ms", "--job", "job"], program);
+    let target = runner.target();
+    wait_for("the machine", || is_in_machine(target).then_some(()));
+    goes_on(target, "at the begin");
+    let files = open_files(target);
+    for _ in 0..4 {
+        pagemark.checkpoint_after("job", now_unix_us());
+        goes_on(target, "after a checkpoint");
+    }
+    assert!(!pagemark.log().contains("failed"), "{}", pagemark.log());
+    assert_eq!(open_files(target), files, "a checkpoint has changed what is open");
+    runner.kill();
+    kill_tree(target);
+
+    for when in ["restored", "restored again"] {
+        let restored = pagemark.json(&["restore", "--detach", "--json", "job"]);
+        let pid = restored["pid"].as_i64().expect("a process id") as i32;
+        goes_on(pid, when);
+        assert!(is_in_machine(pid), "{when}: it does not run in a machine");
+        pagemark.done(&["checkpoint", "--job", "job", &pid.to_string()]);
+        goes_on(pid, when);
+        kill_tree(pid);
+    }
+    pagemark.done(&["verify"]);
+}
+
+#[test]
+fn threads_in_every_state_come_back() {
+    need_machine!();
+    let pagemark = Pagemark::new();
+    let Some(program) = subject(pagemark.directory()) else { skip!("no C compiler") };
+    let of = pagemark.directory().to_owned();
+    comes_back(&pagemark, &[program.display().to_string(), of.display().to_string()], &of);
+}
+
+#[test]
+fn a_program_that_checks_its_memory_comes_back() {
+    need_machine!();
+    let pagemark = Pagemark::new();
+    let of = pagemark.directory().join("torture");
+    std::fs::create_dir(&of).expect("a directory");
+    comes_back(&pagemark, &[trackee("torture").display().to_string(), of.display().to_string()], &of);
+}
+
+#[test]
+fn a_python_program_that_starts_others_comes_back() {
+    need_machine!();
+    let python = Command::new("python3").args(["-c", "import sys; print(sys.executable)"]).output();
+    let Ok(python) = python else { skip!("no Python") };
+    let python = String::from_utf8(python.stdout).expect("UTF-8").trim().to_owned();
+    let pagemark = Pagemark::new();
+    let of = pagemark.directory().to_owned();
+    let program = "
+import hashlib, os, subprocess, sys, threading
+def work():
+    digest = b''
+    while True:
+        digest = hashlib.sha256(digest).digest()
+threading.Thread(target=work, daemon=True).start()
+number = 0
+while True:
+    number += 1
+    said = subprocess.run(['echo', str(number)], capture_output=True, text=True, check=True).stdout
+    if said != f'{number}\\n':
+        open('violated', 'w').write(said)
+        os._exit(1)
+    with open('progress', 'a') as progress:
+        progress.write(f'ok {number}\\n')
+";
+    comes_back(&pagemark, &[python, "-c".to_owned(), program.to_owned()], &of);
+}
+
+#[test]
+fn a_process_that_lost_the_right_to_kvm_is_left_alone() {
+    need_machine!();
+    let device = std::fs::metadata("/dev/kvm").expect("the device");
+    if device.mode() & 0o007 != 0 || !nix::unistd::geteuid().is_root() {
+        skip!("not root, or all may use KVM");
+    }
+    let pagemark = Pagemark::new();
+    let of = pagemark.directory().to_owned();
+    let Some(program) = subject(&of) else { skip!("no C compiler") };
+    std::fs::set_permissions(&of, std::fs::Permissions::from_mode(0o777)).expect("our directory");
+    let command = ["setpriv", "--reuid=65534", "--clear-groups", "--"].map(str::to_owned).to_vec();
+    let command = [command, vec![program.display().to_string(), of.display().to_string()]].concat();
+    let mut runner = pagemark.run(&["--kvm", "--every", "300ms", "--job", "job"], &command);
+    let target = runner.target();
+    wait_for("the report", || pagemark.log().contains("could not open /dev/kvm again").then_some(()));
+    let before = rounds(&of);
+    wait_for("the program to go on", || (rounds(&of) > before + 3).then_some(()));
+    assert_eq!(violation(&of), None);
+    runner.kill();
+    kill_tree(target);
+}

@@ -1,0 +1,99 @@
+//! The machine is made anew after the process has given up what it had of KVM, for a checkpoint
+//! ([`pagemark::sys::parking`]).
+//!
+//! Descriptors keep their numbers, and what KVM shares its addresses, so that all values that use
+//! them stay valid. The first thread that needs KVM makes the machine; each thread makes its own
+//! virtual CPU, when it needs that.
+
+use std::os::fd::{AsRawFd, RawFd};
+use std::sync::atomic::Ordering;
+
+use kvm_ioctls::Kvm;
+use pagemark::sys::own_machine::Means;
+
+use super::{Machine, checked, create_vm, lock};
+use crate::error::{Error, ErrorKind};
+use crate::layout::{PROGRAM_END, TABLE_MEMORY};
+use crate::sys::descriptors;
+use crate::sys::parking::{DEVICE, InUse};
+use crate::sys::signals::{self, INFO_BYTES};
+use crate::vcpu::Vcpu;
+
+impl Machine {
+    /// Begins to use KVM otherwise than to run. Waits while the process is parked, and makes the
+    /// machine if there is none. If that fails, the process ends.
+    pub fn enter(&self) -> InUse {
+        loop {
+            if let Some(in_use) = self.parking.enter() {
+                return in_use;
+            }
+            self.parking.wait();
+            let _renewal = lock(&self.renewal);
+            // Another thread may have made it meanwhile, and the process may be parked again.
+            if let Some(_in_use) = self.parking.begin_renewal()
+                && let Err(error) = self.renew()
+            {
+                eprintln!("pagemark-kvm: the machine cannot be made again: {error}");
+                signals::die(libc::SIGKILL as u32, &[0; INFO_BYTES]);
+            }
+        }
+    }
+
+    fn renew(&self) -> Result<(), Error> {
+        let kvm = descriptors::above_limit(|_| Kvm::new())
+            .map_err(Error::system("raise", "the limit of descriptors"))?
+            .map_err(|error| {
+                let error = std::io::Error::from_raw_os_error(error.errno());
+                Error::new(ErrorKind::Unavailable, "open", DEVICE).source(error)
+            })?;
+        let kvm = checked(kvm)?;
+        let vm = create_vm(&kvm)?;
+        replace(kvm.as_raw_fd(), self.kvm.as_raw_fd(), true)?;
+        replace(vm.as_raw_fd(), self.vm.as_raw_fd(), false)?;
+        drop((vm, kvm));
+        self.add_slot(0, 0, TABLE_MEMORY, self.tables.host_address())?;
+        let mut space = self.space.lock();
+        self.add_slots(&space)?;
+        // The log of the old machine is gone.
+        space.tracking.by[Means::Log as usize].mark(0, PROGRAM_END);
+        if self.log.get() == Some(&Ok(())) {
+            let failed = |errno| {
+                Error::new(ErrorKind::System, "begin", "the log of written pages")
+                    .source(std::io::Error::from_raw_os_error(errno))
+            };
+            crate::sys::dirty_log::enable(&self.vm).map_err(failed)?;
+            self.set_logging(&space, 0, PROGRAM_END).map_err(failed)?;
+        }
+        self.parking.reserve_closed(|descriptor| replace(self.vm.as_raw_fd(), descriptor, false))?;
+        self.generation.fetch_add(1, Ordering::Relaxed);
+        self.parking.set_running();
+        Ok(())
+    }
+
+    /// Makes a virtual CPU of the calling thread anew if it is of a machine that was given up.
+    /// Returns whether it was. The thread uses KVM.
+    ///
+    /// # Errors
+    /// If KVM refuses.
+    pub fn renew_vcpu(&self, vcpu: &mut Vcpu) -> Result<bool, Error> {
+        let generation = self.generation.load(Ordering::Relaxed);
+        if vcpu.generation() == generation {
+            return Ok(false);
+        }
+        let saved = self.parking.saved(vcpu.number()).ok_or_else(|| {
+            Error::new(ErrorKind::System, "make", "a virtual CPU again").reason("its state was not saved")
+        })?;
+        let fresh = self.create_vcpu(vcpu.number())?;
+        replace(fresh.as_raw_fd(), vcpu.descriptor(), false)?;
+        vcpu.renew(fresh, self.vm.run_size(), &self.cpuid, &self.stubs, &saved)?;
+        vcpu.set_generation(generation);
+        self.parking.set_vcpu(vcpu.number(), vcpu.descriptor(), vcpu.shared_address());
+        Ok(true)
+    }
+}
+
+/// Gives the open file `from` the number `to`, too.
+fn replace(from: RawFd, to: RawFd, stays: bool) -> Result<(), Error> {
+    let failed = Error::system("make again", format!("descriptor {to}"));
+    descriptors::replace(from, to, stays).map_err(failed)
+}

@@ -1,0 +1,233 @@
+//! The description of what this process has of KVM, for those who save its state; see
+//! [`pagemark::sys::parking`].
+
+use std::cell::Cell;
+use std::io;
+use std::marker::PhantomData;
+use std::os::fd::RawFd;
+use std::sync::atomic::Ordering;
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use kvm_bindings::{kvm_vcpu_events, kvm_xsave};
+use pagemark::sys::parking::{
+    ADDRESS, BYTES, CLOSED, Header, MAGIC, MOST_VCPUS, OPEN, PARKED, RELEASED, RESERVED, RUNNING, VcpuEntry,
+    copy_address, vcpu_address, vector_state_address,
+};
+
+use crate::layout::PAGE;
+
+/// The path of the device of KVM.
+pub const DEVICE: &str = "/dev/kvm";
+
+/// How long a thread waits until the process is released, if it cannot be known whether the process
+/// that parked it still exists.
+const RELEASE_LIMIT: Duration = Duration::from_secs(10);
+
+/// Pause between two looks at whether the process is released.
+const POLL: Duration = Duration::from_millis(1);
+
+thread_local! {
+    /// How often this thread uses KVM. A child made by `vfork` has the storage of the thread that
+    /// waits for it, which uses KVM then, and counts nothing in the memory that both share: it
+    /// could be killed before it is done.
+    static USES: Cell<u32> = const { Cell::new(0) };
+}
+
+/// The description, at its address for the rest of this process.
+#[derive(Clone, Copy, Debug)]
+pub struct Parking {
+    header: &'static Header,
+}
+
+/// This thread uses KVM otherwise than to run: the process is not parked as long as this exists.
+#[derive(Debug)]
+pub struct InUse {
+    header: &'static Header,
+    /// The count is that of the thread.
+    not_send: PhantomData<*const ()>,
+}
+
+/// What was saved of a virtual CPU.
+pub struct Saved {
+    /// The vector state.
+    pub vector: Box<kvm_xsave>,
+    /// Exceptions and interrupts that are on their way.
+    pub events: kvm_vcpu_events,
+}
+
+impl Parking {
+    /// The description of this process, which is made if there is none.
+    ///
+    /// # Errors
+    /// The address is taken.
+    pub fn of_this_process() -> io::Result<Parking> {
+        static MADE: Mutex<Option<Parking>> = Mutex::new(None);
+        let mut made = MADE.lock().unwrap_or_else(PoisonError::into_inner);
+        match *made {
+            Some(parking) => Ok(parking),
+            None => Ok(*made.insert(Parking::new()?)),
+        }
+    }
+
+    fn new() -> io::Result<Parking> {
+        let (protection, flags) = (
+            libc::PROT_READ | libc::PROT_WRITE,
+            libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED_NOREPLACE,
+        );
+        // SAFETY: a new mapping where nothing is mapped.
+        let at = unsafe { libc::mmap(ADDRESS as *mut libc::c_void, BYTES as usize, protection, flags, -1, 0) };
+        if at == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error());
+        }
+        if at as u64 != ADDRESS {
+            // SAFETY: the mapping that was just made. The kernel is older than 4.17.
+            unsafe { libc::munmap(at, BYTES as usize) };
+            return Err(io::Error::from_raw_os_error(libc::EEXIST));
+        }
+        // SAFETY: the mapping begins with zeros, for which a header is valid, and is never unmapped.
+        let parking = Parking { header: unsafe { &*(ADDRESS as *const Header) } };
+        let mut path = [0; 16];
+        path[..DEVICE.len()].copy_from_slice(DEVICE.as_bytes());
+        for (word, bytes) in parking.header.device_path.iter().zip(path.as_chunks::<8>().0) {
+            word.store(u64::from_ne_bytes(*bytes), Ordering::Relaxed);
+        }
+        Ok(parking)
+    }
+
+    /// Describes a new machine without virtual CPUs.
+    pub fn describe(&self, device: RawFd, machine: RawFd, shared_bytes: usize) {
+        let header = self.header;
+        header.device.store(device, Ordering::Relaxed);
+        header.machine.store(machine, Ordering::Relaxed);
+        header.shared_bytes.store(shared_bytes as u32, Ordering::Relaxed);
+        header.magic.store(MAGIC, Ordering::Release);
+    }
+
+    /// In a child made by `fork`, whose description is a copy of the parent's: there are no virtual
+    /// CPUs, and no other thread uses KVM.
+    pub fn begin_child(&self, _: &InUse) {
+        self.header.users.store(1, Ordering::Relaxed);
+        self.header.vcpus.store(0, Ordering::Relaxed);
+    }
+
+    /// Begins to use KVM. None if there is no machine.
+    pub fn enter(&self) -> Option<InUse> {
+        self.enter_in(RUNNING)
+    }
+
+    /// Begins to make the machine again. None if it is there, or the process is parked.
+    pub fn begin_renewal(&self) -> Option<InUse> {
+        self.enter_in(RELEASED)
+    }
+
+    fn enter_in(&self, state: u32) -> Option<InUse> {
+        let in_use = InUse { header: self.header, not_send: PhantomData };
+        USES.set(USES.get() + 1);
+        if USES.get() == 1 {
+            self.header.users.fetch_add(1, Ordering::SeqCst);
+        }
+        // A process is parked only while nobody uses KVM.
+        (self.header.state.load(Ordering::SeqCst) == state).then_some(in_use)
+    }
+
+    /// Waits until the process is not parked.
+    pub fn wait(&self) {
+        let since = Instant::now();
+        loop {
+            match self.header.state.load(Ordering::Acquire) {
+                PARKED if self.is_abandoned(since) => {
+                    let state = &self.header.state;
+                    let _ = state.compare_exchange(PARKED, RELEASED, Ordering::AcqRel, Ordering::Relaxed);
+                }
+                PARKED => std::thread::sleep(POLL),
+                _ => return,
+            }
+        }
+    }
+
+    /// True if nobody will release the process.
+    fn is_abandoned(&self, since: Instant) -> bool {
+        match self.header.parker.load(Ordering::Acquire) {
+            parker if parker > 0 => !process_exists(parker),
+            _ => since.elapsed() > RELEASE_LIMIT,
+        }
+    }
+
+    /// There is a machine again.
+    pub fn set_running(&self) {
+        self.header.state.store(RUNNING, Ordering::SeqCst);
+    }
+
+    /// Describes the virtual CPU `number`.
+    pub fn set_vcpu(&self, number: usize, descriptor: RawFd, shared: u64) {
+        let Some(entry) = self.entry(number) else { return };
+        entry.descriptor.store(descriptor, Ordering::Relaxed);
+        for (words, address) in [(&entry.shared, shared), (&entry.copy, copy_address(number))] {
+            words[0].store(address, Ordering::Relaxed);
+            words[1].store(PAGE, Ordering::Relaxed);
+        }
+        entry.descriptor_state.store(OPEN, Ordering::Release);
+        self.header.vcpus.fetch_max(number as u32 + 1, Ordering::AcqRel);
+    }
+
+    /// The descriptors of virtual CPUs that are closed. `reserve` makes others of their numbers.
+    ///
+    /// # Errors
+    /// The first of `reserve`.
+    pub fn reserve_closed<E>(&self, reserve: impl Fn(RawFd) -> Result<(), E>) -> Result<(), E> {
+        let entries = (0..self.header.vcpus.load(Ordering::Acquire) as usize).filter_map(|number| self.entry(number));
+        for entry in entries.filter(|entry| entry.descriptor_state.load(Ordering::Acquire) == CLOSED) {
+            reserve(entry.descriptor.load(Ordering::Relaxed))?;
+            entry.descriptor_state.store(RESERVED, Ordering::Release);
+        }
+        Ok(())
+    }
+
+    /// What was saved of the virtual CPU `number` when its descriptor was closed. None if it is
+    /// open.
+    pub fn saved(&self, number: usize) -> Option<Saved> {
+        let entry = self.entry(number)?;
+        if entry.descriptor_state.load(Ordering::Acquire) == OPEN {
+            return None;
+        }
+        let mut saved = Saved { vector: Box::default(), events: kvm_vcpu_events::default() };
+        let (vector, events) = (vector_state_address(number), entry.events.as_ptr());
+        // SAFETY: the page is within the mapping, and longer than the state; both consist of numbers.
+        // Nobody writes to them: they are written only while all threads are stopped.
+        unsafe {
+            std::ptr::copy_nonoverlapping(vector as *const kvm_xsave, &raw mut *saved.vector, 1);
+            saved.events = events.cast::<kvm_vcpu_events>().read_unaligned();
+        }
+        Some(saved)
+    }
+
+    fn entry(&self, number: usize) -> Option<&'static VcpuEntry> {
+        // SAFETY: within the mapping, which is never unmapped, and zeros are a valid entry.
+        (number < MOST_VCPUS).then(|| unsafe { &*(vcpu_address(number) as *const VcpuEntry) })
+    }
+}
+
+fn process_exists(pid: i32) -> bool {
+    // SAFETY: only asks; signal 0 is none. The file system may not show the processes of others.
+    let found = unsafe { libc::kill(pid, 0) };
+    found == 0 || io::Error::last_os_error().raw_os_error() != Some(libc::ESRCH)
+}
+
+const _: () = assert!(size_of::<kvm_xsave>() <= PAGE as usize && size_of::<kvm_vcpu_events>() <= 64);
+
+impl InUse {
+    /// The child made by `vfork` that used this thread's storage has ended.
+    pub fn child_has_ended(&self) {
+        USES.set(1);
+    }
+}
+
+impl Drop for InUse {
+    fn drop(&mut self) {
+        USES.set(USES.get().saturating_sub(1));
+        if USES.get() == 0 {
+            self.header.users.fetch_sub(1, Ordering::SeqCst);
+        }
+    }
+}

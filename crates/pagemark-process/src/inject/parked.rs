@@ -1,0 +1,124 @@
+//! Makes a process give up what it has of KVM, by system calls of one of its threads, while all are
+//! stopped. See [`pagemark::sys::parking`].
+//!
+//! First all is saved, which changes nothing. Then the process is marked as parked, and everything
+//! is closed.
+
+use std::mem::offset_of;
+
+use pagemark::sys::parking::{
+    ADDRESS, CLOSED, Header, MAGIC, MOST_VCPUS, OPEN, PARKED, RUNNING, VcpuEntry, vcpu_address, vector_state_address,
+};
+
+use super::{Helped, Step};
+use crate::ptrace;
+
+/// `KVM_GET_XSAVE`
+const GET_VECTOR_STATE: u64 = 0x9000_aea4;
+/// `KVM_GET_VCPU_EVENTS`
+const GET_EVENTS: u64 = 0x8040_ae9f;
+
+/// Makes a system call in the process.
+type MakeCall<'c> = &'c dyn Fn(i64, [u64; 6]) -> Helped<i64>;
+
+/// A virtual CPU that has a descriptor.
+struct Vcpu {
+    number: usize,
+    descriptor: u64,
+    is_open: bool,
+    /// Where KVM shares memory with the process.
+    shared: u64,
+}
+
+/// Makes the process of a stopped thread give up what it has of KVM. `parker` is the id there of
+/// the process that will release it. Does not allocate.
+pub(super) fn park(thread: i32, parker: Option<i32>, call: MakeCall<'_>) -> Helped<()> {
+    let word = |address| ptrace::word(thread, address).map_err(|errno| (Step::Inspect, errno));
+    let halves = |word: u64| (word as u32, (word >> 32) as u32);
+    if word(ADDRESS)? != MAGIC {
+        return Err((Step::Gone, 0));
+    }
+    let state_at = ADDRESS + offset_of!(Header, state) as u64;
+    let (state, users) = halves(word(state_at)?);
+    if users != 0 {
+        return Err((Step::Busy, libc::EAGAIN));
+    }
+    let set_word = |address, word| ptrace::set_word(thread, address, word).map_err(|errno| (Step::Inspect, errno));
+    let set_parked = || {
+        set_word(ADDRESS + offset_of!(Header, parker) as u64, u64::from(parker.unwrap_or(0).cast_unsigned()))?;
+        set_word(state_at, u64::from(PARKED))
+    };
+    if state != RUNNING {
+        // Not made again since the last time.
+        return set_parked();
+    }
+    let (device, machine) = halves(word(ADDRESS + offset_of!(Header, device) as u64)?);
+    let (shared_bytes, vcpus) = halves(word(ADDRESS + offset_of!(Header, shared_bytes) as u64)?);
+    let vcpu = |number: usize| -> Helped<Option<Vcpu>> {
+        let at = vcpu_address(number);
+        let (descriptor, state) = halves(word(at + offset_of!(VcpuEntry, descriptor) as u64)?);
+        let shared = word(at + offset_of!(VcpuEntry, shared) as u64)?;
+        let is_open = state == OPEN;
+        Ok((state != CLOSED).then_some(Vcpu { number, descriptor: descriptor.into(), is_open, shared }))
+    };
+    let each = |visit: &mut dyn FnMut(Vcpu) -> Helped<()>| {
+        (0..(vcpus as usize).min(MOST_VCPUS)).try_for_each(|number| vcpu(number)?.map_or(Ok(()), &mut *visit))
+    };
+    let done = |number, arguments| match call(number, arguments)? {
+        result if result < 0 => Err((Step::SystemCall, -result as libc::c_int)),
+        result => Ok(result as u64),
+    };
+    let copy = |own_pid: u64, entry: u64, to: usize, from: usize| {
+        let [to, from] = [to, from].map(|offset| entry + offset as u64);
+        done(libc::SYS_process_vm_readv, [own_pid, to, 1, from, 1, 0]).map(drop)
+    };
+    let (shared_at, copy_at) = (offset_of!(VcpuEntry, shared), offset_of!(VcpuEntry, copy));
+
+    let path = ADDRESS + offset_of!(Header, device_path) as u64;
+    let here = libc::AT_FDCWD as u64;
+    let opened = call(libc::SYS_openat, [here, path, (libc::O_RDWR | libc::O_CLOEXEC) as u64, 0, 0, 0])?;
+    if opened < 0 {
+        return Err((Step::Device, -opened as libc::c_int));
+    }
+    done(libc::SYS_close, [opened as u64, 0, 0, 0, 0, 0])?;
+    let own_pid = done(libc::SYS_getpid, [0; 6])?;
+    each(&mut |vcpu| {
+        if !vcpu.is_open {
+            return Ok(());
+        }
+        let entry = vcpu_address(vcpu.number);
+        let events = entry + offset_of!(VcpuEntry, events) as u64;
+        done(libc::SYS_ioctl, [vcpu.descriptor, GET_VECTOR_STATE, vector_state_address(vcpu.number), 0, 0, 0])?;
+        done(libc::SYS_ioctl, [vcpu.descriptor, GET_EVENTS, events, 0, 0, 0])?;
+        copy(own_pid, entry, copy_at, shared_at)
+    })?;
+
+    set_parked()?;
+    // All is closed, whatever fails: the threads make all of it again. The first error is reported.
+    let mut closed = Ok(());
+    each(&mut |vcpu| {
+        let entry = vcpu_address(vcpu.number);
+        if vcpu.is_open {
+            let protection = (libc::PROT_READ | libc::PROT_WRITE) as u64;
+            let flags = (libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED) as u64;
+            let mapped = done(libc::SYS_mmap, [vcpu.shared, shared_bytes.into(), protection, flags, u64::MAX, 0]);
+            closed = closed.and(mapped.and_then(|_| copy(own_pid, entry, shared_at, copy_at)));
+        }
+        let descriptor = u64::from(CLOSED) << 32 | vcpu.descriptor;
+        let at = entry + offset_of!(VcpuEntry, descriptor) as u64;
+        closed = closed.and(set_word(at, descriptor));
+        closed = closed.and(done(libc::SYS_close, [vcpu.descriptor, 0, 0, 0, 0, 0]).map(drop));
+        Ok(())
+    })?;
+    for descriptor in [machine, device] {
+        closed = closed.and(done(libc::SYS_close, [descriptor.into(), 0, 0, 0, 0, 0]).map(drop));
+    }
+    closed
+}
+
+const _: () = {
+    assert!(offset_of!(Header, users) == offset_of!(Header, state) + 4);
+    assert!(offset_of!(Header, machine) == offset_of!(Header, device) + 4);
+    assert!(offset_of!(Header, vcpus) == offset_of!(Header, shared_bytes) + 4);
+    assert!(offset_of!(VcpuEntry, descriptor_state) == offset_of!(VcpuEntry, descriptor) + 4);
+};

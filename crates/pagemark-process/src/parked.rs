@@ -1,0 +1,129 @@
+//! Processes that run in a machine of `pagemark-kvm`. To save their state they give up what they
+//! have of KVM ([`pagemark::sys::parking`]), and make it again when they go on.
+
+use std::io;
+use std::mem::offset_of;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::FileExt;
+use std::time::{Duration, Instant};
+
+use pagemark::sys::parking::{ADDRESS, Header, MAGIC, PARKED, RELEASED};
+use pagemark::sys::proc::{self, Stat};
+
+use crate::error::{ErrorKind, Result};
+use crate::inject;
+
+/// How long it may take until no process changes its machine. For a fault it does so for some
+/// microseconds, and a process that executes a program has none for some milliseconds.
+const PARK_LIMIT: Duration = Duration::from_millis(500);
+
+/// Pause between two tries.
+const PAUSE: Duration = Duration::from_millis(1);
+
+/// True if a process runs in a machine.
+pub(crate) fn is_in_machine(pid: i32) -> bool {
+    let mut word = [0; 8];
+    let read = proc::open_memory(pid).and_then(|memory| memory.read_exact_at(&mut word, ADDRESS));
+    read.is_ok() && u64::from_ne_bytes(word) == MAGIC
+}
+
+/// Processes that have given up their machines. Dropped, they may make them again.
+#[derive(Debug, Default)]
+pub(crate) struct Parked {
+    pids: Vec<i32>,
+}
+
+impl Parked {
+    /// Has those processes of a tree that run in a machine give it up. `list` lists the tree. Until
+    /// they are released, or this process is gone, their threads wait when they need it. In another
+    /// namespace of process ids they wait for 10 s at most.
+    ///
+    /// # Errors
+    /// A process cannot give it up; all go on.
+    pub fn park(list: impl Fn() -> Result<Vec<i32>>) -> Result<Parked> {
+        let deadline = Instant::now() + PARK_LIMIT;
+        let mut parked = Parked::default();
+        loop {
+            let (mut busy, known) = (None, parked.pids.len());
+            for pid in list()? {
+                if parked.pids.contains(&pid) {
+                    continue;
+                }
+                match park(pid) {
+                    Ok(true) => parked.pids.push(pid),
+                    Ok(false) => {}
+                    Err(error) if error.kind() == ErrorKind::Busy => busy = Some(error),
+                    Err(error) => {
+                        // It may have been closed in part.
+                        parked.pids.push(pid);
+                        return Err(error);
+                    }
+                }
+            }
+            // A process that has given up its machine makes no child; one may have come before.
+            match busy {
+                None if parked.pids.len() == known => return Ok(parked),
+                None => {}
+                Some(error) if Instant::now() > deadline => return Err(error),
+                Some(_) => std::thread::sleep(PAUSE),
+            }
+        }
+    }
+
+    /// The processes go on when they run. They may be frozen: memory that is saved after this is
+    /// that of released processes.
+    pub fn release(&mut self) {
+        for pid in self.pids.drain(..) {
+            // A process that is gone needs nothing; others go on by themselves after a while.
+            let _ = release(pid);
+        }
+    }
+}
+
+impl Drop for Parked {
+    fn drop(&mut self) {
+        self.release();
+    }
+}
+
+fn release(pid: i32) -> io::Result<()> {
+    let at = ADDRESS + offset_of!(Header, state) as u64;
+    let memory = proc::open_memory_for_writing(pid)?;
+    let mut state = [0; 4];
+    memory.read_exact_at(&mut state, at)?;
+    // A process that could not be parked has its machine.
+    if u32::from_ne_bytes(state) != PARKED {
+        return Ok(());
+    }
+    memory.write_all_at(&RELEASED.to_ne_bytes(), at)
+}
+
+/// Has a process give up its machine. False if it has nothing of KVM.
+fn park(pid: i32) -> Result<bool> {
+    if !is_in_machine(pid) {
+        return if holds_kvm(pid) || ends_with_machine(pid) { Err(inject::busy(pid)) } else { Ok(false) };
+    }
+    let namespace = |pid: &str| std::fs::read_link(format!("/proc/{pid}/ns/pid")).ok();
+    let is_same = namespace(&pid.to_string()).is_some_and(|there| Some(there) == namespace("self"));
+    match inject::park(pid, is_same.then(|| std::process::id() as i32)) {
+        // It executes another program, or ends.
+        Err(error) if error.kind() == ErrorKind::Gone => Err(inject::busy(pid)),
+        parked => parked.map(|()| true),
+    }
+}
+
+/// True if a process has ended but for the thread that KVM had in it.
+fn ends_with_machine(pid: i32) -> bool {
+    Stat::read(pid).is_ok_and(|stat| stat.is_zombie()) && proc::threads(pid).is_ok_and(|threads| threads.len() > 1)
+}
+
+/// True if a process has a file of KVM open, as one has that executes another program in a machine.
+fn holds_kvm(pid: i32) -> bool {
+    let is_of_kvm = |entry: std::fs::DirEntry| {
+        std::fs::read_link(entry.path()).is_ok_and(|link| {
+            let link = link.as_os_str().as_bytes();
+            link == b"/dev/kvm" || link.starts_with(b"anon_inode:kvm-")
+        })
+    };
+    std::fs::read_dir(proc::path(pid, "fd")).is_ok_and(|entries| entries.flatten().any(is_of_kvm))
+}

@@ -1,0 +1,102 @@
+//! How a process that runs in a machine of `pagemark-kvm` gives up all that it has of KVM, so that
+//! its state can be saved, and makes it anew.
+//!
+//! The monitor of the machine describes what it has in memory at [`ADDRESS`]: a page with a
+//! [`Header`], and for each virtual CPU [`VCPU_PAGES`] pages: a [`VcpuEntry`], its vector state,
+//! and a copy of the page that KVM shares with the monitor. Whoever saves the state stops all
+//! threads, and *parks* the process by system calls that a thread makes for it: the state of the
+//! virtual CPUs goes into these pages, private memory takes the place of what KVM shares, and the
+//! descriptors are closed. A thread that needs KVM then waits until the process is *released*, or
+//! the process that parked it is gone, and makes a new machine. A process that is restored from the
+//! saved state does the same.
+
+use std::sync::atomic::{AtomicI32, AtomicU32, AtomicU64};
+
+/// Where the description is: above the addresses of the program, and below those that Linux gives
+/// to the monitor.
+pub const ADDRESS: u64 = 0x5400_0000_0000;
+
+/// The first word of the description: its form.
+pub const MAGIC: u64 = u64::from_le_bytes(*b"PMKVMp01");
+
+/// Most virtual CPUs that are described.
+pub const MOST_VCPUS: usize = 4096;
+
+/// Pages of the description of a virtual CPU.
+pub const VCPU_PAGES: u64 = 3;
+
+/// The machine is there. The value of [`Header::state`].
+pub const RUNNING: u32 = 0;
+/// There is no machine. A thread that needs it waits.
+pub const PARKED: u32 = 1;
+/// There is no machine. A thread that needs it makes it.
+pub const RELEASED: u32 = 2;
+
+/// The descriptor of a virtual CPU is closed. The value of [`VcpuEntry::descriptor_state`].
+pub const CLOSED: u32 = 0;
+/// The descriptor is that of the virtual CPU.
+pub const OPEN: u32 = 1;
+/// The descriptor is another one of KVM, which keeps its number.
+pub const RESERVED: u32 = 2;
+
+/// The begin of the description.
+#[derive(Debug)]
+#[repr(C)]
+pub struct Header {
+    /// [`MAGIC`].
+    pub magic: AtomicU64,
+    /// [`RUNNING`], [`PARKED`] or [`RELEASED`].
+    pub state: AtomicU32,
+    /// How many threads use KVM otherwise than to run. The process cannot be parked meanwhile.
+    pub users: AtomicU32,
+    /// The descriptor of `/dev/kvm`.
+    pub device: AtomicI32,
+    /// The descriptor of the virtual machine.
+    pub machine: AtomicI32,
+    /// Bytes that KVM shares for each virtual CPU.
+    pub shared_bytes: AtomicU32,
+    /// How many virtual CPUs are described.
+    pub vcpus: AtomicU32,
+    /// The path of the device, with a zero behind it.
+    pub device_path: [AtomicU64; 2],
+    /// The process that parked this one and will release it. 0 if it has no id here.
+    pub parker: AtomicI32,
+}
+
+/// The description of a virtual CPU.
+#[derive(Debug)]
+#[repr(C)]
+pub struct VcpuEntry {
+    /// Its descriptor.
+    pub descriptor: AtomicI32,
+    /// [`CLOSED`], [`OPEN`] or [`RESERVED`].
+    pub descriptor_state: AtomicU32,
+    /// The first page of what KVM shares, as a `struct iovec`: address and length.
+    pub shared: [AtomicU64; 2],
+    /// The page for its copy, as a `struct iovec`.
+    pub copy: [AtomicU64; 2],
+    /// Exceptions and interrupts that are on their way: `struct kvm_vcpu_events`.
+    pub events: [AtomicU64; 8],
+}
+
+/// The address of the description of a virtual CPU.
+pub const fn vcpu_address(number: usize) -> u64 {
+    ADDRESS + PAGE * (1 + VCPU_PAGES * number as u64)
+}
+
+/// Where the vector state of a virtual CPU goes.
+pub const fn vector_state_address(number: usize) -> u64 {
+    vcpu_address(number) + PAGE
+}
+
+/// Where the copy of the shared page of a virtual CPU goes.
+pub const fn copy_address(number: usize) -> u64 {
+    vcpu_address(number) + 2 * PAGE
+}
+
+/// Bytes of the whole description.
+pub const BYTES: u64 = PAGE * (1 + VCPU_PAGES * MOST_VCPUS as u64);
+
+const PAGE: u64 = crate::PAGE_SIZE as u64;
+
+const _: () = assert!(size_of::<VcpuEntry>() <= crate::PAGE_SIZE && size_of::<Header>() <= crate::PAGE_SIZE);
