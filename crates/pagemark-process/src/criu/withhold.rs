@@ -72,8 +72,9 @@ pub(super) struct Withheld {
 impl Withholding {
     /// Starts to answer the program that has sent its listener to `socket`. `tree` are the
     /// processes being dumped, `objects` the shared memory whose content is withheld, and
-    /// `machines` are given up before the program attaches to a process. None if it could have none, because somebody else listens to it: then CRIU examines the memory
-    /// itself, which takes longer.
+    /// `machines` are given up before the program attaches to a process. None if it could have no
+    /// listener, because somebody else listens to it: then CRIU examines the memory itself, which
+    /// takes longer.
     pub fn start(
         socket: &UnixStream,
         tree: Vec<i32>,
