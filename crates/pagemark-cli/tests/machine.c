@@ -11,6 +11,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/resource.h>
 #include <sys/time.h>
 #include <sys/wait.h>
 #include <time.h>
@@ -133,8 +134,12 @@ int main(int count, char **arguments)
 {
 	static unsigned memory[4 << 20];
 	pthread_t thread;
+	struct rlimit limit;
 	if (count < 2)
 		return 2;
+	getrlimit(RLIMIT_NOFILE, &limit);
+	limit.rlim_cur = 512;
+	setrlimit(RLIMIT_NOFILE, &limit);
 	directory = arguments[1];
 	if (pipe(to_thread) || pipe(from_thread) || pipe(to_child) || pipe(from_child))
 		violated("pipe", 0, 0);
@@ -176,7 +181,14 @@ int main(int count, char **arguments)
 				violated("a thread stands still", loops - before[0], naps - before[1]);
 			usleep(1000);
 		}
-		/* A thread and a child that end. */
+		/* A thread of the monitor may just have the limit raised. */
+		struct rlimit now;
+		for (int waits = 0; getrlimit(RLIMIT_NOFILE, &now) == 0 && now.rlim_cur != limit.rlim_cur; waits++) {
+			if (waits > 1000)
+				violated("the limit of descriptors", now.rlim_cur, limit.rlim_cur);
+			usleep(1000);
+		}
+		/* A child that ends. */
 		pid_t child = fork();
 		if (child == 0)
 			_exit(7);

@@ -210,6 +210,7 @@ impl Machine {
     /// In a child made by `fork`: it has nothing of KVM yet, and the calling thread uses it.
     pub fn begin_child(&self, in_use: &InUse) {
         self.parking.begin_child(in_use);
+        descriptors::begin_child();
     }
 
     /// The descriptor of `/dev/kvm`.
@@ -222,6 +223,7 @@ impl Machine {
     /// # Errors
     /// If the program's mappings cannot be read.
     pub fn take_over(&self, task: u32) -> Result<(), Error> {
+        descriptors::child_has_ended(task);
         let Some(mut space) = self.space.take_over(task) else { return Ok(()) };
         // The child may have made a slot that is not in the list yet. If there is none, this fails.
         let _ = self.set_slot(space.slots.len() as u32 + 1, 0, 0, 0, 0);

@@ -25,7 +25,7 @@ pub(crate) fn uses_userfaultfd(pid: i32, found: &str) -> Error {
 /// Tracing the process is not permitted.
 pub(crate) fn not_permitted(pid: i32) -> Error {
     // Nobody may trace a process that exits. That takes a while if it has a virtual machine.
-    if Stat::read(pid).map_or(true, |stat| stat.is_exiting || stat.is_zombie()) {
+    if !proc::executes_program(pid) {
         return Error::no_process(pid);
     }
     let owner = Status::read(pid).map(|status| status.effective_uid);

@@ -2,7 +2,10 @@
 
 use std::io;
 use std::os::fd::RawFd;
+use std::sync::LazyLock;
 use std::sync::atomic::{AtomicU64, Ordering};
+
+use super::owned_lock::{Guard, OwnedLock, own_id};
 
 /// Descriptors of the monitor have numbers below this one.
 const MOST: usize = 1 << 20;
@@ -10,6 +13,9 @@ const MOST: usize = 1 << 20;
 /// A bit for each number: whether it is a descriptor of the monitor. The program cannot name it:
 /// for it, there is none. There is no lock that a killed child which shares the memory could leave.
 static OURS: [AtomicU64; MOST / 64] = [const { AtomicU64::new(0) }; MOST / 64];
+
+/// Held while the limit of descriptors is not the program's.
+static CHANGING_LIMIT: LazyLock<OwnedLock<()>> = LazyLock::new(|| OwnedLock::new(()));
 
 fn word_and_bit(fd: RawFd) -> Option<(&'static AtomicU64, u64)> {
     let number = usize::try_from(fd).ok()?;
@@ -52,6 +58,8 @@ fn made(fd: RawFd) -> io::Result<RawFd> {
 /// Calls `make` with the limit of descriptors at its maximum, which it gets, and then sets the
 /// program's limit again: a number must be below the limit when it is made, but not later.
 pub fn above_limit<T>(make: impl FnOnce(u64) -> T) -> io::Result<T> {
+    // Another thread would take the raised limit for the program's.
+    let _changing = CHANGING_LIMIT.lock();
     let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
     // SAFETY: fills the value.
     if unsafe { libc::getrlimit(libc::RLIMIT_NOFILE, &mut limit) } != 0 {
@@ -66,6 +74,25 @@ pub fn above_limit<T>(make: impl FnOnce(u64) -> T) -> io::Result<T> {
     // SAFETY: reads the value.
     unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &limit) };
     Ok(result)
+}
+
+/// The limit of descriptors is the program's as long as this is held, as it must be when a child
+/// begins, which gets it.
+pub fn keep_limit() -> Guard<'static, ()> {
+    CHANGING_LIMIT.lock()
+}
+
+/// The child `task`, which shared this memory and for whose begin this thread kept the limit, has
+/// ended. It may have held the lock, or not have given it back.
+pub fn child_has_ended(task: u32) {
+    for owner in [task, own_id()] {
+        drop(CHANGING_LIMIT.take_over(owner));
+    }
+}
+
+/// In a child made by `fork`: no other thread changes its limit.
+pub fn begin_child() {
+    CHANGING_LIMIT.release_in_child();
 }
 
 /// Takes over `fd`, which a monitor left open when its program executed this one.

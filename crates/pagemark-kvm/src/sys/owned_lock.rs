@@ -55,6 +55,11 @@ impl<T> OwnedLock<T> {
         Guard { lock: self }
     }
 
+    /// In a child made by `fork`, where the calling thread is the only one: nobody holds the lock.
+    pub fn release_in_child(&self) {
+        self.owner.number().store(0, Ordering::Release);
+    }
+
     /// The value, if `task` holds the lock. That task must have ended.
     pub fn take_over(&self, task: u32) -> Option<Guard<'_, T>> {
         let owner = self.owner.number();

@@ -26,7 +26,7 @@ pub use maps::{Mapping, MappingKind};
 pub use mounts::Mount;
 pub use stat::Stat;
 pub use status::Status;
-pub use tree::{children, live_thread, processes, threads};
+pub use tree::{children, executes_program, live_thread, processes, threads};
 
 /// Path of an entry of a process's directory, `/proc/PID/ENTRY`. Of a thread by its id, although
 /// `/proc` does not list threads.

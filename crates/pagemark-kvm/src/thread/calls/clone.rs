@@ -211,7 +211,9 @@ impl Thread {
         thread.process = Arc::new(self.process.copy());
         thread.alternate = self.alternate;
         let clone = *clone;
+        let mut limit = Some(descriptors::keep_limit());
         let mut body = || {
+            drop(limit.take());
             clone.note(&thread, true, own_id());
             if clone.flags & CLONE_CLEAR_SIGHAND != 0 {
                 thread.process.clear_actions();
@@ -220,6 +222,7 @@ impl Thread {
         };
         let result = child::sharing_memory(&mut body, STACK_BYTES, clone.exit_signal as i32);
         in_use.child_has_ended();
+        drop(limit.take());
         // The child has taken this thread's place in the thread-local storage that both have.
         // SAFETY: as in `run`.
         unsafe { self.slot.make_current() };
@@ -243,16 +246,17 @@ impl Thread {
         let space = machine.space();
         let locks = process.lock_for_fork();
         let kept = [machine.device(), process.monitor()];
+        let limit = descriptors::keep_limit();
         let id = child::fork().map_err(|error| os_error(&error))?;
         if id != 0 {
-            drop((space, locks, in_use));
+            drop((limit, space, locks, in_use));
             clone.note(self, false, id);
             return Ok(id);
         }
         // SAFETY: what used the descriptors is forgotten below.
         unsafe { descriptors::close_all_but(&kept) };
         machine.begin_child(&in_use);
-        drop((space, locks));
+        drop((limit, space, locks));
         let renewed = self.renew(&machine, &state, &vector);
         drop(in_use);
         if let Err(error) = renewed {
