@@ -120,6 +120,11 @@ impl Thread {
         signals::mask(Some(mask));
         loop {
             self.deliver();
+            if !self.machine.has(&self.vcpu) {
+                // Its descriptor may be open: whoever parked the process may not have got that far.
+                drop(self.use_kvm());
+                continue;
+            }
             match self.vcpu.run() {
                 Ok(Exit::Interrupted) => {}
                 Ok(Exit::Call) => {

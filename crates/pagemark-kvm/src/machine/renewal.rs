@@ -70,16 +70,21 @@ impl Machine {
         Ok(())
     }
 
+    /// True if a virtual CPU belongs to this machine, and not to one that was given up.
+    pub fn has(&self, vcpu: &Vcpu) -> bool {
+        vcpu.generation() == self.generation.load(Ordering::Relaxed)
+    }
+
     /// Makes a virtual CPU of the calling thread anew if it is of a machine that was given up.
     /// Returns whether it was. The thread uses KVM.
     ///
     /// # Errors
     /// If KVM refuses.
     pub fn renew_vcpu(&self, vcpu: &mut Vcpu) -> Result<bool, Error> {
-        let generation = self.generation.load(Ordering::Relaxed);
-        if vcpu.generation() == generation {
+        if self.has(vcpu) {
             return Ok(false);
         }
+        let generation = self.generation.load(Ordering::Relaxed);
         let saved = self.parking.saved(vcpu.number()).ok_or_else(|| {
             Error::new(ErrorKind::System, "make", "a virtual CPU again").reason("its state was not saved")
         })?;

@@ -184,13 +184,10 @@ impl Parking {
         Ok(())
     }
 
-    /// What was saved of the virtual CPU `number` when its descriptor was closed. None if it is
-    /// open.
+    /// What was saved of the virtual CPU `number` when the process was parked. None if it is not
+    /// described.
     pub fn saved(&self, number: usize) -> Option<Saved> {
         let entry = self.entry(number)?;
-        if entry.descriptor_state.load(Ordering::Acquire) == OPEN {
-            return None;
-        }
         let mut saved = Saved { vector: Box::default(), events: kvm_vcpu_events::default() };
         let (vector, events) = (vector_state_address(number), entry.events.as_ptr());
         // SAFETY: the page is within the mapping, and longer than the state; both consist of numbers.

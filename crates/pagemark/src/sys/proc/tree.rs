@@ -53,7 +53,8 @@ pub fn live_thread(pid: i32) -> Option<i32> {
     if is_live(&pid) { Some(pid) } else { threads(pid).ok()?.into_iter().find(is_live) }
 }
 
-/// True if a process has a thread that is not about to exit, besides the one that KVM may keep in it.
+/// True if a process has a thread that is not about to exit, besides the one that KVM may keep in
+/// it.
 pub fn executes_program(pid: i32) -> bool {
     let executes = |thread: i32| {
         let stat = super::read(thread, "stat").ok().filter(|text| !stat::is_worker_of_kvm(text));
