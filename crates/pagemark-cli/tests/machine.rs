@@ -30,6 +30,17 @@ fn kill_tree(pid: i32) {
     children.into_iter().for_each(kill_and_wait);
 }
 
+/// A program that is killed with its child when this is dropped, also where the test fails.
+struct Restored(i32);
+
+impl Drop for Restored {
+    fn drop(&mut self) {
+        if is_alive(self.0) {
+            kill_tree(self.0);
+        }
+    }
+}
+
 /// The descriptors of a process that are not its program's, and where they lead. Those of KVM are
 /// counted: a virtual CPU that is not in use has the machine's file for a while.
 fn open_files(pid: i32) -> (Vec<(String, String)>, usize) {
@@ -88,11 +99,11 @@ fn comes_back(pagemark: &Pagemark, program: &[String], of: &Path) {
     for when in ["restored", "restored again"] {
         let restored = pagemark.json(&["restore", "--detach", "--json", "job"]);
         let pid = restored["pid"].as_i64().expect("a process id") as i32;
+        let _restored = Restored(pid);
         goes_on(pid, when);
         assert!(is_in_machine(pid), "{when}: it does not run in a machine");
         pagemark.done(&["checkpoint", "--job", "job", &pid.to_string()]);
         goes_on(pid, when);
-        kill_tree(pid);
     }
     pagemark.done(&["verify"]);
 }

@@ -7,7 +7,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::FileExt;
 use std::time::{Duration, Instant};
 
-use pagemark::sys::parking::{ADDRESS, Header, MAGIC, PARKED, RELEASED};
+use pagemark::sys::parking::{ADDRESS, CLOSING, Header, MAGIC, PARKED, RELEASED, RUNNING};
 use pagemark::sys::proc::{self, Stat};
 
 use crate::error::{ErrorKind, Result};
@@ -15,7 +15,7 @@ use crate::inject;
 
 /// How long it may take until no process changes its machine. For a fault it does so for some
 /// microseconds, and a process that executes a program has none for some milliseconds.
-const PARK_LIMIT: Duration = Duration::from_millis(500);
+const PARK_LIMIT: Duration = Duration::from_secs(2);
 
 /// Pause between two tries.
 const PAUSE: Duration = Duration::from_millis(1);
@@ -31,6 +31,8 @@ pub(crate) fn is_in_machine(pid: i32) -> bool {
 #[derive(Debug, Default)]
 pub(crate) struct Parked {
     pids: Vec<i32>,
+    /// Those that were about to give it up when it was last tried.
+    closing: Vec<i32>,
 }
 
 impl Parked {
@@ -52,7 +54,12 @@ impl Parked {
                 match park(pid) {
                     Ok(true) => parked.pids.push(pid),
                     Ok(false) => {}
-                    Err(error) if error.kind() == ErrorKind::Busy => busy = Some(error),
+                    Err(error) if error.kind() == ErrorKind::Busy => {
+                        if !parked.closing.contains(&pid) {
+                            parked.closing.push(pid);
+                        }
+                        busy = Some(error);
+                    }
                     Err(error) => {
                         // It may have been closed in part.
                         parked.pids.push(pid);
@@ -73,7 +80,7 @@ impl Parked {
     /// The processes go on when they run. They may be frozen: memory that is saved after this is
     /// that of released processes.
     pub fn release(&mut self) {
-        for pid in self.pids.drain(..) {
+        for pid in self.pids.drain(..).chain(self.closing.drain(..)) {
             // A process that is gone needs nothing; others go on by themselves after a while.
             let _ = release(pid);
         }
@@ -92,10 +99,12 @@ fn release(pid: i32) -> io::Result<()> {
     let mut state = [0; 4];
     memory.read_exact_at(&mut state, at)?;
     // A process that could not be parked has its machine.
-    if u32::from_ne_bytes(state) != PARKED {
-        return Ok(());
-    }
-    memory.write_all_at(&RELEASED.to_ne_bytes(), at)
+    let state = match u32::from_ne_bytes(state) {
+        PARKED => RELEASED,
+        CLOSING => RUNNING,
+        _ => return Ok(()),
+    };
+    memory.write_all_at(&state.to_ne_bytes(), at)
 }
 
 /// Has a process give up its machine. False if it has nothing of KVM.

@@ -73,7 +73,8 @@ fn the_restored_memory_is_the_memory_at_the_checkpoint() {
             let dump = own.physical_memory(RAM_BYTES, &paths.join("dump"));
             let taken = job.checkpoint().unwrap();
             assert!(!own.is_running(), "a paused machine stays paused");
-            assert!(round == 0 || taken.cost.dirty_pages < 2000, "{further:?}: {taken:?}");
+            // Most of the memory, on a host that is busy; never all.
+            assert!(round == 0 || taken.cost.dirty_pages < 3500, "{further:?}: {taken:?}");
             dumps.push((taken.sequence, dump));
             own.run("cont", json!({}));
             paths.wait_for_steps(1);

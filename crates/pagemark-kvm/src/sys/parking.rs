@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use kvm_bindings::{kvm_vcpu_events, kvm_xsave};
 use pagemark::sys::parking::{
-    ADDRESS, BYTES, CLOSED, Header, MAGIC, MOST_VCPUS, OPEN, PARKED, RELEASED, RESERVED, RUNNING, VcpuEntry,
+    ADDRESS, BYTES, CLOSED, CLOSING, Header, MAGIC, MOST_VCPUS, OPEN, PARKED, RELEASED, RESERVED, RUNNING, VcpuEntry,
     copy_address, vcpu_address, vector_state_address,
 };
 
@@ -124,23 +124,24 @@ impl Parking {
     fn enter_in(&self, state: u32) -> Option<InUse> {
         let in_use = InUse { header: self.header, not_send: PhantomData };
         USES.set(USES.get() + 1);
-        if USES.get() == 1 {
-            self.header.users.fetch_add(1, Ordering::SeqCst);
+        if USES.get() > 1 {
+            return Some(in_use);
         }
+        self.header.users.fetch_add(1, Ordering::SeqCst);
         // A process is parked only while nobody uses KVM.
         (self.header.state.load(Ordering::SeqCst) == state).then_some(in_use)
     }
 
-    /// Waits until the process is not parked.
+    /// Waits until the process is neither parked nor about to be.
     pub fn wait(&self) {
         let since = Instant::now();
         loop {
             match self.header.state.load(Ordering::Acquire) {
-                PARKED if self.is_abandoned(since) => {
-                    let state = &self.header.state;
-                    let _ = state.compare_exchange(PARKED, RELEASED, Ordering::AcqRel, Ordering::Relaxed);
+                now @ (PARKED | CLOSING) if self.is_abandoned(since) => {
+                    let next = if now == PARKED { RELEASED } else { RUNNING };
+                    let _ = self.header.state.compare_exchange(now, next, Ordering::AcqRel, Ordering::Relaxed);
                 }
-                PARKED => std::thread::sleep(POLL),
+                PARKED | CLOSING => std::thread::sleep(POLL),
                 _ => return,
             }
         }

@@ -1,13 +1,14 @@
 //! Makes a process give up what it has of KVM, by system calls of one of its threads, while all are
 //! stopped. See [`pagemark::sys::parking`].
 //!
-//! First all is saved, which changes nothing. Then the process is marked as parked, and everything
-//! is closed.
+//! While threads use KVM, the process is only marked, so that no others begin. Then all is saved,
+//! which changes nothing, the process is marked as parked, and everything is closed.
 
 use std::mem::offset_of;
 
 use pagemark::sys::parking::{
-    ADDRESS, CLOSED, Header, MAGIC, MOST_VCPUS, OPEN, PARKED, RUNNING, VcpuEntry, vcpu_address, vector_state_address,
+    ADDRESS, CLOSED, CLOSING, Header, MAGIC, MOST_VCPUS, OPEN, PARKED, RUNNING, VcpuEntry, vcpu_address,
+    vector_state_address,
 };
 
 use super::{Helped, Step};
@@ -43,17 +44,22 @@ pub(super) fn park(thread: i32, parker: Option<i32>, call: MakeCall<'_>) -> Help
     }
     let state_at = ADDRESS + offset_of!(Header, state) as u64;
     let (state, users) = halves(word(state_at)?);
+    let set_word = |address, word| ptrace::set_word(thread, address, word).map_err(|errno| (Step::Inspect, errno));
+    let set_state = |state: u32| {
+        set_word(ADDRESS + offset_of!(Header, parker) as u64, u64::from(parker.unwrap_or(0).cast_unsigned()))?;
+        // The number of users is in the same word.
+        set_word(state_at, u64::from(users) << 32 | u64::from(state))
+    };
     if users != 0 {
+        if state == RUNNING {
+            // Those who use it end that soon, and no others begin.
+            set_state(CLOSING)?;
+        }
         return Err((Step::Busy, libc::EAGAIN));
     }
-    let set_word = |address, word| ptrace::set_word(thread, address, word).map_err(|errno| (Step::Inspect, errno));
-    let set_parked = || {
-        set_word(ADDRESS + offset_of!(Header, parker) as u64, u64::from(parker.unwrap_or(0).cast_unsigned()))?;
-        set_word(state_at, u64::from(PARKED))
-    };
-    if state != RUNNING {
+    if state != RUNNING && state != CLOSING {
         // Not made again since the last time.
-        return set_parked();
+        return set_state(PARKED);
     }
     let (device, machine) = halves(word(ADDRESS + offset_of!(Header, device) as u64)?);
     let (shared_bytes, vcpus) = halves(word(ADDRESS + offset_of!(Header, shared_bytes) as u64)?);
@@ -100,7 +106,7 @@ pub(super) fn park(thread: i32, parker: Option<i32>, call: MakeCall<'_>) -> Help
         copy(own_pid, entry, copy_at, shared_at)
     })?;
 
-    set_parked()?;
+    set_state(PARKED)?;
     // All is closed, whatever fails: the threads make all of it again. The first error is reported.
     let mut closed = Ok(());
     each(&mut |vcpu| {

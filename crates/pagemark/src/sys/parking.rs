@@ -31,6 +31,9 @@ pub const RUNNING: u32 = 0;
 pub const PARKED: u32 = 1;
 /// There is no machine. A thread that needs it makes it.
 pub const RELEASED: u32 = 2;
+/// The machine is there, and is about to be given up: a thread that is to begin to use it otherwise
+/// than to run waits.
+pub const CLOSING: u32 = 3;
 
 /// The descriptor of a virtual CPU is closed. The value of [`VcpuEntry::descriptor_state`].
 pub const CLOSED: u32 = 0;
@@ -45,7 +48,7 @@ pub const RESERVED: u32 = 2;
 pub struct Header {
     /// [`MAGIC`].
     pub magic: AtomicU64,
-    /// [`RUNNING`], [`PARKED`] or [`RELEASED`].
+    /// [`RUNNING`], [`PARKED`], [`RELEASED`] or [`CLOSING`].
     pub state: AtomicU32,
     /// How many threads use KVM otherwise than to run. The process cannot be parked meanwhile.
     pub users: AtomicU32,
