@@ -1,9 +1,8 @@
 //! `--kvm`: a program in a virtual machine of its own.
 
 use std::ffi::OsString;
-use std::io;
 
-use pagemark_process::preload;
+use pagemark_process::preload::{self, Missing};
 
 use crate::failure::Failure;
 
@@ -20,16 +19,12 @@ const PROGRAM: &str = "PAGEMARK_KVM";
 pub fn command(command: &[OsString]) -> Result<Vec<OsString>, Failure> {
     let failed = "the program cannot run in a machine";
     pagemark_kvm::check().map_err(|error| Failure::of(failed, error))?;
-    let program = match std::env::var_os(PROGRAM).filter(|path| !path.is_empty()) {
-        Some(path) => path,
-        None => {
-            let own = std::env::current_exe().map_err(|error: io::Error| Failure::new(failed, error))?;
-            let found = preload::beside(&own, NAME).ok_or_else(|| {
-                let reason = format!("{NAME} is neither beside {} nor in ../lib/pagemark", own.display());
-                Failure::new(failed, reason).help(format!("install it there, or name it in {PROGRAM}"))
-            })?;
-            found.into_os_string()
+    let program = preload::companion(NAME, PROGRAM).map_err(|missing| match missing {
+        Missing::Named(path, error) => Failure::new(failed, format!("{}: {error}", path.display())),
+        Missing::Program(error) => Failure::new(failed, error),
+        Missing::Nowhere(reason) => {
+            Failure::new(failed, reason).help(format!("install it there, or name it in {PROGRAM}"))
         }
-    };
-    Ok([program, "--".into()].into_iter().chain(command.iter().cloned()).collect())
+    })?;
+    Ok([program.into_os_string(), "--".into()].into_iter().chain(command.iter().cloned()).collect())
 }

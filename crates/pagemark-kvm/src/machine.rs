@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use kvm_bindings::{CpuId, KVM_MAX_CPUID_ENTRIES, kvm_userspace_memory_region};
 use kvm_ioctls::{Cap, Kvm, VcpuFd, VmFd};
 use pagemark::sys::own_machine::Means;
-use pagemark::sys::parking::MOST_VCPUS;
+use pagemark::sys::parking::{DEVICE, MOST_VCPUS};
 use pagemark::sys::proc::maps;
 
 use crate::error::{Error, ErrorKind};
@@ -18,7 +18,7 @@ use crate::mappings::{Mapping, Mappings, Protection};
 use crate::page_table::{Dirty, OutOfTables, PageTable};
 use crate::sys::descriptors;
 use crate::sys::owned_lock::{Guard, OwnedLock};
-use crate::sys::parking::{DEVICE, InUse, Parking};
+use crate::sys::parking::{InUse, Parking};
 use crate::sys::table_memory::TableMemory;
 use crate::vcpu::{Vcpu, stubs};
 use crate::writes::Tracking;
@@ -40,7 +40,15 @@ const NEEDED: [(Cap, &str, &str); 4] = [
 /// # Errors
 /// Of kind [`ErrorKind::Unavailable`], with what would enable it.
 pub fn open() -> Result<Kvm, Error> {
-    let kvm = Kvm::new().map_err(|error| {
+    let kvm = open_device()?;
+    let fd = raise(kvm.as_raw_fd(), true)?;
+    drop(kvm);
+    // SAFETY: a descriptor of the device, and owned by nothing else.
+    checked(unsafe { Kvm::from_raw_fd(fd) })
+}
+
+fn open_device() -> Result<Kvm, Error> {
+    Kvm::new().map_err(|error| {
         let error = io::Error::from_raw_os_error(error.errno());
         let help = match error.kind() {
             io::ErrorKind::NotFound => {
@@ -50,11 +58,7 @@ pub fn open() -> Result<Kvm, Error> {
             _ => "a container must be given the device of the host",
         };
         Error::new(ErrorKind::Unavailable, "open", DEVICE).source(error).help(help)
-    })?;
-    let fd = raise(kvm.as_raw_fd(), true)?;
-    drop(kvm);
-    // SAFETY: a descriptor of the device, and owned by nothing else.
-    checked(unsafe { Kvm::from_raw_fd(fd) })
+    })
 }
 
 /// The device that a monitor left open as descriptor `fd` for the program that this process is.

@@ -139,9 +139,9 @@ impl Thread {
                 }
                 Ok(Exit::NoMemory) => self.on_no_memory(),
                 Ok(Exit::Parked) => {
-                    let (in_use, is_renewed) = self.use_kvm();
-                    drop(in_use);
-                    if !is_renewed {
+                    let generation = self.vcpu.generation();
+                    drop(self.use_kvm());
+                    if self.vcpu.generation() == generation {
                         self.fail("the descriptor of its virtual CPU was closed");
                     }
                 }
@@ -152,13 +152,12 @@ impl Thread {
     }
 
     /// Begins to use KVM for this thread's virtual CPU, which is made anew if it was given up.
-    /// Returns whether it was.
-    pub(crate) fn use_kvm(&mut self) -> (InUse, bool) {
+    pub(crate) fn use_kvm(&mut self) -> InUse {
         let in_use = self.machine.enter();
-        match self.machine.clone().renew_vcpu(&mut self.vcpu) {
-            Ok(is_renewed) => (in_use, is_renewed),
-            Err(error) => self.fail(&error.to_string()),
+        if let Err(error) = self.machine.renew_vcpu(&mut self.vcpu) {
+            self.fail(&error.to_string());
         }
+        in_use
     }
 
     fn on_call(&mut self) -> Outcome {

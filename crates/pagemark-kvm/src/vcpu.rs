@@ -217,11 +217,13 @@ impl Vcpu {
         Ok(())
     }
 
-    /// Takes `fresh`, the virtual CPU of the same number in a new machine, in place of the one that
-    /// was given up: the descriptor is a copy of that of `fresh`. `shared_bytes` are shared by KVM.
+    /// Takes `fresh`, the virtual CPU of the same number in the machine of `generation`, in place
+    /// of the one that was given up: the descriptor is a copy of that of `fresh`. `shared_bytes`
+    /// are shared by KVM.
     pub(crate) fn renew(
         &mut self,
         fresh: VcpuFd,
+        generation: u32,
         shared_bytes: usize,
         cpuid: &CpuId,
         stubs: &stubs::Stubs,
@@ -247,7 +249,9 @@ impl Vcpu {
         self.load_system_registers(&synced.sregs, stubs)?;
         self.fd.set_regs(&synced.regs).map_err(Error::kvm("KVM_SET_REGS"))?;
         self.set_vector_state(&saved.vector)?;
-        self.fd.set_vcpu_events(&saved.events).map_err(Error::kvm("KVM_SET_VCPU_EVENTS"))
+        self.fd.set_vcpu_events(&saved.events).map_err(Error::kvm("KVM_SET_VCPU_EVENTS"))?;
+        self.generation = generation;
+        Ok(())
     }
 
     /// Its number in the machine.
@@ -258,11 +262,6 @@ impl Vcpu {
     /// That of the machine to which it belongs.
     pub(crate) fn generation(&self) -> u32 {
         self.generation
-    }
-
-    /// It belongs to the machine of this generation.
-    pub(crate) fn set_generation(&mut self, generation: u32) {
-        self.generation = generation;
     }
 
     /// The number of its descriptor.

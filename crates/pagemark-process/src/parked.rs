@@ -7,7 +7,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::FileExt;
 use std::time::{Duration, Instant};
 
-use pagemark::sys::parking::{ADDRESS, CLOSING, Header, MAGIC, PARKED, RELEASED, RUNNING};
+use pagemark::sys::parking::{ADDRESS, CLOSING, DEVICE, Header, MAGIC, PARKED, RELEASED, RUNNING};
 use pagemark::sys::proc::{self, Stat};
 
 use crate::error::{ErrorKind, Result};
@@ -131,7 +131,7 @@ fn holds_kvm(pid: i32) -> bool {
     let is_of_kvm = |entry: std::fs::DirEntry| {
         std::fs::read_link(entry.path()).is_ok_and(|link| {
             let link = link.as_os_str().as_bytes();
-            link == b"/dev/kvm" || link.starts_with(b"anon_inode:kvm-")
+            link == DEVICE.as_bytes() || link.starts_with(b"anon_inode:kvm-")
         })
     };
     std::fs::read_dir(proc::path(pid, "fd")).is_ok_and(|entries| entries.flatten().any(is_of_kvm))

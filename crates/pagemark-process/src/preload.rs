@@ -3,7 +3,7 @@
 
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
-use std::io::Read;
+use std::io::{self, Read};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
@@ -22,21 +22,43 @@ const PRELOAD: &str = "LD_PRELOAD";
 /// # Errors
 /// [`ErrorKind::NoHeap`].
 fn library() -> Result<PathBuf> {
-    if let Some(path) = std::env::var_os(LIBRARY).filter(|path| !path.is_empty()) {
-        let path = PathBuf::from(path);
-        let found = path.canonicalize();
-        return found.map_err(|source| Error::of(ErrorKind::NoHeap, "find the heap", Object::File(path), source));
-    }
-    let program = std::env::current_exe().map_err(Error::system("find the program of", Object::None))?;
-    beside(&program, NAME).ok_or_else(|| {
-        let reason = format!("{NAME} is neither beside {} nor in ../lib/pagemark", program.display());
-        Error::about(ErrorKind::NoHeap, Object::None, reason)
-            .help(format!("build the package pagemark-malloc, or name the library in {LIBRARY}"))
+    companion(NAME, LIBRARY).map_err(|missing| match missing {
+        Missing::Named(path, source) => Error::of(ErrorKind::NoHeap, "find the heap", Object::File(path), source),
+        Missing::Program(source) => Error::system("find the program of", Object::None)(source),
+        Missing::Nowhere(reason) => Error::about(ErrorKind::NoHeap, Object::None, reason)
+            .help(format!("build the package pagemark-malloc, or name the library in {LIBRARY}")),
     })
 }
 
-/// Finds a library that comes with `program`: beside it, or in `../lib/pagemark`.
-pub fn beside(program: &Path, name: &str) -> Option<PathBuf> {
+/// Why a file that comes with this program is not found.
+#[derive(Debug)]
+pub enum Missing {
+    /// The one that the variable names is not there.
+    Named(PathBuf, io::Error),
+    /// The path of this program is not known.
+    Program(io::Error),
+    /// It is in none of the places; the text says which.
+    Nowhere(String),
+}
+
+/// Finds a file that comes with this program: the one that the environment variable names, beside
+/// this program, or in `../lib/pagemark`.
+///
+/// # Errors
+/// [`Missing`].
+pub fn companion(name: &str, variable: &str) -> std::result::Result<PathBuf, Missing> {
+    if let Some(path) = std::env::var_os(variable).filter(|path| !path.is_empty()) {
+        let path = PathBuf::from(path);
+        return path.canonicalize().map_err(|error| Missing::Named(path, error));
+    }
+    let program = std::env::current_exe().map_err(Missing::Program)?;
+    beside(&program, name).ok_or_else(|| {
+        Missing::Nowhere(format!("{name} is neither beside {} nor in ../lib/pagemark", program.display()))
+    })
+}
+
+/// Finds a file that comes with `program`: beside it, or in `../lib/pagemark`.
+fn beside(program: &Path, name: &str) -> Option<PathBuf> {
     // `cargo test` leaves it in the second place, beside an older one of `cargo build`.
     let places =
         [name, &format!("deps/{name}"), &format!("../lib/pagemark/{name}")].map(|at| program.with_file_name(at));

@@ -20,6 +20,7 @@ use pagemark::repository::{Checkpoint, SpaceRecord};
 use pagemark::sys::pagemap::{Filter, PRESENT, Pagemap, SWAPPED};
 use pagemark::sys::proc::{self, maps};
 use pagemark::{Address, AddressRangeExt, ContentId, PAGE_SIZE, PageNumber, PageTree, RangeSet};
+use pagemark_process::preload::{self, Missing};
 use pagemark_simulate::control::Control;
 use pagemark_simulate::{Kind, Results};
 use serde::{Deserialize, Serialize};
@@ -228,18 +229,13 @@ struct ChangedPages {
 pub fn simulator_library() -> Result<PathBuf> {
     const NAME: &str = "libpagemark_simulate.so";
     const LIBRARY: &str = "PAGEMARK_SIMULATE_LIBRARY";
-    if let Some(path) = std::env::var_os(LIBRARY).filter(|path| !path.is_empty()) {
-        let found = Path::new(&path).canonicalize();
-        return found.map_err(|error| {
-            let operation = format!("find the simulator {}", path.display());
-            Error::of(ErrorKind::NotFound, operation, Object::None, error)
-        });
-    }
-    let program = std::env::current_exe().map_err(Error::system("find the program of this process"))?;
-    pagemark_process::preload::beside(&program, NAME).ok_or_else(|| {
-        let reason = format!("{NAME} is neither beside {} nor in ../lib/pagemark", program.display());
-        Error::about(ErrorKind::NotFound, Object::None, reason)
-            .help(format!("build the package pagemark-simulate, or name the library in {LIBRARY}"))
+    preload::companion(NAME, LIBRARY).map_err(|missing| match missing {
+        Missing::Named(path, error) => {
+            Error::of(ErrorKind::NotFound, format!("find the simulator {}", path.display()), Object::None, error)
+        }
+        Missing::Program(error) => Error::system("find the program of this process")(error),
+        Missing::Nowhere(reason) => Error::about(ErrorKind::NotFound, Object::None, reason)
+            .help(format!("build the package pagemark-simulate, or name the library in {LIBRARY}")),
     })
 }
 

@@ -5,18 +5,18 @@
 //! them stay valid. The first thread that needs KVM makes the machine; each thread makes its own
 //! virtual CPU, when it needs that.
 
+use std::io;
 use std::os::fd::{AsRawFd, RawFd};
 use std::sync::atomic::Ordering;
 
-use kvm_ioctls::Kvm;
 use pagemark::sys::own_machine::Means;
 
-use super::{Machine, checked, create_vm, lock};
+use super::{Machine, above_limit, checked, create_vm, lock, open_device};
 use crate::error::{Error, ErrorKind};
 use crate::layout::{PROGRAM_END, TABLE_MEMORY};
-use crate::sys::descriptors;
-use crate::sys::parking::{DEVICE, InUse};
+use crate::sys::parking::InUse;
 use crate::sys::signals::{self, INFO_BYTES};
+use crate::sys::{descriptors, dirty_log};
 use crate::vcpu::Vcpu;
 
 impl Machine {
@@ -40,13 +40,7 @@ impl Machine {
     }
 
     fn renew(&self) -> Result<(), Error> {
-        let kvm = descriptors::above_limit(|_| Kvm::new())
-            .map_err(Error::system("raise", "the limit of descriptors"))?
-            .map_err(|error| {
-                let error = std::io::Error::from_raw_os_error(error.errno());
-                Error::new(ErrorKind::Unavailable, "open", DEVICE).source(error)
-            })?;
-        let kvm = checked(kvm)?;
+        let kvm = checked(above_limit(open_device)?)?;
         let vm = create_vm(&kvm)?;
         replace(kvm.as_raw_fd(), self.kvm.as_raw_fd(), true)?;
         replace(vm.as_raw_fd(), self.vm.as_raw_fd(), false)?;
@@ -57,11 +51,9 @@ impl Machine {
         // The log of the old machine is gone.
         space.tracking.by[Means::Log as usize].mark(0, PROGRAM_END);
         if self.log.get() == Some(&Ok(())) {
-            let failed = |errno| {
-                Error::new(ErrorKind::System, "begin", "the log of written pages")
-                    .source(std::io::Error::from_raw_os_error(errno))
-            };
-            crate::sys::dirty_log::enable(&self.vm).map_err(failed)?;
+            let failed =
+                |errno| Error::system("begin", "the log of written pages")(io::Error::from_raw_os_error(errno));
+            dirty_log::enable(&self.vm).map_err(failed)?;
             self.set_logging(&space, 0, PROGRAM_END).map_err(failed)?;
         }
         self.parking.reserve_closed(|descriptor| replace(self.vm.as_raw_fd(), descriptor, false))?;
@@ -75,14 +67,14 @@ impl Machine {
         vcpu.generation() == self.generation.load(Ordering::Relaxed)
     }
 
-    /// Makes a virtual CPU of the calling thread anew if it is of a machine that was given up.
-    /// Returns whether it was. The thread uses KVM.
+    /// Makes a virtual CPU of the calling thread anew if it is of a machine that was given up. The
+    /// thread uses KVM.
     ///
     /// # Errors
     /// If KVM refuses.
-    pub fn renew_vcpu(&self, vcpu: &mut Vcpu) -> Result<bool, Error> {
+    pub fn renew_vcpu(&self, vcpu: &mut Vcpu) -> Result<(), Error> {
         if self.has(vcpu) {
-            return Ok(false);
+            return Ok(());
         }
         let generation = self.generation.load(Ordering::Relaxed);
         let saved = self.parking.saved(vcpu.number()).ok_or_else(|| {
@@ -90,10 +82,9 @@ impl Machine {
         })?;
         let fresh = self.create_vcpu(vcpu.number())?;
         replace(fresh.as_raw_fd(), vcpu.descriptor(), false)?;
-        vcpu.renew(fresh, self.vm.run_size(), &self.cpuid, &self.stubs, &saved)?;
-        vcpu.set_generation(generation);
+        vcpu.renew(fresh, generation, self.vm.run_size(), &self.cpuid, &self.stubs, &saved)?;
         self.parking.set_vcpu(vcpu.number(), vcpu.descriptor(), vcpu.shared_address());
-        Ok(true)
+        Ok(())
     }
 }
 

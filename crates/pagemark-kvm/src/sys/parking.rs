@@ -11,14 +11,11 @@ use std::time::{Duration, Instant};
 
 use kvm_bindings::{kvm_vcpu_events, kvm_xsave};
 use pagemark::sys::parking::{
-    ADDRESS, BYTES, CLOSED, CLOSING, Header, MAGIC, MOST_VCPUS, OPEN, PARKED, RELEASED, RESERVED, RUNNING, VcpuEntry,
-    copy_address, vcpu_address, vector_state_address,
+    ADDRESS, BYTES, CLOSED, CLOSING, DEVICE_WORDS, Header, MAGIC, MOST_VCPUS, OPEN, PARKED, RELEASED, RESERVED,
+    RUNNING, VcpuEntry, copy_address, vcpu_address, vector_state_address,
 };
 
 use crate::layout::PAGE;
-
-/// The path of the device of KVM.
-pub const DEVICE: &str = "/dev/kvm";
 
 /// How long a thread waits until the process is released, if it cannot be known whether the process
 /// that parked it still exists.
@@ -87,10 +84,8 @@ impl Parking {
         }
         // SAFETY: the mapping begins with zeros, for which a header is valid, and is never unmapped.
         let parking = Parking { header: unsafe { &*(ADDRESS as *const Header) } };
-        let mut path = [0; 16];
-        path[..DEVICE.len()].copy_from_slice(DEVICE.as_bytes());
-        for (word, bytes) in parking.header.device_path.iter().zip(path.as_chunks::<8>().0) {
-            word.store(u64::from_ne_bytes(*bytes), Ordering::Relaxed);
+        for (word, part) in parking.header.device_path.iter().zip(DEVICE_WORDS) {
+            word.store(part, Ordering::Relaxed);
         }
         Ok(parking)
     }

@@ -7,7 +7,7 @@
 use std::mem::offset_of;
 
 use pagemark::sys::parking::{
-    ADDRESS, CLOSED, CLOSING, Header, MAGIC, MOST_VCPUS, OPEN, PARKED, RUNNING, VcpuEntry, vcpu_address,
+    ADDRESS, CLOSED, CLOSING, DEVICE_WORDS, Header, MAGIC, MOST_VCPUS, OPEN, PARKED, RUNNING, VcpuEntry, vcpu_address,
     vector_state_address,
 };
 
@@ -18,9 +18,6 @@ use crate::ptrace;
 const GET_VECTOR_STATE: u64 = 0x9000_aea4;
 /// `KVM_GET_VCPU_EVENTS`
 const GET_EVENTS: u64 = 0x8040_ae9f;
-
-/// The path of the device of KVM, as words.
-const DEVICE_PATH: [u64; 2] = [u64::from_le_bytes(*b"/dev/kvm"), 0];
 
 /// Makes a system call in the process.
 type MakeCall<'c> = &'c dyn Fn(i64, [u64; 6]) -> Helped<i64>;
@@ -85,7 +82,7 @@ pub(super) fn park(thread: i32, parker: Option<i32>, call: MakeCall<'_>) -> Help
 
     let path = ADDRESS + offset_of!(Header, device_path) as u64;
     // A process could otherwise have any file opened, although its seccomp filter forbids it.
-    if [word(path)?, word(path + 8)?] != DEVICE_PATH {
+    if [word(path)?, word(path + 8)?] != DEVICE_WORDS {
         return Err((Step::Gone, 0));
     }
     let here = libc::AT_FDCWD as u64;

@@ -19,6 +19,12 @@ pub const ADDRESS: u64 = 0x5400_0000_0000;
 /// The first word of the description: its form.
 pub const MAGIC: u64 = u64::from_le_bytes(*b"PMKVMp01");
 
+/// The path of the device of KVM.
+pub const DEVICE: &str = "/dev/kvm";
+
+/// The same as words, with zeros behind it.
+pub const DEVICE_WORDS: [u64; 2] = [u64::from_le_bytes(*b"/dev/kvm"), 0];
+
 /// Most virtual CPUs that are described.
 pub const MOST_VCPUS: usize = 4096;
 
@@ -60,7 +66,7 @@ pub struct Header {
     pub shared_bytes: AtomicU32,
     /// How many virtual CPUs are described.
     pub vcpus: AtomicU32,
-    /// The path of the device, with a zero behind it.
+    /// [`DEVICE_WORDS`], for a system call that takes the path.
     pub device_path: [AtomicU64; 2],
     /// The process that parked this one and will release it. 0 if it has no id here.
     pub parker: AtomicI32,

@@ -206,7 +206,7 @@ impl Thread {
     /// a program or ends. It runs on another virtual CPU of the same machine.
     fn new_sharing(&mut self, clone: &Clone, mask: u64) -> Result<u32, Refusal> {
         // The child is not counted as a user of KVM: it could be killed before it is done.
-        let (in_use, _) = self.use_kvm();
+        let in_use = self.use_kvm();
         let mut thread = self.copy(clone)?;
         thread.process = Arc::new(self.process.copy());
         thread.alternate = self.alternate;
@@ -238,7 +238,7 @@ impl Thread {
 
     /// `fork`: the child's memory is a copy, and it makes a machine of its own.
     fn new_process(&mut self, clone: &Clone) -> Result<u32, Refusal> {
-        let (in_use, _) = self.use_kvm();
+        let in_use = self.use_kvm();
         let state = self.vcpu.state();
         let vector = self.vcpu.vector_state().map_err(|error| Refusal::lacking(libc::EAGAIN, error.to_string()))?;
         let machine = self.machine.clone();

@@ -45,22 +45,21 @@ fn ids_in(directory: fs::ReadDir) -> io::Result<Vec<i32>> {
 /// kernel hides it. None if the process is gone or a zombie. The thread that KVM keeps in a process
 /// does not count.
 pub fn live_thread(pid: i32) -> Option<i32> {
-    let is_live = |&thread: &i32| {
-        super::read(thread, "stat").is_ok_and(|text| {
-            stat::state(&text).is_some_and(|state| !stat::is_dead(state)) && !stat::is_worker_of_kvm(&text)
-        })
-    };
+    let is_live = |&thread: &i32| stat_of_own(thread).is_some_and(|stat| !stat.is_zombie());
     if is_live(&pid) { Some(pid) } else { threads(pid).ok()?.into_iter().find(is_live) }
 }
 
 /// True if a process has a thread that is not about to exit, besides the one that KVM may keep in
 /// it.
 pub fn executes_program(pid: i32) -> bool {
-    let executes = |thread: i32| {
-        let stat = super::read(thread, "stat").ok().filter(|text| !stat::is_worker_of_kvm(text));
-        stat.and_then(|text| Stat::parse(&text)).is_some_and(|stat| !stat.is_exiting && !stat.is_zombie())
-    };
+    let executes = |thread| stat_of_own(thread).is_some_and(|stat| !stat.is_exiting && !stat.is_zombie());
     threads(pid).is_ok_and(|threads| threads.into_iter().any(executes))
+}
+
+/// What a thread is. None if it is gone, or that of KVM.
+fn stat_of_own(thread: i32) -> Option<Stat> {
+    let text = super::read(thread, "stat").ok()?;
+    if stat::is_worker_of_kvm(&text) { None } else { Stat::parse(&text) }
 }
 
 /// Lists the children of a process, those of all its threads, in ascending order.
