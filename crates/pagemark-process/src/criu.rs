@@ -19,6 +19,7 @@ pub(crate) mod outside_sockets;
 pub(crate) mod own_network;
 pub(crate) mod regular_files;
 mod resumed;
+mod shortened;
 mod smaps;
 pub mod stdio;
 pub(crate) mod timers;

@@ -300,12 +300,17 @@ def test_ctrl_c_ends_a_run_that_never_pauses(counter: Counter) -> None:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
         job = pagemark.Job(counter.pid, pagemark.Repository(Path(directory) / "repository"), "job", memory_only=True)
         job.checkpoint()
-        alarm = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+
+        def interrupt() -> None:
+            while not taken:
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGINT)
+
         # The fallback ends the run if the signal does not.
-        killer = threading.Timer(20, counter.process.kill)
+        killer = threading.Timer(300, counter.process.kill)
         killer.start()
         with pytest.raises(KeyboardInterrupt):
-            alarm.start()
+            threading.Thread(target=interrupt, daemon=True).start()
             job.run(every=0.0001, on_checkpoint=taken.append)
         killer.cancel()
     assert taken and counter.process.poll() is None

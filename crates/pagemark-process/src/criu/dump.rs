@@ -27,7 +27,7 @@ use std::time::{Duration, Instant};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use pagemark::sys::proc::{self, Status, tree};
 use pagemark::sys::{pagemap, pidfd};
-use pagemark::{PAGE_SIZE, RangeSet};
+use pagemark::{PAGE_SIZE, Range, RangeSet};
 
 use super::connections::{Rules, Sockets};
 use super::guard::Guard;
@@ -39,7 +39,9 @@ use super::notify::Submitted;
 use super::outside_files::{self, OutsideFile};
 use super::stdio::{self, Outside};
 use super::withhold::{Withheld, Withholding};
-use super::{CAP_SYS_RESOURCE, Criu, errors_in_log, has_capability, images, kernel_data, outside_sockets, smaps};
+use super::{
+    CAP_SYS_RESOURCE, Criu, errors_in_log, has_capability, images, kernel_data, outside_sockets, shortened, smaps,
+};
 use crate::cgroups::{self, Cgroups, Memberships};
 use crate::container::network::{self, OwnNetwork};
 use crate::container::{self, FirstProcess, HostPaths, Place};
@@ -482,6 +484,7 @@ impl Dump {
         let withheld = self.withholding.take().map(Withholding::finish).unwrap_or_default();
         let populated = populated();
         add_withheld(&self.directory, &withheld.ranges, &populated)?;
+        lengthen(&self.directory, &withheld.shortened, &populated)?;
         let host_id = |image_pid| Some(*populated.iter().find(|(_, (pid, _))| *pid == image_pid)?.0);
         self.interrupted.repair_images(&self.directory, host_id)?;
         let Withheld { listed_mappings, objects: withheld_objects, .. } = withheld;
@@ -564,17 +567,30 @@ fn members(pid: i32) -> Vec<i32> {
 
 /// Names in CRIU's images what was withheld from it.
 fn add_withheld(directory: &Path, withheld: &HashMap<i32, RangeSet>, populated: &Populated) -> Result<(), Error> {
-    for (pid, ranges) in withheld {
-        let (image_pid, populated) = populated.get(pid).ok_or_else(|| {
-            let reason = format!("it saved process {pid}, whose memory was not tracked");
-            Error::criu_failed("leave the memory to Pagemark", reason)
-        })?;
+    for (&pid, ranges) in withheld {
+        let (image_pid, populated) = tracked(populated, pid)?;
         let path = directory.join(format!("pagemap-{image_pid}.img"));
         let mut pagemap = Pagemap::read(&path)?;
         pagemap.add_withheld(&ranges.intersection(populated));
         std::fs::write(&path, pagemap.encode()).map_err(Error::criu_io(format!("write {}", path.display())))?;
     }
     Ok(())
+}
+
+/// Gives the mappings that were shortened for CRIU their ends in its images.
+fn lengthen(directory: &Path, shortened: &HashMap<i32, Vec<Range>>, populated: &Populated) -> Result<(), Error> {
+    for (&pid, mappings) in shortened {
+        let (image_pid, _) = tracked(populated, pid)?;
+        shortened::lengthen(&directory.join(format!("mm-{image_pid}.img")), mappings)?;
+    }
+    Ok(())
+}
+
+fn tracked(populated: &Populated, pid: i32) -> Result<&(i32, RangeSet), Error> {
+    populated.get(&pid).ok_or_else(|| {
+        let reason = format!("it saved process {pid}, whose memory was not tracked");
+        Error::criu_failed("leave the memory to Pagemark", reason)
+    })
 }
 
 /// True if memory of a tree of these processes can be withheld from CRIU. A filtered process may

@@ -10,5 +10,5 @@ pub mod pagemap;
 pub mod schema;
 
 pub use container::{Image, ImageKind, read_all, read_first};
-pub(crate) use container::{bytes_of, with_bytes, with_varint, without};
+pub(crate) use container::{bytes_of, with_bytes, with_each, with_varint, without};
 pub use pagemap::{PageRun, PageSource, Pagemap};

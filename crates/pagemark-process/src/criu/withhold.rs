@@ -16,6 +16,8 @@
 //! out about the kernel ([`KernelData`]), reads the flags of mappings ([`smaps`]), attaches to
 //! threads ([`Machines`]), and records registers ([`Resumed`]).
 //!
+//! Of large mappings that are withheld, CRIU learns the first page alone ([`shortened`]).
+//!
 //! If Pagemark is killed, the calls fail, and CRIU cancels the dump as after any error.
 
 use std::collections::{HashMap, HashSet};
@@ -38,7 +40,7 @@ use super::kernel_data::{self, KernelData};
 use super::machines::Machines;
 use super::notify::{Answer, CREATING, Call, GET_SIGNAL_MASK, Listener, SEIZE, Submitted};
 use super::resumed::Resumed;
-use super::{Criu, smaps};
+use super::{Criu, shortened, smaps};
 use crate::objects::ObjectId;
 
 /// Category of guard pages: they have no content and forbid any access, and CRIU restores them.
@@ -65,6 +67,8 @@ pub(super) struct Withheld {
     pub ranges: HashMap<i32, RangeSet>,
     /// How often mappings were listed for CRIU.
     pub listed_mappings: u32,
+    /// The mappings of each process of which CRIU knows the first page alone, in ascending order.
+    pub shortened: HashMap<i32, Vec<Range>>,
     /// The objects of shared memory whose content was withheld.
     pub objects: HashSet<ObjectId>,
 }
@@ -93,6 +97,7 @@ impl Withholding {
             kernel_data: criu.kernel_data.clone(),
             resumed: Resumed::new(criu.interrupted.clone()),
             listed_mappings: 0,
+            shortened: HashMap::new(),
             written: None,
             machines,
         };
@@ -117,6 +122,7 @@ struct Answers {
     kernel_data: KernelData,
     resumed: Resumed,
     listed_mappings: u32,
+    shortened: HashMap<i32, Vec<Range>>,
     /// The file into which CRIU writes what it found out about the kernel.
     written: Option<File>,
     machines: Option<Machines>,
@@ -162,8 +168,12 @@ impl Answers {
             }
         }
         let ranges = self.spaces.into_iter().filter_map(|(pid, space)| Some((pid, space?.withheld)));
-        let ranges = ranges.collect();
-        Withheld { ranges, listed_mappings: self.listed_mappings, objects: self.withheld_objects }
+        let mut ranges: HashMap<i32, RangeSet> = ranges.collect();
+        for (&pid, shortened) in &self.shortened {
+            ranges.entry(pid).or_default().extend(&shortened::hidden(shortened));
+        }
+        let Answers { listed_mappings, shortened, withheld_objects: objects, .. } = self;
+        Withheld { ranges, listed_mappings, shortened, objects }
     }
 
     fn answer(&mut self, call: &Call) -> Option<Answer> {
@@ -235,11 +245,13 @@ impl Answers {
         }
         let directory = std::fs::read_link(descriptors::path(call.pid as i32, call.arguments[0] as i32)).ok()?;
         let pid = directory.to_str()?.strip_prefix("/proc/")?.parse().ok()?;
-        if !self.spaces.contains_key(&pid) || !self.listener.is_valid(call) {
+        if !self.listener.is_valid(call) {
             return None;
         }
-        self.listener.answer_by_descriptor(call, smaps::file(pid).ok()?.as_fd()).ok()?;
+        let (file, shortened) = smaps::file(pid, &self.space(pid)?.anonymous).ok()?;
+        self.listener.answer_by_descriptor(call, file.as_fd()).ok()?;
         self.listed_mappings += 1;
+        self.shortened.insert(pid, shortened);
         Some(Answer::Given)
     }
 
@@ -266,6 +278,15 @@ impl Answers {
         Some(Answer::Return(0))
     }
 
+    /// The memory of a dumped process, which is frozen.
+    fn space(&mut self, pid: i32) -> Option<&mut Space> {
+        let space = self.spaces.get_mut(&pid)?;
+        if space.is_none() {
+            *space = Space::open(pid);
+        }
+        space.as_mut()
+    }
+
     fn answer_scan(&mut self, call: &Call) -> Option<Answer> {
         let criu = Pid::from_raw(call.pid as i32);
         let path = std::fs::read_link(descriptors::path(criu.as_raw(), call.arguments[0] as i32)).ok()?;
@@ -277,11 +298,7 @@ impl Answers {
         if flags != 0 || most_pages != 0 || inverted & !mask != 0 || start >= end || !self.listener.is_valid(call) {
             return None;
         }
-        let space = self.spaces.get_mut(&pid)?;
-        if space.is_none() {
-            *space = Space::open(pid);
-        }
-        let space = space.as_mut()?;
+        let space = self.space(pid)?;
         let filter = Filter { all: mask & !inverted, none: inverted, any, report, ..Filter::default() };
         let (start, end) = (Address::new(start), Address::new(end));
         let (mut regions, withheld) = space.query(start..end, filter)?;

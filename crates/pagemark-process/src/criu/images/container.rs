@@ -209,6 +209,38 @@ pub(crate) fn without(message: &[u8], field: u32) -> Vec<u8> {
     output
 }
 
+/// Returns an encoded message in which `change` has replaced the content of each field of message
+/// type with this number, in its place, where it returns another. The message must have been
+/// decoded successfully before.
+pub(crate) fn with_each(message: &[u8], field: u32, mut change: impl FnMut(&[u8]) -> Option<Vec<u8>>) -> Vec<u8> {
+    use prost::encoding::{DecodeContext, WireType, decode_key, decode_varint, encode_key, encode_varint, skip_field};
+    let mut output = Vec::with_capacity(message.len() + 64);
+    let mut rest = message;
+    while !rest.is_empty() {
+        let begin = rest;
+        let Ok((tag, wire_type)) = decode_key(&mut rest) else { break };
+        let mut after_key = rest;
+        if skip_field(wire_type, tag, &mut rest, DecodeContext::default()).is_err() {
+            break;
+        }
+        let changed = if tag == field && wire_type == WireType::LengthDelimited {
+            let _ = decode_varint(&mut after_key);
+            change(&after_key[..after_key.len() - rest.len()])
+        } else {
+            None
+        };
+        match changed {
+            Some(content) => {
+                encode_key(field, WireType::LengthDelimited, &mut output);
+                encode_varint(content.len() as u64, &mut output);
+                output.extend_from_slice(&content);
+            }
+            None => output.extend_from_slice(&begin[..begin.len() - rest.len()]),
+        }
+    }
+    output
+}
+
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
@@ -222,6 +254,7 @@ mod tests {
             let _ = Image::decode(&bytes, ImageKind::Core);
             let _ = without(&bytes, field);
             let _ = bytes_of(&bytes, field);
+            let _ = with_each(&bytes, field, |content| Some(content.to_vec()));
             let magics = [COMMON_MAGIC.to_le_bytes(), ImageKind::Core.magic().to_le_bytes()].concat();
             if let Ok(image) = Image::decode(&[magics, bytes].concat(), ImageKind::Core) {
                 prop_assert_eq!(Image::decode(&image.encode(), ImageKind::Core), Ok(image));

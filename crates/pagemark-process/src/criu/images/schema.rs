@@ -400,7 +400,7 @@ messages! {
         /// The auxiliary vector, in pairs.
         repeated uint64 mm_saved_auxv = 13;
         /// The mappings.
-        repeated message(VmaEntry) vmas = 14;
+        repeated message(VmaEntry) vmas = 14 => VMAS;
     }
 
     /// A mapping of `mm-PID.img`.
@@ -408,7 +408,7 @@ messages! {
         /// First address.
         required uint64 start = 1;
         /// Address after the last.
-        required uint64 end = 2;
+        required uint64 end = 2 => END;
         /// Id of the mapped file in `files.img`, or of shared memory.
         required uint64 shmid = 4;
         /// Flags as `mmap` takes them.

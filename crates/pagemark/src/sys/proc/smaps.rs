@@ -72,6 +72,14 @@ pub fn without_figures(pid: i32) -> io::Result<Vec<u8>> {
     mapping_flags::loaded()?.text(pid)
 }
 
+/// All that `smaps` has of a process.
+///
+/// # Errors
+/// As [`super::maps::read`].
+pub fn with_figures(pid: i32) -> io::Result<Vec<u8>> {
+    super::read(pid, "smaps")
+}
+
 /// The droppable mappings among `candidates`, which are whole mappings of the process.
 ///
 /// # Errors

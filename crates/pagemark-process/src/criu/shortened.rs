@@ -1,0 +1,194 @@
+//! Shows CRIU only the first page of large mappings whose memory Pagemark saves itself.
+//!
+//! CRIU reserves 16 bytes for each page of all private mappings, whether the page holds data or
+//! not, and copies all of that into memory that it shares with the process while that is frozen:
+//! some 5 ms for each GiB, and 4 GiB of memory for a reservation of a terabyte. Where it has no
+//! PAGEMAP_SCAN, it also reads an entry of the page table for each page, and takes a reference to
+//! each page that holds data. Therefore the list of mappings that it is given ([`super::smaps`])
+//! has these mappings with their first page alone. After the dump, CRIU's image of the mappings
+//! gets the ends that they have.
+
+use std::path::Path;
+
+use pagemark::sys::proc::Mapping;
+use pagemark::{AddressRangeExt, ByteCount, Range, RangeSet};
+use prost::Message;
+
+use super::images::schema::{MmEntry, VmaEntry};
+use super::images::{Image, ImageKind, with_each, with_varint};
+use crate::error::Error;
+
+/// The smallest mapping that is shortened.
+const SMALLEST: ByteCount = ByteCount::new(1 << 20);
+
+/// The smallest one that may not be read. CRIU makes what it knows of such mappings readable for a
+/// moment, which splits a mapping of which it knows the first page alone, and a process may have a
+/// limited number of mappings.
+const SMALLEST_UNREADABLE: ByteCount = ByteCount::new(64 << 20);
+
+/// Begin of the line that has the flags of a mapping in `/proc/PID/smaps`, and the flag of one that
+/// grows when the page below it is touched: CRIU moves its begin.
+const FLAGS: &[u8] = b"VmFlags:";
+const GROWS_DOWN: &[u8] = b"gd";
+
+/// The flags that `mmap` takes for a private mapping without a file.
+const PRIVATE_ANONYMOUS: u32 = (libc::MAP_PRIVATE | libc::MAP_ANONYMOUS) as u32;
+
+/// True if a mapping may be shortened, as far as `/proc/PID/maps` says. CRIU executes system calls
+/// in the first executable mapping.
+pub(super) fn is_large(mapping: &Mapping) -> bool {
+    let smallest = if mapping.readable { SMALLEST } else { SMALLEST_UNREADABLE };
+    let is_named = mapping.name.starts_with(b"[") && !mapping.name.starts_with(b"[anon");
+    let may_be = mapping.is_private_anonymous() && !mapping.executable && (!is_named || mapping.name == b"[heap]");
+    may_be && mapping.range().byte_count() >= smallest
+}
+
+/// Shortens large mappings in the text of an `smaps`, as far as they are in `withheld`. Returns the
+/// text and the mappings as they are.
+pub(super) fn shorten(text: &[u8], withheld: &RangeSet) -> (Vec<u8>, Vec<Range>) {
+    let (mut shortened, mut output) = (Vec::new(), Vec::with_capacity(text.len()));
+    let mut rest = text;
+    while !rest.is_empty() {
+        // A mapping is its line, and what follows until the line of the next.
+        let head_bytes = rest.iter().position(|&byte| byte == b'\n').map_or(rest.len(), |at| at + 1);
+        let (head, tail) = rest.split_at(head_bytes);
+        let body_bytes = body_bytes(tail);
+        let (body, next) = tail.split_at(body_bytes);
+        rest = next;
+        let mapping = Mapping::parse(head.trim_ascii_end());
+        let mapping = mapping.filter(|mapping| is_large(mapping) && withheld.covers(mapping.range()));
+        match mapping.filter(|_| !has_flag(body, GROWS_DOWN)) {
+            Some(mapping) => {
+                let end = mapping.start + ByteCount::PAGE;
+                output.extend_from_slice(format!("{:08x}-{:08x}", mapping.start.get(), end.get()).as_bytes());
+                let after = head.iter().position(|&byte| byte == b' ').unwrap_or(0);
+                output.extend_from_slice(&head[after..]);
+                shortened.push(mapping.range());
+            }
+            None => output.extend_from_slice(head),
+        }
+        output.extend_from_slice(body);
+    }
+    (output, shortened)
+}
+
+/// The length of the lines before the next mapping's.
+fn body_bytes(text: &[u8]) -> usize {
+    let mut bytes = 0;
+    for line in text.split_inclusive(|&byte| byte == b'\n') {
+        bytes += line.len();
+        // It is the last line of each mapping.
+        if line.starts_with(FLAGS) {
+            return bytes;
+        }
+    }
+    bytes
+}
+
+fn has_flag(body: &[u8], flag: &[u8]) -> bool {
+    let flags = body.split(|&byte| byte == b'\n').find_map(|line| line.strip_prefix(FLAGS));
+    flags.is_none_or(|flags| flags.split(|&byte| byte == b' ').any(|name| name == flag))
+}
+
+/// What of these mappings CRIU does not know.
+pub(super) fn hidden(shortened: &[Range]) -> RangeSet {
+    shortened.iter().map(|range| range.start + ByteCount::PAGE..range.end).collect()
+}
+
+/// Gives mappings in CRIU's image of the mappings of a process the ends that they have.
+///
+/// # Errors
+/// [`ErrorKind::Image`](crate::error::ErrorKind::Image): the image cannot be understood, or lacks
+/// one of them.
+pub(super) fn lengthen(path: &Path, shortened: &[Range]) -> Result<(), Error> {
+    let mut image = Image::read(path, ImageKind::Mm)?;
+    let error = |reason: String| Error::image(path, reason);
+    let message = image.messages.first_mut().ok_or_else(|| error("it has no message".into()))?;
+    MmEntry::decode(message.as_slice()).map_err(|e| error(e.to_string()))?;
+    let mut missing: RangeSet = shortened.iter().cloned().collect();
+    *message = with_each(message, MmEntry::VMAS, |mapping| {
+        let entry = VmaEntry::decode(mapping).ok()?;
+        // CRIU describes guard pages as mappings without flags.
+        let is_anonymous = entry.flags & PRIVATE_ANONYMOUS == PRIVATE_ANONYMOUS;
+        let at = shortened.binary_search_by_key(&entry.start, |range| range.start.get()).ok()?;
+        let is_shortened = |range: &&Range| is_anonymous && (range.start + ByteCount::PAGE).get() == entry.end;
+        let whole = Some(&shortened[at]).filter(is_shortened)?;
+        missing.remove(whole.clone());
+        Some(with_varint(mapping, VmaEntry::END, whole.end.get()))
+    });
+    if let Some(range) = missing.iter().next() {
+        return Err(error(format!("it lacks the mapping at {:#x}", range.start.get())));
+    }
+    std::fs::write(path, image.encode()).map_err(Error::criu_io(format!("write {}", path.display())))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use pagemark::Address;
+
+    const TEXT: &str = "\
+7f0000000000-7f0000200000 rw-p 00000000 00:00 0 \nSize: 2048 kB\nVmFlags: rd wr mr mw me ac \n\
+7f0000200000-7f0000300000 rw-p 00000000 00:00 0 [anon:a name]\nVmFlags: rd wr mr mw me gd ac \n\
+7f0000300000-7f00003ff000 rw-p 00000000 00:00 0 \nVmFlags: rd wr mr mw me ac \n\
+7f0000400000-7f0001400000 ---p 00000000 00:00 0 \nVmFlags: mr mw me ac \n\
+7f0010000000-7f0020000000 ---p 00000000 00:00 0 \nVmFlags: mr mw me ac \n\
+7f0020000000-7f0030000000 rw-p 00000000 08:01 7 /a file\nVmFlags: rd wr mr mw me ac \n\
+7f0030000000-7f0040000000 rw-s 00000000 00:00 0 \nVmFlags: rd wr sh mr mw me ac \n\
+7f0040000000-7f0050000000 rwxp 00000000 00:00 0 \nVmFlags: rd wr ex mr mw me ac \n\
+7f0050000000-7f0060000000 rw-p 00000000 00:00 0 [heap]\nVmFlags: rd wr mr mw me ac \n\
+7f0060000000-7f0070000000 rw-p 00000000 00:00 0 [stack]\nVmFlags: rd wr mr mw me ac \n\
+ffffffffff600000-ffffffffff601000 --xp 00000000 00:00 0 [vsyscall]\nVmFlags: ex \n";
+
+    fn range(start: u64, end: u64) -> Range {
+        Address::new(start)..Address::new(end)
+    }
+
+    #[test]
+    fn large_private_mappings_are_shortened_and_nothing_else_changes() {
+        let all = RangeSet::from(range(0, 1 << 47));
+        let (text, shortened) = shorten(TEXT.as_bytes(), &all);
+        let whole = [
+            range(0x7f00_0000_0000, 0x7f00_0020_0000),
+            range(0x7f00_1000_0000, 0x7f00_2000_0000),
+            range(0x7f00_5000_0000, 0x7f00_6000_0000),
+        ];
+        assert_eq!(shortened, whole);
+        let expected = TEXT
+            .replace("7f0000000000-7f0000200000", "7f0000000000-7f0000001000")
+            .replace("7f0010000000-7f0020000000", "7f0010000000-7f0010001000")
+            .replace("7f0050000000-7f0060000000", "7f0050000000-7f0050001000");
+        assert_eq!(String::from_utf8(text).unwrap(), expected);
+        assert_eq!(hidden(&whole[..1]), RangeSet::from(range(0x7f00_0000_1000, 0x7f00_0020_0000)));
+    }
+
+    #[test]
+    fn what_is_not_withheld_is_shown_whole() {
+        let part = RangeSet::from(range(0, 0x7f00_001f_f000));
+        assert_eq!(shorten(TEXT.as_bytes(), &part), (TEXT.as_bytes().to_vec(), Vec::new()));
+    }
+
+    #[test]
+    fn an_image_gets_the_ends_back() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("mm-1.img");
+        let entry = |start, end| VmaEntry { start, end, flags: 0x22, shmid: 9, madv: Some(3) };
+        let image = |entries: Vec<VmaEntry>| {
+            let mut image = Image::new(ImageKind::Mm);
+            image.messages.push(MmEntry { mm_saved_auxv: vec![1, 2], vmas: entries }.encode_to_vec());
+            image
+        };
+        let read = || MmEntry::decode(Image::read(&path, ImageKind::Mm).unwrap().messages[0].as_slice()).unwrap();
+        let guard = VmaEntry { flags: 0, ..entry(0x10_0000, 0x10_1000) };
+        let others = [entry(0x90_0000, 0x91_0000), guard.clone()];
+        let entries = [&[entry(0x1000, 0x2000), entry(0x10_0000, 0x10_1000)], &others[..]].concat();
+        std::fs::write(&path, image(entries).encode()).unwrap();
+        lengthen(&path, &[range(0x10_0000, 0x80_0000)]).unwrap();
+        let expected = [&[entry(0x1000, 0x2000), entry(0x10_0000, 0x80_0000)], &others[..]].concat();
+        assert_eq!(read(), MmEntry { mm_saved_auxv: vec![1, 2], vmas: expected });
+        // CRIU has not taken the list.
+        lengthen(&path, &[range(0x90_0000, 0xa0_0000)]).unwrap_err();
+        std::fs::write(&path, b"no image").unwrap();
+        lengthen(&path, &[]).unwrap_err();
+    }
+}
