@@ -428,7 +428,16 @@ mod tests {
         }
 
         fn restore(&self, (files, tree): &(Vec<FileRecord>, TreeRecord)) -> Result<ChangedFiles> {
-            put_back(files, std::slice::from_ref(tree), &self.store, "job@1", self.asides.path())
+            // A process that another test starts has copies of this one's open files for a moment.
+            let deadline = std::time::Instant::now() + pagemark_testing::patience();
+            loop {
+                match put_back(files, std::slice::from_ref(tree), &self.store, "job@1", self.asides.path()) {
+                    Err(error) if error.kind() == ErrorKind::FileInUse && std::time::Instant::now() < deadline => {
+                        std::thread::sleep(std::time::Duration::from_millis(1));
+                    }
+                    result => return result,
+                }
+            }
         }
     }
 
