@@ -37,6 +37,7 @@ mod deterministic;
 mod disks;
 mod drive;
 mod end_guard;
+mod ending;
 mod error;
 mod event;
 mod export;

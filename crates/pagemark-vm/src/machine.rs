@@ -93,8 +93,9 @@ pub(crate) struct Machine {
 impl Machine {
     /// Connects to the monitor at `path`.
     pub(crate) fn connect(path: &Path) -> Result<Machine> {
-        let monitor = Monitor::connect(path)?;
+        let mut monitor = Monitor::connect(path)?;
         let pid = monitor.peer_pid()?;
+        monitor.expect_end_of(pid);
         Machine::of(monitor, pid)
     }
 

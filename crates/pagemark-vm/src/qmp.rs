@@ -12,6 +12,7 @@ use nix::sys::socket::{ControlMessage, MsgFlags, getsockopt, sendmsg, sockopt};
 use serde_json::{Value, json};
 
 use crate::changes::Command;
+use crate::ending::Ending;
 use crate::error::{Error, ErrorKind, Object, Result};
 use crate::event::MachineEvent;
 
@@ -41,6 +42,8 @@ pub(crate) struct Monitor {
     given_up: BTreeSet<u64>,
     /// What QEMU has reported and nobody has taken.
     events: Vec<MachineEvent>,
+    /// None if the process is not known.
+    ending: Option<Ending>,
 }
 
 impl Monitor {
@@ -61,8 +64,8 @@ impl Monitor {
     fn begin(stream: UnixStream, object: Object) -> Result<Monitor> {
         // A QEMU that reads nothing must not hold up this process either.
         stream.set_write_timeout(Some(REPLY_LIMIT)).map_err(Error::system("set up a monitor connection"))?;
-        let (received, given_up, events) = Default::default();
-        let mut monitor = Monitor { stream, object, received, last_id: 0, given_up, events };
+        let (received, given_up, events, ending) = Default::default();
+        let mut monitor = Monitor { stream, object, received, last_id: 0, given_up, events, ending };
         let greeting = monitor.read_message(Instant::now() + GREETING_LIMIT).map_err(|error| match error.kind() {
             ErrorKind::Gone => error,
             _ => error.help("a monitor serves one client at a time: disconnect the other one"),
@@ -80,12 +83,18 @@ impl Monitor {
         peer.map(|peer| peer.pid()).map_err(|error| Error::system("find the process of the monitor")(error.into()))
     }
 
+    /// From now on, QEMU is woken if it does not answer while it ends. Its process is `pid`.
+    pub(crate) fn expect_end_of(&mut self, pid: i32) {
+        self.ending = Ending::of(pid);
+    }
+
     /// The connection, for a guard that outlives this process.
     pub(crate) fn descriptor(&self) -> i32 {
         self.stream.as_raw_fd()
     }
 
     fn keep_event(&mut self, message: &Value) {
+        self.ending.iter_mut().for_each(|ending| ending.observe(message));
         let event = MachineEvent::of_message(message).filter(|_| self.events.len() < MAX_EVENTS);
         self.events.extend(event);
     }
@@ -256,12 +265,17 @@ impl Monitor {
             if left.is_zero() {
                 return Err(self.no_answer());
             }
-            self.stream.set_read_timeout(Some(left)).map_err(|error| self.failed("read from", error))?;
+            let patience = self.ending.as_ref().and_then(Ending::patience);
+            self.stream
+                .set_read_timeout(Some(patience.map_or(left, |patience| patience.min(left))))
+                .map_err(|error| self.failed("read from", error))?;
             let mut buffer = [0; 16384];
             match self.stream.read(&mut buffer) {
                 Ok(0) => return Err(Error::about(ErrorKind::Gone, self.object.clone(), "was closed: QEMU has ended")),
                 Ok(bytes) => self.received.extend_from_slice(&buffer[..bytes]),
-                Err(error) if [io::ErrorKind::WouldBlock, io::ErrorKind::Interrupted].contains(&error.kind()) => {}
+                Err(error) if [io::ErrorKind::WouldBlock, io::ErrorKind::Interrupted].contains(&error.kind()) => {
+                    self.ending.iter_mut().for_each(Ending::wake);
+                }
                 Err(error) => return Err(self.failed("read from", error)),
             }
         }

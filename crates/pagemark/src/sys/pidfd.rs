@@ -49,6 +49,17 @@ pub fn open(pid: i32, flags: libc::c_int) -> io::Result<OwnedFd> {
     Ok(unsafe { OwnedFd::from_raw_fd(descriptor as libc::c_int) })
 }
 
+/// Sends a signal to the process of a descriptor, and to no other that has got its id.
+///
+/// # Errors
+/// `ESRCH`: it has ended. `EPERM`: it belongs to another user.
+pub fn send_signal(process: &OwnedFd, signal: libc::c_int) -> io::Result<()> {
+    let no_details = std::ptr::null::<libc::siginfo_t>();
+    // SAFETY: the call takes numbers, and no address but a null one.
+    let result = unsafe { libc::syscall(libc::SYS_pidfd_send_signal, process.as_raw_fd(), signal, no_details, 0) };
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
 /// A copy of descriptor `number` of a process (`pidfd_getfd`, Linux 5.6). It shares the open file
 /// with the process, with its position and flags; nothing is opened.
 ///
