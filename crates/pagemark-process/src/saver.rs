@@ -42,7 +42,7 @@ pub trait StateSaver: Send + Sync {
 
     /// Freezes the tree and saves its state, without the content of `objects` of shared memory,
     /// which the caller copies. Calls `meanwhile` again and again until the tree is being frozen;
-    /// processes may stop during a call.
+    /// processes may stop during a call. May call it once more, when the tree is frozen.
     ///
     /// # Errors
     /// The tree could not be frozen or its state not be saved, or `meanwhile` failed. The tree
@@ -55,8 +55,17 @@ pub trait StateSaver: Send + Sync {
     ) -> Result<Box<dyn FrozenState>>;
 }
 
-/// Called while a tree is being frozen.
-pub type Meanwhile<'a> = &'a mut dyn FnMut() -> Result<()>;
+/// How far a freeze has come.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum FreezeStage {
+    /// Processes run, or are being stopped.
+    Freezing,
+    /// No thread runs any more, and the state is being saved.
+    Saving,
+}
+
+/// Called while a tree is being frozen and saved.
+pub type Meanwhile<'a> = &'a mut dyn FnMut(FreezeStage) -> Result<()>;
 
 /// A tree that is frozen, with its state saved. Dropped, the tree resumes.
 pub trait FrozenState {

@@ -97,6 +97,17 @@ impl SharedScope {
     }
 }
 
+/// When memory is collected.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Moment {
+    /// The process runs.
+    Running,
+    /// The process runs, and is collected again while it is frozen.
+    Ahead,
+    /// The process is frozen.
+    Frozen,
+}
+
 /// A part of private memory.
 struct Part {
     part: MemoryPart,
@@ -311,6 +322,21 @@ impl AddressSpace {
     /// [`ErrorKind::Gone`] and others; nothing is lost.
     pub fn collect(&mut self, dirty: &mut RangeSet) -> Result<()> {
         self.collect_unstopped(dirty)?;
+        self.collect_new(dirty)
+    }
+
+    /// As [`AddressSpace::collect`], for a process that is collected once more while it is frozen:
+    /// what has stopped holding data may be left to that.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Gone`] and others; nothing is lost.
+    pub fn collect_ahead(&mut self, dirty: &mut RangeSet) -> Result<()> {
+        self.collect_ahead_unstopped(dirty)?;
+        self.collect_new(dirty)
+    }
+
+    /// Stops the process if there is much in mappings that are not registered, and collects then.
+    fn collect_new(&mut self, dirty: &mut RangeSet) -> Result<()> {
         let left_pages = self.registration.as_ref().map_or(0, |registration| registration.take_left_pages());
         if left_pages + self.left_object_pages < MANY_PAGES {
             return Ok(());
@@ -337,7 +363,30 @@ impl AddressSpace {
     /// [`ErrorKind::Gone`] and others; nothing is lost.
     pub fn collect_unstopped(&mut self, dirty: &mut RangeSet) -> Result<()> {
         self.refresh_mappings()?;
-        self.collect_refreshed(dirty, false)
+        self.collect_refreshed(dirty, Moment::Running)
+    }
+
+    /// As [`AddressSpace::collect_unstopped`] and [`AddressSpace::collect_ahead`].
+    ///
+    /// # Errors
+    /// [`ErrorKind::Gone`] and others; nothing is lost.
+    pub fn collect_ahead_unstopped(&mut self, dirty: &mut RangeSet) -> Result<()> {
+        self.refresh_mappings()?;
+        self.collect_refreshed(dirty, Moment::Ahead)
+    }
+
+    /// Does a part of the next [`AddressSpace::collect_frozen`], of a process that stays frozen until
+    /// then. If it fails, the collect does that part.
+    pub fn look_ahead(&mut self) {
+        if self.refresh_mappings().is_err() {
+            return;
+        }
+        for part in &mut self.parts {
+            let ranges = part.ranges(&self.mappings, &self.untracked);
+            if part.tracker.look_ahead(&ranges).is_err() {
+                return;
+            }
+        }
     }
 
     /// As [`AddressSpace::collect`], for a process that is frozen.
@@ -353,7 +402,7 @@ impl AddressSpace {
             found.map_err(|source| self.system("scan the pages of", source))?;
             register(self.pid, self.thread, registration, &self.mappings, self.shared_scope, &mut self.untracked)?;
         }
-        self.collect_refreshed(dirty, true)
+        self.collect_refreshed(dirty, Moment::Frozen)
     }
 
     /// As [`AddressSpace::collect_frozen`], of a process that runs: it is stopped meanwhile, for a
@@ -366,13 +415,14 @@ impl AddressSpace {
     }
 
     /// Collects from the mappings that were just read.
-    fn collect_refreshed(&mut self, dirty: &mut RangeSet, is_frozen: bool) -> Result<()> {
+    fn collect_refreshed(&mut self, dirty: &mut RangeSet, moment: Moment) -> Result<()> {
+        let is_frozen = moment == Moment::Frozen;
         if self.registration.is_none() {
             let found = self.untracked.find_droppable(self.thread, &self.mappings, is_frozen);
             found.map_err(|source| self.system("read the mappings of", source))?;
         }
         self.look_for_swapped();
-        if self.needs_stop { self.collect_stopped(dirty) } else { self.collect_parts(dirty) }?;
+        if self.needs_stop { self.collect_stopped(dirty, moment) } else { self.collect_parts(dirty, moment) }?;
         self.collect_objects(dirty, is_frozen)
     }
 
@@ -445,23 +495,28 @@ impl AddressSpace {
         Ok(())
     }
 
-    fn collect_parts(&mut self, dirty: &mut RangeSet) -> Result<()> {
+    fn collect_parts(&mut self, dirty: &mut RangeSet, moment: Moment) -> Result<()> {
         self.collect_shared_refreshed(dirty)?;
         for part in &mut self.parts {
             let ranges = part.ranges(&self.mappings, &self.untracked);
-            part.tracker.collect(&ranges, dirty).map_err(|source| track(self.pid, source))?;
+            let tracker = &mut part.tracker;
+            let collected = match moment {
+                Moment::Ahead => tracker.collect_ahead(&ranges, dirty),
+                Moment::Running | Moment::Frozen => tracker.collect(&ranges, dirty),
+            };
+            collected.map_err(|source| track(self.pid, source))?;
         }
         Ok(())
     }
 
     /// For a mechanism that does not bear writes while it collects. If the process is traced, it is
     /// stopped already: only whoever has frozen it calls this then.
-    fn collect_stopped(&mut self, dirty: &mut RangeSet) -> Result<()> {
+    fn collect_stopped(&mut self, dirty: &mut RangeSet, moment: Moment) -> Result<()> {
         let status = Status::read(self.thread).map_err(|_| Error::gone(self.pid))?;
         if status.tracer_pid != 0 {
-            return self.collect_parts(dirty);
+            return self.collect_parts(dirty, moment);
         }
-        freezer::while_stopped(self.pid, || self.collect_parts(dirty))?
+        freezer::while_stopped(self.pid, || self.collect_parts(dirty, moment))?
     }
 
     /// Declares that a long interval begins, as [`Tracker::begin_interval`] does.

@@ -21,7 +21,7 @@ use crate::files::{
 };
 use crate::freezer;
 use crate::objects::ObjectId;
-use crate::saver::{FrozenState, SavedState, StateSaver};
+use crate::saver::{FreezeStage, FrozenState, SavedState, StateSaver};
 use crate::scratch;
 use crate::space::AddressSpace;
 use crate::tree::{FrozenMapping, FrozenObject, FrozenProcess, Phase, ProcessTree, recorded_id};
@@ -142,7 +142,7 @@ impl ProcessTarget {
     /// As [`Target::freeze`]. The tree runs.
     pub fn stop_time(&mut self) -> Result<Duration> {
         let objects = self.tree.objects();
-        let state = self.saver.freeze(self.tree.root_pid(), &objects, &mut || Ok(()))?;
+        let state = self.saver.freeze(self.tree.root_pid(), &objects, &mut |_| Ok(()))?;
         self.tree.spaces(Phase::Frozen)?;
         let thawed = state.thaw(&self.tree.address_spaces())?;
         self.tree.take_stopped_time();
@@ -215,7 +215,14 @@ impl Target for ProcessTarget {
 
     fn freeze(&mut self, meanwhile: WhileFreezing<'_, Error>) -> Result<FrozenTree<'_>> {
         let (root_pid, objects) = (self.tree.root_pid(), self.tree.objects());
-        let meanwhile = &mut || meanwhile(&mut FreezingTree(&mut self.tree));
+        let tree = &mut self.tree;
+        let meanwhile = &mut |stage| match stage {
+            FreezeStage::Freezing => meanwhile(&mut FreezingTree(tree)),
+            FreezeStage::Saving => {
+                tree.look_ahead();
+                Ok(())
+            }
+        };
         let state = self.saver.freeze(root_pid, &objects, meanwhile)?;
         if let Some(hook) = &mut self.freeze_hook {
             let pids: Vec<i32> = freezer::members(self.tree.root_pid())?.iter().map(|member| member.pid).collect();

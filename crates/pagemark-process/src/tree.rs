@@ -215,8 +215,8 @@ impl ProcessTree {
             return Ok(());
         }
         let collect = match phase {
-            Phase::Running => AddressSpace::collect,
-            Phase::Freezing => AddressSpace::collect_unstopped,
+            Phase::Running => AddressSpace::collect_ahead,
+            Phase::Freezing => AddressSpace::collect_ahead_unstopped,
             Phase::Frozen => AddressSpace::collect_frozen,
         };
         let mut found = RangeSet::new();
@@ -232,6 +232,11 @@ impl ProcessTree {
         found.subtract(&shared);
         dirty.extend(&found);
         Ok(())
+    }
+
+    /// Does a part of the collect in the freeze. No thread of the tree runs until that.
+    pub(crate) fn look_ahead(&mut self) {
+        self.processes.iter_mut().for_each(|process| process.space.look_ahead());
     }
 
     /// Reads memory of a process; returns what is no longer there.

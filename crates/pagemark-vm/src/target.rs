@@ -290,6 +290,8 @@ impl MachineMemory {
         // stopped too; QEMU's own memory need not be.
         if phase == Phase::Stopped && std::mem::take(&mut self.has_new_blocks) {
             self.space.collect_in_stop(&mut written)?;
+        } else if phase == Phase::Running {
+            self.space.collect_ahead_unstopped(&mut written)?;
         } else {
             self.space.collect_unstopped(&mut written)?;
         }

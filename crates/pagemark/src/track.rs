@@ -72,6 +72,24 @@ pub trait Tracker: Send {
     /// may have started for part of `ranges` only.
     fn collect(&mut self, ranges: &RangeSet, dirty: &mut RangeSet) -> Result<(), Error>;
 
+    /// As [`Tracker::collect`], for memory that is collected again before it is described by
+    /// [`Tracker::populated`]: what has stopped holding data may be left to that collect.
+    ///
+    /// # Errors
+    /// As [`Tracker::collect`].
+    fn collect_ahead(&mut self, ranges: &RangeSet, dirty: &mut RangeSet) -> Result<(), Error> {
+        self.collect(ranges, dirty)
+    }
+
+    /// Finds out now which pages of `ranges` hold data, as far as the next `collect` would do it.
+    /// Until that has returned, no thread of the target runs.
+    ///
+    /// # Errors
+    /// As [`Tracker::collect`]; then the next one finds it out.
+    fn look_ahead(&mut self, _ranges: &RangeSet) -> Result<(), Error> {
+        Ok(())
+    }
+
     /// The pages that held data at the last `collect`, for trackers that know.
     fn populated(&self) -> Option<&RangeSet> {
         None

@@ -151,6 +151,8 @@ pub struct Dump {
     socket: Option<UnixStream>,
     status: File,
     withholding: Option<Withholding>,
+    /// CRIU is to ask Pagemark for the mappings of the processes.
+    lists_mappings: bool,
     interrupted: Interrupted,
     watch: Watch,
     state_saved_at: Option<Instant>,
@@ -340,6 +342,7 @@ impl Dump {
             socket: Some(socket),
             status: File::from(status_read),
             withholding,
+            lists_mappings: mappings,
             interrupted: criu.interrupted.clone(),
             watch,
             state_saved_at: None,
@@ -374,6 +377,28 @@ impl Dump {
             }
             std::thread::sleep(POLL);
         }
+    }
+
+    /// Waits until no thread of the tree runs any more. False if that is not known before the state
+    /// is saved.
+    ///
+    /// # Errors
+    /// CRIU failed. The tree resumes.
+    pub fn wait_all_frozen(&mut self) -> Result<bool, Error> {
+        if !self.lists_mappings {
+            return Ok(false);
+        }
+        while let Some(withholding) = &self.withholding {
+            if withholding.is_frozen() {
+                return Ok(true);
+            }
+            let is_saved = wait_readable(&self.status, Duration::ZERO);
+            if is_saved.and_then(|is_saved| Ok(is_saved || self.has_ended()?)).map_err(|error| self.failed(error))? {
+                break;
+            }
+            std::thread::sleep(POLL);
+        }
+        Ok(false)
     }
 
     /// Waits until the whole tree is frozen and all its state but memory is saved. The tree stays

@@ -28,6 +28,8 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::uio::{RemoteIoVec, process_vm_readv, process_vm_writev};
@@ -58,6 +60,7 @@ const MAX_REGIONS: usize = 1 << 16;
 #[derive(Debug)]
 pub(super) struct Withholding {
     thread: std::thread::JoinHandle<Withheld>,
+    is_frozen: Arc<AtomicBool>,
 }
 
 /// What was answered in place of the kernel.
@@ -88,8 +91,10 @@ impl Withholding {
         machines: Option<Machines>,
     ) -> io::Result<Option<Withholding>> {
         let Some(listener) = Listener::receive(socket)? else { return Ok(None) };
+        let is_frozen = Arc::new(AtomicBool::new(false));
         let answers = Answers {
             listener,
+            is_frozen: is_frozen.clone(),
             submitted,
             spaces: tree.into_iter().map(|pid| (pid, None)).collect(),
             objects: objects.clone(),
@@ -102,7 +107,13 @@ impl Withholding {
             machines,
         };
         let thread = std::thread::Builder::new().name("withhold".into()).spawn(move || answers.run())?;
-        Ok(Some(Withholding { thread }))
+        Ok(Some(Withholding { thread, is_frozen }))
+    }
+
+    /// True once CRIU has asked for the mappings of a process: before, it stops every thread of the
+    /// tree. It need not ask here.
+    pub fn is_frozen(&self) -> bool {
+        self.is_frozen.load(Ordering::Relaxed)
     }
 
     /// Waits until the program has ended.
@@ -113,6 +124,7 @@ impl Withholding {
 
 struct Answers {
     listener: Listener,
+    is_frozen: Arc<AtomicBool>,
     submitted: Submitted,
     /// The dumped processes; None until the first query about a process.
     spaces: HashMap<i32, Option<Space>>,
@@ -248,6 +260,7 @@ impl Answers {
         if !self.listener.is_valid(call) {
             return None;
         }
+        self.is_frozen.store(true, Ordering::Relaxed);
         let (file, shortened) = smaps::file(pid, &self.space(pid)?.anonymous).ok()?;
         self.listener.answer_by_descriptor(call, file.as_fd()).ok()?;
         self.listed_mappings += 1;

@@ -9,7 +9,7 @@ use pagemark::repository::StateRecord;
 use pagemark::target::VisitPage;
 use pagemark::{Blob, PageNumber, PageRange, Store};
 
-use super::{FrozenState, Meanwhile, SavedState, StateSaver, Thawed, unreadable_state};
+use super::{FreezeStage, FrozenState, Meanwhile, SavedState, StateSaver, Thawed, unreadable_state};
 use crate::attach;
 use crate::container;
 use crate::criu::images::PageRun;
@@ -95,7 +95,10 @@ impl CriuSaver {
         let images = images_directory()?;
         let mut dump = Dump::start_without(&self.criu, root_pid, images.path(), &self.options, objects)?;
         while !dump.wait_frozen(FREEZE_POLL)? {
-            meanwhile()?;
+            meanwhile(FreezeStage::Freezing)?;
+        }
+        if dump.wait_all_frozen()? {
+            meanwhile(FreezeStage::Saving)?;
         }
         dump.wait_state_saved()?;
         Ok(Dumped { dump, images })

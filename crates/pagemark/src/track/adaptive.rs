@@ -83,6 +83,26 @@ impl Adaptive {
         }
     }
 
+    fn collect_by(
+        &mut self,
+        collect: fn(&mut PagemapScan, &RangeSet, &mut RangeSet) -> Result<(), Error>,
+        ranges: &RangeSet,
+        dirty: &mut RangeSet,
+    ) -> Result<(), Error> {
+        if self.current.is_some() {
+            return collect(&mut self.scan, ranges, dirty);
+        }
+        // The first collect after `begin_interval` ends the long interval. The following ones end
+        // the short intervals of a pre-copy.
+        let mut written = RangeSet::new();
+        let result = collect(&mut self.scan, ranges, &mut written);
+        dirty.extend(&written);
+        if result.is_ok() {
+            self.current = Some(written);
+        }
+        result
+    }
+
     /// True if the piece of the address space at `address` stays protected in this interval.
     fn is_probed(&self, address: Address) -> bool {
         (address.get() / SLICE_BYTES).wrapping_add(self.round).is_multiple_of(PROBE_SLICES)
@@ -99,18 +119,15 @@ impl Tracker for Adaptive {
     }
 
     fn collect(&mut self, ranges: &RangeSet, dirty: &mut RangeSet) -> Result<(), Error> {
-        if self.current.is_some() {
-            return self.scan.collect(ranges, dirty);
-        }
-        // The first collect after `begin_interval` ends the long interval. The following ones end
-        // the short intervals of a pre-copy.
-        let mut written = RangeSet::new();
-        let result = self.scan.collect(ranges, &mut written);
-        dirty.extend(&written);
-        if result.is_ok() {
-            self.current = Some(written);
-        }
-        result
+        self.collect_by(PagemapScan::collect, ranges, dirty)
+    }
+
+    fn collect_ahead(&mut self, ranges: &RangeSet, dirty: &mut RangeSet) -> Result<(), Error> {
+        self.collect_by(PagemapScan::collect_ahead, ranges, dirty)
+    }
+
+    fn look_ahead(&mut self, ranges: &RangeSet) -> Result<(), Error> {
+        self.scan.look_ahead(ranges)
     }
 
     fn begin_interval(&mut self) -> Result<(), Error> {

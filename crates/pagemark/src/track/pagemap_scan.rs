@@ -4,6 +4,12 @@
 //! A page that was never protected counts as written. Nothing is therefore protected in advance,
 //! and memory without data needs no page table: the first scan reports the populated pages and
 //! protects them in the same step.
+//!
+//! Most of the time of a scan goes into the runs that it reports and the pages that it adds to
+//! them, 3 ms for a GiB of populated pages. In anonymous memory, one scan therefore reports written
+//! pages alone (0.9 ms), and another the pages without data. The latter is needed only for pages
+//! that were freed, so that the rounds of a pre-copy do without it, and it can be made while the
+//! state of a frozen process is being saved.
 
 use std::io;
 use std::sync::Arc;
@@ -12,9 +18,9 @@ use super::populated::{Pages, Seen, check_alive};
 use super::region_scan::RegionScan;
 use super::registration::Registration;
 use super::registry::{MechanismEntry, MemoryPart, ProcessMemory, ProcessTracking};
-use crate::sys::pagemap::{Filter, Pagemap, SWAPPED, WP_ALLOWED, WRITTEN};
+use crate::sys::pagemap::{Filter, PRESENT, Pagemap, SWAPPED, WP_ALLOWED, WRITTEN};
 use crate::sys::userfaultfd::Userfaultfd;
-use crate::{Error, Mechanism, Range, RangeSet, Tracker};
+use crate::{ByteCount, Error, Mechanism, Range, RangeSet, Tracker};
 
 /// The mechanism `pagemap-scan`. Regions have a tracker of their own (`RegionScan`).
 pub const ENTRY: MechanismEntry = MechanismEntry {
@@ -36,6 +42,10 @@ pub const ENTRY: MechanismEntry = MechanismEntry {
 /// mapping is registered, each collect reports all of it.
 const REGISTER_TRIES: u32 = 4;
 
+/// The most memory that one scan for pages without data covers. Meanwhile the process can map and
+/// unmap nothing, which CRIU has it do while its state is being saved.
+const LOCKED: ByteCount = ByteCount::new(64 << 20);
+
 /// Tracks by PAGEMAP_SCAN.
 #[derive(Debug)]
 pub struct PagemapScan {
@@ -45,6 +55,8 @@ pub struct PagemapScan {
     /// The ranges that were passed to `register`.
     registered: RangeSet,
     seen: Seen,
+    /// What [`Tracker::look_ahead`] has found, until the next collect.
+    ahead: Option<Populated>,
     /// Registers the mappings of another process. `None` for memory whose mappings nobody changes
     /// during a collect, which the tracker registers itself.
     registration: Option<Arc<Registration>>,
@@ -55,7 +67,7 @@ impl PagemapScan {
     /// Several trackers can share both, for different ranges.
     pub fn new(pagemap: Arc<Pagemap>, userfaultfd: Arc<Userfaultfd>, pages: Pages) -> Self {
         let registered = RangeSet::new();
-        PagemapScan { pagemap, userfaultfd, pages, registered, seen: Seen::default(), registration: None }
+        PagemapScan { pagemap, userfaultfd, pages, registered, seen: Seen::default(), ahead: None, registration: None }
     }
 
     /// Tracks a part of the memory of a process.
@@ -102,6 +114,10 @@ impl PagemapScan {
 
     /// Scans and protects the registered parts of `range`.
     fn collect_registered(&self, range: &Range, found: &mut Found) -> Result<(), Error> {
+        if self.pages == Pages::All {
+            let filter = Filter { all: WRITTEN, report: WRITTEN, protect: true, ..self.pages.filter() };
+            return self.scan(range, filter, |run, _| found.written.insert(run));
+        }
         let filter = Filter { report: WRITTEN | SWAPPED, protect: true, ..self.pages.filter() };
         self.scan(range, filter, |run, categories| {
             // In a mapping of a file, an entry that is neither empty nor present may be the marker
@@ -134,6 +150,7 @@ impl PagemapScan {
             }
             if let Some(registration) = &self.registration {
                 registration.leave(new.page_count());
+                found.left.extend(&new);
                 return Ok(());
             }
             found.written.extend(&new);
@@ -175,6 +192,50 @@ impl PagemapScan {
         }
     }
 
+    /// Finds the pages of `ranges` that hold data.
+    fn find_populated(&self, ranges: &RangeSet) -> Result<Populated, Error> {
+        let mut empty = RangeSet::new();
+        let filter = Filter { none: PRESENT | SWAPPED, ..Filter::default() };
+        for part in crate::ranges::split(ranges.iter(), LOCKED).flatten() {
+            self.scan(&part, filter, |run, _| empty.insert(run))?;
+        }
+        let mut pages = ranges.clone();
+        pages.subtract(&empty);
+        Ok(Populated { ranges: ranges.clone(), pages })
+    }
+
+    /// Collects. If `is_ahead`, pages that have stopped holding data are left to the next collect.
+    fn collect_all(&mut self, ranges: &RangeSet, dirty: &mut RangeSet, is_ahead: bool) -> Result<(), Error> {
+        self.claim(ranges)?;
+        let ahead = self.ahead.take();
+        let mut found = Found::default();
+        let mut result = ranges.iter().try_for_each(|range| {
+            self.collect_registered(&range, &mut found)?;
+            self.collect_new(&range, &mut found)
+        });
+        let leaves_populated = is_ahead && self.pages == Pages::All;
+        if self.pages == Pages::All {
+            found.populated.extend(&found.written);
+            if !leaves_populated && result.is_ok() {
+                let populated = match ahead.filter(|ahead| ahead.ranges == *ranges) {
+                    Some(populated) => Ok(populated),
+                    None => self.find_populated(ranges),
+                };
+                result = populated.map(|mut populated| {
+                    populated.pages.subtract(&found.left);
+                    found.populated.extend(&populated.pages);
+                });
+            }
+        }
+        let result = result.and_then(|()| check_alive(&self.pagemap));
+        dirty.extend(&found.written);
+        match result {
+            Ok(()) if !leaves_populated => dirty.extend(&self.seen.advance(ranges, found.populated)),
+            _ => self.seen.add(&found.populated),
+        }
+        result
+    }
+
     fn scan(&self, range: &Range, filter: Filter, each: impl FnMut(Range, u64)) -> Result<(), Error> {
         self.pagemap.scan(range, filter, each).map_err(|error| match error.raw_os_error() {
             Some(libc::ENOTTY) => {
@@ -185,11 +246,20 @@ impl PagemapScan {
     }
 }
 
+/// The pages of ranges that hold data.
+#[derive(Debug)]
+struct Populated {
+    ranges: RangeSet,
+    pages: RangeSet,
+}
+
 /// The pages that one collect has found so far.
 #[derive(Default)]
 struct Found {
     written: RangeSet,
     populated: RangeSet,
+    /// Pages that hold data in mappings that are not registered yet.
+    left: RangeSet,
 }
 
 impl Tracker for PagemapScan {
@@ -202,21 +272,16 @@ impl Tracker for PagemapScan {
     }
 
     fn collect(&mut self, ranges: &RangeSet, dirty: &mut RangeSet) -> Result<(), Error> {
-        self.claim(ranges)?;
-        let mut found = Found::default();
-        let result = ranges
-            .iter()
-            .try_for_each(|range| {
-                self.collect_registered(&range, &mut found)?;
-                self.collect_new(&range, &mut found)
-            })
-            .and_then(|()| check_alive(&self.pagemap));
-        dirty.extend(&found.written);
-        match result {
-            Ok(()) => dirty.extend(&self.seen.advance(ranges, found.populated)),
-            Err(_) => self.seen.add(&found.populated),
-        }
-        result
+        self.collect_all(ranges, dirty, false)
+    }
+
+    fn collect_ahead(&mut self, ranges: &RangeSet, dirty: &mut RangeSet) -> Result<(), Error> {
+        self.collect_all(ranges, dirty, true)
+    }
+
+    fn look_ahead(&mut self, ranges: &RangeSet) -> Result<(), Error> {
+        self.ahead = if self.pages == Pages::All { Some(self.find_populated(ranges)?) } else { None };
+        Ok(())
     }
 }
 

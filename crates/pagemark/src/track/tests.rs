@@ -49,7 +49,8 @@ enum Step {
     Protect { page: usize, count: usize, writable: bool },
     HugePages { on: bool },
     MapFile { page: usize, count: usize },
-    Collect,
+    Collect { looks_ahead: bool },
+    CollectAhead,
     Relax,
 }
 
@@ -69,7 +70,8 @@ fn step() -> impl Strategy<Value = Step> {
         1 => (part(), any::<bool>()).prop_map(|((page, count), writable)| Step::Protect { page, count, writable }),
         1 => any::<bool>().prop_map(|on| Step::HugePages { on }),
         1 => part().prop_map(|(page, count)| Step::MapFile { page, count }),
-        4 => Just(Step::Collect),
+        4 => any::<bool>().prop_map(|looks_ahead| Step::Collect { looks_ahead }),
+        3 => Just(Step::CollectAhead),
         3 => Just(Step::Relax),
     ]
 }
@@ -182,7 +184,8 @@ impl Machine {
                 self.scratch.advise(0, PAGES, if on { libc::MADV_HUGEPAGE } else { libc::MADV_NOHUGEPAGE });
             }
             Step::Relax => self.tracker.begin_interval().unwrap(),
-            Step::Collect => self.collect(),
+            Step::Collect { looks_ahead } => self.collect(looks_ahead),
+            Step::CollectAhead => self.collect_ahead(),
             _ => {}
         }
     }
@@ -200,10 +203,30 @@ impl Machine {
             .collect()
     }
 
-    /// Copies the pages that the tracker reports, and asserts that the copy is then exact.
-    fn collect(&mut self) {
+    /// Copies the pages that the tracker reports, and asserts that the copy has all that was
+    /// written. It may also have pages that have stopped holding data.
+    fn collect_ahead(&mut self) {
         let mapped = self.mapped();
         let mut dirty = RangeSet::new();
+        self.tracker.collect_ahead(&mapped, &mut dirty).unwrap();
+        let now = populated(&self.pagemap, self.pages, &mapped).unwrap();
+        self.copy.retain(|&address, _| mapped.contains(address) && !dirty.contains(address));
+        self.copy.extend(self.read(&now.intersection(&dirty)));
+        for (address, page) in self.read(&now) {
+            match self.copy.get(&address) {
+                Some(copied) => assert!(*copied == page, "a write to {address:#x} was missed"),
+                None => assert!(page.iter().all(|&byte| byte == 0), "data at {address:#x} was missed"),
+            }
+        }
+    }
+
+    /// Copies the pages that the tracker reports, and asserts that the copy is then exact.
+    fn collect(&mut self, looks_ahead: bool) {
+        let mapped = self.mapped();
+        let mut dirty = RangeSet::new();
+        if looks_ahead {
+            self.tracker.look_ahead(&mapped).unwrap();
+        }
         self.tracker.collect(&mapped, &mut dirty).unwrap();
         let mut outside = dirty.clone();
         outside.subtract(&mapped);
@@ -227,7 +250,8 @@ fn runs_exactly(mechanism: Mechanism, steps: &[Step]) {
     let Some(tracker) = tracker(mechanism) else { return };
     let mut machine = Machine::new(tracker, Pages::All);
     steps.iter().for_each(|step| machine.run(step));
-    machine.collect();
+    machine.collect(true);
+    machine.collect(false);
 }
 
 proptest! {
@@ -249,7 +273,8 @@ proptest! {
         let mut machine = Machine::new(Box::new(scan), Pages::NotOfFile);
         machine.run(&Step::MapFile { page: 0, count: PAGES / 2 });
         steps.iter().for_each(|step| machine.run(step));
-        machine.collect();
+        machine.collect(true);
+    machine.collect(false);
     }
 }
 
