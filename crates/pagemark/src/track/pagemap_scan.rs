@@ -20,7 +20,7 @@ use super::registration::Registration;
 use super::registry::{MechanismEntry, MemoryPart, ProcessMemory, ProcessTracking};
 use crate::sys::pagemap::{Filter, PRESENT, Pagemap, SWAPPED, WP_ALLOWED, WRITTEN};
 use crate::sys::userfaultfd::Userfaultfd;
-use crate::{ByteCount, Error, Mechanism, Range, RangeSet, Tracker};
+use crate::{AddressRangeExt, ByteCount, Error, Mechanism, Range, RangeSet, Tracker};
 
 /// The mechanism `pagemap-scan`. Regions have a tracker of their own (`RegionScan`).
 pub const ENTRY: MechanismEntry = MechanismEntry {
@@ -45,6 +45,9 @@ const REGISTER_TRIES: u32 = 4;
 /// The most memory that one scan for pages without data covers. Meanwhile the process can map and
 /// unmap nothing, which CRIU has it do while its state is being saved.
 const LOCKED: ByteCount = ByteCount::new(64 << 20);
+
+/// From this length on, it pays to scan a run of pages that hold data by itself.
+const DENSE: ByteCount = ByteCount::new(2 << 20);
 
 /// Tracks by PAGEMAP_SCAN.
 #[derive(Debug)]
@@ -112,11 +115,21 @@ impl PagemapScan {
         Ok(())
     }
 
-    /// Scans and protects the registered parts of `range`.
-    fn collect_registered(&self, range: &Range, found: &mut Found) -> Result<(), Error> {
+    /// Scans and protects the registered parts of `range`. Where all pages are known to hold data,
+    /// the kernel's shortest form will do: it would also report those that hold none.
+    fn collect_registered(&self, range: &Range, ahead: Option<&Populated>, found: &mut Found) -> Result<(), Error> {
         if self.pages == Pages::All {
-            let filter = Filter { all: WRITTEN, report: WRITTEN, protect: true, ..self.pages.filter() };
-            return self.scan(range, filter, |run, _| found.written.insert(run));
+            let shortest = Filter { all: WRITTEN, report: WRITTEN, protect: true, ..Filter::default() };
+            let filter = Filter { any: self.pages.filter().any, ..shortest };
+            let mut dense = RangeSet::new();
+            if let Some(ahead) = ahead {
+                dense = ahead.pages.within(range.clone()).filter(|run| run.byte_count() >= DENSE).collect();
+            }
+            let mut others = RangeSet::from(range.clone());
+            others.subtract(&dense);
+            let mut add = |run, _| found.written.insert(run);
+            dense.iter().try_for_each(|run| self.scan(&run, shortest, &mut add))?;
+            return others.iter().try_for_each(|run| self.scan(&run, filter, &mut add));
         }
         let filter = Filter { report: WRITTEN | SWAPPED, protect: true, ..self.pages.filter() };
         self.scan(range, filter, |run, categories| {
@@ -183,7 +196,7 @@ impl PagemapScan {
             }
             for run in stale {
                 self.release(&run)?;
-                self.collect_registered(&run, found)?;
+                self.collect_registered(&run, None, found)?;
             }
         }
         match refusal {
@@ -207,17 +220,17 @@ impl PagemapScan {
     /// Collects. If `is_ahead`, pages that have stopped holding data are left to the next collect.
     fn collect_all(&mut self, ranges: &RangeSet, dirty: &mut RangeSet, is_ahead: bool) -> Result<(), Error> {
         self.claim(ranges)?;
-        let ahead = self.ahead.take();
+        let ahead = self.ahead.take().filter(|ahead| ahead.ranges == *ranges);
         let mut found = Found::default();
         let mut result = ranges.iter().try_for_each(|range| {
-            self.collect_registered(&range, &mut found)?;
+            self.collect_registered(&range, ahead.as_ref(), &mut found)?;
             self.collect_new(&range, &mut found)
         });
         let leaves_populated = is_ahead && self.pages == Pages::All;
         if self.pages == Pages::All {
             found.populated.extend(&found.written);
             if !leaves_populated && result.is_ok() {
-                let populated = match ahead.filter(|ahead| ahead.ranges == *ranges) {
+                let populated = match ahead {
                     Some(populated) => Ok(populated),
                     None => self.find_populated(ranges),
                 };
