@@ -27,7 +27,7 @@ use std::time::{Duration, Instant};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use pagemark::sys::proc::{self, Status, tree};
 use pagemark::sys::{pagemap, pidfd};
-use pagemark::{PAGE_SIZE, Range, RangeSet};
+use pagemark::{PAGE_SIZE, RangeSet};
 
 use super::connections::{Rules, Sockets};
 use super::guard::Guard;
@@ -37,11 +37,10 @@ use super::interrupted::Interrupted;
 use super::machines::Machines;
 use super::notify::Submitted;
 use super::outside_files::{self, OutsideFile};
+use super::shortened::{self, Shortened};
 use super::stdio::{self, Outside};
 use super::withhold::{Withheld, Withholding};
-use super::{
-    CAP_SYS_RESOURCE, Criu, errors_in_log, has_capability, images, kernel_data, outside_sockets, shortened, smaps,
-};
+use super::{CAP_SYS_RESOURCE, Criu, errors_in_log, has_capability, images, kernel_data, outside_sockets, smaps};
 use crate::cgroups::{self, Cgroups, Memberships};
 use crate::container::network::{self, OwnNetwork};
 use crate::container::{self, FirstProcess, HostPaths, Place};
@@ -603,7 +602,7 @@ fn add_withheld(directory: &Path, withheld: &HashMap<i32, RangeSet>, populated: 
 }
 
 /// Gives the mappings that were shortened for CRIU their ends in its images.
-fn lengthen(directory: &Path, shortened: &HashMap<i32, Vec<Range>>, populated: &Populated) -> Result<(), Error> {
+fn lengthen(directory: &Path, shortened: &HashMap<i32, Vec<Shortened>>, populated: &Populated) -> Result<(), Error> {
     for (&pid, mappings) in shortened {
         let (image_pid, _) = tracked(populated, pid)?;
         shortened::lengthen(&directory.join(format!("mm-{image_pid}.img")), mappings)?;

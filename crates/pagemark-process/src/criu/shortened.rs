@@ -7,6 +7,9 @@
 //! each page that holds data. Therefore the list of mappings that it is given ([`super::smaps`])
 //! has these mappings with their first page alone. After the dump, CRIU's image of the mappings
 //! gets the ends that they have.
+//!
+//! CRIU makes mappings readable while it saves their pages, and protects them again. With their
+//! first page alone, that could leave them split. In the list, they are therefore readable.
 
 use std::path::Path;
 
@@ -21,11 +24,6 @@ use crate::error::Error;
 /// The smallest mapping that is shortened.
 const SMALLEST: ByteCount = ByteCount::new(1 << 20);
 
-/// The smallest one that may not be read. CRIU makes what it knows of such mappings readable for a
-/// moment, which splits a mapping of which it knows the first page alone, and a process may have a
-/// limited number of mappings.
-const SMALLEST_UNREADABLE: ByteCount = ByteCount::new(64 << 20);
-
 /// Begin of the line that has the flags of a mapping in `/proc/PID/smaps`, and the flag of one that
 /// grows when the page below it is touched: CRIU moves its begin.
 const FLAGS: &[u8] = b"VmFlags:";
@@ -34,18 +32,33 @@ const GROWS_DOWN: &[u8] = b"gd";
 /// The flags that `mmap` takes for a private mapping without a file.
 const PRIVATE_ANONYMOUS: u32 = (libc::MAP_PRIVATE | libc::MAP_ANONYMOUS) as u32;
 
+/// A mapping of which CRIU knows the first page alone.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(super) struct Shortened {
+    /// All of it.
+    range: Range,
+    /// Its protection, as `mmap` takes it.
+    protection: u32,
+}
+
+impl Shortened {
+    /// What of it CRIU does not know.
+    pub fn hidden(&self) -> Range {
+        self.range.start + ByteCount::PAGE..self.range.end
+    }
+}
+
 /// True if a mapping may be shortened, as far as `/proc/PID/maps` says. CRIU executes system calls
 /// in the first executable mapping.
 pub(super) fn is_large(mapping: &Mapping) -> bool {
-    let smallest = if mapping.readable { SMALLEST } else { SMALLEST_UNREADABLE };
     let is_named = mapping.name.starts_with(b"[") && !mapping.name.starts_with(b"[anon");
     let may_be = mapping.is_private_anonymous() && !mapping.executable && (!is_named || mapping.name == b"[heap]");
-    may_be && mapping.range().byte_count() >= smallest
+    may_be && mapping.range().byte_count() >= SMALLEST
 }
 
 /// Shortens large mappings in the text of an `smaps`, as far as they are in `withheld`. Returns the
 /// text and the mappings as they are.
-pub(super) fn shorten(text: &[u8], withheld: &RangeSet) -> (Vec<u8>, Vec<Range>) {
+pub(super) fn shorten(text: &[u8], withheld: &RangeSet) -> (Vec<u8>, Vec<Shortened>) {
     let (mut shortened, mut output) = (Vec::new(), Vec::with_capacity(text.len()));
     let mut rest = text;
     while !rest.is_empty() {
@@ -61,9 +74,14 @@ pub(super) fn shorten(text: &[u8], withheld: &RangeSet) -> (Vec<u8>, Vec<Range>)
             Some(mapping) => {
                 let end = mapping.start + ByteCount::PAGE;
                 output.extend_from_slice(format!("{:08x}-{:08x}", mapping.start.get(), end.get()).as_bytes());
-                let after = head.iter().position(|&byte| byte == b' ').unwrap_or(0);
+                // Behind the addresses there is a blank, and then the letter that says whether it is readable.
+                let after =
+                    head.iter().position(|&byte| byte == b' ').map_or(head.len(), |at| (at + 2).min(head.len()));
+                output.extend_from_slice(b" r");
                 output.extend_from_slice(&head[after..]);
-                shortened.push(mapping.range());
+                let protection = [(mapping.readable, libc::PROT_READ), (mapping.writable, libc::PROT_WRITE)];
+                let protection = protection.iter().filter(|(is_set, _)| *is_set).map(|(_, bit)| *bit as u32).sum();
+                shortened.push(Shortened { range: mapping.range(), protection });
             }
             None => output.extend_from_slice(head),
         }
@@ -90,31 +108,30 @@ fn has_flag(body: &[u8], flag: &[u8]) -> bool {
     flags.is_none_or(|flags| flags.split(|&byte| byte == b' ').any(|name| name == flag))
 }
 
-/// What of these mappings CRIU does not know.
-pub(super) fn hidden(shortened: &[Range]) -> RangeSet {
-    shortened.iter().map(|range| range.start + ByteCount::PAGE..range.end).collect()
-}
-
-/// Gives mappings in CRIU's image of the mappings of a process the ends that they have.
+/// Gives mappings in CRIU's image of the mappings of a process the ends and the protection that
+/// they have. `shortened` is in ascending order.
 ///
 /// # Errors
 /// [`ErrorKind::Image`](crate::error::ErrorKind::Image): the image cannot be understood, or lacks
 /// one of them.
-pub(super) fn lengthen(path: &Path, shortened: &[Range]) -> Result<(), Error> {
+pub(super) fn lengthen(path: &Path, shortened: &[Shortened]) -> Result<(), Error> {
     let mut image = Image::read(path, ImageKind::Mm)?;
     let error = |reason: String| Error::image(path, reason);
     let message = image.messages.first_mut().ok_or_else(|| error("it has no message".into()))?;
     MmEntry::decode(message.as_slice()).map_err(|e| error(e.to_string()))?;
-    let mut missing: RangeSet = shortened.iter().cloned().collect();
+    let mut missing: RangeSet = shortened.iter().map(|mapping| mapping.range.clone()).collect();
     *message = with_each(message, MmEntry::VMAS, |mapping| {
         let entry = VmaEntry::decode(mapping).ok()?;
         // CRIU describes guard pages as mappings without flags.
         let is_anonymous = entry.flags & PRIVATE_ANONYMOUS == PRIVATE_ANONYMOUS;
-        let at = shortened.binary_search_by_key(&entry.start, |range| range.start.get()).ok()?;
-        let is_shortened = |range: &&Range| is_anonymous && (range.start + ByteCount::PAGE).get() == entry.end;
-        let whole = Some(&shortened[at]).filter(is_shortened)?;
-        missing.remove(whole.clone());
-        Some(with_varint(mapping, VmaEntry::END, whole.end.get()))
+        let at = shortened.binary_search_by_key(&entry.start, |whole| whole.range.start.get()).ok()?;
+        let whole = &shortened[at];
+        if !is_anonymous || entry.end != whole.hidden().start.get() {
+            return None;
+        }
+        missing.remove(whole.range.clone());
+        let mapping = with_varint(mapping, VmaEntry::END, whole.range.end.get());
+        Some(with_varint(&mapping, VmaEntry::PROT, whole.protection.into()))
     });
     if let Some(range) = missing.iter().next() {
         return Err(error(format!("it lacks the mapping at {:#x}", range.start.get())));
@@ -149,17 +166,19 @@ ffffffffff600000-ffffffffff601000 --xp 00000000 00:00 0 [vsyscall]\nVmFlags: ex 
         let all = RangeSet::from(range(0, 1 << 47));
         let (text, shortened) = shorten(TEXT.as_bytes(), &all);
         let whole = [
-            range(0x7f00_0000_0000, 0x7f00_0020_0000),
-            range(0x7f00_1000_0000, 0x7f00_2000_0000),
-            range(0x7f00_5000_0000, 0x7f00_6000_0000),
+            (range(0x7f00_0000_0000, 0x7f00_0020_0000), 3),
+            (range(0x7f00_0040_0000, 0x7f00_0140_0000), 0),
+            (range(0x7f00_1000_0000, 0x7f00_2000_0000), 0),
+            (range(0x7f00_5000_0000, 0x7f00_6000_0000), 3),
         ];
-        assert_eq!(shortened, whole);
+        assert_eq!(shortened, whole.map(|(range, protection)| Shortened { range, protection }));
         let expected = TEXT
             .replace("7f0000000000-7f0000200000", "7f0000000000-7f0000001000")
-            .replace("7f0010000000-7f0020000000", "7f0010000000-7f0010001000")
+            .replace("7f0000400000-7f0001400000 -", "7f0000400000-7f0000401000 r")
+            .replace("7f0010000000-7f0020000000 -", "7f0010000000-7f0010001000 r")
             .replace("7f0050000000-7f0060000000", "7f0050000000-7f0050001000");
         assert_eq!(String::from_utf8(text).unwrap(), expected);
-        assert_eq!(hidden(&whole[..1]), RangeSet::from(range(0x7f00_0000_1000, 0x7f00_0020_0000)));
+        assert_eq!(shortened[0].hidden(), range(0x7f00_0000_1000, 0x7f00_0020_0000));
     }
 
     #[test]
@@ -172,7 +191,7 @@ ffffffffff600000-ffffffffff601000 --xp 00000000 00:00 0 [vsyscall]\nVmFlags: ex 
     fn an_image_gets_the_ends_back() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("mm-1.img");
-        let entry = |start, end| VmaEntry { start, end, flags: 0x22, shmid: 9, madv: Some(3) };
+        let entry = |start, end| VmaEntry { start, end, prot: 1, flags: 0x22, shmid: 9, madv: Some(3) };
         let image = |entries: Vec<VmaEntry>| {
             let mut image = Image::new(ImageKind::Mm);
             image.messages.push(MmEntry { mm_saved_auxv: vec![1, 2], vmas: entries }.encode_to_vec());
@@ -183,11 +202,13 @@ ffffffffff600000-ffffffffff601000 --xp 00000000 00:00 0 [vsyscall]\nVmFlags: ex 
         let others = [entry(0x90_0000, 0x91_0000), guard.clone()];
         let entries = [&[entry(0x1000, 0x2000), entry(0x10_0000, 0x10_1000)], &others[..]].concat();
         std::fs::write(&path, image(entries).encode()).unwrap();
-        lengthen(&path, &[range(0x10_0000, 0x80_0000)]).unwrap();
-        let expected = [&[entry(0x1000, 0x2000), entry(0x10_0000, 0x80_0000)], &others[..]].concat();
+        let shortened = |start, end| [Shortened { range: range(start, end), protection: 0 }];
+        lengthen(&path, &shortened(0x10_0000, 0x80_0000)).unwrap();
+        let whole = VmaEntry { prot: 0, ..entry(0x10_0000, 0x80_0000) };
+        let expected = [&[entry(0x1000, 0x2000), whole], &others[..]].concat();
         assert_eq!(read(), MmEntry { mm_saved_auxv: vec![1, 2], vmas: expected });
         // CRIU has not taken the list.
-        lengthen(&path, &[range(0x90_0000, 0xa0_0000)]).unwrap_err();
+        lengthen(&path, &shortened(0x90_0000, 0xa0_0000)).unwrap_err();
         std::fs::write(&path, b"no image").unwrap();
         lengthen(&path, &[]).unwrap_err();
     }

@@ -17,9 +17,9 @@ use std::time::Duration;
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use pagemark::sys::mapping_flags;
 use pagemark::sys::proc::{self, Fields, descriptors, smaps, threads};
-use pagemark::{AddressRangeExt, PAGE_SIZE, Range, RangeSet};
+use pagemark::{AddressRangeExt, PAGE_SIZE, RangeSet};
 
-use super::shortened;
+use super::shortened::{self, Shortened};
 
 /// The name of the file in the directory of a process.
 pub(super) const NAME: &str = "smaps";
@@ -71,7 +71,7 @@ fn handover_time(pid: i32, mapping_count: usize) -> Duration {
 
 /// A file that has what CRIU needs of `/proc/PID/smaps`, with the mappings in `withheld` shortened;
 /// those as they are.
-pub(super) fn file(pid: i32, withheld: &RangeSet) -> io::Result<(File, Vec<Range>)> {
+pub(super) fn file(pid: i32, withheld: &RangeSet) -> io::Result<(File, Vec<Shortened>)> {
     // Where the kernel cannot list the flags alone, it counts the pages here instead of for CRIU.
     let text = smaps::without_figures(pid).or_else(|_| smaps::with_figures(pid))?;
     let (text, shortened) = shortened::shorten(&text, withheld);

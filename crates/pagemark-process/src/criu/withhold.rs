@@ -16,7 +16,7 @@
 //! out about the kernel ([`KernelData`]), reads the flags of mappings ([`smaps`]), attaches to
 //! threads ([`Machines`]), and records registers ([`Resumed`]).
 //!
-//! Of large mappings that are withheld, CRIU learns the first page alone ([`shortened`]).
+//! Of large mappings that are withheld, CRIU learns the first page alone ([`super::shortened`]).
 //!
 //! If Pagemark is killed, the calls fail, and CRIU cancels the dump as after any error.
 
@@ -42,7 +42,8 @@ use super::kernel_data::{self, KernelData};
 use super::machines::Machines;
 use super::notify::{Answer, CREATING, Call, GET_SIGNAL_MASK, Listener, SEIZE, Submitted};
 use super::resumed::Resumed;
-use super::{Criu, shortened, smaps};
+use super::shortened::Shortened;
+use super::{Criu, smaps};
 use crate::objects::ObjectId;
 
 /// Category of guard pages: they have no content and forbid any access, and CRIU restores them.
@@ -71,7 +72,7 @@ pub(super) struct Withheld {
     /// How often mappings were listed for CRIU.
     pub listed_mappings: u32,
     /// The mappings of each process of which CRIU knows the first page alone, in ascending order.
-    pub shortened: HashMap<i32, Vec<Range>>,
+    pub shortened: HashMap<i32, Vec<Shortened>>,
     /// The objects of shared memory whose content was withheld.
     pub objects: HashSet<ObjectId>,
 }
@@ -134,7 +135,7 @@ struct Answers {
     kernel_data: KernelData,
     resumed: Resumed,
     listed_mappings: u32,
-    shortened: HashMap<i32, Vec<Range>>,
+    shortened: HashMap<i32, Vec<Shortened>>,
     /// The file into which CRIU writes what it found out about the kernel.
     written: Option<File>,
     machines: Option<Machines>,
@@ -182,7 +183,7 @@ impl Answers {
         let ranges = self.spaces.into_iter().filter_map(|(pid, space)| Some((pid, space?.withheld)));
         let mut ranges: HashMap<i32, RangeSet> = ranges.collect();
         for (&pid, shortened) in &self.shortened {
-            ranges.entry(pid).or_default().extend(&shortened::hidden(shortened));
+            ranges.entry(pid).or_default().extend(&shortened.iter().map(Shortened::hidden).collect());
         }
         let Answers { listed_mappings, shortened, withheld_objects: objects, .. } = self;
         Withheld { ranges, listed_mappings, shortened, objects }

@@ -411,6 +411,8 @@ messages! {
         required uint64 end = 2 => END;
         /// Id of the mapped file in `files.img`, or of shared memory.
         required uint64 shmid = 4;
+        /// Protection as `mmap` takes it.
+        required uint32 prot = 5 => PROT;
         /// Flags as `mmap` takes them.
         required uint32 flags = 6;
         /// Advice as `madvise` takes it, a bit for each.
