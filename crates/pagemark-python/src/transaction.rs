@@ -25,6 +25,8 @@ pub struct Transaction {
 enum Progress {
     New,
     Open,
+    /// A thread begins or ends it; others leave it alone.
+    Changing,
     /// With the offsets that were written.
     Ended(RangeSet),
     /// With the content of the offsets that were written.
@@ -38,6 +40,32 @@ impl Transaction {
 
     fn lock(&self) -> MutexGuard<'_, Progress> {
         self.progress.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Begins the transaction, unless a thread has done so before. False if one has.
+    fn begin(&self, py: Python<'_>) -> PyResult<bool> {
+        // The lock is not held meanwhile: other threads may hold the interpreter and wait for it.
+        match &mut *self.lock() {
+            new @ Progress::New => *new = Progress::Changing,
+            _ => return Ok(false),
+        }
+        let begun = self.region.get().begin_detached(py);
+        *self.lock() = if begun.is_ok() { Progress::Open } else { Progress::New };
+        begun.map(|()| true)
+    }
+
+    /// Ends the open transaction by `end`. False if it is not open, or another thread ends it.
+    fn end(&self, end: impl FnOnce(&Region) -> PyResult<Progress>) -> PyResult<bool> {
+        match &mut *self.lock() {
+            open @ Progress::Open => *open = Progress::Changing,
+            _ => return Ok(false),
+        }
+        let (ended, result) = match end(self.region.get()) {
+            Ok(ended) => (ended, Ok(true)),
+            Err(error) => (Progress::Open, Err(error)),
+        };
+        *self.lock() = ended;
+        result
     }
 }
 
@@ -66,40 +94,32 @@ impl Transaction {
 
     /// Rolls back at once. The end of the block then does nothing.
     fn rollback(&self, py: Python<'_>) -> PyResult<()> {
-        if !matches!(*self.lock(), Progress::Open) {
-            return Err(TransactionError::new_err("the transaction is not open"));
+        match self.end(|region| region.rollback_detached(py).map(Progress::Ended))? {
+            true => Ok(()),
+            false => Err(TransactionError::new_err("the transaction is not open")),
         }
-        let written = self.region.get().rollback_detached(py)?;
-        *self.lock() = Progress::Ended(written);
-        Ok(())
     }
 
     fn __enter__(slf: Py<Self>, py: Python<'_>) -> PyResult<Py<Self>> {
-        let transaction = slf.get();
-        if !matches!(*transaction.lock(), Progress::New) {
-            return Err(TransactionError::new_err(
-                "a transaction serves one `with` block: call transaction() for each",
-            ));
+        match slf.get().begin(py)? {
+            true => Ok(slf),
+            false => {
+                Err(TransactionError::new_err("a transaction serves one `with` block: call transaction() for each"))
+            }
         }
-        transaction.region.get().begin_detached(py)?;
-        *transaction.lock() = Progress::Open;
-        Ok(slf)
     }
 
     #[pyo3(signature = (kind, *_exception))]
     fn __exit__(&self, py: Python<'_>, kind: &Bound<'_, PyAny>, _exception: &Bound<'_, PyTuple>) -> PyResult<()> {
-        // The lock is released first: other threads may hold the interpreter and wait for it.
-        let is_open = matches!(*self.lock(), Progress::Open);
-        if is_open {
-            let region = self.region.get();
+        let ended = self.end(|region| {
             let rolls_back = !kind.is_none() && region.has_rollback();
-            let ended = match (rolls_back, self.with_changes) {
+            Ok(match (rolls_back, self.with_changes) {
                 (true, _) => Progress::Ended(region.rollback_detached(py)?),
                 (false, true) => Progress::Changed(region.commit_changes_detached(py)?),
                 (false, false) => Progress::Ended(region.commit_detached(py)?),
-            };
-            *self.lock() = ended;
-        }
-        Ok(())
+            })
+        });
+        // It may have been ended within the block.
+        ended.map(drop)
     }
 }

@@ -139,3 +139,49 @@ def test_threads_make_the_same_arrays_of_a_heap(tmp_path: Path) -> None:
     for number in range(50):
         assert heap[f"number {number}"].sum() == number
     heap.close()
+
+
+def test_a_transaction_object_ends_no_other_transaction() -> None:
+    """Threads that end the same object leave alone the transaction that another thread begins meanwhile."""
+    region = pagemark.Region(256 * PAGE, "compare")
+    table = numpy.frombuffer(region, "u1")
+    for number in range(50):
+        shared = region.transaction()
+        shared.__enter__()
+        table[::PAGE] = number
+
+        def end() -> None:
+            try:
+                shared.rollback()
+            except pagemark.TransactionError:
+                pass
+
+        def begin_next() -> None:
+            while True:
+                try:
+                    region.begin()
+                    break
+                except pagemark.TransactionError:
+                    pass
+            table[:PAGE] = number % 255 + 1
+            region.commit()
+
+        run_together([end, end, end, begin_next])
+        assert table[7] == number % 255 + 1
+
+
+def test_one_thread_enters_a_transaction_object() -> None:
+    region = pagemark.Region(16 * PAGE, "compare")
+    for _ in range(50):
+        transaction = region.transaction()
+        entered: list[object] = []
+
+        def enter_and_leave() -> None:
+            try:
+                with transaction:
+                    entered.append(transaction)
+            except pagemark.TransactionError:
+                pass
+
+        run_together([enter_and_leave] * 3)
+        assert len(entered) == 1
