@@ -53,6 +53,9 @@ const DATA_ALIGN: usize = 64;
 #[pyclass(frozen, weakref, module = "pagemark")]
 pub struct SavedHeap {
     state: Mutex<State>,
+    /// Held while names are made and freed, and while a checkpoint copies the memory: it has each
+    /// name as a whole or not at all. Locked before `state`, with the interpreter released.
+    names: Mutex<()>,
     job: String,
 }
 
@@ -287,11 +290,48 @@ impl SavedHeap {
         Ok(self.lock().held.as_ref().ok_or_else(closed)?.description(name))
     }
 
+    fn lock_names(&self) -> MutexGuard<'_, ()> {
+        self.names.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Makes data, unless something has the name.
-    fn add(&self, name: &str, description: &str, bytes: usize) -> PyResult<()> {
+    fn add(&self, py: Python<'_>, name: &str, description: &str, bytes: usize) -> PyResult<()> {
+        py.detach(|| {
+            let _names = self.lock_names();
+            let mut state = self.lock();
+            let held = state.held.as_mut().ok_or_else(closed)?;
+            if held.entries.contains_key(name) { Ok(()) } else { held.add(name, description, bytes) }
+        })
+    }
+
+    /// Frees what has a name.
+    fn remove(&self, name: &str) -> PyResult<()> {
+        let _names = self.lock_names();
         let mut state = self.lock();
+        if let Some(views) = state.exports.get(name) {
+            let message = format!("{views} views of {name:?} exist: delete them before it is freed");
+            return Err(PyBufferError::new_err(message));
+        }
         let held = state.held.as_mut().ok_or_else(closed)?;
-        if held.entries.contains_key(name) { Ok(()) } else { held.add(name, description, bytes) }
+        if held.remove(name) { Ok(()) } else { Err(PyKeyError::new_err(name.to_owned())) }
+    }
+
+    /// Runs what copies the memory of the heap, with the interpreter released.
+    fn saved<T: Send>(
+        &self,
+        py: Python<'_>,
+        save: impl FnOnce(&CoreHeap) -> Result<T, pagemark_heap::Error> + Send,
+    ) -> PyResult<T> {
+        let heap = self.heap()?;
+        py.detach(|| {
+            let names = self.lock_names();
+            let saved = save(&heap);
+            drop(names);
+            // A heap that was closed meanwhile is unmapped here.
+            drop(heap);
+            saved
+        })
+        .map_err(errors::of_heap)
     }
 }
 
@@ -327,7 +367,7 @@ impl SavedHeap {
         });
         let held = Held::new(opened.map_err(errors::of_heap)?)?;
         let state = State { held: Some(held), exports: BTreeMap::new() };
-        Ok(SavedHeap { state: Mutex::new(state), job: job.to_owned() })
+        Ok(SavedHeap { state: Mutex::new(state), names: Mutex::new(()), job: job.to_owned() })
     }
 
     /// The name of the job.
@@ -360,7 +400,7 @@ impl SavedHeap {
             let shape = shape.as_ref().ok_or_else(missing)?;
             let (description, bytes): (String, usize) =
                 heaps.call_method1("describe", (shape, dtype.as_ref()))?.extract()?;
-            this.add(name, &description, bytes)?;
+            this.add(slf.py(), name, &description, bytes)?;
         }
         // Another thread may have made something else with this name meanwhile.
         let description = this.description(name)?.ok_or_else(missing)?;
@@ -374,7 +414,7 @@ impl SavedHeap {
     #[pyo3(signature = (name, size = None))]
     fn buffer<'py>(slf: &Bound<'py, Self>, name: &str, size: Option<usize>) -> PyResult<Bound<'py, PyAny>> {
         if let (None, Some(size)) = (slf.get().description(name)?, size) {
-            slf.get().add(name, "", size)?;
+            slf.get().add(slf.py(), name, "", size)?;
         }
         let view = SavedHeap::view(slf, name)?;
         let bytes = view.data.bytes;
@@ -394,14 +434,8 @@ impl SavedHeap {
     }
 
     /// Frees what has a name. Raises BufferError as long as views of it exist.
-    fn __delitem__(&self, name: &str) -> PyResult<()> {
-        let mut state = self.lock();
-        if let Some(views) = state.exports.get(name) {
-            let message = format!("{views} views of {name:?} exist: delete them before it is freed");
-            return Err(PyBufferError::new_err(message));
-        }
-        let held = state.held.as_mut().ok_or_else(closed)?;
-        if held.remove(name) { Ok(()) } else { Err(PyKeyError::new_err(name.to_owned())) }
+    fn __delitem__(&self, py: Python<'_>, name: &str) -> PyResult<()> {
+        py.detach(|| self.remove(name))
     }
 
     fn __contains__(&self, name: &str) -> PyResult<bool> {
@@ -433,27 +467,15 @@ impl SavedHeap {
     /// it, whole. What was written since the last checkpoint is stored. No other thread may write
     /// the data meanwhile. After an error nothing is lost: the next checkpoint includes it.
     fn checkpoint(&self, py: Python<'_>) -> PyResult<Checkpoint> {
-        let heap = self.heap()?;
-        let taken = py.detach(|| {
-            let taken = heap.checkpoint();
-            // A heap that was closed meanwhile is unmapped here.
-            drop(heap);
-            taken
-        });
-        Ok(Checkpoint::taken(&self.job, &taken.map_err(errors::of_heap)?))
+        Ok(Checkpoint::taken(&self.job, &self.saved(py, CoreHeap::checkpoint)?))
     }
 
     /// As `checkpoint`, in the background: returns when the memory is copied, after which the
     /// program may write again. `Saving.wait` returns when the checkpoint is durable. The first
     /// checkpoint of a new heap is stored before this returns.
     fn checkpoint_in_background(&self, py: Python<'_>) -> PyResult<Saving> {
-        let heap = self.heap()?;
-        let saving = py.detach(|| {
-            let saving = heap.checkpoint_in_background();
-            drop(heap);
-            saving
-        });
-        Ok(Saving { saving: Mutex::new(Some(saving.map_err(errors::of_heap)?)), job: self.job.clone() })
+        let saving = self.saved(py, CoreHeap::checkpoint_in_background)?;
+        Ok(Saving { saving: Mutex::new(Some(saving)), job: self.job.clone() })
     }
 
     /// Unmaps the heap. What was not saved is lost. Raises BufferError as long as views of its data

@@ -185,3 +185,41 @@ def test_one_thread_enters_a_transaction_object() -> None:
 
         run_together([enter_and_leave] * 3)
         assert len(entered) == 1
+
+
+def test_names_of_a_heap_are_whole_in_each_checkpoint(tmp_path: Path) -> None:
+    """Threads make and free names while another one takes checkpoints."""
+    repository = pagemark.Repository(tmp_path / "repository")
+    heap = pagemark.SavedHeap(repository, "names")
+    # Takes the checkpoints some time.
+    large = heap.array("large", 4 << 20, "u1")
+    ended = threading.Event()
+
+    def change(thread: str) -> Callable[[], None]:
+        def run() -> None:
+            count = 0
+            while not ended.is_set():
+                count += 1
+                name = thread + " " + "x" * (count * 997 % 20000) + str(count)
+                heap.buffer(name, count * 499 % 20000)
+                del heap[name]
+
+        return run
+
+    def save() -> None:
+        try:
+            for number in range(10):
+                large[:] = number
+                heap.checkpoint_in_background().wait()
+        finally:
+            ended.set()
+
+    run_together([change("one"), change("two"), save, collect])
+    del large
+    heap.close()
+    for checkpoint in repository.checkpoints("names"):
+        with pagemark.SavedHeap(repository, "names", at=checkpoint.sequence) as saved:
+            threads = [name.split()[0] for name in saved]
+            assert threads in (["large"], ["large", "one"], ["large", "two"], ["large", "one", "two"])
+            for name in saved.names()[1:]:
+                assert not any(saved[name])
