@@ -84,7 +84,8 @@ impl Region {
         Region { state: Mutex::new(State { held, exports: 0 }), mechanism, has_rollback }
     }
 
-    /// Runs an operation on the region that may take long, with the interpreter released.
+    /// Runs an operation on the region that may take long, or wait for one, with the interpreter
+    /// released.
     pub(crate) fn detached<T: Send>(
         &self,
         py: Python<'_>,
@@ -179,14 +180,14 @@ impl Region {
 
     /// Smallest unit in which a write is reported.
     #[getter]
-    fn granularity_bytes(&self) -> PyResult<u64> {
-        Ok(self.held()?.region.granularity().get())
+    fn granularity_bytes(&self, py: Python<'_>) -> PyResult<u64> {
+        self.detached(py, |region| Ok(region.granularity().get()))
     }
 
     /// True between begin and commit or rollback.
     #[getter]
-    fn in_transaction(&self) -> PyResult<bool> {
-        Ok(self.held()?.region.in_transaction())
+    fn in_transaction(&self, py: Python<'_>) -> PyResult<bool> {
+        self.detached(py, |region| Ok(region.in_transaction()))
     }
 
     /// True once the region is closed.

@@ -26,8 +26,9 @@ impl Store {
     }
 
     /// What the store holds, and how much memory that takes.
-    fn usage(&self) -> Usage {
-        let held = self.store.usage();
+    fn usage(&self, py: Python<'_>) -> Usage {
+        // It waits for a snapshot that another thread takes.
+        let held = py.detach(|| self.store.usage());
         Usage {
             chunks: held.chunks,
             compressed_chunks: held.compressed_chunks,
