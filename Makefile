@@ -56,7 +56,7 @@ header: ; @scripts/suite setup c && scripts/header.sh
 PREFIX ?= /usr/local
 install-c: ; cargo build --release --locked -p pagemark-c && scripts/install-c.sh $(PREFIX)
 
-# The wheel of the Python package, for every CPython from 3.11 on, in target/wheels.
+# The wheels of the Python package in target/wheels: for every CPython from 3.11 on, and for each free-threaded one in PATH.
 wheel: ; @scripts/suite setup python && scripts/wheel.sh
 
 # The kernels of the lab, fetched and built, as root. `lab/lab help` says how to use them.

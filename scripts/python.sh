@@ -15,6 +15,8 @@ trap 'rm -rf "$wheels"' EXIT
     --manifest-path crates/pagemark-python/Cargo.toml --interpreter "$venv/bin/python" --out "$wheels"
 case $(basename "$wheels"/pagemark-*.whl) in
 pagemark-*-cp311-abi3-manylinux_*.whl) ;;
+# Of a free-threaded Python, where PAGEMARK_PYTHON_VENV names the environment of one.
+pagemark-*-cp3*-cp3*t-manylinux_*.whl | pagemark-*-cp3*-abi3t-manylinux_*.whl) ;;
 *) echo "python: this wheel does not serve all versions of Python and Linux: $(ls "$wheels")" >&2 && exit 1 ;;
 esac
 "$venv/bin/pip" install --quiet --disable-pip-version-check --no-deps --force-reinstall "$wheels"/pagemark-*.whl
