@@ -42,8 +42,10 @@ pub(super) struct Chunks {
     /// Cells for packed chunks, by size.
     packed: Vec<Pool>,
     packed_chunks: [u64; 2],
-    /// A cell of `plain` into which the next chunk is copied before it is known whether it is new.
-    staging: Option<u32>,
+    /// Cells of `plain` into which chunks are copied before it is known whether they are new.
+    spare: Vec<u32>,
+    /// The number of staged chunks whose content is not held yet.
+    staged: usize,
     packing: Option<Packing>,
     scratch: Vec<u8>,
 }
@@ -73,8 +75,16 @@ pub(super) enum Form {
 pub(super) enum Staged {
     /// The store holds the content already: the number of the chunk, with one more reference.
     Held(u32),
-    /// The content is new; [`Chunks::keep`] holds it under this tag.
-    New(u32),
+    /// [`Chunks::find`] looks for the content in the index.
+    Hashed(Hashed),
+}
+
+/// Content that was copied and hashed, for [`Chunks::find`], [`Chunks::keep`] or
+/// [`Chunks::give_up`].
+#[must_use]
+pub(super) struct Hashed {
+    cell: u32,
+    tag: u32,
 }
 
 /// Bytes of the number of the base, which precedes a delta.
@@ -96,7 +106,8 @@ impl Chunks {
             plain: Pool::new(chunk_bytes, !with_packing),
             packed: cell_sizes(chunk_bytes).map(|bytes| Pool::new(bytes, false)).collect(),
             packed_chunks: [0; 2],
-            staging: None,
+            spare: Vec::new(),
+            staged: 0,
             packing: with_packing.then(Packing::default),
             scratch: Vec::new(),
         }
@@ -118,8 +129,8 @@ impl Chunks {
 
     /// Bytes of the cells in use.
     pub fn content_bytes(&self) -> u64 {
-        let staging = self.staging.map_or(0, |_| self.chunk_bytes as u64);
-        self.plain.used_bytes() - staging + self.packed.iter().map(Pool::used_bytes).sum::<u64>()
+        let unused = (self.spare.len() + self.staged) * self.chunk_bytes;
+        self.plain.used_bytes() - unused as u64 + self.packed.iter().map(Pool::used_bytes).sum::<u64>()
     }
 
     /// Bytes that the tables take.
@@ -202,44 +213,66 @@ impl Chunks {
         }
     }
 
-    /// Calls `fill` to write the content of a chunk, and finds out whether the store holds it.
-    /// `was` is the chunk that was at the same position before.
+    /// Calls `fill` to write the content of a chunk. `was` is the chunk that was at the same
+    /// position before. The line of the index that [`Chunks::find`] reads is prefetched: another
+    /// chunk may be staged meanwhile.
     ///
     /// # Errors
     /// The kernel has no memory.
     pub fn stage(&mut self, was: u32, fill: impl FnOnce(&mut [u8])) -> io::Result<Staged> {
-        let cell = match self.staging {
+        let cell = match self.spare.pop() {
             Some(cell) => cell,
             None => self.plain.take()?,
         };
-        self.staging = Some(cell);
         fill(self.plain.cell_mut(cell));
         let content = self.plain.cell(cell);
-        if content == &ZEROS[..self.chunk_bytes] {
-            return Ok(Staged::Held(0));
-        }
-        if self.plain(was).is_some_and(|held| held == content) {
-            self.retain(was);
-            return Ok(Staged::Held(was));
+        let known = if content == &ZEROS[..self.chunk_bytes] {
+            Some(0)
+        } else {
+            self.plain(was).is_some_and(|held| held == content).then_some(was)
+        };
+        if let Some(chunk) = known {
+            self.spare.push(cell);
+            self.retain(chunk);
+            return Ok(Staged::Held(chunk));
         }
         let tag = xxh3_64_with_seed(content, self.seed) as u32;
-        let mut scratch = std::mem::take(&mut self.scratch);
-        let held = self.index.find(tag, |chunk| self.content(chunk, &mut scratch) == content);
-        self.scratch = scratch;
-        Ok(match held {
-            Some(chunk) => {
-                self.retain(chunk);
-                Staged::Held(chunk)
-            }
-            None => Staged::New(tag),
-        })
+        self.index.prefetch(tag);
+        self.staged += 1;
+        Ok(Staged::Hashed(Hashed { cell, tag }))
     }
 
-    /// Holds the content that was staged last, which is new. `was` is the chunk that was at the
-    /// same position before. `None` if no number is free.
-    pub fn keep(&mut self, tag: u32, was: u32) -> Option<u32> {
-        let cell = self.staging?;
-        let location = ChunkLocation { cell, length: 0, pool: 0, form: Form::Plain };
+    /// Finds the chunk that holds staged content, and returns its number, with one more reference.
+    /// If it is new, returns the staged content for [`Chunks::keep`].
+    pub fn find(&mut self, staged: Hashed) -> Result<u32, Hashed> {
+        let mut scratch = std::mem::take(&mut self.scratch);
+        let content = self.plain.cell(staged.cell);
+        let held = self.index.find(staged.tag, |chunk| self.content(chunk, &mut scratch) == content);
+        self.scratch = scratch;
+        let Some(chunk) = held else { return Err(staged) };
+        self.discard(staged);
+        self.retain(chunk);
+        Ok(chunk)
+    }
+
+    /// Gives up what was staged, and the reference to a chunk that is held.
+    pub fn give_up(&mut self, staged: Staged) {
+        match staged {
+            Staged::Held(chunk) => self.release(chunk),
+            Staged::Hashed(content) => self.discard(content),
+        }
+    }
+
+    fn discard(&mut self, content: Hashed) {
+        self.staged -= 1;
+        self.spare.push(content.cell);
+    }
+
+    /// Holds staged content, which is new. `was` is the chunk that was at the same position before.
+    /// `None` if no number is free.
+    pub fn keep(&mut self, staged: Hashed, was: u32) -> Option<u32> {
+        let location = ChunkLocation { cell: staged.cell, length: 0, pool: 0, form: Form::Plain };
+        let tag = staged.tag;
         let chunk = if self.free != 0 {
             let chunk = self.free;
             let at = chunk as usize - 1;
@@ -248,6 +281,7 @@ impl Chunks {
             chunk
         } else {
             if self.locations.len() == MAX_CHUNKS {
+                self.discard(staged);
                 return None;
             }
             let chunk = self.locations.len() as u32 + 1;
@@ -256,13 +290,20 @@ impl Chunks {
             push_gently(&mut self.locations, location);
             chunk
         };
-        self.staging = None;
+        self.staged -= 1;
         self.index.insert(tag, chunk);
         self.used += 1;
         if let Some(packing) = &mut self.packing {
             packing.add(chunk, was);
         }
         Some(chunk)
+    }
+
+    /// Prefetches the references of chunks into the cache.
+    pub fn prefetch_references(&self, chunks: &[u32]) {
+        for &chunk in chunks.iter().filter(|&&chunk| chunk != 0) {
+            prefetch(std::slice::from_ref(&self.references[chunk as usize - 1]));
+        }
     }
 
     pub fn retain(&mut self, chunk: u32) {

@@ -1,5 +1,7 @@
 //! Finds numbers by the hash of the content that they name.
 
+use crate::sys::shared_bytes::prefetch;
+
 /// A hash table of numbers: open addressing, linear probing, no tombstones.
 ///
 /// The table holds 32 bits of each hash, so it grows and shrinks without reading the hashed
@@ -25,6 +27,13 @@ impl Index {
     /// Bytes that the table takes.
     pub fn bytes(&self) -> u64 {
         (self.slots.capacity() * size_of::<Slot>()) as u64
+    }
+
+    /// Prefetches the slots of a tag into the cache.
+    pub fn prefetch(&self, tag: u32) {
+        if !self.slots.is_empty() {
+            prefetch(std::slice::from_ref(&self.slots[self.home(tag)]));
+        }
     }
 
     /// A number with the tag for which `is_same` returns true.

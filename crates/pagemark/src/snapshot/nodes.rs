@@ -57,17 +57,24 @@ impl Nodes {
     /// Prefetches nodes into the cache that are read soon.
     pub fn prefetch(&self, nodes: [u32; 2]) {
         for node in nodes.into_iter().filter(|&node| node != 0) {
-            prefetch(&self.children[node as usize - 1]);
+            // A node may lie in two lines.
+            let children = &self.children[node as usize - 1];
+            prefetch(&children[..1]);
+            prefetch(&children[FAN_OUT - 1..]);
         }
     }
 
-    /// Returns the node with these children, with one more reference, and true if the node is new.
-    /// A new node takes over one reference of the caller to each child.
-    pub fn intern(&mut self, children: &Children) -> (u32, bool) {
+    /// Prefetches the slots of the index that [`Nodes::intern`] reads.
+    pub fn prefetch_tag(&self, tag: u32) {
+        self.index.prefetch(tag);
+    }
+
+    /// Returns the node with these children, whose tag is `tag`, with one more reference, and true
+    /// if the node is new. A new node takes over one reference of the caller to each child.
+    pub fn intern(&mut self, children: &Children, tag: u32) -> (u32, bool) {
         if *children == [0; FAN_OUT] {
             return (0, false);
         }
-        let tag = self.tag(children);
         if let Some(node) = self.index.find(tag, |node| self.children[node as usize - 1] == *children) {
             self.retain(node);
             return (node, false);
@@ -113,7 +120,8 @@ impl Nodes {
         Some(children)
     }
 
-    fn tag(&self, children: &Children) -> u32 {
+    /// The part of the hash of the children that the index holds.
+    pub fn tag(&self, children: &Children) -> u32 {
         let mut bytes = [0; size_of::<Children>()];
         for (to, child) in bytes.as_chunks_mut::<4>().0.iter_mut().zip(children) {
             *to = child.to_ne_bytes();

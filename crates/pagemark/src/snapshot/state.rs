@@ -1,6 +1,9 @@
 //! The content of a store, and the operations on it.
 
-use super::chunks::{Chunks, ENTRY_BYTES, Staged};
+use std::iter::Peekable;
+use std::ops::Range;
+
+use super::chunks::{Chunks, ENTRY_BYTES, Hashed, Staged};
 use super::nodes::{FAN_OUT, NODE_BYTES};
 use super::packing::Packing;
 use super::tree::{Change, Root, Trees};
@@ -138,31 +141,43 @@ impl State {
     ) -> Result<(), Error> {
         let mut zeros = touched.zeros.iter().peekable();
         let held = self.held_at(old, &touched.dirty);
-        for (index, &(position, was)) in held.iter().enumerate() {
-            self.prefetch(&held[index..], memory);
-            while let Some(run) = zeros.next_if(|run| run.start < position) {
-                changes.push(Change { positions: run, chunk: 0 });
-            }
-            let chunk = match self.put_chunk(position, was, memory, forget) {
-                Err(error) => {
-                    let ErrorKind::BudgetExceeded { budget_bytes, needed_bytes } = error.kind() else {
-                        return Err(error);
-                    };
-                    let rest_bytes = self.most_new_bytes(old, &held[index..], memory, changes);
-                    return Err(Error::budget_exceeded(budget_bytes, needed_bytes.saturating_add(rest_bytes)));
+        // Each chunk is looked up when the next one has been copied: by then, the line of the index
+        // that it needs has been fetched.
+        let mut staged = None;
+        for index in 0..=held.len() {
+            let copied = held.get(index).map(|&(position, was)| {
+                self.prefetch(&held[index..], memory);
+                self.copy_chunk(position, was, memory, forget)
+            });
+            let copied = copied.transpose();
+            if let Some((before, content)) = staged.take() {
+                let (position, was) = held[before];
+                match self.hold(content, was) {
+                    Ok(chunk) => self.add_change(position, was, chunk, &mut zeros, changes),
+                    Err(error) => {
+                        if let Ok(Some(copied)) = copied {
+                            self.chunks.give_up(copied);
+                        }
+                        let ErrorKind::BudgetExceeded { budget_bytes, needed_bytes } = error.kind() else {
+                            return Err(error);
+                        };
+                        let rest_bytes = self.most_new_bytes(old, &held[before..], memory, changes);
+                        return Err(Error::budget_exceeded(budget_bytes, needed_bytes.saturating_add(rest_bytes)));
+                    }
                 }
-                Ok(chunk) => chunk,
-            };
-            if chunk == was {
-                self.chunks.release(chunk);
-            } else {
-                changes.push(Change { positions: position..position + 1, chunk });
+            }
+            match copied? {
+                Some(Staged::Hashed(content)) => staged = Some((index, content)),
+                Some(Staged::Held(chunk)) => {
+                    let (position, was) = held[index];
+                    self.add_change(position, was, chunk, &mut zeros, changes);
+                }
+                None => {}
             }
         }
         changes.extend(zeros.map(|positions| Change { positions, chunk: 0 }));
         Ok(())
     }
-
     /// Bytes that a snapshot takes at most besides the first of the chunks in `held`, which did not
     /// fit: for the other chunks, and for the nodes.
     fn most_new_bytes(&self, old: Root, held: &[(u64, u32)], area: &SharedBytes<'_>, changes: &[Change]) -> u64 {
@@ -182,25 +197,25 @@ impl State {
         new_chunks * (self.chunks.chunk_bytes() as u64 + ENTRY_BYTES + Packing::CHUNK_BYTES) + new_nodes * NODE_BYTES
     }
 
-    /// The chunk for the content of the area at a position, at which `was` was before. The caller
-    /// owns a reference to it.
-    fn put_chunk(
+    /// Copies the content of the area at a position, at which the chunk `was` was before, unless it
+    /// is known to be held. The caller owns a reference to a held chunk.
+    fn copy_chunk(
         &mut self,
         position: u64,
         was: u32,
         memory: &SharedBytes<'_>,
         forget: &RangeSet,
-    ) -> Result<u32, Error> {
+    ) -> Result<Staged, Error> {
         let span = self.span(position, ByteCount::from(memory.bytes()));
         let (start, length) = (span.start.to_usize(), (span.end - span.start).to_usize());
         if forget.within(span.clone()).next().is_none() {
             // Avoids the copy of unchanged content and of zeros.
             if self.chunks.plain(was).is_some_and(|content| memory.equals(start, &content[..length])) {
                 self.chunks.retain(was);
-                return Ok(was);
+                return Ok(Staged::Held(was));
             }
             if memory.is_zero(start..start + length) {
-                return Ok(0);
+                return Ok(Staged::Held(0));
             }
         }
         let staged = self.chunks.stage(was, |content| {
@@ -210,12 +225,40 @@ impl State {
                 content[(hole.start - span.start).to_usize()..(hole.end - span.start).to_usize()].fill(0);
             }
         });
-        match staged.map_err(Error::no_memory)? {
-            Staged::Held(chunk) => Ok(chunk),
-            Staged::New(tag) => {
-                self.make_room(self.chunks.chunk_bytes() as u64 + ENTRY_BYTES + Packing::CHUNK_BYTES)?;
-                self.chunks.keep(tag, was).ok_or_else(Error::store_full)
-            }
+        staged.map_err(Error::no_memory)
+    }
+
+    /// The chunk that holds staged content, with a reference that the caller owns. `was` is the
+    /// chunk that was at the same position before.
+    fn hold(&mut self, content: Hashed, was: u32) -> Result<u32, Error> {
+        let new = match self.chunks.find(content) {
+            Ok(chunk) => return Ok(chunk),
+            Err(new) => new,
+        };
+        if let Err(error) = self.make_room(self.chunks.chunk_bytes() as u64 + ENTRY_BYTES + Packing::CHUNK_BYTES) {
+            self.chunks.give_up(Staged::Hashed(new));
+            return Err(error);
+        }
+        self.chunks.keep(new, was).ok_or_else(Error::store_full)
+    }
+
+    /// Appends the chunk at a position to the changes, behind the runs of `zeros` before it, unless
+    /// it is the chunk that was there.
+    fn add_change(
+        &mut self,
+        position: u64,
+        was: u32,
+        chunk: u32,
+        zeros: &mut Peekable<impl Iterator<Item = Range<u64>>>,
+        changes: &mut Vec<Change>,
+    ) {
+        while let Some(positions) = zeros.next_if(|run| run.start < position) {
+            changes.push(Change { positions, chunk: 0 });
+        }
+        if chunk == was {
+            self.chunks.release(chunk);
+        } else {
+            changes.push(Change { positions: position..position + 1, chunk });
         }
     }
 

@@ -110,36 +110,88 @@ impl Trees {
         {
             return 0;
         }
-        let old_children = self.levels[level as usize].children(old);
-        let mut children = old_children;
+        let children = match level {
+            0 => self.changed_leaf(old, base, changes, chunks),
+            _ => self.changed_children(level, old, base, changes, chunks),
+        };
+        let tag = self.levels[level as usize].tag(&children);
+        self.replace_node(level, old, &children, tag, chunks)
+    }
+
+    /// The children of a leaf after the changes, with a reference to each.
+    fn changed_leaf(&mut self, old: u32, base: u64, changes: &[Change], chunks: &mut Chunks) -> Children {
+        let mut children = self.levels[0].children(old);
         let mut rest = changes;
-        for (index, child) in children.iter_mut().enumerate() {
-            let child_span = span(level) / FAN_OUT as u64;
+        for (position, child) in (base..).zip(&mut children) {
+            let first = rest.iter().take_while(|change| change.positions.end <= position).count();
+            rest = &rest[first..];
+            if let Some(change) = rest.first().filter(|change| change.positions.start <= position) {
+                *child = change.chunk;
+            }
+            chunks.retain(*child);
+        }
+        children
+    }
+
+    /// The children of a node above the leaves after the changes, with a reference to each.
+    fn changed_children(
+        &mut self,
+        level: u32,
+        old: u32,
+        base: u64,
+        changes: &[Change],
+        chunks: &mut Chunks,
+    ) -> Children {
+        let mut children = self.levels[level as usize].children(old);
+        let child_span = span(level - 1);
+        let (mut touched, mut count) = ([(0, base, changes); FAN_OUT], 0);
+        let mut rest = changes;
+        for (index, &child) in children.iter().enumerate() {
             let child_base = base + index as u64 * child_span;
             let first = rest.iter().take_while(|change| change.positions.end <= child_base).count();
             rest = &rest[first..];
-            let count = match level {
-                0 => usize::from(rest.first().is_some_and(|change| change.positions.start <= child_base)),
-                _ => rest.partition_point(|change| change.positions.start < child_base + child_span),
-            };
-            if count == 0 {
+            let changed = rest.partition_point(|change| change.positions.start < child_base + child_span);
+            if changed == 0 {
                 // The new node takes over a reference to each unchanged child.
-                self.retain_child(level, *child, chunks);
-                continue;
+                self.retain_child(level, child, chunks);
+            } else {
+                self.levels[level as usize - 1].prefetch([child, 0]);
+                touched[count] = (index, child_base, &rest[..changed]);
+                count += 1;
             }
-            *child = match level {
-                0 => {
-                    chunks.retain(rest[0].chunk);
-                    rest[0].chunk
-                }
-                _ => self.update_node(level - 1, *child, child_base, &rest[..count], chunks),
-            };
         }
-        let (node, is_new) = if children == old_children {
-            self.levels[level as usize].retain(old);
+        let touched = &touched[..count];
+        if level > 1 {
+            for &(index, child_base, changes) in touched {
+                children[index] = self.update_node(level - 1, children[index], child_base, changes, chunks);
+            }
+            return children;
+        }
+        // The leaves are many, and each waits for the same three lines: all are fetched first.
+        for &(index, ..) in touched {
+            chunks.prefetch_references(&self.levels[0].children(children[index]));
+        }
+        let mut leaves = [([0; FAN_OUT], 0); FAN_OUT];
+        for ((leaf, tag), &(index, child_base, changes)) in leaves.iter_mut().zip(touched) {
+            *leaf = self.changed_leaf(children[index], child_base, changes, chunks);
+            *tag = self.levels[0].tag(leaf);
+            self.levels[0].prefetch_tag(*tag);
+        }
+        for ((leaf, tag), &(index, ..)) in leaves.iter().zip(touched) {
+            children[index] = self.replace_node(0, children[index], leaf, *tag, chunks);
+        }
+        children
+    }
+
+    /// The node with these children, in place of the node `old`, with one more reference. It takes
+    /// over the references to the children.
+    fn replace_node(&mut self, level: u32, old: u32, children: &Children, tag: u32, chunks: &mut Chunks) -> u32 {
+        let nodes = &mut self.levels[level as usize];
+        let (node, is_new) = if *children == nodes.children(old) {
+            nodes.retain(old);
             (old, false)
         } else {
-            self.levels[level as usize].intern(&children)
+            nodes.intern(children, tag)
         };
         if !is_new {
             children.iter().for_each(|&child| self.release_child(level, child, chunks));
