@@ -5,14 +5,15 @@
 //! [`Tracker::begin_interval`] unprotects the hot pages. The next collect reports them as written,
 //! whether they were or not, and protects them again. The collects that follow, the rounds of a
 //! pre-copy, are therefore exact. In each interval, another slice of the [`PROBE_SLICES`] slices of
-//! the address space stays protected, to find out whether its hot pages are still written.
+//! the address space stays protected, to find out whether its hot pages are still written
+//! ([`ProbeCycle`]).
 
 use std::collections::VecDeque;
 
 use super::pagemap_scan::PagemapScan;
 use super::region_scan::RegionScan;
 use super::registry::{MechanismEntry, MemoryPart, ProcessTracking};
-use crate::{Address, AddressRangeExt, Error, Mechanism, PageRangeExt, Range, RangeSet, Tracker};
+use crate::{Address, AddressRangeExt, Error, Mechanism, PAGE_SIZE, PageRangeExt, Range, RangeSet, Tracker};
 
 /// The mechanism `adaptive`. Regions have a tracker of their own (`RegionScan`).
 pub const ENTRY: MechanismEntry = MechanismEntry {
@@ -40,9 +41,13 @@ pub const HOT_AFTER: usize = 3;
 /// Number of slices. A hot page is probed in every 16th long interval.
 pub const PROBE_SLICES: u64 = 16;
 
-/// Bytes of a piece of a slice. The pieces of all slices alternate, so that each slice has a part
-/// of every mapping.
-const SLICE_BYTES: u64 = 2 << 20;
+/// Most bytes of a piece of a slice: a huge page, which the kernel splits when it unprotects a
+/// part.
+const MAX_PIECE_BYTES: u64 = 2 << 20;
+
+/// Pieces of each slice that hot memory is divided into, as far as that does not make pieces
+/// smaller than a page, or greater than [`MAX_PIECE_BYTES`].
+const MIN_PIECES: u64 = 4;
 
 /// Most runs that one `begin_interval` unprotects, the longest first. Each is a system call of
 /// about half a microsecond.
@@ -57,14 +62,15 @@ pub struct Adaptive {
     /// The pages written in the long interval that the last `begin_interval` began. `None` before
     /// the collect that ends it.
     current: Option<RangeSet>,
-    round: u64,
+    /// `None` while no page is hot.
+    probes: Option<ProbeCycle>,
     released_pages: u64,
 }
 
 impl Adaptive {
     /// Tracks by `scan`.
     pub fn new(scan: PagemapScan) -> Self {
-        Adaptive { scan, intervals: VecDeque::new(), current: None, round: 0, released_pages: 0 }
+        Adaptive { scan, intervals: VecDeque::new(), current: None, probes: None, released_pages: 0 }
     }
 
     /// Number of pages that the last `begin_interval` unprotected.
@@ -102,11 +108,6 @@ impl Adaptive {
         }
         result
     }
-
-    /// True if the piece of the address space at `address` stays protected in this interval.
-    fn is_probed(&self, address: Address) -> bool {
-        (address.get() / SLICE_BYTES).wrapping_add(self.round).is_multiple_of(PROBE_SLICES)
-    }
 }
 
 impl Tracker for Adaptive {
@@ -136,11 +137,10 @@ impl Tracker for Adaptive {
             self.intervals.pop_front();
         }
         self.intervals.push_back(written);
-        self.round = self.round.wrapping_add(1);
 
-        let mut releases: Vec<Range> = self.hot().iter().flat_map(slices).collect();
-        releases.retain(|piece| !self.is_probed(piece.start));
-        let mut releases = join(releases);
+        let hot = self.hot();
+        self.probes = ProbeCycle::next(self.probes.take(), &hot);
+        let mut releases = self.probes.as_ref().map_or_else(Vec::new, |probes| probes.unprobed(&hot));
         if releases.len() > RELEASES {
             releases.sort_by_key(|run| std::cmp::Reverse(run.byte_count()));
             releases.truncate(RELEASES);
@@ -154,18 +154,144 @@ impl Tracker for Adaptive {
     }
 }
 
-/// Splits a range where slices meet.
-fn slices(range: Range) -> impl Iterator<Item = Range> {
-    let mut start = range.start;
-    std::iter::from_fn(move || {
-        let end = range.end.min(Address::new((start.get() / SLICE_BYTES + 1) * SLICE_BYTES));
-        let piece = start..end;
-        start = end;
-        (!piece.is_empty()).then_some(piece)
-    })
+/// The intervals in which all hot pages are probed once. The address space is divided into pieces
+/// of equal length, and the pieces of the slices alternate, so that each slice has a part of every
+/// mapping.
+#[derive(Debug)]
+struct ProbeCycle {
+    piece_bytes: u64,
+    /// The slice that stays protected in this interval.
+    slice: u64,
+    /// The most hot memory in an interval of this cycle.
+    most_bytes: u64,
 }
 
-/// Joins pieces that touch.
-fn join(pieces: Vec<Range>) -> Vec<Range> {
-    pieces.into_iter().collect::<RangeSet>().iter().collect()
+impl ProbeCycle {
+    /// The probes of the next interval. The length of the pieces follows the amount of hot memory:
+    /// with few pieces, the place of the memory would decide how many of its pages are in a slice.
+    /// Pieces become shorter only after a whole cycle with little hot memory, so that pages that
+    /// cool are found within a cycle, and longer at once, which begins a cycle.
+    fn next(last: Option<ProbeCycle>, hot: &RangeSet) -> Option<ProbeCycle> {
+        let bytes = hot.total_bytes().get();
+        if bytes == 0 {
+            return None;
+        }
+        let piece_bytes = piece_length(bytes);
+        Some(match last {
+            Some(last) if piece_bytes <= last.piece_bytes => {
+                let most_bytes = last.most_bytes.max(bytes);
+                if last.slice + 1 < PROBE_SLICES {
+                    ProbeCycle { slice: last.slice + 1, most_bytes, ..last }
+                } else {
+                    ProbeCycle { piece_bytes: piece_length(most_bytes), slice: 0, most_bytes: bytes }
+                }
+            }
+            _ => ProbeCycle { piece_bytes, slice: 0, most_bytes: bytes },
+        })
+    }
+
+    /// The parts of `hot` that do not stay protected.
+    fn unprobed(&self, hot: &RangeSet) -> Vec<Range> {
+        let pieces = hot.iter().flat_map(|range| self.pieces(range));
+        // The pieces of a slice have others between them, which touch: the set joins those.
+        let unprobed: RangeSet = pieces.filter(|piece| !self.is_probed(piece.start)).collect();
+        unprobed.iter().collect()
+    }
+
+    /// Splits a range where pieces meet.
+    fn pieces(&self, range: Range) -> impl Iterator<Item = Range> {
+        let (mut start, bytes) = (range.start, self.piece_bytes);
+        std::iter::from_fn(move || {
+            let end = range.end.min(Address::new((start.get() / bytes + 1) * bytes));
+            let piece = start..end;
+            start = end;
+            (!piece.is_empty()).then_some(piece)
+        })
+    }
+
+    fn is_probed(&self, address: Address) -> bool {
+        address.get() / self.piece_bytes % PROBE_SLICES == self.slice
+    }
+}
+
+/// The length of a piece for an amount of hot memory above 0.
+fn piece_length(hot_bytes: u64) -> u64 {
+    let most = (hot_bytes / (PROBE_SLICES * MIN_PIECES)).max(1);
+    (1 << most.ilog2()).clamp(PAGE_SIZE as u64, MAX_PIECE_BYTES)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::PageNumber;
+
+    /// Hot memory of a number of pages.
+    fn hot(start: u64, pages: u64) -> RangeSet {
+        (PageNumber::new(start)..PageNumber::new(start + pages)).addresses().into()
+    }
+
+    #[test]
+    fn every_cycle_probes_each_hot_page_once_and_the_same_share_in_each_interval() {
+        for pages in [64, 100, 1000, 4096, 5000, 300_000] {
+            for start in [0, 1, 300, 511, 7777] {
+                let hot = hot(0x7f12_3456_0000 / PAGE_SIZE as u64 + start, pages);
+                let mut probes = None;
+                for _ in 0..2 {
+                    let mut left = hot.clone();
+                    for _ in 0..PROBE_SLICES {
+                        probes = ProbeCycle::next(probes, &hot);
+                        let mut probed = hot.clone();
+                        let unprobed: RangeSet = probes.as_ref().unwrap().unprobed(&hot).into_iter().collect();
+                        probed.subtract(&unprobed);
+                        let share = (probed.page_count() * PROBE_SLICES) as f64 / pages as f64;
+                        assert!((0.7..=1.3).contains(&share), "{share} of {pages} at {start}");
+                        assert_eq!(left.intersection(&probed), probed, "{pages} at {start}: probed twice");
+                        left.subtract(&probed);
+                    }
+                    assert!(left.is_empty(), "{pages} at {start}: {} left out", left.page_count());
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn memory_that_becomes_hot_or_cool_is_probed_too() {
+        let all = hot(0, 100_000);
+        let mut probes = ProbeCycle::next(None, &hot(0, 1));
+        // More hot memory begins a new cycle, less does not.
+        let sizes = [1, 10, 100_000].into_iter().chain([5, 100_000].into_iter().cycle().take(15));
+        let mut left = all.clone();
+        for (interval, pages) in sizes.enumerate() {
+            probes = ProbeCycle::next(probes, &hot(0, pages));
+            let mut probed = all.clone();
+            probed.subtract(&probes.as_ref().unwrap().unprobed(&all).into_iter().collect());
+            if interval >= 2 {
+                left.subtract(&probed);
+            }
+        }
+        assert!(left.is_empty());
+        assert!(ProbeCycle::next(probes, &RangeSet::new()).is_none());
+    }
+
+    #[test]
+    fn pages_that_cool_are_found_within_as_many_intervals_as_there_are_slices() {
+        for phase in 1..=3 * PROBE_SLICES {
+            let mut hot = hot(12_345, 100_000);
+            let mut probes = None;
+            (0..phase).for_each(|_| probes = ProbeCycle::next(probes.take(), &hot));
+            for _ in 0..PROBE_SLICES {
+                probes = ProbeCycle::next(probes, &hot);
+                // What is probed is not written any more.
+                hot = probes.as_ref().map_or_else(RangeSet::new, |probes| probes.unprobed(&hot).into_iter().collect());
+            }
+            assert!(hot.is_empty(), "{} pages left out from interval {phase} on", hot.page_count());
+        }
+    }
+
+    #[test]
+    fn few_calls_release_much_memory() {
+        let probes = ProbeCycle::next(None, &hot(0, 1 << 20)).unwrap();
+        assert_eq!(probes.unprobed(&hot(0, 1 << 20)).len(), (4 << 30) / (MAX_PIECE_BYTES * PROBE_SLICES) as usize);
+        assert_eq!(ProbeCycle::next(None, &hot(0, 4096)).unwrap().unprobed(&hot(0, 4096)).len(), MIN_PIECES as usize);
+    }
 }

@@ -514,6 +514,27 @@ fn a_working_set_that_is_rewritten_meets_no_protection_once_warm() {
     assert!(collected(&mut adaptive, &all).is_empty());
 }
 
+#[test]
+fn each_interval_probes_the_same_share_of_hot_memory_wherever_it_lies() {
+    for pages in [64, 1000, 4096, 20_000] {
+        let Some(scan) = scan(Pages::All) else { return };
+        let mut adaptive = Adaptive::new(scan);
+        let scratch = Scratch::new(pages);
+        let (all, range) = (one(scratch.range()), scratch.range());
+        let rewrite = |value| (0..pages).for_each(|page| scratch.write(page, value));
+        rewrite(1);
+        collected(&mut adaptive, &all);
+        for interval in 0..HOT_AFTER as u64 + PROBE_SLICES {
+            adaptive.begin_interval().unwrap();
+            let met = protected_pages(&range);
+            rewrite(interval);
+            assert_eq!(collected(&mut adaptive, &all).page_count(), pages as u64);
+            let share = met as f64 * PROBE_SLICES as f64 / pages as f64;
+            assert!(interval < HOT_AFTER as u64 || (0.7..=1.3).contains(&share), "{met} of {pages} pages");
+        }
+    }
+}
+
 /// A version of a page, stored as a word such that a mixture of two words is no valid word.
 ///
 /// The kernel copies memory byte by byte on some machines. A copy of a word that a thread writes
