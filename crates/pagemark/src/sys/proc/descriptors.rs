@@ -193,9 +193,13 @@ mod tests {
 
     #[test]
     fn the_tables_of_internet_sockets_are_parsed() {
-        let listener = std::net::TcpListener::bind("[::1]:0").unwrap();
+        // Some kernels have no IPv6.
+        let bind = std::net::TcpListener::bind;
+        let (listener, table) =
+            bind("[::1]:0").map_or_else(|_| (bind("127.0.0.1:0").unwrap(), "tcp"), |listener| (listener, "tcp6"));
         let client = std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-        let found: Vec<InetSocket> = parse_inet_sockets(&fs::read("/proc/self/net/tcp6").unwrap()).collect();
+        let table = fs::read(format!("/proc/self/net/{table}")).unwrap();
+        let found: Vec<InetSocket> = parse_inet_sockets(&table).collect();
         let (local, peer) = (client.local_addr().unwrap(), client.peer_addr().unwrap());
         let found = found.iter().find(|socket| socket.local == local && socket.peer == peer).unwrap();
         let of_client = |socket: &Descriptor| socket.number == client.as_raw_fd();
@@ -203,10 +207,18 @@ mod tests {
         assert_eq!((found.state, Some(found.inode)), (1, descriptor.socket_inode()));
         let table =
             b"  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode\n   \
-                      0: 0100007F:1E79 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 4711 1\n";
+                      0: 0100007F:1E79 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 4711 1\n   \
+                      1: 00000000000000000000000001000000:1E79 B80D0120000000000000000001000000:0050 01 \
+                      00000000:00000000 00:00000000 00000000     0        0 4712 1\n";
         let sockets: Vec<_> = parse_inet_sockets(table).collect();
-        let (local, peer) = ("127.0.0.1:7801".parse().unwrap(), "0.0.0.0:0".parse().unwrap());
-        assert_eq!(sockets, [InetSocket { local, peer, state: 10, inode: 4711 }]);
+        let socket = |local: &str, peer: &str, state, inode| InetSocket {
+            local: local.parse().unwrap(),
+            peer: peer.parse().unwrap(),
+            state,
+            inode,
+        };
+        let of_version_6 = socket("[::1]:7801", "[2001:db8::1]:80", 1, 4712);
+        assert_eq!(sockets, [socket("127.0.0.1:7801", "0.0.0.0:0", 10, 4711), of_version_6]);
     }
 
     #[test]
