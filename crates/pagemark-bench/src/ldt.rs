@@ -44,6 +44,12 @@ pub struct Options {
     /// at most; where instructions are counted, 128 MiB]
     #[arg(long, value_parser = parse_pages, value_name = "SIZE")]
     memory: Option<usize>,
+    /// Size of the smallest buffer of figures 3, 5 and 6 [default: 4 MiB]
+    #[arg(long, value_parser = parse_pages, value_name = "SIZE")]
+    min_memory: Option<usize>,
+    /// Size of the largest buffer of figure 9 [default: a sixteenth of that of the others]
+    #[arg(long, value_parser = parse_pages, value_name = "SIZE")]
+    rate_memory: Option<usize>,
     /// Rounds; the mechanisms take turns in each [default: 5; where instructions are counted, 2]
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
     rounds: Option<u32>,
@@ -133,6 +139,8 @@ fn check(mechanism: Mechanism) -> Result<(), BenchError> {
 
 /// Sizes of the measurements.
 struct Scale {
+    /// Smallest buffer of figures 3, 5 and 6.
+    min_pages: usize,
     /// Largest buffer of figures 3, 5, 6 and 11.
     pages: usize,
     /// Buffer of figures 7 and 8.
@@ -158,9 +166,10 @@ impl Scale {
         };
         let longest = options.seconds.unwrap_or(Duration::from_millis(if counts { 300 } else { 10_000 }));
         Ok(Scale {
+            min_pages: options.min_memory.unwrap_or(4 * MIB_PAGES).min(pages),
             pages,
             mix_pages: (pages / 8).max(64),
-            rate_pages: (pages / 16).max(64),
+            rate_pages: options.rate_memory.unwrap_or(pages / 16).max(64),
             helper_pages: (pages / 16).max(64),
             records: ((pages / if counts { 8 } else { 2 }) as u32).max(100),
             longest,

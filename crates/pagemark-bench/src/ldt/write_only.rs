@@ -49,14 +49,11 @@ impl WriteOnly {
     }
 }
 
-/// Size of the smallest buffer.
-const MIN_PAGES: usize = 1024;
-
 /// Draws those of the three figures that are asked for.
 pub(super) fn figures(session: &Session) -> Result<(), BenchError> {
     let max_pages = session.scale.pages;
     let sizes: Vec<usize> =
-        std::iter::successors(Some(MIN_PAGES.min(max_pages)), |pages| (pages * 2 <= max_pages).then_some(pages * 2))
+        std::iter::successors(Some(session.scale.min_pages), |pages| (pages * 2 <= max_pages).then_some(pages * 2))
             .collect();
     let every_byte = session.wants(Figure::Five);
     let mut results = Vec::new();

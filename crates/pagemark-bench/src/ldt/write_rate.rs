@@ -87,7 +87,7 @@ const MIN_BURSTS: u32 = 5;
 /// Draws the figure, with a panel for each rate.
 pub(super) fn figures(session: &Session) -> Result<(), BenchError> {
     let max_pages = session.scale.rate_pages;
-    let sizes = [max_pages / 4, max_pages / 2, max_pages];
+    let sizes = [8, 4, 2, 1].map(|part| (max_pages / part).max(1));
     for (writes_per_second, panel) in RATES.into_iter().zip(["a", "b", "c"]) {
         let mut times = Vec::new();
         let mut overheads = Vec::new();
