@@ -111,8 +111,8 @@ impl Withholding {
         Ok(Some(Withholding { thread, is_frozen }))
     }
 
-    /// True once CRIU has asked for the mappings of a process: before, it stops every thread of the
-    /// tree. It need not ask here.
+    /// True once CRIU has asked for the mappings of a process of the tree: before, it stops every
+    /// thread. It need not ask here.
     pub fn is_frozen(&self) -> bool {
         self.is_frozen.load(Ordering::Relaxed)
     }
@@ -261,8 +261,10 @@ impl Answers {
         if !self.listener.is_valid(call) {
             return None;
         }
+        let anonymous = &self.space(pid)?.anonymous;
+        let listed = smaps::file(pid, anonymous);
         self.is_frozen.store(true, Ordering::Relaxed);
-        let (file, shortened) = smaps::file(pid, &self.space(pid)?.anonymous).ok()?;
+        let (file, shortened) = listed.ok()?;
         self.listener.answer_by_descriptor(call, file.as_fd()).ok()?;
         self.listed_mappings += 1;
         self.shortened.insert(pid, shortened);

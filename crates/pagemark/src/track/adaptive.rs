@@ -6,7 +6,7 @@
 //! whether they were or not, and protects them again. The collects that follow, the rounds of a
 //! pre-copy, are therefore exact. In each interval, another slice of the [`PROBE_SLICES`] slices of
 //! the address space stays protected, to find out whether its hot pages are still written
-//! ([`ProbeCycle`]).
+//! (`ProbeCycle`).
 
 use std::collections::VecDeque;
 
