@@ -375,8 +375,8 @@ impl AddressSpace {
         self.collect_refreshed(dirty, Moment::Ahead)
     }
 
-    /// Does a part of the next [`AddressSpace::collect_frozen`], of a process that stays frozen until
-    /// then. If it fails, the collect does that part.
+    /// Does a part of the next [`AddressSpace::collect_frozen`], of a process that stays frozen
+    /// until then. If it fails, the collect does that part.
     pub fn look_ahead(&mut self) {
         if self.refresh_mappings().is_err() {
             return;
