@@ -211,6 +211,8 @@ fn a_restore_that_is_killed_leaves_nothing_in_the_way() {
         most = most.max(remaining());
         // CRIU may have begun. It completes the restore, or kills what it restored, which takes a moment.
         wait_for("CRIU to end", || started_with(&place).is_empty().then_some(()));
+        // A process that ends has no environment any more when the kernel closes its descriptors.
+        wait_for("the directory to be free", || all_are_free(&place).then_some(()));
         if continues(&data, pid) {
             whole += 1;
             kill_and_wait(pid);
@@ -301,6 +303,12 @@ fn started_with(temporary: &Path) -> Vec<i32> {
         environment.split(|&byte| byte == 0).any(|variable| variable == wanted.as_bytes())
     };
     all_processes().filter(has_it).collect()
+}
+
+/// Whether no process holds one of the directories in a directory.
+fn all_are_free(parent: &Path) -> bool {
+    let entries = fs::read_dir(parent).expect("a directory").flatten();
+    entries.map(|entry| fs::File::open(entry.path()).expect("a directory")).all(|held| held.try_lock().is_ok())
 }
 
 fn all_processes() -> impl Iterator<Item = i32> {
