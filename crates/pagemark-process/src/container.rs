@@ -81,10 +81,15 @@ pub(crate) fn has_own_mounts(pid: i32) -> io::Result<bool> {
     Ok(std::fs::read_link(proc::path(pid, "ns/mnt"))? != std::fs::read_link(proc::own_path("ns/mnt"))?)
 }
 
-/// Finds where the files of a process that has mounts of its own are on the host.
+/// Finds where the files of a tree, whose processes may have mounts of their own, are on the host.
 pub(crate) struct HostPaths {
-    inside: Vec<Mount>,
+    tree: Vec<i32>,
+    /// The link that names our mounts.
+    own: PathBuf,
     outside: Vec<Mount>,
+    /// The mounts that processes of the tree see, by the link that names them: from their root
+    /// directory, as the links below `/proc/PID` name files.
+    inside: HashMap<PathBuf, Vec<Mount>>,
 }
 
 /// Where a file of a container is.
@@ -100,14 +105,40 @@ pub(crate) enum Place {
 
 impl HostPaths {
     /// # Errors
-    /// There is no such process, or tracing it is not permitted.
-    pub(crate) fn of_process(pid: i32) -> io::Result<HostPaths> {
-        Ok(HostPaths { inside: Mount::of_process(pid)?, outside: Mount::of_this_process()? })
+    /// `/proc` is not mounted.
+    pub(crate) fn of_tree(tree: &[i32]) -> io::Result<HostPaths> {
+        let own = std::fs::read_link(proc::own_path("ns/mnt"))?;
+        Ok(HostPaths { tree: tree.to_vec(), own, outside: Mount::of_this_process()?, inside: HashMap::new() })
     }
 
-    /// The place of a file that has this path in the container.
-    pub(crate) fn place(&self, path: &Path) -> Place {
-        let Some(inside) = mounts::of_path(&self.inside, path) else { return Place::Unknown };
+    /// The place of a file that has this path, as the links below `/proc/PID` name it, on the mount
+    /// with this id, if that is known. The mount may belong to another process of the tree.
+    ///
+    /// # Errors
+    /// There is no such process, or tracing it is not permitted.
+    pub(crate) fn place(&mut self, pid: i32, path: &Path, mount: Option<u32>) -> io::Result<Place> {
+        let own_set = self.set_of(pid)?;
+        let Some(mount) = mount else {
+            return Ok(match own_set {
+                Some(set) => self.place_on(mounts::of_path(&self.inside[&set], path), path),
+                None => Place::Outside(path.to_owned()),
+            });
+        };
+        if self.outside.iter().any(|outside| outside.id == mount) {
+            return Ok(Place::Outside(path.to_owned()));
+        }
+        for pid in [pid].into_iter().chain(self.tree.clone()) {
+            // One that has ended sees nothing.
+            let Ok(Some(set)) = self.set_of(pid) else { continue };
+            if let Some(found) = self.inside[&set].iter().find(|found| found.id == mount) {
+                return Ok(self.place_on(Some(found), path));
+            }
+        }
+        Ok(if own_set.is_none() { Place::Outside(path.to_owned()) } else { Place::Unknown })
+    }
+
+    fn place_on(&self, mount: Option<&Mount>, path: &Path) -> Place {
+        let Some(inside) = mount else { return Place::Unknown };
         let Some(place) = inside.in_file_system(path) else { return Place::Unknown };
         // The last mount is the one that others hide least.
         let mut same = self.outside.iter().rev().filter(|mount| mount.device == inside.device).peekable();
@@ -115,6 +146,28 @@ impl HostPaths {
             None if inside.file_system == "tmpfs" => Place::InsideAlone,
             _ => same.find_map(|mount| mount.seen(&place)).map_or(Place::Unknown, Place::Outside),
         }
+    }
+
+    /// Reads the mounts that a process sees, unless that was done. None if they are ours.
+    fn set_of(&mut self, pid: i32) -> io::Result<Option<PathBuf>> {
+        let set = std::fs::read_link(proc::path(pid, "ns/mnt"))?;
+        if set == self.own {
+            return Ok(None);
+        }
+        if !self.inside.contains_key(&set) {
+            // Another root directory (`chroot`) hides mounts.
+            let root = |pid: i32| std::fs::read_link(proc::path(pid, "root"));
+            let sees_all = |pid: i32| root(pid).is_ok_and(|root| root == Path::new("/"));
+            let has_set = |pid: i32| std::fs::read_link(proc::path(pid, "ns/mnt")).is_ok_and(|other| other == set);
+            let viewer = self.tree.iter().copied().find(|&other| has_set(other) && sees_all(other)).unwrap_or(pid);
+            let root = root(viewer)?;
+            let mut mounts = Mount::of_process(viewer)?;
+            for mount in &mut mounts {
+                mount.point = root.join(mount.point.strip_prefix("/").unwrap_or(&mount.point));
+            }
+            self.inside.insert(set.clone(), mounts);
+        }
+        Ok(Some(set))
     }
 }
 
@@ -127,16 +180,16 @@ impl HostPaths {
 pub(crate) fn locked_directory(pid: i32) -> io::Result<Option<PathBuf>> {
     let has_own_users =
         std::fs::read_link(proc::path(pid, "ns/user"))? != std::fs::read_link(proc::own_path("ns/user"))?;
-    if !has_own_users || !has_own_mounts(pid)? {
-        return Ok(None);
-    }
-    Ok(HostPaths::of_process(pid)?.locked_directory())
+    let mut paths = HostPaths::of_tree(&[pid])?;
+    let set = if has_own_users { paths.set_of(pid)? } else { None };
+    Ok(set.and_then(|set| paths.locked_directory(&set)))
 }
 
 impl HostPaths {
-    fn locked_directory(&self) -> Option<PathBuf> {
+    fn locked_directory(&self, set: &Path) -> Option<PathBuf> {
         let hides = |path: &Path| self.outside.iter().any(|mount| mount.point != path && mount.point.starts_with(path));
-        self.inside.iter().find_map(|mount| match self.place(&mount.point) {
+        let mounts = &self.inside[set];
+        mounts.iter().find_map(|mount| match self.place_on(mounts::of_path(mounts, &mount.point), &mount.point) {
             Place::Outside(path) if hides(&path) => Some(path.components().collect()),
             _ => None,
         })
@@ -173,18 +226,23 @@ impl OwnMounts {
 mod tests {
     use super::*;
 
+    /// The paths of process 7, which has the mounts `inside`, and of 8, which has others.
+    fn paths(inside: &[u8], other: &[u8], outside: &[u8]) -> HostPaths {
+        let inside = [("mnt:[7]", inside), ("mnt:[8]", other)];
+        let inside = inside.into_iter().map(|(set, text)| (PathBuf::from(set), Mount::parse(text))).collect();
+        HostPaths { tree: Vec::new(), own: "mnt:[1]".into(), outside: Mount::parse(outside), inside }
+    }
+
     #[test]
     fn files_of_a_container_are_found_outside() {
-        let passage = HostPaths {
-            inside: Mount::parse(
-                b"50 40 0:40 / / rw - overlay overlay rw\n51 50 8:1 /srv/db /data rw - ext4 /dev/sda1 rw\n\
-                  52 50 0:41 / /run rw - tmpfs tmpfs rw\n53 50 8:2 / /other rw - ext4 /dev/sdb rw\n",
-            ),
-            outside: Mount::parse(
-                b"22 1 8:1 / / rw - ext4 /dev/sda1 rw\n23 22 0:40 / /var/c1/merged rw - overlay overlay rw\n",
-            ),
-        };
-        let place = |path: &str| passage.place(Path::new(path));
+        let paths = paths(
+            b"50 40 0:40 / / rw - overlay overlay rw\n51 50 8:1 /srv/db /data rw - ext4 /dev/sda1 rw\n\
+              52 50 0:41 / /run rw - tmpfs tmpfs rw\n53 50 8:2 / /other rw - ext4 /dev/sdb rw\n",
+            b"",
+            b"22 1 8:1 / / rw - ext4 /dev/sda1 rw\n23 22 0:40 / /var/c1/merged rw - overlay overlay rw\n",
+        );
+        let mounts = &paths.inside[Path::new("mnt:[7]")];
+        let place = |path: &str| paths.place_on(mounts::of_path(mounts, Path::new(path)), Path::new(path));
         assert_eq!(place("/etc/app"), Place::Outside("/var/c1/merged/etc/app".into()));
         assert_eq!(place("/data/a"), Place::Outside("/srv/db/a".into()));
         assert_eq!(place("/run/a"), Place::InsideAlone);
@@ -196,7 +254,7 @@ mod tests {
         let locked = |inside: &[u8]| {
             let outside = b"22 1 8:1 / / rw - ext4 /dev/sda1 rw\n23 22 0:5 / /proc rw - proc proc rw\n\
                             24 22 0:6 / /dev rw - devtmpfs dev rw\n25 24 0:7 / /dev/shm rw - tmpfs shm rw\n";
-            HostPaths { inside: Mount::parse(inside), outside: Mount::parse(outside) }.locked_directory()
+            paths(inside, b"", outside).locked_directory(Path::new("mnt:[7]"))
         };
         assert_eq!(locked(b"50 40 8:1 / / rw - ext4 /dev/sda1 rw\n"), Some("/".into()));
         let own_root = b"50 40 8:1 /srv/root / rw - ext4 /dev/sda1 rw\n51 50 0:40 / /proc rw - proc proc rw\n";
@@ -206,12 +264,60 @@ mod tests {
         assert_eq!(locked(&devices), Some("/dev".into()));
     }
 
+    /// A process with mounts of its own, of which a `tmpfs` at `directory` is one, and in which
+    /// `program` of the shell runs until its input ends. None if that is not permitted.
+    fn with_tmpfs(directory: &Path, program: &str) -> Option<std::process::Child> {
+        use std::io::BufRead;
+        use std::process::{Command, Stdio};
+        let script = format!("mount -t tmpfs none {0} && {program}", directory.display());
+        let mut command = Command::new("unshare");
+        command.args(["--mount", "sh", "-c", &script]).stdin(Stdio::piped()).stdout(Stdio::piped());
+        let mut child = command.spawn().ok()?;
+        let mut line = String::new();
+        std::io::BufReader::new(child.stdout.as_mut()?).read_line(&mut line).ok()?;
+        (line == "ready\n").then_some(child)
+    }
+
+    fn mount_of(pid: i32, fd: i32) -> Option<u32> {
+        let descriptors = proc::descriptors(pid).unwrap();
+        let descriptor = descriptors.iter().find(|descriptor| descriptor.number == fd).unwrap();
+        descriptor.info().unwrap().number("mnt_id")
+    }
+
+    #[test]
+    fn files_on_mounts_of_other_processes_and_outside_a_root_directory_are_found() {
+        let directory = tempfile::tempdir().unwrap();
+        let at = directory.path().canonicalize().unwrap();
+        let path = at.join("file");
+        let open =
+            format!("exec 9>{0} && chroot {1} /bin/sh -c : ; echo ready; read end", path.display(), at.display());
+        let Some(mut other) = with_tmpfs(&at, &open) else {
+            return pagemark_testing::skipped("mounts of its own need root");
+        };
+        let (own, other_pid) = (std::process::id() as i32, other.id() as i32);
+        let mount = mount_of(other_pid, 9);
+        let mut paths = HostPaths::of_tree(&[own, other_pid]).unwrap();
+        // As if this process had opened the file through `/proc`.
+        assert_eq!(paths.place(own, &path, mount).unwrap(), Place::InsideAlone);
+        assert_eq!(paths.place(other_pid, &path, mount).unwrap(), Place::InsideAlone);
+        // By its path alone, it would be here.
+        assert_eq!(paths.place(own, &path, None).unwrap(), Place::Outside(path.clone()));
+        assert_eq!(paths.place(other_pid, &path, None).unwrap(), Place::InsideAlone);
+        assert_eq!(
+            paths.place(other_pid, &at.with_file_name("x"), None).unwrap(),
+            Place::Outside(at.with_file_name("x"))
+        );
+        drop(other.stdin.take());
+        other.wait().unwrap();
+    }
+
     #[test]
     fn this_process_has_the_mounts_that_it_has() {
         let own = std::process::id() as i32;
         assert!(!has_own_mounts(own).unwrap());
         let directory = std::env::temp_dir().canonicalize().unwrap();
-        assert_eq!(HostPaths::of_process(own).unwrap().place(&directory), Place::Outside(directory));
+        let place = HostPaths::of_tree(&[own]).unwrap().place(own, &directory, None).unwrap();
+        assert_eq!(place, Place::Outside(directory));
         assert_eq!(ids_here(own).get(&own), Some(&own));
     }
 }

@@ -681,7 +681,8 @@ fn own_root(pid: i32) -> Result<Option<String>, Error> {
     if !container::has_own_mounts(pid).map_err(gone)? {
         return Ok(None);
     }
-    match HostPaths::of_process(pid).map_err(gone)?.place(Path::new("/")) {
+    let root = std::fs::read_link(proc::path(pid, "root")).map_err(gone)?;
+    match HostPaths::of_tree(&[pid]).and_then(|mut paths| paths.place(pid, &root, None)).map_err(gone)? {
         Place::Outside(root) => Ok(Some(encode_path(&root))),
         Place::InsideAlone | Place::Unknown => {
             let reason = "has mounts of its own, and its root directory is not mounted here";
@@ -693,15 +694,15 @@ fn own_root(pid: i32) -> Result<Option<String>, Error> {
 
 /// The working directories of the processes, each once.
 fn working_directories(tree: &[i32]) -> Vec<String> {
+    let Ok(mut paths) = HostPaths::of_tree(tree) else { return Vec::new() };
     // A process that has just ended has none, and a directory that was removed holds no files.
     let read = |pid: &i32| {
         let path = std::fs::read_link(proc::path(*pid, "cwd")).ok()?;
-        match container::has_own_mounts(*pid).and_then(|has| has.then(|| HostPaths::of_process(*pid)).transpose()) {
-            Ok(Some(paths)) => match paths.place(&path) {
-                Place::Outside(path) => Some(path),
-                Place::InsideAlone | Place::Unknown => None,
-            },
-            _ => Some(path),
+        match paths.place(*pid, &path, None) {
+            Ok(Place::Outside(path)) => Some(path),
+            Ok(Place::InsideAlone | Place::Unknown) => None,
+            // It may not be traced.
+            Err(_) => Some(path),
         }
     };
     let mut directories: Vec<String> = tree.iter().filter_map(read).map(|path| encode_path(&path)).collect();

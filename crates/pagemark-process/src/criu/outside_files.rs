@@ -2,7 +2,8 @@
 //! container. CRIU cannot open them from inside; at a restore it gets them open.
 
 use std::collections::{BTreeMap, HashSet};
-use std::fs::OpenOptions;
+use std::fs::{Metadata, OpenOptions};
+use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 
@@ -28,20 +29,26 @@ pub(crate) struct OutsideFile {
 /// Finds the files that processes with mounts of their own have open on mounts outside.
 pub(crate) fn find(pids: &[i32]) -> Vec<OutsideFile> {
     let mut found = BTreeMap::new();
+    let ids = |mounts: io::Result<Vec<Mount>>| mounts.unwrap_or_default().into_iter().map(|mount| mount.id);
+    // What they see, and a process that has exited meanwhile sees nothing. They may have several sets of mounts.
+    let inside: HashSet<u32> = pids.iter().flat_map(|&pid| ids(Mount::of_process(pid))).collect();
     for &pid in pids {
-        // A process that has exited meanwhile has no descriptors.
-        let mounts: HashSet<u32> = Mount::of_process(pid).unwrap_or_default().iter().map(|mount| mount.id).collect();
         for descriptor in proc::descriptors(pid).unwrap_or_default() {
             let Ok(metadata) = std::fs::metadata(descriptor.path()) else { continue };
             let Ok(info) = descriptor.info() else { continue };
             let kind = metadata.file_type();
             let is_memory = kind.is_char_device() && libc::major(metadata.rdev()) == MEMORY_DEVICES;
-            let mount = info.number::<u32>("mnt_id").filter(|mount| !mounts.contains(mount));
+            let mount = info.number::<u32>("mnt_id").filter(|mount| !inside.contains(mount));
             let (Some(mount), true) = (mount, kind.is_file() || kind.is_dir() || is_memory) else { continue };
             // A file without a name is none of a mount; CRIU saves it.
             let Some(path) = std::fs::read_link(descriptor.path()).ok().filter(|_| metadata.nlink() > 0) else {
                 continue;
             };
+            // A mount that is gone, a namespace, or a mount above the root directory of the process is none of ours.
+            let is_it = |here: Metadata| (here.dev(), here.ino()) == (metadata.dev(), metadata.ino());
+            if !std::fs::metadata(&path).is_ok_and(is_it) {
+                continue;
+            }
             let name = format!("file[{mount:x}:{:x}]", metadata.ino());
             let flags = info.in_base("flags", 8).and_then(|flags| i32::try_from(flags).ok()).unwrap_or_default();
             found.insert(name.clone(), OutsideFile { name, path: encode_path(&path), flags });

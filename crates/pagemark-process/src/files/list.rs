@@ -12,7 +12,7 @@ use pagemark::Range;
 use pagemark::sys::pidfd;
 use pagemark::sys::proc::{self, Mapping, maps};
 
-use crate::container::{self, HostPaths, Place};
+use crate::container::{HostPaths, Place};
 use crate::error::{Error, ErrorKind, Object, Result};
 
 /// A regular file that a target can write, as it was when it was listed.
@@ -176,9 +176,10 @@ impl OpenFile {
 /// [`ErrorKind::System`] if tracing a process is not permitted, [`ErrorKind::BadPath`] if a file
 /// cannot be reached by its path.
 pub fn open_for_writing(pids: &[i32]) -> Result<Vec<OpenFile>> {
-    let mut files = Files { found: HashMap::new(), host_paths: None };
+    let io = Error::system("list the mounts of", Object::Process(std::process::id() as i32));
+    let mut files = Files { found: HashMap::new(), host_paths: HostPaths::of_tree(pids).map_err(io)? };
     for &pid in pids {
-        match list_of(pid, &mut files) {
+        match descriptors(pid, &mut files).and_then(|()| mappings(pid, &mut files)) {
             Ok(()) => {}
             Err(Failure::Process(error)) if proc::is_gone(&error) => {}
             Err(Failure::Process(source)) => {
@@ -211,17 +212,10 @@ impl From<io::Error> for Failure {
     }
 }
 
-/// Files by device and inode number, and where those of a process with mounts of its own are.
+/// Files by device and inode number, and where those are that the processes name by other paths.
 struct Files {
     found: HashMap<(u64, u64), OpenFile>,
-    host_paths: Option<HostPaths>,
-}
-
-fn list_of(pid: i32, files: &mut Files) -> Result<(), Failure> {
-    let has_own_mounts = container::has_own_mounts(pid)?;
-    files.host_paths = has_own_mounts.then(|| HostPaths::of_process(pid)).transpose()?;
-    descriptors(pid, files)?;
-    mappings(pid, files)
+    host_paths: HostPaths,
 }
 
 fn descriptors(pid: i32, files: &mut Files) -> Result<(), Failure> {
@@ -232,7 +226,7 @@ fn descriptors(pid: i32, files: &mut Files) -> Result<(), Failure> {
             continue;
         }
         let link = descriptor.path();
-        if let Some(file) = entry_of(&link, files)? {
+        if let Some(file) = entry_of(pid, &link, info.number("mnt_id"), files)? {
             let reads = flags & libc::O_ACCMODE == libc::O_RDWR;
             // Direct reads need aligned memory.
             let is_readable = reads && flags & libc::O_DIRECT == 0;
@@ -251,7 +245,7 @@ fn mappings(pid: i32, files: &mut Files) -> Result<(), Failure> {
     let is_writable_file = |mapping: &Mapping| mapping.writable && mapping.shared && mapping.inode != 0;
     for mapping in maps::read(pid)?.into_iter().filter(is_writable_file) {
         let mapping = SharedMapping { pid, addresses: mapping.range(), offset: mapping.offset };
-        if let Some(file) = entry_of(&map_file(&mapping), files)? {
+        if let Some(file) = entry_of(pid, &map_file(&mapping), None, files)? {
             file.mappings.push(mapping);
             file.append_only = false;
             file.is_output = false;
@@ -265,9 +259,14 @@ fn map_file(mapping: &SharedMapping) -> PathBuf {
     proc::path(mapping.pid, &format!("map_files/{start:x}-{end:x}"))
 }
 
-/// The entry of the file behind a link under `/proc`. None if the link is gone or the file is left
-/// out.
-fn entry_of<'a>(link: &Path, files: &'a mut Files) -> Result<Option<&'a mut OpenFile>, Failure> {
+/// The entry of the file behind a link of a process under `/proc`, on the mount with this id, if
+/// that is known. None if the link is gone or the file is left out.
+fn entry_of<'a>(
+    pid: i32,
+    link: &Path,
+    mount: Option<u32>,
+    files: &'a mut Files,
+) -> Result<Option<&'a mut OpenFile>, Failure> {
     // A running target may rename the file between reading its path and using that.
     for attempt in 0.. {
         let seen_ns = unix_ns(SystemTime::now());
@@ -283,14 +282,12 @@ fn entry_of<'a>(link: &Path, files: &'a mut Files) -> Result<Option<&'a mut Open
             return Ok(files.found.get_mut(&key));
         }
         let is_it = |path: &Path| fs::symlink_metadata(path).is_ok_and(|named| (named.dev(), named.ino()) == key);
-        let path = match files.host_paths.as_ref() {
-            // A file that was opened outside has its path there.
-            Some(paths) if !is_it(&path) => match paths.place(&path) {
-                Place::InsideAlone => break,
-                Place::Outside(outside) => outside,
-                Place::Unknown => path,
-            },
-            _ => path,
+        // A file that was opened outside has its path there.
+        let place = if is_it(&path) { None } else { unless_gone(files.host_paths.place(pid, &path, mount))? };
+        let path = match place {
+            Some(Place::InsideAlone) => break,
+            Some(Place::Outside(outside)) => outside,
+            Some(Place::Unknown) | None => path,
         };
         match is_it(&path) {
             true => return Ok(Some(files.found.entry(key).or_insert(OpenFile::new(path, &metadata, seen_ns)))),
