@@ -127,6 +127,10 @@ pub struct CaptureOptions {
     /// makes the freeze longer
     #[arg(long, value_name = "MODE", default_value = "restore")]
     cgroups: Cgroups,
+    /// Save the addresses, routes, rules and settings of the network too, if the program is a
+    /// container that has one of its own; makes the freeze longer
+    #[arg(long)]
+    save_network: bool,
     /// Save memory and registers alone: needs no CRIU; to look at, not to restore
     #[arg(long)]
     memory_only: bool,
@@ -212,7 +216,8 @@ impl CaptureOptions {
         if self.memory_only {
             return Ok(Arc::new(RegisterSaver));
         }
-        let options = DumpOptions { keep_connections: self.keep_connections, cgroups: self.cgroups };
+        let CaptureOptions { keep_connections, cgroups, save_network, .. } = *self;
+        let options = DumpOptions { keep_connections, cgroups, save_network };
         Ok(Arc::new(CriuSaver::find(options)?))
     }
 

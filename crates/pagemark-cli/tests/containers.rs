@@ -166,6 +166,34 @@ fn a_container_with_interfaces_needs_a_network_that_has_them() {
 }
 
 #[test]
+fn a_container_comes_back_with_its_network_if_that_is_saved() {
+    let Some(story) = Story::begin() else { skip!("whole checkpoints need root, CRIU and a C compiler") };
+    let mut container = story.container();
+    let target = container.pid.to_string();
+    let set = "ip address add 192.0.2.7/32 dev lo && echo 7 77 > /proc/sys/net/ipv4/ping_group_range";
+    let set = Command::new("nsenter").args(["--target", &target, "--net", "sh", "-c", set]).output().expect("nsenter");
+    assert!(set.status.success(), "{}", String::from_utf8_lossy(&set.stderr));
+    let settings = |pid: i32| {
+        let show = "ip -o address show dev lo | grep -o '192[.0-9/]*'; cat /proc/sys/net/ipv4/ping_group_range";
+        let output = Command::new("nsenter").args(["--target", &pid.to_string(), "--net", "sh", "-c", show]).output();
+        String::from_utf8(output.expect("nsenter").stdout).expect("UTF-8")
+    };
+    assert_eq!(settings(container.pid), "192.0.2.7/32\n7\t77\n");
+    let before = descriptors(container.pid);
+    story.pagemark.done(&["checkpoint", "--save-network", "--job", "box", &target]);
+    untouched(container.pid, &before);
+    story.checkpoint(container.pid);
+    container.kill();
+    let restored = story.restore(&["box@1"]);
+    story.steps.goes_on(restored.0);
+    assert_eq!(settings(restored.0), "192.0.2.7/32\n7\t77\n");
+    drop(restored);
+    story.refused(&["box@1", "--network", "loopback"], &["--save-network", "without --network"]);
+    let restored = story.restore(&["box@2"]);
+    assert_eq!(settings(restored.0), "1\t0\n", "the network of a new namespace");
+}
+
+#[test]
 fn a_first_process_without_a_session_is_refused_with_a_remedy() {
     let Some(story) = Story::begin() else { skip!("whole checkpoints need root, CRIU and a C compiler") };
     let container =

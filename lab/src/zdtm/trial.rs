@@ -211,7 +211,7 @@ impl Trial {
     fn checkpoint(&mut self, pid: i32) -> Result<(), End> {
         let mut checkpoint = Command::new(&self.pagemark);
         checkpoint.args(["checkpoint", &pid.to_string(), "--job", "test", "--repo"]).arg(self.work.join("repository"));
-        checkpoint.args(self.keep_connections());
+        checkpoint.args(self.keep_connections()).args(self.save_network());
         let (status, output) = self.call(&mut checkpoint, "checkpoint", SAVE_LIMIT)?;
         if status != Some(0) {
             return self.refused(pid, &output);
@@ -223,6 +223,7 @@ impl Trial {
         let mut attach = Command::new(&self.pagemark);
         attach.args(["attach", &pid.to_string(), "--every", "200ms", "--json", "--job", "test", "--repo"]);
         attach.arg(self.work.join("repository")).args(self.keep_connections());
+        attach.args(self.save_network());
         let log = self.work.join("attach");
         let attached = self.start_command(&mut attach, &log)?;
         let limit = Instant::now() + TEST_LIMIT;
@@ -310,6 +311,11 @@ impl Trial {
 
     fn keep_connections(&self) -> Option<&'static str> {
         Some(self.connections("--keep-connections", "")).filter(|option| !option.is_empty())
+    }
+
+    /// As plain CRIU does in a namespace of the test's own.
+    fn save_network(&self) -> Option<&'static str> {
+        self.root.as_ref().map(|_| "--save-network")
     }
 
     fn directory_of_images(&self) -> Result<PathBuf> {

@@ -1,9 +1,10 @@
 //! The network of a container: a namespace that whoever runs the container sets up.
 //!
-//! CRIU could save the interfaces, addresses and rules of a network namespace, but it could not
-//! connect a restored interface with anything outside; and it executes a dozen programs for that
-//! while the tree is frozen. So it leaves the namespace out, and a restore names one that is set up
-//! already, or makes a new one that has only the loopback interface.
+//! CRIU can save the interfaces, addresses, rules and settings of a network namespace, but it
+//! cannot connect a restored interface with anything outside; and it executes a dozen programs for
+//! that while the tree is frozen. So it leaves the namespace out unless that is asked for, and a
+//! restore names one that is set up already, or makes a new one that has only the loopback
+//! interface.
 
 use std::fs::File;
 use std::io;
@@ -30,19 +31,22 @@ const LOOPBACK: &str = "lo";
 pub(crate) struct OwnNetwork {
     /// Its interfaces, except the loopback interface.
     pub interfaces: Vec<String>,
+    /// CRIU's images have the network.
+    #[serde(default)]
+    pub is_saved: bool,
 }
 
 impl OwnNetwork {
-    /// The network of a process. None if it is ours.
+    /// The network of a process, which CRIU saves or not. None if it is ours.
     ///
     /// # Errors
     /// There is no such process, or tracing it is not permitted.
-    pub(crate) fn of_process(pid: i32) -> io::Result<Option<OwnNetwork>> {
+    pub(crate) fn of_process(pid: i32, is_saved: bool) -> io::Result<Option<OwnNetwork>> {
         if inode(pid)? == std::fs::metadata(proc::own_path("ns/net"))?.ino() {
             return Ok(None);
         }
         let text = std::fs::read_to_string(proc::path(pid, "net/dev"))?;
-        Ok(Some(OwnNetwork { interfaces: interfaces(&text) }))
+        Ok(Some(OwnNetwork { interfaces: interfaces(&text), is_saved }))
     }
 }
 
@@ -72,7 +76,8 @@ fn interfaces(text: &str) -> Vec<String> {
 /// The network that a restored tree gets, if it had one of its own.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
 pub enum Network {
-    /// A new namespace that has only the loopback interface. Refused if the tree had others.
+    /// The network as the checkpoint has it, or else a new namespace that has only the loopback
+    /// interface. Refused if the network was not saved and had other interfaces.
     #[default]
     Loopback,
     /// The same, whatever the tree had.
@@ -105,6 +110,16 @@ impl Network {
 }
 
 impl Network {
+    /// Checks that no other network is wanted than the one that the checkpoint has.
+    pub(crate) fn check_saved(&self) -> Result<(), Error> {
+        if *self == Network::Loopback {
+            return Ok(());
+        }
+        let reason = "the checkpoint has the network of the container, which cannot be replaced";
+        Err(Error::about(ErrorKind::InTheWay, Object::None, reason)
+            .help("restore without --network, or take a checkpoint without --save-network"))
+    }
+
     /// Checks that CRIU can make the network, as it has to for a tree with a user namespace of its
     /// own: with the loopback interface alone.
     pub(crate) fn check_made_by_criu(&self, had: &OwnNetwork) -> Result<(), Error> {
@@ -156,7 +171,7 @@ mod tests {
     fn interfaces_are_listed_but_the_loopback() {
         let text = "Inter-|   Receive\n face |bytes\n    lo: 1 2 3\n  eth0: 4 5 6\nwg-a.1:0 0\n";
         assert_eq!(interfaces(text), ["eth0", "wg-a.1"]);
-        assert_eq!(OwnNetwork::of_process(std::process::id() as i32).unwrap(), None);
+        assert_eq!(OwnNetwork::of_process(std::process::id() as i32, false).unwrap(), None);
     }
 
     #[test]
@@ -166,7 +181,7 @@ mod tests {
         };
         let own = std::fs::metadata(proc::own_path("ns/net")).unwrap().ino();
         assert_ne!(File::from(namespace).metadata().unwrap().ino(), own);
-        let had = OwnNetwork { interfaces: vec!["eth0".into()] };
+        let had = OwnNetwork { interfaces: vec!["eth0".into()], is_saved: false };
         let refused = Network::Loopback.open(&had).unwrap_err();
         assert!(refused.to_string().contains("eth0"), "{refused}");
         assert!(Network::LoopbackAlone.open(&had).is_ok());
@@ -174,12 +189,14 @@ mod tests {
 
     #[test]
     fn criu_makes_only_a_network_with_the_loopback_interface() {
-        let (nothing, had) = (OwnNetwork::default(), OwnNetwork { interfaces: vec!["eth0".into()] });
+        let (nothing, had) = (OwnNetwork::default(), OwnNetwork { interfaces: vec!["eth0".into()], is_saved: false });
         Network::Loopback.check_made_by_criu(&nothing).unwrap();
         Network::LoopbackAlone.check_made_by_criu(&had).unwrap();
         for (network, had) in [(Network::Loopback, &had), (Network::At("/run/netns/a".into()), &nothing)] {
             let refused = network.check_made_by_criu(had).unwrap_err().to_string();
             assert!(refused.contains("the container"), "{refused}");
         }
+        Network::Loopback.check_saved().unwrap();
+        assert_eq!(Network::LoopbackAlone.check_saved().unwrap_err().kind(), ErrorKind::InTheWay);
     }
 }

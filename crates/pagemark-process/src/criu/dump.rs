@@ -77,6 +77,9 @@ pub struct DumpOptions {
     pub keep_connections: bool,
     /// What becomes of control groups.
     pub cgroups: Cgroups,
+    /// Saves the interfaces, addresses, routes, rules and settings of the network, if the tree has
+    /// one of its own. CRIU executes some ten programs for it in the freeze.
+    pub save_network: bool,
 }
 
 /// What Pagemark has to remember about a dump to restore it.
@@ -248,7 +251,7 @@ impl Dump {
             memberships: Memberships::new(),
             own_root: own_root(pid)?,
             outside_files: Vec::new(),
-            own_network: OwnNetwork::of_process(pid).map_err(|_| Error::criu_gone(pid))?,
+            own_network: OwnNetwork::of_process(pid, options.save_network).map_err(|_| Error::criu_gone(pid))?,
             first_process: FirstProcess::of_container(pid),
             closed_sockets: Vec::new(),
         };
@@ -279,8 +282,10 @@ impl Dump {
             command.args(container::MOUNT_OPTIONS);
             command.args(notes.outside_files.iter().flat_map(|file| ["--external", &file.name]));
         }
-        if notes.own_network.is_some() {
-            command.args(network::dump_arguments(pid).map_err(|_| Error::criu_gone(pid))?);
+        if let Some(network) = &notes.own_network {
+            if !network.is_saved {
+                command.args(network::dump_arguments(pid).map_err(|_| Error::criu_gone(pid))?);
+            }
             if !notes.keep_connections {
                 // There is no connection whose packets would have to wait.
                 command.args(network::UNLOCKED);

@@ -401,17 +401,17 @@ impl Prepared {
             copies.push(copy);
             Ok(copies[copies.len() - 1].as_raw_fd())
         })?);
-        if let Some(had) = &self.notes.own_network
-            && self.has_own_users()
-        {
-            options.network.check_made_by_criu(had)?;
-            own_network::make_by_criu(&self.directory)?;
-            if !self.notes.keep_connections {
-                command.args(network::UNLOCKED);
+        if let Some(had) = &self.notes.own_network {
+            if had.is_saved {
+                options.network.check_saved()?;
+            } else if self.has_own_users() {
+                options.network.check_made_by_criu(had)?;
+                own_network::make_by_criu(&self.directory)?;
+            } else {
+                let namespace = duplicate(options.network.open(had)?.as_fd()).map_err(io("duplicate a descriptor"))?;
+                command.args(network::restore_arguments(&namespace));
+                copies.push(namespace);
             }
-        } else if let Some(had) = &self.notes.own_network {
-            let namespace = duplicate(options.network.open(had)?.as_fd()).map_err(io("duplicate a descriptor"))?;
-            command.args(network::restore_arguments(&namespace));
             if !self.notes.keep_connections {
                 command.args(network::UNLOCKED);
             }
