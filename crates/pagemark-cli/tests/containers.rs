@@ -8,13 +8,15 @@ mod subject;
 mod support;
 
 use std::fs;
+use std::io::{BufRead, BufReader};
 use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
-use std::process::Command;
+use std::process::{Command, Stdio};
+use std::time::Duration;
 
 use container::{Container, Restored};
 use pagemark_testing::skip;
-use subject::{Steps, assert_fails, descriptors, has_criu, status_field, subject, untouched};
+use subject::{Steps, assert_fails, continues, descriptors, has_criu, status_field, subject, untouched};
 use support::{Pagemark, is_alive};
 
 /// A test with a directory for the root of a container and one for its volume.
@@ -100,7 +102,6 @@ fn a_container_comes_back_with_its_ids_mounts_and_files() {
     story.steps.goes_on(pid);
     story.refused(&["box@2"], &["still runs", "end it first"]);
     container.kill();
-    story.refused(&["box@2", "--lazy"], &["with --lazy"]);
     let inode = fs::metadata(story.data.join("steps")).expect("the steps").ino();
 
     for _ in 0..2 {
@@ -120,6 +121,42 @@ fn a_container_comes_back_with_its_ids_mounts_and_files() {
         story.steps.goes_on(restored.0);
     }
     story.pagemark.done(&["verify"]);
+}
+
+/// The container's program checks all its memory, so that it waits for all of it.
+#[test]
+fn a_container_runs_before_its_memory_is_there_and_ends_if_it_never_comes() {
+    let Some(story) = Story::begin() else { skip!("whole checkpoints need root, CRIU and a C compiler") };
+    let program = ["setsid", story.program, "data", "64", "/data/checks"];
+    let mut container = Container::start(&["--net"], &story.root, &story.data, &program);
+    let checks = story.data.join("checks");
+    assert!(continues(&checks, container.pid));
+    story.checkpoint(container.pid);
+    container.kill();
+    let restored = story.restore(&["box", "--lazy"]);
+    assert_eq!(ids(restored.0)[1..], ["1"]);
+    assert!(continues(&checks, restored.0));
+    // It can be saved like the first.
+    story.checkpoint(restored.0);
+    drop(restored);
+
+    let mut ended = 0;
+    for ms in [0, 0, 2, 5, 10, 20, 40, 80] {
+        let mut restore = story.pagemark.command(&["restore", "--yes", "--lazy", "box@1"]);
+        restore.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
+        let mut restore = restore.spawn().expect("pagemark starts");
+        // This is the last message before the delivery of memory.
+        let mut lines = BufReader::new(restore.stderr.take().expect("a pipe")).lines().map_while(Result::ok);
+        let line = lines.find(|line| line.contains("runs as process")).expect("it is restored");
+        let pid = line.rsplit(' ').next().and_then(|word| word.parse().ok()).expect("a process id");
+        let restored = Restored(pid);
+        std::thread::sleep(Duration::from_millis(ms));
+        let _ = restore.kill();
+        restore.wait().expect("our child");
+        ended += u32::from(!continues(&checks, restored.0));
+    }
+    eprintln!("{ended} containers ended with the process that delivered their memory");
+    assert!(ended > 0, "no restore was killed before all memory was there");
 }
 
 #[test]

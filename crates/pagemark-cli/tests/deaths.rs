@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use pagemark::repository::Repository;
 use pagemark_testing::{SplitMix, patience, rounds, skip, trackee, violation, wait_for};
-use subject::{Subject, descriptors, has_criu, is_root, untouched, verifies, wait_until_left_alone};
+use subject::{Subject, continues, descriptors, has_criu, is_root, untouched, verifies, wait_until_left_alone};
 use support::{Pagemark, Runner, kill_and_wait};
 
 /// How often an attached Pagemark is killed.
@@ -280,18 +280,6 @@ fn a_lazy_restore_that_is_killed_takes_the_program_with_it() {
 /// Asserts that a subject that holds data continues to check it, and that the data are right.
 fn assert_continues(data: &Path, pid: i32) {
     assert!(continues(data, pid), "the restored target has ended");
-}
-
-/// Waits until the target has checked its data a few times, or is gone: then false.
-fn continues(data: &Path, pid: i32) -> bool {
-    let content = || fs::read(data).unwrap_or_default();
-    let before = content().len();
-    wait_for("the restored target to go on or to end", || {
-        let is_alive = support::is_alive(pid);
-        let content = content();
-        assert!(!content.contains(&b'!'), "the restored target has found its data wrong");
-        (!is_alive || content.len() > before + 2).then_some(is_alive)
-    })
 }
 
 /// The processes that were started with this directory for temporary files, whatever they execute

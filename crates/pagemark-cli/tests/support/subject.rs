@@ -280,3 +280,15 @@ pub fn has_criu() -> bool {
     static FOUND: OnceLock<bool> = OnceLock::new();
     *FOUND.get_or_init(|| is_root() && pagemark_process::criu::Criu::find().is_ok())
 }
+
+/// Waits until the target has checked its data a few times, or is gone: then false.
+pub fn continues(data: &Path, pid: i32) -> bool {
+    let content = || fs::read(data).unwrap_or_default();
+    let before = content().len();
+    wait_for("the restored target to go on or to end", || {
+        let is_alive = is_alive(pid);
+        let content = content();
+        assert!(!content.contains(&b'!'), "the restored target has found its data wrong");
+        (!is_alive || content.len() > before + 2).then_some(is_alive)
+    })
+}

@@ -35,6 +35,8 @@ pub(super) struct Connection<'a> {
     gate: Option<Gate>,
     /// CRIU waits in the gate.
     is_reached: bool,
+    /// The id here of the root process, once CRIU waits, if CRIU reports it.
+    root_pid: Option<i32>,
     store: &'a (dyn Store + Sync),
 }
 
@@ -55,7 +57,7 @@ impl<'a> Connection<'a> {
     ) -> Result<Connection<'a>, Error> {
         let listener = listen(directory).map_err(Error::criu_io("make a socket for CRIU"))?;
         let processes = memory.iter().map(|memory| Process { memory, missing: None }).collect();
-        Ok(Connection { listener, stream: None, processes, gate: Some(gate), is_reached: false, store })
+        Ok(Connection { listener, stream: None, processes, gate: Some(gate), is_reached: false, root_pid: None, store })
     }
 
     /// Waits a moment for something to do, and does it. True if CRIU has reached the gate.
@@ -85,7 +87,7 @@ impl<'a> Connection<'a> {
             self.answer_faults(process)?;
         }
         if is_reached && let Some(gate) = &mut self.gate {
-            gate.take_notice().map_err(Error::criu_io("wait for CRIU"))?;
+            self.root_pid = gate.take_notice().map_err(Error::criu_io("wait for CRIU"))?;
             self.is_reached = true;
         }
         Ok(is_reached)
@@ -150,6 +152,11 @@ impl<'a> Connection<'a> {
             filled.map_err(|error| not_filled(memory.pid, page.address(), error))?;
         }
         Ok(())
+    }
+
+    /// The id here of the root process, once CRIU waits in the gate, if CRIU reports it.
+    pub(super) fn root_pid(&self) -> Option<i32> {
+        self.root_pid
     }
 
     /// The processes that have missing pages. CRIU must wait in the gate, so that they have their

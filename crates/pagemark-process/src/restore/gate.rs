@@ -40,7 +40,7 @@ impl Gate {
             "#!{SHELL}\n\
              [ \"$CRTOOLS_SCRIPT_ACTION\" = post-restore ] || exit 0\n\
              exec 3<{opened} 4>{reached} || exit 1\n\
-             echo reached >&4\n\
+             echo \"$CRTOOLS_INIT_PID\" >&4\n\
              read -r word <&3 && [ \"$word\" = {COMPLETE} ]\n",
             opened = path_of(&gate.opened.0),
             reached = path_of(&gate.reached.1),
@@ -59,9 +59,12 @@ impl Gate {
         self.reached.0.as_fd()
     }
 
-    /// Takes the notice that CRIU waits. Blocks until it does.
-    pub(super) fn take_notice(&mut self) -> io::Result<()> {
-        self.reached.0.read(&mut [0; 64]).map(drop)
+    /// Takes the notice that CRIU waits. Blocks until it does. Returns the id here of the root
+    /// process, if CRIU reports it.
+    pub(super) fn take_notice(&mut self) -> io::Result<Option<i32>> {
+        let mut notice = [0; 64];
+        let length = self.reached.0.read(&mut notice)?;
+        Ok(std::str::from_utf8(&notice[..length]).ok().and_then(|text| text.trim().parse().ok()))
     }
 
     /// Lets the processes run.
@@ -105,10 +108,12 @@ mod tests {
 
     #[test]
     fn an_opened_gate_succeeds_and_a_dropped_one_fails() {
-        for is_opened in [true, false] {
+        for (is_opened, root_pid) in [(true, Some(7)), (false, None)] {
             let mut gate = Gate::new().unwrap();
-            let mut waiting = script(&gate, "post-restore").spawn().unwrap();
-            gate.take_notice().unwrap();
+            let mut waiting = script(&gate, "post-restore");
+            waiting.envs(root_pid.map(|pid: i32| ("CRTOOLS_INIT_PID", pid.to_string())));
+            let mut waiting = waiting.spawn().unwrap();
+            assert_eq!(gate.take_notice().unwrap(), root_pid);
             assert!(waiting.try_wait().unwrap().is_none());
             if is_opened {
                 gate.open().unwrap()

@@ -298,13 +298,10 @@ impl Prepared {
         Ok(())
     }
 
-    /// Checks that the tree will have known ids here, as the ids of a container are not.
-    pub(super) fn check_ids_known(&self) -> Result<(), Error> {
-        if self.notes.first_process.is_none() {
-            return Ok(());
-        }
-        let reason = "cannot be restored with --lazy: nothing could end its processes if memory were missing";
-        Err(Error::about(ErrorKind::PidNamespace, Object::None, format!("a container {reason}")))
+    /// The ids that the processes will have here. None for a container, where they are not known
+    /// before CRIU has made the processes.
+    pub(super) fn pids_here(&self) -> Option<Vec<i32>> {
+        self.notes.first_process.is_none().then(|| self.pids())
     }
 
     /// True if the tree has a user namespace of its own.
@@ -415,7 +412,6 @@ impl Prepared {
             if !self.notes.keep_connections {
                 command.args(network::UNLOCKED);
             }
-            copies.push(namespace);
         }
         for file in &self.notes.outside_files {
             let copy = duplicate(file.open()?.as_fd()).map_err(io("duplicate a descriptor"))?;
@@ -648,7 +644,7 @@ impl Running {
 }
 
 /// A process and all its descendants; of a zombie, itself alone.
-fn below(pid: i32) -> Vec<i32> {
+pub(super) fn below(pid: i32) -> Vec<i32> {
     let members = tree::members(pid).unwrap_or_default();
     let descendants = members.iter().map(|member| member.pid).filter(|&member| member != pid);
     [pid].into_iter().chain(descendants).collect()

@@ -32,7 +32,7 @@ use pagemark::{ContentId, Kind, PAGE_SIZE, PageNumber, Store};
 use super::connection::{Connection, POLL_MS};
 use super::delivery::no_script;
 use super::gate::Gate;
-use super::images::{Prepared, RestoreOptions, Restored, kill_all, wait_for_end};
+use super::images::{Prepared, RestoreOptions, Restored, below, kill_all, wait_for_end};
 use super::memory::ProcessMemory;
 use crate::criu::Criu;
 use crate::error::Error;
@@ -89,8 +89,7 @@ pub(super) fn run(
     reports: Reports<'_>,
 ) -> Result<Restored, Error> {
     prepared.check_free()?;
-    prepared.check_ids_known()?;
-    let pids = prepared.pids();
+    let pids = prepared.pids_here();
     let script = gate.path();
     let mut connection = Connection::new(&prepared.directory, memory, gate, store)?;
     let delivery = Delivery::new(store).map_err(Error::criu_io("make a pipe"))?;
@@ -108,7 +107,7 @@ pub(super) fn run(
             if failure.is_some() || guard.is_some() {
                 std::thread::sleep(Duration::from_millis(u64::from(POLL_MS)));
             } else if let Err(error) = connection.step().and_then(|is_reached| match is_reached {
-                true => begin(scope, &delivery, &mut connection, &pids, &mut guard),
+                true => begin(scope, &delivery, &mut connection, pids.as_deref(), &mut guard),
                 false => Ok(()),
             }) {
                 // CRIU fails at the gate and kills the processes.
@@ -119,8 +118,8 @@ pub(super) fn run(
             Ok(())
         })?;
         let Some(guard) = &guard else {
-            kill_all(&pids);
-            wait_for_end(&pids);
+            kill_all(&restored.pids);
+            wait_for_end(&restored.pids);
             return Err(no_script());
         };
         if !is_killed && !delivery.kill_if_failed(Some(guard)) {
@@ -142,22 +141,31 @@ pub(super) fn run(
     }
 }
 
-/// Begins to deliver, and lets the processes run: CRIU waits in the gate.
+/// Begins to deliver, and lets the processes run: CRIU waits in the gate. `pids` are None for a
+/// container.
 fn begin<'scope, 'env>(
     scope: &'scope Scope<'scope, 'env>,
     delivery: &'env Delivery<'env>,
     connection: &mut Connection<'_>,
-    pids: &[i32],
+    pids: Option<&[i32]>,
     guard: &mut Option<Guard>,
 ) -> Result<(), Error> {
     delivery.add(connection.take_processes()?)?;
-    *guard = Some(Guard::start(pids).map_err(Error::criu_io("start a guard"))?);
+    let pids = match pids {
+        Some(pids) => pids.to_vec(),
+        None => below(connection.root_pid().ok_or_else(no_first_process)?),
+    };
+    *guard = Some(Guard::start(&pids).map_err(Error::criu_io("start a guard"))?);
     for work in [Delivery::answer, Delivery::fill_all] {
         let thread = std::thread::Builder::new().name("pagemark-deliver".into());
         let started = thread.spawn_scoped(scope, move || delivery.finish(work(delivery)));
         started.map_err(Error::criu_io("start a thread"))?;
     }
     connection.open_gate()
+}
+
+fn no_first_process() -> Error {
+    Error::criu_failed("restore a container", "it did not report the first process")
 }
 
 /// A delivery to processes that run.
