@@ -285,12 +285,33 @@ mod tests {
     }
 
     #[test]
-    fn files_on_mounts_of_other_processes_and_outside_a_root_directory_are_found() {
+    fn a_file_below_another_root_directory_is_found_outside() {
+        let (directory, outside) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let at = directory.path().canonicalize().unwrap();
+        let file = outside.path().canonicalize().unwrap().join("file");
+        let inside = format!("exec 9>{}; echo ready; read end", file.display());
+        let root = format!("{}/root", at.display());
+        let enter = format!("mkdir {root} && mount --rbind / {root} && exec chroot {root} sh -c '{inside}'");
+        let Some(mut process) = with_tmpfs(&at, &enter) else {
+            return pagemark_testing::skipped("mounts of its own need root");
+        };
+        let pid = process.id() as i32;
+        let link = std::fs::read_link(proc::descriptors::path(pid, 9)).unwrap();
+        assert_eq!(link, Path::new(&root).join(file.strip_prefix("/").unwrap()));
+        let mut paths = HostPaths::of_tree(&[pid]).unwrap();
+        for mount in [mount_of(pid, 9), None] {
+            assert_eq!(paths.place(pid, &link, mount).unwrap(), Place::Outside(file.clone()));
+        }
+        drop(process.stdin.take());
+        process.wait().unwrap();
+    }
+
+    #[test]
+    fn files_on_mounts_of_other_processes_are_found() {
         let directory = tempfile::tempdir().unwrap();
         let at = directory.path().canonicalize().unwrap();
         let path = at.join("file");
-        let open =
-            format!("exec 9>{0} && chroot {1} /bin/sh -c : ; echo ready; read end", path.display(), at.display());
+        let open = format!("exec 9>{0}; echo ready; read end", path.display());
         let Some(mut other) = with_tmpfs(&at, &open) else {
             return pagemark_testing::skipped("mounts of its own need root");
         };
