@@ -25,9 +25,8 @@ use support::{Pagemark, free_port, is_alive, now_unix_us};
 /// Clients that insert one row after the other, each acknowledged.
 const CLIENTS: usize = 3;
 
-/// Starts a server as the cluster's user. System V's shared memory comes back in a namespace of its
-/// own only.
-const AS_SERVER: [&str; 6] = ["unshare", "--ipc", "setpriv", "--reuid=postgres", "--regid=postgres", "--clear-groups"];
+/// Starts a server as the cluster's user. It has a segment of System V's shared memory attached.
+const AS_SERVER: [&str; 4] = ["setpriv", "--reuid=postgres", "--regid=postgres", "--clear-groups"];
 
 /// What drops, creates and truncates tables and indexes.
 const CHURN: &str = "\\set n random(1,40)
@@ -59,7 +58,7 @@ impl Cluster {
         assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
         let mut settings = fs::File::options().append(true).open(data.join("postgresql.conf")).expect("its settings");
         settings.write_all(cluster.settings().as_bytes()).expect("room for settings");
-        let mut command = Command::new("unshare");
+        let mut command = Command::new(AS_SERVER[0]);
         command.args(&AS_SERVER[1..]).arg("setsid").arg(cluster.programs.join("postgres")).arg("-D").arg(&data);
         cluster.spawn(command);
         Some(cluster)

@@ -22,6 +22,7 @@ mod resumed;
 mod shortened;
 mod smaps;
 pub mod stdio;
+pub(crate) mod sysv_memory;
 pub(crate) mod timers;
 mod withhold;
 

@@ -38,12 +38,15 @@ fn numbers(device: libc::dev_t) -> (u32, u32) {
     (libc::major(device), libc::minor(device))
 }
 
+/// True if a mapping is of the kernel's own shared memory, not of huge pages or of a file.
+pub(crate) fn is_shared_memory(mapping: &Mapping) -> bool {
+    mapping.kind == MappingKind::SharedMemory && Some(mapping.device) == *DEVICE
+}
+
 impl ObjectId {
     /// The object that a mapping shows. None if it is not of shared anonymous memory.
     pub fn of_mapping(mapping: &Mapping) -> Option<ObjectId> {
-        let is_object = mapping.kind == MappingKind::SharedMemory
-            && Some(mapping.device) == *DEVICE
-            && NAMES.contains(&&mapping.name[..]);
+        let is_object = is_shared_memory(mapping) && NAMES.contains(&&mapping.name[..]);
         is_object.then_some(ObjectId { device: mapping.device, inode: mapping.inode })
     }
 

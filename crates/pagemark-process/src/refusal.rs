@@ -54,8 +54,8 @@ pub(crate) fn hint(root_pid: i32, error: &Error) -> Option<String> {
     if reason.contains("SysVIPC") {
         let segments = segments(root_pid);
         return Some(format!(
-            "System V shared memory can be saved only with an IPC namespace of its own, since others may use the same \
-             segment{}{}: start the program with `pagemark run -- unshare --ipc PROGRAM`, or save memory alone with \
+            "System V shared memory in huge pages, or where Pagemark cannot answer the system calls of CRIU, can be \
+             saved only with an IPC namespace of its own{}{}: start the program with `pagemark run -- unshare --ipc PROGRAM`, or save memory alone with \
              --memory-only",
             if segments.is_empty() { "" } else { "; the processes have " },
             segments.join(", "),

@@ -39,6 +39,7 @@ use super::notify::Submitted;
 use super::outside_files::{self, OutsideFile};
 use super::shortened::{self, Shortened};
 use super::stdio::{self, Outside};
+use super::sysv_memory::{self, Segment};
 use super::withhold::{Withheld, Withholding};
 use super::{CAP_SYS_RESOURCE, Criu, errors_in_log, has_capability, images, kernel_data, outside_sockets, smaps};
 use crate::cgroups::{self, Cgroups, Memberships};
@@ -115,6 +116,9 @@ pub(crate) struct Notes {
     /// a new namespace, in which no id is in use.
     #[serde(default)]
     pub first_process: Option<FirstProcess>,
+    /// System V shared memory that the processes have attached.
+    #[serde(default)]
+    pub segments: Vec<Segment>,
     /// Connections by Unix sockets to processes outside, which a restore finds closed.
     #[serde(default)]
     pub closed_sockets: Vec<String>,
@@ -155,6 +159,8 @@ pub struct Dump {
     withholding: Option<Withholding>,
     /// CRIU is to ask Pagemark for the mappings of the processes.
     lists_mappings: bool,
+    /// Processes have System V shared memory attached that CRIU is not to learn of.
+    has_segments: bool,
     interrupted: Interrupted,
     watch: Watch,
     state_saved_at: Option<Instant>,
@@ -253,6 +259,7 @@ impl Dump {
             outside_files: Vec::new(),
             own_network: OwnNetwork::of_process(pid, options.save_network).map_err(|_| Error::criu_gone(pid))?,
             first_process: FirstProcess::of_container(pid),
+            segments: Vec::new(),
             closed_sockets: Vec::new(),
         };
         let outside_files = if notes.own_root.is_some() { outside_files::find(&tree) } else { Vec::new() };
@@ -303,7 +310,8 @@ impl Dump {
         let with_limits = !has_capability(CAP_SYS_RESOURCE);
         // Without PAGEMAP_SCAN, CRIU reads pagemap itself.
         let may_withhold = may_withhold(&tree);
-        let mappings = may_withhold && smaps::pays(&tree);
+        let has_segments = sysv_memory::is_used(&tree);
+        let mappings = may_withhold && (has_segments || smaps::pays(&tree));
         // The calls that are left to the kernel need Linux 5.5; the interface is as old as 5.6.
         let registers = pidfd::GET_DESCRIPTOR.is_there();
         let data = !objects.is_empty();
@@ -347,6 +355,7 @@ impl Dump {
             status: File::from(status_read),
             withholding,
             lists_mappings: mappings,
+            has_segments,
             interrupted: criu.interrupted.clone(),
             watch,
             state_saved_at: None,
@@ -471,12 +480,14 @@ impl Dump {
         };
         let waiting_since = self.machines.as_ref().and_then(Machines::since);
         let frozen_at = waiting_since.map_or(frozen_at, |since| since.min(frozen_at));
+        // The tree is still frozen. Only the ids of a container are others in the images.
+        let pids = members(self.pid);
+        let image_id = if self.notes.first_process.is_some() { container::image_id } else { std::convert::identity };
         if self.notes.cgroups == Cgroups::Restore {
-            let pids = members(self.pid);
-            // Only the ids of a container are others in the images. The tree is still frozen.
-            let image_id =
-                if self.notes.first_process.is_some() { container::image_id } else { std::convert::identity };
             self.notes.memberships = cgroups::memberships(&pids, image_id);
+        }
+        if self.has_segments {
+            self.notes.segments = sysv_memory::find(&pids, image_id)?;
         }
         // It must stay open until CRIU has ended, because CRIU answers.
         let mut socket = self.socket.take();

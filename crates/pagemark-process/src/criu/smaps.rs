@@ -20,6 +20,7 @@ use pagemark::sys::proc::{self, Fields, descriptors, smaps, threads};
 use pagemark::{AddressRangeExt, PAGE_SIZE, RangeSet};
 
 use super::shortened::{self, Shortened};
+use super::sysv_memory;
 
 /// The name of the file in the directory of a process.
 pub(super) const NAME: &str = "smaps";
@@ -75,6 +76,8 @@ pub(super) fn file(pid: i32, withheld: &RangeSet) -> io::Result<(File, Vec<Short
     // Where the kernel cannot list the flags alone, it counts the pages here instead of for CRIU.
     let text = smaps::without_figures(pid).or_else(|_| smaps::with_figures(pid))?;
     let (text, shortened) = shortened::shorten(&text, withheld);
+    let lines = text.split_inclusive(|&byte| byte == b'\n').map(sysv_memory::renamed);
+    let text = lines.collect::<Vec<_>>().concat();
     let mut file = File::from(memfd_create(c"smaps", MFdFlags::MFD_CLOEXEC)?);
     file.write_all(&text)?;
     file.rewind()?;

@@ -42,7 +42,7 @@ use crate::criu::images::schema::{CoreEntry, MmEntry, PstreeEntry, VmaEntry};
 use crate::criu::images::{ImageKind, PageRun, PageSource, Pagemap, read_first};
 use crate::criu::regular_files::has_image;
 use crate::criu::stdio::{self, Own};
-use crate::criu::{Criu, errors_in_log, outside_sockets, own_network};
+use crate::criu::{Criu, errors_in_log, outside_sockets, own_network, sysv_memory};
 use crate::error::{Error, ErrorKind, Object};
 use crate::files::{
     DirectoryRecord, LinkRecord, Origin, TreeRecord, UnusualFile, decode_path, encode_path, read_trees, unusual_files,
@@ -53,6 +53,9 @@ use crate::terminal::{self, Leader, Terminal};
 
 /// CRIU's log in the images directory.
 const LOG: &str = "restore.log";
+
+/// CRIU's number of the state of a process that job control has stopped.
+const TASK_STOPPED: u32 = 3;
 
 /// The file in the images directory into which CRIU writes the id of the root process.
 const ROOT_PID: &str = "root.pid";
@@ -254,6 +257,7 @@ impl Prepared {
     /// # Errors
     /// [`ErrorKind::PidInUse`]
     pub fn check_free(&self) -> Result<(), Error> {
+        self.notes.segments.iter().try_for_each(|segment| segment.is_there().map(drop))?;
         if let Some(first) = &self.notes.first_process {
             return match first.runs() {
                 true => Err(Error::about(
@@ -376,7 +380,8 @@ impl Prepared {
         if options.as_child {
             command.arg("--restore-sibling");
         }
-        if options.stopped {
+        let has_segments = !self.notes.segments.is_empty();
+        if options.stopped || has_segments {
             command.arg("--leave-stopped");
         }
         if self.notes.first_process.is_some() {
@@ -494,10 +499,33 @@ impl Prepared {
                 (root_pid, members.iter().map(|member| member.pid).collect(), container::ids_here(root_pid))
             }
         };
+        if has_segments && let Err(error) = self.attach_segments(&pids, &ids, options) {
+            kill_all(&pids);
+            begun.end();
+            wait_for_end(&pids);
+            return Err(error);
+        }
         let left_groups = joining.join_others(&ids).iter().map(ToString::to_string).collect();
         let child = running.leader().unwrap_or(root_pid);
         let relay = terminal.and_then(|(terminal, _)| terminal.leave()).map(Pid::as_raw);
         Ok(Restored { root_pid, pids, left_groups, closed_connections, child, relay })
+    }
+
+    /// Has the processes, which CRIU has left stopped, attach their System V shared memory, and lets
+    /// them run. `ids` are their ids here, by those of the images, if these are others.
+    fn attach_segments(&self, pids: &[i32], ids: &HashMap<i32, i32>, options: &RestoreOptions) -> Result<(), Error> {
+        sysv_memory::attach(&self.notes.segments, &|pid| ids.get(&pid).copied().unwrap_or(pid))?;
+        let was_stopped = |pid: i32| {
+            let image_pid = ids.iter().find(|(_, here)| **here == pid).map_or(pid, |(image_pid, _)| *image_pid);
+            let path = self.directory.join(format!("core-{image_pid}.img"));
+            let core: Result<CoreEntry, Error> = read_first(&path, ImageKind::Core);
+            core.is_ok_and(|core| core.tc.is_some_and(|task| task.task_state == TASK_STOPPED))
+        };
+        for &pid in pids.iter().filter(|&&pid| !options.stopped && !was_stopped(pid)) {
+            // One that has ended needs no signal.
+            let _ = kill(Pid::from_raw(pid), Signal::SIGCONT);
+        }
+        Ok(())
     }
 
     /// The id here of the root process of a container, as CRIU has written it.

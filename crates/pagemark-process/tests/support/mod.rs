@@ -378,6 +378,17 @@ impl Checkpoints {
         taken.into_iter().map(|sequence| repository.read("job", sequence).unwrap()).collect()
     }
 
+    /// Why a checkpoint of the program is refused.
+    pub fn refusal(&self, program: &Program) -> String {
+        let repository = Repository::open_or_create(&self.directory.path().join("repository")).unwrap();
+        let saver = Arc::new(CriuSaver::new(self.criu.clone(), DumpOptions::default()));
+        let target = ProcessTarget::attach(program.pid(), Mechanism::choose(Scope::Process), saver).unwrap();
+        let mut job = Job::new(target, repository, JobOptions::new("job"));
+        let refused = job.checkpoint().expect_err("the checkpoint is to be refused");
+        job.detach();
+        refused.to_string()
+    }
+
     /// Restores a checkpoint with the CRIU that was found.
     pub fn restore(&self, checkpoint: &Checkpoint) -> Result<Restored, RestoreFailure> {
         self.restore_by(checkpoint, &self.criu)

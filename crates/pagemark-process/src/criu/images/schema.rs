@@ -431,6 +431,8 @@ messages! {
 
     /// What a process has but its threads have not.
     message TaskCoreEntry = "core.proto" task_core_entry {
+        /// Whether it ran, was stopped or was a zombie.
+        required uint32 task_state = 1;
         /// Short name of the program.
         required string comm = 6;
         /// Signals that are pending for the process.
