@@ -11,6 +11,7 @@ use crate::skips::{self, AllowedSkips};
 use crate::steps::{Outcome, Steps};
 use crate::test_plan::{Extent, Part, Programs};
 use crate::test_programs::TestBinaries;
+use crate::zdtm::Flavor;
 use crate::{
     Error, Result, command, host_tests, kernel_build, kvm, machine, newest_qemu, progress, setup, source_root, zdtm,
 };
@@ -78,6 +79,7 @@ pub fn check() -> Result<bool> {
 ///
 /// Returns whether they passed.
 pub fn zdtm(selection: &zdtm::Selection) -> Result<bool> {
+    build("pagemark")?;
     let (report, is_good) = zdtm::run(selection, &logs()?.with_file_name("zdtm-logs"))?;
     report.iter().for_each(|line| println!("{line}"));
     Ok(is_good)
@@ -87,6 +89,7 @@ pub fn zdtm(selection: &zdtm::Selection) -> Result<bool> {
 ///
 /// Returns whether they passed.
 pub fn kvm(modules: &[String]) -> Result<bool> {
+    build("pagemark-kvm")?;
     let (report, is_good) = kvm::run(modules, &logs()?.with_file_name("kvm-logs"))?;
     report.iter().for_each(|line| println!("{line}"));
     Ok(is_good)
@@ -289,7 +292,8 @@ fn separate_steps(steps: &Steps, options: &Options) {
     steps.program("models", &mut script("models.sh"), |log| lines_with(log, &["test result:"]));
     steps.program("python", &mut script("python.sh"), |log| command::last_lines(log.as_bytes(), 1));
     if options.extent == Extent::Full {
-        steps.run("zdtm", || reported(zdtm::run(&zdtm::Selection::default(), &steps.log("zdtm"))));
+        let selection = zdtm::Selection { flavors: Flavor::ALL.to_vec(), ..zdtm::Selection::default() };
+        steps.run("zdtm", || reported(zdtm::run(&selection, &steps.log("zdtm"))));
         let all = ["--include-ignored".to_owned()];
         steps.run("newest QEMU", || reported(newest_qemu::run(&all, &steps.log("newest QEMU"))));
         if options.fuzz_seconds == 0 {
@@ -379,6 +383,12 @@ fn cargo(arguments: &[&str]) -> Command {
     let mut cargo = Command::new("cargo");
     cargo.args(arguments).current_dir(source_root());
     cargo
+}
+
+/// Builds a program of the workspace as it is, beside this one.
+fn build(program: &str) -> Result<()> {
+    let mut build = cargo(&["build", "--quiet", "--locked", "--workspace", "--bin", program]);
+    command::run(&mut build, &format!("build {program}"), "see above")
 }
 
 fn script(name: &str) -> Command {
