@@ -417,6 +417,19 @@ mod tests {
     use super::*;
 
     #[test]
+    fn each_binary_can_be_run_as_a_test() {
+        // `cargo test --bins` also runs those whose manifests say `test = false`: without their harness.
+        for package in std::fs::read_dir(source_root().join("crates")).unwrap() {
+            let manifest = package.unwrap().path().join("Cargo.toml");
+            let text = std::fs::read_to_string(&manifest).unwrap_or_default();
+            for binary in text.split("[[bin]]").skip(1) {
+                let section = binary.split("\n[").next().unwrap_or_default();
+                assert!(!section.contains("test = false"), "{} has a binary without a harness", manifest.display());
+            }
+        }
+    }
+
+    #[test]
     fn lines_of_a_log() {
         assert_eq!(
             lines_with("test result: ok\nother\nDone 5 runs\n", &["test result:", "Done"]),

@@ -2,7 +2,9 @@
 
 // Rust's library would set the action of SIGPIPE and open closed descriptors before `main`: the
 // program has to get both as this process got them.
-#![no_main]
+#![cfg_attr(not(test), no_main)]
+// The harness of tests has a main function of its own.
+#![cfg_attr(test, allow(dead_code))]
 
 use std::ffi::{CString, OsStr, OsString};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
@@ -18,6 +20,7 @@ const NOT_EXECUTABLE: u8 = 126;
 const NOT_FOUND: u8 = 127;
 
 /// The program's beginning, as the C library calls it. Returns the exit status.
+#[cfg(not(test))]
 #[unsafe(no_mangle)]
 extern "C" fn main(_count: libc::c_int, _arguments: *const *const libc::c_char) -> libc::c_int {
     i32::from(begin())
