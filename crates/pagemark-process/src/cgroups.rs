@@ -6,12 +6,12 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
-use std::fs::{self, File, OpenOptions};
+use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
-use pagemark::sys::proc::{self, Mount};
+use pagemark::sys::proc::{self, ControlGroup, Mount};
 use serde::{Deserialize, Serialize};
 
 /// What becomes of the control groups of a tree.
@@ -115,13 +115,8 @@ pub(crate) fn memberships(pids: &[i32], image_id: fn(i32) -> i32) -> Memberships
 }
 
 fn groups(id: i32) -> Vec<Group> {
-    let text = fs::read_to_string(proc::path(id, "cgroup")).unwrap_or_default();
-    let group = |line: &str| {
-        let (_, rest) = line.split_once(':')?;
-        let (hierarchy, path) = rest.split_once(':')?;
-        Some(Group { hierarchy: hierarchy.to_owned(), path: path.to_owned() })
-    };
-    text.lines().filter_map(group).collect()
+    let groups = proc::control_groups(id).unwrap_or_default();
+    groups.into_iter().map(|ControlGroup { hierarchy, path }| Group { hierarchy, path }).collect()
 }
 
 /// A group that a process could not be put into.

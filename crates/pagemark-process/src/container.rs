@@ -78,18 +78,18 @@ impl FirstProcess {
 /// # Errors
 /// There is no such process, or tracing it is not permitted.
 pub(crate) fn has_own_mounts(pid: i32) -> io::Result<bool> {
-    Ok(std::fs::read_link(proc::path(pid, "ns/mnt"))? != std::fs::read_link(proc::own_path("ns/mnt"))?)
+    Ok(proc::namespace(pid, "mnt")? != proc::own_namespace("mnt")?)
 }
 
 /// Finds where the files of a tree, whose processes may have mounts of their own, are on the host.
 pub(crate) struct HostPaths {
     tree: Vec<i32>,
-    /// The link that names our mounts.
-    own: PathBuf,
+    /// The namespace of our mounts.
+    own: u64,
     outside: Vec<Mount>,
-    /// The mounts that processes of the tree see, by the link that names them: from their root
-    /// directory, as the links below `/proc/PID` name files.
-    inside: HashMap<PathBuf, Vec<Mount>>,
+    /// The mounts that processes of the tree see, by their namespace: from their root directory, as
+    /// the links below `/proc/PID` name files.
+    inside: HashMap<u64, Vec<Mount>>,
 }
 
 /// Where a file of a container is.
@@ -107,7 +107,7 @@ impl HostPaths {
     /// # Errors
     /// `/proc` is not mounted.
     pub(crate) fn of_tree(tree: &[i32]) -> io::Result<HostPaths> {
-        let own = std::fs::read_link(proc::own_path("ns/mnt"))?;
+        let own = proc::own_namespace("mnt")?;
         Ok(HostPaths { tree: tree.to_vec(), own, outside: Mount::of_this_process()?, inside: HashMap::new() })
     }
 
@@ -149,8 +149,8 @@ impl HostPaths {
     }
 
     /// Reads the mounts that a process sees, unless that was done. None if they are ours.
-    fn set_of(&mut self, pid: i32) -> io::Result<Option<PathBuf>> {
-        let set = std::fs::read_link(proc::path(pid, "ns/mnt"))?;
+    fn set_of(&mut self, pid: i32) -> io::Result<Option<u64>> {
+        let set = proc::namespace(pid, "mnt")?;
         if set == self.own {
             return Ok(None);
         }
@@ -158,14 +158,14 @@ impl HostPaths {
             // Another root directory (`chroot`) hides mounts.
             let root = |pid: i32| std::fs::read_link(proc::path(pid, "root"));
             let sees_all = |pid: i32| root(pid).is_ok_and(|root| root == Path::new("/"));
-            let has_set = |pid: i32| std::fs::read_link(proc::path(pid, "ns/mnt")).is_ok_and(|other| other == set);
+            let has_set = |pid: i32| proc::namespace(pid, "mnt").is_ok_and(|other| other == set);
             let viewer = self.tree.iter().copied().find(|&other| has_set(other) && sees_all(other)).unwrap_or(pid);
             let root = root(viewer)?;
             let mut mounts = Mount::of_process(viewer)?;
             for mount in &mut mounts {
                 mount.point = root.join(mount.point.strip_prefix("/").unwrap_or(&mount.point));
             }
-            self.inside.insert(set.clone(), mounts);
+            self.inside.insert(set, mounts);
         }
         Ok(Some(set))
     }
@@ -178,17 +178,16 @@ impl HostPaths {
 /// # Errors
 /// There is no such process, or tracing it is not permitted.
 pub(crate) fn locked_directory(pid: i32) -> io::Result<Option<PathBuf>> {
-    let has_own_users =
-        std::fs::read_link(proc::path(pid, "ns/user"))? != std::fs::read_link(proc::own_path("ns/user"))?;
+    let has_own_users = proc::namespace(pid, "user")? != proc::own_namespace("user")?;
     let mut paths = HostPaths::of_tree(&[pid])?;
     let set = if has_own_users { paths.set_of(pid)? } else { None };
-    Ok(set.and_then(|set| paths.locked_directory(&set)))
+    Ok(set.and_then(|set| paths.locked_directory(set)))
 }
 
 impl HostPaths {
-    fn locked_directory(&self, set: &Path) -> Option<PathBuf> {
+    fn locked_directory(&self, set: u64) -> Option<PathBuf> {
         let hides = |path: &Path| self.outside.iter().any(|mount| mount.point != path && mount.point.starts_with(path));
-        let mounts = &self.inside[set];
+        let mounts = &self.inside[&set];
         mounts.iter().find_map(|mount| match self.place_on(mounts::of_path(mounts, &mount.point), &mount.point) {
             Place::Outside(path) if hides(&path) => Some(path.components().collect()),
             _ => None,
@@ -228,9 +227,8 @@ mod tests {
 
     /// The paths of process 7, which has the mounts `inside`, and of 8, which has others.
     fn paths(inside: &[u8], other: &[u8], outside: &[u8]) -> HostPaths {
-        let inside = [("mnt:[7]", inside), ("mnt:[8]", other)];
-        let inside = inside.into_iter().map(|(set, text)| (PathBuf::from(set), Mount::parse(text))).collect();
-        HostPaths { tree: Vec::new(), own: "mnt:[1]".into(), outside: Mount::parse(outside), inside }
+        let inside = [(7, inside), (8, other)].map(|(set, text)| (set, Mount::parse(text))).into();
+        HostPaths { tree: Vec::new(), own: 1, outside: Mount::parse(outside), inside }
     }
 
     #[test]
@@ -241,7 +239,7 @@ mod tests {
             b"",
             b"22 1 8:1 / / rw - ext4 /dev/sda1 rw\n23 22 0:40 / /var/c1/merged rw - overlay overlay rw\n",
         );
-        let mounts = &paths.inside[Path::new("mnt:[7]")];
+        let mounts = &paths.inside[&7];
         let place = |path: &str| paths.place_on(mounts::of_path(mounts, Path::new(path)), Path::new(path));
         assert_eq!(place("/etc/app"), Place::Outside("/var/c1/merged/etc/app".into()));
         assert_eq!(place("/data/a"), Place::Outside("/srv/db/a".into()));
@@ -254,7 +252,7 @@ mod tests {
         let locked = |inside: &[u8]| {
             let outside = b"22 1 8:1 / / rw - ext4 /dev/sda1 rw\n23 22 0:5 / /proc rw - proc proc rw\n\
                             24 22 0:6 / /dev rw - devtmpfs dev rw\n25 24 0:7 / /dev/shm rw - tmpfs shm rw\n";
-            paths(inside, b"", outside).locked_directory(Path::new("mnt:[7]"))
+            paths(inside, b"", outside).locked_directory(7)
         };
         assert_eq!(locked(b"50 40 8:1 / / rw - ext4 /dev/sda1 rw\n"), Some("/".into()));
         let own_root = b"50 40 8:1 /srv/root / rw - ext4 /dev/sda1 rw\n51 50 0:40 / /proc rw - proc proc rw\n";

@@ -3,11 +3,11 @@
 
 use std::io;
 use std::mem::offset_of;
-use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::FileExt;
 use std::time::{Duration, Instant};
 
 use pagemark::sys::parking::{ADDRESS, CLOSING, DEVICE, Header, MAGIC, PARKED, RELEASED, RUNNING};
+use pagemark::sys::proc::descriptors::Descriptor;
 use pagemark::sys::proc::{self, Stat};
 
 use crate::error::{ErrorKind, Result};
@@ -112,8 +112,7 @@ fn park(pid: i32) -> Result<bool> {
     if !is_in_machine(pid) {
         return if holds_kvm(pid) || ends_with_machine(pid) { Err(inject::busy(pid)) } else { Ok(false) };
     }
-    let namespace = |pid: &str| std::fs::read_link(format!("/proc/{pid}/ns/pid")).ok();
-    let is_same = namespace(&pid.to_string()).is_some_and(|there| Some(there) == namespace("self"));
+    let is_same = proc::is_in_own_pid_namespace(pid).unwrap_or(false);
     match inject::park(pid, is_same.then(|| std::process::id() as i32)) {
         // It executes another program, or ends.
         Err(error) if error.kind() == ErrorKind::Gone => Err(inject::busy(pid)),
@@ -128,11 +127,6 @@ fn ends_with_machine(pid: i32) -> bool {
 
 /// True if a process has a file of KVM open, as one has that executes another program in a machine.
 fn holds_kvm(pid: i32) -> bool {
-    let is_of_kvm = |entry: std::fs::DirEntry| {
-        std::fs::read_link(entry.path()).is_ok_and(|link| {
-            let link = link.as_os_str().as_bytes();
-            link == DEVICE.as_bytes() || link.starts_with(b"anon_inode:kvm-")
-        })
-    };
-    std::fs::read_dir(proc::path(pid, "fd")).is_ok_and(|entries| entries.flatten().any(is_of_kvm))
+    let is_of_kvm = |open: &Descriptor| open.link == DEVICE.as_bytes() || open.link.starts_with(b"anon_inode:kvm-");
+    proc::descriptors(pid).is_ok_and(|descriptors| descriptors.iter().any(is_of_kvm))
 }

@@ -9,7 +9,6 @@
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
-use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 
 use nix::sched::{CloneFlags, unshare};
@@ -42,7 +41,7 @@ impl OwnNetwork {
     /// # Errors
     /// There is no such process, or tracing it is not permitted.
     pub(crate) fn of_process(pid: i32, is_saved: bool) -> io::Result<Option<OwnNetwork>> {
-        if inode(pid)? == std::fs::metadata(proc::own_path("ns/net"))?.ino() {
+        if proc::namespace(pid, "net")? == proc::own_namespace("net")? {
             return Ok(None);
         }
         let text = std::fs::read_to_string(proc::path(pid, "net/dev"))?;
@@ -55,16 +54,12 @@ impl OwnNetwork {
 /// # Errors
 /// There is no such process, or tracing it is not permitted.
 pub(crate) fn dump_arguments(pid: i32) -> io::Result<[String; 2]> {
-    Ok(["--external".to_owned(), format!("net[{}]:{NAME}", inode(pid)?)])
+    Ok(["--external".to_owned(), format!("net[{}]:{NAME}", proc::namespace(pid, "net")?)])
 }
 
 /// CRIU's arguments at a restore, which inherits the namespace as this descriptor.
 pub(crate) fn restore_arguments(namespace: &OwnedFd) -> [String; 2] {
     ["--inherit-fd".to_owned(), format!("fd[{}]:{NAME}", namespace.as_raw_fd())]
-}
-
-fn inode(pid: i32) -> io::Result<u64> {
-    Ok(std::fs::metadata(proc::path(pid, "ns/net"))?.ino())
 }
 
 /// The names in `/proc/PID/net/dev` but that of the loopback interface.
@@ -179,8 +174,8 @@ mod tests {
         let Ok(namespace) = Network::Loopback.open(&OwnNetwork::default()) else {
             return pagemark_testing::skipped("network namespaces cannot be made here");
         };
-        let own = std::fs::metadata(proc::own_path("ns/net")).unwrap().ino();
-        assert_ne!(File::from(namespace).metadata().unwrap().ino(), own);
+        let inode = std::os::unix::fs::MetadataExt::ino(&File::from(namespace).metadata().unwrap());
+        assert_ne!(inode, proc::own_namespace("net").unwrap());
         let had = OwnNetwork { interfaces: vec!["eth0".into()], is_saved: false };
         let refused = Network::Loopback.open(&had).unwrap_err();
         assert!(refused.to_string().contains("eth0"), "{refused}");

@@ -713,7 +713,7 @@ fn working_directories(tree: &[i32]) -> Vec<String> {
     let Ok(mut paths) = HostPaths::of_tree(tree) else { return Vec::new() };
     // A process that has just ended has none, and a directory that was removed holds no files.
     let read = |pid: &i32| {
-        let path = std::fs::read_link(proc::path(*pid, "cwd")).ok()?;
+        let path = proc::working_directory(*pid).ok()?;
         match paths.place(*pid, &path, None) {
             Ok(Place::Outside(path)) => Some(path),
             Ok(Place::InsideAlone | Place::Unknown) => None,

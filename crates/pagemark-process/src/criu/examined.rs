@@ -56,8 +56,10 @@ impl Conditions {
         let times = [metadata.mtime(), metadata.mtime_nsec(), metadata.ctime(), metadata.ctime_nsec()];
         let [mtime, mtime_ns, ctime, ctime_ns] = times.map(i64::cast_unsigned);
         let file = [metadata.dev(), metadata.ino(), metadata.size(), mtime, mtime_ns, ctime, ctime_ns];
-        let of_kernel =
-            |name: &str| fs::read_to_string(format!("/proc/sys/kernel/{name}")).map(|text| text.trim().into());
+        let of_kernel = |name: &str| {
+            let setting = proc::system::setting(&format!("kernel/{name}"));
+            setting.ok_or_else(|| io::Error::new(io::ErrorKind::NotFound, format!("/proc/sys/kernel has no {name}")))
+        };
         let status = Status::of_this_process()?;
         let fields = proc::Fields::read(proc::own_path("status"))?;
         let mut namespaces = Vec::new();

@@ -13,7 +13,7 @@
 //!
 //! If the guard itself is killed, CRIU continues as without a guard.
 
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io::{self, BufRead, BufReader, PipeReader, Read};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
@@ -275,7 +275,7 @@ fn resume(pid: i32) {
 fn repair(pid: i32, threads: &[i32], original: Option<&Original>, records: &Records) {
     let mut injected = None;
     if let Some((start, code)) = original.and_then(|original| original.code)
-        && let Ok(memory) = OpenOptions::new().read(true).write(true).open(proc::path(pid, "mem"))
+        && let Ok(memory) = proc::open_memory_for_writing(pid)
     {
         let mut now = [0; CODE_LENGTH];
         let is_read = memory.read_exact_at(&mut now, start).is_ok();

@@ -28,7 +28,7 @@ use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use pagemark::sys::proc;
+use pagemark::sys::proc::{self, Call};
 use prost::Message;
 
 use super::images::schema::{CoreEntry, PstreeEntry, SignalQueueEntry, ThreadInfoX86, UserX86RegsEntry};
@@ -208,15 +208,7 @@ impl Interrupted {
 /// The place and the number of the call in which a thread waits, if the call keeps time. `known`
 /// are the calls that were observed before.
 fn observe_thread(pid: i32, thread: i32, known: &HashMap<Place, i64>) -> Option<(Place, i64)> {
-    let text = std::fs::read_to_string(proc::path(thread, "syscall")).ok()?;
-    let mut fields = text.split_ascii_whitespace();
-    let number: i64 = fields.next()?.parse().ok()?;
-    let mut words = fields.map_while(|field| u64::from_str_radix(field.strip_prefix("0x")?, 16).ok());
-    let mut arguments = [0; 6];
-    for argument in &mut arguments {
-        *argument = words.next()?;
-    }
-    let (rsp, rip) = (words.next()?, words.next()?);
+    let Call { number, arguments, rsp, rip } = Call::of_thread(thread).ok()??;
     let place = (pid, Site { rip, rsp, arguments });
     if number != libc::SYS_restart_syscall {
         return keeps_time(number).then_some((place, number));
@@ -224,23 +216,20 @@ fn observe_thread(pid: i32, thread: i32, known: &HashMap<Place, i64>) -> Option<
     if let Some(number) = known.get(&place) {
         return Some((place, *number));
     }
-    let function = std::fs::read_to_string(proc::path(thread, "wchan")).ok()?;
-    Some((place, number_by_function(&function, arguments[0])?))
+    Some((place, number_by_function(&proc::wait_function(thread)?, arguments[0])))
 }
 
 /// The number of a call that keeps time, by the kernel's function in which its thread waits and its
 /// first argument.
-fn number_by_function(function: &str, first_argument: u64) -> Option<i64> {
+fn number_by_function(function: &str, first_argument: u64) -> i64 {
     /// No program has memory below this address.
     const LOWEST: u64 = 1 << 16;
     match function {
-        // The kernel does not tell.
-        "" | "0" => None,
-        _ if function.contains("poll") => Some(libc::SYS_poll),
-        _ if function.contains("futex") => Some(libc::SYS_futex),
+        _ if function.contains("poll") => libc::SYS_poll,
+        _ if function.contains("futex") => libc::SYS_futex,
         // The first argument is a clock or an address.
-        _ if first_argument < LOWEST => Some(libc::SYS_clock_nanosleep),
-        _ => Some(libc::SYS_nanosleep),
+        _ if first_argument < LOWEST => libc::SYS_clock_nanosleep,
+        _ => libc::SYS_nanosleep,
     }
 }
 
@@ -469,11 +458,10 @@ mod tests {
     #[test]
     fn the_number_of_a_call_is_found_by_where_its_thread_waits() {
         let number = |function, argument| number_by_function(function, argument);
-        assert_eq!(number("poll_schedule_timeout.constprop.0", 0x7f00_0000_0000), Some(libc::SYS_poll));
-        assert_eq!(number("futex_do_wait", 0x7f00_0000_0000), Some(libc::SYS_futex));
-        assert_eq!(number("hrtimer_nanosleep", 1), Some(libc::SYS_clock_nanosleep));
-        assert_eq!(number("do_syscall_64", 0x7f00_0000_0000), Some(libc::SYS_nanosleep));
-        assert_eq!(number("0", 1), None);
+        assert_eq!(number("poll_schedule_timeout.constprop.0", 0x7f00_0000_0000), libc::SYS_poll);
+        assert_eq!(number("futex_do_wait", 0x7f00_0000_0000), libc::SYS_futex);
+        assert_eq!(number("hrtimer_nanosleep", 1), libc::SYS_clock_nanosleep);
+        assert_eq!(number("do_syscall_64", 0x7f00_0000_0000), libc::SYS_nanosleep);
     }
 
     #[test]

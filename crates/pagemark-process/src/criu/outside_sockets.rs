@@ -39,11 +39,11 @@ const MOST: usize = 20_000;
 /// CRIU's arguments at a dump: the connected Unix sockets of the processes. CRIU looks only for
 /// those of them whose other end it does not save.
 pub(super) fn dump_arguments(tree: &[i32]) -> Vec<OsString> {
-    let mut by_network: HashMap<PathBuf, HashSet<u64>> = HashMap::new();
+    let mut by_network: HashMap<u64, HashSet<u64>> = HashMap::new();
     let mut found = HashSet::new();
     for &pid in tree {
         // A process that has just ended has no sockets.
-        let Ok(network) = std::fs::read_link(proc::path(pid, "ns/net")) else { continue };
+        let Ok(network) = proc::namespace(pid, "net") else { continue };
         let connected = by_network
             .entry(network)
             .or_insert_with(|| descriptors::connected_unix_socket_inodes(pid).unwrap_or_default());

@@ -21,7 +21,7 @@ use std::mem::offset_of;
 
 use nix::sys::uio::{RemoteIoVec, process_vm_readv, process_vm_writev};
 use nix::unistd::Pid;
-use pagemark::sys::proc::{self, Status};
+use pagemark::sys::proc::{Call, Status};
 
 use super::interrupted::{self, Interrupted};
 use crate::ptrace::Registers;
@@ -86,12 +86,9 @@ impl Resumed {
 /// True if a stopped thread has these registers, as far as the kernel lists them: then they are the
 /// record of the thread.
 fn is_in_call(thread: i32, registers: &Registers) -> bool {
-    let Ok(text) = std::fs::read_to_string(proc::path(thread, "syscall")) else { return false };
-    let mut fields = text.split_ascii_whitespace();
-    let number = fields.next().and_then(|number| number.parse::<i64>().ok());
-    let words: Vec<u64> = fields.map_while(|field| u64::from_str_radix(field.strip_prefix("0x")?, 16).ok()).collect();
-    let Registers { rdi, rsi, rdx, r10, r8, r9, rsp, rip, .. } = *registers;
-    number == Some(registers.orig_rax as i64) && words == [rdi, rsi, rdx, r10, r8, r9, rsp, rip]
+    let Registers { orig_rax, rdi, rsi, rdx, r10, r8, r9, rsp, rip, .. } = *registers;
+    let expected = Call { number: orig_rax as i64, arguments: [rdi, rsi, rdx, r10, r8, r9], rsp, rip };
+    Call::of_thread(thread).is_ok_and(|call| call == Some(expected))
 }
 
 /// Reads the record of a 64-bit thread.

@@ -66,8 +66,7 @@ pub(crate) fn is_used(tree: &[i32]) -> bool {
 /// The mappings of segments, in ascending order. None of a process that has an IPC namespace of its
 /// own, or is gone.
 fn attached(pid: i32) -> Vec<Mapping> {
-    let namespace = |path| fs::read_link(path).ok();
-    if namespace(proc::path(pid, "ns/ipc")) != namespace(proc::own_path("ns/ipc")) {
+    if proc::namespace(pid, "ipc").ok() != proc::own_namespace("ipc").ok() {
         return Vec::new();
     }
     let mut mappings = maps::read(pid).unwrap_or_default();

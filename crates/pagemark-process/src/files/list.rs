@@ -104,7 +104,7 @@ impl OpenFile {
             return self.copy_descriptor();
         }
         let through_descriptors = self.descriptors.iter().map(|d| proc::descriptors::path(d.pid, d.fd));
-        let through_mappings = self.mappings.iter().map(map_file);
+        let through_mappings = self.mappings.iter().map(|mapping| proc::mapped_file(mapping.pid, &mapping.addresses));
         let mut failure = io::Error::from(io::ErrorKind::NotFound);
         for path in through_descriptors.chain(through_mappings).chain([self.path.clone()]) {
             // The access time is left unchanged if that is permitted.
@@ -245,18 +245,13 @@ fn mappings(pid: i32, files: &mut Files) -> Result<(), Failure> {
     let is_writable_file = |mapping: &Mapping| mapping.writable && mapping.shared && mapping.inode != 0;
     for mapping in maps::read(pid)?.into_iter().filter(is_writable_file) {
         let mapping = SharedMapping { pid, addresses: mapping.range(), offset: mapping.offset };
-        if let Some(file) = entry_of(pid, &map_file(&mapping), None, files)? {
+        if let Some(file) = entry_of(pid, &proc::mapped_file(pid, &mapping.addresses), None, files)? {
             file.mappings.push(mapping);
             file.append_only = false;
             file.is_output = false;
         }
     }
     Ok(())
-}
-
-fn map_file(mapping: &SharedMapping) -> PathBuf {
-    let Range { start, end } = mapping.addresses;
-    proc::path(mapping.pid, &format!("map_files/{start:x}-{end:x}"))
 }
 
 /// The entry of the file behind a link of a process under `/proc`, on the mount with this id, if

@@ -406,8 +406,8 @@ mod tests {
         let Some((mut shell, watch)) = Shell::start() else { skip!("files cannot be watched") };
         shell.carry_out("echo first > first");
         // Held, the thread reads nothing, and the queue of the kernel becomes full.
-        let limit = fs::read_to_string("/proc/sys/fs/fanotify/max_queued_events");
-        let limit: u32 = limit.ok().and_then(|text| text.trim().parse().ok()).unwrap_or(16384);
+        let limit = proc::system::setting("fs/fanotify/max_queued_events");
+        let limit: u32 = limit.and_then(|text| text.parse().ok()).unwrap_or(16384);
         {
             let _held = lock(&watch.state);
             shell.carry_out(&format!("i=0; while [ $i -le {limit} ]; do i=$((i+1)); : > f$i; done; echo last > last"));

@@ -28,9 +28,7 @@ pub(super) fn writers(files: &HashSet<Inode>, except: &[i32]) -> io::Result<Hash
 }
 
 fn opened_for_writing(pid: i32, files: &HashSet<Inode>) -> Vec<Inode> {
-    let numbers = fs::read_dir(proc::path(pid, "fd")).into_iter().flatten().flatten();
-    let numbers = numbers.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
-    let inodes = numbers.filter_map(|number| {
+    let inodes = descriptors::numbers(pid).unwrap_or_default().into_iter().filter_map(|number| {
         let inode = inode(&fs::metadata(descriptors::path(pid, number)).ok()?);
         let descriptor = proc::descriptors::Descriptor { pid, number, link: Vec::new() };
         let writes =
@@ -46,8 +44,7 @@ fn mapped_for_writing(pid: i32, files: &HashSet<Inode>) -> Vec<Inode> {
     };
     let mappings = maps::read(pid).unwrap_or_default().into_iter().filter(is_candidate);
     let inodes = mappings.filter_map(|mapping| {
-        let link = format!("map_files/{:x}-{:x}", mapping.start, mapping.end);
-        Some(inode(&fs::metadata(proc::path(pid, &link)).ok()?)).filter(|inode| files.contains(inode))
+        Some(inode(&fs::metadata(proc::mapped_file(pid, &mapping.range())).ok()?)).filter(|inode| files.contains(inode))
     });
     inodes.collect()
 }

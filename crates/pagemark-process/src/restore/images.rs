@@ -742,8 +742,7 @@ pub(super) fn wait_for_end(pids: &[i32]) {
 /// The function of the kernel in which a process waits, in words.
 fn wait_of(pid: i32) -> Option<String> {
     let stat = Stat::read(pid).ok()?;
-    let function = std::fs::read_to_string(proc::path(pid, "wchan")).unwrap_or_default();
-    let function = if ["", "0"].contains(&function.as_str()) { "?" } else { &function };
+    let function = proc::wait_function(pid).unwrap_or_else(|| "?".into());
     Some(format!("process {pid} ({}) is in state {} in {function}", stat.command, stat.state))
 }
 

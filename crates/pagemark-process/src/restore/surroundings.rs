@@ -15,7 +15,7 @@ use nix::sys::socket::{AddressFamily, SockFlag, SockType, setsockopt, socket, so
 use pagemark::Store;
 use pagemark::repository::Manifest;
 use pagemark::sys::proc;
-use pagemark::sys::proc::descriptors::{InetSocket, parse_inet_sockets};
+use pagemark::sys::proc::descriptors::{InetSocket, parse_inet_sockets, parse_unix_sockets};
 use prost::Message;
 
 use crate::criu::images::schema::{FileEntry, InetSocketEntry, SOCKET_OUTSIDE, UnixSocketEntry};
@@ -264,16 +264,7 @@ fn check_name(entry: &UnixSocketEntry) -> Result<()> {
 /// The inode of the socket that is bound to a name as `/proc/net/unix` shows it.
 fn bound_inode(name: &[u8]) -> Option<u64> {
     let table = fs::read(proc::own_path("net/unix")).ok()?;
-    let lines = table.split(|&byte| byte == b'\n').skip(1);
-    let mut inodes = lines.filter_map(|line| {
-        let found = line.strip_suffix(name)?.strip_suffix(b" ")?;
-        // A connection that was accepted has the name of the listening socket; its flags lack
-        // `__SO_ACCEPTCON`, as those of a datagram socket do, which is not connected.
-        let words: Vec<&str> = std::str::from_utf8(found).ok()?.split_ascii_whitespace().collect();
-        let is_held = *words.get(3)? != "00000000" || *words.get(5)? == "01";
-        words.get(6)?.parse().ok().filter(|_| words.len() == 7 && is_held)
-    });
-    inodes.next()
+    parse_unix_sockets(&table).find(|socket| socket.name == name && socket.is_bound()).map(|socket| socket.inode)
 }
 
 /// Something that the processes need is in use or missing.

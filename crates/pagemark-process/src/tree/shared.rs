@@ -15,7 +15,6 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::MetadataExt;
-use std::path::PathBuf;
 use std::sync::{Arc, LazyLock};
 
 use pagemark::repository::MappingException;
@@ -380,7 +379,7 @@ impl SharedObject {
     /// Opens the object through one of its mappings. Stays closed if all of them are gone.
     fn open(&mut self, mapped: &[Mapped]) -> Result<()> {
         for (pid, mapping) in mapped {
-            match File::open(map_file(*pid, &mapping.range)) {
+            match File::open(proc::mapped_file(*pid, &mapping.range)) {
                 Ok(file) => {
                     let metadata = file.metadata().map_err(self.failed("read the size of"))?;
                     if metadata.ino() == self.id.inode() {
@@ -533,11 +532,6 @@ fn mapped_by(pid: i32) -> Vec<ObjectId> {
 
 /// True if a process maps the object there, or elsewhere.
 fn is_mapped_by(pid: i32, object: ObjectId, range: &Range) -> bool {
-    let path = map_file(pid, range);
+    let path = proc::mapped_file(pid, range);
     path.metadata().is_ok_and(|metadata| metadata.ino() == object.inode()) || mapped_by(pid).contains(&object)
-}
-
-/// The link to what a process maps at an address.
-fn map_file(pid: i32, range: &Range) -> PathBuf {
-    proc::path(pid, &format!("map_files/{:x}-{:x}", range.start.get(), range.end.get()))
 }

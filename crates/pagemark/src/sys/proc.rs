@@ -4,6 +4,8 @@
 //! programs and files are any bytes, and returns `None` for text that is not the kernel's; none of
 //! them panics.
 
+pub mod call;
+pub mod control_groups;
 pub mod descriptors;
 pub mod fields;
 pub mod limits;
@@ -17,8 +19,11 @@ pub mod tree;
 
 use std::fs::{self, File};
 use std::io::{self, Read};
+use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 
+pub use call::{Call, wait_function};
+pub use control_groups::{ControlGroup, control_groups, own_control_groups};
 pub use descriptors::descriptors;
 pub use fields::Fields;
 pub use limits::Limits;
@@ -27,6 +32,8 @@ pub use mounts::Mount;
 pub use stat::Stat;
 pub use status::Status;
 pub use tree::{children, executes_program, live_thread, processes, threads};
+
+use crate::Range;
 
 /// Path of an entry of a process's directory, `/proc/PID/ENTRY`. Of a thread by its id, although
 /// `/proc` does not list threads.
@@ -101,13 +108,44 @@ pub fn is_32_bit(pid: i32) -> io::Result<bool> {
 /// # Errors
 /// There is no such process.
 pub fn command_line(pid: i32) -> io::Result<String> {
-    let line = join_arguments(&read(pid, "cmdline")?);
+    let line = join_arguments(&arguments(pid)?);
     if line.is_empty() { Ok(format!("[{}]", Stat::read(pid)?.command)) } else { Ok(line) }
 }
 
-fn join_arguments(bytes: &[u8]) -> String {
-    let arguments = bytes.split(|&byte| byte == 0).filter(|argument| !argument.is_empty());
-    arguments.map(String::from_utf8_lossy).collect::<Vec<_>>().join(" ")
+fn join_arguments(arguments: &[Vec<u8>]) -> String {
+    let arguments = arguments.iter().filter(|argument| !argument.is_empty());
+    arguments.map(|argument| String::from_utf8_lossy(argument)).collect::<Vec<_>>().join(" ")
+}
+
+/// The arguments of a process, beginning with its name. Empty if it has none: a kernel thread, a
+/// zombie, or a process that is about to execute its program.
+///
+/// # Errors
+/// There is no such process.
+pub fn arguments(pid: i32) -> io::Result<Vec<Vec<u8>>> {
+    read(pid, "cmdline").map(|line| split_arguments(&line))
+}
+
+/// Each argument ends with zero; the last one may lack it if the process has changed its title.
+fn split_arguments(line: &[u8]) -> Vec<Vec<u8>> {
+    if line.is_empty() {
+        return Vec::new();
+    }
+    line.strip_suffix(b"\0").unwrap_or(line).split(|&byte| byte == 0).map(<[u8]>::to_vec).collect()
+}
+
+/// The working directory of a process.
+///
+/// # Errors
+/// As [`executable`].
+pub fn working_directory(pid: i32) -> io::Result<PathBuf> {
+    fs::read_link(path(pid, "cwd"))
+}
+
+/// Path that leads to the file which a process maps as a whole mapping, `/proc/PID/map_files/…`,
+/// whatever the file's name means by now.
+pub fn mapped_file(pid: i32, mapping: &Range) -> PathBuf {
+    path(pid, &format!("map_files/{:x}-{:x}", mapping.start, mapping.end))
 }
 
 /// The auxiliary vector that the kernel gave a process: pairs of words. Empty for a process without
@@ -124,7 +162,23 @@ pub fn auxiliary_vector(pid: i32) -> io::Result<Vec<u8>> {
 /// # Errors
 /// There is no such process, or tracing it is not permitted.
 pub fn is_in_own_pid_namespace(pid: i32) -> io::Result<bool> {
-    Ok(fs::read_link(path(pid, "ns/pid"))? == fs::read_link(own_path("ns/pid"))?)
+    Ok(namespace(pid, "pid")? == own_namespace("pid")?)
+}
+
+/// The number of the namespace of a kind (`mnt`, `net`, `pid`, `user`, …) in which a process is.
+///
+/// # Errors
+/// There is no such process, or tracing it is not permitted.
+pub fn namespace(pid: i32, kind: &str) -> io::Result<u64> {
+    Ok(fs::metadata(path(pid, &format!("ns/{kind}")))?.ino())
+}
+
+/// The number of this process's namespace of a kind.
+///
+/// # Errors
+/// `/proc` is not mounted.
+pub fn own_namespace(kind: &str) -> io::Result<u64> {
+    Ok(fs::metadata(own_path(&format!("ns/{kind}")))?.ino())
 }
 
 /// True if two processes have the same memory, as a child made by vfork has its parent's until it
@@ -142,9 +196,18 @@ mod tests {
 
     #[test]
     fn arguments_are_joined() {
-        assert_eq!(join_arguments(b"sleep\x0060\0"), "sleep 60");
-        assert_eq!(join_arguments(b"\xff\0\0\0"), "\u{fffd}");
-        assert_eq!(join_arguments(b""), "");
+        let join = |line| join_arguments(&split_arguments(line));
+        assert_eq!(join(b"sleep\x0060\0"), "sleep 60");
+        assert_eq!(join(b"\xff\0\0\0"), "\u{fffd}");
+        assert_eq!(join(b""), "");
+    }
+
+    #[test]
+    fn empty_arguments_are_arguments() {
+        assert_eq!(split_arguments(b"a\0\0b\0"), [&b"a"[..], b"", b"b"]);
+        assert_eq!(split_arguments(b"\0"), [b""]);
+        assert_eq!(split_arguments(b"a title"), [b"a title"]);
+        assert_eq!(split_arguments(b""), [[0; 0]; 0]);
     }
 
     #[test]
@@ -155,6 +218,9 @@ mod tests {
         assert!(command_line(pid).unwrap().starts_with(&std::env::args().next().unwrap()));
         assert!(auxiliary_vector(pid).unwrap().len().is_multiple_of(16));
         assert!(share_memory(pid, pid));
-        assert!(is_gone(&executable(i32::MAX).unwrap_err()));
+        assert_eq!(arguments(pid).unwrap().len(), std::env::args_os().count());
+        assert_eq!(working_directory(pid).unwrap(), std::env::current_dir().unwrap());
+        assert_eq!(namespace(pid, "net").unwrap(), own_namespace("net").unwrap());
+        assert!(is_gone(&executable(i32::MAX).unwrap_err()) && is_gone(&namespace(i32::MAX, "net").unwrap_err()));
     }
 }

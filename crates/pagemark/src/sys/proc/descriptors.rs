@@ -70,14 +70,25 @@ pub fn path(pid: i32, number: i32) -> PathBuf {
     super::path(pid, &format!("fd/{number}"))
 }
 
+/// The numbers of the open descriptors of a process.
+///
+/// # Errors
+/// There is no such process, or tracing it is not permitted.
+pub fn numbers(pid: i32) -> io::Result<Vec<i32>> {
+    let mut numbers = Vec::new();
+    for entry in fs::read_dir(super::path(pid, "fd"))? {
+        numbers.extend(entry?.file_name().to_str().and_then(|name| name.parse::<i32>().ok()));
+    }
+    Ok(numbers)
+}
+
 /// Lists the open descriptors of a process. Descriptors that are closed meanwhile are left out.
 ///
 /// # Errors
 /// There is no such process, or tracing it is not permitted.
 pub fn descriptors(pid: i32) -> io::Result<Vec<Descriptor>> {
     let mut descriptors = Vec::new();
-    for entry in fs::read_dir(super::path(pid, "fd"))? {
-        let Some(number) = entry?.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
+    for number in numbers(pid)? {
         match fs::read_link(path(pid, number)) {
             Ok(link) => descriptors.push(Descriptor { pid, number, link: link.into_os_string().into_vec() }),
             Err(error) if super::is_gone(&error) => {}
@@ -107,24 +118,50 @@ pub fn connected_unix_socket_inodes(pid: i32) -> io::Result<HashSet<u64>> {
 /// The kernel's number of the state of a socket that is connected: `SS_CONNECTED`.
 pub const CONNECTED: u32 = 3;
 
+/// The kernel's number of the state of a socket that is not connected: `SS_UNCONNECTED`.
+const UNCONNECTED: u32 = 1;
+
 /// A line of a `net/unix` file.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct UnixSocket {
+pub struct UnixSocket<'a> {
     /// Its inode.
     pub inode: u64,
     /// [`CONNECTED`], or another state.
     pub state: u32,
+    /// The kernel's flags: `__SO_ACCEPTCON`, if it listens.
+    pub flags: u32,
+    /// The name that it is bound to; `@` stands for each zero. Empty without a name.
+    pub name: &'a [u8],
+}
+
+impl UnixSocket<'_> {
+    /// True if the socket was bound to its name itself. A connection that was accepted has the name
+    /// of the listening socket: it does not listen, as a datagram socket does not, which is not
+    /// connected.
+    pub fn is_bound(&self) -> bool {
+        !self.name.is_empty() && (self.flags != 0 || self.state == UNCONNECTED)
+    }
 }
 
 /// The content of a `net/unix` file.
-pub fn parse_unix_sockets(text: &[u8]) -> impl Iterator<Item = UnixSocket> {
+pub fn parse_unix_sockets(text: &[u8]) -> impl Iterator<Item = UnixSocket<'_>> {
     // The first line is a heading. A socket's name, the last column, is any bytes.
     let lines = text.split(|&byte| byte == b'\n').skip(1);
     lines.filter_map(|line| {
-        let mut words = line.split(u8::is_ascii_whitespace).filter(|word| !word.is_empty());
-        let state = u32::from_str_radix(std::str::from_utf8(words.nth(5)?).ok()?, 16).ok()?;
-        let inode = std::str::from_utf8(words.next()?).ok()?.parse().ok()?;
-        Some(UnixSocket { inode, state })
+        let (mut words, mut rest) = ([""; 7], line);
+        for word in &mut words {
+            rest = rest.trim_ascii_start();
+            let end = rest.iter().position(u8::is_ascii_whitespace).unwrap_or(rest.len());
+            *word = std::str::from_utf8(&rest[..end]).ok()?;
+            rest = &rest[end..];
+        }
+        let [_, _, _, flags, _, state, inode] = words;
+        Some(UnixSocket {
+            inode: inode.parse().ok()?,
+            state: u32::from_str_radix(state, 16).ok()?,
+            flags: u32::from_str_radix(flags, 16).ok()?,
+            name: rest.strip_prefix(b" ").unwrap_or_default(),
+        })
     })
 }
 
@@ -186,9 +223,22 @@ mod tests {
     fn the_table_of_sockets_is_parsed() {
         let table = b"Num RefCount Protocol Flags Type St Inode Path\n\
                       0000: 00000003 00000000 00000000 0001 03 12345\n\
-                      0000: 00000002 00000000 00010000 0001 01 678 /run/a b\xff\n";
-        let sockets: Vec<_> = parse_unix_sockets(table).map(|socket| (socket.inode, socket.state)).collect();
-        assert_eq!(sockets, [(12345, CONNECTED), (678, 1)]);
+                      0000: 00000002 00000000 00010000 0001 01   678 /run/a b\xff\n\
+                      0000: 00000003 00000000 00000000 0001 03 679 /run/a b\xff\n\
+                      0000: 00000002 00000000 00000000 0002 01 680 @ name\n\
+                      0000: 00000002 00000000 00000000 0002 01\n";
+        let sockets: Vec<_> = parse_unix_sockets(table)
+            .map(|socket| (socket.inode, socket.state, socket.name, socket.is_bound()))
+            .collect();
+        let (path, name) = (&b"/run/a b\xff"[..], &b"@ name"[..]);
+        let none = &b""[..];
+        let expected = [
+            (12345, CONNECTED, none, false),
+            (678, UNCONNECTED, path, true),
+            (679, CONNECTED, path, false),
+            (680, UNCONNECTED, name, true),
+        ];
+        assert_eq!(sockets, expected);
     }
 
     #[test]

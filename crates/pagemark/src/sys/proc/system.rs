@@ -4,26 +4,25 @@ use std::fs;
 use std::io;
 use std::path::Path;
 
-use super::Fields;
+use super::{ControlGroup, Fields};
 
 /// Memory that is free or holds only what can be read again, of the machine and of the control
 /// groups that limit this process, bytes. None where the kernel does not say.
 pub fn available_bytes() -> Option<u64> {
     let of_machine = Fields::read("/proc/meminfo").ok()?.bytes("MemAvailable")?;
-    let groups = fs::read_to_string(super::own_path("cgroup")).unwrap_or_default();
+    let groups = super::own_control_groups().unwrap_or_default();
     let of_groups = available_in_control_groups(&groups, Path::new("/sys/fs/cgroup"));
     Some(of_groups.map_or(of_machine, |bytes| bytes.min(of_machine)))
 }
 
-/// The least that any of the control groups has left of its limit; None without a limit. `groups`
-/// is the content of `/proc/PID/cgroup`, `root` the directory where the hierarchies are mounted.
-fn available_in_control_groups(groups: &str, root: &Path) -> Option<u64> {
-    let left = groups.lines().filter_map(|line| {
-        let (_, hierarchy) = line.split_once(':')?;
-        let (controllers, path) = hierarchy.split_once(":/")?;
-        let (root, limit, usage, files) = match controllers {
+/// The least that any of the control groups has left of its limit; None without a limit. `root`
+/// is the directory where the hierarchies are mounted.
+fn available_in_control_groups(groups: &[ControlGroup], root: &Path) -> Option<u64> {
+    let left = groups.iter().filter_map(|group| {
+        let path = group.path.strip_prefix('/')?;
+        let (root, limit, usage, files) = match group.hierarchy.as_str() {
             "" => (root.to_owned(), "memory.max", "memory.current", "inactive_file"),
-            _ if controllers.split(',').any(|controller| controller == "memory") => {
+            controllers if controllers.split(',').any(|controller| controller == "memory") => {
                 (root.join("memory"), "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
             }
             _ => return None,
@@ -87,7 +86,9 @@ mod tests {
             fs::write(group.join(format!("memory.{}", names[1])), usage).unwrap();
             fs::write(group.join("memory.stat"), statistics).unwrap();
         };
-        let available = |groups| available_in_control_groups(groups, directory.path());
+        let available = |groups: &str| {
+            available_in_control_groups(&super::super::control_groups::parse(groups.as_bytes()), directory.path())
+        };
         assert_eq!(available("0::/a/b\n"), None);
         write("a", "1000\n", "700\n", "anon 650\ninactive_file 50\n");
         write("a/b", "max\n", "600\n", "");
