@@ -12,7 +12,7 @@ use crate::Parts;
 use crate::crossings::Crossings;
 use crate::jemalloc::{self, Flags};
 use crate::space::Space;
-use crate::tracker::Tracked;
+use crate::tracked::Tracked;
 
 /// Alignment that every object of its size or more has.
 const MIN_ALIGN: usize = 16;

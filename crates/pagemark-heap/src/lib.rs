@@ -59,6 +59,7 @@ mod parts;
 mod saved;
 #[cfg(feature = "jemalloc")]
 mod space;
+mod tracked;
 mod tracker;
 
 #[cfg(feature = "jemalloc")]

@@ -16,7 +16,7 @@ use pagemark::repository::{Checkpoint, Repository, SpaceKind, SpaceRecord};
 use pagemark::sys::shared_bytes::SharedBytes;
 use pagemark::{Address, ByteCount, Job, JobOptions, Kind, PAGE_SIZE, PageNumber, PageTree, Policy, Range, Store};
 
-use crate::tracker::Tracked;
+use crate::tracked::Tracked;
 use crate::{Error, Parts};
 
 mod memory;

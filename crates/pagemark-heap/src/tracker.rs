@@ -4,7 +4,6 @@ use std::ops::Deref;
 use std::sync::Arc;
 use std::time::Duration;
 
-use pagemark::sys::views::Views;
 use pagemark::track::view_scan::ViewScan;
 use pagemark::{
     Address, AddressRangeExt, ByteCount, Error, Mechanism, PAGE_SIZE, PageNumber, PageRangeExt, Range, RangeSet,
@@ -13,11 +12,10 @@ use pagemark::{
 
 #[cfg(feature = "jemalloc")]
 use crate::allocator::Allocator;
-use crate::crossings::Crossings;
 use crate::grouping::{Grouping, PageGroups, PartSet, Seen};
+use crate::tracked::Tracked;
 #[cfg(feature = "jemalloc")]
 use crate::{GlobalHeap, Heap, heap};
-use crate::{Parts, saved};
 
 /// Finds the bytes of a heap that were written, by the parts of pages.
 ///
@@ -46,19 +44,6 @@ pub struct HeapTracker<G> {
     last: Interval,
 }
 
-/// What a tracker has to know of a heap.
-pub(crate) trait Tracked {
-    fn views(&self) -> &Views;
-
-    /// Which objects reach from one part into the next.
-    fn crossings(&self) -> &Crossings;
-
-    /// The bytes, from the beginning of each view, that may hold data.
-    fn used(&self) -> ByteCount;
-
-    fn parts(&self) -> Parts;
-}
-
 /// Keeps the memory of a heap mapped.
 #[derive(Debug)]
 enum Owner {
@@ -66,7 +51,7 @@ enum Owner {
     Own(Arc<heap::Shared>),
     #[cfg(feature = "jemalloc")]
     Global(&'static Allocator),
-    Saved(Arc<saved::Objects>),
+    Saved(Arc<dyn Tracked + Send + Sync>),
 }
 
 impl Deref for Owner {
@@ -78,7 +63,7 @@ impl Deref for Owner {
             Owner::Own(shared) => shared.allocator(),
             #[cfg(feature = "jemalloc")]
             Owner::Global(allocator) => *allocator,
-            Owner::Saved(objects) => &**objects,
+            Owner::Saved(heap) => &**heap,
         }
     }
 }
@@ -124,8 +109,8 @@ impl<G: Grouping> HeapTracker<G> {
     ///
     /// # Errors
     /// As [`HeapTracker::new`].
-    pub(crate) fn of_saved(objects: Arc<saved::Objects>, grouping: G) -> Result<HeapTracker<G>, Error> {
-        HeapTracker::of(Owner::Saved(objects), grouping)
+    pub(crate) fn of_saved(heap: Arc<dyn Tracked + Send + Sync>, grouping: G) -> Result<HeapTracker<G>, Error> {
+        HeapTracker::of(Owner::Saved(heap), grouping)
     }
 
     fn of(heap: Owner, grouping: G) -> Result<HeapTracker<G>, Error> {
@@ -299,6 +284,7 @@ mod tests {
     use pagemark::ErrorKind;
 
     use super::*;
+    use crate::Parts;
     use crate::grouping::Separate;
     use crate::jemalloc;
 

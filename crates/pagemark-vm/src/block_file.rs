@@ -44,8 +44,7 @@ pub(crate) fn is_fixed(pid: i32, mapping: &Mapping) -> Result<bool> {
 }
 
 fn open(pid: i32, mapping: &Mapping) -> std::io::Result<File> {
-    let name = format!("map_files/{:x}-{:x}", mapping.start.get(), mapping.end.get());
-    File::open(proc::path(pid, &name))
+    File::open(proc::mapped_file(pid, &mapping.range()))
 }
 
 impl BlockFile {

@@ -5,22 +5,10 @@
 
 use serde_json::{Value, json};
 
+use crate::command::Command;
 use crate::error::{Error, ErrorKind, Object, Result};
 use crate::guard::{Guard, LAST_ID};
 use crate::machine::Machine;
-
-/// A command of the monitor, with its arguments.
-#[derive(Clone, PartialEq, Debug)]
-pub(crate) struct Command {
-    pub(crate) name: &'static str,
-    pub(crate) arguments: Value,
-}
-
-impl Command {
-    pub(crate) fn new(name: &'static str, arguments: Value) -> Command {
-        Command { name, arguments }
-    }
-}
 
 /// What undoes a change.
 #[derive(Clone, PartialEq, Debug)]

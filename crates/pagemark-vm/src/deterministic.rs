@@ -5,9 +5,10 @@ use std::ffi::OsString;
 
 use serde_json::{Value, json};
 
+use crate::command::text;
 use crate::command_line::{option_name, own_arguments, split_options};
 use crate::error::{Error, ErrorKind, Object, Result};
-use crate::machine::{Machine, text};
+use crate::machine::Machine;
 
 /// The arguments that are added where the command line has none of the name.
 const ADDED: [[&str; 2]; 3] =

@@ -17,10 +17,12 @@ use pagemark::target::{SpaceId, VisitPage};
 use pagemark::{Address, ByteCount, PAGE_SIZE, PageNumber, RangeSet};
 use serde_json::json;
 
-use crate::changes::{Changes, Command, Undo};
+use crate::changes::{Changes, Undo};
+use crate::command::Command;
 use crate::drive::Drive;
 use crate::error::{Error, ErrorKind, Object, Result};
-use crate::machine::{FILE_SET, Machine};
+use crate::given_files::{self, FILE_SET};
+use crate::machine::Machine;
 use crate::nbd::{Client, REQUEST_BYTES};
 
 /// Bytes that one bit of a dirty bitmap stands for, up to [`LARGE_DISK`] and above.
@@ -177,7 +179,7 @@ impl Disks {
         for (index, disk) in self.disks.iter().enumerate() {
             let nodes = Nodes::of(index);
             let file = temporary_file(disk.drive.bytes).map_err(Error::system("make a temporary file for a disk"))?;
-            machine.add_file(changes, nodes.set, file.as_fd())?;
+            given_files::add_file(machine, changes, nodes.set, file.as_fd())?;
             let path = format!("/dev/fdset/{}", nodes.set);
             let add = json!({"driver": "file", "node-name": nodes.kept, "filename": path, "locking": "off"});
             changes.execute(machine, Command::new("blockdev-add", add), remove_node(&nodes.kept))?;

@@ -4,9 +4,9 @@ use pagemark::ByteCount;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+use crate::command::text;
 use crate::command_line::split_options;
 use crate::error::{Error, ErrorKind, Object, Result};
-use crate::machine::text;
 
 /// A disk that the machine can write to.
 #[derive(Clone, PartialEq, Eq, Debug)]

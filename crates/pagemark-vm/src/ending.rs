@@ -11,8 +11,8 @@ use std::time::{Duration, Instant};
 use pagemark::sys::{pidfd, proc};
 use serde_json::Value;
 
+use crate::command::text;
 use crate::command_line::option_name;
-use crate::machine::text;
 
 /// How long QEMU may send nothing, once it has reported that it ends.
 const PATIENCE: Duration = Duration::from_secs(3);
@@ -35,9 +35,10 @@ impl Ending {
     /// no such process.
     pub(crate) fn of(pid: i32) -> Option<Ending> {
         let process = pidfd::open(pid, 0).ok()?;
-        let line = std::fs::read(proc::path(pid, "cmdline")).ok()?;
-        let mut arguments = line.split(|&byte| byte == 0).map(String::from_utf8_lossy);
-        let may_stay = arguments.any(|argument| matches!(option_name(&argument), Some("no-shutdown" | "action")));
+        let decides = |argument: &Vec<u8>| {
+            matches!(option_name(&String::from_utf8_lossy(argument)), Some("no-shutdown" | "action"))
+        };
+        let may_stay = proc::arguments(pid).ok()?.iter().any(decides);
         Some(Ending { process, may_stay, since: None })
     }
 
@@ -93,7 +94,7 @@ mod tests {
                 Command::new("sh").args(["-c", "read line", options]).stdin(Stdio::piped()).spawn().unwrap();
             // The kernel lets the parent continue before the child has its arguments.
             let pid = child.id() as i32;
-            let has_arguments = || std::fs::read(proc::path(pid, "cmdline")).is_ok_and(|line| !line.is_empty());
+            let has_arguments = || proc::arguments(pid).is_ok_and(|arguments| !arguments.is_empty());
             pagemark_testing::wait_until("the arguments are there", has_arguments);
             let mut ending = Ending::of(pid).unwrap();
             ending.observe(&json!({"event": "STOP"}));

@@ -4,7 +4,7 @@ use std::fmt;
 
 use serde_json::Value;
 
-use crate::machine::text;
+use crate::command::text;
 
 /// What happened to a machine.
 #[derive(Clone, PartialEq, Eq, Debug)]

@@ -12,12 +12,12 @@ use pagemark::store::Piece;
 use pagemark::{ByteCount, ContentId, Kind, PAGE_SIZE, PageNumber, PageTree, Store};
 use serde_json::{Value, json};
 
-use crate::changes::Command;
+use crate::command::{Command, text};
 use crate::command_line::MONITOR_ARGUMENTS;
 use crate::disks::Connections;
 use crate::drive::{DiskImage, ImageFormat, names_file, with_other_file, with_qcow2};
 use crate::error::{Error, ErrorKind, Object, Result};
-use crate::machine::{Machine, Startup, text};
+use crate::machine::{Machine, Startup};
 use crate::nbd::Client;
 use crate::started::{Started, Streams};
 

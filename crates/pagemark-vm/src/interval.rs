@@ -18,7 +18,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use pagemark::repository::{Checkpoint, SpaceRecord};
 use pagemark::sys::pagemap::{Filter, PRESENT, Pagemap, SWAPPED};
-use pagemark::sys::proc::{self, maps};
+use pagemark::sys::proc::{self, Call, maps};
 use pagemark::{Address, AddressRangeExt, ContentId, PAGE_SIZE, PageNumber, PageTree, RangeSet};
 use pagemark_process::preload::{self, Missing};
 use pagemark_simulate::control::Control;
@@ -27,12 +27,14 @@ use serde::{Deserialize, Serialize};
 use serde_json::json;
 
 use crate::changes::Changes;
+use crate::command::text;
 use crate::command_line::arguments_of_restore;
 use crate::deterministic::arguments_of_simulation;
 use crate::error::{Error, ErrorKind, Object, Result};
+use crate::given_files;
 use crate::images::copy_pages;
 use crate::instruction_count::{first_difference, instruction_count};
-use crate::machine::{Machine, text};
+use crate::machine::Machine;
 use crate::ram_blocks::RamBlock;
 use crate::restore::{Fill, Progress, Restore, load_devices, pair};
 use crate::started::{Started, Streams};
@@ -56,11 +58,8 @@ const LAST_IDLE_LIMIT: Duration = Duration::from_secs(10);
 /// How many pages may differ where a machine is one instruction away from a checkpoint.
 const MAX_CHANGED_PAGES: usize = 256;
 
-/// Looks at the thread of QEMU that stops the machine, all alike, until it is known to wait.
-const WAITING_LOOKS: u32 = 3;
-
-/// The system call `futex`.
-const FUTEX: &str = "202 ";
+/// How often QEMU's main thread must be found in the same wait until it is known to wait.
+const WAITING_COUNT: u32 = 3;
 
 /// What observes the machine.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -497,8 +496,8 @@ impl Run {
 
     fn save_devices(&mut self) -> Result<Vec<u8>> {
         let mut changes = Changes::new(&self.machine)?;
-        let file = self.machine.add_device_file(&mut changes)?;
-        self.machine.execute(&Machine::save_devices())?;
+        let file = given_files::add_device_file(&mut self.machine, &mut changes)?;
+        self.machine.execute(&given_files::save_devices())?;
         changes.end_checkpoint(&mut self.machine)?;
         let failed = || Error::system("read the state of the devices");
         let mut devices = vec![0; file.metadata().map_err(failed())?.len() as usize];
@@ -536,11 +535,11 @@ impl Run {
 /// sleeps then, where it otherwise waits for the monitor.
 fn wait_for_stop(pid: i32) -> Result<()> {
     let deadline = Instant::now() + STOP_LIMIT;
-    let path = proc::path(pid, &format!("task/{pid}/syscall"));
-    let (mut last, mut looks) = (String::new(), 0);
-    while looks < WAITING_LOOKS {
-        let now = std::fs::read_to_string(&path).map_err(Error::system("look at the threads of QEMU"))?;
-        looks = if now.starts_with(FUTEX) && (looks == 0 || now == last) { looks + 1 } else { 0 };
+    let (mut last, mut count) = (None, 0);
+    while count < WAITING_COUNT {
+        let now = Call::of_thread(pid).map_err(Error::system("find out what QEMU's main thread waits for"))?;
+        let waits = now.is_some_and(|call| call.number == libc::SYS_futex);
+        count = if waits && (count == 0 || now == last) { count + 1 } else { 0 };
         last = now;
         if Instant::now() >= deadline {
             return Err(Error::about(ErrorKind::Monitor, Object::Process(pid), "does not stop its machine"));
@@ -560,7 +559,7 @@ fn visit_differing_pages(
     found: &(dyn Fn(PageNumber, &[u8]) + Sync),
 ) -> Result<()> {
     let failed = || Error::system("compare the memory of QEMU");
-    let memory = File::open(proc::path(pid, "mem")).map_err(failed())?;
+    let memory = proc::open_memory(pid).map_err(failed())?;
     let start = block.range.start.get();
     let compare = |page: PageNumber, expected: &[u8]| {
         let mut content = vec![0; expected.len()];

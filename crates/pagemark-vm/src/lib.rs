@@ -30,6 +30,7 @@
 
 mod block_file;
 mod changes;
+mod command;
 mod command_line;
 mod core_file;
 mod debugged;
@@ -43,6 +44,7 @@ mod event;
 mod export;
 mod fork;
 mod fork_arguments;
+mod given_files;
 mod guard;
 mod images;
 mod instruction_count;

@@ -1,18 +1,17 @@
 //! What the monitor of a machine reports, and the commands that a checkpoint needs.
 
 use std::fs::File;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+use std::os::fd::BorrowedFd;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-use nix::sys::memfd::{MFdFlags, memfd_create};
 use pagemark::ByteCount;
 use pagemark::sys::proc::{self, Mapping};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use crate::block_file;
-use crate::changes::{Changes, Command, Undo};
+use crate::command::{Command, text};
 use crate::drive::{self, DiskImage, Drive};
 use crate::error::{Error, ErrorKind, Object, Result};
 use crate::memory_map::MemoryMap;
@@ -38,10 +37,6 @@ const USERS_DEVICES: [&str; 2] = ["/machine/peripheral", "/machine/peripheral-an
 /// States of a migration that is in progress.
 const MIGRATING: [&str; 8] =
     ["setup", "active", "device", "wait-unplug", "pre-switchover", "postcopy-active", "postcopy-paused", "colo"];
-
-/// QEMU's number of the set of descriptors that has the file for the state of the devices: two
-/// letters, `pm`. The sets with the next numbers have files for disks.
-pub(crate) const FILE_SET: u64 = 28781;
 
 /// Mappings that are larger hold no records of QEMU's.
 const MAX_HEAP_PART: ByteCount = ByteCount::new(64 << 20);
@@ -231,13 +226,12 @@ impl Machine {
         let part = |name| version.pointer(&format!("/qemu/{name}")).and_then(Value::as_u64).unwrap_or_default();
         let version = format!("{}.{}.{}", part("major"), part("minor"), part("micro"));
         let failed = |operation| Error::system(operation);
-        let line = std::fs::read(proc::path(self.pid, "cmdline")).map_err(failed("read QEMU's command line"))?;
-        let arguments = line.strip_suffix(b"\0").unwrap_or(&line).split(|&byte| byte == 0).skip(1);
-        let arguments = arguments.map(|argument| String::from_utf8(argument.to_vec()));
-        let arguments = arguments.collect::<Result<Vec<_>, _>>().map_err(|error| {
-            Error::of(ErrorKind::Unsupported, "record the command line of", Object::Process(self.pid), error)
-        })?;
-        let directory = std::fs::read_link(proc::path(self.pid, "cwd")).map_err(failed("read QEMU's directory"))?;
+        let arguments = proc::arguments(self.pid).map_err(failed("read QEMU's command line"))?;
+        let arguments =
+            arguments.into_iter().skip(1).map(String::from_utf8).collect::<Result<Vec<_>, _>>().map_err(|error| {
+                Error::of(ErrorKind::Unsupported, "record the command line of", Object::Process(self.pid), error)
+            })?;
+        let directory = proc::working_directory(self.pid).map_err(failed("read QEMU's directory"))?;
         let program = proc::executable(self.pid).map_err(failed("read QEMU's program"))?;
         let kind = Some(self.kind()?);
         Ok(Startup { program, arguments, directory, version, is_running, disks: Vec::new(), kind })
@@ -279,38 +273,6 @@ impl Machine {
         Ok(Some(blocks))
     }
 
-    /// The command by which QEMU writes the state of processors and devices into the file that
-    /// [`Machine::add_device_file`] gave it. The machine is stopped.
-    pub(crate) fn save_devices() -> Command {
-        let path = format!("/dev/fdset/{FILE_SET}");
-        // QEMU has the command in all builds. It does not stop the machine, and with `live: false` it leaves
-        // the disks with this QEMU.
-        Command::new("xen-save-devices-state", json!({"filename": path, "live": false}))
-    }
-
-    /// Gives QEMU a file in memory for [`Machine::save_devices`].
-    pub(crate) fn add_device_file(&mut self, changes: &mut Changes) -> Result<File> {
-        let file = memory_file().map_err(Error::system("make a file in memory"))?;
-        // QEMU takes a descriptor from the set only if it is open for writing alone.
-        let path = proc::own_path(&format!("fd/{}", file.as_raw_fd()));
-        let for_qemu = File::options().write(true).open(path).map_err(Error::system("open a file in memory"))?;
-        self.add_file(changes, FILE_SET, for_qemu.as_fd())?;
-        Ok(file)
-    }
-
-    /// Gives QEMU a descriptor as the only one of a set, until the end of the checkpoint.
-    pub(crate) fn add_file(&mut self, changes: &mut Changes, set: u64, file: BorrowedFd<'_>) -> Result<()> {
-        let remove = Command::new("remove-fd", json!({ "fdset-id": set }));
-        // A set that was left over would have two files.
-        match self.execute(&remove) {
-            Err(error) if error.kind() != ErrorKind::Command => return Err(error),
-            _ => {}
-        }
-        let add =
-            |machine: &mut Machine| machine.monitor.execute_with("add-fd", json!({ "fdset-id": set }), Some(file));
-        changes.make(self, Undo::by(remove), add).map(drop)
-    }
-
     /// Has QEMU, which was started with `-incoming defer`, read the state of processors and devices
     /// from a pipe. Returns when it has.
     pub(crate) fn begin_load(&mut self, pipe: BorrowedFd<'_>) -> Result<()> {
@@ -328,15 +290,6 @@ impl Machine {
         }
         Ok(status != "inmigrate")
     }
-}
-
-fn memory_file() -> std::io::Result<File> {
-    Ok(File::from(memfd_create(c"pagemark-devices", MFdFlags::MFD_CLOEXEC)?))
-}
-
-/// A field of a reply that is text; empty if it is missing.
-pub(crate) fn text(value: &Value, field: &str) -> String {
-    value.get(field).and_then(Value::as_str).unwrap_or_default().to_owned()
 }
 
 /// The content of the private memory of a process, but for large mappings.

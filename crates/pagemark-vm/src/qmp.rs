@@ -11,7 +11,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{ControlMessage, MsgFlags, getsockopt, sendmsg, sockopt};
 use serde_json::{Value, json};
 
-use crate::changes::Command;
+use crate::command::Command;
 use crate::ending::Ending;
 use crate::error::{Error, ErrorKind, Object, Result};
 use crate::event::MachineEvent;

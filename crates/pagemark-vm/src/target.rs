@@ -19,6 +19,7 @@ use crate::changes::Changes;
 use crate::disks::{Connections, DiskContents, Disks};
 use crate::error::{Error, ErrorKind, Object, Result};
 use crate::event::MachineEvent;
+use crate::given_files;
 use crate::machine::{Machine, Startup};
 use crate::memory_map::MemoryMap;
 use crate::ram_blocks::{BlockMemory, RamBlock};
@@ -103,7 +104,7 @@ impl VmTarget {
         let command = [startup.program.display().to_string()].into_iter().chain(startup.arguments).collect();
         let mut changes = Changes::new(&machine)?;
         // Whether QEMU takes a file, and serves disks, is found out before the machine is stopped.
-        machine.add_device_file(&mut changes)?;
+        given_files::add_device_file(&mut machine, &mut changes)?;
         disks.check(&mut machine, &mut changes)?;
         changes.end_checkpoint(&mut machine)?;
         // A socket may belong to another program, which is left alone: it has no such memory.
@@ -414,12 +415,12 @@ impl Target for VmTarget {
         let hold = Hold(self);
         let VmTarget { machine, changes, disks, memory, next_space, .. } = &mut *hold.0;
         let connections = disks.prepare(machine, changes)?;
-        let devices = machine.add_device_file(changes)?;
+        let devices = given_files::add_device_file(machine, changes)?;
         let map = machine.memory_map()?;
         let (since, taken_at) = (Instant::now(), SystemTime::now());
         let mut steps: Vec<_> = startup.is_running.then(Changes::stop).into_iter().collect();
         steps.extend(disks.begin(changes)?);
-        steps.push((Machine::save_devices(), None));
+        steps.push((given_files::save_devices(), None));
         changes.execute_all(machine, steps)?;
         memory.space.refresh_mappings()?;
         memory.find_blocks(machine, next_space)?;

@@ -16,7 +16,7 @@ use super::memory::{BITMAP_BITS, Field, Memory};
 use super::runs::{List, Nodes, Runs};
 use super::sizes::Class;
 use crate::crossings::Crossings;
-use crate::tracker::Tracked;
+use crate::tracked::Tracked;
 use crate::{Error, Parts};
 
 /// What a page is for.

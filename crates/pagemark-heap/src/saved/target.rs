@@ -15,7 +15,7 @@ use super::memory::Header;
 use super::objects::{Locked, Objects};
 use super::{header_of, heap_space};
 use crate::grouping::Separate;
-use crate::tracker::Tracked;
+use crate::tracked::Tracked;
 use crate::{Error, HeapTracker};
 
 /// The heap, and what it knows of its job.

@@ -1,0 +1,21 @@
+//! A command of QEMU's monitor, and fields of its replies.
+
+use serde_json::Value;
+
+/// A command of the monitor, with its arguments.
+#[derive(Clone, PartialEq, Debug)]
+pub(crate) struct Command {
+    pub(crate) name: &'static str,
+    pub(crate) arguments: Value,
+}
+
+impl Command {
+    pub(crate) fn new(name: &'static str, arguments: Value) -> Command {
+        Command { name, arguments }
+    }
+}
+
+/// A field of a reply that is text; empty if it is missing.
+pub(crate) fn text(value: &Value, field: &str) -> String {
+    value.get(field).and_then(Value::as_str).unwrap_or_default().to_owned()
+}
