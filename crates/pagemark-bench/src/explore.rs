@@ -12,7 +12,7 @@ use std::time::Instant;
 use pagemark::track::Scope;
 use pagemark::{Mechanism, track};
 use pagemark_explore::programs::{Flaw, Messages, Pattern, Queue};
-use pagemark_explore::{Exploration, ExploreError, Explorer, Order, Outcome, StateForm};
+use pagemark_explore::{Exploration, Explorer, Order, Outcome, StateForm};
 use pagemark_report::output::print;
 use pagemark_report::samples::Samples;
 use pagemark_report::table::Table;
@@ -133,7 +133,7 @@ impl Program {
         clap::ValueEnum::to_possible_value(&self).map_or_else(String::new, |value| value.get_name().to_owned())
     }
 
-    fn explore(self, options: &Options, keep: StateForm) -> Result<(Exploration, usize), ExploreError> {
+    fn explore(self, options: &Options, keep: StateForm) -> Result<(Exploration, usize), pagemark_explore::Error> {
         let messages = |pattern, processes, rounds| Messages {
             pattern,
             processes,

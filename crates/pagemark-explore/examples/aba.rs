@@ -2,9 +2,9 @@
 //! about.
 
 use pagemark_explore::programs::{Flaw, Queue};
-use pagemark_explore::{ExploreError, Explorer, Order, Outcome};
+use pagemark_explore::{Error, Explorer, Order, Outcome};
 
-fn main() -> Result<(), ExploreError> {
+fn main() -> Result<(), Error> {
     let queue = Queue { flaw: Flaw::NoCounts, producers: 1, items: 2, consumers: 2, tries: 2, table_bytes: 4096 };
     let explorer = Explorer { sizes: queue.sizes(), order: Order::BreadthFirst, ..Explorer::default() };
     let found = explorer.explore(|world| queue.set_up(world))?;

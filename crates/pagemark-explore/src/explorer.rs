@@ -9,7 +9,7 @@ use crate::state_memory::{State, StateMemory};
 use crate::sys::alternate_stack::AlternateStack;
 use crate::sys::arena::Arena;
 use crate::trace::{Choice, Event, Fault, Step};
-use crate::{ExploreError, Sizes, StateForm, World};
+use crate::{Error, Sizes, StateForm, World};
 
 /// The order in which states are visited.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
@@ -106,13 +106,13 @@ impl Explorer {
     /// depend on the form in which states are held.
     ///
     /// # Errors
-    /// Errors of `program`; [`ExploreError::Region`], [`ExploreError::StackOverflow`].
+    /// Errors of `program`; [`ErrorKind::Core`](crate::ErrorKind::Core), [`ErrorKind::StackOverflow`](crate::ErrorKind::StackOverflow).
     pub fn explore(
         &self,
-        program: impl for<'w> FnOnce(&mut World<'w>) -> Result<(), ExploreError>,
-    ) -> Result<Exploration, ExploreError> {
+        program: impl for<'w> FnOnce(&mut World<'w>) -> Result<(), Error>,
+    ) -> Result<Exploration, Error> {
         let memory = StateMemory::new(self.state_form, self.sizes.total_bytes(), self.chunk_bytes, self.budget_bytes)?;
-        let _handlers = AlternateStack::ensure().map_err(ExploreError::system("making a stack for signal handlers"))?;
+        let _handlers = AlternateStack::ensure().map_err(Error::system("making a stack for signal handlers"))?;
         // SAFETY: `memory` lives longer than the world, which is created below and dropped within
         // this call, and changes its content only in calls, which are made while no fiber runs.
         let arena = unsafe { Arena::new(memory.memory()?) };
@@ -125,14 +125,14 @@ impl Explorer {
     /// trace, and the fault of its last state. At an earlier state that has a fault the trace ends.
     ///
     /// # Errors
-    /// As [`Explorer::explore`], and [`ExploreError::TraceDiffers`].
+    /// As [`Explorer::explore`], and [`ErrorKind::TraceDiffers`](crate::ErrorKind::TraceDiffers).
     pub fn replay(
         &self,
-        program: impl for<'w> FnOnce(&mut World<'w>) -> Result<(), ExploreError>,
+        program: impl for<'w> FnOnce(&mut World<'w>) -> Result<(), Error>,
         trace: &[Choice],
-    ) -> Result<(Vec<Step>, Option<Fault>), ExploreError> {
+    ) -> Result<(Vec<Step>, Option<Fault>), Error> {
         let memory = StateMemory::new(StateForm::Copies, self.sizes.total_bytes(), self.chunk_bytes, None)?;
-        let _handlers = AlternateStack::ensure().map_err(ExploreError::system("making a stack for signal handlers"))?;
+        let _handlers = AlternateStack::ensure().map_err(Error::system("making a stack for signal handlers"))?;
         // SAFETY: as in `explore`.
         let arena = unsafe { Arena::new(memory.memory()?) };
         let mut world = World::new(arena, self.sizes);
@@ -146,7 +146,7 @@ impl Explorer {
             let actor = choice.actor as usize;
             let (ways, label) = (world.ways(actor), world.label(actor));
             if u64::from(choice.way) >= ways {
-                return Err(ExploreError::TraceDiffers { step, actor, ways });
+                return Err(Error::trace_differs(step, actor, ways));
             }
             steps.push(Step { choice, ways, label });
             fault = world.take(choice)?;
@@ -191,7 +191,7 @@ enum Reached {
 }
 
 impl Search<'_, '_> {
-    fn run(mut self) -> Result<Exploration, ExploreError> {
+    fn run(mut self) -> Result<Exploration, Error> {
         let outcome = self.search()?;
         Ok(Exploration {
             outcome,
@@ -202,7 +202,7 @@ impl Search<'_, '_> {
         })
     }
 
-    fn search(&mut self) -> Result<Outcome, ExploreError> {
+    fn search(&mut self) -> Result<Outcome, Error> {
         let fault = self.world.start()?;
         let mut open = VecDeque::new();
         // Number of the state that the memory holds.
@@ -251,7 +251,7 @@ impl Search<'_, '_> {
     }
 
     /// Records the state that the memory holds.
-    fn reach(&mut self, taken: Option<(u32, Choice)>, fault: Option<Fault>) -> Result<Reached, ExploreError> {
+    fn reach(&mut self, taken: Option<(u32, Choice)>, fault: Option<Fault>) -> Result<Reached, Error> {
         if let Some(fault) = fault {
             let trace = taken.map_or_else(Vec::new, |(from, choice)| self.trace(from, choice));
             return Ok(Reached::End(Outcome::Found { fault, trace }));

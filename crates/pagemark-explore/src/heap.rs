@@ -26,13 +26,14 @@ pub struct Heap<'w> {
     start: usize,
 }
 
-/// An operation of the heap failed.
-#[derive(Clone, PartialEq, Eq, Debug, thiserror::Error)]
+/// An operation of the heap failed. Actors hold this error across steps, so unlike
+/// [`Error`](crate::Error) it is plain data, without a destructor.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, thiserror::Error)]
 pub enum HeapError {
     /// The heap has no room.
     #[error("no {bytes} bytes are left in the heap: raise Sizes::heap_bytes")]
     Full {
-        /// What was asked for.
+        /// Length of the memory that was asked for.
         bytes: usize,
     },
     /// The memory to free was not allocated, or was freed already.

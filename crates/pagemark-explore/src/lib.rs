@@ -35,7 +35,7 @@
 //! let Outcome::Found { fault, trace } = found.outcome else { panic!("the bug was not found") };
 //! assert_eq!(fault, Fault::Property { property: "nothing is lost" });
 //! assert_eq!(trace.len(), 4);
-//! # Ok::<(), pagemark_explore::ExploreError>(())
+//! # Ok::<(), pagemark_explore::Error>(())
 //! ```
 
 #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
@@ -55,7 +55,7 @@ mod world;
 
 pub use actor::Actor;
 pub use atomic::Atomic;
-pub use error::ExploreError;
+pub use error::{Error, ErrorKind};
 pub use explorer::{Bound, Exploration, Explorer, Order, Outcome};
 pub use heap::{Heap, HeapError};
 pub use network::{Network, Sender};

@@ -3,7 +3,7 @@
 use std::cell::Cell;
 
 use crate::sys::fiber::Label;
-use crate::{Actor, ExploreError, World};
+use crate::{Actor, Error, World};
 
 /// The sender of a message that is wanted.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -33,8 +33,8 @@ impl<'w> Network<'w> {
     /// sender waits for room.
     ///
     /// # Errors
-    /// [`ExploreError::DataFull`]
-    pub fn new(world: &mut World<'w>, actors: usize, room: usize) -> Result<Network<'w>, ExploreError> {
+    /// [`ErrorKind::DataFull`](crate::ErrorKind::DataFull)
+    pub fn new(world: &mut World<'w>, actors: usize, room: usize) -> Result<Network<'w>, Error> {
         let counts = world.place_all(actors * actors, |_| Cell::new(0))?;
         let messages = world.place_all(actors * actors * room, |_| Cell::new(0))?;
         Ok(Network { actors, room, counts, messages })

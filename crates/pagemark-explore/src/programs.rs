@@ -2,7 +2,7 @@
 
 use std::cell::Cell;
 
-use crate::{ExploreError, World};
+use crate::{Error, World};
 
 mod messages;
 mod queue;
@@ -17,7 +17,7 @@ pub(crate) struct Table<'w> {
 }
 
 impl<'w> Table<'w> {
-    pub fn new(world: &mut World<'w>, bytes: usize) -> Result<Table<'w>, ExploreError> {
+    pub fn new(world: &mut World<'w>, bytes: usize) -> Result<Table<'w>, Error> {
         let words = world.place_all((bytes / 8).max(1), |index| Cell::new(scramble(index as u64)))?;
         Ok(Table { words })
     }

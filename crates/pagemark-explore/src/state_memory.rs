@@ -10,7 +10,7 @@ use pagemark::snapshot::{SnapshotOptions, SnapshotStore};
 use pagemark::{Mechanism, Region};
 use xxhash_rust::xxh3::xxh3_64;
 
-use crate::ExploreError;
+use crate::Error;
 use crate::sys::plain_memory::PlainMemory;
 
 /// The form in which states are held.
@@ -55,7 +55,7 @@ impl StateMemory {
         bytes: usize,
         chunk_bytes: usize,
         budget_bytes: Option<u64>,
-    ) -> Result<StateMemory, ExploreError> {
+    ) -> Result<StateMemory, Error> {
         match state_form {
             StateForm::Snapshots(mechanism) => {
                 let options = SnapshotOptions { chunk_bytes, budget_bytes };
@@ -64,18 +64,18 @@ impl StateMemory {
                 Ok(StateMemory::Snapshots { region: Box::new(Region::with_options(bytes, options)?), store })
             }
             StateForm::Copies => {
-                let memory = PlainMemory::new(bytes).map_err(ExploreError::system("mapping the program's memory"))?;
+                let memory = PlainMemory::new(bytes).map_err(Error::system("mapping the program's memory"))?;
                 Ok(StateMemory::Copies { memory, held_bytes: 0, budget_bytes })
             }
         }
     }
 
     /// The address of the memory, for the program.
-    pub fn memory(&self) -> Result<NonNull<[u8]>, ExploreError> {
+    pub fn memory(&self) -> Result<NonNull<[u8]>, Error> {
         match self {
             StateMemory::Snapshots { region, .. } => {
                 let start = NonNull::new(region.as_ptr()).ok_or(std::io::ErrorKind::OutOfMemory.into());
-                let start = start.map_err(ExploreError::system("finding the region"))?;
+                let start = start.map_err(Error::system("finding the region"))?;
                 Ok(NonNull::slice_from_raw_parts(start, region.bytes()))
             }
             StateMemory::Copies { memory, .. } => Ok(memory.memory()),
@@ -83,7 +83,7 @@ impl StateMemory {
     }
 
     /// Saves the present content. None if it does not fit the budget.
-    pub fn save(&mut self) -> Result<Option<State>, ExploreError> {
+    pub fn save(&mut self) -> Result<Option<State>, Error> {
         match self {
             StateMemory::Snapshots { region, .. } => match region.snapshot() {
                 Ok(snapshot) => Ok(Some(State::Snapshot(snapshot))),
@@ -108,7 +108,7 @@ impl StateMemory {
     }
 
     /// Restores a state into the memory.
-    pub fn restore(&mut self, state: &State) -> Result<(), ExploreError> {
+    pub fn restore(&mut self, state: &State) -> Result<(), Error> {
         match (self, state) {
             (StateMemory::Snapshots { region, .. }, State::Snapshot(snapshot)) => _ = region.restore(snapshot)?,
             (StateMemory::Copies { memory, .. }, State::Copy(copy)) => memory.fill(&copy.content),

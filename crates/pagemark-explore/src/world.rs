@@ -14,7 +14,7 @@ use crate::heap::Heap;
 use crate::sys::arena::Arena;
 use crate::sys::fiber::{Fiber, Label, Phase, Stopped};
 use crate::trace::{Choice, Event, Fault};
-use crate::{Actor, ExploreError, Plain};
+use crate::{Actor, Error, Plain};
 
 /// The sizes of the memory of a state. Memory that is never written costs nothing.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -101,37 +101,33 @@ impl<'w> World<'w> {
     /// Places data that actors share, for as long as the program exists.
     ///
     /// # Errors
-    /// [`ExploreError::DataFull`]
-    pub fn place<T: Plain>(&mut self, value: T) -> Result<&'w T, ExploreError> {
+    /// [`ErrorKind::DataFull`](crate::ErrorKind::DataFull)
+    pub fn place<T: Plain>(&mut self, value: T) -> Result<&'w T, Error> {
         let offset = self.take_data(size_of::<T>(), align_of::<T>())?;
         let left_bytes = self.free_data.len();
-        self.arena.put(offset, value).ok_or(ExploreError::DataFull { needed_bytes: size_of::<T>(), left_bytes })
+        self.arena.put(offset, value).ok_or(Error::data_full(size_of::<T>(), left_bytes))
     }
 
     /// Places `count` values side by side; `value` returns each by its index.
     ///
     /// # Errors
-    /// [`ExploreError::DataFull`]
-    pub fn place_all<T: Plain>(
-        &mut self,
-        count: usize,
-        mut value: impl FnMut(usize) -> T,
-    ) -> Result<&'w [T], ExploreError> {
+    /// [`ErrorKind::DataFull`](crate::ErrorKind::DataFull)
+    pub fn place_all<T: Plain>(&mut self, count: usize, mut value: impl FnMut(usize) -> T) -> Result<&'w [T], Error> {
         let needed_bytes = size_of::<T>().saturating_mul(count);
         let offset = self.take_data(needed_bytes, align_of::<T>())?;
         for index in 0..count {
             self.arena.put(offset + index * size_of::<T>(), value(index));
         }
         let left_bytes = self.free_data.len();
-        self.arena.slice(offset, count).ok_or(ExploreError::DataFull { needed_bytes, left_bytes })
+        self.arena.slice(offset, count).ok_or(Error::data_full(needed_bytes, left_bytes))
     }
 
-    fn take_data(&mut self, needed_bytes: usize, align: usize) -> Result<usize, ExploreError> {
+    fn take_data(&mut self, needed_bytes: usize, align: usize) -> Result<usize, Error> {
         // The arena begins at a page, so an aligned offset is an aligned address.
         let offset = self.free_data.start.next_multiple_of(align.max(8));
         let left_bytes = self.free_data.end.saturating_sub(offset);
         if align > PAGE_SIZE || needed_bytes > left_bytes {
-            return Err(ExploreError::DataFull { needed_bytes, left_bytes });
+            return Err(Error::data_full(needed_bytes, left_bytes));
         }
         self.free_data.start = offset + needed_bytes;
         Ok(offset)
@@ -152,7 +148,7 @@ impl<'w> World<'w> {
     ///     Ok(())
     /// })?;
     /// assert_eq!(found.states, 2);
-    /// # Ok::<(), pagemark_explore::ExploreError>(())
+    /// # Ok::<(), pagemark_explore::Error>(())
     /// ```
     ///
     /// Safe code cannot spawn an actor, because a value with a destructor that is held across a
@@ -171,7 +167,7 @@ impl<'w> World<'w> {
     /// ```
     ///
     /// # Errors
-    /// [`ExploreError::TooManyActors`]
+    /// [`ErrorKind::TooManyActors`](crate::ErrorKind::TooManyActors)
     ///
     /// # Safety
     /// Whenever `run` calls its [`Actor`], also through other types of this crate, everything that
@@ -179,10 +175,10 @@ impl<'w> World<'w> {
     /// and the stack itself, and shared references to memory that lives as long as the world and is
     /// not changed. In particular they hold no box, vector, string, lock guard or open file. The
     /// explorer suspends a frame once and continues it any number of times, or never.
-    pub unsafe fn spawn<F: FnOnce(&Actor<'w>) + Copy + 'w>(&mut self, run: F) -> Result<usize, ExploreError> {
+    pub unsafe fn spawn<F: FnOnce(&Actor<'w>) + Copy + 'w>(&mut self, run: F) -> Result<usize, Error> {
         let number = self.fibers.len();
         if number == self.sizes.actors {
-            return Err(ExploreError::TooManyActors { actors: number });
+            return Err(Error::too_many_actors(number));
         }
         let begin = move |block| run(&Actor::new(block));
         self.fibers.push(Fiber::new(self.arena, self.sizes.stack(number), number, begin));
@@ -205,7 +201,7 @@ impl<'w> World<'w> {
     }
 
     /// Runs every actor until it waits for the first time.
-    pub(crate) fn start(&self) -> Result<Option<Fault>, ExploreError> {
+    pub(crate) fn start(&self) -> Result<Option<Fault>, Error> {
         for actor in 0..self.fibers.len() {
             if let Some(fault) = self.resume(Choice { actor: actor as u32, way: 0 })? {
                 return Ok(Some(fault));
@@ -231,7 +227,7 @@ impl<'w> World<'w> {
     }
 
     /// Takes a choice. Returns the fault of the state that it leads to.
-    pub(crate) fn take(&self, choice: Choice) -> Result<Option<Fault>, ExploreError> {
+    pub(crate) fn take(&self, choice: Choice) -> Result<Option<Fault>, Error> {
         Ok(self.resume(choice)?.or_else(|| self.fault_of_state()))
     }
 
@@ -240,14 +236,14 @@ impl<'w> World<'w> {
         self.watchers.iter_mut().for_each(|watch| watch(event));
     }
 
-    fn resume(&self, choice: Choice) -> Result<Option<Fault>, ExploreError> {
+    fn resume(&self, choice: Choice) -> Result<Option<Fault>, Error> {
         let actor = choice.actor as usize;
         let fiber = &self.fibers[actor];
         match fiber.resume(choice.way.into()) {
             Ok(()) if fiber.phase() == Phase::Failed => Ok(Some(Fault::Assertion { actor, property: fiber.failure() })),
             Ok(()) => Ok(None),
             Err(Stopped::Panic(words)) => Ok(Some(Fault::Panic { actor, words })),
-            Err(Stopped::Overflow) => Err(ExploreError::StackOverflow { actor, stack_bytes: self.sizes.stack_bytes }),
+            Err(Stopped::Overflow) => Err(Error::stack_overflow(actor, self.sizes.stack_bytes)),
         }
     }
 

@@ -7,11 +7,30 @@
 //! `simulator` names ([`Kind`]) writes its [`Results`] to the file of the option `out`. A [`trace`]
 //! is written to the file of the option `trace` meanwhile.
 //!
+//! The command line of QEMU has:
+//!
 //! ```text
 //! -plugin libpagemark_simulate.so,simulator=cache,control=FILE,out=FILE
 //! ```
+//!
+//! # Example
+//!
+//! What the plugin has written in two consecutive intervals, as one long run:
+//!
+//! ```no_run
+//! use std::path::Path;
+//!
+//! use pagemark_simulate::{Merged, Results};
+//!
+//! let parts = [Results::read(Path::new("3-4.json"))?, Results::read(Path::new("4-5.json"))?];
+//! if let Some(merged) = Merged::of(&parts)? {
+//!     println!("{:?}", merged.results.counts);
+//! }
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
 
 pub mod control;
+mod error;
 mod interface;
 mod observation;
 mod plugin;
@@ -19,5 +38,6 @@ mod results;
 mod simulators;
 pub mod trace;
 
-pub use results::{MergeError, Merged, Results};
+pub use error::{Error, ErrorKind};
+pub use results::{Merged, Results};
 pub use simulators::Kind;

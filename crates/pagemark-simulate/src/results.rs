@@ -1,13 +1,13 @@
 //! What a simulator found in an interval, as numbers by name, and their sum over intervals.
 
 use std::collections::BTreeMap;
-use std::fmt;
 use std::fs::{self, File};
 use std::io::{self, BufWriter, Write};
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
+use crate::error::Error;
 use crate::simulators::Kind;
 
 /// The results of a simulator.
@@ -18,18 +18,6 @@ pub struct Results {
     /// Numbers of events by name. Those of several intervals are added.
     pub counts: BTreeMap<String, u64>,
 }
-
-/// Results of different simulators cannot be merged.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct MergeError;
-
-impl fmt::Display for MergeError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("they are of different simulators")
-    }
-}
-
-impl std::error::Error for MergeError {}
 
 /// The results of a run that was simulated in parts, and what they have to do with those of one
 /// long simulation. Counts that neither list has are exact.
@@ -48,7 +36,7 @@ impl Merged {
     ///
     /// # Errors
     /// The parts are of different simulators.
-    pub fn of<'a>(parts: impl IntoIterator<Item = &'a Results>) -> Result<Option<Merged>, MergeError> {
+    pub fn of<'a>(parts: impl IntoIterator<Item = &'a Results>) -> Result<Option<Merged>, Error> {
         let mut parts = parts.into_iter();
         let Some(first) = parts.next() else { return Ok(None) };
         let mut merged =
@@ -92,9 +80,9 @@ impl Results {
     ///
     /// # Errors
     /// It is of another simulator.
-    pub fn merge(&mut self, next: &Results) -> Result<(), MergeError> {
+    pub fn merge(&mut self, next: &Results) -> Result<(), Error> {
         if self.simulator != next.simulator {
-            return Err(MergeError);
+            return Err(Error::other_simulator(self.simulator.name()));
         }
         for (name, count) in &next.counts {
             match self.counts.get_mut(name) {
@@ -109,6 +97,7 @@ impl Results {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::error::ErrorKind;
 
     #[test]
     fn results_are_added_by_name() {
@@ -119,8 +108,9 @@ mod tests {
         let mut sum = of(&[("a", 1), ("b", 2)]);
         sum.merge(&of(&[("b", 3), ("c", 4)])).unwrap();
         assert_eq!(sum, of(&[("a", 1), ("b", 5), ("c", 4)]));
-        assert_eq!(sum.merge(&Results { simulator: Kind::Cache, ..of(&[]) }), Err(MergeError));
-        assert_eq!(MergeError.to_string(), "they are of different simulators");
+        let error = sum.merge(&Results { simulator: Kind::Cache, ..of(&[]) }).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::OtherSimulator);
+        assert_eq!(error.to_string(), "merge the results of mix: they are of different simulators");
         let file = tempfile::tempdir().unwrap();
         sum.write(&file.path().join("r")).unwrap();
         assert_eq!(Results::read(&file.path().join("r")).unwrap(), sum);
@@ -132,7 +122,7 @@ mod tests {
             simulator: Kind::Cache,
             counts: [("l1d-misses".to_owned(), misses), ("l1d-uncertain-misses".to_owned(), uncertain)].into(),
         };
-        assert_eq!(Merged::of([]), Ok(None));
+        assert_eq!(Merged::of([]).unwrap(), None);
         let one = Merged::of([&of(10, 5)]).unwrap().unwrap();
         assert!(one.at_most_too_many.is_empty() && one.at_most_too_few.is_empty());
         // The caches of the first part are as empty as those of one long simulation.
@@ -143,6 +133,6 @@ mod tests {
         let mix = Results { simulator: Kind::Mix, counts: [("loads".to_owned(), 1)].into() };
         let exact = Merged::of([&mix, &mix]).unwrap().unwrap();
         assert!(exact.at_most_too_many.is_empty() && exact.at_most_too_few.is_empty());
-        assert_eq!(Merged::of([&mix, &of(1, 1)]), Err(MergeError));
+        assert_eq!(Merged::of([&mix, &of(1, 1)]).unwrap_err().kind(), ErrorKind::OtherSimulator);
     }
 }

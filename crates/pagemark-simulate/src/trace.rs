@@ -29,10 +29,6 @@
 //! 5. for each access to memory its physical less its virtual address, as the signed difference to
 //!    the last such number: of [`PAGE_SLOTS`] slots, by the virtual page.
 
-use std::fmt;
-use std::io;
-use std::path::{Path, PathBuf};
-
 mod columns;
 mod reader;
 mod writer;
@@ -83,62 +79,16 @@ pub struct TracedAccess {
     pub physical_address: Option<u64>,
 }
 
-/// A trace cannot be read.
-#[derive(Debug)]
-pub struct TraceError {
-    path: PathBuf,
-    reason: Reason,
-}
-
-#[derive(Debug)]
-enum Reason {
-    System(io::Error),
-    Damaged(&'static str),
-}
-
-impl TraceError {
-    fn damaged(path: &Path, what: &'static str) -> TraceError {
-        TraceError { path: path.to_owned(), reason: Reason::Damaged(what) }
-    }
-
-    /// For `map_err`: a failed system call.
-    fn system(path: &Path) -> impl FnOnce(io::Error) -> TraceError {
-        |error| TraceError { path: path.to_owned(), reason: Reason::System(error) }
-    }
-
-    /// True if the file is not a complete, undamaged trace.
-    pub fn is_damaged(&self) -> bool {
-        matches!(self.reason, Reason::Damaged(_))
-    }
-}
-
-impl fmt::Display for TraceError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let path = self.path.display();
-        match &self.reason {
-            Reason::System(error) => write!(f, "cannot read the trace {path}: {error}"),
-            Reason::Damaged(what) => write!(f, "the trace {path} is damaged: {what}; simulate its interval again"),
-        }
-    }
-}
-
-impl std::error::Error for TraceError {
-    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
-        match &self.reason {
-            Reason::System(error) => Some(error),
-            Reason::Damaged(_) => None,
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use std::fs;
-    use std::io::Write;
+    use std::io::{self, Write};
+    use std::path::PathBuf;
 
     use proptest::prelude::*;
 
     use super::*;
+    use crate::error::{Error, ErrorKind};
     use crate::simulators::Access;
 
     /// An instruction, and its accesses.
@@ -173,7 +123,7 @@ mod tests {
         (directory, path)
     }
 
-    fn read(trace: &Trace) -> Result<Vec<Executed>, TraceError> {
+    fn read(trace: &Trace) -> Result<Vec<Executed>, Error> {
         let mut run = Vec::new();
         for number in 0..trace.blocks() {
             let block = trace.read(number)?;
@@ -216,7 +166,7 @@ mod tests {
             if cut { content.truncate(at) } else { content[at] ^= 1 << bit }
             fs::write(&path, content).unwrap();
             let error = Trace::open(&path).and_then(|trace| read(&trace)).unwrap_err();
-            prop_assert!(error.is_damaged() && error.to_string().contains("simulate its interval again"));
+            prop_assert!(error.kind() == ErrorKind::Damaged && error.to_string().contains("simulate its interval again"));
         }
 
         /// Whoever writes a file can make its checksums fit.
@@ -283,10 +233,10 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("trace");
         let error = Trace::open(&path).unwrap_err();
-        assert!(!error.is_damaged() && error.to_string().contains("No such file"), "{error}");
+        assert!(error.kind() == ErrorKind::System && error.to_string().contains("No such file"), "{error}");
         for content in [Vec::new(), b"PMTRACE1".to_vec(), vec![0; 100], [MAGIC; 6].concat(), vec![0xff; 100]] {
             fs::write(&path, content).unwrap();
-            assert!(Trace::open(&path).unwrap_err().is_damaged());
+            assert_eq!(Trace::open(&path).unwrap_err().kind(), ErrorKind::Damaged);
         }
     }
 }

@@ -3,7 +3,7 @@
 use std::cell::Cell;
 
 use super::{Table, scramble};
-use crate::{Actor, ExploreError, Network, Sender, Sizes, World};
+use crate::{Actor, Error, Network, Sender, Sizes, World};
 
 /// Who sends what to whom.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -67,7 +67,7 @@ impl Messages {
     ///
     /// # Errors
     /// The sizes are not [`Messages::sizes`].
-    pub fn set_up<'w>(&self, world: &mut World<'w>) -> Result<Standing<'w>, ExploreError> {
+    pub fn set_up<'w>(&self, world: &mut World<'w>) -> Result<Standing<'w>, Error> {
         let Messages { pattern, processes, rounds, .. } = *self;
         let network = Network::new(world, processes, Self::ROOM)?;
         let table = Table::new(world, self.table_bytes)?;

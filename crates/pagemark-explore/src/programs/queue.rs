@@ -8,7 +8,7 @@
 use std::cell::Cell;
 
 use super::{Table, scramble};
-use crate::{Actor, Atomic, ExploreError, Heap, Plain, Sizes, World};
+use crate::{Actor, Atomic, Error, Heap, Plain, Sizes, World};
 
 /// What is wrong with the queue.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -80,7 +80,7 @@ struct List<'w> {
 }
 
 impl<'w> List<'w> {
-    fn new(world: &mut World<'w>, flaw: Flaw, nodes: usize) -> Result<List<'w>, ExploreError> {
+    fn new(world: &mut World<'w>, flaw: Flaw, nodes: usize) -> Result<List<'w>, Error> {
         let first = Counted { node: 1, count: 0 }.word();
         Ok(List {
             flaw,
@@ -198,7 +198,7 @@ impl Queue {
     ///
     /// # Errors
     /// The sizes are not [`Queue::sizes`].
-    pub fn set_up<'w>(&self, world: &mut World<'w>) -> Result<(), ExploreError> {
+    pub fn set_up<'w>(&self, world: &mut World<'w>) -> Result<(), Error> {
         let Queue { producers, items, tries, .. } = *self;
         let list = List::new(world, self.flaw, self.total() + 1)?;
         let table = Table::new(world, self.table_bytes)?;

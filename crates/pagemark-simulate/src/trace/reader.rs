@@ -7,7 +7,8 @@ use std::path::{Path, PathBuf};
 use lz4_flex::block::decompress;
 use xxhash_rust::xxh3::xxh3_64;
 
-use super::{ENTRY_BYTES, FOOTER_BYTES, MAGIC, MAX_BLOCK_BYTES, TraceBlock, TraceError, columns};
+use super::{ENTRY_BYTES, FOOTER_BYTES, MAGIC, MAX_BLOCK_BYTES, TraceBlock, columns};
+use crate::error::Error;
 
 /// The place of a block.
 #[derive(Clone, Copy, Debug)]
@@ -38,7 +39,7 @@ struct Entry {
 ///         }
 ///     }
 /// }
-/// # Ok::<(), pagemark_simulate::trace::TraceError>(())
+/// # Ok::<(), pagemark_simulate::Error>(())
 /// ```
 #[derive(Debug)]
 pub struct Trace {
@@ -62,9 +63,9 @@ impl Trace {
     ///
     /// # Errors
     /// The file cannot be read, is not complete, or is damaged.
-    pub fn open(path: &Path) -> Result<Trace, TraceError> {
-        let damaged = |what| TraceError::damaged(path, what);
-        let failed = || TraceError::system(path);
+    pub fn open(path: &Path) -> Result<Trace, Error> {
+        let damaged = |what| Error::damaged(path, what);
+        let failed = || Error::system("read the trace", path);
         let file = File::open(path).map_err(failed())?;
         let length = file.metadata().map_err(failed())?.len();
         let end = length.checked_sub(FOOTER_BYTES as u64).filter(|&end| end >= MAGIC.len() as u64);
@@ -85,7 +86,7 @@ impl Trace {
         let mut index = vec![0; index_bytes.ok_or_else(|| damaged("its index has another length"))? as usize];
         file.read_exact_at(&mut index, index_offset).map_err(failed())?;
         if xxh3_64(&index) != word(&footer, 16) {
-            return Err(damaged("its index"));
+            return Err(damaged("its index is damaged"));
         }
         let entries: Vec<Entry> = index
             .chunks_exact(ENTRY_BYTES)
@@ -142,11 +143,11 @@ impl Trace {
     ///
     /// # Panics
     /// There is no block of this number.
-    pub fn read(&self, block: usize) -> Result<TraceBlock, TraceError> {
+    pub fn read(&self, block: usize) -> Result<TraceBlock, Error> {
         let entry = self.entries[block];
-        let damaged = || TraceError::damaged(&self.path, "a block");
+        let damaged = || Error::damaged(&self.path, "a block is damaged");
         let mut stored = vec![0; entry.stored_bytes as usize];
-        self.file.read_exact_at(&mut stored, entry.offset).map_err(TraceError::system(&self.path))?;
+        self.file.read_exact_at(&mut stored, entry.offset).map_err(Error::system("read the trace", &self.path))?;
         if xxh3_64(&stored) != entry.checksum {
             return Err(damaged());
         }
