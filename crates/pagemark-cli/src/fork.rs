@@ -54,8 +54,8 @@ struct Machine {
     name: String,
     pid: i32,
     changes: Vec<Change>,
-    disks: Vec<Place>,
-    terminals: Vec<Place>,
+    disks: Vec<NamedPath>,
+    terminals: Vec<NamedPath>,
 }
 
 /// An argument of QEMU that differs from the original's.
@@ -66,7 +66,7 @@ struct Change {
 }
 
 #[derive(Serialize)]
-struct Place {
+struct NamedPath {
     name: String,
     path: String,
 }
@@ -102,7 +102,7 @@ impl Fork {
 impl From<ForkedMachine> for Machine {
     fn from(machine: ForkedMachine) -> Machine {
         let ForkedMachine { name, pid, changes, disks, terminals, .. } = machine;
-        let place = |(name, path): (String, std::path::PathBuf)| Place { name, path: path.display().to_string() };
+        let place = |(name, path): (String, std::path::PathBuf)| NamedPath { name, path: path.display().to_string() };
         Machine {
             name,
             pid,
@@ -119,10 +119,10 @@ impl Machine {
         for Change { from, to } in &self.changes {
             message!("pagemark:   {} is {}", printable(from), printable(to));
         }
-        for Place { name, path } in &self.disks {
+        for NamedPath { name, path } in &self.disks {
             message!("pagemark:   its disk {} is {}", printable(name), printable(path));
         }
-        for Place { name, path } in &self.terminals {
+        for NamedPath { name, path } in &self.terminals {
             message!("pagemark:   its terminal {} is {}", printable(name), printable(path));
         }
     }

@@ -94,7 +94,7 @@ pub(crate) struct HostPaths {
 
 /// Where a file of a container is.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub(crate) enum Place {
+pub(crate) enum FileLocation {
     /// At this path here, unless another mount hides it.
     Outside(PathBuf),
     /// On a `tmpfs` that is mounted in the container alone. CRIU saves it.
@@ -116,16 +116,16 @@ impl HostPaths {
     ///
     /// # Errors
     /// There is no such process, or tracing it is not permitted.
-    pub(crate) fn place(&mut self, pid: i32, path: &Path, mount: Option<u32>) -> io::Result<Place> {
+    pub(crate) fn place(&mut self, pid: i32, path: &Path, mount: Option<u32>) -> io::Result<FileLocation> {
         let own_set = self.set_of(pid)?;
         let Some(mount) = mount else {
             return Ok(match own_set {
                 Some(set) => self.place_on(mounts::of_path(&self.inside[&set], path), path),
-                None => Place::Outside(path.to_owned()),
+                None => FileLocation::Outside(path.to_owned()),
             });
         };
         if self.outside.iter().any(|outside| outside.id == mount) {
-            return Ok(Place::Outside(path.to_owned()));
+            return Ok(FileLocation::Outside(path.to_owned()));
         }
         for pid in [pid].into_iter().chain(self.tree.clone()) {
             // One that has ended sees nothing.
@@ -134,17 +134,17 @@ impl HostPaths {
                 return Ok(self.place_on(Some(found), path));
             }
         }
-        Ok(if own_set.is_none() { Place::Outside(path.to_owned()) } else { Place::Unknown })
+        Ok(if own_set.is_none() { FileLocation::Outside(path.to_owned()) } else { FileLocation::Unknown })
     }
 
-    fn place_on(&self, mount: Option<&Mount>, path: &Path) -> Place {
-        let Some(inside) = mount else { return Place::Unknown };
-        let Some(place) = inside.in_file_system(path) else { return Place::Unknown };
+    fn place_on(&self, mount: Option<&Mount>, path: &Path) -> FileLocation {
+        let Some(inside) = mount else { return FileLocation::Unknown };
+        let Some(place) = inside.in_file_system(path) else { return FileLocation::Unknown };
         // The last mount is the one that others hide least.
         let mut same = self.outside.iter().rev().filter(|mount| mount.device == inside.device).peekable();
         match same.peek() {
-            None if inside.file_system == "tmpfs" => Place::InsideAlone,
-            _ => same.find_map(|mount| mount.seen(&place)).map_or(Place::Unknown, Place::Outside),
+            None if inside.file_system == "tmpfs" => FileLocation::InsideAlone,
+            _ => same.find_map(|mount| mount.seen(&place)).map_or(FileLocation::Unknown, FileLocation::Outside),
         }
     }
 
@@ -189,7 +189,7 @@ impl HostPaths {
         let hides = |path: &Path| self.outside.iter().any(|mount| mount.point != path && mount.point.starts_with(path));
         let mounts = &self.inside[&set];
         mounts.iter().find_map(|mount| match self.place_on(mounts::of_path(mounts, &mount.point), &mount.point) {
-            Place::Outside(path) if hides(&path) => Some(path.components().collect()),
+            FileLocation::Outside(path) if hides(&path) => Some(path.components().collect()),
             _ => None,
         })
     }
@@ -241,10 +241,10 @@ mod tests {
         );
         let mounts = &paths.inside[&7];
         let place = |path: &str| paths.place_on(mounts::of_path(mounts, Path::new(path)), Path::new(path));
-        assert_eq!(place("/etc/app"), Place::Outside("/var/c1/merged/etc/app".into()));
-        assert_eq!(place("/data/a"), Place::Outside("/srv/db/a".into()));
-        assert_eq!(place("/run/a"), Place::InsideAlone);
-        assert_eq!(place("/other/a"), Place::Unknown);
+        assert_eq!(place("/etc/app"), FileLocation::Outside("/var/c1/merged/etc/app".into()));
+        assert_eq!(place("/data/a"), FileLocation::Outside("/srv/db/a".into()));
+        assert_eq!(place("/run/a"), FileLocation::InsideAlone);
+        assert_eq!(place("/other/a"), FileLocation::Unknown);
     }
 
     #[test]
@@ -298,7 +298,7 @@ mod tests {
         assert_eq!(link, Path::new(&root).join(file.strip_prefix("/").unwrap()));
         let mut paths = HostPaths::of_tree(&[pid]).unwrap();
         for mount in [mount_of(pid, 9), None] {
-            assert_eq!(paths.place(pid, &link, mount).unwrap(), Place::Outside(file.clone()));
+            assert_eq!(paths.place(pid, &link, mount).unwrap(), FileLocation::Outside(file.clone()));
         }
         drop(process.stdin.take());
         process.wait().unwrap();
@@ -317,14 +317,14 @@ mod tests {
         let mount = mount_of(other_pid, 9);
         let mut paths = HostPaths::of_tree(&[own, other_pid]).unwrap();
         // As if this process had opened the file through `/proc`.
-        assert_eq!(paths.place(own, &path, mount).unwrap(), Place::InsideAlone);
-        assert_eq!(paths.place(other_pid, &path, mount).unwrap(), Place::InsideAlone);
+        assert_eq!(paths.place(own, &path, mount).unwrap(), FileLocation::InsideAlone);
+        assert_eq!(paths.place(other_pid, &path, mount).unwrap(), FileLocation::InsideAlone);
         // By its path alone, it would be here.
-        assert_eq!(paths.place(own, &path, None).unwrap(), Place::Outside(path.clone()));
-        assert_eq!(paths.place(other_pid, &path, None).unwrap(), Place::InsideAlone);
+        assert_eq!(paths.place(own, &path, None).unwrap(), FileLocation::Outside(path.clone()));
+        assert_eq!(paths.place(other_pid, &path, None).unwrap(), FileLocation::InsideAlone);
         assert_eq!(
             paths.place(other_pid, &at.with_file_name("x"), None).unwrap(),
-            Place::Outside(at.with_file_name("x"))
+            FileLocation::Outside(at.with_file_name("x"))
         );
         drop(other.stdin.take());
         other.wait().unwrap();
@@ -336,7 +336,7 @@ mod tests {
         assert!(!has_own_mounts(own).unwrap());
         let directory = std::env::temp_dir().canonicalize().unwrap();
         let place = HostPaths::of_tree(&[own]).unwrap().place(own, &directory, None).unwrap();
-        assert_eq!(place, Place::Outside(directory));
+        assert_eq!(place, FileLocation::Outside(directory));
         assert_eq!(ids_here(own).get(&own), Some(&own));
     }
 }

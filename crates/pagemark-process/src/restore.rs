@@ -26,7 +26,7 @@ use crate::files::{ChangedFiles, FileAction, PutBack, UnusualFile, asides, put_b
 use crate::scratch::{self, ScratchDirectory};
 use delivery::Delivery;
 use gate::Gate;
-use images::Memory;
+use images::ImageMemory;
 use lazy::Reports;
 use memory::ProcessMemory;
 
@@ -303,7 +303,7 @@ impl<'a> Restore<'a> {
         if let Err(reason) = &delivery {
             events(RestoreEvent::Staging { reason });
         }
-        let memory = if delivery.is_ok() { Memory::Undeliverable } else { Memory::Whole };
+        let memory = if delivery.is_ok() { ImageMemory::Undeliverable } else { ImageMemory::Whole };
         let mut last = ByteCount::ZERO;
         let is_delivered_later = is_lazy && delivery.is_ok();
         let mut reading = |done: ByteCount| {

@@ -305,7 +305,7 @@ impl AddressSpace {
     }
 
     /// Finds out whether what is read may have to be swapped out again.
-    fn look_for_swapped(&self) {
+    fn detect_swapping(&self) {
         if let Ok(status) = Status::read(self.thread) {
             self.memory.set_has_swapped(status.swapped_bytes > 0);
         }
@@ -377,13 +377,13 @@ impl AddressSpace {
 
     /// Does a part of the next [`AddressSpace::collect_frozen`], of a process that stays frozen
     /// until then. If it fails, the collect does that part.
-    pub fn look_ahead(&mut self) {
+    pub fn find_data_pages(&mut self) {
         if self.refresh_mappings().is_err() {
             return;
         }
         for part in &mut self.parts {
             let ranges = part.ranges(&self.mappings, &self.untracked);
-            if part.tracker.look_ahead(&ranges).is_err() {
+            if part.tracker.find_data_pages(&ranges).is_err() {
                 return;
             }
         }
@@ -421,7 +421,7 @@ impl AddressSpace {
             let found = self.untracked.find_droppable(self.thread, &self.mappings, is_frozen);
             found.map_err(|source| self.system("read the mappings of", source))?;
         }
-        self.look_for_swapped();
+        self.detect_swapping();
         if self.needs_stop { self.collect_stopped(dirty, moment) } else { self.collect_parts(dirty, moment) }?;
         self.collect_objects(dirty, is_frozen)
     }
@@ -562,7 +562,7 @@ impl AddressSpace {
         for (number, part) in pagemark::ranges::split(ranges.iter().cloned(), SWAPPED_UNNOTICED).enumerate() {
             // For the first this has been done when it was collected.
             if number > 0 {
-                self.look_for_swapped();
+                self.detect_swapping();
             }
             let mine = take(&mut rest, part.iter().map(AddressRangeExt::byte_count).sum())?;
             missing.extend(&if all_hold_data {

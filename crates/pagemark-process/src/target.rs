@@ -219,7 +219,7 @@ impl Target for ProcessTarget {
         let meanwhile = &mut |stage| match stage {
             FreezeStage::Freezing => meanwhile(&mut FreezingTree(tree)),
             FreezeStage::Saving => {
-                tree.look_ahead();
+                tree.find_data_pages();
                 Ok(())
             }
         };

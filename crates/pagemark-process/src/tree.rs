@@ -235,8 +235,8 @@ impl ProcessTree {
     }
 
     /// Does a part of the collect in the freeze. No thread of the tree runs until that.
-    pub(crate) fn look_ahead(&mut self) {
-        self.processes.iter_mut().for_each(|process| process.space.look_ahead());
+    pub(crate) fn find_data_pages(&mut self) {
+        self.processes.iter_mut().for_each(|process| process.space.find_data_pages());
     }
 
     /// Reads memory of a process; returns what is no longer there.

@@ -20,9 +20,9 @@ pub(crate) struct Instruction {
     _opaque: [u8; 0],
 }
 
-/// The place of an access in the machine's physical memory.
+/// The address of an access in the machine's physical memory.
 #[repr(C)]
-pub(crate) struct Place {
+pub(crate) struct HardwareAddress {
     _opaque: [u8; 0],
 }
 
@@ -60,9 +60,9 @@ pub(crate) struct Functions {
     instruction_text: extern "C" fn(*const Instruction) -> *mut c_char,
     access_shift: extern "C" fn(u32) -> c_uint,
     access_is_store: extern "C" fn(u32) -> bool,
-    access_place: extern "C" fn(u32, u64) -> *mut Place,
-    place_is_io: extern "C" fn(*const Place) -> bool,
-    place_address: extern "C" fn(*const Place) -> u64,
+    hardware_address: extern "C" fn(u32, u64) -> *mut HardwareAddress,
+    address_is_io: extern "C" fn(*const HardwareAddress) -> bool,
+    physical_address: extern "C" fn(*const HardwareAddress) -> u64,
 }
 
 /// Looks up a function of this process by its name, whose type is that of the result.
@@ -96,9 +96,9 @@ impl Functions {
             instruction_text: function!("qemu_plugin_insn_disas"),
             access_shift: function!("qemu_plugin_mem_size_shift"),
             access_is_store: function!("qemu_plugin_mem_is_store"),
-            access_place: function!("qemu_plugin_get_hwaddr"),
-            place_is_io: function!("qemu_plugin_hwaddr_is_io"),
-            place_address: function!("qemu_plugin_hwaddr_phys_addr"),
+            hardware_address: function!("qemu_plugin_get_hwaddr"),
+            address_is_io: function!("qemu_plugin_hwaddr_is_io"),
+            physical_address: function!("qemu_plugin_hwaddr_phys_addr"),
         })
     }
 
@@ -146,8 +146,9 @@ impl Functions {
 
     /// An access to a virtual address, in its callback.
     pub(crate) fn access(&self, info: u32, address: u64) -> Access {
-        let place = (self.access_place)(info, address);
-        let physical = (!place.is_null() && !(self.place_is_io)(place)).then(|| (self.place_address)(place));
+        let hardware = (self.hardware_address)(info, address);
+        let physical =
+            (!hardware.is_null() && !(self.address_is_io)(hardware)).then(|| (self.physical_address)(hardware));
         Access { bytes: 1 << (self.access_shift)(info), is_store: (self.access_is_store)(info), address, physical }
     }
 }

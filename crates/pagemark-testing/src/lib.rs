@@ -38,7 +38,7 @@ pub use cases::{cases, factor};
 pub use executable::executable;
 pub use fault_at::{Ended, Fault, run_with_fault};
 pub use huge_pages::HugePages;
-pub use memory::{Region, SplitMix, expected};
+pub use memory::{FilledMapping, SplitMix, expected};
 pub use patience::{is_emulated, patience, wait_for, wait_until};
 pub use pause_32::pause_32;
 pub use qemu::{MachinePaths, PLAIN, QEMU, Qemu, RAM_BYTES, TestMonitor, guest_program, load_program, with_disk};

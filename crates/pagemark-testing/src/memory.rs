@@ -31,41 +31,41 @@ pub fn expected(seed: u64, index: usize) -> u64 {
 }
 
 /// A mapping filled with [`expected`] words.
-pub struct Region {
+pub struct FilledMapping {
     start: *mut u64,
     words: usize,
     seed: u64,
 }
 
 // SAFETY: a region owns its mapping alone, like a `Box<[u64]>`.
-unsafe impl Send for Region {}
+unsafe impl Send for FilledMapping {}
 
 const WORD: usize = size_of::<u64>();
 
-impl Region {
+impl FilledMapping {
     /// Maps `bytes` (whole pages) of private memory, or of `file`, shared or not, and fills it.
     ///
     /// # Errors
     /// The error of `mmap`.
-    pub fn map(bytes: usize, seed: u64, file: Option<&File>, shared: bool) -> io::Result<Region> {
-        let mut region = Region::reserve(bytes, file, shared)?;
+    pub fn map(bytes: usize, seed: u64, file: Option<&File>, shared: bool) -> io::Result<FilledMapping> {
+        let mut region = FilledMapping::reserve(bytes, file, shared)?;
         region.fill(seed);
         Ok(region)
     }
 
-    /// As [`Region::map`] for private memory, with 2 MiB pages where the kernel has them.
+    /// As [`FilledMapping::map`] for private memory, with 2 MiB pages where the kernel has them.
     ///
     /// # Errors
     /// The error of `mmap`.
-    pub fn map_huge(bytes: usize, seed: u64) -> io::Result<Region> {
-        let mut region = Region::reserve(bytes, None, false)?;
+    pub fn map_huge(bytes: usize, seed: u64) -> io::Result<FilledMapping> {
+        let mut region = FilledMapping::reserve(bytes, None, false)?;
         // A kernel without huge pages refuses the advice, and small pages serve too.
         let _ = region.advise(libc::MADV_HUGEPAGE);
         region.fill(seed);
         Ok(region)
     }
 
-    fn reserve(bytes: usize, file: Option<&File>, shared: bool) -> io::Result<Region> {
+    fn reserve(bytes: usize, file: Option<&File>, shared: bool) -> io::Result<FilledMapping> {
         let kind = if shared { libc::MAP_SHARED } else { libc::MAP_PRIVATE };
         let anonymous = if file.is_none() { libc::MAP_ANONYMOUS } else { 0 };
         let descriptor = file.map_or(-1, AsRawFd::as_raw_fd);
@@ -75,7 +75,7 @@ impl Region {
         if start == libc::MAP_FAILED {
             return Err(io::Error::last_os_error());
         }
-        Ok(Region { start: start.cast(), words: bytes / WORD, seed: 0 })
+        Ok(FilledMapping { start: start.cast(), words: bytes / WORD, seed: 0 })
     }
 
     /// Takes over `bytes` (whole words) of memory from `start` on, and fills them. The memory is
@@ -84,8 +84,8 @@ impl Region {
     /// # Safety
     /// The memory must be mapped, aligned to words and writable, and no other code may use it, for
     /// the rest of the program.
-    pub unsafe fn adopt(start: *mut u64, bytes: usize, seed: u64) -> std::mem::ManuallyDrop<Region> {
-        let mut region = Region { start, words: bytes / WORD, seed };
+    pub unsafe fn adopt(start: *mut u64, bytes: usize, seed: u64) -> std::mem::ManuallyDrop<FilledMapping> {
+        let mut region = FilledMapping { start, words: bytes / WORD, seed };
         region.fill(seed);
         std::mem::ManuallyDrop::new(region)
     }
@@ -153,7 +153,7 @@ impl Region {
     }
 }
 
-impl Drop for Region {
+impl Drop for FilledMapping {
     fn drop(&mut self) {
         // SAFETY: `reserve` has made the mapping, and no borrow of it is left.
         unsafe { libc::munmap(self.start.cast(), self.words * WORD) };

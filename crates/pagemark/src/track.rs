@@ -86,7 +86,7 @@ pub trait Tracker: Send {
     ///
     /// # Errors
     /// As [`Tracker::collect`]; then the next one finds it out.
-    fn look_ahead(&mut self, _ranges: &RangeSet) -> Result<(), Error> {
+    fn find_data_pages(&mut self, _ranges: &RangeSet) -> Result<(), Error> {
         Ok(())
     }
 

@@ -16,7 +16,7 @@ use super::{Outcome, Saving, Tracking};
 use crate::BenchError;
 use crate::usage::{thread_cpu_ns, thread_faults, thread_wait_ns};
 
-/// Steps of a program between two looks at the clock.
+/// Steps of a program between two checks of the clock.
 const STEPS: u32 = 64;
 
 /// Ends the intervals of a program, which calls [`Monitor::step`] where its data is consistent, and
@@ -26,7 +26,7 @@ pub(super) struct Monitor<'h> {
     interval: Duration,
     steps: Cell<u32>,
     /// When the interval may have ended.
-    next_look: Cell<Instant>,
+    next_check: Cell<Instant>,
     state: RefCell<State>,
 }
 
@@ -73,7 +73,7 @@ impl<'h> Monitor<'h> {
             objects,
             interval,
             steps: Cell::new(0),
-            next_look: Cell::new(Instant::now() + interval),
+            next_check: Cell::new(Instant::now() + interval),
             state: RefCell::new(State {
                 method,
                 file,
@@ -101,20 +101,20 @@ impl<'h> Monitor<'h> {
             return Ok(());
         }
         self.steps.set(0);
-        if Instant::now() < self.next_look.get() { Ok(()) } else { self.look() }
+        if Instant::now() < self.next_check.get() { Ok(()) } else { self.check_clock() }
     }
 
     /// Ends the interval if the program has had the processor as long as an interval takes.
     #[cold]
-    fn look(&self) -> Result<(), BenchError> {
+    fn check_clock(&self) -> Result<(), BenchError> {
         let mut state = self.state.borrow_mut();
         if state.method.is_none() {
-            self.next_look.set(Instant::now() + Duration::from_secs(3600));
+            self.next_check.set(Instant::now() + Duration::from_secs(3600));
             return Ok(());
         }
         let used = Duration::from_nanos((thread_cpu_ns()? - state.interval_cpu_ns) as u64);
         if used < self.interval {
-            self.next_look.set(Instant::now() + (self.interval - used));
+            self.next_check.set(Instant::now() + (self.interval - used));
             return Ok(());
         }
         self.checkpoint(&mut state)
@@ -128,7 +128,7 @@ impl<'h> Monitor<'h> {
         // Those of the checkpoint are not the program's.
         outcome.faults -= thread_faults()? - faults;
         state.interval_cpu_ns = thread_cpu_ns()?;
-        self.next_look.set(Instant::now() + self.interval);
+        self.next_check.set(Instant::now() + self.interval);
         Ok(())
     }
 

@@ -11,7 +11,7 @@ use pagemark::{Address, RangeSet};
 use pagemark_heap::Heap;
 
 /// Where objects are.
-pub(super) enum Memory {
+pub(super) enum ObjectAllocator {
     /// The allocator of the C library.
     System,
     /// A heap with views.
@@ -20,7 +20,7 @@ pub(super) enum Memory {
 
 /// Makes and frees objects, which are plain data and change through cells.
 pub(super) struct Objects {
-    memory: Memory,
+    memory: ObjectAllocator,
     made: Cell<u64>,
     made_bytes: Cell<u64>,
     /// The addresses of the live objects, with their lengths, if they are to be found in what was
@@ -30,15 +30,15 @@ pub(super) struct Objects {
 
 impl Objects {
     /// Makes objects in `memory`.
-    pub fn new(memory: Memory, lists_live: bool) -> Objects {
+    pub fn new(memory: ObjectAllocator, lists_live: bool) -> Objects {
         Objects { memory, made: Cell::new(0), made_bytes: Cell::new(0), live: lists_live.then(RefCell::default) }
     }
 
     /// The heap, if the objects are in one.
     pub fn heap(&self) -> Option<&Heap> {
         match &self.memory {
-            Memory::System => None,
-            Memory::Heap(heap) => Some(heap),
+            ObjectAllocator::System => None,
+            ObjectAllocator::Heap(heap) => Some(heap),
         }
     }
 
@@ -96,8 +96,8 @@ impl Objects {
         // SAFETY: the layout has a size.
         let object = unsafe {
             match &self.memory {
-                Memory::System => System.alloc(layout),
-                Memory::Heap(heap) => heap.alloc(layout),
+                ObjectAllocator::System => System.alloc(layout),
+                ObjectAllocator::Heap(heap) => heap.alloc(layout),
             }
         };
         let Some(object) = NonNull::new(object) else { handle_alloc_error(layout) };
@@ -120,8 +120,8 @@ impl Objects {
         // SAFETY: the caller guarantees it.
         unsafe {
             match &self.memory {
-                Memory::System => System.dealloc(object, layout),
-                Memory::Heap(heap) => heap.dealloc(object, layout),
+                ObjectAllocator::System => System.dealloc(object, layout),
+                ObjectAllocator::Heap(heap) => heap.dealloc(object, layout),
             }
         }
     }
@@ -171,7 +171,7 @@ mod tests {
     #[test]
     fn an_object_that_was_lost_is_noticed() {
         let heap = Heap::new(Parts::Four, ByteCount::new(64 << 20)).unwrap();
-        let objects = Objects::new(Memory::Heap(heap), true);
+        let objects = Objects::new(ObjectAllocator::Heap(heap), true);
         let heap = objects.heap().unwrap();
         let live: Vec<_> = (0..1000u64).map(|number| objects.make(Cell::new([number; 9]))).collect();
         // SAFETY: the object is not used again.

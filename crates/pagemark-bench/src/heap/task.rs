@@ -9,7 +9,7 @@ use pagemark_heap::{Heap, Parts};
 use serde::{Deserialize, Serialize};
 
 use super::monitor::Monitor;
-use super::objects::{Memory, Objects};
+use super::objects::{ObjectAllocator, Objects};
 use super::{Outcome, Program, Saving, Size, Variant, preloaded, tokyo};
 use crate::BenchError;
 use crate::task::{ProcessTask, TaskOptions};
@@ -45,9 +45,9 @@ impl ProcessTask for Task {
         let memory = match self.variant.parts {
             Some(count) if !self.program.is_preloaded() => {
                 let parts = Parts::from_count(count).unwrap_or(Parts::One);
-                Memory::Heap(Heap::new(parts, capacity).map_err(BenchError::pagemark)?)
+                ObjectAllocator::Heap(Heap::new(parts, capacity).map_err(BenchError::pagemark)?)
             }
-            _ => Memory::System,
+            _ => ObjectAllocator::System,
         };
         let file = self.directory.join(format!("heap-{}", std::process::id()));
         let result = self.run_with(&Objects::new(memory, self.verifies), &file);

@@ -119,12 +119,12 @@ mod tests {
     use std::collections::BTreeMap;
 
     use super::*;
-    use crate::heap::objects::Memory;
+    use crate::heap::objects::ObjectAllocator;
     use crate::random::Xorshift;
 
     #[test]
     fn it_is_a_map() {
-        let objects = Objects::new(Memory::System, false);
+        let objects = Objects::new(ObjectAllocator::System, false);
         let (tree, mut map) = (Tree::new(&objects), BTreeMap::new());
         let mut random = Xorshift::new(7);
         for step in 0..20_000 {

@@ -44,7 +44,7 @@ use super::withhold::{Withheld, Withholding};
 use super::{CAP_SYS_RESOURCE, Criu, errors_in_log, has_capability, images, kernel_data, outside_sockets, smaps};
 use crate::cgroups::{self, Cgroups, Memberships};
 use crate::container::network::{self, OwnNetwork};
-use crate::container::{self, FirstProcess, HostPaths, Place};
+use crate::container::{self, FileLocation, FirstProcess, HostPaths};
 use crate::error::{Error, ErrorKind, Object};
 use crate::files::encode_path;
 use crate::objects::ObjectId;
@@ -699,8 +699,8 @@ fn own_root(pid: i32) -> Result<Option<String>, Error> {
     }
     let root = std::fs::read_link(proc::path(pid, "root")).map_err(gone)?;
     match HostPaths::of_tree(&[pid]).and_then(|mut paths| paths.place(pid, &root, None)).map_err(gone)? {
-        Place::Outside(root) => Ok(Some(encode_path(&root))),
-        Place::InsideAlone | Place::Unknown => {
+        FileLocation::Outside(root) => Ok(Some(encode_path(&root))),
+        FileLocation::InsideAlone | FileLocation::Unknown => {
             let reason = "has mounts of its own, and its root directory is not mounted here";
             Err(Error::about(ErrorKind::PidNamespace, Object::command(pid), reason)
                 .help("mount its file system here too, run pagemark inside, or save memory alone with --memory-only"))
@@ -715,8 +715,8 @@ fn working_directories(tree: &[i32]) -> Vec<String> {
     let read = |pid: &i32| {
         let path = proc::working_directory(*pid).ok()?;
         match paths.place(*pid, &path, None) {
-            Ok(Place::Outside(path)) => Some(path),
-            Ok(Place::InsideAlone | Place::Unknown) => None,
+            Ok(FileLocation::Outside(path)) => Some(path),
+            Ok(FileLocation::InsideAlone | FileLocation::Unknown) => None,
             // It may not be traced.
             Err(_) => Some(path),
         }

@@ -63,7 +63,7 @@ pub(super) struct Interrupted {
     /// By thread.
     seen: Arc<Mutex<HashMap<i32, Seen>>>,
     /// The calls in which threads waited before a freeze, as far as their numbers get lost.
-    numbers: Arc<Mutex<HashMap<Place, i64>>>,
+    numbers: Arc<Mutex<HashMap<ProcessSite, i64>>>,
 }
 
 /// A system call that a thread makes, as far as a restart leaves it in the registers. A program may
@@ -77,7 +77,7 @@ struct Site {
 }
 
 /// The process, and the call. No two threads of a process have the same stack.
-type Place = (i32, Site);
+type ProcessSite = (i32, Site);
 
 /// A call with a limit that begins anew.
 #[derive(Clone, Copy, Debug)]
@@ -207,7 +207,7 @@ impl Interrupted {
 
 /// The place and the number of the call in which a thread waits, if the call keeps time. `known`
 /// are the calls that were observed before.
-fn observe_thread(pid: i32, thread: i32, known: &HashMap<Place, i64>) -> Option<(Place, i64)> {
+fn observe_thread(pid: i32, thread: i32, known: &HashMap<ProcessSite, i64>) -> Option<(ProcessSite, i64)> {
     let Call { number, arguments, rsp, rip } = Call::of_thread(thread).ok()??;
     let place = (pid, Site { rip, rsp, arguments });
     if number != libc::SYS_restart_syscall {

@@ -12,7 +12,7 @@ use pagemark::Range;
 use pagemark::sys::pidfd;
 use pagemark::sys::proc::{self, Mapping, maps};
 
-use crate::container::{HostPaths, Place};
+use crate::container::{FileLocation, HostPaths};
 use crate::error::{Error, ErrorKind, Object, Result};
 
 /// A regular file that a target can write, as it was when it was listed.
@@ -280,9 +280,9 @@ fn entry_of<'a>(
         // A file that was opened outside has its path there.
         let place = if is_it(&path) { None } else { unless_gone(files.host_paths.place(pid, &path, mount))? };
         let path = match place {
-            Some(Place::InsideAlone) => break,
-            Some(Place::Outside(outside)) => outside,
-            Some(Place::Unknown) | None => path,
+            Some(FileLocation::InsideAlone) => break,
+            Some(FileLocation::Outside(outside)) => outside,
+            Some(FileLocation::Unknown) | None => path,
         };
         match is_it(&path) {
             true => return Ok(Some(files.found.entry(key).or_insert(OpenFile::new(path, &metadata, seen_ns)))),

@@ -493,14 +493,14 @@ mod tests {
     }
 
     /// A directory of files, and one for asides.
-    struct Place {
+    struct Directories {
         directory: tempfile::TempDir,
         asides: tempfile::TempDir,
     }
 
-    impl Place {
-        fn new() -> Place {
-            Place { directory: tempfile::tempdir().unwrap(), asides: tempfile::tempdir().unwrap() }
+    impl Directories {
+        fn new() -> Directories {
+            Directories { directory: tempfile::tempdir().unwrap(), asides: tempfile::tempdir().unwrap() }
         }
 
         fn at(&self, name: &str) -> PathBuf {
@@ -546,7 +546,7 @@ mod tests {
 
     #[test]
     fn a_file_is_put_back_in_place_and_its_present_content_is_kept() {
-        let place = Place::new();
+        let place = Directories::new();
         let path = place.at("file");
         let mut store = MemoryStore::new();
         fs::write(&path, b"").unwrap();
@@ -578,7 +578,7 @@ mod tests {
     #[test]
     fn asides_are_made_on_another_file_system() {
         let place =
-            Place { directory: tempfile::tempdir_in("/dev/shm").unwrap(), asides: tempfile::tempdir().unwrap() };
+            Directories { directory: tempfile::tempdir_in("/dev/shm").unwrap(), asides: tempfile::tempdir().unwrap() };
         let mut store = MemoryStore::new();
         fs::write(place.at("shared"), [3; 10_000]).unwrap();
         let then = record(&place.at("shared"), &[4; 20_000], &mut store);
@@ -589,7 +589,7 @@ mod tests {
 
     #[test]
     fn missing_directories_come_back() {
-        let place = Place::new();
+        let place = Directories::new();
         let mut store = MemoryStore::new();
         let paths = [place.at("a/b/file"), place.at("a/b/c/file")];
         let then = paths.each_ref().map(|path| record(path, &[7; 10_000], &mut store));
@@ -600,7 +600,7 @@ mod tests {
 
     #[test]
     fn a_file_with_further_names_keeps_them() {
-        let place = Place::new();
+        let place = Directories::new();
         let (path, second) = (place.at("file"), place.at("second"));
         fs::write(&path, [9; 9000]).unwrap();
         fs::hard_link(&path, &second).unwrap();
@@ -617,7 +617,7 @@ mod tests {
 
     #[test]
     fn a_mount_point_is_rewritten() {
-        let place = Place::new();
+        let place = Directories::new();
         let (path, below) = (place.at("file"), place.at("below"));
         fs::write(&path, b"covered").unwrap();
         fs::write(&below, b"now").unwrap();
@@ -649,7 +649,7 @@ mod tests {
 
     #[test]
     fn what_is_no_file_any_more_is_in_the_way_and_left_alone() {
-        let place = Place::new();
+        let place = Directories::new();
         let mut store = MemoryStore::new();
         fs::write(place.at("secret"), b"secret").unwrap();
         fs::write(place.at("file"), b"now").unwrap();
@@ -675,7 +675,7 @@ mod tests {
 
     #[test]
     fn a_file_that_another_process_writes_is_left_alone_unless_it_is_a_shared_output() {
-        let place = Place::new();
+        let place = Directories::new();
         let path = place.at("log");
         let mut store = MemoryStore::new();
         fs::write(&path, b"now").unwrap();
@@ -699,8 +699,8 @@ mod tests {
     }
 
     /// Files of every kind of change: the records, and the place with them.
-    fn one_of_each(store: &mut MemoryStore) -> (Place, Vec<FileRecord>) {
-        let place = Place::new();
+    fn one_of_each(store: &mut MemoryStore) -> (Directories, Vec<FileRecord>) {
+        let place = Directories::new();
         fs::write(place.at("same"), b"same").unwrap();
         fs::write(place.at("mode"), b"mode").unwrap();
         fs::write(place.at("short"), b"now").unwrap();
@@ -806,7 +806,7 @@ mod tests {
 
     #[test]
     fn hostile_records_are_refused() {
-        let (place, mut store) = (Place::new(), MemoryStore::new());
+        let (place, mut store) = (Directories::new(), MemoryStore::new());
         let good = record(Path::new("/tmp/x"), b"then", &mut store);
         for path in [
             "",
@@ -853,7 +853,7 @@ mod tests {
 
     #[test]
     fn a_full_file_system_is_noticed_before_a_file_is_changed() {
-        let place = Place::new();
+        let place = Directories::new();
         if let Err(error) = mount_small_for_this_thread(place.directory.path()) {
             pagemark_testing::skip!("mount in a namespace of its own: {error}");
         }
@@ -870,7 +870,7 @@ mod tests {
         // Asides that do not fit: the same.
         let asides = tempfile::tempdir().unwrap();
         mount_small_for_this_thread(asides.path()).unwrap();
-        let place = Place { directory: tempfile::tempdir().unwrap(), asides };
+        let place = Directories { directory: tempfile::tempdir().unwrap(), asides };
         fs::write(place.at("first"), b"now").unwrap();
         fs::write(place.at("large"), &random).unwrap();
         let records = ["first", "large"].map(|name| record(&place.at(name), b"then", &mut store));

@@ -152,7 +152,7 @@ const PROGRESS_INTERVAL: Duration = Duration::from_millis(2);
 
 /// The memory that the images directory gets.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Memory {
+pub(super) enum ImageMemory {
     /// All pages.
     Whole,
     /// Only the pages that cannot be delivered into the processes.
@@ -167,7 +167,7 @@ pub(super) enum Memory {
 /// # Errors
 /// [`Error`]
 pub fn prepare(manifest: &Manifest, store: &(dyn Store + Sync), directory: &Path) -> Result<Prepared, Error> {
-    prepare_with(manifest, store, directory, Memory::Whole, &mut |_| {}).map(|(prepared, _)| prepared)
+    prepare_with(manifest, store, directory, ImageMemory::Whole, &mut |_| {}).map(|(prepared, _)| prepared)
 }
 
 /// Called with the bytes of memory written so far.
@@ -199,7 +199,7 @@ pub(super) fn prepare_with(
     manifest: &Manifest,
     store: &(dyn Store + Sync),
     directory: &Path,
-    memory: Memory,
+    memory: ImageMemory,
     progress: Progress<'_>,
 ) -> Result<(Prepared, Vec<ProcessMemory>), Error> {
     check(manifest)?;
@@ -221,7 +221,7 @@ pub fn export_criu(manifest: &Manifest, store: &(dyn Store + Sync), directory: &
     check(manifest)?;
     write_states(manifest, store, directory)?;
     let notes = read_notes(directory)?;
-    write_pages(manifest, store, directory, Memory::Whole, &read_pstree(directory)?, &mut |_| {})?;
+    write_pages(manifest, store, directory, ImageMemory::Whole, &read_pstree(directory)?, &mut |_| {})?;
     let mut arguments = vec!["restore".to_string(), "-D".into(), directory.display().to_string()];
     arguments.extend(restore_flags(&notes));
     if let Some(root) = root_of(&notes, None)? {
@@ -949,7 +949,7 @@ fn write_pages(
     manifest: &Manifest,
     store: &(dyn Store + Sync),
     directory: &Path,
-    memory: Memory,
+    memory: ImageMemory,
     processes: &[PstreeEntry],
     progress: Progress<'_>,
 ) -> Result<Vec<ProcessMemory>, Error> {
@@ -962,7 +962,7 @@ fn write_pages(
         let pid = process.pid as i32;
         let space = manifest.process(pid);
         let space = space.ok_or_else(|| Error::damaged(format!("the memory of process {pid} is missing")))?;
-        let deliverable = if memory == Memory::Whole { RangeSet::new() } else { deliverable(directory, process)? };
+        let deliverable = if memory == ImageMemory::Whole { RangeSet::new() } else { deliverable(directory, process)? };
         let (pagemap, pages) = (Pagemap::read(&path)?, Pages::default());
         all.push(Unwritten { process, pagemap, root: space.root, deliverable, pages });
     }

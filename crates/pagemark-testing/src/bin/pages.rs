@@ -11,7 +11,7 @@ use std::io::{self, Write};
 use std::path::Path;
 use std::{mem, ptr};
 
-use pagemark_testing::{Region, Report};
+use pagemark_testing::{FilledMapping, Report};
 
 const MIB: usize = 1 << 20;
 
@@ -45,11 +45,11 @@ fn main() {
 /// All memory of the program.
 struct Space {
     /// In each round one of these regions gets other content.
-    private: Vec<Region>,
+    private: Vec<FilledMapping>,
     /// Written in each round with unchanged content, because a parent and its children share them.
-    shared: Vec<Region>,
+    shared: Vec<FilledMapping>,
     /// Never written, so that it can stay swapped out.
-    cold: Region,
+    cold: FilledMapping,
 }
 
 impl Space {
@@ -62,18 +62,21 @@ impl Space {
         };
         Ok(Space {
             private: vec![
-                Region::map(2 * MIB, 1, None, false)?,
-                Region::map_huge(8 * MIB, 2)?,
-                Region::map(MIB, 3, Some(&file("mapped-private")?), false)?,
+                FilledMapping::map(2 * MIB, 1, None, false)?,
+                FilledMapping::map_huge(8 * MIB, 2)?,
+                FilledMapping::map(MIB, 3, Some(&file("mapped-private")?), false)?,
             ],
-            shared: vec![Region::map(MIB, 4, Some(&file("mapped-shared")?), true)?, Region::map(MIB, 5, None, true)?],
-            cold: Region::map(4 * MIB, 6, None, false)?,
+            shared: vec![
+                FilledMapping::map(MIB, 4, Some(&file("mapped-shared")?), true)?,
+                FilledMapping::map(MIB, 5, None, true)?,
+            ],
+            cold: FilledMapping::map(4 * MIB, 6, None, false)?,
         })
     }
 
     fn change(&mut self) -> io::Result<()> {
         let seed = 100 + self.private.len() as u64;
-        self.private.push(Region::map(MIB, seed, None, false)?);
+        self.private.push(FilledMapping::map(MIB, seed, None, false)?);
         self.private[0].resize(3 * MIB)?;
         self.private[0].resize(MIB)?;
         if self.private.len() > 6 {
@@ -86,7 +89,7 @@ impl Space {
     fn round(&mut self, round: u64) -> Result<(), String> {
         let turn = round as usize % self.private.len();
         self.private[turn].fill(round << 32);
-        self.shared.iter_mut().for_each(Region::touch);
+        self.shared.iter_mut().for_each(FilledMapping::touch);
         for (number, region) in self.private.iter_mut().chain(&mut self.shared).enumerate() {
             check(&format!("region {number}"), region)?;
         }
@@ -99,7 +102,7 @@ impl Space {
     }
 }
 
-fn check(name: &str, region: &mut Region) -> Result<(), String> {
+fn check(name: &str, region: &mut FilledMapping) -> Result<(), String> {
     region.damage().map_or(Ok(()), |(address, word)| Err(format!("{name}: {address:#x} holds {word:#x}")))
 }
 

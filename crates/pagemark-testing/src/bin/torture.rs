@@ -16,7 +16,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::time::Duration;
 
-use pagemark_testing::{Region, Report, SplitMix};
+use pagemark_testing::{FilledMapping, Report, SplitMix};
 
 const WORKERS: u64 = 6;
 const ACCOUNTS: usize = 64;
@@ -91,7 +91,7 @@ struct Worker {
     number: u64,
     random: SplitMix,
     bank: Bank,
-    regions: Vec<Region>,
+    regions: Vec<FilledMapping>,
     thread_id: i32,
     rounds: u64,
 }
@@ -154,7 +154,7 @@ impl Worker {
         let pick = self.random.below(8) as usize;
         let failed = |error: io::Error| format!("memory: {error}");
         match (self.regions.get_mut(pick), self.random.below(4)) {
-            (None, _) => self.regions.push(Region::map(bytes, seed, None, false).map_err(failed)?),
+            (None, _) => self.regions.push(FilledMapping::map(bytes, seed, None, false).map_err(failed)?),
             (Some(region), 0) => region.resize(bytes).map_err(failed)?,
             (Some(region), 1) => region.fill(seed),
             (Some(_), 2) => drop(self.regions.swap_remove(pick)),
@@ -175,7 +175,7 @@ impl Worker {
     }
 }
 
-fn check(region: &mut Region) -> Result<(), String> {
+fn check(region: &mut FilledMapping) -> Result<(), String> {
     match region.damage() {
         None => Ok(()),
         Some((address, word)) => Err(format!("memory at {address:#x} holds {word:#x}")),
@@ -191,7 +191,7 @@ fn thread_id() -> i32 {
 /// the C library's allocator uses the heap for that thread alone.
 #[derive(Default)]
 struct Heap {
-    added: Vec<ManuallyDrop<Region>>,
+    added: Vec<ManuallyDrop<FilledMapping>>,
 }
 
 impl Heap {
@@ -211,7 +211,7 @@ impl Heap {
 }
 
 /// Moves the end of the heap by `bytes`, and fills the new memory.
-fn extend_heap(bytes: usize, seed: u64) -> io::Result<ManuallyDrop<Region>> {
+fn extend_heap(bytes: usize, seed: u64) -> io::Result<ManuallyDrop<FilledMapping>> {
     // SAFETY: the call grows the heap; the allocator allows other callers of `sbrk`.
     let start = unsafe { libc::sbrk(bytes as isize) };
     if start as isize == -1 {
@@ -220,7 +220,7 @@ fn extend_heap(bytes: usize, seed: u64) -> io::Result<ManuallyDrop<Region>> {
     let shift = start.align_offset(mem::align_of::<u64>());
     // SAFETY: the memory that `sbrk` added belongs to its caller for ever, and contains the part
     // from the next word on.
-    Ok(unsafe { Region::adopt(start.add(shift).cast(), bytes - PAGE, seed) })
+    Ok(unsafe { FilledMapping::adopt(start.add(shift).cast(), bytes - PAGE, seed) })
 }
 
 extern "C" fn count_alarm(_signal: i32) {

@@ -77,9 +77,9 @@ fn page(number: u64) -> [u8; PAGE_SIZE] {
 /// the writer as what the pages were.
 fn commit(repository: &Repository, job: &str, pages: &Pages) -> Result<CheckpointInfo, Error> {
     /// A page of a job in a repository.
-    type Place = ([u8; 16], String, u64);
+    type ContentLocation = ([u8; 16], String, u64);
     thread_local! {
-        static LAST: RefCell<HashMap<Place, ContentId>> = RefCell::default();
+        static LAST: RefCell<HashMap<ContentLocation, ContentId>> = RefCell::default();
     }
     let mut writer = repository.writer("a test", Duration::ZERO)?;
     let mut tree = PageTree::new();

@@ -152,7 +152,7 @@ mod models {
     }
 
     impl Guarded {
-        fn look(&self) -> u32 {
+        fn read(&self) -> u32 {
             let _inside = self.gate.enter();
             // SAFETY: if the gate is right, nobody writes it now.
             self.number.with(|number| unsafe { *number })
@@ -172,14 +172,14 @@ mod models {
                 .map(|_| {
                     let guarded = guarded.clone();
                     thread::spawn(move || {
-                        let seen = guarded.look();
-                        assert!(seen <= guarded.look());
+                        let seen = guarded.read();
+                        assert!(seen <= guarded.read());
                     })
                 })
                 .collect();
             (0..times).for_each(|_| guarded.raise());
             visitors.into_iter().for_each(|visitor| visitor.join().unwrap());
-            assert_eq!(guarded.look(), times);
+            assert_eq!(guarded.read(), times);
             assert_eq!(guarded.gate.state.number().load(Ordering::Relaxed), 0);
         });
     }

@@ -127,8 +127,8 @@ impl Tracker for Adaptive {
         self.collect_by(PagemapScan::collect_ahead, ranges, dirty)
     }
 
-    fn look_ahead(&mut self, ranges: &RangeSet) -> Result<(), Error> {
-        self.scan.look_ahead(ranges)
+    fn find_data_pages(&mut self, ranges: &RangeSet) -> Result<(), Error> {
+        self.scan.find_data_pages(ranges)
     }
 
     fn begin_interval(&mut self) -> Result<(), Error> {

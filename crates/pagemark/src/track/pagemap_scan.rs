@@ -58,7 +58,7 @@ pub struct PagemapScan {
     /// The ranges that were passed to `register`.
     registered: RangeSet,
     seen: Seen,
-    /// What [`Tracker::look_ahead`] has found, until the next collect.
+    /// What [`Tracker::find_data_pages`] has found, until the next collect.
     ahead: Option<Populated>,
     /// Registers the mappings of another process. `None` for memory whose mappings nobody changes
     /// during a collect, which the tracker registers itself.
@@ -292,7 +292,7 @@ impl Tracker for PagemapScan {
         self.collect_all(ranges, dirty, true)
     }
 
-    fn look_ahead(&mut self, ranges: &RangeSet) -> Result<(), Error> {
+    fn find_data_pages(&mut self, ranges: &RangeSet) -> Result<(), Error> {
         self.ahead = if self.pages == Pages::All { Some(self.find_populated(ranges)?) } else { None };
         Ok(())
     }

@@ -225,7 +225,7 @@ impl Machine {
         let mapped = self.mapped();
         let mut dirty = RangeSet::new();
         if looks_ahead {
-            self.tracker.look_ahead(&mapped).unwrap();
+            self.tracker.find_data_pages(&mapped).unwrap();
         }
         self.tracker.collect(&mapped, &mut dirty).unwrap();
         let mut outside = dirty.clone();
