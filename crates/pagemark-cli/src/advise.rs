@@ -9,7 +9,7 @@ use clap::Args;
 use pagemark::Mechanism;
 use pagemark::model::{CostModel, Costs, Forecast, Observation, Overhead, stop_time};
 use pagemark::target::TargetMemory;
-use pagemark::track::{self, Scope, adaptive};
+use pagemark::track::{self, Scope};
 use pagemark_process::criu::DumpOptions;
 use pagemark_process::saver::{CriuSaver, RegisterSaver, StateSaver};
 use pagemark_process::target::ProcessTarget;
@@ -148,8 +148,8 @@ impl ObservationOptions {
 
     fn advise(&self, observation: &Observation, stop: Duration, name: &str) -> Outcome {
         let mechanism = self.tracking.mechanism();
-        if mechanism == Mechanism::Compare {
-            let reason = "compare finds what was written in a freeze alone, so that nothing is observed";
+        if mechanism.compares_content() {
+            let reason = format!("{mechanism} finds what was written in a freeze alone, so that nothing is observed");
             return Err(Failure::usage(reason).help("name another mechanism, or none"));
         }
         let curve = observation.curve().ok_or_else(|| Failure::usage("nothing was observed").help("--observe 6s"))?;
@@ -194,7 +194,7 @@ pub fn costs(mechanism: Mechanism) -> Result<Costs, Failure> {
     let measured = track::cost(mechanism, scope)
         .map_err(|error| Failure::of(format!("cannot measure what {mechanism} costs"), error))?;
     let nanos = |ns: f64| Duration::from_nanos(ns as u64);
-    let hot_after = (mechanism == Mechanism::Adaptive).then_some(adaptive::HOT_AFTER as u32);
+    let hot_after = mechanism.entry().process.and_then(|process| process.hot_after).map(|count| count as u32);
     let (first_write, collect) = (nanos(measured.first_write_ns), nanos(measured.collect_ns));
     Ok(Costs { first_write, collect, copy: collect, hot_after, ..Costs::default() })
 }

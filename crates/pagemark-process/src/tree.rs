@@ -199,7 +199,7 @@ impl ProcessTree {
     /// written to files and to shared memory; or what was written in an object of shared memory, as
     /// far as it was found in the processes.
     pub(crate) fn collect(&mut self, space: SpaceId, dirty: &mut RangeSet, phase: Phase) -> Result<()> {
-        let is_early_comparison = self.mechanism == Mechanism::Compare && phase != Phase::Frozen;
+        let is_early_comparison = self.mechanism.compares_content() && phase != Phase::Frozen;
         if !is_early_comparison && let Some(collected) = self.objects.collect(space, dirty, phase == Phase::Frozen) {
             return collected;
         }

@@ -275,7 +275,7 @@ impl MachineMemory {
     /// Collects what was written in all blocks.
     fn collect_all(&mut self, phase: Phase) -> Result<()> {
         // What was compared must be what is copied.
-        if phase == Phase::Running && self.space.mechanism() == Mechanism::Compare {
+        if phase == Phase::Running && self.space.mechanism().compares_content() {
             return Ok(());
         }
         if let Some(watch) = &self.watch {

@@ -27,6 +27,8 @@ pub const ENTRY: MechanismEntry = MechanismEntry {
     process: Some(ProcessTracking {
         needs_userfaultfd: true,
         needs_stop: false,
+        compares_content: false,
+        hot_after: Some(HOT_AFTER),
         private_parts: MemoryPart::BY_FILE,
         tracker: |memory, part| {
             let scan = PagemapScan::of_process(memory, part)?;

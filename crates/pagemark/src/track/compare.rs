@@ -30,6 +30,8 @@ pub const ENTRY: MechanismEntry = MechanismEntry {
     process: Some(ProcessTracking {
         needs_userfaultfd: false,
         needs_stop: false,
+        compares_content: true,
+        hot_after: None,
         private_parts: &[MemoryPart::Private],
         tracker: |memory, part| match part {
             // Whether a file was written shows in its times.

@@ -18,6 +18,8 @@ pub const ENTRY: MechanismEntry = MechanismEntry {
     process: Some(ProcessTracking {
         needs_userfaultfd: false,
         needs_stop: false,
+        compares_content: false,
+        hot_after: None,
         private_parts: &[MemoryPart::Private],
         tracker: |memory, part| Ok(Box::new(Full::new(memory.pagemap.clone(), part.pages()))),
     }),

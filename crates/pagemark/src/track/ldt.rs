@@ -23,6 +23,8 @@ pub const ENTRY: MechanismEntry = MechanismEntry {
     process: Some(ProcessTracking {
         needs_userfaultfd: false,
         needs_stop: false,
+        compares_content: false,
+        hot_after: None,
         private_parts: MemoryPart::BY_FILE,
         tracker: |memory, part| Ok(Box::new(Ldt::new(memory.pagemap.clone(), part.pages())?)),
     }),

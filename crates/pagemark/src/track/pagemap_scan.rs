@@ -33,6 +33,8 @@ pub const ENTRY: MechanismEntry = MechanismEntry {
     process: Some(ProcessTracking {
         needs_userfaultfd: true,
         needs_stop: false,
+        compares_content: false,
+        hot_after: None,
         private_parts: MemoryPart::BY_FILE,
         tracker: |memory, part| Ok(Box::new(PagemapScan::of_process(memory, part)?)),
     }),

@@ -104,6 +104,12 @@ pub struct ProcessTracking {
     /// True if the threads of the process must be stopped during each collect: a write at that
     /// moment would be missed.
     pub needs_stop: bool,
+    /// True if writes are found by comparing content. Between a comparison and the copy of what
+    /// differs, the memory must not change, so it is compared only while the target is frozen.
+    pub compares_content: bool,
+    /// Number of intervals in a row in which a page must be written before its writes cost the
+    /// program nothing. None if each interval's first write to a page costs the same.
+    pub hot_after: Option<usize>,
     /// The parts of private memory, each of which has a tracker of its own.
     pub private_parts: &'static [MemoryPart],
     /// Makes the tracker of a part: of one of `private_parts`, or of [`MemoryPart::SharedFile`].
@@ -208,6 +214,12 @@ impl Mechanism {
     /// The name in commands and reports.
     pub fn name(self) -> &'static str {
         self.entry().name
+    }
+
+    /// True if it tracks other processes, by comparing content:
+    /// [`ProcessTracking::compares_content`].
+    pub fn compares_content(self) -> bool {
+        self.entry().process.is_some_and(|process| process.compares_content)
     }
 
     /// True if the mechanism can track memory of that scope.

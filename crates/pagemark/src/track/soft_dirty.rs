@@ -25,6 +25,8 @@ pub const ENTRY: MechanismEntry = MechanismEntry {
     process: Some(ProcessTracking {
         needs_userfaultfd: false,
         needs_stop: true,
+        compares_content: false,
+        hot_after: None,
         private_parts: &[MemoryPart::Private],
         tracker: |memory, part| {
             let pagemap = memory.pagemap.clone();
