@@ -40,6 +40,41 @@ pub const TABLE_MEMORY: u64 = 1 << 30;
 /// lower half because a stub in the upper half cannot be entered by `syscall` under PVM.
 pub const KERNEL_BASE: u64 = 0x6000_0000_0000;
 
+/// A guest-physical address. It is a type, so that it is not taken for an address of the program or
+/// of this process, which are plain numbers, as they are in system calls.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+pub struct Physical(u64);
+
+impl Physical {
+    /// The beginning of the memory, and of [`TABLE_MEMORY`].
+    pub const ZERO: Physical = Physical(0);
+
+    /// Gives a number its meaning: an entry of a table, or what KVM is told.
+    pub const fn new(address: u64) -> Physical {
+        Physical(address)
+    }
+
+    /// The bare number.
+    pub const fn get(self) -> u64 {
+        self.0
+    }
+
+    /// The address `bytes` behind this one.
+    pub const fn plus(self, bytes: u64) -> Physical {
+        Physical(self.0 + bytes)
+    }
+
+    /// Where memory of slot 0 is in the guest's kernel, if it is mapped there.
+    pub const fn in_kernel(self) -> u64 {
+        KERNEL_BASE + self.0
+    }
+
+    /// The beginning of a memory slot other than 0.
+    pub const fn of_slot(slot: u32) -> Physical {
+        Physical(slot as u64 * SLOT_SPAN)
+    }
+}
+
 /// `address` rounded down to a page.
 pub const fn page_floor(address: u64) -> u64 {
     address & !(PAGE - 1)

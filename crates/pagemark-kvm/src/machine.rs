@@ -13,7 +13,7 @@ use pagemark::sys::parking::{DEVICE, MOST_VCPUS};
 use pagemark::sys::proc::maps;
 
 use crate::error::{Error, ErrorKind};
-use crate::layout::{KERNEL_BASE, MMAP_TOP, PAGE, PROGRAM_END, RANDOM_SPAN, SLOT_SPAN, TABLE_MEMORY, TABLE_SPAN};
+use crate::layout::{MMAP_TOP, PAGE, PROGRAM_END, Physical, RANDOM_SPAN, SLOT_SPAN, TABLE_MEMORY, TABLE_SPAN};
 use crate::mappings::{Mapping, Mappings, Protection};
 use crate::page_table::{Dirty, OutOfTables, PageTable};
 use crate::sys::descriptors;
@@ -124,7 +124,7 @@ pub struct Machine {
     cpuid: CpuId,
     /// The guest's page tables and kernel pages.
     tables: Arc<TableMemory>,
-    root: u64,
+    root: Physical,
     /// Guest-physical address of the stubs and descriptor tables.
     stubs: stubs::Stubs,
     space: Arc<OwnedLock<Space>>,
@@ -230,7 +230,7 @@ impl Machine {
         descriptors::child_has_ended(task);
         let Some(mut space) = self.space.take_over(task) else { return Ok(()) };
         // The child may have made a slot that is not in the list yet. If there is none, this fails.
-        let _ = self.set_slot(space.slots.len() as u32 + 1, 0, 0, 0, 0);
+        let _ = self.set_slot(space.slots.len() as u32 + 1, 0, Physical::ZERO, 0, 0);
         space.mappings.abandon();
         space.tracking.abandon();
         self.clear(&mut space, 0, PROGRAM_END);
@@ -240,7 +240,7 @@ impl Machine {
     fn with(
         kvm: Kvm,
         tables: Arc<TableMemory>,
-        root: u64,
+        root: Physical,
         stubs: stubs::Stubs,
         space: Arc<OwnedLock<Space>>,
         parking: Parking,
@@ -279,7 +279,7 @@ impl Machine {
             generation: AtomicU32::new(0),
             renewal: Mutex::default(),
         };
-        machine.add_slot(0, 0, TABLE_MEMORY, machine.tables.host_address())?;
+        machine.add_slot(0, Physical::ZERO, TABLE_MEMORY, machine.tables.host_address())?;
         parking.describe(machine.kvm.as_raw_fd(), machine.vm.as_raw_fd(), machine.vm.run_size());
         Ok(Arc::new(machine))
     }
@@ -293,23 +293,30 @@ impl Machine {
     /// Makes a slot for each span that the program uses.
     fn add_slots(&self, space: &Space) -> Result<(), Error> {
         for (slot, span) in (1..).zip(&space.slots) {
-            self.add_slot(slot, u64::from(slot) * SLOT_SPAN, SLOT_SPAN, span * SLOT_SPAN)?;
+            self.add_slot(slot, Physical::of_slot(slot), SLOT_SPAN, span * SLOT_SPAN)?;
         }
         Ok(())
     }
 
-    fn add_slot(&self, slot: u32, physical: u64, len: u64, address: u64) -> Result<(), Error> {
+    fn add_slot(&self, slot: u32, physical: Physical, len: u64, address: u64) -> Result<(), Error> {
         self.set_slot(slot, 0, physical, len, address).map_err(|error| {
             let error = io::Error::from_raw_os_error(error.errno());
             Error::new(ErrorKind::Exhausted, "KVM_SET_USER_MEMORY_REGION", format!("{address:#x}")).source(error)
         })
     }
 
-    fn set_slot(&self, slot: u32, flags: u32, physical: u64, len: u64, address: u64) -> Result<(), kvm_ioctls::Error> {
+    fn set_slot(
+        &self,
+        slot: u32,
+        flags: u32,
+        physical: Physical,
+        len: u64,
+        address: u64,
+    ) -> Result<(), kvm_ioctls::Error> {
         let region = kvm_userspace_memory_region {
             slot,
             flags,
-            guest_phys_addr: physical,
+            guest_phys_addr: physical.get(),
             memory_size: len,
             userspace_addr: address,
         };
@@ -320,7 +327,7 @@ impl Machine {
     }
 
     /// The guest-physical address of the program's `address`, whose memory slot is made if needed.
-    fn physical(&self, space: &mut Space, address: u64) -> Result<u64, Error> {
+    fn physical(&self, space: &mut Space, address: u64) -> Result<Physical, Error> {
         let span = address / SLOT_SPAN;
         let slot = match space.slots.iter().position(|known| *known == span) {
             Some(index) => index as u32 + 1,
@@ -333,12 +340,12 @@ impl Machine {
                         .reason(reason)
                         .help("a program that spreads over fewer spans of 1 GiB can run"));
                 }
-                self.add_slot(slot, u64::from(slot) * SLOT_SPAN, SLOT_SPAN, span * SLOT_SPAN)?;
+                self.add_slot(slot, Physical::of_slot(slot), SLOT_SPAN, span * SLOT_SPAN)?;
                 space.slots.push(span);
                 slot
             }
         };
-        Ok(u64::from(slot) * SLOT_SPAN + address % SLOT_SPAN)
+        Ok(Physical::of_slot(slot).plus(address % SLOT_SPAN))
     }
 
     /// Resolves a fault of the program at `address`: `write` or `execute` say what it tried. Maps
@@ -380,9 +387,9 @@ impl Machine {
         // Of pages whose dirty bits are read, none is set before they are written.
         let scanned = &space.tracking.by[Means::Scan as usize].ranges;
         let map = |from: u64, to: u64, bits: Dirty| match from < to {
-            true => {
-                table.map(from, to, physical + (from - start), protection, bits).map_err(|OutOfTables| out_of_tables())
-            }
+            true => table
+                .map(from, to, physical.plus(from - start), protection, bits)
+                .map_err(|OutOfTables| out_of_tables()),
             false => Ok(()),
         };
         let mut from = start;
@@ -472,11 +479,11 @@ impl Machine {
     }
 
     /// A page for the guest's kernel: its guest-physical address.
-    fn kernel_page(&self) -> Result<u64, Error> {
+    fn kernel_page(&self) -> Result<Physical, Error> {
         let page = self.tables.allocate().ok_or_else(out_of_tables)?;
         let _space = self.space();
         PageTable::new(&self.tables, self.root)
-            .map_kernel(KERNEL_BASE + page, page)
+            .map_kernel(page.in_kernel(), page)
             .map_err(|OutOfTables| out_of_tables())?;
         Ok(page)
     }

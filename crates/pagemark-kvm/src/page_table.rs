@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use pagemark::RangeSet;
 
-use crate::layout::{PAGE, TABLE_SPAN};
+use crate::layout::{PAGE, Physical, TABLE_SPAN};
 use crate::mappings::Protection;
 use crate::sys::table_memory::TableMemory;
 
@@ -39,26 +39,31 @@ pub enum Dirty {
 /// Page tables of four levels. The caller has them locked.
 pub struct PageTable<'m> {
     memory: &'m TableMemory,
-    root: u64,
+    root: Physical,
 }
 
 impl<'m> PageTable<'m> {
     /// The tables whose highest level is the page `root` of `memory`.
-    pub fn new(memory: &'m TableMemory, root: u64) -> PageTable<'m> {
+    pub fn new(memory: &'m TableMemory, root: Physical) -> PageTable<'m> {
         PageTable { memory, root }
     }
 
+    /// The entry for `address` in a table of a level; the lowest is 0.
+    fn entry_at(&self, table: Physical, address: u64, level: u32) -> &AtomicU64 {
+        self.memory.word(table.plus((address >> (12 + 9 * level) & 511) * 8))
+    }
+
     /// The guest-physical address of the lowest-level table for `address`; it is made if `make`.
-    fn table(&self, address: u64, make: bool) -> Result<Option<u64>, OutOfTables> {
+    fn table(&self, address: u64, make: bool) -> Result<Option<Physical>, OutOfTables> {
         let mut table = self.root;
         for level in (1..4).rev() {
-            let entry = self.memory.word(table + (address >> (12 + 9 * level) & 511) * 8);
+            let entry = self.entry_at(table, address, level);
             let value = entry.load(Ordering::Acquire);
             table = if value & PRESENT != 0 {
-                value & ADDRESS
+                Physical::new(value & ADDRESS)
             } else if make {
                 let page = self.memory.allocate().ok_or(OutOfTables)?;
-                entry.store(page | PRESENT | WRITABLE | USER | ACCESSED, Ordering::Release);
+                entry.store(page.get() | PRESENT | WRITABLE | USER | ACCESSED, Ordering::Release);
                 page
             } else {
                 return Ok(None);
@@ -73,7 +78,7 @@ impl<'m> PageTable<'m> {
         &self,
         start: u64,
         end: u64,
-        physical: u64,
+        physical: Physical,
         protection: Protection,
         dirty: Dirty,
     ) -> Result<(), OutOfTables> {
@@ -88,24 +93,24 @@ impl<'m> PageTable<'m> {
     }
 
     /// Maps the page `physical` at `address` for the guest's kernel only.
-    pub fn map_kernel(&self, address: u64, physical: u64) -> Result<(), OutOfTables> {
+    pub fn map_kernel(&self, address: u64, physical: Physical) -> Result<(), OutOfTables> {
         self.fill(address, address + PAGE, physical, PRESENT | WRITABLE | ACCESSED | DIRTY, 0)
     }
 
     /// Maps the page `physical` of stubs at `address`: executable, and for nobody writable. Under
     /// PVM `syscall` fetches the stub with the program's rights, so the program may read it. That
     /// the program jumps there is harmless: it makes a system call that it could make itself.
-    pub fn map_stubs(&self, address: u64, physical: u64) -> Result<(), OutOfTables> {
+    pub fn map_stubs(&self, address: u64, physical: Physical) -> Result<(), OutOfTables> {
         self.fill(address, address + PAGE, physical, PRESENT | USER | ACCESSED, 0)
     }
 
     /// The entries get `bits`, and have those of `kept` as before.
-    fn fill(&self, start: u64, end: u64, physical: u64, bits: u64, kept: u64) -> Result<(), OutOfTables> {
+    fn fill(&self, start: u64, end: u64, physical: Physical, bits: u64, kept: u64) -> Result<(), OutOfTables> {
         debug_assert!(start < end && start / TABLE_SPAN == (end - 1) / TABLE_SPAN);
         let Some(table) = self.table(start, true)? else { return Err(OutOfTables) };
         for (index, address) in (start..end).step_by(PAGE as usize).enumerate() {
-            let entry = self.memory.word(table + (address >> 12 & 511) * 8);
-            let value = (physical + index as u64 * PAGE) | bits;
+            let entry = self.entry_at(table, address, 0);
+            let value = physical.plus(index as u64 * PAGE).get() | bits;
             // The processor may set a bit meanwhile.
             let with = |old| if old & PRESENT == 0 { value } else { value | old & kept };
             let _ = entry.fetch_update(Ordering::Release, Ordering::Relaxed, |old| Some(with(old)));
@@ -115,10 +120,10 @@ impl<'m> PageTable<'m> {
 
     /// The guest-physical address and the flags of the entry for `address`.
     #[cfg(test)]
-    fn entry(&self, address: u64) -> Option<(u64, u64)> {
+    fn entry(&self, address: u64) -> Option<(Physical, u64)> {
         let table = self.table(address, false).ok().flatten()?;
-        let value = self.memory.word(table + (address >> 12 & 511) * 8).load(Ordering::Acquire);
-        (value & PRESENT != 0).then_some((value & ADDRESS, value & !ADDRESS))
+        let value = self.entry_at(table, address, 0).load(Ordering::Acquire);
+        (value & PRESENT != 0).then_some((Physical::new(value & ADDRESS), value & !ADDRESS))
     }
 
     /// `start..end` is not mapped any more.
@@ -150,12 +155,12 @@ impl<'m> PageTable<'m> {
             let mut table = self.root;
             let mut missing = None;
             for level in (1..4).rev() {
-                let value = self.memory.word(table + (address >> (12 + 9 * level) & 511) * 8).load(Ordering::Acquire);
+                let value = self.entry_at(table, address, level).load(Ordering::Acquire);
                 if value & PRESENT == 0 {
                     missing = Some(1 << (12 + 9 * level));
                     break;
                 }
-                table = value & ADDRESS;
+                table = Physical::new(value & ADDRESS);
             }
             if let Some(span) = missing {
                 let span: u64 = span;
@@ -164,7 +169,7 @@ impl<'m> PageTable<'m> {
             }
             let last = end.min((address | (TABLE_SPAN - 1)) + 1);
             for page in (address..last).step_by(PAGE as usize) {
-                each(page, self.memory.word(table + (page >> 12 & 511) * 8));
+                each(page, self.entry_at(table, page, 0));
             }
             address = last;
         }
@@ -183,15 +188,22 @@ mod tests {
         let start = 0x4000_0020_0000 - 4 * PAGE;
         let read = Protection::new(1);
         let write = Protection::new(3);
-        table.map(start, start + 4 * PAGE, 0x1_0000_0000, read, Dirty::InAdvance).expect("tables");
-        table.map(start + 4 * PAGE, start + 8 * PAGE, 0x2_0000_0000, write, Dirty::InAdvance).expect("tables");
-        assert_eq!(table.entry(start + PAGE), Some((0x1_0000_1000, PRESENT | USER | ACCESSED | NO_EXECUTE)));
+        table.map(start, start + 4 * PAGE, Physical::new(0x1_0000_0000), read, Dirty::InAdvance).expect("tables");
+        table
+            .map(start + 4 * PAGE, start + 8 * PAGE, Physical::new(0x2_0000_0000), write, Dirty::InAdvance)
+            .expect("tables");
+        assert_eq!(
+            table.entry(start + PAGE),
+            Some((Physical::new(0x1_0000_1000), PRESENT | USER | ACCESSED | NO_EXECUTE))
+        );
         let flags = PRESENT | WRITABLE | USER | ACCESSED | DIRTY | NO_EXECUTE;
-        assert_eq!(table.entry(start + 5 * PAGE), Some((0x2_0000_1000, flags)));
+        assert_eq!(table.entry(start + 5 * PAGE), Some((Physical::new(0x2_0000_1000), flags)));
         assert_eq!(table.dirty(start, start + 8 * PAGE), RangeSet::from(start + 4 * PAGE..start + 8 * PAGE));
         table.clean(start + 5 * PAGE, start + 7 * PAGE);
         // Entries that are there keep what they are, others are clean.
-        table.map(start + 4 * PAGE, start + 9 * PAGE, 0x2_0000_0000, write, Dirty::Kept).expect("tables");
+        table
+            .map(start + 4 * PAGE, start + 9 * PAGE, Physical::new(0x2_0000_0000), write, Dirty::Kept)
+            .expect("tables");
         let dirty: Vec<u64> = table.dirty(0, 1 << 47).iter().map(|run| (run.start - start) / PAGE).collect();
         assert_eq!(dirty, [4, 7]);
         table.clear(start + 8 * PAGE, start + 9 * PAGE);
@@ -201,7 +213,10 @@ mod tests {
         table.clear(start + 3 * PAGE, start + 5 * PAGE);
         let present: Vec<u64> = (0..8).filter(|page| table.entry(start + page * PAGE).is_some()).collect();
         assert_eq!(present, [2, 5, 6, 7]);
-        table.map_kernel(crate::layout::KERNEL_BASE, PAGE).expect("tables");
-        assert_eq!(table.entry(crate::layout::KERNEL_BASE), Some((PAGE, PRESENT | WRITABLE | ACCESSED | DIRTY)));
+        table.map_kernel(crate::layout::KERNEL_BASE, Physical::new(PAGE)).expect("tables");
+        assert_eq!(
+            table.entry(crate::layout::KERNEL_BASE),
+            Some((Physical::new(PAGE), PRESENT | WRITABLE | ACCESSED | DIRTY))
+        );
     }
 }

@@ -12,7 +12,7 @@ use kvm_bindings::{
 use kvm_ioctls::{SyncReg, VcpuFd};
 
 use crate::error::{Error, ErrorKind};
-use crate::layout::PAGE;
+use crate::layout::{PAGE, Physical};
 use crate::sys::parking::Saved;
 use crate::sys::program_memory;
 use crate::sys::table_memory::TableMemory;
@@ -85,7 +85,7 @@ pub struct Vcpu {
     generation: u32,
     tables: Arc<TableMemory>,
     /// Guest-physical address of the page with the task state and the kernel stack.
-    page: u64,
+    page: Physical,
     /// The program's registers are where the virtual CPU goes on.
     sregs: kvm_sregs,
     /// The stub of system calls.
@@ -133,7 +133,7 @@ impl Vcpu {
     /// machine's generation.
     pub(crate) fn new(
         fd: VcpuFd,
-        page: u64,
+        page: Physical,
         tables: Arc<TableMemory>,
         cpuid: &CpuId,
         (number, generation): (usize, u32),
@@ -154,7 +154,7 @@ impl Vcpu {
     }
 
     /// The state in which a program begins: user mode, all registers zero.
-    pub(crate) fn reset(&mut self, stubs: &stubs::Stubs, root: u64) -> Result<(), Error> {
+    pub(crate) fn reset(&mut self, stubs: &stubs::Stubs, root: Physical) -> Result<(), Error> {
         let mut sregs = self.sregs;
         sregs.cs = code_segment();
         let data = data_segment();
@@ -173,7 +173,7 @@ impl Vcpu {
             present: 1,
             ..kvm_segment::default()
         };
-        sregs.cr3 = root;
+        sregs.cr3 = root.get();
         // PE, MP, ET, NE, WP, AM, PG.
         sregs.cr0 = 0x8005_0033;
         // PAE, OSFXSR, OSXMMEXCPT; FSGSBASE, OSXSAVE where they are.
@@ -387,8 +387,7 @@ impl Vcpu {
     /// Reads the frame that the processor pushed.
     fn exception(&mut self, vector: u8) -> Exception {
         let has_code = matches!(vector, 8 | 10..=14 | 17 | 21);
-        let top = self.page + crate::layout::PAGE;
-        let word = |index: u64| self.tables.word(top - 8 * index).load(Ordering::Acquire);
+        let word = |index: u64| self.tables.word(self.page.plus(PAGE - 8 * index)).load(Ordering::Acquire);
         // From the top: SS, RSP, RFLAGS, CS, RIP, the error code.
         let (rsp, rflags, rip) = (word(2), word(3), word(5));
         let code = if has_code { word(6) } else { 0 };

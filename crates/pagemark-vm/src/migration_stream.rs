@@ -123,7 +123,7 @@ fn write_block(restore: &Restore<'_>, tree: &PageTree, name: &str, pages: u64, o
         let mut held = held.iter().peekable();
         for page in first..last {
             let is_held = held.next_if(|next| next.get() == page).is_some();
-            let mut word = (page * PAGE_SIZE as u64) | if is_held { WHOLE_PAGE } else { ZERO_PAGE };
+            let mut word = PageNumber::new(page).address().get() | if is_held { WHOLE_PAGE } else { ZERO_PAGE };
             if page > 0 {
                 word |= SAME_BLOCK;
             }

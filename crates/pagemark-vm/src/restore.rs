@@ -1,7 +1,6 @@
 //! Restores a virtual machine: starts a QEMU as the checkpointed one was started, fills its memory,
 //! and gives it the state of its devices.
 
-use std::fs::OpenOptions;
 use std::io::{self, Write};
 use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
@@ -13,7 +12,7 @@ use std::time::{Duration, Instant};
 use pagemark::repository::{Checkpoint, Manifest, SpaceKind, SpaceRecord, TargetKind};
 use pagemark::sys::pagemap::{Filter, PRESENT, Pagemap, SWAPPED};
 use pagemark::sys::proc::{self, maps};
-use pagemark::{AddressRangeExt, ByteCount, PAGE_SIZE, PageNumber, PageTree, RangeSet, Store};
+use pagemark::{AddressRangeExt, ByteCount, PageNumber, PageTree, RangeSet, Store};
 
 use crate::command_line::{arguments_of_restore, served_path};
 use crate::error::{Error, ErrorKind, Object, Result};
@@ -297,14 +296,13 @@ impl<'a> Restore<'a> {
         fill: Fill,
         progress: &mut Progress<'_>,
     ) -> Result<()> {
-        let path = proc::path(pid, "mem");
-        let memory = OpenOptions::new().read(true).write(true).open(path).map_err(write_failed(pid))?;
+        let memory = proc::open_memory_for_writing(pid).map_err(write_failed(pid))?;
         let pagemap = Pagemap::of_process(pid).map_err(write_failed(pid))?;
         let write = |page: PageNumber, content: &[u8]| memory.write_all_at(content, page.address().get());
         let (mut targets, mut ids) = (Vec::new(), Vec::new());
         for (space, block) in pairs {
             let tree = PageTree::load(space.root, self.store)?;
-            let pages = block.bytes().get() / PAGE_SIZE as u64;
+            let pages = block.bytes().pages_rounded_down();
             let first = block.range.start.page();
             // QEMU itself has written some pages, such as those of its firmware, that held zeros later.
             let filter = Filter { any: PRESENT | SWAPPED, ..Filter::default() };

@@ -13,7 +13,7 @@ use pagemark::sys::own_machine::Means;
 
 use super::{Machine, above_limit, checked, create_vm, lock, open_device};
 use crate::error::{Error, ErrorKind};
-use crate::layout::{PROGRAM_END, TABLE_MEMORY};
+use crate::layout::{PROGRAM_END, Physical, TABLE_MEMORY};
 use crate::sys::parking::InUse;
 use crate::sys::signals::{self, INFO_BYTES};
 use crate::sys::{descriptors, dirty_log};
@@ -45,7 +45,7 @@ impl Machine {
         replace(kvm.as_raw_fd(), self.kvm.as_raw_fd(), true)?;
         replace(vm.as_raw_fd(), self.vm.as_raw_fd(), false)?;
         drop((vm, kvm));
-        self.add_slot(0, 0, TABLE_MEMORY, self.tables.host_address())?;
+        self.add_slot(0, Physical::ZERO, TABLE_MEMORY, self.tables.host_address())?;
         let mut space = self.space.lock();
         self.add_slots(&space)?;
         // The log of the old machine is gone.

@@ -11,7 +11,7 @@ use pagemark::RangeSet;
 use pagemark::sys::own_machine::{Means, Run};
 
 use super::{Machine, Space};
-use crate::layout::{PAGE, SLOT_SPAN, TABLE_SPAN};
+use crate::layout::{PAGE, Physical, SLOT_SPAN, TABLE_SPAN};
 use crate::page_table::PageTable;
 use crate::sys::owned_lock::OwnedLock;
 use crate::sys::{dirty_log, host_call};
@@ -153,7 +153,7 @@ impl Machine {
             let logs = tracked.within(from..from + SLOT_SPAN).next().is_some();
             let flags = if logs { KVM_MEM_LOG_DIRTY_PAGES } else { 0 };
             // Where nothing changes, KVM does nothing.
-            self.set_slot(slot, flags, u64::from(slot) * SLOT_SPAN, SLOT_SPAN, from).map_err(|error| error.errno())?;
+            self.set_slot(slot, flags, Physical::of_slot(slot), SLOT_SPAN, from).map_err(|error| error.errno())?;
         }
         Ok(())
     }

@@ -4,7 +4,7 @@ use std::io;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::layout::{PAGE, TABLE_MEMORY};
+use crate::layout::{PAGE, Physical, TABLE_MEMORY};
 
 /// [`TABLE_MEMORY`] bytes of private anonymous memory, guest-physical addresses `0..TABLE_MEMORY`.
 /// Pages are handed out once and never taken back. A child made by `fork` has a copy.
@@ -38,9 +38,9 @@ impl TableMemory {
     }
 
     /// The guest-physical address of a page of zeros; `None` if there is no memory left.
-    pub fn allocate(&self) -> Option<u64> {
+    pub fn allocate(&self) -> Option<Physical> {
         let page = self.next.fetch_add(PAGE, Ordering::Relaxed);
-        (page < TABLE_MEMORY).then_some(page)
+        (page < TABLE_MEMORY).then_some(Physical::new(page))
     }
 
     /// The eight bytes at guest-physical address `address`.
@@ -48,18 +48,19 @@ impl TableMemory {
     /// # Panics
     /// If `address` is not a multiple of 8 or not within the memory; callers pass addresses of
     /// pages that they allocated.
-    pub fn word(&self, address: u64) -> &AtomicU64 {
+    pub fn word(&self, address: Physical) -> &AtomicU64 {
+        let address = address.get();
         assert!(address.is_multiple_of(8) && address < TABLE_MEMORY, "{address:#x} is no word of the guest's tables");
         // SAFETY: within the mapping, aligned, and only accessed atomically.
         unsafe { self.base.add(address as usize / 8).as_ref() }
     }
 
     /// Writes `bytes` at `address`, in words of eight bytes; the rest of the last word is zeros.
-    pub fn write(&self, address: u64, bytes: &[u8]) {
+    pub fn write(&self, address: Physical, bytes: &[u8]) {
         for (index, chunk) in bytes.chunks(8).enumerate() {
             let mut word = [0; 8];
             word[..chunk.len()].copy_from_slice(chunk);
-            self.word(address + index as u64 * 8).store(u64::from_le_bytes(word), Ordering::Relaxed);
+            self.word(address.plus(index as u64 * 8)).store(u64::from_le_bytes(word), Ordering::Relaxed);
         }
     }
 }

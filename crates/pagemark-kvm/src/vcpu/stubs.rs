@@ -1,7 +1,7 @@
 //! The guest's kernel: a few instructions and tables. A system call or an exception of the program
 //! reaches a stub, whose `out` leaves to the host.
 
-use crate::layout::{KERNEL_BASE, PAGE};
+use crate::layout::{PAGE, Physical};
 use crate::page_table::{OutOfTables, PageTable};
 use crate::sys::table_memory::TableMemory;
 
@@ -41,9 +41,9 @@ pub struct Stubs {
 pub fn write(memory: &TableMemory, table: &PageTable<'_>) -> Result<Stubs, OutOfTables> {
     let page = || memory.allocate().ok_or(OutOfTables);
     let (descriptors, interrupts, code) = (page()?, page()?, page()?);
-    table.map_kernel(KERNEL_BASE + descriptors, descriptors)?;
-    table.map_kernel(KERNEL_BASE + interrupts, interrupts)?;
-    table.map_stubs(KERNEL_BASE + code, code)?;
+    table.map_kernel(descriptors.in_kernel(), descriptors)?;
+    table.map_kernel(interrupts.in_kernel(), interrupts)?;
+    table.map_stubs(code.in_kernel(), code)?;
     let entries: [u64; 8] =
         [0, 0, 0x00af_9b00_0000_ffff, 0x00cf_9300_0000_ffff, 0, 0x00cf_f300_0000_ffff, 0x00af_fb00_0000_ffff, 0];
     let bytes: Vec<u8> = entries.iter().flat_map(|entry| entry.to_le_bytes()).collect();
@@ -51,30 +51,30 @@ pub fn write(memory: &TableMemory, table: &PageTable<'_>) -> Result<Stubs, OutOf
     for vector in 0..32u64 {
         let offset = vector * 16;
         // out imm8, al; hlt: the host never goes on behind the `out`.
-        memory.write(code + offset, &[0xe6, EXCEPTION_PORT as u8 + vector as u8, 0xf4, 0xf4]);
-        let handler = KERNEL_BASE + code + offset;
+        memory.write(code.plus(offset), &[0xe6, EXCEPTION_PORT as u8 + vector as u8, 0xf4, 0xf4]);
+        let handler = code.plus(offset).in_kernel();
         // Programs may execute `int3` and `into`, but no other `int`.
         let kind: u64 = if matches!(vector, 3 | 4) { 0xee } else { 0x8e };
         let low = handler & 0xffff | u64::from(KERNEL_CODE) << 16 | kind << 40 | (handler >> 16 & 0xffff) << 48;
-        memory.write(interrupts + offset, &low.to_le_bytes());
-        memory.write(interrupts + offset + 8, &(handler >> 32).to_le_bytes());
+        memory.write(interrupts.plus(offset), &low.to_le_bytes());
+        memory.write(interrupts.plus(offset + 8), &(handler >> 32).to_le_bytes());
     }
-    let call = code + 32 * 16;
+    let call = code.plus(32 * 16);
     memory.write(call, &[0xe6, CALL_PORT as u8, 0xf4, 0xf4]);
-    Ok(Stubs { descriptors: KERNEL_BASE + descriptors, interrupts: KERNEL_BASE + interrupts, call: KERNEL_BASE + call })
+    Ok(Stubs { descriptors: descriptors.in_kernel(), interrupts: interrupts.in_kernel(), call: call.in_kernel() })
 }
 
 /// Writes the task state of a virtual CPU to its page, whose rest is the kernel stack. Returns its
 /// guest-virtual address.
-pub fn task(memory: &TableMemory, page: u64) -> u64 {
-    let stack = KERNEL_BASE + page + PAGE;
+pub fn task(memory: &TableMemory, page: Physical) -> u64 {
+    let stack = page.plus(PAGE).in_kernel();
     let mut state = [0; TASK_BYTES as usize];
     // RSP0, and the offset of the bitmap of ports.
     state[4..12].copy_from_slice(&stack.to_le_bytes());
     state[0x66..0x68].copy_from_slice(&PORTS_AT.to_le_bytes());
     state[usize::from(PORTS_AT)..].copy_from_slice(&PORTS);
     memory.write(page, &state);
-    KERNEL_BASE + page
+    page.in_kernel()
 }
 
 /// Whether programs may use the instructions that read and write the bases of FS and GS.

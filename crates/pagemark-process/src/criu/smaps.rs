@@ -17,7 +17,7 @@ use std::time::Duration;
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use pagemark::sys::mapping_flags;
 use pagemark::sys::proc::{self, Fields, descriptors, smaps, threads};
-use pagemark::{AddressRangeExt, PAGE_SIZE, RangeSet};
+use pagemark::{AddressRangeExt, ByteCount, RangeSet};
 
 use super::shortened::{self, Shortened};
 use super::sysv_memory;
@@ -60,7 +60,7 @@ fn times(duration: Duration, count: u64) -> Duration {
 fn count_time(pid: i32) -> Duration {
     let Ok(fields) = Fields::read(proc::path(pid, "status")) else { return Duration::ZERO };
     let bytes: u64 = ["VmRSS", "VmSwap"].iter().filter_map(|name| fields.bytes(name)).sum();
-    times(COUNT_TIME, bytes / PAGE_SIZE as u64)
+    times(COUNT_TIME, ByteCount::new(bytes).pages_rounded_down())
 }
 
 fn handover_time(pid: i32, mapping_count: usize) -> Duration {

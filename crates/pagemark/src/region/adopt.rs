@@ -103,7 +103,7 @@ fn check_files(range: &Range, mappings: &[OwnMapping]) -> Result<(), Error> {
     let mut content = [0; PAGE_SIZE];
     for mapping in mappings.iter().filter(|mapping| mapping.file.is_some()) {
         let part = mapping.range.overlap(range);
-        let last = Address::new(part.end.get() - PAGE_SIZE as u64)..part.end;
+        let last = part.end - ByteCount::of_pages(1)..part.end;
         let missing = Memory::of_this_process()
             .and_then(|memory| memory.read(&[last], &mut content))
             .map_err(Error::system("reading /proc/self/mem"))?;
