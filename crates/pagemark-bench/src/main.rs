@@ -39,4 +39,15 @@ mod tests {
     fn the_command_line_is_consistent() {
         PagemarkBench::command().debug_assert();
     }
+
+    #[test]
+    fn documents_list_each_measurement() {
+        let read = |name| std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../../").to_owned() + name);
+        let (readme, contributing) = (read("README.md").unwrap(), read("CONTRIBUTING.md").unwrap());
+        for command in PagemarkBench::command().get_subcommands().filter(|command| !command.is_hide_set()) {
+            let name = command.get_name();
+            assert!(readme.contains(&format!("`{name}`")), "README.md does not name {name}");
+            assert!(contributing.contains(&format!("pagemark-bench {name} ")), "CONTRIBUTING.md does not name {name}");
+        }
+    }
 }

@@ -1,8 +1,22 @@
 //! A virtual machine for one process: an unmodified Linux program under KVM, whose memory lies
 //! behind page tables of Pagemark.
 //!
-//! `docs/kvm.md` explains how it works. The program [`run`] turns the calling process into the
-//! program that it names.
+//! `docs/kvm.md` explains how it works. [`run`] turns the calling process into a program; the
+//! command `pagemark-kvm` does little else.
+//!
+//! # Example
+//!
+//! ```no_run
+//! # fn main() -> Result<(), pagemark_kvm::Error> {
+//! pagemark_kvm::check()?;
+//! let arguments = [c"echo".into(), c"from the machine".into()];
+//! // If the program executes another, this file is executed again, and must then call `run` with
+//! // what it gets.
+//! let again = [c"pagemark-kvm".into()];
+//! let Err(error) = pagemark_kvm::run(c"/bin/echo", &arguments, &[], &again, None);
+//! Err(error)
+//! # }
+//! ```
 
 mod call_table;
 mod elf;
@@ -37,16 +51,15 @@ pub fn check() -> Result<(), Error> {
 }
 
 /// Turns this process into the program at `path` with `arguments` (the first is its name) and
-/// `environment`, in a machine. Returns only if the program cannot be started. When the program
-/// executes another, the file of this process is executed with the arguments `again`, then
-/// [`start::EXECUTE`], what the next monitor gets as `inherited`, the path, and the arguments of
-/// the program.
+/// `environment`, in a machine. Returns only if the program cannot be started. The process must
+/// have no other thread, which would continue beside the program.
+///
+/// When the program executes another, the file of this process is executed with the arguments
+/// `again`, then [`start::EXECUTE`], what the next monitor gets as `inherited`, the path, and the
+/// arguments of the program.
 ///
 /// # Errors
 /// If the machine does not work here, or the file is no program for it.
-///
-/// # Panics
-/// Never; but the process must have no other thread, or that would go on beside the program.
 pub fn run(
     path: &CStr,
     arguments: &[CString],

@@ -1,7 +1,21 @@
 //! Finds the memory pages that a program writes, and checkpoints only those.
 //!
-//! This crate is the core of Pagemark: everything that does not depend on the kind of target.
-//! Process trees as targets are in `pagemark-process`, and the command `pagemark` is made of both.
+//! This crate is the core of Pagemark: everything that does not depend on the kind of target. The
+//! other crates of the workspace have the targets, and the interfaces for people and languages:
+//!
+//! | crate | content |
+//! |---|---|
+//! | [`pagemark-process`](../pagemark_process/index.html) | targets that are process trees; CRIU saves their other state |
+//! | [`pagemark-vm`](../pagemark_vm/index.html) | targets that are virtual machines of QEMU |
+//! | [`pagemark-simulate`](../pagemark_simulate/index.html) | simulates the run of such a machine between two checkpoints |
+//! | [`pagemark-heap`](../pagemark_heap/index.html) | a heap that is tracked by parts of pages; a heap that survives its program |
+//! | [`pagemark-malloc`](../pagemark_malloc/index.html) | that heap as `malloc` of any program |
+//! | [`pagemark-kvm`](../pagemark_kvm/index.html) | a virtual machine for one unmodified program |
+//! | [`pagemark-explore`](../pagemark_explore/index.html) | a model checker whose states are snapshots of a region |
+//! | [`pagemark-c`](../pagemark_c/index.html), [`pagemark-python`](../pagemark_python/index.html) | regions, snapshots and heaps from C, C++ and Python; jobs and restores from Python |
+//! | `pagemark-cli`, [`pagemark-bench`](../pagemark_bench/index.html) | the commands `pagemark` and `pagemark-bench` |
+//!
+//! `docs/design.md` explains how the parts fit together, and which may depend on which.
 //!
 //! # From target to repository
 //!
