@@ -8,11 +8,15 @@
 mod connection;
 mod delivery;
 mod gate;
+mod image_files;
 mod images;
 mod lazy;
 mod memory;
+mod root;
+mod running;
 mod surroundings;
 
+use std::borrow::Cow;
 use std::cell::{Cell, RefCell};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -26,12 +30,17 @@ use crate::files::{ChangedFiles, FileAction, PutBack, UnusualFile, asides, put_b
 use crate::scratch::{self, ScratchDirectory};
 use delivery::Delivery;
 use gate::Gate;
-use images::ImageMemory;
+use image_files::ImageMemory;
 use lazy::Reports;
 use memory::ProcessMemory;
 
 pub use crate::container::network::Network;
 pub use images::{Prepared, RestoreOptions, Restored, Streams, check, export_criu, open_prepared, prepare};
+
+/// For `map_err`: a system call failed.
+fn io(operation: impl Into<Cow<'static, str>>) -> impl FnOnce(std::io::Error) -> Error {
+    Error::system(operation, Object::None)
+}
 
 /// A restore that is about to begin.
 ///
@@ -266,7 +275,7 @@ impl<'a> Restore<'a> {
         check(self.manifest)
             .and_then(|()| {
                 let root = self.options.root.as_deref();
-                images::unusual_files_of(self.manifest, self.store, root, self.working_directories_count)
+                root::unusual_files_of(self.manifest, self.store, root, self.working_directories_count)
             })
             .map_err(RestoreFailure::at(Stage::Check))
     }
@@ -377,7 +386,7 @@ fn put_files_back(
     asides: &Path,
 ) -> Result<ChangedFiles, RestoreFailure> {
     let checkpoint = format!("{}@{}", manifest.job, manifest.sequence);
-    let below = images::files_below(manifest, store, options.root.as_deref());
+    let below = root::files_below(manifest, store, options.root.as_deref());
     let (files, trees) = below.map_err(RestoreFailure::at(Stage::Files))?;
     put_back(&files, &trees, store, &checkpoint, asides).map_err(RestoreFailure::at(Stage::Files))
 }

@@ -26,8 +26,9 @@ use pagemark::{ByteCount, ContentId, Kind, PageNumber, Store};
 
 use super::connection::{Connection, POLL_MS, not_filled};
 use super::gate::{Gate, SHELL};
-use super::images::{Prepared, RestoreOptions, Restored, kill_all, wait_for_end};
+use super::images::{Prepared, RestoreOptions, Restored};
 use super::memory::ProcessMemory;
+use super::running::{kill_all, wait_for_end};
 use crate::criu::Criu;
 use crate::error::{Error, ErrorKind};
 

@@ -1,55 +1,39 @@
-//! CRIU's images of a checkpoint, and `criu restore` on them.
-//!
-//! The state files of a checkpoint are CRIU's images without the content of memory. The pages
-//! images are written from the page trees; then `criu restore` restores the processes.
+//! The images directory of a checkpoint (`image_files.rs` writes its files), and `criu restore` on
+//! it.
 
-use std::borrow::Cow;
 use std::collections::HashMap;
-use std::fs::{File, OpenOptions, Permissions};
-use std::io::{IsTerminal, PipeReader, Write};
-use std::ops::ControlFlow;
+use std::fs::{OpenOptions, Permissions};
+use std::io::{IsTerminal, Write};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
-use std::os::unix::fs::{FileExt, OpenOptionsExt, PermissionsExt};
+use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::Child;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::mpsc::{self, RecvTimeoutError};
-use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use nix::errno::Errno;
-use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::{Signal, kill};
-use nix::sys::wait::waitpid;
 use nix::unistd::Pid;
 
-use pagemark::repository::{FileRecord, Manifest, SpaceKind, StateRecord, TargetKind};
-use pagemark::store::Piece;
-use pagemark::sys::proc::{self, Stat, Status, tree};
-use pagemark::{
-    Address, AddressRangeExt, ByteCount, ContentId, Kind, PAGE_SIZE, PageNumber, PageRange, PageRangeExt, RangeSet,
-    Store,
-};
+use pagemark::repository::{Manifest, TargetKind};
+use pagemark::sys::proc::{self, Stat, tree};
+use pagemark::{ByteCount, PageRangeExt, Store};
 
-use super::memory::{Pages, ProcessMemory};
-use super::surroundings;
+use super::image_files::{ImageMemory, Progress, write_pages, write_states};
+use super::memory::ProcessMemory;
+use super::root::{read_notes, root_of};
+use super::running::{Begun, Running, WAIT_POLL, ZOMBIE_WAIT, below, kill_all, own_children, wait_for_end, wait_of};
+use super::{io, surroundings};
 use crate::cgroups::{Joining, Memberships};
 use crate::container::network::{self, Network};
 use crate::container::{self, OwnMounts};
-use crate::criu::dump::{NOTES, Notes, read_pstree};
-use crate::criu::images::schema::{CoreEntry, MmEntry, PstreeEntry, VmaEntry};
-use crate::criu::images::{ImageKind, PageRun, PageSource, Pagemap, read_first};
+use crate::criu::dump::{Notes, read_pstree};
+use crate::criu::images::schema::{CoreEntry, PstreeEntry};
+use crate::criu::images::{ImageKind, read_first};
 use crate::criu::regular_files::has_image;
 use crate::criu::stdio::{self, Own};
 use crate::criu::{Criu, errors_in_log, outside_sockets, own_network, sysv_memory};
 use crate::error::{Error, ErrorKind, Object};
-use crate::files::{
-    DirectoryRecord, LinkRecord, Origin, TreeRecord, UnusualFile, decode_path, encode_path, read_trees, unusual_files,
-    unusual_removals,
-};
 use crate::scratch::{self, ScratchDirectory};
-use crate::terminal::{self, Leader, Terminal};
+use crate::terminal::{self, Terminal};
 
 /// CRIU's log in the images directory.
 const LOG: &str = "restore.log";
@@ -65,12 +49,6 @@ const HANDED_OVER: RawFd = 64;
 
 /// How many processes an error about a CRIU that takes too long names.
 const SHOWN_PROCESSES: usize = 4;
-
-/// Pause between two checks whether CRIU has ended.
-const WAIT_POLL: Duration = Duration::from_millis(1);
-/// How long a restore waits for the parents of exited processes. The init of some containers
-/// waits for orphans every two seconds.
-const ZOMBIE_WAIT: Duration = Duration::from_secs(5);
 
 /// What becomes of restored processes.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
@@ -131,10 +109,6 @@ pub struct Restored {
     pub relay: Option<i32>,
 }
 
-fn io(operation: impl Into<Cow<'static, str>>) -> impl FnOnce(std::io::Error) -> Error {
-    Error::system(operation, Object::None)
-}
-
 /// An images directory that is complete, for process ids that are free.
 #[derive(Debug)]
 pub struct Prepared {
@@ -147,18 +121,6 @@ pub struct Prepared {
     scratch: Option<PathBuf>,
 }
 
-/// Time between two reports of progress.
-const PROGRESS_INTERVAL: Duration = Duration::from_millis(2);
-
-/// The memory that the images directory gets.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum ImageMemory {
-    /// All pages.
-    Whole,
-    /// Only the pages that cannot be delivered into the processes.
-    Undeliverable,
-}
-
 /// Writes the images directory of a checkpoint and checks that its process ids are free. Nothing
 /// outside `directory` is touched, so that files can be put back between this and
 /// [`Prepared::run`]. `directory` must exist, be empty, and be its owner's alone, since
@@ -169,9 +131,6 @@ pub(super) enum ImageMemory {
 pub fn prepare(manifest: &Manifest, store: &(dyn Store + Sync), directory: &Path) -> Result<Prepared, Error> {
     prepare_with(manifest, store, directory, ImageMemory::Whole, &mut |_| {}).map(|(prepared, _)| prepared)
 }
-
-/// Called with the bytes of memory written so far.
-pub(super) type Progress<'a> = &'a mut dyn FnMut(ByteCount);
 
 /// Takes a directory that [`prepare`] has written, maybe in another process.
 ///
@@ -615,137 +574,6 @@ impl Prepared {
     }
 }
 
-/// CRIU while it restores.
-enum Running {
-    /// A child.
-    Criu(Child),
-    /// A child of the leader of the session that the tree is in.
-    Leader(Box<Leader>),
-}
-
-impl Running {
-    fn below_leader(child: Child, reports: PipeReader) -> std::io::Result<Running> {
-        let mut leader = Leader::new(child, File::from(OwnedFd::from(reports)));
-        leader.first_child()?;
-        Ok(Running::Leader(Box::new(leader)))
-    }
-
-    /// The child of this process.
-    fn child(&mut self) -> &mut Child {
-        match self {
-            Running::Criu(child) => child,
-            Running::Leader(leader) => leader.child(),
-        }
-    }
-
-    /// The leader of the session, if there is one.
-    fn leader(&mut self) -> Option<i32> {
-        match self {
-            Running::Criu(_) => None,
-            Running::Leader(leader) => Some(leader.child().id() as i32),
-        }
-    }
-
-    /// Whether CRIU has succeeded; None while it runs.
-    fn try_wait(&mut self) -> std::io::Result<Option<bool>> {
-        match self {
-            Running::Criu(child) => Ok(child.try_wait()?.map(|status| status.success())),
-            Running::Leader(leader) => {
-                let mut polled = [PollFd::new(leader.reports().as_fd(), PollFlags::POLLIN)];
-                match poll(&mut polled, PollTimeout::ZERO) {
-                    Ok(0) | Err(Errno::EINTR) => Ok(None),
-                    Ok(_) => Ok(Some(leader.restorer_succeeded().unwrap_or(false))),
-                    Err(error) => Err(error.into()),
-                }
-            }
-        }
-    }
-
-    /// Kills CRIU, and what the leader of the session has begun.
-    fn end(&mut self) {
-        if let Some(leader) = self.leader() {
-            kill_all(&below(leader));
-        }
-        let _ = self.child().kill();
-        let _ = self.child().wait();
-    }
-}
-
-/// A process and all its descendants; of a zombie, itself alone.
-pub(super) fn below(pid: i32) -> Vec<i32> {
-    let members = tree::members(pid).unwrap_or_default();
-    let descendants = members.iter().map(|member| member.pid).filter(|&member| member != pid);
-    [pid].into_iter().chain(descendants).collect()
-}
-
-/// The children of this process.
-fn own_children() -> Vec<i32> {
-    proc::children(std::process::id() as i32).unwrap_or_default()
-}
-
-/// What a restore has begun as a child of this process.
-enum Begun {
-    /// A root process with this id, which was free before.
-    Process(i32),
-    /// The first process of a container, which has any id.
-    Container {
-        /// The children that this process had before.
-        others: Vec<i32>,
-    },
-}
-
-impl Begun {
-    /// The root process, if it was restored as a child of this process.
-    fn child(&self) -> Option<i32> {
-        match self {
-            Begun::Process(pid) => {
-                Stat::read(*pid).ok().filter(|stat| stat.parent_pid == std::process::id() as i32).map(|_| *pid)
-            }
-            Begun::Container { others } => own_children().into_iter().find(|child| {
-                !others.contains(child) && Status::read(*child).is_ok_and(|status| status.is_first_of_container())
-            }),
-        }
-    }
-
-    /// The root process and all its descendants, if it was restored as a child of this process.
-    fn below_child(&self) -> Vec<i32> {
-        self.child().map(below).unwrap_or_default()
-    }
-
-    /// Kills what is left of a failed restore whose root is a child of this process, and waits for
-    /// the end of the root, so that its id is free again.
-    fn end(&self) {
-        let Some(root_pid) = self.child() else { return };
-        kill_all(&below(root_pid));
-        let _ = waitpid(Pid::from_raw(root_pid), None);
-    }
-}
-
-/// Kills processes. One that is gone needs no end.
-pub(super) fn kill_all(pids: &[i32]) {
-    for &pid in pids {
-        let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
-    }
-}
-
-/// Waits until processes that were killed run no more; the ids of zombies are free soon. The wait
-/// has a limit, because another program may have an id by now.
-pub(super) fn wait_for_end(pids: &[i32]) {
-    let deadline = Instant::now() + ZOMBIE_WAIT;
-    for &pid in pids {
-        while Stat::read(pid).is_ok_and(|stat| !stat.is_zombie()) && Instant::now() < deadline {
-            std::thread::sleep(WAIT_POLL);
-        }
-    }
-}
-
-/// The function of the kernel in which a process waits, in words.
-fn wait_of(pid: i32) -> Option<String> {
-    let stat = Stat::read(pid).ok()?;
-    let function = proc::wait_function(pid).unwrap_or_else(|| "?".into());
-    Some(format!("process {pid} ({}) is in state {} in {function}", stat.command, stat.state))
-}
-
 /// Descriptors for the standard streams, clear of the numbers of CRIU's own.
 fn streams(streams: Streams) -> Result<[OwnedFd; 3], Error> {
     let null = OpenOptions::new().read(true).write(true).open("/dev/null").map_err(io("open /dev/null"))?;
@@ -800,375 +628,13 @@ fn user_of(id: i32) -> String {
     text.replace(|c: char| c.is_control(), "?")
 }
 
-/// The root directory of the tree, if it has mounts of its own: `wanted`, or else that of the
-/// checkpoint.
-fn root_of(notes: &Notes, wanted: Option<&Path>) -> Result<Option<PathBuf>, Error> {
-    let Some(noted) = &notes.own_root else { return Ok(None) };
-    let noted = || decode_path(noted).ok_or_else(|| Error::damaged("the path of its root directory is damaged"));
-    let root = wanted.map_or_else(noted, |wanted| Ok(wanted.to_owned()))?;
-    match root.canonicalize() {
-        Ok(root) if root.is_dir() => Ok(Some(root)),
-        found => {
-            let reason = found.err().map_or_else(|| "is no directory".to_owned(), |error| error.to_string());
-            let reason = format!("is not there, and the processes need it as their root directory: {reason}");
-            Err(Error::about(ErrorKind::InTheWay, Object::File(root), reason)
-                .help("mount the file system of the container there, or name another directory with --root"))
-        }
-    }
-}
-
-/// The notes among the state of a checkpoint.
-fn recorded_notes(manifest: &Manifest, store: &dyn Store) -> Result<Notes, Error> {
-    let record = manifest.state.iter().find(|record| record.name == NOTES);
-    let record = record.ok_or_else(|| Error::damaged(format!("its state lacks {NOTES}")))?;
-    parse_notes(&record.content.read_all(store)?)
-}
-
-/// A root directory that takes the place of that of the checkpoint.
-struct NewRoot<'a> {
-    noted: PathBuf,
-    wanted: &'a Path,
-}
-
-impl<'a> NewRoot<'a> {
-    /// None if the tree has no root directory of its own, or gets the one that it had.
-    fn of(notes: &Notes, wanted: Option<&'a Path>) -> Option<NewRoot<'a>> {
-        let noted = decode_path(notes.own_root.as_deref()?)?;
-        wanted.filter(|wanted| **wanted != noted).map(|wanted| NewRoot { noted, wanted })
-    }
-
-    /// The new path of what had this path, both as [`encode_path`] writes them.
-    fn path_of(&self, path: &str) -> String {
-        let below = decode_path(path).and_then(|path| Some(path.strip_prefix(&self.noted).ok()?.to_owned()));
-        below.map_or_else(|| path.to_owned(), |below| encode_path(&self.wanted.join(below)))
-    }
-}
-
-/// The files and the trees of a checkpoint, under the paths that they have below the root directory
-/// that the tree of processes gets.
-pub(super) fn files_below<'a>(
-    manifest: &'a Manifest,
-    store: &dyn Store,
-    root: Option<&Path>,
-) -> Result<(Cow<'a, [FileRecord]>, Vec<TreeRecord>), Error> {
-    let trees = read_trees(manifest, store)?;
-    let new_root = match root {
-        Some(_) => NewRoot::of(&recorded_notes(manifest, store)?, root),
-        None => None,
-    };
-    let Some(new_root) = new_root else { return Ok((Cow::Borrowed(&manifest.files), trees)) };
-    let file = |record: &FileRecord| FileRecord { path: new_root.path_of(&record.path), ..record.clone() };
-    let directory = |record: DirectoryRecord| DirectoryRecord { path: new_root.path_of(&record.path), ..record };
-    let link = |record: LinkRecord| LinkRecord { path: new_root.path_of(&record.path), ..record };
-    let trees = trees.into_iter().map(|tree| TreeRecord {
-        path: new_root.path_of(&tree.path),
-        directories: tree.directories.into_iter().map(directory).collect(),
-        links: tree.links.into_iter().map(link).collect(),
-        ..tree
-    });
-    Ok((manifest.files.iter().map(file).collect(), trees.collect()))
-}
-
-/// The files that a restore of the checkpoint would change and that are unusual. With
-/// `working_directories_count` false, every file is outside the job's own directories.
-pub(super) fn unusual_files_of(
-    manifest: &Manifest,
-    store: &dyn Store,
-    root: Option<&Path>,
-    working_directories_count: bool,
-) -> Result<Vec<UnusualFile>, Error> {
-    let mut directories = Vec::new();
-    let (files, trees) = files_below(manifest, store, root)?;
-    if working_directories_count {
-        let notes = recorded_notes(manifest, store)?;
-        let new_root = NewRoot::of(&notes, root);
-        let here = |text: &String| new_root.as_ref().map_or_else(|| text.clone(), |root| root.path_of(text));
-        directories.extend(notes.working_directories.iter().filter_map(|text| decode_path(&here(text))));
-        // Whoever took the checkpoint named these as the job's own.
-        let named = trees.iter().filter(|tree| tree.origin == Origin::Named);
-        directories.extend(named.filter_map(|tree| decode_path(&tree.path)));
-    }
-    let mut unusual = unusual_files(&files, &directories, store)?;
-    unusual.extend(unusual_removals(&trees, &directories, &files));
-    Ok(unusual)
-}
-
-fn parse_notes(text: &[u8]) -> Result<Notes, Error> {
-    serde_json::from_slice(text)
-        .map_err(|error| Error::damaged(format!("its state file {NOTES} is not as written: {error}")))
-}
-
-fn read_notes(directory: &Path) -> Result<Notes, Error> {
-    let path = directory.join(NOTES);
-    let text = std::fs::read(&path).map_err(|error| Error::damaged(format!("its state lacks {NOTES} ({error})")))?;
-    parse_notes(&text)
-}
-
-/// Writes the state files.
-fn write_states(manifest: &Manifest, store: &dyn Store, directory: &Path) -> Result<(), Error> {
-    for record in &manifest.state {
-        write_state(record, store, directory)?;
-    }
-    crate::criu::timers::arm_expired(directory)
-}
-
-/// Writes one file of the state.
-fn write_state(record: &StateRecord, store: &dyn Store, directory: &Path) -> Result<(), Error> {
-    let plain = record.name.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte));
-    if !plain || record.name.starts_with('.') || record.name.is_empty() || record.name.len() > 128 {
-        return Err(Error::damaged(format!("{:?} is no name of a state file", record.name)));
-    }
-    let path = directory.join(&record.name);
-    let file = create(&path)?;
-    record.content.copy_to_file(store, &file).map_err(write_failed(&path))
-}
-
-/// A process whose pages image is written.
-struct Unwritten<'a> {
-    process: &'a PstreeEntry,
-    pagemap: Pagemap,
-    /// The root of its page tree.
-    root: ContentId,
-    deliverable: RangeSet,
-    /// The pages that must be known to write the images.
-    pages: Pages,
-}
-
-impl Unwritten<'_> {
-    fn is_relative_of(&self, other: &PstreeEntry) -> bool {
-        other.pid == self.process.ppid || other.ppid == self.process.pid
-    }
-}
-
-/// Writes the pages images of all processes and of their shared memory, and pagemap images that say
-/// so. Returns the memory of the processes.
-///
-/// Of a process without a parent or child, only the part of the page tree is read that names pages
-/// which are not delivered: the rest is read while CRIU starts.
-fn write_pages(
-    manifest: &Manifest,
-    store: &(dyn Store + Sync),
-    directory: &Path,
-    memory: ImageMemory,
-    processes: &[PstreeEntry],
-    progress: Progress<'_>,
-) -> Result<Vec<ProcessMemory>, Error> {
-    let mut all: Vec<Unwritten<'_>> = Vec::new();
-    for process in processes {
-        let path = directory.join(format!("pagemap-{}.img", process.pid));
-        if !path.exists() {
-            continue;
-        }
-        let pid = process.pid as i32;
-        let space = manifest.process(pid);
-        let space = space.ok_or_else(|| Error::damaged(format!("the memory of process {pid} is missing")))?;
-        let deliverable = if memory == ImageMemory::Whole { RangeSet::new() } else { deliverable(directory, process)? };
-        let (pagemap, pages) = (Pagemap::read(&path)?, Pages::default());
-        all.push(Unwritten { process, pagemap, root: space.root, deliverable, pages });
-    }
-    for index in 0..all.len() {
-        let is_alone = !all.iter().any(|other| other.is_relative_of(all[index].process));
-        let of = &mut all[index];
-        let runs = of.pagemap.runs();
-        let needed: RangeSet<PageNumber> = match is_alone {
-            true => runs.flat_map(|run| undeliverable(&run, &of.deliverable)).collect(),
-            false => runs.map(|run| run.page_range()).collect(),
-        };
-        of.pages = Pages::read(of.root, &needed, store)?;
-    }
-    let mut written = 0;
-    let mut memories = Vec::new();
-    for of in &all {
-        let Unwritten { process, pagemap, root, deliverable, pages } = of;
-        let relatives: Vec<&Pages> =
-            all.iter().filter(|other| other.is_relative_of(process)).map(|other| &other.pages).collect();
-        let source = |page: u64, run: &PageRun| {
-            let page = PageNumber::new(page);
-            let is_deliverable = deliverable.contains(page.address());
-            if run.present {
-                // CRIU saved it itself: maybe a page that hides a file's, which has to be there even if it holds
-                // zeros.
-                return PageSource::Present;
-            }
-            if is_deliverable && relatives.is_empty() {
-                // Pages that are not delivered in the end hold zeros.
-                return PageSource::Lazy;
-            }
-            let id = pages.id(page);
-            if id.is_zero() {
-                PageSource::Absent
-            } else if is_deliverable && relatives.iter().all(|other| other.id(page) != id) {
-                PageSource::Lazy
-            } else {
-                // A page that a process may share with its parent since the fork, too: CRIU shares it again.
-                PageSource::Present
-            }
-        };
-        let (image, runs) = pagemap.with_sources(source);
-        let path = directory.join(format!("pages-{}.img", pagemap.pages_id));
-        let present: Vec<PageRange> = runs.iter().filter(|run| run.present).map(PageRun::page_range).collect();
-        written += write_pages_image(&path, &present, pages, store, &mut |pages| {
-            progress(ByteCount::of_pages(written + pages));
-        })?;
-        let path = directory.join(format!("pagemap-{}.img", process.pid));
-        std::fs::write(&path, image).map_err(io(format!("write {}", path.display())))?;
-        let delivered = runs.iter().filter(|run| !run.present).map(PageRun::page_range).collect();
-        let known = Some(pages).filter(|_| !relatives.is_empty());
-        memories.push(ProcessMemory::new(process.pid as i32, *root, delivered, deliverable.clone(), known));
-    }
-    for space in &manifest.spaces {
-        if let SpaceKind::SharedMemory { bytes, inode } = space.kind {
-            written += write_object(inode, space.root, bytes, store, directory, &mut |pages| {
-                progress(ByteCount::of_pages(written + pages));
-            })?;
-        }
-    }
-    Ok(memories)
-}
-
-/// Writes the images of an object of shared memory, which the processes fill it from. Calls
-/// `progress` with the pages written so far. Returns the pages written.
-fn write_object(
-    inode: u64,
-    root: ContentId,
-    bytes: ByteCount,
-    store: &(dyn Store + Sync),
-    directory: &Path,
-    progress: &mut dyn FnMut(u64),
-) -> Result<u64, Error> {
-    // CRIU names it by the lower half.
-    let path = directory.join(format!("pagemap-shmem-{}.img", inode as u32));
-    let mut pagemap = Pagemap::read(&path)?;
-    let all = PageNumber::new(0)..Address::new(bytes.get()).page_aligned_up().page();
-    let pages = Pages::read(root, &[all].into_iter().collect(), store)?;
-    let held: RangeSet = pages.numbers.iter().map(|page| page.addresses()).collect();
-    pagemap.add_withheld(&held);
-    let (image, runs) = pagemap.with_sources(|_, _| PageSource::Present);
-    let runs: Vec<PageRange> = runs.iter().map(PageRun::page_range).collect();
-    std::fs::write(&path, image).map_err(io(format!("write {}", path.display())))?;
-    let path = directory.join(format!("pages-{}.img", pagemap.pages_id));
-    // CRIU made it, without a page.
-    match std::fs::remove_file(&path) {
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
-        removed => removed.map_err(io(format!("remove {}", path.display())))?,
-    }
-    write_pages_image(&path, &runs, &pages, store, progress)
-}
-
-/// The pages of a run that the images directory must have.
-fn undeliverable(run: &PageRun, deliverable: &RangeSet) -> Vec<PageRange> {
-    let mut rest: RangeSet = [run.page_range().addresses()].into_iter().collect();
-    if !run.present {
-        rest.subtract(deliverable);
-    }
-    rest.iter().map(|range| range.page_range()).collect()
-}
-
-/// Writes a pages image: the pages of `runs` one after the other, with holes for pages of zeros.
-/// Calls `progress` with the pages written so far. Returns the pages written.
-fn write_pages_image(
-    path: &Path,
-    runs: &[PageRange],
-    pages: &Pages,
-    store: &(dyn Store + Sync),
-    progress: &mut dyn FnMut(u64),
-) -> Result<u64, Error> {
-    let file = create(path)?;
-    let page_count = runs.iter().map(PageRangeExt::page_count).sum();
-    file.set_len(ByteCount::of_pages(page_count).get()).map_err(io(format!("write {}", path.display())))?;
-    // The number of each page that is not zeros in the image.
-    let (mut numbers, mut ids) = (Vec::new(), Vec::new());
-    let mut first = 0;
-    for run in runs {
-        let positions = pages.positions(run);
-        numbers.extend(pages.numbers[positions.clone()].iter().map(|page| first + (page.get() - run.start.get())));
-        ids.extend_from_slice(&pages.ids[positions]);
-        first += run.page_count();
-    }
-    let written = AtomicU64::new(0);
-    let failure = Mutex::new(None);
-    let write = |pieces: &[Piece], content: &[u8]| {
-        let follows =
-            |a: &Piece, b: &Piece| numbers[a.position] + 1 == numbers[b.position] && a.bytes.end == b.bytes.start;
-        for run in pieces.chunk_by(follows) {
-            let offset = PageNumber::new(numbers[run[0].position]).address().get();
-            let content = &content[run[0].bytes.start..run[run.len() - 1].bytes.end];
-            let result = match content.len() == run.len() * PAGE_SIZE {
-                true => file.write_all_at(content, offset).map_err(io(format!("write {}", path.display()))),
-                false => Err(Error::damaged("a page has the wrong length")),
-            };
-            if let Err(error) = result {
-                failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
-                return ControlFlow::Break(());
-            }
-            written.fetch_add(run.len() as u64, Ordering::Relaxed);
-        }
-        ControlFlow::Continue(())
-    };
-    let read = std::thread::scope(|scope| {
-        let (done, is_done) = mpsc::channel::<()>();
-        let (ids, write) = (&ids, &write);
-        let reading = scope.spawn(move || {
-            // Dropped at the end, also in a panic.
-            let _done = done;
-            store.get_many(Kind::Page, ids, write)
-        });
-        while is_done.recv_timeout(PROGRESS_INTERVAL) == Err(RecvTimeoutError::Timeout) {
-            progress(written.load(Ordering::Relaxed));
-        }
-        progress(written.load(Ordering::Relaxed));
-        reading.join()
-    });
-    read.map_err(|_| Error::criu_io("write images")(std::io::Error::other("a thread panicked")))??;
-    match failure.into_inner().unwrap_or_else(PoisonError::into_inner) {
-        Some(error) => Err(error),
-        None => Ok(page_count),
-    }
-}
-
-/// The mappings of a process whose pages can be delivered, without the pages on which threads have
-/// their stacks: private anonymous mappings that are neither locked nor huge.
-/// Those that a forked child finds empty are left out too: their missing pages are zeros in every
-/// process.
-fn deliverable(directory: &Path, process: &PstreeEntry) -> Result<RangeSet, Error> {
-    let mm: MmEntry = read_first(&directory.join(format!("mm-{}.img", process.pid)), ImageKind::Mm)?;
-    let fits = |vma: &&VmaEntry| {
-        let flags = vma.flags as i32;
-        let needed = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
-        let is_wiped = vma.madv.unwrap_or(0) & 1 << libc::MADV_WIPEONFORK != 0;
-        let is_other = flags & (libc::MAP_LOCKED | libc::MAP_HUGETLB) != 0 || is_wiped;
-        let are_pages = [vma.start, vma.end].into_iter().all(|address| Address::new(address).is_page_aligned());
-        flags & needed == needed && !is_other && are_pages && vma.start < vma.end
-    };
-    let mappings = mm.vmas.iter().filter(fits).map(|vma| Address::new(vma.start)..Address::new(vma.end));
-    let mut ranges: RangeSet = mappings.collect();
-    for thread in &process.threads {
-        let core: CoreEntry = read_first(&directory.join(format!("core-{thread}.img")), ImageKind::Core)?;
-        if let Some(info) = core.thread_info {
-            ranges.remove(Address::new(info.gpregs.sp).page().addresses());
-        }
-    }
-    Ok(ranges)
-}
-
-/// Creates a file that is its owner's alone.
-fn create(path: &Path) -> Result<File, Error> {
-    let mut options = OpenOptions::new();
-    options.write(true).create_new(true).mode(0o600).open(path).map_err(io(format!("create {}", path.display())))
-}
-
-/// For `map_err`: content could not be written to `path`.
-fn write_failed(path: &Path) -> impl Fn(pagemark::Error) -> Error {
-    move |error| match error.kind() {
-        pagemark::ErrorKind::Stream => Error::of(ErrorKind::System, "write", Object::File(path.to_owned()), error),
-        _ => error.into(),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use std::process::{Command, Stdio};
 
+    use nix::sys::signal::{Signal, kill};
+
+    use super::super::image_files::create;
     use super::*;
 
     #[test]

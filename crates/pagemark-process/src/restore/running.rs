@@ -1,0 +1,153 @@
+//! CRIU while it restores, and the processes that it has begun.
+
+use std::fs::File;
+use std::io::PipeReader;
+use std::os::fd::{AsFd, OwnedFd};
+use std::process::Child;
+use std::time::{Duration, Instant};
+
+use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::signal::{Signal, kill};
+use nix::sys::wait::waitpid;
+use nix::unistd::Pid;
+use pagemark::sys::proc::{self, Stat, Status, tree};
+
+use crate::terminal::Leader;
+
+/// Pause between two checks whether CRIU has ended.
+pub(super) const WAIT_POLL: Duration = Duration::from_millis(1);
+/// How long a restore waits for the parents of exited processes. The init of some containers
+/// waits for orphans every two seconds.
+pub(super) const ZOMBIE_WAIT: Duration = Duration::from_secs(5);
+
+/// CRIU while it restores.
+pub(super) enum Running {
+    /// A child.
+    Criu(Child),
+    /// A child of the leader of the session that the tree is in.
+    Leader(Box<Leader>),
+}
+
+impl Running {
+    pub(super) fn below_leader(child: Child, reports: PipeReader) -> std::io::Result<Running> {
+        let mut leader = Leader::new(child, File::from(OwnedFd::from(reports)));
+        leader.first_child()?;
+        Ok(Running::Leader(Box::new(leader)))
+    }
+
+    /// The child of this process.
+    pub(super) fn child(&mut self) -> &mut Child {
+        match self {
+            Running::Criu(child) => child,
+            Running::Leader(leader) => leader.child(),
+        }
+    }
+
+    /// The leader of the session, if there is one.
+    pub(super) fn leader(&mut self) -> Option<i32> {
+        match self {
+            Running::Criu(_) => None,
+            Running::Leader(leader) => Some(leader.child().id() as i32),
+        }
+    }
+
+    /// Whether CRIU has succeeded; None while it runs.
+    pub(super) fn try_wait(&mut self) -> std::io::Result<Option<bool>> {
+        match self {
+            Running::Criu(child) => Ok(child.try_wait()?.map(|status| status.success())),
+            Running::Leader(leader) => {
+                let mut polled = [PollFd::new(leader.reports().as_fd(), PollFlags::POLLIN)];
+                match poll(&mut polled, PollTimeout::ZERO) {
+                    Ok(0) | Err(Errno::EINTR) => Ok(None),
+                    Ok(_) => Ok(Some(leader.restorer_succeeded().unwrap_or(false))),
+                    Err(error) => Err(error.into()),
+                }
+            }
+        }
+    }
+
+    /// Kills CRIU, and what the leader of the session has begun.
+    pub(super) fn end(&mut self) {
+        if let Some(leader) = self.leader() {
+            kill_all(&below(leader));
+        }
+        let _ = self.child().kill();
+        let _ = self.child().wait();
+    }
+}
+
+/// A process and all its descendants; of a zombie, itself alone.
+pub(super) fn below(pid: i32) -> Vec<i32> {
+    let members = tree::members(pid).unwrap_or_default();
+    let descendants = members.iter().map(|member| member.pid).filter(|&member| member != pid);
+    [pid].into_iter().chain(descendants).collect()
+}
+
+/// The children of this process.
+pub(super) fn own_children() -> Vec<i32> {
+    proc::children(std::process::id() as i32).unwrap_or_default()
+}
+
+/// What a restore has begun as a child of this process.
+pub(super) enum Begun {
+    /// A root process with this id, which was free before.
+    Process(i32),
+    /// The first process of a container, which has any id.
+    Container {
+        /// The children that this process had before.
+        others: Vec<i32>,
+    },
+}
+
+impl Begun {
+    /// The root process, if it was restored as a child of this process.
+    pub(super) fn child(&self) -> Option<i32> {
+        match self {
+            Begun::Process(pid) => {
+                Stat::read(*pid).ok().filter(|stat| stat.parent_pid == std::process::id() as i32).map(|_| *pid)
+            }
+            Begun::Container { others } => own_children().into_iter().find(|child| {
+                !others.contains(child) && Status::read(*child).is_ok_and(|status| status.is_first_of_container())
+            }),
+        }
+    }
+
+    /// The root process and all its descendants, if it was restored as a child of this process.
+    pub(super) fn below_child(&self) -> Vec<i32> {
+        self.child().map(below).unwrap_or_default()
+    }
+
+    /// Kills what is left of a failed restore whose root is a child of this process, and waits for
+    /// the end of the root, so that its id is free again.
+    pub(super) fn end(&self) {
+        let Some(root_pid) = self.child() else { return };
+        kill_all(&below(root_pid));
+        let _ = waitpid(Pid::from_raw(root_pid), None);
+    }
+}
+
+/// Kills processes. One that is gone needs no end.
+pub(super) fn kill_all(pids: &[i32]) {
+    for &pid in pids {
+        let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
+    }
+}
+
+/// Waits until processes that were killed run no more; the ids of zombies are free soon. The wait
+/// has a limit, because another program may have an id by now.
+pub(super) fn wait_for_end(pids: &[i32]) {
+    let deadline = Instant::now() + ZOMBIE_WAIT;
+    for &pid in pids {
+        while Stat::read(pid).is_ok_and(|stat| !stat.is_zombie()) && Instant::now() < deadline {
+            std::thread::sleep(WAIT_POLL);
+        }
+    }
+}
+
+/// The function of the kernel in which a process waits, in words.
+pub(super) fn wait_of(pid: i32) -> Option<String> {
+    let stat = Stat::read(pid).ok()?;
+    let function = proc::wait_function(pid).unwrap_or_else(|| "?".into());
+    Some(format!("process {pid} ({}) is in state {} in {function}", stat.command, stat.state))
+}
