@@ -176,8 +176,7 @@ impl OpenFile {
 /// [`ErrorKind::System`] if tracing a process is not permitted, [`ErrorKind::BadPath`] if a file
 /// cannot be reached by its path.
 pub fn open_for_writing(pids: &[i32]) -> Result<Vec<OpenFile>> {
-    let io = Error::system("list the mounts of", Object::Process(std::process::id() as i32));
-    let mut files = Files { found: HashMap::new(), host_paths: HostPaths::of_tree(pids).map_err(io)? };
+    let mut files = Files { found: HashMap::new(), tree: pids, host_paths: None };
     for &pid in pids {
         match descriptors(pid, &mut files).and_then(|()| mappings(pid, &mut files)) {
             Ok(()) => {}
@@ -213,12 +212,23 @@ impl From<io::Error> for Failure {
 }
 
 /// Files by device and inode number, and where those are that the processes name by other paths.
-struct Files {
+struct Files<'a> {
     found: HashMap<(u64, u64), OpenFile>,
-    host_paths: HostPaths,
+    tree: &'a [i32],
+    /// Most trees need none.
+    host_paths: Option<HostPaths>,
 }
 
-fn descriptors(pid: i32, files: &mut Files) -> Result<(), Failure> {
+impl Files<'_> {
+    fn location(&mut self, pid: i32, path: &Path, mount: Option<u32>) -> io::Result<FileLocation> {
+        let mut paths = self.host_paths.take().map_or_else(|| HostPaths::of_tree(self.tree), Ok)?;
+        let location = paths.place(pid, path, mount);
+        self.host_paths = Some(paths);
+        location
+    }
+}
+
+fn descriptors(pid: i32, files: &mut Files<'_>) -> Result<(), Failure> {
     for descriptor in proc::descriptors(pid)? {
         let Some(info) = unless_gone(descriptor.info())? else { continue };
         let Some(flags) = info.in_base("flags", 8).and_then(|flags| i32::try_from(flags).ok()) else { continue };
@@ -241,7 +251,7 @@ fn descriptors(pid: i32, files: &mut Files) -> Result<(), Failure> {
     Ok(())
 }
 
-fn mappings(pid: i32, files: &mut Files) -> Result<(), Failure> {
+fn mappings(pid: i32, files: &mut Files<'_>) -> Result<(), Failure> {
     let is_writable_file = |mapping: &Mapping| mapping.writable && mapping.shared && mapping.inode != 0;
     for mapping in maps::read(pid)?.into_iter().filter(is_writable_file) {
         let mapping = SharedMapping { pid, addresses: mapping.range(), offset: mapping.offset };
@@ -260,7 +270,7 @@ fn entry_of<'a>(
     pid: i32,
     link: &Path,
     mount: Option<u32>,
-    files: &'a mut Files,
+    files: &'a mut Files<'_>,
 ) -> Result<Option<&'a mut OpenFile>, Failure> {
     // A running target may rename the file between reading its path and using that.
     for attempt in 0.. {
@@ -278,7 +288,7 @@ fn entry_of<'a>(
         }
         let is_it = |path: &Path| fs::symlink_metadata(path).is_ok_and(|named| (named.dev(), named.ino()) == key);
         // A file that was opened outside has its path there.
-        let place = if is_it(&path) { None } else { unless_gone(files.host_paths.place(pid, &path, mount))? };
+        let place = if is_it(&path) { None } else { unless_gone(files.location(pid, &path, mount))? };
         let path = match place {
             Some(FileLocation::InsideAlone) => break,
             Some(FileLocation::Outside(outside)) => outside,
