@@ -15,6 +15,8 @@
  *   soft-dirty    the trackee is stopped, pagemap is read, and 4 is written to clear_refs
  *   pagemap-scan  userfaultfd write-protects asynchronously; PAGEMAP_SCAN collects and protects again, while the trackee runs
  *
+ * Lightweight dirty tracking ends from time to time, by closing its file, and begins anew while the trackee goes on.
+ *
  * In three places the kernel loses a write of soft-dirty; this mode leaves these out: whole page tables that mremap moves,
  * pages that KSM merges, and shared memory that was written, reclaimed and read again.
  *
@@ -383,7 +385,7 @@ static void trackee(void)
 /* The tracker's side. */
 static int pagemap, memory, clear_refs, userfaultfd;
 static char *copy;
-static unsigned long collects, reported_pages, compared_pages, dropped_pages, forgotten;
+static unsigned long beginnings, collects, reported_pages, compared_pages, dropped_pages, forgotten;
 
 static void pause_trackee(bool yes)
 {
@@ -713,6 +715,23 @@ static int open_of(pid_t pid, const char *name, int flags)
 	return fd;
 }
 
+/*
+ * Ends tracking, lets the trackee go on without it, and begins anew. What has an entry in a page table must be reported by
+ * the next collect, whatever was known of it. Of shared memory that has none nothing is known.
+ */
+static void begin_anew(pid_t pid, uint64_t *state)
+{
+	close(pagemap);
+	usleep(next(state) % 50000);
+	pagemap = open_of(pid, "pagemap", O_RDONLY);
+	/* This begins it, and restarts nothing. */
+	scan_written((uintptr_t)base, 0, NULL, 0, &(uint64_t){ 0 }, 0);
+	for (unsigned int i = 0; i < threads; i++)
+		if (kind_of(i) == SHARED_MEMORY)
+			read_pages((uintptr_t)arena(i), (uintptr_t)arena(i + 1));
+	beginnings++;
+}
+
 int main(int argc, char **argv)
 {
 	const char *name = "scan";
@@ -790,6 +809,8 @@ int main(int argc, char **argv)
 		for (unsigned long i = 0; i < running; i++) {
 			usleep(next(&state) % 20000);
 			collect(false);
+			if ((mode == SCAN || mode == WRITTEN) && next(&state) % 4 == 0)
+				begin_anew(pid, &state);
 			switch (next(&state) % 12) {
 			case 0: write_file("/proc/sys/vm/compact_memory", "1"); break;
 			case 1: write_file("/proc/sys/vm/drop_caches", "1"); break;
@@ -805,9 +826,9 @@ int main(int argc, char **argv)
 	}
 	atomic_store(&control->stop, 1);
 	waitpid(pid, NULL, 0);
-	printf("oracle: nothing missed: %s, seed %lu, %lu operations, %lu collects, %lu pages reported, %lu compared, %lu dropped meanwhile\n",
+	printf("oracle: nothing missed: %s, seed %lu, %lu operations, %lu collects, %lu pages reported, %lu compared, %lu dropped meanwhile, %lu begun anew\n",
 	       name, seed, atomic_load(&control->operations), collects, reported_pages, compared_pages,
-	       dropped_pages);
+	       dropped_pages, beginnings);
 	if (broken) {
 		printf("oracle: %lu reports were forgotten, and it did not notice\n", forgotten);
 		return 3;
