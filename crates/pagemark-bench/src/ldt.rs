@@ -126,15 +126,24 @@ fn tracker(mechanism: Mechanism, buffer: &PageBuffer) -> Result<Box<dyn Tracker>
     mechanism.tracker(scope, &memory?)
 }
 
+/// A tracker of a buffer that has collected once, so that the first interval has begun. It is
+/// dropped before the buffer is.
+///
+/// # Errors
+/// The mechanism does not work here.
+fn started_tracker(mechanism: Mechanism, buffer: &PageBuffer) -> Result<Box<dyn Tracker>, Error> {
+    let mut tracker = tracker(mechanism, buffer)?;
+    tracker.collect(&buffer.range().into(), &mut RangeSet::new())?;
+    Ok(tracker)
+}
+
 /// Tracks one page.
 ///
 /// # Errors
 /// The mechanism does not work here.
 fn check(mechanism: Mechanism) -> Result<(), BenchError> {
     let buffer = PageBuffer::new(1).map_err(BenchError::on("map memory"))?;
-    let mut tracker = tracker(mechanism, &buffer).map_err(BenchError::pagemark)?;
-    let collected = tracker.collect(&buffer.range().into(), &mut RangeSet::new());
-    collected.map_err(BenchError::pagemark)
+    started_tracker(mechanism, &buffer).map(|_| ()).map_err(BenchError::pagemark)
 }
 
 /// Sizes of the measurements.
@@ -220,9 +229,7 @@ impl Session {
         self.figures.contains(&figure)
     }
 
-    /// The variants that are measured. The first call checks them, which marks this process and its
-    /// later children as ones that have used dirty tracking: `helpers`, which measures processes
-    /// without the mark, must run before.
+    /// The variants that are measured. The first call checks them.
     fn variants(&self) -> &[Variant] {
         self.variants.get_or_init(|| {
             let variants = VARIANTS.map(Variant::new);

@@ -27,8 +27,10 @@ enum Operation {
     ForkAndExit,
     ProtectTwice,
     Move,
-    /// `Move` in a process that `ldt` has tracked before.
+    /// `Move` in a process that `ldt` tracks.
     MoveTracked,
+    /// `Move` in a process that `ldt` has tracked before.
+    MoveTrackedBefore,
     Unmap,
     Free,
     PageOut,
@@ -37,11 +39,12 @@ enum Operation {
 }
 
 impl Operation {
-    const ALL: [Operation; 9] = [
+    const ALL: [Operation; 10] = [
         Operation::ForkAndExit,
         Operation::ProtectTwice,
         Operation::Move,
         Operation::MoveTracked,
+        Operation::MoveTrackedBefore,
         Operation::Unmap,
         Operation::Free,
         Operation::PageOut,
@@ -55,12 +58,17 @@ impl Operation {
             Operation::ProtectTwice => "mprotect twice",
             Operation::Move => "mremap",
             Operation::MoveTracked => "mremap, tracked",
+            Operation::MoveTrackedBefore => "mremap, tracked before",
             Operation::Unmap => "munmap",
             Operation::Free => "madvise(FREE)",
             Operation::PageOut => "madvise(PAGEOUT)",
             Operation::PageIn => "read after PAGEOUT",
             Operation::Sync => "msync of a file",
         }
+    }
+
+    fn is_tracked(self) -> bool {
+        matches!(self, Operation::MoveTracked | Operation::MoveTrackedBefore)
     }
 
     fn needs_swap(self) -> bool {
@@ -85,14 +93,20 @@ impl HelperCost {
     /// Empty if the operation is not possible here. Elapsed time includes the work of other threads
     /// of the kernel.
     pub fn run(&self) -> Result<Vec<f64>, BenchError> {
-        if self.operation == Operation::MoveTracked && super::check(Mechanism::Ldt).is_err() {
-            return Ok(Vec::new());
-        }
+        let page = PageBuffer::new(1).map_err(BenchError::on("map memory"))?;
+        let tracker = if self.operation.is_tracked() {
+            let Ok(tracker) = super::started_tracker(Mechanism::Ldt, &page) else { return Ok(Vec::new()) };
+            // Tracking lasts as long as its tracker.
+            Some(tracker).filter(|_| self.operation == Operation::MoveTracked)
+        } else {
+            None
+        };
         let file = match self.operation {
             Operation::Sync => Some(self.file().map_err(BenchError::on("make a file to map"))?),
             _ => None,
         };
         let times = (0..=REPETITIONS).map(|_| self.once(file.as_ref())).collect::<io::Result<Vec<_>>>();
+        drop(tracker);
         let times = times.map_err(BenchError::on(self.operation.name()))?;
         Ok(times[1..].iter().map(|ns| ns / self.pages as f64).collect())
     }
@@ -121,7 +135,7 @@ impl HelperCost {
                 buffer.set_writable(true)?;
                 ns(begin)
             }
-            Operation::Move | Operation::MoveTracked => {
+            Operation::Move | Operation::MoveTracked | Operation::MoveTrackedBefore => {
                 let target = PageBuffer::unpopulated(self.pages)?;
                 let begin = Instant::now();
                 let _moved = buffer.move_to(target)?;
@@ -242,7 +256,7 @@ mod tests {
             // Without swap PAGEOUT has no effect, but succeeds.
             let cost = HelperCost { operation, pages: 64, directory: std::env::temp_dir() };
             let times = cost.run().unwrap();
-            let works = operation != Operation::MoveTracked || crate::ldt::check(Mechanism::Ldt).is_ok();
+            let works = !operation.is_tracked() || crate::ldt::check(Mechanism::Ldt).is_ok();
             assert_eq!(times.len(), if works { REPETITIONS } else { 0 }, "{operation:?}");
             assert!(times.iter().all(|&ns| ns > 0.0), "{operation:?} {times:?}");
         }
