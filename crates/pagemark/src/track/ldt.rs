@@ -36,6 +36,7 @@ pub const ENTRY: MechanismEntry = MechanismEntry {
 /// programs.
 #[derive(Debug)]
 pub struct Ldt {
+    /// Open from the first interval to the last: the kernel ends tracking when it is closed.
     pagemap: Arc<Pagemap>,
     data: DataPages,
     /// The ranges of the last collect. Intervals outside of them were not begun by this tracker.
