@@ -16,9 +16,10 @@ const PACKAGES: [&str; 5] = ["qemu-system-x86", "qemu-system-common", "qemu-syst
 const LIMIT: Duration = Duration::from_secs(3 * 3600);
 
 /// The crates and targets whose tests start QEMU.
-const TARGETS: [(&str, &str); 9] = [
+const TARGETS: [(&str, &str); 10] = [
     ("pagemark-vm", "pagemark_vm"),
     ("pagemark-vm", "qemu"),
+    ("pagemark-vm", "others"),
     ("pagemark-vm", "load"),
     ("pagemark-vm", "linux"),
     ("pagemark-vm", "simulate"),

@@ -163,6 +163,11 @@ impl TestMonitor {
     /// # Panics
     /// If QEMU refuses it.
     pub fn run(&mut self, command: &str, arguments: Value) -> Value {
+        self.try_run(command, arguments).unwrap_or_else(|reason| panic!("{command}: {reason}"))
+    }
+
+    /// Executes a command, and returns its result, or QEMU's reason to refuse it.
+    pub fn try_run(&mut self, command: &str, arguments: Value) -> Result<Value, String> {
         let message = json!({"execute": command, "arguments": arguments});
         writeln!(self.stream.get_mut(), "{message}").expect("QEMU reads");
         loop {
@@ -170,8 +175,10 @@ impl TestMonitor {
             self.stream.read_line(&mut line).expect("a reply");
             let reply: Value = serde_json::from_str(&line).expect("JSON");
             if reply.get("event").is_none() {
-                assert!(reply.get("error").is_none(), "{command}: {reply}");
-                return reply["return"].clone();
+                return match reply.get("error") {
+                    Some(error) => Err(error.to_string()),
+                    None => Ok(reply["return"].clone()),
+                };
             }
         }
     }

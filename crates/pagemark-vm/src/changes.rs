@@ -17,17 +17,39 @@ pub(crate) struct Undo {
     /// Executed before where it is not known whether the change was made, if the command alone
     /// would do harm then.
     if_uncertain: Option<Command>,
+    /// The node of a device that the command replaces. If it has another, there is nothing to undo.
+    replaces: Option<DeviceNode>,
+}
+
+/// A device, in QEMU's tree of objects, and a node.
+#[derive(Clone, PartialEq, Debug)]
+struct DeviceNode {
+    device: String,
+    node: String,
 }
 
 impl Undo {
     /// By a command that does no harm if the change was not made.
     pub(crate) fn by(command: Command) -> Undo {
-        Undo { command, if_uncertain: None }
+        Undo { command, if_uncertain: None, replaces: None }
     }
 
     /// By a command that needs another before it if the change was perhaps not made.
     pub(crate) fn by_both(if_uncertain: Command, command: Command) -> Undo {
-        Undo { command, if_uncertain: Some(if_uncertain) }
+        Undo { command, if_uncertain: Some(if_uncertain), replaces: None }
+    }
+
+    /// Only if the device has the node. As long as a job of QEMU's works on disks, nothing is
+    /// undone: the job may have put a node of its own before this one.
+    pub(crate) fn while_used(self, device: &str, node: &str) -> Undo {
+        Undo { replaces: Some(DeviceNode { device: device.to_owned(), node: node.to_owned() }), ..self }
+    }
+
+    /// Whether there is something to undo.
+    fn is_needed(&self, machine: &mut Machine) -> Result<bool> {
+        let Some(DeviceNode { device, node }) = &self.replaces else { return Ok(true) };
+        machine.check_no_job()?;
+        Ok(machine.node_of(device)?.as_ref() == Some(node))
     }
 }
 
@@ -97,13 +119,15 @@ impl Changes {
         (Command::new("stop", json!({})), Some(Undo::by(Command::new(CONTINUE, json!({})))))
     }
 
-    /// Lets a machine continue that was stopped.
-    pub(crate) fn resume(&mut self, machine: &mut Machine) -> Result<()> {
-        if let Some(index) = self.of_checkpoint.iter().position(|undo| undo.command.name == CONTINUE) {
-            machine.execute(&self.of_checkpoint[index].command)?;
-            self.of_checkpoint.remove(index);
-        }
-        Ok(())
+    /// Lets a machine continue that was stopped. False if it has moved before, because somebody
+    /// else let it continue, or reset it.
+    pub(crate) fn resume(&mut self, machine: &mut Machine) -> Result<bool> {
+        let Some(index) = self.of_checkpoint.iter().position(|undo| undo.command.name == CONTINUE) else {
+            return machine.monitor.stood_still();
+        };
+        let stood_still = machine.monitor.resume()?;
+        self.of_checkpoint.remove(index);
+        Ok(stood_still)
     }
 
     /// Declares the commands that undo what will last until the next checkpoint.
@@ -118,8 +142,18 @@ impl Changes {
     /// The first command that failed. What is not known to be undone, because QEMU did not reply,
     /// stays to be undone by a further call, or by the guard.
     pub(crate) fn end_checkpoint(&mut self, machine: &mut Machine) -> Result<()> {
-        let mut done = self.resume(machine);
+        let is_stopped = self.of_checkpoint.iter().any(|undo| undo.command.name == CONTINUE);
+        let mut done = if is_stopped { self.resume(machine).map(drop) } else { Ok(()) };
         while let Some(undo) = self.of_checkpoint.last() {
+            match undo.is_needed(machine) {
+                Ok(true) => {}
+                Ok(false) => {
+                    self.of_checkpoint.pop();
+                    self.inform_guard()?;
+                    continue;
+                }
+                Err(error) => return done.and(Err(error)),
+            }
             let commands = undo.if_uncertain.iter().filter(|_| self.is_uncertain).chain([&undo.command]);
             let undone = commands.map(|command| machine.execute(command)).fold(Ok(()), Result::and);
             let has_reply = has_reply(&undone);
@@ -211,6 +245,7 @@ mod tests {
             match command["execute"].as_str().unwrap() {
                 "add" => self.nodes.insert(node.to_owned()),
                 "remove" => self.nodes.remove(node),
+                "query-status" => true,
                 word => {
                     self.is_stopped = word == "stop";
                     true

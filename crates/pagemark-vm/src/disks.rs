@@ -24,6 +24,7 @@ use crate::error::{Error, ErrorKind, Object, Result};
 use crate::given_files::{self, FILE_SET};
 use crate::machine::Machine;
 use crate::nbd::{Client, REQUEST_BYTES};
+use crate::node_hold;
 
 /// Bytes that one bit of a dirty bitmap stands for, up to [`LARGE_DISK`] and above.
 const GRANULARITY_BYTES: u64 = 4096;
@@ -64,6 +65,8 @@ struct Nodes {
     filter: String,
     snapshot: String,
     export: String,
+    /// Hold the disk and the filter.
+    holds: [String; 2],
 }
 
 impl Nodes {
@@ -75,6 +78,7 @@ impl Nodes {
             filter: format!("pagemark-filter-{index}"),
             snapshot: format!("pagemark-snapshot-{index}"),
             export: format!("pagemark-disk-{index}"),
+            holds: ["disk", "filter"].map(|held| format!("pagemark-hold-{held}-{index}")),
         }
     }
 }
@@ -176,6 +180,7 @@ impl Disks {
             }
         }
         changes.set_lasting(self.undo_bitmaps())?;
+        self.hold(machine, changes)?;
         for (index, disk) in self.disks.iter().enumerate() {
             let nodes = Nodes::of(index);
             let file = temporary_file(disk.drive.bytes).map_err(Error::system("make a temporary file for a disk"))?;
@@ -190,6 +195,32 @@ impl Disks {
             let _ = machine.open_image(&disk.drive.image).and_then(|image| image.sync_data());
         }
         Connections::new(self.disks.len())
+    }
+
+    /// Keeps others from changing the images of the disks, and checks that nobody does.
+    fn hold(&self, machine: &mut Machine, changes: &mut Changes) -> Result<()> {
+        if self.disks.is_empty() {
+            return Ok(());
+        }
+        // A job must not find that another node uses what it works on.
+        machine.check_no_job()?;
+        let set = FILE_SET + 1 + self.disks.len() as u64;
+        let file = node_hold::empty_image().map_err(Error::system("make a file in memory"))?;
+        machine.add_file(changes, set, file.as_fd())?;
+        changes.execute(machine, node_hold::open_file(set), remove_node(node_hold::FILE_NODE))?;
+        for (index, disk) in self.disks.iter().enumerate() {
+            let [hold, _] = &Nodes::of(index).holds;
+            changes.execute(machine, node_hold::hold(&disk.drive.node, hold), remove_node(hold))?;
+        }
+        // Behind the holds, none can begin any more but a backup, and the disks stay what they are.
+        machine.check_no_job()?;
+        for Disk { drive, .. } in &self.disks {
+            if machine.node_of(&drive.device)?.as_ref() != Some(&drive.node) {
+                let reason = "was given another image when the checkpoint began";
+                return Err(Error::about(ErrorKind::Unsupported, Object::Disk(drive.label.clone()), reason));
+            }
+        }
+        Ok(())
     }
 
     /// The commands that put the filters before the disks and begin new bitmaps, executed while the
@@ -210,7 +241,10 @@ impl Disks {
             // QEMU 7.2 crashes if a device is given the node that it has. If it is not known which node that is,
             // the device is therefore given the detour first, which it never has otherwise.
             let undo = Undo::by_both(set_node(drive, &nodes.detour), set_node(drive, &drive.node));
+            let undo = undo.while_used(&drive.device, &nodes.filter);
             steps.push((set_node(drive, &nodes.filter), Some(undo)));
+            let [_, hold] = &nodes.holds;
+            steps.push((node_hold::hold(&nodes.filter, hold), Some(Undo::by(remove_node(hold)))));
         }
         self.last_bitmap += 1;
         let name = format!("pagemark-{}", self.last_bitmap);

@@ -80,12 +80,18 @@ pub(crate) fn of_block(block: &Value, arguments: &[String]) -> Result<Option<Dri
         other => return refused(format!("has the format {other}; checkpoints hold raw and qcow2")),
     };
     Ok(Some(Drive {
-        device: if device.starts_with('/') { device } else { format!("/machine/peripheral/{device}") },
+        device: device_of(block),
         node: text(inserted, "node-name"),
         bytes: ByteCount::new(bytes),
         image: DiskImage { label: label.clone(), file: text(named, "filename"), format },
         label,
     }))
+}
+
+/// The device of an entry of `query-block`, in QEMU's tree of objects.
+pub(crate) fn device_of(block: &Value) -> String {
+    let device = text(block, "qdev");
+    if device.starts_with('/') { device } else { format!("/machine/peripheral/{device}") }
 }
 
 /// True if one of the arguments names the file.

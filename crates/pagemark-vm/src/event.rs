@@ -61,6 +61,12 @@ impl MachineEvent {
     }
 }
 
+/// True if a message of QEMU's says that a stopped machine continues, or has other memory or
+/// devices than before.
+pub(crate) fn moves_the_machine(message: &Value) -> bool {
+    matches!(message.get("event").and_then(Value::as_str), Some("RESUME" | "RESET" | "WAKEUP"))
+}
+
 impl fmt::Display for MachineEvent {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {

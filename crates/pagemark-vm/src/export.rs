@@ -10,6 +10,7 @@ use std::path::{Path, PathBuf};
 use pagemark::repository::Checkpoint;
 
 use crate::command_line::own_arguments;
+use crate::drive::names_file;
 use crate::error::{Error, ErrorKind, Object, Result};
 use crate::images::{NewImage, create_in};
 use crate::machine::Startup;
@@ -40,7 +41,8 @@ pub struct QemuExport {
 /// be started anew each time from the stream, but its images are those that the last run has left.
 ///
 /// # Errors
-/// [`ErrorKind::Unsupported`] if the checkpoint does not name the type of the machine;
+/// [`ErrorKind::Unsupported`] if the checkpoint does not name the type of the machine, or a drive
+/// had a medium that the command line does not name;
 /// [`ErrorKind::Damaged`], [`ErrorKind::Disk`], [`ErrorKind::Store`], [`ErrorKind::System`].
 /// What was written is removed then.
 pub fn export_qemu(checkpoint: &Checkpoint, directory: &Path) -> Result<QemuExport> {
@@ -52,6 +54,7 @@ pub fn export_qemu(checkpoint: &Checkpoint, directory: &Path) -> Result<QemuExpo
         let error = Error::about(ErrorKind::Unsupported, Object::None, reason);
         error.help("it was made by an earlier version of Pagemark: restore it, and take another one")
     })?;
+    check_media(&startup)?;
     let mut arguments = own_arguments(&startup.arguments);
     // A name such as `q35` is another type in another version of QEMU.
     arguments.extend(["-machine".to_owned(), kind.machine.clone()]);
@@ -83,6 +86,19 @@ pub fn export_qemu(checkpoint: &Checkpoint, directory: &Path) -> Result<QemuExpo
     }
     let disks = disks.iter().zip(images).map(|(disk, image)| (disk.image.label.clone(), image.keep()));
     Ok(QemuExport { script, stream, disks: disks.collect() })
+}
+
+/// The script starts QEMU with the media that the command line names.
+fn check_media(startup: &Startup) -> Result<()> {
+    let is_named = |file: &str| startup.arguments.iter().any(|argument| names_file(argument, file));
+    let images = startup.media.iter().filter_map(|medium| Some((medium, medium.image.as_ref()?)));
+    match images.into_iter().find(|(_, image)| !is_named(&image.file)) {
+        Some((medium, image)) => {
+            let reason = format!("has the medium {}, which the command line does not name", image.file);
+            Err(Error::about(ErrorKind::Unsupported, Object::Device(medium.device.clone()), reason))
+        }
+        None => Ok(()),
+    }
 }
 
 fn create(path: &Path, mode: u32) -> Result<File> {

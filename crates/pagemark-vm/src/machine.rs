@@ -14,7 +14,9 @@ use crate::block_file;
 use crate::command::{Command, text};
 use crate::drive::{self, DiskImage, Drive};
 use crate::error::{Error, ErrorKind, Object, Result};
+use crate::medium::{self, Medium};
 use crate::memory_map::MemoryMap;
+use crate::owner::Owner;
 use crate::qmp::Monitor;
 use crate::ram_blocks::{self, ListedBlock, RamBlock};
 
@@ -33,6 +35,10 @@ pub(crate) const WITHOUT_LAZY: &str = "restore without --lazy, and without `fork
 
 /// Where QEMU's tree of objects has the devices that users have added, with an id and without.
 const USERS_DEVICES: [&str; 2] = ["/machine/peripheral", "/machine/peripheral-anon"];
+
+/// States of a machine that the state of its devices does not have.
+const UNSAVED: [&str; 6] =
+    ["inmigrate", "postmigrate", "finish-migrate", "guest-panicked", "internal-error", "suspended"];
 
 /// States of a migration that is in progress.
 const MIGRATING: [&str; 8] =
@@ -58,6 +64,12 @@ pub(crate) struct Startup {
     /// The images of the disks that belong to the checkpoint.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(crate) disks: Vec<DiskImage>,
+    /// The media of drives that can be emptied.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub(crate) media: Vec<Medium>,
+    /// Whose process QEMU was. None in checkpoints of earlier versions.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) owner: Option<Owner>,
     /// None in checkpoints of earlier versions.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) kind: Option<MachineKind>,
@@ -106,9 +118,10 @@ impl Machine {
     /// [`ErrorKind::Unsupported`] with the reason.
     pub(crate) fn check(&mut self) -> Result<bool> {
         let unsupported = |reason: String| Error::about(ErrorKind::Unsupported, Object::Process(self.pid), reason);
+        self.monitor.expect_no_move();
         let state = self.monitor.execute("query-status", json!({}))?;
         let status = text(&state, "status");
-        if ["inmigrate", "postmigrate", "finish-migrate", "guest-panicked", "internal-error"].contains(&&*status) {
+        if UNSAVED.contains(&&*status) {
             return Err(unsupported(format!("cannot be checkpointed in its state, {status}")));
         }
         let migration = text(&self.monitor.execute("query-migrate", json!({}))?, "status");
@@ -172,6 +185,34 @@ impl Machine {
         Ok(())
     }
 
+    /// Checks that no job of QEMU's works on disks, such as one that copies a disk elsewhere.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unsupported`]
+    pub(crate) fn check_no_job(&mut self) -> Result<()> {
+        let jobs = self.monitor.execute("query-block-jobs", json!({}))?;
+        // What has ended may wait to be dismissed.
+        let works = |job: &&Value| text(job, "status") != "concluded";
+        let Some(job) = jobs.as_array().and_then(|jobs| jobs.iter().find(works)) else { return Ok(()) };
+        let reason = format!("has a job that works on disks: {} {}", text(job, "type"), text(job, "device"));
+        let error = Error::about(ErrorKind::Unsupported, Object::Process(self.pid), reason);
+        Err(error.help("wait until the job has ended"))
+    }
+
+    /// The node that a device has as its medium.
+    pub(crate) fn node_of(&mut self, device: &str) -> Result<Option<String>> {
+        let blocks = self.monitor.execute("query-block", json!({}))?;
+        let blocks = blocks.as_array().map_or(&[][..], Vec::as_slice);
+        let block = blocks.iter().find(|block| drive::device_of(block) == device);
+        Ok(block.and_then(|block| block.get("inserted")).map(|inserted| text(inserted, "node-name")))
+    }
+
+    /// The media of the drives that can be emptied.
+    pub(crate) fn media(&mut self) -> Result<Vec<Medium>> {
+        let blocks = self.monitor.execute("query-block", json!({}))?;
+        Ok(blocks.as_array().map_or(&[][..], Vec::as_slice).iter().filter_map(medium::of_block).collect())
+    }
+
     /// The disks that the machine can write to.
     ///
     /// # Errors
@@ -233,8 +274,10 @@ impl Machine {
             })?;
         let directory = proc::working_directory(self.pid).map_err(failed("read QEMU's directory"))?;
         let program = proc::executable(self.pid).map_err(failed("read QEMU's program"))?;
+        let owner = Some(Owner::of_process(self.pid).map_err(failed("find the user of QEMU"))?);
         let kind = Some(self.kind()?);
-        Ok(Startup { program, arguments, directory, version, is_running, disks: Vec::new(), kind })
+        let (disks, media) = (Vec::new(), Vec::new());
+        Ok(Startup { program, arguments, directory, version, is_running, disks, media, owner, kind })
     }
 
     /// What the machine is.

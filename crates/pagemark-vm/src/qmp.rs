@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 use crate::command::Command;
 use crate::ending::Ending;
 use crate::error::{Error, ErrorKind, Object, Result};
-use crate::event::MachineEvent;
+use crate::event::{MachineEvent, moves_the_machine};
 
 /// How long QEMU may take to send its greeting. It sends none while another client is connected.
 const GREETING_LIMIT: Duration = Duration::from_secs(10);
@@ -44,6 +44,9 @@ pub(crate) struct Monitor {
     events: Vec<MachineEvent>,
     /// None if the process is not known.
     ending: Option<Ending>,
+    /// True if QEMU has reported that the machine continued, or was changed by more than its own
+    /// instructions, since it was stopped or [`Monitor::expect_no_move`] was called.
+    has_moved: bool,
 }
 
 impl Monitor {
@@ -64,8 +67,8 @@ impl Monitor {
     fn begin(stream: UnixStream, object: Object) -> Result<Monitor> {
         // A QEMU that reads nothing must not hold up this process either.
         stream.set_write_timeout(Some(REPLY_LIMIT)).map_err(Error::system("set up a monitor connection"))?;
-        let (received, given_up, events, ending) = Default::default();
-        let mut monitor = Monitor { stream, object, received, last_id: 0, given_up, events, ending };
+        let (received, given_up, events, ending, has_moved) = Default::default();
+        let mut monitor = Monitor { stream, object, received, last_id: 0, given_up, events, ending, has_moved };
         let greeting = monitor.read_message(Instant::now() + GREETING_LIMIT).map_err(|error| match error.kind() {
             ErrorKind::Gone => error,
             _ => error.help("a monitor serves one client at a time: disconnect the other one"),
@@ -93,7 +96,34 @@ impl Monitor {
         self.stream.as_raw_fd()
     }
 
+    /// From now on, what moves the machine is taken note of.
+    pub(crate) fn expect_no_move(&mut self) {
+        self.has_moved = false;
+    }
+
+    /// True if the machine, which was stopped, has stood still since then.
+    pub(crate) fn stood_still(&mut self) -> Result<bool> {
+        // QEMU sends its reports before the reply.
+        self.execute("query-status", json!({}))?;
+        Ok(!self.has_moved)
+    }
+
+    /// Lets a machine continue that was stopped. True if it has stood still until then.
+    pub(crate) fn resume(&mut self) -> Result<bool> {
+        // In one message, so that the machine is not stopped for longer.
+        let (asked, question) = self.message("query-status", &json!({}));
+        let (resumed, command) = self.message("cont", &json!({}));
+        self.send((question + &command).as_bytes(), None)?;
+        if let Err(error) = self.reply(asked, "query-status") {
+            self.given_up.insert(resumed);
+            return Err(error);
+        }
+        let stood_still = !self.has_moved;
+        self.reply(resumed, "cont").map(|_| stood_still)
+    }
+
     fn keep_event(&mut self, message: &Value) {
+        self.has_moved |= moves_the_machine(message);
         self.ending.iter_mut().for_each(|ending| ending.observe(message));
         let event = MachineEvent::of_message(message).filter(|_| self.events.len() < MAX_EVENTS);
         self.events.extend(event);
@@ -214,6 +244,8 @@ impl Monitor {
                 let words = error.get("desc").and_then(Value::as_str).unwrap_or("no reason given").to_owned();
                 return Err(Error::of(ErrorKind::Command, "QEMU refuses", Object::Command(command.to_owned()), words));
             }
+            // What QEMU reported before was before the stop.
+            self.has_moved &= command != "stop";
             return match reply.get_mut("return") {
                 Some(result) => Ok(result.take()),
                 None => Err(self.garbled("a reply has neither a result nor an error")),

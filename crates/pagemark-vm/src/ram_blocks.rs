@@ -60,7 +60,8 @@ impl RamBlock {
     }
 }
 
-/// Reads the table of `info ramblock`.
+/// Reads the table of `info ramblock`. Blocks without a name are left out: no device has them, such
+/// as memory of `object-add` that is not plugged in.
 pub(crate) fn parse(table: &str) -> Option<Vec<ListedBlock>> {
     let mut lines = table.lines().filter(|line| !line.trim().is_empty());
     let header: Vec<&str> = lines.next()?.split_whitespace().collect();
@@ -69,7 +70,7 @@ pub(crate) fn parse(table: &str) -> Option<Vec<ListedBlock>> {
         return None;
     }
     let number = |text: Option<&&str>| u64::from_str_radix(text?.strip_prefix("0x")?, 16).ok();
-    lines
+    let blocks: Option<Vec<ListedBlock>> = lines
         .map(|line| {
             let words: Vec<&str> = line.split_whitespace().collect();
             // ID, page size and its unit, offset, used, total, and in later versions the address.
@@ -78,11 +79,14 @@ pub(crate) fn parse(table: &str) -> Option<Vec<ListedBlock>> {
             let (offset, used, total) =
                 (number(words.get(at))?, number(words.get(at + 1))?, number(words.get(at + 2))?);
             let start = if has_address { Some(Address::new(number(words.get(at + 3))?)) } else { None };
-            let is_right = !id.is_empty() && used > 0 && used <= total;
+            let is_right = used > 0 && used <= total;
             let (used, total) = (ByteCount::new(used), ByteCount::new(total));
             is_right.then_some(ListedBlock { id, used, total, offset, start })
         })
-        .collect()
+        .collect();
+    let mut blocks = blocks?;
+    blocks.retain(|block| !block.id.is_empty());
+    Some(blocks)
 }
 
 /// Finds each block among the mappings of QEMU. A version that does not list addresses is known to
@@ -232,10 +236,15 @@ mod tests {
             "no table",
             "Block Name PSize Offset Used Total\nram 4 KiB 0x0 0x1000",
             "Block Name PSize Offset Used Total\nram 4 KiB 0x0 0x2000 0x1000",
-            "Block Name PSize Offset Used Total\n4 KiB 0x0 0x1000 0x1000",
             "Block Name PSize Offset Used Total HVA RO\nram 4 KiB 0x0 0x1000 0x1000",
         ];
         broken.iter().for_each(|text| assert_eq!(parse(text), None, "{text}"));
+    }
+
+    #[test]
+    fn a_block_that_no_device_has_is_left_out() {
+        let table = OLD.to_owned() + "    4 KiB  0x0000000004300000 0x0000000001000000 0x0000000001000000\n";
+        assert_eq!(parse(&table), parse(OLD));
     }
 
     #[test]

@@ -10,6 +10,7 @@ use crate::command_line::MONITOR_DESCRIPTOR;
 use crate::end_guard::EndGuard;
 use crate::error::{Error, ErrorKind, Object, Result};
 use crate::machine::{Machine, Startup};
+use crate::owner::Owner;
 use crate::qmp::Monitor;
 
 /// The most that is quoted of QEMU's messages.
@@ -34,8 +35,19 @@ pub(crate) struct Started {
 }
 
 impl Started {
-    /// Starts the program of `startup` in its directory.
+    /// Starts the program of `startup` in its directory, for the machine itself: as the user whose
+    /// process it was.
+    pub(crate) fn start_as_owner(startup: &Startup, arguments: &[String], streams: Streams) -> Result<Started> {
+        let owner = startup.owner.clone().filter(|owner| owner.is_to_be_set(arguments));
+        Started::start_as(startup, arguments, streams, owner)
+    }
+
+    /// Starts the program of `startup` in its directory, as the user of this process.
     pub(crate) fn start(startup: &Startup, arguments: &[String], streams: Streams) -> Result<Started> {
+        Started::start_as(startup, arguments, streams, None)
+    }
+
+    fn start_as(startup: &Startup, arguments: &[String], streams: Streams, owner: Option<Owner>) -> Result<Started> {
         let (ours, theirs) = UnixStream::pair().map_err(Error::system("make a monitor connection"))?;
         let mut command = Command::new(&startup.program);
         command.args(arguments).current_dir(&startup.directory);
@@ -58,7 +70,10 @@ impl Started {
                 if is_detached {
                     libc::setsid();
                 }
-                if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+                if result < 0 {
+                    return Err(io::Error::last_os_error());
+                }
+                owner.as_ref().map_or(Ok(()), Owner::set)
             });
         }
         // The call returns once QEMU runs, which waits for its guard.

@@ -410,6 +410,7 @@ impl Target for VmTarget {
         }
         let mut startup = self.machine.startup(is_running)?;
         self.disks.set_drives(self.machine.drives(&startup)?, &mut self.next_space);
+        startup.media = self.machine.media()?;
         startup.disks = self.disks.iter().map(|disk| disk.drive.image.clone()).collect();
         // From here on QEMU is as it was when this value is dropped.
         let hold = Hold(self);
@@ -489,7 +490,10 @@ impl<'target> Frozen for FrozenVm<'target> {
     fn thaw(self) -> Result<CapturedVm<'target>> {
         let FrozenVm { hold, devices, connections, startup, map, since, taken_at } = self;
         let VmTarget { machine, changes, memory, disks, .. } = &mut *hold.0;
-        changes.resume(machine)?;
+        if !changes.resume(machine)? {
+            let reason = "was continued or reset by somebody else while it was stopped for the checkpoint";
+            return Err(Error::about(ErrorKind::Unsupported, Object::Process(machine.pid), reason));
+        }
         let stopped_time = if startup.is_running { since.elapsed() } else { Duration::ZERO };
         memory.space.begin_interval()?;
         let downtime = stopped_time + memory.space.take_stopped_time();

@@ -145,7 +145,8 @@ fn memory_of_each_kind_is_watched_and_copied_on_write() {
                 _ => Strategy::StopAndCopy,
             };
             let taken = job.checkpoint().unwrap();
-            assert!(round == 0 || taken.cost.dirty_pages < 2000, "{further:?}: {taken:?}");
+            // The program writes 2048 pages, all of them while a busy host stores a checkpoint.
+            assert!(round == 0 || taken.cost.dirty_pages < 3000, "{further:?}: {taken:?}");
             paths.wait_for_steps(5);
         }
         let error = VmTarget::attach(&paths.join("test.qmp"), Mechanism::Uffd).err().expect("it is watched already");
