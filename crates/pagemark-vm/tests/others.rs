@@ -2,14 +2,16 @@
 
 use std::path::{Path, PathBuf};
 
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 use pagemark::checkpointer::{Checkpointer, Strategy};
-use pagemark::repository::Repository;
+use pagemark::repository::{Checkpoint, Repository};
 use pagemark::store::MemoryStore;
 use pagemark::target::{Frozen, Target};
 use pagemark::track::Scope;
 use pagemark::{Job, JobOptions, Mechanism};
 use pagemark_testing::{MachinePaths, PLAIN, Qemu, TestMonitor, guest_program, skip, wait_for, with_disk};
-use pagemark_vm::{ErrorKind, Restore, VmTarget};
+use pagemark_vm::{Error, ErrorKind, Restore, RunningMachine, VmTarget};
 use serde_json::{Value, json};
 
 const DISK_BYTES: u64 = 16 << 20;
@@ -38,6 +40,22 @@ fn node_of(own: &mut TestMonitor, drive: &str) -> String {
     let blocks = own.run("query-block", json!({}));
     let block = blocks.as_array().unwrap().iter().find(|block| block["device"] == drive).unwrap();
     block["inserted"]["node-name"].as_str().unwrap_or_default().to_owned()
+}
+
+/// A restored machine, killed when dropped.
+struct Restored(Option<RunningMachine>);
+
+impl Drop for Restored {
+    fn drop(&mut self) {
+        if let Some(machine) = self.0.take() {
+            let _ = kill(Pid::from_raw(machine.pid()), Signal::SIGKILL);
+            let _ = machine.wait();
+        }
+    }
+}
+
+fn restore(checkpoint: &Checkpoint) -> Result<Restored, Error> {
+    Restore::new(checkpoint).detach(true).start(&mut |_, _| {}).map(|machine| Restored(Some(machine)))
 }
 
 /// Asserts that the machine runs, and that QEMU has nothing of a checkpoint. Bitmaps stay.
@@ -235,7 +253,7 @@ fn a_restored_machine_has_the_media_of_the_checkpoint() {
     let repository = Repository::open(&paths.join("repository")).unwrap();
     for (sequence, mut expected) in (1..).zip(expected) {
         let checkpoint = repository.read("vm", sequence).unwrap();
-        let machine = Restore::new(&checkpoint).detach(true).start(&mut |_, _| {}).unwrap();
+        let machine = restore(&checkpoint).unwrap();
         let mut own = TestMonitor::connect(&paths.join("test.qmp"));
         let mut found = media(&mut own);
         assert_eq!(found.len(), 3);
@@ -247,13 +265,12 @@ fn a_restored_machine_has_the_media_of_the_checkpoint() {
         }
         assert_eq!(found, expected, "checkpoint {sequence}");
         paths.wait_for_steps(3);
-        own.run("quit", json!({}));
-        machine.wait().unwrap();
+        drop(machine);
     }
     // A medium that is missing is named, and no QEMU stays.
     std::fs::remove_file(other).unwrap();
     let checkpoint = repository.read("vm", 2).unwrap();
-    let error = Restore::new(&checkpoint).detach(true).start(&mut |_, _| {}).unwrap_err();
+    let error = restore(&checkpoint).err().unwrap();
     assert!(error.kind() == ErrorKind::Mismatch && error.to_string().contains("other.iso"), "{error}");
 }
 
@@ -292,14 +309,12 @@ fn a_restored_machine_belongs_to_the_user_that_it_had() {
     child.wait().unwrap();
     let repository = Repository::open(&paths.join("repository")).unwrap();
     let checkpoint = repository.read("vm", 1).unwrap();
-    let machine = Restore::new(&checkpoint).detach(true).start(&mut |_, _| {}).unwrap();
-    let status = std::fs::read_to_string(format!("/proc/{}/status", machine.pid())).unwrap();
+    let machine = restore(&checkpoint).unwrap();
+    let status = std::fs::read_to_string(format!("/proc/{}/status", machine.0.as_ref().unwrap().pid())).unwrap();
     let ids = |name: &str| -> Vec<u32> {
         let line = status.lines().find_map(|line| line.strip_prefix(name)).unwrap();
         line.split_whitespace().map(|id| id.parse().unwrap()).collect()
     };
     assert_eq!((ids("Uid:"), ids("Gid:"), ids("Groups:")), (vec![user; 4], vec![user; 4], groups.to_vec()));
     paths.wait_for_steps(20);
-    TestMonitor::connect(&paths.join("test.qmp")).run("quit", json!({}));
-    machine.wait().unwrap();
 }
