@@ -275,8 +275,8 @@ impl Segment {
         control(self.id, libc::IPC_SET, &mut status)
     }
 
-    /// Makes the segment, with the content of the memory that CRIU has restored in its place, and has
-    /// the processes, which are stopped, attach it there.
+    /// Makes the segment, with the content of the memory that CRIU has restored in its place, and
+    /// has the processes, which are stopped, attach it there.
     fn attach(&self, pid_here: &dyn Fn(i32) -> i32) -> Result<(), Error> {
         let Some(first) = self.attachments.first() else { return Ok(()) };
         let is_new = self.make()?;
@@ -297,8 +297,8 @@ impl Segment {
 }
 
 impl Segment {
-    /// Copies the memory of a process from an address on to the segment. Of zeros, nothing is copied
-    /// to a new one, so that they take no memory.
+    /// Copies the memory of a process from an address on to the segment. Of zeros, nothing is
+    /// copied to a new one, so that they take no memory.
     fn copy_from(&self, pid: i32, start: Address, is_new: bool) -> Result<(), Error> {
         let failed = |error| Error::system("read the restored memory of", Object::Process(pid))(error);
         let memory = Memory::open(pid).map_err(failed)?;
@@ -354,8 +354,9 @@ impl Attachment {
     }
 }
 
-/// Makes the segments of a tree, and has its processes attach them. CRIU has restored their content,
-/// and the processes are stopped. `pid_here` gives the id here of a process of CRIU's images.
+/// Makes the segments of a tree, and has its processes attach them. CRIU has restored their
+/// content, and the processes are stopped. `pid_here` gives the id here of a process of CRIU's
+/// images.
 ///
 /// # Errors
 /// A segment could not be made or attached. The processes are to be killed: they have no segment.

@@ -1,5 +1,5 @@
-//! The files that CRIU's images directory gets from a checkpoint: those of the state as they are, and
-//! the pages images, which are written from the page trees.
+//! The files that CRIU's images directory gets from a checkpoint: those of the state as they are,
+//! and the pages images, which are written from the page trees.
 
 use std::fs::{File, OpenOptions};
 use std::ops::ControlFlow;

@@ -470,8 +470,8 @@ impl Prepared {
         Ok(Restored { root_pid, pids, left_groups, closed_connections, child, relay })
     }
 
-    /// Has the processes, which CRIU has left stopped, attach their System V shared memory, and lets
-    /// them run. `ids` are their ids here, by those of the images, if these are others.
+    /// Has the processes, which CRIU has left stopped, attach their System V shared memory, and
+    /// lets them run. `ids` are their ids here, by those of the images, if these are others.
     fn attach_segments(&self, pids: &[i32], ids: &HashMap<i32, i32>, options: &RestoreOptions) -> Result<(), Error> {
         sysv_memory::attach(&self.notes.segments, &|pid| ids.get(&pid).copied().unwrap_or(pid))?;
         let was_stopped = |pid: i32| {
