@@ -206,7 +206,7 @@ impl Disks {
         machine.check_no_job()?;
         let set = FILE_SET + 1 + self.disks.len() as u64;
         let file = node_hold::empty_image().map_err(Error::system("make a file in memory"))?;
-        machine.add_file(changes, set, file.as_fd())?;
+        given_files::add_file(machine, changes, set, file.as_fd())?;
         changes.execute(machine, node_hold::open_file(set), remove_node(node_hold::FILE_NODE))?;
         for (index, disk) in self.disks.iter().enumerate() {
             let [hold, _] = &Nodes::of(index).holds;

@@ -27,7 +27,6 @@ use crate::error::{Error, ErrorKind, Object, Result};
 use crate::fork_arguments::{ForkArguments, Replacement};
 use crate::images::{NewImage, SavedDisk, copy_pages};
 use crate::machine::{Machine, Startup, WITHOUT_LAZY};
-use crate::medium;
 use crate::ram_blocks::RamBlock;
 use crate::restore::{Fill, Progress, Restore, load_devices, pair, refuse_if_served};
 use crate::started::{Started, Streams};
@@ -146,7 +145,7 @@ impl Restore<'_> {
         }
         let mut started = Started::start_as_owner(startup, &arguments_of_restore(&arguments), Streams::Detached)?;
         let mut machine = started.machine(startup)?;
-        medium::put_back(&mut machine, &startup.media)?;
+        machine.insert_media(&startup.media)?;
         machine.check_keeps_memory(WITHOUT_LAZY)?;
         let mappings = maps::read(machine.pid).map_err(Error::system("read the mappings of QEMU"))?;
         let places = machine.changed_blocks(&mappings)?.unwrap_or_default();

@@ -213,6 +213,28 @@ impl Machine {
         Ok(blocks.as_array().map_or(&[][..], Vec::as_slice).iter().filter_map(medium::of_block).collect())
     }
 
+    /// Gives the drives of the machine, which was started and has not run yet, the media that they
+    /// had.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Mismatch`] if an image is missing or QEMU refuses it.
+    pub(crate) fn insert_media(&mut self, media: &[Medium]) -> Result<()> {
+        if media.is_empty() {
+            return Ok(());
+        }
+        let present = self.media()?;
+        for medium in media.iter().filter(|medium| !present.contains(medium)) {
+            self.execute(&medium.insert()).map_err(|error| match error.kind() {
+                ErrorKind::Command => {
+                    let operation = format!("insert {}, which it had, into", medium.name());
+                    Error::of(ErrorKind::Mismatch, operation, Object::Device(medium.device.clone()), error)
+                }
+                _ => error,
+            })?;
+        }
+        Ok(())
+    }
+
     /// The disks that the machine can write to.
     ///
     /// # Errors

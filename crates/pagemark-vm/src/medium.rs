@@ -6,8 +6,7 @@
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use crate::error::{Error, ErrorKind, Object, Result};
-use crate::machine::{Machine, text};
+use crate::command::{Command, text};
 
 /// A removable drive at the checkpoint.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
@@ -42,36 +41,25 @@ pub(crate) fn of_block(block: &Value) -> Option<Medium> {
     (is(inserted.get("ro")) && !image.file.is_empty()).then_some(Medium { device, image: Some(image) })
 }
 
-/// Gives the drives of a machine that was started, and has not run yet, the media that they had.
-///
-/// # Errors
-/// [`ErrorKind::Mismatch`] if an image is missing or QEMU refuses it.
-pub(crate) fn put_back(machine: &mut Machine, media: &[Medium]) -> Result<()> {
-    if media.is_empty() {
-        return Ok(());
-    }
-    let present = machine.media()?;
-    for medium in media.iter().filter(|medium| !present.contains(medium)) {
-        let (command, arguments) = match &medium.image {
-            None => ("eject", json!({"id": medium.device, "force": true})),
+impl Medium {
+    /// The command that gives the drive this medium.
+    pub(crate) fn insert(&self) -> Command {
+        match &self.image {
+            None => Command::new("eject", json!({"id": self.device, "force": true})),
             Some(MediumImage { file, format }) => {
                 let change = json!({
-                    "id": medium.device, "filename": file, "format": format, "force": true,
+                    "id": self.device, "filename": file, "format": format, "force": true,
                     "read-only-mode": "read-only",
                 });
-                ("blockdev-change-medium", change)
+                Command::new("blockdev-change-medium", change)
             }
-        };
-        machine.monitor.execute(command, arguments).map_err(|error| match error.kind() {
-            ErrorKind::Command => {
-                let what = medium.image.as_ref().map_or("nothing", |image| &image.file);
-                let object = Object::Device(medium.device.clone());
-                Error::of(ErrorKind::Mismatch, format!("insert {what}, which it had, into"), object, error)
-            }
-            _ => error,
-        })?;
+        }
     }
-    Ok(())
+
+    /// The name of the image, for messages.
+    pub(crate) fn name(&self) -> &str {
+        self.image.as_ref().map_or("nothing", |image| &image.file)
+    }
 }
 
 #[cfg(test)]

@@ -14,7 +14,7 @@ use nix::sys::memfd::{MFdFlags, memfd_create};
 use pagemark::sys::proc;
 use serde_json::json;
 
-use crate::changes::Command;
+use crate::command::Command;
 
 /// QEMU's name for the node of the file of [`empty_image`].
 pub(crate) const FILE_NODE: &str = "pagemark-hold";

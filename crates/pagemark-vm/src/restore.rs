@@ -19,7 +19,6 @@ use crate::error::{Error, ErrorKind, Object, Result};
 use crate::images::{SavedDisk, WriteImage, copy_pages};
 use crate::lazy::{LazyBlock, LazyMemory};
 use crate::machine::{Machine, Startup, WITHOUT_LAZY};
-use crate::medium;
 use crate::memory_map::MemoryMap;
 use crate::ram_blocks::RamBlock;
 use crate::started::{Started, Streams};
@@ -182,7 +181,7 @@ impl<'a> Restore<'a> {
         let streams = if self.is_detached { Streams::Detached } else { Streams::OfCaller };
         let mut started = Started::start_as_owner(&startup, &arguments_of_restore(&arguments), streams)?;
         let mut machine = started.machine(&startup)?;
-        medium::put_back(&mut machine, &startup.media)?;
+        machine.insert_media(&startup.media)?;
         let pid = machine.pid;
         let mappings = maps::read(pid).map_err(Error::system("read the mappings of QEMU"))?;
         let blocks = machine.changed_blocks(&mappings)?.unwrap_or_default();
