@@ -55,7 +55,8 @@ impl Base {
     }
 
     /// Replaces the content by that of a snapshot, which the region holds except at the offsets
-    /// `differing`.
+    /// `differing`. What was written since the last refresh must have been named by
+    /// [`Base::add_stale`]: the copies stay if the snapshot has the content of the one before.
     pub fn replace(&mut self, snapshot: &Snapshot, differing: &RangeSet) {
         if self.snapshot.as_ref() != Some(snapshot) {
             self.free_copies();
@@ -420,6 +421,7 @@ mod tests {
                     }
                     Step::Refresh => base.add_stale(&std::mem::take(&mut written)),
                     Step::Snapshot => {
+                        base.add_stale(&std::mem::take(&mut written));
                         base.make_room();
                         earlier = (snapshot(&mut memory), RangeSet::new());
                         base.replace(&earlier.0, &earlier.1);
