@@ -5,6 +5,7 @@
 //! page that was not mapped at the last restart counts as written, wherever it comes from.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use super::populated::{DataPages, Seen, check_alive};
 use super::registry::{MechanismEntry, MemoryPart, ProcessTracking, own_pagemap};
@@ -55,6 +56,14 @@ impl Ldt {
     }
 }
 
+/// How often a page is restarted until it does not count as written any more. When another thread
+/// begins to track, the kernel has all memory of the process count as written once more, which
+/// takes some time.
+const TRIES: usize = 1000;
+
+/// Pause between two tries.
+const TRY_PAUSE: Duration = Duration::from_millis(1);
+
 /// Has the kernel find and restart a page of this process. A kernel without the patches may use the
 /// bits of PAGEMAP_SCAN for something else, so that it is not enough that it accepts them.
 fn check_kernel() -> Result<(), Error> {
@@ -63,21 +72,27 @@ fn check_kernel() -> Result<(), Error> {
     let is_dirty = |restart| {
         let mut is_dirty = false;
         let filter = Filter { all: LDT_DIRTY, report: LDT_DIRTY, restart, ..Filter::default() };
-        own.scan(&page.range(), filter, |_, _| is_dirty = true).map(|()| is_dirty)
+        match own.scan(&page.range(), filter, |_, _| is_dirty = true) {
+            Ok(_) => Ok(is_dirty),
+            // The kernel does not know the category, or PAGEMAP_SCAN.
+            Err(error) if matches!(error.raw_os_error(), Some(libc::EINVAL | libc::ENOTTY)) => Err(unavailable()),
+            Err(error) => Err(scanning(error)),
+        }
     };
     for value in 1..=2 {
         page.write(0, value);
         // Written until it is restarted, and then no longer.
-        for (restart, expected) in [(true, true), (false, false)] {
-            match is_dirty(restart) {
-                Ok(found) if found == expected => {}
-                Ok(_) => return Err(unavailable()),
-                // The kernel does not know the category, or PAGEMAP_SCAN.
-                Err(error) if matches!(error.raw_os_error(), Some(libc::EINVAL | libc::ENOTTY)) => {
-                    return Err(unavailable());
-                }
-                Err(error) => return Err(scanning(error)),
+        if !is_dirty(true)? {
+            return Err(unavailable());
+        }
+        let mut tries = 0;
+        while is_dirty(false)? {
+            if tries == TRIES {
+                return Err(unavailable());
             }
+            tries += 1;
+            std::thread::sleep(TRY_PAUSE);
+            is_dirty(true)?;
         }
     }
     Ok(())
