@@ -257,7 +257,10 @@ impl Segment {
         // SAFETY: the call takes numbers alone.
         let id = unsafe { libc::shmget(self.key, self.size_bytes as usize, flags) };
         if id < 0 {
-            return Err(system("make", self.id)(io::Error::last_os_error()));
+            let error = io::Error::last_os_error();
+            // The next segment of any program would get the id.
+            let _ = fs::write(NEXT_ID, "-1");
+            return Err(system("make", self.id)(error));
         }
         if id != self.id {
             remove(id);
@@ -279,6 +282,9 @@ impl Segment {
     /// has the processes, which are stopped, attach it there.
     fn attach(&self, pid_here: &dyn Fn(i32) -> i32) -> Result<(), Error> {
         let Some(first) = self.attachments.first() else { return Ok(()) };
+        if first.start.checked_add(self.size_bytes).is_none() {
+            return Err(Error::damaged(format!("the System V shared memory {} ends behind all addresses", self.id)));
+        }
         let is_new = self.make()?;
         self.copy_from(pid_here(first.pid), Address::new(first.start), is_new)?;
         for attachment in &self.attachments {
@@ -348,7 +354,7 @@ impl Attachment {
                 let arguments = [start, length, protection as u64, 0, 0, 0];
                 calls.push(Call { number: libc::SYS_mprotect, arguments });
             }
-            start += length;
+            start = start.wrapping_add(length);
         }
         calls
     }

@@ -460,6 +460,7 @@ impl Prepared {
         };
         if has_segments && let Err(error) = self.attach_segments(&pids, &ids, options) {
             kill_all(&pids);
+            running.end();
             begun.end();
             wait_for_end(&pids);
             return Err(error);
