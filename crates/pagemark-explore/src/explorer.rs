@@ -106,7 +106,8 @@ impl Explorer {
     /// depend on the form in which states are held.
     ///
     /// # Errors
-    /// Errors of `program`; [`ErrorKind::Core`](crate::ErrorKind::Core), [`ErrorKind::StackOverflow`](crate::ErrorKind::StackOverflow).
+    /// Errors of `program`; [`ErrorKind::Core`](crate::ErrorKind::Core),
+    /// [`ErrorKind::StackOverflow`](crate::ErrorKind::StackOverflow).
     pub fn explore(
         &self,
         program: impl for<'w> FnOnce(&mut World<'w>) -> Result<(), Error>,

@@ -156,11 +156,10 @@ impl HostPaths {
         }
         if !self.inside.contains_key(&set) {
             // Another root directory (`chroot`) hides mounts.
-            let root = |pid: i32| std::fs::read_link(proc::path(pid, "root"));
-            let sees_all = |pid: i32| root(pid).is_ok_and(|root| root == Path::new("/"));
+            let sees_all = |pid: i32| proc::root_directory(pid).is_ok_and(|root| root == Path::new("/"));
             let has_set = |pid: i32| proc::namespace(pid, "mnt").is_ok_and(|other| other == set);
             let viewer = self.tree.iter().copied().find(|&other| has_set(other) && sees_all(other)).unwrap_or(pid);
-            let root = root(viewer)?;
+            let root = proc::root_directory(viewer)?;
             let mut mounts = Mount::of_process(viewer)?;
             for mount in &mut mounts {
                 mount.point = root.join(mount.point.strip_prefix("/").unwrap_or(&mount.point));

@@ -145,18 +145,6 @@ fn mappings(pid: i32) -> Vec<String> {
     own.map(|fields| fields[..2].join(" ")).collect()
 }
 
-fn check(program: &Program) {
-    for process in ["checked.0", "checked.1"] {
-        let _ = std::fs::remove_file(program.directory().join(process));
-    }
-    std::fs::write(program.directory().join("check"), "").unwrap();
-    for process in ["checked.0", "checked.1"] {
-        wait_until("the program has checked its memory", || program.read(process).is_some());
-        assert_eq!(program.read(process).unwrap(), "fine");
-    }
-    std::fs::remove_file(program.directory().join("check")).unwrap();
-}
-
 #[test]
 fn terabytes_that_are_reserved_are_saved_and_restored() {
     let Some(checkpoints) = Checkpoints::new() else { return };
@@ -172,16 +160,16 @@ fn terabytes_that_are_reserved_are_saved_and_restored() {
     let checkpoint = checkpoints.take(&program, &[&|| std::thread::sleep(Duration::from_millis(50)), &|| ()]);
     let after: Vec<_> = family().into_iter().map(mappings).collect();
     assert_eq!(after, before, "a checkpoint changed mappings");
-    check(&program);
+    program.checks_its_memory();
     program.kill();
     program.adopt(&checkpoints.restore(&checkpoint).unwrap());
     wait_until("CRIU has left", || support::tree(program.pid()).len() == 2);
     let restored: Vec<_> = support::tree(program.pid()).into_iter().map(mappings).collect();
     assert_eq!(restored, before);
-    check(&program);
+    program.checks_its_memory();
     // The restored processes can be saved again.
     let checkpoint = checkpoints.take(&program, &[]);
     program.kill();
     program.adopt(&checkpoints.restore(&checkpoint).unwrap());
-    check(&program);
+    program.checks_its_memory();
 }

@@ -102,18 +102,6 @@ fn segments(pid: i32) -> Vec<String> {
     lines.map(|line| line.split_ascii_whitespace().collect::<Vec<_>>().join(" ")).collect()
 }
 
-fn check(program: &Program) {
-    for process in ["checked.0", "checked.1"] {
-        let _ = std::fs::remove_file(program.directory().join(process));
-    }
-    std::fs::write(program.directory().join("check"), "").unwrap();
-    for process in ["checked.0", "checked.1"] {
-        wait_until("the program has checked its memory", || program.read(process).is_some());
-        assert_eq!(program.read(process).unwrap(), "fine");
-    }
-    std::fs::remove_file(program.directory().join("check")).unwrap();
-}
-
 /// A segment with a key, which ends with the test.
 struct Segment(i32);
 
@@ -156,17 +144,17 @@ fn segments_come_back_with_their_ids_keys_and_attachments() {
     for process in ["ready.0", "ready.1"] {
         wait_until("the program has its memory", || program.read(process).is_some());
     }
-    check(&program);
+    program.checks_its_memory();
     let family = |program: &Program| support::tree(program.pid()).into_iter().map(segments).collect::<Vec<_>>();
     let (before, id) = (family(&program), segment.id());
     assert_eq!(before[0].len(), 5, "{before:?}");
 
     let refused = segment.while_attached(|| checkpoints.refusal(&program));
     assert!(refused.contains("outside of the tree"), "{refused}");
-    check(&program);
+    program.checks_its_memory();
     let checkpoint = checkpoints.take(&program, &[&|| std::thread::sleep(Duration::from_millis(50)), &|| ()]);
     assert_eq!(family(&program), before, "a checkpoint changed mappings");
-    check(&program);
+    program.checks_its_memory();
     program.kill();
 
     let refused = segment.while_attached(|| checkpoints.restore(&checkpoint));
@@ -175,7 +163,7 @@ fn segments_come_back_with_their_ids_keys_and_attachments() {
     for _ in 0..2 {
         program.adopt(&checkpoints.restore(&checkpoint).unwrap());
         assert_eq!((family(&program), segment.id()), (before.clone(), id));
-        check(&program);
+        program.checks_its_memory();
         program.kill();
         segment.remove();
     }
@@ -184,7 +172,7 @@ fn segments_come_back_with_their_ids_keys_and_attachments() {
     let checkpoint = checkpoints.take(&program, &[]);
     program.kill();
     program.adopt(&checkpoints.restore(&checkpoint).unwrap());
-    check(&program);
+    program.checks_its_memory();
     std::fs::write(program.directory().join("end"), "").unwrap();
     wait_until("the program has detached", || program.read("ended").is_some());
     assert_eq!(program.read("ended").unwrap(), "ended");

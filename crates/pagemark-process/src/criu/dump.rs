@@ -481,7 +481,8 @@ impl Dump {
         let waiting_since = self.machines.as_ref().and_then(Machines::since);
         let frozen_at = waiting_since.map_or(frozen_at, |since| since.min(frozen_at));
         // The tree is still frozen. Only the ids of a container are others in the images.
-        let pids = members(self.pid);
+        let is_read = self.has_segments || self.notes.cgroups == Cgroups::Restore;
+        let pids = if is_read { members(self.pid) } else { Vec::new() };
         let image_id = if self.notes.first_process.is_some() { container::image_id } else { std::convert::identity };
         if self.notes.cgroups == Cgroups::Restore {
             self.notes.memberships = cgroups::memberships(&pids, image_id);
@@ -697,7 +698,7 @@ fn own_root(pid: i32) -> Result<Option<String>, Error> {
     if !container::has_own_mounts(pid).map_err(gone)? {
         return Ok(None);
     }
-    let root = std::fs::read_link(proc::path(pid, "root")).map_err(gone)?;
+    let root = proc::root_directory(pid).map_err(gone)?;
     match HostPaths::of_tree(&[pid]).and_then(|mut paths| paths.place(pid, &root, None)).map_err(gone)? {
         FileLocation::Outside(root) => Ok(Some(encode_path(&root))),
         FileLocation::InsideAlone | FileLocation::Unknown => {

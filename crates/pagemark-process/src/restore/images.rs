@@ -458,7 +458,7 @@ impl Prepared {
                 (root_pid, members.iter().map(|member| member.pid).collect(), container::ids_here(root_pid))
             }
         };
-        if has_segments && let Err(error) = self.attach_segments(&pids, &ids, options) {
+        if has_segments && let Err(error) = self.attach_segments(&ids, options) {
             kill_all(&pids);
             running.end();
             begun.end();
@@ -473,17 +473,17 @@ impl Prepared {
 
     /// Has the processes, which CRIU has left stopped, attach their System V shared memory, and
     /// lets them run. `ids` are their ids here, by those of the images, if these are others.
-    fn attach_segments(&self, pids: &[i32], ids: &HashMap<i32, i32>, options: &RestoreOptions) -> Result<(), Error> {
-        sysv_memory::attach(&self.notes.segments, &|pid| ids.get(&pid).copied().unwrap_or(pid))?;
-        let was_stopped = |pid: i32| {
-            let image_pid = ids.iter().find(|(_, here)| **here == pid).map_or(pid, |(image_pid, _)| *image_pid);
+    fn attach_segments(&self, ids: &HashMap<i32, i32>, options: &RestoreOptions) -> Result<(), Error> {
+        let pid_here = |image_pid: i32| ids.get(&image_pid).copied().unwrap_or(image_pid);
+        sysv_memory::attach(&self.notes.segments, &pid_here)?;
+        let was_stopped = |image_pid: i32| {
             let path = self.directory.join(format!("core-{image_pid}.img"));
             let core: Result<CoreEntry, Error> = read_first(&path, ImageKind::Core);
             core.is_ok_and(|core| core.tc.is_some_and(|task| task.task_state == TASK_STOPPED))
         };
-        for &pid in pids.iter().filter(|&&pid| !options.stopped && !was_stopped(pid)) {
+        for image_pid in self.pids().into_iter().filter(|&pid| !options.stopped && !was_stopped(pid)) {
             // One that has ended needs no signal.
-            let _ = kill(Pid::from_raw(pid), Signal::SIGCONT);
+            let _ = kill(Pid::from_raw(pid_here(image_pid)), Signal::SIGCONT);
         }
         Ok(())
     }

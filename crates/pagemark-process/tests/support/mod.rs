@@ -192,6 +192,20 @@ impl Program {
     }
 
     /// Kills the whole tree and waits until its process ids are free.
+    /// Has a program of two processes check its memory: when there is a file `check`, each writes
+    /// `fine` or what is wrong into `checked.N`.
+    pub fn checks_its_memory(&self) {
+        for process in ["checked.0", "checked.1"] {
+            let _ = std::fs::remove_file(self.directory().join(process));
+        }
+        std::fs::write(self.directory().join("check"), "").unwrap();
+        for process in ["checked.0", "checked.1"] {
+            wait_until("the program has checked its memory", || self.read(process).is_some());
+            assert_eq!(self.read(process).unwrap(), "fine");
+        }
+        std::fs::remove_file(self.directory().join("check")).unwrap();
+    }
+
     pub fn kill(&mut self) {
         let pids = tree(self.pid());
         for &pid in pids.iter().chain(&self.pids) {

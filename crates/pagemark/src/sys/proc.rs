@@ -134,6 +134,15 @@ fn split_arguments(line: &[u8]) -> Vec<Vec<u8>> {
     line.strip_suffix(b"\0").unwrap_or(line).split(|&byte| byte == 0).map(<[u8]>::to_vec).collect()
 }
 
+/// The root directory of a process: `/` unless it has changed that (`chroot`), from the root of the
+/// mounts that it sees.
+///
+/// # Errors
+/// As [`executable`].
+pub fn root_directory(pid: i32) -> io::Result<PathBuf> {
+    fs::read_link(path(pid, "root"))
+}
+
 /// The working directory of a process.
 ///
 /// # Errors
