@@ -2,10 +2,12 @@
 
 use std::io;
 
+use pagemark::sys::proc::call::wait_function;
 use pagemark::sys::proc::{self, Stat, Status, system};
 
 use crate::container;
 use crate::error::{Error, ErrorKind, Object, Result};
+use crate::ptrace;
 
 /// The error of a system call that an attach needs.
 pub(crate) fn failed(operation: &'static str, pid: i32) -> impl FnOnce(io::Error) -> Error {
@@ -20,6 +22,16 @@ pub(crate) fn failed(operation: &'static str, pid: i32) -> impl FnOnce(io::Error
 pub(crate) fn uses_userfaultfd(pid: i32, found: &str) -> Error {
     let reason = format!("uses userfaultfd itself ({found})");
     Error::about(ErrorKind::UsesUserfaultfd, Object::command(pid), reason).help("use --mechanism compare")
+}
+
+/// Thread `tid` of process `pid` does not stop.
+pub(crate) fn does_not_stop(pid: i32, tid: i32) -> Error {
+    let state = Stat::read(tid).map_or('?', |stat| stat.state);
+    let place = wait_function(tid).map_or_else(String::new, |function| format!(" in {function}"));
+    let limit_s = ptrace::STOP_LIMIT.as_secs();
+    let reason = format!("did not stop within {limit_s} s: it is in state {state}{place}");
+    Error::about(ErrorKind::DoesNotStop, Object::Thread { tid, pid }, reason)
+        .help("it may wait for a disk, a file server or a child made by vfork: try again later")
 }
 
 /// Tracing the process is not permitted.

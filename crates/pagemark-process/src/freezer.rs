@@ -20,9 +20,6 @@ use crate::attach;
 use crate::error::{Error, ErrorKind, Object, Result, SentError};
 use crate::ptrace;
 
-/// Limit of the time that a tree takes to stop.
-const STOP_LIMIT: Duration = Duration::from_secs(10);
-
 /// Longest time limit of a system call that starts again after a freeze with its full limit. A
 /// longer limit would let frequent freezes extend the call for ever.
 const RESTARTED_WAIT_MS: u64 = 100;
@@ -75,14 +72,10 @@ impl Held {
                 .filter_map(Result::transpose)
                 .collect::<Result<_, _>>()?;
             for tid in attached {
-                match ptrace::wait_trap(tid, deadline) {
+                match ptrace::wait_trap(tid, Some(deadline)) {
                     Ok(true) => {}
                     Ok(false) | Err(libc::ESRCH) => self.threads.retain(|held| held.1 != tid),
-                    Err(libc::ETIMEDOUT) => {
-                        let limit_s = STOP_LIMIT.as_secs();
-                        let reason = format!("did not stop within {limit_s} s: it waits in the kernel");
-                        return Err(Error::about(ErrorKind::DoesNotStop, Object::Thread { tid, pid }, reason));
-                    }
+                    Err(libc::ETIMEDOUT) => return Err(attach::does_not_stop(pid, tid)),
                     Err(errno) => return Err(system("wait for", pid, tid, errno)),
                 }
             }
@@ -147,7 +140,7 @@ impl Drop for Held {
             });
             if again.is_err() && ptrace::poll(tid) == Ok(None) {
                 // The thread has not stopped yet, and only a stopped thread can be detached.
-                let _ = ptrace::wait_trap(tid, ptrace::deadline(Duration::from_millis(100)));
+                let _ = ptrace::wait_trap(tid, Some(ptrace::deadline(Duration::from_millis(100))));
             }
             let _ = ptrace::detach(tid);
         }
@@ -330,7 +323,7 @@ fn hold(scope: Scope, mut socket: &UnixStream) {
     // stopped processes interrupted.
     let _ = sigprocmask(SigmaskHow::SIG_SETMASK, Some(&SigSet::all()), None);
     let mut held = Held::default();
-    let deadline = ptrace::deadline(STOP_LIMIT);
+    let deadline = ptrace::deadline(ptrace::STOP_LIMIT);
     let stopped = match scope {
         Scope::Tree(root_pid) => held.stop_tree(root_pid, deadline),
         Scope::Process(pid) => held.stop_process(pid, deadline),

@@ -17,7 +17,7 @@ use std::mem::MaybeUninit;
 use std::ops::ControlFlow;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::ffi::OsStringExt;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use pagemark::ByteCount;
 #[cfg(doc)]
@@ -30,9 +30,6 @@ use crate::error::{Error, ErrorKind, Object, Result};
 use crate::helper;
 use crate::plain_proc::{StatText, each_number};
 use crate::ptrace::{self, Registers, Stop, Until};
-
-/// Limit of the time that the target's threads take to stop.
-const STOP_LIMIT: Duration = Duration::from_secs(10);
 
 /// Limit of the number of threads that the helper can hold.
 const MAX_THREADS: usize = 1 << 16;
@@ -83,11 +80,6 @@ impl Step {
         let system = |operation: &'static str| failed(operation, pid)(io::Error::from_raw_os_error(errno));
         match (self, errno) {
             (Step::Gone, _) | (_, libc::ESRCH) => Error::no_process(pid),
-            (_, libc::ETIMEDOUT) => cannot(
-                ErrorKind::DoesNotStop,
-                format!("a thread did not stop within {} s", STOP_LIMIT.as_secs()),
-                "it waits in the kernel, for a disk, a file server or a child made by vfork: try again later",
-            ),
             (Step::Seize, libc::EPERM) => attach::not_permitted(pid),
             (Step::Is32Bit, _) => cannot(ErrorKind::Is32Bit, "a thread runs in 32-bit mode".into(), COMPARE),
             (Step::Instruction, _) => no_instruction(pid),
@@ -127,8 +119,8 @@ const COMPARE: &str = "use --mechanism compare";
 
 /// The error of a failed system call while a userfaultfd is created in a process.
 fn failed(step: &'static str, pid: i32) -> impl FnOnce(io::Error) -> Error {
-    move |source| match source.raw_os_error() {
-        Some(libc::ESRCH) => Error::no_process(pid),
+    move |source| match source {
+        gone if proc::is_gone(&gone) => Error::no_process(pid),
         _ => Error::about(ErrorKind::System, Object::Process(pid), step).during("cannot track").caused_by(source),
     }
 }
@@ -231,6 +223,7 @@ fn inject_by(pid: i32, thread: i32, work: Work) -> Result<Option<OwnedFd>> {
             .map_err(|_| Error::no_process(pid))?,
         socket: theirs.as_raw_fd(),
         threads: Vec::with_capacity(MAX_THREADS),
+        waits_for: thread,
     };
     let helper = fork_helper(&mut task).map_err(failed("starting the helper process", pid))?;
     drop(theirs);
@@ -238,9 +231,11 @@ fn inject_by(pid: i32, thread: i32, work: Work) -> Result<Option<OwnedFd>> {
     // SAFETY: no status is requested. The helper ends by itself, soon; where children are reaped
     // automatically, the call fails at once.
     while unsafe { libc::waitpid(helper, std::ptr::null_mut(), 0) } < 0 && ptrace::errno() == libc::EINTR {}
-    let (step, errno, descriptor) = answer.map_err(failed("receiving the report of the helper process", pid))?;
+    let Report { step, errno, waits_for, descriptor } =
+        answer.map_err(failed("receiving the report of the helper process", pid))?;
     match (step, descriptor) {
         (Step::Done, descriptor) => Ok(descriptor),
+        (Step::Stop, _) if errno == libc::ETIMEDOUT => Err(attach::does_not_stop(pid, waits_for)),
         (Step::Seize, _) if errno == libc::EPERM && has_filters && can_trace_without_suspending(thread) => {
             Err(Error::about(
                 ErrorKind::Seccomp,
@@ -272,19 +267,24 @@ fn syscall_instruction(pid: i32, thread: i32) -> Result<u64> {
     }
     code.sort_by_key(|mapping| mapping.name != b"[vdso]");
     let memory = pagemark::sys::memory::Memory::open(thread).map_err(failed("opening its memory", pid))?;
+    let mut lost = false;
     for mapping in code {
         let mut start = mapping.start;
         while start < mapping.end {
             let end = mapping.end.min(start + ByteCount::new(1 << 20));
             let mut bytes = vec![0; (end - start).to_usize()];
-            memory.read(std::slice::from_ref(&(start..end)), &mut bytes).map_err(failed("reading its code", pid))?;
+            let missing = memory
+                .read(std::slice::from_ref(&(start..end)), &mut bytes)
+                .map_err(failed("reading its code", pid))?;
+            lost |= !missing.is_empty();
             if let Some(offset) = bytes.windows(2).position(|pair| pair == [0x0f, 0x05]) {
                 return Ok(start.get() + offset as u64);
             }
             start = end;
         }
     }
-    Err(no_instruction(pid))
+    // A process that ends, or executes another program, loses its memory.
+    Err(if lost { Error::no_process(pid) } else { no_instruction(pid) })
 }
 
 fn socket_pair() -> io::Result<(OwnedFd, OwnedFd)> {
@@ -298,9 +298,20 @@ fn socket_pair() -> io::Result<(OwnedFd, OwnedFd)> {
     Ok(unsafe { (OwnedFd::from_raw_fd(pair[0]), OwnedFd::from_raw_fd(pair[1])) })
 }
 
+/// The helper's report.
+struct Report {
+    /// The step at which it failed, or [`Step::Done`].
+    step: Step,
+    errno: libc::c_int,
+    /// The thread for which it waited last.
+    waits_for: i32,
+    /// What was copied.
+    descriptor: Option<OwnedFd>,
+}
+
 /// Receives the helper's report. Fails if the helper was killed before it reported.
-fn receive(socket: RawFd) -> io::Result<(Step, libc::c_int, Option<OwnedFd>)> {
-    let mut report = [0i32; 2];
+fn receive(socket: RawFd) -> io::Result<Report> {
+    let mut report = [0i32; 3];
     let mut vector = libc::iovec { iov_base: report.as_mut_ptr().cast(), iov_len: size_of_val(&report) };
     let mut control = Control::new();
     let received = loop {
@@ -318,7 +329,7 @@ fn receive(socket: RawFd) -> io::Result<(Step, libc::c_int, Option<OwnedFd>)> {
         length if length < 0 => Err(io::Error::last_os_error()),
         _ => {
             let step = Step::ALL.into_iter().find(|&step| step as i32 == report[0]).unwrap_or(Step::Inspect);
-            Ok((step, report[1], descriptor))
+            Ok(Report { step, errno: report[1], waits_for: report[2], descriptor })
         }
     }
 }
@@ -373,6 +384,8 @@ struct Task {
     socket: RawFd,
     /// The stopped threads; the first makes the system calls.
     threads: Vec<i32>,
+    /// The thread that was last to stop.
+    waits_for: i32,
 }
 
 fn fork_helper(task: &mut Task) -> io::Result<libc::pid_t> {
@@ -403,8 +416,7 @@ fn fork_helper(task: &mut Task) -> io::Result<libc::pid_t> {
 fn run_helper(task: &mut Task) -> libc::c_int {
     // SAFETY: this process is the helper alone, and ends by _exit.
     unsafe { helper::detach_from_caller(c"pagemark-inject", [task.socket]) };
-    let deadline = ptrace::deadline(STOP_LIMIT);
-    let result = stop_threads(task, deadline).and_then(|()| do_work(task, deadline));
+    let result = stop_threads(task, ptrace::deadline(ptrace::STOP_LIMIT)).and_then(|()| do_work(task));
     for &thread in task.threads.iter() {
         // Registers change only if the stop has interrupted a system call.
         let _ = release(thread);
@@ -413,7 +425,7 @@ fn run_helper(task: &mut Task) -> libc::c_int {
         Ok(descriptor) => (Step::Done, 0, descriptor),
         Err((step, errno)) => (step, errno, -1),
     };
-    let mut report = [step as i32, errno];
+    let mut report = [step as i32, errno, task.waits_for];
     let mut vector = libc::iovec { iov_base: report.as_mut_ptr().cast(), iov_len: size_of_val(&report) };
     let mut control = Control::new();
     control.descriptor = descriptor;
@@ -449,7 +461,7 @@ fn stop_threads(task: &mut Task, deadline: Instant) -> Helped<()> {
     }
     seized.map_err(|errno| (Step::Seize, errno))?;
     ptrace::interrupt(task.thread).map_err(|errno| (Step::Seize, errno))?;
-    if !ptrace::wait_trap(task.thread, deadline).map_err(|errno| (Step::Stop, errno))? {
+    if !ptrace::wait_trap(task.thread, Some(deadline)).map_err(|errno| (Step::Stop, errno))? {
         return Err((Step::Gone, 0));
     }
     task.threads.push(task.thread);
@@ -476,7 +488,8 @@ fn stop_threads(task: &mut Task, deadline: Instant) -> Helped<()> {
                 Err(libc::EPERM) if has_exited(directory, thread) => return Ok(()),
                 Err(errno) => return Err((Step::Seize, errno)),
             }
-            let stopped = ptrace::interrupt(thread).and_then(|()| ptrace::wait_trap(thread, deadline));
+            task.waits_for = thread;
+            let stopped = ptrace::interrupt(thread).and_then(|()| ptrace::wait_trap(thread, Some(deadline)));
             match stopped {
                 Ok(true) => task.threads.push(thread),
                 Ok(false) | Err(libc::ESRCH) => {}
@@ -515,7 +528,7 @@ fn each_thread(directory: &CStr, mut each: impl FnMut(RawFd, i32) -> Helped<()>)
 
 /// Makes the stopped thread do the work, and restores it. Returns the descriptor that was copied,
 /// or -1.
-fn do_work(task: &Task, deadline: Instant) -> Helped<RawFd> {
+fn do_work(task: &Task) -> Helped<RawFd> {
     let thread = task.thread;
     let inspect = |errno| (Step::Inspect, errno);
     let mut original = ptrace::registers(thread).map_err(inspect)?;
@@ -540,38 +553,37 @@ fn do_work(task: &Task, deadline: Instant) -> Helped<RawFd> {
     // Signals are blocked until the thread is restored.
     ptrace::set_signal_mask(thread, u64::MAX).map_err(inspect)?;
     let copied = match &task.work {
-        Work::Userfaultfd { flags } => create_userfaultfd(task, &original, *flags, deadline),
+        Work::Userfaultfd { flags } => create_userfaultfd(task, &original, *flags),
         Work::Calls(calls) => {
-            let call = |call: &Call| system_call(task, &original, call.number, call.arguments, deadline);
+            let call = |call: &Call| system_call(task, &original, call.number, call.arguments);
             let failed =
                 |result: i64| if result < 0 { Err((Step::SystemCall, -result as libc::c_int)) } else { Ok(()) };
             calls.iter().try_for_each(|each| call(each).and_then(failed)).map(|()| -1)
         }
         Work::Park { parker } => {
-            let call = |number, arguments| system_call(task, &original, number, arguments, deadline);
+            let call = |number, arguments| system_call(task, &original, number, arguments);
             parked::park(thread, *parker, &call).map(|()| -1)
         }
     };
-    restore_thread(thread, &original, mask, ptrace::deadline(STOP_LIMIT)).map_err(|errno| (Step::SystemCall, errno))?;
+    restore_thread(thread, &original, mask).map_err(|errno| (Step::SystemCall, errno))?;
     copied
 }
 
 /// Makes the stopped thread create the descriptor, copies it, and makes the thread close it.
-fn create_userfaultfd(task: &Task, original: &Registers, flags: libc::c_int, deadline: Instant) -> Helped<RawFd> {
-    let there = system_call(task, original, libc::SYS_userfaultfd, [flags as u64, 0, 0, 0, 0, 0], deadline)?;
+fn create_userfaultfd(task: &Task, original: &Registers, flags: libc::c_int) -> Helped<RawFd> {
+    let there = system_call(task, original, libc::SYS_userfaultfd, [flags as u64, 0, 0, 0, 0, 0])?;
     if there < 0 {
         return Err((Step::Refused, -there as libc::c_int));
     }
     let copied = copy_descriptor(task, there as RawFd);
-    // Cleaning up has its own deadline: the first one may have passed if the helper was not scheduled
-    // meanwhile.
-    let arguments = [there as u64, 0, 0, 0, 0, 0];
-    system_call(task, original, libc::SYS_close, arguments, ptrace::deadline(STOP_LIMIT))?;
+    system_call(task, original, libc::SYS_close, [there as u64, 0, 0, 0, 0, 0])?;
     copied
 }
 
 /// Makes the stopped thread carry out one system call. It is left stopped at the exit of the call.
-fn system_call(task: &Task, original: &Registers, number: i64, arguments: [u64; 6], deadline: Instant) -> Helped<i64> {
+/// However long that takes: a thread that is released within the call would continue with registers
+/// that are not its own.
+fn system_call(task: &Task, original: &Registers, number: i64, arguments: [u64; 6]) -> Helped<i64> {
     let thread = task.thread;
     let failed = |errno| (Step::SystemCall, errno);
     let [rdi, rsi, rdx, r10, r8, r9] = arguments;
@@ -593,7 +605,7 @@ fn system_call(task: &Task, original: &Registers, number: i64, arguments: [u64; 
         let mut signal = 0;
         loop {
             ptrace::resume(thread, Until::SystemCall, signal).map_err(failed)?;
-            signal = match ptrace::wait(thread, deadline).map_err(failed)? {
+            signal = match ptrace::wait(thread, None).map_err(failed)? {
                 Stop::SystemCall => break,
                 Stop::Exited => return Err((Step::Gone, 0)),
                 // Only SIGSTOP cannot be blocked. It takes effect when the thread is detached.
@@ -606,13 +618,13 @@ fn system_call(task: &Task, original: &Registers, number: i64, arguments: [u64; 
 }
 
 /// Restores the registers and the signal mask of a thread.
-fn restore_thread(thread: i32, original: &Registers, mask: u64, deadline: Instant) -> Result<(), libc::c_int> {
+fn restore_thread(thread: i32, original: &Registers, mask: u64) -> Result<(), libc::c_int> {
     ptrace::set_registers(thread, original)?;
     // After a stop of this kind, unlike a stop at the exit of a system call, the kernel restarts an
     // interrupted call.
     ptrace::interrupt(thread)?;
     ptrace::resume(thread, Until::Event, 0)?;
-    if !ptrace::wait_trap(thread, deadline)? {
+    if !ptrace::wait_trap(thread, None)? {
         return Err(libc::ESRCH);
     }
     ptrace::set_registers(thread, original)?;

@@ -32,6 +32,9 @@ const QUICK_POLLS: u32 = 50;
 /// Time between later polls.
 const POLL: libc::timespec = libc::timespec { tv_sec: 0, tv_nsec: 30_000 };
 
+/// Limit of the time that the threads of a process or a tree take to stop.
+pub const STOP_LIMIT: Duration = Duration::from_secs(10);
+
 type Result<T> = std::result::Result<T, libc::c_int>;
 
 /// A change of a tracee's state.
@@ -283,8 +286,8 @@ pub fn poll(thread: i32) -> Result<Option<Stop>> {
     }
 }
 
-/// Waits until a tracee changes its state. Fails with `ETIMEDOUT` at the deadline.
-pub fn wait(thread: i32, deadline: Instant) -> Result<Stop> {
+/// Waits until a tracee changes its state. Fails with `ETIMEDOUT` at the deadline, if there is one.
+pub fn wait(thread: i32, deadline: Option<Instant>) -> Result<Stop> {
     for tries in 0u32.. {
         if let Some(stop) = poll(thread)? {
             return Ok(stop);
@@ -294,7 +297,7 @@ pub fn wait(thread: i32, deadline: Instant) -> Result<Stop> {
             std::thread::yield_now();
             continue;
         }
-        if Instant::now() > deadline {
+        if deadline.is_some_and(|deadline| Instant::now() > deadline) {
             return Err(libc::ETIMEDOUT);
         }
         // SAFETY: the time lives through the call, and no remainder is asked for.
@@ -305,7 +308,7 @@ pub fn wait(thread: i32, deadline: Instant) -> Result<Stop> {
 
 /// Waits until an interrupted thread has stopped where its registers may be changed, and delivers
 /// signals that come first. False if the thread has exited instead.
-pub fn wait_trap(thread: i32, deadline: Instant) -> Result<bool> {
+pub fn wait_trap(thread: i32, deadline: Option<Instant>) -> Result<bool> {
     loop {
         let signal = match wait(thread, deadline)? {
             Stop::Trap => return Ok(true),

@@ -133,6 +133,37 @@ fn two_hundred_injections_disturb_no_process() {
 }
 
 #[test]
+fn a_system_call_that_takes_long_is_waited_for() {
+    // Longer than threads may take to stop.
+    const DURATION_MS: u64 = 12_000;
+    for mode in ["compute", "threads"] {
+        let Some(mut steady) = Steady::start(mode) else { skip!("no C compiler") };
+        steady.goes_on();
+        let poll = inject::Call { number: libc::SYS_poll, arguments: [0, 0, DURATION_MS, 0, 0, 0] };
+        let begin = Instant::now();
+        let done = inject::system_calls(steady.pid(), vec![poll]);
+        assert!(done.is_ok(), "{mode}: {done:?}");
+        assert!(begin.elapsed() >= Duration::from_millis(DURATION_MS), "{mode}: it was not carried out");
+        steady.goes_on();
+    }
+}
+
+#[test]
+fn a_thread_that_does_not_stop_is_named() {
+    let Some(mut steady) = Steady::start("vfork") else { skip!("no C compiler") };
+    let pid = steady.pid();
+    wait_until("the process waits for its child", || proc::Stat::read(pid).unwrap().state == 'D');
+    let refused = inject::userfaultfd(pid).map(drop).unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::DoesNotStop);
+    let thread = format!("thread {pid} of process {pid} did not stop within 10 s: it is in state D");
+    assert!(refused.to_string().contains(&thread), "{refused}");
+    drop(steady.child.stdin.take());
+    steady.goes_on();
+    drop(inject::userfaultfd(pid).unwrap());
+    steady.goes_on();
+}
+
+#[test]
 fn a_thread_with_another_tracer_is_not_passed_over() {
     let Some(mut steady) = Steady::start("threads") else { skip!("no C compiler") };
     steady.goes_on();

@@ -54,9 +54,6 @@ const RECORD_HEAD: usize = 1024;
 /// Mappings of CRIU that are larger than this hold no records of threads, bytes.
 const MAX_RECORDS: u64 = 64 << 20;
 
-/// Limit of the time that the threads take to stop.
-const STOP_LIMIT: Duration = Duration::from_secs(10);
-
 /// Pause between two polls of the guard.
 const POLL: Duration = Duration::from_micros(200);
 
@@ -134,7 +131,7 @@ impl Guard {
 impl Drop for Guard {
     fn drop(&mut self) {
         // CRIU has ended, unless it does not answer; the guard then ends with CRIU.
-        let deadline = Instant::now() + STOP_LIMIT + Duration::from_secs(2);
+        let deadline = Instant::now() + ptrace::STOP_LIMIT + Duration::from_secs(2);
         while matches!(waitpid(self.pid, Some(WaitPidFlag::WNOHANG)), Ok(WaitStatus::StillAlive))
             && Instant::now() < deadline
         {
@@ -243,11 +240,11 @@ fn rescue(criu_pid: i32, root_pid: i32, originals: &[Original]) {
     while let Ok(Some(_)) = ptrace::wait_status(criu_pid) {
         let _ = ptrace::resume(criu_pid, ptrace::Until::Event, 0);
     }
-    let deadline = ptrace::deadline(STOP_LIMIT);
+    let deadline = ptrace::deadline(ptrace::STOP_LIMIT);
     let stops = |tid: &i32| {
         ptrace::seize(*tid, 0).is_ok()
             && ptrace::interrupt(*tid).is_ok()
-            && ptrace::wait_trap(*tid, deadline) == Ok(true)
+            && ptrace::wait_trap(*tid, Some(deadline)) == Ok(true)
     };
     for (pid, threads) in &processes {
         let original = originals.iter().find(|original| original.pid == *pid);
