@@ -18,7 +18,6 @@
 //! ```
 
 mod buffer;
-mod changes;
 mod errors;
 mod heap;
 mod job;
@@ -29,8 +28,6 @@ mod restore;
 mod signals;
 mod snapshot;
 mod store;
-mod transaction;
-mod writable;
 
 use pyo3::prelude::*;
 
@@ -41,8 +38,6 @@ mod _native {
     use pyo3::prelude::*;
     use pyo3::types::PyTuple;
 
-    #[pymodule_export]
-    use crate::changes::{Change, Changes};
     #[pymodule_export]
     use crate::errors::{
         CriuError, Error, ForkedError, HeapError, MechanismError, PidInUseError, ProcessError, ProcessGoneError,
@@ -55,7 +50,7 @@ mod _native {
     #[pymodule_export]
     use crate::ranges::Ranges;
     #[pymodule_export]
-    use crate::region::Region;
+    use crate::region::{Change, Changes, Region, Transaction, Writable};
     #[pymodule_export]
     use crate::repository::{Checkpoint, Cost, Repository};
     #[pymodule_export]
@@ -64,10 +59,6 @@ mod _native {
     use crate::snapshot::Snapshot;
     #[pymodule_export]
     use crate::store::{Store, Usage};
-    #[pymodule_export]
-    use crate::transaction::Transaction;
-    #[pymodule_export]
-    use crate::writable::Writable;
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {

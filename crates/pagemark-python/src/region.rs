@@ -15,14 +15,19 @@ use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
 use crate::buffer::{self, Access, Exported};
-use crate::changes::Changes;
 use crate::errors;
 use crate::ranges::{Ranges, set};
 use crate::repository::{Checkpoint, Repository};
 use crate::snapshot::Snapshot;
 use crate::store::Store;
-use crate::transaction::Transaction;
-use crate::writable::Writable;
+
+mod changes;
+mod transaction;
+mod writable;
+
+pub use changes::{Change, Changes};
+pub use transaction::Transaction;
+pub use writable::Writable;
 
 /// Memory whose writes are tracked: `bytes` of it, rounded up to whole pages, zeros at first.
 ///

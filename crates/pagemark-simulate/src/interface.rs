@@ -3,7 +3,7 @@
 
 use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
 
-use crate::simulators::Access;
+use crate::access::Access;
 
 /// QEMU's number of a plugin.
 pub(crate) type PluginId = u64;

@@ -29,9 +29,11 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
+mod access;
 pub mod control;
 mod error;
 mod interface;
+mod kind;
 mod observation;
 mod plugin;
 mod results;
@@ -39,5 +41,5 @@ mod simulators;
 pub mod trace;
 
 pub use error::{Error, ErrorKind};
+pub use kind::Kind;
 pub use results::{Merged, Results};
-pub use simulators::Kind;

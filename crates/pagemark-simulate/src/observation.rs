@@ -6,8 +6,9 @@
 use std::collections::VecDeque;
 use std::io;
 
+use crate::access::Access;
 use crate::results::Results;
-use crate::simulators::{Access, Simulator};
+use crate::simulators::Simulator;
 
 /// The instructions of an interval, by their numbers.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -94,7 +95,7 @@ mod tests {
     use std::sync::{Arc, Mutex};
 
     use super::*;
-    use crate::simulators::Kind;
+    use crate::kind::Kind;
 
     /// Writes down what it sees.
     struct Witness(Arc<Mutex<String>>);

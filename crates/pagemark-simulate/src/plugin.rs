@@ -8,8 +8,9 @@ use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 use crate::control::Counter;
 use crate::interface::{Block, Functions, Info, PluginId, needs_version_2};
+use crate::kind::Kind;
 use crate::observation::Observation;
-use crate::simulators::Kind;
+use crate::simulators;
 
 /// The version of the interface, which QEMU reads when it has loaded the library.
 #[unsafe(no_mangle)]
@@ -100,7 +101,7 @@ fn install(id: PluginId, info: &Info, arguments: Vec<String>) -> Result<(), Stri
         Some(kind) => {
             let kind: Kind = kind.parse()?;
             let trace = option("trace");
-            let simulator = kind.simulator(trace.as_deref().map(Path::new)).map_err(|error| {
+            let simulator = simulators::simulator(kind, trace.as_deref().map(Path::new)).map_err(|error| {
                 format!("cannot begin the simulation of {kind} in {}: {error}", trace.unwrap_or_default())
             })?;
             let (observation, has_accesses) = (Mutex::new(Observation::new(simulator)), kind.needs_accesses());

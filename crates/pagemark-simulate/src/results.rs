@@ -8,7 +8,7 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 
 use crate::error::Error;
-use crate::simulators::Kind;
+use crate::kind::Kind;
 
 /// The results of a simulator.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]

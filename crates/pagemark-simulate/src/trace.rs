@@ -88,8 +88,8 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::access::Access;
     use crate::error::{Error, ErrorKind};
-    use crate::simulators::Access;
 
     /// An instruction, and its accesses.
     type Executed = (u64, Vec<Access>);

@@ -15,18 +15,12 @@
 
 use std::io;
 
-use super::{Access, CountError, Kind, Simulator};
+use super::Simulator;
+use crate::access::Access;
+use crate::kind::Kind;
 use crate::results::Results;
 
 const LINE_BYTES: u64 = 64;
-
-/// The count that each error is at most.
-pub(super) const ERRORS: &[CountError] = &[
-    CountError { count: "l1d-hits", too_many: None, too_few: Some("l1d-uncertain-misses") },
-    CountError { count: "l1d-misses", too_many: Some("l1d-uncertain-misses"), too_few: None },
-    CountError { count: "l2-hits", too_many: Some("l2-uncertain-hits"), too_few: Some("l2-uncertain-misses") },
-    CountError { count: "l2-misses", too_many: Some("l2-uncertain-misses"), too_few: Some("l2-uncertain-hits") },
-];
 
 /// What was counted of a cache.
 #[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]

@@ -3,7 +3,9 @@
 use std::collections::HashMap;
 use std::io;
 
-use super::{Access, Kind, Simulator};
+use super::Simulator;
+use crate::access::Access;
+use crate::kind::Kind;
 use crate::results::Results;
 
 /// Bytes of code that are counted together.

@@ -3,7 +3,9 @@
 use std::collections::{BTreeMap, HashMap};
 use std::io;
 
-use super::{Access, Kind, Simulator};
+use super::Simulator;
+use crate::access::Access;
+use crate::kind::Kind;
 use crate::results::Results;
 
 /// The name of instructions that QEMU cannot disassemble.

@@ -4,7 +4,9 @@ use std::fs::File;
 use std::io::{self, BufWriter};
 use std::path::Path;
 
-use super::{Access, Kind, Simulator};
+use super::Simulator;
+use crate::access::Access;
+use crate::kind::Kind;
 use crate::results::Results;
 use crate::trace::TraceWriter;
 

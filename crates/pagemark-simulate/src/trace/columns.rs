@@ -1,7 +1,7 @@
 //! The columns of a block.
 
 use super::{CODE_SLOTS, PAGE_SLOTS, TraceBlock, TracedAccess};
-use crate::simulators::Access;
+use crate::access::Access;
 
 /// The parts of the third column's bytes.
 const SHIFT: u8 = 31;

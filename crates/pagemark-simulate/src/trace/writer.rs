@@ -7,7 +7,7 @@ use xxhash_rust::xxh3::xxh3_64;
 
 use super::columns::Encoder;
 use super::{BLOCK_EVENTS, MAGIC, MAX_BLOCK_BYTES};
-use crate::simulators::Access;
+use crate::access::Access;
 
 /// A trace that is being written.
 pub(crate) struct TraceWriter<W: Write> {

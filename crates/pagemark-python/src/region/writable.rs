@@ -6,8 +6,8 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
+use super::{Held, Region};
 use crate::errors;
-use crate::region::{Held, Region};
 
 /// A part of a region that system calls may write in a `with` block.
 #[pyclass(frozen, module = "pagemark")]

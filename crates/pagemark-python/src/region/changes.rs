@@ -8,9 +8,9 @@ use pyo3::exceptions::{PyIndexError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyIterator};
 
+use super::Region;
 use crate::errors;
 use crate::ranges::Ranges;
-use crate::region::Region;
 
 /// The content of the written ranges after a transaction, and before it if it is known: a sequence
 /// of `Change` objects in ascending order. Pages that hold the same content as before are left out.

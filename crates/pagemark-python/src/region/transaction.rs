@@ -7,10 +7,10 @@ use pagemark::region::Changes as CoreChanges;
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
-use crate::changes::Changes;
+use super::Region;
+use super::changes::Changes;
 use crate::errors::TransactionError;
 use crate::ranges::Ranges;
-use crate::region::Region;
 
 /// A transaction of a region, for one `with` block: committed at its end, rolled back if it raises.
 /// The transaction of a region made with `rollback=False` is committed in both cases.
