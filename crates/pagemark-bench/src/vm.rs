@@ -174,10 +174,11 @@ fn measure(
 ) -> Result<(), BenchError> {
     let before = machine.passes_a_second(ALONE)?;
     let mechanism = match strategy {
-        Strategy::CopyOnWrite => Mechanism::Uffd,
-        _ => options.mechanism.unwrap_or_else(|| Mechanism::choose(Scope::Process)),
+        Strategy::CopyOnWrite => Mechanism::choose_to_hold_writes(),
+        _ => options.mechanism,
     };
-    let target = VmTarget::attach(machine.socket(), mechanism).map_err(BenchError::pagemark)?;
+    let target = VmTarget::attach(machine.socket(), mechanism.unwrap_or_else(|| Mechanism::choose(Scope::Machine)))
+        .map_err(BenchError::pagemark)?;
     let repository = Repository::create(repository).map_err(BenchError::pagemark)?;
     let policy = Policy { strategy, ..Policy::default() };
     let job_options = JobOptions { policy, ..JobOptions::new("vm") };

@@ -1,6 +1,5 @@
-//! `pagemark advise` and `pagemark vm advise`: predict what checkpoints of a running target cost.
+//! `pagemark advise`: predicts what checkpoints of a running process cost.
 
-use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
@@ -9,7 +8,7 @@ use clap::Args;
 use pagemark::Mechanism;
 use pagemark::model::{CostModel, Costs, Forecast, Observation, Overhead, stop_time};
 use pagemark::target::TargetMemory;
-use pagemark::track::{self, Scope};
+use pagemark::track::Scope;
 use pagemark_process::criu::DumpOptions;
 use pagemark_process::saver::{CriuSaver, RegisterSaver, StateSaver};
 use pagemark_process::target::ProcessTarget;
@@ -17,23 +16,20 @@ use pagemark_report::table::Table;
 use pagemark_report::text;
 use serde::Serialize;
 
+use crate::costs::costs;
 use crate::failure::{Failure, Outcome};
 use crate::options::{TrackingOptions, overhead};
 use crate::output::{print, print_json};
-use crate::vm;
 
 /// The slices of an observation: a power of two, so that all intervals up to the whole are seen.
 const SLICES: u32 = 64;
-
-/// Freezes by which the time of a stop is found out.
-const STOPS: usize = 3;
 
 /// Intervals that are predicted, milliseconds.
 const INTERVALS_MS: [u64; 9] = [100, 200, 500, 1000, 2000, 5000, 10_000, 30_000, 60_000];
 
 /// Predict what checkpoints of a running program would cost, from a short observation
 ///
-/// The program is observed as by `attach`, and frozen three times, but nothing is stored. The
+/// The program is observed as by `attach`, and frozen five times, but nothing is stored. The
 /// overhead is the share of its time that the program would lose: by freezes, and by first writes
 /// to pages that are protected. The time that reading and storing take on another processor is not
 /// part of it, nor is the time for files that the program writes.
@@ -48,21 +44,11 @@ pub struct Advise {
     pid: i32,
 }
 
-/// Predict what checkpoints of a virtual machine would cost, from a short observation
-///
-/// As `pagemark advise`. The time for what the machine writes to its disks is not part of it.
+/// How a target is observed, and what is said of it.
 #[derive(Args, Debug)]
-pub struct AdviseVm {
+pub struct ObservationOptions {
     #[command(flatten)]
-    options: ObservationOptions,
-    /// The monitor socket (QMP) of QEMU
-    monitor: PathBuf,
-}
-
-#[derive(Args, Debug)]
-struct ObservationOptions {
-    #[command(flatten)]
-    tracking: TrackingOptions,
+    pub tracking: TrackingOptions,
     /// How long to observe; intervals that are much longer are less certain
     #[arg(long, value_name = "TIME", default_value = "6s", value_parser = text::parse_duration)]
     observe: Duration,
@@ -114,46 +100,32 @@ impl Advise {
             true => Arc::new(RegisterSaver),
             false => Arc::new(CriuSaver::find(DumpOptions::default()).map_err(Failure::no_checkpoints_here)?),
         };
-        let mut target = ProcessTarget::attach(self.pid, self.options.tracking.mechanism(), saver).map_err(failed)?;
+        let mut target =
+            ProcessTarget::attach(self.pid, self.options.tracking.mechanism(Scope::Process), saver).map_err(failed)?;
         let observation = self.options.observe(&mut target).map_err(failed)?;
-        let mut stops = (0..STOPS).map(|_| target.stop_time()).collect::<Result<Vec<_>, _>>().map_err(failed)?;
-        stops.sort_unstable();
-        let stop = stops.get(STOPS / 2).copied().unwrap_or_default();
-        self.options.advise(&observation, stop, &format!("process {}", self.pid))
+        let stop = stop_time(&mut std::thread::sleep, &mut || target.stop_time()).map_err(failed)?;
+        self.options.advise(&observation, stop, &format!("process {}", self.pid), Scope::Process)
     }
-}
-
-impl AdviseVm {
-    pub fn run(self) -> Outcome {
-        self.options.tracking.check_machine()?;
-        let mut target = vm::attach(self.options.tracking.mechanism(), &self.monitor)?;
-        let operation = || format!("cannot observe the machine of {}", self.monitor.display());
-        let observation = self.options.observe(&mut target).map_err(|error| Failure::of(operation(), error))?;
-        let stop = stop_time(&mut target, STOPS).map_err(|error| Failure::of(operation(), error))?;
-        self.options.advise(&observation, stop, &name_of(target.label(), &self.monitor))
-    }
-}
-
-fn name_of(label: &str, monitor: &Path) -> String {
-    if label.is_empty() { monitor.display().to_string() } else { format!("virtual machine {label}") }
 }
 
 impl ObservationOptions {
-    fn observe<M: TargetMemory>(&self, memory: &mut M) -> Result<Observation, M::Error> {
+    /// Observes memory while its target runs.
+    pub fn observe<M: TargetMemory>(&self, memory: &mut M) -> Result<Observation, M::Error> {
         Observation::take(memory, self.observe / SLICES, SLICES, &mut |time| {
             std::thread::sleep(time);
             true
         })
     }
 
-    fn advise(&self, observation: &Observation, stop: Duration, name: &str) -> Outcome {
-        let mechanism = self.tracking.mechanism();
+    /// Predicts what checkpoints of the target `name` cost, of which a stop takes `stop`.
+    pub fn advise(&self, observation: &Observation, stop: Duration, name: &str, scope: Scope) -> Outcome {
+        let mechanism = self.tracking.mechanism(scope);
         if mechanism.compares_content() {
             let reason = format!("{mechanism} finds what was written in a freeze alone, so that nothing is observed");
             return Err(Failure::usage(reason).help("name another mechanism, or none"));
         }
         let curve = observation.curve().ok_or_else(|| Failure::usage("nothing was observed").help("--observe 6s"))?;
-        let costs = Costs { stop, walk: observation.walk(), stored: observation.stored(), ..costs(mechanism)? };
+        let costs = Costs { stop, walk: observation.walk(), stored: observation.stored(), ..costs(mechanism, scope)? };
         let costs = Costs { copy: costs.copy.saturating_add(observation.copy()), ..costs };
         let model = CostModel { curve, costs, strategy: self.tracking.strategy() };
         let forecasts: Vec<Forecast> =
@@ -182,21 +154,6 @@ impl ObservationOptions {
         });
         Ok(ExitCode::SUCCESS)
     }
-}
-
-/// What a mechanism costs on this machine.
-///
-/// # Errors
-/// It does not work here.
-pub fn costs(mechanism: Mechanism) -> Result<Costs, Failure> {
-    // What tracks machines alone is measured as for regions: it handles writes in the same way.
-    let scope = if mechanism.has_scope(Scope::Process) { Scope::Process } else { Scope::OwnMemory };
-    let measured = track::cost(mechanism, scope)
-        .map_err(|error| Failure::of(format!("cannot measure what {mechanism} costs"), error))?;
-    let nanos = |ns: f64| Duration::from_nanos(ns as u64);
-    let hot_after = mechanism.entry().process.and_then(|process| process.hot_after).map(|count| count as u32);
-    let (first_write, collect) = (nanos(measured.first_write_ns), nanos(measured.collect_ns));
-    Ok(Costs { first_write, collect, copy: collect, hot_after, ..Costs::default() })
 }
 
 fn table(forecasts: &[Forecast]) -> Table {

@@ -8,6 +8,7 @@ use clap::Args;
 use nix::unistd::Pid;
 use pagemark::job::End;
 use pagemark::sys::proc::Stat;
+use pagemark::track::Scope;
 use pagemark::{Job, JobOptions};
 use pagemark_process::files::FileWatch;
 use pagemark_process::target::ProcessTarget;
@@ -60,7 +61,7 @@ pub struct Checkpoint {
 impl Attach {
     pub fn run(self) -> Outcome {
         self.capture.memory.tracking.check_process()?;
-        let policy = self.schedule.policy(&self.capture.memory)?;
+        let policy = self.schedule.policy(&self.capture.memory, Scope::Process)?;
         let name = job_name_of(&self.capture, self.pid)?;
         let repository = self.repository.open_or_create(&self.capture.memory)?;
         self.capture.check_data(repository.path())?;

@@ -41,6 +41,8 @@ struct Findings {
     auto: Option<Mechanism>,
     /// What regions take unless a mechanism is named.
     auto_own_memory: Option<Mechanism>,
+    /// The same for virtual machines, with the strategies that need no copy before a write.
+    auto_machine: Option<Mechanism>,
 }
 
 /// Something that works, or does not.
@@ -79,6 +81,8 @@ struct MechanismFinding {
     own_memory: ScopeFinding,
     /// For other processes, if the mechanism can track them.
     process: Option<ScopeFinding>,
+    /// For virtual machines, if the mechanism can track them.
+    machine: Option<ScopeFinding>,
 }
 
 #[derive(Clone, Serialize)]
@@ -96,7 +100,7 @@ struct ScopeFinding {
 
 impl Doctor {
     pub fn run(self) -> Outcome {
-        let probes = Scope::ALL.map(probe);
+        let probes = [probe(Scope::OwnMemory), probe(Scope::Process), pagemark_vm::probe()];
         let findings = Findings {
             kernel: kernel(),
             root: nix::unistd::geteuid().is_root(),
@@ -106,6 +110,7 @@ impl Doctor {
             missing_capability: missing_capability().filter(|_| nix::unistd::geteuid().is_root()),
             auto: auto(&probes, Scope::Process),
             auto_own_memory: auto(&probes, Scope::OwnMemory),
+            auto_machine: auto(&probes, Scope::Machine),
             mechanisms: Mechanism::ALL.into_iter().filter_map(|mechanism| finding(mechanism, &probes)).collect(),
         };
         if self.json {
@@ -137,6 +142,7 @@ fn finding(mechanism: Mechanism, probes: &[Vec<Probe>]) -> Option<MechanismFindi
         main: process.clone().unwrap_or_else(|| own_memory.clone()),
         own_memory,
         process,
+        machine: of_scope(Scope::Machine),
     })
 }
 
@@ -212,7 +218,8 @@ fn report(findings: &Findings) -> String {
     }
     let name = |mechanism: Option<Mechanism>| mechanism.map_or("none works", Mechanism::name);
     out += &format!("auto        {} for processes, ", name(findings.auto));
-    out += &format!("{} for regions\n\n", name(findings.auto_own_memory));
+    out += &format!("{} for regions, ", name(findings.auto_own_memory));
+    out += &format!("{} for virtual machines\n\n", name(findings.auto_machine));
     let mut table = Table::new(&["mechanism", "memory of", "works", ">first write", ">when hot", ">collect", ""]);
     let cost = |ns: Option<f64>| ns.map_or("-".into(), |ns| format!("{ns:.0} ns"));
     for found in &findings.mechanisms {
@@ -236,9 +243,13 @@ fn report(findings: &Findings) -> String {
             Some(process) => row(found.mechanism.name(), "both", process),
             None => row(found.mechanism.name(), "regions", &found.own_memory),
         }
+        // Other mechanisms track machines as processes, by the same trackers.
+        if let Some(machine) = found.machine.as_ref().filter(|_| found.mechanism.holds_writes()) {
+            row("", "machines", machine);
+        }
     }
     out += &table.to_string();
     out += "\nCosts are per page: the program's first write to it in an interval, the same for a page that is written in every\n\
-         interval, and collecting it. All are measured on memory of this command, with the trackers of processes and of regions.\n";
+         interval, and collecting it. All are measured on memory of this command, with the trackers that are used.\n";
     out
 }

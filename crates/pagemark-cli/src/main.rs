@@ -16,6 +16,7 @@
 mod advise;
 mod asides;
 mod attach;
+mod costs;
 mod diff;
 mod doctor;
 mod documents;

@@ -18,7 +18,7 @@ use pagemark_process::saver::{CriuSaver, RegisterSaver, StateSaver};
 use pagemark_process::target::ProcessTarget;
 use pagemark_report::text;
 
-use crate::advise::costs;
+use crate::costs::costs;
 use crate::failure::Failure;
 
 /// How memory is tracked and copied, of any target.
@@ -52,12 +52,13 @@ pub struct TrackingOptions {
 }
 
 impl TrackingOptions {
-    /// The mechanism that is named, or the best that works here with the strategy.
-    pub fn mechanism(&self) -> Mechanism {
-        self.mechanism.0.unwrap_or_else(|| match self.strategy {
-            StrategyName::CopyOnWrite => Mechanism::Uffd,
-            _ => Mechanism::choose(Scope::Process),
-        })
+    /// The mechanism that is named, or the best that works here in the scope with the strategy.
+    pub fn mechanism(&self, scope: Scope) -> Mechanism {
+        let holds_writes = match self.strategy {
+            StrategyName::CopyOnWrite => Mechanism::choose_to_hold_writes(),
+            _ => None,
+        };
+        self.mechanism.0.or(holds_writes).unwrap_or_else(|| Mechanism::choose(scope))
     }
 
     /// Checks that processes can be checkpointed in this way.
@@ -73,14 +74,13 @@ impl TrackingOptions {
 
     /// Checks that virtual machines can be checkpointed in this way.
     pub fn check_machine(&self) -> Result<(), Failure> {
-        match (self.strategy, self.mechanism()) {
-            (StrategyName::CopyOnWrite, Mechanism::Uffd) => Ok(()),
-            (StrategyName::CopyOnWrite, other) => {
-                Err(Failure::usage(format!("the strategy copy-on-write needs the mechanism uffd, not {other}"))
-                    .help("name uffd, or no mechanism"))
-            }
-            _ => Ok(()),
+        let mechanism = self.mechanism(Scope::Machine);
+        if self.strategy != StrategyName::CopyOnWrite || mechanism.holds_writes() {
+            return Ok(());
         }
+        let needed = Mechanism::choose_to_hold_writes().map_or("one that holds writes", Mechanism::name);
+        Err(Failure::usage(format!("the strategy copy-on-write needs the mechanism {needed}, not {mechanism}"))
+            .help(format!("name {needed}, or no mechanism")))
     }
 
     /// The strategy that is named.
@@ -94,9 +94,9 @@ impl TrackingOptions {
 }
 
 impl MemoryOptions {
-    /// The mechanism that is named, or the best that works here.
-    pub fn mechanism(&self) -> Mechanism {
-        self.tracking.mechanism()
+    /// The mechanism that is named, or the best that works here in the scope.
+    pub fn mechanism(&self, scope: Scope) -> Mechanism {
+        self.tracking.mechanism(scope)
     }
 
     /// The options of the job `name` for a single checkpoint.
@@ -180,9 +180,14 @@ fn job_name(name: &str) -> Result<String, pagemark::Error> {
 
 /// Names the mechanisms that can track other processes.
 fn mechanism_help() -> String {
-    let names: Vec<_> = Mechanism::of_scope(Scope::Process).map(Mechanism::name).collect();
-    let names = names.join(", ");
-    format!("How written pages are found: auto or one of {names}, or uffd (virtual machines); see `pagemark doctor`")
+    let names = |mechanisms: Vec<Mechanism>| mechanisms.into_iter().map(Mechanism::name).collect::<Vec<_>>().join(", ");
+    let of_machines = Mechanism::of_scope(Scope::Machine).filter(|mechanism| !mechanism.has_scope(Scope::Process));
+    let (of_processes, of_machines) =
+        (names(Mechanism::of_scope(Scope::Process).collect()), names(of_machines.collect()));
+    format!(
+        "How written pages are found: auto or one of {of_processes}, or {of_machines} (virtual machines); see \
+         `pagemark doctor`"
+    )
 }
 
 /// None is `auto`.
@@ -203,7 +208,7 @@ enum FilesName {
     Open,
 }
 
-#[derive(Debug, Clone, Copy, ValueEnum)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum StrategyName {
     PreCopy,
     StopAndCopy,
@@ -228,7 +233,7 @@ impl CaptureOptions {
         saver: Arc<dyn StateSaver>,
         watch: Option<&Arc<FileWatch>>,
     ) -> pagemark_process::Result<ProcessTarget> {
-        let mut target = ProcessTarget::attach(pid, self.memory.mechanism(), saver)?;
+        let mut target = ProcessTarget::attach(pid, self.memory.mechanism(Scope::Process), saver)?;
         target.set_data(self.data.iter().map(|path| DataTree::new(path)).collect::<Result<_, _>>()?);
         if let Some(watch) = watch {
             target.set_watch(watch.clone());
@@ -280,7 +285,7 @@ impl ScheduleOptions {
     ///
     /// # Errors
     /// An overhead without `--every auto`; the costs of the mechanism cannot be measured.
-    pub fn policy(&self, memory: &MemoryOptions) -> Result<Policy, Failure> {
+    pub fn policy(&self, memory: &MemoryOptions, scope: Scope) -> Result<Policy, Failure> {
         let (every, overhead) = match (self.every, self.overhead) {
             (Every::Time(every), None) => (every, None),
             (Every::Time(_), Some(_)) => {
@@ -288,7 +293,7 @@ impl ScheduleOptions {
             }
             (Every::Auto, overhead) => {
                 let overhead = overhead.map_or_else(|| self::overhead(DEFAULT_OVERHEAD), Ok).map_err(Failure::usage)?;
-                (FIRST_INTERVAL, Some(OverheadGoal { overhead, costs: costs(memory.mechanism())? }))
+                (FIRST_INTERVAL, Some(OverheadGoal { overhead, costs: costs(memory.mechanism(scope), scope)? }))
             }
         };
         let retention = self.retention.retention();

@@ -8,6 +8,7 @@ use std::sync::mpsc;
 
 use clap::Args;
 use nix::unistd::Pid;
+use pagemark::track::Scope;
 use pagemark::{Job, JobOptions};
 use pagemark_process::saver::SignalGate;
 use pagemark_process::spawn::{self, spawn, spawn_on};
@@ -61,7 +62,8 @@ impl Run {
         let repository = self.repository.open_or_create(&self.capture.memory)?;
         self.capture.check_data(repository.path())?;
         let saver = self.capture.saver().map_err(Failure::no_checkpoints_here)?;
-        let options = JobOptions { name: name.clone(), policy: self.schedule.policy(&self.capture.memory)? };
+        let options =
+            JobOptions { name: name.clone(), policy: self.schedule.policy(&self.capture.memory, Scope::Process)? };
 
         // What the program writes first is written after this.
         let watch = self.capture.watch_files(&self.watch);

@@ -8,12 +8,12 @@ use clap::{Args, Subcommand};
 use nix::unistd::Pid;
 use pagemark::job::End;
 use pagemark::repository::Checkpoint as Held;
+use pagemark::track::Scope;
 use pagemark::{ByteCount, Job, JobOptions, Mechanism};
 use pagemark_report::message;
 use pagemark_report::text;
 use pagemark_vm::{LazyMachine, RunningMachine, VmTarget};
 
-use crate::advise::AdviseVm;
 use crate::failure::{Failure, Outcome};
 use crate::live::Progress;
 use crate::options::{MemoryOptions, ScheduleOptions};
@@ -22,6 +22,7 @@ use crate::report::{self, Report, summary};
 use crate::repository::RepositoryOptions;
 use crate::signals::{Signals, announce_exit};
 
+mod advise;
 mod run;
 
 pub use run::machine_job;
@@ -42,7 +43,7 @@ enum VmCommand {
     Run(run::Run),
     Attach(Attach),
     Checkpoint(Checkpoint),
-    Advise(AdviseVm),
+    Advise(advise::Advise),
 }
 
 /// Keep a virtual machine checkpointed
@@ -91,10 +92,10 @@ impl Vm {
 impl Attach {
     fn run(self) -> Outcome {
         self.memory.tracking.check_machine()?;
-        let policy = self.schedule.policy(&self.memory)?;
+        let policy = self.schedule.policy(&self.memory, Scope::Machine)?;
         let repository = self.repository.open_or_create(&self.memory)?;
         let signals = Signals::hold_for_stop()?;
-        let target = attach(self.memory.mechanism(), &self.monitor)?;
+        let target = attach(self.memory.mechanism(Scope::Machine), &self.monitor)?;
         let (pid, name) = (target.pid(), name_of(&self.memory, &target));
         let job = Job::new(target, repository, JobOptions { name: name.clone(), policy });
 
@@ -113,7 +114,7 @@ impl Checkpoint {
     fn run(self) -> Outcome {
         self.memory.tracking.check_machine()?;
         let repository = self.repository.open_or_create(&self.memory)?;
-        let target = attach(self.memory.mechanism(), &self.monitor)?;
+        let target = attach(self.memory.mechanism(Scope::Machine), &self.monitor)?;
         let name = name_of(&self.memory, &target);
         let mut job = Job::new(target, repository, self.memory.job_options(name.clone()));
         let taken = job.checkpoint().map_err(|error| Failure::of(format!("cannot checkpoint {name}"), error))?;

@@ -20,7 +20,7 @@
 //! use pagemark::{Job, JobOptions, Mechanism};
 //! use pagemark_vm::VmTarget;
 //!
-//! let target = VmTarget::attach(Path::new("vm1.qmp"), Mechanism::choose(Scope::Process))?;
+//! let target = VmTarget::attach(Path::new("vm1.qmp"), Mechanism::choose(Scope::Machine))?;
 //! let repository = Repository::create(Path::new("checkpoints"))?;
 //! let mut job = Job::new(target, repository, JobOptions::new("vm1"));
 //! let taken = job.checkpoint()?;
@@ -58,6 +58,7 @@ mod nbd;
 mod node_hold;
 mod owner;
 mod page_set;
+mod probe;
 mod qmp;
 mod ram_blocks;
 mod registers;
@@ -77,6 +78,7 @@ pub use export::{QemuExport, export_qemu};
 pub use fork::ForkedMachine;
 pub use fork_arguments::Replacement;
 pub use interval::{Interval, Observer, SimulatedInterval, instructions_of, simulator_library};
+pub use probe::{cost, probe};
 pub use restore::{LazyMachine, Restore, RunningMachine};
 pub use run::OwnQemu;
 pub use target::{EventHandler, VmTarget};

@@ -55,8 +55,9 @@ pub type EventHandler = Box<dyn FnMut(MachineEvent) + Send>;
 
 /// The memory of a machine, tracked from outside.
 struct MachineMemory {
+    mechanism: Mechanism,
     space: AddressSpace,
-    /// For the mechanism `uffd`. What the address space finds is of no use then.
+    /// For a mechanism that holds writes. What the address space finds is of no use then.
     watch: Option<WriteWatch>,
     blocks: Vec<Block>,
     /// True if blocks came after their mappings could be registered.
@@ -84,7 +85,7 @@ impl VmTarget {
     /// tracked by `mechanism`. QEMU is stopped for a fraction of a millisecond with the
     /// mechanisms that need it.
     ///
-    /// With [`Mechanism::Uffd`], the first write to a page in each interval waits for a thread of
+    /// With a mechanism that [holds writes](Mechanism::holds_writes), the first write to a page in each interval waits for a thread of
     /// this process, and checkpoints can use
     /// [`Strategy::CopyOnWrite`](pagemark::checkpointer::Strategy::CopyOnWrite).
     ///
@@ -110,17 +111,16 @@ impl VmTarget {
         // A socket may belong to another program, which is left alone: it has no such memory.
         let mappings = maps::read(machine.pid).map_err(Error::system("read the mappings of QEMU"))?;
         let places = machine.changed_blocks(&mappings)?.unwrap_or_default();
-        let watch = match mechanism {
-            Mechanism::Uffd => {
-                machine.check_keeps_memory(OTHER_STRATEGY)?;
-                Some(WriteWatch::start(machine.pid)?)
-            }
-            _ => None,
+        let watch = if mechanism.holds_writes() {
+            machine.check_keeps_memory(OTHER_STRATEGY)?;
+            Some(WriteWatch::start(machine.pid)?)
+        } else {
+            None
         };
         let of_space = if watch.is_some() { Mechanism::Full } else { mechanism };
         let mut space = AddressSpace::attach_with(machine.pid, of_space, SharedScope::FilesAndMemory)?;
         space.refresh_mappings()?;
-        let mut memory = MachineMemory { space, watch, blocks: Vec::new(), has_new_blocks: false };
+        let mut memory = MachineMemory { mechanism, space, watch, blocks: Vec::new(), has_new_blocks: false };
         memory.set_blocks(places, &mut next_space)?;
         // Those of now were registered by the attach.
         memory.has_new_blocks = false;
@@ -209,10 +209,6 @@ impl Drop for VmTarget {
 }
 
 impl MachineMemory {
-    fn mechanism(&self) -> Mechanism {
-        if self.watch.is_some() { Mechanism::Uffd } else { self.space.mechanism() }
-    }
-
     /// Finds the blocks of the machine's memory, if they have changed. All of a new one counts as
     /// written.
     fn find_blocks(&mut self, machine: &mut Machine, next_space: &mut SpaceId) -> Result<()> {
@@ -390,7 +386,7 @@ impl Target for VmTarget {
             label: format!("virtual machine {}", self.label),
             command: self.command.clone(),
             kind: TargetKind::VirtualMachine,
-            mechanism: self.memory.mechanism(),
+            mechanism: self.memory.mechanism,
         }
     }
 

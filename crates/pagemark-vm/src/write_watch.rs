@@ -157,8 +157,25 @@ impl WriteWatch {
         let memory = Memory::open(thread).map_err(refused)?;
         let made = inject::userfaultfd_with(pid, HOLDING_FLAGS);
         let descriptor = made.map_err(|error| Error::from(error).help(OTHER_STRATEGY))?;
-        let Synchronous { userfaultfd, protects_shared, protects_unpopulated, .. } =
-            Userfaultfd::synchronous_from_new(descriptor).map_err(refused)?;
+        let made = Userfaultfd::synchronous_from_new(descriptor).map_err(refused)?;
+        WriteWatch::with(pid, pagemap, memory, made)
+    }
+
+    /// Watches memory of this process, which must have another thread than those that write to it:
+    /// to measure what it costs.
+    ///
+    /// # Errors
+    /// As [`WriteWatch::start`].
+    pub(crate) fn of_this_process() -> Result<WriteWatch> {
+        let pid = std::process::id() as i32;
+        let refused = || failed("watch the writes of", pid);
+        let pagemap = Pagemap::of_this_process().map_err(refused())?;
+        let memory = Memory::of_this_process().map_err(refused())?;
+        WriteWatch::with(pid, pagemap, memory, Userfaultfd::synchronous().map_err(refused())?)
+    }
+
+    fn with(pid: i32, pagemap: Pagemap, memory: Memory, made: Synchronous) -> Result<WriteWatch> {
+        let Synchronous { userfaultfd, protects_shared, protects_unpopulated, .. } = made;
         if !protects_shared || !protects_unpopulated {
             let error =
                 Error::about(ErrorKind::Unsupported, Object::Process(pid), "cannot be watched before Linux 6.4");

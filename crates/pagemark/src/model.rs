@@ -29,7 +29,7 @@ mod observe;
 
 pub use adjust::{AutoInterval, OverheadGoal};
 pub use curve::DirtyCurve;
-pub use observe::{Observation, stop_time};
+pub use observe::{Observation, stop, stop_time};
 
 /// The shortest and the longest interval that the model looks for.
 pub const INTERVALS: std::ops::RangeInclusive<Duration> = Duration::from_millis(50)..=Duration::from_secs(3600);

@@ -36,9 +36,11 @@ pub mod view_scan;
 
 pub use own_memory::OwnMemory;
 pub use populated::{DataPages, Pages, populated};
-pub use probe::{Cost, Probe, check, cost, probe};
+pub use probe::{Cost, Probe, check, cost, cost_with, probe};
 pub(crate) use registry::own_pagemap;
-pub use registry::{Mechanism, MechanismEntry, MemoryPart, NewTracker, ProcessMemory, ProcessTracking, Scope};
+pub use registry::{
+    MachineTracking, Mechanism, MechanismEntry, MemoryPart, NewTracker, ProcessMemory, ProcessTracking, Scope,
+};
 
 /// Finds the ranges of one address space that were written.
 ///

@@ -302,16 +302,19 @@ fn modules(files: &BTreeMap<String, String>) -> Result<(BTreeSet<String>, BTreeS
     let module_path = |file: &str| -> Vec<String> {
         file.trim_end_matches(".rs").trim_end_matches("/mod").split('/').map(str::to_owned).collect()
     };
+    let (root, text) = ["lib.rs", "main.rs"]
+        .into_iter()
+        .find_map(|root| Some((root, files.get(root)?)))
+        .ok_or("there is neither lib.rs nor main.rs")?;
     let existing: BTreeSet<String> =
-        files.keys().filter(|file| *file != "lib.rs").map(|file| module_path(file)[0].clone()).collect();
-    let root = files.get("lib.rs").ok_or("there is no lib.rs")?;
-    let exports = exports(root);
+        files.keys().filter(|file| *file != root).map(|file| module_path(file)[0].clone()).collect();
+    let exports = exports(text);
 
     let parsed: BTreeMap<&String, Imports> =
         files.iter().map(|(file, source)| (file, imports(source, &module_path(file)))).collect();
     let mut test_files: BTreeSet<String> = BTreeSet::new();
     for (file, imports) in &parsed {
-        let directory = if *file == "lib.rs" { String::new() } else { format!("{}/", file.trim_end_matches(".rs")) };
+        let directory = if *file == root { String::new() } else { format!("{}/", file.trim_end_matches(".rs")) };
         test_files.extend(imports.test_modules.iter().map(|name| format!("{directory}{name}")));
     }
 
@@ -319,7 +322,7 @@ fn modules(files: &BTreeMap<String, String>) -> Result<(BTreeSet<String>, BTreeS
     for (file, imports) in &parsed {
         let stem = file.trim_end_matches(".rs");
         let is_test = test_files.iter().any(|test| stem == test || stem.starts_with(&format!("{test}/")));
-        if *file == "lib.rs" || is_test {
+        if *file == root || is_test {
             continue;
         }
         let from = &module_path(file)[0];
@@ -344,7 +347,7 @@ fn modules(files: &BTreeMap<String, String>) -> Result<(BTreeSet<String>, BTreeS
     Ok((existing, edges))
 }
 
-/// Names that `lib.rs` exports from modules: each with the module.
+/// Names that the root exports from modules: each with the module.
 fn exports(root: &str) -> BTreeMap<String, String> {
     let tokens = tokens(root);
     let mut exports = BTreeMap::new();
@@ -455,7 +458,17 @@ fn assert_none(problems: &[String]) {
 
 #[test]
 fn modules_are_as_the_diagrams_show() {
-    for source in ["pagemark", "pagemark-process", "pagemark-vm", "pagemark-kvm", "pagemark-heap"] {
+    let sources_of = [
+        "pagemark",
+        "pagemark-process",
+        "pagemark-vm",
+        "pagemark-kvm",
+        "pagemark-heap",
+        "pagemark-simulate",
+        "pagemark-python",
+        "pagemark-cli",
+    ];
+    for source in sources_of {
         let source = format!("crates/{source}/src");
         let diagram = Diagram::parse(&design(), &format!("modules of {source}")).expect("the diagram");
         let (existing, edges) = modules(&sources(&root().join(&source))).expect("the modules");

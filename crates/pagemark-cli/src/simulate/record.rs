@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use clap::Args;
 use nix::unistd::Pid;
 use pagemark::job::End;
+use pagemark::track::Scope;
 use pagemark::{ErrorKind, Job};
 use pagemark_report::text;
 use pagemark_vm::{OwnQemu, VmTarget, deterministic_command};
@@ -81,7 +82,7 @@ impl Record {
         announce_exit(Pid::from_raw(qemu.pid()), stop.clone())?;
         signals.stop_at(stop)?;
         // The machine has no other purpose: it ends if it is not recorded.
-        let attached = qemu.attach(self.memory.mechanism()).and_then(|mut target| {
+        let attached = qemu.attach(self.memory.mechanism(Scope::Machine)).and_then(|mut target| {
             target.check_deterministic()?;
             Ok(target)
         });

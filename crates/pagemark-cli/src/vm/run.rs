@@ -6,6 +6,7 @@ use std::sync::mpsc;
 
 use clap::Args;
 use nix::unistd::Pid;
+use pagemark::track::Scope;
 use pagemark::{Job, JobOptions};
 use pagemark_vm::{ErrorKind, OwnQemu, machine_name};
 
@@ -45,7 +46,7 @@ impl Run {
         self.memory.tracking.check_machine()?;
         let name = self.name();
         let repository = self.repository.open_or_create(&self.memory)?;
-        let options = JobOptions { name: name.clone(), policy: self.schedule.policy(&self.memory)? };
+        let options = JobOptions { name: name.clone(), policy: self.schedule.policy(&self.memory, Scope::Machine)? };
         let signals = Signals::hold_for_target()?;
         let mut qemu = OwnQemu::start(&self.command, &name, signals.before()).map_err(|error| {
             let status = match error.kind() {
@@ -65,7 +66,7 @@ impl Run {
         report.say(&format!("{name} is QEMU, process {pid}; monitor {}", qemu.monitor().display()));
         let (send_event, events) = mpsc::channel();
         let mut attach = || {
-            let mut target = qemu.attach(self.memory.mechanism())?;
+            let mut target = qemu.attach(self.memory.mechanism(Scope::Machine))?;
             let send_event = send_event.clone();
             // The receiver lives as long as the job.
             target.on_event(Box::new(move |event| drop(send_event.send(event))));

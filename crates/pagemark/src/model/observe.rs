@@ -177,23 +177,41 @@ fn collect<M: TargetMemory + ?Sized>(memory: &mut M) -> Result<HashMap<SpaceId, 
     Ok(all)
 }
 
-/// How long a target is frozen besides for memory: the median of `count` freezes. What they have
-/// saved is dropped.
+/// Freezes by which the time of a stop is found out.
+const STOPS: usize = 5;
+
+/// Pause before each of them. Without it, all would meet the target and the machine in the same
+/// state.
+const STOP_PAUSE: Duration = Duration::from_millis(400);
+
+/// How long a target is frozen besides for memory: the median of five calls to `stop`, each after
+/// a call to `wait` with the time to wait.
+///
+/// # Errors
+/// The first of `stop`.
+pub fn stop_time<E>(
+    wait: &mut dyn FnMut(Duration),
+    stop: &mut dyn FnMut() -> Result<Duration, E>,
+) -> Result<Duration, E> {
+    let mut times = Vec::with_capacity(STOPS);
+    for _ in 0..STOPS {
+        wait(STOP_PAUSE);
+        times.push(stop()?);
+    }
+    times.sort_unstable();
+    Ok(times[STOPS / 2])
+}
+
+/// Freezes a target once, and drops what was saved. Returns how long it was frozen.
 ///
 /// # Errors
 /// Those of the target. It runs again.
-pub fn stop_time<T: Target>(target: &mut T, count: usize) -> Result<Duration, Error> {
-    let mut times = Vec::with_capacity(count);
-    for _ in 0..count {
-        let failed = crate::target::TargetError::into_error;
-        let captured = target.freeze(&mut |_| Ok(())).and_then(Frozen::thaw);
-        let time = captured.map(|captured| captured.downtime());
-        // As after a checkpoint that was not stored.
-        target.capture_failed();
-        times.push(time.map_err(failed)?);
-    }
-    times.sort_unstable();
-    Ok(times.get(times.len() / 2).copied().unwrap_or_default())
+pub fn stop<T: Target>(target: &mut T) -> Result<Duration, Error> {
+    let captured = target.freeze(&mut |_| Ok(())).and_then(Frozen::thaw);
+    let time = captured.map(|captured| captured.downtime());
+    // As after a checkpoint that was not stored.
+    target.capture_failed();
+    time.map_err(crate::target::TargetError::into_error)
 }
 
 #[cfg(test)]
@@ -271,6 +289,16 @@ mod tests {
         assert!((RECORD.get() / 2..100).contains(&stored), "one of two pages, compressed: {stored}");
         let many = observe(1, |_| (100..100 + 2 * SAMPLE_PAGES).collect());
         assert_eq!(many.sample.pages, SAMPLE_PAGES);
+    }
+
+    #[test]
+    fn a_stop_takes_the_median_of_spread_freezes() {
+        let mut waited = Duration::ZERO;
+        let mut micros = [90, 10, 20, 5000, 30].into_iter();
+        let mut stop = || Ok::<_, Error>(Duration::from_micros(micros.next().unwrap()));
+        let median = stop_time(&mut |time| waited += time, &mut stop).unwrap();
+        assert_eq!((median, waited), (Duration::from_micros(30), STOP_PAUSE * STOPS as u32));
+        assert!(stop_time(&mut |_| (), &mut || Err(())).is_err());
     }
 
     #[test]

@@ -12,7 +12,7 @@ use std::collections::VecDeque;
 
 use super::pagemap_scan::PagemapScan;
 use super::region_scan::RegionScan;
-use super::registry::{MechanismEntry, MemoryPart, ProcessTracking};
+use super::registry::{MachineTracking, MechanismEntry, MemoryPart, ProcessTracking};
 use crate::{Address, AddressRangeExt, Error, Mechanism, PAGE_SIZE, PageRangeExt, Range, RangeSet, Tracker};
 
 /// The mechanism `adaptive`. Regions have a tracker of their own (`RegionScan`).
@@ -24,6 +24,7 @@ pub const ENTRY: MechanismEntry = MechanismEntry {
     is_exclusive: false,
     sees_other_mappings: false,
     own_memory: |memory| Ok(Box::new(RegionScan::new(Mechanism::Adaptive, memory.clone())?)),
+    machine: Some(MachineTracking::OfProcess),
     process: Some(ProcessTracking {
         needs_userfaultfd: true,
         needs_stop: false,

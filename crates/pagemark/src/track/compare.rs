@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use super::full::Full;
 use super::populated::{DataPages, Seen};
-use super::registry::{self, MechanismEntry, MemoryPart, ProcessTracking};
+use super::registry::{self, MachineTracking, MechanismEntry, MemoryPart, ProcessTracking};
 use crate::sys::memory::Memory;
 use crate::sys::pagemap::Pagemap;
 use crate::{
@@ -27,6 +27,7 @@ pub const ENTRY: MechanismEntry = MechanismEntry {
     is_exclusive: false,
     sees_other_mappings: true,
     own_memory: |memory| Ok(Box::new(CompareCopies::new(registry::own_pagemap()?, memory)?)),
+    machine: Some(MachineTracking::OfProcess),
     process: Some(ProcessTracking {
         needs_userfaultfd: false,
         needs_stop: false,

@@ -48,6 +48,7 @@ pub const ENTRY: MechanismEntry = MechanismEntry {
     is_exclusive: false,
     sees_other_mappings: false,
     own_memory: |memory| Ok(Box::new(Emulate::new(own_pagemap()?, memory.clone())?)),
+    machine: None,
     process: None,
 };
 

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::populated::{DataPages, Seen};
-use super::registry::{MechanismEntry, MemoryPart, ProcessTracking, own_pagemap};
+use super::registry::{MachineTracking, MechanismEntry, MemoryPart, ProcessTracking, own_pagemap};
 use crate::sys::pagemap::Pagemap;
 use crate::{Error, Mechanism, RangeSet, Tracker};
 
@@ -15,6 +15,7 @@ pub const ENTRY: MechanismEntry = MechanismEntry {
     is_exclusive: false,
     sees_other_mappings: true,
     own_memory: |memory| Ok(Box::new(Full::new(own_pagemap()?, memory))),
+    machine: Some(MachineTracking::OfProcess),
     process: Some(ProcessTracking {
         needs_userfaultfd: false,
         needs_stop: false,

@@ -15,5 +15,6 @@ pub const ENTRY: MechanismEntry = MechanismEntry {
     is_exclusive: false,
     sees_other_mappings: false,
     own_memory: |memory| Ok(Box::new(InMachine::new(Mechanism::KvmLog, Means::Log, memory.clone())?)),
+    machine: None,
     process: None,
 };

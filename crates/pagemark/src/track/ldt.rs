@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::populated::{DataPages, Seen, check_alive};
-use super::registry::{MechanismEntry, MemoryPart, ProcessTracking, own_pagemap};
+use super::registry::{MachineTracking, MechanismEntry, MemoryPart, ProcessTracking, own_pagemap};
 use crate::sys::pagemap::{Filter, LDT_DIRTY, Pagemap};
 use crate::sys::scratch::Scratch;
 use crate::{Error, Mechanism, RangeSet, Tracker};
@@ -21,6 +21,7 @@ pub const ENTRY: MechanismEntry = MechanismEntry {
     is_exclusive: false,
     sees_other_mappings: false,
     own_memory: |memory| Ok(Box::new(Ldt::new(own_pagemap()?, memory)?)),
+    machine: Some(MachineTracking::OfProcess),
     process: Some(ProcessTracking {
         needs_userfaultfd: false,
         needs_stop: false,

@@ -26,6 +26,7 @@ pub const ENTRY: MechanismEntry = MechanismEntry {
     is_exclusive: false,
     sees_other_mappings: false,
     own_memory: |memory| Ok(Box::new(Mprotect::new(own_pagemap()?, memory.clone())?)),
+    machine: None,
     process: None,
 };
 

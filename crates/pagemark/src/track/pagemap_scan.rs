@@ -17,7 +17,7 @@ use std::sync::Arc;
 use super::populated::{Pages, Seen, check_alive};
 use super::region_scan::RegionScan;
 use super::registration::Registration;
-use super::registry::{MechanismEntry, MemoryPart, ProcessMemory, ProcessTracking};
+use super::registry::{MachineTracking, MechanismEntry, MemoryPart, ProcessMemory, ProcessTracking};
 use crate::sys::pagemap::{Filter, PRESENT, Pagemap, SWAPPED, WP_ALLOWED, WRITTEN};
 use crate::sys::userfaultfd::Userfaultfd;
 use crate::{AddressRangeExt, ByteCount, Error, Mechanism, Range, RangeSet, Tracker};
@@ -30,6 +30,7 @@ pub const ENTRY: MechanismEntry = MechanismEntry {
     is_exclusive: false,
     sees_other_mappings: false,
     own_memory: |memory| Ok(Box::new(RegionScan::new(Mechanism::PagemapScan, memory.clone())?)),
+    machine: Some(MachineTracking::OfProcess),
     process: Some(ProcessTracking {
         needs_userfaultfd: true,
         needs_stop: false,

@@ -3,6 +3,7 @@
 use std::time::Instant;
 
 use super::adaptive::{HOT_AFTER, PROBE_SLICES};
+use super::registry::NewTracker;
 use super::{Mechanism, OwnMemory, Scope};
 use crate::Error;
 use crate::RangeSet;
@@ -52,9 +53,13 @@ pub fn probe(scope: Scope) -> Vec<Probe> {
 /// # Errors
 /// [`Error`]
 pub fn check(mechanism: Mechanism, scope: Scope) -> Result<(), Error> {
+    check_with(mechanism, &|memory| mechanism.tracker(scope, memory))
+}
+
+fn check_with(mechanism: Mechanism, make: &dyn Fn(&OwnMemory) -> NewTracker) -> Result<(), Error> {
     let scratch = Scratch::new(2);
     let ranges = RangeSet::from(scratch.range());
-    let mut tracker = mechanism.tracker(scope, &memory_of(&scratch))?;
+    let mut tracker = make(&memory_of(&scratch))?;
     scratch.write(0, 1);
     scratch.write(1, 1);
     tracker.collect(&ranges, &mut RangeSet::new())?;
@@ -82,10 +87,18 @@ fn memory_of(scratch: &Scratch) -> OwnMemory {
 /// # Errors
 /// As [`check`].
 pub fn cost(mechanism: Mechanism, scope: Scope) -> Result<Cost, Error> {
-    check(mechanism, scope)?;
+    cost_with(mechanism, &|memory| mechanism.tracker(scope, memory))
+}
+
+/// As [`cost`], of the trackers that `make` makes: for a crate that has trackers of its own.
+///
+/// # Errors
+/// As [`cost`].
+pub fn cost_with(mechanism: Mechanism, make: &dyn Fn(&OwnMemory) -> NewTracker) -> Result<Cost, Error> {
+    check_with(mechanism, make)?;
     let scratch = Scratch::new(PROBE_PAGES);
     let ranges = RangeSet::from(scratch.range());
-    let mut tracker = mechanism.tracker(scope, &memory_of(&scratch))?;
+    let mut tracker = make(&memory_of(&scratch))?;
     let mut cost =
         Cost { tracker: tracker.type_name(), first_write_ns: f64::MAX, hot_write_ns: f64::MAX, collect_ns: f64::MAX };
     let write_all = |value: u64| {

@@ -92,8 +92,21 @@ pub struct MechanismEntry {
     pub sees_other_mappings: bool,
     /// Makes a tracker of a region.
     pub own_memory: fn(&OwnMemory) -> NewTracker,
+    /// For mechanisms that track virtual machines.
+    pub machine: Option<MachineTracking>,
     /// For mechanisms that track other processes.
     pub process: Option<ProcessTracking>,
+}
+
+/// How a mechanism tracks the memory of a virtual machine.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum MachineTracking {
+    /// As memory of QEMU's process, by [`MechanismEntry::process`].
+    OfProcess,
+    /// Each first write to a page waits for a thread of Pagemark, which can copy the page before.
+    /// `pagemark-vm` makes the trackers: they also keep pages for
+    /// [`Strategy::CopyOnWrite`](crate::checkpointer::Strategy::CopyOnWrite).
+    HoldsWrites,
 }
 
 /// How a mechanism tracks another process.
@@ -203,11 +216,13 @@ pub enum Scope {
     OwnMemory,
     /// Other processes.
     Process,
+    /// Virtual machines of QEMU.
+    Machine,
 }
 
 impl Scope {
     /// Every scope.
-    pub const ALL: [Scope; 2] = [Scope::OwnMemory, Scope::Process];
+    pub const ALL: [Scope; 3] = [Scope::OwnMemory, Scope::Process, Scope::Machine];
 }
 
 impl Mechanism {
@@ -224,7 +239,17 @@ impl Mechanism {
 
     /// True if the mechanism can track memory of that scope.
     pub fn has_scope(self, scope: Scope) -> bool {
-        scope == Scope::OwnMemory || self.entry().process.is_some()
+        match scope {
+            Scope::OwnMemory => true,
+            Scope::Process => self.entry().process.is_some(),
+            Scope::Machine => self.entry().machine.is_some(),
+        }
+    }
+
+    /// True if writes to a virtual machine's memory wait for a thread of Pagemark
+    /// ([`MachineTracking::HoldsWrites`]), as copy-on-write needs.
+    pub fn holds_writes(self) -> bool {
+        self.entry().machine == Some(MachineTracking::HoldsWrites)
     }
 
     /// The mechanisms that can track memory of a scope, the preferred one first.
@@ -236,11 +261,16 @@ impl Mechanism {
     /// regions, or that of anonymous memory of other processes.
     ///
     /// # Errors
-    /// `ErrorKind::Unavailable`, or `/proc` is not mounted.
+    /// `ErrorKind::Unavailable`, also for [`MachineTracking::HoldsWrites`], whose trackers are made
+    /// by `pagemark-vm`; or `/proc` is not mounted.
     pub fn tracker(self, scope: Scope, memory: &OwnMemory) -> NewTracker {
-        match scope {
-            Scope::OwnMemory => (self.entry().own_memory)(memory),
-            Scope::Process => {
+        match (scope, self.entry().machine) {
+            (Scope::OwnMemory, _) => (self.entry().own_memory)(memory),
+            (Scope::Machine, None) => Err(Error::unavailable(self, "it does not track virtual machines")),
+            (Scope::Machine, Some(MachineTracking::HoldsWrites)) => {
+                Err(Error::unavailable(self, "its trackers of virtual machines are made by pagemark-vm"))
+            }
+            (Scope::Process, _) | (Scope::Machine, Some(MachineTracking::OfProcess)) => {
                 let process = self.process_tracking()?;
                 let part = process.private_parts.first().copied().unwrap_or(MemoryPart::Private);
                 (process.tracker)(&ProcessMemory::of_this_process(self)?, part)
@@ -260,7 +290,8 @@ impl Mechanism {
 
     /// What `auto` means: the preferred mechanism of the scope among those that work on this
     /// machine. For own memory that leaves out the exclusive mechanism, `soft-dirty`: a program may
-    /// have many regions, and with `soft-dirty` no thread may write while a region is collected.
+    /// have many regions, and with `soft-dirty` no thread may write while a region is collected. For
+    /// virtual machines it leaves out what holds writes: see [`Mechanism::choose_to_hold_writes`].
     pub fn choose(scope: Scope) -> Mechanism {
         static CHOSEN: [OnceLock<Mechanism>; Scope::ALL.len()] = [const { OnceLock::new() }; Scope::ALL.len()];
         *CHOSEN[scope as usize].get_or_init(|| {
@@ -271,9 +302,20 @@ impl Mechanism {
         })
     }
 
+    /// What `auto` means for virtual machines with the strategy
+    /// [`CopyOnWrite`](crate::checkpointer::Strategy::CopyOnWrite). None if no mechanism holds
+    /// writes.
+    pub fn choose_to_hold_writes() -> Option<Mechanism> {
+        Mechanism::of_scope(Scope::Machine).find(|mechanism| mechanism.holds_writes())
+    }
+
     /// False for what [`Mechanism::choose`] leaves out although it may work.
     pub fn may_be_chosen(self, scope: Scope) -> bool {
-        scope == Scope::Process || !self.entry().is_exclusive
+        match scope {
+            Scope::OwnMemory => !self.entry().is_exclusive,
+            Scope::Process => true,
+            Scope::Machine => !self.holds_writes(),
+        }
     }
 }
 

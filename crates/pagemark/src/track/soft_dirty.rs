@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use super::full::Full;
 use super::populated::{DataPages, Seen, each_populated};
-use super::registry::{MechanismEntry, MemoryPart, ProcessTracking, own_pagemap};
+use super::registry::{MachineTracking, MechanismEntry, MemoryPart, ProcessTracking, own_pagemap};
 use crate::sys::pagemap::{MAYBE_ZERO, Pagemap, SOFT_DIRTY, ZERO};
 use crate::sys::proc;
 use crate::sys::scratch::Scratch;
@@ -22,6 +22,7 @@ pub const ENTRY: MechanismEntry = MechanismEntry {
     is_exclusive: true,
     sees_other_mappings: false,
     own_memory: |memory| Ok(Box::new(SoftDirty::of_this_process(own_pagemap()?, memory)?)),
+    machine: Some(MachineTracking::OfProcess),
     process: Some(ProcessTracking {
         needs_userfaultfd: false,
         needs_stop: true,

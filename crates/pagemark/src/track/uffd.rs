@@ -13,7 +13,7 @@ use super::OwnMemory;
 use super::mprotect::list;
 use super::pins::Pins;
 use super::protected::{Protected, Taken, WriteProtection};
-use super::registry::{MechanismEntry, own_mappings, own_pagemap};
+use super::registry::{MachineTracking, MechanismEntry, own_mappings, own_pagemap};
 use crate::sys::own_mappings::{OwnMapping, OwnMappings};
 use crate::sys::pagemap::{Filter, PRESENT, Pagemap, ZERO};
 use crate::sys::populate;
@@ -29,6 +29,7 @@ pub const ENTRY: MechanismEntry = MechanismEntry {
     is_exclusive: false,
     sees_other_mappings: false,
     own_memory: |memory| Ok(Box::new(Uffd::new(own_pagemap()?, memory.clone())?)),
+    machine: Some(MachineTracking::HoldsWrites),
     process: None,
 };
 
