@@ -1,5 +1,6 @@
 //! The tests of virtual machines with the QEMU of Debian's backports, in place of the host's.
 
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
@@ -58,7 +59,7 @@ pub fn run(arguments: &[String], log: &Path) -> Result<(Vec<String>, bool)> {
     let version = version.lines().next().unwrap_or_default().to_owned();
     progress!("{version}");
     let binaries = TestBinaries::build()?;
-    let mut programs = Vec::new();
+    let mut programs = vec![beside_the_host_s(&root, &binaries, arguments)?];
     for (package, target) in TARGETS {
         let binary = binaries.find(package, target)?;
         let mut program = with_files_of(&root, &HIDDEN, &binary.path);
@@ -72,6 +73,22 @@ pub fn run(arguments: &[String], log: &Path) -> Result<(Vec<String>, bool)> {
     let mut report = vec![format!("{version}: {} tests passed, {} failed", summary.passed, summary.failed)];
     report.extend(summary.failures.into_iter().chain(failed));
     Ok((report, is_good))
+}
+
+/// The tests of machines that meet both versions: that of the host, and the newest.
+fn beside_the_host_s(root: &Path, binaries: &TestBinaries, arguments: &[String]) -> Result<(String, Command)> {
+    let script = root.with_extension("sh");
+    let hidden = HIDDEN.join(" ");
+    let text =
+        format!("#!/bin/sh\nexec unshare --mount sh -c '{WITH_FILES_OF}' '{}' {hidden} -- \"$@\"\n", root.display());
+    std::fs::write(&script, text).map_err(Error::file("write", &script))?;
+    let executable = std::fs::Permissions::from_mode(0o755);
+    std::fs::set_permissions(&script, executable).map_err(Error::file("make executable", &script))?;
+    let binary = binaries.find("pagemark-cli", "vm_versions")?;
+    let mut program = Command::new(&binary.path);
+    host_tests::surround(&mut program, binary);
+    program.args(arguments).env("PAGEMARK_OTHER_QEMU", script);
+    Ok((binary.name(), program))
 }
 
 /// The directory of the cache into which QEMU is unpacked, once.

@@ -13,7 +13,8 @@ use crate::test_plan::{Extent, Part, Programs};
 use crate::test_programs::TestBinaries;
 use crate::zdtm::Flavor;
 use crate::{
-    Error, Result, command, host_tests, kernel_build, kvm, machine, newest_qemu, progress, setup, source_root, zdtm,
+    Error, Result, cache, command, host_tests, kernel_build, kvm, machine, newest_qemu, progress, setup, source_root,
+    zdtm,
 };
 
 /// What runs beside the tests on the host gives way to them: many of them wait for time to pass.
@@ -408,8 +409,10 @@ fn low_priority_script(name: &str) -> Command {
 fn logs() -> Result<PathBuf> {
     let program = std::env::current_exe().map_err(Error::file("find", "this program".as_ref()))?;
     let build = program.parent().and_then(|debug| debug.parent()).unwrap_or(source_root());
-    progress!("the output of each step is kept in {}", build.join("test-logs").display());
-    Ok(build.join("test-logs"))
+    let logs = build.join("test-logs");
+    cache::create(&logs)?;
+    progress!("the output of each step is kept in {}", logs.display());
+    Ok(logs)
 }
 
 #[cfg(test)]

@@ -184,6 +184,10 @@ pub fn restore(
     }
     if !is_quiet {
         message!("pagemark: {name} runs in QEMU, process {pid}");
+        let (before, now) = (machine.checkpoint_version(), machine.version());
+        if before != now {
+            message!("pagemark: its QEMU is version {now}; the checkpoint is of version {before}");
+        }
         for (disk, image) in machine.disks() {
             message!("pagemark: its disk {disk} is {}", image.display());
         }

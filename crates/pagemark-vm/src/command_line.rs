@@ -100,13 +100,24 @@ pub(crate) fn own_arguments(arguments: &[String]) -> Vec<String> {
     kept
 }
 
-/// The arguments of a machine as those of one that is restored: paused, with a monitor of
-/// Pagemark's, and waiting for the state of its devices.
-pub(crate) fn arguments_of_restore(arguments: &[String]) -> Vec<String> {
-    let mut kept = own_arguments(arguments);
+/// The arguments of a machine of the type `machine_type` as those of one that is restored: paused,
+/// with a monitor of Pagemark's, and waiting for the state of its devices.
+pub(crate) fn arguments_of_restore(arguments: &[String], machine_type: Option<&str>) -> Vec<String> {
+    let mut kept = with_machine_type(own_arguments(arguments), machine_type);
     kept.push("-S".to_owned());
     kept.extend(MONITOR_ARGUMENTS.iter().chain(&ADDED).flatten().map(|&argument| argument.to_owned()));
     kept
+}
+
+/// The arguments, with the type of the machine by its full name: a name such as `q35` is another
+/// type in another version of QEMU.
+pub(crate) fn with_machine_type(mut arguments: Vec<String>, machine_type: Option<&str>) -> Vec<String> {
+    let Some(machine_type) = machine_type else { return arguments };
+    let added = ["-machine", machine_type];
+    if !arguments.windows(2).any(|pair| pair == added) {
+        arguments.extend(added.map(str::to_owned));
+    }
+    arguments
 }
 
 #[cfg(test)]
@@ -129,13 +140,21 @@ mod tests {
 
     #[test]
     fn arguments_are_kept_but_for_those_of_a_start() {
-        let restored =
-            arguments_of_restore(&words("-m 64 -S -daemonize -incoming defer -loadvm x -qmp unix:a,server=on -name S"));
+        let line = words("-m 64 -S -daemonize -incoming defer -loadvm x -qmp unix:a,server=on -name S");
+        let restored = arguments_of_restore(&line, None);
         let expected = "-m 64 -qmp unix:a,server=on -name S -S \
             -chardev socket,id=pagemark,fd=3 -mon chardev=pagemark,mode=control -incoming defer \
             -global migration.send-configuration=off -machine suppress-vmdesc=on";
         assert_eq!(restored.join(" "), expected);
-        assert_eq!(arguments_of_restore(&restored), restored, "a restored machine is restored again");
+        assert_eq!(arguments_of_restore(&restored, None), restored, "a restored machine is restored again");
+    }
+
+    #[test]
+    fn the_type_of_a_machine_is_named_in_full() {
+        let restored = arguments_of_restore(&words("-machine q35,memory-backend=m -m 64"), Some("pc-q35-7.2"));
+        let line = restored.join(" ");
+        assert!(line.starts_with("-machine q35,memory-backend=m -m 64 -machine pc-q35-7.2 -S "), "{line}");
+        assert_eq!(arguments_of_restore(&restored, Some("pc-q35-7.2")), restored, "it is restored again");
     }
 
     #[test]

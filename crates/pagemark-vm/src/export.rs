@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 
 use pagemark::repository::Checkpoint;
 
-use crate::command_line::own_arguments;
+use crate::command_line::{own_arguments, with_machine_type};
 use crate::drive::names_file;
 use crate::error::{Error, ErrorKind, Object, Result};
 use crate::images::{NewImage, create_in};
@@ -55,9 +55,7 @@ pub fn export_qemu(checkpoint: &Checkpoint, directory: &Path) -> Result<QemuExpo
         error.help("it was made by an earlier version of Pagemark: restore it, and take another one")
     })?;
     check_media(&startup)?;
-    let mut arguments = own_arguments(&startup.arguments);
-    // A name such as `q35` is another type in another version of QEMU.
-    arguments.extend(["-machine".to_owned(), kind.machine.clone()]);
+    let mut arguments = with_machine_type(own_arguments(&startup.arguments), Some(&kind.machine));
     if !startup.is_running {
         arguments.push("-S".to_owned());
     }

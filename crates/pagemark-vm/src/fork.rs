@@ -143,7 +143,8 @@ impl Restore<'_> {
             overlay.replace_in_as_overlay(&mut arguments, disk.image)?;
             overlays.push(overlay);
         }
-        let mut started = Started::start_as_owner(startup, &arguments_of_restore(&arguments), Streams::Detached)?;
+        let arguments = arguments_of_restore(&arguments, startup.machine_type());
+        let mut started = Started::start_as_owner(startup, &arguments, Streams::Detached)?;
         let mut machine = started.machine(startup)?;
         machine.insert_media(&startup.media)?;
         machine.check_keeps_memory(WITHOUT_LAZY)?;

@@ -311,7 +311,7 @@ impl Run {
     ) -> Result<Run> {
         let restore = Restore::new(from);
         let startup = restore.startup()?;
-        let mut arguments = arguments_of_restore(&arguments_of_simulation(&startup.arguments));
+        let mut arguments = arguments_of_restore(&arguments_of_simulation(&startup.arguments), startup.machine_type());
         arguments.extend(plugins);
         let mut started = Started::start(&startup, &arguments, Streams::Detached)?;
         let mut machine = started.machine(&startup)?;

@@ -75,6 +75,14 @@ pub(crate) struct Startup {
     pub(crate) kind: Option<MachineKind>,
 }
 
+impl Startup {
+    /// QEMU's name of the type of the machine, with the version. None in checkpoints of earlier
+    /// versions.
+    pub(crate) fn machine_type(&self) -> Option<&str> {
+        self.kind.as_ref().map(|kind| kind.machine.as_str())
+    }
+}
+
 /// What the machine is.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub(crate) struct MachineKind {
@@ -285,9 +293,7 @@ impl Machine {
 
     /// How the QEMU was started.
     pub(crate) fn startup(&mut self, is_running: bool) -> Result<Startup> {
-        let version = self.monitor.execute("query-version", json!({}))?;
-        let part = |name| version.pointer(&format!("/qemu/{name}")).and_then(Value::as_u64).unwrap_or_default();
-        let version = format!("{}.{}.{}", part("major"), part("minor"), part("micro"));
+        let version = self.version()?;
         let failed = |operation| Error::system(operation);
         let arguments = proc::arguments(self.pid).map_err(failed("read QEMU's command line"))?;
         let arguments =
@@ -300,6 +306,13 @@ impl Machine {
         let kind = Some(self.kind()?);
         let (disks, media) = (Vec::new(), Vec::new());
         Ok(Startup { program, arguments, directory, version, is_running, disks, media, owner, kind })
+    }
+
+    /// QEMU's version, for people.
+    pub(crate) fn version(&mut self) -> Result<String> {
+        let version = self.monitor.execute("query-version", json!({}))?;
+        let part = |name| version.pointer(&format!("/qemu/{name}")).and_then(Value::as_u64).unwrap_or_default();
+        Ok(format!("{}.{}.{}", part("major"), part("minor"), part("micro")))
     }
 
     /// What the machine is.

@@ -54,6 +54,8 @@ pub struct Restore<'a> {
 pub struct RunningMachine {
     child: Child,
     machine: Machine,
+    version: String,
+    checkpoint_version: String,
     disks: Vec<(String, PathBuf)>,
 }
 
@@ -61,6 +63,17 @@ impl RunningMachine {
     /// The process id of QEMU.
     pub fn pid(&self) -> i32 {
         self.machine.pid
+    }
+
+    /// The version of QEMU.
+    pub fn version(&self) -> &str {
+        &self.version
+    }
+
+    /// The version of the QEMU that ran when the checkpoint was taken. QEMU takes the state of
+    /// devices from another version as it does in a migration, by the type of the machine.
+    pub fn checkpoint_version(&self) -> &str {
+        &self.checkpoint_version
     }
 
     /// The disks of the machine by name, and the images that were written for them.
@@ -179,8 +192,10 @@ impl<'a> Restore<'a> {
             image.replace_in(&mut arguments, disk.image)?;
         }
         let streams = if self.is_detached { Streams::Detached } else { Streams::OfCaller };
-        let mut started = Started::start_as_owner(&startup, &arguments_of_restore(&arguments), streams)?;
+        let mut started =
+            Started::start_as_owner(&startup, &arguments_of_restore(&arguments, startup.machine_type()), streams)?;
         let mut machine = started.machine(&startup)?;
+        let version = machine.version()?;
         machine.insert_media(&startup.media)?;
         let pid = machine.pid;
         let mappings = maps::read(pid).map_err(Error::system("read the mappings of QEMU"))?;
@@ -204,7 +219,8 @@ impl<'a> Restore<'a> {
             None => load()?,
         }
         let disks = disks.iter().zip(images).map(|(disk, image)| (disk.image.label.clone(), image.keep()));
-        Ok((RunningMachine { child: started.into_child()?, machine, disks: disks.collect() }, lazy))
+        let (child, disks, checkpoint_version) = (started.into_child()?, disks.collect(), startup.version);
+        Ok((RunningMachine { child, machine, version, checkpoint_version, disks }, lazy))
     }
 
     /// How QEMU was started.
