@@ -23,6 +23,7 @@ impl Owner {
         Owner::parse(&status).ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "no user is named"))
     }
 
+    // Not by `proc::Status`, where a number that is missing is 0: that would be root.
     fn parse(status: &str) -> Option<Owner> {
         let numbers = |name: &str| -> Option<Vec<u32>> {
             let line = status.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
