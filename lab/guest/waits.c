@@ -11,6 +11,9 @@
  *   - collects and write-protects by PAGEMAP_SCAN (`pagemap-scan`);
  *   - write-protects by clear_refs (soft-dirty), without reading which pages were written.
  *
+ * All page faults are measured before the first mapping: the kernel frees what it has removed later, some hundred at a time
+ * after a tick of its clock, and whoever wants the processor then waits for that, too.
+ *
  * On a machine with one processor, as where the clock counts instructions, the program sleeps before each fault, and then
  * takes the processor from the other one. Its wait is counted from the end of the sleep: as long as a lock forbids preemption,
  * the program waits.
@@ -315,36 +318,34 @@ int main(int argc, char **argv)
 	if (one_processor)
 		await_exact_sleeps();
 	uint64_t last = 10000000;
-	/* The first round brings everything into memory. */
-	for (int round = -1; round < rounds; round++) {
-		for (int turn = 0; turn < MANNERS * EVENTS; turn++) {
-			enum manner manner = turn / EVENTS;
+	/* The first round of each brings everything into memory. */
+	for (int turn = 0, turns = (rounds + 1) * MANNERS; turn < EVENTS * turns; turn++) {
+		enum manner manner = turn % MANNERS;
 
-			shared->manner = manner;
-			shared->event = turn % EVENTS;
-			atomic_store(&shared->state, WRITE);
-			spin_until(RUN);
-			uint64_t taken, begin = now();
+		shared->manner = manner;
+		shared->event = turn / turns;
+		atomic_store(&shared->state, WRITE);
+		spin_until(RUN);
+		uint64_t taken, begin = now();
 
-			if (manner == ALONE)
-				while (now() - begin < last)
-					;
-			else if (manner != CLEAR)
-				collect(pagemap, manner);
-			else if (write(clear_refs, "4", 1) != 1)
-				die("clear_refs");
-			taken = now() - begin;
-			if (manner == LDT)
-				last = taken;
-			atomic_store(&shared->state, STOP);
-			spin_until(STOPPED);
-			if (round < 0)
-				continue;
-			uint32_t call = taken > UINT32_MAX ? UINT32_MAX : taken;
+		if (manner == ALONE)
+			while (now() - begin < last)
+				;
+		else if (manner != CLEAR)
+			collect(pagemap, manner);
+		else if (write(clear_refs, "4", 1) != 1)
+			die("clear_refs");
+		taken = now() - begin;
+		if (manner == LDT)
+			last = taken;
+		atomic_store(&shared->state, STOP);
+		spin_until(STOPPED);
+		if (turn % turns < MANNERS)
+			continue;
+		uint32_t call = taken > UINT32_MAX ? UINT32_MAX : taken;
 
-			add(&calls[manner], &call, 1);
-			add(&waits[manner][shared->event], shared->waits, shared->wait_count);
-		}
+		add(&calls[manner], &call, 1);
+		add(&waits[manner][shared->event], shared->waits, shared->wait_count);
 	}
 	printf("%lu MiB, all pages written\n", bytes >> 20);
 	for (enum manner manner = 0; manner < MANNERS; manner++) {
