@@ -159,13 +159,7 @@ impl Kernel {
         if !self.has_series() {
             return Ok(Vec::new());
         }
-        let directory = source_root().join("kernel/ldt");
-        let entries = std::fs::read_dir(&directory).map_err(Error::file("read", &directory))?;
-        let files = entries.flatten().map(|entry| entry.path());
-        let mut patches: Vec<PathBuf> =
-            files.filter(|path| path.extension().is_some_and(|extension| extension == "patch")).collect();
-        patches.sort();
-        Ok(patches)
+        patches_in(&source_root().join("kernel/ldt"))
     }
 
     /// Where the kernel is kept, whether it exists or not. `source_version` is what the file
@@ -200,6 +194,19 @@ impl FromStr for Kernel {
             Error::unmet(format!("no kernel has the name {name}"), format!("use one of: {names}"))
         })
     }
+}
+
+/// The patches in a directory, in order.
+///
+/// # Errors
+/// If it cannot be read.
+pub fn patches_in(directory: &Path) -> Result<Vec<PathBuf>> {
+    let entries = std::fs::read_dir(directory).map_err(Error::file("read", directory))?;
+    let files = entries.flatten().map(|entry| entry.path());
+    let mut patches: Vec<PathBuf> =
+        files.filter(|path| path.extension().is_some_and(|extension| extension == "patch")).collect();
+    patches.sort();
+    Ok(patches)
 }
 
 /// The first 16 hexadecimal digits of the parts' SHA-256.

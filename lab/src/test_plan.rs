@@ -272,6 +272,7 @@ fn tests(part: Part, extent: Extent, programs: &Programs) -> Result<Vec<GuestTes
     match part {
         Part::Ldt => {
             tests.push(selftest());
+            tests.push(GuestTest::new("what is written after MADV_FREE stays", c.madv_free()));
             for &seed in extent.seeds() {
                 tests.push(oracle(c, seed, seconds, ""));
                 tests.push(oracle(c, 10 + seed, seconds, "-m written"));
@@ -312,6 +313,10 @@ fn tests(part: Part, extent: Extent, programs: &Programs) -> Result<Vec<GuestTes
         }
         Part::Debug => tests.extend([selftest(), oracle(c, 41, seconds, ""), hostile(c, 41, seconds)]),
         Part::Stock | Part::Plain => {
+            if part == Part::Plain {
+                let command = format!("{}; [ $? = 1 ]", c.madv_free());
+                tests.push(GuestTest::new("what is written after MADV_FREE is lost without the fix", command));
+            }
             for &seed in extent.seeds() {
                 tests.push(oracle(c, seed, seconds, "-m soft-dirty"));
                 tests.push(oracle(c, seed, seconds, "-m pagemap-scan"));

@@ -4,7 +4,7 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use crate::kernel::Kernel;
+use crate::kernel::{self, Kernel};
 use crate::{Error, Result, cache, command, kernel_build, source_root};
 
 /// The tests of the lab that are written in C, in the directory that has them.
@@ -22,23 +22,32 @@ impl CPrograms {
         for name in ["oracle", "hostile"] {
             compile(&guest.join(format!("{name}.c")), &directory.join(name), &["-pthread"])?;
         }
-        // The series' selftest needs two headers of the kernel's source.
+        // The selftests of the kernel that the patches add, and what they need of the kernel's source.
         let source = directory.join("source");
         cache::create(&source)?;
         let mut tar = Command::new("tar");
         tar.arg("-C").arg(&source).args(["--strip-components=1", "-xf"]).arg(kernel_build::source()?);
         tar.args(["--wildcards", "*/tools/testing/selftests/kselftest.h", "*/tools/include/uapi/linux/fs.h"]);
+        tar.arg("*/tools/testing/selftests/mm/vm_util.[ch]");
         command::output(&mut tar, "unpacking headers of the kernel's source", "check the space on the disk")?;
-        for patch in Kernel::Ldt.patches()? {
+        let fix = kernel::patches_in(&source_root().join("kernel/huge-page-fix"))?;
+        for patch in Kernel::Ldt.patches()?.into_iter().chain(fix) {
             let mut apply = Command::new("git");
             apply.arg("-C").arg(&source).args(["apply", "--include=tools/include/*"]);
-            apply.arg("--include=tools/testing/selftests/mm/lwd.c").arg(&patch);
+            apply.args([
+                "--include=tools/testing/selftests/mm/lwd.c",
+                "--include=tools/testing/selftests/mm/madv_free.c",
+            ]);
+            apply.arg(&patch);
             // Otherwise git looks for a repository above, and skips what is outside of its work tree.
             apply.env("GIT_CEILING_DIRECTORIES", directory.canonicalize().unwrap_or_else(|_| directory.to_owned()));
             command::output(&mut apply, &format!("applying {}", patch.display()), "adapt the series to the source")?;
         }
         let include = format!("-isystem{}", source.join("tools/include/uapi").display());
-        compile(&source.join("tools/testing/selftests/mm/lwd.c"), &directory.join("ldt"), &[&include])?;
+        let tests = source.join("tools/testing/selftests/mm");
+        compile(&tests.join("lwd.c"), &directory.join("ldt"), &[&include])?;
+        let utilities = tests.join("vm_util.c").display().to_string();
+        compile(&tests.join("madv_free.c"), &directory.join("madv_free"), &[&include, &utilities])?;
         Ok(CPrograms { directory: directory.to_owned() })
     }
 
@@ -50,6 +59,11 @@ impl CPrograms {
     /// The program that misuses the interfaces.
     pub fn hostile(&self) -> String {
         self.directory.join("hostile").display().to_string()
+    }
+
+    /// The selftest that finds what was written to huge pages and is lost, without the fix.
+    pub fn madv_free(&self) -> String {
+        self.directory.join("madv_free").display().to_string()
     }
 
     /// The series' selftest.
