@@ -34,7 +34,7 @@ impl Extent {
         }
     }
 
-    /// How long the oracle and the hostile callers run for each seed, in seconds.
+    /// How long the oracle, and others that run at random, run for each seed, in seconds.
     fn seconds(self) -> u64 {
         match self {
             Extent::Quick => 3,
@@ -279,11 +279,13 @@ fn tests(part: Part, extent: Extent, programs: &Programs) -> Result<Vec<GuestTes
                 tests.push(oracle(c, 20 + seed, seconds, "-u"));
                 tests.push(oracle(c, 30 + seed, seconds, "-m written -u"));
                 tests.push(hostile(c, seed, seconds));
+                tests.push(users(c, seed, seconds));
             }
             // These end as soon as the mistake that they make is found.
             for (name, program) in [
                 ("the oracle notices a missed page", c.oracle()),
                 ("the hostile caller notices a mistake", c.hostile()),
+                ("a missed page is noticed as trackers come and go", c.users()),
             ] {
                 tests.push(GuestTest::new(name, format!("{program} -b; [ $? = 1 ]")));
             }
@@ -311,7 +313,9 @@ fn tests(part: Part, extent: Extent, programs: &Programs) -> Result<Vec<GuestTes
                 });
             }
         }
-        Part::Debug => tests.extend([selftest(), oracle(c, 41, seconds, ""), hostile(c, 41, seconds)]),
+        Part::Debug => {
+            tests.extend([selftest(), oracle(c, 41, seconds, ""), hostile(c, 41, seconds), users(c, 41, seconds)])
+        }
         Part::Stock | Part::Plain => {
             if part == Part::Plain {
                 let command = format!("{}; [ $? = 1 ]", c.madv_free());
@@ -402,6 +406,11 @@ fn oracle(c: &CPrograms, seed: u32, seconds: u64, options: &str) -> GuestTest {
 fn hostile(c: &CPrograms, seed: u32, seconds: u64) -> GuestTest {
     let command = format!("{} -s {seconds} -r {seed}", c.hostile());
     GuestTest::new(format!("hostile callers, seed {seed}"), command)
+}
+
+fn users(c: &CPrograms, seed: u32, seconds: u64) -> GuestTest {
+    let command = format!("{} -s {seconds} -r {seed}", c.users());
+    GuestTest::new(format!("trackers come and go, seed {seed}"), command)
 }
 
 fn regions(binaries: &TestBinaries, mechanism: &str) -> Result<GuestTest> {

@@ -19,7 +19,7 @@ impl CPrograms {
     /// If the kernel's source cannot be fetched, or a compiler fails.
     pub fn build(directory: &Path) -> Result<CPrograms> {
         let guest = source_root().join("lab/guest");
-        for name in ["oracle", "hostile"] {
+        for name in ["oracle", "hostile", "users"] {
             compile(&guest.join(format!("{name}.c")), &directory.join(name), &["-pthread"])?;
         }
         // The selftests of the kernel that the patches add, and what they need of the kernel's source.
@@ -59,6 +59,12 @@ impl CPrograms {
     /// The program that misuses the interfaces.
     pub fn hostile(&self) -> String {
         self.directory.join("hostile").display().to_string()
+    }
+
+    /// The program whose trackers come, pass their files on, and go, while a model knows whether
+    /// tracking is on.
+    pub fn users(&self) -> String {
+        self.directory.join("users").display().to_string()
     }
 
     /// The selftest that finds what was written to huge pages and is lost, without the fix.
