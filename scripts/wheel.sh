@@ -3,10 +3,10 @@
 #
 #   scripts/wheel.sh [DIRECTORY]
 #
-# One wheel serves every CPython from 3.11 on (abi3). A free-threaded CPython before 3.15 has no stable interface and needs a
-# wheel of its own: one is built for each that is in PATH (python3.14t), and for that of PAGEMARK_FREE_THREADED_PYTHON. The
-# manylinux tag of a wheel names the oldest C library with which it works, which is that of the machine that builds it or an
-# older one.
+# One wheel serves every CPython from 3.11 on (abi3). Python 3.9 and 3.10, which have no buffers in their stable interface, and
+# free-threaded CPythons need a wheel for each version: one is built for each that is in PATH (python3.9, python3.14t), and for
+# that of PAGEMARK_FREE_THREADED_PYTHON. The manylinux tag of a wheel names the oldest C library with which it works, which is
+# that of the machine that builds it or an older one.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=${PAGEMARK_PYTHON_VENV:-${XDG_CACHE_HOME:-$HOME/.cache}/pagemark/python}
@@ -19,12 +19,18 @@ interpreters=("$venv/bin/python")
 if [ -n "${PAGEMARK_FREE_THREADED_PYTHON:-}" ]; then
     interpreters+=("$PAGEMARK_FREE_THREADED_PYTHON")
 fi
-for minor in 14 15; do
-    if found=$(command -v "python3.${minor}t"); then
+for version in 3.9 3.10 3.14t 3.15t; do
+    # The variable is for pyenv, whose python3.N only works if it chooses that version.
+    if found=$(PYENV_VERSION=$version "python$version" -c 'import sys; print(sys.executable)' 2> /dev/null); then
         interpreters+=("$found")
     fi
 done
 for interpreter in "${interpreters[@]}"; do
-    "$venv/bin/maturin" build --release --strip --locked --manifest-path crates/pagemark-python/Cargo.toml \
+    features=()
+    if [ "$("$interpreter" scripts/wheel_tag.py)" = cp311-abi3 ]; then
+        features=(--features abi3)
+    fi
+    "$venv/bin/maturin" build --release --strip --locked "${features[@]}" \
+        --manifest-path crates/pagemark-python/Cargo.toml \
         --interpreter "$interpreter" --out "${1:-${CARGO_TARGET_DIR:-target}/wheels}"
 done

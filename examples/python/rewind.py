@@ -7,13 +7,14 @@ an earlier generation, and recognizes a repeated state without comparing the cel
 import sys
 
 import numpy
+import numpy.typing
 import pagemark
 
 SIDE = 512
 mechanism = sys.argv[1] if len(sys.argv) > 1 else "auto"
 
 
-def step(world: numpy.ndarray) -> None:
+def step(world: numpy.typing.NDArray[numpy.uint8]) -> None:
     """The next generation, in place, on a torus. Only cells that change are written."""
     shifts = [(down, right) for down in (-1, 0, 1) for right in (-1, 0, 1) if (down, right) != (0, 0)]
     neighbours = sum(numpy.roll(world, shift, (0, 1)) for shift in shifts)

@@ -10,8 +10,11 @@ use pagemark_heap::{Error as CoreHeapError, ErrorKind as HeapErrorKind};
 use pagemark_process::restore::{RestoreFailure, Stage};
 use pagemark_process::{Error as CoreProcessError, ErrorKind as ProcessErrorKind};
 use pyo3::create_exception;
-use pyo3::exceptions::{PyException, PyIndexError, PyMemoryError, PyOSError, PyPermissionError, PyValueError};
+use pyo3::exceptions::{
+    PyBaseException, PyException, PyIndexError, PyMemoryError, PyOSError, PyPermissionError, PyValueError,
+};
 use pyo3::prelude::*;
+use pyo3::types::PyList;
 
 create_exception!(
     pagemark,
@@ -185,4 +188,16 @@ fn of_system(source: &io::Error, message: String) -> PyErr {
         Some(number) => PyOSError::new_err((number, message)),
         None => PyOSError::new_err(message),
     }
+}
+
+/// Adds a note to an exception, which Python prints below its message.
+pub fn add_note(exception: &Bound<'_, PyBaseException>, note: String) -> PyResult<()> {
+    if exception.hasattr("add_note")? {
+        return exception.call_method1("add_note", (note,)).map(drop);
+    }
+    // Before Python 3.11 nothing prints notes but what knows their attribute, such as pytest.
+    if !exception.hasattr("__notes__")? {
+        exception.setattr("__notes__", PyList::empty(exception.py()))?;
+    }
+    exception.getattr("__notes__")?.call_method1("append", (note,)).map(drop)
 }

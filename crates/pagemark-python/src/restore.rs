@@ -130,13 +130,13 @@ pub fn restore(
         (Ok(restored), None) => Ok(Restored { pid: restored.root_pid, pids: restored.pids, files }),
         (Ok(restored), Some(error)) => {
             let note = format!("process {} was restored", restored.root_pid);
-            error.value(py).call_method1("add_note", (note,))?;
+            errors::add_note(error.value(py), note)?;
             Err(error)
         }
         (Err(error), _) => {
             // The processes ran with these files before the delivery of their memory failed.
             for file in &files {
-                error.value(py).call_method1("add_note", (file.note(),))?;
+                errors::add_note(error.value(py), file.note())?;
             }
             Err(error)
         }

@@ -13,14 +13,14 @@ import pytest
 
 KEEP = Path(__file__).parents[3] / "examples" / "python" / "keep.py"
 
-# Counts in memory, and writes each number to a new file.
+# Counts in memory, in a quarter of its pages, and writes each number to a new file.
 COUNTER = """
 import os, sys, time
 block = bytearray(os.urandom(4 << 20))
 count = 0
 while True:
     count += 1
-    block[count * 4096 % len(block)] ^= 1
+    block[count * 4096 % (1 << 20)] ^= 1
     with open(sys.argv[1] + ".new", "w") as file:
         file.write(str(count))
     os.rename(sys.argv[1] + ".new", sys.argv[1])

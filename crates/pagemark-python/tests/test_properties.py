@@ -1,5 +1,7 @@
 """Compares regions with a shadow copy under random programs."""
 
+from __future__ import annotations
+
 import numpy
 import numpy.typing
 import pagemark
@@ -25,33 +27,32 @@ steps = st.one_of(
 def test_a_region_holds_what_a_shadow_copy_holds(mechanism: str, program: list[tuple[str, int, int, int]]) -> None:
     region = pagemark.Region(BYTES, mechanism)
     array = numpy.frombuffer(region, dtype=numpy.uint8)
-    now = numpy.zeros(BYTES, dtype=numpy.uint8)
+    now: Bytes = numpy.zeros(BYTES, dtype=numpy.uint8)
     before: Bytes | None = None
     snapshots: list[tuple[pagemark.Snapshot, Bytes]] = []
     for step, *arguments in program:
-        match step:
-            case "write":
-                start, size, value = arguments
-                array[start : start + size] = value
-                now[start : start + size] = value
-            case "begin" if before is None:
-                region.begin()
-                before = now.copy()
-            case "commit" if before is not None:
-                is_written = numpy.zeros(BYTES, dtype=bool)
-                for part in region.commit():
-                    is_written[part.start : part.stop] = True
-                assert is_written[now != before].all(), "a write was missed"
-                before = None
-            case "rollback" if before is not None:
-                region.rollback()
-                now, before = before, None
-            case "snapshot":
-                snapshots.append((region.snapshot(), now.copy()))
-            case "restore" if snapshots:
-                snapshot, content = snapshots[arguments[0] % len(snapshots)]
-                region.restore(snapshot)
-                now = content.copy()
+        if step == "write":
+            start, size, value = arguments
+            array[start : start + size] = value
+            now[start : start + size] = value
+        elif step == "begin" and before is None:
+            region.begin()
+            before = now.copy()
+        elif step == "commit" and before is not None:
+            is_written = numpy.zeros(BYTES, dtype=bool)
+            for part in region.commit():
+                is_written[part.start : part.stop] = True
+            assert is_written[now != before].all(), "a write was missed"
+            before = None
+        elif step == "rollback" and before is not None:
+            region.rollback()
+            now, before = before, None
+        elif step == "snapshot":
+            snapshots.append((region.snapshot(), now.copy()))
+        elif step == "restore" and snapshots:
+            snapshot, content = snapshots[arguments[0] % len(snapshots)]
+            region.restore(snapshot)
+            now = content.copy()
         assert numpy.array_equal(array, now), step
     for snapshot, content in snapshots:
         assert snapshot.read(0, BYTES) == content.tobytes()

@@ -379,7 +379,7 @@ def test_threads_write_in_one_transaction(mechanism: str) -> None:
 def test_transactions_of_many_regions_are_independent() -> None:
     regions = [pagemark.Region(PAGE) for _ in range(20)]
     views = [memoryview(region) for region in regions]
-    for region, view in zip(regions, views, strict=True):
+    for region, view in zip(regions, views):
         region.begin()
         view[0] = 1
     for index, region in enumerate(regions):

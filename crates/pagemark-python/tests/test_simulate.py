@@ -1,5 +1,7 @@
 """The intervals of a recorded machine, simulated in parallel by a real Ray."""
 
+from __future__ import annotations
+
 import json
 import os
 import secrets
@@ -82,7 +84,7 @@ class Recording:
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    def run(self, results: Path, *options: str, messages: IO[str] | int = subprocess.PIPE) -> "subprocess.Popen[str]":
+    def run(self, results: Path, *options: str, messages: IO[str] | int = subprocess.PIPE) -> subprocess.Popen[str]:
         command = self.command("run", "vm", "--plugin", "mix", "--results", str(results), "--json", *options)
         pipe = subprocess.PIPE
         return subprocess.Popen(

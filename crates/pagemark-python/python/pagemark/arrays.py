@@ -37,7 +37,7 @@ def empty(
         count *= int(size)
     # A region has at least one byte.
     region = Region(max(count * kind.itemsize, 1), mechanism, rollback=rollback, store=store)
-    # Before Python 3.12, types do not know what a buffer is.
+    # Before Python 3.12, NumPy's types know only the buffers of the standard library.
     buffer: Any = region
     # An array that is made over the region itself would not count as a view of it.
     return numpy.ndarray(sizes, kind, buffer=numpy.frombuffer(buffer, numpy.uint8))

@@ -53,7 +53,7 @@ def array_over(view: HeapBuffer, description: str) -> numpy.typing.NDArray[Any]:
     sizes, kind = _parse(description)
     if not len(view):
         return numpy.empty(sizes, kind)
-    # Before Python 3.12, types do not know what a buffer is.
+    # Before Python 3.12, NumPy's types know only the buffers of the standard library.
     buffer: Any = view
     # An array that is made over the buffer itself would not count as a view of it.
     return numpy.ndarray(sizes, kind, buffer=numpy.frombuffer(buffer, numpy.uint8))

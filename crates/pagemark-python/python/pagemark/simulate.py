@@ -236,7 +236,8 @@ class Run:
             raise Failed(f"{message}\non {simulated['node']}", DIFFERS if simulated["status"] == DIFFERS else 1)
         done = json.loads(simulated["output"])
         measured = {key: done[key] for key in ("instructions", "start_us", "warm_up_us", "run_us", "compare_us")}
-        where = {key: simulated[key] for key in ("node", "worker", "started_unix_us", "ended_unix_us")}
+        run: dict[str, Any] = {**simulated}
+        where = {key: run[key] for key in ("node", "worker", "started_unix_us", "ended_unix_us")}
         self.simulated.append({"from": interval["begin"], "to": interval["end"], **where, **measured})
         return simulated
 
