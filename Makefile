@@ -2,7 +2,7 @@
 
 .DEFAULT_GOAL := build
 .PHONY: setup setup-demo criu build demo check test test-full fmt clippy doc licences models miri sanitize fuzz bench lab \
-	header install-c wheel clean
+	header install-c wheel pythons semver clean
 
 # For each fuzz target.
 FUZZ_SECONDS ?= 60
@@ -56,8 +56,15 @@ header: ; @scripts/suite setup c && scripts/header.sh
 PREFIX ?= /usr/local
 install-c: ; cargo build --release --locked -p pagemark-c && scripts/install-c.sh $(PREFIX)
 
-# The wheels of the Python package in target/wheels: for every CPython from 3.11 on, and for each free-threaded one in PATH.
+# The wheels of the Python package in target/wheels: for every CPython from 3.11 on, and for 3.9, 3.10 and each free-threaded
+# one in PATH.
 wheel: ; @scripts/suite setup python && scripts/wheel.sh
+
+# The Python package with each CPython from 3.9 to 3.14 in PATH.
+pythons: ; @scripts/suite setup python && scripts/pythons.sh
+
+# The interfaces of the libraries, compared with those of the last release.
+semver: ; @scripts/suite setup semver && scripts/semver.sh
 
 # The kernels of the lab, fetched and built, as root. `lab/lab help` says how to use them.
 lab: ; @lab/lab setup ldt plain stock

@@ -39,6 +39,7 @@ const SERVERS: [&str; 2] = ["postgresql", "postgresql-contrib"];
 /// The oldest CRIU that Pagemark works with.
 const CRIU: &str = "4.2";
 const CBINDGEN: &str = "0.29.4";
+const SEMVER_CHECKS: &str = "0.51.0";
 
 /// A part of the set-up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -58,6 +59,8 @@ pub enum Part {
     Miri,
     /// What makes the C header.
     C,
+    /// What compares the interfaces of the libraries with those of the last release.
+    Semver,
     /// The environment in which the Python package is built and tested.
     Python,
     /// What `make demo` needs: packages and CRIU.
@@ -67,7 +70,7 @@ pub enum Part {
 }
 
 impl Part {
-    const NAMED: [(&'static str, Part); 10] = [
+    const NAMED: [(&'static str, Part); 11] = [
         ("packages", Part::Packages),
         ("servers", Part::Servers),
         ("criu", Part::Criu),
@@ -75,6 +78,7 @@ impl Part {
         ("fuzz", Part::Fuzz),
         ("miri", Part::Miri),
         ("c", Part::C),
+        ("semver", Part::Semver),
         ("python", Part::Python),
         ("demo", Part::Demo),
         ("all", Part::All),
@@ -119,8 +123,16 @@ pub fn set_up(part: Part) -> Result<()> {
             optional("cbindgen", "the C header is not compared with the sources", cbindgen());
             Ok(())
         }
+        Part::Semver => {
+            optional(
+                "cargo-semver-checks",
+                "interfaces are not compared with those of the last release",
+                semver_checks(),
+            );
+            Ok(())
+        }
         Part::Python => {
-            optional("a Python environment (Python 3.11 or later)", "the Python package is not tested", python());
+            optional("a Python environment (Python 3.9 or later)", "the Python package is not tested", python());
             Ok(())
         }
         Part::Demo => {
@@ -318,11 +330,25 @@ fn cbindgen() -> Result<()> {
     install_tool(&["cbindgen", "--version", CBINDGEN, "--root", &root.display().to_string()])
 }
 
+fn semver_checks() -> Result<()> {
+    let root = cache::project().join("semver");
+    let version = command::output(Command::new(root.join("bin/cargo-semver-checks")).arg("--version"), "semver", "");
+    if version.is_ok_and(|version| version.trim() == format!("cargo-semver-checks {SEMVER_CHECKS}")) {
+        return Ok(());
+    }
+    progress!("installing cargo-semver-checks {SEMVER_CHECKS} (about ten minutes)");
+    install_tool(&["cargo-semver-checks", "--version", SEMVER_CHECKS, "--root", &root.display().to_string()])
+}
+
 /// Builds a tool without optimization: it works for a second, and an optimized build takes minutes.
 fn install_tool(arguments: &[&str]) -> Result<()> {
     let mut cargo = Command::new("cargo");
-    // Not in a build directory that the caller may have set.
-    cargo.env_remove("CARGO_TARGET_DIR").args(["install", "--locked", "--debug", "--quiet"]).args(arguments);
+    // Not in a build directory that the caller may have set. Without what only a debugger needs.
+    cargo
+        .env_remove("CARGO_TARGET_DIR")
+        .env("CARGO_PROFILE_DEV_DEBUG", "0")
+        .args(["install", "--locked", "--debug", "--quiet"])
+        .args(arguments);
     command::run(&mut cargo, &format!("cargo install {}", arguments[0]), "see above; this needs the network")
 }
 

@@ -236,7 +236,7 @@ fn host_steps(
 ) -> Summary {
     let mut tools = vec![setup::Part::Criu, setup::Part::Rust, setup::Part::C, setup::Part::Python];
     if options.extent == Extent::Full {
-        tools.extend([setup::Part::Fuzz, setup::Part::Miri]);
+        tools.extend([setup::Part::Fuzz, setup::Part::Miri, setup::Part::Semver]);
     }
     steps.run("tools", || tools.into_iter().try_for_each(setup::set_up).into());
     drop(send_tools);
@@ -292,7 +292,10 @@ fn host_tests(steps: &Steps, extent: Extent, binaries: &TestBinaries) -> Summary
 fn separate_steps(steps: &Steps, options: &Options) {
     steps.program("models", &mut script("models.sh"), |log| lines_with(log, &["test result:"]));
     steps.program("python", &mut script("python.sh"), |log| command::last_lines(log.as_bytes(), 1));
+    // In a build directory of its own. The tool takes ten minutes to build, so only the full tests install it.
+    steps.program("semver", &mut low_priority_script("semver.sh"), |log| command::last_lines(log.as_bytes(), 1));
     if options.extent == Extent::Full {
+        steps.program("pythons", &mut low_priority_script("pythons.sh"), |log| command::last_lines(log.as_bytes(), 1));
         let selection = zdtm::Selection { flavors: Flavor::ALL.to_vec(), ..zdtm::Selection::default() };
         steps.run("zdtm", || reported(zdtm::run(&selection, &steps.log("zdtm"))));
         let all = ["--include-ignored".to_owned()];

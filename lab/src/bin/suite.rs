@@ -23,8 +23,8 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Install what building and testing needs: packages, servers, criu, rust, fuzz, c, python,
-    /// demo or all
+    /// Install what building and testing needs: packages, servers, criu, rust, fuzz, c, semver,
+    /// python, demo or all
     Setup {
         #[arg(default_value = "all")]
         part: setup::Part,
