@@ -53,6 +53,9 @@ pub struct Options {
     /// Keep the content that transactions can be rolled back to
     #[arg(long)]
     rollback: bool,
+    /// Promise that no other process writes the regions
+    #[arg(long)]
+    sole_use: bool,
     /// Print JSON
     #[arg(long)]
     json: bool,
@@ -196,7 +199,8 @@ fn measured_memories(options: &Options, mechanisms: &[Mechanism]) -> Result<Vec<
     let mut memories = vec![MeasuredMemory::Untracked(mapping)];
     for &mechanism in mechanisms {
         let without_rollback = !options.rollback;
-        let region_options = RegionOptions { mechanism: Some(mechanism), without_rollback, ..RegionOptions::default() };
+        let sole_use = options.sole_use;
+        let region_options = RegionOptions { mechanism: Some(mechanism), without_rollback, sole_use, store: None };
         let region = Region::with_options(bytes, region_options).map_err(BenchError::pagemark)?;
         memories.push(MeasuredMemory::Tracked(Box::new(region)));
     }

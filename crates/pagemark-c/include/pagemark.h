@@ -298,10 +298,12 @@ typedef struct {
      */
     const pagemark_store *store;
     /**
-     * True if memory to adopt that is shared is written only by this process, only at these
-     * addresses, and not through a file descriptor, while the region exists. Without this promise
-     * shared memory is refused by all mechanisms except `compare` and `full`, because the others
-     * do not see writes of other processes.
+     * True if the memory is written only by threads of this process (by no debugger, no
+     * `process_vm_writev` of another process and no child of `vfork`), only at these addresses,
+     * and not through a file descriptor, while the region exists. Without this promise shared
+     * memory is refused by all mechanisms except `compare` and `full`, because the others do not
+     * see writes of other processes. With it, `adaptive` looks at no page in a commit if the
+     * process had no page fault in the transaction.
      */
     bool sole_use;
 } pagemark_options;

@@ -36,10 +36,12 @@ pub struct Options {
     /// The store of the snapshots; null for a store of the region's own. It may be freed while the
     /// region exists.
     pub store: *const Store,
-    /// True if memory to adopt that is shared is written only by this process, only at these
-    /// addresses, and not through a file descriptor, while the region exists. Without this promise
-    /// shared memory is refused by all mechanisms except `compare` and `full`, because the others
-    /// do not see writes of other processes.
+    /// True if the memory is written only by threads of this process (by no debugger, no
+    /// `process_vm_writev` of another process and no child of `vfork`), only at these addresses,
+    /// and not through a file descriptor, while the region exists. Without this promise shared
+    /// memory is refused by all mechanisms except `compare` and `full`, because the others do not
+    /// see writes of other processes. With it, `adaptive` looks at no page in a commit if the
+    /// process had no page fault in the transaction.
     pub sole_use: bool,
 }
 
@@ -67,6 +69,7 @@ pub(crate) fn options(options: Option<&Options>) -> Result<RegionOptions, Failur
         mechanism,
         without_rollback: options.without_rollback,
         store: store.map(|store| store.store.clone()),
+        sole_use: options.sole_use,
     })
 }
 

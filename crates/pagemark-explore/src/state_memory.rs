@@ -60,7 +60,12 @@ impl StateMemory {
             StateForm::Snapshots(mechanism) => {
                 let options = SnapshotOptions { chunk_bytes, budget_bytes };
                 let store = SnapshotStore::with_options(options)?;
-                let options = RegionOptions { mechanism, without_rollback: true, store: Some(store.clone()) };
+                let options = RegionOptions {
+                    mechanism,
+                    without_rollback: true,
+                    store: Some(store.clone()),
+                    ..RegionOptions::default()
+                };
                 Ok(StateMemory::Snapshots { region: Box::new(Region::with_options(bytes, options)?), store })
             }
             StateForm::Copies => {

@@ -35,7 +35,9 @@ pub use writable::Writable;
 /// `mechanism` is one of `MECHANISMS`, or "auto" for the fastest that works here. A mechanism that
 /// does not work here raises MechanismError; no other takes its place. With `rollback=False` the
 /// region keeps no copy for a rollback, and a transaction begins where the last one ended. The
-/// snapshots of regions that share a `store` hold equal content once.
+/// snapshots of regions that share a `store` hold equal content once. `sole_use=True` promises that
+/// no other process writes the memory, as a debugger does; a transaction that writes the same pages
+/// as those before it then costs less.
 ///
 /// With the mechanisms `mprotect` and `emulate`, system calls that write into the buffer
 /// (`file.readinto`) fail with EFAULT. `read_from` works with every mechanism, and so does every
@@ -130,12 +132,19 @@ impl Region {
 #[pymethods]
 impl Region {
     #[new]
-    #[pyo3(signature = (bytes, mechanism = "auto", *, rollback = true, store = None))]
-    fn new(py: Python<'_>, bytes: usize, mechanism: &str, rollback: bool, store: Option<&Store>) -> PyResult<Self> {
+    #[pyo3(signature = (bytes, mechanism = "auto", *, rollback = true, store = None, sole_use = false))]
+    fn new(
+        py: Python<'_>,
+        bytes: usize,
+        mechanism: &str,
+        rollback: bool,
+        store: Option<&Store>,
+        sole_use: bool,
+    ) -> PyResult<Self> {
         if bytes == 0 {
             return Err(PyValueError::new_err("a region has at least one byte"));
         }
-        let options = options(mechanism, rollback, store)?;
+        let options = RegionOptions { sole_use, ..options(mechanism, rollback, store)? };
         // The first `auto` tries the mechanisms.
         let region = py.detach(|| pagemark::Region::with_options(bytes, options)).map_err(errors::of_error)?;
         Ok(Region::of(region, rollback, None))
@@ -396,7 +405,8 @@ fn options(mechanism: &str, rollback: bool, store: Option<&Store>) -> PyResult<R
         "auto" => None,
         name => Some(name.parse::<Mechanism>().map_err(PyValueError::new_err)?),
     };
-    Ok(RegionOptions { mechanism, without_rollback: !rollback, store: store.map(|store| store.store.clone()) })
+    let store = store.map(|store| store.store.clone());
+    Ok(RegionOptions { mechanism, without_rollback: !rollback, store, ..RegionOptions::default() })
 }
 
 fn closed() -> PyErr {

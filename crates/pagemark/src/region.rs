@@ -66,6 +66,12 @@ pub struct RegionOptions {
     /// The store of the region's snapshots. `None` is a store of its own. Regions that share a
     /// store hold equal content once.
     pub store: Option<SnapshotStore>,
+    /// The promise that only threads of this process write the region's memory, their system calls
+    /// among them: no debugger, no `process_vm_writev` of another process, and no child of `vfork`,
+    /// which shares the memory. With `adaptive`, a commit then looks at no page if the process had
+    /// no page fault in the transaction. A write that breaks the promise may be missing there and
+    /// in the next commits, and counts as written later.
+    pub sole_use: bool,
 }
 
 /// Memory of this process whose writes are tracked.
@@ -218,6 +224,7 @@ impl Region {
         let bytes = range.byte_count().to_usize();
         let base = if options.without_rollback { None } else { Some(Base::new(bytes)) };
         let base = base.transpose().map_err(Error::system(format!("mapping a copy of {bytes} bytes")))?;
+        let own = own.with_sole_use(options.sole_use);
         let mut state = State {
             tracker: mechanism.tracker(Scope::OwnMemory, &own)?,
             own,

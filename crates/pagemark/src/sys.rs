@@ -19,6 +19,7 @@ pub(crate) mod memory_file;
 pub mod own_machine;
 pub mod own_mappings;
 pub mod own_memory;
+pub mod page_faults;
 pub mod pagemap;
 pub mod parking;
 pub(crate) mod per_process;

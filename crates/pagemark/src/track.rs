@@ -23,6 +23,7 @@ pub mod uffd;
 
 pub mod own_memory;
 
+mod fault_watch;
 mod in_machine;
 pub(crate) mod page_bits;
 mod pins;

@@ -18,13 +18,18 @@ const BYTES: usize = PAGES * PAGE_SIZE;
 /// A region, or none where this machine lacks the mechanism.
 fn region(bytes: usize, mechanism: Mechanism, without_rollback: bool) -> Option<Region> {
     let options = RegionOptions { mechanism: Some(mechanism), without_rollback, ..RegionOptions::default() };
+    region_with(bytes, options)
+}
+
+fn region_with(bytes: usize, options: RegionOptions) -> Option<Region> {
+    let mechanism = options.mechanism;
     match Region::with_options(bytes, options) {
         Ok(region) => Some(region),
         Err(error) if error.kind() == ErrorKind::Unavailable => {
             pagemark_testing::skipped(&format!("{error}"));
             None
         }
-        Err(error) => panic!("{mechanism}: {error}"),
+        Err(error) => panic!("{mechanism:?}: {error}"),
     }
 }
 
@@ -235,7 +240,12 @@ impl Machine {
 }
 
 fn behaves(mechanism: Mechanism, without_rollback: bool, steps: &[Step]) {
-    let Some(region) = region(BYTES, mechanism, without_rollback) else { return };
+    behaves_with(RegionOptions { mechanism: Some(mechanism), without_rollback, ..RegionOptions::default() }, steps);
+}
+
+fn behaves_with(options: RegionOptions, steps: &[Step]) {
+    let without_rollback = options.without_rollback;
+    let Some(region) = region_with(BYTES, options) else { return };
     let mut machine = Machine::new(region, without_rollback);
     steps.iter().for_each(|step| machine.run(step));
     assert!(content(&machine.region) == machine.now, "the content is wrong in the end");
@@ -250,8 +260,13 @@ proptest! {
     }
 
     #[test]
-    fn adaptive_behaves(steps in prop::collection::vec(step(), 1..120), without_rollback in any::<bool>()) {
-        behaves(Mechanism::Adaptive, without_rollback, &steps);
+    fn adaptive_behaves(
+        steps in prop::collection::vec(step(), 1..120),
+        without_rollback in any::<bool>(),
+        sole_use in any::<bool>(),
+    ) {
+        let mechanism = Some(Mechanism::Adaptive);
+        behaves_with(RegionOptions { mechanism, without_rollback, sole_use, store: None }, &steps);
     }
 
     #[test]
@@ -550,8 +565,13 @@ fn hot_pages_are_reported_exactly_and_cool_down() {
     // The pages are one run, runs of a few, and single pages.
     let patterns: [fn(usize) -> bool; 3] =
         [|page| (100..240).contains(&page), |page| page % 9 < 4 && page > 20, |page| page % 3 == 1];
-    for (is_hot, without_rollback) in patterns.into_iter().flat_map(|pattern| [(pattern, false), (pattern, true)]) {
-        let Some(region) = region(PAGES * PAGE_SIZE, Mechanism::Adaptive, without_rollback) else { return };
+    let promises = [(false, false), (true, false), (false, true), (true, true)];
+    for (is_hot, (without_rollback, sole_use)) in
+        patterns.into_iter().flat_map(|pattern| promises.map(|p| (pattern, p)))
+    {
+        let mechanism = Some(Mechanism::Adaptive);
+        let options = RegionOptions { mechanism, without_rollback, sole_use, store: None };
+        let Some(region) = region_with(PAGES * PAGE_SIZE, options) else { return };
         region.write(0, &vec![1; region.bytes()]).unwrap();
         region.begin().unwrap();
         region.commit().unwrap();

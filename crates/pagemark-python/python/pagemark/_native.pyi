@@ -123,7 +123,13 @@ class Saving:
 @final
 class Region:
     def __new__(
-        cls, bytes: int, mechanism: str = "auto", *, rollback: bool = True, store: Store | None = None
+        cls,
+        bytes: int,
+        mechanism: str = "auto",
+        *,
+        rollback: bool = True,
+        store: Store | None = None,
+        sole_use: bool = False,
     ) -> Self: ...
     @staticmethod
     def adopt(

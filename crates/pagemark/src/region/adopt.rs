@@ -51,7 +51,7 @@ impl Region {
     /// not through a file descriptor.
     pub unsafe fn adopt_shared(start: NonNull<u8>, bytes: usize, options: RegionOptions) -> Result<Region, Error> {
         // SAFETY: the caller guarantees it.
-        unsafe { adopt(start, bytes, options, true) }
+        unsafe { adopt(start, bytes, RegionOptions { sole_use: true, ..options }, true) }
     }
 }
 

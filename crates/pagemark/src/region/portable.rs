@@ -103,5 +103,5 @@ impl Region {
 
 /// Options of a region that is not written.
 fn plain_options(store: Option<SnapshotStore>) -> RegionOptions {
-    RegionOptions { mechanism: Some(Mechanism::Full), without_rollback: true, store }
+    RegionOptions { mechanism: Some(Mechanism::Full), without_rollback: true, store, ..RegionOptions::default() }
 }

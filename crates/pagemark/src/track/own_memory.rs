@@ -22,6 +22,7 @@ pub struct OwnMemory {
     /// The part that is shared memory.
     shared: RangeSet,
     page_bytes: ByteCount,
+    has_sole_use: bool,
 }
 
 impl OwnMemory {
@@ -55,7 +56,7 @@ impl OwnMemory {
         };
         let (backed, shared) = (parts(|mapping| !mapping.is_private_anonymous()), parts(|mapping| mapping.is_shared));
         let page_bytes = mappings.iter().map(|mapping| mapping.page_bytes).max().unwrap_or(ByteCount::PAGE);
-        OwnMemory { range, backed, shared, page_bytes }
+        OwnMemory { range, backed, shared, page_bytes, has_sole_use: false }
     }
 
     /// Private anonymous memory.
@@ -63,7 +64,20 @@ impl OwnMemory {
     /// # Safety
     /// As for [`OwnMemory::new`], and the memory is private and anonymous.
     pub(crate) unsafe fn anonymous(range: Range) -> OwnMemory {
-        OwnMemory { range, backed: RangeSet::new(), shared: RangeSet::new(), page_bytes: ByteCount::PAGE }
+        let (backed, shared) = (RangeSet::new(), RangeSet::new());
+        OwnMemory { range, backed, shared, page_bytes: ByteCount::PAGE, has_sole_use: false }
+    }
+
+    /// The same memory, with or without the promise that only threads of this process write it.
+    #[must_use]
+    pub fn with_sole_use(self, has_sole_use: bool) -> OwnMemory {
+        OwnMemory { has_sole_use, ..self }
+    }
+
+    /// True if only threads of this process write the memory: no debugger, and no child that shares
+    /// it.
+    pub(super) fn has_sole_use(&self) -> bool {
+        self.has_sole_use
     }
 
     /// Its addresses.

@@ -8,12 +8,17 @@
 //! it stays unprotected, and counts as written in each transaction. At intervals, some hot pages
 //! are protected for one transaction, to find out whether they are still written. The interval
 //! doubles each time that all of them are.
+//!
+//! With the promise that no other process writes the memory, `adaptive` does not look at the pages
+//! of a transaction in which the process had no page fault ([`FaultWatch`]): the hot pages were
+//! written then, and no other.
 
 use std::io;
 use std::ops::Range as Span;
 use std::sync::Arc;
 
 use super::OwnMemory;
+use super::fault_watch::FaultWatch;
 use super::pagemap_scan::unavailable;
 use super::registry::own_pagemap;
 use crate::sys::pagemap::{Filter, PRESENT, Pagemap, SWAPPED, WP_ALLOWED, WRITTEN};
@@ -52,6 +57,8 @@ pub struct RegionScan {
     is_adaptive: bool,
     /// True from `begin_interval`, which begins a transaction, to the collect that ends it.
     in_transaction: bool,
+    /// `None` where each collect looks at the pages.
+    fault_watch: Option<FaultWatch>,
     process: u32,
 }
 
@@ -96,6 +103,7 @@ impl RegionScan {
         let userfaultfd = SHARED.get(Userfaultfd::of_this_process).map_err(|error| unavailable(mechanism, error))?;
         let pagemap = own_pagemap()?;
         let is_adaptive = mechanism == Mechanism::Adaptive;
+        let fault_watch = if is_adaptive && memory.has_sole_use() { FaultWatch::new() } else { None };
         Ok(RegionScan {
             pagemap,
             memory,
@@ -103,6 +111,7 @@ impl RegionScan {
             tracked: Vec::new(),
             is_adaptive,
             in_transaction: false,
+            fault_watch,
             process: std::process::id(),
         })
     }
@@ -119,9 +128,31 @@ impl RegionScan {
         self.tracked.push(RegisteredRange { range, unit, backed, known, dense, heat });
         Ok(())
     }
+
+    /// True if no protected page was written in the transaction that ends, and none of the ranges
+    /// is to be probed. `faults` are those until now.
+    fn is_quiet(&self, ranges: &RangeSet, faults: Option<u64>) -> bool {
+        let (Some(watch), Some(faults)) = (&self.fault_watch, faults) else { return false };
+        let is_tracked = |range: &Range| self.tracked.iter().any(|tracked| tracked.range == *range);
+        watch.is_quiet(faults)
+            && self.tracked.len() == ranges.range_count()
+            && ranges.iter().all(|range| is_tracked(&range))
+            && self.tracked.iter().all(|tracked| tracked.heat.as_ref().is_some_and(Heat::is_between_probes))
+    }
 }
 
 impl RegisteredRange {
+    /// Ends a transaction in which no protected page was written, and adds the pages that count as
+    /// written.
+    fn collect_quiet(&mut self, pagemap: &Pagemap, written: &mut RangeSet) -> Result<(), Error> {
+        check_registered(pagemap, &self.range)?;
+        if let Some(heat) = &mut self.heat {
+            heat.transaction += 1;
+            written.extend(heat.hot_runs(self.range.start.page()));
+        }
+        Ok(())
+    }
+
     /// The units that a part of the range touches.
     fn whole_units(&self, part: &Range) -> Range {
         if part.is_empty() {
@@ -257,6 +288,11 @@ impl Tracker for RegionScan {
             stays
         });
         let ends_transaction = std::mem::take(&mut self.in_transaction);
+        // Faults after this moment are those of the next collect.
+        let faults = self.fault_watch.as_ref().map(FaultWatch::now);
+        if ends_transaction && self.is_quiet(ranges, faults) {
+            return self.tracked.iter_mut().try_for_each(|tracked| tracked.collect_quiet(&self.pagemap, dirty));
+        }
         let mut written = RangeSet::new();
         let result = ranges.iter().try_for_each(|range| {
             if !self.tracked.iter().any(|tracked| tracked.range == range) {
@@ -274,11 +310,18 @@ impl Tracker for RegionScan {
             })
         });
         dirty.append(&mut written);
+        if let (Some(watch), Some(faults)) = (&mut self.fault_watch, faults) {
+            match &result {
+                Ok(()) => watch.record(faults),
+                Err(_) => watch.forget(),
+            }
+        }
         result
     }
 
     /// Saves the following writes their faults. System calls can write to protected pages.
     fn pin(&mut self, range: &Range) -> Result<(), Error> {
+        self.fault_watch.iter_mut().for_each(FaultWatch::forget);
         let pages = range.whole_pages();
         for tracked in &self.tracked {
             let part = tracked.whole_units(&pages.overlap(&tracked.range));
@@ -422,6 +465,13 @@ impl Heat {
             self.between_probes = if cooled { 1 } else { (self.between_probes * 2).min(MAX_PROBE_DISTANCE) };
         }
         self.hot_pages > 0 && self.transaction >= self.probed_in + self.between_probes
+    }
+
+    /// True if pages are hot, the transaction that ends is no probe, and the next one is none.
+    /// False at least once in [`MAX_PROBE_DISTANCE`] transactions.
+    fn is_between_probes(&self) -> bool {
+        let ended = self.transaction + 1;
+        self.hot_pages > 0 && ended != self.probed_in && ended < self.probed_in + self.between_probes
     }
 
     /// Makes the pages of the next slice that has hot pages one transaction short of hot, and

@@ -1,0 +1,80 @@
+//! Whether protected pages may have been written, without a look at them.
+//!
+//! In asynchronous mode, the first write to a page that userfaultfd protects is a page fault of the
+//! thread that writes, also within a system call. If the process had none, its threads wrote to no
+//! protected page. Writes of other processes (of debuggers, by `process_vm_writev`) are faults of
+//! theirs, which this process cannot count.
+
+use std::io;
+use std::sync::OnceLock;
+
+use crate::PAGE_SIZE;
+use crate::sys::own_memory::Mapping;
+use crate::sys::page_faults;
+use crate::sys::userfaultfd::Userfaultfd;
+
+/// The page faults that were seen at the last look at the pages.
+#[derive(Debug)]
+pub(super) struct FaultWatch {
+    seen: Option<u64>,
+}
+
+impl FaultWatch {
+    /// `None` where the kernel does not count the faults of protected pages.
+    pub fn new() -> Option<FaultWatch> {
+        static ARE_COUNTED: OnceLock<bool> = OnceLock::new();
+        let are_counted = *ARE_COUNTED.get_or_init(|| are_counted().unwrap_or(false));
+        are_counted.then_some(FaultWatch { seen: None })
+    }
+
+    /// The faults until now, for [`FaultWatch::is_quiet`] and [`FaultWatch::record`].
+    pub fn now(&self) -> u64 {
+        page_faults::of_this_process()
+    }
+
+    /// True if there were no faults from the last recorded look until `now`.
+    pub fn is_quiet(&self, now: u64) -> bool {
+        self.seen == Some(now)
+    }
+
+    /// Records a look at the pages, after which those are protected that count as not written.
+    /// `before` are the faults until the look began.
+    pub fn record(&mut self, before: u64) {
+        self.seen = Some(before);
+    }
+
+    /// Pages were unprotected, so that writes to them are no faults.
+    pub fn forget(&mut self) {
+        self.seen = None;
+    }
+}
+
+/// Tries whether the write to a protected page is counted as a fault.
+fn are_counted() -> io::Result<bool> {
+    let page = Mapping::new(PAGE_SIZE)?;
+    let userfaultfd = Userfaultfd::of_this_process()?;
+    userfaultfd.register(&page.range())?;
+    // SAFETY: the page is mapped, and only this function accesses it.
+    let write = |value| unsafe { page.start().as_ptr().write_volatile(value) };
+    write(1);
+    userfaultfd.write_protect(&page.range(), true)?;
+    let before = page_faults::of_this_thread();
+    write(2);
+    Ok(page_faults::of_this_thread() > before)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_was_seen_is_quiet_until_it_is_forgotten() {
+        let Some(mut watch) = FaultWatch::new() else { return };
+        let now = watch.now();
+        assert!(!watch.is_quiet(now));
+        watch.record(now);
+        assert!(watch.is_quiet(now) && !watch.is_quiet(now + 1));
+        watch.forget();
+        assert!(!watch.is_quiet(now));
+    }
+}
