@@ -14,6 +14,10 @@ if [ ! -x "$checker" ]; then
     exit 77
 fi
 baseline=$(grep -v '^#' scripts/semver-baseline)
+if [ "$(git rev-parse --is-shallow-repository 2> /dev/null || echo none)" != false ]; then
+    echo "skipped: semver: the history of the sources is not here"
+    exit 77
+fi
 if ! git cat-file -e "$baseline^{commit}" 2> /dev/null; then
     echo "semver: the baseline $baseline is not in this repository" >&2
     echo "help: fetch the whole history, or change scripts/semver-baseline" >&2
