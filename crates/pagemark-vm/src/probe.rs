@@ -8,7 +8,7 @@ use crate::write_watch::WriteWatch;
 /// Tries every mechanism for virtual machines, the preferred one first, with the trackers that
 /// [`VmTarget`](crate::VmTarget) uses, on memory of this process.
 ///
-/// As [`pagemark::track::probe`] does for other scopes.
+/// As [`pagemark::track::probe()`] does for other scopes.
 pub fn probe() -> Vec<Probe> {
     let probe = |mechanism| Probe { mechanism, scope: Scope::Machine, result: cost(mechanism) };
     Mechanism::of_scope(Scope::Machine).map(probe).collect()
