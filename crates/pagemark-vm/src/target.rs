@@ -85,8 +85,8 @@ impl VmTarget {
     /// tracked by `mechanism`. QEMU is stopped for a fraction of a millisecond with the
     /// mechanisms that need it.
     ///
-    /// With a mechanism that [holds writes](Mechanism::holds_writes), the first write to a page in each interval waits for a thread of
-    /// this process, and checkpoints can use
+    /// With a mechanism that [holds writes](Mechanism::holds_writes), the first write to a page in
+    /// each interval waits for a thread of this process, and checkpoints can use
     /// [`Strategy::CopyOnWrite`](pagemark::checkpointer::Strategy::CopyOnWrite).
     ///
     /// # Errors

@@ -290,8 +290,9 @@ impl Mechanism {
 
     /// What `auto` means: the preferred mechanism of the scope among those that work on this
     /// machine. For own memory that leaves out the exclusive mechanism, `soft-dirty`: a program may
-    /// have many regions, and with `soft-dirty` no thread may write while a region is collected. For
-    /// virtual machines it leaves out what holds writes: see [`Mechanism::choose_to_hold_writes`].
+    /// have many regions, and with `soft-dirty` no thread may write while a region is collected.
+    /// For virtual machines it leaves out what holds writes: see
+    /// [`Mechanism::choose_to_hold_writes`].
     pub fn choose(scope: Scope) -> Mechanism {
         static CHOSEN: [OnceLock<Mechanism>; Scope::ALL.len()] = [const { OnceLock::new() }; Scope::ALL.len()];
         *CHOSEN[scope as usize].get_or_init(|| {
