@@ -5,7 +5,7 @@ use std::process::ExitCode;
 use clap::Args;
 use pagemark::Mechanism;
 use pagemark::sys::interface::{self, Interface};
-use pagemark::track::{Cost, Probe, Scope, probe};
+use pagemark::track::{Cost, MachineTracking, Probe, Scope, probe};
 use pagemark_process::criu::{Criu, missing_capability};
 use pagemark_report::escape::printable;
 use pagemark_report::table::Table;
@@ -100,7 +100,9 @@ struct ScopeFinding {
 
 impl Doctor {
     pub fn run(self) -> Outcome {
-        let probes = [probe(Scope::OwnMemory), probe(Scope::Process), pagemark_vm::probe()];
+        let probes = [Scope::OwnMemory, Scope::Process].map(probe);
+        let mechanisms: Vec<_> =
+            Mechanism::ALL.into_iter().filter_map(|mechanism| finding(mechanism, &probes)).collect();
         let findings = Findings {
             kernel: kernel(),
             root: nix::unistd::geteuid().is_root(),
@@ -110,8 +112,8 @@ impl Doctor {
             missing_capability: missing_capability().filter(|_| nix::unistd::geteuid().is_root()),
             auto: auto(&probes, Scope::Process),
             auto_own_memory: auto(&probes, Scope::OwnMemory),
-            auto_machine: auto(&probes, Scope::Machine),
-            mechanisms: Mechanism::ALL.into_iter().filter_map(|mechanism| finding(mechanism, &probes)).collect(),
+            auto_machine: auto_machine(&mechanisms),
+            mechanisms,
         };
         if self.json {
             return print_json(&findings);
@@ -127,14 +129,29 @@ fn auto(probes: &[Vec<Probe>], scope: Scope) -> Option<Mechanism> {
     of_scope.find(|probe| probe.result.is_ok() && probe.mechanism.may_be_chosen(scope)).map(|probe| probe.mechanism)
 }
 
+/// The mechanism that is chosen for virtual machines.
+fn auto_machine(findings: &[MechanismFinding]) -> Option<Mechanism> {
+    let works = |found: &&MechanismFinding| found.machine.as_ref().is_some_and(|machine| machine.works);
+    let mut of_scope = findings.iter().filter(works).map(|found| found.mechanism);
+    of_scope.find(|mechanism| mechanism.may_be_chosen(Scope::Machine))
+}
+
 fn finding(mechanism: Mechanism, probes: &[Vec<Probe>]) -> Option<MechanismFinding> {
     let of_scope = |scope: Scope| {
         let mut probes = probes.iter().flatten();
-        probes.find(|probe| probe.mechanism == mechanism && probe.scope == scope).map(ScopeFinding::of)
+        probes
+            .find(|probe| probe.mechanism == mechanism && probe.scope == scope)
+            .map(|probe| ScopeFinding::of(&probe.result))
     };
     let own_memory = of_scope(Scope::OwnMemory)?;
     let process = of_scope(Scope::Process);
     let entry = mechanism.entry();
+    let machine = match entry.machine {
+        None => None,
+        // The same tracker.
+        Some(MachineTracking::OfProcess) => process.clone(),
+        Some(MachineTracking::HoldsWrites) => Some(ScopeFinding::of(&pagemark_vm::cost(mechanism))),
+    };
     Some(MechanismFinding {
         mechanism,
         description: entry.description,
@@ -142,7 +159,7 @@ fn finding(mechanism: Mechanism, probes: &[Vec<Probe>]) -> Option<MechanismFindi
         main: process.clone().unwrap_or_else(|| own_memory.clone()),
         own_memory,
         process,
-        machine: of_scope(Scope::Machine),
+        machine,
     })
 }
 
@@ -157,15 +174,15 @@ impl Missing {
 }
 
 impl ScopeFinding {
-    fn of(probe: &Probe) -> ScopeFinding {
-        let cost = |part: fn(&Cost) -> f64| probe.result.as_ref().ok().map(part);
+    fn of(result: &Result<Cost, pagemark::Error>) -> ScopeFinding {
+        let cost = |part: fn(&Cost) -> f64| result.as_ref().ok().map(part);
         ScopeFinding {
-            works: probe.result.is_ok(),
+            works: result.is_ok(),
             first_write_ns: cost(|cost| cost.first_write_ns),
             hot_write_ns: cost(|cost| cost.hot_write_ns),
             collect_ns: cost(|cost| cost.collect_ns),
-            tracker: probe.result.as_ref().ok().map(|cost| cost.tracker),
-            reason: probe.result.as_ref().err().map(ToString::to_string),
+            tracker: result.as_ref().ok().map(|cost| cost.tracker),
+            reason: result.as_ref().err().map(ToString::to_string),
         }
     }
 }

@@ -78,7 +78,7 @@ pub use export::{QemuExport, export_qemu};
 pub use fork::ForkedMachine;
 pub use fork_arguments::Replacement;
 pub use interval::{Interval, Observer, SimulatedInterval, instructions_of, simulator_library};
-pub use probe::{cost, probe};
+pub use probe::cost;
 pub use restore::{LazyMachine, Restore, RunningMachine};
 pub use run::OwnQemu;
 pub use target::{EventHandler, VmTarget};

@@ -1,20 +1,13 @@
-//! Which mechanisms work for virtual machines on this host, and what each costs.
+//! Which mechanisms work for virtual machines on this host, and what each costs, by the trackers
+//! that [`VmTarget`](crate::VmTarget) uses.
 
-use pagemark::track::{self, Cost, NewTracker, OwnMemory, Probe, Scope};
+use pagemark::track::{self, Cost, NewTracker, OwnMemory, Scope};
 use pagemark::{Mechanism, Range, RangeSet, Tracker};
 
 use crate::write_watch::WriteWatch;
 
-/// Tries every mechanism for virtual machines, the preferred one first, with the trackers that
-/// [`VmTarget`](crate::VmTarget) uses, on memory of this process.
-///
-/// As [`pagemark::track::probe()`] does for other scopes.
-pub fn probe() -> Vec<Probe> {
-    let probe = |mechanism| Probe { mechanism, scope: Scope::Machine, result: cost(mechanism) };
-    Mechanism::of_scope(Scope::Machine).map(probe).collect()
-}
-
-/// Measures what a mechanism costs for virtual machines, as [`probe`] does.
+/// Measures what a mechanism costs for virtual machines, on memory of this process, as
+/// [`pagemark::track::cost`] does for other scopes.
 ///
 /// # Errors
 /// As [`pagemark::track::cost`].
@@ -68,11 +61,9 @@ mod tests {
 
     #[test]
     fn what_holds_writes_is_measured_by_the_watch_that_machines_have() {
-        let probes = probe();
-        assert!(probes.iter().map(|probe| probe.mechanism).eq(Mechanism::of_scope(Scope::Machine)));
-        let holding: Vec<&Probe> = probes.iter().filter(|probe| probe.mechanism.holds_writes()).collect();
+        let holding: Vec<_> = Mechanism::of_scope(Scope::Machine).filter(|m| m.holds_writes()).collect();
         assert_eq!(holding.len(), 1);
-        match &holding[0].result {
+        match &cost(holding[0]) {
             Ok(cost) => {
                 assert!(crate::can_hold_writes());
                 assert_eq!(cost.tracker, std::any::type_name::<WriteWatch>());
@@ -80,7 +71,7 @@ mod tests {
             }
             Err(error) => assert!(!crate::can_hold_writes(), "{error}"),
         }
-        assert_eq!(Mechanism::choose_to_hold_writes(), Some(holding[0].mechanism));
+        assert_eq!(Mechanism::choose_to_hold_writes(), Some(holding[0]));
         assert!(!Mechanism::choose(Scope::Machine).holds_writes());
     }
 }

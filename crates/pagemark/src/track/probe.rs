@@ -15,6 +15,10 @@ const PROBE_PAGES: usize = if cfg!(test) { 256 } else { 4096 };
 /// Number of measurements, of which the lowest counts.
 const PROBE_ROUNDS: usize = 5;
 
+/// Limit of the time for which the pages are written in an interval that is measured for hot pages,
+/// of which there are many, nanoseconds. Where writes take longer, fewer pages are written.
+const HOT_INTERVAL_NS: f64 = 20e6;
+
 /// What a mechanism costs on this machine.
 #[derive(Clone, Copy, Debug)]
 pub struct Cost {
@@ -101,25 +105,26 @@ pub fn cost_with(mechanism: Mechanism, make: &dyn Fn(&OwnMemory) -> NewTracker) 
     let mut tracker = make(&memory_of(&scratch))?;
     let mut cost =
         Cost { tracker: tracker.type_name(), first_write_ns: f64::MAX, hot_write_ns: f64::MAX, collect_ns: f64::MAX };
-    let write_all = |value: u64| {
+    let write = |pages: usize, value: u64| {
         let begin = Instant::now();
-        (0..PROBE_PAGES).for_each(|page| scratch.write(page, value));
-        begin.elapsed().as_nanos() as f64 / PROBE_PAGES as f64
+        (0..pages).for_each(|page| scratch.write(page, value));
+        begin.elapsed().as_nanos() as f64 / pages as f64
     };
-    write_all(1);
+    write(PROBE_PAGES, 1);
     tracker.collect(&ranges, &mut RangeSet::new())?;
     for round in 0..PROBE_ROUNDS {
-        cost.first_write_ns = cost.first_write_ns.min(write_all(round as u64));
+        cost.first_write_ns = cost.first_write_ns.min(write(PROBE_PAGES, round as u64));
         let begin = Instant::now();
         tracker.collect(&ranges, &mut RangeSet::new())?;
         cost.collect_ns = cost.collect_ns.min(begin.elapsed().as_nanos() as f64 / PROBE_PAGES as f64);
     }
-    // As in a checkpointed program that rewrites all of the memory. The median is over all
-    // intervals in which slices are probed.
+    // As in a checkpointed program that rewrites all of the memory, or the same part of it. The median
+    // is over all intervals in which slices are probed.
+    let hot_pages = ((HOT_INTERVAL_NS / cost.first_write_ns.max(1.0)) as usize).clamp(1, PROBE_PAGES);
     let mut hot = Vec::new();
     for round in 0..HOT_AFTER + PROBE_SLICES as usize {
         tracker.begin_interval()?;
-        let write_ns = write_all(round as u64);
+        let write_ns = write(hot_pages, round as u64);
         tracker.collect(&ranges, &mut RangeSet::new())?;
         if round >= HOT_AFTER {
             hot.push(write_ns);
