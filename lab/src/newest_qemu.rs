@@ -78,9 +78,11 @@ pub fn run(arguments: &[String], log: &Path) -> Result<(Vec<String>, bool)> {
 /// The tests of machines that meet both versions: that of the host, and the newest.
 fn beside_the_host_s(root: &Path, binaries: &TestBinaries, arguments: &[String]) -> Result<(String, Command)> {
     let script = root.with_extension("sh");
-    let hidden = HIDDEN.join(" ");
-    let text =
-        format!("#!/bin/sh\nexec unshare --mount sh -c '{WITH_FILES_OF}' '{}' {hidden} -- \"$@\"\n", root.display());
+    // Executes the first of its arguments, with the others.
+    let with_files = with_files_of(root, &HIDDEN, "env".as_ref());
+    let words = std::iter::once(with_files.get_program()).chain(with_files.get_args());
+    let quoted: Vec<String> = words.map(|word| format!("'{}'", word.to_string_lossy())).collect();
+    let text = format!("#!/bin/sh\nexec {} \"$@\"\n", quoted.join(" "));
     std::fs::write(&script, text).map_err(Error::file("write", &script))?;
     let executable = std::fs::Permissions::from_mode(0o755);
     std::fs::set_permissions(&script, executable).map_err(Error::file("make executable", &script))?;

@@ -321,23 +321,22 @@ fn nightly_toolchain() -> Result<()> {
 }
 
 fn cbindgen() -> Result<()> {
-    let root = cache::project().join("cbindgen");
-    let version = command::output(Command::new(root.join("bin/cbindgen")).arg("--version"), "cbindgen", "");
-    if version.is_ok_and(|version| version.trim() == format!("cbindgen {CBINDGEN}")) {
-        return Ok(());
-    }
-    progress!("installing cbindgen {CBINDGEN} (about a minute)");
-    install_tool(&["cbindgen", "--version", CBINDGEN, "--root", &root.display().to_string()])
+    pinned_tool("cbindgen", CBINDGEN, "cbindgen", "a minute")
 }
 
 fn semver_checks() -> Result<()> {
-    let root = cache::project().join("semver");
-    let version = command::output(Command::new(root.join("bin/cargo-semver-checks")).arg("--version"), "semver", "");
-    if version.is_ok_and(|version| version.trim() == format!("cargo-semver-checks {SEMVER_CHECKS}")) {
+    pinned_tool("cargo-semver-checks", SEMVER_CHECKS, "semver", "ten minutes")
+}
+
+/// Installs a version of a tool into a directory of the cache, unless it is there.
+fn pinned_tool(tool: &str, version: &str, directory: &str, time: &str) -> Result<()> {
+    let root = cache::project().join(directory);
+    let present = command::output(Command::new(root.join("bin").join(tool)).arg("--version"), tool, "");
+    if present.is_ok_and(|present| present.trim() == format!("{tool} {version}")) {
         return Ok(());
     }
-    progress!("installing cargo-semver-checks {SEMVER_CHECKS} (about ten minutes)");
-    install_tool(&["cargo-semver-checks", "--version", SEMVER_CHECKS, "--root", &root.display().to_string()])
+    progress!("installing {tool} {version} (about {time})");
+    install_tool(&[tool, "--version", version, "--root", &root.display().to_string()])
 }
 
 /// Builds a tool without optimization: it works for a second, and an optimized build takes minutes.
