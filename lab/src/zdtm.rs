@@ -163,25 +163,29 @@ pub fn run(selection: &Selection, logs: &Path) -> Result<(Vec<String>, bool)> {
     Ok(exceptions.compare(&verdicts))
 }
 
-/// Runs every test in every mode, some of them side by side.
+/// Runs every test in every mode, some tests side by side. The modes of one test take turns: it may
+/// use the same names in `/tmp` in each of them.
 fn run_all(tests: &[Test], modes: &[Mode], tree: &Path, criu: &Path, logs: &Path) -> Result<Verdicts> {
-    let trials = tests.iter().flat_map(|test| modes.iter().map(move |mode| (test, *mode)));
-    let (alone, together): (Vec<_>, Vec<_>) = trials.partition(|(test, _)| test.is_exclusive());
-    let trials = Mutex::new(VecDeque::from(together));
+    let (alone, together): (Vec<_>, Vec<_>) = tests.iter().partition(|test| test.is_exclusive());
+    let together = Mutex::new(VecDeque::from(together));
     let verdicts = Mutex::new(Verdicts::new());
-    let next = || trials.lock().unwrap_or_else(std::sync::PoisonError::into_inner).pop_front();
-    let done = |test: &Test, mode: Mode, verdict: Verdict| {
-        crate::progress!("{} {}: {verdict}", test.name(), mode.name());
-        let mut verdicts = verdicts.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        verdicts.insert((test.name(), mode), verdict);
+    let next = || together.lock().unwrap_or_else(std::sync::PoisonError::into_inner).pop_front();
+    let run = |test: &Test, tree: &Path| -> Result<()> {
+        for mode in modes {
+            let verdict = run_one(test, *mode, tree, criu, logs)?;
+            crate::progress!("{} {}: {verdict}", test.name(), mode.name());
+            let mut verdicts = verdicts.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+            verdicts.insert((test.name(), *mode), verdict);
+        }
+        Ok(())
     };
     std::thread::scope(|scope| {
         let worker = |_| {
             scope.spawn(|| -> Result<()> {
                 // Tests write beside their sources.
                 let own = source::Copy::new(tree)?;
-                while let Some((test, mode)) = next() {
-                    done(test, mode, run_one(test, mode, own.path(), criu, logs)?);
+                while let Some(test) = next() {
+                    run(test, own.path())?;
                 }
                 Ok(())
             })
@@ -192,9 +196,7 @@ fn run_all(tests: &[Test], modes: &[Mode], tree: &Path, criu: &Path, logs: &Path
             .try_for_each(|worker| worker.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
     })?;
     let own = source::Copy::new(tree)?;
-    for (test, mode) in alone {
-        done(test, mode, run_one(test, mode, own.path(), criu, logs)?);
-    }
+    alone.into_iter().try_for_each(|test| run(test, own.path()))?;
     Ok(verdicts.into_inner().unwrap_or_else(std::sync::PoisonError::into_inner))
 }
 

@@ -4,7 +4,7 @@
 //! `criu` in `PATH`, then for `pagemark/criu/criu` in the cache directory (`$XDG_CACHE_HOME`, else
 //! `~/.cache`).
 
-mod connections;
+pub(crate) mod connections;
 pub(crate) mod descriptors;
 pub mod dump;
 mod examined;

@@ -1,4 +1,5 @@
-//! TCP connections of a tree of which a process is killed while CRIU saves them.
+//! TCP connections of a tree of which a process is killed while CRIU saves them, and connections
+//! with both ends in the tree.
 
 mod support;
 
@@ -10,6 +11,7 @@ use std::time::Duration;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use pagemark_process::criu::{Criu, Dump, DumpOptions};
+use pagemark_process::restore::{RestoreOptions, Streams};
 use pagemark_testing::{patience, skip, wait_until};
 use support::{Program, criu, is_running, take};
 
@@ -131,4 +133,72 @@ fn a_network_of_the_trees_own_goes_on_when_a_process_is_killed_in_the_freeze() {
     assert_eq!(rules(), before);
     let at_kill = count();
     wait_until("the program counts on", || count() > at_kill + 10);
+}
+
+/// Fills a connection with itself in both directions, with more than one end takes without the
+/// other one. When it may, it reads all, and compares it with what was sent.
+const FULL: &str = r#"
+import os, random, socket, sys, time
+family, address = (socket.AF_INET, '127.0.0.1') if sys.argv[1] == '4' else (socket.AF_INET6, '::1')
+server = socket.create_server((address, 0), family=family)
+there = socket.create_connection(server.getsockname()[:2])
+back = server.accept()[0]
+sent = {}
+for end in there, back:
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
+    end.setblocking(False)
+    sent[end] = bytearray()
+    try:
+        while True:
+            part = random.randbytes(8000)
+            sent[end] += part[:end.send(part)]
+    except BlockingIOError:
+        pass
+with open('full.new', 'w') as file:
+    file.write(str(server.getsockname()[1]))
+os.rename('full.new', 'full')
+while not os.path.exists('read'):
+    time.sleep(0.01)
+for end, peer in (there, back), (back, there):
+    end.setblocking(True)
+    got = bytearray()
+    while len(got) < len(sent[peer]):
+        part = end.recv(1 << 20)
+        assert part, 'the connection was closed'
+        got += part
+    assert got == sent[peer]
+for end, peer in (there, back), (back, there):
+    end.sendall(b'then')
+    assert peer.recv(4, socket.MSG_WAITALL) == b'then'
+open('good', 'w').close()
+time.sleep(1000)
+"#;
+
+#[test]
+fn what_is_between_two_ends_of_a_tree_arrives() {
+    let Some(criu) = criu() else { return };
+    if !has_iptables() {
+        skip!("iptables does not work here");
+    }
+    for version in ["4", "6"] {
+        if version == "6" && std::net::TcpListener::bind("[::1]:0").is_err() {
+            continue;
+        }
+        for _ in 0..3 {
+            let mut program = Program::start(Command::new("python3").args(["-c", FULL, version]).stdout(Stdio::null()));
+            wait_until("the connection is full", || program.read("full").is_some());
+            let port = format!("port {} ", program.read("full").unwrap());
+            let taken = take(&criu, program.pid(), &OPTIONS);
+            program.kill();
+            let options = RestoreOptions { as_child: true, streams: Streams::Null, ..Default::default() };
+            let restored = taken.restore(&criu, &options);
+            program.adopt(&restored);
+            std::fs::write(program.directory().join("read"), "").unwrap();
+            wait_until("all was read", || program.read("good").is_some() || !is_running(program.pid()));
+            assert!(program.read("good").is_some(), "the program has ended");
+            for tables in ["iptables", "ip6tables"] {
+                assert!(!output(tables, &["-w", "-S"]).contains(&port));
+            }
+        }
+    }
 }

@@ -1,4 +1,4 @@
-//! TCP connections that a failed dump leaves locked.
+//! TCP connections that a failed dump leaves locked, and those that a restore has to lock.
 //!
 //! To save a connection, CRIU has its packets dropped, by two rules of iptables, and sets its
 //! socket to repair mode, in which the program cannot use it. In a network namespace of the tree's
@@ -7,6 +7,11 @@
 //!
 //! CRIU's guard resets the sockets before the processes resume. Pagemark removes the rules
 //! afterwards: TCP sends again what was dropped meanwhile.
+//!
+//! CRIU's restore removes the rules, and expects that the dump has left them. A dump after which
+//! the processes resume does not: a socket with unsent data sends them when it is restored, and if
+//! its peer is in the same tree and not restored yet, the kernel resets the connection. So Pagemark
+//! makes the rules of such connections before a restore.
 
 use std::collections::{HashMap, HashSet};
 use std::fs::File;
@@ -124,7 +129,7 @@ impl Rules {
             for [list, restore] in PROGRAMS.into_iter().chain(LEGACY_PROGRAMS) {
                 // What does not work here, CRIU has not used either.
                 if let Ok(listing) = self.run(list, &["-w", "-S"], "") {
-                    self.change(restore, &chain_removals(&listing))?;
+                    self.change(restore, &chain_removals(&listing)).map_err(left_rules)?;
                 }
             }
             return Ok(());
@@ -132,18 +137,18 @@ impl Rules {
         for ([list, restore], is_v6) in PROGRAMS.into_iter().zip([false, true]) {
             if self.connections.iter().any(|[end, _]| end.is_ipv6() == is_v6) {
                 let listing = self.run(list, &["-w", "-S"], "").map_err(left_rules)?;
-                self.change(restore, &self.removals(&listing))?;
+                self.change(restore, &self.removals(&listing)).map_err(left_rules)?;
             }
         }
         Ok(())
     }
 
-    fn change(&self, restore: &str, commands: &[String]) -> Result<(), Error> {
+    fn change(&self, restore: &str, commands: &[String]) -> io::Result<()> {
         if commands.is_empty() {
             return Ok(());
         }
         let input = format!("*filter\n{}\nCOMMIT\n", commands.join("\n"));
-        self.run(restore, &["-w", "--noflush"], &input).map(drop).map_err(left_rules)
+        self.run(restore, &["-w", "--noflush"], &input).map(drop)
     }
 
     /// The commands that remove the rules of the connections.
@@ -181,9 +186,58 @@ impl Rules {
     }
 }
 
+/// Connections whose packets are dropped while both their ends are restored, in our own network.
+///
+/// CRIU's restore removes the rules when all sockets are there. What it has left when it fails is
+/// removed when this is dropped.
+#[derive(Debug)]
+pub(crate) struct LockedConnections(Rules);
+
+impl LockedConnections {
+    /// Makes the rules that a dump would have left: for each end of a connection a pair.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Criu`](crate::ErrorKind::Criu): rules cannot be made. None is left.
+    pub fn lock(connections: &[(SocketAddr, SocketAddr)]) -> Result<LockedConnections, Error> {
+        let connections = connections.iter().map(|(own, peer)| ends(*own, *peer)).collect();
+        let locked = LockedConnections(Rules { own_network: None, connections });
+        for ([_, restore], is_v6) in PROGRAMS.into_iter().zip([false, true]) {
+            let own = locked.0.connections.iter().filter(|[end, _]| end.is_ipv6() == is_v6);
+            let rules: Vec<String> = own.flat_map(|[one, other]| insertions(*one, *other)).collect();
+            locked.0.change(restore, &rules).map_err(|source| {
+                Error::criu_io("have the packets of connections within the tree dropped")(source)
+                    .help("a restore of such connections needs iptables and, for IPv6, ip6tables")
+            })?;
+        }
+        Ok(locked)
+    }
+}
+
+impl Drop for LockedConnections {
+    fn drop(&mut self) {
+        // Where no rules can be listed, none were made.
+        let _ = self.0.remove();
+    }
+}
+
 fn left_rules(source: io::Error) -> Error {
     Error::criu_io("remove the rules by which CRIU had packets dropped")(source)
         .help("`iptables -S` and `ip6tables -S` show them, with 0xc114: remove them")
+}
+
+/// The commands that make CRIU's rules of a connection: for each end a pair.
+fn insertions(one: SocketAddr, other: SocketAddr) -> [String; 4] {
+    [("INPUT", one, other), ("INPUT", other, one), ("OUTPUT", one, other), ("OUTPUT", other, one)].map(
+        |(chain, from, to)| {
+            format!(
+                "-I {chain} -s {} -d {} -p tcp -m mark {OTHER_MARK} -m tcp --sport {} --dport {} -j DROP",
+                from.ip(),
+                to.ip(),
+                from.port(),
+                to.port()
+            )
+        },
+    )
 }
 
 /// The commands that remove CRIU's chain of rules.
@@ -240,6 +294,15 @@ mod tests {
         ];
         let expected = [listing[1].replace("-A ", "-D "), listing[2].replace("-A ", "-D ")];
         assert_eq!(rules.removals(&listing.join("\n")), expected);
+    }
+
+    #[test]
+    fn what_is_made_for_a_restore_is_removed_as_a_rule_of_criu() {
+        let (one, other) = ("127.0.0.1:80".parse().unwrap(), "127.0.0.1:5000".parse().unwrap());
+        let rules = Rules { own_network: None, connections: HashSet::from([ends(other, one)]) };
+        let made = insertions(one, other);
+        let listing = made.each_ref().map(|rule| rule.replace("-I ", "-A ")).join("\n");
+        assert_eq!(rules.removals(&listing), made.map(|rule| rule.replace("-I ", "-D ")));
     }
 
     #[test]

@@ -25,6 +25,7 @@ use super::{io, surroundings};
 use crate::cgroups::{Joining, Memberships};
 use crate::container::network::{self, Network};
 use crate::container::{self, OwnMounts};
+use crate::criu::connections::LockedConnections;
 use crate::criu::dump::{Notes, read_pstree};
 use crate::criu::images::schema::{CoreEntry, PstreeEntry};
 use crate::criu::images::{ImageKind, read_first};
@@ -391,12 +392,21 @@ impl Prepared {
         }
         // A job that continues by itself is none of the caller's terminal.
         let leaves_session = self.notes.shell_job && options.streams == Streams::Null && !options.as_child;
-        let mut closed_connections =
-            if self.notes.keep_connections { Vec::new() } else { surroundings::connections(&self.directory)? };
+        let mut closed_connections = Vec::new();
+        if !self.notes.keep_connections {
+            let all = surroundings::connections(&self.directory)?;
+            closed_connections.extend(all.iter().map(|(own, peer)| format!("{own} to {peer}")));
+        }
         let text = |closed: &String| closed.replace(|c: char| c.is_control(), "?");
         closed_connections.extend(self.notes.closed_sockets.iter().map(text));
         let (top, has_own_network) = (root.as_deref().unwrap_or(Path::new("/")), self.notes.own_network.is_some());
         closed_connections.extend(outside_sockets::disconnect(&self.directory, top, has_own_network)?);
+        // CRIU does that itself in a network of the tree's own.
+        let inner = if self.notes.keep_connections && !has_own_network {
+            surroundings::inner_connections(&self.directory)?
+        } else {
+            Vec::new()
+        };
         let memberships = if options.ignore_cgroups { Memberships::new() } else { self.notes.memberships.clone() };
         let mut joining = Joining::new(memberships);
         let groups = joining.open_groups_of(root_pid);
@@ -422,6 +432,7 @@ impl Prepared {
             None => Begun::Process(root_pid),
             Some(_) => Begun::Container { others: own_children() },
         };
+        let _locked = if inner.is_empty() { None } else { Some(LockedConnections::lock(&inner)?) };
         let child = command.spawn().map_err(io(format!("start {}", criu.path().display())))?;
         drop((command, for_leader, streams, copies));
         let mut running = match session {

@@ -81,18 +81,26 @@ fn check_file(file: &RegularFile, present: io::Result<fs::Metadata>) -> Result<D
     Err(in_the_way(format!("has {found} bytes; it had {size} at the checkpoint, and the processes need it as it was")))
 }
 
-/// The TCP connections that the processes had, each as `ADDRESS to PEER`.
-pub(super) fn connections(directory: &Path) -> Result<Vec<String>> {
+/// The TCP connections that the processes had, each from its own address to the peer's.
+pub(super) fn connections(directory: &Path) -> Result<Vec<(SocketAddr, SocketAddr)>> {
     let sockets = files(directory)?.into_iter().filter_map(|entry| entry.isk);
     Ok(sockets.filter_map(|socket| connection(&socket)).collect())
 }
 
-fn connection(entry: &InetSocketEntry) -> Option<String> {
+/// Those of the TCP connections whose peer is one of the processes, too.
+pub(super) fn inner_connections(directory: &Path) -> Result<Vec<(SocketAddr, SocketAddr)>> {
+    let canonical = |end: SocketAddr| SocketAddr::new(end.ip().to_canonical(), end.port());
+    let all = connections(directory)?.into_iter().map(|(own, peer)| (canonical(own), canonical(peer)));
+    let all: HashSet<(SocketAddr, SocketAddr)> = all.collect();
+    Ok(all.iter().filter(|(own, peer)| all.contains(&(*peer, *own))).copied().collect())
+}
+
+fn connection(entry: &InetSocketEntry) -> Option<(SocketAddr, SocketAddr)> {
     let is_connection = entry.proto == libc::IPPROTO_TCP as u32
         && entry.dst_port != 0
         && !matches!(entry.state, TCP_LISTEN | TCP_CLOSE);
     let peer = socket_address(entry.family, &entry.dst_addr, entry.dst_port).filter(|_| is_connection)?;
-    Some(format!("{} to {peer}", address(entry)?))
+    Some((address(entry)?, peer))
 }
 
 /// The open files of all processes.
@@ -307,7 +315,7 @@ mod tests {
         assert_eq!(connection(&listener), None);
         let dst_addr = inet("[2001:db8::2]:0".parse().unwrap(), libc::SOCK_STREAM).src_addr;
         let connected = InetSocketEntry { state: 1, dst_port: 4711, dst_addr, ..listener.clone() };
-        assert_eq!(connection(&connected).as_deref(), Some("[2001:db8::1]:443 to [2001:db8::2]:4711"));
+        assert_eq!(connection(&connected), Some((address, "[2001:db8::2]:4711".parse().unwrap())));
         assert_eq!(connection(&InetSocketEntry { state: TCP_CLOSE, ..connected.clone() }), None);
         assert_eq!(connection(&InetSocketEntry { proto: libc::IPPROTO_UDP as u32, ..connected }), None);
     }
