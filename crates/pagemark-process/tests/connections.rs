@@ -184,7 +184,7 @@ fn what_is_between_two_ends_of_a_tree_arrives() {
         if version == "6" && std::net::TcpListener::bind("[::1]:0").is_err() {
             continue;
         }
-        for _ in 0..3 {
+        for _ in 0..2 {
             let mut program = Program::start(Command::new("python3").args(["-c", FULL, version]).stdout(Stdio::null()));
             wait_until("the connection is full", || program.read("full").is_some());
             let port = format!("port {} ", program.read("full").unwrap());
