@@ -23,6 +23,7 @@ mod shortened;
 mod smaps;
 pub mod stdio;
 pub(crate) mod sysv_memory;
+pub(crate) mod sysv_semaphores;
 pub(crate) mod timers;
 mod withhold;
 

@@ -40,6 +40,7 @@ use super::outside_files::{self, OutsideFile};
 use super::shortened::{self, Shortened};
 use super::stdio::{self, Outside};
 use super::sysv_memory::{self, Segment};
+use super::sysv_semaphores::{self, SemaphoreSet};
 use super::withhold::{Withheld, Withholding};
 use super::{CAP_SYS_RESOURCE, Criu, errors_in_log, has_capability, images, kernel_data, outside_sockets, smaps};
 use crate::cgroups::{self, Cgroups, Memberships};
@@ -119,6 +120,9 @@ pub(crate) struct Notes {
     /// System V shared memory that the processes have attached.
     #[serde(default)]
     pub segments: Vec<Segment>,
+    /// System V semaphores that the processes alone have changed.
+    #[serde(default)]
+    pub semaphores: Vec<SemaphoreSet>,
     /// Connections by Unix sockets to processes outside, which a restore finds closed.
     #[serde(default)]
     pub closed_sockets: Vec<String>,
@@ -260,6 +264,7 @@ impl Dump {
             own_network: OwnNetwork::of_process(pid, options.save_network).map_err(|_| Error::criu_gone(pid))?,
             first_process: FirstProcess::of_container(pid),
             segments: Vec::new(),
+            semaphores: Vec::new(),
             closed_sockets: Vec::new(),
         };
         let outside_files = if notes.own_root.is_some() { outside_files::find(&tree) } else { Vec::new() };
@@ -490,6 +495,7 @@ impl Dump {
         if self.has_segments {
             self.notes.segments = sysv_memory::find(&pids, image_id)?;
         }
+        self.notes.semaphores = sysv_semaphores::find(self.pid, || members(self.pid))?;
         // It must stay open until CRIU has ended, because CRIU answers.
         let mut socket = self.socket.take();
         if let Some(socket) = &mut socket {

@@ -31,7 +31,8 @@ use crate::criu::images::schema::{CoreEntry, PstreeEntry};
 use crate::criu::images::{ImageKind, read_first};
 use crate::criu::regular_files::has_image;
 use crate::criu::stdio::{self, Own};
-use crate::criu::{Criu, errors_in_log, outside_sockets, own_network, sysv_memory};
+use crate::criu::sysv_semaphores::SemaphoreSet;
+use crate::criu::{Criu, errors_in_log, outside_sockets, own_network, sysv_memory, sysv_semaphores};
 use crate::error::{Error, ErrorKind, Object};
 use crate::scratch::{self, ScratchDirectory};
 use crate::terminal::{self, Terminal};
@@ -218,6 +219,7 @@ impl Prepared {
     /// [`ErrorKind::PidInUse`]
     pub fn check_free(&self) -> Result<(), Error> {
         self.notes.segments.iter().try_for_each(|segment| segment.is_there().map(drop))?;
+        self.notes.semaphores.iter().try_for_each(SemaphoreSet::check)?;
         if let Some(first) = &self.notes.first_process {
             return match first.runs() {
                 true => Err(Error::about(
@@ -340,8 +342,8 @@ impl Prepared {
         if options.as_child {
             command.arg("--restore-sibling");
         }
-        let has_segments = !self.notes.segments.is_empty();
-        if options.stopped || has_segments {
+        let has_system_v = !(self.notes.segments.is_empty() && self.notes.semaphores.is_empty());
+        if options.stopped || has_system_v {
             command.arg("--leave-stopped");
         }
         if self.notes.first_process.is_some() {
@@ -469,7 +471,7 @@ impl Prepared {
                 (root_pid, members.iter().map(|member| member.pid).collect(), container::ids_here(root_pid))
             }
         };
-        if has_segments && let Err(error) = self.attach_segments(&ids, options) {
+        if has_system_v && let Err(error) = self.put_back_system_v(&ids, options) {
             kill_all(&pids);
             running.end();
             begun.end();
@@ -482,11 +484,15 @@ impl Prepared {
         Ok(Restored { root_pid, pids, left_groups, closed_connections, child, relay })
     }
 
-    /// Has the processes, which CRIU has left stopped, attach their System V shared memory, and
-    /// lets them run. `ids` are their ids here, by those of the images, if these are others.
-    fn attach_segments(&self, ids: &HashMap<i32, i32>, options: &RestoreOptions) -> Result<(), Error> {
+    /// Has the processes, which CRIU has left stopped, attach their System V shared memory and put
+    /// back their semaphores, and lets them run. `ids` are their ids here, by those of the images,
+    /// if these are others.
+    fn put_back_system_v(&self, ids: &HashMap<i32, i32>, options: &RestoreOptions) -> Result<(), Error> {
         let pid_here = |image_pid: i32| ids.get(&image_pid).copied().unwrap_or(image_pid);
         sysv_memory::attach(&self.notes.segments, &pid_here)?;
+        if let Some(root) = self.pids().first() {
+            sysv_semaphores::put_back(&self.notes.semaphores, pid_here(*root))?;
+        }
         let was_stopped = |image_pid: i32| {
             let path = self.directory.join(format!("core-{image_pid}.img"));
             let core: Result<CoreEntry, Error> = read_first(&path, ImageKind::Core);
