@@ -8,12 +8,12 @@ use pagemark::sys::pagemap;
 use pagemark_testing::wait_until;
 use support::{Checkpoints, Program};
 
-/// Reserves memory twice, BITS bits of addresses each, one of which may not be read, and writes a
-/// few pages in each. Also has
-/// large mappings that begin with guard pages or have some in the middle, a large heap, a thread
-/// with a stack of 64 MiB, and a child that shares what it had. When there is a file `check`, both
-/// processes check all that they have written, and that nothing else is there: each writes `fine`
-/// or what is wrong into `checked.N`.
+/// Reserves memory twice, BITS bits of addresses each, and writes a few pages in each. One of them
+/// may not be accessed but for these pages, and so needs no MAP_NORESERVE. Also has large mappings
+/// that begin with guard pages or have some in the middle, a large heap, a thread with a stack of
+/// 64 MiB, and a child that shares what it had. When there is a file `check`, both processes check
+/// all that they have written, and that nothing else is there: each writes `fine` or what is wrong
+/// into `checked.N`.
 const PROGRAM: &str = r#"
 #define _GNU_SOURCE
 #include <pthread.h>
@@ -35,8 +35,8 @@ static unsigned char *hidden, *reserved, *large, *heap;
 static int guards;
 static sigjmp_buf back;
 
-static void *map(long bytes, int protection) {
-    void *made = mmap(0, bytes, protection, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+static void *map(long bytes, int protection, int flag) {
+    void *made = mmap(0, bytes, protection, MAP_PRIVATE | MAP_ANONYMOUS | flag, -1, 0);
     if (made == MAP_FAILED)
         exit(1);
     return made;
@@ -104,9 +104,9 @@ static void report(const char *name, const char *text) {
 }
 
 int main(void) {
-    hidden = map(RESERVED, PROT_NONE);
-    reserved = map(RESERVED, RW);
-    large = map(LARGE, RW);
+    hidden = map(RESERVED, PROT_NONE, 0);
+    reserved = map(RESERVED, RW, MAP_NORESERVE);
+    large = map(LARGE, RW, 0);
     heap = sbrk(LARGE);
     mprotect(hidden + RESERVED / 2, 16 * PAGE, RW);
     fill(hidden + RESERVED / 2, 16);

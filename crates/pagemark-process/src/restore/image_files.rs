@@ -16,11 +16,12 @@ use pagemark::{
     Address, AddressRangeExt, ByteCount, ContentId, Kind, PAGE_SIZE, PageNumber, PageRange, PageRangeExt, RangeSet,
     Store,
 };
+use prost::Message;
 
 use super::io;
 use super::memory::{Pages, ProcessMemory};
 use crate::criu::images::schema::{CoreEntry, MmEntry, PstreeEntry, VmaEntry};
-use crate::criu::images::{ImageKind, PageRun, PageSource, Pagemap, read_first};
+use crate::criu::images::{Image, ImageKind, PageRun, PageSource, Pagemap, read_first, with_each, with_varint};
 use crate::error::{Error, ErrorKind, Object};
 
 /// Time between two reports of progress.
@@ -93,6 +94,7 @@ pub(super) fn write_pages(
         if !path.exists() {
             continue;
         }
+        reserve_nothing(directory, process)?;
         let pid = process.pid as i32;
         let space = manifest.process(pid);
         let space = space.ok_or_else(|| Error::damaged(format!("the memory of process {pid} is missing")))?;
@@ -258,6 +260,24 @@ fn write_pages_image(
         Some(error) => Err(error),
         None => Ok(page_count),
     }
+}
+
+/// Adds MAP_NORESERVE to the private mappings without a file that the process cannot write. The
+/// kernel sets no memory aside for these, however large they are. But CRIU makes them writable at
+/// first, and then the kernel refuses one that is larger than its memory.
+fn reserve_nothing(directory: &Path, process: &PstreeEntry) -> Result<(), Error> {
+    let path = directory.join(format!("mm-{}.img", process.pid));
+    let mut image = Image::read(&path, ImageKind::Mm)?;
+    let message = image.messages.first_mut().ok_or_else(|| Error::image(&path, "it has no message"))?;
+    MmEntry::decode(message.as_slice()).map_err(|error| Error::image(&path, error.to_string()))?;
+    *message = with_each(message, MmEntry::VMAS, |mapping| {
+        let entry = VmaEntry::decode(mapping).ok()?;
+        let needed = (libc::MAP_PRIVATE | libc::MAP_ANONYMOUS) as u32;
+        let is_unwritable = entry.flags & needed == needed && entry.prot & libc::PROT_WRITE as u32 == 0;
+        let flags = entry.flags | libc::MAP_NORESERVE as u32;
+        is_unwritable.then(|| with_varint(mapping, VmaEntry::FLAGS, flags.into()))
+    });
+    std::fs::write(&path, image.encode()).map_err(io(format!("write {}", path.display())))
 }
 
 /// The mappings of a process whose pages can be delivered, without the pages on which threads have

@@ -45,9 +45,13 @@ pub const ENTRY: MechanismEntry = MechanismEntry {
 /// mapping is registered, each collect reports all of it.
 const REGISTER_TRIES: u32 = 4;
 
-/// The most memory that one scan for pages without data covers. Meanwhile the process can map and
-/// unmap nothing, which CRIU has it do while its state is being saved.
+/// The most memory that one scan for pages without data covers, if the scan before it has found
+/// data. Meanwhile the process can map and unmap nothing, which CRIU has it do while its state is
+/// being saved.
 const LOCKED: ByteCount = ByteCount::new(64 << 20);
+
+/// The most that a scan covers after scans that have found no data: programs reserve terabytes.
+const LOCKED_AFTER_NONE: ByteCount = ByteCount::new(16 << 30);
 
 /// From this length on, it pays to scan a run of pages that hold data by itself.
 const DENSE: ByteCount = ByteCount::new(2 << 20);
@@ -212,9 +216,14 @@ impl PagemapScan {
     fn find_populated(&self, ranges: &RangeSet) -> Result<Populated, Error> {
         let mut empty = RangeSet::new();
         let filter = Filter { none: PRESENT | SWAPPED, ..Filter::default() };
-        for part in crate::ranges::split(ranges.iter(), LOCKED).flatten() {
-            self.scan(&part, filter, |run, _| empty.insert(run))?;
-        }
+        in_parts(ranges, |part| {
+            let mut without_data = ByteCount::ZERO;
+            self.scan(part, filter, |run, _| {
+                without_data += run.byte_count();
+                empty.insert(run);
+            })?;
+            Ok(without_data < part.byte_count())
+        })?;
         let mut pages = ranges.clone();
         pages.subtract(&empty);
         Ok(Populated { ranges: ranges.clone(), pages })
@@ -260,6 +269,21 @@ impl PagemapScan {
             _ => Error::while_tracking(error, || format!("scanning the pages of {range:#x?}")),
         })
     }
+}
+
+/// Calls `scan` for parts of `ranges`, which it scans for pages without data, in ascending order.
+/// It returns whether the part holds data; the part after one that holds none is longer.
+fn in_parts(ranges: &RangeSet, mut scan: impl FnMut(&Range) -> Result<bool, Error>) -> Result<(), Error> {
+    let mut most = LOCKED;
+    for range in ranges.iter() {
+        let mut start = range.start;
+        while start < range.end {
+            let part = start..range.end.min(start.saturating_add(most));
+            most = if scan(&part)? { LOCKED } else { LOCKED_AFTER_NONE.min(most + most) };
+            start = part.end;
+        }
+    }
+    Ok(())
 }
 
 /// The pages of ranges that hold data.
@@ -317,4 +341,33 @@ fn refused(range: &Range, error: io::Error) -> Error {
         _ => "can't be registered",
     };
     Error::unavailable(Mechanism::PagemapScan, format!("the mapping {:x}-{:x} {why} ({error})", range.start, range.end))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Address;
+
+    #[test]
+    fn terabytes_without_data_take_few_scans() {
+        let at = |gib: u64| Address::new(gib << 30);
+        let ranges: RangeSet = [at(1)..at(1) + ByteCount::PAGE, at(10)..at(10 + (16 << 10))].into_iter().collect();
+        // A GiB in the middle of sixteen TiB, where the parts are long.
+        let data = RangeSet::from(at(9000)..at(9001));
+        let (mut scanned, mut after_data, mut count) = (RangeSet::new(), false, 0);
+        in_parts(&ranges, |part| {
+            assert!(part.byte_count() <= if after_data { LOCKED } else { LOCKED_AFTER_NONE });
+            assert!(
+                scanned.intersection(&[part.clone()].into_iter().collect()).is_empty(),
+                "{part:?} is scanned twice"
+            );
+            scanned.insert(part.clone());
+            count += 1;
+            after_data = !data.intersection(&[part.clone()].into_iter().collect()).is_empty();
+            Ok(after_data)
+        })
+        .unwrap();
+        assert_eq!(scanned, ranges);
+        assert!(count < 1100, "{count} scans");
+    }
 }

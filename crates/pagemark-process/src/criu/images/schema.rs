@@ -414,7 +414,7 @@ messages! {
         /// Protection as `mmap` takes it.
         required uint32 prot = 5 => PROT;
         /// Flags as `mmap` takes them.
-        required uint32 flags = 6;
+        required uint32 flags = 6 => FLAGS;
         /// Advice as `madvise` takes it, a bit for each.
         optional uint64 madv = 9;
     }
