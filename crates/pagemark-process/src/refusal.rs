@@ -51,6 +51,17 @@ pub(crate) fn hint(root_pid: i32, error: &Error) -> Option<String> {
             sockets.join(", "),
         ));
     }
+    if let Some(kind) = anonymous_kind(&reason) {
+        let holders = descriptors_of(root_pid, kind);
+        let what = match kind {
+            "io_uring" => {
+                "CRIU cannot save what a program has submitted to io_uring: have the program do without, as MariaDB does \
+                 with --innodb-use-native-aio=0 and libuv with the environment variable UV_USE_IO_URING=0"
+            }
+            _ => "CRIU cannot save descriptors of this kind: have the program close them, or do without",
+        };
+        return Some(format!("{what}{}{}", if holders.is_empty() { "" } else { "; it has " }, holders.join(", "),));
+    }
     if reason.contains("SysVIPC") {
         let segments = segments(root_pid);
         return Some(format!(
@@ -77,6 +88,34 @@ pub(crate) fn is_of_new_connection(error: &Error) -> bool {
     error.kind() == ErrorKind::Criu && reasons.iter().any(|reason| error.reason().contains(reason))
 }
 
+/// The kind of an open file that is none of a file system, as in `(anon_inode:[io_uring])`, if CRIU
+/// has refused one.
+fn anonymous_kind(reason: &str) -> Option<&str> {
+    let (_, rest) = reason.split_once("(anon_inode:")?;
+    let (kind, _) = rest.split_once(')')?;
+    Some(kind.trim_start_matches('[').trim_end_matches(']'))
+}
+
+/// Describes the descriptors of a kind that the tree has open.
+fn descriptors_of(root_pid: i32, kind: &str) -> Vec<String> {
+    let mut found = Vec::new();
+    for member in tree::members(root_pid).unwrap_or_default() {
+        let open = proc::descriptors(member.pid).unwrap_or_default();
+        let open = open.iter().filter(|descriptor| {
+            let name = String::from_utf8_lossy(&descriptor.link);
+            name.strip_prefix("anon_inode:").is_some_and(|name| name.trim_matches(['[', ']']) == kind)
+        });
+        found.extend(open.map(|descriptor| (descriptor.number, member.pid)));
+    }
+    described(found)
+}
+
+/// Describes descriptors, each with its process, those of the lowest numbers first.
+fn described(mut descriptors: Vec<(i32, i32)>) -> Vec<String> {
+    descriptors.sort_unstable();
+    descriptors.iter().map(|(number, pid)| format!("descriptor {number} of process {pid}")).collect()
+}
+
 /// Describes the Unix sockets that the tree has open, the standard streams first.
 fn unix_sockets(root_pid: i32) -> Vec<String> {
     let mut found = Vec::new();
@@ -87,8 +126,7 @@ fn unix_sockets(root_pid: i32) -> Vec<String> {
             open.iter().filter(|descriptor| descriptor.socket_inode().is_some_and(|inode| sockets.contains(&inode)));
         found.extend(open.map(|descriptor| (descriptor.number, member.pid)));
     }
-    found.sort_unstable();
-    found.iter().map(|(number, pid)| format!("descriptor {number} of process {pid}")).collect()
+    described(found)
 }
 
 /// Describes the segments of System V's shared memory that the tree has attached.
@@ -122,6 +160,22 @@ mod tests {
         let hint = hint(pid, &failed("unix: Unix socket 4711 without peer 4712")).unwrap();
         let name = format!("descriptor {} of process {pid}", socket.as_raw_fd());
         assert!(hint.contains(&name), "{hint}");
+    }
+
+    #[test]
+    fn descriptors_of_a_kind_that_criu_refuses_are_named() {
+        // SAFETY: the call takes a size, and zeros of the structure are valid.
+        let ring = unsafe { libc::syscall(libc::SYS_io_uring_setup, 1, [0_u64; 15].as_mut_ptr()) };
+        let pid = std::process::id() as i32;
+        let own = hint(pid, &failed("Unknown shit 600 (anon_inode:[io_uring]); Dumping FAILED")).unwrap();
+        assert!(own.contains("without, as MariaDB"), "{own}");
+        if ring >= 0 {
+            assert!(own.contains(&format!("descriptor {ring} of process {pid}")), "{own}");
+            // SAFETY: the descriptor is nobody else's.
+            unsafe { libc::close(ring as i32) };
+        }
+        let other = hint(pid, &failed("Unknown shit 600 (anon_inode:kvm-vm)")).unwrap();
+        assert!(other.starts_with("CRIU cannot save descriptors of this kind"), "{other}");
     }
 
     #[test]
