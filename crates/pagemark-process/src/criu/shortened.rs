@@ -191,7 +191,7 @@ ffffffffff600000-ffffffffff601000 --xp 00000000 00:00 0 [vsyscall]\nVmFlags: ex 
     fn an_image_gets_the_ends_back() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("mm-1.img");
-        let entry = |start, end| VmaEntry { start, end, prot: 1, flags: 0x22, shmid: 9, madv: Some(3) };
+        let entry = |start, end| VmaEntry { start, end, prot: 1, flags: 0x22, status: 0x201, shmid: 9, madv: Some(3) };
         let image = |entries: Vec<VmaEntry>| {
             let mut image = Image::new(ImageKind::Mm);
             image.messages.push(MmEntry { mm_saved_auxv: vec![1, 2], vmas: entries }.encode_to_vec());

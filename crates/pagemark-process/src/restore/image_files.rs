@@ -27,6 +27,13 @@ use crate::error::{Error, ErrorKind, Object};
 /// Time between two reports of progress.
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(2);
 
+/// CRIU's status of a mapping that the program has made.
+const REGULAR: u32 = 1 << 0;
+/// CRIU's status of a private mapping without a file.
+const PRIVATE_ANONYMOUS: u32 = 1 << 9;
+/// CRIU's status of a mapping that needs no right to write for its restore.
+const NOT_WRITABLE: u32 = 1 << 29;
+
 /// The memory that the images directory gets.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum ImageMemory {
@@ -94,12 +101,12 @@ pub(super) fn write_pages(
         if !path.exists() {
             continue;
         }
-        reserve_nothing(directory, process)?;
         let pid = process.pid as i32;
         let space = manifest.process(pid);
         let space = space.ok_or_else(|| Error::damaged(format!("the memory of process {pid} is missing")))?;
         let deliverable = if memory == ImageMemory::Whole { RangeSet::new() } else { deliverable(directory, process)? };
         let (pagemap, pages) = (Pagemap::read(&path)?, Pages::default());
+        map_in_place(directory, process, &pagemap)?;
         all.push(Unwritten { process, pagemap, root: space.root, deliverable, pages });
     }
     for index in 0..all.len() {
@@ -262,20 +269,23 @@ fn write_pages_image(
     }
 }
 
-/// Adds MAP_NORESERVE to the private mappings without a file that the process cannot write. The
-/// kernel sets no memory aside for these, however large they are. But CRIU makes them writable at
-/// first, and then the kernel refuses one that is larger than its memory.
-fn reserve_nothing(directory: &Path, process: &PstreeEntry) -> Result<(), Error> {
+/// Has CRIU make mappings without pages that cannot be written in their place and as they are. It
+/// makes private mappings elsewhere first, writable, and moves them: the kernel refuses one that is
+/// larger than its memory, although it sets none aside for a mapping that cannot be written; and
+/// there are not enough addresses for twice the mappings of a program that reserves most of them.
+fn map_in_place(directory: &Path, process: &PstreeEntry, pagemap: &Pagemap) -> Result<(), Error> {
     let path = directory.join(format!("mm-{}.img", process.pid));
     let mut image = Image::read(&path, ImageKind::Mm)?;
     let message = image.messages.first_mut().ok_or_else(|| Error::image(&path, "it has no message"))?;
     MmEntry::decode(message.as_slice()).map_err(|error| Error::image(&path, error.to_string()))?;
+    let pages: RangeSet = pagemap.runs().map(|run| run.page_range().addresses()).collect();
     *message = with_each(message, MmEntry::VMAS, |mapping| {
         let entry = VmaEntry::decode(mapping).ok()?;
-        let needed = (libc::MAP_PRIVATE | libc::MAP_ANONYMOUS) as u32;
-        let is_unwritable = entry.flags & needed == needed && entry.prot & libc::PROT_WRITE as u32 == 0;
-        let flags = entry.flags | libc::MAP_NORESERVE as u32;
-        is_unwritable.then(|| with_varint(mapping, VmaEntry::FLAGS, flags.into()))
+        let is_ordinary = entry.status == REGULAR | PRIVATE_ANONYMOUS;
+        let is_writable = entry.prot & libc::PROT_WRITE as u32 != 0;
+        let range = Address::new(entry.start)..Address::new(entry.end);
+        let is_empty = is_ordinary && !is_writable && pages.within(range).next().is_none();
+        is_empty.then(|| with_varint(mapping, VmaEntry::STATUS, (REGULAR | NOT_WRITABLE).into()))
     });
     std::fs::write(&path, image.encode()).map_err(io(format!("write {}", path.display())))
 }

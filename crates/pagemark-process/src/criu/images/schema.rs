@@ -414,7 +414,9 @@ messages! {
         /// Protection as `mmap` takes it.
         required uint32 prot = 5 => PROT;
         /// Flags as `mmap` takes them.
-        required uint32 flags = 6 => FLAGS;
+        required uint32 flags = 6;
+        /// What kind of mapping it is, and how CRIU restores it, a bit for each.
+        required uint32 status = 7 => STATUS;
         /// Advice as `madvise` takes it, a bit for each.
         optional uint64 madv = 9;
     }
