@@ -164,13 +164,17 @@ impl Kernel {
 
     /// Where the kernel is kept, whether it exists or not. `source_version` is what the file
     /// `version` beside the kernel's source contains; the name covers everything that the
-    /// kernel is made from.
+    /// kernel is made from, and nothing else that a patch contains.
     pub fn directory(self, source_version: &[u8]) -> Result<PathBuf> {
         let key = if let Some(package) = self.package() {
             key([words(&package.modules).as_bytes()])
         } else {
             let mut parts = vec![source_version.to_vec(), format!("{RECIPE}\n").into_bytes()];
-            for path in self.patches()?.into_iter().chain(self.fragments()) {
+            for path in self.patches()? {
+                let patch = std::fs::read_to_string(&path).map_err(Error::file("read", &path))?;
+                parts.push(what_is_compiled(&patch).into_bytes());
+            }
+            for path in self.fragments() {
                 parts.push(std::fs::read(&path).map_err(Error::file("read", &path))?);
             }
             key(parts.iter().map(Vec::as_slice))
@@ -207,6 +211,23 @@ pub fn patches_in(directory: &Path) -> Result<Vec<PathBuf>> {
         files.filter(|path| path.extension().is_some_and(|extension| extension == "patch")).collect();
     patches.sort();
     Ok(patches)
+}
+
+/// The changes of a patch that a build of the kernel may read: no message, no documentation, and no
+/// selftest.
+fn what_is_compiled(patch: &str) -> String {
+    const NOT_COMPILED: [&str; 3] = ["Documentation/", "tools/testing/", "MAINTAINERS "];
+    let mut is_compiled = false;
+    let mut compiled = String::new();
+    for line in patch.split_inclusive('\n') {
+        if let Some(file) = line.strip_prefix("diff --git a/") {
+            is_compiled = !NOT_COMPILED.iter().any(|start| file.starts_with(start));
+        }
+        if is_compiled {
+            compiled += line;
+        }
+    }
+    compiled
 }
 
 /// The first 16 hexadecimal digits of the parts' SHA-256.
@@ -273,6 +294,18 @@ mod tests {
         for kernel in [Kernel::Stock, Kernel::Debian12, Kernel::Debian11] {
             assert_eq!(name(kernel, b"6.12.1\n"), name(kernel, b"6.12.2\n"));
         }
+    }
+
+    #[test]
+    fn a_kernel_is_made_from_the_code_of_its_patches() {
+        let memory = "diff --git a/mm/memory.c b/mm/memory.c\n--- a/mm/memory.c\n@@ -1 +1 @@\n-a\n+b\n";
+        let objtool = "diff --git a/tools/objtool/check.c b/tools/objtool/check.c\n+c\n";
+        let others = ["Documentation/mm/x.rst", "tools/testing/selftests/mm/x.c", "MAINTAINERS"];
+        let others = others.map(|file| format!("diff --git a/{file} b/{file}\n+d\n"));
+        let [documentation, selftest, maintainers] = &others;
+        let patch = format!("Subject: x\n---\n{documentation}{memory}{selftest}{objtool}{maintainers}");
+        assert_eq!(what_is_compiled(&patch), format!("{memory}{objtool}"));
+        assert_eq!(what_is_compiled("Subject: x\n\nThis diff --git a/mm/x.c is a message.\n"), "");
     }
 
     #[test]
