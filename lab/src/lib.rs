@@ -28,6 +28,7 @@ pub mod machine;
 pub mod newest_qemu;
 pub mod packages;
 pub mod qemu;
+pub mod run_log;
 pub mod selftests;
 pub mod series;
 pub mod setup;

@@ -1,7 +1,7 @@
 //! The program `lab`: kernels that the host does not run, and tests on them.
 
 use std::ffi::OsString;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
@@ -9,6 +9,7 @@ use clap::{Args, Parser, Subcommand};
 use pagemark_lab::batch::TestResult;
 use pagemark_lab::kernel::Kernel;
 use pagemark_lab::machine::{self, Machine};
+use pagemark_lab::run_log::RunLog;
 use pagemark_lab::test_plan::{Extent, Part, Programs};
 use pagemark_lab::test_programs::TestBinaries;
 use pagemark_lab::{Error, Result, cache, kernel_build, packages, progress};
@@ -169,14 +170,12 @@ fn test(extent: Extent, parts: Vec<Part>, no_cargo: bool) -> Result<ExitCode> {
     let is_built = !no_cargo && parts.iter().any(|part| part.needs_binaries());
     let binaries = if is_built { Some(TestBinaries::build()?) } else { None };
     let program = std::env::current_exe().map_err(|source| Error::Start { program: "lab".to_owned(), source })?;
-    let log = program.with_file_name("lab-test.log");
-    // The log is of this run alone.
-    let _ = std::fs::remove_file(&log);
-    progress!("the output of the tests is in {}", log.display());
+    let log = RunLog::new(program.parent().unwrap_or(Path::new(".")), "lab-test")?;
+    progress!("the output of the tests is in {}", log.path().display());
     let programs = Programs::build(binaries)?;
     let mut results = Vec::new();
     for part in parts {
-        let found = programs.run(part, extent, 0, &log).unwrap_or_else(|error| {
+        let found = programs.run(part, extent, 0, log.path()).unwrap_or_else(|error| {
             // The other parts may still pass.
             vec![TestResult { name: part.name().to_owned(), failure: Some(error.to_string()), seconds: None }]
         });
