@@ -116,8 +116,8 @@ fn main() -> ExitCode {
 fn run(command: Command) -> Result<ExitCode> {
     match command {
         Command::Setup { kernels } => {
-            machine::set_up()?;
             let start = Instant::now();
+            machine::set_up()?;
             let missing = kernels.iter().filter(|kernel| !kernel_build::is_there(**kernel));
             let minutes: u32 = missing.map(|kernel| kernel.minutes()).sum();
             if minutes > 0 {
