@@ -8,7 +8,7 @@ mod subject;
 mod support;
 
 use std::fs;
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Write};
 use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
@@ -104,12 +104,17 @@ fn a_container_comes_back_with_its_ids_mounts_and_files() {
     container.kill();
     let inode = fs::metadata(story.data.join("steps")).expect("the steps").ino();
 
-    for _ in 0..2 {
+    let output = story.data.join("output");
+    for round in 1..3 {
+        // Who started the container writes its output, too, so that it is not put back.
+        let mut log = fs::File::options().append(true).open(&output).expect("the output");
+        log.write_all(b"more\n").expect("the output grows");
         story.steps.order_pause();
         let restored = story.restore(&["box@2"]);
         assert_eq!(ids(restored.0)[1..], ["1"], "it is the first process of its own ids");
         story.steps.is_paused_at(checkpointed);
         assert_eq!(fs::metadata(story.data.join("steps")).expect("the steps").ino(), inode, "put back in place");
+        assert_eq!(fs::read_to_string(&output).expect("the output").matches("more\n").count(), round);
         assert_eq!(inside(restored.0, &["cat", "/tmp/file"]), "kept\n");
         assert!(inside(restored.0, &["cat", "/proc/1/cmdline"]).starts_with(story.program));
         assert!(inside(restored.0, &["cat", "/proc/net/dev"]).contains("lo:"));

@@ -44,7 +44,7 @@ impl Container {
         let mut unshare = Command::new("unshare");
         unshare.args(["--fork", "--pid", "--mount", "--uts", "--ipc"]).args(options).args(["sh", "-c", START, "sh"]);
         unshare.args([root, data]).args(program);
-        let output = File::options().append(true).create(true).open(data.join("output")).expect("a file");
+        let output = File::create(data.join("output")).expect("a file");
         unshare.stdin(Stdio::null()).stderr(output.try_clone().expect("a descriptor")).stdout(output);
         // SAFETY: only system calls are made between fork and exec.
         unsafe {

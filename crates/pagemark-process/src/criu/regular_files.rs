@@ -40,9 +40,11 @@ pub(crate) enum Demand {
 }
 
 /// Calls `demand` for each regular file that a restore opens by its path, and changes the images in
-/// `directory` accordingly.
+/// `directory` accordingly. `path_of` gives the path of a file by its name in the images and whether
+/// it is on a mount outside of the tree's; None leaves the file as it is.
 pub(crate) fn revise(
     directory: &Path,
+    path_of: &dyn Fn(&str, bool) -> Option<PathBuf>,
     demand: &mut dyn FnMut(&RegularFile) -> Result<Demand, Error>,
 ) -> Result<(), Error> {
     let path = directory.join("files.img");
@@ -52,13 +54,12 @@ pub(crate) fn revise(
     for message in &mut image.messages {
         let decoded = FileEntry::decode(message.as_slice());
         let entry = decoded.map_err(|error| Error::image(path.clone(), error.to_string()))?;
-        let Some(reg) = entry.reg.filter(|reg| !remapped.contains(&reg.id) && !reg.ext.unwrap_or(false)) else {
-            continue;
-        };
+        let Some(reg) = entry.reg.filter(|reg| !remapped.contains(&reg.id)) else { continue };
+        let Some(path) = path_of(&reg.name, reg.ext.unwrap_or(false)) else { continue };
         let flags = reg.flags as i32;
         let is_only_read = flags & libc::O_ACCMODE == libc::O_RDONLY && !mapped.contains(&u64::from(reg.id));
         let appends = flags & libc::O_APPEND != 0;
-        let file = RegularFile { path: PathBuf::from(&reg.name), size: reg.size, is_only_read, appends };
+        let file = RegularFile { path, size: reg.size, is_only_read, appends };
         let revised = match demand(&file)? {
             Demand::SameLength => continue,
             Demand::AnyLength => without(&encoded(message), RegFileEntry::SIZE),
@@ -159,7 +160,8 @@ mod tests {
                 _ => Demand::SameLength,
             })
         };
-        revise(directory.path(), &mut demand).unwrap();
+        let path_of = |name: &str, is_outside: bool| (!is_outside).then(|| PathBuf::from(name));
+        revise(directory.path(), &path_of, &mut demand).unwrap();
         let expected = [("/read", true, false), ("/log", false, true), ("/data", false, false)];
         assert_eq!(seen, expected.map(|(path, is_only_read, appends)| (path.to_owned(), is_only_read, appends)));
         let revised = Image::read(&directory.path().join("files.img"), ImageKind::Files).unwrap();

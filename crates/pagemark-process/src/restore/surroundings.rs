@@ -18,6 +18,7 @@ use pagemark::sys::proc;
 use pagemark::sys::proc::descriptors::{InetSocket, parse_inet_sockets, parse_unix_sockets};
 use prost::Message;
 
+use super::root::read_notes;
 use crate::criu::images::schema::{FileEntry, InetSocketEntry, SOCKET_OUTSIDE, UnixSocketEntry};
 use crate::criu::images::{Image, ImageKind};
 use crate::criu::regular_files::{Demand, RegularFile, has_image, has_own_mounts, revise};
@@ -30,17 +31,28 @@ const TCP_LISTEN: u32 = 10;
 
 /// Checks what the images in `directory` need, and adapts them to files that may have changed.
 pub(super) fn check(directory: &Path, manifest: &Manifest, store: &dyn Store) -> Result<()> {
-    if !has_own_mounts(directory) {
-        check_files(directory, manifest, &read_trees(manifest, store)?)?;
-    }
+    let outside: HashMap<String, String> =
+        read_notes(directory)?.outside_files.into_iter().map(|file| (file.name, file.path)).collect();
+    let has_own_mounts = has_own_mounts(directory);
+    // Paths inside of other mounts mean nothing here.
+    let path_of = |name: &str, is_outside: bool| match is_outside {
+        true => outside.get(name).and_then(|path| decode_path(path)),
+        false => (!has_own_mounts).then(|| PathBuf::from(name)),
+    };
+    check_files(directory, &path_of, manifest, &read_trees(manifest, store)?)?;
     check_sockets(directory)
 }
 
-fn check_files(directory: &Path, manifest: &Manifest, trees: &[TreeRecord]) -> Result<()> {
+fn check_files(
+    directory: &Path,
+    path_of: &dyn Fn(&str, bool) -> Option<PathBuf>,
+    manifest: &Manifest,
+    trees: &[TreeRecord],
+) -> Result<()> {
     let trees: Vec<PathBuf> = trees.iter().filter_map(|tree| decode_path(&tree.path)).collect();
     let records = manifest.files.iter().filter_map(|record| Some((decode_path(&record.path)?, record.is_shared)));
     let records: HashMap<PathBuf, bool> = records.collect();
-    revise(directory, &mut |file: &RegularFile| {
+    revise(directory, path_of, &mut |file: &RegularFile| {
         let present = fs::metadata(&file.path);
         match records.get(&file.path) {
             Some(is_shared) => match present {
