@@ -17,7 +17,7 @@
 //! ```
 
 use std::hash::{Hash, Hasher};
-use std::ops::Range as Span;
+use std::ops::{Deref, DerefMut, Range as Span};
 use std::os::fd::{AsFd, AsRawFd};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -26,6 +26,7 @@ use std::{fmt, io};
 
 use crate::address::offsets as addresses_of;
 use crate::snapshot::{Snapshot, SnapshotStore};
+use crate::sys::at_fork::{HeldOff, hold_off};
 use crate::sys::fork_mark::ForkMark;
 use crate::sys::own_mappings::{self, OwnMapping};
 use crate::sys::own_memory::{self, Mapping};
@@ -109,6 +110,7 @@ pub struct Region {
     saved: Mutex<Option<Saved>>,
     memory: RegionMemory,
     mechanism: Mechanism,
+    granularity: ByteCount,
     process: u32,
     fork_mark: Arc<ForkMark>,
     /// Unique among all regions that the process has made.
@@ -152,6 +154,27 @@ struct State {
     /// Offsets that the next checkpoint has to save; None as long as the region belongs to no
     /// target.
     unsaved: Option<Unsaved>,
+}
+
+/// The state of a region, which this thread alone uses. No other thread forks meanwhile.
+struct LockedState<'region> {
+    // Before `_forks`, and therefore dropped before it.
+    state: MutexGuard<'region, State>,
+    _forks: HeldOff,
+}
+
+impl Deref for LockedState<'_> {
+    type Target = State;
+
+    fn deref(&self) -> &State {
+        &self.state
+    }
+}
+
+impl DerefMut for LockedState<'_> {
+    fn deref_mut(&mut self) -> &mut State {
+        &mut self.state
+    }
 }
 
 /// A snapshot of a region. A clone is the same snapshot.
@@ -219,6 +242,7 @@ impl Region {
 
     /// Tracks memory. `own` describes the same memory to the tracker.
     fn track(memory: RegionMemory, own: OwnMemory, options: RegionOptions) -> Result<Region, Error> {
+        let _forks = hold_off();
         let mechanism = options.mechanism.unwrap_or_else(|| Mechanism::choose(Scope::OwnMemory));
         let range = memory.claim.range();
         let bytes = range.byte_count().to_usize();
@@ -245,11 +269,13 @@ impl Region {
         let fork_mark = FORK_MARK.get(ForkMark::new).map_err(Error::system("mapping a page that `fork` clears"))?;
         static REGIONS: AtomicU64 = AtomicU64::new(0);
         let number = REGIONS.fetch_add(1, Ordering::Relaxed);
+        let granularity = state.tracker.granularity();
         Ok(Region {
             state: Mutex::new(state),
             saved: Mutex::new(None),
             memory,
             mechanism,
+            granularity,
             process: std::process::id(),
             fork_mark,
             number,
@@ -277,12 +303,12 @@ impl Region {
 
     /// The smallest unit in which writes are reported.
     pub fn granularity(&self) -> ByteCount {
-        self.lock().tracker.granularity()
+        self.granularity
     }
 
-    /// True between begin and commit or rollback.
+    /// True between begin and commit or rollback. False in a child made by `fork`.
     pub fn in_transaction(&self) -> bool {
-        self.lock().is_open
+        self.process == std::process::id() && self.lock().is_open
     }
 
     /// Begins a transaction.
@@ -530,7 +556,14 @@ impl Region {
         unsafe { SharedBytes::new(self.memory.start, self.bytes()) }
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> LockedState<'_> {
+        // In this order: a lock is also kept while code of the caller runs, which may fork
+        // (`FrozenRegions`).
+        let state = self.lock_beside_forks();
+        LockedState { state, _forks: hold_off() }
+    }
+
+    fn lock_beside_forks(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -669,6 +702,9 @@ pub struct Writable<'a> {
 
 impl Drop for Writable<'_> {
     fn drop(&mut self) {
-        self.region.lock().unpin(&self.pinned);
+        // In a forked child, a thread that the child does not have may hold the lock.
+        if self.region.process == std::process::id() {
+            self.region.lock().unpin(&self.pinned);
+        }
     }
 }

@@ -4,6 +4,7 @@ use std::sync::{Mutex, PoisonError};
 
 use crate::Error;
 use crate::Range;
+use crate::sys::at_fork::hold_off;
 
 /// Each range with the process that claimed it: a child made by `fork` has no claims.
 static CLAIMED: Mutex<Vec<(Range, u32)>> = Mutex::new(Vec::new());
@@ -18,6 +19,7 @@ pub(super) struct Claim {
 impl Claim {
     /// Claims a range.
     pub fn new(range: Range) -> Result<Claim, Error> {
+        let _forks = hold_off();
         let mut claimed = CLAIMED.lock().unwrap_or_else(PoisonError::into_inner);
         let process = std::process::id();
         claimed.retain(|(_, claimer)| *claimer == process);
@@ -35,8 +37,9 @@ impl Claim {
 
 impl Drop for Claim {
     fn drop(&mut self) {
-        // In a forked child, a thread that the child does not have may hold the lock.
+        // A forked child has no claims.
         if self.process == std::process::id() {
+            let _forks = hold_off();
             let mut claimed = CLAIMED.lock().unwrap_or_else(PoisonError::into_inner);
             claimed.retain(|(range, _)| *range != self.range);
         }

@@ -12,6 +12,7 @@ use std::time::{Instant, SystemTime};
 
 use super::{Region, State};
 use crate::repository::{SpaceKind, TargetKind};
+use crate::sys::at_fork::hold_off;
 use crate::target::{
     CapturedSpace, CapturedSpaces, Frozen, SpaceId, Target, TargetDescription, TargetMemory, WhileFreezing,
 };
@@ -215,7 +216,7 @@ impl Target for RegionTarget<'_> {
         for index in order {
             let region = self.members[index].region;
             region.check()?;
-            let state = region.lock();
+            let state = region.lock_beside_forks();
             if state.is_open {
                 return Err(Error::transaction_open());
             }
@@ -253,6 +254,7 @@ impl TargetMemory for FrozenRegions<'_> {
 
     fn collect(&mut self, space: SpaceId, dirty: &mut RangeSet) -> Result<(), Error> {
         let target = self.target;
+        let _forks = hold_off();
         self.members.get_mut(position(space)).map_or(Ok(()), |member| member.state.collect_unsaved(target, dirty))
     }
 

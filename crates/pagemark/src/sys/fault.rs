@@ -13,6 +13,7 @@ use std::mem::MaybeUninit;
 use std::sync::atomic::{AtomicPtr, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use super::at_fork::hold_off;
 use super::slots::{SlotIndex, Slots};
 use super::write_access::is_writable;
 use crate::{Address, Range};
@@ -81,6 +82,7 @@ static PREVIOUS: AtomicPtr<libc::sigaction> = AtomicPtr::new(std::ptr::null_mut(
 /// # Errors
 /// [`SLOTS`] ranges are armed already, or the signal handler can't be installed.
 pub fn arm(range: Range, handler: Arc<dyn WriteFault>) -> io::Result<Armed> {
+    let _forks = hold_off();
     install()?;
     let full = || io::Error::other(format!("{SLOTS} ranges are tracked by signals already"));
     let process = std::process::id();
@@ -94,6 +96,7 @@ impl Drop for Armed {
         // In a child made by fork, threads that were in the handler are counted, but are not there
         // to leave it.
         if let Some(slot) = self.slot.take().filter(|_| self.process == std::process::id()) {
+            let _forks = hold_off();
             TABLE.empty(slot);
         }
     }

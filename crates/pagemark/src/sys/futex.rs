@@ -11,6 +11,12 @@ pub struct Futex {
 }
 
 impl Futex {
+    /// 0, and nobody sleeps.
+    #[cfg(not(loom))]
+    pub(crate) const fn new() -> Futex {
+        Futex { number: AtomicU32::new(0) }
+    }
+
     /// The number.
     pub fn number(&self) -> &AtomicU32 {
         &self.number

@@ -23,6 +23,12 @@ pub struct Gate {
 }
 
 impl Gate {
+    /// Open and empty.
+    #[cfg(not(loom))]
+    pub(crate) const fn new() -> Gate {
+        Gate { state: Futex::new() }
+    }
+
     /// Enters, after waiting while the gate is closed.
     pub fn enter(&self) -> Inside<'_> {
         let number = self.state.number();
@@ -48,6 +54,24 @@ impl Gate {
         Closed { gate: self }
     }
 
+    /// Leaves, in place of dropping an [`Inside`] that was forgotten.
+    pub(crate) fn leave(&self) {
+        let left = self.state.number().fetch_sub(1, Ordering::Release) - 1;
+        // The last one lets the closer go on. Those who want to enter are woken too, and sleep
+        // again.
+        if left == CLOSED | AWAITED {
+            self.state.wake_all();
+        }
+    }
+
+    /// Opens, in place of dropping a [`Closed`] that was forgotten.
+    pub(crate) fn open(&self) {
+        let before = self.state.number().fetch_and(!(CLOSED | AWAITED), Ordering::Release);
+        if before & AWAITED != 0 {
+            self.state.wake_all();
+        }
+    }
+
     /// Sleeps until the state may differ from the given one, and returns the state.
     fn sleep(&self, state: u32) -> u32 {
         let number = self.state.number();
@@ -69,12 +93,7 @@ pub struct Inside<'a> {
 
 impl Drop for Inside<'_> {
     fn drop(&mut self) {
-        let left = self.gate.state.number().fetch_sub(1, Ordering::Release) - 1;
-        // The last one lets the closer go on. Those who want to enter are woken too, and sleep
-        // again.
-        if left == CLOSED | AWAITED {
-            self.gate.state.wake_all();
-        }
+        self.gate.leave();
     }
 }
 
@@ -87,10 +106,7 @@ pub struct Closed<'a> {
 
 impl Drop for Closed<'_> {
     fn drop(&mut self) {
-        let before = self.gate.state.number().fetch_and(!(CLOSED | AWAITED), Ordering::Release);
-        if before & AWAITED != 0 {
-            self.gate.state.wake_all();
-        }
+        self.gate.open();
     }
 }
 

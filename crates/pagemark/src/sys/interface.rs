@@ -8,6 +8,7 @@
 use std::io;
 use std::sync::OnceLock;
 
+use super::at_fork::hold_off;
 use super::{fanotify, forks, mapping_flags, own_mappings, pagemap, pidfd, populate, userfaultfd};
 
 /// An interface of the kernel that not every kernel has.
@@ -51,6 +52,7 @@ impl Interface {
         if let Some(&number) = self.found.get() {
             return number;
         }
+        let _forks = hold_off();
         let number = match (self.probe)() {
             Ok(()) => 0,
             Err(error) => error.raw_os_error().unwrap_or(libc::ENOSYS),

@@ -4,6 +4,8 @@
 use std::io;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
+use super::at_fork::hold_off;
+
 /// A value of this process, as long as somebody uses it.
 #[derive(Debug)]
 pub(crate) struct PerProcess<T> {
@@ -20,6 +22,7 @@ impl<T> PerProcess<T> {
     /// # Errors
     /// Those of `make`.
     pub fn get(&self, make: impl FnOnce() -> io::Result<T>) -> io::Result<Arc<T>> {
+        let _forks = hold_off();
         let mut value = self.value.lock().unwrap_or_else(PoisonError::into_inner);
         let process = std::process::id();
         let known = value.as_ref().filter(|(maker, _)| *maker == process).and_then(|(_, value)| value.upgrade());

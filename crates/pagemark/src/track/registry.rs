@@ -27,6 +27,7 @@ use serde::{Deserialize, Serialize};
 use super::registration::Registration;
 use super::{OwnMemory, Pages, Tracker, pagemap_scan};
 use crate::Error;
+use crate::sys::at_fork::hold_off;
 use crate::sys::memory::Memory;
 use crate::sys::own_mappings::OwnMappings;
 use crate::sys::pagemap::Pagemap;
@@ -295,7 +296,9 @@ impl Mechanism {
     /// [`Mechanism::choose_to_hold_writes`].
     pub fn choose(scope: Scope) -> Mechanism {
         static CHOSEN: [OnceLock<Mechanism>; Scope::ALL.len()] = [const { OnceLock::new() }; Scope::ALL.len()];
-        *CHOSEN[scope as usize].get_or_init(|| {
+        let chosen = &CHOSEN[scope as usize];
+        let _forks = if chosen.get().is_none() { Some(hold_off()) } else { None };
+        *chosen.get_or_init(|| {
             Mechanism::of_scope(scope)
                 .filter(|mechanism| mechanism.may_be_chosen(scope))
                 .find(|&mechanism| super::probe::check(mechanism, scope).is_ok())

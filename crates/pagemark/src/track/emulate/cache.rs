@@ -2,12 +2,13 @@
 
 use std::cell::UnsafeCell;
 use std::io;
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
 
 use super::decode::{self, Kind, LONGEST, Store};
 use crate::PAGE_SIZE;
 use crate::sys::alias::CodeMemory;
+use crate::sys::at_fork::hold_off;
 
 /// Instructions that are remembered. Programs have few that write to one region; what does not fit
 /// is not emulated.
@@ -57,10 +58,14 @@ pub struct Found<'a> {
 }
 
 impl Cache {
-    /// The cache of this process.
+    /// The cache of this process. A child made by `fork` makes its own: the memory of the code is
+    /// shared with its parent, which decodes other instructions.
     pub fn get() -> io::Result<&'static Cache> {
-        static CACHE: OnceLock<Cache> = OnceLock::new();
-        if let Some(cache) = CACHE.get() {
+        static CACHE: Mutex<Option<(u32, &'static Cache)>> = Mutex::new(None);
+        let _forks = hold_off();
+        let mut known = CACHE.lock().unwrap_or_else(PoisonError::into_inner);
+        let process = std::process::id();
+        if let Some((_, cache)) = known.filter(|(maker, _)| *maker == process) {
             return Ok(cache);
         }
         decode::warm_up();
@@ -71,7 +76,10 @@ impl Cache {
             address: AtomicU64::new(0),
             known: UnsafeCell::new(Known { bytes: [0; LONGEST], store }),
         };
-        Ok(CACHE.get_or_init(|| Cache { entries: (0..ENTRIES).map(|_| empty()).collect(), code }))
+        // Never freed: a signal handler may use it at any time.
+        let cache = Box::leak(Box::new(Cache { entries: (0..ENTRIES).map(|_| empty()).collect(), code }));
+        *known = Some((process, cache));
+        Ok(cache)
     }
 
     /// The instruction at an address, decoded if that is new. None if it can't be decoded, or there

@@ -1,0 +1,117 @@
+//! What children made by `fork` inherit is whole: a fork waits until no thread changes it.
+//!
+//! A child has one thread. What another thread was changing at the moment of the fork would stay
+//! half changed there, and the locks that it held would stay locked. Threads hold forks off while
+//! they have such locks: [`hold_off`]. A child that is made without the handlers of
+//! `pthread_atfork`, by the system call itself, is not protected.
+
+use std::cell::{Cell, UnsafeCell};
+use std::ffi::c_int;
+use std::marker::PhantomData;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+#[cfg(not(loom))]
+use super::gate::Gate;
+
+/// Entered by the threads that hold forks off, and closed during a fork.
+#[cfg(not(loom))]
+static GATE: Gate = Gate::new();
+
+thread_local! {
+    /// How many [`HeldOff`] the thread has.
+    static DEPTH: Cell<u32> = const { Cell::new(0) };
+}
+
+/// While a thread has it, no other thread forks. A thread that itself forks has what it was
+/// changing in the child, too.
+///
+/// A thread that has it must not wait for a thread that forks. Locks that a thread keeps while it
+/// runs code of the caller are therefore taken before it, and all others after it.
+#[must_use]
+#[derive(Debug)]
+pub(crate) struct HeldOff {
+    /// It belongs to its thread.
+    of_thread: PhantomData<*const ()>,
+}
+
+/// Holds forks off. Waits for one that has begun.
+pub(crate) fn hold_off() -> HeldOff {
+    register();
+    DEPTH.with(|depth| {
+        if depth.get() == 0 {
+            enter();
+        }
+        depth.set(depth.get() + 1);
+    });
+    HeldOff { of_thread: PhantomData }
+}
+
+impl Drop for HeldOff {
+    fn drop(&mut self) {
+        DEPTH.with(|depth| {
+            depth.set(depth.get() - 1);
+            if depth.get() == 0 {
+                leave();
+            }
+        });
+    }
+}
+
+fn enter() {
+    #[cfg(not(loom))]
+    std::mem::forget(GATE.enter());
+}
+
+fn leave() {
+    #[cfg(not(loom))]
+    GATE.leave();
+}
+
+/// Held by the thread that forks.
+struct Forking(UnsafeCell<libc::pthread_mutex_t>);
+
+// SAFETY: the mutex is made for threads.
+unsafe impl Sync for Forking {}
+
+static FORKING: Forking = Forking(UnsafeCell::new(libc::PTHREAD_MUTEX_INITIALIZER));
+
+/// Registers the handlers, once. The threads that come meanwhile do not wait: their own fork could
+/// interrupt the registration.
+fn register() {
+    static IS_REGISTERED: AtomicBool = AtomicBool::new(false);
+    if !IS_REGISTERED.load(Ordering::Relaxed) && !IS_REGISTERED.swap(true, Ordering::Relaxed) {
+        // SAFETY: the handlers are functions of this module; the C library forgets them if the
+        // library that they are in is unloaded. Without memory for them, forks are not held off.
+        unsafe { pthread_atfork(Some(before), Some(after), Some(after)) };
+    }
+}
+
+unsafe extern "C" {
+    // Not in the crate libc for this target.
+    fn pthread_atfork(
+        prepare: Option<unsafe extern "C" fn()>,
+        parent: Option<unsafe extern "C" fn()>,
+        child: Option<unsafe extern "C" fn()>,
+    ) -> c_int;
+}
+
+unsafe extern "C" fn before() {
+    if DEPTH.get() > 0 {
+        leave();
+    }
+    // SAFETY: the mutex is initialized and never destroyed.
+    unsafe { libc::pthread_mutex_lock(FORKING.0.get()) };
+    #[cfg(not(loom))]
+    std::mem::forget(GATE.close());
+}
+
+/// In the parent and in the child, whose only thread is the copy of the one that forked.
+unsafe extern "C" fn after() {
+    #[cfg(not(loom))]
+    GATE.open();
+    // SAFETY: this thread has locked it; in a child, the thread that it is a copy of.
+    unsafe { libc::pthread_mutex_unlock(FORKING.0.get()) };
+    if DEPTH.get() > 0 {
+        enter();
+    }
+}
