@@ -165,7 +165,7 @@ impl Timer {
 /// for a page, and the copy.
 fn copy_out(memory: &TestMemory, pages: &[usize], seed: Option<u64>) -> Result<(f64, FlightBuffer), BenchError> {
     let timer = Timer::start()?;
-    let mut buffer = FlightBuffer::new(pages.len() * PAGE_SIZE);
+    let mut buffer = FlightBuffer::new(pages.len() * PAGE_SIZE).map_err(BenchError::on("map memory"))?;
     for (index, &page) in pages.iter().enumerate() {
         let copy = buffer.slice(index * PAGE_SIZE..(index + 1) * PAGE_SIZE);
         copy.copy_from_slice(memory.page(page));

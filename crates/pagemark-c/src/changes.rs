@@ -128,7 +128,7 @@ pub extern "C" fn pagemark_changes_encode(changes: Option<&Changes>, to: *mut c_
             let message = format!("the encoding takes {needed} bytes, and there is room for {bytes}");
             return Err(Failure::new(Status::OutOfRange, message));
         }
-        let encoded = changes.to_bytes();
+        let encoded = changes.try_to_bytes()?;
         // SAFETY: the caller owns `bytes` bytes there, which are at least as many.
         unsafe { std::ptr::copy_nonoverlapping(encoded.as_ptr(), to.as_ptr(), encoded.len()) };
         Ok(())

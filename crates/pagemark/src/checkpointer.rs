@@ -7,6 +7,7 @@
 //! target runs again.
 
 use std::collections::HashMap;
+use std::io;
 use std::time::{Duration, Instant, SystemTime};
 
 use crate::repository::{FileRecord, SpaceRecord, StateRecord};
@@ -14,8 +15,8 @@ use crate::sys::flight::FlightBuffer;
 use crate::sys::proc::system;
 use crate::target::{Captured, CapturedSpace, Frozen, KeptCounts, SpaceId, Target, TargetError, TargetMemory};
 use crate::{
-    AddressRangeExt, ByteCount, ContentId, Error, Kind, PAGE_SIZE, PageNumber, PageRange, PageTree, Range, RangeSet,
-    Store, ranges,
+    AddressRangeExt, ByteCount, ContentId, Error, ErrorKind, Kind, PAGE_SIZE, PageNumber, PageRange, PageTree, Range,
+    RangeSet, Store, ranges,
 };
 
 /// How a checkpoint's memory is copied.
@@ -376,6 +377,7 @@ impl Checkpointer {
 
     /// Puts the pages in flight into the store, and their ids into the page trees.
     fn store_in_flight(&mut self, store: &mut dyn Store) -> Result<(), Error> {
+        self.flight.check()?;
         let mut stored: HashMap<SpaceId, RangeSet> = HashMap::new();
         // The last copy of a page counts.
         for mut copied in std::mem::take(&mut self.flight.copied).into_iter().rev() {
@@ -437,6 +439,8 @@ struct Flight {
     limit_bytes: usize,
     /// In the order in which they were copied.
     copied: Vec<Copied>,
+    /// Why a copy was left out since the last check.
+    left_out: Option<io::Error>,
 }
 
 /// One copy: the content of the ranges lies one after the other in a buffer.
@@ -450,31 +454,54 @@ struct Copied {
 }
 
 impl Flight {
-    /// Makes sure that some pages can be copied without a page fault.
+    /// Makes sure that some pages can be copied without a page fault, if there is memory.
     fn prepare(&mut self) {
-        let buffer = self.room(KEPT_BYTES);
+        let Ok(buffer) = self.room(KEPT_BYTES) else { return };
         let used_bytes = self.used_bytes;
         self.buffers[buffer].populate(used_bytes..used_bytes + KEPT_BYTES);
     }
 
     /// The buffer with room for that many bytes after its used part.
-    fn room(&mut self, bytes: usize) -> usize {
+    ///
+    /// # Errors
+    /// `ENOMEM`
+    fn room(&mut self, bytes: usize) -> io::Result<usize> {
         while self.buffers.get(self.current).is_some_and(|buffer| buffer.length() - self.used_bytes < bytes) {
             self.current += 1;
             self.used_bytes = 0;
         }
         if self.current == self.buffers.len() {
-            self.buffers.push(FlightBuffer::new(bytes.max(BUFFER_BYTES)));
+            // Where address space is scarce, no more than is needed.
+            let buffer = FlightBuffer::new(bytes.max(BUFFER_BYTES)).or_else(|_| FlightBuffer::new(bytes))?;
+            self.buffers.push(buffer);
         }
-        self.current
+        Ok(self.current)
     }
 
+    /// Fails if a copy was left out for want of memory.
+    fn check(&mut self) -> Result<(), Error> {
+        match self.left_out.take() {
+            Some(error) => {
+                Err(Error::because(ErrorKind::NoMemory, "no memory for the pages that are copied").caused_by(error))
+            }
+            None => Ok(()),
+        }
+    }
+
+    /// Copies pages. Without memory for them, [`Flight::check`] fails later: first, a frozen target
+    /// resumes.
     fn copy<E>(&mut self, read: ReadPages<'_, E>, space: SpaceId, ranges: RangeSet) -> Result<(), E> {
         let bytes = ranges.total_bytes().to_usize();
         if bytes == 0 {
             return Ok(());
         }
-        let buffer = self.room(bytes);
+        let buffer = match self.room(bytes) {
+            Ok(buffer) => buffer,
+            Err(error) => {
+                self.left_out = Some(error);
+                return Ok(());
+            }
+        };
         let offset = self.used_bytes;
         let list: Vec<Range> = ranges.iter().collect();
         let missing = read(space, &list, self.buffers[buffer].slice(offset..offset + bytes))?;
@@ -487,6 +514,7 @@ impl Flight {
 
     fn clear(&mut self) {
         self.copied.clear();
+        self.left_out = None;
         // Buffers that this checkpoint did not need are likely not needed by the next one either.
         self.buffers.truncate(self.current + 1);
         self.current = 0;

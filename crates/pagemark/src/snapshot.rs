@@ -226,7 +226,7 @@ impl SnapshotStore {
     ///
     /// # Errors
     /// After an error, nothing was written. `ErrorKind::WrongStore`,
-    /// `ErrorKind::LengthDiffers`, `ErrorKind::OutOfRange`.
+    /// `ErrorKind::LengthDiffers`, `ErrorKind::OutOfRange`, `ErrorKind::NoMemory`.
     pub fn restore(
         &self,
         snapshot: &Snapshot,
@@ -240,7 +240,7 @@ impl SnapshotStore {
             check_within(dirty, bytes)?;
         }
         let current = current.map(|(current, dirty)| (current.held.root, dirty));
-        Ok(self.shared.read().restore(snapshot.held.root, current, memory))
+        self.shared.read().restore(snapshot.held.root, current, memory).map_err(Error::no_memory)
     }
 
     /// The number of chunks and nodes that the store holds, and the memory that they take.
@@ -360,7 +360,8 @@ impl Snapshot {
     /// the parts.
     ///
     /// # Errors
-    /// `ErrorKind::LengthDiffers`, `ErrorKind::OutOfRange`
+    /// `ErrorKind::LengthDiffers`, `ErrorKind::OutOfRange`, `ErrorKind::NoMemory`; `each` was not
+    /// called then.
     pub(crate) fn each_part(
         &self,
         offsets: &RangeSet,
@@ -369,8 +370,7 @@ impl Snapshot {
     ) -> Result<(), Error> {
         self.check_length(ByteCount::from(area.bytes()))?;
         check_within(offsets, self.held.bytes)?;
-        self.held.store.read().each_part(self.held.root, offsets, area, each);
-        Ok(())
+        self.held.store.read().each_part(self.held.root, offsets, area, each).map_err(Error::no_memory)
     }
 
     fn check_length(&self, bytes: ByteCount) -> Result<(), Error> {
@@ -441,13 +441,4 @@ pub struct Usage {
     /// Bytes of address space that are reserved for content. Parts that were never used take no
     /// memory.
     pub mapped_bytes: u64,
-}
-
-/// Appends to a vector that may be long. The vector grows by an eighth, whereas `push` would double
-/// it.
-fn push_gently<T>(vector: &mut Vec<T>, value: T) {
-    if vector.len() == vector.capacity() {
-        vector.reserve_exact((vector.len() / 8).max(16));
-    }
-    vector.push(value);
 }

@@ -28,6 +28,7 @@ pub mod pidfd;
 pub(crate) mod populate;
 pub mod proc;
 pub(crate) mod random;
+pub(crate) mod room;
 pub(crate) mod scratch;
 pub mod shared_bytes;
 pub mod signals;

@@ -4,6 +4,7 @@ use std::io;
 
 use crate::snapshot::Snapshot;
 use crate::sys::own_memory::{self, Mapping};
+use crate::sys::room;
 use crate::sys::shared_bytes::SharedBytes;
 use crate::track::page_bits::{for_words, runs};
 use crate::{Address, AddressRangeExt, Error, PAGE_SIZE, PageNumber, PageRangeExt, Range, RangeSet};
@@ -45,7 +46,7 @@ impl Base {
     pub fn new(bytes: usize) -> io::Result<Base> {
         let copy = Mapping::new(bytes)?;
         let pages = copy.bytes() / PAGE_SIZE;
-        let (copied, data) = (PageSet::new(pages), PageSet::new(pages));
+        let (copied, data) = (PageSet::new(pages)?, PageSet::new(pages)?);
         Ok(Base { snapshot: None, copy, stale: RangeSet::new(), copied, data })
     }
 
@@ -255,14 +256,17 @@ impl Base {
 /// A set of pages, with a bit for each page that may be in it.
 #[derive(Debug)]
 struct PageSet {
-    words: Vec<u64>,
+    words: Box<[u64]>,
     count: usize,
 }
 
 impl PageSet {
     /// None of `pages` pages.
-    fn new(pages: usize) -> PageSet {
-        PageSet { words: vec![0; pages.div_ceil(64)], count: 0 }
+    ///
+    /// # Errors
+    /// `ENOMEM`
+    fn new(pages: usize) -> io::Result<PageSet> {
+        Ok(PageSet { words: room::zeros(pages.div_ceil(64))?, count: 0 })
     }
 
     fn contains(&self, page: PageNumber) -> bool {

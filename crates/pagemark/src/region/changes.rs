@@ -8,6 +8,7 @@ use xxhash_rust::xxh3::xxh3_64;
 use super::{Region, State};
 use crate::error::Object;
 use crate::snapshot::Snapshot;
+use crate::sys::room;
 use crate::sys::shared_bytes::SharedBytes;
 use crate::{Address, AddressRangeExt, ByteCount, Error, ErrorKind, Range, RangeSet};
 
@@ -94,7 +95,7 @@ impl Changes {
             return Ok(());
         }
         if let (Some(held), Some(old)) = (&mut self.old, old) {
-            held.try_reserve(old.len()).map_err(Error::no_memory_for_changes)?;
+            held.try_reserve(old.len()).map_err(|_| Error::no_memory_for_changes(room::none()))?;
             held.extend_from_slice(old);
         }
         self.offsets.insert(range.clone());
@@ -114,7 +115,7 @@ impl Changes {
     /// Room for the new content of a range.
     fn grow(&mut self, range: &Range) -> Result<&mut [u8], Error> {
         let (before, bytes) = (self.new.len(), range.byte_count().to_usize());
-        self.new.try_reserve(bytes).map_err(Error::no_memory_for_changes)?;
+        self.new.try_reserve(bytes).map_err(|_| Error::no_memory_for_changes(room::none()))?;
         self.new.resize(before + bytes, 0);
         Ok(&mut self.new[before..])
     }
@@ -180,13 +181,27 @@ impl Changes {
         region.write_changes(self, self.iter().filter_map(|change| Some((change.offset, change.old?))))
     }
 
-    /// The changes as bytes, for another process or a file. They end with a checksum.
+    /// The changes as bytes, for another process or a file. They end with a checksum. Without
+    /// memory for them the program ends: see [`Changes::try_to_bytes`].
     pub fn to_bytes(&self) -> Vec<u8> {
-        self.encode(Encoded::Changes)
+        self.encode(Encoded::Changes, Vec::with_capacity(self.encoded_bytes()))
     }
 
-    pub(super) fn encode(&self, as_what: Encoded) -> Vec<u8> {
-        let mut bytes = Vec::with_capacity(self.encoded_bytes());
+    /// As [`Changes::to_bytes`].
+    ///
+    /// # Errors
+    /// `ErrorKind::NoMemory`
+    pub fn try_to_bytes(&self) -> Result<Vec<u8>, Error> {
+        self.try_encode(Encoded::Changes)
+    }
+
+    pub(super) fn try_encode(&self, as_what: Encoded) -> Result<Vec<u8>, Error> {
+        let bytes = room::vector(self.encoded_bytes()).map_err(Error::no_memory_for_changes)?;
+        Ok(self.encode(as_what, bytes))
+    }
+
+    /// Encodes into an empty vector.
+    fn encode(&self, as_what: Encoded, mut bytes: Vec<u8>) -> Vec<u8> {
         bytes.extend(as_what.magic());
         let flags = if self.has_old() { HAS_OLD } else { 0 };
         let header = [VERSION, flags, self.region_bytes.get(), self.offsets.range_count() as u64];
@@ -208,7 +223,7 @@ impl Changes {
     /// checksum shows accidents, and not what somebody has forged.
     ///
     /// # Errors
-    /// `ErrorKind::Damaged`, `ErrorKind::NewerFormat`
+    /// `ErrorKind::Damaged`, `ErrorKind::NewerFormat`, `ErrorKind::NoMemory`
     pub fn from_bytes(bytes: &[u8]) -> Result<Changes, Error> {
         Changes::decode(bytes, Encoded::Changes)
     }
@@ -251,9 +266,17 @@ impl Changes {
         if old.len() != if has_old { new_bytes } else { 0 } {
             return Err(damaged("its length does not fit the ranges"));
         }
-        let old = has_old.then(|| old.to_vec());
-        Ok(Changes { region_bytes: ByteCount::new(region_bytes), offsets, new: new.to_vec(), old })
+        let old = has_old.then(|| copy(old)).transpose()?;
+        Ok(Changes { region_bytes: ByteCount::new(region_bytes), offsets, new: copy(new)?, old })
     }
+}
+
+/// # Errors
+/// `ErrorKind::NoMemory`
+fn copy(content: &[u8]) -> Result<Vec<u8>, Error> {
+    let mut copy = room::vector(content.len()).map_err(Error::no_memory_for_changes)?;
+    copy.extend(content);
+    Ok(copy)
 }
 
 impl fmt::Debug for Changes {

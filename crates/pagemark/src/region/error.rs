@@ -1,7 +1,7 @@
 //! Errors of regions. After one, the content of the region and the record of its writes are
 //! unchanged, unless the operation says otherwise.
 
-use std::collections::TryReserveError;
+use std::io;
 
 use crate::error::{Error, ErrorKind, Object};
 use crate::{Address, ByteCount, Mechanism, Range};
@@ -26,7 +26,7 @@ impl Error {
         Error::because(ErrorKind::NoRollback, reason)
     }
 
-    pub(super) fn no_memory_for_changes(source: TryReserveError) -> Error {
+    pub(super) fn no_memory_for_changes(source: io::Error) -> Error {
         Error::because(ErrorKind::NoMemory, "no memory for the content of changes").caused_by(source)
     }
 

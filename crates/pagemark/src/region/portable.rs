@@ -36,7 +36,7 @@ impl RegionSnapshot {
         for range in self.content.holding().iter() {
             changes.add_from(&range, &self.content)?;
         }
-        Ok(changes.encode(Encoded::Snapshot))
+        changes.try_encode(Encoded::Snapshot)
     }
 
     /// The snapshot that [`RegionSnapshot::to_bytes`] has encoded, in a store. It is equal to all

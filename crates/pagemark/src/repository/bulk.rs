@@ -8,6 +8,7 @@ use super::pack::{IdMap, RECORD_HEADER_BYTES, ReadBase, decode_base, decode_reco
 use super::table::Entry;
 use super::{Inner, delta, locked};
 use crate::store::{Piece, Visit};
+use crate::sys::room;
 use crate::{ContentId, Error, PAGE_SIZE};
 
 /// Maximum number of records in a batch, which a thread reads at once. Pages of a batch stay in the
@@ -204,8 +205,10 @@ impl Inner {
             Reading { inner: self, plan: &plan, visit, next_job: AtomicUsize::new(0), failure: Mutex::default() };
         let processors = std::thread::available_parallelism().map_or(1, usize::from);
         let thread_count = processors.min(MAX_THREADS).min(plan.job_count());
+        let helpers = thread_count.saturating_sub(1);
+        let helpers = if room::for_threads(helpers).is_ok() { helpers } else { 0 };
         std::thread::scope(|scope| {
-            for _ in 1..thread_count {
+            for _ in 0..helpers {
                 let thread = std::thread::Builder::new().name("pagemark-read".into());
                 // Where no thread can be created, this thread does all the work.
                 drop(thread.spawn_scoped(scope, || reading.work()));

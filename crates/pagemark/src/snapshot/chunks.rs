@@ -8,7 +8,7 @@ use super::delta;
 use super::index::Index;
 use super::packing::{Packing, cell_sizes};
 use super::pool::Pool;
-use super::push_gently;
+use crate::sys::room;
 use crate::sys::shared_bytes::prefetch;
 
 /// Maximum size of a chunk, bytes.
@@ -268,8 +268,20 @@ impl Chunks {
         self.spare.push(content.cell);
     }
 
-    /// Holds staged content, which is new. `was` is the chunk that was at the same position before.
-    /// `None` if no number is free.
+    /// Makes room for the tables of one more chunk.
+    ///
+    /// # Errors
+    /// `ENOMEM`
+    pub fn reserve(&mut self) -> io::Result<()> {
+        room::reserve(&mut self.references, 1)?;
+        room::reserve(&mut self.tags, 1)?;
+        room::reserve(&mut self.locations, 1)?;
+        self.packing.as_mut().map_or(Ok(()), Packing::reserve)?;
+        self.index.reserve(1)
+    }
+
+    /// Holds staged content, which is new and for which [`Chunks::reserve`] has made room. `was` is
+    /// the chunk that was at the same position before. `None` if no number is free.
     pub fn keep(&mut self, staged: Hashed, was: u32) -> Option<u32> {
         let location = ChunkLocation { cell: staged.cell, length: 0, pool: 0, form: Form::Plain };
         let tag = staged.tag;
@@ -285,9 +297,9 @@ impl Chunks {
                 return None;
             }
             let chunk = self.locations.len() as u32 + 1;
-            push_gently(&mut self.references, 1);
-            push_gently(&mut self.tags, tag);
-            push_gently(&mut self.locations, location);
+            self.references.push(1);
+            self.tags.push(tag);
+            self.locations.push(location);
             chunk
         };
         self.staged -= 1;

@@ -1,5 +1,8 @@
 //! Finds numbers by the hash of the content that they name.
 
+use std::io;
+
+use crate::sys::room;
 use crate::sys::shared_bytes::prefetch;
 
 /// A hash table of numbers: open addressing, linear probing, no tombstones.
@@ -54,11 +57,23 @@ impl Index {
         }
     }
 
-    /// Adds a number that is not 0 and not in the table.
-    pub fn insert(&mut self, tag: u32, number: u32) {
-        if (self.used + 1) * 4 > self.slots.len() * 3 {
-            self.resize((self.slots.len() * 2).max(MIN_SLOTS));
+    /// Makes room for so many more numbers.
+    ///
+    /// # Errors
+    /// `ENOMEM`
+    pub fn reserve(&mut self, numbers: usize) -> io::Result<()> {
+        let wanted = (self.used + numbers).saturating_mul(4);
+        let mut slots = self.slots.len();
+        while wanted > slots.saturating_mul(3) {
+            slots = slots.saturating_mul(2).max(MIN_SLOTS);
         }
+        if slots == self.slots.len() { Ok(()) } else { self.resize(slots) }
+    }
+
+    /// Adds a number that is not 0 and not in the table, and for which [`Index::reserve`] has made
+    /// room.
+    pub fn insert(&mut self, tag: u32, number: u32) {
+        debug_assert!((self.used + 1) * 4 <= self.slots.len() * 3, "there is no room for {number}");
         self.place(Slot { tag, number });
         self.used += 1;
     }
@@ -87,13 +102,17 @@ impl Index {
         self.slots[hole] = Slot::default();
         self.used -= 1;
         if self.slots.len() > MIN_SLOTS && self.used * 8 < self.slots.len() {
-            self.resize(self.slots.len() / 2);
+            // Without memory for a smaller table it stays as it is.
+            let _ = self.resize(self.slots.len() / 2);
         }
     }
 
-    fn resize(&mut self, slots: usize) {
-        let old = std::mem::replace(&mut self.slots, vec![Slot::default(); slots]);
+    fn resize(&mut self, slots: usize) -> io::Result<()> {
+        let mut new = room::vector(slots)?;
+        new.resize(slots, Slot::default());
+        let old = std::mem::replace(&mut self.slots, new);
         old.into_iter().filter(|slot| slot.number != 0).for_each(|slot| self.place(slot));
+        Ok(())
     }
 
     fn place(&mut self, slot: Slot) {
@@ -136,7 +155,7 @@ mod tests {
                 // Tags that collide, some at the end of the table.
                 let tag = tag.wrapping_mul(0xffff_fff0);
                 match model.get(&number) {
-                    None if adds => { index.insert(tag, number); model.insert(number, tag); }
+                    None if adds => { index.reserve(1).unwrap(); index.insert(tag, number); model.insert(number, tag); }
                     Some(&tag) if !adds => { index.remove(tag, number); model.remove(&number); }
                     _ => {}
                 }

@@ -1,9 +1,11 @@
 //! The nodes of one level of all trees, each held once.
 
+use std::io;
+
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use super::index::Index;
-use super::push_gently;
+use crate::sys::room;
 use crate::sys::shared_bytes::prefetch;
 
 /// Number of children of a node.
@@ -69,6 +71,19 @@ impl Nodes {
         self.index.prefetch(tag);
     }
 
+    /// Makes room for so many new nodes.
+    ///
+    /// # Errors
+    /// `ENOMEM`
+    pub fn reserve(&mut self, nodes: usize) -> io::Result<()> {
+        let more = nodes.saturating_sub(self.children.len() - self.used);
+        room::reserve(&mut self.children, more)?;
+        room::reserve(&mut self.references, more)?;
+        self.index.reserve(nodes)
+    }
+
+    /// As many nodes as [`Nodes::reserve`] has made room for can be new before the next call of it.
+    ///
     /// Returns the node with these children, whose tag is `tag`, with one more reference, and true
     /// if the node is new. A new node takes over one reference of the caller to each child.
     pub fn intern(&mut self, children: &Children, tag: u32) -> (u32, bool) {
@@ -86,8 +101,8 @@ impl Nodes {
             self.references[node as usize - 1] = 1;
             node
         } else {
-            push_gently(&mut self.children, *children);
-            push_gently(&mut self.references, 1);
+            self.children.push(*children);
+            self.references.push(1);
             self.children.len() as u32
         };
         self.index.insert(tag, node);

@@ -2,10 +2,12 @@
 //! compression and delta encoding).
 
 use std::collections::VecDeque;
+use std::io;
 use std::sync::atomic::{AtomicU8, Ordering::Relaxed};
 
 use super::chunks::{BASE_BYTES, Form};
-use super::{delta, push_gently};
+use super::delta;
+use crate::sys::room;
 
 /// Smallest cell for packed content, bytes.
 const SMALLEST_CELL: usize = 64;
@@ -56,13 +58,24 @@ impl Packing {
         (words * size_of::<u32>() + self.marks.capacity()) as u64
     }
 
-    /// Records a new plain chunk.
+    /// Makes room for the records of one more chunk.
+    ///
+    /// # Errors
+    /// `ENOMEM`
+    pub fn reserve(&mut self) -> io::Result<()> {
+        room::reserve(&mut self.origins, 1)?;
+        room::reserve(&mut self.births, 1)?;
+        room::reserve(&mut self.marks, 1)?;
+        self.queue.try_reserve(1).map_err(|_| room::none())
+    }
+
+    /// Records a new plain chunk, for which [`Packing::reserve`] has made room.
     pub fn add(&mut self, chunk: u32, origin: u32) {
         let at = chunk as usize - 1;
         if at == self.marks.len() {
-            push_gently(&mut self.origins, origin);
-            push_gently(&mut self.births, 0);
-            push_gently(&mut self.marks, AtomicU8::new(0));
+            self.origins.push(origin);
+            self.births.push(0);
+            self.marks.push(AtomicU8::new(0));
         }
         self.origins[at] = origin;
         self.births[at] = self.next_birth;

@@ -1,5 +1,6 @@
 //! The content of a store, and the operations on it.
 
+use std::io;
 use std::iter::Peekable;
 use std::ops::Range;
 
@@ -8,6 +9,7 @@ use super::nodes::{FAN_OUT, NODE_BYTES};
 use super::packing::Packing;
 use super::tree::{Change, Root, Trees};
 use super::{SharedBytes, Usage};
+use crate::sys::room;
 use crate::{Address, ByteCount, Error, ErrorKind, Range as AddressRange, RangeSet};
 
 /// When memory is scarce, packing frees more than needed: the budget divided by this.
@@ -89,7 +91,8 @@ impl State {
         let mut changes = Vec::new();
         let taken = self.put(old, memory, touched, forget, &mut changes).and_then(|()| {
             let new_nodes = self.trees.most_new_nodes(old.height, &changes).ok_or_else(Error::store_full)?;
-            self.make_room(new_nodes * NODE_BYTES)
+            self.make_room(new_nodes * NODE_BYTES)?;
+            self.trees.reserve(old.height, &changes).map_err(Error::no_memory)
         });
         let root = taken.map(|()| self.trees.update(old, &changes, &mut self.chunks));
         // The tree has references of its own.
@@ -140,7 +143,8 @@ impl State {
         changes: &mut Vec<Change>,
     ) -> Result<(), Error> {
         let mut zeros = touched.zeros.iter().peekable();
-        let held = self.held_at(old, &touched.dirty);
+        let held = self.held_at(old, &touched.dirty).map_err(Error::no_memory)?;
+        room::reserve(changes, held.len() + touched.zeros.range_count()).map_err(Error::no_memory)?;
         // Each chunk is looked up when the next one has been copied: by then, the line of the index
         // that it needs has been fetched.
         let mut staged = None;
@@ -235,7 +239,8 @@ impl State {
             Ok(chunk) => return Ok(chunk),
             Err(new) => new,
         };
-        if let Err(error) = self.make_room(self.chunks.chunk_bytes() as u64 + ENTRY_BYTES + Packing::CHUNK_BYTES) {
+        let room = self.make_room(self.chunks.chunk_bytes() as u64 + ENTRY_BYTES + Packing::CHUNK_BYTES);
+        if let Err(error) = room.and_then(|()| self.chunks.reserve().map_err(Error::no_memory)) {
             self.chunks.give_up(Staged::Hashed(new));
             return Err(error);
         }
@@ -264,26 +269,36 @@ impl State {
 
     /// Writes the content of a tree to the area. With `current`, the area holds the content of
     /// another tree, except at dirty offsets. Returns the written offsets.
-    pub fn restore(&self, wanted: Root, current: Option<(Root, &RangeSet)>, memory: &SharedBytes<'_>) -> RangeSet {
+    ///
+    /// # Errors
+    /// `ENOMEM`; then nothing was written.
+    pub fn restore(
+        &self,
+        wanted: Root,
+        current: Option<(Root, &RangeSet)>,
+        memory: &SharedBytes<'_>,
+    ) -> io::Result<RangeSet> {
         let bytes = ByteCount::from(memory.bytes());
         let unknown = match current {
             Some((_, dirty)) => self.rounded_out(dirty),
             None => RangeSet::from(0..self.positions(bytes)),
         };
-        let mut differing = Vec::new();
+        let (mut differing, mut has_room) = (Vec::new(), Ok(()));
         if let Some((current, _)) = current {
             let mut unknown = unknown.iter().peekable();
             self.trees.diff(current, wanted, &mut |position, _, chunk| {
                 while unknown.next_if(|range| range.end <= position).is_some() {}
-                if unknown.peek().is_none_or(|range| range.start > position) {
-                    differing.push((position, chunk));
+                if unknown.peek().is_none_or(|range| range.start > position) && has_room.is_ok() {
+                    has_room = room::reserve(&mut differing, 1).map(|()| differing.push((position, chunk)));
                 }
             });
         }
+        has_room?;
+        let compared = self.held_at(wanted, &unknown)?;
         let mut written = self.write(&differing, memory, |_, _| true);
         let differs = |offset: usize, content: &[u8]| !memory.equals(offset, content);
-        written.extend(&self.write(&self.held_at(wanted, &unknown), memory, differs));
-        written
+        written.extend(&self.write(&compared, memory, differs));
+        Ok(written)
     }
 
     /// Writes the chunks for whose offset and content `is_wanted` returns true. `held` has them
@@ -310,15 +325,18 @@ impl State {
 
     /// Calls `each` with the parts of `offsets`, split at the borders of chunks, and their content
     /// in a tree, in ascending order.
+    ///
+    /// # Errors
+    /// `ENOMEM`; then `each` was not called.
     pub fn each_part(
         &self,
         root: Root,
         offsets: &RangeSet,
         memory: &SharedBytes<'_>,
         mut each: impl FnMut(AddressRange, &[u8]),
-    ) {
+    ) -> io::Result<()> {
         let bytes = ByteCount::from(memory.bytes());
-        let held = self.held_at(root, &self.rounded_out(offsets));
+        let held = self.held_at(root, &self.rounded_out(offsets))?;
         let mut scratch = Vec::new();
         for (index, &(position, chunk)) in held.iter().enumerate() {
             self.prefetch(&held[index..], memory);
@@ -329,12 +347,16 @@ impl State {
                 each(part, &content[within]);
             }
         }
+        Ok(())
     }
 
     /// The chunks of a tree at some positions.
-    fn held_at(&self, root: Root, positions: &RangeSet<u64>) -> Vec<(u64, u32)> {
+    ///
+    /// # Errors
+    /// `ENOMEM`
+    fn held_at(&self, root: Root, positions: &RangeSet<u64>) -> io::Result<Vec<(u64, u32)>> {
         let count: u64 = positions.iter().map(|run| run.end - run.start).sum();
-        let mut held = Vec::with_capacity(count as usize);
+        let mut held = room::vector(count as usize)?;
         for run in positions.iter() {
             let mut leaf = [0; FAN_OUT];
             for position in run.clone() {
@@ -345,7 +367,7 @@ impl State {
                 held.push((position, leaf[child]));
             }
         }
-        held
+        Ok(held)
     }
 
     /// Prefetches the beginning of the next chunk, in the store and in the area, while the first

@@ -4,6 +4,7 @@
 //! height are therefore equal if their roots are the same number, a diff does not read shared
 //! subtrees, and the cost of a changed copy follows the changes.
 
+use std::io;
 use std::ops::Range;
 
 use super::chunks::Chunks;
@@ -36,6 +37,17 @@ pub(super) struct Trees {
 /// Positions that a node of a level covers.
 fn span(level: u32) -> u64 {
     1 << (LEVEL_BITS * (level + 1))
+}
+
+/// The maximum number of nodes of a level that changes replace.
+fn touched_nodes(level: u32, changes: &[Change]) -> u64 {
+    let (mut touched, mut last) = (0, None);
+    let ends = changes.iter().flat_map(|change| [change.positions.start, change.positions.end - 1]);
+    for node in ends.map(|position| position / span(level)) {
+        touched += u64::from(last != Some(node));
+        last = Some(node);
+    }
+    touched
 }
 
 impl Trees {
@@ -82,12 +94,7 @@ impl Trees {
     pub fn most_new_nodes(&self, height: u32, changes: &[Change]) -> Option<u64> {
         let mut sum = 0;
         for level in 0..height {
-            let (mut touched, mut last) = (0, None);
-            let ends = changes.iter().flat_map(|change| [change.positions.start, change.positions.end - 1]);
-            for node in ends.map(|position| position / span(level)) {
-                touched += u64::from(last != Some(node));
-                last = Some(node);
-            }
+            let touched = touched_nodes(level, changes);
             if self.levels[level as usize].used() as u64 + touched > MAX_NODES as u64 {
                 return None;
             }
@@ -96,6 +103,17 @@ impl Trees {
         Some(sum)
     }
 
+    /// Makes room for the nodes that [`Trees::update`] adds for these changes.
+    ///
+    /// # Errors
+    /// `ENOMEM`
+    pub fn reserve(&mut self, height: u32, changes: &[Change]) -> io::Result<()> {
+        let mut levels = self.levels.iter_mut().zip(0..height);
+        levels.try_for_each(|(nodes, level)| nodes.reserve(touched_nodes(level, changes) as usize))
+    }
+
+    /// There must be room for the new nodes: [`Trees::reserve`].
+    ///
     /// Makes a tree that differs from `old` by the changes, which are in ascending order and
     /// disjoint. The caller owns a reference to the new root, and keeps its references to the
     /// chunks of the changes.

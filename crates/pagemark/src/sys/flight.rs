@@ -1,12 +1,13 @@
 //! Memory for pages in flight, which is mapped in advance so that copying takes few page faults.
 
+use std::io;
 use std::num::NonZeroUsize;
 use std::ops::Range;
 use std::ptr::NonNull;
 
 use nix::sys::mman::{MapFlags, MmapAdvise, ProtFlags, madvise, mmap_anonymous, munmap};
 
-use super::populate;
+use super::{populate, room};
 
 /// Alignment of huge pages, bytes.
 const HUGE_PAGE: usize = 2 << 20;
@@ -23,10 +24,10 @@ unsafe impl Send for FlightBuffer {}
 impl FlightBuffer {
     /// Maps room for `bytes`. It takes memory only as it is written.
     ///
-    /// # Panics
-    /// If the kernel gives no address space, as a failed allocation does.
-    pub fn new(bytes: usize) -> FlightBuffer {
-        let length = bytes.next_multiple_of(HUGE_PAGE);
+    /// # Errors
+    /// `ENOMEM`
+    pub fn new(bytes: usize) -> io::Result<FlightBuffer> {
+        let length = bytes.checked_next_multiple_of(HUGE_PAGE).ok_or_else(room::none)?;
         let size = NonZeroUsize::new(length).unwrap_or(NonZeroUsize::MIN);
         // SAFETY: a new private anonymous mapping at an address that the kernel chooses touches no
         // other memory.
@@ -38,11 +39,11 @@ impl FlightBuffer {
                 MapFlags::MAP_PRIVATE | MapFlags::MAP_NORESERVE,
             )
         };
-        let Ok(start) = start else { std::alloc::handle_alloc_error(std::alloc::Layout::new::<[u8; 4096]>()) };
+        let start = start?;
         // Huge pages make the first write to it cheap; without them it merely costs more.
         // SAFETY: the range is the mapping just made.
         let _ = unsafe { madvise(start, size.get(), MmapAdvise::MADV_HUGEPAGE) };
-        FlightBuffer { start, length: size.get() }
+        Ok(FlightBuffer { start, length: size.get() })
     }
 
     /// Bytes of room.
@@ -100,7 +101,7 @@ mod tests {
             let rollup = Fields::read(proc::own_path("smaps_rollup")).unwrap();
             rollup.number::<usize>("LazyFree").unwrap()
         };
-        let mut buffer = FlightBuffer::new(5 << 20);
+        let mut buffer = FlightBuffer::new(5 << 20).unwrap();
         assert_eq!(buffer.length(), 6 << 20);
         buffer.populate(0..8192);
         buffer.slice(0..6 << 20).fill(7);
@@ -115,6 +116,6 @@ mod tests {
     #[test]
     #[should_panic(expected = "of a buffer of")]
     fn refuses_more_than_it_has() {
-        FlightBuffer::new(4096).slice(0..(4 << 20));
+        FlightBuffer::new(4096).unwrap().slice(0..(4 << 20));
     }
 }

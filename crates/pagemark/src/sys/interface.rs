@@ -9,7 +9,7 @@ use std::io;
 use std::sync::OnceLock;
 
 use super::at_fork::hold_off;
-use super::{fanotify, forks, mapping_flags, own_mappings, pagemap, pidfd, populate, userfaultfd};
+use super::{fanotify, forks, mapping_flags, own_mappings, pagemap, pidfd, populate, room, userfaultfd};
 
 /// An interface of the kernel that not every kernel has.
 #[derive(Debug)]
@@ -55,12 +55,14 @@ impl Interface {
         let _forks = hold_off();
         let number = match (self.probe)() {
             Ok(()) => 0,
-            Err(error) => error.raw_os_error().unwrap_or(libc::ENOSYS),
+            Err(error) => {
+                let number = error.raw_os_error().unwrap_or(libc::ENOSYS);
+                if room::is_passing(&error) {
+                    return number;
+                }
+                number
+            }
         };
-        // What passes says nothing about the kernel.
-        if matches!(number, libc::EMFILE | libc::ENFILE | libc::ENOMEM | libc::EAGAIN | libc::EINTR) {
-            return number;
-        }
         *self.found.get_or_init(|| number)
     }
 }

@@ -105,11 +105,13 @@ pub unsafe fn set_access(range: &Range, access: Access) -> io::Result<()> {
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// True if something is mapped everywhere in `range`. Costs a system call, whatever the size.
+/// True if something is mapped everywhere in `range`, as far as the kernel says. Costs a system
+/// call, whatever the size.
 pub fn is_mapped(range: &Range) -> bool {
-    // The call does nothing but fail with ENOMEM if there is a hole.
+    // The call does nothing but fail with ENOMEM if there is a hole. A filter may refuse it.
     // SAFETY: without further flags the call changes nothing.
-    unsafe { libc::msync(range.start.as_mut_ptr(), range.byte_count().to_usize(), libc::MS_ASYNC) == 0 }
+    let result = unsafe { libc::msync(range.start.as_mut_ptr(), range.byte_count().to_usize(), libc::MS_ASYNC) };
+    result == 0 || io::Error::last_os_error().raw_os_error() != Some(libc::ENOMEM)
 }
 
 /// Frees the memory behind the pages of `range`: they hold zeros afterwards (in a mapping of a

@@ -21,6 +21,7 @@ use crate::sys::alias::Alias;
 use crate::sys::fault::{self, Armed, Fault, Outcome, WriteFault};
 use crate::sys::own_mappings::OwnMappings;
 use crate::sys::pagemap::Pagemap;
+use crate::sys::room;
 use crate::{Address, AddressRangeExt, ByteCount, Error, Mechanism, PageRangeExt, Range, RangeSet, Tracker};
 
 mod cache;
@@ -108,12 +109,11 @@ impl Emulate {
     /// `ErrorKind::Unavailable`: the system does not let programs make code.
     pub fn new(pagemap: Arc<Pagemap>, memory: OwnMemory) -> Result<Self, Error> {
         let cache = Cache::get().map_err(|error| {
-            Error::unavailable(
-                Mechanism::Emulate,
-                format!(
-                    "no memory that can be written and executed, as instructions need that are redirected ({error})"
-                ),
-            )
+            let what = "memory that can be written and executed, as instructions need that are redirected";
+            match room::is_passing(&error) {
+                true => Error::system(format!("making {what}"))(error),
+                false => Error::unavailable(Mechanism::Emulate, format!("no {what} ({error})")),
+            }
         })?;
         let mappings = own_mappings()?;
         Ok(Emulate {
@@ -154,14 +154,16 @@ impl Emulate {
                 format!("the memory of {range:#x?} is shared, and only private memory can be mapped anew"),
             ));
         }
+        // Before the memory is replaced.
+        let words = Words::new(range.page_range().page_count() as usize).map_err(failed)?;
+        let taken = words.room().map_err(failed)?;
+        let pages = Protected::new(range.clone(), 1, ByMprotect).map_err(failed)?;
         let held = self.memory.holding(&self.pagemap, &range.clone().into())?;
         // SAFETY: the range is private data, and the owner of the memory guarantees that no other
         // code accesses it now.
         let alias = unsafe { Alias::take_over(&range, &held) }.map_err(failed)?;
-        let words = Words::new(range.page_range().page_count() as usize);
-        let taken = words.room();
         let shared = Arc::new(Shared {
-            pages: Protected::new(range.clone(), 1, ByMprotect),
+            pages,
             alias,
             words,
             open_after: self.open_after,

@@ -11,6 +11,7 @@ use std::sync::OnceLock;
 use crate::PAGE_SIZE;
 use crate::sys::own_memory::Mapping;
 use crate::sys::page_faults;
+use crate::sys::room;
 use crate::sys::userfaultfd::Userfaultfd;
 
 /// The page faults that were seen at the last look at the pages.
@@ -23,7 +24,11 @@ impl FaultWatch {
     /// `None` where the kernel does not count the faults of protected pages.
     pub fn new() -> Option<FaultWatch> {
         static ARE_COUNTED: OnceLock<bool> = OnceLock::new();
-        let are_counted = *ARE_COUNTED.get_or_init(|| are_counted().unwrap_or(false));
+        let are_counted = ARE_COUNTED.get().copied().unwrap_or_else(|| match are_counted() {
+            // Another region may be luckier.
+            Err(error) if room::is_passing(&error) => false,
+            tried => *ARE_COUNTED.get_or_init(|| tried.unwrap_or(false)),
+        });
         are_counted.then_some(FaultWatch { seen: None })
     }
 

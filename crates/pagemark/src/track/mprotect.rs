@@ -58,7 +58,7 @@ impl Mprotect {
     fn arm(&mut self, range: Range, dirty: &mut RangeSet) -> Result<(), Error> {
         self.memory.check(&range)?;
         let unavailable = |error| Error::while_tracking(error, || format!("protecting {range:#x?}"));
-        let pages = Protected::new(range.clone(), self.memory.pages_per_unit(), ByMprotect);
+        let pages = Protected::new(range.clone(), self.memory.pages_per_unit(), ByMprotect).map_err(unavailable)?;
         let shared = Arc::new(Shared { pages, process: std::process::id() });
         let armed = fault::arm(range.clone(), shared.clone()).map_err(unavailable)?;
         let tracked = ProtectedRange { shared, _armed: armed };

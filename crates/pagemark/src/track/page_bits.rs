@@ -1,7 +1,11 @@
 //! A set of pages with one bit per page, which a signal handler or another thread can add to.
 
-use crate::sys::sync::atomic::{AtomicU64, Ordering};
+use std::io;
 use std::ops::Range;
+
+#[cfg(not(loom))]
+use crate::sys::room;
+use crate::sys::sync::atomic::{AtomicU64, Ordering};
 
 /// A set of pages of one range, by their index in the range. Each word of 64 bits is set by one
 /// atomic operation.
@@ -15,8 +19,16 @@ pub(super) struct PageBits {
 
 impl PageBits {
     /// None of `pages` pages.
-    pub fn new(pages: usize) -> Self {
-        PageBits { words: (0..pages.div_ceil(64)).map(|_| AtomicU64::new(0)).collect() }
+    ///
+    /// # Errors
+    /// `ENOMEM`
+    pub fn new(pages: usize) -> io::Result<Self> {
+        let words = pages.div_ceil(64);
+        #[cfg(not(loom))]
+        let words = room::zeros(words)?;
+        #[cfg(loom)]
+        let words = (0..words).map(|_| AtomicU64::new(0)).collect();
+        Ok(PageBits { words })
     }
 
     /// Adds pages, which must be among those it was made for.
@@ -82,7 +94,7 @@ mod tests {
         fn behaves_like_a_set(
             ranges in prop::collection::vec((0usize..300, 0usize..140), 0..12),
         ) {
-            let bits = PageBits::new(300);
+            let bits = PageBits::new(300).unwrap();
             let mut model = BTreeSet::new();
             for (start, length) in ranges {
                 bits.set(start..(start + length).min(300));

@@ -6,6 +6,7 @@ use std::io;
 use super::page_bits::{self, PageBits};
 use crate::sys::gate::Gate;
 use crate::sys::own_mappings::OwnMapping;
+use crate::sys::room;
 use crate::sys::signals::Blocked;
 use crate::{Address, AddressRangeExt, ByteCount, Error, PageRangeExt, Range, RangeSet};
 
@@ -44,9 +45,12 @@ pub(super) struct Taken {
 
 impl<P: WriteProtection> Protected<P> {
     /// All pages of `range`, open. The range consists of whole units of `unit` pages.
-    pub fn new(range: Range, unit: usize, protection: P) -> Self {
+    ///
+    /// # Errors
+    /// `ENOMEM`
+    pub fn new(range: Range, unit: usize, protection: P) -> io::Result<Self> {
         let pages = range.page_range().page_count() as usize;
-        Protected { range, unit, protection, gate: Gate::default(), open: PageBits::new(pages) }
+        Ok(Protected { range, unit, protection, gate: Gate::default(), open: PageBits::new(pages)? })
     }
 
     pub fn range(&self) -> &Range {
@@ -110,6 +114,7 @@ impl<P: WriteProtection> Protected<P> {
     ) -> io::Result<()> {
         let pages = self.range.page_range().page_count() as usize;
         taken.words.clear();
+        room::reserve(&mut taken.words, pages.div_ceil(64))?;
         taken.words.resize(pages.div_ceil(64), 0);
         let result = {
             let _signals = Blocked::all();
@@ -308,7 +313,8 @@ mod models {
     fn no_write_is_missed<const IS_IDEMPOTENT: bool>() {
         model(3, || {
             let memory = Arc::new(Memory::default());
-            let protected = Protected::new(offsets(0..PAGES * PAGE_SIZE), 1, ByModel::<IS_IDEMPOTENT>(memory.clone()));
+            let protected =
+                Protected::new(offsets(0..PAGES * PAGE_SIZE), 1, ByModel::<IS_IDEMPOTENT>(memory.clone())).unwrap();
             let tracked = Arc::new(Tracked { memory, protected });
             let programs: Vec<_> = [0, 1]
                 .map(|page| {

@@ -21,8 +21,9 @@ use super::OwnMemory;
 use super::fault_watch::FaultWatch;
 use super::pagemap_scan::unavailable;
 use super::registry::own_pagemap;
-use crate::sys::pagemap::{Filter, PRESENT, Pagemap, SWAPPED, WP_ALLOWED, WRITTEN};
+use crate::sys::pagemap::{Filter, PRESENT, Pagemap, SCAN, SWAPPED, WP_ALLOWED, WRITTEN};
 use crate::sys::per_process::PerProcess;
+use crate::sys::room;
 use crate::sys::userfaultfd::Userfaultfd;
 use crate::{AddressRangeExt, Error, Mechanism, PageNumber, PageRangeExt, Range, RangeSet, Tracker};
 
@@ -102,6 +103,15 @@ impl RegionScan {
         static SHARED: PerProcess<Userfaultfd> = PerProcess::new();
         let userfaultfd = SHARED.get(Userfaultfd::of_this_process).map_err(|error| unavailable(mechanism, error))?;
         let pagemap = own_pagemap()?;
+        // A filter may refuse the one and not the other.
+        if let Some(error) = SCAN.refusal() {
+            let reason = format!("no PAGEMAP_SCAN, which Linux 6.7 has ({error})");
+            return Err(if room::is_passing(&error) {
+                Error::system("scanning pages")(error)
+            } else {
+                Error::unavailable(mechanism, reason)
+            });
+        }
         let is_adaptive = mechanism == Mechanism::Adaptive;
         let fault_watch = if is_adaptive && memory.has_sole_use() { FaultWatch::new() } else { None };
         Ok(RegionScan {
@@ -118,11 +128,12 @@ impl RegionScan {
 
     fn register(&mut self, range: Range) -> Result<(), Error> {
         self.memory.check(&range)?;
+        let pages = range.page_range().page_count() as usize;
+        let heat = if self.is_adaptive { Some(Heat::new(pages)) } else { None };
+        let heat = heat.transpose().map_err(Error::system(format!("counting the writes of {pages} pages")))?;
         self.userfaultfd
             .register(&range)
             .map_err(|error| Error::while_tracking(error, || format!("registering {range:#x?} with userfaultfd")))?;
-        let pages = range.page_range().page_count() as usize;
-        let heat = self.is_adaptive.then(|| Heat::new(pages));
         let backed = self.memory.backed().intersection(&range.clone().into());
         let (unit, known, dense) = (self.memory.pages_per_unit(), RangeSet::new(), backed.clone());
         self.tracked.push(RegisteredRange { range, unit, backed, known, dense, heat });
@@ -379,7 +390,7 @@ impl PageRuns {
 #[derive(Debug)]
 struct Heat {
     /// A [`Page`] each, as a number, because zeros take memory only where they are changed.
-    pages: Vec<u64>,
+    pages: Box<[u64]>,
     hot_pages: usize,
     /// The addresses of the hot pages. `None` if the hot pages have changed since.
     hot_runs: Option<RangeSet>,
@@ -415,9 +426,13 @@ impl Page {
 }
 
 impl Heat {
-    fn new(pages: usize) -> Self {
-        Heat {
-            pages: vec![0; pages],
+    /// No page was written yet.
+    ///
+    /// # Errors
+    /// `ENOMEM`
+    fn new(pages: usize) -> io::Result<Self> {
+        Ok(Heat {
+            pages: room::zeros(pages)?,
             hot_pages: 0,
             hot_runs: None,
             transaction: 0,
@@ -425,7 +440,7 @@ impl Heat {
             silent_pages: 0,
             between_probes: 1,
             slice: 0,
-        }
+        })
     }
 
     /// The addresses of the hot pages of a range whose first page is `first`.

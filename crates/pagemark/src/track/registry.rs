@@ -18,9 +18,9 @@
 //! | SPM | comparison of all pages | `compare` |
 //! | PML, 2.4 | stop-and-copy of all memory | `full` |
 
-use std::fmt;
 use std::str::FromStr;
 use std::sync::{Arc, OnceLock};
+use std::{fmt, io};
 
 use serde::{Deserialize, Serialize};
 
@@ -32,6 +32,7 @@ use crate::sys::memory::Memory;
 use crate::sys::own_mappings::OwnMappings;
 use crate::sys::pagemap::Pagemap;
 use crate::sys::per_process::PerProcess;
+use crate::sys::room;
 use crate::sys::userfaultfd::Userfaultfd;
 
 /// Declares [`Mechanism`] and the entry of each.
@@ -205,8 +206,19 @@ pub(super) fn own_mappings() -> Result<Arc<OwnMappings>, Error> {
     own_file("maps", SHARED.get(OwnMappings::open))
 }
 
-pub(super) fn own_file<T>(name: &str, opened: std::io::Result<T>) -> Result<T, Error> {
-    opened.map_err(|error| Error::while_tracking(error, || format!("opening /proc/self/{name}")))
+pub(super) fn own_file<T>(name: &str, opened: io::Result<T>) -> Result<T, Error> {
+    opened.map_err(|error| {
+        let is_hidden = error.kind() == io::ErrorKind::PermissionDenied;
+        let error = Error::while_tracking(error, || format!("opening /proc/self/{name}"));
+        match is_hidden {
+            // A program of which the kernel makes no core dump owns none of these files.
+            true => error.help(
+                "a program that has changed its user, or has rights from its file, calls prctl(PR_SET_DUMPABLE, 1) \
+                 before",
+            ),
+            false => error,
+        }
+    })
 }
 
 /// Whose memory is tracked.
@@ -297,13 +309,19 @@ impl Mechanism {
     pub fn choose(scope: Scope) -> Mechanism {
         static CHOSEN: [OnceLock<Mechanism>; Scope::ALL.len()] = [const { OnceLock::new() }; Scope::ALL.len()];
         let chosen = &CHOSEN[scope as usize];
-        let _forks = if chosen.get().is_none() { Some(hold_off()) } else { None };
-        *chosen.get_or_init(|| {
-            Mechanism::of_scope(scope)
-                .filter(|mechanism| mechanism.may_be_chosen(scope))
-                .find(|&mechanism| super::probe::check(mechanism, scope).is_ok())
-                .unwrap_or(Mechanism::Full)
-        })
+        if let Some(&chosen) = chosen.get() {
+            return chosen;
+        }
+        let _forks = hold_off();
+        // A mechanism that was left out because something was used up is tried again.
+        let mut is_final = true;
+        let found = Mechanism::of_scope(scope).filter(|mechanism| mechanism.may_be_chosen(scope)).find(|&mechanism| {
+            let checked = super::probe::check(mechanism, scope);
+            is_final &= !checked.as_ref().is_err_and(|error| error.io_error().is_some_and(room::is_passing));
+            checked.is_ok()
+        });
+        let found = found.unwrap_or(Mechanism::Full);
+        if is_final { *chosen.get_or_init(|| found) } else { found }
     }
 
     /// What `auto` means for virtual machines with the strategy

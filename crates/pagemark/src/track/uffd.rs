@@ -17,6 +17,7 @@ use super::registry::{MachineTracking, MechanismEntry, own_mappings, own_pagemap
 use crate::sys::own_mappings::{OwnMapping, OwnMappings};
 use crate::sys::pagemap::{Filter, PRESENT, Pagemap, ZERO};
 use crate::sys::populate;
+use crate::sys::room;
 use crate::sys::signals::Blocked;
 use crate::sys::userfaultfd::{Synchronous, Userfaultfd, WRITE_PROTECT_SHARED};
 use crate::{Address, AddressRangeExt, ByteCount, Error, Mechanism, Range, RangeSet, Tracker};
@@ -98,20 +99,23 @@ impl Uffd {
     /// there are too many threads.
     pub fn new(pagemap: Arc<Pagemap>, memory: OwnMemory) -> Result<Self, Error> {
         let Synchronous { userfaultfd, protects_shared, protects_unpopulated, .. } = Userfaultfd::synchronous()
-            .map_err(|error| {
-                unavailable(format!("no userfaultfd with write-protection ({error}); {}", remedy(&error)))
+            .map_err(|error| match room::is_passing(&error) {
+                true => Error::system("making a userfaultfd")(error),
+                false => unavailable(format!("no userfaultfd with write-protection ({error}); {}", remedy(&error))),
             })?;
         let mappings = own_mappings()?;
         let stop = event().map_err(|error| Error::while_tracking(error, || "making an eventfd".to_owned()))?;
         let shared = Arc::new(Shared { userfaultfd: Arc::new(userfaultfd), tracked: Mutex::default(), stop });
         let for_thread = shared.clone();
+        let no_thread = |error| Error::while_tracking(error, || "starting a thread".to_owned());
+        room::for_threads(1).map_err(no_thread)?;
         // The thread starts with all signals blocked: a handler of the program that ran on it and
         // wrote to tracked memory would wait for itself.
         let _signals = Blocked::all();
         let handler = std::thread::Builder::new()
             .name("pagemark-uffd".to_owned())
             .spawn(move || for_thread.handle_faults())
-            .map_err(|error| Error::while_tracking(error, || "starting a thread".to_owned()))?;
+            .map_err(no_thread)?;
         let (pins, taken) = (Pins::default(), Taken::default());
         let process = std::process::id();
         Ok(Uffd {
@@ -145,7 +149,8 @@ impl Uffd {
             _ => failed(error),
         })?;
         let protection = ByUserfaultfd { userfaultfd, protects_unpopulated: self.protects_unpopulated };
-        let protected = Arc::new(Protected::new(range.clone(), self.memory.pages_per_unit(), protection));
+        let protected = Protected::new(range.clone(), self.memory.pages_per_unit(), protection).map_err(failed)?;
+        let protected = Arc::new(protected);
         self.shared.tracked().push(protected.clone());
         let mut data = self.memory.holding(&self.pagemap, &range.clone().into())?;
         if !self.protects_unpopulated {
@@ -259,7 +264,6 @@ fn unavailable(reason: String) -> Error {
 fn remedy(error: &io::Error) -> &'static str {
     match error.raw_os_error() {
         Some(libc::EPERM) => "it needs CAP_SYS_PTRACE or vm.unprivileged_userfaultfd=1, or Linux 5.11 or later",
-        Some(libc::EMFILE | libc::ENFILE) => "raise the limit of open files",
         _ => "Linux 5.7 or later has it",
     }
 }

@@ -1,8 +1,10 @@
 //! Which words were written: one bit for 8 bytes.
 
+use std::io;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 
+use crate::sys::room;
 use crate::track::page_bits::{PageBits, runs};
 use crate::{Address, ByteCount, PAGE_SIZE, RangeSet};
 
@@ -28,13 +30,17 @@ pub struct Words {
 #[derive(Debug)]
 pub struct TakenWords {
     pages: Vec<Range<usize>>,
-    numbers: Vec<u64>,
+    numbers: Box<[u64]>,
 }
 
 impl Words {
     /// The empty set for a region of `pages` pages.
-    pub fn new(pages: usize) -> Words {
-        Words { pages: PageBits::new(pages), numbers: zeroed_u64(pages * NUMBERS_OF_PAGE), stores: zeroed_u8(pages) }
+    ///
+    /// # Errors
+    /// `ENOMEM`
+    pub fn new(pages: usize) -> io::Result<Words> {
+        let (numbers, stores) = (room::zeros(pages * NUMBERS_OF_PAGE)?, room::zeros(pages)?);
+        Ok(Words { pages: PageBits::new(pages)?, numbers, stores })
     }
 
     /// Counts a store to a page, and returns the number of stores before it. Async-signal-safe.
@@ -60,12 +66,15 @@ impl Words {
     }
 
     /// Room for all.
-    pub fn room(&self) -> TakenWords {
+    ///
+    /// # Errors
+    /// `ENOMEM`
+    pub fn room(&self) -> io::Result<TakenWords> {
         let pages = self.numbers.len() / NUMBERS_OF_PAGE;
-        TakenWords {
-            pages: Vec::with_capacity(pages.div_ceil(2) + pages.div_ceil(BITS)),
-            numbers: vec![0; self.numbers.len()],
-        }
+        Ok(TakenWords {
+            pages: room::vector(pages.div_ceil(2) + pages.div_ceil(BITS))?,
+            numbers: room::zeros(self.numbers.len())?,
+        })
     }
 
     /// Empties the set into `taken`, whose content is replaced. Allocates nothing.
@@ -80,20 +89,6 @@ impl Words {
             taken.pages.push(run);
         });
     }
-}
-
-/// Zeros that take memory only where they are changed.
-fn zeroed_u64(count: usize) -> Box<[AtomicU64]> {
-    let zeros = Box::into_raw(vec![0u64; count].into_boxed_slice());
-    // SAFETY: an `AtomicU64` has the size, the alignment here and the values of a `u64`.
-    unsafe { Box::from_raw(zeros as *mut [AtomicU64]) }
-}
-
-/// As [`zeroed_u64`], of bytes.
-fn zeroed_u8(count: usize) -> Box<[AtomicU8]> {
-    let zeros = Box::into_raw(vec![0u8; count].into_boxed_slice());
-    // SAFETY: an `AtomicU8` has the size, the alignment and the values of a `u8`.
-    unsafe { Box::from_raw(zeros as *mut [AtomicU8]) }
 }
 
 impl TakenWords {
@@ -118,8 +113,8 @@ mod tests {
     proptest! {
         #[test]
         fn tells_the_words_that_were_touched(writes in prop::collection::vec((0usize..9 * PAGE_SIZE, 1usize..9000), 0..9)) {
-            let words = Words::new(12);
-            let mut taken = words.room();
+            let words = Words::new(12).unwrap();
+            let mut taken = words.room().unwrap();
             for _ in 0..2 {
                 let mut expected = RangeSet::new();
                 for &(start, length) in &writes {
