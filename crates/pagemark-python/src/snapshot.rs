@@ -10,7 +10,7 @@ use pagemark::{Address, Error as CoreError, ErrorKind};
 use pyo3::exceptions::{PyIndexError, PyValueError};
 use pyo3::ffi;
 use pyo3::prelude::*;
-use pyo3::types::PyBytes;
+use pyo3::types::{PyBytes, PyType};
 
 use crate::buffer::{self, Access, Exported};
 use crate::errors;
@@ -28,8 +28,9 @@ use crate::store::Store;
 /// content in chunks, so the first view copies it into one piece, which all views share and which
 /// is freed with the last of them; zeros take no memory. `read` copies only what it returns.
 ///
-/// Snapshots can be pickled. `encode` returns a snapshot as bytes, and `Snapshot(encoded)` reads
-/// it, in a store of its own or in `store`. `Region.from_snapshot` makes a region of any snapshot.
+/// Snapshots can be pickled; `copy.copy` and `copy.deepcopy` return the same snapshot. `encode`
+/// returns a snapshot as bytes, and `Snapshot(encoded)` reads it, in a store of its own or in
+/// `store`. `Region.from_snapshot` makes a region of any snapshot.
 #[pyclass(frozen, eq, hash, weakref, module = "pagemark")]
 pub struct Snapshot {
     pub(crate) snapshot: RegionSnapshot,
@@ -110,8 +111,17 @@ impl Snapshot {
         Ok(PyBytes::new(py, &encoded))
     }
 
-    fn __getnewargs__<'py>(&self, py: Python<'py>) -> PyResult<(Bound<'py, PyBytes>,)> {
-        Ok((self.encode(py)?,))
+    /// For pickles of every protocol.
+    fn __reduce__<'py>(&self, py: Python<'py>) -> PyResult<(Bound<'py, PyType>, (Bound<'py, PyBytes>,))> {
+        Ok((py.get_type::<Snapshot>(), (self.encode(py)?,)))
+    }
+
+    fn __copy__(slf: Py<Self>) -> Py<Self> {
+        slf
+    }
+
+    fn __deepcopy__(slf: Py<Self>, _memo: &Bound<'_, PyAny>) -> Py<Self> {
+        slf
     }
 
     /// Saves the snapshot as the next checkpoint of a job in a repository, as `Region.save` saves a

@@ -1,3 +1,4 @@
+import copy
 import gc
 import pickle
 import subprocess
@@ -136,6 +137,46 @@ def test_snapshots_are_pickled() -> None:
     for damaged in (b"", snapshot.encode()[:-1]):
         with pytest.raises(ValueError, match="damaged"):
             pagemark.Snapshot(damaged)
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_each_protocol_pickles_the_whole_content(protocol: int) -> None:
+    region = pagemark.Region(4 * PAGE)
+    with region.transaction(changes=True) as transaction:
+        memoryview(region)[PAGE + 3] = 9
+    received = pickle.loads(pickle.dumps(region.snapshot(), protocol))
+    assert received.read(0, len(received)) == bytes(memoryview(region))
+    assert pickle.loads(pickle.dumps(transaction.changes, protocol)) == transaction.changes
+
+
+def test_a_copy_of_a_snapshot_is_the_snapshot() -> None:
+    region = pagemark.Region(4 * PAGE)
+    snapshot = region.snapshot()
+    with region.transaction(changes=True) as transaction:
+        memoryview(region)[0] = 1
+    for copied in (copy.copy(snapshot), copy.deepcopy({"state": [snapshot]})["state"][0]):
+        assert copied == snapshot and hash(copied) == hash(snapshot)
+        region.restore(copied)
+        assert memoryview(region)[0] == 0
+    changes = transaction.changes
+    assert copy.copy(changes) == copy.deepcopy(changes) == changes
+
+
+def test_damaged_pickles_are_errors() -> None:
+    region = pagemark.Region(3 * PAGE)
+    memoryview(region)[PAGE] = 9
+    encoded = region.snapshot().encode()
+    pickled = pickle.dumps(region.snapshot())
+    start = pickled.index(encoded)
+    for at in range(start, start + len(encoded), 13):
+        damaged = bytearray(pickled)
+        damaged[at] ^= 0x10
+        with pytest.raises(ValueError, match="damaged|of version"):
+            pickle.loads(damaged)
+    # What is no snapshot: other types, and bytes with a right checksum that claim anything.
+    for other in ("text", None, 7, [1, 2], b"PMSNAPSH" + bytes(48)):
+        with pytest.raises((TypeError, ValueError)):
+            pagemark.Snapshot(other)  # type: ignore[arg-type]
 
 
 def test_weak_references_end_with_their_objects() -> None:

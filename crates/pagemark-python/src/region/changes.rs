@@ -6,7 +6,7 @@ use pagemark::region::{Change as CoreChange, Changes as CoreChanges};
 use pagemark::{AddressRangeExt, Error as CoreError, ErrorKind};
 use pyo3::exceptions::{PyIndexError, PyValueError};
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyIterator};
+use pyo3::types::{PyBytes, PyIterator, PyType};
 
 use super::Region;
 use crate::errors;
@@ -96,12 +96,22 @@ impl Changes {
     }
 
     /// The changes as bytes, for another process or a file.
-    fn encode<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
-        PyBytes::new(py, &py.detach(|| self.changes.to_bytes()))
+    fn encode<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
+        let encoded = py.detach(|| self.changes.try_to_bytes()).map_err(errors::of_error)?;
+        Ok(PyBytes::new(py, &encoded))
     }
 
-    fn __getnewargs__<'py>(&self, py: Python<'py>) -> (Bound<'py, PyBytes>,) {
-        (self.encode(py),)
+    /// For pickles of every protocol.
+    fn __reduce__<'py>(&self, py: Python<'py>) -> PyResult<(Bound<'py, PyType>, (Bound<'py, PyBytes>,))> {
+        Ok((py.get_type::<Changes>(), (self.encode(py)?,)))
+    }
+
+    fn __copy__(slf: Py<Self>) -> Py<Self> {
+        slf
+    }
+
+    fn __deepcopy__(slf: Py<Self>, _memo: &Bound<'_, PyAny>) -> Py<Self> {
+        slf
     }
 
     fn __len__(&self) -> usize {
