@@ -439,8 +439,8 @@ struct Flight {
     limit_bytes: usize,
     /// In the order in which they were copied.
     copied: Vec<Copied>,
-    /// Why a copy was left out since the last check.
-    left_out: Option<io::Error>,
+    /// The error number for which a copy was left out since the last check.
+    left_out: Option<i32>,
 }
 
 /// One copy: the content of the ranges lies one after the other in a buffer.
@@ -481,7 +481,8 @@ impl Flight {
     /// Fails if a copy was left out for want of memory.
     fn check(&mut self) -> Result<(), Error> {
         match self.left_out.take() {
-            Some(error) => {
+            Some(number) => {
+                let error = io::Error::from_raw_os_error(number);
                 Err(Error::because(ErrorKind::NoMemory, "no memory for the pages that are copied").caused_by(error))
             }
             None => Ok(()),
@@ -498,7 +499,7 @@ impl Flight {
         let buffer = match self.room(bytes) {
             Ok(buffer) => buffer,
             Err(error) => {
-                self.left_out = Some(error);
+                self.left_out = Some(error.raw_os_error().unwrap_or(libc::ENOMEM));
                 return Ok(());
             }
         };
