@@ -40,8 +40,8 @@ pub(crate) enum Demand {
 }
 
 /// Calls `demand` for each regular file that a restore opens by its path, and changes the images in
-/// `directory` accordingly. `path_of` gives the path of a file by its name in the images and whether
-/// it is on a mount outside of the tree's; None leaves the file as it is.
+/// `directory` accordingly. `path_of` gives the path of a file by its name in the images, and by
+/// whether it is on a mount outside; None leaves the file as it is.
 pub(crate) fn revise(
     directory: &Path,
     path_of: &dyn Fn(&str, bool) -> Option<PathBuf>,
