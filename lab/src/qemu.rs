@@ -34,8 +34,9 @@ pub struct Hardware<'a> {
 /// which a kernel soon dies.
 const EMULATED: &str = "max,la57=off,cx16=off";
 /// An emulated processor on a busy host may be stopped for longer than a kernel accepts by default.
-const PATIENCE: &str =
-    "watchdog_thresh=60 sysctl.kernel.hung_task_timeout_secs=1200 rcupdate.rcu_cpu_stall_timeout=200";
+/// The kernel's tests of its ciphers, which warn if one takes a minute, are left out.
+const PATIENCE: &str = "watchdog_thresh=60 sysctl.kernel.hung_task_timeout_secs=1200 \
+                        rcupdate.rcu_cpu_stall_timeout=200 cryptomgr.notests";
 
 impl Hardware<'_> {
     /// QEMU's arguments.

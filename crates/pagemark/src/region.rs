@@ -102,7 +102,8 @@ pub struct RegionOptions {
 /// memory that was unmapped.
 ///
 /// In a child made by `fork` the calls fail with `ErrorKind::ForkedChild`. The child has a copy
-/// of the memory, which is not tracked.
+/// of the memory, which is not tracked. A fork waits until no other thread is in a call of a
+/// region, as with `malloc`. A fork by the bare system call does not, and its child must use none.
 pub struct Region {
     // Declared before the memory, and therefore dropped before it.
     state: Mutex<State>,
