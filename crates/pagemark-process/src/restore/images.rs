@@ -31,7 +31,6 @@ use crate::criu::images::schema::{CoreEntry, PstreeEntry};
 use crate::criu::images::{ImageKind, read_first};
 use crate::criu::regular_files::has_image;
 use crate::criu::stdio::{self, Own};
-use crate::criu::sysv_semaphores::SemaphoreSet;
 use crate::criu::{Criu, errors_in_log, outside_sockets, own_network, sysv_memory, sysv_semaphores};
 use crate::error::{Error, ErrorKind, Object};
 use crate::scratch::{self, ScratchDirectory};
@@ -219,7 +218,8 @@ impl Prepared {
     /// [`ErrorKind::PidInUse`]
     pub fn check_free(&self) -> Result<(), Error> {
         self.notes.segments.iter().try_for_each(|segment| segment.is_there().map(drop))?;
-        self.notes.semaphores.iter().try_for_each(SemaphoreSet::check)?;
+        let pids = self.pids();
+        self.notes.semaphores.iter().try_for_each(|set| set.check(&pids))?;
         if let Some(first) = &self.notes.first_process {
             return match first.runs() {
                 true => Err(Error::about(
