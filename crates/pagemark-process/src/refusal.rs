@@ -46,9 +46,8 @@ pub(crate) fn hint(root_pid: i32, error: &Error) -> Option<String> {
     if reason.contains("Unix socket ") {
         let sockets = unix_sockets(root_pid);
         return Some(format!(
-            "a Unix socket has a client in another network namespace{}{}: attach to a process that both ends are below",
-            if sockets.is_empty() { "" } else { ", one of " },
-            sockets.join(", "),
+            "a Unix socket has a client in another network namespace{}: attach to a process that both ends are below",
+            listed(", one of ", &sockets),
         ));
     }
     if let Some(kind) = anonymous_kind(&reason) {
@@ -60,16 +59,15 @@ pub(crate) fn hint(root_pid: i32, error: &Error) -> Option<String> {
             }
             _ => "CRIU cannot save descriptors of this kind: have the program close them, or do without",
         };
-        return Some(format!("{what}{}{}", if holders.is_empty() { "" } else { "; it has " }, holders.join(", "),));
+        return Some(format!("{what}{}", listed("; it has ", &holders)));
     }
     if reason.contains("SysVIPC") {
         let segments = segments(root_pid);
         return Some(format!(
             "System V shared memory in huge pages, or where Pagemark cannot answer the system calls of CRIU, can be \
-             saved only with an IPC namespace of its own{}{}: start the program with `pagemark run -- unshare --ipc PROGRAM`, or save memory alone with \
+             saved only with an IPC namespace of its own{}: start the program with `pagemark run -- unshare --ipc PROGRAM`, or save memory alone with \
              --memory-only",
-            if segments.is_empty() { "" } else { "; the processes have " },
-            segments.join(", "),
+            listed("; the processes have ", &segments),
         ));
     }
     if reason.contains("get_rseq_conf") {
@@ -86,6 +84,11 @@ pub(crate) fn hint(root_pid: i32, error: &Error) -> Option<String> {
 pub(crate) fn is_of_new_connection(error: &Error) -> bool {
     let reasons = ["half of stream unix connection", "name-less external socket"];
     error.kind() == ErrorKind::Criu && reasons.iter().any(|reason| error.reason().contains(reason))
+}
+
+/// Names after the words that introduce them. Nothing if there are none.
+fn listed(introduction: &str, names: &[String]) -> String {
+    if names.is_empty() { String::new() } else { format!("{introduction}{}", names.join(", ")) }
 }
 
 /// The kind of an open file that is none of a file system, as in `(anon_inode:[io_uring])`, if CRIU

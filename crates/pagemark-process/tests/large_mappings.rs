@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use pagemark::sys::pagemap;
 use pagemark_testing::wait_until;
-use support::{Checkpoints, Program};
+use support::{Checkpoints, Program, REPORT};
 
 /// Reserves memory twice, BITS bits of addresses each, and writes a few pages in each. One of them
 /// may not be accessed but for these pages, and so needs no MAP_NORESERVE. Also has large mappings
@@ -15,11 +15,9 @@ use support::{Checkpoints, Program};
 /// all that they have written, and that nothing else is there: each writes `fine` or what is wrong
 /// into `checked.N`.
 const PROGRAM: &str = r#"
-#define _GNU_SOURCE
 #include <pthread.h>
 #include <setjmp.h>
 #include <signal.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -94,15 +92,6 @@ static void *thread(void *none) {
     return none;
 }
 
-static void report(const char *name, const char *text) {
-    char making[64];
-    snprintf(making, sizeof making, "making %s", name);
-    FILE *file = fopen(making, "w");
-    fputs(text, file);
-    fclose(file);
-    rename(making, name);
-}
-
 int main(void) {
     hidden = map(RESERVED, PROT_NONE, 0);
     reserved = map(RESERVED, RW, MAP_NORESERVE);
@@ -150,7 +139,7 @@ fn terabytes_that_are_reserved_are_saved_and_restored() {
     let Some(checkpoints) = Checkpoints::new() else { return };
     // An older kernel has an entry of pagemap read for each page.
     let bits = if pagemap::SCAN.is_there() { "40" } else { "33" };
-    let Some(mut program) = Program::c(&PROGRAM.replace("BITS", bits)) else { return };
+    let Some(mut program) = Program::c(&(REPORT.to_owned() + &PROGRAM.replace("BITS", bits))) else { return };
     for process in ["ready.0", "ready.1"] {
         wait_until("the program has its memory", || program.read(process).is_some());
     }
@@ -168,8 +157,6 @@ fn terabytes_that_are_reserved_are_saved_and_restored() {
     assert_eq!(restored, before);
     program.checks_its_memory();
     // The restored processes can be saved again.
-    let checkpoint = checkpoints.take(&program, &[]);
-    program.kill();
-    program.adopt(&checkpoints.restore(&checkpoint).unwrap());
+    checkpoints.cycle(&mut program);
     program.checks_its_memory();
 }

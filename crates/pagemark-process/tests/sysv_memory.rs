@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use pagemark_process::ErrorKind;
 use pagemark_testing::wait_until;
-use support::{Checkpoints, Program};
+use support::{Checkpoints, Program, REPORT};
 
 /// Two processes that share a segment with the key KEY, which each has attached twice, once to read
 /// alone, and a large one that was removed when it was attached, a page of which may not be
@@ -14,9 +14,7 @@ use support::{Checkpoints, Program};
 /// other one continues to count, and writes `fine` or what is wrong into `checked.N`. When there is
 /// a file `end`, the first detaches and removes the segments, and writes `ended` or what is wrong.
 const PROGRAM: &str = r#"
-#define _GNU_SOURCE
 #include <signal.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -30,15 +28,6 @@ const PROGRAM: &str = r#"
 static unsigned char *small, *seen, *large;
 static int small_id, large_id;
 static volatile long *counts;
-
-static void report(const char *name, const char *text) {
-    char making[64];
-    snprintf(making, sizeof making, "making %s", name);
-    FILE *file = fopen(making, "w");
-    fputs(text, file);
-    fclose(file);
-    rename(making, name);
-}
 
 static const char *check(int own) {
     struct shmid_ds status;
@@ -140,7 +129,9 @@ impl Drop for Segment {
 fn segments_come_back_with_their_ids_keys_and_attachments() {
     let Some(checkpoints) = Checkpoints::new() else { return };
     let segment = Segment(0x5000_0000 + std::process::id() as i32);
-    let Some(mut program) = Program::c(&PROGRAM.replace("KEY", &segment.0.to_string())) else { return };
+    let Some(mut program) = Program::c(&(REPORT.to_owned() + &PROGRAM.replace("KEY", &segment.0.to_string()))) else {
+        return;
+    };
     for process in ["ready.0", "ready.1"] {
         wait_until("the program has its memory", || program.read(process).is_some());
     }
@@ -169,13 +160,9 @@ fn segments_come_back_with_their_ids_keys_and_attachments() {
     }
     program.adopt(&checkpoints.restore(&checkpoint).unwrap());
     // The restored processes can be saved again.
-    let checkpoint = checkpoints.take(&program, &[]);
-    program.kill();
-    program.adopt(&checkpoints.restore(&checkpoint).unwrap());
+    checkpoints.cycle(&mut program);
     program.checks_its_memory();
-    std::fs::write(program.directory().join("end"), "").unwrap();
-    wait_until("the program has detached", || program.read("ended").is_some());
-    assert_eq!(program.read("ended").unwrap(), "ended");
+    program.ends();
     program.kill();
     assert_eq!(segment.id(), None, "it was removed, and its last attachment is gone");
 }

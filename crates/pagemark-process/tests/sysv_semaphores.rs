@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use pagemark_process::ErrorKind;
 use pagemark_testing::wait_until;
-use support::{Checkpoints, Program};
+use support::{Checkpoints, Program, REPORT};
 
 /// Two processes with a set of three semaphores and the key KEY, and one without a key. The first
 /// process changes semaphore 0 of both sets all the time, and counts what their values have to be.
@@ -15,22 +15,11 @@ use support::{Checkpoints, Program};
 /// or what is wrong into `checked.N`. When there is a file `end`, the first lets the second
 /// continue, which writes `ended`.
 const PROGRAM: &str = r#"
-#define _GNU_SOURCE
 #include <errno.h>
 #include <signal.h>
-#include <stdio.h>
 #include <sys/prctl.h>
 #include <sys/sem.h>
 #include <unistd.h>
-
-static void report(const char *name, const char *text) {
-    char making[64];
-    snprintf(making, sizeof making, "making %s", name);
-    FILE *file = fopen(making, "w");
-    fputs(text, file);
-    fclose(file);
-    rename(making, name);
-}
 
 static int add(int id, int index, int number) {
     struct sembuf operation = { index, number, 0 };
@@ -121,7 +110,7 @@ fn remove(id: i32) {
 }
 
 fn start(set: &Set) -> Option<Program> {
-    let program = Program::c(&PROGRAM.replace("KEY", &set.0.to_string()))?;
+    let program = Program::c(&(REPORT.to_owned() + &PROGRAM.replace("KEY", &set.0.to_string())))?;
     for process in ["ready.0", "ready.1"] {
         wait_until("the program has its semaphores", || program.read(process).is_some());
     }
@@ -157,13 +146,9 @@ fn values_come_back_with_ids_and_keys() {
     set.remove();
     program.adopt(&checkpoints.restore(&checkpoint).unwrap());
     // The restored processes can be saved again, also before they have changed anything.
-    let checkpoint = checkpoints.take(&program, &[]);
-    program.kill();
-    program.adopt(&checkpoints.restore(&checkpoint).unwrap());
+    checkpoints.cycle(&mut program);
     program.checks_its_memory();
-    std::fs::write(program.directory().join("end"), "").unwrap();
-    wait_until("the second process has been woken", || program.read("ended").is_some());
-    assert_eq!(program.read("ended").unwrap(), "ended");
+    program.ends();
     program.kill();
     remove(private);
 }

@@ -186,7 +186,8 @@ impl Rules {
     }
 }
 
-/// Connections whose packets are dropped while both their ends are restored, in our own network.
+/// Connections of a tree with itself, whose packets are dropped while both their ends are restored,
+/// in our own network.
 ///
 /// CRIU's restore removes the rules when all sockets are there. What it has left when it fails is
 /// removed when this is dropped.
@@ -195,11 +196,14 @@ pub(crate) struct LockedConnections(Rules);
 
 impl LockedConnections {
     /// Makes the rules that a dump would have left: for each end of a connection a pair.
+    /// `connections` are all that the tree has, each from its own end to the peer.
     ///
     /// # Errors
     /// [`ErrorKind::Criu`](crate::ErrorKind::Criu): rules cannot be made. None is left.
     pub fn lock(connections: &[(SocketAddr, SocketAddr)]) -> Result<LockedConnections, Error> {
-        let connections = connections.iter().map(|(own, peer)| ends(*own, *peer)).collect();
+        let all: HashSet<_> = connections.iter().map(|(own, peer)| (canonical(*own), canonical(*peer))).collect();
+        let inner = all.iter().filter(|(own, peer)| all.contains(&(*peer, *own)));
+        let connections = inner.map(|(own, peer)| ends(*own, *peer)).collect();
         let locked = LockedConnections(Rules { own_network: None, connections });
         for ([_, restore], is_v6) in PROGRAMS.into_iter().zip([false, true]) {
             let own = locked.0.connections.iter().filter(|[end, _]| end.is_ipv6() == is_v6);
@@ -265,9 +269,14 @@ fn ends_in_rule(rule: &str) -> Option<[SocketAddr; 2]> {
 
 /// Two ends of a connection in an order that does not depend on the side.
 fn ends(one: SocketAddr, other: SocketAddr) -> [SocketAddr; 2] {
-    let mut ends = [one, other].map(|end| SocketAddr::new(end.ip().to_canonical(), end.port()));
+    let mut ends = [one, other].map(canonical);
     ends.sort();
     ends
+}
+
+/// An end as packets have it: an address of IPv4 that is mapped into IPv6 is one of IPv4.
+fn canonical(end: SocketAddr) -> SocketAddr {
+    SocketAddr::new(end.ip().to_canonical(), end.port())
 }
 
 #[cfg(test)]

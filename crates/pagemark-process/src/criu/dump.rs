@@ -12,6 +12,7 @@
 //! moment at which it would serve pages, finds the socket closed, and ends as after a complete
 //! dump.
 
+use std::cell::LazyCell;
 use std::collections::{HashMap, HashSet};
 use std::fs::File;
 use std::io::{Read, Write};
@@ -486,8 +487,8 @@ impl Dump {
         let waiting_since = self.machines.as_ref().and_then(Machines::since);
         let frozen_at = waiting_since.map_or(frozen_at, |since| since.min(frozen_at));
         // The tree is still frozen. Only the ids of a container are others in the images.
-        let is_read = self.has_segments || self.notes.cgroups == Cgroups::Restore;
-        let pids = if is_read { members(self.pid) } else { Vec::new() };
+        let pid = self.pid;
+        let pids = LazyCell::new(|| members(pid));
         let image_id = if self.notes.first_process.is_some() { container::image_id } else { std::convert::identity };
         if self.notes.cgroups == Cgroups::Restore {
             self.notes.memberships = cgroups::memberships(&pids, image_id);
@@ -495,7 +496,7 @@ impl Dump {
         if self.has_segments {
             self.notes.segments = sysv_memory::find(&pids, image_id)?;
         }
-        self.notes.semaphores = sysv_semaphores::find(self.pid, || members(self.pid))?;
+        self.notes.semaphores = sysv_semaphores::find(pid, || &pids)?;
         // It must stay open until CRIU has ended, because CRIU answers.
         let mut socket = self.socket.take();
         if let Some(socket) = &mut socket {

@@ -6,6 +6,7 @@
 //! and a field is changed in place.
 
 pub mod container;
+pub(crate) mod mappings;
 pub mod pagemap;
 pub mod schema;
 

@@ -15,10 +15,10 @@ use std::path::Path;
 
 use pagemark::sys::proc::Mapping;
 use pagemark::{AddressRangeExt, ByteCount, Range, RangeSet};
-use prost::Message;
 
-use super::images::schema::{MmEntry, VmaEntry};
-use super::images::{Image, ImageKind, with_each, with_varint};
+use super::images::mappings::{self, PRIVATE_ANONYMOUS};
+use super::images::schema::VmaEntry;
+use super::images::with_varint;
 use crate::error::Error;
 
 /// The smallest mapping that is shortened.
@@ -28,9 +28,6 @@ const SMALLEST: ByteCount = ByteCount::new(1 << 20);
 /// grows when the page below it is touched: CRIU moves its begin.
 const FLAGS: &[u8] = b"VmFlags:";
 const GROWS_DOWN: &[u8] = b"gd";
-
-/// The flags that `mmap` takes for a private mapping without a file.
-const PRIVATE_ANONYMOUS: u32 = (libc::MAP_PRIVATE | libc::MAP_ANONYMOUS) as u32;
 
 /// A mapping of which CRIU knows the first page alone.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -115,13 +112,8 @@ fn has_flag(body: &[u8], flag: &[u8]) -> bool {
 /// [`ErrorKind::Image`](crate::error::ErrorKind::Image): the image cannot be understood, or lacks
 /// one of them.
 pub(super) fn lengthen(path: &Path, shortened: &[Shortened]) -> Result<(), Error> {
-    let mut image = Image::read(path, ImageKind::Mm)?;
-    let error = |reason: String| Error::image(path, reason);
-    let message = image.messages.first_mut().ok_or_else(|| error("it has no message".into()))?;
-    MmEntry::decode(message.as_slice()).map_err(|e| error(e.to_string()))?;
     let mut missing: RangeSet = shortened.iter().map(|mapping| mapping.range.clone()).collect();
-    *message = with_each(message, MmEntry::VMAS, |mapping| {
-        let entry = VmaEntry::decode(mapping).ok()?;
+    let image = mappings::changed(path, |entry, mapping| {
         // CRIU describes guard pages as mappings without flags.
         let is_anonymous = entry.flags & PRIVATE_ANONYMOUS == PRIVATE_ANONYMOUS;
         let at = shortened.binary_search_by_key(&entry.start, |whole| whole.range.start.get()).ok()?;
@@ -132,9 +124,9 @@ pub(super) fn lengthen(path: &Path, shortened: &[Shortened]) -> Result<(), Error
         missing.remove(whole.range.clone());
         let mapping = with_varint(mapping, VmaEntry::END, whole.range.end.get());
         Some(with_varint(&mapping, VmaEntry::PROT, whole.protection.into()))
-    });
+    })?;
     if let Some(range) = missing.iter().next() {
-        return Err(error(format!("it lacks the mapping at {:#x}", range.start.get())));
+        return Err(Error::image(path, format!("it lacks the mapping at {:#x}", range.start.get())));
     }
     std::fs::write(path, image.encode()).map_err(Error::criu_io(format!("write {}", path.display())))
 }
@@ -142,7 +134,10 @@ pub(super) fn lengthen(path: &Path, shortened: &[Shortened]) -> Result<(), Error
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::criu::images::schema::MmEntry;
+    use crate::criu::images::{Image, ImageKind};
     use pagemark::Address;
+    use prost::Message;
 
     const TEXT: &str = "\
 7f0000000000-7f0000200000 rw-p 00000000 00:00 0 \nSize: 2048 kB\nVmFlags: rd wr mr mw me ac \n\

@@ -11,13 +11,13 @@
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
-use std::fs;
 use std::io;
 
 use pagemark::sys::memory::Memory;
 use pagemark::sys::proc::{self, Mapping, Status, maps};
 use pagemark::{Address, AddressRangeExt, ByteCount, PAGE_SIZE};
 
+use super::sysv_ids::{Objects, PERMISSIONS};
 use crate::error::{Error, ErrorKind, Object};
 use crate::inject::{self, Call};
 use crate::objects;
@@ -26,11 +26,16 @@ use crate::objects;
 const NAME: &[u8] = b"/SYSV";
 /// How it names mappings of shared anonymous memory.
 const ANONYMOUS: &[u8] = b"/dev/zero (deleted)";
-/// The id that the next segment gets.
-const NEXT_ID: &str = "/proc/sys/kernel/shm_next_id";
+const SEGMENTS: Objects = Objects {
+    name: "System V shared memory",
+    help: "`ipcs -mp` shows it, and who made it",
+    next_id: "/proc/sys/kernel/shm_next_id",
+    // SAFETY: it only looks for a segment.
+    find: |key| unsafe { libc::shmget(key, 0, 0) },
+    remove,
+};
 /// In the mode of a segment: it was removed, and ends with its last attachment.
 const REMOVED: u32 = 0o1000;
-const PERMISSIONS: u32 = 0o777;
 /// How much is copied at a time.
 const CHUNK_BYTES: usize = 1 << 20;
 
@@ -103,7 +108,7 @@ pub(crate) fn find(tree: &[i32], image_id: impl Fn(i32) -> i32) -> Result<Vec<Se
             let (segment, attached_elsewhere) = match found.entry(id) {
                 Entry::Occupied(known) => known.into_mut(),
                 Entry::Vacant(new) => {
-                    let status = status(id).map_err(system("examine", id))?;
+                    let status = status(id).map_err(SEGMENTS.failed("examine", id))?;
                     new.insert((Segment::new(id, &status), status.shm_nattch))
                 }
             };
@@ -151,10 +156,6 @@ fn protection(mapping: &Mapping) -> i32 {
         (mapping.executable, libc::PROT_EXEC),
     ];
     bits.iter().filter(|(is_set, _)| *is_set).map(|(_, bit)| bit).sum()
-}
-
-fn system(operation: &str, id: i32) -> impl FnOnce(io::Error) -> Error {
-    Error::system(format!("{operation} the System V shared memory {id} of"), Object::None)
 }
 
 fn status(id: i32) -> io::Result<libc::shmid_ds> {
@@ -219,25 +220,17 @@ impl Segment {
     /// [`ErrorKind::InTheWay`]: another segment has the id or the key, or processes have this one
     /// attached.
     pub(crate) fn is_there(&self) -> Result<bool, Error> {
-        let in_the_way = |reason: String| {
-            let reason = format!("System V shared memory {} {reason}", self.id);
-            Error::about(ErrorKind::InTheWay, Object::None, reason).help("`ipcs -mp` shows it, and who made it")
-        };
+        let in_the_way = |reason: &str| SEGMENTS.in_the_way(self.id, reason);
         match status(self.id) {
             Ok(status) if status.shm_nattch > 0 => {
-                Err(in_the_way(format!("is in use by process {} or others", status.shm_lpid)))
+                Err(in_the_way(&format!("is in use by process {} or others", status.shm_lpid)))
             }
             Ok(status) if Segment::new(self.id, &status).is_like(self) => Ok(true),
-            Ok(_) => Err(in_the_way("is another one now, of another key or size".into())),
+            Ok(_) => Err(in_the_way("is another one now, of another key or size")),
             Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {
-                // SAFETY: it only looks for a segment.
-                let other = if self.key == libc::IPC_PRIVATE { -1 } else { unsafe { libc::shmget(self.key, 0, 0) } };
-                if other < 0 {
-                    return Ok(false);
-                }
-                Err(in_the_way(format!("is gone, and segment {other} has its key {:#x} now", self.key)))
+                SEGMENTS.check_key(self.id, self.key).map(|()| false)
             }
-            Err(error) => Err(system("examine", self.id)(error)),
+            Err(error) => Err(SEGMENTS.failed("examine", self.id)(error)),
         }
     }
 
@@ -250,23 +243,9 @@ impl Segment {
         if self.is_there()? {
             return Ok(false);
         }
-        fs::write(NEXT_ID, self.id.to_string()).map_err(|error| {
-            Error::system("set the id of the next System V shared memory in", Object::File(NEXT_ID.into()))(error)
-        })?;
-        let flags = (self.mode & PERMISSIONS) as i32 | libc::IPC_CREAT | libc::IPC_EXCL;
         // SAFETY: the call takes numbers alone.
-        let id = unsafe { libc::shmget(self.key, self.size_bytes as usize, flags) };
-        if id < 0 {
-            let error = io::Error::last_os_error();
-            // The next segment of any program would get the id.
-            let _ = fs::write(NEXT_ID, "-1");
-            return Err(system("make", self.id)(error));
-        }
-        if id != self.id {
-            remove(id);
-            let reason = format!("the kernel gave System V shared memory the id {id} in place of {}", self.id);
-            return Err(Error::about(ErrorKind::InTheWay, Object::None, reason));
-        }
+        let get = |flags| unsafe { libc::shmget(self.key, self.size_bytes as usize, flags) };
+        SEGMENTS.make(self.id, self.mode, get)?;
         Ok(true)
     }
 
@@ -291,10 +270,10 @@ impl Segment {
             let pid = pid_here(attachment.pid);
             let status = Status::read(pid).map_err(|_| Error::no_process(pid))?;
             // The process may have given up the right by which it attached the segment.
-            self.set_owner(status.effective_uid, 0o600).map_err(system("give to a process", self.id))?;
+            self.set_owner(status.effective_uid, 0o600).map_err(SEGMENTS.failed("give to a process", self.id))?;
             inject::system_calls(pid, attachment.calls(self.id))?;
         }
-        self.set_owner(self.uid, self.mode).map_err(system("give back to its owner", self.id))?;
+        self.set_owner(self.uid, self.mode).map_err(SEGMENTS.failed("give back to its owner", self.id))?;
         if self.mode & REMOVED != 0 {
             remove(self.id);
         }
@@ -308,7 +287,7 @@ impl Segment {
     fn copy_from(&self, pid: i32, start: Address, is_new: bool) -> Result<(), Error> {
         let failed = |error| Error::system("read the restored memory of", Object::Process(pid))(error);
         let memory = Memory::open(pid).map_err(failed)?;
-        let mut attached = Attached::new(self.id).map_err(system("attach", self.id))?;
+        let mut attached = Attached::new(self.id).map_err(SEGMENTS.failed("attach", self.id))?;
         let mut buffer = vec![0; CHUNK_BYTES];
         let size_bytes = self.size_bytes as usize;
         for offset in (0..size_bytes).step_by(CHUNK_BYTES) {

@@ -10,17 +10,22 @@
 //! change the values: so the set is the tree's own again.
 
 use std::ffi::c_ushort;
-use std::fs;
 use std::io;
 
 use pagemark::sys::proc::{self, Stat, Status};
 
-use crate::error::{Error, ErrorKind, Object};
+use super::sysv_ids::{Objects, PERMISSIONS};
+use crate::error::Error;
 use crate::inject::{self, Call};
 
-/// The id that the next set gets.
-const NEXT_ID: &str = "/proc/sys/kernel/sem_next_id";
-const PERMISSIONS: u32 = 0o777;
+const SETS: Objects = Objects {
+    name: "System V semaphore set",
+    help: "`ipcs -s` shows the sets",
+    next_id: "/proc/sys/kernel/sem_next_id",
+    // SAFETY: it only looks for a set.
+    find: |key| unsafe { libc::semget(key, 0, 0) },
+    remove,
+};
 
 /// A set of semaphores that processes of a tree alone have changed.
 #[derive(Clone, PartialEq, Eq, Debug, serde::Serialize, serde::Deserialize)]
@@ -38,7 +43,7 @@ pub(crate) struct SemaphoreSet {
 ///
 /// # Errors
 /// [`ErrorKind::System`]: a set may not be examined.
-pub(crate) fn find(root_pid: i32, members: impl FnOnce() -> Vec<i32>) -> Result<Vec<SemaphoreSet>, Error> {
+pub(crate) fn find<'a>(root_pid: i32, members: impl FnOnce() -> &'a [i32]) -> Result<Vec<SemaphoreSet>, Error> {
     // Those of another namespace are CRIU's, or cannot be seen.
     if proc::namespace(root_pid, "ipc").ok() != proc::own_namespace("ipc").ok() {
         return Ok(Vec::new());
@@ -50,11 +55,11 @@ pub(crate) fn find(root_pid: i32, members: impl FnOnce() -> Vec<i32>) -> Result<
     let tree = members();
     let mut found = Vec::new();
     for id in ids {
-        match SemaphoreSet::of_tree(id, &tree) {
+        match SemaphoreSet::of_tree(id, tree) {
             Ok(set) => found.extend(set),
             // It was removed meanwhile.
             Err(error) if matches!(error.raw_os_error(), Some(libc::EINVAL | libc::EIDRM)) => {}
-            Err(error) => return Err(system("examine", id)(error)),
+            Err(error) => return Err(SETS.failed("examine", id)(error)),
         }
     }
     Ok(found)
@@ -110,10 +115,6 @@ fn done(result: i32) -> io::Result<i32> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
 }
 
-fn system(operation: &str, id: i32) -> impl FnOnce(io::Error) -> Error {
-    Error::system(format!("{operation} the System V semaphores {id} of"), Object::None)
-}
-
 impl SemaphoreSet {
     /// The set, if it is the tree's own.
     fn of_tree(id: i32, tree: &[i32]) -> io::Result<Option<SemaphoreSet>> {
@@ -152,9 +153,9 @@ impl SemaphoreSet {
             return Ok(());
         }
         for index in 0..self.values.len() {
-            let user = last_user(self.id, index).map_err(system("examine", self.id))?;
+            let user = last_user(self.id, index).map_err(SETS.failed("examine", self.id))?;
             if is_running(user) && !pids.contains(&user) {
-                return Err(self.in_the_way(&format!("is in use by process {user}")));
+                return Err(SETS.in_the_way(self.id, &format!("is in use by process {user}")));
             }
         }
         Ok(())
@@ -169,46 +170,20 @@ impl SemaphoreSet {
             Ok(status) if status.sem_perm.__key == self.key && status.sem_nsems as usize == self.values.len() => {
                 Ok(true)
             }
-            Ok(_) => Err(self.in_the_way("is another one now, of another key or length")),
+            Ok(_) => Err(SETS.in_the_way(self.id, "is another one now, of another key or length")),
             Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {
-                // SAFETY: it only looks for a set.
-                let other = if self.key == libc::IPC_PRIVATE { -1 } else { unsafe { libc::semget(self.key, 0, 0) } };
-                if other < 0 {
-                    return Ok(false);
-                }
-                Err(self.in_the_way(&format!("is gone, and set {other} has its key {:#x} now", self.key)))
+                SETS.check_key(self.id, self.key).map(|()| false)
             }
-            Err(error) => Err(system("examine", self.id)(error)),
+            Err(error) => Err(SETS.failed("examine", self.id)(error)),
         }
-    }
-
-    fn in_the_way(&self, reason: &str) -> Error {
-        let reason = format!("the set of System V semaphores {} {reason}", self.id);
-        Error::about(ErrorKind::InTheWay, Object::None, reason).help("`ipcs -s` shows the sets")
     }
 
     /// Makes the set, which is not there.
     fn make(&self) -> Result<(), Error> {
         let count = i32::try_from(self.values.len())
             .map_err(|_| Error::damaged(format!("the set of System V semaphores {} is too long", self.id)))?;
-        fs::write(NEXT_ID, self.id.to_string()).map_err(|error| {
-            Error::system("set the id of the next set of System V semaphores in", Object::File(NEXT_ID.into()))(error)
-        })?;
-        let flags = (self.mode & PERMISSIONS) as i32 | libc::IPC_CREAT | libc::IPC_EXCL;
         // SAFETY: the call takes numbers alone.
-        let id = unsafe { libc::semget(self.key, count, flags) };
-        if id < 0 {
-            let error = io::Error::last_os_error();
-            // The next set of any program would get the id.
-            let _ = fs::write(NEXT_ID, "-1");
-            return Err(system("make", self.id)(error));
-        }
-        if id != self.id {
-            remove(id);
-            let reason = format!("the kernel gave the set of System V semaphores {} the id {id}", self.id);
-            return Err(Error::about(ErrorKind::InTheWay, Object::None, reason));
-        }
-        Ok(())
+        SETS.make(self.id, self.mode, |flags| unsafe { libc::semget(self.key, count, flags) })
     }
 
     /// Gives the set an owner and permissions.
@@ -224,13 +199,13 @@ impl SemaphoreSet {
     fn set_values(&self, pid: i32) -> Result<(), Error> {
         let status = Status::read(pid).map_err(|_| Error::no_process(pid))?;
         // The process may have given up the right to change them.
-        self.set_owner(status.effective_uid, 0o600).map_err(system("give to a process", self.id))?;
+        self.set_owner(status.effective_uid, 0o600).map_err(SETS.failed("give to a process", self.id))?;
         let call = |(index, value): (usize, &u16)| Call {
             number: libc::SYS_semctl,
             arguments: [self.id as u64, index as u64, libc::SETVAL as u64, u64::from(*value), 0, 0],
         };
         inject::system_calls(pid, self.values.iter().enumerate().map(call).collect())?;
-        self.set_owner(self.uid, self.mode).map_err(system("give back to its owner", self.id))
+        self.set_owner(self.uid, self.mode).map_err(SETS.failed("give back to its owner", self.id))
     }
 }
 
@@ -242,7 +217,7 @@ pub(crate) fn put_back(sets: &[SemaphoreSet], pid: i32) -> Result<(), Error> {
     let mut undo = Undo::default();
     for set in sets {
         if set.is_there()? {
-            undo.changed.push((set.id, values(set.id, set.values.len()).map_err(system("read", set.id))?));
+            undo.changed.push((set.id, values(set.id, set.values.len()).map_err(SETS.failed("read", set.id))?));
         } else {
             set.make()?;
             undo.made.push(set.id);

@@ -16,23 +16,22 @@ use pagemark::{
     Address, AddressRangeExt, ByteCount, ContentId, Kind, PAGE_SIZE, PageNumber, PageRange, PageRangeExt, RangeSet,
     Store,
 };
-use prost::Message;
 
 use super::io;
 use super::memory::{Pages, ProcessMemory};
 use crate::criu::images::schema::{CoreEntry, MmEntry, PstreeEntry, VmaEntry};
-use crate::criu::images::{Image, ImageKind, PageRun, PageSource, Pagemap, read_first, with_each, with_varint};
+use crate::criu::images::{ImageKind, PageRun, PageSource, Pagemap, mappings, read_first, with_varint};
 use crate::error::{Error, ErrorKind, Object};
 
 /// Time between two reports of progress.
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(2);
 
 /// CRIU's status of a mapping that the program has made.
-const REGULAR: u32 = 1 << 0;
+const IS_REGULAR: u32 = 1 << 0;
 /// CRIU's status of a private mapping without a file.
-const PRIVATE_ANONYMOUS: u32 = 1 << 9;
+const IS_PRIVATE_ANONYMOUS: u32 = 1 << 9;
 /// CRIU's status of a mapping that needs no right to write for its restore.
-const NOT_WRITABLE: u32 = 1 << 29;
+const NEEDS_NO_WRITE: u32 = 1 << 29;
 
 /// The memory that the images directory gets.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -275,18 +274,14 @@ fn write_pages_image(
 /// there are not enough addresses for twice the mappings of a program that reserves most of them.
 fn map_in_place(directory: &Path, process: &PstreeEntry, pagemap: &Pagemap) -> Result<(), Error> {
     let path = directory.join(format!("mm-{}.img", process.pid));
-    let mut image = Image::read(&path, ImageKind::Mm)?;
-    let message = image.messages.first_mut().ok_or_else(|| Error::image(&path, "it has no message"))?;
-    MmEntry::decode(message.as_slice()).map_err(|error| Error::image(&path, error.to_string()))?;
     let pages: RangeSet = pagemap.runs().map(|run| run.page_range().addresses()).collect();
-    *message = with_each(message, MmEntry::VMAS, |mapping| {
-        let entry = VmaEntry::decode(mapping).ok()?;
-        let is_ordinary = entry.status == REGULAR | PRIVATE_ANONYMOUS;
+    let image = mappings::changed(&path, |entry, mapping| {
+        let is_ordinary = entry.status == IS_REGULAR | IS_PRIVATE_ANONYMOUS;
         let is_writable = entry.prot & libc::PROT_WRITE as u32 != 0;
         let range = Address::new(entry.start)..Address::new(entry.end);
         let is_empty = is_ordinary && !is_writable && pages.within(range).next().is_none();
-        is_empty.then(|| with_varint(mapping, VmaEntry::STATUS, (REGULAR | NOT_WRITABLE).into()))
-    });
+        is_empty.then(|| with_varint(mapping, VmaEntry::STATUS, (IS_REGULAR | NEEDS_NO_WRITE).into()))
+    })?;
     std::fs::write(&path, image.encode()).map_err(io(format!("write {}", path.display())))
 }
 

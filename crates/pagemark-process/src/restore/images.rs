@@ -165,7 +165,7 @@ pub(super) fn prepare_with(
     check(manifest)?;
     write_states(manifest, store, directory)?;
     let mut prepared = open_prepared(directory)?;
-    surroundings::check(directory, manifest, store)?;
+    surroundings::check(directory, &prepared.notes.outside_files, manifest, store)?;
     let spaces = write_pages(manifest, store, directory, memory, &prepared.processes, progress)?;
     let delivered = spaces.iter().flat_map(|space| &space.delivered);
     prepared.delivered = ByteCount::of_pages(delivered.map(PageRangeExt::page_count).sum());
@@ -394,21 +394,13 @@ impl Prepared {
         }
         // A job that continues by itself is none of the caller's terminal.
         let leaves_session = self.notes.shell_job && options.streams == Streams::Null && !options.as_child;
-        let mut closed_connections = Vec::new();
-        if !self.notes.keep_connections {
-            let all = surroundings::connections(&self.directory)?;
-            closed_connections.extend(all.iter().map(|(own, peer)| format!("{own} to {peer}")));
-        }
+        let connections = surroundings::connections(&self.directory)?;
+        let (kept, closed) = if self.notes.keep_connections { (connections, vec![]) } else { (vec![], connections) };
+        let mut closed_connections: Vec<String> = closed.iter().map(|(own, peer)| format!("{own} to {peer}")).collect();
         let text = |closed: &String| closed.replace(|c: char| c.is_control(), "?");
         closed_connections.extend(self.notes.closed_sockets.iter().map(text));
         let (top, has_own_network) = (root.as_deref().unwrap_or(Path::new("/")), self.notes.own_network.is_some());
         closed_connections.extend(outside_sockets::disconnect(&self.directory, top, has_own_network)?);
-        // CRIU does that itself in a network of the tree's own.
-        let inner = if self.notes.keep_connections && !has_own_network {
-            surroundings::inner_connections(&self.directory)?
-        } else {
-            Vec::new()
-        };
         let memberships = if options.ignore_cgroups { Memberships::new() } else { self.notes.memberships.clone() };
         let mut joining = Joining::new(memberships);
         let groups = joining.open_groups_of(root_pid);
@@ -434,7 +426,8 @@ impl Prepared {
             None => Begun::Process(root_pid),
             Some(_) => Begun::Container { others: own_children() },
         };
-        let _locked = if inner.is_empty() { None } else { Some(LockedConnections::lock(&inner)?) };
+        // In a network of the tree's own, CRIU locks all.
+        let _locked = LockedConnections::lock(if has_own_network { &[] } else { &kept })?;
         let child = command.spawn().map_err(io(format!("start {}", criu.path().display())))?;
         drop((command, for_leader, streams, copies));
         let mut running = match session {

@@ -18,9 +18,9 @@ use pagemark::sys::proc;
 use pagemark::sys::proc::descriptors::{InetSocket, parse_inet_sockets, parse_unix_sockets};
 use prost::Message;
 
-use super::root::read_notes;
 use crate::criu::images::schema::{FileEntry, InetSocketEntry, SOCKET_OUTSIDE, UnixSocketEntry};
 use crate::criu::images::{Image, ImageKind};
+use crate::criu::outside_files::OutsideFile;
 use crate::criu::regular_files::{Demand, RegularFile, has_image, has_own_mounts, revise};
 use crate::error::{Error, ErrorKind, Object, Result};
 use crate::files::{TreeRecord, decode_path, is_own_output, read_trees};
@@ -30,13 +30,12 @@ const TCP_CLOSE: u32 = 7;
 const TCP_LISTEN: u32 = 10;
 
 /// Checks what the images in `directory` need, and adapts them to files that may have changed.
-pub(super) fn check(directory: &Path, manifest: &Manifest, store: &dyn Store) -> Result<()> {
-    let outside: HashMap<String, String> =
-        read_notes(directory)?.outside_files.into_iter().map(|file| (file.name, file.path)).collect();
+/// `outside` are the files on mounts outside.
+pub(super) fn check(directory: &Path, outside: &[OutsideFile], manifest: &Manifest, store: &dyn Store) -> Result<()> {
     let has_own_mounts = has_own_mounts(directory);
     // Paths inside of other mounts mean nothing here.
     let path_of = |name: &str, is_outside: bool| match is_outside {
-        true => outside.get(name).and_then(|path| decode_path(path)),
+        true => outside.iter().find(|file| file.name == name).and_then(|file| decode_path(&file.path)),
         false => (!has_own_mounts).then(|| PathBuf::from(name)),
     };
     check_files(directory, &path_of, manifest, &read_trees(manifest, store)?)?;
@@ -97,14 +96,6 @@ fn check_file(file: &RegularFile, present: io::Result<fs::Metadata>) -> Result<D
 pub(super) fn connections(directory: &Path) -> Result<Vec<(SocketAddr, SocketAddr)>> {
     let sockets = files(directory)?.into_iter().filter_map(|entry| entry.isk);
     Ok(sockets.filter_map(|socket| connection(&socket)).collect())
-}
-
-/// Those of the TCP connections whose peer is one of the processes, too.
-pub(super) fn inner_connections(directory: &Path) -> Result<Vec<(SocketAddr, SocketAddr)>> {
-    let canonical = |end: SocketAddr| SocketAddr::new(end.ip().to_canonical(), end.port());
-    let all = connections(directory)?.into_iter().map(|(own, peer)| (canonical(own), canonical(peer)));
-    let all: HashSet<(SocketAddr, SocketAddr)> = all.collect();
-    Ok(all.iter().filter(|(own, peer)| all.contains(&(*peer, *own))).copied().collect())
 }
 
 fn connection(entry: &InetSocketEntry) -> Option<(SocketAddr, SocketAddr)> {

@@ -99,6 +99,22 @@ while True:
     n += 1
 ";
 
+/// The begin of a program in C: `report` writes a text into a file, of which readers see all or
+/// nothing.
+pub const REPORT: &str = r#"
+#define _GNU_SOURCE
+#include <stdio.h>
+
+static void report(const char *name, const char *text) {
+    char making[64];
+    snprintf(making, sizeof making, "making %s", name);
+    FILE *file = fopen(making, "w");
+    fputs(text, file);
+    fclose(file);
+    rename(making, name);
+}
+"#;
+
 /// A program that is saved, killed and restored. It is killed when dropped.
 pub struct Program {
     directory: tempfile::TempDir,
@@ -191,7 +207,14 @@ impl Program {
         Some(text.trim().to_owned())
     }
 
-    /// Kills the whole tree and waits until its process ids are free.
+    /// Has a program end what it has: when there is a file `end`, it writes `ended`, or what is
+    /// wrong, into a file of that name.
+    pub fn ends(&self) {
+        std::fs::write(self.directory().join("end"), "").unwrap();
+        wait_until("the program has ended what it has", || self.read("ended").is_some());
+        assert_eq!(self.read("ended").unwrap(), "ended");
+    }
+
     /// Has a program of two processes check its memory: when there is a file `check`, each writes
     /// `fine` or what is wrong into `checked.N`.
     pub fn checks_its_memory(&self) {
@@ -206,6 +229,7 @@ impl Program {
         std::fs::remove_file(self.directory().join("check")).unwrap();
     }
 
+    /// Kills the whole tree and waits until its process ids are free.
     pub fn kill(&mut self) {
         let pids = tree(self.pid());
         for &pid in pids.iter().chain(&self.pids) {
@@ -401,6 +425,13 @@ impl Checkpoints {
         let refused = job.checkpoint().expect_err("the checkpoint is to be refused");
         job.detach();
         refused.to_string()
+    }
+
+    /// Saves a program, kills it and restores it.
+    pub fn cycle(&self, program: &mut Program) {
+        let checkpoint = self.take(program, &[]);
+        program.kill();
+        program.adopt(&self.restore(&checkpoint).unwrap());
     }
 
     /// Restores a checkpoint with the CRIU that was found.
