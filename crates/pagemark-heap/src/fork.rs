@@ -18,6 +18,7 @@ use std::sync::Once;
 use std::sync::atomic::{AtomicI32, AtomicPtr, AtomicU32, Ordering};
 
 use pagemark::Address;
+use pagemark::sys::at_fork::call_at_fork;
 
 use crate::space::Space;
 
@@ -76,8 +77,9 @@ pub(crate) unsafe fn register(space: &Space) -> io::Result<()> {
     static RESULT: AtomicI32 = AtomicI32::new(0);
     HANDLERS.call_once(|| {
         // SAFETY: the handlers are functions of this module, which is never unloaded.
-        let result = unsafe { pthread_atfork(Some(before), Some(in_parent), Some(in_child)) };
-        RESULT.store(result, Ordering::Relaxed);
+        if let Err(error) = unsafe { call_at_fork(before, in_parent, in_child) } {
+            RESULT.store(error.raw_os_error().unwrap_or(libc::ENOMEM), Ordering::Relaxed);
+        }
     });
     match RESULT.load(Ordering::Relaxed) {
         0 => {}
@@ -89,15 +91,6 @@ pub(crate) unsafe fn register(space: &Space) -> io::Result<()> {
     let result = result.map(|entry| entry.space.store((&raw const *space).cast_mut(), Ordering::Release));
     unlock();
     result
-}
-
-unsafe extern "C" {
-    // Not in the crate libc for this target.
-    fn pthread_atfork(
-        prepare: Option<unsafe extern "C" fn()>,
-        parent: Option<unsafe extern "C" fn()>,
-        child: Option<unsafe extern "C" fn()>,
-    ) -> c_int;
 }
 
 /// Undoes [`register`].

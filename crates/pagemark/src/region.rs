@@ -17,7 +17,7 @@
 //! ```
 
 use std::hash::{Hash, Hasher};
-use std::ops::{Deref, DerefMut, Range as Span};
+use std::ops::Range as Span;
 use std::os::fd::{AsFd, AsRawFd};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -26,7 +26,7 @@ use std::{fmt, io};
 
 use crate::address::offsets as addresses_of;
 use crate::snapshot::{Snapshot, SnapshotStore};
-use crate::sys::at_fork::{HeldOff, hold_off};
+use crate::sys::at_fork::{Locked, hold_off};
 use crate::sys::fork_mark::ForkMark;
 use crate::sys::own_mappings::{self, OwnMapping};
 use crate::sys::own_memory::{self, Mapping};
@@ -155,27 +155,6 @@ struct State {
     /// Offsets that the next checkpoint has to save; None as long as the region belongs to no
     /// target.
     unsaved: Option<Unsaved>,
-}
-
-/// The state of a region, which this thread alone uses. No other thread forks meanwhile.
-struct LockedState<'region> {
-    // Before `_forks`, and therefore dropped before it.
-    state: MutexGuard<'region, State>,
-    _forks: HeldOff,
-}
-
-impl Deref for LockedState<'_> {
-    type Target = State;
-
-    fn deref(&self) -> &State {
-        &self.state
-    }
-}
-
-impl DerefMut for LockedState<'_> {
-    fn deref_mut(&mut self) -> &mut State {
-        &mut self.state
-    }
 }
 
 /// A snapshot of a region. A clone is the same snapshot.
@@ -557,11 +536,11 @@ impl Region {
         unsafe { SharedBytes::new(self.memory.start, self.bytes()) }
     }
 
-    fn lock(&self) -> LockedState<'_> {
+    fn lock(&self) -> Locked<MutexGuard<'_, State>> {
         // In this order: a lock is also kept while code of the caller runs, which may fork
         // (`FrozenRegions`).
         let state = self.lock_beside_forks();
-        LockedState { state, _forks: hold_off() }
+        Locked::new(state, hold_off())
     }
 
     fn lock_beside_forks(&self) -> MutexGuard<'_, State> {

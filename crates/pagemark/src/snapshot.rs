@@ -31,11 +31,11 @@
 
 use std::fmt;
 use std::hash::{BuildHasher, Hash, Hasher, RandomState};
-use std::ops::{Deref, DerefMut};
+use std::ops::Deref;
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use crate::address::offsets;
-use crate::sys::at_fork::{HeldOff, hold_off};
+use crate::sys::at_fork::{Locked, hold_off};
 use crate::sys::own_memory::Mapping;
 use crate::{Address, AddressRangeExt, ByteCount, Error, PAGE_SIZE, Range, RangeSet};
 
@@ -98,33 +98,12 @@ impl Shared {
     // refer to the state, so the poison is ignored.
     fn read(&self) -> Locked<RwLockReadGuard<'_, State>> {
         let forks = hold_off();
-        Locked { state: self.state.read().unwrap_or_else(PoisonError::into_inner), _forks: forks }
+        Locked::new(self.state.read().unwrap_or_else(PoisonError::into_inner), forks)
     }
 
     fn write(&self) -> Locked<RwLockWriteGuard<'_, State>> {
         let forks = hold_off();
-        Locked { state: self.state.write().unwrap_or_else(PoisonError::into_inner), _forks: forks }
-    }
-}
-
-/// A lock of the state. No other thread forks meanwhile, so that children can use the store.
-struct Locked<Guard> {
-    // Before `_forks`, and therefore dropped before it.
-    state: Guard,
-    _forks: HeldOff,
-}
-
-impl<Guard: Deref<Target = State>> Deref for Locked<Guard> {
-    type Target = State;
-
-    fn deref(&self) -> &State {
-        &self.state
-    }
-}
-
-impl<Guard: DerefMut<Target = State>> DerefMut for Locked<Guard> {
-    fn deref_mut(&mut self) -> &mut State {
-        &mut self.state
+        Locked::new(self.state.write().unwrap_or_else(PoisonError::into_inner), forks)
     }
 }
 

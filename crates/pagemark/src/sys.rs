@@ -2,7 +2,7 @@
 
 #[cfg(feature = "emulate")]
 pub mod alias;
-pub(crate) mod at_fork;
+pub mod at_fork;
 pub(crate) mod bpf;
 pub(crate) mod btf;
 pub mod exit_watch;

@@ -4,6 +4,7 @@
 use std::io;
 
 use crate::error::{Error, ErrorKind, Object};
+use crate::sys::room;
 use crate::{ByteCount, Range, RangeSet};
 
 pub mod adaptive;
@@ -136,6 +137,20 @@ impl Error {
     pub fn unavailable(mechanism: Mechanism, reason: impl Into<String>) -> Error {
         let object = Object::Other(mechanism.to_string().into());
         Error::about(ErrorKind::Unavailable, object, "does not work here").caused_by(reason.into())
+    }
+
+    /// What a mechanism needs was refused. The mechanism does not work on this machine, for
+    /// `reason`, unless too little was left of something: then `operation` has failed.
+    pub(crate) fn refused(
+        mechanism: Mechanism,
+        error: io::Error,
+        operation: &str,
+        reason: impl FnOnce(&io::Error) -> String,
+    ) -> Error {
+        match room::is_passing(&error) {
+            true => Error::system(operation.to_owned())(error),
+            false => Error::unavailable(mechanism, reason(&error)),
+        }
     }
 
     /// A mapping of a region that is not the one that was tracked.

@@ -57,7 +57,7 @@ impl Index {
         }
     }
 
-    /// Makes room for so many more numbers.
+    /// Makes room for `numbers` numbers that are added.
     ///
     /// # Errors
     /// `ENOMEM`

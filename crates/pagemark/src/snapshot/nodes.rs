@@ -71,7 +71,7 @@ impl Nodes {
         self.index.prefetch(tag);
     }
 
-    /// Makes room for so many new nodes.
+    /// Makes room for `nodes` new nodes.
     ///
     /// # Errors
     /// `ENOMEM`
@@ -82,10 +82,9 @@ impl Nodes {
         self.index.reserve(nodes)
     }
 
-    /// As many nodes as [`Nodes::reserve`] has made room for can be new before the next call of it.
-    ///
     /// Returns the node with these children, whose tag is `tag`, with one more reference, and true
-    /// if the node is new. A new node takes over one reference of the caller to each child.
+    /// if the node is new. A new node takes over one reference of the caller to each child, and a
+    /// part of the room that [`Nodes::reserve`] has made.
     pub fn intern(&mut self, children: &Children, tag: u32) -> (u32, bool) {
         if *children == [0; FAN_OUT] {
             return (0, false);

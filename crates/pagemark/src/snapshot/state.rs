@@ -91,8 +91,8 @@ impl State {
         let mut changes = Vec::new();
         let taken = self.put(old, memory, touched, forget, &mut changes).and_then(|()| {
             let new_nodes = self.trees.most_new_nodes(old.height, &changes).ok_or_else(Error::store_full)?;
-            self.make_room(new_nodes * NODE_BYTES)?;
-            self.trees.reserve(old.height, &changes).map_err(Error::no_memory)
+            self.make_room(new_nodes.iter().sum::<u64>() * NODE_BYTES)?;
+            self.trees.reserve(&new_nodes).map_err(Error::no_memory)
         });
         let root = taken.map(|()| self.trees.update(old, &changes, &mut self.chunks));
         // The tree has references of its own.
@@ -197,7 +197,7 @@ impl State {
         let before = changes.len();
         changes.extend(new);
         let new_chunks = (changes.len() - before).saturating_sub(1) as u64;
-        let new_nodes = self.trees.most_new_nodes(old.height, &changes).unwrap_or(0);
+        let new_nodes = self.trees.most_new_nodes(old.height, &changes).map_or(0, |nodes| nodes.iter().sum());
         new_chunks * (self.chunks.chunk_bytes() as u64 + ENTRY_BYTES + Packing::CHUNK_BYTES) + new_nodes * NODE_BYTES
     }
 

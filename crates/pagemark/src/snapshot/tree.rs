@@ -89,34 +89,28 @@ impl Trees {
         self.leaf(root, position)[position as usize % FAN_OUT]
     }
 
-    /// The maximum number of nodes that [`Trees::update`] adds for these changes, or `None` if a
-    /// level might not have numbers for them.
-    pub fn most_new_nodes(&self, height: u32, changes: &[Change]) -> Option<u64> {
-        let mut sum = 0;
-        for level in 0..height {
+    /// The maximum number of nodes that [`Trees::update`] adds for these changes to each level, or
+    /// `None` if a level might not have numbers for them.
+    pub fn most_new_nodes(&self, height: u32, changes: &[Change]) -> Option<Vec<u64>> {
+        let of_level = |(level, nodes): (u32, &Nodes)| {
             let touched = touched_nodes(level, changes);
-            if self.levels[level as usize].used() as u64 + touched > MAX_NODES as u64 {
-                return None;
-            }
-            sum += touched;
-        }
-        Some(sum)
+            (nodes.used() as u64 + touched <= MAX_NODES as u64).then_some(touched)
+        };
+        (0..height).zip(&self.levels).map(of_level).collect()
     }
 
-    /// Makes room for the nodes that [`Trees::update`] adds for these changes.
+    /// Makes room for `new_nodes[level]` nodes of each level.
     ///
     /// # Errors
     /// `ENOMEM`
-    pub fn reserve(&mut self, height: u32, changes: &[Change]) -> io::Result<()> {
-        let mut levels = self.levels.iter_mut().zip(0..height);
-        levels.try_for_each(|(nodes, level)| nodes.reserve(touched_nodes(level, changes) as usize))
+    pub fn reserve(&mut self, new_nodes: &[u64]) -> io::Result<()> {
+        let mut levels = self.levels.iter_mut().zip(new_nodes);
+        levels.try_for_each(|(nodes, &new)| nodes.reserve(new as usize))
     }
 
-    /// There must be room for the new nodes: [`Trees::reserve`].
-    ///
     /// Makes a tree that differs from `old` by the changes, which are in ascending order and
-    /// disjoint. The caller owns a reference to the new root, and keeps its references to the
-    /// chunks of the changes.
+    /// disjoint. There must be room for the new nodes: [`Trees::reserve`]. The caller owns a
+    /// reference to the new root, and keeps its references to the chunks of the changes.
     pub fn update(&mut self, old: Root, changes: &[Change], chunks: &mut Chunks) -> Root {
         Root { node: self.update_node(old.height - 1, old.node, 0, changes, chunks), ..old }
     }

@@ -2,12 +2,14 @@
 //!
 //! A child has one thread. What another thread was changing at the moment of the fork would stay
 //! half changed there, and the locks that it held would stay locked. Threads hold forks off while
-//! they have such locks: [`hold_off`]. A child that is made without the handlers of
+//! they have such locks: `hold_off`. A child that is made without the handlers of
 //! `pthread_atfork`, by the system call itself, is not protected.
 
 use std::cell::{Cell, UnsafeCell};
 use std::ffi::c_int;
+use std::io;
 use std::marker::PhantomData;
+use std::ops::{Deref, DerefMut};
 use std::sync::atomic::{AtomicBool, Ordering};
 
 #[cfg(not(loom))]
@@ -32,6 +34,33 @@ thread_local! {
 pub(crate) struct HeldOff {
     /// It belongs to its thread.
     of_thread: PhantomData<*const ()>,
+}
+
+/// A lock of what children inherit, which this thread has. No other thread forks meanwhile.
+pub(crate) struct Locked<Guard> {
+    // Before `_forks`, and therefore dropped before it.
+    guard: Guard,
+    _forks: HeldOff,
+}
+
+impl<Guard> Locked<Guard> {
+    pub fn new(guard: Guard, forks: HeldOff) -> Locked<Guard> {
+        Locked { guard, _forks: forks }
+    }
+}
+
+impl<Guard: Deref> Deref for Locked<Guard> {
+    type Target = Guard::Target;
+
+    fn deref(&self) -> &Guard::Target {
+        &self.guard
+    }
+}
+
+impl<Guard: DerefMut> DerefMut for Locked<Guard> {
+    fn deref_mut(&mut self) -> &mut Guard::Target {
+        &mut self.guard
+    }
 }
 
 /// Holds forks off. Waits for one that has begun.
@@ -81,18 +110,38 @@ fn register() {
     static IS_REGISTERED: AtomicBool = AtomicBool::new(false);
     if !IS_REGISTERED.load(Ordering::Relaxed) && !IS_REGISTERED.swap(true, Ordering::Relaxed) {
         // SAFETY: the handlers are functions of this module; the C library forgets them if the
-        // library that they are in is unloaded. Without memory for them, forks are not held off.
-        unsafe { pthread_atfork(Some(before), Some(after), Some(after)) };
+        // library that they are in is unloaded.
+        // Without memory for them, forks are not held off.
+        let _ = unsafe { call_at_fork(before, after, after) };
     }
 }
 
-unsafe extern "C" {
-    // Not in the crate libc for this target.
-    fn pthread_atfork(
-        prepare: Option<unsafe extern "C" fn()>,
-        parent: Option<unsafe extern "C" fn()>,
-        child: Option<unsafe extern "C" fn()>,
-    ) -> c_int;
+/// Has functions called in each fork, by the thread that forks: one before, and then one in the
+/// parent and one in the child.
+///
+/// # Errors
+/// `ENOMEM`
+///
+/// # Safety
+/// They may be called as long as the library that they are in is not unloaded, at any time.
+pub unsafe fn call_at_fork(
+    before: unsafe extern "C" fn(),
+    in_parent: unsafe extern "C" fn(),
+    in_child: unsafe extern "C" fn(),
+) -> io::Result<()> {
+    unsafe extern "C" {
+        // Not in the crate libc for this target.
+        fn pthread_atfork(
+            prepare: Option<unsafe extern "C" fn()>,
+            parent: Option<unsafe extern "C" fn()>,
+            child: Option<unsafe extern "C" fn()>,
+        ) -> c_int;
+    }
+    // SAFETY: the caller answers for the functions.
+    match unsafe { pthread_atfork(Some(before), Some(in_parent), Some(in_child)) } {
+        0 => Ok(()),
+        error => Err(io::Error::from_raw_os_error(error)),
+    }
 }
 
 unsafe extern "C" fn before() {

@@ -53,16 +53,11 @@ impl Interface {
             return number;
         }
         let _forks = hold_off();
-        let number = match (self.probe)() {
-            Ok(()) => 0,
-            Err(error) => {
-                let number = error.raw_os_error().unwrap_or(libc::ENOSYS);
-                if room::is_passing(&error) {
-                    return number;
-                }
-                number
-            }
-        };
+        let error = (self.probe)().err();
+        let number = error.as_ref().map_or(0, |error| error.raw_os_error().unwrap_or(libc::ENOSYS));
+        if error.as_ref().is_some_and(room::is_passing) {
+            return number;
+        }
         *self.found.get_or_init(|| number)
     }
 }

@@ -46,8 +46,8 @@ const MAPPINGS_OF_THREAD: usize = 8;
 /// Address space that a thread takes at least.
 const BYTES_OF_THREAD: usize = 9 << 18;
 
-/// Fails where the process cannot have so many more threads. A thread of Rust's standard library
-/// for whose stacks there is no room when it begins ends the process.
+/// Fails if the process has no room for the stacks of `threads` more threads. Without this check, a
+/// thread of Rust's standard library that finds no memory for its stacks ends the process.
 ///
 /// # Errors
 /// `ENOMEM`

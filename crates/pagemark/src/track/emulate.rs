@@ -21,7 +21,6 @@ use crate::sys::alias::Alias;
 use crate::sys::fault::{self, Armed, Fault, Outcome, WriteFault};
 use crate::sys::own_mappings::OwnMappings;
 use crate::sys::pagemap::Pagemap;
-use crate::sys::room;
 use crate::{Address, AddressRangeExt, ByteCount, Error, Mechanism, PageRangeExt, Range, RangeSet, Tracker};
 
 mod cache;
@@ -110,10 +109,7 @@ impl Emulate {
     pub fn new(pagemap: Arc<Pagemap>, memory: OwnMemory) -> Result<Self, Error> {
         let cache = Cache::get().map_err(|error| {
             let what = "memory that can be written and executed, as instructions need that are redirected";
-            match room::is_passing(&error) {
-                true => Error::system(format!("making {what}"))(error),
-                false => Error::unavailable(Mechanism::Emulate, format!("no {what} ({error})")),
-            }
+            Error::refused(Mechanism::Emulate, error, &format!("making {what}"), |error| format!("no {what} ({error})"))
         })?;
         let mappings = own_mappings()?;
         Ok(Emulate {

@@ -19,7 +19,6 @@ use super::region_scan::RegionScan;
 use super::registration::Registration;
 use super::registry::{MachineTracking, MechanismEntry, MemoryPart, ProcessMemory, ProcessTracking};
 use crate::sys::pagemap::{Filter, PRESENT, Pagemap, SWAPPED, WP_ALLOWED, WRITTEN};
-use crate::sys::room;
 use crate::sys::userfaultfd::Userfaultfd;
 use crate::{AddressRangeExt, ByteCount, Error, Mechanism, Range, RangeSet, Tracker};
 
@@ -328,11 +327,9 @@ impl Tracker for PagemapScan {
 
 /// The kernel has no userfaultfd with asynchronous write-protection.
 pub(super) fn unavailable(mechanism: Mechanism, error: io::Error) -> Error {
-    if room::is_passing(&error) {
-        return Error::system("making a userfaultfd")(error);
-    }
-    let reason = format!("no userfaultfd with asynchronous write-protection, which Linux 6.7 has ({error})");
-    Error::unavailable(mechanism, reason)
+    Error::refused(mechanism, error, "making a userfaultfd", |error| {
+        format!("no userfaultfd with asynchronous write-protection, which Linux 6.7 has ({error})")
+    })
 }
 
 fn refused(range: &Range, error: io::Error) -> Error {

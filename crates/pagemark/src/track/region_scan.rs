@@ -105,12 +105,9 @@ impl RegionScan {
         let pagemap = own_pagemap()?;
         // A filter may refuse the one and not the other.
         if let Some(error) = SCAN.refusal() {
-            let reason = format!("no PAGEMAP_SCAN, which Linux 6.7 has ({error})");
-            return Err(if room::is_passing(&error) {
-                Error::system("scanning pages")(error)
-            } else {
-                Error::unavailable(mechanism, reason)
-            });
+            return Err(Error::refused(mechanism, error, "scanning pages", |error| {
+                format!("no PAGEMAP_SCAN, which Linux 6.7 has ({error})")
+            }));
         }
         let is_adaptive = mechanism == Mechanism::Adaptive;
         let fault_watch = if is_adaptive && memory.has_sole_use() { FaultWatch::new() } else { None };

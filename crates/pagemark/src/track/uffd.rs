@@ -99,9 +99,10 @@ impl Uffd {
     /// there are too many threads.
     pub fn new(pagemap: Arc<Pagemap>, memory: OwnMemory) -> Result<Self, Error> {
         let Synchronous { userfaultfd, protects_shared, protects_unpopulated, .. } = Userfaultfd::synchronous()
-            .map_err(|error| match room::is_passing(&error) {
-                true => Error::system("making a userfaultfd")(error),
-                false => unavailable(format!("no userfaultfd with write-protection ({error}); {}", remedy(&error))),
+            .map_err(|error| {
+                Error::refused(Mechanism::Uffd, error, "making a userfaultfd", |error| {
+                    format!("no userfaultfd with write-protection ({error}); {}", remedy(error))
+                })
             })?;
         let mappings = own_mappings()?;
         let stop = event().map_err(|error| Error::while_tracking(error, || "making an eventfd".to_owned()))?;
