@@ -12,6 +12,7 @@ use std::collections::HashSet;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
+use pagemark::blob::BlobHistory;
 use pagemark::repository::StateRecord;
 use pagemark::target::VisitPage;
 use pagemark::{PageRange, Store};
@@ -103,11 +104,11 @@ pub trait SavedState {
     /// The saved state could not be read, or what `visit` returns.
     fn saved_pages(&self, pid: i32, visit: VisitPage<'_>) -> Result<(), pagemark::Error>;
 
-    /// Stores the state.
+    /// Stores the state. `history` has that of the last checkpoint.
     ///
     /// # Errors
     /// The saved state could not be read or stored.
-    fn record(&self, store: &mut dyn Store) -> Result<Vec<StateRecord>, pagemark::Error>;
+    fn record(&self, history: &mut BlobHistory, store: &mut dyn Store) -> Result<Vec<StateRecord>, pagemark::Error>;
 }
 
 /// For `map_err`: a file of the saved state cannot be read.

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
+use pagemark::blob::BlobHistory;
 use pagemark::repository::{MappingException, MappingRecord, SpaceKind, TargetKind};
 use pagemark::sys::proc;
 use pagemark::target::{
@@ -32,6 +33,8 @@ pub struct ProcessTarget {
     saver: Arc<dyn StateSaver>,
     /// What files held, from one checkpoint to the next.
     files: FileTracker,
+    /// What the saved state held.
+    states: BlobHistory,
     /// The directories that belong to the job whole.
     data: Vec<DataTree>,
     /// Finds the files that the processes have written and closed.
@@ -74,6 +77,7 @@ impl ProcessTarget {
             tree,
             saver,
             files: FileTracker::new(),
+            states: BlobHistory::default(),
             data: Vec::new(),
             watch: None,
             command,
@@ -233,6 +237,7 @@ impl Target for ProcessTarget {
 
     fn capture_failed(&mut self) {
         self.files.forget();
+        self.states.forget();
         self.tree.close_objects();
         // That time belongs to the checkpoint that failed.
         self.tree.take_stopped_time();
@@ -306,14 +311,15 @@ impl<'target> Frozen for FrozenTree<'target> {
         let downtime = thawed.frozen_time + target.tree.take_stopped_time();
         target.tree.begin_interval()?;
         let data: Vec<PathBuf> = target.data.iter().map(|tree| tree.path().to_owned()).collect();
-        let files = &mut target.files;
-        Ok(CapturedTree { files, data, trees, processes, objects, state: thawed.state, taken_at, downtime })
+        let (files, states, state) = (&mut target.files, &mut target.states, thawed.state);
+        Ok(CapturedTree { files, states, data, trees, processes, objects, state, taken_at, downtime })
     }
 }
 
 /// What a freeze captured of a process tree besides its memory. The tree runs.
 pub struct CapturedTree<'target> {
     files: &'target mut FileTracker,
+    states: &'target mut BlobHistory,
     /// The paths of the data trees.
     data: Vec<PathBuf>,
     trees: Vec<TreeRecord>,
@@ -363,7 +369,8 @@ impl Captured for CapturedTree<'_> {
     }
 
     fn record(self, store: &mut dyn Store) -> Result<Recorded, pagemark::Error> {
-        let mut state = self.state.record(store)?;
+        let mut state = self.state.record(self.states, store)?;
+        self.states.end_checkpoint();
         if !self.trees.is_empty() {
             state.push(record_trees(&self.trees, store)?);
         }

@@ -5,13 +5,14 @@ use std::io::{Seek, SeekFrom};
 use std::path::Path;
 use std::time::{Duration, Instant, SystemTime};
 
+use pagemark::blob::BlobHistory;
 use pagemark::repository::{SpaceKind, StateRecord, TargetKind};
 use pagemark::sys::proc::{Mapping, maps};
 use pagemark::target::{
     Captured, CapturedSpace, Frozen, KeptCounts, Recorded, SpaceId, Target, TargetDescription, TargetMemory, VisitPage,
     WhileFreezing,
 };
-use pagemark::{Address, Blob, Mechanism, PageNumber, Range, RangeSet, Store};
+use pagemark::{Address, Mechanism, PageNumber, Range, RangeSet, Store};
 use pagemark_process::space::{AddressSpace, SharedScope};
 
 use crate::block_file::BlockFile;
@@ -43,6 +44,8 @@ pub struct VmTarget {
     changes: Changes,
     memory: MachineMemory,
     disks: Disks,
+    /// What the saved state held in the last checkpoint.
+    states: BlobHistory,
     next_space: SpaceId,
     /// The command line of QEMU.
     command: Vec<String>,
@@ -124,7 +127,8 @@ impl VmTarget {
         memory.set_blocks(places, &mut next_space)?;
         // Those of now were registered by the attach.
         memory.has_new_blocks = false;
-        Ok(VmTarget { machine, changes, memory, disks, next_space, command, label, on_event: None })
+        let states = BlobHistory::default();
+        Ok(VmTarget { machine, changes, memory, disks, states, next_space, command, label, on_event: None })
     }
 
     /// The process id of QEMU.
@@ -425,7 +429,8 @@ impl Target for VmTarget {
     }
 
     fn capture_failed(&mut self) {
-        let VmTarget { machine, changes, disks, .. } = self;
+        let VmTarget { machine, changes, disks, states, .. } = self;
+        states.forget();
         if disks.capture_failed(machine, changes).is_err() {
             // Without the bitmaps, all of the disks counts as written.
             disks.forget();
@@ -560,16 +565,18 @@ impl Captured for CapturedVm<'_> {
 
     fn record(mut self, store: &mut dyn Store) -> Result<Recorded, pagemark::Error> {
         self.devices.seek(SeekFrom::Start(0)).map_err(Error::system("read the state of the devices"))?;
-        let devices = Blob::write(store, &mut self.devices)?;
+        let history = &mut self.hold.0.states;
+        let devices = history.write(DEVICES, store, &mut self.devices)?;
         let failed = |operation| move |error| Error::of(ErrorKind::System, operation, Object::None, error);
         let startup = serde_json::to_vec_pretty(&self.startup).map_err(failed("record the command line of"))?;
-        let startup = Blob::write(store, &mut startup.as_slice())?;
+        let startup = history.write(STARTUP, store, &mut startup.as_slice())?;
         let record = |name: &str, content| StateRecord { name: name.to_owned(), content };
         let mut state = vec![record(DEVICES, devices), record(STARTUP, startup)];
         if let Some(map) = &self.map {
             let map = serde_json::to_vec(map).map_err(failed("record the addresses of the memory of"))?;
-            state.push(record(MEMORY_MAP, Blob::write(store, &mut map.as_slice())?));
+            state.push(record(MEMORY_MAP, history.write(MEMORY_MAP, store, &mut map.as_slice())?));
         }
+        history.end_checkpoint();
         Ok(Recorded { files: Vec::new(), state })
     }
 }

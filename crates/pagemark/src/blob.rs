@@ -1,6 +1,7 @@
 //! Content of any length, held as a tree of its pages: files, state, anything that is not memory.
 
 mod difference;
+mod history;
 
 use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom};
@@ -10,11 +11,12 @@ use serde::{Deserialize, Serialize};
 
 use crate::sys::sparse::{next_data, read_full};
 use crate::{
-    Address, AddressRangeExt, ByteCount, ContentId, Error, ErrorKind, Kind, PAGE_SIZE, PageNumber, PageRange,
-    PageRangeExt, PageTree, Range, Store,
+    Address, AddressRangeExt, ByteCount, ContentId, Error, ErrorKind, PAGE_SIZE, PageNumber, PageRange, PageRangeExt,
+    PageTree, Range, Store,
 };
 
 pub use difference::Difference;
+pub use history::BlobHistory;
 
 /// Maximum length of a blob for [`Blob::read_all`].
 const MAX_READ: ByteCount = ByteCount::new(1 << 30);
@@ -64,7 +66,12 @@ impl Blob {
     /// # Errors
     /// [`ErrorKind::Stream`] if `reader` failed, the errors of [`Store::put`].
     pub fn write(store: &mut dyn Store, reader: &mut dyn Read) -> Result<Blob, Error> {
-        let mut tree = PageTree::new();
+        Blob::write_changed(store, reader, &mut PageTree::new())
+    }
+
+    /// Like [`Blob::write`]. `tree` has the pages of an earlier content and gets those of the new
+    /// one, each of which is stored as a page that may have changed.
+    fn write_changed(store: &mut dyn Store, reader: &mut dyn Read, tree: &mut PageTree) -> Result<Blob, Error> {
         let mut bytes = ByteCount::ZERO;
         let mut buffer = vec![0; BATCH_PAGES * PAGE_SIZE];
         loop {
@@ -80,11 +87,12 @@ impl Blob {
             let padded = filled.next_multiple_of(PAGE_SIZE);
             buffer[filled..padded].fill(0);
             let first = PageNumber::new(bytes.pages_rounded_down());
-            for (number, page) in (0..).zip(buffer[..padded].chunks_exact(PAGE_SIZE)) {
-                tree.set(first + number, store.put(Kind::Page, page)?);
+            for (number, page) in (first.get()..).map(PageNumber::new).zip(buffer[..padded].as_chunks().0) {
+                tree.set(number, store.put_changed(tree.get(number), page)?);
             }
             bytes += ByteCount::from(filled);
             if filled < buffer.len() {
+                tree.clear(PageNumber::new(bytes.pages_rounded_up())..PageNumber::MAX);
                 return Ok(Blob { bytes, root: tree.save(store)? });
             }
         }

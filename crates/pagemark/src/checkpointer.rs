@@ -15,7 +15,7 @@ use crate::sys::flight::FlightBuffer;
 use crate::sys::proc::system;
 use crate::target::{Captured, CapturedSpace, Frozen, KeptCounts, SpaceId, Target, TargetError, TargetMemory};
 use crate::{
-    AddressRangeExt, ByteCount, ContentId, Error, ErrorKind, Kind, PAGE_SIZE, PageNumber, PageRange, PageTree, Range,
+    AddressRangeExt, ByteCount, ContentId, Error, ErrorKind, PAGE_SIZE, PageNumber, PageRange, PageTree, Range,
     RangeSet, Store, ranges,
 };
 
@@ -300,10 +300,7 @@ impl Checkpointer {
             keep_pages(tree, &held_pages);
         }
         target.saved_pages(space, &mut |page, content| {
-            let id = store.put(Kind::Page, content)?;
-            if tree.get(page) != id {
-                tree.set(page, id);
-            }
+            tree.set(page, store.put_changed(tree.get(page), content)?);
             Ok(())
         })?;
         Ok(SpaceRecord { id, label, kind, root: tree.save(store)?, pages: tree.page_count(), mappings })
@@ -535,7 +532,6 @@ mod tests {
     use proptest::prelude::{prop, prop_assert, prop_assert_eq, proptest};
 
     use super::*;
-    use crate::Mechanism;
     use crate::address::offsets;
     use crate::repository::TargetKind;
     use crate::store::MemoryStore;
@@ -543,6 +539,7 @@ mod tests {
         CapturedMemory, Failed, PAGES, SAVED_PAGE, SAVED_VALUE, Scripted, act, captured_space,
     };
     use crate::target::{TargetDescription, WhileFreezing};
+    use crate::{Kind, Mechanism};
 
     /// A store that fails at its nth page.
     struct Failing<'a> {

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use pagemark::repository::FileRecord;
-use pagemark::{Address, Blob, ByteCount, Kind, PAGE_SIZE, PageNumber, PageTree, RangeSet, Store};
+use pagemark::{Address, Blob, ByteCount, PAGE_SIZE, PageNumber, PageTree, RangeSet, Store};
 
 use super::encode_path;
 use super::list::{Key, OpenFile, SharedMapping};
@@ -77,7 +77,7 @@ impl FileTracker {
             held.store_pending(&file.path, store)?;
             let TrackedFile { tree, known, seen, .. } = &mut held;
             let done = read_changes(seen, known, file, written, &mut |page, content| {
-                let id = store.put(Kind::Page, content).map_err(super::store(&file.path))?;
+                let id = store.put_changed(tree.get(page), content).map_err(super::store(&file.path))?;
                 tree.set(page, id);
                 Ok(())
             });
@@ -239,8 +239,8 @@ impl TrackedFile {
 
     fn store_pending(&mut self, path: &Path, store: &mut dyn Store) -> Result<()> {
         let pending = std::mem::take(&mut self.pending);
-        for (page, content) in pending.numbers.into_iter().zip(pending.content.chunks(PAGE_SIZE)) {
-            let id = store.put(Kind::Page, content).map_err(super::store(path))?;
+        for (page, content) in pending.numbers.into_iter().zip(pending.content.as_chunks::<PAGE_SIZE>().0) {
+            let id = store.put_changed(self.tree.get(page), content).map_err(super::store(path))?;
             self.tree.set(page, id);
         }
         if let Some(size) = self.pending_size.take() {
@@ -557,6 +557,56 @@ mod tests {
         assert_eq!((copied.read_files, copied.changed_pages), (1, 1));
         tracker.forget();
         assert_eq!(checkpoint(&mut tracker).changed_pages, 2 * pages);
+    }
+
+    #[test]
+    fn of_a_page_that_changes_again_and_again_what_changed_is_stored() {
+        use pagemark::repository::{Cost, Manifest, Repository, TargetKind};
+
+        const PAGES: u64 = 100;
+        let directory = tempfile::tempdir().unwrap();
+        let repository = Repository::open_or_create(&directory.path().join("repository")).unwrap();
+        let files = tempfile::tempdir().unwrap();
+        let path = files.path().join("data");
+        let data = OpenOptions::new().read(true).write(true).create_new(true).open(&path).unwrap();
+        let mut random = pagemark_testing::SplitMix(1);
+        let words: Vec<u8> = (0..PAGES * 512).flat_map(|_| random.draw().to_le_bytes()).collect();
+        data.write_all_at(&words, 0).unwrap();
+        let (mut tracker, written) = (FileTracker::new(), Written::new());
+        let mut checkpoint = || {
+            tick();
+            let mut writer = repository.writer("a test", Duration::from_secs(10)).unwrap();
+            tracker.freeze_copy(&open_below(files.path()), &written).unwrap();
+            let files = tracker.finish(&mut writer).unwrap();
+            let content = files[0].content;
+            let manifest = Manifest {
+                job: "job".into(),
+                sequence: 0,
+                taken_unix_us: 0,
+                command: Vec::new(),
+                mechanism: pagemark::Mechanism::Full,
+                kind: TargetKind::Memory,
+                spaces: Vec::new(),
+                files,
+                state: Vec::new(),
+                cost: Cost::default(),
+            };
+            let info = writer.commit(manifest).unwrap();
+            let found = content.read_all(&repository.read("job", info.sequence).unwrap()).unwrap();
+            assert_eq!(found, fs::read(&path).unwrap());
+            info.written_bytes
+        };
+        let change = |byte: u8| (0..PAGES).for_each(|page| data.write_all_at(&[byte; 8], page * 4096 + 800).unwrap());
+        let whole_bytes = PAGES * 4096;
+        // New pages, and pages that have changed for the first time, are stored whole.
+        assert!(checkpoint() > whole_bytes);
+        change(1);
+        assert!(checkpoint() > whole_bytes);
+        for byte in 2..5 {
+            change(byte);
+            let written_bytes = checkpoint();
+            assert!(written_bytes < whole_bytes / 10, "{written_bytes} bytes");
+        }
     }
 
     #[test]

@@ -5,9 +5,10 @@ use std::fs::File;
 use std::path::Path;
 use std::time::Duration;
 
+use pagemark::blob::BlobHistory;
 use pagemark::repository::StateRecord;
 use pagemark::target::VisitPage;
-use pagemark::{Blob, PageNumber, PageRange, Store};
+use pagemark::{PageNumber, PageRange, Store};
 
 use super::{FreezeStage, FrozenState, Meanwhile, SavedState, StateSaver, Thawed, unreadable_state};
 use crate::attach;
@@ -157,19 +158,19 @@ impl SavedState for Images {
         image.for_each_present(&mut |page, content| visit(PageNumber::new(page), content))
     }
 
-    fn record(&self, store: &mut dyn Store) -> Result<Vec<StateRecord>, pagemark::Error> {
-        self.saved.files.iter().map(|path| record_image(path, store)).collect()
+    fn record(&self, history: &mut BlobHistory, store: &mut dyn Store) -> Result<Vec<StateRecord>, pagemark::Error> {
+        self.saved.files.iter().map(|path| record_image(path, history, store)).collect()
     }
 }
 
 /// Stores an image page by page, so that pages that did not change are held once.
-fn record_image(path: &Path, store: &mut dyn Store) -> Result<StateRecord, pagemark::Error> {
+fn record_image(path: &Path, history: &mut BlobHistory, store: &mut dyn Store) -> Result<StateRecord, pagemark::Error> {
     let mut file = File::open(path).map_err(unreadable_state(path))?;
-    let content = Blob::write(store, &mut file).map_err(|error| match error.kind() {
+    let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default().to_owned();
+    let content = history.write(&name, store, &mut file).map_err(|error| match error.kind() {
         pagemark::ErrorKind::Stream => unreadable_state(path)(error).into(),
         _ => error,
     })?;
-    let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default().to_owned();
     Ok(StateRecord { name, content })
 }
 

@@ -2,10 +2,11 @@
 
 use std::collections::{HashMap, HashSet};
 
+use pagemark::blob::BlobHistory;
 use pagemark::repository::StateRecord;
 use pagemark::sys::proc;
 use pagemark::target::VisitPage;
-use pagemark::{AddressRangeExt, Blob, PageRange, RangeSet, Store};
+use pagemark::{AddressRangeExt, PageRange, RangeSet, Store};
 
 use super::{FrozenState, Meanwhile, SavedState, StateSaver, Thawed, unreadable_state};
 use crate::error::Result;
@@ -88,18 +89,16 @@ impl SavedState for Registers {
         Ok(())
     }
 
-    fn record(&self, store: &mut dyn Store) -> Result<Vec<StateRecord>, pagemark::Error> {
+    fn record(&self, history: &mut BlobHistory, store: &mut dyn Store) -> Result<Vec<StateRecord>, pagemark::Error> {
         let text = serde_json::to_vec(&self.registers).map_err(unreadable_state(REGISTERS))?;
-        let mut records = vec![record_content(REGISTERS.to_owned(), &text, store)?];
+        let mut record = |name: String, mut content: &[u8]| -> Result<StateRecord, pagemark::Error> {
+            let content = history.write(&name, store, &mut content)?;
+            Ok(StateRecord { name, content })
+        };
+        let mut records = vec![record(REGISTERS.to_owned(), &text)?];
         for (pid, vector) in self.auxiliary_vectors.iter().filter(|(_, vector)| !vector.is_empty()) {
-            records.push(record_content(auxiliary_vector_name(*pid), vector, store)?);
+            records.push(record(auxiliary_vector_name(*pid), vector)?);
         }
         Ok(records)
     }
-}
-
-/// Stores content as a state file.
-fn record_content(name: String, mut content: &[u8], store: &mut dyn Store) -> Result<StateRecord, pagemark::Error> {
-    let content = Blob::write(store, &mut content)?;
-    Ok(StateRecord { name, content })
 }
