@@ -1,15 +1,12 @@
-//! CPython's own tests, in the machine of a process (`pagemark-kvm`) and outside of it.
-//!
-//! What passes outside must pass inside: the exceptions are in `lab/kvm-exceptions.txt`, each with
-//! its reason.
+//! CPython's own tests, outside and inside of [`Surroundings`].
 
-use std::collections::BTreeMap;
 use std::fs::File;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
-use crate::{Error, Result, cache, command, exceptions, packages, source_root};
+use crate::surroundings::{self, Surroundings, Verdicts};
+use crate::{Error, Result, cache, command, packages};
 
 /// Debian's Python, whose tests are a package.
 const PYTHON: &str = "/usr/bin/python3";
@@ -33,9 +30,6 @@ const MODULES: [&str; 13] = [
 /// The longest time of a module's tests.
 const LIMIT: Duration = Duration::from_secs(1800);
 
-/// Whether each test passed; one that was skipped has passed.
-type Verdicts = BTreeMap<String, bool>;
-
 /// Runs the tests of `modules`, or those that are meant if there are none. What they print is kept
 /// below `logs`.
 ///
@@ -43,9 +37,8 @@ type Verdicts = BTreeMap<String, bool>;
 ///
 /// # Errors
 /// If the tests are not there and cannot be installed, or nothing of a module runs outside.
-pub fn run(modules: &[String], logs: &Path) -> Result<(Vec<String>, bool)> {
-    let excepted = read_exceptions()?;
-    let machine = command::built("pagemark-kvm")?;
+pub fn run(within: Surroundings, modules: &[String], logs: &Path) -> Result<(Vec<String>, bool)> {
+    let excepted = within.exceptions()?;
     packages::install(&["python3"])?;
     let version = "import sys; print('%d.%d' % sys.version_info[:2], end='')";
     let version = command::output(Command::new(PYTHON).args(["-c", version]), "python3", "reinstall it")?;
@@ -59,12 +52,13 @@ pub fn run(modules: &[String], logs: &Path) -> Result<(Vec<String>, bool)> {
         if outside.is_empty() {
             return Err(Error::unmet(format!("no test of {module} runs"), format!("see {}", logs.display())));
         }
-        let mut inside = Command::new(&machine);
-        inside.arg(PYTHON);
-        let inside = verdicts(inside, module, &logs.join(format!("{module}.inside")))?;
-        let passed = |of: &Verdicts| of.values().filter(|passed| **passed).count();
-        crate::progress!("{module}: {} of {} outside, {} inside", passed(&outside), outside.len(), passed(&inside));
-        let (lines, is_as_expected) = compare(&outside, &inside, &excepted);
+        let inside = verdicts(within.command(PYTHON)?, module, &logs.join(format!("{module}.inside")))?;
+        crate::progress!(
+            "{module}: {} outside, {} inside",
+            surroundings::counts(&outside),
+            surroundings::counts(&inside)
+        );
+        let (lines, is_as_expected) = surroundings::compare(&outside, &inside, &excepted);
         report.extend(lines);
         is_good &= is_as_expected;
     }
@@ -97,31 +91,6 @@ fn parse(results: &str) -> Verdicts {
     cases.filter_map(verdict).collect()
 }
 
-/// Lines `TEST: REASON` of tests that pass outside only.
-fn read_exceptions() -> Result<BTreeMap<String, String>> {
-    let path: PathBuf = source_root().join("lab/kvm-exceptions.txt");
-    let list = std::fs::read_to_string(&path).map_err(Error::file("read", &path))?;
-    let owned = |(test, reason): (&str, &str)| (test.to_owned(), reason.to_owned());
-    exceptions::lines(&list, "TEST: REASON").map(|line| line.map(owned)).collect()
-}
-
-fn compare(outside: &Verdicts, inside: &Verdicts, exceptions: &BTreeMap<String, String>) -> (Vec<String>, bool) {
-    let (mut report, mut is_good) = (Vec::new(), true);
-    for (test, _) in outside.iter().filter(|(_, passed)| **passed) {
-        match (inside.get(test), exceptions.get(test)) {
-            (Some(true), None) => {}
-            (Some(true), Some(reason)) => report.push(format!("passed: {test}, although: {reason}")),
-            (_, Some(reason)) => report.push(format!("an exception: {test}: {reason}")),
-            (verdict, None) => {
-                let word = if verdict.is_some() { "failed" } else { "did not run" };
-                report.push(format!("worse than outside: {test} {word}"));
-                is_good = false;
-            }
-        }
-    }
-    (report, is_good)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -139,27 +108,5 @@ mod tests {
         let expected = expected.map(|(name, passed)| (format!("test.test_os.A.test_{name}"), passed));
         assert_eq!(verdicts, Verdicts::from(expected));
         assert!(parse("").is_empty() && parse("<testcase ").is_empty());
-    }
-
-    #[test]
-    fn what_passes_outside_only_is_worse() {
-        let verdicts =
-            |pairs: &[(&str, bool)]| pairs.iter().map(|(name, passed)| ((*name).to_owned(), *passed)).collect();
-        let outside: Verdicts = verdicts(&[("a", true), ("b", true), ("c", false), ("d", true)]);
-        let excepted = BTreeMap::from([("d".to_owned(), "a reason".to_owned())]);
-        let same = verdicts(&[("a", true), ("b", true), ("c", false), ("d", false)]);
-        assert_eq!(compare(&outside, &same, &excepted), (vec!["an exception: d: a reason".to_owned()], true));
-        let worse = verdicts(&[("a", false), ("c", true), ("d", true)]);
-        let (report, is_good) = compare(&outside, &worse, &excepted);
-        assert!(!is_good);
-        assert_eq!(
-            report,
-            ["worse than outside: a failed", "worse than outside: b did not run", "passed: d, although: a reason"]
-        );
-    }
-
-    #[test]
-    fn the_list_of_exceptions_is_of_its_form() {
-        read_exceptions().unwrap();
     }
 }

@@ -9,12 +9,13 @@ use crate::history::{self, Record};
 use crate::libtest::Summary;
 use crate::skips::{self, AllowedSkips};
 use crate::steps::{Outcome, Steps};
+use crate::surroundings::Surroundings;
 use crate::test_plan::{Extent, Part, Programs};
 use crate::test_programs::TestBinaries;
 use crate::zdtm::Flavor;
 use crate::{
-    Error, Result, cache, command, host_tests, kernel_build, kvm, machine, newest_qemu, progress, setup, source_root,
-    zdtm,
+    Error, Result, cache, command, cpython, host_tests, kernel_build, machine, newest_qemu, progress, redis_suite,
+    setup, source_root, zdtm,
 };
 
 /// What runs beside the tests on the host gives way to them: many of them wait for time to pass.
@@ -80,18 +81,28 @@ pub fn check() -> Result<bool> {
 ///
 /// Returns whether they passed.
 pub fn zdtm(selection: &zdtm::Selection) -> Result<bool> {
-    build("pagemark")?;
+    build(&["--workspace", "--bin", "pagemark"])?;
     let (report, is_good) = zdtm::run(selection, &logs()?.with_file_name("zdtm-logs"))?;
     report.iter().for_each(|line| println!("{line}"));
     Ok(is_good)
 }
 
-/// CPython's own tests in the machine of a process; the modules that are meant if none are named.
+/// CPython's own tests within surroundings; the modules that are meant if none are named.
 ///
 /// Returns whether they passed.
-pub fn kvm(modules: &[String]) -> Result<bool> {
-    build("pagemark-kvm")?;
-    let (report, is_good) = kvm::run(modules, &logs()?.with_file_name("kvm-logs"))?;
+pub fn cpython(within: Surroundings, modules: &[String]) -> Result<bool> {
+    build(&within.target())?;
+    let (report, is_good) = cpython::run(within, modules, &logs()?.with_file_name("cpython-logs"))?;
+    report.iter().for_each(|line| println!("{line}"));
+    Ok(is_good)
+}
+
+/// Redis's own tests within surroundings; the units that are meant if none are named.
+///
+/// Returns whether they passed.
+pub fn redis(within: Surroundings, units: &[String]) -> Result<bool> {
+    build(&within.target())?;
+    let (report, is_good) = redis_suite::run(within, units, &logs()?.with_file_name("redis-logs"))?;
     report.iter().for_each(|line| println!("{line}"));
     Ok(is_good)
 }
@@ -389,10 +400,10 @@ fn cargo(arguments: &[&str]) -> Command {
     cargo
 }
 
-/// Builds a program of the workspace as it is, beside this one.
-fn build(program: &str) -> Result<()> {
-    let mut build = cargo(&["build", "--quiet", "--locked", "--workspace", "--bin", program]);
-    command::run(&mut build, &format!("build {program}"), "see above")
+/// Builds a target of the workspace as it is, beside this program.
+fn build(target: &[&str]) -> Result<()> {
+    let mut build = cargo(&["build", "--quiet", "--locked"]);
+    command::run(build.args(target), &format!("build {}", target.join(" ")), "see above")
 }
 
 fn script(name: &str) -> Command {

@@ -5,6 +5,7 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 use pagemark_lab::suite::{self, Options};
+use pagemark_lab::surroundings::Surroundings;
 use pagemark_lab::test_plan::Extent;
 use pagemark_lab::zdtm::{self, Flavor, Mode, Selection};
 use pagemark_lab::{Result, progress, setup};
@@ -50,12 +51,21 @@ enum Command {
         /// here]
         tests: Vec<String>,
     },
-    /// CPython's own tests in the machine of a process (`pagemark-kvm`), which must pass what
-    /// passes outside of it
-    Kvm {
+    /// CPython's own tests: what passes outside must pass within the machine of a process
+    /// (`pagemark-kvm`), or with the heap in place of `malloc`
+    Cpython {
+        within: Surroundings,
         /// Modules, such as test_signal [default: those of system calls, memory, signals, threads
         /// and children]
         modules: Vec<String>,
+    },
+    /// Redis's own tests: what passes outside must pass when the server runs within the machine of a
+    /// process, or with the heap in place of `malloc`
+    Redis {
+        within: Surroundings,
+        /// Units, such as unit/type/hash [default: those that neither take long nor measure time
+        /// and memory]
+        units: Vec<String>,
     },
     /// The tests of virtual machines with the QEMU of Debian's backports in place of the host's.
     /// Needs root
@@ -95,7 +105,8 @@ fn run(command: Command) -> Result<bool> {
         Command::Test => suite::test(&Options::from_environment(Extent::Quick)?),
         Command::TestFull => suite::test(&Options::from_environment(Extent::Full)?),
         Command::Zdtm { mode, flavor, tests } => suite::zdtm(&Selection { tests, flavors: flavor, modes: mode }),
-        Command::Kvm { modules } => suite::kvm(&modules),
+        Command::Cpython { within, modules } => suite::cpython(within, &modules),
+        Command::Redis { within, units } => suite::redis(within, &units),
         Command::NewestQemu { arguments } => suite::newest_qemu(&arguments),
         Command::ZdtmTrial { test, mode, tree, work, criu, pagemark, verdict } => {
             zdtm::run_trial(&test, mode, &tree, &work, &criu, &pagemark, &verdict).map(|()| true)
