@@ -1,6 +1,7 @@
 //! `pagemark-bench heap`: figures 6 to 11 of "Flexible Page-level Memory Access Monitoring Based on
 //! Virtualization Hardware" (section 6), with the parts of pages of `pagemark-heap`: four programs
-//! with many objects after STAMP, and Tokyo Cabinet. In each round the variants take turns.
+//! with many objects after STAMP, and Tokyo Cabinet; beside them, a Redis server and a program in
+//! Python. In each round the variants take turns.
 //!
 //! A checkpoint is taken by the program itself, at the end of an interval, in which it has had the
 //! processor for a given time: what was written is appended to a file, and `fdatasync` called.
@@ -27,6 +28,8 @@ mod intruder;
 mod monitor;
 mod objects;
 mod preloaded;
+mod python;
+mod redis;
 pub mod task;
 mod tokyo;
 mod tree;
@@ -88,36 +91,69 @@ enum Program {
     Tokyo128,
     /// Tokyo Cabinet, 1 million records of 1024 bytes
     Tokyo1024,
+    /// A Redis server: values of 100 bytes, counters, lists
+    Redis,
+    /// Accounts of a bank as objects of Python
+    Python,
 }
 
 /// What the paper prints of a program (figures 6 and 7).
 struct Printed {
-    name: &'static str,
     input: &'static str,
     objects: u64,
     gigabytes: f64,
 }
 
 impl Program {
-    fn printed(self) -> Printed {
-        let (name, input, objects, gigabytes) = match self {
-            Program::Bayes => ("bayes", "-e -l -i1 -n4 -p10 -q1 -r32768 -s1 -t1 -v32", 48_441_744, 1.34),
-            Program::Intruder => ("intruder", "-a10 -i16 -n1048576 -s1 -t1", 14_990_453, 0.62),
-            Program::Vacation => ("vacation", "-c1 -n10 -q90 -r1048576 -t524288 -u80", 11_487_872, 0.43),
-            Program::Genome => ("genome", "-g65536 -n2097152 -s128 -t1", 16_957_591, 0.78),
-            Program::Tokyo64 => ("tokyo 64 B", "10M @ 64B", 10_000_021, 1.28),
-            Program::Tokyo128 => ("tokyo 128 B", "5M @ 128B", 5_000_021, 0.96),
-            Program::Tokyo1024 => ("tokyo 1024 B", "1M @ 1024B", 1_000_021, 1.09),
-        };
-        Printed { name, input, objects, gigabytes }
-    }
-
     fn name(self) -> &'static str {
-        self.printed().name
+        match self {
+            Program::Bayes => "bayes",
+            Program::Intruder => "intruder",
+            Program::Vacation => "vacation",
+            Program::Genome => "genome",
+            Program::Tokyo64 => "tokyo 64 B",
+            Program::Tokyo128 => "tokyo 128 B",
+            Program::Tokyo1024 => "tokyo 1024 B",
+            Program::Redis => "redis",
+            Program::Python => "python",
+        }
     }
 
-    fn is_preloaded(self) -> bool {
+    /// None if the paper does not have the program.
+    fn printed(self) -> Option<Printed> {
+        let (input, objects, gigabytes) = match self {
+            Program::Bayes => ("-e -l -i1 -n4 -p10 -q1 -r32768 -s1 -t1 -v32", 48_441_744, 1.34),
+            Program::Intruder => ("-a10 -i16 -n1048576 -s1 -t1", 14_990_453, 0.62),
+            Program::Vacation => ("-c1 -n10 -q90 -r1048576 -t524288 -u80", 11_487_872, 0.43),
+            Program::Genome => ("-g65536 -n2097152 -s128 -t1", 16_957_591, 0.78),
+            Program::Tokyo64 => ("10M @ 64B", 10_000_021, 1.28),
+            Program::Tokyo128 => ("5M @ 128B", 5_000_021, 0.96),
+            Program::Tokyo1024 => ("1M @ 1024B", 1_000_021, 1.09),
+            Program::Redis | Program::Python => return None,
+        };
+        Some(Printed { input, objects, gigabytes })
+    }
+
+    /// True if the program is a library, which the task of this program uses.
+    fn is_library(self) -> bool {
         matches!(self, Program::Tokyo64 | Program::Tokyo128 | Program::Tokyo1024)
+    }
+
+    /// True if the program has the heap of the library that is preloaded.
+    fn is_preloaded(self) -> bool {
+        self.is_library() || matches!(self, Program::Redis | Program::Python)
+    }
+
+    /// Why the program cannot run here, and what to do.
+    fn missing(self) -> Option<&'static str> {
+        match self {
+            Program::Redis if !redis::is_installed() => Some("redis-server is missing: install redis-server"),
+            Program::Python if !python::is_installed() => Some("python3 is missing: install python3"),
+            _ if self.is_library() && !tokyo::is_installed() => {
+                Some("libtokyocabinet.so.9 is missing: install libtokyocabinet9")
+            }
+            _ => None,
+        }
     }
 }
 
@@ -251,10 +287,13 @@ pub fn run(options: &Options) -> Result<(), BenchError> {
     let mut programs = options.program.clone();
     if programs.is_empty() {
         programs = <Program as clap::ValueEnum>::value_variants().to_vec();
-        if !tokyo::is_installed() {
-            print("Tokyo Cabinet: -, because libtokyocabinet.so.9 is missing: install libtokyocabinet9\n");
-            programs.retain(|program| !program.is_preloaded());
-        }
+        programs.retain(|program| match program.missing() {
+            Some(reason) => {
+                print(&format!("{}: -, because {reason}\n", program.name()));
+                false
+            }
+            None => true,
+        });
     }
     let session = Session { options, size, programs, directory: directory.path().into() };
     session.describe();
@@ -345,13 +384,14 @@ impl Session<'_> {
             let printed = program.printed();
             let count = |number: f64| if number == 0.0 { "-".into() } else { text::count(number as u64) };
             let bytes = if outcome.used_bytes == 0.0 { "-".into() } else { text::bytes(outcome.used_bytes as u64) };
+            let of_paper = |value: &dyn Fn(&Printed) -> String| printed.as_ref().map_or_else(|| "-".into(), value);
             table.row([
-                printed.name.into(),
-                printed.input.into(),
+                program.name().into(),
+                of_paper(&|printed| printed.input.into()),
                 count(outcome.objects),
                 bytes,
-                text::count(printed.objects),
-                format!("{} GB", printed.gigabytes),
+                of_paper(&|printed| text::count(printed.objects)),
+                of_paper(&|printed| format!("{} GB", printed.gigabytes)),
             ]);
         }
         print(&format!("Figures 6 and 7: the programs\n{table}\n"));

@@ -1,5 +1,6 @@
 //! A Redis server under measurement.
 
+use std::ffi::OsString;
 use std::io;
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
 use std::process::Child;
@@ -7,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use nix::sys::signal::SigSet;
 use pagemark_process::ErrorKind;
-use pagemark_process::spawn::spawn;
+use pagemark_process::spawn::{Variables, spawn};
 
 use crate::BenchError;
 
@@ -27,11 +28,24 @@ impl RedisServer {
     /// # Errors
     /// [`BenchError::NoServer`]: there is no Redis, or it does not start.
     pub fn start(prefix: &[String]) -> Result<RedisServer, BenchError> {
+        RedisServer::start_with(prefix, &[], &[])
+    }
+
+    /// As [`RedisServer::start`], with further arguments, and with `variables` in its environment.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn start_with(
+        prefix: &[String],
+        arguments: &[OsString],
+        variables: &Variables,
+    ) -> Result<RedisServer, BenchError> {
         let port = free_port().map_err(BenchError::on("find a free port"))?;
         let port_text = port.to_string();
         let command = ["redis-server", "--port", &port_text, "--save", "", "--logfile", "/dev/null"];
-        let words: Vec<_> = prefix.iter().map(String::as_str).chain(command).map(Into::into).collect();
-        let child = spawn(&words, &[], SigSet::empty()).map_err(|error| match error.kind() {
+        let words = prefix.iter().map(String::as_str).chain(command).map(OsString::from);
+        let words: Vec<_> = words.chain(arguments.iter().cloned()).collect();
+        let child = spawn(&words, variables, SigSet::empty()).map_err(|error| match error.kind() {
             ErrorKind::NotFound => BenchError::NoServer(std::io::ErrorKind::NotFound.into()),
             _ => BenchError::pagemark(error),
         })?;

@@ -78,6 +78,31 @@ fn tokyo_cabinet_runs_with_the_preloaded_heap() {
 }
 
 #[test]
+fn redis_and_python_run_with_the_preloaded_heap() {
+    let is_there = |program: &str| Command::new(program).arg("--version").output().is_ok();
+    if !is_there("redis-server") || !is_there("python3") {
+        pagemark_testing::skip!("no Redis or no Python");
+    }
+    if let Err(error) = pagemark::track::check(pagemark::Mechanism::PagemapScan, pagemark::track::Scope::OwnMemory) {
+        pagemark_testing::skip!("{error}");
+    }
+    let out = TempDir::new().expect("a directory");
+    let text = printed(out.path(), &["--program", "redis,python", "--parts", "4", "--figure", "6,8,10"]);
+    assert!(text.contains("views-4") && text.contains("cost-4"), "{text}");
+    let volume = fs::read_to_string(out.path().join("figure-10-volume.csv")).expect("the figure's numbers");
+    let of = |variant: &str, program: &str| -> f64 {
+        let start = format!("figure-10-volume,{variant},{program},\"written, MiB\",");
+        let line = volume.lines().find(|line| line.starts_with(&start)).expect("a line for each variant and program");
+        line[start.len()..].split(',').next().and_then(|median| median.parse().ok()).expect("a number")
+    };
+    for program in ["redis", "python"] {
+        for variant in ["pagemap-scan", "static-4", "dynamic-4", "cost-4"] {
+            assert!(of(variant, program) > 0.0, "{variant} {program}: {volume}");
+        }
+    }
+}
+
+#[test]
 fn a_number_of_parts_that_a_page_cannot_have_is_refused() {
     let output = bench(&["--parts", "3"]);
     assert!(!output.status.success());

@@ -1,7 +1,7 @@
 //! What a program writes to its heap, for the program itself: it starts tracking, and takes
 //! checkpoints when it wants to.
 
-use std::ffi::{CStr, c_char, c_int};
+use std::ffi::{CStr, c_char, c_int, c_void};
 use std::fs::File;
 use std::mem::ManuallyDrop;
 use std::os::fd::FromRawFd;
@@ -100,4 +100,15 @@ pub unsafe extern "C" fn pagemark_heap_checkpoint(file: c_int, taken: *mut Check
     // SAFETY: the caller guarantees it.
     unsafe { taken.write(cost) };
     0
+}
+
+/// The address by which a checkpoint has the byte at `address`: each page of the heap is mapped
+/// several times, and an object has an address in one of these mappings. The address of other
+/// memory is returned as it is.
+#[unsafe(no_mangle)]
+pub extern "C" fn pagemark_heap_canonical(address: *const c_void) -> *const c_void {
+    match HEAP.allocator() {
+        Ok(heap) => heap.canonical(address).as_mut_ptr::<c_void>().cast_const(),
+        Err(_) => address,
+    }
 }

@@ -44,6 +44,29 @@ fn the_functions_behave_as_those_of_the_c_library() {
 }
 
 #[test]
+fn a_program_in_c_saves_all_that_it_writes() {
+    let directory = tempfile::tempdir().unwrap();
+    let (library, program) = (library(), directory.path().join("program"));
+    let libraries = library.parent().unwrap().display();
+    let mut compiler = Command::new("cc");
+    compiler
+        .args(["-std=c11", "-O1", "-Wall", "-Wextra", "-Werror", "-I"])
+        .arg(concat!(env!("CARGO_MANIFEST_DIR"), "/include"));
+    compiler.arg(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/checkpoints.c")).arg("-o").arg(&program);
+    compiler.args([format!("-L{libraries}"), format!("-Wl,-rpath,{libraries}"), "-lpagemark_malloc".into()]);
+    printed(&mut compiler);
+    for parts in [1, 4, 8] {
+        for strategy in ["separate", "by-history", "by-cost"] {
+            let text = printed(Command::new(&program).arg(strategy).env("PAGEMARK_HEAP_PARTS", parts.to_string()));
+            if text == "not supported\n" {
+                pagemark_testing::skip!("the kernel cannot track a heap");
+            }
+            assert_eq!(text, "all was saved\n", "{parts} parts, {strategy}");
+        }
+    }
+}
+
+#[test]
 fn python_runs_with_it() {
     if !is_installed("python3") {
         pagemark_testing::skip!("no python3");

@@ -1,11 +1,10 @@
 //! Programs that are preloaded with `libpagemark_malloc.so`, which tracks its own heap.
 
-use std::ffi::{CStr, c_int, c_void};
+use std::ffi::{CStr, OsString, c_int, c_void};
 use std::fs::File;
 use std::io;
 use std::mem::transmute;
 use std::os::fd::AsRawFd;
-use std::process::Command;
 
 use pagemark::Mechanism;
 use pagemark_process::preload;
@@ -16,7 +15,7 @@ use crate::BenchError;
 /// What the library measured of a checkpoint: `pagemark_heap_checkpoint` of `pagemark-malloc`.
 #[repr(C)]
 #[derive(Default)]
-struct Checkpoint {
+pub(super) struct Checkpoint {
     faults: u64,
     merges: u64,
     splits: u64,
@@ -31,12 +30,28 @@ pub(super) struct Preloaded {
     checkpoint: extern "C" fn(c_int, *mut Checkpoint) -> c_int,
 }
 
-/// Has the command preload the library, where the variant has views.
-pub(super) fn prepare(command: &mut Command, variant: Variant) -> Result<(), BenchError> {
-    if let Some(parts) = variant.parts {
-        command.envs(preload::variables(parts).map_err(BenchError::pagemark)?);
+impl Checkpoint {
+    /// Of the numbers in the order of the fields; None if there are more or fewer.
+    pub(super) fn from_numbers(numbers: &[u64]) -> Option<Checkpoint> {
+        let &[faults, merges, splits, bytes, ranges, collect_ns, save_ns] = numbers else { return None };
+        Some(Checkpoint { faults, merges, splits, bytes, ranges, collect_ns, save_ns })
     }
-    Ok(())
+
+    /// Adds what was measured to an outcome.
+    pub(super) fn add_to(&self, outcome: &mut Outcome) {
+        outcome.merges += self.merges as f64;
+        outcome.splits += self.splits as f64;
+        outcome.ranges += self.ranges as f64;
+        outcome.bytes += self.bytes as f64;
+        outcome.collect_ns += self.collect_ns as f64;
+        outcome.save_ns += self.save_ns as f64;
+    }
+}
+
+/// The variables of the environment by which a program preloads the library, where the variant has
+/// views.
+pub(super) fn variables(variant: Variant) -> Result<Vec<(&'static str, OsString)>, BenchError> {
+    variant.parts.map_or(Ok(Vec::new()), |parts| preload::variables(parts).map_err(BenchError::pagemark))
 }
 
 /// The name of a strategy in the library; `None` if it has none.
@@ -71,12 +86,7 @@ impl Preloaded {
     pub fn checkpoint(&self, file: Option<&File>, outcome: &mut Outcome) -> Result<(), BenchError> {
         let mut taken = Checkpoint::default();
         check((self.checkpoint)(file.map_or(-1, AsRawFd::as_raw_fd), &mut taken))?;
-        outcome.merges += taken.merges as f64;
-        outcome.splits += taken.splits as f64;
-        outcome.ranges += taken.ranges as f64;
-        outcome.bytes += taken.bytes as f64;
-        outcome.collect_ns += taken.collect_ns as f64;
-        outcome.save_ns += taken.save_ns as f64;
+        taken.add_to(outcome);
         Ok(())
     }
 }

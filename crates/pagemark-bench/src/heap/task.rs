@@ -37,7 +37,11 @@ impl ProcessTask for Task {
     type Outcome = Outcome;
 
     fn prepare(&self, command: &mut Command) -> Result<(), BenchError> {
-        if self.program.is_preloaded() { preloaded::prepare(command, self.variant) } else { Ok(()) }
+        // The other preloaded programs are started by the task.
+        if self.program.is_library() {
+            command.envs(preloaded::variables(self.variant)?);
+        }
+        Ok(())
     }
 
     fn run(&self) -> Result<Outcome, BenchError> {
@@ -50,7 +54,11 @@ impl ProcessTask for Task {
             _ => ObjectAllocator::System,
         };
         let file = self.directory.join(format!("heap-{}", std::process::id()));
-        let result = self.run_with(&Objects::new(memory, self.verifies), &file);
+        let result = match self.program {
+            Program::Redis => super::redis::run(self, &file),
+            Program::Python => super::python::run(self, &file),
+            _ => self.run_with(&Objects::new(memory, self.verifies), &file),
+        };
         // It is not there if nothing was saved.
         let _ = std::fs::remove_file(&file);
         result
@@ -68,6 +76,7 @@ impl Task {
             Program::Tokyo64 => tokyo::run(&monitor, self.size, 10_000_000, 64)?,
             Program::Tokyo128 => tokyo::run(&monitor, self.size, 5_000_000, 128)?,
             Program::Tokyo1024 => tokyo::run(&monitor, self.size, 1_000_000, 1024)?,
+            Program::Redis | Program::Python => unreachable!("they have no monitor"),
         }
         let failed = || BenchError::wrong_result(self.program.name(), "the program did not finish");
         let outcome = monitor.outcome().ok_or_else(failed)?;
