@@ -81,6 +81,8 @@ pub fn run(
         let name = CString::new(loader::short_name(&image)).unwrap_or_default();
         libc::prctl(libc::PR_SET_NAME, name.as_ptr());
     }
+    // Without it, the monitor's arguments are shown.
+    let _ = sys::arguments::show(&start.arguments, &start.environment);
     drop(image);
     let process =
         Arc::new(process::Process::new(program, again.to_vec(), inherited.map(|inherited| inherited.monitor))?);

@@ -2,6 +2,7 @@
 
 use std::ffi::CString;
 use std::fs::File;
+use std::ops::Range;
 use std::os::fd::AsRawFd;
 use std::os::unix::ffi::OsStrExt;
 
@@ -18,12 +19,16 @@ use crate::sys::host_call;
 use crate::sys::program_memory;
 
 /// Where a program begins.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Start {
     /// The first instruction.
     pub instruction: u64,
     /// The stack pointer.
     pub stack: u64,
+    /// The strings of the arguments.
+    pub arguments: Range<u64>,
+    /// The strings of the environment.
+    pub environment: Range<u64>,
 }
 
 const READ_WRITE: u64 = (libc::PROT_READ | libc::PROT_WRITE) as u64;
@@ -130,7 +135,7 @@ pub fn load(machine: &Machine, image: &Image, environment: &[CString]) -> Result
     map(space, bottom + STACK_GAP, top, protection, None)?;
     let headers = image.elf.headers.wrapping_add(moved);
     let entry = image.elf.entry.wrapping_add(moved);
-    let (stack, bytes) = stack_content(
+    let Stack { pointer, bytes, arguments, environment } = stack_content(
         image,
         environment,
         top,
@@ -139,9 +144,9 @@ pub fn load(machine: &Machine, image: &Image, environment: &[CString]) -> Result
     if bytes.len() as u64 > size / 4 * 3 {
         return Err(not_loaded(image, "its arguments and environment are longer than three quarters of its stack"));
     }
-    program_memory::write(stack, &bytes)
+    program_memory::write(pointer, &bytes)
         .map_err(|program_memory::Fault| not_loaded(image, "its stack cannot be written"))?;
-    Ok(Start { instruction, stack })
+    Ok(Start { instruction, stack: pointer, arguments, environment })
 }
 
 fn stack_size() -> u64 {
@@ -151,9 +156,18 @@ fn stack_size() -> u64 {
     page_ceil(limit.rlim_cur.clamp(LEAST_STACK, MOST_STACK)).unwrap_or(MOST_STACK)
 }
 
-/// The initial stack below `top`, as the System V ABI describes it: the stack pointer and what is
-/// above it.
-fn stack_content(image: &Image, environment: &[CString], top: u64, auxiliary: &[(u64, u64)]) -> (u64, Vec<u8>) {
+/// An initial stack.
+struct Stack {
+    pointer: u64,
+    /// What is above it.
+    bytes: Vec<u8>,
+    /// Where the strings of the arguments and of the environment are.
+    arguments: Range<u64>,
+    environment: Range<u64>,
+}
+
+/// The initial stack below `top`, as the System V ABI describes it.
+fn stack_content(image: &Image, environment: &[CString], top: u64, auxiliary: &[(u64, u64)]) -> Stack {
     // Strings, from the top down; `strings` is reversed in the end.
     let mut pieces: Vec<&[u8]> = Vec::new();
     let mut at = top - 8;
@@ -173,6 +187,10 @@ fn stack_content(image: &Image, environment: &[CString], top: u64, auxiliary: &[
     pieces.extend(image.arguments.iter().rev().map(|string| string.as_bytes_with_nul()));
     environment_at.reverse();
     arguments_at.reverse();
+    // The environment is between the arguments and the name.
+    let environment_strings = environment_at.first().copied().unwrap_or(named)..named;
+    let argument_strings =
+        arguments_at.first().copied().unwrap_or(environment_strings.start)..environment_strings.start;
     let platform = push(b"x86_64\0");
     pieces.push(b"x86_64\0");
     let random_at = push(&random);
@@ -216,7 +234,7 @@ fn stack_content(image: &Image, environment: &[CString], top: u64, auxiliary: &[
     for piece in pieces.iter().rev() {
         bytes.extend_from_slice(piece);
     }
-    (stack, bytes)
+    Stack { pointer: stack, bytes, arguments: argument_strings, environment: environment_strings }
 }
 
 /// The name of a program as the kernel has it (`comm`).

@@ -8,6 +8,7 @@
 //!
 //! [`PROGRAM_END`]: crate::layout::PROGRAM_END
 
+pub mod arguments;
 pub mod child;
 pub mod descriptors;
 pub mod dirty_log;

@@ -160,6 +160,24 @@ fn dynamic_programs() {
 }
 
 #[test]
+fn the_arguments_of_a_program_are_shown() {
+    need_machine!();
+    let dir = tempfile::tempdir().expect("a directory");
+    same(program!("cat"), &["/proc/self/cmdline", "/proc/self/environ"], dir.path());
+    // A shell that has executed another program, and a child.
+    let script = "cat /proc/self/cmdline; exec sh -c 'cat < /proc/$$/cmdline; cat < /proc/self/cmdline' name 'an argument' ''";
+    same(program!("sh"), &["-c", script], dir.path());
+    // The title of a process is what it writes over its arguments.
+    let title = "\
+import ctypes
+fields = open('/proc/self/stat').read().rsplit(')', 1)[1].split()
+ctypes.memset(int(fields[45]), ord('x'), 3)
+print(open('/proc/self/cmdline').read())
+";
+    same(program!("python3"), &["-c", title], dir.path());
+}
+
+#[test]
 fn large_programs() {
     need_machine!();
     let dir = dir();
