@@ -344,11 +344,14 @@ impl Region {
         if state.base.is_none() {
             return Err(Error::no_rollback());
         }
-        state.collect()?;
         // The tracker sees these writes as writes of the program, so the next collect reports them:
-        // other threads may write the same pages meanwhile.
+        // other threads may write the same pages meanwhile. What is collected here need not be
+        // protected in between.
+        let open = state.collect_open()?;
         let written = state.written.clone();
-        let pinned = state.pin(&written)?;
+        let mut protected = written.clone();
+        protected.subtract(&open);
+        let pinned = state.pin(&protected)?;
         let restored = state.put_back(&self.shared_bytes(), &written);
         state.unpin(&pinned);
         restored?;
@@ -593,6 +596,23 @@ impl State {
         let mut offsets = RangeSet::new();
         let result = self.tracker.collect(&self.addresses, &mut offsets);
         offsets.make_relative_to(self.start());
+        self.record(offsets);
+        result
+    }
+
+    /// As [`State::collect`], before what was written is written again. Returns the offsets that
+    /// are open until the next collect.
+    fn collect_open(&mut self) -> Result<RangeSet, Error> {
+        let mut offsets = RangeSet::new();
+        let result = self.tracker.collect_open(&self.addresses, &mut offsets);
+        offsets.make_relative_to(self.start());
+        let open = if let Ok(true) = result { offsets.clone() } else { RangeSet::new() };
+        self.record(offsets);
+        result.map(|_| open)
+    }
+
+    /// Records offsets that were written.
+    fn record(&mut self, mut offsets: RangeSet) {
         offsets.append(&mut self.discarded);
         if let Some(base) = &mut self.base {
             base.add_stale(&offsets);
@@ -606,7 +626,6 @@ impl State {
         if self.is_open || self.base.is_none() {
             self.written.append(&mut offsets);
         }
-        result
     }
 
     /// The offsets, of those given, at which the region may hold anything else than zeros.

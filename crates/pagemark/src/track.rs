@@ -76,6 +76,16 @@ pub trait Tracker: Send {
     /// may have started for part of `ranges` only.
     fn collect(&mut self, ranges: &RangeSet, dirty: &mut RangeSet) -> Result<(), Error>;
 
+    /// As [`Tracker::collect`], for a caller that writes to what is reported. Returns true if that
+    /// stays open: the writes cost no faults, and the next collect reports all of it again. If
+    /// false, a pin is what saves the faults.
+    ///
+    /// # Errors
+    /// As [`Tracker::collect`].
+    fn collect_open(&mut self, ranges: &RangeSet, dirty: &mut RangeSet) -> Result<bool, Error> {
+        self.collect(ranges, dirty).map(|()| false)
+    }
+
     /// As [`Tracker::collect`], for memory that is collected again before it is described by
     /// [`Tracker::populated`]: what has stopped holding data may be left to that collect.
     ///

@@ -608,6 +608,26 @@ fn hot_pages_are_reported_exactly_and_cool_down() {
 }
 
 #[test]
+fn hot_pages_cool_down_where_transactions_are_rolled_back() {
+    for sole_use in [false, true] {
+        let options = RegionOptions { mechanism: Some(Mechanism::Adaptive), sole_use, ..RegionOptions::default() };
+        let Some(region) = region_with(BYTES, options) else { return };
+        region.write(0, &[1; BYTES]).unwrap();
+        let before = content(&region);
+        let roll_back = |pages: usize| {
+            region.begin().unwrap();
+            (0..pages).for_each(|page| word(&region, page * 512).store(7, Ordering::Relaxed));
+            let written = region.rollback().unwrap();
+            assert!(content(&region) == before);
+            written
+        };
+        let hot = BYTES / PAGE_SIZE / 2;
+        (0..20).for_each(|_| _ = roll_back(hot));
+        assert!((0..1000).any(|_| roll_back(0).is_empty()), "pages that nobody writes are put back each time");
+    }
+}
+
+#[test]
 fn a_page_that_was_put_back_and_is_written_again_is_found() {
     for mechanism in mechanisms() {
         let region = region(PAGE_SIZE, mechanism, false).unwrap();

@@ -68,14 +68,9 @@ impl Mprotect {
         self.tracked.push(tracked);
         Ok(())
     }
-}
 
-impl Tracker for Mprotect {
-    fn mechanism(&self) -> Mechanism {
-        Mechanism::Mprotect
-    }
-
-    fn collect(&mut self, ranges: &RangeSet, dirty: &mut RangeSet) -> Result<(), Error> {
+    /// Collects, and protects what was written or leaves it open.
+    fn collect_pages(&mut self, ranges: &RangeSet, dirty: &mut RangeSet, protect: bool) -> Result<(), Error> {
         self.tracked.retain(|tracked| ranges.iter().any(|range| range == *tracked.shared.pages.range()));
         let pinned = self.pins.pages();
         let mut written = RangeSet::new();
@@ -84,13 +79,31 @@ impl Tracker for Mprotect {
                 Some(tracked) => {
                     let pages = &tracked.shared.pages;
                     pages.check_mappings(&list(&self.mappings, &range)?)?;
-                    pages.collect(&pinned, &mut self.taken, &mut written)
+                    if protect {
+                        return pages.collect(&pinned, &mut self.taken, &mut written);
+                    }
+                    pages.collect_open(&mut written);
+                    Ok(())
                 }
                 None => self.arm(range, &mut written),
             }
         });
         dirty.extend(&written);
         result
+    }
+}
+
+impl Tracker for Mprotect {
+    fn mechanism(&self) -> Mechanism {
+        Mechanism::Mprotect
+    }
+
+    fn collect(&mut self, ranges: &RangeSet, dirty: &mut RangeSet) -> Result<(), Error> {
+        self.collect_pages(ranges, dirty, true)
+    }
+
+    fn collect_open(&mut self, ranges: &RangeSet, dirty: &mut RangeSet) -> Result<bool, Error> {
+        self.collect_pages(ranges, dirty, false).map(|()| true)
     }
 
     fn pin(&mut self, range: &Range) -> Result<(), Error> {

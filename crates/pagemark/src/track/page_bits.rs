@@ -45,6 +45,13 @@ impl PageBits {
         contains_all
     }
 
+    /// Calls `each` for the runs of pages in the set, in ascending order; runs may touch.
+    pub fn each_run(&self, mut each: impl FnMut(Range<usize>)) {
+        for (index, word) in self.words.iter().enumerate() {
+            runs(word.load(Ordering::Relaxed), |run| each(run.start + 64 * index..run.end + 64 * index));
+        }
+    }
+
     /// Empties the set, and calls `each` for the runs of pages that were in it, in ascending order;
     /// runs may touch.
     pub fn take(&self, mut each: impl FnMut(Range<usize>)) {
@@ -104,6 +111,9 @@ mod tests {
                 let pages = start..(start + 70).min(300);
                 prop_assert_eq!(bits.contains_all(pages.clone()), pages.clone().all(|page| model.contains(&page)));
             }
+            let mut listed = Vec::new();
+            bits.each_run(|run| listed.extend(run));
+            prop_assert!(listed.iter().eq(model.iter()), "{:?} {:?}", listed, model);
             let mut taken = Vec::new();
             bits.take(|run| taken.extend(run));
             prop_assert!(taken.iter().eq(model.iter()), "{:?} {:?}", taken, model);

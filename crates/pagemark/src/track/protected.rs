@@ -102,6 +102,12 @@ impl<P: WriteProtection> Protected<P> {
         closed.map_err(|error| Error::while_tracking(error, || format!("protecting {:#x?}", self.range)))
     }
 
+    /// Collects for a tracker whose caller writes to what is reported: adds the open pages to
+    /// `written`, and leaves them open. A page that is opened meanwhile is written after this.
+    pub fn collect_open(&self, written: &mut RangeSet) {
+        self.open.each_run(|run| written.insert(self.addresses(run)));
+    }
+
     /// Closes the open pages except the `pinned` ones, and calls `meanwhile`, which must not
     /// allocate, while no handler is inside the gate. Then adds the pages that were open to
     /// `written`.

@@ -73,6 +73,15 @@ impl Drop for RegionScan {
     }
 }
 
+/// How a range is collected.
+#[derive(Clone, Copy)]
+struct Collect {
+    /// True for the first collect after the begin of a transaction.
+    ends_transaction: bool,
+    /// False where what was written stays open until the next collect.
+    protect: bool,
+}
+
 /// A registered range, and its hot pages.
 #[derive(Debug)]
 struct RegisteredRange {
@@ -137,6 +146,50 @@ impl RegionScan {
         Ok(())
     }
 
+    /// Collects, and protects what was written or leaves it open.
+    fn collect_pages(&mut self, ranges: &RangeSet, dirty: &mut RangeSet, protect: bool) -> Result<(), Error> {
+        let userfaultfd = &self.userfaultfd;
+        self.tracked.retain(|tracked| {
+            let stays = ranges.iter().any(|range| range == tracked.range);
+            if !stays {
+                // An error means that the range is no longer mapped, which needs nothing.
+                let _ = userfaultfd.unregister(&tracked.range);
+            }
+            stays
+        });
+        let ends_transaction = std::mem::take(&mut self.in_transaction);
+        // Faults after this moment are those of the next collect.
+        let faults = self.fault_watch.as_ref().map(FaultWatch::now);
+        if ends_transaction && self.is_quiet(ranges, faults) {
+            return self.tracked.iter_mut().try_for_each(|tracked| tracked.collect_quiet(&self.pagemap, dirty));
+        }
+        let mut written = RangeSet::new();
+        let result = ranges.iter().try_for_each(|range| {
+            if !self.tracked.iter().any(|tracked| tracked.range == range) {
+                self.register(range.clone())?;
+                // Pages of files hold data although the page table does not have them.
+                written.extend(&self.memory.backed().intersection(&range.clone().into()));
+            }
+            let tracked = self.tracked.iter_mut().find(|tracked| tracked.range == range);
+            tracked.map_or(Ok(()), |tracked| {
+                let mut found = RangeSet::new();
+                let how = Collect { ends_transaction, protect };
+                let collected = tracked.collect(&self.pagemap, &self.userfaultfd, how, &mut found);
+                tracked.learn(&found);
+                written.append(&mut found);
+                collected
+            })
+        });
+        dirty.append(&mut written);
+        if let (Some(watch), Some(faults)) = (&mut self.fault_watch, faults) {
+            match &result {
+                Ok(()) if protect => watch.record(faults),
+                _ => watch.forget(),
+            }
+        }
+        result
+    }
+
     /// True if no protected page was written in the transaction that ends, and none of the ranges
     /// is to be probed. `faults` are those until now.
     fn is_quiet(&self, ranges: &RangeSet, faults: Option<u64>) -> bool {
@@ -190,12 +243,12 @@ impl RegisteredRange {
         self.dense.extend(&self.backed);
     }
 
-    /// Adds the written pages to `written`, and protects those that are not hot.
+    /// Adds the written pages to `written`. Those that are not hot are protected, or all left open.
     fn collect(
         &mut self,
         pagemap: &Pagemap,
         userfaultfd: &Userfaultfd,
-        ends_transaction: bool,
+        Collect { ends_transaction, protect }: Collect,
         written: &mut RangeSet,
     ) -> Result<(), Error> {
         let dense = &self.dense;
@@ -215,7 +268,7 @@ impl RegisteredRange {
         };
         let Some(heat) = &mut self.heat else {
             check_registered(pagemap, &self.range)?;
-            return scan(&self.range, true, written);
+            return scan(&self.range, protect, written);
         };
         let first = self.range.start.page();
         let addresses = |pages: Span<usize>| (first + pages.start as u64..first + pages.end as u64).addresses();
@@ -241,7 +294,7 @@ impl RegisteredRange {
             let mut rest = RangeSet::from(self.range.clone());
             rest.subtract(hot_runs);
             written.extend(hot_runs);
-            let scanned = rest.iter().try_for_each(|piece| scan(&piece, true, &mut found));
+            let scanned = rest.iter().try_for_each(|piece| scan(&piece, protect, &mut found));
             written.extend(&found);
             scanned?;
             if ends_transaction {
@@ -251,7 +304,9 @@ impl RegisteredRange {
                     .flat_map(pages)
                     .filter(|&page| heat.is_hot_now(page, true))
                     .for_each(|page| hot.push(page));
-                hot.runs.into_iter().try_for_each(|run| write_protect(run, false))?;
+                if protect {
+                    hot.runs.into_iter().try_for_each(|run| write_protect(run, false))?;
+                }
             }
         } else {
             scan(&self.range, false, &mut found)?;
@@ -271,9 +326,13 @@ impl RegisteredRange {
                     _ => cold.push(page..page + 1),
                 }
             }
-            cold.into_iter().try_for_each(|span| scan(&addresses(span), true, written))?;
+            if protect {
+                cold.into_iter().try_for_each(|span| scan(&addresses(span), true, written))?;
+            }
         }
-        if ends_transaction && heat.probe_is_due() {
+        heat.awaits_probe |= ends_transaction && heat.probe_is_due();
+        // Not before the caller writes, which would look like the program's writes.
+        if protect && std::mem::take(&mut heat.awaits_probe) {
             heat.probe().into_iter().try_for_each(|run| write_protect(run, true))?;
         }
         Ok(())
@@ -286,45 +345,11 @@ impl Tracker for RegionScan {
     }
 
     fn collect(&mut self, ranges: &RangeSet, dirty: &mut RangeSet) -> Result<(), Error> {
-        let userfaultfd = &self.userfaultfd;
-        self.tracked.retain(|tracked| {
-            let stays = ranges.iter().any(|range| range == tracked.range);
-            if !stays {
-                // An error means that the range is no longer mapped, which needs nothing.
-                let _ = userfaultfd.unregister(&tracked.range);
-            }
-            stays
-        });
-        let ends_transaction = std::mem::take(&mut self.in_transaction);
-        // Faults after this moment are those of the next collect.
-        let faults = self.fault_watch.as_ref().map(FaultWatch::now);
-        if ends_transaction && self.is_quiet(ranges, faults) {
-            return self.tracked.iter_mut().try_for_each(|tracked| tracked.collect_quiet(&self.pagemap, dirty));
-        }
-        let mut written = RangeSet::new();
-        let result = ranges.iter().try_for_each(|range| {
-            if !self.tracked.iter().any(|tracked| tracked.range == range) {
-                self.register(range.clone())?;
-                // Pages of files hold data although the page table does not have them.
-                written.extend(&self.memory.backed().intersection(&range.clone().into()));
-            }
-            let tracked = self.tracked.iter_mut().find(|tracked| tracked.range == range);
-            tracked.map_or(Ok(()), |tracked| {
-                let mut found = RangeSet::new();
-                let collected = tracked.collect(&self.pagemap, &self.userfaultfd, ends_transaction, &mut found);
-                tracked.learn(&found);
-                written.append(&mut found);
-                collected
-            })
-        });
-        dirty.append(&mut written);
-        if let (Some(watch), Some(faults)) = (&mut self.fault_watch, faults) {
-            match &result {
-                Ok(()) => watch.record(faults),
-                Err(_) => watch.forget(),
-            }
-        }
-        result
+        self.collect_pages(ranges, dirty, true)
+    }
+
+    fn collect_open(&mut self, ranges: &RangeSet, dirty: &mut RangeSet) -> Result<bool, Error> {
+        self.collect_pages(ranges, dirty, false).map(|()| true)
     }
 
     /// Saves the following writes their faults. System calls can write to protected pages.
@@ -398,6 +423,8 @@ struct Heat {
     /// Number of probed pages that were not written yet.
     silent_pages: usize,
     between_probes: u64,
+    /// True if the next collect that protects pages begins a probe.
+    awaits_probe: bool,
     slice: usize,
 }
 
@@ -436,6 +463,7 @@ impl Heat {
             probed_in: 0,
             silent_pages: 0,
             between_probes: 1,
+            awaits_probe: false,
             slice: 0,
         })
     }

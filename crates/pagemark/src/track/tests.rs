@@ -13,6 +13,7 @@ use super::adaptive::{Adaptive, HOT_AFTER, PROBE_SLICES};
 use super::pagemap_scan::PagemapScan;
 use super::{OwnMemory, Pages, Scope, populated};
 use crate::sys::memory::Memory;
+use crate::sys::page_faults;
 use crate::sys::pagemap::Pagemap;
 use crate::sys::scratch::Scratch;
 use crate::sys::userfaultfd::{Userfaultfd, WRITE_PROTECT_SHARED};
@@ -650,6 +651,45 @@ fn threads_that_write_all_the_time_lose_nothing_with_mprotect() {
 #[test]
 fn threads_that_write_all_the_time_lose_nothing_with_ldt() {
     threads_lose_nothing(Mechanism::Ldt);
+}
+
+/// What is left open costs no faults, and is reported again, also where nothing else shows that it
+/// was written since.
+#[test]
+fn what_a_collect_leaves_open_is_reported_again() {
+    let leave_open = [Mechanism::Adaptive, Mechanism::PagemapScan, Mechanism::Mprotect, Mechanism::Uffd];
+    for (mechanism, sole_use) in leave_open.into_iter().flat_map(|mechanism| [(mechanism, false), (mechanism, true)]) {
+        let scratch = Scratch::new(64);
+        (0..64).for_each(|page| scratch.write(page, 1));
+        // SAFETY: only this test uses the memory, which lives longer than the tracker.
+        let memory = unsafe { OwnMemory::anonymous(scratch.range()) }.with_sole_use(sole_use);
+        let Ok(mut tracker) = mechanism.tracker(Scope::OwnMemory, &memory) else { continue };
+        let all = one(scratch.range());
+        let is_reported = |dirty: &RangeSet| dirty.contains(scratch.address(60));
+        collected(&mut *tracker, &all);
+        for round in 0..300 {
+            tracker.begin_interval().unwrap();
+            (0..32).for_each(|page| scratch.write(page, round));
+            assert!(!is_reported(&collected(&mut *tracker, &all)), "{mechanism}");
+            if round % 3 != 2 {
+                continue;
+            }
+            tracker.begin_interval().unwrap();
+            (32..64).for_each(|page| scratch.write(page, 2));
+            let mut dirty = RangeSet::new();
+            assert!(tracker.collect_open(&all, &mut dirty).unwrap(), "{mechanism}");
+            assert!(is_reported(&dirty), "{mechanism}");
+            let before = page_faults::of_this_thread();
+            (32..64).for_each(|page| scratch.write(page, 3));
+            let faults = page_faults::of_this_thread() - before;
+            assert!(faults < 16, "{mechanism}: {faults} faults");
+            if round % 2 == 0 {
+                tracker.begin_interval().unwrap();
+            }
+            assert!(is_reported(&collected(&mut *tracker, &all)), "{mechanism}, sole use: {sole_use}");
+            assert!(!is_reported(&collected(&mut *tracker, &all)), "{mechanism}");
+        }
+    }
 }
 
 #[test]

@@ -191,14 +191,9 @@ impl Uffd {
             )))
         })
     }
-}
 
-impl Tracker for Uffd {
-    fn mechanism(&self) -> Mechanism {
-        Mechanism::Uffd
-    }
-
-    fn collect(&mut self, ranges: &RangeSet, dirty: &mut RangeSet) -> Result<(), Error> {
+    /// Collects, and protects what was written or leaves it open.
+    fn collect_pages(&mut self, ranges: &RangeSet, dirty: &mut RangeSet, protect: bool) -> Result<(), Error> {
         self.shared.tracked().retain(|protected| {
             let stays = ranges.iter().any(|range| range == *protected.range());
             if !stays {
@@ -214,7 +209,11 @@ impl Tracker for Uffd {
             match protected {
                 Some(protected) => {
                     check_registered(&protected, &list(&self.mappings, &range)?)?;
-                    protected.collect(&pinned, &mut self.taken, &mut written)
+                    if protect {
+                        return protected.collect(&pinned, &mut self.taken, &mut written);
+                    }
+                    protected.collect_open(&mut written);
+                    Ok(())
                 }
                 None => self.arm(range, &mut written),
             }
@@ -222,6 +221,20 @@ impl Tracker for Uffd {
         dirty.extend(&written);
         self.add_data(written.whole_pages());
         result
+    }
+}
+
+impl Tracker for Uffd {
+    fn mechanism(&self) -> Mechanism {
+        Mechanism::Uffd
+    }
+
+    fn collect(&mut self, ranges: &RangeSet, dirty: &mut RangeSet) -> Result<(), Error> {
+        self.collect_pages(ranges, dirty, true)
+    }
+
+    fn collect_open(&mut self, ranges: &RangeSet, dirty: &mut RangeSet) -> Result<bool, Error> {
+        self.collect_pages(ranges, dirty, false).map(|()| true)
     }
 
     fn data(&self, ranges: &RangeSet) -> Result<Option<RangeSet>, Error> {
