@@ -95,7 +95,9 @@ pub struct RegionOptions {
 ///
 /// [`Region::discard`] frees memory; the program must not change the mapping in other ways. Pages
 /// that the program frees by `madvise` itself are reported in all cases by `compare` and `full`
-/// only; with the other mechanisms a rollback may leave zeros there. If the memory is unmapped,
+/// only; with the other mechanisms a rollback may leave zeros there. Under `uffd`, the program must
+/// not let the kernel merge the region's pages (`MADV_MERGEABLE`, or `PR_SET_MEMORY_MERGE` after
+/// the region was made): writes to merged pages are not reported. If the memory is unmapped,
 /// mapped anew or its protection is changed nevertheless, the next begin, commit, rollback,
 /// snapshot or save fails with `ErrorKind::NotMapped` or `ErrorKind::Remapped`, or reports the new
 /// content. [`Region::read`], [`Region::write`] and views do not ask the kernel, and crash at

@@ -130,6 +130,22 @@ pub unsafe fn free(range: &Range, is_shared: bool) -> io::Result<()> {
     if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
+/// Keeps the kernel from merging equal pages of `range` (KSM), which a process can ask for all of
+/// its memory (`PR_SET_MEMORY_MERGE`), and separates those that are merged.
+///
+/// # Errors
+/// `ENOMEM`: there is no memory to separate merged pages.
+pub fn keep_unmerged(range: &Range) -> io::Result<()> {
+    let (start, bytes) = (range.start.as_mut_ptr(), range.byte_count().to_usize());
+    // SAFETY: the content stays as it is.
+    let result = unsafe { libc::madvise(start, bytes, libc::MADV_UNMERGEABLE) };
+    match io::Error::last_os_error() {
+        // A kernel without KSM.
+        error if result != 0 && error.raw_os_error() != Some(libc::EINVAL) => Err(error),
+        _ => Ok(()),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

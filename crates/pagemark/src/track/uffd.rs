@@ -15,6 +15,7 @@ use super::pins::Pins;
 use super::protected::{Protected, Taken, WriteProtection};
 use super::registry::{MachineTracking, MechanismEntry, own_mappings, own_pagemap};
 use crate::sys::own_mappings::{OwnMapping, OwnMappings};
+use crate::sys::own_memory::keep_unmerged;
 use crate::sys::pagemap::{Filter, PRESENT, Pagemap, ZERO};
 use crate::sys::populate;
 use crate::sys::room;
@@ -154,6 +155,8 @@ impl Uffd {
         let protected = Arc::new(protected);
         self.shared.tracked().push(protected.clone());
         let mut data = self.memory.holding(&self.pagemap, &range.clone().into())?;
+        // The kernel forgets the protection of a page that it merges with another one.
+        keep_unmerged(&range).map_err(failed)?;
         if !self.protects_unpopulated {
             protected.protection().split_huge_pages(&range).map_err(failed)?;
         }
