@@ -40,7 +40,10 @@ pub mod restore;
 pub mod store;
 mod task;
 mod trackee;
+mod undo_log;
 mod usage;
+#[cfg(feature = "userfaultfd")]
+mod userfaultfd;
 pub mod vm;
 pub mod workload;
 
@@ -60,7 +63,7 @@ pub enum Bench {
     /// writes untracked
     Region(region::Options),
     /// What snapshots and transactions of a region cost, beside `fork`, `MAP_PRIVATE` and
-    /// libsigsegv
+    /// libsigsegv and, if this program is built with its feature, the crate `userfaultfd`
     Peers(peers::Options),
     /// What snapshots in memory cost a page, beside a plain copy, beside one hash and one copy, and
     /// beside a plain page store

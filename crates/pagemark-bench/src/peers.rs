@@ -1,7 +1,11 @@
 //! `pagemark-bench peers`: snapshots and transactions of a region beside what programs use without
 //! Pagemark: `fork` for snapshots, and for rollback a private mapping of a file in memory, whose
-//! written pages `MADV_DONTNEED` drops, and a handler of libsigsegv that copies pages. Times are
-//! also given as user and system time, as in the table of "Results on same-page-merging snapshots".
+//! written pages `MADV_DONTNEED` drops, and a handler of libsigsegv or a thread with the crate
+//! `userfaultfd`, which copy pages. Times are also given as user and system time, as in the table
+//! of "Results on same-page-merging snapshots".
+//!
+//! The crate is a peer where this one is built with its feature `userfaultfd`, which needs
+//! libclang.
 
 use std::fs::File;
 use std::hint::black_box;
@@ -19,8 +23,9 @@ use pagemark_report::output::print;
 use pagemark_report::samples::Samples;
 use pagemark_report::table::Table;
 
-use crate::libsigsegv::{Library, UndoneMemory};
+use crate::libsigsegv::{HandledMemory, Library};
 use crate::random::Xorshift;
+use crate::undo_log::UndoneMemory;
 use crate::usage::{own_memory_bytes, process_cpu_time};
 use crate::{BenchError, print_json};
 
@@ -71,6 +76,7 @@ const REGION: &str = "pagemark";
 const FORK: &str = "fork";
 const PRIVATE: &str = "MAP_PRIVATE";
 const SIGSEGV: &str = "libsigsegv";
+const USERFAULTFD: &str = "userfaultfd";
 
 const FIRST: &str = "first snapshot";
 const SPARSE: &str = "first snapshot, of the written pages alone";
@@ -138,7 +144,13 @@ pub fn run(options: &Options) -> Result<(), BenchError> {
         measure_fork(&mut report, pages, &written)?;
         measure_private(&mut report, pages, &written)?;
         if let Some(library) = library {
-            measure_libsigsegv(&mut report, library, pages, &written)?;
+            let memory = HandledMemory::new(library, pages).map_err(BenchError::on("use libsigsegv"))?;
+            measure_undone(&mut report, SIGSEGV, memory, pages, &written)?;
+        }
+        #[cfg(feature = "userfaultfd")]
+        {
+            let memory = crate::userfaultfd::WatchedMemory::new(pages).map_err(BenchError::on("use userfaultfd"))?;
+            measure_undone(&mut report, USERFAULTFD, memory, pages, &written)?;
         }
     }
     if options.json {
@@ -376,13 +388,13 @@ fn measure_private(report: &mut Report, pages: usize, written: &[Vec<usize>]) ->
     Ok(())
 }
 
-fn measure_libsigsegv(
+fn measure_undone(
     report: &mut Report,
-    library: Library,
+    subject: &'static str,
+    mut memory: impl UndoneMemory,
     pages: usize,
     written: &[Vec<usize>],
 ) -> Result<(), BenchError> {
-    let mut memory = UndoneMemory::new(library, pages).map_err(BenchError::on("use libsigsegv"))?;
     let start = memory.start();
     // SAFETY: the memory has these pages, and only this function uses it.
     unsafe { fill(start, pages) };
@@ -390,11 +402,11 @@ fn measure_libsigsegv(
     for (cycle, pages) in written.iter().enumerate() {
         let (mut around, mut writes) = ([Duration::ZERO; 3], [Duration::ZERO; 3]);
         Report::timed(&mut around, || memory.begin())?.map_err(protecting())?;
-        // SAFETY: as above; the handler opens the pages.
+        // SAFETY: as above; the peer opens the pages.
         Report::timed(&mut writes, || unsafe { write(start, pages, cycle) })?;
         black_box(Report::timed(&mut around, || memory.roll_back())?.map_err(protecting())?);
-        report.add(SIGSEGV, WRITES, writes);
-        report.add(SIGSEGV, ROLLBACK, around);
+        report.add(subject, WRITES, writes);
+        report.add(subject, ROLLBACK, around);
     }
     Ok(())
 }
@@ -413,15 +425,13 @@ fn text(report: &Report, options: &Options) -> String {
         ]);
     }
     let ratio = |operation, peer| report.median(REGION, operation) / report.median(peer, operation);
-    let sigsegv = if report.rows.iter().any(|row| row.subject == SIGSEGV) {
-        format!(
-            "of libsigsegv: begin and rollback {:.2}, writes {:.2}\n",
-            ratio(ROLLBACK, SIGSEGV),
-            ratio(WRITES, SIGSEGV)
-        )
-    } else {
-        String::new()
-    };
+    let measured = [SIGSEGV, USERFAULTFD].into_iter().filter(|peer| report.rows.iter().any(|row| row.subject == *peer));
+    let copying: String = measured
+        .map(|peer| {
+            let (around, writes) = (ratio(ROLLBACK, peer), ratio(WRITES, peer));
+            format!("of {peer}: begin and rollback {around:.2}, writes {writes:.2}\n")
+        })
+        .collect();
     let memory =
         |subject| report.memory_mib.iter().find(|(name, _)| *name == subject).map_or(f64::NAN, |found| found.1);
     format!(
@@ -430,7 +440,7 @@ fn text(report: &Report, options: &Options) -> String {
          first snapshot: {:.2} of fork (goal: at most 2); of the written pages alone: {:.1} ms\n\
          cycle of a snapshot: {:.2} of fork (goal: at most 0.15)\n\
          begin and rollback: {:.2} of MAP_PRIVATE (goal: at most 1.5), writes: {:.2} (goal: at most 0.5)\n\
-         {sigsegv}\
+         {copying}\
          memory besides the content, MiB: {:.0}; fork: {:.0} (goal: never more)\n\
          a read or write of 8 bytes: {:.1} ns; by a pointer: {:.1} ns (goal: at most 30 ns)\n",
         options.mib,

@@ -38,6 +38,9 @@ pub struct Options {
     /// Pages written in a transaction (PPT)
     #[arg(long, value_delimiter = ',', default_values_t = [1, 4, 16, 64, 256, 1024])]
     ppt: Vec<usize>,
+    /// Search only the break-even of word and page tracking, among these writes to a page
+    #[arg(long, value_name = "WPP", value_delimiter = ',', conflicts_with_all = ["wpp", "ppt"])]
+    break_even: Vec<usize>,
     /// Most transactions in a round (Tcount); fewer if they take longer than --round-ms
     #[arg(long, default_value_t = 2000)]
     tcount: usize,
@@ -67,7 +70,8 @@ const PREPARED: usize = 16;
 /// Transactions before the measured ones, in which `adaptive` learns which pages are hot.
 const WARM_UP: usize = 300;
 
-/// Shapes among which the break-even of word and page tracking is searched.
+/// Shapes among which the break-even of word and page tracking is searched, if the options name
+/// none.
 const BREAK_EVEN_WPP: [usize; 6] = [1, 2, 3, 4, 8, 16];
 const BREAK_EVEN_PPT: usize = 64;
 
@@ -158,14 +162,25 @@ pub fn run(options: &Options) -> Result<(), BenchError> {
     Ok(())
 }
 
+impl Options {
+    /// The writes to a page among which the break-even is searched.
+    fn break_even_wpp(&self) -> &[usize] {
+        if self.break_even.is_empty() { &BREAK_EVEN_WPP } else { &self.break_even }
+    }
+}
+
 fn shapes(options: &Options) -> Vec<Shape> {
+    let to_break_even = |&wpp: &usize| Shape { wpp, ppt: BREAK_EVEN_PPT, same_pages: false };
+    if !options.break_even.is_empty() {
+        return options.break_even.iter().filter(|&&wpp| wpp > 0).map(to_break_even).collect();
+    }
     let mut shapes = Vec::new();
     for same_pages in [false, true] {
         for &wpp in &options.wpp {
             shapes.extend(options.ppt.iter().map(|&ppt| Shape { wpp, ppt, same_pages }));
         }
     }
-    shapes.extend(BREAK_EVEN_WPP.map(|wpp| Shape { wpp, ppt: BREAK_EVEN_PPT, same_pages: false }));
+    shapes.extend(BREAK_EVEN_WPP.iter().map(to_break_even));
     // By the size of a transaction, with one write to each page.
     shapes.extend(options.ppt.iter().map(|&ppt| Shape { wpp: 1, ppt, same_pages: false }));
     let pages = options.mib * (1 << 20) / PAGE_SIZE;
@@ -350,9 +365,10 @@ impl<'a> Results<'a> {
 
     /// Nanoseconds that each mechanism adds to a page, by the writes to it.
     fn page_costs(&self) -> Table {
-        let mut table = Table::new(heading("WPP", BREAK_EVEN_WPP, []));
+        let wpp = self.options.break_even_wpp();
+        let mut table = Table::new(heading("WPP", wpp.iter().copied(), []));
         for mechanism in self.mechanisms.iter().flatten().copied() {
-            let costs_ns = BREAK_EVEN_WPP.iter().filter_map(|&wpp| self.page_cost_ns(wpp, mechanism));
+            let costs_ns = wpp.iter().filter_map(|&wpp| self.page_cost_ns(wpp, mechanism));
             let costs_ns = costs_ns.map(|cost_ns| format!("{cost_ns:.0}"));
             table.row(std::iter::once(mechanism.name().to_owned()).chain(costs_ns));
         }
@@ -396,7 +412,7 @@ impl<'a> Results<'a> {
         let emulated = |wpp| self.to_mprotect(wpp, Mechanism::Emulate);
         if let (Some(at_1), Some(at_2)) = (emulated(1), emulated(2)) {
             out += &format!("emulate to mprotect, a page: {at_1:.2}× at WPP 1, {at_2:.2}× at WPP 2 (goal: below 1)\n");
-            let even = BREAK_EVEN_WPP.windows(2).find_map(|pair| {
+            let even = self.options.break_even_wpp().windows(2).find_map(|pair| {
                 let (low, high) = (emulated(pair[0])?, emulated(pair[1])?);
                 let between = || pair[0] as f64 + (1.0 - low) / (high - low) * (pair[1] - pair[0]) as f64;
                 (low <= 1.0 && high > 1.0).then(between)
@@ -436,6 +452,11 @@ fn tables(options: &Options, rows: &[Row]) -> String {
         options.tcount,
         if options.rollback { "transactions can be rolled back" } else { "without rollback" }
     );
+    let (page_costs, goals) = (results.page_costs(), results.goals());
+    if !options.break_even.is_empty() {
+        out += &format!("\nns that tracking adds to a page, PPT {BREAK_EVEN_PPT}, random pages\n{page_costs}\n{goals}");
+        return out;
+    }
     for same_pages in [false, true] {
         for &wpp in &options.wpp {
             let pages = if same_pages { "the same pages each time" } else { "random pages" };
@@ -443,7 +464,7 @@ fn tables(options: &Options, rows: &[Row]) -> String {
             out += &format!("\nµs a transaction, WPP {wpp}, {pages}\n{table}");
         }
     }
-    let (page_costs, sizes, goals) = (results.page_costs(), results.sizes(), results.goals());
+    let sizes = results.sizes();
     out += &format!("\nns that tracking adds to a page, PPT {BREAK_EVEN_PPT}, random pages\n{page_costs}");
     out += &format!("\nµs a transaction by its size, one write a page\n{sizes}");
     if let Some(emulated) = results.emulated_sizes() {
@@ -471,7 +492,23 @@ fn name(mechanism: Option<Mechanism>) -> &'static str {
 mod tests {
     use std::collections::HashSet;
 
+    use clap::Parser;
+
     use super::*;
+
+    #[derive(clap::Parser)]
+    struct Arguments {
+        #[command(flatten)]
+        options: Options,
+    }
+
+    #[test]
+    fn a_search_for_the_break_even_measures_nothing_else() {
+        let options = Arguments::parse_from(["", "--break-even", "1,3", "--mechanism", "mprotect,emulate"]).options;
+        let shape = |wpp| Shape { wpp, ppt: BREAK_EVEN_PPT, same_pages: false };
+        assert_eq!(shapes(&options), [shape(1), shape(3)]);
+        assert!(Arguments::try_parse_from(["", "--break-even", "1", "--wpp", "4"]).is_err());
+    }
 
     #[test]
     fn transactions_have_the_given_shape() {
