@@ -6,26 +6,23 @@
 # those that are built are put there.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-tools=${XDG_CACHE_HOME:-$HOME/.cache}/pagemark/python
+. scripts/python-common.sh
 venv=${PAGEMARK_PYTHON_VENV:-$tools}
-if [ ! -x "$venv/bin/maturin" ]; then
-    echo "skipped: python: no environment in $venv (make setup)"
-    exit 77
-fi
+for environment in "$tools" "$venv"; do
+    if [ ! -x "$environment/bin/python" ]; then
+        echo "skipped: python: no environment in $environment (make setup)"
+        exit 77
+    fi
+done
 wheels=${PAGEMARK_PYTHON_WHEELS:-}
 if [ -z "$wheels" ]; then
     wheels=$(mktemp -d)
     trap 'rm -rf "$wheels"' EXIT
 fi
-tag=$("$venv/bin/python" scripts/wheel_tag.py)
-features=()
-if [ "$tag" = cp311-abi3 ]; then
-    features=(--features abi3)
-fi
+tag=$(wheel_tag "$venv/bin/python")
 if ! compgen -G "$wheels/pagemark-*-$tag-manylinux_*.whl" > /dev/null; then
     # For a wheel, PyO3 and what uses it are built anew, with other settings than in the workspace; the rest is shared.
-    "$venv/bin/maturin" build --quiet --locked --profile dev "${features[@]}" \
-        --manifest-path crates/pagemark-python/Cargo.toml --interpreter "$venv/bin/python" --out "$wheels"
+    build_wheel "$venv/bin/python" "$wheels" --quiet --profile dev
 fi
 if ! compgen -G "$wheels/pagemark-*-$tag-manylinux_*.whl" > /dev/null; then
     echo "python: no wheel for $tag and all versions of Linux: $(ls "$wheels")" >&2

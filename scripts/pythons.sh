@@ -7,7 +7,7 @@
 # One wheel is installed for every version from 3.11 on (abi3). The environments are kept beside that of `make setup`.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-cache=${XDG_CACHE_HOME:-$HOME/.cache}/pagemark
+. scripts/python-common.sh
 requirements=crates/pagemark-python/requirements.txt
 versions=()
 while [ $# -gt 0 ] && [ "$1" != -- ]; do
@@ -16,8 +16,8 @@ while [ $# -gt 0 ] && [ "$1" != -- ]; do
 done
 [ $# -eq 0 ] || shift
 [ ${#versions[@]} -gt 0 ] || versions=(3.9 3.10 3.11 3.12 3.13 3.14 3.14t)
-if [ ! -x "$cache/python/bin/pip" ]; then
-    echo "skipped: pythons: no environment in $cache/python (make setup)"
+if [ ! -x "$tools/bin/pip" ]; then
+    echo "skipped: pythons: no environment in $tools (make setup)"
     exit 77
 fi
 PAGEMARK_PYTHON_WHEELS=$(mktemp -d)
@@ -32,7 +32,7 @@ environment() {
     if [ "$(cat "$directory/installed" 2> /dev/null)" != "$wanted" ]; then
         # Some distributions leave out what would put pip there.
         rm -rf "$directory" && "$2" -m venv --without-pip "$directory" &&
-            "$cache/python/bin/pip" --python "$directory/bin/python" install --quiet --disable-pip-version-check \
+            "$tools/bin/pip" --python "$directory/bin/python" install --quiet --disable-pip-version-check \
                 --requirement "$requirements" &&
             printf '%s\n' "$wanted" > "$directory/installed"
     fi
@@ -40,8 +40,7 @@ environment() {
 
 tested=() failed=()
 for version in "${versions[@]}"; do
-    # The variable is for pyenv, whose python3.N only works if it chooses that version.
-    if ! interpreter=$(PYENV_VERSION=$version "python$version" -c 'import sys; print(sys.executable)' 2> /dev/null); then
+    if ! interpreter=$(find_python "$version"); then
         echo "skipped: pythons: no python$version in PATH"
         continue
     fi

@@ -9,28 +9,21 @@
 # that of the machine that builds it or an older one.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-venv=${PAGEMARK_PYTHON_VENV:-${XDG_CACHE_HOME:-$HOME/.cache}/pagemark/python}
-if [ ! -x "$venv/bin/maturin" ]; then
-    echo "wheel: no maturin in $venv" >&2
+. scripts/python-common.sh
+if [ ! -x "$tools/bin/maturin" ]; then
+    echo "wheel: no maturin in $tools" >&2
     echo "help: run \`make setup\`" >&2
     exit 1
 fi
-interpreters=("$venv/bin/python")
+interpreters=("$tools/bin/python")
 if [ -n "${PAGEMARK_FREE_THREADED_PYTHON:-}" ]; then
     interpreters+=("$PAGEMARK_FREE_THREADED_PYTHON")
 fi
 for version in 3.9 3.10 3.14t 3.15t; do
-    # The variable is for pyenv, whose python3.N only works if it chooses that version.
-    if found=$(PYENV_VERSION=$version "python$version" -c 'import sys; print(sys.executable)' 2> /dev/null); then
+    if found=$(find_python "$version"); then
         interpreters+=("$found")
     fi
 done
 for interpreter in "${interpreters[@]}"; do
-    features=()
-    if [ "$("$interpreter" scripts/wheel_tag.py)" = cp311-abi3 ]; then
-        features=(--features abi3)
-    fi
-    "$venv/bin/maturin" build --release --strip --locked "${features[@]}" \
-        --manifest-path crates/pagemark-python/Cargo.toml \
-        --interpreter "$interpreter" --out "${1:-${CARGO_TARGET_DIR:-target}/wheels}"
+    build_wheel "$interpreter" "${1:-${CARGO_TARGET_DIR:-target}/wheels}" --release --strip
 done
