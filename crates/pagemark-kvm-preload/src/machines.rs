@@ -1,0 +1,64 @@
+//! The machines that this program has made.
+
+use std::os::fd::RawFd;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use pagemark_kvm_log::kernel::KvmMachine;
+use pagemark_kvm_log::machine::Machine;
+
+use crate::server;
+
+/// A machine of this program.
+pub struct OwnMachine {
+    kernel: KvmMachine,
+    /// The process that made it. A child made by `fork` has the descriptor, and not the machine.
+    process: u32,
+    known: Mutex<Machine>,
+}
+
+impl OwnMachine {
+    /// KVM's calls on it.
+    pub fn kernel(&self) -> KvmMachine {
+        self.kernel
+    }
+
+    /// What is known of it.
+    pub fn lock(&self) -> MutexGuard<'_, Machine> {
+        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+static MACHINES: Mutex<Vec<Arc<OwnMachine>>> = Mutex::new(Vec::new());
+
+fn machines() -> MutexGuard<'static, Vec<Arc<OwnMachine>>> {
+    MACHINES.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Takes note of a new machine, and begins to serve Pagemark.
+pub fn add(fd: RawFd) {
+    // SAFETY: all calls of this program on the machine pass through this library, which keeps the slots
+    // and what memory they have.
+    let kernel = unsafe { KvmMachine::new(fd) };
+    let machine = OwnMachine { kernel, process: std::process::id(), known: Mutex::new(Machine::new()) };
+    {
+        let mut machines = machines();
+        // One that had this descriptor is gone.
+        machines.retain(|machine| machine.kernel.fd() != fd);
+        machines.push(Arc::new(machine));
+    }
+    server::start();
+}
+
+/// The machine with this descriptor, if this process made it.
+pub fn of_descriptor(fd: RawFd) -> Option<Arc<OwnMachine>> {
+    let found = machines().iter().find(|machine| machine.kernel.fd() == fd).cloned();
+    found.filter(|machine| machine.process == std::process::id())
+}
+
+/// The machine that Pagemark means: the last one that has memory. Others are made to ask KVM for
+/// what it can do.
+pub fn current() -> Option<Arc<OwnMachine>> {
+    // Not under the lock of all: a machine is locked for as long as the kernel takes.
+    let all: Vec<Arc<OwnMachine>> = machines().clone();
+    all.into_iter().rev().find(|machine| machine.kernel.is_there() && machine.lock().has_slots())
+}

@@ -1,0 +1,351 @@
+//! A virtual machine monitor with the library, under this host's KVM. The oracle is what the test
+//! has the machine write, or the monitor's memory.
+
+use std::collections::BTreeSet;
+use std::fs::File;
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::fs::FileExt;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdout, Command, Stdio};
+use std::sync::OnceLock;
+
+use pagemark_kvm_log::kernel::{self, Lack};
+use pagemark_kvm_log::machine::Refusal;
+use pagemark_kvm_log::protocol::{LIBRARY, Request, SOCKET, Status, receive_greeting, receive_reply};
+use pagemark_testing::{skip, wait_for};
+
+const PAGE: u64 = 4096;
+const LOGGED: u32 = 1;
+
+/// The library, which Cargo puts beside the tests.
+fn library() -> PathBuf {
+    let test = std::env::current_exe().unwrap();
+    let library = test.parent().unwrap().join(LIBRARY);
+    assert!(library.exists(), "{} was not built", library.display());
+    library
+}
+
+/// The monitor's program; None where KVM makes no machine, or has no log.
+fn monitor_program() -> Option<&'static Path> {
+    static PROGRAM: OnceLock<Option<(tempfile::TempDir, PathBuf)>> = OnceLock::new();
+    let made = PROGRAM.get_or_init(|| {
+        if let Err(lack) = kernel::check() {
+            assert!(!matches!(lack, Lack::Log), "this KVM has no log");
+            return None;
+        }
+        let directory = tempfile::tempdir().unwrap();
+        let program = directory.path().join("monitor");
+        let source = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/monitor.c");
+        let mut compiler = Command::new("cc");
+        compiler.args(["-O1", "-Wall", "-Werror", "-pthread", source, "-o"]).arg(&program);
+        assert!(compiler.status().ok()?.success(), "monitor.c does not compile");
+        Some((directory, program))
+    });
+    made.as_ref().map(|(_, program)| &**program)
+}
+
+/// A monitor that runs, killed when dropped.
+struct Monitor {
+    child: Child,
+    answers: BufReader<ChildStdout>,
+    directory: tempfile::TempDir,
+}
+
+impl Drop for Monitor {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+impl Monitor {
+    fn start(program: &Path) -> Monitor {
+        let (monitor, started) = Monitor::start_with(program, &[]);
+        assert_eq!(started, Ok(Vec::new()));
+        monitor
+    }
+
+    fn start_with(program: &Path, arguments: &[&str]) -> (Monitor, Result<Vec<u64>, i32>) {
+        let directory = tempfile::tempdir().unwrap();
+        let mut command = Command::new(program);
+        command.env("LD_PRELOAD", library()).env(SOCKET, directory.path().join("socket"));
+        let mut child = command.args(arguments).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+        let answers = BufReader::new(child.stdout.take().unwrap());
+        let mut monitor = Monitor { child, answers, directory };
+        let started = monitor.answer();
+        (monitor, started)
+    }
+
+    fn answer(&mut self) -> Result<Vec<u64>, i32> {
+        let mut line = String::new();
+        self.answers.read_line(&mut line).unwrap();
+        let mut words = line.split_whitespace();
+        let kind = words.next().expect("the monitor answers");
+        let numbers: Vec<u64> = words.map(|word| word.parse().unwrap()).collect();
+        if kind == "ok" { Ok(numbers) } else { Err(numbers[0] as i32) }
+    }
+
+    fn begin(&mut self, command: &str) {
+        writeln!(self.child.stdin.as_mut().unwrap(), "{command}").unwrap();
+    }
+
+    fn run(&mut self, command: &str) -> Result<Vec<u64>, i32> {
+        self.begin(command);
+        self.answer()
+    }
+
+    fn slot(&mut self, slot: u32, address: u64, pages: u64, buffer: usize, flags: u32) {
+        assert_eq!(self.run(&format!("slot {slot} {address:x} {pages} {buffer} {flags}")), Ok(Vec::new()));
+    }
+
+    fn write(&mut self, address: u64, count: u64, stride: u64) {
+        assert_eq!(self.run(&format!("write {address:x} {count} {stride}")), Ok(Vec::new()));
+    }
+
+    fn get(&mut self, slot: u32, pages: u64) -> BTreeSet<u64> {
+        self.run(&format!("get {slot} {pages}")).unwrap().into_iter().collect()
+    }
+
+    fn buffer(&mut self, index: usize) -> u64 {
+        self.run("where").unwrap()[index]
+    }
+
+    fn connect(&self) -> Log {
+        let stream = wait_for("the library", || UnixStream::connect(self.directory.path().join("socket")).ok());
+        Log(stream)
+    }
+
+    /// A connection whose log is read.
+    fn log(&self) -> Log {
+        let mut log = self.connect();
+        assert_eq!(receive_greeting(&mut log.0).unwrap(), Status::Done);
+        assert_eq!(log.ask(Request::Begin).0, Status::Done);
+        log
+    }
+}
+
+struct Log(UnixStream);
+
+impl Log {
+    fn ask(&mut self, request: Request) -> (Status, BTreeSet<u64>) {
+        request.send(&mut self.0).unwrap();
+        let (status, parts) = receive_reply(&mut self.0).unwrap();
+        let pages = parts.iter().flat_map(|part| {
+            let is_set = |page: &u64| part.pages[(page / 64) as usize] & 1 << (page % 64) != 0;
+            (0..part.pages.len() as u64 * 64).filter(is_set).map(|page| part.host_address / PAGE + page)
+        });
+        (status, pages.collect())
+    }
+
+    /// The numbers of the pages within a buffer.
+    fn collect(&mut self, buffer: u64) -> BTreeSet<u64> {
+        let (status, pages) = self.ask(Request::Collect);
+        assert_eq!(status, Status::Done);
+        pages.into_iter().filter_map(|page| page.checked_sub(buffer / PAGE)).filter(|page| *page < 1024).collect()
+    }
+}
+
+fn pages(of: impl IntoIterator<Item = u64>) -> BTreeSet<u64> {
+    of.into_iter().collect()
+}
+
+#[test]
+fn what_the_machine_writes_is_collected_once_in_each_slot() {
+    let Some(program) = monitor_program() else { skip!("no machine under KVM") };
+    let mut monitor = Monitor::start(program);
+    monitor.slot(1, 0x1000_0000, 300, 1, 0);
+    let (one, two) = (monitor.buffer(1), monitor.buffer(2));
+    monitor.write(0x1000_0000, 20, 2);
+    let mut log = monitor.log();
+    assert_eq!(log.collect(one), pages([]), "what was written before is not in it");
+    monitor.write(0x1000_0000, 10, 3);
+    // A slot that is new, and one that is an alias.
+    monitor.slot(2, 0x2000_0000, 1000, 2, 0);
+    monitor.slot(3, 0x3000_0000, 300, 1, 0);
+    monitor.write(0x2000_0000, 1000, 1);
+    monitor.write(0x3000_0000 + 299 * PAGE, 1, 1);
+    // What the monitor writes itself is not in KVM's log.
+    monitor.run("poke 1 17").unwrap();
+    request_and_compare(&mut log, one, two, pages((0..10).map(|page| page * 3).chain([299])), pages(0..1000));
+    request_and_compare(&mut log, one, two, pages([]), pages([]));
+    // It is found again.
+    monitor.write(0x2000_0000 + 5 * PAGE, 2, 1);
+    request_and_compare(&mut log, one, two, pages([]), pages([5, 6]));
+    // Moved, and dropped: nothing of before is lost.
+    monitor.write(0x2000_0000, 2, 1);
+    monitor.slot(2, 0x2800_0000, 1000, 2, 0);
+    monitor.write(0x2800_0000 + 8 * PAGE, 1, 1);
+    monitor.write(0x1000_0000 + 100 * PAGE, 1, 1);
+    monitor.slot(1, 0, 0, 0, 0);
+    request_and_compare(&mut log, one, two, pages([100]), pages([0, 1, 8]));
+    // Longer than it was.
+    monitor.slot(1, 0x1000_0000, 600, 1, 0);
+    monitor.write(0x1000_0000 + 599 * PAGE, 1, 1);
+    request_and_compare(&mut log, one, two, pages([599]), pages([]));
+    drop(log);
+    monitor.write(0x1000_0000, 4, 1);
+    let mut log = wait_for("the library to begin anew", || {
+        let mut log = monitor.connect();
+        (receive_greeting(&mut log.0).unwrap() == Status::Done).then_some(log)
+    });
+    assert_eq!(log.ask(Request::Collect).0, Status::Refused(Refusal::NotBegun));
+    assert_eq!(log.ask(Request::Begin).0, Status::Done);
+    request_and_compare(&mut log, one, two, pages([]), pages([]));
+}
+
+fn request_and_compare(log: &mut Log, one: u64, two: u64, expected_one: BTreeSet<u64>, expected_two: BTreeSet<u64>) {
+    let (status, found) = log.ask(Request::Collect);
+    assert_eq!(status, Status::Done);
+    for (buffer, expected) in [(one, expected_one), (two, expected_two)] {
+        let first = buffer / PAGE;
+        let within: BTreeSet<u64> =
+            found.iter().filter_map(|page| page.checked_sub(first)).filter(|page| *page < 1024).collect();
+        assert_eq!(within, expected, "in the buffer at {buffer:#x}");
+    }
+}
+
+#[test]
+fn the_monitors_own_log_is_as_without_the_library() {
+    let Some(program) = monitor_program() else { skip!("no machine under KVM") };
+    for mode in [0, 1, 3] {
+        let mut monitor = Monitor::start(program);
+        monitor.run(&format!("mode {mode}")).unwrap();
+        monitor.slot(1, 0x1000_0000, 300, 1, LOGGED);
+        let one = monitor.buffer(1);
+        let first = if mode == 3 { pages(0..300) } else { pages([]) };
+        assert_eq!(monitor.get(1, 300), first);
+        if mode != 0 {
+            monitor.run("clear 1 0 300").unwrap();
+        }
+        monitor.write(0x1000_0000, 3, 1);
+        let mut log = monitor.log();
+        monitor.write(0x1000_0000 + 10 * PAGE, 3, 1);
+        // The other reader takes them, and the monitor is told all the same.
+        assert!(log.collect(one).is_superset(&pages([10, 11, 12])));
+        let expected = pages([0, 1, 2, 10, 11, 12]);
+        assert_eq!(monitor.get(1, 300), expected, "mode {mode}");
+        if mode == 0 {
+            assert_eq!(monitor.get(1, 300), pages([]), "the read has cleared");
+        } else {
+            assert_eq!(monitor.get(1, 300), expected, "a read does not clear");
+            monitor.run("clear 1 0 64").unwrap();
+            assert_eq!(monitor.get(1, 300), pages([]));
+        }
+        // And the other way round.
+        monitor.write(0x1000_0000 + 70 * PAGE, 2, 1);
+        assert_eq!(monitor.get(1, 300), pages([70, 71]));
+        if mode != 0 {
+            monitor.run("clear 1 64 236").unwrap();
+        }
+        assert_eq!(monitor.get(1, 300), pages([]));
+        assert_eq!(log.collect(one), pages([70, 71]), "mode {mode}");
+        // As the kernel refuses it.
+        assert_eq!(monitor.run("clear 1 1 64"), Err(libc::EINVAL));
+        assert_eq!(monitor.run("clear 1 0 65"), Err(libc::EINVAL));
+        assert_eq!(monitor.run("get 9 1"), Err(libc::ENOENT));
+        // The monitor's log ends and begins; the other one goes on.
+        monitor.write(0x1000_0000 + 90 * PAGE, 1, 1);
+        monitor.slot(1, 0x1000_0000, 300, 1, 0);
+        assert_eq!(log.collect(one), pages([90]));
+        monitor.slot(1, 0x1000_0000, 300, 1, LOGGED);
+        let again = if mode == 3 { pages(0..300) } else { pages([]) };
+        assert_eq!(monitor.get(1, 300), again, "mode {mode}");
+        if mode != 0 {
+            monitor.run("clear 1 0 300").unwrap();
+        }
+        monitor.write(0x1000_0000 + 91 * PAGE, 1, 1);
+        drop(log);
+        // Whether the library has noticed that or not.
+        assert_eq!(monitor.get(1, 300), pages([91]));
+    }
+}
+
+#[test]
+fn neither_loses_a_write_while_the_machine_runs() {
+    let Some(program) = monitor_program() else { skip!("no machine under KVM") };
+    for (mode, seed) in [(0, 1), (1, 2), (3, 3)] {
+        let mut monitor = Monitor::start(program);
+        monitor.run(&format!("mode {mode}")).unwrap();
+        monitor.slot(2, 0x2000_0000, 1024, 2, LOGGED);
+        let two = monitor.buffer(2);
+        let memory = File::open(format!("/proc/{}/mem", monitor.child.id())).unwrap();
+        let mut log = monitor.log();
+        let mut copy = vec![0u8; 1024 * PAGE as usize];
+        memory.read_exact_at(&mut copy, two).unwrap();
+        let copy_of = |log: &mut Log, copy: &mut [u8]| {
+            let found = log.collect(two);
+            for page in &found {
+                let place = (page * PAGE) as usize..((page + 1) * PAGE) as usize;
+                memory.read_exact_at(&mut copy[place], two + page * PAGE).unwrap();
+            }
+            found.len()
+        };
+        // The monitor's own copy begins with what the machine's first load writes to all of the memory.
+        monitor.write(0x2000_0000, 1024, 1);
+        monitor.run("follow 1").unwrap();
+        monitor.run(&format!("load {seed}")).unwrap();
+        let mut collected = 0;
+        for round in 0..6 {
+            monitor.begin(if round % 2 == 0 { "follow 40" } else { "drop 60" });
+            (0..30).for_each(|_| collected += copy_of(&mut log, &mut copy));
+            monitor.answer().unwrap();
+        }
+        // The monitor compares its own copy.
+        assert_eq!(monitor.run("settle"), Ok(Vec::new()), "mode {mode}");
+        collected += copy_of(&mut log, &mut copy);
+        assert!(collected > 0);
+        let mut now = vec![0u8; copy.len()];
+        memory.read_exact_at(&mut now, two).unwrap();
+        let differs = copy.chunks(PAGE as usize).zip(now.chunks(PAGE as usize)).position(|(one, other)| one != other);
+        assert_eq!(differs, None, "mode {mode}");
+        assert_eq!(log.collect(two), pages([]));
+    }
+}
+
+#[test]
+fn a_second_pagemark_is_refused_and_a_machine_outlives_the_first() {
+    let Some(program) = monitor_program() else { skip!("no machine under KVM") };
+    let mut monitor = Monitor::start(program);
+    monitor.slot(1, 0x1000_0000, 300, 1, 0);
+    let one = monitor.buffer(1);
+    let mut log = monitor.log();
+    let mut other = monitor.connect();
+    assert_eq!(receive_greeting(&mut other.0).unwrap(), Status::Busy);
+    monitor.write(0x1000_0000, 1, 1);
+    assert_eq!(log.collect(one), pages([0]));
+    // What is no request ends the connection, and nothing else.
+    log.0.write_all(&[0xff; 8]).unwrap();
+    assert!(receive_reply(&mut log.0).is_err());
+    monitor.write(0x1000_0000, 1, 1);
+    let mut log = wait_for("the library", || {
+        let mut log = monitor.connect();
+        (receive_greeting(&mut log.0).unwrap() == Status::Done).then_some(log)
+    });
+    assert_eq!(log.ask(Request::Begin).0, Status::Done);
+    monitor.write(0x1000_0000, 2, 1);
+    assert_eq!(log.collect(one), pages([0, 1]));
+    // A child has the machine's descriptor, and is not the machine's process; it executes a program with the library.
+    assert_eq!(monitor.run("fork"), Ok(Vec::new()));
+    // The monitor dies.
+    monitor.child.kill().unwrap();
+    monitor.child.wait().unwrap();
+    assert!(Request::Collect.send(&mut log.0).is_err() || receive_reply(&mut log.0).is_err());
+}
+
+#[test]
+fn a_ring_is_refused_and_programs_without_a_machine_are_left_alone() {
+    let output = Command::new("cat").arg("/proc/self/environ").env("LD_PRELOAD", library()).output().unwrap();
+    assert!(output.status.success() && output.stderr.is_empty(), "{output:?}");
+    let Some(program) = monitor_program() else { skip!("no machine under KVM") };
+    let (mut monitor, started) = Monitor::start_with(program, &["65536"]);
+    if started.is_err() {
+        skip!("no machine under KVM that has a ring");
+    }
+    monitor.slot(1, 0x1000_0000, 300, 1, 0);
+    let mut log = monitor.connect();
+    assert_eq!(receive_greeting(&mut log.0).unwrap(), Status::Done);
+    assert_eq!(log.ask(Request::Begin).0, Status::Refused(Refusal::Ring));
+    assert_eq!(log.ask(Request::Collect).0, Status::Refused(Refusal::NotBegun));
+    monitor.write(0x1000_0000, 1, 1);
+}
