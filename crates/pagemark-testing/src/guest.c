@@ -2,6 +2,7 @@
  * A program that runs in a virtual machine without an operating system. It holds 8 MiB of data that changes with each step,
  * checks all of it before each step, and writes "step N" to the serial port, or "WRONG" if a page is not as it must be. If
  * there is an IDE disk, whose content must be zeros at the start, it writes one sector of it in each step, and checks some.
+ * In each step it also has QEMU write a word to memory that the program itself only reads: by DMA of the device fw_cfg.
  *
  * QEMU loads it with -kernel, as a multiboot program.
  */
@@ -9,6 +10,8 @@
 
 enum { PAGES = 2048, PAGE_WORDS = 1024 };
 enum { IDE = 0x1f0, READ = 0x20, WRITE = 0x30, SECTORS = 64, SECTOR_WORDS = 128, STRIDE = 301, CHECKED_SECTORS = 2 };
+enum { CONFIG_SELECTOR = 0x510, CONFIG_DATA = 0x511, CONFIG_DMA = 0x514, SIGNATURE = 0, FEATURES = 1, RECEIVED = 4096 };
+enum { DMA_FAILED = 1, DMA_READ = 2, DMA_SELECT = 8, HAS_DMA = 2, QEMU = 0x554d4551 };
 
 __attribute__((used)) u32 stack[4096];
 
@@ -86,9 +89,40 @@ static void check_sector(u32 step, u32 sector)
             wrong("sector ", sector);
 }
 
+/* A request to the device, and the words that it has written. The numbers of a request are big-endian. */
+static volatile struct {
+    u32 control, bytes, high_address, low_address;
+} request __attribute__((aligned(16)));
+static volatile u32 received[RECEIVED] __attribute__((aligned(4096)));
+
+static int has_dma(void)
+{
+    __asm__ volatile("outw %0, %1" : : "a"((u16)FEATURES), "d"((u16)CONFIG_SELECTOR));
+    return in(CONFIG_DATA) & HAS_DMA;
+}
+
+static void receive(u32 word)
+{
+    request.control = __builtin_bswap32(SIGNATURE << 16 | DMA_SELECT | DMA_READ);
+    request.bytes = __builtin_bswap32(sizeof(u32));
+    request.high_address = 0;
+    request.low_address = __builtin_bswap32((u32)&received[word]);
+    __asm__ volatile("outl %0, %1" : : "a"(__builtin_bswap32((u32)&request)), "d"((u16)(CONFIG_DMA + 4)) : "memory");
+    while (request.control)
+        if (request.control & __builtin_bswap32(DMA_FAILED))
+            wrong("request ", word);
+}
+
+static void check_received(u32 step)
+{
+    for (u32 word = 1; word < RECEIVED && word <= step; word++)
+        if (received[word] != QEMU)
+            wrong("received word ", word);
+}
+
 void run(void)
 {
-    int disk = has_disk();
+    int disk = has_disk(), dma = has_dma();
     for (u32 step = 0;;) {
         for (u32 page = 0; page < PAGES; page++) {
             u32 first = expected(step, page), *words = data + page * PAGE_WORDS;
@@ -96,6 +130,8 @@ void run(void)
                 if (words[i] != (first ? first + i : 0))
                     wrong("page ", page);
         }
+        if (dma)
+            check_received(step);
         for (u32 i = 0; disk && i < CHECKED_SECTORS; i++)
             check_sector(step, (step * CHECKED_SECTORS + i) % SECTORS);
         print("step ");
@@ -106,6 +142,8 @@ void run(void)
             data[page * PAGE_WORDS + i] = first ? first + i : 0;
         if (disk)
             write_sector(step % SECTORS, step * 40503);
+        if (dma)
+            receive(step % RECEIVED);
     }
 }
 

@@ -132,10 +132,10 @@ fn intervals_are_together_what_one_long_simulation_is() {
         let (next, mut next_accesses) = trace(from, from + 1);
         next_accesses.iter_mut().for_each(|access| access.instruction += codes.len() as u64);
         codes.extend(next);
-        // The guest has no device that writes to memory.
+        // All but the page that a device writes to, which is not traced.
         let written: BTreeSet<u64> = next_accesses.iter().filter(|access| access.is_store).filter_map(page).collect();
         let changed = changed_pages(&repository, from);
-        assert!(!changed.is_empty() && changed.is_subset(&written), "{changed:?} {written:?}");
+        assert!(!changed.is_empty() && (&changed - &written).len() <= 1, "{changed:?} {written:?}");
         accesses.extend(next_accesses);
     }
     assert!((codes, accesses) == long, "traces of intervals are that of the run");
