@@ -151,6 +151,8 @@ fn finding(mechanism: Mechanism, probes: &[Vec<Probe>]) -> Option<MechanismFindi
         // The same tracker.
         Some(MachineTracking::OfProcess) => process.clone(),
         Some(MachineTracking::HoldsWrites) => Some(ScopeFinding::of(&pagemark_vm::cost(mechanism))),
+        // It works in a machine, where alone its cost is known.
+        Some(MachineTracking::ByHypervisor) => Some(ScopeFinding::without_cost(&pagemark_vm::check_kvm_log())),
     };
     Some(MechanismFinding {
         mechanism,
@@ -174,6 +176,12 @@ impl Missing {
 }
 
 impl ScopeFinding {
+    fn without_cost(result: &Result<(), pagemark::Error>) -> ScopeFinding {
+        let reason = result.as_ref().err().map(ToString::to_string);
+        let (first_write_ns, hot_write_ns, collect_ns, tracker) = Default::default();
+        ScopeFinding { works: result.is_ok(), first_write_ns, hot_write_ns, collect_ns, tracker, reason }
+    }
+
     fn of(result: &Result<Cost, pagemark::Error>) -> ScopeFinding {
         let cost = |part: fn(&Cost) -> f64| result.as_ref().ok().map(part);
         ScopeFinding {
@@ -261,7 +269,8 @@ fn report(findings: &Findings) -> String {
             None => row(found.mechanism.name(), "regions", &found.own_memory),
         }
         // Other mechanisms track machines as processes, by the same trackers.
-        if let Some(machine) = found.machine.as_ref().filter(|_| found.mechanism.holds_writes()) {
+        let is_of_process = found.mechanism.entry().machine == Some(MachineTracking::OfProcess);
+        if let Some(machine) = found.machine.as_ref().filter(|_| !is_of_process) {
             row("", "machines", machine);
         }
     }

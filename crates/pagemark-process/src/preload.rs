@@ -15,7 +15,8 @@ const NAME: &str = "libpagemark_malloc.so";
 /// Names the library, before the other places are looked at.
 const LIBRARY: &str = "PAGEMARK_HEAP_LIBRARY";
 
-const PRELOAD: &str = "LD_PRELOAD";
+/// The variable that names the libraries to preload.
+pub const PRELOAD: &str = "LD_PRELOAD";
 
 /// Finds the library: in `$PAGEMARK_HEAP_LIBRARY`, beside this program, or in `../lib/pagemark`.
 ///
@@ -66,30 +67,54 @@ fn beside(program: &Path, name: &str) -> Option<PathBuf> {
     places.into_iter().filter(|place| place.exists()).max_by_key(changed)
 }
 
-/// The variables by which a program has a heap with `parts` parts a page. What this process has
-/// preloaded is preloaded after the heap.
+/// Why a library cannot be preloaded.
+#[derive(Debug)]
+pub enum Unloadable {
+    /// Its path has a blank or a colon, which separate libraries.
+    Name,
+    /// It cannot be read.
+    Unreadable(io::Error),
+    /// It is not a library of x86-64.
+    NoLibrary,
+}
+
+/// The value of [`PRELOAD`] by which a program gets a library. What this process has preloaded is
+/// preloaded after it.
 ///
 /// # Errors
-/// [`ErrorKind::NoHeap`]: there is no library, or its path has a blank or a colon, which separate
-/// libraries.
-pub fn variables(parts: usize) -> Result<Vec<(&'static str, OsString)>> {
-    let library = library()?;
+/// [`Unloadable`]. The dynamic linker would only warn, and start the program without the library.
+pub fn ld_preload(library: PathBuf) -> std::result::Result<OsString, Unloadable> {
     if library.as_os_str().as_bytes().iter().any(|byte| matches!(byte, b' ' | b':')) {
-        let reason = "cannot be preloaded: its path has a blank or a colon";
-        return Err(Error::about(ErrorKind::NoHeap, Object::File(library), reason)
-            .help(format!("name a copy elsewhere in {LIBRARY}")));
+        return Err(Unloadable::Name);
     }
-    // The dynamic linker would only warn, and start the program without it.
     let mut header = Vec::new();
     let read = File::open(&library).and_then(|file| file.take(20).read_to_end(&mut header));
-    read.map_err(|source| Error::of(ErrorKind::NoHeap, "read", Object::File(library.clone()), source))?;
+    read.map_err(Unloadable::Unreadable)?;
     if !header.starts_with(b"\x7fELF\x02\x01") || !header.ends_with(&[3, 0, 62, 0]) {
-        return Err(Error::about(ErrorKind::NoHeap, Object::File(library), "is not a library of x86-64"));
+        return Err(Unloadable::NoLibrary);
     }
     let mut preload = library.into_os_string();
     if let Some(others) = std::env::var_os(PRELOAD).filter(|others| !others.is_empty()) {
         preload.push(OsStr::new(":"));
         preload.push(others);
     }
+    Ok(preload)
+}
+
+/// The variables by which a program has a heap with `parts` parts a page.
+///
+/// # Errors
+/// [`ErrorKind::NoHeap`]: there is no library, or it cannot be preloaded.
+pub fn variables(parts: usize) -> Result<Vec<(&'static str, OsString)>> {
+    let library = library()?;
+    let object = || Object::File(library.clone());
+    let preload = ld_preload(library.clone()).map_err(|reason| match reason {
+        Unloadable::Name => {
+            let reason = "cannot be preloaded: its path has a blank or a colon";
+            Error::about(ErrorKind::NoHeap, object(), reason).help(format!("name a copy elsewhere in {LIBRARY}"))
+        }
+        Unloadable::Unreadable(source) => Error::of(ErrorKind::NoHeap, "read", object(), source),
+        Unloadable::NoLibrary => Error::about(ErrorKind::NoHeap, object(), "is not a library of x86-64"),
+    })?;
     Ok(vec![(PRELOAD, preload), ("PAGEMARK_HEAP_PARTS", parts.to_string().into())])
 }

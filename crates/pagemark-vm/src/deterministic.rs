@@ -143,8 +143,7 @@ impl Machine {
             Err(Error::about(ErrorKind::Unsupported, Object::Process(pid), reason).help(help))
         };
         let list = |value: Value| value.as_array().cloned().unwrap_or_default();
-        let kvm = self.monitor.execute("query-kvm", json!({}))?;
-        if kvm.get("enabled").and_then(Value::as_bool) == Some(true) {
+        if self.has_kvm()? {
             return refused("runs under KVM, which does not count instructions".into(), "use -accel tcg");
         }
         let processors = list(self.monitor.execute("query-cpus-fast", json!({}))?);

@@ -46,6 +46,8 @@ pub enum ErrorKind {
     Disk,
     /// The memory of the QEMU process could not be tracked or read.
     Process,
+    /// KVM's log of the machine's writes cannot be read.
+    KvmLog,
     /// The checkpoint is damaged, or not one of a virtual machine.
     Damaged,
     /// The QEMU that was started has other memory than the checkpoint.

@@ -259,6 +259,12 @@ impl Machine {
         File::open(proc::path(self.pid, "cwd").join(&image.file))
     }
 
+    /// True if KVM runs the machine's processors.
+    pub(crate) fn has_kvm(&mut self) -> Result<bool> {
+        let kvm = self.monitor.execute("query-kvm", json!({}))?;
+        Ok(kvm.get("enabled").and_then(Value::as_bool) == Some(true))
+    }
+
     /// The machine's name, if its user gave it one.
     pub(crate) fn name(&mut self) -> Result<Option<String>> {
         let name = text(&self.monitor.execute("query-name", json!({}))?, "name");

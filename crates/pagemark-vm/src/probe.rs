@@ -10,7 +10,8 @@ use crate::write_watch::WriteWatch;
 /// [`pagemark::track::cost`] does for other scopes.
 ///
 /// # Errors
-/// As [`pagemark::track::cost`].
+/// As [`pagemark::track::cost`]. What `kvm-log` costs is known only in a machine: it is unavailable
+/// here. See [`check_kvm_log`](crate::check_kvm_log).
 pub fn cost(mechanism: Mechanism) -> Result<Cost, pagemark::Error> {
     track::cost_with(mechanism, &|memory| tracker(mechanism, memory))
 }

@@ -13,6 +13,7 @@ use tempfile::TempDir;
 
 use crate::command_line::{is_daemon, listening_monitor};
 use crate::error::{Error, ErrorKind, Object, Result};
+use crate::preloaded;
 use crate::target::VmTarget;
 
 /// How long QEMU may take until it listens on the socket.
@@ -54,6 +55,16 @@ impl OwnQemu {
     /// [`ErrorKind::NotFound`], [`ErrorKind::Start`], [`ErrorKind::Unsupported`] for a QEMU that
     /// makes itself a daemon; nothing was started.
     pub fn start(command: &[OsString], label: &str, signal_mask: SigSet) -> Result<OwnQemu> {
+        OwnQemu::start_for(Mechanism::Full, command, label, signal_mask)
+    }
+
+    /// As [`OwnQemu::start`], of a machine that can be tracked by `mechanism`: for `kvm-log`, a
+    /// library is preloaded into QEMU.
+    ///
+    /// # Errors
+    /// As [`OwnQemu::start`]; [`ErrorKind::KvmLog`] if there is no library, or the program takes
+    /// none.
+    pub fn start_for(mechanism: Mechanism, command: &[OsString], label: &str, signal_mask: SigSet) -> Result<OwnQemu> {
         let (program, arguments) = command
             .split_first()
             .map_or((OsStr::new(""), command), |(program, arguments)| (program.as_os_str(), arguments));
@@ -70,8 +81,12 @@ impl OwnQemu {
             let reason = "has a name that is no text: TMPDIR names another directory";
             Error::about(ErrorKind::Monitor, Object::Monitor(monitor.clone()), reason)
         })?;
+        let variables = match mechanism {
+            Mechanism::KvmLog => preloaded::variables(program, &directory.path().join("kvm-log"))?,
+            _ => Vec::new(),
+        };
         let mut command = Command::new(program);
-        command.args(arguments).args(listening_monitor(path));
+        command.envs(variables).args(arguments).args(listening_monitor(path));
         // SAFETY: between fork and exec this calls sigprocmask alone, which is async-signal-safe.
         unsafe {
             command.pre_exec(move || Ok(sigprocmask(SigmaskHow::SIG_SETMASK, Some(&signal_mask), None)?));

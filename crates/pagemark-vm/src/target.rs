@@ -21,6 +21,7 @@ use crate::disks::{Connections, DiskContents, Disks};
 use crate::error::{Error, ErrorKind, Object, Result};
 use crate::event::MachineEvent;
 use crate::given_files;
+use crate::kvm_log::{KvmLog, outside};
 use crate::machine::{Machine, Startup};
 use crate::memory_map::MemoryMap;
 use crate::ram_blocks::{BlockMemory, RamBlock};
@@ -62,6 +63,8 @@ struct MachineMemory {
     space: AddressSpace,
     /// For a mechanism that holds writes. What the address space finds is of no use then.
     watch: Option<WriteWatch>,
+    /// For `kvm-log`: what the machine's processors write, besides what the address space finds.
+    log: Option<KvmLog>,
     blocks: Vec<Block>,
     /// True if blocks came after their mappings could be registered.
     has_new_blocks: bool,
@@ -92,9 +95,14 @@ impl VmTarget {
     /// each interval waits for a thread of this process, and checkpoints can use
     /// [`Strategy::CopyOnWrite`](pagemark::checkpointer::Strategy::CopyOnWrite).
     ///
+    /// With [`Mechanism::KvmLog`], QEMU must have been started by [`OwnQemu::start_for`] with that
+    /// mechanism, by this process or another.
+    ///
     /// # Errors
     /// [`ErrorKind::Monitor`], [`ErrorKind::Unsupported`], [`ErrorKind::Memory`],
-    /// [`ErrorKind::Process`]; the machine is unchanged.
+    /// [`ErrorKind::Process`], [`ErrorKind::KvmLog`]; the machine is unchanged.
+    ///
+    /// [`OwnQemu::start_for`]: crate::OwnQemu::start_for
     pub fn attach(path: &Path, mechanism: Mechanism) -> Result<VmTarget> {
         let mut machine = Machine::connect(path)?;
         let is_running = machine.check()?;
@@ -120,10 +128,17 @@ impl VmTarget {
         } else {
             None
         };
-        let of_space = if watch.is_some() { Mechanism::Full } else { mechanism };
+        let mut log = if mechanism == Mechanism::KvmLog { Some(connect_to_log(&mut machine)?) } else { None };
+        let of_space = match mechanism {
+            _ if watch.is_some() => Mechanism::Full,
+            Mechanism::KvmLog => outside()?,
+            other => other,
+        };
         let mut space = AddressSpace::attach_with(machine.pid, of_space, SharedScope::FilesAndMemory)?;
         space.refresh_mappings()?;
-        let mut memory = MachineMemory { mechanism, space, watch, blocks: Vec::new(), has_new_blocks: false };
+        // The first collect reports all that holds data; what is written from now on is in the log.
+        log.as_mut().map_or(Ok(()), KvmLog::begin)?;
+        let mut memory = MachineMemory { mechanism, space, watch, log, blocks: Vec::new(), has_new_blocks: false };
         memory.set_blocks(places, &mut next_space)?;
         // Those of now were registered by the attach.
         memory.has_new_blocks = false;
@@ -286,21 +301,41 @@ impl MachineMemory {
             }
             return Ok(());
         }
+        self.renew_log()?;
         let mut written = RangeSet::new();
         // QEMU itself runs while the machine is stopped. New memory can be registered only while QEMU is
         // stopped too; QEMU's own memory need not be.
-        if phase == Phase::Stopped && std::mem::take(&mut self.has_new_blocks) {
-            self.space.collect_in_stop(&mut written)?;
+        let by_page_table = if phase == Phase::Stopped && std::mem::take(&mut self.has_new_blocks) {
+            self.space.collect_in_stop(&mut written)
         } else if phase == Phase::Running {
-            self.space.collect_ahead_unstopped(&mut written)?;
+            self.space.collect_ahead_unstopped(&mut written)
         } else {
-            self.space.collect_unstopped(&mut written)?;
-        }
+            self.space.collect_unstopped(&mut written)
+        };
+        let by_log = self.log.as_mut().map_or(Ok(()), |log| log.collect(&mut written));
+        // What was found is not found again.
         for block in &mut self.blocks {
             for range in written.within(block.place.range.clone()) {
                 block.written.insert(block.place.offsets(&range));
             }
         }
+        by_page_table?;
+        by_log
+    }
+
+    /// Reads KVM's log anew if its library was lost. All of the memory counts as written then.
+    fn renew_log(&mut self) -> Result<()> {
+        if !self.log.as_ref().is_some_and(KvmLog::is_lost) {
+            return Ok(());
+        }
+        let mut log = KvmLog::connect(self.space.pid())?;
+        log.begin()?;
+        let written = self.blocks.iter().map(|block| self.content(&block.place).map(|(_, written)| written));
+        let written = written.collect::<Result<Vec<RangeSet>>>()?;
+        for (block, all) in self.blocks.iter_mut().zip(written) {
+            block.written.extend(&all);
+        }
+        self.log = Some(log);
         Ok(())
     }
 
@@ -436,6 +471,16 @@ impl Target for VmTarget {
             disks.forget();
         }
     }
+}
+
+/// Connects to the library that reads KVM's log, before anything is changed.
+fn connect_to_log(machine: &mut Machine) -> Result<KvmLog> {
+    if !machine.has_kvm()? {
+        let error = Error::about(ErrorKind::KvmLog, Object::Process(machine.pid), "does not run its machine under KVM");
+        return Err(error.help("start it with -accel kvm, or use another mechanism"));
+    }
+    outside()?;
+    KvmLog::connect(machine.pid)
 }
 
 /// A machine in a checkpoint. Dropped, QEMU is as it was before, and the machine continues.

@@ -7,6 +7,7 @@
 //! |---|---|
 //! | [`pagemark-process`](../pagemark_process/index.html) | targets that are process trees; CRIU saves their other state |
 //! | [`pagemark-vm`](../pagemark_vm/index.html) | targets that are virtual machines of QEMU |
+//! | [`pagemark-kvm-log`](../pagemark_kvm_log/index.html) | KVM's log of such a machine, shared with QEMU |
 //! | [`pagemark-simulate`](../pagemark_simulate/index.html) | simulates the run of such a machine between two checkpoints |
 //! | [`pagemark-heap`](../pagemark_heap/index.html) | a heap that is tracked by parts of pages; a heap that survives its program |
 //! | [`pagemark-malloc`](../pagemark_malloc/index.html) | that heap as `malloc` of any program |

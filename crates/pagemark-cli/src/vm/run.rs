@@ -22,7 +22,8 @@ use crate::signals::{Signals, announce_exit};
 ///
 /// QEMU has this terminal, environment and directory, gets the signals that are sent to Pagemark,
 /// and its exit status becomes Pagemark's. Pagemark adds a monitor socket (QMP) of its own, in a
-/// directory in TMPDIR, to QEMU's arguments, and nothing else. Pagemark's own lines go to stderr.
+/// directory in TMPDIR, to QEMU's arguments, and nothing else; with `--mechanism kvm-log`, it also
+/// preloads a library (LD_PRELOAD), which reads KVM's log in QEMU. Its own lines go to stderr.
 /// If a checkpoint fails, Pagemark reports it and the machine keeps running; also if Pagemark is
 /// killed: `pagemark vm attach` with that socket continues the checkpoints.
 #[derive(Args, Debug)]
@@ -48,7 +49,8 @@ impl Run {
         let repository = self.repository.open_or_create(&self.memory)?;
         let options = JobOptions { name: name.clone(), policy: self.schedule.policy(&self.memory, Scope::Machine)? };
         let signals = Signals::hold_for_target()?;
-        let mut qemu = OwnQemu::start(&self.command, &name, signals.before()).map_err(|error| {
+        let mechanism = self.memory.mechanism(Scope::Machine);
+        let mut qemu = OwnQemu::start_for(mechanism, &self.command, &name, signals.before()).map_err(|error| {
             let status = match error.kind() {
                 ErrorKind::NotFound => 127,
                 ErrorKind::Start => 126,
@@ -66,7 +68,7 @@ impl Run {
         report.say(&format!("{name} is QEMU, process {pid}; monitor {}", qemu.monitor().display()));
         let (send_event, events) = mpsc::channel();
         let mut attach = || {
-            let mut target = qemu.attach(self.memory.mechanism(Scope::Machine))?;
+            let mut target = qemu.attach(mechanism)?;
             let send_event = send_event.clone();
             // The receiver lives as long as the job.
             target.on_event(Box::new(move |event| drop(send_event.send(event))));

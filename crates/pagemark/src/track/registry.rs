@@ -11,6 +11,7 @@
 //! | HAC, II-B | PT (page tracking) | `mprotect` |
 //! | HAC, IV-B | Emul | `emulate` |
 //! | HAC, IV-A | PTxen | `kvm-log` |
+//! | PML, 3 | PML, dirty logging | `kvm-log` |
 //! | HAC, IV-D | Scanxen | `kvm-scan` |
 //! | HAC, IV-C | Emulxen (in the hypervisor) | none yet |
 //! | LDT, III | LDT | `ldt` |
@@ -109,6 +110,9 @@ pub enum MachineTracking {
     /// `pagemark-vm` makes the trackers: they also keep pages for
     /// [`Strategy::CopyOnWrite`](crate::checkpointer::Strategy::CopyOnWrite).
     HoldsWrites,
+    /// The hypervisor knows what the machine's processors write, and another mechanism what QEMU
+    /// does. `pagemark-vm` makes the trackers.
+    ByHypervisor,
 }
 
 /// How a mechanism tracks another process.
@@ -274,13 +278,14 @@ impl Mechanism {
     /// regions, or that of anonymous memory of other processes.
     ///
     /// # Errors
-    /// `ErrorKind::Unavailable`, also for [`MachineTracking::HoldsWrites`], whose trackers are made
-    /// by `pagemark-vm`; or `/proc` is not mounted.
+    /// `ErrorKind::Unavailable`, also for [`MachineTracking::HoldsWrites`] and
+    /// [`MachineTracking::ByHypervisor`], whose trackers are made by `pagemark-vm`; or `/proc` is
+    /// not mounted.
     pub fn tracker(self, scope: Scope, memory: &OwnMemory) -> NewTracker {
         match (scope, self.entry().machine) {
             (Scope::OwnMemory, _) => (self.entry().own_memory)(memory),
             (Scope::Machine, None) => Err(Error::unavailable(self, "it does not track virtual machines")),
-            (Scope::Machine, Some(MachineTracking::HoldsWrites)) => {
+            (Scope::Machine, Some(MachineTracking::HoldsWrites | MachineTracking::ByHypervisor)) => {
                 Err(Error::unavailable(self, "its trackers of virtual machines are made by pagemark-vm"))
             }
             (Scope::Process, _) | (Scope::Machine, Some(MachineTracking::OfProcess)) => {
@@ -304,8 +309,8 @@ impl Mechanism {
     /// What `auto` means: the preferred mechanism of the scope among those that work on this
     /// machine. For own memory that leaves out the exclusive mechanism, `soft-dirty`: a program may
     /// have many regions, and with `soft-dirty` no thread may write while a region is collected.
-    /// For virtual machines it leaves out what holds writes: see
-    /// [`Mechanism::choose_to_hold_writes`].
+    /// For virtual machines it leaves out what holds writes, see
+    /// [`Mechanism::choose_to_hold_writes`], and what not every machine has.
     pub fn choose(scope: Scope) -> Mechanism {
         static CHOSEN: [OnceLock<Mechanism>; Scope::ALL.len()] = [const { OnceLock::new() }; Scope::ALL.len()];
         let chosen = &CHOSEN[scope as usize];
@@ -336,7 +341,7 @@ impl Mechanism {
         match scope {
             Scope::OwnMemory => !self.entry().is_exclusive,
             Scope::Process => true,
-            Scope::Machine => !self.holds_writes(),
+            Scope::Machine => self.entry().machine == Some(MachineTracking::OfProcess),
         }
     }
 }
