@@ -33,6 +33,9 @@ pub const STOCK_MODULES: [&str; 18] = [
 /// compress what they swap out.
 pub const OLDER_MODULES: [&str; 3] = ["virtio_pci", "virtiofs", "lzo-rle"];
 
+/// The module by which a machine of the lab runs machines of its own, on the emulated processor.
+pub const HYPERVISOR_MODULES: [&str; 1] = ["kvm_amd"];
+
 /// The suites that have the newest stable kernel, which the host's own need not have.
 pub const NEWEST_SUITES: [&str; 2] = ["bookworm-backports", "trixie"];
 
@@ -58,6 +61,8 @@ pub enum Kernel {
     Plain,
     /// Debian's cloud kernel of the version that the lab builds kernels from.
     Stock,
+    /// As `Stock`, with KVM.
+    Hypervisor,
     /// The cloud kernel of Debian 12: Linux 6.1.
     Debian12,
     /// The cloud kernel of Debian 11: Linux 5.10.
@@ -70,10 +75,11 @@ pub enum Kernel {
 
 impl Kernel {
     /// All kernels.
-    pub const ALL: [Kernel; 7] = [
+    pub const ALL: [Kernel; 8] = [
         Kernel::Ldt,
         Kernel::Plain,
         Kernel::Stock,
+        Kernel::Hypervisor,
         Kernel::Debian12,
         Kernel::Debian11,
         Kernel::LdtDebug,
@@ -86,6 +92,7 @@ impl Kernel {
             Kernel::Ldt => "ldt",
             Kernel::Plain => "plain",
             Kernel::Stock => "stock",
+            Kernel::Hypervisor => "hypervisor",
             Kernel::Debian12 => "debian-12",
             Kernel::Debian11 => "debian-11",
             Kernel::LdtDebug => "ldt-debug",
@@ -106,7 +113,7 @@ impl Kernel {
     /// How long the kernel takes to be had from nothing on two processors, in minutes.
     pub fn minutes(self) -> u32 {
         match self {
-            Kernel::Stock | Kernel::Debian12 | Kernel::Debian11 => 1,
+            Kernel::Stock | Kernel::Hypervisor | Kernel::Debian12 | Kernel::Debian11 => 1,
             Kernel::Ldt | Kernel::Plain => 8,
             Kernel::LdtDebug | Kernel::PlainDebug => 12,
         }
@@ -119,6 +126,7 @@ impl Kernel {
         match self {
             // These modules are part of the kernel.
             Kernel::Stock => Some(package(&NEWEST_SUITES, &[&STOCK_MODULES])),
+            Kernel::Hypervisor => Some(package(&NEWEST_SUITES, &[&STOCK_MODULES, &HYPERVISOR_MODULES])),
             Kernel::Debian12 => Some(package(&["bookworm"], &[&OLDER_MODULES, &STOCK_MODULES])),
             Kernel::Debian11 => Some(package(&["bullseye"], &[&OLDER_MODULES, &STOCK_MODULES])),
             Kernel::Ldt | Kernel::Plain | Kernel::LdtDebug | Kernel::PlainDebug => None,
@@ -130,7 +138,7 @@ impl Kernel {
     pub fn allowed_skips(self) -> &'static str {
         match self {
             Kernel::Ldt | Kernel::LdtDebug => "",
-            Kernel::Stock | Kernel::Plain | Kernel::PlainDebug => "lightweight dirty tracking",
+            Kernel::Stock | Kernel::Hypervisor | Kernel::Plain | Kernel::PlainDebug => "lightweight dirty tracking",
             Kernel::Debian12 => {
                 "lightweight dirty tracking\nLinux 6\\.(7|11)\nPAGEMAP_SCAN\nPROCMAP_QUERY\nasynchronous write-protection"
             }
@@ -291,7 +299,7 @@ mod tests {
         for (index, key) in keys.iter().enumerate() {
             assert!(!keys[..index].contains(key), "{keys:?}");
         }
-        for kernel in [Kernel::Stock, Kernel::Debian12, Kernel::Debian11] {
+        for kernel in [Kernel::Stock, Kernel::Hypervisor, Kernel::Debian12, Kernel::Debian11] {
             assert_eq!(name(kernel, b"6.12.1\n"), name(kernel, b"6.12.2\n"));
         }
     }

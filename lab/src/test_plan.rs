@@ -87,6 +87,8 @@ pub enum Part {
     Debug,
     /// A Redis server that is partly swapped out, on the kernel with the series.
     Redis,
+    /// A machine in the machine: QEMU under KVM, tracked by KVM's log.
+    KvmLog,
     /// Containers with Redis servers, which move from one machine to another.
     Migration,
     /// The kernel's own selftests on kernels with and without the series.
@@ -97,7 +99,7 @@ pub enum Part {
 
 impl Part {
     /// All parts.
-    pub const ALL: [Part; 10] = [
+    pub const ALL: [Part; 11] = [
         Part::Ldt,
         Part::Stock,
         Part::Debian12,
@@ -105,6 +107,7 @@ impl Part {
         Part::Plain,
         Part::Debug,
         Part::Redis,
+        Part::KvmLog,
         Part::Migration,
         Part::Selftests,
         Part::Series,
@@ -128,6 +131,7 @@ impl Part {
             Part::Plain => "plain",
             Part::Debug => "debug",
             Part::Redis => "redis",
+            Part::KvmLog => "kvm-log",
             Part::Migration => "migration",
             Part::Selftests => "selftests",
             Part::Series => "series",
@@ -144,6 +148,7 @@ impl Part {
         match (self, extent) {
             (Part::Ldt | Part::Redis | Part::Migration, _) => &[Kernel::Ldt],
             (Part::Stock, _) => &[Kernel::Stock],
+            (Part::KvmLog, _) => &[Kernel::Hypervisor],
             (Part::Debian12, _) => &[Kernel::Debian12],
             (Part::Debian11, _) => &[Kernel::Debian11],
             (Part::Plain, _) => &[Kernel::Plain],
@@ -207,7 +212,7 @@ impl Programs {
         match part {
             // Two nodes, so that pages can be made to migrate.
             Part::Ldt => machine.append = "numa=fake=2".to_owned(),
-            Part::Stock | Part::Debian12 | Part::Debian11 => machine.processors = STOCK_PROCESSORS,
+            Part::Stock | Part::KvmLog | Part::Debian12 | Part::Debian11 => machine.processors = STOCK_PROCESSORS,
             _ => {}
         }
         let mut tests = tests(part, extent, self)?;
@@ -264,7 +269,9 @@ fn tests(part: Part, extent: Extent, programs: &Programs) -> Result<Vec<GuestTes
     let (seconds, c) = (extent.seconds(), &programs.c);
     let selftest = || GuestTest::new("the series' selftest", c.selftest());
     let mut tests = Vec::new();
-    if !matches!(part, Part::Redis | Part::Migration) && (extent == Extent::Full || part != Part::Debian12) {
+    if !matches!(part, Part::Redis | Part::KvmLog | Part::Migration)
+        && (extent == Extent::Full || part != Part::Debian12)
+    {
         // Swap, KSM and khugepaged for all that follows.
         let script = crate::source_root().join("lab/guest/memory-pressure.sh");
         tests.push(GuestTest::new("swap, KSM and khugepaged", quoted(&script)));
@@ -342,6 +349,17 @@ fn tests(part: Part, extent: Extent, programs: &Programs) -> Result<Vec<GuestTes
                     "Redis that swaps comes back",
                     libtest(redis, &format!("--exact {test} --nocapture")),
                 ));
+            }
+        }
+        Part::KvmLog => {
+            if let Some(binaries) = &programs.binaries {
+                // Shares of the log by two readers, then QEMU.
+                let shared = &binaries.find("pagemark-kvm-preload", "preload")?.path;
+                tests.push(GuestTest::new("KVM's log has two readers", libtest(shared, "--test-threads 1")));
+                for (crate_name, target) in [("pagemark-vm", "kvm_log"), ("pagemark-cli", "vm_kvm_log")] {
+                    let command = libtest(&binaries.find(crate_name, target)?.path, "--ignored --test-threads 1");
+                    tests.push(GuestTest::new(format!("{crate_name}: machines under KVM"), command));
+                }
             }
         }
         Part::Migration => {
