@@ -353,12 +353,16 @@ fn tests(part: Part, extent: Extent, programs: &Programs) -> Result<Vec<GuestTes
         }
         Part::KvmLog => {
             if let Some(binaries) = &programs.binaries {
-                // Shares of the log by two readers, then QEMU.
                 let shared = &binaries.find("pagemark-kvm-preload", "preload")?.path;
                 tests.push(GuestTest::new("KVM's log has two readers", libtest(shared, "--test-threads 1")));
-                for (crate_name, target) in [("pagemark-vm", "kvm_log"), ("pagemark-cli", "vm_kvm_log")] {
-                    let command = libtest(&binaries.find(crate_name, target)?.path, "--ignored --test-threads 1");
-                    tests.push(GuestTest::new(format!("{crate_name}: machines under KVM"), command));
+                let under_kvm = [
+                    ("machines under KVM come back", "pagemark-vm", "kvm_log", ""),
+                    ("many checkpoints under KVM", "pagemark-vm", "load", " by_the_log_of_kvm"),
+                    ("a machine under KVM is run", "pagemark-cli", "vm_kvm_log", ""),
+                ];
+                for (name, crate_name, target, selected) in under_kvm {
+                    let arguments = format!("--ignored --test-threads 1{selected}");
+                    tests.push(GuestTest::new(name, libtest(&binaries.find(crate_name, target)?.path, &arguments)));
                 }
             }
         }

@@ -21,6 +21,9 @@ pub const CLEAR_DIRTY_LOG: u32 = 0xc018_aec0;
 /// `KVM_ENABLE_CAP`.
 pub const ENABLE_CAP: u32 = 0x4068_aea3;
 
+/// `UFFDIO_REGISTER`.
+pub const USERFAULT_REGISTER: u32 = 0xc020_aa00;
+
 /// `KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2`.
 pub const CAP_MANUAL_PROTECT: u32 = 168;
 /// `KVM_CAP_DIRTY_LOG_RING`.

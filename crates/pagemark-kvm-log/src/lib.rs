@@ -10,12 +10,14 @@
 //! | [`slot_log`] | the log of one slot and what each reader has still to be told: pure logic |
 //! | [`machine`] | the slots of a machine, and the calls of its process on them |
 //! | [`kernel`] | KVM's own calls, and whether it has the log |
+//! | [`views`] | where second mappings of its memory can be |
 //! | [`protocol`] | what Pagemark and the library say to each other |
 
 pub mod kernel;
 pub mod machine;
 pub mod protocol;
 pub mod slot_log;
+pub mod views;
 
 /// Bytes of a page of the log.
 pub const PAGE: u64 = 4096;

@@ -112,6 +112,8 @@ pub struct Written {
 struct Slot {
     /// As the owner has set it.
     region: Region,
+    /// The address of the same memory that the kernel's slot has, if it is another.
+    view: Option<u64>,
     /// None if nobody reads its log, or the kernel alone answers its owner.
     log: Option<SlotLog>,
 }
@@ -127,7 +129,7 @@ impl Slot {
 
     /// The slot as the kernel has it.
     fn in_kernel(&self) -> Region {
-        Region { flags: self.flags(), ..self.region }
+        Region { flags: self.flags(), host_address: self.view.unwrap_or(self.region.host_address), ..self.region }
     }
 
     /// Reads the kernel's log.
@@ -190,7 +192,28 @@ impl Machine {
         self.is_read
     }
 
-    /// The owner sets a slot. `set` has the kernel set it, with these flags.
+    /// The view by which the machine reaches the memory of a slot that its owner sets again, with
+    /// the same memory, or drops.
+    pub fn view(&self, region: &Region) -> Option<u64> {
+        let slot = self.slots.get(&region.slot)?;
+        let is_same = slot.region.host_address == region.host_address && slot.region.bytes == region.bytes;
+        // The kernel refuses other memory.
+        slot.view.filter(|_| is_same || region.bytes == 0)
+    }
+
+    /// True if the machine has this slot.
+    pub fn has(&self, slot: u32) -> bool {
+        self.slots.contains_key(&slot)
+    }
+
+    /// True if the machine reaches memory between these addresses of its owner by a view.
+    pub fn views(&self, start: u64, end: u64) -> bool {
+        let overlaps = |region: &Region| region.host_address < end && start < region.host_address + region.bytes;
+        self.slots.values().any(|slot| slot.view.is_some() && overlaps(&slot.region))
+    }
+
+    /// The owner sets a slot, whose memory the machine reaches by `view` if there is one: for a
+    /// slot that is there, that which it has. `set` has the kernel set it, with these flags.
     ///
     /// # Errors
     /// Those of `set`; the slot is as before.
@@ -198,6 +221,7 @@ impl Machine {
         &mut self,
         kernel: &impl Kernel,
         region: &Region,
+        view: Option<u64>,
         set: impl FnOnce(u32) -> Result<(), i32>,
     ) -> Result<(), i32> {
         if region.bytes == 0 {
@@ -222,7 +246,7 @@ impl Machine {
                 log.begin(Reader::Pagemark, false);
             }
         }
-        let slot = Slot { region: *region, log: log.filter(SlotLog::is_read) };
+        let slot = Slot { region: *region, view, log: log.filter(SlotLog::is_read) };
         set(slot.flags())?;
         self.slots.insert(region.slot, slot);
         Ok(())
@@ -371,16 +395,20 @@ impl Machine {
     }
 }
 
-/// What Pagemark has still to be told of a slot that is about to be dropped: all of it if that
-/// cannot be found out. What the machine writes between this and the drop is not in it; the owner
-/// may not let it run then, and the process's own page table has it.
+/// What Pagemark has still to be told of a slot that is about to be dropped. What the machine
+/// writes between this and the drop is in the owner's page table; where it writes by a view, or the
+/// log cannot be read, all of the slot counts as written.
 fn last_written(kernel: &impl Kernel, slot: &mut Slot) -> Option<Written> {
     if !slot.log.as_ref()?.has(Reader::Pagemark) {
         return None;
     }
     let seen = slot.see(kernel);
     let log = slot.log.as_ref()?;
-    let pages = if seen.is_ok() { log.written(Reader::Pagemark) } else { vec![u64::MAX; words_of(log.pages())] };
+    let pages = if seen.is_ok() && slot.view.is_none() {
+        log.written(Reader::Pagemark)
+    } else {
+        vec![u64::MAX; words_of(log.pages())]
+    };
     Some(Written { host_address: slot.region.host_address, pages })
 }
 

@@ -6,6 +6,7 @@
 //! for each page from the address on. All numbers are of 64 bits, of this processor's order. When
 //! the connection ends, the log is no longer read.
 
+use std::ffi::CStr;
 use std::io::{self, Read, Write};
 
 use crate::machine::{Refusal, Written};
@@ -16,6 +17,9 @@ pub const SOCKET: &str = "PAGEMARK_KVM_LOG";
 
 /// The file name of the library.
 pub const LIBRARY: &str = "libpagemark_kvm_preload.so";
+
+/// The name of the file in memory that reserves addresses for the machine's own mappings.
+pub const VIEWS: &CStr = c"pagemark-views";
 
 /// The first number of the greeting.
 pub const MAGIC: u64 = u64::from_le_bytes(*b"PMKVMLOG");

@@ -22,6 +22,7 @@ use pagemark_kvm_log::slot_log::words_of;
 
 mod machines;
 mod server;
+mod views;
 
 use machines::{OwnMachine, of_descriptor};
 
@@ -52,6 +53,15 @@ pub unsafe extern "C" fn ioctl(fd: c_int, request: c_ulong, argument: usize) -> 
             // A defect of the library must not end the program.
             catch_unwind(AssertUnwindSafe(answered)).unwrap_or(Err(libc::EIO))
         }
+        kernel::USERFAULT_REGISTER if argument != 0 => {
+            // SAFETY: the argument begins with an address and a length, by the contract of this function.
+            let [start, bytes] = unsafe { (argument as *const [u64; 2]).read_unaligned() };
+            // What the machine writes by a view would not be seen there: a refusal is an answer that programs know.
+            match catch_unwind(|| machines::have_view(start, start.saturating_add(bytes))) {
+                Ok(true) => Err(libc::EOPNOTSUPP),
+                _ => pass(),
+            }
+        }
         _ => pass(),
     };
     result.unwrap_or_else(|error| {
@@ -77,17 +87,23 @@ unsafe fn answer(machine: &OwnMachine, request: u32, argument: usize) -> Result<
             // Both have a region at their begin, and differ in what follows.
             // SAFETY: the argument is readable.
             let region = unsafe { (argument as *const RawRegion).read_unaligned() };
-            known.set_region(&kernel, &region, |flags| {
+            let (had, is_new) = (known.view(&region), !known.has(region.slot));
+            let made = is_new.then(|| views::make(region.host_address, region.bytes)).flatten();
+            let view = had.or(made);
+            let set = known.set_region(&kernel, &region, view, |flags| {
                 let bytes = if request == kernel::SET_REGION { size_of::<RawRegion>() } else { REGION2_BYTES };
                 let mut copy = [0u64; REGION2_BYTES / 8];
                 // SAFETY: the argument is readable, of that length, and the copy is not shorter.
                 unsafe { std::ptr::copy_nonoverlapping(argument as *const u8, copy.as_mut_ptr().cast(), bytes) };
-                let region = RawRegion { flags, ..region };
+                let host_address = view.filter(|_| region.bytes != 0).unwrap_or(region.host_address);
+                let region = RawRegion { flags, host_address, ..region };
                 // SAFETY: a region is shorter than the copy, which is aligned for it.
                 unsafe { copy.as_mut_ptr().cast::<RawRegion>().write(region) };
                 pass((&raw const copy) as usize).map(drop)
-            })?;
-            Ok(0)
+            });
+            let unused = if set.is_err() { made } else { had.filter(|_| region.bytes == 0) };
+            unused.into_iter().for_each(views::remove);
+            set.map(|()| 0)
         }
         kernel::GET_DIRTY_LOG => {
             // SAFETY: the argument is readable.

@@ -55,6 +55,13 @@ pub fn of_descriptor(fd: RawFd) -> Option<Arc<OwnMachine>> {
     found.filter(|machine| machine.process == std::process::id())
 }
 
+/// True if a machine of this process reaches memory between these addresses by a view.
+pub fn have_view(start: u64, end: u64) -> bool {
+    let all: Vec<Arc<OwnMachine>> = machines().clone();
+    let own = all.iter().filter(|machine| machine.process == std::process::id());
+    own.into_iter().any(|machine| machine.lock().views(start, end))
+}
+
 /// The machine that Pagemark means: the last one that has memory. Others are made to ask KVM for
 /// what it can do.
 pub fn current() -> Option<Arc<OwnMachine>> {

@@ -8,6 +8,7 @@
  *   get NUMBER PAGES                         reads the log of a slot: the pages
  *   clear NUMBER FIRST PAGES                 clears a part of it
  *   mode OPTIONS                             the manual mode
+ *   protect BUFFER                           has userfaultfd tell of writes to a buffer, and ends that
  *   where                                    the addresses of the buffers
  *   fork                                     a child reads the log of slot 1, and executes another program
  *   load SEED                                a thread lets the machine write to slot 2 all the time
@@ -19,6 +20,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <linux/kvm.h>
+#include <linux/userfaultfd.h>
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdint.h>
@@ -27,6 +29,7 @@
 #include <string.h>
 #include <sys/ioctl.h>
 #include <sys/mman.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -99,7 +102,10 @@ static void make_machine(uint64_t ring_bytes)
 		exit(1);
 	}
 	for (int i = 0; i < BUFFERS; i++) {
-		buffers[i] = mmap(NULL, BUFFER_PAGES * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+		/* The last is shared. */
+		int kind = i == BUFFERS - 1 ? MAP_SHARED : MAP_PRIVATE;
+
+		buffers[i] = mmap(NULL, BUFFER_PAGES * PAGE, PROT_READ | PROT_WRITE, kind | MAP_ANONYMOUS, -1, 0);
 		if (buffers[i] == MAP_FAILED)
 			die("mmap");
 		madvise(buffers[i], BUFFER_PAGES * PAGE, MADV_NOHUGEPAGE);
@@ -213,6 +219,18 @@ int main(int argc, char **argv)
 
 			failed = ioctl(machine, KVM_ENABLE_CAP, &request);
 			is_manual = !failed ? a != 0 : is_manual;
+		} else if (sscanf(line, "protect %lu", &a) == 1) {
+			struct uffdio_api api = { .api = UFFD_API };
+			struct uffdio_register range = {
+				.range = { (uintptr_t)buffers[a], BUFFER_PAGES * PAGE }, .mode = UFFDIO_REGISTER_MODE_MISSING,
+			};
+			int userfaultfd = syscall(SYS_userfaultfd, O_CLOEXEC | UFFD_USER_MODE_ONLY);
+
+			failed = userfaultfd < 0 || ioctl(userfaultfd, UFFDIO_API, &api) ||
+				 ioctl(userfaultfd, UFFDIO_REGISTER, &range);
+			int error = errno;
+			close(userfaultfd);
+			errno = error;
 		} else if (!strcmp(line, "where\n")) {
 			printf("ok %lu %lu %lu %lu\n", (unsigned long)buffers[0], (unsigned long)buffers[1],
 			       (unsigned long)buffers[2], (unsigned long)buffers[3]);

@@ -304,6 +304,63 @@ fn neither_loses_a_write_while_the_machine_runs() {
 }
 
 #[test]
+fn shared_memory_is_reached_by_a_view_that_goes_with_its_slot() {
+    let Some(program) = monitor_program() else { skip!("no machine under KVM") };
+    let mut monitor = Monitor::start(program);
+    let maps = |monitor: &Monitor| std::fs::read_to_string(format!("/proc/{}/maps", monitor.child.id())).unwrap();
+    let views = |monitor: &Monitor| {
+        let maps = maps(monitor);
+        let reserved: Vec<_> = maps.lines().map(|line| line.contains("/memfd:pagemark-views")).collect();
+        let (first, last) = (reserved.iter().position(|is| *is), reserved.iter().rposition(|is| *is));
+        first.zip(last).map_or(0, |(first, last)| reserved[first..=last].iter().filter(|is| !**is).count())
+    };
+    // Private memory has none.
+    monitor.slot(1, 0x1000_0000, 300, 1, 0);
+    assert!(!maps(&monitor).contains("pagemark-views"));
+    monitor.slot(2, 0x2000_0000, 1000, 3, 0);
+    monitor.slot(3, 0x3000_0000, 300, 3, 0);
+    assert_eq!(views(&monitor), 2);
+    let shared = monitor.buffer(3);
+    let memory = File::open(format!("/proc/{}/mem", monitor.child.id())).unwrap();
+    let byte = |page: u64| {
+        let mut byte = [0];
+        memory.read_exact_at(&mut byte, shared + page * PAGE).unwrap();
+        byte[0]
+    };
+    let mut log = monitor.log();
+    monitor.write(0x2000_0000 + 7 * PAGE, 2, 1);
+    monitor.run("poke 3 7").unwrap();
+    monitor.write(0x3000_0000 + 7 * PAGE, 1, 1);
+    // It is one memory, and reported where the monitor has it.
+    assert_eq!((byte(7), byte(8), byte(9)), (4, 2, 1));
+    assert_eq!(log.collect(shared), pages([7, 8]));
+    // What tells the monitor of accesses would not see those of the machine.
+    assert_eq!(monitor.run("protect 3"), Err(libc::EOPNOTSUPP));
+    assert_ne!(monitor.run("protect 2"), Err(libc::EOPNOTSUPP));
+    // Moved and logged, it keeps the view; other memory is refused as the kernel refuses it.
+    monitor.slot(2, 0x2800_0000, 1000, 3, LOGGED);
+    assert_eq!(monitor.run("slot 2 28000000 1000 2 1"), Err(libc::EINVAL));
+    assert_eq!(monitor.run("slot 2 28000000 900 3 1"), Err(libc::EINVAL));
+    monitor.write(0x2800_0000 + 999 * PAGE, 1, 1);
+    assert_eq!(log.collect(shared), pages([999]));
+    assert_eq!(views(&monitor), 2);
+    // Nobody else sees what is written until the drop.
+    monitor.slot(3, 0, 0, 0, 0);
+    assert_eq!(log.collect(shared), pages(0..320));
+    assert_eq!(views(&monitor), 1);
+    monitor.slot(2, 0, 0, 0, 0);
+    assert_eq!(views(&monitor), 0);
+    assert_ne!(monitor.run("protect 3"), Err(libc::EOPNOTSUPP));
+    monitor.slot(2, 0x2000_0000, 1000, 3, 0);
+    monitor.write(0x2000_0000 + 9 * PAGE, 1, 1);
+    assert_eq!((byte(9), views(&monitor)), (2, 1));
+    // A slot that is refused leaves no view.
+    assert_eq!(monitor.run("slot 5 20000000 1000 3 0"), Err(libc::EEXIST));
+    assert_eq!(views(&monitor), 1);
+    assert_eq!(monitor.run("fork"), Ok(Vec::new()));
+}
+
+#[test]
 fn a_second_pagemark_is_refused_and_a_machine_outlives_the_first() {
     let Some(program) = monitor_program() else { skip!("no machine under KVM") };
     let mut monitor = Monitor::start(program);

@@ -47,6 +47,8 @@ pub struct AddressSpace {
     /// Shared mappings that are tracked.
     shared: Box<dyn Tracker>,
     shared_scope: SharedScope,
+    /// Mappings within are as if they were not there.
+    left_out: Option<Range>,
     mappings: Vec<Mapping>,
     maps: Vec<u8>,
     /// For mechanisms that register mappings.
@@ -133,6 +135,14 @@ impl Part {
     }
 }
 
+/// The mappings that are not left out.
+fn without(mut mappings: Vec<Mapping>, left_out: Option<&Range>) -> Vec<Mapping> {
+    if let Some(left_out) = left_out {
+        mappings.retain(|mapping| mapping.start < left_out.start || left_out.end < mapping.end);
+    }
+    mappings
+}
+
 impl AddressSpace {
     /// Attaches to a process that runs. For `pagemap-scan` and `adaptive` it is stopped for a
     /// fraction of a millisecond.
@@ -148,10 +158,24 @@ impl AddressSpace {
     /// # Errors
     /// As [`AddressSpace::attach`].
     pub fn attach_with(pid: i32, mechanism: Mechanism, shared_scope: SharedScope) -> Result<AddressSpace> {
+        AddressSpace::attach_without(pid, mechanism, shared_scope, None)
+    }
+
+    /// As [`AddressSpace::attach_with`], without the mappings between some addresses: they are
+    /// neither tracked nor listed.
+    ///
+    /// # Errors
+    /// As [`AddressSpace::attach`].
+    pub fn attach_without(
+        pid: i32,
+        mechanism: Mechanism,
+        shared_scope: SharedScope,
+        left_out: Option<Range>,
+    ) -> Result<AddressSpace> {
         for _ in 0..MAX_TRIES {
             let thread = proc::live_thread(pid);
             let memory = thread.and_then(|thread| open_pagemap(pid, thread).ok());
-            let error = match Self::attach_once(pid, mechanism, shared_scope) {
+            let error = match Self::attach_once(pid, mechanism, shared_scope, left_out.clone()) {
                 Ok(space) => return Ok(space),
                 Err(error) => error,
             };
@@ -170,10 +194,15 @@ impl AddressSpace {
             }
             std::thread::sleep(TRY_AGAIN);
         }
-        Self::attach_once(pid, mechanism, shared_scope)
+        Self::attach_once(pid, mechanism, shared_scope, left_out.clone())
     }
 
-    fn attach_once(pid: i32, mechanism: Mechanism, shared_scope: SharedScope) -> Result<AddressSpace> {
+    fn attach_once(
+        pid: i32,
+        mechanism: Mechanism,
+        shared_scope: SharedScope,
+        left_out: Option<Range>,
+    ) -> Result<AddressSpace> {
         attach::check(pid)?;
         let tracking = mechanism.process_tracking().map_err(|source| cannot_track(pid, source))?;
         if tracking.needs_userfaultfd {
@@ -191,7 +220,10 @@ impl AddressSpace {
             if tracking.needs_userfaultfd { Some(Arc::new(take_userfaultfd(pid, mechanism)?)) } else { None };
         let registration = userfaultfd.clone().map(|userfaultfd| Registration::new(userfaultfd, pagemap.clone()));
         let registration = registration.map(Arc::new);
-        let read_mappings = || maps::read(thread).map_err(attach::failed("read the mappings of", pid));
+        let read_mappings = || {
+            let mappings = maps::read(thread).map_err(attach::failed("read the mappings of", pid))?;
+            Ok::<_, Error>(without(mappings, left_out.as_ref()))
+        };
         let mappings = match &registration {
             Some(registration) => freezer::while_stopped(pid, || {
                 let mappings = read_mappings()?;
@@ -231,6 +263,7 @@ impl AddressSpace {
             shared,
             shared_scope,
             mappings,
+            left_out,
             maps: Vec::new(),
             registration,
             untracked,
@@ -300,7 +333,8 @@ impl AddressSpace {
         }
         // First whether these were still its mappings.
         self.check_alive()?;
-        self.mappings = mappings.map_err(|source| self.system("read the mappings of", source))?;
+        let mappings = mappings.map_err(|source| self.system("read the mappings of", source))?;
+        self.mappings = without(mappings, self.left_out.as_ref());
         Ok(&self.mappings)
     }
 

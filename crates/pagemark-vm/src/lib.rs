@@ -68,6 +68,7 @@ mod restore;
 mod run;
 mod started;
 mod target;
+mod views;
 mod write_watch;
 
 pub use command_line::machine_name;

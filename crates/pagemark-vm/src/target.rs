@@ -25,6 +25,7 @@ use crate::kvm_log::{KvmLog, outside};
 use crate::machine::{Machine, Startup};
 use crate::memory_map::MemoryMap;
 use crate::ram_blocks::{BlockMemory, RamBlock};
+use crate::views;
 use crate::write_watch::{OTHER_STRATEGY, WriteWatch};
 
 /// Name of the record that holds the state of processors and devices, as QEMU writes it.
@@ -120,7 +121,10 @@ impl VmTarget {
         disks.check(&mut machine, &mut changes)?;
         changes.end_checkpoint(&mut machine)?;
         // A socket may belong to another program, which is left alone: it has no such memory.
-        let mappings = maps::read(machine.pid).map_err(Error::system("read the mappings of QEMU"))?;
+        let mut mappings = maps::read(machine.pid).map_err(Error::system("read the mappings of QEMU"))?;
+        let left_out = views::span(&mappings);
+        views::check(mechanism, &mappings, left_out.as_ref(), machine.pid)?;
+        views::leave_out(&mut mappings, left_out.as_ref());
         let places = machine.changed_blocks(&mappings)?.unwrap_or_default();
         let watch = if mechanism.holds_writes() {
             machine.check_keeps_memory(OTHER_STRATEGY)?;
@@ -134,7 +138,7 @@ impl VmTarget {
             Mechanism::KvmLog => outside()?,
             other => other,
         };
-        let mut space = AddressSpace::attach_with(machine.pid, of_space, SharedScope::FilesAndMemory)?;
+        let mut space = AddressSpace::attach_without(machine.pid, of_space, SharedScope::FilesAndMemory, left_out)?;
         space.refresh_mappings()?;
         // The first collect reports all that holds data; what is written from now on is in the log.
         log.as_mut().map_or(Ok(()), KvmLog::begin)?;

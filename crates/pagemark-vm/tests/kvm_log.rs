@@ -4,18 +4,21 @@
 //!
 //! A machine of the lab runs these, whose emulated processor has hardware virtualization.
 
+#[path = "support/own.rs"]
+mod own;
+
 use std::collections::BTreeSet;
-use std::ffi::OsString;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 
-use nix::sys::signal::{SigSet, Signal, kill};
+use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
+use own::Own;
 use pagemark::repository::Repository;
 use pagemark::{Job, JobOptions, Mechanism};
 use pagemark_kvm_log::protocol::{Request, SOCKET, Status, receive_greeting, receive_reply};
 use pagemark_testing::{MachinePaths, QEMU, Qemu, RAM_BYTES, TestMonitor, wait_for};
-use pagemark_vm::{ErrorKind, OwnQemu, Restore, RunningMachine, VmTarget};
+use pagemark_vm::{ErrorKind, Restore, RunningMachine, VmTarget};
 use serde_json::json;
 
 /// Kinds of machines and of memory. Each has a machine of the second address space, for SMM.
@@ -31,36 +34,6 @@ const MACHINES: [&[&str]; 3] = [
         "kvm",
     ],
 ];
-
-/// A machine that `vm run` would start, killed when dropped.
-struct Own(Option<OwnQemu>);
-
-impl Own {
-    fn start(paths: &MachinePaths, further: &[&str]) -> Own {
-        let words = [QEMU.to_owned()].into_iter().chain(paths.arguments(further));
-        let command: Vec<OsString> = words.map(OsString::from).collect();
-        Own(Some(OwnQemu::start_for(Mechanism::KvmLog, &command, "vm", SigSet::empty()).unwrap()))
-    }
-
-    fn qemu(&mut self) -> &mut OwnQemu {
-        self.0.as_mut().unwrap()
-    }
-
-    /// The machine as a target, or why it is refused. In emulation, QEMU takes longer to listen
-    /// than its monitor is waited for.
-    fn attach(&mut self) -> pagemark_vm::Result<VmTarget> {
-        wait_for("the monitor", || match self.qemu().attach(Mechanism::KvmLog) {
-            Err(error) if error.kind() == ErrorKind::Monitor => None,
-            attached => Some(attached),
-        })
-    }
-}
-
-impl Drop for Own {
-    fn drop(&mut self) {
-        let _ = self.0.take().map(OwnQemu::kill);
-    }
-}
 
 /// A restored machine, killed when dropped.
 struct Restored(Option<RunningMachine>);
@@ -98,6 +71,9 @@ fn the_restored_memory_is_the_memory_at_the_checkpoint() {
         let mut job = job(&paths, qemu.attach().unwrap());
         let mut own = TestMonitor::connect(&paths.join("test.qmp"));
         assert_eq!(own.run("query-kvm", json!({}))["enabled"], true);
+        // Shared memory has mappings for the machine alone.
+        let maps = std::fs::read_to_string(format!("/proc/{}/maps", job.target().pid())).unwrap();
+        assert_eq!(maps.contains("pagemark-views"), further.concat().contains("share=on"));
         wait_for("the machine to start", || (paths.steps() > 3).then_some(()));
         let mut dumps = Vec::new();
         for round in 0..4 {
@@ -131,8 +107,14 @@ fn the_restored_memory_is_the_memory_at_the_checkpoint() {
 #[test]
 #[ignore = "a machine of the lab runs it"]
 fn qemu_migrates_the_machine_between_checkpoints_and_neither_loses_a_page() {
+    // With private memory, and with views.
+    migrate_between_checkpoints(MACHINES[0]);
+    migrate_between_checkpoints(MACHINES[2]);
+}
+
+fn migrate_between_checkpoints(machine: &[&str]) {
     let paths = MachinePaths::default();
-    let mut qemu = Own::start(&paths, MACHINES[0]);
+    let mut qemu = Own::start(&paths, machine);
     let mut job = job(&paths, qemu.attach().unwrap());
     let mut own = TestMonitor::connect(&paths.join("test.qmp"));
     wait_for("the machine to start", || (paths.steps() > 3).then_some(()));
@@ -154,7 +136,7 @@ fn qemu_migrates_the_machine_between_checkpoints_and_neither_loses_a_page() {
     // The stream is the machine as it is now.
     let arrived = MachinePaths::default();
     let incoming = format!("exec:cat {stream}");
-    let further = [MACHINES[0], &["-incoming", &incoming, "-S"]].concat();
+    let further = [machine, &["-incoming", &incoming, "-S"]].concat();
     let other = std::process::Command::new(QEMU).args(arrived.arguments(&further)).spawn().unwrap();
     let mut other = Killed(other);
     let mut theirs = TestMonitor::connect(&arrived.join("test.qmp"));
@@ -232,7 +214,7 @@ fn the_log_has_what_the_processors_write_and_not_what_devices_write() {
 /// Where the machine's memory is in QEMU.
 fn ram_address(pid: i32) -> u64 {
     let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).unwrap();
-    let bounds = maps.lines().filter(|line| line.contains("/memfd:")).filter_map(|line| {
+    let bounds = maps.lines().filter(|line| line.contains("memory-backend")).filter_map(|line| {
         let (start, end) = line.split_whitespace().next()?.split_once('-')?;
         Some((u64::from_str_radix(start, 16).ok()?, u64::from_str_radix(end, 16).ok()?))
     });
@@ -283,6 +265,21 @@ fn what_has_no_log_is_refused_and_goes_on() {
     refused(ring.attach(), "ring");
     paths.wait_for_steps(1);
     drop(ring);
+    // What is tracked by a mapping that the machine does not use.
+    let paths = MachinePaths::default();
+    let mut shared = Own::start(&paths, MACHINES[2]);
+    drop(shared.attach().unwrap());
+    for mechanism in [Mechanism::PagemapScan, Mechanism::Uffd] {
+        let error = VmTarget::attach(&paths.monitor(), mechanism).err().expect("it is refused");
+        assert!(error.kind() == ErrorKind::Unsupported && error.advice().contains("kvm-log"), "{error}");
+    }
+    let mut own = TestMonitor::connect(&paths.join("test.qmp"));
+    let capability = json!({"capabilities": [{"capability": "background-snapshot", "state": true}]});
+    let refusal = own.try_run("migrate-set-capabilities", capability).unwrap_err();
+    assert!(refusal.contains("ackground-snapshot"), "{refusal}");
+    drop(VmTarget::attach(&paths.monitor(), Mechanism::Full).unwrap());
+    paths.wait_for_steps(1);
+    drop(shared);
     // Two at a time; and the machine outlives both, and is attached to anew.
     let paths = MachinePaths::default();
     let mut qemu = Own::start(&paths, MACHINES[0]);

@@ -1,17 +1,21 @@
 //! Many checkpoints of machines that write to memory all the time: each holds the memory as it was
 //! in its freeze. The oracle is QEMU's own dump of the memory, taken in the freeze.
 
+#[path = "support/own.rs"]
+mod own;
+
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
+use own::Own;
 use pagemark::checkpointer::Strategy;
 use pagemark::repository::{Repository, Retention};
 use pagemark::target::{SpaceId, Target, TargetDescription, TargetMemory, WhileFreezing};
 use pagemark::track::Scope;
 use pagemark::{Job, JobOptions, Mechanism, PAGE_SIZE, PageNumber, PageTree, Range, RangeSet, Store};
-use pagemark_testing::{MachinePaths, Qemu, TestMonitor, load_program, skip};
+use pagemark_testing::{MachinePaths, Qemu, TestMonitor, load_program, skip, wait_for};
 use pagemark_vm::{Restore, VmTarget, can_hold_writes};
 use serde_json::json;
 
@@ -86,6 +90,13 @@ fn compare(repository: &Repository, sequence: u64, dump: &[u8]) -> usize {
     held
 }
 
+/// A machine that runs, killed when dropped.
+#[expect(dead_code, reason = "each is dropped")]
+enum Running {
+    Plain(Qemu),
+    Own(Own),
+}
+
 /// How memory is tracked and copied.
 type Way = (Mechanism, Strategy);
 
@@ -94,20 +105,51 @@ fn pre_copy() -> Way {
     (Mechanism::choose(Scope::Process), Strategy::default())
 }
 
+/// KVM's log, and the default strategy.
+fn kvm_log() -> Way {
+    (Mechanism::KvmLog, Strategy::default())
+}
+
 const COPY_ON_WRITE: Way = (Mechanism::Uffd, Strategy::CopyOnWrite);
 
+/// A machine under KVM, with private memory, and with memory that KVM reaches by a mapping of its
+/// own.
+const UNDER_KVM: [&str; 2] = ["-accel", "kvm"];
+const WITH_VIEWS: [&str; 6] = [
+    "-accel",
+    "kvm",
+    "-machine",
+    "memory-backend=pc.ram",
+    "-object",
+    "memory-backend-memfd,id=pc.ram,size=64M,share=on",
+];
+
 /// Takes `count` checkpoints of a machine with this many processors under load.
-fn checkpoints_under_load((mechanism, strategy): Way, processors: u32, count: u64) {
+fn checkpoints_under_load(way: Way, processors: u32, count: u64) {
+    checkpoints_of(&[], way, processors, count);
+}
+
+/// As [`checkpoints_under_load`], of a machine with these arguments besides.
+fn checkpoints_of(arguments: &[&str], (mechanism, strategy): Way, processors: u32, count: u64) {
     let Some(program) = load_program() else { skip!("no QEMU, or no compiler for its guest") };
     let paths = MachinePaths::default();
     let (program, processors) = (program.display().to_string(), processors.to_string());
     let further = ["-kernel", &program, "-append", &processors, "-smp", &processors, "-m", "64"];
-    let qemu = Qemu::start(&paths, &further);
-    let witnessed = Witnessed {
-        target: VmTarget::attach(&paths.monitor(), mechanism).unwrap(),
-        monitor: TestMonitor::connect(&paths.join("test.qmp")),
-        dump: paths.join("dump"),
+    let further = [&further[..], arguments].concat();
+    let (qemu, target) = match mechanism {
+        Mechanism::KvmLog => {
+            let mut own = Own::start(&paths, &further);
+            let target = own.attach().unwrap();
+            wait_for("the machine to start", || (paths.steps() > 3).then_some(()));
+            (Running::Own(own), target)
+        }
+        _ => {
+            let qemu = Qemu::start(&paths, &further);
+            (Running::Plain(qemu), VmTarget::attach(&paths.monitor(), mechanism).unwrap())
+        }
     };
+    let witnessed =
+        Witnessed { target, monitor: TestMonitor::connect(&paths.join("test.qmp")), dump: paths.join("dump") };
     let repository = Repository::create(&paths.join("repository")).unwrap();
     let mut job = Job::new(witnessed, repository.clone(), JobOptions::new("load"));
     job.policy_mut().strategy = strategy;
@@ -153,9 +195,11 @@ fn checkpoints_under_load((mechanism, strategy): Way, processors: u32, count: u6
     machine.wait().unwrap();
 }
 
-/// Checkpoints of each machine in each run of the tests, and in a full one.
+/// Checkpoints of each machine in each run of the tests, in a full one, and in a machine of the
+/// lab.
 const FEW: u64 = 6;
 const MANY: u64 = 200;
+const MANY_IN_EMULATION: u64 = 40;
 
 #[test]
 fn checkpoints_under_load_hold_the_memory_of_the_freeze() {
@@ -223,4 +267,11 @@ many_checkpoints! {
     many_copies_on_write_under_load_with_one_processor: COPY_ON_WRITE, 1;
     many_copies_on_write_under_load_with_two_processors: COPY_ON_WRITE, 2;
     many_copies_on_write_under_load_with_four_processors: COPY_ON_WRITE, 4;
+}
+
+#[test]
+#[ignore = "a machine of the lab runs it"]
+fn many_checkpoints_by_the_log_of_kvm() {
+    checkpoints_of(&UNDER_KVM, kvm_log(), 1, MANY_IN_EMULATION);
+    checkpoints_of(&WITH_VIEWS, kvm_log(), 2, MANY_IN_EMULATION);
 }

@@ -170,13 +170,13 @@ impl Trial {
             host_address: HOSTS[index],
         };
         let Trial { kernel, machine, .. } = self;
-        machine.set_region(kernel, &region, |flags| kernel.set_region(&Region { flags, ..region }))
+        machine.set_region(kernel, &region, None, |flags| kernel.set_region(&Region { flags, ..region }))
     }
 
     fn drop_slot(&mut self, index: usize) -> Result<(), i32> {
         let region = Region { slot: SLOTS[index], ..Region::default() };
         let Trial { kernel, machine, .. } = self;
-        machine.set_region(kernel, &region, |flags| kernel.set_region(&Region { flags, ..region }))
+        machine.set_region(kernel, &region, None, |flags| kernel.set_region(&Region { flags, ..region }))
     }
 
     /// The owner reads, and clears as it does in its mode.
@@ -349,6 +349,34 @@ fn a_slot_that_is_dropped_leaves_what_was_written_in_it() {
 }
 
 #[test]
+fn a_slot_with_a_view_keeps_it_and_counts_as_written_when_it_is_dropped() {
+    let mut trial = Trial::new();
+    let region = Region { slot: 2, bytes: 70 * PAGE, host_address: 0x10_0000, ..Region::default() };
+    let view = 0x7000_0000;
+    let Trial { kernel, machine, .. } = &mut trial;
+    let kernel = &*kernel;
+    let seen_by_kernel = |flags| kernel.set_region(&Region { flags, host_address: view, ..region });
+    machine.set_region(kernel, &region, Some(view), seen_by_kernel).unwrap();
+    assert_eq!((machine.view(&region), machine.has(2), machine.has(3)), (Some(view), true, false));
+    assert_eq!(machine.view(&Region { slot: 2, ..Region::default() }), Some(view));
+    assert_eq!(machine.view(&Region { host_address: 0x20_0000, ..region }), None);
+    assert_eq!(machine.view(&Region { slot: 3, ..region }), None);
+    assert!(machine.views(0x10_0000 + 69 * PAGE, u64::MAX) && machine.views(0, 0x10_0001));
+    assert!(!machine.views(0, 0x10_0000) && !machine.views(0x10_0000 + 70 * PAGE, u64::MAX));
+    // The model refuses a change of the address.
+    machine.begin(kernel).unwrap();
+    kernel.write(2, 3);
+    let found = machine.collect(kernel).unwrap();
+    assert_eq!(found, [Written { host_address: 0x10_0000, pages: vec![8, 0] }]);
+    machine.end(kernel);
+    assert!(!kernel.is_logged(2));
+    machine.begin(kernel).unwrap();
+    let nothing = Region { slot: 2, ..Region::default() };
+    machine.set_region(kernel, &nothing, None, |_| kernel.set_region(&nothing)).unwrap();
+    assert_eq!(trial.collect().unwrap().len(), 128);
+}
+
+#[test]
 fn what_cannot_be_logged_is_refused_or_left_out() {
     let mut trial = Trial::new();
     let region = Region { slot: 4, flags: READ_ONLY, bytes: PAGE, ..Region::default() };
@@ -356,7 +384,7 @@ fn what_cannot_be_logged_is_refused_or_left_out() {
     let Trial { kernel, machine, .. } = &mut trial;
     let kernel = &*kernel;
     let mut set = |machine: &mut Machine, region: Region| {
-        machine.set_region(kernel, &region, |flags| {
+        machine.set_region(kernel, &region, None, |flags| {
             flags_seen.push(flags);
             kernel.set_region(&Region { flags, ..region })
         })

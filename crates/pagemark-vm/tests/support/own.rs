@@ -1,0 +1,41 @@
+//! A machine that `vm run --mechanism kvm-log` would start.
+#![allow(dead_code, reason = "each file of tests uses a part")]
+
+use std::ffi::OsString;
+
+use nix::sys::signal::SigSet;
+use pagemark::Mechanism;
+use pagemark_testing::{MachinePaths, QEMU, wait_for};
+use pagemark_vm::{ErrorKind, OwnQemu, VmTarget};
+
+/// A machine that `vm run` would start, killed when dropped.
+pub struct Own(Option<OwnQemu>);
+
+impl Own {
+    /// Starts it, as a machine that kvm-log can track.
+    pub fn start(paths: &MachinePaths, further: &[&str]) -> Own {
+        let words = [QEMU.to_owned()].into_iter().chain(paths.arguments(further));
+        let command: Vec<OsString> = words.map(OsString::from).collect();
+        Own(Some(OwnQemu::start_for(Mechanism::KvmLog, &command, "vm", SigSet::empty()).unwrap()))
+    }
+
+    /// The machine.
+    pub fn qemu(&mut self) -> &mut OwnQemu {
+        self.0.as_mut().unwrap()
+    }
+
+    /// The machine as a target, or why it is refused. In emulation, QEMU takes longer to listen
+    /// than its monitor is waited for.
+    pub fn attach(&mut self) -> pagemark_vm::Result<VmTarget> {
+        wait_for("the monitor", || match self.qemu().attach(Mechanism::KvmLog) {
+            Err(error) if error.kind() == ErrorKind::Monitor => None,
+            attached => Some(attached),
+        })
+    }
+}
+
+impl Drop for Own {
+    fn drop(&mut self) {
+        let _ = self.0.take().map(OwnQemu::kill);
+    }
+}
