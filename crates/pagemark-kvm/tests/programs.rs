@@ -165,7 +165,8 @@ fn the_arguments_of_a_program_are_shown() {
     let dir = tempfile::tempdir().expect("a directory");
     same(program!("cat"), &["/proc/self/cmdline", "/proc/self/environ"], dir.path());
     // A shell that has executed another program, and a child.
-    let script = "cat /proc/self/cmdline; exec sh -c 'cat < /proc/$$/cmdline; cat < /proc/self/cmdline' name 'an argument' ''";
+    let script =
+        "cat /proc/self/cmdline; exec sh -c 'cat < /proc/$$/cmdline; cat < /proc/self/cmdline' name 'an argument' ''";
     same(program!("sh"), &["-c", script], dir.path());
     // The title of a process is what it writes over its arguments.
     let title = "\

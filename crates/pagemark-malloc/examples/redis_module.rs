@@ -47,14 +47,21 @@ struct Checkpoint {
     save_ns: u64,
 }
 
+type StringBytes = unsafe extern "C" fn(*const Text, *mut usize) -> *const c_char;
+type ReplyArray = unsafe extern "C" fn(*mut Context, c_long) -> c_int;
+type ReplyNumber = unsafe extern "C" fn(*mut Context, c_longlong) -> c_int;
+type ReplyError = unsafe extern "C" fn(*mut Context, *const c_char) -> c_int;
+type Track = unsafe extern "C" fn(*const c_char) -> c_int;
+type TakeCheckpoint = unsafe extern "C" fn(c_int, *mut Checkpoint) -> c_int;
+
 /// The functions of Redis and of the heap.
 struct Functions {
-    string: unsafe extern "C" fn(*const Text, *mut usize) -> *const c_char,
-    reply_array: unsafe extern "C" fn(*mut Context, c_long) -> c_int,
-    reply_number: unsafe extern "C" fn(*mut Context, c_longlong) -> c_int,
-    reply_error: unsafe extern "C" fn(*mut Context, *const c_char) -> c_int,
-    track: unsafe extern "C" fn(*const c_char) -> c_int,
-    checkpoint: unsafe extern "C" fn(c_int, *mut Checkpoint) -> c_int,
+    string: StringBytes,
+    reply_array: ReplyArray,
+    reply_number: ReplyNumber,
+    reply_error: ReplyError,
+    track: Track,
+    checkpoint: TakeCheckpoint,
 }
 
 static FUNCTIONS: OnceLock<Functions> = OnceLock::new();
@@ -92,12 +99,12 @@ unsafe fn load(context: *mut Context) -> Option<()> {
         let set_attributes = transmute::<*mut c_void, SetAttributes>(api(c"RedisModule_SetModuleAttribs")?);
         set_attributes(context, c"pagemark".as_ptr(), MODULE_VERSION, API_VERSION);
         let _ = FUNCTIONS.set(Functions {
-            string: transmute(api(c"RedisModule_StringPtrLen")?),
-            reply_array: transmute(api(c"RedisModule_ReplyWithArray")?),
-            reply_number: transmute(api(c"RedisModule_ReplyWithLongLong")?),
-            reply_error: transmute(api(c"RedisModule_ReplyWithError")?),
-            track: transmute(of_heap(c"pagemark_heap_track")?),
-            checkpoint: transmute(of_heap(c"pagemark_heap_checkpoint")?),
+            string: transmute::<*mut c_void, StringBytes>(api(c"RedisModule_StringPtrLen")?),
+            reply_array: transmute::<*mut c_void, ReplyArray>(api(c"RedisModule_ReplyWithArray")?),
+            reply_number: transmute::<*mut c_void, ReplyNumber>(api(c"RedisModule_ReplyWithLongLong")?),
+            reply_error: transmute::<*mut c_void, ReplyError>(api(c"RedisModule_ReplyWithError")?),
+            track: transmute::<*mut c_void, Track>(of_heap(c"pagemark_heap_track")?),
+            checkpoint: transmute::<*mut c_void, TakeCheckpoint>(of_heap(c"pagemark_heap_checkpoint")?),
         });
         let create = transmute::<*mut c_void, Create>(api(c"RedisModule_CreateCommand")?);
         let commands: [(&CStr, Command); 2] = [(c"pagemark.track", track), (c"pagemark.checkpoint", checkpoint)];
