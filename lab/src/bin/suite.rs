@@ -59,7 +59,7 @@ enum Command {
         /// and children]
         modules: Vec<String>,
     },
-    /// Redis's own tests: what passes outside must pass when the server runs within the machine of a
+    /// Redis's own tests: what passes outside must pass when the server runs in the machine of a
     /// process, or with the heap in place of `malloc`
     Redis {
         within: Surroundings,
