@@ -10,5 +10,9 @@ grep -q zram /proc/swaps || {
 echo 1 >/sys/kernel/mm/ksm/run
 echo 10 >/sys/kernel/mm/ksm/sleep_millisecs
 echo 1000 >/sys/kernel/mm/ksm/pages_to_scan
-echo 100 >/sys/kernel/mm/transparent_hugepage/khugepaged/scan_sleep_millisecs
-echo 8192 >/sys/kernel/mm/transparent_hugepage/khugepaged/pages_to_scan
+# A paravirtualized guest of Xen has no huge pages.
+khugepaged=/sys/kernel/mm/transparent_hugepage/khugepaged
+if [ -d $khugepaged ]; then
+    echo 100 >$khugepaged/scan_sleep_millisecs
+    echo 8192 >$khugepaged/pages_to_scan
+fi

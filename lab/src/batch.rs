@@ -63,7 +63,7 @@ pub fn run(
     log: &Path,
 ) -> Result<Vec<TestResult>> {
     let start = Instant::now();
-    let directory = work.join(format!("batch-{}", machine.kernel));
+    let directory = work.join(format!("batch-{}", machine.name()));
     cache::create(&directory)?;
     let [tests_file, results, skips] = ["tests", "results", "skips"].map(|name| directory.join(name));
     let lines: String = tests.iter().map(|test| test.line(limit_s)).collect();
@@ -78,22 +78,22 @@ pub fn run(
     let output = File::options().append(true).create(true).open(log).map_err(Error::file("open", log))?;
     let outcome = machine.run(&words, Some(&output))?;
     let read = |path: &PathBuf| std::fs::read_to_string(path).map_err(Error::file("read", path));
-    let kernel = machine.kernel;
-    let mut found = parse(&kernel.to_string(), tests, &read(&results)?);
+    let name = machine.name();
+    let mut found = parse(&name, tests, &read(&results)?);
     let took = start.elapsed().as_secs();
     if outcome != Outcome::Exited(0) {
-        let name = format!("{kernel}: the machine, and its kernel's log");
+        let name = format!("{name}: the machine, and its kernel's log");
         found.push(TestResult { name, failure: Some(outcome.to_string()), seconds: Some(took) });
     }
     let skips = read(&skips)?;
     let skips: Vec<String> = skips.lines().map(str::to_owned).collect();
-    let allowed = AllowedSkips::parse(kernel.allowed_skips())?;
+    let allowed = AllowedSkips::parse(machine.allowed_skips())?;
     let unwanted = allowed.unwanted(&skips);
     if !unwanted.is_empty() {
         let failure = Some(unwanted.join("; "));
-        found.push(TestResult { name: format!("{kernel}: skipped tests"), failure, seconds: None });
+        found.push(TestResult { name: format!("{name}: skipped tests"), failure, seconds: None });
     }
-    found.push(TestResult { name: format!("{kernel}: all, with the machine"), failure: None, seconds: Some(took) });
+    found.push(TestResult { name: format!("{name}: all, with the machine"), failure: None, seconds: Some(took) });
     Ok(found)
 }
 

@@ -67,6 +67,8 @@ pub enum Kernel {
     Debian12,
     /// The cloud kernel of Debian 11: Linux 5.10.
     Debian11,
+    /// As `Ldt`, with what a distribution's kernel has besides: Xen.
+    LdtDistribution,
     /// As `Ldt`, with the kernel's own checks: DEBUG_VM, PAGE_TABLE_CHECK, lockdep, KASAN.
     LdtDebug,
     /// As `Plain`, with the same checks.
@@ -75,13 +77,14 @@ pub enum Kernel {
 
 impl Kernel {
     /// All kernels.
-    pub const ALL: [Kernel; 8] = [
+    pub const ALL: [Kernel; 9] = [
         Kernel::Ldt,
         Kernel::Plain,
         Kernel::Stock,
         Kernel::Hypervisor,
         Kernel::Debian12,
         Kernel::Debian11,
+        Kernel::LdtDistribution,
         Kernel::LdtDebug,
         Kernel::PlainDebug,
     ];
@@ -95,6 +98,7 @@ impl Kernel {
             Kernel::Hypervisor => "hypervisor",
             Kernel::Debian12 => "debian-12",
             Kernel::Debian11 => "debian-11",
+            Kernel::LdtDistribution => "ldt-distribution",
             Kernel::LdtDebug => "ldt-debug",
             Kernel::PlainDebug => "plain-debug",
         }
@@ -102,7 +106,7 @@ impl Kernel {
 
     /// Whether the kernel has the patches of kernel/ldt.
     pub fn has_series(self) -> bool {
-        matches!(self, Kernel::Ldt | Kernel::LdtDebug)
+        matches!(self, Kernel::Ldt | Kernel::LdtDistribution | Kernel::LdtDebug)
     }
 
     /// Whether the kernel has its own checks.
@@ -115,6 +119,7 @@ impl Kernel {
         match self {
             Kernel::Stock | Kernel::Hypervisor | Kernel::Debian12 | Kernel::Debian11 => 1,
             Kernel::Ldt | Kernel::Plain => 8,
+            Kernel::LdtDistribution => 10,
             Kernel::LdtDebug | Kernel::PlainDebug => 12,
         }
     }
@@ -129,7 +134,7 @@ impl Kernel {
             Kernel::Hypervisor => Some(package(&NEWEST_SUITES, &[&STOCK_MODULES, &HYPERVISOR_MODULES])),
             Kernel::Debian12 => Some(package(&["bookworm"], &[&OLDER_MODULES, &STOCK_MODULES])),
             Kernel::Debian11 => Some(package(&["bullseye"], &[&OLDER_MODULES, &STOCK_MODULES])),
-            Kernel::Ldt | Kernel::Plain | Kernel::LdtDebug | Kernel::PlainDebug => None,
+            Kernel::Ldt | Kernel::Plain | Kernel::LdtDistribution | Kernel::LdtDebug | Kernel::PlainDebug => None,
         }
     }
 
@@ -137,7 +142,7 @@ impl Kernel {
     /// they need. The host, or the machine of another kernel, runs them.
     pub fn allowed_skips(self) -> &'static str {
         match self {
-            Kernel::Ldt | Kernel::LdtDebug => "",
+            Kernel::Ldt | Kernel::LdtDistribution | Kernel::LdtDebug => "",
             Kernel::Stock | Kernel::Hypervisor | Kernel::Plain | Kernel::PlainDebug => "lightweight dirty tracking",
             Kernel::Debian12 => {
                 "lightweight dirty tracking\nLinux 6\\.(7|11)\nPAGEMAP_SCAN\nPROCMAP_QUERY\nasynchronous write-protection"
@@ -156,6 +161,9 @@ impl Kernel {
             names.push("ldt.config");
         }
         names.push("devices.config");
+        if self == Kernel::LdtDistribution {
+            names.push("distribution.config");
+        }
         if self.checks_itself() {
             names.push("debug.config");
         }
@@ -291,7 +299,7 @@ mod tests {
     #[test]
     fn a_key_covers_source_patches_and_configuration() {
         let name = |kernel: Kernel, version: &[u8]| kernel.directory(version).unwrap().file_name().unwrap().to_owned();
-        let keys: Vec<_> = [Kernel::Ldt, Kernel::Plain, Kernel::LdtDebug, Kernel::PlainDebug]
+        let keys: Vec<_> = [Kernel::Ldt, Kernel::Plain, Kernel::LdtDistribution, Kernel::LdtDebug, Kernel::PlainDebug]
             .iter()
             .flat_map(|&kernel| [name(kernel, b"6.12.1\n"), name(kernel, b"6.12.2\n")])
             .map(|name| name.into_string().unwrap().rsplit('-').next().unwrap().to_owned())
@@ -326,6 +334,7 @@ mod tests {
         }
         assert!(Kernel::Plain.patches().unwrap().is_empty());
         assert_eq!(Kernel::LdtDebug.fragments().len(), 4);
+        assert_eq!(Kernel::LdtDistribution.patches().unwrap(), patches);
         assert_eq!(Kernel::Plain.fragments().len() + 1, Kernel::Ldt.fragments().len());
     }
 

@@ -108,8 +108,13 @@ pub fn source_version() -> Result<Vec<u8>> {
 }
 
 /// Unpacks a package of the first of `suites` that has it into `target`, which appears only when
-/// `prepare` has succeeded.
-fn fetch(package: &str, suites: &[&str], target: &Path, prepare: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
+/// `prepare` has succeeded. The caller has locked `fetching`.
+pub(crate) fn fetch(
+    package: &str,
+    suites: &[&str],
+    target: &Path,
+    prepare: impl FnOnce(&Path) -> Result<()>,
+) -> Result<()> {
     let archive = archive::address()?;
     let new = target.with_extension("new");
     let mut failure = None;

@@ -21,6 +21,7 @@ mod error;
 mod exceptions;
 pub mod history;
 pub mod host_tests;
+pub mod hypervisor;
 pub mod kernel;
 pub mod kernel_build;
 pub mod libtest;

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use crate::kernel::Kernel;
 use crate::kernel_build::{self, Image};
 use crate::qemu::{Accelerator, Hardware, kernel_warnings, met_removed_breakpoint};
-use crate::{Error, Result, cache, command, packages, progress, source_root};
+use crate::{Error, Result, cache, command, hypervisor, packages, progress, source_root};
 
 /// A machine, and what is run in it.
 #[derive(Clone, Debug)]
@@ -24,6 +24,9 @@ pub struct Machine {
     pub memory: String,
     /// The number of its processors.
     pub processors: u32,
+    /// Whether the kernel is the first guest of Xen, a paravirtualized one. It has to be
+    /// [`Kernel::LdtDistribution`].
+    pub on_xen: bool,
     /// Whether it has one emulated processor whose clock counts instructions, a nanosecond each.
     pub counts_instructions: bool,
     /// Directories of the host that the command can change. Its other changes are lost.
@@ -82,6 +85,7 @@ impl Machine {
             kernel,
             memory: "2G".to_owned(),
             processors: 2,
+            on_xen: false,
             counts_instructions: false,
             shares: Vec::new(),
             limit: Duration::from_secs(600),
@@ -92,6 +96,17 @@ impl Machine {
         }
     }
 
+    /// The kernel, and what it runs on.
+    pub fn name(&self) -> String {
+        format!("{}{}", self.kernel, if self.on_xen { "-on-xen" } else { "" })
+    }
+
+    /// Regular expressions for the lines of tests that it may skip.
+    pub fn allowed_skips(&self) -> &'static str {
+        // As a kernel without the series: it has no lightweight dirty tracking there.
+        if self.on_xen { Kernel::Plain.allowed_skips() } else { self.kernel.allowed_skips() }
+    }
+
     /// Boots the machine and runs a command, in the caller's working directory. Its output goes to
     /// `output`, or to the caller's standard output.
     ///
@@ -100,6 +115,10 @@ impl Machine {
     pub fn run(&self, words: &[OsString], output: Option<&File>) -> Result<Outcome> {
         if !command::is_root() {
             return Err(Error::unmet("a machine of the lab needs root, for virtiofsd", "run the command as root"));
+        }
+        if self.on_xen && self.kernel != Kernel::LdtDistribution {
+            let help = format!("use {}", Kernel::LdtDistribution);
+            return Err(Error::unmet(format!("the kernel {} is no guest of Xen", self.kernel), help));
         }
         set_up()?;
         let image = kernel_build::image(self.kernel)?;
@@ -114,6 +133,7 @@ impl Machine {
         words: &[OsString],
         output: Option<&File>,
     ) -> Result<Outcome> {
+        let hypervisor = if self.on_xen { Some(hypervisor::xen()?) } else { None };
         let directory = RunDirectory::new()?;
         self.prepare(image, &directory.0, words)?;
         let hardware = Hardware {
@@ -121,6 +141,7 @@ impl Machine {
             memory: &self.memory,
             processors: self.processors,
             kernel: &image.path(),
+            hypervisor: hypervisor.as_deref(),
             directory: &directory.0,
             append: &self.append,
         };

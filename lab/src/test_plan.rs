@@ -95,11 +95,14 @@ pub enum Part {
     Selftests,
     /// The series itself: each patch compiles on those before it.
     Series,
+    /// The kernel with the series as the first guest of Xen, a paravirtualized one, which has none
+    /// of it: the other mechanisms.
+    Xen,
 }
 
 impl Part {
     /// All parts.
-    pub const ALL: [Part; 11] = [
+    pub const ALL: [Part; 12] = [
         Part::Ldt,
         Part::Stock,
         Part::Debian12,
@@ -111,6 +114,7 @@ impl Part {
         Part::Migration,
         Part::Selftests,
         Part::Series,
+        Part::Xen,
     ];
 
     /// The parts of an extent, unless others are named.
@@ -135,6 +139,7 @@ impl Part {
             Part::Migration => "migration",
             Part::Selftests => "selftests",
             Part::Series => "series",
+            Part::Xen => "xen",
         }
     }
 
@@ -153,6 +158,7 @@ impl Part {
             (Part::Debian11, _) => &[Kernel::Debian11],
             (Part::Plain, _) => &[Kernel::Plain],
             (Part::Debug, _) => &[Kernel::LdtDebug],
+            (Part::Xen, _) => &[Kernel::LdtDistribution],
             // Debian's own kernel need not be built.
             (Part::Selftests, Extent::Quick) => &[Kernel::Stock, Kernel::Ldt],
             (Part::Selftests, Extent::Full) => &[Kernel::Plain, Kernel::Ldt],
@@ -212,6 +218,7 @@ impl Programs {
         match part {
             // Two nodes, so that pages can be made to migrate.
             Part::Ldt => machine.append = "numa=fake=2".to_owned(),
+            Part::Xen => machine.on_xen = true,
             Part::Stock | Part::KvmLog | Part::Debian12 | Part::Debian11 => machine.processors = STOCK_PROCESSORS,
             _ => {}
         }
@@ -377,6 +384,17 @@ fn tests(part: Part, extent: Extent, programs: &Programs) -> Result<Vec<GuestTes
                 }
             }
         }
+        Part::Xen => {
+            // It has to notice that the interface is not there, and to leave out what needs it.
+            let skips = "grep -q 'SKIP no lightweight dirty tracking'";
+            let command = format!("found=$({}) && echo \"$found\" && echo \"$found\" | {skips}", c.selftest());
+            tests.push(GuestTest::new("the series' selftest is refused, and skips the rest", command));
+            tests.push(oracle(c, 1, seconds, "-m soft-dirty"));
+            tests.push(oracle(c, 1, seconds, "-m pagemap-scan"));
+            if let Some(binaries) = &programs.binaries {
+                tests.extend(guest_of_xen(binaries)?);
+            }
+        }
         Part::Selftests | Part::Series => {}
     }
     Ok(tests)
@@ -414,6 +432,21 @@ fn older_kernel(binaries: &TestBinaries, extent: Extent) -> Result<Vec<GuestTest
             "redis",
             "--exact a_redis_server_under_load_is_killed_and_comes_back",
         )?,
+    ])
+}
+
+/// The tests of a paravirtualized guest of Xen: what works there.
+fn guest_of_xen(binaries: &TestBinaries) -> Result<Vec<GuestTest>> {
+    let test = |name: &str, crate_name: &str, target: &str, arguments: &str| -> Result<GuestTest> {
+        let command = libtest(&binaries.find(crate_name, target)?.path, arguments);
+        Ok(GuestTest::new(name, format!("export PROPTEST_CASES=12; {command}")))
+    };
+    Ok(vec![
+        test("doctor", "pagemark-cli", "old_kernels", "--exact doctor_says_why_a_guest_of_xen_has_no_dirty_bits")?,
+        test("Pagemark's trackers", "pagemark", "pagemark", "--test-threads 1 track::")?,
+        regions(binaries, "soft-dirty")?,
+        test("regions", "pagemark", "region", "uffd_behaves mprotect_behaves the_others_behave")?,
+        test("a process comes back", "pagemark-testing", "comes_back", "--exact a_family_with_soft_dirty")?,
     ])
 }
 

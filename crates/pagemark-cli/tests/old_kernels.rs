@@ -70,6 +70,24 @@ fn doctor_names_the_mechanisms_of_this_kernel() {
     assert!(found["auto"].is_string() && found["auto_own_memory"].is_string(), "{found}");
 }
 
+/// The machine of the lab that boots Xen runs this.
+#[test]
+fn doctor_says_why_a_guest_of_xen_has_no_dirty_bits() {
+    if !std::fs::read_to_string("/sys/hypervisor/guest_type").is_ok_and(|guest| guest.trim() == "PV") {
+        skip!("this is no paravirtualized guest of Xen");
+    }
+    let found = Pagemark::new().json(&["doctor", "--json"]);
+    let mechanisms = found["mechanisms"].as_array().expect("a list");
+    let finding = |name| mechanisms.iter().find(|finding| finding["mechanism"] == name).expect("every mechanism");
+    let ldt = finding("ldt");
+    assert_eq!(ldt["works"], false, "{ldt}");
+    let reason = ldt["reason"].as_str().expect("a reason");
+    assert!(reason.contains("paravirtualized guest of Xen"), "{reason}");
+    for name in ["pagemap-scan", "uffd", "soft-dirty", "mprotect"] {
+        assert_eq!(finding(name)["works"], true, "{}", finding(name));
+    }
+}
+
 #[test]
 fn doctor_reports_the_interfaces_and_mechanisms_of_an_older_kernel() {
     if let Some(reason) = reason_without_as_linux() {

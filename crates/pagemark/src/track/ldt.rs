@@ -4,6 +4,7 @@
 //! Nothing is write-protected or registered, so that the tracked program takes no page faults. A
 //! page that was not mapped at the last restart counts as written, wherever it comes from.
 
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -104,10 +105,21 @@ fn scanning(error: std::io::Error) -> Error {
 }
 
 fn unavailable() -> Error {
-    Error::unavailable(
-        Mechanism::Ldt,
-        "the kernel has no lightweight dirty tracking; one with Pagemark's patches (kernel/ldt) does",
-    )
+    let reason = if is_paravirtualized_guest_of_xen(Path::new("/sys/hypervisor")) {
+        "a paravirtualized guest of Xen has no lightweight dirty tracking, since the hypervisor checks its page \
+         tables; on the machine itself, or in a guest of type HVM or PVH, a kernel with Pagemark's patches \
+         (kernel/ldt) does"
+    } else {
+        "the kernel has no lightweight dirty tracking; one with Pagemark's patches (kernel/ldt) does"
+    };
+    Error::unavailable(Mechanism::Ldt, reason)
+}
+
+/// Whether the kernel runs on Xen without page tables of its own, by its files about the
+/// hypervisor, `/sys/hypervisor`.
+fn is_paravirtualized_guest_of_xen(hypervisor: &Path) -> bool {
+    let is = |file, value| std::fs::read_to_string(hypervisor.join(file)).is_ok_and(|text| text.trim() == value);
+    is("type", "xen") && is("guest_type", "PV")
 }
 
 impl Tracker for Ldt {
@@ -151,5 +163,24 @@ impl Tracker for Ldt {
         dirty.extend(&self.seen.advance(ranges, populated));
         self.covered = ranges.clone();
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_one_type_of_guests_of_xen_is_paravirtualized() {
+        let directory = tempfile::tempdir().unwrap();
+        assert!(!is_paravirtualized_guest_of_xen(directory.path()));
+        std::fs::write(directory.path().join("type"), "xen\n").unwrap();
+        for (guest_type, is_paravirtualized) in [("PV\n", true), ("HVM\n", false), ("PVH\n", false)] {
+            std::fs::write(directory.path().join("guest_type"), guest_type).unwrap();
+            assert_eq!(is_paravirtualized_guest_of_xen(directory.path()), is_paravirtualized, "{guest_type}");
+        }
+        std::fs::write(directory.path().join("guest_type"), "PV\n").unwrap();
+        std::fs::write(directory.path().join("type"), "other\n").unwrap();
+        assert!(!is_paravirtualized_guest_of_xen(directory.path()));
     }
 }
