@@ -67,7 +67,7 @@ pub enum Kernel {
     Debian12,
     /// The cloud kernel of Debian 11: Linux 5.10.
     Debian11,
-    /// As `Ldt`, with what a distribution's kernel has besides: Xen.
+    /// As `Ldt`, with what a distribution's kernel has besides: Xen, and memory of devices (DAX).
     LdtDistribution,
     /// As `Ldt`, with the kernel's own checks: DEBUG_VM, PAGE_TABLE_CHECK, lockdep, KASAN.
     LdtDebug,

@@ -11,12 +11,13 @@ use crate::kernel::{Kernel, KernelPackage, NEWEST_SUITES, lost_settings, release
 use crate::{Error, Result, cache, command, progress};
 
 /// What building a kernel and booting it needs.
-pub const PACKAGES: [&str; 15] = [
+pub const PACKAGES: [&str; 16] = [
     "bc",
     "bison",
     "busybox-static",
     "ca-certificates",
     "cpio",
+    "e2fsprogs",
     "flex",
     "gcc",
     "kmod",

@@ -98,11 +98,13 @@ pub enum Part {
     /// The kernel with the series as the first guest of Xen, a paravirtualized one, which has none
     /// of it: the other mechanisms.
     Xen,
+    /// The same kernel without Xen, on memory of devices that files and programs map.
+    Dax,
 }
 
 impl Part {
     /// All parts.
-    pub const ALL: [Part; 12] = [
+    pub const ALL: [Part; 13] = [
         Part::Ldt,
         Part::Stock,
         Part::Debian12,
@@ -115,6 +117,7 @@ impl Part {
         Part::Selftests,
         Part::Series,
         Part::Xen,
+        Part::Dax,
     ];
 
     /// The parts of an extent, unless others are named.
@@ -140,12 +143,13 @@ impl Part {
             Part::Selftests => "selftests",
             Part::Series => "series",
             Part::Xen => "xen",
+            Part::Dax => "dax",
         }
     }
 
     /// Whether it runs tests that cargo builds.
     pub fn needs_binaries(self) -> bool {
-        !matches!(self, Part::Debug | Part::Selftests | Part::Series)
+        !matches!(self, Part::Debug | Part::Selftests | Part::Series | Part::Dax)
     }
 
     /// The kernels that it boots.
@@ -158,7 +162,7 @@ impl Part {
             (Part::Debian11, _) => &[Kernel::Debian11],
             (Part::Plain, _) => &[Kernel::Plain],
             (Part::Debug, _) => &[Kernel::LdtDebug],
-            (Part::Xen, _) => &[Kernel::LdtDistribution],
+            (Part::Xen | Part::Dax, _) => &[Kernel::LdtDistribution],
             // Debian's own kernel need not be built.
             (Part::Selftests, Extent::Quick) => &[Kernel::Stock, Kernel::Ldt],
             (Part::Selftests, Extent::Full) => &[Kernel::Plain, Kernel::Ldt],
@@ -219,6 +223,10 @@ impl Programs {
             // Two nodes, so that pages can be made to migrate.
             Part::Ldt => machine.append = "numa=fake=2".to_owned(),
             Part::Xen => machine.on_xen = true,
+            Part::Dax => {
+                machine.memory = DAX_MEMORY.to_owned();
+                machine.append = DAX_REGIONS.map(|region| format!("memmap={region}")).join(" ");
+            }
             Part::Stock | Part::KvmLog | Part::Debian12 | Part::Debian11 => machine.processors = STOCK_PROCESSORS,
             _ => {}
         }
@@ -259,6 +267,13 @@ impl Programs {
         }])
     }
 }
+
+/// The memory of a machine of which a part is kept for devices. Above 4 GiB, all of it.
+const DAX_MEMORY: &str = "6G";
+
+/// The regions for devices, in the notation of the kernel's command line. Of the last, a page of 1
+/// GiB remains beside what describes the region.
+const DAX_REGIONS: [&str; 4] = ["1G!4G", "256M!5G", "256M!5376M", "2G!6G"];
 
 /// Tests of the trackers that are slow in emulation, and that no kernel of the lab changes.
 const SAME_ON_THE_HOST: &[&str] = &[
@@ -394,6 +409,16 @@ fn tests(part: Part, extent: Extent, programs: &Programs) -> Result<Vec<GuestTes
             if let Some(binaries) = &programs.binaries {
                 tests.extend(guest_of_xen(binaries)?);
             }
+        }
+        Part::Dax => {
+            let script = quoted(&crate::source_root().join("lab/guest/dax.sh"));
+            let dax = |arguments: &str| format!("{script} {} {arguments}", c.selftest());
+            tests.push(GuestTest::new("DAX files", dax("0")));
+            tests.push(GuestTest::new("a DAX device of pages of 4 KiB", dax("1 4096")));
+            tests.push(GuestTest::new("a DAX device of pages of 2 MiB", dax("2 2097152")));
+            tests.push(GuestTest::new("a DAX device of a page of 1 GiB", dax("3 1073741824")));
+            // A kernel that can be a guest of Xen changes entries of page tables by other functions.
+            tests.extend([selftest(), oracle(c, 51, seconds, ""), hostile(c, 51, seconds), users(c, 51, seconds)]);
         }
         Part::Selftests | Part::Series => {}
     }

@@ -21,10 +21,10 @@ const LAB_FAILED: u8 = 125;
 ///
 /// KERNEL is ldt (with the patches of kernel/ldt), plain (the same without them), stock (Debian's
 /// cloud kernel of the same version), hypervisor (the same with KVM), debian-12 (Linux 6.1),
-/// debian-11 (Linux 5.10), ldt-distribution (as ldt, with Xen), ldt-debug or plain-debug (which
-/// check themselves: DEBUG_VM, PAGE_TABLE_CHECK, lockdep, KASAN). A kernel is built or fetched when
-/// it is first used, and is then in the cache, ${XDG_CACHE_HOME:-~/.cache}/pagemark/lab. Everything
-/// but `build` and `source` needs root.
+/// debian-11 (Linux 5.10), ldt-distribution (as ldt, with Xen and DAX), ldt-debug or plain-debug
+/// (which check themselves: DEBUG_VM, PAGE_TABLE_CHECK, lockdep, KASAN). A kernel is built or
+/// fetched when it is first used, and is then in the cache,
+/// ${XDG_CACHE_HOME:-~/.cache}/pagemark/lab. Everything but `build` and `source` needs root.
 #[derive(Parser)]
 #[command(name = "lab")]
 struct Arguments {
@@ -45,7 +45,7 @@ enum Command {
     /// accelerator.
     Run(Run),
     /// Run the tests of the lab: ldt, stock, debian-12, debian-11, plain, debug, redis, kvm-log,
-    /// migration, selftests, series, xen
+    /// migration, selftests, series, xen, dax
     ///
     /// `quick` runs ldt, stock and debian-12 unless parts are named, in some minutes; `full` runs
     /// all of them with more seeds, in an hour or two of emulation.
