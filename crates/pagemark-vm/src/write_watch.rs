@@ -20,16 +20,18 @@
 use std::collections::HashMap;
 use std::io::{self, PipeReader, PipeWriter};
 use std::os::fd::AsFd;
+use std::path::Path;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
 use pagemark::sys::memory::Memory;
+use pagemark::sys::own_memory;
 use pagemark::sys::pagemap::{Filter, PRESENT, Pagemap, SWAPPED};
 use pagemark::sys::proc::{self, Status};
 use pagemark::sys::userfaultfd::{HOLDING_FLAGS, Synchronous, Userfaultfd};
 use pagemark::target::KeptCounts;
 use pagemark::{Address, AddressRangeExt, ByteCount, PAGE_SIZE, PageNumber, Range, RangeSet};
-use pagemark_process::inject;
+use pagemark_process::inject::{self, Call};
 
 use crate::error::{Error, ErrorKind, Object, Result};
 use crate::page_set::PageSet;
@@ -211,6 +213,7 @@ impl WriteWatch {
             let filter = Filter { any, ..Filter::default() };
             pagemap.find(range, filter, |run, _| data.insert(run))
         };
+        keep_unmerged(*pid, &mapping)?;
         // Protection makes entries for pages that are not there, which look as if they were swapped out.
         find(PRESENT | SWAPPED).map_err(&failed)?;
         {
@@ -484,9 +487,64 @@ fn failed(operation: &'static str, pid: i32) -> impl Fn(io::Error) -> Error {
     }
 }
 
+/// Keeps the kernel from merging the pages of a mapping with equal ones (KSM), for which QEMU asks
+/// by default: it would forget that they are protected.
+fn keep_unmerged(pid: i32, mapping: &Range) -> Result<()> {
+    if pid == std::process::id().cast_signed() {
+        return own_memory::keep_unmerged(mapping).map_err(failed("separate merged pages of", pid));
+    }
+    // Without it the kernel has no such merging, and refuses the call.
+    if !Path::new("/sys/kernel/mm/ksm").exists() {
+        return Ok(());
+    }
+    let arguments = [mapping.start.get(), mapping.byte_count().get(), libc::MADV_UNMERGEABLE as u64, 0, 0, 0];
+    inject::system_calls(pid, vec![Call { number: libc::SYS_madvise, arguments }])
+        .map_err(|error| Error::from(error).help(OTHER_STRATEGY))
+}
+
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicU64, Ordering};
+
+    use pagemark::sys::own_memory::Mapping;
+    use pagemark_testing::Merging;
+
     use super::*;
+
+    #[test]
+    fn the_kernel_merges_no_pages_that_are_watched() {
+        const PAGES: usize = 64;
+        let Some(merging) = Merging::start() else {
+            pagemark_testing::skip!("merging of equal pages cannot be started")
+        };
+        // The kernel passes over some pages in some of its scans.
+        for value in 1..5 {
+            let watch = WriteWatch::of_this_process().unwrap();
+            let mapping = Mapping::new(PAGES * PAGE_SIZE).unwrap();
+            let range = mapping.range();
+            let write = |page: usize, value: u64| {
+                // SAFETY: the word lies within the mapping, which only this test uses.
+                unsafe {
+                    let page = mapping.start().add(page * PAGE_SIZE);
+                    (*page.cast::<AtomicU64>().as_ptr()).store(value, Ordering::Relaxed);
+                }
+            };
+            (0..PAGES).for_each(|page| write(page, value << 32));
+            // SAFETY: the content stays as it is.
+            let result =
+                unsafe { libc::madvise(range.start.as_mut_ptr(), range.byte_count().to_usize(), libc::MADV_MERGEABLE) };
+            assert_eq!(result, 0, "{}", io::Error::last_os_error());
+            watch.add("memory", &range, range.clone()).unwrap();
+            merging.wait();
+            (0..PAGES).step_by(3).for_each(|page| write(page, 7));
+            let mut written = RangeSet::new();
+            watch.collect(&range, &mut written).unwrap();
+            for page in (0..PAGES).step_by(3) {
+                let address = range.start + ByteCount::of_pages(page as u64);
+                assert!(written.contains(address), "the write to page {page} is not known");
+            }
+        }
+    }
 
     #[test]
     fn a_page_is_hot_after_some_checkpoints_and_protected_now_and_then() {

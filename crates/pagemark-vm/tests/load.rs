@@ -243,8 +243,23 @@ fn writes_to_pages_that_each_checkpoint_keeps_do_not_wait() {
         paths.wait_for_steps(16);
     }
     assert!(dirty > 4000 && waited * 2 < dirty, "{waited} of {dirty} pages were waited for");
+    assert!(!may_be_merged(&qemu), "the kernel forgets the protection of pages that it merges");
     job.detach();
     drop(qemu);
+}
+
+/// True if the kernel may merge pages of the machine's 64 MiB of memory with equal ones (KSM).
+fn may_be_merged(qemu: &Qemu) -> bool {
+    let smaps = fs::read_to_string(format!("/proc/{}/smaps", qemu.pid())).unwrap();
+    let mut kib = 0u64;
+    smaps.lines().any(|line| match line.split_once(':') {
+        Some(("Size", size)) => {
+            kib = size.trim().trim_end_matches(" kB").parse().unwrap();
+            false
+        }
+        Some(("VmFlags", flags)) => kib >= 64 << 10 && flags.split_whitespace().any(|flag| flag == "mg"),
+        _ => false,
+    })
 }
 
 macro_rules! many_checkpoints {
