@@ -37,6 +37,9 @@ const WATCHED: u64 = libc::FAN_CLOSE_WRITE
 /// Size of the buffer for events, bytes. An event has at most some 400.
 const BUFFER: usize = 64 << 10;
 
+/// How often a directory is looked for where the kernel has no memory for it, or says so.
+const TRIES: u32 = 1000;
+
 /// A change of a name in a directory. Changes by one process that follow each other closely are one
 /// event.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -148,26 +151,18 @@ impl Fanotify {
     /// `EPERM`: CAP_DAC_READ_SEARCH is missing.
     pub fn path(&self, directory: &DirectoryHandle) -> io::Result<Option<PathBuf>> {
         let Some(mount) = self.marked.get(&directory.file_system) else { return Ok(None) };
-        let mut handle = directory.handle.clone();
-        // SAFETY: the kernel reads the handle, whose length was checked when it was parsed.
-        let opened = unsafe {
-            libc::syscall(
-                libc::SYS_open_by_handle_at,
-                mount.as_raw_fd(),
-                handle.as_mut_ptr(),
-                libc::O_PATH | libc::O_CLOEXEC,
-            )
+        let mut tries = 0..TRIES;
+        let opened = loop {
+            match open_by_handle(mount, directory) {
+                Ok(opened) => break opened,
+                Err(error) => match error.raw_os_error() {
+                    Some(libc::ESTALE | libc::ENOENT) => return Ok(None),
+                    // ext4 returns it, too, while another file is made with the inode of one that is gone.
+                    Some(libc::ENOMEM) if tries.next().is_some() => std::thread::yield_now(),
+                    _ => return Err(error),
+                },
+            }
         };
-        if opened < 0 {
-            let error = io::Error::last_os_error();
-            return if matches!(error.raw_os_error(), Some(libc::ESTALE | libc::ENOENT)) {
-                Ok(None)
-            } else {
-                Err(error)
-            };
-        }
-        // SAFETY: the kernel has just made this descriptor for us; nobody else owns it.
-        let opened = unsafe { OwnedFd::from_raw_fd(opened as libc::c_int) };
         let path = fs::read_link(format!("/proc/self/fd/{}", opened.as_raw_fd()))?;
         let is_removed = path.as_os_str().as_bytes().ends_with(b" (deleted)") && fs::symlink_metadata(&path).is_err();
         Ok((path.is_absolute() && !is_removed).then_some(path))
@@ -179,6 +174,19 @@ impl AsFd for Fanotify {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.group.as_fd()
     }
+}
+
+/// Opens the directory that a handle names.
+fn open_by_handle(mount: &File, directory: &DirectoryHandle) -> io::Result<OwnedFd> {
+    let mut handle = directory.handle.clone();
+    let flags = libc::O_PATH | libc::O_CLOEXEC;
+    // SAFETY: the kernel reads the handle, whose length was checked when it was parsed.
+    let opened = unsafe { libc::syscall(libc::SYS_open_by_handle_at, mount.as_raw_fd(), handle.as_mut_ptr(), flags) };
+    if opened < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the kernel has just made this descriptor for us; nobody else owns it.
+    Ok(unsafe { OwnedFd::from_raw_fd(opened as libc::c_int) })
 }
 
 /// The id of a file system, as events have it.
@@ -246,6 +254,40 @@ mod tests {
     use std::os::unix::fs::symlink;
 
     use super::*;
+
+    #[test]
+    fn a_directory_is_gone_while_others_are_made_with_its_inode() {
+        use std::sync::atomic::{AtomicBool, Ordering};
+
+        if let Some(error) = NAMES.refusal() {
+            pagemark_testing::skip!("no fanotify with names ({error})");
+        }
+        let directory = tempfile::tempdir().unwrap();
+        let mut group = Fanotify::new().unwrap();
+        if let Err(error) = group.mark(directory.path()) {
+            pagemark_testing::skip!("the file system of {} has no marks ({error})", directory.path().display());
+        }
+        let gone = directory.path().join("gone");
+        fs::create_dir(&gone).unwrap();
+        fs::write(gone.join("file"), b"content").unwrap();
+        let events = group.read().unwrap().events;
+        let handle = events.into_iter().find(|event| event.name == *"file").unwrap().directory;
+        assert_eq!(group.path(&handle).unwrap(), Some(gone.clone()));
+        fs::remove_dir_all(&gone).unwrap();
+        let is_over = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while !is_over.load(Ordering::Relaxed) {
+                    fs::create_dir(&gone).unwrap();
+                    fs::remove_dir(&gone).unwrap();
+                }
+            });
+            let found: Vec<_> =
+                (0..20_000).map(|_| group.path(&handle)).filter(|path| !matches!(path, Ok(None))).collect();
+            is_over.store(true, Ordering::Relaxed);
+            assert!(found.is_empty(), "{} times, at first {:?}", found.len(), found[0]);
+        });
+    }
 
     #[test]
     fn changes_are_reported_with_process_directory_and_name() {
