@@ -8,6 +8,7 @@
 //! Times are those of the whole program, without waits for a processor that others have.
 
 use std::path::PathBuf;
+use std::process::Command;
 use std::time::Duration;
 
 use pagemark::Mechanism;
@@ -147,14 +148,18 @@ impl Program {
     /// Why the program cannot run here, and what to do.
     fn missing(self) -> Option<&'static str> {
         match self {
-            Program::Redis if !redis::is_installed() => Some("redis-server is missing: install redis-server"),
-            Program::Python if !python::is_installed() => Some("python3 is missing: install python3"),
+            Program::Redis if !is_installed("redis-server") => Some("redis-server is missing: install redis-server"),
+            Program::Python if !is_installed("python3") => Some("python3 is missing: install python3"),
             _ if self.is_library() && !tokyo::is_installed() => {
                 Some("libtokyocabinet.so.9 is missing: install libtokyocabinet9")
             }
             _ => None,
         }
     }
+}
+
+fn is_installed(program: &str) -> bool {
+    Command::new(program).arg("--version").output().is_ok_and(|output| output.status.success())
 }
 
 /// Size of a program's input.

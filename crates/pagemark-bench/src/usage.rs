@@ -19,15 +19,22 @@ pub(crate) fn thread_cpu_ns() -> Result<f64, BenchError> {
 
 /// How long this thread was ready to run and had no processor, since it began, nanoseconds.
 pub(crate) fn thread_wait_ns() -> Result<f64, BenchError> {
-    let text = std::fs::read_to_string("/proc/thread-self/schedstat");
-    let text = text.map_err(BenchError::on("read how long this thread waited for a processor"))?;
-    let waited = text.split_whitespace().nth(1).and_then(|waited| waited.parse().ok());
-    let invalid = || BenchError::on("read /proc/thread-self/schedstat")(io::ErrorKind::InvalidData.into());
-    waited.ok_or_else(invalid)
+    read_number("/proc/thread-self/schedstat", |text| number_at(text, 1))
+}
+
+fn number_at(text: &[u8], place: usize) -> Option<u64> {
+    std::str::from_utf8(text).ok()?.split_ascii_whitespace().nth(place)?.parse().ok()
+}
+
+/// A number in a file of `/proc`.
+fn read_number(path: &str, find: impl FnOnce(&[u8]) -> Option<u64>) -> Result<f64, BenchError> {
+    let failed = || BenchError::on(format!("read {path}"));
+    let number = find(&std::fs::read(path).map_err(failed())?);
+    number.map(|number| number as f64).ok_or_else(|| failed()(io::ErrorKind::InvalidData.into()))
 }
 
 /// Processor time and page faults of a thread.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Default, Debug)]
 pub(crate) struct ThreadUsage {
     /// Processor time, nanoseconds.
     pub cpu_ns: f64,
@@ -36,6 +43,22 @@ pub(crate) struct ThreadUsage {
 }
 
 impl ThreadUsage {
+    /// Of the main thread of a process, since it began.
+    pub fn of_main_thread(pid: i32) -> Result<ThreadUsage, BenchError> {
+        /// The faults that read nothing from a device, in `stat`.
+        const FAULTS: usize = 10;
+        let directory = format!("/proc/{pid}/task/{pid}");
+        Ok(ThreadUsage {
+            cpu_ns: read_number(&format!("{directory}/schedstat"), |text| number_at(text, 0))?,
+            faults: read_number(&format!("{directory}/stat"), |text| proc::stat::number(text, FAULTS))?,
+        })
+    }
+
+    /// What was used between `begin` and this.
+    pub fn since(self, begin: ThreadUsage) -> ThreadUsage {
+        ThreadUsage { cpu_ns: self.cpu_ns - begin.cpu_ns, faults: self.faults - begin.faults }
+    }
+
     /// Of this thread, since it began.
     pub fn now() -> Result<ThreadUsage, BenchError> {
         let faults = thread_faults()?;

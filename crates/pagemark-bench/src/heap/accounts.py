@@ -1,7 +1,7 @@
-"""Accounts of a bank: objects of Python, whose fields and lists change. It is measured with its heap tracked.
+"""Accounts of a bank: objects of Python, whose fields and lists change, with the heap tracked.
 
-The argument is a JSON object: accounts, steps, interval_ns, strategy (or null), file (or null). Prints what was measured, as
-a JSON object.
+The argument is a JSON object: accounts, steps, interval_ns, strategy (or null), file (or null).
+Prints what was measured, as a JSON object.
 """
 
 import ctypes

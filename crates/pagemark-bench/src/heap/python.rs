@@ -41,11 +41,6 @@ struct Measured {
     save_ns: f64,
 }
 
-/// True if there is an interpreter.
-pub(super) fn is_installed() -> bool {
-    Command::new(INTERPRETER).arg("--version").output().is_ok_and(|output| output.status.success())
-}
-
 /// Runs the program. Checkpoints are written to `file`.
 pub(super) fn run(task: &Task, file: &Path) -> Result<Outcome, BenchError> {
     let strategy = preloaded::strategy(task.variant.tracking).map(|name| name.to_str()).transpose();

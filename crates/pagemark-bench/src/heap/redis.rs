@@ -2,7 +2,6 @@
 //! so that each comes between two others (`pagemark-malloc/examples/redis_module.rs`).
 
 use std::ffi::OsString;
-use std::fs;
 use std::io;
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
@@ -16,6 +15,7 @@ use super::{Outcome, Saving};
 use crate::BenchError;
 use crate::random::Xorshift;
 use crate::redis_server::RedisServer;
+use crate::usage::ThreadUsage;
 
 const MODULE: &str = "examples/libredis_module.so";
 /// Names the module, before the directory of this program is looked at.
@@ -26,14 +26,9 @@ const FULL_REQUESTS: u64 = 8_000_000;
 /// Requests that are sent before their replies are read.
 const BATCH: u64 = 64;
 const VALUE_BYTES: usize = 100;
-/// The counters and lists, one for so many keys.
-const KEYS_A_COUNTER: u64 = 16;
+/// The number of keys for each counter and each list.
+const KEYS_PER_COUNTER: u64 = 16;
 const LONGEST_LIST: i64 = 32;
-
-/// True if there is a server.
-pub(super) fn is_installed() -> bool {
-    std::process::Command::new("redis-server").arg("--version").output().is_ok_and(|output| output.status.success())
-}
 
 /// Runs a server and sends requests. Checkpoints are written to `file`.
 pub(super) fn run(task: &Task, file: &Path) -> Result<Outcome, BenchError> {
@@ -52,7 +47,7 @@ pub(super) fn run(task: &Task, file: &Path) -> Result<Outcome, BenchError> {
         run.outcome = Outcome::default();
     }
     let (keys, requests) = (task.size.of(FULL_KEYS), task.size.of(FULL_REQUESTS));
-    let begin = Usage::of(run.pid)?;
+    let begin = ThreadUsage::of_main_thread(run.pid)?;
     run.at_checkpoint = begin;
     let mut sent = Sent::default();
     let mut random = Xorshift::new(1);
@@ -60,7 +55,7 @@ pub(super) fn run(task: &Task, file: &Path) -> Result<Outcome, BenchError> {
         let mut batch = redis::pipe();
         (0..BATCH).for_each(|_| sent.add(&mut batch, &mut random, keys));
         batch.exec(&mut run.connection).map_err(failed("send requests to Redis"))?;
-        let used_ns = Usage::of(run.pid)?.cpu_ns - run.at_checkpoint.cpu_ns;
+        let used_ns = ThreadUsage::of_main_thread(run.pid)?.cpu_ns - run.at_checkpoint.cpu_ns;
         if strategy.is_some() && used_ns >= task.interval.as_nanos() as f64 {
             run.checkpoint()?;
         }
@@ -68,7 +63,7 @@ pub(super) fn run(task: &Task, file: &Path) -> Result<Outcome, BenchError> {
     if strategy.is_some() {
         run.checkpoint()?;
     }
-    let used = Usage::of(run.pid)?.since(begin);
+    let used = ThreadUsage::of_main_thread(run.pid)?.since(begin);
     sent.check(&mut run.connection)?;
     let Run { mut outcome, in_checkpoints, .. } = run;
     outcome.faults = used.faults - in_checkpoints.faults;
@@ -95,41 +90,14 @@ fn failed(operation: &'static str) -> impl FnOnce(redis::RedisError) -> BenchErr
     move |error| BenchError::on(operation)(io::Error::other(error))
 }
 
-/// Processor time and page faults of the main thread of a process.
-#[derive(Clone, Copy, Default)]
-struct Usage {
-    cpu_ns: f64,
-    faults: f64,
-}
-
-impl Usage {
-    fn of(pid: i32) -> Result<Usage, BenchError> {
-        let read = |file: &str, field: usize| -> Result<f64, BenchError> {
-            let path = format!("/proc/{pid}/task/{pid}/{file}");
-            let text = fs::read_to_string(&path).map_err(BenchError::on(format!("read {path}")))?;
-            // The name of the program, which may have blanks, is in parentheses.
-            let fields = text.rsplit(')').next().unwrap_or_default();
-            let number = fields.split_whitespace().nth(field).and_then(|number| number.parse().ok());
-            number.ok_or_else(|| BenchError::on(format!("read {path}"))(io::ErrorKind::InvalidData.into()))
-        };
-        // The faults that read nothing from a device are the field 10 of `stat`, which counts from 1; 2
-        // are gone.
-        Ok(Usage { cpu_ns: read("schedstat", 0)?, faults: read("stat", 7)? })
-    }
-
-    fn since(self, begin: Usage) -> Usage {
-        Usage { cpu_ns: self.cpu_ns - begin.cpu_ns, faults: self.faults - begin.faults }
-    }
-}
-
 /// A server under load.
 struct Run<'a> {
     connection: Connection,
     pid: i32,
     file: &'a Path,
     outcome: Outcome,
-    at_checkpoint: Usage,
-    in_checkpoints: Usage,
+    at_checkpoint: ThreadUsage,
+    in_checkpoints: ThreadUsage,
 }
 
 impl<'a> Run<'a> {
@@ -141,15 +109,15 @@ impl<'a> Run<'a> {
             pid: server.pid(),
             file,
             outcome: Outcome::default(),
-            at_checkpoint: Usage::default(),
-            in_checkpoints: Usage::default(),
+            at_checkpoint: ThreadUsage::default(),
+            in_checkpoints: ThreadUsage::default(),
         })
     }
 
     fn checkpoint(&mut self) -> Result<(), BenchError> {
-        let before = Usage::of(self.pid)?;
+        let before = ThreadUsage::of_main_thread(self.pid)?;
         self.take(self.file)?;
-        self.at_checkpoint = Usage::of(self.pid)?;
+        self.at_checkpoint = ThreadUsage::of_main_thread(self.pid)?;
         let used = self.at_checkpoint.since(before);
         self.in_checkpoints.cpu_ns += used.cpu_ns;
         self.in_checkpoints.faults += used.faults;
@@ -181,11 +149,11 @@ impl Sent {
         let key = if random.below(10) == 0 { random.below(keys) } else { random.below((keys / 10).max(1)) };
         match random.below(4) {
             0 => {
-                batch.cmd("INCR").arg(format!("counter:{}", key / KEYS_A_COUNTER)).ignore();
+                batch.cmd("INCR").arg(format!("counter:{}", key / KEYS_PER_COUNTER)).ignore();
                 self.increments += 1;
             }
             1 => {
-                let list = format!("list:{}", key / KEYS_A_COUNTER);
+                let list = format!("list:{}", key / KEYS_PER_COUNTER);
                 batch.cmd("LPUSH").arg(&list).arg(key).ignore();
                 batch.cmd("LTRIM").arg(&list).arg(0).arg(LONGEST_LIST - 1).ignore();
             }

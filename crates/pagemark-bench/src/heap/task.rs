@@ -1,6 +1,6 @@
 //! A program under measurement, in a process of its own.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
@@ -45,19 +45,18 @@ impl ProcessTask for Task {
     }
 
     fn run(&self) -> Result<Outcome, BenchError> {
-        let capacity = if self.size == Size::Full { FULL_CAPACITY } else { PART_CAPACITY };
-        let memory = match self.variant.parts {
-            Some(count) if !self.program.is_preloaded() => {
-                let parts = Parts::from_count(count).unwrap_or(Parts::One);
-                ObjectAllocator::Heap(Heap::new(parts, capacity).map_err(BenchError::pagemark)?)
-            }
-            _ => ObjectAllocator::System,
-        };
         let file = self.directory.join(format!("heap-{}", std::process::id()));
+        let size = self.size;
         let result = match self.program {
+            Program::Bayes => self.run_with(&file, |monitor| super::bayes::run(monitor, size)),
+            Program::Intruder => self.run_with(&file, |monitor| super::intruder::run(monitor, size)),
+            Program::Vacation => self.run_with(&file, |monitor| super::vacation::run(monitor, size)),
+            Program::Genome => self.run_with(&file, |monitor| super::genome::run(monitor, size)),
+            Program::Tokyo64 => self.run_with(&file, |monitor| tokyo::run(monitor, size, 10_000_000, 64)),
+            Program::Tokyo128 => self.run_with(&file, |monitor| tokyo::run(monitor, size, 5_000_000, 128)),
+            Program::Tokyo1024 => self.run_with(&file, |monitor| tokyo::run(monitor, size, 1_000_000, 1024)),
             Program::Redis => super::redis::run(self, &file),
             Program::Python => super::python::run(self, &file),
-            _ => self.run_with(&Objects::new(memory, self.verifies), &file),
         };
         // It is not there if nothing was saved.
         let _ = std::fs::remove_file(&file);
@@ -66,18 +65,23 @@ impl ProcessTask for Task {
 }
 
 impl Task {
-    fn run_with(&self, objects: &Objects, file: &std::path::Path) -> Result<Outcome, BenchError> {
-        let monitor = Monitor::begin(objects, self.variant.tracking, self.saving, self.interval, file)?;
-        match self.program {
-            Program::Bayes => super::bayes::run(&monitor, self.size)?,
-            Program::Intruder => super::intruder::run(&monitor, self.size)?,
-            Program::Vacation => super::vacation::run(&monitor, self.size)?,
-            Program::Genome => super::genome::run(&monitor, self.size)?,
-            Program::Tokyo64 => tokyo::run(&monitor, self.size, 10_000_000, 64)?,
-            Program::Tokyo128 => tokyo::run(&monitor, self.size, 5_000_000, 128)?,
-            Program::Tokyo1024 => tokyo::run(&monitor, self.size, 1_000_000, 1024)?,
-            Program::Redis | Program::Python => unreachable!("they have no monitor"),
-        }
+    /// Runs a program of this process, which calls the monitor.
+    fn run_with(
+        &self,
+        file: &Path,
+        program: impl FnOnce(&Monitor<'_>) -> Result<(), BenchError>,
+    ) -> Result<Outcome, BenchError> {
+        let capacity = if self.size == Size::Full { FULL_CAPACITY } else { PART_CAPACITY };
+        let memory = match self.variant.parts {
+            Some(count) if !self.program.is_preloaded() => {
+                let parts = Parts::from_count(count).unwrap_or(Parts::One);
+                ObjectAllocator::Heap(Heap::new(parts, capacity).map_err(BenchError::pagemark)?)
+            }
+            _ => ObjectAllocator::System,
+        };
+        let objects = Objects::new(memory, self.verifies);
+        let monitor = Monitor::begin(&objects, self.variant.tracking, self.saving, self.interval, file)?;
+        program(&monitor)?;
         let failed = || BenchError::wrong_result(self.program.name(), "the program did not finish");
         let outcome = monitor.outcome().ok_or_else(failed)?;
         // The library that is preloaded does not list its objects.

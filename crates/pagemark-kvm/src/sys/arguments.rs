@@ -4,13 +4,15 @@
 use std::io;
 use std::ops::Range;
 
-/// The fields of `/proc/PID/stat`, counted from 0, behind the name of the program.
-const START_CODE: usize = 23;
-const END_CODE: usize = 24;
-const START_STACK: usize = 25;
-const START_DATA: usize = 42;
-const END_DATA: usize = 43;
-const START_BRK: usize = 44;
+use pagemark::sys::proc;
+
+/// Fields of `/proc/PID/stat`, as proc(5) counts.
+const START_CODE: usize = 26;
+const END_CODE: usize = 27;
+const START_STACK: usize = 28;
+const START_DATA: usize = 45;
+const END_DATA: usize = 46;
+const START_BRK: usize = 47;
 
 /// `struct prctl_mm_map`.
 #[repr(C)]
@@ -38,12 +40,8 @@ struct MemoryMap {
 /// The kernel has no such call (CONFIG_CHECKPOINT_RESTORE), or does not accept the addresses: then
 /// it shows the monitor's.
 pub fn show(arguments: &Range<u64>, environment: &Range<u64>) -> io::Result<()> {
-    let stat = std::fs::read_to_string("/proc/self/stat")?;
-    let fields: Vec<&str> = stat.rsplit(')').next().unwrap_or_default().split_whitespace().collect();
-    let field = |index: usize| -> io::Result<u64> {
-        let value = fields.get(index).and_then(|text| text.parse().ok());
-        value.ok_or_else(|| io::ErrorKind::InvalidData.into())
-    };
+    let text = std::fs::read(proc::own_path("stat"))?;
+    let field = |field| proc::stat::number(&text, field).ok_or(io::ErrorKind::InvalidData);
     let map = MemoryMap {
         start_code: field(START_CODE)?,
         end_code: field(END_CODE)?,

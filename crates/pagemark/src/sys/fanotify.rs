@@ -255,18 +255,26 @@ mod tests {
 
     use super::*;
 
+    /// A directory whose file system is marked, or why there can be none.
+    fn watched() -> Result<(tempfile::TempDir, Fanotify), String> {
+        if let Some(error) = NAMES.refusal() {
+            return Err(format!("no fanotify with names ({error})"));
+        }
+        let (directory, mut group) = (tempfile::tempdir().unwrap(), Fanotify::new().unwrap());
+        match group.mark(directory.path()) {
+            Ok(()) => Ok((directory, group)),
+            Err(error) => Err(format!("the file system of {} has no marks ({error})", directory.path().display())),
+        }
+    }
+
     #[test]
     fn a_directory_is_gone_while_others_are_made_with_its_inode() {
         use std::sync::atomic::{AtomicBool, Ordering};
 
-        if let Some(error) = NAMES.refusal() {
-            pagemark_testing::skip!("no fanotify with names ({error})");
-        }
-        let directory = tempfile::tempdir().unwrap();
-        let mut group = Fanotify::new().unwrap();
-        if let Err(error) = group.mark(directory.path()) {
-            pagemark_testing::skip!("the file system of {} has no marks ({error})", directory.path().display());
-        }
+        let (directory, mut group) = match watched() {
+            Ok(watched) => watched,
+            Err(reason) => pagemark_testing::skip!("{reason}"),
+        };
         let gone = directory.path().join("gone");
         fs::create_dir(&gone).unwrap();
         fs::write(gone.join("file"), b"content").unwrap();
@@ -291,14 +299,10 @@ mod tests {
 
     #[test]
     fn changes_are_reported_with_process_directory_and_name() {
-        if let Some(error) = NAMES.refusal() {
-            pagemark_testing::skip!("no fanotify with names ({error})");
-        }
-        let directory = tempfile::tempdir().unwrap();
-        let mut group = Fanotify::new().unwrap();
-        if let Err(error) = group.mark(directory.path()) {
-            pagemark_testing::skip!("the file system of {} has no marks ({error})", directory.path().display());
-        }
+        let (directory, mut group) = match watched() {
+            Ok(watched) => watched,
+            Err(reason) => pagemark_testing::skip!("{reason}"),
+        };
         let at = |name: &str| directory.path().join(name);
         fs::write(at("written"), b"content").unwrap();
         fs::create_dir(at("made")).unwrap();

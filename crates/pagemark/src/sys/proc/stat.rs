@@ -28,6 +28,9 @@ pub struct Stat {
     pub is_exiting: bool,
 }
 
+/// The first field behind the name of the command, as proc(5) counts.
+const FIRST_FIELD: usize = 3;
+
 const PF_EXITING: u64 = 0x4;
 const PF_KTHREAD: u64 = 0x0020_0000;
 
@@ -88,6 +91,13 @@ pub fn parent_and_start(text: &[u8]) -> Option<(i32, u64)> {
     Some((parent_pid, fields.nth(17)?.parse().ok()?))
 }
 
+/// A number in the content of a `stat` file. Fields are counted as in proc(5), from 1 on; `field`
+/// is one behind the name of the command. Does not allocate.
+pub fn number(text: &[u8], field: usize) -> Option<u64> {
+    let fields = std::str::from_utf8(text.get(end_of_command(text)? + 1..)?).ok()?;
+    fields.split_ascii_whitespace().nth(field.checked_sub(FIRST_FIELD)?)?.parse().ok()
+}
+
 /// True of the thread of the kernel that KVM keeps in a process that has a machine (Linux 6.14), by
 /// the content of its `stat` file. It executes nothing of the program. Does not allocate.
 pub fn is_worker_of_kvm(text: &[u8]) -> bool {
@@ -113,7 +123,7 @@ mod tests {
     proptest! {
         #[test]
         fn any_bytes_are_parsed_or_refused(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
-            let _ = (Stat::parse(&bytes), state(&bytes), parent_and_start(&bytes));
+            let _ = (Stat::parse(&bytes), state(&bytes), parent_and_start(&bytes), number(&bytes, 22));
         }
 
         #[test]
@@ -122,6 +132,8 @@ mod tests {
             let stat = Stat::parse(&[b"77 (", &command[..], rest].concat()).unwrap();
             let text = [b"77 (", &command[..], rest].concat();
             prop_assert_eq!(parent_and_start(&text), Some((5, 12345)));
+            prop_assert_eq!([number(&text, 4), number(&text, 22), number(&text, 99)], [Some(5), Some(12345), None]);
+            prop_assert_eq!([number(&text, 0), number(&text, 3)], [None, None]);
             prop_assert_eq!(&stat.command, &String::from_utf8_lossy(&command));
             prop_assert_eq!((stat.pid, stat.state, stat.parent_pid, stat.session_id, stat.start_ticks), (77, 'S', 5, 66, 12345));
         }
