@@ -98,6 +98,25 @@ impl Apt {
         Ok(())
     }
 
+    /// Downloads the source of a package as it came to Debian, without Debian's changes, and
+    /// unpacks those of its files that match `files` into `target`: all if there are none.
+    /// `expected` must be among them.
+    pub fn unpack_source(&self, package: &str, target: &Path, files: &[&str], expected: &str) -> Result<()> {
+        cache::create(target)?;
+        let help = "see above; this needs the network";
+        let download = ["source", "--download-only", "--tar-only", package];
+        let operation = format!("downloading the source of {package}");
+        command::output(self.command("apt-get").args(download).current_dir(target), &operation, help)?;
+        let unpack = r#"tar -x -f "$0"_*.orig.tar.* --strip-components=1 --wildcards "$@" && rm "$0"_*"#;
+        let mut shell = Command::new("sh");
+        shell.args(["-c", unpack, package]).args(files).current_dir(target);
+        command::output(&mut shell, &format!("unpacking the source of {package}"), help)?;
+        match target.join(expected).exists() {
+            true => Ok(()),
+            false => Err(Error::unmet(format!("the source of {package} has no {expected}"), help)),
+        }
+    }
+
     /// Downloads a package with everything that it depends on, and unpacks it all into `target`.
     pub fn unpack_with_dependencies(&self, package: &str, target: &Path) -> Result<()> {
         cache::create(target)?;

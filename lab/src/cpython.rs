@@ -5,7 +5,7 @@ use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
-use crate::surroundings::{self, Surroundings, Verdicts};
+use crate::surroundings::{Surroundings, Verdicts};
 use crate::{Error, Result, cache, command, packages};
 
 /// Debian's Python, whose tests are a package.
@@ -38,7 +38,6 @@ const LIMIT: Duration = Duration::from_secs(1800);
 /// # Errors
 /// If the tests are not there and cannot be installed, or nothing of a module runs outside.
 pub fn run(within: Surroundings, modules: &[String], logs: &Path) -> Result<(Vec<String>, bool)> {
-    let excepted = within.exceptions()?;
     packages::install(&["python3"])?;
     let version = "import sys; print('%d.%d' % sys.version_info[:2], end='')";
     let version = command::output(Command::new(PYTHON).args(["-c", version]), "python3", "reinstall it")?;
@@ -46,23 +45,10 @@ pub fn run(within: Surroundings, modules: &[String], logs: &Path) -> Result<(Vec
     cache::remove(logs)?;
     cache::create(logs)?;
     let named: Vec<&str> = modules.iter().map(String::as_str).collect();
-    let (mut report, mut is_good) = (Vec::new(), true);
-    for module in if named.is_empty() { &MODULES } else { &named[..] } {
+    within.compare_groups(if named.is_empty() { &MODULES } else { &named }, logs, |module| {
         let outside = verdicts(Command::new(PYTHON), module, &logs.join(format!("{module}.outside")))?;
-        if outside.is_empty() {
-            return Err(Error::unmet(format!("no test of {module} runs"), format!("see {}", logs.display())));
-        }
-        let inside = verdicts(within.command(PYTHON)?, module, &logs.join(format!("{module}.inside")))?;
-        crate::progress!(
-            "{module}: {} outside, {} inside",
-            surroundings::counts(&outside),
-            surroundings::counts(&inside)
-        );
-        let (lines, is_as_expected) = surroundings::compare(&outside, &inside, &excepted);
-        report.extend(lines);
-        is_good &= is_as_expected;
-    }
-    Ok((report, is_good))
+        Ok([outside, verdicts(within.command(PYTHON)?, module, &logs.join(format!("{module}.inside")))?])
+    })
 }
 
 /// Runs a module's tests in a directory of their own. Those that a run that did not end had passed

@@ -8,10 +8,12 @@ use std::process::Command;
 use std::time::Duration;
 
 use crate::archive::{self, Apt};
-use crate::surroundings::{self, Surroundings, Verdicts};
-use crate::{Error, Result, cache, command, packages, progress};
+use crate::surroundings::{Surroundings, Verdicts};
+use crate::{Error, Result, cache, command, packages, progress, setup};
 
 const SERVER: &str = "/usr/bin/redis-server";
+/// The program that runs the tests, in the source.
+const TEST_PROGRAM: &str = "tests/test_helper.tcl";
 /// What the tests start beside the server.
 const OTHERS: [&str; 4] = ["redis-cli", "redis-benchmark", "redis-check-aof", "redis-check-rdb"];
 /// The units that run if none are named: those that neither take long nor measure time and memory.
@@ -50,7 +52,6 @@ const LIMIT: Duration = Duration::from_secs(1800);
 /// # Errors
 /// If Redis or its tests cannot be had, or nothing of a unit runs outside.
 pub fn run(within: Surroundings, units: &[String], logs: &Path) -> Result<(Vec<String>, bool)> {
-    let excepted = within.exceptions()?;
     packages::install(&["redis-server", "redis-tools", "tcl"])?;
     let source = source()?;
     cache::remove(logs)?;
@@ -59,18 +60,9 @@ pub fn run(within: Surroundings, units: &[String], logs: &Path) -> Result<(Vec<S
     prepare(&source, &outside, &[])?;
     prepare(&source, &inside, &within.prefix()?)?;
     let named: Vec<&str> = units.iter().map(String::as_str).collect();
-    let (mut report, mut is_good) = (Vec::new(), true);
-    for unit in if named.is_empty() { &UNITS } else { &named[..] } {
-        let [outside, inside] = [verdicts(&outside, unit)?, verdicts(&inside, unit)?];
-        if outside.is_empty() {
-            return Err(Error::unmet(format!("no test of {unit} runs"), format!("see {}", logs.display())));
-        }
-        progress!("{unit}: {} outside, {} inside", surroundings::counts(&outside), surroundings::counts(&inside));
-        let (lines, is_as_expected) = surroundings::compare(&outside, &inside, &excepted);
-        report.extend(lines);
-        is_good &= is_as_expected;
-    }
-    Ok((report, is_good))
+    within.compare_groups(if named.is_empty() { &UNITS } else { &named }, logs, |unit| {
+        Ok([verdicts(&outside, unit)?, verdicts(&inside, unit)?])
+    })
 }
 
 /// The directory with the source of the installed version, which is fetched if it is not there.
@@ -78,27 +70,20 @@ fn source() -> Result<PathBuf> {
     let version = ["-W", "-f", "${source:Version}", "redis-server"];
     let version = command::output(Command::new("dpkg-query").args(version), "dpkg-query", "reinstall redis-server")?;
     let directory = cache::project().join(format!("redis-{}", version.replace(':', "-")));
-    if directory.join("tests/test_helper.tcl").is_file() {
+    if directory.join(TEST_PROGRAM).is_file() {
         return Ok(directory);
     }
     let archive = archive::address()?;
     progress!("fetching the source of Redis {version} at {archive}");
-    let work = directory.with_extension(format!("work.{}", std::process::id()));
-    cache::remove(&work)?;
-    cache::create(&work)?;
     let release = "sed -n 's/^VERSION_CODENAME=//p' /etc/os-release | tr -d '\\n'";
     let release = command::output(Command::new("sh").args(["-c", release]), "reading /etc/os-release", "")?;
-    let apt = Apt::new(&work.join("apt"), &archive, &release, &["deb-src"])?;
-    let help = "see above; this needs the network";
-    let download = ["source", "--download-only", "--tar-only", "redis"];
-    command::output(apt.command("apt-get").args(download).current_dir(&work), "downloading the source of Redis", help)?;
-    let unpack = "mkdir source && tar -x -f redis_*.orig.tar.* --strip-components=1 -C source && \
-                  test -e source/tests/test_helper.tcl";
-    command::output(Command::new("sh").args(["-c", unpack]).current_dir(&work), "unpacking the source of Redis", help)?;
-    cache::remove(&directory)?;
-    let unpacked = work.join("source");
-    std::fs::rename(&unpacked, &directory).map_err(Error::file("rename", &unpacked))?;
-    cache::remove(&work)?;
+    cache::create(&cache::project())?;
+    setup::with_work_directory(&cache::project(), |work| {
+        let unpacked = work.join("source");
+        let apt = Apt::new(&work.join("apt"), &archive, &release, &["deb-src"])?;
+        apt.unpack_source("redis", &unpacked, &[], TEST_PROGRAM)?;
+        setup::replace(&unpacked, &directory)
+    })?;
     Ok(directory)
 }
 
@@ -126,7 +111,7 @@ fn verdicts(directory: &Path, unit: &str) -> Result<Verdicts> {
     let file = File::create(&log).map_err(Error::file("create", &log))?;
     let mut tests = Command::new("tclsh");
     // Tests of a debugger of Lua scripts and of modules need what Debian does not package.
-    tests.args(["tests/test_helper.tcl", "--single", unit, "--clients", "1", "--timeout", "600", "--no-latency"]);
+    tests.args([TEST_PROGRAM, "--single", unit, "--clients", "1", "--timeout", "600", "--no-latency"]);
     tests.args(["--tags", "-needs:debug -large-memory"]).current_dir(directory);
     command::redirect(&mut tests, file, &log)?;
     command::wait_for(&mut command::start(&mut tests)?, LIMIT)?;

@@ -255,21 +255,13 @@ fn criu_images() -> Result<()> {
     with_work_directory(&directory, |work| {
         let apt = Apt::new(&work.join("apt"), &archive, "unstable", &["deb-src"])?;
         let source = work.join("source");
-        cache::create(&source)?;
-        let help = "see above; this needs the network";
-        command::output(
-            apt.command("apt-get").args(["source", "--download-only", "--tar-only", "criu"]).current_dir(&source),
-            "downloading the source of CRIU",
-            help,
-        )?;
-        let unpack = "tar -x -f criu_*.orig.tar.* --strip-components=1 --wildcards '*/images/*.proto' && \
-                      test -e images/pagemap.proto";
-        command::output(Command::new("sh").args(["-c", unpack]).current_dir(&source), "unpacking CRIU's images", help)?;
+        apt.unpack_source("criu", &source, &["*/images/*.proto"], "images/pagemap.proto")?;
         replace(&source.join("images"), &images)
     })
 }
 
-fn with_work_directory(parent: &Path, work: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
+/// Has `work` make something in a directory in `parent` that is removed afterwards.
+pub(crate) fn with_work_directory(parent: &Path, work: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
     let directory = parent.join(format!("work.{}", std::process::id()));
     cache::remove(&directory)?;
     cache::create(&directory)?;
@@ -278,7 +270,8 @@ fn with_work_directory(parent: &Path, work: impl FnOnce(&Path) -> Result<()>) ->
     result
 }
 
-fn replace(new: &Path, target: &Path) -> Result<()> {
+/// Moves `new` to `target`, which it replaces.
+pub(crate) fn replace(new: &Path, target: &Path) -> Result<()> {
     cache::remove(target)?;
     std::fs::rename(new, target).map_err(Error::file("rename", new))
 }

@@ -2,10 +2,10 @@
 //! outside and inside: what passes outside must pass inside.
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::Path;
 use std::process::Command;
 
-use crate::{Error, Result, command, exceptions, source_root};
+use crate::{Error, Result, command, exceptions, progress, source_root};
 
 /// Whether each test passed; one that was skipped has passed.
 pub type Verdicts = BTreeMap<String, bool>;
@@ -66,12 +66,40 @@ impl Surroundings {
         Ok(command)
     }
 
+    /// Compares groups of tests by their verdicts outside and inside, which `verdicts` returns of a
+    /// group. What they print is below `logs`.
+    ///
+    /// Returns the lines of the report, and whether nothing is worse than the exceptions say.
+    ///
+    /// # Errors
+    /// If nothing of a group runs outside, or what `verdicts` returns.
+    pub fn compare_groups(
+        self,
+        groups: &[&str],
+        logs: &Path,
+        verdicts: impl Fn(&str) -> Result<[Verdicts; 2]>,
+    ) -> Result<(Vec<String>, bool)> {
+        let excepted = self.exceptions()?;
+        let (mut report, mut is_good) = (Vec::new(), true);
+        for group in groups {
+            let [outside, inside] = verdicts(group)?;
+            if outside.is_empty() {
+                return Err(Error::unmet(format!("no test of {group} runs"), format!("see {}", logs.display())));
+            }
+            progress!("{group}: {} outside, {} inside", counts(&outside), counts(&inside));
+            let (lines, is_as_expected) = compare(&outside, &inside, &excepted);
+            report.extend(lines);
+            is_good &= is_as_expected;
+        }
+        Ok((report, is_good))
+    }
+
     /// Tests that do not pass inside, and their reasons.
     ///
     /// # Errors
     /// If the list is not of its form.
-    pub fn exceptions(self) -> Result<BTreeMap<String, String>> {
-        let path: PathBuf = source_root().join("lab").join(format!("exceptions-{}.txt", self.name()));
+    fn exceptions(self) -> Result<BTreeMap<String, String>> {
+        let path = source_root().join("lab").join(format!("exceptions-{}.txt", self.name()));
         let list = std::fs::read_to_string(&path).map_err(Error::file("read", &path))?;
         let owned = |(test, reason): (&str, &str)| (test.to_owned(), reason.to_owned());
         exceptions::lines(&list, "TEST: REASON").map(|line| line.map(owned)).collect()
@@ -79,7 +107,7 @@ impl Surroundings {
 }
 
 /// The lines of a report, and whether nothing is worse inside than the exceptions say.
-pub fn compare(outside: &Verdicts, inside: &Verdicts, exceptions: &BTreeMap<String, String>) -> (Vec<String>, bool) {
+fn compare(outside: &Verdicts, inside: &Verdicts, exceptions: &BTreeMap<String, String>) -> (Vec<String>, bool) {
     let (mut report, mut is_good) = (Vec::new(), true);
     for (test, _) in outside.iter().filter(|(_, passed)| **passed) {
         match (inside.get(test), exceptions.get(test)) {
@@ -97,7 +125,7 @@ pub fn compare(outside: &Verdicts, inside: &Verdicts, exceptions: &BTreeMap<Stri
 }
 
 /// How many tests passed, of how many.
-pub fn counts(verdicts: &Verdicts) -> String {
+fn counts(verdicts: &Verdicts) -> String {
     format!("{} of {}", verdicts.values().filter(|passed| **passed).count(), verdicts.len())
 }
 
