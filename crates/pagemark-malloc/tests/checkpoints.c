@@ -11,17 +11,10 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include "check.h"
 #include "pagemark_malloc.h"
 
 enum { OBJECTS = 5000, INTERVALS = 12, LARGEST = 20000 };
-
-#define REQUIRE(condition)                                                 \
-	do {                                                               \
-		if (!(condition)) {                                        \
-			fprintf(stderr, "line %d: %s\n", __LINE__, #condition); \
-			exit(1);                                           \
-		}                                                          \
-	} while (0)
 
 struct object {
 	unsigned char *bytes;
@@ -52,7 +45,7 @@ static void replace(struct object *object)
 	free(object->bytes);
 	object->length = 1 + below(below(50) ? 600 : LARGEST);
 	object->bytes = malloc(object->length);
-	REQUIRE(object->bytes);
+	CHECK(object->bytes);
 	for (size_t at = 0; at < object->length; at++)
 		object->bytes[at] = (unsigned char)below(256);
 }
@@ -98,18 +91,18 @@ int main(int count, char **arguments)
 				   MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
 	int error;
 
-	REQUIRE(count == 2 && file && pool != MAP_FAILED);
-	REQUIRE(pagemark_heap_checkpoint(-1, &taken) == EINVAL);
-	REQUIRE(pagemark_heap_track("another") == EINVAL);
+	CHECK(count == 2 && file && pool != MAP_FAILED);
+	CHECK(pagemark_heap_checkpoint(-1, &taken) == EINVAL);
+	CHECK(pagemark_heap_track("another") == EINVAL);
 	error = pagemark_heap_track(arguments[1]);
 	if (error == ENOTSUP) {
 		printf("not supported\n");
 		return 0;
 	}
-	REQUIRE(error == 0);
+	CHECK(error == 0);
 	for (size_t each = 0; each < OBJECTS; each++) {
 		objects[each] = calloc(1, sizeof(struct object));
-		REQUIRE(objects[each]);
+		CHECK(objects[each]);
 		objects[each]->saved = pool + each * LARGEST;
 		replace(objects[each]);
 		all_bytes += objects[each]->length;
@@ -123,11 +116,11 @@ int main(int count, char **arguments)
 			else
 				replace(object);
 		}
-		REQUIRE(pagemark_heap_checkpoint(fileno(file), &taken) == 0);
+		CHECK(pagemark_heap_checkpoint(fileno(file), &taken) == 0);
 		if (taken.bytes < least_bytes)
 			least_bytes = taken.bytes;
 	}
-	REQUIRE(pagemark_heap_checkpoint(1 << 20, &taken) == EBADF);
+	CHECK(pagemark_heap_checkpoint(1 << 20, &taken) == EBADF);
 
 	/* Objects that were replaced are looked for where they are now. */
 	qsort(objects, OBJECTS, sizeof(objects[0]), by_address);
@@ -135,13 +128,13 @@ int main(int count, char **arguments)
 	for (uint64_t range[2]; fread(range, sizeof(range), 1, file) == 1;) {
 		unsigned char *bytes = mmap(NULL, range[1], PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
 
-		REQUIRE(bytes != MAP_FAILED && fread(bytes, 1, range[1], file) == range[1]);
+		CHECK(bytes != MAP_FAILED && fread(bytes, 1, range[1], file) == range[1]);
 		apply(range[0], bytes, range[1]);
 		munmap(bytes, range[1]);
 	}
 	for (size_t each = 0; each < OBJECTS; each++)
-		REQUIRE(!memcmp(objects[each]->bytes, objects[each]->saved, objects[each]->length));
-	REQUIRE(least_bytes < all_bytes);
+		CHECK(!memcmp(objects[each]->bytes, objects[each]->saved, objects[each]->length));
+	CHECK(least_bytes < all_bytes);
 	printf("all was saved\n");
 	return 0;
 }

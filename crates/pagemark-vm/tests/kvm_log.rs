@@ -6,6 +6,8 @@
 
 #[path = "support/own.rs"]
 mod own;
+#[path = "support/restored.rs"]
+mod restored;
 
 use std::collections::BTreeSet;
 use std::os::unix::net::UnixStream;
@@ -18,7 +20,8 @@ use pagemark::repository::Repository;
 use pagemark::{Job, JobOptions, Mechanism};
 use pagemark_kvm_log::protocol::{Request, SOCKET, Status, receive_greeting, receive_reply};
 use pagemark_testing::{MachinePaths, QEMU, Qemu, RAM_BYTES, TestMonitor, wait_for};
-use pagemark_vm::{ErrorKind, Restore, RunningMachine, VmTarget};
+use pagemark_vm::{ErrorKind, VmTarget};
+use restored::{Restored, restore};
 use serde_json::json;
 
 /// Kinds of machines and of memory. Each has a machine of the second address space, for SMM.
@@ -35,21 +38,8 @@ const MACHINES: [&[&str]; 3] = [
     ],
 ];
 
-/// A restored machine, killed when dropped.
-struct Restored(Option<RunningMachine>);
-
-impl Drop for Restored {
-    fn drop(&mut self) {
-        if let Some(machine) = self.0.take() {
-            let _ = kill(Pid::from_raw(machine.pid()), Signal::SIGKILL);
-            let _ = machine.wait();
-        }
-    }
-}
-
-fn restore(repository: &Path, sequence: u64) -> Restored {
-    let checkpoint = Repository::open(repository).unwrap().read("vm", sequence).unwrap();
-    Restored(Some(Restore::new(&checkpoint).detach(true).start(&mut |_, _| {}).unwrap()))
+fn restored(repository: &Path, sequence: u64) -> Restored {
+    restore(&Repository::open(repository).unwrap().read("vm", sequence).unwrap()).unwrap()
 }
 
 fn job(paths: &MachinePaths, target: VmTarget) -> Job<VmTarget> {
@@ -92,7 +82,7 @@ fn the_restored_memory_is_the_memory_at_the_checkpoint() {
         job.detach();
         drop(qemu);
         for (sequence, dump) in &dumps {
-            let restored = restore(&paths.join("repository"), *sequence);
+            let restored = restored(&paths.join("repository"), *sequence);
             let mut own = TestMonitor::connect(&paths.join("test.qmp"));
             let memory = own.physical_memory(RAM_BYTES, &paths.join("dump"));
             assert_same(&memory, dump, &format!("{further:?}: checkpoint {sequence}"));
@@ -154,7 +144,7 @@ fn migrate_between_checkpoints(machine: &[&str]) {
     let taken = job.checkpoint().unwrap();
     job.detach();
     drop(qemu);
-    let restored = restore(&paths.join("repository"), taken.sequence);
+    let restored = restored(&paths.join("repository"), taken.sequence);
     let mut own = TestMonitor::connect(&paths.join("test.qmp"));
     assert_same(&own.physical_memory(RAM_BYTES, &paths.join("dump")), &dump, "behind the migration");
     own.run("cont", json!({}));

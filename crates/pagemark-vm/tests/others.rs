@@ -1,17 +1,19 @@
 //! What others do to a machine by its other monitor, before and during a checkpoint.
 
+#[path = "support/restored.rs"]
+mod restored;
+
 use std::path::{Path, PathBuf};
 
-use nix::sys::signal::{Signal, kill};
-use nix::unistd::Pid;
 use pagemark::checkpointer::{Checkpointer, Strategy};
-use pagemark::repository::{Checkpoint, Repository};
+use pagemark::repository::Repository;
 use pagemark::store::MemoryStore;
 use pagemark::target::{Frozen, Target};
 use pagemark::track::Scope;
 use pagemark::{Job, JobOptions, Mechanism};
 use pagemark_testing::{MachinePaths, PLAIN, Qemu, TestMonitor, guest_program, skip, wait_for, with_disk};
-use pagemark_vm::{Error, ErrorKind, Restore, RunningMachine, VmTarget};
+use pagemark_vm::{ErrorKind, VmTarget};
+use restored::restore;
 use serde_json::{Value, json};
 
 const DISK_BYTES: u64 = 16 << 20;
@@ -40,22 +42,6 @@ fn node_of(own: &mut TestMonitor, drive: &str) -> String {
     let blocks = own.run("query-block", json!({}));
     let block = blocks.as_array().unwrap().iter().find(|block| block["device"] == drive).unwrap();
     block["inserted"]["node-name"].as_str().unwrap_or_default().to_owned()
-}
-
-/// A restored machine, killed when dropped.
-struct Restored(Option<RunningMachine>);
-
-impl Drop for Restored {
-    fn drop(&mut self) {
-        if let Some(machine) = self.0.take() {
-            let _ = kill(Pid::from_raw(machine.pid()), Signal::SIGKILL);
-            let _ = machine.wait();
-        }
-    }
-}
-
-fn restore(checkpoint: &Checkpoint) -> Result<Restored, Error> {
-    Restore::new(checkpoint).detach(true).start(&mut |_, _| {}).map(|machine| Restored(Some(machine)))
 }
 
 /// Asserts that the machine runs, and that QEMU has nothing of a checkpoint. Bitmaps stay.

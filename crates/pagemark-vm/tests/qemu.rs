@@ -1,6 +1,9 @@
 //! Machines of QEMU: checkpointed, killed and restored. The oracles are the program in the machine,
 //! which checks its memory, and QEMU's own dump of the machine's memory.
 
+#[path = "support/restored.rs"]
+mod restored;
+
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -10,7 +13,8 @@ use pagemark::repository::{Repository, SpaceKind};
 use pagemark::track::Scope;
 use pagemark::{Job, JobOptions, Mechanism, MemoryStore, PAGE_SIZE, PageNumber, PageTree, Store};
 use pagemark_testing::{MachinePaths, PLAIN, Qemu, RAM_BYTES, TestMonitor, guest_program, skip, wait_for, with_disk};
-use pagemark_vm::{ErrorKind, Restore, RunningMachine, VmTarget, can_hold_writes};
+use pagemark_vm::{ErrorKind, Restore, VmTarget, can_hold_writes};
+use restored::{Restored, restore};
 use serde_json::json;
 
 /// Kinds of machines and of memory.
@@ -30,19 +34,6 @@ const MACHINES: [&[&str]; 5] = [
     ],
     &["-machine", "q35", "-device", "virtio-rng-pci", "-device", "virtio-serial", "-name", "named"],
 ];
-
-/// A restored machine, killed when dropped.
-struct Restored(Option<RunningMachine>);
-
-impl Drop for Restored {
-    fn drop(&mut self) {
-        if let Some(machine) = self.0.take() {
-            let pid = nix::unistd::Pid::from_raw(machine.pid());
-            let _ = nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGKILL);
-            let _ = machine.wait();
-        }
-    }
-}
 
 fn mechanisms() -> impl Iterator<Item = Mechanism> {
     Mechanism::of_scope(Scope::Process).filter(|mechanism| pagemark::track::check(*mechanism, Scope::Process).is_ok())
@@ -84,7 +75,7 @@ fn the_restored_memory_is_the_memory_at_the_checkpoint() {
         let repository = Repository::open(&paths.join("repository")).unwrap();
         for (sequence, dump) in &dumps {
             let checkpoint = repository.read("vm", *sequence).unwrap();
-            let mut restored = Restored(Some(Restore::new(&checkpoint).detach(true).start(&mut |_, _| {}).unwrap()));
+            let mut restored = restore(&checkpoint).unwrap();
             let mut own = TestMonitor::connect(&paths.join("test.qmp"));
             assert!(!own.is_running(), "it was paused at the checkpoint");
             let memory = own.physical_memory(RAM_BYTES, &paths.join("dump"));
@@ -117,7 +108,7 @@ fn each_mechanism_finds_what_a_machine_writes() {
         let repository = Repository::open(&paths.join("repository")).unwrap();
         for sequence in [5, 2] {
             let checkpoint = repository.read("vm", sequence).unwrap();
-            let machine = Restored(Some(Restore::new(&checkpoint).detach(true).start(&mut |_, _| {}).unwrap()));
+            let machine = restore(&checkpoint).unwrap();
             // Every page is checked in each step.
             paths.wait_for_steps(5);
             let mut own = TestMonitor::connect(&paths.join("test.qmp"));
@@ -156,7 +147,7 @@ fn memory_of_each_kind_is_watched_and_copied_on_write() {
         let repository = Repository::open(&paths.join("repository")).unwrap();
         for sequence in [6, 4] {
             let checkpoint = repository.read("vm", sequence).unwrap();
-            let machine = Restored(Some(Restore::new(&checkpoint).detach(true).start(&mut |_, _| {}).unwrap()));
+            let machine = restore(&checkpoint).unwrap();
             // Every page is checked in each step.
             paths.wait_for_steps(5);
             drop(machine);
@@ -194,7 +185,7 @@ fn a_restored_machine_is_checkpointed_and_restored_again() {
         drop((original.take(), restored.take()));
         repository = Repository::open(&paths.join("repository")).unwrap();
         let checkpoint = repository.read("vm", round).unwrap();
-        restored = Some(Restored(Some(Restore::new(&checkpoint).detach(true).start(&mut |_, _| {}).unwrap())));
+        restored = Some(restore(&checkpoint).unwrap());
         paths.wait_for_steps(5);
     }
 }
@@ -258,7 +249,7 @@ fn the_restored_disk_is_the_disk_at_the_checkpoint() {
         let repository = Repository::open(&paths.join("repository")).unwrap();
         for (sequence, expected) in &contents {
             let checkpoint = repository.read("vm", *sequence).unwrap();
-            let restored = Restored(Some(Restore::new(&checkpoint).detach(true).start(&mut |_, _| {}).unwrap()));
+            let restored = restore(&checkpoint).unwrap();
             let disks = restored.0.as_ref().unwrap().disks().to_vec();
             let named = PathBuf::from(format!("{}.vm@{sequence}", image.display()));
             assert_eq!(disks, [("ide0-hd0".to_owned(), named.clone())]);
@@ -299,7 +290,7 @@ fn a_machine_that_runs_is_restored_with_the_disk_of_its_memory() {
     let repository = Repository::open(&paths.join("repository")).unwrap();
     for sequence in [1, 2, 9, 20] {
         let checkpoint = repository.read("vm", sequence).unwrap();
-        let machine = Restored(Some(Restore::new(&checkpoint).detach(true).start(&mut |_, _| {}).unwrap()));
+        let machine = restore(&checkpoint).unwrap();
         paths.wait_for_steps(40);
         drop(machine);
     }
