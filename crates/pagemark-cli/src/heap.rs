@@ -28,7 +28,10 @@ impl HeapOptions {
     pub fn variables(&self, program: &OsStr) -> Result<Vec<(&'static str, OsString)>, Failure> {
         let Some(parts) = self.heap.as_ref().and_then(|parts| parts.parse().ok()) else { return Ok(Vec::new()) };
         check(program)?;
-        preload::variables(parts).map_err(|error| Failure::of("the program cannot have the heap", error))
+        let variables = preload::variables(parts);
+        let mut variables = variables.map_err(|error| Failure::of("the program cannot have the heap", error))?;
+        variables.push(("PAGEMARK_HEAP_TRACKED", "1".into()));
+        Ok(variables)
     }
 }
 

@@ -54,6 +54,19 @@ impl Allocator {
         Address::of(self.to_first_view(address.cast_mut().cast::<u8>()).cast_const())
     }
 
+    /// Declares that a tracker outside of the process tracks the heap, or will. New memory is then
+    /// populated in the way that suits it.
+    pub fn expect_tracker(&self) {
+        self.space.views.begin_tracking();
+    }
+
+    /// Leaves new memory to be populated by the program's first accesses, as other allocators do.
+    /// By default, a heap that has several parts a page, or is tracked, populates it by blocks of
+    /// 64 KiB.
+    pub fn populate_by_use(&self) {
+        self.space.views.populate_by_use();
+    }
+
     /// Appends `ranges` to a file as [`Allocator::write_ranges`] writes them, and waits until they
     /// are on disk (FPM, section 5).
     ///

@@ -9,7 +9,7 @@ use std::ptr::null_mut;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use pagemark::sys::views::Views;
-use pagemark::{Address, ByteCount, Range};
+use pagemark::{Address, ByteCount, PAGE_SIZE, Range};
 
 use crate::jemalloc::ExtentHooks;
 
@@ -43,7 +43,8 @@ impl Space {
         let hooks = ExtentHooks {
             alloc: Some(allocate),
             dalloc: Some(keep),
-            purge_forced: Some(free),
+            commit: Some(prepare),
+            decommit: Some(free),
             split: Some(split),
             merge: Some(merge),
             ..ExtentHooks::default()
@@ -64,6 +65,12 @@ impl Space {
     /// The bytes, from the beginning of each view, of which jemalloc may have handed out some.
     pub(crate) fn used(&self) -> ByteCount {
         ByteCount::from(self.used.load(Ordering::Acquire))
+    }
+
+    /// Part of an extent, as offsets.
+    fn offsets(&self, extent: *mut c_void, offset: usize, length: usize) -> Range {
+        let start = Address::from(extent.addr() - self.views.start().as_ptr().addr() + offset);
+        start..start + ByteCount::from(length)
     }
 
     /// Takes the next free pages. With `wanted`, only if they begin at this address.
@@ -102,7 +109,8 @@ unsafe extern "C" fn allocate(
         let Some(start) = space.take(wanted, bytes, alignment) else { return null_mut() };
         // The file holds zeros where nothing was written yet.
         *zero = true;
-        *commit = true;
+        // So that jemalloc calls `prepare` before it uses a part of them.
+        *commit = false;
         start.cast()
     }
 }
@@ -110,6 +118,27 @@ unsafe extern "C" fn allocate(
 /// Refuses to take an extent back, so that jemalloc keeps it for later use.
 unsafe extern "C" fn keep(_: *mut ExtentHooks, _: *mut c_void, _: usize, _: bool, _: c_uint) -> bool {
     true
+}
+
+/// Most bytes of a run of small objects, which are used through all views. What is longer is one
+/// object, which is used through the first view, and maybe never whole.
+const MOST_RUN_BYTES: usize = 7 * PAGE_SIZE;
+
+/// Part of an extent that holds no data, or was freed, is used from now on.
+unsafe extern "C" fn prepare(
+    hooks: *mut ExtentHooks,
+    extent: *mut c_void,
+    _bytes: usize,
+    offset: usize,
+    length: usize,
+    _arena: c_uint,
+) -> bool {
+    if length <= MOST_RUN_BYTES {
+        // SAFETY: as in `allocate`.
+        let space = unsafe { &*hooks.cast::<Space>() };
+        space.views.prepare(&space.offsets(extent, offset, length));
+    }
+    false
 }
 
 /// Frees the memory of part of an extent.
@@ -124,9 +153,7 @@ unsafe extern "C" fn free(
     // SAFETY: as in `allocate`. jemalloc no longer needs the content of this part.
     unsafe {
         let space = &*hooks.cast::<Space>();
-        let start = Address::from(extent.addr() - space.views.start().as_ptr().addr() + offset);
-        let part: Range = start..start + ByteCount::from(length);
-        space.views.free(&part).is_err()
+        space.views.free(&space.offsets(extent, offset, length)).is_err()
     }
 }
 

@@ -71,7 +71,8 @@ impl Deref for Owner {
 /// What one interval has cost.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub struct Interval {
-    /// Armed parts that were written: each raised a page fault.
+    /// Armed parts that were written: each raised a page fault. Parts of memory that is new, or was
+    /// freed and is used again, are populated without one.
     pub faults: u64,
     /// Parts that are no longer armed after the interval.
     pub merges: u64,
@@ -116,6 +117,7 @@ impl<G: Grouping> HeapTracker<G> {
     fn of(heap: Owner, grouping: G) -> Result<HeapTracker<G>, Error> {
         // SAFETY: the owner keeps the views mapped, and is dropped after the scan.
         let scan = unsafe { ViewScan::new(heap.views())? };
+        heap.views().begin_tracking();
         Ok(HeapTracker {
             scan,
             heap,
@@ -190,6 +192,11 @@ impl<G: Grouping> HeapTracker<G> {
                 found.insert(start + ByteCount::from(bytes.start)..start + ByteCount::from(bytes.end));
             });
         }
+        self.heap.views().take_populated(self.protected, &mut |offsets| {
+            let page = (offsets.start - Address::MIN).to_usize() / PAGE_SIZE;
+            let armed = self.views[page] & !unarmed(&self.groups, page);
+            interval.faults = interval.faults.saturating_sub(u64::from(armed.count_ones()));
+        });
         let origin = self.heap.views().view(0).start;
         // Pages beyond were never reported with another content.
         self.heap.views().take_freed(self.reported, &mut |offsets| {
@@ -258,6 +265,12 @@ fn unarmed(groups: &PageGroups, page: usize) -> PartSet {
 /// The addresses of a page of a view, by its number in the heap.
 fn addresses(first: PageNumber, page: usize) -> Range {
     (first + page as u64..first + page as u64 + 1).addresses()
+}
+
+impl<G> Drop for HeapTracker<G> {
+    fn drop(&mut self) {
+        self.heap.views().end_tracking();
+    }
 }
 
 impl<G: Grouping> Tracker for HeapTracker<G> {

@@ -4,7 +4,9 @@
 use std::alloc::{GlobalAlloc, Layout};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use pagemark::{Address, AddressRangeExt, ByteCount, ErrorKind, RangeSet};
+use pagemark::sys::interface;
+use pagemark::sys::pagemap::{Filter, PRESENT, Pagemap};
+use pagemark::{Address, AddressRangeExt, ByteCount, ErrorKind, Range, RangeSet};
 use pagemark_heap::grouping::{ByCost, ByHistory, Costs, Grouping, Separate};
 use pagemark_heap::{Heap, HeapTracker, Parts};
 use pagemark_testing::SplitMix;
@@ -298,6 +300,45 @@ fn threads_write_while_their_memory_is_collected() {
         for object in left.iter().flat_map(|handed| &handed.0) {
             shadow.check(&heap, object).unwrap();
         }
+    }
+}
+
+/// The pages of `ranges` that are in the page table.
+fn present_pages(ranges: impl Iterator<Item = Range>) -> u64 {
+    let (mut pages, pagemap) = (0, Pagemap::of_this_process().unwrap());
+    let filter = Filter { all: PRESENT, ..Filter::default() };
+    ranges.for_each(|range| pagemap.find(&range, filter, |run, _| pages += run.byte_count().get() / 4096).unwrap());
+    pages
+}
+
+#[test]
+fn memory_of_small_objects_is_populated_before_its_use() {
+    let populate = interface::ALL.iter().find(|interface| interface.name.starts_with("MADV_POPULATE")).unwrap();
+    if let Some(error) = populate.refusal() {
+        return pagemark_testing::skipped(&error.to_string());
+    }
+    for parts in [Parts::Two, Parts::Four] {
+        let heap = Heap::new(parts, CAPACITY).unwrap();
+        let view = |view: u64| {
+            let first = heap.addresses();
+            let offset = ByteCount::new(view * first.byte_count().get());
+            first.start + offset..first.end + offset
+        };
+        let present = || present_pages((0..parts.count() as u64).map(view));
+        // Larger objects are used through the first view, and maybe not at all.
+        let large = Layout::from_size_align(1 << 20, 4096).unwrap();
+        // SAFETY: the layouts have sizes.
+        let large = unsafe { heap.alloc(large) };
+        assert!(!large.is_null());
+        assert_eq!(present(), 0);
+        let layout = Layout::from_size_align(48, 8).unwrap();
+        // SAFETY: as above.
+        let objects: Vec<*mut u8> = (0..10_000).map(|_| unsafe { heap.alloc(layout) }).collect();
+        let before = present();
+        assert!(before >= 10_000 * 48 / 4096 * parts.count() as u64, "{before}");
+        // SAFETY: the objects have 48 bytes.
+        objects.iter().for_each(|object| unsafe { object.write_bytes(1, 48) });
+        assert_eq!(present(), before);
     }
 }
 

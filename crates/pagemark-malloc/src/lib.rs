@@ -5,8 +5,10 @@
 //! ```
 //!
 //! `PAGEMARK_HEAP_PARTS` is the number of parts of a page: 1, 2, 4 or 8; 4 by default.
-//! `PAGEMARK_HEAP_GIB` is the capacity in GiB, 64 by default, which takes address space only. A
-//! program whose heap cannot be made ends at its start, with a message and the status 127.
+//! `PAGEMARK_HEAP_GIB` is the capacity in GiB, 64 by default, which takes address space only.
+//! With `PAGEMARK_HEAP_TRACKED=1`, the heap expects to be tracked from outside. With
+//! `PAGEMARK_HEAP_POPULATE=0`, memory is populated by its first use, and not before. A program
+//! whose heap cannot be made ends at its start, with a message and the status 127.
 //!
 //! The functions behave as those of glibc: `realloc` to 0 bytes frees, `malloc(0)` returns an
 //! object.
@@ -59,7 +61,15 @@ extern "C" fn start() {
             c"pagemark-malloc: no address space for the heap: set PAGEMARK_HEAP_GIB, or raise RLIMIT_AS\n"
         }
         (_, Err(_)) => c"pagemark-malloc: the heap could not be made\n",
-        (_, Ok(_)) => return,
+        (_, Ok(heap)) => {
+            if number(c"PAGEMARK_HEAP_TRACKED").is_some_and(|value| value > 0) {
+                heap.expect_tracker();
+            }
+            if number(c"PAGEMARK_HEAP_POPULATE") == Some(0) {
+                heap.populate_by_use();
+            }
+            return;
+        }
     };
     // SAFETY: the message is as long as is said. The program has not begun.
     unsafe {

@@ -39,7 +39,12 @@ fn the_functions_behave_as_those_of_the_c_library() {
         preloaded("cc", 4).args(["-O1", "-fno-builtin", "-Wall", "-Werror", "-pthread", source, "-o"]).arg(&program),
     );
     for parts in [1, 2, 4, 8] {
-        assert_eq!(printed(&mut preloaded(&program, parts)), "right\n", "{parts} parts");
+        for (name, value) in
+            [("PAGEMARK_HEAP_TRACKED", "0"), ("PAGEMARK_HEAP_TRACKED", "1"), ("PAGEMARK_HEAP_POPULATE", "0")]
+        {
+            let text = printed(preloaded(&program, parts).env(name, value));
+            assert_eq!(text, "right\n", "{parts} parts, {name}={value}");
+        }
     }
 }
 

@@ -49,9 +49,14 @@ impl Checkpoint {
 }
 
 /// The variables of the environment by which a program preloads the library, where the variant has
-/// views.
+/// views. Of the trackers by pages, the program's memory is populated as it is everywhere.
 pub(super) fn variables(variant: Variant) -> Result<Vec<(&'static str, OsString)>, BenchError> {
-    variant.parts.map_or(Ok(Vec::new()), |parts| preload::variables(parts).map_err(BenchError::pagemark))
+    let Some(parts) = variant.parts else { return Ok(Vec::new()) };
+    let mut variables = preload::variables(parts).map_err(BenchError::pagemark)?;
+    if let Tracking::Pages(_) = variant.tracking {
+        variables.push(("PAGEMARK_HEAP_POPULATE", "0".into()));
+    }
+    Ok(variables)
 }
 
 /// The name of a strategy in the library; `None` if it has none.

@@ -4,7 +4,8 @@
 //! The views are not there in a child made by `fork`, which would share the memory with its parent.
 //! [`Views::copy`] and [`Views::map_again`] give the child a copy.
 
-mod freed;
+mod bits;
+mod fresh;
 
 use std::fs::File;
 use std::io;
@@ -13,11 +14,12 @@ use std::os::fd::{AsRawFd, FromRawFd, IntoRawFd, OwnedFd, RawFd};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicI32, AtomicU32, Ordering};
 
-use self::freed::FreedPages;
+use self::bits::Bits;
+use self::fresh::{FreshPages, numbers};
 use super::memory_file::anonymous_file;
 use super::own_memory;
 use super::sparse::next_data;
-use crate::{Address, ByteCount, PAGE_SIZE, Range};
+use crate::{Address, ByteCount, PAGE_SIZE, PageNumber, PageRangeExt, Range};
 
 /// The lowest number of the file's descriptor, where the limit of descriptors permits it. Programs
 /// close the lower numbers without knowing whose they are.
@@ -34,7 +36,12 @@ pub struct Views {
     start: NonNull<u8>,
     view_bytes: usize,
     count: usize,
-    freed: FreedPages,
+    /// The pages that were freed since a tracker has asked last. They hold zeros, which nobody has
+    /// written, and allocators rely on that: they hand out such a page as part of an object that is
+    /// filled with zeros, without a write. The kernel drops the entry of a freed page, and with it
+    /// the protection, so that no scan reports it.
+    freed: Bits,
+    fresh: FreshPages,
     /// The process that has the views.
     process: AtomicU32,
 }
@@ -69,7 +76,7 @@ impl Views {
         let total = view_bytes.checked_mul(count).filter(|&total| total > 0 && view_bytes.is_multiple_of(PAGE_SIZE));
         let total = total.ok_or_else(|| io::Error::from_raw_os_error(libc::EINVAL))?;
         let file = anonymous_file(c"pagemark-heap", view_bytes)?;
-        let freed = FreedPages::new(view_bytes)?;
+        let (freed, fresh) = (Bits::new(view_bytes / PAGE_SIZE)?, FreshPages::new(view_bytes)?);
         let exactly = if place.is_some() { libc::MAP_FIXED_NOREPLACE } else { 0 };
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | exactly;
         let wanted = place.map_or(std::ptr::null_mut(), Address::as_mut_ptr);
@@ -93,6 +100,7 @@ impl Views {
             view_bytes,
             count,
             freed,
+            fresh,
             process: AtomicU32::new(std::process::id()),
         };
         // SAFETY: the addresses were just reserved, and nobody knows them. On an error, dropping the
@@ -191,7 +199,8 @@ impl Views {
         // SAFETY: the caller gives the content up.
         let freed = unsafe { own_memory::free(&(at(offsets.start)..at(offsets.end)), true) };
         // Only now, so that who takes the pages finds zeros. Part of them may be freed on an error.
-        self.freed.add(offsets);
+        self.freed.add(numbers(offsets));
+        self.fresh.freed(offsets);
         freed
     }
 
@@ -199,7 +208,10 @@ impl Views {
     /// last call for it. Whoever tracks writes has to report them: they hold zeros that nobody has
     /// written, and that no page table shows. Allocates no memory of the program.
     pub fn take_freed(&self, end: ByteCount, visit: &mut dyn FnMut(Range)) {
-        self.freed.take(end, visit);
+        self.freed.take(end.to_usize() / PAGE_SIZE, &mut |page| {
+            let page = PageNumber::new(page as u64);
+            visit((page..page + 1).addresses());
+        });
     }
 
     /// Copies the first `used` bytes to a new file of the same length, for a child. Allocates no

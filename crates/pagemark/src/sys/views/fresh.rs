@@ -1,0 +1,231 @@
+//! Memory that is used for the first time: each page raises a page fault in each view through which
+//! it is used. Populating several pages at once, before their use, costs about half of that.
+
+use std::io;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+
+use super::Views;
+use super::bits::Bits;
+use crate::sys::populate::{self, POPULATE};
+use crate::{Address, AddressRangeExt, ByteCount, PAGE_SIZE, PageNumber, PageRangeExt, Range};
+
+/// Memory is populated by blocks of so many pages: as many as the kernel maps at once around a page
+/// that is read (`fault_around_bytes`).
+const BLOCK_PAGES: usize = 16;
+
+/// Which memory was populated before its use.
+#[derive(Debug)]
+pub(super) struct FreshPages {
+    /// The blocks that were, and of which nothing was freed since.
+    blocks: Bits,
+    /// The pages that were since the tracker has asked last.
+    populated: Bits,
+    /// Number of trackers that have registered the views with userfaultfd, or will.
+    trackers: AtomicUsize,
+    is_off: AtomicBool,
+}
+
+impl FreshPages {
+    /// For views of `bytes`, of which nothing was used yet.
+    ///
+    /// # Errors
+    /// `ENOMEM`: there is no address space.
+    pub(super) fn new(bytes: usize) -> io::Result<FreshPages> {
+        // Probed here, so that an allocator need not do it.
+        POPULATE.is_there();
+        let pages = bytes / PAGE_SIZE;
+        let blocks = Bits::new(pages.div_ceil(BLOCK_PAGES))?;
+        Ok(FreshPages {
+            blocks,
+            populated: Bits::new(pages)?,
+            trackers: AtomicUsize::new(0),
+            is_off: AtomicBool::new(false),
+        })
+    }
+
+    /// Whole pages, given as offsets, are freed.
+    pub(super) fn freed(&self, offsets: &Range) {
+        self.blocks.remove(blocks_of(offsets));
+    }
+}
+
+impl Views {
+    /// Prepares for the use of a few whole pages, given as offsets, that hold no data, through all
+    /// views: they and their neighbours are populated, as far as memory permits. They take memory
+    /// from now on. Keeps `errno`, and allocates no memory of the program.
+    ///
+    /// One view that is not tracked is populated as it is used.
+    pub fn prepare(&self, offsets: &Range) {
+        let FreshPages { blocks, populated, trackers, is_off } = &self.fresh;
+        let is_tracked = trackers.load(Ordering::Relaxed) > 0;
+        if self.count == 1 && !is_tracked || is_off.load(Ordering::Relaxed) || !POPULATE.is_there() {
+            return;
+        }
+        let pages = numbers(offsets);
+        let around = blocks_of(offsets);
+        let pages = if !blocks.has(around.clone()) {
+            blocks.add(around.clone());
+            around.start * BLOCK_PAGES..(around.end * BLOCK_PAGES).min(self.view_bytes / PAGE_SIZE)
+        } else if is_tracked && !populated.has(pages.clone()) {
+            // They may have been protected since.
+            pages
+        } else {
+            return;
+        };
+        let offsets = (PageNumber::new(pages.start as u64)..PageNumber::new(pages.end as u64)).addresses();
+        for view in 0..self.count {
+            let start = self.view(view).start;
+            let addresses = start + (offsets.start - Address::MIN)..start + (offsets.end - Address::MIN);
+            // In views that are registered with userfaultfd, a page that was read is mapped so that it
+            // cannot be written; in others, all pages of the block that hold data are mapped at once.
+            populate::ahead(&addresses, view == 0 || is_tracked);
+        }
+        if is_tracked {
+            populated.add(pages);
+        }
+    }
+
+    /// Leaves memory to be populated as it is used.
+    pub fn populate_by_use(&self) {
+        self.fresh.is_off.store(true, Ordering::Relaxed);
+    }
+
+    /// Declares that a tracker registers the views with userfaultfd, or will do so from outside of
+    /// the process. This decides how memory is populated, and nothing else.
+    pub fn begin_tracking(&self) {
+        self.fresh.trackers.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Declares that a tracker of [`Views::begin_tracking`] has gone.
+    pub fn end_tracking(&self) {
+        self.fresh.trackers.fetch_sub(1, Ordering::Relaxed);
+    }
+
+    /// Calls `visit` with the offsets of each page below the offset `end` that was populated by
+    /// [`Views::prepare`] since the last call for it, while a tracker had the views: it counts as
+    /// written in all views, and has raised no page fault.
+    pub fn take_populated(&self, end: ByteCount, visit: &mut dyn FnMut(Range)) {
+        self.fresh.populated.take(end.to_usize() / PAGE_SIZE, &mut |page| {
+            let page = PageNumber::new(page as u64);
+            visit((page..page + 1).addresses());
+        });
+    }
+}
+
+/// The numbers of the pages of a range of offsets.
+pub(super) fn numbers(offsets: &Range) -> std::ops::Range<usize> {
+    let pages = offsets.page_range();
+    pages.start.get() as usize..pages.end.get() as usize
+}
+
+fn blocks_of(offsets: &Range) -> std::ops::Range<usize> {
+    let pages = numbers(offsets);
+    pages.start / BLOCK_PAGES..pages.end.div_ceil(BLOCK_PAGES)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::sys::pagemap::{Filter, PRESENT, Pagemap};
+    use crate::track::view_scan::ViewScan;
+    use crate::{ErrorKind, RangeSet};
+
+    const PAGES: usize = 40;
+
+    fn range(pages: std::ops::Range<usize>) -> Range {
+        (PageNumber::new(pages.start as u64)..PageNumber::new(pages.end as u64)).addresses()
+    }
+
+    fn views(count: usize) -> Option<Views> {
+        match POPULATE.refusal() {
+            None => Some(Views::new(ByteCount::of_pages(PAGES as u64), count).unwrap()),
+            Some(error) => {
+                pagemark_testing::skipped(&error.to_string());
+                None
+            }
+        }
+    }
+
+    /// The pages of each view that are in the page table.
+    fn present(views: &Views) -> Vec<RangeSet> {
+        let pagemap = Pagemap::of_this_process().unwrap();
+        let present = |view: usize| {
+            let (mut found, view) = (RangeSet::new(), views.view(view));
+            let filter = Filter { all: PRESENT, ..Filter::default() };
+            let offset = |address: Address| Address::MIN + (address - view.start);
+            pagemap.find(&view, filter, |run, _| found.insert(offset(run.start)..offset(run.end))).unwrap();
+            found
+        };
+        (0..views.count()).map(present).collect()
+    }
+
+    #[test]
+    fn pages_are_populated_with_their_block_in_all_views() {
+        let Some(views) = views(4) else { return };
+        views.prepare(&range(17..18));
+        assert_eq!(present(&views), vec![RangeSet::from(range(16..32)); 4]);
+        // A run in two blocks, of which the last has only half of its pages.
+        views.prepare(&range(31..33));
+        assert_eq!(present(&views), vec![RangeSet::from(range(16..40)); 4]);
+        // SAFETY: nobody needs the content.
+        unsafe { views.free(&range(20..22)).unwrap() };
+        let rest: RangeSet = [range(16..20), range(22..40)].into_iter().collect();
+        assert_eq!(present(&views), vec![rest; 4]);
+        views.prepare(&range(20..21));
+        assert_eq!(present(&views), vec![RangeSet::from(range(16..40)); 4]);
+        // Nothing is reported to a tracker that comes later.
+        views.take_populated(views.view_bytes(), &mut |page| panic!("{page:?}"));
+    }
+
+    #[test]
+    fn one_view_is_populated_only_if_it_is_tracked() {
+        let Some(views) = views(1) else { return };
+        views.prepare(&range(3..4));
+        assert!(present(&views)[0].is_empty());
+        views.begin_tracking();
+        views.prepare(&range(3..4));
+        assert_eq!(present(&views), [RangeSet::from(range(0..16))]);
+        views.populate_by_use();
+        views.prepare(&range(16..17));
+        assert_eq!(present(&views), [RangeSet::from(range(0..16))]);
+    }
+
+    #[test]
+    fn what_is_populated_between_two_collects_counts_as_written() {
+        let Some(views) = views(2) else { return };
+        // SAFETY: the scan is dropped before the views.
+        let scan = match unsafe { ViewScan::new(&views) } {
+            Err(error) if error.kind() == ErrorKind::Unavailable => {
+                return pagemark_testing::skipped(&error.to_string());
+            }
+            scan => scan.unwrap(),
+        };
+        views.begin_tracking();
+        let written = || {
+            let collect = |view: usize| {
+                let (mut found, view) = (RangeSet::new(), views.view(view));
+                let offset = |address: Address| Address::MIN + (address - view.start);
+                scan.collect(&view, &RangeSet::new(), |run| found.insert(offset(run.start)..offset(run.end))).unwrap();
+                found
+            };
+            [collect(0), collect(1)]
+        };
+        let populated = || {
+            let mut pages = RangeSet::new();
+            views.take_populated(views.view_bytes(), &mut |page| pages.insert(page));
+            pages
+        };
+        written();
+        views.prepare(&range(5..6));
+        let block = RangeSet::from(range(0..16));
+        assert_eq!((written(), populated()), ([block.clone(), block.clone()], block));
+        // The block was populated before: only what was asked for is opened again, and only once.
+        let run = RangeSet::from(range(6..8));
+        views.prepare(&range(6..8));
+        assert_eq!((written(), populated()), ([run.clone(), run.clone()], run.clone()));
+        views.prepare(&range(6..8));
+        views.prepare(&range(6..8));
+        assert_eq!((written(), populated()), ([run.clone(), run.clone()], run));
+        assert_eq!((written(), populated()), ([RangeSet::new(), RangeSet::new()], RangeSet::new()));
+    }
+}
