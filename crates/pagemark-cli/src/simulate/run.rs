@@ -26,12 +26,19 @@ use crate::simulate::observer::ObserverOptions;
 /// The interpreter of Python that has Ray.
 const PYTHON: &str = "PAGEMARK_PYTHON";
 
-/// The module that talks to Ray.
-const MODULE: &str = "pagemark.simulate";
+/// Starts the module that talks to Ray as `-m` does, without taking modules from the directory of
+/// the caller. Python has an option for that from version 3.11 on.
+const START: &str = "\
+import sys
+sys.path = [path for path in sys.path if path]
+import runpy
+runpy.run_module('pagemark.simulate', run_name='__main__', alter_sys=True)
+";
 
-/// Prints which of the modules that are needed is missing first. Started with `-P`, Python does not
-/// take modules from the directory of the caller.
+/// Prints which of the modules that are needed is missing first.
 const MISSING_MODULE: &str = "\
+import sys
+sys.path = [path for path in sys.path if path]
 import importlib.util
 for name in ('pagemark', 'pagemark.simulate', 'ray'):
     if importlib.util.find_spec(name) is None:
@@ -136,7 +143,7 @@ impl SimulateRun {
             File::from(memfd_create(c"pagemark-plan", MFdFlags::MFD_CLOEXEC).map_err(|error| failed(error.into()))?);
         let written = serde_json::to_writer(&mut file, &plan).map_err(std::io::Error::from);
         written.and_then(|()| file.flush()).and_then(|()| file.rewind()).map_err(failed)?;
-        Err(failed(Command::new(&python).args(["-P", "-m", MODULE]).stdin(Stdio::from(file)).exec()))
+        Err(failed(Command::new(&python).args(["-c", START]).stdin(Stdio::from(file)).exec()))
     }
 
     /// The interpreter, which has the modules.
@@ -145,7 +152,7 @@ impl SimulateRun {
         let python = python.map_or_else(|| PathBuf::from("python3"), PathBuf::from);
         let install = format!("`{} -m pip install 'pagemark[simulate]'`", python.display());
         let help = format!("install it: {install}; or name another interpreter in {PYTHON}");
-        let found = Command::new(&python).args(["-P", "-c", MISSING_MODULE]).stdin(Stdio::null()).output();
+        let found = Command::new(&python).args(["-c", MISSING_MODULE]).stdin(Stdio::null()).output();
         let found = found.map_err(|error| {
             Failure::new(format!("cannot start {}, which talks to Ray", python.display()), error).help(&help)
         })?;
