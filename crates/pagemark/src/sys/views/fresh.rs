@@ -16,8 +16,8 @@ const BLOCK_PAGES: usize = 16;
 /// Which memory was populated before its use.
 #[derive(Debug)]
 pub(super) struct FreshPages {
-    /// The blocks that were, and of which nothing was freed since.
-    blocks: Bits,
+    /// The pages that were, and have not been freed since.
+    present: Bits,
     /// The pages that were since the tracker has asked last.
     populated: Bits,
     /// Number of trackers that have registered the views with userfaultfd, or will.
@@ -34,9 +34,8 @@ impl FreshPages {
         // Probed here, so that an allocator need not do it.
         POPULATE.is_there();
         let pages = bytes / PAGE_SIZE;
-        let blocks = Bits::new(pages.div_ceil(BLOCK_PAGES))?;
         Ok(FreshPages {
-            blocks,
+            present: Bits::new(pages)?,
             populated: Bits::new(pages)?,
             trackers: AtomicUsize::new(0),
             is_off: AtomicBool::new(false),
@@ -45,33 +44,34 @@ impl FreshPages {
 
     /// Whole pages, given as offsets, are freed.
     pub(super) fn freed(&self, offsets: &Range) {
-        self.blocks.remove(blocks_of(offsets));
+        self.present.remove(numbers(offsets));
     }
 }
 
 impl Views {
     /// Prepares for the use of a few whole pages, given as offsets, that hold no data, through all
-    /// views: they and their neighbours are populated, as far as memory permits. They take memory
-    /// from now on. Keeps `errno`, and allocates no memory of the program.
+    /// views: they are populated, as far as memory permits, and with them the blocks in which they
+    /// lie, unless a part of these was populated before. They take memory from now on. Keeps
+    /// `errno`, and allocates no memory of the program.
     ///
     /// One view that is not tracked is populated as it is used.
     pub fn prepare(&self, offsets: &Range) {
-        let FreshPages { blocks, populated, trackers, is_off } = &self.fresh;
-        let is_tracked = trackers.load(Ordering::Relaxed) > 0;
-        if self.count == 1 && !is_tracked || is_off.load(Ordering::Relaxed) || !POPULATE.is_there() {
+        let FreshPages { present, populated, trackers, is_off } = &self.fresh;
+        let (pages, is_tracked) = (numbers(offsets), trackers.load(Ordering::Relaxed) > 0);
+        if pages.is_empty() || self.count == 1 && !is_tracked || is_off.load(Ordering::Relaxed) {
             return;
         }
-        let pages = numbers(offsets);
-        let around = blocks_of(offsets);
-        let pages = if !blocks.has(around.clone()) {
-            blocks.add(around.clone());
-            around.start * BLOCK_PAGES..(around.end * BLOCK_PAGES).min(self.view_bytes / PAGE_SIZE)
-        } else if is_tracked && !populated.has(pages.clone()) {
-            // They may have been protected since.
-            pages
-        } else {
+        // What was populated in an earlier interval may have been protected since.
+        let are_ready = present.has_all(pages.clone()) && (!is_tracked || populated.has_all(pages.clone()));
+        if are_ready || !POPULATE.is_there() {
             return;
-        };
+        }
+        let first = pages.start / BLOCK_PAGES * BLOCK_PAGES;
+        let last = (pages.end - 1) / BLOCK_PAGES * BLOCK_PAGES;
+        let is_new = |block: usize| !present.has_any(block..block + BLOCK_PAGES);
+        let start = if is_new(first) { first } else { pages.start };
+        let end = if is_new(last) { (last + BLOCK_PAGES).min(self.view_bytes / PAGE_SIZE) } else { pages.end };
+        let pages = start..end;
         let offsets = (PageNumber::new(pages.start as u64)..PageNumber::new(pages.end as u64)).addresses();
         for view in 0..self.count {
             let start = self.view(view).start;
@@ -80,6 +80,7 @@ impl Views {
             // cannot be written; in others, all pages of the block that hold data are mapped at once.
             populate::ahead(&addresses, view == 0 || is_tracked);
         }
+        present.add(pages.clone());
         if is_tracked {
             populated.add(pages);
         }
@@ -116,11 +117,6 @@ impl Views {
 pub(super) fn numbers(offsets: &Range) -> std::ops::Range<usize> {
     let pages = offsets.page_range();
     pages.start.get() as usize..pages.end.get() as usize
-}
-
-fn blocks_of(offsets: &Range) -> std::ops::Range<usize> {
-    let pages = numbers(offsets);
-    pages.start / BLOCK_PAGES..pages.end.div_ceil(BLOCK_PAGES)
 }
 
 #[cfg(test)]
@@ -164,13 +160,19 @@ mod tests {
         let Some(views) = views(4) else { return };
         views.prepare(&range(17..18));
         assert_eq!(present(&views), vec![RangeSet::from(range(16..32)); 4]);
-        // A run in two blocks, of which the last has only half of its pages.
+        // A run in two blocks, of which the first is there, and the last has only half of its pages.
         views.prepare(&range(31..33));
         assert_eq!(present(&views), vec![RangeSet::from(range(16..40)); 4]);
         // SAFETY: nobody needs the content.
         unsafe { views.free(&range(20..22)).unwrap() };
         let rest: RangeSet = [range(16..20), range(22..40)].into_iter().collect();
         assert_eq!(present(&views), vec![rest; 4]);
+        // The rest of the block is in use: only what was asked for.
+        views.prepare(&range(20..21));
+        let rest: RangeSet = [range(16..21), range(22..40)].into_iter().collect();
+        assert_eq!(present(&views), vec![rest; 4]);
+        // SAFETY: as above.
+        unsafe { views.free(&range(16..32)).unwrap() };
         views.prepare(&range(20..21));
         assert_eq!(present(&views), vec![RangeSet::from(range(16..40)); 4]);
         // Nothing is reported to a tracker that comes later.
@@ -225,6 +227,12 @@ mod tests {
         assert_eq!((written(), populated()), ([run.clone(), run.clone()], run.clone()));
         views.prepare(&range(6..8));
         views.prepare(&range(6..8));
+        assert_eq!((written(), populated()), ([run.clone(), run.clone()], run));
+        // Of a block that is in use, what was freed is opened again, and nothing beside it.
+        // SAFETY: nobody needs the content.
+        unsafe { views.free(&range(9..11)).unwrap() };
+        views.prepare(&range(9..11));
+        let run = RangeSet::from(range(9..11));
         assert_eq!((written(), populated()), ([run.clone(), run.clone()], run));
         assert_eq!((written(), populated()), ([RangeSet::new(), RangeSet::new()], RangeSet::new()));
     }
