@@ -26,25 +26,34 @@ use crate::simulate::observer::ObserverOptions;
 /// The interpreter of Python that has Ray.
 const PYTHON: &str = "PAGEMARK_PYTHON";
 
-/// Starts the module that talks to Ray as `-m` does, without taking modules from the directory of
-/// the caller. Python has an option for that from version 3.11 on.
-const START: &str = "\
+/// Comes first in a program, so that it takes no modules from the directory of the caller. Python
+/// has an option for that (`-P`) from version 3.11 on.
+const NOT_FROM_HERE: &str = "\
 import sys
 sys.path = [path for path in sys.path if path]
+";
+
+/// Starts the module that talks to Ray as `-m` does.
+const START: &str = "\
 import runpy
 runpy.run_module('pagemark.simulate', run_name='__main__', alter_sys=True)
 ";
 
 /// Prints which of the modules that are needed is missing first.
 const MISSING_MODULE: &str = "\
-import sys
-sys.path = [path for path in sys.path if path]
 import importlib.util
 for name in ('pagemark', 'pagemark.simulate', 'ray'):
     if importlib.util.find_spec(name) is None:
         print(name)
         break
 ";
+
+/// The command by which the interpreter runs a program.
+fn interpret(python: &Path, text: &str) -> Command {
+    let mut command = Command::new(python);
+    command.arg("-c").arg(format!("{NOT_FROM_HERE}{text}"));
+    command
+}
 
 /// Simulate all intervals of a recorded machine in parallel, by Ray
 ///
@@ -143,7 +152,7 @@ impl SimulateRun {
             File::from(memfd_create(c"pagemark-plan", MFdFlags::MFD_CLOEXEC).map_err(|error| failed(error.into()))?);
         let written = serde_json::to_writer(&mut file, &plan).map_err(std::io::Error::from);
         written.and_then(|()| file.flush()).and_then(|()| file.rewind()).map_err(failed)?;
-        Err(failed(Command::new(&python).args(["-c", START]).stdin(Stdio::from(file)).exec()))
+        Err(failed(interpret(&python, START).stdin(Stdio::from(file)).exec()))
     }
 
     /// The interpreter, which has the modules.
@@ -152,7 +161,7 @@ impl SimulateRun {
         let python = python.map_or_else(|| PathBuf::from("python3"), PathBuf::from);
         let install = format!("`{} -m pip install 'pagemark[simulate]'`", python.display());
         let help = format!("install it: {install}; or name another interpreter in {PYTHON}");
-        let found = Command::new(&python).args(["-c", MISSING_MODULE]).stdin(Stdio::null()).output();
+        let found = interpret(&python, MISSING_MODULE).stdin(Stdio::null()).output();
         let found = found.map_err(|error| {
             Failure::new(format!("cannot start {}, which talks to Ray", python.display()), error).help(&help)
         })?;

@@ -15,11 +15,11 @@ use std::ptr::NonNull;
 use std::sync::atomic::{AtomicI32, AtomicU32, Ordering};
 
 use self::bits::Bits;
-use self::fresh::{FreshPages, numbers};
+use self::fresh::{FreshPages, numbers, take_pages};
 use super::memory_file::anonymous_file;
 use super::own_memory;
 use super::sparse::next_data;
-use crate::{Address, ByteCount, PAGE_SIZE, PageNumber, PageRangeExt, Range};
+use crate::{Address, ByteCount, PAGE_SIZE, Range};
 
 /// The lowest number of the file's descriptor, where the limit of descriptors permits it. Programs
 /// close the lower numbers without knowing whose they are.
@@ -208,10 +208,7 @@ impl Views {
     /// last call for it. Whoever tracks writes has to report them: they hold zeros that nobody has
     /// written, and that no page table shows. Allocates no memory of the program.
     pub fn take_freed(&self, end: ByteCount, visit: &mut dyn FnMut(Range)) {
-        self.freed.take(end.to_usize() / PAGE_SIZE, &mut |page| {
-            let page = PageNumber::new(page as u64);
-            visit((page..page + 1).addresses());
-        });
+        take_pages(&self.freed, end, visit);
     }
 
     /// Copies the first `used` bytes to a new file of the same length, for a child. Allocates no

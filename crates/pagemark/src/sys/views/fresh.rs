@@ -9,8 +9,8 @@ use super::bits::Bits;
 use crate::sys::populate::{self, POPULATE};
 use crate::{Address, AddressRangeExt, ByteCount, PAGE_SIZE, PageNumber, PageRangeExt, Range};
 
-/// Memory is populated by blocks of so many pages: as many as the kernel maps at once around a page
-/// that is read (`fault_around_bytes`).
+/// Number of pages of a block, the unit in which memory is populated. The kernel maps as many pages
+/// at once around a page that is read (`fault_around_bytes`).
 const BLOCK_PAGES: usize = 16;
 
 /// Which memory was populated before its use.
@@ -72,7 +72,7 @@ impl Views {
         let start = if is_new(first) { first } else { pages.start };
         let end = if is_new(last) { (last + BLOCK_PAGES).min(self.view_bytes / PAGE_SIZE) } else { pages.end };
         let pages = start..end;
-        let offsets = (PageNumber::new(pages.start as u64)..PageNumber::new(pages.end as u64)).addresses();
+        let offsets = offsets_of(pages.clone());
         for view in 0..self.count {
             let start = self.view(view).start;
             let addresses = start + (offsets.start - Address::MIN)..start + (offsets.end - Address::MIN);
@@ -106,10 +106,7 @@ impl Views {
     /// [`Views::prepare`] since the last call for it, while a tracker had the views: it counts as
     /// written in all views, and has raised no page fault.
     pub fn take_populated(&self, end: ByteCount, visit: &mut dyn FnMut(Range)) {
-        self.fresh.populated.take(end.to_usize() / PAGE_SIZE, &mut |page| {
-            let page = PageNumber::new(page as u64);
-            visit((page..page + 1).addresses());
-        });
+        take_pages(&self.fresh.populated, end, visit);
     }
 }
 
@@ -117,6 +114,16 @@ impl Views {
 pub(super) fn numbers(offsets: &Range) -> std::ops::Range<usize> {
     let pages = offsets.page_range();
     pages.start.get() as usize..pages.end.get() as usize
+}
+
+/// The offsets of pages, given by their numbers.
+fn offsets_of(pages: std::ops::Range<usize>) -> Range {
+    (PageNumber::new(pages.start as u64)..PageNumber::new(pages.end as u64)).addresses()
+}
+
+/// Removes the pages below the offset `end` from a set, and calls `visit` with the offsets of each.
+pub(super) fn take_pages(set: &Bits, end: ByteCount, visit: &mut dyn FnMut(Range)) {
+    set.take(end.to_usize() / PAGE_SIZE, &mut |page| visit(offsets_of(page..page + 1)));
 }
 
 #[cfg(test)]
@@ -127,10 +134,6 @@ mod tests {
     use crate::{ErrorKind, RangeSet};
 
     const PAGES: usize = 40;
-
-    fn range(pages: std::ops::Range<usize>) -> Range {
-        (PageNumber::new(pages.start as u64)..PageNumber::new(pages.end as u64)).addresses()
-    }
 
     fn views(count: usize) -> Option<Views> {
         match POPULATE.refusal() {
@@ -158,23 +161,23 @@ mod tests {
     #[test]
     fn pages_are_populated_with_their_block_in_all_views() {
         let Some(views) = views(4) else { return };
-        views.prepare(&range(17..18));
-        assert_eq!(present(&views), vec![RangeSet::from(range(16..32)); 4]);
+        views.prepare(&offsets_of(17..18));
+        assert_eq!(present(&views), vec![RangeSet::from(offsets_of(16..32)); 4]);
         // A run in two blocks, of which the first is there, and the last has only half of its pages.
-        views.prepare(&range(31..33));
-        assert_eq!(present(&views), vec![RangeSet::from(range(16..40)); 4]);
+        views.prepare(&offsets_of(31..33));
+        assert_eq!(present(&views), vec![RangeSet::from(offsets_of(16..40)); 4]);
         // SAFETY: nobody needs the content.
-        unsafe { views.free(&range(20..22)).unwrap() };
-        let rest: RangeSet = [range(16..20), range(22..40)].into_iter().collect();
+        unsafe { views.free(&offsets_of(20..22)).unwrap() };
+        let rest: RangeSet = [offsets_of(16..20), offsets_of(22..40)].into_iter().collect();
         assert_eq!(present(&views), vec![rest; 4]);
         // The rest of the block is in use: only what was asked for.
-        views.prepare(&range(20..21));
-        let rest: RangeSet = [range(16..21), range(22..40)].into_iter().collect();
+        views.prepare(&offsets_of(20..21));
+        let rest: RangeSet = [offsets_of(16..21), offsets_of(22..40)].into_iter().collect();
         assert_eq!(present(&views), vec![rest; 4]);
         // SAFETY: as above.
-        unsafe { views.free(&range(16..32)).unwrap() };
-        views.prepare(&range(20..21));
-        assert_eq!(present(&views), vec![RangeSet::from(range(16..40)); 4]);
+        unsafe { views.free(&offsets_of(16..32)).unwrap() };
+        views.prepare(&offsets_of(20..21));
+        assert_eq!(present(&views), vec![RangeSet::from(offsets_of(16..40)); 4]);
         // Nothing is reported to a tracker that comes later.
         views.take_populated(views.view_bytes(), &mut |page| panic!("{page:?}"));
     }
@@ -182,14 +185,14 @@ mod tests {
     #[test]
     fn one_view_is_populated_only_if_it_is_tracked() {
         let Some(views) = views(1) else { return };
-        views.prepare(&range(3..4));
+        views.prepare(&offsets_of(3..4));
         assert!(present(&views)[0].is_empty());
         views.begin_tracking();
-        views.prepare(&range(3..4));
-        assert_eq!(present(&views), [RangeSet::from(range(0..16))]);
+        views.prepare(&offsets_of(3..4));
+        assert_eq!(present(&views), [RangeSet::from(offsets_of(0..16))]);
         views.populate_by_use();
-        views.prepare(&range(16..17));
-        assert_eq!(present(&views), [RangeSet::from(range(0..16))]);
+        views.prepare(&offsets_of(16..17));
+        assert_eq!(present(&views), [RangeSet::from(offsets_of(0..16))]);
     }
 
     #[test]
@@ -218,21 +221,21 @@ mod tests {
             pages
         };
         written();
-        views.prepare(&range(5..6));
-        let block = RangeSet::from(range(0..16));
+        views.prepare(&offsets_of(5..6));
+        let block = RangeSet::from(offsets_of(0..16));
         assert_eq!((written(), populated()), ([block.clone(), block.clone()], block));
         // The block was populated before: only what was asked for is opened again, and only once.
-        let run = RangeSet::from(range(6..8));
-        views.prepare(&range(6..8));
+        let run = RangeSet::from(offsets_of(6..8));
+        views.prepare(&offsets_of(6..8));
         assert_eq!((written(), populated()), ([run.clone(), run.clone()], run.clone()));
-        views.prepare(&range(6..8));
-        views.prepare(&range(6..8));
+        views.prepare(&offsets_of(6..8));
+        views.prepare(&offsets_of(6..8));
         assert_eq!((written(), populated()), ([run.clone(), run.clone()], run));
         // Of a block that is in use, what was freed is opened again, and nothing beside it.
         // SAFETY: nobody needs the content.
-        unsafe { views.free(&range(9..11)).unwrap() };
-        views.prepare(&range(9..11));
-        let run = RangeSet::from(range(9..11));
+        unsafe { views.free(&offsets_of(9..11)).unwrap() };
+        views.prepare(&offsets_of(9..11));
+        let run = RangeSet::from(offsets_of(9..11));
         assert_eq!((written(), populated()), ([run.clone(), run.clone()], run));
         assert_eq!((written(), populated()), ([RangeSet::new(), RangeSet::new()], RangeSet::new()));
     }
