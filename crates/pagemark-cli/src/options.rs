@@ -17,6 +17,7 @@ use pagemark_process::files::{DataTree, FileWatch};
 use pagemark_process::saver::{CriuSaver, RegisterSaver, StateSaver};
 use pagemark_process::target::ProcessTarget;
 use pagemark_report::text;
+use pagemark_vm::Activation;
 
 use crate::costs::costs;
 use crate::failure::Failure;
@@ -46,9 +47,14 @@ pub struct TrackingOptions {
     mechanism: MechanismChoice,
     /// How memory is copied: in rounds while the program runs, or all while it is frozen; of a
     /// virtual machine also when it runs again, each page before the first write to it (needs the
-    /// mechanism uffd, which `auto` then means)
+    /// mechanism uffd, which `auto` then means, or kvm-log)
     #[arg(long, default_value = "pre-copy", value_enum)]
     strategy: StrategyName,
+    /// With copy-on-write and kvm-log: until when a virtual machine waits where it writes to a page
+    /// of the checkpoint. `early`: until the page is copied; `late`: the first write to it, until
+    /// the next checkpoint [default: early]
+    #[arg(long, value_name = "WHEN", value_enum)]
+    activation: Option<ActivationName>,
 }
 
 impl TrackingOptions {
@@ -68,6 +74,7 @@ impl TrackingOptions {
                 Err(Failure::usage("the strategy copy-on-write is for virtual machines alone")
                     .help("use --strategy pre-copy"))
             }
+            _ if self.activation.is_some() => Err(Failure::usage("--activation is for virtual machines alone")),
             _ => Ok(()),
         }
     }
@@ -75,12 +82,26 @@ impl TrackingOptions {
     /// Checks that virtual machines can be checkpointed in this way.
     pub fn check_machine(&self) -> Result<(), Failure> {
         let mechanism = self.mechanism(Scope::Machine);
-        if self.strategy != StrategyName::CopyOnWrite || mechanism.holds_writes() {
+        if self.activation.is_some() && self.activation().is_none() {
+            return Err(Failure::usage("--activation is for the strategy copy-on-write with the mechanism kvm-log"));
+        }
+        if self.strategy != StrategyName::CopyOnWrite || mechanism.allows_copy_on_write() {
             return Ok(());
         }
         let needed = Mechanism::choose_to_hold_writes().map_or("one that holds writes", Mechanism::name);
         Err(Failure::usage(format!("the strategy copy-on-write needs the mechanism {needed}, not {mechanism}"))
             .help(format!("name {needed}, or no mechanism")))
+    }
+
+    /// How a machine that KVM's log tracks waits in a copy-on-write checkpoint; None for other
+    /// mechanisms and strategies.
+    pub fn activation(&self) -> Option<Activation> {
+        let mechanism = self.mechanism(Scope::Machine);
+        let holds_beside = mechanism.allows_copy_on_write() && !mechanism.holds_writes();
+        (self.strategy == StrategyName::CopyOnWrite && holds_beside).then_some(match self.activation {
+            Some(ActivationName::Late) => Activation::Late,
+            Some(ActivationName::Early) | None => Activation::Early,
+        })
     }
 
     /// The strategy that is named.
@@ -213,6 +234,12 @@ enum StrategyName {
     PreCopy,
     StopAndCopy,
     CopyOnWrite,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum ActivationName {
+    Early,
+    Late,
 }
 
 impl CaptureOptions {

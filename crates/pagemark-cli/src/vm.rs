@@ -9,14 +9,14 @@ use nix::unistd::Pid;
 use pagemark::job::End;
 use pagemark::repository::Checkpoint as Held;
 use pagemark::track::Scope;
-use pagemark::{ByteCount, Job, JobOptions, Mechanism};
+use pagemark::{ByteCount, Job, JobOptions};
 use pagemark_report::message;
 use pagemark_report::text;
 use pagemark_vm::{LazyMachine, RunningMachine, VmTarget};
 
 use crate::failure::{Failure, Outcome};
 use crate::live::Progress;
-use crate::options::{MemoryOptions, ScheduleOptions};
+use crate::options::{MemoryOptions, ScheduleOptions, TrackingOptions};
 use crate::reference::job_name;
 use crate::report::{self, Report, summary};
 use crate::repository::RepositoryOptions;
@@ -95,7 +95,7 @@ impl Attach {
         let policy = self.schedule.policy(&self.memory, Scope::Machine)?;
         let repository = self.repository.open_or_create(&self.memory)?;
         let signals = Signals::hold_for_stop()?;
-        let target = attach(self.memory.mechanism(Scope::Machine), &self.monitor)?;
+        let target = attach(&self.memory.tracking, &self.monitor)?;
         let (pid, name) = (target.pid(), name_of(&self.memory, &target));
         let job = Job::new(target, repository, JobOptions { name: name.clone(), policy });
 
@@ -114,7 +114,7 @@ impl Checkpoint {
     fn run(self) -> Outcome {
         self.memory.tracking.check_machine()?;
         let repository = self.repository.open_or_create(&self.memory)?;
-        let target = attach(self.memory.mechanism(Scope::Machine), &self.monitor)?;
+        let target = attach(&self.memory.tracking, &self.monitor)?;
         let name = name_of(&self.memory, &target);
         let mut job = Job::new(target, repository, self.memory.job_options(name.clone()));
         let taken = job.checkpoint().map_err(|error| Failure::of(format!("cannot checkpoint {name}"), error))?;
@@ -126,9 +126,13 @@ impl Checkpoint {
 }
 
 /// Attaches to a machine.
-pub fn attach(mechanism: Mechanism, monitor: &std::path::Path) -> Result<VmTarget, Failure> {
+pub fn attach(tracking: &TrackingOptions, monitor: &std::path::Path) -> Result<VmTarget, Failure> {
     let failed = |error| Failure::of(format!("cannot attach to the machine of {}", monitor.display()), error);
-    VmTarget::attach(monitor, mechanism).map_err(failed)
+    let target = match tracking.activation() {
+        Some(activation) => VmTarget::attach_to_hold(monitor, activation),
+        None => VmTarget::attach(monitor, tracking.mechanism(Scope::Machine)),
+    };
+    target.map_err(failed)
 }
 
 /// The job's name: that which the options give, or the machine's.

@@ -193,6 +193,8 @@ fn copies_on_write_are_for_machines_and_one_mechanism_and_are_counted() {
             &["vm", "checkpoint", "--strategy", "copy-on-write", "--mechanism", "full", &*monitor],
             "needs the mechanism uffd",
         ),
+        (&["checkpoint", "--activation", "late", &*own_pid], "for virtual machines alone"),
+        (&["vm", "checkpoint", "--activation", "late", &*monitor], "for the strategy copy-on-write with"),
     ] {
         let output = pagemark.output(arguments);
         let text = String::from_utf8_lossy(&output.stderr);

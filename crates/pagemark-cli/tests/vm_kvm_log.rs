@@ -13,11 +13,22 @@ use support::{Pagemark, children, kill_and_wait};
 #[test]
 #[ignore = "a machine of the lab runs it"]
 fn a_machine_that_is_killed_with_its_pagemark_comes_back() {
+    comes_back(&[], &["-accel", "kvm"]);
+}
+
+#[test]
+#[ignore = "a machine of the lab runs it"]
+fn a_machine_whose_memory_is_copied_on_write_comes_back() {
+    let shared = "memory-backend-memfd,id=ram,size=16M,share=on";
+    let qemu = ["-accel", "kvm", "-machine", "q35,memory-backend=ram", "-object", shared];
+    comes_back(&["--strategy", "copy-on-write", "--activation", "late"], &qemu);
+}
+
+fn comes_back(options: &[&str], qemu: &[&str]) {
     let pagemark = Pagemark::new();
     let paths = MachinePaths::default();
-    let mut command =
-        pagemark.command(&["vm", "run", "--mechanism", "kvm-log", "--every", "2s", "--job", "vm", "--", QEMU]);
-    command.args(paths.arguments(&["-accel", "kvm"])).stdin(Stdio::null()).stdout(Stdio::null());
+    let mut command = pagemark.command(&["vm", "run", "--mechanism", "kvm-log", "--every", "2s", "--job", "vm"]);
+    command.args(options).args(["--", QEMU]).args(paths.arguments(qemu)).stdin(Stdio::null()).stdout(Stdio::null());
     let log = File::create(pagemark.directory().join("pagemark.log")).expect("a log file");
     let mut run = command.env("TMPDIR", pagemark.directory()).stderr(log).spawn().expect("it starts");
     wait_for("checkpoints", || (pagemark.checkpoints("vm").len() >= 4).then_some(()));
@@ -31,8 +42,8 @@ fn a_machine_that_is_killed_with_its_pagemark_comes_back() {
     let monitor = log.lines().find_map(|line| line.split_once("; monitor ")).expect("a line with the monitor").1;
     let before = pagemark.checkpoints("vm").len();
     wait_for("the library to let go", || {
-        let mut once = pagemark.command(&["vm", "checkpoint", "--mechanism", "kvm-log", "--job", "vm", monitor]);
-        once.output().expect("it starts").status.success().then_some(())
+        let mut once = pagemark.command(&["vm", "checkpoint", "--mechanism", "kvm-log", "--job", "vm"]);
+        once.args(options).arg(monitor).output().expect("it starts").status.success().then_some(())
     });
     assert_eq!(pagemark.checkpoints("vm").len(), before + 1);
     qemus.into_iter().for_each(kill_and_wait);

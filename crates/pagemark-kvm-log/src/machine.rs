@@ -172,6 +172,8 @@ pub struct Machine {
     is_shared: bool,
     /// True while Pagemark reads.
     is_read: bool,
+    /// True while no slot may get a view.
+    keeps_views: bool,
     /// What was written in slots that were dropped since Pagemark's last read.
     dropped: Vec<Written>,
 }
@@ -190,6 +192,17 @@ impl Machine {
     /// True while Pagemark reads the log.
     pub fn is_read(&self) -> bool {
         self.is_read
+    }
+
+    /// Sets whether new slots have no view. Pagemark has writes by a view wait, and does not know of
+    /// one that is made meanwhile.
+    pub fn keep_views(&mut self, keeps: bool) {
+        self.keeps_views = keeps;
+    }
+
+    /// True if a new slot over shared memory may have a view.
+    pub fn may_have_new_view(&self) -> bool {
+        !self.keeps_views
     }
 
     /// The view by which the machine reaches the memory of a slot that its owner sets again, with
@@ -380,6 +393,7 @@ impl Machine {
     /// Pagemark reads no longer.
     pub fn end(&mut self, kernel: &impl Kernel) {
         self.is_read = false;
+        self.keeps_views = false;
         self.dropped.clear();
         for slot in self.slots.values_mut() {
             let before = slot.flags();

@@ -25,7 +25,7 @@ pub const VIEWS: &CStr = c"pagemark-views";
 pub const MAGIC: u64 = u64::from_le_bytes(*b"PMKVMLOG");
 
 /// The version of the protocol.
-pub const VERSION: u64 = 1;
+pub const VERSION: u64 = 2;
 
 /// The most entries of a reply: KVM has fewer slots.
 const MAX_ENTRIES: u64 = 1 << 17;
@@ -40,6 +40,10 @@ pub enum Request {
     Begin,
     /// What was written since the last request.
     Collect,
+    /// No slot gets a view from now on: all that there are can be found in the process's mappings.
+    KeepViews,
+    /// New slots over shared memory get views again.
+    ReleaseViews,
 }
 
 impl Request {
@@ -59,6 +63,8 @@ impl Request {
         match number(from)? {
             0 => Ok(Request::Begin),
             1 => Ok(Request::Collect),
+            2 => Ok(Request::KeepViews),
+            3 => Ok(Request::ReleaseViews),
             other => Err(invalid(format!("there is no request {other}"))),
         }
     }
@@ -210,7 +216,7 @@ mod tests {
                 assert!(receive_greeting(&mut &bytes[..length]).is_err());
             }
         }
-        for request in [Request::Begin, Request::Collect] {
+        for request in [Request::Begin, Request::Collect, Request::KeepViews, Request::ReleaseViews] {
             let mut bytes = Vec::new();
             request.send(&mut bytes).unwrap();
             assert_eq!(Request::receive(&mut bytes.as_slice()).unwrap(), request);

@@ -88,7 +88,8 @@ unsafe fn answer(machine: &OwnMachine, request: u32, argument: usize) -> Result<
             // SAFETY: the argument is readable.
             let region = unsafe { (argument as *const RawRegion).read_unaligned() };
             let (had, is_new) = (known.view(&region), !known.has(region.slot));
-            let made = is_new.then(|| views::make(region.host_address, region.bytes)).flatten();
+            let made =
+                (is_new && known.may_have_new_view()).then(|| views::make(region.host_address, region.bytes)).flatten();
             let view = had.or(made);
             let set = known.set_region(&kernel, &region, view, |flags| {
                 let bytes = if request == kernel::SET_REGION { size_of::<RawRegion>() } else { REGION2_BYTES };

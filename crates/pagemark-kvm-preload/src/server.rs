@@ -111,10 +111,18 @@ impl OpenLog {
                 Ok(Vec::new())
             }
             Request::Collect => {
-                let machine = self.0.as_ref().ok_or(Status::Refused(Refusal::NotBegun))?;
+                let machine = self.begun()?;
                 machine.lock().collect(&machine.kernel()).map_err(Status::Refused)
             }
+            Request::KeepViews | Request::ReleaseViews => {
+                self.begun()?.lock().keep_views(request == Request::KeepViews);
+                Ok(Vec::new())
+            }
         }
+    }
+
+    fn begun(&self) -> Result<&Arc<OwnMachine>, Status> {
+        self.0.as_ref().ok_or(Status::Refused(Refusal::NotBegun))
     }
 
     fn close(&mut self) {

@@ -111,6 +111,18 @@ impl Monitor {
         self.run("where").unwrap()[index]
     }
 
+    fn maps(&self) -> String {
+        std::fs::read_to_string(format!("/proc/{}/maps", self.child.id())).unwrap()
+    }
+
+    /// How many views there are.
+    fn views(&self) -> usize {
+        let maps = self.maps();
+        let reserved: Vec<_> = maps.lines().map(|line| line.contains("/memfd:pagemark-views")).collect();
+        let (first, last) = (reserved.iter().position(|is| *is), reserved.iter().rposition(|is| *is));
+        first.zip(last).map_or(0, |(first, last)| reserved[first..=last].iter().filter(|is| !**is).count())
+    }
+
     fn connect(&self) -> Log {
         let stream = wait_for("the library", || UnixStream::connect(self.directory.path().join("socket")).ok());
         Log(stream)
@@ -307,19 +319,12 @@ fn neither_loses_a_write_while_the_machine_runs() {
 fn shared_memory_is_reached_by_a_view_that_goes_with_its_slot() {
     let Some(program) = monitor_program() else { skip!("no machine under KVM") };
     let mut monitor = Monitor::start(program);
-    let maps = |monitor: &Monitor| std::fs::read_to_string(format!("/proc/{}/maps", monitor.child.id())).unwrap();
-    let views = |monitor: &Monitor| {
-        let maps = maps(monitor);
-        let reserved: Vec<_> = maps.lines().map(|line| line.contains("/memfd:pagemark-views")).collect();
-        let (first, last) = (reserved.iter().position(|is| *is), reserved.iter().rposition(|is| *is));
-        first.zip(last).map_or(0, |(first, last)| reserved[first..=last].iter().filter(|is| !**is).count())
-    };
     // Private memory has none.
     monitor.slot(1, 0x1000_0000, 300, 1, 0);
-    assert!(!maps(&monitor).contains("pagemark-views"));
+    assert!(!monitor.maps().contains("pagemark-views"));
     monitor.slot(2, 0x2000_0000, 1000, 3, 0);
     monitor.slot(3, 0x3000_0000, 300, 3, 0);
-    assert_eq!(views(&monitor), 2);
+    assert_eq!(monitor.views(), 2);
     let shared = monitor.buffer(3);
     let memory = File::open(format!("/proc/{}/mem", monitor.child.id())).unwrap();
     let byte = |page: u64| {
@@ -343,21 +348,57 @@ fn shared_memory_is_reached_by_a_view_that_goes_with_its_slot() {
     assert_eq!(monitor.run("slot 2 28000000 900 3 1"), Err(libc::EINVAL));
     monitor.write(0x2800_0000 + 999 * PAGE, 1, 1);
     assert_eq!(log.collect(shared), pages([999]));
-    assert_eq!(views(&monitor), 2);
+    assert_eq!(monitor.views(), 2);
     // Nobody else sees what is written until the drop.
     monitor.slot(3, 0, 0, 0, 0);
     assert_eq!(log.collect(shared), pages(0..320));
-    assert_eq!(views(&monitor), 1);
+    assert_eq!(monitor.views(), 1);
     monitor.slot(2, 0, 0, 0, 0);
-    assert_eq!(views(&monitor), 0);
+    assert_eq!(monitor.views(), 0);
     assert_ne!(monitor.run("protect 3"), Err(libc::EOPNOTSUPP));
     monitor.slot(2, 0x2000_0000, 1000, 3, 0);
     monitor.write(0x2000_0000 + 9 * PAGE, 1, 1);
-    assert_eq!((byte(9), views(&monitor)), (2, 1));
+    assert_eq!((byte(9), monitor.views()), (2, 1));
     // A slot that is refused leaves no view.
     assert_eq!(monitor.run("slot 5 20000000 1000 3 0"), Err(libc::EEXIST));
-    assert_eq!(views(&monitor), 1);
+    assert_eq!(monitor.views(), 1);
     assert_eq!(monitor.run("fork"), Ok(Vec::new()));
+}
+
+#[test]
+fn no_view_is_made_while_views_are_kept() {
+    let Some(program) = monitor_program() else { skip!("no machine under KVM") };
+    let mut monitor = Monitor::start(program);
+    let mut log = monitor.connect();
+    assert_eq!(receive_greeting(&mut log.0).unwrap(), Status::Done);
+    assert_eq!(log.ask(Request::KeepViews).0, Status::Refused(Refusal::NotBegun));
+    assert_eq!(log.ask(Request::Begin).0, Status::Done);
+    monitor.slot(2, 0x2000_0000, 1000, 3, 0);
+    let shared = monitor.buffer(3);
+    assert_eq!(monitor.views(), 1);
+    assert_eq!(log.ask(Request::KeepViews).0, Status::Done);
+    // It keeps its view as it moves; a new slot has none, and is logged all the same.
+    monitor.slot(2, 0x2800_0000, 1000, 3, 0);
+    monitor.slot(3, 0x3000_0000, 300, 3, 0);
+    assert_eq!(monitor.views(), 1);
+    log.collect(shared);
+    monitor.write(0x3000_0000 + 5 * PAGE, 1, 1);
+    monitor.write(0x2800_0000 + 6 * PAGE, 1, 1);
+    assert_eq!(log.collect(shared), pages([5, 6]));
+    monitor.slot(2, 0, 0, 0, 0);
+    assert_eq!(monitor.views(), 0);
+    assert_eq!(log.ask(Request::ReleaseViews).0, Status::Done);
+    monitor.slot(2, 0x2000_0000, 1000, 3, 0);
+    assert_eq!(monitor.views(), 1);
+    // A Pagemark that is gone keeps nothing.
+    assert_eq!(log.ask(Request::KeepViews).0, Status::Done);
+    drop(log);
+    let mut slot = 4;
+    wait_for("the library to notice it", || {
+        monitor.slot(slot, 0x1_0000_0000 + u64::from(slot) * 0x1000_0000, 300, 3, 0);
+        slot += 1;
+        (monitor.views() == 2).then_some(())
+    });
 }
 
 #[test]

@@ -49,6 +49,7 @@ pub struct AddressSpace {
     shared_scope: SharedScope,
     /// Mappings within are as if they were not there.
     left_out: Option<Range>,
+    left_out_mappings: Vec<Mapping>,
     mappings: Vec<Mapping>,
     maps: Vec<u8>,
     /// For mechanisms that register mappings.
@@ -135,12 +136,15 @@ impl Part {
     }
 }
 
-/// The mappings that are not left out.
-fn without(mut mappings: Vec<Mapping>, left_out: Option<&Range>) -> Vec<Mapping> {
-    if let Some(left_out) = left_out {
-        mappings.retain(|mapping| mapping.start < left_out.start || left_out.end < mapping.end);
+/// The mappings that are not left out, and those that are.
+fn without(mappings: Vec<Mapping>, left_out: Option<&Range>) -> (Vec<Mapping>, Vec<Mapping>) {
+    match left_out {
+        Some(left_out) => {
+            let is_outside = |mapping: &Mapping| mapping.start < left_out.start || left_out.end < mapping.end;
+            mappings.into_iter().partition(is_outside)
+        }
+        None => (mappings, Vec::new()),
     }
-    mappings
 }
 
 impl AddressSpace {
@@ -224,10 +228,10 @@ impl AddressSpace {
             let mappings = maps::read(thread).map_err(attach::failed("read the mappings of", pid))?;
             Ok::<_, Error>(without(mappings, left_out.as_ref()))
         };
-        let mappings = match &registration {
+        let (mappings, left_out_mappings) = match &registration {
             Some(registration) => freezer::while_stopped(pid, || {
-                let mappings = read_mappings()?;
-                register(pid, thread, registration, &mappings, shared_scope, &mut untracked).map(|()| mappings)
+                let read = read_mappings()?;
+                register(pid, thread, registration, &read.0, shared_scope, &mut untracked).map(|()| read)
             })
             .map_err(|error| error.within("cannot track", Object::Process(pid)))??,
             None => read_mappings()?,
@@ -264,6 +268,7 @@ impl AddressSpace {
             shared_scope,
             mappings,
             left_out,
+            left_out_mappings,
             maps: Vec::new(),
             registration,
             untracked,
@@ -306,6 +311,11 @@ impl AddressSpace {
         &self.mappings
     }
 
+    /// The mappings between the addresses that are left out, as they were when they were read last.
+    pub fn left_out_mappings(&self) -> &[Mapping] {
+        &self.left_out_mappings
+    }
+
     /// How the mapping is treated if it cannot be tracked as others.
     pub fn exception(&self, mapping: &Mapping) -> Option<MappingException> {
         self.untracked.exception(mapping)
@@ -334,7 +344,7 @@ impl AddressSpace {
         // First whether these were still its mappings.
         self.check_alive()?;
         let mappings = mappings.map_err(|source| self.system("read the mappings of", source))?;
-        self.mappings = without(mappings, self.left_out.as_ref());
+        (self.mappings, self.left_out_mappings) = without(mappings, self.left_out.as_ref());
         Ok(&self.mappings)
     }
 

@@ -129,6 +129,23 @@ impl KvmLog {
         Ok(())
     }
 
+    /// Has no mapping made for the machine alone until [`KvmLog::release_views`]: all that there are
+    /// can be found.
+    ///
+    /// # Errors
+    /// [`ErrorKind::KvmLog`]
+    pub(crate) fn keep_views(&mut self) -> Result<()> {
+        self.ask(Request::KeepViews).map(drop)
+    }
+
+    /// Lets the machine have mappings of its own again.
+    ///
+    /// # Errors
+    /// [`ErrorKind::KvmLog`]
+    pub(crate) fn release_views(&mut self) -> Result<()> {
+        self.ask(Request::ReleaseViews).map(drop)
+    }
+
     /// True if what was written is not known any longer, and each call fails.
     pub(crate) fn is_lost(&self) -> bool {
         self.is_lost

@@ -86,4 +86,4 @@ pub use probe::cost;
 pub use restore::{LazyMachine, Restore, RunningMachine};
 pub use run::OwnQemu;
 pub use target::{EventHandler, VmTarget};
-pub use write_watch::can_hold_writes;
+pub use write_watch::{Activation, can_hold_writes};

@@ -4,7 +4,7 @@
 use pagemark::track::{self, Cost, NewTracker, OwnMemory, Scope};
 use pagemark::{Mechanism, Range, RangeSet, Tracker};
 
-use crate::write_watch::WriteWatch;
+use crate::write_watch::{Activation, WriteWatch};
 
 /// Measures what a mechanism costs for virtual machines, on memory of this process, as
 /// [`pagemark::track::cost`] does for other scopes.
@@ -20,8 +20,8 @@ fn tracker(mechanism: Mechanism, memory: &OwnMemory) -> NewTracker {
     if !mechanism.holds_writes() {
         return mechanism.tracker(Scope::Machine, memory);
     }
-    let watch =
-        WriteWatch::of_this_process().map_err(|error| pagemark::Error::unavailable(mechanism, error.to_string()))?;
+    let watch = WriteWatch::of_this_process(Activation::default());
+    let watch = watch.map_err(|error| pagemark::Error::unavailable(mechanism, error.to_string()))?;
     Ok(Box::new(OwnWatch { mechanism, watch, ranges: Vec::new() }))
 }
 

@@ -15,6 +15,7 @@ use crate::command_line::{is_daemon, listening_monitor};
 use crate::error::{Error, ErrorKind, Object, Result};
 use crate::preloaded;
 use crate::target::VmTarget;
+use crate::write_watch::Activation;
 
 /// How long QEMU may take until it listens on the socket.
 const LISTEN_LIMIT: Duration = Duration::from_secs(10);
@@ -114,9 +115,21 @@ impl OwnQemu {
     /// # Errors
     /// [`ErrorKind::Gone`] if QEMU has ended; else as [`VmTarget::attach`].
     pub fn attach(&mut self, mechanism: Mechanism) -> Result<VmTarget> {
+        self.attach_by(|monitor| VmTarget::attach(monitor, mechanism))
+    }
+
+    /// As [`OwnQemu::attach`], by [`VmTarget::attach_to_hold`].
+    ///
+    /// # Errors
+    /// As [`OwnQemu::attach`].
+    pub fn attach_to_hold(&mut self, activation: Activation) -> Result<VmTarget> {
+        self.attach_by(|monitor| VmTarget::attach_to_hold(monitor, activation))
+    }
+
+    fn attach_by(&mut self, attach: impl Fn(&Path) -> Result<VmTarget>) -> Result<VmTarget> {
         let deadline = Instant::now() + LISTEN_LIMIT;
         loop {
-            match VmTarget::attach(&self.monitor, mechanism) {
+            match attach(&self.monitor) {
                 Err(_) if self.has_ended()? => {
                     return Err(Error::about(ErrorKind::Gone, Object::Process(self.pid()), "has ended"));
                 }

@@ -26,7 +26,7 @@ use crate::machine::{Machine, Startup};
 use crate::memory_map::MemoryMap;
 use crate::ram_blocks::{BlockMemory, RamBlock};
 use crate::views;
-use crate::write_watch::{OTHER_STRATEGY, WriteWatch};
+use crate::write_watch::{Activation, OTHER_STRATEGY, WriteWatch};
 
 /// Name of the record that holds the state of processors and devices, as QEMU writes it.
 pub(crate) const DEVICES: &str = "qemu-devices";
@@ -105,6 +105,23 @@ impl VmTarget {
     ///
     /// [`OwnQemu::start_for`]: crate::OwnQemu::start_for
     pub fn attach(path: &Path, mechanism: Mechanism) -> Result<VmTarget> {
+        VmTarget::attach_with(path, mechanism, mechanism.holds_writes().then(Activation::default))
+    }
+
+    /// As [`VmTarget::attach`] with [`Mechanism::KvmLog`], for checkpoints that use
+    /// [`Strategy::CopyOnWrite`](pagemark::checkpointer::Strategy::CopyOnWrite): KVM's log says
+    /// what the machine writes, and writes to pages that a checkpoint keeps wait until these are
+    /// copied (PML, sections 4.3 to 4.5). QEMU's own writes are found as with the mechanism `uffd`, and so are
+    /// the machine's to memory that is not shared.
+    ///
+    /// # Errors
+    /// As [`VmTarget::attach`].
+    pub fn attach_to_hold(path: &Path, activation: Activation) -> Result<VmTarget> {
+        VmTarget::attach_with(path, Mechanism::KvmLog, Some(activation))
+    }
+
+    /// `holding` is given if writes are to wait for this process.
+    fn attach_with(path: &Path, mechanism: Mechanism, holding: Option<Activation>) -> Result<VmTarget> {
         let mut machine = Machine::connect(path)?;
         let is_running = machine.check()?;
         let label = match machine.name()? {
@@ -126,12 +143,10 @@ impl VmTarget {
         views::check(mechanism, &mappings, left_out.as_ref(), machine.pid)?;
         views::leave_out(&mut mappings, left_out.as_ref());
         let places = machine.changed_blocks(&mappings)?.unwrap_or_default();
-        let watch = if mechanism.holds_writes() {
+        if holding.is_some() {
             machine.check_keeps_memory(OTHER_STRATEGY)?;
-            Some(WriteWatch::start(machine.pid)?)
-        } else {
-            None
-        };
+        }
+        let watch = holding.map(|activation| WriteWatch::start(machine.pid, activation)).transpose()?;
         let mut log = if mechanism == Mechanism::KvmLog { Some(connect_to_log(&mut machine)?) } else { None };
         let of_space = match mechanism {
             _ if watch.is_some() => Mechanism::Full,
@@ -272,7 +287,9 @@ impl MachineMemory {
         let has = |mapping: &&Mapping| mapping.start <= place.range.start && place.range.end <= mapping.end;
         let mapping = self.space.mappings().iter().find(has);
         // Watched before it is looked at, so that no write is missed.
-        if let (Some(watch), Some(mapping)) = (&self.watch, mapping) {
+        if let (Some(watch), Some(mapping)) = (&self.watch, mapping)
+            && !watch.has(&place.range)
+        {
             held = watch.add(&place.id, &place.range, mapping.range())?.iter().map(offsets).collect();
         }
         let (Some(mapping), true) = (mapping, place.memory != BlockMemory::Private) else {
@@ -297,25 +314,9 @@ impl MachineMemory {
         if phase == Phase::Running && self.space.mechanism().compares_content() {
             return Ok(());
         }
-        if let Some(watch) = &self.watch {
-            for block in &mut self.blocks {
-                let mut written = RangeSet::new();
-                watch.collect(&block.place.range, &mut written)?;
-                block.written.extend(&written.iter().map(|range| block.place.offsets(&range)).collect());
-            }
-            return Ok(());
-        }
         self.renew_log()?;
         let mut written = RangeSet::new();
-        // QEMU itself runs while the machine is stopped. New memory can be registered only while QEMU is
-        // stopped too; QEMU's own memory need not be.
-        let by_page_table = if phase == Phase::Stopped && std::mem::take(&mut self.has_new_blocks) {
-            self.space.collect_in_stop(&mut written)
-        } else if phase == Phase::Running {
-            self.space.collect_ahead_unstopped(&mut written)
-        } else {
-            self.space.collect_unstopped(&mut written)
-        };
+        let by_page_table = self.collect_by_page_table(phase, &mut written);
         let by_log = self.log.as_mut().map_or(Ok(()), |log| log.collect(&mut written));
         // What was found is not found again.
         for block in &mut self.blocks {
@@ -325,6 +326,52 @@ impl MachineMemory {
         }
         by_page_table?;
         by_log
+    }
+
+    /// Collects what was written through QEMU's page table.
+    fn collect_by_page_table(&mut self, phase: Phase, written: &mut RangeSet) -> Result<()> {
+        if let Some(watch) = &self.watch {
+            return self.blocks.iter().try_for_each(|block| watch.collect(&block.place.range, written));
+        }
+        // QEMU itself runs while the machine is stopped. New memory can be registered only while QEMU is
+        // stopped too; QEMU's own memory need not be.
+        if phase == Phase::Stopped && std::mem::take(&mut self.has_new_blocks) {
+            self.space.collect_in_stop(written)?;
+        } else if phase == Phase::Running {
+            self.space.collect_ahead_unstopped(written)?;
+        } else {
+            self.space.collect_unstopped(written)?;
+        }
+        Ok(())
+    }
+
+    /// From here on until the end of the checkpoint, the machine gets no other mappings of its own
+    /// than those that it has.
+    fn keep_views(&mut self) -> Result<()> {
+        if self.watch.is_none() || self.log.is_none() {
+            return Ok(());
+        }
+        self.renew_log()?;
+        self.log.as_mut().map_or(Ok(()), KvmLog::keep_views)
+    }
+
+    /// Has pages that are kept be protected also where else the machine reaches its memory.
+    fn find_views(&mut self) -> Result<()> {
+        let Some(watch) = &self.watch else { return Ok(()) };
+        for Block { place, .. } in &self.blocks {
+            let views = views::of_block(&place.range, self.space.mappings(), self.space.left_out_mappings());
+            watch.set_views(&place.id, &place.range, views)?;
+        }
+        Ok(())
+    }
+
+    /// Ends what a checkpoint needed to keep pages.
+    fn end_checkpoint(&mut self) {
+        if let Some(watch) = &self.watch {
+            watch.end_checkpoint();
+            // If the library does not answer, it is connected to anew.
+            let _ = self.log.as_mut().map_or(Ok(()), KvmLog::release_views);
+        }
     }
 
     /// Reads KVM's log anew if its library was lost. All of the memory counts as written then.
@@ -457,6 +504,7 @@ impl Target for VmTarget {
         let connections = disks.prepare(machine, changes)?;
         let devices = given_files::add_device_file(machine, changes)?;
         let map = machine.memory_map()?;
+        memory.keep_views()?;
         let (since, taken_at) = (Instant::now(), SystemTime::now());
         let mut steps: Vec<_> = startup.is_running.then(Changes::stop).into_iter().collect();
         steps.extend(disks.begin(changes)?);
@@ -464,6 +512,7 @@ impl Target for VmTarget {
         changes.execute_all(machine, steps)?;
         memory.space.refresh_mappings()?;
         memory.find_blocks(machine, next_space)?;
+        memory.find_views()?;
         Ok(FrozenVm { hold, devices, connections, startup, map, since, taken_at })
     }
 
@@ -493,9 +542,7 @@ struct Hold<'target>(&'target mut VmTarget);
 impl Drop for Hold<'_> {
     fn drop(&mut self) {
         let VmTarget { machine, changes, memory, .. } = &mut *self.0;
-        if let Some(watch) = &memory.watch {
-            watch.end_checkpoint();
-        }
+        memory.end_checkpoint();
         // If QEMU does not answer, the guard tries again when this process ends.
         let _ = changes.end_checkpoint(machine);
     }

@@ -14,6 +14,9 @@
 //! the write does not wait. Now and then such a page stays protected, to see whether it is still
 //! written to.
 //!
+//! Where the machine reaches a block by mappings of its own ([`View`]), KVM's log says what it writes
+//! there, and only kept pages are protected in them. [`Activation`] says until when.
+//!
 //! If this process ends, the kernel closes the userfaultfd: nothing is protected then, and all
 //! writes that wait go on. If the thread ends for another reason, it unprotects everything first.
 
@@ -35,6 +38,7 @@ use pagemark_process::inject::{self, Call};
 
 use crate::error::{Error, ErrorKind, Object, Result};
 use crate::page_set::PageSet;
+use crate::views::View;
 
 /// Pages between two runs of written pages that are protected with them although they are
 /// protected: that takes less time than another call.
@@ -59,6 +63,18 @@ pub fn can_hold_writes() -> bool {
     Userfaultfd::synchronous().is_ok_and(|made| made.holds_system_calls && made.protects_unpopulated)
 }
 
+/// Until when a page that a copy-on-write checkpoint keeps is protected from the machine, where KVM's
+/// log says what the machine writes (PML, sections 4.3 to 4.5).
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub enum Activation {
+    /// Until it is copied. The next write to it waits for nobody.
+    #[default]
+    Early,
+    /// Until the next stop: the first write to it waits for Pagemark also if it is copied. Fewer
+    /// calls open pages, each for many of them, but within the downtime.
+    Late,
+}
+
 /// The watched blocks of a QEMU. Dropped, nothing is protected, and all writes go on.
 #[derive(Debug)]
 pub(crate) struct WriteWatch {
@@ -75,6 +91,7 @@ struct Shared {
     userfaultfd: Userfaultfd,
     pagemap: Pagemap,
     memory: Memory,
+    activation: Activation,
     state: Mutex<State>,
     /// Notified when the reader of kept pages has copied a batch.
     copied: Condvar,
@@ -108,6 +125,10 @@ struct Watched {
     aside: HashMap<usize, Option<Box<[u8; PAGE_SIZE]>>>,
     /// The last checkpoints that kept each page.
     series: Vec<Series>,
+    /// How the machine reaches it, if not as QEMU does.
+    views: Vec<View>,
+    /// Pages that may be protected in the views.
+    held: PageSet,
 }
 
 /// Successive checkpoints that have kept a page.
@@ -141,6 +162,28 @@ impl Watched {
         (first + pages.start as u64).address()..(first + pages.end as u64).address()
     }
 
+    /// The page with an address of QEMU or of a view.
+    fn find(&self, address: Address) -> Option<usize> {
+        if self.range.contains(&address) {
+            return Some(self.page(address));
+        }
+        let view = self.views.iter().find(|view| view.range.contains(&address))?;
+        Some(self.page(view.of.start + (address - view.range.start)))
+    }
+
+    /// Protects pages in all views, or opens them.
+    fn protect_views(&self, userfaultfd: &Userfaultfd, pages: std::ops::Range<usize>, protect: bool) -> io::Result<()> {
+        let wanted = self.addresses(pages);
+        for view in &self.views {
+            let part = wanted.start.max(view.of.start)..wanted.end.min(view.of.end);
+            if part.start < part.end {
+                let start = view.range.start + (part.start - view.of.start);
+                userfaultfd.write_protect(&(start..start + part.byte_count()), protect)?;
+            }
+        }
+        Ok(())
+    }
+
     fn forget_kept(&mut self) {
         self.kept.clear();
         self.aside.clear();
@@ -152,7 +195,7 @@ impl WriteWatch {
     ///
     /// # Errors
     /// [`ErrorKind::Process`]; QEMU is unchanged.
-    pub(crate) fn start(pid: i32) -> Result<WriteWatch> {
+    pub(crate) fn start(pid: i32, activation: Activation) -> Result<WriteWatch> {
         let refused = |error: io::Error| failed("watch the writes of", pid)(error).help(OTHER_STRATEGY);
         let thread = proc::live_thread(pid).ok_or_else(|| refused(io::Error::from_raw_os_error(libc::ESRCH)))?;
         let pagemap = Pagemap::of_process(thread).map_err(refused)?;
@@ -160,7 +203,7 @@ impl WriteWatch {
         let made = inject::userfaultfd_with(pid, HOLDING_FLAGS);
         let descriptor = made.map_err(|error| Error::from(error).help(OTHER_STRATEGY))?;
         let made = Userfaultfd::synchronous_from_new(descriptor).map_err(refused)?;
-        WriteWatch::with(pid, pagemap, memory, made)
+        WriteWatch::with(pid, pagemap, memory, made, activation)
     }
 
     /// Watches memory of this process, which must have another thread than those that write to it:
@@ -168,15 +211,21 @@ impl WriteWatch {
     ///
     /// # Errors
     /// As [`WriteWatch::start`].
-    pub(crate) fn of_this_process() -> Result<WriteWatch> {
+    pub(crate) fn of_this_process(activation: Activation) -> Result<WriteWatch> {
         let pid = std::process::id() as i32;
         let refused = || failed("watch the writes of", pid);
         let pagemap = Pagemap::of_this_process().map_err(refused())?;
         let memory = Memory::of_this_process().map_err(refused())?;
-        WriteWatch::with(pid, pagemap, memory, Userfaultfd::synchronous().map_err(refused())?)
+        WriteWatch::with(pid, pagemap, memory, Userfaultfd::synchronous().map_err(refused())?, activation)
     }
 
-    fn with(pid: i32, pagemap: Pagemap, memory: Memory, made: Synchronous) -> Result<WriteWatch> {
+    fn with(
+        pid: i32,
+        pagemap: Pagemap,
+        memory: Memory,
+        made: Synchronous,
+        activation: Activation,
+    ) -> Result<WriteWatch> {
         let Synchronous { userfaultfd, protects_shared, protects_unpopulated, .. } = made;
         if !protects_shared || !protects_unpopulated {
             let error =
@@ -184,7 +233,7 @@ impl WriteWatch {
             return Err(error.help(OTHER_STRATEGY));
         }
         let (state, copied) = (Mutex::default(), Condvar::new());
-        let shared = Arc::new(Shared { pid, userfaultfd, pagemap, memory, state, copied });
+        let shared = Arc::new(Shared { pid, userfaultfd, pagemap, memory, activation, state, copied });
         let (stop, working) = io::pipe().map_err(Error::system("make a pipe"))?;
         let for_thread = Release(shared.clone());
         let thread = std::thread::Builder::new().name("pagemark-writes".to_owned());
@@ -230,12 +279,37 @@ impl WriteWatch {
             let pages = range.byte_count().pages_rounded_up() as usize;
             let (written, kept) = (PageSet::new(pages), PageSet::new(pages));
             let (aside, series) = (HashMap::new(), vec![Series::default(); pages]);
-            state.blocks.push(Watched { range: range.clone(), mapping, written, kept, aside, series });
+            let (views, held) = (Vec::new(), PageSet::new(pages));
+            state.blocks.push(Watched { range: range.clone(), mapping, written, kept, aside, series, views, held });
         }
         // What became data meanwhile.
         let has_swapped = Status::read(*pid).map_or(true, |status| status.swapped_bytes > 0);
         find(if has_swapped { PRESENT | SWAPPED } else { PRESENT }).map_err(&failed)?;
         Ok(data)
+    }
+
+    /// True if the block is watched.
+    pub(crate) fn has(&self, range: &Range) -> bool {
+        self.shared.state().blocks.iter().any(|block| block.range == *range)
+    }
+
+    /// Sets by which mappings of its own the machine reaches a block. The machine is stopped, and gets
+    /// no others until all pages that are kept then are copied or forgotten.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unsupported`] if pages cannot be protected in them one by one.
+    pub(crate) fn set_views(&self, id: &str, range: &Range, views: Vec<View>) -> Result<()> {
+        let mut state = self.shared.state();
+        let Some(block) = state.blocks.iter_mut().find(|block| block.range == *range) else { return Ok(()) };
+        for view in &views {
+            // Also one that is known: another may have taken its place in the meantime.
+            self.shared.userfaultfd.register(&view.range).map_err(|error| {
+                let reason = format!("cannot be protected where the machine reaches it: {error}");
+                Error::about(ErrorKind::Unsupported, Object::Block(id.to_owned()), reason).help(OTHER_STRATEGY)
+            })?;
+        }
+        block.views = views;
+        Ok(())
     }
 
     /// Ends to watch the blocks that are not among `ranges`.
@@ -246,6 +320,7 @@ impl WriteWatch {
                 // An error means that nothing is mapped there any more.
                 // Another block may be in the same mapping.
                 let _ = self.shared.userfaultfd.write_protect(&block.range, false);
+                block.views.iter().for_each(|view| drop(self.shared.userfaultfd.unregister(&view.range)));
             }
             stays
         });
@@ -309,7 +384,7 @@ impl WriteWatch {
                 series.add(*checkpoint);
             }
         }
-        Ok(())
+        self.shared.hold_in_views(block).map_err(failed("protect", self.shared.pid))
     }
 
     /// Reads pages that are kept, as [`WriteWatch::read`] reads, while the machine runs. They are
@@ -366,16 +441,26 @@ impl WriteWatch {
         self.shared.copied.notify_all();
         read.map_err(failed())?;
         if let Some(block) = blocks.iter_mut().find(|block| block.range.contains(&range.start)) {
-            let mut hot = RangeSet::new();
+            let (mut hot, mut copied) = (RangeSet::new(), PageSet::new(block.series.len()));
             for number in to_read.iter().flat_map(|part| part.pages().collect::<Vec<PageNumber>>()) {
                 let page = block.page(number.address());
                 if !block.kept.remove(page) {
                     continue;
                 }
                 counts.concurrent_pages += 1;
-                if block.series.get(page).is_some_and(|series| series.is_hot()) {
+                if !block.views.is_empty() {
+                    // What the machine writes is in KVM's log.
+                    copied.insert(page);
+                } else if block.series.get(page).is_some_and(|series| series.is_hot()) {
                     block.written.insert(page);
                     hot.insert(number.addresses());
+                }
+            }
+            if self.shared.activation == Activation::Early {
+                for run in copied.runs() {
+                    run.clone().for_each(|page| _ = block.held.remove(page));
+                    // As below.
+                    let _ = block.protect_views(&self.shared.userfaultfd, run, false);
                 }
             }
             for part in hot.iter() {
@@ -423,23 +508,59 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Protects the pages of a block that are kept, and no others, in its views. The machine is
+    /// stopped.
+    fn hold_in_views(&self, block: &mut Watched) -> io::Result<()> {
+        if block.views.is_empty() {
+            return Ok(());
+        }
+        let near = |set: &PageSet| {
+            let runs = set.runs();
+            let spans = runs.chunk_by(|one, next| next.start - one.end <= NEAR_PAGES);
+            let bounds = spans.filter_map(|near| Some(near.first()?.start..near.last()?.end));
+            bounds.collect::<Vec<_>>()
+        };
+        for span in near(&block.held) {
+            block.protect_views(&self.userfaultfd, span, false)?;
+        }
+        block.held.clear();
+        for span in near(&block.kept) {
+            block.protect_views(&self.userfaultfd, span.clone(), true)?;
+            span.for_each(|page| block.held.insert(page));
+        }
+        Ok(())
+    }
+
     /// Lets the page with this address be written, after it was copied if it is kept.
     fn open(&self, address: Address) {
-        let number = address.page();
-        let range = number.addresses();
+        let range = address.page().addresses();
         let mut state = self.state();
-        while state.in_copy.as_ref().is_some_and(|range| range.contains(&number.address())) {
+        let find = |state: &State| {
+            let mut places = state.blocks.iter().enumerate();
+            places.find_map(|(index, block)| Some((index, block.find(address)?)))
+        };
+        let mut place = find(&state);
+        while let Some((index, page)) = place
+            && let Some(in_copy) = &state.in_copy
+            && in_copy.contains(&state.blocks[index].addresses(page..page + 1).start)
+        {
             state = self.copied.wait(state).unwrap_or_else(PoisonError::into_inner);
+            place = find(&state);
         }
         let State { blocks, lost, counts, .. } = &mut *state;
-        if let Some(block) = blocks.iter_mut().find(|block| block.range.contains(&address)) {
+        if let Some((index, page)) = place
+            && let Some(block) = blocks.get_mut(index)
+        {
             counts.write_faults += 1;
-            let page = block.page(address);
-            block.written.insert(page);
+            // In a view it was the machine, which KVM's log has.
+            if block.range.contains(&address) {
+                block.written.insert(page);
+            }
             if block.kept.remove(page) {
                 counts.cow_pages += 1;
                 let mut content = Box::new([0; PAGE_SIZE]);
-                match self.memory.read(std::slice::from_ref(&range), &mut *content) {
+                let own = block.addresses(page..page + 1);
+                match self.memory.read(std::slice::from_ref(&own), &mut *content) {
                     Ok(missing) => drop(block.aside.insert(page, missing.is_empty().then_some(content))),
                     // The machine goes on, and the checkpoint fails.
                     Err(error) => *lost = Some(error),
@@ -472,6 +593,7 @@ impl Drop for Release {
         for block in &state.blocks {
             // An error means that nothing is mapped there any more.
             let _ = self.0.userfaultfd.unregister(&block.mapping);
+            block.views.iter().for_each(|view| drop(self.0.userfaultfd.unregister(&view.range)));
         }
     }
 }
@@ -519,7 +641,7 @@ mod tests {
         };
         // The kernel passes over some pages in some of its scans.
         for value in 1..5 {
-            let watch = WriteWatch::of_this_process().unwrap();
+            let watch = WriteWatch::of_this_process(Activation::default()).unwrap();
             let mapping = Mapping::new(PAGES * PAGE_SIZE).unwrap();
             let range = mapping.range();
             let write = |page: usize, value: u64| {
@@ -543,6 +665,123 @@ mod tests {
                 let address = range.start + ByteCount::of_pages(page as u64);
                 assert!(written.contains(address), "the write to page {page} is not known");
             }
+        }
+    }
+
+    /// Memory that two mappings share, as a machine and its QEMU do.
+    struct Twice {
+        watch: WriteWatch,
+        own: Range,
+        view: Range,
+        next: u64,
+    }
+
+    impl Twice {
+        const PAGES: usize = 64;
+
+        fn new(activation: Activation) -> Twice {
+            let bytes = Self::PAGES * PAGE_SIZE;
+            let (rights, kind) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED | libc::MAP_ANONYMOUS);
+            // SAFETY: new memory, and a second mapping of it, which an old length of 0 makes; they are never
+            // removed.
+            let mapped = unsafe {
+                let own = libc::mmap(std::ptr::null_mut(), bytes, rights, kind, -1, 0);
+                [own, libc::mremap(own, 0, bytes, libc::MREMAP_MAYMOVE)]
+            };
+            assert!(!mapped.contains(&libc::MAP_FAILED), "{}", io::Error::last_os_error());
+            let [own, view] = mapped.map(|start| {
+                let start = Address::new(start as u64);
+                start..start + ByteCount::new(bytes as u64)
+            });
+            let watch = WriteWatch::of_this_process(activation).unwrap();
+            watch.add("memory", &own, own.clone()).unwrap();
+            let twice = Twice { watch, own, view, next: 0 };
+            // Without its last pages, and with the first in two views.
+            let part = |pages: std::ops::Range<u64>| {
+                let at = |range: &Range| {
+                    range.start + ByteCount::of_pages(pages.start)..range.start + ByteCount::of_pages(pages.end)
+                };
+                View { range: at(&twice.view), of: at(&twice.own) }
+            };
+            twice.watch.set_views("memory", &twice.own, vec![part(0..20), part(20..60)]).unwrap();
+            twice
+        }
+
+        /// Writes to a page by a mapping, in another thread as the watch demands. Returns what was
+        /// written.
+        fn write(&mut self, by_view: bool, page: usize) -> u64 {
+            self.next += 1;
+            let mapping = if by_view { &self.view } else { &self.own };
+            let word: *mut AtomicU64 = (mapping.start + ByteCount::of_pages(page as u64)).as_mut_ptr();
+            // SAFETY: the page is within the mapping, and its words are accessed as atomic ones alone.
+            let word = unsafe { &*word };
+            std::thread::scope(|scope| scope.spawn(|| word.store(self.next, Ordering::Relaxed)).join().unwrap());
+            self.next
+        }
+
+        fn faults(&self) -> u64 {
+            self.watch.counts().write_faults
+        }
+
+        fn keep(&self, pages: std::ops::Range<u64>) -> Range {
+            let start = self.own.start;
+            let range = start + ByteCount::of_pages(pages.start)..start + ByteCount::of_pages(pages.end);
+            self.watch.keep(&self.own, &RangeSet::from(range.clone())).unwrap();
+            range
+        }
+
+        /// The first words of kept pages, as they were when they were kept.
+        fn read_kept(&self, range: Range) -> Vec<u64> {
+            let mut buffer = vec![0; range.byte_count().to_usize()];
+            assert!(self.watch.read_kept(&[range], &mut buffer).unwrap().is_empty());
+            buffer.chunks(PAGE_SIZE).map(|page| u64::from_ne_bytes(page[..8].try_into().unwrap())).collect()
+        }
+
+        fn written(&self) -> u64 {
+            let mut written = RangeSet::new();
+            self.watch.collect(&self.own, &mut written).unwrap();
+            written.page_count()
+        }
+    }
+
+    #[test]
+    fn writes_by_views_wait_until_a_kept_page_is_copied() {
+        for activation in [Activation::Early, Activation::Late] {
+            let mut twice = Twice::new(activation);
+            let first: Vec<u64> = (0..Twice::PAGES).map(|page| twice.write(true, page)).collect();
+            // Nothing is kept: no write by a view waits, and none is reported.
+            assert_eq!((twice.faults(), twice.written()), (0, 0));
+            let kept = twice.keep(16..24);
+            let second = [twice.write(true, 17), twice.write(false, 18), twice.write(true, 22)];
+            // Again: it waits only by the other mapping.
+            twice.write(true, 17);
+            twice.write(false, 22);
+            twice.write(true, 30);
+            assert_eq!(twice.faults(), 4, "{activation:?}");
+            assert_eq!(twice.watch.counts().cow_pages, 3);
+            assert_eq!(twice.read_kept(kept), first[16..24]);
+            assert_eq!(twice.watch.counts().concurrent_pages, 5);
+            // Of what was copied, and of what was not written since.
+            twice.write(true, 16);
+            twice.write(true, 23);
+            assert_eq!(twice.faults(), if activation == Activation::Early { 4 } else { 6 }, "{activation:?}");
+            twice.watch.end_checkpoint();
+            assert_eq!(twice.written(), 2, "what was written by the other mapping");
+            // The next checkpoint keeps other pages: what was kept before waits no longer.
+            let kept = twice.keep(40..42);
+            twice.write(true, 19);
+            twice.write(true, 20);
+            assert_eq!(twice.faults(), 0, "{activation:?}");
+            let third = twice.write(true, 41);
+            assert_eq!((twice.faults(), twice.read_kept(kept)), (1, first[40..42].to_vec()));
+            assert!(third > second[2]);
+            twice.watch.end_checkpoint();
+            // Without a watch nothing waits.
+            let kept = twice.keep(0..64);
+            twice.watch.retain(&[]);
+            assert!(twice.watch.read_kept(&[kept], &mut vec![0; 64 * PAGE_SIZE]).is_err());
+            (0..60).for_each(|page| _ = twice.write(true, page));
+            assert_eq!(twice.faults(), 0);
         }
     }
 

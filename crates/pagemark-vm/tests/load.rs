@@ -16,7 +16,7 @@ use pagemark::target::{SpaceId, Target, TargetDescription, TargetMemory, WhileFr
 use pagemark::track::Scope;
 use pagemark::{Job, JobOptions, Mechanism, PAGE_SIZE, PageNumber, PageTree, Range, RangeSet, Store};
 use pagemark_testing::{MachinePaths, Qemu, TestMonitor, load_program, skip, wait_for};
-use pagemark_vm::{Restore, VmTarget, can_hold_writes};
+use pagemark_vm::{Activation, Restore, VmTarget, can_hold_writes};
 use serde_json::json;
 
 const RAM_BYTES: usize = 64 << 20;
@@ -98,19 +98,31 @@ enum Running {
 }
 
 /// How memory is tracked and copied.
-type Way = (Mechanism, Strategy);
+#[derive(Clone, Copy)]
+struct Way {
+    mechanism: Mechanism,
+    strategy: Strategy,
+    /// For copy-on-write with KVM's log.
+    activation: Option<Activation>,
+}
 
 /// The mechanism that is chosen, and the default strategy.
 fn pre_copy() -> Way {
-    (Mechanism::choose(Scope::Process), Strategy::default())
+    Way { mechanism: Mechanism::choose(Scope::Process), strategy: Strategy::default(), activation: None }
 }
 
 /// KVM's log, and the default strategy.
 fn kvm_log() -> Way {
-    (Mechanism::KvmLog, Strategy::default())
+    Way { mechanism: Mechanism::KvmLog, ..pre_copy() }
 }
 
-const COPY_ON_WRITE: Way = (Mechanism::Uffd, Strategy::CopyOnWrite);
+/// KVM's log, and copy-on-write.
+const fn kvm_log_on_write(activation: Activation) -> Way {
+    Way { mechanism: Mechanism::KvmLog, activation: Some(activation), ..COPY_ON_WRITE }
+}
+
+const STOP: Way = Way { mechanism: Mechanism::PagemapScan, strategy: Strategy::StopAndCopy, activation: None };
+const COPY_ON_WRITE: Way = Way { mechanism: Mechanism::Uffd, strategy: Strategy::CopyOnWrite, activation: None };
 
 /// A machine under KVM, with private memory, and with memory that KVM reaches by a mapping of its
 /// own.
@@ -130,7 +142,8 @@ fn checkpoints_under_load(way: Way, processors: u32, count: u64) {
 }
 
 /// As [`checkpoints_under_load`], of a machine with these arguments besides.
-fn checkpoints_of(arguments: &[&str], (mechanism, strategy): Way, processors: u32, count: u64) {
+fn checkpoints_of(arguments: &[&str], way: Way, processors: u32, count: u64) {
+    let Way { mechanism, strategy, activation } = way;
     let Some(program) = load_program() else { skip!("no QEMU, or no compiler for its guest") };
     let paths = MachinePaths::default();
     let (program, processors) = (program.display().to_string(), processors.to_string());
@@ -139,7 +152,11 @@ fn checkpoints_of(arguments: &[&str], (mechanism, strategy): Way, processors: u3
     let (qemu, target) = match mechanism {
         Mechanism::KvmLog => {
             let mut own = Own::start(&paths, &further);
-            let target = own.attach().unwrap();
+            let target = own.attach_by(|qemu| match activation {
+                Some(activation) => qemu.attach_to_hold(activation),
+                None => qemu.attach(mechanism),
+            });
+            let target = target.unwrap();
             wait_for("the machine to start", || (paths.steps() > 3).then_some(()));
             (Running::Own(own), target)
         }
@@ -153,7 +170,7 @@ fn checkpoints_of(arguments: &[&str], (mechanism, strategy): Way, processors: u3
     let repository = Repository::create(&paths.join("repository")).unwrap();
     let mut job = Job::new(witnessed, repository.clone(), JobOptions::new("load"));
     job.policy_mut().strategy = strategy;
-    let (mut written, mut cow_pages, mut concurrent_pages) = (0, 0, 0);
+    let (mut written, mut cow_pages, mut concurrent_pages, mut write_faults) = (0, 0, 0, 0);
     for sequence in 1..=count {
         let taken = job.checkpoint().unwrap();
         assert_eq!(taken.sequence, sequence);
@@ -165,6 +182,7 @@ fn checkpoints_of(arguments: &[&str], (mechanism, strategy): Way, processors: u3
         written += u64::from(sequence > 1 && held_in_freeze > 0);
         cow_pages += cost.cow_pages;
         concurrent_pages += cost.concurrent_pages;
+        write_faults += cost.write_faults;
         // Only the last few are of use later.
         let retention = Retention { keep_last: Some(4), keep_every: None };
         if sequence % 16 == 0 {
@@ -173,7 +191,10 @@ fn checkpoints_of(arguments: &[&str], (mechanism, strategy): Way, processors: u3
     }
     assert!(written * 2 > count, "the machine writes also while it is being copied: {written} of {count}");
     if strategy == Strategy::CopyOnWrite {
-        println!("{processors} processors: {concurrent_pages} pages concurrently, {cow_pages} before a write");
+        println!(
+            "{mechanism}, {activation:?}, {processors} processors: {concurrent_pages} pages concurrently, {cow_pages} \
+             before a write; {write_faults} writes waited"
+        );
         assert!(concurrent_pages > 0 && cow_pages > 0, "pages are copied by both: {concurrent_pages} {cow_pages}");
     }
     paths.wait_for_steps(1);
@@ -278,7 +299,7 @@ many_checkpoints! {
     many_checkpoints_under_load_with_one_processor: pre_copy(), 1;
     many_checkpoints_under_load_with_two_processors: pre_copy(), 2;
     many_checkpoints_under_load_with_four_processors: pre_copy(), 4;
-    many_stops_under_load_with_two_processors: (Mechanism::PagemapScan, Strategy::StopAndCopy), 2;
+    many_stops_under_load_with_two_processors: STOP, 2;
     many_copies_on_write_under_load_with_one_processor: COPY_ON_WRITE, 1;
     many_copies_on_write_under_load_with_two_processors: COPY_ON_WRITE, 2;
     many_copies_on_write_under_load_with_four_processors: COPY_ON_WRITE, 4;
@@ -296,4 +317,28 @@ fn private_memory_is_checkpointed_by_the_log_of_kvm() {
 #[ignore = "a machine of the lab runs it"]
 fn shared_memory_is_checkpointed_by_the_log_of_kvm() {
     checkpoints_of(&WITH_VIEWS, kvm_log(), 1, MANY_IN_EMULATION);
+}
+
+#[test]
+#[ignore = "a machine of the lab runs it"]
+fn private_memory_is_copied_on_write_without_the_log_of_kvm() {
+    checkpoints_of(&UNDER_KVM, COPY_ON_WRITE, 1, MANY_IN_EMULATION);
+}
+
+#[test]
+#[ignore = "a machine of the lab runs it"]
+fn private_memory_is_copied_on_write_by_the_log_of_kvm() {
+    checkpoints_of(&UNDER_KVM, kvm_log_on_write(Activation::Early), 1, MANY_IN_EMULATION);
+}
+
+#[test]
+#[ignore = "a machine of the lab runs it"]
+fn shared_memory_is_copied_on_write_by_the_log_of_kvm_with_early_activation() {
+    checkpoints_of(&WITH_VIEWS, kvm_log_on_write(Activation::Early), 1, MANY_IN_EMULATION);
+}
+
+#[test]
+#[ignore = "a machine of the lab runs it"]
+fn shared_memory_is_copied_on_write_by_the_log_of_kvm_with_late_activation() {
+    checkpoints_of(&WITH_VIEWS, kvm_log_on_write(Activation::Late), 1, MANY_IN_EMULATION);
 }

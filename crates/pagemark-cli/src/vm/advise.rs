@@ -24,7 +24,7 @@ pub struct Advise {
 impl Advise {
     pub fn run(self) -> Outcome {
         self.options.tracking.check_machine()?;
-        let mut target = attach(self.options.tracking.mechanism(Scope::Machine), &self.monitor)?;
+        let mut target = attach(&self.options.tracking, &self.monitor)?;
         let operation = || format!("cannot observe the machine of {}", self.monitor.display());
         let observation = self.options.observe(&mut target).map_err(|error| Failure::of(operation(), error))?;
         let stop = model::stop_time(&mut std::thread::sleep, &mut || model::stop(&mut target));

@@ -68,7 +68,10 @@ impl Run {
         report.say(&format!("{name} is QEMU, process {pid}; monitor {}", qemu.monitor().display()));
         let (send_event, events) = mpsc::channel();
         let mut attach = || {
-            let mut target = qemu.attach(mechanism)?;
+            let mut target = match self.memory.tracking.activation() {
+                Some(activation) => qemu.attach_to_hold(activation),
+                None => qemu.attach(mechanism),
+            }?;
             let send_event = send_event.clone();
             // The receiver lives as long as the job.
             target.on_event(Box::new(move |event| drop(send_event.send(event))));

@@ -27,7 +27,15 @@ impl Own {
     /// The machine as a target, or why it is refused. In emulation, QEMU takes longer to listen
     /// than its monitor is waited for.
     pub fn attach(&mut self) -> pagemark_vm::Result<VmTarget> {
-        wait_for("the monitor", || match self.qemu().attach(Mechanism::KvmLog) {
+        self.attach_by(|qemu| qemu.attach(Mechanism::KvmLog))
+    }
+
+    /// As [`Own::attach`], in this way.
+    pub fn attach_by(
+        &mut self,
+        attach: impl Fn(&mut OwnQemu) -> pagemark_vm::Result<VmTarget>,
+    ) -> pagemark_vm::Result<VmTarget> {
+        wait_for("the monitor", || match attach(self.qemu()) {
             Err(error) if error.kind() == ErrorKind::Monitor => None,
             attached => Some(attached),
         })

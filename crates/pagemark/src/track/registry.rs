@@ -269,6 +269,12 @@ impl Mechanism {
         self.entry().machine == Some(MachineTracking::HoldsWrites)
     }
 
+    /// True if checkpoints of virtual machines that it tracks can use copy-on-write: it holds writes,
+    /// or writes can be held beside it.
+    pub fn allows_copy_on_write(self) -> bool {
+        matches!(self.entry().machine, Some(MachineTracking::HoldsWrites | MachineTracking::ByHypervisor))
+    }
+
     /// The mechanisms that can track memory of a scope, the preferred one first.
     pub fn of_scope(scope: Scope) -> impl Iterator<Item = Mechanism> {
         Mechanism::ALL.into_iter().filter(move |mechanism| mechanism.has_scope(scope))
