@@ -194,8 +194,8 @@ impl Machine {
         self.is_read
     }
 
-    /// Sets whether new slots have no view. Pagemark has writes by a view wait, and does not know of
-    /// one that is made meanwhile.
+    /// Sets whether new slots have no view. Pagemark has writes by a view wait, and does not know
+    /// of one that is made meanwhile.
     pub fn keep_views(&mut self, keeps: bool) {
         self.keeps_views = keeps;
     }

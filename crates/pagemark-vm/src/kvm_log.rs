@@ -129,8 +129,8 @@ impl KvmLog {
         Ok(())
     }
 
-    /// Has no mapping made for the machine alone until [`KvmLog::release_views`]: all that there are
-    /// can be found.
+    /// Has no mapping made for the machine alone until [`KvmLog::release_views`]: all that there
+    /// are can be found.
     ///
     /// # Errors
     /// [`ErrorKind::KvmLog`]

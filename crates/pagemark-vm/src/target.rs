@@ -111,8 +111,8 @@ impl VmTarget {
     /// As [`VmTarget::attach`] with [`Mechanism::KvmLog`], for checkpoints that use
     /// [`Strategy::CopyOnWrite`](pagemark::checkpointer::Strategy::CopyOnWrite): KVM's log says
     /// what the machine writes, and writes to pages that a checkpoint keeps wait until these are
-    /// copied (PML, sections 4.3 to 4.5). QEMU's own writes are found as with the mechanism `uffd`, and so are
-    /// the machine's to memory that is not shared.
+    /// copied (PML, sections 4.3 to 4.5). QEMU's own writes are found as with the mechanism `uffd`,
+    /// and so are the machine's to memory that is not shared.
     ///
     /// # Errors
     /// As [`VmTarget::attach`].

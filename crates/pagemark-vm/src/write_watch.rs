@@ -14,8 +14,8 @@
 //! the write does not wait. Now and then such a page stays protected, to see whether it is still
 //! written to.
 //!
-//! Where the machine reaches a block by mappings of its own ([`View`]), KVM's log says what it writes
-//! there, and only kept pages are protected in them. [`Activation`] says until when.
+//! Where the machine reaches a block by mappings of its own ([`View`]), KVM's log says what it
+//! writes there, and only kept pages are protected in them. [`Activation`] says until when.
 //!
 //! If this process ends, the kernel closes the userfaultfd: nothing is protected then, and all
 //! writes that wait go on. If the thread ends for another reason, it unprotects everything first.
@@ -63,8 +63,8 @@ pub fn can_hold_writes() -> bool {
     Userfaultfd::synchronous().is_ok_and(|made| made.holds_system_calls && made.protects_unpopulated)
 }
 
-/// Until when a page that a copy-on-write checkpoint keeps is protected from the machine, where KVM's
-/// log says what the machine writes (PML, sections 4.3 to 4.5).
+/// Until when a page that a copy-on-write checkpoint keeps is protected from the machine, where
+/// KVM's log says what the machine writes (PML, sections 4.3 to 4.5).
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub enum Activation {
     /// Until it is copied. The next write to it waits for nobody.
@@ -293,8 +293,8 @@ impl WriteWatch {
         self.shared.state().blocks.iter().any(|block| block.range == *range)
     }
 
-    /// Sets by which mappings of its own the machine reaches a block. The machine is stopped, and gets
-    /// no others until all pages that are kept then are copied or forgotten.
+    /// Sets by which mappings of its own the machine reaches a block. The machine is stopped, and
+    /// gets no others until all pages that are kept then are copied or forgotten.
     ///
     /// # Errors
     /// [`ErrorKind::Unsupported`] if pages cannot be protected in them one by one.

@@ -269,8 +269,8 @@ impl Mechanism {
         self.entry().machine == Some(MachineTracking::HoldsWrites)
     }
 
-    /// True if checkpoints of virtual machines that it tracks can use copy-on-write: it holds writes,
-    /// or writes can be held beside it.
+    /// True if checkpoints of virtual machines that it tracks can use copy-on-write: it holds
+    /// writes, or writes can be held beside it.
     pub fn allows_copy_on_write(self) -> bool {
         matches!(self.entry().machine, Some(MachineTracking::HoldsWrites | MachineTracking::ByHypervisor))
     }
