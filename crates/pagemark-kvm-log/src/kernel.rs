@@ -3,13 +3,19 @@
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crate::machine::{Kernel, Region};
+use crate::ring::{self, Ring};
 
 /// `KVM_CREATE_VM`.
 pub const CREATE_VM: u32 = 0xae01;
 /// `KVM_CHECK_EXTENSION`.
 pub const CHECK_EXTENSION: u32 = 0xae03;
+/// `KVM_CREATE_VCPU`.
+pub const CREATE_PROCESSOR: u32 = 0xae41;
+/// `KVM_RUN`.
+pub const RUN: u32 = 0xae80;
 /// `KVM_SET_USER_MEMORY_REGION`.
 pub const SET_REGION: u32 = 0x4020_ae46;
 /// `KVM_SET_USER_MEMORY_REGION2`.
@@ -92,8 +98,21 @@ pub unsafe fn call(fd: RawFd, request: u32, argument: usize) -> Result<i32, i32>
 }
 
 /// The machine behind a descriptor, which may be closed at any time: then the calls fail.
-#[derive(Clone, Copy, Debug)]
-pub struct KvmMachine(RawFd);
+#[derive(Debug)]
+pub struct KvmMachine {
+    fd: RawFd,
+    rings: Mutex<Rings>,
+}
+
+/// The rings of a machine that keeps them.
+#[derive(Debug, Default)]
+struct Rings {
+    /// One for each virtual CPU, of `entries` entries.
+    rings: Vec<Ring>,
+    entries: u32,
+    /// True if entries were read, and their pages are not protected again yet.
+    needs_reset: bool,
+}
 
 impl KvmMachine {
     /// The machine of a descriptor.
@@ -103,17 +122,42 @@ impl KvmMachine {
     /// words as the slot has. [`Machine`](crate::machine::Machine) sees to both, if all calls of
     /// its owner pass through it.
     pub unsafe fn new(fd: RawFd) -> KvmMachine {
-        KvmMachine(fd)
+        KvmMachine { fd, rings: Mutex::default() }
+    }
+
+    /// Has the machine keep rings of so many entries in place of its log.
+    ///
+    /// # Errors
+    /// Those of [`ring::enable`].
+    pub fn enable_rings(&self, entries: u32) -> Result<(), i32> {
+        ring::enable(self.fd, entries)?;
+        self.rings().entries = entries;
+        Ok(())
+    }
+
+    /// Takes note of a virtual CPU that was made, of a machine that keeps rings.
+    ///
+    /// # Errors
+    /// Its ring cannot be mapped.
+    pub fn add_ring(&self, processor: RawFd) -> io::Result<()> {
+        let mut rings = self.rings();
+        let ring = Ring::of(processor, rings.entries)?;
+        rings.rings.push(ring);
+        Ok(())
+    }
+
+    fn rings(&self) -> MutexGuard<'_, Rings> {
+        self.rings.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The descriptor.
-    pub fn fd(self) -> RawFd {
-        self.0
+    pub fn fd(&self) -> RawFd {
+        self.fd
     }
 
     /// True if the descriptor is that of a machine.
-    pub fn is_there(self) -> bool {
-        let link = std::fs::read_link(format!("/proc/self/fd/{}", self.0));
+    pub fn is_there(&self) -> bool {
+        let link = std::fs::read_link(format!("/proc/self/fd/{}", self.fd));
         link.is_ok_and(|link| link.as_os_str() == "anon_inode:kvm-vm")
     }
 }
@@ -121,7 +165,7 @@ impl KvmMachine {
 impl Kernel for KvmMachine {
     fn manual_options(&self) -> u64 {
         // SAFETY: reads a number.
-        let found = unsafe { call(self.0, CHECK_EXTENSION, CAP_MANUAL_PROTECT as usize) };
+        let found = unsafe { call(self.fd, CHECK_EXTENSION, CAP_MANUAL_PROTECT as usize) };
         found.map_or(0, |options| u64::from(options.unsigned_abs()))
     }
 
@@ -129,18 +173,18 @@ impl Kernel for KvmMachine {
         let request =
             RawCapability { capability: CAP_MANUAL_PROTECT, flags: 0, arguments: [options, 0, 0, 0], padding: [0; 64] };
         // SAFETY: KVM reads the request.
-        unsafe { call(self.0, ENABLE_CAP, (&raw const request) as usize) }.map(drop)
+        unsafe { call(self.fd, ENABLE_CAP, (&raw const request) as usize) }.map(drop)
     }
 
     fn set_region(&self, region: &Region) -> Result<(), i32> {
         // SAFETY: KVM reads the request; the rest by the contract of `new`.
-        unsafe { call(self.0, SET_REGION, (region as *const Region) as usize) }.map(drop)
+        unsafe { call(self.fd, SET_REGION, (region as *const Region) as usize) }.map(drop)
     }
 
     fn dirty_log(&self, slot: u32, bits: &mut [u64]) -> Result<(), i32> {
         let request = RawGet { slot, padding: 0, bits: bits.as_mut_ptr() };
         // SAFETY: KVM writes a bit for each page of the slot; there is room by the contract of `new`.
-        unsafe { call(self.0, GET_DIRTY_LOG, (&raw const request) as usize) }.map(drop)
+        unsafe { call(self.fd, GET_DIRTY_LOG, (&raw const request) as usize) }.map(drop)
     }
 
     fn clear(&self, slot: u32, first: u64, pages: u32, bits: &[u64]) -> Result<(), i32> {
@@ -149,7 +193,21 @@ impl Kernel for KvmMachine {
         }
         let request = RawClear { slot, pages, first, bits: bits.as_ptr() };
         // SAFETY: KVM reads a bit for each page.
-        unsafe { call(self.0, CLEAR_DIRTY_LOG, (&raw const request) as usize) }.map(drop)
+        unsafe { call(self.fd, CLEAR_DIRTY_LOG, (&raw const request) as usize) }.map(drop)
+    }
+
+    fn take_rings(&self, each: &mut dyn FnMut(u32, u64)) -> Result<(), i32> {
+        let mut rings = self.rings();
+        let Rings { rings, needs_reset, .. } = &mut *rings;
+        for ring in rings {
+            let count = ring.read(&mut *each);
+            *needs_reset |= count > 0;
+        }
+        if *needs_reset {
+            ring::reset(self.fd)?;
+            *needs_reset = false;
+        }
+        Ok(())
     }
 }
 

@@ -7,6 +7,7 @@
 //!
 //! | module | content |
 //! |---|---|
+//! | [`ring`] | KVM's rings of dirty pages, in place of its log |
 //! | [`slot_log`] | the log of one slot and what each reader has still to be told: pure logic |
 //! | [`machine`] | the slots of a machine, and the calls of its process on them |
 //! | [`kernel`] | KVM's own calls, and whether it has the log |
@@ -16,6 +17,7 @@
 pub mod kernel;
 pub mod machine;
 pub mod protocol;
+pub mod ring;
 pub mod slot_log;
 pub mod views;
 

@@ -3,6 +3,9 @@
 //! Until Pagemark reads the log for the first time, each call is passed to the kernel unchanged.
 //! From then on the kernel's log is in its manual mode, and the owner's reads and clears are
 //! answered by [`SlotLog`], in the mode that the owner has asked for.
+//!
+//! A machine can keep rings in place of the log ([`Machine::with_rings`]). Then the kernel answers
+//! no call on a log, and the owner's are answered from the begin.
 
 use std::collections::BTreeMap;
 
@@ -76,6 +79,13 @@ pub trait Kernel {
     /// # Errors
     /// Those of the call; then none was removed.
     fn clear(&self, slot: u32, first: u64, pages: u32, bits: &[u64]) -> Result<(), i32>;
+    /// Takes all that the rings have, if the machine keeps rings: `each` gets slots and pages of
+    /// them. They are entered again when they are written again.
+    ///
+    /// # Errors
+    /// Those of the calls. What `each` got does not come again, and may be written without being
+    /// entered until a further call succeeds.
+    fn take_rings(&self, each: &mut dyn FnMut(u32, u64)) -> Result<(), i32>;
 }
 
 /// Why Pagemark cannot read the log of a machine.
@@ -85,6 +95,8 @@ pub enum Refusal {
     NoLog,
     /// The owner uses a ring in place of the log.
     Ring,
+    /// The machine was to keep rings, and KVM does not let it.
+    NoRings,
     /// A slot has memory that its owner cannot read.
     GuestMemory,
     /// Nobody has begun to read the log.
@@ -132,9 +144,12 @@ impl Slot {
         Region { flags: self.flags(), host_address: self.view.unwrap_or(self.region.host_address), ..self.region }
     }
 
-    /// Reads the kernel's log.
-    fn see(&mut self, kernel: &impl Kernel) -> Result<(), i32> {
+    /// Reads the kernel's log, if it has one.
+    fn see(&mut self, kernel: &impl Kernel, has_rings: bool) -> Result<(), i32> {
         let Some(log) = &mut self.log else { return Err(libc::ENOENT) };
+        if has_rings {
+            return Ok(());
+        }
         let mut bits = vec![0; words_of(log.pages())];
         kernel.dirty_log(self.region.slot, &mut bits)?;
         log.see(&bits);
@@ -160,6 +175,16 @@ impl Slot {
     }
 }
 
+/// What the kernel keeps of the pages that are written.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+enum Keeps {
+    #[default]
+    Log,
+    Rings,
+    /// It was to keep rings, and has refused it.
+    NoRings,
+}
+
 /// A machine.
 #[derive(Debug, Default)]
 pub struct Machine {
@@ -168,6 +193,7 @@ pub struct Machine {
     owner_options: u64,
     /// True if the owner has asked for a ring.
     has_ring: bool,
+    keeps: Keeps,
     /// True once Pagemark has read the log: the kernel's log is in its manual mode.
     is_shared: bool,
     /// True while Pagemark reads.
@@ -182,6 +208,33 @@ impl Machine {
     /// A machine without slots.
     pub fn new() -> Machine {
         Machine::default()
+    }
+
+    /// A machine without slots that keeps rings in place of the log. If they were refused, the log
+    /// is as without Pagemark, which is refused, too.
+    pub fn with_rings(made: Result<(), i32>) -> Machine {
+        let keeps = if made.is_ok() { Keeps::Rings } else { Keeps::NoRings };
+        Machine { keeps, is_shared: made.is_ok(), ..Machine::default() }
+    }
+
+    /// True if the machine keeps rings in place of the log.
+    pub fn has_rings(&self) -> bool {
+        self.keeps == Keeps::Rings
+    }
+
+    /// Takes what the rings have into the logs of the slots.
+    ///
+    /// # Errors
+    /// Those of the kernel; nothing is lost.
+    pub fn take_rings(&mut self, kernel: &impl Kernel) -> Result<(), i32> {
+        if !self.has_rings() {
+            return Ok(());
+        }
+        kernel.take_rings(&mut |slot, page| {
+            if let Some(log) = self.slots.get_mut(&slot).and_then(|slot| slot.log.as_mut()) {
+                log.add(page);
+            }
+        })
     }
 
     /// True if it has memory.
@@ -238,7 +291,10 @@ impl Machine {
         set: impl FnOnce(u32) -> Result<(), i32>,
     ) -> Result<(), i32> {
         if region.bytes == 0 {
-            let written = self.slots.get_mut(&region.slot).and_then(|slot| last_written(kernel, slot));
+            let taken = self.take_rings(kernel);
+            let has_rings = self.has_rings();
+            let slot = self.slots.get_mut(&region.slot);
+            let written = slot.and_then(|slot| last_written(slot, |slot| taken.and(slot.see(kernel, has_rings))));
             set(region.flags)?;
             self.slots.remove(&region.slot);
             self.dropped.extend(written.filter(|_| self.is_read));
@@ -271,9 +327,14 @@ impl Machine {
     /// # Errors
     /// Those of the kernel; nothing is lost.
     pub fn dirty_log(&mut self, kernel: &impl Kernel, slot: u32) -> Option<Result<Vec<u64>, i32>> {
-        let is_manual = self.owner_options & MANUAL_PROTECT != 0;
+        let (is_manual, has_rings) = (self.owner_options & MANUAL_PROTECT != 0, self.has_rings());
+        if has_rings && self.owner_slot(slot).is_none() {
+            // As a kernel that has a log for slots that are logged.
+            return Some(Err(libc::ENOENT));
+        }
+        let taken = self.take_rings(kernel);
         let slot = self.owner_slot(slot)?;
-        Some(slot.see(kernel).and_then(|()| {
+        Some(taken.and(slot.see(kernel, has_rings)).and_then(|()| {
             let written = slot.log.as_ref().map_or(Vec::new(), |log| log.written(Reader::Owner));
             // Otherwise the read clears.
             if !is_manual {
@@ -290,6 +351,12 @@ impl Machine {
         let (pages, rest) = (u64::from(pages), log.pages().checked_sub(first)?);
         let is_whole = pages == rest || pages < rest && pages.is_multiple_of(WORD_PAGES);
         (first.is_multiple_of(WORD_PAGES) && is_whole).then(|| words_of(pages))
+    }
+
+    /// Why a call of the owner that clears is refused, if the kernel has no log and cannot say it.
+    pub fn refusal_to_clear(&self, slot: u32) -> Option<i32> {
+        let is_logged = || self.slots.get(&slot).is_some_and(|slot| slot.region.flags & LOGGED != 0);
+        self.has_rings().then(|| if is_logged() { libc::EINVAL } else { libc::ENOENT })
     }
 
     /// The owner clears a part of a slot's log, from page `first` on.
@@ -313,7 +380,11 @@ impl Machine {
     /// Those of `set`; the mode is as before.
     pub fn set_owner_options(&mut self, options: u64, set: impl FnOnce(u64) -> Result<(), i32>) -> Result<(), i32> {
         // The manual mode stays while it is needed. Logs that begin full would not be protected.
-        let wanted = if self.is_shared { options & !INITIALLY_SET | MANUAL_PROTECT } else { options };
+        let wanted = match (self.has_rings(), self.is_shared) {
+            (true, _) => 0,
+            (false, true) => options & !INITIALLY_SET | MANUAL_PROTECT,
+            (false, false) => options,
+        };
         set(wanted)?;
         self.owner_options = options;
         Ok(())
@@ -332,9 +403,14 @@ impl Machine {
         if self.has_ring {
             return Err(Refusal::Ring);
         }
+        if self.keeps == Keeps::NoRings {
+            return Err(Refusal::NoRings);
+        }
         if self.slots.values().any(|slot| slot.region.flags & OF_GUEST_MEMORY != 0) {
             return Err(Refusal::GuestMemory);
         }
+        // What was written before is for the owner alone.
+        self.take_rings(kernel)?;
         if !self.is_shared {
             if kernel.manual_options() & MANUAL_PROTECT == 0 {
                 return Err(Refusal::NoLog);
@@ -368,12 +444,14 @@ impl Machine {
         if !self.is_read {
             return Err(Refusal::NotBegun);
         }
+        self.take_rings(kernel)?;
+        let has_rings = self.has_rings();
         let mut found = std::mem::take(&mut self.dropped);
         for slot in self.slots.values_mut() {
             if !slot.log.as_ref().is_some_and(|log| log.has(Reader::Pagemark)) {
                 continue;
             }
-            let collected = slot.see(kernel).and_then(|()| {
+            let collected = slot.see(kernel, has_rings).and_then(|()| {
                 let pages = slot.log.as_ref().map_or(Vec::new(), |log| log.written(Reader::Pagemark));
                 slot.clear(kernel, Reader::Pagemark, 0, &pages).map(|()| pages)
             });
@@ -409,14 +487,14 @@ impl Machine {
     }
 }
 
-/// What Pagemark has still to be told of a slot that is about to be dropped. What the machine
-/// writes between this and the drop is in the owner's page table; where it writes by a view, or the
-/// log cannot be read, all of the slot counts as written.
-fn last_written(kernel: &impl Kernel, slot: &mut Slot) -> Option<Written> {
+/// What Pagemark has still to be told of a slot that is about to be dropped, whose log `see` reads.
+/// What the machine writes between this and the drop is in the owner's page table; where it writes
+/// by a view, or the log cannot be read, all of the slot counts as written.
+fn last_written(slot: &mut Slot, see: impl FnOnce(&mut Slot) -> Result<(), i32>) -> Option<Written> {
     if !slot.log.as_ref()?.has(Reader::Pagemark) {
         return None;
     }
-    let seen = slot.see(kernel);
+    let seen = see(slot);
     let log = slot.log.as_ref()?;
     let pages = if seen.is_ok() && slot.view.is_none() {
         log.written(Reader::Pagemark)

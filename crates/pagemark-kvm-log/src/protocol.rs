@@ -15,6 +15,9 @@ use crate::machine::{Refusal, Written};
 /// started with.
 pub const SOCKET: &str = "PAGEMARK_KVM_LOG";
 
+/// The variable that has machines keep rings in place of the log: how many entries a ring has.
+pub const RINGS: &str = "PAGEMARK_KVM_RINGS";
+
 /// The file name of the library.
 pub const LIBRARY: &str = "libpagemark_kvm_preload.so";
 
@@ -94,6 +97,7 @@ impl Status {
             Status::Refused(Refusal::GuestMemory) => [5, 0],
             Status::Refused(Refusal::NotBegun) => [6, 0],
             Status::Refused(Refusal::Call(error)) => [7, u64::from(error.unsigned_abs())],
+            Status::Refused(Refusal::NoRings) => [8, 0],
         }
     }
 
@@ -108,6 +112,7 @@ impl Status {
             5 => Status::Refused(Refusal::GuestMemory),
             6 => Status::Refused(Refusal::NotBegun),
             7 => Status::Refused(Refusal::Call(i32::try_from(error).unwrap_or(libc::EIO))),
+            8 => Status::Refused(Refusal::NoRings),
             other => return Err(invalid(format!("there is no status {other}"))),
         })
     }
@@ -195,7 +200,7 @@ mod tests {
 
     use super::*;
 
-    const STATUSES: [Status; 8] = [
+    const STATUSES: [Status; 9] = [
         Status::Done,
         Status::Busy,
         Status::NoMachine,
@@ -204,6 +209,7 @@ mod tests {
         Status::Refused(Refusal::GuestMemory),
         Status::Refused(Refusal::NotBegun),
         Status::Refused(Refusal::Call(libc::ENOENT)),
+        Status::Refused(Refusal::NoRings),
     ];
 
     #[test]

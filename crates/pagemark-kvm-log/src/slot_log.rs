@@ -89,6 +89,17 @@ impl SlotLog {
         }
     }
 
+    /// A page was written that the kernel's log does not have: its ring had it, and it is protected
+    /// again.
+    pub fn add(&mut self, page: u64) {
+        let index = usize::try_from(page / WORD_PAGES).unwrap_or(usize::MAX);
+        if page < self.pages {
+            for word in self.pending.iter_mut().flatten().filter_map(|pending| pending.get_mut(index)) {
+                *word |= 1 << (page % WORD_PAGES);
+            }
+        }
+    }
+
     /// The pages that are written for a reader, of those that were seen.
     pub fn written(&self, reader: Reader) -> Vec<u64> {
         match &self.pending[reader as usize] {

@@ -21,6 +21,7 @@ use pagemark_kvm_log::kernel::{
 use pagemark_kvm_log::slot_log::words_of;
 
 mod machines;
+mod processors;
 mod server;
 mod views;
 
@@ -38,6 +39,8 @@ pub unsafe extern "C" fn ioctl(fd: c_int, request: c_ulong, argument: usize) -> 
     let pass = || unsafe { kernel::call(fd, request, argument) };
     let result = match request {
         kernel::CREATE_VM => pass().inspect(|&made| _ = catch_unwind(|| machines::add(made))),
+        kernel::CREATE_PROCESSOR => pass().and_then(|made| add_processor(fd, made)),
+        kernel::RUN => processors::run(fd, pass),
         kernel::SET_REGION
         | kernel::SET_REGION2
         | kernel::GET_DIRTY_LOG
@@ -71,6 +74,18 @@ pub unsafe extern "C" fn ioctl(fd: c_int, request: c_ulong, argument: usize) -> 
     })
 }
 
+/// Takes note of a new virtual CPU. One whose ring cannot be read is closed again.
+fn add_processor(machine: c_int, made: c_int) -> Result<c_int, c_int> {
+    let added = catch_unwind(|| match of_descriptor(machine).filter(|machine| machine.lock().has_rings()) {
+        Some(machine) => processors::add(machine, made),
+        None => Ok(()),
+    });
+    added.unwrap_or(Err(libc::EIO)).map(|()| made).inspect_err(|_| {
+        // SAFETY: the descriptor is new, and known to nobody.
+        unsafe { libc::close(made) };
+    })
+}
+
 /// Answers a call on a machine.
 ///
 /// # Safety
@@ -91,7 +106,7 @@ unsafe fn answer(machine: &OwnMachine, request: u32, argument: usize) -> Result<
             let made =
                 (is_new && known.may_have_new_view()).then(|| views::make(region.host_address, region.bytes)).flatten();
             let view = had.or(made);
-            let set = known.set_region(&kernel, &region, view, |flags| {
+            let set = known.set_region(kernel, &region, view, |flags| {
                 let bytes = if request == kernel::SET_REGION { size_of::<RawRegion>() } else { REGION2_BYTES };
                 let mut copy = [0u64; REGION2_BYTES / 8];
                 // SAFETY: the argument is readable, of that length, and the copy is not shorter.
@@ -109,7 +124,7 @@ unsafe fn answer(machine: &OwnMachine, request: u32, argument: usize) -> Result<
         kernel::GET_DIRTY_LOG => {
             // SAFETY: the argument is readable.
             let wanted = unsafe { (argument as *const RawGet).read_unaligned() };
-            match known.dirty_log(&kernel, wanted.slot) {
+            match known.dirty_log(kernel, wanted.slot) {
                 Some(found) => {
                     let found = found?;
                     let (bits, bytes) = (found.as_ptr().cast::<u8>(), found.len() * 8);
@@ -132,9 +147,9 @@ unsafe fn answer(machine: &OwnMachine, request: u32, argument: usize) -> Result<
                         let bytes = wanted.pages.div_ceil(8) as usize;
                         std::ptr::copy_nonoverlapping(wanted.bits.cast::<u8>(), bits.as_mut_ptr().cast(), bytes);
                     }
-                    known.clear(&kernel, wanted.slot, wanted.first, &bits).map(|()| 0)
+                    known.clear(kernel, wanted.slot, wanted.first, &bits).map(|()| 0)
                 }
-                None => pass(argument),
+                None => known.refusal_to_clear(wanted.slot).map_or_else(|| pass(argument), Err),
             }
         }
         kernel::ENABLE_CAP => {

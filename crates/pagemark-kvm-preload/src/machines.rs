@@ -5,6 +5,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use pagemark_kvm_log::kernel::KvmMachine;
 use pagemark_kvm_log::machine::Machine;
+use pagemark_kvm_log::protocol::RINGS;
+use pagemark_kvm_log::ring::ENTRIES;
 
 use crate::server;
 
@@ -18,8 +20,8 @@ pub struct OwnMachine {
 
 impl OwnMachine {
     /// KVM's calls on it.
-    pub fn kernel(&self) -> KvmMachine {
-        self.kernel
+    pub fn kernel(&self) -> &KvmMachine {
+        &self.kernel
     }
 
     /// What is known of it.
@@ -39,7 +41,14 @@ pub fn add(fd: RawFd) {
     // SAFETY: all calls of this program on the machine pass through this library, which keeps the slots
     // and what memory they have.
     let kernel = unsafe { KvmMachine::new(fd) };
-    let machine = OwnMachine { kernel, process: std::process::id(), known: Mutex::new(Machine::new()) };
+    let known = match std::env::var_os(RINGS) {
+        Some(value) => {
+            let entries = value.to_str().and_then(|text| text.parse().ok()).unwrap_or(ENTRIES);
+            Machine::with_rings(kernel.enable_rings(entries))
+        }
+        None => Machine::new(),
+    };
+    let machine = OwnMachine { kernel, process: std::process::id(), known: Mutex::new(known) };
     {
         let mut machines = machines();
         // One that had this descriptor is gone.

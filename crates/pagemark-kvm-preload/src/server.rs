@@ -106,13 +106,13 @@ impl OpenLog {
             Request::Begin => {
                 self.close();
                 let machine = current().ok_or(Status::NoMachine)?;
-                machine.lock().begin(&machine.kernel()).map_err(Status::Refused)?;
+                machine.lock().begin(machine.kernel()).map_err(Status::Refused)?;
                 self.0 = Some(machine);
                 Ok(Vec::new())
             }
             Request::Collect => {
                 let machine = self.begun()?;
-                machine.lock().collect(&machine.kernel()).map_err(Status::Refused)
+                machine.lock().collect(machine.kernel()).map_err(Status::Refused)
             }
             Request::KeepViews | Request::ReleaseViews => {
                 self.begun()?.lock().keep_views(request == Request::KeepViews);
@@ -127,7 +127,7 @@ impl OpenLog {
 
     fn close(&mut self) {
         if let Some(machine) = self.0.take() {
-            machine.lock().end(&machine.kernel());
+            machine.lock().end(machine.kernel());
         }
     }
 }

@@ -12,7 +12,7 @@ use std::sync::OnceLock;
 
 use pagemark_kvm_log::kernel::{self, Lack};
 use pagemark_kvm_log::machine::Refusal;
-use pagemark_kvm_log::protocol::{LIBRARY, Request, SOCKET, Status, receive_greeting, receive_reply};
+use pagemark_kvm_log::protocol::{LIBRARY, RINGS, Request, SOCKET, Status, receive_greeting, receive_reply};
 use pagemark_testing::{skip, wait_for};
 
 const PAGE: u64 = 4096;
@@ -45,6 +45,22 @@ fn monitor_program() -> Option<&'static Path> {
     made.as_ref().map(|(_, program)| &**program)
 }
 
+/// What KVM keeps for the library.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Keeping {
+    Log,
+    Rings,
+}
+
+impl Keeping {
+    /// What this host's KVM can keep.
+    fn all(program: &Path) -> Vec<Keeping> {
+        // The monitor asks for a ring itself, to see whether there are any.
+        let has_rings = Monitor::start_with(program, &["65536"], Keeping::Log).1.is_ok();
+        if has_rings { vec![Keeping::Log, Keeping::Rings] } else { vec![Keeping::Log] }
+    }
+}
+
 /// A monitor that runs, killed when dropped.
 struct Monitor {
     child: Child,
@@ -61,15 +77,22 @@ impl Drop for Monitor {
 
 impl Monitor {
     fn start(program: &Path) -> Monitor {
-        let (monitor, started) = Monitor::start_with(program, &[]);
+        Monitor::keeping(program, Keeping::Log)
+    }
+
+    fn keeping(program: &Path, keeping: Keeping) -> Monitor {
+        let (monitor, started) = Monitor::start_with(program, &[], keeping);
         assert_eq!(started, Ok(Vec::new()));
         monitor
     }
 
-    fn start_with(program: &Path, arguments: &[&str]) -> (Monitor, Result<Vec<u64>, i32>) {
+    fn start_with(program: &Path, arguments: &[&str], keeping: Keeping) -> (Monitor, Result<Vec<u64>, i32>) {
         let directory = tempfile::tempdir().unwrap();
         let mut command = Command::new(program);
-        command.env("LD_PRELOAD", library()).env(SOCKET, directory.path().join("socket"));
+        command.env("LD_PRELOAD", library()).env(SOCKET, directory.path().join("socket")).env_remove(RINGS);
+        if keeping == Keeping::Rings {
+            command.env(RINGS, "4096");
+        }
         let mut child = command.args(arguments).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
         let answers = BufReader::new(child.stdout.take().unwrap());
         let mut monitor = Monitor { child, answers, directory };
@@ -165,7 +188,12 @@ fn pages(of: impl IntoIterator<Item = u64>) -> BTreeSet<u64> {
 #[test]
 fn what_the_machine_writes_is_collected_once_in_each_slot() {
     let Some(program) = monitor_program() else { skip!("no machine under KVM") };
-    let mut monitor = Monitor::start(program);
+    Keeping::all(program)
+        .into_iter()
+        .for_each(|keeping| each_slot_is_collected_once(Monitor::keeping(program, keeping)));
+}
+
+fn each_slot_is_collected_once(mut monitor: Monitor) {
     monitor.slot(1, 0x1000_0000, 300, 1, 0);
     let (one, two) = (monitor.buffer(1), monitor.buffer(2));
     monitor.write(0x1000_0000, 20, 2);
@@ -220,8 +248,8 @@ fn request_and_compare(log: &mut Log, one: u64, two: u64, expected_one: BTreeSet
 #[test]
 fn the_monitors_own_log_is_as_without_the_library() {
     let Some(program) = monitor_program() else { skip!("no machine under KVM") };
-    for mode in [0, 1, 3] {
-        let mut monitor = Monitor::start(program);
+    for (keeping, mode) in Keeping::all(program).into_iter().flat_map(|keeping| [0, 1, 3].map(|mode| (keeping, mode))) {
+        let mut monitor = Monitor::keeping(program, keeping);
         monitor.run(&format!("mode {mode}")).unwrap();
         monitor.slot(1, 0x1000_0000, 300, 1, LOGGED);
         let one = monitor.buffer(1);
@@ -276,8 +304,9 @@ fn the_monitors_own_log_is_as_without_the_library() {
 #[test]
 fn neither_loses_a_write_while_the_machine_runs() {
     let Some(program) = monitor_program() else { skip!("no machine under KVM") };
-    for (mode, seed) in [(0, 1), (1, 2), (3, 3)] {
-        let mut monitor = Monitor::start(program);
+    let trials = |keeping| [(keeping, 0, 1), (keeping, 1, 2), (keeping, 3, 3)];
+    for (keeping, mode, seed) in Keeping::all(program).into_iter().flat_map(trials) {
+        let mut monitor = Monitor::keeping(program, keeping);
         monitor.run(&format!("mode {mode}")).unwrap();
         monitor.slot(2, 0x2000_0000, 1024, 2, LOGGED);
         let two = monitor.buffer(2);
@@ -436,7 +465,7 @@ fn a_ring_is_refused_and_programs_without_a_machine_are_left_alone() {
     let output = Command::new("cat").arg("/proc/self/environ").env("LD_PRELOAD", library()).output().unwrap();
     assert!(output.status.success() && output.stderr.is_empty(), "{output:?}");
     let Some(program) = monitor_program() else { skip!("no machine under KVM") };
-    let (mut monitor, started) = Monitor::start_with(program, &["65536"]);
+    let (mut monitor, started) = Monitor::start_with(program, &["65536"], Keeping::Log);
     if started.is_err() {
         skip!("no machine under KVM that has a ring");
     }
@@ -446,4 +475,32 @@ fn a_ring_is_refused_and_programs_without_a_machine_are_left_alone() {
     assert_eq!(log.ask(Request::Begin).0, Status::Refused(Refusal::Ring));
     assert_eq!(log.ask(Request::Collect).0, Status::Refused(Refusal::NotBegun));
     monitor.write(0x1000_0000, 1, 1);
+    // A monitor that asks for rings gets none beside the library's.
+    let (_, refused) = Monitor::start_with(program, &["65536"], Keeping::Rings);
+    assert_eq!(refused, Err(libc::EINVAL));
+}
+
+#[test]
+fn a_ring_that_is_full_is_emptied_and_the_monitor_does_not_notice_it() {
+    let Some(program) = monitor_program() else { skip!("no machine under KVM") };
+    if !Keeping::all(program).contains(&Keeping::Rings) {
+        skip!("no machine under KVM that has a ring");
+    }
+    let mut monitor = Monitor::keeping(program, Keeping::Rings);
+    for buffer in 0..4 {
+        monitor.slot(buffer + 1, 0x1000_0000 + u64::from(buffer) * 0x800_0000, 1024, buffer as usize, 0);
+    }
+    let mut log = monitor.log();
+    for round in 0..3 {
+        // As many pages as a ring has entries, so that it is full before the last write at the latest.
+        (0..4).for_each(|buffer| monitor.write(0x1000_0000 + buffer * 0x800_0000, 1024, 1));
+        monitor.write(0x1000_0000, 1, 1);
+        let (status, found) = log.ask(Request::Collect);
+        assert_eq!(status, Status::Done);
+        for buffer in 0..4 {
+            let first = monitor.buffer(buffer) / PAGE;
+            assert!((first..first + 1024).all(|page| found.contains(&page)), "round {round}, buffer {buffer}");
+        }
+    }
+    assert!(log.ask(Request::Collect).1.is_empty());
 }

@@ -197,6 +197,9 @@ fn done(pid: i32, status: Status) -> Result<()> {
         Status::Refused(Refusal::Ring) => {
             ("uses a dirty ring in place of KVM's log", "leave dirty-ring-size out of its -accel kvm")
         }
+        Status::Refused(Refusal::NoRings) => {
+            ("runs under a KVM that has no dirty rings", "Linux has them since 5.11; or use kvm-log")
+        }
         Status::Refused(Refusal::GuestMemory) => {
             ("has memory of a confidential machine, which it cannot read", "no checkpoint can hold such a machine")
         }
@@ -247,12 +250,13 @@ mod tests {
 
     #[test]
     fn what_the_library_refuses_is_named_with_what_to_do() {
-        use Refusal::{Call, GuestMemory, NoLog, NotBegun, Ring};
+        use Refusal::{Call, GuestMemory, NoLog, NoRings, NotBegun, Ring};
         for (status, expected) in [
             (Status::Busy, "another Pagemark"),
             (Status::NoMachine, "no machine"),
             (Status::Refused(NoLog), "manual protection"),
             (Status::Refused(Ring), "ring"),
+            (Status::Refused(NoRings), "rings"),
             (Status::Refused(GuestMemory), "confidential"),
             (Status::Refused(NotBegun), "not read"),
         ] {

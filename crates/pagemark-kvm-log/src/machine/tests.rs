@@ -10,12 +10,17 @@ use super::*;
 /// A slot, and the pages in its log if it has one.
 type ModelSlot = (Region, Option<BTreeSet<u64>>);
 
+/// The entries that were not read, and all whose pages are not protected again.
+type ModelRings = (Vec<(u32, u64)>, BTreeSet<(u32, u64)>);
+
 /// KVM as its documentation describes it.
 #[derive(Default)]
 struct Model {
     slots: RefCell<BTreeMap<u32, ModelSlot>>,
     options: RefCell<u64>,
     available: u64,
+    /// If it keeps rings.
+    rings: Option<RefCell<ModelRings>>,
     /// Calls that still succeed, if they are counted.
     remaining: RefCell<Option<u32>>,
 }
@@ -36,7 +41,18 @@ impl Model {
         }
     }
 
+    fn with_rings() -> Model {
+        Model { rings: Some(RefCell::default()), ..Model::new() }
+    }
+
     fn write(&self, slot: u32, page: u64) {
+        if let Some(rings) = &self.rings {
+            let (entries, open) = &mut *rings.borrow_mut();
+            if self.is_logged(slot) && open.insert((slot, page)) {
+                entries.push((slot, page));
+            }
+            return;
+        }
         if let Some((_, Some(log))) = self.slots.borrow_mut().get_mut(&slot) {
             log.insert(page);
         }
@@ -87,6 +103,7 @@ impl Kernel for Model {
     fn dirty_log(&self, slot: u32, bits: &mut [u64]) -> Result<(), i32> {
         self.may_fail()?;
         let mut slots = self.slots.borrow_mut();
+        assert!(self.rings.is_none(), "a kernel with rings has no log");
         let (region, log) = slots.get_mut(&slot).ok_or(libc::ENOENT)?;
         let log = log.as_mut().ok_or(libc::ENOENT)?;
         assert_eq!(bits.len(), words_of(region.pages()));
@@ -110,6 +127,15 @@ impl Kernel for Model {
         (0..pages).filter(|page| bits[(page / 64) as usize] & 1 << (page % 64) != 0).for_each(|page| {
             log.remove(&(first + page));
         });
+        Ok(())
+    }
+
+    fn take_rings(&self, each: &mut dyn FnMut(u32, u64)) -> Result<(), i32> {
+        let Some(rings) = &self.rings else { return Ok(()) };
+        let (entries, open) = &mut *rings.borrow_mut();
+        entries.drain(..).for_each(|(slot, page)| each(slot, page));
+        self.may_fail()?;
+        open.clear();
         Ok(())
     }
 }
@@ -157,7 +183,14 @@ fn step() -> impl Strategy<Value = Step> {
 
 impl Trial {
     fn new() -> Trial {
-        let (kernel, machine) = (Model::new(), Machine::new());
+        Trial::of(Model::new(), Machine::new())
+    }
+
+    fn with_rings() -> Trial {
+        Trial::of(Model::with_rings(), Machine::with_rings(Ok(())))
+    }
+
+    fn of(kernel: Model, machine: Machine) -> Trial {
         Trial { kernel, machine, options: 0, owner: BTreeMap::new(), pagemark: None }
     }
 
@@ -281,8 +314,11 @@ fn pages_of(words: &[u64], first: u64) -> BTreeSet<u64> {
 proptest! {
     /// Slots come, go, move and are aliases; owner and Pagemark begin and end at any time.
     #[test]
-    fn each_reader_is_told_what_was_written_in_all_slots(steps in prop::collection::vec(step(), 0..150)) {
-        let mut trial = Trial::new();
+    fn each_reader_is_told_what_was_written_in_all_slots(
+        has_rings in any::<bool>(),
+        steps in prop::collection::vec(step(), 0..150),
+    ) {
+        let mut trial = if has_rings { Trial::with_rings() } else { Trial::new() };
         for step in steps {
             trial.apply(step)?;
         }
@@ -291,6 +327,20 @@ proptest! {
     /// Calls that fail change nothing, and lose nothing.
     #[test]
     fn a_call_that_fails_loses_nothing(writes in prop::collection::btree_set(0u64..64, 1..20), fails_at in 0u32..4) {
+        let mut rings = Trial::with_rings();
+        rings.set(0, false, 0).unwrap();
+        rings.machine.begin(&rings.kernel).unwrap();
+        writes.iter().for_each(|&page| rings.kernel.write(0, page));
+        *rings.kernel.remaining.borrow_mut() = Some(0);
+        prop_assert_eq!(rings.machine.take_rings(&rings.kernel), Err(libc::ENOMEM));
+        prop_assert_eq!(rings.collect(), Err(Refusal::Call(libc::ENOMEM)));
+        *rings.kernel.remaining.borrow_mut() = None;
+        let first = HOSTS[0] / PAGE;
+        prop_assert_eq!(rings.collect().unwrap(), writes.iter().map(|page| first + page).collect());
+        writes.iter().for_each(|&page| rings.kernel.write(0, page));
+        prop_assert_eq!(rings.collect().unwrap().len(), writes.len());
+        prop_assert!(rings.collect().unwrap().is_empty());
+
         let mut trial = Trial::new();
         for index in 0..3 {
             trial.set(index, false, 0).unwrap();
@@ -405,6 +455,12 @@ fn what_cannot_be_logged_is_refused_or_left_out() {
     assert_eq!(other.machine.begin(&other.kernel), Err(Refusal::NoLog));
     other.machine.set_ring();
     assert_eq!(other.machine.begin(&other.kernel), Err(Refusal::Ring));
+    let mut without = Trial::of(Model::new(), Machine::with_rings(Err(libc::EOPNOTSUPP)));
+    without.set(0, true, 0).unwrap();
+    assert_eq!(without.machine.begin(&without.kernel), Err(Refusal::NoRings));
+    // The owner's log is the kernel's.
+    without.kernel.write(0, 5);
+    assert_eq!(without.get(0).unwrap(), BTreeSet::from([5]));
 }
 
 #[test]
