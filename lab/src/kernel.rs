@@ -69,6 +69,8 @@ pub enum Kernel {
     Debian11,
     /// As `Ldt`, with what a distribution's kernel has besides: Xen, and memory of devices (DAX).
     LdtDistribution,
+    /// As `LdtDistribution`, without the patches.
+    PlainDistribution,
     /// As `Ldt`, with the kernel's own checks: DEBUG_VM, PAGE_TABLE_CHECK, lockdep, KASAN.
     LdtDebug,
     /// As `Plain`, with the same checks.
@@ -77,7 +79,7 @@ pub enum Kernel {
 
 impl Kernel {
     /// All kernels.
-    pub const ALL: [Kernel; 9] = [
+    pub const ALL: [Kernel; 10] = [
         Kernel::Ldt,
         Kernel::Plain,
         Kernel::Stock,
@@ -85,6 +87,7 @@ impl Kernel {
         Kernel::Debian12,
         Kernel::Debian11,
         Kernel::LdtDistribution,
+        Kernel::PlainDistribution,
         Kernel::LdtDebug,
         Kernel::PlainDebug,
     ];
@@ -99,6 +102,7 @@ impl Kernel {
             Kernel::Debian12 => "debian-12",
             Kernel::Debian11 => "debian-11",
             Kernel::LdtDistribution => "ldt-distribution",
+            Kernel::PlainDistribution => "plain-distribution",
             Kernel::LdtDebug => "ldt-debug",
             Kernel::PlainDebug => "plain-debug",
         }
@@ -107,6 +111,11 @@ impl Kernel {
     /// Whether the kernel has the patches of kernel/ldt.
     pub fn has_series(self) -> bool {
         matches!(self, Kernel::Ldt | Kernel::LdtDistribution | Kernel::LdtDebug)
+    }
+
+    /// Whether the kernel can be a guest of Xen, and has memory of devices.
+    pub fn is_of_distribution(self) -> bool {
+        matches!(self, Kernel::LdtDistribution | Kernel::PlainDistribution)
     }
 
     /// Whether the kernel has its own checks.
@@ -119,7 +128,7 @@ impl Kernel {
         match self {
             Kernel::Stock | Kernel::Hypervisor | Kernel::Debian12 | Kernel::Debian11 => 1,
             Kernel::Ldt | Kernel::Plain => 8,
-            Kernel::LdtDistribution => 10,
+            Kernel::LdtDistribution | Kernel::PlainDistribution => 10,
             Kernel::LdtDebug | Kernel::PlainDebug => 12,
         }
     }
@@ -134,7 +143,12 @@ impl Kernel {
             Kernel::Hypervisor => Some(package(&NEWEST_SUITES, &[&STOCK_MODULES, &HYPERVISOR_MODULES])),
             Kernel::Debian12 => Some(package(&["bookworm"], &[&OLDER_MODULES, &STOCK_MODULES])),
             Kernel::Debian11 => Some(package(&["bullseye"], &[&OLDER_MODULES, &STOCK_MODULES])),
-            Kernel::Ldt | Kernel::Plain | Kernel::LdtDistribution | Kernel::LdtDebug | Kernel::PlainDebug => None,
+            Kernel::Ldt
+            | Kernel::Plain
+            | Kernel::LdtDistribution
+            | Kernel::PlainDistribution
+            | Kernel::LdtDebug
+            | Kernel::PlainDebug => None,
         }
     }
 
@@ -143,7 +157,9 @@ impl Kernel {
     pub fn allowed_skips(self) -> &'static str {
         match self {
             Kernel::Ldt | Kernel::LdtDistribution | Kernel::LdtDebug => "",
-            Kernel::Stock | Kernel::Hypervisor | Kernel::Plain | Kernel::PlainDebug => "lightweight dirty tracking",
+            Kernel::Stock | Kernel::Hypervisor | Kernel::Plain | Kernel::PlainDistribution | Kernel::PlainDebug => {
+                "lightweight dirty tracking"
+            }
             Kernel::Debian12 => {
                 "lightweight dirty tracking\nLinux 6\\.(7|11)\nPAGEMAP_SCAN\nPROCMAP_QUERY\nasynchronous write-protection"
             }
@@ -161,7 +177,7 @@ impl Kernel {
             names.push("ldt.config");
         }
         names.push("devices.config");
-        if self == Kernel::LdtDistribution {
+        if self.is_of_distribution() {
             names.push("distribution.config");
         }
         if self.checks_itself() {

@@ -116,8 +116,8 @@ impl Machine {
         if !command::is_root() {
             return Err(Error::unmet("a machine of the lab needs root, for virtiofsd", "run the command as root"));
         }
-        if self.on_xen && self.kernel != Kernel::LdtDistribution {
-            let help = format!("use {}", Kernel::LdtDistribution);
+        if self.on_xen && !self.kernel.is_of_distribution() {
+            let help = format!("use {} or {}", Kernel::LdtDistribution, Kernel::PlainDistribution);
             return Err(Error::unmet(format!("the kernel {} is no guest of Xen", self.kernel), help));
         }
         set_up()?;

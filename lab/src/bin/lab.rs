@@ -21,9 +21,9 @@ const LAB_FAILED: u8 = 125;
 ///
 /// KERNEL is ldt (with the patches of kernel/ldt), plain (the same without them), stock (Debian's
 /// cloud kernel of the same version), hypervisor (the same with KVM), debian-12 (Linux 6.1),
-/// debian-11 (Linux 5.10), ldt-distribution (as ldt, with Xen and DAX), ldt-debug or plain-debug
-/// (which check themselves: DEBUG_VM, PAGE_TABLE_CHECK, lockdep, KASAN). A kernel is built or
-/// fetched when it is first used, and is then in the cache,
+/// debian-11 (Linux 5.10), ldt-distribution or plain-distribution (with Xen and DAX), ldt-debug or
+/// plain-debug (which check themselves: DEBUG_VM, PAGE_TABLE_CHECK, lockdep, KASAN). A kernel is
+/// built or fetched when it is first used, and is then in the cache,
 /// ${XDG_CACHE_HOME:-~/.cache}/pagemark/lab. Everything but `build` and `source` needs root.
 #[derive(Parser)]
 #[command(name = "lab")]
@@ -78,7 +78,8 @@ struct Run {
     /// Number of processors
     #[arg(long, default_value_t = 2, value_name = "N")]
     smp: u32,
-    /// Boot the kernel as the first guest of Xen, a paravirtualized one; ldt-distribution can
+    /// Boot the kernel as the first guest of Xen, a paravirtualized one; ldt-distribution and
+    /// plain-distribution can
     #[arg(long)]
     xen: bool,
     /// Emulate one processor that takes a nanosecond for each instruction, so that times are counts
