@@ -26,19 +26,16 @@ use crate::{Address, AddressRangeExt, ByteCount, Error, Mechanism, PageRangeExt,
 mod cache;
 mod decode;
 mod execute;
+pub mod stores;
 mod words;
 
-use cache::{Cache, Found};
-use decode::{Kind, Operand};
+use stores::{Memory, Stores, Vectors};
 use words::{TakenWords, Words};
 
 /// Number of stores to a page in one interval after which the page is opened. An emulated store
 /// costs about as much as opening the page and closing it again. The page then counts as written as
 /// a whole, which later costs about as much as ten stores.
 pub const HOT_STORES: u8 = 16;
-
-/// The direction flag: string instructions go down.
-const FLAG_DIRECTION: i64 = 1 << 10;
 
 /// The mechanism `emulate`.
 pub const ENTRY: MechanismEntry = MechanismEntry {
@@ -63,7 +60,7 @@ pub struct Emulate {
     memory: OwnMemory,
     mappings: Arc<OwnMappings>,
     open_after: Option<u8>,
-    cache: &'static Cache,
+    stores: Stores,
     tracked: Vec<EmulatedRange>,
     pins: Pins,
     taken: Taken,
@@ -95,7 +92,7 @@ struct Shared {
     alias: Alias,
     words: Words,
     open_after: Option<u8>,
-    cache: &'static Cache,
+    stores: Stores,
     process: u32,
     emulated_stores: AtomicU64,
     opened_pages: AtomicU64,
@@ -107,7 +104,7 @@ impl Emulate {
     /// # Errors
     /// `ErrorKind::Unavailable`: the system does not let programs make code.
     pub fn new(pagemap: Arc<Pagemap>, memory: OwnMemory) -> Result<Self, Error> {
-        let cache = Cache::get().map_err(|error| {
+        let stores = Stores::of_this_process().map_err(|error| {
             let what = "memory that can be written and executed, as instructions need that are redirected";
             Error::refused(Mechanism::Emulate, error, &format!("making {what}"), |error| format!("no {what} ({error})"))
         })?;
@@ -117,7 +114,7 @@ impl Emulate {
             memory,
             mappings,
             open_after: Some(HOT_STORES),
-            cache,
+            stores,
             tracked: Vec::new(),
             pins: Pins::default(),
             taken: Taken::default(),
@@ -163,7 +160,7 @@ impl Emulate {
             alias,
             words,
             open_after: self.open_after,
-            cache: self.cache,
+            stores: self.stores,
             process: std::process::id(),
             emulated_stores: AtomicU64::new(0),
             opened_pages: AtomicU64::new(0),
@@ -271,102 +268,11 @@ impl Shared {
     /// Executes the store through the alias, records it, and advances the thread past it. `None`,
     /// with nothing done, if the store cannot be emulated.
     fn emulate(&self, fault: &mut Fault<'_>) -> Option<()> {
-        let address = fault.context.uc_mcontext.gregs[libc::REG_RIP as usize] as u64;
-        // SAFETY: the thread was interrupted in executing the instruction there.
-        let Found { store, code } = unsafe { self.cache.at(address) }?;
-        let next = address.wrapping_add(store.length.into()) as libc::greg_t;
-        match store.kind {
-            Kind::Other => None,
-            Kind::Execute { operand, bytes, uses_vectors, scratch, .. } => {
-                let target = Address::new(operand_address(&operand, &fault.context.uc_mcontext.gregs));
-                let operand = self.within(target, ByteCount::new(bytes.into()))?;
-                // If the fault lies outside of the operand, the decoder has misunderstood the
-                // instruction.
-                if !operand.contains(&fault.address) {
-                    return None;
-                }
-                let vectors = match uses_vectors {
-                    true => execute::vector_state(fault.context)?,
-                    false => (std::ptr::null(), 0),
-                };
-                let registers = &mut fault.context.uc_mcontext.gregs;
-                let alias = self.alias_of(target).as_ptr() as libc::greg_t;
-                self.words.set(self.offsets(&operand));
-                let before = std::mem::replace(&mut registers[scratch], alias);
-                // SAFETY: `decode` lets only such instructions through; what they write, in the
-                // alias of the region, was just found to lie within it; the vector state is the
-                // context's.
-                unsafe { execute::execute(registers, code, vectors) };
-                registers[scratch] = before;
-                registers[libc::REG_RIP as usize] = next;
-                Some(())
-            }
-            Kind::Fill { unit, repeats } => self.string(fault, unit, repeats, next, |target, count, registers| {
-                let value = registers[libc::REG_RAX as usize];
-                // SAFETY: all units from there on lie within the alias.
-                unsafe { fill(target, value, count, unit) };
-                Some(count)
-            }),
-            Kind::Copy { unit, repeats } => self.string(fault, unit, repeats, next, |target, count, registers| {
-                let source = registers[libc::REG_RSI as usize];
-                let destination = registers[libc::REG_RDI as usize];
-                let bytes = count * usize::from(unit);
-                // A copy onto itself, ahead, repeats what it copied just before.
-                if source < destination && destination < source.wrapping_add(bytes as libc::greg_t) {
-                    return None;
-                }
-                // SAFETY: that many bytes lie within the alias.
-                let copied = unsafe { copy_from(source as u64, target, bytes) } / usize::from(unit);
-                registers[libc::REG_RSI as usize] = source.wrapping_add((copied * usize::from(unit)) as libc::greg_t);
-                (copied > 0).then_some(copied)
-            }),
-        }
-    }
-
-    /// Does the part of a string instruction that lies in the range: `write` gets where, how many
-    /// units at most, and the registers, and returns how many it wrote.
-    fn string(
-        &self,
-        fault: &mut Fault<'_>,
-        unit: u8,
-        repeats: bool,
-        next: libc::greg_t,
-        write: impl FnOnce(*mut u8, usize, &mut [libc::greg_t; 23]) -> Option<usize>,
-    ) -> Option<()> {
+        let vectors = execute::vector_state(fault.context);
         let registers = &mut fault.context.uc_mcontext.gregs;
-        let target = Address::new(registers[libc::REG_RDI as usize] as u64);
-        let range = self.pages.range();
-        if registers[libc::REG_EFL as usize] & FLAG_DIRECTION != 0 || !range.contains(&target) {
-            return None;
-        }
-        let wanted = if repeats { registers[libc::REG_RCX as usize] as u64 } else { 1 };
-        let count = wanted.min((range.end - target).get() / u64::from(unit));
-        if count == 0 {
-            return None;
-        }
-        self.words.set(self.offsets(&self.within(target, ByteCount::new(unit.into()) * count)?));
-        let done = write(self.alias_of(target).as_ptr(), count as usize, registers)?;
-        registers[libc::REG_RDI as usize] += (done * usize::from(unit)) as libc::greg_t;
-        if repeats {
-            registers[libc::REG_RCX as usize] -= done as libc::greg_t;
-        }
-        if !repeats || registers[libc::REG_RCX as usize] == 0 {
-            registers[libc::REG_RIP as usize] = next;
-        }
-        Some(())
-    }
-
-    /// So many bytes from an address, if all of them lie in the range.
-    fn within(&self, address: Address, bytes: ByteCount) -> Option<Range> {
-        let range = self.pages.range();
-        let end = address.checked_add(bytes)?;
-        (address >= range.start && end <= range.end).then_some(address..end)
-    }
-
-    /// Where a part of the range lies, from its start.
-    fn offsets(&self, part: &Range) -> std::ops::Range<usize> {
-        let start = self.pages.range().start;
-        (part.start - start).to_usize()..(part.end - start).to_usize()
+        // SAFETY: the thread was interrupted in executing the instruction; the alias is as long as
+        // the range.
+        unsafe { self.stores.execute(registers, fault.address, &mut Interrupted { shared: self, vectors }) }
     }
 
     fn alias_of(&self, address: Address) -> std::ptr::NonNull<u8> {
@@ -375,35 +281,33 @@ impl Shared {
     }
 }
 
-fn operand_address(operand: &Operand, registers: &[libc::greg_t; 23]) -> u64 {
-    let value = |register: Option<u8>| register.map_or(0, |index| registers[usize::from(index)] as u64);
-    value(operand.base)
-        .wrapping_add(value(operand.index).wrapping_mul(operand.scale.into()))
-        .wrapping_add(operand.displacement)
+/// The thread that has got a signal.
+struct Interrupted<'a> {
+    shared: &'a Shared,
+    vectors: Option<Vectors>,
 }
 
-/// `rep stos`.
-///
-/// # Safety
-/// So many units from `target` on may be written.
-unsafe fn fill(target: *mut u8, value: libc::greg_t, count: usize, unit: u8) {
-    // SAFETY: the instruction writes what the caller allows, upwards as the direction flag is clear
-    // in Rust code.
-    unsafe {
-        match unit {
-            1 => {
-                std::arch::asm!("rep stosb", inout("rcx") count => _, inout("rdi") target => _, in("rax") value, options(nostack, preserves_flags))
-            }
-            2 => {
-                std::arch::asm!("rep stosw", inout("rcx") count => _, inout("rdi") target => _, in("rax") value, options(nostack, preserves_flags))
-            }
-            4 => {
-                std::arch::asm!("rep stosd", inout("rcx") count => _, inout("rdi") target => _, in("rax") value, options(nostack, preserves_flags))
-            }
-            _ => {
-                std::arch::asm!("rep stosq", inout("rcx") count => _, inout("rdi") target => _, in("rax") value, options(nostack, preserves_flags))
-            }
-        }
+impl Memory for Interrupted<'_> {
+    fn range(&self) -> Range {
+        self.shared.pages.range().clone()
+    }
+
+    fn writable(&self, address: Address) -> *mut u8 {
+        self.shared.alias_of(address).as_ptr()
+    }
+
+    fn vectors(&mut self) -> Option<Vectors> {
+        self.vectors
+    }
+
+    fn record(&mut self, bytes: Range) {
+        let start = self.shared.pages.range().start;
+        self.shared.words.set((bytes.start - start).to_usize()..(bytes.end - start).to_usize());
+    }
+
+    unsafe fn copy_from(&mut self, source: u64, target: *mut u8, bytes: usize) -> usize {
+        // SAFETY: by the contract of this function.
+        unsafe { copy_from(source, target, bytes) }
     }
 }
 
@@ -418,10 +322,4 @@ unsafe fn copy_from(source: u64, target: *mut u8, bytes: usize) -> usize {
     // SAFETY: the kernel writes to the target, which the caller allows, and checks the source.
     let copied = unsafe { libc::process_vm_readv(libc::getpid(), &local, 1, &remote, 1, 0) };
     usize::try_from(copied).unwrap_or(0)
-}
-
-impl std::fmt::Debug for Cache {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Cache").finish_non_exhaustive()
-    }
 }

@@ -2,13 +2,15 @@
 
 use std::arch::naked_asm;
 
+use super::stores::Vectors;
+
 /// Where the software keeps, in a signal frame, what the vector state consists of.
 const SOFTWARE_BYTES: usize = 464;
 const SOFTWARE_MAGIC: u32 = 0x4650_5853;
 
 /// Components of the vector state that stores read: SSE, AVX, mask registers, and both parts of
 /// AVX-512.
-const VECTORS: u64 = 0b1110_0110;
+pub const VECTORS: u64 = 0b1110_0110;
 
 /// Executes `code`, an instruction and a return, with the general registers (except the stack
 /// pointer) and arithmetic flags from `registers`, and puts there what they are afterwards. If
@@ -17,17 +19,17 @@ const VECTORS: u64 = 0b1110_0110;
 ///
 /// # Safety
 /// The code is an instruction that does nothing but read vector registers, change general registers
-/// and arithmetic flags, and write memory that may be written; `vectors` is null or as
-/// [`vector_state`] returns it.
+/// and arithmetic flags, and write memory that may be written; `vectors` is null or the parts
+/// of a [`Vectors`].
 pub unsafe fn execute(registers: &mut [libc::greg_t; 23], code: *const u8, vectors: (*const u8, u64)) {
     // SAFETY: the caller answers for the code. Whatever it does to vector registers is no concern
     // of Rust code around it: in the C calling convention they belong to the callee.
     unsafe { call_with(registers.as_mut_ptr(), code, vectors.0, vectors.1) }
 }
 
-/// The vector state in a signal's context, and which components of it are there. None if the kernel
-/// has not told.
-pub fn vector_state(context: &libc::ucontext_t) -> Option<(*const u8, u64)> {
+/// The vector state in a signal's context. None if the kernel has not told which components of it
+/// are there.
+pub fn vector_state(context: &libc::ucontext_t) -> Option<Vectors> {
     let state: *const u8 = context.uc_mcontext.fpregs.cast();
     if state.is_null() {
         return None;
@@ -38,7 +40,8 @@ pub fn vector_state(context: &libc::ucontext_t) -> Option<(*const u8, u64)> {
         let told = state.add(SOFTWARE_BYTES);
         (told.cast::<u32>().read_unaligned(), told.add(8).cast::<u64>().read_unaligned())
     };
-    (magic == SOFTWARE_MAGIC).then_some((state, features & VECTORS))
+    // SAFETY: the kernel made the state, for the processor to load at the handler's return.
+    (magic == SOFTWARE_MAGIC).then(|| unsafe { Vectors::new(state, features) })
 }
 
 /// Order of registers in the array: r8 … r15, rdi, rsi, rbp, rbx, rdx, rax, rcx, rsp, rip, flags.
@@ -51,6 +54,9 @@ unsafe extern "C" fn call_with(registers: *mut libc::greg_t, code: *const u8, ve
         "push r13",
         "push r14",
         "push r15",
+        // The state of the thread has another control word for vector operations.
+        "sub rsp, 8",
+        "stmxcsr [rsp]",
         "push rdi",
         "push rsi",
         "test rdx, rdx",
@@ -105,6 +111,8 @@ unsafe extern "C" fn call_with(registers: *mut libc::greg_t, code: *const u8, ve
         "or rcx, rax",
         "mov [rdi + 136], rcx",
         "add rsp, 16",
+        "ldmxcsr [rsp]",
+        "add rsp, 8",
         "pop r15",
         "pop r14",
         "pop r13",
