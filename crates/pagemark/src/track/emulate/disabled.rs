@@ -15,5 +15,6 @@ pub const ENTRY: MechanismEntry = MechanismEntry {
         let reason = "this program was built without it; the feature `emulate` of the crate adds it".to_owned();
         Err(Error::unavailable(Mechanism::Emulate, reason))
     },
+    machine: None,
     process: None,
 };
