@@ -30,6 +30,7 @@ mod page_table;
 mod process;
 mod random;
 pub mod start;
+mod stores;
 mod sys;
 mod thread;
 mod vcpu;
@@ -47,7 +48,7 @@ use image::{Image, Refused};
 /// # Errors
 /// Of kind [`ErrorKind::Unavailable`] with what would enable it, or another if a call fails.
 pub fn check() -> Result<(), Error> {
-    machine::Machine::new(machine::open()?).map(drop)
+    machine::Machine::new(machine::open()?, machine::Keeps::of_environment()?).map(drop)
 }
 
 /// Turns this process into the program at `path` with `arguments` (the first is its name) and
@@ -73,7 +74,7 @@ pub fn run(
         Some(inherited) => machine::take_over(inherited.device)?,
         None => machine::open()?,
     };
-    let machine = machine::Machine::new(device)?;
+    let machine = machine::Machine::new(device, machine::Keeps::of_environment()?)?;
     let program = thread::resolved(&image.path);
     let start = loader::load(&machine, &image, environment)?;
     // SAFETY: the name is copied, and ends with zero.

@@ -17,12 +17,14 @@ use crate::layout::{MMAP_TOP, PAGE, PROGRAM_END, Physical, RANDOM_SPAN, SLOT_SPA
 use crate::mappings::{Mapping, Mappings, Protection};
 use crate::page_table::{Dirty, OutOfTables, PageTable};
 use crate::sys::descriptors;
+use crate::sys::dirty_ring::{self, Ring};
 use crate::sys::owned_lock::{Guard, OwnedLock};
 use crate::sys::parking::{InUse, Parking};
 use crate::sys::table_memory::TableMemory;
 use crate::vcpu::{Vcpu, stubs};
 use crate::writes::Tracking;
 
+mod emulation;
 mod renewal;
 pub mod tracking;
 
@@ -104,6 +106,38 @@ pub struct Space {
     slots: Vec<u64>,
     /// What trackers of the program know.
     pub tracking: Tracking,
+    /// The ring of each virtual CPU that was made, by its number, if the machine keeps rings. There
+    /// is room for all.
+    rings: Vec<Ring>,
+}
+
+/// How KVM notes the pages that the program writes. The one excludes the other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Keeps {
+    /// In a log for each memory slot.
+    Log,
+    /// In a ring for each virtual CPU.
+    Rings,
+}
+
+/// The variable that says which the machine keeps.
+const KEEPS: &str = "PAGEMARK_KVM_DIRTY";
+
+impl Keeps {
+    /// What the environment of this process says; the log if it says nothing.
+    ///
+    /// # Errors
+    /// It says neither.
+    pub fn of_environment() -> Result<Keeps, Error> {
+        match std::env::var_os(KEEPS).as_ref().map(|text| text.as_encoded_bytes()) {
+            None | Some(b"" | b"log") => Ok(Keeps::Log),
+            Some(b"rings") => Ok(Keeps::Rings),
+            Some(other) => {
+                let reason = format!("is {:?}, and neither log nor rings", String::from_utf8_lossy(other));
+                Err(Error::new(ErrorKind::Unavailable, "", format!("the variable {KEEPS}")).reason(reason))
+            }
+        }
+    }
 }
 
 /// How a fault ended.
@@ -130,6 +164,8 @@ pub struct Machine {
     space: Arc<OwnedLock<Space>>,
     /// Whether memory is tracked.
     is_tracking: AtomicBool,
+    /// How KVM notes the pages that the program writes.
+    keeps: Keeps,
     /// Whether KVM's log can be used; known once it was tried.
     log: OnceLock<Result<(), i32>>,
     most_slots: u32,
@@ -176,7 +212,7 @@ impl Machine {
     ///
     /// # Errors
     /// If a call to KVM fails.
-    pub fn new(kvm: Kvm) -> Result<Arc<Machine>, Error> {
+    pub fn new(kvm: Kvm, keeps: Keeps) -> Result<Arc<Machine>, Error> {
         let tables = Arc::new(TableMemory::new().map_err(Error::system("reserve", "memory for page tables"))?);
         let root = tables.allocate().ok_or_else(out_of_tables)?;
         let stubs = stubs::write(&tables, &PageTable::new(&tables, root)).map_err(|OutOfTables| out_of_tables())?;
@@ -187,10 +223,11 @@ impl Machine {
             heap_end: 0,
             slots: Vec::new(),
             tracking: Tracking::default(),
+            rings: Vec::new(),
         };
         let parking = Parking::of_this_process()
             .map_err(Error::system("map", "the description of the machine, at an address of its own"))?;
-        Machine::with(kvm, tables, root, stubs, Arc::new(OwnedLock::new(space)), parking)
+        Machine::with((kvm, keeps), tables, root, stubs, Arc::new(OwnedLock::new(space)), parking)
     }
 
     /// The machine of a child made by `fork`, which has copies of the parent's memory and tables.
@@ -205,8 +242,13 @@ impl Machine {
         // SAFETY: by the contract of this function, nothing else owns the descriptor.
         let kvm = unsafe { Kvm::from_raw_fd(parent.kvm.as_raw_fd()) };
         let (tables, space) = (parent.tables.clone(), parent.space.clone());
-        let machine = Machine::with(kvm, tables, parent.root, parent.stubs, space, parent.parking)?;
-        machine.space().tracking.clear();
+        {
+            // The parent's rings are not mapped here, and its descriptors are closed.
+            let mut space = space.lock();
+            space.tracking.clear();
+            space.rings.clear();
+        }
+        let machine = Machine::with((kvm, parent.keeps), tables, parent.root, parent.stubs, space, parent.parking)?;
         machine.add_slots(&machine.space())?;
         Ok(machine)
     }
@@ -233,12 +275,16 @@ impl Machine {
         let _ = self.set_slot(space.slots.len() as u32 + 1, 0, Physical::ZERO, 0, 0);
         space.mappings.abandon();
         space.tracking.abandon();
+        let generation = self.generation.load(Ordering::Relaxed);
+        // A ring that cannot be mapped has nothing to recover from.
+        let rings = space.rings.iter_mut().filter(|ring| ring.generation() == generation);
+        rings.for_each(|ring| _ = ring.recover());
         self.clear(&mut space, 0, PROGRAM_END);
         self.reload(&mut space)
     }
 
     fn with(
-        kvm: Kvm,
+        (kvm, keeps): (Kvm, Keeps),
         tables: Arc<TableMemory>,
         root: Physical,
         stubs: stubs::Stubs,
@@ -251,6 +297,7 @@ impl Machine {
         drop(vm);
         // SAFETY: `fd` is a descriptor of a virtual machine, and owned by nothing else.
         let vm = unsafe { kvm.create_vmfd_from_rawfd(fd) }.map_err(Error::kvm("KVM_CREATE_VM"))?;
+        begin_rings(&vm, keeps)?;
         let width =
             cpuid.as_slice().iter().find(|entry| entry.function == 0x8000_0008).map_or(36, |leaf| leaf.eax & 255);
         let by_address = 1u64 << (u64::from(width.clamp(31, 52)) - SLOT_SPAN.trailing_zeros() as u64);
@@ -260,6 +307,9 @@ impl Machine {
             let mut space = space.lock();
             let room = (most_slots as usize).saturating_sub(space.slots.len());
             space.slots.reserve_exact(room);
+            if keeps == Keeps::Rings {
+                space.rings.reserve_exact(most_vcpus);
+            }
         }
         let machine = Machine {
             kvm,
@@ -270,6 +320,7 @@ impl Machine {
             stubs,
             space,
             is_tracking: AtomicBool::new(false),
+            keeps,
             log: OnceLock::new(),
             most_slots,
             most_vcpus,
@@ -386,19 +437,19 @@ impl Machine {
         let table = PageTable::new(&self.tables, self.root);
         // Of pages whose dirty bits are read, none is set before they are written.
         let scanned = &space.tracking.by[Means::Scan as usize].ranges;
-        let map = |from: u64, to: u64, bits: Dirty| match from < to {
-            true => table
-                .map(from, to, physical.plus(from - start), protection, bits)
-                .map_err(|OutOfTables| out_of_tables()),
-            false => Ok(()),
-        };
-        let mut from = start;
-        for part in scanned.within(start..end) {
-            map(from, part.start, Dirty::InAdvance)?;
-            map(part.start, part.end, Dirty::Kept)?;
-            from = part.end;
+        // The stores to these are the monitor's.
+        let closed = space.tracking.closed(start, end);
+        let mut cuts: Vec<u64> =
+            scanned.within(start..end).chain(closed.iter()).flat_map(|part| [part.start, part.end]).collect();
+        cuts.extend([start, end]);
+        cuts.sort_unstable();
+        for (from, to) in cuts.iter().copied().zip(cuts.iter().copied().skip(1)).filter(|(from, to)| from < to) {
+            let protection = if closed.contains(from) { protection.without_writes() } else { protection };
+            let dirty = if scanned.contains(from) { Dirty::Kept } else { Dirty::InAdvance };
+            table
+                .map(from, to, physical.plus(from - start), protection, dirty)
+                .map_err(|OutOfTables| out_of_tables())?;
         }
-        map(from, end, Dirty::InAdvance)?;
         Ok(Resolved::Mapped)
     }
 
@@ -413,7 +464,7 @@ impl Machine {
     pub fn clear_entries(&self, space: &mut Space, start: u64, end: u64) {
         PageTable::new(&self.tables, self.root).clear(start, end);
         // With their dirty bits.
-        space.tracking.by[Means::Scan as usize].mark(start, end);
+        space.tracking.by[Means::Scan as usize].mark(PAGE, start, end);
     }
 
     /// Takes the program's mappings from the kernel. Entries of ranges that are gone are cleared.
@@ -464,6 +515,7 @@ impl Machine {
         let generation = self.generation.load(Ordering::Relaxed);
         let mut vcpu = Vcpu::new(vcpu, stack, self.tables.clone(), &self.cpuid, (id, generation))?;
         vcpu.keep_from_children(self.vm.run_size());
+        self.add_ring(&vcpu);
         vcpu.reset(&self.stubs, self.root)?;
         self.parking.set_vcpu(id, vcpu.descriptor(), vcpu.shared_address());
         Ok(vcpu)
@@ -494,6 +546,19 @@ impl Drop for Machine {
         descriptors::forget(self.vm.as_raw_fd());
         descriptors::forget(self.kvm.as_raw_fd());
     }
+}
+
+/// Has a new machine keep rings if it is to.
+fn begin_rings(vm: &VmFd, keeps: Keeps) -> Result<(), Error> {
+    if keeps == Keeps::Log {
+        return Ok(());
+    }
+    dirty_ring::enable(vm).map_err(|errno| match errno {
+        libc::EOPNOTSUPP => Error::new(ErrorKind::Unavailable, "", format!("the variable {KEEPS}"))
+            .reason("asks for rings, which KVM does not have, or not with the log of Intel's processors")
+            .help("Linux 5.11 or newer has them, with the parameter pml=N of the module kvm_intel; without the variable, KVM keeps a log"),
+        errno => Error::system("begin", "the rings of written pages")(io::Error::from_raw_os_error(errno)),
+    })
 }
 
 fn create_vm(kvm: &Kvm) -> Result<VmFd, Error> {

@@ -24,6 +24,16 @@ impl Protection {
         self.0 & libc::PROT_WRITE as u8 != 0
     }
 
+    /// Whether reading was asked for. Otherwise the host may keep the monitor from it.
+    pub const fn says_readable(self) -> bool {
+        self.0 & libc::PROT_READ as u8 != 0
+    }
+
+    /// The same, but for writes.
+    pub const fn without_writes(self) -> Protection {
+        Protection(self.0 & !(libc::PROT_WRITE as u8))
+    }
+
     /// Whether the processor may execute.
     pub const fn executable(self) -> bool {
         self.0 & libc::PROT_EXEC as u8 != 0

@@ -147,6 +147,11 @@ impl<'m> PageTable<'m> {
         self.each_entry(start, end, |_, entry| _ = entry.fetch_and(!DIRTY, Ordering::AcqRel));
     }
 
+    /// The program cannot write to `start..end`. A flush of the guest's translations must follow.
+    pub fn close(&self, start: u64, end: u64) {
+        self.each_entry(start, end, |_, entry| _ = entry.fetch_and(!WRITABLE, Ordering::AcqRel));
+    }
+
     /// Calls `each` for the pages of `start..end` whose lowest table exists, and their entries.
     fn each_entry(&self, start: u64, end: u64, mut each: impl FnMut(u64, &AtomicU64)) {
         let mut address = start;

@@ -3,8 +3,9 @@
 //!
 //! Two facts make it sound. The program's addresses lie below [`PROGRAM_END`], and no value of the
 //! monitor lies there, so that nothing that the program has the kernel write can change a Rust
-//! value. And the monitor reads and writes the program's memory by system calls only, which fail
-//! where nothing is mapped.
+//! value. And the monitor reads and writes the program's memory by system calls, which fail where
+//! nothing is mapped; the emulator of stores (`machine/emulation.rs`) alone accesses it directly,
+//! where the mappings are known and locked.
 //!
 //! [`PROGRAM_END`]: crate::layout::PROGRAM_END
 
@@ -12,6 +13,7 @@ pub mod arguments;
 pub mod child;
 pub mod descriptors;
 pub mod dirty_log;
+pub mod dirty_ring;
 pub mod host_call;
 pub mod owned_lock;
 pub mod parking;

@@ -137,6 +137,12 @@ impl Thread {
                     self.on_exception(exception);
                     self.vcpu.commit();
                 }
+                Ok(Exit::RingFull) => {
+                    if let Err(errno) = self.machine.take_rings() {
+                        let error = std::io::Error::from_raw_os_error(errno);
+                        self.fail(&format!("the rings of written pages cannot be emptied: {error}"));
+                    }
+                }
                 Ok(Exit::NoMemory) => self.on_no_memory(),
                 Ok(Exit::Parked) => {
                     let generation = self.vcpu.generation();
@@ -186,6 +192,12 @@ impl Thread {
             let most = if self.search.is_some() { PAGE } else { TABLE_SPAN };
             if let Some(search) = &mut self.search {
                 (search.last, search.code) = (Some(address), error);
+            }
+            if error & 2 != 0 && self.machine.is_tracking() {
+                let _in_use = self.use_kvm();
+                if self.machine.emulate(&mut self.vcpu, address) {
+                    return;
+                }
             }
             match self.machine.resolve(address, error & 2 != 0, error & 16 != 0, most) {
                 Ok(Resolved::Mapped) => return,

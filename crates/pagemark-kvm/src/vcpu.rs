@@ -6,8 +6,8 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use kvm_bindings::{
-    CpuId, KVM_EXIT_FAIL_ENTRY, KVM_EXIT_INTERNAL_ERROR, KVM_EXIT_IO, KVM_EXIT_SHUTDOWN, Msrs, kvm_msr_entry, kvm_regs,
-    kvm_segment, kvm_sregs, kvm_xcrs, kvm_xsave,
+    CpuId, KVM_EXIT_DIRTY_RING_FULL, KVM_EXIT_FAIL_ENTRY, KVM_EXIT_INTERNAL_ERROR, KVM_EXIT_IO, KVM_EXIT_SHUTDOWN,
+    Msrs, kvm_msr_entry, kvm_regs, kvm_segment, kvm_sregs, kvm_xcrs, kvm_xsave,
 };
 use kvm_ioctls::{SyncReg, VcpuFd};
 
@@ -46,6 +46,8 @@ pub enum Exit {
     Interrupted,
     /// The host has no memory for an access, for example behind the end of a mapped file.
     NoMemory,
+    /// The ring of written pages has no room: it must be emptied.
+    RingFull,
     /// The process has given up the virtual CPU, so that its state can be saved.
     Parked,
     /// KVM cannot go on; the text says why.
@@ -377,6 +379,7 @@ impl Vcpu {
             KVM_EXIT_IO if (stubs::EXCEPTION_PORT..stubs::EXCEPTION_PORT + 32).contains(&port) => {
                 Exit::Exception(self.exception((port - stubs::EXCEPTION_PORT) as u8))
             }
+            KVM_EXIT_DIRTY_RING_FULL => Exit::RingFull,
             KVM_EXIT_SHUTDOWN => Exit::Stuck(Stuck::Shutdown),
             KVM_EXIT_INTERNAL_ERROR => Exit::Stuck(Stuck::Internal(internal)),
             KVM_EXIT_FAIL_ENTRY => Exit::Stuck(Stuck::Entry(entry)),

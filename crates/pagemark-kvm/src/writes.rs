@@ -11,8 +11,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use pagemark::RangeSet;
+use pagemark::sys::own_machine::{MEANS, Means};
+use pagemark::track::emulate::stores::Stores as Emulator;
 
-use crate::layout::{PAGE, PROGRAM_END, page_ceil, page_floor};
+use crate::layout::{PAGE, PROGRAM_END};
+use crate::stores::Stores;
 
 /// Ranges of one call; a call with more writes anywhere.
 const MOST_RANGES: usize = 8;
@@ -108,15 +111,15 @@ impl Announced {
 pub struct Tracked {
     /// The tracked pages.
     pub ranges: RangeSet<u64>,
-    /// Those that were written since the last collect without a trace in the machine.
+    /// What of them was written since the last collect without a trace in the machine.
     pub written: RangeSet<u64>,
 }
 
 impl Tracked {
-    /// The pages around `start..end` that are tracked count as written.
-    pub fn mark(&mut self, start: u64, end: u64) {
-        let pages = page_floor(start)..page_ceil(end).unwrap_or(PROGRAM_END);
-        let parts: Vec<_> = self.ranges.within(pages).collect();
+    /// The units of `unit` bytes around `start..end` that are tracked count as written.
+    pub fn mark(&mut self, unit: u64, start: u64, end: u64) {
+        let units = start / unit * unit..end.checked_next_multiple_of(unit).unwrap_or(PROGRAM_END);
+        let parts: Vec<_> = self.ranges.within(units).collect();
         parts.into_iter().for_each(|part| self.written.insert(part));
     }
 }
@@ -125,7 +128,11 @@ impl Tracked {
 #[derive(Debug, Default)]
 pub struct Tracking {
     /// By the number of the means.
-    pub by: [Tracked; pagemark::sys::own_machine::MEANS.len()],
+    pub by: [Tracked; MEANS.len()],
+    /// What the monitor has written in the program's place.
+    pub stores: Stores,
+    /// Executes the program's stores; there once memory is tracked so.
+    pub emulator: Option<Emulator>,
     calls: Vec<Arc<Announced>>,
     /// Memory that the kernel may write to at any time: it counts as written in each collect.
     always: bool,
@@ -135,6 +142,13 @@ impl Tracking {
     /// Whether any memory is tracked.
     pub fn is_active(&self) -> bool {
         self.by.iter().any(|tracked| !tracked.ranges.is_empty())
+    }
+
+    /// The pages of `start..end` to which the program must not write by itself.
+    pub fn closed(&self, start: u64, end: u64) -> RangeSet<u64> {
+        let mut closed: RangeSet<u64> = self.by[Means::Emulate as usize].ranges.within(start..end).collect();
+        closed.subtract(&self.stores.opened(start, end));
+        closed
     }
 
     /// A new thread's announcements.
@@ -156,8 +170,8 @@ impl Tracking {
 
     /// The ranges of a call count as written.
     pub fn mark(&mut self, writes: &Writes) {
-        for tracked in &mut self.by {
-            writes.iter().for_each(|(start, end)| tracked.mark(start, end));
+        for (tracked, means) in self.by.iter_mut().zip(MEANS) {
+            writes.iter().for_each(|(start, end)| tracked.mark(means.unit(), start, end));
         }
     }
 
@@ -176,12 +190,13 @@ impl Tracking {
             tracked.ranges.remove(start..end);
             tracked.written.remove(start..end);
         }
+        self.stores.forget(start, end);
     }
 
     /// Forgets all memory without a look at it, after a killed child may have left it half changed.
     /// The collects that follow fail.
     pub fn abandon(&mut self) {
-        std::mem::forget(std::mem::take(&mut self.by));
+        std::mem::forget((std::mem::take(&mut self.by), std::mem::take(&mut self.stores)));
     }
 
     /// Forgets all memory and calls, in a child made by `fork`.

@@ -25,6 +25,9 @@ macro_rules! need_machine {
     };
 }
 
+/// Also a test of the library, for the mechanism outside.
+#[path = "../../pagemark/tests/store_encodings.rs"]
+mod store_encodings;
 #[path = "programs/trackers.rs"]
 mod trackers;
 

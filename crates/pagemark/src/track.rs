@@ -12,7 +12,9 @@ pub mod compare;
 #[cfg_attr(not(feature = "emulate"), path = "track/emulate/disabled.rs")]
 pub mod emulate;
 pub mod full;
+pub mod kvm_emulate;
 pub mod kvm_log;
+pub mod kvm_ring;
 pub mod kvm_scan;
 pub mod ldt;
 pub mod mprotect;

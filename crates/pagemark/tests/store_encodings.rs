@@ -1,4 +1,4 @@
-//! Random store instructions, by the processor and by `emulate`: both
+//! Random store instructions, by the processor and by the mechanisms that execute stores: both
 //! leave the same registers, flags and memory.
 
 use std::arch::naked_asm;
@@ -446,7 +446,7 @@ fn random_stores_are_those_of_the_processor() {
 }
 
 fn compare(seed: u64) {
-    for mechanism in [Mechanism::Emulate] {
+    for mechanism in [Mechanism::Emulate, Mechanism::KvmEmulate] {
         let memory = Mapping::new(BYTES).unwrap();
         // SAFETY: the mapping is private, lives longer than the tracker, and no code accesses it in a
         // collect.

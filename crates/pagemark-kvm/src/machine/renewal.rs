@@ -11,9 +11,9 @@ use std::sync::atomic::Ordering;
 
 use pagemark::sys::own_machine::Means;
 
-use super::{Machine, above_limit, checked, create_vm, lock, open_device};
+use super::{Machine, above_limit, begin_rings, checked, create_vm, lock, open_device};
 use crate::error::{Error, ErrorKind};
-use crate::layout::{PROGRAM_END, Physical, TABLE_MEMORY};
+use crate::layout::{PAGE, PROGRAM_END, Physical, TABLE_MEMORY};
 use crate::sys::parking::InUse;
 use crate::sys::signals::{self, INFO_BYTES};
 use crate::sys::{descriptors, dirty_log};
@@ -42,20 +42,22 @@ impl Machine {
     fn renew(&self) -> Result<(), Error> {
         let kvm = checked(above_limit(open_device)?)?;
         let vm = create_vm(&kvm)?;
+        begin_rings(&vm, self.keeps)?;
         replace(kvm.as_raw_fd(), self.kvm.as_raw_fd(), true)?;
         replace(vm.as_raw_fd(), self.vm.as_raw_fd(), false)?;
         drop((vm, kvm));
         self.add_slot(0, Physical::ZERO, TABLE_MEMORY, self.tables.host_address())?;
         let mut space = self.space.lock();
         self.add_slots(&space)?;
-        // The log of the old machine is gone.
-        space.tracking.by[Means::Log as usize].mark(0, PROGRAM_END);
-        if self.log.get() == Some(&Ok(())) {
-            let failed =
-                |errno| Error::system("begin", "the log of written pages")(io::Error::from_raw_os_error(errno));
-            dirty_log::enable(&self.vm).map_err(failed)?;
-            self.set_logging(&space, 0, PROGRAM_END).map_err(failed)?;
+        // The log and the rings of the old machine are gone.
+        for means in [Means::Log, Means::Ring] {
+            space.tracking.by[means as usize].mark(PAGE, 0, PROGRAM_END);
         }
+        let failed = |errno| Error::system("begin", "the log of written pages")(io::Error::from_raw_os_error(errno));
+        if self.log.get() == Some(&Ok(())) {
+            dirty_log::enable(&self.vm).map_err(failed)?;
+        }
+        self.set_logging(&space, 0, PROGRAM_END).map_err(failed)?;
         self.parking.reserve_closed(|descriptor| replace(self.vm.as_raw_fd(), descriptor, false))?;
         self.generation.fetch_add(1, Ordering::Relaxed);
         self.parking.set_running();
@@ -83,6 +85,7 @@ impl Machine {
         let fresh = self.create_vcpu(vcpu.number())?;
         replace(fresh.as_raw_fd(), vcpu.descriptor(), false)?;
         vcpu.renew(fresh, generation, self.vm.run_size(), &self.cpuid, &self.stubs, &saved)?;
+        self.add_ring(vcpu);
         self.parking.set_vcpu(vcpu.number(), vcpu.descriptor(), vcpu.shared_address());
         Ok(())
     }

@@ -1,7 +1,8 @@
 //! Tracking of the program's memory by what the machine knows of its writes.
 //!
-//! KVM's log and the guest's dirty bits have what the program's instructions write;
-//! [`crate::writes`] has what the kernel writes for the program.
+//! KVM's log or rings and the guest's dirty bits have what the program's instructions write, and
+//! [`crate::stores`] what the monitor writes in their place; [`crate::writes`] has what the kernel
+//! writes for the program.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -10,11 +11,13 @@ use kvm_bindings::KVM_MEM_LOG_DIRTY_PAGES;
 use pagemark::RangeSet;
 use pagemark::sys::own_machine::{Means, Run};
 
-use super::{Machine, Space};
-use crate::layout::{PAGE, Physical, SLOT_SPAN, TABLE_SPAN};
+use super::{Keeps, Machine, Space, emulation};
+use crate::layout::{PAGE, Physical, SLOT_SPAN, TABLE_SPAN, page_floor};
 use crate::page_table::PageTable;
+use crate::sys::dirty_ring::{self, Ring};
 use crate::sys::owned_lock::OwnedLock;
 use crate::sys::{dirty_log, host_call};
+use crate::vcpu::Vcpu;
 use crate::writes::{Announced, Writes};
 
 /// A thread whose calls are announced, as long as this exists.
@@ -67,8 +70,8 @@ impl Drop for Making<'_> {
 /// What a means finds in one step lies in one such span.
 const fn span(means: Means) -> u64 {
     match means {
-        Means::Log => SLOT_SPAN,
-        Means::Scan => TABLE_SPAN,
+        Means::Log | Means::Ring => SLOT_SPAN,
+        Means::Scan | Means::Emulate => TABLE_SPAN,
     }
 }
 
@@ -76,11 +79,22 @@ impl Machine {
     /// Whether the machine has `means`.
     ///
     /// # Errors
-    /// `EOPNOTSUPP`: it has not, or another errno of KVM.
+    /// `EBUSY`: it keeps what excludes the means. `EOPNOTSUPP`: it has not, or another errno of
+    /// KVM.
     pub fn check_means(&self, means: Means) -> Result<(), i32> {
         match means {
+            Means::Log if self.keeps != Keeps::Log => Err(libc::EBUSY),
+            Means::Ring if self.keeps != Keeps::Rings => Err(libc::EBUSY),
+            Means::Ring => Ok(()),
             Means::Log => *self.log.get_or_init(|| dirty_log::enable(&self.vm)),
             Means::Scan => Ok(()),
+            Means::Emulate => {
+                let mut space = self.space();
+                if space.tracking.emulator.is_none() {
+                    space.tracking.emulator = Some(emulation::emulator()?);
+                }
+                Ok(())
+            }
         }
     }
 
@@ -113,11 +127,15 @@ impl Machine {
     }
 
     fn begin(&self, space: &mut Space, means: Means, start: u64, end: u64) -> Result<(), i32> {
-        if means == Means::Log {
+        if matches!(means, Means::Log | Means::Ring) {
             for address in (start / SLOT_SPAN * SLOT_SPAN..end).step_by(SLOT_SPAN as usize) {
                 self.physical(space, address).map_err(|_| libc::ENOSPC)?;
             }
             self.set_logging(space, start, end)?;
+        }
+        if means == Means::Emulate {
+            self.clear_entries(space, start, end);
+            return flush(&RangeSet::from(start..end));
         }
         self.take(space, means, start, end, usize::MAX).map(drop)
     }
@@ -134,23 +152,26 @@ impl Machine {
         let tracked = &mut space.tracking.by[means as usize];
         tracked.ranges.remove(start..end);
         tracked.written.remove(start..end);
-        if means == Means::Log {
+        if matches!(means, Means::Log | Means::Ring) {
             // A slot whose log nobody reads costs a fault a page.
             let _ = self.set_logging(space, start, end);
+        }
+        if means == Means::Emulate {
+            space.tracking.stores.forget(start, end);
         }
         self.is_tracking.store(space.tracking.is_active(), Ordering::SeqCst);
     }
 
-    /// Switches the logs of the slots of `start..end` on where memory is tracked by them, and off
+    /// Has KVM note writes to the slots of `start..end` where memory is tracked so, and not
     /// elsewhere.
     pub(super) fn set_logging(&self, space: &Space, start: u64, end: u64) -> Result<(), i32> {
-        let tracked = &space.tracking.by[Means::Log as usize].ranges;
+        let tracked = [Means::Log, Means::Ring].map(|means| &space.tracking.by[means as usize].ranges);
         for (slot, span) in (1..).zip(&space.slots) {
             let from = span * SLOT_SPAN;
             if from >= end || from + SLOT_SPAN <= start {
                 continue;
             }
-            let logs = tracked.within(from..from + SLOT_SPAN).next().is_some();
+            let logs = tracked.iter().any(|tracked| tracked.within(from..from + SLOT_SPAN).next().is_some());
             let flags = if logs { KVM_MEM_LOG_DIRTY_PAGES } else { 0 };
             // Where nothing changes, KVM does nothing.
             self.set_slot(slot, flags, Physical::of_slot(slot), SLOT_SPAN, from).map_err(|error| error.errno())?;
@@ -158,8 +179,8 @@ impl Machine {
         Ok(())
     }
 
-    /// The first `most` runs of pages of `start..end` that were written since they were last
-    /// collected. If there are as many, those behind them remain to be collected.
+    /// The first `most` runs of pages or words of `start..end` that were written since they were
+    /// last collected. If there are as many, those behind them remain to be collected.
     ///
     /// # Errors
     /// `ESTALE`: not all of it is tracked. After any other error nothing is lost.
@@ -175,20 +196,23 @@ impl Machine {
     /// `runs` were collected and not delivered: the next collect has them again.
     pub fn put_back(&self, means: Means, runs: &[Run]) {
         let mut space = self.space();
-        runs.iter().for_each(|run| space.tracking.by[means as usize].mark(run.start, run.end));
+        runs.iter().for_each(|run| space.tracking.by[means as usize].mark(means.unit(), run.start, run.end));
     }
 
     fn take(&self, space: &mut Space, means: Means, start: u64, end: u64, most: usize) -> Result<Vec<Run>, i32> {
         let mut runs = Vec::new();
         let mut cleaned = RangeSet::new();
+        if means == Means::Ring {
+            self.empty_rings(space)?;
+        }
         let taken = self.take_runs(space, means, (start, end), most, &mut runs, &mut cleaned);
         let result = taken.and_then(|()| match means {
-            Means::Log => Ok(()),
-            Means::Scan => flush(&cleaned),
+            Means::Log | Means::Ring => Ok(()),
+            Means::Scan | Means::Emulate => flush(&cleaned),
         });
         if result.is_err() {
             let tracked = &mut space.tracking.by[means as usize];
-            runs.iter().for_each(|run| tracked.mark(run.start, run.end));
+            runs.iter().for_each(|run| tracked.mark(means.unit(), run.start, run.end));
         }
         result.map(|()| runs)
     }
@@ -208,7 +232,10 @@ impl Machine {
             let to = end.min((from | (span(means) - 1)) + 1);
             let dirty = match means {
                 Means::Log => self.logged(space, from, to)?,
+                // All were taken out of the rings.
+                Means::Ring => RangeSet::new(),
                 Means::Scan => table.dirty(from, to),
+                Means::Emulate => space.tracking.stores.written(from, to),
             };
             let mut all = dirty.clone();
             space.tracking.by[means as usize].written.within(from..to).for_each(|part| all.insert(part));
@@ -220,19 +247,72 @@ impl Machine {
                 }
                 runs.push(Run { start: run.start, end: run.end });
             }
-            for run in dirty.within(from..stop) {
-                if means == Means::Scan {
-                    table.clean(run.start, run.end);
+            match means {
+                Means::Log => self.protect(space, from, stop, &dirty)?,
+                Means::Ring => {}
+                Means::Scan => {
+                    dirty.within(from..stop).for_each(|run| table.clean(run.start, run.end));
+                    cleaned.extend(&dirty.within(from..stop).collect());
                 }
-                cleaned.insert(run);
-            }
-            if means == Means::Log {
-                self.protect(space, from, stop, &dirty)?;
+                Means::Emulate => {
+                    // An open page is one run, or part of one.
+                    let opened = space.tracking.stores.opened(page_floor(from), page_floor(stop));
+                    opened.iter().for_each(|run| table.close(run.start, run.end));
+                    cleaned.extend(&opened);
+                    space.tracking.stores.forget(from, stop);
+                }
             }
             space.tracking.by[means as usize].written.remove(from..stop);
             from = stop;
         }
         Ok(())
+    }
+
+    /// The virtual CPU has a ring if the machine keeps rings.
+    pub(super) fn add_ring(&self, vcpu: &Vcpu) {
+        if self.keeps != Keeps::Rings {
+            return;
+        }
+        let (number, ring) = (vcpu.number(), Ring::new(vcpu.descriptor(), vcpu.generation()));
+        let mut space = self.space();
+        if space.rings.len() <= number {
+            space.rings.resize(number + 1, ring);
+        }
+        space.rings[number] = ring;
+    }
+
+    /// Takes what is in the rings, which must not be full when the program goes on.
+    ///
+    /// # Errors
+    /// Those of KVM; nothing is lost.
+    pub fn take_rings(&self) -> Result<(), i32> {
+        self.empty_rings(&mut self.space())
+    }
+
+    /// The pages in the rings count as written, and are protected again. Those that are not tracked
+    /// stay writable, and cost nothing more.
+    fn empty_rings(&self, space: &mut Space) -> Result<(), i32> {
+        let generation = self.generation.load(Ordering::Relaxed);
+        let Space { rings, slots, tracking, .. } = space;
+        let tracked = &mut tracking.by[Means::Ring as usize];
+        let (mut pages, mut is_new) = (Vec::new(), false);
+        let rings = rings.iter_mut().filter(|ring| ring.generation() == generation);
+        let read = rings.map(|ring| {
+            ring.read(|slot, page| {
+                is_new = true;
+                let Some(span) = (slot as usize).checked_sub(1).and_then(|index| slots.get(index)) else {
+                    return false;
+                };
+                let at = span * SLOT_SPAN + page * PAGE;
+                let is_tracked = tracked.ranges.contains(at);
+                pages.extend(is_tracked.then_some(at));
+                is_tracked
+            })
+        });
+        let read = read.fold(Ok(()), Result::and);
+        pages.sort_unstable();
+        tracked.written.extend(&pages.into_iter().map(|page| page..page + PAGE).collect());
+        if is_new { read.and(dirty_ring::reset(&self.vm)) } else { read }
     }
 
     /// The slot of the span in which `address` lies.
@@ -278,8 +358,8 @@ impl Machine {
     }
 }
 
-/// Has KVM drop all translations of `pages`, whose dirty bits were cleared: with the old ones, the
-/// processor would not set them again.
+/// Has KVM drop all translations of `pages`, whose dirty bits were cleared, or that were closed:
+/// with the old ones, the processor would not set them again, and the program would write.
 ///
 /// A change of the host's protection does that; here it allows execution, and forbids it again, so
 /// that no access ever fails. The guest's entries do not allow execution.

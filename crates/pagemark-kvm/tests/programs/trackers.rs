@@ -25,8 +25,9 @@ const ROUNDS: usize = 10;
 fn regions_of_programs_in_the_machine() {
     need_machine!();
     let itself = std::env::current_exe().expect("this test");
-    let run = |program: &str, arguments: &[&str]| {
+    let run = |program: &str, arguments: &[&str], keeps: &str| {
         let mut command = Command::new(program);
+        command.env("PAGEMARK_KVM_DIRTY", keeps);
         command.args(arguments).args(["--exact", "trackers::regions", "--ignored", "--nocapture"]);
         let output = output(command);
         let text = String::from_utf8_lossy(&output.stdout).into_owned();
@@ -35,15 +36,158 @@ fn regions_of_programs_in_the_machine() {
         found
     };
     let itself = itself.to_str().expect("a path of letters");
-    let (outside, inside) = (run(itself, &[]), run(MACHINE, &[itself]));
+    let outside = run(itself, &[], "log");
     assert!(outside.iter().any(|line| line.contains("mprotect: 10 rounds")), "{outside:?}");
-    for (outside, inside) in outside.iter().zip(&inside) {
-        // Two mechanisms are of the machine.
-        let expected = outside.replace("region kvm-scan: not here", "region kvm-scan: 10 rounds");
-        let expected = expected.replace("region kvm-log: not here", "region kvm-log: 10 rounds");
-        assert_eq!(*inside, expected);
+    for (keeps, other) in [("log", "kvm-log"), ("rings", "kvm-ring")] {
+        if !can_keep(keeps) {
+            continue;
+        }
+        let inside = run(MACHINE, &[itself], keeps);
+        for (outside, inside) in outside.iter().zip(&inside) {
+            // These mechanisms are of the machine.
+            let of_machine = ["kvm-scan", "kvm-emulate", other];
+            let expected = match of_machine.iter().find(|name| outside.contains(&format!("{name}:"))) {
+                Some(name) => format!("region {name}: 10 rounds"),
+                None => outside.clone(),
+            };
+            assert_eq!(*inside, expected);
+        }
+        assert_eq!(inside.len(), outside.len());
     }
-    assert_eq!(inside.len(), outside.len());
+}
+
+/// Random instructions that store: the processor executes them, and then the monitor.
+#[test]
+fn stores_that_the_monitor_executes() {
+    need_machine!();
+    let itself = std::env::current_exe().expect("this test");
+    let mut command = Command::new(MACHINE);
+    let test = "store_encodings::random_stores_are_those_of_the_processor";
+    command.arg(&itself).args(["--exact", test, "--nocapture"]);
+    let output = output(command);
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(output.status.success(), "{text}\n{}", String::from_utf8_lossy(&output.stderr));
+    assert!(text.contains("kvm-emulate: 3000 stores"), "{text}");
+}
+
+/// Whether KVM has it; a test that does without it says so.
+fn can_keep(keeps: &str) -> bool {
+    let mut command = Command::new(MACHINE);
+    command.env("PAGEMARK_KVM_DIRTY", keeps).arg("--check");
+    let output = output(command);
+    if !output.status.success() {
+        pagemark_testing::skipped(String::from_utf8_lossy(&output.stderr).trim());
+    }
+    output.status.success()
+}
+
+/// A machine keeps a log or rings. What it does not keep is refused, with what would have it.
+#[test]
+fn a_log_excludes_rings() {
+    need_machine!();
+    let itself = std::env::current_exe().expect("this test");
+    for (keeps, refused, help) in
+        [("log", "kvm-ring", "with PAGEMARK_KVM_DIRTY=rings"), ("rings", "kvm-log", "without PAGEMARK_KVM_DIRTY")]
+    {
+        if !can_keep(keeps) {
+            continue;
+        }
+        let mut command = Command::new(MACHINE);
+        command.env("PAGEMARK_KVM_DIRTY", keeps).env("MECHANISM", refused);
+        command.arg(&itself).args(["--exact", "trackers::refused", "--ignored", "--nocapture"]);
+        let output = output(command);
+        let text = String::from_utf8_lossy(&output.stdout).into_owned();
+        assert!(output.status.success(), "{text}\n{}", String::from_utf8_lossy(&output.stderr));
+        assert!(text.contains(&format!("refused: {refused}")) && text.contains(help), "{text}");
+    }
+    let mut command = Command::new(MACHINE);
+    command.env("PAGEMARK_KVM_DIRTY", "both").arg("--check");
+    let output = output(command);
+    let text = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(!output.status.success() && text.contains("\"both\"") && text.contains("PAGEMARK_KVM_DIRTY"), "{text}");
+}
+
+#[test]
+#[ignore = "is run by a_log_excludes_rings, in the machine"]
+fn refused() {
+    let mechanism = std::env::var("MECHANISM").expect("its name").parse().expect("a mechanism");
+    let error = Region::with_options(BYTES, RegionOptions { mechanism: Some(mechanism), ..RegionOptions::default() })
+        .expect_err("the machine keeps the other");
+    assert_eq!(error.kind(), ErrorKind::Unavailable);
+    println!("refused: {error}");
+}
+
+/// More pages than a ring has room for, by several threads that end, and by a child.
+#[test]
+fn rings_that_are_full() {
+    need_machine!();
+    if !can_keep("rings") {
+        return;
+    }
+    let itself = std::env::current_exe().expect("this test");
+    let mut command = Command::new(MACHINE);
+    command.env("PAGEMARK_KVM_DIRTY", "rings");
+    command.arg(&itself).args(["--exact", "trackers::many_pages", "--ignored", "--nocapture"]);
+    let output = output(command);
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(output.status.success(), "{text}\n{}", String::from_utf8_lossy(&output.stderr));
+    assert!(text.contains("all pages were found"), "{text}");
+}
+
+#[test]
+#[ignore = "is run by rings_that_are_full, in the machine"]
+fn many_pages() {
+    // A ring has 4096 entries.
+    const MANY: usize = 20_000;
+    let options =
+        || RegionOptions { mechanism: Some(Mechanism::KvmRing), without_rollback: true, ..Default::default() };
+    let region = Region::with_options(MANY * PAGE_SIZE, options()).expect("a region");
+    let other = Region::with_options(MANY * PAGE_SIZE, options()).expect("a region");
+    let write = |region: &Region, page: usize| {
+        // SAFETY: within the region, which lives longer, and accessed atomically by all.
+        unsafe { (*region.as_ptr().add(page * PAGE_SIZE).cast::<AtomicU64>()).fetch_add(1, Ordering::Relaxed) };
+    };
+    let pages = |set: &pagemark::RangeSet| set.page_count() as usize;
+    for round in 0..3 {
+        region.begin().expect("a transaction");
+        other.begin().expect("a transaction");
+        std::thread::scope(|scope| {
+            for thread in 0..3 {
+                let (region, other) = (&region, &other);
+                scope.spawn(move || {
+                    (thread..MANY).step_by(3).for_each(|page| write(region, page));
+                    (thread..MANY).step_by(30).for_each(|page| write(other, page));
+                });
+            }
+        });
+        assert_eq!(pages(&region.commit().expect("the written pages")), MANY, "round {round}");
+        let found = other.commit().expect("the written pages");
+        assert!((0..3).all(|thread| found.contains(Address::new((thread * PAGE_SIZE) as u64))), "round {round}");
+        assert!(pages(&found) < MANY / 2, "round {round}: {}", pages(&found));
+        // Nothing is left in the rings.
+        region.begin().expect("a transaction");
+        assert!(region.commit().expect("no page").is_empty(), "round {round}");
+    }
+    // A child has rings of its own.
+    // SAFETY: the child only uses what this thread has, and ends at once.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        let of_child = Region::with_options(100 * PAGE_SIZE, options()).expect("a region");
+        of_child.begin().expect("a transaction");
+        write(&of_child, 7);
+        write(&region, 5);
+        let found = pages(&of_child.commit().expect("the written pages"));
+        // SAFETY: ends the child.
+        unsafe { libc::_exit(if found == 1 { 0 } else { 1 }) };
+    }
+    let mut status = 0;
+    // SAFETY: waits for the child.
+    assert_eq!(unsafe { libc::waitpid(child, &mut status, 0) }, child);
+    assert_eq!(status, 0, "the child");
+    region.begin().expect("a transaction");
+    write(&region, 9);
+    assert_eq!(pages(&region.commit().expect("the written pages")), 1);
+    println!("all pages were found");
 }
 
 /// The machine's own mechanisms find what the kernel writes in each kind of call.
@@ -51,12 +195,15 @@ fn regions_of_programs_in_the_machine() {
 fn calls_that_write_to_regions() {
     need_machine!();
     let itself = std::env::current_exe().expect("this test");
-    let mut command = Command::new(MACHINE);
-    command.arg(itself).args(["--exact", "trackers::calls::calls", "--ignored", "--nocapture"]);
-    let output = output(command);
-    let text = String::from_utf8_lossy(&output.stdout).into_owned();
-    assert!(output.status.success(), "{text}\n{}", String::from_utf8_lossy(&output.stderr));
-    assert_eq!(text.matches(" calls are found").count(), 2, "{text}");
+    for keeps in ["log", "rings"].into_iter().filter(|keeps| can_keep(keeps)) {
+        let mut command = Command::new(MACHINE);
+        command.env("PAGEMARK_KVM_DIRTY", keeps);
+        command.arg(&itself).args(["--exact", "trackers::calls::calls", "--ignored", "--nocapture"]);
+        let output = output(command);
+        let text = String::from_utf8_lossy(&output.stdout).into_owned();
+        assert!(output.status.success(), "{text}\n{}", String::from_utf8_lossy(&output.stderr));
+        assert_eq!(text.matches(" calls are found").count(), 3, "{text}");
+    }
 }
 
 #[test]

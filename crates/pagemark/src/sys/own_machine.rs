@@ -6,7 +6,7 @@
 
 use std::io;
 
-use crate::{Address, Range};
+use crate::{Address, PAGE_SIZE, Range};
 
 /// The entry of the auxiliary vector that a program in the machine has: its value is [`VERSION`].
 pub const AUXILIARY: u64 = 0x504d_4b56;
@@ -18,15 +18,17 @@ pub const VERSION: u64 = 1;
 /// operation has. Linux has no call of this number.
 pub const CALL: u64 = 0x504d_0000;
 
-/// Operation: fails with `EOPNOTSUPP` if the machine does not have the means.
+/// Operation: fails with `EOPNOTSUPP` if the machine does not have the means, and with `EBUSY` if
+/// it keeps what excludes it: a log excludes rings.
 pub const CHECK: u64 = 0;
 /// Operation: begins to track the pages from the third argument to the fourth, none of which counts
 /// as written. `EBUSY`: a part is tracked by the same means already.
 pub const TRACK: u64 = 1;
-/// Operation: writes the runs of pages from the third argument to the fourth that were written
-/// since the last call, as [`Run`]s, to the fifth, which has room for as many as the sixth says.
-/// Returns their number. If there is no room left, pages behind the last run remain for another
-/// call. `ESTALE`: a part is not tracked, or not any more as it was mapped anew.
+/// Operation: writes the runs of pages (or words: [`Means::unit`]) from the third argument to the
+/// fourth that were written since the last call, as [`Run`]s, to the fifth, which has room for as
+/// many as the sixth says. Returns their number. If there is no room left, what lies behind the
+/// last run remains for another call. `ESTALE`: a part is not tracked, or not any more as it was
+/// mapped anew.
 pub const COLLECT: u64 = 2;
 /// Operation: ends the tracking of the pages from the third argument to the fourth.
 pub const FORGET: u64 = 3;
@@ -39,10 +41,24 @@ pub enum Means {
     Log = 0,
     /// The dirty bits of the guest's page tables.
     Scan = 1,
+    /// Pages stay protected in the guest's page tables, and the monitor executes each store.
+    Emulate = 2,
+    /// KVM's rings of dirty pages.
+    Ring = 3,
 }
 
 /// All means, in the order of their numbers.
-pub const MEANS: [Means; 2] = [Means::Log, Means::Scan];
+pub const MEANS: [Means; 4] = [Means::Log, Means::Scan, Means::Emulate, Means::Ring];
+
+impl Means {
+    /// The unit in which writes are told, bytes.
+    pub const fn unit(self) -> u64 {
+        match self {
+            Means::Log | Means::Ring | Means::Scan => PAGE_SIZE as u64,
+            Means::Emulate => 8,
+        }
+    }
+}
 
 /// Addresses from `start` to `end`.
 #[derive(Clone, Copy, Default, Debug)]
@@ -83,7 +99,8 @@ fn plain(operation: u64, means: Means, range: &Range) -> io::Result<()> {
 /// Whether the machine has the means.
 ///
 /// # Errors
-/// `ENOSYS`: the program does not run in a machine. `EOPNOTSUPP`: the machine lacks the means.
+/// `ENOSYS`: the program does not run in a machine. `EBUSY`: the machine keeps what excludes the
+/// means. `EOPNOTSUPP`: the machine lacks it.
 pub(crate) fn check(means: Means) -> io::Result<()> {
     plain(CHECK, means, &(Address::MIN..Address::MIN))
 }
@@ -104,8 +121,8 @@ pub(crate) fn forget(means: Means, range: &Range) -> io::Result<()> {
     plain(FORGET, means, range)
 }
 
-/// Calls `each` for the runs of pages of `range` that were written since the last collect, in
-/// ascending order; see [`COLLECT`].
+/// Calls `each` for the runs of pages or words of `range` that were written since the last collect,
+/// in ascending order; see [`COLLECT`].
 ///
 /// # Errors
 /// Those of the call. What `each` was called for is not reported again.

@@ -1,5 +1,5 @@
-//! Regions of a program that runs in the machine of `pagemark-kvm`: the common part of `kvm-log`
-//! and `kvm-scan`.
+//! Regions of a program that runs in the machine of `pagemark-kvm`: the common part of `kvm-log`,
+//! `kvm-ring`, `kvm-scan` and `kvm-emulate`.
 //!
 //! The machine's monitor finds what the program's instructions write by one of its means, and knows
 //! what the kernel writes on the program's behalf, as each system call passes through it. So system
@@ -12,7 +12,7 @@ use super::OwnMemory;
 use super::registry::own_pagemap;
 use crate::sys::own_machine::{self, Means};
 use crate::sys::pagemap::Pagemap;
-use crate::{Error, Mechanism, Range, RangeSet, Tracker};
+use crate::{ByteCount, Error, Mechanism, Range, RangeSet, Tracker};
 
 /// Tracks by a means of the machine.
 #[derive(Debug)]
@@ -54,6 +54,14 @@ fn unavailable(mechanism: Mechanism, error: &io::Error) -> Error {
         Some(libc::ENOSYS) => {
             "the program does not run in the machine of `pagemark-kvm`; `pagemark-kvm PROGRAM` does it"
         }
+        Some(libc::EBUSY) if mechanism == Mechanism::KvmRing => {
+            "the machine keeps a log, which excludes rings; with PAGEMARK_KVM_DIRTY=rings in its environment, \
+             pagemark-kvm keeps rings"
+        }
+        Some(libc::EBUSY) => {
+            "the machine keeps rings, which exclude a log; without PAGEMARK_KVM_DIRTY in its environment, \
+             pagemark-kvm keeps a log"
+        }
         _ => "the machine cannot do it with this kernel and this memory",
     };
     Error::unavailable(mechanism, reason)
@@ -62,6 +70,10 @@ fn unavailable(mechanism: Mechanism, error: &io::Error) -> Error {
 impl Tracker for InMachine {
     fn mechanism(&self) -> Mechanism {
         self.mechanism
+    }
+
+    fn granularity(&self) -> ByteCount {
+        ByteCount::new(self.means.unit())
     }
 
     fn collect(&mut self, ranges: &RangeSet, dirty: &mut RangeSet) -> Result<(), Error> {

@@ -10,10 +10,10 @@
 //! |---|---|---|
 //! | HAC, II-B | PT (page tracking) | `mprotect` |
 //! | HAC, IV-B | Emul | `emulate` |
-//! | HAC, IV-A | PTxen | `kvm-log` |
+//! | HAC, IV-A | PTxen | `kvm-log`, `kvm-ring` |
 //! | PML, 3 | PML, dirty logging | `kvm-log` |
 //! | HAC, IV-D | Scanxen | `kvm-scan` |
-//! | HAC, IV-C | Emulxen (in the hypervisor) | none yet |
+//! | HAC, IV-C | Emulxen (in the hypervisor) | `kvm-emulate` |
 //! | LDT, III | LDT | `ldt` |
 //! | LDT, II-B; SPM | soft-dirty | `soft-dirty` |
 //! | SPM | comparison of all pages | `compare` |
@@ -67,9 +67,11 @@ registry! {
     PagemapScan: pagemap_scan,
     SoftDirty: soft_dirty,
     KvmLog: kvm_log,
+    KvmRing: kvm_ring,
     KvmScan: kvm_scan,
     Uffd: uffd,
     Mprotect: mprotect,
+    KvmEmulate: kvm_emulate,
     Emulate: emulate,
     Compare: compare,
     Full: full,

@@ -15,7 +15,9 @@ impl Thread {
     /// The machine's own call.
     pub(super) fn track(&self, [operation, means, start, end, to, len]: [u64; 6]) -> Result<i64, Refusal> {
         let means = *MEANS.get(means as usize).ok_or(libc::EOPNOTSUPP)?;
-        let is_pages = start.is_multiple_of(PAGE) && end.is_multiple_of(PAGE) && start < end;
+        // A collect may go on at a word.
+        let unit = if operation == COLLECT { means.unit() } else { PAGE };
+        let is_pages = start.is_multiple_of(unit) && end.is_multiple_of(PAGE) && start < end;
         if operation != CHECK && (!is_pages || !is_program(start, end - start)) {
             return Err(libc::EINVAL.into());
         }
