@@ -11,6 +11,8 @@
 //! | 6: page tracking, by PPT and WPP | tables "µs a transaction, WPP n" |
 //! | 7: emulation, by Tsize | tables "µs a transaction by its size" and "emulate, random pages" |
 //! | 8: break-even of emulation and page tracking | table "ns that tracking adds to a page", and the goals |
+//!
+//! The mechanisms of the hypervisor are there in the machine: `pagemark-kvm pagemark-bench region`.
 
 use std::hint::black_box;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -324,9 +326,26 @@ impl<'a> Results<'a> {
         Some((tracked.transaction_ns.median() - untracked.transaction_ns.median()) / shape.ppt as f64)
     }
 
-    /// What a mechanism adds to a page, divided by what mprotect adds.
-    fn to_mprotect(&self, wpp: usize, mechanism: Mechanism) -> Option<f64> {
-        Some(self.page_cost_ns(wpp, mechanism)? / self.page_cost_ns(wpp, Mechanism::Mprotect)?)
+    /// What a mechanism adds to a page, divided by what another adds.
+    fn ratio(&self, wpp: usize, mechanism: Mechanism, other: Mechanism) -> Option<f64> {
+        Some(self.page_cost_ns(wpp, mechanism)? / self.page_cost_ns(wpp, other)?)
+    }
+
+    /// From how many writes to a page on tracking by words costs more than by pages, in words. None
+    /// if one of them was not measured.
+    fn break_even(&self, by_words: Mechanism, by_pages: Mechanism) -> Option<String> {
+        let ratio = |wpp| self.ratio(wpp, by_words, by_pages);
+        let measured = self.options.break_even_wpp();
+        let (&fewest, &most) = (measured.first()?, measured.last()?);
+        if ratio(fewest)? > 1.0 {
+            return Some(format!("below {fewest} writes a page"));
+        }
+        let even = measured.windows(2).find_map(|pair| {
+            let (low, high) = (ratio(pair[0])?, ratio(pair[1])?);
+            let between = || pair[0] as f64 + (1.0 - low) / (high - low) * (pair[1] - pair[0]) as f64;
+            (low <= 1.0 && high > 1.0).then(between)
+        });
+        Some(even.map_or(format!("above {most} writes a page"), |wpp| format!("{wpp:.1} writes a page")))
     }
 
     /// A row for each mechanism, a column for each shape, and the ratios to untracked memory and to
@@ -377,14 +396,14 @@ impl<'a> Results<'a> {
 
     /// For each WPP and PPT, the size of the transaction and its microseconds: emulation takes time
     /// for each write, whatever the pages.
-    fn emulated_sizes(&self) -> Option<Table> {
+    fn emulated_sizes(&self, emulation: Mechanism) -> Option<Table> {
         let mut table = Table::new(heading("WPP", self.options.ppt.iter().copied(), []));
         for wpp in std::iter::once(1).chain(self.options.wpp.iter().copied().filter(|&wpp| wpp != 1)) {
             let cells: Option<Vec<_>> = self
                 .shapes(wpp, false)
                 .into_iter()
                 .map(|shape| {
-                    let row = self.find(shape, Some(Mechanism::Emulate))?;
+                    let row = self.find(shape, Some(emulation))?;
                     Some(format!("{}: {:.1}", shape.wpp * shape.ppt, row.transaction_ns.median() / 1e3))
                 })
                 .collect();
@@ -409,18 +428,32 @@ impl<'a> Results<'a> {
     /// out.
     fn goals(&self) -> String {
         let mut out = String::new();
-        let emulated = |wpp| self.to_mprotect(wpp, Mechanism::Emulate);
+        let emulated = |wpp| self.ratio(wpp, Mechanism::Emulate, Mechanism::Mprotect);
         if let (Some(at_1), Some(at_2)) = (emulated(1), emulated(2)) {
             out += &format!("emulate to mprotect, a page: {at_1:.2}× at WPP 1, {at_2:.2}× at WPP 2 (goal: below 1)\n");
-            let even = self.options.break_even_wpp().windows(2).find_map(|pair| {
-                let (low, high) = (emulated(pair[0])?, emulated(pair[1])?);
-                let between = || pair[0] as f64 + (1.0 - low) / (high - low) * (pair[1] - pair[0]) as f64;
-                (low <= 1.0 && high > 1.0).then(between)
-            });
-            let even = even.map_or("not among the measured WPP".to_owned(), |wpp| format!("{wpp:.1} writes a page"));
-            out += &format!("break-even of word and page tracking: {even}\n");
         }
-        if let Some(scan) = self.to_mprotect(4, Mechanism::PagemapScan) {
+        for by_words in [Mechanism::Emulate, Mechanism::KvmEmulate] {
+            for by_pages in [Mechanism::Mprotect, Mechanism::KvmLog, Mechanism::KvmRing, Mechanism::KvmScan] {
+                if let Some(even) = self.break_even(by_words, by_pages) {
+                    out += &format!("break-even of {by_words} and {by_pages}: {even}\n");
+                }
+            }
+        }
+        for (mechanism, other, name) in [
+            (Mechanism::KvmLog, Mechanism::Mprotect, "PTxen to PT"),
+            (Mechanism::KvmRing, Mechanism::Mprotect, "PTxen to PT"),
+            (Mechanism::KvmEmulate, Mechanism::Emulate, "Emulxen to Emul"),
+            (Mechanism::KvmScan, Mechanism::Mprotect, "Scanxen to PT"),
+        ] {
+            let measured = self.options.break_even_wpp().iter();
+            let ratios: Vec<_> = measured
+                .filter_map(|&wpp| Some(format!("{:.3} at WPP {wpp}", self.ratio(wpp, mechanism, other)?)))
+                .collect();
+            if !ratios.is_empty() {
+                out += &format!("{mechanism} to {other} ({name}), a page: {}\n", ratios.join(", "));
+            }
+        }
+        if let Some(scan) = self.ratio(4, Mechanism::PagemapScan, Mechanism::Mprotect) {
             out += &format!("pagemap-scan to mprotect, a page: {scan:.2}× (goal: at most 0.33)\n");
         }
         for &wpp in &self.options.wpp {
@@ -467,8 +500,11 @@ fn tables(options: &Options, rows: &[Row]) -> String {
     let sizes = results.sizes();
     out += &format!("\nns that tracking adds to a page, PPT {BREAK_EVEN_PPT}, random pages\n{page_costs}");
     out += &format!("\nµs a transaction by its size, one write a page\n{sizes}");
-    if let Some(emulated) = results.emulated_sizes() {
-        out += &format!("\nemulate, random pages, by WPP and PPT: size of the transaction (writes): µs\n{emulated}");
+    for emulation in [Mechanism::Emulate, Mechanism::KvmEmulate] {
+        if let Some(sizes) = results.emulated_sizes(emulation) {
+            out +=
+                &format!("\n{emulation}, random pages, by WPP and PPT: size of the transaction (writes): µs\n{sizes}");
+        }
     }
     out += &format!("\n{goals}");
     out
