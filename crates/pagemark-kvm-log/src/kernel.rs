@@ -220,13 +220,24 @@ pub enum Lack {
     Machine(io::Error),
     /// KVM has no log with manual protection.
     Log,
+    /// KVM has no rings.
+    Rings,
 }
 
-/// Checks that this host's KVM makes machines, and has the log.
+/// What KVM keeps of the pages that a machine writes.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Keeping {
+    /// A log for each memory slot.
+    Log,
+    /// A ring for each virtual CPU.
+    Rings,
+}
+
+/// Checks that this host's KVM makes machines, and keeps this for them.
 ///
 /// # Errors
 /// [`Lack`]
-pub fn check() -> Result<(), Lack> {
+pub fn check(keeping: Keeping) -> Result<(), Lack> {
     let device = File::options().read(true).write(true).open("/dev/kvm").map_err(Lack::Device)?;
     // SAFETY: takes a number, and returns a new descriptor.
     let made = unsafe { call(device.as_raw_fd(), CREATE_VM, 0) };
@@ -234,9 +245,11 @@ pub fn check() -> Result<(), Lack> {
     // SAFETY: the descriptor is new, and owned by nothing else.
     let made = unsafe { OwnedFd::from_raw_fd(made) };
     // SAFETY: no region is set, and no log read.
-    match unsafe { KvmMachine::new(made.as_raw_fd()) }.manual_options() & crate::machine::MANUAL_PROTECT {
-        0 => Err(Lack::Log),
-        _ => Ok(()),
+    let machine = unsafe { KvmMachine::new(made.as_raw_fd()) };
+    match keeping {
+        Keeping::Rings => machine.enable_rings(ring::ENTRIES).map_err(|_| Lack::Rings),
+        Keeping::Log if machine.manual_options() & crate::machine::MANUAL_PROTECT == 0 => Err(Lack::Log),
+        Keeping::Log => Ok(()),
     }
 }
 

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, Stdio};
 use std::sync::OnceLock;
 
-use pagemark_kvm_log::kernel::{self, Lack};
+use pagemark_kvm_log::kernel::{self, Keeping, Lack};
 use pagemark_kvm_log::machine::Refusal;
 use pagemark_kvm_log::protocol::{LIBRARY, RINGS, Request, SOCKET, Status, receive_greeting, receive_reply};
 use pagemark_testing::{skip, wait_for};
@@ -30,7 +30,7 @@ fn library() -> PathBuf {
 fn monitor_program() -> Option<&'static Path> {
     static PROGRAM: OnceLock<Option<(tempfile::TempDir, PathBuf)>> = OnceLock::new();
     let made = PROGRAM.get_or_init(|| {
-        if let Err(lack) = kernel::check() {
+        if let Err(lack) = kernel::check(Keeping::Log) {
             assert!(!matches!(lack, Lack::Log), "this KVM has no log");
             return None;
         }
@@ -45,20 +45,9 @@ fn monitor_program() -> Option<&'static Path> {
     made.as_ref().map(|(_, program)| &**program)
 }
 
-/// What KVM keeps for the library.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Keeping {
-    Log,
-    Rings,
-}
-
-impl Keeping {
-    /// What this host's KVM can keep.
-    fn all(program: &Path) -> Vec<Keeping> {
-        // The monitor asks for a ring itself, to see whether there are any.
-        let has_rings = Monitor::start_with(program, &["65536"], Keeping::Log).1.is_ok();
-        if has_rings { vec![Keeping::Log, Keeping::Rings] } else { vec![Keeping::Log] }
-    }
+/// What this host's KVM can keep.
+fn keepings() -> Vec<Keeping> {
+    [Keeping::Log, Keeping::Rings].into_iter().filter(|&keeping| kernel::check(keeping).is_ok()).collect()
 }
 
 /// A monitor that runs, killed when dropped.
@@ -188,9 +177,7 @@ fn pages(of: impl IntoIterator<Item = u64>) -> BTreeSet<u64> {
 #[test]
 fn what_the_machine_writes_is_collected_once_in_each_slot() {
     let Some(program) = monitor_program() else { skip!("no machine under KVM") };
-    Keeping::all(program)
-        .into_iter()
-        .for_each(|keeping| each_slot_is_collected_once(Monitor::keeping(program, keeping)));
+    keepings().into_iter().for_each(|keeping| each_slot_is_collected_once(Monitor::keeping(program, keeping)));
 }
 
 fn each_slot_is_collected_once(mut monitor: Monitor) {
@@ -248,7 +235,7 @@ fn request_and_compare(log: &mut Log, one: u64, two: u64, expected_one: BTreeSet
 #[test]
 fn the_monitors_own_log_is_as_without_the_library() {
     let Some(program) = monitor_program() else { skip!("no machine under KVM") };
-    for (keeping, mode) in Keeping::all(program).into_iter().flat_map(|keeping| [0, 1, 3].map(|mode| (keeping, mode))) {
+    for (keeping, mode) in keepings().into_iter().flat_map(|keeping| [0, 1, 3].map(|mode| (keeping, mode))) {
         let mut monitor = Monitor::keeping(program, keeping);
         monitor.run(&format!("mode {mode}")).unwrap();
         monitor.slot(1, 0x1000_0000, 300, 1, LOGGED);
@@ -305,7 +292,7 @@ fn the_monitors_own_log_is_as_without_the_library() {
 fn neither_loses_a_write_while_the_machine_runs() {
     let Some(program) = monitor_program() else { skip!("no machine under KVM") };
     let trials = |keeping| [(keeping, 0, 1), (keeping, 1, 2), (keeping, 3, 3)];
-    for (keeping, mode, seed) in Keeping::all(program).into_iter().flat_map(trials) {
+    for (keeping, mode, seed) in keepings().into_iter().flat_map(trials) {
         let mut monitor = Monitor::keeping(program, keeping);
         monitor.run(&format!("mode {mode}")).unwrap();
         monitor.slot(2, 0x2000_0000, 1024, 2, LOGGED);
@@ -483,7 +470,7 @@ fn a_ring_is_refused_and_programs_without_a_machine_are_left_alone() {
 #[test]
 fn a_ring_that_is_full_is_emptied_and_the_monitor_does_not_notice_it() {
     let Some(program) = monitor_program() else { skip!("no machine under KVM") };
-    if !Keeping::all(program).contains(&Keeping::Rings) {
+    if !keepings().contains(&Keeping::Rings) {
         skip!("no machine under KVM that has a ring");
     }
     let mut monitor = Monitor::keeping(program, Keeping::Rings);
