@@ -73,6 +73,14 @@ impl Counter {
     /// Counts an instruction, which the one processor of the machine is about to begin. Waits as
     /// long as it is to stop there. Returns its number.
     pub(crate) fn begin_instruction(self) -> u64 {
+        let count = self.wait();
+        self.shared.count.store(count + 1, Ordering::Release);
+        count
+    }
+
+    /// Waits as long as the machine is to stop before the next instruction. Returns the number of
+    /// that.
+    pub(crate) fn wait(self) -> u64 {
         let count = self.shared.count.load(Ordering::Relaxed);
         if count >= self.shared.stop_at.load(Ordering::Acquire) {
             self.shared.waits.store(1, Ordering::Release);
@@ -81,8 +89,12 @@ impl Counter {
             }
             self.shared.waits.store(0, Ordering::Release);
         }
-        self.shared.count.store(count + 1, Ordering::Release);
         count
+    }
+
+    /// True if the machine is to stop before the next instruction.
+    pub(crate) fn is_stopping(self) -> bool {
+        self.shared.count.load(Ordering::Relaxed) >= self.shared.stop_at.load(Ordering::Acquire)
     }
 
     /// Which instructions are the interval's, as far as that is known. Those that are written
@@ -211,6 +223,7 @@ mod tests {
         }
         control.stop_at(u64::MAX).unwrap();
         processor.join().unwrap();
+        assert_eq!(counter.wait(), 50, "it begins nothing");
         assert!(!control.waits().unwrap());
         assert_eq!(control.count().unwrap(), 50);
         assert_eq!(counter.limits(), Limits { begin_at: 0, end_at: NEVER, hold_at: NEVER });

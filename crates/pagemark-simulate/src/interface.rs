@@ -44,6 +44,8 @@ pub(crate) type OnExit = extern "C" fn(PluginId, *mut c_void);
 
 /// A callback reads no registers.
 const NO_REGISTERS: c_int = 0;
+/// Writes.
+const STORES: c_int = 2;
 /// Reads and writes.
 const ALL_ACCESSES: c_int = 3;
 
@@ -110,6 +112,11 @@ impl Functions {
         (self.register_exit)(id, callback, std::ptr::null_mut());
     }
 
+    /// True if a block that is being translated has one instruction.
+    pub(crate) fn is_single(&self, block: *const Block) -> bool {
+        (self.block_length)(block) == 1
+    }
+
     /// The instructions of a block that is being translated.
     pub(crate) fn instructions(&self, block: *mut Block) -> impl Iterator<Item = *mut Instruction> {
         (0..(self.block_length)(block)).map(move |at| (self.block_instruction)(block, at))
@@ -123,6 +130,22 @@ impl Functions {
     /// Has `callback` called behind each access of an instruction to memory.
     pub(crate) fn on_access(&self, instruction: *mut Instruction, callback: OnAccess) {
         (self.register_access)(instruction, callback, NO_REGISTERS, ALL_ACCESSES, std::ptr::null_mut());
+    }
+
+    /// Has `callback` called behind each write of an instruction to memory.
+    pub(crate) fn on_store(&self, instruction: *mut Instruction, callback: OnAccess) {
+        (self.register_access)(instruction, callback, NO_REGISTERS, STORES, std::ptr::null_mut());
+    }
+
+    /// True if an access is one to a device, in its callback.
+    pub(crate) fn is_of_device(&self, info: u32, address: u64) -> bool {
+        let hardware = (self.hardware_address)(info, address);
+        !hardware.is_null() && (self.address_is_io)(hardware)
+    }
+
+    /// True if an access is a write, in its callback.
+    pub(crate) fn is_store(&self, info: u32) -> bool {
+        (self.access_is_store)(info)
     }
 
     /// The virtual address of an instruction.
@@ -150,6 +173,58 @@ impl Functions {
         let physical =
             (!hardware.is_null() && !(self.address_is_io)(hardware)).then(|| (self.physical_address)(hardware));
         Access { bytes: 1 << (self.access_shift)(info), is_store: (self.access_is_store)(info), address, physical }
+    }
+}
+
+/// Functions of QEMU that are not part of its interface for plugins. A QEMU that loads modules
+/// exports them.
+#[derive(Clone, Copy)]
+pub(crate) struct BlockLayer {
+    lock: extern "C" fn(*const c_char, c_int),
+    unlock: extern "C" fn(),
+    is_locked: extern "C" fn() -> bool,
+    complete_all: extern "C" fn(),
+}
+
+impl BlockLayer {
+    /// The functions of the QEMU that this process is.
+    ///
+    /// # Errors
+    /// The name of a function that there is not.
+    #[allow(clippy::missing_transmute_annotations, reason = "the fields have the types")]
+    pub(crate) fn find() -> Result<BlockLayer, &'static str> {
+        let complete_all = function!("blk_drain_all");
+        // The lock has another name since QEMU 9.0.
+        let current = || {
+            Ok(BlockLayer {
+                lock: function!("bql_lock_impl"),
+                unlock: function!("bql_unlock"),
+                is_locked: function!("bql_locked"),
+                complete_all,
+            })
+        };
+        let earlier = || {
+            Ok(BlockLayer {
+                lock: function!("qemu_mutex_lock_iothread_impl"),
+                unlock: function!("qemu_mutex_unlock_iothread"),
+                is_locked: function!("qemu_mutex_iothread_locked"),
+                complete_all,
+            })
+        };
+        current().or_else(|_: &str| earlier())
+    }
+
+    /// Completes all requests to disks that have begun. Called by the thread of a processor, where
+    /// devices may be used.
+    pub(crate) fn complete_requests(&self) {
+        let is_locked = (self.is_locked)();
+        if !is_locked {
+            (self.lock)(c"pagemark-simulate".as_ptr(), 0);
+        }
+        (self.complete_all)();
+        if !is_locked {
+            (self.unlock)();
+        }
     }
 }
 

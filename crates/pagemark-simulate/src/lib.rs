@@ -13,6 +13,9 @@
 //! -plugin libpagemark_simulate.so,simulator=cache,control=FILE,out=FILE
 //! ```
 //!
+//! With `disks=on` the plugin completes each request to a disk before the next instruction. It
+//! needs no file of the option `control` then: so a machine is recorded.
+//!
 //! # Example
 //!
 //! What the plugin has written in two consecutive intervals, as one long run:

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicI32, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 use crate::control::Counter;
-use crate::interface::{Block, Functions, Info, PluginId, needs_version_2};
+use crate::interface::{Block, BlockLayer, Functions, Info, PluginId, needs_version_2};
 use crate::kind::Kind;
 use crate::observation::Observation;
 use crate::simulators;
@@ -31,9 +31,12 @@ extern "C" fn start() {
 /// The plugin that is installed.
 struct Plugin {
     functions: Functions,
-    counter: Counter,
+    /// None while a machine is recorded.
+    counter: Option<Counter>,
     /// None if another plugin observes the machine, and this one only stops it.
     observer: Option<Observer>,
+    /// None if the machine has no disks.
+    disks: Option<BlockLayer>,
 }
 
 /// A simulator, and where its results go.
@@ -49,8 +52,27 @@ static PLUGIN: OnceLock<Plugin> = OnceLock::new();
 impl Plugin {
     /// Lets whoever controls QEMU know of an error of the simulator.
     fn report(&self, done: io::Result<()>) {
-        if let Err(error) = done {
-            self.counter.fail(&error);
+        if let (Err(error), Some(counter)) = (done, self.counter) {
+            counter.fail(&error);
+        }
+    }
+
+    /// Behind an access of an instruction.
+    fn pass_access(&self, info: u32, address: u64) {
+        let Plugin { functions, counter, disks, .. } = self;
+        let is_stopping = counter.is_some_and(|counter| counter.is_stopping());
+        let completes = disks.is_some() && functions.is_store(info);
+        if !(is_stopping || completes) || !functions.is_of_device(info, address) {
+            return;
+        }
+        // Requests to disks that the access has begun. Their time would otherwise be that of the host.
+        if let Some(disks) = disks.as_ref().filter(|_| completes) {
+            disks.complete_requests();
+        }
+        // QEMU begins an instruction that uses a device twice, and says so once. Where it was to stop, it has stopped
+        // between the two. Then this is the last instruction.
+        if let Some(counter) = counter {
+            counter.wait();
         }
     }
 }
@@ -96,7 +118,17 @@ fn install(id: PluginId, info: &Info, arguments: Vec<String>) -> Result<(), Stri
         values.rev().find_map(|(key, value)| (key == name).then(|| value.to_owned()))
     };
     let needed = |name: &str| option(name).ok_or_else(|| format!("the option {name}= is missing"));
-    let control = needed("control")?;
+    let disks = match option("disks").as_deref() {
+        None => None,
+        Some("on") => Some(BlockLayer::find().map_err(|name| {
+            format!("this QEMU exports no function {name}, so requests to disks cannot be completed at once")
+        })?),
+        Some(_) => return Err("the option disks= is on, or missing".into()),
+    };
+    let control = match disks {
+        Some(_) => option("control"),
+        None => Some(needed("control")?),
+    };
     let observer = match option("simulator") {
         Some(kind) => {
             let kind: Kind = kind.parse()?;
@@ -109,43 +141,60 @@ fn install(id: PluginId, info: &Info, arguments: Vec<String>) -> Result<(), Stri
         }
         None => None,
     };
-    let counter = Counter::map(control.as_ref()).map_err(|error| format!("cannot map {control}: {error}"))?;
+    let map =
+        |control: String| Counter::map(control.as_ref()).map_err(|error| format!("cannot map {control}: {error}"));
+    let counter = control.map(map).transpose()?;
     let functions = Functions::find().map_err(|name| format!("this QEMU has no function {name}"))?;
-    PLUGIN.set(Plugin { functions, counter, observer }).map_err(|_| "it is loaded twice".to_owned())?;
+    PLUGIN.set(Plugin { functions, counter, observer, disks }).map_err(|_| "it is loaded twice".to_owned())?;
     functions.on_translate(id, translated);
     functions.on_exit(id, ended);
     Ok(())
 }
 
 extern "C" fn translated(_: PluginId, block: *mut Block) {
-    let Some(Plugin { functions, observer, .. }) = PLUGIN.get() else { return };
+    let Some(Plugin { functions, counter, observer, disks }) = PLUGIN.get() else { return };
     let mut observation = observer.as_ref().map(Observer::observation);
+    // As all are in single steps, by which a machine ends its run.
+    let is_single = functions.is_single(block);
     for instruction in functions.instructions(block) {
         let text = || functions.text(instruction).map(|text| text.to_string_lossy().into_owned());
         let address = functions.address(instruction);
         let token = observation.as_mut().map_or(0, |observation| observation.translated(address, &text));
-        functions.on_instruction(instruction, begun, token);
+        if counter.is_some() {
+            functions.on_instruction(instruction, begun, token);
+        }
         if observer.as_ref().is_some_and(|observer| observer.has_accesses) {
             functions.on_access(instruction, accessed);
+        } else if counter.is_some() && is_single {
+            functions.on_access(instruction, passed);
+        } else if disks.is_some() {
+            functions.on_store(instruction, passed);
         }
     }
 }
 
 extern "C" fn begun(_: c_uint, token: *mut c_void) {
-    let Some(plugin) = PLUGIN.get() else { return };
-    let number = plugin.counter.begin_instruction();
+    let Some(plugin @ Plugin { counter: Some(counter), .. }) = PLUGIN.get() else { return };
+    let number = counter.begin_instruction();
     if let Some(observer) = &plugin.observer {
-        plugin.report(observer.observation().begun(number, token as usize, plugin.counter.limits()));
+        plugin.report(observer.observation().begun(number, token as usize, counter.limits()));
     }
 }
 
 extern "C" fn accessed(_: c_uint, info: u32, address: u64, _: *mut c_void) {
     let Some(plugin @ Plugin { functions, observer: Some(observer), .. }) = PLUGIN.get() else { return };
     plugin.report(observer.observation().accessed(functions.access(info, address)));
+    plugin.pass_access(info, address);
+}
+
+extern "C" fn passed(_: c_uint, info: u32, address: u64, _: *mut c_void) {
+    if let Some(plugin) = PLUGIN.get() {
+        plugin.pass_access(info, address);
+    }
 }
 
 extern "C" fn ended(_: PluginId, _: *mut c_void) {
-    let Some(plugin @ Plugin { observer: Some(observer), .. }) = PLUGIN.get() else { return };
-    let results = observer.observation().results(plugin.counter.limits());
+    let Some(plugin @ Plugin { observer: Some(observer), counter: Some(counter), .. }) = PLUGIN.get() else { return };
+    let results = observer.observation().results(counter.limits());
     plugin.report(results.and_then(|results| results.write(&observer.out)));
 }

@@ -43,7 +43,9 @@ pub use memory::{FilledMapping, SplitMix, expected};
 pub use merging::Merging;
 pub use patience::{is_emulated, patience, wait_for, wait_until};
 pub use pause_32::pause_32;
-pub use qemu::{MachinePaths, PLAIN, QEMU, Qemu, RAM_BYTES, TestMonitor, guest_program, load_program, with_disk};
+pub use qemu::{
+    MachinePaths, PLAIN, QEMU, Qemu, RAM_BYTES, TestMonitor, disk_program, guest_program, load_program, with_disk,
+};
 pub use report::{Report, VIOLATED};
 pub use skip::skipped;
 pub use swap::Swap;

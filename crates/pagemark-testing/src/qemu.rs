@@ -31,6 +31,12 @@ pub fn load_program() -> Option<&'static Path> {
     PROGRAM.get_or_init(|| compile("load.c")).as_ref().map(|(_, program)| &**program)
 }
 
+/// A program that writes to disks by virtio-blk, and reads them. Used as [`load_program`].
+pub fn disk_program() -> Option<&'static Path> {
+    static PROGRAM: Program = Program::new();
+    PROGRAM.get_or_init(|| compile("disk_guest.c")).as_ref().map(|(_, program)| &**program)
+}
+
 /// A program, and the directory that has it.
 type Program = OnceLock<Option<(tempfile::TempDir, PathBuf)>>;
 

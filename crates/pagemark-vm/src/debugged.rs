@@ -8,8 +8,10 @@ use pagemark::repository::Checkpoint;
 use pagemark_simulate::control::Control;
 
 use crate::error::{Error, ErrorKind, Object, Result};
-use crate::interval::{Run, control_failed, controller, instructions_of, option_word, shared_file};
+use crate::interval::{Run, control_failed, controller, instructions_of, shared_file};
 use crate::restore::Restore;
+use crate::served_disk::ServedDisk;
+use crate::simulator::option_word;
 use crate::started::Started;
 
 /// Where gdb connects to.
@@ -63,6 +65,8 @@ pub struct DebuggedMachine {
     started: Started,
     pid: i32,
     socket: Option<PathBuf>,
+    /// They are served as long as QEMU runs.
+    _disks: Vec<ServedDisk>,
 }
 
 impl DebuggedMachine {
@@ -94,7 +98,7 @@ impl DebuggedMachine {
         let mut run = Run::start(checkpoint, devices, (begin, instructions), plugins, control)?;
         run.run_to_the_end()?;
         run.release()?;
-        let (started, mut machine) = run.into_parts();
+        let (started, mut machine, disks) = run.into_parts();
         let reply = machine.monitor.human(&format!("gdbserver {device}"))?;
         // It says "Waiting for gdb connection", or why not.
         if !reply.contains("Waiting for gdb") {
@@ -106,7 +110,7 @@ impl DebuggedMachine {
             GdbAddress::Socket(path) => Some(path.clone()),
             GdbAddress::Tcp(_) => None,
         };
-        Ok(DebuggedMachine { started, pid: machine.pid, socket })
+        Ok(DebuggedMachine { started, pid: machine.pid, socket, _disks: disks })
     }
 
     /// The process id of QEMU. It ends when gdb kills the machine.

@@ -3,12 +3,15 @@
 
 use std::ffi::OsString;
 
+use pagemark::sys::proc;
 use serde_json::{Value, json};
 
 use crate::command::text;
 use crate::command_line::{option_name, own_arguments, split_options};
+use crate::drive::device_of;
 use crate::error::{Error, ErrorKind, Object, Result};
 use crate::machine::Machine;
+use crate::simulator::{COMPLETES_REQUESTS, completes_requests, option_word, simulator_library};
 
 /// The arguments that are added where the command line has none of the name.
 const ADDED: [[&str; 2]; 3] =
@@ -29,6 +32,22 @@ const RANDOM: [&str; 2] = ["rdrand", "rdseed"];
 
 /// Devices that only write characters: the others have input.
 const OUTPUTS: [&str; 2] = ["file", "null"];
+
+/// Options that make disks which are not by virtio-blk, or have no option of their file.
+const UNNAMED_DISKS: [&str; 10] = ["hda", "hdb", "hdc", "hdd", "cdrom", "sd", "fda", "fdb", "pflash", "blockdev"];
+
+/// What has a disk begin one request at a time, by a write to memory: its queue has room for no
+/// more, it has no ports, and the processor itself carries the request out.
+const DISK_PROPERTIES: [&str; 4] = [
+    "virtio-blk-pci.disable-legacy=on",
+    "virtio-blk-pci.ioeventfd=off",
+    "virtio-blk-device.queue-size=4",
+    "virtio-blk-device.indirect_desc=off",
+];
+
+/// QEMU's name for a disk by virtio-blk.
+const VIRTIO_DISK: &str = "virtio-blk-device";
+const BY_VIRTIO: &str = "attach it by virtio-blk: -drive file=IMAGE,format=FORMAT,if=virtio";
 
 /// The label of Pagemark's own monitor.
 const OWN_MONITOR: &str = "pagemark";
@@ -101,14 +120,47 @@ pub fn deterministic_command(command: &[OsString]) -> Result<Vec<OsString>> {
     Ok(command)
 }
 
+/// The command line of [`deterministic_command`] for a machine with disks. A plugin of QEMU
+/// completes each request to a disk before the instruction behind the one that has begun it: the
+/// time of a request would otherwise be that of the host. For that, a disk has one request at a
+/// time, and a write to memory begins it. A machine without disks keeps its command line.
+///
+/// # Errors
+/// [`ErrorKind::Unsupported`] names a disk that is not virtio-blk by `-drive`, and
+/// [`ErrorKind::NotFound`] says where the plugin was looked for.
+pub fn deterministic_disks(command: &[OsString]) -> Result<Vec<OsString>> {
+    let words: Vec<String> = command.iter().skip(1).map(|word| word.to_string_lossy().into_owned()).collect();
+    let names = || words.iter().filter_map(|word| option_name(word));
+    if let Some(name) = names().find(|name| UNNAMED_DISKS.contains(name)) {
+        let reason = format!("-{name} makes a disk whose requests cannot be completed at once");
+        return Err(Error::about(ErrorKind::Unsupported, Object::None, reason).help(BY_VIRTIO));
+    }
+    let mut command = command.to_vec();
+    if !names().any(|name| name == "drive") {
+        return Ok(command);
+    }
+    for value in DISK_PROPERTIES {
+        command.extend(["-global".into(), value.into()]);
+    }
+    let plugin = format!("{},{COMPLETES_REQUESTS}", option_word(&simulator_library()?)?);
+    command.extend(["-plugin".into(), plugin.into()]);
+    Ok(command)
+}
+
 /// The arguments of a recorded machine for one that is simulated: it writes no files.
 pub(crate) fn arguments_of_simulation(arguments: &[String]) -> Vec<String> {
     let mut kept = Vec::new();
-    let mut words = own_arguments(arguments).into_iter();
+    let mut words = own_arguments(arguments).into_iter().peekable();
     while let Some(word) = words.next() {
         let name = option_name(&word).unwrap_or_default().to_owned();
         match &*name {
             "pidfile" | "D" | "d" => drop(words.next()),
+            // A temporary overlay would keep what the machine writes from its disks.
+            "snapshot" => {}
+            // The simulation loads it where it is on its node.
+            "plugin" if words.peek().is_some_and(|value| completes_requests(std::slice::from_ref(value))) => {
+                words.next();
+            }
             "serial" | "parallel" | "debugcon" => {
                 let value =
                     words.next().map(|value| if value.starts_with("file:") { "null".to_owned() } else { value });
@@ -166,10 +218,11 @@ impl Machine {
         if !self.monitor.human("info network")?.trim().is_empty() {
             return refused("has a network card: what comes in is not recorded".into(), "add -nic none");
         }
-        let mut drives = list(self.monitor.execute("query-block", json!({}))?).into_iter();
-        if let Some(drive) = drives.find(|drive| drive.get("inserted").is_some()) {
-            let reason = format!("has a disk, {}: when it answers is not recorded", text(&drive, "device"));
-            return refused(reason, "load a kernel and an initial RAM disk (-kernel, -initrd)");
+        for drive in list(self.monitor.execute("query-block", json!({}))?) {
+            if drive.get("inserted").is_some() && !self.answers_at_once(&drive)? {
+                let reason = format!("has a disk, {}: when it answers is not recorded", text(&drive, "device"));
+                return refused(reason, BY_VIRTIO);
+            }
         }
         let mut characters = list(self.monitor.execute("query-chardev", json!({}))?).into_iter();
         let has_input = |device: &Value| {
@@ -185,6 +238,39 @@ impl Machine {
             return refused(format!("has a device {name}, whose input is not recorded"), "leave the device out");
         }
         Ok(())
+    }
+
+    /// True if a disk, an entry of `query-block`, has each request completed before the next
+    /// instruction.
+    fn answers_at_once(&mut self, drive: &Value) -> Result<bool> {
+        let arguments = proc::arguments(self.pid).map_err(Error::system("read QEMU's command line"))?;
+        let arguments: Vec<String> =
+            arguments.iter().map(|argument| String::from_utf8_lossy(argument).into_owned()).collect();
+        let device = device_of(drive);
+        let Some((adapter, _)) = device.rsplit_once('/') else { return Ok(false) };
+        let mut is = |path: &str, property: &str, value: Value| {
+            match self.monitor.execute("qom-get", json!({"path": path, "property": property})) {
+                Ok(found) => Ok(found == value),
+                // Another device has no such property.
+                Err(error) if error.kind() == ErrorKind::Command => Ok(false),
+                Err(error) => Err(error),
+            }
+        };
+        if !completes_requests(&arguments) || !is(&device, "type", json!(VIRTIO_DISK))? {
+            return Ok(false);
+        }
+        let properties = [
+            (&*device, "queue-size", json!(4)),
+            (&*device, "indirect_desc", json!(false)),
+            (adapter, "ioeventfd", json!(false)),
+            (adapter, "disable-legacy", json!("on")),
+        ];
+        for (path, property, value) in properties {
+            if !is(path, property, value)? {
+                return Ok(false);
+            }
+        }
+        Ok(true)
     }
 
     /// How many instructions the machine has executed since its start. While it runs, how many they

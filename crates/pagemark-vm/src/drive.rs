@@ -130,6 +130,23 @@ pub(crate) fn with_qcow2(argument: &str) -> Option<String> {
     Some(options.iter().map(format).collect::<Vec<_>>().join(","))
 }
 
+/// An argument of `-drive` that names `file`, for the same disk by `address`, which QEMU reads and
+/// writes as it is. None if the file is named in another way.
+pub(crate) fn with_served_file(argument: &str, file: &str, address: &str) -> Option<String> {
+    let named = format!("file={}", file.replace(',', ",,"));
+    let options = split_options(argument);
+    if !options.contains(&named.as_str()) {
+        return None;
+    }
+    // A temporary overlay would keep what the machine writes from the disk.
+    let dropped = |option: &&&str| {
+        ["format=", "driver=", "snapshot=", "file.locking="].iter().any(|name| option.starts_with(name))
+    };
+    let kept = options.iter().filter(|option| **option != named && !dropped(option)).map(|option| (*option).to_owned());
+    let served = [format!("file={}", address.replace(',', ",,")), "format=raw".to_owned()];
+    Some(served.into_iter().chain(kept).collect::<Vec<_>>().join(","))
+}
+
 /// The argument with another file in place of `file`; none if it does not name that. A file is
 /// named by the whole argument (`-hda FILE`), by an option's value (`file=FILE`,
 /// `file.filename=FILE`), in which a comma is doubled, or by a value of a JSON object.
@@ -206,6 +223,17 @@ mod tests {
         let json = r#"{"driver":"raw","file":{"driver":"file","filename":"a"}}"#;
         assert!(with_qcow2(json).unwrap().contains(r#""driver":"qcow2""#));
         assert_eq!(with_qcow2(r#"{"driver":"file","filename":"a"}"#), None);
+    }
+
+    #[test]
+    fn a_served_disk_is_raw_and_has_no_overlay() {
+        let served = |argument| with_served_file(argument, "a,b", "nbd:unix:/c,d");
+        let all = "if=virtio,file=a,,b,format=qcow2,snapshot=on,cache=none";
+        assert_eq!(served(all).as_deref(), Some("file=nbd:unix:/c,,d,format=raw,if=virtio,cache=none"));
+        assert_eq!(served("file=a,,b").as_deref(), Some("file=nbd:unix:/c,,d,format=raw"));
+        for other in ["a,b", "file=a", "driver=raw,file.filename=a,,b", r#"{"filename":"a,b"}"#] {
+            assert_eq!(served(other), None, "{other}");
+        }
     }
 
     #[test]

@@ -20,7 +20,6 @@ use pagemark::repository::{Checkpoint, SpaceRecord};
 use pagemark::sys::pagemap::{Filter, PRESENT, Pagemap, SWAPPED};
 use pagemark::sys::proc::{self, Call, maps};
 use pagemark::{Address, AddressRangeExt, ContentId, PAGE_SIZE, PageNumber, PageTree, RangeSet};
-use pagemark_process::preload::{self, Missing};
 use pagemark_simulate::control::Control;
 use pagemark_simulate::{Kind, Results};
 use serde::{Deserialize, Serialize};
@@ -37,6 +36,8 @@ use crate::instruction_count::{first_difference, instruction_count};
 use crate::machine::Machine;
 use crate::ram_blocks::RamBlock;
 use crate::restore::{Fill, Progress, Restore, load_devices, pair};
+use crate::served_disk::ServedDisk;
+use crate::simulator::{COMPLETES_REQUESTS, completes_requests, option_word};
 use crate::started::{Started, Streams};
 
 /// How many instructions before its end the machine is stopped first. Single steps are slow, and
@@ -220,24 +221,6 @@ struct ChangedPages {
     pages: BTreeMap<(String, PageNumber), Vec<u8>>,
 }
 
-/// Finds the plugin of the package `pagemark-simulate`: in `$PAGEMARK_SIMULATE_LIBRARY`, beside
-/// this program, or in `../lib/pagemark`.
-///
-/// # Errors
-/// [`ErrorKind::NotFound`]
-pub fn simulator_library() -> Result<PathBuf> {
-    const NAME: &str = "libpagemark_simulate.so";
-    const LIBRARY: &str = "PAGEMARK_SIMULATE_LIBRARY";
-    preload::companion(NAME, LIBRARY).map_err(|missing| match missing {
-        Missing::Named(path, error) => {
-            Error::of(ErrorKind::NotFound, format!("find the simulator {}", path.display()), Object::None, error)
-        }
-        Missing::Program(error) => Error::system("find the program of this process")(error),
-        Missing::Nowhere(reason) => Error::about(ErrorKind::NotFound, Object::None, reason)
-            .help(format!("build the package pagemark-simulate, or name the library in {LIBRARY}")),
-    })
-}
-
 /// The number of instructions that a machine had executed at a checkpoint, since its start.
 ///
 /// # Errors
@@ -279,20 +262,13 @@ pub(crate) fn controller(library: &Path, control: &Path) -> Result<Vec<String>> 
     Ok(vec!["-plugin".into(), format!("{},control={}", option_word(library)?, option_word(control)?)])
 }
 
-/// A path as the value of an option.
-pub(crate) fn option_word(path: &Path) -> Result<String> {
-    path.to_str().map(|path| path.replace(',', ",,")).ok_or_else(|| {
-        let reason = format!("{} has a name that is no text", path.display());
-        Error::about(ErrorKind::Unsupported, Object::None, reason)
-    })
-}
-
 /// A machine that runs again.
 pub(crate) struct Run {
     started: Started,
     pub(crate) machine: Machine,
     control: Control,
     blocks: Vec<RamBlock>,
+    disks: Vec<ServedDisk>,
     /// The count of completed instructions now, and at the end.
     position: u64,
     end: u64,
@@ -306,12 +282,22 @@ impl Run {
         from: &Checkpoint,
         devices: Vec<u8>,
         counts: (u64, u64),
-        plugins: Vec<String>,
+        mut plugins: Vec<String>,
         control: Control,
     ) -> Result<Run> {
         let restore = Restore::new(from);
         let startup = restore.startup()?;
-        let mut arguments = arguments_of_restore(&arguments_of_simulation(&startup.arguments), startup.machine_type());
+        if completes_requests(&startup.arguments) {
+            plugins[1] += &format!(",{COMPLETES_REQUESTS}");
+        }
+        let mut arguments = arguments_of_simulation(&startup.arguments);
+        let mut disks = Vec::new();
+        for disk in restore.disk_spaces(&startup)? {
+            let served = ServedDisk::start(&disk, from.store())?;
+            served.replace_in(&mut arguments, disk.image)?;
+            disks.push(served);
+        }
+        let mut arguments = arguments_of_restore(&arguments, startup.machine_type());
         arguments.extend(plugins);
         let mut started = Started::start(&startup, &arguments, Streams::Detached)?;
         let mut machine = started.machine(&startup)?;
@@ -321,7 +307,7 @@ impl Run {
         restore.fill(machine.pid, &pair(&spaces, &blocks)?, Fill::Whole, &mut Progress::unseen(&mut |_, _| {}))?;
         load_devices(&mut machine, devices)?;
         let (position, end) = counts;
-        Ok(Run { started, machine, control, blocks, position, end, idle_limit: IDLE_LIMIT })
+        Ok(Run { started, machine, control, blocks, disks, position, end, idle_limit: IDLE_LIMIT })
     }
 
     /// Runs the machine to the begin of the interval, a checkpoint. Returns how many instructions
@@ -371,7 +357,14 @@ impl Run {
         recorded.run_to_the_end()?;
         let (ours, theirs) = (self.changed_pages(checkpoint)?, recorded.changed_pages(checkpoint)?);
         let has_same_memory = ours.pages == theirs.pages && ours.count.max(theirs.count) <= MAX_CHANGED_PAGES;
-        if !has_same_memory || first_difference(&recorded.save_devices()?, &self.save_devices()?).is_some() {
+        let mut has_same_disks = true;
+        for (ours, theirs) in self.disks.iter().zip(&recorded.disks) {
+            has_same_disks &= ours.is_same(theirs, checkpoint)?;
+        }
+        if !has_same_memory
+            || !has_same_disks
+            || first_difference(&recorded.save_devices()?, &self.save_devices()?).is_some()
+        {
             return Err(differs(difference));
         }
         let behind = recorded.begun()?;
@@ -466,6 +459,10 @@ impl Run {
 
     /// How the machine differs from a checkpoint.
     fn difference(&mut self, checkpoint: &Checkpoint) -> Result<Option<String>> {
+        // A request is complete before the instruction behind it, so disks say more than the rest.
+        if let Some(reason) = self.disk_difference(checkpoint)? {
+            return Err(differs(reason));
+        }
         let changed = self.changed_pages(checkpoint)?;
         if let Some((block, page)) = changed.pages.keys().next() {
             let reason = format!("has another page at {:#x} of its memory {block}", page.address().get());
@@ -475,6 +472,25 @@ impl Run {
         let devices = Restore::new(checkpoint).devices()?;
         let section = first_difference(&devices, &self.save_devices()?);
         Ok(section.map(|section| format!("has another state of its device {section}")))
+    }
+
+    /// How the disks differ from those of a checkpoint.
+    fn disk_difference(&self, checkpoint: &Checkpoint) -> Result<Option<String>> {
+        let restore = Restore::new(checkpoint);
+        let startup = restore.startup()?;
+        let recorded = restore.disk_spaces(&startup)?;
+        for disk in &self.disks {
+            let Some(expected) = recorded.iter().find(|recorded| recorded.image.label == disk.label()) else {
+                return Ok(Some(format!("has a disk {}, which the checkpoint has not", disk.label())));
+            };
+            if let Some(page) = disk.first_difference(expected.root, checkpoint)? {
+                let (at, label) = (page.address().get(), disk.label());
+                return Ok(Some(format!("has another content at {at:#x} of its disk {label}")));
+            }
+        }
+        let is_known = |label: &str| self.disks.iter().any(|disk| disk.label() == label);
+        let unknown = recorded.iter().find(|recorded| !is_known(&recorded.image.label));
+        Ok(unknown.map(|disk| format!("has no disk {}, which the checkpoint has", disk.image.label)))
     }
 
     /// The pages that are not those of a checkpoint.
@@ -511,9 +527,9 @@ impl Run {
         self.control.stop_at(u64::MAX).map_err(control_failed())
     }
 
-    /// The process that is killed when it is dropped, and its monitor.
-    pub(crate) fn into_parts(self) -> (Started, Machine) {
-        (self.started, self.machine)
+    /// The process that is killed when it is dropped, its monitor, and its disks.
+    pub(crate) fn into_parts(self) -> (Started, Machine, Vec<ServedDisk>) {
+        (self.started, self.machine, self.disks)
     }
 
     /// Ends QEMU, whose plugins write their results then. Returns what they share with this

@@ -24,28 +24,28 @@ const STATUS_BYTES: u64 = 1 << 30;
 /// Longest reply that is accepted.
 const MAX_REPLY_BYTES: u32 = 32 << 20;
 
-const OPTION_MAGIC: u64 = 0x4948_4156_454f_5054;
-const OPTION_REPLY_MAGIC: u64 = 0x0003_e889_0455_65a9;
-const REQUEST_MAGIC: u32 = 0x2560_9513;
-const SIMPLE_REPLY_MAGIC: u32 = 0x6744_6698;
+pub(crate) const OPTION_MAGIC: u64 = 0x4948_4156_454f_5054;
+pub(crate) const OPTION_REPLY_MAGIC: u64 = 0x0003_e889_0455_65a9;
+pub(crate) const REQUEST_MAGIC: u32 = 0x2560_9513;
+pub(crate) const SIMPLE_REPLY_MAGIC: u32 = 0x6744_6698;
 const CHUNK_MAGIC: u32 = 0x668e_33ef;
 
 /// Options of the negotiation.
-const GO: u32 = 7;
+pub(crate) const GO: u32 = 7;
 const STRUCTURED_REPLY: u32 = 8;
 const SET_META_CONTEXT: u32 = 10;
 
 /// Types of replies to options; an error has [`OPTION_ERROR`].
-const ACKNOWLEDGED: u32 = 1;
-const INFORMATION: u32 = 3;
+pub(crate) const ACKNOWLEDGED: u32 = 1;
+pub(crate) const INFORMATION: u32 = 3;
 const CONTEXT: u32 = 4;
-const OPTION_ERROR: u32 = 1 << 31;
+pub(crate) const OPTION_ERROR: u32 = 1 << 31;
 
 /// Requests.
-const READ: u16 = 0;
-const WRITE: u16 = 1;
-const DISCONNECT: u16 = 2;
-const FLUSH: u16 = 3;
+pub(crate) const READ: u16 = 0;
+pub(crate) const WRITE: u16 = 1;
+pub(crate) const DISCONNECT: u16 = 2;
+pub(crate) const FLUSH: u16 = 3;
 const BLOCK_STATUS: u16 = 7;
 
 /// Types of chunks; an error has [`CHUNK_ERROR`].

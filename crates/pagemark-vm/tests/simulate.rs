@@ -6,15 +6,15 @@ use std::ffi::OsString;
 use std::path::Path;
 
 use nix::sys::signal::SigSet;
-use pagemark::repository::Repository;
+use pagemark::repository::{Repository, SpaceKind, SpaceRecord};
 use pagemark::track::Scope;
 use pagemark::{Job, JobOptions, Mechanism, PAGE_SIZE, PageTree};
 use pagemark_simulate::trace::{Trace, TracedAccess};
 use pagemark_simulate::{Kind, Merged, Results};
-use pagemark_testing::{MachinePaths, QEMU, TestMonitor, guest_program, skip, wait_until};
+use pagemark_testing::{MachinePaths, QEMU, TestMonitor, disk_program, guest_program, skip, wait_until};
 use pagemark_vm::{
-    ErrorKind, Interval, Observer, OwnQemu, SimulatedInterval, VmTarget, deterministic_command, instructions_of,
-    simulator_library,
+    ErrorKind, Interval, Observer, OwnQemu, SimulatedInterval, VmTarget, deterministic_command, deterministic_disks,
+    instructions_of, simulator_library,
 };
 use serde_json::json;
 
@@ -41,9 +41,20 @@ fn record(paths: &MachinePaths, intervals: usize) -> Repository {
 fn record_with(paths: &MachinePaths, intervals: usize, further: &[&str], meanwhile: &dyn Fn()) -> Repository {
     let mut command = deterministic_command(&command(paths, &[])).unwrap();
     command.extend(further.iter().map(OsString::from));
-    let mut qemu = OwnQemu::start(&command, "vm", SigSet::empty()).unwrap();
+    record_command(paths, intervals, &command, further.is_empty(), meanwhile)
+}
+
+/// As [`record_with`], with the whole command line, which is checked or not.
+fn record_command(
+    paths: &MachinePaths,
+    intervals: usize,
+    command: &[OsString],
+    is_checked: bool,
+    meanwhile: &dyn Fn(),
+) -> Repository {
+    let mut qemu = OwnQemu::start(command, "vm", SigSet::empty()).unwrap();
     let mut target = qemu.attach(Mechanism::choose(Scope::Process)).unwrap();
-    if further.is_empty() {
+    if is_checked {
         target.check_deterministic().unwrap();
     }
     assert!(!target.is_running().unwrap());
@@ -240,6 +251,133 @@ fn a_device_in_another_state_is_named() {
     let error = interval.simulate(&Observer::Simulator(Kind::Mix), &library).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Differs);
     assert!(error.to_string().contains("another state of its device i8259"), "{error}");
+}
+
+/// Two disks of a machine: a raw image, and a qcow2 image over another.
+struct TwoDisks {
+    paths: MachinePaths,
+    drives: [String; 2],
+}
+
+impl TwoDisks {
+    /// None where there is no QEMU, or no compiler for the guest.
+    fn make() -> Option<TwoDisks> {
+        disk_program()?;
+        let paths = MachinePaths::default();
+        let [raw, base, over] = ["raw", "base", "over,qcow2"].map(|name| paths.join(name));
+        for path in [&raw, &base] {
+            std::fs::File::create(path).unwrap().set_len(1 << 20).unwrap();
+        }
+        let mut create = std::process::Command::new("qemu-img");
+        let created = create.args(["create", "-q", "-f", "qcow2", "-F", "raw", "-b"]).arg(&base).arg(&over).status();
+        assert!(created.unwrap().success());
+        let over = over.display().to_string().replace(',', ",,");
+        let raw = format!("file={},format=raw,if=virtio", raw.display());
+        let drives = [raw, format!("if=virtio,cache=unsafe,file={over},format=qcow2")];
+        Some(TwoDisks { paths, drives })
+    }
+
+    /// Runs the machine, with checkpoints.
+    fn record(&self, intervals: usize) -> Repository {
+        let guest = disk_program().unwrap().to_str().unwrap();
+        let [raw, over] = &self.drives;
+        let command = command(&self.paths, &["-kernel", guest, "-nic", "none", "-drive", raw, "-drive", over]);
+        let command = deterministic_command(&command).and_then(|command| deterministic_disks(&command)).unwrap();
+        record_command(&self.paths, intervals, &command, true, &|| {})
+    }
+}
+
+/// The guest counts how often it looks for an answer of a disk.
+#[test]
+fn intervals_of_a_machine_with_disks_are_together_what_one_long_simulation_is() {
+    let Some(disks) = TwoDisks::make() else { skip!("no QEMU, or no compiler for its guest") };
+    let repository = disks.record(4);
+    let roots = |sequence| {
+        let spaces = repository.read("vm", sequence).unwrap().manifest.spaces.clone();
+        let disks = spaces.into_iter().filter(|space| matches!(space.kind, SpaceKind::Disk { .. }));
+        disks.map(|space| space.root).collect::<Vec<_>>()
+    };
+    for sequence in 1..5 {
+        let (before, after) = (roots(sequence), roots(sequence + 1));
+        assert!(before.len() == 2 && before[0] != after[0] && before[1] != after[1], "both were written");
+    }
+    let images = || ["raw", "base", "over,qcow2"].map(|name| std::fs::read(disks.paths.join(name)).unwrap());
+    let before = images();
+    for kind in [Kind::Mix, Kind::Hot] {
+        let observer = Observer::Simulator(kind);
+        let parts: Vec<_> = (1..5).map(|sequence| simulate(&repository, sequence, sequence + 1, &observer)).collect();
+        let long = simulate(&repository, 1, 5, &observer);
+        assert_eq!(parts.iter().map(|part| part.begun).sum::<u64>(), long.begun, "{kind}");
+        let mut sum = parts[0].results.clone().unwrap();
+        parts[1..].iter().for_each(|next| sum.merge(next.results.as_ref().unwrap()).unwrap());
+        assert_eq!(Some(sum), long.results);
+    }
+    assert!(images() == before, "simulations write to no image");
+}
+
+/// Its image is no part of the checkpoints.
+#[test]
+fn a_disk_that_is_only_read_is_read_again() {
+    let Some(disks) = TwoDisks::make() else { skip!("no QEMU, or no compiler for its guest") };
+    let content: Vec<u8> = (0..1u64 << 20).map(|at| ((at * at) >> 7) as u8).collect();
+    std::fs::write(disks.paths.join("raw"), content).unwrap();
+    let [raw, over] = disks.drives.clone();
+    let disks = TwoDisks { drives: [raw + ",readonly=on", over], ..disks };
+    let repository = disks.record(1);
+    simulate(&repository, 1, 2, &Observer::Simulator(Kind::Hot));
+    std::fs::write(disks.paths.join("raw"), vec![7; 1 << 20]).unwrap();
+    let (from, to) = (repository.read("vm", 1).unwrap(), repository.read("vm", 2).unwrap());
+    let interval = Interval::new(&from, &to).unwrap();
+    let error = interval.simulate(&Observer::Simulator(Kind::Hot), &simulator_library().unwrap()).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Differs, "it is another image: {error}");
+}
+
+#[test]
+fn a_disk_with_another_content_is_named() {
+    let Some(disks) = TwoDisks::make() else { skip!("no QEMU, or no compiler for its guest") };
+    let repository = disks.record(1);
+    let (from, mut to) = (repository.read("vm", 1).unwrap(), repository.read("vm", 2).unwrap());
+    let is_disk = |space: &&mut SpaceRecord| matches!(space.kind, SpaceKind::Disk { .. });
+    let (library, observer) = (simulator_library().unwrap(), Observer::Simulator(Kind::Hot));
+    // As if the last write had been lost: the disk of the begin, with the memory of the end.
+    for space in to.manifest.spaces.iter_mut().filter(is_disk) {
+        let before = from.manifest.spaces.iter().find(|before| before.label == space.label).unwrap();
+        space.root = before.root;
+    }
+    let error = Interval::new(&from, &to).unwrap().simulate(&observer, &library).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Differs);
+    assert!(error.to_string().contains("another content at 0x"), "{error}");
+    assert!(error.to_string().contains("of its disk virtio"), "{error}");
+}
+
+/// Disks whose requests are completed at another time than before.
+#[test]
+fn disks_that_do_not_answer_at_once_are_refused() {
+    let Some(disks) = TwoDisks::make() else { skip!("no QEMU, or no compiler for its guest") };
+    let drive = disks.drives[0].clone();
+    let unplugged = drive.replace("if=virtio", "if=none,id=d");
+    let cases: [(&[&str], &str); 4] = [
+        (&["-drive", &drive.replace("virtio", "ide")], "a disk"),
+        (&["-drive", &unplugged, "-device", "virtio-scsi-pci", "-device", "scsi-hd,drive=d"], "a disk"),
+        (&["-drive", &unplugged, "-device", "virtio-blk-pci,drive=d,queue-size=8"], "a disk"),
+        (&["-drive", &unplugged, "-device", "virtio-blk-pci,drive=d,ioeventfd=on"], "a disk"),
+    ];
+    for (further, named) in cases {
+        let command = command(&disks.paths, further);
+        let command = deterministic_command(&command).and_then(|command| deterministic_disks(&command)).unwrap();
+        let mut qemu = OwnQemu::start(&command, "vm", SigSet::empty()).unwrap();
+        let mut target = qemu.attach(Mechanism::Full).unwrap();
+        let error = target.check_deterministic().expect_err(named);
+        target.quit().unwrap();
+        qemu.wait().unwrap();
+        assert!(error.to_string().contains(named) && error.advice().contains("if=virtio"), "{error}");
+    }
+    for option in ["-hda", "-blockdev"] {
+        let error = deterministic_disks(&command(&disks.paths, &[option, "a"])).unwrap_err();
+        assert!(error.kind() == ErrorKind::Unsupported && error.to_string().contains(option), "{error}");
+    }
+    let plain = command(&disks.paths, &[]);
+    assert_eq!(deterministic_disks(&plain).unwrap(), plain);
 }
 
 #[test]

@@ -11,7 +11,7 @@ use pagemark::job::End;
 use pagemark::track::Scope;
 use pagemark::{ErrorKind, Job};
 use pagemark_report::text;
-use pagemark_vm::{OwnQemu, VmTarget, deterministic_command};
+use pagemark_vm::{OwnQemu, VmTarget, deterministic_command, deterministic_disks};
 
 use crate::failure::{Failure, Outcome};
 use crate::options::MemoryOptions;
@@ -28,10 +28,11 @@ const LOOKS: (Duration, Duration) = (Duration::from_millis(1), Duration::from_mi
 ///
 /// Adds to QEMU's arguments a clock that counts instructions (-icount shift=2,sleep=off), a date
 /// (-rtc base=2026-01-01,clock=vm) and -display none where there are none. What makes runs differ
-/// is refused: KVM, several processors, network cards, disks, input from outside, random numbers
-/// of the host. The first interval must begin when the firmware has loaded the kernel: what QEMU
-/// hands to the firmware is not the same in each QEMU. The run ends with the machine, after
-/// --intervals, or by Ctrl-C. A machine that is switched off by its guest gets a last checkpoint.
+/// is refused: KVM, several processors, network cards, disks that are not virtio-blk, input from
+/// outside, random numbers of the host. The first interval must begin when the firmware has loaded
+/// the kernel: what QEMU hands to the firmware is not the same in each QEMU. The run ends with the
+/// machine, after --intervals, or by Ctrl-C. A machine that is switched off by its guest gets a
+/// last checkpoint.
 #[derive(Args, Debug)]
 pub struct Record {
     #[command(flatten)]
@@ -68,7 +69,8 @@ impl Record {
         self.memory.tracking.check_machine()?;
         let name = self.name();
         let failed = |error| Failure::of(format!("cannot record {name}"), error);
-        let command = deterministic_command(&self.command).map_err(|error| failed(error).status(2))?;
+        let command = deterministic_command(&self.command).and_then(|command| deterministic_disks(&command));
+        let command = command.map_err(|error| failed(error).status(2))?;
         let repository = self.repository.open_or_create(&self.memory)?;
         // Instructions are counted from the start of a machine.
         let taken = repository.checkpoints(&name).map_err(|error| Failure::of(format!("cannot list {name}"), error))?;

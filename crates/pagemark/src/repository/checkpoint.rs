@@ -40,6 +40,12 @@ impl Checkpoint {
     pub fn is_exposed(&self) -> bool {
         self.reader.0.exposure.is_some()
     }
+
+    /// The content, for a thread that outlives a borrow of this checkpoint. It does not keep the
+    /// checkpoint from being pruned: this one must stay open as long.
+    pub fn store(&self) -> impl Store + Send + Sync + use<> {
+        Reader(self.reader.0.clone())
+    }
 }
 
 impl Inner {

@@ -1,0 +1,42 @@
+//! Pagemark's plugin of QEMU, which simulates, and the options that it is loaded with.
+
+use std::path::{Path, PathBuf};
+
+use pagemark_process::preload::{self, Missing};
+
+use crate::command_line::split_options;
+use crate::error::{Error, ErrorKind, Object, Result};
+
+/// The option of the plugin by which it completes requests to disks.
+pub(crate) const COMPLETES_REQUESTS: &str = "disks=on";
+
+/// Finds the plugin of the package `pagemark-simulate`: in `$PAGEMARK_SIMULATE_LIBRARY`, beside
+/// this program, or in `../lib/pagemark`.
+///
+/// # Errors
+/// [`ErrorKind::NotFound`]
+pub fn simulator_library() -> Result<PathBuf> {
+    const NAME: &str = "libpagemark_simulate.so";
+    const LIBRARY: &str = "PAGEMARK_SIMULATE_LIBRARY";
+    preload::companion(NAME, LIBRARY).map_err(|missing| match missing {
+        Missing::Named(path, error) => {
+            Error::of(ErrorKind::NotFound, format!("find the simulator {}", path.display()), Object::None, error)
+        }
+        Missing::Program(error) => Error::system("find the program of this process")(error),
+        Missing::Nowhere(reason) => Error::about(ErrorKind::NotFound, Object::None, reason)
+            .help(format!("build the package pagemark-simulate, or name the library in {LIBRARY}")),
+    })
+}
+
+/// True if the arguments load the plugin for disks.
+pub(crate) fn completes_requests(arguments: &[String]) -> bool {
+    arguments.iter().any(|argument| split_options(argument).contains(&COMPLETES_REQUESTS))
+}
+
+/// A path as the value of an option.
+pub(crate) fn option_word(path: &Path) -> Result<String> {
+    path.to_str().map(|path| path.replace(',', ",,")).ok_or_else(|| {
+        let reason = format!("{} has a name that is no text", path.display());
+        Error::about(ErrorKind::Unsupported, Object::None, reason)
+    })
+}
