@@ -12,14 +12,14 @@ use std::fs::File;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use pagemark::repository::{Checkpoint, SpaceRecord};
 use pagemark::sys::pagemap::{Filter, PRESENT, Pagemap, SWAPPED};
-use pagemark::sys::proc::{self, Call, maps};
-use pagemark::{Address, AddressRangeExt, ContentId, PAGE_SIZE, PageNumber, PageTree, RangeSet};
+use pagemark::sys::proc::{self, Call, Mapping, maps};
+use pagemark::sys::sparse;
+use pagemark::{Address, ByteCount, PAGE_SIZE, PageNumber, PageTree, RangeSet};
 use pagemark_simulate::control::Control;
 use pagemark_simulate::{Kind, Results};
 use serde::{Deserialize, Serialize};
@@ -34,6 +34,8 @@ use crate::given_files;
 use crate::images::copy_pages;
 use crate::instruction_count::{first_difference, instruction_count};
 use crate::machine::Machine;
+use crate::map_file::map_privately;
+use crate::node_memory::NodeMemory;
 use crate::ram_blocks::RamBlock;
 use crate::restore::{Fill, Progress, Restore, load_devices, pair};
 use crate::served_disk::ServedDisk;
@@ -58,6 +60,9 @@ const LAST_IDLE_LIMIT: Duration = Duration::from_secs(10);
 
 /// How many pages may differ where a machine is one instruction away from a checkpoint.
 const MAX_CHANGED_PAGES: usize = 256;
+
+/// Bytes of memory that are compared at a time.
+const COMPARED_BYTES: usize = 1 << 20;
 
 /// How often QEMU's main thread must be found in the same wait until it is known to wait.
 const WAITING_COUNT: u32 = 3;
@@ -96,6 +101,8 @@ pub struct Interval<'a> {
     counts: (u64, u64),
     /// Where the machine begins, and the count there, if that is before the interval.
     warm_up: Option<(&'a Checkpoint, u64)>,
+    /// Where intervals on this node share memory.
+    shared: Option<NodeMemory>,
 }
 
 /// An interval that was simulated, and ended as the checkpoint at its end.
@@ -138,7 +145,7 @@ impl<'a> Interval<'a> {
             );
             return Err(Error::about(ErrorKind::Unsupported, Object::None, reason));
         }
-        Ok(Interval { from, to, counts, warm_up: None })
+        Ok(Interval { from, to, counts, warm_up: None, shared: None })
     }
 
     /// Has the machine run from an earlier checkpoint, `earlier`, so that the caches of the
@@ -149,6 +156,16 @@ impl<'a> Interval<'a> {
     pub fn with_warm_up(self, earlier: &'a Checkpoint) -> Result<Interval<'a>> {
         let before = Interval::new(earlier, self.from)?;
         Ok(Interval { warm_up: Some((earlier, before.counts.0)), ..self })
+    }
+
+    /// Shares memory with other intervals of the run on this node, by files in `directory`: what
+    /// they have in common is read from the repository once, and is once in the host's memory. The
+    /// directory is made if it is missing, and the files stay, for later intervals.
+    ///
+    /// # Errors
+    /// [`ErrorKind::System`] if others can write to the directory, or it cannot be made.
+    pub fn sharing(self, directory: &Path) -> Result<Interval<'a>> {
+        Ok(Interval { shared: Some(NodeMemory::open(directory)?), ..self })
     }
 
     /// Instructions that were completed in the interval.
@@ -176,7 +193,8 @@ impl<'a> Interval<'a> {
         }
         let (start, begin) = self.warm_up.unwrap_or((self.from, self.counts.0));
         let devices = Restore::new(start).devices()?;
-        let mut run = Run::start(start, devices, (begin, self.counts.0), plugins, control)?;
+        let mut run =
+            Run::start_sharing(start, devices, (begin, self.counts.0), plugins, control, self.shared.as_ref())?;
         let ready = Instant::now();
         let warmed_up = match self.warm_up {
             Some(_) => run.warm_up(self.from, library)?,
@@ -269,6 +287,8 @@ pub(crate) struct Run {
     control: Control,
     blocks: Vec<RamBlock>,
     disks: Vec<ServedDisk>,
+    /// The files of blocks that are shared on this node, by the names of the blocks.
+    bases: BTreeMap<String, File>,
     /// The count of completed instructions now, and at the end.
     position: u64,
     end: u64,
@@ -282,8 +302,20 @@ impl Run {
         from: &Checkpoint,
         devices: Vec<u8>,
         counts: (u64, u64),
+        plugins: Vec<String>,
+        control: Control,
+    ) -> Result<Run> {
+        Run::start_sharing(from, devices, counts, plugins, control, None)
+    }
+
+    /// As [`Run::start`], with the memory that intervals on this node share.
+    fn start_sharing(
+        from: &Checkpoint,
+        devices: Vec<u8>,
+        counts: (u64, u64),
         mut plugins: Vec<String>,
         control: Control,
+        shared: Option<&NodeMemory>,
     ) -> Result<Run> {
         let restore = Restore::new(from);
         let startup = restore.startup()?;
@@ -304,10 +336,15 @@ impl Run {
         let mappings = maps::read(machine.pid).map_err(Error::system("read the mappings of QEMU"))?;
         let blocks = machine.changed_blocks(&mappings)?.unwrap_or_default();
         let spaces = restore.ram_spaces()?;
-        restore.fill(machine.pid, &pair(&spaces, &blocks)?, Fill::Whole, &mut Progress::unseen(&mut |_, _| {}))?;
+        let mut filled = pair(&spaces, &blocks)?;
+        let mut bases = BTreeMap::new();
+        if let Some(shared) = shared {
+            filled = share(shared, from, &mut machine, filled, &mappings, &mut bases)?;
+        }
+        restore.fill(machine.pid, &filled, Fill::Whole, &mut Progress::unseen(&mut |_, _| {}))?;
         load_devices(&mut machine, devices)?;
         let (position, end) = counts;
-        Ok(Run { started, machine, control, blocks, disks, position, end, idle_limit: IDLE_LIMIT })
+        Ok(Run { started, machine, control, blocks, disks, bases, position, end, idle_limit: IDLE_LIMIT })
     }
 
     /// Runs the machine to the begin of the interval, a checkpoint. Returns how many instructions
@@ -495,11 +532,10 @@ impl Run {
 
     /// The pages that are not those of a checkpoint.
     fn changed_pages(&self, checkpoint: &Checkpoint) -> Result<ChangedPages> {
-        let restore = Restore::new(checkpoint);
-        let changed = Mutex::new(ChangedPages::default());
-        for (space, block) in pair(&restore.ram_spaces()?, &self.blocks)? {
-            visit_differing_pages(&restore, self.machine.pid, space, block, &|page, content| {
-                let mut changed = changed.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut changed = ChangedPages::default();
+        for (space, block) in pair(&Restore::new(checkpoint).ram_spaces()?, &self.blocks)? {
+            let base = self.bases.get(&block.id);
+            visit_differing_pages(checkpoint, self.machine.pid, space, block, base, &mut |page, content| {
                 changed.count += 1;
                 changed.pages.insert((block.id.clone(), page), content.to_vec());
                 if changed.pages.len() > MAX_CHANGED_PAGES {
@@ -507,7 +543,7 @@ impl Run {
                 }
             })?;
         }
-        Ok(changed.into_inner().unwrap_or_else(PoisonError::into_inner))
+        Ok(changed)
     }
 
     fn save_devices(&mut self) -> Result<Vec<u8>> {
@@ -547,6 +583,38 @@ impl Run {
     }
 }
 
+/// Maps into QEMU the blocks of its memory of which the node has a base, and writes what differs
+/// from that. Returns the other blocks.
+fn share<'b>(
+    shared: &NodeMemory,
+    checkpoint: &Checkpoint,
+    machine: &mut Machine,
+    blocks: Vec<(&'b SpaceRecord, &'b RamBlock)>,
+    mappings: &[Mapping],
+    bases: &mut BTreeMap<String, File>,
+) -> Result<Vec<(&'b SpaceRecord, &'b RamBlock)>> {
+    let failed = || Error::system("write the memory of QEMU");
+    let mut rest = Vec::new();
+    for (space, block) in blocks {
+        // One that can grow stays one mapping, by which it is found again.
+        let is_whole = mappings.iter().any(|mapping| mapping.range() == block.range);
+        let base = if is_whole { shared.base(space, block.bytes(), checkpoint)? } else { None };
+        let Some(base) = base else {
+            rest.push((space, block));
+            continue;
+        };
+        map_privately(machine, &base.file, block)?;
+        let memory = proc::open_memory_for_writing(machine.pid).map_err(failed())?;
+        let first = block.range.start.page();
+        let write = |page: PageNumber, content: &[u8]| memory.write_all_at(content, page.address().get());
+        let (targets, ids): (Vec<PageNumber>, Vec<_>) =
+            base.changed.into_iter().map(|(page, id)| (first + page.get(), id)).unzip();
+        copy_pages(checkpoint, &ids, &targets, &write)?.map_err(failed())?;
+        bases.insert(block.id.clone(), base.file);
+    }
+    Ok(rest)
+}
+
 /// Waits until QEMU has read the command `stop`, and waits for the processor: its main thread
 /// sleeps then, where it otherwise waits for the monitor.
 fn wait_for_stop(pid: i32) -> Result<()> {
@@ -566,40 +634,47 @@ fn wait_for_stop(pid: i32) -> Result<()> {
 }
 
 /// Calls `found` with each page of a block of memory that is not that of a checkpoint, and with
-/// what it holds.
+/// what it holds. Pages are compared by the ids under which the repository holds them, so that none
+/// is read from it.
 fn visit_differing_pages(
-    restore: &Restore<'_>,
+    checkpoint: &Checkpoint,
     pid: i32,
     space: &SpaceRecord,
     block: &RamBlock,
-    found: &(dyn Fn(PageNumber, &[u8]) + Sync),
+    base: Option<&File>,
+    found: &mut dyn FnMut(PageNumber, &[u8]),
 ) -> Result<()> {
     let failed = || Error::system("compare the memory of QEMU");
     let memory = proc::open_memory(pid).map_err(failed())?;
-    let start = block.range.start.get();
-    let compare = |page: PageNumber, expected: &[u8]| {
-        let mut content = vec![0; expected.len()];
-        memory.read_exact_at(&mut content, start + page.address().get())?;
-        let pages = content.chunks(PAGE_SIZE).zip(expected.chunks(PAGE_SIZE));
-        let differing = pages.enumerate().filter(|(_, (held, expected))| held != expected);
-        differing.for_each(|(at, (held, _))| found(page + at as u64, held));
-        Ok(())
-    };
-    let tree = PageTree::load(space.root, restore.store())?;
-    let (pages, ids): (Vec<PageNumber>, Vec<ContentId>) = tree.iter().unzip();
-    copy_pages(restore.store(), &ids, &pages, &compare)?.map_err(failed())?;
-    // The others of the checkpoint are zeros, as are those that QEMU has not touched.
+    let start = block.range.start;
+    let tree = PageTree::load(space.root, checkpoint)?;
+    // The others of the checkpoint are zeros, as are those that QEMU has not touched, and its base does not hold.
     let filter = Filter { any: PRESENT | SWAPPED, ..Filter::default() };
-    let mut rest = RangeSet::new();
+    let mut compared: RangeSet = tree.iter().map(|(page, _)| (start.page() + page.get()).addresses()).collect();
     let pagemap = Pagemap::of_process(pid).map_err(failed())?;
-    pagemap.find(&block.range, filter, |run, _| rest.insert(run)).map_err(failed())?;
-    let held: RangeSet = pages.iter().map(|&page| (block.range.start.page() + page.get()).addresses()).collect();
-    rest.subtract(&held);
-    let mut content = [0; PAGE_SIZE];
-    for page in rest.iter().flat_map(|range| range.pages()) {
-        memory.read_exact_at(&mut content, page.address().get()).map_err(failed())?;
-        if content != [0; PAGE_SIZE] {
-            found(Address::new(page.address().get() - start).page(), &content);
+    pagemap.find(&block.range, filter, |run, _| compared.insert(run)).map_err(failed())?;
+    let (mut at, end) = (Address::MIN, Address::MIN + block.bytes());
+    while let Some(file) = base.filter(|_| at < end) {
+        let data = sparse::next_data(file, at, end).map_err(failed())?;
+        if data.is_empty() {
+            break;
+        }
+        at = data.end;
+        compared.insert(start + (data.start - Address::MIN)..start + (data.end - Address::MIN));
+    }
+    let mut content = vec![0; COMPARED_BYTES];
+    for range in compared.iter() {
+        let mut at = range.start;
+        while at < range.end {
+            let length = (range.end - at).to_usize().min(COMPARED_BYTES);
+            memory.read_exact_at(&mut content[..length], at.get()).map_err(failed())?;
+            let first = at.page().get() - start.page().get();
+            for (page, held) in (first..).map(PageNumber::new).zip(content[..length].as_chunks::<PAGE_SIZE>().0) {
+                if checkpoint.page_id(held) != tree.get(page) {
+                    found(page, held);
+                }
+            }
+            at += ByteCount::new(length as u64);
         }
     }
     Ok(())

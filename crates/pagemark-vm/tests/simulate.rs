@@ -3,6 +3,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsString;
+use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use nix::sys::signal::SigSet;
@@ -11,7 +12,7 @@ use pagemark::track::Scope;
 use pagemark::{Job, JobOptions, Mechanism, PAGE_SIZE, PageTree};
 use pagemark_simulate::trace::{Trace, TracedAccess};
 use pagemark_simulate::{Kind, Merged, Results};
-use pagemark_testing::{MachinePaths, QEMU, TestMonitor, disk_program, guest_program, skip, wait_until};
+use pagemark_testing::{MachinePaths, QEMU, RAM_BYTES, TestMonitor, disk_program, guest_program, skip, wait_until};
 use pagemark_vm::{
     ErrorKind, Interval, Observer, OwnQemu, SimulatedInterval, VmTarget, deterministic_command, deterministic_disks,
     instructions_of, simulator_library,
@@ -313,6 +314,44 @@ fn intervals_of_a_machine_with_disks_are_together_what_one_long_simulation_is() 
         assert_eq!(Some(sum), long.results);
     }
     assert!(images() == before, "simulations write to no image");
+}
+
+/// The memory of an interval is that of another one on this node, with what differs.
+#[test]
+fn intervals_share_memory_on_a_node() {
+    if guest_program().is_none() {
+        skip!("no QEMU, or no compiler for its guest");
+    }
+    let paths = MachinePaths::default();
+    let repository = record(&paths, 3);
+    let (directory, library) = (paths.join("shared"), simulator_library().unwrap());
+    let observer = Observer::Simulator(Kind::Hot);
+    let files = || {
+        let files = std::fs::read_dir(&directory).unwrap().map(|file| file.unwrap().file_name().into_string().unwrap());
+        files.filter(|name| name.contains("pc_ram")).collect::<Vec<_>>()
+    };
+    let sharing = |from| {
+        let (from, to) = (repository.read("vm", from).unwrap(), repository.read("vm", from + 1).unwrap());
+        let interval = Interval::new(&from, &to).and_then(|interval| interval.sharing(&directory));
+        interval.unwrap().simulate(&observer, &library)
+    };
+    // In an order that is not that of the run: the base may be a later checkpoint.
+    for from in [2, 3, 1, 2] {
+        let done = sharing(from).unwrap();
+        let alone = simulate(&repository, from, from + 1, &observer);
+        assert_eq!((done.begun, done.results), (alone.begun, alone.results));
+    }
+    let before = files();
+    assert!(before.len() < 3, "the guest has written more pages between some: {before:?}");
+    sharing(1).unwrap();
+    assert_eq!(files(), before, "nothing is written again");
+    // What is damaged leads to no result.
+    for base in files() {
+        let file = std::fs::File::options().write(true).open(directory.join(base)).unwrap();
+        file.write_all_at(&[1], RAM_BYTES - (1 << 20)).unwrap();
+    }
+    let error = sharing(1).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Differs, "{error}");
 }
 
 /// Its image is no part of the checkpoints.

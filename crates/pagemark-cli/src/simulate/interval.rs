@@ -36,6 +36,10 @@ pub struct SimulateInterval {
     /// Keep the result in this directory, in a file for each interval and plugin
     #[arg(long, value_name = "DIR")]
     results: Option<PathBuf>,
+    /// Share memory with other intervals on this node, by files in this directory: what they have
+    /// in common is read from the repository once
+    #[arg(long, value_name = "DIR")]
+    share: Option<PathBuf>,
     /// End when this process ends, which has started this one
     #[arg(long, value_name = "PID", hide = true)]
     parent: Option<i32>,
@@ -84,6 +88,10 @@ impl SimulateInterval {
         let warm_up = earlier(&repository, &job, first, chosen.warm_up())?;
         let interval = Interval::new(&from, &to).and_then(|interval| match &warm_up {
             Some(earlier) => interval.with_warm_up(earlier),
+            None => Ok(interval),
+        });
+        let interval = interval.and_then(|interval| match &self.share {
+            Some(directory) => interval.sharing(directory),
             None => Ok(interval),
         });
         let done = interval.and_then(|interval| interval.simulate(&observer, &library)).map_err(failed)?;

@@ -12,6 +12,7 @@ use std::process::{Command, Stdio};
 
 use clap::Args;
 use nix::sys::memfd::{MFdFlags, memfd_create};
+use nix::unistd::geteuid;
 use pagemark_vm::simulator_library;
 use serde::Serialize;
 use serde_json::json;
@@ -74,6 +75,10 @@ pub struct SimulateRun {
     /// Simulate at most so many intervals at once [default: as many as Ray has processors]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     workers: Option<u32>,
+    /// Where intervals on one node share memory, as files; none: they do not
+    /// [default: /var/tmp/pagemark-simulate-UID]
+    #[arg(long, value_name = "DIR|none")]
+    share: Option<PathBuf>,
     /// The directory of the results [default: JOB-results]
     #[arg(long, value_name = "DIR")]
     results: Option<PathBuf>,
@@ -133,7 +138,10 @@ impl SimulateRun {
             Ok::<_, Failure>(command)
         };
         let planned = missing.iter().map(|(interval, _)| {
-            let command = command("interval", format!("{}@{}", self.job, interval.from), true)?;
+            let mut command = command("interval", format!("{}@{}", self.job, interval.from), true)?;
+            if let Some(shared) = self.shared() {
+                command.extend(["--share".to_owned(), word(&shared)?]);
+            }
             Ok(PlannedInterval { begin: interval.from, end: interval.to, command })
         });
         let plan = json!({
@@ -153,6 +161,15 @@ impl SimulateRun {
         let written = serde_json::to_writer(&mut file, &plan).map_err(std::io::Error::from);
         written.and_then(|()| file.flush()).and_then(|()| file.rewind()).map_err(failed)?;
         Err(failed(interpret(&python, START).stdin(Stdio::from(file)).exec()))
+    }
+
+    /// The directory on each node in which intervals share memory.
+    fn shared(&self) -> Option<PathBuf> {
+        match &self.share {
+            None => Some(format!("/var/tmp/pagemark-simulate-{}", geteuid()).into()),
+            Some(none) if none == Path::new("none") => None,
+            Some(directory) => Some(directory.clone()),
+        }
     }
 
     /// The interpreter, which has the modules.

@@ -41,6 +41,14 @@ impl Checkpoint {
         self.reader.0.exposure.is_some()
     }
 
+    /// The id under which the repository holds a page with this content, or would hold it.
+    pub fn page_id(&self, content: &[u8; PAGE_SIZE]) -> ContentId {
+        match content == &[0; PAGE_SIZE] {
+            true => ContentId::ZERO,
+            false => ContentId::of(&self.reader.0.format.key, content),
+        }
+    }
+
     /// The content, for a thread that outlives a borrow of this checkpoint. It does not keep the
     /// checkpoint from being pruned: this one must stay open as long.
     pub fn store(&self) -> impl Store + Send + Sync + use<> {
