@@ -10,6 +10,7 @@ mod interval;
 mod kept;
 mod list;
 mod merge;
+mod model;
 mod observer;
 mod record;
 mod report;

@@ -38,6 +38,8 @@ pub struct ListedInterval {
     pub instructions: u64,
     /// Microseconds that the machine needed for it, with its checkpoint.
     pub recorded_us: u64,
+    /// Microseconds of them for which it was stopped for the checkpoint at the begin.
+    pub stopped_us: u64,
 }
 
 /// The intervals of a job.
@@ -50,16 +52,19 @@ pub fn intervals(repository: &Repository, job: &str) -> Result<Vec<ListedInterva
     let mut points = Vec::with_capacity(taken.len());
     for info in taken {
         let reference = Reference { job: job.to_owned(), sequence: Some(info.sequence) };
-        let instructions = instructions_of(&read_checkpoint(repository, &reference)?).map_err(failed)?;
-        points.push((info, instructions));
+        let checkpoint = read_checkpoint(repository, &reference)?;
+        let instructions = instructions_of(&checkpoint).map_err(failed)?;
+        let stopped_us = checkpoint.manifest.cost.downtime_us;
+        points.push((info, instructions, stopped_us));
     }
     let pairs = points.iter().zip(points.iter().skip(1));
-    let intervals = pairs.map(|((from, begin), (to, end))| ListedInterval {
+    let intervals = pairs.map(|((from, begin, stopped_us), (to, end, _))| ListedInterval {
         from: from.sequence,
         to: to.sequence,
         begin: *begin,
         instructions: end.saturating_sub(*begin),
         recorded_us: to.taken_unix_us.saturating_sub(from.taken_unix_us),
+        stopped_us: *stopped_us,
     });
     Ok(intervals.collect())
 }

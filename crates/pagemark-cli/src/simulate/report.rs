@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::time::Duration;
 
 use clap::Args;
 use pagemark_report::html::Page;
@@ -21,6 +22,7 @@ use crate::repository::RepositoryOptions;
 use crate::simulate::kept::ResultsDirectory;
 use crate::simulate::list::{ListedInterval, intervals};
 use crate::simulate::merge::{kept_intervals, taken_us};
+use crate::simulate::model::{Measured, Model, Point};
 use crate::simulate::observer::ObserverOptions;
 
 /// The numbers of workers for which the time is predicted.
@@ -31,7 +33,8 @@ const PREDICTED_WORKERS: [usize; 8] = [1, 2, 4, 8, 16, 64, 256, 1000];
 /// Reports the last run of `pagemark simulate run`: its speedup against the intervals one after the
 /// other, and against one long simulation if its result is kept (`pagemark simulate interval JOB@1
 /// --to N --results DIR`), the use of the workers, and what ran where and when. Predicts the time
-/// with other numbers of workers.
+/// with other numbers of workers, and by an analytical model the best length of an interval of a
+/// long run.
 #[derive(Args, Debug)]
 pub struct SimulateReport {
     #[command(flatten)]
@@ -41,6 +44,9 @@ pub struct SimulateReport {
     /// The directory of the results [default: JOB-results]
     #[arg(long, value_name = "DIR")]
     results: Option<PathBuf>,
+    /// How long the run takes that the model is of, without its checkpoints: 30m, 2h
+    #[arg(long, value_name = "TIME", default_value = "1h", value_parser = text::parse_duration)]
+    model: Duration,
     /// Write the report as a page of HTML, with a picture
     #[arg(long, value_name = "FILE")]
     html: Option<PathBuf>,
@@ -126,6 +132,8 @@ struct Report {
     /// Microseconds from the begin of the recording to the end of the last simulation, if each
     /// interval began on a worker of its own when its checkpoint was taken (SimuBoost).
     with_recording_us: u64,
+    /// Of a long run, by the costs of this one.
+    model: Option<Model>,
     ran: Vec<RanInterval>,
 }
 
@@ -152,12 +160,28 @@ fn with_recording_us(listed: &[ListedInterval], taken: &BTreeMap<u64, u64>) -> u
     ends.max().unwrap_or(0)
 }
 
+/// The costs of the intervals that a run has simulated. A warm-up is not part of the model.
+fn measured(record: &RunRecord, listed: &[ListedInterval]) -> Vec<Measured> {
+    let of = |ran: &RanInterval| {
+        let recorded = listed.iter().find(|listed| (listed.from, listed.to) == (ran.from, ran.to))?;
+        let without_run_us = ran.taken_us().saturating_sub(ran.run_us).saturating_sub(ran.warm_up_us);
+        Some(Measured {
+            instructions: ran.instructions,
+            recorded_us: recorded.recorded_us.saturating_sub(recorded.stopped_us),
+            checkpoint_us: recorded.stopped_us,
+            run_us: ran.run_us,
+            fixed_us: without_run_us,
+        })
+    };
+    record.intervals.iter().filter_map(of).collect()
+}
+
 fn ratio(of: u64, to: u64) -> f64 {
     of as f64 / to.max(1) as f64
 }
 
 impl Report {
-    fn new(record: RunRecord, listed: &[ListedInterval], long: Option<&SimulatedInterval>) -> Report {
+    fn new(record: RunRecord, listed: &[ListedInterval], long: Option<&SimulatedInterval>, model_us: u64) -> Report {
         let tasks: Vec<u64> = record.intervals.iter().map(RanInterval::taken_us).collect();
         let sum_us = tasks.iter().fold(0, |sum: u64, task| sum.saturating_add(*task));
         let run_us = record.ended_unix_us.saturating_sub(record.started_unix_us);
@@ -176,6 +200,8 @@ impl Report {
             Prediction { workers, time_us, speedup: ratio(sum_us, time_us) }
         });
         let taken = record.intervals.iter().map(|ran| (ran.from, ran.taken_us())).collect();
+        let long_rate = long.map(|long| long.run_us as f64 / long.instructions.max(1) as f64);
+        let model = Model::new(&measured(&record, listed), long_rate, model_us);
         Report {
             intervals: listed.len(),
             simulated: tasks.len(),
@@ -189,6 +215,7 @@ impl Report {
             utilization: ratio(sum_us, parallel_us.saturating_mul(record.workers.max(1) as u64)),
             predictions: predictions.collect(),
             with_recording_us: with_recording_us(listed, &taken),
+            model,
             job: record.job,
             plugin: record.plugin,
             ran: record.intervals,
@@ -233,6 +260,43 @@ impl Report {
         self.predictions.iter().map(row).collect()
     }
 
+    /// What the model says in words, and its table.
+    fn modelled(&self) -> Option<(Vec<String>, Vec<Vec<String>>)> {
+        let model = self.model.as_ref()?;
+        let costs = &model.costs;
+        let each = |us: f64| text::micros((us * 1e6) as u64);
+        let lines = vec![
+            format!(
+                "model of a run of {} ({} instructions), simulated while it is recorded: one long simulation takes {}",
+                text::micros(model.run_us),
+                text::count(model.instructions),
+                text::micros(model.long_us)
+            ),
+            format!(
+                "for a million instructions: recording {}, simulation {}; for an interval: checkpoint {}, worker {}",
+                each(costs.recorded_us),
+                each(costs.simulated_us),
+                text::micros(costs.checkpoint_us as u64),
+                text::micros(costs.fixed_us as u64)
+            ),
+            format!("no number of workers is faster than the recording: a speedup of {:.1}", model.limit),
+        ];
+        let row = |point: &Point| {
+            let deviation = point.by_events_us as f64 / point.time_us.max(1) as f64 - 1.0;
+            vec![
+                point.workers.to_string(),
+                text::count(point.intervals),
+                text::count(point.length),
+                text::micros(point.time_us),
+                format!("{:.2}", point.speedup),
+                text::percent(point.efficiency),
+                text::micros(point.by_events_us),
+                format!("{:+.1} %", deviation * 100.0),
+            ]
+        };
+        Some((lines, model.points.iter().map(row).collect()))
+    }
+
     fn rows(&self) -> Vec<Vec<String>> {
         let mut ran: Vec<&RanInterval> = self.ran.iter().collect();
         ran.sort_by_key(|ran| ran.from);
@@ -271,6 +335,11 @@ impl Report {
         page.svg(&self.timeline(started_unix_us).svg());
         page.heading("Predicted by the measured times of the intervals");
         page.table(&["workers", "time", "speedup"], &self.predicted());
+        if let Some((lines, rows)) = self.modelled() {
+            page.heading("Model of a long run");
+            lines.iter().for_each(|line| page.paragraph(line));
+            page.table(&MODEL_COLUMNS, &rows);
+        }
         page.heading("Intervals");
         page.table(&COLUMNS, &self.rows());
         page.document()
@@ -279,6 +348,11 @@ impl Report {
 
 /// The columns of the table of intervals.
 const COLUMNS: [&str; 8] = ["from", "instructions", "node", "worker", "start", "warm-up", "run", "comparison"];
+
+/// The columns of the table of the model. "By events" is the same with the measured times of single
+/// intervals, in turns, and workers that take what is there.
+const MODEL_COLUMNS: [&str; 8] =
+    ["workers", "intervals", "instructions", "time", "speedup", "efficiency", "by events", "deviation"];
 
 /// The record of the last run of a job by a plugin, below the directory of its results.
 fn last_run(directory: &Path, job: &str, plugin: &str) -> Result<Option<RunRecord>, Failure> {
@@ -331,7 +405,8 @@ impl SimulateReport {
             _ => None,
         };
         let started_unix_us = record.started_unix_us;
-        let report = Report::new(record, &listed, long.as_ref());
+        let model_us = u64::try_from(self.model.as_micros()).unwrap_or(u64::MAX);
+        let report = Report::new(record, &listed, long.as_ref(), model_us);
         if self.json {
             return print_json(&report);
         }
@@ -344,6 +419,12 @@ impl SimulateReport {
         let mut predicted = Table::new([">WORKERS", ">PREDICTED TIME", ">SPEEDUP"]);
         report.predicted().into_iter().for_each(|row| predicted.row(row));
         print(&format!("\n{predicted}\n"));
+        if let Some((lines, rows)) = report.modelled() {
+            lines.iter().for_each(|line| print(&format!("{line}\n")));
+            let mut modelled = Table::new(MODEL_COLUMNS.map(|name| format!(">{}", name.to_uppercase())));
+            rows.into_iter().for_each(|row| modelled.row(row));
+            print(&format!("\n{modelled}\n"));
+        }
         let columns = COLUMNS.map(|name| format!(">{}", name.to_uppercase()));
         let mut table = Table::new(columns);
         report.rows().into_iter().for_each(|row| table.row(row));
@@ -386,7 +467,14 @@ mod tests {
     #[test]
     fn a_report_divides_what_was_measured() {
         let listed: Vec<_> = (1..4)
-            .map(|from| ListedInterval { from, begin: 7 * (from - 1), to: from + 1, instructions: 7, recorded_us: 50 })
+            .map(|from| ListedInterval {
+                from,
+                begin: 7 * (from - 1),
+                to: from + 1,
+                instructions: 7,
+                recorded_us: 50,
+                stopped_us: 8,
+            })
             .collect();
         let record = RunRecord {
             job: "vm".into(),
@@ -409,20 +497,24 @@ mod tests {
             compare_us: 0,
             results: None,
         };
-        let report = Report::new(record.clone(), &listed, Some(&long));
+        let report = Report::new(record.clone(), &listed, Some(&long), 3_600_000_000);
         assert_eq!((report.sum_us, report.run_us, report.ray_start_us), (1000, 700, 100));
         assert_eq!((report.long_us, report.speedup_to_long), (Some(2100), Some(3.0)));
         assert!((report.utilization - 1000.0 / 1200.0).abs() < 1e-9);
         let predicted: Vec<_> = report.predictions.iter().map(|at| (at.workers, at.time_us)).collect();
         assert_eq!(predicted, [(1, 1100), (2, 600), (4, 600)]);
         assert_eq!(report.with_recording_us, 550, "the second interval begins behind the first's 50");
+        let costs = &report.model.as_ref().unwrap().costs;
+        assert_eq!((costs.recorded_us, costs.checkpoint_us, costs.fixed_us), (6.0, 8.0, 20.0));
+        assert_eq!(costs.simulated_us, 940.0 / 21.0);
         let page = report.page(record.started_unix_us);
+        assert!(page.contains("model of a run of") && page.contains("by events"), "{page}");
         assert!(page.contains("speedup 3.00") && page.contains("&lt;node&gt;") && !page.contains("<node>"));
         assert_eq!(page.matches("process 8").count(), 1, "a worker has one lane");
 
         // A part of a run is not compared with the whole.
         let part = RunRecord { intervals: vec![ran(2, 9, 1100, 500)], ..record };
-        let report = Report::new(part, &listed, Some(&long));
+        let report = Report::new(part, &listed, Some(&long), 1);
         assert_eq!((report.simulated, report.long_us), (1, None));
         assert!(report.lines().iter().any(|line| line.contains("had a result before")));
     }
