@@ -132,8 +132,11 @@ fn a_recorded_interval_is_simulated_and_its_result_is_kept() {
     let partial = pagemark.output(&merge);
     let text = String::from_utf8_lossy(&partial.stderr);
     assert!(partial.status.code() == Some(1) && text.contains("1 of 2 intervals") && text.contains("vm@2"), "{text}");
-    let second =
-        pagemark.json(&["simulate", "interval", "vm@2", "--plugin", "mix", "--results", results_text, "--json"]);
+    let shared = pagemark.directory().join("shared");
+    let shared = ["--share", shared.to_str().expect("a path"), "--json"];
+    let sharing = ["simulate", "interval", "vm@2", "--plugin", "mix", "--results", results_text];
+    let second = pagemark.json(&[&sharing[..], &shared].concat());
+    assert!(std::fs::read_dir(shared[1]).expect("it was made").count() > 1, "memory is shared");
     let merged = pagemark.json(&[&merge[..], &["--json"]].concat());
     let long = pagemark.json(&["simulate", "interval", "vm@1", "--to", "3", "--plugin", "mix", "--json"]);
     assert_eq!(merged["results"], long["results"], "sums are exact");

@@ -88,7 +88,9 @@ class Recording:
         return done.stdout
 
     def run(self, results: Path, *options: str, messages: IO[str] | int = subprocess.PIPE) -> subprocess.Popen[str]:
-        command = self.command("run", "vm", "--plugin", "mix", "--results", str(results), "--json", *options)
+        shared = str(self.directory / "shared")
+        common = ["--plugin", "mix", "--results", str(results), "--share", shared, "--json"]
+        command = self.command("run", "vm", *common, *options)
         pipe = subprocess.PIPE
         return subprocess.Popen(
             command, stdin=pipe, stdout=pipe, stderr=messages, text=True, cwd=self.directory, env=environment()
