@@ -141,7 +141,7 @@ impl KvmMachine {
     /// Its ring cannot be mapped.
     pub fn add_ring(&self, processor: RawFd) -> io::Result<()> {
         let mut rings = self.rings();
-        let ring = Ring::of(processor, rings.entries)?;
+        let ring = Ring::of(processor, rings.entries, 0)?;
         rings.rings.push(ring);
         Ok(())
     }
@@ -200,7 +200,10 @@ impl Kernel for KvmMachine {
         let mut rings = self.rings();
         let Rings { rings, needs_reset, .. } = &mut *rings;
         for ring in rings {
-            let count = ring.read(&mut *each);
+            let count = ring.read(|slot, page| {
+                each(slot, page);
+                true
+            });
             *needs_reset |= count > 0;
         }
         if *needs_reset {

@@ -8,7 +8,7 @@
 use std::io;
 use std::os::fd::RawFd;
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use crate::PAGE;
 use crate::kernel::{CAP_RING, CAP_RING_ACQUIRE, CHECK_EXTENSION, ENABLE_CAP, RawCapability, call};
@@ -31,12 +31,15 @@ const DIRTY: u32 = 1;
 /// The entry was read: with the next reset KVM protects the page again.
 const READ: u32 = 2;
 
+/// No slot has this number: KVM passes over the entry.
+const NO_SLOT: u32 = u32::MAX;
+
 /// `struct kvm_dirty_gfn`.
 #[repr(C)]
 struct RawEntry {
     flags: AtomicU32,
-    slot: u32,
-    page: u64,
+    slot: AtomicU32,
+    page: AtomicU64,
 }
 
 /// Has a machine keep rings of so many entries, a power of two, and no log. To be called before it
@@ -86,14 +89,14 @@ pub struct Ring {
 unsafe impl Send for Ring {}
 
 impl Ring {
-    /// That of a virtual CPU whose machine keeps rings of `length` entries, and whose ring nobody
-    /// has read.
+    /// That of a virtual CPU whose machine keeps rings of `length` entries, and of whose ring
+    /// `read` entries were read in all, modulo 2^32.
     ///
     /// # Errors
     /// `EINVAL`: the length is no power of two. Otherwise those of `mmap`.
-    pub fn of(processor: RawFd, length: u32) -> io::Result<Ring> {
+    pub fn of(processor: RawFd, length: u32, read: u32) -> io::Result<Ring> {
         if !length.is_power_of_two() {
-            return Err(io::ErrorKind::InvalidInput.into());
+            return Err(io::Error::from_raw_os_error(libc::EINVAL));
         }
         let (rights, offset) = (libc::PROT_READ | libc::PROT_WRITE, (PAGE_OFFSET * PAGE) as i64);
         // SAFETY: a new mapping, at an address that the kernel chooses.
@@ -104,24 +107,43 @@ impl Ring {
             return Err(io::Error::last_os_error());
         }
         let entries = NonNull::new(start.cast()).ok_or(io::ErrorKind::OutOfMemory)?;
-        Ok(Ring { entries, length, read: 0 })
+        Ok(Ring { entries, length, read })
+    }
+
+    /// How many entries were read in all, modulo 2^32.
+    pub fn position(&self) -> u32 {
+        self.read
+    }
+
+    fn next(&self) -> &RawEntry {
+        // SAFETY: within the mapping, which lives as long as this; KVM and this process access it atomically.
+        unsafe { self.entries.add((self.read % self.length) as usize).as_ref() }
+    }
+
+    /// Passes over the entries that a reader has read who was killed before it reset them, and
+    /// before it could say how many.
+    pub fn pass_over_read(&mut self) {
+        for _ in 0..self.length {
+            if self.next().flags.load(Ordering::Acquire) & READ == 0 {
+                return;
+            }
+            self.read = self.read.wrapping_add(1);
+        }
     }
 
     /// Reads the new entries: `each` gets the slot, with its address space in the upper half, and
-    /// the page of the slot. Returns how many there were.
-    pub fn read(&mut self, mut each: impl FnMut(u32, u64)) -> u32 {
+    /// the page of the slot, and returns whether the page is to be protected again. Returns how
+    /// many entries there were.
+    pub fn read(&mut self, mut each: impl FnMut(u32, u64) -> bool) -> u32 {
         let before = self.read;
         loop {
-            // SAFETY: within the mapping, which lives as long as this.
-            let entry = unsafe { self.entries.add((self.read % self.length) as usize).as_ptr() };
-            // SAFETY: KVM and this process access the flags atomically.
-            let flags = unsafe { &(*entry).flags };
+            let RawEntry { flags, slot, page } = self.next();
             if flags.load(Ordering::Acquire) & (DIRTY | READ) != DIRTY {
                 return self.read.wrapping_sub(before);
             }
-            // SAFETY: KVM does not write the rest of an entry until it was read and reset.
-            let (slot, page) = unsafe { ((*entry).slot, (*entry).page) };
-            each(slot, page);
+            if !each(slot.load(Ordering::Relaxed), page.load(Ordering::Relaxed)) {
+                slot.store(NO_SLOT, Ordering::Relaxed);
+            }
             flags.store(DIRTY | READ, Ordering::Release);
             self.read = self.read.wrapping_add(1);
         }
