@@ -6,9 +6,9 @@
 //! takes `t = f + sL` to simulate one: `f` until the machine is there and behind its end, `s` for
 //! an instruction. If `t <= Nr`, each interval has a worker when it is recorded, and the whole
 //! takes `(n - 1) r + t`. Otherwise the workers begin one after the other, each `r` behind the one
-//! before, and then take one interval after the other: with `n - 1 = kN + m`, the whole takes `kt
-//! + mr + t`. One long simulation takes `f + sI`. With workers for all, the best length is `√(Ic /
-//! (s - a))`.
+//! before, and then take one interval after the other. With `n - 1 = kN + m`, the whole takes
+//! `kt + mr + t`. One long simulation takes `f + sI`. With workers for all, the best length is
+//! `√(Ic / (s - a))`.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
