@@ -212,6 +212,13 @@ fn calls_on_memory() {
 }
 
 #[test]
+fn messages() {
+    need_machine!();
+    let dir = dir();
+    same(compiled("messages", dir.path(), &[]), &[], dir.path());
+}
+
+#[test]
 fn signals() {
     need_machine!();
     let dir = dir();

@@ -92,6 +92,8 @@ impl Thread {
             libc::SYS_munmap => self.machine.munmap(a, b).map(done),
             libc::SYS_mprotect => self.machine.mprotect(a, b, c).map(done),
             libc::SYS_mremap => self.machine.mremap(arguments).map(done),
+            libc::SYS_shmat => self.machine.shmat(arguments).map(done),
+            libc::SYS_shmdt => self.machine.shmdt(a).map(done),
             libc::SYS_brk => self.machine.brk(a).map(done),
             libc::SYS_readv
             | libc::SYS_writev
@@ -101,6 +103,7 @@ impl Thread {
             | libc::SYS_pwritev2
             | libc::SYS_vmsplice => self.with_buffers(call).map(Outcome::from),
             libc::SYS_sendmsg | libc::SYS_recvmsg => self.with_message(call).map(Outcome::from),
+            libc::SYS_sendmmsg | libc::SYS_recvmmsg => self.with_messages(call).map(Outcome::from),
             libc::SYS_process_vm_readv | libc::SYS_process_vm_writev => self.between_processes(call).map(Outcome::from),
             libc::SYS_close => {
                 files::descriptor(a)?;

@@ -151,6 +151,17 @@ fn sockets(checked: &mut Checked) {
         call!(SYS_recvmsg, fd, &raw mut message, 0)
     });
     send();
+    send();
+    checked.of("recvmmsg", |at| {
+        let buffers = [(at, 300usize), (at.wrapping_add(2 * PAGE_SIZE), 300)];
+        // SAFETY: all fields may be zero.
+        let mut messages: [libc::mmsghdr; 2] = unsafe { std::mem::zeroed() };
+        for (message, buffer) in messages.iter_mut().zip(&buffers) {
+            (message.msg_hdr.msg_iov, message.msg_hdr.msg_iovlen) = (std::ptr::from_ref(buffer).cast_mut().cast(), 1);
+        }
+        call!(SYS_recvmmsg, fd, messages.as_mut_ptr(), 2, 0, 0)
+    });
+    send();
     checked.of("recvmsg's message", |at| {
         let mut bytes = [0u8; 300];
         let buffer = (bytes.as_mut_ptr(), 300usize);

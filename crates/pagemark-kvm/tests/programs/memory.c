@@ -8,8 +8,10 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/shm.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 static sigjmp_buf back;
@@ -76,6 +78,56 @@ int main(int argc, char **argv)
 	SHOW(mmap(0, 0, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0) == MAP_FAILED);
 	SHOW((uintptr_t)mmap(0, 8192, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS | MAP_32BIT, -1, 0) >> 31);
 	SHOW(munmap(p + 1, 4096));
+
+	SHOW(mmap(0, 0, PROT_READ, MAP_PRIVATE, 99, 0) == MAP_FAILED);
+
+	// Memory that can only be executed: a function that returns 42.
+	char *function = mmap(0, 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	memcpy(function, "\xb8\x2a\0\0\0\xc3", 6);
+	SHOW(mprotect(function, 4096, PROT_EXEC));
+	SHOW(((int (*)(void))function)());
+	int code_file = memfd_create("code", 0);
+	SHOW(write(code_file, "\xb8\x2a\0\0\0\xc3", 6));
+	function = mmap(0, 4096, PROT_EXEC, MAP_PRIVATE, code_file, 0);
+	SHOW(((int (*)(void))function)());
+	SHOW(close(code_file));
+
+	// Shared memory of System V.
+	int id = shmget(IPC_PRIVATE, 10000, IPC_CREAT | 0600);
+	char *first = shmat(id, 0, 0), *second = shmat(id, 0, SHM_RDONLY);
+	strcpy(first + 9000, "in common");
+	SHOW(strcmp(second + 9000, "in common"));
+	SHOW(touch(second, 1));
+	SHOW(touch(first + 12287, 1));
+	char *placed = mmap(0, 12288, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	placed[1] = 1;
+	SHOW(shmat(id, placed, 0) == (void *)-1);
+	SHOW(shmat(id, placed + 1, SHM_REMAP) == (void *)-1);
+	SHOW(shmat(id, 0, SHM_REMAP) == (void *)-1);
+	SHOW(shmat(id, placed + 1, SHM_REMAP | SHM_RND) == placed);
+	SHOW(placed[1]);
+	SHOW(strcmp(placed + 9000, "in common"));
+	if (!fork()) {
+		first[5] = 55;
+		_exit(0);
+	}
+	wait(0);
+	SHOW(placed[5]);
+	SHOW(shmdt(second));
+	SHOW(touch(second, 0));
+	SHOW(shmdt(second));
+	SHOW(shmdt(first + 4096));
+	char *elsewhere = mremap(placed, 12288, 12288, MREMAP_MAYMOVE | MREMAP_FIXED, p + (13 << 20));
+	SHOW(elsewhere[5]);
+	SHOW(shmdt(placed));
+	SHOW(shmdt(elsewhere));
+	SHOW(touch(elsewhere, 0));
+	SHOW(shmctl(id, IPC_RMID, 0));
+	SHOW(first[5]);
+	SHOW(shmdt(first));
+	SHOW(touch(first, 0));
+	SHOW(shmat(id, 0, 0) == (void *)-1);
+	SHOW(shmat(-1, 0, 0) == (void *)-1);
 
 	// A file: a shared mapping and the end of the file.
 	char name[] = "/tmp/pagemark-kvm-XXXXXX";

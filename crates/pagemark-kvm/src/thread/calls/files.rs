@@ -69,20 +69,9 @@ impl Thread {
     pub(super) fn with_message(&self, mut call: Call) -> Result<i64, Refusal> {
         let [fd, message, ..] = call.arguments;
         descriptor(fd)?;
-        // name, its length, buffers, their number, control data, its length, flags.
-        let mut words = program_memory::read_words(message, 7)?;
-        if is_monitor(words[0]) || is_monitor(words[4]) {
-            return Err(libc::EFAULT.into());
-        }
-        if words[3] > MOST_BUFFERS {
-            return Err(libc::EMSGSIZE.into());
-        }
-        let buffers = buffers(words[2], words[3])?;
+        let (mut words, buffers) = message_at(message)?;
         let receives = call.number == libc::SYS_recvmsg as u64;
-        let writes = match receives {
-            true => written(Writes::NONE.and_structure(words[0]).and(words[4], words[5]), &buffers),
-            false => Writes::NONE,
-        };
+        let writes = if receives { received(Writes::NONE, &words, &buffers) } else { Writes::NONE };
         let list = words[2];
         words[2] = buffers.as_ptr() as u64;
         call.arguments[1] = words.as_mut_ptr() as u64;
@@ -93,6 +82,70 @@ impl Thread {
         }
         Ok(result)
     }
+
+    /// `sendmmsg` and `recvmmsg`: a list of messages, each with the number of its bytes behind it.
+    pub(super) fn with_messages(&self, mut call: Call) -> Result<i64, Refusal> {
+        let [fd, list, count, _, timeout, _] = call.arguments;
+        descriptor(fd)?;
+        let receives = call.number == libc::SYS_recvmmsg as u64;
+        if receives && is_monitor(timeout) {
+            return Err(libc::EFAULT.into());
+        }
+        let mut writes = if receives { Writes::NONE.and_structure(timeout) } else { Writes::NONE };
+        let (mut messages, mut lists) = (Vec::new(), Vec::new());
+        for index in 0..u64::from(count as u32).min(MOST_BUFFERS) {
+            let at = list.wrapping_add(index * MESSAGE_BYTES);
+            match message_at(at) {
+                Ok((words, buffers)) => {
+                    if receives {
+                        writes = received(writes, &words, &buffers);
+                    }
+                    lists.push((at, words[2], buffers));
+                    messages.extend(words);
+                    messages.push(0);
+                }
+                Err(refusal) if index == 0 => return Err(refusal),
+                // Those before it are sent, or received.
+                Err(_) => break,
+            }
+        }
+        for (message, (_, _, buffers)) in messages.chunks_exact_mut(MESSAGE_BYTES as usize / 8).zip(&lists) {
+            message[2] = buffers.as_ptr() as u64;
+        }
+        (call.arguments[1], call.arguments[2]) = (messages.as_mut_ptr() as u64, lists.len() as u64);
+        let result = self.interruptible(&call, writes);
+        let done = messages.chunks_exact_mut(MESSAGE_BYTES as usize / 8).zip(&lists).take(result.max(0) as usize);
+        for (message, (at, buffers, _)) in done {
+            if receives {
+                message[2] = *buffers;
+                self.write_words(*at, &message[..7])?;
+            }
+            self.write(at + 56, &(message[7] as u32).to_le_bytes())?;
+        }
+        Ok(result)
+    }
+}
+
+/// Bytes of `struct mmsghdr`.
+const MESSAGE_BYTES: u64 = 64;
+
+/// The `struct msghdr` at `address` (name, its length, buffers, their number, control data, its
+/// length, flags), and its buffers, with all addresses checked.
+fn message_at(address: u64) -> Result<(Vec<u64>, Vec<u64>), Refusal> {
+    let words = program_memory::read_words(address, 7)?;
+    if is_monitor(words[0]) || is_monitor(words[4]) {
+        return Err(libc::EFAULT.into());
+    }
+    if words[3] > MOST_BUFFERS {
+        return Err(libc::EMSGSIZE.into());
+    }
+    let buffers = buffers(words[2], words[3])?;
+    Ok((words, buffers))
+}
+
+/// These writes, and those of a message that is received.
+fn received(writes: Writes, words: &[u64], buffers: &[u64]) -> Writes {
+    written(writes.and_structure(words[0]).and(words[4], words[5]), buffers)
 }
 
 /// These writes, and those to a list of buffers.

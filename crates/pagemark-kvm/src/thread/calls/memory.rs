@@ -17,6 +17,25 @@ fn is_page(address: u64) -> bool {
     address.is_multiple_of(PAGE)
 }
 
+/// The protection that the host's mapping has. The processor reads what it may execute, as there are
+/// no protection keys in the machine. The kernel would keep KVM from that by one of its own.
+fn on_host(protection: u64) -> u64 {
+    if protection & 7 == libc::PROT_EXEC as u64 { protection | libc::PROT_READ as u64 } else { protection }
+}
+
+/// Bytes of a segment of shared memory, in whole pages.
+fn bytes_of_segment(id: u64) -> std::result::Result<u64, i32> {
+    let mut about = std::mem::MaybeUninit::<libc::shmid_ds>::uninit();
+    // SAFETY: fills the value if it succeeds.
+    let bytes = unsafe {
+        if libc::shmctl(id as i32, libc::IPC_STAT, about.as_mut_ptr()) < 0 {
+            return Err(std::io::Error::last_os_error().raw_os_error().unwrap_or(libc::EINVAL));
+        }
+        about.assume_init().shm_segsz as u64
+    };
+    page_ceil(bytes).filter(|bytes| *bytes > 0).ok_or(libc::EINVAL)
+}
+
 /// Makes a call on memory of the program.
 fn host(number: i64, arguments: [u64; 6]) -> std::result::Result<i64, i32> {
     // SAFETY: the callers pass ranges of the program's addresses only, where no value of the
@@ -40,7 +59,10 @@ impl Machine {
             return Err(libc::EBADF.into());
         }
         if len == 0 {
-            return Err(libc::EINVAL.into());
+            // Linux looks for the file first.
+            // SAFETY: only asks.
+            let is_open = has(libc::MAP_ANONYMOUS) || unsafe { libc::fcntl(fd as i32, libc::F_GETFD) } >= 0;
+            return Err(if is_open { libc::EINVAL } else { libc::EBADF }.into());
         }
         let huge = match (has(libc::MAP_HUGETLB), flags >> libc::MAP_HUGE_SHIFT & 63) {
             (false, _) => PAGE,
@@ -48,6 +70,7 @@ impl Machine {
             (true, log) => 1u64.checked_shl(log as u32).filter(|size| *size <= 1 << 30).ok_or(libc::EINVAL)?,
         };
         let len = len.checked_next_multiple_of(huge).filter(|len| *len <= PROGRAM_END).ok_or(libc::ENOMEM)?;
+        let protection = on_host(protection);
         let mut space = self.space();
         let is_fixed = has(libc::MAP_FIXED) || has(libc::MAP_FIXED_NOREPLACE);
         let start = if is_fixed {
@@ -143,6 +166,7 @@ impl Machine {
             protection &= !(libc::PROT_GROWSDOWN as u64);
             start = space.mappings.find(start).ok_or(libc::ENOMEM)?.start;
         }
+        let protection = on_host(protection);
         self.clear(&mut space, start, end);
         match host(libc::SYS_mprotect, [start, end - start, protection, 0, 0, 0]) {
             Ok(result) => {
@@ -220,6 +244,52 @@ impl Machine {
                 Err(error.into())
             }
         }
+    }
+
+    /// `shmat`.
+    pub fn shmat(&self, [id, hint, flags, ..]: [u64; 6]) -> Result {
+        let has = |flag: i32| flags & flag as u64 != 0;
+        let len = bytes_of_segment(id)?;
+        let hint = if has(libc::SHM_RND) { page_floor(hint) } else { hint };
+        if !is_page(hint) || hint == 0 && has(libc::SHM_REMAP) || hint != 0 && !is_program(hint, len) {
+            return Err(libc::EINVAL.into());
+        }
+        let may_write = if has(libc::SHM_RDONLY) { 0 } else { libc::PROT_WRITE };
+        let may_execute = if has(libc::SHM_EXEC) { libc::PROT_EXEC } else { 0 };
+        let protection = Protection::new((libc::PROT_READ | may_write | may_execute) as u64);
+        let mut space = self.space();
+        // Where the kernel has a mapping that was not known, there is another place.
+        for is_last in [false, true] {
+            let start = if hint != 0 { hint } else { space.mappings.place_aligned(len, PAGE).ok_or(libc::ENOMEM)? };
+            if !space.mappings.is_free(start, start + len) && !has(libc::SHM_REMAP) {
+                return Err(libc::EINVAL.into());
+            }
+            self.clear(&mut space, start, start + len);
+            match host(libc::SYS_shmat, [id, start, flags, 0, 0, 0]) {
+                Ok(at) => {
+                    space.mappings.insert(start, start + len, protection);
+                    return Ok(at);
+                }
+                Err(error) => {
+                    self.reload_or_fail(&mut space)?;
+                    if is_last || error != libc::EINVAL || hint != 0 {
+                        return Err(error.into());
+                    }
+                }
+            }
+        }
+        Err(libc::EINVAL.into())
+    }
+
+    /// `shmdt`.
+    pub fn shmdt(&self, start: u64) -> Result {
+        let mut space = self.space();
+        let Some(mapping) = space.mappings.find(start) else { return Err(libc::EINVAL.into()) };
+        // The kernel knows how long it is. Other entries are made again.
+        self.clear_entries(&mut space, start, mapping.end);
+        let result = host(libc::SYS_shmdt, [start, 0, 0, 0, 0, 0])?;
+        self.reload_or_fail(&mut space)?;
+        Ok(result)
     }
 
     /// `brk`: the end of the heap, which is changed to `end` if that is possible.
