@@ -11,6 +11,7 @@
 #include <sys/time.h>
 #include <time.h>
 #include <ucontext.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #define SHOW(what) printf("%d: %s = %ld (%d)\n", __LINE__, #what, (long)(what), errno), errno = 0
@@ -120,6 +121,7 @@ int main(void)
 	raise(SIGUSR1);
 	sigaction(SIGUSR1, 0, &action);
 	SHOW(action.sa_handler == SIG_DFL);
+	SHOW(action.sa_flags & ~0x04000000);
 
 	// Interrupted and restarted calls.
 	int ends[2];
@@ -178,6 +180,19 @@ int main(void)
 		if (!sigsetjmp(back, 1))
 			*(volatile int *)8 = 1;
 	SHOW(1);
+	// There is no room for the frame: another signal takes its place.
+	static char closed[65536] __attribute__((aligned(4096)));
+	stack_t without = {.ss_sp = closed, .ss_size = sizeof closed};
+	SHOW(sigaltstack(&without, &old));
+	SHOW(mprotect(closed, sizeof closed, PROT_READ));
+	install(SIGSEGV, simple, 0);
+	install(SIGUSR1, inform, SA_SIGINFO | SA_ONSTACK);
+	count = 0;
+	SHOW(raise(SIGUSR1));
+	SHOW(count * 100 + last);
+	SHOW(mprotect(closed, sizeof closed, PROT_READ | PROT_WRITE));
+	SHOW(sigaltstack(&old, 0));
+
 	// Ignored signals, and one that is waited for.
 	signal(SIGUSR1, SIG_IGN);
 	SHOW(raise(SIGUSR1));

@@ -244,13 +244,19 @@ impl Thread {
     }
 
     /// Puts a frame on the program's stack, so that it goes on in its handler. Returns the mask
-    /// with which it goes on. If there is no room for the frame, the program ends by `SIGSEGV`.
+    /// with which it goes on. If there is no room for the frame, the program gets `SIGSEGV`, or ends
+    /// by it.
     fn enter_handler(&mut self, number: u32, action: &Action, info: &[u8; INFO_BYTES], mask: u64) -> u64 {
-        if self.push_frame(number, action, info, mask).is_err() {
-            signals::die(libc::SIGSEGV as u32, &fault_info(libc::SIGSEGV as u32, libc::SI_KERNEL, 0));
-        }
         if action.flags & libc::SA_RESETHAND as u64 != 0 {
-            let _ = self.process.set_action(number, Some(Action::default()));
+            let _ = self.process.set_action(number, Some(Action { handler: 0, ..*action }));
+        }
+        if self.push_frame(number, action, info, mask).is_err() {
+            let fault = libc::SIGSEGV as u32;
+            let (info, action) = (fault_info(fault, libc::SI_KERNEL, 0), self.process.action(fault));
+            if number == fault || action.handler <= 1 || mask & bit(fault) != 0 {
+                signals::die(fault, &info);
+            }
+            return self.enter_handler(fault, &action, &info, mask);
         }
         let own = if action.flags & libc::SA_NODEFER as u64 != 0 { 0 } else { bit(number) };
         mask | action.mask | own
