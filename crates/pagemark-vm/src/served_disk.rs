@@ -5,10 +5,10 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{self, Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use pagemark::{ByteCount, ContentId, PAGE_SIZE, PageNumber, PageTree, Store};
-use tempfile::TempDir;
 
 use crate::drive::{DiskImage, names_file, with_served_file};
 use crate::error::{Error, ErrorKind, Object, Result};
@@ -51,8 +51,8 @@ type Page = [u8; PAGE_SIZE];
 pub(crate) struct ServedDisk {
     label: String,
     root: ContentId,
-    /// With the socket.
-    directory: TempDir,
+    /// Where QEMU connects to.
+    socket: PathBuf,
     content: Arc<Mutex<Content>>,
 }
 
@@ -71,7 +71,8 @@ impl ServedDisk {
     pub(crate) fn start(disk: &SavedDisk<'_>, store: impl Store + Send + 'static) -> Result<ServedDisk> {
         let failed = || Error::system("make a socket for a disk");
         let directory = tempfile::Builder::new().prefix("pagemark-disk-").tempdir().map_err(failed())?;
-        let listener = UnixListener::bind(directory.path().join(EXPORT)).map_err(failed())?;
+        let socket = directory.path().join(EXPORT);
+        let listener = UnixListener::bind(&socket).map_err(failed())?;
         let tree = PageTree::load(disk.root, &store)?;
         let written = BTreeMap::new();
         let content = Content { bytes: disk.bytes, tree, store: Box::new(store), written, failure: None };
@@ -81,15 +82,17 @@ impl ServedDisk {
             // QEMU connects once. Where it breaks the connection, it has ended.
             if let Ok((stream, _)) = listener.accept() {
                 drop(listener);
+                // Where this process is killed, no file stays.
+                drop(directory);
                 let _ = serve(&stream, &served);
             }
         });
-        Ok(ServedDisk { label: disk.image.label.clone(), root: disk.root, directory, content })
+        Ok(ServedDisk { label: disk.image.label.clone(), root: disk.root, socket, content })
     }
 
     /// Has the arguments of QEMU name this disk in place of its image.
     pub(crate) fn replace_in(&self, arguments: &mut [String], old: &DiskImage) -> Result<()> {
-        let address = format!("nbd:unix:{}:exportname={EXPORT}", self.directory.path().join(EXPORT).display());
+        let address = format!("nbd:unix:{}:exportname={EXPORT}", self.socket.display());
         let mut is_named = false;
         for argument in arguments.iter_mut().filter(|argument| names_file(argument, &old.file)) {
             *argument = with_served_file(argument, &old.file, &address).ok_or_else(|| {
@@ -163,7 +166,7 @@ impl ServedDisk {
 impl Drop for ServedDisk {
     fn drop(&mut self) {
         // A server that no QEMU has connected to would wait for ever.
-        let _ = UnixStream::connect(self.directory.path().join(EXPORT));
+        let _ = UnixStream::connect(&self.socket);
     }
 }
 
@@ -391,6 +394,31 @@ mod tests {
             // It does not wait for more, and does not panic.
             let _ = serve(&ours, &content);
         }
+    }
+
+    #[test]
+    fn nothing_stays_of_a_server() {
+        let image = DiskImage { label: "virtio0".into(), file: "a".into(), format: crate::drive::ImageFormat::Raw };
+        let disk = SavedDisk { image: &image, root: ContentId::ZERO, pages: 0, bytes: ByteCount::new(512) };
+        let start = || ServedDisk::start(&disk, MemoryStore::new()).unwrap();
+        let gone = |directory: PathBuf| pagemark_testing::wait_until("it is removed", || !directory.exists());
+        // One that QEMU has connected to, and one that it never has.
+        let (used, unused) = (start(), start());
+        let directories = [&used, &unused].map(|disk| disk.socket.parent().unwrap().to_owned());
+        assert!(directories.iter().all(|directory| directory.exists()));
+        let mut client = UnixStream::connect(&used.socket).unwrap();
+        let mut greeting = [0; 8];
+        client.read_exact(&mut greeting).unwrap();
+        assert_eq!(&greeting, b"NBDMAGIC");
+        let [of_used, of_unused] = directories;
+        gone(of_used);
+        drop(unused);
+        gone(of_unused);
+        let mut arguments = vec!["-drive".to_owned(), "file=a,format=raw,if=virtio".to_owned()];
+        used.replace_in(&mut arguments, &image).unwrap();
+        assert!(arguments[1].starts_with("file=nbd:unix:/"), "{arguments:?}");
+        let error = used.replace_in(&mut ["-hda".to_owned(), "a".to_owned()], &image).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Unsupported);
     }
 
     #[test]
