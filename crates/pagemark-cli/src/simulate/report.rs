@@ -22,7 +22,7 @@ use crate::repository::RepositoryOptions;
 use crate::simulate::kept::ResultsDirectory;
 use crate::simulate::list::{ListedInterval, intervals};
 use crate::simulate::merge::{kept_intervals, taken_us};
-use crate::simulate::model::{Measured, Model, Point};
+use crate::simulate::model::{Long, Measured, Model, Point};
 use crate::simulate::observer::ObserverOptions;
 
 /// The numbers of workers for which the time is predicted.
@@ -200,8 +200,8 @@ impl Report {
             Prediction { workers, time_us, speedup: ratio(sum_us, time_us) }
         });
         let taken = record.intervals.iter().map(|ran| (ran.from, ran.taken_us())).collect();
-        let long_rate = long.map(|long| long.run_us as f64 / long.instructions.max(1) as f64);
-        let model = Model::new(&measured(&record, listed), long_rate, model_us);
+        let long_run = long.map(|long| Long { instructions: long.instructions, run_us: long.run_us });
+        let model = Model::new(&measured(&record, listed), long_run, model_us);
         Report {
             intervals: listed.len(),
             simulated: tasks.len(),
@@ -273,11 +273,13 @@ impl Report {
                 text::micros(model.long_us)
             ),
             format!(
-                "for a million instructions: recording {}, simulation {}; for an interval: checkpoint {}, worker {}",
+                "for a million instructions: recording {}, simulation {}; for an interval: checkpoint {}, worker {}, \
+                 translation {}",
                 each(costs.recorded_us),
                 each(costs.simulated_us),
                 text::micros(costs.checkpoint_us as u64),
-                text::micros(costs.fixed_us as u64)
+                text::micros(costs.fixed_us as u64),
+                text::micros(costs.translation_us as u64)
             ),
             format!("no number of workers is faster than the recording: a speedup of {:.1}", model.limit),
         ];
@@ -506,7 +508,7 @@ mod tests {
         assert_eq!(report.with_recording_us, 550, "the second interval begins behind the first's 50");
         let costs = &report.model.as_ref().unwrap().costs;
         assert_eq!((costs.recorded_us, costs.checkpoint_us, costs.fixed_us), (6.0, 8.0, 20.0));
-        assert_eq!(costs.simulated_us, 940.0 / 21.0);
+        assert_eq!(costs.simulated_us, 940.0 / 21.0, "the long simulation was slower");
         let page = report.page(record.started_unix_us);
         assert!(page.contains("model of a run of") && page.contains("by events"), "{page}");
         assert!(page.contains("speedup 3.00") && page.contains("&lt;node&gt;") && !page.contains("<node>"));
