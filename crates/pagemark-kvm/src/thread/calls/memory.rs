@@ -17,8 +17,8 @@ fn is_page(address: u64) -> bool {
     address.is_multiple_of(PAGE)
 }
 
-/// The protection that the host's mapping has. The processor reads what it may execute, as there are
-/// no protection keys in the machine. The kernel would keep KVM from that by one of its own.
+/// The protection that the host's mapping has. The processor reads what it may execute, as there
+/// are no protection keys in the machine. The kernel would keep KVM from that by one of its own.
 fn on_host(protection: u64) -> u64 {
     if protection & 7 == libc::PROT_EXEC as u64 { protection | libc::PROT_READ as u64 } else { protection }
 }

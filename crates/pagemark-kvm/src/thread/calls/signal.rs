@@ -244,8 +244,8 @@ impl Thread {
     }
 
     /// Puts a frame on the program's stack, so that it goes on in its handler. Returns the mask
-    /// with which it goes on. If there is no room for the frame, the program gets `SIGSEGV`, or ends
-    /// by it.
+    /// with which it goes on. If there is no room for the frame, the program gets `SIGSEGV`, or
+    /// ends by it.
     fn enter_handler(&mut self, number: u32, action: &Action, info: &[u8; INFO_BYTES], mask: u64) -> u64 {
         if action.flags & libc::SA_RESETHAND as u64 != 0 {
             let _ = self.process.set_action(number, Some(Action { handler: 0, ..*action }));
