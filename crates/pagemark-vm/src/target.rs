@@ -150,9 +150,9 @@ impl VmTarget {
         if holding.is_some() {
             machine.check_keeps_memory(OTHER_STRATEGY)?;
         }
-        let watch = holding.map(|activation| WriteWatch::start(machine.pid, activation)).transpose()?;
         let by_hypervisor = mechanism.is_of_hypervisor();
         let mut log = if by_hypervisor { Some(connect_to_log(&mut machine, mechanism)?) } else { None };
+        let watch = holding.map(|activation| WriteWatch::start(machine.pid, activation)).transpose()?;
         let of_space = match mechanism {
             _ if watch.is_some() => Mechanism::Full,
             _ if by_hypervisor => outside(mechanism)?,
