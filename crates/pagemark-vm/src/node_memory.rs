@@ -86,7 +86,7 @@ impl NodeMemory {
                 return Ok(Some(Base { file: base, changed }));
             }
         }
-        self.remove_unused(&kind).map_err(failed)?;
+        self.remove_unused().map_err(failed)?;
         let file = self.write(&kind, space, bytes, store)?;
         Ok(Some(Base { file, changed: Vec::new() }))
     }
@@ -106,14 +106,15 @@ impl NodeMemory {
         Ok(found.into_iter().map(|(_, root, path)| (root, path)).collect())
     }
 
-    /// Removes files of this kind: what is left of those that were not completed, and those that
-    /// nobody has used for long. A QEMU that has one mapped keeps it.
-    fn remove_unused(&self, kind: &str) -> io::Result<()> {
+    /// Removes files that were not completed, and those that nobody has used for long. A QEMU that
+    /// has one mapped keeps it. What is not a file of a base stays: the directory may be any.
+    fn remove_unused(&self) -> io::Result<()> {
         for entry in fs::read_dir(&self.directory)? {
             let entry = entry?;
             let unused = entry.metadata()?.modified()?.elapsed().is_ok_and(|age| age > UNUSED_LIMIT);
-            let is_partial = entry.file_name().as_encoded_bytes().ends_with(PARTIAL.as_bytes());
-            if is_partial || unused && root_of(&entry.file_name(), kind).is_some() {
+            let name = entry.file_name().to_string_lossy().into_owned();
+            let (name, is_partial) = name.strip_suffix(PARTIAL).map_or((&*name, false), |name| (name, true));
+            if (is_partial || unused) && is_of_base(name) {
                 fs::remove_file(entry.path())?;
             }
         }
@@ -156,6 +157,13 @@ fn differing(from: ContentId, to: ContentId, store: &dyn Store) -> Result<Vec<(P
 /// The root in the name of a file of this kind.
 fn root_of(file: &OsStr, kind: &str) -> Option<ContentId> {
     ContentId::from_hex(file.to_str()?.strip_prefix(kind)?.strip_prefix('-')?)
+}
+
+/// True for the name of a file of any base: a length, a block, and a root.
+fn is_of_base(name: &str) -> bool {
+    let parts: Vec<&str> = name.split('-').collect();
+    let is_length = |text: &str| text.len() == 16 && u64::from_str_radix(text, 16).is_ok();
+    matches!(parts[..], [length, _, root] if is_length(length) && ContentId::from_hex(root).is_some())
 }
 
 /// The name of a block as part of the name of a file.
@@ -225,10 +233,15 @@ mod tests {
         let files = || memory.files(&format!("{:016x}-pc_ram", BYTES.get())).unwrap();
         let old = SystemTime::now() - UNUSED_LIMIT * 2;
         File::options().append(true).open(&files()[0].1).unwrap().set_modified(old).unwrap();
-        fs::write(directory.path().join("x.partial"), "").unwrap();
+        let partial = PathBuf::from(format!("{}{PARTIAL}", files()[0].1.display()));
+        let others = ["x.partial", "notes", "0000000000100000-pc_ram"].map(|name| directory.path().join(name));
+        for path in others.iter().chain([&partial]) {
+            fs::write(path, "").unwrap();
+            File::options().append(true).open(path).unwrap().set_modified(old).unwrap();
+        }
         memory.base(&block(&mut store, 255), BYTES, &store).unwrap();
         assert_eq!(files().len(), 1);
-        assert!(!directory.path().join("x.partial").exists());
+        assert!(!partial.exists() && others.iter().all(|other| other.exists()), "what is not ours stays");
     }
 
     #[test]
