@@ -15,7 +15,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import secrets
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -48,7 +50,7 @@ exec "$@" >"$LOG" 2>&1
 """
 
 
-def wait_for(event: str, condition: Callable[[], object], seconds: float = 120) -> None:
+def wait_for(event: str, condition: Callable[[], object], seconds: float = 300) -> None:
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:
@@ -69,7 +71,8 @@ class Node:
         ray = [PYTHON, "-m", "ray.scripts.scripts", "start", *kind, *size, "--block"]
         spaces = ["--net", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
         command = ["unshare", *spaces, "sh", "-c", NODE, "sh", self.name, self.address, *ray]
-        environment = {**os.environ, "LOG": str(directory / f"{self.name}.log")}
+        self.log = directory / f"{self.name}.log"
+        environment = {**os.environ, "LOG": str(self.log)}
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, text=True)
         own = os.readlink("/proc/self/ns/net")
         wait_for("a namespace", lambda: os.readlink(f"/proc/{self.process.pid}/ns/net") != own)
@@ -96,6 +99,11 @@ class Node:
             except OSError:
                 continue
         return False
+
+    def check(self) -> None:
+        """Fails if the node has ended."""
+        if self.process.poll() is not None:
+            sys.exit(f"simulate-nodes: {self.name} has ended: {self.log.read_text()[-2000:]}")
 
     def kill(self) -> None:
         """Ends all processes of the node at once."""
@@ -131,7 +139,12 @@ def simulate(program: str, nodes: int, intervals: int, every: str) -> None:
         address = f"{head.address}:{PORT}"
         # It answers only when all nodes are there.
         count = f"import ray; ray.init('{address}', log_to_driver=False); print(len(ray.nodes()))"
-        wait_for("all nodes", lambda: ray_says(head, count) == str(nodes))
+        def is_complete() -> bool:
+            for node in started:
+                node.check()
+            return ray_says(head, count) == str(nodes)
+
+        wait_for("all nodes", is_complete)
 
         results = directory / "results"
         simulation = ["run", "vm", "--ray", address, "--results", str(results), "--share", "/tmp/pagemark-shared"]
@@ -182,8 +195,11 @@ def main() -> None:
     options = parser.parse_args()
     if options.nodes < 2:
         parser.error("one node is killed, so there must be two at least")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     if INSIDE not in os.environ:
-        os.environ[INSIDE] = "1"
+        # A token of its own, and not the user's.
+        token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_USAGE_STATS_ENABLED": "0"}
+        os.environ.update({INSIDE: "1", **token})
         os.execvp("unshare", ["unshare", "--net", sys.executable, *sys.argv])
     simulate(os.path.abspath(options.program), options.nodes, options.intervals, options.every)
 
