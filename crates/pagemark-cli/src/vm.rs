@@ -129,7 +129,7 @@ impl Checkpoint {
 pub fn attach(tracking: &TrackingOptions, monitor: &std::path::Path) -> Result<VmTarget, Failure> {
     let failed = |error| Failure::of(format!("cannot attach to the machine of {}", monitor.display()), error);
     let target = match tracking.activation() {
-        Some(activation) => VmTarget::attach_to_hold(monitor, tracking.mechanism(Scope::Machine), activation),
+        Some(activation) => VmTarget::attach_to_hold(monitor, activation),
         None => VmTarget::attach(monitor, tracking.mechanism(Scope::Machine)),
     };
     target.map_err(failed)

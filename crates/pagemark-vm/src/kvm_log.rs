@@ -1,5 +1,4 @@
-//! KVM's log of the pages that the machine writes: the mechanism `kvm-log` for machines, and
-//! `kvm-ring`, with which KVM keeps rings and the library makes the log of them.
+//! KVM's log of the pages that the machine writes: the mechanism `kvm-log` for machines.
 //!
 //! KVM allows the calls on a machine to QEMU alone. A library that is preloaded into QEMU
 //! (`pagemark-kvm-preload`) makes them, and shares the log with QEMU. This is the other end of its
@@ -9,7 +8,7 @@
 //! for its devices goes through QEMU's own page table, and is found there: [`outside`] names the
 //! mechanism. A page is written if either has it.
 
-use std::ffi::{OsStr, OsString};
+use std::ffi::OsStr;
 use std::io;
 use std::net::Shutdown;
 use std::os::unix::ffi::OsStrExt;
@@ -23,7 +22,7 @@ use pagemark::track::{self, Scope};
 use pagemark::{Address, ByteCount, Mechanism, RangeSet};
 use pagemark_kvm_log::kernel::{self, Keeping, Lack};
 use pagemark_kvm_log::machine::{Refusal, Written};
-use pagemark_kvm_log::protocol::{RINGS, Request, SOCKET, Status, receive_greeting, receive_reply};
+use pagemark_kvm_log::protocol::{Request, SOCKET, Status, receive_greeting, receive_reply};
 
 use crate::error::{Error, ErrorKind, Object, Result};
 
@@ -42,18 +41,14 @@ const REACH: &str = "reach the library for KVM's log in";
 /// also to a page that the machine writes all the time, and cost nothing where nothing is written.
 const OUTSIDE: [Mechanism; 2] = [Mechanism::Ldt, Mechanism::PagemapScan];
 
-/// There if a machine's kernel is interpreted, and KVM enters each of its writes into a ring, also
-/// where the ring has no room left.
-const INTERPRETER: &str = "/sys/module/kvm_pvm";
-
 /// The mechanism by which QEMU's own writes are found.
 ///
 /// # Errors
 /// `ErrorKind::Unavailable`: none of them works on this host.
-pub(crate) fn outside(mechanism: Mechanism) -> Result<Mechanism, pagemark::Error> {
+pub(crate) fn outside() -> Result<Mechanism, pagemark::Error> {
     OUTSIDE.into_iter().find(|&mechanism| track::check(mechanism, Scope::Process).is_ok()).ok_or_else(|| {
         let reason = "what QEMU's devices write is found by pagemap-scan, which needs Linux 6.7";
-        pagemark::Error::unavailable(mechanism, reason)
+        pagemark::Error::unavailable(Mechanism::KvmLog, reason)
     })
 }
 
@@ -62,51 +57,20 @@ pub(crate) fn outside(mechanism: Mechanism) -> Result<Mechanism, pagemark::Error
 /// # Errors
 /// `ErrorKind::Unavailable` says what is missing, and what would enable it.
 pub fn check_kvm_log() -> Result<(), pagemark::Error> {
-    check_hypervisor(Mechanism::KvmLog)
-}
-
-/// Checks that a mechanism [of the hypervisor](Mechanism::is_of_hypervisor) works for machines that
-/// this host runs.
-///
-/// # Errors
-/// `ErrorKind::Unavailable` says what is missing, and what would enable it.
-pub fn check_hypervisor(mechanism: Mechanism) -> Result<(), pagemark::Error> {
-    let unavailable = |reason: String| pagemark::Error::unavailable(mechanism, reason);
-    if !mechanism.is_of_hypervisor() {
-        return Err(unavailable("the hypervisor has no part in it".to_owned()));
-    }
-    check_host(mechanism)?;
-    let keeping = if keeps_rings(mechanism) { Keeping::Rings } else { Keeping::Log };
-    kernel::check(keeping).map_err(|lack| {
+    let unavailable = |reason: String| pagemark::Error::unavailable(Mechanism::KvmLog, reason);
+    kernel::check(Keeping::Log).map_err(|lack| {
         unavailable(match lack {
             Lack::Device(error) if error.kind() == io::ErrorKind::NotFound => {
                 "there is no /dev/kvm: load the module kvm_intel or kvm_amd".to_owned()
             }
             Lack::Device(error) => format!("/dev/kvm: {error}; add the user to the group that owns it"),
             Lack::Machine(error) => format!("KVM makes no machine: {error}"),
-            Lack::Log => "KVM has no log with manual protection, which Linux has since 5.0".to_owned(),
             Lack::Rings => "KVM has no dirty rings, which Linux has since 5.11".to_owned(),
+            Lack::Log => "KVM has no log with manual protection, which Linux has since 5.0".to_owned(),
         })
     })?;
     crate::preloaded::library().map_err(|error| unavailable(error.to_string()))?;
-    outside(mechanism).map(drop)
-}
-
-/// True if KVM is to keep rings in place of the log.
-fn keeps_rings(mechanism: Mechanism) -> bool {
-    mechanism == Mechanism::KvmRing
-}
-
-/// Checks that this host's KVM loses nothing of what it is to keep.
-///
-/// # Errors
-/// `ErrorKind::Unavailable` names what loses it.
-pub(crate) fn check_host(mechanism: Mechanism) -> Result<(), pagemark::Error> {
-    if keeps_rings(mechanism) && Path::new(INTERPRETER).exists() {
-        let reason = "the module kvm_pvm loses entries of rings, which only KVM with hardware virtualization keeps";
-        return Err(pagemark::Error::unavailable(mechanism, reason));
-    }
-    Ok(())
+    outside().map(drop)
 }
 
 /// KVM's log of one machine. Dropped, it is not read any longer.
@@ -123,18 +87,8 @@ impl KvmLog {
     ///
     /// # Errors
     /// [`ErrorKind::KvmLog`]; QEMU is unchanged.
-    pub(crate) fn connect(pid: i32, mechanism: Mechanism) -> Result<KvmLog> {
-        let path = variable(pid, SOCKET)?.map(PathBuf::from).ok_or_else(|| {
-            let reason = "was started without the library that reads KVM's log";
-            Error::about(ErrorKind::KvmLog, Object::Process(pid), reason).help(OTHER)
-        })?;
-        let has_rings = variable(pid, RINGS)?.is_some();
-        if has_rings != keeps_rings(mechanism) {
-            let (kept, other) = if has_rings { ("rings", "kvm-ring") } else { ("a log", "kvm-log") };
-            let reason = format!("has a machine for which KVM keeps {kept}, which excludes {mechanism}");
-            let error = Error::about(ErrorKind::KvmLog, Object::Process(pid), reason);
-            return Err(error.help(format!("use --mechanism {other}")));
-        }
+    pub(crate) fn connect(pid: i32) -> Result<KvmLog> {
+        let path = socket_of(pid)?;
         let stream = UnixStream::connect(&path).map_err(|error| {
             let help = "the library is in a QEMU that is linked dynamically, has no more rights than its user, and has \
                         made a machine with -accel kvm";
@@ -221,12 +175,15 @@ fn of(operation: &'static str, pid: i32) -> impl FnOnce(io::Error) -> Error {
     move |error| Error::of(ErrorKind::KvmLog, operation, Object::Process(pid), error)
 }
 
-/// A variable of QEMU's environment.
-fn variable(pid: i32, name: &str) -> Result<Option<OsString>> {
+/// The socket that QEMU's environment names.
+fn socket_of(pid: i32) -> Result<PathBuf> {
     let environment = std::fs::read(proc::path(pid, "environ")).map_err(of("read the environment of", pid))?;
-    let prefix = format!("{name}=");
+    let prefix = format!("{SOCKET}=");
     let value = environment.split(|&byte| byte == 0).find_map(|variable| variable.strip_prefix(prefix.as_bytes()));
-    Ok(value.map(|value| OsStr::from_bytes(value).to_owned()))
+    value.map(|path| Path::new(OsStr::from_bytes(path)).to_owned()).ok_or_else(|| {
+        let reason = "was started without the library that reads KVM's log";
+        Error::about(ErrorKind::KvmLog, Object::Process(pid), reason).help(OTHER)
+    })
 }
 
 /// The error that the library reports.
@@ -368,7 +325,7 @@ mod tests {
     #[test]
     fn a_process_without_the_library_is_refused() {
         let mut child = std::process::Command::new("sleep").arg("60").env_remove(SOCKET).spawn().unwrap();
-        let error = KvmLog::connect(child.id() as i32, Mechanism::KvmLog).unwrap_err();
+        let error = KvmLog::connect(child.id() as i32).unwrap_err();
         child.kill().unwrap();
         child.wait().unwrap();
         assert_eq!(error.kind(), ErrorKind::KvmLog);

@@ -85,7 +85,7 @@ pub use export::{QemuExport, export_qemu};
 pub use fork::ForkedMachine;
 pub use fork_arguments::Replacement;
 pub use interval::{Interval, Observer, SimulatedInterval, instructions_of};
-pub use kvm_log::{check_hypervisor, check_kvm_log};
+pub use kvm_log::check_kvm_log;
 pub use probe::cost;
 pub use restore::{LazyMachine, Restore, RunningMachine};
 pub use run::OwnQemu;

@@ -7,9 +7,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
-use pagemark::Mechanism;
-use pagemark_kvm_log::protocol::{LIBRARY, RINGS, SOCKET};
-use pagemark_kvm_log::ring::ENTRIES;
+use pagemark_kvm_log::protocol::{LIBRARY, SOCKET};
 use pagemark_process::preload::{self, Missing, Unloadable};
 
 use crate::error::{Error, ErrorKind, Object, Result};
@@ -21,11 +19,11 @@ const VARIABLE: &str = "PAGEMARK_KVM_LOG_LIBRARY";
 const MAX_HEADERS: usize = 64;
 
 /// The variables by which QEMU, the program `program`, gets the library, and the library its
-/// socket and what the machine is to keep for the mechanism.
+/// socket.
 ///
 /// # Errors
 /// [`ErrorKind::KvmLog`]: the library is not there, or this program takes none.
-pub(crate) fn variables(program: &OsStr, mechanism: Mechanism, socket: &Path) -> Result<Vec<(&'static str, OsString)>> {
+pub(crate) fn variables(program: &OsStr, socket: &Path) -> Result<Vec<(&'static str, OsString)>> {
     let library = library()?;
     if let Some(reason) = find(program).and_then(|path| refusal(&path)) {
         let error = Error::about(ErrorKind::KvmLog, Object::None, format!("{} {reason}", Path::new(program).display()));
@@ -41,8 +39,7 @@ pub(crate) fn variables(program: &OsStr, mechanism: Mechanism, socket: &Path) ->
         let error = Error::about(ErrorKind::KvmLog, Object::None, format!("{} {reason}", library.display()));
         error.help(format!("name another copy in {VARIABLE}"))
     })?;
-    let rings = (mechanism == Mechanism::KvmRing).then(|| (RINGS, ENTRIES.to_string().into()));
-    Ok([(preload::PRELOAD, value), (SOCKET, socket.as_os_str().to_owned())].into_iter().chain(rings).collect())
+    Ok(vec![(preload::PRELOAD, value), (SOCKET, socket.as_os_str().to_owned())])
 }
 
 /// Finds the library: in `$PAGEMARK_KVM_LOG_LIBRARY`, beside this program, or in `../lib/pagemark`.

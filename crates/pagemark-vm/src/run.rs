@@ -13,7 +13,6 @@ use tempfile::TempDir;
 
 use crate::command_line::{is_daemon, listening_monitor};
 use crate::error::{Error, ErrorKind, Object, Result};
-use crate::kvm_log::check_host;
 use crate::preloaded;
 use crate::target::VmTarget;
 use crate::write_watch::Activation;
@@ -60,8 +59,8 @@ impl OwnQemu {
         OwnQemu::start_for(Mechanism::Full, command, label, signal_mask)
     }
 
-    /// As [`OwnQemu::start`], of a machine that can be tracked by `mechanism`: for `kvm-log` and
-    /// `kvm-ring`, a library is preloaded into QEMU.
+    /// As [`OwnQemu::start`], of a machine that can be tracked by `mechanism`: for `kvm-log`, a
+    /// library is preloaded into QEMU.
     ///
     /// # Errors
     /// As [`OwnQemu::start`]; [`ErrorKind::KvmLog`] if there is no library, or the program takes
@@ -83,11 +82,9 @@ impl OwnQemu {
             let reason = "has a name that is no text: TMPDIR names another directory";
             Error::about(ErrorKind::Monitor, Object::Monitor(monitor.clone()), reason)
         })?;
-        let variables = if mechanism.is_of_hypervisor() {
-            check_host(mechanism)?;
-            preloaded::variables(program, mechanism, &directory.path().join("kvm-log"))?
-        } else {
-            Vec::new()
+        let variables = match mechanism {
+            Mechanism::KvmLog => preloaded::variables(program, &directory.path().join("kvm-log"))?,
+            _ => Vec::new(),
         };
         let mut command = Command::new(program);
         command.envs(variables).args(arguments).args(listening_monitor(path));
@@ -125,8 +122,8 @@ impl OwnQemu {
     ///
     /// # Errors
     /// As [`OwnQemu::attach`].
-    pub fn attach_to_hold(&mut self, mechanism: Mechanism, activation: Activation) -> Result<VmTarget> {
-        self.attach_by(|monitor| VmTarget::attach_to_hold(monitor, mechanism, activation))
+    pub fn attach_to_hold(&mut self, activation: Activation) -> Result<VmTarget> {
+        self.attach_by(|monitor| VmTarget::attach_to_hold(monitor, activation))
     }
 
     fn attach_by(&mut self, attach: impl Fn(&Path) -> Result<VmTarget>) -> Result<VmTarget> {

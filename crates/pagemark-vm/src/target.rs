@@ -96,8 +96,8 @@ impl VmTarget {
     /// each interval waits for a thread of this process, and checkpoints can use
     /// [`Strategy::CopyOnWrite`](pagemark::checkpointer::Strategy::CopyOnWrite).
     ///
-    /// With a mechanism [of the hypervisor](Mechanism::is_of_hypervisor), QEMU must have been
-    /// started by [`OwnQemu::start_for`] with that mechanism, by this process or another.
+    /// With [`Mechanism::KvmLog`], QEMU must have been started by [`OwnQemu::start_for`] with that
+    /// mechanism, by this process or another.
     ///
     /// # Errors
     /// [`ErrorKind::Monitor`], [`ErrorKind::Unsupported`], [`ErrorKind::Memory`],
@@ -108,20 +108,16 @@ impl VmTarget {
         VmTarget::attach_with(path, mechanism, mechanism.holds_writes().then(Activation::default))
     }
 
-    /// As [`VmTarget::attach`] with a mechanism of the hypervisor, for checkpoints that use
+    /// As [`VmTarget::attach`] with [`Mechanism::KvmLog`], for checkpoints that use
     /// [`Strategy::CopyOnWrite`](pagemark::checkpointer::Strategy::CopyOnWrite): KVM's log says
     /// what the machine writes, and writes to pages that a checkpoint keeps wait until these are
     /// copied (PML, sections 4.3 to 4.5). QEMU's own writes are found as with the mechanism `uffd`,
     /// and so are the machine's to memory that is not shared.
     ///
     /// # Errors
-    /// As [`VmTarget::attach`]; [`ErrorKind::Unsupported`] for another mechanism.
-    pub fn attach_to_hold(path: &Path, mechanism: Mechanism, activation: Activation) -> Result<VmTarget> {
-        if !mechanism.is_of_hypervisor() {
-            let reason = format!("{mechanism} takes over no pages of a checkpoint");
-            return Err(Error::about(ErrorKind::Unsupported, Object::None, reason).help("use kvm-log or kvm-ring"));
-        }
-        VmTarget::attach_with(path, mechanism, Some(activation))
+    /// As [`VmTarget::attach`].
+    pub fn attach_to_hold(path: &Path, activation: Activation) -> Result<VmTarget> {
+        VmTarget::attach_with(path, Mechanism::KvmLog, Some(activation))
     }
 
     /// `holding` is given if writes are to wait for this process.
@@ -150,12 +146,11 @@ impl VmTarget {
         if holding.is_some() {
             machine.check_keeps_memory(OTHER_STRATEGY)?;
         }
-        let by_hypervisor = mechanism.is_of_hypervisor();
-        let mut log = if by_hypervisor { Some(connect_to_log(&mut machine, mechanism)?) } else { None };
+        let mut log = if mechanism == Mechanism::KvmLog { Some(connect_to_log(&mut machine)?) } else { None };
         let watch = holding.map(|activation| WriteWatch::start(machine.pid, activation)).transpose()?;
         let of_space = match mechanism {
             _ if watch.is_some() => Mechanism::Full,
-            _ if by_hypervisor => outside(mechanism)?,
+            Mechanism::KvmLog => outside()?,
             other => other,
         };
         let mut space = AddressSpace::attach_without(machine.pid, of_space, SharedScope::FilesAndMemory, left_out)?;
@@ -384,7 +379,7 @@ impl MachineMemory {
         if !self.log.as_ref().is_some_and(KvmLog::is_lost) {
             return Ok(());
         }
-        let mut log = KvmLog::connect(self.space.pid(), self.mechanism)?;
+        let mut log = KvmLog::connect(self.space.pid())?;
         log.begin()?;
         let written = self.blocks.iter().map(|block| self.content(&block.place).map(|(_, written)| written));
         let written = written.collect::<Result<Vec<RangeSet>>>()?;
@@ -532,13 +527,13 @@ impl Target for VmTarget {
 }
 
 /// Connects to the library that reads KVM's log, before anything is changed.
-fn connect_to_log(machine: &mut Machine, mechanism: Mechanism) -> Result<KvmLog> {
+fn connect_to_log(machine: &mut Machine) -> Result<KvmLog> {
     if !machine.has_kvm()? {
         let error = Error::about(ErrorKind::KvmLog, Object::Process(machine.pid), "does not run its machine under KVM");
         return Err(error.help("start it with -accel kvm, or use another mechanism"));
     }
-    outside(mechanism)?;
-    KvmLog::connect(machine.pid, mechanism)
+    outside()?;
+    KvmLog::connect(machine.pid)
 }
 
 /// A machine in a checkpoint. Dropped, QEMU is as it was before, and the machine continues.

@@ -55,7 +55,7 @@ pub(crate) fn of_block(block: &Range, mappings: &[Mapping], own: &[Mapping]) -> 
 pub(crate) fn check(mechanism: Mechanism, mappings: &[Mapping], span: Option<&Range>, pid: i32) -> Result<()> {
     let Some(span) = span else { return Ok(()) };
     let is_view = |mapping: &&Mapping| span.start <= mapping.start && mapping.end <= span.end && !is_reserved(mapping);
-    let finds = mechanism.is_of_hypervisor() || matches!(mechanism, Mechanism::Full | Mechanism::Compare);
+    let finds = matches!(mechanism, Mechanism::KvmLog | Mechanism::Full | Mechanism::Compare);
     if finds || !mappings.iter().any(|mapping| is_view(&mapping)) {
         return Ok(());
     }

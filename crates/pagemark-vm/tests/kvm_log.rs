@@ -55,20 +55,9 @@ fn assert_same(memory: &[u8], dump: &[u8], what: &str) {
 #[ignore = "a machine of the lab runs it"]
 fn the_restored_memory_is_the_memory_at_the_checkpoint() {
     pagemark_vm::check_kvm_log().unwrap();
-    MACHINES.into_iter().for_each(|further| restores_the_memory(Mechanism::KvmLog, further));
-}
-
-#[test]
-#[ignore = "a machine of the lab runs it"]
-fn the_restored_memory_is_the_memory_at_the_checkpoint_by_rings() {
-    pagemark_vm::check_hypervisor(Mechanism::KvmRing).unwrap();
-    MACHINES.into_iter().for_each(|further| restores_the_memory(Mechanism::KvmRing, further));
-}
-
-fn restores_the_memory(mechanism: Mechanism, further: &[&str]) {
-    {
+    for further in MACHINES {
         let paths = MachinePaths::default();
-        let mut qemu = Own::start_for(mechanism, &paths, further);
+        let mut qemu = Own::start(&paths, further);
         let mut job = job(&paths, qemu.attach().unwrap());
         let mut own = TestMonitor::connect(&paths.join("test.qmp"));
         assert_eq!(own.run("query-kvm", json!({}))["enabled"], true);
@@ -109,15 +98,13 @@ fn restores_the_memory(mechanism: Mechanism, further: &[&str]) {
 #[ignore = "a machine of the lab runs it"]
 fn qemu_migrates_the_machine_between_checkpoints_and_neither_loses_a_page() {
     // With private memory, and with views.
-    migrate_between_checkpoints(Mechanism::KvmLog, MACHINES[0]);
-    migrate_between_checkpoints(Mechanism::KvmLog, MACHINES[2]);
-    // QEMU's log is made of rings.
-    migrate_between_checkpoints(Mechanism::KvmRing, MACHINES[2]);
+    migrate_between_checkpoints(MACHINES[0]);
+    migrate_between_checkpoints(MACHINES[2]);
 }
 
-fn migrate_between_checkpoints(mechanism: Mechanism, machine: &[&str]) {
+fn migrate_between_checkpoints(machine: &[&str]) {
     let paths = MachinePaths::default();
-    let mut qemu = Own::start_for(mechanism, &paths, machine);
+    let mut qemu = Own::start(&paths, machine);
     let mut job = job(&paths, qemu.attach().unwrap());
     let mut own = TestMonitor::connect(&paths.join("test.qmp"));
     wait_for("the machine to start", || (paths.steps() > 3).then_some(()));
@@ -262,16 +249,10 @@ fn what_has_no_log_is_refused_and_goes_on() {
     refused(emulated.attach(), "under KVM");
     paths.wait_for_steps(1);
     drop(emulated);
-    // One with a ring, of QEMU and of the library.
+    // One with a ring.
     let paths = MachinePaths::default();
     let mut ring = Own::start(&paths, &["-accel", "kvm,dirty-ring-size=4096"]);
     refused(ring.attach(), "ring");
-    paths.wait_for_steps(1);
-    drop(ring);
-    let paths = MachinePaths::default();
-    let mut ring = Own::start_for(Mechanism::KvmRing, &paths, MACHINES[0]);
-    refused(ring.attach_by(|qemu| qemu.attach(Mechanism::KvmLog)), "keeps rings");
-    drop(ring.attach().unwrap());
     paths.wait_for_steps(1);
     drop(ring);
     // What is tracked by a mapping that the machine does not use.

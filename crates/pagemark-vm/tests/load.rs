@@ -116,11 +116,6 @@ fn kvm_log() -> Way {
     Way { mechanism: Mechanism::KvmLog, ..pre_copy() }
 }
 
-/// KVM's rings, and the default strategy.
-fn kvm_ring() -> Way {
-    Way { mechanism: Mechanism::KvmRing, ..pre_copy() }
-}
-
 /// KVM's log, and copy-on-write.
 const fn kvm_log_on_write(activation: Activation) -> Way {
     Way { mechanism: Mechanism::KvmLog, activation: Some(activation), ..COPY_ON_WRITE }
@@ -155,10 +150,10 @@ fn checkpoints_of(arguments: &[&str], way: Way, processors: u32, count: u64) {
     let further = ["-kernel", &program, "-append", &processors, "-smp", &processors, "-m", "64"];
     let further = [&further[..], arguments].concat();
     let (qemu, target) = match mechanism {
-        _ if mechanism.is_of_hypervisor() => {
-            let mut own = Own::start_for(mechanism, &paths, &further);
+        Mechanism::KvmLog => {
+            let mut own = Own::start(&paths, &further);
             let target = own.attach_by(|qemu| match activation {
-                Some(activation) => qemu.attach_to_hold(mechanism, activation),
+                Some(activation) => qemu.attach_to_hold(activation),
                 None => qemu.attach(mechanism),
             });
             let target = target.unwrap();
@@ -322,25 +317,6 @@ fn private_memory_is_checkpointed_by_the_log_of_kvm() {
 #[ignore = "a machine of the lab runs it"]
 fn shared_memory_is_checkpointed_by_the_log_of_kvm() {
     checkpoints_of(&WITH_VIEWS, kvm_log(), 1, MANY_IN_EMULATION);
-}
-
-#[test]
-#[ignore = "a machine of the lab runs it"]
-fn private_memory_is_checkpointed_by_rings_without_the_log_of_kvm() {
-    checkpoints_of(&UNDER_KVM, kvm_ring(), 1, MANY_IN_EMULATION);
-}
-
-#[test]
-#[ignore = "a machine of the lab runs it"]
-fn shared_memory_is_checkpointed_by_rings_without_the_log_of_kvm() {
-    checkpoints_of(&WITH_VIEWS, kvm_ring(), 1, MANY_IN_EMULATION);
-}
-
-#[test]
-#[ignore = "a machine of the lab runs it"]
-fn shared_memory_is_copied_on_write_by_rings_without_the_log_of_kvm() {
-    let way = Way { mechanism: Mechanism::KvmRing, ..kvm_log_on_write(Activation::Early) };
-    checkpoints_of(&WITH_VIEWS, way, 1, MANY_IN_EMULATION);
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! A machine that `vm run` would start with a mechanism of the hypervisor.
+//! A machine that `vm run --mechanism kvm-log` would start.
 #![allow(dead_code, reason = "each file of tests uses a part")]
 
 use std::ffi::OsString;
@@ -9,34 +9,25 @@ use pagemark_testing::{MachinePaths, QEMU, wait_for};
 use pagemark_vm::{ErrorKind, OwnQemu, VmTarget};
 
 /// A machine that `vm run` would start, killed when dropped.
-pub struct Own {
-    qemu: Option<OwnQemu>,
-    mechanism: Mechanism,
-}
+pub struct Own(Option<OwnQemu>);
 
 impl Own {
     /// Starts it, as a machine that kvm-log can track.
     pub fn start(paths: &MachinePaths, further: &[&str]) -> Own {
-        Own::start_for(Mechanism::KvmLog, paths, further)
-    }
-
-    /// Starts it, as a machine that this mechanism can track.
-    pub fn start_for(mechanism: Mechanism, paths: &MachinePaths, further: &[&str]) -> Own {
         let words = [QEMU.to_owned()].into_iter().chain(paths.arguments(further));
         let command: Vec<OsString> = words.map(OsString::from).collect();
-        Own { qemu: Some(OwnQemu::start_for(mechanism, &command, "vm", SigSet::empty()).unwrap()), mechanism }
+        Own(Some(OwnQemu::start_for(Mechanism::KvmLog, &command, "vm", SigSet::empty()).unwrap()))
     }
 
     /// The machine.
     pub fn qemu(&mut self) -> &mut OwnQemu {
-        self.qemu.as_mut().unwrap()
+        self.0.as_mut().unwrap()
     }
 
     /// The machine as a target, or why it is refused. In emulation, QEMU takes longer to listen
     /// than its monitor is waited for.
     pub fn attach(&mut self) -> pagemark_vm::Result<VmTarget> {
-        let mechanism = self.mechanism;
-        self.attach_by(|qemu| qemu.attach(mechanism))
+        self.attach_by(|qemu| qemu.attach(Mechanism::KvmLog))
     }
 
     /// As [`Own::attach`], in this way.
@@ -53,6 +44,6 @@ impl Own {
 
 impl Drop for Own {
     fn drop(&mut self) {
-        let _ = self.qemu.take().map(OwnQemu::kill);
+        let _ = self.0.take().map(OwnQemu::kill);
     }
 }

@@ -271,16 +271,10 @@ impl Mechanism {
         self.entry().machine == Some(MachineTracking::HoldsWrites)
     }
 
-    /// True if the hypervisor knows what a virtual machine's processors write
-    /// ([`MachineTracking::ByHypervisor`]).
-    pub fn is_of_hypervisor(self) -> bool {
-        self.entry().machine == Some(MachineTracking::ByHypervisor)
-    }
-
     /// True if checkpoints of virtual machines that it tracks can use copy-on-write: it holds
     /// writes, or writes can be held beside it.
     pub fn allows_copy_on_write(self) -> bool {
-        self.holds_writes() || self.is_of_hypervisor()
+        matches!(self.entry().machine, Some(MachineTracking::HoldsWrites | MachineTracking::ByHypervisor))
     }
 
     /// The mechanisms that can track memory of a scope, the preferred one first.
