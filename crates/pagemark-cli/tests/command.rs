@@ -291,10 +291,11 @@ fn a_stopped_job_is_continued_whole() {
     for _ in 0..20 {
         assert_eq!(lines.next().as_deref(), Some("child"));
     }
-    // The signal goes to the program alone. Its child ends when the pipe has no reader.
+    // The signal goes to the program alone. Its child ends when the pipe has no reader: before the
+    // signal has come, the program would go on behind it.
     kill(pid, Signal::SIGTERM).expect("it runs");
-    drop(lines);
     assert_eq!(child.wait().expect("it is ours").code(), Some(128 + 15));
+    drop(lines);
 }
 
 /// A job with such a name could have no checkpoint.
