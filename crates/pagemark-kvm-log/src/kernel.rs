@@ -125,7 +125,7 @@ impl KvmMachine {
         KvmMachine { fd, rings: Mutex::default() }
     }
 
-    /// Has the machine keep rings of so many entries in place of its log.
+    /// Enables rings of `entries` entries for the machine, in place of its log.
     ///
     /// # Errors
     /// Those of [`ring::enable`].

@@ -42,8 +42,8 @@ struct RawEntry {
     page: AtomicU64,
 }
 
-/// Has a machine keep rings of so many entries, a power of two, and no log. To be called before it
-/// has virtual CPUs.
+/// Enables rings for a machine, in place of its log. Each has `entries` entries, a power of two. To
+/// be called before the machine has virtual CPUs.
 ///
 /// # Errors
 /// `EOPNOTSUPP`: this KVM has none of that length. Otherwise those of the call.

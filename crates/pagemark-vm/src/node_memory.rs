@@ -20,7 +20,7 @@ use crate::images::copy_pages;
 /// Blocks that are shorter are read whole.
 const MIN_BLOCK: ByteCount = ByteCount::new(1 << 20);
 
-/// The share of its pages by which a checkpoint may differ from the base, one of so many. Where it
+/// A checkpoint may differ from the base by the quotient of its pages and this number. Where it
 /// differs by more, it becomes the base.
 const BASE_SHARE: u64 = 4;
 

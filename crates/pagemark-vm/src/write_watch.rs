@@ -175,8 +175,8 @@ impl Watched {
     fn protect_views(&self, userfaultfd: &Userfaultfd, pages: std::ops::Range<usize>, protect: bool) -> io::Result<()> {
         let wanted = self.addresses(pages);
         for view in &self.views {
-            let part = wanted.start.max(view.of.start)..wanted.end.min(view.of.end);
-            if part.start < part.end {
+            let part = wanted.overlap(&view.of);
+            if !part.is_empty() {
                 let start = view.range.start + (part.start - view.of.start);
                 userfaultfd.write_protect(&(start..start + part.byte_count()), protect)?;
             }
@@ -339,9 +339,8 @@ impl WriteWatch {
         }
         let Some(block) = state.blocks.iter_mut().find(|block| block.range == *range) else { return Ok(()) };
         let runs = block.written.runs();
-        for near in runs.chunk_by(|one, next| next.start - one.end <= NEAR_PAGES) {
-            let (Some(first), Some(last)) = (near.first(), near.last()) else { continue };
-            let span = block.addresses(first.start..last.end);
+        for span in spans(&runs) {
+            let span = block.addresses(span);
             self.shared.userfaultfd.write_protect(&span, true).map_err(failed("protect", self.shared.pid))?;
         }
         block.written.clear();
@@ -514,17 +513,11 @@ impl Shared {
         if block.views.is_empty() {
             return Ok(());
         }
-        let near = |set: &PageSet| {
-            let runs = set.runs();
-            let spans = runs.chunk_by(|one, next| next.start - one.end <= NEAR_PAGES);
-            let bounds = spans.filter_map(|near| Some(near.first()?.start..near.last()?.end));
-            bounds.collect::<Vec<_>>()
-        };
-        for span in near(&block.held) {
+        for span in spans(&block.held.runs()) {
             block.protect_views(&self.userfaultfd, span, false)?;
         }
         block.held.clear();
-        for span in near(&block.kept) {
+        for span in spans(&block.kept.runs()) {
             block.protect_views(&self.userfaultfd, span.clone(), true)?;
             span.for_each(|page| block.held.insert(page));
         }
@@ -596,6 +589,12 @@ impl Drop for Release {
             block.views.iter().for_each(|view| drop(self.0.userfaultfd.unregister(&view.range)));
         }
     }
+}
+
+/// The runs, near ones joined with the pages between them.
+fn spans(runs: &[std::ops::Range<usize>]) -> impl Iterator<Item = std::ops::Range<usize>> {
+    let near = runs.chunk_by(|one, next| next.start - one.end <= NEAR_PAGES);
+    near.filter_map(|near| Some(near.first()?.start..near.last()?.end))
 }
 
 fn gone(pid: i32) -> Error {

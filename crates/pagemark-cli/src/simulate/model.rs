@@ -84,7 +84,7 @@ impl Costs {
         self.fixed_us + self.translation_us + self.simulated_us * instructions
     }
 
-    /// How long recording and simulating take together, with the run in so many intervals.
+    /// How long recording and simulating take together, where the run has `intervals` intervals.
     fn time_us(&self, instructions: f64, intervals: u64, workers: usize) -> f64 {
         let (count, length) = (intervals as f64, instructions / intervals as f64);
         let recorded_us = self.recorded_us * length + self.checkpoint_us;
