@@ -20,7 +20,9 @@ use pagemark::{ByteCount, PageRangeExt, Store};
 use super::image_files::{ImageMemory, Progress, write_pages, write_states};
 use super::memory::ProcessMemory;
 use super::root::{read_notes, root_of};
-use super::running::{Begun, Running, WAIT_POLL, ZOMBIE_WAIT, below, kill_all, own_children, wait_for_end, wait_of};
+use super::running::{
+    Begun, Running, WAIT_POLL, ZOMBIE_WAIT, below, kill_all, kill_with_descendants, own_children, wait_for_end, wait_of,
+};
 use super::{io, surroundings};
 use crate::cgroups::{Joining, Memberships};
 use crate::container::network::{self, Network};
@@ -571,13 +573,15 @@ impl Prepared {
     /// Ends a CRIU that takes too long, with the processes that it has begun to restore, and says
     /// what they waited for.
     fn end_restore(&self, mut running: Running, begun: &Begun, limit: Duration) -> Error {
-        let mut all = below(running.child().id() as i32);
-        all.extend(begun.below_child());
+        let criu = running.child().id() as i32;
+        let list = || -> Vec<i32> { below(criu).into_iter().chain(begun.below_child()).collect() };
+        let all = list();
         let mut reason: Vec<String> = all.iter().take(SHOWN_PROCESSES).filter_map(|&pid| wait_of(pid)).collect();
         reason.push(errors_in_log(&self.directory.join(LOG)));
-        kill_all(&all);
+        let all = kill_with_descendants(list);
         running.end();
         begun.end();
+        wait_for_end(&all);
         self.wait_for_end();
         let root_pid = self.pids().first().copied().unwrap_or_default();
         let operation = format!("CRIU did not restore process {root_pid} within {} s, and was ended", limit.as_secs());

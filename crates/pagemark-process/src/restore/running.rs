@@ -17,6 +17,9 @@ use crate::terminal::Leader;
 
 /// Pause between two checks whether CRIU has ended.
 pub(super) const WAIT_POLL: Duration = Duration::from_millis(1);
+/// How long processes are waited for that are stopped before they are killed. One that waits for a
+/// disk stops later.
+const STOP_WAIT: Duration = Duration::from_secs(1);
 /// How long a restore waits for the parents of exited processes. The init of some containers
 /// waits for orphans every two seconds.
 pub(super) const ZOMBIE_WAIT: Duration = Duration::from_secs(5);
@@ -70,7 +73,7 @@ impl Running {
     /// Kills CRIU, and what the leader of the session has begun.
     pub(super) fn end(&mut self) {
         if let Some(leader) = self.leader() {
-            kill_all(&below(leader));
+            wait_for_end(&kill_with_descendants(|| below(leader)));
         }
         let _ = self.child().kill();
         let _ = self.child().wait();
@@ -122,7 +125,7 @@ impl Begun {
     /// the end of the root, so that its id is free again.
     pub(super) fn end(&self) {
         let Some(root_pid) = self.child() else { return };
-        kill_all(&below(root_pid));
+        wait_for_end(&kill_with_descendants(|| below(root_pid)));
         let _ = waitpid(Pid::from_raw(root_pid), None);
     }
 }
@@ -132,6 +135,32 @@ pub(super) fn kill_all(pids: &[i32]) {
     for &pid in pids {
         let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
     }
+}
+
+/// Kills the processes that `list` returns, and what they begin meanwhile. Returns all.
+///
+/// The children of a killed process get another parent and are in no list. So each process is
+/// stopped first, until no new ones appear: one that has stopped begins no other.
+pub(super) fn kill_with_descendants(list: impl Fn() -> Vec<i32>) -> Vec<i32> {
+    let mut all = Vec::new();
+    let deadline = Instant::now() + STOP_WAIT;
+    loop {
+        let new: Vec<i32> = list().into_iter().filter(|pid| !all.contains(pid)).collect();
+        if new.is_empty() || Instant::now() > deadline {
+            all.extend(new);
+            break;
+        }
+        for &pid in &new {
+            let _ = kill(Pid::from_raw(pid), Signal::SIGSTOP);
+        }
+        let runs = |pid: i32| Stat::read(pid).is_ok_and(|stat| !stat.is_zombie() && !matches!(stat.state, 'T' | 't'));
+        while new.iter().any(|&pid| runs(pid)) && Instant::now() < deadline {
+            std::thread::sleep(WAIT_POLL);
+        }
+        all.extend(new);
+    }
+    kill_all(&all);
+    all
 }
 
 /// Waits until processes that were killed run no more; the ids of zombies are free soon. The wait
@@ -150,4 +179,36 @@ pub(super) fn wait_of(pid: i32) -> Option<String> {
     let stat = Stat::read(pid).ok()?;
     let function = proc::wait_function(pid).unwrap_or_else(|| "?".into());
     Some(format!("process {pid} ({}) is in state {} in {function}", stat.command, stat.state))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::{Command, Stdio};
+
+    use super::*;
+
+    #[test]
+    fn nothing_is_left_of_a_process_that_begins_others_all_the_time() {
+        let argument = format!("1000.{}", std::process::id());
+        let begins = format!("while :; do sleep {argument} & done");
+        let left = || -> Vec<i32> {
+            let is_one = |pid: &i32| {
+                let line = std::fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+                line.contains(&argument)
+            };
+            proc::processes().unwrap().into_iter().filter(is_one).collect()
+        };
+        for _ in 0..5 {
+            let mut shell = Command::new("sh");
+            // What is left if this fails holds no output of the tests open.
+            shell.args(["-c", &begins]).stdout(Stdio::null()).stderr(Stdio::null());
+            let mut shell = shell.spawn().unwrap();
+            while left().len() < 10 {
+                std::thread::sleep(WAIT_POLL);
+            }
+            wait_for_end(&kill_with_descendants(|| below(shell.id() as i32)));
+            shell.wait().unwrap();
+            assert_eq!(left(), Vec::<i32>::new());
+        }
+    }
 }
