@@ -1,4 +1,4 @@
-//! Signals that reach `pagemark run` while it takes a checkpoint.
+//! Signals that reach `pagemark run` and its program while it takes a checkpoint.
 
 #[path = "support/subject.rs"]
 mod subject;
@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use pagemark_testing::{skip, wait_for};
-use subject::{criu_on, has_criu, status_field};
+use subject::{Subject, criu_on, has_criu, status_field};
 use support::{Pagemark, is_alive, kill_and_wait};
 
 /// Stops CRIU while the target is frozen, and returns the process id of CRIU.
@@ -28,6 +28,15 @@ fn stop_criu_in_a_freeze(target: i32) -> Pid {
         let _ = kill(criu, Signal::SIGCONT);
         None
     })
+}
+
+fn is_pending(pid: i32, signal: Signal) -> bool {
+    let pending = status_field(pid, "ShdPnd").unwrap_or_default();
+    u64::from_str_radix(&pending, 16).is_ok_and(|set| set >> (signal as u64 - 1) & 1 == 1)
+}
+
+fn wait_until_stopped(pid: i32) {
+    wait_for("a stop", || status_field(pid, "State")?.starts_with('T').then_some(()));
 }
 
 /// A signal that asks the program to end would end the restored program again, if the checkpoint
@@ -49,11 +58,7 @@ fn a_signal_that_comes_during_a_freeze_is_not_part_of_the_checkpoint() {
         kill(Pid::from_raw(run.child.id() as i32), signal).expect("it runs");
         // Long enough for a signal that is not held back to become pending.
         let until = Instant::now() + Duration::from_millis(300);
-        let is_pending = || {
-            let pending = status_field(target, "ShdPnd").unwrap_or_default();
-            u64::from_str_radix(&pending, 16).is_ok_and(|set| set >> (signal as u64 - 1) & 1 == 1)
-        };
-        while Instant::now() < until && !is_pending() {
+        while Instant::now() < until && !is_pending(target, signal) {
             std::thread::sleep(Duration::from_millis(5));
         }
         kill(criu, Signal::SIGCONT).expect("it is stopped");
@@ -70,4 +75,54 @@ fn a_signal_that_comes_during_a_freeze_is_not_part_of_the_checkpoint() {
         });
         kill_and_wait(target);
     }
+}
+
+#[test]
+fn a_stopped_process_keeps_a_pending_signal_through_checkpoints() {
+    if !has_criu() {
+        skip!("no CRIU");
+    }
+    let pagemark = Pagemark::new();
+    let data = pagemark.directory().join("data").display().to_string();
+    let Some(subject) = Subject::start(&["data", "8", &data]) else { skip!("no C compiler") };
+    let target = Pid::from_raw(subject.pid());
+    kill(target, Signal::SIGSTOP).expect("it runs");
+    wait_until_stopped(subject.pid());
+    let checkpoint = || {
+        pagemark.done(&["checkpoint", "--job", "subject", &subject.pid_text()]);
+        wait_until_stopped(subject.pid());
+        assert!(!is_pending(subject.pid(), Signal::SIGSTOP), "the stop signal came again");
+    };
+    checkpoint();
+    kill(target, Signal::SIGTERM).expect("it is stopped");
+    for _ in 0..3 {
+        checkpoint();
+        assert!(is_pending(subject.pid(), Signal::SIGTERM), "a checkpoint lost the signal");
+    }
+    kill(target, Signal::SIGCONT).expect("it is stopped");
+    wait_for("its end", || (!is_alive(subject.pid())).then_some(()));
+}
+
+#[test]
+fn a_process_that_is_continued_during_a_freeze_is_not_stopped_again() {
+    if !has_criu() {
+        skip!("no CRIU");
+    }
+    let Some(program) = subject::subject() else { skip!("no C compiler") };
+    let pagemark = Pagemark::new();
+    let data = pagemark.directory().join("data");
+    let command = [program.to_str(), Some("data"), Some("8"), data.to_str()].map(|word| word.expect("UTF-8"));
+    let run = pagemark.run(&["--job", "subject", "--every", "100ms"], &command);
+    let target = run.target();
+    wait_for("a checkpoint", || (!pagemark.checkpoints("subject").is_empty()).then_some(()));
+    kill(Pid::from_raw(target), Signal::SIGSTOP).expect("it runs");
+    wait_until_stopped(target);
+    let criu = stop_criu_in_a_freeze(target);
+    kill(Pid::from_raw(target), Signal::SIGCONT).expect("it is frozen");
+    kill(criu, Signal::SIGCONT).expect("it is stopped");
+    let length = || std::fs::metadata(&data).map_or(0, |metadata| metadata.len());
+    let before = length();
+    wait_for("the program to go on", || (length() > before + 2).then_some(()));
+    pagemark.checkpoint_after("subject", support::now_unix_us());
+    kill_and_wait(target);
 }

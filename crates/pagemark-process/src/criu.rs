@@ -22,6 +22,7 @@ mod resumed;
 mod shortened;
 mod smaps;
 pub mod stdio;
+mod stops;
 mod sysv_ids;
 pub(crate) mod sysv_memory;
 pub(crate) mod sysv_semaphores;

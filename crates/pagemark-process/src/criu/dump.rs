@@ -322,11 +322,11 @@ impl Dump {
         let registers = pidfd::GET_DESCRIPTOR.is_there();
         let data = !objects.is_empty();
         let machines = Machines::of_tree(pid, &tree, &criu.interrupted);
-        let attaching = machines.is_some();
+        let stops = registers || machines.is_some();
         let withhold =
-            (pagemap::SCAN.is_there() || with_limits || mappings || registers || data || attaching) && may_withhold;
+            (pagemap::SCAN.is_there() || with_limits || mappings || registers || data || stops) && may_withhold;
         let files = kernel_data::is_needed();
-        let submitted = Submitted { limits: with_limits, files, mappings, registers, data, attaching };
+        let submitted = Submitted { limits: with_limits, files, mappings, registers, data, stops };
         // SAFETY: only system calls are made between fork and exec, which is allowed in a child of a
         // process with threads.
         unsafe {

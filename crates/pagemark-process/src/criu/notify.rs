@@ -59,8 +59,9 @@ pub(super) struct Submitted {
     pub registers: bool,
     /// Each `lseek` to the next data of a file.
     pub data: bool,
-    /// Each `ptrace` that attaches to a thread (PTRACE_SEIZE).
-    pub attaching: bool,
+    /// Each `ptrace` that attaches to a thread (PTRACE_SEIZE), and each `kill` by SIGSTOP or
+    /// SIGTSTP.
+    pub stops: bool,
 }
 
 /// Requests of `ptrace`, and the set of registers.
@@ -88,13 +89,14 @@ pub(super) struct Listener(OwnedFd);
 /// all calls out. Makes only system calls.
 pub(super) fn submit(socket: RawFd, submitted: Submitted) -> io::Result<()> {
     // Where the parts of the filter begin. The kernel counts the statements that a jump leaves out.
-    const PRLIMIT: usize = 11;
-    const OPENAT: usize = 19;
-    const OPENAT_RELATIVE: usize = 24;
-    const PTRACE: usize = 26;
-    const LSEEK: usize = 32;
-    const SUBMIT: usize = 34;
-    const ALLOW: usize = 35;
+    const PRLIMIT: usize = 12;
+    const OPENAT: usize = 20;
+    const OPENAT_RELATIVE: usize = 25;
+    const PTRACE: usize = 27;
+    const LSEEK: usize = 33;
+    const KILL: usize = 35;
+    const SUBMIT: usize = 38;
+    const ALLOW: usize = 39;
     let statement = |code: u32, k: u32| libc::sock_filter { code: code as u16, jt: 0, jf: 0, k };
     let jump = |from: usize, k: u32, equal: usize, other: usize| libc::sock_filter {
         code: (libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K) as u16,
@@ -106,7 +108,7 @@ pub(super) fn submit(socket: RawFd, submitted: Submitted) -> io::Result<()> {
     let answer = libc::BPF_RET | libc::BPF_K;
     // No system call has the other number.
     let number = |number: i64, is_submitted: bool| if is_submitted { number as u32 } else { u32::MAX };
-    let Submitted { limits, files, mappings, registers, data, attaching } = submitted;
+    let Submitted { limits, files, mappings, registers, data, stops } = submitted;
     let submit_if = |is_submitted: bool| if is_submitted { SUBMIT } else { ALLOW };
     let mut filter = [
         statement(load, ARCHITECTURE),
@@ -115,39 +117,44 @@ pub(super) fn submit(socket: RawFd, submitted: Submitted) -> io::Result<()> {
         jump(3, number(libc::SYS_prlimit64, limits || registers), PRLIMIT, 4),
         jump(4, number(libc::SYS_openat, files || mappings), OPENAT, 5),
         jump(5, number(libc::SYS_rename, files), SUBMIT, 6),
-        jump(6, number(libc::SYS_ptrace, registers || attaching), PTRACE, 7),
+        jump(6, number(libc::SYS_ptrace, registers || stops), PTRACE, 7),
         jump(7, number(libc::SYS_lseek, data), LSEEK, 8),
-        jump(8, libc::SYS_ioctl as u32, 9, ALLOW),
+        jump(8, number(libc::SYS_kill, stops), KILL, 9),
+        jump(9, libc::SYS_ioctl as u32, 10, ALLOW),
         statement(load, argument(1)),
-        jump(10, PAGEMAP_SCAN, SUBMIT, ALLOW),
+        jump(11, PAGEMAP_SCAN, SUBMIT, ALLOW),
         // `prlimit`: the process 0 is the caller.
         statement(load, argument(0)),
-        jump(12, 0, ALLOW, 13),
+        jump(13, 0, ALLOW, 14),
         // The new limit; without an address the call is a query.
         statement(load, argument(2)),
-        jump(14, 0, 15, ALLOW),
+        jump(15, 0, 16, ALLOW),
         statement(load, argument(2) + 4),
-        jump(16, 0, if limits { SUBMIT } else { 17 }, ALLOW),
+        jump(17, 0, if limits { SUBMIT } else { 18 }, ALLOW),
         statement(load, argument(1)),
-        jump(18, FIRST_LIMIT, SUBMIT, ALLOW),
+        jump(19, FIRST_LIMIT, SUBMIT, ALLOW),
         // `openat`
         statement(load, argument(0)),
-        jump(20, libc::AT_FDCWD as u32, if files { 21 } else { ALLOW }, if mappings { OPENAT_RELATIVE } else { ALLOW }),
+        jump(21, libc::AT_FDCWD as u32, if files { 22 } else { ALLOW }, if mappings { OPENAT_RELATIVE } else { ALLOW }),
         statement(load, argument(2)),
-        jump(22, READING, SUBMIT, 23),
-        jump(23, CREATING, SUBMIT, ALLOW),
+        jump(23, READING, SUBMIT, 24),
+        jump(24, CREATING, SUBMIT, ALLOW),
         statement(load, argument(2)),
-        jump(25, READING, SUBMIT, ALLOW),
+        jump(26, READING, SUBMIT, ALLOW),
         // `ptrace`
         statement(load, argument(0)),
-        jump(27, SEIZE, submit_if(attaching), 28),
-        jump(28, GET_SIGNAL_MASK, submit_if(registers), 29),
-        jump(29, GET_REGISTER_SET, 30, ALLOW),
+        jump(28, SEIZE, submit_if(stops), 29),
+        jump(29, GET_SIGNAL_MASK, submit_if(registers), 30),
+        jump(30, GET_REGISTER_SET, 31, ALLOW),
         statement(load, argument(2)),
-        jump(31, VECTOR_REGISTERS, submit_if(registers), ALLOW),
+        jump(32, VECTOR_REGISTERS, submit_if(registers), ALLOW),
         // `lseek`
         statement(load, argument(2)),
-        jump(33, libc::SEEK_DATA as u32, SUBMIT, ALLOW),
+        jump(34, libc::SEEK_DATA as u32, SUBMIT, ALLOW),
+        // `kill`
+        statement(load, argument(1)),
+        jump(36, libc::SIGSTOP as u32, SUBMIT, 37),
+        jump(37, libc::SIGTSTP as u32, SUBMIT, ALLOW),
         statement(answer, libc::SECCOMP_RET_USER_NOTIF),
         statement(answer, libc::SECCOMP_RET_ALLOW),
     ];

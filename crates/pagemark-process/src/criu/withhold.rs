@@ -14,7 +14,7 @@
 //! The same filter hands over CRIU's queries of resource limits, which the kernel refuses without
 //! CAP_SYS_RESOURCE for processes of other users, and the calls by which CRIU keeps what it found
 //! out about the kernel ([`KernelData`]), reads the flags of mappings ([`smaps`]), attaches to
-//! threads ([`Machines`]), and records registers ([`Resumed`]).
+//! threads ([`Machines`]), records registers ([`Resumed`]), and stops processes again ([`Stops`]).
 //!
 //! Of large mappings that are withheld, CRIU learns the first page alone ([`super::shortened`]).
 //!
@@ -43,6 +43,7 @@ use super::machines::Machines;
 use super::notify::{Answer, CREATING, Call, GET_SIGNAL_MASK, Listener, SEIZE, Submitted};
 use super::resumed::Resumed;
 use super::shortened::Shortened;
+use super::stops::Stops;
 use super::{Criu, smaps};
 use crate::objects::ObjectId;
 
@@ -102,6 +103,7 @@ impl Withholding {
             withheld_objects: HashSet::new(),
             kernel_data: criu.kernel_data.clone(),
             resumed: Resumed::new(criu.interrupted.clone()),
+            stops: Stops::default(),
             listed_mappings: 0,
             shortened: HashMap::new(),
             written: None,
@@ -134,6 +136,7 @@ struct Answers {
     withheld_objects: HashSet<ObjectId>,
     kernel_data: KernelData,
     resumed: Resumed,
+    stops: Stops,
     listed_mappings: u32,
     shortened: HashMap<i32, Vec<Shortened>>,
     /// The file into which CRIU writes what it found out about the kernel.
@@ -197,6 +200,7 @@ impl Answers {
             libc::SYS_rename => self.answer_rename(call),
             libc::SYS_ptrace => self.answer_ptrace(call),
             libc::SYS_lseek => self.answer_seek(call),
+            libc::SYS_kill => self.answer_kill(call),
             _ => self.answer_scan(call),
         }
     }
@@ -206,6 +210,7 @@ impl Answers {
         let [request, thread, _, address, ..] = call.arguments;
         let thread = thread as i32;
         if request == u64::from(SEIZE) {
+            self.stops.attaching(thread);
             let is_ready = self.machines.as_ref().is_none_or(Machines::park);
             return Some(if is_ready { Answer::Continue } else { Answer::Return(-i64::from(libc::EPERM)) });
         }
@@ -216,6 +221,12 @@ impl Answers {
             let _ = self.resumed.recorded(call.pid as i32, thread);
         }
         Some(Answer::Continue)
+    }
+
+    /// Answers a `kill` by a stop signal: nothing is to be done, or the kernel sends it.
+    fn answer_kill(&mut self, call: &Call) -> Option<Answer> {
+        let pid = call.arguments[0] as i32;
+        (!self.stops.may_stop(pid)).then_some(Answer::Return(0))
     }
 
     /// Answers a query of a resource limit of a dumped process, which may have been forked since
