@@ -2,6 +2,7 @@
 //! runs, beside QEMU's own ways to save a machine: `savevm`, migration to a file, and a
 //! `background-snapshot`. PML, sections 2.4 and 5, measures the same of a changed QEMU.
 
+mod kvm_counts;
 mod machine;
 
 use std::path::PathBuf;
@@ -17,6 +18,7 @@ use pagemark_report::table::Table;
 use pagemark_vm::VmTarget;
 
 use crate::{BenchError, print_json};
+use kvm_counts::CountsPerPass;
 use machine::{Machine, Peer};
 
 /// Options of the measurement.
@@ -74,6 +76,9 @@ struct Row {
     written_bytes: Samples,
     /// Passes of the machine's program in a second, divided by those without checkpoints.
     throughput_ratio: Samples,
+    /// What KVM counts while checkpoints are taken, and without them.
+    kvm: CountsPerPass,
+    kvm_alone: CountsPerPass,
 }
 
 /// What one of QEMU's own ways costs.
@@ -134,6 +139,8 @@ pub fn run(options: &Options) -> Result<(), BenchError> {
                     dirty_pages,
                     written_bytes,
                     throughput_ratio,
+                    kvm: CountsPerPass::default(),
+                    kvm_alone: CountsPerPass::default(),
                 },
             ));
         }
@@ -172,7 +179,9 @@ fn measure(
     row: &mut Row,
     repository: &std::path::Path,
 ) -> Result<(), BenchError> {
+    let (first_counts, first_pass) = (machine.kvm_counts(), machine.passes()?);
     let before = machine.passes_a_second(ALONE)?;
+    row.kvm_alone.push(first_counts, machine.kvm_counts(), machine.passes()? - first_pass);
     let mechanism = match strategy {
         Strategy::CopyOnWrite => Mechanism::choose_to_hold_writes(),
         _ => options.mechanism,
@@ -188,6 +197,7 @@ fn measure(
     }
     machine.pauses()?;
     let every = Duration::from_millis(row.every_ms);
+    let first_counts = machine.kvm_counts();
     let (begin, first_pass) = (Instant::now(), machine.passes()?);
     for _ in 0..options.checkpoints {
         let begin = Instant::now();
@@ -198,7 +208,9 @@ fn measure(
         row.written_bytes.push(taken.cost.written_bytes as f64);
         std::thread::sleep(every.saturating_sub(begin.elapsed()));
     }
-    let rate = (machine.passes()? - first_pass) as f64 / begin.elapsed().as_secs_f64();
+    let passes = machine.passes()? - first_pass;
+    let rate = passes as f64 / begin.elapsed().as_secs_f64();
+    row.kvm.push(first_counts, machine.kvm_counts(), passes);
     for pause in machine.pauses()? {
         row.paused_us.push(pause.as_micros() as f64);
     }
@@ -206,6 +218,25 @@ fn measure(
     let after = machine.passes_a_second(ALONE)?;
     row.throughput_ratio.push(rate / ((before + after) / 2.0));
     Ok(())
+}
+
+fn table_of_counts(rows: &[Row]) -> Table {
+    let mut table =
+        Table::new(["strategy", ">every ms", ">exits", ">alone", ">page faults", ">alone", ">TLB flushes", ">alone"]);
+    for Row { strategy, every_ms, kvm, kvm_alone, .. } in rows {
+        let median = |samples: &Samples| format!("{:.1}", samples.median());
+        table.row([
+            (*strategy).to_owned(),
+            every_ms.to_string(),
+            median(&kvm.exits),
+            median(&kvm_alone.exits),
+            median(&kvm.page_faults),
+            median(&kvm_alone.page_faults),
+            median(&kvm.tlb_flushes),
+            median(&kvm_alone.tlb_flushes),
+        ]);
+    }
+    table
 }
 
 fn print_tables(options: &Options, measured: &Measured) -> Result<(), BenchError> {
@@ -259,5 +290,10 @@ fn print_tables(options: &Options, measured: &Measured) -> Result<(), BenchError
         "QEMU {} ({}), {} MiB in use, a working set of {} pages; medians\n{table}\n{peers}",
         measured.qemu, options.accel, options.mib, options.pages
     ));
+    if measured.rows.iter().all(|row| row.kvm.is_empty()) {
+        print("KVM's counts: none, because QEMU does not use KVM, or is older than 7.1\n");
+    } else {
+        print(&format!("KVM's counts for each pass of the program; medians\n{}", table_of_counts(&measured.rows)));
+    }
     Ok(())
 }

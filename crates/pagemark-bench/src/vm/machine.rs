@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
+use super::kvm_counts::KvmCounts;
 use crate::BenchError;
 
 /// How long a step of QEMU may take.
@@ -115,6 +116,11 @@ impl Machine {
         let (begin, first) = (Instant::now(), self.passes()?);
         std::thread::sleep(time);
         Ok((self.passes()? - first) as f64 / begin.elapsed().as_secs_f64())
+    }
+
+    /// What KVM has counted until now. None without KVM, and where QEMU is older than 7.1.
+    pub(super) fn kvm_counts(&mut self) -> Option<KvmCounts> {
+        self.execute("query-stats", KvmCounts::query()).ok().and_then(|answer| KvmCounts::parse(&answer))
     }
 
     /// For how long the machine was stopped, each time since the last call.
