@@ -23,6 +23,7 @@ mod elf;
 mod error;
 pub mod image;
 mod layout;
+mod listed;
 mod loader;
 mod machine;
 mod mappings;

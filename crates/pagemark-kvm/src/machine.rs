@@ -14,6 +14,7 @@ use pagemark::sys::proc::maps;
 
 use crate::error::{Error, ErrorKind};
 use crate::layout::{MMAP_TOP, PAGE, PROGRAM_END, Physical, RANDOM_SPAN, SLOT_SPAN, TABLE_MEMORY, TABLE_SPAN};
+use crate::listed::Listed;
 use crate::mappings::{Mapping, Mappings, Protection};
 use crate::page_table::{Dirty, OutOfTables, PageTable};
 use crate::sys::descriptors;
@@ -164,6 +165,8 @@ pub struct Machine {
     space: Arc<OwnedLock<Space>>,
     /// Whether memory is tracked.
     is_tracking: AtomicBool,
+    /// What trackers outside are told.
+    listed: Listed,
     /// How KVM notes the pages that the program writes.
     keeps: Keeps,
     /// Whether KVM's log can be used; known once it was tried.
@@ -217,16 +220,16 @@ impl Machine {
         let root = tables.allocate().ok_or_else(out_of_tables)?;
         let stubs = stubs::write(&tables, &PageTable::new(&tables, root)).map_err(|OutOfTables| out_of_tables())?;
         let top = MMAP_TOP - crate::random::below(RANDOM_SPAN) / PAGE * PAGE;
+        let parking = Parking::of_this_process()
+            .map_err(Error::system("map", "the description of the machine, at an address of its own"))?;
         let space = Space {
             mappings: Mappings::below(top),
             heap_start: 0,
             heap_end: 0,
             slots: Vec::new(),
-            tracking: Tracking::default(),
+            tracking: Tracking::new(parking.listed()),
             rings: Vec::new(),
         };
-        let parking = Parking::of_this_process()
-            .map_err(Error::system("map", "the description of the machine, at an address of its own"))?;
         Machine::with((kvm, keeps), tables, root, stubs, Arc::new(OwnedLock::new(space)), parking)
     }
 
@@ -253,9 +256,16 @@ impl Machine {
         Ok(machine)
     }
 
+    /// Who tracks this process from outside.
+    pub fn tracker(&self) -> u64 {
+        self.listed.tracker()
+    }
+
     /// In a child made by `fork`: it has nothing of KVM yet, and the calling thread uses it.
-    pub fn begin_child(&self, in_use: &InUse) {
+    /// `tracker` tracks the parent.
+    pub fn begin_child(&self, in_use: &InUse, tracker: u64) {
         self.parking.begin_child(in_use);
+        self.listed.begin_child(tracker);
         descriptors::begin_child();
     }
 
@@ -320,6 +330,7 @@ impl Machine {
             stubs,
             space,
             is_tracking: AtomicBool::new(false),
+            listed: parking.listed(),
             keeps,
             log: OnceLock::new(),
             most_slots,
@@ -331,6 +342,7 @@ impl Machine {
             renewal: Mutex::default(),
         };
         machine.add_slot(0, Physical::ZERO, TABLE_MEMORY, machine.tables.host_address())?;
+        parking.describe_tables(machine.tables.host_address(), machine.root);
         parking.describe(machine.kvm.as_raw_fd(), machine.vm.as_raw_fd(), machine.vm.run_size());
         Ok(Arc::new(machine))
     }
@@ -436,6 +448,7 @@ impl Machine {
         let physical = self.physical(&mut space, start)?;
         let table = PageTable::new(&self.tables, self.root);
         // Of pages whose dirty bits are read, none is set before they are written.
+        let is_scanned = self.listed.is_wanted();
         let scanned = &space.tracking.by[Means::Scan as usize].ranges;
         // The stores to these are the monitor's.
         let closed = space.tracking.closed(start, end);
@@ -445,7 +458,7 @@ impl Machine {
         cuts.sort_unstable();
         for (from, to) in cuts.iter().copied().zip(cuts.iter().copied().skip(1)).filter(|(from, to)| from < to) {
             let protection = if closed.contains(from) { protection.without_writes() } else { protection };
-            let dirty = if scanned.contains(from) { Dirty::Kept } else { Dirty::InAdvance };
+            let dirty = if is_scanned || scanned.contains(from) { Dirty::Kept } else { Dirty::InAdvance };
             table
                 .map(from, to, physical.plus(from - start), protection, dirty)
                 .map_err(|OutOfTables| out_of_tables())?;
@@ -456,13 +469,20 @@ impl Machine {
     /// Forgets the guest's entries for `start..end`, and that it is tracked. To be called before
     /// the host's mapping there changes.
     pub fn clear(&self, space: &mut Space, start: u64, end: u64) {
+        self.clear_to_protect(space, start, end);
+        space.tracking.listed.add(start, end);
+    }
+
+    /// As [`Machine::clear`], where the memory stays what it is.
+    pub fn clear_to_protect(&self, space: &mut Space, start: u64, end: u64) {
         self.clear_entries(space, start, end);
         space.tracking.remapped(start, end);
     }
 
     /// Forgets the guest's entries for `start..end`.
     pub fn clear_entries(&self, space: &mut Space, start: u64, end: u64) {
-        PageTable::new(&self.tables, self.root).clear(start, end);
+        let lost = PageTable::new(&self.tables, self.root).clear(start, end);
+        self.listed.add_pages(&lost);
         // With their dirty bits.
         space.tracking.by[Means::Scan as usize].mark(PAGE, start, end);
     }

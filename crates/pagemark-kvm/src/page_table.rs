@@ -8,18 +8,17 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use pagemark::RangeSet;
+pub use pagemark::sys::guest_tables::DIRTY;
+use pagemark::sys::guest_tables::{PRESENT, TAKEN};
 
 use crate::layout::{PAGE, Physical, TABLE_SPAN};
 use crate::mappings::Protection;
 use crate::sys::table_memory::TableMemory;
 
-const PRESENT: u64 = 1;
 const WRITABLE: u64 = 1 << 1;
 const USER: u64 = 1 << 2;
 /// Set in advance, so that the processor need not write the entry.
 const ACCESSED: u64 = 1 << 5;
-/// Set by the processor, or in advance.
-pub const DIRTY: u64 = 1 << 6;
 const NO_EXECUTE: u64 = 1 << 63;
 const ADDRESS: u64 = 0x000f_ffff_ffff_f000;
 
@@ -89,7 +88,7 @@ impl<'m> PageTable<'m> {
         if !protection.executable() {
             bits |= NO_EXECUTE;
         }
-        self.fill(start, end, physical, bits, if dirty == Dirty::Kept { DIRTY } else { 0 })
+        self.fill(start, end, physical, bits, if dirty == Dirty::Kept { DIRTY | TAKEN } else { 0 })
     }
 
     /// Maps the page `physical` at `address` for the guest's kernel only.
@@ -126,25 +125,33 @@ impl<'m> PageTable<'m> {
         (value & PRESENT != 0).then_some((Physical::new(value & ADDRESS), value & !ADDRESS))
     }
 
-    /// `start..end` is not mapped any more.
-    pub fn clear(&self, start: u64, end: u64) {
-        self.each_entry(start, end, |_, entry| entry.store(0, Ordering::Release));
+    /// `start..end` is not mapped any more. Returns the pages whose dirty bits are lost thereby.
+    pub fn clear(&self, start: u64, end: u64) -> RangeSet<u64> {
+        self.each_dirty(start, end, |entry| entry.swap(0, Ordering::AcqRel))
     }
 
-    /// The pages of `start..end` whose entries are dirty.
+    /// The pages of `start..end` whose entries are dirty, or were before that was taken from
+    /// outside.
     pub fn dirty(&self, start: u64, end: u64) -> RangeSet<u64> {
+        let with_taken = |entry: u64| if entry & TAKEN != 0 { entry | DIRTY } else { entry };
+        self.each_dirty(start, end, |entry| with_taken(entry.load(Ordering::Acquire)))
+    }
+
+    /// The entries of `start..end` are not dirty. A flush of the guest's translations must follow.
+    /// Returns the pages whose dirty bits are lost thereby.
+    pub fn clean(&self, start: u64, end: u64) -> RangeSet<u64> {
+        self.each_dirty(start, end, |entry| entry.fetch_and(!(DIRTY | TAKEN), Ordering::AcqRel))
+    }
+
+    /// The pages of `start..end` for whose entries `value` is that of one that is there and dirty.
+    fn each_dirty(&self, start: u64, end: u64, value: impl Fn(&AtomicU64) -> u64) -> RangeSet<u64> {
         let mut pages = RangeSet::new();
         self.each_entry(start, end, |page, entry| {
-            if entry.load(Ordering::Acquire) & (PRESENT | DIRTY) == PRESENT | DIRTY {
+            if value(entry) & (PRESENT | DIRTY) == PRESENT | DIRTY {
                 pages.insert(page..page + PAGE);
             }
         });
         pages
-    }
-
-    /// The entries of `start..end` are not dirty. A flush of the guest's translations must follow.
-    pub fn clean(&self, start: u64, end: u64) {
-        self.each_entry(start, end, |_, entry| _ = entry.fetch_and(!DIRTY, Ordering::AcqRel));
     }
 
     /// The program cannot write to `start..end`. A flush of the guest's translations must follow.

@@ -89,7 +89,7 @@ impl Thread {
     fn with(machine: Arc<Machine>, process: Arc<Process>) -> Result<Thread, Error> {
         let mut vcpu = machine.take_vcpu()?;
         let slot = Slot::new(vcpu.immediate_exit());
-        let announcer = Announcer::new(&machine);
+        let announcer = Announcer::new(&machine, vcpu.number());
         let alternate = AlternateStack::default();
         Ok(Thread {
             machine,

@@ -7,18 +7,19 @@
 //! each collect that comes between it and the end of its call, and by the one after. Ranges may be
 //! larger than what is written, and never smaller; of a call that is not known, all memory is.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::Ordering;
 
 use pagemark::RangeSet;
 use pagemark::sys::own_machine::{MEANS, Means};
+use pagemark::sys::parking::{MOST_ANNOUNCED, VcpuEntry};
 use pagemark::track::emulate::stores::Stores as Emulator;
 
 use crate::layout::{PAGE, PROGRAM_END};
+use crate::listed::Listed;
 use crate::stores::Stores;
 
 /// Ranges of one call; a call with more writes anywhere.
-const MOST_RANGES: usize = 8;
+const MOST_RANGES: usize = MOST_ANNOUNCED;
 
 /// The ranges of the program's memory that a call may write to.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -76,33 +77,39 @@ impl Writes {
     }
 }
 
-/// The ranges of the call that a thread is making.
-#[derive(Debug, Default)]
-pub struct Announced {
-    ranges: [(AtomicU64, AtomicU64); MOST_RANGES],
-    count: AtomicUsize,
-}
+/// The ranges of the call that the thread of a virtual CPU is making. They are in the description
+/// of the virtual CPU, where they are read from outside too.
+#[derive(Clone, Copy, Debug)]
+pub struct Announced(&'static VcpuEntry);
 
 impl Announced {
+    /// Those of the virtual CPU `described`.
+    pub fn new(described: &'static VcpuEntry) -> Announced {
+        Announced(described)
+    }
+
     /// The thread is about to make a call. On x86 its writes are visible after the announcement.
     pub fn begin(&self, writes: &Writes) {
-        for ((start, end), (from, to)) in self.ranges.iter().zip(writes.iter()) {
+        for ([start, end], (from, to)) in self.0.announced.iter().zip(writes.iter()) {
             start.store(from, Ordering::Relaxed);
             end.store(to, Ordering::Relaxed);
         }
-        self.count.store(writes.count, Ordering::Release);
+        self.0.announced_count.store(writes.count as u64, Ordering::Release);
     }
 
     /// The call has ended.
     pub fn end(&self) {
-        self.count.store(0, Ordering::Release);
+        self.0.announced_count.store(0, Ordering::Release);
     }
 
     fn now(&self) -> Writes {
-        let count = self.count.load(Ordering::Acquire).min(MOST_RANGES);
-        let range =
-            |(start, end): &(AtomicU64, AtomicU64)| (start.load(Ordering::Relaxed), end.load(Ordering::Relaxed));
-        Writes { ranges: std::array::from_fn(|index| range(&self.ranges[index])), count }
+        let count = (self.0.announced_count.load(Ordering::Acquire) as usize).min(MOST_RANGES);
+        let ranges = self.0.announced.each_ref().map(|range| range.each_ref().map(|word| word.load(Ordering::Relaxed)));
+        Writes { ranges: ranges.map(|[start, end]| (start, end)), count }
+    }
+
+    fn is(&self, other: &Announced) -> bool {
+        std::ptr::eq(self.0, other.0)
     }
 }
 
@@ -125,7 +132,7 @@ impl Tracked {
 }
 
 /// The tracked memory, and the calls in hand. Locked with the program's mappings.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Tracking {
     /// By the number of the means.
     pub by: [Tracked; MEANS.len()],
@@ -133,12 +140,20 @@ pub struct Tracking {
     pub stores: Stores,
     /// Executes the program's stores; there once memory is tracked so.
     pub emulator: Option<Emulator>,
-    calls: Vec<Arc<Announced>>,
+    /// What is written without a trace in the guest's page tables, for trackers outside.
+    pub listed: Listed,
+    calls: Vec<Announced>,
     /// Memory that the kernel may write to at any time: it counts as written in each collect.
     always: bool,
 }
 
 impl Tracking {
+    /// No memory is tracked here.
+    pub fn new(listed: Listed) -> Tracking {
+        let (by, stores) = Default::default();
+        Tracking { by, stores, emulator: None, listed, calls: Vec::new(), always: false }
+    }
+
     /// Whether any memory is tracked.
     pub fn is_active(&self) -> bool {
         self.by.iter().any(|tracked| !tracked.ranges.is_empty())
@@ -151,25 +166,33 @@ impl Tracking {
         closed
     }
 
-    /// A new thread's announcements.
-    pub fn add_thread(&mut self) -> Arc<Announced> {
-        let announced = Arc::new(Announced::default());
-        self.calls.push(announced.clone());
-        announced
+    /// A new thread makes calls, and announces them so.
+    pub fn add_thread(&mut self, announced: Announced) {
+        announced.end();
+        self.calls.push(announced);
     }
 
     /// The thread makes no more calls.
-    pub fn remove_thread(&mut self, announced: &Arc<Announced>) {
-        self.calls.retain(|other| !Arc::ptr_eq(other, announced));
+    pub fn remove_thread(&mut self, announced: &Announced) {
+        // A child made by `vfork` may have been killed in the midst of a call.
+        self.mark_ended(&announced.now());
+        self.calls.retain(|other| !other.is(announced));
+        announced.end();
     }
 
     /// From now on the kernel may write at any time.
     pub fn mark_always(&mut self) {
         self.always = true;
+        self.listed.add_always();
     }
 
-    /// The ranges of a call count as written.
-    pub fn mark(&mut self, writes: &Writes) {
+    /// The ranges of a call that has ended count as written.
+    pub fn mark_ended(&mut self, writes: &Writes) {
+        self.mark(writes);
+        writes.iter().for_each(|(start, end)| self.listed.add(start, end));
+    }
+
+    fn mark(&mut self, writes: &Writes) {
         for (tracked, means) in self.by.iter_mut().zip(MEANS) {
             writes.iter().for_each(|(start, end)| tracked.mark(means.unit(), start, end));
         }
@@ -197,11 +220,12 @@ impl Tracking {
     /// The collects that follow fail.
     pub fn abandon(&mut self) {
         std::mem::forget((std::mem::take(&mut self.by), std::mem::take(&mut self.stores)));
+        self.listed.add_everything();
     }
 
     /// Forgets all memory and calls, in a child made by `fork`.
     pub fn clear(&mut self) {
-        *self = Tracking::default();
+        *self = Tracking::new(self.listed);
     }
 }
 
@@ -223,8 +247,9 @@ mod tests {
 
     #[test]
     fn calls_in_hand_count_as_written_until_they_end() {
-        let mut tracking = Tracking::default();
-        let call = tracking.add_thread();
+        let mut tracking = Tracking::new(Listed::new(Box::leak(Box::default()), &[]));
+        let call = Announced::new(Box::leak(Box::default()));
+        tracking.add_thread(call);
         tracking.by[0].ranges.insert(4 * PAGE..8 * PAGE);
         call.begin(&Writes::to(5 * PAGE + 1, PAGE));
         for _ in 0..2 {
@@ -236,7 +261,9 @@ mod tests {
         tracking.mark_calls();
         assert!(tracking.by[0].written.is_empty());
         call.begin(&Writes::anywhere());
+        // The thread was killed in the midst of a call.
         tracking.remove_thread(&call);
+        assert_eq!(std::mem::take(&mut tracking.by[0].written), RangeSet::from(4 * PAGE..8 * PAGE));
         tracking.mark_calls();
         assert!(tracking.by[0].written.is_empty());
         tracking.mark_always();

@@ -13,6 +13,7 @@ pub mod fork_mark;
 pub mod forks;
 pub mod futex;
 pub mod gate;
+pub mod guest_tables;
 pub mod interface;
 pub mod mapping_flags;
 pub mod memory;

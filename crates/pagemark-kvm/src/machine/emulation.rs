@@ -124,6 +124,7 @@ impl Memory for OfProgram<'_> {
         for means in [Means::Log, Means::Ring, Means::Scan] {
             self.tracking.by[means as usize].mark(means.unit(), start, end);
         }
+        self.tracking.listed.add(start, end);
     }
 
     unsafe fn copy_from(&mut self, source: u64, target: *mut u8, bytes: usize) -> usize {

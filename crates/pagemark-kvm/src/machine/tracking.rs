@@ -23,7 +23,7 @@ use crate::writes::{Announced, Writes};
 /// A thread whose calls are announced, as long as this exists.
 pub struct Announcer {
     space: Arc<OwnedLock<Space>>,
-    announced: Arc<Announced>,
+    announced: Announced,
 }
 
 /// A call that is announced, as long as this exists.
@@ -34,9 +34,13 @@ pub struct Making<'m> {
 }
 
 impl Announcer {
-    /// A new thread of `machine`.
-    pub fn new(machine: &Machine) -> Announcer {
-        Announcer { space: machine.space.clone(), announced: machine.space().tracking.add_thread() }
+    /// A new thread of `machine` with the virtual CPU `number`.
+    pub fn new(machine: &Machine, number: usize) -> Announcer {
+        // There is a description for each: the machine makes no more.
+        let described = machine.parking.entry(number).unwrap_or_else(|| Box::leak(Box::default()));
+        let announced = Announced::new(described);
+        machine.space().tracking.add_thread(announced);
+        Announcer { space: machine.space.clone(), announced }
     }
 
     /// Announces what the thread, or the kernel for it, is about to write.
@@ -60,8 +64,8 @@ impl Drop for Making<'_> {
             return;
         }
         // A tracker that begins behind this test reads the memory later still.
-        if self.machine.is_tracking.load(Ordering::SeqCst) {
-            self.machine.space().tracking.mark(&self.writes);
+        if self.machine.is_tracking() || self.machine.listed.is_wanted() {
+            self.machine.space().tracking.mark_ended(&self.writes);
         }
         self.announced.end();
     }
@@ -251,7 +255,9 @@ impl Machine {
                 Means::Log => self.protect(space, from, stop, &dirty)?,
                 Means::Ring => {}
                 Means::Scan => {
-                    dirty.within(from..stop).for_each(|run| table.clean(run.start, run.end));
+                    // Whoever tracks the process from outside reads these bits too.
+                    let lost = dirty.within(from..stop).map(|run| table.clean(run.start, run.end));
+                    lost.for_each(|pages| self.listed.add_pages(&pages));
                     cleaned.extend(&dirty.within(from..stop).collect());
                 }
                 Means::Emulate => {

@@ -11,11 +11,12 @@ use std::time::{Duration, Instant};
 
 use kvm_bindings::{kvm_vcpu_events, kvm_xsave};
 use pagemark::sys::parking::{
-    ADDRESS, BYTES, CLOSED, CLOSING, DEVICE_WORDS, Header, MAGIC, MOST_VCPUS, OPEN, PARKED, RELEASED, RESERVED,
-    RUNNING, VcpuEntry, copy_address, vcpu_address, vector_state_address,
+    ADDRESS, BYTES, CLOSED, CLOSING, DEVICE_WORDS, Header, MAGIC, MOST_VCPUS, MOST_WRITTEN, OPEN, PARKED, RELEASED,
+    RESERVED, RUNNING, VcpuEntry, WRITTEN_ADDRESS, Words, copy_address, vcpu_address, vector_state_address,
 };
 
-use crate::layout::PAGE;
+use crate::layout::{PAGE, PROGRAM_END, Physical};
+use crate::listed::Listed;
 
 /// How long a thread waits until the process is released, if it cannot be known whether the process
 /// that parked it still exists.
@@ -88,6 +89,20 @@ impl Parking {
             word.store(part, Ordering::Relaxed);
         }
         Ok(parking)
+    }
+
+    /// The list of what is written without a trace in the guest's page tables.
+    pub fn listed(&self) -> Listed {
+        // SAFETY: within the mapping, which is never unmapped, and zeros are valid words.
+        let ranges = unsafe { std::slice::from_raw_parts(WRITTEN_ADDRESS as *const Words, MOST_WRITTEN) };
+        Listed::new(self.header, ranges)
+    }
+
+    /// Describes the guest's page tables, of which `root` is the highest, in memory at `tables`.
+    pub fn describe_tables(&self, tables: u64, root: Physical) {
+        self.header.root.store(root.get(), Ordering::Relaxed);
+        self.header.program_end.store(PROGRAM_END, Ordering::Relaxed);
+        self.header.tables.store(tables, Ordering::Relaxed);
     }
 
     /// Describes a new machine without virtual CPUs.
@@ -195,7 +210,8 @@ impl Parking {
         Some(saved)
     }
 
-    fn entry(&self, number: usize) -> Option<&'static VcpuEntry> {
+    /// The description of the virtual CPU `number`. None if there is no room for it.
+    pub fn entry(&self, number: usize) -> Option<&'static VcpuEntry> {
         // SAFETY: within the mapping, which is never unmapped, and zeros are a valid entry.
         (number < MOST_VCPUS).then(|| unsafe { &*(vcpu_address(number) as *const VcpuEntry) })
     }

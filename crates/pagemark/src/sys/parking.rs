@@ -9,6 +9,10 @@
 //! descriptors are closed. A thread that needs KVM then waits until the process is *released*, or
 //! the process that parked it is gone, and makes a new machine. A process that is restored from the
 //! saved state does the same.
+//!
+//! The description also says where the guest's page tables are, whose dirty bits tell what the
+//! program's instructions write, and lists what is written otherwise: [`crate::sys::guest_tables`]
+//! reads both from outside, while the process is parked and nobody changes them.
 
 use std::sync::atomic::{AtomicI32, AtomicU32, AtomicU64};
 
@@ -49,7 +53,7 @@ pub const OPEN: u32 = 1;
 pub const RESERVED: u32 = 2;
 
 /// The begin of the description.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 #[repr(C)]
 pub struct Header {
     /// [`MAGIC`].
@@ -70,10 +74,30 @@ pub struct Header {
     pub device_path: [AtomicU64; 2],
     /// The process that parked this one and will release it. 0 if it has no id here.
     pub parker: AtomicI32,
+    /// Not 0 if the kernel may write anywhere at any time.
+    pub always: AtomicU64,
+    /// Who tracks the program's memory from outside: a number of its own, or 0. The monitor lists
+    /// writes as long as somebody does.
+    pub tracker: AtomicU64,
+    /// The address of guest-physical address 0. 0 if the monitor does not list writes.
+    pub tables: AtomicU64,
+    /// The guest-physical address of the highest page table.
+    pub root: AtomicU64,
+    /// The end of the program's addresses. What lies behind is the monitor's.
+    pub program_end: AtomicU64,
+    /// How many ranges are listed at [`WRITTEN_ADDRESS`].
+    pub written: AtomicU64,
 }
 
+/// A range of addresses: its start, and its end.
+pub type Words = [AtomicU64; 2];
+
+/// Ranges of one system call that are described; a call with more counts as one that writes
+/// anywhere.
+pub const MOST_ANNOUNCED: usize = 8;
+
 /// The description of a virtual CPU.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 #[repr(C)]
 pub struct VcpuEntry {
     /// Its descriptor.
@@ -86,6 +110,11 @@ pub struct VcpuEntry {
     pub copy: [AtomicU64; 2],
     /// Exceptions and interrupts that are on their way: `struct kvm_vcpu_events`.
     pub events: [AtomicU64; 8],
+    /// Where the system call that its thread is making may write: the first of these ranges, as
+    /// many as `announced_count` says.
+    pub announced: [Words; MOST_ANNOUNCED],
+    /// How many ranges are announced.
+    pub announced_count: AtomicU64,
 }
 
 /// The address of the description of a virtual CPU.
@@ -103,8 +132,15 @@ pub const fn copy_address(number: usize) -> u64 {
     vcpu_address(number) + 2 * PAGE
 }
 
+/// Where the list of ranges is that were written without a trace in the guest's page tables:
+/// [`Words`] in ascending order, which neither overlap nor touch.
+pub const WRITTEN_ADDRESS: u64 = vcpu_address(MOST_VCPUS);
+
+/// Most ranges of that list.
+pub const MOST_WRITTEN: usize = 4096;
+
 /// Bytes of the whole description.
-pub const BYTES: u64 = PAGE * (1 + VCPU_PAGES * MOST_VCPUS as u64);
+pub const BYTES: u64 = WRITTEN_ADDRESS - ADDRESS + (MOST_WRITTEN * size_of::<Words>()) as u64;
 
 const PAGE: u64 = crate::PAGE_SIZE as u64;
 

@@ -180,6 +180,14 @@ impl Thread {
         self.clear_tid = if clone.has(libc::CLONE_CHILD_CLEARTID) { clone.child_tid } else { 0 };
     }
 
+    /// The thread has ended: another one may have its virtual CPU.
+    fn give_back(self) {
+        let Thread { machine, vcpu, announcer, .. } = self;
+        // It announces at the place of the virtual CPU.
+        drop(announcer);
+        machine.put_vcpu(vcpu);
+    }
+
     fn new_thread(&mut self, clone: &Clone, mask: u64) -> Result<u32, Refusal> {
         let mut thread = self.copy(clone)?;
         let (send, receive) = mpsc::sync_channel(1);
@@ -191,7 +199,7 @@ impl Thread {
             let _ = send.send(id);
             // All signals are blocked until the thread has its slot.
             thread.run_with_mask(mask);
-            thread.machine.put_vcpu(thread.vcpu);
+            thread.give_back();
         };
         self.process.add_thread();
         let builder = std::thread::Builder::new().stack_size(STACK_BYTES);
@@ -226,12 +234,12 @@ impl Thread {
         // The child has taken this thread's place in the thread-local storage that both have.
         // SAFETY: as in `run`.
         unsafe { self.slot.make_current() };
-        self.machine.put_vcpu(thread.vcpu);
         let id = result.map_err(|error| os_error(&error))?;
         // The child may have been killed at any instant.
         if let Err(error) = self.machine.take_over(id) {
             self.fail(&error.to_string());
         }
+        thread.give_back();
         clone.note(self, false, id);
         Ok(id)
     }
@@ -246,6 +254,7 @@ impl Thread {
         let space = machine.space();
         let locks = process.lock_for_fork();
         let kept = [machine.device(), process.monitor()];
+        let tracker = machine.tracker();
         let limit = descriptors::keep_limit();
         let id = child::fork().map_err(|error| os_error(&error))?;
         if id != 0 {
@@ -255,7 +264,7 @@ impl Thread {
         }
         // SAFETY: what used the descriptors is forgotten below.
         unsafe { descriptors::close_all_but(&kept) };
-        machine.begin_child(&in_use);
+        machine.begin_child(&in_use, tracker);
         drop((limit, space, locks));
         let renewed = self.renew(&machine, &state, &vector);
         drop(in_use);
@@ -289,7 +298,9 @@ impl Thread {
         // SAFETY: as in `run`; all signals are blocked.
         unsafe { slot.make_current() };
         self.slot = slot;
-        self.announcer = Announcer::new(&machine);
+        let announcer = Announcer::new(&machine, vcpu.number());
+        // The parent's, which may be of the same number: the new machine knows nothing of it.
+        std::mem::forget(std::mem::replace(&mut self.announcer, announcer));
         std::mem::forget(std::mem::replace(&mut self.machine, machine));
         std::mem::forget(std::mem::replace(&mut self.vcpu, vcpu));
         Ok(())

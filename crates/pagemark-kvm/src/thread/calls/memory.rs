@@ -167,7 +167,7 @@ impl Machine {
             start = space.mappings.find(start).ok_or(libc::ENOMEM)?.start;
         }
         let protection = on_host(protection);
-        self.clear(&mut space, start, end);
+        self.clear_to_protect(&mut space, start, end);
         match host(libc::SYS_mprotect, [start, end - start, protection, 0, 0, 0]) {
             Ok(result) => {
                 space.mappings.protect(start, end, Protection::new(protection));

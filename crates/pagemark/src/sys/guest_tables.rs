@@ -1,0 +1,249 @@
+//! What the monitor of `pagemark-kvm` and the processor say of a program's writes, read from
+//! outside of the process ([`super::parking`]).
+//!
+//! The processor sets the dirty bits of the guest's page tables, which are memory of the process.
+//! Writes that leave no trace there are listed by the monitor: those of the kernel on the program's
+//! behalf, and its own. System calls that have not ended are announced; what they write counts as
+//! written in each collect, and the monitor lists it once more at their end.
+
+use std::fs::File;
+use std::io;
+use std::mem::offset_of;
+use std::os::unix::fs::FileExt;
+
+use super::parking::{
+    ADDRESS, Header, MAGIC, MOST_ANNOUNCED, MOST_VCPUS, MOST_WRITTEN, PARKED, RELEASED, VcpuEntry, WRITTEN_ADDRESS,
+    Words, vcpu_address,
+};
+use super::{proc, random};
+use crate::{Address, PAGE_SIZE, RangeSet};
+
+/// The entry is there.
+pub const PRESENT: u64 = 1;
+
+/// The processor has written to the page, or the bit was set in advance.
+pub const DIRTY: u64 = 1 << 6;
+
+/// [`DIRTY`] was cleared from outside. Processors ignore the bit.
+pub const TAKEN: u64 = 1 << 9;
+
+const PHYSICAL: u64 = 0x000f_ffff_ffff_f000;
+const ENTRIES: usize = PAGE_SIZE / 8;
+const PAGE: u64 = PAGE_SIZE as u64;
+
+/// Most bytes of tables that a monitor has.
+const MOST_TABLES: u64 = 1 << 30;
+
+/// Why nothing could be collected.
+#[derive(Debug)]
+pub enum Failure {
+    /// The process has its machine.
+    Running,
+    /// Another tracker tracks the memory now.
+    Taken,
+    /// A system call failed.
+    System(io::Error),
+}
+
+impl From<io::Error> for Failure {
+    fn from(error: io::Error) -> Failure {
+        Failure::System(error)
+    }
+}
+
+/// The tracking of a process from outside, until it is dropped.
+#[derive(Debug)]
+pub struct GuestTables {
+    memory: File,
+    tables: u64,
+    root: u64,
+    program_end: u64,
+    /// The number of this tracking.
+    tracker: u64,
+}
+
+impl GuestTables {
+    /// Begins to track the memory of the process of a thread. None if it does not run in a machine,
+    /// or its monitor is too old.
+    ///
+    /// # Errors
+    /// The memory cannot be opened or accessed.
+    pub fn begin(thread: i32) -> io::Result<Option<GuestTables>> {
+        let mut tables = GuestTables {
+            memory: proc::open_memory_for_writing(thread)?,
+            tables: 0,
+            root: 0,
+            program_end: 0,
+            // 0 is nobody.
+            tracker: u64::from_ne_bytes(random::random()?) | 1,
+        };
+        match tables.word(ADDRESS) {
+            Ok(MAGIC) => {}
+            Ok(_) => return Ok(None),
+            // Nothing is mapped there.
+            Err(error) if error.raw_os_error() == Some(libc::EIO) => return Ok(None),
+            Err(error) => return Err(error),
+        }
+        tables.tables = tables.field(offset_of!(Header, tables))?;
+        tables.root = tables.field(offset_of!(Header, root))?;
+        tables.program_end = tables.field(offset_of!(Header, program_end))?;
+        if tables.tables == 0 {
+            return Ok(None);
+        }
+        tables.set_field(offset_of!(Header, tracker), tables.tracker)?;
+        Ok(Some(tables))
+    }
+
+    /// The end of the program's addresses. What lies behind is the monitor's, of whose writes
+    /// nothing is known here.
+    pub fn program_end(&self) -> Address {
+        Address::new(self.program_end)
+    }
+
+    /// Adds to `written` the addresses of the program that were written since the last call; at
+    /// first more. Neither a thread of the process nor anybody else makes the machine again
+    /// meanwhile.
+    ///
+    /// # Errors
+    /// [`Failure`]; then what was found is in `written`, and nothing is lost.
+    pub fn collect(&self, written: &mut RangeSet) -> Result<(), Failure> {
+        self.check()?;
+        self.take_dirty(written)?;
+        let mut everything = self.take_listed(written)?;
+        everything |= self.add_announced(written)?;
+        // A process that waits for too long makes its machine again.
+        everything |= matches!(self.check(), Err(Failure::Running));
+        if everything {
+            written.insert(Address::new(0)..self.program_end());
+        }
+        Ok(())
+    }
+
+    fn check(&self) -> Result<(), Failure> {
+        if self.field(offset_of!(Header, tracker))? != self.tracker {
+            return Err(Failure::Taken);
+        }
+        // The number of users is in the same word.
+        match self.field(offset_of!(Header, state))? as u32 {
+            PARKED | RELEASED => Ok(()),
+            _ => Err(Failure::Running),
+        }
+    }
+
+    /// Takes the dirty bits of the tables.
+    fn take_dirty(&self, written: &mut RangeSet) -> io::Result<()> {
+        let mut rest = MOST_TABLES / PAGE;
+        self.take_dirty_of(self.root, 3, 0, &mut rest, written)
+    }
+
+    /// Takes the dirty bits below the table `table` of a level, which maps the addresses from
+    /// `base` on. There are no more than `rest` tables.
+    fn take_dirty_of(
+        &self,
+        table: u64,
+        level: u32,
+        base: u64,
+        rest: &mut u64,
+        written: &mut RangeSet,
+    ) -> io::Result<()> {
+        if table >= MOST_TABLES || *rest == 0 {
+            return Err(garbled("the guest's page tables"));
+        }
+        *rest -= 1;
+        let address = self.tables.checked_add(table).ok_or_else(|| garbled("the guest's page tables"))?;
+        let mut bytes = [0; PAGE_SIZE];
+        self.memory.read_exact_at(&mut bytes, address)?;
+        let mut has_changed = false;
+        for index in 0..ENTRIES {
+            let at = base + ((index as u64) << (12 + 9 * level));
+            if at >= self.program_end {
+                break;
+            }
+            let place = &mut bytes[index * 8..index * 8 + 8];
+            let entry = u64::from_ne_bytes(std::array::from_fn(|byte| place[byte]));
+            if entry & PRESENT == 0 {
+                continue;
+            }
+            if level > 0 {
+                self.take_dirty_of(entry & PHYSICAL, level - 1, at, rest, written)?;
+            } else if entry & DIRTY != 0 {
+                place.copy_from_slice(&(entry & !DIRTY | TAKEN).to_ne_bytes());
+                written.insert(Address::new(at)..Address::new(at + PAGE));
+                has_changed = true;
+            }
+        }
+        if has_changed {
+            self.memory.write_all_at(&bytes, address)?;
+        }
+        Ok(())
+    }
+
+    /// Takes the list of ranges. True if everything may have been written.
+    fn take_listed(&self, written: &mut RangeSet) -> io::Result<bool> {
+        let count = self.field(offset_of!(Header, written))?;
+        let listed = (count as usize).min(MOST_WRITTEN);
+        self.add_words(WRITTEN_ADDRESS, listed, written)?;
+        if count > 0 {
+            self.set_field(offset_of!(Header, written), 0)?;
+        }
+        let always = self.field(offset_of!(Header, always))?;
+        Ok(always != 0 || listed as u64 != count)
+    }
+
+    /// Adds what system calls that have not ended may write. True if that is everything.
+    fn add_announced(&self, written: &mut RangeSet) -> io::Result<bool> {
+        let vcpus = (self.field(offset_of!(Header, vcpus))? as u32 as usize).min(MOST_VCPUS);
+        let mut everything = false;
+        for number in 0..vcpus {
+            let entry = vcpu_address(number);
+            let count = self.word(entry + offset_of!(VcpuEntry, announced_count) as u64)?;
+            let announced = (count as usize).min(MOST_ANNOUNCED);
+            everything |= announced as u64 != count;
+            self.add_words(entry + offset_of!(VcpuEntry, announced) as u64, announced, written)?;
+        }
+        Ok(everything)
+    }
+
+    /// Adds the `count` ranges that are at `address`, in whole pages.
+    fn add_words(&self, address: u64, count: usize, written: &mut RangeSet) -> io::Result<()> {
+        let mut bytes = vec![0; count * size_of::<Words>()];
+        self.memory.read_exact_at(&mut bytes, address)?;
+        let word = |bytes: &[u8]| u64::from_ne_bytes(std::array::from_fn(|index| bytes[index]));
+        for range in bytes.chunks_exact(size_of::<Words>()) {
+            let (start, end) = (word(range) / PAGE * PAGE, word(&range[8..]).min(self.program_end));
+            if start < end {
+                written.insert(Address::new(start)..Address::new(end.next_multiple_of(PAGE)));
+            }
+        }
+        Ok(())
+    }
+
+    fn word(&self, address: u64) -> io::Result<u64> {
+        let mut word = [0; 8];
+        self.memory.read_exact_at(&mut word, address)?;
+        Ok(u64::from_ne_bytes(word))
+    }
+
+    /// The word of the header at `offset`.
+    fn field(&self, offset: usize) -> io::Result<u64> {
+        self.word(ADDRESS + offset as u64)
+    }
+
+    fn set_field(&self, offset: usize, word: u64) -> io::Result<()> {
+        self.memory.write_all_at(&word.to_ne_bytes(), ADDRESS + offset as u64)
+    }
+}
+
+impl Drop for GuestTables {
+    fn drop(&mut self) {
+        // A process that is gone needs nothing.
+        let tracker = offset_of!(Header, tracker);
+        if self.field(tracker).is_ok_and(|now| now == self.tracker) {
+            let _ = self.set_field(tracker, 0);
+        }
+    }
+}
+
+fn garbled(what: &str) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, format!("{what} are not as pagemark-kvm writes them"))
+}
