@@ -74,6 +74,11 @@ fn subject(directory: &Path) -> Option<PathBuf> {
 /// A program that reports its rounds into `of`, run in a machine with checkpoints, goes on after it
 /// was killed and restored, twice.
 fn comes_back(pagemark: &Pagemark, program: &[String], of: &Path) {
+    comes_back_tracked_by(pagemark, program, of, "auto");
+}
+
+/// As [`comes_back`], with a mechanism.
+fn comes_back_tracked_by(pagemark: &Pagemark, program: &[String], of: &Path, mechanism: &str) {
     let goes_on = |pid: i32, when: &str| {
         let before = rounds(of);
         wait_for(&format!("{when}: the program to go on"), || {
@@ -82,7 +87,8 @@ fn comes_back(pagemark: &Pagemark, program: &[String], of: &Path) {
             (rounds(of) > before + 3).then_some(())
         });
     };
-    let mut runner = pagemark.run(&["--kvm", "--every", "300ms", "--job", "job"], program);
+    let options = ["--kvm", "--every", "300ms", "--job", "job", "--mechanism", mechanism];
+    let mut runner = pagemark.run(&options, program);
     let target = runner.target();
     wait_for("the machine", || is_in_machine(target).then_some(()));
     goes_on(target, "at the begin");
@@ -102,7 +108,7 @@ fn comes_back(pagemark: &Pagemark, program: &[String], of: &Path) {
         let _restored = Restored(pid);
         goes_on(pid, when);
         assert!(is_in_machine(pid), "{when}: it does not run in a machine");
-        checkpoint(pagemark, pid);
+        checkpoint(pagemark, pid, mechanism);
         goes_on(pid, when);
     }
     pagemark.done(&["verify"]);
@@ -110,9 +116,9 @@ fn comes_back(pagemark: &Pagemark, program: &[String], of: &Path) {
 
 /// Checkpoints a process that runs in a machine. One that starts programs all the time may do so at
 /// each try for two seconds on a loaded host: then the command fails, and may be repeated.
-fn checkpoint(pagemark: &Pagemark, pid: i32) {
+fn checkpoint(pagemark: &Pagemark, pid: i32, mechanism: &str) {
     for _ in 0..10 {
-        let output = pagemark.output(&["checkpoint", "--job", "job", &pid.to_string()]);
+        let output = pagemark.output(&["checkpoint", "--job", "job", "--mechanism", mechanism, &pid.to_string()]);
         let message = String::from_utf8_lossy(&output.stderr);
         if output.status.success() {
             return;
@@ -129,6 +135,41 @@ fn threads_in_every_state_come_back() {
     let Some(program) = subject(pagemark.directory()) else { skip!("no C compiler") };
     let of = pagemark.directory().to_owned();
     comes_back(&pagemark, &[program.display().to_string(), of.display().to_string()], &of);
+}
+
+#[test]
+fn threads_that_their_machine_tracks_come_back() {
+    need_machine!();
+    let pagemark = Pagemark::new();
+    let Some(program) = subject(pagemark.directory()) else { skip!("no C compiler") };
+    let of = pagemark.directory().to_owned();
+    comes_back_tracked_by(&pagemark, &[program.display().to_string(), of.display().to_string()], &of, "kvm-scan");
+}
+
+/// A machine has one set of dirty bits: who tracks a process first is told when another does. A
+/// process without a machine is refused.
+#[test]
+fn one_tracker_has_the_dirty_bits_of_a_machine() {
+    need_machine!();
+    let pagemark = Pagemark::new();
+    let mut runner = pagemark.run(
+        &["--kvm", "--every", "300ms", "--job", "job", "--mechanism", "kvm-scan"],
+        &["sleep", "60"].map(str::to_owned),
+    );
+    let target = runner.target();
+    pagemark.checkpoint_after("job", now_unix_us());
+    pagemark.done(&["checkpoint", "--job", "other", "--mechanism", "kvm-scan", &target.to_string()]);
+    wait_for("the report", || pagemark.log().contains("another tracker of kvm-scan").then_some(()));
+    runner.kill();
+    kill_and_wait(target);
+
+    let mut outside = Command::new("sleep").arg("60").spawn().expect("a program");
+    let output =
+        pagemark.output(&["checkpoint", "--job", "third", "--mechanism", "kvm-scan", &outside.id().to_string()]);
+    outside.kill().expect("our child");
+    outside.wait().expect("our child");
+    let message = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success() && message.contains("pagemark run --kvm"), "{message}");
 }
 
 #[test]

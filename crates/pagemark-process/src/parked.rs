@@ -3,6 +3,7 @@
 
 use std::io;
 use std::mem::offset_of;
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::FileExt;
 use std::time::{Duration, Instant};
 
@@ -25,6 +26,23 @@ pub(crate) fn is_in_machine(pid: i32) -> bool {
     let mut word = [0; 8];
     let read = proc::open_memory(pid).and_then(|memory| memory.read_exact_at(&mut word, ADDRESS));
     read.is_ok() && u64::from_ne_bytes(word) == MAGIC
+}
+
+/// The name of the file that a process executes before its program is in a machine.
+const MONITOR: &[u8] = b"pagemark-kvm";
+
+/// Waits while a process is about to make the machine in which its program will run, but not for
+/// longer than [`PARK_LIMIT`].
+pub(crate) fn wait_for_machine(pid: i32) {
+    let deadline = Instant::now() + PARK_LIMIT;
+    let is_about_to = || {
+        let executes =
+            proc::executable(pid).is_ok_and(|path| path.file_name().is_some_and(|name| name.as_bytes() == MONITOR));
+        !is_in_machine(pid) && (executes || holds_kvm(pid))
+    };
+    while is_about_to() && Instant::now() < deadline {
+        std::thread::sleep(PAUSE);
+    }
 }
 
 /// Processes that have given up their machines. Dropped, they may make them again.

@@ -21,6 +21,7 @@ use crate::error::{Error, ErrorKind, Object, Result};
 use crate::freezer;
 use crate::inject;
 use crate::objects::{ObjectId, ObjectMapping, ObjectWrites, TrackedPart, Written};
+use crate::parked::{self, Parked};
 
 mod untracked;
 
@@ -63,6 +64,8 @@ pub struct AddressSpace {
     has_frozen_mappings: bool,
     /// True if the process must be stopped during each collect.
     needs_stop: bool,
+    /// True if the process must have given up its machine during each collect.
+    needs_parking: bool,
     stopped_time: Duration,
 }
 
@@ -209,6 +212,9 @@ impl AddressSpace {
     ) -> Result<AddressSpace> {
         attach::check(pid)?;
         let tracking = mechanism.process_tracking().map_err(|source| cannot_track(pid, source))?;
+        if tracking.needs_parking {
+            parked::wait_for_machine(pid);
+        }
         if tracking.needs_userfaultfd {
             attach::check_untraced(pid)?;
             attach::check_userfaultfd(pid)?;
@@ -277,6 +283,7 @@ impl AddressSpace {
             left_object_pages: 0,
             has_frozen_mappings: false,
             needs_stop: tracking.needs_stop,
+            needs_parking: tracking.needs_parking,
             stopped_time: Duration::ZERO,
         };
         match space.pagemap.is_alive() {
@@ -466,7 +473,13 @@ impl AddressSpace {
             found.map_err(|source| self.system("read the mappings of", source))?;
         }
         self.detect_swapping();
-        if self.needs_stop { self.collect_stopped(dirty, moment) } else { self.collect_parts(dirty, moment) }?;
+        if self.needs_stop {
+            self.collect_stopped(dirty, moment)?;
+        } else if self.needs_parking && !is_frozen {
+            self.collect_parked(dirty, moment)?;
+        } else {
+            self.collect_parts(dirty, moment)?;
+        }
         self.collect_objects(dirty, is_frozen)
     }
 
@@ -561,6 +574,18 @@ impl AddressSpace {
             return self.collect_parts(dirty, moment);
         }
         freezer::while_stopped(self.pid, || self.collect_parts(dirty, moment))?
+    }
+
+    /// For a mechanism that reads what the machine of the process knows: the process gives it up
+    /// meanwhile. A frozen process has done that for whoever saves its state.
+    fn collect_parked(&mut self, dirty: &mut RangeSet, moment: Moment) -> Result<()> {
+        let pid = self.pid;
+        match Parked::park(|| Ok(vec![pid])) {
+            Ok(_parked) => self.collect_parts(dirty, moment),
+            // It executes a program, or waits for a child that does. The next collect finds all.
+            Err(error) if error.kind() == ErrorKind::Busy => Ok(()),
+            Err(error) => Err(error),
+        }
     }
 
     /// Declares that a long interval begins, as [`Tracker::begin_interval`] does.

@@ -6,6 +6,7 @@ use std::time::Duration;
 use pagemark::repository::MappingException;
 use pagemark::sys::proc::{self, Mapping, MappingKind, Stat};
 use pagemark::target::SpaceId;
+use pagemark::track::ProcessTracking;
 use pagemark::{Mechanism, Range, RangeSet};
 
 use crate::error::{Error, Result};
@@ -211,7 +212,9 @@ impl ProcessTree {
         }
         // CRIU is stopping the threads, and none can have two tracers. Nor are all threads stopped once
         // the first is: what the others write during the collect would be missed.
-        if phase == Phase::Freezing && self.mechanism.process_tracking().is_ok_and(|tracking| tracking.needs_stop) {
+        // Nor is a process about to give up its machine for two.
+        let needs = |tracking: ProcessTracking| tracking.needs_stop || tracking.needs_parking;
+        if phase == Phase::Freezing && self.mechanism.process_tracking().is_ok_and(needs) {
             return Ok(());
         }
         let collect = match phase {

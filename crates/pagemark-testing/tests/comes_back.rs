@@ -20,7 +20,7 @@ use pagemark_process::restore::{RestoreOptions, Streams, prepare};
 use pagemark_process::saver::CriuSaver;
 use pagemark_process::spawn::spawn;
 use pagemark_process::target::ProcessTarget;
-use pagemark_testing::{Swap, skip, wait_for};
+use pagemark_testing::{Swap, skip, skipped, wait_for};
 
 const PAGE: usize = 4096;
 
@@ -113,7 +113,8 @@ fn assert_same_pages(frozen: &Image, checkpoint: &Checkpoint) {
     }
 }
 
-fn assert_same_memory(frozen: &Image, pids: &[i32]) {
+/// Compares the memory below `end` with that at the freeze.
+fn assert_same_memory(frozen: &Image, pids: &[i32], end: u64) {
     for &pid in pids {
         let memory = File::open(format!("/proc/{pid}/mem")).expect("the restored process's memory");
         let written_by_kernel = restartable_sequences(pid);
@@ -129,6 +130,7 @@ fn assert_same_memory(frozen: &Image, pids: &[i32]) {
         }
         let mut restored = Image::new();
         image_of(pid, &mut restored);
+        restored.retain(|(_, address), _| *address < end);
         for (key, page) in &restored {
             let known = frozen.contains_key(key) || page.content.iter().all(|&byte| byte == 0);
             assert!(known, "process {pid}: page {:#x} holds something, and was not there", key.1);
@@ -226,14 +228,53 @@ fn kill_all(pids: &[i32]) {
 
 /// The steps of each test: checkpoints while the program runs and `between` disturbs it, a kill,
 /// and a restore.
-fn comes_back(command: &[&str], mechanism: Mechanism, strategy: Strategy, mut between: impl FnMut(&Program, u32)) {
-    let criu = match Criu::find() {
-        Ok(criu) => criu,
-        Err(error) => skip!("{error}"),
-    };
+fn comes_back(command: &[&str], mechanism: Mechanism, strategy: Strategy, between: impl FnMut(&Program, u32)) {
     if let Err(error) = pagemark::track::check(mechanism, pagemark::track::Scope::Process) {
         skip!("{error}");
     }
+    comes_back_below(command, (mechanism, strategy), u64::MAX, between);
+}
+
+/// The program in a machine of `pagemark-kvm`, tracked by what the machine knows. The monitor's own
+/// memory is not compared: it changes while the freeze is captured.
+///
+/// Returns how many pages the last checkpoint copied.
+fn comes_back_in_machine(command: &[&str], strategy: Strategy, between: impl FnMut(&Program, u32)) -> Option<u64> {
+    let test = std::env::current_exe().expect("a running program has a path");
+    let machine = test.ancestors().nth(2).expect("tests lie two directories deep").join("pagemark-kvm");
+    let check = match std::process::Command::new(&machine).arg("--check").output() {
+        Ok(check) => check,
+        Err(error) => {
+            skipped(&format!("{} cannot be started, which `cargo build` makes: {error}", machine.display()));
+            return None;
+        }
+    };
+    if !check.status.success() {
+        skipped(&format!("no machine under KVM: {}", String::from_utf8_lossy(&check.stderr).trim()));
+        return None;
+    }
+    let command = [&[machine.to_str().expect("a path in UTF-8"), "--"], command].concat();
+    comes_back_below(&command, (Mechanism::KvmScan, strategy), PROGRAM_END, between)
+}
+
+/// The end of a program's addresses in a machine of `pagemark-kvm`.
+const PROGRAM_END: u64 = 0x5000_0000_0000;
+
+/// As [`comes_back`], comparing the memory below `end`. Returns how many pages the last checkpoint
+/// copied.
+fn comes_back_below(
+    command: &[&str],
+    (mechanism, strategy): (Mechanism, Strategy),
+    end: u64,
+    mut between: impl FnMut(&Program, u32),
+) -> Option<u64> {
+    let criu = match Criu::find() {
+        Ok(criu) => criu,
+        Err(error) => {
+            skipped(&error.to_string());
+            return None;
+        }
+    };
     let program = Program::start(command);
     program.wait_for_progress();
     let place = tempfile::tempdir().expect("a temporary directory");
@@ -248,6 +289,7 @@ fn comes_back(command: &[&str], mechanism: Mechanism, strategy: Strategy, mut be
     job.target_mut().set_freeze_hook(Box::new(move |pids| {
         let mut image = Image::new();
         pids.iter().for_each(|&pid| image_of(pid, &mut image));
+        image.retain(|(_, address), _| *address < end);
         *witness.lock().expect("no panic") = (image, pids.to_vec());
     }));
     let mut taken = job.checkpoint().unwrap_or_else(|error| {
@@ -279,14 +321,15 @@ fn comes_back(command: &[&str], mechanism: Mechanism, strategy: Strategy, mut be
     assert_eq!(restored.pids.iter().collect::<std::collections::BTreeSet<_>>(), pids.iter().collect());
     // A program with timers gets their signals before it can be stopped again, and their handlers
     // write memory.
-    if command[0] != TORTURE {
-        assert_same_memory(&image, &restored.pids);
+    if !command.contains(&TORTURE) {
+        assert_same_memory(&image, &restored.pids, end);
     }
     for &pid in &restored.pids {
         kill(Pid::from_raw(pid), Signal::SIGCONT).expect("the restored process lives");
     }
     program.wait_for_progress();
     program.wait_for_progress();
+    Some(taken.cost.dirty_pages)
 }
 
 const TORTURE: &str = env!("CARGO_BIN_EXE_torture");
@@ -366,6 +409,81 @@ fn a_process_that_maps_and_forks_with_soft_dirty() {
     maps_and_forks(Mechanism::SoftDirty);
 }
 
+#[test]
+fn eight_threads_in_a_machine() {
+    comes_back_in_machine(&[TORTURE, "DIRECTORY"], Strategy::default(), undisturbed);
+}
+
+#[test]
+fn eight_threads_in_a_machine_stopped_and_copied() {
+    comes_back_in_machine(&[TORTURE, "DIRECTORY"], Strategy::StopAndCopy, undisturbed);
+}
+
+#[test]
+fn a_family_in_machines() {
+    comes_back_in_machine(&[FAMILY, "DIRECTORY"], Strategy::default(), undisturbed);
+}
+
+#[test]
+fn a_process_that_maps_and_forks_in_a_machine() {
+    comes_back_in_machine(&[PAGES, "DIRECTORY"], Strategy::default(), |program, round| {
+        program.signal(if round % 2 == 0 { Signal::SIGUSR1 } else { Signal::SIGUSR2 });
+    });
+}
+
+/// Each kind of write is in each interval; what is not written is not copied.
+#[test]
+fn writes_of_every_kind_in_a_machine() {
+    let script = "\
+import mmap, os, random, socket, sys
+PAGES = 16384
+memory = mmap.mmap(-1, PAGES * 4096, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+for page in range(PAGES):
+    memory[page * 4096:page * 4096 + 8] = page.to_bytes(8, 'little')
+content = bytearray(memory)
+one, other = socket.socketpair()
+source = os.open(sys.argv[1] + '/source', os.O_RDWR | os.O_CREAT)
+log = open(sys.argv[1] + '/progress', 'a', buffering=1)
+view = memoryview(memory)
+others = []
+number = 0
+def put(kind, page, at, data):
+    start = page * 4096 + at
+    if kind == 0:
+        memory[start:start + len(data)] = data
+    elif kind == 1:
+        os.pwrite(source, data, 0)
+        os.preadv(source, [view[start:start + 5], view[start + 5:start + len(data)]], 0)
+    elif kind == 2:
+        one.send(data)
+        other.recv_into(view[start:start + len(data)])
+    else:
+        data = bytes(4096)
+        start = page * 4096
+        memory.madvise(mmap.MADV_DONTNEED, start, 4096)
+    content[start:start + len(data)] = data
+while True:
+    number += 1
+    for kind in range(4):
+        put(kind, random.randrange(PAGES - 1), random.randrange(4096), number.to_bytes(8, 'little') * 3)
+    # Other memory comes to addresses that were in use.
+    other_memory = mmap.mmap(-1, random.randrange(1, 9) * 4096, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if number % 2:
+        other_memory[:] = bytes([number % 251]) * len(other_memory)
+        other_memory.resize(len(other_memory) * 2)
+    others.append((other_memory, bytes(other_memory)))
+    if len(others) > 8:
+        others.pop(random.randrange(8))
+    if number % 20 == 0:
+        if content != view or any(bytes(is_there) != was for is_there, was in others):
+            open(sys.argv[1] + '/violated', 'w').write(str(number))
+            sys.exit(99)
+        log.write(f'ok {number:9}\\n')
+";
+    let copied = comes_back_in_machine(&["python3", "-c", script, "DIRECTORY"], Strategy::StopAndCopy, |_, _| {});
+    assert!(copied.is_none_or(|pages| pages < 10_000), "{copied:?}");
+}
+
 fn partly_swapped_out(mechanism: Mechanism) {
     let Some(_swap) = Swap::on() else { skip!("there is no zram device to swap to, or no right to use it") };
     comes_back(&[PAGES, "DIRECTORY"], mechanism, Strategy::default(), |program, round| {
@@ -395,7 +513,15 @@ fn a_process_that_is_partly_swapped_out_with_soft_dirty() {
 
 #[test]
 fn an_interpreter() {
-    let script = "\
+    comes_back(&["python3", "-c", SCRIPT, "DIRECTORY"], Mechanism::Adaptive, Strategy::default(), undisturbed);
+}
+
+#[test]
+fn an_interpreter_in_a_machine() {
+    comes_back_in_machine(&["python3", "-c", SCRIPT, "DIRECTORY"], Strategy::default(), undisturbed);
+}
+
+const SCRIPT: &str = "\
 import hashlib, sys
 state, log = {0: 'seed'}, open(sys.argv[1] + '/progress', 'a', buffering=1)
 while True:
@@ -410,5 +536,3 @@ while True:
                 sys.exit(99)
         log.write(f'ok {last:9}\\n')
 ";
-    comes_back(&["python3", "-c", script, "DIRECTORY"], Mechanism::Adaptive, Strategy::default(), undisturbed);
-}

@@ -28,6 +28,7 @@ pub const ENTRY: MechanismEntry = MechanismEntry {
     process: Some(ProcessTracking {
         needs_userfaultfd: true,
         needs_stop: false,
+        needs_parking: false,
         compares_content: false,
         hot_after: Some(HOT_AFTER),
         private_parts: MemoryPart::BY_FILE,

@@ -31,6 +31,7 @@ pub const ENTRY: MechanismEntry = MechanismEntry {
     process: Some(ProcessTracking {
         needs_userfaultfd: false,
         needs_stop: false,
+        needs_parking: false,
         compares_content: true,
         hot_after: None,
         private_parts: &[MemoryPart::Private],

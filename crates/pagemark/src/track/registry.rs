@@ -125,6 +125,9 @@ pub struct ProcessTracking {
     /// True if the threads of the process must be stopped during each collect: a write at that
     /// moment would be missed.
     pub needs_stop: bool,
+    /// True if the process runs in a machine of `pagemark-kvm`, and must have given it up
+    /// ([`crate::sys::parking`]) during each collect.
+    pub needs_parking: bool,
     /// True if writes are found by comparing content. Between a comparison and the copy of what
     /// differs, the memory must not change, so it is compared only while the target is frozen.
     pub compares_content: bool,

@@ -26,6 +26,7 @@ pub const ENTRY: MechanismEntry = MechanismEntry {
     process: Some(ProcessTracking {
         needs_userfaultfd: false,
         needs_stop: true,
+        needs_parking: false,
         compares_content: false,
         hot_after: None,
         private_parts: &[MemoryPart::Private],
