@@ -3,10 +3,16 @@
 
 mod support;
 
+use std::fs::File;
+use std::io::Write;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::Barrier;
+use std::sync::atomic::{AtomicU64, Ordering};
 
+use pagemark::region::{Region, RegionOptions};
+use pagemark::{Address, Mechanism, PAGE_SIZE};
 use pagemark_testing::{rounds, skip, trackee, violation, wait_for};
 use support::{Pagemark, children, is_alive, kill_and_wait, now_unix_us};
 
@@ -170,6 +176,88 @@ fn one_tracker_has_the_dirty_bits_of_a_machine() {
     outside.wait().expect("our child");
     let message = String::from_utf8_lossy(&output.stderr);
     assert!(!output.status.success() && message.contains("pagemark run --kvm"), "{message}");
+}
+
+/// What KVM notes for the regions of a program begins anew with each machine: by its rings, and by
+/// its log. The program is this test binary.
+fn regions_come_back(mechanism: Mechanism, keeps: &str) {
+    need_machine!();
+    if let Some(reason) = cannot_keep(keeps) {
+        skip!("{reason}");
+    }
+    let pagemark = Pagemark::new();
+    let of = pagemark.directory().to_owned();
+    let itself = std::env::current_exe().expect("this test");
+    let variables =
+        [format!("PAGEMARK_KVM_DIRTY={keeps}"), format!("MECHANISM={mechanism}"), format!("REPORT={}", of.display())];
+    let test = ["--exact", "regions_in_rounds", "--ignored", "--nocapture"].map(str::to_owned);
+    let program = [&["env".to_owned()], &variables[..], &[itself.display().to_string()], &test].concat();
+    comes_back(&pagemark, &program, &of);
+}
+
+/// Why KVM keeps no log, or no rings, if so.
+fn cannot_keep(keeps: &str) -> Option<String> {
+    let machine = Path::new(env!("CARGO_BIN_EXE_pagemark")).with_file_name("pagemark-kvm");
+    let check = Command::new(machine).env("PAGEMARK_KVM_DIRTY", keeps).arg("--check").output().expect("pagemark-kvm");
+    (!check.status.success()).then(|| String::from_utf8_lossy(&check.stderr).trim().to_owned())
+}
+
+#[test]
+fn regions_that_rings_track_come_back() {
+    regions_come_back(Mechanism::KvmRing, "rings");
+}
+
+#[test]
+fn regions_that_a_log_tracks_come_back() {
+    regions_come_back(Mechanism::KvmLog, "log");
+}
+
+/// Three threads write to a region in each round. All that was written is found. Only a round in
+/// which nothing else is found is reported as progress: after a machine was made anew, the first
+/// may find more.
+#[test]
+#[ignore = "is the program of regions_come_back, in the machine"]
+fn regions_in_rounds() {
+    const PAGES: usize = 900;
+    let variable = |name| std::env::var(name).expect("is set by regions_come_back");
+    let (mechanism, of) = (variable("MECHANISM").parse().expect("a mechanism"), PathBuf::from(variable("REPORT")));
+    let options = RegionOptions { mechanism: Some(mechanism), without_rollback: true, ..RegionOptions::default() };
+    let region = Region::with_options(PAGES * PAGE_SIZE, options).expect("a region");
+    let (turn, done) = (Barrier::new(4), Barrier::new(4));
+    let write = |page: usize, value: u64| {
+        // SAFETY: within the region, which lives longer, and accessed atomically by all.
+        unsafe { &*region.as_ptr().add(page * PAGE_SIZE).cast::<AtomicU64>() }.store(value, Ordering::Relaxed);
+    };
+    let written = |round: u64, thread: usize| (0..PAGES).filter(move |page| (page * 7 + round as usize) % 9 == thread);
+    std::thread::scope(|scope| {
+        let (turn, done, write) = (&turn, &done, &write);
+        for thread in 0..3 {
+            scope.spawn(move || {
+                for round in 1.. {
+                    turn.wait();
+                    written(round, thread).for_each(|page| write(page, round));
+                    done.wait();
+                }
+            });
+        }
+        let mut progress = File::create(of.join("progress")).expect("our directory");
+        for round in 1u64.. {
+            region.begin().expect("a transaction");
+            turn.wait();
+            done.wait();
+            let found = region.commit().expect("the written pages");
+            let pages: Vec<usize> = (0..3).flat_map(|thread| written(round, thread)).collect();
+            let missed = pages.iter().find(|&&page| !found.contains(Address::new((page * PAGE_SIZE) as u64)));
+            if let Some(page) = missed {
+                std::fs::write(of.join("violated"), format!("round {round} missed page {page}"))
+                    .expect("our directory");
+                std::process::exit(3);
+            }
+            if found.page_count() == pages.len() as u64 {
+                writeln!(progress, "ok {round}").expect("our directory");
+            }
+        }
+    });
 }
 
 #[test]
