@@ -4,6 +4,7 @@ use clap::{Args, Subcommand};
 
 use crate::failure::Outcome;
 
+mod console;
 mod debug;
 mod instructions;
 mod interval;

@@ -3,11 +3,13 @@
 mod support;
 
 use std::fs::Permissions;
+use std::io::{BufRead, BufReader, Write};
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-use pagemark_testing::{MachinePaths, QEMU, guest_program, skip, wait_for};
+use pagemark::repository::Repository;
+use pagemark_testing::{MachinePaths, QEMU, console_program, guest_program, skip, wait_for};
 use support::Pagemark;
 
 /// Records the job `vm`. Returns the command.
@@ -187,6 +189,60 @@ fn a_recorded_interval_is_simulated_and_its_result_is_kept() {
     assert!(refused.status.code() == Some(2) && text.contains("2 processors") && text.contains("-smp 1"), "{text}");
     let left = std::fs::read_dir(&results).expect("the results").count();
     assert_eq!(left, 3, "nothing else was kept");
+}
+
+/// A program types each line when the machine asks for it, at times of the host.
+#[test]
+fn what_is_typed_to_a_machine_is_typed_again_in_its_simulations() {
+    let Some(guest) = console_program() else { skip!("no QEMU, or no compiler for its guest") };
+    const INTERVALS: u64 = 5;
+    let (count, last) = (INTERVALS.to_string(), (INTERVALS + 1).to_string());
+    let pagemark = Pagemark::new();
+    let options = ["simulate", "record", "--job", "vm", "--after", "40M", "--every", "1M", "--intervals"];
+    let machine = ["--", QEMU, "-nodefaults", "-m", "16", "-kernel", guest.to_str().expect("a path")];
+    let command = [&options[..], &[&*count], &machine, &["-serial", "stdio"]].concat();
+    let mut record = pagemark.command(&command);
+    let mut record = record.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("it starts");
+    let mut keyboard = record.stdin.take().expect("a pipe");
+    let mut screen = BufReader::new(record.stdout.take().expect("a pipe"));
+    let (mut turns, mut typed) = (0, Vec::new());
+    loop {
+        let mut line = String::new();
+        if screen.read_line(&mut line).expect("text") == 0 {
+            break;
+        }
+        if line == format!("turn {}\n", turns + 1) {
+            turns += 1;
+            let line = format!("{turns} is the number of this line\n");
+            // The machine has ended if nobody reads.
+            if keyboard.write_all(line.as_bytes()).is_ok() {
+                typed.push(line);
+            }
+        } else {
+            assert!(typed.last().is_some_and(|last| last.starts_with(line.trim_end())), "{line} of {typed:?}");
+        }
+    }
+    assert!(record.wait().expect("it ends").success());
+    let inputs = |sequence| {
+        let repository = Repository::open(&pagemark.repository()).expect("a repository");
+        let state = repository.read("vm", sequence).expect("a checkpoint").manifest.state.clone();
+        state.iter().find(|record| record.name == "qemu-inputs").expect("inputs are recorded").content.bytes
+    };
+    for from in 1..=INTERVALS {
+        assert!(inputs(from) < inputs(from + 1), "something came to the machine in each interval");
+        let interval = format!("vm@{from}");
+        pagemark.done(&["simulate", "interval", &interval, "--plugin", "mix", "--results", "results"]);
+    }
+    let whole = ["simulate", "interval", "vm@1", "--to", &last, "--plugin", "mix", "--json"];
+    let merged = pagemark.json(&["simulate", "merge", "vm", "--plugin", "mix", "--results", "results", "--json"]);
+    assert_eq!(merged["results"], pagemark.json(&whole)["results"]);
+    let warm = ["simulate", "interval", "vm@3", "--plugin", "cache,warm-up=2"];
+    assert!(pagemark.done(&warm).contains("l1d-hits"), "inputs of the warm-up come, too");
+    // What Pagemark does not read is not recorded.
+    let monitor = ["simulate", "record", "--job", "other", "--", QEMU, "-nodefaults", "-serial", "pty"];
+    let refused = pagemark.output(&monitor);
+    let text = String::from_utf8_lossy(&refused.stderr);
+    assert!(refused.status.code() == Some(2) && text.contains("-serial stdio"), "{text}");
 }
 
 #[test]

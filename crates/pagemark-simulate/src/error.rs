@@ -22,7 +22,7 @@ pub struct Error {
 pub enum ErrorKind {
     /// A system call failed.
     System,
-    /// A file is not a complete, undamaged trace.
+    /// A file is not a complete, undamaged trace, or the recorded inputs are damaged.
     Damaged,
     /// Results of different simulators cannot be merged.
     OtherSimulator,
@@ -42,6 +42,11 @@ impl Error {
         let object = path.display().to_string();
         let help = "simulate its interval again";
         Error { kind: ErrorKind::Damaged, operation: "read the trace", object, reason, source: None, help }
+    }
+
+    pub(crate) fn damaged_inputs(reason: &'static str) -> Error {
+        let (operation, object) = ("read the inputs of", "the machine".to_owned());
+        Error { kind: ErrorKind::Damaged, operation, object, reason, source: None, help: "" }
     }
 
     pub(crate) fn other_simulator(name: &str) -> Error {

@@ -76,9 +76,10 @@ macro_rules! function {
             return Err($name);
         }
         // SAFETY: it is QEMU's function of that name, whose type is the same in all versions since 6.0.
-        unsafe { std::mem::transmute::<*mut c_void, _>(found) }
+        unsafe { std::mem::transmute::<*mut std::ffi::c_void, _>(found) }
     }};
 }
+pub(crate) use function;
 
 impl Functions {
     /// The functions of the QEMU that this process is.

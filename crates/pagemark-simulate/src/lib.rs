@@ -14,7 +14,9 @@
 //! ```
 //!
 //! With `disks=on` the plugin completes each request to a disk before the next instruction. It
-//! needs no file of the option `control` then: so a machine is recorded.
+//! needs no file of the option `control` then: so a machine is recorded. With `inputs=FILE` the
+//! machine gets what comes by standard input, by a serial port, and the file says what came when
+//! ([`inputs`]); with `repeats=on`, it gets what the file says.
 //!
 //! # Example
 //!
@@ -34,7 +36,10 @@
 
 mod access;
 pub mod control;
+mod delivery;
+mod devices;
 mod error;
+pub mod inputs;
 mod interface;
 mod kind;
 mod observation;

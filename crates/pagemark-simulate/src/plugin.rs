@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicI32, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 use crate::control::Counter;
+use crate::delivery;
 use crate::interface::{Block, BlockLayer, Functions, Info, PluginId, needs_version_2};
 use crate::kind::Kind;
 use crate::observation::Observation;
@@ -125,9 +126,10 @@ fn install(id: PluginId, info: &Info, arguments: Vec<String>) -> Result<(), Stri
         })?),
         Some(_) => return Err("the option disks= is on, or missing".into()),
     };
-    let control = match disks {
-        Some(_) => option("control"),
-        None => Some(needed("control")?),
+    let inputs = option("inputs");
+    let control = match disks.is_some() || inputs.is_some() {
+        true => option("control"),
+        false => Some(needed("control")?),
     };
     let observer = match option("simulator") {
         Some(kind) => {
@@ -146,6 +148,9 @@ fn install(id: PluginId, info: &Info, arguments: Vec<String>) -> Result<(), Stri
     let counter = control.map(map).transpose()?;
     let functions = Functions::find().map_err(|name| format!("this QEMU has no function {name}"))?;
     PLUGIN.set(Plugin { functions, counter, observer, disks }).map_err(|_| "it is loaded twice".to_owned())?;
+    if let Some(list) = inputs {
+        delivery::begin(list.as_ref(), option("repeats").as_deref() == Some("on"))?;
+    }
     functions.on_translate(id, translated);
     functions.on_exit(id, ended);
     Ok(())

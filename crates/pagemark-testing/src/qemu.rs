@@ -37,6 +37,12 @@ pub fn disk_program() -> Option<&'static Path> {
     PROGRAM.get_or_init(|| compile("disk_guest.c")).as_ref().map(|(_, program)| &**program)
 }
 
+/// A program that sends back each line that comes to its serial port. Used as [`load_program`].
+pub fn console_program() -> Option<&'static Path> {
+    static PROGRAM: Program = Program::new();
+    PROGRAM.get_or_init(|| compile("console_guest.c")).as_ref().map(|(_, program)| &**program)
+}
+
 /// A program, and the directory that has it.
 type Program = OnceLock<Option<(tempfile::TempDir, PathBuf)>>;
 

@@ -13,6 +13,15 @@ const MONITOR: [&str; 2] = ["-mon", "chardev=pagemark,mode=control"];
 /// The begin of each chardev that Pagemark adds.
 const OWN_CHARDEV: &str = "socket,id=pagemark,";
 
+/// The output of a console whose input Pagemark records.
+pub(crate) const CONSOLE_OUTPUT: &str = "file,id=pagemark-console,path=/dev/stdout,append=on";
+
+/// The same console of a machine that is restored, with its input.
+const CONSOLE: &str = "stdio,id=pagemark-console";
+
+/// The option of Pagemark's plugin that names the list of what comes from outside.
+pub(crate) const INPUTS: &str = "inputs=";
+
 /// The arguments that a restore adds to those of the checkpointed QEMU, besides a monitor.
 const ADDED: [[&str; 2]; 3] = [
     ["-incoming", "defer"],
@@ -81,6 +90,11 @@ pub(crate) fn served_path(argument: &str) -> Option<String> {
     path.filter(|_| is_served).map(|path| path.replace(",,", ","))
 }
 
+/// True if the value of an option `-plugin` has the machine's input recorded.
+pub(crate) fn records_inputs(plugin: &str) -> bool {
+    split_options(plugin).iter().any(|option| option.starts_with(INPUTS))
+}
+
 /// The arguments of the checkpointed QEMU, without those that Pagemark has added and those of a
 /// start.
 pub(crate) fn own_arguments(arguments: &[String]) -> Vec<String> {
@@ -93,6 +107,19 @@ pub(crate) fn own_arguments(arguments: &[String]) -> Vec<String> {
             (Some("incoming" | "loadvm"), Some(_)) => drop(rest.next()),
             (Some("chardev"), Some(value)) if value.starts_with(OWN_CHARDEV) => drop(rest.next()),
             (_, Some(value)) if argument == MONITOR[0] && value == MONITOR[1] => drop(rest.next()),
+            (Some("chardev"), Some(CONSOLE_OUTPUT)) => {
+                kept.extend([argument, CONSOLE].map(str::to_owned));
+                rest.next();
+            }
+            (Some("plugin"), Some(value)) if records_inputs(value) => {
+                let options = split_options(value).into_iter().filter(|option| !option.starts_with(INPUTS));
+                let options: Vec<&str> = options.collect();
+                // It has another purpose, too.
+                if options.len() > 1 {
+                    kept.extend([argument.to_owned(), options.join(",")]);
+                }
+                rest.next();
+            }
             (_, Some(value)) if ADDED.contains(&[argument, value]) => drop(rest.next()),
             _ => kept.push(argument.to_owned()),
         }
@@ -162,6 +189,17 @@ mod tests {
         let started = [&words("-m 64")[..], &listening_monitor("/tmp/a,b")].concat();
         assert_eq!(started[3], "socket,id=pagemark,path=/tmp/a,,b,server=on,wait=off");
         assert_eq!(own_arguments(&started), words("-m 64"));
+    }
+
+    #[test]
+    fn a_recorded_console_is_a_console() {
+        let recorded = format!("-serial chardev:pagemark-console -plugin a,,b.so,inputs=/p -chardev {CONSOLE_OUTPUT}");
+        assert_eq!(
+            own_arguments(&words(&recorded)),
+            words(&format!("-serial chardev:pagemark-console -chardev {CONSOLE}"))
+        );
+        let disks = words("-plugin a.so,disks=on,inputs=/p -m 9");
+        assert_eq!(own_arguments(&disks), words("-plugin a.so,disks=on -m 9"));
     }
 
     #[test]

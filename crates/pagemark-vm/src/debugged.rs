@@ -8,10 +8,10 @@ use pagemark::repository::Checkpoint;
 use pagemark_simulate::control::Control;
 
 use crate::error::{Error, ErrorKind, Object, Result};
-use crate::interval::{Run, control_failed, controller, instructions_of, shared_file};
+use crate::interval::{Run, control_failed, controller, inputs_between, instructions_of};
 use crate::restore::Restore;
 use crate::served_disk::ServedDisk;
-use crate::simulator::option_word;
+use crate::simulator::{option_word, shared_file};
 use crate::started::Started;
 
 /// Where gdb connects to.
@@ -53,10 +53,11 @@ impl GdbAddress {
 /// use pagemark_vm::{DebuggedMachine, GdbAddress};
 ///
 /// let repository = Repository::open(Path::new("checkpoints"))?;
-/// let checkpoint = repository.read("vm1", 3)?;
+/// let (checkpoint, next) = (repository.read("vm1", 3)?, repository.read("vm1", 4)?);
 /// let address = GdbAddress::Tcp("127.0.0.1:1234".into());
 /// let library = Path::new("libpagemark_simulate.so");
-/// let machine = DebuggedMachine::start(&checkpoint, 1_234_567_890, &address, library)?;
+/// let at = 1_234_567_890;
+/// let machine = DebuggedMachine::start(&checkpoint, Some(&next), at, &address, library)?;
 /// println!("gdb -ex 'target remote {address}', for process {}", machine.pid());
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
@@ -71,7 +72,9 @@ pub struct DebuggedMachine {
 
 impl DebuggedMachine {
     /// Runs the machine of a checkpoint until it has completed `instructions` since its start, and
-    /// has QEMU wait for gdb. `library` is the plugin of the package `pagemark-simulate`.
+    /// has QEMU wait for gdb. `next` is the checkpoint behind that, which has what came to the
+    /// machine from outside until then; none comes to it without. `library` is the plugin of the
+    /// package `pagemark-simulate`.
     ///
     /// # Errors
     /// [`ErrorKind::Unsupported`] if the machine does not count its instructions, or had completed
@@ -80,6 +83,7 @@ impl DebuggedMachine {
     /// left.
     pub fn start(
         checkpoint: &Checkpoint,
+        next: Option<&Checkpoint>,
         instructions: u64,
         address: &GdbAddress,
         library: &Path,
@@ -95,7 +99,8 @@ impl DebuggedMachine {
         let control = Control::of(control).map_err(control_failed())?;
         let plugins = controller(library, &path)?;
         let devices = Restore::new(checkpoint).devices()?;
-        let mut run = Run::start(checkpoint, devices, (begin, instructions), plugins, control)?;
+        let inputs = next.map_or(Ok(Vec::new()), |next| inputs_between(checkpoint, next))?;
+        let mut run = Run::start(checkpoint, devices, (begin, instructions), plugins, control, &inputs)?;
         run.run_to_the_end()?;
         run.release()?;
         let (started, mut machine, disks) = run.into_parts();

@@ -179,9 +179,11 @@ pub(crate) fn arguments_of_simulation(arguments: &[String]) -> Vec<String> {
 /// A character device that has the id of one that writes to a file, and writes nothing. None for
 /// other devices.
 fn without_file(chardev: &str) -> Option<String> {
+    // That of a recorded console reads what is recorded.
+    const FILES: [&str; 2] = ["file", "stdio"];
     let options = split_options(chardev);
     let id = options.iter().find(|option| option.starts_with("id="))?;
-    (options[0] == "file").then(|| format!("null,{id}"))
+    FILES.contains(&options[0]).then(|| format!("null,{id}"))
 }
 
 impl Machine {
@@ -231,7 +233,7 @@ impl Machine {
         };
         if let Some(device) = characters.find(has_input) {
             let reason = format!("has a character device with input, {}", text(&device, "label"));
-            return refused(reason, "add -nodefaults, and use -serial file:PATH or -serial null");
+            return refused(reason, "add -nodefaults, and use -serial stdio, -serial file:PATH or -serial null");
         }
         let devices = self.monitor.human("info qtree")?;
         if let Some(name) = FROM_OUTSIDE.iter().find(|name| devices.contains(**name)) {

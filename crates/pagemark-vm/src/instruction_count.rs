@@ -13,6 +13,14 @@ const HOST_CLOCK_BYTES: usize = 24;
 /// version and two numbers: what idle time has added to the clock, and the counter.
 const COUNTER: &[u8] = b"\x0ctimer/icount";
 
+/// Parts of the section of a serial port, behind the lengths of their names: its queues, which are
+/// there while they hold something. Each has its version, the places of its bytes, the place of the
+/// first one, and how many there are.
+const QUEUES: [&[u8]; 2] = [b"\x10serial/recv_fifo", b"\x10serial/xmit_fifo"];
+
+/// The places of a queue.
+const QUEUE_BYTES: usize = 16;
+
 /// Kinds of sections: one that has several parts, and one that is written at once.
 const SECTION_KINDS: [u8; 2] = [1, 4];
 
@@ -24,8 +32,13 @@ pub(crate) fn instruction_count(devices: &[u8]) -> Option<u64> {
 }
 
 /// The name of the section that has the first difference of two states. The clocks of the host,
-/// which are part of the state, differ always, and do not count.
+/// which are part of the state, differ always, and do not count. Neither do the places of bytes in
+/// a queue, which a restored machine begins at the first: the state has none of an empty queue.
 pub(crate) fn first_difference(one: &[u8], other: &[u8]) -> Option<String> {
+    let (mut one, mut other) = (one.to_vec(), other.to_vec());
+    align_queues(&mut one);
+    align_queues(&mut other);
+    let (one, other) = (&one[..], &other[..]);
     let clocks = find(one, CLOCKS).map_or(0..0, |at| {
         let start = at + CLOCKS.len() + HEADER_BYTES;
         start..start + HOST_CLOCK_BYTES
@@ -34,6 +47,23 @@ pub(crate) fn first_difference(one: &[u8], other: &[u8]) -> Option<String> {
     let differs = |at: &usize| one[*at] != other[*at] && !clocks.contains(at);
     let at = (0..length).find(differs).or((one.len() != other.len()).then_some(length))?;
     Some(section(&one[..at]))
+}
+
+/// Moves the bytes of the queues to their first places.
+fn align_queues(devices: &mut [u8]) {
+    for name in QUEUES {
+        let mut from = 0;
+        while let Some(at) = find(&devices[from..], name) {
+            from += at + name.len();
+            // Behind the version.
+            let Some(queue) = devices[from..].get_mut(4..4 + QUEUE_BYTES + 8) else { return };
+            let (places, numbers) = queue.split_at_mut(QUEUE_BYTES);
+            let [first, count] = [0, 4].map(|at| numbers[at..].first_chunk().map_or(0, |&n| u32::from_be_bytes(n)));
+            places.rotate_left(first as usize % QUEUE_BYTES);
+            places[(count as usize).min(QUEUE_BYTES)..].fill(0);
+            numbers[..4].fill(0);
+        }
+    }
 }
 
 fn find(bytes: &[u8], wanted: &[u8]) -> Option<usize> {
@@ -82,6 +112,19 @@ mod tests {
         assert_eq!(first_difference(&one, &state(1, 3, 3)).as_deref(), Some("timer"));
         assert_eq!(first_difference(&one, &one[..one.len() - 1]).as_deref(), Some("serial"));
         assert_eq!(first_difference(b"a", b"b").as_deref(), Some("header"));
+    }
+
+    #[test]
+    fn queues_with_the_same_bytes_are_the_same() {
+        let queue = |bytes: &[u8; QUEUE_BYTES], first: u32, count: u32| {
+            [QUEUES[0], &[0, 0, 0, 1], bytes, &first.to_be_bytes(), &count.to_be_bytes(), &[9]].concat()
+        };
+        let one = queue(b"yABCxxxxxxxxxxxx", 1, 3);
+        assert_eq!(first_difference(&one, &queue(b"BCzzzzzzzzzzzzzA", 15, 3)), None);
+        assert!(first_difference(&one, &queue(b"BDzzzzzzzzzzzzzA", 15, 3)).is_some());
+        assert!(first_difference(&one, &queue(b"BCzzzzzzzzzzzzzA", 15, 2)).is_some());
+        let odd = queue(&[1; QUEUE_BYTES], u32::MAX, u32::MAX);
+        assert_eq!(first_difference(&odd, &odd), None, "and nothing panics");
     }
 
     proptest! {

@@ -9,12 +9,10 @@
 
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use nix::sys::memfd::{MFdFlags, memfd_create};
 use pagemark::repository::{Checkpoint, SpaceRecord};
 use pagemark::sys::pagemap::{Filter, PRESENT, Pagemap, SWAPPED};
 use pagemark::sys::proc::{self, Call, Mapping, maps};
@@ -27,11 +25,12 @@ use serde_json::json;
 
 use crate::changes::Changes;
 use crate::command::text;
-use crate::command_line::arguments_of_restore;
+use crate::command_line::{arguments_of_restore, records_inputs};
 use crate::deterministic::arguments_of_simulation;
 use crate::error::{Error, ErrorKind, Object, Result};
 use crate::given_files;
 use crate::images::copy_pages;
+use crate::input_list::InputList;
 use crate::instruction_count::{first_difference, instruction_count};
 use crate::machine::Machine;
 use crate::map_file::map_privately;
@@ -39,7 +38,7 @@ use crate::node_memory::NodeMemory;
 use crate::ram_blocks::RamBlock;
 use crate::restore::{Fill, Progress, Restore, load_devices, pair};
 use crate::served_disk::ServedDisk;
-use crate::simulator::{COMPLETES_REQUESTS, completes_requests, option_word};
+use crate::simulator::{COMPLETES_REQUESTS, completes_requests, option_word, shared_file};
 use crate::started::{Started, Streams};
 
 /// How many instructions before its end the machine is stopped first. Single steps are slow, and
@@ -51,6 +50,9 @@ const POLL: Duration = Duration::from_millis(1);
 /// How long QEMU may take to begin a stop.
 const STOP_LIMIT: Duration = Duration::from_secs(60);
 
+/// How long a machine executes nothing until QEMU is asked whether it runs.
+const IDLE: Duration = Duration::from_millis(100);
+
 /// How long a machine may execute nothing. Its clock follows its instructions, and passes over the
 /// time in which it waits.
 const IDLE_LIMIT: Duration = Duration::from_secs(60);
@@ -60,6 +62,9 @@ const LAST_IDLE_LIMIT: Duration = Duration::from_secs(10);
 
 /// How many pages may differ where a machine is one instruction away from a checkpoint.
 const MAX_CHANGED_PAGES: usize = 256;
+
+/// The option of the plugin by which the machine gets the inputs that were written down.
+const REPEATS_INPUTS: &str = "repeats=on";
 
 /// Bytes of memory that are compared at a time.
 const COMPARED_BYTES: usize = 1 << 20;
@@ -193,8 +198,8 @@ impl<'a> Interval<'a> {
         }
         let (start, begin) = self.warm_up.unwrap_or((self.from, self.counts.0));
         let devices = Restore::new(start).devices()?;
-        let mut run =
-            Run::start_sharing(start, devices, (begin, self.counts.0), plugins, control, self.shared.as_ref())?;
+        let (counts, inputs) = ((begin, self.counts.0), inputs_between(start, self.to)?);
+        let mut run = Run::start_sharing(start, devices, counts, plugins, control, &inputs, self.shared.as_ref())?;
         let ready = Instant::now();
         let warmed_up = match self.warm_up {
             Some(_) => run.warm_up(self.from, library)?,
@@ -251,13 +256,14 @@ pub fn instructions_of(checkpoint: &Checkpoint) -> Result<u64> {
     })
 }
 
-/// A file in memory, and a path by which QEMU opens it. Where this process is killed, no file
-/// stays.
-pub(crate) fn shared_file() -> Result<(File, PathBuf)> {
-    let file = memfd_create(c"pagemark-simulate", MFdFlags::MFD_CLOEXEC);
-    let file = File::from(file.map_err(|error| Error::system("make a file in memory")(error.into()))?);
-    let path = format!("/proc/{}/fd/{}", std::process::id(), file.as_raw_fd());
-    Ok((file, path.into()))
+/// What came to a machine between two of its checkpoints, as a list.
+pub(crate) fn inputs_between(from: &Checkpoint, to: &Checkpoint) -> Result<Vec<u8>> {
+    let before = Restore::new(from).inputs_length();
+    let mut all = Restore::new(to).inputs()?;
+    if before > all.len() as u64 {
+        return Err(Error::damaged("the checkpoint has fewer inputs than an earlier one"));
+    }
+    Ok(all.split_off(before as usize))
 }
 
 /// The arguments that load the plugins.
@@ -297,15 +303,16 @@ pub(crate) struct Run {
 
 impl Run {
     /// The machine of a checkpoint, with that state of its devices, which is to run from the first
-    /// to the second of `counts`.
+    /// to the second of `counts`. `inputs` are those that come to it.
     pub(crate) fn start(
         from: &Checkpoint,
         devices: Vec<u8>,
         counts: (u64, u64),
         plugins: Vec<String>,
         control: Control,
+        inputs: &[u8],
     ) -> Result<Run> {
-        Run::start_sharing(from, devices, counts, plugins, control, None)
+        Run::start_sharing(from, devices, counts, plugins, control, inputs, None)
     }
 
     /// As [`Run::start`], with the memory that intervals on this node share.
@@ -315,12 +322,18 @@ impl Run {
         counts: (u64, u64),
         mut plugins: Vec<String>,
         control: Control,
+        inputs: &[u8],
         shared: Option<&NodeMemory>,
     ) -> Result<Run> {
         let restore = Restore::new(from);
         let startup = restore.startup()?;
         if completes_requests(&startup.arguments) {
             plugins[1] += &format!(",{COMPLETES_REQUESTS}");
+        }
+        // QEMU reads it when it starts.
+        let inputs = InputList::of(inputs)?;
+        if startup.arguments.iter().any(|argument| records_inputs(argument)) {
+            plugins[1] += &format!(",{},{REPEATS_INPUTS}", inputs.option()?);
         }
         let mut arguments = arguments_of_simulation(&startup.arguments);
         let mut disks = Vec::new();
@@ -390,7 +403,7 @@ impl Run {
         let (control, path) = shared_file()?;
         let control = Control::of(control).map_err(control_failed())?;
         let (devices, plugins) = (Restore::new(checkpoint).devices()?, controller(library, &path)?);
-        let mut recorded = Run::start(checkpoint, devices, (count, count + 1), plugins, control)?;
+        let mut recorded = Run::start(checkpoint, devices, (count, count + 1), plugins, control, &[])?;
         recorded.run_to_the_end()?;
         let (ours, theirs) = (self.changed_pages(checkpoint)?, recorded.changed_pages(checkpoint)?);
         let has_same_memory = ours.pages == theirs.pages && ours.count.max(theirs.count) <= MAX_CHANGED_PAGES;
@@ -465,7 +478,7 @@ impl Run {
         let set = |control: &Control, count| control.stop_at(count).map_err(control_failed());
         set(&self.control, count)?;
         self.machine.resume()?;
-        let (mut last, mut since) = (0, Instant::now());
+        let (mut last, mut since, mut ask_after) = (0, Instant::now(), IDLE);
         loop {
             let now = self.control.count().map_err(control_failed())?;
             // Not before it waits: otherwise QEMU could stop it without the last instruction.
@@ -473,17 +486,23 @@ impl Run {
                 break;
             }
             if now != last {
-                (last, since) = (now, Instant::now());
+                (last, since, ask_after) = (now, Instant::now(), IDLE);
             } else if since.elapsed() >= self.idle_limit {
                 return Err(differs("executes nothing more".into()));
             }
             check_simulator(&self.control)?;
+            std::thread::sleep(POLL);
+            // Seldom: while QEMU's main thread answers, it also passes over the time in which the processor
+            // waits, and takes one that is about to wait for one that does.
+            if since.elapsed() < ask_after {
+                continue;
+            }
+            ask_after = since.elapsed() * 2;
             let status = text(&self.machine.monitor.execute("query-status", json!({}))?, "status");
             if status != "running" {
                 // It was switched off, or has crashed: what the counts say is compared.
                 return Ok(());
             }
-            std::thread::sleep(POLL);
         }
         let (control, pid) = (&self.control, self.machine.pid);
         self.machine.monitor.execute_while("stop", || {

@@ -22,7 +22,7 @@ use crate::machine::{Machine, Startup, WITHOUT_LAZY};
 use crate::memory_map::MemoryMap;
 use crate::ram_blocks::RamBlock;
 use crate::started::{Started, Streams};
-use crate::target::{DEVICES, MEMORY_MAP, STARTUP};
+use crate::target::{DEVICES, INPUTS, MEMORY_MAP, STARTUP};
 
 /// How long QEMU may take to read the state of its devices.
 const LOAD_LIMIT: Duration = Duration::from_secs(60);
@@ -231,6 +231,20 @@ impl<'a> Restore<'a> {
     /// The state of processors and devices.
     pub(crate) fn devices(&self) -> Result<Vec<u8>> {
         self.state(DEVICES)
+    }
+
+    /// The list of what came to the machine from outside since its start.
+    pub(crate) fn inputs(&self) -> Result<Vec<u8>> {
+        match self.manifest.state.iter().any(|record| record.name == INPUTS) {
+            true => self.state(INPUTS),
+            false => Ok(Vec::new()),
+        }
+    }
+
+    /// The length of that list.
+    pub(crate) fn inputs_length(&self) -> u64 {
+        let record = self.manifest.state.iter().find(|record| record.name == INPUTS);
+        record.map_or(0, |record| record.content.bytes.get())
     }
 
     /// Where the memory is among the physical addresses. None if the checkpoint does not say it.

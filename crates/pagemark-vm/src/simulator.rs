@@ -1,7 +1,10 @@
 //! Pagemark's plugin of QEMU, which simulates, and the options that it is loaded with.
 
+use std::fs::File;
+use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
 
+use nix::sys::memfd::{MFdFlags, memfd_create};
 use pagemark_process::preload::{self, Missing};
 
 use crate::command_line::split_options;
@@ -31,6 +34,15 @@ pub fn simulator_library() -> Result<PathBuf> {
 /// True if the arguments load the plugin for disks.
 pub(crate) fn completes_requests(arguments: &[String]) -> bool {
     arguments.iter().any(|argument| split_options(argument).contains(&COMPLETES_REQUESTS))
+}
+
+/// A file in memory, and a path by which QEMU opens it. Where this process is killed, no file
+/// stays.
+pub(crate) fn shared_file() -> Result<(File, PathBuf)> {
+    let file = memfd_create(c"pagemark-simulate", MFdFlags::MFD_CLOEXEC);
+    let file = File::from(file.map_err(|error| Error::system("make a file in memory")(error.into()))?);
+    let path = format!("/proc/{}/fd/{}", std::process::id(), file.as_raw_fd());
+    Ok((file, path.into()))
 }
 
 /// A path as the value of an option.

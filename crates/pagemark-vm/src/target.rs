@@ -21,6 +21,7 @@ use crate::disks::{Connections, DiskContents, Disks};
 use crate::error::{Error, ErrorKind, Object, Result};
 use crate::event::MachineEvent;
 use crate::given_files;
+use crate::input_list::InputList;
 use crate::kvm_log::{KvmLog, outside};
 use crate::machine::{Machine, Startup};
 use crate::memory_map::MemoryMap;
@@ -37,6 +38,9 @@ pub(crate) const STARTUP: &str = "qemu-startup.json";
 /// Name of the record that says where the memory is among the physical addresses.
 pub(crate) const MEMORY_MAP: &str = "qemu-memory-map.json";
 
+/// Name of the record that has what came to the machine from outside, and when.
+pub(crate) const INPUTS: &str = "qemu-inputs";
+
 /// A virtual machine of a QEMU that runs.
 ///
 /// Its spaces are the blocks of its memory, by offset. Dropped at any point, also by the death of
@@ -52,6 +56,8 @@ pub struct VmTarget {
     /// The command line of QEMU.
     command: Vec<String>,
     label: String,
+    /// What comes to the machine from outside, if that is recorded.
+    inputs: Option<InputList>,
     on_event: Option<EventHandler>,
 }
 
@@ -162,7 +168,18 @@ impl VmTarget {
         // Those of now were registered by the attach.
         memory.has_new_blocks = false;
         let states = BlobHistory::default();
-        Ok(VmTarget { machine, changes, memory, disks, states, next_space, command, label, on_event: None })
+        Ok(VmTarget {
+            machine,
+            changes,
+            memory,
+            disks,
+            states,
+            next_space,
+            command,
+            label,
+            inputs: None,
+            on_event: None,
+        })
     }
 
     /// The process id of QEMU.
@@ -188,6 +205,12 @@ impl VmTarget {
     /// [`ErrorKind::Unsupported`] names what else does.
     pub fn check_deterministic(&mut self) -> Result<()> {
         self.machine.check_deterministic()
+    }
+
+    /// Has checkpoints keep what comes to the machine from outside: `inputs` is the list that its
+    /// command line names ([`deterministic_console`](crate::deterministic_console)).
+    pub fn keep_inputs(&mut self, inputs: InputList) {
+        self.inputs = Some(inputs);
     }
 
     /// How many instructions the machine has executed since its start. While it runs, how many they
@@ -513,7 +536,8 @@ impl Target for VmTarget {
         memory.space.refresh_mappings()?;
         memory.find_blocks(machine, next_space)?;
         memory.find_views()?;
-        Ok(FrozenVm { hold, devices, connections, startup, map, since, taken_at })
+        let inputs = hold.0.inputs.as_ref().map(InputList::read).transpose()?;
+        Ok(FrozenVm { inputs, hold, devices, connections, startup, map, since, taken_at })
     }
 
     fn capture_failed(&mut self) {
@@ -550,6 +574,8 @@ impl Drop for Hold<'_> {
 
 /// A virtual machine that is stopped, with the state of its devices saved. Dropped, it continues.
 pub struct FrozenVm<'target> {
+    /// The list of what came to the machine from outside.
+    inputs: Option<Vec<u8>>,
     hold: Hold<'target>,
     /// What QEMU wrote.
     devices: File,
@@ -585,7 +611,7 @@ impl<'target> Frozen for FrozenVm<'target> {
     }
 
     fn thaw(self) -> Result<CapturedVm<'target>> {
-        let FrozenVm { hold, devices, connections, startup, map, since, taken_at } = self;
+        let FrozenVm { inputs, hold, devices, connections, startup, map, since, taken_at } = self;
         let VmTarget { machine, changes, memory, disks, .. } = &mut *hold.0;
         if !changes.resume(machine)? {
             let reason = "was continued or reset by somebody else while it was stopped for the checkpoint";
@@ -616,12 +642,13 @@ impl<'target> Frozen for FrozenVm<'target> {
             held_pages,
         });
         let spaces = spaces.collect();
-        Ok(CapturedVm { spaces, devices, contents, startup, map, taken_at, downtime, hold })
+        Ok(CapturedVm { inputs, spaces, devices, contents, startup, map, taken_at, downtime, hold })
     }
 }
 
 /// What was captured of a virtual machine besides its memory. The machine runs.
 pub struct CapturedVm<'target> {
+    inputs: Option<Vec<u8>>,
     spaces: Vec<CapturedSpace>,
     devices: File,
     contents: DiskContents,
@@ -671,6 +698,9 @@ impl Captured for CapturedVm<'_> {
         if let Some(map) = &self.map {
             let map = serde_json::to_vec(map).map_err(failed("record the addresses of the memory of"))?;
             state.push(record(MEMORY_MAP, history.write(MEMORY_MAP, store, &mut map.as_slice())?));
+        }
+        if let Some(inputs) = &self.inputs {
+            state.push(record(INPUTS, history.write(INPUTS, store, &mut inputs.as_slice())?));
         }
         history.end_checkpoint();
         Ok(Recorded { files: Vec::new(), state })

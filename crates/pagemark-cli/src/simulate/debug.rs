@@ -54,10 +54,11 @@ impl SimulateDebug {
     pub fn run(self) -> Outcome {
         let repository = self.repository.open()?;
         let failed = |error| Failure::of(format!("cannot debug {}", self.job), error);
-        let checkpoint = self.checkpoint(&repository)?;
+        let (checkpoint, next) = self.checkpoints(&repository)?;
         let library = simulator_library().map_err(failed)?;
         // A signal that ends this process before ends QEMU, too.
-        let machine = DebuggedMachine::start(&checkpoint, self.at, &self.gdb, &library).map_err(failed)?;
+        let machine = DebuggedMachine::start(&checkpoint, next.as_ref(), self.at, &self.gdb, &library);
+        let machine = machine.map_err(failed)?;
         let signals = Signals::hold_for_stop()?;
         let (stop, stopped) = mpsc::channel();
         signals.stop_at(stop.clone())?;
@@ -69,8 +70,8 @@ impl SimulateDebug {
         Ok(ExitCode::SUCCESS)
     }
 
-    /// The last checkpoint before the instruction.
-    fn checkpoint(&self, repository: &Repository) -> Result<Checkpoint, Failure> {
+    /// The last checkpoint before the instruction, and the one behind it.
+    fn checkpoints(&self, repository: &Repository) -> Result<(Checkpoint, Option<Checkpoint>), Failure> {
         let job = &self.job;
         let failed = |error| Failure::of(format!("cannot debug {job}"), error);
         let taken = repository.checkpoints(job).map_err(|error| Failure::of(format!("cannot list {job}"), error))?;
@@ -80,13 +81,14 @@ impl SimulateDebug {
             let checkpoint = read_checkpoint(repository, &reference)?;
             let count = instructions_of(&checkpoint).map_err(failed)?;
             if count > self.at {
-                return last.map(|(checkpoint, _)| checkpoint).ok_or_else(|| self.outside("begins", count));
+                let last = last.ok_or_else(|| self.outside("begins", count));
+                return last.map(|(before, _)| (before, Some(checkpoint)));
             }
             last = Some((checkpoint, count));
         }
         match last {
             None => Err(no_checkpoints(repository, job)),
-            Some((checkpoint, count)) if count == self.at => Ok(checkpoint),
+            Some((checkpoint, count)) if count == self.at => Ok((checkpoint, None)),
             Some((_, count)) => Err(self.outside("ends", count)),
         }
     }

@@ -11,13 +11,14 @@ use pagemark::job::End;
 use pagemark::track::Scope;
 use pagemark::{ErrorKind, Job};
 use pagemark_report::text;
-use pagemark_vm::{OwnQemu, VmTarget, deterministic_command, deterministic_disks};
+use pagemark_vm::{InputList, OwnQemu, VmTarget, deterministic_command, deterministic_console, deterministic_disks};
 
 use crate::failure::{Failure, Outcome};
 use crate::options::MemoryOptions;
 use crate::report::Report;
 use crate::repository::RepositoryOptions;
 use crate::signals::{Signals, announce_exit};
+use crate::simulate::console::MachineTerminal;
 use crate::simulate::instructions::instruction_count;
 use crate::vm::machine_job;
 
@@ -28,11 +29,12 @@ const LOOKS: (Duration, Duration) = (Duration::from_millis(1), Duration::from_mi
 ///
 /// Adds to QEMU's arguments a clock that counts instructions (-icount shift=2,sleep=off), a date
 /// (-rtc base=2026-01-01,clock=vm) and -display none where there are none. What makes runs differ
-/// is refused: KVM, several processors, network cards, disks that are not virtio-blk, input from
-/// outside, random numbers of the host. The first interval must begin when the firmware has loaded
-/// the kernel: what QEMU hands to the firmware is not the same in each QEMU. The run ends with the
-/// machine, after --intervals, or by Ctrl-C. A machine that is switched off by its guest gets a
-/// last checkpoint.
+/// is refused: KVM, several processors, network cards, disks that are not virtio-blk, input that is
+/// not recorded, random numbers of the host. With -serial stdio, what comes by standard input is
+/// recorded, with the instruction at which the machine gets it. The first interval must begin when
+/// the firmware has loaded the kernel: what QEMU hands to the firmware is not the same in each
+/// QEMU. The run ends with the machine, after --intervals, or by Ctrl-C. A machine that is switched
+/// off by its guest gets a last checkpoint.
 #[derive(Args, Debug)]
 pub struct Record {
     #[command(flatten)]
@@ -69,8 +71,7 @@ impl Record {
         self.memory.tracking.check_machine()?;
         let name = self.name();
         let failed = |error| Failure::of(format!("cannot record {name}"), error);
-        let command = deterministic_command(&self.command).and_then(|command| deterministic_disks(&command));
-        let command = command.map_err(|error| failed(error).status(2))?;
+        let (command, inputs) = self.command().map_err(|error| failed(error).status(2))?;
         let repository = self.repository.open_or_create(&self.memory)?;
         // Instructions are counted from the start of a machine.
         let taken = repository.checkpoints(&name).map_err(|error| Failure::of(format!("cannot list {name}"), error))?;
@@ -79,6 +80,7 @@ impl Record {
             return Err(Failure::usage(format!("job {name} has checkpoints of an earlier run")).help(help));
         }
         let signals = Signals::hold_for_stop()?;
+        let _terminal = if inputs.is_some() { MachineTerminal::new()? } else { None };
         let mut qemu = OwnQemu::start(&command, &name, signals.before()).map_err(failed)?;
         let (stop, stopped) = mpsc::channel();
         announce_exit(Pid::from_raw(qemu.pid()), stop.clone())?;
@@ -88,7 +90,7 @@ impl Record {
             target.check_deterministic()?;
             Ok(target)
         });
-        let target = match attached {
+        let mut target = match attached {
             Ok(target) => target,
             Err(error) => {
                 qemu.kill().map_err(failed)?;
@@ -96,6 +98,9 @@ impl Record {
                 return Err(failed(error).status(status));
             }
         };
+        if let Some(inputs) = inputs {
+            target.keep_inputs(inputs);
+        }
         let mut report = if self.quiet { Report::Quiet } else { Report::Plain };
         report.say(&format!("{name} is QEMU, process {}", qemu.pid()));
         let mut job = Job::new(target, repository, self.memory.job_options(name.clone()));
@@ -112,6 +117,15 @@ impl Record {
         };
         report.say(&format!("{name}: {} intervals{how}", text::count(u64::saturating_sub(taken, 1))));
         Ok(ExitCode::SUCCESS)
+    }
+
+    /// The command line of the machine, and the list of what comes to it from outside.
+    fn command(&self) -> pagemark_vm::Result<(Vec<OsString>, Option<InputList>)> {
+        let command = deterministic_disks(&deterministic_command(&self.command)?)?;
+        Ok(match deterministic_console(&command)? {
+            Some((command, inputs)) => (command, Some(inputs)),
+            None => (command, None),
+        })
     }
 
     /// Takes the checkpoints. `taken` counts them.
