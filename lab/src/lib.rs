@@ -25,6 +25,7 @@ pub mod hypervisor;
 pub mod kernel;
 pub mod kernel_build;
 pub mod libtest;
+pub mod ltp;
 pub mod machine;
 pub mod newest_qemu;
 pub mod packages;

@@ -1,6 +1,6 @@
 //! All tests of the project, in an order and with an overlap that keep two processors busy.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::{OnceLock, mpsc};
 use std::time::{Duration, Instant};
@@ -14,7 +14,7 @@ use crate::test_plan::{Extent, Part, Programs};
 use crate::test_programs::TestBinaries;
 use crate::zdtm::Flavor;
 use crate::{
-    Error, Result, cache, command, cpython, host_tests, kernel_build, machine, newest_qemu, progress, redis_suite,
+    Error, Result, cache, command, cpython, host_tests, kernel_build, ltp, machine, newest_qemu, progress, redis_suite,
     setup, source_root, zdtm,
 };
 
@@ -103,6 +103,17 @@ pub fn cpython(within: Surroundings, modules: &[String]) -> Result<bool> {
 pub fn redis(within: Surroundings, units: &[String]) -> Result<bool> {
     build(&within.target())?;
     let (report, is_good) = redis_suite::run(within, units, &logs()?.with_file_name("redis-logs"))?;
+    report.iter().for_each(|line| println!("{line}"));
+    Ok(is_good)
+}
+
+/// The tests of system calls of the Linux Test Project in `root` within surroundings; the commands
+/// that are meant if none are named.
+///
+/// Returns whether they passed.
+pub fn ltp(within: Surroundings, root: &Path, commands: &[String]) -> Result<bool> {
+    build(&within.target())?;
+    let (report, is_good) = ltp::run(within, root, commands, &logs()?.with_file_name("ltp-logs"))?;
     report.iter().for_each(|line| println!("{line}"));
     Ok(is_good)
 }

@@ -67,6 +67,18 @@ enum Command {
         /// and memory]
         units: Vec<String>,
     },
+    /// The Linux Test Project's tests of system calls: what passes outside must end with the same
+    /// status and numbers of checks within the machine of a process, or with the heap in place of
+    /// `malloc`. Needs root
+    Ltp {
+        within: Surroundings,
+        /// Where the project is installed
+        #[arg(long, default_value = "/opt/ltp")]
+        root: PathBuf,
+        /// Names of commands, such as brk01 [default: those of runtest/syscalls that change no
+        /// settings of the system]
+        commands: Vec<String>,
+    },
     /// The tests of virtual machines with the QEMU of Debian's backports in place of the host's.
     /// Needs root
     NewestQemu {
@@ -107,6 +119,7 @@ fn run(command: Command) -> Result<bool> {
         Command::Zdtm { mode, flavor, tests } => suite::zdtm(&Selection { tests, flavors: flavor, modes: mode }),
         Command::Cpython { within, modules } => suite::cpython(within, &modules),
         Command::Redis { within, units } => suite::redis(within, &units),
+        Command::Ltp { within, root, commands } => suite::ltp(within, &root, &commands),
         Command::NewestQemu { arguments } => suite::newest_qemu(&arguments),
         Command::ZdtmTrial { test, mode, tree, work, criu, pagemark, verdict } => {
             zdtm::run_trial(&test, mode, &tree, &work, &criu, &pagemark, &verdict).map(|()| true)
