@@ -216,7 +216,7 @@ fn regions_that_a_log_tracks_come_back() {
 /// which nothing else is found is reported as progress: after a machine was made anew, the first
 /// may find more.
 #[test]
-#[ignore = "is the program of regions_come_back, in the machine"]
+#[ignore = "is run by the tests of regions that come back, in the machine"]
 fn regions_in_rounds() {
     const PAGES: usize = 900;
     let variable = |name| std::env::var(name).expect("is set by regions_come_back");
