@@ -327,13 +327,17 @@ impl Dump {
             (pagemap::SCAN.is_there() || with_limits || mappings || registers || data || stops) && may_withhold;
         let files = kernel_data::is_needed();
         let submitted = Submitted { limits: with_limits, files, mappings, registers, data, stops };
+        // What matters of a process shows at its first thread.
+        let others =
+            tree.iter().flat_map(|&pid| proc::threads(pid).unwrap_or_default().into_iter().filter(move |&t| t != pid));
+        let mut filter = super::notify::filter(submitted, &others.collect::<Vec<i32>>());
         // SAFETY: only system calls are made between fork and exec, which is allowed in a child of a
         // process with threads.
         unsafe {
             command.pre_exec(move || {
                 stdio::begin_session_with(&inherited)?;
                 outlive_requests_to_end()?;
-                if withhold { super::notify::submit(sender_number, submitted) } else { Ok(()) }
+                if withhold { super::notify::submit(sender_number, &mut filter) } else { Ok(()) }
             });
         }
         criu.interrupted.observe(&tree);

@@ -43,7 +43,7 @@ pub(super) enum Answer {
     Given,
 }
 
-/// The calls that [`submit`] hands over besides `ioctl(PAGEMAP_SCAN)`.
+/// The calls that [`filter`] hands over besides `ioctl(PAGEMAP_SCAN)`.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Submitted {
     /// Each `prlimit` that queries another process.
@@ -59,8 +59,8 @@ pub(super) struct Submitted {
     pub registers: bool,
     /// Each `lseek` to the next data of a file.
     pub data: bool,
-    /// Each `ptrace` that attaches to a thread (PTRACE_SEIZE), and each `kill` by SIGSTOP or
-    /// SIGTSTP.
+    /// Each `ptrace` that attaches to a thread (PTRACE_SEIZE), but for those that are left out, and
+    /// each `kill` by SIGSTOP or SIGTSTP.
     pub stops: bool,
 }
 
@@ -82,12 +82,12 @@ pub(super) const CREATING: u32 = (libc::O_WRONLY | libc::O_CREAT | libc::O_EXCL)
 #[derive(Debug)]
 pub(super) struct Listener(OwnedFd);
 
-/// Between fork and exec: from now on each `ioctl(PAGEMAP_SCAN)` of this process, and what
-/// `submitted` has, waits for an answer through the descriptor that is sent to `socket`. When no
-/// process has that descriptor open any more, the calls fail. Where somebody listens to calls of
-/// this process already, or the kernel has no listeners, nothing is sent, and the kernel carries
-/// all calls out. Makes only system calls.
-pub(super) fn submit(socket: RawFd, submitted: Submitted) -> io::Result<()> {
+/// Statements that a filter of the kernel may have.
+const MAX_STATEMENTS: usize = 4096;
+
+/// The filter that hands over each `ioctl(PAGEMAP_SCAN)`, and what `submitted` has, but not the
+/// attaching to one of these `threads`. Where they are too many, that to some is handed over.
+pub(super) fn filter(submitted: Submitted, threads: &[i32]) -> Vec<libc::sock_filter> {
     // Where the parts of the filter begin. The kernel counts the statements that a jump leaves out.
     const PRLIMIT: usize = 12;
     const OPENAT: usize = 20;
@@ -97,6 +97,7 @@ pub(super) fn submit(socket: RawFd, submitted: Submitted) -> io::Result<()> {
     const KILL: usize = 35;
     const SUBMIT: usize = 38;
     const ALLOW: usize = 39;
+    const SEIZE_THREAD: usize = 40;
     let statement = |code: u32, k: u32| libc::sock_filter { code: code as u16, jt: 0, jf: 0, k };
     let jump = |from: usize, k: u32, equal: usize, other: usize| libc::sock_filter {
         code: (libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K) as u16,
@@ -110,7 +111,7 @@ pub(super) fn submit(socket: RawFd, submitted: Submitted) -> io::Result<()> {
     let number = |number: i64, is_submitted: bool| if is_submitted { number as u32 } else { u32::MAX };
     let Submitted { limits, files, mappings, registers, data, stops } = submitted;
     let submit_if = |is_submitted: bool| if is_submitted { SUBMIT } else { ALLOW };
-    let mut filter = [
+    let mut filter = vec![
         statement(load, ARCHITECTURE),
         jump(1, AUDIT_ARCH_X86_64, 2, ALLOW),
         statement(load, NUMBER),
@@ -143,7 +144,7 @@ pub(super) fn submit(socket: RawFd, submitted: Submitted) -> io::Result<()> {
         jump(26, READING, SUBMIT, ALLOW),
         // `ptrace`
         statement(load, argument(0)),
-        jump(28, SEIZE, submit_if(stops), 29),
+        jump(28, SEIZE, if stops { SEIZE_THREAD } else { ALLOW }, 29),
         jump(29, GET_SIGNAL_MASK, submit_if(registers), 30),
         jump(30, GET_REGISTER_SET, 31, ALLOW),
         statement(load, argument(2)),
@@ -157,7 +158,25 @@ pub(super) fn submit(socket: RawFd, submitted: Submitted) -> io::Result<()> {
         jump(37, libc::SIGTSTP as u32, SUBMIT, ALLOW),
         statement(answer, libc::SECCOMP_RET_USER_NOTIF),
         statement(answer, libc::SECCOMP_RET_ALLOW),
+        // `ptrace(PTRACE_SEIZE)`
+        statement(load, argument(1)),
     ];
+    let room = (MAX_STATEMENTS - filter.len() - 1) / 2;
+    for &thread in threads.iter().take(room) {
+        let at = filter.len();
+        filter.push(jump(at, thread as u32, at + 1, at + 2));
+        filter.push(statement(answer, libc::SECCOMP_RET_ALLOW));
+    }
+    filter.push(statement(answer, libc::SECCOMP_RET_USER_NOTIF));
+    filter
+}
+
+/// Between fork and exec: from now on each call of this process that `filter` hands over waits for
+/// an answer through the descriptor that is sent to `socket`. When no process has that descriptor
+/// open any more, the calls fail. Where somebody listens to calls of this process already, or the
+/// kernel has no listeners, nothing is sent, and the kernel carries all calls out. Makes only
+/// system calls.
+pub(super) fn submit(socket: RawFd, filter: &mut [libc::sock_filter]) -> io::Result<()> {
     let program = libc::sock_fprog { len: filter.len() as u16, filter: filter.as_mut_ptr() };
     // SAFETY: the program lives through the call, which copies it, and affects only this process.
     let listener = unsafe {
