@@ -34,6 +34,9 @@ const PAGE: u64 = PAGE_SIZE as u64;
 /// Most bytes of tables that a monitor has.
 const MOST_TABLES: u64 = 1 << 30;
 
+/// The end of the addresses that page tables of four levels map.
+const MOST_ADDRESSES: u64 = 1 << 48;
+
 /// Why nothing could be collected.
 #[derive(Debug)]
 pub enum Failure {
@@ -67,7 +70,7 @@ impl GuestTables {
     /// or its monitor is too old.
     ///
     /// # Errors
-    /// The memory cannot be opened or accessed.
+    /// The memory cannot be opened or accessed, or says what no monitor says.
     pub fn begin(thread: i32) -> io::Result<Option<GuestTables>> {
         let mut tables = GuestTables {
             memory: proc::open_memory_for_writing(thread)?,
@@ -86,7 +89,7 @@ impl GuestTables {
         }
         tables.tables = tables.field(offset_of!(Header, tables))?;
         tables.root = tables.field(offset_of!(Header, root))?;
-        tables.program_end = tables.field(offset_of!(Header, program_end))?;
+        tables.program_end = end_of_program(tables.field(offset_of!(Header, program_end))?)?;
         if tables.tables == 0 {
             return Ok(None);
         }
@@ -244,6 +247,25 @@ impl Drop for GuestTables {
     }
 }
 
+/// The end of the program's addresses, if it can be one: the process itself may have written it.
+fn end_of_program(end: u64) -> io::Result<u64> {
+    let is_end = end <= MOST_ADDRESSES && end.is_multiple_of(PAGE);
+    is_end.then_some(end).ok_or_else(|| garbled("the addresses of the program"))
+}
+
 fn garbled(what: &str) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, format!("{what} are not as pagemark-kvm writes them"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_end_that_no_program_has_is_refused() {
+        assert_eq!(end_of_program(0x5000_0000_0000).unwrap(), 0x5000_0000_0000);
+        for end in [1, PAGE + 8, MOST_ADDRESSES + PAGE, u64::MAX, u64::MAX - PAGE + 1] {
+            assert_eq!(end_of_program(end).unwrap_err().kind(), io::ErrorKind::InvalidData, "{end:#x}");
+        }
+    }
 }
