@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use std::process::{Child, ExitStatus};
 use std::time::{Duration, Instant};
 
-use pagemark::repository::{Checkpoint, Manifest, SpaceKind, SpaceRecord, TargetKind};
+use pagemark::repository::{Checkpoint, Manifest, SpaceKind, SpaceRecord, StateRecord, TargetKind};
 use pagemark::sys::pagemap::{Filter, PRESENT, Pagemap, SWAPPED};
 use pagemark::sys::proc::{self, maps};
 use pagemark::{AddressRangeExt, ByteCount, PageNumber, PageTree, RangeSet, Store};
@@ -235,23 +235,22 @@ impl<'a> Restore<'a> {
 
     /// The list of what came to the machine from outside since its start.
     pub(crate) fn inputs(&self) -> Result<Vec<u8>> {
-        match self.manifest.state.iter().any(|record| record.name == INPUTS) {
-            true => self.state(INPUTS),
-            false => Ok(Vec::new()),
+        match self.record(INPUTS) {
+            Some(_) => self.state(INPUTS),
+            None => Ok(Vec::new()),
         }
     }
 
     /// The length of that list.
     pub(crate) fn inputs_length(&self) -> u64 {
-        let record = self.manifest.state.iter().find(|record| record.name == INPUTS);
-        record.map_or(0, |record| record.content.bytes.get())
+        self.record(INPUTS).map_or(0, |record| record.content.bytes.get())
     }
 
     /// Where the memory is among the physical addresses. None if the checkpoint does not say it.
     pub(crate) fn memory_map(&self) -> Result<Option<MemoryMap>> {
-        match self.manifest.state.iter().any(|record| record.name == MEMORY_MAP) {
-            true => serde_json::from_slice(&self.state(MEMORY_MAP)?).map_err(Error::damaged),
-            false => Ok(None),
+        match self.record(MEMORY_MAP) {
+            Some(_) => serde_json::from_slice(&self.state(MEMORY_MAP)?).map_err(Error::damaged),
+            None => Ok(None),
         }
     }
 
@@ -280,13 +279,16 @@ impl<'a> Restore<'a> {
         WriteImage { startup, disk, store: self.store }
     }
 
+    fn record(&self, name: &str) -> Option<&'a StateRecord> {
+        self.manifest.state.iter().find(|record| record.name == name)
+    }
+
     /// The content of a record of the state.
     fn state(&self, name: &str) -> Result<Vec<u8>> {
         if self.manifest.kind != TargetKind::VirtualMachine {
             return Err(Error::damaged("it is not one of a virtual machine"));
         }
-        let record = self.manifest.state.iter().find(|record| record.name == name);
-        let record = record.ok_or_else(|| Error::damaged(format!("{name} is missing")))?;
+        let record = self.record(name).ok_or_else(|| Error::damaged(format!("{name} is missing")))?;
         Ok(record.content.read_all(self.store)?)
     }
 

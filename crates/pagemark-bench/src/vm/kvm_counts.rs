@@ -48,7 +48,7 @@ pub(super) struct CountsPerPass {
 }
 
 impl CountsPerPass {
-    /// Adds what was counted from `first` to `last`, in so many passes.
+    /// Adds the difference of two counts, between which the program made `passes` passes.
     pub(super) fn push(&mut self, first: Option<KvmCounts>, last: Option<KvmCounts>, passes: u64) {
         let (Some(first), Some(last), 1..) = (first, last, passes) else { return };
         let per_pass = |first: u64, last: u64| last.saturating_sub(first) as f64 / passes as f64;

@@ -10,9 +10,9 @@
 //! the process that parked it is gone, and makes a new machine. A process that is restored from the
 //! saved state does the same.
 //!
-//! The description also says where the guest's page tables are, whose dirty bits tell what the
-//! program's instructions write, and lists what is written otherwise: [`crate::sys::guest_tables`]
-//! reads both from outside, while the process is parked and nobody changes them.
+//! The description also has the address of the guest's page tables: their dirty bits show which
+//! pages the program's instructions have written. All other writes are in a list. While the process
+//! is parked and nobody changes them, [`crate::sys::guest_tables`] reads both from outside.
 
 use std::sync::atomic::{AtomicI32, AtomicU32, AtomicU64};
 
