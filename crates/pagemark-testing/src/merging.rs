@@ -5,8 +5,10 @@ use std::io::{self, Write};
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
 
+use crate::memory::FilledMapping;
 use crate::patience::wait_until;
 
+const PAGE: usize = 4096;
 /// The settings are those of the whole machine.
 const SETTINGS: [(&str, &str); 3] = [("pages_to_scan", "10000"), ("sleep_millisecs", "1"), ("run", "1")];
 
@@ -15,11 +17,15 @@ const SETTINGS: [(&str, &str); 3] = [("pages_to_scan", "10000"), ("sleep_millise
 pub struct Merging {
     /// A shell that puts the settings back when it reads a line, or this process is killed.
     keeper: Child,
+    /// The kernel rests while no process has memory that may be merged.
+    _mergeable: FilledMapping,
 }
 
 impl Merging {
     /// Starts it. None where the kernel cannot, or starting it is not permitted.
     pub fn start() -> Option<Merging> {
+        let mut mergeable = FilledMapping::map(PAGE, 0, None, false).ok()?;
+        mergeable.advise(libc::MADV_MERGEABLE).ok()?;
         let lock = File::open(file("run")).ok()?;
         lock.lock().ok()?;
         let before: Result<Vec<String>, _> = SETTINGS.iter().map(|(setting, _)| read(setting)).collect();
@@ -31,7 +37,7 @@ impl Merging {
         // The shell has the lock as its output: it has nothing to write.
         let mut command = Command::new("sh");
         command.args(["-c", &put_back]).stdin(Stdio::piped()).stdout(lock).process_group(0);
-        let merging = Merging { keeper: command.spawn().ok()? };
+        let merging = Merging { keeper: command.spawn().ok()?, _mergeable: mergeable };
         for (setting, value) in SETTINGS {
             fs::write(file(setting), value).ok()?;
         }
