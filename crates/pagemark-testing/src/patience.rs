@@ -12,7 +12,7 @@ pub fn is_emulated() -> bool {
 /// The time limit of a wait. It is longer than any event that a test waits for takes, so that only
 /// a missing event fails the test.
 pub fn patience() -> Duration {
-    Duration::from_secs(if is_emulated() { 1200 } else { 120 })
+    Duration::from_secs(if is_emulated() { 1200 } else { 600 })
 }
 
 /// Waits until `condition` returns a value. `event` describes it in the message of a panic.
