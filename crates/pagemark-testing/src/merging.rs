@@ -24,7 +24,7 @@ pub struct Merging {
 impl Merging {
     /// Starts it. None where the kernel cannot, or starting it is not permitted.
     pub fn start() -> Option<Merging> {
-        let mut mergeable = FilledMapping::map(PAGE, 0, None, false).ok()?;
+        let mergeable = FilledMapping::map(PAGE, 0, None, false).ok()?;
         mergeable.advise(libc::MADV_MERGEABLE).ok()?;
         let lock = File::open(file("run")).ok()?;
         lock.lock().ok()?;
