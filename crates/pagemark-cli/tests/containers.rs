@@ -15,9 +15,9 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use container::{Container, Restored};
-use pagemark_testing::skip;
-use subject::{Steps, assert_fails, continues, descriptors, has_criu, status_field, subject, untouched};
-use support::{Pagemark, is_alive};
+use pagemark_testing::{SplitMix, skip, wait_until};
+use subject::{Steps, assert_fails, continues, criu_on, descriptors, has_criu, status_field, subject, untouched};
+use support::{Pagemark, children, is_alive};
 
 /// A test with a directory for the root of a container and one for its volume.
 struct Story {
@@ -126,6 +126,35 @@ fn a_container_comes_back_with_its_ids_mounts_and_files() {
         story.steps.goes_on(restored.0);
     }
     story.pagemark.done(&["verify"]);
+}
+
+/// The first process of a container ends after all others, and a process that CRIU traces has not
+/// ended for the kernel until CRIU has waited for it.
+#[test]
+fn a_container_that_is_killed_in_its_freeze_ends() {
+    let Some(story) = Story::begin() else { skip!("whole checkpoints need root, CRIU and a C compiler") };
+    let mut random = SplitMix(11);
+    let mut frozen = 0;
+    for round in 0..24 {
+        let many = "sleep 1000 & sleep 1000 & sleep 1000 & sleep 1000 & exec sleep 1000";
+        let mut container = Container::start(&["--net"], &story.root, &story.data, &["setsid", "sh", "-c", many]);
+        wait_until("its processes", || children(container.pid).len() == 4);
+        let mut command = story.pagemark.command(&["checkpoint", "--job", "box", &container.pid.to_string()]);
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
+        let mut checkpoint = command.spawn().expect("pagemark starts");
+        let tracer = || status_field(container.pid, "TracerPid").and_then(|tracer| tracer.parse().ok());
+        let is_frozen = || tracer().is_some_and(|tracer| criu_on(container.pid).contains(&tracer));
+        while checkpoint.try_wait().expect("our child").is_none() && !is_frozen() {}
+        std::thread::sleep(Duration::from_millis(random.below(12)));
+        // CRIU's code is executed there, and CRIU waits for its end.
+        while status_field(container.pid, "State").is_some_and(|state| state.starts_with('t')) {}
+        frozen += u32::from(is_frozen());
+        container.kill();
+        let output = checkpoint.wait_with_output().expect("it ends");
+        let message = String::from_utf8_lossy(&output.stderr);
+        assert!(!message.contains("does not answer"), "round {round}: {message}");
+    }
+    assert!(frozen > 3, "{frozen} of the containers were frozen when they were killed");
 }
 
 /// The container's program checks all its memory, so that it waits for all of it.

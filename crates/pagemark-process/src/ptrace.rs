@@ -3,6 +3,7 @@
 //! No function here allocates or locks, so that all can be used after `fork` in a program with
 //! threads. Errors are values of errno.
 
+use std::ops::ControlFlow;
 use std::time::{Duration, Instant};
 
 /// General registers of a thread.
@@ -129,14 +130,26 @@ pub fn clear_breakpoints(thread: i32) -> Result<()> {
 /// tracee has ended.
 pub fn wait_status(thread: i32) -> Result<Option<libc::c_int>> {
     loop {
-        let mut status = 0;
-        // SAFETY: the kernel writes a status to the integer, which lives through the call.
-        match unsafe { libc::waitpid(thread, &mut status, libc::__WALL) } {
-            -1 if errno() == libc::EINTR => {}
-            -1 => return Err(errno()),
-            _ if libc::WIFSTOPPED(status) => return Ok(Some(status)),
-            _ => return Ok(None),
+        if let ControlFlow::Break(status) = stop_status(thread, 0)? {
+            return Ok(status);
         }
+    }
+}
+
+/// As [`wait_status`], but goes on if the tracee has not stopped.
+pub fn try_wait_status(thread: i32) -> Result<ControlFlow<Option<libc::c_int>>> {
+    stop_status(thread, libc::WNOHANG)
+}
+
+fn stop_status(thread: i32, options: libc::c_int) -> Result<ControlFlow<Option<libc::c_int>>> {
+    let mut status = 0;
+    // SAFETY: the kernel writes a status to the integer, which lives through the call.
+    match unsafe { libc::waitpid(thread, &mut status, libc::__WALL | options) } {
+        0 => Ok(ControlFlow::Continue(())),
+        -1 if errno() == libc::EINTR => Ok(ControlFlow::Continue(())),
+        -1 => Err(errno()),
+        _ if libc::WIFSTOPPED(status) => Ok(ControlFlow::Break(Some(status))),
+        _ => Ok(ControlFlow::Break(None)),
     }
 }
 

@@ -11,19 +11,25 @@
 //! A CRIU that ends by itself without success may leave sockets in repair mode ([`Sockets`]). The
 //! guard resets them at its exit, too.
 //!
+//! The first process of a container that is killed ends only when all others there have ended, and
+//! a process that is traced has ended only when the tracer has waited for it. A CRIU that waits for
+//! the first process would wait for ever, and so would everybody who ends the container. The guard
+//! kills such a CRIU.
+//!
 //! If the guard itself is killed, CRIU continues as without a guard.
 
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, PipeReader, Read};
+use std::ops::ControlFlow;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 use std::panic::AssertUnwindSafe;
 use std::time::{Duration, Instant};
 
-use nix::sys::signal::{SigSet, SigmaskHow, Signal, kill, sigprocmask};
+use nix::sys::signal::{SigHandler, SigSet, SigmaskHow, Signal, kill, sigprocmask};
 use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
 use nix::unistd::{ForkResult, Pid, fork};
-use pagemark::sys::proc::{self, Status, maps, tree};
+use pagemark::sys::proc::{self, Stat, Status, maps, tree};
 
 use super::connections::Sockets;
 use crate::helper;
@@ -57,6 +63,12 @@ const MAX_RECORDS: u64 = 64 << 20;
 /// Pause between two polls of the guard.
 const POLL: Duration = Duration::from_micros(200);
 
+/// Pause between two looks at the first process of a container.
+const LOOK: Duration = Duration::from_millis(100);
+
+/// How long CRIU may take to notice that the first process of a container exits.
+const EXIT_LIMIT: Duration = Duration::from_millis(500);
+
 /// The guard of a CRIU. Dropped, it is waited for, unless CRIU does not end.
 #[derive(Debug)]
 pub(super) struct Guard {
@@ -71,12 +83,16 @@ struct Original {
     code: Option<(u64, [u8; CODE_LENGTH])>,
     /// Job control has stopped the process.
     is_stopped: bool,
+    /// It is the first process of a container, or of one within another.
+    is_first: bool,
 }
 
 impl Original {
     fn read(pid: i32) -> Original {
-        let is_stopped = Status::read(pid).is_ok_and(|status| status.state == 'T');
-        Original { pid, code: first_code(pid), is_stopped }
+        let status = Status::read(pid).ok();
+        let is_stopped = status.as_ref().is_some_and(|status| status.state == 'T');
+        let is_first = status.is_some_and(|status| matches!(status.namespace_ids[..], [_, .., 1]));
+        Original { pid, code: first_code(pid), is_stopped, is_first }
     }
 }
 
@@ -150,6 +166,9 @@ fn receive_errno(mut reader: PipeReader) -> io::Result<i32> {
 fn guard(criu_pid: i32, root_pid: i32, originals: &[Original], sockets: Option<&Sockets>, report: i32) {
     let _ = sigprocmask(SigmaskHow::SIG_SETMASK, Some(&SigSet::all()), None);
     let _ = super::dump::outlive_requests_to_end();
+    // The kernel reports nothing to a process that ignores it.
+    // SAFETY: this process is the guard alone, and has no handlers.
+    let _ = unsafe { nix::sys::signal::signal(Signal::SIGCHLD, SigHandler::SigDfl) };
     // SAFETY: this process is the guard alone, and ends by _exit.
     unsafe { helper::detach_from_caller(c"pagemark-guard", [report]) };
     let seized = ptrace::seize(criu_pid, ptrace::TRACE_EXIT);
@@ -165,8 +184,13 @@ fn guard(criu_pid: i32, root_pid: i32, originals: &[Original], sockets: Option<&
     // CRIU waits for the guard at each of its signals.
     prefer(0);
     let mut is_preferred = false;
+    let first: Vec<i32> = originals.iter().filter(|original| original.is_first).map(|original| original.pid).collect();
+    let next_status = || match &first[..] {
+        [] => ptrace::wait_status(criu_pid),
+        first => wait_status_unless_one_exits(criu_pid, first),
+    };
     // The end of CRIU, or an error, which means that CRIU is not traced any more.
-    while let Ok(Some(status)) = ptrace::wait_status(criu_pid) {
+    while let Ok(Some(status)) = next_status() {
         let signal = libc::WSTOPSIG(status);
         let _ = match status >> 16 {
             libc::PTRACE_EVENT_EXIT => {
@@ -199,6 +223,38 @@ fn guard(criu_pid: i32, root_pid: i32, originals: &[Original], sockets: Option<&
             }
             _ => ptrace::resume(criu_pid, ptrace::Until::Event, 0),
         };
+    }
+}
+
+/// Waits for the next stop of CRIU as [`ptrace::wait_status`] does. Kills CRIU if one of `first`,
+/// the first processes of containers, exits and CRIU, which traces it, does not notice that.
+fn wait_status_unless_one_exits(criu_pid: i32, first: &[i32]) -> Result<Option<i32>, i32> {
+    let mut exits_since = None;
+    loop {
+        match ptrace::try_wait_status(criu_pid)? {
+            ControlFlow::Break(status) => return Ok(status),
+            ControlFlow::Continue(()) => wait_for_child(LOOK),
+        }
+        let is_traced = |pid: i32| Status::read(pid).is_ok_and(|status| status.tracer_pid == criu_pid);
+        let exits = |pid: i32| Stat::read(pid).is_ok_and(|stat| stat.is_exiting && !stat.is_zombie());
+        if !first.iter().any(|&pid| exits(pid) && is_traced(pid)) {
+            exits_since = None;
+        } else if exits_since.get_or_insert_with(Instant::now).elapsed() >= EXIT_LIMIT {
+            let _ = kill(Pid::from_raw(criu_pid), Signal::SIGKILL);
+        }
+    }
+}
+
+/// Waits until the kernel has reported a change of a child or a tracee, at most this long. The
+/// signal must be blocked, and not ignored.
+fn wait_for_child(at_most: Duration) {
+    // SAFETY: a set of signals consists of numbers, for which zeros are valid.
+    let mut set: libc::sigset_t = unsafe { std::mem::zeroed() };
+    let time = libc::timespec { tv_sec: 0, tv_nsec: i64::from(at_most.subsec_nanos()) };
+    // SAFETY: the set and the time live through the calls; nothing is asked about the signal.
+    unsafe {
+        libc::sigaddset(&mut set, libc::SIGCHLD);
+        libc::sigtimedwait(&set, std::ptr::null_mut(), &time);
     }
 }
 
