@@ -7,6 +7,7 @@ mod support;
 use std::fs::File;
 use std::path::PathBuf;
 use std::process::{Child, Stdio};
+use std::time::Duration;
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -140,6 +141,28 @@ fn a_machine_whose_pagemark_is_killed_is_attached_to_by_its_socket() {
     let restored = pagemark.json(&["restore", "--detach", "--json", "box"]);
     paths.wait_for_steps(5);
     kill_and_wait(restored["pid"].as_i64().expect("a process id") as i32);
+}
+
+/// A QEMU may fill and lock all its memory before it answers.
+#[test]
+fn a_restore_waits_for_a_qemu_that_starts_slowly() {
+    if guest_program().is_none() {
+        skip!("no QEMU, or no compiler for its guest");
+    }
+    let (pagemark, paths) = (Pagemark::new(), MachinePaths::default());
+    let mut child = run(&pagemark, &paths, &["-name", "box"]);
+    wait_for_checkpoints(&pagemark, "box", 1);
+    kill_and_wait(qemu_of(child.0.id() as i32));
+    child.0.wait().expect("it ends");
+    let mut command = pagemark.command(&["restore", "box"]);
+    let log = File::create(pagemark.directory().join("restore.log")).expect("a log file");
+    let restore = Run(command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log).spawn().expect("it starts"));
+    let qemu = Pid::from_raw(qemu_of(restore.0.id() as i32));
+    let before = paths.steps();
+    kill(qemu, Signal::SIGSTOP).expect("QEMU");
+    std::thread::sleep(Duration::from_secs(11));
+    kill(qemu, Signal::SIGCONT).expect("QEMU");
+    wait_for("the machine to go on", || (paths.steps() > before).then_some(()));
 }
 
 #[test]

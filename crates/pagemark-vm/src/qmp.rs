@@ -19,6 +19,10 @@ use crate::event::{MachineEvent, moves_the_machine};
 /// How long QEMU may take to send its greeting. It sends none while another client is connected.
 const GREETING_LIMIT: Duration = Duration::from_secs(10);
 
+/// How long a QEMU that was started for this connection may take to. It may first fill and lock all
+/// its memory. If it ends, the connection ends, too.
+const START_LIMIT: Duration = Duration::from_secs(15 * 60);
+
 /// How long QEMU may take to carry out a command.
 const REPLY_LIMIT: Duration = Duration::from_secs(60);
 
@@ -56,20 +60,20 @@ impl Monitor {
         let stream = UnixStream::connect(path)
             .map_err(|error| Error::of(ErrorKind::Monitor, "connect to", object.clone(), error))
             .map_err(|error| error.help("start QEMU with `-qmp unix:PATH,server=on,wait=off`"))?;
-        Monitor::begin(stream, object)
+        Monitor::begin(stream, object, GREETING_LIMIT)
     }
 
-    /// Takes over a connection.
+    /// Takes over the connection of a QEMU that has just been started.
     pub(crate) fn over(stream: UnixStream) -> Result<Monitor> {
-        Monitor::begin(stream, Object::Monitor(PathBuf::from("of the new QEMU")))
+        Monitor::begin(stream, Object::Monitor(PathBuf::from("of the new QEMU")), START_LIMIT)
     }
 
-    fn begin(stream: UnixStream, object: Object) -> Result<Monitor> {
+    fn begin(stream: UnixStream, object: Object, greeting_limit: Duration) -> Result<Monitor> {
         // A QEMU that reads nothing must not hold up this process either.
         stream.set_write_timeout(Some(REPLY_LIMIT)).map_err(Error::system("set up a monitor connection"))?;
         let (received, given_up, events, ending, has_moved) = Default::default();
         let mut monitor = Monitor { stream, object, received, last_id: 0, given_up, events, ending, has_moved };
-        let greeting = monitor.read_message(Instant::now() + GREETING_LIMIT).map_err(|error| match error.kind() {
+        let greeting = monitor.read_message(Instant::now() + greeting_limit).map_err(|error| match error.kind() {
             ErrorKind::Gone => error,
             _ => error.help("a monitor serves one client at a time: disconnect the other one"),
         })?;
