@@ -11,13 +11,13 @@ use std::fs;
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use container::{Container, Restored};
-use pagemark_testing::{SplitMix, skip, wait_until};
+use pagemark_testing::{SplitMix, skip, wait_for, wait_until};
 use subject::{Steps, assert_fails, continues, criu_on, descriptors, has_criu, status_field, subject, untouched};
-use support::{Pagemark, children, is_alive};
+use support::{Pagemark, children, is_alive, kill_and_wait};
 
 /// A test with a directory for the root of a container and one for its volume.
 struct Story {
@@ -53,6 +53,21 @@ impl Story {
         );
         self.steps.goes_on(container.pid);
         container
+    }
+
+    /// Starts a container of five processes that sleep.
+    fn container_of_five(&self) -> Container {
+        let many = "sleep 1000 & sleep 1000 & sleep 1000 & sleep 1000 & exec sleep 1000";
+        let container = Container::start(&["--net"], &self.root, &self.data, &["setsid", "sh", "-c", many]);
+        wait_until("its processes", || children(container.pid).len() == 4);
+        container
+    }
+
+    /// Starts Pagemark.
+    fn start(&self, arguments: &[&str]) -> Child {
+        let mut command = self.pagemark.command(arguments);
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
+        command.spawn().expect("pagemark starts")
     }
 
     fn checkpoint(&self, pid: i32) {
@@ -128,6 +143,11 @@ fn a_container_comes_back_with_its_ids_mounts_and_files() {
     story.pagemark.done(&["verify"]);
 }
 
+/// Waits until a process that is traced executes code: CRIU's, for whose end CRIU waits.
+fn wait_until_it_executes(pid: i32) {
+    while status_field(pid, "State").is_some_and(|state| state.starts_with('t')) {}
+}
+
 /// The first process of a container ends after all others, and a process that CRIU traces has not
 /// ended for the kernel until CRIU has waited for it.
 #[test]
@@ -136,18 +156,13 @@ fn a_container_that_is_killed_in_its_freeze_ends() {
     let mut random = SplitMix(11);
     let mut frozen = 0;
     for round in 0..24 {
-        let many = "sleep 1000 & sleep 1000 & sleep 1000 & sleep 1000 & exec sleep 1000";
-        let mut container = Container::start(&["--net"], &story.root, &story.data, &["setsid", "sh", "-c", many]);
-        wait_until("its processes", || children(container.pid).len() == 4);
-        let mut command = story.pagemark.command(&["checkpoint", "--job", "box", &container.pid.to_string()]);
-        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
-        let mut checkpoint = command.spawn().expect("pagemark starts");
+        let mut container = story.container_of_five();
+        let mut checkpoint = story.start(&["checkpoint", "--job", "box", &container.pid.to_string()]);
         let tracer = || status_field(container.pid, "TracerPid").and_then(|tracer| tracer.parse().ok());
         let is_frozen = || tracer().is_some_and(|tracer| criu_on(container.pid).contains(&tracer));
         while checkpoint.try_wait().expect("our child").is_none() && !is_frozen() {}
         std::thread::sleep(Duration::from_millis(random.below(12)));
-        // CRIU's code is executed there, and CRIU waits for its end.
-        while status_field(container.pid, "State").is_some_and(|state| state.starts_with('t')) {}
+        wait_until_it_executes(container.pid);
         frozen += u32::from(is_frozen());
         container.kill();
         let output = checkpoint.wait_with_output().expect("it ends");
@@ -155,6 +170,30 @@ fn a_container_that_is_killed_in_its_freeze_ends() {
         assert!(!message.contains("does not answer"), "round {round}: {message}");
     }
     assert!(frozen > 3, "{frozen} of the containers were frozen when they were killed");
+}
+
+#[test]
+fn a_container_that_is_killed_in_its_restore_ends() {
+    let Some(story) = Story::begin() else { skip!("whole checkpoints need root, CRIU and a C compiler") };
+    let mut container = story.container_of_five();
+    story.checkpoint(container.pid);
+    container.kill();
+    let mut traced = 0;
+    for round in 0..8 {
+        let mut restore = story.start(&["restore", "--yes", "--detach", "box"]);
+        let is_first = |pid: &i32| status_field(*pid, "NSpid").is_some_and(|ids| ids.ends_with("\t1"));
+        let first = || children(restore.id() as i32).into_iter().flat_map(children).find(is_first);
+        let first = wait_for("the first process", first);
+        let is_traced = || status_field(first, "TracerPid").is_some_and(|tracer| tracer != "0");
+        while restore.try_wait().expect("our child").is_none() && !is_traced() {}
+        wait_until_it_executes(first);
+        traced += u32::from(is_traced());
+        kill_and_wait(first);
+        let output = restore.wait_with_output().expect("it ends");
+        let message = String::from_utf8_lossy(&output.stderr);
+        assert!(!message.contains("within"), "round {round}: {message}");
+    }
+    assert!(traced > 1, "{traced} of the containers were traced when they were killed");
 }
 
 /// The container's program checks all its memory, so that it waits for all of it.

@@ -10,11 +10,12 @@
 
 pub mod network;
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::ffi::CString;
 use std::io;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use nix::mount::{MsFlags, mount};
 use nix::sched::{CloneFlags, unshare};
@@ -71,6 +72,78 @@ impl FirstProcess {
     pub(crate) fn runs(&self) -> bool {
         Stat::read(self.pid).is_ok_and(|stat| stat.start_ticks == self.start_ticks && !stat.is_zombie())
     }
+}
+
+/// Pause between two looks at the first process of a container.
+pub(crate) const LOOK: Duration = Duration::from_millis(100);
+
+/// How long a tracer may take to notice that the first process of a container exits.
+const EXIT_LIMIT: Duration = Duration::from_millis(500);
+
+/// How long CRIU may take to end after a first process has.
+const END_LIMIT: Duration = Duration::from_secs(5);
+
+/// Looks whether the first process of a container, or of another tree, ends without that CRIU
+/// notices it.
+///
+/// A first process of a container that is killed ends only after all others there, and a process
+/// that is traced has ended for the kernel only when the tracer has waited for it. So a tracer of
+/// all of them that waits for the first waits for ever, and the container stays. And at the end of
+/// a restore, CRIU no longer looks whether a process ends for which it waits.
+#[derive(Debug, Default)]
+pub(crate) struct MissedEnd {
+    looked_at: Option<Instant>,
+    /// The processes that were there, and what was seen of them.
+    first: BTreeMap<i32, Seen>,
+}
+
+/// Since when a process exits, or has ended.
+#[derive(Clone, Copy, Debug)]
+enum Seen {
+    Running,
+    Exiting(Instant),
+    Ended(Instant),
+}
+
+impl MissedEnd {
+    /// True if one of the processes that `first` has returned exits for a while and is traced, or
+    /// has ended. Once there is one, it looks only now and then.
+    pub(crate) fn is_there(&mut self, first: impl FnOnce() -> Vec<i32>) -> bool {
+        let is_due = self.looked_at.is_none_or(|looked_at| looked_at.elapsed() >= LOOK);
+        if is_due || self.first.is_empty() {
+            self.looked_at = Some(Instant::now());
+            for pid in first() {
+                self.first.entry(pid).or_insert(Seen::Running);
+            }
+            for (&pid, seen) in &mut self.first {
+                *seen = seen.next(pid);
+            }
+        }
+        self.first.values().any(|seen| match seen {
+            Seen::Running => false,
+            Seen::Exiting(since) => since.elapsed() >= EXIT_LIMIT,
+            Seen::Ended(since) => since.elapsed() >= END_LIMIT,
+        })
+    }
+}
+
+impl Seen {
+    fn next(self, pid: i32) -> Seen {
+        let now = Instant::now();
+        let is_traced = || Status::read(pid).is_ok_and(|status| status.tracer_pid != 0);
+        match (Stat::read(pid), self) {
+            (_, Seen::Ended(since)) => Seen::Ended(since),
+            (Ok(stat), Seen::Exiting(since)) if stat.is_exiting && !stat.is_zombie() => Seen::Exiting(since),
+            (Ok(stat), _) if stat.is_exiting && !stat.is_zombie() && is_traced() => Seen::Exiting(now),
+            (Ok(stat), _) if !stat.is_zombie() => Seen::Running,
+            _ => Seen::Ended(now),
+        }
+    }
+}
+
+/// True for the first process of a container, or of one within another.
+pub(crate) fn is_first(status: &Status) -> bool {
+    matches!(status.namespace_ids[..], [_, .., 1])
 }
 
 /// True if a process has mounts of its own.

@@ -11,10 +11,8 @@
 //! A CRIU that ends by itself without success may leave sockets in repair mode ([`Sockets`]). The
 //! guard resets them at its exit, too.
 //!
-//! The first process of a container that is killed ends only when all others there have ended, and
-//! a process that is traced has ended only when the tracer has waited for it. A CRIU that waits for
-//! the first process would wait for ever, and so would everybody who ends the container. The guard
-//! kills such a CRIU.
+//! A CRIU that waits for the first process of a container that was killed waits for ever
+//! ([`MissedEnd`]). The guard kills it.
 //!
 //! If the guard itself is killed, CRIU continues as without a guard.
 
@@ -29,9 +27,10 @@ use std::time::{Duration, Instant};
 use nix::sys::signal::{SigHandler, SigSet, SigmaskHow, Signal, kill, sigprocmask};
 use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
 use nix::unistd::{ForkResult, Pid, fork};
-use pagemark::sys::proc::{self, Stat, Status, maps, tree};
+use pagemark::sys::proc::{self, Status, maps, tree};
 
 use super::connections::Sockets;
+use crate::container::{self, MissedEnd};
 use crate::helper;
 use crate::ptrace::{self, Registers};
 
@@ -63,12 +62,6 @@ const MAX_RECORDS: u64 = 64 << 20;
 /// Pause between two polls of the guard.
 const POLL: Duration = Duration::from_micros(200);
 
-/// Pause between two looks at the first process of a container.
-const LOOK: Duration = Duration::from_millis(100);
-
-/// How long CRIU may take to notice that the first process of a container exits.
-const EXIT_LIMIT: Duration = Duration::from_millis(500);
-
 /// The guard of a CRIU. Dropped, it is waited for, unless CRIU does not end.
 #[derive(Debug)]
 pub(super) struct Guard {
@@ -91,7 +84,7 @@ impl Original {
     fn read(pid: i32) -> Original {
         let status = Status::read(pid).ok();
         let is_stopped = status.as_ref().is_some_and(|status| status.state == 'T');
-        let is_first = status.is_some_and(|status| matches!(status.namespace_ids[..], [_, .., 1]));
+        let is_first = status.as_ref().is_some_and(container::is_first);
         Original { pid, code: first_code(pid), is_stopped, is_first }
     }
 }
@@ -226,20 +219,16 @@ fn guard(criu_pid: i32, root_pid: i32, originals: &[Original], sockets: Option<&
     }
 }
 
-/// Waits for the next stop of CRIU as [`ptrace::wait_status`] does. Kills CRIU if one of `first`,
-/// the first processes of containers, exits and CRIU, which traces it, does not notice that.
+/// Waits for the next stop of CRIU as [`ptrace::wait_status`] does. Kills CRIU if it does not
+/// notice that one of `first`, the first processes of containers, exits.
 fn wait_status_unless_one_exits(criu_pid: i32, first: &[i32]) -> Result<Option<i32>, i32> {
-    let mut exits_since = None;
+    let mut end = MissedEnd::default();
     loop {
         match ptrace::try_wait_status(criu_pid)? {
             ControlFlow::Break(status) => return Ok(status),
-            ControlFlow::Continue(()) => wait_for_child(LOOK),
+            ControlFlow::Continue(()) => wait_for_child(container::LOOK),
         }
-        let is_traced = |pid: i32| Status::read(pid).is_ok_and(|status| status.tracer_pid == criu_pid);
-        let exits = |pid: i32| Stat::read(pid).is_ok_and(|stat| stat.is_exiting && !stat.is_zombie());
-        if !first.iter().any(|&pid| exits(pid) && is_traced(pid)) {
-            exits_since = None;
-        } else if exits_since.get_or_insert_with(Instant::now).elapsed() >= EXIT_LIMIT {
+        if end.is_there(|| first.to_vec()) {
             let _ = kill(Pid::from_raw(criu_pid), Signal::SIGKILL);
         }
     }

@@ -14,7 +14,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
 use pagemark::repository::{Manifest, TargetKind};
-use pagemark::sys::proc::{self, Stat, tree};
+use pagemark::sys::proc::{self, Stat, Status, tree};
 use pagemark::{ByteCount, PageRangeExt, Store};
 
 use super::image_files::{ImageMemory, Progress, write_pages, write_states};
@@ -26,7 +26,7 @@ use super::running::{
 use super::{io, surroundings};
 use crate::cgroups::{Joining, Memberships};
 use crate::container::network::{self, Network};
-use crate::container::{self, OwnMounts};
+use crate::container::{self, MissedEnd, OwnMounts};
 use crate::criu::connections::LockedConnections;
 use crate::criu::dump::{Notes, read_pstree};
 use crate::criu::images::schema::{CoreEntry, PstreeEntry};
@@ -436,10 +436,18 @@ impl Prepared {
             Some(_) => Running::below_leader(child, reports).map_err(io("begin a session"))?,
             None => Running::Criu(child),
         };
+        let mut end = MissedEnd::default();
         let succeeded = loop {
             match running.try_wait().map_err(io("wait for CRIU"))? {
                 Some(succeeded) => break succeeded,
                 None if begin.elapsed() > limit => return Err(self.end_restore(running, &begun, limit)),
+                None if end.is_there(|| self.root_begun(&mut running, &begun)) => {
+                    running.end();
+                    begun.end();
+                    self.wait_for_end();
+                    let what = format!("restore process {root_pid}");
+                    return Err(Error::criu_failed(what, "the process was killed meanwhile"));
+                }
                 None => {
                     if let Err(error) = meanwhile() {
                         // The tree can't be completed; who has begun it ends it.
@@ -568,6 +576,17 @@ impl Prepared {
         let entries = std::fs::read_dir(&self.directory).into_iter().flatten().flatten();
         let bytes: u64 = entries.filter_map(|entry| Some(entry.metadata().ok()?.len())).sum();
         Duration::from_secs(120 + (bytes + self.delivered.get()) / (8 << 20))
+    }
+
+    /// The root process that CRIU restores, as soon as there is one.
+    fn root_begun(&self, running: &mut Running, begun: &Begun) -> Vec<i32> {
+        let is_root = |pid: &i32| match self.notes.first_process {
+            Some(_) => Status::read(*pid).is_ok_and(|status| container::is_first(&status)),
+            None => self.pids().first() == Some(pid),
+        };
+        // Its parent is CRIU or this process.
+        let criu = running.child().id() as i32;
+        below(criu).into_iter().chain(begun.child()).filter(is_root).collect()
     }
 
     /// Ends a CRIU that takes too long, with the processes that it has begun to restore, and says
