@@ -59,6 +59,7 @@ pub(crate) struct Functions {
     block_length: extern "C" fn(*const Block) -> usize,
     block_instruction: extern "C" fn(*const Block, usize) -> *mut Instruction,
     instruction_address: extern "C" fn(*const Instruction) -> u64,
+    instruction_bytes: extern "C" fn(*const Instruction) -> usize,
     instruction_text: extern "C" fn(*const Instruction) -> *mut c_char,
     access_shift: extern "C" fn(u32) -> c_uint,
     access_is_store: extern "C" fn(u32) -> bool,
@@ -96,6 +97,7 @@ impl Functions {
             block_length: function!("qemu_plugin_tb_n_insns"),
             block_instruction: function!("qemu_plugin_tb_get_insn"),
             instruction_address: function!("qemu_plugin_insn_vaddr"),
+            instruction_bytes: function!("qemu_plugin_insn_size"),
             instruction_text: function!("qemu_plugin_insn_disas"),
             access_shift: function!("qemu_plugin_mem_size_shift"),
             access_is_store: function!("qemu_plugin_mem_is_store"),
@@ -152,6 +154,24 @@ impl Functions {
     /// The virtual address of an instruction.
     pub(crate) fn address(&self, instruction: *const Instruction) -> u64 {
         (self.instruction_address)(instruction)
+    }
+
+    /// The instruction at the end of a block by which the processor waits for an interrupt, if
+    /// there is one.
+    pub(crate) fn waiting_instruction(&self, block: *mut Block) -> Option<*mut Instruction> {
+        // Both end a block.
+        const NAMES: [(&str, usize); 2] = [("hlt", 1), ("mwait", 3)];
+        let last = (self.block_instruction)(block, (self.block_length)(block).checked_sub(1)?);
+        let bytes = (self.instruction_bytes)(last);
+        if !NAMES.iter().any(|(_, length)| *length == bytes) {
+            return None;
+        }
+        // Without a disassembler it may be one.
+        let is_one = self.text(last).is_none_or(|text| {
+            let text = text.to_string_lossy();
+            NAMES.iter().any(|(name, _)| text.split_whitespace().next() == Some(name))
+        });
+        is_one.then_some(last)
     }
 
     /// The instruction as text. None if this QEMU has no disassembler.
@@ -225,6 +245,46 @@ impl BlockLayer {
         (self.complete_all)();
         if !is_locked {
             (self.unlock)();
+        }
+    }
+}
+
+/// A processor.
+#[repr(C)]
+struct Processor {
+    _opaque: [u8; 0],
+}
+
+type OnWork = extern "C" fn(*mut Processor, *mut c_void);
+
+/// Functions by which a processor gets work. They are no part of the interface for plugins, either.
+#[derive(Clone, Copy)]
+pub(crate) struct Processors {
+    find: extern "C" fn(c_int) -> *mut Processor,
+    give_work: extern "C" fn(*mut Processor, OnWork, *mut c_void),
+}
+
+impl Processors {
+    /// The functions of the QEMU that this process is.
+    ///
+    /// # Errors
+    /// The name of a function that there is not.
+    #[allow(clippy::missing_transmute_annotations, reason = "the fields have the types")]
+    pub(crate) fn find() -> Result<Processors, &'static str> {
+        Ok(Processors { find: function!("qemu_get_cpu"), give_work: function!("async_run_on_cpu") })
+    }
+
+    /// Called by the one processor before an instruction by which it waits.
+    ///
+    /// QEMU's main thread passes over the time in which the processor waits. It would do that as
+    /// soon as this instruction has said that the processor waits, and before the instructions
+    /// since the last pause are added to the clock, which would go too far by as many. To QEMU a
+    /// processor that has work does not wait. It does the work, nothing, when its clock is right.
+    pub(crate) fn begin_wait(&self) {
+        extern "C" fn nothing(_: *mut Processor, _: *mut c_void) {}
+        let processor = (self.find)(0);
+        if !processor.is_null() {
+            (self.give_work)(processor, nothing, std::ptr::null_mut());
         }
     }
 }

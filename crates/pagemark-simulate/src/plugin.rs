@@ -8,7 +8,7 @@ use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 use crate::control::Counter;
 use crate::delivery;
-use crate::interface::{Block, BlockLayer, Functions, Info, PluginId, needs_version_2};
+use crate::interface::{Block, BlockLayer, Functions, Info, PluginId, Processors, needs_version_2};
 use crate::kind::Kind;
 use crate::observation::Observation;
 use crate::simulators;
@@ -38,6 +38,8 @@ struct Plugin {
     observer: Option<Observer>,
     /// None if the machine has no disks.
     disks: Option<BlockLayer>,
+    /// None if QEMU does not export its functions, and the machine has neither disks nor inputs.
+    processors: Option<Processors>,
 }
 
 /// A simulator, and where its results go.
@@ -147,7 +149,15 @@ fn install(id: PluginId, info: &Info, arguments: Vec<String>) -> Result<(), Stri
         |control: String| Counter::map(control.as_ref()).map_err(|error| format!("cannot map {control}: {error}"));
     let counter = control.map(map).transpose()?;
     let functions = Functions::find().map_err(|name| format!("this QEMU has no function {name}"))?;
-    PLUGIN.set(Plugin { functions, counter, observer, disks }).map_err(|_| "it is loaded twice".to_owned())?;
+    let processors = match Processors::find() {
+        Err(name) if disks.is_some() || inputs.is_some() => {
+            return Err(format!("this QEMU exports no function {name}, so the machine cannot wait at the same time"));
+        }
+        found => found.ok(),
+    };
+    PLUGIN
+        .set(Plugin { functions, counter, observer, disks, processors })
+        .map_err(|_| "it is loaded twice".to_owned())?;
     if let Some(list) = inputs {
         delivery::begin(list.as_ref(), option("repeats").as_deref() == Some("on"))?;
     }
@@ -157,7 +167,7 @@ fn install(id: PluginId, info: &Info, arguments: Vec<String>) -> Result<(), Stri
 }
 
 extern "C" fn translated(_: PluginId, block: *mut Block) {
-    let Some(Plugin { functions, counter, observer, disks }) = PLUGIN.get() else { return };
+    let Some(Plugin { functions, counter, observer, disks, processors }) = PLUGIN.get() else { return };
     let mut observation = observer.as_ref().map(Observer::observation);
     // As all are in single steps, by which a machine ends its run.
     let is_single = functions.is_single(block);
@@ -175,6 +185,15 @@ extern "C" fn translated(_: PluginId, block: *mut Block) {
         } else if disks.is_some() {
             functions.on_store(instruction, passed);
         }
+    }
+    if let Some(instruction) = processors.and_then(|_| functions.waiting_instruction(block)) {
+        functions.on_instruction(instruction, waits, 0);
+    }
+}
+
+extern "C" fn waits(_: c_uint, _: *mut c_void) {
+    if let Some(Plugin { processors: Some(processors), .. }) = PLUGIN.get() {
+        processors.begin_wait();
     }
 }
 
