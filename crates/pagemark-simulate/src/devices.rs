@@ -18,6 +18,12 @@ pub(crate) struct Chardev {
     _opaque: [u8; 0],
 }
 
+/// An end of a connection in QEMU's network.
+#[repr(C)]
+pub(crate) struct NetClient {
+    _opaque: [u8; 0],
+}
+
 pub(crate) type OnTime = extern "C" fn(*mut c_void);
 
 /// QEMU's number of the machine's clock.
@@ -25,6 +31,13 @@ const MACHINE_CLOCK: c_int = 1;
 /// Times are nanoseconds.
 const NANOSECONDS: c_int = 1;
 const NO_ATTRIBUTES: c_int = 0;
+
+/// QEMU's numbers of kinds of ends of connections: none has the first, a network card the second.
+const NO_KIND: c_int = 0;
+const NETWORK_CARD: c_int = 1;
+
+/// The most ends of connections.
+const MAX_CLIENTS: usize = 16;
 
 /// The functions.
 #[derive(Clone, Copy)]
@@ -35,6 +48,9 @@ pub(crate) struct Devices {
     find_chardev: extern "C" fn(*const c_char) -> *mut Chardev,
     chardev_room: extern "C" fn(*mut Chardev) -> c_int,
     give_to_chardev: extern "C" fn(*mut Chardev, *const u8, c_int),
+    find_clients_but: extern "C" fn(*const c_char, *mut *mut NetClient, c_int, c_int) -> c_int,
+    takes_packet: extern "C" fn(*mut NetClient) -> c_int,
+    give_packet: extern "C" fn(*mut NetClient, *const u8, c_int) -> isize,
 }
 
 impl Devices {
@@ -51,6 +67,9 @@ impl Devices {
             find_chardev: function!("qemu_chr_find"),
             chardev_room: function!("qemu_chr_be_can_write"),
             give_to_chardev: function!("qemu_chr_be_write"),
+            find_clients_but: function!("qemu_find_net_clients_except"),
+            takes_packet: function!("qemu_can_receive_packet"),
+            give_packet: function!("qemu_receive_packet"),
         })
     }
 
@@ -86,6 +105,29 @@ impl Devices {
         if let (Some(chardev), Ok(count)) = (self.chardev(chardev), c_int::try_from(bytes.len())) {
             (self.give_to_chardev)(chardev, bytes.as_ptr(), count);
         }
+    }
+
+    /// True if the machine's network card takes a packet now.
+    pub(crate) fn takes_packet(&self) -> bool {
+        self.network_card().is_some_and(|card| (self.takes_packet)(card) & 0xff != 0)
+    }
+
+    /// Gives the network card a packet, which it loses if it takes none.
+    pub(crate) fn give_packet(&self, packet: &[u8]) {
+        if let (Some(card), Ok(count)) = (self.network_card(), c_int::try_from(packet.len())) {
+            (self.give_packet)(card, packet.as_ptr(), count);
+        }
+    }
+
+    /// The machine's network card, if it has one.
+    fn network_card(&self) -> Option<*mut NetClient> {
+        let clients_but = |kind| {
+            let mut clients = [std::ptr::null_mut(); MAX_CLIENTS];
+            let count = (self.find_clients_but)(std::ptr::null(), clients.as_mut_ptr(), kind, MAX_CLIENTS as c_int);
+            (clients, usize::try_from(count).unwrap_or(0).min(MAX_CLIENTS))
+        };
+        let ((all, all_count), (others, others_count)) = (clients_but(NO_KIND), clients_but(NETWORK_CARD));
+        all[..all_count].iter().copied().find(|client| !others[..others_count].contains(client))
     }
 
     fn chardev(&self, name: &CStr) -> Option<*mut Chardev> {

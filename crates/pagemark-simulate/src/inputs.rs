@@ -17,17 +17,20 @@ const HEADER_BYTES: usize = 16;
 pub enum Way {
     /// The serial port that is the machine's console.
     Console,
+    /// The network card; each input is a packet.
+    Network,
 }
 
 impl Way {
     fn number(self) -> u32 {
         match self {
             Way::Console => 0,
+            Way::Network => 1,
         }
     }
 
     fn of_number(number: u32) -> Option<Way> {
-        [Way::Console].into_iter().find(|way| way.number() == number)
+        [Way::Console, Way::Network].into_iter().find(|way| way.number() == number)
     }
 }
 

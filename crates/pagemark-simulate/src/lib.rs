@@ -15,8 +15,9 @@
 //!
 //! With `disks=on` the plugin completes each request to a disk before the next instruction. It
 //! needs no file of the option `control` then: so a machine is recorded. With `inputs=FILE` the
-//! machine gets what comes by standard input, by a serial port, and the file says what came when
-//! ([`inputs`]); with `repeats=on`, it gets what the file says.
+//! machine gets what comes from outside, and the file says what came when ([`inputs`]): with
+//! `console=on` what comes by standard input, by a serial port, and with `network=FILE` packets, by
+//! the network card. With `repeats=on`, it gets what the file of inputs says.
 //!
 //! # Example
 //!

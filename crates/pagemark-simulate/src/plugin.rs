@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicI32, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 use crate::control::Counter;
-use crate::delivery;
+use crate::delivery::{self, Recording};
 use crate::interface::{Block, BlockLayer, Functions, Info, PluginId, Processors, needs_version_2};
 use crate::kind::Kind;
 use crate::observation::Observation;
@@ -159,7 +159,13 @@ fn install(id: PluginId, info: &Info, arguments: Vec<String>) -> Result<(), Stri
         .set(Plugin { functions, counter, observer, disks, processors })
         .map_err(|_| "it is loaded twice".to_owned())?;
     if let Some(list) = inputs {
-        delivery::begin(list.as_ref(), option("repeats").as_deref() == Some("on"))?;
+        let is_on = |name: &str| option(name).as_deref() == Some("on");
+        let packets = option("network");
+        let recording = match is_on("repeats") {
+            true => Recording::Repeat,
+            false => Recording::Record { has_console: is_on("console"), packets: packets.as_deref().map(Path::new) },
+        };
+        delivery::begin(list.as_ref(), recording)?;
     }
     functions.on_translate(id, translated);
     functions.on_exit(id, ended);

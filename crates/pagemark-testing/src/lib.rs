@@ -45,7 +45,7 @@ pub use patience::{is_emulated, patience, wait_for, wait_until};
 pub use pause_32::pause_32;
 pub use qemu::{
     MachinePaths, PLAIN, QEMU, Qemu, RAM_BYTES, TestMonitor, console_program, disk_program, guest_program,
-    load_program, with_disk,
+    load_program, network_program, with_disk,
 };
 pub use report::{Report, VIOLATED};
 pub use skip::skipped;

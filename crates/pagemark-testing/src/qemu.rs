@@ -43,6 +43,13 @@ pub fn console_program() -> Option<&'static Path> {
     PROGRAM.get_or_init(|| compile("console_guest.c")).as_ref().map(|(_, program)| &**program)
 }
 
+/// A program that counts the packets that come to its network card, an e1000. Used as
+/// [`load_program`].
+pub fn network_program() -> Option<&'static Path> {
+    static PROGRAM: Program = Program::new();
+    PROGRAM.get_or_init(|| compile("network_guest.c")).as_ref().map(|(_, program)| &**program)
+}
+
 /// A program, and the directory that has it.
 type Program = OnceLock<Option<(tempfile::TempDir, PathBuf)>>;
 

@@ -22,6 +22,22 @@ const CONSOLE: &str = "stdio,id=pagemark-console";
 /// The option of Pagemark's plugin that names the list of what comes from outside.
 pub(crate) const INPUTS: &str = "inputs=";
 
+/// The option of the plugin by which standard input is the machine's console.
+pub(crate) const READS_CONSOLE: &str = "console=on";
+
+/// The option of the plugin that names the file of packets for the machine.
+pub(crate) const PACKETS: &str = "network=";
+
+/// The begin of the chardev that writes to that file, and of the filter that leads packets there.
+pub(crate) const PACKETS_CHARDEV: &str = "file,id=pagemark-network,";
+pub(crate) const PACKETS_FILTER: &str = "filter-redirector,id=pagemark-network-filter,";
+
+/// The arguments by which packets from and for the network `id` are lost.
+pub(crate) fn lost_packets(id: &str) -> [String; 4] {
+    let filter = format!("filter-redirector,id=pagemark-lost-filter,netdev={id},queue=all,outdev=pagemark-lost");
+    ["-chardev".into(), "null,id=pagemark-lost".into(), "-object".into(), filter]
+}
+
 /// The arguments that a restore adds to those of the checkpointed QEMU, besides a monitor.
 const ADDED: [[&str; 2]; 3] = [
     ["-incoming", "defer"],
@@ -95,6 +111,12 @@ pub(crate) fn records_inputs(plugin: &str) -> bool {
     split_options(plugin).iter().any(|option| option.starts_with(INPUTS))
 }
 
+/// True if the arguments have packets for the machine recorded.
+pub(crate) fn records_network(arguments: &[String]) -> bool {
+    let mut options = arguments.iter().filter(|value| records_inputs(value)).flat_map(|value| split_options(value));
+    options.any(|option| option.starts_with(PACKETS))
+}
+
 /// The arguments of the checkpointed QEMU, without those that Pagemark has added and those of a
 /// start.
 pub(crate) fn own_arguments(arguments: &[String]) -> Vec<String> {
@@ -107,13 +129,16 @@ pub(crate) fn own_arguments(arguments: &[String]) -> Vec<String> {
             (Some("incoming" | "loadvm"), Some(_)) => drop(rest.next()),
             (Some("chardev"), Some(value)) if value.starts_with(OWN_CHARDEV) => drop(rest.next()),
             (_, Some(value)) if argument == MONITOR[0] && value == MONITOR[1] => drop(rest.next()),
+            (Some("chardev"), Some(value)) if value.starts_with(PACKETS_CHARDEV) => drop(rest.next()),
+            (Some("object"), Some(value)) if value.starts_with(PACKETS_FILTER) => drop(rest.next()),
             (Some("chardev"), Some(CONSOLE_OUTPUT)) => {
                 kept.extend([argument, CONSOLE].map(str::to_owned));
                 rest.next();
             }
             (Some("plugin"), Some(value)) if records_inputs(value) => {
-                let options = split_options(value).into_iter().filter(|option| !option.starts_with(INPUTS));
-                let options: Vec<&str> = options.collect();
+                let is_input =
+                    |option: &str| option.starts_with(INPUTS) || option.starts_with(PACKETS) || option == READS_CONSOLE;
+                let options: Vec<&str> = split_options(value).into_iter().filter(|option| !is_input(option)).collect();
                 // It has another purpose, too.
                 if options.len() > 1 {
                     kept.extend([argument.to_owned(), options.join(",")]);
@@ -198,7 +223,8 @@ mod tests {
             own_arguments(&words(&recorded)),
             words(&format!("-serial chardev:pagemark-console -chardev {CONSOLE}"))
         );
-        let disks = words("-plugin a.so,disks=on,inputs=/p -m 9");
+        let disks = words("-plugin a.so,disks=on,inputs=/p,console=on,network=/q -m 9");
+        assert!(records_network(&disks));
         assert_eq!(own_arguments(&disks), words("-plugin a.so,disks=on -m 9"));
     }
 

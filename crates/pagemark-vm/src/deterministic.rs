@@ -7,9 +7,10 @@ use pagemark::sys::proc;
 use serde_json::{Value, json};
 
 use crate::command::text;
-use crate::command_line::{option_name, own_arguments, split_options};
+use crate::command_line::{lost_packets, option_name, own_arguments, records_network, split_options};
 use crate::drive::device_of;
 use crate::error::{Error, ErrorKind, Object, Result};
+use crate::input_list::{CARD, CARD_TIMERS};
 use crate::machine::Machine;
 use crate::simulator::{COMPLETES_REQUESTS, completes_requests, option_word, simulator_library};
 
@@ -166,6 +167,10 @@ pub(crate) fn arguments_of_simulation(arguments: &[String]) -> Vec<String> {
                     words.next().map(|value| if value.starts_with("file:") { "null".to_owned() } else { value });
                 kept.extend([word].into_iter().chain(value));
             }
+            "netdev" => {
+                let Some(network) = words.next() else { continue };
+                kept.extend(simulated_network(&network).unwrap_or(vec![word, network]));
+            }
             "chardev" => {
                 let value = words.next().map(|value| without_file(&value).unwrap_or(value));
                 kept.extend([word].into_iter().chain(value));
@@ -176,6 +181,16 @@ pub(crate) fn arguments_of_simulation(arguments: &[String]) -> Vec<String> {
     kept
 }
 
+/// The arguments of a network that has the id of one that is recorded, and leads nowhere. That by
+/// `user` has a part in the state of the devices, which only one of its kind takes.
+fn simulated_network(network: &str) -> Option<Vec<String>> {
+    let options = split_options(network);
+    let id = options.iter().find_map(|option| option.strip_prefix("id="))?;
+    let kind = if options[0] == "user" { "user,restrict=on" } else { "hubport,hubid=0" };
+    let network = ["-netdev".to_owned(), format!("{kind},id={id}")];
+    Some(network.into_iter().chain(lost_packets(id)).collect())
+}
+
 /// A character device that has the id of one that writes to a file, and writes nothing. None for
 /// other devices.
 fn without_file(chardev: &str) -> Option<String> {
@@ -184,6 +199,15 @@ fn without_file(chardev: &str) -> Option<String> {
     let options = split_options(chardev);
     let id = options.iter().find(|option| option.starts_with("id="))?;
     FILES.contains(&options[0]).then(|| format!("null,{id}"))
+}
+
+/// True if the only network card is one whose packets are recorded. `network` lists the cards, and
+/// `devices` the properties of all devices.
+fn has_recorded_card(network: &str, devices: &str) -> bool {
+    let mut cards = network.lines().filter(|line| line.contains("type=nic"));
+    let is_known = cards.next().is_some_and(|card| card.contains(&format!("model={CARD},")));
+    let has_timer = CARD_TIMERS.iter().any(|timer| devices.contains(&format!("{timer} = true")));
+    is_known && cards.next().is_none() && !has_timer
 }
 
 impl Machine {
@@ -217,8 +241,13 @@ impl Machine {
                 _ => {}
             }
         }
-        if !self.monitor.human("info network")?.trim().is_empty() {
-            return refused("has a network card: what comes in is not recorded".into(), "add -nic none");
+        let devices = self.monitor.human("info qtree")?;
+        let network = self.monitor.human("info network")?;
+        let is_recorded =
+            || Ok::<_, Error>(records_network(&self.arguments()?) && has_recorded_card(&network, &devices));
+        if !network.trim().is_empty() && !is_recorded()? {
+            let help = "add -nic none, or use -netdev user,id=n -device e1000,netdev=n";
+            return refused("has a network card: what comes in is not recorded".into(), help);
         }
         for drive in list(self.monitor.execute("query-block", json!({}))?) {
             if drive.get("inserted").is_some() && !self.answers_at_once(&drive)? {
@@ -235,19 +264,22 @@ impl Machine {
             let reason = format!("has a character device with input, {}", text(&device, "label"));
             return refused(reason, "add -nodefaults, and use -serial stdio, -serial file:PATH or -serial null");
         }
-        let devices = self.monitor.human("info qtree")?;
         if let Some(name) = FROM_OUTSIDE.iter().find(|name| devices.contains(**name)) {
             return refused(format!("has a device {name}, whose input is not recorded"), "leave the device out");
         }
         Ok(())
     }
 
+    /// The command line of QEMU.
+    fn arguments(&self) -> Result<Vec<String>> {
+        let arguments = proc::arguments(self.pid).map_err(Error::system("read QEMU's command line"))?;
+        Ok(arguments.iter().map(|argument| String::from_utf8_lossy(argument).into_owned()).collect())
+    }
+
     /// True if a disk, an entry of `query-block`, has each request completed before the next
     /// instruction.
     fn answers_at_once(&mut self, drive: &Value) -> Result<bool> {
-        let arguments = proc::arguments(self.pid).map_err(Error::system("read QEMU's command line"))?;
-        let arguments: Vec<String> =
-            arguments.iter().map(|argument| String::from_utf8_lossy(argument).into_owned()).collect();
+        let arguments = self.arguments()?;
         let device = device_of(drive);
         let Some((adapter, _)) = device.rsplit_once('/') else { return Ok(false) };
         let mut is = |path: &str, property: &str, value: Value| {
@@ -337,5 +369,36 @@ mod tests {
         let expected = "-serial null -parallel null -chardev null,id=s -chardev null,id=t -m 9";
         assert_eq!(arguments_of_simulation(&arguments).join(" "), expected);
         assert!(arguments_of_simulation(&words("-chardev")).len() == 1, "what QEMU refuses is left to it");
+    }
+
+    #[test]
+    fn a_simulation_has_no_network() {
+        let recorded = words(
+            "-netdev user,id=n,hostfwd=udp::7-:7 -device e1000,netdev=n -global e1000.mitigation=off \
+             -chardev file,id=pagemark-network,path=/p,append=on -plugin a.so,inputs=/q,network=/p \
+             -object filter-redirector,id=pagemark-network-filter,netdev=n,queue=tx,outdev=pagemark-network",
+        );
+        let end = "-chardev null,id=pagemark-lost \
+             -object filter-redirector,id=pagemark-lost-filter,netdev=n,queue=all,outdev=pagemark-lost \
+             -device e1000,netdev=n -global e1000.mitigation=off";
+        let simulated = arguments_of_simulation(&recorded);
+        assert_eq!(simulated.join(" "), format!("-netdev user,restrict=on,id=n {end}"));
+        assert_eq!(own_arguments(&simulated), simulated);
+        let recorded = recorded.join(" ").replace("user,id=n,hostfwd=udp::7-:7", "socket,udp=a:1,id=n");
+        let simulated = arguments_of_simulation(&words(&recorded)).join(" ");
+        assert_eq!(simulated, format!("-netdev hubport,hubid=0,id=n {end}"));
+    }
+
+    #[test]
+    fn a_network_card_that_is_not_recorded_is_found() {
+        let card = "e1000.0: index=0,type=nic,model=e1000,macaddr=52:54:00:12:34:56\n";
+        let user = " \\ n: index=0,type=user,net=10.0.2.0,restrict=off\n";
+        let is_recorded = |cards: &[&str], devices| has_recorded_card(&cards.concat(), devices);
+        assert!(is_recorded(&[card, user], "mitigation = false"));
+        assert!(!is_recorded(&[card, user, &card.replace("e1000", "rtl8139")], ""));
+        assert!(!is_recorded(&[&card.replace("e1000", "e1000e"), user], ""));
+        assert!(!is_recorded(&[card, user], "mitigation = true"));
+        assert!(!is_recorded(&[card, user], "mitigation = false\n autonegotiation = true"));
+        assert!(!is_recorded(&[user], ""));
     }
 }

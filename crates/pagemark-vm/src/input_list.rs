@@ -5,12 +5,28 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 
-use crate::command_line::{CONSOLE_OUTPUT, INPUTS, option_name, split_options};
+use crate::command_line::{
+    CONSOLE_OUTPUT, INPUTS, PACKETS, PACKETS_CHARDEV, PACKETS_FILTER, READS_CONSOLE, option_name, split_options,
+};
 use crate::error::{Error, ErrorKind, Object, Result};
 use crate::simulator::{completes_requests, option_word, shared_file, simulator_library};
 
-/// The character devices of a console whose input is recorded.
-const CONSOLES: [&str; 1] = ["stdio"];
+/// The serial port of a console whose input is recorded.
+const CONSOLE: &str = "stdio";
+
+/// The network card whose packets are recorded. The processor itself sends what is to be sent when
+/// it writes to the card's register, and the card interrupts it at once.
+pub(crate) const CARD: &str = "e1000";
+
+/// What the card does by timers otherwise, which are not part of its state: it delays interrupts,
+/// and takes a while to find the speed of its cable.
+pub(crate) const CARD_TIMERS: [&str; 2] = ["mitigation", "autonegotiation"];
+
+/// What is behind a network whose packets are recorded.
+const NETWORKS: [&str; 4] = ["user", "socket", "stream", "dgram"];
+
+/// What of a network by `-netdev user` has a state that a simulation cannot begin with.
+const UNRECORDED_OPTION: &str = "guestfwd=";
 
 /// The list of what comes to a machine from outside, which Pagemark's plugin writes in QEMU. It is
 /// in memory, and part of each checkpoint.
@@ -18,6 +34,9 @@ const CONSOLES: [&str; 1] = ["stdio"];
 pub struct InputList {
     file: File,
     path: PathBuf,
+    /// Packets that QEMU has for the machine. QEMU and its plugin use it, by its path.
+    _packets: Option<File>,
+    has_console: bool,
 }
 
 impl InputList {
@@ -27,7 +46,12 @@ impl InputList {
     /// [`ErrorKind::System`]
     pub fn new() -> Result<InputList> {
         let (file, path) = shared_file()?;
-        Ok(InputList { file, path })
+        Ok(InputList { file, path, _packets: None, has_console: false })
+    }
+
+    /// True if standard input is the machine's console.
+    pub fn has_console(&self) -> bool {
+        self.has_console
     }
 
     /// A list that a machine gets when it runs again.
@@ -52,39 +76,119 @@ impl InputList {
 }
 
 /// The command line of a machine that repeats its run
-/// ([`deterministic_command`](crate::deterministic_command)), with a console whose input is
-/// recorded: that of `-serial stdio`. Pagemark's plugin reads QEMU's standard input, and writes to
-/// the list what the machine gets of it, and when. None if the machine has no such console.
+/// ([`deterministic_command`](crate::deterministic_command)), with what comes to it from outside
+/// recorded: by the console `-serial stdio`, and by the network card e1000 with `-netdev`.
+/// Pagemark's plugin reads QEMU's standard input, gets the packets that QEMU has for the machine,
+/// and writes to the list what the machine gets of it, and when. None if the machine has neither.
 ///
 /// # Errors
-/// [`ErrorKind::NotFound`] says where the plugin was looked for.
+/// [`ErrorKind::NotFound`] says where the plugin was looked for, and [`ErrorKind::Unsupported`] how
+/// the network differs from one that is recorded.
 ///
 /// ```
 /// use std::ffi::OsString;
 ///
 /// let command = ["qemu-system-x86_64", "-serial", "file:serial"].map(OsString::from);
-/// assert!(pagemark_vm::deterministic_console(&command)?.is_none());
+/// assert!(pagemark_vm::deterministic_inputs(&command)?.is_none());
 /// # Ok::<(), pagemark_vm::Error>(())
 /// ```
-pub fn deterministic_console(command: &[OsString]) -> Result<Option<(Vec<OsString>, InputList)>> {
-    let word = |at: usize| command.get(at).and_then(|word| word.to_str()).unwrap_or_default();
-    let is_option = |at: usize, name: &str| option_name(word(at)) == Some(name);
-    let is_console = |at: &usize| is_option(*at - 1, "serial") && CONSOLES.contains(&word(*at));
-    let Some(console) = (2..command.len()).find(is_console) else { return Ok(None) };
-    let list = InputList::new()?;
-    let mut command = command.to_vec();
-    let text = |at: usize| command[at].to_str().unwrap_or_default().to_owned();
-    let is_plugin = |at: &usize| option_name(&text(*at - 1)) == Some("plugin") && completes_requests(&[text(*at)]);
-    match (2..command.len()).find(is_plugin) {
-        Some(at) => command[at] = format!("{},{}", text(at), list.option()?).into(),
-        None => {
-            let plugin = format!("{},{}", option_word(&simulator_library()?)?, list.option()?);
-            command.extend(["-plugin".into(), plugin.into()]);
+pub fn deterministic_inputs(command: &[OsString]) -> Result<Option<(Vec<OsString>, InputList)>> {
+    let words: Vec<String> = command.iter().map(|word| word.to_string_lossy().into_owned()).collect();
+    let values =
+        |name: &str| (2..words.len()).filter(|&at| option_name(&words[at - 1]) == Some(name)).collect::<Vec<usize>>();
+    let console = values("serial").into_iter().find(|&at| words[at] == CONSOLE);
+    let networks = values("netdev");
+    if console.is_none() && networks.is_empty() {
+        return Ok(None);
+    }
+    let mut list = InputList::new()?;
+    let mut options = list.option()?;
+    let (mut changed, mut added) = (command.to_vec(), Vec::<String>::new());
+    if let Some(at) = console {
+        list.has_console = true;
+        changed[at] = "chardev:pagemark-console".into();
+        added.extend(["-chardev".into(), CONSOLE_OUTPUT.into()]);
+        options += &format!(",{READS_CONSOLE}");
+    }
+    if !networks.is_empty() {
+        let at = |places: Vec<usize>| places.into_iter().map(|at| &*words[at]).collect::<Vec<_>>();
+        let id = recorded_network(&at(networks), &at(values("device")))?;
+        let (packets, path) = shared_file()?;
+        let path = option_word(&path)?;
+        added.extend(["-chardev".into(), format!("{PACKETS_CHARDEV}path={path},append=on")]);
+        added.extend(["-object".into(), format!("{PACKETS_FILTER}netdev={id},queue=tx,outdev=pagemark-network")]);
+        added.extend(CARD_TIMERS.iter().flat_map(|timer| ["-global".into(), format!("{CARD}.{timer}=off")]));
+        options += &format!(",{PACKETS}{path}");
+        list._packets = Some(packets);
+    }
+    match values("plugin").into_iter().find(|&at| completes_requests(&words[at..=at])) {
+        Some(at) => changed[at] = format!("{},{options}", words[at]).into(),
+        None => added.extend(["-plugin".into(), format!("{},{options}", option_word(&simulator_library()?)?)]),
+    }
+    changed.extend(added.into_iter().map(OsString::from));
+    Ok(Some((changed, list)))
+}
+
+/// The id of the only network, whose only card is one that is recorded.
+fn recorded_network<'a>(networks: &[&'a str], cards: &[&str]) -> Result<&'a str> {
+    let refused = |reason: String| {
+        let help = "use -netdev user,id=n -device e1000,netdev=n, and no other network";
+        Err(Error::about(ErrorKind::Unsupported, Object::None, reason).help(help))
+    };
+    let options = split_options(networks[0]);
+    let id = options.iter().find_map(|option| option.strip_prefix("id=")).unwrap_or_default();
+    let is_known = NETWORKS.contains(&options[0]) && !id.is_empty();
+    if networks.len() > 1 || !is_known || options.iter().any(|option| option.starts_with(UNRECORDED_OPTION)) {
+        return refused(format!("what comes by -netdev {} is not recorded", networks.join(" and ")));
+    }
+    let is_network = |card: &&&str| {
+        let options = split_options(card);
+        options[0] == CARD || options.iter().any(|option| option.starts_with("netdev="))
+    };
+    match cards.iter().filter(is_network).collect::<Vec<_>>()[..] {
+        [card] if is_recorded(card, id) => Ok(id),
+        [] => refused(format!("-netdev {} has no network card by -device", networks[0])),
+        ref cards => {
+            let cards = cards.iter().map(|card| card.to_string()).collect::<Vec<_>>().join(" and ");
+            refused(format!("what comes by the network card {cards} is not recorded"))
         }
     }
-    let id = split_options(CONSOLE_OUTPUT).iter().find_map(|option| option.strip_prefix("id="));
-    let id = id.ok_or_else(|| Error::about(ErrorKind::Damaged, Object::None, "the console has no name"))?;
-    command[console] = format!("chardev:{id}").into();
-    command.extend(["-chardev".into(), CONSOLE_OUTPUT.into()]);
-    Ok(Some((command, list)))
+}
+
+/// True if a device is a card of the network `id` that acts at the machine's time.
+fn is_recorded(card: &str, id: &str) -> bool {
+    let options = split_options(card);
+    let has_timer = |option: &&str| {
+        option.split_once('=').is_some_and(|(name, value)| CARD_TIMERS.contains(&name) && value != "off")
+    };
+    options[0] == CARD && options.contains(&&*format!("netdev={id}")) && !options.iter().any(has_timer)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_one_network_with_one_card_is_recorded() {
+        let id = |networks: &[&'static str], cards: &[&str]| recorded_network(networks, cards);
+        let (user, card) = ("user,id=n,hostfwd=udp::7-:7", "e1000,netdev=n,mac=52:54:00:12:34:57");
+        assert_eq!(id(&[user], &["isa-debugcon", card]).unwrap(), "n");
+        assert_eq!(id(&["socket,udp=a:1,localaddr=a:2,id=n"], &["e1000,mitigation=off,netdev=n"]).unwrap(), "n");
+        let refused: [(&[&'static str], &[&str]); 9] = [
+            (&["user"], &[card]),
+            (&["tap,id=n"], &[card]),
+            (&["user,id=n,guestfwd=tcp:10.0.2.9:1-cmd:cat"], &[card]),
+            (&[user, "user,id=m"], &[card]),
+            (&[user], &[]),
+            (&[user], &["e1000"]),
+            (&[user], &["virtio-net-pci,netdev=n"]),
+            (&[user], &[card, "e1000,netdev=m"]),
+            (&[user], &["e1000,netdev=n,mitigation=on"]),
+        ];
+        for (networks, cards) in refused {
+            let error = id(networks, cards).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::Unsupported, "{networks:?} {cards:?}");
+            assert!(error.advice().contains("e1000"), "{error}");
+        }
+    }
 }

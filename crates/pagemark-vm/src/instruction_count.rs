@@ -18,6 +18,13 @@ const COUNTER: &[u8] = b"\x0ctimer/icount";
 /// first one, and how many there are.
 const QUEUES: [&[u8]; 2] = [b"\x10serial/recv_fifo", b"\x10serial/xmit_fifo"];
 
+/// The section of a network by `-netdev user`, behind the length of its name. It is of the host,
+/// which a machine that is simulated does not reach.
+const USER_NETWORK: &[u8] = b"\x05slirp";
+
+/// The byte behind the content of a section. The number of the section follows.
+const SECTION_FOOTER: u8 = 0x7e;
+
 /// The places of a queue.
 const QUEUE_BYTES: usize = 16;
 
@@ -32,12 +39,15 @@ pub(crate) fn instruction_count(devices: &[u8]) -> Option<u64> {
 }
 
 /// The name of the section that has the first difference of two states. The clocks of the host,
-/// which are part of the state, differ always, and do not count. Neither do the places of bytes in
-/// a queue, which a restored machine begins at the first: the state has none of an empty queue.
+/// which are part of the state, differ always, and do not count. Neither does what `-netdev user`
+/// has on the host, nor do the places of bytes in a queue, which a restored machine begins at the
+/// first: the state has none of an empty queue.
 pub(crate) fn first_difference(one: &[u8], other: &[u8]) -> Option<String> {
     let (mut one, mut other) = (one.to_vec(), other.to_vec());
-    align_queues(&mut one);
-    align_queues(&mut other);
+    for state in [&mut one, &mut other] {
+        align_queues(state);
+        remove_user_network(state);
+    }
     let (one, other) = (&one[..], &other[..]);
     let clocks = find(one, CLOCKS).map_or(0..0, |at| {
         let start = at + CLOCKS.len() + HEADER_BYTES;
@@ -64,6 +74,19 @@ fn align_queues(devices: &mut [u8]) {
             numbers[..4].fill(0);
         }
     }
+}
+
+/// Removes what the section of a network by `-netdev user` holds.
+fn remove_user_network(devices: &mut Vec<u8>) {
+    const NUMBER_BYTES: usize = 4;
+    let Some(name) = find(devices, USER_NETWORK).filter(|&at| at > NUMBER_BYTES) else { return };
+    let start = name + USER_NETWORK.len() + HEADER_BYTES;
+    let number = &devices[name - NUMBER_BYTES..name];
+    let footer = [&[SECTION_FOOTER], number].concat();
+    let is_section = SECTION_KINDS.contains(&devices[name - NUMBER_BYTES - 1]);
+    // Without a footer, where the machine is of an old type, it is compared.
+    let Some(length) = devices.get(start..).and_then(|rest| find(rest, &footer)).filter(|_| is_section) else { return };
+    devices.drain(start..start + length);
 }
 
 fn find(bytes: &[u8], wanted: &[u8]) -> Option<usize> {
@@ -125,6 +148,20 @@ mod tests {
         assert!(first_difference(&one, &queue(b"BCzzzzzzzzzzzzzA", 15, 2)).is_some());
         let odd = queue(&[1; QUEUE_BYTES], u32::MAX, u32::MAX);
         assert_eq!(first_difference(&odd, &odd), None, "and nothing panics");
+    }
+
+    #[test]
+    fn what_a_user_network_has_on_the_host_is_not_compared() {
+        let network = |number: u8, content: &[u8]| {
+            let header = [&[4, 0, 0, 0, number], USER_NETWORK, &[0; 4], &[0, 0, 0, 4]].concat();
+            [&header, content, &[SECTION_FOOTER, 0, 0, 0, number]].concat()
+        };
+        let state = |content: &[u8], serial| [network(7, content), state(1, 2, serial)].concat();
+        let one = state(&[1, 2, 3], 5);
+        assert_eq!(first_difference(&one, &state(&[9; 20], 5)), None);
+        assert_eq!(first_difference(&one, &state(&[9; 20], 6)).as_deref(), Some("serial"));
+        let without_footer = &network(7, &[1])[..23];
+        assert_eq!(first_difference(without_footer, &network(7, &[2])[..23]).as_deref(), Some("slirp"));
     }
 
     proptest! {

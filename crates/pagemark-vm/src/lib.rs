@@ -85,7 +85,7 @@ pub use event::MachineEvent;
 pub use export::{QemuExport, export_qemu};
 pub use fork::ForkedMachine;
 pub use fork_arguments::Replacement;
-pub use input_list::{InputList, deterministic_console};
+pub use input_list::{InputList, deterministic_inputs};
 pub use interval::{Interval, Observer, SimulatedInterval, instructions_of};
 pub use kvm_log::check_kvm_log;
 pub use probe::cost;

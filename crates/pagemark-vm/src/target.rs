@@ -208,7 +208,7 @@ impl VmTarget {
     }
 
     /// Has checkpoints keep what comes to the machine from outside: `inputs` is the list that its
-    /// command line names ([`deterministic_console`](crate::deterministic_console)).
+    /// command line names ([`deterministic_inputs`](crate::deterministic_inputs)).
     pub fn keep_inputs(&mut self, inputs: InputList) {
         self.inputs = Some(inputs);
     }

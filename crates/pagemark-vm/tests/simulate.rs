@@ -3,19 +3,24 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsString;
+use std::net::UdpSocket;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use nix::sys::signal::SigSet;
-use pagemark::repository::{Repository, SpaceKind, SpaceRecord};
+use pagemark::repository::{Checkpoint, Repository, SpaceKind, SpaceRecord};
 use pagemark::track::Scope;
 use pagemark::{Job, JobOptions, Mechanism, PAGE_SIZE, PageTree};
 use pagemark_simulate::trace::{Trace, TracedAccess};
 use pagemark_simulate::{Kind, Merged, Results};
-use pagemark_testing::{MachinePaths, QEMU, RAM_BYTES, TestMonitor, disk_program, guest_program, skip, wait_until};
+use pagemark_testing::{
+    MachinePaths, QEMU, RAM_BYTES, TestMonitor, disk_program, guest_program, network_program, skip, wait_until,
+};
 use pagemark_vm::{
-    ErrorKind, Interval, Observer, OwnQemu, SimulatedInterval, VmTarget, deterministic_command, deterministic_disks,
-    instructions_of, simulator_library,
+    ErrorKind, InputList, Interval, Observer, OwnQemu, SimulatedInterval, VmTarget, deterministic_command,
+    deterministic_disks, deterministic_inputs, instructions_of, simulator_library,
 };
 use serde_json::json;
 
@@ -42,14 +47,15 @@ fn record(paths: &MachinePaths, intervals: usize) -> Repository {
 fn record_with(paths: &MachinePaths, intervals: usize, further: &[&str], meanwhile: &dyn Fn()) -> Repository {
     let mut command = deterministic_command(&command(paths, &[])).unwrap();
     command.extend(further.iter().map(OsString::from));
-    record_command(paths, intervals, &command, further.is_empty(), meanwhile)
+    record_command(paths, intervals, &command, None, further.is_empty(), meanwhile)
 }
 
-/// As [`record_with`], with the whole command line, which is checked or not.
+/// As [`record_with`], with the whole command line, which is checked or not, and its inputs.
 fn record_command(
     paths: &MachinePaths,
     intervals: usize,
     command: &[OsString],
+    inputs: Option<InputList>,
     is_checked: bool,
     meanwhile: &dyn Fn(),
 ) -> Repository {
@@ -57,6 +63,9 @@ fn record_command(
     let mut target = qemu.attach(Mechanism::choose(Scope::Process)).unwrap();
     if is_checked {
         target.check_deterministic().unwrap();
+    }
+    if let Some(inputs) = inputs {
+        target.keep_inputs(inputs);
     }
     assert!(!target.is_running().unwrap());
     target.resume().unwrap();
@@ -284,7 +293,7 @@ impl TwoDisks {
         let [raw, over] = &self.drives;
         let command = command(&self.paths, &["-kernel", guest, "-nic", "none", "-drive", raw, "-drive", over]);
         let command = deterministic_command(&command).and_then(|command| deterministic_disks(&command)).unwrap();
-        record_command(&self.paths, intervals, &command, true, &|| {})
+        record_command(&self.paths, intervals, &command, None, true, &|| {})
     }
 }
 
@@ -434,7 +443,7 @@ fn a_machine_whose_input_is_not_recorded_is_refused() {
     assert_eq!(refused(&["-accel", "tcg"]), Ok(()));
     let cases: [(&[&str], &str); 6] = [
         (&["-smp", "2"], "2 processors"),
-        (&["-nic", "user"], "network card"),
+        (&["-nic", "user,model=e1000"], "network card"),
         (&["-drive", &drive], "a disk"),
         (&["-device", "virtio-rng-pci"], "virtio-rng"),
         (&["-cpu", "max"], "rdrand"),
@@ -471,4 +480,103 @@ fn an_interval_that_is_not_the_one_that_ran_is_named() {
     assert!(error.to_string().contains("nowhere.so"), "{error}");
     let error = missing.simulate(&observer, Path::new("/nowhere.so")).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Start);
+}
+
+/// Records a machine that gets packets all the time, at times of the host, by `network`. They are
+/// sent from `from` to `to`.
+fn record_network(paths: &MachinePaths, intervals: usize, network: &str, (from, to): (&UdpSocket, u16)) -> Repository {
+    let guest = network_program().unwrap().to_str().unwrap();
+    let network = ["-kernel", guest, "-netdev", network, "-device", "e1000,netdev=n"];
+    let command = deterministic_command(&command(paths, &network)).unwrap();
+    let (command, inputs) = deterministic_inputs(&command).unwrap().expect("packets are recorded");
+    let is_over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let _end = SetWhenDropped(&is_over);
+        scope.spawn(|| {
+            for number in 0u32.. {
+                if is_over.load(Ordering::Relaxed) {
+                    return;
+                }
+                // As long as an Ethernet frame at least, and none by ARP. Nobody may listen yet.
+                let packet: Vec<u8> = (0..60 + number % 900).map(|at| (at * at + number) as u8 | 1).collect();
+                let _ = from.send_to(&packet, ("127.0.0.1", to));
+                std::thread::sleep(Duration::from_micros(u64::from(number * number % 3000)));
+            }
+        });
+        // The card takes packets a second of its time after it was switched on.
+        let meanwhile = || {
+            let has_packets = || std::fs::read_to_string(paths.join("serial")).unwrap().contains("packet");
+            wait_until("packets", has_packets);
+        };
+        record_command(paths, intervals, &command, Some(inputs), true, &meanwhile)
+    })
+}
+
+/// Ends the thread that sends, also where the test fails.
+struct SetWhenDropped<'a>(&'a AtomicBool);
+
+impl Drop for SetWhenDropped<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+/// A port that nobody uses.
+fn free_port() -> u16 {
+    UdpSocket::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+}
+
+/// The guest counts how often it looks for each packet.
+#[test]
+fn packets_come_to_a_machine_again_in_its_simulations() {
+    if network_program().is_none() {
+        skip!("no QEMU, or no compiler for its guest");
+    }
+    const INTERVALS: u64 = 4;
+    let paths = MachinePaths::default();
+    let (from, to) = (UdpSocket::bind("127.0.0.1:0").unwrap(), free_port());
+    let network = format!("user,id=n,hostfwd=udp:127.0.0.1:{to}-:7");
+    let repository = record_network(&paths, INTERVALS as usize, &network, (&from, to));
+    let inputs = |sequence| {
+        let state = repository.read("vm", sequence).unwrap().manifest.state.clone();
+        state.into_iter().find(|record| record.name == "qemu-inputs").expect("packets are recorded").content
+    };
+    assert!((2..=INTERVALS).all(|from| inputs(from).bytes < inputs(from + 1).bytes), "packets came in each interval");
+    let observer = Observer::Simulator(Kind::Mix);
+    let parts: Vec<_> = (1..=INTERVALS).map(|from| simulate(&repository, from, from + 1, &observer)).collect();
+    let long = simulate(&repository, 1, INTERVALS + 1, &observer);
+    assert_eq!(parts.iter().map(|part| part.begun).sum::<u64>(), long.begun);
+    let mut sum = parts[0].results.clone().unwrap();
+    parts[1..].iter().for_each(|next| sum.merge(next.results.as_ref().unwrap()).unwrap());
+    assert_eq!(Some(sum), long.results);
+
+    let library = simulator_library().unwrap();
+    let mut from = repository.read("vm", 3).unwrap();
+    let simulate_with = |from: &Checkpoint, content| {
+        let mut to = repository.read("vm", 4).unwrap();
+        to.manifest.state.iter_mut().find(|record| record.name == "qemu-inputs").unwrap().content = content;
+        Interval::new(from, &to).unwrap().simulate(&observer, &library).unwrap_err()
+    };
+    let error = simulate_with(&from, inputs(3));
+    assert_eq!(error.kind(), ErrorKind::Differs, "it is another machine without its packets: {error}");
+    let state = &repository.read("vm", 4).unwrap().manifest.state;
+    let other = state.iter().find(|record| record.name == "qemu-devices").unwrap().content;
+    // All of it is the list of this interval.
+    from.manifest.state.retain(|record| record.name != "qemu-inputs");
+    let error = simulate_with(&from, other);
+    assert!(error.kind() == ErrorKind::Start && error.to_string().contains("inputs of"), "{error}");
+}
+
+/// A cable to another machine, for example.
+#[test]
+fn packets_of_a_network_without_a_host_come_again() {
+    if network_program().is_none() {
+        skip!("no QEMU, or no compiler for its guest");
+    }
+    let paths = MachinePaths::default();
+    let (from, to) = (UdpSocket::bind("127.0.0.1:0").unwrap(), free_port());
+    let other = from.local_addr().unwrap();
+    let network = format!("socket,id=n,udp={other},localaddr=127.0.0.1:{to}");
+    let repository = record_network(&paths, 2, &network, (&from, to));
+    (1..3).for_each(|from| drop(simulate(&repository, from, from + 1, &Observer::Simulator(Kind::Hot))));
 }

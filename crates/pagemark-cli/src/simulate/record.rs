@@ -11,7 +11,7 @@ use pagemark::job::End;
 use pagemark::track::Scope;
 use pagemark::{ErrorKind, Job};
 use pagemark_report::text;
-use pagemark_vm::{InputList, OwnQemu, VmTarget, deterministic_command, deterministic_console, deterministic_disks};
+use pagemark_vm::{InputList, OwnQemu, VmTarget, deterministic_command, deterministic_disks, deterministic_inputs};
 
 use crate::failure::{Failure, Outcome};
 use crate::options::MemoryOptions;
@@ -29,12 +29,12 @@ const LOOKS: (Duration, Duration) = (Duration::from_millis(1), Duration::from_mi
 ///
 /// Adds to QEMU's arguments a clock that counts instructions (-icount shift=2,sleep=off), a date
 /// (-rtc base=2026-01-01,clock=vm) and -display none where there are none. What makes runs differ
-/// is refused: KVM, several processors, network cards, disks that are not virtio-blk, input that is
-/// not recorded, random numbers of the host. With -serial stdio, what comes by standard input is
-/// recorded, with the instruction at which the machine gets it. The first interval must begin when
-/// the firmware has loaded the kernel: what QEMU hands to the firmware is not the same in each
-/// QEMU. The run ends with the machine, after --intervals, or by Ctrl-C. A machine that is switched
-/// off by its guest gets a last checkpoint.
+/// is refused: KVM, several processors, disks that are not virtio-blk, input that is not recorded,
+/// random numbers of the host. With -serial stdio, what comes by standard input is recorded, with
+/// the instruction at which the machine gets it, and so are packets with -netdev user,id=n -device
+/// e1000,netdev=n. The first interval must begin when the firmware has loaded the kernel: what QEMU
+/// hands to the firmware is not the same in each QEMU. The run ends with the machine, after
+/// --intervals, or by Ctrl-C. A machine that is switched off by its guest gets a last checkpoint.
 #[derive(Args, Debug)]
 pub struct Record {
     #[command(flatten)]
@@ -80,7 +80,8 @@ impl Record {
             return Err(Failure::usage(format!("job {name} has checkpoints of an earlier run")).help(help));
         }
         let signals = Signals::hold_for_stop()?;
-        let _terminal = if inputs.is_some() { MachineTerminal::new()? } else { None };
+        let has_console = inputs.as_ref().is_some_and(InputList::has_console);
+        let _terminal = if has_console { MachineTerminal::new()? } else { None };
         let mut qemu = OwnQemu::start(&command, &name, signals.before()).map_err(failed)?;
         let (stop, stopped) = mpsc::channel();
         announce_exit(Pid::from_raw(qemu.pid()), stop.clone())?;
@@ -122,7 +123,7 @@ impl Record {
     /// The command line of the machine, and the list of what comes to it from outside.
     fn command(&self) -> pagemark_vm::Result<(Vec<OsString>, Option<InputList>)> {
         let command = deterministic_disks(&deterministic_command(&self.command)?)?;
-        Ok(match deterministic_console(&command)? {
+        Ok(match deterministic_inputs(&command)? {
             Some((command, inputs)) => (command, Some(inputs)),
             None => (command, None),
         })
