@@ -47,6 +47,11 @@ impl Signals {
         Self::hold(&[Signal::SIGHUP, Signal::SIGINT, Signal::SIGTERM])
     }
 
+    /// As [`Signals::hold_for_stop`], for a command that sets the mode of its terminal.
+    pub fn hold_for_terminal() -> Result<Self, Failure> {
+        Self::hold(&[&[Signal::SIGHUP, Signal::SIGINT, Signal::SIGTERM][..], &JOB_CONTROL].concat())
+    }
+
     /// The mask of blocked signals as it was before, for the program that is started.
     pub fn before(&self) -> SigSet {
         self.before
@@ -99,6 +104,23 @@ impl Signals {
         self.each(move |_, _| {
             // The receiver is gone when Pagemark is about to exit anyway.
             let _ = stop.send(End::Stopped);
+        })
+    }
+
+    /// As [`Signals::stop_at`]. Behind [`Signals::hold_for_terminal`], `pause` is called with true
+    /// before the terminal stops this process, and with false when it is continued.
+    pub fn stop_at_or_pause(self, stop: Sender<End>, pause: impl Fn(bool) + Send + 'static) -> Result<(), Failure> {
+        self.each(move |signal, _| match signal {
+            Signal::SIGTSTP => {
+                pause(true);
+                // Goes on with SIGCONT.
+                let _ = kill(getpid(), Signal::SIGSTOP);
+            }
+            Signal::SIGCONT => pause(false),
+            _ => {
+                // The receiver is gone when Pagemark is about to exit anyway.
+                let _ = stop.send(End::Stopped);
+            }
         })
     }
 

@@ -1,5 +1,7 @@
 //! `pagemark simulate`: a machine is recorded, and its intervals are simulated.
 
+#[path = "support/screen.rs"]
+mod screen;
 mod support;
 
 use std::fs::Permissions;
@@ -10,6 +12,7 @@ use std::process::{Command, Stdio};
 
 use pagemark::repository::Repository;
 use pagemark_testing::{MachinePaths, QEMU, console_program, guest_program, skip, wait_for};
+use screen::Screen;
 use support::Pagemark;
 
 /// Records the job `vm`. Returns the command.
@@ -243,6 +246,38 @@ fn what_is_typed_to_a_machine_is_typed_again_in_its_simulations() {
     let refused = pagemark.output(&monitor);
     let text = String::from_utf8_lossy(&refused.stderr);
     assert!(refused.status.code() == Some(2) && text.contains("-serial stdio"), "{text}");
+}
+
+/// A person stops the recording as any program in a terminal, and goes on.
+#[test]
+fn a_person_types_to_a_machine_in_a_terminal() {
+    let Some(guest) = console_program() else { skip!("no QEMU, or no compiler for its guest") };
+    let pagemark = Pagemark::new();
+    let mut screen = Screen::open(&pagemark);
+    let before = screen.mode();
+    let options = "$PM simulate record -q --job vm --after 40M --every 1M -- ";
+    screen.types(&format!("{options} {QEMU} -nodefaults -m 16 -kernel {} -serial stdio\n", guest.display()));
+    screen.expect("turn 1\r\n");
+    screen.wait_for_lines(false);
+    screen.types("first line\n");
+    assert_eq!(screen.expect("turn 2\r\n").matches("first line").count(), 1, "the machine shows it");
+    screen.types("\x1a");
+    screen.expect("Stopped");
+    screen.expect("outer> ");
+    assert_eq!(screen.mode(), before);
+    screen.types("fg\n");
+    screen.wait_for_lines(false);
+    screen.types("second line\n");
+    assert_eq!(screen.expect("turn 3\r\n").matches("second line").count(), 1, "the machine shows it");
+    screen.types("\x1a");
+    screen.expect("outer> ");
+    screen.types("fg\n");
+    screen.wait_for_lines(false);
+    screen.types("\x03");
+    screen.expect("outer> ");
+    assert_eq!(screen.mode(), before);
+    screen.types("echo status $?\n");
+    screen.expect("status 0");
 }
 
 #[test]

@@ -3,13 +3,21 @@
 use std::io::{self, IsTerminal};
 
 use nix::sys::termios::{InputFlags, LocalFlags, SetArg, Termios, tcgetattr, tcsetattr};
+use nix::unistd::{getpgrp, tcgetpgrp};
 
 use crate::failure::Failure;
 
 /// A terminal at standard input that gives each key at once, and shows none: the machine does. The
 /// keys that end or stop a program still do. Dropped, it is as before.
 pub struct MachineTerminal {
-    before: Termios,
+    mode: Mode,
+}
+
+/// The modes of the terminal: before, and for a machine.
+#[derive(Clone, Copy)]
+pub struct Mode {
+    before: libc::termios,
+    machine: libc::termios,
 }
 
 impl MachineTerminal {
@@ -25,13 +33,32 @@ impl MachineTerminal {
         mode.local_flags.remove(LocalFlags::ECHO | LocalFlags::ECHONL | LocalFlags::ICANON | LocalFlags::IEXTEN);
         mode.input_flags.remove(InputFlags::ICRNL | InputFlags::INLCR | InputFlags::IGNCR | InputFlags::IXON);
         tcsetattr(&stdin, SetArg::TCSADRAIN, &mode).map_err(failed)?;
-        Ok(Some(MachineTerminal { before }))
+        Ok(Some(MachineTerminal { mode: Mode { before: before.into(), machine: mode.into() } }))
+    }
+
+    /// What sets its mode while the command is stopped and continued.
+    pub fn mode(&self) -> Mode {
+        self.mode
     }
 }
 
 impl Drop for MachineTerminal {
     fn drop(&mut self) {
-        // If it is gone, there is nothing to put back.
-        let _ = tcsetattr(io::stdin(), SetArg::TCSADRAIN, &self.before);
+        self.mode.set(true);
+    }
+}
+
+impl Mode {
+    /// Gives the terminal back as it was, or has it for the machine again: a shell has used it
+    /// meanwhile. In the background it is another program's, and the kernel would stop this one.
+    pub fn set(self, is_back: bool) {
+        let stdin = io::stdin();
+        // Where there is no job control, nobody else has it.
+        if tcgetpgrp(&stdin).is_ok_and(|group| group != getpgrp()) {
+            return;
+        }
+        let mode = if is_back { self.before } else { self.machine };
+        // If it is gone, there is nothing to set.
+        let _ = tcsetattr(stdin, SetArg::TCSADRAIN, &Termios::from(mode));
     }
 }

@@ -79,13 +79,18 @@ impl Record {
             let help = "name another job with --job";
             return Err(Failure::usage(format!("job {name} has checkpoints of an earlier run")).help(help));
         }
-        let signals = Signals::hold_for_stop()?;
         let has_console = inputs.as_ref().is_some_and(InputList::has_console);
-        let _terminal = if has_console { MachineTerminal::new()? } else { None };
+        let signals = if has_console { Signals::hold_for_terminal()? } else { Signals::hold_for_stop()? };
+        let terminal = if has_console { MachineTerminal::new()? } else { None };
         let mut qemu = OwnQemu::start(&command, &name, signals.before()).map_err(failed)?;
         let (stop, stopped) = mpsc::channel();
         announce_exit(Pid::from_raw(qemu.pid()), stop.clone())?;
-        signals.stop_at(stop)?;
+        let mode = terminal.as_ref().map(MachineTerminal::mode);
+        signals.stop_at_or_pause(stop, move |is_paused| {
+            if let Some(mode) = mode {
+                mode.set(is_paused);
+            }
+        })?;
         // The machine has no other purpose: it ends if it is not recorded.
         let attached = qemu.attach(self.memory.mechanism(Scope::Machine)).and_then(|mut target| {
             target.check_deterministic()?;
