@@ -9,8 +9,9 @@ use std::time::{Duration, Instant};
 
 use pagemark::sys::parking::{ADDRESS, CLOSING, DEVICE, Header, MAGIC, PARKED, RELEASED, RUNNING};
 use pagemark::sys::proc::descriptors::Descriptor;
-use pagemark::sys::proc::{self, Stat};
+use pagemark::sys::proc::{self, Stat, tree};
 
+use crate::attach;
 use crate::error::{ErrorKind, Result};
 use crate::inject;
 
@@ -45,6 +46,19 @@ pub(crate) fn wait_for_machine(pid: i32) {
     }
 }
 
+/// The processes of a tree, and those that have ended: a thread of KVM may still be in them.
+///
+/// # Errors
+/// Those of [`tree::members`].
+pub(crate) fn list_tree(root_pid: i32) -> io::Result<Vec<i32>> {
+    let tree = tree::members(root_pid)?;
+    let children = tree.iter().flat_map(|member| proc::children(member.pid).unwrap_or_default());
+    let mut pids: Vec<i32> = tree.iter().map(|member| member.pid).chain(children).collect();
+    pids.sort_unstable();
+    pids.dedup();
+    Ok(pids)
+}
+
 /// Processes that have given up their machines. Dropped, they may make them again.
 #[derive(Debug, Default)]
 pub(crate) struct Parked {
@@ -54,6 +68,14 @@ pub(crate) struct Parked {
 }
 
 impl Parked {
+    /// As [`Parked::park`], of the tree of a process.
+    ///
+    /// # Errors
+    /// A process cannot give it up, or the tree cannot be listed; all go on.
+    pub fn park_tree(root_pid: i32) -> Result<Parked> {
+        Parked::park(|| list_tree(root_pid).map_err(attach::failed("list the processes below", root_pid)))
+    }
+
     /// Has those processes of a tree that run in a machine give it up. `list` lists the tree. Until
     /// they are released, or this process is gone, their threads wait when they need it. In another
     /// namespace of process ids they wait for 10 s at most.

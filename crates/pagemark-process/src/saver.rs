@@ -41,6 +41,12 @@ pub trait StateSaver: Send + Sync {
     /// are a tree.
     fn leaves_objects_out(&self, pids: &[i32]) -> bool;
 
+    /// True if a frozen tree has given up its machines of `pagemark-kvm`. If not, the caller has it
+    /// do so before, for mechanisms that need it.
+    fn gives_up_machines(&self) -> bool {
+        false
+    }
+
     /// Freezes the tree and saves its state, without the content of `objects` of shared memory,
     /// which the caller copies. Calls `meanwhile` again and again until the tree is being frozen;
     /// processes may stop during a call. May call it once more, when the tree is frozen.

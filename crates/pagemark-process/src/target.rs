@@ -5,7 +5,7 @@ use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::{Duration, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
 
 use pagemark::blob::BlobHistory;
 use pagemark::repository::{MappingException, MappingRecord, SpaceKind, TargetKind};
@@ -22,7 +22,8 @@ use crate::files::{
 };
 use crate::freezer;
 use crate::objects::ObjectId;
-use crate::saver::{FreezeStage, FrozenState, SavedState, StateSaver};
+use crate::parked::Parked;
+use crate::saver::{FreezeStage, FrozenState, SavedState, StateSaver, Thawed};
 use crate::scratch;
 use crate::space::AddressSpace;
 use crate::tree::{FrozenMapping, FrozenObject, FrozenProcess, Phase, ProcessTree, recorded_id};
@@ -146,11 +147,13 @@ impl ProcessTarget {
     /// As [`Target::freeze`]. The tree runs.
     pub fn stop_time(&mut self) -> Result<Duration> {
         let objects = self.tree.objects();
+        let machines = GivenUp::of(&self.tree, &*self.saver)?;
         let state = self.saver.freeze(self.tree.root_pid(), &objects, &mut |_| Ok(()))?;
         self.tree.spaces(Phase::Frozen)?;
+        let waited = machines.map(GivenUp::release);
         let thawed = state.thaw(&self.tree.address_spaces())?;
         self.tree.take_stopped_time();
-        Ok(thawed.frozen_time)
+        Ok(standstill(waited, &thawed).1)
     }
 
     /// Copies the content of open files while the tree runs, so that less is left for the freeze.
@@ -219,6 +222,7 @@ impl Target for ProcessTarget {
 
     fn freeze(&mut self, meanwhile: WhileFreezing<'_, Error>) -> Result<FrozenTree<'_>> {
         let (root_pid, objects) = (self.tree.root_pid(), self.tree.objects());
+        let machines = GivenUp::of(&self.tree, &*self.saver)?;
         let tree = &mut self.tree;
         let meanwhile = &mut |stage| match stage {
             FreezeStage::Freezing => meanwhile(&mut FreezingTree(tree)),
@@ -232,7 +236,7 @@ impl Target for ProcessTarget {
             let pids: Vec<i32> = freezer::members(self.tree.root_pid())?.iter().map(|member| member.pid).collect();
             hook(&pids);
         }
-        Ok(FrozenTree { target: self, state })
+        Ok(FrozenTree { target: self, state, machines })
     }
 
     fn capture_failed(&mut self) {
@@ -267,6 +271,37 @@ impl TargetMemory for FreezingTree<'_> {
 pub struct FrozenTree<'target> {
     target: &'target mut ProcessTarget,
     state: Box<dyn FrozenState>,
+    machines: Option<GivenUp>,
+}
+
+/// The machines that a tree has given up for its tracker. Dropped, it may make them again.
+struct GivenUp {
+    /// When the first process began to wait.
+    since: Instant,
+    machines: Parked,
+}
+
+impl GivenUp {
+    /// None if whoever saves the state has the tree do so, or there is no need.
+    fn of(tree: &ProcessTree, saver: &dyn StateSaver) -> Result<Option<GivenUp>> {
+        let is_needed = tree.mechanism().process_tracking().is_ok_and(|tracking| tracking.needs_parking);
+        let since = Instant::now();
+        let machines = (is_needed && !saver.gives_up_machines()).then(|| Parked::park_tree(tree.root_pid()));
+        Ok(machines.transpose()?.map(|machines| GivenUp { since, machines }))
+    }
+
+    /// The processes may make them again when they run. Returns since when they have waited.
+    fn release(mut self) -> Instant {
+        self.machines.release();
+        self.since
+    }
+}
+
+/// Since when a tree that has resumed stood still, and for how long. Its first process may have
+/// waited for its machine since `waited`.
+fn standstill(waited: Option<Instant>, thawed: &Thawed) -> (Instant, Duration) {
+    let since = waited.map_or(thawed.frozen_at, |waited| waited.min(thawed.frozen_at));
+    (since, thawed.frozen_time + (thawed.frozen_at - since))
 }
 
 impl TargetMemory for FrozenTree<'_> {
@@ -289,13 +324,15 @@ impl<'target> Frozen for FrozenTree<'target> {
     type Captured = CapturedTree<'target>;
 
     fn thaw(self) -> Result<CapturedTree<'target>> {
-        let FrozenTree { target, state } = self;
+        let FrozenTree { target, state, machines } = self;
         let is_restorable = target.saver.is_restorable();
         let processes = target.tree.describe(if is_restorable { AddressSpace::image_pid } else { AddressSpace::pid });
         let mut objects = target.tree.describe_objects();
         // Files are copied while the tree is frozen, but whatever fails there, the tree resumes first.
         let files = if is_restorable { target.copy_files() } else { Ok(Vec::new()) };
+        let waited = machines.map(GivenUp::release);
         let thawed = state.thaw(&target.tree.address_spaces())?;
+        let (frozen_at, frozen_time) = standstill(waited, &thawed);
         let trees = files?;
         if let Some(left_out) = thawed.state.objects_left_out() {
             let known: HashSet<ObjectId> = objects.iter().map(|object| object.object).collect();
@@ -306,9 +343,9 @@ impl<'target> Frozen for FrozenTree<'target> {
             // The state has the others.
             objects.retain(|object| left_out.contains(&object.object));
         }
-        let taken_at = SystemTime::now() - thawed.frozen_at.elapsed();
+        let taken_at = SystemTime::now() - frozen_at.elapsed();
         // Registering new mappings stopped processes, too.
-        let downtime = thawed.frozen_time + target.tree.take_stopped_time();
+        let downtime = frozen_time + target.tree.take_stopped_time();
         target.tree.begin_interval()?;
         let data: Vec<PathBuf> = target.data.iter().map(|tree| tree.path().to_owned()).collect();
         let (files, states, state) = (&mut target.files, &mut target.states, thawed.state);

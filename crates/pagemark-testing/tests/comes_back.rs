@@ -17,7 +17,7 @@ use pagemark::{Address, Job, JobOptions, Mechanism, PageTree, Policy, Store};
 use pagemark_process::criu::{Criu, DumpOptions};
 use pagemark_process::files::{ChangedFiles, put_back};
 use pagemark_process::restore::{RestoreOptions, Streams, prepare};
-use pagemark_process::saver::CriuSaver;
+use pagemark_process::saver::{CriuSaver, RegisterSaver, StateSaver};
 use pagemark_process::spawn::spawn;
 use pagemark_process::target::ProcessTarget;
 use pagemark_testing::{Swap, skip, skipped, wait_for};
@@ -240,6 +240,24 @@ fn comes_back(command: &[&str], mechanism: Mechanism, strategy: Strategy, betwee
 ///
 /// Returns how many pages the last checkpoint copied.
 fn comes_back_in_machine(command: &[&str], strategy: Strategy, between: impl FnMut(&Program, u32)) -> Option<u64> {
+    let command = in_machine(command)?;
+    let command: Vec<&str> = command.iter().map(String::as_str).collect();
+    comes_back_below(&command, (Mechanism::KvmScan, strategy), PROGRAM_END, between)
+}
+
+/// As [`comes_back_in_machine`], with checkpoints of memory alone, from which nothing comes back:
+/// the last one is compared.
+fn memory_in_machine(command: &[&str], strategy: Strategy, between: impl FnMut(&Program, u32)) -> Option<u64> {
+    let command = in_machine(command)?;
+    let command: Vec<&str> = command.iter().map(String::as_str).collect();
+    let program = Program::start(&command);
+    let captured = capture(&program, (Mechanism::KvmScan, strategy), Arc::new(RegisterSaver), PROGRAM_END, between);
+    assert_same_pages(&captured.image, &captured.checkpoint);
+    Some(captured.dirty_pages)
+}
+
+/// The command in a machine. None if there is none here.
+fn in_machine(command: &[&str]) -> Option<Vec<String>> {
     let test = std::env::current_exe().expect("a running program has a path");
     let machine = test.ancestors().nth(2).expect("tests lie two directories deep").join("pagemark-kvm");
     let check = match std::process::Command::new(&machine).arg("--check").output() {
@@ -254,7 +272,7 @@ fn comes_back_in_machine(command: &[&str], strategy: Strategy, between: impl FnM
         return None;
     }
     let command = [&[machine.to_str().expect("a path in UTF-8"), "--"], command].concat();
-    comes_back_below(&command, (Mechanism::KvmScan, strategy), PROGRAM_END, between)
+    Some(command.into_iter().map(str::to_owned).collect())
 }
 
 /// The end of a program's addresses in a machine of `pagemark-kvm`.
@@ -266,7 +284,7 @@ fn comes_back_below(
     command: &[&str],
     (mechanism, strategy): (Mechanism, Strategy),
     end: u64,
-    mut between: impl FnMut(&Program, u32),
+    between: impl FnMut(&Program, u32),
 ) -> Option<u64> {
     let criu = match Criu::find() {
         Ok(criu) => criu,
@@ -276,39 +294,9 @@ fn comes_back_below(
         }
     };
     let program = Program::start(command);
-    program.wait_for_progress();
-    let place = tempfile::tempdir().expect("a temporary directory");
-    let repository = Repository::create(&place.path().join("repository")).expect("a repository");
     let saver = Arc::new(CriuSaver::new(criu.clone(), DumpOptions::default()));
-    let target = ProcessTarget::attach(program.pid, mechanism, saver).expect("attach");
-    let policy = Policy { strategy, ..Policy::default() };
-    let mut job = Job::new(target, repository, JobOptions { name: "test".into(), policy });
-
-    let frozen = Arc::new(Mutex::new((Image::new(), Vec::new())));
-    let witness = frozen.clone();
-    job.target_mut().set_freeze_hook(Box::new(move |pids| {
-        let mut image = Image::new();
-        pids.iter().for_each(|&pid| image_of(pid, &mut image));
-        image.retain(|(_, address), _| *address < end);
-        *witness.lock().expect("no panic") = (image, pids.to_vec());
-    }));
-    let mut taken = job.checkpoint().unwrap_or_else(|error| {
-        program.assert_well();
-        panic!("the first checkpoint: {error}")
-    });
-    for round in 0..4 {
-        between(&program, round);
-        program.wait_for_progress();
-        taken = job.checkpoint().unwrap_or_else(|error| panic!("checkpoint after round {round}: {error}"));
-    }
-    program.wait_for_progress();
-    job.detach();
-    program.wait_for_progress();
-    let (image, pids) = std::mem::take(&mut *frozen.lock().expect("no panic"));
-    kill_all(&pids);
-
-    let repository = Repository::open(&place.path().join("repository")).expect("the repository");
-    let checkpoint = repository.read("test", taken.sequence).expect("the checkpoint");
+    let captured = capture(&program, (mechanism, strategy), saver, end, between);
+    let Captured { image, pids, checkpoint, dirty_pages, place } = captured;
     let images = tempfile::tempdir().expect("a temporary directory");
     assert_same_pages(&image, &checkpoint);
     let prepared = prepare(&checkpoint.manifest, &checkpoint, images.path()).expect("prepare the restore");
@@ -329,7 +317,62 @@ fn comes_back_below(
     }
     program.wait_for_progress();
     program.wait_for_progress();
-    Some(taken.cost.dirty_pages)
+    Some(dirty_pages)
+}
+
+/// The last checkpoint of a program that was killed.
+struct Captured {
+    /// The memory in its freeze.
+    image: Image,
+    pids: Vec<i32>,
+    checkpoint: Checkpoint,
+    /// How many pages it copied.
+    dirty_pages: u64,
+    /// Where the repository is.
+    place: tempfile::TempDir,
+}
+
+/// Takes checkpoints of a program, which is killed then.
+fn capture(
+    program: &Program,
+    (mechanism, strategy): (Mechanism, Strategy),
+    saver: Arc<dyn StateSaver>,
+    end: u64,
+    mut between: impl FnMut(&Program, u32),
+) -> Captured {
+    program.wait_for_progress();
+    let place = tempfile::tempdir().expect("a temporary directory");
+    let repository = Repository::create(&place.path().join("repository")).expect("a repository");
+    let target = ProcessTarget::attach(program.pid, mechanism, saver).expect("attach");
+    let policy = Policy { strategy, ..Policy::default() };
+    let mut job = Job::new(target, repository, JobOptions { name: "test".into(), policy });
+
+    let frozen = Arc::new(Mutex::new((Image::new(), Vec::new())));
+    let witness = frozen.clone();
+    job.target_mut().set_freeze_hook(Box::new(move |pids| {
+        let mut image = Image::new();
+        pids.iter().for_each(|&pid| image_of(pid, &mut image));
+        image.retain(|(_, address), _| *address < end);
+        *witness.lock().expect("no panic") = (image, pids.to_vec());
+    }));
+    let mut taken = job.checkpoint().unwrap_or_else(|error| {
+        program.assert_well();
+        panic!("the first checkpoint: {error}")
+    });
+    for round in 0..4 {
+        between(program, round);
+        program.wait_for_progress();
+        taken = job.checkpoint().unwrap_or_else(|error| panic!("checkpoint after round {round}: {error}"));
+    }
+    program.wait_for_progress();
+    job.detach();
+    program.wait_for_progress();
+    let (image, pids) = std::mem::take(&mut *frozen.lock().expect("no panic"));
+    kill_all(&pids);
+
+    let repository = Repository::open(&place.path().join("repository")).expect("the repository");
+    let checkpoint = repository.read("test", taken.sequence).expect("the checkpoint");
+    Captured { image, pids, checkpoint, dirty_pages: taken.cost.dirty_pages, place }
 }
 
 const TORTURE: &str = env!("CARGO_BIN_EXE_torture");
@@ -434,7 +477,31 @@ fn a_process_that_maps_and_forks_in_a_machine() {
 /// Each kind of write is in each interval; what is not written is not copied.
 #[test]
 fn writes_of_every_kind_in_a_machine() {
-    let script = "\
+    let copied = comes_back_in_machine(&["python3", "-c", WRITES, "DIRECTORY"], Strategy::StopAndCopy, undisturbed);
+    assert!(copied.is_none_or(|pages| pages < 10_000), "{copied:?}");
+}
+
+#[test]
+fn writes_of_every_kind_to_memory_alone_in_a_machine() {
+    for strategy in [Strategy::StopAndCopy, Strategy::default()] {
+        let copied = memory_in_machine(&["python3", "-c", WRITES, "DIRECTORY"], strategy, undisturbed);
+        assert!(copied.is_none_or(|pages| pages < 10_000), "{strategy:?}: {copied:?}");
+    }
+}
+
+#[test]
+fn memory_alone_of_eight_threads_in_a_machine() {
+    memory_in_machine(&[TORTURE, "DIRECTORY"], Strategy::default(), undisturbed);
+}
+
+#[test]
+fn memory_alone_of_a_process_that_maps_and_forks_in_a_machine() {
+    memory_in_machine(&[PAGES, "DIRECTORY"], Strategy::default(), |program, round| {
+        program.signal(if round % 2 == 0 { Signal::SIGUSR1 } else { Signal::SIGUSR2 });
+    });
+}
+
+const WRITES: &str = "\
 import mmap, os, random, socket, sys
 PAGES = 16384
 memory = mmap.mmap(-1, PAGES * 4096, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -480,10 +547,6 @@ while True:
             sys.exit(99)
         log.write(f'ok {number:9}\\n')
 ";
-    let copied = comes_back_in_machine(&["python3", "-c", script, "DIRECTORY"], Strategy::StopAndCopy, |_, _| {});
-    assert!(copied.is_none_or(|pages| pages < 10_000), "{copied:?}");
-}
-
 fn partly_swapped_out(mechanism: Mechanism) {
     let Some(_swap) = Swap::on() else { skip!("there is no zram device to swap to, or no right to use it") };
     comes_back(&[PAGES, "DIRECTORY"], mechanism, Strategy::default(), |program, round| {

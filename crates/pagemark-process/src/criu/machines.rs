@@ -4,11 +4,9 @@
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Instant;
 
-use pagemark::sys::proc::{self, tree};
-
 use super::interrupted::Interrupted;
 use crate::error::{Error, Result};
-use crate::parked::{Parked, is_in_machine};
+use crate::parked::{Parked, is_in_machine, list_tree};
 
 /// The machines of a tree.
 #[derive(Clone, Debug)]
@@ -39,15 +37,7 @@ impl Machines {
         let mut parked = self.parked();
         let park = || {
             let _ = self.shared.since.set(Instant::now());
-            let list = || {
-                let tree = tree::members(self.root_pid).map_err(|_| Error::criu_gone(self.root_pid))?;
-                // Also those that have ended: a thread of KVM may still be in them.
-                let children = tree.iter().flat_map(|member| proc::children(member.pid).unwrap_or_default());
-                let mut pids: Vec<i32> = tree.iter().map(|member| member.pid).chain(children).collect();
-                pids.sort_unstable();
-                pids.dedup();
-                Ok(pids)
-            };
+            let list = || list_tree(self.root_pid).map_err(|_| Error::criu_gone(self.root_pid));
             // Parking interrupts the calls before CRIU does.
             self.interrupted.observe(&list()?);
             Parked::park(list)

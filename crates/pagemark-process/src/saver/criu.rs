@@ -74,6 +74,10 @@ impl StateSaver for CriuSaver {
         criu::dump::may_withhold(pids)
     }
 
+    fn gives_up_machines(&self) -> bool {
+        true
+    }
+
     fn freeze(
         &self,
         root_pid: i32,

@@ -137,6 +137,10 @@ impl StateSaver for GatedSaver {
         self.saver.leaves_objects_out(pids)
     }
 
+    fn gives_up_machines(&self) -> bool {
+        self.saver.gives_up_machines()
+    }
+
     fn freeze(
         &self,
         root_pid: i32,
