@@ -2,6 +2,7 @@
 
 use std::ffi::OsString;
 
+use pagemark::Mechanism;
 use pagemark_process::preload::{self, Missing};
 
 use crate::failure::Failure;
@@ -11,6 +12,19 @@ const NAME: &str = "pagemark-kvm";
 
 /// Names it, before the other places are looked at.
 const PROGRAM: &str = "PAGEMARK_KVM";
+
+/// Says whether the machine keeps a log or rings.
+const KEEPS: &str = "PAGEMARK_KVM_DIRTY";
+
+/// What the environment of `pagemark-kvm` says for a mechanism.
+pub fn variables(mechanism: Mechanism) -> Option<(&'static str, OsString)> {
+    let keeps = match mechanism {
+        Mechanism::KvmLog => "log",
+        Mechanism::KvmRing => "rings",
+        _ => return None,
+    };
+    Some((KEEPS, keeps.into()))
+}
 
 /// The command that runs `command` in a machine.
 ///

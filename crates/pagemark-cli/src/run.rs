@@ -57,7 +57,10 @@ impl Run {
         let name = self.capture.memory.job.clone().unwrap_or_else(|| job_name(program));
         // Whatever would make every checkpoint fail is reported before the program starts.
         self.capture.memory.tracking.check_process()?;
-        let variables = self.heap.variables(program.as_os_str())?;
+        let mut variables = self.heap.variables(program.as_os_str())?;
+        if self.kvm {
+            variables.extend(machine::variables(self.capture.memory.tracking.mechanism(Scope::Process)));
+        }
         let command = if self.kvm { machine::command(&self.command)? } else { self.command.clone() };
         let repository = self.repository.open_or_create(&self.capture.memory)?;
         self.capture.check_data(repository.path())?;

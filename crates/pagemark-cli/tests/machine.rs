@@ -143,17 +143,37 @@ fn threads_in_every_state_come_back() {
     comes_back(&pagemark, &[program.display().to_string(), of.display().to_string()], &of);
 }
 
-#[test]
-fn threads_that_their_machine_tracks_come_back() {
+fn threads_come_back_tracked_by(mechanism: &str) {
     need_machine!();
     let pagemark = Pagemark::new();
     let Some(program) = subject(pagemark.directory()) else { skip!("no C compiler") };
     let of = pagemark.directory().to_owned();
-    comes_back_tracked_by(&pagemark, &[program.display().to_string(), of.display().to_string()], &of, "kvm-scan");
+    comes_back_tracked_by(&pagemark, &[program.display().to_string(), of.display().to_string()], &of, mechanism);
 }
 
-/// A machine has one set of dirty bits: who tracks a process first is told when another does. A
-/// process without a machine is refused.
+#[test]
+fn threads_that_their_machine_tracks_come_back() {
+    threads_come_back_tracked_by("kvm-scan");
+}
+
+#[test]
+fn threads_that_the_log_of_their_machine_tracks_come_back() {
+    if let Some(reason) = cannot_keep("log") {
+        skip!("{reason}");
+    }
+    threads_come_back_tracked_by("kvm-log");
+}
+
+#[test]
+fn threads_that_the_rings_of_their_machine_track_come_back() {
+    if let Some(reason) = cannot_keep("rings") {
+        skip!("{reason}");
+    }
+    threads_come_back_tracked_by("kvm-ring");
+}
+
+/// A machine notes writes for one: who tracks a process first is told when another does. A process
+/// without a machine is refused, and so is one whose machine keeps a log where rings are asked for.
 #[test]
 fn one_tracker_has_the_dirty_bits_of_a_machine() {
     need_machine!();
@@ -164,8 +184,11 @@ fn one_tracker_has_the_dirty_bits_of_a_machine() {
     );
     let target = runner.target();
     pagemark.checkpoint_after("job", now_unix_us());
-    pagemark.done(&["checkpoint", "--job", "other", "--mechanism", "kvm-scan", &target.to_string()]);
-    wait_for("the report", || pagemark.log().contains("another tracker of kvm-scan").then_some(()));
+    let output = pagemark.output(&["checkpoint", "--job", "other", "--mechanism", "kvm-ring", &target.to_string()]);
+    let message = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success() && message.contains("PAGEMARK_KVM_DIRTY=rings"), "{message}");
+    pagemark.done(&["checkpoint", "--job", "other", "--mechanism", "kvm-log", &target.to_string()]);
+    wait_for("the report", || pagemark.log().contains("another tracker by kvm-log").then_some(()));
     runner.kill();
     kill_and_wait(target);
 

@@ -1,5 +1,5 @@
-//! The list of what is written without a trace in the guest's page tables, for whoever tracks the
-//! process from outside ([`pagemark::sys::guest_tables`]).
+//! The list of what is written without a trace in the machine, for whoever tracks the process from
+//! outside ([`pagemark::sys::guest_tables`]).
 //!
 //! The list is in memory at a fixed address. It changes only while the program's mappings are
 //! locked, by threads that use KVM, so that nobody changes it in a process that is parked. If it is

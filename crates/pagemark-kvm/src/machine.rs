@@ -6,7 +6,7 @@ use std::os::fd::{AsRawFd, FromRawFd, RawFd};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
-use kvm_bindings::{CpuId, KVM_MAX_CPUID_ENTRIES, kvm_userspace_memory_region};
+use kvm_bindings::{CpuId, KVM_MAX_CPUID_ENTRIES, KVM_MEM_LOG_DIRTY_PAGES, kvm_userspace_memory_region};
 use kvm_ioctls::{Cap, Kvm, VcpuFd, VmFd};
 use pagemark::sys::own_machine::Means;
 use pagemark::sys::parking::{DEVICE, MOST_VCPUS};
@@ -19,6 +19,7 @@ use crate::mappings::{Mapping, Mappings, Protection};
 use crate::page_table::{Dirty, OutOfTables, PageTable};
 use crate::sys::descriptors;
 use crate::sys::dirty_ring::{self, Ring};
+use crate::sys::noted::Noted;
 use crate::sys::owned_lock::{Guard, OwnedLock};
 use crate::sys::parking::{InUse, Parking};
 use crate::sys::table_memory::TableMemory;
@@ -125,6 +126,14 @@ pub enum Keeps {
 const KEEPS: &str = "PAGEMARK_KVM_DIRTY";
 
 impl Keeps {
+    /// The means that it is.
+    fn means(self) -> Means {
+        match self {
+            Keeps::Log => Means::Log,
+            Keeps::Rings => Means::Ring,
+        }
+    }
+
     /// What the environment of this process says; the log if it says nothing.
     ///
     /// # Errors
@@ -167,6 +176,8 @@ pub struct Machine {
     is_tracking: AtomicBool,
     /// What trackers outside are told.
     listed: Listed,
+    /// What KVM notes for them.
+    noted: Noted,
     /// How KVM notes the pages that the program writes.
     keeps: Keeps,
     /// Whether KVM's log can be used; known once it was tried.
@@ -266,6 +277,7 @@ impl Machine {
     pub fn begin_child(&self, in_use: &InUse, tracker: u64) {
         self.parking.begin_child(in_use);
         self.listed.begin_child(tracker);
+        self.noted.begin_child();
         descriptors::begin_child();
     }
 
@@ -283,6 +295,7 @@ impl Machine {
         let Some(mut space) = self.space.take_over(task) else { return Ok(()) };
         // The child may have made a slot that is not in the list yet. If there is none, this fails.
         let _ = self.set_slot(space.slots.len() as u32 + 1, 0, Physical::ZERO, 0, 0);
+        self.noted.describe_slots(&space.slots);
         space.mappings.abandon();
         space.tracking.abandon();
         let generation = self.generation.load(Ordering::Relaxed);
@@ -331,6 +344,7 @@ impl Machine {
             space,
             is_tracking: AtomicBool::new(false),
             listed: parking.listed(),
+            noted: parking.noted(),
             keeps,
             log: OnceLock::new(),
             most_slots,
@@ -341,6 +355,7 @@ impl Machine {
             generation: AtomicU32::new(0),
             renewal: Mutex::default(),
         };
+        machine.noted.begin(keeps.means());
         machine.add_slot(0, Physical::ZERO, TABLE_MEMORY, machine.tables.host_address())?;
         parking.describe_tables(machine.tables.host_address(), machine.root);
         parking.describe(machine.kvm.as_raw_fd(), machine.vm.as_raw_fd(), machine.vm.run_size());
@@ -362,7 +377,9 @@ impl Machine {
     }
 
     fn add_slot(&self, slot: u32, physical: Physical, len: u64, address: u64) -> Result<(), Error> {
-        self.set_slot(slot, 0, physical, len, address).map_err(|error| {
+        // The monitor's own memory counts as written in any case.
+        let flags = if slot > 0 && self.noted.is_wanted() { KVM_MEM_LOG_DIRTY_PAGES } else { 0 };
+        self.set_slot(slot, flags, physical, len, address).map_err(|error| {
             let error = io::Error::from_raw_os_error(error.errno());
             Error::new(ErrorKind::Exhausted, "KVM_SET_USER_MEMORY_REGION", format!("{address:#x}")).source(error)
         })
@@ -404,7 +421,9 @@ impl Machine {
                         .help("a program that spreads over fewer spans of 1 GiB can run"));
                 }
                 self.add_slot(slot, Physical::of_slot(slot), SLOT_SPAN, span * SLOT_SPAN)?;
+                self.begin_noting(slot)?;
                 space.slots.push(span);
+                self.noted.describe_slots(&space.slots);
                 slot
             }
         };

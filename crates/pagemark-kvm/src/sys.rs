@@ -15,6 +15,7 @@ pub mod descriptors;
 pub mod dirty_log;
 pub mod dirty_ring;
 pub mod host_call;
+pub mod noted;
 pub mod owned_lock;
 pub mod parking;
 pub mod program_memory;

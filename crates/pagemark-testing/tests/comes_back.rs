@@ -239,28 +239,37 @@ fn comes_back(command: &[&str], mechanism: Mechanism, strategy: Strategy, betwee
 /// memory is not compared: it changes while the freeze is captured.
 ///
 /// Returns how many pages the last checkpoint copied.
-fn comes_back_in_machine(command: &[&str], strategy: Strategy, between: impl FnMut(&Program, u32)) -> Option<u64> {
-    let command = in_machine(command)?;
+fn comes_back_in_machine(
+    command: &[&str],
+    (mechanism, strategy): (Mechanism, Strategy),
+    between: impl FnMut(&Program, u32),
+) -> Option<u64> {
+    let command = in_machine(command, mechanism)?;
     let command: Vec<&str> = command.iter().map(String::as_str).collect();
-    comes_back_below(&command, (Mechanism::KvmScan, strategy), PROGRAM_END, between)
+    comes_back_below(&command, (mechanism, strategy), PROGRAM_END, between)
 }
 
 /// As [`comes_back_in_machine`], with checkpoints of memory alone, from which nothing comes back:
 /// the last one is compared.
-fn memory_in_machine(command: &[&str], strategy: Strategy, between: impl FnMut(&Program, u32)) -> Option<u64> {
-    let command = in_machine(command)?;
+fn memory_in_machine(
+    command: &[&str],
+    (mechanism, strategy): (Mechanism, Strategy),
+    between: impl FnMut(&Program, u32),
+) -> Option<u64> {
+    let command = in_machine(command, mechanism)?;
     let command: Vec<&str> = command.iter().map(String::as_str).collect();
     let program = Program::start(&command);
-    let captured = capture(&program, (Mechanism::KvmScan, strategy), Arc::new(RegisterSaver), PROGRAM_END, between);
+    let captured = capture(&program, (mechanism, strategy), Arc::new(RegisterSaver), PROGRAM_END, between);
     assert_same_pages(&captured.image, &captured.checkpoint);
     Some(captured.dirty_pages)
 }
 
-/// The command in a machine. None if there is none here.
-fn in_machine(command: &[&str]) -> Option<Vec<String>> {
+/// The command in a machine that keeps what the mechanism needs. None if there is none here.
+fn in_machine(command: &[&str], mechanism: Mechanism) -> Option<Vec<String>> {
+    let keeps = if mechanism == Mechanism::KvmRing { "rings" } else { "log" };
     let test = std::env::current_exe().expect("a running program has a path");
     let machine = test.ancestors().nth(2).expect("tests lie two directories deep").join("pagemark-kvm");
-    let check = match std::process::Command::new(&machine).arg("--check").output() {
+    let check = match std::process::Command::new(&machine).env("PAGEMARK_KVM_DIRTY", keeps).arg("--check").output() {
         Ok(check) => check,
         Err(error) => {
             skipped(&format!("{} cannot be started, which `cargo build` makes: {error}", machine.display()));
@@ -271,7 +280,8 @@ fn in_machine(command: &[&str]) -> Option<Vec<String>> {
         skipped(&format!("no machine under KVM: {}", String::from_utf8_lossy(&check.stderr).trim()));
         return None;
     }
-    let command = [&[machine.to_str().expect("a path in UTF-8"), "--"], command].concat();
+    let variable = format!("PAGEMARK_KVM_DIRTY={keeps}");
+    let command = [&["env", &variable, machine.to_str().expect("a path in UTF-8"), "--"], command].concat();
     Some(command.into_iter().map(str::to_owned).collect())
 }
 
@@ -452,53 +462,130 @@ fn a_process_that_maps_and_forks_with_soft_dirty() {
     maps_and_forks(Mechanism::SoftDirty);
 }
 
+fn eight_threads_in_machine(mechanism: Mechanism) {
+    comes_back_in_machine(&[TORTURE, "DIRECTORY"], (mechanism, Strategy::default()), undisturbed);
+}
+
 #[test]
 fn eight_threads_in_a_machine() {
-    comes_back_in_machine(&[TORTURE, "DIRECTORY"], Strategy::default(), undisturbed);
+    eight_threads_in_machine(Mechanism::KvmScan);
+}
+
+#[test]
+fn eight_threads_in_a_machine_with_a_log() {
+    eight_threads_in_machine(Mechanism::KvmLog);
+}
+
+#[test]
+fn eight_threads_in_a_machine_with_rings() {
+    eight_threads_in_machine(Mechanism::KvmRing);
 }
 
 #[test]
 fn eight_threads_in_a_machine_stopped_and_copied() {
-    comes_back_in_machine(&[TORTURE, "DIRECTORY"], Strategy::StopAndCopy, undisturbed);
+    for mechanism in [Mechanism::KvmScan, Mechanism::KvmLog, Mechanism::KvmRing] {
+        comes_back_in_machine(&[TORTURE, "DIRECTORY"], (mechanism, Strategy::StopAndCopy), undisturbed);
+    }
+}
+
+fn family_in_machines(mechanism: Mechanism) {
+    comes_back_in_machine(&[FAMILY, "DIRECTORY"], (mechanism, Strategy::default()), undisturbed);
 }
 
 #[test]
 fn a_family_in_machines() {
-    comes_back_in_machine(&[FAMILY, "DIRECTORY"], Strategy::default(), undisturbed);
+    family_in_machines(Mechanism::KvmScan);
 }
 
 #[test]
-fn a_process_that_maps_and_forks_in_a_machine() {
-    comes_back_in_machine(&[PAGES, "DIRECTORY"], Strategy::default(), |program, round| {
+fn a_family_in_machines_with_a_log() {
+    family_in_machines(Mechanism::KvmLog);
+}
+
+#[test]
+fn a_family_in_machines_with_rings() {
+    family_in_machines(Mechanism::KvmRing);
+}
+
+fn maps_and_forks_in_machine(mechanism: Mechanism) {
+    comes_back_in_machine(&[PAGES, "DIRECTORY"], (mechanism, Strategy::default()), |program, round| {
         program.signal(if round % 2 == 0 { Signal::SIGUSR1 } else { Signal::SIGUSR2 });
     });
 }
 
-/// Each kind of write is in each interval; what is not written is not copied.
 #[test]
-fn writes_of_every_kind_in_a_machine() {
-    let copied = comes_back_in_machine(&["python3", "-c", WRITES, "DIRECTORY"], Strategy::StopAndCopy, undisturbed);
+fn a_process_that_maps_and_forks_in_a_machine() {
+    maps_and_forks_in_machine(Mechanism::KvmScan);
+}
+
+#[test]
+fn a_process_that_maps_and_forks_in_a_machine_with_a_log() {
+    maps_and_forks_in_machine(Mechanism::KvmLog);
+}
+
+#[test]
+fn a_process_that_maps_and_forks_in_a_machine_with_rings() {
+    maps_and_forks_in_machine(Mechanism::KvmRing);
+}
+
+/// Each kind of write is in each interval; what is not written is not copied.
+fn writes_of_every_kind(mechanism: Mechanism) {
+    let by = (mechanism, Strategy::StopAndCopy);
+    let copied = comes_back_in_machine(&["python3", "-c", WRITES, "DIRECTORY"], by, undisturbed);
     assert!(copied.is_none_or(|pages| pages < 10_000), "{copied:?}");
 }
 
 #[test]
-fn writes_of_every_kind_to_memory_alone_in_a_machine() {
+fn writes_of_every_kind_in_a_machine() {
+    writes_of_every_kind(Mechanism::KvmScan);
+}
+
+#[test]
+fn writes_of_every_kind_in_a_machine_with_a_log() {
+    writes_of_every_kind(Mechanism::KvmLog);
+}
+
+#[test]
+fn writes_of_every_kind_in_a_machine_with_rings() {
+    writes_of_every_kind(Mechanism::KvmRing);
+}
+
+fn memory_of_every_kind_of_write(mechanism: Mechanism) {
     for strategy in [Strategy::StopAndCopy, Strategy::default()] {
-        let copied = memory_in_machine(&["python3", "-c", WRITES, "DIRECTORY"], strategy, undisturbed);
+        let copied = memory_in_machine(&["python3", "-c", WRITES, "DIRECTORY"], (mechanism, strategy), undisturbed);
         assert!(copied.is_none_or(|pages| pages < 10_000), "{strategy:?}: {copied:?}");
     }
 }
 
 #[test]
+fn writes_of_every_kind_to_memory_alone_in_a_machine() {
+    memory_of_every_kind_of_write(Mechanism::KvmScan);
+}
+
+#[test]
+fn writes_of_every_kind_to_memory_alone_in_a_machine_with_a_log() {
+    memory_of_every_kind_of_write(Mechanism::KvmLog);
+}
+
+#[test]
+fn writes_of_every_kind_to_memory_alone_in_a_machine_with_rings() {
+    memory_of_every_kind_of_write(Mechanism::KvmRing);
+}
+
+#[test]
 fn memory_alone_of_eight_threads_in_a_machine() {
-    memory_in_machine(&[TORTURE, "DIRECTORY"], Strategy::default(), undisturbed);
+    for mechanism in [Mechanism::KvmScan, Mechanism::KvmLog, Mechanism::KvmRing] {
+        memory_in_machine(&[TORTURE, "DIRECTORY"], (mechanism, Strategy::default()), undisturbed);
+    }
 }
 
 #[test]
 fn memory_alone_of_a_process_that_maps_and_forks_in_a_machine() {
-    memory_in_machine(&[PAGES, "DIRECTORY"], Strategy::default(), |program, round| {
-        program.signal(if round % 2 == 0 { Signal::SIGUSR1 } else { Signal::SIGUSR2 });
-    });
+    for mechanism in [Mechanism::KvmScan, Mechanism::KvmLog, Mechanism::KvmRing] {
+        memory_in_machine(&[PAGES, "DIRECTORY"], (mechanism, Strategy::default()), |program, round| {
+            program.signal(if round % 2 == 0 { Signal::SIGUSR1 } else { Signal::SIGUSR2 });
+        });
+    }
 }
 
 const WRITES: &str = "\
@@ -581,7 +668,9 @@ fn an_interpreter() {
 
 #[test]
 fn an_interpreter_in_a_machine() {
-    comes_back_in_machine(&["python3", "-c", SCRIPT, "DIRECTORY"], Strategy::default(), undisturbed);
+    for mechanism in [Mechanism::KvmScan, Mechanism::KvmLog, Mechanism::KvmRing] {
+        comes_back_in_machine(&["python3", "-c", SCRIPT, "DIRECTORY"], (mechanism, Strategy::default()), undisturbed);
+    }
 }
 
 const SCRIPT: &str = "\

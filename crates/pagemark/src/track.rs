@@ -28,6 +28,7 @@ pub mod own_memory;
 
 mod fault_watch;
 mod in_machine;
+mod of_machine;
 pub(crate) mod page_bits;
 mod pins;
 mod populated;

@@ -5,12 +5,12 @@
 //! them stay valid. The first thread that needs KVM makes the machine; each thread makes its own
 //! virtual CPU, when it needs that.
 
-use std::io;
 use std::os::fd::{AsRawFd, RawFd};
 use std::sync::atomic::Ordering;
 
 use pagemark::sys::own_machine::Means;
 
+use super::tracking::log_failed;
 use super::{Machine, above_limit, begin_rings, checked, create_vm, lock, open_device};
 use crate::error::{Error, ErrorKind};
 use crate::layout::{PAGE, PROGRAM_END, Physical, TABLE_MEMORY};
@@ -46,18 +46,20 @@ impl Machine {
         replace(kvm.as_raw_fd(), self.kvm.as_raw_fd(), true)?;
         replace(vm.as_raw_fd(), self.vm.as_raw_fd(), false)?;
         drop((vm, kvm));
-        self.add_slot(0, Physical::ZERO, TABLE_MEMORY, self.tables.host_address())?;
         let mut space = self.space.lock();
+        // What nobody has collected.
+        self.noted.take(|start, end| self.listed.add(start, end));
+        self.noted.begin(self.keeps.means());
+        self.add_slot(0, Physical::ZERO, TABLE_MEMORY, self.tables.host_address())?;
         self.add_slots(&space)?;
         // The log and the rings of the old machine are gone.
         for means in [Means::Log, Means::Ring] {
             space.tracking.by[means as usize].mark(PAGE, 0, PROGRAM_END);
         }
-        let failed = |errno| Error::system("begin", "the log of written pages")(io::Error::from_raw_os_error(errno));
         if self.log.get() == Some(&Ok(())) {
-            dirty_log::enable(&self.vm).map_err(failed)?;
+            dirty_log::enable(&self.vm).map_err(log_failed)?;
         }
-        self.set_logging(&space, 0, PROGRAM_END).map_err(failed)?;
+        self.set_logging(&space, 0, PROGRAM_END).map_err(log_failed)?;
         self.parking.reserve_closed(|descriptor| replace(self.vm.as_raw_fd(), descriptor, false))?;
         self.generation.fetch_add(1, Ordering::Relaxed);
         self.parking.set_running();

@@ -4,6 +4,7 @@
 //! [`crate::stores`] what the monitor writes in their place; [`crate::writes`] has what the kernel
 //! writes for the program.
 
+use std::io;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -12,6 +13,7 @@ use pagemark::RangeSet;
 use pagemark::sys::own_machine::{Means, Run};
 
 use super::{Keeps, Machine, Space, emulation};
+use crate::error::Error;
 use crate::layout::{PAGE, Physical, SLOT_SPAN, TABLE_SPAN, page_floor};
 use crate::page_table::PageTable;
 use crate::sys::dirty_ring::{self, Ring};
@@ -166,6 +168,19 @@ impl Machine {
         self.is_tracking.store(space.tracking.is_active(), Ordering::SeqCst);
     }
 
+    /// Has KVM note all writes to a new slot, if it is to note those to all memory.
+    ///
+    /// # Errors
+    /// Those of KVM.
+    pub(super) fn begin_noting(&self, slot: u32) -> Result<(), Error> {
+        // The log that regions have begins with all pages dirty.
+        if !self.noted.is_wanted() || self.log.get() != Some(&Ok(())) {
+            return Ok(());
+        }
+        let all = vec![u64::MAX; (SLOT_SPAN / PAGE / 64) as usize];
+        dirty_log::clear(&self.vm, slot, 0, &all).map_err(log_failed)
+    }
+
     /// Has KVM note writes to the slots of `start..end` where memory is tracked so, and not
     /// elsewhere.
     pub(super) fn set_logging(&self, space: &Space, start: u64, end: u64) -> Result<(), i32> {
@@ -175,7 +190,8 @@ impl Machine {
             if from >= end || from + SLOT_SPAN <= start {
                 continue;
             }
-            let logs = tracked.iter().any(|tracked| tracked.within(from..from + SLOT_SPAN).next().is_some());
+            let logs = self.noted.is_wanted()
+                || tracked.iter().any(|tracked| tracked.within(from..from + SLOT_SPAN).next().is_some());
             let flags = if logs { KVM_MEM_LOG_DIRTY_PAGES } else { 0 };
             // Where nothing changes, KVM does nothing.
             self.set_slot(slot, flags, Physical::of_slot(slot), SLOT_SPAN, from).map_err(|error| error.errno())?;
@@ -252,7 +268,13 @@ impl Machine {
                 runs.push(Run { start: run.start, end: run.end });
             }
             match means {
-                Means::Log => self.protect(space, from, stop, &dirty)?,
+                Means::Log => {
+                    // Whoever tracks the process from outside reads the log too.
+                    if self.noted.is_wanted() {
+                        dirty.within(from..stop).for_each(|run| self.listed.add(run.start, run.end));
+                    }
+                    self.protect(space, from, stop, &dirty)?;
+                }
                 Means::Ring => {}
                 Means::Scan => {
                     // Whoever tracks the process from outside reads these bits too.
@@ -301,11 +323,15 @@ impl Machine {
         let generation = self.generation.load(Ordering::Relaxed);
         let Space { rings, slots, tracking, .. } = space;
         let tracked = &mut tracking.by[Means::Ring as usize];
+        let is_noted = self.noted.is_wanted();
         let (mut pages, mut is_new) = (Vec::new(), false);
         let rings = rings.iter_mut().filter(|ring| ring.generation() == generation);
         let read = rings.map(|ring| {
             ring.read(|slot, page| {
                 is_new = true;
+                if is_noted {
+                    self.noted.add(slot as usize, page);
+                }
                 let Some(span) = (slot as usize).checked_sub(1).and_then(|index| slots.get(index)) else {
                     return false;
                 };
@@ -362,6 +388,11 @@ impl Machine {
         }
         dirty_log::clear(&self.vm, Self::slot(space, from)?, first, &bits)
     }
+}
+
+/// For `map_err`: KVM's log cannot be used.
+pub(super) fn log_failed(errno: i32) -> Error {
+    Error::system("begin", "the log of written pages")(io::Error::from_raw_os_error(errno))
 }
 
 /// Has KVM drop all translations of `pages`, whose dirty bits were cleared, or that were closed:

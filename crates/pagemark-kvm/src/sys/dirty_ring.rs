@@ -6,11 +6,8 @@ use std::io;
 use std::os::fd::{AsRawFd, RawFd};
 
 use kvm_ioctls::VmFd;
+use pagemark::sys::parking::RING_ENTRIES;
 use pagemark_kvm_log::ring;
-
-/// Entries of a ring: a program that writes much leaves the machine once for as many pages, and a
-/// thread takes 64 KiB of the kernel's memory.
-const ENTRIES: u32 = 4096;
 
 /// Where the pages of Intel's log wait until the virtual CPU leaves the machine.
 const PAGE_MODIFICATION_LOGGING: &str = "/sys/module/kvm_intel/parameters/pml";
@@ -26,7 +23,7 @@ pub fn enable(vm: &VmFd) -> Result<(), i32> {
     if std::fs::read_to_string(PAGE_MODIFICATION_LOGGING).is_ok_and(|text| text.starts_with('Y')) {
         return Err(libc::EOPNOTSUPP);
     }
-    ring::enable(vm.as_raw_fd(), ENTRIES)
+    ring::enable(vm.as_raw_fd(), RING_ENTRIES)
 }
 
 /// Has KVM protect all pages again whose entries were read.
@@ -78,7 +75,7 @@ impl Ring {
 
     fn with_mapped(&mut self, work: impl FnOnce(&mut ring::Ring)) -> Result<(), i32> {
         let errno = |error: io::Error| error.raw_os_error().unwrap_or(libc::EIO);
-        let mut mapped = ring::Ring::of(self.descriptor, ENTRIES, self.read).map_err(errno)?;
+        let mut mapped = ring::Ring::of(self.descriptor, RING_ENTRIES, self.read).map_err(errno)?;
         work(&mut mapped);
         self.read = mapped.position();
         Ok(())

@@ -17,6 +17,7 @@ use pagemark::sys::parking::{
 
 use crate::layout::{PAGE, PROGRAM_END, Physical};
 use crate::listed::Listed;
+use crate::sys::noted::Noted;
 
 /// How long a thread waits until the process is released, if it cannot be known whether the process
 /// that parked it still exists.
@@ -103,6 +104,11 @@ impl Parking {
         self.header.root.store(root.get(), Ordering::Relaxed);
         self.header.program_end.store(PROGRAM_END, Ordering::Relaxed);
         self.header.tables.store(tables, Ordering::Relaxed);
+    }
+
+    /// What KVM notes of the program's writes, for whoever tracks it from outside.
+    pub fn noted(&self) -> Noted {
+        Noted::new(self.header)
     }
 
     /// Describes a new machine without virtual CPUs.

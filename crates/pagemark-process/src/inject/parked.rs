@@ -2,13 +2,16 @@
 //! stopped. See [`pagemark::sys::parking`].
 //!
 //! While threads use KVM, the process is only marked, so that no others begin. Then all is saved,
-//! which changes nothing, the process is marked as parked, and everything is closed.
+//! which changes nothing, the process is marked as parked, what KVM has noted of the program's
+//! writes for a tracker outside is read into its memory, and everything is closed.
 
 use std::mem::offset_of;
 
+use pagemark::PAGE_SIZE;
+use pagemark::sys::own_machine::Means;
 use pagemark::sys::parking::{
-    ADDRESS, CLOSED, CLOSING, DEVICE_WORDS, Header, MAGIC, MOST_VCPUS, OPEN, PARKED, RUNNING, VcpuEntry, vcpu_address,
-    vector_state_address,
+    ADDRESS, CLOSED, CLOSING, DEVICE_WORDS, Header, LOG_BYTES, MAGIC, MOST_SLOTS, MOST_VCPUS, OPEN, PARKED,
+    RING_ADDRESS, RING_ENTRIES, RUNNING, VcpuEntry, log_address, vcpu_address, vector_state_address,
 };
 
 use super::{Helped, Step};
@@ -18,9 +21,34 @@ use crate::ptrace;
 const GET_VECTOR_STATE: u64 = 0x9000_aea4;
 /// `KVM_GET_VCPU_EVENTS`
 const GET_EVENTS: u64 = 0x8040_ae9f;
+/// `KVM_GET_DIRTY_LOG`
+const GET_LOG: u64 = 0x4010_ae42;
+/// Where the ring of a virtual CPU is in its file (`KVM_DIRTY_LOG_PAGE_OFFSET`).
+const RING_OFFSET: u64 = 64 * PAGE_SIZE as u64;
+/// Bytes of a ring.
+const RING_BYTES: u64 = RING_ENTRIES as u64 * size_of::<RingEntry>() as u64;
+/// The entry is new.
+const NEW: u32 = 1;
+/// The entry was read.
+const READ: u32 = 2;
+
+/// `struct kvm_dirty_gfn`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct RingEntry {
+    flags: u32,
+    slot: u32,
+    page: u64,
+}
 
 /// Makes a system call in the process.
 type MakeCall<'c> = &'c dyn Fn(i64, [u64; 6]) -> Helped<i64>;
+
+/// As [`MakeCall`]; the call must not fail.
+type Done<'c> = &'c dyn Fn(i64, [u64; 6]) -> Helped<u64>;
+
+/// Called for each virtual CPU.
+type Visit<'v> = &'v mut dyn FnMut(Vcpu) -> Helped<()>;
 
 /// A virtual CPU that has a descriptor.
 struct Vcpu {
@@ -67,7 +95,7 @@ pub(super) fn park(thread: i32, parker: Option<i32>, call: MakeCall<'_>) -> Help
         let is_open = state == OPEN;
         Ok((state != CLOSED).then_some(Vcpu { number, descriptor: descriptor.into(), is_open, shared }))
     };
-    let each = |visit: &mut dyn FnMut(Vcpu) -> Helped<()>| {
+    let each = |visit: Visit<'_>| {
         (0..(vcpus as usize).min(MOST_VCPUS)).try_for_each(|number| vcpu(number)?.map_or(Ok(()), &mut *visit))
     };
     let done = |number, arguments| match call(number, arguments)? {
@@ -105,7 +133,11 @@ pub(super) fn park(thread: i32, parker: Option<i32>, call: MakeCall<'_>) -> Help
 
     set_state(PARKED)?;
     // All is closed, whatever fails: the threads make all of it again. The first error is reported.
-    let mut closed = Ok(());
+    let mut closed = read_noted(thread, machine, &done, &each);
+    if closed.is_err() {
+        // Then everything counts as written.
+        set_word(ADDRESS + offset_of!(Header, logged) as u64, 0)?;
+    }
     each(&mut |vcpu| {
         let entry = vcpu_address(vcpu.number);
         if vcpu.is_open {
@@ -124,6 +156,65 @@ pub(super) fn park(thread: i32, parker: Option<i32>, call: MakeCall<'_>) -> Help
         closed = closed.and(done(libc::SYS_close, [descriptor.into(), 0, 0, 0, 0, 0]).map(drop));
     }
     closed
+}
+
+/// Reads what KVM has noted of the program's writes for a tracker outside.
+fn read_noted(thread: i32, machine: u32, done: Done<'_>, each: &dyn Fn(Visit<'_>) -> Helped<()>) -> Helped<()> {
+    let field = |offset: usize| ptrace::word(thread, ADDRESS + offset as u64).map_err(|errno| (Step::Inspect, errno));
+    if field(offset_of!(Header, logged))? == 0 {
+        return Ok(());
+    }
+    if field(offset_of!(Header, keeps))? == Means::Ring as u64 + 1 {
+        return each(&mut |vcpu| if vcpu.is_open { read_ring(thread, vcpu.descriptor, done) } else { Ok(()) });
+    }
+    let slots = (field(offset_of!(Header, slots))? as usize).min(MOST_SLOTS);
+    let request = ADDRESS + offset_of!(Header, request) as u64;
+    (1..=slots).try_for_each(|slot| {
+        for (at, word) in [(request, slot as u64), (request + 8, log_address(slot))] {
+            ptrace::set_word(thread, at, word).map_err(|errno| (Step::Inspect, errno))?;
+        }
+        done(libc::SYS_ioctl, [machine.into(), GET_LOG, request, 0, 0, 0]).map(drop)
+    })
+}
+
+/// Notes the pages that are in the ring of a virtual CPU.
+fn read_ring(thread: i32, descriptor: u64, done: Done<'_>) -> Helped<()> {
+    let flags = (libc::MAP_SHARED | libc::MAP_FIXED_NOREPLACE) as u64;
+    done(libc::SYS_mmap, [RING_ADDRESS, RING_BYTES, libc::PROT_READ as u64, flags, descriptor, RING_OFFSET])?;
+    let noted = note_ring(thread).map_err(|errno| (Step::Inspect, errno));
+    done(libc::SYS_munmap, [RING_ADDRESS, RING_BYTES, 0, 0, 0, 0]).and(noted)
+}
+
+/// Notes the pages that are in the ring that is mapped.
+fn note_ring(thread: i32) -> Result<(), libc::c_int> {
+    const PIECE: usize = PAGE_SIZE / size_of::<RingEntry>();
+    // The word of bits that is changed, and its address.
+    let mut bits: Option<(u64, u64)> = None;
+    for at in (RING_ADDRESS..RING_ADDRESS + RING_BYTES).step_by(PAGE_SIZE) {
+        let mut entries = [RingEntry { flags: 0, slot: 0, page: 0 }; PIECE];
+        let here = libc::iovec { iov_base: entries.as_mut_ptr().cast(), iov_len: PAGE_SIZE };
+        let there = libc::iovec { iov_base: at as *mut libc::c_void, iov_len: PAGE_SIZE };
+        // SAFETY: the kernel writes to the entries, which are numbers, as many bytes as they have.
+        match unsafe { libc::process_vm_readv(thread, &raw const here, 1, &raw const there, 1, 0) } {
+            read if read == PAGE_SIZE as isize => {}
+            read => return Err(if read < 0 { ptrace::errno() } else { libc::EFAULT }),
+        }
+        for RingEntry { slot, page, .. } in entries.into_iter().filter(|entry| entry.flags & (NEW | READ) == NEW) {
+            // What is not described counts as written in any case.
+            if !(1..=MOST_SLOTS).contains(&(slot as usize)) || page >= LOG_BYTES * 8 {
+                continue;
+            }
+            let (address, bit) = (log_address(slot as usize) + page / 64 * 8, 1 << (page % 64));
+            bits = Some(match bits {
+                Some((last, word)) if last == address => (address, word | bit),
+                last => {
+                    last.map_or(Ok(()), |(last, word)| ptrace::set_word(thread, last, word))?;
+                    (address, ptrace::word(thread, address)? | bit)
+                }
+            });
+        }
+    }
+    bits.map_or(Ok(()), |(address, word)| ptrace::set_word(thread, address, word))
 }
 
 const _: () = {

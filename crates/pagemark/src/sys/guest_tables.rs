@@ -2,6 +2,12 @@
 //! outside of the process ([`super::parking`]).
 //!
 //! The processor sets the dirty bits of the guest's page tables, which are memory of the process.
+//! KVM keeps a log, which is read into the process's memory when the machine is given up; or rings,
+//! from which the pages come there too. It notes pages for a tracker from the first machine on that
+//! is made after it began. In a new machine it notes a page at the first access, as it lets the
+//! program write then: of what it has noted, the dirty bits tell what was written. So a log and
+//! rings say where the tables need be read at all.
+//!
 //! Writes that leave no trace there are listed by the monitor: those of the kernel on the program's
 //! behalf, and its own. System calls that have not ended are announced; what they write counts as
 //! written in each collect, and the monitor lists it once more at their end.
@@ -11,9 +17,10 @@ use std::io;
 use std::mem::offset_of;
 use std::os::unix::fs::FileExt;
 
+use super::own_machine::Means;
 use super::parking::{
-    ADDRESS, Header, MAGIC, MOST_ANNOUNCED, MOST_VCPUS, MOST_WRITTEN, PARKED, RELEASED, VcpuEntry, WRITTEN_ADDRESS,
-    Words, vcpu_address,
+    ADDRESS, Header, LOG_BYTES, MAGIC, MOST_ANNOUNCED, MOST_SLOTS, MOST_VCPUS, MOST_WRITTEN, PARKED, RELEASED,
+    SLOT_SPAN, SLOTS_ADDRESS, VcpuEntry, WRITTEN_ADDRESS, Words, log_address, tracker_number, vcpu_address,
 };
 use super::{proc, random};
 use crate::{Address, PAGE_SIZE, RangeSet};
@@ -54,10 +61,28 @@ impl From<io::Error> for Failure {
     }
 }
 
+/// Why no tracking was begun.
+#[derive(Debug)]
+pub enum Refused {
+    /// The process does not run in a machine, or its monitor is too old.
+    NoMachine,
+    /// The machine keeps the other one of a log and rings.
+    KeepsOther,
+    /// The memory cannot be opened or accessed, or says what no monitor says.
+    System(io::Error),
+}
+
+impl From<io::Error> for Refused {
+    fn from(error: io::Error) -> Refused {
+        Refused::System(error)
+    }
+}
+
 /// The tracking of a process from outside, until it is dropped.
 #[derive(Debug)]
 pub struct GuestTables {
     memory: File,
+    means: Means,
     tables: u64,
     root: u64,
     program_end: u64,
@@ -66,35 +91,42 @@ pub struct GuestTables {
 }
 
 impl GuestTables {
-    /// Begins to track the memory of the process of a thread. None if it does not run in a machine,
-    /// or its monitor is too old.
+    /// Begins to track the memory of the process of a thread by the page tables, KVM's log or its
+    /// rings.
     ///
     /// # Errors
-    /// The memory cannot be opened or accessed, or says what no monitor says.
-    pub fn begin(thread: i32) -> io::Result<Option<GuestTables>> {
+    /// [`Refused`].
+    pub fn begin(thread: i32, means: Means) -> Result<GuestTables, Refused> {
         let mut tables = GuestTables {
             memory: proc::open_memory_for_writing(thread)?,
+            means,
             tables: 0,
             root: 0,
             program_end: 0,
-            // 0 is nobody.
-            tracker: u64::from_ne_bytes(random::random()?) | 1,
+            tracker: tracker_number(u64::from_ne_bytes(random::random()?), means),
         };
         match tables.word(ADDRESS) {
             Ok(MAGIC) => {}
-            Ok(_) => return Ok(None),
+            Ok(_) => return Err(Refused::NoMachine),
             // Nothing is mapped there.
-            Err(error) if error.raw_os_error() == Some(libc::EIO) => return Ok(None),
-            Err(error) => return Err(error),
+            Err(error) if error.raw_os_error() == Some(libc::EIO) => return Err(Refused::NoMachine),
+            Err(error) => return Err(error.into()),
         }
         tables.tables = tables.field(offset_of!(Header, tables))?;
         tables.root = tables.field(offset_of!(Header, root))?;
         tables.program_end = end_of_program(tables.field(offset_of!(Header, program_end))?)?;
         if tables.tables == 0 {
-            return Ok(None);
+            return Err(Refused::NoMachine);
+        }
+        if means != Means::Scan {
+            match tables.field(offset_of!(Header, keeps))? {
+                0 => return Err(Refused::NoMachine),
+                keeps if keeps != means as u64 + 1 => return Err(Refused::KeepsOther),
+                _ => {}
+            }
         }
         tables.set_field(offset_of!(Header, tracker), tables.tracker)?;
-        Ok(Some(tables))
+        Ok(tables)
     }
 
     /// The end of the program's addresses. What lies behind is the monitor's, of whose writes
@@ -111,8 +143,11 @@ impl GuestTables {
     /// [`Failure`]; then what was found is in `written`, and nothing is lost.
     pub fn collect(&self, written: &mut RangeSet) -> Result<(), Failure> {
         self.check()?;
-        self.take_dirty(written)?;
-        let mut everything = self.take_listed(written)?;
+        let mut everything = match self.means {
+            Means::Scan => self.take_dirty(None, written).map(|()| false)?,
+            _ => self.take_noted(written)?,
+        };
+        everything |= self.take_listed(written)?;
         everything |= self.add_announced(written)?;
         // A process that waits for too long makes its machine again.
         everything |= matches!(self.check(), Err(Failure::Running));
@@ -133,19 +168,22 @@ impl GuestTables {
         }
     }
 
-    /// Takes the dirty bits of the tables.
-    fn take_dirty(&self, written: &mut RangeSet) -> io::Result<()> {
+    /// Takes the dirty bits of the tables, or only those of `pages`.
+    fn take_dirty(&self, pages: Option<&RangeSet>, written: &mut RangeSet) -> io::Result<()> {
         let mut rest = MOST_TABLES / PAGE;
-        self.take_dirty_of(self.root, 3, 0, &mut rest, written)
+        let is_read = |start, end| {
+            let mut pages = pages.map(|pages| pages.within(Address::new(start)..Address::new(end)));
+            pages.as_mut().is_none_or(|pages| pages.next().is_some())
+        };
+        self.take_dirty_of((self.root, 3, 0), &is_read, &mut rest, written)
     }
 
     /// Takes the dirty bits below the table `table` of a level, which maps the addresses from
-    /// `base` on. There are no more than `rest` tables.
+    /// `base` on, where `is_read` says so. There are no more than `rest` tables.
     fn take_dirty_of(
         &self,
-        table: u64,
-        level: u32,
-        base: u64,
+        (table, level, base): (u64, u32, u64),
+        is_read: &dyn Fn(u64, u64) -> bool,
         rest: &mut u64,
         written: &mut RangeSet,
     ) -> io::Result<()> {
@@ -158,17 +196,18 @@ impl GuestTables {
         self.memory.read_exact_at(&mut bytes, address)?;
         let mut has_changed = false;
         for index in 0..ENTRIES {
-            let at = base + ((index as u64) << (12 + 9 * level));
+            let span = 1 << (12 + 9 * level);
+            let at = base + index as u64 * span;
             if at >= self.program_end {
                 break;
             }
             let place = &mut bytes[index * 8..index * 8 + 8];
             let entry = u64::from_ne_bytes(std::array::from_fn(|byte| place[byte]));
-            if entry & PRESENT == 0 {
+            if entry & PRESENT == 0 || !is_read(at, at + span) {
                 continue;
             }
             if level > 0 {
-                self.take_dirty_of(entry & PHYSICAL, level - 1, at, rest, written)?;
+                self.take_dirty_of((entry & PHYSICAL, level - 1, at), is_read, rest, written)?;
             } else if entry & DIRTY != 0 {
                 place.copy_from_slice(&(entry & !DIRTY | TAKEN).to_ne_bytes());
                 written.insert(Address::new(at)..Address::new(at + PAGE));
@@ -179,6 +218,57 @@ impl GuestTables {
             self.memory.write_all_at(&bytes, address)?;
         }
         Ok(())
+    }
+
+    /// Takes the dirty bits of the pages that KVM has noted. True if it has not noted all: then
+    /// those of all pages.
+    fn take_noted(&self, written: &mut RangeSet) -> io::Result<bool> {
+        let mut noted = RangeSet::new();
+        let taken = self.take_bits(&mut noted).and_then(|is_whole| {
+            let pages = is_whole.then_some(&noted);
+            self.take_dirty(pages, written).map(|()| !is_whole)
+        });
+        if taken.is_err() {
+            // It is not known which of them were written, and their bits are gone.
+            written.extend(&noted);
+        }
+        taken
+    }
+
+    /// Takes the pages that KVM has noted. False if it has not noted all.
+    fn take_bits(&self, noted: &mut RangeSet) -> io::Result<bool> {
+        let count = self.field(offset_of!(Header, slots))?;
+        let slots = (count as usize).min(MOST_SLOTS);
+        for slot in 1..=slots {
+            let span = self.word(SLOTS_ADDRESS + (slot as u64 - 1) * 8)?;
+            let base = span.checked_mul(SLOT_SPAN).filter(|base| *base < self.program_end);
+            let base = base.ok_or_else(|| garbled("the memory slots of the machine"))?;
+            for (index, at) in (log_address(slot)..log_address(slot) + LOG_BYTES).step_by(PAGE_SIZE).enumerate() {
+                self.take_bits_at(at, base + index as u64 * PAGE * PAGE * 8, noted)?;
+            }
+        }
+        let logged = offset_of!(Header, logged);
+        let is_whole = self.field(logged)? == self.tracker && slots as u64 == count;
+        if !is_whole {
+            // A machine that is made from now on notes for this tracker: there is none at this moment.
+            self.set_field(logged, self.tracker)?;
+        }
+        Ok(is_whole)
+    }
+
+    /// Takes the bits in the page at `at`, of which the first is that of the page at `base`.
+    fn take_bits_at(&self, at: u64, base: u64, noted: &mut RangeSet) -> io::Result<()> {
+        let mut bytes = [0; PAGE_SIZE];
+        self.memory.read_exact_at(&mut bytes, at)?;
+        if bytes == [0; PAGE_SIZE] {
+            return Ok(());
+        }
+        for (index, page) in (0..PAGE * 8).zip((base..).step_by(PAGE_SIZE)) {
+            if bytes[index as usize / 8] & 1 << (index % 8) != 0 {
+                noted.insert(Address::new(page)..Address::new(page + PAGE));
+            }
+        }
+        self.memory.write_all_at(&[0; PAGE_SIZE], at)
     }
 
     /// Takes the list of ranges. True if everything may have been written.

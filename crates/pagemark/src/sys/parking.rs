@@ -10,11 +10,15 @@
 //! the process that parked it is gone, and makes a new machine. A process that is restored from the
 //! saved state does the same.
 //!
-//! The description also has the address of the guest's page tables: their dirty bits show which
-//! pages the program's instructions have written. All other writes are in a list. While the process
-//! is parked and nobody changes them, [`crate::sys::guest_tables`] reads both from outside.
+//! The description also says what the program has written, for whoever tracks it from outside. It
+//! has the address of the guest's page tables, whose dirty bits show which pages the program's
+//! instructions have written; or it has a bit for each page that is in KVM's log, or in its rings.
+//! All other writes are in a list. While the process is parked and nobody changes them,
+//! [`crate::sys::guest_tables`] reads them.
 
 use std::sync::atomic::{AtomicI32, AtomicU32, AtomicU64};
+
+use super::own_machine::Means;
 
 /// Where the description is: above the addresses of the program, and below those that Linux gives
 /// to the monitor.
@@ -76,8 +80,8 @@ pub struct Header {
     pub parker: AtomicI32,
     /// Not 0 if the kernel may write anywhere at any time.
     pub always: AtomicU64,
-    /// Who tracks the program's memory from outside: a number of its own, or 0. The monitor lists
-    /// writes as long as somebody does.
+    /// Who tracks the program's memory from outside: a number of its own ([`tracker_number`]), or
+    /// 0. The monitor lists writes as long as somebody does.
     pub tracker: AtomicU64,
     /// The address of guest-physical address 0. 0 if the monitor does not list writes.
     pub tables: AtomicU64,
@@ -87,6 +91,17 @@ pub struct Header {
     pub program_end: AtomicU64,
     /// How many ranges are listed at [`WRITTEN_ADDRESS`].
     pub written: AtomicU64,
+    /// The [`Means`] that the machine has besides the page tables, [`Means::Log`] or
+    /// [`Means::Ring`], and 1. 0 if the monitor logs nothing for trackers outside.
+    pub keeps: AtomicU64,
+    /// The tracker for which KVM notes all that the machine's processors write, since the machine
+    /// was made, or 0.
+    pub logged: AtomicU64,
+    /// How many memory slots there are besides the slot 0. The first [`MOST_SLOTS`] are described
+    /// at [`SLOTS_ADDRESS`].
+    pub slots: AtomicU64,
+    /// Room for a `struct kvm_dirty_log`.
+    pub request: [AtomicU64; 2],
 }
 
 /// A range of addresses: its start, and its end.
@@ -139,9 +154,53 @@ pub const WRITTEN_ADDRESS: u64 = vcpu_address(MOST_VCPUS);
 /// Most ranges of that list.
 pub const MOST_WRITTEN: usize = 4096;
 
+/// Bytes of the program's addresses that a memory slot stands for.
+pub const SLOT_SPAN: u64 = 1 << 30;
+
+/// Most memory slots that are described, without the slot 0.
+pub const MOST_SLOTS: usize = 1024;
+
+/// Where a word for each memory slot is, for the slot 1 first: the number of the [`SLOT_SPAN`] that
+/// it stands for.
+pub const SLOTS_ADDRESS: u64 = WRITTEN_ADDRESS + (MOST_WRITTEN * size_of::<Words>()) as u64;
+
+/// Where the pages are that KVM noted: [`LOG_BYTES`] for each memory slot, with a bit for each
+/// page.
+pub const LOGS_ADDRESS: u64 = SLOTS_ADDRESS + (MOST_SLOTS * 8) as u64;
+
+/// Bytes of the bits of a memory slot.
+pub const LOG_BYTES: u64 = SLOT_SPAN / PAGE / 8;
+
+/// The address of the bits of the memory slot `slot`, which is not 0.
+pub const fn log_address(slot: usize) -> u64 {
+    LOGS_ADDRESS + LOG_BYTES * (slot as u64 - 1)
+}
+
+/// Entries of the ring of a virtual CPU, if the machine keeps rings: a program that writes much
+/// leaves the machine once for as many pages, and a thread takes 64 KiB of the kernel's memory.
+pub const RING_ENTRIES: u32 = 4096;
+
+/// Where a ring can be mapped while the process is parked: behind the description.
+pub const RING_ADDRESS: u64 = ADDRESS + BYTES;
+
+/// The number of a tracker that tracks by `means`, made of a random one.
+pub const fn tracker_number(random: u64, means: Means) -> u64 {
+    // 0 is nobody.
+    random << MEANS_BITS | (means as u64 + 1)
+}
+
+/// True if the tracker of that number tracks by `means`.
+pub const fn tracks_by(tracker: u64, means: Means) -> bool {
+    tracker & ((1 << MEANS_BITS) - 1) == means as u64 + 1
+}
+
+/// Bits of a tracker's number that say by which means it tracks.
+const MEANS_BITS: u32 = 3;
+
 /// Bytes of the whole description.
-pub const BYTES: u64 = WRITTEN_ADDRESS - ADDRESS + (MOST_WRITTEN * size_of::<Words>()) as u64;
+pub const BYTES: u64 = LOGS_ADDRESS - ADDRESS + LOG_BYTES * MOST_SLOTS as u64;
 
 const PAGE: u64 = crate::PAGE_SIZE as u64;
 
 const _: () = assert!(size_of::<VcpuEntry>() <= crate::PAGE_SIZE && size_of::<Header>() <= crate::PAGE_SIZE);
+const _: () = assert!(LOGS_ADDRESS.is_multiple_of(PAGE) && SLOTS_ADDRESS.is_multiple_of(PAGE));

@@ -54,17 +54,24 @@ fn unavailable(mechanism: Mechanism, error: &io::Error) -> Error {
         Some(libc::ENOSYS) => {
             "the program does not run in the machine of `pagemark-kvm`; `pagemark-kvm PROGRAM` does it"
         }
-        Some(libc::EBUSY) if mechanism == Mechanism::KvmRing => {
-            "the machine keeps a log, which excludes rings; with PAGEMARK_KVM_DIRTY=rings in its environment, \
-             pagemark-kvm keeps rings"
-        }
-        Some(libc::EBUSY) => {
-            "the machine keeps rings, which exclude a log; without PAGEMARK_KVM_DIRTY in its environment, \
-             pagemark-kvm keeps a log"
-        }
+        Some(libc::EBUSY) => keeps_other(if mechanism == Mechanism::KvmRing { Means::Ring } else { Means::Log }),
         _ => "the machine cannot do it with this kernel and this memory",
     };
     Error::unavailable(mechanism, reason)
+}
+
+/// Why a machine has neither a log nor rings, if it is to have them: `means` says which.
+pub(super) fn keeps_other(means: Means) -> &'static str {
+    match means {
+        Means::Ring => {
+            "the machine keeps a log, which excludes rings; with PAGEMARK_KVM_DIRTY=rings in its environment, \
+             pagemark-kvm keeps rings"
+        }
+        _ => {
+            "the machine keeps rings, which exclude a log; without PAGEMARK_KVM_DIRTY in its environment, \
+             pagemark-kvm keeps a log"
+        }
+    }
 }
 
 impl Tracker for InMachine {

@@ -2,10 +2,11 @@
 //! 3). KVM finds the first write to a page by write protection below the program, or by
 //! page-modification logging where the processor has it.
 //!
-//! The machine is that in which the program runs, for its regions, or one of QEMU: those are
-//! tracked by `pagemark-vm`.
+//! The machine is that in which the program runs, for its regions and for whole processes, or one
+//! of QEMU: those are tracked by `pagemark-vm`.
 
 use super::in_machine::InMachine;
+use super::of_machine::{OfMachine, tracking};
 use super::registry::{MachineTracking, MechanismEntry};
 use crate::Mechanism;
 use crate::sys::own_machine::Means;
@@ -19,5 +20,5 @@ pub const ENTRY: MechanismEntry = MechanismEntry {
     sees_other_mappings: false,
     own_memory: |memory| Ok(Box::new(InMachine::new(Mechanism::KvmLog, Means::Log, memory.clone())?)),
     machine: Some(MachineTracking::ByHypervisor),
-    process: None,
+    process: Some(tracking(|memory, part| OfMachine::tracker(Mechanism::KvmLog, Means::Log, memory, part))),
 };
