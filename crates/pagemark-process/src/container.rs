@@ -83,8 +83,8 @@ const EXIT_LIMIT: Duration = Duration::from_millis(500);
 /// How long CRIU may take to end after a first process has.
 const END_LIMIT: Duration = Duration::from_secs(5);
 
-/// Looks whether the first process of a container, or of another tree, ends without that CRIU
-/// notices it.
+/// Looks whether the first process of a container, or of another tree, ends and CRIU does not
+/// notice it.
 ///
 /// A first process of a container that is killed ends only after all others there, and a process
 /// that is traced has ended for the kernel only when the tracer has waited for it. So a tracer of
@@ -131,12 +131,13 @@ impl Seen {
     fn next(self, pid: i32) -> Seen {
         let now = Instant::now();
         let is_traced = || Status::read(pid).is_ok_and(|status| status.tracer_pid != 0);
-        match (Stat::read(pid), self) {
-            (_, Seen::Ended(since)) => Seen::Ended(since),
-            (Ok(stat), Seen::Exiting(since)) if stat.is_exiting && !stat.is_zombie() => Seen::Exiting(since),
-            (Ok(stat), _) if stat.is_exiting && !stat.is_zombie() && is_traced() => Seen::Exiting(now),
-            (Ok(stat), _) if !stat.is_zombie() => Seen::Running,
-            _ => Seen::Ended(now),
+        match (Stat::read(pid).ok().filter(|stat| !stat.is_zombie()), self) {
+            (Some(stat), Seen::Exiting(since)) if stat.is_exiting => Seen::Exiting(since),
+            (Some(stat), _) if stat.is_exiting && is_traced() => Seen::Exiting(now),
+            // Also where one of CRIU's own programs had the id before.
+            (Some(_), _) => Seen::Running,
+            (None, Seen::Ended(since)) => Seen::Ended(since),
+            (None, _) => Seen::Ended(now),
         }
     }
 }
