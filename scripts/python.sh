@@ -37,4 +37,4 @@ PAGEMARK_PROGRAM=$(realpath "${CARGO_TARGET_DIR:-target}/debug/pagemark")
 export PAGEMARK_PROGRAM
 cd crates/pagemark-python
 # Other tests wait for time to pass.
-PYTHONDONTWRITEBYTECODE=1 timeout 900 nice -n 10 "$venv/bin/python" -m pytest "$@"
+PYTHONDONTWRITEBYTECODE=1 timeout --signal INT --kill-after 60 3600 nice -n 10 "$venv/bin/python" -m pytest "$@"
