@@ -8,6 +8,7 @@ mod console;
 mod debug;
 mod instructions;
 mod interval;
+mod interval_length;
 mod kept;
 mod list;
 mod merge;

@@ -248,6 +248,19 @@ fn what_is_typed_to_a_machine_is_typed_again_in_its_simulations() {
     assert!(refused.status.code() == Some(2) && text.contains("-serial stdio"), "{text}");
 }
 
+#[test]
+fn an_interval_of_a_time_is_simulated_by_its_instructions() {
+    let Some(guest) = guest_program() else { skip!("no QEMU, or no compiler for its guest") };
+    let (pagemark, paths) = (Pagemark::new(), MachinePaths::default());
+    let serial = format!("file:{}", paths.join("serial").display());
+    let options = ["simulate", "record", "--job", "vm", "--after", "40M", "--every", "5ms", "--intervals", "1", "--"];
+    let machine = [QEMU, "-nodefaults", "-m", "16", "-kernel", guest.to_str().expect("a path"), "-serial", &serial];
+    pagemark.done(&[&options[..], &machine].concat());
+    assert_eq!(pagemark.checkpoints("vm").len(), 2);
+    let document = pagemark.json(&["simulate", "interval", "vm@1", "--plugin", "mix", "--json"]);
+    assert!(document["instructions"].as_u64().is_some_and(|count| count > 0), "{document}");
+}
+
 /// A person stops the recording as any program in a terminal, and goes on.
 #[test]
 fn a_person_types_to_a_machine_in_a_terminal() {

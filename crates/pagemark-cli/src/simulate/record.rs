@@ -1,4 +1,4 @@
-//! `pagemark simulate record`: runs a machine with checkpoints by its instructions.
+//! `pagemark simulate record`: runs a machine with checkpoints by its instructions, or by time.
 
 use std::ffi::OsString;
 use std::process::ExitCode;
@@ -19,13 +19,13 @@ use crate::report::Report;
 use crate::repository::RepositoryOptions;
 use crate::signals::{Signals, announce_exit};
 use crate::simulate::console::MachineTerminal;
-use crate::simulate::instructions::instruction_count;
+use crate::simulate::interval_length::IntervalLength;
 use crate::vm::machine_job;
 
 /// How often the machine is looked at, at least and at most.
 const LOOKS: (Duration, Duration) = (Duration::from_millis(1), Duration::from_millis(100));
 
-/// Run a virtual machine that repeats its run, with checkpoints by its instructions
+/// Run a virtual machine that repeats its run, with checkpoints by its instructions or by time
 ///
 /// Adds to QEMU's arguments a clock that counts instructions (-icount shift=2,sleep=off), a date
 /// (-rtc base=2026-01-01,clock=vm) and -display none where there are none. What makes runs differ
@@ -41,12 +41,12 @@ pub struct Record {
     repository: RepositoryOptions,
     #[command(flatten)]
     memory: MemoryOptions,
-    /// Instructions from one checkpoint to the next: 100M, 2G, 500K
-    #[arg(long, value_name = "COUNT", default_value = "100M", value_parser = instruction_count)]
-    every: u64,
-    /// Instructions before the first checkpoint [default: those of --every]
-    #[arg(long, value_name = "COUNT", value_parser = instruction_count)]
-    after: Option<u64>,
+    /// Instructions from one checkpoint to the next, or the time: 100M, 2G, 500K; 500ms, 10s
+    #[arg(long, value_name = "LENGTH", default_value = "100M", value_parser = IntervalLength::parse)]
+    every: IntervalLength,
+    /// Instructions before the first checkpoint, or the time [default: as in --every]
+    #[arg(long, value_name = "LENGTH", value_parser = IntervalLength::parse)]
+    after: Option<IntervalLength>,
     /// End the machine after so many intervals
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     intervals: Option<u64>,
@@ -167,7 +167,7 @@ impl Record {
                 (Err(error), _) | (_, Err(error)) => return Err(failed(error)),
             };
             let done = count.saturating_sub(last);
-            if done >= length || (!is_running && done > 0) {
+            if length.is_reached(done, since.elapsed()) || (!is_running && done > 0) {
                 if !checkpoint(job)? {
                     return Ok(Ended::Early);
                 }
@@ -180,9 +180,7 @@ impl Record {
             if !is_running || left_checkpoints == Some(0) {
                 return Ok(Ended::Complete);
             }
-            let left = length.saturating_sub(done) as f64 / done.max(1) as f64;
-            // A speed that was measured over a short time says little.
-            let wait = since.elapsed().mul_f64(left.min(100.0) / 2.0).clamp(LOOKS.0, LOOKS.1);
+            let wait = (length.left(done, since.elapsed()) / 2).clamp(LOOKS.0, LOOKS.1);
             match stopped.recv_timeout(wait) {
                 Err(RecvTimeoutError::Timeout) => {}
                 _ => return Ok(Ended::Early),
