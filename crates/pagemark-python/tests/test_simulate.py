@@ -157,7 +157,8 @@ def test_a_run_goes_on_and_tries_again_what_a_killed_worker_has_lost(
         killed = 0
         while driver.poll() is None and killed == 0:
             simulations = filter(is_simulation, processes_with(str(recording.directory)))
-            killed = next(map(parent, simulations), 0)
+            # One whose worker has ended has another parent by now.
+            killed = next(filter(is_worker, map(parent, simulations)), 0)
             time.sleep(0.02)
         if killed:
             os.kill(killed, signal.SIGKILL)
@@ -189,6 +190,10 @@ def arguments(pid: int) -> list[str]:
         return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
     except OSError:
         return []
+
+
+def is_worker(pid: int) -> bool:
+    return "".join(arguments(pid)[:1]).startswith("ray::")
 
 
 def is_simulation(pid: int) -> bool:
