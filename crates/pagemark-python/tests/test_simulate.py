@@ -124,11 +124,14 @@ def ray_address() -> Iterator[str]:
     directory = Path("/tmp") / f"pagemark-test-ray-{os.getpid()}"
     pipe = subprocess.PIPE
     command = [sys.executable, "-c", RAY, str(directory)]
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment()) as ray:
-        assert ray.stdout is not None
-        yield ray.stdout.readline().strip()
-        assert ray.stdin is not None
-        ray.stdin.close()
+    # Ray gives up a start that takes longer than 30 s, as on a busy machine.
+    for _ in range(10):
+        with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment()) as ray:
+            assert ray.stdin is not None and ray.stdout is not None
+            if address := ray.stdout.readline().strip():
+                yield address
+                ray.stdin.close()
+                break
     shutil.rmtree(directory)
 
 
