@@ -5,8 +5,8 @@
 //! KVM keeps a log, which is read into the process's memory when the machine is given up; or rings,
 //! from which the pages come there too. It notes pages for a tracker from the first machine on that
 //! is made after it began. In a new machine it notes a page at the first access, as it lets the
-//! program write then: of what it has noted, the dirty bits tell what was written. So a log and
-//! rings say where the tables need be read at all.
+//! program write then. The dirty bits of the noted pages show which of them were written. So a log
+//! and rings limit which entries of the tables are read.
 //!
 //! Writes that leave no trace there are listed by the monitor: those of the kernel on the program's
 //! behalf, and its own. System calls that have not ended are announced; what they write counts as
