@@ -18,9 +18,9 @@ pub enum IntervalLength {
 impl IntervalLength {
     /// Reads a length: `100M`, `2G`, or `500ms`, `10s`.
     pub fn parse(text: &str) -> Result<IntervalLength, String> {
-        let time = |_| text::parse_duration(text).ok().filter(|time| !time.is_zero()).map(IntervalLength::Time);
-        let length = instruction_count(text).map(IntervalLength::Instructions).or_else(|error| time(error).ok_or(()));
-        length.map_err(|()| format!("{text:?} is no length of an interval; write 100M, 2G, 500ms or 10s"))
+        let count = instruction_count(text).map(IntervalLength::Instructions);
+        let length = count.or_else(|_| text::parse_duration(text).map(IntervalLength::Time));
+        length.map_err(|_| format!("{text:?} is no length of an interval; write 100M, 2G, 500ms or 10s"))
     }
 
     /// True for an interval that has run so far. One without an instruction is none.
