@@ -142,11 +142,6 @@ impl Seen {
     }
 }
 
-/// True for the first process of a container, or of one within another.
-pub(crate) fn is_first(status: &Status) -> bool {
-    matches!(status.namespace_ids[..], [_, .., 1])
-}
-
 /// True if a process has mounts of its own.
 ///
 /// # Errors

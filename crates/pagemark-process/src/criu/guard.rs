@@ -84,7 +84,7 @@ impl Original {
     fn read(pid: i32) -> Original {
         let status = Status::read(pid).ok();
         let is_stopped = status.as_ref().is_some_and(|status| status.state == 'T');
-        let is_first = status.as_ref().is_some_and(container::is_first);
+        let is_first = status.as_ref().is_some_and(Status::is_first_of_namespace);
         Original { pid, code: first_code(pid), is_stopped, is_first }
     }
 }

@@ -437,16 +437,13 @@ impl Prepared {
             None => Running::Criu(child),
         };
         let mut end = MissedEnd::default();
-        let succeeded = loop {
+        let failure = loop {
             match running.try_wait().map_err(io("wait for CRIU"))? {
-                Some(succeeded) => break succeeded,
+                Some(true) => break None,
+                Some(false) => break Some(errors_in_log(&self.directory.join(LOG))),
                 None if begin.elapsed() > limit => return Err(self.end_restore(running, &begun, limit)),
                 None if end.is_there(|| self.root_begun(&mut running, &begun)) => {
-                    running.end();
-                    begun.end();
-                    self.wait_for_end();
-                    let what = format!("restore process {root_pid}");
-                    return Err(Error::criu_failed(what, "the process was killed meanwhile"));
+                    break Some("the process was killed meanwhile".to_owned());
                 }
                 None => {
                     if let Err(error) = meanwhile() {
@@ -457,12 +454,11 @@ impl Prepared {
                 }
             }
         };
-        if !succeeded {
+        if let Some(reason) = failure {
             // CRIU kills what it has begun, unless it was killed itself, and leaves the root to its parent.
             running.end();
             begun.end();
             self.wait_for_end();
-            let reason = errors_in_log(&self.directory.join(LOG));
             let what = format!("restore process {root_pid}");
             return Err(Error::criu_failed(what, reason));
         }
@@ -581,7 +577,7 @@ impl Prepared {
     /// The root process that CRIU restores, as soon as there is one.
     fn root_begun(&self, running: &mut Running, begun: &Begun) -> Vec<i32> {
         let is_root = |pid: &i32| match self.notes.first_process {
-            Some(_) => Status::read(*pid).is_ok_and(|status| container::is_first(&status)),
+            Some(_) => Status::read(*pid).is_ok_and(|status| status.is_first_of_container()),
             None => self.pids().first() == Some(pid),
         };
         // Its parent is CRIU or this process.

@@ -90,6 +90,12 @@ impl Status {
         matches!(self.namespace_ids[..], [_, 1])
     }
 
+    /// True if the thread is the first process of a namespace of process ids that is anywhere below
+    /// that of `/proc`.
+    pub fn is_first_of_namespace(&self) -> bool {
+        matches!(self.namespace_ids[..], [_, .., 1])
+    }
+
     /// True if the process or thread has exited, waited for or not.
     pub fn is_dead(&self) -> bool {
         is_dead(self.state)
