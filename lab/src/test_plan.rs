@@ -379,7 +379,7 @@ fn tests(part: Part, extent: Extent, programs: &Programs) -> Result<Vec<GuestTes
                 tests.push(GuestTest::new("KVM's log has two readers", libtest(shared, "--test-threads 1")));
                 let under_kvm = [
                     ("machines under KVM come back", "pagemark-vm", "kvm_log", ""),
-                    ("many checkpoints under KVM", "pagemark-vm", "load", " the_log_of_kvm"),
+                    ("many checkpoints under KVM", "pagemark-vm", "load", " of_kvm"),
                     ("a machine under KVM is run", "pagemark-cli", "vm_kvm_log", ""),
                 ];
                 for (name, crate_name, target, selected) in under_kvm {

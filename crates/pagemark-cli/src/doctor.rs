@@ -152,7 +152,7 @@ fn finding(mechanism: Mechanism, probes: &[Vec<Probe>]) -> Option<MechanismFindi
         Some(MachineTracking::OfProcess) => process.clone(),
         Some(MachineTracking::HoldsWrites) => Some(ScopeFinding::of(&pagemark_vm::cost(mechanism))),
         // It works in a machine, where alone its cost is known.
-        Some(MachineTracking::ByHypervisor) => Some(ScopeFinding::without_cost(&pagemark_vm::check_kvm_log())),
+        Some(MachineTracking::ByHypervisor) => Some(ScopeFinding::without_cost(&pagemark_vm::check_kvm(mechanism))),
     };
     Some(MechanismFinding {
         mechanism,

@@ -47,12 +47,12 @@ pub struct TrackingOptions {
     mechanism: MechanismChoice,
     /// How memory is copied: in rounds while the program runs, or all while it is frozen; of a
     /// virtual machine also when it runs again, each page before the first write to it (needs the
-    /// mechanism uffd, which `auto` then means, or kvm-log)
+    /// mechanism uffd, which `auto` then means, kvm-log or kvm-ring)
     #[arg(long, default_value = "pre-copy", value_enum)]
     strategy: StrategyName,
-    /// With copy-on-write and kvm-log: until when a virtual machine waits where it writes to a page
-    /// of the checkpoint. `early`: until the page is copied; `late`: the first write to it, until
-    /// the next checkpoint [default: early]
+    /// With copy-on-write and kvm-log or kvm-ring: until when a virtual machine waits where it
+    /// writes to a page of the checkpoint. `early`: until the page is copied; `late`: the first
+    /// write to it, until the next checkpoint [default: early]
     #[arg(long, value_name = "WHEN", value_enum)]
     activation: Option<ActivationName>,
 }
@@ -83,7 +83,9 @@ impl TrackingOptions {
     pub fn check_machine(&self) -> Result<(), Failure> {
         let mechanism = self.mechanism(Scope::Machine);
         if self.activation.is_some() && self.activation().is_none() {
-            return Err(Failure::usage("--activation is for the strategy copy-on-write with the mechanism kvm-log"));
+            return Err(Failure::usage(
+                "--activation is for the strategy copy-on-write with the mechanisms kvm-log and kvm-ring",
+            ));
         }
         if self.strategy != StrategyName::CopyOnWrite || mechanism.allows_copy_on_write() {
             return Ok(());

@@ -128,9 +128,10 @@ impl Checkpoint {
 /// Attaches to a machine.
 pub fn attach(tracking: &TrackingOptions, monitor: &std::path::Path) -> Result<VmTarget, Failure> {
     let failed = |error| Failure::of(format!("cannot attach to the machine of {}", monitor.display()), error);
+    let mechanism = tracking.mechanism(Scope::Machine);
     let target = match tracking.activation() {
-        Some(activation) => VmTarget::attach_to_hold(monitor, activation),
-        None => VmTarget::attach(monitor, tracking.mechanism(Scope::Machine)),
+        Some(activation) => VmTarget::attach_to_hold(monitor, mechanism, activation),
+        None => VmTarget::attach(monitor, mechanism),
     };
     target.map_err(failed)
 }

@@ -1,5 +1,5 @@
-//! `pagemark vm run --mechanism kvm-log`: a machine of the lab runs the tests that need QEMU under
-//! KVM.
+//! `pagemark vm run` with `kvm-log` and `kvm-ring`: a machine of the lab runs the tests that need
+//! QEMU under KVM.
 
 mod support;
 
@@ -13,7 +13,13 @@ use support::{Pagemark, children, kill_and_wait};
 #[test]
 #[ignore = "a machine of the lab runs it"]
 fn a_machine_that_is_killed_with_its_pagemark_comes_back() {
-    comes_back(&[], &["-accel", "kvm"]);
+    comes_back(&["--mechanism", "kvm-log"], &["-accel", "kvm"]);
+}
+
+#[test]
+#[ignore = "a machine of the lab runs it"]
+fn a_machine_with_rings_that_is_killed_with_its_pagemark_comes_back() {
+    comes_back(&["--mechanism", "kvm-ring"], &["-accel", "kvm"]);
 }
 
 #[test]
@@ -21,13 +27,13 @@ fn a_machine_that_is_killed_with_its_pagemark_comes_back() {
 fn a_machine_whose_memory_is_copied_on_write_comes_back() {
     let shared = "memory-backend-memfd,id=ram,size=16M,share=on";
     let qemu = ["-accel", "kvm", "-machine", "q35,memory-backend=ram", "-object", shared];
-    comes_back(&["--strategy", "copy-on-write", "--activation", "late"], &qemu);
+    comes_back(&["--mechanism", "kvm-log", "--strategy", "copy-on-write", "--activation", "late"], &qemu);
 }
 
 fn comes_back(options: &[&str], qemu: &[&str]) {
     let pagemark = Pagemark::new();
     let paths = MachinePaths::default();
-    let mut command = pagemark.command(&["vm", "run", "--mechanism", "kvm-log", "--every", "2s", "--job", "vm"]);
+    let mut command = pagemark.command(&["vm", "run", "--every", "2s", "--job", "vm"]);
     command.args(options).args(["--", QEMU]).args(paths.arguments(qemu)).stdin(Stdio::null()).stdout(Stdio::null());
     let log = File::create(pagemark.directory().join("pagemark.log")).expect("a log file");
     let mut run = command.env("TMPDIR", pagemark.directory()).stderr(log).spawn().expect("it starts");
@@ -42,7 +48,7 @@ fn comes_back(options: &[&str], qemu: &[&str]) {
     let monitor = log.lines().find_map(|line| line.split_once("; monitor ")).expect("a line with the monitor").1;
     let before = pagemark.checkpoints("vm").len();
     wait_for("the library to let go", || {
-        let mut once = pagemark.command(&["vm", "checkpoint", "--mechanism", "kvm-log", "--job", "vm"]);
+        let mut once = pagemark.command(&["vm", "checkpoint", "--job", "vm"]);
         once.args(options).arg(monitor).output().expect("it starts").status.success().then_some(())
     });
     assert_eq!(pagemark.checkpoints("vm").len(), before + 1);
@@ -91,8 +97,11 @@ fn a_machine_that_runs_already_is_refused_with_what_enables_it() {
     let paths = MachinePaths::default();
     let _qemu = pagemark_testing::Qemu::start(&paths, &pagemark_testing::PLAIN);
     let monitor = paths.monitor().display().to_string();
-    let output = pagemark.command(&["vm", "attach", "--mechanism", "kvm-log", &monitor]).output().expect("it starts");
-    let message = String::from_utf8_lossy(&output.stderr);
-    assert!(!output.status.success() && message.contains("-accel kvm"), "{message}");
+    for mechanism in ["kvm-log", "kvm-ring"] {
+        let mut command = pagemark.command(&["vm", "attach", "--mechanism", mechanism, &monitor]);
+        let output = command.output().expect("it starts");
+        let message = String::from_utf8_lossy(&output.stderr);
+        assert!(!output.status.success() && message.contains("-accel kvm"), "{mechanism}: {message}");
+    }
     paths.wait_for_steps(2);
 }

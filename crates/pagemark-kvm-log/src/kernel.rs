@@ -5,7 +5,7 @@ use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use crate::machine::{Kernel, Region};
+use crate::machine::{Kernel, Region, Taken};
 use crate::ring::{self, Ring};
 
 /// `KVM_CREATE_VM`.
@@ -108,10 +108,15 @@ pub struct KvmMachine {
 #[derive(Debug, Default)]
 struct Rings {
     /// One for each virtual CPU, of `entries` entries.
-    rings: Vec<Ring>,
+    rings: Vec<KeptRing>,
     entries: u32,
-    /// True if entries were read, and their pages are not protected again yet.
-    needs_reset: bool,
+}
+
+#[derive(Debug)]
+struct KeptRing {
+    ring: Ring,
+    /// Entries that were read and whose pages are not protected again yet.
+    unprotected: u32,
 }
 
 impl KvmMachine {
@@ -142,7 +147,7 @@ impl KvmMachine {
     pub fn add_ring(&self, processor: RawFd) -> io::Result<()> {
         let mut rings = self.rings();
         let ring = Ring::of(processor, rings.entries, 0)?;
-        rings.rings.push(ring);
+        rings.rings.push(KeptRing { ring, unprotected: 0 });
         Ok(())
     }
 
@@ -196,21 +201,23 @@ impl Kernel for KvmMachine {
         unsafe { call(self.fd, CLEAR_DIRTY_LOG, (&raw const request) as usize) }.map(drop)
     }
 
-    fn take_rings(&self, each: &mut dyn FnMut(u32, u64)) -> Result<(), i32> {
+    fn take_rings(&self, each: &mut dyn FnMut(u32, u64)) -> Result<Taken, i32> {
         let mut rings = self.rings();
-        let Rings { rings, needs_reset, .. } = &mut *rings;
-        for ring in rings {
+        let Rings { rings, entries } = &mut *rings;
+        for KeptRing { ring, unprotected } in rings.iter_mut() {
             let count = ring.read(|slot, page| {
                 each(slot, page);
                 true
             });
-            *needs_reset |= count > 0;
+            *unprotected = unprotected.saturating_add(count);
         }
-        if *needs_reset {
+        // KVM leaves the machine when some entries are still free.
+        let is_overwritten = rings.iter().any(|kept| kept.unprotected >= *entries);
+        if rings.iter().any(|kept| kept.unprotected > 0) {
             ring::reset(self.fd)?;
-            *needs_reset = false;
+            rings.iter_mut().for_each(|kept| kept.unprotected = 0);
         }
-        Ok(())
+        Ok(if is_overwritten { Taken::Overwritten } else { Taken::All })
     }
 }
 

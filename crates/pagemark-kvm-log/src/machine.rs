@@ -85,7 +85,17 @@ pub trait Kernel {
     /// # Errors
     /// Those of the calls. What `each` got does not come again, and may be written without being
     /// entered until a further call succeeds.
-    fn take_rings(&self, each: &mut dyn FnMut(u32, u64)) -> Result<(), i32>;
+    fn take_rings(&self, each: &mut dyn FnMut(u32, u64)) -> Result<Taken, i32>;
+}
+
+/// What was taken from the rings.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Taken {
+    /// All pages that were entered.
+    All,
+    /// KVM has not left the machine when a ring was full, and has overwritten entries: their pages
+    /// are not known, and never entered again.
+    Overwritten,
 }
 
 /// Why Pagemark cannot read the log of a machine.
@@ -97,6 +107,8 @@ pub enum Refusal {
     Ring,
     /// The machine was to keep rings, and KVM does not let it.
     NoRings,
+    /// KVM has overwritten entries of the machine's rings.
+    Overwritten,
     /// A slot has memory that its owner cannot read.
     GuestMemory,
     /// Nobody has begun to read the log.
@@ -183,6 +195,8 @@ enum Keeps {
     Rings,
     /// It was to keep rings, and has refused it.
     NoRings,
+    /// Rings of which KVM has overwritten entries: any page can be written from there on.
+    OverwrittenRings,
 }
 
 /// A machine.
@@ -219,10 +233,11 @@ impl Machine {
 
     /// True if the machine keeps rings in place of the log.
     pub fn has_rings(&self) -> bool {
-        self.keeps == Keeps::Rings
+        matches!(self.keeps, Keeps::Rings | Keeps::OverwrittenRings)
     }
 
-    /// Takes what the rings have into the logs of the slots.
+    /// Takes what the rings have into the logs of the slots. If entries were overwritten, all pages
+    /// count as written for the owner from then on, and Pagemark is refused.
     ///
     /// # Errors
     /// Those of the kernel; nothing is lost.
@@ -230,11 +245,15 @@ impl Machine {
         if !self.has_rings() {
             return Ok(());
         }
-        kernel.take_rings(&mut |slot, page| {
+        let taken = kernel.take_rings(&mut |slot, page| {
             if let Some(log) = self.slots.get_mut(&slot).and_then(|slot| slot.log.as_mut()) {
                 log.add(page);
             }
-        })
+        })?;
+        if taken == Taken::Overwritten {
+            self.keeps = Keeps::OverwrittenRings;
+        }
+        Ok(())
     }
 
     /// True if it has memory.
@@ -333,7 +352,11 @@ impl Machine {
             return Some(Err(libc::ENOENT));
         }
         let taken = self.take_rings(kernel);
+        let is_overwritten = self.keeps == Keeps::OverwrittenRings;
         let slot = self.owner_slot(slot)?;
+        if let Some(log) = slot.log.as_mut().filter(|_| is_overwritten) {
+            log.begin(Reader::Owner, true);
+        }
         Some(taken.and(slot.see(kernel, has_rings)).and_then(|()| {
             let written = slot.log.as_ref().map_or(Vec::new(), |log| log.written(Reader::Owner));
             // Otherwise the read clears.
@@ -395,6 +418,10 @@ impl Machine {
         self.has_ring = true;
     }
 
+    fn check_rings(&self) -> Result<(), Refusal> {
+        if self.keeps == Keeps::OverwrittenRings { Err(Refusal::Overwritten) } else { Ok(()) }
+    }
+
     /// Pagemark begins to read: it is told of what is written from now on.
     ///
     /// # Errors
@@ -411,6 +438,7 @@ impl Machine {
         }
         // What was written before is for the owner alone.
         self.take_rings(kernel)?;
+        self.check_rings()?;
         if !self.is_shared {
             if kernel.manual_options() & MANUAL_PROTECT == 0 {
                 return Err(Refusal::NoLog);
@@ -445,6 +473,7 @@ impl Machine {
             return Err(Refusal::NotBegun);
         }
         self.take_rings(kernel)?;
+        self.check_rings()?;
         let has_rings = self.has_rings();
         let mut found = std::mem::take(&mut self.dropped);
         for slot in self.slots.values_mut() {

@@ -28,7 +28,7 @@ pub const VIEWS: &CStr = c"pagemark-views";
 pub const MAGIC: u64 = u64::from_le_bytes(*b"PMKVMLOG");
 
 /// The version of the protocol.
-pub const VERSION: u64 = 2;
+pub const VERSION: u64 = 3;
 
 /// The most entries of a reply: KVM has fewer slots.
 const MAX_ENTRIES: u64 = 1 << 17;
@@ -98,6 +98,7 @@ impl Status {
             Status::Refused(Refusal::NotBegun) => [6, 0],
             Status::Refused(Refusal::Call(error)) => [7, u64::from(error.unsigned_abs())],
             Status::Refused(Refusal::NoRings) => [8, 0],
+            Status::Refused(Refusal::Overwritten) => [9, 0],
         }
     }
 
@@ -113,6 +114,7 @@ impl Status {
             6 => Status::Refused(Refusal::NotBegun),
             7 => Status::Refused(Refusal::Call(i32::try_from(error).unwrap_or(libc::EIO))),
             8 => Status::Refused(Refusal::NoRings),
+            9 => Status::Refused(Refusal::Overwritten),
             other => return Err(invalid(format!("there is no status {other}"))),
         })
     }

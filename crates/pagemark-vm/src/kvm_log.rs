@@ -1,4 +1,5 @@
-//! KVM's log of the pages that the machine writes: the mechanism `kvm-log` for machines.
+//! KVM's log of the pages that the machine writes, or its rings: the mechanisms `kvm-log` and
+//! `kvm-ring` for machines.
 //!
 //! KVM allows the calls on a machine to QEMU alone. A library that is preloaded into QEMU
 //! (`pagemark-kvm-preload`) makes them, and shares the log with QEMU. This is the other end of its
@@ -22,7 +23,7 @@ use pagemark::track::{self, Scope};
 use pagemark::{Address, ByteCount, Mechanism, RangeSet};
 use pagemark_kvm_log::kernel::{self, Keeping, Lack};
 use pagemark_kvm_log::machine::{Refusal, Written};
-use pagemark_kvm_log::protocol::{Request, SOCKET, Status, receive_greeting, receive_reply};
+use pagemark_kvm_log::protocol::{RINGS, Request, SOCKET, Status, receive_greeting, receive_reply};
 
 use crate::error::{Error, ErrorKind, Object, Result};
 
@@ -35,6 +36,10 @@ const OTHER: &str = "start the machine with `pagemark vm run --mechanism kvm-log
 /// What happens where a reply was not received.
 const LOST: &str = "the next checkpoint connects anew, and saves all of the memory";
 
+/// The directory of a module of KVM that does not leave a machine whose ring is full, where it
+/// emulates the machine's instructions.
+const OVERWRITES: &str = "/sys/module/kvm_pvm";
+
 const REACH: &str = "reach the library for KVM's log in";
 
 /// The mechanisms that find what QEMU writes, the preferred one first. They must see each write,
@@ -45,20 +50,36 @@ const OUTSIDE: [Mechanism; 2] = [Mechanism::Ldt, Mechanism::PagemapScan];
 ///
 /// # Errors
 /// `ErrorKind::Unavailable`: none of them works on this host.
-pub(crate) fn outside() -> Result<Mechanism, pagemark::Error> {
-    OUTSIDE.into_iter().find(|&mechanism| track::check(mechanism, Scope::Process).is_ok()).ok_or_else(|| {
+pub(crate) fn outside(mechanism: Mechanism) -> Result<Mechanism, pagemark::Error> {
+    OUTSIDE.into_iter().find(|&outside| track::check(outside, Scope::Process).is_ok()).ok_or_else(|| {
         let reason = "what QEMU's devices write is found by pagemap-scan, which needs Linux 6.7";
-        pagemark::Error::unavailable(Mechanism::KvmLog, reason)
+        pagemark::Error::unavailable(mechanism, reason)
     })
 }
 
-/// Checks that the mechanism `kvm-log` works for machines that this host runs.
+/// What KVM has to keep for a mechanism; None for one that does not read it.
+pub(crate) fn keeping(mechanism: Mechanism) -> Option<Keeping> {
+    match mechanism {
+        Mechanism::KvmLog => Some(Keeping::Log),
+        Mechanism::KvmRing => Some(Keeping::Rings),
+        _ => None,
+    }
+}
+
+/// Checks that a mechanism that reads what KVM keeps works for machines that this host runs: for
+/// another one, that KVM has a log.
 ///
 /// # Errors
 /// `ErrorKind::Unavailable` says what is missing, and what would enable it.
-pub fn check_kvm_log() -> Result<(), pagemark::Error> {
-    let unavailable = |reason: String| pagemark::Error::unavailable(Mechanism::KvmLog, reason);
-    kernel::check(Keeping::Log).map_err(|lack| {
+pub fn check_kvm(mechanism: Mechanism) -> Result<(), pagemark::Error> {
+    let unavailable = |reason: String| pagemark::Error::unavailable(mechanism, reason);
+    let keeping = keeping(mechanism).unwrap_or(Keeping::Log);
+    if keeping == Keeping::Rings && Path::new(OVERWRITES).exists() {
+        let reason =
+            "the module kvm_pvm does not leave a machine whose ring is full, and overwrites entries: use kvm-log";
+        return Err(unavailable(reason.to_owned()));
+    }
+    kernel::check(keeping).map_err(|lack| {
         unavailable(match lack {
             Lack::Device(error) if error.kind() == io::ErrorKind::NotFound => {
                 "there is no /dev/kvm: load the module kvm_intel or kvm_amd".to_owned()
@@ -70,10 +91,10 @@ pub fn check_kvm_log() -> Result<(), pagemark::Error> {
         })
     })?;
     crate::preloaded::library().map_err(|error| unavailable(error.to_string()))?;
-    outside().map(drop)
+    outside(mechanism).map(drop)
 }
 
-/// KVM's log of one machine. Dropped, it is not read any longer.
+/// KVM's log or rings of one machine. Dropped, they are not read any longer.
 #[derive(Debug)]
 pub(crate) struct KvmLog {
     pid: i32,
@@ -87,8 +108,8 @@ impl KvmLog {
     ///
     /// # Errors
     /// [`ErrorKind::KvmLog`]; QEMU is unchanged.
-    pub(crate) fn connect(pid: i32) -> Result<KvmLog> {
-        let path = socket_of(pid)?;
+    pub(crate) fn connect(pid: i32, keeping: Keeping) -> Result<KvmLog> {
+        let path = socket_of(pid, keeping)?;
         let stream = UnixStream::connect(&path).map_err(|error| {
             let help = "the library is in a QEMU that is linked dynamically, has no more rights than its user, and has \
                         made a machine with -accel kvm";
@@ -175,15 +196,25 @@ fn of(operation: &'static str, pid: i32) -> impl FnOnce(io::Error) -> Error {
     move |error| Error::of(ErrorKind::KvmLog, operation, Object::Process(pid), error)
 }
 
-/// The socket that QEMU's environment names.
-fn socket_of(pid: i32) -> Result<PathBuf> {
+/// The socket that QEMU's environment names, of a machine that keeps this.
+fn socket_of(pid: i32, keeping: Keeping) -> Result<PathBuf> {
     let environment = std::fs::read(proc::path(pid, "environ")).map_err(of("read the environment of", pid))?;
-    let prefix = format!("{SOCKET}=");
-    let value = environment.split(|&byte| byte == 0).find_map(|variable| variable.strip_prefix(prefix.as_bytes()));
-    value.map(|path| Path::new(OsStr::from_bytes(path)).to_owned()).ok_or_else(|| {
-        let reason = "was started without the library that reads KVM's log";
-        Error::about(ErrorKind::KvmLog, Object::Process(pid), reason).help(OTHER)
-    })
+    let variable = |name: &str| {
+        let value = |variable: &'_ [u8]| Some(variable.strip_prefix(name.as_bytes())?.strip_prefix(b"=")?.to_owned());
+        environment.split(|&byte| byte == 0).find_map(value)
+    };
+    let refused = |reason| Error::about(ErrorKind::KvmLog, Object::Process(pid), reason);
+    let Some(path) = variable(SOCKET) else {
+        return Err(refused("was started without the library that reads KVM's log").help(OTHER));
+    };
+    match (keeping, variable(RINGS).is_some()) {
+        (Keeping::Log, true) => {
+            Err(refused("was started for kvm-ring: KVM has no log of its machine").help("use --mechanism kvm-ring"))
+        }
+        (Keeping::Rings, false) => Err(refused("was started for kvm-log: KVM keeps no rings for its machine")
+            .help("use --mechanism kvm-log, or start it with `pagemark vm run --mechanism kvm-ring`")),
+        _ => Ok(PathBuf::from(OsStr::from_bytes(&path))),
+    }
 }
 
 /// The error that the library reports.
@@ -201,6 +232,10 @@ fn done(pid: i32, status: Status) -> Result<()> {
         Status::Refused(Refusal::NoRings) => {
             ("runs under a KVM that has no dirty rings", "Linux has them since 5.11; or use kvm-log")
         }
+        Status::Refused(Refusal::Overwritten) => (
+            "runs under a KVM that has overwritten entries of its rings, so that written pages are not known",
+            "start it with `pagemark vm run --mechanism kvm-log`",
+        ),
         Status::Refused(Refusal::GuestMemory) => {
             ("has memory of a confidential machine, which it cannot read", "no checkpoint can hold such a machine")
         }
@@ -251,13 +286,14 @@ mod tests {
 
     #[test]
     fn what_the_library_refuses_is_named_with_what_to_do() {
-        use Refusal::{Call, GuestMemory, NoLog, NoRings, NotBegun, Ring};
+        use Refusal::{Call, GuestMemory, NoLog, NoRings, NotBegun, Overwritten, Ring};
         for (status, expected) in [
             (Status::Busy, "another Pagemark"),
             (Status::NoMachine, "no machine"),
             (Status::Refused(NoLog), "manual protection"),
             (Status::Refused(Ring), "ring"),
             (Status::Refused(NoRings), "rings"),
+            (Status::Refused(Overwritten), "overwritten"),
             (Status::Refused(GuestMemory), "confidential"),
             (Status::Refused(NotBegun), "not read"),
         ] {
@@ -324,12 +360,28 @@ mod tests {
 
     #[test]
     fn a_process_without_the_library_is_refused() {
-        let mut child = std::process::Command::new("sleep").arg("60").env_remove(SOCKET).spawn().unwrap();
-        let error = KvmLog::connect(child.id() as i32).unwrap_err();
-        child.kill().unwrap();
-        child.wait().unwrap();
-        assert_eq!(error.kind(), ErrorKind::KvmLog);
-        assert!(error.to_string().contains("without the library"), "{error}");
-        assert!(error.advice().contains("vm run"), "{}", error.advice());
+        let refused = |keeping, variables: &[(&str, &str)], expected: &str, advice: &str| {
+            let mut command = std::process::Command::new("sleep");
+            command.arg("600").env_remove(SOCKET).env_remove(RINGS).envs(variables.iter().copied());
+            let mut child = command.spawn().unwrap();
+            // A program that is just executed has no environment yet.
+            let environment = proc::path(child.id() as i32, "environ");
+            while std::fs::read(&environment).unwrap().is_empty() {}
+            let error = KvmLog::connect(child.id() as i32, keeping).unwrap_err();
+            child.kill().unwrap();
+            child.wait().unwrap();
+            assert_eq!(error.kind(), ErrorKind::KvmLog);
+            assert!(error.to_string().contains(expected), "{error}");
+            assert!(error.advice().contains(advice), "{}", error.advice());
+        };
+        let (socket, rings) = ((SOCKET, "/no/such/socket"), (RINGS, "4096"));
+        for keeping in [Keeping::Log, Keeping::Rings] {
+            refused(keeping, &[], "without the library", "vm run");
+            refused(keeping, &[rings], "without the library", "vm run");
+        }
+        refused(Keeping::Log, &[socket, rings], "for kvm-ring", "--mechanism kvm-ring");
+        refused(Keeping::Rings, &[socket], "for kvm-log", "--mechanism kvm-log");
+        refused(Keeping::Log, &[socket], "reach the library", "linked dynamically");
+        refused(Keeping::Rings, &[socket, rings], "reach the library", "linked dynamically");
     }
 }

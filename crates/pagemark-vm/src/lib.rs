@@ -87,7 +87,7 @@ pub use fork::ForkedMachine;
 pub use fork_arguments::Replacement;
 pub use input_list::{InputList, deterministic_inputs};
 pub use interval::{Interval, Observer, SimulatedInterval, instructions_of};
-pub use kvm_log::check_kvm_log;
+pub use kvm_log::check_kvm;
 pub use probe::cost;
 pub use restore::{LazyMachine, Restore, RunningMachine};
 pub use run::OwnQemu;

@@ -1,4 +1,5 @@
-//! The library that is preloaded into a QEMU whose machine is to be tracked by `kvm-log`.
+//! The library that is preloaded into a QEMU whose machine is to be tracked by `kvm-log` or
+//! `kvm-ring`.
 
 use std::ffi::{CString, OsStr, OsString};
 use std::fs::File;
@@ -7,7 +8,9 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
-use pagemark_kvm_log::protocol::{LIBRARY, SOCKET};
+use pagemark_kvm_log::kernel::Keeping;
+use pagemark_kvm_log::protocol::{LIBRARY, RINGS, SOCKET};
+use pagemark_kvm_log::ring::ENTRIES;
 use pagemark_process::preload::{self, Missing, Unloadable};
 
 use crate::error::{Error, ErrorKind, Object, Result};
@@ -19,11 +22,11 @@ const VARIABLE: &str = "PAGEMARK_KVM_LOG_LIBRARY";
 const MAX_HEADERS: usize = 64;
 
 /// The variables by which QEMU, the program `program`, gets the library, and the library its
-/// socket.
+/// socket, and what its machine is to keep.
 ///
 /// # Errors
 /// [`ErrorKind::KvmLog`]: the library is not there, or this program takes none.
-pub(crate) fn variables(program: &OsStr, socket: &Path) -> Result<Vec<(&'static str, OsString)>> {
+pub(crate) fn variables(program: &OsStr, socket: &Path, keeping: Keeping) -> Result<Vec<(&'static str, OsString)>> {
     let library = library()?;
     if let Some(reason) = find(program).and_then(|path| refusal(&path)) {
         let error = Error::about(ErrorKind::KvmLog, Object::None, format!("{} {reason}", Path::new(program).display()));
@@ -39,7 +42,8 @@ pub(crate) fn variables(program: &OsStr, socket: &Path) -> Result<Vec<(&'static 
         let error = Error::about(ErrorKind::KvmLog, Object::None, format!("{} {reason}", library.display()));
         error.help(format!("name another copy in {VARIABLE}"))
     })?;
-    Ok(vec![(preload::PRELOAD, value), (SOCKET, socket.as_os_str().to_owned())])
+    let rings = (keeping == Keeping::Rings).then(|| (RINGS, ENTRIES.to_string().into()));
+    Ok([(preload::PRELOAD, value), (SOCKET, socket.as_os_str().to_owned())].into_iter().chain(rings).collect())
 }
 
 /// Finds the library: in `$PAGEMARK_KVM_LOG_LIBRARY`, beside this program, or in `../lib/pagemark`.

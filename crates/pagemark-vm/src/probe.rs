@@ -10,8 +10,8 @@ use crate::write_watch::{Activation, WriteWatch};
 /// [`pagemark::track::cost`] does for other scopes.
 ///
 /// # Errors
-/// As [`pagemark::track::cost`]. What `kvm-log` costs is known only in a machine: it is unavailable
-/// here. See [`check_kvm_log`](crate::check_kvm_log).
+/// As [`pagemark::track::cost`]. What `kvm-log` and `kvm-ring` cost is known only in a machine:
+/// they are unavailable here. See [`check_kvm`](crate::check_kvm).
 pub fn cost(mechanism: Mechanism) -> Result<Cost, pagemark::Error> {
     track::cost_with(mechanism, &|memory| tracker(mechanism, memory))
 }

@@ -9,13 +9,14 @@ use std::time::{Duration, Instant};
 
 use nix::sys::signal::{SigSet, SigmaskHow, sigprocmask};
 use pagemark::Mechanism;
+use pagemark_kvm_log::protocol::RINGS;
 use tempfile::TempDir;
 
 use crate::command_line::{is_daemon, listening_monitor};
 use crate::error::{Error, ErrorKind, Object, Result};
-use crate::preloaded;
 use crate::target::VmTarget;
 use crate::write_watch::Activation;
+use crate::{kvm_log, preloaded};
 
 /// How long QEMU may take until it listens on the socket.
 const LISTEN_LIMIT: Duration = Duration::from_secs(10);
@@ -59,12 +60,12 @@ impl OwnQemu {
         OwnQemu::start_for(Mechanism::Full, command, label, signal_mask)
     }
 
-    /// As [`OwnQemu::start`], of a machine that can be tracked by `mechanism`: for `kvm-log`, a
-    /// library is preloaded into QEMU.
+    /// As [`OwnQemu::start`], of a machine that can be tracked by `mechanism`: for `kvm-log` and
+    /// `kvm-ring`, a library is preloaded into QEMU.
     ///
     /// # Errors
     /// As [`OwnQemu::start`]; [`ErrorKind::KvmLog`] if there is no library, or the program takes
-    /// none.
+    /// none; as [`check_kvm`](crate::check_kvm).
     pub fn start_for(mechanism: Mechanism, command: &[OsString], label: &str, signal_mask: SigSet) -> Result<OwnQemu> {
         let (program, arguments) = command
             .split_first()
@@ -82,12 +83,16 @@ impl OwnQemu {
             let reason = "has a name that is no text: TMPDIR names another directory";
             Error::about(ErrorKind::Monitor, Object::Monitor(monitor.clone()), reason)
         })?;
-        let variables = match mechanism {
-            Mechanism::KvmLog => preloaded::variables(program, &directory.path().join("kvm-log"))?,
-            _ => Vec::new(),
+        let variables = match kvm_log::keeping(mechanism) {
+            Some(keeping) => {
+                let variables = preloaded::variables(program, &directory.path().join("kvm-log"), keeping)?;
+                kvm_log::check_kvm(mechanism)?;
+                variables
+            }
+            None => Vec::new(),
         };
         let mut command = Command::new(program);
-        command.envs(variables).args(arguments).args(listening_monitor(path));
+        command.env_remove(RINGS).envs(variables).args(arguments).args(listening_monitor(path));
         // SAFETY: between fork and exec this calls sigprocmask alone, which is async-signal-safe.
         unsafe {
             command.pre_exec(move || Ok(sigprocmask(SigmaskHow::SIG_SETMASK, Some(&signal_mask), None)?));
@@ -122,8 +127,8 @@ impl OwnQemu {
     ///
     /// # Errors
     /// As [`OwnQemu::attach`].
-    pub fn attach_to_hold(&mut self, activation: Activation) -> Result<VmTarget> {
-        self.attach_by(|monitor| VmTarget::attach_to_hold(monitor, activation))
+    pub fn attach_to_hold(&mut self, mechanism: Mechanism, activation: Activation) -> Result<VmTarget> {
+        self.attach_by(|monitor| VmTarget::attach_to_hold(monitor, mechanism, activation))
     }
 
     fn attach_by(&mut self, attach: impl Fn(&Path) -> Result<VmTarget>) -> Result<VmTarget> {

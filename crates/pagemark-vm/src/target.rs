@@ -13,6 +13,7 @@ use pagemark::target::{
     WhileFreezing,
 };
 use pagemark::{Address, Mechanism, PageNumber, Range, RangeSet, Store};
+use pagemark_kvm_log::kernel::Keeping;
 use pagemark_process::space::{AddressSpace, SharedScope};
 
 use crate::block_file::BlockFile;
@@ -22,7 +23,7 @@ use crate::error::{Error, ErrorKind, Object, Result};
 use crate::event::MachineEvent;
 use crate::given_files;
 use crate::input_list::InputList;
-use crate::kvm_log::{KvmLog, outside};
+use crate::kvm_log::{self, KvmLog, outside};
 use crate::machine::{Machine, Startup};
 use crate::memory_map::MemoryMap;
 use crate::ram_blocks::{BlockMemory, RamBlock};
@@ -70,7 +71,8 @@ struct MachineMemory {
     space: AddressSpace,
     /// For a mechanism that holds writes. What the address space finds is of no use then.
     watch: Option<WriteWatch>,
-    /// For `kvm-log`: what the machine's processors write, besides what the address space finds.
+    /// For `kvm-log` and `kvm-ring`: what the machine's processors write, besides what the address
+    /// space finds.
     log: Option<KvmLog>,
     blocks: Vec<Block>,
     /// True if blocks came after their mappings could be registered.
@@ -102,8 +104,8 @@ impl VmTarget {
     /// each interval waits for a thread of this process, and checkpoints can use
     /// [`Strategy::CopyOnWrite`](pagemark::checkpointer::Strategy::CopyOnWrite).
     ///
-    /// With [`Mechanism::KvmLog`], QEMU must have been started by [`OwnQemu::start_for`] with that
-    /// mechanism, by this process or another.
+    /// With [`Mechanism::KvmLog`] and [`Mechanism::KvmRing`], QEMU must have been started by
+    /// [`OwnQemu::start_for`] with the same mechanism, by this process or another.
     ///
     /// # Errors
     /// [`ErrorKind::Monitor`], [`ErrorKind::Unsupported`], [`ErrorKind::Memory`],
@@ -114,7 +116,7 @@ impl VmTarget {
         VmTarget::attach_with(path, mechanism, mechanism.holds_writes().then(Activation::default))
     }
 
-    /// As [`VmTarget::attach`] with [`Mechanism::KvmLog`], for checkpoints that use
+    /// As [`VmTarget::attach`] with a mechanism that reads what KVM keeps, for checkpoints that use
     /// [`Strategy::CopyOnWrite`](pagemark::checkpointer::Strategy::CopyOnWrite): KVM's log says
     /// what the machine writes, and writes to pages that a checkpoint keeps wait until these are
     /// copied (PML, sections 4.3 to 4.5). QEMU's own writes are found as with the mechanism `uffd`,
@@ -122,8 +124,8 @@ impl VmTarget {
     ///
     /// # Errors
     /// As [`VmTarget::attach`].
-    pub fn attach_to_hold(path: &Path, activation: Activation) -> Result<VmTarget> {
-        VmTarget::attach_with(path, Mechanism::KvmLog, Some(activation))
+    pub fn attach_to_hold(path: &Path, mechanism: Mechanism, activation: Activation) -> Result<VmTarget> {
+        VmTarget::attach_with(path, mechanism, Some(activation))
     }
 
     /// `holding` is given if writes are to wait for this process.
@@ -152,11 +154,12 @@ impl VmTarget {
         if holding.is_some() {
             machine.check_keeps_memory(OTHER_STRATEGY)?;
         }
-        let mut log = if mechanism == Mechanism::KvmLog { Some(connect_to_log(&mut machine)?) } else { None };
+        let keeping = kvm_log::keeping(mechanism);
+        let mut log = keeping.map(|keeping| connect_to_log(&mut machine, mechanism, keeping)).transpose()?;
         let watch = holding.map(|activation| WriteWatch::start(machine.pid, activation)).transpose()?;
         let of_space = match mechanism {
             _ if watch.is_some() => Mechanism::Full,
-            Mechanism::KvmLog => outside()?,
+            _ if keeping.is_some() => outside(mechanism)?,
             other => other,
         };
         let mut space = AddressSpace::attach_without(machine.pid, of_space, SharedScope::FilesAndMemory, left_out)?;
@@ -402,7 +405,7 @@ impl MachineMemory {
         if !self.log.as_ref().is_some_and(KvmLog::is_lost) {
             return Ok(());
         }
-        let mut log = KvmLog::connect(self.space.pid())?;
+        let mut log = KvmLog::connect(self.space.pid(), keeping)?;
         log.begin()?;
         let written = self.blocks.iter().map(|block| self.content(&block.place).map(|(_, written)| written));
         let written = written.collect::<Result<Vec<RangeSet>>>()?;
@@ -418,6 +421,7 @@ impl MachineMemory {
         Ok(self.blocks.iter().map(|block| block.space).collect())
     }
 
+        let Some(keeping) = kvm_log::keeping(self.mechanism) else { return Ok(()) };
     fn collect(&mut self, space: SpaceId, dirty: &mut RangeSet) -> Result<()> {
         if let Some(block) = self.blocks.iter_mut().find(|block| block.space == space) {
             dirty.append(&mut block.written);
@@ -551,13 +555,14 @@ impl Target for VmTarget {
 }
 
 /// Connects to the library that reads KVM's log, before anything is changed.
-fn connect_to_log(machine: &mut Machine) -> Result<KvmLog> {
+        let before_devices = steps.len();
+fn connect_to_log(machine: &mut Machine, mechanism: Mechanism, keeping: Keeping) -> Result<KvmLog> {
     if !machine.has_kvm()? {
         let error = Error::about(ErrorKind::KvmLog, Object::Process(machine.pid), "does not run its machine under KVM");
         return Err(error.help("start it with -accel kvm, or use another mechanism"));
     }
-    outside()?;
-    KvmLog::connect(machine.pid)
+    outside(mechanism)?;
+    KvmLog::connect(machine.pid, keeping)
 }
 
 /// A machine in a checkpoint. Dropped, QEMU is as it was before, and the machine continues.

@@ -55,12 +55,12 @@ pub(crate) fn of_block(block: &Range, mappings: &[Mapping], own: &[Mapping]) -> 
 pub(crate) fn check(mechanism: Mechanism, mappings: &[Mapping], span: Option<&Range>, pid: i32) -> Result<()> {
     let Some(span) = span else { return Ok(()) };
     let is_view = |mapping: &&Mapping| span.start <= mapping.start && mapping.end <= span.end && !is_reserved(mapping);
-    let finds = matches!(mechanism, Mechanism::KvmLog | Mechanism::Full | Mechanism::Compare);
+    let finds = matches!(mechanism, Mechanism::KvmLog | Mechanism::KvmRing | Mechanism::Full | Mechanism::Compare);
     if finds || !mappings.iter().any(|mapping| is_view(&mapping)) {
         return Ok(());
     }
-    let reason = format!("was started for kvm-log, and {mechanism} does not see what its machine writes");
-    Err(Error::about(ErrorKind::Unsupported, Object::Process(pid), reason).help("use --mechanism kvm-log"))
+    let reason = format!("was started for kvm-log or kvm-ring, and {mechanism} does not see what its machine writes");
+    Err(Error::about(ErrorKind::Unsupported, Object::Process(pid), reason).help("use the one that it was started for"))
 }
 
 fn is_reserved(mapping: &Mapping) -> bool {

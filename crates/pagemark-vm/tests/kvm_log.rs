@@ -1,6 +1,6 @@
-//! Machines under KVM, tracked by KVM's log and by what QEMU's own page table knows. The oracles
-//! are the program in the machine, which checks its memory, and QEMU's own dump of the machine's
-//! memory.
+//! Machines under KVM, tracked by KVM's log or rings and by what QEMU's own page table knows. The
+//! oracles are the program in the machine, which checks its memory, and QEMU's own dump of the
+//! machine's memory.
 //!
 //! A machine of the lab runs these, whose emulated processor has hardware virtualization.
 
@@ -54,10 +54,20 @@ fn assert_same(memory: &[u8], dump: &[u8], what: &str) {
 #[test]
 #[ignore = "a machine of the lab runs it"]
 fn the_restored_memory_is_the_memory_at_the_checkpoint() {
-    pagemark_vm::check_kvm_log().unwrap();
+    restored_memory_is_that_of_checkpoints_by(Mechanism::KvmLog);
+}
+
+#[test]
+#[ignore = "a machine of the lab runs it"]
+fn the_restored_memory_is_the_memory_at_the_checkpoint_by_rings() {
+    restored_memory_is_that_of_checkpoints_by(Mechanism::KvmRing);
+}
+
+fn restored_memory_is_that_of_checkpoints_by(mechanism: Mechanism) {
+    pagemark_vm::check_kvm(mechanism).unwrap();
     for further in MACHINES {
         let paths = MachinePaths::default();
-        let mut qemu = Own::start(&paths, further);
+        let mut qemu = Own::start(mechanism, &paths, further);
         let mut job = job(&paths, qemu.attach().unwrap());
         let mut own = TestMonitor::connect(&paths.join("test.qmp"));
         assert_eq!(own.run("query-kvm", json!({}))["enabled"], true);
@@ -98,13 +108,14 @@ fn the_restored_memory_is_the_memory_at_the_checkpoint() {
 #[ignore = "a machine of the lab runs it"]
 fn qemu_migrates_the_machine_between_checkpoints_and_neither_loses_a_page() {
     // With private memory, and with views.
-    migrate_between_checkpoints(MACHINES[0]);
-    migrate_between_checkpoints(MACHINES[2]);
+    migrate_between_checkpoints(Mechanism::KvmLog, MACHINES[0]);
+    migrate_between_checkpoints(Mechanism::KvmLog, MACHINES[2]);
+    migrate_between_checkpoints(Mechanism::KvmRing, MACHINES[2]);
 }
 
-fn migrate_between_checkpoints(machine: &[&str]) {
+fn migrate_between_checkpoints(mechanism: Mechanism, machine: &[&str]) {
     let paths = MachinePaths::default();
-    let mut qemu = Own::start(&paths, machine);
+    let mut qemu = Own::start(mechanism, &paths, machine);
     let mut job = job(&paths, qemu.attach().unwrap());
     let mut own = TestMonitor::connect(&paths.join("test.qmp"));
     wait_for("the machine to start", || (paths.steps() > 3).then_some(()));
@@ -157,8 +168,14 @@ fn migrate_between_checkpoints(machine: &[&str]) {
 #[test]
 #[ignore = "a machine of the lab runs it"]
 fn the_log_has_what_the_processors_write_and_not_what_devices_write() {
+    for mechanism in [Mechanism::KvmLog, Mechanism::KvmRing] {
+        has_what_processors_write(mechanism);
+    }
+}
+
+fn has_what_processors_write(mechanism: Mechanism) {
     let paths = MachinePaths::default();
-    let mut qemu = Own::start(&paths, MACHINES[2]);
+    let mut qemu = Own::start(mechanism, &paths, MACHINES[2]);
     let mut own = TestMonitor::connect(&paths.join("test.qmp"));
     wait_for("the machine to start", || (paths.steps() > 8).then_some(()));
     let pid = qemu.qemu().pid();
@@ -245,23 +262,23 @@ fn what_has_no_log_is_refused_and_goes_on() {
     drop(qemu);
     // One that emulates its processors.
     let paths = MachinePaths::default();
-    let mut emulated = Own::start(&paths, &["-accel", "tcg"]);
+    let mut emulated = Own::start(Mechanism::KvmLog, &paths, &["-accel", "tcg"]);
     refused(emulated.attach(), "under KVM");
     paths.wait_for_steps(1);
     drop(emulated);
     // One with a ring.
     let paths = MachinePaths::default();
-    let mut ring = Own::start(&paths, &["-accel", "kvm,dirty-ring-size=4096"]);
+    let mut ring = Own::start(Mechanism::KvmLog, &paths, &["-accel", "kvm,dirty-ring-size=4096"]);
     refused(ring.attach(), "ring");
     paths.wait_for_steps(1);
     drop(ring);
     // What is tracked by a mapping that the machine does not use.
     let paths = MachinePaths::default();
-    let mut shared = Own::start(&paths, MACHINES[2]);
+    let mut shared = Own::start(Mechanism::KvmLog, &paths, MACHINES[2]);
     drop(shared.attach().unwrap());
     for mechanism in [Mechanism::PagemapScan, Mechanism::Uffd] {
         let error = VmTarget::attach(&paths.monitor(), mechanism).err().expect("it is refused");
-        assert!(error.kind() == ErrorKind::Unsupported && error.advice().contains("kvm-log"), "{error}");
+        assert!(error.kind() == ErrorKind::Unsupported && error.to_string().contains("kvm-log"), "{error}");
     }
     let mut own = TestMonitor::connect(&paths.join("test.qmp"));
     let capability = json!({"capabilities": [{"capability": "background-snapshot", "state": true}]});
@@ -272,9 +289,10 @@ fn what_has_no_log_is_refused_and_goes_on() {
     drop(shared);
     // Two at a time; and the machine outlives both, and is attached to anew.
     let paths = MachinePaths::default();
-    let mut qemu = Own::start(&paths, MACHINES[0]);
+    let mut qemu = Own::start(Mechanism::KvmLog, &paths, MACHINES[0]);
     let first = qemu.attach().unwrap();
     refused(VmTarget::attach(&paths.monitor(), Mechanism::KvmLog), "another Pagemark");
+    refused(VmTarget::attach(&paths.monitor(), Mechanism::KvmRing), "for kvm-log");
     drop(first);
     let again = wait_for("the library to let go", || VmTarget::attach(&paths.monitor(), Mechanism::KvmLog).ok());
     let mut job = job(&paths, again);

@@ -102,7 +102,7 @@ enum Running {
 struct Way {
     mechanism: Mechanism,
     strategy: Strategy,
-    /// For copy-on-write with KVM's log.
+    /// For copy-on-write with what KVM keeps.
     activation: Option<Activation>,
 }
 
@@ -111,14 +111,14 @@ fn pre_copy() -> Way {
     Way { mechanism: Mechanism::choose(Scope::Process), strategy: Strategy::default(), activation: None }
 }
 
-/// KVM's log, and the default strategy.
-fn kvm_log() -> Way {
-    Way { mechanism: Mechanism::KvmLog, ..pre_copy() }
+/// What KVM keeps, and the default strategy.
+fn by_kvm(mechanism: Mechanism) -> Way {
+    Way { mechanism, ..pre_copy() }
 }
 
-/// KVM's log, and copy-on-write.
-const fn kvm_log_on_write(activation: Activation) -> Way {
-    Way { mechanism: Mechanism::KvmLog, activation: Some(activation), ..COPY_ON_WRITE }
+/// What KVM keeps, and copy-on-write.
+const fn on_write_by_kvm(mechanism: Mechanism, activation: Activation) -> Way {
+    Way { mechanism, activation: Some(activation), ..COPY_ON_WRITE }
 }
 
 const STOP: Way = Way { mechanism: Mechanism::PagemapScan, strategy: Strategy::StopAndCopy, activation: None };
@@ -150,10 +150,10 @@ fn checkpoints_of(arguments: &[&str], way: Way, processors: u32, count: u64) {
     let further = ["-kernel", &program, "-append", &processors, "-smp", &processors, "-m", "64"];
     let further = [&further[..], arguments].concat();
     let (qemu, target) = match mechanism {
-        Mechanism::KvmLog => {
-            let mut own = Own::start(&paths, &further);
+        Mechanism::KvmLog | Mechanism::KvmRing => {
+            let mut own = Own::start(mechanism, &paths, &further);
             let target = own.attach_by(|qemu| match activation {
-                Some(activation) => qemu.attach_to_hold(activation),
+                Some(activation) => qemu.attach_to_hold(mechanism, activation),
                 None => qemu.attach(mechanism),
             });
             let target = target.unwrap();
@@ -310,13 +310,13 @@ many_checkpoints! {
 #[test]
 #[ignore = "a machine of the lab runs it"]
 fn private_memory_is_checkpointed_by_the_log_of_kvm() {
-    checkpoints_of(&UNDER_KVM, kvm_log(), 1, MANY_IN_EMULATION);
+    checkpoints_of(&UNDER_KVM, by_kvm(Mechanism::KvmLog), 1, MANY_IN_EMULATION);
 }
 
 #[test]
 #[ignore = "a machine of the lab runs it"]
 fn shared_memory_is_checkpointed_by_the_log_of_kvm() {
-    checkpoints_of(&WITH_VIEWS, kvm_log(), 1, MANY_IN_EMULATION);
+    checkpoints_of(&WITH_VIEWS, by_kvm(Mechanism::KvmLog), 1, MANY_IN_EMULATION);
 }
 
 #[test]
@@ -328,17 +328,29 @@ fn private_memory_is_copied_on_write_without_the_log_of_kvm() {
 #[test]
 #[ignore = "a machine of the lab runs it"]
 fn private_memory_is_copied_on_write_by_the_log_of_kvm() {
-    checkpoints_of(&UNDER_KVM, kvm_log_on_write(Activation::Early), 1, MANY_IN_EMULATION);
+    checkpoints_of(&UNDER_KVM, on_write_by_kvm(Mechanism::KvmLog, Activation::Early), 1, MANY_IN_EMULATION);
 }
 
 #[test]
 #[ignore = "a machine of the lab runs it"]
 fn shared_memory_is_copied_on_write_by_the_log_of_kvm_with_early_activation() {
-    checkpoints_of(&WITH_VIEWS, kvm_log_on_write(Activation::Early), 1, MANY_IN_EMULATION);
+    checkpoints_of(&WITH_VIEWS, on_write_by_kvm(Mechanism::KvmLog, Activation::Early), 1, MANY_IN_EMULATION);
 }
 
 #[test]
 #[ignore = "a machine of the lab runs it"]
 fn shared_memory_is_copied_on_write_by_the_log_of_kvm_with_late_activation() {
-    checkpoints_of(&WITH_VIEWS, kvm_log_on_write(Activation::Late), 1, MANY_IN_EMULATION);
+    checkpoints_of(&WITH_VIEWS, on_write_by_kvm(Mechanism::KvmLog, Activation::Late), 1, MANY_IN_EMULATION);
+}
+
+#[test]
+#[ignore = "a machine of the lab runs it"]
+fn shared_memory_is_checkpointed_by_the_rings_of_kvm() {
+    checkpoints_of(&WITH_VIEWS, by_kvm(Mechanism::KvmRing), 1, MANY_IN_EMULATION);
+}
+
+#[test]
+#[ignore = "a machine of the lab runs it"]
+fn shared_memory_is_copied_on_write_by_the_rings_of_kvm() {
+    checkpoints_of(&WITH_VIEWS, on_write_by_kvm(Mechanism::KvmRing, Activation::Early), 1, MANY_IN_EMULATION);
 }

@@ -22,8 +22,9 @@ use crate::signals::{Signals, announce_exit};
 ///
 /// QEMU has this terminal, environment and directory, gets the signals that are sent to Pagemark,
 /// and its exit status becomes Pagemark's. Pagemark adds a monitor socket (QMP) of its own, in a
-/// directory in TMPDIR, to QEMU's arguments, and nothing else; with `--mechanism kvm-log`, it also
-/// preloads a library (LD_PRELOAD), which reads KVM's log in QEMU. Its own lines go to stderr.
+/// directory in TMPDIR, to QEMU's arguments, and nothing else; with `--mechanism kvm-log` and
+/// `kvm-ring`, it also preloads a library (LD_PRELOAD), which reads KVM's log or rings in QEMU. Its
+/// own lines go to stderr.
 /// If a checkpoint fails, Pagemark reports it and the machine keeps running; also if Pagemark is
 /// killed: `pagemark vm attach` with that socket continues the checkpoints.
 #[derive(Args, Debug)]
@@ -69,7 +70,7 @@ impl Run {
         let (send_event, events) = mpsc::channel();
         let mut attach = || {
             let mut target = match self.memory.tracking.activation() {
-                Some(activation) => qemu.attach_to_hold(activation),
+                Some(activation) => qemu.attach_to_hold(mechanism, activation),
                 None => qemu.attach(mechanism),
             }?;
             let send_event = send_event.clone();

@@ -13,6 +13,9 @@ type ModelSlot = (Region, Option<BTreeSet<u64>>);
 /// The entries that were not read, and all whose pages are not protected again.
 type ModelRings = (Vec<(u32, u64)>, BTreeSet<(u32, u64)>);
 
+/// The entries of a ring, more than the slots of a trial have pages.
+const RING_ENTRIES: usize = 512;
+
 /// KVM as its documentation describes it.
 #[derive(Default)]
 struct Model {
@@ -130,13 +133,16 @@ impl Kernel for Model {
         Ok(())
     }
 
-    fn take_rings(&self, each: &mut dyn FnMut(u32, u64)) -> Result<(), i32> {
-        let Some(rings) = &self.rings else { return Ok(()) };
+    fn take_rings(&self, each: &mut dyn FnMut(u32, u64)) -> Result<Taken, i32> {
+        let Some(rings) = &self.rings else { return Ok(Taken::All) };
         let (entries, open) = &mut *rings.borrow_mut();
-        entries.drain(..).for_each(|(slot, page)| each(slot, page));
+        let overwritten = entries.len().saturating_sub(RING_ENTRIES);
+        let is_full = entries.len() >= RING_ENTRIES;
+        entries.drain(..).skip(overwritten).for_each(|(slot, page)| each(slot, page));
         self.may_fail()?;
+        // Pages whose entries are lost are never protected again, which this does not model.
         open.clear();
-        Ok(())
+        Ok(if is_full { Taken::Overwritten } else { Taken::All })
     }
 }
 
@@ -474,4 +480,27 @@ fn a_begin_that_fails_leaves_no_log_behind() {
     assert!(!trial.machine.is_read());
     trial.machine.begin(&trial.kernel).unwrap();
     assert!(SLOTS.iter().all(|&slot| trial.kernel.is_logged(slot)));
+}
+
+#[test]
+fn rings_whose_entries_were_overwritten_are_refused_and_the_owner_copies_all() {
+    let mut trial = Trial::with_rings();
+    let large = Region { slot: 9, flags: LOGGED, bytes: 1024 * PAGE, host_address: 0x100_0000, ..Region::default() };
+    let Trial { kernel, machine, .. } = &mut trial;
+    let kernel = &*kernel;
+    machine.set_region(kernel, &large, None, |flags| kernel.set_region(&Region { flags, ..large })).unwrap();
+    machine.begin(kernel).unwrap();
+    (0..RING_ENTRIES as u64 - 1).for_each(|page| kernel.write(9, page));
+    let found = machine.collect(kernel).unwrap();
+    assert_eq!(found.iter().flat_map(|part| &part.pages).map(|word| word.count_ones()).sum::<u32>(), 511);
+    machine.dirty_log(kernel, 9).unwrap().unwrap();
+    (0..RING_ENTRIES as u64 + 7).for_each(|page| kernel.write(9, page));
+    assert_eq!(machine.collect(kernel), Err(Refusal::Overwritten));
+    for _ in 0..2 {
+        // The owner has not asked for the manual mode, in which a read does not clear.
+        assert_eq!(machine.dirty_log(kernel, 9).unwrap().unwrap(), vec![u64::MAX; 16]);
+    }
+    assert_eq!(machine.collect(kernel), Err(Refusal::Overwritten));
+    machine.end(kernel);
+    assert_eq!(machine.begin(kernel), Err(Refusal::Overwritten));
 }

@@ -1,4 +1,4 @@
-//! A machine that `vm run --mechanism kvm-log` would start.
+//! A machine that `vm run --mechanism kvm-log` or `kvm-ring` would start.
 #![allow(dead_code, reason = "each file of tests uses a part")]
 
 use std::ffi::OsString;
@@ -9,25 +9,30 @@ use pagemark_testing::{MachinePaths, QEMU, wait_for};
 use pagemark_vm::{ErrorKind, OwnQemu, VmTarget};
 
 /// A machine that `vm run` would start, killed when dropped.
-pub struct Own(Option<OwnQemu>);
+pub struct Own {
+    qemu: Option<OwnQemu>,
+    mechanism: Mechanism,
+}
 
 impl Own {
-    /// Starts it, as a machine that kvm-log can track.
-    pub fn start(paths: &MachinePaths, further: &[&str]) -> Own {
+    /// Starts it, as a machine that the mechanism can track.
+    pub fn start(mechanism: Mechanism, paths: &MachinePaths, further: &[&str]) -> Own {
         let words = [QEMU.to_owned()].into_iter().chain(paths.arguments(further));
         let command: Vec<OsString> = words.map(OsString::from).collect();
-        Own(Some(OwnQemu::start_for(Mechanism::KvmLog, &command, "vm", SigSet::empty()).unwrap()))
+        let qemu = OwnQemu::start_for(mechanism, &command, "vm", SigSet::empty()).unwrap();
+        Own { qemu: Some(qemu), mechanism }
     }
 
     /// The machine.
     pub fn qemu(&mut self) -> &mut OwnQemu {
-        self.0.as_mut().unwrap()
+        self.qemu.as_mut().unwrap()
     }
 
     /// The machine as a target, or why it is refused. In emulation, QEMU takes longer to listen
     /// than its monitor is waited for.
     pub fn attach(&mut self) -> pagemark_vm::Result<VmTarget> {
-        self.attach_by(|qemu| qemu.attach(Mechanism::KvmLog))
+        let mechanism = self.mechanism;
+        self.attach_by(|qemu| qemu.attach(mechanism))
     }
 
     /// As [`Own::attach`], in this way.
@@ -44,6 +49,6 @@ impl Own {
 
 impl Drop for Own {
     fn drop(&mut self) {
-        let _ = self.0.take().map(OwnQemu::kill);
+        let _ = self.qemu.take().map(OwnQemu::kill);
     }
 }
