@@ -1,18 +1,32 @@
 #!/bin/sh
-# Makes a small Linux guest for tests of virtual machines, and prints its directory, which has `kernel`
-# and `initrd`. The guest has a file system and a database on its disk, writes to both, and checks them
-# (crates/pagemark-vm/tests/guest/init). It is made once, in Pagemark's cache; the kernel is Debian's.
+# Makes a small Linux guest, and prints its directory, which has `kernel` and `initrd`. Without an
+# argument it is the guest of the tests of virtual machines: it has a file system and a database on its
+# disk, writes to both, and checks them (crates/pagemark-vm/tests/guest/init). With `bench` it is that
+# of `pagemark-bench vm --guest`, with a compiler (crates/pagemark-bench/src/vm/guest). A guest is made
+# once, in Pagemark's cache; the kernel is Debian's.
 set -eu
 here=$(cd "$(dirname "$0")/.." && pwd)
-init=$here/crates/pagemark-vm/tests/guest/init
+bench=$here/crates/pagemark-bench/src/vm/guest
+case ${1:-check} in
+check) init=$here/crates/pagemark-vm/tests/guest/init programs="sqlite3 e2fsck" sources=$init ;;
+bench) init=$bench/init programs="mke2fs as cc1" sources="$init $bench/writer.c $bench/source.sh" ;;
+*) echo "usage: $0 [bench]" >&2; exit 2 ;;
+esac
 cache=${XDG_CACHE_HOME:-$HOME/.cache}/pagemark/vm-guest
-key=$(cat "$0" "$init" | sha256sum | cut -c1-16)
+key=$(cat "$0" $sources | sha256sum | cut -c1-16)
 if [ -e "$cache/$key/initrd" ]; then
     echo "$cache/$key"
     exit 0
 fi
-for program in apt-get dpkg-deb depmod modprobe busybox sqlite3 e2fsck cpio gzip; do
-    command -v "$program" >/dev/null || { echo "vm-guest: no $program" >&2; exit 1; }
+# The file of a program; that of the compiler is where gcc finds it.
+file() {
+    case $1 in
+    cc1) gcc -print-prog-name=cc1 ;;
+    *) command -v "$1" ;;
+    esac
+}
+for program in apt-get dpkg-deb depmod modprobe busybox cpio gzip $programs; do
+    path=$(file "$program") && [ -x "$path" ] || { echo "vm-guest: no $program" >&2; exit 1; }
 done
 mkdir -p "$cache"
 work=$(mktemp -d "$cache/new.XXXXXX")
@@ -40,14 +54,18 @@ for module in virtio_pci virtio_blk ext4 crc32c_generic; do
     done
     number=$((number + 1))
 done
-for program in sqlite3 e2fsck; do
-    path=$(readlink -f "$(command -v "$program")")
+for program in $programs; do
+    path=$(readlink -f "$(file "$program")")
     cp "$path" "$root/bin/$program"
     ldd "$path" | sed -n 's/.* => \(\/[^ ]*\).*/\1/p; s/^\s*\(\/lib64[^ ]*\).*/\1/p' | while read -r library; do
         mkdir -p "$root$(dirname "$library")"
         cp -L "$library" "$root$library"
     done
 done
+if [ "$init" = "$bench/init" ]; then
+    gcc -O2 -static -o "$root/bin/writer" "$bench/writer.c"
+    "$bench/source.sh" >"$root/source.c"
+fi
 cp "$init" "$root/init"
 chmod 755 "$root/init"
 mkdir "$work/guest"

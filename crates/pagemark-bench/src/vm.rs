@@ -2,6 +2,7 @@
 //! runs, beside QEMU's own ways to save a machine: `savevm`, migration to a file, and a
 //! `background-snapshot`. PML, sections 2.4 and 5, measures the same of a changed QEMU.
 
+mod full_logs;
 mod kvm_counts;
 mod machine;
 
@@ -15,21 +16,32 @@ use pagemark::{Job, JobOptions, Mechanism, Policy};
 use pagemark_report::output::print;
 use pagemark_report::samples::Samples;
 use pagemark_report::table::Table;
-use pagemark_vm::VmTarget;
+use pagemark_vm::Activation;
 
 use crate::{BenchError, print_json};
+use full_logs::{FullLogs, NotCounted};
 use kvm_counts::CountsPerPass;
-use machine::{Machine, Peer};
+use machine::{Machine, Peer, Plan, Work};
 
 /// Options of the measurement.
 #[derive(clap::Args, Clone, Debug)]
 pub struct Options {
-    /// Memory of the machine, MiB, all of it in use
+    /// Memory of the machine, MiB, all of it in use with the work `memory`
     #[arg(long, default_value_t = 1024)]
     mib: u32,
-    /// Pages that the machine writes again and again
+    /// What the machine does
+    #[arg(long, value_enum, default_value_t)]
+    work: Work,
+    /// Pages that the machine writes again and again, with the work `memory`
     #[arg(long, default_value_t = 2048)]
     pages: u32,
+    /// Processors of the machine; more than one need a Linux guest
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=255))]
+    cpus: u32,
+    /// The directory of a Linux guest, which `scripts/vm-guest.sh bench` makes, needed for the work
+    /// `compile` [default: a program without an operating system]
+    #[arg(long)]
+    guest: Option<PathBuf>,
     /// Times between checkpoints, milliseconds
     #[arg(long, value_delimiter = ',', default_values_t = [100, 1000])]
     every_ms: Vec<u64>,
@@ -39,7 +51,8 @@ pub struct Options {
     /// Measurements of each strategy and interval, each between two of the machine alone
     #[arg(long, default_value_t = 3)]
     turns: u32,
-    /// Mechanism [default: the one that Pagemark chooses]
+    /// Mechanism of pre-copy and stop-and-copy; kvm-log and kvm-ring also of copy-on-write, and
+    /// then of a machine whose memory is shared [default: the one that Pagemark chooses]
     #[arg(long)]
     mechanism: Option<Mechanism>,
     /// Times that each of QEMU's own ways is measured
@@ -59,8 +72,10 @@ pub struct Options {
 /// Checkpoints before the measured ones: the first copies everything.
 const WARM_UP: u32 = 4;
 
-/// How long the machine is measured by itself.
+/// How long the machine is measured by itself, and with checkpoints at least.
 const ALONE: Duration = Duration::from_secs(2);
+/// The same of a compiler, which takes some tenths of a second for a pass.
+const ALONE_COMPILING: Duration = Duration::from_secs(10);
 
 /// What checkpoints of one strategy cost.
 #[derive(serde::Serialize)]
@@ -69,6 +84,10 @@ struct Row {
     every_ms: u64,
     /// As Pagemark measures it.
     downtime_us: Samples,
+    /// The parts of it: QEMU's stop, its disks, the state of its devices, and memory.
+    stop_us: Samples,
+    disks_us: Samples,
+    devices_us: Samples,
     memory_downtime_us: Samples,
     /// From one of QEMU's events to the other.
     paused_us: Samples,
@@ -79,6 +98,8 @@ struct Row {
     /// What KVM counts while checkpoints are taken, and without them.
     kvm: CountsPerPass,
     kvm_alone: CountsPerPass,
+    /// Full page-modification logs in a second.
+    full_logs_a_second: Samples,
 }
 
 /// What one of QEMU's own ways costs.
@@ -97,13 +118,56 @@ struct Measured {
     qemu: String,
     rows: Vec<Row>,
     peers: Vec<PeerRow>,
+    /// Why full page-modification logs are not counted.
+    no_full_logs: Option<NotCounted>,
 }
 
-const STRATEGIES: [(&str, Strategy); 3] = [
-    ("pre-copy", Strategy::PreCopy { max_rounds: 4, enough_pages: 1024 }),
-    ("stop-and-copy", Strategy::StopAndCopy),
-    ("copy-on-write", Strategy::CopyOnWrite),
-];
+/// A strategy, with the mechanism that it uses.
+#[derive(Clone, Copy)]
+struct Way {
+    name: &'static str,
+    strategy: Strategy,
+    mechanism: Mechanism,
+    activation: Option<Activation>,
+}
+
+/// What is measured, in this order.
+fn ways(mechanism: Mechanism, shares_memory: bool) -> Vec<Way> {
+    let pre_copy = Strategy::PreCopy { max_rounds: 4, enough_pages: 1024 };
+    let way = |name, strategy| Way { name, strategy, mechanism, activation: None };
+    let mut ways = vec![way("pre-copy", pre_copy), way("stop-and-copy", Strategy::StopAndCopy)];
+    let on_write = way("copy-on-write", Strategy::CopyOnWrite);
+    if shares_memory {
+        let activated = |name, activation| Way { name, activation: Some(activation), ..on_write };
+        ways.push(activated("copy-on-write, early", Activation::Early));
+        ways.push(activated("copy-on-write, late", Activation::Late));
+    } else if let Some(mechanism) = Mechanism::choose_to_hold_writes() {
+        ways.push(Way { mechanism, ..on_write });
+    }
+    ways
+}
+
+impl Options {
+    fn plan(&self) -> Result<Plan, BenchError> {
+        if self.guest.is_none() && (self.work == Work::Compile || self.cpus > 1) {
+            let output = "a compiler, and more than one processor, need --guest: see scripts/vm-guest.sh bench";
+            return Err(BenchError::Workload { output: output.to_owned() });
+        }
+        Ok(Plan {
+            accel: self.accel.clone(),
+            mib: self.mib,
+            cpus: self.cpus,
+            work: self.work,
+            pages: self.pages,
+            guest: self.guest.clone(),
+            mechanism: self.mechanism.unwrap_or_else(|| Mechanism::choose(Scope::Machine)),
+        })
+    }
+
+    fn alone(&self) -> Duration {
+        if self.work == Work::Compile { ALONE_COMPILING } else { ALONE }
+    }
+}
 
 /// Measures and prints.
 ///
@@ -117,23 +181,35 @@ pub fn run(options: &Options) -> Result<(), BenchError> {
         None => builder.tempdir(),
     };
     let directory = directory.map_err(BenchError::on("make a directory"))?;
-    let mut machine = Machine::start(directory.path(), &options.accel, options.mib, options.pages)?;
+    let plan = options.plan()?;
+    let mut machine = Machine::start(directory.path(), &plan)?;
+    let (mut full_logs, no_full_logs) = match FullLogs::of(machine.pid()?) {
+        Ok(full_logs) => (Some(full_logs), None),
+        Err(reason) => (None, Some(reason)),
+    };
+    // The library that reads KVM's log lets QEMU have no such snapshot of memory that is mapped twice.
+    let possible = |peer: &Peer| *peer != Peer::BackgroundSnapshot || !plan.shares_memory();
+    let ways_of_qemu: Vec<Peer> = Peer::ALL.into_iter().filter(possible).collect();
     let mut peers: Vec<PeerRow> = Vec::new();
-    for peer in Peer::ALL {
+    for peer in &ways_of_qemu {
         let (paused_us, total_us, throughput_ratio) = Default::default();
         peers.push(PeerRow { way: peer.name(), paused_us, total_us, throughput_ratio });
     }
     let mut rows = Vec::new();
-    for (strategy, how) in STRATEGIES {
+    for way in ways(plan.mechanism, plan.shares_memory()) {
         for &every_ms in &options.every_ms {
             let (downtime_us, memory_downtime_us, paused_us) = Default::default();
+            let (stop_us, disks_us, devices_us, full_logs_a_second) = Default::default();
             let (dirty_pages, written_bytes, throughput_ratio) = Default::default();
             rows.push((
-                how,
+                way,
                 Row {
-                    strategy,
+                    strategy: way.name,
                     every_ms,
                     downtime_us,
+                    stop_us,
+                    disks_us,
+                    devices_us,
                     memory_downtime_us,
                     paused_us,
                     dirty_pages,
@@ -141,6 +217,7 @@ pub fn run(options: &Options) -> Result<(), BenchError> {
                     throughput_ratio,
                     kvm: CountsPerPass::default(),
                     kvm_alone: CountsPerPass::default(),
+                    full_logs_a_second,
                 },
             ));
         }
@@ -148,18 +225,18 @@ pub fn run(options: &Options) -> Result<(), BenchError> {
     // In turns, so that what else the machine of the host does meets all of them.
     for turn in 0..options.turns.max(options.peers) {
         if turn < options.turns {
-            for (how, row) in &mut rows {
+            for (way, row) in &mut rows {
                 eprintln!("{}, every {} ms …", row.strategy, row.every_ms);
                 let repository = directory.path().join(format!("{}-{}-{turn}", row.strategy, row.every_ms));
-                measure(options, &mut machine, *how, row, &repository)?;
+                measure(options, &mut machine, *way, row, full_logs.as_mut(), &repository)?;
                 // Its content is of no use any more.
                 std::fs::remove_dir_all(&repository).map_err(BenchError::on("remove a repository"))?;
             }
         }
         if turn < options.peers {
-            for (peer, row) in Peer::ALL.into_iter().zip(&mut peers) {
+            for (&peer, row) in ways_of_qemu.iter().zip(&mut peers) {
                 eprintln!("{} …", row.way);
-                let alone = machine.passes_a_second(ALONE)?;
+                let alone = machine.passes_a_second(options.alone())?;
                 let cost = machine.measure_peer(peer)?;
                 row.throughput_ratio.push(cost.passes as f64 / cost.total.as_secs_f64() / alone);
                 row.paused_us.push(cost.paused.as_micros() as f64);
@@ -167,7 +244,8 @@ pub fn run(options: &Options) -> Result<(), BenchError> {
             }
         }
     }
-    let measured = Measured { qemu: machine.version()?, rows: rows.into_iter().map(|(_, row)| row).collect(), peers };
+    let rows = rows.into_iter().map(|(_, row)| row).collect();
+    let measured = Measured { qemu: machine.version()?, rows, peers, no_full_logs };
     if options.json { print_json(&measured) } else { print_tables(options, &measured) }
 }
 
@@ -175,21 +253,17 @@ pub fn run(options: &Options) -> Result<(), BenchError> {
 fn measure(
     options: &Options,
     machine: &mut Machine,
-    strategy: Strategy,
+    way: Way,
     row: &mut Row,
+    mut full_logs: Option<&mut FullLogs>,
     repository: &std::path::Path,
 ) -> Result<(), BenchError> {
     let (first_counts, first_pass) = (machine.kvm_counts(), machine.passes()?);
-    let before = machine.passes_a_second(ALONE)?;
+    let before = machine.passes_a_second(options.alone())?;
     row.kvm_alone.push(first_counts, machine.kvm_counts(), machine.passes()? - first_pass);
-    let mechanism = match strategy {
-        Strategy::CopyOnWrite => Mechanism::choose_to_hold_writes(),
-        _ => options.mechanism,
-    };
-    let target = VmTarget::attach(machine.socket(), mechanism.unwrap_or_else(|| Mechanism::choose(Scope::Machine)))
-        .map_err(BenchError::pagemark)?;
+    let target = machine.attach(way.mechanism, way.activation)?;
     let repository = Repository::create(repository).map_err(BenchError::pagemark)?;
-    let policy = Policy { strategy, ..Policy::default() };
+    let policy = Policy { strategy: way.strategy, ..Policy::default() };
     let job_options = JobOptions { policy, ..JobOptions::new("vm") };
     let mut job = Job::new(target, repository, job_options);
     for _ in 0..WARM_UP {
@@ -198,10 +272,17 @@ fn measure(
     machine.pauses()?;
     let every = Duration::from_millis(row.every_ms);
     let first_counts = machine.kvm_counts();
-    let (begin, first_pass) = (Instant::now(), machine.passes()?);
-    for _ in 0..options.checkpoints {
+    let first_full = full_logs.as_mut().and_then(|full_logs| full_logs.count());
+    let (measured_from, first_pass) = (Instant::now(), machine.passes()?);
+    let mut taken_checkpoints = 0;
+    while taken_checkpoints < options.checkpoints || measured_from.elapsed() < options.alone() {
+        taken_checkpoints += 1;
         let begin = Instant::now();
         let taken = job.checkpoint()?;
+        let stop = job.target().last_stop();
+        row.stop_us.push(stop.stop.as_micros() as f64);
+        row.disks_us.push(stop.disks.as_micros() as f64);
+        row.devices_us.push(stop.devices.as_micros() as f64);
         row.downtime_us.push(taken.cost.downtime_us as f64);
         row.memory_downtime_us.push(taken.cost.memory_downtime_us as f64);
         row.dirty_pages.push(taken.cost.dirty_pages as f64);
@@ -209,22 +290,43 @@ fn measure(
         std::thread::sleep(every.saturating_sub(begin.elapsed()));
     }
     let passes = machine.passes()? - first_pass;
-    let rate = passes as f64 / begin.elapsed().as_secs_f64();
+    let seconds = measured_from.elapsed().as_secs_f64();
+    let rate = passes as f64 / seconds;
+    let last_full = full_logs.as_mut().and_then(|full_logs| full_logs.count());
+    if let (Some(first), Some(last)) = (first_full, last_full) {
+        row.full_logs_a_second.push(last.saturating_sub(first) as f64 / seconds);
+    }
     row.kvm.push(first_counts, machine.kvm_counts(), passes);
     for pause in machine.pauses()? {
         row.paused_us.push(pause.as_micros() as f64);
     }
     job.detach();
-    let after = machine.passes_a_second(ALONE)?;
+    let after = machine.passes_a_second(options.alone())?;
     row.throughput_ratio.push(rate / ((before + after) / 2.0));
     Ok(())
 }
 
+fn peers_are_fewer(measured: &Measured) -> bool {
+    measured.peers.len() < Peer::ALL.len()
+}
+
 fn table_of_counts(rows: &[Row]) -> Table {
-    let mut table =
-        Table::new(["strategy", ">every ms", ">exits", ">alone", ">page faults", ">alone", ">TLB flushes", ">alone"]);
-    for Row { strategy, every_ms, kvm, kvm_alone, .. } in rows {
-        let median = |samples: &Samples| format!("{:.1}", samples.median());
+    let mut table = Table::new([
+        "strategy",
+        ">every ms",
+        ">exits",
+        ">alone",
+        ">page faults",
+        ">alone",
+        ">TLB flushes",
+        ">alone",
+        ">full logs/s",
+    ]);
+    for Row { strategy, every_ms, kvm, kvm_alone, full_logs_a_second, .. } in rows {
+        let median = |samples: &Samples| match samples.median() {
+            median if median.is_nan() => "-".to_owned(),
+            median => format!("{median:.1}"),
+        };
         table.row([
             (*strategy).to_owned(),
             every_ms.to_string(),
@@ -234,6 +336,7 @@ fn table_of_counts(rows: &[Row]) -> Table {
             median(&kvm_alone.page_faults),
             median(&kvm.tlb_flushes),
             median(&kvm_alone.tlb_flushes),
+            median(full_logs_a_second),
         ]);
     }
     table
@@ -246,7 +349,11 @@ fn print_tables(options: &Options, measured: &Measured) -> Result<(), BenchError
         ">every ms",
         ">downtime ms",
         ">p99",
+        ">stop",
+        ">disks",
+        ">devices",
         ">memory",
+        ">p99",
         ">stopped ms",
         ">p99",
         ">dirty pages",
@@ -262,7 +369,11 @@ fn print_tables(options: &Options, measured: &Measured) -> Result<(), BenchError
             row.every_ms.to_string(),
             ms(&row.downtime_us, Samples::median),
             ms(&row.downtime_us, Samples::p99),
+            ms(&row.stop_us, Samples::median),
+            ms(&row.disks_us, Samples::median),
+            ms(&row.devices_us, Samples::median),
             ms(&row.memory_downtime_us, Samples::median),
+            ms(&row.memory_downtime_us, Samples::p99),
             ms(&row.paused_us, Samples::median),
             ms(&row.paused_us, Samples::p99),
             format!("{:.0}", row.dirty_pages.median()),
@@ -286,14 +397,26 @@ fn print_tables(options: &Options, measured: &Measured) -> Result<(), BenchError
             format!("{:.1}", row.paused_us.median() / ours),
         ]);
     }
+    if peers_are_fewer(measured) {
+        print("background-snapshot is not possible with memory that the machine has a mapping of its own of\n");
+    }
     print(&format!(
-        "QEMU {} ({}), {} MiB in use, a working set of {} pages; medians\n{table}\n{peers}",
-        measured.qemu, options.accel, options.mib, options.pages
+        "QEMU {} ({}), processors: {}, {}; medians\n{table}\n{peers}",
+        measured.qemu,
+        options.accel,
+        options.cpus,
+        match options.work {
+            Work::Memory => format!("{} MiB in use, a working set of {} pages", options.mib, options.pages),
+            Work::Compile => format!("{} MiB, a compiler on each", options.mib),
+        }
     ));
     if measured.rows.iter().all(|row| row.kvm.is_empty()) {
         print("KVM's counts: none, because QEMU does not use KVM, or is older than 7.1\n");
     } else {
         print(&format!("KVM's counts for each pass of the program; medians\n{}", table_of_counts(&measured.rows)));
+        if let Some(reason) = &measured.no_full_logs {
+            print(&format!("Full page-modification logs are not counted: {reason}\n"));
+        }
     }
     Ok(())
 }

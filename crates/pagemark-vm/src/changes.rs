@@ -3,6 +3,8 @@
 //! Each change is made by one command and undone by one. The guard process knows the command that
 //! undoes a change before the change is made.
 
+use std::time::Instant;
+
 use serde_json::{Value, json};
 
 use crate::command::Command;
@@ -103,8 +105,13 @@ impl Changes {
     }
 
     /// Executes commands one after the other, each with what undoes it, if anything. QEMU gets them
-    /// all at once, so that a machine that one of them stops is stopped for a shorter time.
-    pub(crate) fn execute_all(&mut self, machine: &mut Machine, steps: Vec<(Command, Option<Undo>)>) -> Result<()> {
+    /// all at once, so that a machine that one of them stops is stopped for a shorter time. Returns
+    /// when QEMU replied to each.
+    pub(crate) fn execute_all(
+        &mut self,
+        machine: &mut Machine,
+        steps: Vec<(Command, Option<Undo>)>,
+    ) -> Result<Vec<Instant>> {
         let (commands, undo): (Vec<_>, Vec<_>) = steps.into_iter().unzip();
         self.of_checkpoint.extend(undo.into_iter().flatten());
         self.inform_guard_before()?;

@@ -92,5 +92,5 @@ pub use probe::cost;
 pub use restore::{LazyMachine, Restore, RunningMachine};
 pub use run::OwnQemu;
 pub use simulator::simulator_library;
-pub use target::{EventHandler, VmTarget};
+pub use target::{EventHandler, StopTimes, VmTarget};
 pub use write_watch::{Activation, can_hold_writes};

@@ -184,11 +184,11 @@ impl Monitor {
     }
 
     /// Executes commands one after the other, without waiting for the reply to one before the next
-    /// is sent. Also after a failure, the others are executed.
+    /// is sent. Also after a failure, the others are executed. Returns when each was replied to.
     ///
     /// # Errors
     /// Of the first that failed.
-    pub(crate) fn execute_all(&mut self, commands: &[Command]) -> Result<()> {
+    pub(crate) fn execute_all(&mut self, commands: &[Command]) -> Result<Vec<Instant>> {
         let (mut ids, mut messages) = (Vec::new(), String::new());
         for command in commands {
             let (id, message) = self.message(command.name, &command.arguments);
@@ -196,7 +196,7 @@ impl Monitor {
             messages += &message;
         }
         self.send(messages.as_bytes(), None)?;
-        let mut done = Ok(());
+        let (mut done, mut replied_at) = (Ok(()), Vec::with_capacity(commands.len()));
         for (&id, command) in ids.iter().zip(commands) {
             match self.reply(id, command.name) {
                 Err(error) if error.kind() != ErrorKind::Command => {
@@ -205,8 +205,9 @@ impl Monitor {
                 }
                 replied => done = done.and(replied.map(drop)),
             }
+            replied_at.push(Instant::now());
         }
-        done
+        done.map(|()| replied_at)
     }
 
     /// A command as a line, with its id.

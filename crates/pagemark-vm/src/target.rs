@@ -60,6 +60,18 @@ pub struct VmTarget {
     /// What comes to the machine from outside, if that is recorded.
     inputs: Option<InputList>,
     on_event: Option<EventHandler>,
+    last_stop: StopTimes,
+}
+
+/// What QEMU did in the stop of a checkpoint, and how long it took.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub struct StopTimes {
+    /// To stop the processors, and to bring what is written to the disks so far to their images.
+    pub stop: Duration,
+    /// To begin to keep the old content of the disks.
+    pub disks: Duration,
+    /// To save the state of processors and devices.
+    pub devices: Duration,
 }
 
 /// Gets what happens to a machine.
@@ -182,6 +194,7 @@ impl VmTarget {
             label,
             inputs: None,
             on_event: None,
+            last_stop: StopTimes::default(),
         })
     }
 
@@ -193,6 +206,12 @@ impl VmTarget {
     /// A name for people: the machine's name, or that of its monitor socket without the extension.
     pub fn label(&self) -> &str {
         &self.label
+    }
+
+    /// What QEMU did in the stop of the last checkpoint, and how long it took. The stop of a
+    /// machine that did not run takes no time.
+    pub fn last_stop(&self) -> StopTimes {
+        self.last_stop
     }
 
     /// Has `handler` called with each event of the machine. QEMU's reports are read at each
@@ -402,6 +421,7 @@ impl MachineMemory {
 
     /// Reads KVM's log anew if its library was lost. All of the memory counts as written then.
     fn renew_log(&mut self) -> Result<()> {
+        let Some(keeping) = kvm_log::keeping(self.mechanism) else { return Ok(()) };
         if !self.log.as_ref().is_some_and(KvmLog::is_lost) {
             return Ok(());
         }
@@ -421,7 +441,6 @@ impl MachineMemory {
         Ok(self.blocks.iter().map(|block| block.space).collect())
     }
 
-        let Some(keeping) = kvm_log::keeping(self.mechanism) else { return Ok(()) };
     fn collect(&mut self, space: SpaceId, dirty: &mut RangeSet) -> Result<()> {
         if let Some(block) = self.blocks.iter_mut().find(|block| block.space == space) {
             dirty.append(&mut block.written);
@@ -527,16 +546,28 @@ impl Target for VmTarget {
         startup.disks = self.disks.iter().map(|disk| disk.drive.image.clone()).collect();
         // From here on QEMU is as it was when this value is dropped.
         let hold = Hold(self);
-        let VmTarget { machine, changes, disks, memory, next_space, .. } = &mut *hold.0;
+        let VmTarget { machine, changes, disks, memory, next_space, last_stop, .. } = &mut *hold.0;
         let connections = disks.prepare(machine, changes)?;
         let devices = given_files::add_device_file(machine, changes)?;
         let map = machine.memory_map()?;
         memory.keep_views()?;
         let (since, taken_at) = (Instant::now(), SystemTime::now());
         let mut steps: Vec<_> = startup.is_running.then(Changes::stop).into_iter().collect();
+        let of_stop = steps.len();
         steps.extend(disks.begin(changes)?);
+        let before_devices = steps.len();
         steps.push((given_files::save_devices(), None));
-        changes.execute_all(machine, steps)?;
+        let replied_at = changes.execute_all(machine, steps)?;
+        // QEMU executes one command after the other.
+        let after = |steps: usize| match steps {
+            0 => since,
+            _ => replied_at.get(steps - 1).copied().unwrap_or(since),
+        };
+        *last_stop = StopTimes {
+            stop: after(of_stop) - since,
+            disks: after(before_devices) - after(of_stop),
+            devices: after(before_devices + 1) - after(before_devices),
+        };
         memory.space.refresh_mappings()?;
         memory.find_blocks(machine, next_space)?;
         memory.find_views()?;
@@ -555,7 +586,6 @@ impl Target for VmTarget {
 }
 
 /// Connects to the library that reads KVM's log, before anything is changed.
-        let before_devices = steps.len();
 fn connect_to_log(machine: &mut Machine, mechanism: Mechanism, keeping: Keeping) -> Result<KvmLog> {
     if !machine.has_kvm()? {
         let error = Error::about(ErrorKind::KvmLog, Object::Process(machine.pid), "does not run its machine under KVM");

@@ -1,11 +1,15 @@
 //! The measured machine, and QEMU's own ways to save it.
 
+use std::ffi::OsString;
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::Command;
 use std::time::{Duration, Instant};
 
+use nix::sys::signal::SigSet;
+use pagemark::Mechanism;
+use pagemark_vm::{Activation, OwnQemu, VmTarget};
 use serde_json::{Value, json};
 
 use super::kvm_counts::KvmCounts;
@@ -46,57 +50,157 @@ pub(super) struct PeerCost {
     pub(super) passes: u64,
 }
 
+/// What runs in the machine.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, clap::ValueEnum, serde::Serialize)]
+#[serde(rename_all = "lowercase")]
+pub(super) enum Work {
+    /// Writes to the same pages again and again.
+    #[default]
+    Memory,
+    /// A compiler, on each processor.
+    Compile,
+}
+
+/// The measured machine.
+#[derive(Clone, Debug)]
+pub(super) struct Plan {
+    pub(super) accel: String,
+    /// Memory of the machine; with [`Work::Memory`] all of it is filled.
+    pub(super) mib: u32,
+    pub(super) cpus: u32,
+    pub(super) work: Work,
+    /// Pages of the working set.
+    pub(super) pages: u32,
+    /// The directory with the kernel and the initrd of a Linux guest; None for a program without
+    /// an operating system.
+    pub(super) guest: Option<PathBuf>,
+    /// The machine can be tracked by it.
+    pub(super) mechanism: Mechanism,
+}
+
+impl Plan {
+    /// True if the machine reaches its memory by a mapping of its own, so that KVM's log alone
+    /// finds its writes.
+    pub(super) fn shares_memory(&self) -> bool {
+        matches!(self.mechanism, Mechanism::KvmLog | Mechanism::KvmRing)
+    }
+
+    /// The arguments of QEMU, of a machine whose files are in `directory`.
+    fn arguments(&self, directory: &Path) -> Result<Vec<OsString>, BenchError> {
+        let path = |name: &str| directory.join(name).display().to_string();
+        // The program, the tables of the firmware, and an operating system need some memory besides.
+        let further = if self.guest.is_some() { 128 } else { 32 };
+        let mib = if self.work == Work::Memory { self.mib + further } else { self.mib.max(256) };
+        let mut arguments: Vec<String> =
+            ["-nodefaults", "-display", "none", "-accel", &self.accel].map(str::to_owned).into();
+        let mut add = |further: &[&str]| arguments.extend(further.iter().map(|&word| word.to_owned()));
+        add(&["-m", &mib.to_string(), "-smp", &self.cpus.to_string()]);
+        match self.shares_memory() {
+            true => {
+                add(&["-machine", "q35,memory-backend=ram"]);
+                add(&["-object", &format!("memory-backend-memfd,id=ram,size={mib}M,share=on")]);
+            }
+            false => add(&["-machine", "q35"]),
+        }
+        match &self.guest {
+            Some(guest) => {
+                let kernel = |name: &str| guest.join(name).display().to_string();
+                let work = match self.work {
+                    Work::Memory => "memory",
+                    Work::Compile => "compile",
+                };
+                let options = format!("work={work} mib={} pages={}", self.mib, self.pages);
+                add(&["-kernel", &kernel("kernel"), "-initrd", &kernel("initrd"), "-no-reboot", "-append"]);
+                // On a busy host, the timer may be late when the kernel checks that there is one.
+                add(&[&format!("console=ttyS0 quiet panic=-1 no_timer_check {options}")]);
+                let disk = std::fs::File::create(path("disk")).and_then(|disk| disk.set_len(DISK_BYTES));
+                disk.map_err(BenchError::on("make a disk"))?;
+                add(&["-drive", &format!("file={},format=raw,if=virtio", path("disk"))]);
+            }
+            None => {
+                let program = compile(directory)?.display().to_string();
+                add(&["-kernel", &program, "-append", &format!("{} {}", self.mib, self.pages)]);
+            }
+        }
+        add(&["-serial", &format!("file:{}", path("serial"))]);
+        add(&["-blockdev", &format!("qcow2,node-name=saved,file.driver=file,file.filename={}", path("saved"))]);
+        add(&["-qmp", &format!("unix:{},server=on,wait=off", path("own.qmp"))]);
+        Ok(arguments.into_iter().map(OsString::from).collect())
+    }
+}
+
+/// The disk of a Linux guest.
+const DISK_BYTES: u64 = 256 << 20;
+
+/// What a Linux guest writes to its serial port before its work begins.
+const READY: &[u8] = b"ready";
+
 /// A QEMU with a program that writes memory, killed when dropped.
 pub(super) struct Machine {
-    child: Child,
+    qemu: Option<OwnQemu>,
     directory: PathBuf,
-    socket: PathBuf,
     monitor: BufReader<UnixStream>,
     /// When the machine was stopped and resumed, which nobody has taken yet.
     events: Vec<(bool, Duration)>,
 }
 
 impl Machine {
-    pub(super) fn start(directory: &Path, accel: &str, mib: u32, pages: u32) -> Result<Machine, BenchError> {
-        let program = compile(directory)?;
-        let path = |name: &str| directory.join(name).display().to_string();
+    pub(super) fn start(directory: &Path, plan: &Plan) -> Result<Machine, BenchError> {
         // `savevm` keeps the memory there. The machine has no device for it, so that checkpoints leave it alone.
-        let made = Command::new("qemu-img").args(["create", "-q", "-f", "qcow2", &path("saved"), "64G"]).status();
+        let saved = directory.join("saved");
+        let mut image = Command::new("qemu-img");
+        let made = image.args(["create", "-q", "-f", "qcow2"]).arg(&saved).arg("64G").status();
         if !made.map_err(BenchError::on("start qemu-img"))?.success() {
             return Err(workload("qemu-img could not make an image".into()));
         }
-        // The program, and the tables of the firmware, need some memory besides.
-        let memory = format!("{}", mib + 32);
-        let mut command = Command::new("qemu-system-x86_64");
-        command.args(["-nodefaults", "-display", "none", "-machine", "q35", "-accel", accel, "-m", &memory]);
-        command.arg("-kernel").arg(&program).args(["-append", &format!("{mib} {pages}")]);
-        command.args(["-serial", &format!("file:{}", path("serial"))]);
-        command.args(["-blockdev", &format!("qcow2,node-name=saved,file.driver=file,file.filename={}", path("saved"))]);
-        for name in ["vm.qmp", "own.qmp"] {
-            command.args(["-qmp", &format!("unix:{},server=on,wait=off", path(name))]);
-        }
-        let mut child = command.stdin(Stdio::null()).spawn().map_err(BenchError::on("start QEMU"))?;
-        let connected = wait_for(|| Ok(UnixStream::connect(directory.join("own.qmp")).ok()));
-        let stream = match connected {
-            Ok(stream) => stream,
-            Err(error) => {
-                let _ = child.kill();
-                let _ = child.wait();
-                return Err(error);
-            }
-        };
-        let (directory, socket) = (directory.to_owned(), directory.join("vm.qmp"));
-        let mut machine = Machine { child, directory, socket, monitor: BufReader::new(stream), events: Vec::new() };
+        let command: Vec<OsString> =
+            [OsString::from("qemu-system-x86_64")].into_iter().chain(plan.arguments(directory)?).collect();
+        let qemu = OwnQemu::start_for(plan.mechanism, &command, "vm", SigSet::empty()).map_err(BenchError::pagemark)?;
+        let mut qemu = Killed(Some(qemu));
+        let stream = wait_for(|| Ok(UnixStream::connect(directory.join("own.qmp")).ok()))?;
+        let monitor = BufReader::new(stream);
+        let mut machine = Machine { qemu: qemu.0.take(), directory: directory.to_owned(), monitor, events: Vec::new() };
         machine.monitor.get_ref().set_read_timeout(Some(LIMIT)).map_err(BenchError::on("set up a monitor"))?;
         machine.execute("qmp_capabilities", json!({}))?;
+        if plan.guest.is_some() {
+            let is_ready = |serial: &[u8]| serial.windows(READY.len()).any(|window| window == READY);
+            wait_for(|| Ok(machine.serial()?.is_some_and(|serial| is_ready(&serial)).then_some(())))?;
+        }
         // All memory is filled when the first pass ends.
-        wait_for(|| Ok((machine.passes()? > 10).then_some(())))?;
+        let before = machine.passes()?;
+        wait_for(|| Ok((machine.passes()? > before + 10).then_some(())))?;
         Ok(machine)
     }
 
-    /// The monitor socket for Pagemark.
-    pub(super) fn socket(&self) -> &Path {
-        &self.socket
+    /// What the machine has written to its serial port. None as long as there is no such file.
+    fn serial(&self) -> Result<Option<Vec<u8>>, BenchError> {
+        match std::fs::read(self.directory.join("serial")) {
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
+            read => read.map(Some).map_err(BenchError::on("read the machine's output")),
+        }
+    }
+
+    fn qemu(&mut self) -> Result<&mut OwnQemu, BenchError> {
+        self.qemu.as_mut().ok_or_else(|| workload("QEMU has ended".into()))
+    }
+
+    /// The process id of QEMU.
+    pub(super) fn pid(&mut self) -> Result<i32, BenchError> {
+        Ok(self.qemu()?.pid())
+    }
+
+    /// The machine as Pagemark's target. `activation` is for copy-on-write by what KVM keeps.
+    pub(super) fn attach(
+        &mut self,
+        mechanism: Mechanism,
+        activation: Option<Activation>,
+    ) -> Result<VmTarget, BenchError> {
+        let qemu = self.qemu()?;
+        let attached = match activation {
+            Some(activation) => qemu.attach_to_hold(mechanism, activation),
+            None => qemu.attach(mechanism),
+        };
+        attached.map_err(BenchError::pagemark)
     }
 
     pub(super) fn version(&mut self) -> Result<String, BenchError> {
@@ -220,15 +324,23 @@ impl Machine {
 
 impl Drop for Machine {
     fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+        drop(Killed(self.qemu.take()));
+    }
+}
+
+/// A QEMU, killed when dropped.
+struct Killed(Option<OwnQemu>);
+
+impl Drop for Killed {
+    fn drop(&mut self) {
+        let _ = self.0.take().map(OwnQemu::kill);
     }
 }
 
 /// Compiles the machine's program.
 fn compile(directory: &Path) -> Result<PathBuf, BenchError> {
-    let (source, program) = (directory.join("guest.c"), directory.join("guest"));
-    std::fs::write(&source, include_str!("guest.c")).map_err(BenchError::on("write the machine's program"))?;
+    let (source, program) = (directory.join("bare.c"), directory.join("bare"));
+    std::fs::write(&source, include_str!("guest/bare.c")).map_err(BenchError::on("write the machine's program"))?;
     let mut compiler = Command::new("cc");
     compiler.args(["-m32", "-O2", "-ffreestanding", "-fno-pic", "-fno-stack-protector", "-nostdlib", "-static"]);
     // The header must be at the begin of the file.
