@@ -45,7 +45,7 @@ root=$work/root
 mkdir -p "$root/bin" "$root/modules" "$root/proc" "$root/sys" "$root/dev" "$root/data" "$root/tmp" "$root/etc"
 cp -L "$(command -v busybox)" "$root/bin/busybox"
 number=100
-for module in virtio_pci virtio_blk ext4 crc32c_generic; do
+for module in virtio_pci virtio_blk virtio_balloon ext4 crc32c_generic; do
     modprobe -d "$modules" -S "$release" --show-depends "$module" | sed -n 's/^insmod //p' | while read -r file _; do
         name=$(basename "$file" .ko)
         if ! ls "$root/modules"/*-"$name.ko" >/dev/null 2>&1; then

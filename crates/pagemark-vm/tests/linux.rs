@@ -14,11 +14,12 @@ use std::time::Duration;
 use dump::{assert_same_dump, dump_by_qemu};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use pagemark::repository::Repository;
+use pagemark::repository::{Repository, SpaceKind};
 use pagemark::track::Scope;
 use pagemark::{Job, JobOptions, Mechanism};
-use pagemark_testing::{QEMU, skip, wait_for};
+use pagemark_testing::{QEMU, TestMonitor, skip, wait_for};
 use pagemark_vm::{Restore, RunningMachine, VmTarget, export_core};
+use serde_json::json;
 
 const CHECKPOINTS: u64 = 24;
 const DISK_BYTES: u64 = 64 << 20;
@@ -58,7 +59,7 @@ impl Drop for Linux {
 }
 
 impl Linux {
-    fn start(guest: &Path, processors: u32, format: &'static str) -> Linux {
+    fn start(guest: &Path, processors: u32, format: &'static str, further: &[&str]) -> Linux {
         let directory = tempfile::tempdir().unwrap();
         let path = |name: &str| directory.path().join(name).display().to_string();
         fs::File::create(path("raw")).unwrap().set_len(DISK_BYTES).unwrap();
@@ -73,7 +74,10 @@ impl Linux {
         command.args(["-drive", &format!("file={},format={format},if=virtio", path("disk"))]);
         command.args(["-chardev", &format!("file,id=log,append=on,path={}", path("log")), "-serial", "chardev:log"]);
         command.args(["-serial", &format!("unix:{},server=on,wait=off", path("end"))]);
-        command.args(["-qmp", &format!("unix:{},server=on,wait=off", path("vm.qmp"))]);
+        for name in ["vm.qmp", "test.qmp"] {
+            command.args(["-qmp", &format!("unix:{},server=on,wait=off", path(name))]);
+        }
+        command.args(further);
         let child = command.stdin(Stdio::null()).spawn().unwrap();
         let linux = Linux { format, pid: child.id() as i32, child: Some(child), directory };
         wait_for("Linux to start", || (linux.steps() > 3).then_some(()));
@@ -142,7 +146,7 @@ fn checkpoints_of_linux(processors: u32, format: &'static str) {
         Ok(guest) => guest,
         Err(reason) => skip!("no Linux guest: {reason}"),
     };
-    let mut linux = Linux::start(&guest, processors, format);
+    let mut linux = Linux::start(&guest, processors, format, &[]);
     let repository = linux.path("repository");
     let target = VmTarget::attach(&linux.path("vm.qmp"), Mechanism::choose(Scope::Process)).unwrap();
     let mut job = Job::new(target, Repository::create(&repository).unwrap(), JobOptions::new("linux"));
@@ -165,16 +169,50 @@ fn checkpoints_of_linux(processors: u32, format: &'static str) {
         let (before, after) = steps[sequence as usize - 1];
         let on_disk = linux.check_disk(&machine.disks()[0].1);
         assert!((before..=after + 1).contains(&on_disk), "{before} to {after}, not {on_disk}");
-        let mut monitor = pagemark_testing::TestMonitor::connect(&linux.path("vm.qmp"));
+        let mut monitor = TestMonitor::connect(&linux.path("vm.qmp"));
         let (core, by_qemu) = (linux.path("core"), linux.path("core-by-qemu"));
         dump_by_qemu(&mut monitor, &by_qemu);
         let _ = fs::remove_file(&core);
         export_core(&checkpoint, &fs::File::create_new(&core).unwrap()).unwrap();
         assert_same_dump(&core, &by_qemu);
-        monitor.run("cont", serde_json::json!({}));
+        monitor.run("cont", json!({}));
         wait_for("Linux to go on", || (linux.steps() > after + 5).then_some(()));
         linux.end(machine);
     }
+}
+
+/// The bytes of memory and ROM that a checkpoint holds.
+fn held_bytes(repository: &Repository, sequence: u64) -> u64 {
+    let checkpoint = repository.read("linux", sequence).unwrap();
+    let is_memory = |kind: &SpaceKind| matches!(kind, SpaceKind::RamBlock { .. });
+    let spaces = checkpoint.manifest.spaces.iter().filter(|space| is_memory(&space.kind));
+    spaces.map(|space| space.pages * 4096).sum()
+}
+
+#[test]
+#[ignore = "some minutes"]
+fn memory_that_a_balloon_has_taken_from_linux_takes_no_space() {
+    const LEFT_BYTES: u64 = 96 << 20;
+    let guest = match guest() {
+        Ok(guest) => guest,
+        Err(reason) => skip!("no Linux guest: {reason}"),
+    };
+    let linux = Linux::start(&guest, 1, "raw", &["-device", "virtio-balloon-pci"]);
+    let repository = Repository::create(&linux.path("repository")).unwrap();
+    let target = VmTarget::attach(&linux.path("vm.qmp"), Mechanism::choose(Scope::Process)).unwrap();
+    let mut job = Job::new(target, repository.clone(), JobOptions::new("linux"));
+    let mut monitor = TestMonitor::connect(&linux.path("test.qmp"));
+    job.checkpoint().unwrap();
+    let before = held_bytes(&repository, 1);
+    assert!(before > LEFT_BYTES, "{before}");
+    monitor.run("balloon", json!({ "value": LEFT_BYTES }));
+    wait_for("the balloon", || (monitor.run("query-balloon", json!({}))["actual"] == LEFT_BYTES).then_some(()));
+    let steps = linux.steps();
+    wait_for("Linux to go on", || (linux.steps() > steps + 2).then_some(()));
+    job.checkpoint().unwrap();
+    // The screen has none, and the firmware needs some.
+    let after = held_bytes(&repository, 2);
+    assert!(after < LEFT_BYTES + (4 << 20), "{before} before, {after} after");
 }
 
 #[test]
