@@ -1,6 +1,6 @@
 //! `pagemark vm`: checkpoints virtual machines of QEMU, and brings them back.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{ExitCode, ExitStatus};
 use std::sync::mpsc;
 
@@ -12,7 +12,7 @@ use pagemark::track::Scope;
 use pagemark::{ByteCount, Job, JobOptions};
 use pagemark_report::message;
 use pagemark_report::text;
-use pagemark_vm::{LazyMachine, RunningMachine, VmTarget};
+use pagemark_vm::{ErrorKind, LazyMachine, RunningMachine, VmTarget, monitor_sockets};
 
 use crate::failure::{Failure, Outcome};
 use crate::live::Progress;
@@ -60,8 +60,8 @@ struct Attach {
     /// A line of JSON for each checkpoint
     #[arg(long)]
     json: bool,
-    /// The monitor socket (QMP) of QEMU
-    monitor: PathBuf,
+    #[command(flatten)]
+    qemu: QemuOptions,
 }
 
 /// Take one checkpoint of a virtual machine
@@ -74,8 +74,20 @@ struct Checkpoint {
     /// One JSON document
     #[arg(long)]
     json: bool,
+    #[command(flatten)]
+    qemu: QemuOptions,
+}
+
+/// Which QEMU is meant.
+#[derive(Args, Debug)]
+struct QemuOptions {
     /// The monitor socket (QMP) of QEMU
-    monitor: PathBuf,
+    #[arg(required_unless_present = "pid")]
+    monitor: Option<PathBuf>,
+    /// QEMU's process id in place of the socket: the first socket for monitors (QMP) on its command
+    /// line that has no client
+    #[arg(long, conflicts_with = "monitor", value_parser = clap::value_parser!(i32).range(1..))]
+    pid: Option<i32>,
 }
 
 impl Vm {
@@ -95,7 +107,7 @@ impl Attach {
         let policy = self.schedule.policy(&self.memory, Scope::Machine)?;
         let repository = self.repository.open_or_create(&self.memory)?;
         let signals = Signals::hold_for_stop()?;
-        let target = attach(&self.memory.tracking, &self.monitor)?;
+        let target = self.qemu.attach(&self.memory.tracking)?;
         let (pid, name) = (target.pid(), name_of(&self.memory, &target));
         let job = Job::new(target, repository, JobOptions { name: name.clone(), policy });
 
@@ -114,7 +126,7 @@ impl Checkpoint {
     fn run(self) -> Outcome {
         self.memory.tracking.check_machine()?;
         let repository = self.repository.open_or_create(&self.memory)?;
-        let target = attach(&self.memory.tracking, &self.monitor)?;
+        let target = self.qemu.attach(&self.memory.tracking)?;
         let name = name_of(&self.memory, &target);
         let mut job = Job::new(target, repository, self.memory.job_options(name.clone()));
         let taken = job.checkpoint().map_err(|error| Failure::of(format!("cannot checkpoint {name}"), error))?;
@@ -125,15 +137,41 @@ impl Checkpoint {
     }
 }
 
-/// Attaches to a machine.
-pub fn attach(tracking: &TrackingOptions, monitor: &std::path::Path) -> Result<VmTarget, Failure> {
-    let failed = |error| Failure::of(format!("cannot attach to the machine of {}", monitor.display()), error);
+impl QemuOptions {
+    /// Attaches to the machine.
+    fn attach(&self, tracking: &TrackingOptions) -> Result<VmTarget, Failure> {
+        let failed = |error| Failure::of(format!("cannot attach to {}", self.name()), error);
+        let sockets = match &self.monitor {
+            Some(monitor) => vec![monitor.clone()],
+            None => monitor_sockets(self.pid.unwrap_or_default()).map_err(failed)?,
+        };
+        let mut sockets = sockets.into_iter();
+        let mut attached = attach(tracking, &sockets.next().unwrap_or_default());
+        for socket in sockets {
+            // Another client has the last one.
+            if !attached.as_ref().is_err_and(|error| error.kind() == ErrorKind::Monitor) {
+                break;
+            }
+            attached = attach(tracking, &socket);
+        }
+        attached.map_err(failed)
+    }
+
+    /// The machine, for people.
+    fn name(&self) -> String {
+        match (&self.monitor, self.pid) {
+            (Some(monitor), _) => format!("the machine of {}", monitor.display()),
+            (None, pid) => format!("the machine of process {}", pid.unwrap_or_default()),
+        }
+    }
+}
+
+fn attach(tracking: &TrackingOptions, monitor: &Path) -> pagemark_vm::Result<VmTarget> {
     let mechanism = tracking.mechanism(Scope::Machine);
-    let target = match tracking.activation() {
+    match tracking.activation() {
         Some(activation) => VmTarget::attach_to_hold(monitor, mechanism, activation),
         None => VmTarget::attach(monitor, mechanism),
-    };
-    target.map_err(failed)
+    }
 }
 
 /// The job's name: that which the options give, or the machine's.

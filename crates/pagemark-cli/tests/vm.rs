@@ -76,6 +76,37 @@ fn a_machine_is_checkpointed_inspected_and_restored() {
 }
 
 #[test]
+fn a_machine_is_found_by_its_process() {
+    if guest_program().is_none() {
+        skip!("no QEMU, or no compiler for its guest");
+    }
+    let (pagemark, paths) = (Pagemark::new(), MachinePaths::default());
+    let qemu = Qemu::start(&paths, &["-name", "box"]);
+    let pid = qemu.pid().to_string();
+    // One of its sockets has a client, so the other one is taken.
+    let mut first = TestMonitor::connect(&paths.monitor());
+    let taken = pagemark.json(&["vm", "checkpoint", "--json", "--pid", &pid]);
+    assert_eq!((&taken["job"], &taken["sequence"]), (&"box".into(), &1.into()));
+    assert!(first.is_running());
+    let second = TestMonitor::connect(&paths.join("test.qmp"));
+    let refused = |arguments: &[&str], expected: &str| {
+        let output = pagemark.output(arguments);
+        let message = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(!output.status.success() && message.contains(expected), "{arguments:?}: {message}");
+    };
+    refused(&["vm", "checkpoint", "--pid", &pid], "one client at a time");
+    drop((first, second));
+    let advice = pagemark.done(&["vm", "advise", "--observe", "1s", "--pid", &pid]);
+    assert!(advice.contains("virtual machine box"), "{advice}");
+    let own = std::process::id().to_string();
+    refused(&["vm", "attach", "--pid", &own], "no monitor socket on its command line");
+    refused(&["vm", "attach", "--pid", "0"], "--pid");
+    refused(&["vm", "attach"], "required");
+    refused(&["vm", "attach", "--pid", &pid, "vm.qmp"], "cannot be used with");
+    paths.wait_for_steps(2);
+}
+
+#[test]
 fn a_machine_is_observed_and_its_interval_follows_the_costs() {
     if guest_program().is_none() {
         skip!("no QEMU, or no compiler for its guest");

@@ -106,6 +106,30 @@ pub(crate) fn served_path(argument: &str) -> Option<String> {
     path.filter(|_| is_served).map(|path| path.replace(",,", ","))
 }
 
+/// The paths of the sockets on which QEMU serves its monitor (QMP) because of these arguments:
+/// `-qmp unix:PATH,server=on`, or `-mon chardev=ID,mode=control` with a chardev that is such a
+/// socket.
+pub(crate) fn monitor_paths(arguments: &[String]) -> Vec<String> {
+    let pairs = || arguments.windows(2).filter_map(|pair| Some((option_name(&pair[0])?, pair[1].as_str())));
+    let of_chardev = |id: &str| {
+        let named = |value: &&str| split_options(value).iter().any(|option| option.strip_prefix("id=") == Some(id));
+        let chardevs = pairs().filter(|(name, _)| *name == "chardev").map(|(_, value)| value);
+        chardevs.filter(named).find_map(served_path)
+    };
+    let monitors = pairs().filter_map(|(name, value)| match name {
+        "qmp" | "qmp-pretty" => value.strip_prefix("chardev:").map_or_else(|| served_path(value), of_chardev),
+        "mon" => {
+            let options = split_options(value);
+            let is_control = options.contains(&"mode=control");
+            let id = options.iter().find_map(|option| option.strip_prefix("chardev="));
+            let first = || options.first().copied().filter(|option| !option.contains('='));
+            id.or_else(first).filter(|_| is_control).and_then(of_chardev)
+        }
+        _ => None,
+    });
+    monitors.collect()
+}
+
 /// True if the value of an option `-plugin` has the machine's input recorded.
 pub(crate) fn records_inputs(plugin: &str) -> bool {
     split_options(plugin).iter().any(|option| option.starts_with(INPUTS))
@@ -178,6 +202,29 @@ mod tests {
 
     fn words(line: &str) -> Vec<String> {
         line.split_whitespace().map(str::to_owned).collect()
+    }
+
+    #[test]
+    fn monitors_that_listen_on_a_socket_are_found() {
+        let found = |text: &str| monitor_paths(&text.split(' ').map(str::to_owned).collect::<Vec<_>>());
+        assert_eq!(found("-m 64 -qmp unix:/run/vm.qmp,server=on,wait=off"), ["/run/vm.qmp"]);
+        assert_eq!(found("--qmp-pretty unix:a,,b,server,nowait -qmp unix:c,server=on"), ["a,b", "c"]);
+        let chardev = "-chardev socket,id=m,path=/run/m,server=on,wait=off";
+        for monitor in ["-mon chardev=m,mode=control", "-mon m,mode=control,pretty=on", "-qmp chardev:m"] {
+            assert_eq!(found(&format!("{monitor} {chardev}")), ["/run/m"], "{monitor}");
+        }
+        // For people; of another chardev; one that connects; a descriptor; a port; standard input.
+        for none in [
+            "-mon chardev=m,mode=readline",
+            "-mon chardev=other,mode=control",
+            "-qmp unix:/run/vm.qmp",
+            "-chardev socket,id=n,fd=3,server=on -mon chardev=n,mode=control",
+            "-qmp tcp:localhost:4444,server=on",
+            "-qmp stdio",
+            "-qmp",
+        ] {
+            assert!(found(&format!("{chardev} {none}")).is_empty(), "{none}");
+        }
     }
 
     #[test]

@@ -1,12 +1,10 @@
 //! `pagemark vm advise`: predicts what checkpoints of a running machine cost.
 
-use std::path::{Path, PathBuf};
-
 use clap::Args;
 use pagemark::model;
 use pagemark::track::Scope;
 
-use super::attach;
+use super::QemuOptions;
 use crate::advise::ObservationOptions;
 use crate::failure::{Failure, Outcome};
 
@@ -17,22 +15,22 @@ use crate::failure::{Failure, Outcome};
 pub struct Advise {
     #[command(flatten)]
     options: ObservationOptions,
-    /// The monitor socket (QMP) of QEMU
-    monitor: PathBuf,
+    #[command(flatten)]
+    qemu: QemuOptions,
 }
 
 impl Advise {
     pub fn run(self) -> Outcome {
         self.options.tracking.check_machine()?;
-        let mut target = attach(&self.options.tracking, &self.monitor)?;
-        let operation = || format!("cannot observe the machine of {}", self.monitor.display());
+        let mut target = self.qemu.attach(&self.options.tracking)?;
+        let operation = || format!("cannot observe {}", self.qemu.name());
         let observation = self.options.observe(&mut target).map_err(|error| Failure::of(operation(), error))?;
         let stop = model::stop_time(&mut std::thread::sleep, &mut || model::stop(&mut target));
         let stop = stop.map_err(|error| Failure::of(operation(), error))?;
-        self.options.advise(&observation, stop, &name_of(target.label(), &self.monitor), Scope::Machine)
+        let name = match target.label() {
+            "" => self.qemu.name(),
+            label => format!("virtual machine {label}"),
+        };
+        self.options.advise(&observation, stop, &name, Scope::Machine)
     }
-}
-
-fn name_of(label: &str, monitor: &Path) -> String {
-    if label.is_empty() { monitor.display().to_string() } else { format!("virtual machine {label}") }
 }
