@@ -21,6 +21,9 @@ const REQUESTS: usize = 4;
 /// Bytes of which one request asks for the status.
 const STATUS_BYTES: u64 = 1 << 30;
 
+/// Longest disk: offsets of files have a sign.
+const MAX_DISK_BYTES: u64 = i64::MAX as u64;
+
 /// Longest reply that is accepted.
 const MAX_REPLY_BYTES: u32 = 32 << 20;
 
@@ -139,7 +142,11 @@ impl Client {
                 bytes = rest.first_chunk().map(|size| u64::from_be_bytes(*size));
             }
         })?;
-        client.bytes = ByteCount::new(bytes.ok_or_else(|| broken("it does not say how long the disk is"))?);
+        let bytes = bytes.ok_or_else(|| broken("it does not say how long the disk is"))?;
+        if bytes > MAX_DISK_BYTES {
+            return Err(broken("it has a disk that is longer than any file"));
+        }
+        client.bytes = ByteCount::new(bytes);
         Ok(client)
     }
 
@@ -441,4 +448,107 @@ fn broken(reason: &'static str) -> io::Error {
 /// that of Linux.
 fn failed(number: u32) -> io::Error {
     io::Error::from_raw_os_error(number as i32)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::Shutdown;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const DISK_BYTES: u64 = 8192;
+
+    fn reply_to_option(option: u32, kind: u32, content: &[u8]) -> Vec<u8> {
+        let numbers = [option, kind, content.len() as u32].map(u32::to_be_bytes).concat();
+        [&OPTION_REPLY_MAGIC.to_be_bytes()[..], &numbers, content].concat()
+    }
+
+    fn chunk(kind: u16, cookie: u64, payload: &[u8]) -> Vec<u8> {
+        let head = [&CHUNK_MAGIC.to_be_bytes()[..], &CHUNK_IS_LAST.to_be_bytes(), &kind.to_be_bytes()].concat();
+        [&head[..], &cookie.to_be_bytes(), &(payload.len() as u32).to_be_bytes(), payload].concat()
+    }
+
+    /// All that a server sends for a disk of `bytes` bytes, whose second half was written and holds
+    /// letters.
+    fn conversation(bytes: u64) -> Vec<u8> {
+        let context = |id: u32, name: &str| [&id.to_be_bytes()[..], name.as_bytes()].concat();
+        let parts = |context: u32, flags: [u32; 2]| {
+            let half = (DISK_BYTES / 2) as u32;
+            [context, half, flags[0], half, flags[1]].map(u32::to_be_bytes).concat()
+        };
+        let letters = [&(DISK_BYTES / 2).to_be_bytes()[..], &[b'a'; DISK_BYTES as usize / 2]].concat();
+        [
+            b"NBDMAGIC".to_vec(),
+            OPTION_MAGIC.to_be_bytes().to_vec(),
+            3u16.to_be_bytes().to_vec(),
+            reply_to_option(STRUCTURED_REPLY, ACKNOWLEDGED, &[]),
+            reply_to_option(SET_META_CONTEXT, CONTEXT, &context(1, ALLOCATION)),
+            reply_to_option(SET_META_CONTEXT, CONTEXT, &context(2, "qemu:dirty-bitmap:written")),
+            reply_to_option(SET_META_CONTEXT, ACKNOWLEDGED, &[]),
+            reply_to_option(GO, INFORMATION, &[&[0, 0][..], &bytes.to_be_bytes(), &[0, 0]].concat()),
+            reply_to_option(GO, ACKNOWLEDGED, &[]),
+            chunk(CHUNK_STATUS, 1, &parts(1, [READS_ZEROS, 0])),
+            chunk(CHUNK_STATUS, 2, &parts(2, [0, WRITTEN])),
+            chunk(CHUNK_DATA, 3, &letters),
+        ]
+        .concat()
+    }
+
+    /// What a client finds and reads, of a server that sends this and ends.
+    fn converse(bytes: &[u8]) -> io::Result<(Vec<Extent>, Vec<u8>)> {
+        let (ours, mut theirs) = UnixStream::pair()?;
+        theirs.write_all(bytes)?;
+        theirs.shutdown(Shutdown::Write)?;
+        let mut client = Client::open(ours, "disk", Some("written"))?;
+        let extents = client.extents()?;
+        let data = extents.iter().filter(|extent| extent.is_written && !extent.is_zero);
+        let parts: Vec<Range<u64>> = data.map(|extent| extent.range.start.get()..extent.range.end.get()).collect();
+        let parts = parts.into_iter().map(|part| part.start..part.end.min(part.start + REQUEST_BYTES));
+        let mut content = Vec::new();
+        client.read(parts, &mut |_, part| -> io::Result<()> {
+            content.extend(part);
+            Ok(())
+        })?;
+        Ok((extents, content))
+    }
+
+    #[test]
+    fn what_is_written_and_holds_data_is_read() {
+        let (extents, content) = converse(&conversation(DISK_BYTES)).unwrap();
+        let flags: Vec<_> = extents.iter().map(|extent| (extent.is_zero, extent.is_written)).collect();
+        assert_eq!(flags, [(true, false), (false, true)]);
+        assert_eq!(content, [b'a'; DISK_BYTES as usize / 2]);
+        for bytes in [u64::MAX, u64::MAX - STATUS_BYTES / 2, MAX_DISK_BYTES + 1] {
+            let error = converse(&conversation(bytes)).unwrap_err();
+            assert!(error.to_string().contains("longer than any file"), "{error}");
+        }
+        assert!(converse(&conversation(MAX_DISK_BYTES)).is_err());
+    }
+
+    proptest! {
+        #[test]
+        fn a_server_that_sends_anything_is_an_error(bytes in prop::collection::vec(any::<u8>(), 0..300)) {
+            prop_assert!(converse(&bytes).is_err());
+        }
+
+        #[test]
+        fn a_server_that_sends_something_else_causes_no_panic(
+            changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..6),
+            cut in any::<prop::sample::Index>(),
+            is_cut in any::<bool>(),
+        ) {
+            let mut bytes = conversation(DISK_BYTES);
+            // The letters are as good as any others.
+            let length = bytes.len() - DISK_BYTES as usize / 2;
+            for (index, byte) in changes {
+                bytes[index.index(length)] = byte;
+            }
+            if is_cut {
+                bytes.truncate(cut.index(bytes.len()));
+            }
+            let _ = converse(&bytes);
+        }
+    }
 }
