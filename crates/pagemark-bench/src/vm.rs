@@ -10,6 +10,7 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use pagemark::checkpointer::Strategy;
+use pagemark::model::{self, CostModel, Costs, DirtyCurve, Observation};
 use pagemark::repository::Repository;
 use pagemark::track::Scope;
 use pagemark::{Job, JobOptions, Mechanism, Policy};
@@ -72,6 +73,9 @@ pub struct Options {
 /// Checkpoints before the measured ones: the first copies everything.
 const WARM_UP: u32 = 4;
 
+/// How long the machine is observed for the cost model.
+const OBSERVED: Duration = Duration::from_secs(4);
+
 /// How long the machine is measured by itself, and with checkpoints at least.
 const ALONE: Duration = Duration::from_secs(2);
 /// The same of a compiler, which takes some tenths of a second for a pass.
@@ -100,6 +104,20 @@ struct Row {
     kvm_alone: CountsPerPass,
     /// Full page-modification logs in a second.
     full_logs_a_second: Samples,
+    /// From one checkpoint to the next.
+    interval_ms: Samples,
+    /// What the cost model says of it, from an observation before.
+    predicted: Option<Predicted>,
+}
+
+/// What the cost model predicts.
+#[derive(serde::Serialize)]
+struct Predicted {
+    downtime_us: f64,
+    dirty_pages: f64,
+    /// The share of its time that the machine loses.
+    overhead: f64,
+    bytes_a_second: f64,
 }
 
 /// What one of QEMU's own ways costs.
@@ -164,6 +182,23 @@ impl Options {
         })
     }
 
+    /// Fits the cost model to a mechanism, by an observation of the machine as `vm advise` makes
+    /// it. None where what the mechanism costs is not known outside of a machine.
+    fn observe(&self, machine: &mut Machine, way: Way) -> Result<Option<(DirtyCurve, Costs)>, BenchError> {
+        /// A power of two, so that all intervals up to the whole are seen.
+        const SLICES: u32 = 64;
+        let Ok(cost) = pagemark_vm::cost(way.mechanism) else { return Ok(None) };
+        let mut target = machine.attach(way.mechanism, way.activation)?;
+        let observation = Observation::take(&mut target, OBSERVED / SLICES, SLICES, &mut |time| {
+            std::thread::sleep(time);
+            true
+        });
+        let observation = observation.map_err(BenchError::pagemark)?;
+        let stop = model::stop_time(&mut std::thread::sleep, &mut || model::stop(&mut target));
+        let costs = Costs::of(way.mechanism, &cost).for_target(&observation, stop.map_err(BenchError::pagemark)?);
+        Ok(observation.curve().map(|curve| (curve, costs)))
+    }
+
     fn alone(&self) -> Duration {
         if self.work == Work::Compile { ALONE_COMPILING } else { ALONE }
     }
@@ -197,7 +232,19 @@ pub fn run(options: &Options) -> Result<(), BenchError> {
     }
     let mut rows = Vec::new();
     for way in ways(plan.mechanism, plan.shares_memory()) {
+        eprintln!("{}, observed …", way.name);
+        let fitted = options.observe(&mut machine, way)?;
         for &every_ms in &options.every_ms {
+            let predicted = fitted.as_ref().map(|(curve, costs)| {
+                let model = CostModel { curve: curve.clone(), costs: *costs, strategy: way.strategy };
+                let forecast = model.forecast(Duration::from_millis(every_ms));
+                Predicted {
+                    downtime_us: forecast.downtime.as_micros() as f64,
+                    dirty_pages: forecast.dirty_pages,
+                    overhead: forecast.overhead,
+                    bytes_a_second: forecast.bytes_per_second,
+                }
+            });
             let (downtime_us, memory_downtime_us, paused_us) = Default::default();
             let (stop_us, disks_us, devices_us, full_logs_a_second) = Default::default();
             let (dirty_pages, written_bytes, throughput_ratio) = Default::default();
@@ -218,6 +265,8 @@ pub fn run(options: &Options) -> Result<(), BenchError> {
                     kvm: CountsPerPass::default(),
                     kvm_alone: CountsPerPass::default(),
                     full_logs_a_second,
+                    interval_ms: Samples::default(),
+                    predicted,
                 },
             ));
         }
@@ -288,6 +337,7 @@ fn measure(
         row.dirty_pages.push(taken.cost.dirty_pages as f64);
         row.written_bytes.push(taken.cost.written_bytes as f64);
         std::thread::sleep(every.saturating_sub(begin.elapsed()));
+        row.interval_ms.push(begin.elapsed().as_secs_f64() * 1e3);
     }
     let passes = machine.passes()? - first_pass;
     let seconds = measured_from.elapsed().as_secs_f64();
@@ -304,6 +354,41 @@ fn measure(
     let after = machine.passes_a_second(options.alone())?;
     row.throughput_ratio.push(rate / ((before + after) / 2.0));
     Ok(())
+}
+
+/// What the cost model predicts, beside what was measured.
+fn table_of_predictions(rows: &[Row]) -> Table {
+    let mut table = Table::new([
+        "strategy",
+        ">every ms",
+        ">kept ms",
+        ">pages, predicted",
+        ">measured",
+        ">downtime ms, predicted",
+        ">measured",
+        ">loss %, predicted",
+        ">measured",
+        ">KiB/s, predicted",
+        ">measured",
+    ]);
+    for row in rows {
+        let Some(predicted) = &row.predicted else { continue };
+        let interval_ms = row.interval_ms.median();
+        table.row([
+            row.strategy.to_owned(),
+            row.every_ms.to_string(),
+            format!("{interval_ms:.0}"),
+            format!("{:.0}", predicted.dirty_pages),
+            format!("{:.0}", row.dirty_pages.median()),
+            format!("{:.2}", predicted.downtime_us / 1e3),
+            format!("{:.2}", row.downtime_us.median() / 1e3),
+            format!("{:.1}", predicted.overhead * 100.0),
+            format!("{:.1}", (1.0 - row.throughput_ratio.median()) * 100.0),
+            format!("{:.0}", predicted.bytes_a_second / 1024.0),
+            format!("{:.0}", row.written_bytes.median() / 1024.0 / interval_ms * 1e3),
+        ]);
+    }
+    table
 }
 
 fn peers_are_fewer(measured: &Measured) -> bool {
@@ -410,6 +495,11 @@ fn print_tables(options: &Options, measured: &Measured) -> Result<(), BenchError
             Work::Compile => format!("{} MiB, a compiler on each", options.mib),
         }
     ));
+    if measured.rows.iter().any(|row| row.predicted.is_some()) {
+        let seconds = OBSERVED.as_secs();
+        let table = table_of_predictions(&measured.rows);
+        print(&format!("Predictions of the cost model, from {seconds} s of observation; medians\n{table}\n"));
+    }
     if measured.rows.iter().all(|row| row.kvm.is_empty()) {
         print("KVM's counts: none, because QEMU does not use KVM, or is older than 7.1\n");
     } else {

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use clap::Args;
 use pagemark::Mechanism;
-use pagemark::model::{CostModel, Costs, Forecast, Observation, Overhead, stop_time};
+use pagemark::model::{CostModel, Forecast, Observation, Overhead, stop_time};
 use pagemark::target::TargetMemory;
 use pagemark::track::Scope;
 use pagemark_process::criu::DumpOptions;
@@ -125,8 +125,7 @@ impl ObservationOptions {
             return Err(Failure::usage(reason).help("name another mechanism, or none"));
         }
         let curve = observation.curve().ok_or_else(|| Failure::usage("nothing was observed").help("--observe 6s"))?;
-        let costs = Costs { stop, walk: observation.walk(), stored: observation.stored(), ..costs(mechanism, scope)? };
-        let costs = Costs { copy: costs.copy.saturating_add(observation.copy()), ..costs };
+        let costs = costs(mechanism, scope)?.for_target(observation, stop);
         let model = CostModel { curve, costs, strategy: self.tracking.strategy() };
         let forecasts: Vec<Forecast> =
             INTERVALS_MS.map(|interval| model.forecast(Duration::from_millis(interval))).to_vec();

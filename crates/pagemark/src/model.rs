@@ -20,8 +20,9 @@
 
 use std::time::Duration;
 
-use crate::ByteCount;
 use crate::checkpointer::Strategy;
+use crate::track::Cost;
+use crate::{ByteCount, Mechanism};
 
 mod adjust;
 mod curve;
@@ -70,6 +71,23 @@ pub struct Costs {
     /// The number of intervals after which a page that is written in each of them is no longer
     /// protected (the mechanism `adaptive`).
     pub hot_after: Option<u32>,
+}
+
+impl Costs {
+    /// What a mechanism costs where it was measured so. What depends on the target is zero.
+    pub fn of(mechanism: Mechanism, measured: &Cost) -> Costs {
+        let nanos = |ns: f64| Duration::from_nanos(ns as u64);
+        let hot_after = mechanism.entry().process.and_then(|process| process.hot_after).map(|count| count as u32);
+        let (first_write, collect) = (nanos(measured.first_write_ns), nanos(measured.collect_ns));
+        Costs { first_write, collect, copy: collect, hot_after, ..Costs::default() }
+    }
+
+    /// The same for an observed target, of which a stop takes `stop`.
+    #[must_use]
+    pub fn for_target(self, observation: &Observation, stop: Duration) -> Costs {
+        let copy = self.copy.saturating_add(observation.copy());
+        Costs { stop, walk: observation.walk(), copy, stored: observation.stored(), ..self }
+    }
 }
 
 /// Predicts what checkpoints of a target cost.
