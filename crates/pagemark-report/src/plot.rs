@@ -13,13 +13,16 @@ const HEIGHT: u32 = 560;
 /// At most as many positions of the x axis are labelled.
 const MAX_X_LABELS: usize = 12;
 
-const COLOURS: [RGBColor; 6] = [
+const COLOURS: [RGBColor; 9] = [
     RGBColor(60, 60, 60),
     RGBColor(204, 65, 37),
     RGBColor(26, 115, 190),
     RGBColor(224, 150, 20),
     RGBColor(60, 150, 70),
     RGBColor(140, 80, 170),
+    RGBColor(120, 190, 220),
+    RGBColor(230, 130, 180),
+    RGBColor(150, 110, 60),
 ];
 
 /// A chart could not be drawn.
