@@ -1,68 +1,118 @@
 //! `pagemark-bench pml`: what dirty logging by page-modification logging costs beside
-//! write-protection, in events: tables 3.1 and 5.2 and figures 3.5 and 5.3 of "Intel Page
-//! Modification Logging for Lightweight Continuous Checkpointing" (PML, chapters 3 and 5).
+//! write-protection: the tables and figures of "Intel Page Modification Logging for Lightweight
+//! Continuous Checkpointing" (PML, chapters 3 and 5), beside the paper's own numbers.
 //!
-//! The events are those of an emulated processor with EPT and PML (Bochs), on which a hypervisor of
-//! some hundred lines runs a guest that writes memory (`pml/`). They are exact, and the same in
-//! each run. Times mean nothing there, and none are printed.
+//! Counted are the events and the hypervisor's instructions of an emulated processor with EPT and
+//! PML (Bochs), on which a hypervisor of some hundred lines runs a guest that writes memory
+//! (`pml/`). They are exact, and with one processor the same in each run. Times mean nothing there:
+//! where the paper has times, this has what the paper's model and another one make of the counts.
 
 mod lab;
+mod model;
 mod paper;
+mod report;
 
 use std::path::PathBuf;
 
-use pagemark_report::chart::{Chart, Series};
-use pagemark_report::samples::Samples;
-
 use crate::BenchError;
 use crate::figures::publish;
-use lab::{Counts, Lab};
+use lab::{Counts, Lab, TICK_MS};
+use model::Costs;
+use report::Report;
 
 /// Options of the measurement.
 #[derive(clap::Args, Clone, Debug)]
 pub struct Options {
-    /// Intervals between checkpoints, milliseconds of the guest, which are multiples of 5
+    /// Intervals between checkpoints, milliseconds of the guest, which are multiples of 10
     #[arg(long, value_delimiter = ',', default_values_t = paper::INTERVALS_MS, value_parser = parse_interval)]
     interval: Vec<u32>,
-    /// Time of the guest in each run, milliseconds
-    #[arg(long, default_value_t = 10_000)]
+    /// Time of the guest in each run, milliseconds, after the first interval
+    #[arg(long, default_value_t = 2_000, value_parser = clap::value_parser!(u32).range(1..1_000_000))]
     time: u32,
-    /// Pages that the guest writes to in a millisecond, some of them again and again
-    #[arg(long, default_value_t = 200, value_parser = clap::value_parser!(u32).range(1..1_000_000))]
+    /// Checkpoints that are counted in each run at least, also if they take more time
+    #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..1_000_000))]
+    checkpoints: u32,
+    /// Processors of the machine. With more than one, a run has so many checkpoints and no more,
+    /// and only intervals up to a second, because their emulation is slow
+    #[arg(long, value_delimiter = ',', default_values_t = [1, 4], value_parser = clap::value_parser!(u32).range(1..=4))]
+    processors: Vec<u32>,
+    /// Pages that each processor of the guest writes to in a millisecond, some of them again and
+    /// again; the default makes checkpoints as large as the paper's
+    #[arg(long, default_value_t = 110, value_parser = clap::value_parser!(u32).range(1..1_000_000))]
     writes: u32,
     /// Pages that are copied in a millisecond while the guest runs
-    #[arg(long, default_value_t = 150, value_parser = clap::value_parser!(u32).range(1..1_000_000))]
+    #[arg(long, default_value_t = 300, value_parser = clap::value_parser!(u32).range(1..1_000_000))]
     copied: u32,
+    /// Pages that one call of the copier copies, after which early activation with buffers makes
+    /// the log find writes to them; the default is the paper's 64 MiB
+    #[arg(long, default_value_t = paper::BUFFER_PAGES, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    buffer: u32,
+    /// Cost of a page fault in the models, microseconds [default: the paper's]
+    #[arg(long, default_value_t = paper::FAULT_US, hide_default_value = true, value_parser = parse_cost)]
+    fault_us: f64,
+    /// Cost of an event of a full log, microseconds [default: what the paper's table 3.3 needs; its
+    /// text says 2400, which contradicts that table]
+    #[arg(long, default_value_t = paper::full_log_us(), hide_default_value = true, value_parser = parse_cost)]
+    full_log_us: f64,
+    /// Cost of a page in the log, microseconds [default: what the paper's table 3.3 needs]
+    #[arg(long, default_value_t = paper::entry_us(), hide_default_value = true, value_parser = parse_cost)]
+    entry_us: f64,
+    /// Cost of a copy before a write, microseconds [default: the paper's]
+    #[arg(long, default_value_t = paper::COPY_US, hide_default_value = true, value_parser = parse_cost)]
+    copy_us: f64,
     /// Directory for the numbers (CSV) and the picture (SVG) of each table and figure
     #[arg(long)]
     out: Option<PathBuf>,
 }
 
-/// The guest's time between two exits that it makes by itself, as a timer would.
-const TICK_MS: u32 = 5;
+/// With more than one processor, longer intervals are left out.
+const LONGEST_WITH_SEVERAL_MS: u32 = 1000;
 
 fn parse_interval(text: &str) -> Result<u32, String> {
     let interval: u32 = text.parse().map_err(|error| format!("{error}"))?;
-    match interval > 0 && interval.is_multiple_of(TICK_MS) {
+    match (1..=1_000_000).contains(&interval) && interval.is_multiple_of(TICK_MS) {
         true => Ok(interval),
-        false => Err(format!("it is not a multiple of {TICK_MS}")),
+        false => Err(format!("it is not a multiple of {TICK_MS}, up to a million")),
+    }
+}
+
+fn parse_cost(text: &str) -> Result<f64, String> {
+    let cost: f64 = text.parse().map_err(|error| format!("{error}"))?;
+    match cost.is_finite() && cost > 0.0 {
+        true => Ok(cost),
+        false => Err("it is not a cost".into()),
     }
 }
 
 /// How dirty pages are found, and whether checkpoints copy them while the guest runs.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, serde::Serialize)]
+#[serde(rename_all = "kebab-case")]
 enum Mode {
+    #[default]
     Native,
     LogProtect,
     LogPml,
     CopyProtect,
     CopyLate,
+    /// Each page is logged from its copy on.
     CopyEarly,
+    /// The pages of a buffer are logged when it is full.
+    CopyBuffers,
+    /// Only the pages of the last buffer are.
+    CopyLast,
 }
 
 impl Mode {
-    const ALL: [Mode; 6] =
-        [Mode::Native, Mode::LogProtect, Mode::LogPml, Mode::CopyProtect, Mode::CopyLate, Mode::CopyEarly];
+    const ALL: [Mode; 8] = [
+        Mode::Native,
+        Mode::LogProtect,
+        Mode::LogPml,
+        Mode::CopyProtect,
+        Mode::CopyLate,
+        Mode::CopyEarly,
+        Mode::CopyBuffers,
+        Mode::CopyLast,
+    ];
 
     /// Its name in the output of the hypervisor.
     fn name(self) -> &'static str {
@@ -73,16 +123,20 @@ impl Mode {
             Mode::CopyProtect => "copy-protect",
             Mode::CopyLate => "copy-late",
             Mode::CopyEarly => "copy-early",
+            Mode::CopyBuffers => "copy-buffers",
+            Mode::CopyLast => "copy-last",
         }
     }
 
     fn title(self) -> &'static str {
         match self {
-            Mode::Native => "no logging",
+            Mode::Native => "native",
             Mode::LogProtect | Mode::CopyProtect => "write-protection",
             Mode::LogPml => "PML",
             Mode::CopyLate => "late PML",
             Mode::CopyEarly => "early PML",
+            Mode::CopyBuffers => "early, by buffers",
+            Mode::CopyLast => "early, last buffer",
         }
     }
 }
@@ -95,180 +149,38 @@ pub(crate) fn run(options: &Options) -> Result<(), BenchError> {
     if let Some(out) = &options.out {
         std::fs::create_dir_all(out).map_err(BenchError::on("make a directory for the figures"))?;
     }
-    let lab = Lab {
-        ticks: options.time / TICK_MS,
-        writes: options.writes * TICK_MS,
-        copied: options.copied * TICK_MS,
-        intervals: options.interval.iter().map(|interval| interval / TICK_MS).collect(),
+    let mut counts = Vec::new();
+    for &processors in &options.processors {
+        counts.extend(lab(options, processors).run()?);
+    }
+    let costs = Costs {
+        fault_us: options.fault_us,
+        full_log_us: options.full_log_us,
+        entry_us: options.entry_us,
+        copy_us: options.copy_us,
     };
-    let report = Report { intervals: &options.interval, counts: lab.run()? };
+    let report = Report { intervals: &options.interval, counts, costs, buffer: options.buffer.into() };
+    pagemark_report::output::print(&report.introduction());
+    if let Some(out) = &options.out {
+        report.write_counts(&out.join("pml-counts.csv"))?;
+    }
     report.charts().iter().try_for_each(|chart| publish(options.out.as_deref(), chart))
 }
 
-/// What was counted, for the tables.
-struct Report<'a> {
-    intervals: &'a [u32],
-    counts: Vec<Counts>,
-}
-
-/// A column of the paper's tables, by interval.
-type Column = [f64; paper::INTERVALS_MS.len()];
-
-impl Report<'_> {
-    fn charts(&self) -> Vec<Chart> {
-        use Mode::{CopyEarly, CopyLate, CopyProtect, LogPml, LogProtect, Native};
-        let exits = |mode| self.series(mode, |counts| counts.exits as f64);
-        let faults = |mode| self.series(mode, |counts| counts.faults as f64);
-        let full = |mode| self.series(mode, |counts| counts.full as f64);
-        let flushes = |mode| self.series(mode, |counts| counts.flushes as f64);
-        let logged = |mode| self.series(mode, |counts| counts.logged as f64);
-        let copies = |name: &str, part: fn(&Counts) -> u64| Series {
-            name: name.into(),
-            ..self.series(CopyEarly, |counts| part(counts) as f64)
-        };
-        let paper = |mode: Mode, column| self.paper(mode, column);
-        vec![
-            self.chart(
-                "table-3-1-exits",
-                "Table 3.1: exits of the guest while its writes are logged",
-                "exits",
-                vec![
-                    exits(Native),
-                    exits(LogProtect),
-                    exits(LogPml),
-                    paper(Native, paper::NATIVE_EXITS),
-                    paper(LogProtect, paper::LOG_PROTECT_EXITS),
-                    paper(LogPml, paper::LOG_PML_EXITS),
-                ],
-            ),
-            self.chart(
-                "table-3-1-full",
-                "Table 3.1: events of a full log",
-                "events",
-                vec![full(LogPml), paper(LogPml, paper::LOG_PML_FULL)],
-            ),
-            self.chart(
-                "figure-3-5",
-                "Figure 3.5: R(l), page faults by write-protection for each event of a full log",
-                "faults / event",
-                vec![self.ratio(), paper(LogPml, paper::ratio())],
-            ),
-            self.chart(
-                "table-5-2-exits",
-                "Table 5.2: exits of the guest with copy-on-write checkpoints",
-                "exits",
-                vec![
-                    exits(CopyProtect),
-                    exits(CopyLate),
-                    exits(CopyEarly),
-                    paper(CopyProtect, paper::COPY_PROTECT_EXITS),
-                    paper(CopyLate, paper::COPY_LATE_EXITS),
-                    paper(CopyEarly, paper::COPY_EARLY_EXITS),
-                ],
-            ),
-            self.chart(
-                "table-5-2-faults",
-                "Table 5.2: page faults with copy-on-write checkpoints",
-                "faults",
-                vec![
-                    faults(CopyProtect),
-                    faults(CopyLate),
-                    faults(CopyEarly),
-                    paper(CopyProtect, paper::COPY_PROTECT_FAULTS),
-                    paper(CopyLate, paper::COPY_LATE_FAULTS),
-                    paper(CopyEarly, paper::COPY_EARLY_FAULTS),
-                ],
-            ),
-            self.chart(
-                "table-5-2-full",
-                "Table 5.2: events of a full log with copy-on-write checkpoints",
-                "events",
-                vec![
-                    full(CopyLate),
-                    full(CopyEarly),
-                    paper(CopyLate, paper::COPY_LATE_FULL),
-                    paper(CopyEarly, paper::COPY_EARLY_FULL),
-                ],
-            ),
-            self.chart(
-                "figure-5-3",
-                "Figure 5.3: flushes of the processor's translations",
-                "flushes",
-                vec![
-                    flushes(CopyProtect),
-                    flushes(CopyLate),
-                    flushes(CopyEarly),
-                    paper(CopyProtect, paper::PROTECT_FLUSHES),
-                    paper(CopyLate, paper::LATE_FLUSHES),
-                    paper(CopyEarly, paper::EARLY_FLUSHES),
-                ],
-            ),
-            self.chart(
-                "pages",
-                "Pages of all checkpoints, and those of them that the log held",
-                "pages",
-                vec![
-                    Series { name: "dirty".into(), ..self.series(LogProtect, |counts| counts.dirty as f64) },
-                    logged(LogPml),
-                    logged(CopyLate),
-                    logged(CopyEarly),
-                ],
-            ),
-            self.chart(
-                "copies",
-                "When the pages of copy-on-write checkpoints were copied, the same with each mechanism",
-                "pages",
-                vec![
-                    copies("copied concurrently", |counts| counts.concurrent),
-                    copies("copied before a write", |counts| counts.cow),
-                    copies("left to the next stop", |counts| counts.rest),
-                ],
-            ),
-        ]
-    }
-
-    fn chart(&self, name: &str, title: &str, unit: &str, series: Vec<Series>) -> Chart {
-        Chart {
-            name: format!("pml-{name}"),
-            title: title.into(),
-            x_axis: "interval, ms".into(),
-            y_axis: unit.into(),
-            is_logarithmic: true,
-            reference: None,
-            x_labels: self.intervals.iter().map(u32::to_string).collect(),
-            series,
-            notes: vec!["counts of an emulated processor; the paper's are of another guest, a kernel build".into()],
-        }
-    }
-
-    fn find(&self, mode: Mode, interval: u32) -> Option<&Counts> {
-        // Without logging there are no intervals.
-        let is_same = |counts: &&Counts| mode == Mode::Native || counts.interval * TICK_MS == interval;
-        self.counts.iter().filter(|counts| counts.mode == mode).find(is_same)
-    }
-
-    fn series(&self, mode: Mode, number: impl Fn(&Counts) -> f64) -> Series {
-        let point = |interval: &u32| self.find(mode, *interval).map(&number).into_iter().collect();
-        Series { name: mode.title().into(), points: self.intervals.iter().map(point).collect() }
-    }
-
-    fn ratio(&self) -> Series {
-        let point = |interval: &u32| {
-            let (protect, pml) = (self.find(Mode::LogProtect, *interval)?, self.find(Mode::LogPml, *interval)?);
-            // Without an event there is no ratio.
-            (pml.full > 0).then(|| protect.faults as f64 / pml.full as f64)
-        };
-        let points = self.intervals.iter().map(|interval| point(interval).into_iter().collect()).collect();
-        Series { name: "PML".into(), points }
-    }
-
-    /// The paper's numbers at the intervals that it has; none where it has a NaN.
-    fn paper(&self, mode: Mode, column: Column) -> Series {
-        let point = |interval: &u32| -> Samples {
-            let found = paper::INTERVALS_MS.iter().zip(column).find(|(known, _)| *known == interval);
-            found.map(|(_, number)| number).filter(|number| !number.is_nan()).into_iter().collect()
-        };
-        let points = self.intervals.iter().map(point).collect();
-        Series { name: format!("{} (paper)", mode.title()), points }
+fn lab(options: &Options, processors: u32) -> Lab {
+    let several = processors > 1;
+    let runs = options.interval.iter().filter(|&&interval| !several || interval <= LONGEST_WITH_SEVERAL_MS);
+    Lab {
+        processors,
+        writes: options.writes,
+        copied: options.copied,
+        buffer: options.buffer,
+        ticks: options.time.div_ceil(TICK_MS),
+        runs: runs
+            .map(|&interval| {
+                let least = if several { 1 } else { options.time.div_ceil(interval) };
+                (interval, least.max(options.checkpoints))
+            })
+            .collect(),
     }
 }

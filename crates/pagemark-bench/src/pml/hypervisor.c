@@ -1,23 +1,28 @@
 /*
  * A hypervisor for one guest, which counts what dirty logging and checkpoints cost a processor with VMX, EPT and
- * page-modification logging (PML, chapters 3 to 5): exits, faults, full logs, flushes. It is the ROM of an emulated
- * machine (Bochs), and writes a line per run to the first serial port.
+ * page-modification logging (PML, chapters 3 to 5): exits, faults, full logs, flushes, instructions. It is the ROM of
+ * an emulated machine (Bochs), and writes a line per run to the first serial port.
  *
- * The guest writes to pages of its data at random, and calls after each WRITES writes: a tick. Every so many ticks
- * are an interval, which ends with what a checkpoint does while the machine is stopped. In each tick a copier, which
- * stands for another processor, copies COPIED pages of the last checkpoint.
+ * Each processor runs the guest's program, which writes to pages at random, and calls after each WRITES writes: a
+ * step. In each step a copier, which stands for another processor, copies COPIED pages of the last checkpoint. The
+ * calls belong to the lab, and are not counted. One in TICK steps also stands for an exit of the guest's own, as for a
+ * timer, and is counted. Some ticks are an interval, which ends with what a checkpoint does while the machine is
+ * stopped. Processors wait for each other after each step. What is counted begins after the first interval.
  *
  * Each write gives a word a value that it never had. So what was written, and what a checkpoint must hold, is known
  * without the mechanism that is counted, and is compared after each interval.
  *
- * Defined by the compiler's command line: TICKS, WRITES, COPIED, INTERVALS, GUEST_DATA.
+ * Instructions are those that the hypervisor executes on behalf of the guest, by the emulated time-stamp counter, which
+ * counts instructions: no instruction takes longer than another, and what an exit costs a real processor is missing.
+ *
+ * Defined by the compiler's command line: TICK, TICKS, WRITES, COPIED, BUFFER, RUNS, PROCESSORS, GUEST_DATA.
  */
 typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long u64;
 
-enum { PAGES = 16384, PAGE_BYTES = 4096, TABLE_ENTRIES = 512, LOG_ENTRIES = 512 };
+enum { PAGES = 32768, PAGE_BYTES = 4096, TABLE_ENTRIES = 512, LOG_ENTRIES = 512 };
 /* Where the memory of the guest is. */
 #define GUEST_MEMORY 0x4000000ul
 
@@ -28,12 +33,15 @@ enum { READ = 1, WRITE = 2, EXECUTE = 4, WRITE_BACK = 6 << 3, DIRTY = 1 << 9 };
 enum { CALL = 18, FAULT = 48, LOG_FULL = 62 };
 
 /* How dirty pages are found, and whether checkpoints copy them, by incremental copy-on-write, while the guest runs. */
-enum { NATIVE, LOG_PROTECT, LOG_PML, COPY_PROTECT, COPY_LATE, COPY_EARLY, MODES };
+enum { NATIVE, LOG_PROTECT, LOG_PML, COPY_PROTECT, COPY_LATE, COPY_EARLY, COPY_BUFFERS, COPY_LAST, MODES };
 static const char *const names[MODES] = {
-	"native", "log-protect", "log-pml", "copy-protect", "copy-late", "copy-early"
+	"native", "log-protect", "log-pml", "copy-protect", "copy-late", "copy-early", "copy-buffers", "copy-last"
 };
 
-static const u32 intervals[] = { INTERVALS };
+/* The steps of an interval, and the intervals of a run. */
+static const struct {
+	u32 steps, intervals;
+} runs[] = { RUNS };
 
 struct registers {
 	u64 rax, rcx, rdx, rbx, rsi, rdi;
@@ -47,23 +55,61 @@ static u64 directory[TABLE_ENTRIES] __attribute__((aligned(4096)));
 /* The first table has the guest's program, the others its data. */
 static u64 entries[TABLE_ENTRIES + PAGES] __attribute__((aligned(4096)));
 static u64 *const data = entries + TABLE_ENTRIES;
-static u64 log[LOG_ENTRIES] __attribute__((aligned(4096)));
-static u8 vmxon_region[4096] __attribute__((aligned(4096))), vmcs[4096] __attribute__((aligned(4096)));
+static u64 logs[PROCESSORS][LOG_ENTRIES] __attribute__((aligned(4096)));
+static u8 vmxon_regions[PROCESSORS][4096] __attribute__((aligned(4096)));
+static u8 vmcss[PROCESSORS][4096] __attribute__((aligned(4096)));
 
 /* The page was written to since the last checkpoint. */
-static u8 dirty[PAGES];
+static u8 dirty[PAGES] __attribute__((aligned(8)));
 /* The page belongs to the last checkpoint, and is not copied yet. */
-static u8 kept[PAGES];
+static u8 kept[PAGES] __attribute__((aligned(8)));
 /* The page was copied, and is protected until the log takes over at the next checkpoint (late activation). */
-static u8 protected[PAGES];
+static u8 protected[PAGES] __attribute__((aligned(8)));
 /* The first word of each page at the last checkpoint. */
 static u32 before[PAGES];
 /* What the checkpoints hold of each page. */
 static u32 image[PAGES];
 
+/* Where a copied page is, before it would be stored. */
+static u64 copied_page[PAGE_BYTES / 8];
+
+/* The copier of a checkpoint: the next page, and the pages of its buffer, which the log does not have yet. */
 static struct {
-	u64 exits, faults, full, logged, flushes, dirty, cow, concurrent, rest, wrong;
+	u32 next, filled, pages[BUFFER];
+} copier;
+
+static struct {
+	u64 exits, faults, full, logged, flushes, dirty, cow, concurrent, rest, handling, stopped, wrong;
 } count;
+
+/* The processors exclude each other while they handle exits, and wait for each other after each step. */
+static u32 lock, arrived, generation;
+/* What the processors remember of the tables must be removed after this step. */
+static u32 must_flush;
+
+/* None of eight pages, whose first one is given, has the mark. */
+static u32 have_none(const u8 *marks, u32 page)
+{
+	u64 eight;
+	__builtin_memcpy(&eight, marks + page, sizeof eight);
+	return !eight;
+}
+
+static void acquire(void)
+{
+	while (__atomic_exchange_n(&lock, 1, __ATOMIC_ACQUIRE))
+		__asm__ volatile("pause");
+}
+
+static void release(void) { __atomic_store_n(&lock, 0, __ATOMIC_RELEASE); }
+
+/* Instructions until now. */
+static u64 now(void)
+{
+	u32 low, high;
+	__asm__ volatile("rdtsc" : "=a"(low), "=d"(high));
+	return (u64)high << 32 | low;
+}
 
 static inline void out(u16 port, u8 value) { __asm__ volatile("outb %0, %1" : : "a"(value), "Nd"(port)); }
 
@@ -141,7 +187,12 @@ static u32 controls(u32 capability, u32 wanted)
 	return wanted | (u32)allowed;
 }
 
-/* Removes what the processor remembers of the tables. (The emulated one forgets it at each entry, too.) */
+/* Processors set bits of entries at the same time. */
+static void add_bits(u64 *entry, u64 bits) { __atomic_fetch_or(entry, bits, __ATOMIC_RELAXED); }
+
+static void remove_bits(u64 *entry, u64 bits) { __atomic_fetch_and(entry, ~bits, __ATOMIC_RELAXED); }
+
+/* Removes what this processor remembers of the tables. (The emulated one forgets it at each entry, too.) */
 static void flush(void)
 {
 	struct {
@@ -149,13 +200,13 @@ static void flush(void)
 	} context = { get(0x201a), 0 };
 	u64 single = 1;
 	__asm__ volatile("invept %0, %1" : : "m"(context), "r"(single) : "cc", "memory");
-	count.flushes++;
 }
 
 /* Marks what the processor has logged as dirty. KVM does so at each exit. */
-static void drain(void)
+static void drain(u32 processor)
 {
 	enum { INDEX = 0x812 };
+	const u64 *log = logs[processor];
 	u16 next = get(INDEX);
 	for (u32 entry = (u16)(next + 1); entry < LOG_ENTRIES; entry++) {
 		u64 page = (log[entry] - GUEST_DATA) / PAGE_BYTES;
@@ -168,11 +219,21 @@ static void drain(void)
 	set(INDEX, LOG_ENTRIES - 1);
 }
 
-/* Copies a page to what the checkpoint holds. Only its first word is ever written, so that is all that is copied. */
+/* Copies a page to what the checkpoint holds. Only its first word is ever written, so that is all that is kept. */
 static void copy(u32 page)
 {
 	image[page] = *guest_word(page);
 	kept[page] = 0;
+}
+
+/* As `copy`, and copies the whole page, for what it costs. */
+static void copy_before_write(u32 page)
+{
+	const volatile u64 *from = (u64 *)guest_word(page);
+	for (u32 i = 0; i < PAGE_BYTES / 8; i++)
+		copied_page[i] = from[i];
+	__asm__ volatile("" : : "m"(copied_page));
+	copy(page);
 }
 
 /* The guest writes to a page that may not be written. */
@@ -185,31 +246,59 @@ static void fault(u32 mode, u64 address)
 	if (data[page] & WRITE)
 		return;
 	if (kept[page]) {
-		copy(page);
+		copy_before_write(page);
 		count.cow++;
 	}
 	dirty[page] = 1;
 	protected[page] = 0;
 	/* Dirty for the processor too, so that it does not log the page once more. */
-	data[page] |= mode == NATIVE ? WRITE : WRITE | DIRTY;
+	add_bits(&data[page], mode == NATIVE ? WRITE : WRITE | DIRTY);
 }
 
-/* Copies up to `most` pages of the last checkpoint, from `*next` on. Returns how many. */
-static u64 copy_kept(u32 mode, u32 *next, u32 most)
+/*
+ * The buffer is full, or the copy is complete: the log is made to find the next write to each page of the buffer, and
+ * what the processors remember is removed, as the paper's hypervisor does (4.5). With COPY_LAST the pages of a full
+ * buffer stay protected, and only those of the last one are logged.
+ */
+static void activate(u32 mode, u32 is_last)
+{
+	if (!copier.filled)
+		return;
+	for (u32 i = 0; i < copier.filled; i++)
+		if (mode == COPY_BUFFERS || is_last)
+			add_bits(&data[copier.pages[i]], WRITE);
+	copier.filled = 0;
+	must_flush = 1;
+	count.flushes++;
+}
+
+/* Copies up to `most` pages of the last checkpoint. Returns how many. */
+static u64 copy_kept(u32 mode, u32 most)
 {
 	u64 copied = 0;
-	for (; *next < PAGES && copied < most; ++*next) {
-		u32 page = *next;
+	if (copier.next == PAGES)
+		return 0;
+	for (; copier.next < PAGES && copied < most; copier.next++) {
+		u32 page = copier.next;
+		if (page % 8 == 0 && have_none(kept, page))
+			copier.next += 7;
 		if (!kept[page])
 			continue;
 		copy(page);
 		copied++;
-		if (mode == COPY_EARLY)
+		if (mode == COPY_EARLY) {
 			/* Its dirty bit is clear, so the next write to it is logged. More rights need no flush. */
-			data[page] |= WRITE;
-		else
+			add_bits(&data[page], WRITE);
+		} else if (mode > COPY_EARLY) {
+			if (copier.filled == BUFFER)
+				activate(mode, 0);
+			copier.pages[copier.filled++] = page;
+		} else {
 			protected[page] = 1;
+		}
 	}
+	if (copier.next == PAGES)
+		activate(mode, 1);
 	return copied;
 }
 
@@ -229,33 +318,71 @@ static void check(u32 mode)
 /* What is done while the guest is stopped: what is dirty belongs to the checkpoint, and nothing is dirty any longer. */
 static void checkpoint(u32 mode)
 {
-	u32 next = 0;
-	if (mode == NATIVE)
-		return;
-	count.rest += copy_kept(mode, &next, PAGES);
+	u64 begin = now();
+	count.rest += copy_kept(mode, PAGES);
+	count.stopped += now() - begin;
 	check(mode);
+	begin = now();
 	for (u32 page = 0; page < PAGES; page++) {
+		if (page % 8 == 0 && have_none(dirty, page) && have_none(protected, page)) {
+			page += 7;
+			continue;
+		}
 		if (mode == COPY_LATE && protected[page])
-			data[page] |= WRITE;
+			add_bits(&data[page], WRITE);
 		protected[page] = 0;
 		if (!dirty[page])
 			continue;
 		count.dirty++;
 		dirty[page] = 0;
-		data[page] &= ~(u64)DIRTY;
-		if (mode != LOG_PML)
-			data[page] &= ~(u64)WRITE;
+		remove_bits(&data[page], mode == LOG_PML ? DIRTY : DIRTY | WRITE);
 		kept[page] = mode >= COPY_PROTECT;
 	}
-	flush();
+	copier.next = 0;
+	must_flush = 1;
+	count.flushes++;
+	count.stopped += now() - begin;
 }
 
-/* Everything as it is before the guest's first instruction. */
+/* What is done when each processor has made a step. */
+static void step(u32 mode, u32 steps, u32 interval)
+{
+	if (mode >= COPY_PROTECT)
+		count.concurrent += copy_kept(mode, COPIED);
+	if (steps % interval)
+		return;
+	if (mode != NATIVE)
+		checkpoint(mode);
+	/* The first interval is not like the others: nothing is protected for a copy. */
+	if (steps == interval) {
+		u64 wrong = count.wrong;
+		for (u32 i = 0; i < sizeof count / 8; i++)
+			((u64 *)&count)[i] = 0;
+		count.wrong = wrong;
+	}
+}
+
+/* Waits until each processor has made a step. */
+static void meet(u32 mode, u32 steps, u32 interval)
+{
+	u32 last = __atomic_load_n(&generation, __ATOMIC_ACQUIRE);
+	acquire();
+	if (++arrived == PROCESSORS) {
+		arrived = must_flush = 0;
+		if (steps)
+			step(mode, steps, interval);
+		__atomic_store_n(&generation, last + 1, __ATOMIC_RELEASE);
+	}
+	release();
+	while (__atomic_load_n(&generation, __ATOMIC_ACQUIRE) == last)
+		__asm__ volatile("pause");
+	if (must_flush)
+		flush();
+}
+
+/* The memory as it is before the guest's first instruction. */
 static void begin(u32 mode, u32 pml)
 {
-	u64 region = (u64)vmcs;
-	u8 failed;
-
 	for (u32 i = 0; i < sizeof count / 8; i++)
 		((u64 *)&count)[i] = 0;
 	root[0] = (u64)directories | READ | WRITE | EXECUTE;
@@ -269,10 +396,19 @@ static void begin(u32 mode, u32 pml)
 		before[page] = image[page] = *guest_word(page) = 0;
 		/* Nothing is logged natively; protection begins with all pages, the log with none. */
 		if (mode == NATIVE || pml)
-			data[page] |= WRITE;
+			add_bits(&data[page], WRITE);
 	}
 	for (u8 *from = guest_start, *to = (u8 *)GUEST_MEMORY; from < guest_end;)
 		*to++ = *from++;
+	copier.next = PAGES;
+	copier.filled = 0;
+}
+
+/* This processor as it is before the guest's first instruction. */
+static void begin_processor(u32 processor, u32 pml)
+{
+	u8 *vmcs = vmcss[processor], failed;
+	u64 region = (u64)vmcs;
 
 	*(u32 *)vmcs = msr(0x480);
 	__asm__ volatile("vmclear %1; setna %0" : "=qm"(failed) : "m"(region) : "cc", "memory");
@@ -291,7 +427,7 @@ static void begin(u32 mode, u32 pml)
 	/* Tables of four levels, write-back, with dirty bits. */
 	set(0x201a, (u64)root | 6 | 3 << 3 | 1 << 6);
 	if (pml) {
-		set(0x200e, (u64)log);
+		set(0x200e, (u64)logs[processor]);
 		set(0x812, LOG_ENTRIES - 1);
 	}
 	/* The guest, in 32-bit mode without paging. */
@@ -319,45 +455,57 @@ static void begin(u32 mode, u32 pml)
 	set(0x6c06, 0), set(0x6c08, 0), set(0x6c0a, 0), set(0x6c0c, 0), set(0x6c0e, 0), set(0x6c10, 0), set(0x6c12, 0);
 	set(0x4c00, 0), set(0x6c16, (u64)exited);
 	flush();
-	count.flushes = 0;
 }
 
-static void run_one(u32 mode, u32 interval)
+static void run_one(u32 processor, u32 mode, u32 interval, u32 intervals)
 {
-	struct registers guest = { .rsi = 12345, .rbx = WRITES };
-	u32 next = 0, ticks = 0, pml = mode == LOG_PML || mode == COPY_LATE || mode == COPY_EARLY;
-	begin(mode, pml);
-	for (long is_launched = 0; ticks < TICKS; is_launched = 1) {
+	struct registers guest = { .rsi = 12345 + 6789 * processor, .rdi = (u64)processor << 29, .rbx = WRITES };
+	u32 steps = 0, pml = mode == LOG_PML || mode >= COPY_LATE;
+	if (!processor)
+		begin(mode, pml);
+	meet(mode, 0, 1);
+	begin_processor(processor, pml);
+	for (long is_launched = 0; steps < interval * (1 + intervals); is_launched = 1) {
 		if (enter(&guest, is_launched)) {
 			print_number(get(0x4400));
 			end(" error: the guest does not start");
 		}
-		u32 reason = get(0x4402);
-		count.exits++;
-		if (pml)
-			drain();
-		if (reason == FAULT) {
-			count.faults++;
-			fault(mode, get(0x2400));
-		} else if (reason == LOG_FULL) {
-			count.full++;
-		} else if (reason == CALL) {
+		acquire();
+		u64 begin = now();
+		u32 reason = get(0x4402), is_call = reason == CALL;
+		if (is_call) {
 			set(0x681e, get(0x681e) + get(0x440c));
-			if (mode >= COPY_PROTECT)
-				count.concurrent += copy_kept(mode, &next, COPIED);
-			if (++ticks % interval == 0) {
-				checkpoint(mode);
-				next = 0;
-			}
-		} else {
-			print_number(reason);
-			end(" error: an exit that nobody expects");
+			steps++;
 		}
+		/* Other calls belong to the lab. */
+		if (!is_call || steps % TICK == 0) {
+			count.exits++;
+			if (pml)
+				drain(processor);
+			if (reason == FAULT) {
+				count.faults++;
+				fault(mode, get(0x2400));
+			} else if (reason == LOG_FULL) {
+				count.full++;
+			} else if (!is_call) {
+				print_number(reason);
+				end(" error: an exit that nobody expects");
+			}
+			count.handling += now() - begin;
+		}
+		release();
+		if (is_call)
+			meet(mode, steps, interval);
 	}
+	meet(mode, 0, 1);
+	if (processor)
+		return;
 	print(names[mode]);
 	const u64 *numbers = (u64 *)&count;
 	print(" ");
 	print_number(interval);
+	print(" ");
+	print_number(intervals);
 	for (u32 i = 0; i < sizeof count / 8; i++) {
 		print(" ");
 		print_number(numbers[i]);
@@ -365,21 +513,35 @@ static void run_one(u32 mode, u32 interval)
 	print("\n");
 }
 
-void run(void)
+/* Starts the other processors: in 16-bit mode at OTHERS of start.S. */
+static void start_others(void)
 {
-	u64 region = (u64)vmxon_region;
-	u8 failed;
-	/* Characters of eight bits. */
-	out(0x3fb, 3);
+	volatile u32 *commands = (u32 *)0xfee00300ul;
+	enum { INIT_ALL_OTHERS = 0xc4500, START_ALL_OTHERS = 0xc4608 };
+	*commands = INIT_ALL_OTHERS;
+	*commands = START_ALL_OTHERS;
+}
+
+void run(u32 processor)
+{
+	u8 *region = vmxon_regions[processor], failed;
+	u64 address = (u64)region;
+	if (!processor) {
+		/* Characters of eight bits. */
+		out(0x3fb, 3);
+		if (PROCESSORS > 1)
+			start_others();
+	}
 	if (!(msr(0x3a) & 1))
 		__asm__ volatile("wrmsr" : : "c"(0x3a), "a"(5), "d"(0));
-	*(u32 *)vmxon_region = msr(0x480);
-	__asm__ volatile("vmxon %1; setna %0" : "=qm"(failed) : "m"(region) : "cc", "memory");
+	*(u32 *)region = msr(0x480);
+	__asm__ volatile("vmxon %1; setna %0" : "=qm"(failed) : "m"(address) : "cc", "memory");
 	if (failed)
 		end("error: the processor does not enter VMX");
-	run_one(NATIVE, 1);
-	for (u32 i = 0; i < sizeof intervals / sizeof *intervals; i++)
+	run_one(processor, NATIVE, TICK, TICKS);
+	for (u32 i = 0; i < sizeof runs / sizeof *runs; i++)
 		for (u32 mode = NATIVE + 1; mode < MODES; mode++)
-			run_one(mode, intervals[i]);
-	end("end");
+			run_one(processor, mode, runs[i].steps, runs[i].intervals);
+	if (!processor)
+		end("end");
 }

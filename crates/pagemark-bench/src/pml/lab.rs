@@ -7,22 +7,32 @@ use std::process::{Command, Stdio};
 use super::Mode;
 use crate::BenchError;
 
-/// What is to be counted. All times are in ticks of the guest.
+/// What is to be counted.
 pub(super) struct Lab {
-    pub(super) ticks: u32,
-    /// In a tick.
+    pub(super) processors: u32,
+    /// By each processor, in a step.
     pub(super) writes: u32,
-    /// In a tick.
+    /// In a step.
     pub(super) copied: u32,
-    pub(super) intervals: Vec<u32>,
+    /// Pages that one call of the copier copies.
+    pub(super) buffer: u32,
+    /// Ticks of the run without logging.
+    pub(super) ticks: u32,
+    /// The steps of an interval, and how many intervals are counted.
+    pub(super) runs: Vec<(u32, u32)>,
 }
 
+/// A step is a millisecond of the guest. One in so many is a tick: an exit that the guest makes by
+/// itself, as a timer would.
+pub(super) const TICK_MS: u32 = 10;
+
 /// The events of a run.
-#[derive(Clone, PartialEq, Eq, Debug)]
+#[derive(Clone, PartialEq, Eq, Debug, Default, serde::Serialize)]
 pub(super) struct Counts {
+    pub(super) processors: u32,
     pub(super) mode: Mode,
-    /// In ticks.
-    pub(super) interval: u32,
+    pub(super) interval_ms: u32,
+    pub(super) intervals: u32,
     pub(super) exits: u64,
     pub(super) faults: u64,
     pub(super) full: u64,
@@ -35,6 +45,10 @@ pub(super) struct Counts {
     pub(super) concurrent: u64,
     /// Pages that were not copied before the next stop.
     pub(super) rest: u64,
+    /// Instructions of the hypervisor for exits.
+    pub(super) handling: u64,
+    /// Instructions while the guest is stopped.
+    pub(super) stopped: u64,
 }
 
 /// Sources of the ROM, by the names of their files.
@@ -65,13 +79,12 @@ const COMPILER_OPTIONS: [&str; 15] = [
     "-Wl,-T,rom.ld",
 ];
 
-/// The machine. The video ROM must be there, and may be empty.
+/// The machine without its processors. The video ROM must be there, and may be empty.
 const MACHINE: &str = "\
-megs: 192
+megs: 256
 romimage: file=rom, address=0xffff0000
 vga: extension=none
 vgaromimage: file=video
-cpu: model=corei7_skylake_x, count=1, ips=50000000, reset_on_triple_fault=0
 clock: sync=none
 display_library: term
 plugin_ctrl: unmapped=1, serial=1, biosdev=0, speaker=0, extfpuirq=0, parallel=0
@@ -86,12 +99,17 @@ info: action=ignore
 const COMMANDS: &str = "c\nq\n";
 
 impl Lab {
-    /// Runs the guest in each mode and at each interval.
+    /// Runs the guest in each mode and at each interval. The first interval of a run is not
+    /// counted.
     pub(super) fn run(&self) -> Result<Vec<Counts>, BenchError> {
         let directory = tempfile::tempdir().map_err(BenchError::on("make a temporary directory"))?;
         let directory = directory.path();
         self.compile(directory)?;
-        let files = [("machine", MACHINE.as_bytes()), ("commands", COMMANDS.as_bytes()), ("video", &[0; 512])];
+        let machine = format!(
+            "{MACHINE}cpu: model=corei7_skylake_x, count={}, ips=50000000, reset_on_triple_fault=0\n",
+            self.processors
+        );
+        let files = [("machine", machine.as_bytes()), ("commands", COMMANDS.as_bytes()), ("video", &[0; 512])];
         files
             .iter()
             .try_for_each(|(name, content)| fs::write(directory.join(name), content))
@@ -103,7 +121,7 @@ impl Lab {
         let output = command.stdin(Stdio::null()).output().map_err(BenchError::on("start `script` for Bochs"))?;
         let serial = fs::read_to_string(directory.join("serial")).unwrap_or_default();
         let log = fs::read(directory.join("log")).unwrap_or(output.stdout);
-        read(&serial).map_err(|reason| failed(&reason, &log))
+        read(&serial, self.processors).map_err(|reason| failed(&reason, &log))
     }
 
     fn compile(&self, directory: &Path) -> Result<(), BenchError> {
@@ -111,12 +129,19 @@ impl Lab {
             .iter()
             .try_for_each(|(name, text)| fs::write(directory.join(name), text))
             .map_err(BenchError::on("write the hypervisor"))?;
-        let intervals: Vec<String> = self.intervals.iter().map(u32::to_string).collect();
+        let runs: Vec<String> = self.runs.iter().map(|(steps, intervals)| format!("{{{steps},{intervals}}}")).collect();
         let mut compiler = Command::new("cc");
-        compiler.args(COMPILER_OPTIONS);
-        compiler.args([format!("-DTICKS={}", self.ticks), format!("-DWRITES={}", self.writes)]);
-        compiler.args([format!("-DCOPIED={}", self.copied), format!("-DINTERVALS={}", intervals.join(","))]);
-        compiler.arg(format!("-DGUEST_DATA={GUEST_DATA}")).args(["-o", "program", "start.S", "hypervisor.c"]);
+        compiler.args(COMPILER_OPTIONS).args([
+            format!("-DTICK={TICK_MS}"),
+            format!("-DTICKS={}", self.ticks),
+            format!("-DWRITES={}", self.writes),
+            format!("-DCOPIED={}", self.copied),
+            format!("-DBUFFER={}", self.buffer),
+            format!("-DRUNS={}", runs.join(",")),
+            format!("-DPROCESSORS={}", self.processors),
+            format!("-DGUEST_DATA={GUEST_DATA}"),
+        ]);
+        compiler.args(["-o", "program", "start.S", "hypervisor.c"]);
         execute(compiler.current_dir(directory), "start the compiler cc")?;
         let mut copy = Command::new("objcopy");
         execute(copy.args(["-O", "binary", "program", "rom"]).current_dir(directory), "start objcopy")
@@ -141,7 +166,7 @@ fn failed(reason: &str, log: &[u8]) -> BenchError {
 }
 
 /// Reads what the hypervisor wrote.
-fn read(serial: &str) -> Result<Vec<Counts>, String> {
+fn read(serial: &str, processors: u32) -> Result<Vec<Counts>, String> {
     let mut lines = serial.lines();
     if lines.next_back() != Some("end") {
         return Err(format!("the emulated machine did not get to its end: {:?}", serial.lines().next_back()));
@@ -150,7 +175,7 @@ fn read(serial: &str) -> Result<Vec<Counts>, String> {
         .map(|line| {
             let (counts, wrong) = read_line(line).ok_or_else(|| format!("the hypervisor wrote {line:?}"))?;
             match wrong {
-                0 => Ok(counts),
+                0 => Ok(Counts { processors, ..counts }),
                 _ => Err(format!("{wrong} pages were missed, or are wrong in a checkpoint: {line}")),
             }
         })
@@ -163,11 +188,44 @@ fn read_line(line: &str) -> Option<(Counts, u64)> {
     let name = words.next()?;
     let mode = Mode::ALL.into_iter().find(|mode| mode.name() == name)?;
     let numbers: Vec<u64> = words.map(|word| word.parse().ok()).collect::<Option<_>>()?;
-    let [interval, exits, faults, full, logged, flushes, dirty, cow, concurrent, rest, wrong] = *numbers else {
+    let [
+        interval,
+        intervals,
+        exits,
+        faults,
+        full,
+        logged,
+        flushes,
+        dirty,
+        cow,
+        concurrent,
+        rest,
+        handling,
+        stopped,
+        wrong,
+    ] = *numbers
+    else {
         return None;
     };
-    let interval = u32::try_from(interval).ok()?;
-    Some((Counts { mode, interval, exits, faults, full, logged, flushes, dirty, cow, concurrent, rest }, wrong))
+    let (interval_ms, intervals) = (u32::try_from(interval).ok()?, u32::try_from(intervals).ok()?);
+    let counts = Counts {
+        processors: 0,
+        mode,
+        interval_ms,
+        intervals,
+        exits,
+        faults,
+        full,
+        logged,
+        flushes,
+        dirty,
+        cow,
+        concurrent,
+        rest,
+        handling,
+        stopped,
+    };
+    Some((counts, wrong))
 }
 
 #[cfg(test)]
@@ -176,32 +234,36 @@ mod tests {
 
     #[test]
     fn only_a_complete_and_right_run_is_read() {
-        let run = "native 1 50 0 0 0 0 0 0 0 0 0\ncopy-early 10 9 8 7 6 5 4 3 2 1 0\nend\n";
-        let counts = read(run).unwrap();
-        let (mode, interval) = (Mode::CopyEarly, 10);
+        let run = "native 10 5 5 0 0 0 0 0 0 0 0 90 0 0\ncopy-early 10 13 12 11 10 9 8 7 6 5 4 3 2 0\nend\n";
+        let counts = read(run, 4).unwrap();
         let last = Counts {
-            mode,
-            interval,
-            exits: 9,
-            faults: 8,
-            full: 7,
-            logged: 6,
-            flushes: 5,
-            dirty: 4,
-            cow: 3,
-            concurrent: 2,
-            rest: 1,
+            processors: 4,
+            mode: Mode::CopyEarly,
+            interval_ms: 10,
+            intervals: 13,
+            exits: 12,
+            faults: 11,
+            full: 10,
+            logged: 9,
+            flushes: 8,
+            dirty: 7,
+            cow: 6,
+            concurrent: 5,
+            rest: 4,
+            handling: 3,
+            stopped: 2,
         };
         assert_eq!((counts.len(), &counts[1]), (2, &last));
         let others = [
             "",
             "error: the processor lacks VMX, EPT or PML\n",
-            "native 1 50 0 0 0 0 0 0 0 0 0\n",
-            "native 1 50 0 0 0 0 0 0 0 0\nend\n",
-            "unknown 1 50 0 0 0 0 0 0 0 0 0\nend\n",
-            "native 1 50 0 0 0 0 0 0 0 0 -1\nend\n",
+            "native 10 5 5 0 0 0 0 0 0 0 0 90 0 0\n",
+            "native 10 5 5 0 0 0 0 0 0 0 0 90 0\nend\n",
+            "unknown 10 5 5 0 0 0 0 0 0 0 0 90 0 0\nend\n",
+            "native 10 5 5 0 0 0 0 0 0 0 0 90 0 -1\nend\n",
         ];
-        others.iter().for_each(|text| drop(read(text).unwrap_err()));
-        assert!(read("native 1 50 0 0 0 0 0 0 0 0 3\nend\n").unwrap_err().contains("3 pages were missed"));
+        others.iter().for_each(|text| drop(read(text, 1).unwrap_err()));
+        let wrong = read("native 10 5 5 0 0 0 0 0 0 0 0 90 0 3\nend\n", 1).unwrap_err();
+        assert!(wrong.contains("3 pages were missed"), "{wrong}");
     }
 }

@@ -7,9 +7,13 @@
 #define ROM 0xffff0000
 #define COPY 0x100000
 #define ROM_BYTES 0x10000
+/* Where the processors other than the first start: a page, in 16-bit mode. */
+#define OTHERS 0x8000
 /* Page tables of the hypervisor itself: four GiB where they are. */
 #define TABLES 0x80000
+/* The stack of the first processor; those of the others are below it. */
 #define STACK 0xa0000
+#define STACK_BYTES 0x2000
 #define OFFSET(symbol) ((symbol) - COPY)
 
 	.section .text, "ax"
@@ -50,6 +54,11 @@ gib:	movl %eax, (%edi)
 	addl $0x40000000, %eax
 	cmpl $(TABLES + 0x1000 + 4 * 8), %edi
 	jb gib
+	movl $others_start, %esi
+	movl $OTHERS, %edi
+	movl $(others_end - others_start), %ecx
+	rep movsb
+to_64_bits:
 	movl $TABLES, %eax
 	movl %eax, %cr3
 	/* Physical addresses of more than 32 bits, and VMX. */
@@ -72,10 +81,38 @@ start64:
 	movw %ax, %ds
 	movw %ax, %es
 	movw %ax, %ss
+	/* Processors have numbers in the order of their start. */
+	movl $1, %edi
+	lock xaddl %edi, processors
+	movl %edi, %eax
+	imull $STACK_BYTES, %eax, %eax
 	movl $STACK, %esp
+	subl %eax, %esp
 	call run
 halt:	hlt
 	jmp halt
+
+	/* The begin of the other processors, at OTHERS. */
+	.code16
+others_start:
+	cli
+	lgdtl %cs:others_segments_pointer - others_start
+	movl %cr0, %eax
+	orb $1, %al
+	movl %eax, %cr0
+	ljmpl $8, $others32
+others_segments_pointer:
+	.word 47
+	.long segments
+others_end:
+	.code32
+others32:
+	movw $16, %ax
+	movw %ax, %ds
+	movw %ax, %es
+	movw %ax, %ss
+	jmp to_64_bits
+	.code64
 
 /*
  * long enter(struct registers *guest, long is_launched): runs the guest until its next exit. Returns 0 then, and else
@@ -128,15 +165,15 @@ exited:
 	ret
 
 /*
- * The program of the guest, which begins with esi = random number and ebx = writes in a tick. It writes a number that
- * was never written before to the first word of a page, and calls the hypervisor after each tick. A page is the
- * product of two random numbers, so that some are written much more often than others.
+ * The program of the guest, which begins with esi = random number, edi = number to begin with, and ebx = writes in a
+ * step. It writes a number that was never written before to the first word of a page, and calls the hypervisor after
+ * each step. A page is the product of two random numbers, so that some are written much more often than others; a
+ * multiplication by an odd number scatters them over the memory.
  */
 	.code32
 	.globl guest_start, guest_end
 guest_start:
-	xorl %edi, %edi
-1:	movl %ebx, %ecx
+	movl %ebx, %ecx
 2:	imull $1664525, %esi, %esi
 	addl $1013904223, %esi
 	movl %esi, %eax
@@ -145,14 +182,16 @@ guest_start:
 	shrl $8, %edx
 	andl $0xfff, %edx
 	imull %edx, %eax
-	shll $2, %eax
-	andl $0x3fff000, %eax
+	shrl $9, %eax
+	imull $12345, %eax, %eax
+	shll $12, %eax
+	andl $0x7fff000, %eax
 	incl %edi
 	movl %edi, GUEST_DATA(%eax)
 	decl %ecx
 	jnz 2b
 	vmcall
-	jmp 1b
+	jmp guest_start
 guest_end:
 
 	.balign 8
@@ -165,6 +204,8 @@ segments_pointer:
 rom_segments_pointer:
 	.word 47
 	.long ROM + OFFSET(segments)
+processors:
+	.long 0
 
 	.section .reset, "ax"
 	.code16
