@@ -26,7 +26,7 @@ pub struct Options {
     /// Intervals between checkpoints, milliseconds of the guest, which are multiples of 10
     #[arg(long, value_delimiter = ',', default_values_t = paper::INTERVALS_MS, value_parser = parse_interval)]
     interval: Vec<u32>,
-    /// Time of the guest in each run, milliseconds, after the first interval
+    /// Time of the guest in each run, milliseconds, after the first two intervals
     #[arg(long, default_value_t = 2_000, value_parser = clap::value_parser!(u32).range(1..1_000_000))]
     time: u32,
     /// Checkpoints that are counted in each run at least, also if they take more time

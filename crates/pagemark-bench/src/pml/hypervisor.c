@@ -7,7 +7,8 @@
  * step. In each step a copier, which stands for another processor, copies COPIED pages of the last checkpoint. The
  * calls belong to the lab, and are not counted. One in TICK steps also stands for an exit of the guest's own, as for a
  * timer, and is counted. Some ticks are an interval, which ends with what a checkpoint does while the machine is
- * stopped. Processors wait for each other after each step. What is counted begins after the first interval.
+ * stopped. Processors wait for each other after each step. As in the paper (4.2), the first checkpoint has all pages.
+ * What is counted begins after the second interval, in which they are copied.
  *
  * Each write gives a word a value that it never had. So what was written, and what a checkpoint must hold, is known
  * without the mechanism that is counted, and is compared after each interval.
@@ -22,7 +23,7 @@ typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long u64;
 
-enum { PAGES = 32768, PAGE_BYTES = 4096, TABLE_ENTRIES = 512, LOG_ENTRIES = 512 };
+enum { PAGES = 32768, PAGE_BYTES = 4096, TABLE_ENTRIES = 512, LOG_ENTRIES = 512, WARM_UP = 2 };
 /* Where the memory of the guest is. */
 #define GUEST_MEMORY 0x4000000ul
 
@@ -353,8 +354,7 @@ static void step(u32 mode, u32 steps, u32 interval)
 		return;
 	if (mode != NATIVE)
 		checkpoint(mode);
-	/* The first interval is not like the others: nothing is protected for a copy. */
-	if (steps == interval) {
+	if (steps == WARM_UP * interval) {
 		u64 wrong = count.wrong;
 		for (u32 i = 0; i < sizeof count / 8; i++)
 			((u64 *)&count)[i] = 0;
@@ -392,10 +392,14 @@ static void begin(u32 mode, u32 pml)
 	for (u32 i = 0; i < TABLE_ENTRIES + PAGES; i++)
 		entries[i] = (GUEST_MEMORY + (u64)i * PAGE_BYTES) | READ | WRITE_BACK | EXECUTE;
 	for (u32 page = 0; page < PAGES; page++) {
-		dirty[page] = kept[page] = protected[page] = 0;
-		before[page] = image[page] = *guest_word(page) = 0;
-		/* Nothing is logged natively; protection begins with all pages, the log with none. */
-		if (mode == NATIVE || pml)
+		dirty[page] = mode >= COPY_PROTECT;
+		kept[page] = protected[page] = *guest_word(page) = 0;
+		/* What is dirty must differ from what was before. */
+		before[page] = image[page] = dirty[page] ? ~0u : 0;
+		/* Nothing is logged natively, nor what is dirty; protection begins with all pages, the log with none. */
+		if (mode == NATIVE || dirty[page])
+			add_bits(&data[page], WRITE | DIRTY);
+		else if (pml)
 			add_bits(&data[page], WRITE);
 	}
 	for (u8 *from = guest_start, *to = (u8 *)GUEST_MEMORY; from < guest_end;)
@@ -465,7 +469,7 @@ static void run_one(u32 processor, u32 mode, u32 interval, u32 intervals)
 		begin(mode, pml);
 	meet(mode, 0, 1);
 	begin_processor(processor, pml);
-	for (long is_launched = 0; steps < interval * (1 + intervals); is_launched = 1) {
+	for (long is_launched = 0; steps < interval * (WARM_UP + intervals); is_launched = 1) {
 		if (enter(&guest, is_launched)) {
 			print_number(get(0x4400));
 			end(" error: the guest does not start");

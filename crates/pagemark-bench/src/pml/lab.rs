@@ -99,8 +99,8 @@ info: action=ignore
 const COMMANDS: &str = "c\nq\n";
 
 impl Lab {
-    /// Runs the guest in each mode and at each interval. The first interval of a run is not
-    /// counted.
+    /// Runs the guest in each mode and at each interval. The first two intervals of a run are
+    /// not counted.
     pub(super) fn run(&self) -> Result<Vec<Counts>, BenchError> {
         let directory = tempfile::tempdir().map_err(BenchError::on("make a temporary directory"))?;
         let directory = directory.path();

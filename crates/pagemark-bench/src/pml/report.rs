@@ -455,8 +455,8 @@ impl Report<'_> {
             ),
             self.linear(
                 "prediction-errors",
-                "Errors of the predicted gain of early activation, in instructions that it saves",
-                "% of the instructions of write-protection",
+                "Errors of the predicted gain of early activation (figure 5.2): predicted minus by its own counts",
+                "percentage points",
                 self.prediction_errors(),
             ),
             self.chart(
@@ -593,28 +593,36 @@ impl Report<'_> {
         Chart { x_axis: "processors".into(), x_labels, ..chart }
     }
 
-    /// Instructions that early activation saves: by the paper's model and by pages, minus as
-    /// counted.
+    /// The gain of early activation: by the paper's model and by pages, minus what its own counts
+    /// give.
     fn prediction_errors(&self) -> Vec<Series> {
-        let faults = self.fit(LogProtect, |counts| counts.faults as f64);
-        let full = self.fit(LogPml, |counts| counts.full as f64);
-        let pages = self.fit(LogPml, |counts| counts.logged as f64);
-        let error = move |counts: &Counts, is_by_page: bool| {
+        let error = |counts: &Counts, is_by_page: bool| {
             let protect = self.find(1, CopyProtect, counts.interval_ms)?;
-            // Copies before a write are the same in both, so their cost does not matter.
-            let costs = Costs { fault_us: faults?, full_log_us: full?, entry_us: pages?, copy_us: 0.0 };
-            let traced = self.traced(protect)?;
             let part = if counts.mode == CopyLast { self.logged_part(protect) } else { 1.0 };
-            let pml = if is_by_page { traced.pml_by_page_us(&costs, part) } else { traced.pml_us(&costs) };
-            let (added, saved) = (self.added(protect)?, self.added(protect)? - self.added(counts)?);
-            Some((traced.protect_us(&costs) - pml - saved) / added * 100.0)
+            let traced = self.traced(protect)?;
+            let added = if is_by_page { traced.pml_by_page_us(&self.costs, part) } else { traced.pml_us(&self.costs) };
+            let before = percent_of_native(protect, traced.protect_us(&self.costs));
+            let predicted = gain(before, percent_of_native(protect, added));
+            Some(predicted - gain(self.copy_percent(protect), self.copy_percent(counts)))
         };
-        let modes = [CopyEarly, CopyBuffers, CopyLast];
         let series = |mode: Mode, is_by_page: bool| {
             let model = if is_by_page { "by pages" } else { "paper's model" };
-            self.series(&format!("{}: {model}", mode.title()), 1, mode, move |counts| error(counts, is_by_page))
+            let name = format!("{}: {model} (modelled)", mode.title());
+            self.series(&name, 1, mode, move |counts| error(counts, is_by_page))
         };
-        modes.into_iter().flat_map(|mode| [series(mode, false), series(mode, true)]).collect()
+        let modes = [CopyEarly, CopyBuffers, CopyLast];
+        let mut all: Vec<Series> =
+            modes.into_iter().flat_map(|mode| [series(mode, false), series(mode, true)]).collect();
+        let of_paper =
+            |predicted: Column| -> Column { std::array::from_fn(|index| predicted[index] - paper::EARLY_GAIN[index]) };
+        all.extend([
+            self.known("paper's model (from the paper)", of_paper(paper::PREDICTED_GAIN)),
+            self.known(
+                "by pages, last buffer (from the paper)",
+                of_paper(self.paper_gain(&paper_part_in_the_last_buffer())),
+            ),
+        ]);
+        all
     }
 
     /// The gain over write-protection in the paper's build, if the given part of its faults becomes
