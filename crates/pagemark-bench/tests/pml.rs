@@ -24,6 +24,7 @@ struct Counts {
     dirty: u64,
     cow: u64,
     handling: u64,
+    stopped: u64,
 }
 
 #[test]
@@ -87,6 +88,10 @@ fn events_of_logging_by_protection_and_by_the_processor_are_counted() {
             ["copy-late", "copy-early", "copy-buffers", "copy-last"].map(|mode| find(mode));
         assert!(early.faults < buffers.faults && buffers.faults < last.faults, "{text}");
         assert!(early.faults < late.faults && last.faults < dirty, "{text}");
+        // Late activation does something in the stop that the others do not.
+        let stops = [find("copy-protect"), early, late].map(|counts| counts.stopped);
+        assert!(processors > 1 || stops[0] == stops[1], "{text}");
+        assert!(stops[1] < stops[2], "{text}");
         // What early activation leaves to faults is what must be copied before it is written.
         assert!(processors > 1 || early.cow == early.faults, "{text}");
         // A flush for each checkpoint, and for each buffer: more than two have more pages than two buffers.

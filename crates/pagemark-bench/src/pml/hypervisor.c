@@ -294,7 +294,7 @@ static u64 copy_kept(u32 mode, u32 most)
 			if (copier.filled == BUFFER)
 				activate(mode, 0);
 			copier.pages[copier.filled++] = page;
-		} else {
+		} else if (mode == COPY_LATE) {
 			protected[page] = 1;
 		}
 	}
