@@ -84,8 +84,7 @@ fn events_of_logging_by_protection_and_by_the_processor_are_counted() {
             assert!(early.faults <= copy.faults && copy.faults <= dirty + twice, "{mode}: {text}");
         }
         // The earlier the log is active, the more it finds.
-        let [late, early, buffers, last] =
-            ["copy-late", "copy-early", "copy-buffers", "copy-last"].map(|mode| find(mode));
+        let [late, early, buffers, last] = ["copy-late", "copy-early", "copy-buffers", "copy-last"].map(&find);
         assert!(early.faults < buffers.faults && buffers.faults < last.faults, "{text}");
         assert!(early.faults < late.faults && last.faults < dirty, "{text}");
         // Late activation does something in the stop that the others do not.

@@ -172,7 +172,7 @@ impl Report<'_> {
                 "events",
                 vec![self.counted(LogPml, full), self.paper(LogPml, paper::LOG_PML_FULL)],
             ),
-            self.linear(
+            self.chart(
                 "figure-3-1",
                 "Figure 3.1: performance while writes are logged, one processor (paper: SPECjbb2005)",
                 "% of native",
@@ -181,7 +181,7 @@ impl Report<'_> {
             ),
         ];
         if four {
-            charts.push(self.linear(
+            charts.push(self.chart(
                 "figure-3-2",
                 "Figure 3.2: performance while writes are logged, four processors; the paper prints only gains",
                 "% of native",
@@ -191,7 +191,7 @@ impl Report<'_> {
         let paper_time = |faults: Column, cost_us: f64| -> Column {
             faults.map(|faults| 100.0 + faults * cost_us / 1e4 / paper::native_seconds())
         };
-        charts.push(self.linear(
+        charts.push(self.chart(
             "figure-3-3",
             "Figure 3.3: time of the work while writes are logged, one processor (paper: kernel build)",
             "% of native",
@@ -326,7 +326,7 @@ impl Report<'_> {
             self.series(name, 1, CopyProtect, |counts| Some(gain(protect(counts)?, prediction(counts)?)))
         };
         vec![
-            self.linear(
+            self.chart(
                 "figure-3-11",
                 "Figure 3.11: time of the work with copy-on-write checkpoints by write-protection",
                 "% of native",
@@ -349,7 +349,7 @@ impl Report<'_> {
                     self.known("µs (paper)", paper::COPY_BY_INTERVAL_US),
                 ],
             ),
-            self.linear(
+            self.chart(
                 "table-3-3-seconds",
                 "Table 3.3: predicted time of the work with checkpoints by PML",
                 "s",
@@ -369,7 +369,7 @@ impl Report<'_> {
                     self.known("paper's model (paper)", paper::PREDICTED_GAIN),
                 ],
             ),
-            self.linear(
+            self.chart(
                 "figure-3-12",
                 "Figure 3.12: time of the work with checkpoints, and as predicted with PML",
                 "% of native",
@@ -419,7 +419,7 @@ impl Report<'_> {
         let percent = |column: Column| column.map(|part| part * 100.0);
         vec![
             self.downtimes(),
-            self.linear(
+            self.chart(
                 "figure-5-1",
                 "Figure 5.1: time of the work with copy-on-write checkpoints, without stops",
                 "% of native",
@@ -748,6 +748,7 @@ impl Report<'_> {
         }
     }
 
+    /// A picture with zero, for numbers that may be zero or less.
     fn linear(&self, name: &str, title: &str, unit: &str, series: Vec<Series>) -> Chart {
         Chart { is_logarithmic: false, ..self.chart(name, title, unit, series) }
     }
