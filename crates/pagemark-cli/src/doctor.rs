@@ -212,7 +212,15 @@ fn criu() -> Finding {
 fn process_machine() -> Finding {
     match pagemark_kvm::check() {
         Ok(()) => {
-            Finding { works: true, text: "pagemark-kvm runs a program in a virtual machine of its own".to_owned() }
+            let time = match pagemark_kvm::tells_time() {
+                Ok(true) => "",
+                Ok(false) | Err(_) => {
+                    "; there it needs a system call to tell the time (without it: KVM of Linux 5.16, and a time-stamp \
+                     counter that is the host's clock)"
+                }
+            };
+            let text = format!("pagemark-kvm runs a program in a virtual machine of its own{time}");
+            Finding { works: true, text }
         }
         Err(error) => Finding { works: false, text: error.to_string() },
     }

@@ -12,6 +12,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/resource.h>
+#include <sys/syscall.h>
 #include <sys/time.h>
 #include <sys/wait.h>
 #include <time.h>
@@ -102,6 +103,27 @@ static void *take_turns(void *unused)
 	return unused;
 }
 
+static long now(int by_call, int clock)
+{
+	struct timespec time = {-1, -1};
+	if (by_call ? syscall(SYS_clock_gettime, clock, &time) : clock_gettime(clock, &time))
+		violated("clock_gettime", by_call, clock);
+	return time.tv_sec * 1000000000 + time.tv_nsec;
+}
+
+/* The time of functions is that of system calls, and does not go back. */
+static void check_time(long *last)
+{
+	for (int i = 0; i < 20; i++) {
+		long time = now(i & 1, CLOCK_MONOTONIC), coarse = now(i & 1, CLOCK_MONOTONIC_COARSE);
+		if (time < *last || time - *last > 3600 * 1000000000L)
+			violated("the time", *last, time);
+		if (coarse > now(1, CLOCK_MONOTONIC) || time - coarse > 10 * 1000000000L)
+			violated("the coarse time", coarse, time);
+		*last = time;
+	}
+}
+
 static void on_alarm(int number)
 {
 	/* The handler's own use of the registers. */
@@ -160,7 +182,9 @@ int main(int count, char **arguments)
 	setitimer(ITIMER_REAL, &interval, NULL);
 	char path[4096];
 	snprintf(path, sizeof path, "%s/progress", directory);
+	long last = now(1, CLOCK_MONOTONIC);
 	for (long round = 1;; round++) {
+		check_time(&last);
 		long before[] = {loops, naps, alarms, turns};
 		ask(to_thread, from_thread, round, "the thread's reply");
 		ask(to_child, from_child, round, "the child's reply");

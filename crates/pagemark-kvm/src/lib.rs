@@ -35,6 +35,7 @@ mod stores;
 mod sys;
 mod thread;
 mod vcpu;
+mod vdso;
 mod writes;
 
 use std::ffi::{CStr, CString};
@@ -50,6 +51,18 @@ use image::{Image, Refused};
 /// Of kind [`ErrorKind::Unavailable`] with what would enable it, or another if a call fails.
 pub fn check() -> Result<(), Error> {
     machine::Machine::new(machine::open()?, machine::Keeps::of_environment()?).map(drop)
+}
+
+/// Whether programs in the machine tell the time without system calls here.
+///
+/// # Errors
+/// As [`check`].
+pub fn tells_time() -> Result<bool, Error> {
+    machine::check_layout()?;
+    let machine = machine::Machine::new(machine::open()?, machine::Keeps::of_environment()?)?;
+    let works = machine.begin_clock().is_some();
+    machine.remove_clock();
+    Ok(works)
 }
 
 /// Turns this process into the program at `path` with `arguments` (the first is its name) and

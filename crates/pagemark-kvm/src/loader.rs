@@ -107,6 +107,7 @@ fn shift(space: &Space, image: &Image, elf: &Elf, base: Option<u64>) -> Result<u
 /// # Errors
 /// If it cannot be mapped.
 pub fn load(machine: &Machine, image: &Image, environment: &[CString]) -> Result<Start, Error> {
+    let vdso = machine.begin_clock();
     let mut space = machine.space();
     let space = &mut *space;
     let base = PROGRAM_BASE + page_floor(random::below(RANDOM_SPAN));
@@ -135,12 +136,9 @@ pub fn load(machine: &Machine, image: &Image, environment: &[CString]) -> Result
     map(space, bottom + STACK_GAP, top, protection, None)?;
     let headers = image.elf.headers.wrapping_add(moved);
     let entry = image.elf.entry.wrapping_add(moved);
-    let Stack { pointer, bytes, arguments, environment } = stack_content(
-        image,
-        environment,
-        top,
-        &[(libc::AT_PHDR, headers), (libc::AT_BASE, linker_base), (libc::AT_ENTRY, entry)],
-    );
+    let mut auxiliary = vec![(libc::AT_PHDR, headers), (libc::AT_BASE, linker_base), (libc::AT_ENTRY, entry)];
+    auxiliary.extend(vdso.map(|image| (libc::AT_SYSINFO_EHDR, image)));
+    let Stack { pointer, bytes, arguments, environment } = stack_content(image, environment, top, &auxiliary);
     if bytes.len() as u64 > size / 4 * 3 {
         return Err(not_loaded(image, "its arguments and environment are longer than three quarters of its stack"));
     }

@@ -26,9 +26,12 @@ use crate::sys::table_memory::TableMemory;
 use crate::vcpu::{Vcpu, stubs};
 use crate::writes::Tracking;
 
+mod clock;
 mod emulation;
 mod renewal;
 pub mod tracking;
+
+use clock::Clock;
 
 /// What the machine needs of KVM, and the first version of Linux that has it.
 const NEEDED: [(Cap, &str, &str); 4] = [
@@ -108,6 +111,8 @@ pub struct Space {
     slots: Vec<u64>,
     /// What trackers of the program know.
     pub tracking: Tracking,
+    /// By what the program tells the time without system calls.
+    clock: Option<Clock>,
     /// The ring of each virtual CPU that was made, by its number, if the machine keeps rings. There
     /// is room for all.
     rings: Vec<Ring>,
@@ -239,6 +244,7 @@ impl Machine {
             heap_end: 0,
             slots: Vec::new(),
             tracking: Tracking::new(parking.listed()),
+            clock: None,
             rings: Vec::new(),
         };
         Machine::with((kvm, keeps), tables, root, stubs, Arc::new(OwnedLock::new(space)), parking)
@@ -302,7 +308,10 @@ impl Machine {
         // A ring that cannot be mapped has nothing to recover from.
         let rings = space.rings.iter_mut().filter(|ring| ring.generation() == generation);
         rings.for_each(|ring| _ = ring.recover());
+        let clock = space.clock.take();
         self.clear(&mut space, 0, PROGRAM_END);
+        // What the child has unmapped of it is not found among the mappings.
+        space.clock = clock;
         self.reload(&mut space)
     }
 
@@ -373,12 +382,16 @@ impl Machine {
         for (slot, span) in (1..).zip(&space.slots) {
             self.add_slot(slot, Physical::of_slot(slot), SLOT_SPAN, span * SLOT_SPAN)?;
         }
-        Ok(())
+        self.add_clock_slot(space)
     }
 
     fn add_slot(&self, slot: u32, physical: Physical, len: u64, address: u64) -> Result<(), Error> {
         // The monitor's own memory counts as written in any case.
         let flags = if slot > 0 && self.noted.is_wanted() { KVM_MEM_LOG_DIRTY_PAGES } else { 0 };
+        self.make_slot(slot, flags, physical, len, address)
+    }
+
+    fn make_slot(&self, slot: u32, flags: u32, physical: Physical, len: u64, address: u64) -> Result<(), Error> {
         self.set_slot(slot, flags, physical, len, address).map_err(|error| {
             let error = io::Error::from_raw_os_error(error.errno());
             Error::new(ErrorKind::Exhausted, "KVM_SET_USER_MEMORY_REGION", format!("{address:#x}")).source(error)
@@ -402,7 +415,7 @@ impl Machine {
         };
         // SAFETY: slot 0 is the table memory, which lives as long as the machine and is accessed
         // atomically. All other slots are addresses of the program, where no value of the monitor
-        // lies.
+        // lies, or the kernel's data for the vDSO, which nothing but the kernel can write.
         uninterrupted(|| unsafe { self.vm.set_user_memory_region(region) })
     }
 
@@ -413,8 +426,8 @@ impl Machine {
             Some(index) => index as u32 + 1,
             None => {
                 let slot = space.slots.len() as u32 + 1;
-                if slot >= self.most_slots {
-                    let reason = format!("the machine has {} memory slots of 1 GiB", self.most_slots);
+                if slot >= self.clock_slot() {
+                    let reason = format!("the machine has {} memory slots of 1 GiB", self.clock_slot() - 1);
                     let object = format!("{address:#x}");
                     return Err(Error::new(ErrorKind::Exhausted, "map", object)
                         .reason(reason)
@@ -463,9 +476,22 @@ impl Machine {
         }
         let most = most.clamp(PAGE, TABLE_SPAN);
         let around = address / most * most;
-        let (start, end) = (start.max(around), end.min(around + most));
-        let physical = self.physical(&mut space, start)?;
+        let (mut start, mut end) = (start.max(around), end.min(around + most));
         let table = PageTable::new(&self.tables, self.root);
+        if let Some(data) = space.clock.as_ref().map(|clock| clock.data()) {
+            if data.contains(&address) {
+                if write || execute {
+                    return Ok(Resolved::NotAllowed);
+                }
+                let (start, end) = (start.max(data.start), end.min(data.end));
+                let physical = Physical::of_slot(self.clock_slot()).plus(start - data.start);
+                let table = table.map(start, end, physical, Protection::new(libc::PROT_READ as u64), Dirty::Kept);
+                return table.map(|()| Resolved::Mapped).map_err(|OutOfTables| out_of_tables());
+            }
+            // A neighbour may be one mapping with it.
+            (start, end) = if address < data.start { (start, end.min(data.start)) } else { (start.max(data.end), end) };
+        }
+        let physical = self.physical(&mut space, start)?;
         // Of pages whose dirty bits are read, none is set before they are written.
         let is_scanned = self.listed.is_wanted();
         let scanned = &space.tracking.by[Means::Scan as usize].ranges;
@@ -488,6 +514,7 @@ impl Machine {
     /// Forgets the guest's entries for `start..end`, and that it is tracked. To be called before
     /// the host's mapping there changes.
     pub fn clear(&self, space: &mut Space, start: u64, end: u64) {
+        self.leave_clock(space, start, end);
         self.clear_to_protect(space, start, end);
         space.tracking.listed.add(start, end);
     }
@@ -557,6 +584,7 @@ impl Machine {
         self.add_ring(&vcpu);
         vcpu.reset(&self.stubs, self.root)?;
         self.parking.set_vcpu(id, vcpu.descriptor(), vcpu.shared_address());
+        self.check_time_of(&vcpu);
         Ok(vcpu)
     }
 

@@ -16,6 +16,7 @@ use crate::layout::{PAGE, Physical};
 use crate::sys::parking::Saved;
 use crate::sys::program_memory;
 use crate::sys::table_memory::TableMemory;
+use crate::sys::tsc;
 
 pub mod stubs;
 
@@ -34,6 +35,9 @@ const MSR_SYSCALL_MASK: u32 = 0xc000_0084;
 /// Flags that a program cannot set: its I/O privilege is 0 and interrupts are enabled.
 const FLAGS_FIXED: u64 = 1 << 1 | 1 << 9;
 const FLAGS_ALLOWED: u64 = 0x0024_4dd5;
+
+/// Whoever asks for two clocks, one after the other, may be preempted in between for shorter.
+const LEAST_SUSPENSION: i64 = 1_000_000;
 
 /// Why the program left the virtual CPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -94,6 +98,10 @@ pub struct Vcpu {
     call_stub: u64,
     has_xsave: bool,
     xcr0: u64,
+    /// Whether its time-stamp counter is the host's.
+    has_host_time: bool,
+    /// How long the host had been suspended when that was set.
+    suspended: i64,
 }
 
 /// The address of the instruction `out` that is at or before `instruction`: KVM may or may not have
@@ -149,7 +157,20 @@ impl Vcpu {
         // x87, SSE, AVX, AVX-512 and protection keys. AMX (bits 17, 18) must be asked for, and its
         // state exceeds what `KVM_GET_XSAVE` transfers.
         let xcr0 = allowed.map_or(3, |leaf| u64::from(leaf.eax) & 0xe7);
-        let mut vcpu = Vcpu { fd, number, generation, tables, page, sregs, call_stub: 0, has_xsave, xcr0 };
+        let mut vcpu = Vcpu {
+            fd,
+            number,
+            generation,
+            tables,
+            page,
+            sregs,
+            call_stub: 0,
+            has_xsave,
+            xcr0,
+            has_host_time: false,
+            suspended: 0,
+        };
+        vcpu.follow_host_time();
         vcpu.fd.set_sync_valid_reg(SyncReg::Register);
         vcpu.fd.set_sync_valid_reg(SyncReg::SystemRegister);
         Ok(vcpu)
@@ -253,7 +274,18 @@ impl Vcpu {
         self.set_vector_state(&saved.vector)?;
         self.fd.set_vcpu_events(&saved.events).map_err(Error::kvm("KVM_SET_VCPU_EVENTS"))?;
         self.generation = generation;
+        self.follow_host_time();
         Ok(())
+    }
+
+    fn follow_host_time(&mut self) {
+        self.suspended = tsc::suspended();
+        self.has_host_time = tsc::follow_host(&self.fd);
+    }
+
+    /// Whether its time-stamp counter is the host's.
+    pub(crate) fn has_host_time(&self) -> bool {
+        self.has_host_time
     }
 
     /// Its number in the machine.
@@ -342,6 +374,13 @@ impl Vcpu {
     /// # Errors
     /// If KVM refuses.
     pub fn run(&mut self) -> Result<Exit, Error> {
+        if self.has_host_time && (tsc::suspended() - self.suspended).abs() > LEAST_SUSPENSION {
+            self.follow_host_time();
+            if !self.has_host_time {
+                let reason = "the host was suspended, and KVM does not set the counter again";
+                return Err(Error::new(ErrorKind::System, "set", "the time-stamp counter").reason(reason));
+            }
+        }
         let error = match self.fd.run() {
             Ok(_) => None,
             Err(error) => Some(error.errno()),

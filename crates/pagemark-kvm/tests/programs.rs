@@ -233,6 +233,29 @@ fn threads() {
 }
 
 #[test]
+fn time() {
+    need_machine!();
+    let dir = dir();
+    let program = compiled("time", dir.path(), &["-pthread"]);
+    same(&program, &[], dir.path());
+    // What replaces the kernel's data ends its use.
+    let mut without = Command::new(MACHINE);
+    without.arg(&program).arg("without");
+    let without = output(without);
+    let text = String::from_utf8_lossy(&without.stdout);
+    assert!(without.status.success(), "{text}");
+    let mut whole = Command::new(MACHINE);
+    whole.args([program.as_os_str(), "1".as_ref()]);
+    let whole = output(whole);
+    let whole = String::from_utf8_lossy(&whole.stdout);
+    // The same lines, but for those of the argument.
+    let from = |text: &str| text.split_once("clock 0").map(|(_, rest)| rest.to_owned());
+    if !text.starts_with("no vDSO") {
+        assert_eq!(from(&text).expect("clocks"), from(&whole).expect("clocks"));
+    }
+}
+
+#[test]
 fn children() {
     need_machine!();
     let dir = dir();

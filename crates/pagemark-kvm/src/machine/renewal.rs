@@ -51,6 +51,7 @@ impl Machine {
         self.noted.take(|start, end| self.listed.add(start, end));
         self.noted.begin(self.keeps.means());
         self.add_slot(0, Physical::ZERO, TABLE_MEMORY, self.tables.host_address())?;
+        self.renew_clock(&mut space);
         self.add_slots(&space)?;
         // The log and the rings of the old machine are gone.
         for means in [Means::Log, Means::Ring] {
@@ -89,6 +90,7 @@ impl Machine {
         vcpu.renew(fresh, generation, self.vm.run_size(), &self.cpuid, &self.stubs, &saved)?;
         self.add_ring(vcpu);
         self.parking.set_vcpu(vcpu.number(), vcpu.descriptor(), vcpu.shared_address());
+        self.check_time_of(vcpu);
         Ok(())
     }
 }
