@@ -233,6 +233,13 @@ fn threads() {
 }
 
 #[test]
+fn links_to_the_program() {
+    need_machine!();
+    let dir = dir();
+    same(compiled("links", dir.path(), &[]), &[], dir.path());
+}
+
+#[test]
 fn time() {
     need_machine!();
     let dir = dir();

@@ -69,6 +69,13 @@ impl From<i64> for Outcome {
     }
 }
 
+/// Whether `openat2` is to fail at a link as that to the program is: the kernel then sees to it.
+fn refuses_links(call: &Call) -> bool {
+    const NO_LINKS: u64 = libc::RESOLVE_NO_MAGICLINKS | libc::RESOLVE_NO_SYMLINKS;
+    let is_refused = |words: Vec<u64>| words.get(2).is_some_and(|resolve| resolve & NO_LINKS != 0);
+    call.number == libc::SYS_openat2 as u64 && program_memory::read_words(call.arguments[2], 3).is_ok_and(is_refused)
+}
+
 impl Thread {
     /// Carries out the system call that the registers state.
     pub(crate) fn call(&mut self, call: Call) -> Outcome {
@@ -169,7 +176,7 @@ impl Thread {
                     if files::is_monitor(argument) {
                         return Err(libc::EFAULT.into());
                     }
-                    if self.names_own_program(argument) {
+                    if self.names_own_program(argument) && !refuses_links(&call) {
                         let path = own_path.insert(self.process.program());
                         call.arguments[index] = path.as_ptr() as u64;
                     }
