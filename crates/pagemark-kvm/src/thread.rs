@@ -10,6 +10,7 @@ use crate::loader::Start;
 use crate::machine::tracking::Announcer;
 use crate::machine::{Machine, Resolved};
 use crate::process::Process;
+use crate::sys::guard_page;
 use crate::sys::host_call::Call;
 use crate::sys::parking::InUse;
 use crate::sys::program_memory::{self, Fault};
@@ -294,6 +295,7 @@ impl Thread {
             self.machine.reload(&mut space).map(|()| space.mappings.find(address).is_some())
         };
         let (signal, code) = match result {
+            Ok(true) if guard_page::is_at(address) => (libc::SIGSEGV, code::SEGV_MAPERR),
             Ok(true) => (libc::SIGBUS, code::BUS_ADRERR),
             Ok(false) => (libc::SIGSEGV, code::SEGV_MAPERR),
             Err(error) => self.fail(&error.to_string()),

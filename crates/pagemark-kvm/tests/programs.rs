@@ -240,6 +240,13 @@ fn links_to_the_program() {
 }
 
 #[test]
+fn guard_pages() {
+    need_machine!();
+    let dir = dir();
+    same(compiled("guards", dir.path(), &[]), &[], dir.path());
+}
+
+#[test]
 fn time() {
     need_machine!();
     let dir = dir();
