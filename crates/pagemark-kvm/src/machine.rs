@@ -3,12 +3,12 @@
 use std::io;
 use std::ops::{Deref, DerefMut};
 use std::os::fd::{AsRawFd, FromRawFd, RawFd};
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use kvm_bindings::{CpuId, KVM_MAX_CPUID_ENTRIES, KVM_MEM_LOG_DIRTY_PAGES, kvm_userspace_memory_region};
 use kvm_ioctls::{Cap, Kvm, VcpuFd, VmFd};
-use pagemark::sys::own_machine::Means;
+use pagemark::sys::own_machine::{Counts, CountsOfKvm, Means};
 use pagemark::sys::parking::{DEVICE, MOST_VCPUS};
 use pagemark::sys::proc::maps;
 
@@ -22,6 +22,7 @@ use crate::sys::dirty_ring::{self, Ring};
 use crate::sys::noted::Noted;
 use crate::sys::owned_lock::{Guard, OwnedLock};
 use crate::sys::parking::{InUse, Parking};
+use crate::sys::statistics;
 use crate::sys::table_memory::TableMemory;
 use crate::vcpu::{Vcpu, stubs};
 use crate::writes::Tracking;
@@ -199,6 +200,9 @@ pub struct Machine {
     generation: AtomicU32,
     /// Locked while the machine is made anew.
     renewal: Mutex<()>,
+    /// How many system calls, and how many exceptions, the program has had.
+    calls: AtomicU64,
+    exceptions: AtomicU64,
 }
 
 /// The program's mappings, locked, by a thread that uses KVM.
@@ -363,6 +367,8 @@ impl Machine {
             parking,
             generation: AtomicU32::new(0),
             renewal: Mutex::default(),
+            calls: AtomicU64::new(0),
+            exceptions: AtomicU64::new(0),
         };
         machine.noted.begin(keeps.means());
         machine.add_slot(0, Physical::ZERO, TABLE_MEMORY, machine.tables.host_address())?;
@@ -592,6 +598,34 @@ impl Machine {
         above_limit(|| uninterrupted(|| self.vm.create_vcpu(id as u64)).map_err(Error::kvm("KVM_CREATE_VCPU")))
     }
 
+    /// The program made a system call.
+    pub fn count_call(&self) {
+        self.calls.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// The program had an exception.
+    pub fn count_exception(&self) {
+        self.exceptions.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// What happened so far.
+    pub fn counts(&self) -> Counts {
+        let _in_use = self.enter();
+        let mut of_kvm = Some(CountsOfKvm::default());
+        for descriptor in self.parking.open_vcpus() {
+            of_kvm = match (of_kvm, statistics::of_vcpu(descriptor)) {
+                (Some(CountsOfKvm { exits, faults, flushes }), Ok(of_it)) => Some(CountsOfKvm {
+                    exits: exits + of_it.exits,
+                    faults: faults + of_it.faults,
+                    flushes: flushes + of_it.flushes,
+                }),
+                _ => None,
+            };
+        }
+        let [calls, exceptions] = [&self.calls, &self.exceptions].map(|count| count.load(Ordering::Relaxed));
+        Counts { calls, exceptions, of_kvm }
+    }
+
     /// Takes back the virtual CPU of a thread that ends.
     pub fn put_vcpu(&self, vcpu: Vcpu) {
         lock(&self.idle).push(vcpu);
@@ -677,5 +711,45 @@ pub fn check_layout() -> Result<(), Error> {
         Some(mapping) => Err(Error::new(ErrorKind::Layout, "load a program", "")
             .reason(format!("this process itself has {:#x}-{:#x} mapped", mapping.start, mapping.end))
             .help("limit the size of stacks (ulimit -s 8192): without a limit, Linux maps libraries low")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::ErrorKind;
+
+    /// A page of the program in the span `span`.
+    fn map(span: u64) -> u64 {
+        let (start, flags) = (span * SLOT_SPAN, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED_NOREPLACE);
+        // SAFETY: a new mapping at addresses that nothing here uses.
+        let at = unsafe { libc::mmap(start as *mut _, PAGE as usize, libc::PROT_READ, flags, -1, 0) };
+        assert_eq!(at as u64, start);
+        start
+    }
+
+    #[test]
+    fn what_is_exhausted_is_said() {
+        let machine = open().and_then(|kvm| Machine::new(kvm, Keeps::Log));
+        let mut machine = match machine {
+            Ok(machine) => machine,
+            Err(error) => pagemark_testing::skip!("no machine under KVM: {error}"),
+        };
+        let limits = Arc::get_mut(&mut machine).expect("nothing else has it");
+        // The last slot is that of the clock.
+        (limits.most_slots, limits.most_vcpus) = (3, 1);
+        let (first, second) = (map(0x4100), map(0x4102));
+        assert_eq!(machine.resolve(first, false, false, TABLE_SPAN).expect("a slot"), Resolved::Mapped);
+        let error = machine.resolve(second, false, false, TABLE_SPAN).expect_err("there is one slot");
+        assert_eq!(error.kind(), ErrorKind::Exhausted);
+        let text = error.to_string();
+        assert!(text.contains("1 memory slots of 1 GiB") && text.contains("fewer spans"), "{text}");
+
+        let vcpu = machine.take_vcpu().expect("the first");
+        let Err(error) = machine.take_vcpu() else { panic!("there is one virtual CPU") };
+        assert_eq!(error.kind(), ErrorKind::Exhausted);
+        assert!(error.to_string().contains("1 virtual CPUs, one for each thread"), "{error}");
+        machine.put_vcpu(vcpu);
+        machine.take_vcpu().expect("the first again");
     }
 }

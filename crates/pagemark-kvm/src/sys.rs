@@ -23,5 +23,6 @@ pub mod parking;
 pub mod program_memory;
 pub mod robust;
 pub mod signals;
+pub mod statistics;
 pub mod table_memory;
 pub mod tsc;

@@ -129,12 +129,14 @@ impl Thread {
             match self.vcpu.run() {
                 Ok(Exit::Interrupted) => {}
                 Ok(Exit::Call) => {
+                    self.machine.count_call();
                     self.search = None;
                     if self.on_call() == Outcome::EndThread {
                         return self.end();
                     }
                 }
                 Ok(Exit::Exception(exception)) => {
+                    self.machine.count_exception();
                     self.on_exception(exception);
                     self.vcpu.commit();
                 }

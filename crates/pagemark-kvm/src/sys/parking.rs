@@ -201,6 +201,13 @@ impl Parking {
         Ok(())
     }
 
+    /// The descriptors of the virtual CPUs that the machine has.
+    pub fn open_vcpus(&self) -> impl Iterator<Item = RawFd> {
+        let entries = (0..self.header.vcpus.load(Ordering::Acquire) as usize).filter_map(|number| self.entry(number));
+        let open = entries.filter(|entry| entry.descriptor_state.load(Ordering::Acquire) == OPEN);
+        open.map(|entry| entry.descriptor.load(Ordering::Relaxed))
+    }
+
     /// What was saved of the virtual CPU `number` when the process was parked. None if it is not
     /// described.
     pub fn saved(&self, number: usize) -> Option<Saved> {

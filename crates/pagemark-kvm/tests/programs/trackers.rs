@@ -8,6 +8,7 @@ use std::process::Command;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use pagemark::region::{Region, RegionOptions};
+use pagemark::sys::own_machine;
 use pagemark::{Address, ErrorKind, Mechanism, PAGE_SIZE};
 
 use super::{MACHINE, lacking, output};
@@ -79,6 +80,48 @@ fn can_keep(keeps: &str) -> bool {
         pagemark_testing::skipped(String::from_utf8_lossy(&output.stderr).trim());
     }
     output.status.success()
+}
+
+/// The monitor counts what leaves the machine: system calls do, and the functions of the vDSO do
+/// not.
+#[test]
+fn the_machine_counts_what_happens() {
+    need_machine!();
+    let itself = std::env::current_exe().expect("this test");
+    let mut command = Command::new(MACHINE);
+    command.arg(&itself).args(["--exact", "trackers::counts", "--ignored", "--nocapture"]);
+    let output = output(command);
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(output.status.success(), "{text}\n{}", String::from_utf8_lossy(&output.stderr));
+    assert!(text.contains("counted"), "{text}");
+}
+
+#[test]
+#[ignore = "runs in a machine, started by the_machine_counts_what_happens"]
+fn counts() {
+    const TIMES: u64 = 20_000;
+    let of = |what: &dyn Fn()| {
+        let before = own_machine::counts().expect("a program in a machine");
+        (0..TIMES).for_each(|_| what());
+        let after = own_machine::counts().expect("as before");
+        let kvm = before.of_kvm.zip(after.of_kvm).map(|(before, after)| after.exits - before.exits);
+        (after.calls - before.calls, kvm)
+    };
+    // SAFETY: asks.
+    let (calls, exits) = of(&|| _ = unsafe { libc::syscall(libc::SYS_getppid) });
+    // The other thread of the harness may make some.
+    assert!((TIMES..TIMES + 1000).contains(&calls), "{calls}");
+    assert!(exits.is_none_or(|exits| exits >= TIMES), "{exits:?}");
+    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    let place = &raw mut time;
+    // SAFETY: fills the value.
+    let (calls, exits) = of(&|| _ = unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, place) });
+    // SAFETY: reads the auxiliary vector.
+    if unsafe { libc::getauxval(libc::AT_SYSINFO_EHDR) } != 0 {
+        assert!(calls < 1000, "{calls}");
+        assert!(exits.is_none_or(|exits| exits < TIMES / 2), "{exits:?}");
+    }
+    println!("counted: {calls} {exits:?}");
 }
 
 /// A machine keeps a log or rings. What it does not keep is refused, with what would have it.

@@ -33,6 +33,11 @@ pub const COLLECT: u64 = 2;
 /// Operation: ends the tracking of the pages from the third argument to the fourth.
 pub const FORGET: u64 = 3;
 
+/// Operation: writes what the monitor and KVM have counted to the fifth argument, which has room
+/// for as many [`Run`]s as the sixth says: the words of [`Counts::words`]. The other arguments mean
+/// nothing.
+pub const COUNT: u64 = 4;
+
 /// How the machine finds what the program's own instructions write.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[repr(u64)]
@@ -70,6 +75,43 @@ pub struct Run {
     pub end: u64,
 }
 
+/// What happened in the machine.
+#[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
+pub struct Counts {
+    /// System calls of the program.
+    pub calls: u64,
+    /// Exceptions that the monitor resolved, page faults above all.
+    pub exceptions: u64,
+    /// What KVM counts. None if it does not tell it.
+    pub of_kvm: Option<CountsOfKvm>,
+}
+
+/// What KVM has counted since the machine was made, for all virtual CPUs together. A process that
+/// was checkpointed has another machine.
+#[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
+pub struct CountsOfKvm {
+    /// Exits from the machine, those to the monitor among them.
+    pub exits: u64,
+    /// Page faults that KVM took.
+    pub faults: u64,
+    /// Flushes of translations.
+    pub flushes: u64,
+}
+
+impl Counts {
+    /// The words that [`COUNT`] writes.
+    pub fn words(&self) -> [u64; 6] {
+        let CountsOfKvm { exits, faults, flushes } = self.of_kvm.unwrap_or_default();
+        [self.calls, self.exceptions, exits, faults, flushes, self.of_kvm.is_some().into()]
+    }
+
+    /// What [`Counts::words`] makes words of.
+    fn of_words([calls, exceptions, exits, faults, flushes, is_known]: [u64; 6]) -> Counts {
+        let of_kvm = (is_known != 0).then_some(CountsOfKvm { exits, faults, flushes });
+        Counts { calls, exceptions, of_kvm }
+    }
+}
+
 /// Runs that one call returns at most.
 const RUNS: usize = 256;
 
@@ -105,6 +147,18 @@ pub(crate) fn check(means: Means) -> io::Result<()> {
     plain(CHECK, means, &(Address::MIN..Address::MIN))
 }
 
+/// What the monitor and KVM have counted.
+///
+/// # Errors
+/// `ENOSYS`: the program does not run in a machine. `EOPNOTSUPP` or `EINVAL`: its monitor is older.
+pub fn counts() -> io::Result<Counts> {
+    let mut runs = [Run::default(); 3];
+    // SAFETY: the monitor writes to `runs`, and no more than it has room for.
+    unsafe { call(COUNT, Means::Log, &(Address::MIN..Address::MIN), runs.as_mut_ptr(), runs.len()) }?;
+    let [first, second, third] = runs.map(|run| [run.start, run.end]);
+    Ok(Counts::of_words([first[0], first[1], second[0], second[1], third[0], third[1]]))
+}
+
 /// Begins to track whole pages; see [`TRACK`].
 ///
 /// # Errors
@@ -137,6 +191,19 @@ pub(crate) fn collect(means: Means, range: &Range, mut each: impl FnMut(Range)) 
         match found.last() {
             Some(last) if found.len() == RUNS && last.end < range.end.get() => rest.start = Address::new(last.end),
             _ => return Ok(()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn counts_pass_as_words() {
+        for of_kvm in [None, Some(CountsOfKvm { exits: 3, faults: 4, flushes: 5 })] {
+            let counts = Counts { calls: 1, exceptions: 2, of_kvm };
+            assert_eq!(Counts::of_words(counts.words()), counts);
         }
     }
 }

@@ -1,7 +1,7 @@
 //! The call by which the library in the program uses the machine's trackers
 //! (`pagemark::sys::own_machine`).
 
-use pagemark::sys::own_machine::{CHECK, COLLECT, FORGET, MEANS, Run, TRACK};
+use pagemark::sys::own_machine::{CHECK, COLLECT, COUNT, FORGET, MEANS, Run, TRACK};
 
 use crate::layout::{PAGE, is_program};
 use crate::thread::Thread;
@@ -14,6 +14,14 @@ const MOST_RUNS: u64 = 4096;
 impl Thread {
     /// The machine's own call.
     pub(super) fn track(&self, [operation, means, start, end, to, len]: [u64; 6]) -> Result<i64, Refusal> {
+        if operation == COUNT {
+            let words = self.machine.counts().words();
+            if len.saturating_mul(2) < words.len() as u64 {
+                return Err(libc::EINVAL.into());
+            }
+            self.write_words(to, &words)?;
+            return Ok(0);
+        }
         let means = *MEANS.get(means as usize).ok_or(libc::EOPNOTSUPP)?;
         // A collect may go on at a word.
         let unit = if operation == COLLECT { means.unit() } else { PAGE };
