@@ -19,6 +19,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use pagemark::region::RegionOptions;
+use pagemark::sys::own_machine;
 use pagemark::sys::own_memory::Mapping;
 use pagemark::{Mechanism, PAGE_SIZE, Region};
 use pagemark_report::output::print;
@@ -27,6 +28,10 @@ use pagemark_report::table::Table;
 
 use crate::random::Xorshift;
 use crate::{BenchError, print_json};
+
+mod events;
+
+use events::Events;
 
 /// Options of the measurement.
 #[derive(clap::Args, Clone, Debug)]
@@ -97,6 +102,9 @@ struct Row {
     transaction_ns: Samples,
     /// Time of its writes alone.
     write_ns: Samples,
+    /// What happens for it, if it runs in the machine of a process.
+    #[serde(skip_serializing_if = "Events::is_empty")]
+    events: Events,
 }
 
 /// Memory whose writes are measured.
@@ -238,6 +246,7 @@ fn measure(options: &Options, mechanisms: &[Mechanism], shape: Shape) -> Result<
             mechanism: memory.mechanism(),
             transaction_ns: Samples::default(),
             write_ns: Samples::default(),
+            events: Events::default(),
         })
         .collect();
     let longest = Duration::from_millis(options.round_ms);
@@ -255,12 +264,14 @@ fn measure(options: &Options, mechanisms: &[Mechanism], shape: Shape) -> Result<
     for _ in 0..options.rounds {
         for (memory, row) in memories.iter().zip(&mut rows) {
             let (mut count, mut total, mut writing) = (0, Duration::ZERO, Duration::ZERO);
+            let before = own_machine::counts().ok();
             while count < options.tcount && total < longest {
                 let (transaction, write) = memory.transaction(next()).map_err(BenchError::pagemark)?;
                 total += transaction;
                 writing += write;
                 count += 1;
             }
+            row.events.push(before, own_machine::counts().ok(), count as u32);
             row.transaction_ns.push(total.as_nanos() as f64 / f64::from(count as u32));
             row.write_ns.push(writing.as_nanos() as f64 / f64::from(count as u32));
         }
@@ -412,6 +423,20 @@ impl<'a> Results<'a> {
         Some(table)
     }
 
+    /// What happens for a transaction of each mechanism, with the most random pages. None outside
+    /// of the machine.
+    fn events(&self, wpp: usize) -> Option<(Shape, Table)> {
+        let shape = *self.shapes(wpp, false).last()?;
+        let mut table = Table::new(std::iter::once("").chain(Events::columns()));
+        let rows = self.rows.iter().filter(|row| row.shape == shape && !row.events.is_empty());
+        let mut is_empty = true;
+        for row in rows {
+            table.row(std::iter::once(name(row.mechanism).to_owned()).chain(row.events.cells()));
+            is_empty = false;
+        }
+        (!is_empty).then_some((shape, table))
+    }
+
     /// Microseconds of a transaction that writes one word in each page, by its pages.
     fn sizes(&self) -> Table {
         let shapes = self.shapes(1, false);
@@ -505,6 +530,16 @@ fn tables(options: &Options, rows: &[Row]) -> String {
             out +=
                 &format!("\n{emulation}, random pages, by WPP and PPT: size of the transaction (writes): µs\n{sizes}");
         }
+    }
+    let mut is_in_machine = false;
+    for &wpp in &options.wpp {
+        if let Some((shape, table)) = results.events(wpp) {
+            out += &format!("\nevents for a transaction, WPP {wpp}, PPT {}, random pages\n{table}", shape.ppt);
+            is_in_machine = true;
+        }
+    }
+    if is_in_machine {
+        out += &format!("{}\n", events::full_logs());
     }
     out += &format!("\n{goals}");
     out
