@@ -36,6 +36,7 @@ pub mod selftests;
 pub mod series;
 pub mod setup;
 pub mod skips;
+pub mod sqlite_suite;
 pub mod steps;
 pub mod suite;
 pub mod surroundings;

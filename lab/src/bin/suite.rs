@@ -67,6 +67,14 @@ enum Command {
         /// and memory]
         units: Vec<String>,
     },
+    /// SQLite's own tests: what passes outside must pass when the program with SQLite runs in the
+    /// machine of a process, or with the heap in place of `malloc`
+    Sqlite {
+        within: Surroundings,
+        /// Files of tests, such as wal or crash [default: those of statements, transactions, locks,
+        /// memory and threads]
+        files: Vec<String>,
+    },
     /// The Linux Test Project's tests of system calls: what passes outside must end with the same
     /// status and numbers of checks within the machine of a process, or with the heap in place of
     /// `malloc`. Needs root
@@ -119,6 +127,7 @@ fn run(command: Command) -> Result<bool> {
         Command::Zdtm { mode, flavor, tests } => suite::zdtm(&Selection { tests, flavors: flavor, modes: mode }),
         Command::Cpython { within, modules } => suite::cpython(within, &modules),
         Command::Redis { within, units } => suite::redis(within, &units),
+        Command::Sqlite { within, files } => suite::sqlite(within, &files),
         Command::Ltp { within, root, commands } => suite::ltp(within, &root, &commands),
         Command::NewestQemu { arguments } => suite::newest_qemu(&arguments),
         Command::ZdtmTrial { test, mode, tree, work, criu, pagemark, verdict } => {
