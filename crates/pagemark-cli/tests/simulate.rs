@@ -2,6 +2,8 @@
 
 #[path = "support/screen.rs"]
 mod screen;
+#[path = "support/small_disk.rs"]
+mod small_disk;
 mod support;
 
 use std::fs::Permissions;
@@ -13,6 +15,7 @@ use std::process::{Command, Stdio};
 use pagemark::repository::Repository;
 use pagemark_testing::{MachinePaths, QEMU, console_program, guest_program, skip, wait_for};
 use screen::Screen;
+use small_disk::SmallDisk;
 use support::Pagemark;
 
 /// Records the job `vm`. Returns the command.
@@ -155,6 +158,17 @@ fn a_recorded_interval_is_simulated_and_its_result_is_kept() {
         let text = String::from_utf8_lossy(&output.stderr);
         assert!(!output.status.success() && text.contains("2-3.json is not used"), "{text}");
     }
+    // Names of counts cannot steer the terminal, and what is no file is not waited for.
+    let hostile = second.to_string().replace("\"loads\"", "\"\\u001b[31mloads\"");
+    std::fs::write(&second_file, hostile).expect("it is written");
+    let text = pagemark.done(&merge);
+    assert!(text.contains("[31mloads") && !text.contains('\u{1b}'), "{text}");
+    std::fs::remove_file(&second_file).expect("it is there");
+    nix::unistd::mkfifo(&second_file, nix::sys::stat::Mode::S_IRWXU).expect("it is made");
+    let output = pagemark.output(&merge);
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success() && text.contains("it is not a file"), "{text}");
+    std::fs::remove_file(&second_file).expect("it is there");
     std::fs::remove_file(first_file).expect("it was kept");
 
     traces(&pagemark, results_text, long["begun"].as_u64().expect("a number"));
@@ -300,6 +314,72 @@ fn a_simulation_ends_with_the_process_that_has_started_it() {
     let output = pagemark.output(&stranger);
     let text = String::from_utf8_lossy(&output.stderr);
     assert!(!output.status.success() && text.contains("has not started this one"), "{text}");
+}
+
+/// Full disks: that of the results, and that of the memory which intervals share.
+#[test]
+fn a_full_disk_ends_an_interval_and_the_same_command_goes_on() {
+    let Some(guest) = guest_program() else { skip!("no QEMU, or no compiler for its guest") };
+    let Some(disk) = SmallDisk::mount("size=64k,mode=700") else { skip!("no file system can be mounted") };
+    let (pagemark, paths) = (Pagemark::new(), MachinePaths::default());
+    record(&pagemark, &paths, guest, 1);
+    let place = disk.path().to_str().expect("a path");
+    let results = pagemark.directory().join("results");
+    let results = results.to_str().expect("a path");
+    let interval = ["simulate", "interval", "vm@1", "--plugin", "mix", "--results"];
+    let fails = |options: &[&str]| {
+        let output = pagemark.output(&[&interval[..], options].concat());
+        let text = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(1), "{text}");
+        assert!(text.contains(place) && text.contains("No space left on device") && text.contains("help: "), "{text}");
+    };
+    fails(&[results, "--share", place]);
+    assert!(!Path::new(results).exists(), "there is no result");
+    // What other intervals share is not damaged by one that had no room.
+    let mut remount = Command::new("mount");
+    let status = remount.args(["-o", "remount,size=64m", place]).status().expect("mount runs");
+    assert!(status.success());
+    let shared = pagemark.json(&[&interval[..], &[results, "--share", place, "--json"]].concat());
+    let alone = pagemark.json(&["simulate", "interval", "vm@1", "--plugin", "mix", "--json"]);
+    assert_eq!(shared["results"], alone["results"]);
+
+    let filler = disk.path().join("filler");
+    let mut file = std::fs::File::create(&filler).expect("a filler");
+    while file.write_all(&[1; 4096]).is_ok() {}
+    fails(&[place]);
+    drop(file);
+    std::fs::remove_file(&filler).expect("it is there");
+    pagemark.done(&[&interval[..], &[place]].concat());
+    let names =
+        std::fs::read_dir(disk.path().join("mix")).expect("it was made").map(|entry| entry.unwrap().file_name());
+    assert_eq!(names.collect::<Vec<_>>(), ["1-2.json"]);
+}
+
+/// Whenever an interval is killed, also while it reads pages for others: they get no other pages.
+#[test]
+fn a_killed_interval_damages_no_memory_that_others_share() {
+    let Some(guest) = guest_program() else { skip!("no QEMU, or no compiler for its guest") };
+    let Some(disk) = SmallDisk::mount("mode=700") else { skip!("no file system can be mounted") };
+    let (pagemark, paths) = (Pagemark::new(), MachinePaths::default());
+    record(&pagemark, &paths, guest, 2);
+    let place = disk.path().to_str().expect("a path");
+    let alone = ["vm@1", "vm@2"].map(|interval| {
+        let done = pagemark.json(&["simulate", "interval", interval, "--plugin", "hot", "--json"]);
+        done["results"].clone()
+    });
+    let share = ["--plugin", "hot", "--share", place, "--json"];
+    for delay in 1..12 {
+        let mut interval = pagemark.command(&[&["simulate", "interval", "vm@1"], &share[..]].concat());
+        let mut interval = interval.stdout(Stdio::null()).stderr(Stdio::null()).spawn().expect("it starts");
+        std::thread::sleep(std::time::Duration::from_millis(delay * 30));
+        // Where it has ended already, nothing is killed.
+        let _ = interval.kill();
+        interval.wait().expect("it ends");
+    }
+    for (interval, alone) in ["vm@1", "vm@2"].iter().zip(alone) {
+        let done = pagemark.json(&[&["simulate", "interval", interval], &share[..]].concat());
+        assert_eq!(done["results"], alone, "{interval}");
+    }
 }
 
 #[test]

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use pagemark::repository::Checkpoint;
 use pagemark_simulate::control::Control;
 
+use crate::demanded::DemandedMemory;
 use crate::error::{Error, ErrorKind, Object, Result};
 use crate::interval::{Run, control_failed, controller, inputs_between, instructions_of};
 use crate::restore::Restore;
@@ -66,8 +67,8 @@ pub struct DebuggedMachine {
     started: Started,
     pid: i32,
     socket: Option<PathBuf>,
-    /// They are served as long as QEMU runs.
-    _disks: Vec<ServedDisk>,
+    /// Its disks and its memory are served as long as QEMU runs.
+    _served: (Vec<ServedDisk>, Option<DemandedMemory>),
 }
 
 impl DebuggedMachine {
@@ -103,7 +104,7 @@ impl DebuggedMachine {
         let mut run = Run::start(checkpoint, devices, (begin, instructions), plugins, control, &inputs)?;
         run.run_to_the_end()?;
         run.release()?;
-        let (started, mut machine, disks) = run.into_parts();
+        let (started, mut machine, served) = run.into_parts();
         let reply = machine.monitor.human(&format!("gdbserver {device}"))?;
         // It says "Waiting for gdb connection", or why not.
         if !reply.contains("Waiting for gdb") {
@@ -115,7 +116,7 @@ impl DebuggedMachine {
             GdbAddress::Socket(path) => Some(path.clone()),
             GdbAddress::Tcp(_) => None,
         };
-        Ok(DebuggedMachine { started, pid: machine.pid, socket, _disks: disks })
+        Ok(DebuggedMachine { started, pid: machine.pid, socket, _served: served })
     }
 
     /// The process id of QEMU. It ends when gdb kills the machine.

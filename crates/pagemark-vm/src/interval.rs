@@ -8,7 +8,6 @@
 //! QEMU looks behind each whether it is to stop.
 
 use std::collections::BTreeMap;
-use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -17,7 +16,7 @@ use pagemark::repository::{Checkpoint, SpaceRecord};
 use pagemark::sys::pagemap::{Filter, PRESENT, Pagemap, SWAPPED};
 use pagemark::sys::proc::{self, Call, Mapping, maps};
 use pagemark::sys::sparse;
-use pagemark::{Address, ByteCount, PAGE_SIZE, PageNumber, PageTree, RangeSet};
+use pagemark::{Address, ByteCount, ContentId, PAGE_SIZE, PageNumber, PageTree, RangeSet};
 use pagemark_simulate::control::Control;
 use pagemark_simulate::{Kind, Results};
 use serde::{Deserialize, Serialize};
@@ -26,6 +25,7 @@ use serde_json::json;
 use crate::changes::Changes;
 use crate::command::text;
 use crate::command_line::{arguments_of_restore, records_inputs};
+use crate::demanded::{DemandedBlock, DemandedMemory, MissingMemory};
 use crate::deterministic::arguments_of_simulation;
 use crate::error::{Error, ErrorKind, Object, Result};
 use crate::given_files;
@@ -34,7 +34,7 @@ use crate::input_list::InputList;
 use crate::instruction_count::{first_difference, instruction_count};
 use crate::machine::Machine;
 use crate::map_file::map_privately;
-use crate::node_memory::NodeMemory;
+use crate::node_memory::{Base, MIN_BLOCK, NodeMemory, tree_of};
 use crate::ram_blocks::RamBlock;
 use crate::restore::{Fill, Progress, Restore, load_devices, pair};
 use crate::served_disk::ServedDisk;
@@ -132,6 +132,9 @@ pub struct SimulatedInterval {
     pub run_us: u64,
     /// Microseconds of the comparison with the checkpoint.
     pub compare_us: u64,
+    /// Pages of memory that were read from the repository.
+    #[serde(default)]
+    pub read_pages: u64,
     /// What Pagemark's simulator found. None for a plugin, which writes its own results.
     pub results: Option<Results>,
 }
@@ -201,15 +204,10 @@ impl<'a> Interval<'a> {
         let (counts, inputs) = ((begin, self.counts.0), inputs_between(start, self.to)?);
         let mut run = Run::start_sharing(start, devices, counts, plugins, control, &inputs, self.shared.as_ref())?;
         let ready = Instant::now();
-        let warmed_up = match self.warm_up {
-            Some(_) => run.warm_up(self.from, library)?,
-            None => 0,
-        };
-        let warm = Instant::now();
-        run.run_on_to(self.counts.1)?;
-        let ended = Instant::now();
         let has_limits = !matches!(observer, Observer::Plugin(_));
-        let end = run.pass(self.to, library, has_limits)?;
+        let watched = self.watch(&mut run, library, has_limits);
+        let Watched { warmed_up, warm, ended, end } = watched.map_err(|error| run.explain(error, start))?;
+        let read_pages = run.read_pages();
         run.control.end_at(end).map_err(control_failed())?;
         let control = run.quit()?;
         check_simulator(&control)?;
@@ -231,9 +229,33 @@ impl<'a> Interval<'a> {
             warm_up_us: micros(ready, warm),
             run_us: micros(warm, ended),
             compare_us: micros(ended, compared),
+            read_pages,
             results,
         })
     }
+
+    /// Runs the machine to the end of the interval, where it must be the next checkpoint.
+    fn watch(&self, run: &mut Run, library: &Path, has_limits: bool) -> Result<Watched> {
+        let warmed_up = match self.warm_up {
+            Some(_) => run.warm_up(self.from, library)?,
+            None => 0,
+        };
+        let warm = Instant::now();
+        run.run_on_to(self.counts.1)?;
+        let ended = Instant::now();
+        let end = run.pass(self.to, library, has_limits)?;
+        Ok(Watched { warmed_up, warm, ended, end })
+    }
+}
+
+/// An interval that ended as the checkpoint.
+struct Watched {
+    /// Instructions that had begun before the interval, and at its end.
+    warmed_up: u64,
+    end: u64,
+    /// When it began, and when it ended.
+    warm: Instant,
+    ended: Instant,
 }
 
 /// The pages of a machine that are not those of a checkpoint.
@@ -286,15 +308,29 @@ pub(crate) fn controller(library: &Path, control: &Path) -> Result<Vec<String>> 
     Ok(vec!["-plugin".into(), format!("{},control={}", option_word(library)?, option_word(control)?)])
 }
 
+/// What a block of memory holds where QEMU has not written.
+struct Origin {
+    /// The root of the tree of pages that are given to QEMU when it needs them. None if all are
+    /// there.
+    demanded: Option<ContentId>,
+    /// The file that QEMU has mapped, if it shares it with others.
+    base: Option<Base>,
+}
+
 /// A machine that runs again.
 pub(crate) struct Run {
+    // Killed before what serves it ends.
     started: Started,
     pub(crate) machine: Machine,
     control: Control,
     blocks: Vec<RamBlock>,
     disks: Vec<ServedDisk>,
-    /// The files of blocks that are shared on this node, by the names of the blocks.
-    bases: BTreeMap<String, File>,
+    /// Pages that QEMU gets when it needs them.
+    demanded: Option<DemandedMemory>,
+    /// What was shared or is missing, by the names of blocks.
+    origins: BTreeMap<String, Origin>,
+    /// Pages of memory that were read before the machine ran.
+    read_pages: u64,
     /// The count of completed instructions now, and at the end.
     position: u64,
     end: u64,
@@ -349,15 +385,39 @@ impl Run {
         let mappings = maps::read(machine.pid).map_err(Error::system("read the mappings of QEMU"))?;
         let blocks = machine.changed_blocks(&mappings)?.unwrap_or_default();
         let spaces = restore.ram_spaces()?;
-        let mut filled = pair(&spaces, &blocks)?;
-        let mut bases = BTreeMap::new();
-        if let Some(shared) = shared {
-            filled = share(shared, from, &mut machine, filled, &mappings, &mut bases)?;
-        }
-        restore.fill(machine.pid, &filled, Fill::Whole, &mut Progress::unseen(&mut |_, _| {}))?;
-        load_devices(&mut machine, devices)?;
+        let pairs = pair(&spaces, &blocks)?;
+        let memory = Memory::share(shared, from, &mut machine, pairs, &mappings)?;
+        let Memory { missing, demanded, origins, whole, present, mut read_pages } = memory;
+        let mut count = |done: ByteCount, _| read_pages += done.pages_rounded_up();
+        restore.fill(machine.pid, &whole, Fill::Whole, &mut Progress::unseen(&mut count))?;
+        restore.fill(machine.pid, &present, Fill::Present, &mut Progress::unseen(&mut count))?;
+        let demanded = missing.map(|missing| missing.serve(demanded, from.store())).transpose()?;
         let (position, end) = counts;
-        Ok(Run { started, machine, control, blocks, disks, bases, position, end, idle_limit: IDLE_LIMIT })
+        let idle_limit = IDLE_LIMIT;
+        let mut run =
+            Run { started, machine, control, blocks, disks, demanded, origins, read_pages, position, end, idle_limit };
+        match load_devices(&mut run.machine, devices) {
+            Ok(()) => Ok(run),
+            Err(error) => Err(run.explain(error, from)),
+        }
+    }
+
+    /// Why the machine has failed, which began at a checkpoint: the error, or what has led to it.
+    fn explain(&self, error: Error, start: &Checkpoint) -> Error {
+        if let Some(failure) = self.demanded.as_ref().and_then(DemandedMemory::take_failure) {
+            return failure;
+        }
+        let bases = || self.origins.values().filter_map(|origin| origin.base.as_ref());
+        match error.kind() {
+            // What the machine was given may not be what the checkpoint has.
+            ErrorKind::Differs => bases().find_map(|base| base.check(start).err()).unwrap_or(error),
+            _ => error,
+        }
+    }
+
+    /// Pages of memory that were read from the repository.
+    fn read_pages(&self) -> u64 {
+        self.read_pages + self.demanded.as_ref().map_or(0, DemandedMemory::count)
     }
 
     /// Runs the machine to the begin of the interval, a checkpoint. Returns how many instructions
@@ -478,26 +538,33 @@ impl Run {
         let set = |control: &Control, count| control.stop_at(count).map_err(control_failed());
         set(&self.control, count)?;
         self.machine.resume()?;
-        let (mut last, mut since, mut ask_after) = (0, Instant::now(), IDLE);
+        let (mut last, mut idle, mut looked, mut ask_after) = (0, Duration::ZERO, Instant::now(), IDLE);
         loop {
             let now = self.control.count().map_err(control_failed())?;
             // Not before it waits: otherwise QEMU could stop it without the last instruction.
             if now >= count && self.control.waits().map_err(control_failed())? {
                 break;
             }
-            if now != last {
-                (last, since, ask_after) = (now, Instant::now(), IDLE);
-            } else if since.elapsed() >= self.idle_limit {
+            // While this process is stopped, it cannot give the machine what that needs.
+            let passed = looked.elapsed().min(IDLE);
+            looked = Instant::now();
+            let waits_for_pages = self.demanded.as_ref().is_some_and(DemandedMemory::is_busy);
+            if now != last || waits_for_pages {
+                (last, idle, ask_after) = (now, Duration::ZERO, IDLE);
+            } else {
+                idle += passed;
+            }
+            if idle >= self.idle_limit {
                 return Err(differs("executes nothing more".into()));
             }
             check_simulator(&self.control)?;
             std::thread::sleep(POLL);
             // Seldom: while QEMU's main thread answers, it also passes over the time in which the processor
             // waits, and takes one that is about to wait for one that does.
-            if since.elapsed() < ask_after {
+            if idle < ask_after {
                 continue;
             }
-            ask_after = since.elapsed() * 2;
+            ask_after = idle * 2;
             let status = text(&self.machine.monitor.execute("query-status", json!({}))?, "status");
             if status != "running" {
                 // It was switched off, or has crashed: what the counts say is compared.
@@ -553,8 +620,8 @@ impl Run {
     fn changed_pages(&self, checkpoint: &Checkpoint) -> Result<ChangedPages> {
         let mut changed = ChangedPages::default();
         for (space, block) in pair(&Restore::new(checkpoint).ram_spaces()?, &self.blocks)? {
-            let base = self.bases.get(&block.id);
-            visit_differing_pages(checkpoint, self.machine.pid, space, block, base, &mut |page, content| {
+            let origin = self.origins.get(&block.id);
+            visit_differing_pages(checkpoint, self.machine.pid, space, block, origin, &mut |page, content| {
                 changed.count += 1;
                 changed.pages.insert((block.id.clone(), page), content.to_vec());
                 if changed.pages.len() > MAX_CHANGED_PAGES {
@@ -582,9 +649,9 @@ impl Run {
         self.control.stop_at(u64::MAX).map_err(control_failed())
     }
 
-    /// The process that is killed when it is dropped, its monitor, and its disks.
-    pub(crate) fn into_parts(self) -> (Started, Machine, Vec<ServedDisk>) {
-        (self.started, self.machine, self.disks)
+    /// The process that is killed when it is dropped, its monitor, and what serves it.
+    pub(crate) fn into_parts(self) -> (Started, Machine, (Vec<ServedDisk>, Option<DemandedMemory>)) {
+        (self.started, self.machine, (self.disks, self.demanded))
     }
 
     /// Ends QEMU, whose plugins write their results then. Returns what they share with this
@@ -602,36 +669,86 @@ impl Run {
     }
 }
 
-/// Maps into QEMU the blocks of its memory of which the node has a base, and writes what differs
-/// from that. Returns the other blocks.
-fn share<'b>(
-    shared: &NodeMemory,
-    checkpoint: &Checkpoint,
-    machine: &mut Machine,
-    blocks: Vec<(&'b SpaceRecord, &'b RamBlock)>,
-    mappings: &[Mapping],
-    bases: &mut BTreeMap<String, File>,
-) -> Result<Vec<(&'b SpaceRecord, &'b RamBlock)>> {
-    let failed = || Error::system("write the memory of QEMU");
-    let mut rest = Vec::new();
-    for (space, block) in blocks {
-        // One that can grow stays one mapping, by which it is found again.
-        let is_whole = mappings.iter().any(|mapping| mapping.range() == block.range);
-        let base = if is_whole { shared.base(space, block.bytes(), checkpoint)? } else { None };
-        let Some(base) = base else {
-            rest.push((space, block));
-            continue;
-        };
-        map_privately(machine, &base.file, block)?;
-        let memory = proc::open_memory_for_writing(machine.pid).map_err(failed())?;
-        let first = block.range.start.page();
-        let write = |page: PageNumber, content: &[u8]| memory.write_all_at(content, page.address().get());
-        let (targets, ids): (Vec<PageNumber>, Vec<_>) =
-            base.changed.into_iter().map(|(page, id)| (first + page.get(), id)).unzip();
-        copy_pages(checkpoint, &ids, &targets, &write)?.map_err(failed())?;
-        bases.insert(block.id.clone(), base.file);
+/// How the memory of a QEMU comes from a checkpoint.
+struct Memory<'b> {
+    /// None if nothing is missing.
+    missing: Option<MissingMemory>,
+    demanded: Vec<DemandedBlock>,
+    origins: BTreeMap<String, Origin>,
+    /// Blocks that are to be filled as a whole.
+    whole: Vec<(&'b SpaceRecord, &'b RamBlock)>,
+    /// Blocks of which the pages are to be filled that QEMU has written to.
+    present: Vec<(&'b SpaceRecord, &'b RamBlock)>,
+    /// Pages that were read.
+    read_pages: u64,
+}
+
+impl<'b> Memory<'b> {
+    /// Maps into QEMU the blocks of its memory of which the node has a base, and writes what
+    /// differs from that. Pages of large blocks are missing then, where QEMU may have a
+    /// userfaultfd.
+    fn share(
+        shared: Option<&NodeMemory>,
+        checkpoint: &Checkpoint,
+        machine: &mut Machine,
+        blocks: Vec<(&'b SpaceRecord, &'b RamBlock)>,
+        mappings: &[Mapping],
+    ) -> Result<Memory<'b>> {
+        let failed = || Error::system("write the memory of QEMU");
+        let may_miss = machine.check_keeps_memory("").is_ok();
+        let missing = if may_miss { MissingMemory::of(machine.pid)? } else { None };
+        let (demanded, origins) = (Vec::new(), BTreeMap::new());
+        let mut memory = Memory { missing, demanded, origins, whole: Vec::new(), present: Vec::new(), read_pages: 0 };
+        for (space, block) in blocks {
+            // One that can grow stays one mapping, by which it is found again.
+            let is_whole = mappings.iter().any(|mapping| mapping.range() == block.range);
+            if !is_whole || block.bytes() < MIN_BLOCK {
+                memory.whole.push((space, block));
+                continue;
+            }
+            let base = match shared {
+                Some(shared) => shared.base(space, block.bytes(), checkpoint, memory.missing.is_some())?,
+                None => None,
+            };
+            let range = block.range.clone();
+            let Some(mut base) = base else {
+                let Some(missing) = &memory.missing else {
+                    memory.whole.push((space, block));
+                    continue;
+                };
+                missing.register(&range)?;
+                let tree = tree_of(space, block.bytes(), checkpoint)?;
+                memory.demanded.push(DemandedBlock { range, tree, base: None });
+                memory.origins.insert(block.id.clone(), Origin { demanded: Some(space.root), base: None });
+                memory.present.push((space, block));
+                continue;
+            };
+            map_privately(machine, &base.file, block)?;
+            let first = block.range.start.page();
+            let (targets, ids): (Vec<PageNumber>, Vec<ContentId>) =
+                std::mem::take(&mut base.changed).into_iter().map(|(page, id)| (first + page.get(), id)).unzip();
+            memory.read_pages += base.count + ids.len() as u64;
+            let pages = base.missing.take();
+            let is_demanded = pages.is_some();
+            match (&memory.missing, pages) {
+                (Some(missing), Some(pages)) => {
+                    missing.register(&range)?;
+                    let fill = |page: PageNumber, content: &[u8]| missing.fill(page, content);
+                    copy_pages(checkpoint, &ids, &targets, &fill)?.map_err(failed())?;
+                    let tree = PageTree::load(base.root, checkpoint)?;
+                    memory.demanded.push(DemandedBlock { range, tree, base: Some(pages) });
+                }
+                _ => {
+                    let written = proc::open_memory_for_writing(machine.pid).map_err(failed())?;
+                    let write = |page: PageNumber, content: &[u8]| written.write_all_at(content, page.address().get());
+                    copy_pages(checkpoint, &ids, &targets, &write)?.map_err(failed())?;
+                }
+            }
+            let demanded = is_demanded.then_some(base.root);
+            memory.origins.insert(block.id.clone(), Origin { demanded, base: Some(base) });
+        }
+        Ok(memory)
     }
-    Ok(rest)
 }
 
 /// Waits until QEMU has read the command `stop`, and waits for the processor: its main thread
@@ -654,27 +771,36 @@ fn wait_for_stop(pid: i32) -> Result<()> {
 
 /// Calls `found` with each page of a block of memory that is not that of a checkpoint, and with
 /// what it holds. Pages are compared by the ids under which the repository holds them, so that none
-/// is read from it.
+/// is read from it. Pages that QEMU would get now are not compared if the checkpoint has the same.
 fn visit_differing_pages(
     checkpoint: &Checkpoint,
     pid: i32,
     space: &SpaceRecord,
     block: &RamBlock,
-    base: Option<&File>,
+    origin: Option<&Origin>,
     found: &mut dyn FnMut(PageNumber, &[u8]),
 ) -> Result<()> {
     let failed = || Error::system("compare the memory of QEMU");
     let memory = proc::open_memory(pid).map_err(failed())?;
     let start = block.range.start;
     let tree = PageTree::load(space.root, checkpoint)?;
-    // The others of the checkpoint are zeros, as are those that QEMU has not touched, and its base does not hold.
+    let addresses = |page: PageNumber| (start.page() + page.get()).addresses();
+    let mut compared = RangeSet::new();
+    match origin.and_then(|origin| origin.demanded) {
+        Some(root) => PageTree::diff(checkpoint, root, space.root, &mut |page, _, _| {
+            compared.insert(addresses(page));
+            Ok(())
+        })?,
+        // The others of the checkpoint are zeros, as are those that QEMU has not touched, and its base does not hold.
+        None => tree.iter().for_each(|(page, _)| compared.insert(addresses(page))),
+    }
     let filter = Filter { any: PRESENT | SWAPPED, ..Filter::default() };
-    let mut compared: RangeSet = tree.iter().map(|(page, _)| (start.page() + page.get()).addresses()).collect();
     let pagemap = Pagemap::of_process(pid).map_err(failed())?;
     pagemap.find(&block.range, filter, |run, _| compared.insert(run)).map_err(failed())?;
+    let base = origin.and_then(|origin| origin.base.as_ref());
     let (mut at, end) = (Address::MIN, Address::MIN + block.bytes());
-    while let Some(file) = base.filter(|_| at < end) {
-        let data = sparse::next_data(file, at, end).map_err(failed())?;
+    while let Some(base) = base.filter(|_| at < end) {
+        let data = sparse::next_data(&base.file, at, end).map_err(failed())?;
         if data.is_empty() {
             break;
         }

@@ -63,7 +63,8 @@ impl<'a> LazyMemory<'a> {
     pub(crate) fn while_served<T>(&self, work: impl FnOnce() -> Result<T>) -> Result<T> {
         let (stop, working) = io::pipe().map_err(Error::system("make a pipe"))?;
         std::thread::scope(|scope| {
-            let server = scope.spawn(move || self.serve(&stop));
+            let server =
+                scope.spawn(move || serve(&self.missing, &stop, self.pid, &mut |address| self.answer(address)));
             let done = work();
             drop(working);
             let served = server.join().unwrap_or_else(|_| Err(Error::damaged("a thread that fills memory panicked")));
@@ -83,24 +84,6 @@ impl<'a> LazyMemory<'a> {
         Ok(())
     }
 
-    /// Fills the pages that are waited for, until `stop` is closed.
-    fn serve(&self, stop: &PipeReader) -> Result<()> {
-        loop {
-            while let Some(event) = self.missing.next().map_err(|error| self.failed(error))? {
-                if let MissingPagesEvent::Fault(address) = event {
-                    self.answer(address)?;
-                }
-            }
-            let mut watched =
-                [PollFd::new(self.missing.as_fd(), PollFlags::POLLIN), PollFd::new(stop.as_fd(), PollFlags::POLLIN)];
-            match poll(&mut watched, PollTimeout::NONE) {
-                Ok(_) if watched[1].any().unwrap_or(true) => return Ok(()),
-                Ok(_) | Err(Errno::EINTR) => {}
-                Err(error) => return Err(self.failed(error.into())),
-            }
-        }
-    }
-
     /// Fills the page that has this address.
     fn answer(&self, address: Address) -> Result<()> {
         let page = address.page();
@@ -113,7 +96,7 @@ impl<'a> LazyMemory<'a> {
             self.store.get_page(id, &mut content)?;
             self.missing.fill(page.address(), &[content])
         };
-        filled.map_err(|error| self.failed(error))
+        filled.map_err(|error| fill_failed(self.pid, error))
     }
 
     /// Fills all pages that hold anything.
@@ -132,11 +115,35 @@ impl<'a> LazyMemory<'a> {
             progress(pages.len() as u64);
             Ok(())
         };
-        copy_pages(self.store, &ids, &targets, &fill)?.map_err(|error| self.failed(error))
+        copy_pages(self.store, &ids, &targets, &fill)?.map_err(|error| fill_failed(self.pid, error))
     }
+}
 
-    fn failed(&self, error: io::Error) -> Error {
-        let kind = if error.raw_os_error() == Some(libc::ESRCH) { ErrorKind::Gone } else { ErrorKind::System };
-        Error::of(kind, "fill the memory of", Object::Process(self.pid), error)
+/// Calls `answer` with each address of QEMU for whose page a thread waits, until `stop` is closed.
+pub(crate) fn serve(
+    missing: &MissingPages,
+    stop: &PipeReader,
+    pid: i32,
+    answer: &mut dyn FnMut(Address) -> Result<()>,
+) -> Result<()> {
+    loop {
+        while let Some(event) = missing.next().map_err(|error| fill_failed(pid, error))? {
+            if let MissingPagesEvent::Fault(address) = event {
+                answer(address)?;
+            }
+        }
+        let mut watched =
+            [PollFd::new(missing.as_fd(), PollFlags::POLLIN), PollFd::new(stop.as_fd(), PollFlags::POLLIN)];
+        match poll(&mut watched, PollTimeout::NONE) {
+            Ok(_) if watched[1].any().unwrap_or(true) => return Ok(()),
+            Ok(_) | Err(Errno::EINTR) => {}
+            Err(error) => return Err(fill_failed(pid, error.into())),
+        }
     }
+}
+
+/// The error of a page that could not be given to QEMU.
+pub(crate) fn fill_failed(pid: i32, error: io::Error) -> Error {
+    let kind = if error.raw_os_error() == Some(libc::ESRCH) { ErrorKind::Gone } else { ErrorKind::System };
+    Error::of(kind, "fill the memory of", Object::Process(pid), error)
 }

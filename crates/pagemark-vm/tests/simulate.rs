@@ -27,6 +27,9 @@ use serde_json::json;
 /// Instructions between checkpoints, at least.
 const EVERY: u64 = 1_500_000;
 
+/// Pages that a machine has in its memory and does not use.
+const UNUSED_PAGES: u64 = 200;
+
 /// The command line of a machine that repeats its run.
 fn command(paths: &MachinePaths, further: &[&str]) -> Vec<OsString> {
     let guest = guest_program().expect("a guest").as_os_str().to_owned();
@@ -349,12 +352,78 @@ fn intervals_share_memory_on_a_node() {
         assert_eq!((done.begun, done.results), (alone.begun, alone.results));
         assert_eq!(files().len(), 1, "there is one base");
     }
-    // What is damaged leads to no result.
+    // What is damaged leads to no result, and is not used again.
     let file = std::fs::File::options().write(true).open(directory.join(&files()[0])).unwrap();
     file.write_all_at(&[1], RAM_BYTES - (1 << 20)).unwrap();
     let error = sharing(1).unwrap_err();
-    assert_eq!(error.kind(), ErrorKind::Differs, "{error}");
-    assert!(error.to_string().contains("another page at 0xf00000"), "{error}");
+    assert_eq!(error.kind(), ErrorKind::Damaged, "{error}");
+    assert!(error.to_string().contains("was damaged at 0xf00000") && files().is_empty(), "{error}");
+    sharing(1).unwrap();
+    // A file that became shorter is not used.
+    let name = directory.join(&files()[0]);
+    std::fs::File::options().write(true).open(&name).and_then(|file| file.set_len(1 << 20)).unwrap();
+    sharing(1).unwrap();
+    assert_eq!(name.metadata().unwrap().len(), RAM_BYTES);
+}
+
+/// In memory, only the pages of a base are read that a machine has used.
+#[test]
+fn pages_of_a_base_are_read_when_a_machine_needs_them() {
+    if guest_program().is_none() {
+        skip!("no QEMU, or no compiler for its guest");
+    }
+    let Ok(directory) = tempfile::tempdir_in("/dev/shm") else { skip!("no /dev/shm") };
+    if pagemark::sys::userfaultfd::probe_missing_pages().is_err() {
+        skip!("no userfaultfd for system calls");
+    }
+    let paths = MachinePaths::default();
+    // Is loaded behind the guest, which does not use it.
+    let unused: Vec<u8> = (0..UNUSED_PAGES).flat_map(|page| [page as u8 + 1; PAGE_SIZE]).collect();
+    std::fs::write(paths.join("unused"), unused).unwrap();
+    let unused = paths.join("unused").display().to_string();
+    let command = deterministic_command(&command(&paths, &["-initrd", &unused])).unwrap();
+    let repository = record_command(&paths, 3, &command, None, true, &|| {});
+    let path = paths.join("repository");
+    let (directory, library) = (directory.path(), simulator_library().unwrap());
+    let observer = Observer::Simulator(Kind::Hot);
+    let sharing = |repository: &Repository, from| {
+        let (from, to) = (repository.read("vm", from).unwrap(), repository.read("vm", from + 1).unwrap());
+        let interval = Interval::new(&from, &to).and_then(|interval| interval.sharing(directory));
+        interval.unwrap().simulate(&observer, &library)
+    };
+    let used = |sequence| {
+        let checkpoint = repository.read("vm", sequence).unwrap();
+        let memory = checkpoint.manifest.spaces.iter().filter(|space| matches!(space.kind, SpaceKind::RamBlock { .. }));
+        memory.map(|space| space.pages).sum::<u64>()
+    };
+    let alone: Vec<SimulatedInterval> = (1..4).map(|from| simulate(&repository, from, from + 1, &observer)).collect();
+    let same = |done: &SimulatedInterval| {
+        let alone = &alone[done.from as usize - 1];
+        assert_eq!((done.begun, &done.results), (alone.begun, &alone.results));
+        let read_at_most = used(done.from) - UNUSED_PAGES / 2;
+        assert!(done.read_pages < read_at_most, "{} of {} pages", done.read_pages, used(done.from));
+    };
+    // Two begin at the same time.
+    std::thread::scope(|scope| {
+        for from in [2, 3] {
+            let repository = Repository::open(&path).unwrap();
+            scope.spawn(move || same(&sharing(&repository, from).unwrap()));
+        }
+    });
+    let done = sharing(&repository, 1).unwrap();
+    same(&done);
+    assert!(done.read_pages < alone[0].read_pages, "most were there: {} pages", done.read_pages);
+
+    let files = || std::fs::read_dir(directory).unwrap().map(|file| file.unwrap().path());
+    let file = files().find(|file| file.to_string_lossy().contains("pc_ram")).expect("a base");
+    let held = std::os::unix::fs::MetadataExt::blocks(&file.metadata().unwrap()) * 512;
+    assert!(0 < held && held / (PAGE_SIZE as u64) < used(1) - UNUSED_PAGES / 2, "{held} bytes are there");
+    // A page that is damaged before a machine uses it leads to no result.
+    std::fs::File::options().write(true).open(&file).unwrap().write_all_at(&[1], RAM_BYTES - (1 << 20)).unwrap();
+    let error = sharing(&repository, 1).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Damaged, "{error}");
+    assert!(error.to_string().contains("was damaged at 0xf00000") && !file.exists(), "{error}");
+    same(&sharing(&repository, 1).unwrap());
 }
 
 /// Its image is no part of the checkpoints.

@@ -8,6 +8,7 @@ pub(crate) mod btf;
 pub mod exit_watch;
 pub mod fanotify;
 pub mod fault;
+pub mod file_pages;
 pub mod flight;
 pub mod fork_mark;
 pub mod forks;

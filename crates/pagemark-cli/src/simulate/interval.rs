@@ -1,16 +1,17 @@
 //! `pagemark simulate interval`: simulates one interval, and compares the machine with the
 //! checkpoint at its end.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use clap::Args;
 use nix::unistd::getppid;
+use pagemark::ByteCount;
 use pagemark::repository::{Checkpoint, Repository};
 use pagemark::sys::exit_watch::ExitWatch;
 use pagemark_report::output::print;
 use pagemark_report::text;
-use pagemark_vm::{Interval, simulator_library};
+use pagemark_vm::{Interval, default_shared_directory, simulator_library};
 
 use crate::failure::{Failure, Outcome};
 use crate::output::print_json;
@@ -37,8 +38,9 @@ pub struct SimulateInterval {
     #[arg(long, value_name = "DIR")]
     results: Option<PathBuf>,
     /// Share memory with other intervals on this node, by files in this directory: what they have
-    /// in common is read from the repository once
-    #[arg(long, value_name = "DIR")]
+    /// in common is read from the repository once; auto: a directory of this user in /dev/shm, or
+    /// in /var/tmp where that has too little room
+    #[arg(long, value_name = "auto|DIR")]
     share: Option<PathBuf>,
     /// End when this process ends, which has started this one
     #[arg(long, value_name = "PID", hide = true)]
@@ -49,6 +51,9 @@ pub struct SimulateInterval {
     /// The checkpoint at the begin: JOB@N
     checkpoint: Reference,
 }
+
+/// The directory that this program chooses.
+pub(super) const AUTO: &str = "auto";
 
 /// The exit status of an interval that is not the one that ran.
 const DIFFERS: u8 = 3;
@@ -91,6 +96,7 @@ impl SimulateInterval {
             None => Ok(interval),
         });
         let interval = interval.and_then(|interval| match &self.share {
+            Some(directory) if directory == Path::new(AUTO) => interval.sharing(&default_shared_directory(&from)),
             Some(directory) => interval.sharing(directory),
             None => Ok(interval),
         });
@@ -104,11 +110,12 @@ impl SimulateInterval {
         }
         let done = done.simulated;
         print(&format!(
-            "{job}@{first} to {job}@{last}: {} instructions as recorded, in {} (start {}, comparison {})\n",
+            "{job}@{first} to {job}@{last}: {} instructions as recorded, in {} (start {}, comparison {}, {} read)\n",
             text::count(done.instructions),
             text::micros(done.run_us),
             text::micros(done.start_us),
-            text::micros(done.compare_us)
+            text::micros(done.compare_us),
+            text::bytes(ByteCount::of_pages(done.read_pages).get())
         ));
         if let Some(results) = done.results.filter(|results| results.counts.len() <= 100) {
             results.counts.iter().for_each(|(name, count)| print(&format!("{name}: {count}\n")));

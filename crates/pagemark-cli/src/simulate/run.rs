@@ -12,13 +12,13 @@ use std::process::{Command, Stdio};
 
 use clap::Args;
 use nix::sys::memfd::{MFdFlags, memfd_create};
-use nix::unistd::geteuid;
 use pagemark_vm::simulator_library;
 use serde::Serialize;
 use serde_json::json;
 
 use crate::failure::{Failure, Outcome};
 use crate::repository::RepositoryOptions;
+use crate::simulate::interval::AUTO;
 use crate::simulate::kept::ResultsDirectory;
 use crate::simulate::list::intervals;
 use crate::simulate::merge::{Merge, kept_intervals};
@@ -75,8 +75,8 @@ pub struct SimulateRun {
     /// Simulate at most so many intervals at once [default: as many as Ray has processors]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     workers: Option<u32>,
-    /// Where intervals on one node share memory, as files; none: they do not
-    /// [default: /var/tmp/pagemark-simulate-UID]
+    /// Where intervals on one node share memory, as files; none: they do not [default: a directory
+    /// of this user in /dev/shm, or in /var/tmp where that has too little room]
     #[arg(long, value_name = "DIR|none")]
     share: Option<PathBuf>,
     /// The directory of the results [default: JOB-results]
@@ -139,8 +139,8 @@ impl SimulateRun {
         };
         let planned = missing.iter().map(|(interval, _)| {
             let mut command = command("interval", format!("{}@{}", self.job, interval.from), true)?;
-            if let Some(shared) = self.shared() {
-                command.extend(["--share".to_owned(), word(&shared)?]);
+            if let Some(shared) = self.shared()? {
+                command.extend(["--share".to_owned(), shared]);
             }
             Ok(PlannedInterval { begin: interval.from, end: interval.to, command })
         });
@@ -163,12 +163,13 @@ impl SimulateRun {
         Err(failed(interpret(&python, START).stdin(Stdio::from(file)).exec()))
     }
 
-    /// The directory on each node in which intervals share memory.
-    fn shared(&self) -> Option<PathBuf> {
+    /// The directory on each node in which intervals share memory, or that the node chooses one.
+    fn shared(&self) -> Result<Option<String>, Failure> {
         match &self.share {
-            None => Some(format!("/var/tmp/pagemark-simulate-{}", geteuid()).into()),
-            Some(none) if none == Path::new("none") => None,
-            Some(directory) => Some(directory.clone()),
+            None => Ok(Some(AUTO.to_owned())),
+            Some(auto) if auto == Path::new(AUTO) => Ok(Some(AUTO.to_owned())),
+            Some(none) if none == Path::new("none") => Ok(None),
+            Some(directory) => word(directory).map(Some),
         }
     }
 

@@ -383,6 +383,18 @@ pub enum MissingPagesEvent {
 }
 
 impl MissingPages {
+    /// Makes one for the memory of this process. The kernel's own accesses to missing pages fail
+    /// with `EFAULT` where this process may not make them wait.
+    ///
+    /// # Errors
+    /// `EPERM`: this process may have no userfaultfd. `ENOSYS` or `EINVAL` before Linux 4.11.
+    /// `EMFILE`.
+    pub fn of_this_process() -> io::Result<MissingPages> {
+        // Before Linux 5.11 there is no user mode.
+        let kernel_mode = |_| new_descriptor(MISSING_FLAGS);
+        MissingPages::from_new(new_descriptor(FLAGS | libc::O_NONBLOCK).or_else(kernel_mode)?.descriptor)
+    }
+
     /// Takes over a descriptor that does not block.
     pub fn from_registered(descriptor: OwnedFd) -> MissingPages {
         MissingPages { userfaultfd: Userfaultfd { descriptor } }
@@ -562,10 +574,7 @@ mod tests {
 
     /// Registers memory of this process, whose pages are missing then.
     fn missing_pages(range: &Range) -> io::Result<MissingPages> {
-        // Before Linux 5.11 there is no user mode.
-        let kernel_mode = |_| new_descriptor(libc::O_CLOEXEC | libc::O_NONBLOCK);
-        let userfaultfd = new_descriptor(FLAGS | libc::O_NONBLOCK).or_else(kernel_mode)?;
-        let missing = MissingPages::from_new(userfaultfd.descriptor)?;
+        let missing = MissingPages::of_this_process()?;
         missing.register(range)?;
         Ok(missing)
     }
