@@ -1,7 +1,7 @@
 //! Results that are kept in a directory, in a file for each interval.
 
 use std::fs::{self, File};
-use std::io;
+use std::io::{self, Read};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
@@ -17,6 +17,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::failure::Failure;
 use crate::simulate::observer::Chosen;
+
+/// The longest result: that of millions of counts.
+const MAX_RESULT_BYTES: u64 = 1 << 30;
 
 /// A simulated interval, and of what it is.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
@@ -81,7 +84,7 @@ impl ResultsDirectory {
             if let Some(trace) = trace {
                 trace.keep(&partial, &self.trace(from, to))?;
             }
-            let file = File::create(&partial)?;
+            let file = File::create_new(&partial)?;
             let written = serde_json::to_writer(&file, done).map_err(io::Error::from).and_then(|()| file.sync_all());
             written.and_then(|()| fs::rename(&partial, path)).inspect_err(|_| {
                 // A part of a result is of no use; the error above is the one to report.
@@ -98,7 +101,7 @@ impl ResultsDirectory {
     /// reported, and the interval has to be simulated again.
     pub fn find(&self, from: u64, to: u64, instructions: u64) -> Result<Option<SimulatedInterval>, Failure> {
         let path = self.file(from, to);
-        let content = match fs::read(&path) {
+        let content = match read_result(&path) {
             Ok(content) => content,
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
             Err(error) => return Err(Failure::new(format!("cannot read {}", path.display()), error)),
@@ -131,6 +134,23 @@ impl ResultsDirectory {
             Err(error) => Some(error.to_string()),
         }
     }
+}
+
+/// Reads a file of the results. Who can write to the directory can put anything there: what has no
+/// end, or waits for a writer, is refused.
+pub(super) fn read_result(path: &Path) -> io::Result<Vec<u8>> {
+    let file = File::options().read(true).custom_flags(libc::O_NONBLOCK).open(path)?;
+    let metadata = file.metadata()?;
+    let refused = |reason| Err(io::Error::other(reason));
+    if !metadata.is_file() {
+        return refused("it is not a file");
+    }
+    if metadata.len() > MAX_RESULT_BYTES {
+        return refused("it is too long for a result");
+    }
+    let mut content = Vec::new();
+    file.take(MAX_RESULT_BYTES).read_to_end(&mut content)?;
+    Ok(content)
 }
 
 /// The file of a trace while it is written. It has no name, so nothing of it stays if this process

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Args;
+use pagemark_report::escape::printable;
 use pagemark_report::output::print;
 use pagemark_report::text;
 use pagemark_simulate::Merged;
@@ -151,7 +152,7 @@ impl MergedRun {
             let bounds = [bound(&merged.at_most_too_many, "many"), bound(&merged.at_most_too_few, "few")];
             let bounds: Vec<String> = bounds.into_iter().flatten().collect();
             let bounds = if bounds.is_empty() { String::new() } else { format!(" ({})", bounds.join("; ")) };
-            print(&format!("{name}: {count}{bounds}\n"));
+            print(&format!("{}: {count}{bounds}\n", printable(name)));
         }
     }
 }

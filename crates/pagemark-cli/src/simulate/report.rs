@@ -7,6 +7,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::Args;
+use pagemark_report::escape::printable;
 use pagemark_report::html::Page;
 use pagemark_report::message;
 use pagemark_report::output::print;
@@ -19,7 +20,7 @@ use serde::{Deserialize, Serialize};
 use crate::failure::{Failure, Outcome};
 use crate::output::print_json;
 use crate::repository::RepositoryOptions;
-use crate::simulate::kept::ResultsDirectory;
+use crate::simulate::kept::{ResultsDirectory, read_result};
 use crate::simulate::list::{ListedInterval, intervals};
 use crate::simulate::merge::{kept_intervals, taken_us};
 use crate::simulate::model::{Long, Measured, Model, Point};
@@ -304,7 +305,7 @@ impl Report {
         ran.sort_by_key(|ran| ran.from);
         let row = |ran: &&RanInterval| {
             let times = [ran.start_us, ran.warm_up_us, ran.run_us, ran.compare_us].map(text::micros);
-            let first = [format!("{}@{}", self.job, ran.from), text::count(ran.instructions), ran.node.clone()];
+            let first = [format!("{}@{}", self.job, ran.from), text::count(ran.instructions), printable(&ran.node)];
             first.into_iter().chain([ran.worker.to_string()]).chain(times).collect()
         };
         ran.iter().map(row).collect()
@@ -371,7 +372,7 @@ fn last_run(directory: &Path, job: &str, plugin: &str) -> Result<Option<RunRecor
         if !name.starts_with("run-") || !name.ends_with(".json") {
             continue;
         }
-        let record: RunRecord = match serde_json::from_slice(&fs::read(&path).map_err(failed)?) {
+        let record: RunRecord = match serde_json::from_slice(&read_result(&path).map_err(failed)?) {
             Ok(record) => record,
             Err(error) => {
                 message!("pagemark: {} is not used: {error}", path.display());
