@@ -223,6 +223,35 @@ def test_ctrl_c_ends_all_simulations(recording: Recording, ray_address: str, tmp
     assert len(json.loads(record.read_text())["intervals"]) == messages.count(reported)
 
 
+def test_a_repository_that_vanishes_ends_the_run_which_goes_on_when_it_is_back(
+    recording: Recording, ray_address: str, tmp_path: Path
+) -> None:
+    results, log = tmp_path / "results", tmp_path / "messages"
+    repository, away = recording.directory / "repository", recording.directory / "away"
+    options = ["--ray", ray_address, "--workers", "1"]
+    with log.open("w") as file, recording.run(results, *options, messages=file) as driver:
+        reported = f" of {INTERVALS})"
+        wait_until("an interval is reported", lambda: reported in log.read_text() or driver.poll() is not None)
+        repository.rename(away)
+        output, _ = driver.communicate()
+    messages, before = log.read_text(), kept(results)
+    try:
+        with recording.run(results, *options) as driver:
+            _, refused = driver.communicate()
+        assert driver.returncode == 1 and str(repository) in refused, refused
+    finally:
+        away.rename(repository)
+    assert "goes on from there" in messages and str(repository) in messages, messages
+    assert output == "" and 0 < len(before) < INTERVALS
+    with recording.run(results, *options) as driver:
+        output, messages = driver.communicate()
+    assert driver.returncode == 0, messages
+    after = kept(results)
+    assert len(after) == INTERVALS and {name: after[name] for name in before} == before
+    long = json.loads(recording.done("interval", "vm@1", "--to", str(INTERVALS + 1), "--plugin", "mix", "--json"))
+    assert json.loads(output)["results"] == long["results"]
+
+
 @pytest.mark.parametrize(("status", "expected"), [(simulate.DIFFERS, simulate.DIFFERS), (2, 1)])
 def test_an_interval_that_differs_ends_the_run(ray_address: str, tmp_path: Path, status: int, expected: int) -> None:
     tries, slept = tmp_path / "tries", tmp_path / "slept"
