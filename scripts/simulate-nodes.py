@@ -1,6 +1,9 @@
 #!/usr/bin/env python3
 """Simulates a recorded machine on several nodes of Ray on this machine, and kills one meanwhile.
 
+Before that, all nodes simulate it without a loss, and the speedup against one long simulation is
+printed, and that of one node.
+
 Each node has namespaces of its own (network, mounts, processes, host name), with a /tmp and a
 /dev/shm of its own, and one processor of Ray. They share a directory with the repository and the
 results. The results must be those of one long simulation, and the interval that the killed node had
@@ -61,7 +64,7 @@ def wait_for(event: str, condition: Callable[[], object], seconds: float = 300) 
 class Node:
     """A node of Ray in namespaces of its own."""
 
-    def __init__(self, number: int, directory: Path) -> None:
+    def __init__(self, number: int, attempt: int, directory: Path) -> None:
         self.name = f"node{number}"
         self.address = f"10.77.0.{number}"
         kind = ["--head", f"--node-ip-address={self.address}", f"--port={PORT}", "--include-dashboard=false"]
@@ -78,8 +81,9 @@ class Node:
         wait_for("a namespace", lambda: os.readlink(f"/proc/{self.process.pid}/ns/net") != own)
         self.network = os.readlink(f"/proc/{self.process.pid}/ns/net")
         peer = ["peer", "name", "node", "netns", str(self.process.pid)]
-        run("ip", "link", "add", "name", f"port{number}", "type", "veth", *peer)
-        run("ip", "link", "set", f"port{number}", "master", "switch", "up")
+        port = f"port{number}-{attempt}"
+        run("ip", "link", "add", "name", port, "type", "veth", *peer)
+        run("ip", "link", "set", port, "master", "switch", "up")
         assert self.process.stdin is not None
         self.process.stdin.write("go\n")
         self.process.stdin.flush()
@@ -100,10 +104,8 @@ class Node:
                 continue
         return False
 
-    def check(self) -> None:
-        """Fails if the node has ended."""
-        if self.process.poll() is not None:
-            sys.exit(f"simulate-nodes: {self.name} has ended: {self.log.read_text()[-2000:]}")
+    def has_ended(self) -> bool:
+        return self.process.poll() is not None
 
     def kill(self) -> None:
         """Ends all processes of the node at once."""
@@ -133,22 +135,41 @@ def simulate(program: str, nodes: int, intervals: int, every: str) -> None:
         run("ip", "link", "set", "lo", "up")
         run("ip", "link", "add", "name", "switch", "type", "bridge")
         run("ip", "link", "set", "switch", "up")
+        address = f"10.77.0.1:{PORT}"
+        # It answers only when a node is there as a whole.
+        alive = "sum(node['Alive'] for node in ray.nodes())"
+        count = f"import ray; ray.init('{address}', log_to_driver=False); print({alive})"
         for number in range(1, nodes + 1):
-            started.append(Node(number, directory))
-        head = started[0]
-        address = f"{head.address}:{PORT}"
-        # It answers only when all nodes are there.
-        count = f"import ray; ray.init('{address}', log_to_driver=False); print(len(ray.nodes()))"
-        def is_complete() -> bool:
-            for node in started:
-                node.check()
-            return ray_says(head, count) == str(nodes)
+            # Ray gives up a start that takes longer than 30 s, as on a busy machine.
+            for attempt in range(10):
+                node = Node(number, attempt, directory)
+                started.append(node)
+                head = started[0]
+                wait_for("a node", lambda: node.has_ended() or ray_says(head, count) == str(number))
+                if not node.has_ended():
+                    break
+                started.remove(node)
+            else:
+                sys.exit(f"simulate-nodes: {node.name} has ended: {node.log.read_text()[-2000:]}")
 
-        wait_for("all nodes", is_complete)
+        def command_for(results: Path, workers: int) -> list[str]:
+            where = ["--ray", address, "--workers", str(workers), "--results", str(results)]
+            # Each node has a /dev/shm of its own.
+            return head.command(program, "simulate", "run", "vm", *where, "--share", "/dev/shm/shared", *common)
+
+        for workers in range(1, nodes + 1):
+            # The first time includes the start of the workers.
+            results = directory / f"results-{workers}"
+            began = time.monotonic()
+            merged = json.loads(run(*command_for(results, workers)))
+            seconds = time.monotonic() - began
+            if merged["results"] != long["results"]:
+                sys.exit("simulate-nodes: the results are not those of one long simulation")
+            shares = ", ".join(f"{node} {count}" for node, count in sorted(intervals_by_node(results).items()))
+            print(f"{workers} at once: {seconds:.1f} s, {long_seconds / seconds:.2f} of one long simulation; {shares}")
 
         results = directory / "results"
-        simulation = ["run", "vm", "--ray", address, "--results", str(results), "--share", "/tmp/pagemark-shared"]
-        command = head.command(program, "simulate", *simulation, *common)
+        command = command_for(results, nodes)
         began = time.monotonic()
         with (directory / "messages").open("w") as messages:
             driver = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=messages, text=True)
@@ -165,10 +186,7 @@ def simulate(program: str, nodes: int, intervals: int, every: str) -> None:
         merged = json.loads(output)
         if merged["results"] != long["results"] or merged["missing"]:
             sys.exit("simulate-nodes: the results are not those of one long simulation")
-        (path,) = (results / "mix").glob("run-*.json")
-        by: dict[str, int] = {}
-        for interval in json.loads(path.read_text())["intervals"]:
-            by[interval["node"]] = by.get(interval["node"], 0) + 1
+        by = intervals_by_node(results)
         if sum(by.values()) != intervals or nodes > 2 and len(by) < 2:
             sys.exit(f"simulate-nodes: {by}")
         shares = ", ".join(f"{node} {count}" for node, count in sorted(by.items()))
@@ -179,6 +197,14 @@ def simulate(program: str, nodes: int, intervals: int, every: str) -> None:
         for node in started:
             node.kill()
         shutil.rmtree(directory)
+
+
+def intervals_by_node(results: Path) -> dict[str, int]:
+    (path,) = (results / "mix").glob("run-*.json")
+    by: dict[str, int] = {}
+    for interval in json.loads(path.read_text())["intervals"]:
+        by[interval["node"]] = by.get(interval["node"], 0) + 1
+    return by
 
 
 def ray_says(node: Node, program: str) -> str:
