@@ -2,7 +2,9 @@
 //! records of 48 to 207 bytes. Each interval updates records, most of them among a tenth of the
 //! table, and replaces some. The first row, one part, is tracking by pages.
 //!
-//! `cargo run --release -p pagemark-heap --example strategies`
+//! `cargo run --release -p pagemark-heap --example strategies`. With the argument `two-level`, and
+//! in the machine of `pagemark-kvm`, the second level of page tables tells the parts apart; the
+//! faults are then KVM's.
 
 use std::alloc::{GlobalAlloc, Layout};
 use std::error::Error;
@@ -10,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use pagemark::{ByteCount, RangeSet};
 use pagemark_heap::grouping::{ByCost, ByHistory, Costs, Grouping, Separate};
-use pagemark_heap::{Heap, HeapTracker, Parts};
+use pagemark_heap::{Form, Heap, HeapTracker, Parts};
 
 const RECORDS: u64 = 200_000;
 const UPDATES: u64 = 20_000;
@@ -47,10 +49,10 @@ impl Record {
     }
 }
 
-fn measure(name: &str, parts: Parts, grouping: Box<dyn Grouping>) -> Result<(), Box<dyn Error>> {
+fn measure(name: &str, parts: Parts, grouping: Box<dyn Grouping>, form: Form) -> Result<(), Box<dyn Error>> {
     let (heap, mut random) = (Heap::new(parts, ByteCount::new(1 << 30))?, Random(1));
     let mut records = (0..RECORDS).map(|_| Record::new(&heap, &mut random)).collect::<Result<Vec<_>, _>>()?;
-    let mut tracker = HeapTracker::new(&heap, grouping)?;
+    let mut tracker = HeapTracker::with_form(&heap, grouping, form)?;
     tracker.collect_written(&mut RangeSet::new())?;
     let (mut faults, mut bytes, mut ranges, mut moves) = (0, ByteCount::ZERO, 0, 0);
     let (mut program, mut collect) = (Duration::ZERO, Duration::ZERO);
@@ -91,17 +93,22 @@ fn measure(name: &str, parts: Parts, grouping: Box<dyn Grouping>) -> Result<(), 
 }
 
 fn main() -> Result<(), Box<dyn Error>> {
+    let form = match std::env::args().nth(1).as_deref() {
+        None => Form::UserLevel,
+        Some("two-level") => Form::TwoLevel,
+        Some(other) => return Err(format!("{other} is no form").into()),
+    };
     println!(
         "{:22} {:>9} {:>8} {:>8} {:>10} {:>11} {:>11}",
         "per interval", "KiB", "ranges", "faults", "regrouped", "program ms", "collect ms"
     );
     for parts in Parts::ALL {
         let name = |strategy: &str| format!("{strategy}, {} parts", parts.count());
-        measure(&name("separate"), parts, Box::new(Separate))?;
+        measure(&name("separate"), parts, Box::new(Separate), form)?;
         if parts != Parts::One {
-            measure(&name("by history"), parts, Box::new(ByHistory::new(parts)))?;
+            measure(&name("by history"), parts, Box::new(ByHistory::new(parts)), form)?;
         }
-        measure(&name("by cost"), parts, Box::new(ByCost::new(parts, Costs::default())))?;
+        measure(&name("by cost"), parts, Box::new(ByCost::new(parts, Costs::default())), form)?;
     }
     Ok(())
 }

@@ -9,7 +9,8 @@
 //!   `#[global_allocator]`.
 //! - [`SavedHeap`]: a heap that survives its program, with its pointers.
 //! - [`HeapTracker`]: which bytes were written since the last collect. It reports objects whole,
-//!   also where they reach into later parts and pages.
+//!   also where they reach into later parts and pages. In the machine of `pagemark-kvm`, the second
+//!   level of page tables can tell the parts apart ([`Form::TwoLevel`]; FPM, section 3.2).
 //! - [`grouping`]: which parts are armed and reported together, decided by history (FPM, section
 //!   3.3) or by cost.
 //!
@@ -71,4 +72,4 @@ pub use global::GlobalHeap;
 pub use heap::Heap;
 pub use parts::Parts;
 pub use saved::{HeapOptions, SavedHeap, Saving};
-pub use tracker::{HeapTracker, Interval};
+pub use tracker::{Form, HeapTracker, Interval};

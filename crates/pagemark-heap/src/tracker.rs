@@ -4,6 +4,7 @@ use std::ops::Deref;
 use std::sync::Arc;
 use std::time::Duration;
 
+use pagemark::track::view_log::ViewLog;
 use pagemark::track::view_scan::ViewScan;
 use pagemark::{
     Address, AddressRangeExt, ByteCount, Error, Mechanism, PAGE_SIZE, PageNumber, PageRangeExt, Range, RangeSet,
@@ -17,6 +18,20 @@ use crate::tracked::Tracked;
 #[cfg(feature = "jemalloc")]
 use crate::{GlobalHeap, Heap, heap};
 
+mod two_level;
+
+/// What tells the parts of a page apart.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub enum Form {
+    /// The protection of the views (FPM, section 3.1). It works everywhere.
+    #[default]
+    UserLevel,
+    /// The second level of page tables, in a program that `pagemark-kvm` runs (FPM, section 3.2):
+    /// merged parts are one page to the log of the machine, so that a write to any of them opens
+    /// all, and what is not written is not reported.
+    TwoLevel,
+}
+
 /// Finds the bytes of a heap that were written, by the parts of pages.
 ///
 /// It reports addresses of the first view, which shows all memory of the heap. What it reports are
@@ -29,7 +44,7 @@ use crate::{GlobalHeap, Heap, heap};
 /// holds data. A heap has one tracker at a time.
 pub struct HeapTracker<G> {
     /// Dropped before the heap, whose views it has registered.
-    scan: ViewScan,
+    level: Level,
     heap: Owner,
     grouping: G,
     groups: PageGroups,
@@ -42,6 +57,22 @@ pub struct HeapTracker<G> {
     views: Vec<PartSet>,
     seen: Vec<Seen>,
     last: Interval,
+}
+
+/// What tracks the views.
+#[derive(Debug)]
+enum Level {
+    User(ViewScan),
+    Second(two_level::Second),
+}
+
+impl Level {
+    fn check_process(&self) -> Result<(), Error> {
+        match self {
+            Level::User(scan) => scan.check_process(),
+            Level::Second(second) => second.log.check_process(),
+        }
+    }
 }
 
 /// Keeps the memory of a heap mapped.
@@ -71,8 +102,8 @@ impl Deref for Owner {
 /// What one interval has cost.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub struct Interval {
-    /// Armed parts that were written: each raised a page fault. Parts of memory that is new, or was
-    /// freed and is used again, are populated without one.
+    /// Armed parts that were written: each raised a page fault, with [`Form::TwoLevel`] one in KVM.
+    /// Parts of memory that is new, or was freed and is used again, are populated without one.
     pub faults: u64,
     /// Parts that are no longer armed after the interval.
     pub merges: u64,
@@ -90,18 +121,27 @@ impl<G: Grouping> HeapTracker<G> {
     /// `ErrorKind::Unavailable`: the kernel is older than 6.7, or refuses userfaultfd.
     /// `ErrorKind::System`: the heap has a tracker already.
     pub fn new(heap: &Heap, grouping: G) -> Result<HeapTracker<G>, Error> {
-        HeapTracker::of(Owner::Own(heap.shared().clone()), grouping)
+        HeapTracker::with_form(heap, grouping, Form::UserLevel)
+    }
+
+    /// Tracks a heap in the form that is named.
+    ///
+    /// # Errors
+    /// As [`HeapTracker::new`]. `ErrorKind::Unavailable` for [`Form::TwoLevel`]: the program does
+    /// not run in the machine of `pagemark-kvm`, or that machine keeps no log.
+    pub fn with_form(heap: &Heap, grouping: G, form: Form) -> Result<HeapTracker<G>, Error> {
+        HeapTracker::of(Owner::Own(heap.shared().clone()), grouping, form)
     }
 
     /// Tracks all memory of the program. The memory that the tracker needs itself is part of it.
     ///
     /// # Errors
-    /// As [`HeapTracker::new`].
-    pub fn of_program(heap: &'static GlobalHeap, grouping: G) -> Result<HeapTracker<G>, Error> {
+    /// As [`HeapTracker::with_form`].
+    pub fn of_program(heap: &'static GlobalHeap, grouping: G, form: Form) -> Result<HeapTracker<G>, Error> {
         let allocator = heap.allocator().map_err(|error| {
             Error::unavailable(Mechanism::PagemapScan, format!("the program has no heap with views: {error}"))
         })?;
-        HeapTracker::of(Owner::Global(allocator), grouping)
+        HeapTracker::of(Owner::Global(allocator), grouping, form)
     }
 }
 
@@ -111,15 +151,20 @@ impl<G: Grouping> HeapTracker<G> {
     /// # Errors
     /// As [`HeapTracker::new`].
     pub(crate) fn of_saved(heap: Arc<dyn Tracked + Send + Sync>, grouping: G) -> Result<HeapTracker<G>, Error> {
-        HeapTracker::of(Owner::Saved(heap), grouping)
+        HeapTracker::of(Owner::Saved(heap), grouping, Form::UserLevel)
     }
 
-    fn of(heap: Owner, grouping: G) -> Result<HeapTracker<G>, Error> {
-        // SAFETY: the owner keeps the views mapped, and is dropped after the scan.
-        let scan = unsafe { ViewScan::new(heap.views())? };
+    fn of(heap: Owner, grouping: G, form: Form) -> Result<HeapTracker<G>, Error> {
+        // SAFETY: the owner keeps the views mapped, and is dropped after what tracks them.
+        let level = unsafe {
+            match form {
+                Form::UserLevel => Level::User(ViewScan::new(heap.views())?),
+                Form::TwoLevel => Level::Second(two_level::Second::new(ViewLog::new(heap.views())?)),
+            }
+        };
         heap.views().begin_tracking();
         Ok(HeapTracker {
-            scan,
+            level,
             heap,
             grouping,
             groups: PageGroups::new(),
@@ -138,15 +183,23 @@ impl<G: Grouping> HeapTracker<G> {
     /// As [`Tracker::collect`]; then what was found is in `written`, and nothing is lost.
     /// `ErrorKind::ForkedChild`: a child has to make its own tracker.
     pub fn collect_written(&mut self, written: &mut RangeSet) -> Result<Interval, Error> {
-        self.scan.check_process()?;
+        self.level.check_process()?;
         let used = self.heap.used();
         self.views.clear();
         self.views.resize(self.protected.to_usize() / PAGE_SIZE, 0);
         let separates_all = self.grouping.separates_all();
-        let scanned = self.scan_views(used, separates_all);
-        // Some pages may be protected again, also if the scan has failed: they are reported now.
         let (mut found, mut interval) = (RangeSet::new(), Interval::default());
-        self.report(&mut found, &mut interval);
+        // Some pages may be protected again, also if this fails: they are reported now. What is
+        // handed out behind this is written behind it.
+        let scanned = match &self.level {
+            Level::User(_) => {
+                let scanned = self.scan_views(used, separates_all);
+                self.list_written(&mut interval);
+                scanned
+            }
+            Level::Second(_) => self.read_log(used).and_then(|()| self.arrange(separates_all, &mut interval)),
+        };
+        self.report(&mut found);
         // The memory that is new is reported wherever it holds data, however it was written.
         let new = self.data_between(self.protected, used);
         self.reported = used;
@@ -163,7 +216,8 @@ impl<G: Grouping> HeapTracker<G> {
 
     /// Scans all views, and protects them.
     fn scan_views(&mut self, used: ByteCount, separates_all: bool) -> Result<(), Error> {
-        let HeapTracker { scan, groups, views, protected, .. } = self;
+        let HeapTracker { level, groups, views, protected, .. } = self;
+        let Level::User(scan) = level else { return Ok(()) };
         for (number, view) in scan.views().iter().enumerate() {
             let first = view.start.page();
             let unarmed = groups.iter().filter(|(_, groups)| groups.unarmed() >> number & 1 != 0 && !separates_all);
@@ -178,25 +232,30 @@ impl<G: Grouping> HeapTracker<G> {
         Ok(())
     }
 
-    /// Adds the bytes of the written parts and of freed pages to `found`, and lists the pages of
-    /// the parts for the strategy.
-    fn report(&mut self, found: &mut RangeSet, interval: &mut Interval) {
-        let first = self.heap.views().view(0).start.page();
+    /// Lists the pages of the written parts for the strategy, and counts their faults.
+    fn list_written(&mut self, interval: &mut Interval) {
         self.seen.clear();
         for (page, &views) in self.views.iter().enumerate().filter(|&(_, &views)| views != 0) {
             let armed = views & !unarmed(&self.groups, page);
             interval.faults += u64::from(armed.count_ones());
             self.seen.push(Seen { page, written: armed });
-            let start = addresses(first, page).start;
-            self.heap.crossings().written(page, views, |bytes| {
-                found.insert(start + ByteCount::from(bytes.start)..start + ByteCount::from(bytes.end));
-            });
         }
         self.heap.views().take_populated(self.protected, &mut |offsets| {
             let page = (offsets.start - Address::MIN).to_usize() / PAGE_SIZE;
             let armed = self.views[page] & !unarmed(&self.groups, page);
             interval.faults = interval.faults.saturating_sub(u64::from(armed.count_ones()));
         });
+    }
+
+    /// Adds the bytes of the written parts and of freed pages to `found`.
+    fn report(&mut self, found: &mut RangeSet) {
+        let first = self.heap.views().view(0).start.page();
+        for (page, &views) in self.views.iter().enumerate().filter(|&(_, &views)| views != 0) {
+            let start = addresses(first, page).start;
+            self.heap.crossings().written(page, views, |bytes| {
+                found.insert(start + ByteCount::from(bytes.start)..start + ByteCount::from(bytes.end));
+            });
+        }
         let origin = self.heap.views().view(0).start;
         // Pages beyond were never reported with another content.
         self.heap.views().take_freed(self.reported, &mut |offsets| {
@@ -217,9 +276,10 @@ impl<G: Grouping> HeapTracker<G> {
         Ok(found)
     }
 
-    /// Has the strategy decide, and arms or disarms the parts for which that is new. `are_armed`:
+    /// At user level: has the strategy decide, and arms or disarms the parts for which that is new. `are_armed`:
     /// all parts are armed already.
     fn regroup(&mut self, are_armed: bool, interval: &mut Interval) -> Result<(), Error> {
+        let Level::User(scan) = &self.level else { return Ok(()) };
         let before: Vec<PartSet> = self.seen.iter().map(|seen| unarmed(&self.groups, seen.page)).collect();
         self.grouping.decide(&self.seen, &mut self.groups);
         let pages = self.seen.iter().map(|seen| seen.page).zip(before);
@@ -229,7 +289,7 @@ impl<G: Grouping> HeapTracker<G> {
             interval.merges += u64::from((after & !before).count_ones());
             interval.splits += u64::from((before & !after).count_ones());
         }
-        for (number, view) in self.scan.views().iter().enumerate() {
+        for (number, view) in scan.views().iter().enumerate() {
             let first = view.start.page();
             let pages = |is_in: &dyn Fn(PartSet, PartSet) -> PartSet| -> RangeSet {
                 let changed = changes.iter().filter(|(_, before, after)| is_in(*before, *after) >> number & 1 != 0);
@@ -237,9 +297,9 @@ impl<G: Grouping> HeapTracker<G> {
             };
             // What is armed here was reported by this collect, also what is written at this moment.
             if !are_armed {
-                self.scan.protect(&pages(&|before, after| before & !after))?;
+                scan.protect(&pages(&|before, after| before & !after))?;
             }
-            self.scan.release(&pages(&|before, after| after & !before))?;
+            scan.release(&pages(&|before, after| after & !before))?;
         }
         Ok(())
     }
@@ -275,7 +335,10 @@ impl<G> Drop for HeapTracker<G> {
 
 impl<G: Grouping> Tracker for HeapTracker<G> {
     fn mechanism(&self) -> Mechanism {
-        Mechanism::PagemapScan
+        match self.level {
+            Level::User(_) => Mechanism::PagemapScan,
+            Level::Second(_) => Mechanism::KvmLog,
+        }
     }
 
     fn granularity(&self) -> ByteCount {

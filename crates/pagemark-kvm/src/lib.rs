@@ -36,6 +36,7 @@ mod sys;
 mod thread;
 mod vcpu;
 mod vdso;
+mod views;
 mod writes;
 
 use std::ffi::{CStr, CString};

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use kvm_bindings::{CpuId, KVM_MAX_CPUID_ENTRIES, KVM_MEM_LOG_DIRTY_PAGES, kvm_userspace_memory_region};
 use kvm_ioctls::{Cap, Kvm, VcpuFd, VmFd};
-use pagemark::sys::own_machine::{Counts, CountsOfKvm, Means};
+use pagemark::sys::own_machine::{Counts, CountsOfKvm, Means, Move};
 use pagemark::sys::parking::{DEVICE, MOST_VCPUS};
 use pagemark::sys::proc::maps;
 
@@ -25,12 +25,14 @@ use crate::sys::parking::{InUse, Parking};
 use crate::sys::statistics;
 use crate::sys::table_memory::TableMemory;
 use crate::vcpu::{Vcpu, stubs};
+use crate::views::Views;
 use crate::writes::Tracking;
 
 mod clock;
 mod emulation;
 mod renewal;
 pub mod tracking;
+mod views;
 
 use clock::Clock;
 
@@ -114,6 +116,8 @@ pub struct Space {
     pub tracking: Tracking,
     /// By what the program tells the time without system calls.
     clock: Option<Clock>,
+    /// The views that the program has declared.
+    pub views: Views,
     /// The ring of each virtual CPU that was made, by its number, if the machine keeps rings. There
     /// is room for all.
     rings: Vec<Ring>,
@@ -249,6 +253,7 @@ impl Machine {
             slots: Vec::new(),
             tracking: Tracking::new(parking.listed()),
             clock: None,
+            views: Views::default(),
             rings: Vec::new(),
         };
         Machine::with((kvm, keeps), tables, root, stubs, Arc::new(OwnedLock::new(space)), parking)
@@ -271,6 +276,10 @@ impl Machine {
             let mut space = space.lock();
             space.tracking.clear();
             space.rings.clear();
+            // The child's table is empty, as its machine is.
+            let (_, moves) = space.views.forget(0, PROGRAM_END);
+            let table = PageTable::new(&tables, parent.root);
+            moves.iter().for_each(|moved| _ = table.clear(moved.page, moved.page + PAGE));
         }
         let machine = Machine::with((kvm, parent.keeps), tables, parent.root, parent.stubs, space, parent.parking)?;
         machine.add_slots(&machine.space())?;
@@ -308,6 +317,7 @@ impl Machine {
         self.noted.describe_slots(&space.slots);
         space.mappings.abandon();
         space.tracking.abandon();
+        std::mem::forget(std::mem::take(&mut space.views));
         let generation = self.generation.load(Ordering::Relaxed);
         // A ring that cannot be mapped has nothing to recover from.
         let rings = space.rings.iter_mut().filter(|ring| ring.generation() == generation);
@@ -498,6 +508,9 @@ impl Machine {
             (start, end) = if address < data.start { (start, end.min(data.start)) } else { (start.max(data.end), end) };
         }
         let physical = self.physical(&mut space, start)?;
+        let moved: Vec<Move> = space.views.moved(start, end).collect();
+        let places = moved.iter().map(|moved| self.physical(&mut space, moved.to));
+        let places = places.collect::<Result<Vec<Physical>, Error>>()?;
         // Of pages whose dirty bits are read, none is set before they are written.
         let is_scanned = self.listed.is_wanted();
         let scanned = &space.tracking.by[Means::Scan as usize].ranges;
@@ -506,13 +519,16 @@ impl Machine {
         let mut cuts: Vec<u64> =
             scanned.within(start..end).chain(closed.iter()).flat_map(|part| [part.start, part.end]).collect();
         cuts.extend([start, end]);
+        cuts.extend(moved.iter().flat_map(|moved| [moved.page, moved.page + PAGE]));
         cuts.sort_unstable();
         for (from, to) in cuts.iter().copied().zip(cuts.iter().copied().skip(1)).filter(|(from, to)| from < to) {
             let protection = if closed.contains(from) { protection.without_writes() } else { protection };
             let dirty = if is_scanned || scanned.contains(from) { Dirty::Kept } else { Dirty::InAdvance };
-            table
-                .map(from, to, physical.plus(from - start), protection, dirty)
-                .map_err(|OutOfTables| out_of_tables())?;
+            let physical = match moved.binary_search_by_key(&from, |moved| moved.page) {
+                Ok(index) => places[index],
+                Err(_) => physical.plus(from - start),
+            };
+            table.map(from, to, physical, protection, dirty).map_err(|OutOfTables| out_of_tables())?;
         }
         Ok(Resolved::Mapped)
     }
@@ -527,6 +543,7 @@ impl Machine {
 
     /// As [`Machine::clear`], where the memory stays what it is.
     pub fn clear_to_protect(&self, space: &mut Space, start: u64, end: u64) {
+        self.forget_views(space, start, end);
         self.clear_entries(space, start, end);
         space.tracking.remapped(start, end);
     }

@@ -154,6 +154,18 @@ impl<'m> PageTable<'m> {
         pages
     }
 
+    /// The entry for `page`, if there is one, leads to `physical` from now on, and is otherwise as it
+    /// was. Returns whether there is one; then KVM must drop its translations of the page where it
+    /// was before.
+    pub fn redirect(&self, page: u64, physical: Physical) -> bool {
+        let mut is_there = false;
+        self.each_entry(page, page + PAGE, |_, entry| {
+            let with = |old| (old & PRESENT != 0).then_some(old & !ADDRESS | physical.get());
+            is_there = entry.fetch_update(Ordering::AcqRel, Ordering::Relaxed, with).is_ok();
+        });
+        is_there
+    }
+
     /// The program cannot write to `start..end`. A flush of the guest's translations must follow.
     pub fn close(&self, start: u64, end: u64) {
         self.each_entry(start, end, |_, entry| _ = entry.fetch_and(!WRITABLE, Ordering::AcqRel));
@@ -225,6 +237,9 @@ mod tests {
         table.clear(start + 3 * PAGE, start + 5 * PAGE);
         let present: Vec<u64> = (0..8).filter(|page| table.entry(start + page * PAGE).is_some()).collect();
         assert_eq!(present, [2, 5, 6, 7]);
+        assert!(!table.redirect(start + PAGE, Physical::new(0x3_0000_0000)));
+        assert!(table.redirect(start + 6 * PAGE, Physical::new(0x3_0000_0000)));
+        assert_eq!(table.entry(start + 6 * PAGE), Some((Physical::new(0x3_0000_0000), flags & !DIRTY)));
         table.map_kernel(crate::layout::KERNEL_BASE, Physical::new(PAGE)).expect("tables");
         assert_eq!(
             table.entry(crate::layout::KERNEL_BASE),

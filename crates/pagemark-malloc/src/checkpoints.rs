@@ -9,8 +9,8 @@ use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
 
 use pagemark::RangeSet;
-use pagemark_heap::HeapTracker;
 use pagemark_heap::grouping::{ByCost, ByHistory, Costs, Grouping, Separate};
+use pagemark_heap::{Form, HeapTracker};
 
 use crate::HEAP;
 
@@ -55,7 +55,7 @@ pub unsafe extern "C" fn pagemark_heap_track(strategy: *const c_char) -> c_int {
     let mut tracker = TRACKER.lock().unwrap_or_else(PoisonError::into_inner);
     // A heap has one tracker at a time.
     *tracker = None;
-    match HeapTracker::of_program(&HEAP, grouping) {
+    match HeapTracker::of_program(&HEAP, grouping, Form::UserLevel) {
         Ok(new) => {
             *tracker = Some(new);
             0

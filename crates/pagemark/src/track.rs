@@ -37,6 +37,7 @@ mod protected;
 mod region_scan;
 #[cfg(test)]
 mod tests;
+pub mod view_log;
 pub mod view_scan;
 
 pub use own_memory::OwnMemory;

@@ -155,6 +155,9 @@ impl Machine {
     }
 
     fn end(&self, space: &mut Space, means: Means, start: u64, end: u64) {
+        if means == Means::Log {
+            self.forget_views(space, start, end);
+        }
         let tracked = &mut space.tracking.by[means as usize];
         tracked.ranges.remove(start..end);
         tracked.written.remove(start..end);
@@ -354,7 +357,7 @@ impl Machine {
     }
 
     /// The pages of `from..to`, which lies in one slot, that KVM's log has.
-    fn logged(&self, space: &Space, from: u64, to: u64) -> Result<RangeSet<u64>, i32> {
+    pub(super) fn logged(&self, space: &Space, from: u64, to: u64) -> Result<RangeSet<u64>, i32> {
         let log = self.vm.get_dirty_log(Self::slot(space, from)?, SLOT_SPAN as usize).map_err(|error| error.errno())?;
         let base = from / SLOT_SPAN * SLOT_SPAN;
         let (first, last) = ((from - base) / PAGE / 64, (to - base).div_ceil(PAGE * 64));
@@ -374,7 +377,7 @@ impl Machine {
 
     /// Has KVM protect the `dirty` pages of `from..to`, which lies in one slot, and drops them from
     /// its log.
-    fn protect(&self, space: &Space, from: u64, to: u64, dirty: &RangeSet<u64>) -> Result<(), i32> {
+    pub(super) fn protect(&self, space: &Space, from: u64, to: u64, dirty: &RangeSet<u64>) -> Result<(), i32> {
         let base = from / SLOT_SPAN * SLOT_SPAN;
         let first = (from - base) / PAGE / 64 * 64;
         let mut bits = vec![0u64; ((to - base) / PAGE).saturating_sub(first).div_ceil(64) as usize];
@@ -400,7 +403,7 @@ pub(super) fn log_failed(errno: i32) -> Error {
 ///
 /// A change of the host's protection does that; here it allows execution, and forbids it again, so
 /// that no access ever fails. The guest's entries do not allow execution.
-fn flush(pages: &RangeSet<u64>) -> Result<(), i32> {
+pub(super) fn flush(pages: &RangeSet<u64>) -> Result<(), i32> {
     // One step for all pages of a table.
     let mut spans: Vec<(u64, u64)> = Vec::new();
     for run in pages.iter() {

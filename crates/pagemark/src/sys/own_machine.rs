@@ -32,11 +32,43 @@ pub const TRACK: u64 = 1;
 pub const COLLECT: u64 = 2;
 /// Operation: ends the tracking of the pages from the third argument to the fourth.
 pub const FORGET: u64 = 3;
+/// Operation, for [`Means::Log`]: from the third argument to the fourth there are as many views of
+/// one memory as the fifth says, one behind the other: shared mappings of the same part of a file.
+/// Their pages can be arranged from now on, until one of them is mapped anew or the tracking of a
+/// part ends. `EINVAL`: they are no such views.
+pub const VIEWS: u64 = 4;
+/// Operation: as [`COLLECT`], but the log stays as it is: what was written counts as written until
+/// it is armed. A page whose arranged view was written is reported by the address at which its
+/// memory is tracked ([`Move::to`]). The lowest bit of a start ([`LOGGED`]) is set if the log has
+/// the pages of the run, and not set if only the kernel may have written to them. `ESTALE`: it is
+/// no part of such views.
+pub const READ: u64 = 5;
+/// Operation: changes where pages of views are tracked, and then arms pages, which count as written
+/// no more. The third argument has as many [`Move`]s as the fourth says, the fifth as many [`Run`]s
+/// as the sixth says. Each list has [`MOST_ARRANGED`] entries at most. `EINVAL`: something else is
+/// named than pages of such views; then nothing is changed.
+pub const ARRANGE: u64 = 6;
+
+/// Set in the start of a run that the log has.
+pub const LOGGED: u64 = 1;
+
+/// Entries of each list of one [`ARRANGE`].
+pub const MOST_ARRANGED: usize = 4096;
+
+/// A page of a view is tracked at an address from now on.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+#[repr(C)]
+pub struct Move {
+    /// The page of a view.
+    pub page: u64,
+    /// The same page of that view or another one. Stores through the one count as written there.
+    pub to: u64,
+}
 
 /// Operation: writes what the monitor and KVM have counted to the fifth argument, which has room
 /// for as many [`Run`]s as the sixth says: the words of [`Counts::words`]. The other arguments mean
 /// nothing.
-pub const COUNT: u64 = 4;
+pub const COUNT: u64 = 7;
 
 /// How the machine finds what the program's own instructions write.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -167,6 +199,47 @@ pub(crate) fn track(means: Means, range: &Range) -> io::Result<()> {
     plain(TRACK, means, range)
 }
 
+/// Declares views; see [`VIEWS`].
+///
+/// # Errors
+/// Those of the call.
+pub(crate) fn declare_views(range: &Range, count: usize) -> io::Result<()> {
+    // SAFETY: the operation writes nothing: the fifth argument is a number.
+    unsafe { call(VIEWS, Means::Log, range, std::ptr::without_provenance_mut(count), 0) }.map(drop)
+}
+
+/// Calls `each` for the runs of pages of `range`, part of a view, that were written since they were
+/// armed, in ascending order, and whether the log has them; see [`READ`].
+///
+/// # Errors
+/// Those of the call. What `each` was called for without the log is not reported again.
+pub(crate) fn read_view(range: &Range, mut each: impl FnMut(Range, bool)) -> io::Result<()> {
+    of_runs(READ, Means::Log, range, |run| {
+        each(Address::new(run.start & !LOGGED)..Address::new(run.end), run.start & LOGGED != 0);
+    })
+}
+
+/// Moves pages of views, and arms pages; see [`ARRANGE`]. More than one call can take is done by
+/// several: all moves come first.
+///
+/// # Errors
+/// Those of the call.
+pub(crate) fn arrange(moves: &[Move], armed: &[Run]) -> io::Result<()> {
+    let mut moves = moves.chunks(MOST_ARRANGED).peekable();
+    let mut armed = armed.chunks(MOST_ARRANGED);
+    loop {
+        let now = moves.next().unwrap_or_default();
+        let runs = if moves.peek().is_some() { None } else { armed.next() }.unwrap_or_default();
+        if now.is_empty() && runs.is_empty() {
+            return Ok(());
+        }
+        // The two lists take the place of a range and of a buffer.
+        let list = Address::of(now.as_ptr())..Address::new(now.len() as u64);
+        // SAFETY: the operation only reads the lists.
+        unsafe { call(ARRANGE, Means::Log, &list, runs.as_ptr().cast_mut(), runs.len()) }?;
+    }
+}
+
 /// Ends [`track`].
 ///
 /// # Errors
@@ -181,13 +254,18 @@ pub(crate) fn forget(means: Means, range: &Range) -> io::Result<()> {
 /// # Errors
 /// Those of the call. What `each` was called for is not reported again.
 pub(crate) fn collect(means: Means, range: &Range, mut each: impl FnMut(Range)) -> io::Result<()> {
+    of_runs(COLLECT, means, range, |run| each(Address::new(run.start)..Address::new(run.end)))
+}
+
+/// Calls `each` for all runs that an operation returns for `range`.
+fn of_runs(operation: u64, means: Means, range: &Range, mut each: impl FnMut(&Run)) -> io::Result<()> {
     let mut runs = [Run::default(); RUNS];
     let mut rest = range.clone();
     loop {
         // SAFETY: the monitor writes to `runs`, and no more than it has room for.
-        let count = unsafe { call(COLLECT, means, &rest, runs.as_mut_ptr(), runs.len()) }?;
+        let count = unsafe { call(operation, means, &rest, runs.as_mut_ptr(), runs.len()) }?;
         let found = &runs[..count.min(RUNS)];
-        found.iter().for_each(|run| each(Address::new(run.start)..Address::new(run.end)));
+        found.iter().for_each(&mut each);
         match found.last() {
             Some(last) if found.len() == RUNS && last.end < range.end.get() => rest.start = Address::new(last.end),
             _ => return Ok(()),

@@ -49,7 +49,7 @@ impl InMachine {
     }
 }
 
-fn unavailable(mechanism: Mechanism, error: &io::Error) -> Error {
+pub(super) fn unavailable(mechanism: Mechanism, error: &io::Error) -> Error {
     let reason = match error.raw_os_error() {
         Some(libc::ENOSYS) => {
             "the program does not run in the machine of `pagemark-kvm`; `pagemark-kvm PROGRAM` does it"
