@@ -276,8 +276,8 @@ impl<G: Grouping> HeapTracker<G> {
         Ok(found)
     }
 
-    /// At user level: has the strategy decide, and arms or disarms the parts for which that is new. `are_armed`:
-    /// all parts are armed already.
+    /// At user level: has the strategy decide, and arms or disarms the parts for which that is new.
+    /// `are_armed`: all parts are armed already.
     fn regroup(&mut self, are_armed: bool, interval: &mut Interval) -> Result<(), Error> {
         let Level::User(scan) = &self.level else { return Ok(()) };
         let before: Vec<PartSet> = self.seen.iter().map(|seen| unarmed(&self.groups, seen.page)).collect();
