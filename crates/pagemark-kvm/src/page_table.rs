@@ -155,8 +155,8 @@ impl<'m> PageTable<'m> {
     }
 
     /// The entry for `page`, if there is one, leads to `physical` from now on, and is otherwise as
-    /// it was. Returns whether there is one; then KVM must drop its translations of the page where it
-    /// was before.
+    /// it was. Returns whether there is one; then KVM must drop its translations of the page where
+    /// it was before.
     pub fn redirect(&self, page: u64, physical: Physical) -> bool {
         let mut is_there = false;
         self.each_entry(page, page + PAGE, |_, entry| {
