@@ -498,6 +498,7 @@ mod tests {
             warm_up_us: 0,
             run_us: 2000,
             compare_us: 0,
+            read_pages: 0,
             results: None,
         };
         let report = Report::new(record.clone(), &listed, Some(&long), 3_600_000_000);

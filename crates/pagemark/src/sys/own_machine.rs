@@ -49,6 +49,11 @@ pub const READ: u64 = 5;
 /// named than pages of such views; then nothing is changed.
 pub const ARRANGE: u64 = 6;
 
+/// Operation: writes what the monitor and KVM have counted to the fifth argument, which has room
+/// for as many [`Run`]s as the sixth says: the words of [`Counts::words`]. The other arguments mean
+/// nothing.
+pub const COUNT: u64 = 7;
+
 /// Set in the start of a run that the log has.
 pub const LOGGED: u64 = 1;
 
@@ -64,11 +69,6 @@ pub struct Move {
     /// The same page of that view or another one. Stores through the one count as written there.
     pub to: u64,
 }
-
-/// Operation: writes what the monitor and KVM have counted to the fifth argument, which has room
-/// for as many [`Run`]s as the sixth says: the words of [`Counts::words`]. The other arguments mean
-/// nothing.
-pub const COUNT: u64 = 7;
 
 /// How the machine finds what the program's own instructions write.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
