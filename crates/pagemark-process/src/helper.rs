@@ -3,11 +3,32 @@
 use std::ffi::CStr;
 use std::os::fd::RawFd;
 
+use nix::sys::signal::{SigSet, SigmaskHow};
+use nix::unistd::{ForkResult, fork};
+
 /// Number of the first descriptor that a helper has; the others follow it. All others are closed.
 pub const DESCRIPTOR: RawFd = 0;
 
 /// Where the kernel cannot close all descriptors at once, those below this number are closed.
 const MAX_CLOSED: libc::rlim_t = 1 << 16;
+
+/// Forks a process in which all signals are blocked from the begin: a request to end every process
+/// of this program does not end it, since it has something left to do then.
+///
+/// # Errors
+/// As `fork`.
+///
+/// # Safety
+/// As `fork`: in a process with threads, the child makes only system calls.
+pub unsafe fn fork_with_signals_blocked() -> nix::Result<ForkResult> {
+    let before = SigSet::all().thread_swap_mask(SigmaskHow::SIG_SETMASK)?;
+    // SAFETY: by the contract of this function.
+    let forked = unsafe { fork() };
+    if !matches!(forked, Ok(ForkResult::Child)) {
+        before.thread_set_mask()?;
+    }
+    forked
+}
 
 /// Makes this process, which was just forked, independent of its caller: it gets a session of its
 /// own, and what [`keep_only`] gives it.

@@ -5,7 +5,7 @@ use std::io::{self, PipeWriter, Write};
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 
 use nix::sys::wait::waitpid;
-use nix::unistd::{ForkResult, Pid, fork};
+use nix::unistd::{ForkResult, Pid};
 use pagemark::sys::pidfd;
 use pagemark_process::helper::{self, DESCRIPTOR};
 
@@ -32,7 +32,7 @@ impl EndGuard {
         let (read, orders) = io::pipe()?;
         // SAFETY: the child makes only system calls, which is allowed in a child of a process with
         // threads, and ends by `_exit`.
-        let forked = unsafe { fork() };
+        let forked = unsafe { helper::fork_with_signals_blocked() };
         if matches!(forked, Ok(ForkResult::Child)) {
             let held = held.as_ref().unwrap_or(&pidfd);
             guard(read.as_raw_fd(), pidfd.as_raw_fd(), held.as_raw_fd());
@@ -79,5 +79,40 @@ fn guard(orders: RawFd, qemu: RawFd, held: RawFd) -> ! {
             while libc::poll(&mut ended, 1, -1) < 0 && *libc::__errno_location() == libc::EINTR {}
         }
         libc::_exit(0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::{Child, Command};
+
+    use nix::sys::signal::{Signal, kill};
+
+    use super::*;
+
+    fn qemu() -> Child {
+        Command::new("sleep").arg("600").spawn().unwrap()
+    }
+
+    /// What ends all processes of a program must not leave a QEMU behind.
+    #[test]
+    fn a_guard_outlives_requests_to_end() {
+        let mut child = qemu();
+        let guard = EndGuard::start(child.id() as i32, None).unwrap();
+        for signal in [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP, Signal::SIGQUIT] {
+            kill(guard.pid, signal).unwrap();
+        }
+        drop(guard);
+        // Without the guard it would sleep for ten minutes.
+        assert!(!child.wait().unwrap().success());
+    }
+
+    #[test]
+    fn a_guard_that_is_dismissed_kills_nothing() {
+        let mut child = qemu();
+        EndGuard::start(child.id() as i32, None).unwrap().dismiss();
+        assert!(child.try_wait().unwrap().is_none());
+        child.kill().unwrap();
+        child.wait().unwrap();
     }
 }

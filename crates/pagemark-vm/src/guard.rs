@@ -7,7 +7,7 @@ use std::io::{self, PipeWriter, Write};
 use std::os::fd::{AsRawFd, RawFd};
 
 use nix::sys::wait::waitpid;
-use nix::unistd::{ForkResult, Pid, fork};
+use nix::unistd::{ForkResult, Pid};
 use pagemark_process::helper::{self, DESCRIPTOR};
 
 use crate::error::{Error, ErrorKind, Object, Result};
@@ -39,7 +39,7 @@ impl Guard {
         let (read, write) = io::pipe().map_err(failed)?;
         // SAFETY: the child makes only system calls, which is allowed in a child of a process with
         // threads, and ends by `_exit`.
-        match unsafe { fork() }.map_err(|error| failed(error.into()))? {
+        match unsafe { helper::fork_with_signals_blocked() }.map_err(|error| failed(error.into()))? {
             ForkResult::Parent { child } => Ok(Guard { orders: Some(write), pid: child }),
             ForkResult::Child => guard(monitor, read.as_raw_fd(), write.as_raw_fd()),
         }
