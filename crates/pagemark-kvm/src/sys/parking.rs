@@ -125,6 +125,8 @@ impl Parking {
     pub fn begin_child(&self, _: &InUse) {
         self.header.users.store(1, Ordering::Relaxed);
         self.header.vcpus.store(0, Ordering::Relaxed);
+        // Whoever is about to park the parent does not know of this process, and would not release it.
+        let _ = self.header.state.compare_exchange(CLOSING, RUNNING, Ordering::SeqCst, Ordering::SeqCst);
     }
 
     /// Begins to use KVM. None if there is no machine.
@@ -251,5 +253,24 @@ impl Drop for InUse {
         if USES.get() == 0 {
             self.header.users.fetch_sub(1, Ordering::SeqCst);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_child_does_not_wait_for_who_was_about_to_park_its_parent() {
+        let parking = Parking { header: Box::leak(Box::default()) };
+        let in_use = parking.enter().expect("there is a machine");
+        // This process will not end while the test waits.
+        parking.header.parker.store(std::process::id() as i32, Ordering::Relaxed);
+        parking.header.state.store(CLOSING, Ordering::Relaxed);
+        parking.begin_child(&in_use);
+        assert_eq!(parking.header.state.load(Ordering::Relaxed), RUNNING);
+        parking.wait();
+        drop(in_use);
+        assert!(parking.enter().is_some());
     }
 }
