@@ -63,6 +63,10 @@ pub struct Options {
     /// Rounds; the variants take turns in each
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
     rounds: u32,
+    /// The program `pagemark-kvm`: the two-level form is measured beside the user-level one, in its
+    /// machine
+    #[arg(long)]
+    machine: Option<PathBuf>,
     /// Directory for the numbers (CSV) and the picture (SVG) of each figure
     #[arg(long)]
     out: Option<PathBuf>,
@@ -202,14 +206,23 @@ struct Variant {
     /// Views of the heap; `None` for the allocator of the C library.
     parts: Option<usize>,
     tracking: Tracking,
+    /// In the machine, where the second level of page tables tells parts apart.
+    is_in_machine: bool,
 }
 
 impl Variant {
+    fn new(parts: Option<usize>, tracking: Tracking) -> Variant {
+        Variant { parts, tracking, is_in_machine: false }
+    }
+
     fn of_pages(mechanism: Mechanism) -> Variant {
-        Variant { parts: Some(1), tracking: Tracking::Pages(mechanism) }
+        Variant::new(Some(1), Tracking::Pages(mechanism))
     }
 
     fn name(self) -> String {
+        if self.is_in_machine {
+            return format!("vm-{}", Variant { is_in_machine: false, ..self }.name());
+        }
         match (self.tracking, self.parts) {
             (_, None) => "malloc".into(),
             (Tracking::Nothing, Some(parts)) => format!("views-{parts}"),
@@ -224,6 +237,8 @@ impl Variant {
     /// True if a program can be run so.
     fn fits(self, program: Program) -> bool {
         match self.tracking {
+            // The library that is preloaded has the user-level form.
+            _ if self.is_in_machine && program.is_preloaded() => false,
             // The library that is preloaded has its own tracking.
             Tracking::Pages(_) if program.is_preloaded() => preloaded::strategy(self.tracking).is_some(),
             _ => true,
@@ -347,7 +362,8 @@ impl Session<'_> {
 
     fn task(&self, program: Program, variant: Variant, saving: Saving, interval: Duration) -> Task {
         let (directory, verifies) = (self.directory.clone(), self.options.verify);
-        Task { program, size: self.size, variant, saving, interval, directory, verifies }
+        let machine = self.options.machine.clone().filter(|_| variant.is_in_machine);
+        Task { program, size: self.size, variant, saving, interval, directory, verifies, machine }
     }
 
     /// Runs each program by each variant in each round, in turns.
@@ -380,7 +396,7 @@ impl Session<'_> {
 
     /// Figures 6 and 7: the programs.
     fn inputs(&self) -> Result<(), BenchError> {
-        let variant = Variant { parts: Some(1), tracking: Tracking::Nothing };
+        let variant = Variant::new(Some(1), Tracking::Nothing);
         let columns =
             ["program", "the paper's input", ">objects", ">memory", ">the paper's objects", ">the paper's memory"];
         let mut table = Table::new(columns);
@@ -406,7 +422,8 @@ impl Session<'_> {
     /// Figure 8: the cost of views alone.
     fn views(&self) -> Result<(), BenchError> {
         let parts = [None, Some(1)].into_iter().chain(self.options.parts.iter().map(|&parts| Some(parts)));
-        let variants: Vec<Variant> = parts.map(|parts| Variant { parts, tracking: Tracking::Nothing }).collect();
+        let variants = parts.map(|parts| Variant::new(parts, Tracking::Nothing)).collect();
+        let variants = self.with_machine(variants);
         let results = self.by_program(&variants, Saving::Nothing)?;
         let note = "the paper: at most 2 times the time without its virtual machine";
         self.publish("figure-8", "views without protection", SECONDS, &variants, 1, &results, &[note], seconds)
@@ -417,12 +434,23 @@ impl Session<'_> {
         let mut pages =
             [Mechanism::PagemapScan, Mechanism::Mprotect, Mechanism::Adaptive].map(Variant::of_pages).to_vec();
         // The strategy needs no parts.
-        pages.push(Variant { parts: Some(1), tracking: Tracking::ByCost });
+        pages.push(Variant::new(Some(1), Tracking::ByCost));
         let by_parts = |&parts: &usize| {
             let trackings = [Tracking::Static, Tracking::Dynamic, Tracking::ByCost];
-            trackings.map(|tracking| Variant { parts: Some(parts), tracking })
+            trackings.map(|tracking| Variant::new(Some(parts), tracking))
         };
-        pages.into_iter().chain(self.options.parts.iter().flat_map(by_parts)).collect()
+        self.with_machine(pages.into_iter().chain(self.options.parts.iter().flat_map(by_parts)).collect())
+    }
+
+    /// The variants, and those of heaps in the machine, if there is one.
+    fn with_machine(&self, mut variants: Vec<Variant>) -> Vec<Variant> {
+        if self.options.machine.is_some() {
+            let are_heaps =
+                |variant: &&Variant| variant.parts.is_some() && !matches!(variant.tracking, Tracking::Pages(_));
+            let inside = variants.iter().filter(are_heaps).map(|variant| Variant { is_in_machine: true, ..*variant });
+            variants.extend(inside.collect::<Vec<_>>());
+        }
+        variants
     }
 
     /// Figure 9: the cost of protection, and its page faults.
@@ -480,8 +508,9 @@ impl Session<'_> {
         let mut variants = vec![Variant::of_pages(Mechanism::PagemapScan), Variant::of_pages(Mechanism::Mprotect)];
         for parts in [2, 4] {
             let trackings = [Tracking::Static, Tracking::Dynamic, Tracking::ByCost];
-            variants.extend(trackings.map(|tracking| Variant { parts: Some(parts), tracking }));
+            variants.extend(trackings.map(|tracking| Variant::new(Some(parts), tracking)));
         }
+        let variants = self.with_machine(variants);
         let results = self.in_turns(&variants, INTERVALS.len(), |position, variant| {
             Some(self.task(Program::Genome, variant, Saving::ToDisk, self.scaled(INTERVALS[position])))
         })?;

@@ -1,5 +1,6 @@
 //! Measurements in processes of their own: what one leaves in its memory does not change the next.
 
+use std::path::Path;
 use std::process::{Command, Stdio};
 
 use pagemark_report::output::print;
@@ -23,6 +24,11 @@ pub(crate) trait ProcessTask: Serialize + DeserializeOwned {
         Ok(())
     }
 
+    /// The program `pagemark-kvm` if the new process runs in its machine.
+    fn machine(&self) -> Option<&Path> {
+        None
+    }
+
     /// Measures in a new process.
     ///
     /// # Errors
@@ -30,7 +36,14 @@ pub(crate) trait ProcessTask: Serialize + DeserializeOwned {
     fn run_in_process(&self) -> Result<Self::Outcome, BenchError> {
         let failed = |reason: String| BenchError::Task { reason };
         let text = serde_json::to_string(self).map_err(|error| failed(error.to_string()))?;
-        let mut command = Command::new("/proc/self/exe");
+        let mut command = match self.machine() {
+            None => Command::new("/proc/self/exe"),
+            Some(machine) => {
+                let mut command = Command::new(machine);
+                command.arg(std::env::current_exe().map_err(BenchError::on("find this program"))?);
+                command
+            }
+        };
         command.args([Self::COMMAND, &text]).stdin(Stdio::null());
         self.prepare(&mut command)?;
         let output = command.output().map_err(BenchError::on("start a process to measure in"))?;

@@ -366,7 +366,8 @@ mod tests {
             let mut child = command.spawn().unwrap();
             // A program that is just executed has no environment yet.
             let environment = proc::path(child.id() as i32, "environ");
-            while std::fs::read(&environment).unwrap().is_empty() {}
+            let is_there = || std::fs::read(&environment).is_ok_and(|variables| !variables.is_empty());
+            pagemark_testing::wait_until("the environment is there", is_there);
             let error = KvmLog::connect(child.id() as i32, keeping).unwrap_err();
             child.kill().unwrap();
             child.wait().unwrap();

@@ -8,16 +8,20 @@ use std::time::{Duration, Instant};
 use pagemark::track::{OwnMemory, Scope};
 use pagemark::{Mechanism, RangeSet, Tracker};
 use pagemark_heap::grouping::{ByCost, ByHistory, Costs, Grouping, Separate};
-use pagemark_heap::{Heap, HeapTracker};
+use pagemark_heap::{Form, Heap, HeapTracker};
 
 use super::objects::Objects;
 use super::preloaded::Preloaded;
-use super::{Outcome, Saving, Tracking};
+use super::{Outcome, Saving, Tracking, Variant};
 use crate::BenchError;
 use crate::usage::{thread_cpu_ns, thread_faults, thread_wait_ns};
 
-/// Steps of a program between two checks of the clock.
+/// Steps of a program between two checks of the clock, at least: in a machine, each check is a
+/// system call.
 const STEPS: u32 = 64;
+
+/// So many checks of the clock are enough for an interval.
+const CHECKS: u32 = 64;
 
 /// Ends the intervals of a program, which calls [`Monitor::step`] where its data is consistent, and
 /// measures it.
@@ -25,6 +29,9 @@ pub(super) struct Monitor<'h> {
     objects: &'h Objects,
     interval: Duration,
     steps: Cell<u32>,
+    /// Steps up to the next check, and when the last one was.
+    next_steps: Cell<u32>,
+    last_check: Cell<Instant>,
     /// When the interval may have ended.
     next_check: Cell<Instant>,
     state: RefCell<State>,
@@ -55,12 +62,12 @@ impl<'h> Monitor<'h> {
     /// Begins to measure. What is saved is written to `file`.
     pub fn begin(
         objects: &'h Objects,
-        tracking: Tracking,
+        variant: Variant,
         saving: Saving,
         interval: Duration,
         file: &Path,
     ) -> Result<Monitor<'h>, BenchError> {
-        let mut method = Method::start(objects.heap(), tracking)?;
+        let mut method = Method::start(objects.heap(), variant)?;
         let file = match saving {
             Saving::Nothing => None,
             Saving::ToDisk => Some(File::create(file).map_err(BenchError::on("make the file of checkpoints"))?),
@@ -73,6 +80,8 @@ impl<'h> Monitor<'h> {
             objects,
             interval,
             steps: Cell::new(0),
+            next_steps: Cell::new(STEPS),
+            last_check: Cell::new(Instant::now()),
             next_check: Cell::new(Instant::now() + interval),
             state: RefCell::new(State {
                 method,
@@ -96,12 +105,16 @@ impl<'h> Monitor<'h> {
     #[inline]
     pub fn step(&self) -> Result<(), BenchError> {
         let steps = self.steps.get();
-        if steps < STEPS {
+        if steps < self.next_steps.get() {
             self.steps.set(steps + 1);
             return Ok(());
         }
         self.steps.set(0);
-        if Instant::now() < self.next_check.get() { Ok(()) } else { self.check_clock() }
+        let now = Instant::now();
+        let is_soon = (now - self.last_check.replace(now)) * CHECKS < self.interval;
+        let next = self.next_steps.get();
+        self.next_steps.set(if is_soon { next.saturating_mul(2) } else { (next / 2).max(STEPS) });
+        if now < self.next_check.get() { Ok(()) } else { self.check_clock() }
     }
 
     /// Ends the interval if the program has had the processor as long as an interval takes.
@@ -160,8 +173,10 @@ impl<'h> Monitor<'h> {
 
 impl Method {
     /// Starts to track, if that is asked for.
-    fn start(heap: Option<&Heap>, tracking: Tracking) -> Result<Option<Method>, BenchError> {
+    fn start(heap: Option<&Heap>, variant: Variant) -> Result<Option<Method>, BenchError> {
+        let Variant { tracking, is_in_machine, .. } = variant;
         let Some(heap) = heap else { return Ok(Preloaded::start(tracking)?.map(Method::Preloaded)) };
+        let form = if is_in_machine { Form::TwoLevel } else { Form::UserLevel };
         let grouping: Box<dyn Grouping> = match tracking {
             Tracking::Nothing => return Ok(None),
             Tracking::Pages(mechanism) => {
@@ -174,7 +189,7 @@ impl Method {
             Tracking::Dynamic => Box::new(ByHistory::new(heap.parts())),
             Tracking::ByCost => Box::new(ByCost::new(heap.parts(), Costs::default())),
         };
-        Ok(Some(Method::Parts(Box::new(HeapTracker::new(heap, grouping)?))))
+        Ok(Some(Method::Parts(Box::new(HeapTracker::with_form(heap, grouping, form)?))))
     }
 
     /// Finds what was written in the interval that ends, and appends it to the file, if there is
@@ -199,6 +214,10 @@ impl Method {
             }
             (Method::Parts(tracker), Some(_)) => {
                 let interval = tracker.collect_written(&mut written)?;
+                if tracker.mechanism() == Mechanism::KvmLog {
+                    // The host does not count those of the second level.
+                    outcome.faults += interval.faults as f64;
+                }
                 outcome.merges += interval.merges as f64;
                 outcome.splits += interval.splits as f64;
             }

@@ -26,6 +26,8 @@ pub(super) struct Task {
     pub directory: PathBuf,
     /// Look for each live object in the checkpoints.
     pub verifies: bool,
+    /// The program that runs the task in a machine.
+    pub machine: Option<PathBuf>,
 }
 
 /// Space for the objects of the full size, and of parts of it.
@@ -35,6 +37,10 @@ const PART_CAPACITY: ByteCount = ByteCount::new(2 << 30);
 impl ProcessTask for Task {
     const COMMAND: &'static str = "heap-task";
     type Outcome = Outcome;
+
+    fn machine(&self) -> Option<&Path> {
+        self.machine.as_deref()
+    }
 
     fn prepare(&self, command: &mut Command) -> Result<(), BenchError> {
         // The other preloaded programs are started by the task.
@@ -80,7 +86,7 @@ impl Task {
             _ => ObjectAllocator::System,
         };
         let objects = Objects::new(memory, self.verifies);
-        let monitor = Monitor::begin(&objects, self.variant.tracking, self.saving, self.interval, file)?;
+        let monitor = Monitor::begin(&objects, self.variant, self.saving, self.interval, file)?;
         program(&monitor)?;
         let failed = || BenchError::wrong_result(self.program.name(), "the program did not finish");
         let outcome = monitor.outcome().ok_or_else(failed)?;

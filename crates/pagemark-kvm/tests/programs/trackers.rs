@@ -97,7 +97,7 @@ fn the_machine_counts_what_happens() {
 }
 
 #[test]
-#[ignore = "runs in a machine, started by the_machine_counts_what_happens"]
+#[ignore = "is run by the_machine_counts_what_happens, in the machine"]
 fn counts() {
     const TIMES: u64 = 20_000;
     let of = |what: &dyn Fn()| {
