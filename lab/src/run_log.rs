@@ -10,7 +10,7 @@ use crate::{Error, Result};
 pub struct RunLog {
     path: PathBuf,
     /// Its lock is released when it is closed, however this process ends.
-    _lock: File,
+    lock: File,
 }
 
 impl RunLog {
@@ -29,7 +29,7 @@ impl RunLog {
                 Ok(()) => {
                     // What a former run has written is of no use to this one.
                     lock.set_len(0).map_err(Error::file("empty", &path))?;
-                    return Ok(RunLog { path, _lock: lock });
+                    return Ok(RunLog { path, lock });
                 }
                 Err(TryLockError::WouldBlock) => number += 1,
                 Err(TryLockError::Error(error)) => return Err(Error::file("lock", &path)(error)),
@@ -40,6 +40,13 @@ impl RunLog {
     /// Where it is.
     pub fn path(&self) -> &Path {
         &self.path
+    }
+}
+
+impl Drop for RunLog {
+    fn drop(&mut self) {
+        // Closing it would not do: a process that was just forked has a copy until it executes its program.
+        let _ = self.lock.unlock();
     }
 }
 
