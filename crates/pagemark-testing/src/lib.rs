@@ -41,7 +41,7 @@ pub use fault_at::{Ended, Fault, run_with_fault};
 pub use huge_pages::HugePages;
 pub use memory::{FilledMapping, SplitMix, expected};
 pub use merging::Merging;
-pub use patience::{is_emulated, patience, wait_for, wait_until};
+pub use patience::{is_emulated, patience, wait_for, wait_until, wait_until_it_has};
 pub use pause_32::pause_32;
 pub use qemu::{
     MachinePaths, PLAIN, QEMU, Qemu, RAM_BYTES, TestMonitor, console_program, disk_program, guest_program,

@@ -42,6 +42,18 @@ pub fn wait_until(event: &str, mut condition: impl FnMut() -> bool) {
     wait_for(event, || condition().then_some(()));
 }
 
+/// Waits until a process that was just started has its arguments, of which `argument` is one, and
+/// its environment: the kernel lets the parent continue before.
+///
+/// # Panics
+/// As [`wait_until`].
+#[track_caller]
+pub fn wait_until_it_has(pid: u32, argument: &str) {
+    let words = |name: &str| fs::read(format!("/proc/{pid}/{name}")).unwrap_or_default();
+    let has_argument = || words("cmdline").split(|&byte| byte == 0).any(|word| word == argument.as_bytes());
+    wait_until("the program has its arguments", || has_argument() && !words("environ").is_empty());
+}
+
 /// All processes but the kernel's, a line each: what they wait for may show why a test does.
 fn processes() -> String {
     let entries = fs::read_dir("/proc").into_iter().flatten().flatten();

@@ -92,11 +92,8 @@ mod tests {
         ] {
             let mut child =
                 Command::new("sh").args(["-c", "read line", options]).stdin(Stdio::piped()).spawn().unwrap();
-            // The kernel lets the parent continue before the child has its arguments.
+            pagemark_testing::wait_until_it_has(child.id(), options);
             let pid = child.id() as i32;
-            let is_there = |arguments: Vec<Vec<u8>>| arguments.iter().any(|argument| argument == options.as_bytes());
-            let has_arguments = || proc::arguments(pid).is_ok_and(is_there);
-            pagemark_testing::wait_until("the arguments are there", has_arguments);
             let mut ending = Ending::of(pid).unwrap();
             ending.observe(&json!({"event": "STOP"}));
             assert_eq!(ending.patience(), None);

@@ -364,10 +364,7 @@ mod tests {
             let mut command = std::process::Command::new("sleep");
             command.arg("600").env_remove(SOCKET).env_remove(RINGS).envs(variables.iter().copied());
             let mut child = command.spawn().unwrap();
-            // A program that is just executed has no environment yet.
-            let environment = proc::path(child.id() as i32, "environ");
-            let is_there = || std::fs::read(&environment).is_ok_and(|variables| !variables.is_empty());
-            pagemark_testing::wait_until("the environment is there", is_there);
+            pagemark_testing::wait_until_it_has(child.id(), "600");
             let error = KvmLog::connect(child.id() as i32, keeping).unwrap_err();
             child.kill().unwrap();
             child.wait().unwrap();

@@ -76,6 +76,7 @@ mod tests {
         let mut command = Command::new("sh");
         command.args(["-c", "read line", "-qmp", "unix:own.qmp,server=on,wait=off", "-qmp", "unix:/a,,b,server"]);
         let mut child = command.current_dir(directory.path()).stdin(Stdio::piped()).spawn().unwrap();
+        pagemark_testing::wait_until_it_has(child.id(), "unix:/a,,b,server");
         let pid = child.id() as i32;
         let directory = directory.path().canonicalize().unwrap();
         assert_eq!(monitor_sockets(pid).unwrap(), [directory.join("own.qmp"), Path::new("/a,b").to_owned()]);
