@@ -22,6 +22,7 @@ mod exceptions;
 pub mod history;
 pub mod host_tests;
 pub mod hypervisor;
+pub mod installed_source;
 pub mod kernel;
 pub mod kernel_build;
 pub mod libtest;

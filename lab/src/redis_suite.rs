@@ -3,17 +3,24 @@
 
 use std::fs::File;
 use std::os::unix::fs::PermissionsExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
-use crate::archive::{self, Apt};
+use crate::installed_source::InstalledSource;
 use crate::surroundings::{Surroundings, Verdicts};
-use crate::{Error, Result, cache, command, packages, progress, setup};
+use crate::{Error, Result, cache, command, packages};
 
 const SERVER: &str = "/usr/bin/redis-server";
 /// The program that runs the tests, in the source.
 const TEST_PROGRAM: &str = "tests/test_helper.tcl";
+const SOURCE: InstalledSource = InstalledSource {
+    name: "redis",
+    title: "Redis",
+    package: "redis-server",
+    has: TEST_PROGRAM,
+    complete: TEST_PROGRAM,
+};
 /// What the tests start beside the server.
 const OTHERS: [&str; 4] = ["redis-cli", "redis-benchmark", "redis-check-aof", "redis-check-rdb"];
 /// The units that run if none are named: those that neither take long nor measure time and memory.
@@ -53,7 +60,7 @@ const LIMIT: Duration = Duration::from_secs(1800);
 /// If Redis or its tests cannot be had, or nothing of a unit runs outside.
 pub fn run(within: Surroundings, units: &[String], logs: &Path) -> Result<(Vec<String>, bool)> {
     packages::install(&["redis-server", "redis-tools", "tcl"])?;
-    let source = source()?;
+    let source = SOURCE.directory(|_, _| Ok(()))?;
     cache::remove(logs)?;
     cache::create(logs)?;
     let (outside, inside) = (logs.join("outside"), logs.join("inside"));
@@ -63,28 +70,6 @@ pub fn run(within: Surroundings, units: &[String], logs: &Path) -> Result<(Vec<S
     within.compare_groups(if named.is_empty() { &UNITS } else { &named }, logs, |unit| {
         Ok([verdicts(&outside, unit)?, verdicts(&inside, unit)?])
     })
-}
-
-/// The directory with the source of the installed version, which is fetched if it is not there.
-fn source() -> Result<PathBuf> {
-    let version = ["-W", "-f", "${source:Version}", "redis-server"];
-    let version = command::output(Command::new("dpkg-query").args(version), "dpkg-query", "reinstall redis-server")?;
-    let directory = cache::project().join(format!("redis-{}", version.replace(':', "-")));
-    if directory.join(TEST_PROGRAM).is_file() {
-        return Ok(directory);
-    }
-    let archive = archive::address()?;
-    progress!("fetching the source of Redis {version} at {archive}");
-    let release = "sed -n 's/^VERSION_CODENAME=//p' /etc/os-release | tr -d '\\n'";
-    let release = command::output(Command::new("sh").args(["-c", release]), "reading /etc/os-release", "")?;
-    cache::create(&cache::project())?;
-    setup::with_work_directory(&cache::project(), |work| {
-        let unpacked = work.join("source");
-        let apt = Apt::new(&work.join("apt"), &archive, &release, &["deb-src"])?;
-        apt.unpack_source("redis", &unpacked, &[], TEST_PROGRAM)?;
-        setup::replace(&unpacked, &directory)
-    })?;
-    Ok(directory)
 }
 
 /// Makes a directory from which the tests start the installed server, with `prefix` before it.

@@ -2,18 +2,25 @@
 //! program that runs them has SQLite in it, and runs inside itself.
 
 use std::fs::File;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
-use crate::archive::{self, Apt};
+use crate::installed_source::InstalledSource;
 use crate::surroundings::{Surroundings, Verdicts};
-use crate::{Error, Result, cache, command, packages, progress, setup};
+use crate::{Error, Result, cache, command, packages, progress};
 
 /// What building takes.
 const PACKAGES: [&str; 5] = ["libsqlite3-0", "tcl-dev", "gcc", "libc6-dev", "make"];
 /// The program that runs the tests, where it is built.
 const PROGRAM: &str = "testfixture";
+const SOURCE: InstalledSource = InstalledSource {
+    name: "sqlite3",
+    title: "SQLite",
+    package: "libsqlite3-0",
+    has: "test/tester.tcl",
+    complete: PROGRAM,
+};
 /// The files that run if none are named: of statements, transactions, crashes, locks, mapped and
 /// shared memory, and threads.
 const FILES: [&str; 20] = [
@@ -50,7 +57,7 @@ const LIMIT: Duration = Duration::from_secs(1800);
 /// If the tests cannot be built, or nothing of a file runs outside.
 pub fn run(within: Surroundings, files: &[String], logs: &Path) -> Result<(Vec<String>, bool)> {
     packages::install(&PACKAGES)?;
-    let source = built()?;
+    let source = SOURCE.directory(build)?;
     cache::remove(logs)?;
     cache::create(logs)?;
     let program = source.join(PROGRAM);
@@ -64,31 +71,13 @@ pub fn run(within: Surroundings, files: &[String], logs: &Path) -> Result<(Vec<S
     })
 }
 
-/// The directory with the source of the installed version and the program, which is built if it is
-/// not there.
-fn built() -> Result<PathBuf> {
-    let version = ["-W", "-f", "${source:Version}", "libsqlite3-0"];
-    let version = command::output(Command::new("dpkg-query").args(version), "dpkg-query", "reinstall libsqlite3-0")?;
-    let directory = cache::project().join(format!("sqlite-{}", version.replace(':', "-")));
-    if directory.join(PROGRAM).is_file() {
-        return Ok(directory);
-    }
-    let archive = archive::address()?;
-    progress!("fetching the source of SQLite {version} at {archive}, and building its tests: some minutes");
-    let release = "sed -n 's/^VERSION_CODENAME=//p' /etc/os-release | tr -d '\\n'";
-    let release = command::output(Command::new("sh").args(["-c", release]), "reading /etc/os-release", "")?;
-    cache::create(&cache::project())?;
-    setup::with_work_directory(&cache::project(), |work| {
-        let unpacked = work.join("source");
-        let apt = Apt::new(&work.join("apt"), &archive, &release, &["deb-src"])?;
-        apt.unpack_source("sqlite3", &unpacked, &[], "test/tester.tcl")?;
-        let build = format!("./configure CFLAGS=-O1 --with-tcl=/usr/lib/tcl8.6 && make {PROGRAM}");
-        let mut shell = Command::new("sh");
-        shell.args(["-c", &build]).current_dir(&unpacked);
-        command::logged(&mut shell, &work.join("build.log"), "building the tests of SQLite", "see above")?;
-        setup::replace(&unpacked, &directory)
-    })?;
-    Ok(directory)
+/// Builds the program in the directory of the source.
+fn build(source: &Path, work: &Path) -> Result<()> {
+    progress!("building the tests of SQLite: some minutes");
+    let build = format!("./configure CFLAGS=-O1 --with-tcl=/usr/lib/tcl8.6 && make {PROGRAM}");
+    let mut shell = Command::new("sh");
+    shell.args(["-c", &build]).current_dir(source);
+    command::logged(&mut shell, &work.join("build.log"), "building the tests of SQLite", "see above")
 }
 
 /// Runs the tests of a file in a directory of their own. Those that a run that did not end had

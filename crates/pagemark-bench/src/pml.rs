@@ -32,8 +32,8 @@ pub struct Options {
     /// Checkpoints that are counted in each run at least, also if they take more time
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..1_000_000))]
     checkpoints: u32,
-    /// Processors of the machine. With more than one, a run has so many checkpoints and no more,
-    /// and only intervals up to a second, because their emulation is slow
+    /// Processors of the machine. Because the emulation of several is slow, a run with more than
+    /// one has exactly the checkpoints of --checkpoints, and no interval is longer than a second
     #[arg(long, value_delimiter = ',', default_values_t = [1, 4], value_parser = clap::value_parser!(u32).range(1..=4))]
     processors: Vec<u32>,
     /// Pages that each processor of the guest writes to in a millisecond, some of them again and

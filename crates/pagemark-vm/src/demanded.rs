@@ -27,8 +27,8 @@ use crate::error::{Error, ErrorKind, Object, Result};
 use crate::images::copy_pages;
 use crate::lazy::{fill_failed, serve};
 
-/// Where a page is missing, those around it are read, too: a piece of so many pages that begins at
-/// a multiple of it.
+/// Where a page is missing, its neighbours are read, too: this number of pages, of which the first
+/// has a multiple of the number.
 const READ_AT_ONCE: u64 = 16;
 
 /// A block of memory whose pages are missing.

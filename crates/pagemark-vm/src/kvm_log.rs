@@ -66,14 +66,16 @@ pub(crate) fn keeping(mechanism: Mechanism) -> Option<Keeping> {
     }
 }
 
-/// Checks that a mechanism that reads what KVM keeps works for machines that this host runs: for
-/// another one, that KVM has a log.
+/// Checks that a mechanism that reads what KVM keeps, `kvm-log` or `kvm-ring`, works for machines
+/// that this host runs.
 ///
 /// # Errors
 /// `ErrorKind::Unavailable` says what is missing, and what would enable it.
 pub fn check_kvm(mechanism: Mechanism) -> Result<(), pagemark::Error> {
     let unavailable = |reason: String| pagemark::Error::unavailable(mechanism, reason);
-    let keeping = keeping(mechanism).unwrap_or(Keeping::Log);
+    let Some(keeping) = keeping(mechanism) else {
+        return Err(unavailable("it does not read what KVM keeps of a machine's writes".to_owned()));
+    };
     if keeping == Keeping::Rings && Path::new(OVERWRITES).exists() {
         let reason =
             "the module kvm_pvm does not leave a machine whose ring is full, and overwrites entries: use kvm-log";
@@ -200,8 +202,8 @@ fn of(operation: &'static str, pid: i32) -> impl FnOnce(io::Error) -> Error {
 fn socket_of(pid: i32, keeping: Keeping) -> Result<PathBuf> {
     let environment = std::fs::read(proc::path(pid, "environ")).map_err(of("read the environment of", pid))?;
     let variable = |name: &str| {
-        let value = |variable: &'_ [u8]| Some(variable.strip_prefix(name.as_bytes())?.strip_prefix(b"=")?.to_owned());
-        environment.split(|&byte| byte == 0).find_map(value)
+        let prefix = format!("{name}=");
+        environment.split(|&byte| byte == 0).find_map(|variable| variable.strip_prefix(prefix.as_bytes()))
     };
     let refused = |reason| Error::about(ErrorKind::KvmLog, Object::Process(pid), reason);
     let Some(path) = variable(SOCKET) else {
@@ -213,7 +215,7 @@ fn socket_of(pid: i32, keeping: Keeping) -> Result<PathBuf> {
         }
         (Keeping::Rings, false) => Err(refused("was started for kvm-log: KVM keeps no rings for its machine")
             .help("use --mechanism kvm-log, or start it with `pagemark vm run --mechanism kvm-ring`")),
-        _ => Ok(PathBuf::from(OsStr::from_bytes(&path))),
+        _ => Ok(PathBuf::from(OsStr::from_bytes(path))),
     }
 }
 

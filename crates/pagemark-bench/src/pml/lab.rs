@@ -22,8 +22,8 @@ pub(super) struct Lab {
     pub(super) runs: Vec<(u32, u32)>,
 }
 
-/// A step is a millisecond of the guest. One in so many is a tick: an exit that the guest makes by
-/// itself, as a timer would.
+/// The milliseconds from one tick to the next. A tick is an exit that the guest makes by itself, as
+/// for a timer. A step of the guest is a millisecond.
 pub(super) const TICK_MS: u32 = 10;
 
 /// The events of a run.

@@ -1,6 +1,7 @@
 /*
- * Fills memory with words that differ, and then writes one word of each page of a working set, again and again. After
- * each pass it writes a dot. Its arguments are the MiB that it fills, and the pages of the working set.
+ * Fills memory with words that differ, and then writes one word of each page of a working set,
+ * again and again. After each pass it writes a dot. Its arguments are the MiB that it fills, and the
+ * pages of the working set.
  */
 #include <stdint.h>
 #include <stdlib.h>
