@@ -107,7 +107,7 @@ enum Seen {
 
 impl MissedEnd {
     /// True if one of the processes that `first` has returned exits for a while and is traced, or
-    /// has ended. Once there is one, it looks only now and then.
+    /// one below it is, or has ended. Once there is one, it looks only now and then.
     pub(crate) fn is_there(&mut self, first: impl FnOnce() -> Vec<i32>) -> bool {
         let is_due = self.looked_at.is_none_or(|looked_at| looked_at.elapsed() >= LOOK);
         if is_due || self.first.is_empty() {
@@ -130,10 +130,12 @@ impl MissedEnd {
 impl Seen {
     fn next(self, pid: i32) -> Seen {
         let now = Instant::now();
-        let is_traced = || Status::read(pid).is_ok_and(|status| status.tracer_pid != 0);
+        let is_traced = |pid: &i32| Status::read(*pid).is_ok_and(|status| status.tracer_pid != 0);
+        // Those below it have been killed with it, and are zombies until their tracer waits for them.
+        let is_held = || is_traced(&pid) || proc::children(pid).unwrap_or_default().iter().any(is_traced);
         match (Stat::read(pid).ok().filter(|stat| !stat.is_zombie()), self) {
             (Some(stat), Seen::Exiting(since)) if stat.is_exiting => Seen::Exiting(since),
-            (Some(stat), _) if stat.is_exiting && is_traced() => Seen::Exiting(now),
+            (Some(stat), _) if stat.is_exiting && is_held() => Seen::Exiting(now),
             // Also where one of CRIU's own programs had the id before.
             (Some(_), _) => Seen::Running,
             (None, Seen::Ended(since)) => Seen::Ended(since),
@@ -291,6 +293,14 @@ impl OwnMounts {
 
 #[cfg(test)]
 mod tests {
+    use std::process::Command;
+
+    use nix::sys::ptrace;
+    use nix::sys::signal::{Signal, kill};
+    use nix::sys::wait::waitpid;
+    use nix::unistd::Pid;
+    use pagemark_testing::{wait_for, wait_until};
+
     use super::*;
 
     /// The paths of process 7, which has the mounts `inside`, and of 8, which has others.
@@ -313,6 +323,25 @@ mod tests {
         assert_eq!(place("/data/a"), FileLocation::Outside("/srv/db/a".into()));
         assert_eq!(place("/run/a"), FileLocation::InsideAlone);
         assert_eq!(place("/other/a"), FileLocation::Unknown);
+    }
+
+    #[test]
+    fn a_first_process_that_waits_for_one_that_is_traced_is_found() {
+        if !nix::unistd::geteuid().is_root() {
+            return pagemark_testing::skipped("process ids of its own need root");
+        }
+        let mut outside = Command::new("unshare");
+        outside.args(["--pid", "--fork", "--kill-child", "sh", "-c", "sleep 1000 & exec sleep 1000"]);
+        let mut outside = outside.spawn().unwrap();
+        let child = |pid: i32| wait_for("a child", || proc::children(pid).ok()?.first().copied());
+        let first = child(outside.id() as i32);
+        let other = Pid::from_raw(child(first));
+        ptrace::seize(other, ptrace::Options::empty()).unwrap();
+        let mut end = MissedEnd::default();
+        assert!(!end.is_there(|| vec![first]));
+        kill(Pid::from_raw(first), Signal::SIGKILL).unwrap();
+        wait_until("its end is missed", || end.is_there(|| vec![first]));
+        assert!(waitpid(other, None).is_ok() && outside.wait().is_ok());
     }
 
     #[test]
