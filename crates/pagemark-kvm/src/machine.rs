@@ -36,12 +36,12 @@ mod views;
 
 use clock::Clock;
 
-/// What the machine needs of KVM, and the first version of Linux that has it.
+/// What the machine needs of KVM, and what has it.
 const NEEDED: [(Cap, &str, &str); 4] = [
-    (Cap::UserMemory, "KVM_CAP_USER_MEMORY", "2.6.21"),
-    (Cap::ImmediateExit, "KVM_CAP_IMMEDIATE_EXIT", "4.11"),
-    (Cap::SyncRegs, "KVM_CAP_SYNC_REGS", "4.16"),
-    (Cap::Xcrs, "KVM_CAP_XCRS", "2.6.34"),
+    (Cap::UserMemory, "KVM_CAP_USER_MEMORY", "Linux 2.6.21 or newer has it"),
+    (Cap::ImmediateExit, "KVM_CAP_IMMEDIATE_EXIT", "Linux 4.11 or newer has it"),
+    (Cap::SyncRegs, "KVM_CAP_SYNC_REGS", "Linux 4.16 or newer has it"),
+    (Cap::Xcrs, "KVM_CAP_XCRS", "Linux 2.6.34 or newer has it, on a processor with XSAVE"),
 ];
 
 /// Opens KVM and checks that it has what the machine needs. Programs that are executed keep the
@@ -89,10 +89,9 @@ fn checked(kvm: Kvm) -> Result<Kvm, Error> {
         let help = "a container must be given the device of the host";
         return Err(Error::new(ErrorKind::Unavailable, "", DEVICE).reason(reason).help(help));
     }
-    for (capability, name, since) in NEEDED {
+    for (capability, name, help) in NEEDED {
         if kvm.check_extension_int(capability) == 0 {
             let reason = format!("lacks the capability {name}");
-            let help = format!("Linux {since} or newer has it");
             return Err(Error::new(ErrorKind::Unavailable, "", DEVICE).reason(reason).help(help));
         }
     }

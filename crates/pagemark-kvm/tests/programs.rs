@@ -102,14 +102,58 @@ fn find(name: &str) -> Option<PathBuf> {
     ["/usr/bin", "/bin", "/usr/local/bin"].iter().map(|dir| Path::new(dir).join(name)).find(|path| path.is_file())
 }
 
-/// Compiles a C program of `tests/programs`.
+/// The C programs of `tests/programs`, with what the compiler needs for them.
+const PROGRAMS: [(&str, &[&str]); 20] = [
+    ("memory", &[]),
+    ("memory", &["-static"]),
+    ("memory", &["-no-pie"]),
+    ("memory", &["-static-pie"]),
+    ("messages", &[]),
+    ("signals", &[]),
+    ("threads", &["-pthread"]),
+    ("links", &[]),
+    ("guards", &[]),
+    ("time", &["-pthread"]),
+    ("children", &["-pthread"]),
+    ("descriptors", &["-pthread"]),
+    ("vectors", &["-mavx", "-pthread"]),
+    ("rights", &[]),
+    ("inherits", &[]),
+    ("userfault", &["-pthread"]),
+    ("killed", &["-pthread"]),
+    ("wild", &[]),
+    ("monitor", &[]),
+    ("missing", &[]),
+];
+
+/// Where there are compiled programs, for a computer that has no compiler.
+const COMPILED: &str = "PAGEMARK_TEST_PROGRAMS";
+
+/// A program of [`PROGRAMS`], compiled in `dir`.
 fn compiled(name: &str, dir: &Path, flags: &[&str]) -> PathBuf {
+    assert!(PROGRAMS.contains(&(name, flags)), "{name} with {flags:?} is not in the list");
+    match std::env::var_os(COMPILED) {
+        Some(directory) => Path::new(&directory).join(name.to_owned() + &flags.concat()),
+        None => compile(name, &dir.join(name), flags),
+    }
+}
+
+fn compile(name: &str, program: &Path, flags: &[&str]) -> PathBuf {
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/programs").join(name).with_extension("c");
-    let program = dir.join(name);
     let mut compiler = Command::new("cc");
-    compiler.args(["-O1", "-w", "-o"]).arg(&program).arg(&source).args(flags);
+    compiler.args(["-O1", "-w", "-o"]).arg(program).arg(&source).args(flags);
     assert!(compiler.status().expect("a C compiler").success(), "{source:?} does not compile");
-    program
+    program.to_owned()
+}
+
+#[test]
+#[ignore = "a machine of the lab that has no compiler needs it"]
+fn all_programs_compile() {
+    let directory = PathBuf::from(std::env::var_os(COMPILED).expect("a directory for the programs"));
+    std::fs::create_dir_all(&directory).expect("a directory");
+    for (name, flags) in PROGRAMS {
+        compile(name, &directory.join(name.to_owned() + &flags.concat()), flags);
+    }
 }
 
 fn dir() -> tempfile::TempDir {
