@@ -218,7 +218,8 @@ fn case(random: &mut Random, start: u64) -> Case {
         return string(random, start, state);
     }
     let shape = shape(random);
-    let is_wide = random.chance(2);
+    // Not each processor has `cmpxchg16b`.
+    let is_wide = random.chance(2) && (shape.opcode != [0x0f, 0xc7] || is_x86_feature_detected!("cmpxchg16b"));
     let is_short = shape.vector_prefix.is_none() && random.chance(4);
     let locks = shape.can_lock && random.chance(3);
     let (base, index) = loop {
