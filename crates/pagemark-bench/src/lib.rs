@@ -25,6 +25,7 @@ pub mod deltas;
 mod error;
 pub mod explore;
 mod figures;
+mod full_logs;
 pub mod heap;
 pub mod ldt;
 mod libsigsegv;

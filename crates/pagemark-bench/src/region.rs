@@ -26,6 +26,7 @@ use pagemark_report::output::print;
 use pagemark_report::samples::Samples;
 use pagemark_report::table::Table;
 
+use crate::full_logs::FullLogs;
 use crate::random::Xorshift;
 use crate::{BenchError, print_json};
 
@@ -261,17 +262,20 @@ fn measure(options: &Options, mechanisms: &[Mechanism], shape: Shape) -> Result<
             }
         }
     }
+    let mut full_logs = FullLogs::of(std::process::id() as i32).ok();
+    let mut full = || full_logs.as_mut().and_then(FullLogs::count);
     for _ in 0..options.rounds {
         for (memory, row) in memories.iter().zip(&mut rows) {
             let (mut count, mut total, mut writing) = (0, Duration::ZERO, Duration::ZERO);
-            let before = own_machine::counts().ok();
+            let (before, first_full) = (own_machine::counts().ok(), full());
             while count < options.tcount && total < longest {
                 let (transaction, write) = memory.transaction(next()).map_err(BenchError::pagemark)?;
                 total += transaction;
                 writing += write;
                 count += 1;
             }
-            row.events.push(before, own_machine::counts().ok(), count as u32);
+            let (after, last_full) = (own_machine::counts().ok(), full());
+            row.events.push((before, first_full), (after, last_full), count as u32);
             row.transaction_ns.push(total.as_nanos() as f64 / f64::from(count as u32));
             row.write_ns.push(writing.as_nanos() as f64 / f64::from(count as u32));
         }
@@ -539,7 +543,7 @@ fn tables(options: &Options, rows: &[Row]) -> String {
         }
     }
     if is_in_machine {
-        out += &format!("{}\n", events::full_logs());
+        out += &events::on_full_logs();
     }
     out += &format!("\n{goals}");
     out

@@ -2,7 +2,6 @@
 //! runs, beside QEMU's own ways to save a machine: `savevm`, migration to a file, and a
 //! `background-snapshot`. PML, sections 2.4 and 5, measures the same of a changed QEMU.
 
-mod full_logs;
 mod kvm_counts;
 mod machine;
 
@@ -19,8 +18,8 @@ use pagemark_report::samples::Samples;
 use pagemark_report::table::Table;
 use pagemark_vm::Activation;
 
+use crate::full_logs::{FullLogs, NotCounted};
 use crate::{BenchError, print_json};
-use full_logs::{FullLogs, NotCounted};
 use kvm_counts::CountsPerPass;
 use machine::{Machine, Peer, Plan, Work};
 

@@ -1,5 +1,5 @@
 //! How often page-modification logs were full (PML, section 3.1). KVM has no count of it, but a
-//! tracepoint, which the kernel counts for each thread of QEMU.
+//! tracepoint, which the kernel counts for each thread of a process that has a machine.
 
 use std::path::{Path, PathBuf};
 
@@ -14,11 +14,11 @@ const TRACING: [&str; 2] = ["/sys/kernel/tracing", "/sys/kernel/debug/tracing"];
 const FULL_LOG: &str = "kvm/kvm_pml_full";
 
 /// Counters of a tracepoint in the threads of a process.
-pub(super) struct FullLogs(Vec<Counter>);
+pub(crate) struct FullLogs(Vec<Counter>);
 
 /// Why there are no counts.
-#[derive(Clone, Debug, Serialize)]
-pub(super) struct NotCounted(String);
+#[derive(Clone, PartialEq, Eq, Debug, Serialize)]
+pub(crate) struct NotCounted(String);
 
 impl std::fmt::Display for NotCounted {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -28,7 +28,7 @@ impl std::fmt::Display for NotCounted {
 
 impl FullLogs {
     /// Counts from now on, in all threads that the process has.
-    pub(super) fn of(pid: i32) -> Result<FullLogs, NotCounted> {
+    pub(crate) fn of(pid: i32) -> Result<FullLogs, NotCounted> {
         FullLogs::of_tracepoint(pid, FULL_LOG)
     }
 
@@ -43,7 +43,7 @@ impl FullLogs {
         let id = std::fs::read_to_string(&file).map_err(failed)?;
         let id = id.trim().parse().map_err(|_| NotCounted(format!("{}: no number", file.display())))?;
         let threads = std::fs::read_dir(format!("/proc/{pid}/task"));
-        let threads = threads.map_err(|error| NotCounted(format!("the threads of QEMU: {error}")))?;
+        let threads = threads.map_err(|error| NotCounted(format!("the threads of process {pid}: {error}")))?;
         let numbers = threads.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok());
         let counters = numbers.map(|thread: i32| {
             let mut builder = Builder::new(Tracepoint::with_id(id));
@@ -59,7 +59,7 @@ impl FullLogs {
     }
 
     /// How often since the begin.
-    pub(super) fn count(&mut self) -> Option<u64> {
+    pub(crate) fn count(&mut self) -> Option<u64> {
         self.0.iter_mut().map(|counter| counter.read().ok()).sum()
     }
 }
