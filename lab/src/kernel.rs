@@ -34,7 +34,7 @@ pub const STOCK_MODULES: [&str; 18] = [
 pub const OLDER_MODULES: [&str; 3] = ["virtio_pci", "virtiofs", "lzo-rle"];
 
 /// The module by which a machine of the lab runs machines of its own, on the emulated processor.
-pub const HYPERVISOR_MODULES: [&str; 1] = ["kvm_amd"];
+pub const HYPERVISOR_MODULES: [&str; 2] = ["kvm_amd", "kvm_intel"];
 
 /// The suites that have the newest stable kernel, which the host's own need not have.
 pub const NEWEST_SUITES: [&str; 2] = ["bookworm-backports", "trixie"];

@@ -14,6 +14,7 @@
 
 pub mod archive;
 pub mod batch;
+mod bochs;
 pub mod cache;
 pub mod command;
 pub mod cpython;

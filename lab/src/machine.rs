@@ -10,6 +10,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
+use crate::bochs::{self, Bochs};
 use crate::kernel::Kernel;
 use crate::kernel_build::{self, Image};
 use crate::qemu::{Accelerator, Hardware, kernel_warnings, met_removed_breakpoint};
@@ -27,6 +28,11 @@ pub struct Machine {
     /// Whether the kernel is the first guest of Xen, a paravirtualized one. It has to be
     /// [`Kernel::LdtDistribution`].
     pub on_xen: bool,
+    /// Whether Bochs emulates it, with one processor that has VMX, EPT and PML. It has copies of
+    /// [`Machine::files`] and [`Machine::shares`] in place of the host's files.
+    pub on_bochs: bool,
+    /// Files that a machine without the host's files has, with the libraries that they load.
+    pub files: Vec<PathBuf>,
     /// Whether it has one emulated processor whose clock counts instructions, a nanosecond each.
     pub counts_instructions: bool,
     /// Directories of the host that the command can change. Its other changes are lost.
@@ -86,6 +92,8 @@ impl Machine {
             memory: "2G".to_owned(),
             processors: 2,
             on_xen: false,
+            on_bochs: false,
+            files: Vec::new(),
             counts_instructions: false,
             shares: Vec::new(),
             limit: Duration::from_secs(600),
@@ -98,13 +106,22 @@ impl Machine {
 
     /// The kernel, and what it runs on.
     pub fn name(&self) -> String {
-        format!("{}{}", self.kernel, if self.on_xen { "-on-xen" } else { "" })
+        let below = match (self.on_xen, self.on_bochs) {
+            (true, _) => "-on-xen",
+            (_, true) => "-on-bochs",
+            _ => "",
+        };
+        format!("{}{below}", self.kernel)
     }
 
     /// Regular expressions for the lines of tests that it may skip.
     pub fn allowed_skips(&self) -> &'static str {
         // As a kernel without the series: it has no lightweight dirty tracking there.
-        if self.on_xen { Kernel::Plain.allowed_skips() } else { self.kernel.allowed_skips() }
+        match (self.on_xen, self.on_bochs) {
+            (true, _) => Kernel::Plain.allowed_skips(),
+            (_, true) => bochs::ALLOWED_SKIPS,
+            _ => self.kernel.allowed_skips(),
+        }
     }
 
     /// Boots the machine and runs a command, in the caller's working directory. Its output goes to
@@ -122,6 +139,9 @@ impl Machine {
         }
         set_up()?;
         let image = kernel_build::image(self.kernel)?;
+        if self.on_bochs {
+            return self.run_on_bochs(&image, words, output);
+        }
         let accelerator = if self.counts_instructions { Accelerator::CountedTcg } else { accelerator(self.kernel)? };
         self.run_on(&image, accelerator, words, output)
     }
@@ -135,7 +155,10 @@ impl Machine {
     ) -> Result<Outcome> {
         let hypervisor = if self.on_xen { Some(hypervisor::xen()?) } else { None };
         let directory = RunDirectory::new()?;
-        self.prepare(image, &directory.0, words)?;
+        let root = directory.0.join("root");
+        first_files(image, "init", &root)?;
+        pack(&root)?;
+        self.describe_command(&directory.0, words)?;
         let hardware = Hardware {
             accelerator,
             memory: &self.memory,
@@ -146,7 +169,7 @@ impl Machine {
             append: &self.append,
         };
         let kernel_log = directory.0.join("kernel.log");
-        let read_log = || String::from_utf8_lossy(&std::fs::read(&kernel_log).unwrap_or_default()).into_owned();
+        let read_log = || read_log(&kernel_log);
         let mut boots = 0;
         let status = loop {
             let _files = FileServer::start(&directory.0)?;
@@ -163,23 +186,51 @@ impl Machine {
             }
             progress!("the emulator executed a breakpoint that the kernel had removed; booting again");
         };
-        if let Some(log) = &self.log {
-            std::fs::copy(&kernel_log, log).map_err(Error::file("copy the kernel's log to", log))?;
+        self.outcome(status.is_some(), &directory.0, &read_log(), kernel_warnings)
+    }
+
+    fn run_on_bochs(&self, image: &Image, words: &[OsString], output: Option<&File>) -> Result<Outcome> {
+        let directory = RunDirectory::new()?;
+        let root = directory.0.join("root");
+        let memory_mib = mebibytes(&self.memory)?;
+        let bochs = Bochs { image, memory_mib, append: &self.append, directory: &directory.0 };
+        first_files(image, "bochs-init", &root)?;
+        self.describe_command(&directory.0, words)?;
+        let described = ["command", "shares"].map(|name| directory.0.join(name));
+        let files = [&self.files[..], &described].concat();
+        bochs.prepare(&root, &files, &self.whole_shares()?)?;
+        cache::remove(&root)?;
+        let ended = bochs.run(self.limit, self.niceness, output)?;
+        let log = read_log(&directory.0.join(bochs::KERNEL_LOG));
+        // It has warnings of the emulated processor, and no others: see lab/guest/bochs-init.
+        self.outcome(ended, &directory.0, &log, |_| Vec::new())
+    }
+
+    /// How a machine ended, by the status in its directory and the lines of the kernel's log that
+    /// are failures.
+    fn outcome(
+        &self,
+        has_ended: bool,
+        directory: &Path,
+        log: &str,
+        warnings: impl Fn(&str) -> Vec<&str>,
+    ) -> Result<Outcome> {
+        if let Some(copy) = &self.log {
+            write(copy, log.as_bytes())?;
         }
-        let log = read_log();
-        if status.is_none() {
+        if !has_ended {
             eprintln!("{}", command::last_lines(log.as_bytes(), 20));
             progress!("the machine exceeded its time limit of {} s", self.limit.as_secs());
             return Ok(Outcome::TimedOut);
         }
-        let ended = std::fs::read_to_string(directory.0.join("status")).unwrap_or_default();
+        let ended = std::fs::read_to_string(directory.join("status")).unwrap_or_default();
         let Ok(exit_status) = ended.trim().parse() else {
             return Err(Error::unmet(
                 format!("the machine ended before its command:\n{}", command::last_lines(log.as_bytes(), 40)),
                 "see the end of the kernel's log above",
             ));
         };
-        let warnings = kernel_warnings(&log);
+        let warnings = warnings(log);
         if self.allows_warnings || warnings.is_empty() {
             return Ok(Outcome::Exited(exit_status));
         }
@@ -188,9 +239,14 @@ impl Machine {
         Ok(Outcome::Warned(exit_status))
     }
 
-    /// Writes what the machine's first program reads: itself, the command, and the directories.
-    fn prepare(&self, image: &Image, directory: &Path, words: &[OsString]) -> Result<()> {
-        initramfs(image, directory)?;
+    /// The shares, by their whole paths.
+    fn whole_shares(&self) -> Result<Vec<PathBuf>> {
+        let whole = |share: &PathBuf| share.canonicalize().map_err(Error::file("find", share));
+        self.shares.iter().map(whole).collect()
+    }
+
+    /// Writes what the machine's first program reads: the command, and the directories.
+    fn describe_command(&self, directory: &Path, words: &[OsString]) -> Result<()> {
         let working = std::env::current_dir().map_err(Error::file("find", Path::new("the working directory")))?;
         let mut script = Vec::new();
         let path = std::env::var_os("PATH").unwrap_or_default();
@@ -209,10 +265,7 @@ impl Machine {
             script.extend_from_slice(part.as_bytes());
         }
         write(&directory.join("command"), &script)?;
-        let mut shares = Vec::new();
-        for share in &self.shares {
-            shares.push(share.canonicalize().map_err(Error::file("find", share))?);
-        }
+        let mut shares = self.whole_shares()?;
         shares.push(directory.to_owned());
         write(&directory.join("shares"), &lines(shares.iter().map(PathBuf::as_path)))?;
         // The machine has a /tmp of its own; these parts of the host's are bound into it.
@@ -344,14 +397,13 @@ fn tied_to_this_process(program: &str, niceness: u32) -> Command {
     command
 }
 
-/// The first program of the machine, with the kernel's modules.
-fn initramfs(image: &Image, directory: &Path) -> Result<()> {
-    let root = directory.join("root");
+/// Makes `root`, with the first program of the machine, `lab/guest/INIT`, and the kernel's modules.
+fn first_files(image: &Image, init: &str, root: &Path) -> Result<()> {
     for part in ["bin", "dev", "proc", "sys", "host", "new", "upper", "modules"] {
         cache::create(&root.join(part))?;
     }
     let busybox = Path::new("/bin/busybox");
-    let init = source_root().join("lab/guest/init");
+    let init = source_root().join("lab/guest").join(init);
     std::fs::copy(busybox, root.join("bin/busybox")).map_err(Error::file("copy", busybox))?;
     std::fs::copy(&init, root.join("init")).map_err(Error::file("copy", &init))?;
     if let Ok(modules) = std::fs::read_dir(image.modules()) {
@@ -360,10 +412,29 @@ fn initramfs(image: &Image, directory: &Path) -> Result<()> {
             std::fs::copy(module.path(), target).map_err(Error::file("copy", &module.path()))?;
         }
     }
+    Ok(())
+}
+
+/// Packs a directory as the file `initramfs` beside it.
+fn pack(root: &Path) -> Result<()> {
     let pack = "chmod 755 init && find . | cpio -o -H newc --quiet | gzip -1 >../initramfs";
     let mut shell = Command::new("bash");
-    shell.args(["-o", "pipefail", "-c", pack]).current_dir(&root);
+    shell.args(["-o", "pipefail", "-c", pack]).current_dir(root);
     command::run(&mut shell, "packing the machine's first program", "check the space on the disk")
+}
+
+fn read_log(path: &Path) -> String {
+    String::from_utf8_lossy(&std::fs::read(path).unwrap_or_default()).into_owned()
+}
+
+/// Mebibytes of a size as QEMU reads it: `512M`, `2G`.
+fn mebibytes(size: &str) -> Result<u32> {
+    let read = |number: &str, unit: u32| number.parse::<u32>().ok().and_then(|number| number.checked_mul(unit));
+    let found = match size.strip_suffix('G') {
+        Some(number) => read(number, 1024),
+        None => read(size.strip_suffix('M').unwrap_or(size), 1),
+    };
+    found.ok_or_else(|| Error::unmet(format!("{size} is no size of memory"), "use a form such as 512M or 2G"))
 }
 
 /// The paths below /tmp, each once.
@@ -392,6 +463,12 @@ mod tests {
     fn parts_of_tmp_are_kept() {
         let paths = ["/tmp/b", "/tmp/a/c", "/tmp", "/var/tmp", "/tmpfoo", "/tmp/b"].map(Path::new);
         assert_eq!(below_tmp(paths).into_iter().collect::<Vec<_>>(), [Path::new("/tmp/a/c"), Path::new("/tmp/b")]);
+    }
+
+    #[test]
+    fn sizes_of_memory_are_read() {
+        assert_eq!([mebibytes("2G").unwrap(), mebibytes("512M").unwrap()], [2048, 512]);
+        assert!(["", "G", "2T", "99999999999G"].iter().all(|size| mebibytes(size).is_err()));
     }
 
     #[test]

@@ -3,6 +3,7 @@
 use std::fs::File;
 use std::io::Write;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::str::FromStr;
 use std::time::{Duration, Instant};
 
@@ -89,6 +90,10 @@ pub enum Part {
     Redis,
     /// A machine in the machine: QEMU under KVM, tracked by KVM's log.
     KvmLog,
+    /// Programs in machines of their own, on an emulated processor with SVM and nested paging.
+    Svm,
+    /// The same on one with VMX, EPT and page-modification logging.
+    Vmx,
     /// Containers with Redis servers, which move from one machine to another.
     Migration,
     /// The kernel's own selftests on kernels with and without the series.
@@ -104,7 +109,7 @@ pub enum Part {
 
 impl Part {
     /// All parts.
-    pub const ALL: [Part; 13] = [
+    pub const ALL: [Part; 15] = [
         Part::Ldt,
         Part::Stock,
         Part::Debian12,
@@ -113,6 +118,8 @@ impl Part {
         Part::Debug,
         Part::Redis,
         Part::KvmLog,
+        Part::Svm,
+        Part::Vmx,
         Part::Migration,
         Part::Selftests,
         Part::Series,
@@ -139,6 +146,8 @@ impl Part {
             Part::Debug => "debug",
             Part::Redis => "redis",
             Part::KvmLog => "kvm-log",
+            Part::Svm => "svm",
+            Part::Vmx => "vmx",
             Part::Migration => "migration",
             Part::Selftests => "selftests",
             Part::Series => "series",
@@ -157,7 +166,7 @@ impl Part {
         match (self, extent) {
             (Part::Ldt | Part::Redis | Part::Migration, _) => &[Kernel::Ldt],
             (Part::Stock, _) => &[Kernel::Stock],
-            (Part::KvmLog, _) => &[Kernel::Hypervisor],
+            (Part::KvmLog | Part::Svm | Part::Vmx, _) => &[Kernel::Hypervisor],
             (Part::Debian12, _) => &[Kernel::Debian12],
             (Part::Debian11, _) => &[Kernel::Debian11],
             (Part::Plain, _) => &[Kernel::Plain],
@@ -223,11 +232,18 @@ impl Programs {
             // Two nodes, so that pages can be made to migrate.
             Part::Ldt => machine.append = "numa=fake=2".to_owned(),
             Part::Xen => machine.on_xen = true,
+            Part::Vmx => {
+                machine.on_bochs = true;
+                machine.memory = "1G".to_owned();
+                machine.files = self.files_on_vmx()?;
+            }
             Part::Dax => {
                 machine.memory = DAX_MEMORY.to_owned();
                 machine.append = DAX_REGIONS.map(|region| format!("memmap={region}")).join(" ");
             }
-            Part::Stock | Part::KvmLog | Part::Debian12 | Part::Debian11 => machine.processors = STOCK_PROCESSORS,
+            Part::Stock | Part::KvmLog | Part::Svm | Part::Debian12 | Part::Debian11 => {
+                machine.processors = STOCK_PROCESSORS
+            }
             _ => {}
         }
         let mut tests = tests(part, extent, self)?;
@@ -250,6 +266,27 @@ impl Programs {
             results.extend(batch::run(machine, &arriving, extent.hangs_s(), &self.directory.0, log)?);
         }
         Ok(results)
+    }
+
+    /// Where programs are compiled for a machine that has no compiler.
+    fn compiled(&self) -> PathBuf {
+        self.directory.0.join("compiled")
+    }
+
+    /// What the tests on Bochs need, with the programs that are compiled for them.
+    fn files_on_vmx(&self) -> Result<Vec<PathBuf>> {
+        let mut files = vec![crate::source_root().join("lab/guest/batch.sh")];
+        if let Some(binaries) = &self.binaries {
+            let tests = &binaries.find("pagemark-kvm", "programs")?.path;
+            let mut compile = Command::new(tests);
+            compile
+                .args(["--ignored", "--exact", "all_programs_compile"])
+                .env("PAGEMARK_TEST_PROGRAMS", self.compiled());
+            command::output(&mut compile, "compiling the programs of the tests", "see the errors above")?;
+            files.push(tests.clone());
+            files.extend(["pagemark-kvm", "pagemark-bench"].map(|name| binaries.program(name)));
+        }
+        Ok(files)
     }
 
     fn run_selftests(&self, extent: Extent) -> Result<Vec<TestResult>> {
@@ -286,12 +323,37 @@ const SAME_ON_THE_HOST: &[&str] = &[
     "lose_nothing_with_mprotect",
 ];
 
+/// The tests of `pagemark-kvm`, the machine of a process: what they are, their target, and options.
+/// Left out is what compares stores with the processor: QEMU sets another overflow flag for `rcr`.
+const MACHINE_TESTS: [(&str, &str, &str); 3] = [
+    ("the machine of a process", "pagemark_kvm", ""),
+    ("programs in the machine", "programs", "--skip random_stores --skip stores_that"),
+    ("a heap in the machine", "heap", ""),
+];
+
+/// Tests of programs in the machine that are left out on Bochs: they run programs of the host, or
+/// take very long there.
+const NOT_ON_BOCHS: [&str; 8] = [
+    "dynamic_programs",
+    "large_programs",
+    "python",
+    "random_stores",
+    "stores_that",
+    "rings_that_are_full",
+    "regions_of_programs",
+    "calls_that_write",
+];
+
+/// Transactions on a region, by mechanism, that write more pages than the processor's log of
+/// written pages has entries.
+const TRANSACTIONS: &str = "region --mib 8 --wpp 1 --ppt 1024 --rounds 1 --tcount 3 --round-ms 1";
+
 /// The tests of a part, in order.
 fn tests(part: Part, extent: Extent, programs: &Programs) -> Result<Vec<GuestTest>> {
     let (seconds, c) = (extent.seconds(), &programs.c);
     let selftest = || GuestTest::new("the series' selftest", c.selftest());
     let mut tests = Vec::new();
-    if !matches!(part, Part::Redis | Part::KvmLog | Part::Migration)
+    if !matches!(part, Part::Redis | Part::KvmLog | Part::Svm | Part::Vmx | Part::Migration)
         && (extent == Extent::Full || part != Part::Debian12)
     {
         // Swap, KSM and khugepaged for all that follows.
@@ -388,6 +450,19 @@ fn tests(part: Part, extent: Extent, programs: &Programs) -> Result<Vec<GuestTes
                 }
             }
         }
+        Part::Svm => {
+            if let Some(binaries) = &programs.binaries {
+                for (name, target, options) in MACHINE_TESTS {
+                    let tests_of_it = &binaries.find("pagemark-kvm", target)?.path;
+                    tests.push(GuestTest::new(name, libtest(tests_of_it, &format!("--test-threads 1 {options}"))));
+                }
+            }
+        }
+        Part::Vmx => {
+            if let Some(binaries) = &programs.binaries {
+                tests.extend(on_vmx(binaries, &programs.compiled())?);
+            }
+        }
         Part::Migration => {
             if let Some(binaries) = &programs.binaries {
                 let migration = &binaries.find("pagemark-cli", "migration")?.path;
@@ -423,6 +498,22 @@ fn tests(part: Part, extent: Extent, programs: &Programs) -> Result<Vec<GuestTes
         Part::Selftests | Part::Series => {}
     }
     Ok(tests)
+}
+
+/// Programs in the machine where there is no compiler: `compiled` has them.
+fn on_vmx(binaries: &TestBinaries, compiled: &Path) -> Result<Vec<GuestTest>> {
+    let skipped: String = NOT_ON_BOCHS.iter().map(|name| format!(" --skip {name}")).collect();
+    let programs = libtest(&binaries.find("pagemark-kvm", "programs")?.path, &format!("--test-threads 1{skipped}"));
+    let programs = format!("export PAGEMARK_TEST_PROGRAMS={}; {programs}", quoted(compiled));
+    let [machine, bench] = ["pagemark-kvm", "pagemark-bench"].map(|name| binaries.program(name));
+    // A transaction that writes more pages than the processor's log has entries fills it.
+    let events = format!(
+        "found=$({} {} {TRANSACTIONS}) && echo \"$found\" && echo \"$found\" | \
+         awk '/^events/ {{ within = 1 }} within && $1 == \"kvm-log\" && $NF >= 1 {{ full = 1 }} END {{ exit !full }}'",
+        quoted(&machine),
+        quoted(&bench)
+    );
+    Ok(vec![GuestTest::new("programs in the machine", programs), GuestTest::new("events of transactions", events)])
 }
 
 /// The tests of an older kernel of a distribution: what works there, trackers, regions, a process
@@ -544,7 +635,6 @@ mod tests {
 
     #[test]
     fn a_selection_without_tests_fails() {
-        use std::process::Command;
         let this = std::env::current_exe().unwrap();
         let run = |arguments| command::succeeds(Command::new("bash").arg("-c").arg(libtest(&this, arguments)));
         assert!(run("--exact test_plan::tests::names_are_read_back"));

@@ -151,6 +151,11 @@ impl TestBinaries {
         })
     }
 
+    /// A program of the workspace, which the tests use.
+    pub fn program(&self, name: &str) -> PathBuf {
+        self.directory().unwrap_or(Path::new("")).join(name)
+    }
+
     /// The directory of the build, which the tests use.
     pub fn directory(&self) -> Option<&Path> {
         self.binaries.first().and_then(|binary| binary.path.parent()?.parent())

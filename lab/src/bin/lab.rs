@@ -45,7 +45,7 @@ enum Command {
     /// accelerator.
     Run(Run),
     /// Run the tests of the lab: ldt, stock, debian-12, debian-11, plain, debug, redis, kvm-log,
-    /// migration, selftests, series, xen, dax
+    /// svm, vmx, migration, selftests, series, xen, dax
     ///
     /// `quick` runs ldt, stock and debian-12 unless parts are named, in some minutes; `full` runs
     /// all of them with more seeds, in an hour or two of emulation.
@@ -82,6 +82,13 @@ struct Run {
     /// plain-distribution can
     #[arg(long)]
     xen: bool,
+    /// Emulate one processor with VMX, EPT and page-modification logging, by Bochs. The machine has
+    /// none of the host's files but those of `--file` and `--share`
+    #[arg(long, conflicts_with_all = ["xen", "icount", "smp"])]
+    bochs: bool,
+    /// A file that a machine on Bochs has, with the libraries that it loads; may be repeated
+    #[arg(long, value_name = "FILE", requires = "bochs")]
+    file: Vec<PathBuf>,
     /// Emulate one processor that takes a nanosecond for each instruction, so that times are counts
     /// of instructions; the command has PAGEMARK_CLOCK=instructions in its environment
     #[arg(long)]
@@ -148,6 +155,8 @@ fn run(command: Command) -> Result<ExitCode> {
                 memory: run.memory,
                 processors: run.smp,
                 on_xen: run.xen,
+                on_bochs: run.bochs,
+                files: run.file,
                 counts_instructions: run.icount,
                 shares: run.share,
                 limit: Duration::from_secs(run.timeout),
