@@ -148,16 +148,8 @@ pub fn userfaultfd(pid: i32) -> Result<OwnedFd> {
 /// # Errors
 /// As [`userfaultfd`].
 pub fn userfaultfd_with(pid: i32, flags: libc::c_int) -> Result<OwnedFd> {
-    for _ in 1..MAX_TRIES {
-        let thread = proc::live_thread(pid).ok_or_else(|| Error::no_process(pid))?;
-        match inject_by(pid, thread, Work::Userfaultfd { flags }) {
-            // The thread has exited meanwhile, which made the attempt fail. Other threads of the process may run.
-            Err(_) if proc::live_thread(pid) != Some(thread) => {}
-            made => return made?.ok_or_else(|| Step::Copy.error(pid, libc::EBADF)),
-        }
-    }
-    let thread = proc::live_thread(pid).ok_or_else(|| Error::no_process(pid))?;
-    inject_by(pid, thread, Work::Userfaultfd { flags })?.ok_or_else(|| Step::Copy.error(pid, libc::EBADF))
+    let made = inject(pid, || Work::Userfaultfd { flags })?;
+    made.ok_or_else(|| Step::Copy.error(pid, libc::EBADF))
 }
 
 /// A system call with its arguments.
@@ -176,8 +168,7 @@ pub struct Call {
 /// A call failed: those before it were carried out, the others not. Or an error whose kind says why
 /// none was.
 pub fn system_calls(pid: i32, calls: Vec<Call>) -> Result<()> {
-    let thread = proc::live_thread(pid).ok_or_else(|| Error::no_process(pid))?;
-    inject_by(pid, thread, Work::Calls(calls)).map(drop)
+    inject(pid, || Work::Calls(calls.clone())).map(drop)
 }
 
 /// Makes process `pid`, which runs in a machine of `pagemark-kvm`, give up what it has of KVM; see
@@ -187,8 +178,7 @@ pub fn system_calls(pid: i32, calls: Vec<Call>) -> Result<()> {
 /// [`ErrorKind::Busy`]: its threads use KVM at this moment, and it is unchanged. Another error says
 /// why it could not be done; the process goes on in any case.
 pub(crate) fn park(pid: i32, parker: Option<i32>) -> Result<()> {
-    let thread = proc::live_thread(pid).ok_or_else(|| Error::no_process(pid))?;
-    inject_by(pid, thread, Work::Park { parker }).map(drop)
+    inject(pid, || Work::Park { parker }).map(drop)
 }
 
 /// The error of a process that cannot give up its machine at this moment.
@@ -207,8 +197,26 @@ enum Work {
     Park { parker: Option<i32> },
 }
 
-/// Does `work` by system calls of the given thread. Returns the descriptor that was copied.
-fn inject_by(pid: i32, thread: i32, work: Work) -> Result<Option<OwnedFd>> {
+/// Does `work` by system calls of a thread of the process. If that has exited before it made one, it
+/// is tried with another.
+fn inject(pid: i32, work: impl Fn() -> Work) -> Result<Option<OwnedFd>> {
+    let mut tries = 0;
+    loop {
+        let thread = proc::live_thread(pid).ok_or_else(|| Error::no_process(pid))?;
+        let mut failed_at = Step::Seize;
+        let made = inject_by(pid, thread, work(), &mut failed_at);
+        tries += 1;
+        // Other threads of the process may run.
+        let has_exited = made.is_err() && proc::live_thread(pid) != Some(thread);
+        if !has_exited || !matches!(failed_at, Step::Seize | Step::Gone) || tries == MAX_TRIES {
+            return made;
+        }
+    }
+}
+
+/// Does `work` by system calls of the given thread. Returns the descriptor that was copied. The step
+/// that failed is in `failed_at`, as it was before if none was begun.
+fn inject_by(pid: i32, thread: i32, work: Work, failed_at: &mut Step) -> Result<Option<OwnedFd>> {
     let status = proc::Status::read(thread).map_err(|_| Error::no_process(pid))?;
     let has_filters = status.seccomp_mode != 0;
     let (ours, theirs) = socket_pair().map_err(failed("making a socket pair", pid))?;
@@ -233,6 +241,7 @@ fn inject_by(pid: i32, thread: i32, work: Work) -> Result<Option<OwnedFd>> {
     while unsafe { libc::waitpid(helper, std::ptr::null_mut(), 0) } < 0 && ptrace::errno() == libc::EINTR {}
     let Report { step, errno, waits_for, descriptor } =
         answer.map_err(failed("receiving the report of the helper process", pid))?;
+    *failed_at = step;
     match (step, descriptor) {
         (Step::Done, descriptor) => Ok(descriptor),
         (Step::Stop, _) if errno == libc::ETIMEDOUT => Err(attach::does_not_stop(pid, waits_for)),

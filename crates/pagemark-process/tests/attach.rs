@@ -199,6 +199,11 @@ fn a_main_thread_that_exits_meanwhile_is_no_hindrance() {
         assert!(descriptor.is_ok(), "{descriptor:?}");
         drop(descriptor);
         steady.goes_on();
+        let mut steady = Steady::start("threads").expect("as before");
+        let call = inject::Call { number: libc::SYS_getpid, arguments: [0; 6] };
+        let done = inject::system_calls(steady.pid(), vec![call]);
+        assert!(done.is_ok(), "{done:?}");
+        steady.goes_on();
     }
 }
 
