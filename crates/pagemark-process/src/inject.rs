@@ -197,8 +197,8 @@ enum Work {
     Park { parker: Option<i32> },
 }
 
-/// Does `work` by system calls of a thread of the process. If that has exited before it made one, it
-/// is tried with another.
+/// Does `work` by system calls of a thread of the process. If that has exited before it made one,
+/// it is tried with another.
 fn inject(pid: i32, work: impl Fn() -> Work) -> Result<Option<OwnedFd>> {
     let mut tries = 0;
     loop {
@@ -214,8 +214,8 @@ fn inject(pid: i32, work: impl Fn() -> Work) -> Result<Option<OwnedFd>> {
     }
 }
 
-/// Does `work` by system calls of the given thread. Returns the descriptor that was copied. The step
-/// that failed is in `failed_at`, as it was before if none was begun.
+/// Does `work` by system calls of the given thread. Returns the descriptor that was copied. The
+/// step that failed is in `failed_at`, as it was before if none was begun.
 fn inject_by(pid: i32, thread: i32, work: Work, failed_at: &mut Step) -> Result<Option<OwnedFd>> {
     let status = proc::Status::read(thread).map_err(|_| Error::no_process(pid))?;
     let has_filters = status.seccomp_mode != 0;

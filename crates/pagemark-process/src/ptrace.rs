@@ -6,6 +6,10 @@
 use std::ops::ControlFlow;
 use std::time::{Duration, Instant};
 
+use pagemark::sys::proc::stat;
+
+use crate::plain_proc::StatText;
+
 /// General registers of a thread.
 pub type Registers = libc::user_regs_struct;
 
@@ -29,6 +33,9 @@ pub const CODE_SEGMENT_64: u64 = 0x33;
 
 /// Number of times that a stopping thread is polled before [`wait`] sleeps between polls.
 const QUICK_POLLS: u32 = 50;
+
+/// After as many, it is looked whether the thread has exited.
+const POLLS_TO_LOOK: u32 = 64;
 
 /// Time between later polls.
 const POLL: libc::timespec = libc::timespec { tv_sec: 0, tv_nsec: 30_000 };
@@ -313,10 +320,30 @@ pub fn wait(thread: i32, deadline: Option<Instant>) -> Result<Stop> {
         if deadline.is_some_and(|deadline| Instant::now() > deadline) {
             return Err(libc::ETIMEDOUT);
         }
+        if tries.is_multiple_of(POLLS_TO_LOOK) && has_exited(thread) {
+            return Ok(poll(thread)?.unwrap_or(Stop::Exited));
+        }
         // SAFETY: the time lives through the call, and no remainder is asked for.
         unsafe { libc::nanosleep(&POLL, std::ptr::null_mut()) };
     }
     Err(libc::ETIMEDOUT)
+}
+
+/// True if a thread has exited. The end of a main thread is reported only after its tracer has
+/// waited for all other threads. Does not allocate.
+fn has_exited(thread: i32) -> bool {
+    // SAFETY: the path is a terminated string, and the descriptor that is closed is the one that was opened.
+    let (directory, stat) = unsafe {
+        let directory = libc::open(c"/proc".as_ptr(), libc::O_PATH | libc::O_DIRECTORY | libc::O_CLOEXEC);
+        let stat = StatText::read(directory, thread);
+        libc::close(directory);
+        (directory, stat)
+    };
+    directory >= 0
+        && match stat {
+            Ok(stat) => stat::state(stat.text()).is_some_and(stat::is_dead),
+            Err(errno) => matches!(errno, libc::ENOENT | libc::ESRCH),
+        }
 }
 
 /// Waits until an interrupted thread has stopped where its registers may be changed, and delivers
@@ -376,4 +403,31 @@ pub fn restart_interrupted_call(thread: i32, registers: &mut Registers, limit_ms
 /// The deadline of an operation that begins now and may take `time`.
 pub fn deadline(time: Duration) -> Instant {
     Instant::now() + time
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_killed_main_thread_whose_other_threads_are_traced_has_exited() {
+        let threads = "import threading, time\n\
+                       for _ in range(3): threading.Thread(target=time.sleep, args=(1000,)).start()\n\
+                       time.sleep(1000)";
+        let Ok(mut child) = std::process::Command::new("python3").args(["-c", threads]).spawn() else {
+            return pagemark_testing::skipped("there is no python3");
+        };
+        let pid = child.id() as i32;
+        let all = || pagemark::sys::proc::threads(pid).unwrap();
+        pagemark_testing::wait_until("its threads", || all().len() == 4);
+        for thread in all() {
+            seize(thread, 0).unwrap();
+        }
+        child.kill().unwrap();
+        assert!(matches!(wait(pid, None), Ok(Stop::Exited)));
+        for thread in all() {
+            while poll(thread).is_ok_and(|stop| stop.is_none()) && thread != pid {}
+        }
+        assert!(!child.wait().is_ok_and(|status| status.success()));
+    }
 }
