@@ -28,7 +28,7 @@ use pagemark::sys::userfaultfd::FLAGS;
 use crate::attach;
 use crate::error::{Error, ErrorKind, Object, Result};
 use crate::helper;
-use crate::plain_proc::{StatText, each_number};
+use crate::plain_proc::{StatText, each_number, has_exited};
 use crate::ptrace::{self, Registers, Stop, Until};
 
 /// Limit of the number of threads that the helper can hold.
@@ -148,7 +148,7 @@ pub fn userfaultfd(pid: i32) -> Result<OwnedFd> {
 /// # Errors
 /// As [`userfaultfd`].
 pub fn userfaultfd_with(pid: i32, flags: libc::c_int) -> Result<OwnedFd> {
-    let made = inject(pid, || Work::Userfaultfd { flags })?;
+    let made = inject(pid, Work::Userfaultfd { flags })?;
     made.ok_or_else(|| Step::Copy.error(pid, libc::EBADF))
 }
 
@@ -168,7 +168,7 @@ pub struct Call {
 /// A call failed: those before it were carried out, the others not. Or an error whose kind says why
 /// none was.
 pub fn system_calls(pid: i32, calls: Vec<Call>) -> Result<()> {
-    inject(pid, || Work::Calls(calls.clone())).map(drop)
+    inject(pid, Work::Calls(calls)).map(drop)
 }
 
 /// Makes process `pid`, which runs in a machine of `pagemark-kvm`, give up what it has of KVM; see
@@ -178,7 +178,7 @@ pub fn system_calls(pid: i32, calls: Vec<Call>) -> Result<()> {
 /// [`ErrorKind::Busy`]: its threads use KVM at this moment, and it is unchanged. Another error says
 /// why it could not be done; the process goes on in any case.
 pub(crate) fn park(pid: i32, parker: Option<i32>) -> Result<()> {
-    inject(pid, || Work::Park { parker }).map(drop)
+    inject(pid, Work::Park { parker }).map(drop)
 }
 
 /// The error of a process that cannot give up its machine at this moment.
@@ -188,6 +188,7 @@ pub(crate) fn busy(pid: i32) -> Error {
 }
 
 /// What a thread is made to do.
+#[derive(Clone)]
 enum Work {
     /// To create a userfaultfd, which is copied.
     Userfaultfd { flags: libc::c_int },
@@ -197,18 +198,20 @@ enum Work {
     Park { parker: Option<i32> },
 }
 
-/// Does `work` by system calls of a thread of the process. If that has exited before it made one,
-/// it is tried with another.
-fn inject(pid: i32, work: impl Fn() -> Work) -> Result<Option<OwnedFd>> {
+/// Does `work` by system calls of a thread of the process. If that has exited, and nothing was done
+/// or the work can be done twice, it is tried with another.
+fn inject(pid: i32, work: Work) -> Result<Option<OwnedFd>> {
+    let is_repeatable = matches!(work, Work::Userfaultfd { .. });
     let mut tries = 0;
     loop {
         let thread = proc::live_thread(pid).ok_or_else(|| Error::no_process(pid))?;
         let mut failed_at = Step::Seize;
-        let made = inject_by(pid, thread, work(), &mut failed_at);
+        let made = inject_by(pid, thread, work.clone(), &mut failed_at);
         tries += 1;
         // Other threads of the process may run.
         let has_exited = made.is_err() && proc::live_thread(pid) != Some(thread);
-        if !has_exited || !matches!(failed_at, Step::Seize | Step::Gone) || tries == MAX_TRIES {
+        let can_repeat = is_repeatable || matches!(failed_at, Step::Seize | Step::Gone);
+        if !has_exited || !can_repeat || tries == MAX_TRIES {
             return made;
         }
     }
@@ -509,15 +512,6 @@ fn stop_threads(task: &mut Task, deadline: Instant) -> Helped<()> {
         if task.threads.len() == known {
             return Ok(());
         }
-    }
-}
-
-/// True if a thread has exited, seen from the open directory of the threads of its process. Does
-/// not allocate.
-fn has_exited(directory: RawFd, thread: i32) -> bool {
-    match StatText::read(directory, thread) {
-        Ok(stat) => stat::state(stat.text()).is_some_and(stat::is_dead),
-        Err(errno) => matches!(errno, libc::ENOENT | libc::ESRCH),
     }
 }
 

@@ -7,6 +7,7 @@ use std::ops::ControlFlow;
 use std::os::fd::RawFd;
 
 use nix::errno::Errno;
+use pagemark::sys::proc::stat;
 
 /// The content of a `stat` file.
 pub(crate) struct StatText {
@@ -41,6 +42,14 @@ impl StatText {
 
     pub(crate) fn text(&self) -> &[u8] {
         &self.text[..self.length]
+    }
+}
+
+/// True if a process or thread has exited, seen from an open directory that lists it.
+pub(crate) fn has_exited(directory: RawFd, id: i32) -> bool {
+    match StatText::read(directory, id) {
+        Ok(stat) => stat::state(stat.text()).is_some_and(stat::is_dead),
+        Err(errno) => matches!(errno, libc::ENOENT | libc::ESRCH),
     }
 }
 

@@ -6,9 +6,7 @@
 use std::ops::ControlFlow;
 use std::time::{Duration, Instant};
 
-use pagemark::sys::proc::stat;
-
-use crate::plain_proc::StatText;
+use crate::plain_proc;
 
 /// General registers of a thread.
 pub type Registers = libc::user_regs_struct;
@@ -330,20 +328,14 @@ pub fn wait(thread: i32, deadline: Option<Instant>) -> Result<Stop> {
 }
 
 /// True if a thread has exited. The end of a main thread is reported only after its tracer has
-/// waited for all other threads. Does not allocate.
+/// waited for all other threads.
 fn has_exited(thread: i32) -> bool {
-    // SAFETY: the path is a terminated string, and the descriptor that is closed is the one that was opened.
-    let (directory, stat) = unsafe {
-        let directory = libc::open(c"/proc".as_ptr(), libc::O_PATH | libc::O_DIRECTORY | libc::O_CLOEXEC);
-        let stat = StatText::read(directory, thread);
-        libc::close(directory);
-        (directory, stat)
-    };
-    directory >= 0
-        && match stat {
-            Ok(stat) => stat::state(stat.text()).is_some_and(stat::is_dead),
-            Err(errno) => matches!(errno, libc::ENOENT | libc::ESRCH),
-        }
+    // SAFETY: the path is a terminated string that lives through the call.
+    let proc = unsafe { libc::open(c"/proc".as_ptr(), libc::O_PATH | libc::O_DIRECTORY | libc::O_CLOEXEC) };
+    let has_exited = plain_proc::has_exited(proc, thread);
+    // SAFETY: the descriptor was opened above, and is used no more.
+    unsafe { libc::close(proc) };
+    has_exited
 }
 
 /// Waits until an interrupted thread has stopped where its registers may be changed, and delivers
