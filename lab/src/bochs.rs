@@ -13,6 +13,7 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use crate::kernel_build::Image;
+use crate::machine::{self, write};
 use crate::{Error, Result, cache, command, packages};
 
 /// The emulator, its display, and what starts a kernel from a disk.
@@ -60,7 +61,7 @@ impl Bochs<'_> {
         let mut packed = BTreeSet::new();
         while let Some(file) = missing.pop() {
             if packed.insert(file.clone()) {
-                pack(&file, root)?;
+                copy_stripped(&file, root)?;
                 missing.extend(libraries(&file));
             }
         }
@@ -69,28 +70,22 @@ impl Bochs<'_> {
         cache::create(&below(root, &working))?;
         let disk = self.directory.join("disk");
         cache::create(&disk)?;
-        let mut archive = Command::new("bash");
-        let pack_all = "chmod 755 init && find . | cpio -o -H newc --quiet >\"$0\"";
-        archive.args(["-o", "pipefail", "-c", pack_all]).arg(disk.join("initrd")).current_dir(root);
-        command::run(&mut archive, "packing the machine's files", "check the space on the disk")?;
+        // To unpack it takes longer there than to read it.
+        machine::pack(root, &disk.join("initrd"), "cat")?;
         let image = self.image.path();
         std::fs::copy(&image, disk.join("kernel")).map_err(Error::file("copy", &image))?;
         for file in LOADER.map(Path::new) {
             let to = disk.join(file.file_name().unwrap_or_default());
             std::fs::copy(file, to).map_err(Error::file("copy", file))?;
         }
-        self.write(&disk.join("isolinux.cfg"), &self.boot_options())?;
-        self.write(&self.directory.join("machine"), &self.description())?;
-        self.write(&self.directory.join("debugger"), DEBUGGER)?;
+        write(&disk.join("isolinux.cfg"), self.boot_options().as_bytes())?;
+        write(&self.directory.join("machine"), self.description().as_bytes())?;
+        write(&self.directory.join("debugger"), DEBUGGER.as_bytes())?;
         let mut make = Command::new("xorriso");
         make.args(["-as", "mkisofs", "-quiet", "-o"]).arg(self.directory.join("disk.iso"));
         make.args(["-b", "isolinux.bin", "-c", "boot.cat", "-no-emul-boot", "-boot-load-size", "4"]);
         make.arg("-boot-info-table").arg(&disk);
         command::output(&mut make, "making the machine's disk", "check the space on the disk").map(drop)
-    }
-
-    fn write(&self, path: &Path, text: &str) -> Result<()> {
-        std::fs::write(path, text).map_err(Error::file("write", path))
     }
 
     /// What the loader reads. Without ACPI and its interrupts, the kernel starts faster; there is
@@ -154,13 +149,11 @@ impl Bochs<'_> {
 }
 
 /// Copies a file without what debuggers need of it, under the same path below `root`.
-fn pack(file: &Path, root: &Path) -> Result<()> {
+fn copy_stripped(file: &Path, root: &Path) -> Result<()> {
     copy(file, root)?;
     if is_elf(file) {
-        let packed = below(root, file);
-        let mut strip = Command::new("strip");
         // What cannot be made smaller stays as it is.
-        command::succeeds(strip.arg("--strip-debug").arg(packed));
+        command::succeeds(Command::new("strip").arg("--strip-debug").arg(below(root, file)));
     }
     Ok(())
 }

@@ -33,7 +33,8 @@ pub const STOCK_MODULES: [&str; 18] = [
 /// compress what they swap out.
 pub const OLDER_MODULES: [&str; 3] = ["virtio_pci", "virtiofs", "lzo-rle"];
 
-/// The module by which a machine of the lab runs machines of its own, on the emulated processor.
+/// The modules by which a machine of the lab runs machines of its own, on processors that QEMU and
+/// Bochs emulate.
 pub const HYPERVISOR_MODULES: [&str; 2] = ["kvm_amd", "kvm_intel"];
 
 /// The suites that have the newest stable kernel, which the host's own need not have.

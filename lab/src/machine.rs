@@ -157,7 +157,7 @@ impl Machine {
         let directory = RunDirectory::new()?;
         let root = directory.0.join("root");
         first_files(image, "init", &root)?;
-        pack(&root)?;
+        pack(&root, &directory.0.join("initramfs"), "gzip -1")?;
         self.describe_command(&directory.0, words)?;
         let hardware = Hardware {
             accelerator,
@@ -199,7 +199,6 @@ impl Machine {
         let described = ["command", "shares"].map(|name| directory.0.join(name));
         let files = [&self.files[..], &described].concat();
         bochs.prepare(&root, &files, &self.whole_shares()?)?;
-        cache::remove(&root)?;
         let ended = bochs.run(self.limit, self.niceness, output)?;
         let log = read_log(&directory.0.join(bochs::KERNEL_LOG));
         // It has warnings of the emulated processor, and no others: see lab/guest/bochs-init.
@@ -415,11 +414,11 @@ fn first_files(image: &Image, init: &str, root: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Packs a directory as the file `initramfs` beside it.
-fn pack(root: &Path) -> Result<()> {
-    let pack = "chmod 755 init && find . | cpio -o -H newc --quiet | gzip -1 >../initramfs";
+/// Packs a directory, which has the machine's first program, as an archive that `filter` changes.
+pub(crate) fn pack(root: &Path, archive: &Path, filter: &str) -> Result<()> {
+    let pack = format!("chmod 755 init && find . | cpio -o -H newc --quiet | {filter} >\"$0\"");
     let mut shell = Command::new("bash");
-    shell.args(["-o", "pipefail", "-c", pack]).current_dir(root);
+    shell.args(["-o", "pipefail", "-c", &pack]).arg(archive).current_dir(root);
     command::run(&mut shell, "packing the machine's first program", "check the space on the disk")
 }
 
@@ -451,7 +450,7 @@ fn lines<'a>(paths: impl IntoIterator<Item = &'a Path>) -> Vec<u8> {
     text
 }
 
-fn write(path: &Path, bytes: &[u8]) -> Result<()> {
+pub(crate) fn write(path: &Path, bytes: &[u8]) -> Result<()> {
     File::create(path).and_then(|mut file| file.write_all(bytes)).map_err(Error::file("write", path))
 }
 

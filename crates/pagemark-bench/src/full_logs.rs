@@ -17,7 +17,7 @@ const FULL_LOG: &str = "kvm/kvm_pml_full";
 pub(crate) struct FullLogs(Vec<Counter>);
 
 /// Why there are no counts.
-#[derive(Clone, PartialEq, Eq, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize)]
 pub(crate) struct NotCounted(String);
 
 impl std::fmt::Display for NotCounted {

@@ -133,17 +133,23 @@ const COMPILED: &str = "PAGEMARK_TEST_PROGRAMS";
 fn compiled(name: &str, dir: &Path, flags: &[&str]) -> PathBuf {
     assert!(PROGRAMS.contains(&(name, flags)), "{name} with {flags:?} is not in the list");
     match std::env::var_os(COMPILED) {
-        Some(directory) => Path::new(&directory).join(name.to_owned() + &flags.concat()),
-        None => compile(name, &dir.join(name), flags),
+        Some(directory) => place(Path::new(&directory), name, flags),
+        None => compile(name, dir, flags),
     }
 }
 
-fn compile(name: &str, program: &Path, flags: &[&str]) -> PathBuf {
+/// Where a program is in a directory of several.
+fn place(directory: &Path, name: &str, flags: &[&str]) -> PathBuf {
+    directory.join(name.to_owned() + &flags.concat())
+}
+
+fn compile(name: &str, directory: &Path, flags: &[&str]) -> PathBuf {
+    let program = place(directory, name, flags);
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/programs").join(name).with_extension("c");
     let mut compiler = Command::new("cc");
-    compiler.args(["-O1", "-w", "-o"]).arg(program).arg(&source).args(flags);
+    compiler.args(["-O1", "-w", "-o"]).arg(&program).arg(&source).args(flags);
     assert!(compiler.status().expect("a C compiler").success(), "{source:?} does not compile");
-    program.to_owned()
+    program
 }
 
 #[test]
@@ -152,7 +158,7 @@ fn all_programs_compile() {
     let directory = PathBuf::from(std::env::var_os(COMPILED).expect("a directory for the programs"));
     std::fs::create_dir_all(&directory).expect("a directory");
     for (name, flags) in PROGRAMS {
-        compile(name, &directory.join(name.to_owned() + &flags.concat()), flags);
+        compile(name, &directory, flags);
     }
 }
 
