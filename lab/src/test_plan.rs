@@ -346,7 +346,8 @@ const NOT_ON_BOCHS: [&str; 8] = [
 
 /// Transactions on a region, by mechanism, that write more pages than the processor's log of
 /// written pages has entries.
-const TRANSACTIONS: &str = "region --mib 8 --wpp 1 --ppt 1024 --rounds 1 --tcount 3 --round-ms 1";
+const TRANSACTIONS: &str = "region --mib 8 --wpp 1 --ppt 1024 --rounds 1 --tcount 3 --round-ms 1 \
+                            --mechanism kvm-log,kvm-scan,pagemap-scan";
 
 /// The tests of a part, in order.
 fn tests(part: Part, extent: Extent, programs: &Programs) -> Result<Vec<GuestTest>> {
