@@ -94,8 +94,8 @@ impl MachinePaths {
     pub fn steps(&self) -> u64 {
         let text = fs::read_to_string(self.join("serial")).unwrap_or_default();
         assert!(!text.contains("WRONG"), "{}", &text[text.len().saturating_sub(200)..]);
-        let complete = text.rfind('\n').map_or("", |end| &text[..end]);
-        complete.lines().next_back().and_then(|line| line.strip_prefix("step ")?.parse().ok()).unwrap_or(0)
+        // Not the number in the last line: a restored machine begins with a smaller one.
+        text.matches('\n').count() as u64
     }
 
     /// Waits until the program in the machine goes on.
