@@ -3,6 +3,7 @@
 use std::ffi::OsString;
 
 use pagemark::Mechanism;
+use pagemark_kvm::start;
 use pagemark_process::preload::{self, Missing};
 
 use crate::failure::Failure;
@@ -16,14 +17,18 @@ const PROGRAM: &str = "PAGEMARK_KVM";
 /// Says whether the machine keeps a log or rings.
 const KEEPS: &str = "PAGEMARK_KVM_DIRTY";
 
-/// What the environment of `pagemark-kvm` says for a mechanism.
-pub fn variables(mechanism: Mechanism) -> Option<(&'static str, OsString)> {
+/// The environment of `pagemark-kvm`: what it says for a mechanism, and `of_program`, the variables
+/// of the program.
+pub fn variables(mechanism: Mechanism, of_program: Vec<(&'static str, OsString)>) -> Vec<(&'static str, OsString)> {
     let keeps = match mechanism {
-        Mechanism::KvmLog => "log",
-        Mechanism::KvmRing => "rings",
-        _ => return None,
+        Mechanism::KvmLog => Some("log"),
+        Mechanism::KvmRing => Some("rings"),
+        _ => None,
     };
-    Some((KEEPS, keeps.into()))
+    // The program's libraries are not the monitor's.
+    let renamed = |name| if name == preload::PRELOAD { start::PRELOAD } else { name };
+    let of_program = of_program.into_iter().map(|(name, value)| (renamed(name), value));
+    of_program.chain(keeps.map(|keeps| (KEEPS, keeps.into()))).collect()
 }
 
 /// The command that runs `command` in a machine.

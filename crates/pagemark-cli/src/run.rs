@@ -41,7 +41,7 @@ pub struct Run {
     #[command(flatten)]
     heap: HeapOptions,
     /// Run the program in a virtual machine of its own, by pagemark-kvm
-    #[arg(long, conflicts_with = "heap")]
+    #[arg(long)]
     kvm: bool,
     /// A line of JSON on stderr for each checkpoint
     #[arg(long)]
@@ -59,7 +59,7 @@ impl Run {
         self.capture.memory.tracking.check_process()?;
         let mut variables = self.heap.variables(program.as_os_str())?;
         if self.kvm {
-            variables.extend(machine::variables(self.capture.memory.tracking.mechanism(Scope::Process)));
+            variables = machine::variables(self.capture.memory.tracking.mechanism(Scope::Process), variables);
         }
         let command = if self.kvm { machine::command(&self.command)? } else { self.command.clone() };
         let repository = self.repository.open_or_create(&self.capture.memory)?;

@@ -145,22 +145,31 @@ fn goes_on(pagemark: &Pagemark, pid: i32) {
 
 #[test]
 fn python_comes_back() {
-    python_comes_back_with(&[4]);
+    python_comes_back_with(&[4], &[]);
+}
+
+#[test]
+fn python_comes_back_in_a_machine() {
+    if let Err(error) = pagemark_kvm::check() {
+        skip!("no machine under KVM: {error}");
+    }
+    python_comes_back_with(&[4], &["--kvm"]);
 }
 
 #[test]
 #[ignore = "some minutes"]
 fn python_comes_back_with_other_numbers_of_parts() {
-    python_comes_back_with(&[1, 2, 8]);
+    python_comes_back_with(&[1, 2, 8], &[]);
 }
 
-fn python_comes_back_with(numbers: &[usize]) {
+fn python_comes_back_with(numbers: &[usize], options: &[&str]) {
     for &parts in numbers {
         let pagemark = Pagemark::new();
         // Objects of Python's own allocator would be in mappings of their own.
         let command = ["env", "PYTHONMALLOC=malloc", "python3", "-c", TABLE];
         let heap = parts.to_string();
-        let mut runner = pagemark.run(&["--heap", &heap, "--every", "300ms", "--job", "python"], &command);
+        let options = [&["--heap", &heap, "--every", "300ms", "--job", "python"], options].concat();
+        let mut runner = pagemark.run(&options, &command);
         let target = runner.target();
         goes_on(&pagemark, target);
         for _ in 0..2 {

@@ -3,6 +3,7 @@
 
 mod support;
 
+use std::alloc::{GlobalAlloc, Layout};
 use std::fs::File;
 use std::io::Write;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
@@ -12,8 +13,10 @@ use std::sync::Barrier;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use pagemark::region::{Region, RegionOptions};
-use pagemark::{Address, Mechanism, PAGE_SIZE};
-use pagemark_testing::{rounds, skip, trackee, violation, wait_for};
+use pagemark::{Address, AddressRangeExt, ByteCount, Mechanism, PAGE_SIZE, RangeSet};
+use pagemark_heap::grouping::ByHistory;
+use pagemark_heap::{Form, Heap, HeapTracker, Parts};
+use pagemark_testing::{SplitMix, rounds, skip, trackee, violation, wait_for};
 use support::{Pagemark, children, is_alive, kill_and_wait, now_unix_us};
 
 /// Why no program runs in a machine here, if so.
@@ -203,21 +206,24 @@ fn one_tracker_has_the_dirty_bits_of_a_machine() {
     assert!(!output.status.success() && message.contains("pagemark run --kvm"), "{message}");
 }
 
-/// What KVM notes for the regions of a program begins anew with each machine: by its rings, and by
-/// its log. The program is this test binary.
-fn regions_come_back(mechanism: Mechanism, keeps: &str) {
+/// A test of this binary, run in a machine with checkpoints, goes on after it was killed and
+/// restored: what KVM notes for a program begins anew with each machine. `variables` are for the
+/// test; its machine keeps `keeps`.
+fn test_comes_back(test: &str, keeps: &str, variables: &[String]) {
     need_machine!();
     if let Some(reason) = cannot_keep(keeps) {
         skip!("{reason}");
     }
     let pagemark = Pagemark::new();
     let of = pagemark.directory().to_owned();
-    let itself = std::env::current_exe().expect("this test");
-    let variables =
-        [format!("PAGEMARK_KVM_DIRTY={keeps}"), format!("MECHANISM={mechanism}"), format!("REPORT={}", of.display())];
-    let test = ["--exact", "regions_in_rounds", "--ignored", "--nocapture"].map(str::to_owned);
-    let program = [&["env".to_owned()], &variables[..], &[itself.display().to_string()], &test].concat();
-    comes_back(&pagemark, &program, &of);
+    let itself = std::env::current_exe().expect("this test").display().to_string();
+    let environment = ["env".to_owned(), format!("PAGEMARK_KVM_DIRTY={keeps}"), format!("REPORT={}", of.display())];
+    let test = [&itself, "--exact", test, "--ignored", "--nocapture"].map(str::to_owned);
+    comes_back(&pagemark, &[&environment, variables, &test].concat(), &of);
+}
+
+fn regions_come_back(mechanism: Mechanism, keeps: &str) {
+    test_comes_back("regions_in_rounds", keeps, &[format!("MECHANISM={mechanism}")]);
 }
 
 /// Why KVM keeps no log, or no rings, if so.
@@ -244,7 +250,7 @@ fn regions_that_a_log_tracks_come_back() {
 #[ignore = "is run by the tests of regions that come back, in the machine"]
 fn regions_in_rounds() {
     const PAGES: usize = 900;
-    let variable = |name| std::env::var(name).expect("is set by regions_come_back");
+    let variable = |name| std::env::var(name).expect("is set by the test that runs this one");
     let (mechanism, of) = (variable("MECHANISM").parse().expect("a mechanism"), PathBuf::from(variable("REPORT")));
     let options = RegionOptions { mechanism: Some(mechanism), without_rollback: true, ..RegionOptions::default() };
     let region = Region::with_options(PAGES * PAGE_SIZE, options).expect("a region");
@@ -283,6 +289,64 @@ fn regions_in_rounds() {
             }
         }
     });
+}
+
+#[test]
+fn a_heap_that_is_tracked_in_two_levels_comes_back() {
+    test_comes_back("heap_in_rounds", "log", &[]);
+}
+
+/// Objects of a heap are written in each round. A copy that is brought up to date with what the
+/// tracker reports alone has all of them. Only a round in which less than the half of all bytes is
+/// reported is progress: after a machine was made anew, the first reports all.
+#[test]
+#[ignore = "is run by a_heap_that_is_tracked_in_two_levels_comes_back, in the machine"]
+fn heap_in_rounds() {
+    const OBJECTS: usize = 2000;
+    let of = PathBuf::from(std::env::var("REPORT").expect("is set by the test that runs this one"));
+    let parts = Parts::Four;
+    let heap = Heap::new(parts, ByteCount::new(16 << 20)).expect("address space");
+    let mut tracker =
+        HeapTracker::with_form(&heap, ByHistory::new(parts), Form::TwoLevel).expect("the machine keeps a log");
+    let mut random = SplitMix(1);
+    let mut below = |bound: usize| random.below(bound as u64) as usize;
+    let layouts: Vec<Layout> =
+        (0..OBJECTS).map(|_| Layout::from_size_align(8 + below(3000), 8).expect("a layout")).collect();
+    // SAFETY: the layouts have sizes.
+    let objects: Vec<*mut u8> = layouts.iter().map(|layout| unsafe { heap.alloc_zeroed(*layout) }).collect();
+    let (start, all_bytes) = (heap.addresses().start, layouts.iter().map(|layout| layout.size() as u64).sum::<u64>());
+    let mut copy = vec![0u8; heap.addresses().byte_count().to_usize()];
+    let mut progress = File::create(of.join("progress")).expect("our directory");
+    for round in 1u64.. {
+        for _ in 0..OBJECTS / 20 {
+            // The same objects more often than others.
+            let index = below(OBJECTS) * below(OBJECTS) / OBJECTS;
+            let at = below(layouts[index].size());
+            // SAFETY: within a live object, which this thread alone uses.
+            unsafe { objects[index].add(at).write_volatile(round as u8) };
+        }
+        let mut written = RangeSet::new();
+        tracker.collect_written(&mut written).expect("tracked views");
+        let at = |address: Address| (address - start).to_usize();
+        for range in written.iter() {
+            // SAFETY: memory of the first view, which is mapped.
+            let now =
+                unsafe { std::slice::from_raw_parts(range.start.as_mut_ptr::<u8>(), range.byte_count().to_usize()) };
+            copy[at(range.start)..at(range.end)].copy_from_slice(now);
+        }
+        for (object, layout) in objects.iter().zip(&layouts) {
+            let saved = &copy[at(heap.canonical(*object))..][..layout.size()];
+            // SAFETY: a live object, which nobody writes now.
+            if saved != unsafe { std::slice::from_raw_parts(*object, layout.size()) } {
+                let text = format!("round {round} missed a write to {object:?}");
+                std::fs::write(of.join("violated"), text).expect("our directory");
+                std::process::exit(3);
+            }
+        }
+        if written.total_bytes().get() < all_bytes / 2 {
+            writeln!(progress, "ok {round}").expect("our directory");
+        }
+    }
 }
 
 #[test]

@@ -31,6 +31,9 @@ impl Inherited {
 /// Before names of variables that would concern the monitor's own dynamic linker and C library.
 const HIDDEN: &[u8] = b"PAGEMARK_KVM_KEEPS_";
 
+/// The variable by which a program in the machine has `LD_PRELOAD`, and the monitor has not.
+pub const PRELOAD: &str = "PAGEMARK_KVM_KEEPS_LD_PRELOAD";
+
 /// An entry of the environment as it is passed through the monitor.
 pub fn hidden(entry: &CStr) -> CString {
     let bytes = entry.to_bytes();
@@ -68,6 +71,6 @@ mod tests {
         for entry in [c"A=b", c"LD_PRELOAD=x", c"LD_=", c"PATH=LD_PRELOAD", c"GLIBC_TUNABLES=a=b"] {
             assert_eq!(shown(hidden(entry)).as_c_str(), entry);
         }
-        assert_eq!(hidden(c"LD_PRELOAD=x").as_c_str(), c"PAGEMARK_KVM_KEEPS_LD_PRELOAD=x");
+        assert_eq!(hidden(c"LD_PRELOAD=x").to_str(), Ok(&*format!("{PRELOAD}=x")));
     }
 }

@@ -48,6 +48,12 @@ struct pagemark_heap_checkpoint {
 int pagemark_heap_track(const char *strategy);
 
 /*
+ * As pagemark_heap_track, by the second level of page tables, in a program that `pagemark-kvm`
+ * runs. ENOTSUP elsewhere, and in a machine that keeps rings.
+ */
+int pagemark_heap_track_two_level(const char *strategy);
+
+/*
  * Finds what was written to the heap since the last call, or since tracking began: all of it, the
  * first time. If `file` is not -1, appends it there and waits until it is on disk: for each range
  * its address and its length, 8 bytes each, and its bytes. No other thread should write objects

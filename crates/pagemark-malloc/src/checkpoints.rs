@@ -36,15 +36,30 @@ pub struct Checkpoint {
     pub save_ns: u64,
 }
 
-/// Starts to track the heap. `strategy` is `separate`, `by-history` or `by-cost`. Returns 0 or the
-/// number of an error: `EINVAL` for another strategy, `ENOTSUP` if the kernel cannot track it.
+/// Starts to track the heap at user level. `strategy` is `separate`, `by-history` or `by-cost`.
+/// Returns 0 or the number of an error: `EINVAL` for another strategy, `ENOTSUP` if the kernel
+/// cannot track it.
 ///
 /// # Safety
 /// `strategy` is a string.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pagemark_heap_track(strategy: *const c_char) -> c_int {
     // SAFETY: the caller guarantees it.
-    let strategy = unsafe { CStr::from_ptr(strategy) };
+    track(unsafe { CStr::from_ptr(strategy) }, Form::UserLevel)
+}
+
+/// As [`pagemark_heap_track`], by the second level of page tables: in a program that `pagemark-kvm`
+/// runs (FPM, sections 3.2 and 4). Elsewhere it is `ENOTSUP`.
+///
+/// # Safety
+/// `strategy` is a string.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn pagemark_heap_track_two_level(strategy: *const c_char) -> c_int {
+    // SAFETY: the caller guarantees it.
+    track(unsafe { CStr::from_ptr(strategy) }, Form::TwoLevel)
+}
+
+fn track(strategy: &CStr, form: Form) -> c_int {
     let Ok(heap) = HEAP.allocator() else { return libc::ENOMEM };
     let grouping: Box<dyn Grouping> = match strategy.to_bytes() {
         b"separate" => Box::new(Separate),
@@ -55,7 +70,7 @@ pub unsafe extern "C" fn pagemark_heap_track(strategy: *const c_char) -> c_int {
     let mut tracker = TRACKER.lock().unwrap_or_else(PoisonError::into_inner);
     // A heap has one tracker at a time.
     *tracker = None;
-    match HeapTracker::of_program(&HEAP, grouping, Form::UserLevel) {
+    match HeapTracker::of_program(&HEAP, grouping, form) {
         Ok(new) => {
             *tracker = Some(new);
             0

@@ -21,7 +21,9 @@ use pagemark_heap::{GlobalHeap, Parts};
 
 mod checkpoints;
 
-pub use checkpoints::{Checkpoint, pagemark_heap_canonical, pagemark_heap_checkpoint, pagemark_heap_track};
+pub use checkpoints::{
+    Checkpoint, pagemark_heap_canonical, pagemark_heap_checkpoint, pagemark_heap_track, pagemark_heap_track_two_level,
+};
 
 static HEAP: GlobalHeap = GlobalHeap::chosen_by(settings);
 

@@ -1,6 +1,7 @@
 /*
  * A program that takes checkpoints of its heap, and looks for all that it wrote in what was saved.
- * It is linked with the library. Its argument is a strategy.
+ * It is linked with the library. Its first argument is a strategy; with a second one, the heap is
+ * tracked by the second level of page tables.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -91,10 +92,10 @@ int main(int count, char **arguments)
 				   MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
 	int error;
 
-	CHECK(count == 2 && file && pool != MAP_FAILED);
+	CHECK(count >= 2 && file && pool != MAP_FAILED);
 	CHECK(pagemark_heap_checkpoint(-1, &taken) == EINVAL);
 	CHECK(pagemark_heap_track("another") == EINVAL);
-	error = pagemark_heap_track(arguments[1]);
+	error = count == 2 ? pagemark_heap_track(arguments[1]) : pagemark_heap_track_two_level(arguments[1]);
 	if (error == ENOTSUP) {
 		printf("not supported\n");
 		return 0;

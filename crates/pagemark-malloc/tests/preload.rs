@@ -1,8 +1,10 @@
 //! Programs that know nothing of the heap run with it, with the same results.
 
 use std::ffi::OsStr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
+
+use pagemark_testing::in_machine;
 
 /// The library, which Cargo puts beside the tests.
 fn library() -> PathBuf {
@@ -48,20 +50,30 @@ fn the_functions_behave_as_those_of_the_c_library() {
     }
 }
 
-#[test]
-fn a_program_in_c_saves_all_that_it_writes() {
-    let directory = tempfile::tempdir().unwrap();
-    let (library, program) = (library(), directory.path().join("program"));
+/// A program that is linked with the library, compiled into a directory.
+fn program_in_c(directory: &Path) -> PathBuf {
+    let (library, program) = (library(), directory.join("program"));
     let libraries = library.parent().unwrap().display();
     let mut compiler = Command::new("cc");
     compiler
         .args(["-std=c11", "-O1", "-Wall", "-Wextra", "-Werror", "-I"])
         .arg(concat!(env!("CARGO_MANIFEST_DIR"), "/include"));
     compiler.arg(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/checkpoints.c")).arg("-o").arg(&program);
-    compiler.args([format!("-L{libraries}"), format!("-Wl,-rpath,{libraries}"), "-lpagemark_malloc".into()]);
+    // Cargo's variable for libraries names another directory, which may have an older one.
+    compiler.args([format!("-L{libraries}"), format!("-Wl,--disable-new-dtags,-rpath,{libraries}")]);
+    compiler.arg("-lpagemark_malloc");
     printed(&mut compiler);
+    program
+}
+
+const STRATEGIES: [&str; 3] = ["separate", "by-history", "by-cost"];
+
+#[test]
+fn a_program_in_c_saves_all_that_it_writes() {
+    let directory = tempfile::tempdir().unwrap();
+    let program = program_in_c(directory.path());
     for parts in [1, 4, 8] {
-        for strategy in ["separate", "by-history", "by-cost"] {
+        for strategy in STRATEGIES {
             let text = printed(Command::new(&program).arg(strategy).env("PAGEMARK_HEAP_PARTS", parts.to_string()));
             if text == "not supported\n" {
                 pagemark_testing::skip!("the kernel cannot track a heap");
@@ -69,6 +81,30 @@ fn a_program_in_c_saves_all_that_it_writes() {
             assert_eq!(text, "all was saved\n", "{parts} parts, {strategy}");
         }
     }
+    let outside = printed(Command::new(&program).args(["separate", "two-level"]));
+    assert_eq!(outside, "not supported\n", "without a machine");
+}
+
+#[test]
+fn a_program_in_c_saves_all_that_it_writes_in_a_machine() {
+    let directory = tempfile::tempdir().unwrap();
+    let program = program_in_c(directory.path());
+    let inside = |keeps: &str, parts: usize, arguments: &[&str]| {
+        let command = in_machine(&[&[program.to_str().unwrap()], arguments].concat(), keeps)?;
+        let mut inside = Command::new(&command[0]);
+        Some(printed(inside.args(&command[1..]).env("PAGEMARK_HEAP_PARTS", parts.to_string())))
+    };
+    for (parts, arguments) in [
+        (4, &["by-cost"][..]),
+        (1, &["by-cost", "two-level"]),
+        (4, &["separate", "two-level"]),
+        (8, &["by-history", "two-level"]),
+    ] {
+        let Some(text) = inside("log", parts, arguments) else { return };
+        assert_eq!(text, "all was saved\n", "{parts} parts, {arguments:?}");
+    }
+    let Some(text) = inside("rings", 4, &["separate", "two-level"]) else { return };
+    assert_eq!(text, "not supported\n", "with rings");
 }
 
 #[test]

@@ -20,7 +20,7 @@ use pagemark_process::restore::{RestoreOptions, Streams, prepare};
 use pagemark_process::saver::{CriuSaver, RegisterSaver, StateSaver};
 use pagemark_process::spawn::spawn;
 use pagemark_process::target::ProcessTarget;
-use pagemark_testing::{Swap, skip, skipped, wait_for};
+use pagemark_testing::{Swap, in_machine, skip, skipped, wait_for};
 
 const PAGE: usize = 4096;
 
@@ -244,7 +244,7 @@ fn comes_back_in_machine(
     (mechanism, strategy): (Mechanism, Strategy),
     between: impl FnMut(&Program, u32),
 ) -> Option<u64> {
-    let command = in_machine(command, mechanism)?;
+    let command = in_machine(command, kept_for(mechanism))?;
     let command: Vec<&str> = command.iter().map(String::as_str).collect();
     comes_back_below(&command, (mechanism, strategy), PROGRAM_END, between)
 }
@@ -256,7 +256,7 @@ fn memory_in_machine(
     (mechanism, strategy): (Mechanism, Strategy),
     between: impl FnMut(&Program, u32),
 ) -> Option<u64> {
-    let command = in_machine(command, mechanism)?;
+    let command = in_machine(command, kept_for(mechanism))?;
     let command: Vec<&str> = command.iter().map(String::as_str).collect();
     let program = Program::start(&command);
     let captured = capture(&program, (mechanism, strategy), Arc::new(RegisterSaver), PROGRAM_END, between);
@@ -264,25 +264,9 @@ fn memory_in_machine(
     Some(captured.dirty_pages)
 }
 
-/// The command in a machine that keeps what the mechanism needs. None if there is none here.
-fn in_machine(command: &[&str], mechanism: Mechanism) -> Option<Vec<String>> {
-    let keeps = if mechanism == Mechanism::KvmRing { "rings" } else { "log" };
-    let test = std::env::current_exe().expect("a running program has a path");
-    let machine = test.ancestors().nth(2).expect("tests lie two directories deep").join("pagemark-kvm");
-    let check = match std::process::Command::new(&machine).env("PAGEMARK_KVM_DIRTY", keeps).arg("--check").output() {
-        Ok(check) => check,
-        Err(error) => {
-            skipped(&format!("{} cannot be started, which `cargo build` makes: {error}", machine.display()));
-            return None;
-        }
-    };
-    if !check.status.success() {
-        skipped(&format!("no machine under KVM: {}", String::from_utf8_lossy(&check.stderr).trim()));
-        return None;
-    }
-    let variable = format!("PAGEMARK_KVM_DIRTY={keeps}");
-    let command = [&["env", &variable, machine.to_str().expect("a path in UTF-8"), "--"], command].concat();
-    Some(command.into_iter().map(str::to_owned).collect())
+/// What the machine keeps for a mechanism.
+fn kept_for(mechanism: Mechanism) -> &'static str {
+    if mechanism == Mechanism::KvmRing { "rings" } else { "log" }
 }
 
 /// The end of a program's addresses in a machine of `pagemark-kvm`.
