@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -39,6 +40,14 @@ context = ray.init(address="local", num_cpus=2, include_dashboard=False, object_
                    _temp_dir=sys.argv[1], logging_level="error", log_to_driver=False)
 print(context.address_info["gcs_address"], flush=True)
 sys.stdin.read()
+"""
+#: Connects as a run that names no Ray does, and says what of Ray is its own.
+CONNECTS = """
+from pagemark import simulate
+run = simulate.Run({"address": "auto", "workers": 1})
+run.connect()
+print(run.own)
+run.end()
 """
 
 
@@ -123,7 +132,13 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> Recording:
 def ray_address() -> Iterator[str]:
     """A Ray that all tests use but those that examine one of Pagemark's own."""
     pytest.importorskip("ray")
-    directory = Path("/tmp") / f"pagemark-test-ray-{os.getpid()}"
+    with running_ray(Path(f"/tmp/pagemark-test-ray-{os.getpid()}")) as address:
+        yield address
+
+
+@contextmanager
+def running_ray(directory: Path) -> Iterator[str]:
+    """A Ray with its files in a directory, by its address."""
     pipe = subprocess.PIPE
     command = [sys.executable, "-c", RAY, str(directory)]
     for _ in range(RAY_STARTS):
@@ -153,6 +168,19 @@ def test_a_killed_run_leaves_no_processes(recording: Recording, tmp_path: Path) 
         directory = word[word.index("/tmp/pagemark-ray-") :].split("/")[2]
         shutil.rmtree(Path("/tmp") / directory, ignore_errors=True)
     assert 0 < len(kept(results)) < INTERVALS and not list(results.rglob("*.partial"))
+
+
+def test_a_run_does_not_use_the_ray_of_another_run() -> None:
+    pytest.importorskip("ray")
+    with running_ray(Path(f"{simulate.OWN}test-{os.getpid()}")):
+        command = [sys.executable, "-c", CONNECTS]
+        own, messages = "", ""
+        for _ in range(RAY_STARTS):
+            done = subprocess.run(command, capture_output=True, text=True, env=environment())
+            own, messages = done.stdout.strip(), done.stderr
+            if done.returncode == 0:
+                break
+    assert own.startswith(simulate.OWN) and not Path(own).exists(), messages
 
 
 def test_a_run_goes_on_and_tries_again_what_a_killed_worker_has_lost(

@@ -238,7 +238,7 @@ impl SharedPages {
             Some(libc::ENOMEM) if has_no_room() => Errno::ENOSPC.into(),
             _ => error,
         };
-        let error = Error::of(ErrorKind::System, "keep memory in", Object::Image(self.path.clone()), error);
+        let error = Error::of(ErrorKind::System, "keep memory in", Object::File(self.path.clone()), error);
         error.help("free room there, or name another directory by --share")
     }
 }

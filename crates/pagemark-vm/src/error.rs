@@ -84,6 +84,8 @@ pub enum Object {
     Disk(String),
     /// An image of a disk.
     Image(PathBuf),
+    /// Another file, or a directory.
+    File(PathBuf),
 }
 
 impl fmt::Display for Object {
@@ -96,6 +98,7 @@ impl fmt::Display for Object {
             Object::Device(name) => write!(f, "the device {}", name.escape_debug()),
             Object::Disk(label) => write!(f, "the disk {}", label.escape_debug()),
             Object::Image(path) => write!(f, "the image {}", path.display()),
+            Object::File(path) => write!(f, "{}", path.display()),
             Object::Block(id) => write!(f, "the memory block {}", id.escape_debug()),
         }
     }

@@ -336,7 +336,7 @@ fn name(label: &str) -> String {
 }
 
 fn path(path: &Path) -> Object {
-    Object::Image(path.to_owned())
+    Object::File(path.to_owned())
 }
 
 #[cfg(test)]

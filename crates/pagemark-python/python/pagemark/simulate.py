@@ -30,6 +30,10 @@ RETRIES: int = 3
 #: Memory that a Ray of our own reserves. Results go to files, not through it.
 OBJECT_STORE_BYTES: int = 100 << 20
 
+#: How directories begin that have the files of a Ray of our own. Ray leaves its logs behind, and
+#: sockets in it have short paths.
+OWN: str = "/tmp/pagemark-ray-"
+
 #: Seconds from one look at the tasks to the next.
 LOOK: float = 0.5
 
@@ -175,15 +179,21 @@ class Run:
 
         quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
         workers = self.plan["workers"]
+        is_connected = True
         try:
             ray.init(address=self.plan["address"], **quiet)
+            # One that another run has started ends with that run.
+            if self.plan["address"] == "auto" and any(node["RayletSocketName"].startswith(OWN) for node in ray.nodes()):
+                ray.shutdown()
+                is_connected = False
         except ConnectionError as error:
             if self.plan["address"] != "auto":
                 hint = "if that Ray asks for a token, set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN if Ray keeps none"
                 message = f"pagemark: cannot connect to Ray at {self.plan['address']}: {error}"
                 raise Failed(f"{message}\nhelp: {hint}", 1) from None
-            # Ray leaves its logs behind, and sockets in it have short paths.
-            self.own = tempfile.mkdtemp(prefix="pagemark-ray-", dir="/tmp")
+            is_connected = False
+        if not is_connected:
+            self.own = tempfile.mkdtemp(prefix=os.path.basename(OWN), dir=os.path.dirname(OWN))
             ray.init(
                 address="local",
                 num_cpus=workers,
