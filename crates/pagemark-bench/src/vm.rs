@@ -51,6 +51,14 @@ pub struct Options {
     /// Measurements of each strategy and interval, each between two of the machine alone
     #[arg(long, default_value_t = 3)]
     turns: u32,
+    /// How long the machine is measured alone, and with checkpoints at least, milliseconds
+    /// [default: 2000; 10000 of a compiler]
+    #[arg(long)]
+    alone_ms: Option<u64>,
+    /// The program without an operating system, for where there is no compiler: `bare.c` of this
+    /// benchmark, compiled elsewhere
+    #[arg(long)]
+    program: Option<PathBuf>,
     /// Mechanism of pre-copy and stop-and-copy; kvm-log and kvm-ring also of copy-on-write, and
     /// then of a machine whose memory is shared [default: the one that Pagemark chooses]
     #[arg(long)]
@@ -75,10 +83,10 @@ const WARM_UP: u32 = 4;
 /// How long the machine is observed for the cost model.
 const OBSERVED: Duration = Duration::from_secs(4);
 
-/// How long the machine is measured by itself, and with checkpoints at least.
-const ALONE: Duration = Duration::from_secs(2);
+/// How long the machine is measured by itself, milliseconds.
+const ALONE_MS: u64 = 2000;
 /// The same of a compiler, which takes some tenths of a second for a pass.
-const ALONE_COMPILING: Duration = Duration::from_secs(10);
+const ALONE_COMPILING_MS: u64 = 10_000;
 
 /// What checkpoints of one strategy cost.
 #[derive(serde::Serialize)]
@@ -177,6 +185,7 @@ impl Options {
             work: self.work,
             pages: self.pages,
             guest: self.guest.clone(),
+            program: self.program.clone(),
             mechanism: self.mechanism.unwrap_or_else(|| Mechanism::choose(Scope::Machine)),
         })
     }
@@ -199,7 +208,8 @@ impl Options {
     }
 
     fn alone(&self) -> Duration {
-        if self.work == Work::Compile { ALONE_COMPILING } else { ALONE }
+        let default = if self.work == Work::Compile { ALONE_COMPILING_MS } else { ALONE_MS };
+        Duration::from_millis(self.alone_ms.unwrap_or(default))
     }
 }
 

@@ -67,7 +67,7 @@ fn execute(arguments: Vec<OsString>, inherited: Option<Inherited>) -> u8 {
         name.push(value);
         name
     }));
-    let environment: Vec<CString> = environment.into_iter().map(start::shown).collect();
+    let environment = start::shown(&environment);
     let arguments = strings(&mut arguments.into_iter());
     let Some((path, arguments)) = arguments.split_first() else { return fail(USAGE) };
     let again = [c"pagemark-kvm".into()];

@@ -44,12 +44,17 @@ pub fn hidden(entry: &CStr) -> CString {
     CString::new([HIDDEN, bytes].concat()).unwrap_or_default()
 }
 
-/// The entry as the program gave it.
-pub fn shown(entry: CString) -> CString {
-    match entry.to_bytes().strip_prefix(HIDDEN) {
-        Some(bytes) => CString::new(bytes).unwrap_or_default(),
-        None => entry,
-    }
+/// The environment of the program, of that of the monitor. A variable that is passed through has
+/// the place of the monitor's own.
+pub fn shown(entries: &[CString]) -> Vec<CString> {
+    let passed = |entry: &CString| entry.to_bytes().strip_prefix(HIDDEN).map(<[u8]>::to_vec);
+    let name = |entry: &[u8]| entry.split(|&byte| byte == b'=').next().map(<[u8]>::to_vec);
+    let replaced: Vec<_> = entries.iter().filter_map(passed).map(|entry| name(&entry)).collect();
+    let shown = entries.iter().filter_map(|entry| match passed(entry) {
+        Some(bytes) => CString::new(bytes).ok(),
+        None => (!replaced.contains(&name(entry.to_bytes()))).then(|| entry.clone()),
+    });
+    shown.collect()
 }
 
 #[cfg(test)]
@@ -68,9 +73,17 @@ mod tests {
 
     #[test]
     fn the_environment_comes_through() {
-        for entry in [c"A=b", c"LD_PRELOAD=x", c"LD_=", c"PATH=LD_PRELOAD", c"GLIBC_TUNABLES=a=b"] {
-            assert_eq!(shown(hidden(entry)).as_c_str(), entry);
-        }
+        let entries = [c"A=b", c"LD_PRELOAD=x", c"LD_=", c"PATH=LD_PRELOAD", c"GLIBC_TUNABLES=a=b"].map(CString::from);
+        assert_eq!(shown(&entries.each_ref().map(|entry| hidden(entry))), entries);
         assert_eq!(hidden(c"LD_PRELOAD=x").to_str(), Ok(&*format!("{PRELOAD}=x")));
+    }
+
+    #[test]
+    fn what_is_passed_through_replaces_what_the_monitor_has() {
+        let passed = CString::new(format!("{PRELOAD}=of the program")).expect("no zero");
+        let monitors = [c"A=b".to_owned(), c"LD_PRELOAD=of the monitor".to_owned(), c"LD_PRELOADED=c".to_owned()];
+        let expected = [c"A=b", c"LD_PRELOADED=c", c"LD_PRELOAD=of the program"].map(CString::from);
+        assert_eq!(shown(&[&monitors[..], &[passed]].concat()), expected);
+        assert_eq!(shown(&monitors), monitors);
     }
 }

@@ -74,6 +74,8 @@ pub(super) struct Plan {
     /// The directory with the kernel and the initrd of a Linux guest; None for a program without
     /// an operating system.
     pub(super) guest: Option<PathBuf>,
+    /// That program, where it is compiled already.
+    pub(super) program: Option<PathBuf>,
     /// The machine can be tracked by it.
     pub(super) mechanism: Mechanism,
 }
@@ -118,7 +120,11 @@ impl Plan {
                 add(&["-drive", &format!("file={},format=raw,if=virtio", path("disk"))]);
             }
             None => {
-                let program = compile(directory)?.display().to_string();
+                let program = match &self.program {
+                    Some(program) => program.clone(),
+                    None => compile(directory)?,
+                };
+                let program = program.display().to_string();
                 add(&["-kernel", &program, "-append", &format!("{} {}", self.mib, self.pages)]);
             }
         }
