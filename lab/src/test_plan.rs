@@ -11,7 +11,7 @@ use crate::batch::{self, GuestTest, TestResult};
 use crate::kernel::Kernel;
 use crate::machine::Machine;
 use crate::test_programs::{CPrograms, TestBinaries};
-use crate::{Error, Result, cache, command, selftests, series};
+use crate::{Error, Result, cache, command, packages, selftests, series};
 
 /// Debian's kernel changes its own code as it runs, which the emulator does not always get right
 /// with several processors.
@@ -273,6 +273,11 @@ impl Programs {
         self.directory.0.join("compiled")
     }
 
+    /// The program of a machine that QEMU has on Bochs.
+    fn program_under_kvm(&self) -> PathBuf {
+        self.compiled().join("under-kvm")
+    }
+
     /// What the tests on Bochs need, with the programs that are compiled for them.
     fn files_on_vmx(&self) -> Result<Vec<PathBuf>> {
         let mut files = vec![crate::source_root().join("lab/guest/batch.sh")];
@@ -285,6 +290,13 @@ impl Programs {
             command::output(&mut compile, "compiling the programs of the tests", "see the errors above")?;
             files.push(tests.clone());
             files.extend(["pagemark-kvm", "pagemark-bench"].map(|name| binaries.program(name)));
+            files.push(binaries.library("libpagemark_kvm_preload.so"));
+            files.push(self.program_under_kvm());
+            let mut compile = Command::new(binaries.program("pagemark-bench"));
+            compile.args(["vm", "--compile-only", "--program"]).arg(self.program_under_kvm());
+            command::output(&mut compile, "compiling a machine's program", "see the errors above")?;
+            packages::install(&QEMU_PACKAGES)?;
+            files.extend(QEMU_FILES.map(PathBuf::from));
         }
         Ok(files)
     }
@@ -348,6 +360,21 @@ const NOT_ON_BOCHS: [&str; 8] = [
 /// written pages has entries.
 const TRANSACTIONS: &str = "region --mib 8 --wpp 1 --ppt 1024 --rounds 1 --tcount 3 --round-ms 1 \
                             --mechanism kvm-log,kvm-scan,pagemap-scan";
+
+/// Checkpoints of a machine that QEMU has, by KVM's log. Times are short, because little time of the
+/// machine on Bochs passes while QEMU's runs.
+const CHECKPOINTS: &str = "vm --accel kvm --mechanism kvm-log --mib 8 --pages 1024 --every-ms 20 --alone-ms 60 \
+                           --checkpoints 3 --turns 1 --peers 0";
+
+/// QEMU, and what it reads, on Bochs.
+const QEMU_PACKAGES: [&str; 3] = ["qemu-system-x86", "qemu-utils", "seabios"];
+const QEMU_FILES: [&str; 5] = [
+    "/usr/bin/qemu-system-x86_64",
+    "/usr/bin/qemu-img",
+    "/usr/share/seabios/bios-256k.bin",
+    "/usr/share/qemu/kvmvapic.bin",
+    "/usr/share/qemu/multiboot_dma.bin",
+];
 
 /// The tests of a part, in order.
 fn tests(part: Part, extent: Extent, programs: &Programs) -> Result<Vec<GuestTest>> {
@@ -461,7 +488,7 @@ fn tests(part: Part, extent: Extent, programs: &Programs) -> Result<Vec<GuestTes
         }
         Part::Vmx => {
             if let Some(binaries) = &programs.binaries {
-                tests.extend(on_vmx(binaries, &programs.compiled())?);
+                tests.extend(on_vmx(binaries, programs)?);
             }
         }
         Part::Migration => {
@@ -501,11 +528,11 @@ fn tests(part: Part, extent: Extent, programs: &Programs) -> Result<Vec<GuestTes
     Ok(tests)
 }
 
-/// Programs in the machine where there is no compiler: `compiled` has them.
-fn on_vmx(binaries: &TestBinaries, compiled: &Path) -> Result<Vec<GuestTest>> {
+/// Programs in the machine, and a machine of QEMU, where there is no compiler.
+fn on_vmx(binaries: &TestBinaries, compiled: &Programs) -> Result<Vec<GuestTest>> {
     let skipped: String = NOT_ON_BOCHS.iter().map(|name| format!(" --skip {name}")).collect();
     let programs = libtest(&binaries.find("pagemark-kvm", "programs")?.path, &format!("--test-threads 1{skipped}"));
-    let programs = format!("export PAGEMARK_TEST_PROGRAMS={}; {programs}", quoted(compiled));
+    let programs = format!("export PAGEMARK_TEST_PROGRAMS={}; {programs}", quoted(&compiled.compiled()));
     let [machine, bench] = ["pagemark-kvm", "pagemark-bench"].map(|name| binaries.program(name));
     // A transaction that writes more pages than the processor's log has entries fills it.
     let events = format!(
@@ -514,7 +541,19 @@ fn on_vmx(binaries: &TestBinaries, compiled: &Path) -> Result<Vec<GuestTest>> {
         quoted(&machine),
         quoted(&bench)
     );
-    Ok(vec![GuestTest::new("programs in the machine", programs), GuestTest::new("events of transactions", events)])
+    // A pass fills the log and raises no fault; early activation raises fewer than late.
+    let checkpoints = format!(
+        "found=$({} {CHECKPOINTS} --program {}) && echo \"$found\" && echo \"$found\" | \
+         awk '/counts for each pass/ {{ within = 1 }} within && /^pre-copy/ {{ full = $NF >= 1 && $5 == 0 }} \
+         within && /early/ {{ early = $6 }} within && /late/ {{ late = $6 }} END {{ exit !(full && early < late) }}'",
+        quoted(&bench),
+        quoted(&compiled.program_under_kvm())
+    );
+    Ok(vec![
+        GuestTest::new("programs in the machine", programs),
+        GuestTest::new("events of transactions", events),
+        GuestTest::new("events of a machine", checkpoints),
+    ])
 }
 
 /// The tests of an older kernel of a distribution: what works there, trackers, regions, a process

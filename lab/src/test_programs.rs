@@ -156,6 +156,13 @@ impl TestBinaries {
         self.directory().unwrap_or(Path::new("")).join(name)
     }
 
+    /// A library of the workspace. Cargo leaves it in one of two places, where an older one may be.
+    pub fn library(&self, name: &str) -> PathBuf {
+        let places = [self.program(name), self.program("deps").join(name)];
+        let changed = |place: &PathBuf| place.metadata().and_then(|found| found.modified()).ok();
+        places.into_iter().max_by_key(changed).unwrap_or_default()
+    }
+
     /// The directory of the build, which the tests use.
     pub fn directory(&self) -> Option<&Path> {
         self.binaries.first().and_then(|binary| binary.path.parent()?.parent())

@@ -59,6 +59,9 @@ pub struct Options {
     /// benchmark, compiled elsewhere
     #[arg(long)]
     program: Option<PathBuf>,
+    /// Compile that program, and end
+    #[arg(long, requires = "program")]
+    compile_only: bool,
     /// Mechanism of pre-copy and stop-and-copy; kvm-log and kvm-ring also of copy-on-write, and
     /// then of a machine whose memory is shared [default: the one that Pagemark chooses]
     #[arg(long)]
@@ -110,7 +113,7 @@ struct Row {
     kvm: CountsPerPass,
     kvm_alone: CountsPerPass,
     /// Full page-modification logs in a second.
-    full_logs_a_second: Samples,
+    full_logs_per_pass: Samples,
     /// From one checkpoint to the next.
     interval_ms: Samples,
     /// What the cost model says of it, from an observation before.
@@ -218,6 +221,9 @@ impl Options {
 /// # Errors
 /// There is no QEMU or no compiler for the machine's program, or a checkpoint failed.
 pub fn run(options: &Options) -> Result<(), BenchError> {
+    if let (true, Some(program)) = (options.compile_only, &options.program) {
+        return machine::compile(program);
+    }
     let mut builder = tempfile::Builder::new();
     let builder = builder.prefix("pagemark-bench-");
     let directory = match &options.directory {
@@ -255,7 +261,7 @@ pub fn run(options: &Options) -> Result<(), BenchError> {
                 }
             });
             let (downtime_us, memory_downtime_us, paused_us) = Default::default();
-            let (stop_us, disks_us, devices_us, full_logs_a_second) = Default::default();
+            let (stop_us, disks_us, devices_us, full_logs_per_pass) = Default::default();
             let (dirty_pages, written_bytes, throughput_ratio) = Default::default();
             rows.push((
                 way,
@@ -273,7 +279,7 @@ pub fn run(options: &Options) -> Result<(), BenchError> {
                     throughput_ratio,
                     kvm: CountsPerPass::default(),
                     kvm_alone: CountsPerPass::default(),
-                    full_logs_a_second,
+                    full_logs_per_pass,
                     interval_ms: Samples::default(),
                     predicted,
                 },
@@ -349,11 +355,10 @@ fn measure(
         row.interval_ms.push(begin.elapsed().as_secs_f64() * 1e3);
     }
     let passes = machine.passes()? - first_pass;
-    let seconds = measured_from.elapsed().as_secs_f64();
-    let rate = passes as f64 / seconds;
+    let rate = passes as f64 / measured_from.elapsed().as_secs_f64();
     let last_full = full_logs.as_mut().and_then(|full_logs| full_logs.count());
-    if let (Some(first), Some(last)) = (first_full, last_full) {
-        row.full_logs_a_second.push(last.saturating_sub(first) as f64 / seconds);
+    if let (Some(first), Some(last), 1..) = (first_full, last_full, passes) {
+        row.full_logs_per_pass.push(last.saturating_sub(first) as f64 / passes as f64);
     }
     row.kvm.push(first_counts, machine.kvm_counts(), passes);
     for pause in machine.pauses()? {
@@ -414,9 +419,9 @@ fn table_of_counts(rows: &[Row]) -> Table {
         ">alone",
         ">TLB flushes",
         ">alone",
-        ">full logs/s",
+        ">full logs",
     ]);
-    for Row { strategy, every_ms, kvm, kvm_alone, full_logs_a_second, .. } in rows {
+    for Row { strategy, every_ms, kvm, kvm_alone, full_logs_per_pass, .. } in rows {
         let median = |samples: &Samples| match samples.median() {
             median if median.is_nan() => "-".to_owned(),
             median => format!("{median:.1}"),
@@ -430,7 +435,7 @@ fn table_of_counts(rows: &[Row]) -> Table {
             median(&kvm_alone.page_faults),
             median(&kvm.tlb_flushes),
             median(&kvm_alone.tlb_flushes),
-            median(full_logs_a_second),
+            median(full_logs_per_pass),
         ]);
     }
     table

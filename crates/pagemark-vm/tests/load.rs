@@ -216,11 +216,10 @@ fn checkpoints_of(arguments: &[&str], way: Way, processors: u32, count: u64) {
     machine.wait().unwrap();
 }
 
-/// Checkpoints of each machine in each run of the tests, in a full one, and in a machine of the
-/// lab.
+/// Checkpoints of each machine in each run of the tests and in a machine of the lab, where each
+/// takes a minute, and in a full run.
 const FEW: u64 = 6;
 const MANY: u64 = 200;
-const MANY_IN_EMULATION: u64 = 20;
 
 #[test]
 fn checkpoints_under_load_hold_the_memory_of_the_freeze() {
@@ -310,47 +309,47 @@ many_checkpoints! {
 #[test]
 #[ignore = "a machine of the lab runs it"]
 fn private_memory_is_checkpointed_by_the_log_of_kvm() {
-    checkpoints_of(&UNDER_KVM, by_kvm(Mechanism::KvmLog), 1, MANY_IN_EMULATION);
+    checkpoints_of(&UNDER_KVM, by_kvm(Mechanism::KvmLog), 1, FEW);
 }
 
 #[test]
 #[ignore = "a machine of the lab runs it"]
 fn shared_memory_is_checkpointed_by_the_log_of_kvm() {
-    checkpoints_of(&WITH_VIEWS, by_kvm(Mechanism::KvmLog), 1, MANY_IN_EMULATION);
+    checkpoints_of(&WITH_VIEWS, by_kvm(Mechanism::KvmLog), 1, FEW);
 }
 
 #[test]
 #[ignore = "a machine of the lab runs it"]
 fn private_memory_is_copied_on_write_without_the_log_of_kvm() {
-    checkpoints_of(&UNDER_KVM, COPY_ON_WRITE, 1, MANY_IN_EMULATION);
+    checkpoints_of(&UNDER_KVM, COPY_ON_WRITE, 1, FEW);
 }
 
 #[test]
 #[ignore = "a machine of the lab runs it"]
 fn private_memory_is_copied_on_write_by_the_log_of_kvm() {
-    checkpoints_of(&UNDER_KVM, on_write_by_kvm(Mechanism::KvmLog, Activation::Early), 1, MANY_IN_EMULATION);
+    checkpoints_of(&UNDER_KVM, on_write_by_kvm(Mechanism::KvmLog, Activation::Early), 1, FEW);
 }
 
 #[test]
 #[ignore = "a machine of the lab runs it"]
 fn shared_memory_is_copied_on_write_by_the_log_of_kvm_with_early_activation() {
-    checkpoints_of(&WITH_VIEWS, on_write_by_kvm(Mechanism::KvmLog, Activation::Early), 1, MANY_IN_EMULATION);
+    checkpoints_of(&WITH_VIEWS, on_write_by_kvm(Mechanism::KvmLog, Activation::Early), 1, FEW);
 }
 
 #[test]
 #[ignore = "a machine of the lab runs it"]
 fn shared_memory_is_copied_on_write_by_the_log_of_kvm_with_late_activation() {
-    checkpoints_of(&WITH_VIEWS, on_write_by_kvm(Mechanism::KvmLog, Activation::Late), 1, MANY_IN_EMULATION);
+    checkpoints_of(&WITH_VIEWS, on_write_by_kvm(Mechanism::KvmLog, Activation::Late), 1, FEW);
 }
 
 #[test]
 #[ignore = "a machine of the lab runs it"]
 fn shared_memory_is_checkpointed_by_the_rings_of_kvm() {
-    checkpoints_of(&WITH_VIEWS, by_kvm(Mechanism::KvmRing), 1, MANY_IN_EMULATION);
+    checkpoints_of(&WITH_VIEWS, by_kvm(Mechanism::KvmRing), 1, FEW);
 }
 
 #[test]
 #[ignore = "a machine of the lab runs it"]
 fn shared_memory_is_copied_on_write_by_the_rings_of_kvm() {
-    checkpoints_of(&WITH_VIEWS, on_write_by_kvm(Mechanism::KvmRing, Activation::Early), 1, MANY_IN_EMULATION);
+    checkpoints_of(&WITH_VIEWS, on_write_by_kvm(Mechanism::KvmRing, Activation::Early), 1, FEW);
 }

@@ -122,7 +122,11 @@ impl Plan {
             None => {
                 let program = match &self.program {
                     Some(program) => program.clone(),
-                    None => compile(directory)?,
+                    None => {
+                        let program = directory.join("bare");
+                        compile(&program)?;
+                        program
+                    }
                 };
                 let program = program.display().to_string();
                 add(&["-kernel", &program, "-append", &format!("{} {}", self.mib, self.pages)]);
@@ -344,17 +348,17 @@ impl Drop for Killed {
 }
 
 /// Compiles the machine's program.
-fn compile(directory: &Path) -> Result<PathBuf, BenchError> {
-    let (source, program) = (directory.join("bare.c"), directory.join("bare"));
+pub(super) fn compile(program: &Path) -> Result<(), BenchError> {
+    let source = program.with_extension("c");
     std::fs::write(&source, include_str!("guest/bare.c")).map_err(BenchError::on("write the machine's program"))?;
     let mut compiler = Command::new("cc");
     compiler.args(["-m32", "-O2", "-ffreestanding", "-fno-pic", "-fno-stack-protector", "-nostdlib", "-static"]);
     // The header must be at the begin of the file.
     compiler.args(["-Wl,--section-start=.multiboot=0x100000", "-Wl,-Ttext=0x101000", "-Wl,--build-id=none"]);
-    compiler.args(["-Wl,-z,max-page-size=4096", "-Wl,-z,noexecstack", "-o"]).arg(&program).arg(&source);
+    compiler.args(["-Wl,-z,max-page-size=4096", "-Wl,-z,noexecstack", "-o"]).arg(program).arg(&source);
     let output = compiler.output().map_err(BenchError::on("start the compiler cc"))?;
     match output.status.success() {
-        true => Ok(program),
+        true => Ok(()),
         false => Err(workload(String::from_utf8_lossy(&output.stderr).into_owned())),
     }
 }
