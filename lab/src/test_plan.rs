@@ -361,8 +361,8 @@ const NOT_ON_BOCHS: [&str; 8] = [
 const TRANSACTIONS: &str = "region --mib 8 --wpp 1 --ppt 1024 --rounds 1 --tcount 3 --round-ms 1 \
                             --mechanism kvm-log,kvm-scan,pagemap-scan";
 
-/// Checkpoints of a machine that QEMU has, by KVM's log. Times are short, because little time of the
-/// machine on Bochs passes while QEMU's runs.
+/// Checkpoints of a machine that QEMU has, by KVM's log. Times are short, because little time of
+/// the machine on Bochs passes while QEMU's runs.
 const CHECKPOINTS: &str = "vm --accel kvm --mechanism kvm-log --mib 8 --pages 1024 --every-ms 20 --alone-ms 60 \
                            --checkpoints 3 --turns 1 --peers 0";
 
