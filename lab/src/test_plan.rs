@@ -224,8 +224,10 @@ impl Programs {
         let mut machine = Machine::new(part.kernels(extent)[0]);
         machine.limit = Duration::from_secs(2 * extent.hangs_s());
         machine.niceness = niceness;
-        if let Some(directory) = self.binaries.as_ref().and_then(TestBinaries::directory) {
-            // A build directory that the machine has of its own would hide this one.
+        if let Some(directory) = self.binaries.as_ref().and_then(TestBinaries::directory)
+            && part != Part::Vmx
+        {
+            // A build directory that the machine has of its own would hide this one. On Bochs, it would be copied.
             machine.shares.push(directory.to_owned());
         }
         match part {
