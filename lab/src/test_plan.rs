@@ -224,12 +224,6 @@ impl Programs {
         let mut machine = Machine::new(part.kernels(extent)[0]);
         machine.limit = Duration::from_secs(2 * extent.hangs_s());
         machine.niceness = niceness;
-        if let Some(directory) = self.binaries.as_ref().and_then(TestBinaries::directory)
-            && part != Part::Vmx
-        {
-            // A build directory that the machine has of its own would hide this one. On Bochs, it would be copied.
-            machine.shares.push(directory.to_owned());
-        }
         match part {
             // Two nodes, so that pages can be made to migrate.
             Part::Ldt => machine.append = "numa=fake=2".to_owned(),
@@ -247,6 +241,13 @@ impl Programs {
                 machine.processors = STOCK_PROCESSORS
             }
             _ => {}
+        }
+        // On Bochs, all of it would be copied.
+        if let Some(directory) = self.binaries.as_ref().and_then(TestBinaries::directory)
+            && !machine.on_bochs
+        {
+            // A build directory that the machine has of its own would hide this one.
+            machine.shares.push(directory.to_owned());
         }
         let mut tests = tests(part, extent, self)?;
         let mut file = File::options().append(true).create(true).open(log).map_err(Error::file("open", log))?;
@@ -531,10 +532,10 @@ fn tests(part: Part, extent: Extent, programs: &Programs) -> Result<Vec<GuestTes
 }
 
 /// Programs in the machine, and a machine of QEMU, where there is no compiler.
-fn on_vmx(binaries: &TestBinaries, compiled: &Programs) -> Result<Vec<GuestTest>> {
+fn on_vmx(binaries: &TestBinaries, programs: &Programs) -> Result<Vec<GuestTest>> {
     let skipped: String = NOT_ON_BOCHS.iter().map(|name| format!(" --skip {name}")).collect();
-    let programs = libtest(&binaries.find("pagemark-kvm", "programs")?.path, &format!("--test-threads 1{skipped}"));
-    let programs = format!("export PAGEMARK_TEST_PROGRAMS={}; {programs}", quoted(&compiled.compiled()));
+    let inside = libtest(&binaries.find("pagemark-kvm", "programs")?.path, &format!("--test-threads 1{skipped}"));
+    let inside = format!("export PAGEMARK_TEST_PROGRAMS={}; {inside}", quoted(&programs.compiled()));
     let [machine, bench] = ["pagemark-kvm", "pagemark-bench"].map(|name| binaries.program(name));
     // A transaction that writes more pages than the processor's log has entries fills it.
     let events = format!(
@@ -549,10 +550,10 @@ fn on_vmx(binaries: &TestBinaries, compiled: &Programs) -> Result<Vec<GuestTest>
          awk '/counts for each pass/ {{ within = 1 }} within && /^pre-copy/ {{ full = $NF >= 1 && $5 == 0 }} \
          within && /early/ {{ early = $6 }} within && /late/ {{ late = $6 }} END {{ exit !(full && early < late) }}'",
         quoted(&bench),
-        quoted(&compiled.program_under_kvm())
+        quoted(&programs.program_under_kvm())
     );
     Ok(vec![
-        GuestTest::new("programs in the machine", programs),
+        GuestTest::new("programs in the machine", inside),
         GuestTest::new("events of transactions", events),
         GuestTest::new("events of a machine", checkpoints),
     ])

@@ -86,10 +86,10 @@ const WARM_UP: u32 = 4;
 /// How long the machine is observed for the cost model.
 const OBSERVED: Duration = Duration::from_secs(4);
 
-/// How long the machine is measured by itself, milliseconds.
-const ALONE_MS: u64 = 2000;
+/// How long the machine is measured by itself, and with checkpoints at least.
+const ALONE: Duration = Duration::from_secs(2);
 /// The same of a compiler, which takes some tenths of a second for a pass.
-const ALONE_COMPILING_MS: u64 = 10_000;
+const ALONE_COMPILING: Duration = Duration::from_secs(10);
 
 /// What checkpoints of one strategy cost.
 #[derive(serde::Serialize)]
@@ -112,7 +112,7 @@ struct Row {
     /// What KVM counts while checkpoints are taken, and without them.
     kvm: CountsPerPass,
     kvm_alone: CountsPerPass,
-    /// Full page-modification logs in a second.
+    /// Full page-modification logs, with checkpoints, for each pass of the program.
     full_logs_per_pass: Samples,
     /// From one checkpoint to the next.
     interval_ms: Samples,
@@ -211,8 +211,8 @@ impl Options {
     }
 
     fn alone(&self) -> Duration {
-        let default = if self.work == Work::Compile { ALONE_COMPILING_MS } else { ALONE_MS };
-        Duration::from_millis(self.alone_ms.unwrap_or(default))
+        let default = if self.work == Work::Compile { ALONE_COMPILING } else { ALONE };
+        self.alone_ms.map_or(default, Duration::from_millis)
     }
 }
 

@@ -44,17 +44,20 @@ pub fn hidden(entry: &CStr) -> CString {
     CString::new([HIDDEN, bytes].concat()).unwrap_or_default()
 }
 
-/// The environment of the program, of that of the monitor. A variable that is passed through has
-/// the place of the monitor's own.
+/// The program's environment, made of the monitor's. A variable that is passed through has the
+/// place of the monitor's own.
 pub fn shown(entries: &[CString]) -> Vec<CString> {
-    let passed = |entry: &CString| entry.to_bytes().strip_prefix(HIDDEN).map(<[u8]>::to_vec);
-    let name = |entry: &[u8]| entry.split(|&byte| byte == b'=').next().map(<[u8]>::to_vec);
-    let replaced: Vec<_> = entries.iter().filter_map(passed).map(|entry| name(&entry)).collect();
-    let shown = entries.iter().filter_map(|entry| match passed(entry) {
+    let passed: Vec<&[u8]> = entries.iter().filter_map(|entry| entry.to_bytes().strip_prefix(HIDDEN)).collect();
+    let shown = entries.iter().filter_map(|entry| match entry.to_bytes().strip_prefix(HIDDEN) {
         Some(bytes) => CString::new(bytes).ok(),
-        None => (!replaced.contains(&name(entry.to_bytes()))).then(|| entry.clone()),
+        None => (!passed.iter().any(|passed| name(passed) == name(entry.to_bytes()))).then(|| entry.clone()),
     });
     shown.collect()
+}
+
+/// The name of the variable of an entry.
+fn name(entry: &[u8]) -> &[u8] {
+    entry.split(|&byte| byte == b'=').next().unwrap_or(entry)
 }
 
 #[cfg(test)]

@@ -66,14 +66,12 @@ fn program_in_c(directory: &Path) -> PathBuf {
     program
 }
 
-const STRATEGIES: [&str; 3] = ["separate", "by-history", "by-cost"];
-
 #[test]
 fn a_program_in_c_saves_all_that_it_writes() {
     let directory = tempfile::tempdir().unwrap();
     let program = program_in_c(directory.path());
     for parts in [1, 4, 8] {
-        for strategy in STRATEGIES {
+        for strategy in ["separate", "by-history", "by-cost"] {
             let text = printed(Command::new(&program).arg(strategy).env("PAGEMARK_HEAP_PARTS", parts.to_string()));
             if text == "not supported\n" {
                 pagemark_testing::skip!("the kernel cannot track a heap");

@@ -179,20 +179,7 @@ class Run:
 
         quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
         workers = self.plan["workers"]
-        is_connected = True
-        try:
-            ray.init(address=self.plan["address"], **quiet)
-            # One that another run has started ends with that run.
-            if self.plan["address"] == "auto" and any(node["RayletSocketName"].startswith(OWN) for node in ray.nodes()):
-                ray.shutdown()
-                is_connected = False
-        except ConnectionError as error:
-            if self.plan["address"] != "auto":
-                hint = "if that Ray asks for a token, set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN if Ray keeps none"
-                message = f"pagemark: cannot connect to Ray at {self.plan['address']}: {error}"
-                raise Failed(f"{message}\nhelp: {hint}", 1) from None
-            is_connected = False
-        if not is_connected:
+        if not self.join(quiet):
             self.own = tempfile.mkdtemp(prefix=os.path.basename(OWN), dir=os.path.dirname(OWN))
             ray.init(
                 address="local",
@@ -205,6 +192,27 @@ class Run:
         processors = int(ray.cluster_resources().get("CPU", 0))
         self.workers = min(processors, workers or processors)
         self.ready = now_us()
+
+    def join(self, quiet: dict[str, Any]) -> bool:
+        """Connects to a Ray that runs. False if none is asked for, and none runs but those of other runs.
+
+        :raises Failed: the Ray that is asked for does not answer.
+        """
+        import ray
+
+        address = self.plan["address"]
+        try:
+            ray.init(address=address, **quiet)
+        except ConnectionError as error:
+            if address == "auto":
+                return False
+            hint = "if that Ray asks for a token, set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN if Ray keeps none"
+            raise Failed(f"pagemark: cannot connect to Ray at {address}: {error}\nhelp: {hint}", 1) from None
+        # One that another run has started ends with that run.
+        if address == "auto" and any(node["RayletSocketName"].startswith(OWN) for node in ray.nodes()):
+            ray.shutdown()
+            return False
+        return True
 
     def simulate(self) -> None:
         """Simulates all intervals.
