@@ -388,7 +388,7 @@ impl Vcpu {
         let run = self.fd.get_kvm_run();
         let reason = run.exit_reason;
         match error {
-            Some(libc::EINTR | libc::EAGAIN) => return Ok(Exit::Interrupted),
+            Some(libc::EINTR | libc::EAGAIN) => return Ok(self.interrupted()),
             Some(libc::EFAULT | libc::EHWPOISON) => return Ok(Exit::NoMemory),
             // The descriptor is closed, or its number kept by that of a machine.
             Some(libc::EBADF | libc::ENOTTY) => return Ok(Exit::Parked),
@@ -404,16 +404,13 @@ impl Vcpu {
         };
         Ok(match reason {
             KVM_EXIT_IO if port == stubs::CALL_PORT => {
-                let stub = self.call_stub;
-                let registers = self.registers();
-                if !(stub..stub + 4).contains(&registers.rip) {
+                if !self.is_in_call_stub() {
                     // The program itself: it gets what `out` gives it outside.
+                    let registers = self.registers();
                     registers.rip = before_out(registers.rip);
                     return Ok(Exit::Exception(Exception { vector: 13, code: 0, address: 0 }));
                 }
-                registers.rip = registers.rcx;
-                registers.rflags = registers.r11;
-                Exit::Call
+                self.begin_call()
             }
             KVM_EXIT_IO if (stubs::EXCEPTION_PORT..stubs::EXCEPTION_PORT + 32).contains(&port) => {
                 Exit::Exception(self.exception((port - stubs::EXCEPTION_PORT) as u8))
@@ -424,6 +421,35 @@ impl Vcpu {
             KVM_EXIT_FAIL_ENTRY => Exit::Stuck(Stuck::Entry(entry)),
             _ => Exit::Stuck(Stuck::Unexpected(reason)),
         })
+    }
+
+    /// Why the program left where a signal made KVM return. In a stub, its `out` was about to be
+    /// executed, and the registers are not yet the program's.
+    fn interrupted(&mut self) -> Exit {
+        if self.is_in_call_stub() {
+            return self.begin_call();
+        }
+        let (registers, first) = (*self.registers(), self.call_stub - stubs::EXCEPTION_STUBS_BYTES);
+        let is_kernel = self.fd.sync_regs().sregs.cs.dpl == 0;
+        match registers.rip.checked_sub(first) {
+            Some(offset) if is_kernel && offset < stubs::EXCEPTION_STUBS_BYTES => {
+                Exit::Exception(self.exception((offset / stubs::STUB_BYTES) as u8))
+            }
+            _ => Exit::Interrupted,
+        }
+    }
+
+    fn is_in_call_stub(&mut self) -> bool {
+        let stub = self.call_stub;
+        (stub..stub + 4).contains(&self.registers().rip)
+    }
+
+    /// The registers are the program's again.
+    fn begin_call(&mut self) -> Exit {
+        let registers = self.registers();
+        registers.rip = registers.rcx;
+        registers.rflags = registers.r11;
+        Exit::Call
     }
 
     /// Reads the frame that the processor pushed.
@@ -459,5 +485,54 @@ impl Vcpu {
     /// The components of the vector state that are enabled (`XCR0`).
     pub fn vector_components(&self) -> u64 {
         if self.has_xsave { self.xcr0 } else { 3 }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::machine::{self, Keeps, Machine};
+
+    /// A signal may come when the program has just entered a stub.
+    #[test]
+    fn an_interrupted_stub_is_what_led_there() {
+        let machine = match machine::open().and_then(|kvm| Machine::new(kvm, Keeps::Log)) {
+            Ok(machine) => machine,
+            Err(error) => pagemark_testing::skip!("no machine under KVM: {error}"),
+        };
+        let mut vcpu = machine.take_vcpu().expect("the first");
+        let stub = vcpu.call_stub;
+        let interrupt = |vcpu: &mut Vcpu| {
+            // SAFETY: a byte of the page that KVM shares.
+            unsafe { vcpu.immediate_exit().write_volatile(1) };
+            vcpu.run().expect("KVM_RUN")
+        };
+        let registers = vcpu.registers();
+        (registers.rip, registers.rcx, registers.r11) = (stub, 0x4000_1000, 0x246);
+        vcpu.commit();
+        assert_eq!(interrupt(&mut vcpu), Exit::Call);
+        let registers = vcpu.registers();
+        assert_eq!((registers.rip, registers.rflags), (0x4000_1000, 0x246));
+
+        // A page fault: the processor has pushed SS, RSP, RFLAGS, CS, RIP, the error code.
+        for (index, word) in [0x2b, 0x4000_3000, 0x246, 0x33, 0x4000_2000, 6].into_iter().enumerate() {
+            vcpu.tables.word(vcpu.page.plus(PAGE - 8 * (index as u64 + 1))).store(word, Ordering::Release);
+        }
+        let synced = vcpu.fd.sync_regs_mut();
+        synced.regs.rip = stub - stubs::EXCEPTION_STUBS_BYTES + 14 * stubs::STUB_BYTES;
+        let data = data_segment();
+        synced.sregs.cs = kvm_segment { selector: KERNEL_CODE, dpl: 0, ..code_segment() };
+        synced.sregs.ss = kvm_segment { selector: KERNEL_CODE + 8, dpl: 0, ..data };
+        synced.sregs.cr2 = 0x4000_5000;
+        vcpu.fd.set_sync_dirty_reg(SyncReg::Register);
+        vcpu.fd.set_sync_dirty_reg(SyncReg::SystemRegister);
+        let fault = Exception { vector: 14, code: 6, address: 0x4000_5000 };
+        assert_eq!(interrupt(&mut vcpu), Exit::Exception(fault));
+        let registers = vcpu.registers();
+        assert_eq!((registers.rip, registers.rsp, registers.rflags), (0x4000_2000, 0x4000_3000, 0x246));
+
+        vcpu.commit();
+        assert_eq!(interrupt(&mut vcpu), Exit::Interrupted);
+        machine.put_vcpu(vcpu);
     }
 }

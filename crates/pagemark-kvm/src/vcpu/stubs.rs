@@ -26,6 +26,11 @@ const PORTS: [u8; 4] = [0xff, 0xff, 0xff ^ 1 << (CALL_PORT - 16), 0xff];
 /// Bytes of the task state, with the bitmap.
 pub const TASK_BYTES: u16 = PORTS_AT + PORTS.len() as u16;
 
+/// Bytes of the stub of an exception.
+pub const STUB_BYTES: u64 = 16;
+/// Bytes of the stubs of all exceptions, behind which that of system calls is.
+pub const EXCEPTION_STUBS_BYTES: u64 = 32 * STUB_BYTES;
+
 /// Guest-virtual addresses of the guest's kernel.
 #[derive(Clone, Copy, Debug)]
 pub struct Stubs {
@@ -49,7 +54,8 @@ pub fn write(memory: &TableMemory, table: &PageTable<'_>) -> Result<Stubs, OutOf
     let bytes: Vec<u8> = entries.iter().flat_map(|entry| entry.to_le_bytes()).collect();
     memory.write(descriptors, &bytes);
     for vector in 0..32u64 {
-        let offset = vector * 16;
+        // An entry of the interrupt table has as many bytes.
+        let offset = vector * STUB_BYTES;
         // out imm8, al; hlt: the host never goes on behind the `out`.
         memory.write(code.plus(offset), &[0xe6, EXCEPTION_PORT as u8 + vector as u8, 0xf4, 0xf4]);
         let handler = code.plus(offset).in_kernel();
@@ -59,7 +65,7 @@ pub fn write(memory: &TableMemory, table: &PageTable<'_>) -> Result<Stubs, OutOf
         memory.write(interrupts.plus(offset), &low.to_le_bytes());
         memory.write(interrupts.plus(offset + 8), &(handler >> 32).to_le_bytes());
     }
-    let call = code.plus(32 * 16);
+    let call = code.plus(EXCEPTION_STUBS_BYTES);
     memory.write(call, &[0xe6, CALL_PORT as u8, 0xf4, 0xf4]);
     Ok(Stubs { descriptors: descriptors.in_kernel(), interrupts: interrupts.in_kernel(), call: call.in_kernel() })
 }
