@@ -66,6 +66,9 @@ pub struct Restore {
     /// had no other interfaces]
     #[arg(long, value_name = "PATH", value_parser = parse_network)]
     network: Option<Network>,
+    /// Let a program that was started by `run --kvm` continue without its virtual machine
+    #[arg(long)]
+    without_kvm: bool,
     /// Control groups: `restore` puts processes back into them where they still exist, `ignore`
     /// leaves processes in the groups of this command
     #[arg(long, value_name = "MODE", default_value = "restore", value_enum)]
@@ -257,6 +260,7 @@ impl Restore {
             .allow_unusual_files(true)
             .ignore_cgroups(self.cgroups == GroupMode::Ignore)
             .on_terminal(true)
+            .without_machine(self.without_kvm)
             .asides_in(asides);
         let restore = match self.time_limit {
             Some(limit) => restore.time_limit(limit),

@@ -11,6 +11,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use pagemark::region::{Region, RegionOptions};
 use pagemark::{Address, AddressRangeExt, ByteCount, Mechanism, PAGE_SIZE, RangeSet};
@@ -88,39 +89,86 @@ fn comes_back(pagemark: &Pagemark, program: &[String], of: &Path) {
 
 /// As [`comes_back`], with a mechanism.
 fn comes_back_tracked_by(pagemark: &Pagemark, program: &[String], of: &Path, mechanism: &str) {
-    let goes_on = |pid: i32, when: &str| {
-        let before = rounds(of);
-        wait_for(&format!("{when}: the program to go on"), || {
-            assert_eq!(violation(of), None, "{when}");
-            assert!(is_alive(pid), "{when}: the program has ended: {}{}", pagemark.log(), pagemark.target_log());
-            (rounds(of) > before + 3).then_some(())
-        });
+    run_and_kill(pagemark, program, of, mechanism);
+    for when in ["restored", "restored again"] {
+        let restored = restore(pagemark, &[]);
+        goes_on(pagemark, of, restored.0, when);
+        assert!(is_in_machine(restored.0), "{when}: it does not run in a machine");
+        checkpoint(pagemark, restored.0, mechanism);
+        goes_on(pagemark, of, restored.0, when);
+    }
+    pagemark.done(&["verify"]);
+}
+
+/// As [`comes_back`], but it leaves its machine when it is restored with `options`, and is then a
+/// program like any other.
+fn comes_back_outside(pagemark: &Pagemark, program: &[String], of: &Path, options: &[&str]) {
+    run_and_kill(pagemark, program, of, "auto");
+    let outside = [&["--without-kvm"], options].concat();
+    for (when, options) in [("restored outside", outside.as_slice()), ("restored again", &[])] {
+        let restored = restore(pagemark, options);
+        goes_on(pagemark, of, restored.0, when);
+        for pid in [&[restored.0][..], &children(restored.0)].concat() {
+            assert_eq!(remains_of_monitor(pid), Vec::<String>::new(), "{when}: process {pid}");
+        }
+        checkpoint(pagemark, restored.0, "auto");
+        goes_on(pagemark, of, restored.0, when);
+    }
+    pagemark.done(&["verify"]);
+}
+
+/// What a process has that programs outside of a machine have not. A process that is about to
+/// execute another program has nothing for a moment.
+fn remains_of_monitor(pid: i32) -> Vec<String> {
+    let link = std::fs::read_link(format!("/proc/{pid}/exe")).unwrap_or_default();
+    let executable = link.to_string_lossy().into_owned();
+    let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).unwrap_or_default();
+    let (files, of_kvm) = open_files(pid);
+    let files = files.into_iter().map(|(_, link)| link).chain((of_kvm > 0).then(|| "KVM".to_owned()));
+    let of_kvm = files.chain([executable.clone()]).filter(|what| what.contains("kvm") || what.contains("KVM"));
+    // In the machine programs are at lower addresses than the monitor's file and heap, the description of
+    // the machine and its tables of pages. Those that were executed since are anywhere.
+    let start = |line: &str| u64::from_str_radix(line.split('-').next().unwrap_or_default(), 16).unwrap_or(0);
+    let was_in_machine = maps.lines().any(|line| line.ends_with(&executable) && start(line) < 0x5000_0000_0000);
+    let is_of_monitor = |line: &&str| {
+        let is_there = (0x5000_0000_0000..0x6000_0000_0000).contains(&start(line));
+        line.contains("kvm") || was_in_machine && is_there
     };
+    of_kvm.chain(maps.lines().filter(is_of_monitor).map(str::to_owned)).collect()
+}
+
+/// Restores the newest checkpoint of the job.
+fn restore(pagemark: &Pagemark, options: &[&str]) -> Restored {
+    let restored = pagemark.json(&[&["restore", "--detach", "--json", "job"], options].concat());
+    Restored(restored["pid"].as_i64().expect("a process id") as i32)
+}
+
+/// The program makes further rounds.
+fn goes_on(pagemark: &Pagemark, of: &Path, pid: i32, when: &str) {
+    let before = rounds(of);
+    wait_for(&format!("{when}: the program to go on"), || {
+        assert_eq!(violation(of), None, "{when}");
+        assert!(is_alive(pid), "{when}: the program has ended: {}{}", pagemark.log(), pagemark.target_log());
+        (rounds(of) > before + 3).then_some(())
+    });
+}
+
+/// Runs a program in a machine with checkpoints, and kills it.
+fn run_and_kill(pagemark: &Pagemark, program: &[String], of: &Path, mechanism: &str) {
     let options = ["--kvm", "--every", "300ms", "--job", "job", "--mechanism", mechanism];
     let mut runner = pagemark.run(&options, program);
     let target = runner.target();
     wait_for("the machine", || is_in_machine(target).then_some(()));
-    goes_on(target, "at the begin");
+    goes_on(pagemark, of, target, "at the begin");
     let files = open_files(target);
     for _ in 0..4 {
         pagemark.checkpoint_after("job", now_unix_us());
-        goes_on(target, "after a checkpoint");
+        goes_on(pagemark, of, target, "after a checkpoint");
     }
     assert!(!pagemark.log().contains("failed"), "{}", pagemark.log());
     assert_eq!(open_files(target), files, "a checkpoint has changed what is open");
     runner.kill();
     kill_tree(target);
-
-    for when in ["restored", "restored again"] {
-        let restored = pagemark.json(&["restore", "--detach", "--json", "job"]);
-        let pid = restored["pid"].as_i64().expect("a process id") as i32;
-        let _restored = Restored(pid);
-        goes_on(pid, when);
-        assert!(is_in_machine(pid), "{when}: it does not run in a machine");
-        checkpoint(pagemark, pid, mechanism);
-        goes_on(pid, when);
-    }
-    pagemark.done(&["verify"]);
 }
 
 /// Checkpoints a process that runs in a machine. One that starts programs all the time may do so at
@@ -144,6 +192,52 @@ fn threads_in_every_state_come_back() {
     let Some(program) = subject(pagemark.directory()) else { skip!("no C compiler") };
     let of = pagemark.directory().to_owned();
     comes_back(&pagemark, &[program.display().to_string(), of.display().to_string()], &of);
+}
+
+#[test]
+fn threads_in_every_state_leave_their_machine() {
+    need_machine!();
+    for options in [&[][..], &["--lazy"]] {
+        let pagemark = Pagemark::new();
+        let Some(program) = subject(pagemark.directory()) else { skip!("no C compiler") };
+        let of = pagemark.directory().to_owned();
+        comes_back_outside(&pagemark, &[program.display().to_string(), of.display().to_string()], &of, options);
+    }
+}
+
+/// If Pagemark is killed while processes leave their machine, all of them have left, or none is
+/// there.
+#[test]
+fn a_restore_out_of_the_machine_that_is_killed_leaves_no_part() {
+    need_machine!();
+    let pagemark = Pagemark::new();
+    let Some(program) = subject(pagemark.directory()) else { skip!("no C compiler") };
+    let of = pagemark.directory().to_owned();
+    let program = [program.display().to_string(), of.display().to_string()];
+    run_and_kill(&pagemark, &program, &of, "auto");
+    let processes = || -> Vec<i32> {
+        let is_one = |pid: &i32| {
+            let arguments = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+            is_alive(*pid) && arguments.starts_with(program[0].as_bytes())
+        };
+        pagemark::sys::proc::processes().expect("/proc").into_iter().filter(is_one).collect()
+    };
+    for after_ms in [40, 70, 90, 110, 130, 150, 180, 220, 300] {
+        let mut restoring =
+            pagemark.command(&["restore", "--without-kvm", "--detach", "job"]).spawn().expect("a restore");
+        std::thread::sleep(Duration::from_millis(after_ms));
+        restoring.kill().expect("a child");
+        restoring.wait().expect("a child");
+        wait_for("all processes to be outside, or to end", || {
+            let pids = processes();
+            let are_outside = pids.len() == 2 && pids.iter().all(|&pid| remains_of_monitor(pid).is_empty());
+            (pids.is_empty() || are_outside).then_some(())
+        });
+        if let Some(&pid) = processes().first() {
+            goes_on(&pagemark, &of, pid, "outside");
+        }
+        processes().into_iter().for_each(kill_and_wait);
+    }
 }
 
 fn threads_come_back_tracked_by(mechanism: &str) {
@@ -358,14 +452,11 @@ fn a_program_that_checks_its_memory_comes_back() {
     comes_back(&pagemark, &[trackee("torture").display().to_string(), of.display().to_string()], &of);
 }
 
-#[test]
-fn a_python_program_that_starts_others_comes_back() {
-    need_machine!();
-    let python = Command::new("python3").args(["-c", "import sys; print(sys.executable)"]).output();
-    let Ok(python) = python else { skip!("no Python") };
+/// A program in Python that has a thread, and starts another program in each round. None without
+/// Python.
+fn python_that_starts_others() -> Option<Vec<String>> {
+    let python = Command::new("python3").args(["-c", "import sys; print(sys.executable)"]).output().ok()?;
     let python = String::from_utf8(python.stdout).expect("UTF-8").trim().to_owned();
-    let pagemark = Pagemark::new();
-    let of = pagemark.directory().to_owned();
     let program = "
 import hashlib, os, subprocess, sys, threading
 def work():
@@ -383,7 +474,23 @@ while True:
     with open('progress', 'a') as progress:
         progress.write(f'ok {number}\\n')
 ";
-    comes_back(&pagemark, &[python, "-c".to_owned(), program.to_owned()], &of);
+    Some(vec![python, "-c".to_owned(), program.to_owned()])
+}
+
+#[test]
+fn a_python_program_that_starts_others_comes_back() {
+    need_machine!();
+    let Some(program) = python_that_starts_others() else { skip!("no Python") };
+    let pagemark = Pagemark::new();
+    comes_back(&pagemark, &program, pagemark.directory());
+}
+
+#[test]
+fn a_python_program_that_starts_others_leaves_its_machine() {
+    need_machine!();
+    let Some(program) = python_that_starts_others() else { skip!("no Python") };
+    let pagemark = Pagemark::new();
+    comes_back_outside(&pagemark, &program, pagemark.directory(), &[]);
 }
 
 #[test]

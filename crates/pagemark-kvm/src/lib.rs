@@ -100,8 +100,8 @@ pub fn run(
     // Without it, the monitor's arguments are shown.
     let _ = sys::arguments::show(&start.arguments, &start.environment);
     drop(image);
-    let process =
-        Arc::new(process::Process::new(program, again.to_vec(), inherited.map(|inherited| inherited.monitor))?);
+    let monitor = inherited.map(|inherited| inherited.monitor);
+    let process = Arc::new(process::Process::new(program, again.to_vec(), monitor, start.stack)?);
     let thread = thread::Thread::new(machine, process, start)?;
     thread.run_main()
 }

@@ -29,6 +29,8 @@ pub struct Process {
     monitor: RawFd,
     /// The arguments before the program's with which the monitor enters a program.
     again: Vec<CString>,
+    /// Where the stack pointer was when the program began.
+    stack: u64,
 }
 
 /// The locks of a process, held during a `fork`.
@@ -43,12 +45,13 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Process {
-    /// A process that runs `program`. Ignored signals stay ignored, as the kernel does it for
-    /// `execve`; all other actions become the default.
+    /// A process that runs `program`, whose stack pointer is `stack` when it begins. Ignored
+    /// signals stay ignored, as the kernel does it for `execve`; all other actions become the
+    /// default.
     ///
     /// # Errors
     /// If the monitor's own file cannot be opened, or `monitor`, an open descriptor of it, is none.
-    pub fn new(program: CString, again: Vec<CString>, monitor: Option<RawFd>) -> Result<Process, Error> {
+    pub fn new(program: CString, again: Vec<CString>, monitor: Option<RawFd>, stack: u64) -> Result<Process, Error> {
         let mut actions = [Action::default(); 65];
         for number in 1..=64 {
             let Ok(own) = signals::action(number) else { continue };
@@ -74,6 +77,7 @@ impl Process {
             status: AtomicI32::new(0),
             monitor,
             again,
+            stack,
         })
     }
 
@@ -87,6 +91,7 @@ impl Process {
             status: AtomicI32::new(0),
             monitor: self.monitor,
             again: self.again.clone(),
+            stack: self.stack,
         }
     }
 
@@ -126,6 +131,11 @@ impl Process {
         &self.again
     }
 
+    /// Where the stack pointer was when the program began: its arguments are there.
+    pub fn stack(&self) -> u64 {
+        self.stack
+    }
+
     /// The path of the program.
     pub fn program(&self) -> CString {
         lock(&self.program).clone()
@@ -158,6 +168,16 @@ impl Process {
                 let _ = self.set_action(number, Some(Action::default()));
             }
         }
+    }
+
+    /// The kernel gets the program's actions in place of the monitor's.
+    ///
+    /// # Errors
+    /// The kernel refuses one.
+    pub fn leave_actions(&self) -> Result<(), i32> {
+        let actions = lock(&self.actions);
+        let of_program = (1..).zip(&actions[1..]).filter(|(_, action)| **action != Action::default());
+        of_program.into_iter().try_for_each(|(number, action)| signals::set_program_action(number, action))
     }
 
     /// Reports a system call that the machine does not have, with the errno that the program gets.

@@ -17,6 +17,7 @@ pub mod dirty_ring;
 pub mod guard_page;
 pub mod host_call;
 pub mod host_vdso;
+pub mod leaving;
 pub mod noted;
 pub mod owned_lock;
 pub mod parking;

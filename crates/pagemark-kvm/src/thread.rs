@@ -20,6 +20,7 @@ use crate::vcpu::{Exception, Exit, Stuck, Vcpu};
 use crate::writes::Writes;
 
 mod calls;
+mod leaving;
 
 use calls::Outcome;
 use calls::signal::{AlternateStack, fault_info};
@@ -121,6 +122,14 @@ impl Thread {
         signals::mask(Some(mask));
         loop {
             self.deliver();
+            if self.machine.is_leaving() {
+                let mask = signals::mask(Some(u64::MAX));
+                // A signal that has come before is delivered first, and sets the mask.
+                if !self.slot.waits() {
+                    self.leave(mask);
+                }
+                continue;
+            }
             if !self.machine.has(&self.vcpu) {
                 // Its descriptor may be open: whoever parked the process may not have got that far.
                 drop(self.use_kvm());
@@ -150,7 +159,7 @@ impl Thread {
                 Ok(Exit::Parked) => {
                     let generation = self.vcpu.generation();
                     drop(self.use_kvm());
-                    if self.vcpu.generation() == generation {
+                    if self.vcpu.generation() == generation && !self.machine.is_leaving() {
                         self.fail("the descriptor of its virtual CPU was closed");
                     }
                 }
@@ -175,7 +184,8 @@ impl Thread {
             number: registers.rax,
             arguments: [registers.rdi, registers.rsi, registers.rdx, registers.r10, registers.r8, registers.r9],
         };
-        let outcome = self.call(call);
+        // Outside of the machine the call is made again.
+        let outcome = if self.machine.is_leaving() { Outcome::Restart } else { self.call(call) };
         match outcome {
             Outcome::Return(result) => self.vcpu.registers().rax = result as u64,
             // The instruction `syscall` has two bytes; `rax` still is the number.
@@ -191,6 +201,10 @@ impl Thread {
 
     fn on_exception(&mut self, exception: Exception) {
         let Exception { vector, code: error, address } = self.corrected(exception);
+        // Other exceptions come again outside of the machine: the instruction has not been executed.
+        if self.machine.is_leaving() && !matches!(vector, 1 | 3 | 4) {
+            return;
+        }
         if vector == 14 {
             let most = if self.search.is_some() { PAGE } else { TABLE_SPAN };
             if let Some(search) = &mut self.search {

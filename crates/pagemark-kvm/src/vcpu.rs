@@ -102,6 +102,8 @@ pub struct Vcpu {
     has_host_time: bool,
     /// How long the host had been suspended when that was set.
     suspended: i64,
+    /// The vector state, if there is no virtual CPU any more that has it.
+    kept: Option<Box<kvm_xsave>>,
 }
 
 /// The address of the instruction `out` that is at or before `instruction`: KVM may or may not have
@@ -169,6 +171,7 @@ impl Vcpu {
             xcr0,
             has_host_time: false,
             suspended: 0,
+            kept: None,
         };
         vcpu.follow_host_time();
         vcpu.fd.set_sync_valid_reg(SyncReg::Register);
@@ -276,6 +279,12 @@ impl Vcpu {
         self.generation = generation;
         self.follow_host_time();
         Ok(())
+    }
+
+    /// Goes on with what was saved of it, without KVM, if it does not yet.
+    pub(crate) fn keep(&mut self, saved: Saved) {
+        // An exception that was on its way comes again: its instruction is executed anew.
+        self.kept.get_or_insert(saved.vector);
     }
 
     fn follow_host_time(&mut self) {
@@ -470,6 +479,9 @@ impl Vcpu {
     /// # Errors
     /// If KVM refuses.
     pub fn vector_state(&self) -> Result<kvm_xsave, Error> {
+        if let Some(kept) = &self.kept {
+            return Ok(kvm_xsave { region: kept.region, ..kvm_xsave::default() });
+        }
         self.fd.get_xsave().map_err(Error::kvm("KVM_GET_XSAVE"))
     }
 
@@ -477,7 +489,11 @@ impl Vcpu {
     ///
     /// # Errors
     /// If KVM refuses it, for example as it has bits set that must be zero.
-    pub fn set_vector_state(&self, state: &kvm_xsave) -> Result<(), Error> {
+    pub fn set_vector_state(&mut self, state: &kvm_xsave) -> Result<(), Error> {
+        if let Some(kept) = &mut self.kept {
+            kept.region = state.region;
+            return Ok(());
+        }
         // SAFETY: AMX is not enabled, so that the state fits into 4096 bytes.
         unsafe { self.fd.set_xsave(state) }.map_err(Error::kvm("KVM_SET_XSAVE"))
     }

@@ -73,6 +73,15 @@ fn call(number: i64) -> Vec<u8> {
     code
 }
 
+/// Instructions that go on at `address`, with the same arguments.
+fn jump(address: u64) -> Vec<u8> {
+    // endbr64; mov rax, address; jmp rax
+    let mut code = vec![0xf3, 0x0f, 0x1e, 0xfa, 0x48, 0xb8];
+    code.extend(address.to_le_bytes());
+    code.extend([0xff, 0xe0]);
+    code
+}
+
 impl Vdso {
     /// The library that has this content. None if it is not as Linux makes it.
     pub fn of(bytes: Vec<u8>) -> Option<Vdso> {
@@ -117,6 +126,20 @@ impl Vdso {
                 let code = call(*number);
                 text[place.start..place.start + code.len()].copy_from_slice(&code);
             }
+        }
+        text
+    }
+
+    /// The library for the program outside of the machine: its functions lead to those of the
+    /// kernel's library at `image`, or make system calls where there is no room to do so.
+    pub fn text_leading_to(&self, image: u64) -> Vec<u8> {
+        let mut text = self.bytes.clone();
+        for Function { place, call: number } in &self.functions {
+            let mut code = jump(image + place.start as u64);
+            if code.len() > place.len() {
+                code = call(*number);
+            }
+            text[place.start..place.start + code.len()].copy_from_slice(&code);
         }
         text
     }
@@ -165,6 +188,24 @@ mod tests {
         }
         let mut processor = u32::MAX;
         let getcpu = at(libc::SYS_getcpu).expect("checked");
+        assert_eq!(run(&memory, getcpu, [&raw mut processor as u64, 0, 0, 0, 0]), 0);
+        assert_ne!(processor, u32::MAX);
+    }
+
+    #[test]
+    fn functions_lead_to_those_of_the_kernels_library() {
+        let Some(own) = host_vdso::find().expect("/proc") else { pagemark_testing::skip!("this kernel maps no vDSO") };
+        let vdso = Vdso::of(own.image).expect("a vDSO as Linux makes it");
+        let memory = host_vdso::tests::Executable::new(&vdso.text_leading_to(own.data.end));
+        let mut time = [0u64; 2];
+        let get = vdso.function(libc::SYS_clock_gettime).expect("checked");
+        let before = pagemark_monotonic();
+        let arguments = [libc::CLOCK_MONOTONIC as u64, time.as_mut_ptr() as u64, 0, 0, 0];
+        assert_eq!(run(&memory, get, arguments), 0);
+        let found = time[0] * 1_000_000_000 + time[1];
+        assert!((before..=pagemark_monotonic()).contains(&found));
+        let mut processor = u32::MAX;
+        let getcpu = vdso.function(libc::SYS_getcpu).expect("checked");
         assert_eq!(run(&memory, getcpu, [&raw mut processor as u64, 0, 0, 0, 0]), 0);
         assert_ne!(processor, u32::MAX);
     }

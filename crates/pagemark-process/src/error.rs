@@ -65,6 +65,8 @@ pub enum ErrorKind {
     DoesNotStop,
     /// The process changes its virtual machine, and cannot give it up at this moment.
     Busy,
+    /// The restored processes cannot continue without their virtual machine.
+    StaysInMachine,
     /// The process has no `syscall` instruction in its code.
     NoInstruction,
     /// The process turns its system calls into signals.

@@ -9,6 +9,7 @@
 //! A helper process in a session of its own does this. If the calling process is killed meanwhile,
 //! the helper finishes, so that the target is never left with foreign registers.
 
+mod leaving;
 mod parked;
 
 use std::ffi::{CStr, CString};
@@ -30,6 +31,7 @@ use crate::error::{Error, ErrorKind, Object, Result};
 use crate::helper;
 use crate::plain_proc::{StatText, each_number, has_exited};
 use crate::ptrace::{self, Registers, Stop, Until};
+pub(crate) use leaving::Remains;
 
 /// Limit of the number of threads that the helper can hold.
 const MAX_THREADS: usize = 1 << 16;
@@ -181,6 +183,25 @@ pub(crate) fn park(pid: i32, parker: Option<i32>) -> Result<()> {
     inject(pid, Work::Park { parker }).map(drop)
 }
 
+/// Has the threads of process `pid`, which leaves its machine, not wait in calls for the program.
+/// `place` is what [`parking::Header::blocking_call`] says. The process must not be traced.
+///
+/// # Errors
+/// An error whose kind says why not.
+pub(crate) fn interrupt_calls(pid: i32, place: [u64; 2]) -> Result<()> {
+    inject(pid, Work::InterruptCalls { place }).map(drop)
+}
+
+/// Removes what is left of the monitor in process `pid`, whose threads have all left it. The
+/// process must not be traced.
+///
+/// # Errors
+/// [`ErrorKind::Busy`]: a thread still is in it, and nothing was removed. Another error says why it
+/// could not be done.
+pub(crate) fn remove_monitor(pid: i32, remains: Remains) -> Result<()> {
+    inject(pid, Work::Remove(remains)).map(drop)
+}
+
 /// The error of a process that cannot give up its machine at this moment.
 pub(crate) fn busy(pid: i32) -> Error {
     let reason = "changes its virtual machine, starts a program in one, or waits for a child made by vfork";
@@ -196,6 +217,10 @@ enum Work {
     Calls(Vec<Call>),
     /// To give up what its process has of KVM.
     Park { parker: Option<i32> },
+    /// Not to wait in calls for the program.
+    InterruptCalls { place: [u64; 2] },
+    /// To remove the monitor.
+    Remove(Remains),
 }
 
 /// Does `work` by system calls of a thread of the process. If that has exited, and nothing was done
@@ -452,6 +477,9 @@ fn run_helper(task: &mut Task) -> libc::c_int {
 /// A step that failed, and the number of the error.
 type Helped<T> = Result<T, (Step, libc::c_int)>;
 
+/// Makes a system call in the process.
+type MakeCall<'c> = &'c dyn Fn(i64, [u64; 6]) -> Helped<i64>;
+
 /// Resumes a thread that made no system call for us.
 fn release(thread: i32) -> Result<(), libc::c_int> {
     let mut registers = ptrace::registers(thread)?;
@@ -532,6 +560,9 @@ fn each_thread(directory: &CStr, mut each: impl FnMut(RawFd, i32) -> Helped<()>)
 /// Makes the stopped thread do the work, and restores it. Returns the descriptor that was copied,
 /// or -1.
 fn do_work(task: &Task) -> Helped<RawFd> {
+    if let Work::InterruptCalls { place } = task.work {
+        return leaving::interrupt_calls(&task.threads, place).map(|()| -1);
+    }
     let thread = task.thread;
     let inspect = |errno| (Step::Inspect, errno);
     let mut original = ptrace::registers(thread).map_err(inspect)?;
@@ -566,6 +597,11 @@ fn do_work(task: &Task) -> Helped<RawFd> {
         Work::Park { parker } => {
             let call = |number, arguments| system_call(task, &original, number, arguments);
             parked::park(thread, *parker, &call).map(|()| -1)
+        }
+        Work::InterruptCalls { .. } => Ok(-1),
+        Work::Remove(remains) => {
+            let call = |number, arguments| system_call(task, &original, number, arguments);
+            leaving::remove(&task.threads, remains, task.instruction, &call).map(|()| -1)
         }
     };
     restore_thread(thread, &original, mask).map_err(|errno| (Step::SystemCall, errno))?;

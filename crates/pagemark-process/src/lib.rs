@@ -40,6 +40,7 @@ pub mod files;
 pub mod freezer;
 pub mod helper;
 pub mod inject;
+mod leaving;
 pub mod objects;
 mod parked;
 mod plain_proc;

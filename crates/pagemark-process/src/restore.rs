@@ -8,6 +8,7 @@
 mod connection;
 mod delivery;
 mod gate;
+mod guard;
 mod image_files;
 mod images;
 mod lazy;
@@ -223,6 +224,16 @@ impl<'a> Restore<'a> {
         self
     }
 
+    /// Has processes that were in a machine of `pagemark-kvm` (`pagemark run --kvm`) continue
+    /// without it: they need no `/dev/kvm` here, and nothing of the monitor is left in them.
+    ///
+    /// Regions that they track by what the machine knows (`kvm-log` and others) are tracked no
+    /// longer: the next commit of one fails.
+    pub fn without_machine(mut self, is_without: bool) -> Self {
+        self.options.without_machine = is_without;
+        self
+    }
+
     /// Leaves the processes stopped, as by SIGSTOP, until they get SIGCONT.
     pub fn stopped(mut self, is_stopped: bool) -> Self {
         self.options.stopped = is_stopped;
@@ -300,6 +311,8 @@ impl<'a> Restore<'a> {
             }
         }
         let Restore { manifest, store, is_lazy, options, criu, scratch: parent, asides, .. } = self;
+        let delivery = Delivery::find(manifest);
+        options.check_machine(&delivery).map_err(RestoreFailure::at(Stage::Check))?;
         let criu = criu.map_or_else(Criu::find, Ok).map_err(RestoreFailure::at(Stage::FindCriu))?;
         // Images that a restore that was killed has left there hold secrets and take up room.
         scratch::sweep(&parent);
@@ -308,7 +321,6 @@ impl<'a> Restore<'a> {
             .map_err(RestoreFailure::at(Stage::Scratch))?;
         let total = ByteCount::of_pages(manifest.spaces.iter().map(|space| space.pages).sum());
         events(RestoreEvent::Preparing { memory: total });
-        let delivery = Delivery::find(manifest);
         if let Err(reason) = &delivery {
             events(RestoreEvent::Staging { reason });
         }

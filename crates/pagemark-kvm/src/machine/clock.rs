@@ -200,8 +200,22 @@ impl Machine {
         }
     }
 
+    /// Outside of the machine, the functions of the library are those of the kernel's.
+    pub(crate) fn take_clock_outside(&self) {
+        let mut space = self.space();
+        let Some(clock) = &space.clock else { return };
+        let host = host_vdso::find().ok().flatten().filter(|host| host.image == clock.vdso.bytes());
+        let text = host.map(|host| clock.vdso.text_leading_to(host.data.end));
+        self.end_clock_with(&mut space, text);
+    }
+
     /// From now on the library makes system calls.
     fn end_clock(&self, space: &mut Space) {
+        self.end_clock_with(space, None);
+    }
+
+    /// From now on the library is `text`, or makes system calls.
+    fn end_clock_with(&self, space: &mut Space, text: Option<Vec<u8>>) {
         let Some(clock) = space.clock.take() else { return };
         let image = clock.image();
         // If it is not what was written there, the program has something else.
@@ -209,7 +223,7 @@ impl Machine {
         if program_memory::read(image.start, &mut found).is_ok() && found == clock.vdso.text(true) {
             // Without a right to change it nothing can be done: the functions then find no time in the
             // zeros that are there, and the finer clocks make system calls.
-            let _ = write(&image, &clock.vdso.text(false));
+            let _ = write(&image, &text.unwrap_or_else(|| clock.vdso.text(false)));
         }
         self.clear_entries(space, clock.data.start, clock.data.end);
         // A slot that does not exist cannot be removed.

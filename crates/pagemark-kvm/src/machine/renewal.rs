@@ -14,14 +14,15 @@ use super::tracking::log_failed;
 use super::{Machine, above_limit, begin_rings, checked, create_vm, lock, open_device};
 use crate::error::{Error, ErrorKind};
 use crate::layout::{PAGE, PROGRAM_END, Physical, TABLE_MEMORY};
-use crate::sys::parking::InUse;
+use crate::sys::parking::{InUse, Parking};
 use crate::sys::signals::{self, INFO_BYTES};
 use crate::sys::{descriptors, dirty_log};
 use crate::vcpu::Vcpu;
 
 impl Machine {
     /// Begins to use KVM otherwise than to run. Waits while the process is parked, and makes the
-    /// machine if there is none. If that fails, the process ends.
+    /// machine if there is none. If that fails, the process ends. A process that leaves its machine
+    /// makes none: what is used then is what was saved of it.
     pub fn enter(&self) -> InUse {
         loop {
             if let Some(in_use) = self.parking.enter() {
@@ -67,24 +68,39 @@ impl Machine {
         Ok(())
     }
 
+    /// True if the process continues without the machine, and makes none.
+    pub fn is_leaving(&self) -> bool {
+        self.parking.is_leaving()
+    }
+
+    /// What the threads of a process have in common that leaves its machine.
+    pub fn parking(&self) -> &Parking {
+        &self.parking
+    }
+
     /// True if a virtual CPU belongs to this machine, and not to one that was given up.
     pub fn has(&self, vcpu: &Vcpu) -> bool {
         vcpu.generation() == self.generation.load(Ordering::Relaxed)
     }
 
     /// Makes a virtual CPU of the calling thread anew if it is of a machine that was given up. The
-    /// thread uses KVM.
+    /// thread uses KVM. If the process leaves its machine, the thread goes on with what was saved.
     ///
     /// # Errors
     /// If KVM refuses.
     pub fn renew_vcpu(&self, vcpu: &mut Vcpu) -> Result<(), Error> {
-        if self.has(vcpu) {
+        let is_leaving = self.is_leaving();
+        if self.has(vcpu) && !is_leaving {
             return Ok(());
         }
         let generation = self.generation.load(Ordering::Relaxed);
         let saved = self.parking.saved(vcpu.number()).ok_or_else(|| {
             Error::new(ErrorKind::System, "make", "a virtual CPU again").reason("its state was not saved")
         })?;
+        if is_leaving {
+            vcpu.keep(saved);
+            return Ok(());
+        }
         let fresh = self.create_vcpu(vcpu.number())?;
         replace(fresh.as_raw_fd(), vcpu.descriptor(), false)?;
         vcpu.renew(fresh, generation, self.vm.run_size(), &self.cpuid, &self.stubs, &saved)?;

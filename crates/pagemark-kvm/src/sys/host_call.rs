@@ -58,6 +58,13 @@ pub(super) fn after_signal(instruction: u64) -> u64 {
     if (begin..=enter).contains(&instruction) { &raw const pagemark_kvm_call_restart as u64 } else { instruction }
 }
 
+/// The instruction behind the `syscall` of a call that a signal interrupts, and the one where a
+/// thread goes on if the call is not made.
+pub(super) fn blocking() -> [u64; 2] {
+    const SYSCALL_BYTES: u64 = 2;
+    [&raw const pagemark_kvm_call_enter as u64 + SYSCALL_BYTES, &raw const pagemark_kvm_call_restart as u64]
+}
+
 /// Makes `call`, unless a signal is `pending`. Returns what the kernel returns, or [`RESTART`].
 ///
 /// # Safety

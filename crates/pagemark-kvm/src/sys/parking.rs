@@ -5,18 +5,20 @@ use std::cell::Cell;
 use std::io;
 use std::marker::PhantomData;
 use std::os::fd::RawFd;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use kvm_bindings::{kvm_vcpu_events, kvm_xsave};
 use pagemark::sys::parking::{
-    ADDRESS, BYTES, CLOSED, CLOSING, DEVICE_WORDS, Header, MAGIC, MOST_VCPUS, MOST_WRITTEN, OPEN, PARKED, RELEASED,
-    RESERVED, RUNNING, VcpuEntry, WRITTEN_ADDRESS, Words, copy_address, vcpu_address, vector_state_address,
+    ADDRESS, BYTES, CLOSED, CLOSING, DEVICE_WORDS, Header, LEAVING, LEFT, MAGIC, MOST_VCPUS, MOST_WRITTEN, OPEN,
+    PARKED, PREPARED, PREPARING, RELEASED, RESERVED, RUNNING, VcpuEntry, WRITTEN_ADDRESS, Words, copy_address,
+    vcpu_address, vector_state_address,
 };
 
 use crate::layout::{PAGE, PROGRAM_END, Physical};
 use crate::listed::Listed;
+use crate::sys::host_call;
 use crate::sys::noted::Noted;
 
 /// How long a thread waits until the process is released, if it cannot be known whether the process
@@ -117,6 +119,9 @@ impl Parking {
         header.device.store(device, Ordering::Relaxed);
         header.machine.store(machine, Ordering::Relaxed);
         header.shared_bytes.store(shared_bytes as u32, Ordering::Relaxed);
+        for (word, place) in header.blocking_call.iter().zip(host_call::blocking()) {
+            word.store(place, Ordering::Relaxed);
+        }
         header.magic.store(MAGIC, Ordering::Release);
     }
 
@@ -129,17 +134,18 @@ impl Parking {
         let _ = self.header.state.compare_exchange(CLOSING, RUNNING, Ordering::SeqCst, Ordering::SeqCst);
     }
 
-    /// Begins to use KVM. None if there is no machine.
+    /// Begins to use KVM, or what is left of the machine if the process leaves it. None if there is
+    /// no machine.
     pub fn enter(&self) -> Option<InUse> {
-        self.enter_in(RUNNING)
+        self.enter_in(|state| state == RUNNING || leaves(state))
     }
 
     /// Begins to make the machine again. None if it is there, or the process is parked.
     pub fn begin_renewal(&self) -> Option<InUse> {
-        self.enter_in(RELEASED)
+        self.enter_in(|state| state == RELEASED)
     }
 
-    fn enter_in(&self, state: u32) -> Option<InUse> {
+    fn enter_in(&self, is_right: impl Fn(u32) -> bool) -> Option<InUse> {
         let in_use = InUse { header: self.header, not_send: PhantomData };
         USES.set(USES.get() + 1);
         if USES.get() > 1 {
@@ -147,7 +153,40 @@ impl Parking {
         }
         self.header.users.fetch_add(1, Ordering::SeqCst);
         // A process is parked only while nobody uses KVM.
-        (self.header.state.load(Ordering::SeqCst) == state).then_some(in_use)
+        is_right(self.header.state.load(Ordering::SeqCst)).then_some(in_use)
+    }
+
+    /// True if the process continues without the machine, and makes none.
+    pub fn is_leaving(&self) -> bool {
+        leaves(self.header.state.load(Ordering::Acquire))
+    }
+
+    /// Waits until all threads wait here, and one of them has made the process ready by `prepare`.
+    ///
+    /// # Errors
+    /// Of `prepare`, or whoever restored the process is gone.
+    pub fn wait_to_leave(&self, prepare: impl FnOnce() -> io::Result<RawFd>) -> io::Result<()> {
+        let mut prepare = (self.header.waiting.fetch_add(1, Ordering::AcqRel) == 0).then_some(prepare);
+        let since = Instant::now();
+        loop {
+            match self.header.state.load(Ordering::Acquire) {
+                LEFT => return Ok(()),
+                PREPARING if prepare.is_some() => {
+                    let program = prepare.take().map_or(Ok(-1), |prepare| prepare())?;
+                    self.header.program.store(program, Ordering::Relaxed);
+                    self.header.state.store(PREPARED, Ordering::Release);
+                }
+                _ if self.is_abandoned(since) => {
+                    return Err(io::Error::other("whoever restored the process without its machine is gone"));
+                }
+                _ => std::thread::sleep(POLL),
+            }
+        }
+    }
+
+    /// How many threads need the monitor no more.
+    pub fn left(&self) -> &'static AtomicU32 {
+        &self.header.left
     }
 
     /// Waits until the process is neither parked nor about to be.
@@ -230,6 +269,10 @@ impl Parking {
         // SAFETY: within the mapping, which is never unmapped, and zeros are a valid entry.
         (number < MOST_VCPUS).then(|| unsafe { &*(vcpu_address(number) as *const VcpuEntry) })
     }
+}
+
+fn leaves(state: u32) -> bool {
+    matches!(state, LEAVING | PREPARING | PREPARED | LEFT)
 }
 
 fn process_exists(pid: i32) -> bool {

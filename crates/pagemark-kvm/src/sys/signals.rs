@@ -153,6 +153,17 @@ pub fn set_action(number: u32, action: &Action) -> Result<(), i32> {
     host_call::errno(result).map_or(Ok(()), Err)
 }
 
+/// Sets the action of the program itself, whose handler is then called on the program's stack:
+/// outside of the machine.
+pub fn set_program_action(number: u32, action: &Action) -> Result<(), i32> {
+    // SAFETY: the handler is code of the program, which no thread of the monitor executes: all signals
+    // are blocked in those.
+    let result = unsafe {
+        host_call::immediate(libc::SYS_rt_sigaction, [u64::from(number), std::ptr::from_ref(action) as u64, 0, 8, 0, 0])
+    };
+    host_call::errno(result).map_or(Ok(()), Err)
+}
+
 /// What this process does on signal `number`.
 pub fn action(number: u32) -> Result<Action, i32> {
     let mut own = Action::default();

@@ -3,6 +3,7 @@
 use pagemark::sys::own_machine;
 
 use crate::layout::is_program;
+use crate::machine::Machine;
 use crate::sys::host_call::{self, Call};
 use crate::sys::program_memory::{self, Fault};
 use crate::thread::Thread;
@@ -35,6 +36,11 @@ impl Refusal {
     /// The machine cannot do `what`.
     pub fn lacking(errno: i32, what: impl Into<String>) -> Refusal {
         Refusal { errno, lacking: Some(what.into()) }
+    }
+
+    /// The process leaves its machine: outside, the call is made again.
+    pub fn while_leaving(machine: &Machine) -> Result<(), Refusal> {
+        if machine.is_leaving() { Err(Refusal::from(-host_call::RESTART as i32)) } else { Ok(()) }
     }
 }
 
@@ -85,7 +91,7 @@ impl Thread {
                 if let Some(what) = lacking {
                     self.process.report_call(call.number, &what, errno);
                 }
-                Outcome::Return(-i64::from(errno))
+                Outcome::from(-i64::from(errno))
             }
         }
     }

@@ -14,7 +14,7 @@ use pagemark::sys::parking::{
     RING_ADDRESS, RING_ENTRIES, RUNNING, VcpuEntry, log_address, vcpu_address, vector_state_address,
 };
 
-use super::{Helped, Step};
+use super::{Helped, MakeCall, Step};
 use crate::ptrace;
 
 /// `KVM_GET_XSAVE`
@@ -40,9 +40,6 @@ struct RingEntry {
     slot: u32,
     page: u64,
 }
-
-/// Makes a system call in the process.
-type MakeCall<'c> = &'c dyn Fn(i64, [u64; 6]) -> Helped<i64>;
 
 /// As [`MakeCall`]; the call must not fail.
 type Done<'c> = &'c dyn Fn(i64, [u64; 6]) -> Helped<u64>;

@@ -13,6 +13,7 @@ use pagemark::{Address, PAGE_SIZE, Store};
 
 use super::gate::Gate;
 use super::memory::ProcessMemory;
+use super::running::below;
 use crate::criu::descriptors::receive_descriptor;
 use crate::error::{Error, ErrorKind, Object};
 
@@ -154,9 +155,14 @@ impl<'a> Connection<'a> {
         Ok(())
     }
 
-    /// The id here of the root process, once CRIU waits in the gate, if CRIU reports it.
-    pub(super) fn root_pid(&self) -> Option<i32> {
-        self.root_pid
+    /// The ids here of all processes, once CRIU waits in the gate: `known`, or those of a
+    /// container.
+    pub(super) fn pids(&self, known: Option<&[i32]>) -> Result<Vec<i32>, Error> {
+        let unknown = || Error::criu_failed("restore a container", "it did not report the first process");
+        match known {
+            Some(pids) => Ok(pids.to_vec()),
+            None => self.root_pid.map(below).ok_or_else(unknown),
+        }
     }
 
     /// The processes that have missing pages. CRIU must wait in the gate, so that they have their

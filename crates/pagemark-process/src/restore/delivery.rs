@@ -26,11 +26,13 @@ use pagemark::{ByteCount, ContentId, Kind, PageNumber, Store};
 
 use super::connection::{Connection, POLL_MS, not_filled};
 use super::gate::{Gate, SHELL};
+use super::guard::Guard;
 use super::images::{Prepared, RestoreOptions, Restored};
 use super::memory::ProcessMemory;
 use super::running::{kill_all, wait_for_end};
 use crate::criu::Criu;
 use crate::error::{Error, ErrorKind};
+use crate::leaving;
 
 /// The most memory that is read before the processes have their mappings, bytes. Reading more than
 /// this takes longer than CRIU takes to make the mappings of most processes.
@@ -89,10 +91,11 @@ impl Delivery {
         prepared.check_free()?;
         let state = FillState::new();
         let script = self.gate.path();
+        let leaving = options.without_machine.then(|| prepared.pids_here());
         std::thread::scope(|scope| {
             let fill = Some(start_fill(memory, store, &state, scope));
             let connection = Connection::new(&prepared.directory, memory, self.gate, store)?;
-            let mut server = Server { connection, is_complete: false, fill, state: &state };
+            let mut server = Server { connection, is_complete: false, fill, state: &state, leaving, guard: None };
             let mut failure = None;
             let flags = ["--lazy-pages", "--action-script", &script];
             let restored = prepared.run_with(criu, options, &flags, &mut || {
@@ -260,6 +263,10 @@ struct Server<'scope, 'env> {
     is_complete: bool,
     fill: Option<Filling<'scope>>,
     state: &'env FillState,
+    /// The processes continue without their machines; their ids, if they are known.
+    leaving: Option<Option<Vec<i32>>>,
+    /// Kills the processes if this one dies while they leave their machines.
+    guard: Option<Guard>,
 }
 
 impl Drop for Server<'_, '_> {
@@ -284,6 +291,11 @@ impl Server<'_, '_> {
             let panicked = || Error::criu_io("fill memory")(io::Error::other("a thread panicked"));
             fill.join().map_err(|_| panicked())??;
             self.state.set_targets(None);
+            if let Some(pids) = &self.leaving {
+                let pids = self.connection.pids(pids.as_deref())?;
+                self.guard = Some(Guard::start(&pids).map_err(Error::criu_io("start a guard"))?);
+                leaving::begin(&pids)?;
+            }
             self.is_complete = true;
             return self.connection.open_gate();
         }

@@ -35,6 +35,7 @@ use crate::criu::regular_files::has_image;
 use crate::criu::stdio::{self, Own};
 use crate::criu::{Criu, errors_in_log, outside_sockets, own_network, sysv_memory, sysv_semaphores};
 use crate::error::{Error, ErrorKind, Object};
+use crate::leaving;
 use crate::scratch::{self, ScratchDirectory};
 use crate::terminal::{self, Terminal};
 
@@ -76,6 +77,23 @@ pub struct RestoreOptions {
     pub root: Option<PathBuf>,
     /// The network of a tree that had one of its own.
     pub network: Network,
+    /// Processes that were in a machine of `pagemark-kvm` continue without it.
+    pub without_machine: bool,
+}
+
+impl RestoreOptions {
+    /// Checks that processes can continue without their machine, if they are to. `delivery` is
+    /// what prevents them from waiting before they run, if anything.
+    pub(super) fn check_machine<T>(&self, delivery: &Result<T, String>) -> Result<(), Error> {
+        let reason = match delivery {
+            _ if !self.without_machine => return Ok(()),
+            _ if self.stopped => "they are to stay stopped",
+            Err(reason) => reason.as_str(),
+            Ok(_) => return Ok(()),
+        };
+        let operation = "the processes cannot continue without their machine";
+        Err(Error::of(ErrorKind::StaysInMachine, operation, Object::None, reason.to_owned()))
+    }
 }
 
 /// What the standard streams of restored processes become where they led out of the tree. Files are
@@ -471,6 +489,15 @@ impl Prepared {
             }
         };
         if has_system_v && let Err(error) = self.put_back_system_v(&ids, options) {
+            kill_all(&pids);
+            running.end();
+            begun.end();
+            wait_for_end(&pids);
+            return Err(error);
+        }
+        if options.without_machine
+            && let Err(error) = leaving::complete(&pids)
+        {
             kill_all(&pids);
             running.end();
             begun.end();

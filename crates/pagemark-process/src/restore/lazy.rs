@@ -9,9 +9,8 @@
 //! When a process has all its pages, its userfaultfd is closed.
 //!
 //! Without the delivery, missing pages would become zeros. If a page is damaged, the processes are
-//! killed before the userfaultfds are closed; if this process dies, its [`guard`] kills them.
+//! killed before the userfaultfds are closed; if this process dies, its [`guard`](super::guard) kills them.
 
-mod guard;
 mod layout;
 mod space;
 
@@ -32,12 +31,13 @@ use pagemark::{ContentId, Kind, PAGE_SIZE, PageNumber, Store};
 use super::connection::{Connection, POLL_MS};
 use super::delivery::no_script;
 use super::gate::Gate;
+use super::guard::Guard;
 use super::images::{Prepared, RestoreOptions, Restored};
 use super::memory::ProcessMemory;
-use super::running::{below, kill_all, wait_for_end};
+use super::running::{kill_all, wait_for_end};
 use crate::criu::Criu;
 use crate::error::Error;
-use guard::Guard;
+use crate::leaving;
 use space::{Filled, Requests, Space};
 
 /// Pause between two reports of progress.
@@ -108,7 +108,7 @@ pub(super) fn run(
             if failure.is_some() || guard.is_some() {
                 std::thread::sleep(Duration::from_millis(u64::from(POLL_MS)));
             } else if let Err(error) = connection.step().and_then(|is_reached| match is_reached {
-                true => begin(scope, &delivery, &mut connection, pids.as_deref(), &mut guard),
+                true => begin(scope, &delivery, &mut connection, pids.as_deref(), &mut guard, options.without_machine),
                 false => Ok(()),
             }) {
                 // CRIU fails at the gate and kills the processes.
@@ -150,23 +150,20 @@ fn begin<'scope, 'env>(
     connection: &mut Connection<'_>,
     pids: Option<&[i32]>,
     guard: &mut Option<Guard>,
+    leaves_machine: bool,
 ) -> Result<(), Error> {
     delivery.add(connection.take_processes()?)?;
-    let pids = match pids {
-        Some(pids) => pids.to_vec(),
-        None => below(connection.root_pid().ok_or_else(no_first_process)?),
-    };
+    let pids = connection.pids(pids)?;
     *guard = Some(Guard::start(&pids).map_err(Error::criu_io("start a guard"))?);
     for work in [Delivery::answer, Delivery::fill_all] {
         let thread = std::thread::Builder::new().name("pagemark-deliver".into());
         let started = thread.spawn_scoped(scope, move || delivery.finish(work(delivery)));
         started.map_err(Error::criu_io("start a thread"))?;
     }
+    if leaves_machine {
+        leaving::begin(&pids)?;
+    }
     connection.open_gate()
-}
-
-fn no_first_process() -> Error {
-    Error::criu_failed("restore a container", "it did not report the first process")
 }
 
 /// A delivery to processes that run.

@@ -15,6 +15,11 @@
 //! instructions have written; or it has a bit for each page that is in KVM's log, or in its rings.
 //! All other writes are in a list. While the process is parked and nobody changes them,
 //! [`crate::sys::guest_tables`] reads them.
+//!
+//! A restored process can also continue without a machine, and without the monitor. It is
+//! [`LEAVING`] then until all of its threads wait where they would enter the machine, and then
+//! [`LEFT`]: each thread takes the program's registers, and whoever restored the process removes
+//! what is left of the monitor.
 
 use std::sync::atomic::{AtomicI32, AtomicU32, AtomicU64};
 
@@ -48,6 +53,15 @@ pub const RELEASED: u32 = 2;
 /// The machine is there, and is about to be given up: a thread that is to begin to use it otherwise
 /// than to run waits.
 pub const CLOSING: u32 = 3;
+/// There is no machine, and none is made: each thread waits where it would enter it, until all do.
+/// Set in place of [`RELEASED`] before a restored process runs.
+pub const LEAVING: u32 = 4;
+/// All threads wait. One of them gives the process what the program has, and sets [`PREPARED`].
+pub const PREPARING: u32 = 5;
+/// That is done, and nothing is made for the monitor any more.
+pub const PREPARED: u32 = 6;
+/// The threads continue the program outside of the machine.
+pub const LEFT: u32 = 7;
 
 /// The descriptor of a virtual CPU is closed. The value of [`VcpuEntry::descriptor_state`].
 pub const CLOSED: u32 = 0;
@@ -102,6 +116,15 @@ pub struct Header {
     pub slots: AtomicU64,
     /// Room for a `struct kvm_dirty_log`.
     pub request: [AtomicU64; 2],
+    /// While the process is [`LEAVING`]: how many threads wait to continue outside.
+    pub waiting: AtomicU32,
+    /// How many of them are about to, behind which no thread needs the monitor.
+    pub left: AtomicU32,
+    /// The monitor's instruction behind the `syscall` of a call that may block, and where a thread
+    /// goes on instead if the call is not to be made: the thread then waits, too.
+    pub blocking_call: [AtomicU64; 2],
+    /// The descriptor of the program's file of a process that is [`PREPARED`], or -1.
+    pub program: AtomicI32,
 }
 
 /// A range of addresses: its start, and its end.

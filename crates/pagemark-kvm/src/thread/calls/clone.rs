@@ -158,6 +158,7 @@ impl Thread {
     /// running.
     fn copy(&mut self, clone: &Clone) -> Result<Thread, Refusal> {
         let _in_use = self.use_kvm();
+        Refusal::while_leaving(&self.machine)?;
         let copied = Thread::with(self.machine.clone(), self.process.clone()).and_then(|mut thread| {
             thread.vcpu.copy_state(&mut self.vcpu)?;
             Ok(thread)
@@ -247,6 +248,7 @@ impl Thread {
     /// `fork`: the child's memory is a copy, and it makes a machine of its own.
     fn new_process(&mut self, clone: &Clone) -> Result<u32, Refusal> {
         let in_use = self.use_kvm();
+        Refusal::while_leaving(&self.machine)?;
         let state = self.vcpu.state();
         let vector = self.vcpu.vector_state().map_err(|error| Refusal::lacking(libc::EAGAIN, error.to_string()))?;
         let machine = self.machine.clone();

@@ -107,6 +107,7 @@ impl Thread {
         }
         drop(Image::open(path, &arguments)?);
         let _in_use = self.machine.enter();
+        Refusal::while_leaving(&self.machine)?;
         let mut list: Vec<CString> = self.process.again().to_vec();
         let inherited = Inherited { device: self.machine.device(), monitor: self.process.monitor() };
         list.extend([EXECUTE.to_owned(), inherited.to_argument()]);

@@ -4,7 +4,7 @@
 //! actions by default and ignored signals. Only for a signal that has a handler of the program does
 //! this process have a handler of its own (`sys::signals`), which takes note of it.
 
-use kvm_bindings::kvm_xsave;
+use kvm_bindings::{kvm_regs, kvm_xsave};
 
 use crate::sys::program_memory::{self, Fault};
 use crate::sys::signals::{self, Action, Arrived, INFO_BYTES};
@@ -110,7 +110,7 @@ fn state_bytes(components: u64) -> usize {
 }
 
 /// The vector state of `vcpu` as it lies in a frame.
-fn save_state(vcpu: &Vcpu) -> Result<Vec<u8>, crate::error::Error> {
+pub fn save_state(vcpu: &Vcpu) -> Result<Vec<u8>, crate::error::Error> {
     let components = vcpu.vector_components();
     let len = state_bytes(components);
     let state = vcpu.vector_state()?;
@@ -158,6 +158,50 @@ fn load_state(vcpu: &Vcpu, address: u64) -> Result<kvm_xsave, Fault> {
         *word = u32::from_le_bytes(bytes.try_into().unwrap_or_default());
     }
     Ok(state)
+}
+
+/// What a signal frame has of a thread.
+pub struct Frame {
+    /// The registers, but for the bases of segments.
+    pub registers: kvm_regs,
+    /// The signal mask.
+    pub mask: u64,
+    /// The alternate stack.
+    pub alternate: AlternateStack,
+    /// Where the vector state is.
+    pub state_at: u64,
+}
+
+impl Frame {
+    /// Bytes of a frame.
+    pub const BYTES: usize = FRAME_BYTES;
+
+    /// As the kernel writes it. `fault` is the thread's last one: error code, vector, address.
+    pub fn bytes(&self, restorer: u64, fault: (u64, u64, u64), info: &[u8; INFO_BYTES]) -> [u8; FRAME_BYTES] {
+        let mut frame = [0u8; FRAME_BYTES];
+        let mut put = |at: usize, value: u64| frame[at..at + 8].copy_from_slice(&value.to_le_bytes());
+        put(0, restorer);
+        put(CONTEXT_AT, CONTEXT_FLAGS);
+        let r = &self.registers;
+        let saved = [
+            r.r8, r.r9, r.r10, r.r11, r.r12, r.r13, r.r14, r.r15, r.rdi, r.rsi, r.rbp, r.rbx, r.rdx, r.rax, r.rcx,
+            r.rsp, r.rip, r.rflags,
+        ];
+        for (index, value) in saved.into_iter().enumerate() {
+            put(REGISTERS_AT + index * 8, value);
+        }
+        put(REGISTERS_AT + 18 * 8, u64::from(USER_CODE) | u64::from(USER_DATA) << 48);
+        let (code, vector, address) = fault;
+        put(REGISTERS_AT + 19 * 8, code);
+        put(REGISTERS_AT + 20 * 8, vector);
+        put(REGISTERS_AT + 21 * 8, self.mask);
+        put(REGISTERS_AT + 22 * 8, address);
+        put(STATE_POINTER_AT, self.state_at);
+        put(MASK_AT, self.mask);
+        frame[CONTEXT_AT + 16..CONTEXT_AT + 40].copy_from_slice(&self.alternate.bytes(r.rsp));
+        frame[INFO_AT..].copy_from_slice(info);
+        frame
+    }
 }
 
 impl Thread {
@@ -283,28 +327,8 @@ impl Thread {
             return Err(Fault);
         }
 
-        let mut frame = [0u8; FRAME_BYTES];
-        let mut put = |at: usize, value: u64| frame[at..at + 8].copy_from_slice(&value.to_le_bytes());
-        put(0, action.restorer);
-        put(CONTEXT_AT, CONTEXT_FLAGS);
-        let r = &*registers;
-        let saved = [
-            r.r8, r.r9, r.r10, r.r11, r.r12, r.r13, r.r14, r.r15, r.rdi, r.rsi, r.rbp, r.rbx, r.rdx, r.rax, r.rcx,
-            r.rsp, r.rip, r.rflags,
-        ];
-        for (index, value) in saved.into_iter().enumerate() {
-            put(REGISTERS_AT + index * 8, value);
-        }
-        put(REGISTERS_AT + 18 * 8, u64::from(USER_CODE) | u64::from(USER_DATA) << 48);
-        let (code, vector, address) = self.last_fault;
-        put(REGISTERS_AT + 19 * 8, code);
-        put(REGISTERS_AT + 20 * 8, vector);
-        put(REGISTERS_AT + 21 * 8, mask);
-        put(REGISTERS_AT + 22 * 8, address);
-        put(STATE_POINTER_AT, state_at);
-        put(MASK_AT, mask);
-        frame[CONTEXT_AT + 16..CONTEXT_AT + 40].copy_from_slice(&alternate.bytes(registers.rsp));
-        frame[INFO_AT..].copy_from_slice(info);
+        let saved = Frame { registers: *registers, mask, alternate, state_at };
+        let frame = saved.bytes(action.restorer, self.last_fault, info);
         self.write(state_at, &state)?;
         self.write(frame_at, &frame)?;
 

@@ -1,4 +1,5 @@
-//! A process that kills a restored tree if the process that delivers its memory dies.
+//! A process that kills a restored tree if the process that restores it dies before all is there
+//! that the tree needs: memory that is delivered while it runs, or the way out of its machine.
 //!
 //! In place of a page that nobody delivers, the kernel gives a program zeros as soon as the last
 //! copy of its userfaultfd is closed. The guard therefore shares the table of descriptors with the
