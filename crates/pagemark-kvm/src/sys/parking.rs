@@ -86,6 +86,9 @@ impl Parking {
             unsafe { libc::munmap(at, BYTES as usize) };
             return Err(io::Error::from_raw_os_error(libc::EEXIST));
         }
+        // It is nothing of the program's core file.
+        // SAFETY: the mapping that was just made.
+        unsafe { libc::madvise(at, BYTES as usize, libc::MADV_DONTDUMP) };
         // SAFETY: the mapping begins with zeros, for which a header is valid, and is never unmapped.
         let parking = Parking { header: unsafe { &*(ADDRESS as *const Header) } };
         for (word, part) in parking.header.device_path.iter().zip(DEVICE_WORDS) {

@@ -28,6 +28,9 @@ impl TableMemory {
         if base == libc::MAP_FAILED {
             return Err(io::Error::last_os_error());
         }
+        // A core file of the program would be a gibibyte longer.
+        // SAFETY: the mapping that was just made.
+        unsafe { libc::madvise(base, TABLE_MEMORY as usize, libc::MADV_DONTDUMP) };
         let base = NonNull::new(base.cast()).ok_or_else(|| io::Error::other("mapped at address 0"))?;
         Ok(TableMemory { base, next: AtomicU64::new(PAGE) })
     }
