@@ -3,14 +3,13 @@
 //! Each change is made by one command and undone by one. The guard process knows the command that
 //! undoes a change before the change is made.
 
-use std::time::Instant;
-
 use serde_json::{Value, json};
 
 use crate::command::Command;
 use crate::error::{Error, ErrorKind, Object, Result};
 use crate::guard::{Guard, LAST_ID};
 use crate::machine::Machine;
+use crate::qmp::Reply;
 
 /// What undoes a change.
 #[derive(Clone, PartialEq, Debug)]
@@ -106,12 +105,12 @@ impl Changes {
 
     /// Executes commands one after the other, each with what undoes it, if anything. QEMU gets them
     /// all at once, so that a machine that one of them stops is stopped for a shorter time. Returns
-    /// when QEMU replied to each.
+    /// its replies.
     pub(crate) fn execute_all(
         &mut self,
         machine: &mut Machine,
         steps: Vec<(Command, Option<Undo>)>,
-    ) -> Result<Vec<Instant>> {
+    ) -> Result<Vec<Reply>> {
         let (commands, undo): (Vec<_>, Vec<_>) = steps.into_iter().unzip();
         self.of_checkpoint.extend(undo.into_iter().flatten());
         self.inform_guard_before()?;

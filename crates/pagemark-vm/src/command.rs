@@ -1,6 +1,6 @@
 //! A command of QEMU's monitor, and fields of its replies.
 
-use serde_json::Value;
+use serde_json::{Value, json};
 
 /// A command of the monitor, with its arguments.
 #[derive(Clone, PartialEq, Debug)]
@@ -12,6 +12,11 @@ pub(crate) struct Command {
 impl Command {
     pub(crate) fn new(name: &'static str, arguments: Value) -> Command {
         Command { name, arguments }
+    }
+
+    /// A command of the human monitor.
+    pub(crate) fn of_human(command_line: &str) -> Command {
+        Command::new("human-monitor-command", json!({"command-line": command_line}))
     }
 }
 

@@ -338,9 +338,26 @@ impl Machine {
         Ok(MemoryMap::parse(&self.monitor.human("info mtree -f")?))
     }
 
+    /// Lists the blocks of memory, for [`Machine::changed_blocks_of`].
+    pub(crate) fn list_blocks() -> Command {
+        Command::of_human("info ramblock")
+    }
+
     /// The blocks of memory, if they have changed since the last call.
     pub(crate) fn changed_blocks(&mut self, mappings: &[Mapping]) -> Result<Option<Vec<RamBlock>>> {
-        let table = self.monitor.human("info ramblock")?;
+        let Command { name, arguments } = Machine::list_blocks();
+        let listed = self.monitor.execute(name, arguments)?;
+        self.changed_blocks_of(&listed, mappings)
+    }
+
+    /// True if a reply to [`Machine::list_blocks`] is as the last one.
+    pub(crate) fn has_listed(&self, reply: &Value) -> bool {
+        reply.as_str() == Some(&self.listed.0)
+    }
+
+    /// As [`Machine::changed_blocks`], of a reply to [`Machine::list_blocks`].
+    pub(crate) fn changed_blocks_of(&mut self, reply: &Value, mappings: &[Mapping]) -> Result<Option<Vec<RamBlock>>> {
+        let table = self.monitor.text_of_human(reply)?;
         if table == self.listed.0 {
             return Ok(None);
         }

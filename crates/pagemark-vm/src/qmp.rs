@@ -53,6 +53,13 @@ pub(crate) struct Monitor {
     has_moved: bool,
 }
 
+/// QEMU's reply to one of several commands.
+#[derive(Debug)]
+pub(crate) struct Reply {
+    pub(crate) result: Value,
+    pub(crate) at: Instant,
+}
+
 impl Monitor {
     /// Connects to a socket on which QEMU listens.
     pub(crate) fn connect(path: &Path) -> Result<Monitor> {
@@ -184,11 +191,11 @@ impl Monitor {
     }
 
     /// Executes commands one after the other, without waiting for the reply to one before the next
-    /// is sent. Also after a failure, the others are executed. Returns when each was replied to.
+    /// is sent. Also after a failure, the others are executed.
     ///
     /// # Errors
     /// Of the first that failed.
-    pub(crate) fn execute_all(&mut self, commands: &[Command]) -> Result<Vec<Instant>> {
+    pub(crate) fn execute_all(&mut self, commands: &[Command]) -> Result<Vec<Reply>> {
         let (mut ids, mut messages) = (Vec::new(), String::new());
         for command in commands {
             let (id, message) = self.message(command.name, &command.arguments);
@@ -196,18 +203,18 @@ impl Monitor {
             messages += &message;
         }
         self.send(messages.as_bytes(), None)?;
-        let (mut done, mut replied_at) = (Ok(()), Vec::with_capacity(commands.len()));
+        let (mut done, mut replies) = (Ok(()), Vec::with_capacity(commands.len()));
         for (&id, command) in ids.iter().zip(commands) {
             match self.reply(id, command.name) {
                 Err(error) if error.kind() != ErrorKind::Command => {
                     self.given_up.extend(ids.iter().filter(|&&later| later > id));
                     return Err(error);
                 }
-                replied => done = done.and(replied.map(drop)),
+                Err(error) => done = done.and(Err(error)),
+                Ok(result) => replies.push(Reply { result, at: Instant::now() }),
             }
-            replied_at.push(Instant::now());
         }
-        done.map(|()| replied_at)
+        done.map(|()| replies)
     }
 
     /// A command as a line, with its id.
@@ -260,7 +267,13 @@ impl Monitor {
 
     /// Executes a command of the human monitor and returns its text.
     pub(crate) fn human(&mut self, command_line: &str) -> Result<String> {
-        let result = self.execute("human-monitor-command", json!({"command-line": command_line}))?;
+        let Command { name, arguments } = Command::of_human(command_line);
+        let result = self.execute(name, arguments)?;
+        self.text_of_human(&result)
+    }
+
+    /// What the human monitor has written, of a reply to [`Command::of_human`].
+    pub(crate) fn text_of_human(&self, result: &Value) -> Result<String> {
         result.as_str().map(str::to_owned).ok_or_else(|| self.garbled("the reply of the human monitor is no text"))
     }
 
