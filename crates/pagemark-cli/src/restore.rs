@@ -135,6 +135,10 @@ impl Restore {
         reference.sequence = self.checkpoint.or(reference.sequence);
         let checkpoint = read_checkpoint(&repository, &reference)?;
         if checkpoint.manifest.kind == TargetKind::VirtualMachine {
+            if self.without_kvm {
+                return Err(Failure::usage("--without-kvm is for programs that `run --kvm` has started")
+                    .help("QEMU itself decides by its command line whether it uses KVM"));
+            }
             return self.restore_machine(checkpoint);
         }
         if !self.yes {

@@ -55,6 +55,9 @@ impl RestoredFile {
 /// of this process, for `os.waitpid`; otherwise of init. Standard streams that led out of the tree
 /// become those of this process (`streams="inherit"`) or /dev/null ("null").
 ///
+/// With `without_kvm`, processes that `pagemark run --kvm` had started continue without their
+/// virtual machine.
+///
 /// `progress` is called with the number of bytes restored and the number of bytes in the
 /// checkpoint. If it raises, it is not called again; the exception is raised when the restore is
 /// complete, with a note that names the process.
@@ -70,7 +73,7 @@ impl RestoredFile {
 #[pyfunction]
 #[pyo3(signature = (
     repository, job, sequence = None, *, lazy = false, stopped = false, child = false, streams = "inherit",
-    allow_unusual_files = false, progress = None
+    allow_unusual_files = false, without_kvm = false, progress = None
 ))]
 #[expect(clippy::too_many_arguments, reason = "they are keywords in Python")]
 pub fn restore(
@@ -83,6 +86,7 @@ pub fn restore(
     child: bool,
     streams: &str,
     allow_unusual_files: bool,
+    without_kvm: bool,
     progress: Option<Py<PyAny>>,
 ) -> PyResult<Restored> {
     let streams = match streams {
@@ -109,7 +113,7 @@ pub fn restore(
             }
         };
         let restore = Restore::new(&checkpoint).lazy(lazy).stopped(stopped).detach(!child).streams(streams);
-        let restore = restore.allow_unusual_files(allow_unusual_files);
+        let restore = restore.allow_unusual_files(allow_unusual_files).without_machine(without_kvm);
         let restore = restore.asides_in(repository.path().join("asides"));
         let restored = restore.run(&mut |event| match event {
             RestoreEvent::Preparing { .. }

@@ -143,6 +143,8 @@ def test_a_restored_process_can_be_stopped_and_a_child_of_init(
         job.checkpoint()
     counter.kill()
     counter.file.unlink()
+    with pytest.raises(pagemark.RestoreError, match="stay stopped"):
+        pagemark.restore(repository, "counter", 1, stopped=True, without_kvm=True)
 
     def fail(done: int, total: int) -> None:
         raise RuntimeError(f"{done} of {total}")

@@ -31,9 +31,13 @@ pub fn forget_monitor(clear_tid: u64) -> io::Result<()> {
     };
     if let Some((at, bytes)) = own_rseq() {
         let lens = [RSEQ_BYTES, bytes.next_multiple_of(RSEQ_BYTES)];
-        let ends = |len| call(libc::SYS_rseq, [at, len, UNREGISTER, SIGNATURE, 0, 0]).is_none();
-        if !lens.into_iter().any(ends) {
-            return Err(io::Error::last_os_error());
+        let mut failed = None;
+        let mut ends = |len| {
+            failed = call(libc::SYS_rseq, [at, len, UNREGISTER, SIGNATURE, 0, 0]);
+            failed.is_none()
+        };
+        if !lens.into_iter().any(&mut ends) {
+            return Err(io::Error::from_raw_os_error(failed.unwrap_or(libc::EINVAL)));
         }
     }
     let (mut head, mut len) = (0u64, 0u64);

@@ -6,6 +6,7 @@ use std::io;
 use std::ops::Range;
 use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
 use pagemark::sys::proc::maps;
@@ -67,7 +68,8 @@ impl Thread {
         // which programs can handle.
         let _ = arguments::leave_to_program(&ProgramMap { code, data, heap, stack, auxiliary });
         // A program that its user may not read has no link to it.
-        let program = File::open(path).and_then(|file| descriptors::raise(file.as_raw_fd(), false)).unwrap_or(-1);
+        let file = File::options().read(true).custom_flags(libc::O_NONBLOCK).open(path);
+        let program = file.and_then(|file| descriptors::raise(file.as_raw_fd(), false)).unwrap_or(-1);
         // SAFETY: the descriptors of KVM are closed already, and nothing of the monitor goes on.
         unsafe { descriptors::close_all_but(&[program]) };
         self.process.leave_actions().map_err(io::Error::from_raw_os_error)?;

@@ -355,6 +355,7 @@ def restore(
     child: bool = False,
     streams: Literal["inherit", "null"] = "inherit",
     allow_unusual_files: bool = False,
+    without_kvm: bool = False,
     progress: Callable[[int, int], object] | None = None,
 ) -> Restored: ...
 @final
