@@ -1,5 +1,6 @@
-//! What a thread is made to do, or is kept from, while its process leaves a machine of
-//! `pagemark-kvm`. See [`pagemark::sys::parking`].
+//! The parts of leaving a machine of `pagemark-kvm` that need all threads of the process stopped:
+//! system calls of the program are interrupted, and at last the monitor is unmapped. See
+//! [`pagemark::sys::parking`].
 
 use std::mem::offset_of;
 use std::ops::Range;
