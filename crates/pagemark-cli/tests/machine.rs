@@ -493,6 +493,29 @@ fn a_python_program_that_starts_others_leaves_its_machine() {
     comes_back_outside(&pagemark, &program, pagemark.directory(), &[]);
 }
 
+/// A monitor that has not opened KVM yet would open it while CRIU saves the process.
+#[test]
+fn a_monitor_that_has_just_begun_is_left_alone() {
+    need_machine!();
+    let pagemark = Pagemark::new();
+    let (source, library) = (pagemark.directory().join("slow.c"), pagemark.directory().join("slow.so"));
+    let code = "#include <unistd.h>\n__attribute__((constructor)) static void wait_long(void) { sleep(600); }\n";
+    std::fs::write(&source, code).expect("our directory");
+    let compiled = Command::new("cc").args(["-shared", "-fPIC", "-o"]).arg(&library).arg(&source).status();
+    if !compiled.is_ok_and(|status| status.success()) {
+        skip!("no C compiler");
+    }
+    let monitor = Path::new(env!("CARGO_BIN_EXE_pagemark")).with_file_name("pagemark-kvm");
+    let mut begun = Command::new(monitor);
+    let mut begun = begun.args(["sleep", "60"]).env("LD_PRELOAD", library).spawn().expect("the monitor");
+    let pid = begun.id() as i32;
+    let output = pagemark.output(&["checkpoint", "--job", "job", &pid.to_string()]);
+    let message = String::from_utf8_lossy(&output.stderr);
+    begun.kill().expect("a child");
+    begun.wait().expect("a child");
+    assert!(!output.status.success() && message.contains("starts a program in one"), "{message}");
+}
+
 #[test]
 fn a_process_that_lost_the_right_to_kvm_is_left_alone() {
     need_machine!();

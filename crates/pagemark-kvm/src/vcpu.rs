@@ -36,7 +36,7 @@ const MSR_SYSCALL_MASK: u32 = 0xc000_0084;
 const FLAGS_FIXED: u64 = 1 << 1 | 1 << 9;
 const FLAGS_ALLOWED: u64 = 0x0024_4dd5;
 
-/// Whoever asks for two clocks, one after the other, may be preempted in between for shorter.
+/// Clocks that are read one after the other differ by less.
 const LEAST_SUSPENSION: i64 = 1_000_000;
 
 /// Why the program left the virtual CPU.
@@ -385,6 +385,11 @@ impl Vcpu {
     pub fn run(&mut self) -> Result<Exit, Error> {
         if self.has_host_time && (tsc::suspended() - self.suspended).abs() > LEAST_SUSPENSION {
             self.follow_host_time();
+            if !self.has_host_time && self.is_given_up() {
+                // A new one follows the host's time.
+                self.has_host_time = true;
+                return Ok(Exit::Parked);
+            }
             if !self.has_host_time {
                 let reason = "the host was suspended, and KVM does not set the counter again";
                 return Err(Error::new(ErrorKind::System, "set", "the time-stamp counter").reason(reason));
@@ -430,6 +435,11 @@ impl Vcpu {
             KVM_EXIT_FAIL_ENTRY => Exit::Stuck(Stuck::Entry(entry)),
             _ => Exit::Stuck(Stuck::Unexpected(reason)),
         })
+    }
+
+    /// True if its descriptor is closed, or its number kept by that of a machine.
+    fn is_given_up(&self) -> bool {
+        self.fd.get_regs().is_err_and(|error| matches!(error.errno(), libc::EBADF | libc::ENOTTY))
     }
 
     /// Why the program left where a signal made KVM return. In a stub, its `out` was about to be
@@ -550,5 +560,23 @@ mod tests {
         vcpu.commit();
         assert_eq!(interrupt(&mut vcpu), Exit::Interrupted);
         machine.put_vcpu(vcpu);
+    }
+
+    /// The process may have given it up when a suspension of the host is noticed.
+    #[test]
+    fn a_virtual_cpu_that_was_given_up_follows_no_time() {
+        let machine = match machine::open().and_then(|kvm| Machine::new(kvm, Keeps::Log)) {
+            Ok(machine) => machine,
+            Err(error) => pagemark_testing::skip!("no machine under KVM: {error}"),
+        };
+        let mut vcpu = machine.take_vcpu().expect("the first");
+        if !vcpu.has_host_time() {
+            pagemark_testing::skip!("KVM cannot set the time-stamp counter");
+        }
+        let null = std::fs::File::open("/dev/null").expect("a file");
+        // SAFETY: the descriptor is the virtual CPU's, which expects that.
+        assert_eq!(unsafe { libc::dup2(null.as_raw_fd(), vcpu.descriptor()) }, vcpu.descriptor());
+        vcpu.suspended -= 10_000_000_000;
+        assert_eq!(vcpu.run().expect("no failure"), Exit::Parked);
     }
 }

@@ -1,15 +1,17 @@
 //! Processes that run in a machine of `pagemark-kvm`. To save their state they give up what they
 //! have of KVM ([`pagemark::sys::parking`]), and make it again when they go on.
 
+use std::ffi::OsStr;
 use std::io;
 use std::mem::offset_of;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::FileExt;
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use pagemark::sys::parking::{ADDRESS, CLOSING, DEVICE, Header, MAGIC, PARKED, RELEASED, RUNNING};
 use pagemark::sys::proc::descriptors::Descriptor;
-use pagemark::sys::proc::{self, Stat, tree};
+use pagemark::sys::proc::{self, Mapping, Stat, maps, tree};
 
 use crate::attach;
 use crate::error::{ErrorKind, Result};
@@ -36,11 +38,7 @@ const MONITOR: &[u8] = b"pagemark-kvm";
 /// longer than [`PARK_LIMIT`].
 pub(crate) fn wait_for_machine(pid: i32) {
     let deadline = Instant::now() + PARK_LIMIT;
-    let is_about_to = || {
-        let executes =
-            proc::executable(pid).is_ok_and(|path| path.file_name().is_some_and(|name| name.as_bytes() == MONITOR));
-        !is_in_machine(pid) && (executes || holds_kvm(pid))
-    };
+    let is_about_to = || !is_in_machine(pid) && (executes_monitor(pid) || holds_kvm(pid));
     while is_about_to() && Instant::now() < deadline {
         std::thread::sleep(PAUSE);
     }
@@ -150,7 +148,11 @@ fn release(pid: i32) -> io::Result<()> {
 /// Has a process give up its machine. False if it has nothing of KVM.
 fn park(pid: i32) -> Result<bool> {
     if !is_in_machine(pid) {
-        return if holds_kvm(pid) || ends_with_machine(pid) { Err(inject::busy(pid)) } else { Ok(false) };
+        return if executes_monitor(pid) || holds_kvm(pid) || ends_with_machine(pid) {
+            Err(inject::busy(pid))
+        } else {
+            Ok(false)
+        };
     }
     let is_same = proc::is_in_own_pid_namespace(pid).unwrap_or(false);
     match inject::park(pid, is_same.then(|| std::process::id() as i32)) {
@@ -158,6 +160,17 @@ fn park(pid: i32) -> Result<bool> {
         Err(error) if error.kind() == ErrorKind::Gone => Err(inject::busy(pid)),
         parked => parked.map(|()| true),
     }
+}
+
+/// True if a process executes the monitor, which may not have opened KVM yet. A process that has
+/// left its machine does not have the monitor's code any more, whatever `/proc/PID/exe` says.
+pub(crate) fn executes_monitor(pid: i32) -> bool {
+    let is_named = |path: &Path| path.file_name().is_some_and(|name| name.as_bytes() == MONITOR);
+    if !proc::executable(pid).is_ok_and(|path| is_named(&path)) {
+        return false;
+    }
+    let is_code = |mapping: &Mapping| mapping.executable && is_named(Path::new(OsStr::from_bytes(&mapping.name)));
+    maps::read(pid).is_ok_and(|mappings| mappings.iter().any(is_code))
 }
 
 /// True if a process has ended but for the thread that KVM had in it.

@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use super::interrupted::Interrupted;
 use crate::error::{Error, Result};
-use crate::parked::{Parked, is_in_machine, list_tree};
+use crate::parked::{Parked, executes_monitor, is_in_machine, list_tree};
 
 /// The machines of a tree.
 #[derive(Clone, Debug)]
@@ -25,10 +25,10 @@ struct Shared {
 }
 
 impl Machines {
-    /// None if no process of the tree runs in a machine.
+    /// None if no process of the tree runs in a machine, or is about to.
     pub fn of_tree(root_pid: i32, pids: &[i32], interrupted: &Interrupted) -> Option<Machines> {
         let machines = || Machines { root_pid, interrupted: interrupted.clone(), shared: Arc::default() };
-        pids.iter().any(|pid| is_in_machine(*pid)).then(machines)
+        pids.iter().any(|&pid| is_in_machine(pid) || executes_monitor(pid)).then(machines)
     }
 
     /// Has all processes of the tree give up their machines, unless that was done. False if that
