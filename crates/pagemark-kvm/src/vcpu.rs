@@ -518,6 +518,7 @@ impl Vcpu {
 mod tests {
     use super::*;
     use crate::machine::{self, Keeps, Machine};
+    use crate::sys::descriptors;
 
     /// A signal may come when the program has just entered a stub.
     #[test]
@@ -574,8 +575,7 @@ mod tests {
             pagemark_testing::skip!("KVM cannot set the time-stamp counter");
         }
         let null = std::fs::File::open("/dev/null").expect("a file");
-        // SAFETY: the descriptor is the virtual CPU's, which expects that.
-        assert_eq!(unsafe { libc::dup2(null.as_raw_fd(), vcpu.descriptor()) }, vcpu.descriptor());
+        descriptors::replace(null.as_raw_fd(), vcpu.descriptor(), false).expect("another file");
         vcpu.suspended -= 10_000_000_000;
         assert_eq!(vcpu.run().expect("no failure"), Exit::Parked);
     }
