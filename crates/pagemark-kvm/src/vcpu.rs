@@ -572,7 +572,7 @@ mod tests {
         };
         let mut vcpu = machine.take_vcpu().expect("the first");
         if !vcpu.has_host_time() {
-            pagemark_testing::skip!("KVM cannot set the time-stamp counter");
+            pagemark_testing::skip!("no machine under KVM has the time-stamp counter of the host here");
         }
         let null = std::fs::File::open("/dev/null").expect("a file");
         descriptors::replace(null.as_raw_fd(), vcpu.descriptor(), false).expect("another file");
