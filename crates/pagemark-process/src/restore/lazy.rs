@@ -359,7 +359,10 @@ impl<'a> Delivery<'a> {
         while !self.is_stopped() {
             let spaces = {
                 let mut spaces = self.spaces();
-                spaces.open.retain(|space| !space.is_complete());
+                // A process waits until its events are read, also one that has all pages, as long as another
+                // thread holds its userfaultfd open.
+                let is_held = |space: &Arc<Space>| !space.is_gone() && Arc::strong_count(space) > 1;
+                spaces.open.retain(|space| !space.is_complete() || is_held(space));
                 spaces.open.clone()
             };
             if spaces.is_empty() {
@@ -385,8 +388,6 @@ impl<'a> Delivery<'a> {
                         ahead.truncate(MAX_AHEAD);
                         ahead.extend(neighbours.into_iter().rev().map(|position| (space.clone(), position)));
                     }
-                    // Its events are not read any more. Threads that wait go on when it is closed.
-                    None if space.is_complete() => {}
                     None => unanswered.push((space, page)),
                 }
             }
@@ -504,12 +505,6 @@ impl<'a> Delivery<'a> {
         while done < count {
             if self.is_stopped() {
                 return Ok(ControlFlow::Break(()));
-            }
-            // Somebody may have waited for it meanwhile. If it was the last one, no event of the process is
-            // read any more, and the next change of its mappings would be waited for without end.
-            if space.is_done(position + done) {
-                done += 1;
-                continue;
             }
             let (filled, new_pages) = space.fill(position + done, &pages[done..])?;
             self.done_pages.fetch_add(new_pages as u64, Ordering::Relaxed);

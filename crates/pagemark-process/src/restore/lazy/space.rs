@@ -75,7 +75,12 @@ impl Space {
 
     /// True if nothing is left to be delivered.
     pub(super) fn is_complete(&self) -> bool {
-        self.is_gone.load(Ordering::Relaxed) || self.left_count() == 0
+        self.is_gone() || self.left_count() == 0
+    }
+
+    /// True if the process has ended.
+    pub(super) fn is_gone(&self) -> bool {
+        self.is_gone.load(Ordering::Relaxed)
     }
 
     /// True if the process was forked since the restore.
