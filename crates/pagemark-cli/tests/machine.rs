@@ -71,14 +71,15 @@ fn is_in_machine(pid: i32) -> bool {
     open_files(pid).1 > 0
 }
 
-/// Compiles the program beside this file. None without a compiler.
-fn subject(directory: &Path) -> Option<PathBuf> {
+/// The command of the program beside this file, which is compiled, and reports into the directory.
+/// None without a compiler.
+fn subject(directory: &Path) -> Option<[String; 2]> {
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/machine.c");
     let program = directory.join("subject");
     let mut compiler = Command::new("cc");
     let status = compiler.args(["-O1", "-pthread", "-o"]).arg(&program).arg(source).status().ok()?;
     assert!(status.success(), "the subject does not compile");
-    Some(program)
+    Some([program, directory.to_owned()].map(|path| path.display().to_string()))
 }
 
 /// A program that reports its rounds into `of`, run in a machine with checkpoints, goes on after it
@@ -190,8 +191,7 @@ fn threads_in_every_state_come_back() {
     need_machine!();
     let pagemark = Pagemark::new();
     let Some(program) = subject(pagemark.directory()) else { skip!("no C compiler") };
-    let of = pagemark.directory().to_owned();
-    comes_back(&pagemark, &[program.display().to_string(), of.display().to_string()], &of);
+    comes_back(&pagemark, &program, pagemark.directory());
 }
 
 #[test]
@@ -200,8 +200,7 @@ fn threads_in_every_state_leave_their_machine() {
     for options in [&[][..], &["--lazy"]] {
         let pagemark = Pagemark::new();
         let Some(program) = subject(pagemark.directory()) else { skip!("no C compiler") };
-        let of = pagemark.directory().to_owned();
-        comes_back_outside(&pagemark, &[program.display().to_string(), of.display().to_string()], &of, options);
+        comes_back_outside(&pagemark, &program, pagemark.directory(), options);
     }
 }
 
@@ -213,7 +212,6 @@ fn a_restore_out_of_the_machine_that_is_killed_leaves_no_part() {
     let pagemark = Pagemark::new();
     let Some(program) = subject(pagemark.directory()) else { skip!("no C compiler") };
     let of = pagemark.directory().to_owned();
-    let program = [program.display().to_string(), of.display().to_string()];
     run_and_kill(&pagemark, &program, &of, "auto");
     let processes = || -> Vec<i32> {
         let is_one = |pid: &i32| {
@@ -244,8 +242,7 @@ fn threads_come_back_tracked_by(mechanism: &str) {
     need_machine!();
     let pagemark = Pagemark::new();
     let Some(program) = subject(pagemark.directory()) else { skip!("no C compiler") };
-    let of = pagemark.directory().to_owned();
-    comes_back_tracked_by(&pagemark, &[program.display().to_string(), of.display().to_string()], &of, mechanism);
+    comes_back_tracked_by(&pagemark, &program, pagemark.directory(), mechanism);
 }
 
 #[test]
@@ -528,7 +525,7 @@ fn a_process_that_lost_the_right_to_kvm_is_left_alone() {
     let Some(program) = subject(&of) else { skip!("no C compiler") };
     std::fs::set_permissions(&of, std::fs::Permissions::from_mode(0o777)).expect("our directory");
     let command = ["setpriv", "--reuid=65534", "--clear-groups", "--"].map(str::to_owned).to_vec();
-    let command = [command, vec![program.display().to_string(), of.display().to_string()]].concat();
+    let command = [command, program.to_vec()].concat();
     let mut runner = pagemark.run(&["--kvm", "--every", "300ms", "--job", "job"], &command);
     let target = runner.target();
     wait_for("the report", || pagemark.log().contains("could not open /dev/kvm again").then_some(()));

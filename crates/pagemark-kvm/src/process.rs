@@ -176,8 +176,8 @@ impl Process {
     /// The kernel refuses one.
     pub fn leave_actions(&self) -> Result<(), i32> {
         let actions = lock(&self.actions);
-        let of_program = (1..).zip(&actions[1..]).filter(|(_, action)| **action != Action::default());
-        of_program.into_iter().try_for_each(|(number, action)| signals::set_program_action(number, action))
+        let mut of_program = (1..).zip(&actions[1..]).filter(|(_, action)| **action != Action::default());
+        of_program.try_for_each(|(number, action)| signals::set_program_action(number, action))
     }
 
     /// Reports a system call that the machine does not have, with the errno that the program gets.

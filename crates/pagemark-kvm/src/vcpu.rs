@@ -520,13 +520,19 @@ mod tests {
     use crate::machine::{self, Keeps, Machine};
     use crate::sys::descriptors;
 
+    macro_rules! machine_or_skip {
+        () => {
+            match machine::open().and_then(|kvm| Machine::new(kvm, Keeps::Log)) {
+                Ok(machine) => machine,
+                Err(error) => pagemark_testing::skip!("no machine under KVM: {error}"),
+            }
+        };
+    }
+
     /// A signal may come when the program has just entered a stub.
     #[test]
     fn an_interrupted_stub_is_what_led_there() {
-        let machine = match machine::open().and_then(|kvm| Machine::new(kvm, Keeps::Log)) {
-            Ok(machine) => machine,
-            Err(error) => pagemark_testing::skip!("no machine under KVM: {error}"),
-        };
+        let machine = machine_or_skip!();
         let mut vcpu = machine.take_vcpu().expect("the first");
         let stub = vcpu.call_stub;
         let interrupt = |vcpu: &mut Vcpu| {
@@ -566,10 +572,7 @@ mod tests {
     /// The process may have given it up when a suspension of the host is noticed.
     #[test]
     fn a_virtual_cpu_that_was_given_up_follows_no_time() {
-        let machine = match machine::open().and_then(|kvm| Machine::new(kvm, Keeps::Log)) {
-            Ok(machine) => machine,
-            Err(error) => pagemark_testing::skip!("no machine under KVM: {error}"),
-        };
+        let machine = machine_or_skip!();
         let mut vcpu = machine.take_vcpu().expect("the first");
         if !vcpu.has_host_time() {
             pagemark_testing::skip!("no machine under KVM has the time-stamp counter of the host here");

@@ -120,26 +120,27 @@ impl Vdso {
     /// not `has_data`. The number of the processor is asked for in any case, because the machine
     /// does not have it where the function looks.
     pub fn text(&self, has_data: bool) -> Vec<u8> {
-        let mut text = self.bytes.clone();
-        for Function { place, call: number } in &self.functions {
-            if !has_data || *number == libc::SYS_getcpu {
-                let code = call(*number);
-                text[place.start..place.start + code.len()].copy_from_slice(&code);
-            }
-        }
-        text
+        let needs_call = |function: &Function| !has_data || function.call == libc::SYS_getcpu;
+        self.text_with(|function| needs_call(function).then(|| call(function.call)))
     }
 
     /// The library for the program outside of the machine: its functions lead to those of the
     /// kernel's library at `image`, or make system calls where there is no room to do so.
     pub fn text_leading_to(&self, image: u64) -> Vec<u8> {
+        self.text_with(|Function { place, call: number }| {
+            let code = jump(image + place.start as u64);
+            Some(if code.len() <= place.len() { code } else { call(*number) })
+        })
+    }
+
+    /// The library with other instructions at the begin of functions.
+    fn text_with(&self, code_of: impl Fn(&Function) -> Option<Vec<u8>>) -> Vec<u8> {
         let mut text = self.bytes.clone();
-        for Function { place, call: number } in &self.functions {
-            let mut code = jump(image + place.start as u64);
-            if code.len() > place.len() {
-                code = call(*number);
+        for function in &self.functions {
+            if let Some(code) = code_of(function) {
+                let start = function.place.start;
+                text[start..start + code.len()].copy_from_slice(&code);
             }
-            text[place.start..place.start + code.len()].copy_from_slice(&code);
         }
         text
     }

@@ -30,6 +30,9 @@ const WRITTEN_ELSEWHERE: [(&str, &str); 3] = [
 /// Devices that give memory back to the host, by a part of their names.
 const GIVING_BACK: [&str; 2] = ["virtio-balloon", "virtio-mem"];
 
+/// The command of the human monitor that lists the blocks of memory.
+const LIST_BLOCKS: &str = "info ramblock";
+
 /// What to do where memory that comes on demand cannot be given back.
 pub(crate) const WITHOUT_LAZY: &str = "restore without --lazy, and without `fork`";
 
@@ -340,27 +343,35 @@ impl Machine {
 
     /// Lists the blocks of memory, for [`Machine::changed_blocks_of`].
     pub(crate) fn list_blocks() -> Command {
-        Command::of_human("info ramblock")
+        Command::of_human(LIST_BLOCKS)
     }
 
     /// The blocks of memory, if they have changed since the last call.
     pub(crate) fn changed_blocks(&mut self, mappings: &[Mapping]) -> Result<Option<Vec<RamBlock>>> {
-        let Command { name, arguments } = Machine::list_blocks();
-        let listed = self.monitor.execute(name, arguments)?;
-        self.changed_blocks_of(&listed, mappings)
+        let table = self.monitor.human(LIST_BLOCKS)?;
+        self.changed_blocks_in(table, || Ok(mappings))
     }
 
-    /// True if a reply to [`Machine::list_blocks`] is as the last one.
-    pub(crate) fn has_listed(&self, reply: &Value) -> bool {
-        reply.as_str() == Some(&self.listed.0)
-    }
-
-    /// As [`Machine::changed_blocks`], of a reply to [`Machine::list_blocks`].
-    pub(crate) fn changed_blocks_of(&mut self, reply: &Value, mappings: &[Mapping]) -> Result<Option<Vec<RamBlock>>> {
+    /// As [`Machine::changed_blocks`], of a reply to [`Machine::list_blocks`]. The mappings are
+    /// needed only if they have changed.
+    pub(crate) fn changed_blocks_of<'m>(
+        &mut self,
+        reply: &Value,
+        mappings: impl FnOnce() -> Result<&'m [Mapping]>,
+    ) -> Result<Option<Vec<RamBlock>>> {
         let table = self.monitor.text_of_human(reply)?;
+        self.changed_blocks_in(table, mappings)
+    }
+
+    fn changed_blocks_in<'m>(
+        &mut self,
+        table: String,
+        mappings: impl FnOnce() -> Result<&'m [Mapping]>,
+    ) -> Result<Option<Vec<RamBlock>>> {
         if table == self.listed.0 {
             return Ok(None);
         }
+        let mappings = mappings()?;
         let listed = ram_blocks::parse(&table).filter(|listed| !listed.is_empty()).ok_or_else(|| {
             Error::about(ErrorKind::Memory, Object::Process(self.pid), "lists its memory in an unknown form")
         })?;

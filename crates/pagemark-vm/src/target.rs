@@ -296,11 +296,7 @@ impl MachineMemory {
     /// Finds the blocks of the machine's memory, if they have changed, in the reply to
     /// [`Machine::list_blocks`]. All of a new one counts as written.
     fn find_blocks(&mut self, machine: &mut Machine, listed: &Value, next_space: &mut SpaceId) -> Result<()> {
-        if machine.has_listed(listed) {
-            return Ok(());
-        }
-        let mappings = self.space.refresh_mappings()?;
-        match machine.changed_blocks_of(listed, mappings)? {
+        match machine.changed_blocks_of(listed, || Ok(self.space.refresh_mappings()?))? {
             Some(places) => self.set_blocks(places, next_space),
             None => Ok(()),
         }

@@ -56,10 +56,11 @@ impl Thread {
     /// the program's file, or -1. No other thread does anything.
     fn prepare_to_leave(&self) -> io::Result<RawFd> {
         self.machine.take_clock_outside();
-        let (heap, stack) = {
+        let heap = {
             let space = self.machine.space();
-            (space.heap_start..space.heap_end, self.process.stack())
+            space.heap_start..space.heap_end
         };
+        let stack = self.process.stack();
         let path = self.process.program();
         let path = Path::new(std::ffi::OsStr::from_bytes(path.to_bytes()));
         let [code, data] = parts_of(path)?;
