@@ -194,7 +194,7 @@ fn connect_packets(path: &std::path::Path) -> OwnedFd {
 }
 
 const CONNECT: &str = "
-import socket
+import os, socket
 log = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
 log.connect('LOG')
 ";
@@ -203,8 +203,9 @@ const SEND: &str = "
 try:
     log.send(b'line')
 except OSError as error:
-    with open('failed', 'w') as file:
+    with open('new failed', 'w') as file:
         file.write(str(error.errno))
+    os.rename('new failed', 'failed')
 show(n)
 time.sleep(0.005)
 ";
