@@ -1,6 +1,7 @@
 //! What QEMU reports of a machine without being asked.
 
 use std::fmt;
+use std::time::{Duration, SystemTime};
 
 use serde_json::Value;
 
@@ -65,6 +66,14 @@ impl MachineEvent {
 /// devices than before.
 pub(crate) fn moves_the_machine(message: &Value) -> bool {
     matches!(message.get("event").and_then(Value::as_str), Some("RESUME" | "RESET" | "WAKEUP"))
+}
+
+/// When QEMU says that an event happened. None if it does not say so.
+pub(crate) fn time(message: &Value) -> Option<SystemTime> {
+    let field = |name| message["timestamp"][name].as_u64();
+    let since_epoch =
+        Duration::from_secs(field("seconds")?).checked_add(Duration::from_micros(field("microseconds")?))?;
+    SystemTime::UNIX_EPOCH.checked_add(since_epoch)
 }
 
 impl fmt::Display for MachineEvent {

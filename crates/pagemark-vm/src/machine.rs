@@ -30,6 +30,9 @@ const WRITTEN_ELSEWHERE: [(&str, &str); 3] = [
 /// Devices that give memory back to the host, by a part of their names.
 const GIVING_BACK: [&str; 2] = ["virtio-balloon", "virtio-mem"];
 
+/// The command of the human monitor that lists where the memory is.
+const LIST_MAP: &str = "info mtree -f";
+
 /// The command of the human monitor that lists the blocks of memory.
 const LIST_BLOCKS: &str = "info ramblock";
 
@@ -338,7 +341,17 @@ impl Machine {
 
     /// Where the memory is among the physical addresses. None if its form is unknown.
     pub(crate) fn memory_map(&mut self) -> Result<Option<MemoryMap>> {
-        Ok(MemoryMap::parse(&self.monitor.human("info mtree -f")?))
+        Ok(MemoryMap::parse(&self.monitor.human(LIST_MAP)?))
+    }
+
+    /// Lists where the memory is, for [`Machine::map_of`].
+    pub(crate) fn list_map() -> Command {
+        Command::of_human(LIST_MAP)
+    }
+
+    /// As [`Machine::memory_map`], of a reply to [`Machine::list_map`].
+    pub(crate) fn map_of(&self, reply: &Value) -> Result<Option<MemoryMap>> {
+        Ok(MemoryMap::parse(&self.monitor.text_of_human(reply)?))
     }
 
     /// Lists the blocks of memory, for [`Machine::changed_blocks_of`].

@@ -5,7 +5,7 @@ use std::io::{self, IoSlice, Read};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{ControlMessage, MsgFlags, getsockopt, sendmsg, sockopt};
@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 use crate::command::Command;
 use crate::ending::Ending;
 use crate::error::{Error, ErrorKind, Object, Result};
-use crate::event::{MachineEvent, moves_the_machine};
+use crate::event::{self, MachineEvent, moves_the_machine};
 
 /// How long QEMU may take to send its greeting. It sends none while another client is connected.
 const GREETING_LIMIT: Duration = Duration::from_secs(10);
@@ -51,6 +51,8 @@ pub(crate) struct Monitor {
     /// True if QEMU has reported that the machine continued, or was changed by more than its own
     /// instructions, since it was stopped or [`Monitor::expect_no_move`] was called.
     has_moved: bool,
+    /// When QEMU reported last that the machine was stopped.
+    stopped_at: Option<SystemTime>,
 }
 
 /// QEMU's reply to one of several commands.
@@ -78,16 +80,20 @@ impl Monitor {
     fn begin(stream: UnixStream, object: Object, greeting_limit: Duration) -> Result<Monitor> {
         // A QEMU that reads nothing must not hold up this process either.
         stream.set_write_timeout(Some(REPLY_LIMIT)).map_err(Error::system("set up a monitor connection"))?;
-        let (received, given_up, events, ending, has_moved) = Default::default();
-        let mut monitor = Monitor { stream, object, received, last_id: 0, given_up, events, ending, has_moved };
+        let (received, given_up, events, ending, has_moved, stopped_at) = Default::default();
+        let mut monitor =
+            Monitor { stream, object, received, last_id: 0, given_up, events, ending, has_moved, stopped_at };
         let greeting = monitor.read_message(Instant::now() + greeting_limit).map_err(|error| match error.kind() {
             ErrorKind::Gone => error,
             _ => error.help("a monitor serves one client at a time: disconnect the other one"),
         })?;
-        if greeting.get("QMP").is_none() {
+        let Some(offered) = greeting.get("QMP") else {
             return Err(monitor.garbled("it does not greet as QEMU does"));
-        }
-        monitor.execute("qmp_capabilities", json!({}))?;
+        };
+        // With it, QEMU reads commands while it executes others. It reads them byte by byte.
+        let reads_ahead =
+            offered["capabilities"].as_array().is_some_and(|names| names.iter().any(|name| name == "oob"));
+        monitor.execute("qmp_capabilities", if reads_ahead { json!({"enable": ["oob"]}) } else { json!({}) })?;
         Ok(monitor)
     }
 
@@ -133,7 +139,17 @@ impl Monitor {
         self.reply(resumed, "cont").map(|_| stood_still)
     }
 
+    /// Since when the machine is stopped: since QEMU has replied to the command before `stop`, at
+    /// `replied`, or, if that was read late, since QEMU says so. The commands were sent at `sent`.
+    pub(crate) fn stopped_since(&self, sent: Instant, replied: Instant) -> Instant {
+        let stopped = self.stopped_at.and_then(|at| at.elapsed().ok()).and_then(|ago| Instant::now().checked_sub(ago));
+        stopped.map_or(replied, |stopped| stopped.clamp(sent, replied))
+    }
+
     fn keep_event(&mut self, message: &Value) {
+        if message["event"] == "STOP" {
+            self.stopped_at = event::time(message);
+        }
         self.has_moved |= moves_the_machine(message);
         self.ending.iter_mut().for_each(|ending| ending.observe(message));
         let event = MachineEvent::of_message(message).filter(|_| self.events.len() < MAX_EVENTS);
@@ -220,8 +236,12 @@ impl Monitor {
     /// A command as a line, with its id.
     fn message(&mut self, command: &str, arguments: &Value) -> (u64, String) {
         self.last_id += 1;
-        let message = json!({"execute": command, "arguments": arguments, "id": self.last_id}).to_string();
-        (self.last_id, message + "\n")
+        let mut message = json!({"execute": command, "id": self.last_id});
+        // QEMU reads byte by byte, 3 to 5 µs each.
+        if arguments.as_object().is_none_or(|arguments| !arguments.is_empty()) {
+            message["arguments"] = arguments.clone();
+        }
+        (self.last_id, message.to_string() + "\n")
     }
 
     /// The reply to a command.
@@ -382,6 +402,46 @@ mod tests {
     fn a_reply_is_found_among_events() {
         let reply = first_reply("{\"event\": \"STOP\", \"data\": {}}\r\n\r\n{\"return\": {\"a\": 7}, \"id\": 2}\r\n");
         assert_eq!(reply.unwrap(), json!({"a": 7}));
+    }
+
+    #[test]
+    fn qemu_is_asked_to_read_ahead_if_it_offers_that() {
+        for (offered, arguments) in [("\"oob\"", json!({"enable": ["oob"]})), ("", Value::Null), ("7", Value::Null)] {
+            let (ours, mut theirs) = UnixStream::pair().unwrap();
+            let greeting = format!("{{\"QMP\": {{\"capabilities\": [{offered}]}}}}\n{{\"return\": {{}}, \"id\": 1}}\n");
+            theirs.write_all(greeting.as_bytes()).unwrap();
+            drop(Monitor::over(ours).unwrap());
+            let asked: Value = serde_json::from_reader(theirs).unwrap();
+            assert_eq!(asked["arguments"], arguments, "{offered}");
+        }
+    }
+
+    #[test]
+    fn a_reply_that_is_read_late_does_not_shorten_the_stop() {
+        let sent = Instant::now();
+        let long_ago = SystemTime::now() - Duration::from_secs(100);
+        std::thread::sleep(Duration::from_millis(2));
+        let between = SystemTime::now();
+        std::thread::sleep(Duration::from_millis(2));
+        let replied = Instant::now();
+        let since = |stopped_at: Option<SystemTime>| {
+            let (monitor, sender) =
+                monitor_that_gets(format!("{GREETING}{{\"return\": {{}}, \"id\": 1}}\n").into_bytes());
+            let mut monitor = monitor.unwrap();
+            if let Some(at) = stopped_at.and_then(|at| at.duration_since(SystemTime::UNIX_EPOCH).ok()) {
+                let timestamp = json!({"seconds": at.as_secs(), "microseconds": at.subsec_micros()});
+                monitor.keep_event(&json!({"event": "STOP", "timestamp": timestamp}));
+            }
+            let since = monitor.stopped_since(sent, replied);
+            drop(monitor);
+            sender.join().unwrap();
+            since
+        };
+        assert_eq!(since(None), replied);
+        assert_eq!(since(Some(SystemTime::now() + Duration::from_secs(100))), replied);
+        assert_eq!(since(Some(long_ago)), sent);
+        let since_report = since(Some(between));
+        assert!(sent < since_report && since_report < replied);
     }
 
     #[test]

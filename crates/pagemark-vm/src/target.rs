@@ -550,30 +550,34 @@ impl Target for VmTarget {
         let VmTarget { machine, changes, disks, memory, next_space, last_stop, .. } = &mut *hold.0;
         let connections = disks.prepare(machine, changes)?;
         let devices = given_files::add_device_file(machine, changes)?;
-        let map = machine.memory_map()?;
         memory.keep_views()?;
         // Not in the stop, which would take a quarter longer.
         memory.space.refresh_mappings()?;
-        let (since, taken_at) = (Instant::now(), SystemTime::now());
-        let mut steps: Vec<_> = startup.is_running.then(Changes::stop).into_iter().collect();
+        // QEMU takes some µs to read each byte of a command. It lists the map, which takes several ms, before it stops
+        // the machine, and reads the other commands meanwhile.
+        let mut steps = vec![(Machine::list_map(), None)];
+        let before_stop = steps.len();
+        steps.extend(startup.is_running.then(Changes::stop));
         let of_stop = steps.len();
         steps.extend(disks.begin(changes)?);
         let before_devices = steps.len();
         steps.extend([(given_files::save_devices(), None), (Machine::list_blocks(), None)]);
+        let sent = Instant::now();
         let replies = changes.execute_all(machine, steps)?;
         // QEMU executes one command after the other.
-        let after = |steps: usize| match steps {
-            0 => since,
-            _ => replies.get(steps - 1).map_or(since, |reply| reply.at),
-        };
+        let after = |steps: usize| replies.get(steps - 1).map_or(sent, |reply| reply.at);
+        let listed = after(before_stop);
+        let since = if startup.is_running { machine.monitor.stopped_since(sent, listed) } else { listed };
+        let taken_at = SystemTime::now() - since.elapsed();
         *last_stop = StopTimes {
             stop: after(of_stop) - since,
             disks: after(before_devices) - after(of_stop),
             devices: after(before_devices + 1) - after(before_devices),
         };
-        let listed = replies.last().map_or(&Value::Null, |reply| &reply.result);
-        memory.find_blocks(machine, listed, next_space)?;
+        let blocks = replies.last().map_or(&Value::Null, |reply| &reply.result);
+        memory.find_blocks(machine, blocks, next_space)?;
         memory.find_views()?;
+        let map = replies.into_iter().next().map_or(Value::Null, |reply| reply.result);
         let inputs = hold.0.inputs.as_ref().map(InputList::read).transpose()?;
         Ok(FrozenVm { inputs, hold, devices, connections, startup, map, since, taken_at })
     }
@@ -619,8 +623,8 @@ pub struct FrozenVm<'target> {
     devices: File,
     connections: Connections,
     startup: Startup,
-    /// As it was before the stop.
-    map: Option<MemoryMap>,
+    /// Where the memory was before the stop, as QEMU says it.
+    map: Value,
     since: Instant,
     taken_at: SystemTime,
 }
@@ -662,7 +666,7 @@ impl<'target> Frozen for FrozenVm<'target> {
         // Listing it takes as long as all of the stop. If it is the same before and after, it was so in the
         // stop.
         let later = machine.memory_map()?;
-        let map = map.filter(|map| later.as_ref() == Some(map));
+        let map = machine.map_of(&map)?.filter(|map| later.as_ref() == Some(map));
         let blocks = memory.blocks.iter().map(|block| {
             (block.space, block.place.id.clone(), SpaceKind::RamBlock { bytes: block.place.bytes() }, None)
         });
