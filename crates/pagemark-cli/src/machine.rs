@@ -3,7 +3,7 @@
 use std::ffi::OsString;
 
 use pagemark::Mechanism;
-use pagemark_kvm::start;
+use pagemark_kvm::{Keeps, start};
 use pagemark_process::preload::{self, Missing};
 
 use crate::failure::Failure;
@@ -14,21 +14,18 @@ const NAME: &str = "pagemark-kvm";
 /// Names it, before the other places are looked at.
 const PROGRAM: &str = "PAGEMARK_KVM";
 
-/// Says whether the machine keeps a log or rings.
-const KEEPS: &str = "PAGEMARK_KVM_DIRTY";
-
 /// The environment of `pagemark-kvm`: what it says for a mechanism, and `of_program`, the variables
 /// of the program.
 pub fn variables(mechanism: Mechanism, of_program: Vec<(&'static str, OsString)>) -> Vec<(&'static str, OsString)> {
     let keeps = match mechanism {
-        Mechanism::KvmLog => Some("log"),
-        Mechanism::KvmRing => Some("rings"),
+        Mechanism::KvmLog => Some(Keeps::Log),
+        Mechanism::KvmRing => Some(Keeps::Rings),
         _ => None,
     };
     // The program's libraries are not the monitor's.
     let renamed = |name| if name == preload::PRELOAD { start::PRELOAD } else { name };
     let of_program = of_program.into_iter().map(|(name, value)| (renamed(name), value));
-    of_program.chain(keeps.map(|keeps| (KEEPS, keeps.into()))).collect()
+    of_program.chain(keeps.map(|keeps| (Keeps::VARIABLE, keeps.as_str().into()))).collect()
 }
 
 /// The command that runs `command` in a machine.

@@ -43,6 +43,7 @@ use std::ffi::{CStr, CString};
 use std::sync::Arc;
 
 pub use error::{Error, ErrorKind};
+pub use machine::Keeps;
 
 use image::{Image, Refused};
 

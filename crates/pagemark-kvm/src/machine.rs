@@ -122,7 +122,7 @@ pub struct Space {
     rings: Vec<Ring>,
 }
 
-/// How KVM notes the pages that the program writes. The one excludes the other.
+/// How KVM notes the pages that a program in the machine writes. The one excludes the other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Keeps {
     /// In a log for each memory slot.
@@ -131,10 +131,19 @@ pub enum Keeps {
     Rings,
 }
 
-/// The variable that says which the machine keeps.
-const KEEPS: &str = "PAGEMARK_KVM_DIRTY";
-
 impl Keeps {
+    /// The variable of the monitor's environment that says which the machine keeps.
+    pub const VARIABLE: &str = "PAGEMARK_KVM_DIRTY";
+
+    /// The value of the variable.
+    #[must_use]
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Keeps::Log => "log",
+            Keeps::Rings => "rings",
+        }
+    }
+
     /// The means that it is.
     fn means(self) -> Means {
         match self {
@@ -147,13 +156,13 @@ impl Keeps {
     ///
     /// # Errors
     /// It says neither.
-    pub fn of_environment() -> Result<Keeps, Error> {
-        match std::env::var_os(KEEPS).as_ref().map(|text| text.as_encoded_bytes()) {
+    pub(crate) fn of_environment() -> Result<Keeps, Error> {
+        match std::env::var_os(Keeps::VARIABLE).as_ref().map(|text| text.as_encoded_bytes()) {
             None | Some(b"" | b"log") => Ok(Keeps::Log),
             Some(b"rings") => Ok(Keeps::Rings),
             Some(other) => {
                 let reason = format!("is {:?}, and neither log nor rings", String::from_utf8_lossy(other));
-                Err(Error::new(ErrorKind::Unavailable, "", format!("the variable {KEEPS}")).reason(reason))
+                Err(Error::new(ErrorKind::Unavailable, "", format!("the variable {}", Keeps::VARIABLE)).reason(reason))
             }
         }
     }
@@ -671,7 +680,7 @@ fn begin_rings(vm: &VmFd, keeps: Keeps) -> Result<(), Error> {
         return Ok(());
     }
     dirty_ring::enable(vm).map_err(|errno| match errno {
-        libc::EOPNOTSUPP => Error::new(ErrorKind::Unavailable, "", format!("the variable {KEEPS}"))
+        libc::EOPNOTSUPP => Error::new(ErrorKind::Unavailable, "", format!("the variable {}", Keeps::VARIABLE))
             .reason("asks for rings, which KVM does not have, or not with the log of Intel's processors")
             .help("Linux 5.11 or newer has them, with the parameter pml=N of the module kvm_intel; without the variable, KVM keeps a log"),
         errno => Error::system("begin", "the rings of written pages")(io::Error::from_raw_os_error(errno)),

@@ -150,7 +150,7 @@ pub fn userfaultfd(pid: i32) -> Result<OwnedFd> {
 /// # Errors
 /// As [`userfaultfd`].
 pub fn userfaultfd_with(pid: i32, flags: libc::c_int) -> Result<OwnedFd> {
-    let made = inject(pid, Work::Userfaultfd { flags })?;
+    let made = inject(pid, Work::OneThread(ThreadWork::Userfaultfd { flags }))?;
     made.ok_or_else(|| Step::Copy.error(pid, libc::EBADF))
 }
 
@@ -170,7 +170,7 @@ pub struct Call {
 /// A call failed: those before it were carried out, the others not. Or an error whose kind says why
 /// none was.
 pub fn system_calls(pid: i32, calls: Vec<Call>) -> Result<()> {
-    inject(pid, Work::Calls(calls)).map(drop)
+    inject(pid, Work::OneThread(ThreadWork::Calls(calls))).map(drop)
 }
 
 /// Makes process `pid`, which runs in a machine of `pagemark-kvm`, give up what it has of KVM; see
@@ -180,7 +180,7 @@ pub fn system_calls(pid: i32, calls: Vec<Call>) -> Result<()> {
 /// [`ErrorKind::Busy`]: its threads use KVM at this moment, and it is unchanged. Another error says
 /// why it could not be done; the process goes on in any case.
 pub(crate) fn park(pid: i32, parker: Option<i32>) -> Result<()> {
-    inject(pid, Work::Park { parker }).map(drop)
+    inject(pid, Work::OneThread(ThreadWork::Park { parker })).map(drop)
 }
 
 /// Has the threads of process `pid`, which leaves its machine, not wait in calls for the program.
@@ -199,7 +199,7 @@ pub(crate) fn interrupt_calls(pid: i32, place: [u64; 2]) -> Result<()> {
 /// [`ErrorKind::Busy`]: a thread still is in it, and nothing was removed. Another error says why it
 /// could not be done.
 pub(crate) fn remove_monitor(pid: i32, remains: Remains) -> Result<()> {
-    inject(pid, Work::Remove(remains)).map(drop)
+    inject(pid, Work::OneThread(ThreadWork::Remove(remains))).map(drop)
 }
 
 /// The error of a process that cannot give up its machine at this moment.
@@ -208,17 +208,25 @@ pub(crate) fn busy(pid: i32) -> Error {
     Error::about(ErrorKind::Busy, Object::Process(pid), reason)
 }
 
-/// What a thread is made to do.
+/// What is done while all threads of the process are stopped.
 #[derive(Clone)]
 enum Work {
+    /// One of them is made to carry out system calls.
+    OneThread(ThreadWork),
+    /// Those that wait in calls for the program are made not to. `place` is what
+    /// [`parking::Header::blocking_call`] says.
+    InterruptCalls { place: [u64; 2] },
+}
+
+/// What a thread is made to do.
+#[derive(Clone)]
+enum ThreadWork {
     /// To create a userfaultfd, which is copied.
     Userfaultfd { flags: libc::c_int },
     /// To carry out calls.
     Calls(Vec<Call>),
     /// To give up what its process has of KVM.
     Park { parker: Option<i32> },
-    /// Not to wait in calls for the program.
-    InterruptCalls { place: [u64; 2] },
     /// To remove the monitor.
     Remove(Remains),
 }
@@ -226,7 +234,7 @@ enum Work {
 /// Does `work` by system calls of a thread of the process. If that has exited, and nothing was done
 /// or the work can be done twice, it is tried with another.
 fn inject(pid: i32, work: Work) -> Result<Option<OwnedFd>> {
-    let is_repeatable = matches!(work, Work::Userfaultfd { .. });
+    let is_repeatable = matches!(work, Work::OneThread(ThreadWork::Userfaultfd { .. }));
     let mut tries = 0;
     loop {
         let thread = proc::live_thread(pid).ok_or_else(|| Error::no_process(pid))?;
@@ -515,7 +523,7 @@ fn stop_threads(task: &mut Task, deadline: Instant) -> Helped<()> {
                 return Err((Step::Threads, libc::E2BIG));
             }
             // It has to end when the machine is closed.
-            if matches!(task.work, Work::Park { .. })
+            if matches!(task.work, Work::OneThread(ThreadWork::Park { .. }))
                 && StatText::read(directory, thread).is_ok_and(|stat| stat::is_worker_of_kvm(stat.text()))
             {
                 return Ok(());
@@ -557,12 +565,16 @@ fn each_thread(directory: &CStr, mut each: impl FnMut(RawFd, i32) -> Helped<()>)
     }
 }
 
-/// Makes the stopped thread do the work, and restores it. Returns the descriptor that was copied,
-/// or -1.
+/// Does the work on the stopped threads. Returns the descriptor that was copied, or -1.
 fn do_work(task: &Task) -> Helped<RawFd> {
-    if let Work::InterruptCalls { place } = task.work {
-        return leaving::interrupt_calls(&task.threads, place).map(|()| -1);
+    match &task.work {
+        Work::OneThread(work) => carry_out(task, work),
+        &Work::InterruptCalls { place } => leaving::interrupt_calls(&task.threads, place).map(|()| -1),
     }
+}
+
+/// Makes the stopped thread do the work, and restores it. Returns as [`do_work`].
+fn carry_out(task: &Task, work: &ThreadWork) -> Helped<RawFd> {
     let thread = task.thread;
     let inspect = |errno| (Step::Inspect, errno);
     let mut original = ptrace::registers(thread).map_err(inspect)?;
@@ -586,20 +598,19 @@ fn do_work(task: &Task) -> Helped<RawFd> {
 
     // Signals are blocked until the thread is restored.
     ptrace::set_signal_mask(thread, u64::MAX).map_err(inspect)?;
-    let copied = match &task.work {
-        Work::Userfaultfd { flags } => create_userfaultfd(task, &original, *flags),
-        Work::Calls(calls) => {
+    let copied = match work {
+        ThreadWork::Userfaultfd { flags } => create_userfaultfd(task, &original, *flags),
+        ThreadWork::Calls(calls) => {
             let call = |call: &Call| system_call(task, &original, call.number, call.arguments);
             let failed =
                 |result: i64| if result < 0 { Err((Step::SystemCall, -result as libc::c_int)) } else { Ok(()) };
             calls.iter().try_for_each(|each| call(each).and_then(failed)).map(|()| -1)
         }
-        Work::Park { parker } => {
+        ThreadWork::Park { parker } => {
             let call = |number, arguments| system_call(task, &original, number, arguments);
             parked::park(thread, *parker, &call).map(|()| -1)
         }
-        Work::InterruptCalls { .. } => Ok(-1),
-        Work::Remove(remains) => {
+        ThreadWork::Remove(remains) => {
             let call = |number, arguments| system_call(task, &original, number, arguments);
             leaving::remove(&task.threads, remains, task.instruction, &call).map(|()| -1)
         }
