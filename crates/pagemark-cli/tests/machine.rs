@@ -204,6 +204,21 @@ fn threads_in_every_state_leave_their_machine() {
     }
 }
 
+/// It cannot change the link to its program's file itself.
+#[test]
+fn a_program_without_rights_leaves_its_machine() {
+    need_machine!();
+    if !nix::unistd::geteuid().is_root() {
+        skip!("not root");
+    }
+    let pagemark = Pagemark::new();
+    let of = pagemark.directory().to_owned();
+    let Some(program) = subject(&of) else { skip!("no C compiler") };
+    let command = ["setpriv", "--bounding-set=-sys_admin,-checkpoint_restore", "--inh-caps=-all", "--"];
+    let command = [command.map(str::to_owned).as_slice(), &program].concat();
+    comes_back_outside(&pagemark, &command, &of, &[]);
+}
+
 /// If Pagemark is killed while processes leave their machine, all of them have left, or none is
 /// there.
 #[test]

@@ -92,6 +92,7 @@ pub fn run(
     };
     let machine = machine::Machine::new(device, machine::Keeps::of_environment()?)?;
     let program = thread::resolved(&image.path);
+    machine.describe_program(&program);
     let start = loader::load(&machine, &image, environment)?;
     // SAFETY: the name is copied, and ends with zero.
     unsafe {

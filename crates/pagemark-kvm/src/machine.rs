@@ -1,5 +1,6 @@
 //! The virtual machine of a process: KVM, memory slots, page tables.
 
+use std::ffi::CStr;
 use std::io;
 use std::ops::{Deref, DerefMut};
 use std::os::fd::{AsRawFd, FromRawFd, RawFd};
@@ -306,6 +307,12 @@ impl Machine {
         self.listed.begin_child(tracker);
         self.noted.begin_child();
         descriptors::begin_child();
+    }
+
+    /// Says outside which program runs in the machine.
+    pub fn describe_program(&self, path: &CStr) {
+        // As long as the process is there.
+        self.parking.describe_program(Box::leak(path.to_owned().into_boxed_c_str()));
     }
 
     /// The descriptor of `/dev/kvm`.

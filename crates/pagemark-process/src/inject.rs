@@ -15,7 +15,7 @@ mod parked;
 use std::ffi::{CStr, CString};
 use std::io;
 use std::mem::MaybeUninit;
-use std::ops::ControlFlow;
+use std::ops::{ControlFlow, Range};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::ffi::OsStringExt;
 use std::time::Instant;
@@ -31,7 +31,6 @@ use crate::error::{Error, ErrorKind, Object, Result};
 use crate::helper;
 use crate::plain_proc::{StatText, each_number, has_exited};
 use crate::ptrace::{self, Registers, Stop, Until};
-pub(crate) use leaving::Remains;
 
 /// Limit of the number of threads that the helper can hold.
 const MAX_THREADS: usize = 1 << 16;
@@ -198,8 +197,8 @@ pub(crate) fn interrupt_calls(pid: i32, place: [u64; 2]) -> Result<()> {
 /// # Errors
 /// [`ErrorKind::Busy`]: a thread still is in it, and nothing was removed. Another error says why it
 /// could not be done.
-pub(crate) fn remove_monitor(pid: i32, remains: Remains) -> Result<()> {
-    inject(pid, Work::OneThread(ThreadWork::Remove(remains))).map(drop)
+pub(crate) fn remove_monitor(pid: i32, mappings: Vec<Range<u64>>) -> Result<()> {
+    inject(pid, Work::OneThread(ThreadWork::Remove(mappings))).map(drop)
 }
 
 /// The error of a process that cannot give up its machine at this moment.
@@ -227,8 +226,8 @@ enum ThreadWork {
     Calls(Vec<Call>),
     /// To give up what its process has of KVM.
     Park { parker: Option<i32> },
-    /// To remove the monitor.
-    Remove(Remains),
+    /// To remove these mappings, which are all that is left of the monitor.
+    Remove(Vec<Range<u64>>),
 }
 
 /// Does `work` by system calls of a thread of the process. If that has exited, and nothing was done
@@ -610,9 +609,9 @@ fn carry_out(task: &Task, work: &ThreadWork) -> Helped<RawFd> {
             let call = |number, arguments| system_call(task, &original, number, arguments);
             parked::park(thread, *parker, &call).map(|()| -1)
         }
-        ThreadWork::Remove(remains) => {
+        ThreadWork::Remove(mappings) => {
             let call = |number, arguments| system_call(task, &original, number, arguments);
-            leaving::remove(&task.threads, remains, task.instruction, &call).map(|()| -1)
+            leaving::remove(&task.threads, mappings, task.instruction, &call).map(|()| -1)
         }
     };
     restore_thread(thread, &original, mask).map_err(|errno| (Step::SystemCall, errno))?;

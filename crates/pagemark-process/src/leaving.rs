@@ -15,10 +15,10 @@ use std::time::{Duration, Instant};
 use nix::sys::uio::{RemoteIoVec, process_vm_readv};
 use nix::unistd::Pid;
 use pagemark::sys::parking::{ADDRESS, Header, LEAVING, LEFT, PREPARED, PREPARING, RELEASED};
-use pagemark::sys::proc::{self, Stat, maps, stat};
+use pagemark::sys::proc::{self, Stat, maps};
 
 use crate::error::{Error, ErrorKind, Object, Result};
-use crate::inject::{self, Remains};
+use crate::inject;
 use crate::parked::is_in_machine;
 
 /// How long the threads of a process may take until all wait, and until all have left.
@@ -29,10 +29,6 @@ const PAUSE: Duration = Duration::from_millis(1);
 
 /// Names of mappings that the kernel has made for every process.
 const OF_KERNEL: [&[u8]; 3] = [b"[vdso]", b"[vsyscall]", b"[vvar"];
-
-/// Fields of `/proc/PID/stat`, as proc(5) counts, in the order of `struct prctl_mm_map`: code,
-/// data, heap, its end, which is not among them, stack, arguments, environment.
-const SHOWN: [usize; 11] = [26, 27, 45, 46, 47, 47, 28, 48, 49, 50, 51];
 
 /// Marks those of the processes that are in a machine. None of them runs.
 ///
@@ -87,12 +83,10 @@ fn leave(pid: i32) -> Result<()> {
     state.set(PREPARING)?;
     until(pid, deadline, || Ok(state.get()? == PREPARED))?;
     let mappings = mappings_of_monitor(pid)?;
-    let text = std::fs::read(proc::path(pid, "stat")).map_err(failed(pid))?;
-    let shown = SHOWN.map(|field| stat::number(&text, field).unwrap_or_default());
     state.set(LEFT)?;
     let left = Word { pid, offset: offset_of!(Header, left) };
     until(pid, deadline, || Ok(left.get()? == waiting))?;
-    until(pid, deadline, || match inject::remove_monitor(pid, Remains { mappings: mappings.clone(), shown }) {
+    until(pid, deadline, || match inject::remove_monitor(pid, mappings.clone()) {
         Err(error) if error.kind() == ErrorKind::Busy => Ok(false),
         removed => removed.map(|()| true),
     })

@@ -1,12 +1,12 @@
 //! Processes that run in a machine of `pagemark-kvm`. To save their state they give up what they
 //! have of KVM ([`pagemark::sys::parking`]), and make it again when they go on.
 
-use std::ffi::OsStr;
+use std::ffi::{OsStr, OsString};
 use std::io;
 use std::mem::offset_of;
-use std::os::unix::ffi::OsStrExt;
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::fs::FileExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use pagemark::sys::parking::{ADDRESS, CLOSING, DEVICE, Header, MAGIC, PARKED, RELEASED, RUNNING};
@@ -29,6 +29,21 @@ pub(crate) fn is_in_machine(pid: i32) -> bool {
     let mut word = [0; 8];
     let read = proc::open_memory(pid).and_then(|memory| memory.read_exact_at(&mut word, ADDRESS));
     read.is_ok() && u64::from_ne_bytes(word) == MAGIC
+}
+
+/// The path of the program that is in the machine of a process. None if there is no machine, or it
+/// does not say.
+pub(crate) fn program_path(pid: i32) -> Option<PathBuf> {
+    if !is_in_machine(pid) {
+        return None;
+    }
+    let memory = proc::open_memory(pid).ok()?;
+    let mut words = [[0; 8]; 2];
+    memory.read_exact_at(words.as_flattened_mut(), ADDRESS + offset_of!(Header, program_path) as u64).ok()?;
+    let [place, bytes] = words.map(u64::from_ne_bytes);
+    let mut path = vec![0; usize::try_from(bytes).ok().filter(|bytes| (1..libc::PATH_MAX as usize).contains(bytes))?];
+    memory.read_exact_at(&mut path, place).ok()?;
+    Some(OsString::from_vec(path).into())
 }
 
 /// The name of the file that a process executes before its program is in a machine.

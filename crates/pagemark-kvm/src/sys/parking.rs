@@ -2,6 +2,7 @@
 //! [`pagemark::sys::parking`].
 
 use std::cell::Cell;
+use std::ffi::CStr;
 use std::io;
 use std::marker::PhantomData;
 use std::os::fd::RawFd;
@@ -128,6 +129,13 @@ impl Parking {
         header.magic.store(MAGIC, Ordering::Release);
     }
 
+    /// Describes the program's file by its path.
+    pub fn describe_program(&self, path: &'static CStr) {
+        let [place, bytes] = &self.header.program_path;
+        place.store(path.as_ptr() as u64, Ordering::Relaxed);
+        bytes.store(path.count_bytes() as u64, Ordering::Relaxed);
+    }
+
     /// In a child made by `fork`, whose description is a copy of the parent's: there are no virtual
     /// CPUs, and no other thread uses KVM.
     pub fn begin_child(&self, _: &InUse) {
@@ -168,15 +176,14 @@ impl Parking {
     ///
     /// # Errors
     /// Of `prepare`, or whoever restored the process is gone.
-    pub fn wait_to_leave(&self, prepare: impl FnOnce() -> io::Result<RawFd>) -> io::Result<()> {
+    pub fn wait_to_leave(&self, prepare: impl FnOnce() -> io::Result<()>) -> io::Result<()> {
         let mut prepare = (self.header.waiting.fetch_add(1, Ordering::AcqRel) == 0).then_some(prepare);
         let since = Instant::now();
         loop {
             match self.header.state.load(Ordering::Acquire) {
                 LEFT => return Ok(()),
                 PREPARING if prepare.is_some() => {
-                    let program = prepare.take().map_or(Ok(-1), |prepare| prepare())?;
-                    self.header.program.store(program, Ordering::Relaxed);
+                    prepare.take().map_or(Ok(()), |prepare| prepare())?;
                     self.header.state.store(PREPARED, Ordering::Release);
                 }
                 _ if self.is_abandoned(since) => {

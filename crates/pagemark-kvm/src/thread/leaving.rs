@@ -1,12 +1,9 @@
 //! A restored process continues without its machine: each thread takes the program's registers, and
 //! the kernel gets what the monitor has kept for the program. See [`pagemark::sys::parking`].
 
-use std::fs::File;
 use std::io;
 use std::ops::Range;
-use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
 use pagemark::sys::proc::maps;
@@ -52,9 +49,9 @@ impl Thread {
         unsafe { leaving::go_on(frame_place.as_ptr() as u64, fs, gs, parking.left()) }
     }
 
-    /// The kernel gets the process's part of what the monitor has kept. Returns the descriptor of
-    /// the program's file, or -1. No other thread does anything.
-    fn prepare_to_leave(&self) -> io::Result<RawFd> {
+    /// The kernel gets the process's part of what the monitor has kept. No other thread does
+    /// anything.
+    fn prepare_to_leave(&self) -> io::Result<()> {
         self.machine.take_clock_outside();
         let heap = {
             let space = self.machine.space();
@@ -68,13 +65,9 @@ impl Thread {
         // Without this right of the kernel's (CONFIG_CHECKPOINT_RESTORE) the heap does not grow any more,
         // which programs can handle.
         let _ = arguments::leave_to_program(&ProgramMap { code, data, heap, stack, auxiliary });
-        // A program that its user may not read has no link to it.
-        let file = File::options().read(true).custom_flags(libc::O_NONBLOCK).open(path);
-        let program = file.and_then(|file| descriptors::raise(file.as_raw_fd(), false)).unwrap_or(-1);
         // SAFETY: the descriptors of KVM are closed already, and nothing of the monitor goes on.
-        unsafe { descriptors::close_all_but(&[program]) };
-        self.process.leave_actions().map_err(io::Error::from_raw_os_error)?;
-        Ok(program)
+        unsafe { descriptors::close_all_but(&[]) };
+        self.process.leave_actions().map_err(io::Error::from_raw_os_error)
     }
 }
 

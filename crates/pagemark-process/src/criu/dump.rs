@@ -50,6 +50,7 @@ use crate::container::{self, FileLocation, FirstProcess, HostPaths};
 use crate::error::{Error, ErrorKind, Object};
 use crate::files::encode_path;
 use crate::objects::ObjectId;
+use crate::parked;
 use crate::scratch;
 use crate::spawn::FROM_OUTSIDE;
 
@@ -127,6 +128,20 @@ pub(crate) struct Notes {
     /// Connections by Unix sockets to processes outside, which a restore finds closed.
     #[serde(default)]
     pub closed_sockets: Vec<String>,
+    /// The programs of processes in a machine, to which `/proc/PID/exe` leads if a restore takes
+    /// them out of it.
+    #[serde(default)]
+    pub programs: Vec<ProgramInMachine>,
+}
+
+/// The program of a process in a machine.
+#[derive(Clone, PartialEq, Eq, Debug, serde::Serialize, serde::Deserialize)]
+pub(crate) struct ProgramInMachine {
+    /// The id of the process in the images.
+    pub pid: i32,
+    /// The path of its file for the process, as [`encode_path`](crate::files::encode_path) writes
+    /// it.
+    pub path: String,
 }
 
 /// By process: its id in the images, and the pages of its private mappings that held data in the
@@ -267,6 +282,7 @@ impl Dump {
             segments: Vec::new(),
             semaphores: Vec::new(),
             closed_sockets: Vec::new(),
+            programs: Vec::new(),
         };
         let outside_files = if notes.own_root.is_some() { outside_files::find(&tree) } else { Vec::new() };
         let notes = Notes { outside_files, ..notes };
@@ -496,6 +512,13 @@ impl Dump {
         let image_id = if self.notes.first_process.is_some() { container::image_id } else { std::convert::identity };
         if self.notes.cgroups == Cgroups::Restore {
             self.notes.memberships = cgroups::memberships(&pids, image_id);
+        }
+        if self.machines.is_some() {
+            let program = |&pid: &i32| {
+                let path = encode_path(&parked::program_path(pid)?);
+                Some(ProgramInMachine { pid: image_id(pid), path })
+            };
+            self.notes.programs = pids.iter().filter_map(program).collect();
         }
         if self.has_segments {
             self.notes.segments = sysv_memory::find(&pids, image_id)?;

@@ -189,7 +189,7 @@ ffffffffff600000-ffffffffff601000 --xp 00000000 00:00 0 [vsyscall]\nVmFlags: ex 
         let entry = |start, end| VmaEntry { start, end, prot: 1, flags: 0x22, status: 0x201, shmid: 9, madv: Some(3) };
         let image = |entries: Vec<VmaEntry>| {
             let mut image = Image::new(ImageKind::Mm);
-            image.messages.push(MmEntry { mm_saved_auxv: vec![1, 2], vmas: entries }.encode_to_vec());
+            image.messages.push(MmEntry { exe_file_id: 3, mm_saved_auxv: vec![1, 2], vmas: entries }.encode_to_vec());
             image
         };
         let read = || MmEntry::decode(Image::read(&path, ImageKind::Mm).unwrap().messages[0].as_slice()).unwrap();
@@ -201,7 +201,7 @@ ffffffffff600000-ffffffffff601000 --xp 00000000 00:00 0 [vsyscall]\nVmFlags: ex 
         lengthen(&path, &shortened(0x10_0000, 0x80_0000)).unwrap();
         let whole = VmaEntry { prot: 0, ..entry(0x10_0000, 0x80_0000) };
         let expected = [&[entry(0x1000, 0x2000), whole], &others[..]].concat();
-        assert_eq!(read(), MmEntry { mm_saved_auxv: vec![1, 2], vmas: expected });
+        assert_eq!(read(), MmEntry { exe_file_id: 3, mm_saved_auxv: vec![1, 2], vmas: expected });
         // CRIU has not taken the list.
         lengthen(&path, &shortened(0x90_0000, 0xa0_0000)).unwrap_err();
         std::fs::write(&path, b"no image").unwrap();

@@ -19,9 +19,13 @@ use pagemark::{
 
 use super::io;
 use super::memory::{Pages, ProcessMemory};
-use crate::criu::images::schema::{CoreEntry, MmEntry, PstreeEntry, VmaEntry};
-use crate::criu::images::{ImageKind, PageRun, PageSource, Pagemap, mappings, read_first, with_varint};
+use crate::criu::dump::ProgramInMachine;
+use crate::criu::images::schema::{CoreEntry, FileEntry, MmEntry, PstreeEntry, RegFileEntry, VmaEntry};
+use crate::criu::images::{
+    Image, ImageKind, PageRun, PageSource, Pagemap, mappings, read_all, read_first, with_varint,
+};
 use crate::error::{Error, ErrorKind, Object};
+use crate::files::decode_path;
 
 /// Time between two reports of progress.
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(2);
@@ -282,6 +286,24 @@ fn map_in_place(directory: &Path, process: &PstreeEntry, pagemap: &Pagemap) -> R
         let is_empty = is_ordinary && !is_writable && pages.within(range).next().is_none();
         is_empty.then(|| with_varint(mapping, VmaEntry::STATUS, (IS_REGULAR | NEEDS_NO_WRITE).into()))
     })?;
+    std::fs::write(&path, image.encode()).map_err(io(format!("write {}", path.display())))
+}
+
+/// Has CRIU restore a process with the link to its program's file that it has outside of a machine.
+/// The process itself might lack the right to change the link. Changes nothing if the images do not
+/// have the file by its path.
+pub(super) fn set_program(directory: &Path, program: &ProgramInMachine) -> Result<(), Error> {
+    let files: Vec<FileEntry> = read_all(&directory.join("files.img"), ImageKind::Files)?;
+    let is_program = |file: &&RegFileEntry| {
+        let is_only_read = file.flags as i32 & libc::O_ACCMODE == libc::O_RDONLY;
+        is_only_read && decode_path(&program.path).is_some_and(|path| path == Path::new(&file.name))
+    };
+    let Some(file) = files.iter().filter_map(|file| file.reg.as_ref()).find(is_program) else { return Ok(()) };
+    let path = directory.join(format!("mm-{}.img", program.pid));
+    let mut image = Image::read(&path, ImageKind::Mm)?;
+    for message in &mut image.messages {
+        *message = with_varint(message, MmEntry::EXE_FILE_ID, file.id.into());
+    }
     std::fs::write(&path, image.encode()).map_err(io(format!("write {}", path.display())))
 }
 

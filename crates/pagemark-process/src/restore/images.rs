@@ -17,7 +17,7 @@ use pagemark::repository::{Manifest, TargetKind};
 use pagemark::sys::proc::{self, Stat, Status, tree};
 use pagemark::{ByteCount, PageRangeExt, Store};
 
-use super::image_files::{ImageMemory, Progress, write_pages, write_states};
+use super::image_files::{ImageMemory, Progress, set_program, write_pages, write_states};
 use super::memory::ProcessMemory;
 use super::root::{read_notes, root_of};
 use super::running::{
@@ -343,6 +343,11 @@ impl Prepared {
         meanwhile: &mut dyn FnMut() -> Result<(), Error>,
     ) -> Result<Restored, Error> {
         self.check_free()?;
+        if options.without_machine {
+            for program in &self.notes.programs {
+                set_program(&self.directory, program)?;
+            }
+        }
         let pids = self.pids();
         let root_pid = *pids.first().ok_or_else(|| Error::damaged("it has no process"))?;
         let root = root_of(&self.notes, options.root.as_deref())?;

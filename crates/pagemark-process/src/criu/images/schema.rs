@@ -397,6 +397,8 @@ messages! {
 
     /// `mm-PID.img`: the address space of a process.
     message MmEntry = "mm.proto" mm_entry {
+        /// Id of the program's file in `files.img`.
+        required uint32 exe_file_id = 12 => EXE_FILE_ID;
         /// The auxiliary vector, in pairs.
         repeated uint64 mm_saved_auxv = 13;
         /// The mappings.
