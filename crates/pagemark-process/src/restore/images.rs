@@ -721,6 +721,21 @@ mod tests {
     }
 
     #[test]
+    fn processes_stay_in_their_machine_where_they_cannot_wait_before_they_run() {
+        let check = |without_machine, stopped, delivery| {
+            RestoreOptions { without_machine, stopped, ..RestoreOptions::default() }.check_machine(&delivery)
+        };
+        let missing = || Err::<(), _>("there is no /bin/sh".to_owned());
+        check(false, true, missing()).unwrap();
+        check(true, false, Ok(())).unwrap();
+        for (stopped, delivery, reason) in [(false, missing(), "no /bin/sh"), (true, Ok(()), "stay stopped")] {
+            let error = check(true, stopped, delivery).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::StaysInMachine);
+            assert!(error.to_string().contains(reason), "{error}");
+        }
+    }
+
+    #[test]
     fn the_id_of_a_session_whose_leader_is_gone_is_in_use() {
         let mut leader = Command::new("setsid");
         leader.args(["sh", "-c", "sleep 60 > /dev/null 2>&1 & echo $$ $!"]).stdin(Stdio::null());
