@@ -219,6 +219,33 @@ fn a_program_without_rights_leaves_its_machine() {
     comes_back_outside(&pagemark, &command, &of, &[]);
 }
 
+/// The link to its program's file leads there, although the path does not.
+#[test]
+fn a_program_whose_file_is_gone_leaves_its_machine() {
+    need_machine!();
+    for another_is_there in [false, true] {
+        let pagemark = Pagemark::new();
+        let path = pagemark.directory().join("subject");
+        std::fs::copy("/bin/sleep", &path).expect("a program");
+        let program = std::fs::read(&path).expect("a program");
+        let mut runner =
+            pagemark.run(&["--kvm", "--every", "300ms", "--job", "job"], &[path.as_os_str(), "1000".as_ref()]);
+        let target = runner.target();
+        wait_for("the machine", || is_in_machine(target).then_some(()));
+        std::fs::remove_file(&path).expect("the program's file");
+        if another_is_there {
+            std::fs::write(&path, "another").expect("a file");
+        }
+        pagemark.checkpoint_after("job", now_unix_us());
+        runner.kill();
+        kill_tree(target);
+        let restored = restore(&pagemark, &["--without-kvm"]);
+        assert_eq!(remains_of_monitor(restored.0), Vec::<String>::new());
+        let content = std::fs::read(format!("/proc/{}/exe", restored.0)).expect("the program's file");
+        assert!(content == program, "another file");
+    }
+}
+
 /// If Pagemark is killed while processes leave their machine, all of them have left, or none is
 /// there.
 #[test]

@@ -92,8 +92,8 @@ pub fn run(
     };
     let machine = machine::Machine::new(device, machine::Keeps::of_environment()?)?;
     let program = thread::resolved(&image.path);
-    machine.describe_program(&program);
     let start = loader::load(&machine, &image, environment)?;
+    machine.describe_program(start.entry);
     // SAFETY: the name is copied, and ends with zero.
     unsafe {
         let name = CString::new(loader::short_name(&image)).unwrap_or_default();

@@ -21,8 +21,10 @@ use crate::sys::program_memory;
 /// Where a program begins.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Start {
-    /// The first instruction.
+    /// The first instruction: the program's, or its linker's.
     pub instruction: u64,
+    /// The program's first instruction, which is in its file.
+    pub entry: u64,
     /// The stack pointer.
     pub stack: u64,
     /// The strings of the arguments.
@@ -144,7 +146,7 @@ pub fn load(machine: &Machine, image: &Image, environment: &[CString]) -> Result
     }
     program_memory::write(pointer, &bytes)
         .map_err(|program_memory::Fault| not_loaded(image, "its stack cannot be written"))?;
-    Ok(Start { instruction, stack: pointer, arguments, environment })
+    Ok(Start { instruction, entry, stack: pointer, arguments, environment })
 }
 
 fn stack_size() -> u64 {

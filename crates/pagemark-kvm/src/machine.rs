@@ -1,6 +1,5 @@
 //! The virtual machine of a process: KVM, memory slots, page tables.
 
-use std::ffi::CStr;
 use std::io;
 use std::ops::{Deref, DerefMut};
 use std::os::fd::{AsRawFd, FromRawFd, RawFd};
@@ -309,10 +308,9 @@ impl Machine {
         descriptors::begin_child();
     }
 
-    /// Says outside which program runs in the machine.
-    pub fn describe_program(&self, path: &CStr) {
-        // As long as the process is there.
-        self.parking.describe_program(Box::leak(path.to_owned().into_boxed_c_str()));
+    /// Says outside where the program's file has its first instruction.
+    pub fn describe_program(&self, entry: u64) {
+        self.parking.describe_program(entry);
     }
 
     /// The descriptor of `/dev/kvm`.

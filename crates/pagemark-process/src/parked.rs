@@ -1,14 +1,15 @@
 //! Processes that run in a machine of `pagemark-kvm`. To save their state they give up what they
 //! have of KVM ([`pagemark::sys::parking`]), and make it again when they go on.
 
-use std::ffi::{OsStr, OsString};
+use std::ffi::OsStr;
 use std::io;
 use std::mem::offset_of;
-use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::FileExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::{Duration, Instant};
 
+use pagemark::Address;
 use pagemark::sys::parking::{ADDRESS, CLOSING, DEVICE, Header, MAGIC, PARKED, RELEASED, RUNNING};
 use pagemark::sys::proc::descriptors::Descriptor;
 use pagemark::sys::proc::{self, Mapping, Stat, maps, tree};
@@ -31,19 +32,16 @@ pub(crate) fn is_in_machine(pid: i32) -> bool {
     read.is_ok() && u64::from_ne_bytes(word) == MAGIC
 }
 
-/// The path of the program that is in the machine of a process. None if there is no machine, or it
-/// does not say.
-pub(crate) fn program_path(pid: i32) -> Option<PathBuf> {
+/// Where the file of the program that is in the machine of a process has its first instruction.
+/// None if there is no machine, or no program in it yet.
+pub(crate) fn program_entry(pid: i32) -> Option<Address> {
     if !is_in_machine(pid) {
         return None;
     }
+    let mut word = [0; 8];
     let memory = proc::open_memory(pid).ok()?;
-    let mut words = [[0; 8]; 2];
-    memory.read_exact_at(words.as_flattened_mut(), ADDRESS + offset_of!(Header, program_path) as u64).ok()?;
-    let [place, bytes] = words.map(u64::from_ne_bytes);
-    let mut path = vec![0; usize::try_from(bytes).ok().filter(|bytes| (1..libc::PATH_MAX as usize).contains(bytes))?];
-    memory.read_exact_at(&mut path, place).ok()?;
-    Some(OsString::from_vec(path).into())
+    memory.read_exact_at(&mut word, ADDRESS + offset_of!(Header, program_entry) as u64).ok()?;
+    Some(u64::from_ne_bytes(word)).filter(|&entry| entry != 0).map(Address::new)
 }
 
 /// The name of the file that a process executes before its program is in a machine.

@@ -2,7 +2,6 @@
 //! [`pagemark::sys::parking`].
 
 use std::cell::Cell;
-use std::ffi::CStr;
 use std::io;
 use std::marker::PhantomData;
 use std::os::fd::RawFd;
@@ -129,11 +128,9 @@ impl Parking {
         header.magic.store(MAGIC, Ordering::Release);
     }
 
-    /// Describes the program's file by its path.
-    pub fn describe_program(&self, path: &'static CStr) {
-        let [place, bytes] = &self.header.program_path;
-        place.store(path.as_ptr() as u64, Ordering::Relaxed);
-        bytes.store(path.count_bytes() as u64, Ordering::Relaxed);
+    /// Describes the program's file by where it has its first instruction.
+    pub fn describe_program(&self, entry: u64) {
+        self.header.program_entry.store(entry, Ordering::Relaxed);
     }
 
     /// In a child made by `fork`, whose description is a copy of the parent's: there are no virtual

@@ -128,20 +128,19 @@ pub(crate) struct Notes {
     /// Connections by Unix sockets to processes outside, which a restore finds closed.
     #[serde(default)]
     pub closed_sockets: Vec<String>,
-    /// The programs of processes in a machine, to which `/proc/PID/exe` leads if a restore takes
-    /// them out of it.
+    /// The processes in a machine. If a restore takes them out of it, their `/proc/PID/exe` leads
+    /// to the program's file.
     #[serde(default)]
-    pub programs: Vec<ProgramInMachine>,
+    pub in_machines: Vec<InMachine>,
 }
 
-/// The program of a process in a machine.
+/// A process in a machine.
 #[derive(Clone, PartialEq, Eq, Debug, serde::Serialize, serde::Deserialize)]
-pub(crate) struct ProgramInMachine {
-    /// The id of the process in the images.
+pub(crate) struct InMachine {
+    /// Its id in the images.
     pub pid: i32,
-    /// The path of its file for the process, as [`encode_path`](crate::files::encode_path) writes
-    /// it.
-    pub path: String,
+    /// Where the program's file has its first instruction.
+    pub program_entry: u64,
 }
 
 /// By process: its id in the images, and the pages of its private mappings that held data in the
@@ -282,7 +281,7 @@ impl Dump {
             segments: Vec::new(),
             semaphores: Vec::new(),
             closed_sockets: Vec::new(),
-            programs: Vec::new(),
+            in_machines: Vec::new(),
         };
         let outside_files = if notes.own_root.is_some() { outside_files::find(&tree) } else { Vec::new() };
         let notes = Notes { outside_files, ..notes };
@@ -514,11 +513,11 @@ impl Dump {
             self.notes.memberships = cgroups::memberships(&pids, image_id);
         }
         if self.machines.is_some() {
-            let program = |&pid: &i32| {
-                let path = encode_path(&parked::program_path(pid)?);
-                Some(ProgramInMachine { pid: image_id(pid), path })
+            let in_machine = |&pid: &i32| {
+                let program_entry = parked::program_entry(pid)?.get();
+                Some(InMachine { pid: image_id(pid), program_entry })
             };
-            self.notes.programs = pids.iter().filter_map(program).collect();
+            self.notes.in_machines = pids.iter().filter_map(in_machine).collect();
         }
         if self.has_segments {
             self.notes.segments = sysv_memory::find(&pids, image_id)?;

@@ -19,19 +19,18 @@ use pagemark::{
 
 use super::io;
 use super::memory::{Pages, ProcessMemory};
-use crate::criu::dump::ProgramInMachine;
-use crate::criu::images::schema::{CoreEntry, FileEntry, MmEntry, PstreeEntry, RegFileEntry, VmaEntry};
-use crate::criu::images::{
-    Image, ImageKind, PageRun, PageSource, Pagemap, mappings, read_all, read_first, with_varint,
-};
+use crate::criu::dump::InMachine;
+use crate::criu::images::schema::{CoreEntry, MmEntry, PstreeEntry, VmaEntry};
+use crate::criu::images::{Image, ImageKind, PageRun, PageSource, Pagemap, mappings, read_first, with_varint};
 use crate::error::{Error, ErrorKind, Object};
-use crate::files::decode_path;
 
 /// Time between two reports of progress.
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(2);
 
 /// CRIU's status of a mapping that the program has made.
 const IS_REGULAR: u32 = 1 << 0;
+/// CRIU's status of a private mapping of a file.
+const IS_PRIVATE_FILE: u32 = 1 << 6;
 /// CRIU's status of a private mapping without a file.
 const IS_PRIVATE_ANONYMOUS: u32 = 1 << 9;
 /// CRIU's status of a mapping that needs no right to write for its restore.
@@ -290,19 +289,18 @@ fn map_in_place(directory: &Path, process: &PstreeEntry, pagemap: &Pagemap) -> R
 }
 
 /// Has CRIU restore a process with the link to its program's file that it has outside of a machine.
-/// The process itself might lack the right to change the link. Changes nothing if the images do not
-/// have the file by its path.
-pub(super) fn set_program(directory: &Path, program: &ProgramInMachine) -> Result<(), Error> {
-    let files: Vec<FileEntry> = read_all(&directory.join("files.img"), ImageKind::Files)?;
-    let is_program = |file: &&RegFileEntry| {
-        let is_only_read = file.flags as i32 & libc::O_ACCMODE == libc::O_RDONLY;
-        is_only_read && decode_path(&program.path).is_some_and(|path| path == Path::new(&file.name))
-    };
-    let Some(file) = files.iter().filter_map(|file| file.reg.as_ref()).find(is_program) else { return Ok(()) };
-    let path = directory.join(format!("mm-{}.img", program.pid));
+/// The process itself might lack the right to change the link. The file is the one that is mapped
+/// at the program's first instruction, whatever became of its path. Changes nothing if the program
+/// has replaced that mapping.
+pub(super) fn set_program(directory: &Path, process: &InMachine) -> Result<(), Error> {
+    let path = directory.join(format!("mm-{}.img", process.pid));
+    let mm: MmEntry = read_first(&path, ImageKind::Mm)?;
+    let is_program =
+        |vma: &&VmaEntry| vma.status & IS_PRIVATE_FILE != 0 && (vma.start..vma.end).contains(&process.program_entry);
+    let Some(mapping) = mm.vmas.iter().find(is_program) else { return Ok(()) };
     let mut image = Image::read(&path, ImageKind::Mm)?;
     for message in &mut image.messages {
-        *message = with_varint(message, MmEntry::EXE_FILE_ID, file.id.into());
+        *message = with_varint(message, MmEntry::EXE_FILE_ID, mapping.shmid);
     }
     std::fs::write(&path, image.encode()).map_err(io(format!("write {}", path.display())))
 }

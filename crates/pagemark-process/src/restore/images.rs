@@ -344,8 +344,8 @@ impl Prepared {
     ) -> Result<Restored, Error> {
         self.check_free()?;
         if options.without_machine {
-            for program in &self.notes.programs {
-                set_program(&self.directory, program)?;
+            for process in &self.notes.in_machines {
+                set_program(&self.directory, process)?;
             }
         }
         let pids = self.pids();

@@ -123,8 +123,8 @@ pub struct Header {
     /// The monitor's instruction behind the `syscall` of a call that may block, and where a thread
     /// goes on instead if the call is not to be made: the thread then waits, too.
     pub blocking_call: [AtomicU64; 2],
-    /// Where the path of the program's file is, and its bytes. Zeros if the monitor does not say.
-    pub program_path: [AtomicU64; 2],
+    /// Where the program's file has its first instruction. 0 as long as no program is loaded.
+    pub program_entry: AtomicU64,
 }
 
 /// A range of addresses: its start, and its end.
