@@ -3,10 +3,10 @@
 //! Each change is made by one command and undone by one. The guard process knows the command that
 //! undoes a change before the change is made.
 
-use serde_json::{Value, json};
+use serde_json::json;
 
-use crate::command::Command;
-use crate::error::{Error, ErrorKind, Object, Result};
+use crate::command::{self, Command};
+use crate::error::{Error, ErrorKind, Result};
 use crate::guard::{Guard, LAST_ID};
 use crate::machine::Machine;
 use crate::qmp::Reply;
@@ -207,7 +207,7 @@ impl Changes {
             self.of_checkpoint.iter().rev().partition(|undo| undo.command.name == CONTINUE);
         let undo = first.into_iter().chain(others);
         let commands = undo.flat_map(|undo| undo.if_uncertain.iter().chain([&undo.command])).chain(&self.lasting);
-        self.guard.hold(&script(commands)?)
+        self.guard.hold(&script(commands))
     }
 }
 
@@ -217,15 +217,12 @@ fn has_reply(done: &Result<()>) -> bool {
 }
 
 /// The commands as lines, the last with [`LAST_ID`].
-fn script<'a>(commands: impl Iterator<Item = &'a Command>) -> Result<String> {
-    let mut lines: Vec<Value> =
-        commands.map(|command| json!({"execute": command.name, "arguments": command.arguments})).collect();
-    if let Some(last) = lines.last_mut().and_then(Value::as_object_mut) {
-        last.insert("id".into(), LAST_ID.into());
-    }
-    let lines: Result<Vec<String>, serde_json::Error> = lines.iter().map(serde_json::to_string).collect();
-    let lines = lines.map_err(|error| Error::of(ErrorKind::System, "write commands", Object::None, error))?;
-    Ok(lines.into_iter().map(|line| line + "\n").collect())
+fn script<'a>(commands: impl DoubleEndedIterator<Item = &'a Command>) -> String {
+    let ids = std::iter::once(Some(LAST_ID.into())).chain(std::iter::repeat(None));
+    let mut lines: Vec<String> =
+        commands.rev().zip(ids).map(|(command, id)| command::line(command.name, &command.arguments, id)).collect();
+    lines.reverse();
+    lines.concat()
 }
 
 #[cfg(test)]
@@ -233,6 +230,8 @@ mod tests {
     use std::collections::BTreeSet;
     use std::io::{BufRead, BufReader, Write};
     use std::os::unix::net::UnixStream;
+
+    use serde_json::Value;
 
     use super::*;
     use crate::qmp::Monitor;
@@ -327,10 +326,10 @@ mod tests {
     #[test]
     fn a_script_is_lines_of_json_whose_last_has_the_id() {
         let commands = [Command::new("cont", json!({})), Command::new("remove-fd", json!({"fdset-id": 7}))];
-        let script = script(commands.iter()).unwrap();
+        let script = script(commands.iter());
         let lines: Vec<Value> = script.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
-        assert_eq!(lines[0], json!({"execute": "cont", "arguments": {}}));
+        assert_eq!(lines[0], json!({"execute": "cont"}));
         assert_eq!(lines[1], json!({"execute": "remove-fd", "arguments": {"fdset-id": 7}, "id": LAST_ID}));
-        assert!(script.ends_with('\n') && super::script([].iter()).unwrap().is_empty());
+        assert!(script.ends_with('\n') && super::script([].iter()).is_empty());
     }
 }

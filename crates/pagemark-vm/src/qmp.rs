@@ -11,7 +11,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{ControlMessage, MsgFlags, getsockopt, sendmsg, sockopt};
 use serde_json::{Value, json};
 
-use crate::command::Command;
+use crate::command::{self, Command};
 use crate::ending::Ending;
 use crate::error::{Error, ErrorKind, Object, Result};
 use crate::event::{self, MachineEvent, moves_the_machine};
@@ -236,12 +236,7 @@ impl Monitor {
     /// A command as a line, with its id.
     fn message(&mut self, command: &str, arguments: &Value) -> (u64, String) {
         self.last_id += 1;
-        let mut message = json!({"execute": command, "id": self.last_id});
-        // QEMU reads byte by byte, 3 to 5 µs each.
-        if arguments.as_object().is_none_or(|arguments| !arguments.is_empty()) {
-            message["arguments"] = arguments.clone();
-        }
-        (self.last_id, message.to_string() + "\n")
+        (self.last_id, command::line(command, arguments, Some(self.last_id.into())))
     }
 
     /// The reply to a command.
