@@ -170,6 +170,15 @@ impl Process {
         }
     }
 
+    /// Sets the program's actions again for the signals that C libraries keep for themselves. The
+    /// monitor's library sets one of its own when it makes its first thread.
+    pub fn keep_actions(&self) {
+        let actions = lock(&self.actions);
+        for number in signals::of_libraries() {
+            let _ = signals::set_action(number, &actions[number as usize]);
+        }
+    }
+
     /// The kernel gets the program's actions in place of the monitor's.
     ///
     /// # Errors

@@ -1,6 +1,7 @@
 //! Signals of this process: the handler that takes note of a signal for the program.
 
 use std::cell::{Cell, UnsafeCell};
+use std::ops::Range;
 use std::sync::atomic::{AtomicPtr, AtomicU32, Ordering};
 
 use super::host_call;
@@ -133,6 +134,12 @@ std::arch::global_asm!(
 
 unsafe extern "C" {
     fn pagemark_kvm_restorer();
+}
+
+/// The signals that C libraries keep for themselves: the kernel's first realtime signal, up to the
+/// first that the library leaves to programs.
+pub fn of_libraries() -> Range<u32> {
+    32..libc::SIGRTMIN() as u32
 }
 
 /// Sets what this process does on signal `number` so that the program gets what `action` says:

@@ -91,6 +91,14 @@ static void *sleeper(void *argument)
 		pause();
 }
 
+// A group that the other thread changes meanwhile.
+static void *group(void *argument)
+{
+	pthread_barrier_wait(&barrier);
+	pthread_barrier_wait(&barrier);
+	return (void *)syscall(SYS_getegid);
+}
+
 static pthread_mutex_t robust;
 
 static void *dies(void *argument)
@@ -134,6 +142,17 @@ int main(void)
 	pthread_join(threads[0], 0);
 	pthread_join(threads[1], 0);
 	SHOW(turns);
+
+	// The C library has all threads change their group: it sends them a signal of its own.
+	gid_t before = getegid();
+	pthread_barrier_init(&barrier, 0, 2);
+	pthread_create(&threads[0], 0, group, 0);
+	pthread_barrier_wait(&barrier);
+	SHOW(setegid(geteuid() ? before : 7));
+	pthread_barrier_wait(&barrier);
+	pthread_join(threads[0], &result);
+	SHOW(result);
+	SHOW(setegid(before));
 
 	// Many threads, one after another.
 	for (int i = 0; i < 200; i++) {

@@ -194,6 +194,8 @@ impl Thread {
         let (send, receive) = mpsc::sync_channel(1);
         let clone = *clone;
         let body = move || {
+            // Before another thread of the program can send this one a signal.
+            thread.process.keep_actions();
             let id = own_id();
             clone.note(&thread, true, id);
             clone.note(&thread, false, id);
