@@ -20,6 +20,7 @@ pub mod command;
 pub mod cpython;
 mod error;
 mod exceptions;
+pub mod go_suite;
 pub mod history;
 pub mod host_tests;
 pub mod hypervisor;

@@ -14,8 +14,8 @@ use crate::test_plan::{Extent, Part, Programs};
 use crate::test_programs::TestBinaries;
 use crate::zdtm::Flavor;
 use crate::{
-    Error, Result, cache, command, cpython, host_tests, kernel_build, ltp, machine, newest_qemu, progress, redis_suite,
-    setup, source_root, sqlite_suite, zdtm,
+    Error, Result, cache, command, cpython, go_suite, host_tests, kernel_build, ltp, machine, newest_qemu, progress,
+    redis_suite, setup, source_root, sqlite_suite, zdtm,
 };
 
 /// What runs beside the tests on the host gives way to them: many of them wait for time to pass.
@@ -103,6 +103,17 @@ pub fn cpython(within: Surroundings, modules: &[String]) -> Result<bool> {
 pub fn redis(within: Surroundings, units: &[String]) -> Result<bool> {
     build(&within.target())?;
     let (report, is_good) = redis_suite::run(within, units, &logs()?.with_file_name("redis-logs"))?;
+    report.iter().for_each(|line| println!("{line}"));
+    Ok(is_good)
+}
+
+/// The tests of Go's own packages within surroundings; the packages that are meant if none are
+/// named.
+///
+/// Returns whether they passed.
+pub fn go(within: Surroundings, names: &[String]) -> Result<bool> {
+    build(&within.target())?;
+    let (report, is_good) = go_suite::run(within, names, &logs()?.with_file_name("go-logs"))?;
     report.iter().for_each(|line| println!("{line}"));
     Ok(is_good)
 }

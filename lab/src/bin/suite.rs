@@ -67,6 +67,14 @@ enum Command {
         /// and memory]
         units: Vec<String>,
     },
+    /// The tests of Go's own packages: what passes outside must pass within the machine of a
+    /// process, or with the heap in place of `malloc`
+    Go {
+        within: Surroundings,
+        /// Packages, such as os/signal [default: those of threads, memory, signals, children, files,
+        /// time and connections]
+        packages: Vec<String>,
+    },
     /// SQLite's own tests: what passes outside must pass when the program with SQLite runs in the
     /// machine of a process, or with the heap in place of `malloc`
     Sqlite {
@@ -127,6 +135,7 @@ fn run(command: Command) -> Result<bool> {
         Command::Zdtm { mode, flavor, tests } => suite::zdtm(&Selection { tests, flavors: flavor, modes: mode }),
         Command::Cpython { within, modules } => suite::cpython(within, &modules),
         Command::Redis { within, units } => suite::redis(within, &units),
+        Command::Go { within, packages } => suite::go(within, &packages),
         Command::Sqlite { within, files } => suite::sqlite(within, &files),
         Command::Ltp { within, root, commands } => suite::ltp(within, &root, &commands),
         Command::NewestQemu { arguments } => suite::newest_qemu(&arguments),
