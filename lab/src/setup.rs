@@ -34,8 +34,8 @@ const PACKAGES: [&str; 22] = [
     "redis-tools",
     "sqlite3",
 ];
-/// Servers that only the full tests checkpoint.
-const SERVERS: [&str; 2] = ["postgresql", "postgresql-contrib"];
+/// Servers and other programs that only the full tests checkpoint, or run in a machine.
+const PROGRAMS: [&str; 5] = ["default-jdk-headless", "ffmpeg", "nodejs", "postgresql", "postgresql-contrib"];
 /// The oldest CRIU that Pagemark works with.
 const CRIU: &str = "4.2";
 const CBINDGEN: &str = "0.29.4";
@@ -46,8 +46,8 @@ const SEMVER_CHECKS: &str = "0.51.0";
 pub enum Part {
     /// Packages of the distribution. Needs root, or sudo.
     Packages,
-    /// Servers that only the full tests checkpoint. Needs root, or sudo.
-    Servers,
+    /// Servers and other programs that only the full tests need. Needs root, or sudo.
+    Programs,
     /// CRIU, and the description of its images.
     Criu,
     /// The parts of the Rust toolchain.
@@ -72,7 +72,7 @@ pub enum Part {
 impl Part {
     const NAMED: [(&'static str, Part); 11] = [
         ("packages", Part::Packages),
-        ("servers", Part::Servers),
+        ("programs", Part::Programs),
         ("criu", Part::Criu),
         ("rust", Part::Rust),
         ("fuzz", Part::Fuzz),
@@ -104,7 +104,7 @@ impl FromStr for Part {
 pub fn set_up(part: Part) -> Result<()> {
     match part {
         Part::Packages => packages::install(&PACKAGES),
-        Part::Servers => packages::install(&SERVERS),
+        Part::Programs => packages::install(&PROGRAMS),
         Part::Criu => {
             criu()?;
             optional("the description of CRIU's images", "Pagemark's is not compared with it", criu_images());
@@ -382,6 +382,6 @@ mod tests {
     #[test]
     fn parts_have_names() {
         assert_eq!("demo".parse::<Part>().unwrap(), Part::Demo);
-        assert!("everything".parse::<Part>().unwrap_err().to_string().contains("packages, servers, criu"));
+        assert!("everything".parse::<Part>().unwrap_err().to_string().contains("packages, programs, criu"));
     }
 }

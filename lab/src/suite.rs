@@ -173,7 +173,7 @@ fn run(steps: &Steps, options: &Options) -> Result<bool> {
     let packages = || -> Result<()> {
         setup::set_up(setup::Part::Packages)?;
         if options.extent == Extent::Full {
-            setup::set_up(setup::Part::Servers)?;
+            setup::set_up(setup::Part::Programs)?;
         }
         if lab { machine::set_up() } else { Ok(()) }
     };

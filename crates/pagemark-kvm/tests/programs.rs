@@ -98,6 +98,9 @@ macro_rules! program {
     };
 }
 
+#[path = "programs/large.rs"]
+mod large;
+
 fn find(name: &str) -> Option<PathBuf> {
     ["/usr/bin", "/bin", "/usr/local/bin"].iter().map(|dir| Path::new(dir).join(name)).find(|path| path.is_file())
 }

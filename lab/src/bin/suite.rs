@@ -24,7 +24,7 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Install what building and testing needs: packages, servers, criu, rust, fuzz, c, semver,
+    /// Install what building and testing needs: packages, programs, criu, rust, fuzz, c, semver,
     /// python, demo or all
     Setup {
         #[arg(default_value = "all")]

@@ -104,6 +104,9 @@ impl Thread {
             libc::SYS_mmap => self.machine.mmap(arguments).map(done),
             libc::SYS_munmap => self.machine.munmap(a, b).map(done),
             libc::SYS_mprotect => self.machine.mprotect(a, b, c).map(done),
+            // As on a processor without protection keys.
+            libc::SYS_pkey_mprotect if arguments[3] as i32 == -1 => self.machine.mprotect(a, b, c).map(done),
+            libc::SYS_pkey_mprotect | libc::SYS_pkey_alloc | libc::SYS_pkey_free => Err(libc::EINVAL.into()),
             libc::SYS_mremap => self.machine.mremap(arguments).map(done),
             libc::SYS_shmat => self.machine.shmat(arguments).map(done),
             libc::SYS_shmdt => self.machine.shmdt(a).map(done),

@@ -1,6 +1,7 @@
 // System calls that the machine does not have give an error that the program can handle.
 #define _GNU_SOURCE
 #include <errno.h>
+#include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/ptrace.h>
 #include <sys/syscall.h>
@@ -20,5 +21,14 @@ int main(void)
 		if (syscall(999) != -1 || errno != ENOSYS)
 			return 5;
 	}
+	// As on a processor without protection keys.
+	char *page = mmap(0, 4096, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+	if (syscall(SYS_pkey_alloc, 0, 0) != -1 || errno != EINVAL)
+		return 6;
+	if (syscall(SYS_pkey_mprotect, page, 4096, PROT_READ | PROT_WRITE, 0) != -1 || errno != EINVAL)
+		return 7;
+	if (syscall(SYS_pkey_mprotect, page, 4096, PROT_READ | PROT_WRITE, -1))
+		return 8;
+	*page = 1;
 	return 0;
 }
