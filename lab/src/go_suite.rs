@@ -54,8 +54,8 @@ fn verdicts(mut program: Command, name: &str, directory: &Path, log: &Path) -> R
     Ok(parse(name, &String::from_utf8_lossy(&std::fs::read(log).unwrap_or_default())))
 }
 
-/// The verdicts in what the tests print. A test of a name that comes several times has passed if all
-/// of them have.
+/// The verdicts in what the tests print. A test of a name that comes several times has passed if
+/// all of them have.
 fn parse(package: &str, output: &str) -> Verdicts {
     let mut verdicts = Verdicts::new();
     for line in output.lines() {

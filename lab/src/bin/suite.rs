@@ -71,8 +71,8 @@ enum Command {
     /// process, or with the heap in place of `malloc`
     Go {
         within: Surroundings,
-        /// Packages, such as os/signal [default: those of threads, memory, signals, children, files,
-        /// time and connections]
+        /// Packages, such as os/signal [default: those of threads, memory, signals, children,
+        /// files, time and connections]
         packages: Vec<String>,
     },
     /// SQLite's own tests: what passes outside must pass when the program with SQLite runs in the
