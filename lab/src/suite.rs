@@ -77,14 +77,18 @@ pub fn check() -> Result<bool> {
     Ok(finish(&steps, &summary, false))
 }
 
+/// Prints the lines of a report, and returns whether the tests passed.
+fn printed((report, is_good): (Vec<String>, bool)) -> bool {
+    report.iter().for_each(|line| println!("{line}"));
+    is_good
+}
+
 /// CRIU's own tests.
 ///
 /// Returns whether they passed.
 pub fn zdtm(selection: &zdtm::Selection) -> Result<bool> {
     build(&["--workspace", "--bin", "pagemark"])?;
-    let (report, is_good) = zdtm::run(selection, &logs()?.with_file_name("zdtm-logs"))?;
-    report.iter().for_each(|line| println!("{line}"));
-    Ok(is_good)
+    Ok(printed(zdtm::run(selection, &logs()?.with_file_name("zdtm-logs"))?))
 }
 
 /// CPython's own tests within surroundings; the modules that are meant if none are named.
@@ -92,9 +96,7 @@ pub fn zdtm(selection: &zdtm::Selection) -> Result<bool> {
 /// Returns whether they passed.
 pub fn cpython(within: Surroundings, modules: &[String]) -> Result<bool> {
     build(&within.target())?;
-    let (report, is_good) = cpython::run(within, modules, &logs()?.with_file_name("cpython-logs"))?;
-    report.iter().for_each(|line| println!("{line}"));
-    Ok(is_good)
+    Ok(printed(cpython::run(within, modules, &logs()?.with_file_name("cpython-logs"))?))
 }
 
 /// Redis's own tests within surroundings; the units that are meant if none are named.
@@ -102,9 +104,7 @@ pub fn cpython(within: Surroundings, modules: &[String]) -> Result<bool> {
 /// Returns whether they passed.
 pub fn redis(within: Surroundings, units: &[String]) -> Result<bool> {
     build(&within.target())?;
-    let (report, is_good) = redis_suite::run(within, units, &logs()?.with_file_name("redis-logs"))?;
-    report.iter().for_each(|line| println!("{line}"));
-    Ok(is_good)
+    Ok(printed(redis_suite::run(within, units, &logs()?.with_file_name("redis-logs"))?))
 }
 
 /// The tests of Go's own packages within surroundings; the packages that are meant if none are
@@ -113,9 +113,7 @@ pub fn redis(within: Surroundings, units: &[String]) -> Result<bool> {
 /// Returns whether they passed.
 pub fn go(within: Surroundings, names: &[String]) -> Result<bool> {
     build(&within.target())?;
-    let (report, is_good) = go_suite::run(within, names, &logs()?.with_file_name("go-logs"))?;
-    report.iter().for_each(|line| println!("{line}"));
-    Ok(is_good)
+    Ok(printed(go_suite::run(within, names, &logs()?.with_file_name("go-logs"))?))
 }
 
 /// SQLite's own tests within surroundings; the files that are meant if none are named.
@@ -123,9 +121,7 @@ pub fn go(within: Surroundings, names: &[String]) -> Result<bool> {
 /// Returns whether they passed.
 pub fn sqlite(within: Surroundings, files: &[String]) -> Result<bool> {
     build(&within.target())?;
-    let (report, is_good) = sqlite_suite::run(within, files, &logs()?.with_file_name("sqlite-logs"))?;
-    report.iter().for_each(|line| println!("{line}"));
-    Ok(is_good)
+    Ok(printed(sqlite_suite::run(within, files, &logs()?.with_file_name("sqlite-logs"))?))
 }
 
 /// The tests of system calls of the Linux Test Project in `root` within surroundings; the commands
@@ -134,18 +130,14 @@ pub fn sqlite(within: Surroundings, files: &[String]) -> Result<bool> {
 /// Returns whether they passed.
 pub fn ltp(within: Surroundings, root: &Path, commands: &[String]) -> Result<bool> {
     build(&within.target())?;
-    let (report, is_good) = ltp::run(within, root, commands, &logs()?.with_file_name("ltp-logs"))?;
-    report.iter().for_each(|line| println!("{line}"));
-    Ok(is_good)
+    Ok(printed(ltp::run(within, root, commands, &logs()?.with_file_name("ltp-logs"))?))
 }
 
 /// The tests of virtual machines with the QEMU of Debian's backports. `arguments` are libtest's.
 ///
 /// Returns whether they passed.
 pub fn newest_qemu(arguments: &[String]) -> Result<bool> {
-    let (report, is_good) = newest_qemu::run(arguments, &logs()?.join("newest-qemu"))?;
-    report.iter().for_each(|line| println!("{line}"));
-    Ok(is_good)
+    Ok(printed(newest_qemu::run(arguments, &logs()?.join("newest-qemu"))?))
 }
 
 /// All tests of an extent, after the set-up.
