@@ -500,9 +500,10 @@ fn missing_calls_are_reported() {
     let output = output(command);
     let text = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{} {text}", output.status);
-    for call in ["ptrace", "io_uring_setup", "seccomp", "prctl", "number 999"] {
+    for call in ["ptrace", "bpf", "seccomp", "prctl", "number 999"] {
         assert_eq!(text.matches(&format!("the system call {call}")).count(), 1, "{call}: {text}");
     }
+    assert_eq!(text.lines().count(), 5, "{text}");
 }
 
 #[test]

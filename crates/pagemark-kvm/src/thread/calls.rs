@@ -152,8 +152,9 @@ impl Thread {
             libc::SYS_sigaltstack => self.sigaltstack(a, b).map(done),
             // There is no call to restart: those that the kernel would restart so return `EINTR`.
             libc::SYS_restart_syscall => Err(libc::EINTR.into()),
-            // The kernel could not stop a sequence of the program. C libraries do without.
-            libc::SYS_rseq => Err(libc::ENOSYS.into()),
+            // The kernel could not stop a sequence of the program. C libraries do without, and libraries for input
+            // and output without rings: kernels may have neither. A report would be in each program's output.
+            libc::SYS_rseq | libc::SYS_io_uring_setup => Err(libc::ENOSYS.into()),
             libc::SYS_userfaultfd => self.pass(userfault::open(call)),
             libc::SYS_ioctl => self.pass(userfault::ioctl(call)?),
             _ if number == own_machine::CALL => self.track(arguments).map(done),

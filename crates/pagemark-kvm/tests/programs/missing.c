@@ -12,7 +12,7 @@ int main(void)
 	for (int i = 0; i < 2; i++) {
 		if (ptrace(PTRACE_TRACEME, 0, 0, 0) != -1 || errno != ENOSYS)
 			return 1;
-		if (syscall(SYS_io_uring_setup, 1, 0) != -1 || errno != ENOSYS)
+		if (syscall(SYS_bpf, 0, 0, 0) != -1 || errno != ENOSYS)
 			return 2;
 		if (syscall(SYS_seccomp, 1, 0, 0) != -1 || errno != ENOSYS)
 			return 3;
@@ -21,7 +21,9 @@ int main(void)
 		if (syscall(999) != -1 || errno != ENOSYS)
 			return 5;
 	}
-	// As on a processor without protection keys.
+	// As on a kernel without rings, and on a processor without protection keys.
+	if (syscall(SYS_io_uring_setup, 1, 0) != -1 || errno != ENOSYS)
+		return 9;
 	char *page = mmap(0, 4096, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
 	if (syscall(SYS_pkey_alloc, 0, 0) != -1 || errno != EINVAL)
 		return 6;
