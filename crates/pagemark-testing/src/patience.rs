@@ -64,11 +64,17 @@ fn processes() -> String {
             let line = status.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
             line.unwrap_or_default().trim().to_owned()
         };
-        let fields = ["PPid", "TracerPid", "State", "SigPnd", "ShdPnd"].map(|name| format!("{name} {}", field(name)));
+        let names = ["PPid", "TracerPid", "State", "SigPnd", "ShdPnd", "SigBlk", "SigIgn"];
+        let fields = names.map(|name| format!("{name} {}", field(name)));
+        // Behind the name and the state: the parent, the group, the session, the terminal, its group in the foreground.
+        let stat = read("stat");
+        let numbers: Vec<&str> = stat.rsplit(") ").next().unwrap_or_default().split(' ').collect();
+        let group = |position: usize| numbers.get(position).copied().unwrap_or_default();
+        let groups = format!("group {}, in the foreground {}", group(2), group(5));
         let is_of_the_kernel = arguments.is_empty() && field("VmSize").is_empty() && !field("State").starts_with('Z');
         let waits_in = read("wchan");
         let name = if arguments.is_empty() { field("Name") } else { arguments.chars().take(120).collect() };
-        (!is_of_the_kernel).then(|| format!("  {pid}: {}, in {waits_in}: {name}", fields.join(", ")))
+        (!is_of_the_kernel).then(|| format!("  {pid}: {}, {groups}, in {waits_in}: {name}", fields.join(", ")))
     };
     let pids = entries.filter_map(|entry| entry.file_name().to_string_lossy().parse().ok());
     pids.filter_map(describe).collect::<Vec<_>>().join("\n")

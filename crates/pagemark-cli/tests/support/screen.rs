@@ -111,7 +111,7 @@ impl Screen {
 impl Drop for Screen {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            eprintln!("the screen: {:?}", self.shown);
+            eprintln!("the screen: {:?}, its mode: {:?}", self.shown, tcgetattr(&self.master));
         }
         let _ = self.shell.kill();
         let _ = self.shell.wait();
