@@ -50,6 +50,17 @@ pub fn logged(command: &mut Command, log: &Path, operation: &str, help: &str) ->
     check(status, operation, || last_lines(&std::fs::read(log).unwrap_or_default(), QUOTED_LINES), help)
 }
 
+/// Runs the command with its output in the file `log`, which it replaces, until `limit` has passed,
+/// and returns what it printed.
+///
+/// # Errors
+/// If it cannot be started. How it ends is not looked at.
+pub fn printed_within(command: &mut Command, log: &Path, limit: Duration) -> Result<String> {
+    redirect(command, File::create(log).map_err(Error::file("create", log))?, log)?;
+    wait_for(&mut start(command)?, limit)?;
+    Ok(String::from_utf8_lossy(&std::fs::read(log).unwrap_or_default()).into_owned())
+}
+
 /// Gives the command `file`, which is called `path`, as its standard output and standard error, and
 /// no input.
 pub fn redirect(command: &mut Command, file: File, path: &Path) -> Result<()> {

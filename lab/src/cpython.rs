@@ -1,12 +1,11 @@
 //! CPython's own tests, outside and inside of [`Surroundings`].
 
-use std::fs::File;
 use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
 use crate::surroundings::{Surroundings, Verdicts};
-use crate::{Error, Result, cache, command, packages};
+use crate::{Result, cache, command, packages};
 
 /// Debian's Python, whose tests are a package.
 const PYTHON: &str = "/usr/bin/python3";
@@ -44,8 +43,7 @@ pub fn run(within: Surroundings, modules: &[String], logs: &Path) -> Result<(Vec
     packages::install(&[format!("libpython{version}-testsuite")])?;
     cache::remove(logs)?;
     cache::create(logs)?;
-    let named: Vec<&str> = modules.iter().map(String::as_str).collect();
-    within.compare_groups(if named.is_empty() { &MODULES } else { &named }, logs, |module| {
+    within.compare_groups(modules, &MODULES, logs, |module| {
         let outside = verdicts(Command::new(PYTHON), module, &logs.join(format!("{module}.outside")))?;
         Ok([outside, verdicts(within.command(PYTHON)?, module, &logs.join(format!("{module}.inside")))?])
     })
@@ -57,10 +55,8 @@ fn verdicts(mut python: Command, module: &str, log: &Path) -> Result<Verdicts> {
     let work = log.with_extension("work");
     cache::create(&work)?;
     let results = log.with_extension("xml");
-    let file = File::create(log).map_err(Error::file("create", log))?;
     python.args(["-m", "test", "--junit-xml"]).arg(&results).arg(module).current_dir(&work);
-    command::redirect(&mut python, file, log)?;
-    command::wait_for(&mut command::start(&mut python)?, LIMIT)?;
+    command::printed_within(&mut python, log, LIMIT)?;
     cache::remove(&work)?;
     Ok(parse(&std::fs::read_to_string(&results).unwrap_or_default()))
 }

@@ -1,12 +1,11 @@
 //! The tests of Go's own packages, outside and inside of [`Surroundings`].
 
-use std::fs::File;
 use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
 use crate::surroundings::{Surroundings, Verdicts};
-use crate::{Error, Result, cache, command, packages};
+use crate::{Result, cache, command, packages};
 
 /// The packages whose tests run if none are named: those of threads, memory, signals, children,
 /// files, time and connections.
@@ -23,13 +22,12 @@ const LIMIT: Duration = Duration::from_secs(1800);
 /// If there is no Go and it cannot be installed, or tests do not compile, or nothing of a package
 /// runs outside.
 pub fn run(within: Surroundings, names: &[String], logs: &Path) -> Result<(Vec<String>, bool)> {
-    if Command::new("go").arg("version").output().is_err() {
+    if !command::is_in_path("go") {
         packages::install(&["golang-go"])?;
     }
     cache::remove(logs)?;
     cache::create(logs)?;
-    let named: Vec<&str> = names.iter().map(String::as_str).collect();
-    within.compare_groups(if named.is_empty() { &NAMES } else { &named }, logs, |name| {
+    within.compare_groups(names, &NAMES, logs, |name| {
         let log = |side: &str| logs.join(format!("{}.{side}", name.replace('/', "-")));
         let program = log("test");
         let mut compiler = Command::new("go");
@@ -47,11 +45,8 @@ pub fn run(within: Surroundings, names: &[String], logs: &Path) -> Result<(Vec<S
 
 /// Runs the tests of a package in the directory of its source, as Go does.
 fn verdicts(mut program: Command, name: &str, directory: &Path, log: &Path) -> Result<Verdicts> {
-    let output = File::create(log).map_err(Error::file("create", log))?;
     program.args(["-test.short", "-test.v"]).current_dir(directory);
-    command::redirect(&mut program, output, log)?;
-    command::wait_for(&mut command::start(&mut program)?, LIMIT)?;
-    Ok(parse(name, &String::from_utf8_lossy(&std::fs::read(log).unwrap_or_default())))
+    Ok(parse(name, &command::printed_within(&mut program, log, LIMIT)?))
 }
 
 /// The verdicts in what the tests print. A test of a name that comes several times has passed if

@@ -72,7 +72,7 @@ pub fn run(within: Surroundings, root: &Path, names: &[String], logs: &Path) -> 
     let commands = commands(&list, names)?;
     cache::remove(logs)?;
     cache::create(logs)?;
-    within.compare_groups(&["the commands"], logs, |_| {
+    within.compare_groups(&[], &["the commands"], logs, |_| {
         let (mut outside, mut inside) = (Verdicts::new(), Verdicts::new());
         for (name, words) in &commands {
             let log = logs.join(format!("{name}.outside"));

@@ -1,7 +1,6 @@
 //! The tests of Redis, from Debian's source package, outside and inside of [`Surroundings`]: the
 //! servers run inside, and the test program does not.
 
-use std::fs::File;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::Command;
@@ -66,10 +65,7 @@ pub fn run(within: Surroundings, units: &[String], logs: &Path) -> Result<(Vec<S
     let (outside, inside) = (logs.join("outside"), logs.join("inside"));
     prepare(&source, &outside, &[])?;
     prepare(&source, &inside, &within.prefix()?)?;
-    let named: Vec<&str> = units.iter().map(String::as_str).collect();
-    within.compare_groups(if named.is_empty() { &UNITS } else { &named }, logs, |unit| {
-        Ok([verdicts(&outside, unit)?, verdicts(&inside, unit)?])
-    })
+    within.compare_groups(units, &UNITS, logs, |unit| Ok([verdicts(&outside, unit)?, verdicts(&inside, unit)?]))
 }
 
 /// Makes a directory from which the tests start the installed server, with `prefix` before it.
@@ -93,14 +89,11 @@ fn prepare(source: &Path, directory: &Path, prefix: &[String]) -> Result<()> {
 /// Runs the tests of a unit. Those that a run that did not end had passed count.
 fn verdicts(directory: &Path, unit: &str) -> Result<Verdicts> {
     let log = directory.join(format!("{}.log", unit.replace('/', "-")));
-    let file = File::create(&log).map_err(Error::file("create", &log))?;
     let mut tests = Command::new("tclsh");
     // Tests of a debugger of Lua scripts and of modules need what Debian does not package.
     tests.args([TEST_PROGRAM, "--single", unit, "--clients", "1", "--timeout", "600", "--no-latency"]);
     tests.args(["--tags", "-needs:debug -large-memory"]).current_dir(directory);
-    command::redirect(&mut tests, file, &log)?;
-    command::wait_for(&mut command::start(&mut tests)?, LIMIT)?;
-    Ok(parse(unit, &std::fs::read_to_string(&log).unwrap_or_default()))
+    Ok(parse(unit, &command::printed_within(&mut tests, &log, LIMIT)?))
 }
 
 /// The verdicts in what the tests print. A test of a name that comes several times has passed if

@@ -1,14 +1,13 @@
 //! The tests of SQLite, from Debian's source package, outside and inside of [`Surroundings`]: the
 //! program that runs them has SQLite in it, and runs inside itself.
 
-use std::fs::File;
 use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
 use crate::installed_source::InstalledSource;
 use crate::surroundings::{Surroundings, Verdicts};
-use crate::{Error, Result, cache, command, packages, progress};
+use crate::{Result, cache, command, packages, progress};
 
 /// What building takes.
 const PACKAGES: [&str; 5] = ["libsqlite3-0", "tcl-dev", "gcc", "libc6-dev", "make"];
@@ -61,8 +60,7 @@ pub fn run(within: Surroundings, files: &[String], logs: &Path) -> Result<(Vec<S
     cache::remove(logs)?;
     cache::create(logs)?;
     let program = source.join(PROGRAM);
-    let named: Vec<&str> = files.iter().map(String::as_str).collect();
-    within.compare_groups(if named.is_empty() { &FILES } else { &named }, logs, |file| {
+    within.compare_groups(files, &FILES, logs, |file| {
         let test = source.join("test").join(format!("{file}.test"));
         let log = |side| logs.join(format!("{file}.{side}"));
         let outside = verdicts(Command::new(&program), &test, file, &log("outside"))?;
@@ -85,12 +83,9 @@ fn build(source: &Path, work: &Path) -> Result<()> {
 fn verdicts(mut program: Command, test: &Path, file: &str, log: &Path) -> Result<Verdicts> {
     let work = log.with_extension("work");
     cache::create(&work)?;
-    let output = File::create(log).map_err(Error::file("create", log))?;
-    program.arg(test).current_dir(&work);
-    command::redirect(&mut program, output, log)?;
-    command::wait_for(&mut command::start(&mut program)?, LIMIT)?;
+    let printed = command::printed_within(program.arg(test).current_dir(&work), log, LIMIT)?;
     cache::remove(&work)?;
-    Ok(parse(file, &String::from_utf8_lossy(&std::fs::read(log).unwrap_or_default())))
+    Ok(parse(file, &printed))
 }
 
 /// The verdicts in what the program prints, and one on whether it came to its end. A test of a name

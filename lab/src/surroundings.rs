@@ -66,8 +66,9 @@ impl Surroundings {
         Ok(command)
     }
 
-    /// Compares groups of tests by their verdicts outside and inside, which `verdicts` returns of a
-    /// group. What they print is below `logs`.
+    /// Compares the groups of tests that are `named`, or those that are `meant` if there are none,
+    /// by their verdicts outside and inside, which `verdicts` returns of a group. What they print
+    /// is below `logs`.
     ///
     /// Returns the lines of the report, and whether nothing is worse than the exceptions say.
     ///
@@ -75,13 +76,15 @@ impl Surroundings {
     /// If nothing of a group runs outside, or what `verdicts` returns.
     pub fn compare_groups(
         self,
-        groups: &[&str],
+        named: &[String],
+        meant: &[&str],
         logs: &Path,
         verdicts: impl Fn(&str) -> Result<[Verdicts; 2]>,
     ) -> Result<(Vec<String>, bool)> {
         let excepted = self.exceptions()?;
         let (mut report, mut is_good) = (Vec::new(), true);
-        for group in groups {
+        let named: Vec<&str> = named.iter().map(String::as_str).collect();
+        for group in if named.is_empty() { meant } else { &named } {
             let [outside, inside] = verdicts(group)?;
             if outside.is_empty() {
                 return Err(Error::unmet(format!("no test of {group} runs"), format!("see {}", logs.display())));
