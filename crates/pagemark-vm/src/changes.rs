@@ -217,12 +217,11 @@ fn has_reply(done: &Result<()>) -> bool {
 }
 
 /// The commands as lines, the last with [`LAST_ID`].
-fn script<'a>(commands: impl DoubleEndedIterator<Item = &'a Command>) -> String {
-    let ids = std::iter::once(Some(LAST_ID.into())).chain(std::iter::repeat(None));
-    let mut lines: Vec<String> =
-        commands.rev().zip(ids).map(|(command, id)| command::line(command.name, &command.arguments, id)).collect();
-    lines.reverse();
-    lines.concat()
+fn script<'a>(commands: impl Iterator<Item = &'a Command>) -> String {
+    let commands: Vec<&Command> = commands.collect();
+    let Some((last, others)) = commands.split_last() else { return String::new() };
+    let line = |command: &Command, id| command::line(command.name, &command.arguments, id);
+    others.iter().map(|command| line(command, None)).chain([line(last, Some(LAST_ID.into()))]).collect()
 }
 
 #[cfg(test)]
