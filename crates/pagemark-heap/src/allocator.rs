@@ -140,6 +140,18 @@ impl Allocator {
         object.wrapping_add(((offset & (PAGE_SIZE - 1)) >> self.parts.shift()) * view_bytes)
     }
 
+    /// As [`Allocator::hand_out`], for an object that begins at a page and was written since the
+    /// crossings had `reports`.
+    pub(crate) fn hand_out_written(&self, object: *mut u8, size: usize, reports: usize) -> *mut u8 {
+        let handed_out = self.hand_out(object, size);
+        let offset = self.offset(handed_out);
+        if self.crossings.reports() != reports && offset < self.space.views.view_bytes().to_usize() {
+            let start = Address::from(offset);
+            self.space.views.report(&(start..start + ByteCount::from(size.next_multiple_of(PAGE_SIZE))));
+        }
+        handed_out
+    }
+
     /// Allocates an object; null if there is no memory. `align` is a power of two.
     #[inline]
     pub(crate) fn allocate(&self, size: usize, align: usize, flags: Flags) -> *mut u8 {
@@ -152,8 +164,9 @@ impl Allocator {
         if size > jemalloc::SMALL_BYTES {
             // It begins at a page, so jemalloc fills it through its own view, and need not do so
             // where the memory is new.
+            let reports = self.crossings.reports();
             let object = jemalloc::allocate(size, with_align(flags, size, align) | jemalloc::ZERO);
-            return self.hand_out(object, size);
+            return self.hand_out_written(object, size, reports);
         }
         let object = self.allocate(size, align, flags);
         if !object.is_null() {

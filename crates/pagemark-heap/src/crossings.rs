@@ -7,10 +7,14 @@
 //! into, and clears the entry of the part in which it begins if the entry says that another object
 //! was there. Nothing has to be done when an object is freed: an entry that remains names bytes
 //! that belong to no object.
+//!
+//! A report finds a write only if the entries are set before it. An object that the allocator fills
+//! before it hands it out is therefore [reported once more](Crossings::reports) if a report may
+//! have read the entries meanwhile.
 
 use std::io;
 use std::ops::Range;
-use std::sync::atomic::{AtomicU16, Ordering};
+use std::sync::atomic::{AtomicU16, AtomicUsize, Ordering, fence};
 
 use pagemark::PAGE_SIZE;
 use pagemark::sys::own_memory::Mapping;
@@ -29,6 +33,8 @@ pub(crate) struct Crossings {
     parts: Parts,
     /// `None` if a page is one part: then each page belongs to the one view.
     entries: Option<Mapping>,
+    /// Number of reports that have begun to read the entries.
+    reports: AtomicUsize,
 }
 
 impl Crossings {
@@ -39,7 +45,20 @@ impl Crossings {
     pub(crate) fn new(parts: Parts, bytes: usize) -> io::Result<Crossings> {
         let table_bytes = (bytes >> parts.shift()) * size_of::<AtomicU16>();
         let entries = (parts != Parts::One).then(|| Mapping::new(table_bytes)).transpose()?;
-        Ok(Crossings { parts, entries })
+        Ok(Crossings { parts, entries, reports: AtomicUsize::new(0) })
+    }
+
+    /// Declares that a report is going to read the entries.
+    pub(crate) fn begin_report(&self) {
+        self.reports.fetch_add(1, Ordering::Relaxed);
+        fence(Ordering::SeqCst);
+    }
+
+    /// The number of reports so far. A report that was begun between two calls may not have seen
+    /// what was recorded between them; of a page that is one part, every report sees all.
+    pub(crate) fn reports(&self) -> usize {
+        fence(Ordering::SeqCst);
+        if self.entries.is_some() { self.reports.load(Ordering::Acquire) } else { 0 }
     }
 
     /// The entry of a part, by the number of the part in the heap.
@@ -68,10 +87,9 @@ impl Crossings {
     fn record_crossing(&self, entries: &Mapping, start: usize, size: usize) {
         let shift = self.parts.shift();
         let (first, last) = (start >> shift, (start + size - 1) >> shift);
-        let (_, end) = unpack(self.entry(entries, first).load(Ordering::Relaxed));
-        if start % PAGE_SIZE < end {
-            self.entry(entries, first).store(0, Ordering::Release);
-        }
+        // Another thread may set the entry now, for an object that ends before this one begins.
+        let clear = |entry| (start % PAGE_SIZE < unpack(entry).1).then_some(0);
+        let _ = self.entry(entries, first).fetch_update(Ordering::Release, Ordering::Relaxed, clear);
         let view = first % self.parts.count();
         for part in first + 1..=last {
             let page = part << shift & !(PAGE_SIZE - 1);
@@ -134,5 +152,36 @@ mod tests {
         crossings.record(PAGE_SIZE + 1392, 16);
         assert_eq!(written(&crossings, 1, 0b0010), [(1024, 2048)]);
         assert_eq!(written(&crossings, 1, 0b1111), [(0, 1024), (1024, 2048), (2048, 3072), (3072, 4096)]);
+    }
+
+    /// Two threads get neighbours in memory where a large object was.
+    #[test]
+    fn an_object_beside_one_that_reaches_into_its_part_leaves_its_entry() {
+        const ROUNDS: usize = 400_000;
+        let crossings = Crossings::new(Parts::Two, PAGE_SIZE).unwrap();
+        let (begun, ended) = (AtomicUsize::new(0), AtomicUsize::new(0));
+        let mut lost_rounds = 0;
+        let wait_for = |count: &AtomicUsize, least: usize| {
+            while count.load(Ordering::Acquire) < least {
+                std::thread::yield_now();
+            }
+        };
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                for round in 0..ROUNDS {
+                    wait_for(&begun, round + 1);
+                    crossings.record(2064, 64);
+                    ended.fetch_add(1, Ordering::AcqRel);
+                }
+            });
+            for round in 0..ROUNDS {
+                crossings.record(0, PAGE_SIZE);
+                begun.fetch_add(1, Ordering::AcqRel);
+                crossings.record(2000, 64);
+                wait_for(&ended, round + 1);
+                lost_rounds += usize::from(written(&crossings, 0, 0b01) != [(0, 2048), (2048, 2064)]);
+            }
+        });
+        assert_eq!(lost_rounds, 0);
     }
 }

@@ -189,13 +189,13 @@ impl<G: Grouping> HeapTracker<G> {
         self.views.resize(self.protected.to_usize() / PAGE_SIZE, 0);
         let separates_all = self.grouping.separates_all();
         let (mut found, mut interval) = (RangeSet::new(), Interval::default());
-        // Some pages may be protected again, also if this fails: they are reported now. What is
-        // handed out behind this is written behind it.
-        let scanned = match &self.level {
+        // Some pages may be protected again, also if this fails: they are reported now, after the
+        // last part was armed. Objects that are handed out later are written later.
+        let armed = match &self.level {
             Level::User(_) => {
                 let scanned = self.scan_views(used, separates_all);
                 self.list_written(&mut interval);
-                scanned
+                scanned.and_then(|()| self.regroup(separates_all, &mut interval))
             }
             Level::Second(_) => self.read_log(used).and_then(|()| self.arrange(separates_all, &mut interval)),
         };
@@ -207,9 +207,8 @@ impl<G: Grouping> HeapTracker<G> {
         interval.written_bytes = found.total_bytes();
         written.append(&mut found);
         new?;
-        scanned?;
+        armed?;
         self.protected = used;
-        self.regroup(separates_all, &mut interval)?;
         self.last = interval;
         Ok(interval)
     }
@@ -249,6 +248,7 @@ impl<G: Grouping> HeapTracker<G> {
 
     /// Adds the bytes of the written parts and of freed pages to `found`.
     fn report(&mut self, found: &mut RangeSet) {
+        self.heap.crossings().begin_report();
         let first = self.heap.views().view(0).start.page();
         for (page, &views) in self.views.iter().enumerate().filter(|&(_, &views)| views != 0) {
             let start = addresses(first, page).start;
@@ -295,7 +295,7 @@ impl<G: Grouping> HeapTracker<G> {
                 let changed = changes.iter().filter(|(_, before, after)| is_in(*before, *after) >> number & 1 != 0);
                 changed.map(|&(page, _, _)| addresses(first, page)).collect()
             };
-            // What is armed here was reported by this collect, also what is written at this moment.
+            // What is armed here is reported by this collect, also what is written at this moment.
             if !are_armed {
                 scan.protect(&pages(&|before, after| before & !after))?;
             }
@@ -400,6 +400,43 @@ mod tests {
             let content = unsafe { std::slice::from_raw_parts(zeroed, layout.size()) };
             assert!(content.iter().all(|&byte| byte == 0));
             assert!(!collect().contains(place.start), "reported once");
+        }
+    }
+
+    /// A collect takes place after jemalloc has filled the object with zeros.
+    #[test]
+    fn zeros_that_are_written_before_their_object_is_handed_out_are_reported() {
+        let layout = Layout::from_size_align(20_000, PAGE_SIZE).unwrap();
+        for parts in Parts::ALL {
+            let heap = Heap::new(parts, ByteCount::new(64 << 20)).unwrap();
+            let allocator = heap.shared().allocator();
+            let mut tracker = match HeapTracker::new(&heap, Separate) {
+                Err(error) if error.kind() == ErrorKind::Unavailable => {
+                    return pagemark_testing::skipped(&error.to_string());
+                }
+                tracker => tracker.unwrap(),
+            };
+            // SAFETY: the layout has a size.
+            let object = unsafe { heap.alloc(layout) };
+            let offset = (heap.canonical(object) - heap.addresses().start).to_usize();
+            let pages = heap.canonical(object)..heap.canonical(object) + ByteCount::of_pages(5);
+            tracker.collect_written(&mut RangeSet::new()).unwrap();
+            // The entries of small objects that were in its place.
+            (offset..offset + 5 * PAGE_SIZE).step_by(8).for_each(|at| allocator.crossings().record(at, 8));
+            let reports = allocator.crossings().reports();
+            // SAFETY: the object is in the first view, and has as many bytes.
+            unsafe { object.write_bytes(0, layout.size()) };
+            let mut written = RangeSet::new();
+            tracker.collect_written(&mut written).unwrap();
+            allocator.hand_out_written(object, layout.size(), reports);
+            tracker.collect_written(&mut written).unwrap();
+            assert!(written.covers(pages), "{parts:?} {written:x?}");
+            written.clear();
+            // A report before the object is written says nothing of it.
+            let reports = allocator.crossings().reports();
+            allocator.hand_out_written(object, layout.size(), reports);
+            tracker.collect_written(&mut written).unwrap();
+            assert!(written.is_empty(), "{written:x?}");
         }
     }
 }

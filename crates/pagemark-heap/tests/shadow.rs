@@ -355,6 +355,58 @@ fn threads_write_while_their_memory_is_collected() {
     }
 }
 
+/// Releases the first part of all pages, and arms it again when `grow` is called.
+struct ArmsAgain<F> {
+    grow: F,
+    interval: u32,
+}
+
+impl<F: FnMut() + Send> Grouping for ArmsAgain<F> {
+    fn decide(&mut self, seen: &[Seen], groups: &mut PageGroups) {
+        self.interval += 1;
+        if self.interval == 3 {
+            (self.grow)();
+            return groups.clear();
+        }
+        groups.extend(seen.iter().map(|seen| (seen.page, Groups { merged: 0, released: 1 })));
+    }
+}
+
+/// The report of the interval must not take the object for one that ends where it ended before.
+#[test]
+fn what_is_written_before_its_part_is_armed_again_is_reported() {
+    struct Handed(*mut u8);
+    // SAFETY: the object is used by one thread.
+    unsafe impl Send for Handed {}
+    let heap = Heap::new(Parts::Two, CAPACITY).unwrap();
+    let layout = Layout::from_size_align(520, 8).unwrap();
+    // SAFETY: the layout has a size.
+    let mut objects = (0..64).map(|_| unsafe { heap.alloc(layout) });
+    // It begins in the first part of its page, and ends in the second.
+    let object = objects.find(|object| (1536..2040).contains(&(object.addr() % 4096))).unwrap();
+    let (handed, grown) = (Handed(object), &heap);
+    let grow = move || {
+        let Handed(object) = { &handed };
+        // SAFETY: the object is live, and jemalloc has room for 640 bytes there.
+        unsafe {
+            assert_eq!(grown.realloc(*object, layout, 640), *object);
+            object.add(520).write_bytes(7, 120);
+        }
+    };
+    let mut shadow = Shadow::new(&heap);
+    let Some(mut tracker) = tracked(&heap, ArmsAgain { grow, interval: 0 }) else { return };
+    for _ in 0..3 {
+        // SAFETY: the object has 520 bytes.
+        unsafe { object.write_bytes(1, 520) };
+        let mut written = RangeSet::new();
+        tracker.collect_written(&mut written).unwrap();
+        shadow.update(&written);
+    }
+    assert_eq!(tracker.last_interval().splits, 1);
+    let content = [[1; 520].as_slice(), &[7; 120]].concat();
+    shadow.check(&heap, &Object { address: object, layout, content }).unwrap();
+}
+
 /// The pages of `ranges` that are in the page table.
 fn present_pages(ranges: impl Iterator<Item = Range>) -> u64 {
     let (mut pages, pagemap) = (0, Pagemap::of_this_process().unwrap());

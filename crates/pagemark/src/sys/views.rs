@@ -204,6 +204,11 @@ impl Views {
         freed
     }
 
+    /// Has whole pages, given as offsets, reported as those that were freed are.
+    pub fn report(&self, offsets: &Range) {
+        self.freed.add(numbers(offsets));
+    }
+
     /// Calls `visit` with the offsets of each page below the offset `end` that was freed since the
     /// last call for it. Whoever tracks writes has to report them: they hold zeros that nobody has
     /// written, and that no page table shows. Allocates no memory of the program.
