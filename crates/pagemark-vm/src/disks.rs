@@ -265,7 +265,7 @@ impl Disks {
         Ok(steps)
     }
 
-    /// Opens the disks for reading, as they were in the stop. The machine runs.
+    /// Opens the disks for reading, as they were in the stop.
     pub(crate) fn open(
         &self,
         machine: &mut Machine,
@@ -281,8 +281,7 @@ impl Disks {
             changes.execute(machine, Command::new("blockdev-add", add), remove_node(&nodes.snapshot))?;
         }
         serve(machine, changes, &connections)?;
-        let mut contents = DiskContents::default();
-        for ((index, disk), stream) in self.disks.iter().enumerate().zip(connections.into_streams()) {
+        for (index, disk) in self.disks.iter().enumerate() {
             let nodes = Nodes::of(index);
             let bitmaps: Vec<_> =
                 disk.recorded.iter().map(|name| json!({"node": disk.drive.node, "name": name})).collect();
@@ -291,8 +290,12 @@ impl Disks {
             });
             // The end of the server removes its exports.
             machine.execute(&Command::new("block-export-add", export))?;
+        }
+        // QEMU may wait for its requests while it adds an export, and hangs if a client begins meanwhile.
+        let mut contents = DiskContents::default();
+        for ((index, disk), stream) in self.disks.iter().enumerate().zip(connections.into_streams()) {
             let label = disk.drive.label.clone();
-            let client = Client::open(stream, &nodes.export, disk.recorded.as_deref());
+            let client = Client::open(stream, &Nodes::of(index).export, disk.recorded.as_deref());
             let client = RefCell::new(client.map_err(|error| read_failed(&label, error))?);
             contents.disks.push(DiskContent { space: disk.space, label, client });
         }

@@ -28,6 +28,7 @@ use crate::kvm_log::{self, KvmLog, outside};
 use crate::machine::{Machine, Startup};
 use crate::memory_map::MemoryMap;
 use crate::ram_blocks::{BlockMemory, RamBlock};
+use crate::simulator::completes_requests;
 use crate::views;
 use crate::write_watch::{Activation, OTHER_STRATEGY, WriteWatch};
 
@@ -655,6 +656,11 @@ impl<'target> Frozen for FrozenVm<'target> {
     fn thaw(self) -> Result<CapturedVm<'target>> {
         let FrozenVm { inputs, hold, devices, connections, startup, map, since, taken_at } = self;
         let VmTarget { machine, changes, memory, disks, .. } = &mut *hold.0;
+        // The plugin has the processor of a recorded machine wait for each request to a disk. If a
+        // client of QEMU's block server begins in such a wait, the wait does not end.
+        let mut connections = Some(connections);
+        let in_stop = connections.take_if(|_| completes_requests(&startup.arguments));
+        let mut contents = in_stop.map(|connections| disks.open(machine, changes, connections)).transpose()?;
         if !changes.resume(machine)? {
             let reason = "was continued or reset by somebody else while it was stopped for the checkpoint";
             return Err(Error::about(ErrorKind::Unsupported, Object::Process(machine.pid), reason));
@@ -662,7 +668,10 @@ impl<'target> Frozen for FrozenVm<'target> {
         let stopped_time = if startup.is_running { since.elapsed() } else { Duration::ZERO };
         memory.space.begin_interval()?;
         let downtime = stopped_time + memory.space.take_stopped_time();
-        let contents = disks.open(machine, changes, connections)?;
+        if let Some(connections) = connections {
+            contents = Some(disks.open(machine, changes, connections)?);
+        }
+        let contents = contents.unwrap_or_default();
         // Listing it takes as long as all of the stop. If it is the same before and after, it was so in the
         // stop.
         let later = machine.memory_map()?;
