@@ -206,8 +206,9 @@ fn without_file(chardev: &str) -> Option<String> {
 fn has_recorded_card(network: &str, devices: &str) -> bool {
     let mut cards = network.lines().filter(|line| line.contains("type=nic"));
     let is_known = cards.next().is_some_and(|card| card.contains(&format!("model={CARD},")));
-    let has_timer = CARD_TIMERS.iter().any(|timer| devices.contains(&format!("{timer} = true")));
-    is_known && cards.next().is_none() && !has_timer
+    // A card that has no such property has the timer.
+    let is_off = |timer: &&str| devices.contains(&format!("{timer} = false"));
+    is_known && cards.next().is_none() && CARD_TIMERS.iter().all(is_off)
 }
 
 impl Machine {
@@ -394,11 +395,12 @@ mod tests {
         let card = "e1000.0: index=0,type=nic,model=e1000,macaddr=52:54:00:12:34:56\n";
         let user = " \\ n: index=0,type=user,net=10.0.2.0,restrict=off\n";
         let is_recorded = |cards: &[&str], devices| has_recorded_card(&cards.concat(), devices);
-        assert!(is_recorded(&[card, user], "mitigation = false"));
-        assert!(!is_recorded(&[card, user, &card.replace("e1000", "rtl8139")], ""));
-        assert!(!is_recorded(&[&card.replace("e1000", "e1000e"), user], ""));
-        assert!(!is_recorded(&[card, user], "mitigation = true"));
+        let off = "autonegotiation = false\n mitigation = false";
+        assert!(is_recorded(&[card, user], off));
+        assert!(!is_recorded(&[card, user, &card.replace("e1000", "rtl8139")], off));
+        assert!(!is_recorded(&[&card.replace("e1000", "e1000e"), user], off));
+        assert!(!is_recorded(&[card, user], "mitigation = false"));
         assert!(!is_recorded(&[card, user], "mitigation = false\n autonegotiation = true"));
-        assert!(!is_recorded(&[user], ""));
+        assert!(!is_recorded(&[user], off));
     }
 }

@@ -1,9 +1,10 @@
 //! What came to a machine from outside while it was recorded, and when.
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
+use std::process::{self, Stdio};
 
 use crate::command_line::{
     CONSOLE_OUTPUT, INPUTS, PACKETS, PACKETS_CHARDEV, PACKETS_FILTER, READS_CONSOLE, option_name, split_options,
@@ -19,7 +20,8 @@ const CONSOLE: &str = "stdio";
 pub(crate) const CARD: &str = "e1000";
 
 /// What the card does by timers otherwise, which are not part of its state: it delays interrupts,
-/// and takes a while to find the speed of its cable.
+/// and takes a while to find the speed of its cable. They are properties of the card, which newer
+/// QEMUs do not have: there it always does both.
 pub(crate) const CARD_TIMERS: [&str; 2] = ["mitigation", "autonegotiation"];
 
 /// What is behind a network whose packets are recorded.
@@ -83,7 +85,7 @@ impl InputList {
 ///
 /// # Errors
 /// [`ErrorKind::NotFound`] says where the plugin was looked for, and [`ErrorKind::Unsupported`] how
-/// the network differs from one that is recorded.
+/// the network, or the network card of this QEMU, differs from one that is recorded.
 ///
 /// ```
 /// use std::ffi::OsString;
@@ -113,6 +115,7 @@ pub fn deterministic_inputs(command: &[OsString]) -> Result<Option<(Vec<OsString
     if !networks.is_empty() {
         let at = |places: Vec<usize>| places.into_iter().map(|at| &*words[at]).collect::<Vec<_>>();
         let id = recorded_network(&at(networks), &at(values("device")))?;
+        check_card_timers(&command[0])?;
         let (packets, path) = shared_file()?;
         let path = option_word(&path)?;
         added.extend(["-chardev".into(), format!("{PACKETS_CHARDEV}path={path},append=on")]);
@@ -155,6 +158,28 @@ fn recorded_network<'a>(networks: &[&'a str], cards: &[&str]) -> Result<&'a str>
     }
 }
 
+/// Checks that QEMU, `program`, can switch off what the card does by timers.
+fn check_card_timers(program: &OsStr) -> Result<()> {
+    let mut command = process::Command::new(program);
+    // A program that does not run is reported when the machine is to be started.
+    match command.args(["-device", &format!("{CARD},help")]).stdin(Stdio::null()).output() {
+        Ok(output) if output.status.success() => check_card_properties(&String::from_utf8_lossy(&output.stdout)),
+        _ => Ok(()),
+    }
+}
+
+/// Checks the properties of the card, as QEMU lists them.
+fn check_card_properties(list: &str) -> Result<()> {
+    let is_there = |timer: &str| list.lines().any(|line| line.trim_start().starts_with(&format!("{timer}=")));
+    let Some(missing) = CARD_TIMERS.into_iter().find(|timer| !is_there(timer)) else { return Ok(()) };
+    let reason = format!(
+        "what comes by the network card {CARD} of this QEMU is not recorded: the card has no property {missing}, by \
+         which one of its timers is switched off"
+    );
+    let help = format!("use a QEMU whose {CARD} has it, as that of version 7.2 has, or a machine without a network");
+    Err(Error::about(ErrorKind::Unsupported, Object::None, reason).help(help))
+}
+
 /// True if a device is a card of the network `id` that acts at the machine's time.
 fn is_recorded(card: &str, id: &str) -> bool {
     let options = split_options(card);
@@ -190,5 +215,20 @@ mod tests {
             assert_eq!(error.kind(), ErrorKind::Unsupported, "{networks:?} {cards:?}");
             assert!(error.advice().contains("e1000"), "{error}");
         }
+    }
+
+    #[test]
+    fn a_card_whose_timers_cannot_be_switched_off_is_not_recorded() {
+        let (mitigation, autonegotiation) = ("  mitigation=<bool> - on/off\n", "  autonegotiation=<bool> - on/off\n");
+        let listed = |properties: &[&str]| check_card_properties(&format!("e1000 options:\n{}", properties.concat()));
+        listed(&[autonegotiation, mitigation]).unwrap();
+        for (properties, missing) in [([mitigation], "autonegotiation"), ([autonegotiation], "mitigation")] {
+            let error = listed(&properties).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::Unsupported);
+            assert!(error.to_string().contains(missing) && !error.advice().is_empty(), "{error}");
+        }
+        // A program without such a list, and one that is not there.
+        assert!(check_card_timers("echo".as_ref()).is_err());
+        check_card_timers("pagemark-no-such-program".as_ref()).unwrap();
     }
 }

@@ -410,9 +410,12 @@ fn pages_of_a_base_are_read_when_a_machine_needs_them() {
             scope.spawn(move || same(&sharing(&repository, from).unwrap()));
         }
     });
-    let done = sharing(&repository, 1).unwrap();
-    same(&done);
-    assert!(done.read_pages < alone[0].read_pages, "most were there: {} pages", done.read_pages);
+    same(&sharing(&repository, 1).unwrap());
+    // One of the two has made the base: nothing differs from it, and what its machine used is there.
+    let again = [2, 3].map(|from| sharing(&repository, from).unwrap());
+    again.iter().for_each(same);
+    let is_there = |done: &SimulatedInterval| done.read_pages < alone[done.from as usize - 1].read_pages;
+    assert!(again.iter().any(is_there), "{:?} {:?}", again.map(|done| done.read_pages), alone[1].read_pages);
 
     let files = || std::fs::read_dir(directory).unwrap().map(|file| file.unwrap().path());
     let file = files().find(|file| file.to_string_lossy().contains("pc_ram")).expect("a base");
@@ -552,12 +555,23 @@ fn an_interval_that_is_not_the_one_that_ran_is_named() {
 }
 
 /// Records a machine that gets packets all the time, at times of the host, by `network`. They are
-/// sent from `from` to `to`.
-fn record_network(paths: &MachinePaths, intervals: usize, network: &str, (from, to): (&UdpSocket, u16)) -> Repository {
+/// sent from `from` to `to`. None where the network card of QEMU is not recorded.
+fn record_network(
+    paths: &MachinePaths,
+    intervals: usize,
+    network: &str,
+    (from, to): (&UdpSocket, u16),
+) -> Option<Repository> {
     let guest = network_program().unwrap().to_str().unwrap();
     let network = ["-kernel", guest, "-netdev", network, "-device", "e1000,netdev=n"];
     let command = deterministic_command(&command(paths, &network)).unwrap();
-    let (command, inputs) = deterministic_inputs(&command).unwrap().expect("packets are recorded");
+    let (command, inputs) = match deterministic_inputs(&command) {
+        Err(error) if error.kind() == ErrorKind::Unsupported && error.to_string().contains("has no property") => {
+            pagemark_testing::skipped(&error.to_string());
+            return None;
+        }
+        recorded => recorded.unwrap().expect("packets are recorded"),
+    };
     let is_over = AtomicBool::new(false);
     std::thread::scope(|scope| {
         let _end = SetWhenDropped(&is_over);
@@ -577,7 +591,7 @@ fn record_network(paths: &MachinePaths, intervals: usize, network: &str, (from, 
             let has_packets = || std::fs::read_to_string(paths.join("serial")).unwrap().contains("packet");
             wait_until("packets", has_packets);
         };
-        record_command(paths, intervals, &command, Some(inputs), true, &meanwhile)
+        Some(record_command(paths, intervals, &command, Some(inputs), true, &meanwhile))
     })
 }
 
@@ -605,7 +619,7 @@ fn packets_come_to_a_machine_again_in_its_simulations() {
     let paths = MachinePaths::default();
     let (from, to) = (UdpSocket::bind("127.0.0.1:0").unwrap(), free_port());
     let network = format!("user,id=n,hostfwd=udp:127.0.0.1:{to}-:7");
-    let repository = record_network(&paths, INTERVALS as usize, &network, (&from, to));
+    let Some(repository) = record_network(&paths, INTERVALS as usize, &network, (&from, to)) else { return };
     let inputs = |sequence| {
         let state = repository.read("vm", sequence).unwrap().manifest.state.clone();
         state.into_iter().find(|record| record.name == "qemu-inputs").expect("packets are recorded").content
@@ -646,6 +660,6 @@ fn packets_of_a_network_without_a_host_come_again() {
     let (from, to) = (UdpSocket::bind("127.0.0.1:0").unwrap(), free_port());
     let other = from.local_addr().unwrap();
     let network = format!("socket,id=n,udp={other},localaddr=127.0.0.1:{to}");
-    let repository = record_network(&paths, 2, &network, (&from, to));
+    let Some(repository) = record_network(&paths, 2, &network, (&from, to)) else { return };
     (1..3).for_each(|from| drop(simulate(&repository, from, from + 1, &Observer::Simulator(Kind::Hot))));
 }
