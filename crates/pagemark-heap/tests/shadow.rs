@@ -338,7 +338,7 @@ fn threads_write_while_their_memory_is_collected() {
                 Handed(program.objects)
             };
             let threads: Vec<_> = (0..3).map(|seed| scope.spawn(move || run(seed))).collect();
-            while rounds.load(Ordering::Relaxed) < 60 {
+            while rounds.load(Ordering::Relaxed) < 400 {
                 let mut written = RangeSet::new();
                 tracker.collect_written(&mut written).unwrap();
                 shadow.update(&written);
