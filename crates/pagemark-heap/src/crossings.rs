@@ -56,6 +56,7 @@ impl Crossings {
 
     /// The number of reports so far. A report that was begun between two calls may not have seen
     /// what was recorded between them; of a page that is one part, every report sees all.
+    #[cfg(feature = "jemalloc")]
     pub(crate) fn reports(&self) -> usize {
         fence(Ordering::SeqCst);
         if self.entries.is_some() { self.reports.load(Ordering::Acquire) } else { 0 }

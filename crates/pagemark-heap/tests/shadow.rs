@@ -402,7 +402,7 @@ fn what_is_written_before_its_part_is_armed_again_is_reported() {
         tracker.collect_written(&mut written).unwrap();
         shadow.update(&written);
     }
-    assert_eq!(tracker.last_interval().splits, 1);
+    assert!(tracker.last_interval().splits > 0);
     let content = [[1; 520].as_slice(), &[7; 120]].concat();
     shadow.check(&heap, &Object { address: object, layout, content }).unwrap();
 }
