@@ -51,6 +51,8 @@ pub struct ThreadRegisters {
 pub(crate) struct Held {
     /// Process and thread.
     threads: Vec<(i32, i32)>,
+    /// Threads that were asked to stop, and have perhaps stopped before a signal.
+    stopping: Vec<i32>,
     /// Ptrace requests must come from the thread that attached.
     not_send: std::marker::PhantomData<*const ()>,
 }
@@ -66,37 +68,36 @@ impl Held {
             if new.is_empty() {
                 return Ok(());
             }
-            let attached: Vec<i32> = new
-                .into_iter()
-                .map(|tid| self.attach(pid, tid))
-                .filter_map(Result::transpose)
-                .collect::<Result<_, _>>()?;
-            for tid in attached {
+            for tid in new {
+                self.attach(pid, tid)?;
+            }
+            while let Some(&tid) = self.stopping.last() {
                 match ptrace::wait_trap(tid, Some(deadline)) {
-                    Ok(true) => {}
-                    Ok(false) | Err(libc::ESRCH) => self.threads.retain(|held| held.1 != tid),
+                    Ok(true) => self.threads.push((pid, tid)),
+                    Ok(false) | Err(libc::ESRCH) => {}
                     Err(libc::ETIMEDOUT) => return Err(attach::does_not_stop(pid, tid)),
                     Err(errno) => return Err(system("wait for", pid, tid, errno)),
                 }
+                self.stopping.pop();
             }
         }
     }
 
-    /// Requests that a thread stop. None if it has exited.
-    fn attach(&mut self, pid: i32, tid: i32) -> Result<Option<i32>> {
+    /// Requests that a thread stop, unless it has exited.
+    fn attach(&mut self, pid: i32, tid: i32) -> Result<()> {
         match ptrace::seize(tid, 0) {
-            Ok(()) => self.threads.push((pid, tid)),
-            Err(libc::ESRCH) => return Ok(None),
+            Ok(()) => self.stopping.push(tid),
+            Err(libc::ESRCH) => return Ok(()),
             // The kernel returns the same error for a thread that has exited.
             Err(libc::EPERM) if Stat::read(tid).is_ok_and(|stat| !stat.is_zombie()) => {
                 let error = Error::about(ErrorKind::NotPermitted, Object::Thread { tid, pid }, "may not be traced");
                 return Err(error.caused_by(io::Error::from_raw_os_error(libc::EPERM)));
             }
-            Err(libc::EPERM) => return Ok(None),
+            Err(libc::EPERM) => return Ok(()),
             Err(errno) => return Err(system("attach to", pid, tid, errno)),
         }
         match ptrace::interrupt(tid) {
-            Ok(()) | Err(libc::ESRCH) => Ok(Some(tid)),
+            Ok(()) | Err(libc::ESRCH) => Ok(()),
             Err(errno) => Err(system("interrupt", pid, tid, errno)),
         }
     }
@@ -130,18 +131,17 @@ impl Held {
 
 impl Drop for Held {
     fn drop(&mut self) {
-        for &(_, tid) in &self.threads {
+        // Only a stopped thread can be detached, and one that has stopped before a signal would lose it.
+        let deadline = ptrace::deadline(Duration::from_millis(100));
+        let stopping = self.stopping.iter().filter(|&&tid| ptrace::wait_trap(tid, Some(deadline)) == Ok(true));
+        for &tid in self.threads.iter().map(|(_, tid)| tid).chain(stopping) {
             // An error here means that the thread is gone.
-            let again = ptrace::registers(tid).and_then(|mut registers| {
+            let _ = ptrace::registers(tid).and_then(|mut registers| {
                 if ptrace::restart_interrupted_call(tid, &mut registers, RESTARTED_WAIT_MS)? {
                     ptrace::set_registers(tid, &registers)?;
                 }
                 Ok(())
             });
-            if again.is_err() && ptrace::poll(tid) == Ok(None) {
-                // The thread has not stopped yet, and only a stopped thread can be detached.
-                let _ = ptrace::wait_trap(tid, Some(ptrace::deadline(Duration::from_millis(100))));
-            }
             let _ = ptrace::detach(tid);
         }
     }

@@ -9,6 +9,8 @@ use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, OnceLock, mpsc};
 use std::time::{Duration, Instant};
 
+use nix::sys::ptrace;
+use nix::unistd::Pid;
 use pagemark::repository::Repository;
 use pagemark::sys::proc;
 use pagemark::target::TargetMemory;
@@ -352,6 +354,43 @@ fn a_frozen_tree_stops_and_resumes() {
         drop(Freezer::freeze(steady.pid()).unwrap());
         steady.goes_on();
     }
+}
+
+/// Signals of this number are queued, so that each of them counts.
+#[test]
+fn a_freeze_loses_no_signal_where_it_fails() {
+    const SIGNALS: u64 = 20_000;
+    let Some(steady) = Steady::start("queued") else { skip!("no C compiler") };
+    let send = || {
+        for _ in 0..SIGNALS {
+            // SAFETY: as in `Steady::signal`.
+            while unsafe { libc::kill(steady.pid(), libc::SIGRTMIN()) } < 0 {
+                std::thread::yield_now();
+            }
+        }
+    };
+    let pending = || proc::Status::read(steady.pid()).unwrap().pending_signals;
+    // A thread that is traced already is not stopped, after the first one was asked to.
+    let threads = proc::threads(steady.pid()).unwrap();
+    let [first, other] = threads[..] else { panic!("{threads:?}") };
+    assert_eq!(first, steady.pid());
+    let (seized, is_seized) = mpsc::channel();
+    let (_end, is_over) = mpsc::channel::<()>();
+    std::thread::spawn(move || {
+        seized.send(ptrace::seize(Pid::from_raw(other), ptrace::Options::empty())).unwrap();
+        let _ = is_over.recv();
+    });
+    is_seized.recv().unwrap().unwrap();
+    std::thread::scope(|scope| {
+        let sender = scope.spawn(send);
+        while !sender.is_finished() {
+            assert_eq!(Freezer::freeze(steady.pid()).unwrap_err().kind(), ErrorKind::NotPermitted);
+        }
+    });
+    wait_until("all signals", || pending() == 0);
+    let before = steady.rounds();
+    wait_until("the last handler", || steady.rounds() == before && proc::Stat::read(first).unwrap().state == 'S');
+    assert_eq!(steady.rounds(), SIGNALS);
 }
 
 #[test]

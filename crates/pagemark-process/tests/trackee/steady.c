@@ -153,6 +153,11 @@ static void *waits(void *unused) {
 
 static volatile sig_atomic_t alarms;
 static void alarmed(int signal) { (void)signal; alarms++; }
+static void arrived(int signal) { (void)signal; counted(); }
+static void *pauses(void *unused) {
+	for (;;) pause();
+	return unused;
+}
 
 /* Refuses one system call by killing the process. */
 static void refuse(int number) {
@@ -242,6 +247,19 @@ int main(int count, char **arguments) {
 				violated("a pending signal");
 			counted();
 		}
+	} else if (!strcmp(mode, "queued")) {
+		/* All signals are the first thread's. */
+		sigset_t all, none;
+		sigfillset(&all);
+		sigemptyset(&none);
+		sigprocmask(SIG_SETMASK, &all, NULL);
+		pthread_t other;
+		pthread_create(&other, NULL, pauses, NULL);
+		struct sigaction action = {.sa_handler = arrived, .sa_flags = SA_RESTART};
+		sigaction(SIGRTMIN, &action, NULL);
+		sigprocmask(SIG_SETMASK, &none, NULL);
+		ready();
+		pauses(NULL);
 	} else if (!strcmp(mode, "vfork")) {
 		ready();
 		/* Until the input ends, the process waits for the child where no tracer stops it. */
