@@ -126,3 +126,33 @@ fn a_process_that_is_continued_during_a_freeze_is_not_stopped_again() {
     pagemark.checkpoint_after("subject", support::now_unix_us());
     kill_and_wait(target);
 }
+
+/// To a traced thread, SIGCONT is a stop that CRIU does not expect.
+#[test]
+fn a_process_that_is_continued_all_the_time_is_saved() {
+    if !has_criu() {
+        skip!("no CRIU");
+    }
+    let Some(program) = subject::subject() else { skip!("no C compiler") };
+    let pagemark = Pagemark::new();
+    let data = pagemark.directory().join("data");
+    let command = [program.to_str(), Some("data"), Some("8"), data.to_str()].map(|word| word.expect("UTF-8"));
+    let run = pagemark.run(&["--job", "subject", "--every", "50ms"], &command);
+    let target = run.target();
+    let taken = wait_for("40 checkpoints", || {
+        for _ in 0..100 {
+            assert!(is_alive(target), "a checkpoint has ended the program: {}", pagemark.log());
+            kill(Pid::from_raw(target), Signal::SIGCONT).expect("it runs");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        Some(pagemark.checkpoints("subject").len()).filter(|&taken| taken >= 40)
+    });
+    let failed = pagemark.log().matches("no checkpoint of").count();
+    assert!(failed < taken / 2, "{failed} have failed, {taken} not: {}", pagemark.log());
+    let length = || std::fs::metadata(&data).map_or(0, |metadata| metadata.len());
+    let before = length();
+    wait_for("the program to go on", || (length() > before + 2).then_some(()));
+    kill_and_wait(target);
+    pagemark.done(&["restore", "--detach", "subject"]);
+    kill_and_wait(target);
+}

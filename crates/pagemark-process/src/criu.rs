@@ -5,6 +5,7 @@
 //! `~/.cache`).
 
 pub(crate) mod connections;
+mod continued;
 pub(crate) mod descriptors;
 pub mod dump;
 mod examined;

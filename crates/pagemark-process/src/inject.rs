@@ -30,7 +30,7 @@ use crate::attach;
 use crate::error::{Error, ErrorKind, Object, Result};
 use crate::helper;
 use crate::plain_proc::{StatText, each_number, has_exited};
-use crate::ptrace::{self, Registers, Stop, Until};
+use crate::ptrace::{self, Registers};
 
 /// Limit of the number of threads that the helper can hold.
 const MAX_THREADS: usize = 1 << 16;
@@ -614,7 +614,7 @@ fn carry_out(task: &Task, work: &ThreadWork) -> Helped<RawFd> {
             leaving::remove(&task.threads, mappings, task.instruction, &call).map(|()| -1)
         }
     };
-    restore_thread(thread, &original, mask).map_err(|errno| (Step::SystemCall, errno))?;
+    ptrace::restore(thread, &original, mask).map_err(|errno| (Step::SystemCall, errno))?;
     copied
 }
 
@@ -630,54 +630,9 @@ fn create_userfaultfd(task: &Task, original: &Registers, flags: libc::c_int) -> 
 }
 
 /// Makes the stopped thread carry out one system call. It is left stopped at the exit of the call.
-/// However long that takes: a thread that is released within the call would continue with registers
-/// that are not its own.
 fn system_call(task: &Task, original: &Registers, number: i64, arguments: [u64; 6]) -> Helped<i64> {
-    let thread = task.thread;
-    let failed = |errno| (Step::SystemCall, errno);
-    let [rdi, rsi, rdx, r10, r8, r9] = arguments;
-    let registers = Registers {
-        rip: task.instruction,
-        rax: number as u64,
-        // Marks the thread as outside of a system call, so that the kernel does not restart any.
-        orig_rax: u64::MAX,
-        rdi,
-        rsi,
-        rdx,
-        r10,
-        r8,
-        r9,
-        ..*original
-    };
-    ptrace::set_registers(thread, &registers).map_err(failed)?;
-    for _ in ["entry", "exit"] {
-        let mut signal = 0;
-        loop {
-            ptrace::resume(thread, Until::SystemCall, signal).map_err(failed)?;
-            signal = match ptrace::wait(thread, None).map_err(failed)? {
-                Stop::SystemCall => break,
-                Stop::Exited => return Err((Step::Gone, 0)),
-                // Only SIGSTOP cannot be blocked. It takes effect when the thread is detached.
-                Stop::Signal(signal) => signal,
-                Stop::Trap | Stop::Event => 0,
-            };
-        }
-    }
-    Ok(ptrace::registers(thread).map_err(failed)?.rax as i64)
-}
-
-/// Restores the registers and the signal mask of a thread.
-fn restore_thread(thread: i32, original: &Registers, mask: u64) -> Result<(), libc::c_int> {
-    ptrace::set_registers(thread, original)?;
-    // After a stop of this kind, unlike a stop at the exit of a system call, the kernel restarts an
-    // interrupted call.
-    ptrace::interrupt(thread)?;
-    ptrace::resume(thread, Until::Event, 0)?;
-    if !ptrace::wait_trap(thread, None)? {
-        return Err(libc::ESRCH);
-    }
-    ptrace::set_registers(thread, original)?;
-    ptrace::set_signal_mask(thread, mask)
+    let result = ptrace::system_call(task.thread, task.instruction, original, number, arguments);
+    result.map_err(|errno| (Step::SystemCall, errno))?.ok_or((Step::Gone, 0))
 }
 
 fn copy_descriptor(task: &Task, descriptor: RawFd) -> Helped<RawFd> {

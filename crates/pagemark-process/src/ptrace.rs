@@ -125,6 +125,14 @@ pub fn event_message(thread: i32) -> Result<u64> {
     Ok(message)
 }
 
+/// The signal before which a thread has stopped.
+pub fn signal_info(thread: i32) -> Result<libc::siginfo_t> {
+    // SAFETY: the structure consists of numbers and bytes, for which zeros are valid.
+    let mut info: libc::siginfo_t = unsafe { std::mem::zeroed() };
+    transfer(libc::PTRACE_GETSIGINFO, thread, 0, &mut info)?;
+    Ok(info)
+}
+
 /// Disables the hardware breakpoints of a stopped thread.
 pub fn clear_breakpoints(thread: i32) -> Result<()> {
     const CONTROL: usize = std::mem::offset_of!(libc::user, u_debugreg) + 7 * size_of::<u64>();
@@ -353,6 +361,64 @@ pub fn wait_trap(thread: i32, deadline: Option<Instant>) -> Result<bool> {
             Err(error) => return Err(error),
         }
     }
+}
+
+/// Makes a stopped thread, which has `original` registers, carry out a system call by the
+/// instruction `syscall` at an address. Its signals are blocked. It is left stopped at the exit of
+/// the call, until [`restore`]. Returns the result; None if the thread has exited.
+///
+/// However long that takes: a thread that is released within the call would continue with registers
+/// that are not its own.
+pub fn system_call(
+    thread: i32,
+    instruction: u64,
+    original: &Registers,
+    number: i64,
+    arguments: [u64; 6],
+) -> Result<Option<i64>> {
+    let [rdi, rsi, rdx, r10, r8, r9] = arguments;
+    let registers = Registers {
+        rip: instruction,
+        rax: number as u64,
+        // Marks the thread as outside of a system call, so that the kernel does not restart any.
+        orig_rax: u64::MAX,
+        rdi,
+        rsi,
+        rdx,
+        r10,
+        r8,
+        r9,
+        ..*original
+    };
+    set_registers(thread, &registers)?;
+    for _ in ["entry", "exit"] {
+        let mut signal = 0;
+        loop {
+            resume(thread, Until::SystemCall, signal)?;
+            signal = match wait(thread, None)? {
+                Stop::SystemCall => break,
+                Stop::Exited => return Ok(None),
+                // Only SIGSTOP cannot be blocked. It takes effect when the thread is detached.
+                Stop::Signal(signal) => signal,
+                Stop::Trap | Stop::Event => 0,
+            };
+        }
+    }
+    Ok(Some(self::registers(thread)?.rax as i64))
+}
+
+/// Restores the registers and the blocked signals of a thread after [`system_call`].
+pub fn restore(thread: i32, original: &Registers, mask: u64) -> Result<()> {
+    set_registers(thread, original)?;
+    // After a stop of this kind, unlike a stop at the exit of a system call, the kernel restarts an
+    // interrupted call.
+    interrupt(thread)?;
+    resume(thread, Until::Event, 0)?;
+    if !wait_trap(thread, None)? {
+        return Err(libc::ESRCH);
+    }
+    set_registers(thread, original)?;
+    set_signal_mask(thread, mask)
 }
 
 /// The time limit of a system call, in milliseconds, if the call returns EINTR after a stop without

@@ -1,8 +1,9 @@
-//! Repairs the threads of a process tree if CRIU is killed while it dumps the tree.
+//! Repairs the threads of a process tree if CRIU ends while it dumps the tree: if it is killed, or
+//! gives up at once, as it does if one of them stops unexpectedly. SIGCONT makes them.
 //!
 //! While CRIU injects a system call, a thread has registers, blocked signals and a piece of code
-//! that belong to CRIU. If CRIU is killed in this moment, the kernel resumes the thread as it is.
-//! The guard is a process that traces CRIU. The kernel stops a killed CRIU at its exit
+//! that belong to CRIU. If CRIU ends in this moment, the kernel resumes the thread as it is. The
+//! guard is a process that traces CRIU. The kernel stops CRIU at its exit
 //! (`PTRACE_O_TRACEEXIT`), before it releases the threads, and while the memory of CRIU still
 //! holds the registers that CRIU saved. The guard reads these, sends SIGSTOP to each thread, lets
 //! CRIU exit, attaches to the threads, which have not executed an instruction since, and repairs
@@ -18,7 +19,7 @@
 
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, PipeReader, Read};
-use std::ops::ControlFlow;
+use std::ops::{ControlFlow, Range};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 use std::panic::AssertUnwindSafe;
@@ -30,6 +31,7 @@ use nix::unistd::{ForkResult, Pid, fork};
 use pagemark::sys::proc::{self, Status, maps, tree};
 
 use super::connections::Sockets;
+use super::continued::Continued;
 use crate::container::{self, MissedEnd};
 use crate::helper;
 use crate::ptrace::{self, Registers};
@@ -48,7 +50,8 @@ const CODE_LENGTH: usize = 16;
 
 /// The blocked signals of a thread that executes CRIU's code: all but SIGTRAP, and those that
 /// cannot be blocked.
-const BLOCKED_BY_CRIU: u64 = !(1 << (libc::SIGTRAP - 1) | 1 << (libc::SIGKILL - 1) | 1 << (libc::SIGSTOP - 1));
+pub(super) const BLOCKED_BY_CRIU: u64 =
+    !(1 << (libc::SIGTRAP - 1) | 1 << (libc::SIGKILL - 1) | 1 << (libc::SIGSTOP - 1));
 
 /// What follows the registers in CRIU's record of a 64-bit thread.
 pub(super) const NATIVE_MARK: u16 = 0x0a;
@@ -87,6 +90,12 @@ impl Original {
         let is_first = status.as_ref().is_some_and(Status::is_first_of_namespace);
         Original { pid, code: first_code(pid), is_stopped, is_first }
     }
+}
+
+/// The addresses of the instructions that a thread may have before it in a system call that CRIU
+/// has injected at `start`.
+fn injected_call(start: u64) -> Range<u64> {
+    start..start + INJECTED_LENGTH as u64 + 1
 }
 
 /// Reads the begin of the first executable mapping, up to which the list of mappings is read.
@@ -164,7 +173,7 @@ fn guard(criu_pid: i32, root_pid: i32, originals: &[Original], sockets: Option<&
     let _ = unsafe { nix::sys::signal::signal(Signal::SIGCHLD, SigHandler::SigDfl) };
     // SAFETY: this process is the guard alone, and ends by _exit.
     unsafe { helper::detach_from_caller(c"pagemark-guard", [report]) };
-    let seized = ptrace::seize(criu_pid, ptrace::TRACE_EXIT);
+    let seized = ptrace::seize(criu_pid, ptrace::TRACE_EXIT | ptrace::TRACE_SYSGOOD);
     let errno = seized.err().unwrap_or(0).to_ne_bytes();
     // SAFETY: the descriptor is open, and the buffer lives through the call.
     unsafe {
@@ -177,6 +186,8 @@ fn guard(criu_pid: i32, root_pid: i32, originals: &[Original], sockets: Option<&
     // CRIU waits for the guard at each of its signals.
     prefer(0);
     let mut is_preferred = false;
+    let injected = |original: &Original| Some((original.pid, injected_call(original.code?.0)));
+    let mut continued = Continued::new(originals.iter().filter_map(injected));
     let first: Vec<i32> = originals.iter().filter(|original| original.is_first).map(|original| original.pid).collect();
     let next_status = || match &first[..] {
         [] => ptrace::wait_status(criu_pid),
@@ -198,8 +209,8 @@ fn guard(criu_pid: i32, root_pid: i32, originals: &[Original], sockets: Option<&
                     let members = tree::members(root_pid).unwrap_or_default();
                     sockets.reset(&members.iter().map(|member| member.pid).collect::<Vec<i32>>());
                 }
-                if is_killed {
-                    rescue(criu_pid, root_pid, originals);
+                if status != 0 {
+                    rescue(criu_pid, root_pid, originals, is_killed && is_preferred);
                     return;
                 }
                 ptrace::resume(criu_pid, ptrace::Until::Event, 0)
@@ -212,11 +223,19 @@ fn guard(criu_pid: i32, root_pid: i32, originals: &[Original], sockets: Option<&
                     prefer(criu_pid);
                     is_preferred = true;
                 }
-                ptrace::resume(criu_pid, ptrace::Until::Event, signal)
+                let is_undone = signal == libc::SIGCHLD && continued.resume(criu_pid);
+                ptrace::resume(criu_pid, ptrace::Until::Event, if is_undone { 0 } else { signal })
             }
             _ => ptrace::resume(criu_pid, ptrace::Until::Event, 0),
         };
     }
+}
+
+/// Where a process has CRIU's code.
+pub(super) fn code_of_criu(pid: i32) -> Vec<Range<u64>> {
+    let mappings = maps::read(pid).unwrap_or_default();
+    let code = mappings.iter().filter(|mapping| mapping.name.starts_with(b"/memfd:CRIUMFD"));
+    code.map(|mapping| mapping.start.get()..mapping.end.get()).collect()
 }
 
 /// Waits for the next stop of CRIU as [`ptrace::wait_status`] does. Kills CRIU if it does not
@@ -264,8 +283,9 @@ fn stop(pid: i32, tid: i32) {
     unsafe { libc::syscall(libc::SYS_tgkill, pid, tid, libc::SIGSTOP) };
 }
 
-/// Repairs what CRIU leaves, which is stopped at its exit.
-fn rescue(criu_pid: i32, root_pid: i32, originals: &[Original]) {
+/// Repairs what CRIU leaves, which is stopped at its exit. `are_stopped`: all processes were sent
+/// SIGSTOP.
+fn rescue(criu_pid: i32, root_pid: i32, originals: &[Original], are_stopped: bool) {
     let records = Records::read(criu_pid);
     let traced = |tid: &i32| Status::read(*tid).is_ok_and(|status| status.tracer_pid == criu_pid);
     let members = tree::members(root_pid).unwrap_or_default();
@@ -295,7 +315,8 @@ fn rescue(criu_pid: i32, root_pid: i32, originals: &[Original]) {
         let original = originals.iter().find(|original| original.pid == *pid);
         let stopped: Vec<i32> = threads.iter().copied().filter(stops).collect();
         repair(*pid, &stopped, original, &records);
-        if original.is_none_or(|original| !original.is_stopped) {
+        let is_sent_stop = are_stopped || !threads.is_empty();
+        if is_sent_stop && original.is_none_or(|original| !original.is_stopped) {
             resume(*pid);
         }
         for tid in stopped {
@@ -303,8 +324,10 @@ fn rescue(criu_pid: i32, root_pid: i32, originals: &[Original]) {
         }
     }
     // Processes that have left the tree since CRIU was started.
-    let left = originals.iter().filter(|original| processes.iter().all(|(pid, _)| *pid != original.pid));
-    left.filter(|original| !original.is_stopped).for_each(|original| resume(original.pid));
+    if are_stopped {
+        let left = originals.iter().filter(|original| processes.iter().all(|(pid, _)| *pid != original.pid));
+        left.filter(|original| !original.is_stopped).for_each(|original| resume(original.pid));
+    }
 }
 
 /// Sends SIGCONT to a process.
@@ -325,11 +348,9 @@ fn repair(pid: i32, threads: &[i32], original: Option<&Original>, records: &Reco
         if is_read && (has_call || now[INJECTED_LENGTH..].starts_with(CODE_FILE)) {
             let _ = memory.write_all_at(&code, start);
         }
-        injected = has_call.then_some(start..start + INJECTED_LENGTH as u64 + 1);
+        injected = has_call.then(|| injected_call(start));
     }
-    let mappings = maps::read(pid).unwrap_or_default();
-    let code = mappings.iter().filter(|mapping| mapping.name.starts_with(b"/memfd:CRIUMFD"));
-    let ranges: Vec<_> = code.map(|mapping| mapping.start.get()..mapping.end.get()).collect();
+    let ranges = code_of_criu(pid);
     for &tid in threads {
         let Ok(registers) = ptrace::registers(tid) else { continue };
         let is_injected = injected.as_ref().is_some_and(|injected| injected.contains(&registers.rip));
