@@ -131,7 +131,7 @@ impl Held {
 
 impl Drop for Held {
     fn drop(&mut self) {
-        // Only a stopped thread can be detached, and one that has stopped before a signal would lose it.
+        // Only a stopped thread can be detached. One that has stopped before a signal loses it.
         let deadline = ptrace::deadline(Duration::from_millis(100));
         let stopping = self.stopping.iter().filter(|&&tid| ptrace::wait_trap(tid, Some(deadline)) == Ok(true));
         for &tid in self.threads.iter().map(|(_, tid)| tid).chain(stopping) {

@@ -291,7 +291,7 @@ impl Disks {
             // The end of the server removes its exports.
             machine.execute(&Command::new("block-export-add", export))?;
         }
-        // QEMU may wait for its requests while it adds an export, and hangs if a client begins meanwhile.
+        // QEMU may wait for requests while it adds an export, and hangs if a client begins then.
         let mut contents = DiskContents::default();
         for ((index, disk), stream) in self.disks.iter().enumerate().zip(connections.into_streams()) {
             let label = disk.drive.label.clone();

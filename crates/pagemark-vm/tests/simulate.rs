@@ -411,7 +411,7 @@ fn pages_of_a_base_are_read_when_a_machine_needs_them() {
         }
     });
     same(&sharing(&repository, 1).unwrap());
-    // One of the two has made the base: nothing differs from it, and what its machine used is there.
+    // One of the two has made the base: nothing differs from it, and what it used is there.
     let again = [2, 3].map(|from| sharing(&repository, from).unwrap());
     again.iter().for_each(same);
     let is_there = |done: &SimulatedInterval| done.read_pages < alone[done.from as usize - 1].read_pages;
