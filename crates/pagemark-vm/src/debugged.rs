@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 
 use pagemark::repository::Checkpoint;
 use pagemark_simulate::control::Control;
+use serde_json::json;
 
 use crate::demanded::DemandedMemory;
 use crate::error::{Error, ErrorKind, Object, Result};
@@ -105,6 +106,8 @@ impl DebuggedMachine {
         run.run_to_the_end()?;
         run.release()?;
         let (started, mut machine, served) = run.into_parts();
+        // QEMU 10.0 takes gdb's `kill` for a shutdown of the machine, by which it would not end.
+        machine.monitor.execute("set-action", json!({"shutdown": "poweroff"}))?;
         let reply = machine.monitor.human(&format!("gdbserver {device}"))?;
         // It says "Waiting for gdb connection", or why not.
         if !reply.contains("Waiting for gdb") {
