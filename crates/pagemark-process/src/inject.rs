@@ -586,10 +586,10 @@ fn carry_out(task: &Task, work: &ThreadWork) -> Helped<RawFd> {
     if ptrace::dispatches_system_calls(thread) {
         return Err((Step::Dispatch, 0));
     }
-    match ptrace::word(thread, task.instruction) {
-        Ok(code) if code & 0xffff == 0x050f => {}
+    match ptrace::is_system_call(thread, task.instruction) {
+        Ok(true) => {}
         // The process has executed another program since.
-        Ok(_) | Err(libc::EIO | libc::EFAULT) => return Err((Step::Gone, 0)),
+        Ok(false) | Err(libc::EIO | libc::EFAULT) => return Err((Step::Gone, 0)),
         Err(errno) => return Err(inspect(errno)),
     }
     let mask = ptrace::signal_mask(thread).map_err(inspect)?;

@@ -240,6 +240,11 @@ pub fn word(thread: i32, address: u64) -> Result<u64> {
     Ok(word)
 }
 
+/// True if the memory of a stopped thread has the instruction `syscall` at an address.
+pub fn is_system_call(thread: i32, address: u64) -> Result<bool> {
+    word(thread, address).map(|code| code & 0xffff == 0x050f)
+}
+
 /// Writes a word of a stopped thread's memory.
 pub fn set_word(thread: i32, address: u64, word: u64) -> Result<()> {
     request(libc::PTRACE_POKEDATA, thread, address as usize, word as usize)

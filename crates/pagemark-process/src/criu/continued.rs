@@ -11,13 +11,12 @@
 use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 
-use pagemark::sys::proc::{self, Status};
+use pagemark::sys::proc::{self, Fields, Status, stat};
 
 use super::guard::{BLOCKED_BY_CRIU, code_of_criu};
 use crate::ptrace::{self, Registers};
 
-/// The instruction `syscall`, and its length.
-const SYSCALL: u64 = 0x050f;
+/// Length of the instruction `syscall`.
 const SYSCALL_BYTES: u64 = 2;
 
 /// The stops of the threads that CRIU traces.
@@ -48,7 +47,7 @@ impl Continued {
         let thread = unsafe { info.si_pid() };
         self.instruction = self.instruction.or_else(|| {
             let before = ptrace::registers(criu_pid).ok()?.rip.checked_sub(SYSCALL_BYTES)?;
-            (ptrace::word(criu_pid, before).ok()? & 0xffff == SYSCALL).then_some(before)
+            ptrace::is_system_call(criu_pid, before).ok()?.then_some(before)
         });
         // The first time, CRIU has stopped it.
         !self.stopped.insert(thread) && self.resume_thread(criu_pid, thread).is_some()
@@ -82,17 +81,17 @@ fn next_instruction(thread: i32) -> Option<u64> {
 
 /// True if nobody has waited for the stop of a thread yet.
 fn is_unreported(thread: i32) -> Option<bool> {
-    // The last number is what `wait` returns.
-    let text = std::fs::read_to_string(proc::path(thread, "stat")).ok()?;
-    text.split_ascii_whitespace().next_back().map(|status| status != "0")
+    // The status that `wait` returns.
+    const EXIT_CODE: usize = 52;
+    let text = std::fs::read(proc::path(thread, "stat")).ok()?;
+    stat::number(&text, EXIT_CODE).map(|status| status != 0)
 }
 
 /// True if CRIU has a handler for SIGCHLD, which ends CRIU: it expects no thread to stop.
 fn expects_no_stop(criu_pid: i32) -> bool {
     const CHILD: u64 = 1 << (libc::SIGCHLD - 1);
-    let text = std::fs::read_to_string(proc::path(criu_pid, "status")).unwrap_or_default();
-    let caught = text.lines().find_map(|line| line.strip_prefix("SigCgt:"));
-    caught.and_then(|caught| u64::from_str_radix(caught.trim(), 16).ok()).is_some_and(|caught| caught & CHILD != 0)
+    let caught = Fields::read(proc::path(criu_pid, "status")).ok().and_then(|status| status.in_base("SigCgt", 16));
+    caught.is_some_and(|caught| caught & CHILD != 0)
 }
 
 /// Makes CRIU, which is stopped, resume a thread that it traces, by the instruction `syscall` at an
