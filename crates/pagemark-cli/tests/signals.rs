@@ -4,13 +4,44 @@
 mod subject;
 mod support;
 
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use pagemark_testing::{skip, wait_for};
 use subject::{Subject, criu_on, has_criu, status_field};
-use support::{Pagemark, is_alive, kill_and_wait};
+use support::{Pagemark, Runner, is_alive, kill_and_wait};
+
+/// The subject, which appends to a file, as the program of `pagemark run`.
+struct Run {
+    runner: Runner,
+    data: PathBuf,
+}
+
+impl Run {
+    /// Starts it as the job `subject`. None where there is no C compiler.
+    fn start(pagemark: &Pagemark, every: &str) -> Option<Run> {
+        let data = pagemark.directory().join("data");
+        let program = subject::subject()?;
+        let command = [program.to_str(), Some("data"), Some("8"), data.to_str()].map(|word| word.expect("UTF-8"));
+        Some(Run { runner: pagemark.run(&["--job", "subject", "--every", every], &command), data })
+    }
+
+    fn target(&self) -> i32 {
+        self.runner.target()
+    }
+
+    /// Waits until the program has appended something, and calls `check` before each look.
+    fn goes_on(&self, what: &str, check: impl Fn()) {
+        let length = || std::fs::metadata(&self.data).map_or(0, |metadata| metadata.len());
+        let before = length();
+        wait_for(what, || {
+            check();
+            (length() > before + 2).then_some(())
+        });
+    }
+}
 
 /// Stops CRIU while the target is frozen, and returns the process id of CRIU.
 fn stop_criu_in_a_freeze(target: i32) -> Pid {
@@ -46,32 +77,26 @@ fn a_signal_that_comes_during_a_freeze_is_not_part_of_the_checkpoint() {
     if !has_criu() {
         skip!("no CRIU");
     }
-    let Some(program) = subject::subject() else { skip!("no C compiler") };
     for signal in [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP] {
         let pagemark = Pagemark::new();
-        let data = pagemark.directory().join("data");
-        let command = [program.to_str(), Some("data"), Some("8"), data.to_str()].map(|word| word.expect("UTF-8"));
-        let mut run = pagemark.run(&["--job", "subject", "--every", "100ms"], &command);
+        let Some(mut run) = Run::start(&pagemark, "100ms") else { skip!("no C compiler") };
         let target = run.target();
         wait_for("a checkpoint", || (!pagemark.checkpoints("subject").is_empty()).then_some(()));
         let criu = stop_criu_in_a_freeze(target);
-        kill(Pid::from_raw(run.child.id() as i32), signal).expect("it runs");
+        kill(Pid::from_raw(run.runner.child.id() as i32), signal).expect("it runs");
         // Long enough for a signal that is not held back to become pending.
         let until = Instant::now() + Duration::from_millis(300);
         while Instant::now() < until && !is_pending(target, signal) {
             std::thread::sleep(Duration::from_millis(5));
         }
         kill(criu, Signal::SIGCONT).expect("it is stopped");
-        let status = wait_for("the run to end", || run.child.try_wait().expect("our child"));
+        let status = wait_for("the run to end", || run.runner.child.try_wait().expect("our child"));
         assert_eq!(status.code(), Some(128 + signal as i32), "{}", pagemark.log());
         assert!(!is_alive(target));
 
         pagemark.done(&["restore", "--detach", "subject"]);
-        let length = || std::fs::metadata(&data).map_or(0, |metadata| metadata.len());
-        let before = length();
-        wait_for("the restored program to go on", || {
+        run.goes_on("the restored program to go on", || {
             assert!(is_alive(target), "{signal} ended the restored program: {}", pagemark.log());
-            (length() > before + 2).then_some(())
         });
         kill_and_wait(target);
     }
@@ -108,11 +133,8 @@ fn a_process_that_is_continued_during_a_freeze_is_not_stopped_again() {
     if !has_criu() {
         skip!("no CRIU");
     }
-    let Some(program) = subject::subject() else { skip!("no C compiler") };
     let pagemark = Pagemark::new();
-    let data = pagemark.directory().join("data");
-    let command = [program.to_str(), Some("data"), Some("8"), data.to_str()].map(|word| word.expect("UTF-8"));
-    let run = pagemark.run(&["--job", "subject", "--every", "100ms"], &command);
+    let Some(run) = Run::start(&pagemark, "100ms") else { skip!("no C compiler") };
     let target = run.target();
     wait_for("a checkpoint", || (!pagemark.checkpoints("subject").is_empty()).then_some(()));
     kill(Pid::from_raw(target), Signal::SIGSTOP).expect("it runs");
@@ -120,9 +142,7 @@ fn a_process_that_is_continued_during_a_freeze_is_not_stopped_again() {
     let criu = stop_criu_in_a_freeze(target);
     kill(Pid::from_raw(target), Signal::SIGCONT).expect("it is frozen");
     kill(criu, Signal::SIGCONT).expect("it is stopped");
-    let length = || std::fs::metadata(&data).map_or(0, |metadata| metadata.len());
-    let before = length();
-    wait_for("the program to go on", || (length() > before + 2).then_some(()));
+    run.goes_on("the program to go on", || {});
     pagemark.checkpoint_after("subject", support::now_unix_us());
     kill_and_wait(target);
 }
@@ -133,11 +153,8 @@ fn a_process_that_is_continued_all_the_time_is_saved() {
     if !has_criu() {
         skip!("no CRIU");
     }
-    let Some(program) = subject::subject() else { skip!("no C compiler") };
     let pagemark = Pagemark::new();
-    let data = pagemark.directory().join("data");
-    let command = [program.to_str(), Some("data"), Some("8"), data.to_str()].map(|word| word.expect("UTF-8"));
-    let run = pagemark.run(&["--job", "subject", "--every", "50ms"], &command);
+    let Some(run) = Run::start(&pagemark, "50ms") else { skip!("no C compiler") };
     let target = run.target();
     let taken = wait_for("40 checkpoints", || {
         for _ in 0..100 {
@@ -149,9 +166,7 @@ fn a_process_that_is_continued_all_the_time_is_saved() {
     });
     let failed = pagemark.log().matches("no checkpoint of").count();
     assert!(failed < taken / 2, "{failed} have failed, {taken} not: {}", pagemark.log());
-    let length = || std::fs::metadata(&data).map_or(0, |metadata| metadata.len());
-    let before = length();
-    wait_for("the program to go on", || (length() > before + 2).then_some(()));
+    run.goes_on("the program to go on", || {});
     kill_and_wait(target);
     pagemark.done(&["restore", "--detach", "subject"]);
     kill_and_wait(target);

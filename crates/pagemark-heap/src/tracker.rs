@@ -364,18 +364,24 @@ mod tests {
     use crate::grouping::Separate;
     use crate::jemalloc;
 
+    /// `None` where the kernel lacks the mechanism.
+    fn tracked(heap: &Heap) -> Option<HeapTracker<Separate>> {
+        match HeapTracker::new(heap, Separate) {
+            Err(error) if error.kind() == ErrorKind::Unavailable => {
+                pagemark_testing::skipped(&error.to_string());
+                None
+            }
+            tracker => Some(tracker.unwrap()),
+        }
+    }
+
     /// jemalloc knows that memory which it has freed holds zeros, and does not write them.
     #[test]
     fn freed_memory_that_is_handed_out_as_zeros_is_reported() {
         let layout = Layout::from_size_align(1 << 20, PAGE_SIZE).unwrap();
         for parts in Parts::ALL {
             let heap = Heap::new(parts, ByteCount::new(64 << 20)).unwrap();
-            let mut tracker = match HeapTracker::new(&heap, Separate) {
-                Err(error) if error.kind() == ErrorKind::Unavailable => {
-                    return pagemark_testing::skipped(&error.to_string());
-                }
-                tracker => tracker.unwrap(),
-            };
+            let Some(mut tracker) = tracked(&heap) else { return };
             let mut collect = || {
                 let mut written = RangeSet::new();
                 tracker.collect_written(&mut written).unwrap();
@@ -410,12 +416,7 @@ mod tests {
         for parts in Parts::ALL {
             let heap = Heap::new(parts, ByteCount::new(64 << 20)).unwrap();
             let allocator = heap.shared().allocator();
-            let mut tracker = match HeapTracker::new(&heap, Separate) {
-                Err(error) if error.kind() == ErrorKind::Unavailable => {
-                    return pagemark_testing::skipped(&error.to_string());
-                }
-                tracker => tracker.unwrap(),
-            };
+            let Some(mut tracker) = tracked(&heap) else { return };
             // SAFETY: the layout has a size.
             let object = unsafe { heap.alloc(layout) };
             let offset = (heap.canonical(object) - heap.addresses().start).to_usize();
