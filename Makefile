@@ -2,7 +2,7 @@
 
 .DEFAULT_GOAL := build
 .PHONY: setup setup-demo criu build demo check test test-full fmt clippy doc licences models miri sanitize fuzz bench lab \
-	header install-c wheel pythons semver clean
+	book header install-c wheel pythons semver clean
 
 # For each fuzz target.
 FUZZ_SECONDS ?= 60
@@ -11,6 +11,7 @@ setup: ; @scripts/suite setup
 
 criu: ; @scripts/suite setup criu
 
+# What a user installs. Tests, benchmarks, the packages for C and Python are built with --workspace.
 build: ; cargo build --release --locked
 
 # Without the nightly compiler and the tools that only tests need.
@@ -36,6 +37,9 @@ doc: ; RUSTDOCFLAGS=-Dwarnings cargo doc --workspace --no-deps --locked
 
 licences: ; @scripts/licences.py
 
+# The documents as a book with a search, in the directory `book`, with its links checked.
+book: ; @scripts/suite setup book && scripts/book.py
+
 # What threads share without locks, in every order that loom tries.
 models: ; @scripts/models.sh
 
@@ -47,7 +51,7 @@ sanitize: ; @scripts/sanitize.sh address thread
 
 fuzz: ; @scripts/fuzz.sh $(FUZZ_SECONDS)
 
-bench: build ; $${CARGO_TARGET_DIR:-target}/release/pagemark-bench process
+bench: build ; cargo build --release --locked -p pagemark-bench && $${CARGO_TARGET_DIR:-target}/release/pagemark-bench process
 
 # The C header, from the sources.
 header: ; @scripts/suite setup c && scripts/header.sh

@@ -15,7 +15,10 @@ case $prefix in
 /*) ;;
 *) echo "install-c: the prefix must be an absolute path, and $prefix is not" >&2 && exit 1 ;;
 esac
-for library in libpagemark_c.so libpagemark_c.a; do
+# For musl, Rust makes the static library only.
+is_shared=1
+if [[ $built/ == */*-musl/* ]]; then is_shared=; fi
+for library in ${is_shared:+libpagemark_c.so} libpagemark_c.a; do
     if [ ! -e "$built/$library" ]; then
         echo "install-c: no $library in $built: build it with cargo build --release -p pagemark-c" >&2
         exit 1
@@ -30,12 +33,19 @@ if [ "$major" = 0 ]; then abi=0.$minor; fi
 cmake=$to/lib/cmake/pagemark
 
 install -d "$to/lib/pkgconfig" "$cmake" "$to/include"
-install -m 755 "$built/libpagemark_c.so" "$to/lib/libpagemark.so.$version"
-ln -sf "libpagemark.so.$version" "$to/lib/libpagemark.so.$abi"
-ln -sf "libpagemark.so.$abi" "$to/lib/libpagemark.so"
+if [ -n "$is_shared" ]; then
+    install -m 755 "$built/libpagemark_c.so" "$to/lib/libpagemark.so.$version"
+    ln -sf "libpagemark.so.$version" "$to/lib/libpagemark.so.$abi"
+    ln -sf "libpagemark.so.$abi" "$to/lib/libpagemark.so"
+fi
 install -m 644 "$built/libpagemark_c.a" "$to/lib/libpagemark.a"
+if [ -z "$is_shared" ]; then
+    # Rust's unwinder for musl; that of gcc needs the other C library.
+    unwinder=$(rustc --print target-libdir --target x86_64-unknown-linux-musl)/self-contained/libunwind.a
+    printf 'open %s\naddlib %s\nsave\nend\n' "$to/lib/libpagemark.a" "$unwinder" | ar -M 2> >(grep -v 'failed to create LTO module' >&2)
+fi
 # The names of functions are kept, for backtraces.
-"${STRIP:-strip}" --strip-debug "$to/lib/libpagemark.so.$version" "$to/lib/libpagemark.a"
+"${STRIP:-strip}" --strip-debug ${is_shared:+"$to/lib/libpagemark.so.$version"} "$to/lib/libpagemark.a"
 install -m 644 "$here"/crates/pagemark-c/include/pagemark.h{,pp} "$to/include"
 # fill TEMPLATE FILE
 fill() {

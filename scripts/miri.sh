@@ -8,7 +8,7 @@ if ! cargo +nightly miri --version >/dev/null 2>&1; then
     echo "skipped: miri: no Miri (rustup component add --toolchain nightly miri rust-src)"
     exit 77
 fi
-modules=(ranges:: id:: content::tests::a_size snapshot:: store:: sys::area::tests::reading sys::slab:: sys::slots::
+modules=(id:: content::tests::a_size snapshot:: store::
     track::page_bits:: track::emulate::words:: tree::tests::any_bytes tree::tests::refuses)
 # Too slow under Miri.
 slow=(snapshots_hold_what_memory_held a_tiny_budget_is_kept_or_refused)
@@ -16,3 +16,6 @@ slow=(snapshots_hold_what_memory_held a_tiny_budget_is_kept_or_refused)
 CARGO_TARGET_DIR=${CARGO_TARGET_DIR:-$PWD/target}/miri MIRIFLAGS="${MIRIFLAGS:--Zmiri-disable-isolation}" \
     PROPTEST_CASES=${PROPTEST_CASES:-2} \
     cargo +nightly miri test --locked -p pagemark --lib -- "${modules[@]}" "${slow[@]/#/--skip=}"
+CARGO_TARGET_DIR=${CARGO_TARGET_DIR:-$PWD/target}/miri MIRIFLAGS="${MIRIFLAGS:--Zmiri-disable-isolation}" \
+    PROPTEST_CASES=${PROPTEST_CASES:-2} \
+    cargo +nightly miri test --locked -p pagemark-linux --lib -- ranges:: slab:: slots::

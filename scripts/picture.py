@@ -49,6 +49,11 @@ def pieces(line):
             yield part, dict(style)
 
 
+def words(text):
+    """The parts between runs of several spaces, which browsers show as one, with the column of each."""
+    return [(part.start(), part.group()) for part in re.finditer(r"\S+(?: \S+)*", text)]
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--title", default="")
@@ -68,20 +73,21 @@ def main():
     print(f'<path d="M0 {BAR}V8a8 8 0 0 1 8-8H{width - 8}a8 8 0 0 1 8 8V{BAR}z" fill="{BAR_COLOUR}"/>')
     for index, fill in enumerate(["#ff5f56", "#ffbd2e", "#27c93f"]):
         print(f'<circle cx="{20 + 20 * index}" cy="{BAR // 2}" r="6" fill="{fill}"/>')
-    print(f'<g font-family="ui-monospace, Menlo, Consolas, \'DejaVu Sans Mono\', monospace" font-size="14" fill="{TEXT}" xml:space="preserve">')
+    print(f'<g font-family="ui-monospace, Menlo, Consolas, \'DejaVu Sans Mono\', monospace" font-size="14" fill="{TEXT}">')
     print(f'<text x="{width // 2}" y="{BAR // 2 + 5}" text-anchor="middle" fill="{DIM}">{html.escape(arguments.title)}</text>')
     for number, line in enumerate(lines):
         y = BAR + 20 + number * LINE_HEIGHT
         column = 0
         for text, style in line:
             text = text[: max(0, arguments.columns - column)]
-            if text.strip():
-                length = len(text) * CHARACTER_WIDTH
-                attributes = "".join(f' {name}="{value}"' for name, value in style.items())
+            attributes = "".join(f' {name}="{value}"' for name, value in style.items())
+            for start, part in words(text):
+                x = MARGIN + (column + start) * CHARACTER_WIDTH
+                length = len(part) * CHARACTER_WIDTH
                 # The length is given, so that columns align in any font.
                 print(
-                    f'<text x="{MARGIN + column * CHARACTER_WIDTH:.1f}" y="{y}" textLength="{length:.1f}"'
-                    f' lengthAdjust="spacingAndGlyphs"{attributes}>{html.escape(text)}</text>'
+                    f'<text x="{x:.1f}" y="{y}" textLength="{length:.1f}"'
+                    f' lengthAdjust="spacingAndGlyphs"{attributes}>{html.escape(part)}</text>'
                 )
             column += len(text)
     print("</g>\n</svg>")

@@ -2,11 +2,11 @@
 # Makes a small Linux guest, and prints its directory, which has `kernel` and `initrd`. Without an
 # argument it is the guest of the tests of virtual machines: it has a file system and a database on its
 # disk, writes to both, and checks them (crates/pagemark-vm/tests/guest/init). With `bench` it is that
-# of `pagemark-bench vm --guest`, with a compiler (crates/pagemark-bench/src/vm/guest). A guest is made
+# of `pagemark-bench vm --guest`, with a compiler (papers/product/vm/guest). A guest is made
 # once, in Pagemark's cache; the kernel is Debian's.
 set -eu
 here=$(cd "$(dirname "$0")/.." && pwd)
-bench=$here/crates/pagemark-bench/src/vm/guest
+bench=$here/papers/product/vm/guest
 case ${1:-check} in
 check) init=$here/crates/pagemark-vm/tests/guest/init programs="sqlite3 e2fsck" sources=$init ;;
 bench) init=$bench/init programs="mke2fs as cc1" sources="$init $bench/writer.c $bench/source.sh" ;;

@@ -13,6 +13,9 @@ use tempfile::TempDir;
 pub const KEY: [u8; 32] = [7; 32];
 pub const ID: [u8; 16] = [9; 16];
 
+/// The format that allows all that Pagemark writes, deltas included.
+const FORMAT: u32 = 3;
+
 pub fn hash(parts: &[&[u8]]) -> [u8; 32] {
     let mut hasher = blake3::Hasher::new_keyed(&KEY);
     for part in parts {
@@ -48,12 +51,12 @@ pub fn put(backend: &dyn Backend, name: &str, content: &[u8]) {
     object.publish().unwrap();
 }
 
-/// Creates an empty repository in the format of `docs/repository.md`.
+/// Creates an empty repository in the format of `docs/reference/repository.md`.
 pub fn create(backend: &dyn Backend) {
     backend.prepare(&["packs", "index", "checkpoints"]).unwrap();
-    let check = hash(&[b"pagemark config", &1u32.to_le_bytes(), &ID]);
+    let check = hash(&[b"pagemark config", &FORMAT.to_le_bytes(), &ID]);
     let (id, key, check) = (hex(&ID), hex(&KEY), hex(&check[..16]));
-    let config = serde_json::json!({"format": 1, "id": id, "key": key, "check": check});
+    let config = serde_json::json!({"format": FORMAT, "id": id, "key": key, "check": check});
     put(backend, "config", config.to_string().as_bytes());
 }
 

@@ -3,7 +3,9 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use pagemark::sys::proc::{Fields, Stat, Status, descriptors, maps, stat};
+use pagemark_linux::proc::{
+    Call, Credentials, Fields, Limits, Mount, Stat, Status, control_groups, descriptors, maps, stat,
+};
 
 fuzz_target!(|bytes: &[u8]| {
     let _ = Stat::parse(bytes);
@@ -11,6 +13,9 @@ fuzz_target!(|bytes: &[u8]| {
     let _ = Status::parse(bytes.to_vec());
     let _ = Fields::parse(bytes.to_vec()).bytes("VmSwap");
     descriptors::parse_unix_sockets(bytes).for_each(drop);
+    descriptors::parse_inet_sockets(bytes).for_each(drop);
+    let _ = (Call::parse(bytes), Credentials::parse(bytes.to_vec()), Limits::parse(bytes));
+    let _ = (Mount::parse(bytes), control_groups::parse(bytes));
     for mapping in maps::parse(bytes).unwrap_or_default() {
         assert!(!mapping.range().is_empty());
         let _ = (mapping.permissions(), mapping.is_tracked());

@@ -8,8 +8,12 @@ use crate::{Error, Result, cache, command};
 
 const KEYRING: &str = "/usr/share/keyrings/debian-archive-keyring.gpg";
 
-/// The address of the first Debian archive that the host's apt is configured with, or
-/// `$PAGEMARK_DEBIAN_ARCHIVE`.
+/// The program that makes roots of Debian, which knows the address of Debian's archive also where
+/// the host's apt does not, as on Ubuntu.
+const DEBOOTSTRAP: &str = "/usr/sbin/debootstrap";
+
+/// `$PAGEMARK_DEBIAN_ARCHIVE`, or the address of the first Debian archive that the host's apt is
+/// configured with, or the one that debootstrap knows. What is missing for the last is installed.
 ///
 /// # Errors
 /// If there is none, or its keyring is missing.
@@ -25,12 +29,30 @@ pub fn address() -> Result<String> {
         crate::packages::update().ok()?;
         configured()
     });
+    if address.is_none() || !Path::new(KEYRING).exists() {
+        // Without them the error below says what to do.
+        let _ = crate::packages::install(&["debian-archive-keyring"]);
+        if address.is_none() {
+            let _ = crate::packages::install(&["debootstrap"]);
+        }
+    }
+    let address = address.or_else(|| default_mirror(&std::fs::read_to_string(DEBOOTSTRAP).ok()?));
     address.filter(|_| Path::new(KEYRING).exists()).ok_or_else(|| {
         Error::unmet(
-            format!("apt is not configured with a Debian archive, or {KEYRING} is missing"),
-            "set PAGEMARK_DEBIAN_ARCHIVE to the address of a mirror, and install debian-archive-keyring",
+            format!(
+                "apt is not configured with a Debian archive and debootstrap is not installed, or {KEYRING} is missing"
+            ),
+            "install the packages debian-archive-keyring and debootstrap, or set PAGEMARK_DEBIAN_ARCHIVE to the address \
+             of a mirror of Debian",
         )
     })
+}
+
+/// The address that the script debootstrap has for Debian.
+fn default_mirror(script: &str) -> Option<String> {
+    let value = script.lines().find_map(|line| line.strip_prefix("DEF_MIRROR="))?;
+    let address = value.trim().trim_matches('"');
+    (address.contains("://") && address.contains("debian")).then(|| address.to_owned())
 }
 
 /// The first address in lines of `ADDRESS ORIGIN LABEL` whose origin and label are Debian.
@@ -177,5 +199,13 @@ mod tests {
                        http://deb.example/debian Debian Debian\nhttp://second.example/ Debian Debian\n";
         assert_eq!(first_debian(targets).as_deref(), Some("http://deb.example/debian"));
         assert_eq!(first_debian("http://other.example/ Ubuntu Ubuntu\n"), None);
+    }
+
+    #[test]
+    fn debootstrap_knows_an_archive() {
+        let script = "#!/bin/sh\nset -e\nDEF_MIRROR=\"http://deb.example/debian\"\nMIRRORS=\"$DEF_MIRROR\"\n";
+        assert_eq!(default_mirror(script).as_deref(), Some("http://deb.example/debian"));
+        assert_eq!(default_mirror("DEF_MIRROR=\"http://archive.example/ubuntu\"\n"), None);
+        assert_eq!(default_mirror("DEF_MIRROR=\"$OTHER\"\n"), None);
     }
 }

@@ -32,7 +32,7 @@ pub fn run(command: &mut Command, operation: &str, help: &str) -> Result<()> {
 /// Runs the command and returns its standard output.
 ///
 /// # Errors
-/// As [`run`], with the standard error as the quoted output.
+/// Those of [`run`], with the standard error as the quoted output.
 pub fn output(command: &mut Command, operation: &str, help: &str) -> Result<String> {
     let output = command.stdin(Stdio::null()).output().map_err(|source| start_error(command, source))?;
     check(output.status, operation, || last_lines(&output.stderr, QUOTED_LINES), help)?;
@@ -42,7 +42,7 @@ pub fn output(command: &mut Command, operation: &str, help: &str) -> Result<Stri
 /// Runs the command with its output in the file `log`, which it replaces.
 ///
 /// # Errors
-/// As [`run`], with the end of the log as the quoted output.
+/// Those of [`run`], with the end of the log as the quoted output.
 pub fn logged(command: &mut Command, log: &Path, operation: &str, help: &str) -> Result<()> {
     let file = File::create(log).map_err(Error::file("create", log))?;
     redirect(command, file, log)?;
@@ -114,7 +114,7 @@ pub fn built(name: &str) -> Result<PathBuf> {
     let built = program.with_file_name(name);
     match built.is_file() {
         true => Ok(built),
-        false => Err(Error::unmet(format!("there is no {}", built.display()), "build it: cargo build")),
+        false => Err(Error::unmet(format!("there is no {}", built.display()), "build it: cargo build --workspace")),
     }
 }
 

@@ -16,16 +16,22 @@ pub struct Summary {
     pub digest: Vec<String>,
     /// The output of failed tests and of the compiler.
     pub failures: Vec<String>,
+    /// Of each failed test its name and the begin of its message.
+    pub reasons: Vec<String>,
 }
 
 /// The number of lines that are quoted after a compiler's error.
 const ERROR_LINES: usize = 12;
+/// So many of the first and of the last lines of the message of a failed test are in its reason.
+const REASON_LINES: usize = 6;
+const REASON_CHARACTERS: usize = 600;
 
 impl Summary {
     /// Reads a log.
     pub fn parse(log: &str) -> Summary {
         let mut summary = Summary::default();
         let (mut in_failures, mut error_lines) = (false, 0);
+        let mut message: Option<Vec<&str>> = None;
         for line in log.lines() {
             if let Some(result) = line.strip_prefix("test result:") {
                 summary.passed += count_before(result, "passed");
@@ -40,6 +46,18 @@ impl Summary {
             } else if let Some((name, reason)) = ignored(line) {
                 summary.skips.push(format!("skipped: {name}: ignored {reason}"));
             }
+            let (is_name, is_panic) = (line.starts_with("---- "), line.contains(" panicked at "));
+            if is_name || is_panic || !in_failures || ["stack backtrace:", "failures:"].contains(&line) {
+                summary.reasons.extend(message.take().into_iter().flat_map(shortened));
+            }
+            if in_failures && is_name {
+                summary.reasons.push(line.to_owned());
+            } else if in_failures && is_panic {
+                message = Some(Vec::new());
+            }
+            if let Some(lines) = &mut message {
+                lines.push(line);
+            }
             if in_failures || error_lines > 0 {
                 summary.failures.push(line.to_owned());
                 error_lines = error_lines.saturating_sub(1);
@@ -48,6 +66,7 @@ impl Summary {
                 summary.digest.push(line.to_owned());
             }
         }
+        summary.reasons.extend(message.into_iter().flat_map(shortened));
         summary
     }
 
@@ -57,6 +76,13 @@ impl Summary {
         // libtest prints failures at the end of each binary, behind the output of what passed.
         if passed { Outcome::Passed(digest) } else { Outcome::Failed(digest + "\n" + &self.failures.join("\n")) }
     }
+}
+
+/// The first and the last lines of a message, each cut.
+fn shortened(message: Vec<&str>) -> Vec<String> {
+    let last = message.len().saturating_sub(REASON_LINES).max(REASON_LINES);
+    let lines = message.iter().enumerate().filter(|&(index, _)| index < REASON_LINES || index >= last);
+    lines.map(|(_, line)| line.chars().take(REASON_CHARACTERS).collect()).collect()
 }
 
 fn is_of_interest(line: &str) -> bool {
@@ -99,7 +125,12 @@ skipped: one: no swap
 failures:
 
 ---- two stdout ----
-assertion failed
+what the test has printed
+
+thread 'two' panicked at tests/two.rs:7:5:
+assertion failed: left
+stack backtrace:
+   0: one::two
 
 failures:
     two
@@ -123,8 +154,21 @@ test result: ok. 12 passed; 0 failed; 0 ignored; 0 measured; 0 filtered out; fin
         assert!(summary.digest.contains(&"test two ... FAILED".to_owned()));
         assert!(summary.digest.contains(&"   Doc-tests pagemark".to_owned()));
         assert!(!summary.digest.contains(&"test one ... ok".to_owned()));
-        assert!(summary.failures.contains(&"assertion failed".to_owned()));
+        assert!(summary.failures.contains(&"assertion failed: left".to_owned()));
         assert!(!summary.failures.iter().any(|line| line.contains("no swap")), "{:?}", summary.failures);
+        let reason = ["---- two stdout ----", "thread 'two' panicked at tests/two.rs:7:5:", "assertion failed: left"];
+        assert_eq!(summary.reasons, reason);
+    }
+
+    #[test]
+    fn a_long_message_keeps_its_ends() {
+        let message: Vec<String> = (1..30).map(|line| line.to_string()).collect();
+        let log = format!(
+            "failures:\n\n---- one stdout ----\nthread 'one' panicked at a:\n{}\n\nfailures:",
+            message.join("\n")
+        );
+        let reasons = Summary::parse(&log).reasons.join(" ");
+        assert_eq!(reasons, "---- one stdout ---- thread 'one' panicked at a: 1 2 3 4 5 25 26 27 28 29 ");
     }
 
     #[test]

@@ -17,13 +17,15 @@ const PACKAGES: [&str; 5] = ["qemu-system-x86", "qemu-system-common", "qemu-syst
 const LIMIT: Duration = Duration::from_secs(3 * 3600);
 
 /// The crates and targets whose tests start QEMU.
-const TARGETS: [(&str, &str); 10] = [
+const TARGETS: [(&str, &str); 12] = [
     ("pagemark-vm", "pagemark_vm"),
     ("pagemark-vm", "qemu"),
     ("pagemark-vm", "others"),
+    ("pagemark-vm", "refused"),
+    ("pagemark-vm", "layers"),
     ("pagemark-vm", "load"),
     ("pagemark-vm", "linux"),
-    ("pagemark-vm", "simulate"),
+    ("pagemark-replay", "simulate"),
     ("pagemark-cli", "vm"),
     ("pagemark-cli", "vm_run"),
     ("pagemark-cli", "vm_faults"),

@@ -10,7 +10,7 @@ use crate::version::is_at_least;
 use crate::{Error, Result, cache, command, packages, progress, source_root};
 
 /// Packages of the host's own distribution.
-const PACKAGES: [&str; 22] = [
+const PACKAGES: [&str; 24] = [
     "bochs",
     "bochs-term",
     "build-essential",
@@ -25,6 +25,7 @@ const PACKAGES: [&str; 22] = [
     "kmod",
     "libsigsegv2",
     "libtokyocabinet9",
+    "musl-tools",
     "pkg-config",
     "python3",
     "python3-venv",
@@ -33,6 +34,7 @@ const PACKAGES: [&str; 22] = [
     "redis-server",
     "redis-tools",
     "sqlite3",
+    "valgrind",
 ];
 /// Servers and other programs that only the full tests checkpoint, or run in a machine.
 const PROGRAMS: [&str; 5] = ["default-jdk-headless", "ffmpeg", "nodejs", "postgresql", "postgresql-contrib"];
@@ -40,6 +42,7 @@ const PROGRAMS: [&str; 5] = ["default-jdk-headless", "ffmpeg", "nodejs", "postgr
 const CRIU: &str = "4.2";
 const CBINDGEN: &str = "0.29.4";
 const SEMVER_CHECKS: &str = "0.51.0";
+const MDBOOK: &str = "0.4.52";
 
 /// A part of the set-up.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -61,6 +64,8 @@ pub enum Part {
     C,
     /// What compares the interfaces of the libraries with those of the last release.
     Semver,
+    /// What makes the book of the documents.
+    Book,
     /// The environment in which the Python package is built and tested.
     Python,
     /// What `make demo` needs: packages and CRIU.
@@ -70,7 +75,7 @@ pub enum Part {
 }
 
 impl Part {
-    const NAMED: [(&'static str, Part); 11] = [
+    const NAMED: [(&'static str, Part); 12] = [
         ("packages", Part::Packages),
         ("programs", Part::Programs),
         ("criu", Part::Criu),
@@ -79,6 +84,7 @@ impl Part {
         ("miri", Part::Miri),
         ("c", Part::C),
         ("semver", Part::Semver),
+        ("book", Part::Book),
         ("python", Part::Python),
         ("demo", Part::Demo),
         ("all", Part::All),
@@ -131,6 +137,10 @@ pub fn set_up(part: Part) -> Result<()> {
             );
             Ok(())
         }
+        Part::Book => {
+            optional("mdBook", "the book of the documents is not built", mdbook());
+            Ok(())
+        }
         Part::Python => {
             optional("a Python environment (Python 3.9 or later)", "the Python package is not tested", python());
             Ok(())
@@ -139,9 +149,9 @@ pub fn set_up(part: Part) -> Result<()> {
             set_up(Part::Packages)?;
             criu()
         }
-        Part::All => {
-            [Part::Packages, Part::Criu, Part::Rust, Part::Fuzz, Part::C, Part::Python].into_iter().try_for_each(set_up)
-        }
+        Part::All => [Part::Packages, Part::Criu, Part::Rust, Part::Fuzz, Part::C, Part::Book, Part::Python]
+            .into_iter()
+            .try_for_each(set_up),
     }
 }
 
@@ -314,22 +324,35 @@ fn nightly_toolchain() -> Result<()> {
 }
 
 fn cbindgen() -> Result<()> {
-    pinned_tool("cbindgen", CBINDGEN, "cbindgen", "a minute")
+    pinned_tool("cbindgen", CBINDGEN, "cbindgen", "a minute", &[])
 }
 
 fn semver_checks() -> Result<()> {
-    pinned_tool("cargo-semver-checks", SEMVER_CHECKS, "semver", "ten minutes")
+    pinned_tool("cargo-semver-checks", SEMVER_CHECKS, "semver", "ten minutes", &[])
+}
+
+/// With the search, and without its server.
+fn mdbook() -> Result<()> {
+    let features = ["--no-default-features", "--features", "search"];
+    pinned_tool("mdbook", MDBOOK, "mdbook", "a minute", &features)
 }
 
 /// Installs a version of a tool into a directory of the cache, unless it is there.
-fn pinned_tool(tool: &str, version: &str, directory: &str, time: &str) -> Result<()> {
+fn pinned_tool(tool: &str, version: &str, directory: &str, time: &str, features: &[&str]) -> Result<()> {
     let root = cache::project().join(directory);
     let present = command::output(Command::new(root.join("bin").join(tool)).arg("--version"), tool, "");
-    if present.is_ok_and(|present| present.trim() == format!("{tool} {version}")) {
+    if present.is_ok_and(|present| is_version(&present, tool, version)) {
         return Ok(());
     }
     progress!("installing {tool} {version} (about {time})");
-    install_tool(&[tool, "--version", version, "--root", &root.display().to_string()])
+    let root = root.display().to_string();
+    install_tool(&[&[tool, "--version", version, "--root", &root], features].concat())
+}
+
+/// Whether a tool says that it has a version: some write `v` before it.
+fn is_version(said: &str, tool: &str, version: &str) -> bool {
+    let said = said.trim().strip_prefix(tool).and_then(|said| said.strip_prefix(' '));
+    said.is_some_and(|said| said.strip_prefix('v').unwrap_or(said) == version)
 }
 
 /// Builds a tool without optimization: it works for a second, and an optimized build takes minutes.
@@ -377,6 +400,14 @@ mod tests {
     fn the_version_of_criu_is_in_its_own_line() {
         assert_eq!(version_line("Version: 4.2.1\nGitID: v4.2.1\n").as_deref(), Some("4.2.1"));
         assert_eq!(version_line("error\n"), None);
+    }
+
+    #[test]
+    fn a_tool_says_its_version() {
+        assert!(is_version("cbindgen 0.29.4\n", "cbindgen", "0.29.4"));
+        assert!(is_version("mdbook v0.4.52\n", "mdbook", "0.4.52"));
+        assert!(!is_version("mdbook v0.4.521", "mdbook", "0.4.52"));
+        assert!(!is_version("mdbook0.4.52", "mdbook", "0.4.52"));
     }
 
     #[test]

@@ -269,7 +269,7 @@ fn host_steps(
     send_tools: mpsc::Sender<()>,
     send_binaries: mpsc::Sender<TestBinaries>,
 ) -> Summary {
-    let mut tools = vec![setup::Part::Criu, setup::Part::Rust, setup::Part::C, setup::Part::Python];
+    let mut tools = vec![setup::Part::Criu, setup::Part::Rust, setup::Part::C, setup::Part::Book, setup::Part::Python];
     if options.extent == Extent::Full {
         tools.extend([setup::Part::Fuzz, setup::Part::Miri, setup::Part::Semver]);
     }
@@ -290,6 +290,7 @@ fn host_steps(
     let mut documentation = cargo(&["doc", "--workspace", "--no-deps", "--locked", "--quiet"]);
     steps.program("documentation", documentation.env("RUSTDOCFLAGS", "-Dwarnings"), str::to_owned);
     steps.program("licences", &mut script("licences.py"), |log| command::last_lines(log.as_bytes(), 1));
+    steps.program("book", &mut script("book.py"), |log| command::last_lines(log.as_bytes(), 1));
     binaries.map_or_else(Summary::default, |binaries| host_tests(steps, options.extent, &binaries))
 }
 
@@ -405,6 +406,7 @@ fn finish(steps: &Steps, summary: &Summary, ci: bool) -> bool {
     // A passed test of a document that must not compile prints errors, too.
     if summary.failed > 0 && !failures.is_empty() {
         println!("\n-- tests that failed\n{}", command::last_lines(failures.as_bytes(), REPEATED_LINES));
+        println!("\n-- why\n{}", summary.reasons.join("\n"));
     }
     problems.iter().for_each(|problem| println!("{problem}"));
     if problems.is_empty() {

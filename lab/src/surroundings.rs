@@ -58,7 +58,7 @@ impl Surroundings {
     /// The command inside.
     ///
     /// # Errors
-    /// As [`Surroundings::prefix`].
+    /// Those of [`Surroundings::prefix`].
     pub fn command(self, program: &str) -> Result<Command> {
         let prefix = self.prefix()?;
         let mut command = Command::new(&prefix[0]);

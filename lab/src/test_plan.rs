@@ -574,8 +574,9 @@ fn older_kernel(binaries: &TestBinaries, extent: Extent) -> Result<Vec<GuestTest
     };
     if extent == Extent::Quick {
         // doctor itself takes minutes in emulation; these are the probes that it prints.
-        let trackers = "--test-threads 1 sys::interface track::probe track::tests::soft_dirty track::tests::uffd";
+        let trackers = "--test-threads 1 track::probe track::tests::soft_dirty track::tests::uffd";
         return Ok(vec![
+            test("interfaces of the kernel", "pagemark-linux", "pagemark_linux", "--test-threads 1 interface::")?,
             test("probes and Pagemark's trackers", "pagemark", "pagemark", trackers)?,
             test("regions", "pagemark", "region", "uffd_behaves mprotect_behaves the_others_behave")?,
             test("a process comes back", "pagemark-testing", "comes_back", "--exact a_family_with_soft_dirty")?,
@@ -584,7 +585,8 @@ fn older_kernel(binaries: &TestBinaries, extent: Extent) -> Result<Vec<GuestTest
     let processes = "--test-threads 1 with_soft_dirty compared in_full";
     Ok(vec![
         test("doctor", "pagemark-cli", "old_kernels", "--exact doctor_names_the_mechanisms_of_this_kernel")?,
-        test("Pagemark's trackers", "pagemark", "pagemark", "--test-threads 1 track:: sys::")?,
+        test("Pagemark's trackers", "pagemark", "pagemark", "--test-threads 1 track::")?,
+        test("the kernel interface", "pagemark-linux", "pagemark_linux", "--test-threads 1")?,
         test("regions", "pagemark", "region", "")?,
         test("processes come back", "pagemark-testing", "comes_back", processes)?,
         test(

@@ -41,7 +41,7 @@ pub enum Mode {
     Checkpoint,
     /// `pagemark attach` until three checkpoints are taken, a kill, `pagemark restore`.
     Attach,
-    /// As [`Mode::Checkpoint`], with `pagemark restore --lazy`.
+    /// Like [`Mode::Checkpoint`], with `pagemark restore --lazy`.
     Lazy,
 }
 
@@ -141,26 +141,48 @@ pub fn run(selection: &Selection, logs: &Path) -> Result<(Vec<String>, bool)> {
     let tree = source::built()?;
     let criu = setup::criu_path()?;
     let all = catalog::tests(&tree, &criu)?;
-    let tests: Vec<Test> = if selection.tests.is_empty() {
-        let flavors = if selection.flavors.is_empty() { &[Flavor::Host][..] } else { &selection.flavors };
-        all.into_iter().filter(|test| flavors.contains(&test.flavor)).collect()
-    } else {
-        let named = |name: &String| {
-            all.iter().find(|test| test.name() == *name).cloned().ok_or_else(|| {
-                Error::unmet(
-                    format!("{name} is no test of CRIU that can run here"),
-                    "the names are those of the sources",
-                )
-            })
-        };
-        selection.tests.iter().map(named).collect::<Result<_>>()?
-    };
+    let (tests, not_here) = selected(selection, all, &tree)?;
     let modes = if selection.modes.is_empty() { Mode::ALL.to_vec() } else { selection.modes.clone() };
     cache::remove(logs)?;
     cache::create(logs)?;
     cache::remove_abandoned(&std::env::temp_dir(), source::COPY);
-    let verdicts = run_all(&tests, &modes, &tree, &criu, logs)?;
-    Ok(exceptions.compare(&verdicts))
+    let mut verdicts = run_all(&tests, &modes, &tree, &criu, logs)?;
+    if !modes.contains(&Mode::Criu) {
+        // What Pagemark does not pass is compared.
+        let failed: Vec<Test> = tests.into_iter().filter(|test| has_failed(&test.name(), &verdicts)).collect();
+        verdicts.extend(run_all(&failed, &[Mode::Criu], &tree, &criu, logs)?);
+    }
+    let (mut report, is_good) = exceptions.compare(&verdicts);
+    report.extend(not_here.iter().map(|name| format!("cannot run here: {name}")));
+    Ok((report, is_good))
+}
+
+/// Whether a test has not passed in some mode.
+fn has_failed(name: &str, verdicts: &Verdicts) -> bool {
+    verdicts.iter().any(|((test, _), verdict)| test == name && *verdict != Verdict::Passed)
+}
+
+/// The tests of `all` that are selected, and the names of those that cannot run here.
+///
+/// # Errors
+/// A name is that of no test.
+fn selected(selection: &Selection, all: Vec<Test>, tree: &Path) -> Result<(Vec<Test>, Vec<String>)> {
+    if selection.tests.is_empty() {
+        let flavors = if selection.flavors.is_empty() { &[Flavor::Host][..] } else { &selection.flavors };
+        return Ok((all.into_iter().filter(|test| flavors.contains(&test.flavor)).collect(), Vec::new()));
+    }
+    let (mut tests, mut not_here) = (Vec::new(), Vec::new());
+    for name in &selection.tests {
+        match all.iter().find(|test| test.name() == *name) {
+            Some(test) => tests.push(test.clone()),
+            None if Test::read(tree, name)?.exists(tree) => not_here.push(name.clone()),
+            None => {
+                let what = format!("{name} is no test of CRIU");
+                return Err(Error::unmet(what, "the names are those of the sources, such as static/pipe00"));
+            }
+        }
+    }
+    Ok((tests, not_here))
 }
 
 /// Runs every test in every mode, some tests side by side. The modes of one test take turns: it may
@@ -247,6 +269,35 @@ fn verdict(file: &Path, log: &Path) -> Verdict {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn names_of_tests_that_cannot_run_here_are_kept() {
+        let tree = std::env::temp_dir().join(format!("pagemark-selected.{}", std::process::id()));
+        cache::create(&tree.join("zdtm/static")).unwrap();
+        for program in ["pipe00", "pipe01"] {
+            std::fs::write(tree.join(format!("zdtm/static/{program}.c")), "").unwrap();
+        }
+        let all = || vec![Test::read(&tree, "static/pipe00").unwrap()];
+        let select = |names: &[&str]| {
+            let tests = names.iter().map(|name| (*name).to_owned()).collect();
+            let (tests, not_here) = selected(&Selection { tests, ..Selection::default() }, all(), &tree)?;
+            Ok::<_, Error>((tests.iter().map(Test::name).collect::<Vec<_>>(), not_here))
+        };
+        assert_eq!(select(&[]).unwrap(), (vec!["static/pipe00".to_owned()], vec![]));
+        let (tests, not_here) = select(&["static/pipe01", "static/pipe00"]).unwrap();
+        assert_eq!((tests, not_here), (vec!["static/pipe00".to_owned()], vec!["static/pipe01".to_owned()]));
+        assert!(select(&["static/pipe02"]).unwrap_err().to_string().contains("no test of CRIU"));
+        cache::remove(&tree).unwrap();
+    }
+
+    #[test]
+    fn what_has_not_passed_in_a_mode_has_failed() {
+        let verdict = |verdict| Verdicts::from([(("static/pipe00".to_owned(), Mode::Lazy), verdict)]);
+        assert!(has_failed("static/pipe00", &verdict(Verdict::Failed("refused".to_owned()))));
+        assert!(has_failed("static/pipe00", &verdict(Verdict::NotStarted(String::new()))));
+        assert!(!has_failed("static/pipe00", &verdict(Verdict::Passed)));
+        assert!(!has_failed("static/pipe01", &verdict(Verdict::Harmed(String::new()))));
+    }
 
     #[test]
     fn a_trial_without_a_verdict_has_failed() {

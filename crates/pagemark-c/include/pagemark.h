@@ -678,7 +678,7 @@ void pagemark_writable_free(pagemark_writable *writable);
 /**
  * Makes the whole pages within a part of the region hold zeros, which counts as a write, and frees
  * their memory. In a shared mapping of a file this makes a hole in the file. In a private mapping
- * of a file, and in parts of huge pages, zeros are written and nothing is freed.
+ * of a file, in parts of huge pages and in locked memory, zeros are written and nothing is freed.
  */
 pagemark_status pagemark_region_discard(const pagemark_region *region, size_t offset, size_t bytes);
 

@@ -7,7 +7,7 @@ use std::ptr::null_mut;
 
 use pagemark::ByteCount;
 use pagemark::repository::Repository as CoreRepository;
-use pagemark_heap::{HeapOptions as CoreOptions, Parts, SavedHeap as CoreHeap, Saving as CoreSaving};
+use pagemark_saved_heap::{HeapOptions as CoreOptions, Parts, SavedHeap as CoreHeap, Saving as CoreSaving};
 
 use crate::repository::{Repository, job_name};
 use crate::status::{Failure, Status, guard, make, present, value_or};
@@ -64,7 +64,7 @@ fn map(
     job: *const c_char,
     options: Option<&HeapOptions>,
     heap: Option<&mut MaybeUninit<Option<Box<SavedHeap>>>>,
-    map: impl FnOnce(&CoreRepository, &str, CoreOptions) -> Result<CoreHeap, pagemark_heap::Error>,
+    map: impl FnOnce(&CoreRepository, &str, CoreOptions) -> Result<CoreHeap, pagemark_saved_heap::Error>,
 ) -> Status {
     make(heap, "heap", || {
         let repository = &present(repository, "repository")?.repository;

@@ -1,4 +1,4 @@
-//! The C ABI of Pagemark: [`pagemark::Region`] and its snapshots, and [`pagemark_heap::SavedHeap`].
+//! The C ABI of Pagemark: [`pagemark::Region`] and its snapshots, and `pagemark_heap::SavedHeap`.
 //!
 //! `scripts/header.sh` generates the header `include/pagemark.h` from this crate, including the
 //! comments. The top of the header states the obligations of C programs. Relying on these

@@ -317,7 +317,7 @@ pub extern "C" fn pagemark_writable_free(writable: Option<Box<Writable>>) {
 
 /// Makes the whole pages within a part of the region hold zeros, which counts as a write, and frees
 /// their memory. In a shared mapping of a file this makes a hole in the file. In a private mapping
-/// of a file, and in parts of huge pages, zeros are written and nothing is freed.
+/// of a file, in parts of huge pages and in locked memory, zeros are written and nothing is freed.
 #[unsafe(no_mangle)]
 pub extern "C" fn pagemark_region_discard(region: Option<&Region>, offset: usize, bytes: usize) -> Status {
     guard(|| Ok(present(region, "region")?.region.discard(span(offset, bytes))?))

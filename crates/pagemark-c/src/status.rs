@@ -153,9 +153,9 @@ impl From<Error> for Failure {
     }
 }
 
-impl From<pagemark_heap::Error> for Failure {
-    fn from(error: pagemark_heap::Error) -> Self {
-        use pagemark_heap::ErrorKind;
+impl From<pagemark_saved_heap::Error> for Failure {
+    fn from(error: pagemark_saved_heap::Error) -> Self {
+        use pagemark_saved_heap::ErrorKind;
         let status = match error.kind() {
             ErrorKind::NoRoom => Status::NoMemory,
             ErrorKind::AddressTaken => Status::AddressTaken,
@@ -183,7 +183,7 @@ pub(crate) fn guard(call: impl FnOnce() -> Result<(), Failure>) -> Status {
     }
 }
 
-/// As [`guard`], for calls that answer with a value; `otherwise` after a failure.
+/// Like [`guard`], for calls that answer with a value; `otherwise` after a failure.
 pub(crate) fn value_or<T>(otherwise: T, call: impl FnOnce() -> Result<T, Failure>) -> T {
     let mut value = otherwise;
     guard(|| {
@@ -193,7 +193,7 @@ pub(crate) fn value_or<T>(otherwise: T, call: impl FnOnce() -> Result<T, Failure
     value
 }
 
-/// As [`guard`], for calls that make a handle.
+/// Like [`guard`], for calls that make a handle.
 pub(crate) fn make<T>(
     out: Option<&mut MaybeUninit<Option<Box<T>>>>,
     name: &str,

@@ -69,12 +69,15 @@ impl Installed {
         if !is_there("cc") || !is_there("pkg-config") {
             return None;
         }
-        let prefix = tempfile::tempdir().unwrap();
         // The library is in the directory of this test's executable.
         let built = std::env::current_exe().unwrap();
-        let built = built.parent().unwrap();
+        Some(Installed::of(built.parent().unwrap()))
+    }
+
+    fn of(built: &Path) -> Installed {
+        let prefix = tempfile::tempdir().unwrap();
         run(Command::new(workspace_path("scripts/install-c.sh")).args([prefix.path(), built]));
-        Some(Installed { prefix })
+        Installed { prefix }
     }
 
     fn path(&self, path: &str) -> PathBuf {
@@ -146,6 +149,68 @@ fn the_example_runs_linked_statically() {
     let libraries = installed.pkg_config(&["--static", "--libs-only-l"]);
     run(cc.args(libraries.iter().filter(|library| *library != "-lpagemark")));
     installed.check(&program, "auto", BANK);
+}
+
+/// With the option that the documents name, and without suppressions.
+#[test]
+fn the_example_runs_under_valgrind() {
+    let Some(installed) = Installed::new() else { return };
+    if !is_there("valgrind") {
+        return;
+    }
+    let program = installed.compile(&workspace_path("examples/c/bank.c"), &["-g"]);
+    let mut valgrind = Command::new("valgrind");
+    valgrind.args(["--quiet", "--error-exitcode=9", "--vex-iropt-register-updates=allregs-at-mem-access"]);
+    valgrind.arg(program).arg("auto").env("LD_LIBRARY_PATH", installed.path("lib"));
+    assert_eq!(run(&mut valgrind), BANK);
+}
+
+/// Without the option, a mechanism that needs it is refused with its name, and the others work.
+#[test]
+fn valgrind_without_its_option_is_refused_or_works() {
+    let Some(installed) = Installed::new() else { return };
+    if !is_there("valgrind") {
+        return;
+    }
+    let program = installed.compile(&workspace_path("examples/c/bank.c"), &["-g"]);
+    let under_valgrind = |mechanism: &str| {
+        let mut valgrind = Command::new("valgrind");
+        valgrind.arg("--quiet").arg(&program).arg(mechanism).env("LD_LIBRARY_PATH", installed.path("lib"));
+        valgrind.output().unwrap()
+    };
+    let chosen = under_valgrind("auto");
+    assert!(chosen.status.success() && String::from_utf8_lossy(&chosen.stdout) == BANK, "{chosen:#?}");
+    for mechanism in ["mprotect", "emulate"] {
+        let refused = under_valgrind(mechanism);
+        let said = String::from_utf8_lossy(&refused.stderr);
+        // The status for a mechanism that the machine lacks.
+        assert_eq!(refused.status.code(), Some(77), "{mechanism}: {said}");
+        assert!(said.contains("--vex-iropt-register-updates=allregs-at-mem-access"), "{mechanism}: {said}");
+    }
+}
+
+/// The library as `make install-c` builds it, without the features that other crates of the
+/// workspace ask for.
+#[test]
+#[ignore = "some minutes: the library is built anew"]
+fn the_example_runs_as_a_static_program() {
+    for (target, compiler) in [("x86_64-unknown-linux-gnu", "cc"), ("x86_64-unknown-linux-musl", "musl-gcc")] {
+        let libraries = run(Command::new("rustc").args(["--print", "target-libdir", "--target", target]));
+        if !Path::new(libraries.trim()).exists() || !is_there(compiler) {
+            skipped(&format!("no Rust for {target}, or no {compiler}"));
+            continue;
+        }
+        let directory = workspace_path("target/static");
+        let mut cargo = Command::new(env!("CARGO"));
+        cargo.args(["build", "--quiet", "--locked", "-p", "pagemark-c", "--target", target, "--target-dir"]);
+        run(cargo.arg(&directory).env("CC_x86_64_unknown_linux_musl", "musl-gcc").current_dir(workspace_path(".")));
+        let installed = Installed::of(&directory.join(target).join("debug"));
+        let program = installed.path("static");
+        let mut cc = Command::new(compiler);
+        cc.args(WARNINGS).arg("-static").arg("-o").arg(&program).arg(workspace_path("examples/c/bank.c"));
+        run(cc.args(installed.pkg_config(&["--static", "--cflags", "--libs"])));
+        MECHANISMS.iter().for_each(|mechanism| installed.check(&program, mechanism, BANK));
+    }
 }
 
 impl Installed {
@@ -226,6 +291,29 @@ fn saved_heaps_in_c_and_cplusplus_do_what_they_should() {
         let source = crate_path("tests/saved_heap.cpp");
         let Some(program) = installed.compile_cplusplus(&source, flags) else { return };
         installed.with_repository(&program, &format!("{name}-cplusplus"));
+    }
+}
+
+#[test]
+fn locked_memory_is_what_a_saved_heap_uses() {
+    let Some(installed) = Installed::new() else { return };
+    installed.with_repository(&installed.compile(&crate_path("tests/locked.c"), &[]), "locked");
+}
+
+/// As an interpreter does, which has no static thread-local storage left for what it loads, also
+/// with the features that the whole workspace asks for.
+#[test]
+fn a_program_that_runs_loads_the_library() {
+    let Some(installed) = Installed::new() else { return };
+    let program = installed.path("loads");
+    let mut cc = Command::new("cc");
+    run(cc.arg("-std=c11").arg("-o").arg(&program).arg(crate_path("tests/loaded.c")).arg("-ldl"));
+    let library = installed.path("lib/libpagemark.so");
+    let mut loads = Command::new(program);
+    assert_eq!(run(loads.arg(&library).env_remove("GLIBC_TUNABLES")), "loaded\n");
+    if is_there("readelf") {
+        let dynamic = run(Command::new("readelf").args(["--dynamic", "--wide"]).arg(&library));
+        assert!(dynamic.contains("SONAME") && !dynamic.contains("STATIC_TLS"), "{dynamic}");
     }
 }
 

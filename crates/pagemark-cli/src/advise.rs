@@ -14,6 +14,7 @@ use pagemark_process::saver::{CriuSaver, RegisterSaver, StateSaver};
 use pagemark_process::target::ProcessTarget;
 use pagemark_report::table::Table;
 use pagemark_report::text;
+use pagemark_trace::attach;
 use serde::Serialize;
 
 use crate::costs::costs;
@@ -69,7 +70,7 @@ struct Advice {
     first_write_ns: u64,
     copy_ns: u64,
     /// Measured: intervals, and the mean number of pages that were written in each.
-    measured: Vec<Measured>,
+    measured: Vec<Measurement>,
     forecasts: Vec<Row>,
     /// The acceptable overhead, and the shortest interval that keeps it; none if there is none.
     overhead: f64,
@@ -77,7 +78,7 @@ struct Advice {
 }
 
 #[derive(Serialize)]
-struct Measured {
+struct Measurement {
     interval_us: u64,
     pages: f64,
 }
@@ -94,14 +95,17 @@ struct Row {
 
 impl Advise {
     pub fn run(self) -> Outcome {
-        self.options.tracking.check_process()?;
+        self.options.tracking.check_process(self.memory_only)?;
+        self.options.tracking.check_forecast()?;
         let failed = |error| Failure::checkpointing(self.pid, error);
         let saver: Arc<dyn StateSaver> = match self.memory_only {
             true => Arc::new(RegisterSaver),
             false => Arc::new(CriuSaver::find(DumpOptions::default()).map_err(Failure::no_checkpoints_here)?),
         };
-        let mut target =
-            ProcessTarget::attach(self.pid, self.options.tracking.mechanism(Scope::Process), saver).map_err(failed)?;
+        let process = attach::check(self.pid).map_err(failed)?;
+        let mechanism = self.options.tracking.mechanism(Scope::Process);
+        let mut target = ProcessTarget::attach(process, mechanism, saver).map_err(failed)?;
+        target.track_shared_memory().map_err(failed)?;
         let observation = self.options.observe(&mut target).map_err(failed)?;
         let stop = stop_time(&mut std::thread::sleep, &mut || target.stop_time()).map_err(failed)?;
         self.options.advise(&observation, stop, &format!("process {}", self.pid), Scope::Process)
@@ -138,7 +142,7 @@ impl ObservationOptions {
                 stop_us: us(stop),
                 first_write_ns: costs.first_write.as_nanos() as u64,
                 copy_ns: costs.copy.as_nanos() as u64,
-                measured: measured.map(|(at, pages)| Measured { interval_us: us(at), pages }).collect(),
+                measured: measured.map(|(at, pages)| Measurement { interval_us: us(at), pages }).collect(),
                 forecasts: forecasts.iter().map(Row::of).collect(),
                 overhead: self.overhead.share(),
                 interval_us: interval.map(us),

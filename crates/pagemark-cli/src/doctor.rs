@@ -4,8 +4,8 @@ use std::process::ExitCode;
 
 use clap::Args;
 use pagemark::Mechanism;
-use pagemark::sys::interface::{self, Interface};
 use pagemark::track::{Cost, MachineTracking, Probe, Scope, probe};
+use pagemark_linux::interface::{self, Interface};
 use pagemark_process::criu::{Criu, missing_capability};
 use pagemark_report::escape::printable;
 use pagemark_report::table::Table;

@@ -2,12 +2,13 @@
 
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, BufWriter, Write};
-use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use clap::Args;
 use pagemark::repository::{Checkpoint, TargetKind};
+use pagemark_report::escape::printable;
 
 use crate::failure::{Failure, Outcome};
 use crate::output::print;
@@ -72,7 +73,7 @@ impl Export {
             let _ = fs::remove_file(path);
             return Err(Failure::of(format!("cannot write a core of the machine to {}", path.display()), error));
         }
-        print(&format!("{}: the machine's memory; open it with `crash VMLINUX {}`\n", path.display(), path.display()));
+        print(&format!("{}: the machine's memory; open it with `crash VMLINUX {}`\n", shown(path), shown(path)));
         Ok(ExitCode::SUCCESS)
     }
 
@@ -99,7 +100,7 @@ impl Export {
             let _ = fs::remove_file(path);
             return Err(failure);
         }
-        print(&format!("{}: process {pid}; open it with `gdb PROGRAM {}`\n", path.display(), path.display()));
+        print(&format!("{}: process {pid}; open it with `gdb PROGRAM {}`\n", shown(path), shown(path)));
         Ok(ExitCode::SUCCESS)
     }
 }
@@ -122,9 +123,20 @@ fn check_empty(directory: &Path) -> Result<(), Failure> {
     }
 }
 
-/// Makes a directory that only the owner may enter, because memory holds secrets.
-fn create_directory(directory: &Path) -> io::Result<()> {
-    DirBuilder::new().recursive(true).mode(0o700).create(directory)
+/// Makes a directory that only the owner may enter, because memory holds secrets. One that is there
+/// must be such that no other user can exchange what is written.
+fn create_directory(directory: &Path, operation: String) -> Result<(), Failure> {
+    let created = DirBuilder::new().recursive(true).mode(0o700).create(directory);
+    match created.and_then(|()| fs::symlink_metadata(directory)) {
+        Err(error) => Err(Failure::new(operation, error)),
+        Ok(held) if held.is_dir() && held.uid() == nix::unistd::geteuid().as_raw() && held.mode() & 0o022 == 0 => {
+            Ok(())
+        }
+        Ok(_) => {
+            let reason = "other users can change it, or it is a link";
+            Err(Failure::new(operation, reason).help("name a new directory"))
+        }
+    }
 }
 
 fn qemu(checkpoint: &Checkpoint, directory: &Path) -> Outcome {
@@ -133,15 +145,11 @@ fn qemu(checkpoint: &Checkpoint, directory: &Path) -> Outcome {
     }
     check_empty(directory)?;
     let operation = || format!("cannot write a machine for QEMU into {}", directory.display());
-    create_directory(directory).map_err(|error| Failure::new(operation(), error))?;
+    create_directory(directory, operation())?;
     let written = pagemark_vm::export_qemu(checkpoint, directory).map_err(|error| Failure::of(operation(), error))?;
-    print(&format!(
-        "{} starts QEMU with the migration stream {}\n",
-        written.script.display(),
-        written.stream.display()
-    ));
+    print(&format!("{} starts QEMU with the migration stream {}\n", shown(&written.script), shown(&written.stream)));
     for (disk, image) in &written.disks {
-        print(&format!("its disk {disk} is {}\n", image.display()));
+        print(&format!("its disk {} is {}\n", printable(disk), shown(image)));
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -150,9 +158,14 @@ fn criu(checkpoint: &Checkpoint, directory: &Path) -> Outcome {
     check_empty(directory)?;
     let operation = || format!("cannot write CRIU's images into {}", directory.display());
     pagemark_process::restore::check(&checkpoint.manifest).map_err(|error| Failure::new(operation(), error))?;
-    create_directory(directory).map_err(|error| Failure::new(operation(), error))?;
+    create_directory(directory, operation())?;
     let arguments = pagemark_process::restore::export_criu(&checkpoint.manifest, checkpoint, directory)
         .map_err(|error| Failure::new(operation(), error))?;
-    print(&format!("{}: `criu {}` takes it\n", directory.display(), arguments.join(" ")));
+    print(&format!("{}: `criu {}` takes it\n", shown(directory), printable(&arguments.join(" "))));
     Ok(ExitCode::SUCCESS)
+}
+
+/// A path in a result.
+fn shown(path: &Path) -> String {
+    printable(&path.display().to_string())
 }

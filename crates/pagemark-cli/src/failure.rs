@@ -97,6 +97,18 @@ impl Failure {
         }
     }
 
+    /// An operation that the text of `error` names has failed; exit status 1.
+    pub fn cannot(error: pagemark_vm::Error) -> Self {
+        let text = error.to_string();
+        match error.advice() {
+            "" => Failure::plain(format!("cannot {text}")),
+            advice => {
+                let reason = text.strip_suffix(&format!("; {advice}")).unwrap_or(&text);
+                Failure::plain(format!("cannot {reason}")).help(advice)
+            }
+        }
+    }
+
     /// Adds a line that says what to do.
     pub fn help(mut self, help: impl Display) -> Self {
         self.help = Some(help.to_string());
@@ -127,7 +139,7 @@ mod tests {
 
     #[test]
     fn doctor_is_named_for_what_it_examines_alone() {
-        let gone = pagemark_process::attach::check(i32::MAX).expect_err("there is no such process");
+        let gone = pagemark_trace::attach::check(i32::MAX).expect_err("there is no such process");
         assert_eq!(Failure::checkpointing(i32::MAX, gone).help.as_deref(), Some(PROCESSES));
         let unavailable = Mechanism::Uffd.process_tracking().expect_err("it tracks own memory alone");
         let help = Failure::checkpointing(7, unavailable).help.expect("there is help");
@@ -136,7 +148,7 @@ mod tests {
 
     #[test]
     fn the_advice_of_an_error_is_the_help() {
-        let advised = pagemark_process::attach::check(1).expect_err("it is the first process");
+        let advised = pagemark_trace::attach::check(1).expect_err("it is the first process");
         let advice = advised.advice().to_owned();
         let failure = Failure::checkpointing(1, advised);
         assert!(!advice.is_empty() && !failure.message.contains(&advice), "{}", failure.message);

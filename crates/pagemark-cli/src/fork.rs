@@ -10,9 +10,11 @@ use pagemark_vm::{ForkedMachine, Replacement};
 use serde::Serialize;
 
 use crate::failure::{Failure, Outcome};
+use crate::options::DiskPlace;
 use crate::output::print_json;
 use crate::reference::{Reference, read_checkpoint};
 use crate::repository::RepositoryOptions;
+use crate::signals::current_mask;
 
 /// Start several virtual machines from one checkpoint, side by side
 ///
@@ -33,6 +35,11 @@ pub struct Fork {
     /// changed otherwise. May be given several times
     #[arg(long, num_args = 2, value_names = ["OLD", "NEW"], allow_hyphen_values = true)]
     replace: Vec<String>,
+    /// Put the disk NAME, which the machines share, into the new file PATH, in place of one beside
+    /// its old image. The overlays are beside it. The user who ran QEMU must be able to write
+    /// there; repeatable
+    #[arg(long, value_name = "NAME=PATH")]
+    disk: Vec<DiskPlace>,
     /// Say nothing but errors
     #[arg(long, short)]
     quiet: bool,
@@ -86,8 +93,11 @@ impl Fork {
             replacement.ok_or_else(|| Failure::usage("--replace needs a {} in the new text, for the machine's number"))
         };
         let replacements = self.replace.chunks(2).map(replacement).collect::<Result<Vec<_>, _>>()?;
-        let forked = pagemark_vm::Restore::new(&checkpoint).fork(self.count, &replacements);
-        let machines = forked.map_err(|error| Failure::of(format!("cannot fork {name}"), error))?;
+        let restore = pagemark_vm::Restore::new(&checkpoint).signal_mask(current_mask()?);
+        let restore = self.disk.iter().fold(restore, |restore, place| restore.disk(&place.name, &place.path));
+        let machines = restore
+            .fork(self.count, &replacements)
+            .map_err(|error| Failure::of(format!("cannot fork {name}"), error))?;
         let machines: Vec<Machine> = machines.into_iter().map(Machine::from).collect();
         if !self.quiet {
             machines.iter().for_each(Machine::report);

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 use pagemark_kvm::image::Image;
-use pagemark_process::preload;
+use pagemark_trace::preload;
 
 use crate::failure::Failure;
 

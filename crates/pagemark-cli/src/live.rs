@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 
 use nix::sys::termios::{LocalFlags, tcgetattr};
 use pagemark_report::bar::bar;
+use pagemark_report::escape::printable;
 use pagemark_report::text;
 
 /// A line at the bottom of the terminal, which stays while a program scrolls its output above it.
@@ -42,7 +43,7 @@ impl BottomLine {
             out += &format!("\x1bD\x1b[A\x1b7\x1b[1;{}r\x1b8", rows - 1);
             self.drawn_for = Some((columns, rows));
         }
-        let shown: String = line.chars().take(usize::from(columns) - 1).collect();
+        let shown: String = printable(line).chars().take(usize::from(columns) - 1).collect();
         out += &format!("\x1b7\x1b[{rows};1H\x1b[2K\x1b[2m{shown}\x1b[0m\x1b8");
         write(&out);
     }

@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use clap::Args;
 use pagemark::job::Taken;
-use pagemark::repository::{CheckpointInfo, Records, Repository};
+use pagemark::repository::{CheckpointInfo, Manifest, ProgramRecord, Records, Repository};
 use pagemark::{Error, ErrorKind};
 use pagemark_report::escape::printable;
 use pagemark_report::message;
@@ -16,7 +16,7 @@ use serde::Serialize;
 use crate::failure::{Failure, Outcome};
 use crate::output::{print, print_json};
 use crate::reference::no_checkpoints;
-use crate::report::Checkpoint;
+use crate::report::{Checkpoint, strategy};
 use crate::repository::RepositoryOptions;
 
 /// List the jobs, or the checkpoints of one
@@ -39,6 +39,34 @@ struct JobLine {
     newest: u64,
     newest_taken_unix_us: u64,
     written_bytes: u64,
+    /// The command line of the newest one; empty if it is unknown.
+    command: Vec<String>,
+    program: Option<ProgramRecord>,
+}
+
+/// A checkpoint in the list of a job's.
+#[derive(Serialize)]
+struct CheckpointLine<'a> {
+    #[serde(flatten)]
+    checkpoint: Checkpoint<'a>,
+    /// The command line; empty if it is unknown.
+    command: Vec<String>,
+    program: Option<ProgramRecord>,
+}
+
+/// The longest command in a table, characters.
+const SHOWN_COMMAND: usize = 40;
+
+/// A command in a table.
+fn shown(command: &[String]) -> String {
+    let command = command.join(" ");
+    if command.is_empty() {
+        return "unknown".into();
+    }
+    match command.char_indices().nth(SHOWN_COMMAND) {
+        Some((end, _)) => format!("{}…", &command[..end]),
+        None => command,
+    }
 }
 
 impl Log {
@@ -57,19 +85,24 @@ impl Log {
         for job in repository.jobs().map_err(failed)? {
             let checkpoints = unreadable.sort_out(&job, repository.records(&job));
             let Some(newest) = checkpoints.last() else { continue };
+            // Without its manifest the checkpoint is listed all the same.
+            let manifest = repository.read(&job, newest.sequence).ok().map(|stored| stored.manifest);
+            let (command, program) = manifest.map(|manifest| (manifest.command, manifest.program)).unwrap_or_default();
             lines.push(JobLine {
                 checkpoints: checkpoints.len() as u64,
                 newest: newest.sequence,
                 newest_taken_unix_us: newest.taken_unix_us,
                 written_bytes: checkpoints.iter().map(|checkpoint| checkpoint.written_bytes).sum(),
                 job,
+                command,
+                program,
             });
         }
         if self.json {
             print_json(&lines)?;
             return Ok(unreadable.report());
         }
-        let mut table = Table::new(["job", ">checkpoints", ">newest", "taken", ">written"]);
+        let mut table = Table::new(["job", ">checkpoints", ">newest", "taken", ">written", "command"]);
         for line in &lines {
             table.row([
                 line.job.clone(),
@@ -77,6 +110,7 @@ impl Log {
                 format!("@{}", line.newest),
                 format!("{} ({})", text::moment(line.newest_taken_unix_us), text::ago(line.newest_taken_unix_us)),
                 text::bytes(line.written_bytes),
+                shown(&line.command),
             ]);
         }
         print(&table.to_string());
@@ -97,7 +131,8 @@ impl Log {
             match repository.read(job, sequence) {
                 Ok(stored) => {
                     let taken = Taken { sequence, taken_unix_us, cost: stored.manifest.cost };
-                    lines.push(Checkpoint { job, taken });
+                    let Manifest { command, program, .. } = stored.manifest;
+                    lines.push(CheckpointLine { checkpoint: Checkpoint { job, taken }, command, program });
                 }
                 // It was pruned meanwhile.
                 Err(error) if error.kind() == ErrorKind::NoCheckpoint => {}
@@ -108,9 +143,20 @@ impl Log {
             print_json(&lines)?;
             return Ok(unreadable.report());
         }
-        let mut table =
-            Table::new(["checkpoint", "taken", ">dirty pages", ">written", ">frozen", ">memory", ">state", ">rounds"]);
-        for Checkpoint { job, taken: Taken { sequence, taken_unix_us, cost } } in &lines {
+        let mut table = Table::new([
+            "checkpoint",
+            "taken",
+            ">dirty pages",
+            ">written",
+            ">frozen",
+            ">memory",
+            ">state",
+            ">rounds",
+            "strategy",
+            "command",
+        ]);
+        for CheckpointLine { checkpoint, command, .. } in &lines {
+            let Checkpoint { job, taken: Taken { sequence, taken_unix_us, cost } } = checkpoint;
             table.row([
                 format!("{job}@{sequence}"),
                 text::moment(*taken_unix_us),
@@ -120,6 +166,8 @@ impl Log {
                 text::micros(cost.memory_downtime_us),
                 text::micros(cost.state_downtime_us),
                 cost.rounds.to_string(),
+                strategy(cost).into(),
+                shown(command),
             ]);
         }
         print(&table.to_string());

@@ -3,8 +3,8 @@
 use std::ffi::OsString;
 
 use pagemark::Mechanism;
-use pagemark_kvm::{Keeps, start};
-use pagemark_process::preload::{self, Missing};
+use pagemark_kvm::{WriteRecord, start};
+use pagemark_trace::preload::{self, Missing};
 
 use crate::failure::Failure;
 
@@ -18,14 +18,14 @@ const PROGRAM: &str = "PAGEMARK_KVM";
 /// of the program.
 pub fn variables(mechanism: Mechanism, of_program: Vec<(&'static str, OsString)>) -> Vec<(&'static str, OsString)> {
     let keeps = match mechanism {
-        Mechanism::KvmLog => Some(Keeps::Log),
-        Mechanism::KvmRing => Some(Keeps::Rings),
+        Mechanism::KvmLog => Some(WriteRecord::Log),
+        Mechanism::KvmRing => Some(WriteRecord::Rings),
         _ => None,
     };
     // The program's libraries are not the monitor's.
     let renamed = |name| if name == preload::PRELOAD { start::PRELOAD } else { name };
     let of_program = of_program.into_iter().map(|(name, value)| (renamed(name), value));
-    of_program.chain(keeps.map(|keeps| (Keeps::VARIABLE, keeps.as_str().into()))).collect()
+    of_program.chain(keeps.map(|keeps| (WriteRecord::VARIABLE, keeps.as_str().into()))).collect()
 }
 
 /// The command that runs `command` in a machine.

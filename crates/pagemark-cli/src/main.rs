@@ -20,11 +20,13 @@ mod costs;
 mod diff;
 mod doctor;
 mod documents;
+mod examples;
 mod export;
 mod failure;
 mod fork;
 mod heap;
 mod heat_map;
+mod job;
 mod live;
 mod log;
 mod machine;
@@ -47,7 +49,9 @@ mod vm;
 
 use std::process::ExitCode;
 
-use clap::{CommandFactory, Parser, Subcommand};
+use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
+use pagemark_report::escape::is_steering;
+use pagemark_report::message;
 
 /// Keeps a running, unmodified program checkpointed, and brings it back
 ///
@@ -84,8 +88,42 @@ enum Subcommands {
     Man(documents::Man),
 }
 
+/// Parses the command line, or ends the process. An argument may be a name from elsewhere, so what
+/// clap says of it does not steer the terminal either.
+fn parse() -> Pagemark {
+    let matches = examples::added_to(Pagemark::command()).try_get_matches();
+    let error = match matches.and_then(|matches| Pagemark::from_arg_matches(&matches)) {
+        Ok(parsed) => return parsed,
+        Err(error) => error,
+    };
+    let arguments: Vec<String> = std::env::args_os().map(|argument| argument.to_string_lossy().into_owned()).collect();
+    if !arguments.iter().any(|argument| argument.contains(is_steering)) {
+        error.exit();
+    }
+    let mut text = error.render().to_string();
+    for argument in &arguments {
+        for line in argument.split('\n').skip(1).filter(|line| !line.is_empty()) {
+            text = text.replace(&format!("\n{line}"), &format!("\\n{line}"));
+        }
+    }
+    text.lines().for_each(|line| message!("{line}"));
+    std::process::exit(error.exit_code());
+}
+
+/// Has a panic reported as all messages are.
+fn report_panics() {
+    std::panic::set_hook(Box::new(|panic| {
+        let payload = panic.payload();
+        let text = payload.downcast_ref::<String>().map(String::as_str).or(payload.downcast_ref::<&str>().copied());
+        let place = panic.location().map(|place| format!(" at {place}")).unwrap_or_default();
+        message!("pagemark: panicked{place}: {}", text.unwrap_or("no reason is given"));
+        message!("help: this is a fault of Pagemark; please report it with what led to it");
+    }));
+}
+
 fn main() -> ExitCode {
-    let outcome = match Pagemark::parse().command {
+    report_panics();
+    let outcome = match parse().command {
         Subcommands::Run(command) => command.run(),
         Subcommands::Attach(command) => command.run(),
         Subcommands::Checkpoint(command) => command.run(),
@@ -104,8 +142,8 @@ fn main() -> ExitCode {
         Subcommands::Simulate(command) => command.run(),
         Subcommands::Doctor(command) => command.run(),
         Subcommands::Bench(command) => command.run(),
-        Subcommands::Completions(command) => command.run(Pagemark::command()),
-        Subcommands::Man(command) => command.run(Pagemark::command()),
+        Subcommands::Completions(command) => command.run(examples::added_to(Pagemark::command())),
+        Subcommands::Man(command) => command.run(examples::added_to(Pagemark::command())),
     };
     outcome.unwrap_or_else(failure::Failure::report)
 }

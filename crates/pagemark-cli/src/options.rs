@@ -1,6 +1,7 @@
-//! The options that `run`, `attach`, `checkpoint` and `prune` share.
+//! The options that several commands share.
 
 use std::path::{Path, PathBuf};
+use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -10,28 +11,32 @@ use pagemark::model::{Overhead, OverheadGoal};
 use pagemark::repository::{Retention, check_job_name};
 use pagemark::track::Scope;
 use pagemark::{JobOptions, Mechanism, Policy};
+use pagemark_linux::proc::Process;
 use pagemark_process::Error;
-use pagemark_process::cgroups::Cgroups;
 use pagemark_process::criu::DumpOptions;
 use pagemark_process::files::{DataTree, FileWatch};
 use pagemark_process::saver::{CriuSaver, RegisterSaver, StateSaver};
 use pagemark_process::target::ProcessTarget;
 use pagemark_report::text;
+use pagemark_trace::cgroups::Cgroups;
 use pagemark_vm::Activation;
 
 use crate::costs::costs;
 use crate::failure::Failure;
+use crate::job::OwnJob;
 
 /// How memory is tracked and copied, of any target.
 #[derive(Args, Debug, Clone)]
 pub struct MemoryOptions {
-    /// Name under which the checkpoints are filed [default: the program's name]
-    #[arg(long, value_name = "NAME", value_parser = job_name)]
+    /// Name under which the checkpoints are filed [default: the program's name; with a number where
+    /// that job has the checkpoints of another program]
+    #[arg(long, value_name = "NAME", value_parser = job_name, allow_hyphen_values = true)]
     pub job: Option<String>,
     #[command(flatten)]
     pub tracking: TrackingOptions,
     /// Memory for copied pages until they are stored; pages that are copied while the program is
-    /// frozen are added to that [default: a quarter of the available memory, at most 512MiB]
+    /// frozen are added to that [default: a quarter of the available memory, at most 2GiB, or
+    /// 512MiB for the first checkpoint]
     #[arg(long, value_name = "SIZE", value_parser = text::parse_bytes)]
     in_flight: Option<usize>,
     /// Store each page whole, never as what changed in it since an earlier checkpoint: more is
@@ -45,9 +50,10 @@ pub struct MemoryOptions {
 pub struct TrackingOptions {
     #[arg(long, default_value = "auto", value_parser = mechanism, help = mechanism_help())]
     mechanism: MechanismChoice,
-    /// How memory is copied: in rounds while the program runs, or all while it is frozen; of a
-    /// virtual machine also when it runs again, each page before the first write to it (needs the
-    /// mechanism uffd, which `auto` then means, kvm-log or kvm-ring)
+    /// How memory is copied: in rounds while the program runs, all while it is frozen, or when it
+    /// runs again, each page as it was before the first write to it (of a virtual machine, this
+    /// needs the mechanism uffd, which `auto` then means, kvm-log or kvm-ring). `auto`: what of
+    /// these freezes it for the shortest time, in each checkpoint
     #[arg(long, default_value = "pre-copy", value_enum)]
     strategy: StrategyName,
     /// With copy-on-write and kvm-log or kvm-ring: until when a virtual machine waits where it
@@ -61,22 +67,21 @@ impl TrackingOptions {
     /// The mechanism that is named, or the best that works here in the scope with the strategy.
     pub fn mechanism(&self, scope: Scope) -> Mechanism {
         let holds_writes = match self.strategy {
-            StrategyName::CopyOnWrite => Mechanism::choose_to_hold_writes(),
+            StrategyName::CopyOnWrite if scope == Scope::Machine => Mechanism::choose_to_hold_writes(),
             _ => None,
         };
         self.mechanism.0.or(holds_writes).unwrap_or_else(|| Mechanism::choose(scope))
     }
 
-    /// Checks that processes can be checkpointed in this way.
-    pub fn check_process(&self) -> Result<(), Failure> {
-        match self.strategy {
-            StrategyName::CopyOnWrite => {
-                Err(Failure::usage("the strategy copy-on-write is for virtual machines alone")
-                    .help("use --strategy pre-copy"))
-            }
-            _ if self.activation.is_some() => Err(Failure::usage("--activation is for virtual machines alone")),
-            _ => Ok(()),
+    /// Checks that processes can be checkpointed in this way, or their memory alone.
+    pub fn check_process(&self, memory_only: bool) -> Result<(), Failure> {
+        if self.activation.is_some() {
+            return Err(Failure::usage("--activation is for virtual machines alone"));
         }
+        if memory_only && self.strategy == StrategyName::CopyOnWrite {
+            return Err(Failure::usage("--memory-only has no strategy copy-on-write").help("use --strategy pre-copy"));
+        }
+        Ok(())
     }
 
     /// Checks that virtual machines can be checkpointed in this way.
@@ -93,6 +98,15 @@ impl TrackingOptions {
         let needed = Mechanism::choose_to_hold_writes().map_or("one that holds writes", Mechanism::name);
         Err(Failure::usage(format!("the strategy copy-on-write needs the mechanism {needed}, not {mechanism}"))
             .help(format!("name {needed}, or no mechanism")))
+    }
+
+    /// Checks that the cost of this way is known for processes.
+    pub fn check_forecast(&self) -> Result<(), Failure> {
+        if self.strategy == StrategyName::CopyOnWrite {
+            return Err(Failure::usage("the cost of copy-on-write is predicted for virtual machines alone")
+                .help("use --strategy pre-copy, or take checkpoints and compare what `log` reports"));
+        }
+        Ok(())
     }
 
     /// How a machine that KVM's log tracks waits in a copy-on-write checkpoint; None for other
@@ -112,6 +126,7 @@ impl TrackingOptions {
             StrategyName::PreCopy => Strategy::default(),
             StrategyName::StopAndCopy => Strategy::StopAndCopy,
             StrategyName::CopyOnWrite => Strategy::CopyOnWrite,
+            StrategyName::Auto => Strategy::Auto,
         }
     }
 }
@@ -122,9 +137,9 @@ impl MemoryOptions {
         self.tracking.mechanism(scope)
     }
 
-    /// The options of the job `name` for a single checkpoint.
-    pub fn job_options(&self, name: String) -> JobOptions {
-        JobOptions { name, policy: self.policy() }
+    /// The options of a job for a single checkpoint.
+    pub fn job_options(&self, job: &OwnJob) -> JobOptions {
+        JobOptions { name: job.name(), policy: self.policy(), program: Some(job.program.clone()) }
     }
 
     /// The policy for a single checkpoint.
@@ -197,8 +212,11 @@ pub fn overhead(text: &str) -> Result<Overhead, String> {
 }
 
 /// A name that a job can have.
-fn job_name(name: &str) -> Result<String, pagemark::Error> {
-    check_job_name(name).map(|()| name.to_owned())
+fn job_name(name: &str) -> Result<String, String> {
+    if name.starts_with('-') {
+        return Err("every command would take a name that begins with `-` for an option".into());
+    }
+    check_job_name(name).map(|()| name.to_owned()).map_err(|error| error.to_string())
 }
 
 /// Names the mechanisms that can track other processes.
@@ -236,6 +254,7 @@ enum StrategyName {
     PreCopy,
     StopAndCopy,
     CopyOnWrite,
+    Auto,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -245,6 +264,11 @@ enum ActivationName {
 }
 
 impl CaptureOptions {
+    /// Checks that processes can be checkpointed in this way.
+    pub fn check(&self) -> Result<(), Failure> {
+        self.memory.tracking.check_process(self.memory_only)
+    }
+
     /// The saver of what is not memory.
     pub fn saver(&self) -> Result<Arc<dyn StateSaver>, Error> {
         if self.memory_only {
@@ -258,11 +282,11 @@ impl CaptureOptions {
     /// Attaches to a process and its descendants. `watch` follows the process.
     pub fn attach(
         &self,
-        pid: i32,
+        process: Process,
         saver: Arc<dyn StateSaver>,
         watch: Option<&Arc<FileWatch>>,
     ) -> pagemark_process::Result<ProcessTarget> {
-        let mut target = ProcessTarget::attach(pid, self.memory.mechanism(Scope::Process), saver)?;
+        let mut target = ProcessTarget::attach(process, self.memory.mechanism(Scope::Process), saver)?;
         target.set_data(self.data.iter().map(|path| DataTree::new(path)).collect::<Result<_, _>>()?);
         if let Some(watch) = watch {
             target.set_watch(watch.clone());
@@ -346,5 +370,25 @@ impl RetentionOptions {
     pub fn retention(&self) -> Option<Retention> {
         (self.keep_last.is_some() || self.keep_every.is_some())
             .then_some(Retention { keep_last: self.keep_last, keep_every: self.keep_every })
+    }
+}
+
+/// Where a restore puts a disk of a machine.
+#[derive(Clone, Debug)]
+pub struct DiskPlace {
+    pub name: String,
+    pub path: PathBuf,
+}
+
+impl FromStr for DiskPlace {
+    type Err = &'static str;
+
+    fn from_str(text: &str) -> Result<DiskPlace, Self::Err> {
+        match text.split_once('=') {
+            Some((name, path)) if !name.is_empty() && !path.is_empty() => {
+                Ok(DiskPlace { name: name.to_owned(), path: path.into() })
+            }
+            _ => Err("a disk and its place are NAME=PATH"),
+        }
     }
 }

@@ -1,6 +1,5 @@
 //! Names of jobs and checkpoints on the command line: `JOB` and `JOB@N`.
 
-use std::path::Path;
 use std::str::FromStr;
 
 use pagemark::repository::{Checkpoint, Repository};
@@ -101,17 +100,6 @@ pub fn no_checkpoints(repository: &Repository, job: &str) -> Failure {
     }
 }
 
-/// The name of a job for a program. Characters that a name of a job cannot have become `-`.
-pub fn job_name(program: &Path) -> String {
-    let name = program.file_name().unwrap_or(program.as_os_str()).to_string_lossy();
-    let allowed = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-');
-    let name: String = name.chars().map(|c| if allowed(c) { c } else { '-' }).take(64).collect();
-    match name.trim_start_matches('.') {
-        "" => "job".into(),
-        name => name.into(),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -123,13 +111,5 @@ mod tests {
         for wrong in ["", "@1", "redis@", "redis@x", "redis@-1"] {
             assert!(wrong.parse::<Reference>().is_err(), "{wrong}");
         }
-    }
-
-    #[test]
-    fn a_job_is_called_as_its_program() {
-        assert_eq!(job_name(Path::new("/usr/bin/redis-server")), "redis-server");
-        assert_eq!(job_name(Path::new("./.hidden job é")), "hidden-job--");
-        assert_eq!(job_name(Path::new("/")), "-");
-        assert_eq!(job_name(Path::new("..")), "job");
     }
 }

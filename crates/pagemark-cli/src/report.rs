@@ -5,9 +5,11 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use pagemark::job::{JobEvent, Summary, Taken};
+use pagemark::repository::Cost;
 use pagemark_process::Error;
 use pagemark_process::files::FileWatch;
-use pagemark_report::escape::printable;
+use pagemark_process::saver::StateSaver;
+use pagemark_report::escape::{printable, printable_json};
 use pagemark_report::message;
 use pagemark_report::text;
 use pagemark_vm::MachineEvent;
@@ -58,6 +60,7 @@ impl Report {
         match event {
             JobEvent::FirstCheckpoint => self.show(&format!("{name}: the first checkpoint saves all memory …")),
             JobEvent::Taken(taken) => self.taken(name, taken),
+            JobEvent::NotKept(error) => self.not_kept(name, error),
             JobEvent::AttachFailed(error) => {
                 self.failed(&format!(
                     "cannot attach to process {pid}, which keeps running without checkpoints: {error}"
@@ -69,6 +72,11 @@ impl Report {
             JobEvent::Pruned(_) => {}
             JobEvent::PruneFailed(error) => self.failed(&format!("cannot prune {name}: {error}")),
         }
+    }
+
+    /// Reports why no pages are copied after the freeze, though the strategy would choose that.
+    pub fn not_kept(&mut self, name: &str, error: &pagemark::Error) {
+        self.notice(&format!("{name} is never checkpointed by copy-on-write: {error}"));
     }
 
     /// Reports a checkpoint of the job `name`.
@@ -87,7 +95,7 @@ impl Report {
         let watch = watch?.and_then(|mut watch| watch.follow(pid).map(|()| watch));
         match watch {
             Ok(watch) => {
-                self.notices(Some(&watch));
+                watch.take_notices().iter().for_each(|notice| self.notice(notice));
                 Some(Arc::new(watch))
             }
             Err(error) => {
@@ -97,9 +105,19 @@ impl Report {
         }
     }
 
-    /// Reports what a watch has to say.
-    pub fn notices(&mut self, watch: Option<&FileWatch>) {
+    /// Reports what there is to say of the job's name.
+    pub fn job(&mut self, notice: Option<&str>) {
+        if let Some(notice) = notice {
+            self.notice(notice);
+        }
+    }
+
+    /// Reports what a watch and a saver have to say.
+    pub fn notices(&mut self, watch: Option<&FileWatch>, saver: &dyn StateSaver) {
         for notice in watch.map(FileWatch::take_notices).unwrap_or_default() {
+            self.notice(&notice);
+        }
+        for notice in saver.take_notices() {
             self.notice(&notice);
         }
     }
@@ -163,12 +181,12 @@ enum Line<'a> {
 fn json_line(out: &mut Box<dyn Write>, line: &Line) {
     if let Ok(text) = serde_json::to_string(line) {
         // If nobody reads the lines any more, the program keeps running.
-        let _ = writeln!(out, "{text}").and_then(|()| out.flush());
+        let _ = writeln!(out, "{}", printable_json(&text)).and_then(|()| out.flush());
     }
 }
 
 /// `redis@12: 1 234 pages dirty, 1.1 MiB written, frozen 9.8 ms (memory 1.1 ms, state 8.7 ms)`,
-/// and the number of rounds.
+/// the number of rounds, and whether pages were copied later.
 fn sentence(checkpoint: &Checkpoint) -> String {
     let Checkpoint { job, taken } = checkpoint;
     let cost = &taken.cost;
@@ -182,7 +200,16 @@ fn sentence(checkpoint: &Checkpoint) -> String {
         text::micros(cost.memory_downtime_us),
         text::micros(cost.state_downtime_us),
         rounds(cost.rounds),
-    )
+    ) + if cost.kept_pages() > 0 { ", copy-on-write" } else { "" }
+}
+
+/// How memory was copied in a checkpoint.
+pub fn strategy(cost: &Cost) -> &'static str {
+    match (cost.kept_pages() > 0, cost.rounds) {
+        (true, _) => "copy-on-write",
+        (false, 0) => "stop-and-copy",
+        (false, _) => "pre-copy",
+    }
 }
 
 /// `redis@12  1 234 pages  1.1 MiB  frozen 9.8 ms (memory 1.1 ms, state 8.7 ms)`: at most 80

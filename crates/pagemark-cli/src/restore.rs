@@ -1,33 +1,34 @@
 //! `pagemark restore`: brings a program back.
 
-use std::io::{self, IsTerminal, Write};
+mod machine;
+mod processes;
+
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 use nix::errno::Errno;
-use nix::sys::wait::{WaitStatus, waitpid};
+use nix::sys::signal::SigSet;
+use nix::sys::wait::{Id, WaitPidFlag, waitid, waitpid};
 use nix::unistd::Pid;
-use pagemark::repository::{Checkpoint, Manifest, TargetKind};
-use pagemark_process::ErrorKind;
-use pagemark_process::files::{FileAction, PutBack};
-use pagemark_process::restore::{self as library, Network, RestoreEvent, RestoreFailure, Restored, Stage};
-use pagemark_process::saver::SignalGate;
-use pagemark_report::escape::printable;
-use pagemark_report::message;
+use pagemark::repository::{Checkpoint, TargetKind};
+use pagemark::restore::{Gated, Opened, Prepared, Running};
+use pagemark_process::restore::Network;
 use pagemark_report::text;
 use serde::Serialize;
 
-use crate::asides::{AsidesOptions, report_interrupted};
+use crate::asides::AsidesOptions;
 use crate::failure::{Failure, Outcome};
 use crate::live::Progress;
+use crate::options::DiskPlace;
 use crate::output::print_json;
 use crate::reference::{Reference, only_job, read_checkpoint};
 use crate::repository::RepositoryOptions;
 use crate::run::exit_code;
-use crate::signals::Signals;
-use crate::vm;
+use crate::signals::{Signals, current_mask};
+use machine::Machine;
+use processes::Processes;
 
 /// Bring a program back as it was at a checkpoint
 ///
@@ -69,6 +70,19 @@ pub struct Restore {
     /// Let a program that was started by `run --kvm` continue without its virtual machine
     #[arg(long)]
     without_kvm: bool,
+    /// Of a virtual machine: put the disk NAME, as `restore` names it, into the new file PATH, or
+    /// onto the block device PATH, in place of a file beside its old image. The user who ran QEMU
+    /// must be able to write there; repeatable
+    #[arg(long, value_name = "NAME=PATH")]
+    disk: Vec<DiskPlace>,
+    /// Let the processes have the file at this path though their users may not use it and others
+    /// may have put it there; repeatable
+    #[arg(long, value_name = "PATH")]
+    trust_path: Vec<PathBuf>,
+    /// Let processes take root for the user at the other end of a Unix socket (SO_PEERCRED) where
+    /// the restore cannot make the socket for that user
+    #[arg(long)]
+    root_peers: bool,
     /// Control groups: `restore` puts processes back into them where they still exist, `ignore`
     /// leaves processes in the groups of this command
     #[arg(long, value_name = "MODE", default_value = "restore", value_enum)]
@@ -110,9 +124,6 @@ struct Document<'a> {
     closed_connections: &'a [String],
 }
 
-/// The closed connections that are listed; of others, only their number is.
-const SHOWN_CONNECTIONS: usize = 5;
-
 #[derive(Serialize)]
 struct File {
     path: String,
@@ -134,274 +145,153 @@ impl Restore {
         }
         reference.sequence = self.checkpoint.or(reference.sequence);
         let checkpoint = read_checkpoint(&repository, &reference)?;
-        if checkpoint.manifest.kind == TargetKind::VirtualMachine {
-            if self.without_kvm {
-                return Err(Failure::usage("--without-kvm is for programs that `run --kvm` has started")
-                    .help("QEMU itself decides by its command line whether it uses KVM"));
-            }
-            return self.restore_machine(checkpoint);
+        match checkpoint.manifest.kind {
+            TargetKind::VirtualMachine => self.restore::<Machine>(checkpoint),
+            _ => self.restore::<Processes>(checkpoint),
         }
-        if !self.yes {
-            self.ask(&checkpoint)?;
-        }
-        let signals = match (self.detach, self.lazy) {
+    }
+
+    /// Restores a checkpoint, and reports on it. Without --detach, waits until the program ends.
+    fn restore<K: Kind>(&self, checkpoint: Checkpoint) -> Outcome {
+        K::check(self, &checkpoint)?;
+        let mask = current_mask()?;
+        let mut signals = match (self.detach, self.lazy) {
             (false, _) => Some(Signals::hold_for_target()?),
             // The program ends with this process until all of its memory is there, so this process must not be
             // interrupted.
             (true, true) => Some(Signals::hold_for_stop()?),
             (true, false) => None,
         };
-        let restored = self.restore(&checkpoint, signals)?;
+        let name = name_of(&checkpoint);
+        let failed = |error| K::failure(&name, error);
+        let prepared = K::prepare(self, &checkpoint, mask)?;
+        K::announce(self, &checkpoint, &prepared);
+        let mut reading = ShownProgress::new("reading", true);
+        let made = prepared.make(&mut |done, total| reading.at(done.get(), total.get(), text::bytes));
+        drop(reading);
+        // Where the program has the terminal, it has all of it.
+        let mut delivering = ShownProgress::new("delivering", self.detach);
+        // The program runs by then: what fails is reported at the end.
+        let mut reported = Ok(());
+        let opened = made.map_err(failed)?.open(&mut |opened| match opened {
+            Opened::Runs(running) => reported = self.report_running::<K>(&checkpoint, running, signals.take()),
+            Opened::Delivering { done_pages, total_pages } => delivering.at(done_pages, total_pages, text::count),
+        });
+        drop(delivering);
+        let running = opened.map_err(failed)?;
+        reported?;
         if self.detach {
             return Ok(ExitCode::SUCCESS);
         }
         // A checkpoint that is held can't be pruned.
         drop(checkpoint);
-        let status = wait(Pid::from_raw(restored.child));
-        if let Some(relay) = restored.relay {
-            // It copies what the program wrote last, and gives the terminal its mode again.
-            let _ = wait(Pid::from_raw(relay));
+        if std::process::id() == 1 {
+            take_orphans_until(K::child(&running));
         }
-        status
+        let status = running.wait();
+        status.map(exit_code).map_err(|error| Failure::new("the program's exit status is not known", error))
     }
 
-    /// Restores a virtual machine.
-    fn restore_machine(&self, checkpoint: Checkpoint) -> Outcome {
-        let (pid, status) = vm::restore(&checkpoint, self.lazy, self.detach, self.quiet)?;
-        if self.json {
-            let (job, sequence) = (checkpoint.manifest.job.as_str(), checkpoint.manifest.sequence);
-            print_json(&Document { job, sequence, pid, pids: &[pid], files: Vec::new(), closed_connections: &[] })?;
-        }
-        Ok(status.map_or(ExitCode::SUCCESS, exit_code))
-    }
-
-    /// Sets what a container gets.
-    fn in_container<'a>(&self, restore: library::Restore<'a>) -> library::Restore<'a> {
-        let restore = restore.network(self.network.clone().unwrap_or_default());
-        match &self.root {
-            Some(root) => restore.root(root),
-            None => restore,
-        }
-    }
-
-    /// Lists the unusual files that the restore would change, and asks for consent.
-    fn ask(&self, checkpoint: &Checkpoint) -> Result<(), Failure> {
-        let name = format!("{}@{}", checkpoint.manifest.job, checkpoint.manifest.sequence);
-        let restore = self.in_container(library::Restore::new(checkpoint));
-        let files = restore.unusual_files().map_err(|failure| describe(&name, &failure))?;
-        if files.is_empty() {
-            return Ok(());
-        }
-        message!("pagemark: to restore {name}, these files are changed:");
-        files.iter().for_each(|file| message!("  {}", printable(&file.to_string())));
-        let refused = |reason| {
-            Failure::plain(format!("{name} was not restored: {reason}"))
-                .help("nothing was changed; --yes restores it without asking")
-        };
-        if !io::stdin().is_terminal() {
-            return Err(refused("there is no terminal to ask for consent"));
-        }
-        // Whoever does not see the question cannot answer it.
-        io::stderr()
-            .write_all(b"Change them? Their present content is kept. [y/N] ")
-            .map_err(|_| refused("stderr, which is to ask for consent, cannot be written"))?;
-        let mut answer = String::new();
-        let read = io::stdin().read_line(&mut answer);
-        match (read, answer.trim().to_lowercase().as_str()) {
-            (Ok(_), "y" | "yes") => Ok(()),
-            _ => Err(refused("there was no consent")),
-        }
-    }
-
-    /// Restores the processes, and reports on it. Returns when they need nothing more.
-    fn restore(&self, checkpoint: &Checkpoint, signals: Option<Signals>) -> Result<Restored, Failure> {
-        let manifest = &checkpoint.manifest;
-        let name = format!("{}@{}", manifest.job, manifest.sequence);
-        let asides = self.asides.path(&self.repository)?;
-        if !self.quiet {
-            report_interrupted(&asides);
-        }
-        let mut files = Vec::new();
-        let mut progress = None;
-        // The processes run by then: what fails is reported at the end.
-        let (mut reported, mut signals) = (Ok(()), signals);
-        let mut events = |event: RestoreEvent<'_>| match event {
-            RestoreEvent::Preparing { memory } => {
-                if !self.quiet {
-                    let memory = text::bytes(memory.get());
-                    message!("pagemark: restoring {name} from {} ({memory})", text::ago(manifest.taken_unix_us));
-                }
-                progress = (!self.lazy).then(|| Progress::new("reading"));
-            }
-            RestoreEvent::Staging { reason } => {
-                let first = if self.lazy { "--lazy has no effect, and memory" } else { "memory" };
-                message!("pagemark: {first} is written into temporary files first, because {reason}");
-            }
-            RestoreEvent::Reading { done, total } => {
-                if let Some(progress) = &mut progress {
-                    progress.at(done.get(), total.get(), text::bytes);
-                }
-            }
-            RestoreEvent::FilePutBack(file) => files.push(file.clone()),
-            RestoreEvent::AsidesNotDescribed(error) => {
-                message!("pagemark: the asides of this restore are listed as those of an interrupted restore: {error}");
-            }
-            RestoreEvent::Running(restored) => {
-                progress = None;
-                reported = self.report_running(manifest, restored, std::mem::take(&mut files), signals.take());
-                // Where the program has the terminal, it has all of it.
-                progress = (self.lazy && self.detach).then(|| Progress::new("delivering"));
-            }
-            RestoreEvent::Delivering { done_pages, total_pages } => {
-                if let Some(progress) = &mut progress {
-                    progress.at(done_pages, total_pages, text::count);
-                }
-            }
-        };
-        let restore = library::Restore::new(checkpoint)
-            .lazy(self.lazy)
-            .detach(self.detach)
-            .allow_unusual_files(true)
-            .ignore_cgroups(self.cgroups == GroupMode::Ignore)
-            .on_terminal(true)
-            .without_machine(self.without_kvm)
-            .asides_in(asides);
-        let restore = match self.time_limit {
-            Some(limit) => restore.time_limit(limit),
-            None => restore,
-        };
-        let restore = self.in_container(restore);
-        let restored = restore.run(&mut events).map_err(|failure| describe(&name, &failure));
-        drop(progress);
-        restored.and_then(|restored| reported.map(|()| restored))
-    }
-
-    /// Passes signals on to the processes from now on, and reports that they run.
-    fn report_running(
+    /// Passes signals on to the program from now on, and reports that it runs.
+    fn report_running<K: Kind>(
         &self,
-        manifest: &Manifest,
-        restored: &Restored,
-        files: Vec<PutBack>,
+        checkpoint: &Checkpoint,
+        running: &K::Running,
         signals: Option<Signals>,
     ) -> Result<(), Failure> {
+        K::warn(running);
         if let (Some(signals), false) = (signals, self.detach) {
-            signals.pass_on_to(Pid::from_raw(restored.root_pid), SignalGate::new())?;
+            K::pass_signals(running, signals)?;
         }
-        let (job, sequence) = (manifest.job.as_str(), manifest.sequence);
         if !self.quiet {
-            report_files(&files);
-            restored.left_groups.iter().for_each(|group| message!("pagemark: {}", printable(group)));
-            report_connections(&restored.closed_connections);
-            message!("pagemark: {job}@{sequence} runs as process {}", restored.root_pid);
+            K::report(&name_of(checkpoint), running);
         }
         if self.json {
-            let Restored { root_pid: pid, pids, closed_connections, .. } = restored;
-            let files = files.iter().map(File::from).collect();
-            print_json(&Document { job, sequence, pid: *pid, pids, files, closed_connections })?;
+            let (job, sequence) = (checkpoint.manifest.job.as_str(), checkpoint.manifest.sequence);
+            let (pids, closed_connections) = (running.pids(), K::closed_connections(running));
+            let (pid, files) = (pids.first().copied().unwrap_or_default(), K::files(running));
+            print_json(&Document { job, sequence, pid, pids, files, closed_connections })?;
         }
         Ok(())
     }
 }
 
-/// The failure of a restore, with what to do about it.
-fn describe(name: &str, failure: &RestoreFailure) -> Failure {
-    let failed = Failure::new(format!("cannot restore {name}"), &failure.error);
-    match failure.stage {
-        Stage::FindCriu => failed.help("`make criu` in Pagemark's sources gets a CRIU"),
-        Stage::Scratch => failed.help("TMPDIR names another place for temporary files"),
-        Stage::Check | Stage::Prepare => failed.help(match failure.error.kind() {
-            ErrorKind::System => "nothing was touched; memory needs room in TMPDIR meanwhile",
-            _ => "nothing was touched",
-        }),
-        Stage::Files | Stage::Processes if failure.error.kind() == ErrorKind::NotUndone => {
-            failed.help("`pagemark asides` lists what the files held before")
-        }
-        Stage::Files | Stage::Processes => failed.help("the files are as they were before"),
-        Stage::Deliver => failed.help(
-            "its memory did not come whole, so it was ended; it can be restored again; the files are as it left them",
-        ),
+/// A kind of target, as this command restores it.
+trait Kind {
+    /// The restore that can begin.
+    type Prepared<'a>: Prepared<Gated: Gated<Running = Self::Running>>;
+    /// What was restored.
+    type Running: Running;
+
+    /// Refuses what this kind cannot do, and asks for consent.
+    fn check(options: &Restore, checkpoint: &Checkpoint) -> Result<(), Failure>;
+
+    /// Prepares the restore of a program that has `mask` as its mask of blocked signals.
+    fn prepare<'a>(options: &Restore, checkpoint: &'a Checkpoint, mask: SigSet) -> Result<Self::Prepared<'a>, Failure>;
+
+    /// Says what is about to be restored.
+    fn announce(options: &Restore, checkpoint: &Checkpoint, prepared: &Self::Prepared<'_>);
+
+    /// The failure of the restore of `name`, with what to do about it.
+    fn failure(name: &str, error: <Self::Prepared<'_> as Prepared>::Error) -> Failure;
+
+    /// Says what went wrong with a program that runs.
+    fn warn(_: &Self::Running) {}
+
+    /// Passes signals on to the program from now on.
+    fn pass_signals(running: &Self::Running, signals: Signals) -> Result<(), Failure>;
+
+    /// The child of this process that ends with the program.
+    fn child(running: &Self::Running) -> Pid {
+        Pid::from_raw(running.pids().first().copied().unwrap_or_default())
+    }
+
+    /// Says that the program runs, and what is not as at the checkpoint.
+    fn report(name: &str, running: &Self::Running);
+
+    /// The files that were put back.
+    fn files(_: &Self::Running) -> Vec<File> {
+        Vec::new()
+    }
+
+    /// The connections that are closed.
+    fn closed_connections(_: &Self::Running) -> &[String] {
+        &[]
     }
 }
 
-impl From<&PutBack> for File {
-    fn from(file: &PutBack) -> Self {
-        let text = |path: &PathBuf| path.display().to_string();
-        File { path: text(&file.path), action: name_of(file.action), set_aside: file.set_aside.as_ref().map(text) }
-    }
-}
-
-/// The name of an action in JSON.
-fn name_of(action: FileAction) -> &'static str {
-    match action {
-        FileAction::Untouched => "untouched",
-        FileAction::Permissions => "permissions",
-        FileAction::Recreated => "recreated",
-        FileAction::Rewritten => "rewritten",
-        FileAction::Removed => "removed",
-    }
-}
-
-/// Reports what was done to the files.
-fn report_files(files: &[PutBack]) {
-    files.iter().filter_map(describe_file).for_each(|line| message!("pagemark: {line}"));
-}
-
-/// What was done to a file. None if nothing was.
-fn describe_file(file: &PutBack) -> Option<String> {
-    let path = printable(&file.path.display().to_string());
-    let kept = file.set_aside.as_ref().map(|aside| printable(&aside.display().to_string()));
-    Some(match (file.action, kept) {
-        (FileAction::Untouched, _) => return None,
-        (FileAction::Permissions, _) => format!("{path} has its owner and permissions again"),
-        (FileAction::Recreated, _) => format!("{path} was gone and is there again"),
-        (FileAction::Rewritten, Some(kept)) => format!("{path} put back; its previous content is in {kept}"),
-        (FileAction::Rewritten, None) => format!("{path} put back"),
-        (FileAction::Removed, Some(kept)) => format!("{path} removed, as it is newer; its content is in {kept}"),
-        (FileAction::Removed, None) => format!("{path} removed, as it is newer"),
-    })
-}
-
-/// Reports the connections that are closed.
-fn report_connections(closed: &[String]) {
-    closed.iter().take(SHOWN_CONNECTIONS).for_each(|name| message!("pagemark: the connection {name} is closed"));
-    match closed.len().saturating_sub(SHOWN_CONNECTIONS) {
-        0 => {}
-        more => message!("pagemark: {} more connections are closed", text::count(more as u64)),
-    }
-}
-
-/// Waits until the program exits, and gives its status as a shell would.
-fn wait(root: Pid) -> Outcome {
+/// Waits until `child` has ended, and takes the ends of all other children meanwhile: the first
+/// process of a container is the parent of all whose parents have exited.
+fn take_orphans_until(child: Pid) {
     loop {
-        // Other processes of the tree whose parents have exited are children of this process, too.
-        match waitpid(None, None) {
-            Ok(WaitStatus::Exited(pid, code)) if pid == root => return Ok(ExitCode::from(code as u8)),
-            Ok(WaitStatus::Signaled(pid, signal, _)) if pid == root => return Ok(ExitCode::from(128 + signal as u8)),
-            Ok(_) | Err(Errno::EINTR) => {}
-            Err(error) => return Err(Failure::new("the program's exit status is not known", error)),
+        match waitid(Id::All, WaitPidFlag::WEXITED | WaitPidFlag::WNOWAIT).map(|status| status.pid()) {
+            Ok(Some(other)) if other != child => drop(waitpid(other, None)),
+            Err(Errno::EINTR) => {}
+            Ok(_) | Err(_) => return,
         }
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
+/// The name of a checkpoint: `JOB@N`.
+fn name_of(checkpoint: &Checkpoint) -> String {
+    format!("{}@{}", checkpoint.manifest.job, checkpoint.manifest.sequence)
+}
 
-    #[test]
-    fn a_report_says_what_was_done_to_each_file() {
-        let describe = |action, kept: Option<&str>| {
-            describe_file(&PutBack { path: "/d/file".into(), action, set_aside: kept.map(PathBuf::from) })
-        };
-        let lines = [
-            (FileAction::Untouched, None, None),
-            (FileAction::Permissions, None, Some("/d/file has its owner and permissions again")),
-            (FileAction::Recreated, None, Some("/d/file was gone and is there again")),
-            (FileAction::Rewritten, Some("/a/1"), Some("/d/file put back; its previous content is in /a/1")),
-            (FileAction::Removed, Some("/a/1"), Some("/d/file removed, as it is newer; its content is in /a/1")),
-            (FileAction::Removed, None, Some("/d/file removed, as it is newer")),
-        ];
-        for (action, kept, expected) in lines {
-            assert_eq!(describe(action, kept).as_deref(), expected, "{action:?}");
+/// Progress that is measured from its first report on, if it `is_shown`.
+struct ShownProgress {
+    work: &'static str,
+    is_shown: bool,
+    progress: Option<Progress>,
+}
+
+impl ShownProgress {
+    fn new(work: &'static str, is_shown: bool) -> ShownProgress {
+        ShownProgress { work, is_shown, progress: None }
+    }
+
+    fn at(&mut self, done: u64, total: u64, unit: fn(u64) -> String) {
+        if self.is_shown {
+            self.progress.get_or_insert_with(|| Progress::new(self.work)).at(done, total, unit);
         }
     }
 }

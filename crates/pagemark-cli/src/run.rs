@@ -16,12 +16,12 @@ use pagemark_process::terminal::Terminal;
 
 use crate::failure::{Failure, Outcome};
 use crate::heap::HeapOptions;
+use crate::job;
 use crate::machine;
 use crate::options::{CaptureOptions, ScheduleOptions, WatchOptions};
-use crate::reference::job_name;
 use crate::report::{self, Report, summary};
 use crate::repository::RepositoryOptions;
-use crate::signals::{Signals, announce_exit};
+use crate::signals::{Signals, announce_exit, process_to_watch};
 
 /// Start a program and keep it checkpointed
 ///
@@ -54,9 +54,8 @@ pub struct Run {
 impl Run {
     pub fn run(self) -> Outcome {
         let program = self.command.first().map(Path::new).unwrap_or(Path::new(""));
-        let name = self.capture.memory.job.clone().unwrap_or_else(|| job_name(program));
         // Whatever would make every checkpoint fail is reported before the program starts.
-        self.capture.memory.tracking.check_process()?;
+        self.capture.check()?;
         let mut variables = self.heap.variables(program.as_os_str())?;
         if self.kvm {
             variables = machine::variables(self.capture.memory.tracking.mechanism(Scope::Process), variables);
@@ -65,8 +64,10 @@ impl Run {
         let repository = self.repository.open_or_create(&self.capture.memory)?;
         self.capture.check_data(repository.path())?;
         let saver = self.capture.saver().map_err(Failure::no_checkpoints_here)?;
-        let options =
-            JobOptions { name: name.clone(), policy: self.schedule.policy(&self.capture.memory, Scope::Process)? };
+        let policy = self.schedule.policy(&self.capture.memory, Scope::Process)?;
+        let (named, default) = (self.capture.memory.job.as_deref(), job::default_name(program));
+        let mut own = job::claim(&repository, named, &default, job::of_command(&self.command))?;
+        let name = own.name();
 
         // What the program writes first is written after this.
         let watch = self.capture.watch_files(&self.watch);
@@ -80,20 +81,24 @@ impl Run {
             }),
         };
         let (mut child, pid) = started.map_err(|error| Failure::plain(&error).status(spawn::exit_status(&error)))?;
+        let process = process_to_watch(pid)?;
+        own.program.process = job::record(process);
+        let options = JobOptions { name: name.clone(), policy, program: Some(own.program.clone()) };
         let pid = Pid::from_raw(pid);
         let (stop, stopped) = mpsc::channel();
-        announce_exit(pid, stop)?;
+        announce_exit(process, stop)?;
         let gate = terminal.as_ref().map_or_else(SignalGate::new, |terminal| SignalGate::with_input(terminal.input()));
         signals.pass_on_to(pid, gate.clone())?;
         let saver = gate.saver(saver);
 
         let program_terminal = terminal.as_ref().and_then(|terminal| terminal.master().ok());
         let mut report = Report::choose(self.schedule.quiet, self.json, report::stderr(), program_terminal);
-        let watch = report.watch(watch, pid.as_raw());
-        let mut attach = || self.capture.attach(pid.as_raw(), saver.clone(), watch.as_ref());
+        report.job(own.notice.as_deref());
+        let watch = report.watch(watch, process.pid);
+        let mut attach = || self.capture.attach(process, saver.clone(), watch.as_ref());
         let done = Job::attach_and_run(&mut attach, &repository, &options, &stopped, &mut |event| {
-            report.event(&name, pid.as_raw(), event);
-            report.notices(watch.as_deref());
+            report.event(&name, process.pid, event);
+            report.notices(watch.as_deref(), &*saver);
         });
         let status = exit_status(&mut child);
         // What the program wrote last comes first, and the terminal has its mode again.

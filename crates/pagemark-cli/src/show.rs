@@ -10,6 +10,7 @@ use pagemark_report::table::Table;
 use pagemark_report::text;
 
 use crate::failure::{Failure, Outcome};
+use crate::job;
 use crate::output::{print, print_json};
 use crate::reference::{Reference, read_checkpoint};
 use crate::report::rounds;
@@ -61,7 +62,8 @@ fn head(out: &mut String, manifest: &Manifest) {
     let lines = [
         ("checkpoint", format!("{}@{}", manifest.job, manifest.sequence)),
         ("taken", format!("{} ({})", text::moment(manifest.taken_unix_us), text::ago(manifest.taken_unix_us))),
-        ("command", manifest.command.join(" ")),
+        ("command", or_unknown(Some(job::command_of(manifest)).filter(|command| !command.is_empty()))),
+        ("directory", or_unknown(manifest.program.as_ref().and_then(|program| program.directory.clone()))),
         ("holds", what.into()),
         ("memory", format!("{} in {} pages", text::bytes(ByteCount::of_pages(pages).get()), text::count(pages))),
         ("state", format!("{} in {} files", text::bytes(state_bytes), manifest.state.len())),
@@ -87,9 +89,8 @@ fn head(out: &mut String, manifest: &Manifest) {
         ("in flight", format!("at most {} of copied pages in Pagemark's memory", text::bytes(cost.peak_flight_bytes))),
         ("written", text::bytes(cost.written_bytes)),
     ];
-    let copied_later = cost.concurrent_pages + cost.cow_pages;
-    let kept = (copied_later > 0).then(|| {
-        let (pages, cow) = (text::count(copied_later), text::count(cost.cow_pages));
+    let kept = (cost.kept_pages() > 0).then(|| {
+        let (pages, cow) = (text::count(cost.kept_pages()), text::count(cost.cow_pages));
         let waited = text::count(cost.write_faults);
         ("kept", format!("{pages} pages copied after the freeze, {cow} of them before a write; {waited} writes waited"))
     });
@@ -98,6 +99,11 @@ fn head(out: &mut String, manifest: &Manifest) {
         table.row([name.into(), value]);
     }
     *out += &table.to_string();
+}
+
+/// Early checkpoints do not say everything of their programs.
+fn or_unknown(text: Option<String>) -> String {
+    text.unwrap_or_else(|| "unknown".into())
 }
 
 /// A space and its mappings, with the number of pages that the checkpoint holds of each.

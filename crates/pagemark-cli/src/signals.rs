@@ -8,7 +8,8 @@ use nix::sys::signal::{SigSet, SigmaskHow, Signal, kill, pthread_sigmask};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
 use nix::unistd::{Pid, getpid};
 use pagemark::job::End;
-use pagemark::sys::exit_watch::ExitWatch;
+use pagemark_linux::exit_watch::ExitWatch;
+use pagemark_linux::proc::Process;
 use pagemark_process::saver::SignalGate;
 use pagemark_process::spawn::FROM_OUTSIDE;
 use pagemark_report::message;
@@ -47,7 +48,7 @@ impl Signals {
         Self::hold(&[Signal::SIGHUP, Signal::SIGINT, Signal::SIGTERM])
     }
 
-    /// As [`Signals::hold_for_stop`], for a command that sets the mode of its terminal.
+    /// Like [`Signals::hold_for_stop`], for a command that sets the mode of its terminal.
     pub fn hold_for_terminal() -> Result<Self, Failure> {
         Self::hold(&[&[Signal::SIGHUP, Signal::SIGINT, Signal::SIGTERM][..], &JOB_CONTROL].concat())
     }
@@ -81,13 +82,16 @@ impl Signals {
         })
     }
 
-    /// For a target that is in the session and process group of this process, where the terminal's
-    /// signals reach it anyway: forwards what another process sends to Pagemark, in a thread of its
-    /// own, until the process ends. Pagemark is stopped and continued with the target.
-    pub fn share_with(self, target: Pid) -> Result<(), Failure> {
+    /// For a target in the process group of this process, where the terminal's signals reach it
+    /// anyway: forwards what another process sends to Pagemark, in a thread of its own, until the
+    /// process ends. To a target that `is_apart`, in a session of its own, also what the terminal
+    /// sends. Pagemark is stopped and continued with the target.
+    pub fn share_with(self, target: Pid, is_apart: bool) -> Result<(), Failure> {
         self.each(move |signal, from_kernel| {
-            if !from_kernel {
-                match kill(target, signal) {
+            if is_apart || !from_kernel {
+                // In a session without a terminal, SIGTSTP stops nothing.
+                let passed = if is_apart && signal == Signal::SIGTSTP { Signal::SIGSTOP } else { signal };
+                match kill(target, passed) {
                     Ok(()) | Err(Errno::ESRCH) => {}
                     Err(error) => message!("pagemark: cannot pass {signal} on to {target}: {error}"),
                 }
@@ -107,8 +111,8 @@ impl Signals {
         })
     }
 
-    /// As [`Signals::stop_at`]. Behind [`Signals::hold_for_terminal`], `pause` is called with true
-    /// before the terminal stops this process, and with false when it is continued.
+    /// Like [`Signals::stop_at`]. Behind [`Signals::hold_for_terminal`], `pause` is called with
+    /// true before the terminal stops this process, and with false when it is continued.
     pub fn stop_at_or_pause(self, stop: Sender<End>, pause: impl Fn(bool) + Send + 'static) -> Result<(), Failure> {
         self.each(move |signal, _| match signal {
             Signal::SIGTSTP => {
@@ -127,7 +131,8 @@ impl Signals {
     fn each(self, mut act: impl FnMut(Signal, bool) + Send + 'static) -> Result<(), Failure> {
         let fd = SignalFd::with_flags(&self.held, SfdFlags::SFD_CLOEXEC)
             .map_err(|error| Failure::new("cannot wait for signals", error))?;
-        thread::spawn(move || {
+        let thread = thread::Builder::new().name("signals".into());
+        let started = thread.spawn(move || {
             loop {
                 match fd.read_signal() {
                     Ok(Some(info)) => {
@@ -144,19 +149,29 @@ impl Signals {
                 }
             }
         });
-        Ok(())
+        started.map(drop).map_err(|error| Failure::new("cannot start a thread that waits for signals", error))
     }
 }
 
-/// Sends [`End::TargetGone`] when process `pid` exits. The status of a child is left to be waited
+/// The signals that are blocked now, for a program that is started later.
+pub fn current_mask() -> Result<SigSet, Failure> {
+    SigSet::thread_get_mask().map_err(|error| Failure::new("cannot read the mask of blocked signals", error))
+}
+
+/// The process that has the id.
+pub fn process_to_watch(pid: i32) -> Result<Process, Failure> {
+    Process::find(pid).map_err(|error| Failure::new(format!("cannot watch process {pid}"), error))
+}
+
+/// Sends [`End::TargetGone`] when the process exits. The status of a child is left to be waited
 /// for.
-pub fn announce_exit(pid: Pid, stop: Sender<End>) -> Result<(), Failure> {
-    let exit =
-        ExitWatch::new(pid.as_raw()).map_err(|error| Failure::new(format!("cannot watch process {pid}"), error))?;
-    thread::spawn(move || {
+pub fn announce_exit(process: Process, stop: Sender<End>) -> Result<(), Failure> {
+    let pid = process.pid;
+    let exit = ExitWatch::new(process).map_err(|error| Failure::new(format!("cannot watch process {pid}"), error))?;
+    let started = thread::Builder::new().name("exit-watch".into()).spawn(move || {
         exit.wait();
         // The receiver is gone when Pagemark is about to exit anyway.
         let _ = stop.send(End::TargetGone);
     });
-    Ok(())
+    started.map(drop).map_err(|error| Failure::new(format!("cannot start a thread that watches process {pid}"), error))
 }

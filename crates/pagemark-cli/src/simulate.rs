@@ -9,11 +9,10 @@ mod debug;
 mod instructions;
 mod interval;
 mod interval_length;
-mod kept;
 mod list;
 mod merge;
-mod model;
 mod observer;
+mod plan;
 mod record;
 mod report;
 mod run;
@@ -35,6 +34,7 @@ enum SimulateCommand {
     Record(record::Record),
     List(list::List),
     Interval(interval::SimulateInterval),
+    Plan(plan::SimulatePlan),
     Run(run::SimulateRun),
     Merge(merge::Merge),
     Report(report::SimulateReport),
@@ -48,6 +48,7 @@ impl Simulate {
             SimulateCommand::Record(command) => command.run(),
             SimulateCommand::List(command) => command.run(),
             SimulateCommand::Interval(command) => command.run(),
+            SimulateCommand::Plan(command) => command.run(),
             SimulateCommand::Run(command) => command.run(),
             SimulateCommand::Merge(command) => command.run(),
             SimulateCommand::Report(command) => command.run(),

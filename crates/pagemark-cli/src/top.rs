@@ -8,14 +8,14 @@ use std::time::{Duration, Instant};
 use clap::Args;
 use crossterm::event::{self, Event as Input, KeyCode, KeyEvent, KeyModifiers};
 use crossterm::{cursor, execute, terminal};
-use nix::unistd::Pid;
 use pagemark::job::End;
 use pagemark::{AddressRangeExt, ByteCount, Mechanism, PAGE_SIZE, PageRangeExt, RangeSet};
-use pagemark_process::space::AddressSpace;
-use pagemark_report::escape::printable;
+use pagemark_report::escape::{printable, printable_json};
 use pagemark_report::message;
 use pagemark_report::table::Table;
 use pagemark_report::text;
+use pagemark_trace::attach;
+use pagemark_trace::space::{AddressSpace, Moment};
 use serde::Serialize;
 
 use crate::failure::{Failure, Outcome};
@@ -69,10 +69,11 @@ struct MappingRate {
 impl Top {
     pub fn run(self) -> Outcome {
         let signals = Signals::hold_for_stop()?;
-        let mut space = AddressSpace::attach(self.pid, self.mechanism)
+        let mut space = attach::check(self.pid)
+            .and_then(|process| AddressSpace::attach(process, self.mechanism))
             .map_err(|error| Failure::of(format!("cannot watch process {}", self.pid), error))?;
         let (sender, events) = mpsc::channel();
-        announce_exit(Pid::from_raw(self.pid), sender.clone())?;
+        announce_exit(space.process(), sender.clone())?;
         signals.stop_at(sender)?;
         if !self.json && io::stdout().is_terminal() {
             let screen = Screen::enter()?;
@@ -106,7 +107,7 @@ impl Top {
             } else {
                 line(&interval)
             };
-            print(&(line + "\n"));
+            print(&(printable_json(&line) + "\n"));
         }
         Ok(End::Stopped)
     }
@@ -163,7 +164,7 @@ impl<'a> Watch<'a> {
             Err(error) => return Err(failed(self.pid, error)),
         };
         let mut dirty = RangeSet::new();
-        match self.space.collect(&mut dirty) {
+        match self.space.collect(Moment::Running, &mut dirty) {
             Ok(()) => {}
             Err(error) if error.is_gone() => return Ok(None),
             Err(error) => return Err(failed(self.pid, error)),
@@ -194,7 +195,7 @@ impl<'a> Watch<'a> {
     }
 }
 
-fn watched(mapping: &pagemark::sys::proc::Mapping) -> WatchedMapping {
+fn watched(mapping: &pagemark_linux::proc::Mapping) -> WatchedMapping {
     WatchedMapping {
         range: mapping.range(),
         permissions: mapping.permissions(),

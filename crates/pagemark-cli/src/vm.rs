@@ -1,23 +1,19 @@
 //! `pagemark vm`: checkpoints virtual machines of QEMU, and brings them back.
 
 use std::path::{Path, PathBuf};
-use std::process::{ExitCode, ExitStatus};
+use std::process::ExitCode;
 use std::sync::mpsc;
 
 use clap::{Args, Subcommand};
-use nix::unistd::Pid;
 use pagemark::job::End;
-use pagemark::repository::Checkpoint as Held;
+use pagemark::repository::Repository;
 use pagemark::track::Scope;
-use pagemark::{ByteCount, Job, JobOptions};
-use pagemark_report::message;
-use pagemark_report::text;
-use pagemark_vm::{ErrorKind, LazyMachine, RunningMachine, VmTarget, monitor_sockets};
+use pagemark::{Job, JobOptions};
+use pagemark_vm::{ErrorKind, VmTarget, machine_name, monitor_sockets, restored_birth};
 
 use crate::failure::{Failure, Outcome};
-use crate::live::Progress;
+use crate::job::{self, OwnJob};
 use crate::options::{MemoryOptions, ScheduleOptions, TrackingOptions};
-use crate::reference::job_name;
 use crate::report::{self, Report, summary};
 use crate::repository::RepositoryOptions;
 use crate::signals::{Signals, announce_exit};
@@ -108,16 +104,18 @@ impl Attach {
         let repository = self.repository.open_or_create(&self.memory)?;
         let signals = Signals::hold_for_stop()?;
         let target = self.qemu.attach(&self.memory.tracking)?;
-        let (pid, name) = (target.pid(), name_of(&self.memory, &target));
-        let job = Job::new(target, repository, JobOptions { name: name.clone(), policy });
+        let own = own_job(&repository, &self.memory, &target)?;
+        let (process, name, program) = (target.process(), own.name(), Some(own.program.clone()));
+        let job = Job::new(target, repository, JobOptions { name: name.clone(), policy, program });
 
         let (stop, stopped) = mpsc::channel();
-        announce_exit(Pid::from_raw(pid), stop.clone())?;
+        announce_exit(process, stop.clone())?;
         signals.stop_at(stop)?;
         let mut report = Report::choose(self.schedule.quiet, self.json, report::stdout(), None);
-        let done = job.run(&stopped, &mut |event| report.event(&name, pid, event));
+        report.job(own.notice.as_deref());
+        let done = job.run(&stopped, &mut |event| report.event(&name, process.pid, event));
         let state = if done.end == End::TargetGone { "has ended" } else { "keeps running" };
-        report.say(&format!("QEMU (process {pid}) {state}; {}", summary(&name, &done)));
+        report.say(&format!("QEMU (process {}) {state}; {}", process.pid, summary(&name, &done)));
         Ok(ExitCode::SUCCESS)
     }
 }
@@ -127,11 +125,13 @@ impl Checkpoint {
         self.memory.tracking.check_machine()?;
         let repository = self.repository.open_or_create(&self.memory)?;
         let target = self.qemu.attach(&self.memory.tracking)?;
-        let name = name_of(&self.memory, &target);
-        let mut job = Job::new(target, repository, self.memory.job_options(name.clone()));
+        let own = own_job(&repository, &self.memory, &target)?;
+        let name = own.name();
+        let mut job = Job::new(target, repository, self.memory.job_options(&own));
         let taken = job.checkpoint().map_err(|error| Failure::of(format!("cannot checkpoint {name}"), error))?;
         job.detach();
         let mut report = if self.json { Report::Json { out: report::stdout() } } else { Report::Plain };
+        report.job(own.notice.as_deref());
         report.taken(&name, &taken);
         Ok(ExitCode::SUCCESS)
     }
@@ -154,7 +154,13 @@ impl QemuOptions {
             }
             attached = attach(tracking, &socket);
         }
-        attached.map_err(failed)
+        let target = attached.map_err(failed)?;
+        if let Some(pid) = self.pid.filter(|pid| *pid != target.pid()) {
+            // Its command line names whatever its user likes.
+            let reason = format!("process {} has its socket", target.pid());
+            return Err(Failure::new(format!("cannot attach to the machine of process {pid}"), reason));
+        }
+        Ok(target)
     }
 
     /// The machine, for people.
@@ -174,71 +180,13 @@ fn attach(tracking: &TrackingOptions, monitor: &Path) -> pagemark_vm::Result<VmT
     }
 }
 
-/// The job's name: that which the options give, or the machine's.
-fn name_of(memory: &MemoryOptions, target: &VmTarget) -> String {
-    memory.job.clone().unwrap_or_else(|| job_name(std::path::Path::new(target.label())))
-}
-
-/// A restored machine.
-enum Started<'a> {
-    /// With all of its memory.
-    Whole(RunningMachine),
-    /// With memory that comes on demand.
-    Lazy(LazyMachine<'a>),
-}
-
-/// Restores a machine, and reports on it. Without `is_detached`, waits until QEMU ends and returns
-/// its exit status.
-pub fn restore(
-    checkpoint: &Held,
-    is_lazy: bool,
-    is_detached: bool,
-    is_quiet: bool,
-) -> Result<(i32, Option<ExitStatus>), Failure> {
-    let manifest = &checkpoint.manifest;
-    let name = format!("{}@{}", manifest.job, manifest.sequence);
-    let failed = |error| Failure::of(format!("cannot restore {name}"), error);
-    if !is_quiet {
-        message!("pagemark: restoring {name} from {}", text::ago(manifest.taken_unix_us));
+/// The job of a machine: that which the options give, or one with its name.
+fn own_job(repository: &Repository, memory: &MemoryOptions, target: &VmTarget) -> Result<OwnJob, Failure> {
+    let default = job::default_name(Path::new(target.label()));
+    let mut program = job::of_process(target.process());
+    program.name = machine_name(&program.command);
+    if let (Some(process), Some(birth)) = (&mut program.process, restored_birth(target.pid())) {
+        process.birth = Some(birth);
     }
-    let signals = match (is_detached, is_lazy) {
-        (false, _) => Some(Signals::hold_for_target()?),
-        // QEMU is killed if this process ends before all memory is there, so this process must not be
-        // interrupted.
-        (true, true) => Some(Signals::hold_for_stop()?),
-        (true, false) => None,
-    };
-    let mut progress = Progress::new("reading");
-    let restore = pagemark_vm::Restore::new(checkpoint).detach(is_detached);
-    let report = &mut |done: ByteCount, total: ByteCount| progress.at(done.get(), total.get(), text::bytes);
-    let started = match is_lazy {
-        true => restore.start_lazily(report).map(Started::Lazy),
-        false => restore.start(report).map(Started::Whole),
-    };
-    drop(progress);
-    let started = started.map_err(failed)?;
-    let machine = match &started {
-        Started::Whole(machine) => machine,
-        Started::Lazy(lazy) => lazy.machine(),
-    };
-    let pid = machine.pid();
-    if let Some(signals) = signals.filter(|_| !is_detached) {
-        signals.share_with(Pid::from_raw(pid))?;
-    }
-    if !is_quiet {
-        message!("pagemark: {name} runs in QEMU, process {pid}");
-        let (before, now) = (machine.checkpoint_version(), machine.version());
-        if before != now {
-            message!("pagemark: its QEMU is version {now}; the checkpoint is of version {before}");
-        }
-        for (disk, image) in machine.disks() {
-            message!("pagemark: its disk {disk} is {}", image.display());
-        }
-    }
-    let machine = match started {
-        Started::Whole(machine) => machine,
-        Started::Lazy(lazy) => lazy.complete(&|_| {}).map_err(failed)?,
-    };
-    let status = if is_detached { None } else { Some(machine.wait().map_err(failed)?) };
-    Ok((pid, status))
+    job::claim(repository, memory.job.as_deref(), &default, program)
 }

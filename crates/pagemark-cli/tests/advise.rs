@@ -44,3 +44,30 @@ fn a_program_that_waits_may_be_checkpointed_often() {
     let output = pagemark.output(&["advise", "--memory-only", &pid]);
     assert_eq!(output.status.code(), Some(1), "it is gone");
 }
+
+/// Writes shared memory again and again, as database servers do.
+const WRITES_SHARED_MEMORY: &str = "
+import mmap, sys
+memory = mmap.mmap(-1, 4 << 20)
+for number in range(1 << 40):
+    for page in range(1024):
+        memory[page << 12] = number & 255
+    if number == 1:
+        print('writes', flush=True)
+";
+
+#[test]
+fn shared_memory_is_observed_as_a_checkpoint_tracks_it() {
+    let pagemark = Pagemark::new();
+    let mut command = Command::new("python3");
+    command.args(["-c", WRITES_SHARED_MEMORY]).stdin(Stdio::null()).stdout(Stdio::piped());
+    let mut child = command.spawn().expect("python3");
+    let mut line = [0; 7];
+    child.stdout.as_mut().expect("a pipe").read_exact(&mut line).expect("it writes");
+    let pid = child.id().to_string();
+    let advice = pagemark.json(&["advise", "--memory-only", "--json", "--observe", "1s", &pid]);
+    child.kill().expect("our child");
+    child.wait().expect("our child");
+    let rows = advice["measured"].as_array().expect("what was measured");
+    assert!(rows.iter().any(|row| row["pages"].as_f64() >= Some(1000.0)), "{advice}");
+}

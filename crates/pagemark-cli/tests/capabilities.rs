@@ -10,8 +10,8 @@ use std::process::{Command, Output, Stdio};
 
 use nix::sys::resource::{Resource, setrlimit};
 use nix::sys::signal::{Signal, killpg};
-use nix::unistd::{Pid, setsid};
-use pagemark_testing::skip;
+use nix::unistd::Pid;
+use pagemark_testing::{in_own_session, skip};
 use subject::{NOBODY, Subject, assert_fails, has_criu, is_root, status_field, stderr};
 use support::{Pagemark, is_alive, kill_and_wait};
 
@@ -82,7 +82,7 @@ fn a_process_of_another_user_comes_back_with_its_limits() {
     let mut subject = Subject::spawn(&mut command);
     let (pid, before) = (subject.pid(), limits(subject.pid()));
     assert!(before.contains("123456789"), "{before}");
-    for strategy in ["pre-copy", "stop-and-copy"] {
+    for strategy in ["pre-copy", "stop-and-copy", "copy-on-write"] {
         let arguments = ["checkpoint", "--job", "subject", "--strategy", strategy, &subject.pid_text()];
         let output = without_capability(&pagemark, &arguments);
         assert!(output.status.success(), "{strategy}: {}", stderr(&output));
@@ -107,9 +107,7 @@ fn processes_of_another_user_may_be_forked_all_the_time() {
     let mut command = Command::new("sh");
     command.args(["-c", "while :; do sleep 0.3 & sleep 0.01; done"]).current_dir("/").uid(NOBODY).gid(NOBODY);
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
-    // SAFETY: only a system call is made between fork and exec.
-    unsafe { command.pre_exec(|| Ok(setsid().map(drop)?)) };
-    let mut program = command.spawn().expect("sh");
+    let mut program = in_own_session(&mut command).spawn().expect("sh");
     let checkpoint = |_| without_capability(&pagemark, &["checkpoint", "--job", "sh", &program.id().to_string()]);
     let outputs: Vec<Output> = (0..3).map(checkpoint).collect();
     killpg(Pid::from_raw(program.id() as i32), Signal::SIGKILL).expect("our group of processes");

@@ -9,15 +9,15 @@ mod support;
 
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
-use container::{Container, Restored};
-use pagemark_testing::{SplitMix, skip, wait_for, wait_until};
+use container::Container;
+use pagemark_testing::{SplitMix, copy_executable, skip, wait_for, wait_until};
 use subject::{Steps, assert_fails, continues, criu_on, descriptors, has_criu, status_field, subject, untouched};
-use support::{Pagemark, children, is_alive, kill_and_wait};
+use support::{Pagemark, Restored, children, is_alive, kill_and_wait};
 
 /// A test with a directory for the root of a container and one for its volume.
 struct Story {
@@ -38,7 +38,7 @@ impl Story {
         for directory in [&root, &data] {
             fs::create_dir(directory).expect("a directory");
         }
-        fs::copy(program, data.join("subject")).expect("the program is copied");
+        copy_executable(program.as_ref(), &data.join("subject"));
         let steps = Steps::new(&data);
         Some(Story { pagemark, root, data, program: "/data/subject", steps })
     }
@@ -78,7 +78,7 @@ impl Story {
         let mut arguments = vec!["restore", "--yes", "--detach", "--json"];
         arguments.extend(options);
         let document = self.pagemark.json(&arguments);
-        Restored(document["pid"].as_i64().expect("a process id") as i32)
+        Restored::new(document["pid"].as_i64().expect("a process id") as i32)
     }
 
     fn refused(&self, options: &[&str], reasons: &[&str]) {
@@ -222,7 +222,7 @@ fn a_container_runs_before_its_memory_is_there_and_ends_if_it_never_comes() {
         let mut lines = BufReader::new(restore.stderr.take().expect("a pipe")).lines().map_while(Result::ok);
         let line = lines.find(|line| line.contains("runs as process")).expect("it is restored");
         let pid = line.rsplit(' ').next().and_then(|word| word.parse().ok()).expect("a process id");
-        let restored = Restored(pid);
+        let restored = Restored::new(pid);
         std::thread::sleep(Duration::from_millis(ms));
         let _ = restore.kill();
         restore.wait().expect("our child");
@@ -251,6 +251,24 @@ fn a_container_is_restored_on_another_root_directory() {
     assert!(!story.root.exists());
     let restored = story.restore(&["box", "--root", moved.to_str().expect("UTF-8")]);
     Steps::new(&moved).goes_on(restored.0);
+}
+
+/// The files are handed over in its `/proc`, which others could exchange.
+#[test]
+fn a_container_whose_root_directory_others_can_write_is_refused_with_a_remedy() {
+    let Some(story) = Story::begin() else { skip!("whole checkpoints need root, CRIU and a C compiler") };
+    let set_mode = |mode| fs::set_permissions(&story.root, fs::Permissions::from_mode(mode)).expect("it is ours");
+    // Root's group can write, of which no user of the container is.
+    std::os::unix::fs::chown(&story.root, None, Some(0)).expect("it is ours");
+    set_mode(0o775);
+    let mut container = story.container();
+    story.checkpoint(container.pid);
+    container.kill();
+    set_mode(0o777);
+    story.refused(&["box"], &["others than root can change", "let root alone write to the root directory"]);
+    set_mode(0o775);
+    let restored = story.restore(&["box"]);
+    story.steps.goes_on(restored.0);
 }
 
 #[test]

@@ -57,8 +57,9 @@ fn attach(pagemark: &Pagemark, options: &[&str], pid: i32) -> Child {
     command.spawn().expect("pagemark starts")
 }
 
-fn kill(child: &mut Child, when: &str) {
-    assert_eq!(child.try_wait().expect("our child"), None, "{when}: it has ended before it was killed");
+fn kill(child: &mut Child, pagemark: &Pagemark, when: &str) {
+    let log = || fs::read_to_string(pagemark.directory().join("attach.log")).unwrap_or_default();
+    assert_eq!(child.try_wait().expect("our child"), None, "{when}: it has ended before it was killed: {}", log());
     child.kill().expect("our child");
     child.wait().expect("our child");
 }
@@ -120,7 +121,7 @@ fn killed_at_any_instant_it_harms_nothing() {
         let when = format!("attach was killed after {ms} ms");
         let mut child = attach(&pagemark, &["--every", "50ms"], tortured.pid);
         std::thread::sleep(Duration::from_millis(ms));
-        kill(&mut child, &when);
+        kill(&mut child, &pagemark, &when);
         tortured.assert_continues(&when);
         count = opens(&pagemark.repository(), count);
         seen.extend(left_over());
@@ -167,7 +168,7 @@ fn killed_while_it_commits_it_loses_nothing() {
         let options = ["--memory-only", "--every", "1ms", "--keep-last", "5", "--mechanism", mechanism];
         let mut child = attach(&pagemark, &options, subject.pid());
         std::thread::sleep(Duration::from_millis(20 + random.below(300.max(10 * round))));
-        kill(&mut child, &format!("round {round}"));
+        kill(&mut child, &pagemark, &format!("round {round}"));
         // On a busy machine it may be killed before it has made the repository; the next makes it.
         is_made |= pagemark.repository().join("config").exists();
         if is_made {

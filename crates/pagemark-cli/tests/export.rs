@@ -9,7 +9,7 @@ use std::process::{Command, Stdio};
 
 use pagemark_process::criu::Criu;
 use pagemark_testing::skip;
-use subject::{Steps, Subject, has_criu};
+use subject::{NOBODY, Steps, Subject, assert_fails, has_criu, is_root};
 use support::{Pagemark, kill_and_wait};
 
 #[test]
@@ -31,6 +31,14 @@ fn plain_criu_restores_an_export() {
     steps.goes_on(pid);
     subject.kill();
 
+    if is_root() {
+        // Who owns the directory could exchange the images.
+        let others = pagemark.directory().join("others");
+        std::fs::create_dir(&others).expect("a directory");
+        std::os::unix::fs::chown(&others, Some(NOBODY), None).expect("root may do this");
+        let output = pagemark.output(&["export", "subject@2", "--criu", others.to_str().expect("UTF-8")]);
+        assert_fails(&output, &["other users can change it"]);
+    }
     let directory = pagemark.directory().join("images");
     let told = pagemark.done(&["export", "subject@2", "--criu", directory.to_str().expect("UTF-8")]);
     let (_, line) = told.split_once("`criu ").expect("it tells how to use it");

@@ -6,18 +6,15 @@ mod support;
 use std::path::Path;
 use std::process::Command;
 
-use pagemark_testing::{skip, wait_for, wait_until};
-use support::{Pagemark, Redis, children, free_port, is_alive, kill_and_wait, now_unix_us};
+use pagemark_testing::{copy_executable, skip, wait_for, wait_until};
+use support::{Pagemark, Redis, free_port, is_alive, kill_tree, now_unix_us};
 
 /// True if a process has the heap, with as many views as parts.
 fn has_heap(pid: i32, parts: usize) -> bool {
     let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).unwrap_or_default();
-    maps.lines().filter(|line| line.ends_with("/memfd:pagemark-heap (deleted)")).count() == parts
-}
-
-fn kill_tree(pid: i32) {
-    children(pid).into_iter().for_each(kill_tree);
-    kill_and_wait(pid);
+    let of_heap = maps.lines().filter(|line| line.ends_with("/memfd:pagemark-heap (deleted)"));
+    // Each begins with what is open; what is only reserved is a mapping of its own.
+    of_heap.filter(|line| line.contains(" rw-s 00000000 ")).count() == parts
 }
 
 fn is_installed(program: &str) -> bool {
@@ -267,7 +264,7 @@ fn what_cannot_have_the_heap_is_not_started() {
     assert!(text.contains("/static is linked statically") && status == Some(126), "{text}");
 
     if nix::unistd::geteuid().is_root() {
-        std::fs::copy("/bin/true", place("other")).expect("a copy");
+        copy_executable(Path::new("/bin/true"), &place("other"));
         let nobody = nix::unistd::Uid::from_raw(65_534);
         nix::unistd::chown(&place("other"), Some(nobody), None).expect("root may do this");
         let mode = std::os::unix::fs::PermissionsExt::from_mode(0o4755);

@@ -7,18 +7,17 @@ mod support;
 
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, chown, symlink};
-use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 
 use nix::sys::stat::Mode;
 use nix::unistd::mkfifo;
-use pagemark::backend::{Backend, LocalBackend};
+use pagemark::backend::{Backend, LeaseMode, LocalBackend};
 use pagemark::repository::{Repository, RepositoryOptions, Retention};
 use pagemark::{Error, ErrorKind};
 use pagemark_process::ErrorKind as ProcessErrorKind;
 use pagemark_process::restore::Restore;
-use pagemark_testing::{skip, wait_for};
+use pagemark_testing::{in_own_session, skip, wait_for};
 use subject::{NOBODY, Subject, assert_fails, has_criu, is_root, stderr, verifies};
 use support::Pagemark;
 
@@ -363,7 +362,7 @@ fn a_repository_that_is_replaced_while_it_is_used_is_noticed() {
     fs::rename(&moved, &path).expect("a rename");
     assert!(repository.writer("a test", std::time::Duration::ZERO).is_ok());
     let backend = LocalBackend::new(&path).expect("a directory");
-    assert!(backend.lease_writer("a test").is_ok());
+    assert!(backend.lease("lock", LeaseMode::Shared, "a test").is_ok());
 }
 
 /// A process that has a file open for writing, and works in a directory.
@@ -380,9 +379,7 @@ impl Writer {
         let output = fs::OpenOptions::new().append(true).open(&file).expect("the file");
         let mut command = Command::new("sleep");
         command.arg("1000").current_dir(directory).stdin(Stdio::null()).stdout(output).stderr(Stdio::null());
-        // SAFETY: `setsid` alone is called between fork and exec.
-        unsafe { command.pre_exec(|| Ok(nix::unistd::setsid().map(drop)?)) };
-        Writer { child: command.spawn().expect("sleep starts"), file }
+        Writer { child: in_own_session(&mut command).spawn().expect("sleep starts"), file }
     }
 
     fn pid(&self) -> i32 {

@@ -87,6 +87,7 @@ fn commit(repository: &Repository, pages: &[(u64, &[u8])], file_size: u64) {
         sequence: 0,
         taken_unix_us: 1_700_000_000_000_000,
         command: vec!["/bin/work".into(), "hard".into()],
+        program: None,
         mechanism: Mechanism::PagemapScan,
         kind: TargetKind::Memory,
         spaces: vec![SpaceRecord::of_process(42, "work".into(), root, pages.len() as u64, vec![mapping, droppable])],

@@ -8,7 +8,7 @@ use std::fs::File;
 use std::io::Write;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Child, Command, Stdio};
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -17,8 +17,8 @@ use pagemark::region::{Region, RegionOptions};
 use pagemark::{Address, AddressRangeExt, ByteCount, Mechanism, PAGE_SIZE, RangeSet};
 use pagemark_heap::grouping::ByHistory;
 use pagemark_heap::{Form, Heap, HeapTracker, Parts};
-use pagemark_testing::{SplitMix, rounds, skip, trackee, violation, wait_for};
-use support::{Pagemark, children, is_alive, kill_and_wait, now_unix_us};
+use pagemark_testing::{SplitMix, copy_executable, in_own_session, rounds, skip, trackee, violation, wait_for};
+use support::{Pagemark, Restored, children, is_alive, kill_and_wait, kill_tree, now_unix_us};
 
 /// Why no program runs in a machine here, if so.
 fn lacking() -> Option<String> {
@@ -31,24 +31,6 @@ macro_rules! need_machine {
             skip!("no machine under KVM: {reason}");
         }
     };
-}
-
-/// Kills a program and its child, for which the program does not wait.
-fn kill_tree(pid: i32) {
-    let children = children(pid);
-    kill_and_wait(pid);
-    children.into_iter().for_each(kill_and_wait);
-}
-
-/// A program that is killed with its child when this is dropped, also where the test fails.
-struct Restored(i32);
-
-impl Drop for Restored {
-    fn drop(&mut self) {
-        if is_alive(self.0) {
-            kill_tree(self.0);
-        }
-    }
 }
 
 /// The descriptors of a process that are not its program's, and where they lead. Those of KVM are
@@ -88,7 +70,7 @@ fn comes_back(pagemark: &Pagemark, program: &[String], of: &Path) {
     comes_back_tracked_by(pagemark, program, of, "auto");
 }
 
-/// As [`comes_back`], with a mechanism.
+/// Like [`comes_back`], with a mechanism.
 fn comes_back_tracked_by(pagemark: &Pagemark, program: &[String], of: &Path, mechanism: &str) {
     run_and_kill(pagemark, program, of, mechanism);
     for when in ["restored", "restored again"] {
@@ -101,7 +83,7 @@ fn comes_back_tracked_by(pagemark: &Pagemark, program: &[String], of: &Path, mec
     pagemark.done(&["verify"]);
 }
 
-/// As [`comes_back`], but it leaves its machine when it is restored with `options`, and is then a
+/// Like [`comes_back`], but it leaves its machine when it is restored with `options`, and is then a
 /// program like any other.
 fn comes_back_outside(pagemark: &Pagemark, program: &[String], of: &Path, options: &[&str]) {
     run_and_kill(pagemark, program, of, "auto");
@@ -141,7 +123,8 @@ fn remains_of_monitor(pid: i32) -> Vec<String> {
 /// Restores the newest checkpoint of the job.
 fn restore(pagemark: &Pagemark, options: &[&str]) -> Restored {
     let restored = pagemark.json(&[&["restore", "--detach", "--json", "job"], options].concat());
-    Restored(restored["pid"].as_i64().expect("a process id") as i32)
+    let pid = restored["pid"].as_i64().expect("a process id") as i32;
+    Restored::new(pid)
 }
 
 /// The program makes further rounds.
@@ -226,7 +209,7 @@ fn a_program_whose_file_is_gone_leaves_its_machine() {
     for another_is_there in [false, true] {
         let pagemark = Pagemark::new();
         let path = pagemark.directory().join("subject");
-        std::fs::copy("/bin/sleep", &path).expect("a program");
+        copy_executable(Path::new("/bin/sleep"), &path);
         let program = std::fs::read(&path).expect("a program");
         let mut runner =
             pagemark.run(&["--kvm", "--every", "300ms", "--job", "job"], &[path.as_os_str(), "1000".as_ref()]);
@@ -260,7 +243,7 @@ fn a_restore_out_of_the_machine_that_is_killed_leaves_no_part() {
             let arguments = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
             is_alive(*pid) && arguments.starts_with(program[0].as_bytes())
         };
-        pagemark::sys::proc::processes().expect("/proc").into_iter().filter(is_one).collect()
+        pagemark_linux::proc::processes().expect("/proc").into_iter().filter(is_one).collect()
     };
     for after_ms in [40, 70, 90, 110, 130, 150, 180, 220, 300] {
         let mut restoring =
@@ -308,8 +291,8 @@ fn threads_that_the_rings_of_their_machine_track_come_back() {
     threads_come_back_tracked_by("kvm-ring");
 }
 
-/// A machine notes writes for one: who tracks a process first is told when another does. A process
-/// without a machine is refused, and so is one whose machine keeps a log where rings are asked for.
+/// A machine notes writes for one: a second tracker is refused. A process without a machine is
+/// refused, and so is one whose machine keeps a log where rings are asked for.
 #[test]
 fn one_tracker_has_the_dirty_bits_of_a_machine() {
     need_machine!();
@@ -320,14 +303,20 @@ fn one_tracker_has_the_dirty_bits_of_a_machine() {
     );
     let target = runner.target();
     pagemark.checkpoint_after("job", now_unix_us());
-    let output = pagemark.output(&["checkpoint", "--job", "other", "--mechanism", "kvm-ring", &target.to_string()]);
-    let message = String::from_utf8_lossy(&output.stderr);
-    assert!(!output.status.success() && message.contains("PAGEMARK_KVM_DIRTY=rings"), "{message}");
-    let other = ["checkpoint", "--job", "other", "--mechanism", "kvm-log", &target.to_string()];
-    // Of two checkpoints at the same time, one may fail.
-    wait_for("the other checkpoint", || pagemark.output(&other).status.success().then_some(()));
-    wait_for("the report", || pagemark.log().contains("another tracker by kvm-log").then_some(()));
+    let pid = target.to_string();
+    let refused = |mechanism: &str| {
+        let output = pagemark.output(&["checkpoint", "--job", "other", "--mechanism", mechanism, &pid]);
+        assert!(!output.status.success(), "{mechanism}");
+        String::from_utf8_lossy(&output.stderr).into_owned()
+    };
+    let message = refused("kvm-log");
+    assert!(message.contains("is tracked by another Pagemark already"), "{message}");
     runner.kill();
+    // What the killed Pagemark had started ends a moment later.
+    wait_for("the refusal of rings", || refused("kvm-ring").contains("PAGEMARK_KVM_DIRTY=rings").then_some(()));
+    // The bits are those of the next tracker.
+    let other = ["checkpoint", "--job", "other", "--mechanism", "kvm-log", &pid];
+    wait_for("the other checkpoint", || pagemark.output(&other).status.success().then_some(()));
     kill_and_wait(target);
 
     let mut outside = Command::new("sleep").arg("60").spawn().expect("a program");
@@ -491,6 +480,29 @@ fn a_program_that_checks_its_memory_comes_back() {
     comes_back(&pagemark, &[trackee("torture").display().to_string(), of.display().to_string()], &of);
 }
 
+/// Checkpoints come in the midst of an `execve`, and at the first instructions of a program.
+#[test]
+fn a_program_that_executes_itself_goes_on() {
+    const CHECKPOINTS: u64 = 80;
+    need_machine!();
+    let pagemark = Pagemark::new();
+    let script = pagemark.directory().join("again");
+    std::fs::write(&script, "#!/bin/sh\necho >> rounds\nexec \"$0\"\n").expect("our directory");
+    std::fs::set_permissions(&script, std::fs::Permissions::from_mode(0o755)).expect("our file");
+    let options = ["--kvm", "--every", "30ms", "--keep-last", "2", "--job", "job"];
+    let mut runner = pagemark.run(&options, &[script.display().to_string()]);
+    let target = runner.target();
+    wait_for("checkpoints", || {
+        assert!(is_alive(target), "it ended: {}", pagemark.log());
+        pagemark.checkpoints("job").iter().any(|listed| listed.sequence >= CHECKPOINTS).then_some(())
+    });
+    let rounds = || std::fs::metadata(pagemark.directory().join("rounds")).map_or(0, |file| file.len());
+    let before = rounds();
+    wait_for("the program to go on", || (rounds() > before + 10).then_some(()));
+    runner.kill();
+    kill_tree(target);
+}
+
 /// A program in Python that has a thread, and starts another program in each round. None without
 /// Python.
 fn python_that_starts_others() -> Option<Vec<String>> {
@@ -532,27 +544,80 @@ fn a_python_program_that_starts_others_leaves_its_machine() {
     comes_back_outside(&pagemark, &program, pagemark.directory(), &[]);
 }
 
+/// A library for the monitor, compiled from C; none without a compiler.
+fn library(directory: &Path, code: &str) -> Option<PathBuf> {
+    let (source, library) = (directory.join("slow.c"), directory.join("slow.so"));
+    std::fs::write(&source, code).expect("our directory");
+    let compiled = Command::new("cc").args(["-shared", "-fPIC", "-o"]).arg(&library).arg(&source).status();
+    compiled.is_ok_and(|status| status.success()).then_some(library)
+}
+
+/// Starts a program in a machine, in the directory of the library that its monitor has loaded.
+fn start_with(library: &Path, program: &[&str]) -> Child {
+    let monitor = Path::new(env!("CARGO_BIN_EXE_pagemark")).with_file_name("pagemark-kvm");
+    let mut command = Command::new(monitor);
+    command.args(program).env("LD_PRELOAD", library).current_dir(library.parent().expect("a directory"));
+    in_own_session(command.stdin(Stdio::null())).spawn().expect("the monitor")
+}
+
 /// A monitor that has not opened KVM yet would open it while CRIU saves the process.
 #[test]
 fn a_monitor_that_has_just_begun_is_left_alone() {
     need_machine!();
     let pagemark = Pagemark::new();
-    let (source, library) = (pagemark.directory().join("slow.c"), pagemark.directory().join("slow.so"));
     let code = "#include <unistd.h>\n__attribute__((constructor)) static void wait_long(void) { sleep(600); }\n";
-    std::fs::write(&source, code).expect("our directory");
-    let compiled = Command::new("cc").args(["-shared", "-fPIC", "-o"]).arg(&library).arg(&source).status();
-    if !compiled.is_ok_and(|status| status.success()) {
-        skip!("no C compiler");
-    }
-    let monitor = Path::new(env!("CARGO_BIN_EXE_pagemark")).with_file_name("pagemark-kvm");
-    let mut begun = Command::new(monitor);
-    let mut begun = begun.args(["sleep", "60"]).env("LD_PRELOAD", library).spawn().expect("the monitor");
+    let Some(library) = library(pagemark.directory(), code) else { skip!("no C compiler") };
+    let mut begun = start_with(&library, &["sleep", "60"]);
     let pid = begun.id() as i32;
     let output = pagemark.output(&["checkpoint", "--job", "job", &pid.to_string()]);
     let message = String::from_utf8_lossy(&output.stderr);
     begun.kill().expect("a child");
     begun.wait().expect("a child");
     assert!(!output.status.success() && message.contains("starts a program in one"), "{message}");
+}
+
+/// A program that is not loaded yet has no registers with which it could go on outside.
+#[test]
+fn a_program_that_is_being_loaded_is_not_saved() {
+    need_machine!();
+    let pagemark = Pagemark::new();
+    // The program is named when it is loaded, and has no virtual CPU yet.
+    let code = "
+#define _GNU_SOURCE
+#include <stdarg.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+int prctl(int option, ...)
+{
+    va_list list;
+    va_start(list, option);
+    unsigned long a = va_arg(list, unsigned long), b = va_arg(list, unsigned long);
+    unsigned long c = va_arg(list, unsigned long), d = va_arg(list, unsigned long);
+    va_end(list);
+    while (option == PR_SET_NAME && access(\"loaded\", F_OK) != 0)
+        usleep(1000);
+    return syscall(SYS_prctl, option, a, b, c, d);
+}
+";
+    let Some(library) = library(pagemark.directory(), code) else { skip!("no C compiler") };
+    let mut begun = start_with(&library, &["sleep", "600"]);
+    let pid = begun.id() as i32;
+    wait_for("the machine", || is_in_machine(pid).then_some(()));
+    let early = pagemark.output(&["checkpoint", "--job", "job", &pid.to_string()]);
+    std::fs::write(pagemark.directory().join("loaded"), "").expect("our directory");
+    wait_for("the program", || {
+        let name = std::fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
+        (name == "sleep\n").then_some(())
+    });
+    checkpoint(&pagemark, pid, "auto");
+    begun.kill().expect("a child");
+    begun.wait().expect("a child");
+    let restored = restore(&pagemark, &["--without-kvm"]);
+    wait_for("the program outside", || remains_of_monitor(restored.0).is_empty().then_some(()));
+    assert!(is_alive(restored.0));
+    let message = String::from_utf8_lossy(&early.stderr);
+    assert!(!early.status.success() && message.contains("starts a program in one"), "{message}");
 }
 
 #[test]

@@ -15,7 +15,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::atomic::Ordering;
 
-use container::{Container, Restored};
+use container::Container;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use pagemark::Mechanism;
@@ -24,7 +24,7 @@ use pagemark_testing::{is_emulated, skip, wait_for};
 use redis_load::{LimitedMemory, Load, digest};
 use serde_json::{Value, json};
 use subject::has_criu;
-use support::{Pagemark, Redis, free_port, now_unix_us};
+use support::{Pagemark, Redis, Restored, free_port, now_unix_us};
 
 /// The directory in which the halves meet.
 const MEETING: &str = "PAGEMARK_MIGRATION";
@@ -140,7 +140,7 @@ impl Migration<'_> {
         let notes: Value = serde_json::from_slice(&fs::read(self.notes()).expect("the notes")).expect("JSON");
         let number = |name: &str| notes[name].as_u64().expect("a number");
         let document = self.json(&["restore", "--yes", "--detach", "--json", self.mechanism.name()]);
-        let restored = Restored(document["pid"].as_i64().expect("a process id") as i32);
+        let restored = Restored::new(document["pid"].as_i64().expect("a process id") as i32);
         let port = number("port") as u16;
         let mut redis = wait_for("the restored server", || Redis::connect(port));
         assert_eq!(digest(&mut redis), notes["digest"].as_str().expect("text"), "the data are not what they were");

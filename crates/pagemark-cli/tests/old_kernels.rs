@@ -4,7 +4,8 @@
 mod subject;
 mod support;
 
-use std::process::{Output, Stdio};
+use std::process::{Command, Output, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use pagemark_testing::{LINUX_VERSIONS, as_linux, reason_without_as_linux, skip};
 use serde_json::Value;
@@ -14,10 +15,11 @@ use support::{Pagemark, is_alive, kill_and_wait};
 /// The interfaces that a version lacks.
 fn lacks(version: &str) -> &'static [&'static str] {
     // The oldest first.
-    const SINCE: [&str; 12] = [
+    const SINCE: [&str; 13] = [
         "pidfd_open",
         "pidfd_getfd",
         "UFFD_FEATURE_PAGEFAULT_FLAG_WP",
+        "faccessat2",
         "fanotify with names",
         "process_madvise",
         "MADV_POPULATE_READ and MADV_POPULATE_WRITE",
@@ -30,8 +32,8 @@ fn lacks(version: &str) -> &'static [&'static str] {
     ];
     match version {
         "4.18" => &SINCE,
-        "5.10" => &SINCE[5..],
-        "6.1" => &SINCE[8..],
+        "5.10" => &SINCE[6..],
+        "6.1" => &SINCE[9..],
         other => panic!("what does Linux {other} lack?"),
     }
 }
@@ -52,7 +54,7 @@ fn doctor_names_the_mechanisms_of_this_kernel() {
     let found = Pagemark::new().json(&["doctor", "--json"]);
     let release = nix::sys::utsname::uname().expect("a kernel").release().to_string_lossy().into_owned();
     let missing = found["missing"].as_array().expect("a list");
-    for interface in pagemark::sys::interface::ALL {
+    for interface in pagemark_linux::interface::ALL {
         let named = missing.iter().find(|missing| missing["interface"] == interface.name);
         if version(&release) < version(interface.since) {
             let named = named.unwrap_or_else(|| panic!("{} is not missing on Linux {release}", interface.name));
@@ -170,6 +172,51 @@ fn a_process_comes_back_as_on_an_older_kernel() {
             .expect("a thread")
             .join()
             .unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+    }
+}
+
+/// Before Linux 5.5 CRIU asks for the next process id, which another process can get first.
+#[test]
+fn a_process_comes_back_on_an_older_kernel_while_others_begin() {
+    if !is_root() || !has_criu() {
+        skip!("whole checkpoints need root and CRIU");
+    }
+    let Some(_) = subject() else { skip!("no C compiler") };
+    if let Some(reason) = reason_without_as_linux() {
+        skip!("{reason}");
+    }
+    let is_over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !is_over.load(Ordering::Relaxed) {
+                Command::new("true").status().expect("a process");
+            }
+        });
+        let restored = scope.spawn(comes_back_often).join();
+        is_over.store(true, Ordering::Relaxed);
+        restored.unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+    });
+}
+
+fn comes_back_often() {
+    const RESTORES: usize = 12;
+    have_own_run_directory();
+    let pagemark = Pagemark::new();
+    let steps = Steps::new(pagemark.directory());
+    let mut subject =
+        Subject::start_without_restartable_sequences(&steps.arguments(1)).expect("the subject is compiled");
+    let pid = subject.pid();
+    steps.goes_on(pid);
+    let done = |arguments: &[&str]| {
+        let output = run_as_linux(&pagemark, "4.18", arguments);
+        assert!(output.status.success(), "{arguments:?}: {}", stderr(&output));
+    };
+    done(&["checkpoint", "--job", "subject", &subject.pid_text()]);
+    subject.kill();
+    for _ in 0..RESTORES {
+        done(&["restore", "--detach", "--yes", "subject"]);
+        steps.goes_on(pid);
+        kill_and_wait(pid);
     }
 }
 

@@ -16,8 +16,8 @@ use std::thread::JoinHandle;
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::{Pid, User, chown};
-use pagemark::sys::proc::tree;
-use pagemark::sys::{fanotify, forks};
+use pagemark_linux::proc::tree;
+use pagemark_linux::{fanotify, forks};
 use pagemark_testing::{SplitMix, skip, wait_for, wait_until};
 use subject::{has_criu, is_root, public_directory};
 use support::{Pagemark, free_port, is_alive, now_unix_us};
@@ -154,7 +154,8 @@ impl Cluster {
 
     /// Ends the server by `signal`, with all its processes.
     fn end(&mut self, signal: Signal) {
-        let members: Vec<i32> = tree::members(self.root).expect("a tree").iter().map(|member| member.pid).collect();
+        let members: Vec<i32> =
+            tree::members(self.root).expect("a tree").iter().map(|member| member.process.pid).collect();
         let _ = kill(Pid::from_raw(self.postmaster()), signal);
         if signal == Signal::SIGKILL {
             for &member in &members {

@@ -8,7 +8,7 @@ mod support;
 use std::sync::atomic::Ordering;
 
 use pagemark::Mechanism;
-use pagemark::sys::proc::Status;
+use pagemark_linux::proc::Status;
 use pagemark_testing::{is_emulated, skip, wait_for};
 use redis_load::{LimitedMemory, Load, digest};
 use support::{Pagemark, Redis, free_port, kill_and_wait, now_unix_us};

@@ -4,11 +4,12 @@
 mod subject;
 mod support;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use nix::sys::signal::{Signal, kill};
+use nix::sys::signal::{Signal, kill, killpg};
 use nix::unistd::Pid;
+use pagemark_linux::proc::stat;
 use pagemark_testing::{skip, wait_for};
 use subject::{Subject, criu_on, has_criu, status_field};
 use support::{Pagemark, Runner, is_alive, kill_and_wait};
@@ -28,19 +29,29 @@ impl Run {
         Some(Run { runner: pagemark.run(&["--job", "subject", "--every", every], &command), data })
     }
 
+    /// Like [`Run::start`], until there is a checkpoint.
+    fn start_saved(pagemark: &Pagemark, every: &str) -> Option<Run> {
+        let run = Run::start(pagemark, every)?;
+        wait_for("a checkpoint", || (!pagemark.checkpoints("subject").is_empty()).then_some(()));
+        Some(run)
+    }
+
     fn target(&self) -> i32 {
         self.runner.target()
     }
 
     /// Waits until the program has appended something, and calls `check` before each look.
     fn goes_on(&self, what: &str, check: impl Fn()) {
-        let length = || std::fs::metadata(&self.data).map_or(0, |metadata| metadata.len());
-        let before = length();
+        let before = length(&self.data);
         wait_for(what, || {
             check();
-            (length() > before + 2).then_some(())
+            (length(&self.data) > before + 2).then_some(())
         });
     }
+}
+
+fn length(file: &Path) -> u64 {
+    std::fs::metadata(file).map_or(0, |metadata| metadata.len())
 }
 
 /// Stops CRIU while the target is frozen, and returns the process id of CRIU.
@@ -61,6 +72,22 @@ fn stop_criu_in_a_freeze(target: i32) -> Pid {
     })
 }
 
+/// Like [`stop_criu_in_a_freeze`], but while the target executes nothing for CRIU, and CRIU knows
+/// that: a call that ends behind a CRIU that is killed then leaves a signal that ends the program.
+fn stop_criu_between_its_calls(target: i32) -> Pid {
+    /// Field of the file `stat`: what the tracer has not waited for.
+    const EXIT_CODE: usize = 52;
+    loop {
+        let criu = stop_criu_in_a_freeze(target);
+        let text = std::fs::read(format!("/proc/{target}/task/{target}/stat")).expect("it is frozen");
+        let is_traced = status_field(target, "State").is_some_and(|state| state.starts_with('t'));
+        if is_traced && stat::number(&text, EXIT_CODE) == Some(0) {
+            return criu;
+        }
+        kill(criu, Signal::SIGCONT).expect("it is stopped");
+    }
+}
+
 fn is_pending(pid: i32, signal: Signal) -> bool {
     let pending = status_field(pid, "ShdPnd").unwrap_or_default();
     u64::from_str_radix(&pending, 16).is_ok_and(|set| set >> (signal as u64 - 1) & 1 == 1)
@@ -79,9 +106,8 @@ fn a_signal_that_comes_during_a_freeze_is_not_part_of_the_checkpoint() {
     }
     for signal in [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP] {
         let pagemark = Pagemark::new();
-        let Some(mut run) = Run::start(&pagemark, "100ms") else { skip!("no C compiler") };
+        let Some(mut run) = Run::start_saved(&pagemark, "100ms") else { skip!("no C compiler") };
         let target = run.target();
-        wait_for("a checkpoint", || (!pagemark.checkpoints("subject").is_empty()).then_some(()));
         let criu = stop_criu_in_a_freeze(target);
         kill(Pid::from_raw(run.runner.child.id() as i32), signal).expect("it runs");
         // Long enough for a signal that is not held back to become pending.
@@ -134,9 +160,8 @@ fn a_process_that_is_continued_during_a_freeze_is_not_stopped_again() {
         skip!("no CRIU");
     }
     let pagemark = Pagemark::new();
-    let Some(run) = Run::start(&pagemark, "100ms") else { skip!("no C compiler") };
+    let Some(run) = Run::start_saved(&pagemark, "100ms") else { skip!("no C compiler") };
     let target = run.target();
-    wait_for("a checkpoint", || (!pagemark.checkpoints("subject").is_empty()).then_some(()));
     kill(Pid::from_raw(target), Signal::SIGSTOP).expect("it runs");
     wait_until_stopped(target);
     let criu = stop_criu_in_a_freeze(target);
@@ -144,6 +169,96 @@ fn a_process_that_is_continued_during_a_freeze_is_not_stopped_again() {
     kill(criu, Signal::SIGCONT).expect("it is stopped");
     run.goes_on("the program to go on", || {});
     pagemark.checkpoint_after("subject", support::now_unix_us());
+    kill_and_wait(target);
+}
+
+/// What the guard of CRIU stops to repair it is in the end as its user has asked for meanwhile.
+#[test]
+fn a_killed_criu_undoes_no_stop_and_no_continuation() {
+    if !has_criu() {
+        skip!("no CRIU");
+    }
+    let pagemark = Pagemark::new();
+    let Some(run) = Run::start_saved(&pagemark, "100ms") else { skip!("no C compiler") };
+    let target = Pid::from_raw(run.target());
+    for _ in 0..5 {
+        kill(target, Signal::SIGSTOP).expect("it runs");
+        wait_until_stopped(run.target());
+        let criu = stop_criu_between_its_calls(run.target());
+        kill(target, Signal::SIGCONT).expect("it is frozen");
+        kill(criu, Signal::SIGKILL).expect("it is stopped");
+        run.goes_on("the program to go on", || {});
+
+        let criu = stop_criu_between_its_calls(run.target());
+        kill(target, Signal::SIGSTOP).expect("it is frozen");
+        kill(criu, Signal::SIGKILL).expect("it is stopped");
+        // A checkpoint of a stopped program succeeds, and leaves it stopped.
+        pagemark.checkpoint_after("subject", support::now_unix_us());
+        wait_until_stopped(run.target());
+        kill(target, Signal::SIGCONT).expect("it is stopped");
+        run.goes_on("the program to go on", || {});
+    }
+    kill_and_wait(run.target());
+}
+
+/// CRIU, which expects no stop, drops the signal. It may come before a call that CRIU injects, and
+/// while CRIU's code runs.
+#[test]
+fn a_stop_that_comes_during_a_freeze_is_not_lost() {
+    if !has_criu() {
+        skip!("no CRIU");
+    }
+    let pagemark = Pagemark::new();
+    let Some(run) = Run::start_saved(&pagemark, "50ms") else { skip!("no C compiler") };
+    let target = Pid::from_raw(run.target());
+    for round in 0..12 {
+        let criu = stop_criu_in_a_freeze(run.target());
+        kill(target, Signal::SIGSTOP).expect("it is frozen");
+        kill(criu, Signal::SIGCONT).expect("it is stopped");
+        if round % 2 == 0 {
+            pagemark.checkpoint_after("subject", support::now_unix_us());
+        }
+        wait_until_stopped(run.target());
+        kill(target, Signal::SIGCONT).expect("it is stopped");
+        run.goes_on("the program to go on", || {});
+    }
+    let failed = pagemark.log().matches("no checkpoint of").count();
+    assert!(failed <= 3, "{failed} have failed: {}", pagemark.log());
+    kill_and_wait(run.target());
+}
+
+/// A shell continues all processes of a job at once. CRIU gets one SIGCHLD for all.
+#[test]
+fn a_job_that_is_continued_during_a_freeze_is_saved() {
+    if !has_criu() {
+        skip!("no CRIU");
+    }
+    let Some(subject) = subject::subject() else { skip!("no C compiler") };
+    let pagemark = Pagemark::new();
+    let lengths = || [1, 2, 3].map(|number| length(&pagemark.directory().join(format!("data{number}"))));
+    let directory = pagemark.directory().display();
+    let subjects = [1, 2, 3].map(|number| format!("{} data 2 {directory}/data{number} &", subject.display()));
+    let command = format!("{} wait", subjects.join(" "));
+    let runner = pagemark.run(&["--job", "subject", "--every", "100ms"], &["sh", "-c", &command]);
+    let target = runner.target();
+    wait_for("a checkpoint", || (!pagemark.checkpoints("subject").is_empty()).then_some(()));
+    let group = nix::unistd::getpgid(Some(Pid::from_raw(target))).expect("it runs");
+    for _ in 0..10 {
+        killpg(group, Signal::SIGSTOP).expect("it runs");
+        wait_until_stopped(target);
+        let criu = stop_criu_in_a_freeze(target);
+        let before = lengths();
+        killpg(group, Signal::SIGCONT).expect("it is frozen");
+        kill(criu, Signal::SIGCONT).expect("it is stopped");
+        wait_for("all to go on", || {
+            let now = lengths();
+            now.iter().zip(before).all(|(now, before)| *now > before + 2).then_some(())
+        });
+    }
+    // The end of CRIU's code in a first thread is a stop that the guard cannot tell from that of SIGCONT.
+    let failed = pagemark.log().matches("no checkpoint of").count();
+    assert!(failed <= 3, "{failed} have failed: {}", pagemark.log());
+    let _ = killpg(group, Signal::SIGKILL);
     kill_and_wait(target);
 }
 

@@ -12,7 +12,7 @@ use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
 
 use pagemark_testing::{skip, wait_for};
-use subject::{Steps, assert_fails, descriptors, has_criu, subject, untouched};
+use subject::{Steps, assert_fails, descriptors, has_criu, status_field, subject, untouched};
 use support::{Pagemark, children, kill_and_wait};
 
 /// A child that is killed with what it has started.
@@ -132,4 +132,64 @@ fn a_connection_to_a_process_outside_is_reported_as_closed() {
     assert_eq!(restored["closed_connections"], serde_json::json!(["of descriptor 0 by a socket without a name"]));
     steps.goes_on(pid);
     kill_and_wait(pid);
+}
+
+#[test]
+fn a_connection_of_a_program_with_itself_is_announced() {
+    if !has_criu() {
+        skip!("whole checkpoints need root and CRIU");
+    }
+    let pagemark = Pagemark::new();
+    let ready = pagemark.directory().join("ready");
+    let text = format!(
+        "import socket, time\n\
+         server = socket.create_server(('127.0.0.1', 0))\n\
+         client = socket.create_connection(server.getsockname())\n\
+         accepted = server.accept()\n\
+         open({ready:?}, 'w').close()\n\
+         time.sleep(1000)\n"
+    );
+    let mut command = Command::new("python3");
+    command.args(["-c", &text]).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+    let target = Surrounded::start(&mut command);
+    wait_for("a connection", || ready.exists().then_some(()));
+    let output = pagemark.output(&["checkpoint", "--job", "target", &target.pid().to_string()]);
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{said}");
+    assert!(said.contains("a restore closes the connection of the program with itself, 127.0.0.1:"), "{said}");
+}
+
+#[test]
+fn as_the_first_process_of_a_container_a_restore_takes_the_ends_of_orphans() {
+    if !has_criu() {
+        skip!("whole checkpoints need root and CRIU");
+    }
+    let pagemark = Pagemark::new();
+    // Each round leaves a process without a parent, which ends at once.
+    let script = "n=0; while :; do (true &); n=$((n + 1)); echo $n > rounds; sleep 0.02; done";
+    let rounds = || std::fs::read_to_string(pagemark.directory().join("rounds")).ok()?.trim().parse::<u64>().ok();
+    let ten_more = || {
+        let before = rounds().unwrap_or(0);
+        wait_for("ten more rounds", || rounds().filter(|&now| now > before + 10))
+    };
+    let mut shell = Command::new("sh");
+    shell.args(["-c", script]).current_dir(pagemark.directory());
+    shell.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+    // SAFETY: a system call is made between fork and exec.
+    unsafe { shell.pre_exec(|| Ok(nix::unistd::setsid().map(drop)?)) };
+    let mut target = shell.spawn().expect("it starts");
+    ten_more();
+    pagemark.done(&["checkpoint", "--job", "orphans", &target.id().to_string()]);
+    target.kill().and_then(|()| target.wait()).expect("it ends");
+
+    let mut unshare = Command::new("unshare");
+    unshare.args(["--fork", "--pid", "--mount-proc", env!("CARGO_BIN_EXE_pagemark"), "restore", "--yes", "orphans"]);
+    unshare.env("PAGEMARK_REPO", pagemark.repository()).stdin(Stdio::null()).stdout(Stdio::null());
+    let container = Surrounded::start(unshare.stderr(Stdio::null()));
+    let first = wait_for("the container", || children(container.pid()).first().copied());
+    ten_more();
+    ten_more();
+    let has_ended = |&pid: &i32| status_field(pid, "State:").is_some_and(|state| state.starts_with('Z'));
+    let ended = children(first).into_iter().filter(has_ended).count();
+    assert!(ended < 10, "{ended} processes have ended and are still there");
 }

@@ -210,7 +210,7 @@ fn killed_at_any_instant_it_leaves_the_machine_running() {
 }
 
 #[test]
-fn copies_on_write_are_for_machines_and_one_mechanism_and_are_counted() {
+fn copies_on_write_need_a_mechanism_that_can_and_are_counted() {
     if guest_program().is_none() || !can_hold_writes() {
         skip!("no QEMU, no compiler for its guest, or no userfaultfd that holds the kernel's own writes");
     }
@@ -219,7 +219,8 @@ fn copies_on_write_are_for_machines_and_one_mechanism_and_are_counted() {
     let monitor = paths.monitor().display().to_string();
     let own_pid = std::process::id().to_string();
     for (arguments, said) in [
-        (&["checkpoint", "--strategy", "copy-on-write", &*own_pid][..], "for virtual machines alone"),
+        (&["advise", "--strategy", "copy-on-write", &*own_pid][..], "for virtual machines alone"),
+        (&["checkpoint", "--memory-only", "--strategy", "copy-on-write", &*own_pid], "has no strategy copy-on-write"),
         (
             &["vm", "checkpoint", "--strategy", "copy-on-write", "--mechanism", "full", &*monitor],
             "needs the mechanism uffd",
@@ -273,4 +274,32 @@ fn a_machine_restored_lazily_never_runs_without_its_memory() {
         });
         qemu.into_iter().filter(|&qemu| is_qemu(qemu)).for_each(kill_and_wait);
     }
+}
+
+#[test]
+fn a_machine_of_the_same_name_beside_a_restored_one_has_another_job() {
+    if guest_program().is_none() {
+        skip!("no QEMU, or no compiler for its guest");
+    }
+    let (pagemark, paths, others) = (Pagemark::new(), MachinePaths::default(), MachinePaths::default());
+    let job_of = |paths: &MachinePaths| {
+        let said = pagemark.done(&["vm", "checkpoint", "--json", &paths.monitor().display().to_string()]);
+        let line = said.lines().find(|line| line.contains(r#""event":"checkpoint""#)).expect("a checkpoint");
+        let taken: serde_json::Value = serde_json::from_str(line).expect("JSON");
+        taken["job"].as_str().expect("a name").to_owned()
+    };
+    let qemu = Qemu::start(&paths, &["-name", "box"]);
+    assert_eq!(job_of(&paths), "box");
+    drop(qemu);
+    let restored = pagemark.json(&["restore", "--detach", "--json", "box"]);
+    let pid = restored["pid"].as_i64().expect("a process id") as i32;
+    let other = Qemu::start(&others, &["-name", "box"]);
+    let jobs = (job_of(&others), job_of(&paths), job_of(&others));
+    kill_and_wait(pid);
+    assert_eq!((jobs.0.as_str(), jobs.1.as_str(), jobs.2.as_str()), ("box-2", "box", "box-2"));
+    drop(other);
+    // When both have ended, a machine of the name that is started again continues.
+    let third = MachinePaths::default();
+    let _again = Qemu::start(&third, &["-name", "box"]);
+    assert_eq!(job_of(&third), "box");
 }

@@ -1,15 +1,22 @@
 //! Pagemark is killed, a call of it fails, or QEMU is killed, at each step of what it does with a
 //! virtual machine.
 
+#[path = "support/group.rs"]
+mod group;
 mod support;
 
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt;
 use std::path::Path;
-use std::process::Stdio;
+use std::process::{Child, Stdio};
+use std::time::Duration;
 
+use group::{Group, below};
 use nix::errno::Errno;
+use nix::sys::signal::{Signal, kill, killpg};
+use nix::unistd::Pid;
 use pagemark_testing::{
     Ended, Fault, MachinePaths, Qemu, SplitMix, TestMonitor, guest_program, run_with_fault, skip, wait_for, with_disk,
 };
@@ -94,7 +101,11 @@ fn faults_in_checkpoints(strategy: &str, count: u64) {
         for (at, error) in points(whole.calls, count).zip(ERRORS.iter().cycle()) {
             let fault = if fault == Fault::Killed { fault } else { Fault::Fails(*error) };
             let when = format!("{fault:?} at call {at} of {}", whole.calls);
-            let (ended, said) = run(&pagemark, &checkpoint, fault, at);
+            let (mut ended, mut said) = run(&pagemark, &checkpoint, fault, at);
+            if !ended.came {
+                // It made fewer calls than the whole one, which has waited longer: the same place in those.
+                (ended, said) = run(&pagemark, &checkpoint, fault, at * ended.calls / whole.calls);
+            }
             came += u64::from(ended.came);
             match (fault, ended.code) {
                 // Of a call that fails, some are of no account.
@@ -235,6 +246,87 @@ fn is_running(mut monitor: UnixStream) -> std::io::Result<bool> {
         }
     }
     Ok(false)
+}
+
+/// Who is killed while a command is attached to a machine.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Victim {
+    Command,
+    /// The process that looks after the machine.
+    Guard,
+    /// The process group of the command.
+    Group,
+    /// All processes of the command's control group at once, or one after the other.
+    ControlGroup,
+    EachOfControlGroup,
+}
+
+/// Kills `victim`. False if it was not found.
+fn strike(victim: Victim, attached: &Child, group: Option<&Group>) -> bool {
+    let command = Pid::from_raw(attached.id() as i32);
+    let is_guard =
+        |pid: &i32| fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|name| name == "pagemark-vm\n");
+    match (victim, group) {
+        (Victim::Command, _) => kill(command, Signal::SIGKILL).is_ok(),
+        (Victim::Guard, _) => below(command.as_raw()).into_iter().find(is_guard).is_some_and(group::end),
+        (Victim::ControlGroup, Some(group)) => group.kill(),
+        (Victim::EachOfControlGroup, Some(group)) => group.kill_each(),
+        _ => killpg(command, Signal::SIGKILL).is_ok(),
+    }
+}
+
+/// Kills what is attached to a machine as often as this, at any instants. The machine is always
+/// left alone.
+fn kills(count: u64) {
+    let group = Group::new();
+    if group.is_none() {
+        eprintln!("no control group can be made and killed at once");
+    }
+    let mut victims = vec![Victim::Command, Victim::Guard, Victim::Group];
+    victims.extend(group.iter().flat_map(|_| [Victim::ControlGroup, Victim::EachOfControlGroup]));
+    let (pagemark, paths) = (Pagemark::new(), MachinePaths::default());
+    let mut subject = Subject::start(&paths);
+    let monitor = paths.monitor().display().to_string();
+    let mut random = SplitMix(u64::from(std::process::id()) << 20 | count);
+    let (mut killed, mut round) = (0, 0);
+    while killed < count {
+        let victim = victims[round % victims.len()];
+        round += 1;
+        assert!((round as u64) < 10 * count.max(10), "nobody is found to be killed");
+        let mut command =
+            pagemark.command(&["vm", "attach", "--every", "20ms", "--keep-last", "3", "--job", "vm", &monitor]);
+        command.process_group(0).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+        group.iter().for_each(|group| group.have(&mut command));
+        let mut attached = command.spawn().expect("pagemark starts");
+        std::thread::sleep(Duration::from_micros(random.below(1_000_000)));
+        killed += u64::from(strike(victim, &attached, group.as_ref()));
+        if victim == Victim::Guard {
+            // What is left has to undo by itself what it has begun.
+            std::thread::sleep(Duration::from_millis(random.below(100)));
+            let _ = kill(Pid::from_raw(attached.id() as i32), Signal::SIGINT);
+        }
+        attached.wait().expect("our child");
+        subject.assert_left_alone(&paths, &format!("{victim:?} was killed, in round {round}"));
+    }
+    pagemark.done(&["vm", "checkpoint", "--job", "vm", &monitor]);
+    pagemark.done(&["verify"]);
+}
+
+#[test]
+fn some_kills_leave_the_machine_alone() {
+    if guest_program().is_none() {
+        skip!("no QEMU, or no compiler for its guest");
+    }
+    kills(15);
+}
+
+#[test]
+#[ignore = "some minutes; PAGEMARK_KILLS is the number of kills"]
+fn kills_leave_the_machine_alone() {
+    if guest_program().is_none() {
+        skip!("no QEMU, or no compiler for its guest");
+    }
+    kills(std::env::var("PAGEMARK_KILLS").ok().and_then(|text| text.parse().ok()).unwrap_or(500));
 }
 
 #[test]

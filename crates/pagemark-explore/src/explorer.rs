@@ -126,7 +126,8 @@ impl Explorer {
     /// trace, and the fault of its last state. At an earlier state that has a fault the trace ends.
     ///
     /// # Errors
-    /// As [`Explorer::explore`], and [`ErrorKind::TraceDiffers`](crate::ErrorKind::TraceDiffers).
+    /// Those of [`Explorer::explore`], and
+    /// [`ErrorKind::TraceDiffers`](crate::ErrorKind::TraceDiffers).
     pub fn replay(
         &self,
         program: impl for<'w> FnOnce(&mut World<'w>) -> Result<(), Error>,

@@ -5,8 +5,8 @@ use std::fs::File;
 use std::io::{self, BufWriter, Write};
 use std::ptr::null_mut;
 
-use pagemark::sys::views::Views;
 use pagemark::{Address, AddressRangeExt, ByteCount, PAGE_SIZE, Range, RangeSet};
+use pagemark_linux::views::Views;
 
 use crate::Parts;
 use crate::crossings::Crossings;
@@ -23,7 +23,6 @@ const MIN_ALIGN: usize = 16;
 pub struct Allocator {
     /// Its address must not change while jemalloc has arenas with its hooks.
     pub(crate) space: Space,
-    pub(crate) crossings: Crossings,
     parts: Parts,
 }
 
@@ -31,11 +30,9 @@ impl Allocator {
     /// Makes the memory. Allocates no memory of the program.
     ///
     /// # Errors
-    /// As [`Views::new`](pagemark::sys::views::Views::new).
+    /// Those of [`Views::new`](pagemark_linux::views::Views::new).
     pub(crate) fn new(parts: Parts, capacity: ByteCount) -> io::Result<Allocator> {
-        let space = Space::new(capacity, parts.count())?;
-        let crossings = Crossings::new(parts, space.views.view_bytes().to_usize())?;
-        Ok(Allocator { space, crossings, parts })
+        Ok(Allocator { space: Space::new(capacity, parts)?, parts })
     }
 
     /// Number of parts of each page.
@@ -46,6 +43,14 @@ impl Allocator {
     /// The addresses of the first view, which shows all memory of the heap.
     pub fn addresses(&self) -> Range {
         self.space.views.view(0)
+    }
+
+    /// Makes all memory accessible.
+    ///
+    /// # Errors
+    /// There is no memory for tables, or there are too many mappings.
+    pub fn open_all(&self) -> io::Result<()> {
+        self.space.open_all()
     }
 
     /// The address in the first view of what is at `address` in some view. Reports of trackers have
@@ -136,16 +141,16 @@ impl Allocator {
         if object.is_null() || offset >= view_bytes {
             return object;
         }
-        self.crossings.record(offset, size);
+        self.space.crossings.record(offset, size);
         object.wrapping_add(((offset & (PAGE_SIZE - 1)) >> self.parts.shift()) * view_bytes)
     }
 
-    /// As [`Allocator::hand_out`], for an object that begins at a page and was written since the
+    /// Like [`Allocator::hand_out`], for an object that begins at a page and was written since the
     /// crossings had `reports`.
     pub(crate) fn hand_out_written(&self, object: *mut u8, size: usize, reports: usize) -> *mut u8 {
         let handed_out = self.hand_out(object, size);
         let offset = self.offset(handed_out);
-        if self.crossings.reports() != reports && offset < self.space.views.view_bytes().to_usize() {
+        if self.space.crossings.reports() != reports && offset < self.space.views.view_bytes().to_usize() {
             let start = Address::from(offset);
             self.space.views.report(&(start..start + ByteCount::from(size.next_multiple_of(PAGE_SIZE))));
         }
@@ -164,7 +169,7 @@ impl Allocator {
         if size > jemalloc::SMALL_BYTES {
             // It begins at a page, so jemalloc fills it through its own view, and need not do so
             // where the memory is new.
-            let reports = self.crossings.reports();
+            let reports = self.space.crossings.reports();
             let object = jemalloc::allocate(size, with_align(flags, size, align) | jemalloc::ZERO);
             return self.hand_out_written(object, size, reports);
         }
@@ -200,7 +205,7 @@ impl Allocator {
     /// The bytes that an object has, all of which the program may write.
     ///
     /// # Safety
-    /// As for [`Allocator::free`].
+    /// Those of [`Allocator::free`].
     pub(crate) unsafe fn usable_size(&self, object: *mut u8) -> usize {
         let first = self.to_first_view(object);
         // SAFETY: the caller guarantees it.
@@ -214,7 +219,7 @@ impl Allocator {
     /// object is as it was.
     ///
     /// # Safety
-    /// As for [`Allocator::free`].
+    /// Those of [`Allocator::free`].
     pub(crate) unsafe fn reallocate(&self, object: *mut u8, size: usize, align: usize, flags: Flags) -> *mut u8 {
         let (size, first) = (size.max(1), self.to_first_view(object));
         // SAFETY: the caller guarantees it.
@@ -251,7 +256,7 @@ impl Tracked for Allocator {
     }
 
     fn crossings(&self) -> &Crossings {
-        &self.crossings
+        &self.space.crossings
     }
 
     fn used(&self) -> ByteCount {

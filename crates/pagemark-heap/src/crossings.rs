@@ -17,7 +17,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicU16, AtomicUsize, Ordering, fence};
 
 use pagemark::PAGE_SIZE;
-use pagemark::sys::own_memory::Mapping;
+use pagemark_linux::pieces::ReservedMemory;
 
 use crate::Parts;
 
@@ -32,20 +32,31 @@ const END_BITS: u32 = 10;
 pub(crate) struct Crossings {
     parts: Parts,
     /// `None` if a page is one part: then each page belongs to the one view.
-    entries: Option<Mapping>,
+    entries: Option<ReservedMemory>,
     /// Number of reports that have begun to read the entries.
     reports: AtomicUsize,
 }
 
 impl Crossings {
-    /// Makes the table for a heap of `bytes`. It takes memory only as it is written.
+    /// Makes the table for a heap of `bytes`, of which nothing is open.
     ///
     /// # Errors
     /// `ENOMEM`: there is no address space.
     pub(crate) fn new(parts: Parts, bytes: usize) -> io::Result<Crossings> {
         let table_bytes = (bytes >> parts.shift()) * size_of::<AtomicU16>();
-        let entries = (parts != Parts::One).then(|| Mapping::new(table_bytes)).transpose()?;
+        let entries = (parts != Parts::One).then(|| ReservedMemory::new(table_bytes)).transpose()?;
         Ok(Crossings { parts, entries, reports: AtomicUsize::new(0) })
+    }
+
+    /// Opens the entries of the parts in which `bytes` of the heap lie. Only objects there may be
+    /// recorded, and only pages there be asked for. Allocates no memory of the program.
+    ///
+    /// # Errors
+    /// Those of [`ReservedMemory::open`].
+    pub(crate) fn open(&self, bytes: Range<usize>) -> io::Result<()> {
+        let Some(entries) = &self.entries else { return Ok(()) };
+        let (first, end) = (bytes.start >> self.parts.shift(), bytes.end.div_ceil(1 << self.parts.shift()));
+        entries.open(first * size_of::<AtomicU16>()..end * size_of::<AtomicU16>())
     }
 
     /// Declares that a report is going to read the entries.
@@ -64,10 +75,11 @@ impl Crossings {
 
     /// The entry of a part, by the number of the part in the heap.
     #[inline]
-    fn entry(&self, entries: &Mapping, part: usize) -> &AtomicU16 {
-        debug_assert!(part < entries.bytes() / size_of::<AtomicU16>());
-        // SAFETY: the part is one of the heap, so its entry is in the mapping, which lives as long
-        // as `self`, is filled with zeros at first, and is accessed by atomic operations only.
+    fn entry(&self, entries: &ReservedMemory, part: usize) -> &AtomicU16 {
+        debug_assert!(entries.is_open(part * size_of::<AtomicU16>()));
+        // SAFETY: the part is one of the heap that is used, so its entry is in the open part of the
+        // mapping, which lives as long as `self`, is filled with zeros at first, and is accessed by atomic
+        // operations only.
         unsafe { AtomicU16::from_ptr(entries.start().as_ptr().cast::<u16>().add(part)) }
     }
 
@@ -85,7 +97,7 @@ impl Crossings {
     }
 
     #[cold]
-    fn record_crossing(&self, entries: &Mapping, start: usize, size: usize) {
+    fn record_crossing(&self, entries: &ReservedMemory, start: usize, size: usize) {
         let shift = self.parts.shift();
         let (first, last) = (start >> shift, (start + size - 1) >> shift);
         // Another thread may set the entry now, for an object that ends before this one begins.
@@ -140,6 +152,7 @@ mod tests {
     #[test]
     fn the_bytes_of_a_view_are_those_of_its_objects() {
         let crossings = Crossings::new(Parts::Four, 4 * PAGE_SIZE).unwrap();
+        crossings.open(0..4 * PAGE_SIZE).unwrap();
         assert_eq!(written(&crossings, 0, 0b0101), [(0, 1024), (2048, 3072)]);
         // From part 1 of page 0 into part 2; from part 3 of page 0 into part 1 of page 1.
         crossings.record(2000, 100);
@@ -160,6 +173,7 @@ mod tests {
     fn an_object_beside_one_that_reaches_into_its_part_leaves_its_entry() {
         const ROUNDS: usize = 400_000;
         let crossings = Crossings::new(Parts::Two, PAGE_SIZE).unwrap();
+        crossings.open(0..PAGE_SIZE).unwrap();
         let (begun, ended) = (AtomicUsize::new(0), AtomicUsize::new(0));
         let mut lost_rounds = 0;
         let wait_for = |count: &AtomicUsize, least: usize| {

@@ -5,6 +5,11 @@
 //! handlers of `pthread_atfork`, by the system call itself, has no heap, and never the memory of
 //! its parent.
 //!
+//! The handlers before a fork run in the reverse order of their registration, and the copy must be
+//! made last: when no thread allocates or frees, because jemalloc's handler has its locks, and when
+//! a lock of the program that its own handler takes keeps others from what it protects. Ours are
+//! therefore registered first.
+//!
 //! The C library touches objects (open streams) in a child before it calls the handlers. The signal
 //! that this raises maps the views.
 
@@ -14,12 +19,12 @@ use std::io;
 use std::mem::MaybeUninit;
 use std::os::fd::{FromRawFd, IntoRawFd, OwnedFd};
 use std::ptr::null_mut;
-use std::sync::Once;
 use std::sync::atomic::{AtomicI32, AtomicPtr, AtomicU32, Ordering};
 
 use pagemark::Address;
-use pagemark::sys::at_fork::call_at_fork;
+use pagemark_linux::at_fork::call_at_fork;
 
+use crate::jemalloc;
 use crate::space::Space;
 
 /// Most heaps that a process can have at a time.
@@ -64,27 +69,52 @@ fn unlock() {
     unsafe { libc::pthread_mutex_unlock(SHARED.lock.get()) };
 }
 
+/// Not tried yet.
+const UNTRIED: i32 = -1;
+
+/// Registers the handlers before jemalloc does so, which its own constructor may have it do. This
+/// one has a priority, and comes before those that have none.
+#[cfg(not(miri))]
+#[used]
+#[unsafe(link_section = ".init_array.00101")]
+static AT_START: extern "C" fn() = at_start;
+
+extern "C" fn at_start() {
+    // An error is reported where a heap is made.
+    let _ = prepare();
+}
+
+/// Registers the handlers, and has jemalloc register its own behind them. Allocates no memory of
+/// the program.
+///
+/// # Errors
+/// `ENOMEM`
+pub(crate) fn prepare() -> io::Result<()> {
+    static RESULT: AtomicI32 = AtomicI32::new(UNTRIED);
+    if RESULT.load(Ordering::Relaxed) == UNTRIED && RESULT.swap(0, Ordering::Relaxed) == UNTRIED {
+        // SAFETY: the handlers are functions of this module; the C library forgets them if the
+        // library that they are in is unloaded.
+        if let Err(error) = unsafe { call_at_fork(before, in_parent, in_child) } {
+            RESULT.store(error.raw_os_error().unwrap_or(libc::ENOMEM), Ordering::Relaxed);
+        }
+        jemalloc::start();
+    }
+    match RESULT.load(Ordering::Relaxed) {
+        0 => Ok(()),
+        error => Err(io::Error::from_raw_os_error(error)),
+    }
+}
+
 /// Gives the children of this process a copy of a heap from now on. Allocates no memory of the
 /// program.
 ///
 /// # Errors
-/// `EUSERS`: there are too many heaps. `ENOMEM`.
+/// `EUSERS`: there are too many heaps. As [`prepare`].
 ///
 /// # Safety
 /// The space stays where it is until [`unregister`].
 pub(crate) unsafe fn register(space: &Space) -> io::Result<()> {
-    static HANDLERS: Once = Once::new();
-    static RESULT: AtomicI32 = AtomicI32::new(0);
-    HANDLERS.call_once(|| {
-        // SAFETY: the handlers are functions of this module, which is never unloaded.
-        if let Err(error) = unsafe { call_at_fork(before, in_parent, in_child) } {
-            RESULT.store(error.raw_os_error().unwrap_or(libc::ENOMEM), Ordering::Relaxed);
-        }
-    });
-    match RESULT.load(Ordering::Relaxed) {
-        0 => {}
-        error => return Err(io::Error::from_raw_os_error(error)),
-    }
+    prepare()?;
     lock();
     let free = HEAPS.iter().find(|entry| entry.space.load(Ordering::Relaxed).is_null());
     let result = free.ok_or_else(|| io::Error::from_raw_os_error(libc::EUSERS));
@@ -113,6 +143,11 @@ fn heaps() -> impl Iterator<Item = (&'static Entry, &'static Space)> {
     })
 }
 
+/// True if there are no heaps. The lock is held, from before a fork until after it.
+fn has_none() -> bool {
+    heaps().next().is_none()
+}
+
 /// True if an address is in a view of a heap. The lock is held.
 fn is_in_a_heap(address: usize) -> bool {
     let mut views = heaps().flat_map(|(_, space)| (0..space.views.count()).map(|view| space.views.view(view)));
@@ -121,6 +156,9 @@ fn is_in_a_heap(address: usize) -> bool {
 
 unsafe extern "C" fn before() {
     lock();
+    if has_none() {
+        return;
+    }
     FORKING.store(std::process::id(), Ordering::Relaxed);
     for (entry, space) in heaps() {
         let copy = space.views.copy(space.used());
@@ -146,7 +184,9 @@ fn restore_handler() {
 }
 
 unsafe extern "C" fn in_parent() {
-    restore_handler();
+    if !has_none() {
+        restore_handler();
+    }
     for (entry, _) in heaps() {
         close_copy(entry);
     }
@@ -162,8 +202,10 @@ fn close_copy(entry: &Entry) {
 }
 
 unsafe extern "C" fn in_child() {
-    map_copies();
-    restore_handler();
+    if !has_none() {
+        map_copies();
+        restore_handler();
+    }
     unlock();
 }
 

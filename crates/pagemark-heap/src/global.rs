@@ -9,6 +9,7 @@ use std::sync::Once;
 use std::sync::atomic::{AtomicPtr, AtomicU32, AtomicUsize, Ordering};
 
 use pagemark::ByteCount;
+use pagemark_linux::at_fork;
 
 use crate::allocator::Allocator;
 use crate::{Parts, fork, jemalloc};
@@ -69,7 +70,7 @@ impl GlobalHeap {
         GlobalHeap::with_settings(Settings::Fixed(parts, capacity))
     }
 
-    /// As [`GlobalHeap::new`], where number and capacity are chosen when the heap is made, by a
+    /// Like [`GlobalHeap::new`], where number and capacity are chosen when the heap is made, by a
     /// function that does not allocate.
     pub const fn chosen_by(choose: fn() -> (Parts, ByteCount)) -> GlobalHeap {
         GlobalHeap::with_settings(Settings::Chosen(choose))
@@ -91,8 +92,8 @@ impl GlobalHeap {
     /// The memory of the heap. Makes it if need be.
     ///
     /// # Errors
-    /// As [`Heap::new`](crate::Heap::new), but without text: the allocator of a program cannot
-    /// allocate.
+    /// Those of [`Heap::new`](crate::Heap::new), but without text: the allocator of a program
+    /// cannot allocate.
     pub fn allocator(&'static self) -> io::Result<&'static Allocator> {
         self.get().ok_or_else(|| io::Error::from_raw_os_error(self.error.load(Ordering::Acquire) as i32))
     }
@@ -123,6 +124,9 @@ impl GlobalHeap {
             Settings::Fixed(parts, capacity) => (parts, capacity),
             Settings::Chosen(choose) => choose(),
         };
+        // Whoever holds forks off may wait for jemalloc, whose handlers come first.
+        fork::prepare()?;
+        at_fork::register();
         let allocator = Allocator::new(parts, capacity)?;
         // SAFETY: this is called once, before anybody reads the place. A static value stays where it
         // is, and so does one that is leaked; the space of another one is never used by `fork`.

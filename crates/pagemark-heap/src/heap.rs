@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use pagemark::{Address, ByteCount, Range, RangeSet};
+use pagemark_linux::at_fork::hold_off;
 
 use crate::allocator::Allocator;
 use crate::error::Error;
@@ -67,6 +68,7 @@ impl Drop for Used {
         // The thread is ending. Another one may use the cache.
         LAST.set((0, 0));
         if let Some(heap) = self.heap.upgrade() {
+            let _forks = hold_off();
             heap.caches.lock().unwrap_or_else(PoisonError::into_inner).free.push(self.flags);
         }
     }
@@ -108,6 +110,16 @@ impl Heap {
     /// The addresses of the first view, which shows all memory of the heap.
     pub fn addresses(&self) -> Range {
         self.shared.allocator.addresses()
+    }
+
+    /// Makes all memory of the heap accessible. The heap opens its memory as it uses it; a tracker
+    /// for whole pages that changes the protection of memory, such as `mprotect`, needs all of it
+    /// to be open before. `mlockall` then locks what the heap may have, not only what it uses.
+    ///
+    /// # Errors
+    /// `ErrorKind::NoRoom`: there is no memory for tables, or there are too many mappings.
+    pub fn open_all(&self) -> Result<(), Error> {
+        self.shared.allocator.open_all().map_err(Error::creating)
     }
 
     /// The address in the first view of what is at `address` in some view. Reports of trackers have
@@ -188,6 +200,7 @@ impl Shared {
 
     /// A cache that no other thread uses, or no cache if there is no memory for one.
     fn take_cache(&self) -> Flags {
+        let _forks = hold_off();
         let mut caches = self.caches.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(flags) = caches.free.pop() {
             return flags;

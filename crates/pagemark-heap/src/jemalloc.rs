@@ -32,6 +32,11 @@ pub(crate) fn align_flag(align: usize) -> Flags {
 /// The flag of memory that is filled with zeros.
 pub(crate) const ZERO: Flags = ffi::MALLOCX_ZERO;
 
+/// Has jemalloc register its handlers of forks, if it has not done so.
+pub(crate) fn start() {
+    size_class(1, 0);
+}
+
 /// Allocates; null if there is no memory. `size` is not 0.
 #[inline]
 pub(crate) fn allocate(size: usize, flags: Flags) -> *mut u8 {

@@ -38,7 +38,7 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! `docs/heap.md` describes the design and its limits.
+//! `docs/design/heap.md` describes the design and its limits.
 
 #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
 compile_error!("the heap is written for x86-64 Linux");
@@ -71,5 +71,8 @@ pub use global::GlobalHeap;
 #[cfg(feature = "jemalloc")]
 pub use heap::Heap;
 pub use parts::Parts;
+#[cfg(feature = "fuzzing")]
+#[doc(hidden)]
+pub use saved::fuzzing;
 pub use saved::{HeapOptions, SavedHeap, Saving};
 pub use tracker::{Form, HeapTracker, Interval};

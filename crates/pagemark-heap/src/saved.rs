@@ -13,12 +13,15 @@ use std::sync::{Arc, Mutex, PoisonError};
 use pagemark::checkpointer::{Checkpointer, Strategy};
 use pagemark::job::Taken;
 use pagemark::repository::{Checkpoint, Repository, SpaceKind, SpaceRecord};
-use pagemark::sys::shared_bytes::SharedBytes;
 use pagemark::{Address, ByteCount, Job, JobOptions, Kind, PAGE_SIZE, PageNumber, PageTree, Policy, Range, Store};
+use pagemark_linux::shared_bytes::SharedBytes;
 
 use crate::tracked::Tracked;
 use crate::{Error, Parts};
 
+#[cfg(feature = "fuzzing")]
+#[doc(hidden)]
+pub mod fuzzing;
 mod memory;
 mod objects;
 mod runs;
@@ -50,7 +53,8 @@ pub struct HeapOptions {
     /// A checkpoint stores of a page what changed in it, whatever the number.
     pub parts: Parts,
     /// The bytes that a new heap can hold, tables included; rounded up to a power of two from 2 MiB
-    /// to 1 TiB. They take address space only, once for each part. A saved heap keeps its capacity.
+    /// to 1 TiB. They take address space only, once for each part, also under `mlockall`. A saved
+    /// heap keeps its capacity.
     pub capacity: ByteCount,
     /// The version of the program's data, which is compared when the heap is opened. A program
     /// whose types have changed gives another one.
@@ -229,7 +233,7 @@ impl SavedHeap {
         save(&self.job, &self.name, None)
     }
 
-    /// As [`SavedHeap::checkpoint`], in the background: returns when the memory is copied, after
+    /// Like [`SavedHeap::checkpoint`], in the background: returns when the memory is copied, after
     /// which the program may write again. The copy is stored in a thread; [`Saving::wait`] returns
     /// when the checkpoint is durable. The first checkpoint of a new heap is stored before this
     /// returns, and so is what does not fit into the memory for copied pages.
@@ -341,7 +345,7 @@ fn save(job: &Mutex<Job<HeapTarget>>, name: &str, copied: Option<Sender<()>>) ->
 }
 
 fn job_options(name: &str, strategy: Strategy) -> JobOptions {
-    JobOptions { name: name.to_owned(), policy: Policy { strategy, ..Policy::default() } }
+    JobOptions { policy: Policy { strategy, ..Policy::default() }, ..JobOptions::new(name) }
 }
 
 /// A number that no other program has.
@@ -394,6 +398,10 @@ fn load(checkpoint: &Checkpoint, tree: &PageTree, memory: &Memory, job: &str) ->
     let (pages, ids): (Vec<_>, Vec<_>) = tree.iter().unzip();
     if pages.iter().any(|page| page.get() >= u64::from(memory.pages)) {
         return Err(Error::damaged("do not fit the length of the heap"));
+    }
+    for page in &pages {
+        let page = page.get() as u32;
+        memory.open(page..page + 1).map_err(Error::creating)?;
     }
     // SAFETY: the first view is mapped, and nobody else knows it.
     let content = unsafe { SharedBytes::new(memory.views.start(), memory.views.view_bytes().to_usize()) };

@@ -8,18 +8,22 @@ use std::io;
 use std::ptr::null_mut;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use pagemark::sys::views::Views;
 use pagemark::{Address, ByteCount, PAGE_SIZE, Range};
+use pagemark_linux::views::Views;
 
+use crate::Parts;
+use crate::crossings::Crossings;
 use crate::jemalloc::ExtentHooks;
 
-/// The views of a heap, and how much of them jemalloc has.
+/// The views of a heap, and how much of them jemalloc has. What it has is open, with its part of
+/// the tables; what it may have once is only reserved.
 #[repr(C)]
 #[derive(Debug)]
 pub(crate) struct Space {
     /// The first field: jemalloc calls the hooks with its address, which is that of the space.
     hooks: Hooks,
     pub(crate) views: Views,
+    pub(crate) crossings: Crossings,
     used: AtomicUsize,
 }
 
@@ -36,8 +40,8 @@ impl Space {
     /// Makes a space whose capacity is rounded up to a power of two.
     ///
     /// # Errors
-    /// As [`Views::new`].
-    pub(crate) fn new(capacity: ByteCount, views: usize) -> io::Result<Space> {
+    /// Those of [`Views::new`].
+    pub(crate) fn new(capacity: ByteCount, parts: Parts) -> io::Result<Space> {
         let capacity = capacity.get().max(1 << 21).checked_next_power_of_two();
         let capacity = capacity.ok_or_else(|| io::Error::from_raw_os_error(libc::ENOMEM))?;
         let hooks = ExtentHooks {
@@ -51,7 +55,8 @@ impl Space {
         };
         Ok(Space {
             hooks: Hooks(hooks),
-            views: Views::new(ByteCount::new(capacity), views)?,
+            views: Views::reserve(ByteCount::new(capacity), parts.count())?,
+            crossings: Crossings::new(parts, capacity as usize)?,
             used: AtomicUsize::new(0),
         })
     }
@@ -73,13 +78,32 @@ impl Space {
         start..start + ByteCount::from(length)
     }
 
+    /// Opens bytes of the views, and what the tables have for them.
+    ///
+    /// # Errors
+    /// Those of [`Views::open`].
+    fn open(&self, bytes: std::ops::Range<usize>) -> io::Result<()> {
+        self.crossings.open(bytes.clone())?;
+        self.views.open(&(Address::from(bytes.start)..Address::from(bytes.end)))
+    }
+
+    /// Opens everything.
+    ///
+    /// # Errors
+    /// Those of [`Views::open`].
+    pub(crate) fn open_all(&self) -> io::Result<()> {
+        self.open(0..self.views.view_bytes().to_usize())
+    }
+
     /// Takes the next free pages. With `wanted`, only if they begin at this address.
     fn take(&self, wanted: Option<usize>, bytes: usize, alignment: usize) -> Option<*mut u8> {
         let start = self.views.start().as_ptr();
         let take = |used: usize| {
             let at = start.addr().checked_add(used)?.checked_next_multiple_of(alignment)?;
             let end = (at - start.addr()).checked_add(bytes)?;
-            (wanted.is_none_or(|wanted| wanted == at) && end <= self.views.view_bytes().to_usize()).then_some((at, end))
+            let is_right = wanted.is_none_or(|wanted| wanted == at) && end <= self.views.view_bytes().to_usize();
+            // Before anybody takes these bytes for used ones. Nothing is lost if another thread gets them.
+            (is_right && self.open(used..end).is_ok()).then_some((at, end))
         };
         let mut used = self.used.load(Ordering::Relaxed);
         loop {

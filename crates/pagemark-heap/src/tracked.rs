@@ -3,7 +3,7 @@
 use std::fmt;
 
 use pagemark::ByteCount;
-use pagemark::sys::views::Views;
+use pagemark_linux::views::Views;
 
 use crate::Parts;
 use crate::crossings::Crossings;

@@ -127,8 +127,8 @@ impl<G: Grouping> HeapTracker<G> {
     /// Tracks a heap in the form that is named.
     ///
     /// # Errors
-    /// As [`HeapTracker::new`]. `ErrorKind::Unavailable` for [`Form::TwoLevel`]: the program does
-    /// not run in the machine of `pagemark-kvm`, or that machine keeps no log.
+    /// Those of [`HeapTracker::new`]. `ErrorKind::Unavailable` for [`Form::TwoLevel`]: the program
+    /// does not run in the machine of `pagemark-kvm`, or that machine keeps no log.
     pub fn with_form(heap: &Heap, grouping: G, form: Form) -> Result<HeapTracker<G>, Error> {
         HeapTracker::of(Owner::Own(heap.shared().clone()), grouping, form)
     }
@@ -136,7 +136,7 @@ impl<G: Grouping> HeapTracker<G> {
     /// Tracks all memory of the program. The memory that the tracker needs itself is part of it.
     ///
     /// # Errors
-    /// As [`HeapTracker::with_form`].
+    /// Those of [`HeapTracker::with_form`].
     pub fn of_program(heap: &'static GlobalHeap, grouping: G, form: Form) -> Result<HeapTracker<G>, Error> {
         let allocator = heap.allocator().map_err(|error| {
             Error::unavailable(Mechanism::PagemapScan, format!("the program has no heap with views: {error}"))
@@ -149,7 +149,7 @@ impl<G: Grouping> HeapTracker<G> {
     /// Tracks a saved heap.
     ///
     /// # Errors
-    /// As [`HeapTracker::new`].
+    /// Those of [`HeapTracker::new`].
     pub(crate) fn of_saved(heap: Arc<dyn Tracked + Send + Sync>, grouping: G) -> Result<HeapTracker<G>, Error> {
         HeapTracker::of(Owner::Saved(heap), grouping, Form::UserLevel)
     }
@@ -180,7 +180,7 @@ impl<G: Grouping> HeapTracker<G> {
     /// time), and starts the next interval. Returns what the interval has cost.
     ///
     /// # Errors
-    /// As [`Tracker::collect`]; then what was found is in `written`, and nothing is lost.
+    /// Those of [`Tracker::collect`]; then what was found is in `written`, and nothing is lost.
     /// `ErrorKind::ForkedChild`: a child has to make its own tracker.
     pub fn collect_written(&mut self, written: &mut RangeSet) -> Result<Interval, Error> {
         self.level.check_process()?;

@@ -1,9 +1,13 @@
 //! A child made by `fork` has a heap of its own.
 
 use std::alloc::{GlobalAlloc, Layout};
+use std::cell::Cell;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, MutexGuard};
 
 use pagemark::ByteCount;
 use pagemark_heap::{GlobalHeap, Heap, HeapTracker, Parts, grouping::Separate};
+use pagemark_linux::at_fork::call_at_fork;
 
 #[global_allocator]
 static ALL: GlobalHeap = GlobalHeap::new(Parts::Four, ByteCount::new(4 << 30));
@@ -121,4 +125,56 @@ fn a_child_without_the_handlers_has_no_heap() {
         assert!(libc::WIFSIGNALED(status) && libc::WTERMSIG(status) == libc::SIGSEGV, "{status:#x}");
         assert_eq!(object.read_volatile(), 5);
     }
+}
+
+/// The handlers of a program run before that of the heaps: what a lock of the program protects is
+/// whole in the child's copy, also where its threads track the heap with the lock.
+#[test]
+fn a_child_has_what_a_lock_of_the_program_protects_as_it_was() {
+    static PAIR: Mutex<Vec<u64>> = Mutex::new(Vec::new());
+    thread_local! { static HELD: Cell<Option<MutexGuard<'static, Vec<u64>>>> = const { Cell::new(None) }; }
+    extern "C" fn lock() {
+        HELD.set(Some(PAIR.lock().unwrap()));
+    }
+    extern "C" fn unlock() {
+        HELD.set(None);
+    }
+    let local = Heap::new(Parts::Two, ByteCount::new(1 << 24)).unwrap();
+    // SAFETY: the handlers lock and unlock a mutex, by the thread that forks.
+    unsafe { call_at_fork(lock, unlock, unlock).unwrap() };
+    let stop = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let (stop, local) = (&stop, &local);
+        for number in 0..2u64 {
+            scope.spawn(move || {
+                while !stop.load(Ordering::Relaxed) {
+                    // A thread of its own has caches of its own.
+                    std::thread::scope(|scope| {
+                        scope.spawn(|| {
+                            let mut pair = PAIR.lock().unwrap();
+                            *pair = vec![number; 2000];
+                            let tracker = HeapTracker::new(local, Separate);
+                            // SAFETY: the layout has a size, and the object is not used.
+                            unsafe {
+                                local.dealloc(local.alloc_zeroed(Layout::new::<[u64; 9]>()), Layout::new::<[u64; 9]>())
+                            };
+                            pair[1000..].fill(number + 2);
+                            drop(tracker);
+                            pair[..1000].fill(number + 2);
+                        });
+                    });
+                }
+            });
+        }
+        for _ in 0..100 {
+            assert!(in_child(|| {
+                let pair = PAIR.lock().unwrap();
+                let mut words = vec![String::new(); 50];
+                words.fill("a child uses the heap".to_owned());
+                let is_usable = words.concat().len() == 50 * 21;
+                pair.windows(2).all(|two| two[0] == two[1]) && is_usable
+            }));
+        }
+        stop.store(true, Ordering::Relaxed);
+    });
 }

@@ -4,11 +4,11 @@
 use std::alloc::{GlobalAlloc, Layout};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use pagemark::sys::interface;
-use pagemark::sys::pagemap::{Filter, PRESENT, Pagemap};
 use pagemark::{Address, AddressRangeExt, ByteCount, ErrorKind, Range, RangeSet};
 use pagemark_heap::grouping::{ByCost, ByHistory, Costs, Grouping, Groups, PageGroups, PartSet, Seen, Separate};
 use pagemark_heap::{Form, Heap, HeapTracker, Parts};
+use pagemark_linux::interface;
+use pagemark_linux::pagemap::{Filter, PRESENT, Pagemap};
 use pagemark_testing::SplitMix;
 use proptest::prelude::*;
 

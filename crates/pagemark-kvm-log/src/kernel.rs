@@ -26,6 +26,10 @@ pub const GET_DIRTY_LOG: u32 = 0x4010_ae42;
 pub const CLEAR_DIRTY_LOG: u32 = 0xc018_aec0;
 /// `KVM_ENABLE_CAP`.
 pub const ENABLE_CAP: u32 = 0x4068_aea3;
+/// `KVM_GET_XSAVE`.
+pub const GET_VECTOR_STATE: u32 = 0x9000_aea4;
+/// `KVM_GET_VCPU_EVENTS`.
+pub const GET_EVENTS: u32 = 0x8040_ae9f;
 
 /// `UFFDIO_REGISTER`.
 pub const USERFAULT_REGISTER: u32 = 0xc020_aa00;

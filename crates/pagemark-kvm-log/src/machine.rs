@@ -189,7 +189,7 @@ impl Slot {
 
 /// What the kernel keeps of the pages that are written.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
-enum Keeps {
+enum WriteRecord {
     #[default]
     Log,
     Rings,
@@ -207,7 +207,7 @@ pub struct Machine {
     owner_options: u64,
     /// True if the owner has asked for a ring.
     has_ring: bool,
-    keeps: Keeps,
+    keeps: WriteRecord,
     /// True once Pagemark has read the log: the kernel's log is in its manual mode.
     is_shared: bool,
     /// True while Pagemark reads.
@@ -227,13 +227,13 @@ impl Machine {
     /// A machine without slots that keeps rings in place of the log. If they were refused, the log
     /// is as without Pagemark, which is refused, too.
     pub fn with_rings(made: Result<(), i32>) -> Machine {
-        let keeps = if made.is_ok() { Keeps::Rings } else { Keeps::NoRings };
+        let keeps = if made.is_ok() { WriteRecord::Rings } else { WriteRecord::NoRings };
         Machine { keeps, is_shared: made.is_ok(), ..Machine::default() }
     }
 
     /// True if the machine keeps rings in place of the log.
     pub fn has_rings(&self) -> bool {
-        matches!(self.keeps, Keeps::Rings | Keeps::OverwrittenRings)
+        matches!(self.keeps, WriteRecord::Rings | WriteRecord::OverwrittenRings)
     }
 
     /// Takes what the rings have into the logs of the slots. If entries were overwritten, all pages
@@ -251,7 +251,7 @@ impl Machine {
             }
         })?;
         if taken == Taken::Overwritten {
-            self.keeps = Keeps::OverwrittenRings;
+            self.keeps = WriteRecord::OverwrittenRings;
         }
         Ok(())
     }
@@ -352,7 +352,7 @@ impl Machine {
             return Some(Err(libc::ENOENT));
         }
         let taken = self.take_rings(kernel);
-        let is_overwritten = self.keeps == Keeps::OverwrittenRings;
+        let is_overwritten = self.keeps == WriteRecord::OverwrittenRings;
         let slot = self.owner_slot(slot)?;
         if let Some(log) = slot.log.as_mut().filter(|_| is_overwritten) {
             log.begin(Reader::Owner, true);
@@ -419,7 +419,7 @@ impl Machine {
     }
 
     fn check_rings(&self) -> Result<(), Refusal> {
-        if self.keeps == Keeps::OverwrittenRings { Err(Refusal::Overwritten) } else { Ok(()) }
+        if self.keeps == WriteRecord::OverwrittenRings { Err(Refusal::Overwritten) } else { Ok(()) }
     }
 
     /// Pagemark begins to read: it is told of what is written from now on.
@@ -430,7 +430,7 @@ impl Machine {
         if self.has_ring {
             return Err(Refusal::Ring);
         }
-        if self.keeps == Keeps::NoRings {
+        if self.keeps == WriteRecord::NoRings {
             return Err(Refusal::NoRings);
         }
         if self.slots.values().any(|slot| slot.region.flags & OF_GUEST_MEMORY != 0) {

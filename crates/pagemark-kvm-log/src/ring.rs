@@ -20,16 +20,16 @@ const RESET: u32 = 0xaec7;
 pub const EXIT_FULL: u32 = 31;
 
 /// The page of a virtual CPU's file at which its ring begins (`KVM_DIRTY_LOG_PAGE_OFFSET`).
-const PAGE_OFFSET: u64 = 64;
+pub const PAGE_OFFSET: u64 = 64;
 
 /// Entries of a ring, if nothing else is asked for: a machine that writes much is left once for so
 /// many pages, and a virtual CPU takes 256 KiB of memory.
 pub const ENTRIES: u32 = 16384;
 
 /// The entry is new: KVM has written it.
-const DIRTY: u32 = 1;
+pub const DIRTY: u32 = 1;
 /// The entry was read: with the next reset KVM protects the page again.
-const READ: u32 = 2;
+pub const READ: u32 = 2;
 
 /// No slot has this number: KVM passes over the entry.
 const NO_SLOT: u32 = u32::MAX;

@@ -10,7 +10,7 @@ use std::ffi::{CString, OsStr, OsString};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::PathBuf;
 
-use pagemark_kvm::start::{self, EXECUTE, Inherited};
+use pagemark_kvm::start::{self, EXECUTE, MonitorDescriptors};
 
 const USAGE: &str = "usage: pagemark-kvm [--check] PROGRAM [ARGUMENT...]";
 
@@ -37,7 +37,7 @@ fn begin() -> u8 {
             };
         }
         Some(option) if option == EXECUTE.to_bytes() => {
-            let inherited = arguments.nth(1).and_then(|text| Inherited::of_argument(text.to_str()?));
+            let inherited = arguments.nth(1).and_then(|text| MonitorDescriptors::of_argument(text.to_str()?));
             if inherited.is_none() {
                 return fail(USAGE);
             }
@@ -58,7 +58,7 @@ fn begin() -> u8 {
 }
 
 /// Runs the program whose path and arguments these are.
-fn execute(arguments: Vec<OsString>, inherited: Option<Inherited>) -> u8 {
+fn execute(arguments: Vec<OsString>, inherited: Option<MonitorDescriptors>) -> u8 {
     let strings = |values: &mut dyn Iterator<Item = OsString>| -> Vec<CString> {
         values.filter_map(|value| CString::new(value.into_vec()).ok()).collect()
     };

@@ -16,7 +16,7 @@ pub enum Kind {
     Path,
     /// The start of a range of memory, whose length is the next argument.
     Range,
-    /// As [`Kind::Range`]; what is in it may change.
+    /// Like [`Kind::Range`]; what is in it may change.
     Advised,
 }
 
@@ -39,7 +39,7 @@ pub enum Target {
 
 /// A call that the kernel carries out.
 #[derive(Clone, Debug)]
-pub struct Passed {
+pub struct KernelCall {
     /// The call's name.
     pub name: &'static str,
     /// Its arguments.
@@ -146,7 +146,7 @@ const TABLE: &[(i64, &str, &str)] = table! {
     SYS_userfaultfd userfaultfd "v"  SYS_futex_waitv futex_waitv "ivviv"  SYS_fchmodat2 fchmodat2 "fivv"
 };
 
-static CALLS: LazyLock<HashMap<u64, Passed>> = LazyLock::new(|| {
+static CALLS: LazyLock<HashMap<u64, KernelCall>> = LazyLock::new(|| {
     let kind = |letter| match letter {
         'f' => Kind::Descriptor,
         'p' => Kind::Pointer(Target::Unknown),
@@ -161,7 +161,7 @@ static CALLS: LazyLock<HashMap<u64, Passed>> = LazyLock::new(|| {
         _ => Kind::Value,
     };
     let entry = |&(number, name, kinds): &(i64, &'static str, &str)| {
-        (number as u64, Passed { name, kinds: kinds.chars().map(kind).collect() })
+        (number as u64, KernelCall { name, kinds: kinds.chars().map(kind).collect() })
     };
     TABLE.iter().map(entry).collect()
 });
@@ -172,7 +172,7 @@ pub fn prepare() {
 }
 
 /// The call of this number, if the kernel carries it out as it is.
-pub fn passed(number: u64) -> Option<&'static Passed> {
+pub fn passed(number: u64) -> Option<&'static KernelCall> {
     CALLS.get(&number)
 }
 

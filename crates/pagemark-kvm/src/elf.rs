@@ -1,5 +1,14 @@
 //! The parts of an ELF file that matter for loading a program.
 
+use object::elf::{
+    ELFCLASS64, ELFDATA2LSB, ELFMAG, EM_X86_64, ET_DYN, ET_EXEC, FileHeader64, PF_R, PF_W, PF_X, PT_GNU_STACK,
+    PT_INTERP, PT_LOAD, PT_PHDR, ProgramHeader64,
+};
+use object::{LittleEndian, pod};
+
+type Header = FileHeader64<LittleEndian>;
+type ProgramHeader = ProgramHeader64<LittleEndian>;
+
 /// A segment that is loaded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Segment {
@@ -37,9 +46,9 @@ pub struct Elf {
 }
 
 /// Bytes of the file's header.
-pub const HEADER_BYTES: usize = 64;
+pub const HEADER_BYTES: usize = size_of::<Header>();
 /// Bytes of a program header.
-pub const PROGRAM_HEADER_BYTES: usize = 56;
+pub const PROGRAM_HEADER_BYTES: usize = size_of::<ProgramHeader>();
 /// As many program headers as fit into 64 KiB, as for Linux.
 const MOST_HEADERS: u16 = (65_536 / PROGRAM_HEADER_BYTES) as u16;
 
@@ -54,97 +63,98 @@ pub enum NotElf {
     Damaged,
 }
 
-fn u16_at(bytes: &[u8], at: usize) -> Option<u16> {
-    Some(u16::from_le_bytes(bytes.get(at..at + 2)?.try_into().ok()?))
-}
-
-fn u32_at(bytes: &[u8], at: usize) -> Option<u32> {
-    Some(u32::from_le_bytes(bytes.get(at..at + 4)?.try_into().ok()?))
-}
-
-fn u64_at(bytes: &[u8], at: usize) -> Option<u64> {
-    Some(u64::from_le_bytes(bytes.get(at..at + 8)?.try_into().ok()?))
-}
-
 /// Where the program headers are, and how many bytes they have. `header` are the first
 /// [`HEADER_BYTES`] of the file, or fewer if it is shorter.
 pub fn program_headers(header: &[u8]) -> Result<(u64, usize), NotElf> {
-    if !header.starts_with(b"\x7fELF") {
+    if !header.starts_with(&ELFMAG) {
         return Err(NotElf::Other);
     }
-    let machine = u16_at(header, 18).ok_or(NotElf::Damaged)?;
-    if header.get(4) != Some(&2) || header.get(5) != Some(&1) || machine != 62 {
+    let header = read_header(header)?;
+    let is_native = header.e_ident.class == ELFCLASS64 && header.e_ident.data == ELFDATA2LSB;
+    if !is_native || header.e_machine.get(LittleEndian) != EM_X86_64 {
         return Err(NotElf::Foreign);
     }
-    let (offset, size, count) = (u64_at(header, 32), u16_at(header, 54), u16_at(header, 56));
-    match (offset, size, count) {
-        (Some(offset), Some(56), Some(count @ 1..=MOST_HEADERS)) => {
-            Ok((offset, usize::from(count) * PROGRAM_HEADER_BYTES))
-        }
-        _ => Err(NotElf::Damaged),
+    let (size, count) = (header.e_phentsize.get(LittleEndian), header.e_phnum.get(LittleEndian));
+    if usize::from(size) != PROGRAM_HEADER_BYTES || !(1..=MOST_HEADERS).contains(&count) {
+        return Err(NotElf::Damaged);
     }
+    Ok((header.e_phoff.get(LittleEndian), usize::from(count) * PROGRAM_HEADER_BYTES))
+}
+
+fn read_header(header: &[u8]) -> Result<&Header, NotElf> {
+    pod::from_bytes(header).map(|(header, _)| header).map_err(|()| NotElf::Damaged)
 }
 
 /// Reads the program from its two kinds of headers.
 pub fn parse(header: &[u8], program_headers: &[u8]) -> Result<Elf, NotElf> {
-    parse_fields(header, program_headers).unwrap_or(Err(NotElf::Damaged))
-}
-
-fn parse_fields(header: &[u8], program_headers: &[u8]) -> Option<Result<Elf, NotElf>> {
-    let is_movable = match u16_at(header, 16)? {
-        2 => false,
-        3 => true,
-        _ => return None,
+    let header = read_header(header)?;
+    let count = program_headers.len() / PROGRAM_HEADER_BYTES;
+    let (program_headers, _) =
+        pod::slice_from_bytes::<ProgramHeader>(program_headers, count).map_err(|()| NotElf::Damaged)?;
+    let is_movable = match header.e_type.get(LittleEndian) {
+        ET_EXEC => false,
+        ET_DYN => true,
+        _ => return Err(NotElf::Damaged),
     };
-    let headers_offset = u64_at(header, 32)?;
+    let headers_offset = header.e_phoff.get(LittleEndian);
     let mut elf = Elf {
         is_movable,
-        entry: u64_at(header, 24)?,
+        entry: header.e_entry.get(LittleEndian),
         headers: 0,
-        header_count: (program_headers.len() / PROGRAM_HEADER_BYTES) as u64,
+        header_count: count as u64,
         segments: Vec::new(),
         align: 4096,
         linker: None,
         executable_stack: true,
     };
     let mut headers = None;
-    for entry in program_headers.chunks_exact(PROGRAM_HEADER_BYTES) {
-        let (kind, flags) = (u32_at(entry, 0)?, u32_at(entry, 4)?);
-        let (offset, address) = (u64_at(entry, 8)?, u64_at(entry, 16)?);
-        let (file_bytes, memory_bytes, align) = (u64_at(entry, 32)?, u64_at(entry, 40)?, u64_at(entry, 48)?);
-        match kind {
-            1 if memory_bytes > 0 => {
-                let end = address.checked_add(memory_bytes)?;
-                let file_end = offset.checked_add(file_bytes)?;
-                // Before 2^47, so that sums with other addresses of programs do not overflow.
-                if file_bytes > memory_bytes
-                    || end > 1 << 47
-                    || file_end > i64::MAX as u64
-                    || offset % 4096 != address % 4096
-                {
-                    return None;
+    for entry in program_headers {
+        let (offset, address) = (entry.p_offset.get(LittleEndian), entry.p_vaddr.get(LittleEndian));
+        let flags = entry.p_flags.get(LittleEndian);
+        match entry.p_type.get(LittleEndian) {
+            PT_LOAD if entry.p_memsz.get(LittleEndian) > 0 => {
+                let segment = segment_of(entry).ok_or(NotElf::Damaged)?;
+                if elf.segments.last().is_some_and(|last| last.address + last.memory_bytes > segment.address) {
+                    return Err(NotElf::Damaged);
                 }
-                if elf.segments.last().is_some_and(|last| last.address + last.memory_bytes > address) {
-                    return None;
-                }
+                let align = entry.p_align.get(LittleEndian);
                 if align.is_power_of_two() && align <= 1 << 30 {
                     elf.align = elf.align.max(align);
                 }
-                if (offset..file_end).contains(&headers_offset) {
+                if (offset..offset + segment.file_bytes).contains(&headers_offset) {
                     headers = headers.or(Some(address + (headers_offset - offset)));
                 }
-                let protection = [(4, 1), (2, 2), (1, 4)];
-                let protection = protection.iter().filter(|(flag, _)| flags & flag != 0).map(|(_, bit)| bit).sum();
-                elf.segments.push(Segment { offset, address, file_bytes, memory_bytes, protection });
+                elf.segments.push(segment);
             }
-            3 => elf.linker = Some((offset, usize::try_from(file_bytes).ok().filter(|len| (2..=4096).contains(len))?)),
-            6 => headers = Some(address),
-            0x6474_e551 => elf.executable_stack = flags & 1 != 0,
+            PT_INTERP => {
+                let length = usize::try_from(entry.p_filesz.get(LittleEndian)).unwrap_or(usize::MAX);
+                if !(2..=4096).contains(&length) {
+                    return Err(NotElf::Damaged);
+                }
+                elf.linker = Some((offset, length));
+            }
+            PT_PHDR => headers = Some(address),
+            PT_GNU_STACK => elf.executable_stack = flags & PF_X != 0,
             _ => {}
         }
     }
     elf.headers = headers.unwrap_or(0);
-    (!elf.segments.is_empty()).then_some(Ok(elf))
+    if elf.segments.is_empty() { Err(NotElf::Damaged) } else { Ok(elf) }
+}
+
+/// The segment that a program header describes. None if its numbers contradict each other.
+fn segment_of(entry: &ProgramHeader) -> Option<Segment> {
+    let (offset, address) = (entry.p_offset.get(LittleEndian), entry.p_vaddr.get(LittleEndian));
+    let (file_bytes, memory_bytes) = (entry.p_filesz.get(LittleEndian), entry.p_memsz.get(LittleEndian));
+    let end = address.checked_add(memory_bytes)?;
+    let file_end = offset.checked_add(file_bytes)?;
+    // Before 2^47, so that sums with other addresses of programs do not overflow.
+    let is_possible =
+        file_bytes <= memory_bytes && end <= 1 << 47 && file_end <= i64::MAX as u64 && offset % 4096 == address % 4096;
+    let flags = entry.p_flags.get(LittleEndian);
+    let bits = [(PF_R, libc::PROT_READ), (PF_W, libc::PROT_WRITE), (PF_X, libc::PROT_EXEC)];
+    let protection = bits.iter().filter(|(flag, _)| flags & flag != 0).map(|(_, bit)| *bit as u64).sum();
+    is_possible.then_some(Segment { offset, address, file_bytes, memory_bytes, protection })
 }
 
 impl Elf {

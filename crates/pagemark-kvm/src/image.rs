@@ -34,33 +34,33 @@ pub struct Image {
 /// Why a program cannot be run: the errno of `execve`, and what the machine lacks if Linux would
 /// run it.
 #[derive(Debug)]
-pub struct Refused {
+pub struct Unloadable {
     /// The errno.
     pub errno: i32,
     /// What the machine cannot do.
     pub lacking: Option<&'static str>,
 }
 
-impl Refused {
-    fn new(errno: i32) -> Refused {
-        Refused { errno, lacking: None }
+impl Unloadable {
+    fn new(errno: i32) -> Unloadable {
+        Unloadable { errno, lacking: None }
     }
 }
 
-impl From<io::Error> for Refused {
-    fn from(error: io::Error) -> Refused {
-        Refused::new(error.raw_os_error().unwrap_or(libc::EIO))
+impl From<io::Error> for Unloadable {
+    fn from(error: io::Error) -> Unloadable {
+        Unloadable::new(error.raw_os_error().unwrap_or(libc::EIO))
     }
 }
 
-impl From<std::ffi::NulError> for Refused {
-    fn from(_: std::ffi::NulError) -> Refused {
-        Refused::new(libc::EINVAL)
+impl From<std::ffi::NulError> for Unloadable {
+    fn from(_: std::ffi::NulError) -> Unloadable {
+        Unloadable::new(libc::EINVAL)
     }
 }
 
 /// Opens `path` for execution.
-fn open(path: &Path) -> Result<File, Refused> {
+fn open(path: &Path) -> Result<File, Unloadable> {
     let name = CString::new(path.as_os_str().as_bytes())?;
     // SAFETY: `name` ends with zero.
     let may = unsafe { libc::faccessat(libc::AT_FDCWD, name.as_ptr(), libc::X_OK, libc::AT_EACCESS) };
@@ -71,11 +71,11 @@ fn open(path: &Path) -> Result<File, Refused> {
     let file = File::options().read(true).custom_flags(libc::O_NONBLOCK).open(path).map_err(|error| {
         // Linux runs programs that only may be executed, not read.
         let lacking = (error.raw_os_error() == Some(libc::EACCES)).then_some("running a program that cannot be read");
-        Refused { lacking, ..Refused::from(error) }
+        Unloadable { lacking, ..Unloadable::from(error) }
     })?;
     let metadata = file.metadata()?;
     if !metadata.is_file() {
-        return Err(Refused::new(libc::EACCES));
+        return Err(Unloadable::new(libc::EACCES));
     }
     // SAFETY: only ask.
     let (user, group) = unsafe { (libc::geteuid(), libc::getegid()) };
@@ -84,7 +84,7 @@ fn open(path: &Path) -> Result<File, Refused> {
         metadata.mode() & libc::S_ISGID != 0 && metadata.mode() & libc::S_IXGRP != 0 && metadata.gid() != group;
     if sets_user || sets_group {
         let lacking = Some("running a program with the rights of its file's owner");
-        return Err(Refused { errno: libc::EPERM, lacking });
+        return Err(Unloadable { errno: libc::EPERM, lacking });
     }
     Ok(file)
 }
@@ -105,21 +105,21 @@ fn read(file: &File, offset: u64, len: usize) -> io::Result<Vec<u8>> {
     Ok(bytes)
 }
 
-fn read_elf(file: &File, header: &[u8]) -> Result<Elf, Refused> {
+fn read_elf(file: &File, header: &[u8]) -> Result<Elf, Unloadable> {
     let refused = |error| match error {
         NotElf::Foreign => {
-            Refused { errno: libc::ENOEXEC, lacking: Some("running programs of 32 bits or of other processors") }
+            Unloadable { errno: libc::ENOEXEC, lacking: Some("running programs of 32 bits or of other processors") }
         }
-        NotElf::Other | NotElf::Damaged => Refused::new(libc::ENOEXEC),
+        NotElf::Other | NotElf::Damaged => Unloadable::new(libc::ENOEXEC),
     };
     let header = &header[..header.len().min(HEADER_BYTES)];
     let (offset, len) = elf::program_headers(header).map_err(refused)?;
     if offset > i64::MAX as u64 - len as u64 {
-        return Err(Refused::new(libc::ENOEXEC));
+        return Err(Unloadable::new(libc::ENOEXEC));
     }
     let headers = read(file, offset, len)?;
     if headers.len() < len {
-        return Err(Refused::new(libc::ENOEXEC));
+        return Err(Unloadable::new(libc::ENOEXEC));
     }
     elf::parse(header, &headers).map_err(refused)
 }
@@ -144,7 +144,7 @@ fn script(head: &[u8]) -> Option<(&[u8], Option<&[u8]>)> {
 
 impl Image {
     /// The program at `path`, or the interpreter of the script there.
-    pub fn open(path: &CStr, arguments: &[CString]) -> Result<Image, Refused> {
+    pub fn open(path: &CStr, arguments: &[CString]) -> Result<Image, Unloadable> {
         let named = path.to_owned();
         let mut path = PathBuf::from(OsStr::from_bytes(path.to_bytes()));
         let mut arguments = arguments.to_vec();
@@ -166,7 +166,7 @@ impl Image {
                 Some((offset, len)) => {
                     let mut name = read(&file, offset, len)?;
                     if name.pop() != Some(0) || name.contains(&0) {
-                        return Err(Refused::new(libc::ENOEXEC));
+                        return Err(Unloadable::new(libc::ENOEXEC));
                     }
                     let file = open(Path::new(OsStr::from_bytes(&name)))?;
                     let head = read(&file, 0, HEADER_BYTES)?;
@@ -181,7 +181,7 @@ impl Image {
             };
             return Ok(Image { file, path, named, arguments, elf, linker });
         }
-        Err(Refused::new(libc::ELOOP))
+        Err(Unloadable::new(libc::ELOOP))
     }
 }
 

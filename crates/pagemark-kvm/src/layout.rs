@@ -1,6 +1,6 @@
 //! Where things are: the program's addresses, the guest's kernel addresses, guest-physical memory.
 
-use pagemark::sys::parking;
+use pagemark_kvm_protocol::description;
 
 /// The lowest address of the program. Linux maps nothing below it either (`vm.mmap_min_addr`).
 pub const PROGRAM_START: u64 = 0x1_0000;
@@ -30,7 +30,7 @@ pub const TABLE_SPAN: u64 = 2 << 20;
 /// Memory slots cover aligned parts of the program's addresses of this size. 1 GiB is small enough
 /// that a slot costs KVM little (2 MiB with shadow page tables), and large enough that few
 /// programs have more than a dozen.
-pub const SLOT_SPAN: u64 = parking::SLOT_SPAN;
+pub const SLOT_SPAN: u64 = description::SLOT_SPAN;
 
 /// What the guest's kernel pages and page tables can take at most: the memory slot 0, at
 /// guest-physical address 0.

@@ -1,8 +1,8 @@
 //! A virtual machine for one process: an unmodified Linux program under KVM, whose memory lies
 //! behind page tables of Pagemark.
 //!
-//! `docs/kvm.md` explains how it works. [`run`] turns the calling process into a program; the
-//! command `pagemark-kvm` does little else.
+//! `docs/design/process-machine.md` explains how it works. [`run`] turns the calling process into a
+//! program; the command `pagemark-kvm` does little else.
 //!
 //! # Example
 //!
@@ -21,9 +21,11 @@
 mod call_table;
 mod elf;
 mod error;
+#[cfg(feature = "fuzzing")]
+#[doc(hidden)]
+pub mod fuzzing;
 pub mod image;
 mod layout;
-mod listed;
 mod loader;
 mod machine;
 mod mappings;
@@ -37,31 +39,32 @@ mod thread;
 mod vcpu;
 mod vdso;
 mod views;
+mod write_list;
 mod writes;
 
 use std::ffi::{CStr, CString};
 use std::sync::Arc;
 
 pub use error::{Error, ErrorKind};
-pub use machine::Keeps;
+pub use pagemark_kvm_protocol::write_record::WriteRecord;
 
-use image::{Image, Refused};
+use image::{Image, Unloadable};
 
 /// Whether the machine works here.
 ///
 /// # Errors
 /// Of kind [`ErrorKind::Unavailable`] with what would enable it, or another if a call fails.
 pub fn check() -> Result<(), Error> {
-    machine::Machine::new(machine::open()?, machine::Keeps::of_environment()?).map(drop)
+    machine::Machine::new(machine::open()?, machine::write_record_of_environment()?).map(drop)
 }
 
 /// Whether programs in the machine tell the time without system calls here.
 ///
 /// # Errors
-/// As [`check`].
+/// Those of [`check`].
 pub fn tells_time() -> Result<bool, Error> {
     machine::check_layout()?;
-    let machine = machine::Machine::new(machine::open()?, machine::Keeps::of_environment()?)?;
+    let (machine, _in_use) = machine::Machine::new(machine::open()?, machine::write_record_of_environment()?)?;
     let works = machine.begin_clock().is_some();
     machine.remove_clock();
     Ok(works)
@@ -82,7 +85,7 @@ pub fn run(
     arguments: &[CString],
     environment: &[CString],
     again: &[CString],
-    inherited: Option<start::Inherited>,
+    inherited: Option<start::MonitorDescriptors>,
 ) -> Result<std::convert::Infallible, Error> {
     machine::check_layout()?;
     let image = Image::open(path, arguments).map_err(|refused| not_runnable(path, &refused))?;
@@ -90,7 +93,8 @@ pub fn run(
         Some(inherited) => machine::take_over(inherited.device)?,
         None => machine::open()?,
     };
-    let machine = machine::Machine::new(device, machine::Keeps::of_environment()?)?;
+    // Saved before the program begins, the process could not go on outside of the machine.
+    let (machine, in_use) = machine::Machine::new(device, machine::write_record_of_environment()?)?;
     let program = thread::resolved(&image.path);
     let start = loader::load(&machine, &image, environment)?;
     machine.describe_program(start.entry);
@@ -105,10 +109,11 @@ pub fn run(
     let monitor = inherited.map(|inherited| inherited.monitor);
     let process = Arc::new(process::Process::new(program, again.to_vec(), monitor, start.stack)?);
     let thread = thread::Thread::new(machine, process, start)?;
+    drop(in_use);
     thread.run_main()
 }
 
-fn not_runnable(path: &CStr, refused: &Refused) -> Error {
+fn not_runnable(path: &CStr, refused: &Unloadable) -> Error {
     let error = std::io::Error::from_raw_os_error(refused.errno);
     let error = Error::new(ErrorKind::NotRunnable, "run", path.to_string_lossy().into_owned()).source(error);
     match refused.lacking {

@@ -6,7 +6,7 @@ use std::ops::Range;
 use std::os::fd::AsRawFd;
 use std::os::unix::ffi::OsStrExt;
 
-use pagemark::sys::own_machine;
+use pagemark_linux::machine_mark;
 
 use crate::elf::{Elf, Segment};
 use crate::error::{Error, ErrorKind};
@@ -219,7 +219,7 @@ fn stack_content(image: &Image, environment: &[CString], top: u64, auxiliary: &[
         (libc::AT_EXECFN, named),
         (libc::AT_PLATFORM, platform),
         (libc::AT_MINSIGSTKSZ, own(libc::AT_MINSIGSTKSZ).max(libc::MINSIGSTKSZ as u64)),
-        (own_machine::AUXILIARY, own_machine::VERSION),
+        (machine_mark::AUXILIARY, machine_mark::VERSION),
         (libc::AT_NULL, 0),
     ]);
     let mut words = vec![arguments_at.len() as u64];

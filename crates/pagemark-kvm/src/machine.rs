@@ -8,24 +8,25 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use kvm_bindings::{CpuId, KVM_MAX_CPUID_ENTRIES, KVM_MEM_LOG_DIRTY_PAGES, kvm_userspace_memory_region};
 use kvm_ioctls::{Cap, Kvm, VcpuFd, VmFd};
-use pagemark::sys::own_machine::{Counts, CountsOfKvm, Means, Move};
-use pagemark::sys::parking::{DEVICE, MOST_VCPUS};
-use pagemark::sys::proc::maps;
+use pagemark_kvm_protocol::description::{DEVICE, MOST_VCPUS};
+use pagemark_kvm_protocol::machine_calls::{Counts, CountsOfKvm, Means, Move};
+use pagemark_kvm_protocol::write_record::WriteRecord;
+use pagemark_linux::proc::maps;
 
 use crate::error::{Error, ErrorKind};
 use crate::layout::{MMAP_TOP, PAGE, PROGRAM_END, Physical, RANDOM_SPAN, SLOT_SPAN, TABLE_MEMORY, TABLE_SPAN};
-use crate::listed::Listed;
 use crate::mappings::{Mapping, Mappings, Protection};
 use crate::page_table::{Dirty, OutOfTables, PageTable};
 use crate::sys::descriptors;
 use crate::sys::dirty_ring::{self, Ring};
-use crate::sys::noted::Noted;
+use crate::sys::noted_writes::NotedWrites;
 use crate::sys::owned_lock::{Guard, OwnedLock};
 use crate::sys::parking::{InUse, Parking};
 use crate::sys::statistics;
 use crate::sys::table_memory::TableMemory;
 use crate::vcpu::{Vcpu, stubs};
 use crate::views::Views;
+use crate::write_list::WriteList;
 use crate::writes::Tracking;
 
 mod clock;
@@ -122,55 +123,25 @@ pub struct Space {
     rings: Vec<Ring>,
 }
 
-/// How KVM notes the pages that a program in the machine writes. The one excludes the other.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Keeps {
-    /// In a log for each memory slot.
-    Log,
-    /// In a ring for each virtual CPU.
-    Rings,
-}
-
-impl Keeps {
-    /// The variable of the monitor's environment that says which the machine keeps.
-    pub const VARIABLE: &str = "PAGEMARK_KVM_DIRTY";
-
-    /// The value of the variable.
-    #[must_use]
-    pub fn as_str(self) -> &'static str {
-        match self {
-            Keeps::Log => "log",
-            Keeps::Rings => "rings",
-        }
-    }
-
-    /// The means that it is.
-    fn means(self) -> Means {
-        match self {
-            Keeps::Log => Means::Log,
-            Keeps::Rings => Means::Ring,
-        }
-    }
-
-    /// What the environment of this process says; the log if it says nothing.
-    ///
-    /// # Errors
-    /// It says neither.
-    pub(crate) fn of_environment() -> Result<Keeps, Error> {
-        match std::env::var_os(Keeps::VARIABLE).as_ref().map(|text| text.as_encoded_bytes()) {
-            None | Some(b"" | b"log") => Ok(Keeps::Log),
-            Some(b"rings") => Ok(Keeps::Rings),
-            Some(other) => {
-                let reason = format!("is {:?}, and neither log nor rings", String::from_utf8_lossy(other));
-                Err(Error::new(ErrorKind::Unavailable, "", format!("the variable {}", Keeps::VARIABLE)).reason(reason))
-            }
+/// What the environment of this process says; the log if it says nothing.
+///
+/// # Errors
+/// It says neither.
+pub(crate) fn write_record_of_environment() -> Result<WriteRecord, Error> {
+    match std::env::var_os(WriteRecord::VARIABLE).as_ref().map(|text| text.as_encoded_bytes()) {
+        None | Some(b"" | b"log") => Ok(WriteRecord::Log),
+        Some(b"rings") => Ok(WriteRecord::Rings),
+        Some(other) => {
+            let reason = format!("is {:?}, and neither log nor rings", String::from_utf8_lossy(other));
+            Err(Error::new(ErrorKind::Unavailable, "", format!("the variable {}", WriteRecord::VARIABLE))
+                .reason(reason))
         }
     }
 }
 
 /// How a fault ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Resolved {
+pub enum FaultOutcome {
     /// The program can go on.
     Mapped,
     /// Nothing is mapped there.
@@ -193,11 +164,11 @@ pub struct Machine {
     /// Whether memory is tracked.
     is_tracking: AtomicBool,
     /// What trackers outside are told.
-    listed: Listed,
+    listed: WriteList,
     /// What KVM notes for them.
-    noted: Noted,
+    noted: NotedWrites,
     /// How KVM notes the pages that the program writes.
-    keeps: Keeps,
+    keeps: WriteRecord,
     /// Whether KVM's log can be used; known once it was tried.
     log: OnceLock<Result<(), i32>>,
     most_slots: u32,
@@ -243,11 +214,12 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Machine {
-    /// A machine of `kvm` without memory for this process.
+    /// A machine of `kvm` without memory for this process. The process is not parked as long as the
+    /// second value exists.
     ///
     /// # Errors
     /// If a call to KVM fails.
-    pub fn new(kvm: Kvm, keeps: Keeps) -> Result<Arc<Machine>, Error> {
+    pub fn new(kvm: Kvm, keeps: WriteRecord) -> Result<(Arc<Machine>, InUse), Error> {
         let tables = Arc::new(TableMemory::new().map_err(Error::system("reserve", "memory for page tables"))?);
         let root = tables.allocate().ok_or_else(out_of_tables)?;
         let stubs = stubs::write(&tables, &PageTable::new(&tables, root)).map_err(|OutOfTables| out_of_tables())?;
@@ -264,7 +236,11 @@ impl Machine {
             views: Views::default(),
             rings: Vec::new(),
         };
-        Machine::with((kvm, keeps), tables, root, stubs, Arc::new(OwnedLock::new(space)), parking)
+        // Who parks processes finds this one as soon as the machine is described.
+        let early = parking.enter();
+        let machine = Machine::with((kvm, keeps), tables, root, stubs, Arc::new(OwnedLock::new(space)), parking)?;
+        let in_use = early.unwrap_or_else(|| machine.enter());
+        Ok((machine, in_use))
     }
 
     /// The machine of a child made by `fork`, which has copies of the parent's memory and tables.
@@ -343,7 +319,7 @@ impl Machine {
     }
 
     fn with(
-        (kvm, keeps): (Kvm, Keeps),
+        (kvm, keeps): (Kvm, WriteRecord),
         tables: Arc<TableMemory>,
         root: Physical,
         stubs: stubs::Stubs,
@@ -366,7 +342,7 @@ impl Machine {
             let mut space = space.lock();
             let room = (most_slots as usize).saturating_sub(space.slots.len());
             space.slots.reserve_exact(room);
-            if keeps == Keeps::Rings {
+            if keeps == WriteRecord::Rings {
                 space.rings.reserve_exact(most_vcpus);
             }
         }
@@ -393,7 +369,7 @@ impl Machine {
             calls: AtomicU64::new(0),
             exceptions: AtomicU64::new(0),
         };
-        machine.noted.begin(keeps.means());
+        machine.noted.begin(keeps);
         machine.add_slot(0, Physical::ZERO, TABLE_MEMORY, machine.tables.host_address())?;
         parking.describe_tables(machine.tables.host_address(), machine.root);
         parking.describe(machine.kvm.as_raw_fd(), machine.vm.as_raw_fd(), machine.vm.run_size());
@@ -477,9 +453,9 @@ impl Machine {
     ///
     /// # Errors
     /// If the machine has no slots or tables left.
-    pub fn resolve(&self, address: u64, write: bool, execute: bool, most: u64) -> Result<Resolved, Error> {
+    pub fn resolve(&self, address: u64, write: bool, execute: bool, most: u64) -> Result<FaultOutcome, Error> {
         if address >= PROGRAM_END {
-            return Ok(Resolved::NotMapped);
+            return Ok(FaultOutcome::NotMapped);
         }
         let mut space = self.space();
         let mut found = space.mappings.find(address);
@@ -488,11 +464,11 @@ impl Machine {
             if self.reload(&mut space).is_err() {
                 // For example, the program has as many files open as it may. What is known is all
                 // that the monitor has mapped.
-                return Ok(Resolved::NotMapped);
+                return Ok(FaultOutcome::NotMapped);
             }
             found = space.mappings.find(address);
         }
-        let Some(Mapping { start, end, protection }) = found else { return Ok(Resolved::NotMapped) };
+        let Some(Mapping { start, end, protection }) = found else { return Ok(FaultOutcome::NotMapped) };
         let allowed = if execute {
             protection.executable()
         } else if write {
@@ -501,7 +477,7 @@ impl Machine {
             protection.readable()
         };
         if !allowed {
-            return Ok(Resolved::NotAllowed);
+            return Ok(FaultOutcome::NotAllowed);
         }
         let most = most.clamp(PAGE, TABLE_SPAN);
         let around = address / most * most;
@@ -510,12 +486,12 @@ impl Machine {
         if let Some(data) = space.clock.as_ref().map(|clock| clock.data()) {
             if data.contains(&address) {
                 if write || execute {
-                    return Ok(Resolved::NotAllowed);
+                    return Ok(FaultOutcome::NotAllowed);
                 }
                 let (start, end) = (start.max(data.start), end.min(data.end));
                 let physical = Physical::of_slot(self.clock_slot()).plus(start - data.start);
                 let table = table.map(start, end, physical, Protection::new(libc::PROT_READ as u64), Dirty::Kept);
-                return table.map(|()| Resolved::Mapped).map_err(|OutOfTables| out_of_tables());
+                return table.map(|()| FaultOutcome::Mapped).map_err(|OutOfTables| out_of_tables());
             }
             // A neighbour may be one mapping with it.
             (start, end) = if address < data.start { (start, end.min(data.start)) } else { (start.max(data.end), end) };
@@ -543,7 +519,7 @@ impl Machine {
             };
             table.map(from, to, physical, protection, dirty).map_err(|OutOfTables| out_of_tables())?;
         }
-        Ok(Resolved::Mapped)
+        Ok(FaultOutcome::Mapped)
     }
 
     /// Forgets the guest's entries for `start..end`, and that it is tracked. To be called before
@@ -554,7 +530,7 @@ impl Machine {
         space.tracking.listed.add(start, end);
     }
 
-    /// As [`Machine::clear`], where the memory stays what it is.
+    /// Like [`Machine::clear`], where the memory stays what it is.
     pub fn clear_to_protect(&self, space: &mut Space, start: u64, end: u64) {
         self.forget_views(space, start, end);
         self.clear_entries(space, start, end);
@@ -680,12 +656,12 @@ impl Drop for Machine {
 }
 
 /// Has a new machine keep rings if it is to.
-fn begin_rings(vm: &VmFd, keeps: Keeps) -> Result<(), Error> {
-    if keeps == Keeps::Log {
+fn begin_rings(vm: &VmFd, keeps: WriteRecord) -> Result<(), Error> {
+    if keeps == WriteRecord::Log {
         return Ok(());
     }
     dirty_ring::enable(vm).map_err(|errno| match errno {
-        libc::EOPNOTSUPP => Error::new(ErrorKind::Unavailable, "", format!("the variable {}", Keeps::VARIABLE))
+        libc::EOPNOTSUPP => Error::new(ErrorKind::Unavailable, "", format!("the variable {}", WriteRecord::VARIABLE))
             .reason("asks for rings, which KVM does not have, or not with the log of Intel's processors")
             .help("Linux 5.11 or newer has them, with the parameter pml=N of the module kvm_intel; without the variable, KVM keeps a log"),
         errno => Error::system("begin", "the rings of written pages")(io::Error::from_raw_os_error(errno)),
@@ -760,16 +736,16 @@ mod tests {
 
     #[test]
     fn what_is_exhausted_is_said() {
-        let machine = open().and_then(|kvm| Machine::new(kvm, Keeps::Log));
+        let machine = open().and_then(|kvm| Machine::new(kvm, WriteRecord::Log));
         let mut machine = match machine {
-            Ok(machine) => machine,
+            Ok((machine, _)) => machine,
             Err(error) => pagemark_testing::skip!("no machine under KVM: {error}"),
         };
         let limits = Arc::get_mut(&mut machine).expect("nothing else has it");
         // The last slot is that of the clock.
         (limits.most_slots, limits.most_vcpus) = (3, 1);
         let (first, second) = (map(0x4100), map(0x4102));
-        assert_eq!(machine.resolve(first, false, false, TABLE_SPAN).expect("a slot"), Resolved::Mapped);
+        assert_eq!(machine.resolve(first, false, false, TABLE_SPAN).expect("a slot"), FaultOutcome::Mapped);
         let error = machine.resolve(second, false, false, TABLE_SPAN).expect_err("there is one slot");
         assert_eq!(error.kind(), ErrorKind::Exhausted);
         let text = error.to_string();

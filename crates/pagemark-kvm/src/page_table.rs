@@ -8,8 +8,8 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use pagemark::RangeSet;
-pub use pagemark::sys::guest_tables::DIRTY;
-use pagemark::sys::guest_tables::{PRESENT, TAKEN};
+pub use pagemark_kvm_protocol::guest_tables::DIRTY;
+use pagemark_kvm_protocol::guest_tables::{PRESENT, TAKEN};
 
 use crate::layout::{PAGE, Physical, TABLE_SPAN};
 use crate::mappings::Protection;

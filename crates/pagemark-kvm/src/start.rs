@@ -3,28 +3,29 @@
 use std::ffi::{CStr, CString};
 use std::os::fd::RawFd;
 
-/// The first argument: what follows is [`Inherited`], the program's path, and its arguments.
+/// The first argument: what follows is [`MonitorDescriptors`], the program's path, and its
+/// arguments.
 pub const EXECUTE: &CStr = c"--exec";
 
 /// Descriptors that the monitor leaves open for itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Inherited {
+pub struct MonitorDescriptors {
     /// The device of KVM.
     pub device: RawFd,
     /// The monitor's own file.
     pub monitor: RawFd,
 }
 
-impl Inherited {
+impl MonitorDescriptors {
     /// As an argument.
     pub fn to_argument(self) -> CString {
         CString::new(format!("{},{}", self.device, self.monitor)).unwrap_or_default()
     }
 
     /// What the argument says; `None` if it is not one.
-    pub fn of_argument(text: &str) -> Option<Inherited> {
+    pub fn of_argument(text: &str) -> Option<MonitorDescriptors> {
         let (device, monitor) = text.split_once(',')?;
-        Some(Inherited { device: device.parse().ok()?, monitor: monitor.parse().ok()? })
+        Some(MonitorDescriptors { device: device.parse().ok()?, monitor: monitor.parse().ok()? })
     }
 }
 
@@ -66,11 +67,11 @@ mod tests {
 
     #[test]
     fn descriptors_come_through() {
-        let inherited = Inherited { device: 57_344, monitor: 57_350 };
+        let inherited = MonitorDescriptors { device: 57_344, monitor: 57_350 };
         let argument = inherited.to_argument();
-        assert_eq!(Inherited::of_argument(argument.to_str().expect("digits")), Some(inherited));
+        assert_eq!(MonitorDescriptors::of_argument(argument.to_str().expect("digits")), Some(inherited));
         for text in ["", "1", "1,", ",1", "1,2,3", "a,b", "1,99999999999"] {
-            assert_eq!(Inherited::of_argument(text), None, "{text}");
+            assert_eq!(MonitorDescriptors::of_argument(text), None, "{text}");
         }
     }
 

@@ -18,7 +18,7 @@ pub mod guard_page;
 pub mod host_call;
 pub mod host_vdso;
 pub mod leaving;
-pub mod noted;
+pub mod noted_writes;
 pub mod owned_lock;
 pub mod parking;
 pub mod program_memory;

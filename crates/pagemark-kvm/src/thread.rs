@@ -4,11 +4,13 @@
 use std::ffi::CString;
 use std::sync::Arc;
 
+use pagemark_linux::ptrace::SYSCALL_BYTES;
+
 use crate::error::Error;
 use crate::layout::{PAGE, TABLE_SPAN};
 use crate::loader::Start;
 use crate::machine::tracking::Announcer;
-use crate::machine::{Machine, Resolved};
+use crate::machine::{FaultOutcome, Machine};
 use crate::process::Process;
 use crate::sys::guard_page;
 use crate::sys::host_call::Call;
@@ -188,10 +190,10 @@ impl Thread {
         let outcome = if self.machine.is_leaving() { Outcome::Restart } else { self.call(call) };
         match outcome {
             Outcome::Return(result) => self.vcpu.registers().rax = result as u64,
-            // The instruction `syscall` has two bytes; `rax` still is the number.
+            // `rax` still is the number.
             Outcome::Restart => {
                 let registers = self.vcpu.registers();
-                registers.rip = registers.rip.wrapping_sub(2);
+                registers.rip = registers.rip.wrapping_sub(SYSCALL_BYTES);
             }
             Outcome::Resume | Outcome::EndThread => {}
         }
@@ -217,10 +219,10 @@ impl Thread {
                 }
             }
             match self.machine.resolve(address, error & 2 != 0, error & 16 != 0, most) {
-                Ok(Resolved::Mapped) => return,
+                Ok(FaultOutcome::Mapped) => return,
                 Ok(result) => {
                     self.last_fault = (error, 14, address);
-                    let code = if result == Resolved::NotMapped { code::SEGV_MAPERR } else { code::SEGV_ACCERR };
+                    let code = if result == FaultOutcome::NotMapped { code::SEGV_MAPERR } else { code::SEGV_ACCERR };
                     return self.force(&fault_info(libc::SIGSEGV as u32, code, address));
                 }
                 Err(error) => self.fail(&error.to_string()),

@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering;
 
 use kvm_bindings::{
     CpuId, KVM_EXIT_DIRTY_RING_FULL, KVM_EXIT_FAIL_ENTRY, KVM_EXIT_INTERNAL_ERROR, KVM_EXIT_IO, KVM_EXIT_SHUTDOWN,
-    Msrs, kvm_msr_entry, kvm_regs, kvm_segment, kvm_sregs, kvm_xcrs, kvm_xsave,
+    Msrs, kvm_msr_entry, kvm_regs, kvm_segment, kvm_sregs, kvm_vcpu_events, kvm_xcrs, kvm_xsave,
 };
 use kvm_ioctls::{SyncReg, VcpuFd};
 
@@ -213,6 +213,8 @@ impl Vcpu {
         self.fd
             .set_regs(&kvm_regs { rflags: FLAGS_FIXED, ..kvm_regs::default() })
             .map_err(Error::kvm("KVM_SET_REGS"))?;
+        // An exception may be on its way to what was interrupted there.
+        self.fd.set_vcpu_events(&kvm_vcpu_events::default()).map_err(Error::kvm("KVM_SET_VCPU_EVENTS"))?;
         let synced = self.fd.sync_regs_mut();
         synced.regs = kvm_regs { rflags: FLAGS_FIXED, ..kvm_regs::default() };
         synced.sregs = sregs;
@@ -517,13 +519,15 @@ impl Vcpu {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::machine::{self, Keeps, Machine};
+    use pagemark_kvm_protocol::write_record::WriteRecord;
+
+    use crate::machine::{self, Machine};
     use crate::sys::descriptors;
 
     macro_rules! machine_or_skip {
         () => {
-            match machine::open().and_then(|kvm| Machine::new(kvm, Keeps::Log)) {
-                Ok(machine) => machine,
+            match machine::open().and_then(|kvm| Machine::new(kvm, WriteRecord::Log)) {
+                Ok((machine, _)) => machine,
                 Err(error) => pagemark_testing::skip!("no machine under KVM: {error}"),
             }
         };
@@ -566,6 +570,23 @@ mod tests {
 
         vcpu.commit();
         assert_eq!(interrupt(&mut vcpu), Exit::Interrupted);
+        machine.put_vcpu(vcpu);
+    }
+
+    /// The program that begins did not cause it.
+    #[test]
+    fn an_exception_on_its_way_does_not_reach_the_next_program() {
+        let machine = machine_or_skip!();
+        let vcpu = machine.take_vcpu().expect("the first");
+        let mut events = vcpu.fd.get_vcpu_events().expect("KVM_GET_VCPU_EVENTS");
+        events.exception.injected = 1;
+        events.exception.nr = 14;
+        events.exception.has_error_code = 1;
+        vcpu.fd.set_vcpu_events(&events).expect("KVM_SET_VCPU_EVENTS");
+        machine.put_vcpu(vcpu);
+        let vcpu = machine.take_vcpu().expect("the same");
+        let events = vcpu.fd.get_vcpu_events().expect("KVM_GET_VCPU_EVENTS");
+        assert_eq!((events.exception.injected, events.exception.pending), (0, 0));
         machine.put_vcpu(vcpu);
     }
 

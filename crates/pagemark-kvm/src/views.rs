@@ -2,8 +2,8 @@
 
 use std::collections::BTreeMap;
 
-use pagemark::sys::own_machine::Move;
-use pagemark::sys::proc::maps::Mapping;
+use pagemark_kvm_protocol::machine_calls::Move;
+use pagemark_linux::proc::maps::Mapping;
 
 use crate::layout::PAGE;
 

@@ -10,13 +10,13 @@
 use std::sync::atomic::Ordering;
 
 use pagemark::RangeSet;
-use pagemark::sys::own_machine::{MEANS, Means};
-use pagemark::sys::parking::{MOST_ANNOUNCED, VcpuEntry};
 use pagemark::track::emulate::stores::Stores as Emulator;
+use pagemark_kvm_protocol::description::{MOST_ANNOUNCED, VcpuEntry};
+use pagemark_kvm_protocol::machine_calls::{MEANS, Means};
 
 use crate::layout::{PAGE, PROGRAM_END};
-use crate::listed::Listed;
 use crate::stores::Stores;
+use crate::write_list::WriteList;
 
 /// Ranges of one call; a call with more writes anywhere.
 const MOST_RANGES: usize = MOST_ANNOUNCED;
@@ -80,12 +80,12 @@ impl Writes {
 /// The ranges of the call that the thread of a virtual CPU is making. They are in the description
 /// of the virtual CPU, where they are read from outside too.
 #[derive(Clone, Copy, Debug)]
-pub struct Announced(&'static VcpuEntry);
+pub struct AnnouncedWrites(&'static VcpuEntry);
 
-impl Announced {
+impl AnnouncedWrites {
     /// Those of the virtual CPU `described`.
-    pub fn new(described: &'static VcpuEntry) -> Announced {
-        Announced(described)
+    pub fn new(described: &'static VcpuEntry) -> AnnouncedWrites {
+        AnnouncedWrites(described)
     }
 
     /// The thread is about to make a call. On x86 its writes are visible after the announcement.
@@ -108,21 +108,21 @@ impl Announced {
         Writes { ranges: ranges.map(|[start, end]| (start, end)), count }
     }
 
-    fn is(&self, other: &Announced) -> bool {
+    fn is(&self, other: &AnnouncedWrites) -> bool {
         std::ptr::eq(self.0, other.0)
     }
 }
 
 /// Memory that is tracked by one means of the machine.
 #[derive(Debug, Default)]
-pub struct Tracked {
+pub struct TrackedMemory {
     /// The tracked pages.
     pub ranges: RangeSet<u64>,
     /// What of them was written since the last collect without a trace in the machine.
     pub written: RangeSet<u64>,
 }
 
-impl Tracked {
+impl TrackedMemory {
     /// The units of `unit` bytes around `start..end` that are tracked count as written.
     pub fn mark(&mut self, unit: u64, start: u64, end: u64) {
         let units = start / unit * unit..end.checked_next_multiple_of(unit).unwrap_or(PROGRAM_END);
@@ -135,21 +135,21 @@ impl Tracked {
 #[derive(Debug)]
 pub struct Tracking {
     /// By the number of the means.
-    pub by: [Tracked; MEANS.len()],
+    pub by: [TrackedMemory; MEANS.len()],
     /// What the monitor has written in the program's place.
     pub stores: Stores,
     /// Executes the program's stores; there once memory is tracked so.
     pub emulator: Option<Emulator>,
     /// What is written without a trace in the guest's page tables, for trackers outside.
-    pub listed: Listed,
-    calls: Vec<Announced>,
+    pub listed: WriteList,
+    calls: Vec<AnnouncedWrites>,
     /// Memory that the kernel may write to at any time: it counts as written in each collect.
     always: bool,
 }
 
 impl Tracking {
     /// No memory is tracked here.
-    pub fn new(listed: Listed) -> Tracking {
+    pub fn new(listed: WriteList) -> Tracking {
         let (by, stores) = Default::default();
         Tracking { by, stores, emulator: None, listed, calls: Vec::new(), always: false }
     }
@@ -167,13 +167,13 @@ impl Tracking {
     }
 
     /// A new thread makes calls, and announces them so.
-    pub fn add_thread(&mut self, announced: Announced) {
+    pub fn add_thread(&mut self, announced: AnnouncedWrites) {
         announced.end();
         self.calls.push(announced);
     }
 
     /// The thread makes no more calls.
-    pub fn remove_thread(&mut self, announced: &Announced) {
+    pub fn remove_thread(&mut self, announced: &AnnouncedWrites) {
         // A child made by `vfork` may have been killed in the midst of a call.
         self.mark_ended(&announced.now());
         self.calls.retain(|other| !other.is(announced));
@@ -247,8 +247,8 @@ mod tests {
 
     #[test]
     fn calls_in_hand_count_as_written_until_they_end() {
-        let mut tracking = Tracking::new(Listed::new(Box::leak(Box::default()), &[]));
-        let call = Announced::new(Box::leak(Box::default()));
+        let mut tracking = Tracking::new(WriteList::new(Box::leak(Box::default()), &[]));
+        let call = AnnouncedWrites::new(Box::leak(Box::default()));
         tracking.add_thread(call);
         tracking.by[0].ranges.insert(4 * PAGE..8 * PAGE);
         call.begin(&Writes::to(5 * PAGE + 1, PAGE));

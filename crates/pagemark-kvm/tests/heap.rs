@@ -3,12 +3,12 @@
 use std::alloc::{GlobalAlloc, Layout};
 use std::process::Command;
 
-use pagemark::sys::own_machine::{ARRANGE, CALL, FORGET, Means, Move, READ, Run, TRACK, VIEWS};
-use pagemark::sys::views::Views;
 use pagemark::track::view_log::ViewLog;
 use pagemark::{ByteCount, ErrorKind, PAGE_SIZE, Range, RangeSet};
 use pagemark_heap::grouping::{Grouping, Groups, PageGroups, Seen, Separate};
 use pagemark_heap::{Form, Heap, HeapTracker, Parts};
+use pagemark_kvm_protocol::machine_calls::{ARRANGE, CALL, FORGET, Means, Move, READ, Run, TRACK, VIEWS};
+use pagemark_linux::views::Views;
 
 /// Also tests of the heap, for the user-level form outside.
 #[path = "../../pagemark-heap/tests/shadow.rs"]

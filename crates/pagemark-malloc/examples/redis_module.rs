@@ -77,7 +77,7 @@ pub unsafe extern "C" fn RedisModule_OnLoad(context: *mut Context, _: *mut *mut 
 }
 
 /// # Safety
-/// As [`RedisModule_OnLoad`].
+/// Those of [`RedisModule_OnLoad`].
 unsafe fn load(context: *mut Context) -> Option<()> {
     type GetApi = unsafe extern "C" fn(*const c_char, *mut *mut c_void) -> c_int;
     type SetAttributes = unsafe extern "C" fn(*mut Context, *const c_char, c_int, c_int);

@@ -5,16 +5,54 @@ use std::ffi::{CStr, c_char, c_int, c_void};
 use std::fs::File;
 use std::mem::ManuallyDrop;
 use std::os::fd::FromRawFd;
-use std::sync::{Mutex, PoisonError};
+use std::ptr::null_mut;
+use std::sync::atomic::{AtomicPtr, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use pagemark::RangeSet;
 use pagemark_heap::grouping::{ByCost, ByHistory, Costs, Grouping, Separate};
 use pagemark_heap::{Form, HeapTracker};
+use pagemark_linux::at_fork::hold_off;
 
 use crate::HEAP;
 
-static TRACKER: Mutex<Option<HeapTracker<Box<dyn Grouping>>>> = Mutex::new(None);
+type Tracker = HeapTracker<Box<dyn Grouping>>;
+
+/// The tracker of a process, if it has one. Locked while a checkpoint is taken and saved.
+struct OfProcess {
+    process: u32,
+    tracker: Mutex<Option<Tracker>>,
+}
+
+/// That of this process, or of the one that it was forked from. In a child, the thread that had it
+/// locked may be missing: a fork need not wait until a checkpoint is saved. While a tracker is
+/// changed, forks are held off, because a child's copy of the heap is older than the rest of it.
+static TRACKER: AtomicPtr<OfProcess> = AtomicPtr::new(null_mut());
+
+/// Locks the tracker of this process.
+fn locked() -> MutexGuard<'static, Option<Tracker>> {
+    let process = std::process::id();
+    loop {
+        let forks = hold_off();
+        let found = TRACKER.load(Ordering::Acquire);
+        // SAFETY: the pointer is null or of a value that is never freed.
+        let known = unsafe { found.as_ref() };
+        if let Some(known) = known.filter(|known| known.process == process) {
+            // A thread that saves a checkpoint has it for long.
+            drop(forks);
+            return known.tracker.lock().unwrap_or_else(PoisonError::into_inner);
+        }
+        let own = Box::into_raw(Box::new(OfProcess { process, tracker: Mutex::new(None) }));
+        if TRACKER.compare_exchange(found, own, Ordering::AcqRel, Ordering::Relaxed).is_err() {
+            // SAFETY: the value was just made, and nobody else knows it.
+            drop(unsafe { Box::from_raw(own) });
+        } else if let Some(mut inherited) = known.and_then(|inherited| inherited.tracker.try_lock().ok()) {
+            // Where a thread of the parent has it locked, it stays.
+            *inherited = None;
+        }
+    }
+}
 
 /// What a checkpoint has cost.
 #[repr(C)]
@@ -48,8 +86,8 @@ pub unsafe extern "C" fn pagemark_heap_track(strategy: *const c_char) -> c_int {
     track(unsafe { CStr::from_ptr(strategy) }, Form::UserLevel)
 }
 
-/// As [`pagemark_heap_track`], by the second level of page tables: in a program that `pagemark-kvm`
-/// runs (FPM, sections 3.2 and 4). Elsewhere it is `ENOTSUP`.
+/// Like [`pagemark_heap_track`], by the second level of page tables: in a program that
+/// `pagemark-kvm` runs (FPM, sections 3.2 and 4). Elsewhere it is `ENOTSUP`.
 ///
 /// # Safety
 /// `strategy` is a string.
@@ -67,7 +105,8 @@ fn track(strategy: &CStr, form: Form) -> c_int {
         b"by-cost" => Box::new(ByCost::new(heap.parts(), Costs::default())),
         _ => return libc::EINVAL,
     };
-    let mut tracker = TRACKER.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut tracker = locked();
+    let _forks = hold_off();
     // A heap has one tracker at a time.
     *tracker = None;
     match HeapTracker::of_program(&HEAP, grouping, form) {
@@ -88,10 +127,12 @@ fn track(strategy: &CStr, form: Form) -> c_int {
 /// `taken` points to memory for the result. `file` is -1 or an open file.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pagemark_heap_checkpoint(file: c_int, taken: *mut Checkpoint) -> c_int {
-    let mut tracker = TRACKER.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut tracker = locked();
     let (Some(tracker), Ok(heap)) = (&mut *tracker, HEAP.allocator()) else { return libc::EINVAL };
     let (begin, mut written) = (Instant::now(), RangeSet::new());
+    let forks = hold_off();
     let Ok(interval) = tracker.collect_written(&mut written) else { return libc::EIO };
+    drop(forks);
     let mut cost = Checkpoint {
         faults: interval.faults,
         merges: interval.merges,
@@ -110,6 +151,7 @@ pub unsafe extern "C" fn pagemark_heap_checkpoint(file: c_int, taken: *mut Check
         }
         let took = begin.elapsed();
         cost.save_ns = took.as_nanos() as u64;
+        let _forks = hold_off();
         tracker.learn_cost(written.total_bytes(), took);
     }
     // SAFETY: the caller guarantees it.

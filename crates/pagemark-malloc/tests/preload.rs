@@ -50,15 +50,15 @@ fn the_functions_behave_as_those_of_the_c_library() {
     }
 }
 
-/// A program that is linked with the library, compiled into a directory.
-fn program_in_c(directory: &Path) -> PathBuf {
+/// A program of the tests that is linked with the library, compiled into a directory.
+fn program_in_c(name: &str, directory: &Path) -> PathBuf {
     let (library, program) = (library(), directory.join("program"));
     let libraries = library.parent().unwrap().display();
     let mut compiler = Command::new("cc");
     compiler
-        .args(["-std=c11", "-O1", "-Wall", "-Wextra", "-Werror", "-I"])
+        .args(["-std=c11", "-O1", "-Wall", "-Wextra", "-Werror", "-pthread", "-I"])
         .arg(concat!(env!("CARGO_MANIFEST_DIR"), "/include"));
-    compiler.arg(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/checkpoints.c")).arg("-o").arg(&program);
+    compiler.arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests").join(name)).arg("-o").arg(&program);
     // Cargo's variable for libraries names another directory, which may have an older one.
     compiler.args([format!("-L{libraries}"), format!("-Wl,--disable-new-dtags,-rpath,{libraries}")]);
     compiler.arg("-lpagemark_malloc");
@@ -69,7 +69,7 @@ fn program_in_c(directory: &Path) -> PathBuf {
 #[test]
 fn a_program_in_c_saves_all_that_it_writes() {
     let directory = tempfile::tempdir().unwrap();
-    let program = program_in_c(directory.path());
+    let program = program_in_c("checkpoints.c", directory.path());
     for parts in [1, 4, 8] {
         for strategy in ["separate", "by-history", "by-cost"] {
             let text = printed(Command::new(&program).arg(strategy).env("PAGEMARK_HEAP_PARTS", parts.to_string()));
@@ -84,9 +84,24 @@ fn a_program_in_c_saves_all_that_it_writes() {
 }
 
 #[test]
+fn a_program_forks_while_its_threads_track_and_save_the_heap() {
+    let directory = tempfile::tempdir().unwrap();
+    let program = program_in_c("forks.c", directory.path());
+    for parts in [1, 4] {
+        let mut command = Command::new(&program);
+        // A small heap, because each fork copies it.
+        let text = printed(command.env("PAGEMARK_HEAP_PARTS", parts.to_string()).env("PAGEMARK_HEAP_GIB", "1"));
+        if text == "not supported\n" {
+            pagemark_testing::skip!("the kernel cannot track a heap");
+        }
+        assert_eq!(text, "all forked\n", "{parts} parts");
+    }
+}
+
+#[test]
 fn a_program_in_c_saves_all_that_it_writes_in_a_machine() {
     let directory = tempfile::tempdir().unwrap();
-    let program = program_in_c(directory.path());
+    let program = program_in_c("checkpoints.c", directory.path());
     let inside = |keeps: &str, parts: usize, arguments: &[&str]| {
         let command = in_machine(&[&[program.to_str().unwrap()], arguments].concat(), keeps)?;
         let mut inside = Command::new(&command[0]);
@@ -103,6 +118,23 @@ fn a_program_in_c_saves_all_that_it_writes_in_a_machine() {
     }
     let Some(text) = inside("rings", 4, &["separate", "two-level"]) else { return };
     assert_eq!(text, "not supported\n", "with rings");
+}
+
+#[test]
+fn a_program_locks_what_it_uses() {
+    let directory = tempfile::tempdir().unwrap();
+    let source = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/locked.c");
+    let program = directory.path().join("program");
+    // GCC leaves out a call of malloc whose object is only written.
+    printed(Command::new("cc").args(["-O1", "-fno-builtin", "-Wall", "-Werror", source, "-o"]).arg(&program));
+    for parts in [1, 4, 8] {
+        // A heap that would fit if all of it was locked.
+        let text = printed(preloaded(&program, parts).env("PAGEMARK_HEAP_GIB", "1"));
+        if text == "not permitted\n" {
+            pagemark_testing::skip!("memory cannot be locked");
+        }
+        assert_eq!(text, "right\n", "{parts} parts");
+    }
 }
 
 #[test]

@@ -19,59 +19,16 @@ use std::time::{Duration, Instant};
 
 use nix::mount::{MsFlags, mount};
 use nix::sched::{CloneFlags, unshare};
-use pagemark::sys::proc::{self, Mount, Stat, Status, mounts, tree};
+use pagemark_linux::proc::{self, Mount, Process, Stat, Status, mounts};
 
 /// What CRIU needs to save and restore mounts whose sources are outside of a container: it finds
 /// the sources itself, also those that are shared with the outside.
 pub(crate) const MOUNT_OPTIONS: [&str; 2] = ["--external", "mnt[]:sm"];
 
-/// The id that CRIU's images have for a process or thread: that in its own namespace of process
-/// ids.
-pub(crate) fn image_id(id: i32) -> i32 {
-    Status::read(id).ok().and_then(|status| status.innermost_id()).unwrap_or(id)
-}
-
-/// The ids here of the processes and threads of a container, by their ids in the images.
-pub(crate) fn ids_here(root_pid: i32) -> HashMap<i32, i32> {
-    let members = tree::members(root_pid).unwrap_or_default();
-    let threads = members.iter().flat_map(|member| proc::threads(member.pid).unwrap_or_default());
-    threads.map(|thread| (image_id(thread), thread)).collect()
-}
-
-/// The first process of the container that a process is in, if the container is directly below our
-/// namespace of process ids.
-pub(crate) fn first_process(pid: i32) -> Option<i32> {
-    let mut current = pid;
-    // The limit ends the search if the chain of parents changes meanwhile.
-    for _ in 0..1024 {
-        if Status::read(current).ok()?.is_first_of_container() {
-            return Some(current);
-        }
-        current = Stat::read(current).ok()?.parent_pid;
-    }
-    None
-}
-
-/// The first process of a container, as it was at a checkpoint.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, serde::Serialize, serde::Deserialize)]
-pub(crate) struct FirstProcess {
-    /// Its id here.
-    pub pid: i32,
-    /// When it was started, clock ticks since boot.
-    pub start_ticks: u64,
-}
-
-impl FirstProcess {
-    /// None if the process is not the first of a container.
-    pub(crate) fn of_container(pid: i32) -> Option<FirstProcess> {
-        Status::read(pid).ok().filter(Status::is_first_of_container)?;
-        Some(FirstProcess { pid, start_ticks: Stat::read(pid).ok()?.start_ticks })
-    }
-
-    /// True if it has not ended.
-    pub(crate) fn runs(&self) -> bool {
-        Stat::read(self.pid).is_ok_and(|stat| stat.start_ticks == self.start_ticks && !stat.is_zombie())
-    }
+/// The process, if it is the first of a container.
+pub(crate) fn first_process(pid: i32) -> Option<Process> {
+    Status::read(pid).ok().filter(Status::is_first_of_container)?;
+    Process::find(pid).ok()
 }
 
 /// Pause between two looks at the first process of a container.
@@ -199,7 +156,7 @@ impl HostPaths {
             return Ok(FileLocation::Outside(path.to_owned()));
         }
         for pid in [pid].into_iter().chain(self.tree.clone()) {
-            // One that has ended sees nothing.
+            // A process that has ended has no mounts.
             let Ok(Some(set)) = self.set_of(pid) else { continue };
             if let Some(found) = self.inside[&set].iter().find(|found| found.id == mount) {
                 return Ok(self.place_on(Some(found), path));
@@ -434,6 +391,6 @@ mod tests {
         let directory = std::env::temp_dir().canonicalize().unwrap();
         let place = HostPaths::of_tree(&[own]).unwrap().place(own, &directory, None).unwrap();
         assert_eq!(place, FileLocation::Outside(directory));
-        assert_eq!(ids_here(own).get(&own), Some(&own));
+        assert_eq!(pagemark_trace::namespace_ids::ids_here(own).get(&own), Some(&own));
     }
 }

@@ -5,14 +5,18 @@
 
 use std::io::{Seek, SeekFrom, Write};
 
+use object::elf::{
+    EM_X86_64, NT_AUXV, NT_FILE, NT_FPREGSET, NT_PRPSINFO, NT_PRSTATUS, NT_X86_XSTATE, PF_R, PF_W, PF_X,
+};
 use pagemark::repository::{Manifest, MappingRecord, SpaceRecord, StateRecord, TargetKind};
 use pagemark::{Address, AddressRangeExt, ByteCount, PAGE_SIZE, PageRangeExt, PageTree, Range, Store};
+use pagemark_linux::elf::{self, CoreSegment};
+use pagemark_trace::error::{Error, ErrorKind, Object, Result};
+use pagemark_trace::freezer;
 use prost::Message;
 
 use crate::criu::images::schema::{CoreEntry, MmEntry, PstreeEntry, UserX86FpregsEntry, UserX86RegsEntry};
 use crate::criu::images::{Image, ImageKind};
-use crate::error::{Error, ErrorKind, Object, Result};
-use crate::freezer;
 use crate::saver::{REGISTERS, auxiliary_vector_name};
 
 /// Limit of the size of a state file, bytes.
@@ -20,21 +24,6 @@ const LARGEST_STATE: ByteCount = ByteCount::new(64 << 20);
 
 /// A hole of more than this many pages ends a segment of a mapping of a file.
 const HOLE_PAGES: u64 = 1;
-
-const NT_PRSTATUS: u32 = 1;
-const NT_FPREGSET: u32 = 2;
-const NT_PRPSINFO: u32 = 3;
-const NT_AUXV: u32 = 6;
-const NT_FILE: u32 = 0x4649_4c45;
-const NT_X86_XSTATE: u32 = 0x202;
-
-/// Header sizes of 64-bit ELF.
-const FILE_HEADER: u64 = 64;
-const PROGRAM_HEADER: u64 = 56;
-const SECTION_HEADER: u64 = 64;
-
-/// Smallest number of program headers that does not fit into the file header.
-const MANY: usize = 0xffff;
 
 /// A thread's registers.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -269,38 +258,11 @@ pub fn write_core(
     let failed = |error| Error::system("write the core file", Object::None)(error);
     let tree = memory(space, all, store)?;
     let segments = segments(space, &tree);
-    let notes = notes(space, process);
+    let headers: Vec<_> = segments.iter().map(Segment::header).collect();
+    let head = elf::core_head(EM_X86_64, &notes(space, process), &headers);
+    out.write_all(&head).map_err(failed)?;
 
-    let headers = segments.len() + 1;
-    let notes_at = FILE_HEADER + PROGRAM_HEADER * headers as u64;
-    let sections_at = if headers >= MANY { notes_at + notes.len() as u64 } else { 0 };
-    let notes_end = notes_at + notes.len() as u64 + if sections_at > 0 { SECTION_HEADER } else { 0 };
-    let memory_at = Address::new(notes_end).page_aligned_up().get();
-
-    let mut bytes = file_header(headers, sections_at);
-    program_header(&mut bytes, 4, 0, notes_at, 0, notes.len() as u64, 0, 4);
-    let mut offset = memory_at;
-    for segment in &segments {
-        let size = segment.range.byte_count().get();
-        let held = if segment.held { size } else { 0 };
-        program_header(
-            &mut bytes,
-            1,
-            segment.flags,
-            offset,
-            segment.range.start.get(),
-            held,
-            size,
-            ByteCount::PAGE.get(),
-        );
-        offset += held;
-    }
-    bytes.extend_from_slice(&notes);
-    if sections_at > 0 {
-        section_header(&mut bytes, headers);
-    }
-    out.write_all(&bytes).map_err(failed)?;
-
+    let memory_at = head.len() as u64;
     let mut page = [0; PAGE_SIZE];
     let mut offset = memory_at;
     let mut position = None;
@@ -332,6 +294,20 @@ struct Segment {
     held: bool,
 }
 
+impl Segment {
+    fn header(&self) -> CoreSegment {
+        let bytes = self.range.byte_count().get();
+        CoreSegment {
+            flags: self.flags,
+            address: self.range.start.get(),
+            physical: 0,
+            bytes,
+            file_bytes: if self.held { bytes } else { 0 },
+            alignment: ByteCount::PAGE.get(),
+        }
+    }
+}
+
 fn segments(space: &SpaceRecord, tree: &PageTree) -> Vec<Segment> {
     let mut segments = Vec::new();
     for mapping in &space.mappings {
@@ -341,7 +317,7 @@ fn segments(space: &SpaceRecord, tree: &PageTree) -> Vec<Segment> {
             continue;
         }
         let allows = |permission: char, flag: u32| if mapping.permissions.contains(permission) { flag } else { 0 };
-        let flags = allows('r', 4) | allows('w', 2) | allows('x', 1);
+        let flags = allows('r', PF_R) | allows('w', PF_W) | allows('x', PF_X);
         let segment = |range: Range, held: bool| Segment { range, flags, held };
         let mut held = tree.range(range.page_range()).map(|(number, _)| number).peekable();
         // Anonymous memory holds zeros where the tree has no page. An inaccessible reservation without
@@ -380,34 +356,23 @@ fn is_anonymous(mapping: &MappingRecord) -> bool {
 fn notes(space: &SpaceRecord, process: &CoreProcess) -> Vec<u8> {
     let mut notes = Vec::new();
     for (index, thread) in process.threads.iter().enumerate() {
-        note(&mut notes, "CORE", NT_PRSTATUS, &status(process, thread));
+        elf::add_note(&mut notes, "CORE", NT_PRSTATUS, &status(process, thread));
         if index == 0 {
-            note(&mut notes, "CORE", NT_PRPSINFO, &information(process));
+            elf::add_note(&mut notes, "CORE", NT_PRPSINFO, &information(process));
             let auxv: Vec<u8> = process.auxv.iter().flat_map(|value| value.to_le_bytes()).collect();
             if !auxv.is_empty() {
-                note(&mut notes, "CORE", NT_AUXV, &auxv);
+                elf::add_note(&mut notes, "CORE", NT_AUXV, &auxv);
             }
-            note(&mut notes, "CORE", NT_FILE, &mapped_files(space));
+            elf::add_note(&mut notes, "CORE", NT_FILE, &mapped_files(space));
         }
         if let Some(float) = &thread.float {
-            note(&mut notes, "CORE", NT_FPREGSET, float);
+            elf::add_note(&mut notes, "CORE", NT_FPREGSET, float);
         }
         if let Some(extended) = &thread.extended {
-            note(&mut notes, "LINUX", NT_X86_XSTATE, extended);
+            elf::add_note(&mut notes, "LINUX", NT_X86_XSTATE, extended);
         }
     }
     notes
-}
-
-fn note(notes: &mut Vec<u8>, owner: &str, kind: u32, content: &[u8]) {
-    put32(notes, owner.len() as u32 + 1);
-    put32(notes, content.len() as u32);
-    put32(notes, kind);
-    notes.extend_from_slice(owner.as_bytes());
-    notes.push(0);
-    notes.resize(notes.len().next_multiple_of(4), 0);
-    notes.extend_from_slice(content);
-    notes.resize(notes.len().next_multiple_of(4), 0);
 }
 
 /// `struct elf_prstatus`.
@@ -455,51 +420,6 @@ fn mapped_files(space: &SpaceRecord) -> Vec<u8> {
         bytes.push(0);
     }
     bytes
-}
-
-fn file_header(headers: usize, sections_at: u64) -> Vec<u8> {
-    let mut bytes = b"\x7fELF\x02\x01\x01\0\0\0\0\0\0\0\0\0".to_vec();
-    // A core file, for x86-64, version 1.
-    put16(&mut bytes, 4);
-    put16(&mut bytes, 62);
-    put32(&mut bytes, 1);
-    put64(&mut bytes, 0);
-    put64(&mut bytes, FILE_HEADER);
-    put64(&mut bytes, sections_at);
-    put32(&mut bytes, 0);
-    put16(&mut bytes, FILE_HEADER as u16);
-    put16(&mut bytes, PROGRAM_HEADER as u16);
-    put16(&mut bytes, headers.min(MANY) as u16);
-    put16(&mut bytes, if sections_at > 0 { SECTION_HEADER as u16 } else { 0 });
-    put16(&mut bytes, u16::from(sections_at > 0));
-    put16(&mut bytes, 0);
-    bytes
-}
-
-#[allow(clippy::too_many_arguments, reason = "the fields of a program header, in its own order")]
-fn program_header(
-    bytes: &mut Vec<u8>,
-    kind: u32,
-    flags: u32,
-    offset: u64,
-    address: u64,
-    file_size: u64,
-    memory_size: u64,
-    alignment: u64,
-) {
-    put32(bytes, kind);
-    put32(bytes, flags);
-    for value in [offset, address, 0, file_size, memory_size, alignment] {
-        put64(bytes, value);
-    }
-}
-
-/// The section header that holds the number of program headers, if that does not fit into the file
-/// header.
-fn section_header(bytes: &mut Vec<u8>, headers: usize) {
-    bytes.extend([0; 44]);
-    put32(bytes, headers as u32);
-    bytes.extend([0; 16]);
 }
 
 fn put16(bytes: &mut Vec<u8>, value: u16) {

@@ -4,48 +4,65 @@
 //! `criu` in `PATH`, then for `pagemark/criu/criu` in the cache directory (`$XDG_CACHE_HOME`, else
 //! `~/.cache`).
 
+mod attach_deadlock;
 pub(crate) mod connections;
-mod continued;
 pub(crate) mod descriptors;
 pub mod dump;
+mod dump_arguments;
+mod dump_options;
 mod examined;
 mod guard;
+pub(crate) mod held_files;
 pub mod images;
-mod interrupted;
+mod injected;
+mod interrupted_calls;
 mod kernel_data;
+mod late_sockets;
+mod leave_code;
+mod limits;
 mod machines;
+mod memory_copies;
+pub(crate) mod mounted;
+pub(crate) mod notes;
 mod notify;
 pub(crate) mod outside_files;
 pub(crate) mod outside_sockets;
 pub(crate) mod own_network;
+pub(crate) mod owners;
+mod record_changes;
+mod records;
 pub(crate) mod regular_files;
-mod resumed;
 mod shortened;
 mod smaps;
 pub mod stdio;
 mod stops;
+pub(crate) mod submission;
 mod sysv_ids;
 pub(crate) mod sysv_memory;
 pub(crate) mod sysv_semaphores;
 pub(crate) mod timers;
+mod traced_stops;
+mod watch;
 mod withhold;
 
-use std::borrow::Cow;
 use std::ffi::OsString;
-use std::fmt;
 use std::os::unix::fs::PermissionsExt;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::{Command, Output, Stdio};
 
-use nix::unistd::{User, geteuid};
-use pagemark::sys::proc::Status;
+use nix::sys::signal::{Signal, killpg};
+use nix::sys::wait::{Id, WaitPidFlag, WaitStatus, waitid};
+use nix::unistd::{Pid, User, geteuid};
+use pagemark_linux::proc::Status;
+use pagemark_trace::error::{Error, ErrorKind, Object};
 
-use crate::error::{Error, ErrorKind, Object};
 use examined::Conditions;
-use interrupted::Interrupted;
+use interrupted_calls::InterruptedCalls;
 use kernel_data::KernelData;
 
-pub use dump::{Dump, DumpOptions, ProcessImage, SavedState, Timings};
+pub use dump::{Dump, ProcessImage, SavedState, Timings};
+pub use dump_options::DumpOptions;
 
 /// The oldest version that is known to work with today's kernels.
 pub const OLDEST_VERSION: (u32, u32) = (4, 2);
@@ -62,32 +79,7 @@ pub struct Criu {
     path: PathBuf,
     version: String,
     kernel_data: KernelData,
-    interrupted: Interrupted,
-}
-
-impl Error {
-    /// For `map_err`: a system call for CRIU failed.
-    pub(crate) fn criu_io(operation: impl Into<Cow<'static, str>>) -> impl FnOnce(std::io::Error) -> Error {
-        let operation = operation.into();
-        move |source| Error::of(ErrorKind::Criu, operation, Object::None, source)
-    }
-
-    /// CRIU failed, or refused: `what` it was to do, and its own words.
-    pub(crate) fn criu_failed(what: impl fmt::Display, reason: impl Into<String>) -> Error {
-        Error::of(ErrorKind::Criu, format!("CRIU could not {what}"), Object::None, reason.into())
-    }
-
-    /// CRIU does not answer. It is not killed, because that might harm the process.
-    pub(crate) fn criu_no_answer(what: impl fmt::Display, criu_pid: u32, limit_s: u64) -> Error {
-        let reason = format!("CRIU (process {criu_pid}) did not {what} within {limit_s} s");
-        let error = Error::about(ErrorKind::Criu, Object::None, reason);
-        error.help("it is not killed, and lets the process resume when it is done")
-    }
-
-    /// The process exited before CRIU saved it.
-    pub(crate) fn criu_gone(pid: i32) -> Error {
-        Error::about(ErrorKind::Gone, Object::Process(pid), "is gone")
-    }
+    interrupted: InterruptedCalls,
 }
 
 /// What to do where there is no CRIU, or an old one.
@@ -106,7 +98,7 @@ impl Criu {
         Criu::find_by(&Criu::at)
     }
 
-    /// As [`Criu::find`], but examines CRIU even if a result is kept.
+    /// Like [`Criu::find`], but examines CRIU even if a result is kept.
     ///
     /// # Errors
     /// [`ErrorKind::NoCriu`].
@@ -165,7 +157,7 @@ impl Criu {
             path: path.into(),
             version: version.into(),
             kernel_data: KernelData::default(),
-            interrupted: Interrupted::default(),
+            interrupted: InterruptedCalls::default(),
         }
     }
 
@@ -191,14 +183,13 @@ impl Criu {
             return Err(Error::about(ErrorKind::NoCriu, Object::File(path.into()), reason).help(GET_CRIU));
         }
         // This also makes CRIU probe the kernel and keep what it found, so that no dump has to.
-        let check = Command::new(path)
-            .args(["check", "--feature", "uffd"])
-            .stdin(Stdio::null())
-            .output()
-            .map_err(|error| unusable(error.to_string()))?;
+        let mut check = Command::new(path);
+        check.args(["check", "--feature", "uffd"]).stdin(Stdio::null());
+        let check = output_of_group(&mut check).map_err(|error| unusable(error.to_string()))?;
         if !check.status.success() {
             let text = [check.stdout, check.stderr].concat();
-            return Err(unusable(last_errors(&String::from_utf8_lossy(&text))));
+            let killed = check.status.signal().map(|_| format!("`{} check`: {}", path.display(), check.status));
+            return Err(unusable(killed.unwrap_or_else(|| last_errors(&String::from_utf8_lossy(&text)))));
         }
         Ok(Criu::new(path, version))
     }
@@ -244,6 +235,25 @@ fn lacked_rights() -> String {
 /// True if this process has the capability.
 fn has_capability(number: u32) -> bool {
     Status::of_this_process().is_ok_and(|status| status.capabilities >> number & 1 == 1)
+}
+
+/// Like `output`, for a CRIU that may be killed: while it examines the kernel, it has children that
+/// stop themselves, until CRIU kills them, and that have its standard streams open. They are killed
+/// with it. The command writes less than a pipe holds.
+fn output_of_group(command: &mut Command) -> std::io::Result<Output> {
+    let child = command.process_group(0).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
+    let group = Pid::from_raw(child.id() as i32);
+    // The group has this id at least until its leader is waited for.
+    let ended = loop {
+        match waitid(Id::Pid(group), WaitPidFlag::WEXITED | WaitPidFlag::WNOWAIT) {
+            Err(nix::errno::Errno::EINTR) => {}
+            ended => break ended?,
+        }
+    };
+    if matches!(ended, WaitStatus::Signaled(..)) {
+        let _ = killpg(group, Signal::SIGKILL);
+    }
+    child.wait_with_output()
 }
 
 fn is_executable(path: &Path) -> bool {

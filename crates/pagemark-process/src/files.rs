@@ -11,6 +11,8 @@ mod change;
 mod copy;
 mod data_tree;
 mod directory;
+#[cfg(test)]
+mod hostile;
 mod list;
 mod mounts;
 mod path;
@@ -19,6 +21,7 @@ mod put_back_tree;
 mod scan;
 mod tracker;
 mod unusual;
+mod users;
 mod watch;
 mod writers;
 mod written;
@@ -26,18 +29,21 @@ mod written;
 use std::io;
 use std::path::PathBuf;
 
-use crate::error::{Error, ErrorKind, Object};
+use pagemark_trace::error::{Error, ErrorKind, Object};
 
 pub use data_tree::{DataTree, DirectoryRecord, LinkRecord, Origin, TREES, TreeRecord};
 pub(crate) use data_tree::{read as read_trees, record as record_trees, with_closed};
 pub use list::{Descriptor, OpenFile, SharedMapping, open_for_writing};
 pub use path::{decode_path, encode_path};
+pub(crate) use put_back::put_back_for;
 pub use put_back::{ChangedFiles, FileAction, PutBack, put_back};
+pub use writers::FrozenMembers;
 pub(crate) use writers::is_own_output;
 
-pub use tracker::{Copied, FileTracker, Written};
+pub use tracker::{CopyCost, FileTracker, Written};
 pub(crate) use unusual::unusual_removals;
 pub use unusual::{UnusualFile, UnusualReason, unusual_files};
+pub(crate) use users::{Users, read as read_users, record as record_users};
 pub use watch::FileWatch;
 
 /// For `map_err`: `operation` on `path` failed.

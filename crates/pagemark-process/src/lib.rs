@@ -16,13 +16,15 @@
 //! use pagemark::repository::Repository;
 //! use pagemark::track::Scope;
 //! use pagemark::{Job, JobOptions, Mechanism};
+//! use pagemark_process::attach;
 //! use pagemark_process::criu::DumpOptions;
 //! use pagemark_process::saver::CriuSaver;
 //! use pagemark_process::target::ProcessTarget;
 //!
 //! let repository = Repository::open_or_create(Path::new("checkpoints"))?;
 //! let saver = CriuSaver::find(DumpOptions::default())?;
-//! let target = ProcessTarget::attach(4711, Mechanism::choose(Scope::Process), Arc::new(saver))?;
+//! let process = attach::check(4711)?;
+//! let target = ProcessTarget::attach(process, Mechanism::choose(Scope::Process), Arc::new(saver))?;
 //! let mut job = Job::new(target, repository, JobOptions::new("simulate"));
 //! job.checkpoint()?; // everything
 //! job.checkpoint()?; // the pages written since
@@ -30,30 +32,20 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
-pub mod attach;
-pub mod cgroups;
 pub mod container;
 pub mod core_file;
 pub mod criu;
-mod error;
 pub mod files;
-pub mod freezer;
-pub mod helper;
-pub mod inject;
-mod leaving;
-pub mod objects;
-mod parked;
-mod plain_proc;
-pub mod preload;
-mod ptrace;
+#[cfg(feature = "fuzzing")]
+#[doc(hidden)]
+pub mod fuzzing;
 mod refusal;
 pub mod restore;
 pub mod saver;
 pub mod scratch;
-pub mod space;
 pub mod spawn;
 pub mod target;
 pub mod terminal;
 mod tree;
 
-pub use error::{Error, ErrorKind, Object, Result};
+pub use pagemark_trace::{Error, ErrorKind, Object, Result, attach};

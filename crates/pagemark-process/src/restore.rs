@@ -3,40 +3,90 @@
 //! [`Restore`] does all of it: it checks the checkpoint and the consent to change files, completes
 //! CRIU's images in a scratch directory, puts files back, has CRIU restore the processes, and
 //! copies their memory into them before they run, or with [`Restore::lazy`] while they run. Its
-//! parts are public too: [`prepare`], [`Prepared::run`].
+//! steps can be taken one by one, from [`Restore::prepare`] on (`states.rs`). What plain CRIU
+//! images need is public too: [`prepare`], [`Prepared::run`].
 
+mod attempt;
+mod compare;
 mod connection;
 mod delivery;
 mod gate;
+mod ghosts;
 mod guard;
+mod holders;
 mod image_files;
 mod images;
+mod inside;
+mod launch;
 mod lazy;
+mod made;
 mod memory;
+mod mounts;
+mod opened;
+mod owners;
+mod peers;
+mod reservations;
+mod restoring;
 mod root;
 mod running;
+mod sockets;
+mod states;
 mod surroundings;
+mod walk;
+mod watches;
 
 use std::borrow::Cow;
-use std::cell::{Cell, RefCell};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use pagemark::repository::{Checkpoint, Manifest};
+use pagemark::restore::{Gated, Opened, Prepared as _};
 use pagemark::{ByteCount, Store};
+use pagemark_trace::error::{Error, ErrorKind, Object};
 
 use crate::criu::Criu;
-use crate::error::{Error, ErrorKind, Object};
-use crate::files::{ChangedFiles, FileAction, PutBack, UnusualFile, asides, put_back};
+use crate::files::{PutBack, UnusualFile, asides};
 use crate::scratch::{self, ScratchDirectory};
 use delivery::Delivery;
-use gate::Gate;
-use image_files::ImageMemory;
-use lazy::Reports;
-use memory::ProcessMemory;
 
 pub use crate::container::network::Network;
 pub use images::{Prepared, RestoreOptions, Restored, Streams, check, export_criu, open_prepared, prepare};
+pub use states::{GatedTree, PreparedTree, RunningTree};
+pub(crate) use surroundings::connections as tcp_connections;
+
+/// What is done when CRIU has made all processes, and none runs. `root_pid` is the id here of the
+/// root process.
+fn before_they_run(directory: &Path, root_pid: Option<i32>, options: &RestoreOptions) -> Result<(), Error> {
+    compare::compare(directory, root_pid, options)?;
+    owners::give(directory, root_pid)
+}
+
+/// What a restore reads of the images in `directory` to find out who has which file, before it
+/// opens one.
+#[cfg(feature = "fuzzing")]
+pub(crate) fn read_images(directory: &Path) {
+    use crate::criu::images::schema::FileEntry;
+    use crate::criu::images::{Image, ImageKind};
+    use crate::criu::notes::{NOTES, Notes};
+
+    let notes = serde_json::to_vec(&Notes::default()).expect("notes are plain");
+    std::fs::write(directory.join(NOTES), notes).expect("the directory can be written");
+    let image = Image::read(&directory.join("files.img"), ImageKind::Files).expect("it was written");
+    let entries: Vec<_> = image
+        .messages
+        .iter()
+        .map_while(|message| <FileEntry as prost::Message>::decode(message.as_slice()).ok())
+        .collect();
+    let Ok(holders) = holders::Holders::read(directory, &entries) else { return };
+    for (message, entry) in image.messages.iter().zip(&entries) {
+        let _ = watches::changed(message, entry, &holders, &mut |_, _, _| Ok(Some("/proc/1/fd/2".into())));
+    }
+    let _ = ghosts::inode_of(directory, 1);
+    let _ = sockets::OwnSockets::take_out(directory, &[]);
+    let _ = peers::check(directory, &Notes::default());
+    let _ = inside::place(directory);
+    let _ = mounts::recorded(directory);
+}
 
 /// For `map_err`: a system call failed.
 fn io(operation: impl Into<Cow<'static, str>>) -> impl FnOnce(std::io::Error) -> Error {
@@ -62,6 +112,7 @@ fn io(operation: impl Into<Cow<'static, str>>) -> impl FnOnce(std::io::Error) ->
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[must_use = "nothing is restored until it is run"]
+#[derive(Clone)]
 pub struct Restore<'a> {
     manifest: &'a Manifest,
     store: &'a (dyn Store + Sync),
@@ -158,11 +209,11 @@ impl<'a> Restore<'a> {
     /// calling process and gets its standard streams.
     pub fn new(checkpoint: &'a Checkpoint) -> Restore<'a> {
         let restore = Restore::from_store(&checkpoint.manifest, checkpoint);
-        // Who could change the repository could also have noted any directory.
+        // A user who can change the repository can have put any directory into the notes.
         Restore { working_directories_count: !checkpoint.is_exposed(), ..restore }
     }
 
-    /// As [`Restore::new`], of a checkpoint whose content is in any store.
+    /// Like [`Restore::new`], of a checkpoint whose content is in any store.
     pub fn from_store(manifest: &'a Manifest, store: &'a (dyn Store + Sync)) -> Restore<'a> {
         let options = RestoreOptions { as_child: true, ..RestoreOptions::default() };
         Restore {
@@ -214,6 +265,21 @@ impl<'a> Restore<'a> {
     /// instead of the one that it had at the checkpoint.
     pub fn root(mut self, root: impl Into<PathBuf>) -> Self {
         self.options.root = Some(root.into());
+        self
+    }
+
+    /// Lets the processes have whatever file is at these paths, but no link, though their users may
+    /// neither use it nor be unable to put another one there. Otherwise such a file ends the
+    /// restore.
+    pub fn trust_paths(mut self, paths: Vec<PathBuf>) -> Self {
+        self.options.trusted_paths = paths;
+        self
+    }
+
+    /// Lets sockets have root as their peer (`SO_PEERCRED`) that had another user, where Pagemark
+    /// cannot make them for that user. Otherwise such a socket ends the restore.
+    pub fn root_peers(mut self, are_allowed: bool) -> Self {
+        self.options.root_peers = are_allowed;
         self
     }
 
@@ -298,11 +364,11 @@ impl<'a> Restore<'a> {
         self
     }
 
-    /// Restores the processes, and delivers all of their memory.
+    /// Checks all that can be checked without touching anything.
     ///
     /// # Errors
-    /// [`RestoreFailure`], whose stage says what was done before.
-    pub fn run(self, events: &mut dyn FnMut(RestoreEvent<'_>)) -> Result<Restored, RestoreFailure> {
+    /// [`RestoreFailure`]
+    pub fn prepare(self) -> Result<PreparedTree<'a>, RestoreFailure> {
         check(self.manifest).map_err(RestoreFailure::at(Stage::Check))?;
         if !self.unusual_files_allowed {
             let files = self.unusual_files()?;
@@ -310,77 +376,75 @@ impl<'a> Restore<'a> {
                 return Err(RestoreFailure::at(Stage::Check)(no_consent(&files)));
             }
         }
-        let Restore { manifest, store, is_lazy, options, criu, scratch: parent, asides, .. } = self;
+        let Restore { manifest, store, options, scratch: parent, .. } = &self;
         let delivery = Delivery::find(manifest);
         options.check_machine(&delivery).map_err(RestoreFailure::at(Stage::Check))?;
-        let criu = criu.map_or_else(Criu::find, Ok).map_err(RestoreFailure::at(Stage::FindCriu))?;
+        let criu = self.criu.clone().map_or_else(Criu::find, Ok).map_err(RestoreFailure::at(Stage::FindCriu))?;
         // Images that a restore that was killed has left there hold secrets and take up room.
-        scratch::sweep(&parent);
-        let images = ScratchDirectory::new_in(&parent)
+        scratch::sweep(parent);
+        let images = ScratchDirectory::new_in(parent)
             .map_err(|source| Error::of(ErrorKind::System, "make a directory in", Object::File(parent.clone()), source))
             .map_err(RestoreFailure::at(Stage::Scratch))?;
-        let total = ByteCount::of_pages(manifest.spaces.iter().map(|space| space.pages).sum());
-        events(RestoreEvent::Preparing { memory: total });
-        if let Err(reason) = &delivery {
+        let prepared = images::write_state(manifest, *store, images.path());
+        let prepared = prepared.map_err(RestoreFailure::at(Stage::Prepare))?;
+        prepared.check_mounts(options).map_err(RestoreFailure::at(Stage::Check))?;
+        prepared.check_peers(options).map_err(RestoreFailure::at(Stage::Check))?;
+        Ok(PreparedTree { restore: self, criu, delivery, prepared, images })
+    }
+
+    /// Restores the processes, and delivers all of their memory.
+    ///
+    /// # Errors
+    /// [`RestoreFailure`], whose stage says what was done before.
+    pub fn run(self, events: &mut dyn FnMut(RestoreEvent<'_>)) -> Result<Restored, RestoreFailure> {
+        let prepared = self.prepare()?;
+        events(RestoreEvent::Preparing { memory: prepared.memory() });
+        if let Some(reason) = prepared.staging() {
             events(RestoreEvent::Staging { reason });
         }
-        let memory = if delivery.is_ok() { ImageMemory::Undeliverable } else { ImageMemory::Whole };
-        let mut last = ByteCount::ZERO;
-        let is_delivered_later = is_lazy && delivery.is_ok();
-        let mut reading = |done: ByteCount| {
-            if done > last && !is_delivered_later {
-                last = done;
-                events(RestoreEvent::Reading { done: done.min(total), total });
+        let gated = prepared.make(&mut |done, total| events(RestoreEvent::Reading { done, total }))?;
+        let tree = gated.open(&mut |opened| match opened {
+            Opened::Runs(tree) => {
+                tree.files().iter().for_each(|file| events(RestoreEvent::FilePutBack(file)));
+                if let Some(error) = tree.asides_error() {
+                    events(RestoreEvent::AsidesNotDescribed(error));
+                }
+                events(RestoreEvent::Running(tree.restored()));
             }
-        };
-        let prepared = images::prepare_with(manifest, store, images.path(), memory, &mut reading);
-        let (mut prepared, spaces) = prepared.map_err(RestoreFailure::at(Stage::Prepare))?;
-        prepared.check_root(&options).map_err(RestoreFailure::at(Stage::Check))?;
-        prepared.make_readable(&images).map_err(RestoreFailure::at(Stage::Prepare))?;
-        let files = put_files_back(manifest, store, &options, &asides)?;
-        let restored = match delivery {
-            Ok(delivery) if is_lazy => {
-                return run_lazily(delivery.into_gate(), prepared, &spaces, store, &criu, &options, files, events);
+            Opened::Delivering { done_pages, total_pages } => {
+                events(RestoreEvent::Delivering { done_pages, total_pages });
             }
-            Ok(delivery) => delivery.run(prepared, &spaces, store, &criu, &options, &mut reading),
-            Err(_) => prepared.run(&criu, &options),
-        };
-        let restored = keep_or_undo(restored, files, events)?;
-        events(RestoreEvent::Running(&restored));
-        Ok(restored)
+        })?;
+        Ok(tree.into_restored())
     }
 }
 
-/// Restores processes that run before their memory is there.
-#[expect(clippy::too_many_arguments, reason = "each is a part of a restore")]
-fn run_lazily(
-    gate: Gate,
-    prepared: Prepared,
-    memory: &[ProcessMemory],
-    store: &(dyn Store + Sync),
-    criu: &Criu,
-    options: &RestoreOptions,
-    files: ChangedFiles,
-    events: &mut dyn FnMut(RestoreEvent<'_>),
-) -> Result<Restored, RestoreFailure> {
-    let files = Cell::new(Some(files));
-    let events = RefCell::new(events);
-    let reports = Reports {
-        running: &mut |restored| {
-            if let Some(files) = files.take() {
-                keep(files, *events.borrow_mut());
-            }
-            (*events.borrow_mut())(RestoreEvent::Running(restored));
-        },
-        progress: &mut |done_pages, total_pages| {
-            (*events.borrow_mut())(RestoreEvent::Delivering { done_pages, total_pages });
-        },
-    };
-    let restored = lazy::run(gate, prepared, memory, store, criu, options, reports);
-    match (restored, files.take()) {
-        (Ok(restored), _) => Ok(restored),
-        (Err(error), Some(files)) => Err(undo(error, files)),
-        (Err(error), None) => Err(RestoreFailure { stage: Stage::Deliver, error }),
+/// How often a restore is tried whose ids other processes get meanwhile.
+const MOST_ATTEMPTS: u32 = 20;
+
+/// Pause before the first repetition; each further one is as much longer.
+const ATTEMPT_PAUSE: Duration = Duration::from_millis(10);
+
+/// Repeats an attempt as long as other processes get ids that the tree needs: the next one may be
+/// faster than they, and a process that has such an id may end soon.
+fn retried<T>(mut attempt: impl FnMut() -> Result<T, RestoreFailure>) -> Result<T, RestoreFailure> {
+    for number in 1..MOST_ATTEMPTS {
+        match attempt() {
+            Err(failure) if is_taken(&failure, number) => std::thread::sleep(ATTEMPT_PAUSE * number),
+            ended => return ended,
+        }
+    }
+    attempt()
+}
+
+/// Whether the attempt `number` has failed because another process got an id while it ran, or has
+/// it since then.
+fn is_taken(failure: &RestoreFailure, number: u32) -> bool {
+    let is_undone = failure.stage == Stage::Processes;
+    match failure.error.kind() {
+        ErrorKind::PidTaken => is_undone,
+        ErrorKind::PidInUse => is_undone && number > 1,
+        _ => false,
     }
 }
 
@@ -388,50 +452,4 @@ fn run_lazily(
 fn no_consent(files: &[UnusualFile]) -> Error {
     let files = files.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ");
     Error::of(ErrorKind::NoConsent, "the restore would change files that need consent", Object::None, files)
-}
-
-/// Gives the files the content that they had at the checkpoint.
-fn put_files_back(
-    manifest: &Manifest,
-    store: &dyn Store,
-    options: &RestoreOptions,
-    asides: &Path,
-) -> Result<ChangedFiles, RestoreFailure> {
-    let checkpoint = format!("{}@{}", manifest.job, manifest.sequence);
-    let below = root::files_below(manifest, store, options.root.as_deref());
-    let (files, trees) = below.map_err(RestoreFailure::at(Stage::Files))?;
-    put_back(&files, &trees, store, &checkpoint, asides).map_err(RestoreFailure::at(Stage::Files))
-}
-
-/// Keeps the files that were put back if the processes were restored, and changes them back if not.
-fn keep_or_undo<T>(
-    processes: Result<T, Error>,
-    files: ChangedFiles,
-    events: &mut dyn FnMut(RestoreEvent<'_>),
-) -> Result<T, RestoreFailure> {
-    match processes {
-        Ok(processes) => {
-            keep(files, events);
-            Ok(processes)
-        }
-        Err(error) => Err(undo(error, files)),
-    }
-}
-
-/// Keeps the files that were put back, and reports them.
-fn keep(files: ChangedFiles, events: &mut dyn FnMut(RestoreEvent<'_>)) {
-    let changed = files.files().iter().filter(|file| file.action != FileAction::Untouched);
-    changed.for_each(|file| events(RestoreEvent::FilePutBack(file)));
-    if let Err(error) = files.keep() {
-        events(RestoreEvent::AsidesNotDescribed(&error));
-    }
-}
-
-/// Changes the files back that were put back, because the processes could not be restored.
-fn undo(error: Error, files: ChangedFiles) -> RestoreFailure {
-    let error = match files.undo() {
-        Ok(()) => error,
-        Err(undo) => undo.during(format!("{error}; then the change back failed:")),
-    };
-    RestoreFailure { stage: Stage::Processes, error }
 }

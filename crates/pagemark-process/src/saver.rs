@@ -16,10 +16,11 @@ use pagemark::blob::BlobHistory;
 use pagemark::repository::StateRecord;
 use pagemark::target::VisitPage;
 use pagemark::{PageRange, Store};
-
-use crate::error::{Error, ErrorKind, Object, Result, Source};
-use crate::objects::ObjectId;
-use crate::space::AddressSpace;
+use pagemark_linux::proc::Process;
+use pagemark_trace::error::{Error, ErrorKind, Object, Result, Source};
+use pagemark_trace::inject::memory_copy::MemoryCopy;
+use pagemark_trace::objects::ObjectId;
+use pagemark_trace::space::AddressSpace;
 
 pub use criu::CriuSaver;
 pub use registers::{REGISTERS, RegisterSaver, auxiliary_vector_name};
@@ -35,7 +36,7 @@ pub trait StateSaver: Send + Sync {
     ///
     /// # Errors
     /// It can't, and why.
-    fn check(&self, root_pid: i32) -> Result<()>;
+    fn check(&self, root: Process) -> Result<()>;
 
     /// True if the content of shared memory can be left out of the state of these processes, which
     /// are a tree.
@@ -47,6 +48,11 @@ pub trait StateSaver: Send + Sync {
         false
     }
 
+    /// What there is to say of the states that were saved since the last call.
+    fn take_notices(&self) -> Vec<String> {
+        Vec::new()
+    }
+
     /// Freezes the tree and saves its state, without the content of `objects` of shared memory,
     /// which the caller copies. Calls `meanwhile` again and again until the tree is being frozen;
     /// processes may stop during a call. May call it once more, when the tree is frozen.
@@ -56,7 +62,7 @@ pub trait StateSaver: Send + Sync {
     /// resumes.
     fn freeze(
         &self,
-        root_pid: i32,
+        root: Process,
         objects: &HashSet<ObjectId>,
         meanwhile: Meanwhile<'_>,
     ) -> Result<Box<dyn FrozenState>>;
@@ -76,16 +82,23 @@ pub type Meanwhile<'a> = &'a mut dyn FnMut(FreezeStage) -> Result<()>;
 
 /// A tree that is frozen, with its state saved. Dropped, the tree resumes.
 pub trait FrozenState {
+    /// Makes a copy of the memory of a process, which stays as it is in the freeze. None if whoever
+    /// holds the tree cannot do that.
+    ///
+    /// # Errors
+    /// Why it could not be made. The tree stays frozen.
+    fn copy_memory(&self, pid: i32) -> Result<Option<MemoryCopy>>;
+
     /// Lets the tree resume. `spaces` has the memory of each process, as it was collected in the
     /// freeze.
     ///
     /// # Errors
     /// The state could not be saved. The tree resumes.
-    fn thaw(self: Box<Self>, spaces: &[&AddressSpace]) -> Result<Thawed>;
+    fn thaw(self: Box<Self>, spaces: &[&AddressSpace]) -> Result<ResumedTree>;
 }
 
 /// A tree that has resumed.
-pub struct Thawed {
+pub struct ResumedTree {
     /// When the first process of the tree was stopped.
     pub frozen_at: Instant,
     /// How long the tree was frozen.

@@ -7,9 +7,9 @@ use std::os::fd::AsRawFd;
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command};
 
-use nix::sys::signal::{SigSet, SigmaskHow, Signal, sigprocmask};
+use nix::sys::signal::{SigHandler, SigSet, SigmaskHow, Signal, signal, sigprocmask};
+use pagemark_trace::error::{Error, ErrorKind, Object, Result};
 
-use crate::error::{Error, ErrorKind, Object, Result};
 use crate::terminal::{Leader, Terminal};
 
 /// The signals that users, terminals and schedulers send to end or to notify a program. SIGALRM and
@@ -23,6 +23,28 @@ pub const FROM_OUTSIDE: [Signal; 7] = [
     Signal::SIGUSR2,
     Signal::SIGWINCH,
 ];
+
+/// In a process that was just forked: ignores the signals by which service managers, terminals and
+/// users ask a process to end, and exempts it from the out-of-memory killer where that is
+/// permitted. CRIU would end at once, whatever code of its own a target executes. Makes only system
+/// calls.
+pub(crate) fn outlive_requests_to_end() -> std::io::Result<()> {
+    for number in FROM_OUTSIDE.into_iter().chain([Signal::SIGXCPU]) {
+        // SAFETY: ignoring a signal installs no handler.
+        unsafe { signal(number, SigHandler::SigIgn)? };
+    }
+    // SAFETY: the path ends with a zero byte, the buffer lives through the call, and the descriptor that
+    // is closed is the one that was just opened.
+    unsafe {
+        let file = libc::open(c"/proc/self/oom_score_adj".as_ptr(), libc::O_WRONLY | libc::O_CLOEXEC);
+        if file >= 0 {
+            // Not permitted without CAP_SYS_RESOURCE, which `pagemark doctor` reports.
+            libc::write(file, c"-1000".as_ptr().cast(), 5);
+            libc::close(file);
+        }
+    }
+    Ok(())
+}
 
 /// Variables of the environment, and their values.
 pub type Variables = [(&'static str, OsString)];
@@ -50,14 +72,14 @@ pub fn spawn(command: &[OsString], variables: &Variables, signal_mask: SigSet) -
     command.spawn().map_err(not_started(&command))
 }
 
-/// As [`spawn`], with the pseudo-terminal `terminal` in place of the terminal of this process. The
-/// program is in a session whose controlling terminal that is, and leads its process group.
+/// Like [`spawn`], with the pseudo-terminal `terminal` in place of the terminal of this process.
+/// The program is in a session whose controlling terminal that is, and leads its process group.
 ///
 /// Returns a child that ends with the program and has its exit status, 128 + n for a signal n; and
 /// the id of the program.
 ///
 /// # Errors
-/// As [`spawn`].
+/// Those of [`spawn`].
 pub fn spawn_on(
     terminal: &mut Terminal,
     command: &[OsString],
@@ -120,7 +142,7 @@ pub fn exit_status(error: &Error) -> u8 {
 mod tests {
     use nix::sys::signal::Signal;
     use nix::unistd::{Pid, getsid};
-    use pagemark::sys::proc::Status;
+    use pagemark_linux::proc::Status;
 
     use super::*;
 

@@ -1,6 +1,9 @@
 //! A process tree as a target.
 
-use std::collections::HashSet;
+mod freeze_costs;
+
+use std::cell::LazyCell;
+use std::collections::{HashMap, HashSet};
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
@@ -9,24 +12,28 @@ use std::time::{Duration, Instant, SystemTime};
 
 use pagemark::blob::BlobHistory;
 use pagemark::repository::{MappingException, MappingRecord, SpaceKind, TargetKind};
-use pagemark::sys::proc;
 use pagemark::target::{
-    Captured, CapturedSpace, Frozen, Recorded, SpaceId, Target, TargetDescription, TargetMemory, VisitPage,
-    WhileFreezing,
+    Captured, CapturedSpace, Frozen, Keep, KeptCounts, Recorded, SpaceId, Target, TargetDescription, TargetError,
+    TargetMemory, VisitPage, WhileFreezing,
 };
-use pagemark::{Mechanism, Range, RangeSet, Store};
+use pagemark::{AddressRangeExt, Mechanism, PAGE_SIZE, Range, RangeSet, Store};
+use pagemark_linux::proc::{self, Process, Status};
+use pagemark_trace::error::{Error, ErrorKind, Object, Result};
+use pagemark_trace::freezer;
+use pagemark_trace::inject::memory_copy::MemoryCopy;
+use pagemark_trace::objects::ObjectId;
+use pagemark_trace::parked::ParkedProcesses;
+use pagemark_trace::space::{AddressSpace, Moment};
 
-use crate::error::{Error, ErrorKind, Object, Result};
 use crate::files::{
-    DataTree, FileTracker, FileWatch, OpenFile, TreeRecord, encode_path, open_for_writing, record_trees, with_closed,
+    DataTree, FileTracker, FileWatch, FrozenMembers, OpenFile, TreeRecord, Users, encode_path, open_for_writing,
+    record_trees, record_users, with_closed,
 };
-use crate::freezer;
-use crate::objects::ObjectId;
-use crate::parked::Parked;
-use crate::saver::{FreezeStage, FrozenState, SavedState, StateSaver, Thawed};
+use crate::saver::{FreezeStage, FrozenState, ResumedTree, SavedState, StateSaver};
 use crate::scratch;
-use crate::space::AddressSpace;
-use crate::tree::{FrozenMapping, FrozenObject, FrozenProcess, Phase, ProcessTree, recorded_id};
+use crate::tree::{FrozenMapping, FrozenObject, FrozenProcess, ProcessTree, recorded_id};
+
+use freeze_costs::FreezeCosts;
 
 /// A process and all its descendants.
 pub struct ProcessTarget {
@@ -42,24 +49,14 @@ pub struct ProcessTarget {
     watch: Option<Arc<FileWatch>>,
     command: Vec<String>,
     freeze_hook: Option<FreezeHook>,
+    /// See [`ProcessTarget::set_fewest_kept_pages`].
+    fewest_kept_pages: u64,
+    costs: FreezeCosts,
 }
 
 /// Called with the ids of all processes, the root first, while they are frozen and their state is
 /// saved.
 pub type FreezeHook = Box<dyn FnMut(&[i32]) + Send>;
-
-impl pagemark::target::TargetError for Error {
-    /// True if the root process has exited.
-    fn is_gone(&self) -> bool {
-        Error::is_gone(self)
-    }
-}
-
-impl From<Error> for pagemark::Error {
-    fn from(error: Error) -> pagemark::Error {
-        pagemark::target::TargetError::into_error(error)
-    }
-}
 
 impl ProcessTarget {
     /// Attaches to a running process and its descendants. Written pages are found by `mechanism`;
@@ -68,10 +65,10 @@ impl ProcessTarget {
     ///
     /// # Errors
     /// The process can't be attached to, or the saver can't save it.
-    pub fn attach(root_pid: i32, mechanism: Mechanism, saver: Arc<dyn StateSaver>) -> Result<ProcessTarget> {
-        saver.check(root_pid)?;
-        let tree = ProcessTree::attach(root_pid, mechanism)?;
-        let command = proc::command_line(root_pid).map_or_else(|_| Vec::new(), |line| vec![line]);
+    pub fn attach(root: Process, mechanism: Mechanism, saver: Arc<dyn StateSaver>) -> Result<ProcessTarget> {
+        saver.check(root)?;
+        let tree = ProcessTree::attach(root, mechanism)?;
+        let command = proc::command_line(root.pid).map_or_else(|_| Vec::new(), |line| vec![line]);
         // Images that a killed process has left there hold secrets and take up memory.
         scratch::sweep(&scratch::parent());
         Ok(ProcessTarget {
@@ -83,12 +80,14 @@ impl ProcessTarget {
             watch: None,
             command,
             freeze_hook: None,
+            fewest_kept_pages: FEWEST_KEPT_PAGES,
+            costs: FreezeCosts::default(),
         })
     }
 
     /// The process at the root of the tree.
     pub fn root_pid(&self) -> i32 {
-        self.tree.root_pid()
+        self.tree.root().pid
     }
 
     /// The mechanism by which written pages are found.
@@ -118,16 +117,18 @@ impl ProcessTarget {
     /// Lists the files that belong to the job now: those that the tree has open for writing, those
     /// that it has written and closed, and all files of the data trees. Also returns the rest of
     /// the trees.
-    fn list_files(&self) -> Result<(Vec<OpenFile>, Vec<TreeRecord>)> {
+    fn list_files(&mut self) -> Result<(Vec<OpenFile>, Vec<TreeRecord>)> {
         let mut files = self.open_files()?;
+        let users = Users::of_tree(self.root_pid(), &self.tree.pids())?;
+        self.files.set_users(users.clone());
         let mut trees = Vec::with_capacity(self.data.len());
         for tree in &self.data {
-            let (all, record) = tree.list_with(files)?;
+            let (all, record) = tree.list_with(files, &users)?;
             files = all;
             trees.push(record);
         }
         if let Some(watch) = &self.watch {
-            let written = watch.list(&self.data)?;
+            let written = watch.list(&self.data, &users)?;
             files = with_closed(files, written.files);
             trees.extend(written.trees);
         }
@@ -140,20 +141,41 @@ impl ProcessTarget {
         self.freeze_hook = Some(hook);
     }
 
+    /// Sets for how many pages a process is forked in a copy-on-write checkpoint; the pages of one
+    /// with fewer are copied in the freeze. By default 2,048. With the strategy
+    /// [`Auto`](pagemark::checkpointer::Strategy::Auto), a process is forked if that has taken less
+    /// time than to copy in the last freezes.
+    pub fn set_fewest_kept_pages(&mut self, pages: u64) {
+        self.fewest_kept_pages = pages;
+    }
+
     /// Freezes the tree and lets it resume, without storing anything. Returns how long it was
     /// frozen: what each checkpoint takes besides for memory and files.
     ///
     /// # Errors
-    /// As [`Target::freeze`]. The tree runs.
+    /// Those of [`Target::freeze`]. The tree runs.
     pub fn stop_time(&mut self) -> Result<Duration> {
         let objects = self.tree.objects();
         let machines = GivenUp::of(&self.tree, &*self.saver)?;
-        let state = self.saver.freeze(self.tree.root_pid(), &objects, &mut |_| Ok(()))?;
-        self.tree.spaces(Phase::Frozen)?;
+        let state = self.saver.freeze(self.tree.root(), &objects, &mut |_| Ok(()))?;
+        self.tree.spaces(Moment::Frozen)?;
         let waited = machines.map(GivenUp::release);
         let thawed = state.thaw(&self.tree.address_spaces())?;
         self.tree.take_stopped_time();
         Ok(standstill(waited, &thawed).1)
+    }
+
+    /// Tracks the shared memory of the tree from now on, unless the saver keeps it whole. Each
+    /// checkpoint does so itself; who observes the tree without one calls it.
+    ///
+    /// # Errors
+    /// Those of [`TargetMemory::spaces`].
+    pub fn track_shared_memory(&mut self) -> Result<()> {
+        let pids: Vec<i32> = freezer::members(self.root_pid())?.iter().map(|member| member.process.pid).collect();
+        self.tree.set_has_objects(self.saver.leaves_objects_out(&pids));
+        // The objects are known before the first round, since a freeze tracks no new ones.
+        self.tree.spaces(Moment::BeforeFreeze)?;
+        Ok(())
     }
 
     /// Copies the content of open files while the tree runs, so that less is left for the freeze.
@@ -163,7 +185,7 @@ impl ProcessTarget {
     /// The files cannot be read or stored; then call [`Target::capture_failed`], since it is no
     /// longer known what was written.
     pub fn precopy_files(&mut self, store: &mut dyn Store) -> Result<u64> {
-        self.tree.spaces(Phase::Running)?;
+        self.tree.spaces(Moment::BeforeFreeze)?;
         self.tree.collect_shared()?;
         // Listed after collecting: what is written through a mapping that comes in between is collected the
         // next time.
@@ -185,15 +207,15 @@ impl TargetMemory for ProcessTarget {
     type Error = Error;
 
     fn spaces(&mut self) -> Result<Vec<SpaceId>> {
-        self.tree.spaces(Phase::Running)
+        self.tree.spaces(Moment::BeforeFreeze)
     }
 
     fn collect(&mut self, space: SpaceId, dirty: &mut RangeSet) -> Result<()> {
-        self.tree.collect(space, dirty, Phase::Running)
+        self.tree.collect(space, dirty, Moment::BeforeFreeze)
     }
 
     fn read(&mut self, space: SpaceId, ranges: &[Range], buffer: &mut [u8]) -> Result<RangeSet> {
-        self.tree.read(space, ranges, buffer, Phase::Running)
+        self.tree.read(space, ranges, buffer, Moment::BeforeFreeze)
     }
 }
 
@@ -210,10 +232,7 @@ impl Target for ProcessTarget {
     }
 
     fn precopy(&mut self, store: &mut dyn Store) -> Result<(), pagemark::Error> {
-        let pids: Vec<i32> = freezer::members(self.root_pid())?.iter().map(|member| member.pid).collect();
-        self.tree.set_has_objects(self.saver.leaves_objects_out(&pids));
-        // The objects are known before the first round, since a freeze tracks no new ones.
-        self.tree.spaces(Phase::Running)?;
+        self.track_shared_memory()?;
         if self.saver.is_restorable() {
             self.precopy_files(store)?;
         }
@@ -221,7 +240,7 @@ impl Target for ProcessTarget {
     }
 
     fn freeze(&mut self, meanwhile: WhileFreezing<'_, Error>) -> Result<FrozenTree<'_>> {
-        let (root_pid, objects) = (self.tree.root_pid(), self.tree.objects());
+        let (root, objects) = (self.tree.root(), self.tree.objects());
         let machines = GivenUp::of(&self.tree, &*self.saver)?;
         let tree = &mut self.tree;
         let meanwhile = &mut |stage| match stage {
@@ -231,12 +250,12 @@ impl Target for ProcessTarget {
                 Ok(())
             }
         };
-        let state = self.saver.freeze(root_pid, &objects, meanwhile)?;
+        let state = self.saver.freeze(root, &objects, meanwhile)?;
         if let Some(hook) = &mut self.freeze_hook {
-            let pids: Vec<i32> = freezer::members(self.tree.root_pid())?.iter().map(|member| member.pid).collect();
+            let pids: Vec<i32> = freezer::members(root.pid)?.iter().map(|member| member.process.pid).collect();
             hook(&pids);
         }
-        Ok(FrozenTree { target: self, state, machines })
+        Ok(FrozenTree { target: self, state, machines, copies: KeptMemory::default() })
     }
 
     fn capture_failed(&mut self) {
@@ -255,15 +274,15 @@ impl TargetMemory for FreezingTree<'_> {
     type Error = Error;
 
     fn spaces(&mut self) -> Result<Vec<SpaceId>> {
-        self.0.spaces(Phase::Freezing)
+        self.0.spaces(Moment::Freezing)
     }
 
     fn collect(&mut self, space: SpaceId, dirty: &mut RangeSet) -> Result<()> {
-        self.0.collect(space, dirty, Phase::Freezing)
+        self.0.collect(space, dirty, Moment::Freezing)
     }
 
     fn read(&mut self, space: SpaceId, ranges: &[Range], buffer: &mut [u8]) -> Result<RangeSet> {
-        self.0.read(space, ranges, buffer, Phase::Freezing)
+        self.0.read(space, ranges, buffer, Moment::Freezing)
     }
 }
 
@@ -272,13 +291,42 @@ pub struct FrozenTree<'target> {
     target: &'target mut ProcessTarget,
     state: Box<dyn FrozenState>,
     machines: Option<GivenUp>,
+    copies: KeptMemory,
+}
+
+/// See [`ProcessTarget::set_fewest_kept_pages`].
+const FEWEST_KEPT_PAGES: u64 = 2048;
+
+/// The memory of processes as it was in a freeze: a copy of each that had much to keep.
+#[derive(Default)]
+struct KeptMemory {
+    copies: HashMap<SpaceId, MemoryCopy>,
+    /// Pages that were read.
+    pages: u64,
+}
+
+impl KeptMemory {
+    /// Keeps pages that a copy has. Returns those that it lacks: the program keeps them from its
+    /// children, or shares them with others.
+    fn keep(&mut self, space: SpaceId, copy: MemoryCopy, pages: &RangeSet) -> Result<RangeSet> {
+        let mut rest = pages.clone();
+        rest.subtract(&copy.present(pages)?);
+        self.copies.insert(space, copy);
+        Ok(rest)
+    }
+
+    fn read(&mut self, space: SpaceId, ranges: &[Range], buffer: &mut [u8]) -> Result<RangeSet, pagemark::Error> {
+        let copy = self.copies.get(&space).ok_or_else(pagemark::Error::cannot_keep_pages)?;
+        self.pages += ranges.iter().map(|range| range.byte_count().pages_rounded_up()).sum::<u64>();
+        copy.read(ranges, buffer).map_err(TargetError::into_error)
+    }
 }
 
 /// The machines that a tree has given up for its tracker. Dropped, it may make them again.
 struct GivenUp {
     /// When the first process began to wait.
     since: Instant,
-    machines: Parked,
+    machines: ParkedProcesses,
 }
 
 impl GivenUp {
@@ -286,7 +334,7 @@ impl GivenUp {
     fn of(tree: &ProcessTree, saver: &dyn StateSaver) -> Result<Option<GivenUp>> {
         let is_needed = tree.mechanism().process_tracking().is_ok_and(|tracking| tracking.needs_parking);
         let since = Instant::now();
-        let machines = (is_needed && !saver.gives_up_machines()).then(|| Parked::park_tree(tree.root_pid()));
+        let machines = (is_needed && !saver.gives_up_machines()).then(|| ParkedProcesses::park_tree(tree.root().pid));
         Ok(machines.transpose()?.map(|machines| GivenUp { since, machines }))
     }
 
@@ -299,7 +347,7 @@ impl GivenUp {
 
 /// Since when a tree that has resumed stood still, and for how long. Its first process may have
 /// waited for its machine since `waited`.
-fn standstill(waited: Option<Instant>, thawed: &Thawed) -> (Instant, Duration) {
+fn standstill(waited: Option<Instant>, thawed: &ResumedTree) -> (Instant, Duration) {
     let since = waited.map_or(thawed.frozen_at, |waited| waited.min(thawed.frozen_at));
     (since, thawed.frozen_time + (thawed.frozen_at - since))
 }
@@ -308,26 +356,51 @@ impl TargetMemory for FrozenTree<'_> {
     type Error = Error;
 
     fn spaces(&mut self) -> Result<Vec<SpaceId>> {
-        self.target.tree.spaces(Phase::Frozen)
+        self.target.tree.spaces(Moment::Frozen)
     }
 
     fn collect(&mut self, space: SpaceId, dirty: &mut RangeSet) -> Result<()> {
-        self.target.tree.collect(space, dirty, Phase::Frozen)
+        self.target.tree.collect(space, dirty, Moment::Frozen)
     }
 
     fn read(&mut self, space: SpaceId, ranges: &[Range], buffer: &mut [u8]) -> Result<RangeSet> {
-        self.target.tree.read(space, ranges, buffer, Phase::Frozen)
+        let begin = Instant::now();
+        let missing = self.target.tree.read(space, ranges, buffer, Moment::Frozen)?;
+        self.target.costs.copied((buffer.len() / PAGE_SIZE) as u64, begin.elapsed());
+        Ok(missing)
     }
 }
 
 impl<'target> Frozen for FrozenTree<'target> {
     type Captured = CapturedTree<'target>;
 
+    fn keep(&mut self, space: SpaceId, pages: &RangeSet, wanted: Keep) -> Result<Option<RangeSet>> {
+        // Shared memory has no process, and a fork does not keep it.
+        let Some(pid) = self.target.tree.pid_of(space) else { return Ok(Some(pages.clone())) };
+        let page_table_bytes = LazyCell::new(|| Status::read(pid).map_or(0, |status| status.page_table_bytes));
+        let (count, costs) = (pages.page_count(), &self.target.costs);
+        let is_worth_it = match wanted {
+            Keep::Always => count >= self.target.fewest_kept_pages,
+            // Most processes have too few pages for the fork of the smallest one.
+            Keep::IfShorter => costs.fork_pays(count, 0) && costs.fork_pays(count, *page_table_bytes),
+        };
+        if !is_worth_it {
+            return Ok(Some(pages.clone()));
+        }
+        let page_table_bytes = *page_table_bytes;
+        let begin = Instant::now();
+        let Some(copy) = self.state.copy_memory(pid)? else { return Ok(None) };
+        self.target.costs.forked(page_table_bytes, begin.elapsed());
+        self.target.tree.leave_out_forks();
+        self.copies.keep(space, copy, pages).map(Some)
+    }
+
     fn thaw(self) -> Result<CapturedTree<'target>> {
-        let FrozenTree { target, state, machines } = self;
+        let FrozenTree { target, state, machines, copies } = self;
         let is_restorable = target.saver.is_restorable();
         let processes = target.tree.describe(if is_restorable { AddressSpace::image_pid } else { AddressSpace::pid });
         let mut objects = target.tree.describe_objects();
+        let members = FrozenMembers::now(processes.iter().map(|process| process.pid).collect());
         // Files are copied while the tree is frozen, but whatever fails there, the tree resumes first.
         let files = if is_restorable { target.copy_files() } else { Ok(Vec::new()) };
         let waited = machines.map(GivenUp::release);
@@ -349,7 +422,7 @@ impl<'target> Frozen for FrozenTree<'target> {
         target.tree.begin_interval()?;
         let data: Vec<PathBuf> = target.data.iter().map(|tree| tree.path().to_owned()).collect();
         let (files, states, state) = (&mut target.files, &mut target.states, thawed.state);
-        Ok(CapturedTree { files, states, data, trees, processes, objects, state, taken_at, downtime })
+        Ok(CapturedTree { files, states, data, trees, members, processes, objects, state, taken_at, downtime, copies })
     }
 }
 
@@ -360,15 +433,29 @@ pub struct CapturedTree<'target> {
     /// The paths of the data trees.
     data: Vec<PathBuf>,
     trees: Vec<TreeRecord>,
+    members: FrozenMembers,
     processes: Vec<FrozenProcess>,
     /// The shared memory that the state does not have.
     objects: Vec<FrozenObject>,
     state: Box<dyn SavedState>,
     taken_at: SystemTime,
     downtime: Duration,
+    copies: KeptMemory,
 }
 
 impl Captured for CapturedTree<'_> {
+    fn read_kept(&mut self, space: SpaceId, ranges: &[Range], buffer: &mut [u8]) -> Result<RangeSet, pagemark::Error> {
+        self.copies.read(space, ranges, buffer)
+    }
+
+    fn kept_counts(&self) -> KeptCounts {
+        KeptCounts { concurrent_pages: self.copies.pages, ..KeptCounts::default() }
+    }
+
+    fn release_kept(&mut self) {
+        self.copies.copies.clear();
+    }
+
     fn taken_at(&self) -> SystemTime {
         self.taken_at
     }
@@ -411,8 +498,8 @@ impl Captured for CapturedTree<'_> {
         if !self.trees.is_empty() {
             state.push(record_trees(&self.trees, store)?);
         }
-        let pids: Vec<i32> = self.processes.iter().map(|process| process.pid).collect();
-        self.files.find_other_writers(&pids, &self.data)?;
+        state.push(record_users(self.files.users(), store)?);
+        self.files.find_other_writers(&self.members, &self.data)?;
         let files = self.files.finish(store)?;
         Ok(Recorded { files, state })
     }

@@ -24,8 +24,7 @@ use nix::pty::{Winsize, openpty};
 use nix::sys::termios::tcgetattr;
 use nix::sys::wait::waitpid;
 use nix::unistd::{Pid, getpgrp, tcgetpgrp, ttyname};
-
-use crate::error::{Error, Object, Result};
+use pagemark_trace::error::{Error, Object, Result};
 
 mod leader;
 mod relay;

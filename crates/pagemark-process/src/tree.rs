@@ -4,45 +4,36 @@ use std::collections::{HashMap, HashSet};
 use std::time::Duration;
 
 use pagemark::repository::MappingException;
-use pagemark::sys::proc::{self, Mapping, MappingKind, Stat};
 use pagemark::target::SpaceId;
 use pagemark::track::ProcessTracking;
 use pagemark::{Mechanism, Range, RangeSet};
+use pagemark_linux::proc::{self, Mapping, MappingKind, Process, Stat};
+use pagemark_trace::attach;
+use pagemark_trace::error::{Error, Result};
+use pagemark_trace::freezer;
+use pagemark_trace::objects::ObjectId;
+use pagemark_trace::space::{AddressSpace, Moment, SharedScope};
 
-use crate::error::{Error, Result};
 use crate::files::Written;
-use crate::freezer;
-use crate::objects::ObjectId;
-use crate::space::{AddressSpace, SharedScope};
 use shared::SharedObjects;
 
 mod shared;
 
 pub(crate) use shared::{FrozenObject, recorded_id};
 
-/// What the processes of the tree can do.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) enum Phase {
-    /// Everything.
-    Running,
-    /// Some may be stopped already, and may be traced.
-    Freezing,
-    /// Nothing.
-    Frozen,
-}
-
 /// A process and all its descendants, each with its tracked memory.
 pub(crate) struct ProcessTree {
-    root_pid: i32,
+    root: Process,
     mechanism: Mechanism,
-    processes: Vec<Process>,
+    processes: Vec<TrackedProcess>,
     objects: SharedObjects,
     /// True if shared memory is tracked here, and not left to whoever saves the state.
     has_objects: bool,
     next_space: SpaceId,
 }
 
-struct Process {
+/// A process of the tree, with its tracked memory.
+struct TrackedProcess {
     id: SpaceId,
     space: AddressSpace,
     /// Written through shared mappings of files since the files were copied last.
@@ -75,18 +66,20 @@ pub(crate) struct FrozenMapping {
 
 impl ProcessTree {
     /// Attaches to the root process; [`ProcessTree::spaces`] finds the others.
-    pub(crate) fn attach(root_pid: i32, mechanism: Mechanism) -> Result<ProcessTree> {
-        let space = AddressSpace::attach_with(root_pid, mechanism, SharedScope::FilesAndObjects)?;
+    pub(crate) fn attach(root: Process, mechanism: Mechanism) -> Result<ProcessTree> {
+        attach::check(root.pid)?;
+        attach::check_unwatched(root.pid)?;
+        let space = AddressSpace::attach_with(root, mechanism, SharedScope::FilesAndObjects)?;
         let is_tracked = mechanism.process_tracking().is_ok_and(|tracking| tracking.needs_userfaultfd);
-        let objects = SharedObjects::new(root_pid, is_tracked);
+        let objects = SharedObjects::new(root.pid, is_tracked);
         let mut tree =
-            ProcessTree { root_pid, mechanism, processes: Vec::new(), objects, has_objects: false, next_space: 0 };
+            ProcessTree { root, mechanism, processes: Vec::new(), objects, has_objects: false, next_space: 0 };
         tree.enter(space, false, false);
         Ok(tree)
     }
 
-    pub(crate) fn root_pid(&self) -> i32 {
-        self.root_pid
+    pub(crate) fn root(&self) -> Process {
+        self.root
     }
 
     pub(crate) fn mechanism(&self) -> Mechanism {
@@ -96,6 +89,16 @@ impl ProcessTree {
     /// The process ids at the last [`ProcessTree::spaces`].
     pub(crate) fn pids(&self) -> Vec<i32> {
         self.processes.iter().map(|process| process.space.pid()).collect()
+    }
+
+    /// The process with this memory. None for shared memory.
+    pub(crate) fn pid_of(&self, space: SpaceId) -> Option<i32> {
+        self.processes.iter().find(|process| process.id == space).map(|process| process.space.pid())
+    }
+
+    /// See [`SharedObjects::leave_out_forks`].
+    pub(crate) fn leave_out_forks(&mut self) {
+        self.objects.leave_out_forks();
     }
 
     /// The memory of each process.
@@ -119,32 +122,32 @@ impl ProcessTree {
 
     /// Finds out which spaces the tree has: its processes, attaching to new ones, and after them
     /// the objects of shared memory.
-    pub(crate) fn spaces(&mut self, phase: Phase) -> Result<Vec<SpaceId>> {
+    pub(crate) fn spaces(&mut self, moment: Moment) -> Result<Vec<SpaceId>> {
         if self.has_objects {
-            while self.list_objects(phase)? {}
+            while self.list_objects(moment)? {}
         } else {
-            self.list_processes(phase)?;
+            self.list_processes(moment)?;
         }
         Ok(self.processes.iter().map(|process| process.id).chain(self.objects.spaces()).collect())
     }
 
     /// Lists the processes and their shared memory. Returns true if that must be done again.
-    fn list_objects(&mut self, phase: Phase) -> Result<bool> {
+    fn list_objects(&mut self, moment: Moment) -> Result<bool> {
         self.objects.take_forks();
-        let (listed, is_one_replaced) = self.list_processes(phase)?;
+        let (listed, is_one_replaced) = self.list_processes(moment)?;
         self.objects.take_processes(&listed, is_one_replaced);
-        let is_frozen = phase == Phase::Frozen;
+        let is_frozen = moment.is_frozen();
         let mut mapped = Vec::new();
         for process in &mut self.processes {
             let pid = process.space.pid();
             match process.space.refresh_objects(is_frozen) {
                 Ok(mappings) => mapped.extend(mappings.into_iter().map(|mapping| (pid, mapping))),
                 // The next listing finds that it has left.
-                Err(error) if error.is_gone() => gone(phase, pid)?,
+                Err(error) if error.is_gone() => gone(moment, pid)?,
                 Err(error) => return Err(error),
             }
         }
-        let must_list_again = self.objects.take_mappings(mapped, phase, &mut self.next_space)?;
+        let must_list_again = self.objects.take_mappings(mapped, moment, &mut self.next_space)?;
         let tracked = self.objects.tracked_parts();
         self.processes.iter_mut().for_each(|process| process.space.set_tracked_objects(tracked.clone()));
         Ok(must_list_again)
@@ -152,40 +155,43 @@ impl ProcessTree {
 
     /// Finds out which processes belong to the tree, and attaches to new ones. Returns those that
     /// have memory, and whether one has executed a program.
-    fn list_processes(&mut self, phase: Phase) -> Result<(HashSet<i32>, bool)> {
-        let present = freezer::members(self.root_pid)?;
-        let alive: HashSet<_> = present.iter().map(|member| (member.pid, member.start_ticks)).collect();
-        let is_frozen = phase == Phase::Frozen;
+    fn list_processes(&mut self, moment: Moment) -> Result<(HashSet<i32>, bool)> {
+        let present = freezer::members(self.root.pid)?;
+        if present.first().is_none_or(|root| root.process != self.root) {
+            return Err(Error::gone(self.root.pid));
+        }
+        let alive: HashSet<Process> = present.iter().map(|member| member.process).collect();
+        let is_frozen = moment.is_frozen();
         let known_count = self.processes.len();
         self.processes.retain(|process| {
             // A process that executed another program has another address space, of which nothing is known.
-            alive.contains(&(process.space.pid(), process.space.start_ticks()))
+            alive.contains(&process.space.process())
                 && process.space.is_alive().unwrap_or(true)
                 && (is_frozen || !process.is_borrowed)
         });
         let is_one_replaced = self.processes.len() < known_count;
         // A process that borrows its memory is not attached to while it runs.
         let mut with_memory = HashSet::new();
-        let may_attach = phase == Phase::Running;
+        let may_attach = moment.may_stop();
         for member in present {
-            let known = self.processes.iter().position(|process| process.space.pid() == member.pid);
+            let known = self.processes.iter().position(|process| process.space.pid() == member.process.pid);
             match known {
                 Some(index) if !self.processes[index].is_untracked || !may_attach => {}
                 Some(index) => {
                     // Its page tree stays known; all of its pages count as written once more.
-                    if let Some(space) = self.attach_member(member.pid, phase)? {
+                    if let Some(space) = self.attach_member(member.process, moment)? {
                         self.processes[index].space = space;
                         self.processes[index].is_untracked = false;
                     }
                 }
                 None => {
-                    let is_borrowed = proc::share_memory(member.pid, member.parent_pid);
+                    let is_borrowed = proc::share_memory(member.process.pid, member.parent_pid);
                     if is_borrowed {
-                        with_memory.insert(member.pid);
+                        with_memory.insert(member.process.pid);
                     }
                     // While the process runs, it has no memory of its own yet.
                     if (is_frozen || !is_borrowed)
-                        && let Some(space) = self.attach_member(member.pid, phase)?
+                        && let Some(space) = self.attach_member(member.process, moment)?
                     {
                         self.enter(space, !may_attach, is_borrowed);
                     }
@@ -199,9 +205,9 @@ impl ProcessTree {
     /// Adds to `dirty` what was written in the private memory of a process, and keeps what was
     /// written to files and to shared memory; or what was written in an object of shared memory, as
     /// far as it was found in the processes.
-    pub(crate) fn collect(&mut self, space: SpaceId, dirty: &mut RangeSet, phase: Phase) -> Result<()> {
-        let is_early_comparison = self.mechanism.compares_content() && phase != Phase::Frozen;
-        if !is_early_comparison && let Some(collected) = self.objects.collect(space, dirty, phase == Phase::Frozen) {
+    pub(crate) fn collect(&mut self, space: SpaceId, dirty: &mut RangeSet, moment: Moment) -> Result<()> {
+        let is_early_comparison = self.mechanism.compares_content() && !moment.is_frozen();
+        if !is_early_comparison && let Some(collected) = self.objects.collect(space, dirty, moment.is_frozen()) {
             return collected;
         }
         let Some(process) = self.processes.iter_mut().find(|process| process.id == space) else { return Ok(()) };
@@ -212,22 +218,17 @@ impl ProcessTree {
         }
         // CRIU is stopping the threads, and none can have two tracers. Nor are all threads stopped once
         // the first is: what the others write during the collect would be missed.
-        // Nor is a process about to give up its machine for two.
+        // A process that parks its machine for CRIU cannot park it for a collect at the same time.
         let needs = |tracking: ProcessTracking| tracking.needs_stop || tracking.needs_parking;
-        if phase == Phase::Freezing && self.mechanism.process_tracking().is_ok_and(needs) {
+        if moment == Moment::Freezing && self.mechanism.process_tracking().is_ok_and(needs) {
             return Ok(());
         }
-        let collect = match phase {
-            Phase::Running => AddressSpace::collect_ahead,
-            Phase::Freezing => AddressSpace::collect_ahead_unstopped,
-            Phase::Frozen => AddressSpace::collect_frozen,
-        };
         let mut found = RangeSet::new();
-        let collected = collect(&mut process.space, &mut found);
+        let collected = process.space.collect(moment, &mut found);
         self.objects.add_written(process.space.take_object_writes());
         match collected {
             Ok(()) => {}
-            Err(error) if error.is_gone() => return gone(phase, process.space.pid()),
+            Err(error) if error.is_gone() => return gone(moment, process.space.pid()),
             Err(error) => return Err(error),
         }
         let shared = Mapping::ranges(process.space.mappings(), MappingKind::SharedFile);
@@ -243,14 +244,14 @@ impl ProcessTree {
     }
 
     /// Reads memory of a process; returns what is no longer there.
-    pub(crate) fn read(&self, space: SpaceId, ranges: &[Range], buffer: &mut [u8], phase: Phase) -> Result<RangeSet> {
+    pub(crate) fn read(&self, space: SpaceId, ranges: &[Range], buffer: &mut [u8], moment: Moment) -> Result<RangeSet> {
         if let Some(read) = self.objects.read(space, ranges, buffer) {
             return read;
         }
         let all = || ranges.iter().cloned().collect();
         let Some(process) = self.processes.iter().find(|process| process.id == space) else { return Ok(all()) };
         match process.space.read(ranges, buffer) {
-            Err(error) if error.is_gone() => gone(phase, process.space.pid()).map(|()| all()),
+            Err(error) if error.is_gone() => gone(moment, process.space.pid()).map(|()| all()),
             read => Ok(read?),
         }
     }
@@ -259,7 +260,7 @@ impl ProcessTree {
     pub(crate) fn collect_shared(&mut self) -> Result<()> {
         for process in &mut self.processes {
             match process.space.collect_shared(&mut process.shared_written) {
-                Err(error) if error.is_gone() => gone(Phase::Running, process.space.pid())?,
+                Err(error) if error.is_gone() => gone(Moment::BeforeFreeze, process.space.pid())?,
                 collected => collected?,
             }
         }
@@ -332,16 +333,16 @@ impl ProcessTree {
     fn enter(&mut self, space: AddressSpace, is_untracked: bool, is_borrowed: bool) {
         let id = self.next_space;
         self.next_space += 1;
-        self.processes.push(Process { id, space, shared_written: RangeSet::new(), is_untracked, is_borrowed });
+        self.processes.push(TrackedProcess { id, space, shared_written: RangeSet::new(), is_untracked, is_borrowed });
     }
 
     /// Attaches to a process of the tree, without tracking where something else may have stopped
     /// it. None if the process has exited meanwhile.
-    fn attach_member(&self, pid: i32, phase: Phase) -> Result<Option<AddressSpace>> {
-        let mechanism = if phase == Phase::Running { self.mechanism } else { Mechanism::Full };
-        match AddressSpace::attach_with(pid, mechanism, SharedScope::FilesAndObjects) {
+    fn attach_member(&self, process: Process, moment: Moment) -> Result<Option<AddressSpace>> {
+        let mechanism = if moment.may_stop() { self.mechanism } else { Mechanism::Full };
+        match AddressSpace::attach_with(process, mechanism, SharedScope::FilesAndObjects) {
             Ok(space) => Ok(Some(space)),
-            Err(error) if error.is_gone() => gone(phase, pid).map(|()| None),
+            Err(error) if error.is_gone() => gone(moment, process.pid).map(|()| None),
             Err(error) => Err(error),
         }
     }
@@ -350,6 +351,6 @@ impl ProcessTree {
 /// What it means that the memory of a process is gone. While the process runs, it has exited or
 /// executed another program, which the next listing of processes finds. While it is frozen, it was
 /// killed.
-fn gone(phase: Phase, pid: i32) -> Result<()> {
-    if phase == Phase::Frozen { Err(Error::killed(pid)) } else { Ok(()) }
+fn gone(moment: Moment, pid: i32) -> Result<()> {
+    if moment.is_frozen() { Err(Error::killed(pid)) } else { Ok(()) }
 }

@@ -2,6 +2,7 @@
 
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader, Write};
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt;
 use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
@@ -12,19 +13,19 @@ use std::time::{Duration, Instant};
 use nix::sys::ptrace;
 use nix::unistd::Pid;
 use pagemark::repository::Repository;
-use pagemark::sys::proc;
 use pagemark::target::TargetMemory;
 use pagemark::track::Scope;
 use pagemark::{
     Address, AddressRangeExt, ByteCount, Job, JobOptions, Mechanism, PAGE_SIZE, PageNumber, PageRangeExt, RangeSet,
 };
+use pagemark_linux::proc::{self, Process};
 use pagemark_process::ErrorKind;
-use pagemark_process::freezer::Freezer;
-use pagemark_process::inject;
 use pagemark_process::saver::RegisterSaver;
-use pagemark_process::space::AddressSpace;
 use pagemark_process::target::ProcessTarget;
 use pagemark_testing::{Swap, patience, pause_32, skip, wait_until};
+use pagemark_trace::freezer::Freezer;
+use pagemark_trace::inject;
+use pagemark_trace::space::{AddressSpace, Moment};
 
 /// The compiled trackee; none where there is no C compiler.
 fn steady() -> Option<&'static PathBuf> {
@@ -112,6 +113,10 @@ impl Drop for Steady {
     }
 }
 
+fn userfaultfd_in(pid: i32) -> Result<OwnedFd, pagemark_process::Error> {
+    inject::userfaultfd(Process::find(pid).unwrap())
+}
+
 fn no_userfaultfd_within(pid: i32) -> bool {
     proc::descriptors(pid).unwrap().iter().all(|descriptor| descriptor.link != b"anon_inode:[userfaultfd]")
 }
@@ -123,7 +128,7 @@ fn two_hundred_injections_disturb_no_process() {
         steady.goes_on();
         let begin = Instant::now();
         for _ in 0..200 {
-            match inject::userfaultfd(steady.pid()) {
+            match userfaultfd_in(steady.pid()) {
                 Ok(descriptor) => drop(descriptor),
                 Err(error) => panic!("{mode}: {error}"),
             }
@@ -143,7 +148,7 @@ fn a_system_call_that_takes_long_is_waited_for() {
         steady.goes_on();
         let poll = inject::Call { number: libc::SYS_poll, arguments: [0, 0, DURATION_MS, 0, 0, 0] };
         let begin = Instant::now();
-        let done = inject::system_calls(steady.pid(), vec![poll]);
+        let done = inject::system_calls(Process::find(steady.pid()).unwrap(), vec![poll]);
         assert!(done.is_ok(), "{mode}: {done:?}");
         assert!(begin.elapsed() >= Duration::from_millis(DURATION_MS), "{mode}: it was not carried out");
         steady.goes_on();
@@ -155,13 +160,16 @@ fn a_thread_that_does_not_stop_is_named() {
     let Some(mut steady) = Steady::start("vfork") else { skip!("no C compiler") };
     let pid = steady.pid();
     wait_until("the process waits for its child", || proc::Stat::read(pid).unwrap().state == 'D');
-    let refused = inject::userfaultfd(pid).map(drop).unwrap_err();
+    let refused = userfaultfd_in(pid).map(drop).unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::DoesNotStop);
     let thread = format!("thread {pid} of process {pid} did not stop within 10 s: it is in state D");
     assert!(refused.to_string().contains(&thread), "{refused}");
+    // Only root is told where in the kernel it waits.
+    let is_told = !proc::call::kernel_functions(pid).is_empty();
+    assert_eq!(refused.to_string().contains("in the kernel's functions"), is_told, "{refused}");
     drop(steady.child.stdin.take());
     steady.goes_on();
-    drop(inject::userfaultfd(pid).unwrap());
+    drop(userfaultfd_in(pid).unwrap());
     steady.goes_on();
 }
 
@@ -180,7 +188,7 @@ fn a_thread_with_another_tracer_is_not_passed_over() {
     });
     is_seized.recv().unwrap().unwrap();
     // The traced thread runs, and would see the descriptor.
-    let refused = inject::userfaultfd(steady.pid()).map(drop);
+    let refused = userfaultfd_in(steady.pid()).map(drop);
     // The kernel detaches the tracees of a thread that exits, without the stop that would interrupt a
     // system call.
     drop(done);
@@ -188,7 +196,7 @@ fn a_thread_with_another_tracer_is_not_passed_over() {
     wait_until("the kernel detaches the thread", || proc::Status::read(other).unwrap().tracer_pid == 0);
     assert_eq!(refused.unwrap_err().kind(), ErrorKind::NotPermitted);
     steady.goes_on();
-    drop(inject::userfaultfd(steady.pid()).unwrap());
+    drop(userfaultfd_in(steady.pid()).unwrap());
     steady.goes_on();
 }
 
@@ -197,13 +205,13 @@ fn a_main_thread_that_exits_meanwhile_is_no_hindrance() {
     for _ in 0..10 {
         // It exits as soon as it has reported that it is ready.
         let Some(mut steady) = Steady::start("threads") else { skip!("no C compiler") };
-        let descriptor = inject::userfaultfd(steady.pid());
+        let descriptor = userfaultfd_in(steady.pid());
         assert!(descriptor.is_ok(), "{descriptor:?}");
         drop(descriptor);
         steady.goes_on();
         let mut steady = Steady::start("threads").expect("as before");
         let call = inject::Call { number: libc::SYS_getpid, arguments: [0; 6] };
-        let done = inject::system_calls(steady.pid(), vec![call]);
+        let done = inject::system_calls(Process::find(steady.pid()).unwrap(), vec![call]);
         assert!(done.is_ok(), "{done:?}");
         steady.goes_on();
     }
@@ -215,7 +223,7 @@ fn a_blocked_reader_is_not_interrupted() {
         let Some(mut steady) = Steady::start(mode) else { skip!("no C compiler") };
         let mut input = steady.child.stdin.take().unwrap();
         for byte in 0..200 {
-            let descriptor = inject::userfaultfd(steady.pid());
+            let descriptor = userfaultfd_in(steady.pid());
             assert!(descriptor.is_ok(), "{mode}: {descriptor:?}");
             input.write_all(&[byte]).unwrap();
         }
@@ -239,7 +247,7 @@ fn a_stopped_process_stays_stopped() {
             std::thread::yield_now();
         }
         for _ in 0..20 {
-            inject::userfaultfd(steady.pid()).unwrap();
+            userfaultfd_in(steady.pid()).unwrap();
         }
         let deadline = Instant::now() + patience();
         while !all_stopped() {
@@ -257,25 +265,27 @@ fn a_stopped_process_stays_stopped() {
 #[test]
 fn a_process_that_cannot_be_tracked_is_refused_with_the_reason() {
     let Some(steady) = Steady::start("userfaultfd") else { skip!("no C compiler") };
-    let refused = AddressSpace::attach(steady.pid(), Mechanism::PagemapScan).err();
+    let refused = AddressSpace::attach(Process::find(steady.pid()).unwrap(), Mechanism::PagemapScan).err();
     assert_eq!(refused.unwrap().kind(), ErrorKind::UsesUserfaultfd);
 
     let mut full = Steady::start("full").unwrap();
-    let refused = AddressSpace::attach(full.pid(), Mechanism::Adaptive).err();
+    let refused = AddressSpace::attach(Process::find(full.pid()).unwrap(), Mechanism::Adaptive).err();
     let refused = refused.unwrap();
     assert_eq!(refused.kind(), ErrorKind::Refused);
     assert!(refused.to_string().contains("prlimit"), "{refused}");
-    let refused = AddressSpace::attach(full.pid(), Mechanism::Mprotect).err();
+    let refused = AddressSpace::attach(Process::find(full.pid()).unwrap(), Mechanism::Mprotect).err();
     assert!(refused.unwrap().to_string().contains("only a program's own memory"));
     full.goes_on();
 
     let mut twice = Steady::start("sleep").unwrap();
-    let first = AddressSpace::attach(twice.pid(), Mechanism::PagemapScan).unwrap();
-    let refused = AddressSpace::attach(twice.pid(), Mechanism::PagemapScan).err();
+    let first = AddressSpace::attach(Process::find(twice.pid()).unwrap(), Mechanism::PagemapScan).unwrap();
+    let refused = AddressSpace::attach(Process::find(twice.pid()).unwrap(), Mechanism::PagemapScan).err();
     assert_eq!(refused.unwrap().kind(), ErrorKind::UsesUserfaultfd);
     drop(first);
     // A child that another thread is just starting has the descriptor until it executes its program.
-    wait_until("the descriptor to be closed", || AddressSpace::attach(twice.pid(), Mechanism::PagemapScan).is_ok());
+    wait_until("the descriptor to be closed", || {
+        AddressSpace::attach(Process::find(twice.pid()).unwrap(), Mechanism::PagemapScan).is_ok()
+    });
     twice.goes_on();
 }
 
@@ -283,7 +293,7 @@ fn a_process_that_cannot_be_tracked_is_refused_with_the_reason() {
 fn a_32_bit_program_is_refused() {
     let directory = tempfile::tempdir().unwrap();
     let Some(mut child) = pause_32(directory.path()) else { return };
-    let refused = AddressSpace::attach(child.id() as i32, Mechanism::PagemapScan).err();
+    let refused = AddressSpace::attach(Process::find(child.id() as i32).unwrap(), Mechanism::PagemapScan).err();
     child.kill().unwrap();
     child.wait().unwrap();
     assert_eq!(refused.unwrap().kind(), ErrorKind::Is32Bit);
@@ -298,7 +308,7 @@ fn injects_until_it_is_killed() {
     let mut held = Vec::new();
     loop {
         // The attach is refused while a helper process still runs whose parent was killed.
-        if let Ok(descriptor) = inject::userfaultfd(pid) {
+        if let Ok(descriptor) = userfaultfd_in(pid) {
             held.push(descriptor);
         }
         held.truncate(16);
@@ -341,7 +351,7 @@ fn a_frozen_tree_stops_and_resumes() {
         let Some(mut steady) = Steady::start(mode) else { skip!("no C compiler") };
         for _ in 0..50 {
             steady.goes_on();
-            let freezer = Freezer::freeze(steady.pid()).unwrap();
+            let freezer = Freezer::freeze(Process::find(steady.pid()).unwrap()).unwrap();
             let before = steady.rounds();
             let registers = freezer.registers().unwrap();
             let live = proc::threads(steady.pid()).unwrap();
@@ -351,7 +361,7 @@ fn a_frozen_tree_stops_and_resumes() {
             assert_eq!(steady.rounds(), before, "{mode}: it runs");
             freezer.thaw().unwrap();
         }
-        drop(Freezer::freeze(steady.pid()).unwrap());
+        drop(Freezer::freeze(Process::find(steady.pid()).unwrap()).unwrap());
         steady.goes_on();
     }
 }
@@ -384,7 +394,10 @@ fn a_freeze_loses_no_signal_where_it_fails() {
     std::thread::scope(|scope| {
         let sender = scope.spawn(send);
         while !sender.is_finished() {
-            assert_eq!(Freezer::freeze(steady.pid()).unwrap_err().kind(), ErrorKind::NotPermitted);
+            assert_eq!(
+                Freezer::freeze(Process::find(steady.pid()).unwrap()).unwrap_err().kind(),
+                ErrorKind::NotPermitted
+            );
         }
     });
     wait_until("all signals", || pending() == 0);
@@ -397,14 +410,14 @@ fn a_freeze_loses_no_signal_where_it_fails() {
 fn writes_of_another_process_are_found_and_read() {
     for mechanism in mechanisms() {
         let Some(mut steady) = Steady::start("threads") else { skip!("no C compiler") };
-        let mut space = AddressSpace::attach(steady.pid(), mechanism).unwrap();
+        let mut space = AddressSpace::attach(Process::find(steady.pid()).unwrap(), mechanism).unwrap();
         // A copy that takes over collected pages only.
         let mut copy = std::collections::BTreeMap::new();
         for _ in 0..20 {
             steady.goes_on();
-            let freezer = Freezer::freeze(steady.pid()).unwrap();
+            let freezer = Freezer::freeze(Process::find(steady.pid()).unwrap()).unwrap();
             let mut dirty = RangeSet::new();
-            space.collect(&mut dirty).unwrap();
+            space.collect(Moment::Running, &mut dirty).unwrap();
             let ranges: Vec<_> = dirty.iter().collect();
             let mut bytes = vec![0; dirty.total_bytes().to_usize()];
             let missing = space.read(&ranges, &mut bytes).unwrap();
@@ -432,7 +445,7 @@ fn writes_of_another_process_are_found_and_read() {
         }
         steady.child.kill().unwrap();
         steady.child.wait().unwrap();
-        assert!(space.collect(&mut RangeSet::new()).is_err_and(|error| error.is_gone()));
+        assert!(space.collect(Moment::Running, &mut RangeSet::new()).is_err_and(|error| error.is_gone()));
         assert!(space.read(&[], &mut []).is_err_and(|error| error.is_gone()));
     }
 }
@@ -452,15 +465,15 @@ fn another_program_in_the_same_process_is_not_taken_for_the_first() {
         .spawn()
         .unwrap();
     let pid = child.id() as i32;
-    let mut space = AddressSpace::attach(pid, Mechanism::Adaptive).unwrap();
-    space.collect(&mut RangeSet::new()).unwrap();
+    let mut space = AddressSpace::attach(Process::find(pid).unwrap(), Mechanism::Adaptive).unwrap();
+    space.collect(Moment::Running, &mut RangeSet::new()).unwrap();
     child.stdin.take().unwrap().write_all(b"go\n").unwrap();
     let mut line = String::new();
     BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
     assert_eq!(line, "ready\n");
-    assert!(space.collect(&mut RangeSet::new()).is_err_and(|error| error.is_gone()));
-    let mut anew = AddressSpace::attach(pid, Mechanism::Adaptive).unwrap();
-    anew.collect(&mut RangeSet::new()).unwrap();
+    assert!(space.collect(Moment::Running, &mut RangeSet::new()).is_err_and(|error| error.is_gone()));
+    let mut anew = AddressSpace::attach(Process::find(pid).unwrap(), Mechanism::Adaptive).unwrap();
+    anew.collect(Moment::Running, &mut RangeSet::new()).unwrap();
     child.kill().unwrap();
     child.wait().unwrap();
 }
@@ -471,7 +484,8 @@ fn a_program_that_executes_another_one_is_another_space() {
         let mut child =
             Command::new("sh").args(["-c", "read line; exec sleep 60"]).stdin(Stdio::piped()).spawn().unwrap();
         let pid = child.id() as i32;
-        let mut target = ProcessTarget::attach(pid, mechanism, Arc::new(RegisterSaver)).unwrap();
+        let mut target =
+            ProcessTarget::attach(Process::find(pid).unwrap(), mechanism, Arc::new(RegisterSaver)).unwrap();
         let shell = target.spaces().unwrap();
         let mut dirty = RangeSet::new();
         target.collect(shell[0], &mut dirty).unwrap();
@@ -501,8 +515,12 @@ fn a_tree_that_starts_programs_all_the_time_is_saved() {
     let mut child = Command::new("sh").args(["-c", script]).stdin(Stdio::null()).spawn().unwrap();
     let directory = tempfile::tempdir().unwrap();
     let repository = Repository::create(&directory.path().join("repository")).unwrap();
-    let target =
-        ProcessTarget::attach(child.id() as i32, Mechanism::choose(Scope::Process), Arc::new(RegisterSaver)).unwrap();
+    let target = ProcessTarget::attach(
+        Process::find(child.id() as i32).unwrap(),
+        Mechanism::choose(Scope::Process),
+        Arc::new(RegisterSaver),
+    )
+    .unwrap();
     let mut job = Job::new(target, repository, JobOptions::new("programs"));
     let taken: Result<Vec<_>, _> = (0..60).map(|_| job.checkpoint()).collect();
     job.detach();
@@ -538,8 +556,8 @@ sys.stdin.read()";
     let before = swapped_bytes();
     assert!(before >= BYTES / 2, "only {before} bytes were swapped out");
 
-    let mut space = AddressSpace::attach(pid, Mechanism::Full).unwrap();
-    space.collect(&mut RangeSet::new()).unwrap();
+    let mut space = AddressSpace::attach(Process::find(pid).unwrap(), Mechanism::Full).unwrap();
+    space.collect(Moment::Running, &mut RangeSet::new()).unwrap();
     // Single pages, and then long ranges.
     for (pages_at_once, step) in [(1, 2), (3000, 3000)] {
         let (first, all_pages) = (start.page(), ByteCount::new(BYTES).pages_rounded_down());

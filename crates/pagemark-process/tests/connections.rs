@@ -19,7 +19,7 @@ use support::{Program, criu, is_running, take};
 const CONNECTIONS: usize = 20;
 
 const OPTIONS: DumpOptions =
-    DumpOptions { keep_connections: true, cgroups: pagemark_process::cgroups::Cgroups::Restore, save_network: false };
+    DumpOptions { keep_connections: true, cgroups: pagemark_trace::cgroups::Cgroups::Restore, save_network: false };
 
 /// Returns what it gets on each connection, and ends at the first error. It has a child.
 const SERVER: &str = r#"

@@ -8,6 +8,7 @@ use std::sync::Arc;
 
 use pagemark::repository::{MappingRecord, Repository};
 use pagemark::{Job, JobOptions, Mechanism};
+use pagemark_linux::proc::Process;
 use pagemark_process::ErrorKind;
 use pagemark_process::core_file::export_core;
 use pagemark_process::criu::DumpOptions;
@@ -93,7 +94,9 @@ fn gdb_reads_the_same_of_memory_and_registers_alone() {
     wait_until("the program is there", || program.read("count").is_some());
     let directory = tempfile::tempdir().unwrap();
     let repository = Repository::create(&directory.path().join("repository")).unwrap();
-    let target = ProcessTarget::attach(program.pid(), Mechanism::Compare, Arc::new(RegisterSaver)).unwrap();
+    let target =
+        ProcessTarget::attach(Process::find(program.pid()).unwrap(), Mechanism::Compare, Arc::new(RegisterSaver))
+            .unwrap();
     let mut job = Job::new(target, repository.clone(), JobOptions::new("program"));
     let taken = job.checkpoint().unwrap();
     job.detach();

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use pagemark::target::TargetMemory;
 use pagemark::{Mechanism, MemoryStore, RangeSet};
+use pagemark_linux::proc::Process;
 use pagemark_process::saver::RegisterSaver;
 use pagemark_process::target::ProcessTarget;
 use pagemark_testing::skip;
@@ -49,7 +50,8 @@ fn read_again_when_written(mechanism: Mechanism) {
     let mut said = BufReader::new(writer.stdout.take().unwrap()).lines();
     assert_eq!(said.next().unwrap().unwrap(), "ready");
 
-    let attached = ProcessTarget::attach(writer.id() as i32, mechanism, Arc::new(RegisterSaver));
+    let attached =
+        ProcessTarget::attach(Process::find(writer.id() as i32).unwrap(), mechanism, Arc::new(RegisterSaver));
     let Ok(mut target) = attached else {
         writer.kill().unwrap();
         writer.wait().unwrap();

@@ -6,9 +6,11 @@ mod support;
 use std::collections::BTreeMap;
 use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use nix::sys::signal::{Signal, kill};
+use nix::sys::wait::{Id, WaitPidFlag, WaitStatus, waitid};
 use nix::unistd::Pid;
 use pagemark_process::criu::{Criu, Dump, DumpOptions};
 use pagemark_process::restore::RestoreOptions;
@@ -269,6 +271,103 @@ fn killed_while_criu_waits_for_it_it_harms_no_program() {
     let _ = std::fs::remove_file(program.directory().join("ended"));
     kill(Pid::from_raw(program.pid()), Signal::SIGUSR1).unwrap();
     wait_until("the signal is handled", || program.read("ended").is_some());
+}
+
+/// Addresses and names of all mappings, and what is open.
+fn what_is_there(pid: i32) -> (Vec<String>, Vec<String>) {
+    let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).unwrap();
+    let mappings = maps.lines().map(|line| line.split_ascii_whitespace().collect::<Vec<_>>().join(" ")).collect();
+    let entries = std::fs::read_dir(format!("/proc/{pid}/fd")).unwrap().flatten();
+    let open = |entry: std::fs::DirEntry| {
+        Some(format!("{:?} {:?}", entry.file_name(), std::fs::read_link(entry.path()).ok()?))
+    };
+    // The program makes another one where the wait for it has ended.
+    let mut open: Vec<String> = entries.filter_map(open).filter(|open| !open.contains("eventpoll")).collect();
+    open.sort();
+    (mappings, open)
+}
+
+/// True if a process waits in CRIU's code, and not in a call that CRIU has injected.
+fn executes_code_of_criu(pid: i32) -> bool {
+    let text = std::fs::read_to_string(format!("/proc/{pid}/syscall")).unwrap_or_default();
+    let hexadecimal = |text: &str| u64::from_str_radix(text, 16).ok();
+    let place = text.split_ascii_whitespace().last().and_then(|place| hexadecimal(place.strip_prefix("0x")?));
+    what_is_there(pid).0.iter().filter(|mapping| mapping.contains("CRIUMFD")).any(|mapping| {
+        let range = mapping.split_once(' ').and_then(|(range, _)| range.split_once('-'));
+        let range = range.and_then(|(start, end)| Some(hexadecimal(start)?..hexadecimal(end)?));
+        range.zip(place).is_some_and(|(range, place)| range.contains(&place))
+    })
+}
+
+/// CRIU is killed while its code is mapped in a process.
+#[test]
+fn nothing_of_a_killed_criu_stays_in_a_process() {
+    let Some(criu) = criu() else { return };
+    let killed = AtomicU32::new(0);
+    let mut started: Option<(Program, _)> = None;
+    for round in 0..12 {
+        let (program, before) = match started.take() {
+            Some(started) => started,
+            None => {
+                let program = Program::c("#include <unistd.h>\nint main(void) { for (;;) pause(); }");
+                let Some(program) = program else { return };
+                wait_until("the program waits", || waits(program.pid()));
+                let before = what_is_there(program.pid());
+                (program, before)
+            }
+        };
+        let pid = program.pid();
+        let directory = tempfile::tempdir().unwrap();
+        let mut dump = Dump::start(&criu, pid, directory.path(), &DumpOptions::default()).unwrap();
+        let is_over = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while !is_over.load(Ordering::Relaxed) {
+                    let criu_pid = tracer(pid);
+                    if executes_code_of_criu(pid) && criu_pid != 0 {
+                        killed.fetch_add(1, Ordering::Relaxed);
+                        kill(Pid::from_raw(criu_pid), Signal::SIGKILL).unwrap();
+                        return;
+                    }
+                }
+            });
+            // The code may have ended before it is seen.
+            let _ = dump.wait_state_saved();
+            is_over.store(true, Ordering::Relaxed);
+        });
+        // Its guard has ended then.
+        drop(dump);
+        wait_until("the program goes on", || ended_by(pid).is_some() || tracer(pid) == 0 && waits(pid));
+        match ended_by(pid) {
+            None => {
+                assert_eq!(what_is_there(pid), before, "round {round}");
+                started = Some((program, before));
+            }
+            // A limit: CRIU was killed in the microseconds at the end of a call that it had the process make.
+            Some(signal) => {
+                eprintln!("round {round}: the program has ended by {signal}");
+                assert_eq!(signal, Signal::SIGTRAP, "round {round}");
+            }
+        }
+    }
+    let killed = killed.into_inner();
+    assert!(killed > 2, "CRIU's code was seen {killed} times alone");
+}
+
+fn waits(pid: i32) -> bool {
+    call_of(pid) == Some((libc::SYS_pause, 0))
+}
+
+/// The signal by which a child has ended.
+fn ended_by(pid: i32) -> Option<Signal> {
+    let flags = WaitPidFlag::WEXITED | WaitPidFlag::WNOHANG | WaitPidFlag::WNOWAIT;
+    match waitid(Id::Pid(Pid::from_raw(pid)), flags) {
+        Ok(WaitStatus::Signaled(_, signal, _)) => Some(signal),
+        other => {
+            assert_eq!(other, Ok(WaitStatus::StillAlive));
+            None
+        }
+    }
 }
 
 fn threads(pid: i32) -> Vec<i32> {

@@ -4,7 +4,7 @@ mod support;
 
 use std::time::Duration;
 
-use pagemark::sys::pagemap;
+use pagemark_linux::pagemap;
 use pagemark_testing::wait_until;
 use support::{Checkpoints, Program, REPORT};
 

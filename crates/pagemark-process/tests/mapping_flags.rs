@@ -2,8 +2,8 @@
 
 mod support;
 
-use pagemark::sys::mapping_flags;
-use pagemark::sys::proc::smaps;
+use pagemark_linux::mapping_flags;
+use pagemark_linux::proc::smaps;
 use pagemark_process::criu::DumpOptions;
 use pagemark_testing::{skip, wait_until};
 use support::{Checkpoints, Program, take};

@@ -7,9 +7,9 @@ use std::sync::Arc;
 use pagemark::checkpointer::{Checkpointer, Strategy};
 use pagemark::repository::MappingException;
 use pagemark::store::MemoryStore;
-use pagemark::sys::proc::smaps;
 use pagemark::track::Scope;
 use pagemark::{Address, AddressRangeExt, ByteCount, Kind, Mechanism, PAGE_SIZE, PageTree, Store};
+use pagemark_linux::proc::{Process, smaps};
 use pagemark_process::saver::RegisterSaver;
 use pagemark_process::target::ProcessTarget;
 use pagemark_testing::{skipped, wait_until};
@@ -112,7 +112,8 @@ fn droppable_memory_is_never_stored() {
             continue;
         }
         let Some((program, droppable)) = start() else { return };
-        let mut target = ProcessTarget::attach(program.pid(), mechanism, Arc::new(RegisterSaver)).unwrap();
+        let mut target =
+            ProcessTarget::attach(Process::find(program.pid()).unwrap(), mechanism, Arc::new(RegisterSaver)).unwrap();
         let (mut checkpointer, mut store) = (Checkpointer::new(), MemoryStore::new());
         for _ in 0..3 {
             let capture = checkpointer.capture(&mut target, &mut store, Strategy::default()).unwrap();

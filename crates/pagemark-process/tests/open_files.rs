@@ -8,7 +8,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use pagemark::sys::{fanotify, forks};
+use pagemark_linux::{fanotify, forks};
 use pagemark_process::criu::Criu;
 use pagemark_process::files::{DataTree, FileWatch, asides};
 use pagemark_process::restore::{RestoreFailure, Stage};
@@ -138,9 +138,13 @@ fn closed_files_that_were_watched_come_back_from_any_checkpoint() {
     if let Some(error) = fanotify::NAMES.refusal().or(forks::RECORDS.refusal()) {
         skip!("files cannot be watched ({error})");
     }
+    let waits = "import os, time\nwhile not os.path.exists('go'):\n    time.sleep(0.001)\n";
+    let program = Program::python(&format!("{waits}{CLOSER}"));
+    // The watch begins after the program's execution: what another test's thread has open at the fork
+    // and closes first is closed last, for the kernel, by the new process.
     let mut watch = FileWatch::new().unwrap();
-    let program = Program::python(CLOSER);
     watch.follow(program.pid()).unwrap();
+    fs::write(program.directory().join("go"), "").unwrap();
     closer_comes_back(program, &checkpoints, Vec::new(), Some(watch));
 }
 

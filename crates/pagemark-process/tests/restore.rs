@@ -3,10 +3,15 @@
 mod support;
 
 use std::os::unix::fs::MetadataExt;
+use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
+use std::process::Command;
 
-use pagemark::sys::proc::{self, Fields};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use pagemark::restore::{Gated, Prepared, Running};
 use pagemark::{ByteCount, ContentId, Kind, MemoryStore, PAGE_SIZE, PageTree, Store};
+use pagemark_linux::proc::{self, Fields};
 use pagemark_process::ErrorKind;
 use pagemark_process::criu::DumpOptions;
 use pagemark_process::restore::{Restore, RestoreEvent, Stage};
@@ -121,6 +126,49 @@ fn a_damaged_page_fails_the_restore_before_anything_runs() {
     program.wait_until_count_exceeds(program.count() + 5);
 }
 
+#[test]
+fn nothing_is_left_of_processes_that_were_made_and_may_not_run() {
+    let Some(checkpoints) = Checkpoints::new() else { return };
+    let mut program = Program::counter("block = os.urandom(8 << 20)", "show(n)\ntime.sleep(0.005)");
+    let checkpoint = checkpoints.take(&program, &[]);
+    program.kill();
+    let count = program.directory().join("count");
+    std::fs::write(&count, "something else").unwrap();
+    for (is_lazy, is_detached) in [(false, false), (false, true), (true, false), (true, true)] {
+        let restore = Restore::new(&checkpoint).criu(checkpoints.criu.clone()).scratch_in(checkpoints.directory.path());
+        let prepared = restore.lazy(is_lazy).detach(is_detached).prepare().unwrap();
+        assert!(!support::is_alive(program.pid()));
+        let gated = prepared.make(&mut |_, _| {}).unwrap();
+        assert!(support::is_alive(program.pid()), "{is_lazy} {is_detached}");
+        assert_ne!(std::fs::read_to_string(&count).unwrap(), "something else");
+        drop(gated);
+        assert!(!support::is_alive(program.pid()), "{is_lazy} {is_detached}");
+        assert_eq!(std::fs::read_to_string(&count).unwrap(), "something else");
+        assert_eq!(std::fs::read_dir(checkpoints.directory.path()).unwrap().count(), 1, "the repository alone");
+    }
+    // Made once more, they run as at the checkpoint.
+    let prepared = Restore::new(&checkpoint).criu(checkpoints.criu.clone()).prepare().unwrap();
+    let tree = prepared.make(&mut |_, _| {}).unwrap().open(&mut |_| {}).unwrap();
+    program.adopt(tree.restored());
+    program.wait_until_count_exceeds(program.count() + 5);
+}
+
+#[test]
+fn only_the_restored_program_is_waited_for() {
+    let Some(checkpoints) = Checkpoints::new() else { return };
+    let mut program = Program::counter("", "show(n)\ntime.sleep(0.005)");
+    let checkpoint = checkpoints.take(&program, &[]);
+    program.kill();
+    let prepared = checkpoints.restoring(&checkpoint, &checkpoints.criu).detach(false).prepare().unwrap();
+    let tree = prepared.make(&mut |_, _| {}).unwrap().open(&mut |_| {}).unwrap();
+    program.adopt(tree.restored());
+    let mut other = Command::new("true").spawn().unwrap();
+    wait_until("another child to end", || !support::is_running(other.id() as i32));
+    kill(Pid::from_raw(tree.restored().root_pid), Signal::SIGKILL).unwrap();
+    assert_eq!(tree.wait().unwrap().signal(), Some(libc::SIGKILL));
+    assert!(other.wait().unwrap().success());
+}
+
 /// Two processes that share 32 MiB since the fork, and each change some of it.
 const FORKED: &str = r#"
 import mmap, os, time
@@ -164,4 +212,30 @@ fn memory_that_is_shared_since_a_fork_is_shared_again() {
         wait_until("the process checks its memory", || state(&program, name).is_some_and(|(now, _)| now > before + 2));
         assert!(state(&program, name).unwrap().1, "{name}");
     }
+}
+
+#[test]
+fn a_pseudo_terminal_whose_number_is_in_use_is_named_with_its_process() {
+    let Some(checkpoints) = Checkpoints::new() else { return };
+    let mut program = Program::python(
+        "import os, time\nends = os.openpty()\nopen('new', 'w').write(os.ttyname(ends[1]))\nos.rename('new', 'name')\n\
+         while True:\n    time.sleep(0.1)",
+    );
+    wait_until("the pseudo-terminal", || program.read("name").is_some());
+    let name = program.read("name").unwrap();
+    let checkpoint = checkpoints.take(&program, &[]);
+    program.kill();
+    // Numbers that are free are given out in ascending order.
+    let mut taken = Vec::new();
+    wait_until("the number is taken", || {
+        taken.push(nix::pty::openpty(None, None).unwrap());
+        Path::new(&name).exists()
+    });
+    let error = checkpoints.restore(&checkpoint).unwrap_err();
+    assert_eq!(error.stage, Stage::Prepare);
+    let error = error.to_string();
+    assert!(error.contains(&format!("{name} is in use by process ")), "{error}");
+    drop(taken);
+    wait_until("the number is free", || !Path::new(&name).exists());
+    program.adopt(&checkpoints.restore(&checkpoint).unwrap());
 }

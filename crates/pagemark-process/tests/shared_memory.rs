@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use pagemark::repository::{Checkpoint, Manifest, MappingException, Repository, SpaceKind, SpaceRecord};
 use pagemark::track::Scope;
 use pagemark::{AddressRangeExt, Job, JobOptions, Mechanism};
+use pagemark_linux::proc::Process;
 use pagemark_process::criu::DumpOptions;
 use pagemark_process::restore::{Restore, RestoreEvent};
 use pagemark_process::saver::CriuSaver;
@@ -54,7 +55,7 @@ fn compare_again(program: &Program, what: &str) {
 fn job(pid: i32, checkpoints: &Checkpoints, mechanism: Mechanism) -> (Job<ProcessTarget>, Repository) {
     let repository = Repository::open_or_create(&checkpoints.directory.path().join("repository")).unwrap();
     let saver = Arc::new(CriuSaver::new(checkpoints.criu.clone(), DumpOptions::default()));
-    let target = ProcessTarget::attach(pid, mechanism, saver).unwrap();
+    let target = ProcessTarget::attach(Process::find(pid).unwrap(), mechanism, saver).unwrap();
     (Job::new(target, repository.clone(), JobOptions::new("job")), repository)
 }
 
@@ -286,7 +287,7 @@ childs.close()
 ";
     let program = obedient(&set_up.replace("BYTES", &BYTES.to_string()));
     let followed = || {
-        let mappings = pagemark::sys::proc::maps::read(std::process::id() as i32).unwrap();
+        let mappings = pagemark_linux::proc::maps::read(std::process::id() as i32).unwrap();
         mappings.iter().filter(|mapping| mapping.range().byte_count().get() == BYTES).count()
     };
     let (mut job, _repository) = job(program.pid(), &checkpoints, mechanism);

@@ -1,18 +1,19 @@
-//! A checkpoint leaves the memory that forked processes share as it is.
+//! A checkpoint leaves the memory that forked processes share as it is, and a restore shares it
+//! again.
 
 mod support;
 
 use std::sync::Arc;
 
 use pagemark::repository::Repository;
-use pagemark::sys::proc::{self, Fields};
 use pagemark::track::Scope;
 use pagemark::{Job, JobOptions, Mechanism};
+use pagemark_linux::proc::{self, Fields, Process};
 use pagemark_process::criu::DumpOptions;
 use pagemark_process::saver::{CriuSaver, RegisterSaver, StateSaver};
 use pagemark_process::target::ProcessTarget;
 use pagemark_testing::{skip, skipped, wait_until};
-use support::{Program, tree};
+use support::{Checkpoints, Program, tree};
 
 /// MiB of memory that a process fills before it forks.
 const SHARED_MIB: u64 = 24;
@@ -57,7 +58,7 @@ fn checkpoints_leave_memory_shared(mechanism: Mechanism, saver: Arc<dyn StateSav
     assert!((SHARED_MIB..SHARED_MIB + 8).contains(&before), "{before} MiB before");
     let directory = tempfile::tempdir().unwrap();
     let repository = Repository::create(&directory.path().join("repository")).unwrap();
-    let target = ProcessTarget::attach(program.pid(), mechanism, saver).unwrap();
+    let target = ProcessTarget::attach(Process::find(program.pid()).unwrap(), mechanism, saver).unwrap();
     let mut job = Job::new(target, repository, JobOptions::new("prefork"));
     for _ in 0..2 {
         let taken = job.checkpoint().unwrap();
@@ -83,4 +84,23 @@ fn memory_that_forked_processes_share_stays_shared_with_criu() {
     let Some(criu) = support::criu() else { skip!("no CRIU") };
     let saver = CriuSaver::new(criu, DumpOptions::default());
     checkpoints_leave_memory_shared(Mechanism::choose(Scope::Process), Arc::new(saver));
+}
+
+/// CRIU opens a program by its path if only root can change the path, and by a descriptor of
+/// Pagemark otherwise.
+#[test]
+fn restored_processes_share_memory_again() {
+    let Some(checkpoints) = Checkpoints::new() else { return };
+    for is_of_user in [false, true] {
+        let Some(mut program) = Program::c(PREFORK) else { return };
+        if is_of_user {
+            std::os::unix::fs::chown(program.directory(), Some(65534), Some(65534)).unwrap();
+        }
+        wait_until("the program has forked", || program.read("ready").is_some());
+        let before = proportional_mib(&tree(program.pid()));
+        checkpoints.cycle(&mut program);
+        let after = proportional_mib(&tree(program.pid()));
+        let allowed = before + ADDED_MIB;
+        assert!(after <= allowed, "in a directory of a user: {is_of_user}: {before} MiB before, {after} MiB after");
+    }
 }

@@ -6,9 +6,9 @@ use std::borrow::Borrow;
 use std::io;
 
 use pagemark::{Error as CoreError, ErrorKind};
-use pagemark_heap::{Error as CoreHeapError, ErrorKind as HeapErrorKind};
 use pagemark_process::restore::{RestoreFailure, Stage};
 use pagemark_process::{Error as CoreProcessError, ErrorKind as ProcessErrorKind};
+use pagemark_saved_heap::{Error as CoreHeapError, ErrorKind as HeapErrorKind};
 use pyo3::create_exception;
 use pyo3::exceptions::{
     PyBaseException, PyException, PyIndexError, PyMemoryError, PyOSError, PyPermissionError, PyValueError,
@@ -169,7 +169,7 @@ pub fn of_restore(failure: RestoreFailure) -> PyErr {
     let (message, error) = (failure.to_string(), failure.error);
     match error.kind() {
         _ if failure.stage == Stage::FindCriu => CriuError::new_err(message),
-        ProcessErrorKind::PidInUse => PidInUseError::new_err(message),
+        ProcessErrorKind::PidInUse | ProcessErrorKind::PidTaken => PidInUseError::new_err(message),
         ProcessErrorKind::Store if failure.stage != Stage::Files => match core_error(&error) {
             Some(error) => of_error(error),
             None => RepositoryError::new_err(message),

@@ -7,7 +7,7 @@ use std::ptr::{NonNull, null_mut};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use pagemark::{AddressRangeExt, ByteCount};
-use pagemark_heap::{ErrorKind, HeapOptions, Parts, SavedHeap as CoreHeap, Saving as CoreSaving};
+use pagemark_saved_heap::{ErrorKind, HeapOptions, Parts, SavedHeap as CoreHeap, Saving as CoreSaving};
 use pyo3::exceptions::{PyBufferError, PyKeyError, PyMemoryError, PyValueError};
 use pyo3::ffi;
 use pyo3::prelude::*;
@@ -320,7 +320,7 @@ impl SavedHeap {
     fn saved<T: Send>(
         &self,
         py: Python<'_>,
-        save: impl FnOnce(&CoreHeap) -> Result<T, pagemark_heap::Error> + Send,
+        save: impl FnOnce(&CoreHeap) -> Result<T, pagemark_saved_heap::Error> + Send,
     ) -> PyResult<T> {
         let heap = self.heap()?;
         py.detach(|| {

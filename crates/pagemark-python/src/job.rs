@@ -9,10 +9,11 @@ use std::time::Duration;
 use pagemark::checkpointer::Strategy;
 use pagemark::job::{End, JobEvent, Summary, Taken};
 use pagemark::repository::Retention;
-use pagemark::sys::exit_watch::ExitWatch;
-use pagemark::sys::proc;
 use pagemark::track::Scope;
 use pagemark::{Job as CoreJob, JobOptions, Mechanism, Policy};
+use pagemark_linux::exit_watch::ExitWatch;
+use pagemark_linux::proc::{self, Process};
+use pagemark_process::attach;
 use pagemark_process::criu::DumpOptions;
 use pagemark_process::saver::{CriuSaver, RegisterSaver, StateSaver};
 use pagemark_process::target::ProcessTarget;
@@ -31,11 +32,13 @@ const SIGNAL_POLL: Duration = Duration::from_millis(50);
 /// Needs root.
 ///
 /// `mechanism` finds the written pages: one of `MECHANISMS` that works for other processes, or
-/// "auto". `strategy` is "pre-copy" (memory is copied in rounds while the processes run) or
-/// "stop-and-copy" (while they are frozen). `keep_connections` saves TCP connections; `memory_only`
-/// saves memory and registers alone, which needs no CRIU and cannot be restored. `run` keeps the
-/// newest `keep_last` checkpoints and the newest checkpoint of each period of `keep_every` seconds;
-/// without both it keeps all.
+/// "auto". `strategy` is "pre-copy" (memory is copied in rounds while the processes run), "stop-
+/// and-copy" (while they are frozen), "copy-on-write" (when they run again, each page as it was
+/// before the first write to it; not with `memory_only`) or "auto" (what of these freezes them for
+/// the shortest time, in each checkpoint). `keep_connections` saves TCP connections;
+/// `memory_only` saves memory and registers alone, which needs no CRIU and cannot be restored.
+/// `run` keeps the newest `keep_last` checkpoints and the newest checkpoint of each period of
+/// `keep_every` seconds; without both it keeps all.
 ///
 /// The processes keep running, untouched, when the job is detached: by `detach`, at the end of a
 /// `with` block or of `run`, or when this program ends. Raises ProcessGoneError if there is no such
@@ -78,7 +81,7 @@ impl Job {
         };
         let retention = retention(keep_last, keep_every)?;
         let policy = Policy { strategy: parse_strategy(strategy)?, retention, ..Policy::default() };
-        let options = JobOptions { name: name.to_owned(), policy };
+        let options = JobOptions { policy, ..JobOptions::new(name) };
         let repository = repository.repository.clone();
         py.detach(|| {
             let _held = HeldSignals::hold()?;
@@ -91,7 +94,8 @@ impl Job {
                 Arc::new(CriuSaver::find(options).map_err(|error| errors::of_process(&error))?)
             };
             let mechanism = mechanism.unwrap_or_else(|| Mechanism::choose(Scope::Process));
-            let target = ProcessTarget::attach(pid, mechanism, saver).map_err(|error| errors::of_process(&error))?;
+            let target = attach::check(pid).and_then(|process| ProcessTarget::attach(process, mechanism, saver));
+            let target = target.map_err(|error| errors::of_process(&error))?;
             let job = Mutex::new(Some(CoreJob::new(target, repository, options)));
             Ok(Job { job, pid, name: name.to_owned(), mechanism, owner: process::id() })
         })
@@ -160,7 +164,7 @@ impl Job {
         py.detach(|| {
             let mut job = self.lock().take().ok_or_else(detached)?;
             job.policy_mut().every = every;
-            let exit = match ExitWatch::new(self.pid) {
+            let exit = match Process::find(self.pid).and_then(ExitWatch::new) {
                 Ok(exit) => Some(exit),
                 Err(error) if proc::is_gone(&error) => None,
                 Err(error) => return Err(PyOSError::new_err((error.raw_os_error(), "cannot watch the process"))),
@@ -226,7 +230,9 @@ fn run(
     let (report, reports) = mpsc::channel();
     let (handled, is_handled) = mpsc::channel();
     thread::scope(|scope| {
-        let worker = scope.spawn(move || run_holding_signals(job, &stopped, &report, &is_handled));
+        let work = move || run_holding_signals(job, &stopped, &report, &is_handled);
+        let started = thread::Builder::new().name("pagemark-job".into()).spawn_scoped(scope, work);
+        let worker = started.map_err(|error| PyOSError::new_err((error.raw_os_error(), "cannot start a thread")))?;
         let mut result = Ok(());
         loop {
             match reports.recv_timeout(SIGNAL_POLL) {
@@ -270,7 +276,7 @@ fn run_holding_signals(
     let _held = HeldSignals::hold()?;
     Ok(job.run(stopped, &mut |event: JobEvent<'_>| {
         let event = match event {
-            JobEvent::FirstCheckpoint | JobEvent::Pruned(_) => return,
+            JobEvent::FirstCheckpoint | JobEvent::NotKept(_) | JobEvent::Pruned(_) => return,
             JobEvent::Taken(taken) => Event::Taken(*taken),
             JobEvent::AttachFailed(error) => Event::Failed(errors::of_error(error)),
             JobEvent::CheckpointFailed(error) => Event::Failed(errors::of_error(error)),
@@ -291,7 +297,12 @@ fn parse_strategy(name: &str) -> PyResult<Strategy> {
     match name {
         "pre-copy" => Ok(Strategy::default()),
         "stop-and-copy" => Ok(Strategy::StopAndCopy),
-        name => Err(PyValueError::new_err(format!("unknown strategy {name:?}: \"pre-copy\" or \"stop-and-copy\""))),
+        "copy-on-write" => Ok(Strategy::CopyOnWrite),
+        "auto" => Ok(Strategy::Auto),
+        name => {
+            let known = "\"pre-copy\", \"stop-and-copy\", \"copy-on-write\" or \"auto\"";
+            Err(PyValueError::new_err(format!("unknown strategy {name:?}: {known}")))
+        }
     }
 }
 

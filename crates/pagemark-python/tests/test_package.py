@@ -1,5 +1,6 @@
 import doctest
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -45,6 +46,8 @@ with pagemark.Region(4096) as region:
     changes.apply(adopted)
 """
 
+README = Path(__file__).parents[3] / "README.md"
+OWN_MEMORY = Path(__file__).parents[3] / "docs" / "how-to" / "own-memory.md"
 EXAMPLES = Path(__file__).parents[3] / "examples" / "python"
 
 REWIND = """\
@@ -88,6 +91,20 @@ def test_types_serve_the_version_of_python_that_runs(tmp_path: Path) -> None:
     check([sys.executable, "-m", "mypy", "--strict", f"--cache-dir={os.devnull}", str(program)], tmp_path)
     check([sys.executable, "-m", "basedpyright", "--level", "error", str(program)], tmp_path)
     check([sys.executable, "-m", "basedpyright", "--verifytypes", "pagemark", "--ignoreexternal"], tmp_path)
+
+
+def test_the_documented_programs_pass_the_type_checkers(tmp_path: Path) -> None:
+    # What the page on a program's own memory says in words, and its parts in Python. The README has one of them.
+    before = "import numpy\nimport pagemark\n\npid = 1\n"
+    after = "for part in transaction.written:\n    print(part.start)\n"
+    parts, of_readme = (
+        re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL) for page in (OWN_MEMORY, README)
+    )
+    assert len(parts) == 2 and of_readme == parts[:1]
+    program = tmp_path / "program.py"
+    program.write_text(before + "".join(parts) + after)
+    check([sys.executable, "-m", "mypy", "--strict", f"--cache-dir={os.devnull}", str(program)], tmp_path)
+    check([sys.executable, "-m", "basedpyright", "--level", "error", str(program)], tmp_path)
 
 
 def test_programs_pass_the_type_checkers() -> None:

@@ -44,7 +44,7 @@ sys.stdin.read()
 #: Connects as a run that names no Ray does, and says what of Ray is its own.
 CONNECTS = """
 from pagemark import simulate
-run = simulate.Run({"address": "auto", "workers": 1})
+run = simulate.Run({}, "auto", 1)
 run.connect()
 print(run.own)
 run.end()
@@ -293,8 +293,6 @@ def test_an_interval_that_differs_ends_the_run(ray_address: str, tmp_path: Path,
     plan: simulate.Plan = {
         "job": "vm",
         "plugin": "mix",
-        "address": ray_address,
-        "workers": None,
         "environment": {},
         "kept": 0,
         "directory": str(tmp_path / "record"),
@@ -304,7 +302,9 @@ def test_an_interval_that_differs_ends_the_run(ray_address: str, tmp_path: Path,
             for begin, command in [(1, slow), (2, differs)]
         ],
     }
-    command = [sys.executable, "-m", "pagemark.simulate"]
-    done = subprocess.run(command, input=json.dumps(plan), capture_output=True, text=True, env=environment())
+    planned = tmp_path / "plan.json"
+    planned.write_text(json.dumps(plan))
+    command = [sys.executable, "-m", "pagemark.simulate", "--ray", ray_address, "--", "cat", str(planned)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment())
     assert done.returncode == expected and "vm@1 has another page" in done.stderr, done.stderr
     assert tries.read_text() == "a try\n" and not slept.exists()

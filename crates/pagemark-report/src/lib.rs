@@ -33,7 +33,6 @@ pub mod chart;
 pub mod escape;
 pub mod hex;
 pub mod html;
-mod local_time;
 pub mod output;
 #[cfg(feature = "charts")]
 pub mod plot;

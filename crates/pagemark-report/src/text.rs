@@ -2,7 +2,7 @@
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use crate::local_time::local_time;
+use jiff::{Timestamp, tz::TimeZone};
 
 /// The shortest duration that [`parse_duration`] accepts.
 const MIN_DURATION: Duration = Duration::from_millis(1);
@@ -146,12 +146,9 @@ pub fn ago(unix_us: u64) -> String {
 /// A moment, given in microseconds since 1970 UTC, in local time: `2026-01-31 12:34:56`.
 pub fn moment(unix_us: u64) -> String {
     let seconds = (unix_us / 1_000_000) as i64;
-    match local_time(seconds) {
-        Some(time) => format!(
-            "{:04}-{:02}-{:02} {:02}:{:02}:{:02}",
-            time.year, time.month, time.day, time.hour, time.minute, time.second
-        ),
-        None => format!("@{seconds}"),
+    match Timestamp::from_second(seconds) {
+        Ok(time) => time.to_zoned(TimeZone::system()).strftime("%F %T").to_string(),
+        Err(_) => format!("@{seconds}"),
     }
 }
 
@@ -217,5 +214,6 @@ mod tests {
         assert!(text.starts_with("2026-01-31 ") || text.starts_with("2026-02-01 "), "{text}");
         assert!(text.ends_with(":56") && text.len() == 19, "{text}");
         assert_eq!(ago(u64::MAX), "0.0 s ago");
+        assert_eq!(moment(u64::MAX), "@18446744073709");
     }
 }

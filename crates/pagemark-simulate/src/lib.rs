@@ -40,6 +40,9 @@ pub mod control;
 mod delivery;
 mod devices;
 mod error;
+#[cfg(feature = "fuzzing")]
+#[doc(hidden)]
+pub mod fuzzing;
 pub mod inputs;
 mod interface;
 mod kind;

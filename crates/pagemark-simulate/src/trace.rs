@@ -30,6 +30,8 @@
 //!    the last such number: of [`PAGE_SLOTS`] slots, by the virtual page.
 
 mod columns;
+#[cfg(feature = "fuzzing")]
+pub(crate) mod fuzzing;
 mod reader;
 mod writer;
 

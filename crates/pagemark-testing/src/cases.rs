@@ -5,7 +5,7 @@ use proptest::test_runner::Config;
 /// `cases` cases of a property, times [`factor`]; `$PROPTEST_CASES` replaces the product.
 ///
 /// # Panics
-/// As [`factor`].
+/// Those of [`factor`].
 pub fn cases(cases: u32) -> Config {
     let config = Config::default();
     if std::env::var_os("PROPTEST_CASES").is_some() {

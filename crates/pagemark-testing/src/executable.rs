@@ -1,3 +1,4 @@
+use std::fs;
 use std::io::Write;
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -16,4 +17,13 @@ pub fn executable(path: &Path, content: &[u8]) {
     let mut shell = shell.spawn().expect("a shell");
     shell.stdin.take().expect("it is piped").write_all(content).expect("the shell reads");
     assert!(shell.wait().expect("our child").success(), "{} was not written", path.display());
+}
+
+/// Copies a program to a file that can be executed at once, as [`executable`] makes it.
+///
+/// # Panics
+/// If the program cannot be read, or the file not be written.
+pub fn copy_executable(program: &Path, path: &Path) {
+    let content = fs::read(program).unwrap_or_else(|error| panic!("read {}: {error}", program.display()));
+    executable(path, &content);
 }

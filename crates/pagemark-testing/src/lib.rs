@@ -31,25 +31,29 @@ mod patience;
 mod pause_32;
 mod qemu;
 mod report;
+mod session;
+mod shown_commands;
 mod skip;
 mod swap;
 mod trackee;
 
 pub use as_linux::{LINUX_VERSIONS, again_as_older_linux, as_linux, reason_without_as_linux};
 pub use cases::{cases, factor};
-pub use executable::executable;
+pub use executable::{copy_executable, executable};
 pub use fault_at::{Ended, Fault, run_with_fault};
 pub use huge_pages::HugePages;
 pub use in_machine::in_machine;
 pub use memory::{FilledMapping, SplitMix, expected};
 pub use merging::Merging;
-pub use patience::{is_emulated, patience, wait_for, wait_until, wait_until_it_has};
+pub use patience::{is_emulated, patience, wait_for, wait_for_described, wait_until, wait_until_it_has};
 pub use pause_32::pause_32;
 pub use qemu::{
     MachinePaths, PLAIN, QEMU, Qemu, RAM_BYTES, TestMonitor, console_program, disk_program, guest_program,
     load_program, network_program, with_disk,
 };
 pub use report::{Report, VIOLATED};
+pub use session::in_own_session;
+pub use shown_commands::{ShownCommands, pages_of_commands};
 pub use skip::skipped;
 pub use swap::Swap;
 pub use trackee::{rounds, trackee, violation};

@@ -53,7 +53,7 @@ impl FilledMapping {
         Ok(region)
     }
 
-    /// As [`FilledMapping::map`] for private memory, with 2 MiB pages where the kernel has them.
+    /// Like [`FilledMapping::map`] for private memory, with 2 MiB pages where the kernel has them.
     ///
     /// # Errors
     /// The error of `mmap`.

@@ -20,14 +20,24 @@ pub fn patience() -> Duration {
 /// # Panics
 /// If it returns none within [`patience`]. A list of all processes is printed then.
 #[track_caller]
-pub fn wait_for<T>(event: &str, mut condition: impl FnMut() -> Option<T>) -> T {
+pub fn wait_for<T>(event: &str, condition: impl FnMut() -> Option<T>) -> T {
+    wait_for_described(|| event.to_owned(), condition)
+}
+
+/// Like [`wait_for`], for an event that is best described by what there is instead of it when the
+/// wait ends.
+///
+/// # Panics
+/// Those of [`wait_for`].
+#[track_caller]
+pub fn wait_for_described<T>(event: impl FnOnce() -> String, mut condition: impl FnMut() -> Option<T>) -> T {
     let deadline = Instant::now() + patience();
     loop {
         if let Some(value) = condition() {
             return value;
         }
         if Instant::now() >= deadline {
-            panic!("waited too long: {event}; the processes:\n{}", processes());
+            panic!("waited too long: {}; the processes:\n{}", event(), processes());
         }
         std::thread::sleep(Duration::from_millis(5));
     }
@@ -46,7 +56,7 @@ pub fn wait_until(event: &str, mut condition: impl FnMut() -> bool) {
 /// its environment: the kernel lets the parent continue before.
 ///
 /// # Panics
-/// As [`wait_until`].
+/// Those of [`wait_until`].
 #[track_caller]
 pub fn wait_until_it_has(pid: u32, argument: &str) {
     let words = |name: &str| fs::read(format!("/proc/{pid}/{name}")).unwrap_or_default();

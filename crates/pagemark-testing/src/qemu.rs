@@ -188,7 +188,8 @@ impl TestMonitor {
     /// Executes a command, and returns its result, or QEMU's reason to refuse it.
     pub fn try_run(&mut self, command: &str, arguments: Value) -> Result<Value, String> {
         let message = json!({"execute": command, "arguments": arguments});
-        writeln!(self.stream.get_mut(), "{message}").expect("QEMU reads");
+        // In one piece: QEMU executes what is complete, and may have ended before a line break comes.
+        self.stream.get_mut().write_all(format!("{message}\n").as_bytes()).expect("QEMU reads");
         loop {
             let mut line = String::new();
             self.stream.read_line(&mut line).expect("a reply");

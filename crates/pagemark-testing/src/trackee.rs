@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::OnceLock;
 
-/// The built program of that name (`torture`, `pages` or `family`), for tests of any crate of the
-/// workspace.
+/// The built program of that name (`torture`, `pages`, `family` or `states`), for tests of any
+/// crate of the workspace.
 ///
 /// # Panics
 /// If the programs cannot be built.

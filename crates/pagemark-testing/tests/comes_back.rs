@@ -12,8 +12,8 @@ use nix::sys::signal::{SigSet, Signal, kill};
 use nix::unistd::Pid;
 use pagemark::checkpointer::Strategy;
 use pagemark::repository::{Checkpoint, Repository};
-use pagemark::sys::proc::Status;
 use pagemark::{Address, Job, JobOptions, Mechanism, PageTree, Policy, Store};
+use pagemark_linux::proc::{Process, Status};
 use pagemark_process::criu::{Criu, DumpOptions};
 use pagemark_process::files::{ChangedFiles, put_back};
 use pagemark_process::restore::{RestoreOptions, Streams, prepare};
@@ -95,22 +95,34 @@ fn restartable_sequences(pid: i32) -> HashSet<u64> {
 const PTRACE_GET_RSEQ_CONFIGURATION: libc::c_uint = 0x420f;
 
 /// Compares the page trees of a checkpoint with the processes' private memory at the freeze.
-fn assert_same_pages(frozen: &Image, checkpoint: &Checkpoint) {
+/// `executes`: a thread of each process executes something in the freeze, for which the kernel
+/// records its processor once more.
+fn assert_same_pages(frozen: &Image, checkpoint: &Checkpoint, executes: bool) {
     for space in &checkpoint.manifest.spaces {
         // What processes share is compared when they are back.
         let Some(pid) = space.pid() else { continue };
         let tree = PageTree::load(space.root, checkpoint).expect("the page tree");
         let mut page = [0; PAGE];
+        let mut differing = Vec::new();
         let private = frozen.range((pid, 0)..(pid + 1, 0)).filter(|(_, page)| !page.is_shared);
         for ((pid, address), expected) in private {
             checkpoint.get_page(tree.get(Address::new(*address).page()), &mut page).expect("the page");
-            let differs = (0..PAGE).find(|&at| page[at] != expected.content[at]);
-            assert_eq!(
-                differs, None,
-                "process {pid}: page {address:#x} of the checkpoint is not as it was at the freeze"
+            let differs = (0..PAGE).filter(|&at| page[at] != expected.content[at]);
+            differing.extend(differs.map(|at| address + at as u64));
+            assert!(
+                differing.is_empty() || executes && is_of_one_sequence(&differing),
+                "process {pid}: page {address:#x} of the checkpoint is not as it was at the freeze: {differing:x?}"
             );
         }
     }
+}
+
+/// True if all these addresses are in what the kernel writes to one thread's memory for restartable
+/// sequences: processor, processor once more, node, and the processor's number within the process.
+fn is_of_one_sequence(addresses: &[u64]) -> bool {
+    const LENGTH: u64 = 32;
+    let begin = addresses[0] / LENGTH * LENGTH;
+    addresses.iter().all(|address| matches!(address.wrapping_sub(begin), 0..8 | 20..28))
 }
 
 /// Compares the memory below `end` with that at the freeze.
@@ -249,7 +261,7 @@ fn comes_back_in_machine(
     comes_back_below(&command, (mechanism, strategy), PROGRAM_END, between)
 }
 
-/// As [`comes_back_in_machine`], with checkpoints of memory alone, from which nothing comes back:
+/// Like [`comes_back_in_machine`], with checkpoints of memory alone, from which nothing comes back:
 /// the last one is compared.
 fn memory_in_machine(
     command: &[&str],
@@ -260,7 +272,7 @@ fn memory_in_machine(
     let command: Vec<&str> = command.iter().map(String::as_str).collect();
     let program = Program::start(&command);
     let captured = capture(&program, (mechanism, strategy), Arc::new(RegisterSaver), PROGRAM_END, between);
-    assert_same_pages(&captured.image, &captured.checkpoint);
+    assert_same_pages(&captured.image, &captured.checkpoint, strategy == Strategy::CopyOnWrite);
     Some(captured.dirty_pages)
 }
 
@@ -272,8 +284,8 @@ fn kept_for(mechanism: Mechanism) -> &'static str {
 /// The end of a program's addresses in a machine of `pagemark-kvm`.
 const PROGRAM_END: u64 = 0x5000_0000_0000;
 
-/// As [`comes_back`], comparing the memory below `end`. Returns how many pages the last checkpoint
-/// copied.
+/// Like [`comes_back`], comparing the memory below `end`. Returns how many pages the last
+/// checkpoint copied.
 fn comes_back_below(
     command: &[&str],
     (mechanism, strategy): (Mechanism, Strategy),
@@ -292,7 +304,7 @@ fn comes_back_below(
     let captured = capture(&program, (mechanism, strategy), saver, end, between);
     let Captured { image, pids, checkpoint, dirty_pages, place } = captured;
     let images = tempfile::tempdir().expect("a temporary directory");
-    assert_same_pages(&image, &checkpoint);
+    assert_same_pages(&image, &checkpoint, strategy == Strategy::CopyOnWrite);
     let prepared = prepare(&checkpoint.manifest, &checkpoint, images.path()).expect("prepare the restore");
     let files = put_back(&checkpoint.manifest.files, &[], &checkpoint, "test", &place.path().join("asides"));
     files.and_then(ChangedFiles::keep).expect("put files back");
@@ -337,12 +349,13 @@ fn capture(
     program.wait_for_progress();
     let place = tempfile::tempdir().expect("a temporary directory");
     let repository = Repository::create(&place.path().join("repository")).expect("a repository");
-    let target = ProcessTarget::attach(program.pid, mechanism, saver).expect("attach");
+    let target = ProcessTarget::attach(Process::find(program.pid).unwrap(), mechanism, saver).expect("attach");
     let policy = Policy { strategy, ..Policy::default() };
-    let mut job = Job::new(target, repository, JobOptions { name: "test".into(), policy });
+    let mut job = Job::new(target, repository, JobOptions { policy, ..JobOptions::new("test") });
 
     let frozen = Arc::new(Mutex::new((Image::new(), Vec::new())));
     let witness = frozen.clone();
+    job.target_mut().set_fewest_kept_pages(1);
     job.target_mut().set_freeze_hook(Box::new(move |pids| {
         let mut image = Image::new();
         pids.iter().for_each(|&pid| image_of(pid, &mut image));
@@ -383,6 +396,32 @@ fn eight_threads_that_do_everything_at_once() {
 #[test]
 fn eight_threads_stopped_and_copied() {
     comes_back(&[TORTURE, "DIRECTORY"], Mechanism::PagemapScan, Strategy::StopAndCopy, undisturbed);
+}
+
+#[test]
+fn eight_threads_copied_on_write() {
+    for mechanism in [Mechanism::Adaptive, Mechanism::PagemapScan] {
+        comes_back(&[TORTURE, "DIRECTORY"], mechanism, Strategy::CopyOnWrite, undisturbed);
+    }
+}
+
+#[test]
+fn a_family_copied_on_write() {
+    comes_back(&[FAMILY, "DIRECTORY"], Mechanism::Adaptive, Strategy::CopyOnWrite, undisturbed);
+}
+
+#[test]
+fn a_process_that_maps_and_forks_copied_on_write() {
+    comes_back(&[PAGES, "DIRECTORY"], Mechanism::Adaptive, Strategy::CopyOnWrite, |program, round| {
+        program.signal(if round % 2 == 0 { Signal::SIGUSR1 } else { Signal::SIGUSR2 });
+    });
+}
+
+#[test]
+fn writes_of_every_kind_copied_on_write() {
+    let command = ["python3", "-c", WRITES, "DIRECTORY"];
+    comes_back(&command, Mechanism::Adaptive, Strategy::CopyOnWrite, undisturbed);
+    comes_back_in_machine(&command, (Mechanism::KvmScan, Strategy::CopyOnWrite), undisturbed);
 }
 
 #[test]
@@ -512,11 +551,15 @@ fn a_process_that_maps_and_forks_in_a_machine_with_rings() {
     maps_and_forks_in_machine(Mechanism::KvmRing);
 }
 
+/// The most pages that a checkpoint of [`WRITES`] copies, however long its interval is: it holds
+/// 32,768 pages, of which it writes a quarter, and has an interpreter.
+const MOST_COPIED_PAGES: u64 = 16_384;
+
 /// Each kind of write is in each interval; what is not written is not copied.
 fn writes_of_every_kind(mechanism: Mechanism) {
     let by = (mechanism, Strategy::StopAndCopy);
     let copied = comes_back_in_machine(&["python3", "-c", WRITES, "DIRECTORY"], by, undisturbed);
-    assert!(copied.is_none_or(|pages| pages < 10_000), "{copied:?}");
+    assert!(copied.is_none_or(|pages| pages < MOST_COPIED_PAGES), "{copied:?}");
 }
 
 #[test]
@@ -537,7 +580,7 @@ fn writes_of_every_kind_in_a_machine_with_rings() {
 fn memory_of_every_kind_of_write(mechanism: Mechanism) {
     for strategy in [Strategy::StopAndCopy, Strategy::default()] {
         let copied = memory_in_machine(&["python3", "-c", WRITES, "DIRECTORY"], (mechanism, strategy), undisturbed);
-        assert!(copied.is_none_or(|pages| pages < 10_000), "{strategy:?}: {copied:?}");
+        assert!(copied.is_none_or(|pages| pages < MOST_COPIED_PAGES), "{strategy:?}: {copied:?}");
     }
 }
 
@@ -603,7 +646,7 @@ def put(kind, page, at, data):
 while True:
     number += 1
     for kind in range(4):
-        put(kind, random.randrange(PAGES - 1), random.randrange(4096), number.to_bytes(8, 'little') * 3)
+        put(kind, random.randrange(PAGES // 4), random.randrange(4096), number.to_bytes(8, 'little') * 3)
     # Other memory comes to addresses that were in use.
     other_memory = mmap.mmap(-1, random.randrange(1, 9) * 4096, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if number % 2:

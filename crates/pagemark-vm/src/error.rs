@@ -88,6 +88,15 @@ pub enum Object {
     File(PathBuf),
 }
 
+/// Words of QEMU, of a user or of the guest, for a terminal.
+pub(crate) fn printable(words: &str) -> String {
+    let escaped = words.chars().map(|letter| match letter.is_control() {
+        true => letter.escape_debug().to_string(),
+        false => letter.into(),
+    });
+    escaped.collect()
+}
+
 impl fmt::Display for Object {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -106,29 +115,29 @@ impl fmt::Display for Object {
 
 impl Error {
     /// An error whose text is `OBJECT REASON`.
-    pub(crate) fn about(kind: ErrorKind, object: Object, reason: impl Into<Text>) -> Error {
+    pub fn about(kind: ErrorKind, object: Object, reason: impl Into<Text>) -> Error {
         Error(Box::new(Failure { reason: reason.into(), ..Failure::new(kind, object) }))
     }
 
     /// An error whose text is `OPERATION OBJECT: SOURCE`.
-    pub(crate) fn of(kind: ErrorKind, operation: impl Into<Text>, object: Object, source: impl Into<Source>) -> Error {
+    pub fn of(kind: ErrorKind, operation: impl Into<Text>, object: Object, source: impl Into<Source>) -> Error {
         let failure = Failure { operation: operation.into(), ..Failure::new(kind, object) };
         Error(Box::new(Failure { source: Some(source.into()), ..failure }))
     }
 
     /// For `map_err`: a failed system call.
-    pub(crate) fn system(operation: impl Into<Text>) -> impl FnOnce(io::Error) -> Error {
+    pub fn system(operation: impl Into<Text>) -> impl FnOnce(io::Error) -> Error {
         let operation = operation.into();
         move |source| Error::of(ErrorKind::System, operation, Object::None, source)
     }
 
     /// A checkpoint that contradicts itself, or is not of this kind.
-    pub(crate) fn damaged(reason: impl fmt::Display) -> Error {
+    pub fn damaged(reason: impl fmt::Display) -> Error {
         Error::about(ErrorKind::Damaged, Object::None, format!("the checkpoint is damaged: {reason}"))
     }
 
     /// Adds what to do about it.
-    pub(crate) fn help(mut self, help: impl Into<Text>) -> Error {
+    pub fn help(mut self, help: impl Into<Text>) -> Error {
         self.0.help = help.into();
         self
     }
@@ -172,8 +181,8 @@ impl pagemark::target::TargetError for Error {
     }
 }
 
-impl From<pagemark_process::Error> for Error {
-    fn from(source: pagemark_process::Error) -> Error {
+impl From<pagemark_trace::Error> for Error {
+    fn from(source: pagemark_trace::Error) -> Error {
         let kind = if source.is_gone() { ErrorKind::Gone } else { ErrorKind::Process };
         Error::of(kind, "", Object::None, source)
     }

@@ -1,21 +1,26 @@
 //! A checkpoint for QEMU alone: a stream of its migration, images of the disks, and a script that
 //! starts QEMU with them.
 
+pub(crate) mod core_file;
+pub(crate) mod migration_stream;
+
+use std::ffi::OsStr;
 use std::fmt::Write as _;
-use std::fs::{self, File, OpenOptions};
+use std::fs::{File, Permissions};
 use std::io::{BufWriter, Write};
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{PermissionsExt, fchown};
 use std::path::{Path, PathBuf};
 
 use pagemark::repository::Checkpoint;
 
-use crate::command_line::{own_arguments, with_machine_type};
-use crate::drive::names_file;
 use crate::error::{Error, ErrorKind, Object, Result};
-use crate::images::{NewImage, create_in};
-use crate::machine::Startup;
-use crate::migration_stream;
+use crate::qemu::command_line::{own_arguments, with_machine_type, without_user};
+use crate::qemu::drive::names_file;
+use crate::qemu::machine::Startup;
+use crate::qemu::owner::Owner;
+use crate::qemu::user_files::UserDirectory;
 use crate::restore::Restore;
+use crate::restore::images::{NewImage, create_in};
 
 /// Files in the directory of an export.
 const STREAM: &str = "migration";
@@ -40,6 +45,9 @@ pub struct QemuExport {
 /// with the recorded command line, these images, and `-incoming` with the stream. The machine can
 /// be started anew each time from the stream, but its images are those that the last run has left.
 ///
+/// If root exports the machine of another user, that user can enter the directory, owns the stream
+/// and the images, and can run the script, which root must not.
+///
 /// # Errors
 /// [`ErrorKind::Unsupported`] if the checkpoint does not name the type of the machine, or a drive
 /// had a medium that the command line does not name;
@@ -54,6 +62,7 @@ pub fn export_qemu(checkpoint: &Checkpoint, directory: &Path) -> Result<QemuExpo
         let error = Error::about(ErrorKind::Unsupported, Object::None, reason);
         error.help("it was made by an earlier version of Pagemark: restore it, and take another one")
     })?;
+    let owner = startup.owner_for_root()?;
     check_media(&startup)?;
     let mut arguments = with_machine_type(own_arguments(&startup.arguments), Some(&kind.machine));
     if !startup.is_running {
@@ -61,25 +70,36 @@ pub fn export_qemu(checkpoint: &Checkpoint, directory: &Path) -> Result<QemuExpo
     }
     arguments.extend(["-incoming".to_owned(), format!("fd:{STREAM_DESCRIPTOR}")]);
 
+    let here = UserDirectory::open(None, &directory)
+        .and_then(|here| {
+            here.check_is_own()?;
+            // So that the owner reaches what is its own.
+            owner.map_or(Ok(()), |_| here.let_enter())?;
+            Ok(here)
+        })
+        .map_err(Error::system(format!("use the directory {}", directory.display())))?;
     let disks = restore.disk_spaces(&startup)?;
     // Removed if the export fails.
     let mut images: Vec<NewImage> = Vec::new();
     for disk in &disks {
         let name = Path::new(&disk.image.file).file_name().map_or_else(|| "disk".into(), |name| name.to_string_lossy());
-        let (image, file) = create_in(&directory, &name)?;
+        let (image, file) = create_in(&here, &directory, &name, owner)?;
         restore.image_writer(&startup, disk).fill(&image, &file)?;
         image.replace_in(&mut arguments, disk.image)?;
         images.push(image);
     }
     let (stream, script) = (directory.join(STREAM), directory.join(SCRIPT));
-    let text = script_text(&restore.checkpoint_name(), &startup, &arguments, &stream)?;
-    let mut out = BufWriter::new(create(&stream, 0o600)?);
+    if owner.is_some() {
+        arguments = without_user(&arguments);
+    }
+    let text = script_text(&restore.checkpoint_name(), &startup, owner, &arguments, &stream)?;
+    let mut out = BufWriter::new(create(&here, STREAM, 0o600, owner)?);
     let written = migration_stream::write(&restore, &kind.machine, &mut out)
         .and_then(|()| out.flush().map_err(Error::system("write the migration stream")))
-        .and_then(|()| write_script(&script, &text));
+        .and_then(|()| write_script(&here, &text, owner));
     if let Err(error) = written {
         // A part of a stream is of no use.
-        let _ = fs::remove_file(&stream);
+        here.made(STREAM.into()).remove();
         return Err(error);
     }
     let disks = disks.iter().zip(images).map(|(disk, image)| (disk.image.label.clone(), image.keep()));
@@ -99,23 +119,44 @@ fn check_media(startup: &Startup) -> Result<()> {
     }
 }
 
-fn create(path: &Path, mode: u32) -> Result<File> {
-    let created = OpenOptions::new().write(true).create_new(true).mode(mode).open(path);
-    created.map_err(Error::system(format!("make {}", path.display())))
+/// Makes a file, which is the owner's if there is one.
+fn create(here: &UserDirectory, name: &str, mode: u32, owner: Option<&Owner>) -> Result<File> {
+    let created = here.create(OsStr::new(name)).and_then(|file| {
+        owner.map_or(Ok(()), |owner| fchown(&file, Some(owner.user), Some(owner.group)))?;
+        file.set_permissions(Permissions::from_mode(mode))?;
+        Ok(file)
+    });
+    created.map_err(Error::system(format!("make {name}")))
 }
 
-fn write_script(path: &Path, text: &str) -> Result<()> {
-    create(path, 0o700)?.write_all(text.as_bytes()).map_err(Error::system("write the script"))
+fn write_script(here: &UserDirectory, text: &str, owner: Option<&Owner>) -> Result<()> {
+    let mode = if owner.is_some() { 0o755 } else { 0o700 };
+    create(here, SCRIPT, mode, None)?.write_all(text.as_bytes()).map_err(Error::system("write the script"))
 }
 
 /// The script. Its words are quoted for the shell.
-fn script_text(name: &str, startup: &Startup, arguments: &[String], stream: &Path) -> Result<String> {
+fn script_text(
+    name: &str,
+    startup: &Startup,
+    owner: Option<&Owner>,
+    arguments: &[String],
+    stream: &Path,
+) -> Result<String> {
     let word = |path: &Path| match path.to_str() {
         Some(text) => Ok(quoted(text)),
         None => Err(Error::damaged(format!("the name {} is no text", path.display()))),
     };
     let mut text = format!("#!/bin/sh\n# {name}, by QEMU {} without Pagemark.\n", startup.version);
     let mut line = |line: String| writeln!(text, "{line}").map_err(Error::damaged);
+    if let Some(Owner { user, group, groups, .. }) = owner {
+        let groups = match &groups[..] {
+            [] => "--clear-groups".to_owned(),
+            groups => format!("--groups={}", groups.iter().map(u32::to_string).collect::<Vec<_>>().join(",")),
+        };
+        let how = format!("setpriv --reuid={user} --regid={group} {groups} setsid sh $0");
+        let words = format!("this machine is that of the user {user}, who must not get root's rights: {how}");
+        line(format!("[ \"$(id -u)\" != 0 ] || {{ echo \"{words}\" >&2; exit 1; }}"))?;
+    }
     line(format!("cd {} || exit 1", word(&startup.directory)?))?;
     let program = word(&startup.program)?;
     let arguments: Vec<String> = arguments.iter().map(|argument| quoted(argument)).collect();

@@ -28,73 +28,51 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
-mod block_file;
-mod changes;
-mod command;
-mod command_line;
-mod core_file;
-mod debugged;
-mod demanded;
-mod deterministic;
-mod disks;
-mod drive;
-mod end_guard;
-mod ending;
+mod checkpoint;
 mod error;
-mod event;
 mod export;
-mod fork;
-mod fork_arguments;
-mod given_files;
-mod guard;
-mod images;
-mod input_list;
-mod instruction_count;
-mod interval;
-mod kvm_log;
-mod lazy;
-mod machine;
-mod map_file;
-mod medium;
-mod memory_map;
-mod migration_stream;
-mod monitor_sockets;
-mod nbd;
-mod node_hold;
-mod node_memory;
-mod owner;
-mod page_set;
-mod preloaded;
-mod probe;
-mod qmp;
-mod ram_blocks;
-mod registers;
+#[cfg(feature = "fuzzing")]
+#[doc(hidden)]
+pub mod fuzzing;
+mod memory;
+mod qemu;
 mod restore;
-mod run;
-mod served_disk;
-mod simulator;
-mod started;
-mod target;
-mod views;
-mod write_watch;
 
-pub use command_line::machine_name;
-pub use core_file::export_core;
-pub use debugged::{DebuggedMachine, GdbAddress};
-pub use deterministic::{deterministic_command, deterministic_disks};
+pub use checkpoint::deterministic::{deterministic_command, deterministic_disks};
+pub use checkpoint::input_list::{InputList, deterministic_inputs};
+pub use checkpoint::run::OwnQemu;
+pub use checkpoint::simulator::simulator_library;
+pub use checkpoint::target::{EventHandler, StopTimes, VmTarget};
 pub use error::{Error, ErrorKind, Object, Result};
-pub use event::MachineEvent;
+pub use export::core_file::export_core;
 pub use export::{QemuExport, export_qemu};
-pub use fork::ForkedMachine;
-pub use fork_arguments::Replacement;
-pub use input_list::{InputList, deterministic_inputs};
-pub use interval::{Interval, Observer, SimulatedInterval, instructions_of};
-pub use kvm_log::check_kvm;
-pub use monitor_sockets::monitor_sockets;
-pub use node_memory::default_shared_directory;
-pub use probe::cost;
-pub use restore::{LazyMachine, Restore, RunningMachine};
-pub use run::OwnQemu;
-pub use simulator::simulator_library;
-pub use target::{EventHandler, StopTimes, VmTarget};
-pub use write_watch::{Activation, can_hold_writes};
+pub use memory::kvm_log::check_kvm;
+pub use memory::probe::cost;
+pub use memory::write_watch::{Activation, can_hold_writes};
+pub use qemu::command_line::machine_name;
+pub use qemu::event::MachineEvent;
+pub use qemu::machine::restored_birth;
+pub use qemu::monitor_sockets::monitor_sockets;
+pub use restore::fork::ForkedMachine;
+pub use restore::fork_arguments::Replacement;
+pub use restore::{GatedMachine, LazyMachine, PreparedMachine, Restore, RunningMachine};
+
+/// QEMU, and the parts of a checkpoint and of a restore, for the crate that runs machines again
+/// from their checkpoints. No interface of the library.
+#[doc(hidden)]
+pub mod parts {
+    pub use crate::checkpoint::changes::Changes;
+    pub use crate::checkpoint::deterministic::arguments_of_simulation;
+    pub use crate::checkpoint::given_files::{add_device_file, save_devices};
+    pub use crate::checkpoint::map_file::map_privately;
+    pub use crate::checkpoint::simulator::{COMPLETES_REQUESTS, completes_requests, option_word, shared_file};
+    pub use crate::memory::ram_blocks::RamBlock;
+    pub use crate::qemu::command::text;
+    pub use crate::qemu::command_line::{arguments_of_restore, records_inputs};
+    pub use crate::qemu::machine::Machine;
+    pub use crate::qemu::new_qemu::{NewQemu, Streams};
+    pub use crate::restore::demanded::{DemandedBlock, DemandedMemory, MissingMemory, SharedPages};
+    pub use crate::restore::images::copy_pages;
+    pub use crate::restore::served_disk::ServedDisk;
+    pub use crate::restore::{Fill, Progress, load_devices, pair};
+}

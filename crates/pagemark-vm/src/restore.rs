@@ -1,28 +1,39 @@
 //! Restores a virtual machine: starts a QEMU as the checkpointed one was started, fills its memory,
 //! and gives it the state of its devices.
 
+pub(crate) mod demanded;
+pub(crate) mod fork;
+pub(crate) mod fork_arguments;
+pub(crate) mod images;
+pub(crate) mod in_use;
+pub(crate) mod lazy;
+pub(crate) mod served_disk;
+mod states;
+
 use std::io::{self, Write};
 use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
-use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
-use std::process::{Child, ExitStatus};
 use std::time::{Duration, Instant};
 
+use nix::sys::signal::SigSet;
 use pagemark::repository::{Checkpoint, Manifest, SpaceKind, SpaceRecord, StateRecord, TargetKind};
-use pagemark::sys::pagemap::{Filter, PRESENT, Pagemap, SWAPPED};
-use pagemark::sys::proc::{self, maps};
+use pagemark::restore::Prepared;
 use pagemark::{AddressRangeExt, ByteCount, PageNumber, PageTree, RangeSet, Store};
+use pagemark_linux::pagemap::{Filter, PRESENT, Pagemap, SWAPPED};
+use pagemark_linux::proc;
 
-use crate::command_line::{arguments_of_restore, served_path};
-use crate::error::{Error, ErrorKind, Object, Result};
-use crate::images::{SavedDisk, WriteImage, copy_pages};
-use crate::lazy::{LazyBlock, LazyMemory};
-use crate::machine::{Machine, Startup, WITHOUT_LAZY};
-use crate::memory_map::MemoryMap;
-use crate::ram_blocks::RamBlock;
-use crate::started::{Started, Streams};
-use crate::target::{DEVICES, INPUTS, MEMORY_MAP, STARTUP};
+use crate::checkpoint::target::{DEVICES, INPUTS, MEMORY_MAP, STARTUP};
+use crate::error::{Error, ErrorKind, Object, Result, printable};
+use crate::memory::memory_map::MemoryMap;
+use crate::memory::ram_blocks::RamBlock;
+use crate::qemu::drive::DiskImage;
+use crate::qemu::machine::{Machine, Startup};
+use crate::restore::images::{SavedDisk, WriteImage, copy_pages};
+use crate::restore::in_use::{refuse_if_served, refuse_if_written};
+use crate::restore::lazy::LazyBlock;
+
+pub use states::{GatedMachine, LazyMachine, PreparedMachine, RunningMachine};
 
 /// How long QEMU may take to read the state of its devices.
 const LOAD_LIMIT: Duration = Duration::from_secs(60);
@@ -45,82 +56,12 @@ const LOAD_POLL: Duration = Duration::from_millis(1);
 pub struct Restore<'a> {
     manifest: &'a Manifest,
     store: &'a (dyn Store + Sync),
+    is_lazy: bool,
     is_detached: bool,
     is_paused: bool,
-}
-
-/// A virtual machine that was restored.
-#[derive(Debug)]
-pub struct RunningMachine {
-    child: Child,
-    machine: Machine,
-    version: String,
-    checkpoint_version: String,
-    disks: Vec<(String, PathBuf)>,
-}
-
-impl RunningMachine {
-    /// The process id of QEMU.
-    pub fn pid(&self) -> i32 {
-        self.machine.pid
-    }
-
-    /// The version of QEMU.
-    pub fn version(&self) -> &str {
-        &self.version
-    }
-
-    /// The version of the QEMU that ran when the checkpoint was taken. QEMU takes the state of
-    /// devices from another version as it does in a migration, by the type of the machine.
-    pub fn checkpoint_version(&self) -> &str {
-        &self.checkpoint_version
-    }
-
-    /// The disks of the machine by name, and the images that were written for them.
-    pub fn disks(&self) -> &[(String, PathBuf)] {
-        &self.disks
-    }
-
-    /// Waits until QEMU ends.
-    ///
-    /// # Errors
-    /// [`ErrorKind::System`]
-    pub fn wait(mut self) -> Result<ExitStatus> {
-        self.child.wait().map_err(Error::system("wait for QEMU"))
-    }
-}
-
-/// A virtual machine that was restored, and runs before all of its memory is there. Dropped before
-/// [`LazyMachine::complete`], or if this process dies, QEMU is killed.
-#[must_use = "QEMU is killed when this is dropped"]
-pub struct LazyMachine<'a> {
-    machine: RunningMachine,
-    memory: LazyMemory<'a>,
-}
-
-impl LazyMachine<'_> {
-    /// The machine. What it needs of its memory comes during [`LazyMachine::complete`].
-    pub fn machine(&self) -> &RunningMachine {
-        &self.machine
-    }
-
-    /// Delivers memory until all of it is there: pages that the machine waits for at once, the
-    /// others one after the other. Then QEMU needs nothing more. Calls `progress` with the pages
-    /// that were delivered since the last call, also from several threads at a time.
-    ///
-    /// # Errors
-    /// A page cannot be read; QEMU was killed. If QEMU has ended by itself, that is no error.
-    pub fn complete(self, progress: &(dyn Fn(u64) + Sync)) -> Result<RunningMachine> {
-        let LazyMachine { machine, memory } = self;
-        match memory.complete(progress) {
-            Err(error) if !error.is_gone() => {
-                // It was killed by the guard.
-                let _ = machine.wait();
-                Err(error)
-            }
-            _ => Ok(machine),
-        }
-    }
+    signal_mask: SigSet,
+    /// Where disks are put, by their names.
+    targets: Vec<(String, PathBuf)>,
 }
 
 impl<'a> Restore<'a> {
@@ -129,9 +70,23 @@ impl<'a> Restore<'a> {
         Restore::from_store(&checkpoint.manifest, checkpoint)
     }
 
-    /// As [`Restore::new`], of a checkpoint whose content is in any store.
+    /// Like [`Restore::new`], of a checkpoint whose content is in any store.
     pub fn from_store(manifest: &'a Manifest, store: &'a (dyn Store + Sync)) -> Restore<'a> {
-        Restore { manifest, store, is_detached: false, is_paused: false }
+        Restore {
+            manifest,
+            store,
+            is_lazy: false,
+            is_detached: false,
+            is_paused: false,
+            signal_mask: SigSet::empty(),
+            targets: Vec::new(),
+        }
+    }
+
+    /// Lets the machine continue before its memory is there. The images of its disks are there.
+    pub fn lazy(mut self, is_lazy: bool) -> Self {
+        self.is_lazy = is_lazy;
+        self
     }
 
     /// Gives QEMU a session of its own, and `/dev/null` as standard streams.
@@ -146,6 +101,37 @@ impl<'a> Restore<'a> {
         self
     }
 
+    /// Gives QEMU this mask of blocked signals [default: none is blocked].
+    pub fn signal_mask(mut self, signal_mask: SigSet) -> Self {
+        self.signal_mask = signal_mask;
+        self
+    }
+
+    /// Puts the disk with this name to `path`, in place of an image beside the old one: into a new
+    /// file, or onto a block device, which is overwritten. The user who ran QEMU must be able to
+    /// write there. What was on a block device of the host at the checkpoint needs this.
+    pub fn disk(mut self, name: impl Into<String>, path: impl Into<PathBuf>) -> Self {
+        self.targets.push((name.into(), path.into()));
+        self
+    }
+
+    /// Checks all that can be checked without touching anything.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Damaged`], [`ErrorKind::Disk`] and others.
+    pub fn prepare(self) -> Result<PreparedMachine<'a>> {
+        let mut startup = self.startup()?;
+        let process = self.manifest.program.as_ref().and_then(|program| program.process.as_ref());
+        startup.birth = process.and_then(|process| process.birth.clone());
+        let devices = self.devices()?;
+        self.ram_spaces()?;
+        let disks = self.disk_spaces(&startup)?;
+        disks.iter().try_for_each(|disk| self.image_writer(&startup, disk).check_place())?;
+        refuse_if_served(&startup, &startup.arguments)?;
+        refuse_if_written(&startup, &startup.arguments)?;
+        Ok(PreparedMachine { restore: self, startup, devices })
+    }
+
     /// Starts QEMU, fills its memory, and lets the machine continue if it ran at the checkpoint.
     /// Calls `progress` with the memory that was copied, and all of it.
     ///
@@ -153,88 +139,32 @@ impl<'a> Restore<'a> {
     /// [`ErrorKind::Start`], [`ErrorKind::Mismatch`], [`ErrorKind::Damaged`] and others. No QEMU is
     /// left then.
     pub fn start(self, progress: &mut dyn FnMut(ByteCount, ByteCount)) -> Result<RunningMachine> {
-        self.restore(Fill::Whole, progress).map(|(machine, _)| machine)
+        self.lazy(false).prepare()?.make(progress)?.run().map(|(machine, _)| machine)
     }
 
-    /// As [`Restore::start`], but lets the machine continue before its memory is there. The images
-    /// of its disks are there.
+    /// Like [`Restore::start`], but lets the machine continue before its memory is there.
     ///
     /// # Errors
-    /// As [`Restore::start`]; also [`ErrorKind::Process`] if QEMU may not have a userfaultfd, and
-    /// [`ErrorKind::Unsupported`] if the machine gives memory back to the host.
+    /// Those of [`Restore::start`]; also [`ErrorKind::Process`] if QEMU may not have a userfaultfd,
+    /// and [`ErrorKind::Unsupported`] if the machine gives memory back to the host.
     pub fn start_lazily(self, progress: &mut dyn FnMut(ByteCount, ByteCount)) -> Result<LazyMachine<'a>> {
-        let (machine, memory) = self.restore(Fill::Present, progress)?;
+        let (machine, memory) = self.lazy(true).prepare()?.make(progress)?.run()?;
         let memory = memory.ok_or_else(|| Error::damaged("no memory"))?;
         Ok(LazyMachine { machine, memory })
     }
 
-    fn restore(
-        self,
-        fill: Fill,
-        progress: &mut dyn FnMut(ByteCount, ByteCount),
-    ) -> Result<(RunningMachine, Option<LazyMemory<'a>>)> {
-        let startup = self.startup()?;
-        let devices = self.devices()?;
-        let spaces = self.ram_spaces()?;
-        let disks = self.disk_spaces(&startup)?;
-        refuse_if_served(&startup)?;
-        let all = spaces.iter().map(|(space, _)| space.pages).chain(disks.iter().map(|disk| disk.pages)).sum();
-        let mut progress = Progress { done: ByteCount::ZERO, all: ByteCount::of_pages(all), report: progress };
-        progress.add(0);
-        // Removed if the restore fails.
-        let mut images = Vec::new();
-        for disk in &disks {
-            images.push(self.image_writer(&startup, disk).write(&self.checkpoint_name())?);
-            progress.add(disk.pages);
-        }
-        let mut arguments = startup.arguments.clone();
-        for (disk, image) in disks.iter().zip(&images) {
-            image.replace_in(&mut arguments, disk.image)?;
-        }
-        let streams = if self.is_detached { Streams::Detached } else { Streams::OfCaller };
-        let mut started =
-            Started::start_as_owner(&startup, &arguments_of_restore(&arguments, startup.machine_type()), streams)?;
-        let mut machine = started.machine(&startup)?;
-        let version = machine.version()?;
-        machine.insert_media(&startup.media)?;
-        let pid = machine.pid;
-        let mappings = maps::read(pid).map_err(Error::system("read the mappings of QEMU"))?;
-        let blocks = machine.changed_blocks(&mappings)?.unwrap_or_default();
-        let pairs = pair(&spaces, &blocks)?;
-        let lazy = match fill {
-            Fill::Whole => None,
-            Fill::Present => {
-                machine.check_keeps_memory(WITHOUT_LAZY)?;
-                Some(LazyMemory::begin(pid, self.lazy_blocks(&pairs)?, self.store)?)
-            }
-        };
-        self.fill(pid, &pairs, fill, &mut progress)?;
-        let runs = startup.is_running && !self.is_paused;
-        let load = || {
-            load_devices(&mut machine, devices)?;
-            if runs { machine.resume() } else { Ok(()) }
-        };
-        match &lazy {
-            Some(memory) => memory.while_served(load)?,
-            None => load()?,
-        }
-        let disks = disks.iter().zip(images).map(|(disk, image)| (disk.image.label.clone(), image.keep()));
-        let (child, disks, checkpoint_version) = (started.into_child()?, disks.collect(), startup.version);
-        Ok((RunningMachine { child, machine, version, checkpoint_version, disks }, lazy))
-    }
-
     /// How QEMU was started.
-    pub(crate) fn startup(&self) -> Result<Startup> {
+    pub fn startup(&self) -> Result<Startup> {
         serde_json::from_slice(&self.state(STARTUP)?).map_err(Error::damaged)
     }
 
     /// The state of processors and devices.
-    pub(crate) fn devices(&self) -> Result<Vec<u8>> {
+    pub fn devices(&self) -> Result<Vec<u8>> {
         self.state(DEVICES)
     }
 
     /// The list of what came to the machine from outside since its start.
-    pub(crate) fn inputs(&self) -> Result<Vec<u8>> {
+    pub fn inputs(&self) -> Result<Vec<u8>> {
         match self.record(INPUTS) {
             Some(_) => self.state(INPUTS),
             None => Ok(Vec::new()),
@@ -242,7 +172,7 @@ impl<'a> Restore<'a> {
     }
 
     /// The length of that list.
-    pub(crate) fn inputs_length(&self) -> u64 {
+    pub fn inputs_length(&self) -> u64 {
         self.record(INPUTS).map_or(0, |record| record.content.bytes.get())
     }
 
@@ -262,6 +192,10 @@ impl<'a> Restore<'a> {
     /// `JOB@N`, for names of files.
     pub(crate) fn checkpoint_name(&self) -> String {
         format!("{}@{}", self.manifest.job, self.manifest.sequence)
+    }
+
+    pub(crate) fn mask(&self) -> SigSet {
+        self.signal_mask
     }
 
     pub(crate) fn store(&self) -> &'a (dyn Store + Sync) {
@@ -292,7 +226,8 @@ impl<'a> Restore<'a> {
         Ok(record.content.read_all(self.store)?)
     }
 
-    pub(crate) fn ram_spaces(&self) -> Result<Vec<(&'a SpaceRecord, ByteCount)>> {
+    /// The blocks of the machine's memory, with their lengths.
+    pub fn ram_spaces(&self) -> Result<Vec<(&'a SpaceRecord, ByteCount)>> {
         let spaces = self.manifest.spaces.iter().filter_map(|space| match space.kind {
             SpaceKind::RamBlock { bytes } => Some(Ok((space, bytes))),
             SpaceKind::Disk { .. } => None,
@@ -302,16 +237,32 @@ impl<'a> Restore<'a> {
     }
 
     /// The disks, each with its recorded image.
-    pub(crate) fn disk_spaces<'s>(&self, startup: &'s Startup) -> Result<Vec<SavedDisk<'s>>> {
+    pub fn disk_spaces<'s>(&self, startup: &'s Startup) -> Result<Vec<SavedDisk<'s>>> {
+        let target_of = |label: &str| {
+            let target = self.targets.iter().find(|(name, _)| name == label);
+            target.map(|(_, path)| std::path::absolute(path)).transpose().map_err(Error::system("find the directory"))
+        };
         let disks = self.manifest.spaces.iter().filter_map(|space| match space.kind {
             SpaceKind::Disk { bytes } => {
                 let image = startup.disks.iter().find(|image| image.label == space.label);
                 let image = image.ok_or_else(|| Error::damaged(format!("the disk {} has no image", space.label)));
-                Some(image.map(|image| SavedDisk { image, root: space.root, pages: space.pages, bytes }))
+                let saved = |image: &'s DiskImage| {
+                    let target = target_of(&image.label)?;
+                    Ok(SavedDisk { image, root: space.root, pages: space.pages, bytes, target })
+                };
+                Some(image.and_then(saved))
             }
             _ => None,
         });
-        disks.collect()
+        let disks = disks.collect::<Result<Vec<SavedDisk<'s>>>>()?;
+        match self.targets.iter().find(|(name, _)| disks.iter().all(|disk| disk.image.label != *name)) {
+            Some((name, _)) => {
+                let names: Vec<&str> = disks.iter().map(|disk| disk.image.label.as_str()).collect();
+                let reason = format!("is not part of the checkpoint, which has {}", printable(&names.join(", ")));
+                Err(Error::about(ErrorKind::Disk, Object::Disk(name.clone()), reason))
+            }
+            None => Ok(disks),
+        }
     }
 
     fn lazy_blocks(&self, pairs: &[(&SpaceRecord, &RamBlock)]) -> Result<Vec<LazyBlock>> {
@@ -322,7 +273,7 @@ impl<'a> Restore<'a> {
     }
 
     /// Copies the checkpoint's memory into QEMU, which has not run the machine yet.
-    pub(crate) fn fill(
+    pub fn fill(
         &self,
         pid: i32,
         pairs: &[(&SpaceRecord, &RamBlock)],
@@ -367,7 +318,7 @@ impl<'a> Restore<'a> {
 
 /// Which pages of the memory are filled before the machine continues.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Fill {
+pub enum Fill {
     /// All.
     Whole,
     /// Those that are there already, because QEMU has written to them.
@@ -375,7 +326,7 @@ pub(crate) enum Fill {
 }
 
 /// How much of the memory and the disks was copied.
-pub(crate) struct Progress<'a> {
+pub struct Progress<'a> {
     done: ByteCount,
     all: ByteCount,
     report: &'a mut dyn FnMut(ByteCount, ByteCount),
@@ -383,7 +334,7 @@ pub(crate) struct Progress<'a> {
 
 impl<'a> Progress<'a> {
     /// Progress that nobody is shown.
-    pub(crate) fn unseen(report: &'a mut dyn FnMut(ByteCount, ByteCount)) -> Progress<'a> {
+    pub fn unseen(report: &'a mut dyn FnMut(ByteCount, ByteCount)) -> Progress<'a> {
         Progress { done: ByteCount::ZERO, all: ByteCount::ZERO, report }
     }
 }
@@ -395,21 +346,8 @@ impl Progress<'_> {
     }
 }
 
-/// Refuses a restore beside the machine's original, whose monitor socket the new QEMU would
-/// replace.
-pub(crate) fn refuse_if_served(startup: &Startup) -> Result<()> {
-    for path in startup.arguments.iter().filter_map(|argument| served_path(argument)) {
-        let path = startup.directory.join(path);
-        if UnixStream::connect(&path).is_ok() {
-            let error = Error::about(ErrorKind::Start, Object::Monitor(path), "is in use by another process");
-            return Err(error.help("end the machine that runs first"));
-        }
-    }
-    Ok(())
-}
-
 /// Finds the block of each space.
-pub(crate) fn pair<'a>(
+pub fn pair<'a>(
     spaces: &[(&'a SpaceRecord, ByteCount)],
     blocks: &'a [RamBlock],
 ) -> Result<Vec<(&'a SpaceRecord, &'a RamBlock)>> {
@@ -433,10 +371,11 @@ pub(crate) fn pair<'a>(
 }
 
 /// Gives QEMU the state of its devices.
-pub(crate) fn load_devices(machine: &mut Machine, devices: Vec<u8>) -> Result<()> {
+pub fn load_devices(machine: &mut Machine, devices: Vec<u8>) -> Result<()> {
     let (read, mut write) = io::pipe().map_err(Error::system("make a pipe"))?;
     // Not waited for: QEMU may leave the end of the stream unread. Without a reader the writer fails.
-    std::thread::spawn(move || write.write_all(&devices));
+    let thread = std::thread::Builder::new().name("pagemark-devices".into());
+    thread.spawn(move || write.write_all(&devices)).map_err(Error::system("start a thread"))?;
     machine.begin_load(read.as_fd())?;
     drop(read);
     let deadline = Instant::now() + LOAD_LIMIT;

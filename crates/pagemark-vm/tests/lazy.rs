@@ -3,6 +3,7 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use pagemark::repository::{Checkpoint, Repository};
+use pagemark::restore::{Gated, Prepared, Running};
 use pagemark::store::Visit;
 use pagemark::track::Scope;
 use pagemark::{ContentId, Job, JobOptions, Kind, Mechanism, PAGE_SIZE, Store};
@@ -124,6 +125,27 @@ fn a_machine_whose_memory_does_not_come_is_killed() {
     });
     // It has seen no wrong page.
     paths.steps();
+}
+
+#[test]
+fn nothing_is_left_of_a_machine_that_was_made_and_may_not_run() {
+    if guest_program().is_none() {
+        skip!("no QEMU, or no compiler for its guest");
+    }
+    let paths = MachinePaths::default();
+    let (checkpoint, _) = checkpoint(&paths, &PLAIN);
+    for is_lazy in [false, true] {
+        let prepared = Restore::new(&checkpoint).lazy(is_lazy).detach(true).prepare().unwrap();
+        let gated = prepared.make(&mut |_, _| {}).unwrap();
+        let mut own = TestMonitor::connect(&paths.join("test.qmp"));
+        assert_eq!(own.run("query-status", json!({}))["running"], json!(false));
+        drop(gated);
+        assert!(std::os::unix::net::UnixStream::connect(paths.join("test.qmp")).is_err(), "{is_lazy}");
+    }
+    let prepared = Restore::new(&checkpoint).lazy(true).detach(true).prepare().unwrap();
+    let machine = prepared.make(&mut |_, _| {}).unwrap().open(&mut |_| {}).unwrap();
+    assert_eq!(machine.pids(), [machine.pid()]);
+    end(machine);
 }
 
 #[test]

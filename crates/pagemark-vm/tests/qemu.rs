@@ -419,25 +419,6 @@ fn a_machine_that_ends_is_gone() {
 }
 
 #[test]
-fn a_restore_beside_the_original_is_refused() {
-    if guest_program().is_none() {
-        skip!("no QEMU, or no compiler for its guest");
-    }
-    let paths = MachinePaths::default();
-    let _qemu = Qemu::start(&paths, &PLAIN);
-    let target = VmTarget::attach(&paths.monitor(), Mechanism::Full).unwrap();
-    let mut job = Job::new(target, repository(&paths), JobOptions::new("vm"));
-    let sequence = job.checkpoint().unwrap().sequence;
-    job.detach();
-    let repository = Repository::open(&paths.join("repository")).unwrap();
-    let checkpoint = repository.read("vm", sequence).unwrap();
-    let error = Restore::new(&checkpoint).detach(true).start(&mut |_, _| {}).unwrap_err();
-    assert_eq!(error.kind(), ErrorKind::Start);
-    assert!(error.to_string().contains("in use"), "{error}");
-    paths.wait_for_steps(1);
-}
-
-#[test]
 fn the_words_of_a_qemu_that_does_not_start_are_kept() {
     if guest_program().is_none() {
         skip!("no QEMU, or no compiler for its guest");

@@ -18,8 +18,9 @@
 //! [`Backend::sync`] of its directory has returned. Of the publications and removals in one
 //! directory, a crash undoes the last ones, in any number.
 //!
-//! **Leases**: one writer at a time has the writer's lease, and only it creates, publishes and
-//! removes objects. A reader has a lease on the object whose removal would hurt it. A lease ends
+//! **Leases**: a lease on a name ([`Backend::lease`]) is held by one holder alone or is shared.
+//! What each name protects, the repository decides; the backend knows no objects of these names. A
+//! reader has a lease on the object whose removal would hurt it. A lease ends
 //! when it is dropped, and when its process dies: the backend may need some time to notice that. A
 //! backend that cannot notice gives a lease a term and extends it while it is held; a holder that
 //! was suspended for longer has lost it, so that [`Lease::check`] fails. The repository calls it
@@ -95,19 +96,20 @@ pub trait Backend: Send + Sync {
     /// The storage failed. Nothing is known about what is durable then.
     fn sync(&self, directory: &str) -> Result<(), BackendError>;
 
-    /// Discards what dead writers left staged, in all directories. Only for the holder of the
-    /// writer's lease.
+    /// Discards what dead writers left staged, in all directories. Only while nobody else writes:
+    /// what living writers have staged is discarded as well.
     ///
     /// # Errors
     /// The storage failed.
     fn discard_staged(&self) -> Result<(), BackendError>;
 
-    /// Tries to take the writer's lease, without waiting. `owner` says who holds it, for those who
-    /// do not get it.
+    /// Tries to take the lease `name`, without waiting: alone, or shared with others who share it.
+    /// `owner` says who holds it, for those who do not get it. [`check_lease`] says which names are
+    /// valid.
     ///
     /// # Errors
     /// The storage failed. That another holds the lease is no error.
-    fn lease_writer(&self, owner: &str) -> Result<WriterLease, BackendError>;
+    fn lease(&self, name: &str, mode: LeaseMode, owner: &str) -> Result<Leased, BackendError>;
 
     /// Takes a reader's lease on an object, which any number of readers can have. Waits for a
     /// removal that is under way. None if the object does not exist.
@@ -197,16 +199,30 @@ pub trait Lease: Send + Sync {
     /// # Errors
     /// It was lost, or the storage failed so that this is unknown.
     fn check(&self) -> Result<(), BackendError>;
+
+    /// Shows those who wait for the lease that its holder goes on: [`Leased::Held::stamp`] changes.
+    fn show_progress(&self) {}
 }
 
-/// What [`Backend::lease_writer`] gives.
-pub enum WriterLease {
+/// Who else can have a lease at the same time.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum LeaseMode {
+    /// Other holders that share it.
+    Shared,
+    /// No other holder.
+    Alone,
+}
+
+/// What [`Backend::lease`] gives.
+pub enum Leased {
     /// The lease.
     Granted(Box<dyn Lease>),
-    /// Another writer holds it.
+    /// Another holds it.
     Held {
-        /// What that writer gave as `owner`; empty if that is unknown.
+        /// What the one who got it last gave as `owner`; empty if that is unknown.
         owner: String,
+        /// Another value after a holder has shown progress.
+        stamp: u128,
     },
 }
 
@@ -279,8 +295,8 @@ impl BackendError {
 const MAX_PART_BYTES: usize = 240;
 
 /// Checks that a name is valid: 1 to 240 bytes of UTF-8 in each part, none of them zero, no part
-/// `.` or `..`, none that ends in `.tmp`, and the first one not `lock`: those two are for the
-/// backend's own use.
+/// `.` or `..`, none that ends in `.tmp`, and the first one neither `lock` nor `locks`: those are
+/// for the backend's own use.
 ///
 /// # Errors
 /// The kind is `InvalidInput`.
@@ -292,9 +308,23 @@ pub fn check_name(name: &str) -> io::Result<()> {
             && !part.contains('\0')
             && !part.ends_with(".tmp")
     };
-    match name.split('/').next() != Some("lock") && name.split('/').all(is_valid) {
+    let is_own = matches!(name.split('/').next(), Some("lock" | "locks"));
+    match !is_own && name.split('/').all(is_valid) {
         true => Ok(()),
         false => Err(io::Error::new(io::ErrorKind::InvalidInput, "this is not a valid name of an object")),
+    }
+}
+
+/// Checks that a lease can have the name: 1 to 240 letters, digits, `.`, `_` and `-`, which does
+/// not begin with `.`.
+///
+/// # Errors
+/// The kind is `InvalidInput`.
+pub fn check_lease(name: &str) -> io::Result<()> {
+    let allowed = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
+    match (1..=MAX_PART_BYTES).contains(&name.len()) && !name.starts_with('.') && name.bytes().all(allowed) {
+        true => Ok(()),
+        false => Err(io::Error::new(io::ErrorKind::InvalidInput, "this is not a valid name of a lease")),
     }
 }
 

@@ -7,9 +7,9 @@ use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom};
 use std::os::unix::fs::FileExt;
 
+use pagemark_linux::sparse::{next_data, read_full};
 use serde::{Deserialize, Serialize};
 
-use crate::sys::sparse::{next_data, read_full};
 use crate::{
     Address, AddressRangeExt, ByteCount, ContentId, Error, ErrorKind, PAGE_SIZE, PageNumber, PageRange, PageRangeExt,
     PageTree, Range, Store,
@@ -110,7 +110,7 @@ impl Blob {
     /// Reads the content from any offset, with one page in memory.
     ///
     /// # Errors
-    /// As [`PageTree::load`].
+    /// Those of [`PageTree::load`].
     pub fn reader<'a>(&self, store: &'a dyn Store) -> Result<BlobReader<'a>, Error> {
         let tree = PageTree::load(self.root, store)?;
         let page = Box::new([0; PAGE_SIZE]);
@@ -148,7 +148,7 @@ impl Blob {
     /// are not read.
     ///
     /// # Errors
-    /// As [`PageTree::diff`].
+    /// Those of [`PageTree::diff`].
     pub fn diff(&self, other: &Blob, store: &dyn Store) -> Result<Vec<Range>, Error> {
         let end = |bytes: ByteCount| Address::MIN + bytes;
         let (shorter, longer) = (end(self.bytes.min(other.bytes)), end(self.bytes.max(other.bytes)));

@@ -6,18 +6,19 @@
 //! rest; copy-on-write keeps what is to be copied as it was in the freeze, and copies it when the
 //! target runs again.
 
-use std::collections::HashMap;
-use std::io;
+mod flight;
+mod rounds;
+
+use std::collections::{HashMap, VecDeque};
 use std::time::{Duration, Instant, SystemTime};
 
 use crate::repository::{FileRecord, SpaceRecord, StateRecord};
-use crate::sys::flight::FlightBuffer;
-use crate::sys::proc::system;
-use crate::target::{Captured, CapturedSpace, Frozen, KeptCounts, SpaceId, Target, TargetError, TargetMemory};
-use crate::{
-    AddressRangeExt, ByteCount, ContentId, Error, ErrorKind, PAGE_SIZE, PageNumber, PageRange, PageTree, Range,
-    RangeSet, Store, ranges,
-};
+use crate::store::ChangedPage;
+use crate::target::{Captured, CapturedSpace, Frozen, Keep, KeptCounts, SpaceId, Target, TargetError, TargetMemory};
+use crate::{ByteCount, ContentId, Error, PAGE_SIZE, PageNumber, PageRange, PageTree, Range, RangeSet, Store, ranges};
+
+use flight::Flight;
+use rounds::{Pauses, Trials, pays};
 
 /// How a checkpoint's memory is copied.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -35,39 +36,36 @@ pub enum Strategy {
     /// it has been copied: a write to it waits for that. Only for targets that can keep pages:
     /// [`Frozen::keep`].
     CopyOnWrite,
+    /// What of the other three freezes the target for the shortest time, decided in each freeze: a
+    /// target that can keep pages keeps them if copying them takes longer. Rounds come first,
+    /// except where the last ones left as much as that.
+    Auto,
+}
+
+impl Strategy {
+    const MAX_ROUNDS: u32 = 4;
+    const ENOUGH_PAGES: u64 = 1024;
+
+    /// The limits of [`Strategy::PreCopy`], if there are rounds.
+    pub(crate) fn round_limits(self) -> Option<(u32, u64)> {
+        match self {
+            Strategy::PreCopy { max_rounds, enough_pages } => Some((max_rounds, enough_pages)),
+            // The freeze decides about what two rounds leave.
+            Strategy::Auto => Some((2, Self::ENOUGH_PAGES)),
+            Strategy::StopAndCopy | Strategy::CopyOnWrite => None,
+        }
+    }
 }
 
 impl Default for Strategy {
     fn default() -> Self {
-        Strategy::PreCopy { max_rounds: 4, enough_pages: 1024 }
+        Strategy::PreCopy { max_rounds: Self::MAX_ROUNDS, enough_pages: Self::ENOUGH_PAGES }
     }
 }
 
-/// Copied pages are held in memory until the target resumes: up to a quarter of the memory that the
-/// machine has to spare, but at most this many bytes. A page that a later round copies again is
-/// then hashed, compressed and stored only once, and a round takes no longer than its copying. More
-/// than this gains little: the first checkpoint, which copies everything, stores each page anyway.
-const MAX_IN_FLIGHT_BYTES: usize = 512 << 20;
-/// The least limit that is chosen on a machine with little memory.
-const MIN_IN_FLIGHT_BYTES: usize = 32 << 20;
-/// Divisor of the available memory that gives the part for pages in flight.
-const IN_FLIGHT_SHARE: usize = 4;
-
-/// Bytes of one buffer for pages in flight.
-const BUFFER_BYTES: usize = 128 << 20;
-/// The most that a pre-copy round copies at once: what fits into one buffer.
-const PART: ByteCount = ByteCount::new(BUFFER_BYTES as u64);
-
-/// A round that finds at most this many pages is followed by a pause: copying them in the
-/// freeze takes less time than another round, which walks the page tables.
-const QUIET_PAGES: u64 = 64;
-
-/// Calls without a round in the first pause of a freeze; each further pause is twice as long.
-const FIRST_PAUSE: u32 = 3;
-
-/// Bytes of the first buffer that are kept from one checkpoint to the next; the rest is lent to the
-/// kernel.
-const KEPT_BYTES: usize = 2 << 20;
+/// The most that is copied at once while a target is being frozen. The target may be frozen at any
+/// moment, and then it waits for the copy.
+const PART_AHEAD: ByteCount = ByteCount::new(if cfg!(test) { 3 } else { 1024 } * PAGE_SIZE as u64);
 
 /// Keeps, from one checkpoint of a target to the next, the content of each page of its memory.
 ///
@@ -81,6 +79,21 @@ pub struct Checkpointer {
     /// The most bytes in flight while the target runs; None for a part of the available memory.
     /// See [`Checkpointer::limit_in_flight`].
     in_flight_bytes: Option<usize>,
+    /// Pages that the last capture found written.
+    last_dirty_pages: u64,
+    /// Whether a capture with [`Strategy::Auto`] begins with rounds.
+    trials: Trials,
+    /// Why the target cannot keep pages with [`Strategy::Auto`].
+    not_kept: Option<NotKept>,
+}
+
+/// Why a target cannot keep pages.
+enum NotKept {
+    /// No target of its kind can.
+    Never,
+    Failed(Error),
+    /// As before, and the error was taken.
+    Reported,
 }
 
 /// The known memory of one space.
@@ -106,37 +119,14 @@ impl Space {
     }
 }
 
-/// When a round is worth its cost while a target is being frozen.
-struct Pauses {
-    /// Calls that are still left out.
-    calls_left: u32,
-    /// Length of the next pause, calls.
-    next_calls: u32,
-}
-
-impl Pauses {
-    /// After a round that found this many pages.
-    fn after(found_pages: u64) -> Pauses {
-        let mut pauses = Pauses { calls_left: 0, next_calls: FIRST_PAUSE };
-        pauses.round_found(found_pages);
-        pauses
-    }
-
-    /// True if this call is left out.
-    fn leaves_out_call(&mut self) -> bool {
-        let is_pause = self.calls_left > 0;
-        self.calls_left = self.calls_left.saturating_sub(1);
-        is_pause
-    }
-
-    fn round_found(&mut self, found_pages: u64) {
-        if found_pages <= QUIET_PAGES {
-            self.calls_left = self.next_calls;
-            self.next_calls = self.next_calls.saturating_mul(2);
-        } else {
-            self.next_calls = FIRST_PAUSE;
-        }
-    }
+/// How far copying has come while a target is being frozen.
+struct Ahead {
+    /// When the next round is worth its cost.
+    pauses: Pauses,
+    /// What the last round has found and not copied yet, in parts.
+    parts: VecDeque<(SpaceId, RangeSet)>,
+    /// Number of rounds so far.
+    rounds: u32,
 }
 
 /// A target as it was at one instant. All content is in the store, but not yet committed.
@@ -181,9 +171,22 @@ impl Checkpointer {
 
     /// Limits the memory that copied pages take up until they are stored. Pages that are copied
     /// while the target is being frozen, or is frozen, are added to that, because nothing is stored
-    /// in that time. None: a quarter of the available memory, at least 32 and at most 512 MiB.
+    /// in that time. None: a quarter of the available memory, at least 4 MiB, and at most 2 GiB, or
+    /// 512 MiB in the first capture.
     pub fn limit_in_flight(&mut self, bytes: Option<usize>) {
         self.in_flight_bytes = bytes;
+    }
+
+    /// Why the target cannot keep pages, though the strategy [`Strategy::Auto`] had it try to. Each
+    /// reason is returned once.
+    pub fn take_not_kept(&mut self) -> Option<Error> {
+        match self.not_kept.replace(NotKept::Reported) {
+            Some(NotKept::Failed(error)) => Some(error),
+            other => {
+                self.not_kept = other;
+                None
+            }
+        }
     }
 
     /// Captures the target at one instant. Afterwards the target runs, and `store` holds everything
@@ -200,53 +203,45 @@ impl Checkpointer {
         store: &mut dyn Store,
         strategy: Strategy,
     ) -> Result<Capture, Error> {
-        self.flight.limit_bytes = self.in_flight_bytes.unwrap_or_else(|| {
-            let available_bytes = system::available_bytes().unwrap_or(0) as usize;
-            (available_bytes / IN_FLIGHT_SHARE).clamp(MIN_IN_FLIGHT_BYTES, MAX_IN_FLIGHT_BYTES)
-        });
+        let is_first = self.spaces.is_empty();
+        self.flight.limit_bytes = self.in_flight_bytes.unwrap_or_else(|| flight::default_limit(is_first));
         self.flight.peak_bytes = 0;
         target.precopy(store)?;
-        let mut rounds = 0;
-        let mut found_pages = 0;
-        if let Strategy::PreCopy { max_rounds, enough_pages } = strategy {
-            loop {
-                found_pages = self.precopy_round(target, store)?;
-                rounds += 1;
-                if found_pages <= enough_pages || rounds >= max_rounds {
-                    break;
-                }
-            }
+        let limits = strategy.round_limits().filter(|_| strategy != Strategy::Auto || self.trials.has_rounds());
+        let (rounds, found_pages) = limits.map_or(Ok((0, 0)), |limits| self.precopy(target, store, limits))?;
+        if strategy == Strategy::StopAndCopy {
+            self.flight.prepare(ByteCount::of_pages(self.last_dirty_pages).to_usize());
         }
-        self.flight.prepare();
-        let mut pauses = Pauses::after(found_pages);
-        let frozen = target.freeze(&mut |memory| {
-            // The target may be frozen at any moment now, so nothing is stored to make room.
-            let has_room = self.flight.total_bytes < self.flight.limit_bytes;
-            let copies_ahead = matches!(strategy, Strategy::PreCopy { .. });
-            if copies_ahead && has_room && !pauses.leaves_out_call() {
-                pauses.round_found(self.copy_dirty(memory)?);
-                rounds += 1;
-            }
-            Ok(())
+        let mut ahead = Ahead { pauses: Pauses::after(found_pages), parts: VecDeque::new(), rounds };
+        let frozen = target.freeze(&mut |memory| match limits {
+            Some(_) => self.copy_ahead(memory, &mut ahead),
+            None => Ok(()),
         });
+        let rounds = ahead.rounds;
         let mut frozen = frozen.map_err(TargetError::into_error)?;
         let memory_begin = Instant::now();
-        let frozen_pages = match strategy {
-            Strategy::CopyOnWrite => {
-                self.keep_dirty(&mut frozen)?;
-                0
+        for (id, part) in ahead.parts {
+            if let Some(space) = self.spaces.get_mut(&id) {
+                space.pending.extend(&part);
             }
-            _ => self.copy_dirty(&mut frozen).map_err(TargetError::into_error)?,
+        }
+        let keeps = strategy == Strategy::CopyOnWrite || strategy == Strategy::Auto && self.not_kept.is_none();
+        let frozen_pages = match keeps {
+            true => self.keep_dirty(&mut frozen, strategy)?,
+            false => self.copy_dirty(&mut frozen).map_err(TargetError::into_error)?,
         };
+        self.trials.captured(self.spaces.values().any(|space| !space.pending.is_empty()));
         let memory_downtime = memory_begin.elapsed();
         let mut captured = frozen.thaw().map_err(TargetError::into_error)?;
 
-        if strategy == Strategy::CopyOnWrite {
+        if keeps {
             self.copy_pending(store, &mut |space, ranges, buffer| captured.read_kept(space, ranges, buffer))?;
         }
         let kept = captured.kept_counts();
+        captured.release_kept();
         self.store_in_flight(store)?;
         let dirty_pages = self.spaces.values().map(|space| space.uncommitted.page_count()).sum();
+        self.last_dirty_pages = dirty_pages;
         let spaces = captured.spaces();
         let spaces =
             spaces.into_iter().map(|space| self.finish_space(space, &captured, store)).collect::<Result<_, _>>()?;
@@ -317,6 +312,35 @@ impl Checkpointer {
         Ok(())
     }
 
+    /// Copies in rounds while the target runs, at most as many as the first limit says, until one
+    /// finds no more pages than the second. Returns the number of rounds, and of the pages that the
+    /// last one found.
+    fn precopy<E: TargetError>(
+        &mut self,
+        memory: &mut dyn TargetMemory<Error = E>,
+        store: &mut dyn Store,
+        (max_rounds, enough_pages): (u32, u64),
+    ) -> Result<(u32, u64), Error> {
+        let (mut rounds, mut found_pages) = (0, 0);
+        loop {
+            let found_before = found_pages;
+            found_pages = self.precopy_round(memory, store)?;
+            rounds += 1;
+            let is_last = found_pages <= enough_pages || rounds >= max_rounds;
+            if is_last || rounds > 1 && !pays(found_before, found_pages) {
+                break;
+            }
+        }
+        // What the last round has found is likely written again until the freeze.
+        let found_bytes = ByteCount::of_pages(found_pages).to_usize();
+        if !self.flight.make_room(found_bytes) {
+            self.store_in_flight(store)?;
+        }
+        // A part of it is copied twice: ahead of the freeze, and in it.
+        self.flight.prepare(found_bytes + found_bytes / 2);
+        Ok((rounds, found_pages))
+    }
+
     /// Collects and copies while the target runs, and stores pages in flight where there is no room
     /// for more. Returns the number of pages found written.
     fn precopy_round<E: TargetError>(
@@ -337,8 +361,9 @@ impl Checkpointer {
             let Some(space) = self.spaces.get_mut(&id) else { continue };
             let pending = space.take_pending();
             copied_pages += pending.page_count();
-            for part in ranges::split(pending.iter(), PART.min(limit)).map(RangeSet::from_iter) {
-                if self.flight.total_bytes + part.total_bytes().to_usize() > self.flight.limit_bytes {
+            self.flight.supersede(id, &pending);
+            for part in ranges::split(pending.iter(), flight::PART.min(limit)).map(RangeSet::from_iter) {
+                if !self.flight.make_room(part.total_bytes().to_usize()) {
                     self.store_in_flight(store)?;
                 }
                 self.flight.copy(read, id, part).map_err(TargetError::into_error)?;
@@ -347,16 +372,66 @@ impl Checkpointer {
         Ok(copied_pages)
     }
 
-    /// Collects, and has the target keep what is to be copied.
-    fn keep_dirty<F: Frozen>(&mut self, frozen: &mut F) -> Result<(), Error> {
+    /// Collects, and has the target keep what is to be copied. Copies what it does not keep, and
+    /// returns the number of these pages.
+    fn keep_dirty<F: Frozen>(&mut self, frozen: &mut F, strategy: Strategy) -> Result<u64, Error> {
         self.collect(frozen).map_err(TargetError::into_error)?;
+        let mut copied_pages = 0;
+        let wanted = if strategy == Strategy::Auto { Keep::IfShorter } else { Keep::Always };
         for (&id, space) in &mut self.spaces {
-            let pages = space.pending.clone().into_whole_pages();
-            if !frozen.keep(id, &pages).map_err(TargetError::into_error)? {
-                return Err(Error::cannot_keep_pages());
+            if space.pending.is_empty() {
+                continue;
             }
+            let pages = space.pending.clone().into_whole_pages();
+            let to_copy = match frozen.keep(id, &pages, wanted) {
+                Ok(Some(to_copy)) => to_copy.into_whole_pages(),
+                Ok(None) if strategy == Strategy::Auto => {
+                    self.not_kept = Some(NotKept::Never);
+                    pages
+                }
+                Err(error) if strategy == Strategy::Auto => {
+                    if !error.is_gone() {
+                        self.not_kept = Some(NotKept::Failed(error.into_error()));
+                    }
+                    pages
+                }
+                Ok(None) => return Err(Error::cannot_keep_pages()),
+                Err(error) => return Err(error.into_error()),
+            };
+            space.pending.subtract(&to_copy);
+            space.uncommitted.extend(&to_copy);
+            copied_pages += to_copy.page_count();
+            let mut read = |space, ranges: &[Range], buffer: &mut [u8]| frozen.read(space, ranges, buffer);
+            self.flight.copy_in_freeze(&mut read, id, &to_copy).map_err(TargetError::into_error)?;
         }
-        Ok(())
+        Ok(copied_pages)
+    }
+
+    /// Copies a part of what was written while the target is being frozen. Nothing is stored to
+    /// make room, because the target may be frozen at any moment.
+    fn copy_ahead<E: TargetError>(
+        &mut self,
+        memory: &mut dyn TargetMemory<Error = E>,
+        ahead: &mut Ahead,
+    ) -> Result<(), E> {
+        if ahead.parts.is_empty() && self.flight.has_room(PAGE_SIZE) && !ahead.pauses.leaves_out_call() {
+            self.collect(memory)?;
+            let mut found_pages = 0;
+            for (&id, space) in &mut self.spaces {
+                let pending = space.take_pending();
+                found_pages += pending.page_count();
+                let parts = ranges::split(pending.iter(), PART_AHEAD);
+                ahead.parts.extend(parts.map(|part| (id, part.into_iter().collect())));
+            }
+            ahead.pauses.round_found(found_pages);
+            ahead.rounds += 1;
+        }
+        let next_bytes = ahead.parts.front().map_or(0, |(_, part)| part.total_bytes().to_usize());
+        if !self.flight.has_room(next_bytes) {
+            return Ok(());
+        }
+        let Some((id, part)) = ahead.parts.pop_front() else { return Ok(()) };
+        self.flight.copy(&mut |space, ranges, buffer| memory.read(space, ranges, buffer), id, part)
     }
 
     /// Collects and copies without storing anything, however much it is. Returns the number of
@@ -367,7 +442,8 @@ impl Checkpointer {
         for (&id, space) in &mut self.spaces {
             let pending = space.take_pending();
             copied_pages += pending.page_count();
-            self.flight.copy(&mut |space, ranges, buffer| memory.read(space, ranges, buffer), id, pending)?;
+            let mut read = |space, ranges: &[Range], buffer: &mut [u8]| memory.read(space, ranges, buffer);
+            self.flight.copy_in_freeze(&mut read, id, &pending)?;
         }
         Ok(copied_pages)
     }
@@ -375,33 +451,20 @@ impl Checkpointer {
     /// Puts the pages in flight into the store, and their ids into the page trees.
     fn store_in_flight(&mut self, store: &mut dyn Store) -> Result<(), Error> {
         self.flight.check()?;
-        let mut stored: HashMap<SpaceId, RangeSet> = HashMap::new();
-        // The last copy of a page counts.
-        for mut copied in std::mem::take(&mut self.flight.copied).into_iter().rev() {
-            let Some(space) = self.spaces.get_mut(&copied.space) else { continue };
-            let stored = stored.entry(copied.space).or_default();
-            let buffer = &mut self.flight.buffers[copied.buffer];
-            let mut offset = copied.offset;
-            for range in copied.ranges.iter() {
-                let content = buffer.slice(offset..offset + range.byte_count().to_usize());
-                offset += content.len();
-                let mut superseded = stored.within(range.clone()).peekable();
-                for (number, page) in range.pages().zip(content.as_chunks::<PAGE_SIZE>().0) {
-                    let address = number.address();
-                    while superseded.next_if(|later| later.end <= address).is_some() {}
-                    if superseded.peek().is_some_and(|later| later.start <= address) {
-                        continue;
-                    }
-                    let is_missing = !copied.missing.is_empty() && copied.missing.contains(address);
-                    let id = match is_missing {
-                        true => ContentId::ZERO,
-                        false => store.put_changed(space.tree.get(number), page)?,
-                    };
-                    space.tree.set(number, id);
-                }
+        let spaces = &mut self.spaces;
+        self.flight.visit(&mut |space, copies| {
+            let Some(space) = spaces.get_mut(&space) else { return Ok(()) };
+            let mut changed = Vec::with_capacity(copies.len());
+            for &(page, content) in copies {
+                changed.extend(content.map(|content| ChangedPage { last: space.tree.get(page), content }));
             }
-            stored.extend(&std::mem::take(&mut copied.ranges));
-        }
+            let mut ids = store.put_changed_pages(&changed)?.into_iter();
+            for &(page, content) in copies {
+                let id = content.and_then(|_| ids.next()).unwrap_or(ContentId::ZERO);
+                space.tree.set(page, id);
+            }
+            Ok(())
+        })?;
         self.flight.clear();
         Ok(())
     }
@@ -420,110 +483,6 @@ fn keep_pages(tree: &mut PageTree, kept: &[PageRange]) {
     tree.clear(end..PageNumber::MAX);
 }
 
-/// Pages that were copied from the target and are not yet in the store.
-#[derive(Default)]
-struct Flight {
-    buffers: Vec<FlightBuffer>,
-    /// The buffer that is being filled.
-    current: usize,
-    /// Bytes of the current buffer that are in use.
-    used_bytes: usize,
-    /// Bytes of all buffers that are in use.
-    total_bytes: usize,
-    /// The most bytes that were in use during this capture.
-    peak_bytes: usize,
-    /// Above this many bytes a pre-copy round stores what is in flight.
-    limit_bytes: usize,
-    /// In the order in which they were copied.
-    copied: Vec<Copied>,
-    /// The error number for which a copy was left out since the last check.
-    left_out: Option<i32>,
-}
-
-/// One copy: the content of the ranges lies one after the other in a buffer.
-struct Copied {
-    space: SpaceId,
-    ranges: RangeSet,
-    /// Pages that could not be read, because they were no longer mapped.
-    missing: RangeSet,
-    buffer: usize,
-    offset: usize,
-}
-
-impl Flight {
-    /// Makes sure that some pages can be copied without a page fault, if there is memory.
-    fn prepare(&mut self) {
-        let Ok(buffer) = self.room(KEPT_BYTES) else { return };
-        let used_bytes = self.used_bytes;
-        self.buffers[buffer].populate(used_bytes..used_bytes + KEPT_BYTES);
-    }
-
-    /// The buffer with room for that many bytes after its used part.
-    ///
-    /// # Errors
-    /// `ENOMEM`
-    fn room(&mut self, bytes: usize) -> io::Result<usize> {
-        while self.buffers.get(self.current).is_some_and(|buffer| buffer.length() - self.used_bytes < bytes) {
-            self.current += 1;
-            self.used_bytes = 0;
-        }
-        if self.current == self.buffers.len() {
-            // Where address space is scarce, no more than is needed.
-            let buffer = FlightBuffer::new(bytes.max(BUFFER_BYTES)).or_else(|_| FlightBuffer::new(bytes))?;
-            self.buffers.push(buffer);
-        }
-        Ok(self.current)
-    }
-
-    /// Fails if a copy was left out for want of memory.
-    fn check(&mut self) -> Result<(), Error> {
-        match self.left_out.take() {
-            Some(number) => {
-                let error = io::Error::from_raw_os_error(number);
-                Err(Error::because(ErrorKind::NoMemory, "no memory for the pages that are copied").caused_by(error))
-            }
-            None => Ok(()),
-        }
-    }
-
-    /// Copies pages. Without memory for them, [`Flight::check`] fails later: first, a frozen target
-    /// resumes.
-    fn copy<E>(&mut self, read: ReadPages<'_, E>, space: SpaceId, ranges: RangeSet) -> Result<(), E> {
-        let bytes = ranges.total_bytes().to_usize();
-        if bytes == 0 {
-            return Ok(());
-        }
-        let buffer = match self.room(bytes) {
-            Ok(buffer) => buffer,
-            Err(error) => {
-                self.left_out = Some(error.raw_os_error().unwrap_or(libc::ENOMEM));
-                return Ok(());
-            }
-        };
-        let offset = self.used_bytes;
-        let list: Vec<Range> = ranges.iter().collect();
-        let missing = read(space, &list, self.buffers[buffer].slice(offset..offset + bytes))?;
-        self.used_bytes += bytes;
-        self.total_bytes += bytes;
-        self.peak_bytes = self.peak_bytes.max(self.total_bytes);
-        self.copied.push(Copied { space, ranges, missing, buffer, offset });
-        Ok(())
-    }
-
-    fn clear(&mut self) {
-        self.copied.clear();
-        self.left_out = None;
-        // Buffers that this checkpoint did not need are likely not needed by the next one either.
-        self.buffers.truncate(self.current + 1);
-        self.current = 0;
-        self.used_bytes = 0;
-        self.total_bytes = 0;
-        for (number, buffer) in self.buffers.iter_mut().enumerate() {
-            buffer.lend_behind(if number == 0 { KEPT_BYTES } else { 0 });
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use std::cell::Cell;
@@ -532,6 +491,7 @@ mod tests {
     use proptest::prelude::{prop, prop_assert, prop_assert_eq, proptest};
 
     use super::*;
+    use crate::AddressRangeExt;
     use crate::address::offsets;
     use crate::repository::TargetKind;
     use crate::store::MemoryStore;
@@ -566,16 +526,19 @@ mod tests {
         #[test]
         fn a_capture_is_the_memory_at_the_freeze(
             script in prop::collection::vec(act(), 0..400),
-            strategy in 0..3,
+            strategy in 0..4,
             failures in prop::collection::vec((0u32..40, 0u32..120), 6),
+            limit_pages in prop::option::of(1..20usize),
         ) {
             let strategy = match strategy {
                 0 => Strategy::StopAndCopy,
                 1 => Strategy::PreCopy { max_rounds: 3, enough_pages: 2 },
+                2 => Strategy::Auto,
                 _ => Strategy::CopyOnWrite,
             };
             let mut target = Scripted::new(script);
             let mut checkpointer = Checkpointer::new();
+            checkpointer.limit_in_flight(limit_pages.map(|pages| pages * PAGE_SIZE));
             let mut store = MemoryStore::new();
             for (puts_left, calls_left) in failures {
                 (0..20).for_each(|_| target.run());
@@ -610,27 +573,6 @@ mod tests {
                 checkpointer.committed();
             }
         }
-    }
-
-    #[test]
-    fn rounds_go_on_only_while_they_find_pages() {
-        // The calls in which a round is done, where a round finds the pages of a script.
-        let rounds = |found_before: u64, found: &[u64], calls: u32| {
-            let mut found = found.iter().copied();
-            let mut pauses = Pauses::after(found_before);
-            let is_round = |_: &u32| {
-                let is_round = !pauses.leaves_out_call();
-                if is_round {
-                    pauses.round_found(found.next().unwrap_or(0));
-                }
-                is_round
-            };
-            (1..=calls).filter(is_round).collect::<Vec<_>>()
-        };
-        assert_eq!(rounds(1000, &[1000; 9], 5), [1, 2, 3, 4, 5]);
-        assert_eq!(rounds(2, &[2, 2, 2], 25), [4, 11, 24]);
-        // The target begins to write.
-        assert_eq!(rounds(2, &[1000, 1000, 2, 1000], 11), [4, 5, 6, 10, 11]);
     }
 
     /// A target with one space of four pages, whose tracker reports 16 bytes across the border of
@@ -753,8 +695,34 @@ mod tests {
         let error = checkpointer.capture(&mut target, &mut store, Strategy::CopyOnWrite).unwrap_err();
         assert_eq!(error.kind(), crate::ErrorKind::Unavailable);
         checkpointer.aborted(&mut target);
+        target.dirty.insert(offsets(0..bytes));
+        let mut auto = Checkpointer::new();
+        let capture = auto.capture(&mut target, &mut store, Strategy::Auto).unwrap();
+        assert_eq!((capture.dirty_pages, capture.rounds > 0), (4, true));
+        assert!(auto.take_not_kept().is_none(), "no target of this kind can");
+        auto.aborted(&mut target);
+        target.dirty.insert(offsets(0..bytes));
         let capture = checkpointer.capture(&mut target, &mut store, Strategy::default()).unwrap();
         assert_eq!(capture.dirty_pages, 4);
+    }
+
+    #[test]
+    fn pages_that_cannot_be_kept_are_copied_and_the_reason_is_returned_once() {
+        let mut target = Scripted::new(Vec::new());
+        let (mut checkpointer, mut store) = (Checkpointer::new(), MemoryStore::new());
+        target.refuses_to_keep = true;
+        for value in [11, 12] {
+            let page = PageNumber::new(1);
+            target.last_write = Some((0, page, value));
+            let capture = checkpointer.capture(&mut target, &mut store, Strategy::Auto).unwrap();
+            assert_eq!((capture.frozen_pages, capture.kept), (1, KeptCounts::default()));
+            let mut content = [0; PAGE_SIZE];
+            let tree = PageTree::load(capture.spaces[0].root, &store).unwrap();
+            store.get_page(tree.get(page), &mut content).unwrap();
+            assert_eq!(content, [value; PAGE_SIZE]);
+            checkpointer.committed();
+            assert_eq!(checkpointer.take_not_kept().is_some(), value == 11);
+        }
     }
 
     #[test]

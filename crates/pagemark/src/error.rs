@@ -147,8 +147,10 @@ pub enum ErrorKind {
     DamagedConfig,
     /// A commit record is damaged.
     DamagedRecord,
-    /// Another process writes to the repository.
+    /// Another process keeps others from writing to the repository.
     InUse,
+    /// The job belongs to another program, which runs.
+    JobInUse,
     /// The text cannot be the name of a job.
     InvalidName,
     /// There is no such checkpoint, or no longer.
@@ -313,7 +315,7 @@ impl Error {
 
     /// Copy-on-write of a target that cannot keep pages:
     /// [`Frozen::keep`](crate::target::Frozen::keep).
-    pub(crate) fn cannot_keep_pages() -> Error {
+    pub fn cannot_keep_pages() -> Error {
         let reason = "this target cannot keep the pages of a freeze until they are copied";
         Error::because(ErrorKind::Unavailable, reason).help("use the strategy pre-copy")
     }

@@ -1,5 +1,7 @@
 //! The name of stored content: a keyed hash of it.
 
+pub(crate) mod pages;
+
 use std::fmt;
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};

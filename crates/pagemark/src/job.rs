@@ -5,18 +5,23 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use crate::Error;
 use crate::checkpointer::{Capture, Checkpointer, Strategy};
 use crate::model::{AutoInterval, OverheadGoal};
-use crate::repository::{Cost, Manifest, PruneReport, Repository, Retention, Writer};
+use crate::repository::{CheckpointHold, Cost, Manifest, ProgramRecord, PruneReport, Repository, Retention, Writer};
 use crate::target::{Target, TargetDescription};
 
 mod schedule;
 
 pub use schedule::{End, JobEvent, Summary};
 
-/// How long to wait for another writer of the repository.
+/// How long to wait for a prune of the repository that shows no progress.
 const WRITER_WAIT: Duration = Duration::from_secs(30);
 
 /// The pause between two prunes is at least this many times as long as the last prune took.
 const PRUNE_PAUSE: u32 = 20;
+
+/// How long a prune waits for other writers, at first and at most. Each time that is in vain the
+/// next prune waits longer.
+const FIRST_PRUNE_BUDGET: Duration = Duration::from_millis(250);
+const MAX_PRUNE_BUDGET: Duration = Duration::from_secs(8);
 
 /// When and how the checkpoints of a job are taken, and which are kept.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -56,12 +61,14 @@ pub struct JobOptions {
     pub name: String,
     /// When and how they are taken.
     pub policy: Policy,
+    /// The program of the job, as its checkpoints record it.
+    pub program: Option<ProgramRecord>,
 }
 
 impl JobOptions {
     /// A job with the default policy.
     pub fn new(name: impl Into<String>) -> JobOptions {
-        JobOptions { name: name.into(), policy: Policy::default() }
+        JobOptions { name: name.into(), policy: Policy::default(), program: None }
     }
 }
 
@@ -75,6 +82,10 @@ pub struct Job<T: Target> {
     options: JobOptions,
     checkpointer: Checkpointer,
     last_prune: Option<Prune>,
+    /// How long the next prune waits for other writers.
+    prune_budget: Duration,
+    /// The last checkpoint, on whose content the next one builds: it is not pruned.
+    last: Option<CheckpointHold>,
     /// When the target was frozen for the last checkpoint, microseconds since 1970 UTC.
     last_taken_us: Option<u64>,
     auto: Option<AutoInterval>,
@@ -107,7 +118,17 @@ impl<T: Target> Job<T> {
     /// A job whose target was captured before: `checkpointer` knows what was saved. The first
     /// checkpoint saves what has been written since.
     pub fn resumed(target: T, repository: Repository, options: JobOptions, checkpointer: Checkpointer) -> Job<T> {
-        Job { target, repository, options, checkpointer, last_prune: None, last_taken_us: None, auto: None }
+        Job {
+            target,
+            repository,
+            options,
+            checkpointer,
+            last_prune: None,
+            prune_budget: FIRST_PRUNE_BUDGET,
+            last: None,
+            last_taken_us: None,
+            auto: None,
+        }
     }
 
     /// Lets go of the target, and returns what is known of its content.
@@ -145,10 +166,19 @@ impl<T: Target> Job<T> {
         let captured = self.checkpointer.capture(&mut self.target, &mut writer, policy.strategy);
         let taken = captured.and_then(|capture| self.commit(writer, capture, description));
         match &taken {
-            Ok(_) => self.checkpointer.committed(),
+            Ok(taken) => {
+                self.checkpointer.committed();
+                // It was pruned meanwhile only by who does not know that it is the job's last.
+                self.last = self.repository.hold(&self.options.name, taken.sequence).ok();
+            }
             Err(_) => self.checkpointer.aborted(&mut self.target),
         }
         taken
+    }
+
+    /// See [`Checkpointer::take_not_kept`].
+    pub fn take_not_kept(&mut self) -> Option<Error> {
+        self.checkpointer.take_not_kept()
     }
 
     /// Lets go of the target, which keeps running.
@@ -177,6 +207,7 @@ impl<T: Target> Job<T> {
             sequence: 0,
             taken_unix_us: unix_us(capture.taken_at),
             command: description.command,
+            program: self.options.program.clone(),
             mechanism: description.mechanism,
             kind: description.kind,
             spaces: capture.spaces,
@@ -192,8 +223,8 @@ impl<T: Target> Job<T> {
     }
 
     /// Removes the checkpoints that the policy does not keep. To give their space back takes
-    /// longer, so that is left out while the last time was a short while ago. None if the
-    /// policy keeps all.
+    /// longer, so that is left out while the last time was a short while ago, and where others
+    /// write all the time. None if the policy keeps all.
     fn prune(&mut self) -> Option<Result<PruneReport, Error>> {
         let retention = self.options.policy.retention.as_ref()?;
         let name = Some(self.options.name.as_str());
@@ -202,7 +233,12 @@ impl<T: Target> Job<T> {
             return Some(self.repository.expire(retention, name));
         }
         let begin = Instant::now();
-        let pruned = self.repository.prune(retention, name, &mut |_| {});
+        let pruned = self.repository.prune_within(self.prune_budget, retention, name).transpose();
+        self.prune_budget = match pruned {
+            Some(_) => FIRST_PRUNE_BUDGET,
+            None => (self.prune_budget * 2).min(MAX_PRUNE_BUDGET),
+        };
+        let pruned = pruned.unwrap_or_else(|| self.repository.expire(retention, name));
         self.last_prune = Some(Prune { end: Instant::now(), took: begin.elapsed() });
         Some(pruned)
     }

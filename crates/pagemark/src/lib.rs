@@ -9,6 +9,7 @@
 //! | [`pagemark-vm`](../pagemark_vm/index.html) | targets that are virtual machines of QEMU |
 //! | [`pagemark-kvm-log`](../pagemark_kvm_log/index.html) | KVM's log of such a machine, shared with QEMU |
 //! | [`pagemark-simulate`](../pagemark_simulate/index.html) | simulates the run of such a machine between two checkpoints |
+//! | [`pagemark-replay`](../pagemark_replay/index.html) | runs of such a machine again, from its checkpoints: for simulators, and for gdb |
 //! | [`pagemark-heap`](../pagemark_heap/index.html) | a heap that is tracked by parts of pages; a heap that survives its program |
 //! | [`pagemark-malloc`](../pagemark_malloc/index.html) | that heap as `malloc` of any program |
 //! | [`pagemark-kvm`](../pagemark_kvm/index.html) | a virtual machine for one unmodified program |
@@ -68,10 +69,8 @@
 //! all of them. The papers that the mechanisms come from are listed in `docs/references.md`, and
 //! cited by their short names (LDT, SPM, HAC, FPM, PML).
 
-pub mod address;
 pub mod error;
 pub mod id;
-pub mod ranges;
 pub mod target;
 pub mod track;
 
@@ -86,17 +85,22 @@ pub mod store;
 pub mod tree;
 
 pub mod repository;
+pub mod restore;
 
-pub mod sys;
+#[cfg(feature = "fuzzing")]
+#[doc(hidden)]
+pub mod fuzzing;
 
-pub use address::{Address, AddressRangeExt, ByteCount, PAGE_SIZE, PageNumber, PageRange, PageRangeExt, Range};
 pub use blob::Blob;
 pub use bytemuck::Pod;
 pub use error::{Error, ErrorKind};
 pub use id::ContentId;
 pub use job::{Job, JobOptions, Policy};
-pub use ranges::RangeSet;
+pub use pagemark_linux::{
+    Address, AddressRangeExt, ByteCount, PAGE_SIZE, PageNumber, PageRange, PageRangeExt, Range, RangeSet, address,
+    ranges,
+};
 pub use region::Region;
-pub use store::{Kind, MemoryStore, Store};
+pub use store::{ChangedPage, Kind, MemoryStore, Store};
 pub use track::{Mechanism, Tracker};
 pub use tree::PageTree;

@@ -129,7 +129,7 @@ impl CostModel {
         let found = curve.pages(interval);
         let hot = costs.hot_after.map_or(0.0, |intervals| curve.hot_pages(interval, intervals));
         let (mut written, mut frozen) = (found, found);
-        if let Strategy::PreCopy { max_rounds, enough_pages } = *strategy {
+        if let Some((max_rounds, enough_pages)) = strategy.round_limits() {
             // Each round copies what was written during the round before it.
             for round in 1..=max_rounds.max(1) {
                 let last = frozen;

@@ -24,15 +24,16 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::{fmt, io};
 
+use pagemark_linux::at_fork::{Locked, hold_off};
+use pagemark_linux::fork_mark::ForkMark;
+use pagemark_linux::own_mappings::{self, OwnMapping};
+use pagemark_linux::own_memory::{self, Mapping};
+use pagemark_linux::pagemap::Pagemap;
+use pagemark_linux::per_process::PerProcess;
+use pagemark_linux::shared_bytes::SharedBytes;
+
 use crate::address::offsets as addresses_of;
 use crate::snapshot::{Snapshot, SnapshotStore};
-use crate::sys::at_fork::{Locked, hold_off};
-use crate::sys::fork_mark::ForkMark;
-use crate::sys::own_mappings::{self, OwnMapping};
-use crate::sys::own_memory::{self, Mapping};
-use crate::sys::pagemap::Pagemap;
-use crate::sys::per_process::PerProcess;
-use crate::sys::shared_bytes::SharedBytes;
 use crate::track::{OwnMemory, Scope, own_pagemap};
 use crate::{Address, AddressRangeExt, ByteCount, Error, Mechanism, PAGE_SIZE, Range, RangeSet, Tracker};
 
@@ -53,7 +54,7 @@ pub use view::View;
 use base::Base;
 use claim::Claim;
 use saved::Saved;
-use target::Unsaved;
+use target::UnsavedOffsets;
 
 /// Options of a region.
 #[derive(Clone, Default, Debug)]
@@ -88,10 +89,10 @@ pub struct RegionOptions {
 /// Under `soft-dirty`, no thread may write during these calls, because the kernel cannot read and
 /// clear its marks in one step. `pagemap-scan` and `adaptive` report the writes of system calls
 /// (`read`, `recv`, …). Under `mprotect` and `emulate` such system calls fail with `EFAULT`, unless
-/// they are made by [`Region::read_from`] or while a [`Region::writable`] guard exists.
-/// Writes of debuggers and through `/proc/self/mem` fail under `emulate` and are not seen under
-/// `mprotect`, because the kernel ignores the protection of private memory for them; the other
-/// mechanisms report them.
+/// they are made by [`Region::read_from`] or while a [`Region::writable`] guard exists. Writes of
+/// debuggers and through `/proc/self/mem` fail under `emulate` and are not seen under `mprotect`,
+/// because the kernel ignores the protection of private memory for them; the other mechanisms
+/// report them.
 ///
 /// [`Region::discard`] frees memory; the program must not change the mapping in other ways. Pages
 /// that the program frees by `madvise` itself are reported in all cases by `compare` and `full`
@@ -156,7 +157,7 @@ struct State {
     last: Option<(Snapshot, RangeSet)>,
     /// Offsets that the next checkpoint has to save; None as long as the region belongs to no
     /// target.
-    unsaved: Option<Unsaved>,
+    unsaved: Option<UnsavedOffsets>,
 }
 
 /// A snapshot of a region. A clone is the same snapshot.
@@ -203,11 +204,11 @@ impl Region {
         Region::with_options(bytes, RegionOptions::default())
     }
 
-    /// As [`Region::new`], with options.
+    /// Like [`Region::new`], with options.
     ///
     /// # Errors
-    /// As [`Region::new`]. A mechanism of the options that does not work is an error; no other
-    /// mechanism replaces it.
+    /// Those of [`Region::new`]. A mechanism of the options that does not work is an error; no
+    /// other mechanism replaces it.
     pub fn with_options(bytes: usize, options: RegionOptions) -> Result<Region, Error> {
         let mapping = Mapping::new(bytes).map_err(Error::system(format!("mapping a region of {bytes} bytes")))?;
         let claim = Claim::new(mapping.range())?;
@@ -336,7 +337,7 @@ impl Region {
     /// written. Returns the restored offsets.
     ///
     /// # Errors
-    /// As [`Region::commit`], and `ErrorKind::NoRollback`.
+    /// Those of [`Region::commit`], and `ErrorKind::NoRollback`.
     pub fn rollback(&self) -> Result<RangeSet, Error> {
         self.check()?;
         let mut state = self.lock();
@@ -378,7 +379,7 @@ impl Region {
     /// Copies `from` into the region, without a system call.
     ///
     /// # Errors
-    /// As [`Region::read`].
+    /// Those of [`Region::read`].
     #[inline]
     pub fn write(&self, offset: usize, from: &[u8]) -> Result<(), Error> {
         self.check_within(offset..offset.saturating_add(from.len()))?;
@@ -405,7 +406,7 @@ impl Region {
     /// number of bytes that were read; 0 at the end of the file.
     ///
     /// # Errors
-    /// As [`Region::writable`], and `ErrorKind::System` if the system call fails.
+    /// Those of [`Region::writable`], and `ErrorKind::System` if the system call fails.
     pub fn read_from(&self, file: impl AsFd, offsets: Span<usize>) -> Result<usize, Error> {
         let _writable = self.writable(offsets.clone())?;
         // SAFETY: the range lies within the region, which is mapped; the kernel writes it like any
@@ -419,11 +420,12 @@ impl Region {
 
     /// Makes the whole pages within the offsets hold zeros, which counts as a write, and frees
     /// their memory. In a shared mapping of a file this makes a hole in the file. In a private
-    /// mapping of a file, and in parts of huge pages, zeros are written and nothing is freed.
+    /// mapping of a file, in parts of huge pages and in locked memory (`mlock`), zeros are written
+    /// and nothing is freed.
     ///
     /// # Errors
-    /// As [`Region::writable`], and `ErrorKind::System` for memory that cannot be freed: locked
-    /// memory, and files on file systems without holes.
+    /// Those of [`Region::writable`], and `ErrorKind::System` for memory that cannot be freed:
+    /// files on file systems without holes.
     pub fn discard(&self, offsets: Span<usize>) -> Result<(), Error> {
         self.check_within(offsets.clone())?;
         self.check()?;
@@ -459,7 +461,14 @@ impl Region {
             return Ok(());
         }
         // SAFETY: the range lies within the region, and the caller no longer needs its content.
-        unsafe { own_memory::free(&freed, mapping.is_shared) }
+        match unsafe { own_memory::free(&freed, mapping.is_shared) } {
+            // Locked memory (`mlock`), of which the kernel frees nothing.
+            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {
+                self.write_zeros(&freed);
+                Ok(())
+            }
+            freed => freed,
+        }
     }
 
     /// Writes zeros to addresses of the region.
@@ -480,11 +489,11 @@ impl Region {
         self.snapshot_without(&RangeSet::new())
     }
 
-    /// As [`Region::snapshot`], but the content at the offsets `forget` (free memory, unused stack)
-    /// is not saved: the snapshot holds zeros there.
+    /// Like [`Region::snapshot`], but the content at the offsets `forget` (free memory, unused
+    /// stack) is not saved: the snapshot holds zeros there.
     ///
     /// # Errors
-    /// As [`Region::snapshot`].
+    /// Those of [`Region::snapshot`].
     pub fn snapshot_without(&self, forget: &RangeSet) -> Result<RegionSnapshot, Error> {
         self.check()?;
         let mut state = self.lock();
@@ -602,7 +611,7 @@ impl State {
         result
     }
 
-    /// As [`State::collect`], before what was written is written again. Returns the offsets that
+    /// Like [`State::collect`], before what was written is written again. Returns the offsets that
     /// are open until the next collect.
     fn collect_open(&mut self) -> Result<RangeSet, Error> {
         let mut offsets = RangeSet::new();
@@ -642,7 +651,7 @@ impl State {
         Ok(holding)
     }
 
-    /// As [`State::holding`], of all offsets. Memory that was never written costs nothing.
+    /// Like [`State::holding`], of all offsets. Memory that was never written costs nothing.
     fn holding_all(&self) -> Result<RangeSet, Error> {
         let range = self.own.range();
         self.holding(&(Address::MIN..Address::MIN + range.byte_count()).into())

@@ -1,5 +1,5 @@
 //! Checkpoints: immutable packs of content and one small commit record each. See
-//! `docs/repository.md`.
+//! `docs/reference/repository.md`.
 //!
 //! ```
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -40,6 +40,7 @@ mod lock;
 pub mod manifest;
 mod options;
 mod pack;
+mod program;
 mod prune;
 mod record;
 mod table;
@@ -51,12 +52,14 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-pub use checkpoint::Checkpoint;
+pub use checkpoint::{Checkpoint, CheckpointHold};
+pub use lock::JobClaim;
 pub use manifest::{
     Cost, FileRecord, MANIFEST_VERSION, Manifest, MappingException, MappingRecord, SpaceKind, SpaceRecord, StateRecord,
     TargetKind,
 };
 pub use options::RepositoryOptions;
+pub use program::{ProcessRecord, ProgramRecord};
 pub use prune::{PruneReport, Retention};
 pub use record::CheckpointInfo;
 pub use verify::{Damage, Part, Touched, VerifyReport};
@@ -151,7 +154,7 @@ impl Repository {
         if !backend.list("")?.iter().all(|entry| is_own_name(&entry.name)) {
             return Err(not_empty(&path));
         }
-        let _lock = Lock::acquire(&*backend, "creates it", Duration::from_secs(10))?;
+        let _lock = Lock::alone(&*backend, "creates it", Duration::from_secs(10))?;
         if backend.bytes(CONFIG)?.is_some() || backend.bytes(CONFIG_COPY)?.is_some() {
             return Err(Error::about(ErrorKind::Exists, error::Object::Path(path), "is a repository already"));
         }
@@ -174,7 +177,7 @@ impl Repository {
     /// Opens the repository on a backend.
     ///
     /// # Errors
-    /// As [`Repository::open`].
+    /// Those of [`Repository::open`].
     ///
     /// ```
     /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -218,7 +221,7 @@ impl Repository {
     /// [`RepositoryOptions::open_or_create`] with the default options.
     ///
     /// # Errors
-    /// As [`Repository::open`] and [`Repository::create`].
+    /// Those of [`Repository::open`] and [`Repository::create`].
     pub fn open_or_create(path: &Path) -> Result<Repository, Error> {
         RepositoryOptions::default().open_or_create(path)
     }
@@ -440,7 +443,7 @@ impl Inner {
 /// True for the names in a repository's directory, which an interrupted creation may have left.
 fn is_own_name(name: &str) -> bool {
     let staged = name.strip_suffix(".tmp").filter(|name| [CONFIG, CONFIG_COPY].contains(name));
-    staged.is_some() || [CONFIG, CONFIG_COPY, PACKS, INDEXES, CHECKPOINTS, "lock"].contains(&name)
+    staged.is_some() || [CONFIG, CONFIG_COPY, PACKS, INDEXES, CHECKPOINTS, "lock", "locks"].contains(&name)
 }
 
 /// Checks that a job can have the name, which is part of file names.

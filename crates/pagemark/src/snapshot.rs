@@ -34,9 +34,10 @@ use std::hash::{BuildHasher, Hash, Hasher, RandomState};
 use std::ops::Deref;
 use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
+use pagemark_linux::at_fork::{Locked, hold_off};
+use pagemark_linux::own_memory::Mapping;
+
 use crate::address::offsets;
-use crate::sys::at_fork::{Locked, hold_off};
-use crate::sys::own_memory::Mapping;
 use crate::{Address, AddressRangeExt, ByteCount, Error, PAGE_SIZE, Range, RangeSet};
 
 mod chunks;
@@ -51,7 +52,7 @@ mod state;
 mod tests;
 mod tree;
 
-pub use crate::sys::shared_bytes::SharedBytes;
+pub use pagemark_linux::shared_bytes::SharedBytes;
 
 use chunks::MAX_CHUNK_BYTES;
 use state::State;

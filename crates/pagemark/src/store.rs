@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::hash::{BuildHasher, RandomState};
 use std::ops::{ControlFlow, Range};
 
+use crate::id::pages::is_zero_page;
 use crate::{ContentId, Error, ErrorKind, PAGE_SIZE};
 
 /// The kind of a piece of content. It is part of the stored record, not of the id.
@@ -35,10 +36,19 @@ pub trait Store {
     /// may hold only what changed in it. `last` need not be held any more.
     ///
     /// # Errors
-    /// As [`Store::put`].
+    /// Those of [`Store::put`].
     fn put_changed(&mut self, last: ContentId, page: &[u8; PAGE_SIZE]) -> Result<ContentId, Error> {
         let _ = last;
         self.put(Kind::Page, page)
+    }
+
+    /// Like [`Store::put_changed`] for many pages. Returns their ids in the same order. A store may
+    /// do more of the work at once.
+    ///
+    /// # Errors
+    /// Those of [`Store::put`]. Some of the pages may have been put before.
+    fn put_changed_pages(&mut self, pages: &[ChangedPage<'_>]) -> Result<Vec<ContentId>, Error> {
+        pages.iter().map(|page| self.put_changed(page.last, page.content)).collect()
     }
 
     /// The content of `id`, checked against the id.
@@ -52,7 +62,7 @@ pub trait Store {
     /// gives zeros.
     ///
     /// # Errors
-    /// As [`Store::get`].
+    /// Those of [`Store::get`].
     fn get_page(&self, id: ContentId, page: &mut [u8; PAGE_SIZE]) -> Result<(), Error>;
 
     /// Reads many pieces of one kind, and passes them to `visit` in the order that is fastest for
@@ -61,7 +71,7 @@ pub trait Store {
     /// read once. If `visit` breaks, the read ends early, without an error.
     ///
     /// # Errors
-    /// As [`Store::get`]. Pieces may have been visited before.
+    /// Those of [`Store::get`]. Pieces may have been visited before.
     ///
     /// ```
     /// use std::ops::ControlFlow;
@@ -91,6 +101,15 @@ pub trait Store {
     }
 }
 
+/// A page that [`Store::put_changed_pages`] holds.
+#[derive(Clone, Copy, Debug)]
+pub struct ChangedPage<'a> {
+    /// The content that it had in an earlier checkpoint.
+    pub last: ContentId,
+    /// Its content now.
+    pub content: &'a [u8; PAGE_SIZE],
+}
+
 /// A piece of content that [`Store::get_many`] has read.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Piece {
@@ -102,12 +121,6 @@ pub struct Piece {
 
 /// Takes pieces that [`Store::get_many`] has read, and their content.
 pub type Visit<'a> = &'a (dyn Fn(&[Piece], &[u8]) -> ControlFlow<()> + Sync);
-
-/// True for a page of zeros.
-pub(crate) fn is_zero_page(content: &[u8]) -> bool {
-    static ZEROS: [u8; PAGE_SIZE] = [0; PAGE_SIZE];
-    content == ZEROS
-}
 
 /// A store in memory.
 #[derive(Clone, Debug)]

@@ -130,19 +130,29 @@ pub trait Target: TargetMemory {
     fn capture_failed(&mut self);
 }
 
+/// When a target keeps pages: see [`Frozen::keep`].
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Keep {
+    /// Where it can.
+    Always,
+    /// Where the target is frozen for a shorter time by it than if the pages are copied.
+    IfShorter,
+}
+
 /// A target that is frozen, with its state saved. Dropped, the target resumes.
 pub trait Frozen: TargetMemory {
     /// What is known after the thaw.
     type Captured: Captured;
 
-    /// Keeps the content of pages beyond the thaw, until [`Captured::read_kept`] has read it or the
-    /// captured target is dropped: a write to such a page waits until its content was copied.
-    /// Called for each space after it was collected. False if this target cannot do that.
+    /// Keeps the content of pages beyond the thaw, until [`Captured::release_kept`] or until the
+    /// captured target is dropped: before a write to such a page its content is copied. Called for
+    /// each space after it was collected. Returns the pages among them that are not kept, and
+    /// have to be copied now. None if this target cannot keep pages.
     ///
     /// # Errors
-    /// The pages could not be protected.
-    fn keep(&mut self, _space: SpaceId, _pages: &RangeSet) -> Result<bool, Self::Error> {
-        Ok(false)
+    /// The pages could not be kept.
+    fn keep(&mut self, _space: SpaceId, _pages: &RangeSet, _: Keep) -> Result<Option<RangeSet>, Self::Error> {
+        Ok(None)
     }
 
     /// Lets the target resume, and begins the next interval: see
@@ -177,6 +187,9 @@ pub trait Captured {
     fn kept_counts(&self) -> KeptCounts {
         KeptCounts::default()
     }
+
+    /// Keeps pages no longer: all of them were read.
+    fn release_kept(&mut self) {}
 
     /// Visits the pages of a space whose content was saved with the state, in ascending order. That
     /// content counts, whatever was copied.

@@ -3,8 +3,9 @@
 
 use std::io;
 
+use pagemark_linux::room;
+
 use crate::error::{Error, ErrorKind, Object};
-use crate::sys::room;
 use crate::{ByteCount, Range, RangeSet};
 
 pub mod adaptive;
@@ -80,21 +81,21 @@ pub trait Tracker: Send {
     /// may have started for part of `ranges` only.
     fn collect(&mut self, ranges: &RangeSet, dirty: &mut RangeSet) -> Result<(), Error>;
 
-    /// As [`Tracker::collect`], for a caller that writes to what is reported. Returns true if that
-    /// stays open: the writes cost no faults, and the next collect reports all of it again. If
+    /// Like [`Tracker::collect`], for a caller that writes to what is reported. Returns true if
+    /// that stays open: the writes cost no faults, and the next collect reports all of it again. If
     /// false, a pin is what saves the faults.
     ///
     /// # Errors
-    /// As [`Tracker::collect`].
+    /// Those of [`Tracker::collect`].
     fn collect_open(&mut self, ranges: &RangeSet, dirty: &mut RangeSet) -> Result<bool, Error> {
         self.collect(ranges, dirty).map(|()| false)
     }
 
-    /// As [`Tracker::collect`], for memory that is collected again before it is described by
+    /// Like [`Tracker::collect`], for memory that is collected again before it is described by
     /// [`Tracker::populated`]: what has stopped holding data may be left to that collect.
     ///
     /// # Errors
-    /// As [`Tracker::collect`].
+    /// Those of [`Tracker::collect`].
     fn collect_ahead(&mut self, ranges: &RangeSet, dirty: &mut RangeSet) -> Result<(), Error> {
         self.collect(ranges, dirty)
     }
@@ -103,7 +104,7 @@ pub trait Tracker: Send {
     /// Until that has returned, no thread of the target runs.
     ///
     /// # Errors
-    /// As [`Tracker::collect`]; then the next one finds it out.
+    /// Those of [`Tracker::collect`]; then the next one finds it out.
     fn find_data_pages(&mut self, _ranges: &RangeSet) -> Result<(), Error> {
         Ok(())
     }
@@ -117,7 +118,7 @@ pub trait Tracker: Send {
     /// hides it in the page table; `None` if the page table shows it.
     ///
     /// # Errors
-    /// As [`Tracker::collect`].
+    /// Those of [`Tracker::collect`].
     fn data(&self, _ranges: &RangeSet) -> Result<Option<RangeSet>, Error> {
         Ok(None)
     }
@@ -128,7 +129,7 @@ pub trait Tracker: Send {
     /// same range may be pinned several times.
     ///
     /// # Errors
-    /// As [`Tracker::collect`]; then nothing is pinned.
+    /// Those of [`Tracker::collect`]; then nothing is pinned.
     fn pin(&mut self, _range: &Range) -> Result<(), Error> {
         Ok(())
     }
@@ -140,7 +141,7 @@ pub trait Tracker: Send {
     /// `adaptive` unprotects the pages here that will be written anyway; other trackers do nothing.
     ///
     /// # Errors
-    /// As [`Tracker::collect`].
+    /// Those of [`Tracker::collect`].
     fn begin_interval(&mut self) -> Result<(), Error> {
         Ok(())
     }

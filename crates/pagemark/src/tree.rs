@@ -305,7 +305,7 @@ impl PageTree {
     /// ascending and disjoint. Nodes that name other pages alone are not read.
     ///
     /// # Errors
-    /// As [`PageTree::load`].
+    /// Those of [`PageTree::load`].
     ///
     /// ```
     /// use pagemark::{ContentId, MemoryStore, PageNumber, PageTree};
@@ -364,7 +364,7 @@ impl PageTree {
     /// its content in `a` and in `b`. Shared subtrees are not read.
     ///
     /// # Errors
-    /// As [`PageTree::load`], and the errors of `visit`.
+    /// Those of [`PageTree::load`], and the errors of `visit`.
     pub fn diff(
         store: &dyn Store,
         a: ContentId,

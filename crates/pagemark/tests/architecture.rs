@@ -5,8 +5,13 @@
 //! names, and on nothing else, so that the dependencies have no cycle. Tests are exempt: code under
 //! `#[cfg(test)]`, and dev-dependencies.
 
+#[path = "architecture/imports.rs"]
+mod imports;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
+
+use imports::{Imports, exports};
 
 /// One dependency, and the file that has it.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -70,232 +75,6 @@ impl Diagram {
     }
 }
 
-/// A piece of Rust source that matters here.
-#[derive(Clone, Debug, PartialEq, Eq)]
-enum Token {
-    Word(String),
-    /// `::`
-    Separator,
-    Other(char),
-}
-
-/// Splits Rust source into tokens, without comments, literals and lifetimes.
-fn tokens(source: &str) -> Vec<Token> {
-    let chars: Vec<char> = source.chars().collect();
-    let at = |index: usize| chars.get(index).copied().unwrap_or('\0');
-    let is_word = |c: char| c.is_alphanumeric() || c == '_';
-    let mut found = Vec::new();
-    let mut index = 0;
-    while index < chars.len() {
-        match (at(index), at(index + 1)) {
-            ('/', '/') => index += chars[index..].iter().take_while(|&&c| c != '\n').count(),
-            ('/', '*') => {
-                let mut depth = 0;
-                loop {
-                    match (at(index), at(index + 1)) {
-                        ('/', '*') => (depth, index) = (depth + 1, index + 2),
-                        ('*', '/') => (depth, index) = (depth - 1, index + 2),
-                        _ => index += 1,
-                    }
-                    if depth == 0 || index >= chars.len() {
-                        break;
-                    }
-                }
-            }
-            ('"', _) => index = end_of_string(&chars, index),
-            ('\'', '\\') => {
-                index += 3;
-                while index < chars.len() && at(index) != '\'' {
-                    index += 1;
-                }
-                index += 1;
-            }
-            ('\'', _) if at(index + 2) == '\'' => index += 3,
-            // A lifetime: its name must not count as a word.
-            ('\'', _) => index += 1 + chars[index + 1..].iter().take_while(|&&c| is_word(c)).count(),
-            (':', ':') => {
-                found.push(Token::Separator);
-                index += 2;
-            }
-            (c, _) if is_word(c) => {
-                let word: String = chars[index..].iter().take_while(|&&c| is_word(c)).collect();
-                index += word.chars().count();
-                let hashes = chars[index.min(chars.len())..].iter().take_while(|&&c| c == '#').count();
-                match word.as_str() {
-                    "r" | "br" | "cr" if at(index + hashes) == '"' => {
-                        index += hashes + 1;
-                        while index < chars.len()
-                            && !(at(index) == '"' && (1..=hashes).all(|ahead| at(index + ahead) == '#'))
-                        {
-                            index += 1;
-                        }
-                        index += hashes + 1;
-                    }
-                    _ => found.push(Token::Word(word)),
-                }
-            }
-            (c, _) => {
-                if !c.is_whitespace() {
-                    found.push(Token::Other(c));
-                }
-                index += 1;
-            }
-        }
-    }
-    found
-}
-
-/// The index behind the string literal that begins at `start`.
-fn end_of_string(chars: &[char], start: usize) -> usize {
-    let mut index = start + 1;
-    while index < chars.len() && chars[index] != '"' {
-        index += if chars[index] == '\\' { 2 } else { 1 };
-    }
-    index + 1
-}
-
-/// What one file imports from its own crate.
-#[derive(Debug, Default)]
-struct Imports {
-    /// Absolute paths, without `crate`.
-    paths: BTreeSet<Vec<String>>,
-    /// Child modules in files of their own that exist for tests only.
-    test_modules: BTreeSet<String>,
-}
-
-/// Reads the imports of the module `path`.
-fn imports(source: &str, path: &[String]) -> Imports {
-    let tokens = tokens(source);
-    let word = |index: usize| match tokens.get(index) {
-        Some(Token::Word(word)) => word.as_str(),
-        _ => "",
-    };
-    let is = |index: usize, c: char| tokens.get(index) == Some(&Token::Other(c));
-    let mut found = Imports::default();
-    // The inline modules around a token, each with the depth of braces outside of it.
-    let mut inline: Vec<(String, usize)> = Vec::new();
-    let mut depth = 0;
-    let mut index = 0;
-    while index < tokens.len() {
-        let begins_path = index == 0 || tokens[index - 1] != Token::Separator;
-        if is(index, '#') && is(index + 1, '[') {
-            let end = behind_brackets(&tokens, index + 1);
-            let is_test = word(index + 2) == "cfg"
-                && (word(index + 4) == "test" || (word(index + 4), word(index + 6)) == ("all", "test"));
-            index = end;
-            if is_test {
-                while is(index, '#') {
-                    index = behind_brackets(&tokens, index + 1);
-                }
-                if let Some(at) = (index..index + 5).find(|&at| word(at) == "mod" && is(at + 2, ';')) {
-                    found.test_modules.insert(word(at + 1).to_owned());
-                }
-                index = behind_item(&tokens, index);
-            }
-            continue;
-        }
-        match &tokens[index] {
-            Token::Other('{') => depth += 1,
-            Token::Other('}') => {
-                depth -= 1;
-                if inline.last().is_some_and(|(_, outside)| *outside == depth) {
-                    inline.pop();
-                }
-            }
-            Token::Word(keyword) if keyword == "mod" && is(index + 2, '{') => {
-                inline.push((word(index + 1).to_owned(), depth));
-            }
-            Token::Word(keyword)
-                if begins_path
-                    && ["crate", "super"].contains(&keyword.as_str())
-                    && tokens.get(index + 1) == Some(&Token::Separator) =>
-            {
-                let mut base: Vec<String> = Vec::new();
-                if keyword == "super" {
-                    base = path.iter().cloned().chain(inline.iter().map(|(name, _)| name.clone())).collect();
-                    base.pop();
-                }
-                index = use_tree(&tokens, index + 2, base, &mut found.paths);
-                continue;
-            }
-            _ => {}
-        }
-        index += 1;
-    }
-    found
-}
-
-/// Reads a path, or a tree of paths as `use` has it, that begins at `index` below `base`. Returns
-/// the index behind it.
-fn use_tree(tokens: &[Token], mut index: usize, mut base: Vec<String>, paths: &mut BTreeSet<Vec<String>>) -> usize {
-    loop {
-        match tokens.get(index) {
-            Some(Token::Word(word)) => {
-                match word.as_str() {
-                    "super" => drop(base.pop()),
-                    "self" => {}
-                    _ => base.push(word.clone()),
-                }
-                index += 1;
-                if tokens.get(index) != Some(&Token::Separator) {
-                    break;
-                }
-                index += 1;
-            }
-            Some(Token::Other('{')) => {
-                let end = behind_brackets(tokens, index);
-                index += 1;
-                while index < end - 1 {
-                    index = use_tree(tokens, index, base.clone(), paths);
-                    // Whatever follows a path (`as name`) ends at the comma.
-                    while index < end - 1 && tokens[index] != Token::Other(',') {
-                        index += 1;
-                    }
-                    index += 1;
-                }
-                return end;
-            }
-            Some(Token::Other('*')) => {
-                base.push("*".to_owned());
-                index += 1;
-                break;
-            }
-            _ => break,
-        }
-    }
-    paths.insert(base);
-    index
-}
-
-/// The index behind the bracket of any kind that is open at `index`.
-fn behind_brackets(tokens: &[Token], index: usize) -> usize {
-    let mut depth = 0;
-    for (at, token) in tokens.iter().enumerate().skip(index) {
-        match token {
-            Token::Other('(' | '[' | '{') => depth += 1,
-            Token::Other(')' | ']' | '}') => depth -= 1,
-            _ => {}
-        }
-        if depth == 0 {
-            return at + 1;
-        }
-    }
-    tokens.len()
-}
-
-/// The index behind the item that begins at `index`: it ends with a semicolon or with its braces.
-fn behind_item(tokens: &[Token], mut index: usize) -> usize {
-    while index < tokens.len() {
-        match tokens[index] {
-            Token::Other(';') => return index + 1,
-            Token::Other('{') => return behind_brackets(tokens, index),
-            Token::Other('(' | '[') => index = behind_brackets(tokens, index),
-            _ => index += 1,
-        }
-    }
-    index
-}
-
 /// The top-level modules of a crate and the imports between them. `files` has each source by its
 /// path below `src`.
 fn modules(files: &BTreeMap<String, String>) -> Result<(BTreeSet<String>, BTreeSet<Edge>), String> {
@@ -308,10 +87,13 @@ fn modules(files: &BTreeMap<String, String>) -> Result<(BTreeSet<String>, BTreeS
         .ok_or("there is neither lib.rs nor main.rs")?;
     let existing: BTreeSet<String> =
         files.keys().filter(|file| *file != root).map(|file| module_path(file)[0].clone()).collect();
-    let exports = exports(text);
+    let exports = exports(text)?;
 
-    let parsed: BTreeMap<&String, Imports> =
-        files.iter().map(|(file, source)| (file, imports(source, &module_path(file)))).collect();
+    let mut parsed: BTreeMap<&String, Imports> = BTreeMap::new();
+    for (file, source) in files {
+        let imports = Imports::read(source, &module_path(file)).map_err(|error| format!("{file}: {error}"))?;
+        parsed.insert(file, imports);
+    }
     let mut test_files: BTreeSet<String> = BTreeSet::new();
     for (file, imports) in &parsed {
         let directory = if *file == root { String::new() } else { format!("{}/", file.trim_end_matches(".rs")) };
@@ -345,24 +127,6 @@ fn modules(files: &BTreeMap<String, String>) -> Result<(BTreeSet<String>, BTreeS
         }
     }
     Ok((existing, edges))
-}
-
-/// Names that the root exports from modules: each with the module.
-fn exports(root: &str) -> BTreeMap<String, String> {
-    let tokens = tokens(root);
-    let mut exports = BTreeMap::new();
-    for index in 0..tokens.len() {
-        if tokens[index] == Token::Word("use".to_owned()) {
-            let mut paths = BTreeSet::new();
-            use_tree(&tokens, index + 1, Vec::new(), &mut paths);
-            for path in paths {
-                if let [module, .., name] = path.as_slice() {
-                    exports.insert(name.clone(), module.clone());
-                }
-            }
-        }
-    }
-    exports
 }
 
 /// The names of a workspace's packages and the dependencies between them. `manifests` has the text
@@ -460,11 +224,13 @@ fn assert_none(problems: &[String]) {
 fn modules_are_as_the_diagrams_show() {
     let sources_of = [
         "pagemark",
+        "pagemark-trace",
         "pagemark-process",
         "pagemark-vm",
         "pagemark-kvm",
         "pagemark-heap",
         "pagemark-simulate",
+        "pagemark-replay",
         "pagemark-python",
         "pagemark-cli",
     ];
@@ -483,6 +249,38 @@ fn crates_are_as_the_diagram_shows() {
     let (existing, edges) = packages(&manifests());
     assert!(edges.len() > 5, "too few dependencies were found: {edges:?}");
     assert_none(&diagram.check(&existing, &edges));
+}
+
+/// jemalloc starts in each program that a library with it is loaded into, and needs more static
+/// thread-local storage than a program that runs already has left. Cargo gives a crate of a
+/// workspace all features that any other asks for, so features do not keep it out.
+#[test]
+fn libraries_that_programs_load_do_not_depend_on_jemalloc() {
+    let manifests = manifests();
+    let (_, edges) = packages(&manifests);
+    let has_jemalloc = |name: &str| {
+        let mut section = "";
+        manifests[name].lines().any(|line| {
+            section = line.strip_prefix('[').and_then(|line| line.strip_suffix(']')).unwrap_or(section);
+            is_normal(section) && line.starts_with("tikv-jemalloc-sys")
+        })
+    };
+    let reached = |from: &str| {
+        let (mut found, mut left) = (BTreeSet::new(), vec![from.to_owned()]);
+        while let Some(name) = left.pop() {
+            left.extend(edges.iter().filter(|edge| edge.from == name).map(|edge| edge.to.clone()));
+            found.insert(name);
+            left.retain(|name| !found.contains(name));
+        }
+        found
+    };
+    assert!(reached("pagemark-malloc").iter().any(|name| has_jemalloc(name)), "none was found where there is one");
+    for library in ["pagemark-c", "pagemark-python"] {
+        let reached = reached(library);
+        assert!(reached.contains("pagemark-saved-heap"), "{reached:?}");
+        let found: Vec<&String> = reached.iter().filter(|name| has_jemalloc(name)).collect();
+        assert!(found.is_empty(), "{library} depends on jemalloc by {found:?}");
+    }
 }
 
 const EXAMPLE: &str = "\
@@ -524,7 +322,7 @@ fn example(store: &str) -> Vec<String> {
 #[test]
 fn correct_modules_have_no_problems() {
     let harmless = r####"
-        //! Links such as [`crate::checkpointer`] are not imports.
+        /// Links such as [`crate::checkpointer`] are not imports.
         /* use crate::checkpointer; /* nested */ use crate::region; */
         const TEXT: &str = "use crate::checkpointer::X; \" crate::region";
         const RAW: &str = r#"crate::region " "#;

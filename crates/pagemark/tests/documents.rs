@@ -6,6 +6,9 @@ use std::path::{Path, PathBuf};
 /// Longest line of a document or of documentation, in characters.
 const COLUMNS: usize = 100;
 
+/// Most words of a document, code and tables included: about ten minutes' reading.
+const WORDS: usize = 2300;
+
 /// Lines of a document that are text: with their numbers, from 1, and without code blocks.
 fn text_lines(document: &str) -> impl Iterator<Item = (usize, &str)> {
     let mut in_code = false;
@@ -40,10 +43,10 @@ fn targets(line: &str) -> impl Iterator<Item = &str> {
 /// The files that the code spans of a line name: paths from the root of the repository, without the
 /// placeholders of examples. `docs/references.md` abbreviates some directories.
 fn paths(line: &str) -> impl Iterator<Item = String> {
-    const ROOTS: [&str; 7] = ["crates", "docs", "examples", "fuzz", "kernel", "lab", "scripts"];
+    const ROOTS: [&str; 8] = ["crates", "docs", "examples", "fuzz", "kernel", "lab", "papers", "scripts"];
     const SHORT: [(&str, &str); 4] = [
+        ("linux/", "crates/pagemark-linux/src/"),
         ("core/", "crates/pagemark/src/"),
-        ("bench/", "crates/pagemark-bench/src/"),
         ("explore/", "crates/pagemark-explore/src/"),
         ("heap/", "crates/pagemark-heap/src/"),
     ];
@@ -123,22 +126,115 @@ fn lines_of_documentation_fit() {
     check_lines(code, |code| doc_lines(code).collect());
 }
 
+/// How many words a document has.
+fn words(document: &str) -> usize {
+    document.split_whitespace().count()
+}
+
 #[test]
-fn links_lead_to_files() {
+fn documents_are_read_in_ten_minutes() {
+    let mut problems = Vec::new();
+    // The changelog is looked up, not read.
+    for path in documents().iter().filter(|path| !path.ends_with("CHANGELOG.md")) {
+        let words = words(&std::fs::read_to_string(path).expect("a document"));
+        if words > WORDS {
+            problems.push(format!("{}: {words}", path.display()));
+        }
+    }
+    assert!(problems.is_empty(), "these documents have more than {WORDS} words:\n{}", problems.join("\n"));
+}
+
+/// The documents of the book that its contents do not list.
+fn unlisted(contents: &str, pages: &[String]) -> Vec<String> {
+    let listed: Vec<&str> = contents.lines().flat_map(targets).collect();
+    pages.iter().filter(|page| !listed.contains(&page.as_str())).cloned().collect()
+}
+
+#[test]
+fn the_book_lists_every_document_once() {
+    let book = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs");
+    let contents = std::fs::read_to_string(book.join("SUMMARY.md")).expect("the contents");
+    let in_book = |path: &PathBuf| path.strip_prefix(&book).ok().and_then(Path::to_str).map(str::to_owned);
+    let pages: Vec<String> = documents().iter().filter_map(in_book).filter(|page| page != "SUMMARY.md").collect();
+    assert!(pages.len() > 50, "too few pages were found: {pages:?}");
+    assert_eq!(unlisted(&contents, &pages), [""; 0], "these pages are not in the book");
+    let mut listed: Vec<&str> = contents.lines().flat_map(targets).collect();
+    listed.sort_unstable();
+    let twice: Vec<_> = listed.windows(2).filter(|pair| pair[0] == pair[1]).collect();
+    assert!(twice.is_empty(), "listed twice: {twice:?}");
+}
+
+#[test]
+fn a_page_that_is_not_listed_is_found() {
+    let pages = ["a.md".to_owned(), "b/c.md".to_owned()];
+    assert_eq!(unlisted("# X\n- [A](a.md)\n", &pages), ["b/c.md"]);
+    assert_eq!(words("a b\n\n| c |\n"), 5);
+}
+
+/// The anchors of a document: what a link to each of its headings ends with, as GitHub and mdBook
+/// make it.
+fn anchors(document: &str) -> Vec<String> {
+    let headings = text_lines(document).filter_map(|(_, line)| {
+        let title = line.trim_start_matches('#');
+        (title.len() < line.len()).then(|| title.strip_prefix(' ')).flatten()
+    });
+    headings
+        .map(|title| {
+            let kept = title.trim().chars().filter(|c| c.is_alphanumeric() || " -_".contains(*c));
+            kept.flat_map(char::to_lowercase).map(|c| if c == ' ' { '-' } else { c }).collect()
+        })
+        .collect()
+}
+
+#[test]
+fn links_lead_to_files_and_headings() {
     let mut problems = Vec::new();
     for path in documents() {
         let document = std::fs::read_to_string(&path).expect("a document");
         let directory = path.parent().expect("the document's directory");
         for (number, line) in text_lines(&document) {
-            for target in targets(line).filter(|target| !target.contains("://") && !target.starts_with('#')) {
-                let file = target.split('#').next().unwrap_or_default();
-                if !directory.join(file).exists() {
+            for target in targets(line).filter(|target| !target.contains("://")) {
+                let (file, anchor) = target.split_once('#').unwrap_or((target, ""));
+                let linked = if file.is_empty() { path.clone() } else { directory.join(file) };
+                let is_heading = || {
+                    let linked = std::fs::read_to_string(&linked).expect("a document");
+                    anchors(&linked).iter().any(|found| found == anchor)
+                };
+                if !linked.exists() || !anchor.is_empty() && !is_heading() {
                     problems.push(format!("{}:{number}: {target}", path.display()));
                 }
             }
         }
     }
     assert!(problems.is_empty(), "these links lead nowhere:\n{}", problems.join("\n"));
+}
+
+#[test]
+fn anchors_are_found() {
+    let document = "# A program's own memory\n\n```\n# no\n```\n### `x` and _y_, z-1\n#tag\n";
+    assert_eq!(anchors(document), ["a-programs-own-memory", "x-and-_y_-z-1"]);
+}
+
+/// The numbers of the patches of `kernel/ldt` that a line names.
+fn patches(line: &str) -> impl Iterator<Item = &str> {
+    let named = line.split_once("`kernel/ldt` ").map_or("", |(_, rest)| rest);
+    named
+        .split(|c: char| !c.is_ascii_digit())
+        .take_while(|number| number.is_empty() || number.len() == 4)
+        .filter(|number| !number.is_empty())
+}
+
+#[test]
+fn named_patches_exist() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let series = std::fs::read_dir(root.join("kernel/ldt")).expect("the patches");
+    let series: Vec<_> = series.map(|entry| entry.expect("a patch").file_name().into_string().unwrap()).collect();
+    let references = std::fs::read_to_string(root.join("docs/references.md")).expect("the references");
+    let named: Vec<&str> = text_lines(&references).flat_map(|(_, line)| patches(line)).collect();
+    assert!(named.len() > 5, "too few patches were found: {named:?}");
+    for number in named {
+        assert!(series.iter().any(|patch| patch.starts_with(number)), "there is no patch {number}");
+    }
 }
 
 #[test]
@@ -164,9 +260,67 @@ fn paths_lead_to_files() {
 
 #[test]
 fn paths_are_found() {
-    let line = "`core/tree.rs`, `lab/lab build ldt`, `crates/x/NAME.rs`, `src/a.rs`, `fuzz/`, docs/x, `core/sys`, `pagemark-c/src`, `pagemark-c`";
-    let expected = ["crates/pagemark/src/tree.rs", "fuzz/", "crates/pagemark/src/sys", "crates/pagemark-c/src"];
+    let line = "`core/tree.rs`, `lab/lab build ldt`, `crates/x/NAME.rs`, `src/a.rs`, `fuzz/`, docs/x, `core/tree`, `pagemark-c/src`, `pagemark-c`";
+    let expected = ["crates/pagemark/src/tree.rs", "fuzz/", "crates/pagemark/src/tree", "crates/pagemark-c/src"];
     assert_eq!(paths(line).collect::<Vec<_>>(), expected);
+}
+
+/// What a browser would show otherwise than the terminal did, in a picture that
+/// `scripts/picture.py` makes. Each element is a line.
+fn faults_of_picture(svg: &str) -> Vec<String> {
+    let (mut faults, mut ends) = (Vec::new(), Vec::new());
+    for line in svg.lines() {
+        let mut fault = |what: &str| faults.push(format!("{what}: {line}"));
+        let Some((tag, rest)) = line.strip_prefix('<').and_then(|line| line.split_once('>')) else {
+            fault("no element");
+            continue;
+        };
+        let name = tag.split([' ', '/']).next().unwrap_or_default();
+        match (tag.starts_with('/'), tag.ends_with('/'), rest.is_empty()) {
+            (true, ..) if ends.pop() != tag.strip_prefix('/') => fault("an end without a beginning"),
+            (false, false, true) => ends.push(name),
+            (true, ..) | (false, true, true) | (false, false, false) => {}
+            (false, true, false) => fault("text outside of an element"),
+        }
+        let Some(text) = rest.strip_suffix("</text>") else {
+            if !rest.is_empty() {
+                fault("another element with text");
+            }
+            continue;
+        };
+        let entities = ["&amp;", "&lt;", "&gt;", "&quot;", "&#x27;"];
+        let plain = entities.iter().fold(text.to_owned(), |text, entity| text.replace(entity, "x"));
+        if plain.contains(['<', '>', '&']) {
+            fault("a character that is not escaped");
+        }
+        // Browsers show several spaces as one, and stretch what is left to the given length.
+        if plain.contains("  ") || plain.trim() != plain {
+            fault("spaces that are not shown");
+        }
+        let length = tag.split_once("textLength=\"").and_then(|(_, rest)| rest.split_once('"')?.0.parse::<f64>().ok());
+        if length.is_some_and(|length| (length - plain.chars().count() as f64 * 8.4).abs() > 0.1) {
+            fault("another length");
+        }
+    }
+    faults.extend(ends.into_iter().map(|name| format!("no end of {name}")));
+    faults
+}
+
+#[test]
+fn browsers_show_the_picture_as_the_terminal_was() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let picture = std::fs::read_to_string(root.join("docs/terminal.svg")).unwrap();
+    assert!(picture.matches("textLength").count() > 50, "the picture has no text");
+    assert!(picture.contains("monospace"), "another font");
+    assert_eq!(faults_of_picture(&picture), [""; 0]);
+    let fault = |line: &str| faults_of_picture(line).len();
+    assert_eq!(fault("<svg a=\"b\">\n<rect/>\n<text textLength=\"25.2\">a&lt;b</text>\n</svg>"), 0);
+    assert_eq!(fault("<text textLength=\"33.6\">a  b</text>"), 1);
+    assert_eq!(fault("<text textLength=\"33.6\">a b</text>"), 1);
+    assert_eq!(fault("<text textLength=\"25.2\">a<b</text>"), 1);
+    assert_eq!(fault("<text textLength=\"25.2\">a&b</text>"), 1);
+    assert_eq!(fault("<g>\n</svg>"), 1);
+    assert_eq!(fault("<g>"), 1);
 }
 
 #[test]

@@ -221,7 +221,7 @@ impl Subject {
     }
 
     /// # Safety
-    /// As for [`Region::adopt_shared`].
+    /// Those of [`Region::adopt_shared`].
     unsafe fn adopt(&self, mechanism: Mechanism, without_rollback: bool) -> Result<Region, Error> {
         let options = RegionOptions { mechanism: Some(mechanism), without_rollback, ..RegionOptions::default() };
         // SAFETY: the caller guarantees it.

@@ -7,8 +7,8 @@ use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, AtomicUsize
 
 use pagemark::address::offsets;
 use pagemark::region::{Region, RegionOptions};
-use pagemark::sys::own_memory::Mapping;
 use pagemark::{Address, ErrorKind, Mechanism, PAGE_SIZE, PageNumber, RangeSet};
+use pagemark_linux::own_memory::Mapping;
 
 fn options(mechanism: Mechanism) -> RegionOptions {
     RegionOptions { mechanism: Some(mechanism), ..RegionOptions::default() }
@@ -155,7 +155,7 @@ extern "C" fn allow(_: libc::c_int, info: *mut libc::siginfo_t, _: *mut libc::c_
 /// The region that [`allow_and_write`] writes to: a word of each page.
 static WRITTEN_BELOW: AtomicPtr<u64> = AtomicPtr::new(std::ptr::null_mut());
 
-/// As [`allow`], and faults in the region itself: a handler within a handler.
+/// Like [`allow`], and faults in the region itself: a handler within a handler.
 extern "C" fn allow_and_write(signal: libc::c_int, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
     let region = WRITTEN_BELOW.load(Ordering::Relaxed);
     // SAFETY: the region has eight pages and lives as long as the process.

@@ -1,12 +1,14 @@
 //! Processes that fork at any moment while other threads use regions and snapshots: their children
 //! can read the snapshots, end the use of what they have inherited, and make regions of their own.
 
-use std::sync::Arc;
+use std::cell::Cell;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use pagemark::region::{Region, RegionOptions};
 use pagemark::snapshot::SnapshotStore;
 use pagemark::{Address, ErrorKind, Mechanism, PAGE_SIZE};
+use pagemark_linux::at_fork::call_at_fork;
 use pagemark_testing::patience;
 
 const PAGES: usize = 64;
@@ -187,4 +189,42 @@ fn parent_and_child_emulate_their_own_instructions() {
     assert_eq!(status, 0, "the child's stores were wrong");
     assert_eq!(store(value + 1), 0);
     assert_eq!(store(value << 1), 0, "what the child executed took the place of this process's code");
+}
+
+/// A program has its handlers before it makes its first region, and a fork takes its lock.
+#[test]
+fn a_lock_of_the_program_is_taken_by_its_forks_and_around_regions() {
+    static TURN: Mutex<()> = Mutex::new(());
+    thread_local! { static HELD: Cell<Option<MutexGuard<'static, ()>>> = const { Cell::new(None) }; }
+    extern "C" fn lock() {
+        HELD.set(Some(TURN.lock().unwrap()));
+    }
+    extern "C" fn unlock() {
+        HELD.set(None);
+    }
+    // SAFETY: the handlers lock and unlock a mutex, by the thread that forks.
+    unsafe { call_at_fork(lock, unlock, unlock).unwrap() };
+    let is_done = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !is_done.load(Ordering::Relaxed) {
+                let _turn = TURN.lock().unwrap();
+                let region = Region::new(PAGES * PAGE_SIZE).unwrap();
+                region.begin().unwrap();
+                region.write(5, &[1]).unwrap();
+                region.rollback().unwrap();
+            }
+        });
+        for _ in 0..FORKS {
+            // SAFETY: the child ends at once.
+            let child = unsafe { libc::fork() };
+            if child == 0 {
+                // SAFETY: the call ends the child.
+                unsafe { libc::_exit(0) };
+            }
+            // SAFETY: the call waits for a child of this process.
+            assert_eq!(unsafe { libc::waitpid(child, std::ptr::null_mut(), 0) }, child);
+        }
+        is_done.store(true, Ordering::Relaxed);
+    });
 }

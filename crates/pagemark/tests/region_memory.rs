@@ -3,6 +3,7 @@
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use pagemark::region::{Region, RegionOptions};
+use pagemark::track::Scope;
 use pagemark::{ErrorKind, Mechanism, PAGE_SIZE};
 
 const MIB: usize = 1 << 20;
@@ -106,5 +107,36 @@ fn a_snapshot_is_what_a_transaction_is_rolled_back_to() {
         first.content().read_at(pagemark::Address::new(PAGE_SIZE as u64), &mut expected[1..]).unwrap();
         assert_eq!(found, expected, "{mechanism}: the transaction began after a write that the snapshot lacks");
         check("in the end");
+    }
+}
+
+#[test]
+fn locked_memory_is_discarded() {
+    let _turn = turn();
+    for mechanism in Mechanism::of_scope(Scope::OwnMemory) {
+        let Some(region) = region(64 * PAGE_SIZE, mechanism) else { continue };
+        // The second half is locked.
+        // SAFETY: the pages are those of the region; locking changes no content.
+        let locked = unsafe { libc::mlock(region.as_ptr().add(32 * PAGE_SIZE).cast(), 32 * PAGE_SIZE) };
+        assert_eq!(locked, 0, "{}", std::io::Error::last_os_error());
+        let content = |page: usize| {
+            let mut byte = [0];
+            region.read(page * PAGE_SIZE + 5, &mut byte).unwrap();
+            byte[0]
+        };
+        (0..64).for_each(|page| region.write(page * PAGE_SIZE + 5, &[9]).unwrap());
+        region.begin().unwrap();
+        region.discard(30 * PAGE_SIZE..40 * PAGE_SIZE).unwrap();
+        assert!((0..64).all(|page| content(page) == if (30..40).contains(&page) { 0 } else { 9 }), "{mechanism}");
+        let written = region.commit().unwrap();
+        assert!(
+            (30..40u64).all(|page| written.contains(pagemark::Address::new(page * PAGE_SIZE as u64))),
+            "{mechanism}"
+        );
+        region.begin().unwrap();
+        region.discard(30 * PAGE_SIZE..40 * PAGE_SIZE).unwrap();
+        region.write(35 * PAGE_SIZE + 5, &[3]).unwrap();
+        region.rollback().unwrap();
+        assert_eq!(content(35), 0, "{mechanism}");
     }
 }

@@ -7,11 +7,11 @@ use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
 
-use pagemark::sys::own_memory::Mapping;
-use pagemark::sys::pagemap::Pagemap;
 use pagemark::track::OwnMemory;
 use pagemark::track::emulate::{Counts, Emulate, HOT_STORES};
 use pagemark::{ByteCount, PAGE_SIZE, RangeSet, Tracker};
+use pagemark_linux::own_memory::Mapping;
+use pagemark_linux::pagemap::Pagemap;
 use pagemark_testing::skip;
 
 const BYTES: usize = 64 * PAGE_SIZE;

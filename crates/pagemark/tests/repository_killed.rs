@@ -17,6 +17,7 @@ fn manifest(root: ContentId, sequence: u64) -> Manifest {
         sequence: 0,
         taken_unix_us: sequence,
         command: Vec::new(),
+        program: None,
         mechanism: Mechanism::Full,
         kind: TargetKind::Memory,
         spaces: vec![SpaceRecord::of_process(1, String::new(), root, 0, Vec::new())],

@@ -3,9 +3,9 @@
 
 use std::arch::naked_asm;
 
-use pagemark::sys::own_memory::Mapping;
 use pagemark::track::{OwnMemory, Scope};
 use pagemark::{Address, ByteCount, ErrorKind, Mechanism, PAGE_SIZE, RangeSet, Tracker};
+use pagemark_linux::own_memory::Mapping;
 
 const CASES: usize = 3000;
 /// Cases between two collects: few, so that hardly a page is opened as it has many stores.

@@ -25,7 +25,7 @@ struct Arguments {
 #[derive(Subcommand)]
 enum Command {
     /// Install what building and testing needs: packages, programs, criu, rust, fuzz, c, semver,
-    /// python, demo or all
+    /// book, python, demo or all
     Setup {
         #[arg(default_value = "all")]
         part: setup::Part,

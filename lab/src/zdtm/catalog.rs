@@ -86,6 +86,11 @@ impl Test {
         Ok(Test { flavor, kind: kind.to_owned(), program: program.to_owned(), description: parse(&text) })
     }
 
+    /// Whether the sources in `tree` have it.
+    pub fn exists(&self, tree: &Path) -> bool {
+        tree.join("zdtm").join(&self.kind).join(format!("{}.c", self.program)).is_file()
+    }
+
     /// `static/pipe00`, `ns/static/pipe00` or `uns/static/pipe00`.
     pub fn name(&self) -> String {
         match self.flavor {

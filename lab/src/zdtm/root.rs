@@ -67,8 +67,11 @@ impl Root {
         if test.flavor == Flavor::UserNamespace {
             // Root there is another user here. CRIU makes a directory below it.
             for directory in [tree.to_owned(), tree.join("zdtm").join(&test.kind)] {
-                allow_all(&directory)?;
+                set_mode(&directory, 0o777)?;
             }
+        } else {
+            // As in a container: root alone can exchange what is in the root directory.
+            set_mode(tree, 0o755)?;
         }
         Ok(root)
     }
@@ -100,11 +103,11 @@ impl Root {
 
 fn make_directory(path: &Path) -> Result<()> {
     crate::cache::create(path)?;
-    allow_all(path)
+    set_mode(path, 0o777)
 }
 
-fn allow_all(path: &Path) -> Result<()> {
-    std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o777)).map_err(Error::file("open to all", path))
+fn set_mode(path: &Path, mode: u32) -> Result<()> {
+    std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode)).map_err(Error::file("set the mode of", path))
 }
 
 fn run(program: &mut Command) -> Result<()> {

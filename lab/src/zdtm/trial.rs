@@ -49,7 +49,8 @@ pub fn run(
     let directory = tree.join("zdtm").join(&test.kind);
     let (tree, work) = (tree.to_owned(), work.to_owned());
     let (criu, pagemark) = (criu.to_owned(), pagemark.to_owned());
-    let mut trial = Trial { test, mode, directory, tree, work, criu, pagemark, root: None, ended: HashMap::new() };
+    let (root, sockets, ended) = Default::default();
+    let mut trial = Trial { test, mode, directory, tree, work, criu, pagemark, root, sockets, ended };
     let result = trial.run();
     trial.clean()?;
     let found = match result {
@@ -88,6 +89,8 @@ struct Trial {
     pagemark: PathBuf,
     /// Of a test that has namespaces of its own.
     root: Option<Root>,
+    /// The paths of the sockets that the test has bound, as it sees them.
+    sockets: Vec<PathBuf>,
     /// The exit status of each child that has ended. Orphans of the namespace become children, so
     /// that children are awaited together.
     ended: HashMap<i32, i32>,
@@ -98,6 +101,7 @@ impl Trial {
         self.set_up()?;
         let pid = self.start()?;
         self.hook("--pre-dump", pid)?;
+        self.sockets = self.socket_paths(pid);
         match self.mode {
             Mode::Criu => self.save_with_criu(pid)?,
             Mode::Checkpoint | Mode::Lazy => self.checkpoint(pid)?,
@@ -271,6 +275,15 @@ impl Trial {
         Err(End::Verdict(verdict))
     }
 
+    /// The paths of the sockets of the test's network, which is its alone. Relative ones begin
+    /// where tests are started.
+    fn socket_paths(&self, pid: i32) -> Vec<PathBuf> {
+        let begin = if self.root.is_some() { Path::new("/zdtm").join(&self.test.kind) } else { self.directory.clone() };
+        let listed = read(Path::new(&format!("/proc/{pid}/net/unix")));
+        let names = listed.lines().skip(1).filter_map(|line| line.split_whitespace().nth(7));
+        names.filter(|name| !name.starts_with('@')).map(|name| begin.join(name)).collect()
+    }
+
     /// Restores the test, and returns the id of its process, which had `pid` before. In a namespace
     /// of process ids of its own, it has another one here.
     fn restore(&mut self, pid: i32) -> Result<i32, End> {
@@ -289,6 +302,17 @@ impl Trial {
             restore = Command::new(&self.pagemark);
             restore.args(["restore", "test", "--detach", "--yes", "--repo"]).arg(self.work.join("repository"));
             restore.args((self.mode == Mode::Lazy).then_some("--lazy"));
+            // No test asks who its peer is.
+            restore.arg("--root-peers");
+            if self.root.is_some() {
+                // Some tests become users who could exchange their output, and may not write it.
+                let output = format!("/zdtm/{}/{}.out.inprogress", self.test.kind, self.test.program);
+                restore.args(["--trust-path", &output]);
+            }
+            // Every user can change the directory of the tests.
+            for path in &self.sockets {
+                restore.arg("--trust-path").arg(path);
+            }
             if self.test.words("ropts").iter().any(|option| option == "--manage-cgroups=ignore") {
                 restore.args(["--cgroups", "ignore"]);
             }

@@ -4,16 +4,16 @@ use std::process::ExitCode;
 use std::sync::mpsc;
 
 use clap::Args;
-use nix::unistd::Pid;
 use pagemark::repository::{Checkpoint, Repository};
+use pagemark_replay::{DebuggedMachine, GdbAddress, instructions_of};
 use pagemark_report::output::print;
 use pagemark_report::text;
-use pagemark_vm::{DebuggedMachine, GdbAddress, instructions_of, simulator_library};
+use pagemark_vm::simulator_library;
 
 use crate::failure::{Failure, Outcome};
 use crate::reference::{Reference, no_checkpoints, read_checkpoint};
 use crate::repository::RepositoryOptions;
-use crate::signals::{Signals, announce_exit};
+use crate::signals::{Signals, announce_exit, process_to_watch};
 use crate::simulate::instructions::instruction_count;
 
 /// Run a recorded machine again to an exact instruction, and let gdb have it there
@@ -62,7 +62,7 @@ impl SimulateDebug {
         let signals = Signals::hold_for_stop()?;
         let (stop, stopped) = mpsc::channel();
         signals.stop_at(stop.clone())?;
-        announce_exit(Pid::from_raw(machine.pid()), stop)?;
+        announce_exit(process_to_watch(machine.pid())?, stop)?;
         print(&format!("{} is at instruction {}; QEMU is process {}\n", self.job, text::count(self.at), machine.pid()));
         print(&format!("gdb -ex 'target remote {}'\n", self.gdb));
         // By gdb, or by a signal.

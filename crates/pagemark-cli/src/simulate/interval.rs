@@ -8,16 +8,17 @@ use clap::Args;
 use nix::unistd::getppid;
 use pagemark::ByteCount;
 use pagemark::repository::{Checkpoint, Repository};
-use pagemark::sys::exit_watch::ExitWatch;
+use pagemark_linux::exit_watch::ExitWatch;
+use pagemark_linux::proc::Process;
+use pagemark_replay::{Interval, NewTrace, ResultsDirectory, default_shared_directory};
 use pagemark_report::output::print;
 use pagemark_report::text;
-use pagemark_vm::{Interval, default_shared_directory, simulator_library};
+use pagemark_vm::simulator_library;
 
 use crate::failure::{Failure, Outcome};
 use crate::output::print_json;
 use crate::reference::{Reference, read_checkpoint};
 use crate::repository::RepositoryOptions;
-use crate::simulate::kept::{NewTrace, ResultsDirectory};
 use crate::simulate::observer::ObserverOptions;
 
 /// Simulate one interval, and compare the machine with the checkpoint at its end
@@ -63,7 +64,7 @@ impl SimulateInterval {
         if let Some(parent) = self.parent {
             end_with(parent)?;
         }
-        let chosen = self.observer.chosen()?;
+        let choice = self.observer.choice()?;
         let repository = self.repository.open()?;
         let from = read_checkpoint(&repository, &self.checkpoint)?;
         let (job, first) = (from.manifest.job.clone(), from.manifest.sequence);
@@ -79,18 +80,18 @@ impl SimulateInterval {
             let status = if error.kind() == pagemark_vm::ErrorKind::Differs { DIFFERS } else { 1 };
             Failure::of(format!("cannot simulate {job}@{first} to {job}@{last}"), error).status(status)
         };
-        let directory = ResultsDirectory::new(self.results.as_deref(), &job, &chosen);
-        let trace = match (chosen.is_trace(), &self.results) {
+        let directory = ResultsDirectory::new(self.results.as_deref(), &job, &choice);
+        let trace = match (choice.is_trace(), &self.results) {
             (true, None) => {
                 let reason = "a trace needs a directory for its files";
                 return Err(Failure::usage(reason).help("name one by --results DIR"));
             }
-            (true, Some(_)) => Some(directory.new_trace()?),
+            (true, Some(_)) => Some(directory.new_trace().map_err(Failure::cannot)?),
             (false, _) => None,
         };
-        let observer = chosen.observer(first, trace.as_ref().map(NewTrace::path).as_deref());
+        let observer = choice.observer(first, trace.as_ref().map(NewTrace::path).as_deref());
         let library = simulator_library().map_err(failed)?;
-        let warm_up = earlier(&repository, &job, first, chosen.warm_up())?;
+        let warm_up = earlier(&repository, &job, first, choice.warm_up())?;
         let interval = Interval::new(&from, &to).and_then(|interval| match &warm_up {
             Some(earlier) => interval.with_warm_up(earlier),
             None => Ok(interval),
@@ -103,7 +104,7 @@ impl SimulateInterval {
         let done = interval.and_then(|interval| interval.simulate(&observer, &library)).map_err(failed)?;
         let done = directory.described(done);
         if self.results.is_some() {
-            directory.keep(&done, trace)?;
+            directory.keep(&done, trace).map_err(Failure::cannot)?;
         }
         if self.json {
             return print_json(&done);
@@ -128,16 +129,16 @@ impl SimulateInterval {
 fn end_with(parent: i32) -> Result<(), Failure> {
     const LOST: u8 = 1;
     let failed = |reason: &str| Failure::new(format!("cannot watch process {parent}"), reason);
-    let exit = ExitWatch::new(parent).map_err(|error| failed(&error.to_string()))?;
+    let exit = Process::find(parent).and_then(ExitWatch::new).map_err(|error| failed(&error.to_string()))?;
     // Another process may have got its id.
     if getppid().as_raw() != parent {
         return Err(failed("it has not started this one, or has ended"));
     }
-    std::thread::spawn(move || {
+    let started = std::thread::Builder::new().name("exit-watch".into()).spawn(move || {
         exit.wait();
         std::process::exit(LOST.into());
     });
-    Ok(())
+    started.map(drop).map_err(|error| failed(&error.to_string()))
 }
 
 /// The checkpoint so many intervals before another, or the first. None if there is none before it.

@@ -6,7 +6,6 @@ use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
 use clap::Args;
-use nix::unistd::Pid;
 use pagemark::job::End;
 use pagemark::track::Scope;
 use pagemark::{ErrorKind, Job};
@@ -14,10 +13,11 @@ use pagemark_report::text;
 use pagemark_vm::{InputList, OwnQemu, VmTarget, deterministic_command, deterministic_disks, deterministic_inputs};
 
 use crate::failure::{Failure, Outcome};
+use crate::job;
 use crate::options::MemoryOptions;
 use crate::report::Report;
 use crate::repository::RepositoryOptions;
-use crate::signals::{Signals, announce_exit};
+use crate::signals::{Signals, announce_exit, process_to_watch};
 use crate::simulate::console::MachineTerminal;
 use crate::simulate::interval_length::IntervalLength;
 use crate::vm::machine_job;
@@ -74,6 +74,7 @@ impl Record {
         let (command, inputs) = self.command().map_err(|error| failed(error).status(2))?;
         let repository = self.repository.open_or_create(&self.memory)?;
         // Instructions are counted from the start of a machine.
+        let own = job::claim(&repository, Some(&name), &name, job::of_command(&self.command))?;
         let taken = repository.checkpoints(&name).map_err(|error| Failure::of(format!("cannot list {name}"), error))?;
         if !taken.is_empty() {
             let help = "name another job with --job";
@@ -84,7 +85,7 @@ impl Record {
         let terminal = if has_console { MachineTerminal::new()? } else { None };
         let mut qemu = OwnQemu::start(&command, &name, signals.before()).map_err(failed)?;
         let (stop, stopped) = mpsc::channel();
-        announce_exit(Pid::from_raw(qemu.pid()), stop.clone())?;
+        announce_exit(process_to_watch(qemu.pid())?, stop.clone())?;
         let mode = terminal.as_ref().map(MachineTerminal::mode);
         signals.stop_at_or_pause(stop, move |is_paused| {
             if let Some(mode) = mode {
@@ -109,10 +110,11 @@ impl Record {
         }
         let mut report = if self.quiet { Report::Quiet } else { Report::Plain };
         report.say(&format!("{name} is QEMU, process {}", qemu.pid()));
-        let mut job = Job::new(target, repository, self.memory.job_options(name.clone()));
+        let mut job = Job::new(target, repository, self.memory.job_options(&own));
         let mut taken = 0;
         let recorded = self.record(&name, &mut job, &stopped, &mut report, &mut taken);
-        let ended = job.target_mut().quit();
+        // A signal of the terminal's may have ended QEMU meanwhile.
+        let ended = unless_gone(job.target_mut().quit());
         if ended.is_ok() { qemu.wait() } else { qemu.kill() }.map_err(failed)?;
         let is_complete = matches!(recorded?, Ended::Complete);
         let how = if is_complete {
@@ -159,12 +161,11 @@ impl Record {
         // The first checkpoint ends no interval.
         let mut left_checkpoints = self.intervals.map(|intervals| intervals.saturating_add(1));
         loop {
-            let count = job.target_mut().instructions();
-            let is_running = job.target_mut().is_running();
-            let (count, is_running) = match (count, is_running) {
-                (Ok(count), Ok(is_running)) => (count, is_running),
-                (Err(error), _) | (_, Err(error)) if error.is_gone() => return Ok(Ended::Early),
-                (Err(error), _) | (_, Err(error)) => return Err(failed(error)),
+            let Some(count) = unless_gone(job.target_mut().instructions()).map_err(failed)? else {
+                return Ok(Ended::Early);
+            };
+            let Some(is_running) = unless_gone(job.target_mut().is_running()).map_err(failed)? else {
+                return Ok(Ended::Early);
             };
             let done = count.saturating_sub(last);
             if length.is_reached(done, since.elapsed()) || (!is_running && done > 0) {
@@ -173,7 +174,10 @@ impl Record {
                 }
                 left_checkpoints = left_checkpoints.map(|left| left - 1);
                 // It has run on until it was stopped.
-                last = job.target_mut().instructions().map_err(failed)?;
+                last = match unless_gone(job.target_mut().instructions()).map_err(failed)? {
+                    Some(count) => count,
+                    None => return Ok(Ended::Early),
+                };
                 since = Instant::now();
                 length = self.every;
             }
@@ -191,5 +195,14 @@ impl Record {
     /// The job's name: that which the options give, the machine's, or the program's.
     fn name(&self) -> String {
         self.memory.job.clone().unwrap_or_else(|| machine_job(&self.command))
+    }
+}
+
+/// What QEMU has answered. None if it has ended.
+fn unless_gone<T>(answer: pagemark_vm::Result<T>) -> pagemark_vm::Result<Option<T>> {
+    match answer {
+        Ok(answer) => Ok(Some(answer)),
+        Err(error) if error.is_gone() => Ok(None),
+        Err(error) => Err(error),
     }
 }

@@ -6,16 +6,15 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Args;
+use pagemark_replay::{ObserverChoice, ResultsDirectory};
 use pagemark_report::output::print;
 use pagemark_simulate::Kind;
 use pagemark_simulate::trace::{Trace, TraceBlock, TracedAccess};
 
 use crate::failure::{Failure, Outcome};
 use crate::repository::RepositoryOptions;
-use crate::simulate::kept::ResultsDirectory;
-use crate::simulate::list::intervals;
-use crate::simulate::merge::{kept_intervals, missing};
-use crate::simulate::observer::Chosen;
+use crate::simulate::merge::missing;
+use crate::simulate::plan::plan;
 
 /// Print the trace of a recorded machine: its instructions and accesses to memory, as CSV
 ///
@@ -129,18 +128,17 @@ impl Lines {
 impl SimulateTrace {
     pub fn run(self) -> Outcome {
         let repository = self.repository.open()?;
-        let listed = intervals(&repository, &self.job)?;
-        let chosen = Chosen::Simulator { kind: Kind::Trace, warm_up: 0 };
-        let directory = ResultsDirectory::new(self.results.as_deref(), &self.job, &chosen);
-        let kept = kept_intervals(&listed, &directory)?;
-        if let Some(failure) = missing(&self.job, &listed, &kept, &directory) {
+        let choice = ObserverChoice::Simulator { kind: Kind::Trace, warm_up: 0 };
+        let directory = ResultsDirectory::new(self.results.as_deref(), &self.job, &choice);
+        let plan = plan(&repository, &self.job, &directory)?;
+        if let Some(failure) = missing(&self.job, &plan, &directory) {
             return Err(failure);
         }
         let end = self.count.map_or(u64::MAX, |count| self.from.saturating_add(count));
         let mut lines = Lines { buffer: HEADER.to_owned(), memory: self.memory, stores: self.stores };
         // Instructions that were begun before the interval.
         let mut begin: u64 = 0;
-        for interval in kept.iter().flatten() {
+        for interval in plan.kept() {
             let wanted = self.from.saturating_sub(begin)..end.saturating_sub(begin).min(interval.begun);
             if !wanted.is_empty() {
                 self.interval(&directory.trace(interval.from, interval.to), wanted, begin, &mut lines)?;

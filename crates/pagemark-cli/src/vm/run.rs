@@ -11,12 +11,12 @@ use pagemark::{Job, JobOptions};
 use pagemark_vm::{ErrorKind, OwnQemu, machine_name};
 
 use crate::failure::{Failure, Outcome};
+use crate::job;
 use crate::options::{MemoryOptions, ScheduleOptions};
-use crate::reference::job_name;
 use crate::report::{self, Report, summary};
 use crate::repository::RepositoryOptions;
 use crate::run::exit_code;
-use crate::signals::{Signals, announce_exit};
+use crate::signals::{Signals, announce_exit, process_to_watch};
 
 /// Start a virtual machine by QEMU's own command line, and keep it checkpointed
 ///
@@ -46,9 +46,12 @@ pub struct Run {
 impl Run {
     pub fn run(self) -> Outcome {
         self.memory.tracking.check_machine()?;
-        let name = self.name();
         let repository = self.repository.open_or_create(&self.memory)?;
-        let options = JobOptions { name: name.clone(), policy: self.schedule.policy(&self.memory, Scope::Machine)? };
+        let policy = self.schedule.policy(&self.memory, Scope::Machine)?;
+        let mut program = job::of_command(&self.command);
+        program.name = machine_name(&program.command);
+        let mut own = job::claim(&repository, self.memory.job.as_deref(), &machine_job(&self.command), program)?;
+        let name = own.name();
         let signals = Signals::hold_for_target()?;
         let mechanism = self.memory.mechanism(Scope::Machine);
         let mut qemu = OwnQemu::start_for(mechanism, &self.command, &name, signals.before()).map_err(|error| {
@@ -61,11 +64,15 @@ impl Run {
             Failure::of(format!("cannot run {name}"), error).status(status)
         })?;
         let pid = qemu.pid();
+        let process = process_to_watch(pid)?;
+        own.program.process = job::record(process);
+        let options = JobOptions { name: name.clone(), policy, program: Some(own.program.clone()) };
         let (stop, stopped) = mpsc::channel();
-        announce_exit(Pid::from_raw(pid), stop)?;
-        signals.share_with(Pid::from_raw(pid))?;
+        announce_exit(process, stop)?;
+        signals.share_with(Pid::from_raw(pid), false)?;
 
         let mut report = Report::choose(self.schedule.quiet, self.json, report::stderr(), None);
+        report.job(own.notice.as_deref());
         report.say(&format!("{name} is QEMU, process {pid}; monitor {}", qemu.monitor().display()));
         let (send_event, events) = mpsc::channel();
         let mut attach = || {
@@ -87,16 +94,11 @@ impl Run {
         report.say(&summary(&name, &done));
         Ok(exit_code(status))
     }
-
-    /// The job's name: that which the options give, the machine's, or the program's.
-    fn name(&self) -> String {
-        self.memory.job.clone().unwrap_or_else(|| machine_job(&self.command))
-    }
 }
 
 /// The name of a job for a machine, by its command line.
 pub fn machine_job(command: &[OsString]) -> String {
     let words: Vec<String> = command.iter().map(|word| word.to_string_lossy().into_owned()).collect();
     let own = machine_name(&words).or(words.first().cloned()).unwrap_or_default();
-    job_name(Path::new(&own))
+    job::default_name(Path::new(&own))
 }

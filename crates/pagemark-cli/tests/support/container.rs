@@ -60,7 +60,10 @@ impl Container {
     }
 
     pub fn kill(&mut self) {
-        kill_and_wait(self.pid);
+        // Once it has ended, another process may have its id.
+        if matches!(self.starter.try_wait(), Ok(None)) {
+            kill_and_wait(self.pid);
+        }
         let _ = self.starter.kill();
         let _ = self.starter.wait();
     }
@@ -69,14 +72,5 @@ impl Container {
 impl Drop for Container {
     fn drop(&mut self) {
         self.kill();
-    }
-}
-
-/// A restored container, which ends with the test.
-pub struct Restored(pub i32);
-
-impl Drop for Restored {
-    fn drop(&mut self) {
-        kill_and_wait(self.0);
     }
 }

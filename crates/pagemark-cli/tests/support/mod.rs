@@ -181,8 +181,46 @@ pub fn is_alive(pid: i32) -> bool {
 
 /// Kills a process and waits until it is gone, so that its id is free again.
 pub fn kill_and_wait(pid: i32) {
+    let started = start(pid);
     let _ = nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), nix::sys::signal::Signal::SIGKILL);
-    wait_for("a killed process to go", || (!Path::new(&format!("/proc/{pid}")).exists()).then_some(()));
+    wait_for("a killed process to go", || (!is_same(pid, started)).then_some(()));
+}
+
+/// Kills a process and its descendants. The process first: it may not wait for its children.
+pub fn kill_tree(pid: i32) {
+    let children: Vec<_> = children(pid).into_iter().map(|child| (child, start(child))).collect();
+    kill_and_wait(pid);
+    let left = children.into_iter().filter(|(child, started)| is_same(*child, *started));
+    left.for_each(|(child, _)| kill_tree(child));
+}
+
+/// A restored program, which is killed with its descendants when this is dropped.
+pub struct Restored(pub i32, Option<u64>);
+
+impl Restored {
+    /// A process that runs.
+    pub fn new(pid: i32) -> Restored {
+        Restored(pid, start(pid))
+    }
+}
+
+impl Drop for Restored {
+    fn drop(&mut self) {
+        if is_same(self.0, self.1) {
+            kill_tree(self.0);
+        }
+    }
+}
+
+/// When a process has started, in ticks since the boot. None if it is gone. Another process may
+/// have its id then.
+pub fn start(pid: i32) -> Option<u64> {
+    pagemark_linux::proc::stat::Stat::read(pid).ok().map(|stat| stat.start_ticks)
+}
+
+/// True if the process of an id is there, and has started then: it is not another one of this id.
+pub fn is_same(pid: i32, started: Option<u64>) -> bool {
+    started.is_some() && start(pid) == started
 }
 
 /// A connection to a Redis server.

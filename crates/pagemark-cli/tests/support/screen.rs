@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex};
 use nix::fcntl::OFlag;
 use nix::pty::{Winsize, grantpt, posix_openpt, ptsname_r, unlockpt};
 use nix::sys::termios::{LocalFlags, Termios, tcgetattr};
-use pagemark_testing::wait_for;
+use pagemark_testing::{wait_for, wait_for_described};
 
 use crate::support::{Pagemark, children};
 
@@ -51,6 +51,11 @@ impl Screen {
             shell.pre_exec(move || {
                 nix::unistd::setsid()?;
                 nix::errno::Errno::result(libc::ioctl(0, libc::TIOCSCTTY, 0))?;
+                // A job in the background of a shell without job control ignores them, and so would all
+                // that it starts.
+                for signal in [libc::SIGINT, libc::SIGQUIT] {
+                    libc::signal(signal, libc::SIG_DFL);
+                }
                 Ok(())
             });
         }
@@ -76,7 +81,10 @@ impl Screen {
 
     /// Waits until the screen shows this. Returns all that it has shown since the last key.
     pub fn expect(&mut self, text: &str) -> String {
-        let found = wait_for(&format!("{text:?} on the screen"), || {
+        let screen = self.shown.clone();
+        // What it shows comes first: it says more than the list of processes.
+        let event = || format!("{text:?} on the screen, which shows {:?}", screen.lock().unwrap());
+        let found = wait_for_described(event, || {
             let shown = self.shown.lock().unwrap().clone();
             if shown.contains(text) {
                 Some(Ok(shown))

@@ -2,7 +2,7 @@
 
 use std::io;
 
-use pagemark::sys::own_memory::Mapping;
+use pagemark_linux::own_memory::Mapping;
 
 /// Bytes for handlers, with room for the largest register state.
 const BYTES: usize = 64 << 10;

@@ -3,7 +3,7 @@
 use std::io;
 use std::ptr::NonNull;
 
-use pagemark::sys::own_memory::Mapping;
+use pagemark_linux::own_memory::Mapping;
 
 /// A private mapping whose content is accessible as bytes.
 #[derive(Debug)]

@@ -15,8 +15,8 @@
 use std::io;
 use std::sync::atomic::{AtomicU32, AtomicU64};
 
-use pagemark::sys::views::Views;
 use pagemark::{Address, ByteCount, PAGE_SIZE, PageNumber, PageRange, Range};
+use pagemark_linux::views::Views;
 
 use crate::crossings::Crossings;
 use crate::{Error, Parts};
@@ -122,15 +122,46 @@ pub(super) struct Memory {
 }
 
 impl Memory {
-    /// Maps memory that holds zeros, where the header says.
+    /// Maps memory that holds zeros, where the header says. Only the header is open.
     ///
     /// # Errors
     /// `EEXIST`: something else is there. Otherwise as [`Views::new`].
     pub fn map(header: &Header) -> io::Result<Memory> {
-        let views = Views::at(header.start, header.capacity, header.parts.count())?;
+        let views = Views::reserve_at(header.start, header.capacity, header.parts.count())?;
         let crossings = Crossings::new(header.parts, header.capacity.to_usize())?;
         let pages = header.capacity.pages_rounded_down() as u32;
-        Ok(Memory { views, crossings, parts: header.parts, pages })
+        let memory = Memory { views, crossings, parts: header.parts, pages };
+        memory.open_bytes(0..PAGE_SIZE)?;
+        Ok(memory)
+    }
+
+    /// True if the tables of a page are open: the page was used once, or is close to one that was.
+    pub fn is_known(&self, page: u32) -> bool {
+        self.views.is_open(PAGE_SIZE + page as usize * ENTRY_BYTES)
+    }
+
+    fn open_bytes(&self, bytes: std::ops::Range<usize>) -> io::Result<()> {
+        self.views.open(&(Address::from(bytes.start)..Address::from(bytes.end)))
+    }
+
+    /// Opens what the tables have for pages.
+    ///
+    /// # Errors
+    /// Those of [`Views::open`].
+    pub fn open_tables(&self, pages: std::ops::Range<u32>) -> io::Result<()> {
+        let (start, end, bitmaps) = (pages.start as usize, pages.end as usize, self.bitmaps());
+        self.open_bytes(PAGE_SIZE + start * ENTRY_BYTES..PAGE_SIZE + end * ENTRY_BYTES)?;
+        self.open_bytes(bitmaps + start * BITMAP_BYTES..bitmaps + end * BITMAP_BYTES)
+    }
+
+    /// Opens pages for their content.
+    ///
+    /// # Errors
+    /// Those of [`Views::open`].
+    pub fn open(&self, pages: std::ops::Range<u32>) -> io::Result<()> {
+        let bytes = pages.start as usize * PAGE_SIZE..pages.end as usize * PAGE_SIZE;
+        self.crossings.open(bytes.clone())?;
+        self.open_bytes(bytes)
     }
 
     /// Writes the header of a new heap.
@@ -182,31 +213,32 @@ impl Memory {
     }
 
     pub fn field(&self, field: Field) -> &AtomicU64 {
-        // SAFETY: the first page is mapped as long as `self` exists, and is accessed as atomic
-        // numbers.
+        // SAFETY: the first page is open as long as `self` exists, and is accessed as atomic numbers.
         unsafe { AtomicU64::from_ptr(self.at(field as usize * size_of::<u64>()).cast()) }
     }
 
     /// The entry of a page.
     ///
     /// # Panics
-    /// If the heap does not have the page.
+    /// If the heap does not have the page, or has not opened it.
     #[inline]
     pub fn entry(&self, page: u32) -> &AtomicU32 {
-        assert!(page < self.pages, "the heap has no page {page}");
-        // SAFETY: the entry of each page is in the table, which is mapped as long as `self` exists,
+        let offset = PAGE_SIZE + page as usize * ENTRY_BYTES;
+        assert!(page < self.pages && self.views.is_open(offset), "the heap has no page {page}, or has never used it");
+        // SAFETY: the entry is in the open part of the table, which is mapped as long as `self` exists,
         // and is accessed as atomic numbers. An entry lies in one part.
-        unsafe { AtomicU32::from_ptr(self.at(PAGE_SIZE + page as usize * ENTRY_BYTES).cast()) }
+        unsafe { AtomicU32::from_ptr(self.at(offset).cast()) }
     }
 
     /// 64 bits of the bitmap of a page.
     ///
     /// # Panics
-    /// If the heap does not have the page, or the bitmap not the word.
+    /// If the heap does not have the page, or has not opened it, or the bitmap not the word.
     #[inline]
     pub fn bitmap_word(&self, page: u32, word: usize) -> &AtomicU64 {
-        assert!(page < self.pages && word < BITMAP_BITS / 64, "the heap has no page {page}, or no word {word} of it");
         let offset = self.bitmaps() + page as usize * BITMAP_BYTES + word * size_of::<u64>();
+        let is_there = page < self.pages && word < BITMAP_BITS / 64 && self.views.is_open(offset);
+        assert!(is_there, "the heap has no page {page}, or no word {word} of it, or has never used it");
         // SAFETY: as for `entry`.
         unsafe { AtomicU64::from_ptr(self.at(offset).cast()) }
     }

@@ -6,11 +6,11 @@
 
 use std::io::Write;
 use std::ptr::null_mut;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use pagemark::sys::fork_mark::ForkMark;
 use pagemark::{ByteCount, PAGE_SIZE, PageNumber, PageRange, PageRangeExt, RangeSet};
+use pagemark_linux::fork_mark::ForkMark;
 
 use super::memory::{BITMAP_BITS, Field, Memory};
 use super::runs::{List, Nodes, Runs};
@@ -125,19 +125,29 @@ impl Objects {
         let used = memory.field(Field::UsedPages).load(Ordering::Relaxed);
         let used = u32::try_from(used).ok().filter(|used| (memory.first_page()..=memory.pages).contains(used));
         let used = used.ok_or_else(|| Error::damaged("name more pages than the heap has"))?;
+        memory.open_tables(0..used).map_err(Error::creating)?;
         let mut page = memory.first_page();
         let mut free_from = page;
         while page < used {
             let damaged = || Error::damaged(format!("contradict each other on page {page} of the heap"));
             let pages = match objects.entry(page).ok_or_else(damaged)? {
+                Entry::None if objects.has_bits(page) => return Err(damaged()),
                 Entry::None => {
                     page += 1;
                     continue;
                 }
-                Entry::Small(class) => objects.load_run(page, class).ok_or_else(damaged)?,
+                Entry::Small(class) => class.run_pages(),
                 Entry::Large(pages) => pages,
             };
             let end = page.checked_add(pages).filter(|end| pages > 0 && *end <= used).ok_or_else(damaged)?;
+            memory.open(page..end).and_then(|()| objects.nodes.open(page)).map_err(Error::creating)?;
+            if let Some(Entry::Small(class)) = objects.entry(page) {
+                objects.load_run(page, class).ok_or_else(damaged)?;
+            }
+            let is_large = matches!(objects.entry(page), Some(Entry::Large(_)));
+            if is_large && objects.has_bits(page) || (page + 1..end).any(|inner| objects.has_bits(inner)) {
+                return Err(damaged());
+            }
             let is_one_run = (page + 1..end).all(|inner| match objects.entry(page) {
                 Some(Entry::Small(class)) => objects.entry(inner) == Some(Entry::Small(class)),
                 _ => objects.entry(inner) == Some(Entry::None),
@@ -155,8 +165,8 @@ impl Objects {
         Ok(objects)
     }
 
-    /// Takes over a run of small objects. Returns its length, or `None` if its tables are wrong.
-    fn load_run(&self, run: u32, class: Class) -> Option<u32> {
+    /// Takes over a run of small objects, which is open. `None` if its tables are wrong.
+    fn load_run(&self, run: u32, class: Class) -> Option<()> {
         let (pages, objects) = (class.run_pages(), class.run_objects());
         if !run.is_multiple_of(pages) || run + pages > self.memory.pages {
             return None;
@@ -178,12 +188,23 @@ impl Objects {
         if (live as usize) < objects {
             locked(&self.with_room[class.number()]).push(&self.nodes, run);
         }
-        Some(pages)
+        Some(())
     }
 
+    /// True if the bitmap of a page has a bit. That of a page that begins no run of small objects
+    /// has none.
+    fn has_bits(&self, page: u32) -> bool {
+        self.bitmap_words(page).any(|word| word.load(Ordering::Relaxed) != 0)
+    }
+
+    fn bitmap_words(&self, page: u32) -> impl Iterator<Item = &AtomicU64> {
+        (0..BITMAP_BITS / 64).map(move |word| self.memory.bitmap_word(page, word))
+    }
+
+    /// `None` also for a page whose entry is not open.
     #[inline]
     fn entry(&self, page: u32) -> Option<Entry> {
-        Entry::decode(self.memory.entry(page).load(Ordering::Relaxed))
+        self.memory.is_known(page).then(|| Entry::decode(self.memory.entry(page).load(Ordering::Relaxed)))?
     }
 
     fn set_entry(&self, page: u32, entry: Entry) {
@@ -255,16 +276,26 @@ impl Objects {
         for page in run..run + class.run_pages() {
             self.set_entry(page, Entry::Small(class));
         }
+        // Bits behind the pages that were ever used are not checked when the heap is opened.
+        self.bitmap_words(run).filter(|word| word.load(Ordering::Relaxed) != 0).for_each(|word| {
+            word.store(0, Ordering::Relaxed);
+        });
         self.nodes.set_value(run, class.run_objects() as u32);
         Some(run)
     }
 
     fn take_pages(&self, free: &mut Runs, pages: u32, align: u32) -> Option<u32> {
         let start = free.take(&self.nodes, pages, align)?;
-        let used = self.memory.field(Field::UsedPages);
-        let end = u64::from(start + pages);
-        if used.load(Ordering::Relaxed) < end {
-            used.store(end, Ordering::Release);
+        let (used, end) = (self.memory.field(Field::UsedPages), start + pages);
+        let before = self.used_pages();
+        // The tables of all pages up to the last used one are read.
+        let tables = if before < end { self.memory.open_tables(before..end) } else { Ok(()) };
+        if tables.and_then(|()| self.memory.open(start..end)).is_err() {
+            free.give(&self.nodes, start, pages);
+            return None;
+        }
+        if before < end {
+            used.store(end.into(), Ordering::Release);
         }
         Some(start)
     }
@@ -321,7 +352,7 @@ impl Objects {
         }
     }
 
-    /// As [`Objects::find`]. Ends the process if there is no object: what the program would do to
+    /// Like [`Objects::find`]. Ends the process if there is no object: what the program would do to
     /// the heap then would be saved.
     fn expect(&self, object: *const u8, operation: &str) -> Found {
         self.find(object).unwrap_or_else(|| no_object(object, operation))
@@ -479,7 +510,7 @@ fn no_object(address: *const u8, operation: &str) -> ! {
 }
 
 impl Tracked for Objects {
-    fn views(&self) -> &pagemark::sys::views::Views {
+    fn views(&self) -> &pagemark_linux::views::Views {
         &self.memory.views
     }
 
@@ -493,5 +524,58 @@ impl Tracked for Objects {
 
     fn parts(&self) -> Parts {
         self.memory.parts
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use pagemark::Address;
+
+    use super::*;
+    use crate::ErrorKind;
+    use crate::saved::memory::Header;
+
+    fn memory(start: u64) -> Memory {
+        let header = Header {
+            start: Address::new(start),
+            capacity: ByteCount::new(2 << 20),
+            parts: Parts::Four,
+            program_version: 1,
+            session: 1,
+        };
+        let memory = Memory::map(&header).unwrap();
+        memory.write_header(&header);
+        memory
+    }
+
+    #[test]
+    fn bits_of_pages_without_small_objects_are_damage() {
+        let large = Entry::Large(3).encode();
+        for (number, (entries, page_with_bits)) in
+            [([0, 0, 0], 1), ([large, 0, 0], 0), ([large, 0, 0], 2)].into_iter().enumerate()
+        {
+            let memory = memory(0x1237_4000_0000 + ((number as u64) << 32));
+            let first = memory.first_page();
+            memory.field(Field::UsedPages).store(u64::from(first) + 3, Ordering::Relaxed);
+            (first..).zip(entries).for_each(|(page, entry)| memory.entry(page).store(entry, Ordering::Relaxed));
+            memory.bitmap_word(first + page_with_bits, 3).store(1 << 9, Ordering::Relaxed);
+            assert_eq!(Objects::load(memory).unwrap_err().kind(), ErrorKind::Damaged, "{entries:?}");
+        }
+    }
+
+    #[test]
+    fn objects_do_not_overlap_whatever_the_bitmaps_of_unused_pages_hold() {
+        let memory = memory(0x1236_5000_0000);
+        for page in memory.first_page()..memory.pages {
+            memory.bitmap_word(page, 3).store(u64::MAX, Ordering::Relaxed);
+        }
+        let objects = Objects::load(memory).unwrap();
+        for class in (0..Class::COUNT).filter_map(Class::with_number) {
+            let mut made: Vec<usize> = (0..class.run_objects() * 2)
+                .map(|_| objects.allocate(class.bytes(), 16).addr() & ((2 << 20) - 1))
+                .collect();
+            made.sort_unstable();
+            assert!(made.windows(2).all(|pair| pair[1] - pair[0] >= class.bytes()), "{class:?}");
+        }
     }
 }

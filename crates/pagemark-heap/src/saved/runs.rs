@@ -4,7 +4,7 @@
 use std::io;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use pagemark::sys::own_memory::Mapping;
+use pagemark_linux::pieces::ReservedMemory;
 
 /// No page: the first page of a heap is never free.
 const NONE: u32 = 0;
@@ -13,11 +13,12 @@ const FREE: u32 = 1 << 31;
 /// Orders of blocks: a block has `1 << order` pages.
 const ORDERS: usize = 32;
 
-/// Links of lists of pages, and a value for each page. The values of pages that are in use are
-/// those of whoever uses them, below 2^31.
+/// Links of lists of pages, and a value for each page, 0 at first. The values of pages that are in
+/// use are those of whoever uses them, below 2^31. A page must be opened before it is in a list or
+/// gets a value.
 #[derive(Debug)]
 pub(super) struct Nodes {
-    memory: Mapping,
+    memory: ReservedMemory,
     pages: u32,
 }
 
@@ -30,24 +31,40 @@ pub(super) struct Node {
 }
 
 impl Nodes {
-    /// Nodes whose numbers are 0. They take memory only as they are written.
+    /// Nodes whose numbers are 0, none of them open.
     ///
     /// # Errors
     /// `ENOMEM`: there is no address space.
     pub fn new(pages: u32) -> io::Result<Nodes> {
-        Ok(Nodes { memory: Mapping::new(pages as usize * size_of::<Node>())?, pages })
+        Ok(Nodes { memory: ReservedMemory::new(pages as usize * size_of::<Node>())?, pages })
+    }
+
+    /// Opens the node of a page.
+    ///
+    /// # Errors
+    /// Those of [`ReservedMemory::open`].
+    pub fn open(&self, page: u32) -> io::Result<()> {
+        let start = page as usize * size_of::<Node>();
+        self.memory.open(start..start + size_of::<Node>())
+    }
+
+    #[inline]
+    fn is_open(&self, page: u32) -> bool {
+        // A node may lie in two pieces.
+        let start = page as usize * size_of::<Node>();
+        self.memory.is_open(start) && self.memory.is_open(start + size_of::<Node>() - 1)
     }
 
     #[inline]
     fn node(&self, page: u32) -> &Node {
-        assert!(page < self.pages, "there is no page {page}");
+        assert!(page < self.pages && self.is_open(page), "there is no page {page}, or it is not open");
         // SAFETY: the mapping has a node for each page, is filled with zeros at first, and lives as
-        // long as `self`. All its numbers are atomic.
+        // long as `self`. The node is open. All its numbers are atomic.
         unsafe { &*self.memory.start().as_ptr().cast::<Node>().add(page as usize) }
     }
 
     pub fn value(&self, page: u32) -> u32 {
-        self.node(page).value.load(Ordering::Relaxed)
+        if self.is_open(page) { self.node(page).value.load(Ordering::Relaxed) } else { 0 }
     }
 
     pub fn set_value(&self, page: u32, value: u32) {
@@ -152,6 +169,11 @@ impl Runs {
     }
 
     fn push(&mut self, nodes: &Nodes, start: u32, order: u32) {
+        if nodes.open(start).is_err() {
+            // Without memory for the list nobody could use the block. It is free again when the heap is
+            // opened the next time.
+            return;
+        }
         nodes.set_value(start, FREE | order);
         self.free[order as usize].push(nodes, start);
     }

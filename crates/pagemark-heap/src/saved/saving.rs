@@ -47,8 +47,8 @@ impl Saving {
     /// Waits until the checkpoint is durable.
     ///
     /// # Errors
-    /// As [`SavedHeap::checkpoint`](crate::SavedHeap::checkpoint): nothing is lost then, and the
-    /// next checkpoint includes it.
+    /// Those of [`SavedHeap::checkpoint`](crate::SavedHeap::checkpoint): nothing is lost then, and
+    /// the next checkpoint includes it.
     pub fn wait(mut self) -> Result<Taken, Error> {
         if !self.objects.is_here() {
             return Err(Error::forked_child());

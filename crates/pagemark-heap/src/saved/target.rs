@@ -5,11 +5,11 @@ use std::sync::mpsc::Sender;
 use std::time::{Instant, SystemTime};
 
 use pagemark::repository::{Repository, SpaceKind, TargetKind};
-use pagemark::sys::shared_bytes::SharedBytes;
 use pagemark::target::{
     CapturedSpace, CapturedSpaces, Frozen, SpaceId, Target, TargetDescription, TargetError, TargetMemory, WhileFreezing,
 };
 use pagemark::{Address, AddressRangeExt, Mechanism, PageTree, Range, RangeSet, Store};
+use pagemark_linux::shared_bytes::SharedBytes;
 
 use super::memory::Header;
 use super::objects::{Locked, Objects};
@@ -36,7 +36,7 @@ impl HeapTarget {
     /// Tracks a heap from now on. The first collect reports everything.
     ///
     /// # Errors
-    /// As [`HeapTracker::new`].
+    /// Those of [`HeapTracker::new`].
     pub fn new(
         objects: Arc<Objects>,
         repository: Repository,
@@ -52,7 +52,7 @@ impl HeapTarget {
     /// Takes what the memory holds now for what is saved.
     ///
     /// # Errors
-    /// As [`HeapTracker::collect_written`].
+    /// Those of [`HeapTracker::collect_written`].
     pub fn count_as_saved(&mut self) -> Result<(), Error> {
         let collected = self.tracker.collect_written(&mut RangeSet::new());
         collected.map(drop).map_err(Error::core("tracking", &self.job))

@@ -7,9 +7,9 @@
 
 use std::collections::BTreeMap;
 
-use pagemark::sys::own_machine::Move;
 use pagemark::track::view_log::ViewLog;
 use pagemark::{AddressRangeExt, ByteCount, Error, PAGE_SIZE, RangeSet};
+use pagemark_kvm_protocol::machine_calls::Move;
 
 use super::{HeapTracker, Interval, Level, addresses};
 use crate::grouping::{Grouping, Groups, PartSet, Seen};

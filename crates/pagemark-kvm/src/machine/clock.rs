@@ -7,7 +7,7 @@
 
 use std::ops::Range;
 
-use super::{Machine, Resolved, Space};
+use super::{FaultOutcome, Machine, Space};
 use crate::error::Error;
 use crate::layout::{PAGE, Physical, TABLE_SPAN};
 use crate::mappings::Protection;
@@ -155,7 +155,7 @@ impl Machine {
                 Exit::RingFull => self.take_rings().ok()?,
                 Exit::Exception(Exception { vector: 14, code, address }) => {
                     match self.resolve(address, code & 2 != 0, code & 16 != 0, TABLE_SPAN) {
-                        Ok(Resolved::Mapped) => vcpu.commit(),
+                        Ok(FaultOutcome::Mapped) => vcpu.commit(),
                         _ => return None,
                     }
                 }

@@ -7,10 +7,10 @@
 use std::sync::atomic::Ordering;
 
 use kvm_bindings::{kvm_regs, kvm_xsave};
-use pagemark::sys::own_machine::Means;
 use pagemark::track::emulate::HOT_STORES;
 use pagemark::track::emulate::stores::{Memory, Registers, Stores, Vectors};
 use pagemark::{Address, Range};
+use pagemark_kvm_protocol::machine_calls::Means;
 
 use super::Machine;
 use crate::layout::page_floor;

@@ -1,5 +1,5 @@
 //! The machine is made anew after the process has given up what it had of KVM, for a checkpoint
-//! ([`pagemark::sys::parking`]).
+//! ([`pagemark_kvm_protocol::description`]).
 //!
 //! Descriptors keep their numbers, and what KVM shares its addresses, so that all values that use
 //! them stay valid. The first thread that needs KVM makes the machine; each thread makes its own
@@ -8,7 +8,7 @@
 use std::os::fd::{AsRawFd, RawFd};
 use std::sync::atomic::Ordering;
 
-use pagemark::sys::own_machine::Means;
+use pagemark_kvm_protocol::machine_calls::Means;
 
 use super::tracking::log_failed;
 use super::{Machine, above_limit, begin_rings, checked, create_vm, lock, open_device};
@@ -50,7 +50,7 @@ impl Machine {
         let mut space = self.space.lock();
         // What nobody has collected.
         self.noted.take(|start, end| self.listed.add(start, end));
-        self.noted.begin(self.keeps.means());
+        self.noted.begin(self.keeps);
         self.add_slot(0, Physical::ZERO, TABLE_MEMORY, self.tables.host_address())?;
         self.renew_clock(&mut space);
         self.add_slots(&space)?;

@@ -10,9 +10,10 @@ use std::sync::atomic::Ordering;
 
 use kvm_bindings::KVM_MEM_LOG_DIRTY_PAGES;
 use pagemark::RangeSet;
-use pagemark::sys::own_machine::{Means, Run};
+use pagemark_kvm_protocol::machine_calls::{Means, Run};
+use pagemark_kvm_protocol::write_record::WriteRecord;
 
-use super::{Keeps, Machine, Space, emulation};
+use super::{Machine, Space, emulation};
 use crate::error::Error;
 use crate::layout::{PAGE, Physical, SLOT_SPAN, TABLE_SPAN, page_floor};
 use crate::page_table::PageTable;
@@ -20,18 +21,18 @@ use crate::sys::dirty_ring::{self, Ring};
 use crate::sys::owned_lock::OwnedLock;
 use crate::sys::{dirty_log, host_call};
 use crate::vcpu::Vcpu;
-use crate::writes::{Announced, Writes};
+use crate::writes::{AnnouncedWrites, Writes};
 
 /// A thread whose calls are announced, as long as this exists.
 pub struct Announcer {
     space: Arc<OwnedLock<Space>>,
-    announced: Announced,
+    announced: AnnouncedWrites,
 }
 
 /// A call that is announced, as long as this exists.
 pub struct Making<'m> {
     machine: &'m Machine,
-    announced: &'m Announced,
+    announced: &'m AnnouncedWrites,
     writes: Writes,
 }
 
@@ -40,7 +41,7 @@ impl Announcer {
     pub fn new(machine: &Machine, number: usize) -> Announcer {
         // There is a description for each: the machine makes no more.
         let described = machine.parking.entry(number).unwrap_or_else(|| Box::leak(Box::default()));
-        let announced = Announced::new(described);
+        let announced = AnnouncedWrites::new(described);
         machine.space().tracking.add_thread(announced);
         Announcer { space: machine.space.clone(), announced }
     }
@@ -89,8 +90,8 @@ impl Machine {
     /// KVM.
     pub fn check_means(&self, means: Means) -> Result<(), i32> {
         match means {
-            Means::Log if self.keeps != Keeps::Log => Err(libc::EBUSY),
-            Means::Ring if self.keeps != Keeps::Rings => Err(libc::EBUSY),
+            Means::Log if self.keeps != WriteRecord::Log => Err(libc::EBUSY),
+            Means::Ring if self.keeps != WriteRecord::Rings => Err(libc::EBUSY),
             Means::Ring => Ok(()),
             Means::Log => *self.log.get_or_init(|| dirty_log::enable(&self.vm)),
             Means::Scan => Ok(()),
@@ -301,7 +302,7 @@ impl Machine {
 
     /// The virtual CPU has a ring if the machine keeps rings.
     pub(super) fn add_ring(&self, vcpu: &Vcpu) {
-        if self.keeps != Keeps::Rings {
+        if self.keeps != WriteRecord::Rings {
             return;
         }
         let (number, ring) = (vcpu.number(), Ring::new(vcpu.descriptor(), vcpu.generation()));

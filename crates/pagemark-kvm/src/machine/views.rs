@@ -6,8 +6,8 @@
 //! the call that arms pages, because the program must not reach the guest's tables.
 
 use pagemark::RangeSet;
-use pagemark::sys::own_machine::{LOGGED, Means, Move, Run};
-use pagemark::sys::proc::maps;
+use pagemark_kvm_protocol::machine_calls::{LOGGED, Means, Move, Run};
+use pagemark_linux::proc::maps;
 
 use super::tracking::flush;
 use super::{Machine, Space};
@@ -26,7 +26,7 @@ impl Machine {
         if space.views.declare(&mappings, start, end, count) { Ok(()) } else { Err(libc::EINVAL) }
     }
 
-    /// As [`Machine::collect`] by the log, for pages of views, but nothing is armed.
+    /// Like [`Machine::collect`] by the log, for pages of views, but nothing is armed.
     ///
     /// # Errors
     /// `ESTALE`: they are no tracked views.

@@ -4,7 +4,7 @@
 use std::io;
 use std::ops::Range;
 
-use pagemark::sys::proc;
+use pagemark_linux::proc;
 
 /// Fields of `/proc/PID/stat`, as proc(5) counts.
 const START_CODE: usize = 26;

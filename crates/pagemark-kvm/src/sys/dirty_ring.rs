@@ -6,8 +6,8 @@ use std::io;
 use std::os::fd::{AsRawFd, RawFd};
 
 use kvm_ioctls::VmFd;
-use pagemark::sys::parking::RING_ENTRIES;
 use pagemark_kvm_log::ring;
+use pagemark_kvm_protocol::description::RING_ENTRIES;
 
 /// Where the pages of Intel's log wait until the virtual CPU leaves the machine.
 const PAGE_MODIFICATION_LOGGING: &str = "/sys/module/kvm_intel/parameters/pml";

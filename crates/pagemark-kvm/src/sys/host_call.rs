@@ -2,6 +2,8 @@
 
 use std::sync::atomic::AtomicU32;
 
+use pagemark_linux::ptrace::SYSCALL_BYTES;
+
 /// The errno with which Linux tells itself that a call is to be made again after a signal. It never
 /// reaches a program.
 pub const RESTART: i64 = -512;
@@ -61,7 +63,6 @@ pub(super) fn after_signal(instruction: u64) -> u64 {
 /// The instruction behind the `syscall` of a call that a signal interrupts, and the one where a
 /// thread goes on if the call is not made.
 pub(super) fn blocking() -> [u64; 2] {
-    const SYSCALL_BYTES: u64 = 2;
     [&raw const pagemark_kvm_call_enter as u64 + SYSCALL_BYTES, &raw const pagemark_kvm_call_restart as u64]
 }
 
@@ -79,7 +80,7 @@ pub unsafe fn interruptible(call: &Call, pending: &AtomicU32) -> i64 {
 /// Makes `call`, which does not block.
 ///
 /// # Safety
-/// As [`interruptible`].
+/// Those of [`interruptible`].
 pub unsafe fn immediate(number: i64, arguments: [u64; 6]) -> i64 {
     let [a, b, c, d, e, f] = arguments;
     let result: i64;

@@ -3,7 +3,7 @@
 use std::io;
 use std::ops::Range;
 
-use pagemark::sys::proc::maps;
+use pagemark_linux::proc::maps;
 
 /// The name of the library's mapping, and how those of its data begin.
 const IMAGE: &[u8] = b"[vdso]";

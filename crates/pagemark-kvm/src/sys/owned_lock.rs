@@ -7,7 +7,7 @@ use std::cell::UnsafeCell;
 use std::ops::{Deref, DerefMut};
 use std::sync::atomic::Ordering;
 
-use pagemark::sys::futex::Futex;
+use pagemark_linux::futex::Futex;
 
 /// Set if a thread may sleep until the lock is free.
 const AWAITED: u32 = 1 << 31;

@@ -1,5 +1,5 @@
 //! The description of what this process has of KVM, for those who save its state; see
-//! [`pagemark::sys::parking`].
+//! [`pagemark_kvm_protocol::description`].
 
 use std::cell::Cell;
 use std::io;
@@ -10,16 +10,16 @@ use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use kvm_bindings::{kvm_vcpu_events, kvm_xsave};
-use pagemark::sys::parking::{
-    ADDRESS, BYTES, CLOSED, CLOSING, DEVICE_WORDS, Header, LEAVING, LEFT, MAGIC, MOST_VCPUS, MOST_WRITTEN, OPEN,
-    PARKED, PREPARED, PREPARING, RELEASED, RESERVED, RUNNING, VcpuEntry, WRITTEN_ADDRESS, Words, copy_address,
-    vcpu_address, vector_state_address,
+use pagemark_kvm_protocol::description::{
+    ADDRESS, BYTES, DEVICE_WORDS, Header, MAGIC, MOST_VCPUS, MOST_WRITTEN, VcpuEntry, WRITTEN_ADDRESS, Words,
+    copy_address, vcpu_address, vector_state_address,
 };
+use pagemark_kvm_protocol::state::{DescriptorState, MachineState};
 
 use crate::layout::{PAGE, PROGRAM_END, Physical};
-use crate::listed::Listed;
 use crate::sys::host_call;
-use crate::sys::noted::Noted;
+use crate::sys::noted_writes::NotedWrites;
+use crate::write_list::WriteList;
 
 /// How long a thread waits until the process is released, if it cannot be known whether the process
 /// that parked it still exists.
@@ -98,10 +98,10 @@ impl Parking {
     }
 
     /// The list of what is written without a trace in the guest's page tables.
-    pub fn listed(&self) -> Listed {
+    pub fn listed(&self) -> WriteList {
         // SAFETY: within the mapping, which is never unmapped, and zeros are valid words.
         let ranges = unsafe { std::slice::from_raw_parts(WRITTEN_ADDRESS as *const Words, MOST_WRITTEN) };
-        Listed::new(self.header, ranges)
+        WriteList::new(self.header, ranges)
     }
 
     /// Describes the guest's page tables, of which `root` is the highest, in memory at `tables`.
@@ -112,8 +112,8 @@ impl Parking {
     }
 
     /// What KVM notes of the program's writes, for whoever tracks it from outside.
-    pub fn noted(&self) -> Noted {
-        Noted::new(self.header)
+    pub fn noted(&self) -> NotedWrites {
+        NotedWrites::new(self.header)
     }
 
     /// Describes a new machine without virtual CPUs.
@@ -139,21 +139,21 @@ impl Parking {
         self.header.users.store(1, Ordering::Relaxed);
         self.header.vcpus.store(0, Ordering::Relaxed);
         // Whoever is about to park the parent does not know of this process, and would not release it.
-        let _ = self.header.state.compare_exchange(CLOSING, RUNNING, Ordering::SeqCst, Ordering::SeqCst);
+        let _ = replace_state(self.header, MachineState::Closing, MachineState::Running, Ordering::SeqCst);
     }
 
     /// Begins to use KVM, or what is left of the machine if the process leaves it. None if there is
     /// no machine.
     pub fn enter(&self) -> Option<InUse> {
-        self.enter_in(|state| state == RUNNING || leaves(state))
+        self.enter_in(|state| state == MachineState::Running || state.leaves())
     }
 
     /// Begins to make the machine again. None if it is there, or the process is parked.
     pub fn begin_renewal(&self) -> Option<InUse> {
-        self.enter_in(|state| state == RELEASED)
+        self.enter_in(|state| state == MachineState::Released)
     }
 
-    fn enter_in(&self, is_right: impl Fn(u32) -> bool) -> Option<InUse> {
+    fn enter_in(&self, is_right: impl Fn(MachineState) -> bool) -> Option<InUse> {
         let in_use = InUse { header: self.header, not_send: PhantomData };
         USES.set(USES.get() + 1);
         if USES.get() > 1 {
@@ -161,12 +161,12 @@ impl Parking {
         }
         self.header.users.fetch_add(1, Ordering::SeqCst);
         // A process is parked only while nobody uses KVM.
-        is_right(self.header.state.load(Ordering::SeqCst)).then_some(in_use)
+        state(self.header, Ordering::SeqCst).is_some_and(is_right).then_some(in_use)
     }
 
     /// True if the process continues without the machine, and makes none.
     pub fn is_leaving(&self) -> bool {
-        leaves(self.header.state.load(Ordering::Acquire))
+        state(self.header, Ordering::Acquire).is_some_and(MachineState::leaves)
     }
 
     /// Waits until all threads wait here, and one of them has made the process ready by `prepare`.
@@ -177,11 +177,11 @@ impl Parking {
         let mut prepare = (self.header.waiting.fetch_add(1, Ordering::AcqRel) == 0).then_some(prepare);
         let since = Instant::now();
         loop {
-            match self.header.state.load(Ordering::Acquire) {
-                LEFT => return Ok(()),
-                PREPARING if prepare.is_some() => {
+            match state(self.header, Ordering::Acquire) {
+                Some(MachineState::Left) => return Ok(()),
+                Some(MachineState::Preparing) if prepare.is_some() => {
                     prepare.take().map_or(Ok(()), |prepare| prepare())?;
-                    self.header.state.store(PREPARED, Ordering::Release);
+                    self.header.state.store(MachineState::Prepared.word(), Ordering::Release);
                 }
                 _ if self.is_abandoned(since) => {
                     return Err(io::Error::other("whoever restored the process without its machine is gone"));
@@ -200,13 +200,12 @@ impl Parking {
     pub fn wait(&self) {
         let since = Instant::now();
         loop {
-            match self.header.state.load(Ordering::Acquire) {
-                now @ (PARKED | CLOSING) if self.is_abandoned(since) => {
-                    let next = if now == PARKED { RELEASED } else { RUNNING };
-                    let _ = self.header.state.compare_exchange(now, next, Ordering::AcqRel, Ordering::Relaxed);
-                }
-                PARKED | CLOSING => std::thread::sleep(POLL),
-                _ => return,
+            let Some(now) = state(self.header, Ordering::Acquire) else { return };
+            let Some(next) = now.released() else { return };
+            if self.is_abandoned(since) {
+                let _ = replace_state(self.header, now, next, Ordering::AcqRel);
+            } else {
+                std::thread::sleep(POLL);
             }
         }
     }
@@ -221,7 +220,7 @@ impl Parking {
 
     /// There is a machine again.
     pub fn set_running(&self) {
-        self.header.state.store(RUNNING, Ordering::SeqCst);
+        self.header.state.store(MachineState::Running.word(), Ordering::SeqCst);
     }
 
     /// Describes the virtual CPU `number`.
@@ -232,7 +231,7 @@ impl Parking {
             words[0].store(address, Ordering::Relaxed);
             words[1].store(PAGE, Ordering::Relaxed);
         }
-        entry.descriptor_state.store(OPEN, Ordering::Release);
+        entry.descriptor_state.store(DescriptorState::Open.word(), Ordering::Release);
         self.header.vcpus.fetch_max(number as u32 + 1, Ordering::AcqRel);
     }
 
@@ -242,9 +241,11 @@ impl Parking {
     /// The first of `reserve`.
     pub fn reserve_closed<E>(&self, reserve: impl Fn(RawFd) -> Result<(), E>) -> Result<(), E> {
         let entries = (0..self.header.vcpus.load(Ordering::Acquire) as usize).filter_map(|number| self.entry(number));
-        for entry in entries.filter(|entry| entry.descriptor_state.load(Ordering::Acquire) == CLOSED) {
+        for entry in
+            entries.filter(|entry| entry.descriptor_state.load(Ordering::Acquire) == DescriptorState::Closed.word())
+        {
             reserve(entry.descriptor.load(Ordering::Relaxed))?;
-            entry.descriptor_state.store(RESERVED, Ordering::Release);
+            entry.descriptor_state.store(DescriptorState::Reserved.word(), Ordering::Release);
         }
         Ok(())
     }
@@ -252,7 +253,8 @@ impl Parking {
     /// The descriptors of the virtual CPUs that the machine has.
     pub fn open_vcpus(&self) -> impl Iterator<Item = RawFd> {
         let entries = (0..self.header.vcpus.load(Ordering::Acquire) as usize).filter_map(|number| self.entry(number));
-        let open = entries.filter(|entry| entry.descriptor_state.load(Ordering::Acquire) == OPEN);
+        let open =
+            entries.filter(|entry| entry.descriptor_state.load(Ordering::Acquire) == DescriptorState::Open.word());
         open.map(|entry| entry.descriptor.load(Ordering::Relaxed))
     }
 
@@ -278,8 +280,14 @@ impl Parking {
     }
 }
 
-fn leaves(state: u32) -> bool {
-    matches!(state, LEAVING | PREPARING | PREPARED | LEFT)
+/// What the process has of its machine. None if the word says nothing.
+fn state(header: &Header, order: Ordering) -> Option<MachineState> {
+    MachineState::of(header.state.load(order))
+}
+
+/// Sets the state `next` in place of `now`. Nothing is set if it has changed meanwhile.
+fn replace_state(header: &Header, now: MachineState, next: MachineState, order: Ordering) -> Result<u32, u32> {
+    header.state.compare_exchange(now.word(), next.word(), order, Ordering::Relaxed)
 }
 
 fn process_exists(pid: i32) -> bool {
@@ -316,9 +324,9 @@ mod tests {
         let in_use = parking.enter().expect("there is a machine");
         // This process will not end while the test waits.
         parking.header.parker.store(std::process::id() as i32, Ordering::Relaxed);
-        parking.header.state.store(CLOSING, Ordering::Relaxed);
+        parking.header.state.store(MachineState::Closing.word(), Ordering::Relaxed);
         parking.begin_child(&in_use);
-        assert_eq!(parking.header.state.load(Ordering::Relaxed), RUNNING);
+        assert_eq!(state(parking.header, Ordering::Relaxed), Some(MachineState::Running));
         parking.wait();
         drop(in_use);
         assert!(parking.enter().is_some());

@@ -11,7 +11,7 @@ pub const INFO_BYTES: usize = 128;
 
 /// A signal that came for the program on this thread, and was not yet delivered to it.
 #[derive(Clone, Copy, Debug)]
-pub struct Arrived {
+pub struct ArrivedSignal {
     /// Its number.
     pub number: u32,
     /// `siginfo_t`.
@@ -69,7 +69,7 @@ impl Slot {
     }
 
     /// The signal that waits; the slot is empty then. All signals remain blocked.
-    pub fn take(&self) -> Option<Arrived> {
+    pub fn take(&self) -> Option<ArrivedSignal> {
         let number = self.number.load(Ordering::Acquire);
         if number == 0 {
             return None;
@@ -79,7 +79,7 @@ impl Slot {
         self.number.store(0, Ordering::Release);
         // SAFETY: the page of the virtual CPU is mapped by the contract of `make_current`.
         unsafe { self.immediate_exit.load(Ordering::Relaxed).write_volatile(0) };
-        Some(Arrived { number, info, mask })
+        Some(ArrivedSignal { number, info, mask })
     }
 }
 

@@ -5,7 +5,7 @@ use std::io;
 use std::os::fd::{FromRawFd, RawFd};
 use std::os::unix::fs::FileExt;
 
-use pagemark::sys::own_machine::CountsOfKvm;
+use pagemark_kvm_protocol::machine_calls::CountsOfKvm;
 
 use super::descriptors;
 

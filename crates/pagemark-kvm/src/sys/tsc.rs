@@ -55,7 +55,7 @@ pub fn suspended() -> i64 {
     })
 }
 
-/// As [`suspended`], with clocks that `now` reads. A thread may be preempted between two of them,
+/// Like [`suspended`], with clocks that `now` reads. A thread may be preempted between two of them,
 /// or stopped for a checkpoint: then they are read again.
 fn suspended_by(mut now: impl FnMut(libc::clockid_t) -> i64) -> i64 {
     const SHORT: i64 = 100_000;

@@ -1,6 +1,6 @@
 //! System calls of the program: which the kernel carries out as they are, and which the monitor.
 
-use pagemark::sys::own_machine;
+use pagemark_kvm_protocol::machine_calls;
 
 use crate::layout::is_program;
 use crate::machine::Machine;
@@ -157,7 +157,7 @@ impl Thread {
             libc::SYS_rseq | libc::SYS_io_uring_setup => Err(libc::ENOSYS.into()),
             libc::SYS_userfaultfd => self.pass(userfault::open(call)),
             libc::SYS_ioctl => self.pass(userfault::ioctl(call)?),
-            _ if number == own_machine::CALL => self.track(arguments).map(done),
+            _ if number == machine_calls::CALL => self.track(arguments).map(done),
             _ => self.pass(call),
         }
     }

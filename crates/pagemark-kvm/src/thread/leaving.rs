@@ -1,12 +1,13 @@
 //! A restored process continues without its machine: each thread takes the program's registers, and
-//! the kernel gets what the monitor has kept for the program. See [`pagemark::sys::parking`].
+//! the kernel gets what the monitor has kept for the program. See
+//! [`pagemark_kvm_protocol::description`].
 
 use std::io;
 use std::ops::Range;
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 
-use pagemark::sys::proc::maps;
+use pagemark_linux::proc::maps;
 
 use super::Thread;
 use super::calls::signal::{Frame, save_state};

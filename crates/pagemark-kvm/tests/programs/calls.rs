@@ -6,9 +6,9 @@ use std::os::unix::net::UnixDatagram;
 use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
 
 use pagemark::region::{Region, RegionOptions};
-use pagemark::sys::own_memory::Mapping;
 use pagemark::track::{OwnMemory, Scope};
 use pagemark::{Address, ErrorKind, Mechanism, PAGE_SIZE, RangeSet};
+use pagemark_linux::own_memory::Mapping;
 
 const PAGES: usize = 600;
 

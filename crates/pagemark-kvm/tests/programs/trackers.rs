@@ -8,8 +8,8 @@ use std::process::Command;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use pagemark::region::{Region, RegionOptions};
-use pagemark::sys::own_machine;
 use pagemark::{Address, ErrorKind, Mechanism, PAGE_SIZE};
+use pagemark_kvm_protocol::machine_calls;
 
 use super::{MACHINE, lacking, output};
 
@@ -101,9 +101,9 @@ fn the_machine_counts_what_happens() {
 fn counts() {
     const TIMES: u64 = 20_000;
     let of = |what: &dyn Fn()| {
-        let before = own_machine::counts().expect("a program in a machine");
+        let before = machine_calls::counts().expect("a program in a machine");
         (0..TIMES).for_each(|_| what());
-        let after = own_machine::counts().expect("as before");
+        let after = machine_calls::counts().expect("as before");
         let kvm = before.of_kvm.zip(after.of_kvm).map(|(before, after)| after.exits - before.exits);
         (after.calls - before.calls, kvm)
     };

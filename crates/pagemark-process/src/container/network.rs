@@ -13,12 +13,11 @@ use std::path::PathBuf;
 
 use nix::sched::{CloneFlags, unshare};
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, socket};
-use pagemark::sys::proc;
-
-use crate::error::{Error, ErrorKind, Object};
+use pagemark_linux::proc;
+use pagemark_trace::error::{Error, ErrorKind, Object};
 
 /// CRIU's name of the namespace, which dump and restore agree upon.
-const NAME: &str = "pagemark-network";
+pub(crate) const NAME: &str = "pagemark-network";
 
 /// CRIU's option not to lock the network of a tree, for which it executes programs in the freeze.
 pub(crate) const UNLOCKED: [&str; 2] = ["--network-lock", "skip"];
@@ -55,11 +54,6 @@ impl OwnNetwork {
 /// There is no such process, or tracing it is not permitted.
 pub(crate) fn dump_arguments(pid: i32) -> io::Result<[String; 2]> {
     Ok(["--external".to_owned(), format!("net[{}]:{NAME}", proc::namespace(pid, "net")?)])
-}
-
-/// CRIU's arguments at a restore, which inherits the namespace as this descriptor.
-pub(crate) fn restore_arguments(namespace: &OwnedFd) -> [String; 2] {
-    ["--inherit-fd".to_owned(), format!("fd[{}]:{NAME}", namespace.as_raw_fd())]
 }
 
 /// The names in `/proc/PID/net/dev` but that of the loopback interface.

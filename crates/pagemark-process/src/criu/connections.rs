@@ -23,10 +23,9 @@ use std::process::{Command, Stdio};
 
 use nix::sched::{CloneFlags, setns};
 use nix::sys::socket::{getsockopt, setsockopt, sockopt};
-use pagemark::sys::proc::descriptors::parse_inet_sockets;
-use pagemark::sys::{pidfd, proc};
-
-use crate::error::Error;
+use pagemark_linux::proc::descriptors::parse_inet_sockets;
+use pagemark_linux::{pidfd, proc};
+use pagemark_trace::error::Error;
 
 /// CRIU's mark of its own packets, as iptables shows it in the condition of a rule.
 const OTHER_MARK: &str = "! --mark 0xc114";

@@ -16,49 +16,52 @@ use std::cell::LazyCell;
 use std::collections::{HashMap, HashSet};
 use std::fs::File;
 use std::io::{Read, Write};
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::Child;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::process::{Child, Command};
 use std::time::{Duration, Instant};
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use pagemark::sys::proc::{self, Status, tree};
-use pagemark::sys::{pagemap, pidfd};
 use pagemark::{PAGE_SIZE, RangeSet};
+use pagemark_linux::proc::{Process, tree};
+use pagemark_trace::cgroups::{self, Cgroups};
+use pagemark_trace::error::Error;
+#[cfg(doc)]
+use pagemark_trace::error::ErrorKind;
+#[cfg(doc)]
+use pagemark_trace::inject::memory_copy::MemoryCopy;
+use pagemark_trace::namespace_ids;
+use pagemark_trace::objects::ObjectId;
+use pagemark_trace::parked;
 
+use super::attach_deadlock::AttachDeadlock;
 use super::connections::{Rules, Sockets};
+use super::dump_options::DumpOptions;
 use super::guard::Guard;
 use super::images::schema::PstreeEntry;
 use super::images::{PageRun, Pagemap, read_all};
-use super::interrupted::Interrupted;
+use super::interrupted_calls::InterruptedCalls;
+use super::late_sockets;
 use super::machines::Machines;
-use super::notify::Submitted;
-use super::outside_files::{self, OutsideFile};
-use super::shortened::{self, Shortened};
-use super::stdio::{self, Outside};
-use super::sysv_memory::{self, Segment};
-use super::sysv_semaphores::{self, SemaphoreSet};
-use super::withhold::{Withheld, Withholding};
-use super::{CAP_SYS_RESOURCE, Criu, errors_in_log, has_capability, images, kernel_data, outside_sockets, smaps};
-use crate::cgroups::{self, Cgroups, Memberships};
-use crate::container::network::{self, OwnNetwork};
-use crate::container::{self, FileLocation, FirstProcess, HostPaths};
-use crate::error::{Error, ErrorKind, Object};
-use crate::files::encode_path;
-use crate::objects::ObjectId;
-use crate::parked;
+use super::notes::{InMachine, NOTES, Notes, working_directories};
+use super::outside_sockets::ConnectedSockets;
+use super::owners;
+use super::shortened::{self, ShortenedMapping};
+use super::stdio;
+use super::submission::{Submission, may_withhold};
+use super::sysv_memory;
+use super::sysv_semaphores;
+use super::watch::{Watch, tracer};
+use super::withhold::{WithheldMemory, Withholding};
+use super::{Criu, dump_arguments, errors_in_log, images, limits, outside_sockets};
+use crate::refusal::{EXECUTES, NEW_FILTER};
 use crate::scratch;
-use crate::spawn::FROM_OUTSIDE;
+use crate::spawn::outlive_requests_to_end;
 
 /// CRIU's log in the images directory.
 const LOG: &str = "dump.log";
-
-/// What Pagemark itself has to remember for the restore, in the images directory.
-pub(crate) const NOTES: &str = "pagemark.json";
 
 /// How long CRIU may take to save the state. Its own limit for freezing is 10 s.
 const SAVE_LIMIT: Duration = Duration::from_secs(120);
@@ -72,76 +75,6 @@ const POLL: Duration = Duration::from_micros(200);
 /// Message of CRIU's page protocol that ends the page server: command, pages, address, image; 32
 /// bytes with padding.
 const FORCE_CLOSE: u32 = 0x1024;
-
-/// What to save, and how.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub struct DumpOptions {
-    /// Saves established TCP connections too. Without it they are restored closed, and never
-    /// disturbed by the dump.
-    pub keep_connections: bool,
-    /// What becomes of control groups.
-    pub cgroups: Cgroups,
-    /// Saves the interfaces, addresses, routes, rules and settings of the network, if the tree has
-    /// one of its own. CRIU executes some ten programs for it in the freeze.
-    pub save_network: bool,
-}
-
-/// What Pagemark has to remember about a dump to restore it.
-#[derive(Clone, PartialEq, Eq, Debug, Default, serde::Serialize, serde::Deserialize)]
-pub(crate) struct Notes {
-    /// Connections are in the images.
-    pub keep_connections: bool,
-    /// The root was no session leader: it gets the restoring command's session.
-    pub shell_job: bool,
-    /// Standard streams that lead out of the tree.
-    pub outside: Vec<Outside>,
-    /// The working directories of the processes, as
-    /// [`encode_path`](crate::files::encode_path) writes them. Earlier versions noted none.
-    #[serde(default)]
-    pub working_directories: Vec<String>,
-    /// What becomes of control groups. (Absent in the oldest checkpoints.)
-    #[serde(default)]
-    pub cgroups: Cgroups,
-    /// The control groups in the freeze, if a restore joins them.
-    #[serde(default)]
-    pub memberships: Memberships,
-    /// The root directory of the tree as it is here, as
-    /// [`encode_path`](crate::files::encode_path) writes it, if the tree has mounts of its own.
-    #[serde(default)]
-    pub own_root: Option<String>,
-    /// Files that are open on mounts outside, of a tree that has mounts of its own.
-    #[serde(default)]
-    pub outside_files: Vec<OutsideFile>,
-    /// The network of a tree that has one of its own.
-    #[serde(default)]
-    pub own_network: Option<OwnNetwork>,
-    /// The root process, if it is the first process of a namespace of process ids: a restore makes
-    /// a new namespace, in which no id is in use.
-    #[serde(default)]
-    pub first_process: Option<FirstProcess>,
-    /// System V shared memory that the processes have attached.
-    #[serde(default)]
-    pub segments: Vec<Segment>,
-    /// System V semaphores that the processes alone have changed.
-    #[serde(default)]
-    pub semaphores: Vec<SemaphoreSet>,
-    /// Connections by Unix sockets to processes outside, which a restore finds closed.
-    #[serde(default)]
-    pub closed_sockets: Vec<String>,
-    /// The processes in a machine. If a restore takes them out of it, their `/proc/PID/exe` leads
-    /// to the program's file.
-    #[serde(default)]
-    pub in_machines: Vec<InMachine>,
-}
-
-/// A process in a machine.
-#[derive(Clone, PartialEq, Eq, Debug, serde::Serialize, serde::Deserialize)]
-pub(crate) struct InMachine {
-    /// Its id in the images.
-    pub pid: i32,
-    /// Where the program's file has its first instruction.
-    pub program_entry: u64,
-}
 
 /// By process: its id in the images, and the pages of its private mappings that held data in the
 /// freeze.
@@ -165,6 +98,45 @@ impl Timings {
     }
 }
 
+/// By which CRIU and Pagemark speak.
+struct Channels {
+    /// To the page server that CRIU becomes.
+    socket: UnixStream,
+    page_server: UnixStream,
+    /// CRIU says here that it has saved the state.
+    status: OwnedFd,
+    status_of_criu: OwnedFd,
+    images: OwnedFd,
+}
+
+impl Channels {
+    fn open(directory: &Path) -> Result<Channels, Error> {
+        let (socket, page_server) = UnixStream::pair().map_err(for_criu("make a socket pair"))?;
+        let pipe = nix::unistd::pipe2(nix::fcntl::OFlag::O_CLOEXEC);
+        let (status, status_of_criu) = pipe.map_err(|error| for_criu("make a pipe")(error.into()))?;
+        let images = scratch::hold(directory).map_err(for_criu(&format!("hold {}", directory.display())))?;
+        Ok(Channels { socket, page_server, status, status_of_criu, images: images.into() })
+    }
+
+    fn arguments(&self) -> [String; 4] {
+        let [page_server, status] = [self.page_server.as_raw_fd(), self.status_of_criu.as_raw_fd()];
+        ["--ps-socket".into(), page_server.to_string(), "--status-fd".into(), status.to_string()]
+    }
+
+    /// The descriptors that CRIU gets. The reading end of its status pipe is among them: if
+    /// Pagemark is killed, writing to it must not fail. And the directory: it is not left over
+    /// while CRIU writes into it.
+    fn of_criu(&self) -> [RawFd; 4] {
+        let [page_server, images] = [self.page_server.as_raw_fd(), self.images.as_raw_fd()];
+        [page_server, self.status_of_criu.as_raw_fd(), self.status.as_raw_fd(), images]
+    }
+}
+
+/// The error of a step on the way to CRIU.
+fn for_criu(step: &str) -> impl FnOnce(std::io::Error) -> Error {
+    Error::criu_io(format!("{step} for CRIU"))
+}
+
 /// A dump that is under way. Dropped at any point, the tree resumes.
 #[derive(Debug)]
 pub struct Dump {
@@ -175,68 +147,20 @@ pub struct Dump {
     /// None once CRIU was asked to end.
     socket: Option<UnixStream>,
     status: File,
+    submission: Submission,
     withholding: Option<Withholding>,
-    /// CRIU is to ask Pagemark for the mappings of the processes.
-    lists_mappings: bool,
-    /// Processes have System V shared memory attached that CRIU is not to learn of.
-    has_segments: bool,
-    interrupted: Interrupted,
+    interrupted: InterruptedCalls,
     watch: Watch,
+    attach_deadlock: AttachDeadlock,
     state_saved_at: Option<Instant>,
     /// Processes that run in machines, if there are any.
     machines: Option<Machines>,
+    /// The processes when CRIU was started.
+    tree: Vec<i32>,
     /// None once CRIU's rules are removed, or if it makes none.
     rules: Option<Rules>,
     /// Waited for when CRIU has ended.
-    _guard: Option<Guard>,
-}
-
-/// Sees when the tree is frozen, whatever Pagemark does meanwhile: what is not seen would not count
-/// as downtime.
-#[derive(Debug)]
-struct Watch {
-    shared: Arc<Watched>,
-    thread: Option<std::thread::JoinHandle<()>>,
-}
-
-#[derive(Debug, Default)]
-struct Watched {
-    frozen_at: OnceLock<Instant>,
-    is_over: AtomicBool,
-}
-
-impl Watch {
-    fn start(pid: i32, criu_pid: i32) -> std::io::Result<Watch> {
-        let shared = Arc::new(Watched::default());
-        let watched = shared.clone();
-        let thread = std::thread::Builder::new().name("pagemark-watch".into()).spawn(move || {
-            while !watched.is_over.load(Ordering::Relaxed) {
-                match tracer(pid) {
-                    Some(tracer) if tracer == criu_pid => {
-                        let _ = watched.frozen_at.set(Instant::now());
-                        return;
-                    }
-                    Some(_) => std::thread::sleep(POLL),
-                    None => return,
-                }
-            }
-        })?;
-        Ok(Watch { shared, thread: Some(thread) })
-    }
-
-    fn frozen_at(&self) -> Option<Instant> {
-        self.shared.frozen_at.get().copied()
-    }
-}
-
-impl Drop for Watch {
-    fn drop(&mut self) {
-        self.shared.is_over.store(true, Ordering::Relaxed);
-        if let Some(thread) = self.thread.take() {
-            // It does not panic.
-            let _ = thread.join();
-        }
-    }
+    guard: Option<Guard>,
 }
 
 impl Dump {
@@ -250,11 +174,11 @@ impl Dump {
         Dump::start_without(criu, pid, directory, options, &HashSet::new())
     }
 
-    /// As [`Dump::start`], without the content of these objects of shared memory. Where it cannot
+    /// Like [`Dump::start`], without the content of these objects of shared memory. Where it cannot
     /// be withheld from CRIU, the images have it; see [`SavedState::withheld_objects`].
     ///
     /// # Errors
-    /// As [`Dump::start`].
+    /// Those of [`Dump::start`].
     pub fn start_without(
         criu: &Criu,
         pid: i32,
@@ -263,130 +187,54 @@ impl Dump {
         objects: &HashSet<ObjectId>,
     ) -> Result<Dump, Error> {
         let tree = tree::members(pid).map_err(|_| Error::criu_gone(pid))?;
-        let tree: Vec<i32> = tree.iter().map(|member| member.pid).collect();
-        let notes = Notes {
-            keep_connections: options.keep_connections,
-            shell_job: nix::unistd::getsid(Some(nix::unistd::Pid::from_raw(pid)))
-                .map_err(|_| Error::criu_gone(pid))?
-                .as_raw()
-                != pid,
-            outside: stdio::find_outside(&tree),
-            working_directories: working_directories(&tree),
-            cgroups: options.cgroups,
-            memberships: Memberships::new(),
-            own_root: own_root(pid)?,
-            outside_files: Vec::new(),
-            own_network: OwnNetwork::of_process(pid, options.save_network).map_err(|_| Error::criu_gone(pid))?,
-            first_process: FirstProcess::of_container(pid),
-            segments: Vec::new(),
-            semaphores: Vec::new(),
-            closed_sockets: Vec::new(),
-            in_machines: Vec::new(),
-        };
-        let outside_files = if notes.own_root.is_some() { outside_files::find(&tree) } else { Vec::new() };
-        let notes = Notes { outside_files, ..notes };
-        write_notes(directory, &notes)?;
+        let tree: Vec<i32> = tree.iter().map(|member| member.process.pid).collect();
+        limits::check(pid, &tree)?;
+        let notes = Notes::before_freeze(pid, &tree, options)?;
+        notes.write(directory)?;
 
-        let io = |what: &str| Error::criu_io(format!("{what} for CRIU"));
-        let (socket, page_server) = UnixStream::pair().map_err(io("make a socket pair"))?;
-        let (status_read, status_write) =
-            nix::unistd::pipe2(nix::fcntl::OFlag::O_CLOEXEC).map_err(|e| io("make a pipe")(e.into()))?;
-
+        let channels = Channels::open(directory)?;
         let mut command = criu.command("dump", directory, LOG);
-        command.args(["-t", &pid.to_string(), "--lazy-pages", "--leave-running", "--file-locks", "--skip-in-flight"]);
-        command.args(["--ghost-limit", "1073741824", "--ext-unix-sk"]);
-        command.arg(format!("--manage-cgroups={}", options.cgroups.criu_mode()));
-        command.args(["--ps-socket", &page_server.as_raw_fd().to_string()]);
-        command.args(["--status-fd", &status_write.as_raw_fd().to_string()]);
-        command.arg(if options.keep_connections { "--tcp-established" } else { "--tcp-close" });
-        if notes.shell_job {
-            command.arg("--shell-job");
-        }
-        if tree.iter().any(|pid| has_lease(*pid)) {
-            // For the build ID of a file, CRIU opens the file, which would break a lease on it.
-            command.args(["--file-validation", "filesize"]);
-        }
-        if notes.own_root.is_some() {
-            command.args(container::MOUNT_OPTIONS);
-            command.args(notes.outside_files.iter().flat_map(|file| ["--external", &file.name]));
-        }
-        if let Some(network) = &notes.own_network {
-            if !network.is_saved {
-                command.args(network::dump_arguments(pid).map_err(|_| Error::criu_gone(pid))?);
-            }
-            if !notes.keep_connections {
-                // There is no connection whose packets would have to wait.
-                command.args(network::UNLOCKED);
-            }
-        }
-        command.args(stdio::dump_arguments(&notes.outside));
-        command.args(outside_sockets::dump_arguments(&tree));
-        // CRIU also gets the reading end of its status pipe: if Pagemark is killed, writing to it must not
-        // fail. And the directory: it is not left over while CRIU writes into it.
-        let images = scratch::hold(directory).map_err(io(&format!("hold {}", directory.display())))?;
-        let inherited =
-            [page_server.as_raw_fd(), status_write.as_raw_fd(), status_read.as_raw_fd(), images.as_raw_fd()];
-        let (receiver, sender) = UnixStream::pair().map_err(io("make a socket pair"))?;
+        command.args(channels.arguments());
+        dump_arguments::add(&mut command, pid, &tree, &notes)?;
+        let connected = ConnectedSockets::of_tree(&tree);
+        command.args(connected.arguments());
+        let (receiver, sender) = UnixStream::pair().map_err(for_criu("make a socket pair"))?;
         let sender_number = sender.as_raw_fd();
-        let with_limits = !has_capability(CAP_SYS_RESOURCE);
-        // Without PAGEMAP_SCAN, CRIU reads pagemap itself.
-        let may_withhold = may_withhold(&tree);
-        let has_segments = sysv_memory::is_used(&tree);
-        let mappings = may_withhold && (has_segments || smaps::pays(&tree));
-        // The calls that are left to the kernel need Linux 5.5; the interface is as old as 5.6.
-        let registers = pidfd::GET_DESCRIPTOR.is_there();
-        let data = !objects.is_empty();
-        let machines = Machines::of_tree(pid, &tree, &criu.interrupted);
-        let stops = registers || machines.is_some();
-        let withhold =
-            (pagemap::SCAN.is_there() || with_limits || mappings || registers || data || stops) && may_withhold;
-        let files = kernel_data::is_needed();
-        let submitted = Submitted { limits: with_limits, files, mappings, registers, data, stops };
-        // What matters of a process shows at its first thread.
-        let others =
-            tree.iter().flat_map(|&pid| proc::threads(pid).unwrap_or_default().into_iter().filter(move |&t| t != pid));
-        let mut filter = super::notify::filter(submitted, &others.collect::<Vec<i32>>());
-        // SAFETY: only system calls are made between fork and exec, which is allowed in a child of a
-        // process with threads.
-        unsafe {
-            command.pre_exec(move || {
-                stdio::begin_session_with(&inherited)?;
-                outlive_requests_to_end()?;
-                if withhold { super::notify::submit(sender_number, &mut filter) } else { Ok(()) }
-            });
+        let mut submission = Submission::of_tree(criu, pid, &tree, connected, !objects.is_empty());
+        if submission.late_sockets.is_some() {
+            command.args(late_sockets::dump_arguments());
         }
-        criu.interrupted.observe(&tree);
-        let connections = options.keep_connections.then(|| {
-            let rules = Rules::of_tree(pid, &tree, notes.own_network.is_some()).map_err(|_| Error::criu_gone(pid))?;
-            Ok::<_, Error>((rules, Sockets::of_tree(&tree)))
+        let (is_submitted, mut filter) = (submission.is_needed, submission.filter(&tree));
+        stand_apart(&mut command, options, channels.of_criu(), move || {
+            if is_submitted { super::notify::submit(sender_number, &mut filter) } else { Ok(()) }
         });
-        let (rules, sockets) = connections.transpose()?.unzip();
-        let child = command.spawn().map_err(io(&format!("start {}", criu.path().display())))?;
-        let guard = Guard::start(child.id() as i32, pid, &tree, sockets).map_err(io("start a guard"))?;
-        let watch = Watch::start(pid, child.id() as i32).map_err(io("start a thread"))?;
-        let withholding =
-            withhold.then(|| Withholding::start(&receiver, tree, objects, criu, submitted, machines.clone()));
-        let withholding = withholding.transpose().map_err(io("answer system calls"))?.flatten();
-        if let (None, Some(machines)) = (&withholding, &machines) {
-            // Nobody says when CRIU attaches: the processes wait while it starts. An error is that of the dump.
-            machines.park();
-        }
+        criu.interrupted.observe(&tree);
+        let rules = || Rules::of_tree(pid, &tree, notes.own_network.is_some()).map_err(|_| Error::criu_gone(pid));
+        let rules = options.keep_connections.then(rules).transpose()?;
+        let sockets = options.keep_connections.then(|| Sockets::of_tree(&tree));
+        let child = command.spawn().map_err(for_criu(&format!("start {}", criu.path().display())))?;
+        let guard = Guard::start(child.id() as i32, pid, &tree, sockets).map_err(for_criu("start a guard"))?;
+        let attach_deadlock = AttachDeadlock::new(child.id() as i32);
+        let watch = Watch::start(pid, child.id() as i32).map_err(for_criu("start a thread"))?;
+        let (withholding, machines) =
+            submission.answer(&receiver, objects, criu).map_err(for_criu("answer system calls"))?;
         Ok(Dump {
             pid,
             directory: directory.into(),
             notes,
             child,
-            socket: Some(socket),
-            status: File::from(status_read),
+            socket: Some(channels.socket),
+            status: File::from(channels.status),
+            submission,
             withholding,
-            lists_mappings: mappings,
-            has_segments,
             interrupted: criu.interrupted.clone(),
             watch,
+            attach_deadlock,
             state_saved_at: None,
             machines,
             rules,
-            _guard: guard,
+            tree,
+            guard,
         })
     }
 
@@ -406,7 +254,9 @@ impl Dump {
             if self.watch.frozen_at().is_some() {
                 return Ok(true);
             }
-            tracer(self.pid).ok_or_else(|| Error::criu_gone(self.pid))?;
+            if self.watch.is_gone() || tracer(self.pid).is_none() {
+                return Err(Error::criu_gone(self.pid));
+            }
             if self.has_ended()? {
                 return Err(self.failure());
             }
@@ -423,7 +273,7 @@ impl Dump {
     /// # Errors
     /// CRIU failed. The tree resumes.
     pub fn wait_all_frozen(&mut self) -> Result<bool, Error> {
-        if !self.lists_mappings {
+        if !self.submission.calls.mappings {
             return Ok(false);
         }
         while let Some(withholding) = &self.withholding {
@@ -489,6 +339,16 @@ impl Dump {
         self.state_saved_at.is_some()
     }
 
+    /// Makes a copy of the memory of a process of the tree, after [`Dump::wait_state_saved`]. The
+    /// copy ends within seconds, unless [`MemoryCopy::hold`] stops it.
+    ///
+    /// # Errors
+    /// Why it could not be made. The tree stays frozen.
+    pub fn copy_memory(&self, pid: i32) -> Result<Process, Error> {
+        let guard = self.guard.as_ref().ok_or_else(|| Error::criu_gone(self.pid))?;
+        guard.copy_memory(self.child.id() as i32, pid)
+    }
+
     /// Lets the tree resume, and waits until it runs. Then calls `populated` for the pages of
     /// private mappings that held data in the freeze and were withheld from CRIU.
     ///
@@ -505,24 +365,42 @@ impl Dump {
         };
         let waiting_since = self.machines.as_ref().and_then(Machines::since);
         let frozen_at = waiting_since.map_or(frozen_at, |since| since.min(frozen_at));
-        // The tree is still frozen. Only the ids of a container are others in the images.
+        self.note_frozen()?;
+        let thawed_at = self.end_freeze()?;
+        let state = self.complete_images(populated)?;
+        Ok((Timings { frozen_at, state_saved_at, thawed_at }, state))
+    }
+
+    /// Notes what is known of the tree while it is frozen.
+    fn note_frozen(&mut self) -> Result<(), Error> {
+        // Only the ids of a container are others in the images.
         let pid = self.pid;
         let pids = LazyCell::new(|| members(pid));
-        let image_id = if self.notes.first_process.is_some() { container::image_id } else { std::convert::identity };
+        let image_id =
+            if self.notes.first_process.is_some() { namespace_ids::image_id } else { std::convert::identity };
         if self.notes.cgroups == Cgroups::Restore {
             self.notes.memberships = cgroups::memberships(&pids, image_id);
         }
-        if self.machines.is_some() {
+        if self.machines.as_ref().is_some_and(Machines::are_there) {
             let in_machine = |&pid: &i32| {
                 let program_entry = parked::program_entry(pid)?.get();
                 Some(InMachine { pid: image_id(pid), program_entry })
             };
             self.notes.in_machines = pids.iter().filter_map(in_machine).collect();
         }
-        if self.has_segments {
+        // Those that were born since CRIU was started.
+        let born: Vec<i32> = pids.iter().copied().filter(|pid| !self.tree.contains(pid)).collect();
+        self.notes.working_directories.extend(working_directories(&born));
+        if self.submission.has_segments {
             self.notes.segments = sysv_memory::find(&pids, image_id)?;
         }
         self.notes.semaphores = sysv_semaphores::find(pid, || &pids)?;
+        self.notes.owners = owners::find(&pids);
+        Ok(())
+    }
+
+    /// Lets the tree resume, and waits until CRIU has ended. Returns when the tree ran again.
+    fn end_freeze(&mut self) -> Result<Instant, Error> {
         // It must stay open until CRIU has ended, because CRIU answers.
         let mut socket = self.socket.take();
         if let Some(socket) = &mut socket {
@@ -550,23 +428,31 @@ impl Dump {
         if !status.success() {
             return Err(self.failure());
         }
-        let thawed_at = thawed_at.unwrap_or_else(Instant::now);
+        Ok(thawed_at.unwrap_or_else(Instant::now))
+    }
+
+    /// Completes the images and the notes by what CRIU did not save.
+    fn complete_images(&mut self, populated: impl FnOnce() -> Populated) -> Result<SavedState, Error> {
         let closed = outside_sockets::close(&self.directory)?;
         self.notes.closed_sockets = closed.connections;
         self.notes.outside.extend(closed.streams);
-        write_notes(&self.directory, &self.notes)?;
+        self.notes.outside.extend(stdio::find_pipes(&self.directory)?);
+        self.notes.write(&self.directory)?;
         let withheld = self.withholding.take().map(Withholding::finish).unwrap_or_default();
         let populated = populated();
         add_withheld(&self.directory, &withheld.ranges, &populated)?;
         lengthen(&self.directory, &withheld.shortened, &populated)?;
         let host_id = |image_pid| Some(*populated.iter().find(|(_, (pid, _))| *pid == image_pid)?.0);
         self.interrupted.repair_images(&self.directory, host_id)?;
-        let Withheld { listed_mappings, objects: withheld_objects, .. } = withheld;
-        let state = SavedState { listed_mappings, withheld_objects, ..SavedState::read(&self.directory)? };
-        Ok((Timings { frozen_at, state_saved_at, thawed_at }, state))
+        let WithheldMemory { listed_mappings, objects: withheld_objects, .. } = withheld;
+        Ok(SavedState { listed_mappings, withheld_objects, ..SavedState::read(&self.directory)? })
     }
 
+    /// True if CRIU has ended, or would never answer.
     fn has_ended(&mut self) -> Result<bool, Error> {
+        if self.attach_deadlock.look() {
+            self.child.kill().map_err(Error::criu_io("end CRIU"))?;
+        }
         Ok(self.child.try_wait().map_err(Error::criu_io("wait for CRIU"))?.is_some())
     }
 
@@ -582,7 +468,13 @@ impl Dump {
         if let Some(error) = self.machines.as_ref().and_then(Machines::take_error) {
             return error;
         }
+        if self.attach_deadlock.is_found() {
+            return Error::criu_failed(self.what(), EXECUTES);
+        }
         let reason = errors_in_log(&self.directory.join(LOG));
+        if self.submission.may_withhold && !may_withhold(&members(self.pid)) {
+            return Error::criu_failed(self.what(), format!("{NEW_FILTER}; {reason}"));
+        }
         let lacks_right = reason.contains("get rlimit");
         let error = Error::criu_failed(self.what(), reason);
         if !lacks_right {
@@ -628,7 +520,7 @@ impl Drop for Dump {
     fn drop(&mut self) {
         self.end();
         if let Some(rules) = self.rules.take().filter(|_| self.has_failed()) {
-            // Nobody has asked for the outcome of this dump, so nobody hears of this either.
+            // The caller has dropped the dump without its outcome, so there is nowhere to report this.
             let _ = rules.remove();
         }
     }
@@ -636,7 +528,7 @@ impl Drop for Dump {
 
 /// The processes of a tree; none if it is gone.
 fn members(pid: i32) -> Vec<i32> {
-    tree::members(pid).unwrap_or_default().iter().map(|member| member.pid).collect()
+    tree::members(pid).unwrap_or_default().iter().map(|member| member.process.pid).collect()
 }
 
 /// Names in CRIU's images what was withheld from it.
@@ -652,7 +544,11 @@ fn add_withheld(directory: &Path, withheld: &HashMap<i32, RangeSet>, populated: 
 }
 
 /// Gives the mappings that were shortened for CRIU their ends in its images.
-fn lengthen(directory: &Path, shortened: &HashMap<i32, Vec<Shortened>>, populated: &Populated) -> Result<(), Error> {
+fn lengthen(
+    directory: &Path,
+    shortened: &HashMap<i32, Vec<ShortenedMapping>>,
+    populated: &Populated,
+) -> Result<(), Error> {
     for (&pid, mappings) in shortened {
         let (image_pid, _) = tracked(populated, pid)?;
         shortened::lengthen(&directory.join(format!("mm-{image_pid}.img")), mappings)?;
@@ -667,24 +563,6 @@ fn tracked(populated: &Populated, pid: i32) -> Result<&(i32, RangeSet), Error> {
     })
 }
 
-/// True if memory of a tree of these processes can be withheld from CRIU. A filtered process may
-/// not suspend the filters of another, which CRIU has to if the tree has any.
-pub(crate) fn may_withhold(pids: &[i32]) -> bool {
-    !pids.iter().any(|pid| has_seccomp(*pid))
-}
-
-/// True if a process or one of its threads is under a seccomp filter.
-fn has_seccomp(pid: i32) -> bool {
-    let threads = proc::threads(pid).unwrap_or_default();
-    threads.into_iter().any(|thread| Status::read(thread).is_ok_and(|status| status.seccomp_mode != 0))
-}
-
-/// True if a process holds a lease on a file.
-fn has_lease(pid: i32) -> bool {
-    let descriptors = proc::descriptors(pid).unwrap_or_default();
-    descriptors.iter().any(|descriptor| descriptor.has_lease().unwrap_or(false))
-}
-
 fn wait_readable(file: &File, at_most: Duration) -> Result<bool, Error> {
     use std::os::fd::AsFd;
     let mut fds = [PollFd::new(file.as_fd(), PollFlags::POLLIN)];
@@ -696,75 +574,27 @@ fn wait_readable(file: &File, at_most: Duration) -> Result<bool, Error> {
     }
 }
 
-/// The tracer of a process; zero if there is none. None if the process is gone.
-fn tracer(pid: i32) -> Option<i32> {
-    Status::read(pid).ok().filter(|status| !status.is_dead()).map(|status| status.tracer_pid)
-}
-
-/// In a process that was just forked: ignores the signals by which service managers, terminals and
-/// users ask a process to end, and exempts it from the out-of-memory killer where that is
-/// permitted. CRIU would end at once, whatever code of its own a target executes. Makes only system
-/// calls.
-pub(crate) fn outlive_requests_to_end() -> std::io::Result<()> {
-    use nix::sys::signal::{SigHandler, Signal, signal};
-    for number in FROM_OUTSIDE.into_iter().chain([Signal::SIGXCPU]) {
-        // SAFETY: ignoring a signal installs no handler.
-        unsafe { signal(number, SigHandler::SigIgn)? };
-    }
-    // SAFETY: the path ends with a zero byte, the buffer lives through the call, and the descriptor that
-    // is closed is the one that was just opened.
+/// Has CRIU begin in a session of its own, with the `inherited` descriptors, and outlive what ends
+/// this process. Then `submit` is called, which makes only system calls.
+fn stand_apart(
+    command: &mut Command,
+    options: &DumpOptions,
+    inherited: [RawFd; 4],
+    mut submit: impl FnMut() -> std::io::Result<()> + Send + Sync + 'static,
+) {
+    // CRIU leaves this control group: a kill of the whole group must not kill CRIU during a call that it
+    // injects, and CRIU's memory is not charged to the group. CRIU's own modes need the groups it is in.
+    let ways_out = if matches!(options.cgroups, Cgroups::Criu(_)) { Vec::new() } else { cgroups::ways_out() };
+    // SAFETY: only system calls are made between fork and exec, which is allowed in a child of a
+    // process with threads.
     unsafe {
-        let file = libc::open(c"/proc/self/oom_score_adj".as_ptr(), libc::O_WRONLY | libc::O_CLOEXEC);
-        if file >= 0 {
-            // Not permitted without CAP_SYS_RESOURCE, which `pagemark doctor` reports.
-            libc::write(file, c"-1000".as_ptr().cast(), 5);
-            libc::close(file);
-        }
+        command.pre_exec(move || {
+            stdio::begin_session_with(&inherited)?;
+            cgroups::take(&ways_out);
+            outlive_requests_to_end()?;
+            submit()
+        });
     }
-    Ok(())
-}
-
-/// The root directory of a process as it is here, as [`encode_path`](crate::files::encode_path)
-/// writes it. None if the process has no mounts of its own.
-fn own_root(pid: i32) -> Result<Option<String>, Error> {
-    let gone = |_| Error::criu_gone(pid);
-    if !container::has_own_mounts(pid).map_err(gone)? {
-        return Ok(None);
-    }
-    let root = proc::root_directory(pid).map_err(gone)?;
-    match HostPaths::of_tree(&[pid]).and_then(|mut paths| paths.place(pid, &root, None)).map_err(gone)? {
-        FileLocation::Outside(root) => Ok(Some(encode_path(&root))),
-        FileLocation::InsideAlone | FileLocation::Unknown => {
-            let reason = "has mounts of its own, and its root directory is not mounted here";
-            Err(Error::about(ErrorKind::PidNamespace, Object::command(pid), reason)
-                .help("mount its file system here too, run pagemark inside, or save memory alone with --memory-only"))
-        }
-    }
-}
-
-/// The working directories of the processes, each once.
-fn working_directories(tree: &[i32]) -> Vec<String> {
-    let Ok(mut paths) = HostPaths::of_tree(tree) else { return Vec::new() };
-    // A process that has just ended has none, and a directory that was removed holds no files.
-    let read = |pid: &i32| {
-        let path = proc::working_directory(*pid).ok()?;
-        match paths.place(*pid, &path, None) {
-            Ok(FileLocation::Outside(path)) => Some(path),
-            Ok(FileLocation::InsideAlone | FileLocation::Unknown) => None,
-            // It may not be traced.
-            Err(_) => Some(path),
-        }
-    };
-    let mut directories: Vec<String> = tree.iter().filter_map(read).map(|path| encode_path(&path)).collect();
-    directories.sort();
-    directories.dedup();
-    directories
-}
-
-fn write_notes(directory: &Path, notes: &Notes) -> Result<(), Error> {
-    let path = directory.join(NOTES);
-    let text = serde_json::to_vec(notes).map_err(|e| Error::criu_io(format!("write {}", path.display()))(e.into()))?;
-    std::fs::write(&path, text).map_err(Error::criu_io(format!("write {}", path.display())))
 }
 
 /// What CRIU saved, in its images directory.

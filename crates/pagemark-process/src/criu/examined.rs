@@ -16,7 +16,7 @@ use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use nix::unistd::geteuid;
-use pagemark::sys::proc::{self, Status};
+use pagemark_linux::proc::{self, Status};
 use serde::{Deserialize, Serialize};
 
 use crate::files::encode_path;
@@ -83,7 +83,7 @@ impl Conditions {
 
 /// The file.
 #[derive(Serialize, Deserialize)]
-struct Examined {
+struct Examination {
     conditions: Conditions,
     version: String,
 }
@@ -104,7 +104,7 @@ pub(super) fn version(directory: &Path, conditions: &Conditions) -> Option<Strin
     let metadata = file.metadata().ok().filter(|metadata| metadata.is_file() && metadata.size() <= MAX_BYTES)?;
     let mut text = Vec::with_capacity(metadata.size() as usize);
     file.take(MAX_BYTES).read_to_end(&mut text).ok()?;
-    let examined: Examined = serde_json::from_slice(&text).ok()?;
+    let examined: Examination = serde_json::from_slice(&text).ok()?;
     (examined.conditions == *conditions).then_some(examined.version)
 }
 
@@ -115,7 +115,7 @@ pub(super) fn keep(directory: &Path, conditions: Conditions, version: &str) -> i
         _ => {}
     }
     let directory = open_directory(directory)?;
-    let text = serde_json::to_vec(&Examined { conditions, version: version.into() })?;
+    let text = serde_json::to_vec(&Examination { conditions, version: version.into() })?;
     let mut file = tempfile::NamedTempFile::new_in(path_of(&directory))?;
     file.write_all(&text)?;
     file.persist(path_in(&directory))?;
@@ -297,7 +297,7 @@ mod tests {
         subject.install("4.1");
         Criu::at_keeping(&subject.program(), Some(&subject.directory())).unwrap_err();
         assert!(!subject.directory().exists());
-        // Nor is an old version believed that was kept.
+        // A kept result that names a version too old is not used either.
         let conditions = Conditions::now(&subject.program()).unwrap();
         keep(&subject.directory(), conditions, "4.1").unwrap();
         Criu::at_keeping(&subject.program(), Some(&subject.directory())).unwrap_err();

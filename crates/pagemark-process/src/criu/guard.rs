@@ -7,7 +7,7 @@
 //! (`PTRACE_O_TRACEEXIT`), before it releases the threads, and while the memory of CRIU still
 //! holds the registers that CRIU saved. The guard reads these, sends SIGSTOP to each thread, lets
 //! CRIU exit, attaches to the threads, which have not executed an instruction since, and repairs
-//! them.
+//! them. Then it has each process unmap the code that CRIU has left there.
 //!
 //! A CRIU that ends by itself without success may leave sockets in repair mode ([`Sockets`]). The
 //! guard resets them at its exit, too.
@@ -15,52 +15,43 @@
 //! A CRIU that waits for the first process of a container that was killed waits for ever
 //! ([`MissedEnd`]). The guard kills it.
 //!
-//! If the guard itself is killed, CRIU continues as without a guard.
+//! If the guard itself is killed, CRIU continues as without a guard. If it is killed while it holds
+//! threads by SIGSTOP, the kernel sends SIGCONT in its place ([`LastSignal`]). Who kills all of a
+//! control group kills CRIU too; the guard leaves its groups where that is permitted.
 
-use std::fs::File;
-use std::io::{self, BufRead, BufReader, PipeReader, Read};
-use std::ops::{ControlFlow, Range};
-use std::os::fd::AsRawFd;
+use std::collections::HashMap;
+use std::io::{self, PipeReader, Read};
+use std::ops::ControlFlow;
+use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::fs::FileExt;
-use std::panic::AssertUnwindSafe;
 use std::time::{Duration, Instant};
 
-use nix::sys::signal::{SigHandler, SigSet, SigmaskHow, Signal, kill, sigprocmask};
+use nix::sys::signal::{SigHandler, Signal, kill};
 use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
-use nix::unistd::{ForkResult, Pid, fork};
-use pagemark::sys::proc::{self, Status, maps, tree};
+use nix::unistd::Pid;
+use pagemark_linux::exit_reports::ExitReports;
+use pagemark_linux::helper;
+use pagemark_linux::last_signal::LastSignal;
+use pagemark_linux::proc::{self, Fields, Process, Status, tree};
+use pagemark_linux::ptrace;
+use pagemark_trace::cgroups;
+use pagemark_trace::error::{Error, ErrorKind};
+use pagemark_trace::inject;
 
 use super::connections::Sockets;
-use super::continued::Continued;
+use super::injected::{
+    BLOCKED_BY_CRIU, CODE_FILE, CODE_LENGTH, INJECTED_CALL, INJECTED_LENGTH, bit, code_of_criu, first_code,
+    first_code_of_file, injected_call, is_code_file,
+};
+use super::leave_code::leave_code;
+use super::memory_copies::{self, Copier, Copies};
+use super::records::Records;
+use super::traced_stops::TracedStops;
 use crate::container::{self, MissedEnd};
-use crate::helper;
-use crate::ptrace::{self, Registers};
+use crate::spawn;
 
-/// The code that CRIU writes into a process to make a system call, without its end.
-const INJECTED_CALL: [u8; 3] = [0x0f, 0x05, 0xcc];
-
-/// Length of that code, bytes. The name of a file in memory can follow it.
-const INJECTED_LENGTH: usize = 8;
-
-/// Name of the file in memory that holds CRIU's code.
-const CODE_FILE: &[u8] = b"CRIUMFD";
-
-/// Length of the code at the begin of the first executable mapping that CRIU may replace, bytes.
-const CODE_LENGTH: usize = 16;
-
-/// The blocked signals of a thread that executes CRIU's code: all but SIGTRAP, and those that
-/// cannot be blocked.
-pub(super) const BLOCKED_BY_CRIU: u64 =
-    !(1 << (libc::SIGTRAP - 1) | 1 << (libc::SIGKILL - 1) | 1 << (libc::SIGSTOP - 1));
-
-/// What follows the registers in CRIU's record of a 64-bit thread.
-pub(super) const NATIVE_MARK: u16 = 0x0a;
-
-/// The identifier of the thread precedes the registers in CRIU's records by at most this, bytes.
-const RECORD_HEAD: usize = 1024;
-
-/// Mappings of CRIU that are larger than this hold no records of threads, bytes.
-const MAX_RECORDS: u64 = 64 << 20;
+/// The signals that SIGCONT removes, and that remove it.
+const STOP_SIGNALS: [Signal; 4] = [Signal::SIGSTOP, Signal::SIGTSTP, Signal::SIGTTIN, Signal::SIGTTOU];
 
 /// Pause between two polls of the guard.
 const POLL: Duration = Duration::from_micros(200);
@@ -69,43 +60,35 @@ const POLL: Duration = Duration::from_micros(200);
 #[derive(Debug)]
 pub(super) struct Guard {
     pid: Pid,
+    copier: Copier,
 }
 
 /// What the guard has to know of a process before CRIU changes it.
 #[derive(Debug)]
 struct Original {
-    pid: i32,
+    process: Process,
     /// Address and content of the begin of the first executable mapping, where CRIU injects code.
     code: Option<(u64, [u8; CODE_LENGTH])>,
-    /// Job control has stopped the process.
+    /// Job control has stopped the process, and nobody has continued it since.
     is_stopped: bool,
-    /// It is the first process of a container, or of one within another.
+    /// The process is the first of a container, or of a container within another.
     is_first: bool,
 }
 
 impl Original {
-    fn read(pid: i32) -> Original {
-        let status = Status::read(pid).ok();
+    fn read(process: Process) -> Original {
+        let status = Status::read(process.pid).ok();
         let is_stopped = status.as_ref().is_some_and(|status| status.state == 'T');
         let is_first = status.as_ref().is_some_and(Status::is_first_of_namespace);
-        Original { pid, code: first_code(pid), is_stopped, is_first }
+        Original { process, code: first_code(process.pid), is_stopped, is_first }
     }
-}
 
-/// The addresses of the instructions that a thread may have before it in a system call that CRIU
-/// has injected at `start`.
-fn injected_call(start: u64) -> Range<u64> {
-    start..start + INJECTED_LENGTH as u64 + 1
-}
-
-/// Reads the begin of the first executable mapping, up to which the list of mappings is read.
-fn first_code(pid: i32) -> Option<(u64, [u8; CODE_LENGTH])> {
-    let lines = BufReader::with_capacity(4096, File::open(proc::path(pid, "maps")).ok()?).split(b'\n');
-    let mappings = lines.map_while(Result::ok).filter_map(|line| maps::Mapping::parse(&line));
-    let start = mappings.into_iter().find(|mapping| mapping.executable)?.start.get();
-    let mut code = [0; CODE_LENGTH];
-    proc::open_memory(pid).ok()?.read_exact_at(&mut code, start).ok()?;
-    Some((start, code))
+    /// True if SIGCONT has come while the process was traced. The kernel keeps the signal for a
+    /// process that is traced, until a stop signal comes.
+    fn is_continued(&self) -> bool {
+        self.is_stopped
+            && Status::read(self.process.pid).is_ok_and(|status| status.pending_signals & bit(libc::SIGCONT) != 0)
+    }
 }
 
 impl Guard {
@@ -116,33 +99,38 @@ impl Guard {
     /// # Errors
     /// CRIU cannot be traced.
     pub fn start(criu_pid: i32, root_pid: i32, members: &[i32], sockets: Option<Sockets>) -> io::Result<Option<Guard>> {
-        let originals: Vec<Original> = members.iter().map(|&pid| Original::read(pid)).collect();
+        let (copier, copies) = memory_copies::pair()?;
+        let mut originals: Vec<Original> = Process::find_all(members).into_iter().map(Original::read).collect();
+        let ways_out = cgroups::ways_out();
         let (reader, writer) = io::pipe()?;
-        // SAFETY: the child has a copy of this thread alone. It allocates, which the C library allows after
-        // a fork, takes no lock of this program, does not return from here, and ends without running
-        // destructors or exit handlers.
-        match unsafe { fork() }? {
-            ForkResult::Child => {
-                drop(reader);
-                // A panic must not unwind into the copy of the caller.
-                let _ = std::panic::catch_unwind(AssertUnwindSafe(|| {
-                    guard(criu_pid, root_pid, &originals, sockets.as_ref(), writer.as_raw_fd());
-                }));
-                // SAFETY: it only ends the process.
-                unsafe { libc::_exit(0) }
-            }
-            ForkResult::Parent { child } => {
-                drop(writer);
-                let guard = Guard { pid: child };
-                match receive_errno(reader)? {
-                    0 => Ok(Some(guard)),
-                    libc::ESRCH => Ok(None),
-                    // The kernel returns the same error for a process that has exited.
-                    libc::EPERM if Status::read(criu_pid).is_ok_and(|status| status.is_dead()) => Ok(None),
-                    errno => Err(io::Error::from_raw_os_error(errno)),
-                }
-            }
+        // SAFETY: the guard takes no lock of this program.
+        let pid = unsafe {
+            helper::start(|| {
+                cgroups::take(&ways_out);
+                let descriptors = [writer.as_raw_fd(), copies.as_raw_fd()];
+                guard(criu_pid, root_pid, &mut originals, sockets.as_ref(), descriptors);
+                libc::EXIT_SUCCESS
+            })
+        }?;
+        drop((writer, copies));
+        let guard = Guard { pid, copier };
+        match receive_errno(reader)? {
+            0 => Ok(Some(guard)),
+            libc::ESRCH => Ok(None),
+            // The kernel returns the same error for a process that has exited.
+            libc::EPERM if Status::read(criu_pid).is_ok_and(|status| status.is_dead()) => Ok(None),
+            errno => Err(io::Error::from_raw_os_error(errno)),
         }
+    }
+}
+
+impl Guard {
+    /// Makes a copy of the memory of a process that CRIU holds, when CRIU has saved the state.
+    ///
+    /// # Errors
+    /// Those of [`Copier::copy`].
+    pub fn copy_memory(&self, criu_pid: i32, pid: i32) -> Result<Process, Error> {
+        self.copier.copy(criu_pid, pid)
     }
 }
 
@@ -164,53 +152,45 @@ fn receive_errno(mut reader: PipeReader) -> io::Result<i32> {
     Ok(i32::from_ne_bytes(errno))
 }
 
-/// The main function of the guard.
-fn guard(criu_pid: i32, root_pid: i32, originals: &[Original], sockets: Option<&Sockets>, report: i32) {
-    let _ = sigprocmask(SigmaskHow::SIG_SETMASK, Some(&SigSet::all()), None);
-    let _ = super::dump::outlive_requests_to_end();
-    // The kernel reports nothing to a process that ignores it.
-    // SAFETY: this process is the guard alone, and has no handlers.
-    let _ = unsafe { nix::sys::signal::signal(Signal::SIGCHLD, SigHandler::SigDfl) };
-    // SAFETY: this process is the guard alone, and ends by _exit.
-    unsafe { helper::detach_from_caller(c"pagemark-guard", [report]) };
-    let seized = ptrace::seize(criu_pid, ptrace::TRACE_EXIT | ptrace::TRACE_SYSGOOD);
-    let errno = seized.err().unwrap_or(0).to_ne_bytes();
-    // SAFETY: the descriptor is open, and the buffer lives through the call.
-    unsafe {
-        libc::write(helper::DESCRIPTOR, errno.as_ptr().cast(), errno.len());
-        libc::close(helper::DESCRIPTOR);
-    }
-    if seized.is_err() {
+/// The main function of the guard, in which all signals are blocked. `descriptors`: for its report,
+/// and for requests of copies.
+fn guard(criu_pid: i32, root_pid: i32, originals: &mut [Original], sockets: Option<&Sockets>, descriptors: [RawFd; 2]) {
+    let mut copies = stand_apart(descriptors);
+    let mut stops = Stops::prepare(originals);
+    if !seize_and_report(criu_pid) {
         return;
     }
     // CRIU waits for the guard at each of its signals.
     prefer(0);
     let mut is_preferred = false;
-    let injected = |original: &Original| Some((original.pid, injected_call(original.code?.0)));
-    let mut continued = Continued::new(originals.iter().filter_map(injected));
-    let first: Vec<i32> = originals.iter().filter(|original| original.is_first).map(|original| original.pid).collect();
+    let injected = |original: &Original| Some((original.process.pid, injected_call(original.code?.0)));
+    let mut continued = TracedStops::new(originals.iter().filter_map(injected));
+    let first: Vec<i32> =
+        originals.iter().filter(|original| original.is_first).map(|original| original.process.pid).collect();
     let next_status = || match &first[..] {
         [] => ptrace::wait_status(criu_pid),
         first => wait_status_unless_one_exits(criu_pid, first),
     };
     // The end of CRIU, or an error, which means that CRIU is not traced any more.
-    while let Ok(Some(status)) = next_status() {
+    let mut next = next_status();
+    let tree = Tree { criu_pid, root_pid, sockets };
+    let mut has_exited = false;
+    while let Ok(Some(status)) = next {
         let signal = libc::WSTOPSIG(status);
+        let mut is_exiting = false;
+        // A CRIU that is killed in a stop goes on to that of its exit, from which it must not be resumed.
+        let mut resume_criu = |signal| {
+            is_exiting = ptrace::is_exiting(criu_pid);
+            if is_exiting { Ok(()) } else { ptrace::resume(criu_pid, ptrace::Until::Event, signal) }
+        };
         let _ = match status >> 16 {
             libc::PTRACE_EVENT_EXIT => {
-                // An exit status is that of `wait`: the signal is in the lowest bits.
                 let status = ptrace::event_message(criu_pid).unwrap_or(0);
-                let is_killed = status & 0x7f != 0;
-                if is_killed && is_preferred {
-                    // At once: a thread must not reach the SIGTRAP at the end of a system call.
-                    originals.iter().for_each(|original| stop(original.pid, original.pid));
+                if status & 0x7f != 0 && !is_preferred {
+                    end_children(criu_pid);
                 }
-                if let Some(sockets) = sockets.filter(|_| status != 0) {
-                    let members = tree::members(root_pid).unwrap_or_default();
-                    sockets.reset(&members.iter().map(|member| member.pid).collect::<Vec<i32>>());
-                }
-                if status != 0 {
-                    rescue(criu_pid, root_pid, originals, is_killed && is_preferred);
+                has_exited = true;
+                if tree.take_exit(status, is_preferred, originals, &continued, &mut stops) {
                     return;
                 }
                 ptrace::resume(criu_pid, ptrace::Until::Event, 0)
@@ -223,19 +203,101 @@ fn guard(criu_pid: i32, root_pid: i32, originals: &[Original], sockets: Option<&
                     prefer(criu_pid);
                     is_preferred = true;
                 }
-                let is_undone = signal == libc::SIGCHLD && continued.resume(criu_pid);
-                ptrace::resume(criu_pid, ptrace::Until::Event, if is_undone { 0 } else { signal })
+                let is_undone =
+                    copies.take_signal(criu_pid, signal) || signal == libc::SIGCHLD && continued.resume(criu_pid);
+                resume_criu(if is_undone { 0 } else { signal })
             }
-            _ => ptrace::resume(criu_pid, ptrace::Until::Event, 0),
+            _ => resume_criu(0),
         };
+        next = if is_exiting { Ok(Some(libc::PTRACE_EVENT_EXIT << 16)) } else { next_status() };
+    }
+    // A CRIU that is killed between the look at its stop and the request to resume is resumed from
+    // the stop at its exit. Its records are gone; its code, which ends by itself, is removed.
+    if !has_exited && next == Ok(None) {
+        tree.take_exit(libc::SIGKILL as u64, is_preferred, originals, &continued, &mut stops);
     }
 }
 
-/// Where a process has CRIU's code.
-pub(super) fn code_of_criu(pid: i32) -> Vec<Range<u64>> {
-    let mappings = maps::read(pid).unwrap_or_default();
-    let code = mappings.iter().filter(|mapping| mapping.name.starts_with(b"/memfd:CRIUMFD"));
-    code.map(|mapping| mapping.start.get()..mapping.end.get()).collect()
+/// Makes this process, which was just forked, independent of its caller. Returns its side of the
+/// copies.
+fn stand_apart(descriptors: [RawFd; 2]) -> Copies {
+    let _ = spawn::outlive_requests_to_end();
+    // The kernel reports nothing to a process that ignores it.
+    // SAFETY: this process is the guard alone, and has no handlers.
+    let _ = unsafe { nix::sys::signal::signal(Signal::SIGCHLD, SigHandler::SigDfl) };
+    // SAFETY: this process is the guard alone, and ends by _exit.
+    unsafe { helper::detach_from_caller(c"pagemark-guard", descriptors) };
+    // SAFETY: the descriptor was just made, and nothing else owns it.
+    unsafe { Copies::new(helper::DESCRIPTOR + 1) }
+}
+
+/// Begins to trace CRIU, and reports the error, or 0. False if there is an error.
+fn seize_and_report(criu_pid: i32) -> bool {
+    let seized = ptrace::seize(criu_pid, ptrace::TRACE_EXIT | ptrace::TRACE_SYSGOOD);
+    let errno = seized.err().unwrap_or(0).to_ne_bytes();
+    // SAFETY: the descriptor is open, and the buffer lives through the call.
+    unsafe {
+        libc::write(helper::DESCRIPTOR, errno.as_ptr().cast(), errno.len());
+        libc::close(helper::DESCRIPTOR);
+    }
+    seized.is_ok()
+}
+
+/// What CRIU was to save.
+struct Tree<'a> {
+    criu_pid: i32,
+    root_pid: i32,
+    /// Those that CRIU may have set to repair mode.
+    sockets: Option<&'a Sockets>,
+}
+
+impl Tree<'_> {
+    /// Takes the end of CRIU, which is held at its exit. `status` is that of `wait`: the signal is
+    /// in the lowest bits. If CRIU `has_stopped` processes and did not succeed, they are rescued;
+    /// true if it did not succeed.
+    fn take_exit(
+        &self,
+        status: u64,
+        has_stopped: bool,
+        originals: &mut [Original],
+        continued: &TracedStops,
+        stops: &mut Stops,
+    ) -> bool {
+        let is_killed = status & 0x7f != 0;
+        for original in originals.iter_mut() {
+            original.is_stopped |= continued.was_asked_to_stop(original.process.pid);
+        }
+        // Before the stop signals, which remove it.
+        for original in originals.iter_mut().filter(|original| original.is_continued()) {
+            original.is_stopped = false;
+            stops.add(original.process);
+        }
+        if is_killed && has_stopped {
+            // At once: a thread must not reach the SIGTRAP at the end of a system call.
+            originals.iter().for_each(|original| stops.stop(original.process, original.process.pid));
+        }
+        if status == 0 {
+            return false;
+        }
+        if let Some(sockets) = self.sockets {
+            let members = tree::members(self.root_pid).unwrap_or_default();
+            sockets.reset(&members.iter().map(|member| member.process.pid).collect::<Vec<i32>>());
+        }
+        rescue(self.criu_pid, self.root_pid, originals, is_killed && has_stopped, stops);
+        // CRIU may have dropped their SIGSTOP.
+        let stopped = originals.iter().filter(|original| original.is_stopped);
+        stopped.filter(|original| continued.was_asked_to_stop(original.process.pid)).for_each(stop_again);
+        true
+    }
+}
+
+/// Ends the children of a CRIU that was killed before it stopped anything, and is held at its exit.
+/// While CRIU examines the kernel, it has some that stop themselves, until CRIU kills them. None of
+/// their ids is another's, because CRIU cannot wait for them any more.
+fn end_children(criu_pid: i32) {
+    for child in proc::children(criu_pid).unwrap_or_default() {
+        let _ = kill(Pid::from_raw(child), Signal::SIGKILL);
+    }
 }
 
 /// Waits for the next stop of CRIU as [`ptrace::wait_status`] does. Kills CRIU if it does not
@@ -277,28 +339,71 @@ fn prefer(pid: i32) {
     unsafe { libc::sched_setscheduler(pid, libc::SCHED_FIFO | libc::SCHED_RESET_ON_FORK, &raw const priority) };
 }
 
-/// Sends SIGSTOP to a thread.
-fn stop(pid: i32, tid: i32) {
-    // SAFETY: a system call with numbers as arguments. A thread that has exited is no failure.
-    unsafe { libc::syscall(libc::SYS_tgkill, pid, tid, libc::SIGSTOP) };
+/// Stops processes. If this process dies before it has resumed them, the kernel resumes them.
+struct Stops {
+    /// For the processes that job control has not stopped.
+    resumed: HashMap<Process, LastSignal>,
+}
+
+impl Stops {
+    fn prepare(originals: &[Original]) -> Stops {
+        raise_descriptor_limit();
+        let running = originals.iter().filter(|original| !original.is_stopped);
+        Stops {
+            resumed: running
+                .filter_map(|original| Some((original.process, resumed_at_death(original.process)?)))
+                .collect(),
+        }
+    }
+
+    /// Sends SIGSTOP to a thread.
+    fn stop(&mut self, process: Process, tid: i32) {
+        if let Some(last) = self.resumed.get(&process) {
+            let _ = last.arm();
+        }
+        // SAFETY: a system call with numbers as arguments. A thread that has exited is no failure.
+        unsafe { libc::syscall(libc::SYS_tgkill, process.pid, tid, libc::SIGSTOP) };
+    }
+
+    /// Like [`Stops::prepare`], for a process that has come since.
+    fn add(&mut self, process: Process) {
+        self.resumed.extend(resumed_at_death(process).map(|last| (process, last)));
+    }
+}
+
+/// None if there are no descriptors left: then the process is not resumed.
+fn resumed_at_death(process: Process) -> Option<LastSignal> {
+    LastSignal::new(process.pid, libc::SIGCONT, helper::DESCRIPTOR + 2).ok()
+}
+
+/// Raises the limit of the number of descriptors of this process as far as it may.
+fn raise_descriptor_limit() {
+    use nix::sys::resource::{Resource, getrlimit, setrlimit};
+    if let Ok((_, hard)) = getrlimit(Resource::RLIMIT_NOFILE) {
+        // Without it there are fewer descriptors.
+        let _ = setrlimit(Resource::RLIMIT_NOFILE, hard, hard);
+    }
 }
 
 /// Repairs what CRIU leaves, which is stopped at its exit. `are_stopped`: all processes were sent
 /// SIGSTOP.
-fn rescue(criu_pid: i32, root_pid: i32, originals: &[Original], are_stopped: bool) {
+fn rescue(criu_pid: i32, root_pid: i32, originals: &[Original], are_stopped: bool, stops: &mut Stops) {
     let records = Records::read(criu_pid);
     let traced = |tid: &i32| Status::read(*tid).is_ok_and(|status| status.tracer_pid == criu_pid);
     let members = tree::members(root_pid).unwrap_or_default();
-    let processes: Vec<(i32, Vec<i32>)> = members
+    let processes: Vec<(Process, Vec<i32>)> = members
         .iter()
         .map(|member| {
-            let threads = proc::threads(member.pid).unwrap_or_default();
-            (member.pid, threads.into_iter().filter(traced).collect())
+            let threads = proc::threads(member.process.pid).unwrap_or_default();
+            (member.process, threads.into_iter().filter(traced).collect())
         })
         .collect();
-    for (pid, threads) in &processes {
+    for (process, threads) in &processes {
+        if !threads.is_empty() && originals.iter().all(|original| original.process != *process) {
+            stops.add(*process);
+        }
         for tid in threads {
-            stop(*pid, *tid);
+            stops.stop(*process, *tid);
         }
     }
     let _ = ptrace::resume(criu_pid, ptrace::Until::Event, 0);
@@ -306,18 +411,24 @@ fn rescue(criu_pid: i32, root_pid: i32, originals: &[Original], are_stopped: boo
         let _ = ptrace::resume(criu_pid, ptrace::Until::Event, 0);
     }
     let deadline = ptrace::deadline(ptrace::STOP_LIMIT);
-    let stops = |tid: &i32| {
+    let has_stopped = |tid: &i32| {
         ptrace::seize(*tid, 0).is_ok()
             && ptrace::interrupt(*tid).is_ok()
             && ptrace::wait_trap(*tid, Some(deadline)) == Ok(true)
     };
-    for (pid, threads) in &processes {
-        let original = originals.iter().find(|original| original.pid == *pid);
-        let stopped: Vec<i32> = threads.iter().copied().filter(stops).collect();
-        repair(*pid, &stopped, original, &records);
+    for (process, threads) in &processes {
+        let original = originals.iter().find(|original| original.process == *process);
+        // A thread that executes a program waits for those that this process has attached to.
+        let reports = ExitReports::take();
+        let stopped: Vec<i32> = threads.iter().copied().filter(has_stopped).collect();
+        drop(reports);
+        let is_in_code = repair(process.pid, &stopped, original, &records);
         let is_sent_stop = are_stopped || !threads.is_empty();
         if is_sent_stop && original.is_none_or(|original| !original.is_stopped) {
-            resume(*pid);
+            resume(*process);
+        }
+        if is_in_code {
+            leave_code(process.pid);
         }
         for tid in stopped {
             let _ = ptrace::detach(tid);
@@ -325,21 +436,63 @@ fn rescue(criu_pid: i32, root_pid: i32, originals: &[Original], are_stopped: boo
     }
     // Processes that have left the tree since CRIU was started.
     if are_stopped {
-        let left = originals.iter().filter(|original| processes.iter().all(|(pid, _)| *pid != original.pid));
-        left.filter(|original| !original.is_stopped).for_each(|original| resume(original.pid));
+        let left =
+            originals.iter().filter(|original| processes.iter().all(|(process, _)| *process != original.process));
+        left.filter(|original| !original.is_stopped).for_each(|original| resume(original.process));
+    }
+    processes.iter().for_each(|(process, _)| remove_code(*process));
+}
+
+/// Unmaps the code that CRIU has left in a process which runs, and closes its file. The code ends
+/// by itself where a thread executes it. What cannot be removed stays, and nobody uses it.
+fn remove_code(process: Process) {
+    let pid = process.pid;
+    let deadline = ptrace::deadline(ptrace::STOP_LIMIT);
+    loop {
+        let ranges = code_of_criu(pid);
+        if ranges.is_empty() {
+            break;
+        }
+        match inject::unmap_code(process, ranges) {
+            Err(error) if error.kind() == ErrorKind::Busy && Instant::now() < deadline => std::thread::sleep(POLL),
+            _ => break,
+        }
+    }
+    let open = proc::descriptors(pid).unwrap_or_default();
+    let files = open.iter().filter(|open| is_code_file(&open.link)).map(|open| open.number as u64);
+    let closing: Vec<inject::Call> =
+        files.map(|number| inject::Call { number: libc::SYS_close, arguments: [number, 0, 0, 0, 0, 0] }).collect();
+    if !closing.is_empty() {
+        let _ = inject::system_calls(process, closing);
     }
 }
 
-/// Sends SIGCONT to a process.
-fn resume(pid: i32) {
-    // A process that has exited is no failure.
-    let _ = kill(Pid::from_raw(pid), Signal::SIGCONT);
+/// Stops a process that SIGSTOP has not stopped.
+fn stop_again(original: &Original) {
+    if original.process.stat().is_some_and(|stat| stat.state != 'T') {
+        let _ = original.process.signal(libc::SIGSTOP);
+    }
 }
 
-/// Repairs the stopped threads of a process.
-fn repair(pid: i32, threads: &[i32], original: Option<&Original>, records: &Records) {
-    let mut injected = None;
-    if let Some((start, code)) = original.and_then(|original| original.code)
+/// Sends SIGCONT to a process, which removes its stop signals. Those that others have sent to the
+/// process are sent again: this program sends them to threads.
+fn resume(process: Process) {
+    let status = Fields::read(proc::path(process.pid, "status")).ok();
+    let asked = status.and_then(|status| status.in_base("ShdPnd", 16)).unwrap_or(0);
+    // A process that has exited is no failure.
+    let _ = process.signal(libc::SIGCONT);
+    for signal in STOP_SIGNALS.into_iter().filter(|&signal| asked & bit(signal as i32) != 0) {
+        let _ = process.signal(signal as i32);
+    }
+}
+
+/// Repairs the stopped threads of a process. True if the first one is in CRIU's code, which it has
+/// to execute to its end.
+fn repair(pid: i32, threads: &[i32], original: Option<&Original>, records: &Records) -> bool {
+    let (mut injected, mut is_left_in_code) = (None, false);
+    // A process that was born since CRIU was started has the code of its file.
+    let code = original.map_or_else(|| first_code_of_file(pid), |original| original.code);
+    if let Some((start, code)) = code
         && let Ok(memory) = proc::open_memory_for_writing(pid)
     {
         let mut now = [0; CODE_LENGTH];
@@ -358,6 +511,7 @@ fn repair(pid: i32, threads: &[i32], original: Option<&Original>, records: &Reco
         if is_in_code && tid == pid {
             // CRIU's code ends by itself here, and restores the registers. It must not meet the breakpoint at its end.
             let _ = ptrace::clear_breakpoints(tid);
+            is_left_in_code = true;
             continue;
         }
         let is_blocked = ptrace::signal_mask(tid) == Ok(BLOCKED_BY_CRIU);
@@ -370,107 +524,5 @@ fn repair(pid: i32, threads: &[i32], original: Option<&Original>, records: &Reco
         }
         let _ = ptrace::set_signal_mask(tid, record.signal_mask);
     }
-}
-
-/// Registers and blocked signals of a thread as CRIU recorded them.
-#[derive(Debug)]
-struct Record {
-    registers: Registers,
-    signal_mask: u64,
-}
-
-/// The memory of CRIU that holds its records of threads.
-struct Records {
-    memory: Vec<Vec<u8>>,
-}
-
-impl Records {
-    fn read(criu_pid: i32) -> Records {
-        let Ok(file) = proc::open_memory(criu_pid) else { return Records { memory: Vec::new() } };
-        let mappings = maps::read(criu_pid).unwrap_or_default();
-        let heaps = mappings.iter().filter(|mapping| {
-            let is_heap = mapping.name.is_empty() || mapping.name == b"[heap]";
-            is_heap && mapping.writable && mapping.is_private_anonymous()
-        });
-        let read = |mapping: &maps::Mapping| {
-            let length = mapping.end.get() - mapping.start.get();
-            let mut content = vec![0; usize::try_from(length).ok().filter(|_| length <= MAX_RECORDS)?];
-            file.read_exact_at(&mut content, mapping.start.get()).ok()?;
-            Some(content)
-        };
-        Records { memory: heaps.filter_map(read).collect() }
-    }
-
-    /// Finds the record of a thread. CRIU stops a thread once, so that all its records of the
-    /// thread are of the same stop. `keeps_registers`: the thread has `now` but for the registers
-    /// of a system call.
-    fn find(&self, tid: i32, now: &Registers, keeps_registers: bool) -> Option<Record> {
-        self.memory.iter().find_map(|memory| find_record(memory, tid, now, keeps_registers))
-    }
-}
-
-/// Finds the record of a thread in memory of CRIU: the thread's id, the blocked signals, the
-/// registers, and a mark.
-fn find_record(memory: &[u8], tid: i32, now: &Registers, keeps_registers: bool) -> Option<Record> {
-    const LENGTH: usize = size_of::<Registers>();
-    let word = |offset: usize| {
-        memory.get(offset..offset + 8).and_then(|bytes| bytes.try_into().ok()).map_or(0, u64::from_ne_bytes)
-    };
-    let last = memory.len().checked_sub(LENGTH + 2)?;
-    (8..=last).step_by(8).find_map(|offset| {
-        if word(offset + std::mem::offset_of!(Registers, fs_base)) != now.fs_base
-            || memory[offset + LENGTH..offset + LENGTH + 2] != NATIVE_MARK.to_ne_bytes()
-        {
-            return None;
-        }
-        let bytes = memory[offset..offset + LENGTH].as_ptr();
-        // SAFETY: the structure consists of numbers, for which every bit pattern is valid, and the slice
-        // has its length.
-        let registers: Registers = unsafe { bytes.cast::<Registers>().read_unaligned() };
-        let segments = |r: &Registers| [r.cs, r.ss, r.gs_base, r.ds, r.es, r.fs, r.gs];
-        let kept = |r: &Registers| [r.rbx, r.rbp, r.rsp, r.r12, r.r13, r.r14, r.r15];
-        let is_same = segments(&registers) == segments(now) && (!keeps_registers || kept(&registers) == kept(now));
-        let is_named = (offset.saturating_sub(RECORD_HEAD)..offset).step_by(8).any(|at| word(at) as u32 == tid as u32);
-        (is_same && is_named).then(|| Record { registers, signal_mask: word(offset - 8) })
-    })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn registers(fs_base: u64, rip: u64) -> Registers {
-        // SAFETY: the structure consists of numbers, for which zeros are valid.
-        let zeros: Registers = unsafe { std::mem::zeroed() };
-        Registers { rbx: 7, rsp: 0x7fff_0000, cs: 0x33, ss: 0x2b, fs_base, rip, ..zeros }
-    }
-
-    /// A record of CRIU: the identifier, a pointer, the blocked signals, the registers, the mark.
-    fn record(tid: i32, signal_mask: u64, registers: &Registers) -> Vec<u8> {
-        let pointer = std::ptr::from_ref(registers).cast::<u8>();
-        // SAFETY: the structure consists of numbers without padding, and lives through the call.
-        let bytes = unsafe { std::slice::from_raw_parts(pointer, size_of::<Registers>()) };
-        let head = [u64::from(tid as u32), 0x5555_0000, signal_mask].map(u64::to_ne_bytes).concat();
-        [&head, bytes, &NATIVE_MARK.to_ne_bytes(), &[0; 6]].concat()
-    }
-
-    #[test]
-    fn the_record_of_a_thread_is_found_among_others() {
-        let mine = registers(0x1000, 0x40_1000);
-        let mut heap = record(11, 1, &registers(0x2000, 0x40_2000));
-        heap.extend(vec![0; RECORD_HEAD]);
-        // A forked process has the same thread pointer, but another identifier.
-        heap.extend(record(12, 2, &registers(0x1000, 0x40_3000)));
-        heap.extend(vec![0; RECORD_HEAD]);
-        heap.extend(record(13, 3, &mine));
-        heap.extend(vec![0xff; 100]);
-        let now = Registers { rip: 0x40_0002, rax: 9, ..mine };
-        let found = find_record(&heap, 13, &now, true).unwrap();
-        assert_eq!((found.registers.rip, found.signal_mask), (0x40_1000, 3));
-        assert_eq!(find_record(&heap, 12, &now, true).unwrap().signal_mask, 2);
-        assert!(find_record(&heap, 14, &now, true).is_none());
-        assert!(find_record(&heap, 13, &Registers { rbx: 8, ..now }, true).is_none());
-        assert!(find_record(&heap, 13, &Registers { rbx: 8, ..now }, false).is_some());
-        assert!(find_record(&[1; 7], 13, &now, false).is_none());
-    }
+    is_left_in_code
 }

@@ -111,7 +111,7 @@ mod tests {
             // CRIU has read what it had written, and not written it again.
             (Some(first), Some(second)) => assert!(Arc::ptr_eq(&first, &second)),
             // CRIU keeps it, or no calls are answered on this kernel.
-            (None, None) => assert!(!is_needed() || !pagemark::sys::pagemap::SCAN.is_there()),
+            (None, None) => assert!(!is_needed() || !pagemark_linux::pagemap::SCAN.is_there()),
             (first, second) => panic!("{first:?}, {second:?}"),
         }
     }

@@ -4,15 +4,16 @@
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Instant;
 
-use super::interrupted::Interrupted;
-use crate::error::{Error, Result};
-use crate::parked::{Parked, executes_monitor, is_in_machine, list_tree};
+use pagemark_trace::error::{Error, Result};
+use pagemark_trace::parked::{ParkedProcesses, list_tree, may_have_machine};
 
-/// The machines of a tree.
+use super::interrupted_calls::InterruptedCalls;
+
+/// The machines of a tree: those that its processes have when CRIU begins to stop them.
 #[derive(Clone, Debug)]
 pub(super) struct Machines {
     root_pid: i32,
-    interrupted: Interrupted,
+    interrupted: InterruptedCalls,
     shared: Arc<Shared>,
 }
 
@@ -21,14 +22,12 @@ struct Shared {
     /// When the first process began to wait.
     since: OnceLock<Instant>,
     /// None before the first attempt.
-    parked: Mutex<Option<Result<Parked>>>,
+    parked: Mutex<Option<Result<ParkedProcesses>>>,
 }
 
 impl Machines {
-    /// None if no process of the tree runs in a machine, or is about to.
-    pub fn of_tree(root_pid: i32, pids: &[i32], interrupted: &Interrupted) -> Option<Machines> {
-        let machines = || Machines { root_pid, interrupted: interrupted.clone(), shared: Arc::default() };
-        pids.iter().any(|&pid| is_in_machine(pid) || executes_monitor(pid)).then(machines)
+    pub fn new(root_pid: i32, interrupted: &InterruptedCalls) -> Machines {
+        Machines { root_pid, interrupted: interrupted.clone(), shared: Arc::default() }
     }
 
     /// Has all processes of the tree give up their machines, unless that was done. False if that
@@ -36,16 +35,25 @@ impl Machines {
     pub fn park(&self) -> bool {
         let mut parked = self.parked();
         let park = || {
-            let _ = self.shared.since.set(Instant::now());
             let list = || list_tree(self.root_pid).map_err(|_| Error::criu_gone(self.root_pid));
+            let pids: Vec<i32> = list()?.iter().map(|process| process.pid).collect();
+            if !pids.iter().any(|&pid| may_have_machine(pid)) {
+                return Ok(ParkedProcesses::default());
+            }
+            let _ = self.shared.since.set(Instant::now());
             // Parking interrupts the calls before CRIU does.
-            self.interrupted.observe(&list()?);
-            Parked::park(list)
+            self.interrupted.observe(&pids);
+            ParkedProcesses::park(list)
         };
         parked.get_or_insert_with(park).is_ok()
     }
 
-    /// When the first process began to wait.
+    /// True if a process had a machine, or may have had one.
+    pub fn are_there(&self) -> bool {
+        self.since().is_some()
+    }
+
+    /// When the first process began to wait. None if none had a machine.
     pub fn since(&self) -> Option<Instant> {
         self.shared.since.get().copied()
     }
@@ -62,7 +70,7 @@ impl Machines {
         self.parked().take_if(|parked| parked.is_err()).and_then(Result::err)
     }
 
-    fn parked(&self) -> MutexGuard<'_, Option<Result<Parked>>> {
+    fn parked(&self) -> MutexGuard<'_, Option<Result<ParkedProcesses>>> {
         self.shared.parked.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -45,7 +45,7 @@ pub(super) enum Answer {
 
 /// The calls that [`filter`] hands over besides `ioctl(PAGEMAP_SCAN)`.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Submitted {
+pub(super) struct SubmittedCalls {
     /// Each `prlimit` that queries another process.
     pub limits: bool,
     /// Each `openat` of a path, not relative to a directory's descriptor, with the flags
@@ -85,36 +85,66 @@ pub(super) struct Listener(OwnedFd);
 /// Statements that a filter of the kernel may have.
 const MAX_STATEMENTS: usize = 4096;
 
-/// The filter that hands over each `ioctl(PAGEMAP_SCAN)`, and what `submitted` has, but not the
-/// attaching to one of these `threads`. Where they are too many, that to some is handed over.
-pub(super) fn filter(submitted: Submitted, threads: &[i32]) -> Vec<libc::sock_filter> {
-    // Where the parts of the filter begin. The kernel counts the statements that a jump leaves out.
-    const PRLIMIT: usize = 12;
-    const OPENAT: usize = 20;
-    const OPENAT_RELATIVE: usize = 25;
-    const PTRACE: usize = 27;
-    const LSEEK: usize = 33;
-    const KILL: usize = 35;
-    const SUBMIT: usize = 38;
-    const ALLOW: usize = 39;
-    const SEIZE_THREAD: usize = 40;
-    let statement = |code: u32, k: u32| libc::sock_filter { code: code as u16, jt: 0, jf: 0, k };
-    let jump = |from: usize, k: u32, equal: usize, other: usize| libc::sock_filter {
+fn statement(code: u32, k: u32) -> libc::sock_filter {
+    libc::sock_filter { code: code as u16, jt: 0, jf: 0, k }
+}
+
+/// Loads a word of the call.
+fn load(offset: u32) -> libc::sock_filter {
+    statement(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, offset)
+}
+
+/// Ends the filter.
+fn answer(answer: u32) -> libc::sock_filter {
+    statement(libc::BPF_RET | libc::BPF_K, answer)
+}
+
+/// The statement `from`, which goes on at one of two others: the kernel counts the statements that
+/// a jump leaves out.
+fn jump(from: usize, k: u32, equal: usize, other: usize) -> libc::sock_filter {
+    libc::sock_filter {
         code: (libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K) as u16,
         jt: (equal - from - 1) as u8,
         jf: (other - from - 1) as u8,
         k,
-    };
-    let load = libc::BPF_LD | libc::BPF_W | libc::BPF_ABS;
-    let answer = libc::BPF_RET | libc::BPF_K;
+    }
+}
+
+/// The filter that hands over each `ioctl(PAGEMAP_SCAN)`, and what `submitted` has, but not the
+/// attaching to one of these `threads`. Where they are too many, that to some is handed over.
+pub(super) fn filter(submitted: SubmittedCalls, threads: &[i32]) -> Vec<libc::sock_filter> {
+    let mut filter = filter_of_calls(submitted);
+    let room = (MAX_STATEMENTS - filter.len() - 1) / 2;
+    for &thread in threads.iter().take(room) {
+        let at = filter.len();
+        filter.push(jump(at, thread as u32, at + 1, at + 2));
+        filter.push(answer(libc::SECCOMP_RET_ALLOW));
+    }
+    filter.push(answer(libc::SECCOMP_RET_USER_NOTIF));
+    filter
+}
+
+// Where the parts of the filter begin.
+const PRLIMIT: usize = 12;
+const OPENAT: usize = 20;
+const OPENAT_RELATIVE: usize = 25;
+const PTRACE: usize = 27;
+const LSEEK: usize = 33;
+const KILL: usize = 35;
+const SUBMIT: usize = 38;
+const ALLOW: usize = 39;
+const SEIZE_THREAD: usize = 40;
+
+/// The filter without the threads. Its last statement loads the thread that CRIU attaches to.
+fn filter_of_calls(submitted: SubmittedCalls) -> Vec<libc::sock_filter> {
     // No system call has the other number.
     let number = |number: i64, is_submitted: bool| if is_submitted { number as u32 } else { u32::MAX };
-    let Submitted { limits, files, mappings, registers, data, stops } = submitted;
+    let SubmittedCalls { limits, files, mappings, registers, data, stops } = submitted;
     let submit_if = |is_submitted: bool| if is_submitted { SUBMIT } else { ALLOW };
-    let mut filter = vec![
-        statement(load, ARCHITECTURE),
+    vec![
+        load(ARCHITECTURE),
         jump(1, AUDIT_ARCH_X86_64, 2, ALLOW),
-        statement(load, NUMBER),
+        load(NUMBER),
         jump(3, number(libc::SYS_prlimit64, limits || registers), PRLIMIT, 4),
         jump(4, number(libc::SYS_openat, files || mappings), OPENAT, 5),
         jump(5, number(libc::SYS_rename, files), SUBMIT, 6),
@@ -122,53 +152,45 @@ pub(super) fn filter(submitted: Submitted, threads: &[i32]) -> Vec<libc::sock_fi
         jump(7, number(libc::SYS_lseek, data), LSEEK, 8),
         jump(8, number(libc::SYS_kill, stops), KILL, 9),
         jump(9, libc::SYS_ioctl as u32, 10, ALLOW),
-        statement(load, argument(1)),
+        load(argument(1)),
         jump(11, PAGEMAP_SCAN, SUBMIT, ALLOW),
         // `prlimit`: the process 0 is the caller.
-        statement(load, argument(0)),
+        load(argument(0)),
         jump(13, 0, ALLOW, 14),
         // The new limit; without an address the call is a query.
-        statement(load, argument(2)),
+        load(argument(2)),
         jump(15, 0, 16, ALLOW),
-        statement(load, argument(2) + 4),
+        load(argument(2) + 4),
         jump(17, 0, if limits { SUBMIT } else { 18 }, ALLOW),
-        statement(load, argument(1)),
+        load(argument(1)),
         jump(19, FIRST_LIMIT, SUBMIT, ALLOW),
         // `openat`
-        statement(load, argument(0)),
+        load(argument(0)),
         jump(21, libc::AT_FDCWD as u32, if files { 22 } else { ALLOW }, if mappings { OPENAT_RELATIVE } else { ALLOW }),
-        statement(load, argument(2)),
+        load(argument(2)),
         jump(23, READING, SUBMIT, 24),
         jump(24, CREATING, SUBMIT, ALLOW),
-        statement(load, argument(2)),
+        load(argument(2)),
         jump(26, READING, SUBMIT, ALLOW),
         // `ptrace`
-        statement(load, argument(0)),
+        load(argument(0)),
         jump(28, SEIZE, if stops { SEIZE_THREAD } else { ALLOW }, 29),
         jump(29, GET_SIGNAL_MASK, submit_if(registers), 30),
         jump(30, GET_REGISTER_SET, 31, ALLOW),
-        statement(load, argument(2)),
+        load(argument(2)),
         jump(32, VECTOR_REGISTERS, submit_if(registers), ALLOW),
         // `lseek`
-        statement(load, argument(2)),
+        load(argument(2)),
         jump(34, libc::SEEK_DATA as u32, SUBMIT, ALLOW),
         // `kill`
-        statement(load, argument(1)),
+        load(argument(1)),
         jump(36, libc::SIGSTOP as u32, SUBMIT, 37),
         jump(37, libc::SIGTSTP as u32, SUBMIT, ALLOW),
-        statement(answer, libc::SECCOMP_RET_USER_NOTIF),
-        statement(answer, libc::SECCOMP_RET_ALLOW),
+        answer(libc::SECCOMP_RET_USER_NOTIF),
+        answer(libc::SECCOMP_RET_ALLOW),
         // `ptrace(PTRACE_SEIZE)`
-        statement(load, argument(1)),
-    ];
-    let room = (MAX_STATEMENTS - filter.len() - 1) / 2;
-    for &thread in threads.iter().take(room) {
-        let at = filter.len();
-        filter.push(jump(at, thread as u32, at + 1, at + 2));
-        filter.push(statement(answer, libc::SECCOMP_RET_ALLOW));
-    }
-    filter.push(statement(answer, libc::SECCOMP_RET_USER_NOTIF));
-    filter
+        load(argument(1)),
+    ]
 }
 
 /// Between fork and exec: from now on each call of this process that `filter` hands over waits for

@@ -6,10 +6,11 @@ use std::fs::{Metadata, OpenOptions};
 use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
 
-use pagemark::sys::proc::{self, Mount};
+use pagemark_linux::proc::{self, Mount};
+use pagemark_trace::error::{Error, ErrorKind, Object};
 
-use crate::error::{Error, ErrorKind, Object};
 use crate::files::{decode_path, encode_path};
 
 /// Major number of memory devices, such as `/dev/null`.
@@ -58,20 +59,27 @@ pub(crate) fn find(pids: &[i32]) -> Vec<OutsideFile> {
 }
 
 impl OutsideFile {
-    /// Opens the file for CRIU.
+    /// Its path here.
+    ///
+    /// # Errors
+    /// The checkpoint is damaged.
+    pub(crate) fn path(&self) -> Result<PathBuf, Error> {
+        decode_path(&self.path).ok_or_else(|| Error::damaged("the path of an open file is damaged"))
+    }
+
+    /// Opens the file for CRIU, at `path`: its own, or one that leads to what is held.
     ///
     /// # Errors
     /// The file is not there.
-    pub(crate) fn open(&self) -> Result<OwnedFd, Error> {
-        let path = decode_path(&self.path).ok_or_else(|| Error::damaged("the path of an open file is damaged"))?;
+    pub(crate) fn open(&self, path: &Path) -> Result<OwnedFd, Error> {
         let access = self.flags & libc::O_ACCMODE;
         let (reads, writes) = (access != libc::O_WRONLY, access != libc::O_RDONLY);
         let mut options = OpenOptions::new();
         let kept = libc::O_APPEND | libc::O_DIRECTORY | libc::O_NONBLOCK;
         options.read(reads).write(writes).custom_flags(self.flags & kept | libc::O_NOCTTY);
-        let file = options.open(&path).map_err(|error| {
+        let file = options.open(path).map_err(|error| {
             let reason = format!("cannot be opened, and the processes need it ({error})");
-            Error::about(ErrorKind::InTheWay, Object::File(path), reason)
+            Error::about(ErrorKind::InTheWay, Object::File(path.to_owned()), reason)
         })?;
         Ok(file.into())
     }
@@ -97,9 +105,9 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("log");
         let file = |flags| OutsideFile { name: String::new(), path: encode_path(&path), flags };
-        assert_eq!(file(libc::O_WRONLY).open().unwrap_err().kind(), ErrorKind::InTheWay);
+        assert_eq!(file(libc::O_WRONLY).open(&path).unwrap_err().kind(), ErrorKind::InTheWay);
         std::fs::write(&path, "first").unwrap();
-        let mut log = std::fs::File::from(file(libc::O_WRONLY | libc::O_APPEND).open().unwrap());
+        let mut log = std::fs::File::from(file(libc::O_WRONLY | libc::O_APPEND).open(&path).unwrap());
         log.rewind().unwrap();
         log.write_all(b" second").unwrap();
         assert_eq!(std::fs::read_to_string(&path).unwrap(), "first second");

@@ -9,12 +9,13 @@
 //! the name again, if a socket answers there. Otherwise it is not connected: a send fails, after
 //! which `syslog` connects again by itself.
 //!
-//! CRIU saves such sockets only if they were named to it when it was started. A connection that the
-//! program makes after that, and still has in the freeze, makes the dump fail, which is then
-//! repeated.
+//! CRIU saves such sockets only if they were named to it. Those that the program connects after
+//! CRIU was started are named in the freeze ([`super::late_sockets`]). Where that is not possible,
+//! they make the dump fail, which is then repeated.
 
 use std::collections::{HashMap, HashSet};
 use std::ffi::{OsStr, OsString};
+use std::fmt;
 use std::fs::File;
 use std::os::fd::AsRawFd;
 use std::os::linux::net::SocketAddrExt;
@@ -22,13 +23,12 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::{SocketAddr, UnixDatagram};
 use std::path::{Path, PathBuf};
 
-use pagemark::sys::proc::{self, descriptors};
-use prost::Message;
+use pagemark_linux::proc::{self, descriptors};
+use pagemark_trace::error::Error;
 
 use super::images::schema::{FileEntry, SHUTDOWN_BOTH, SOCKET_OUTSIDE, UnixSocketEntry};
 use super::images::{Image, ImageKind, bytes_of, with_bytes, with_varint, without};
 use super::stdio::{Outside, descriptor_tables};
-use crate::error::Error;
 
 /// The kernel's number of the state of a connection.
 const ESTABLISHED: u64 = 1;
@@ -36,23 +36,71 @@ const ESTABLISHED: u64 = 1;
 /// Limit of the sockets that are named to CRIU: the kernel limits the length of a command line.
 const MOST: usize = 20_000;
 
-/// CRIU's arguments at a dump: the connected Unix sockets of the processes. CRIU looks only for
-/// those of them whose other end it does not save.
-pub(super) fn dump_arguments(tree: &[i32]) -> Vec<OsString> {
-    let mut by_network: HashMap<u64, HashSet<u64>> = HashMap::new();
-    let mut found = HashSet::new();
-    for &pid in tree {
-        // A process that has just ended has no sockets.
-        let Ok(network) = proc::namespace(pid, "net") else { continue };
-        let connected = by_network
-            .entry(network)
-            .or_insert_with(|| descriptors::connected_unix_socket_inodes(pid).unwrap_or_default());
-        let open = proc::descriptors(pid).unwrap_or_default();
-        let sockets = open.iter().filter_map(descriptors::Descriptor::socket_inode);
-        found.extend(sockets.filter(|inode| connected.contains(inode)));
+/// The connected Unix sockets of a tree. CRIU looks only for those of them whose other end it does
+/// not save.
+#[derive(Debug, Default)]
+pub(super) struct ConnectedSockets {
+    /// Those of the processes.
+    inodes: HashSet<u64>,
+    /// All those of a network namespace, also of other processes.
+    by_network: HashMap<u64, HashSet<u64>>,
+    /// A process has a socket, of whatever kind.
+    has_sockets: bool,
+}
+
+impl ConnectedSockets {
+    pub fn of_tree(tree: &[i32]) -> ConnectedSockets {
+        let mut found = ConnectedSockets::default();
+        for &pid in tree {
+            // A process that has just ended has no sockets.
+            let Ok(network) = proc::namespace(pid, "net") else { continue };
+            let connected = found
+                .by_network
+                .entry(network)
+                .or_insert_with(|| descriptors::connected_unix_socket_inodes(pid).unwrap_or_default());
+            let open: Vec<u64> = sockets(pid).collect();
+            found.has_sockets |= !open.is_empty();
+            found.inodes.extend(open.into_iter().filter(|inode| connected.contains(inode)));
+        }
+        found
     }
-    let name = |inode| ["--external".into(), OsString::from(format!("unix[{inode}]"))];
-    found.into_iter().take(MOST).flat_map(name).collect()
+
+    /// CRIU's arguments at a dump.
+    pub fn arguments(&self) -> impl Iterator<Item = OsString> {
+        self.inodes.iter().take(MOST).flat_map(|inode| ["--external".into(), name(*inode).into()])
+    }
+
+    /// True if the processes have sockets, by which they may accept connections.
+    pub fn has_sockets(&self) -> bool {
+        self.has_sockets
+    }
+
+    /// CRIU's names of the sockets of a tree that are connected now and were not when these were
+    /// listed.
+    pub fn new_of(&self, tree: &[i32]) -> Vec<String> {
+        let mut by_network: HashMap<u64, HashSet<u64>> = HashMap::new();
+        let mut found = HashSet::new();
+        for &pid in tree {
+            let Ok(network) = proc::namespace(pid, "net") else { continue };
+            let new = by_network.entry(network).or_insert_with(|| {
+                let mut now = descriptors::connected_unix_socket_inodes(pid).unwrap_or_default();
+                let before = self.by_network.get(&network);
+                now.retain(|inode| before.is_none_or(|before| !before.contains(inode)));
+                now
+            });
+            // No descriptor has to be read where no process of the machine has connected a socket.
+            if !new.is_empty() {
+                found.extend(sockets(pid).filter(|inode| new.contains(inode)));
+            }
+        }
+        found.into_iter().map(name).collect()
+    }
+}
+
+/// The inodes of the sockets that a process has open.
+fn sockets(pid: i32) -> impl Iterator<Item = u64> {
+    let open = proc::descriptors(pid).unwrap_or_default();
+    open.into_iter().filter_map(|descriptor| descriptor.socket_inode())
 }
 
 /// Connections to processes outside, after the images were changed so that they are closed.
@@ -131,7 +179,7 @@ pub(crate) fn disconnect(directory: &Path, root: &Path, has_own_network: bool) -
 }
 
 /// CRIU's name of a socket.
-fn name(inode: u32) -> String {
+fn name(inode: impl fmt::Display) -> String {
     format!("unix[{inode}]")
 }
 
@@ -216,10 +264,8 @@ impl Sockets<'_> {
     fn read(directory: &Path) -> Result<Sockets<'_>, Error> {
         let path = directory.join(FILES);
         let image = Image::read(&path, ImageKind::Files)?;
-        let decode = |message: &Vec<u8>| Ok(FileEntry::decode(message.as_slice())?.usk);
-        let entries: Result<_, prost::DecodeError> = image.messages.iter().map(decode).collect();
-        let entries = entries.map_err(|error| Error::image(path, error.to_string()))?;
-        Ok(Sockets { directory, image, entries })
+        let entries: Vec<FileEntry> = image.decoded(&path)?;
+        Ok(Sockets { directory, image, entries: entries.into_iter().map(|entry| entry.usk).collect() })
     }
 
     fn all(&self) -> impl Iterator<Item = &UnixSocketEntry> {

@@ -6,11 +6,11 @@
 
 use std::path::Path;
 
+use pagemark_trace::error::Error;
 use prost::Message;
 
 use super::images::schema::{InterfaceEntry, LOOPBACK, NetworkEntry};
 use super::images::{Image, ImageKind, without};
-use crate::error::Error;
 
 /// The loopback interface of each new namespace.
 const NUMBER: u32 = 1;

@@ -9,11 +9,14 @@
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 
+use pagemark_trace::error::Error;
 use prost::Message;
 
 use super::images::schema::{FileEntry, MmEntry, RegFileEntry, RemapEntry};
 use super::images::{Image, ImageKind, read_all, read_first, with_bytes, with_varint, without};
-use crate::error::Error;
+
+/// Begin of the names of the images of mounts, one for each set of mounts.
+pub(crate) const MOUNTS: &str = "mountpoints-";
 
 /// A regular file that a restore opens by its path.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -26,6 +29,8 @@ pub(crate) struct RegularFile {
     pub is_only_read: bool,
     /// True if writes go to its end.
     pub appends: bool,
+    /// True if it was a FIFO.
+    pub is_fifo: bool,
 }
 
 /// What a restore demands of a file.
@@ -59,7 +64,8 @@ pub(crate) fn revise(
         let flags = reg.flags as i32;
         let is_only_read = flags & libc::O_ACCMODE == libc::O_RDONLY && !mapped.contains(&u64::from(reg.id));
         let appends = flags & libc::O_APPEND != 0;
-        let file = RegularFile { path, size: reg.size, is_only_read, appends };
+        let is_fifo = reg.mode.is_some_and(|mode| mode & libc::S_IFMT == libc::S_IFIFO);
+        let file = RegularFile { path, size: reg.size, is_only_read, appends, is_fifo };
         let revised = match demand(&file)? {
             Demand::SameLength => continue,
             Demand::AnyLength => without(&encoded(message), RegFileEntry::SIZE),
@@ -101,20 +107,32 @@ fn remapped(directory: &Path) -> Result<HashSet<u32>, Error> {
 /// file that has the same id counts as mapped.
 fn mapped(directory: &Path) -> Result<HashSet<u64>, Error> {
     let mut ids = HashSet::new();
-    let io = || Error::criu_io(format!("read directory {}", directory.display()));
-    for entry in std::fs::read_dir(directory).map_err(io())? {
-        let path = entry.map_err(io())?.path();
-        if path.file_name().and_then(|name| name.to_str()).is_some_and(|name| name.starts_with("mm-")) {
-            let memory: MmEntry = read_first(&path, ImageKind::Mm)?;
-            ids.extend(memory.vmas.iter().map(|vma| vma.shmid));
-        }
+    for path in images_of(directory, "mm-")? {
+        let memory: MmEntry = read_first(&path, ImageKind::Mm)?;
+        ids.extend(memory.vmas.iter().map(|vma| vma.shmid));
     }
     Ok(ids)
 }
 
 /// True if the images hold mounts of their own, so that paths do not mean what they mean here.
 pub(crate) fn has_own_mounts(directory: &Path) -> bool {
-    has_image(directory, "mountpoints-")
+    has_image(directory, MOUNTS)
+}
+
+/// The images whose names begin so.
+///
+/// # Errors
+/// The directory cannot be read.
+pub(crate) fn images_of(directory: &Path, prefix: &str) -> Result<Vec<PathBuf>, Error> {
+    let failed = || Error::criu_io(format!("read directory {}", directory.display()));
+    let mut images = Vec::new();
+    for entry in std::fs::read_dir(directory).map_err(failed())? {
+        let entry = entry.map_err(failed())?;
+        if entry.file_name().as_encoded_bytes().starts_with(prefix.as_bytes()) {
+            images.push(entry.path());
+        }
+    }
+    Ok(images)
 }
 
 /// True if there is an image whose name begins so.
@@ -134,7 +152,7 @@ mod tests {
         let file = |id: u32, name: &str, flags: i32| {
             let fown = FownEntry::default();
             let (name, size) = (name.to_owned(), Some(10));
-            let reg = RegFileEntry { id, flags: flags as u32, pos: 5, fown, name, size, ext: None };
+            let reg = RegFileEntry { id, flags: flags as u32, pos: 5, fown, name, size, ..Default::default() };
             // Field 99 of `reg`, a string.
             let reg = [reg.encode_to_vec(), vec![0x9a, 0x06, 0x01, b'x']].concat();
             let entry = FileEntry { r#type: FILE_REGULAR, id, ..Default::default() };
@@ -149,7 +167,7 @@ mod tests {
         ];
         std::fs::write(directory.path().join("files.img"), image.encode()).unwrap();
         let mut remaps = Image::new(ImageKind::Remaps);
-        remaps.messages = vec![RemapEntry { orig_id: 3 }.encode_to_vec()];
+        remaps.messages = vec![RemapEntry { orig_id: 3, ..Default::default() }.encode_to_vec()];
         std::fs::write(directory.path().join("remap-fpath.img"), remaps.encode()).unwrap();
         let mut seen = Vec::new();
         let mut demand = |file: &RegularFile| {

@@ -13,13 +13,13 @@
 
 use std::path::Path;
 
-use pagemark::sys::proc::Mapping;
 use pagemark::{AddressRangeExt, ByteCount, Range, RangeSet};
+use pagemark_linux::proc::Mapping;
+use pagemark_trace::error::Error;
 
 use super::images::mappings::{self, PRIVATE_ANONYMOUS};
 use super::images::schema::VmaEntry;
 use super::images::with_varint;
-use crate::error::Error;
 
 /// The smallest mapping that is shortened.
 const SMALLEST: ByteCount = ByteCount::new(1 << 20);
@@ -31,14 +31,14 @@ const GROWS_DOWN: &[u8] = b"gd";
 
 /// A mapping of which CRIU knows the first page alone.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub(super) struct Shortened {
+pub(super) struct ShortenedMapping {
     /// All of it.
     range: Range,
     /// Its protection, as `mmap` takes it.
     protection: u32,
 }
 
-impl Shortened {
+impl ShortenedMapping {
     /// What of it CRIU does not know.
     pub fn hidden(&self) -> Range {
         self.range.start + ByteCount::PAGE..self.range.end
@@ -55,7 +55,7 @@ pub(super) fn is_large(mapping: &Mapping) -> bool {
 
 /// Shortens large mappings in the text of an `smaps`, as far as they are in `withheld`. Returns the
 /// text and the mappings as they are.
-pub(super) fn shorten(text: &[u8], withheld: &RangeSet) -> (Vec<u8>, Vec<Shortened>) {
+pub(super) fn shorten(text: &[u8], withheld: &RangeSet) -> (Vec<u8>, Vec<ShortenedMapping>) {
     let (mut shortened, mut output) = (Vec::new(), Vec::with_capacity(text.len()));
     let mut rest = text;
     while !rest.is_empty() {
@@ -78,7 +78,7 @@ pub(super) fn shorten(text: &[u8], withheld: &RangeSet) -> (Vec<u8>, Vec<Shorten
                 output.extend_from_slice(&head[after..]);
                 let protection = [(mapping.readable, libc::PROT_READ), (mapping.writable, libc::PROT_WRITE)];
                 let protection = protection.iter().filter(|(is_set, _)| *is_set).map(|(_, bit)| *bit as u32).sum();
-                shortened.push(Shortened { range: mapping.range(), protection });
+                shortened.push(ShortenedMapping { range: mapping.range(), protection });
             }
             None => output.extend_from_slice(head),
         }
@@ -92,7 +92,7 @@ fn body_bytes(text: &[u8]) -> usize {
     let mut bytes = 0;
     for line in text.split_inclusive(|&byte| byte == b'\n') {
         bytes += line.len();
-        // It is the last line of each mapping.
+        // The line of flags is the last of each mapping.
         if line.starts_with(FLAGS) {
             return bytes;
         }
@@ -109,9 +109,9 @@ fn has_flag(body: &[u8], flag: &[u8]) -> bool {
 /// they have. `shortened` is in ascending order.
 ///
 /// # Errors
-/// [`ErrorKind::Image`](crate::error::ErrorKind::Image): the image cannot be understood, or lacks
-/// one of them.
-pub(super) fn lengthen(path: &Path, shortened: &[Shortened]) -> Result<(), Error> {
+/// [`ErrorKind::Image`](pagemark_trace::error::ErrorKind::Image): the image cannot be understood,
+/// or lacks one of them.
+pub(super) fn lengthen(path: &Path, shortened: &[ShortenedMapping]) -> Result<(), Error> {
     let mut missing: RangeSet = shortened.iter().map(|mapping| mapping.range.clone()).collect();
     let image = mappings::changed(path, |entry, mapping| {
         // CRIU describes guard pages as mappings without flags.
@@ -166,7 +166,7 @@ ffffffffff600000-ffffffffff601000 --xp 00000000 00:00 0 [vsyscall]\nVmFlags: ex 
             (range(0x7f00_1000_0000, 0x7f00_2000_0000), 0),
             (range(0x7f00_5000_0000, 0x7f00_6000_0000), 3),
         ];
-        assert_eq!(shortened, whole.map(|(range, protection)| Shortened { range, protection }));
+        assert_eq!(shortened, whole.map(|(range, protection)| ShortenedMapping { range, protection }));
         let expected = TEXT
             .replace("7f0000000000-7f0000200000", "7f0000000000-7f0000001000")
             .replace("7f0000400000-7f0001400000 -", "7f0000400000-7f0000401000 r")
@@ -186,7 +186,16 @@ ffffffffff600000-ffffffffff601000 --xp 00000000 00:00 0 [vsyscall]\nVmFlags: ex 
     fn an_image_gets_the_ends_back() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("mm-1.img");
-        let entry = |start, end| VmaEntry { start, end, prot: 1, flags: 0x22, status: 0x201, shmid: 9, madv: Some(3) };
+        let entry = |start, end| VmaEntry {
+            start,
+            end,
+            prot: 1,
+            flags: 0x22,
+            status: 0x201,
+            shmid: 9,
+            madv: Some(3),
+            fdflags: None,
+        };
         let image = |entries: Vec<VmaEntry>| {
             let mut image = Image::new(ImageKind::Mm);
             image.messages.push(MmEntry { exe_file_id: 3, mm_saved_auxv: vec![1, 2], vmas: entries }.encode_to_vec());
@@ -197,7 +206,7 @@ ffffffffff600000-ffffffffff601000 --xp 00000000 00:00 0 [vsyscall]\nVmFlags: ex 
         let others = [entry(0x90_0000, 0x91_0000), guard.clone()];
         let entries = [&[entry(0x1000, 0x2000), entry(0x10_0000, 0x10_1000)], &others[..]].concat();
         std::fs::write(&path, image(entries).encode()).unwrap();
-        let shortened = |start, end| [Shortened { range: range(start, end), protection: 0 }];
+        let shortened = |start, end| [ShortenedMapping { range: range(start, end), protection: 0 }];
         lengthen(&path, &shortened(0x10_0000, 0x80_0000)).unwrap();
         let whole = VmaEntry { prot: 0, ..entry(0x10_0000, 0x80_0000) };
         let expected = [&[entry(0x1000, 0x2000), whole], &others[..]].concat();

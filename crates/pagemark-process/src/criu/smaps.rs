@@ -15,11 +15,11 @@ use std::io::{self, Seek, Write};
 use std::time::Duration;
 
 use nix::sys::memfd::{MFdFlags, memfd_create};
-use pagemark::sys::mapping_flags;
-use pagemark::sys::proc::{self, Fields, descriptors, smaps, threads};
 use pagemark::{AddressRangeExt, ByteCount, RangeSet};
+use pagemark_linux::mapping_flags;
+use pagemark_linux::proc::{self, Fields, descriptors, smaps, threads};
 
-use super::shortened::{self, Shortened};
+use super::shortened::{self, ShortenedMapping};
 use super::sysv_memory;
 
 /// The name of the file in the directory of a process.
@@ -72,7 +72,7 @@ fn handover_time(pid: i32, mapping_count: usize) -> Duration {
 
 /// A file that has what CRIU needs of `/proc/PID/smaps`, with the mappings in `withheld` shortened;
 /// those as they are.
-pub(super) fn file(pid: i32, withheld: &RangeSet) -> io::Result<(File, Vec<Shortened>)> {
+pub(super) fn file(pid: i32, withheld: &RangeSet) -> io::Result<(File, Vec<ShortenedMapping>)> {
     // Where the kernel cannot list the flags alone, it counts the pages here instead of for CRIU.
     let text = smaps::without_figures(pid).or_else(|_| smaps::with_figures(pid))?;
     let (text, shortened) = shortened::shorten(&text, withheld);

@@ -8,21 +8,22 @@
 //! becomes, in the images, a file with an invented path, because for a path CRIU takes any
 //! descriptor.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ffi::OsString;
 use std::os::fd::RawFd;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
 use nix::pty::Winsize;
-use pagemark::sys::proc::{self, Stat};
+use pagemark_linux::proc::{self, Stat};
+use pagemark_trace::error::Error;
 use prost::Message;
 
 use super::images::schema::{
     FILE_REGULAR, FdinfoEntry, FileEntry, RegFileEntry, TERMINAL_EXTERNAL, TtyInfoEntry, WinsizeEntry,
 };
 use super::images::{Image, ImageKind, read_all, with_bytes, with_varint, without};
-use crate::error::Error;
+use super::regular_files::images_of;
 
 /// A terminal, or a pipe or socket that the tree has open as a standard stream, whose other end is
 /// outside.
@@ -38,9 +39,14 @@ pub struct Outside {
 /// images. No such file is ever opened.
 const STAND_IN: &str = "pagemark/stream-";
 
-/// Finds the standard streams of the processes that lead out of their tree, except sockets.
-pub(crate) fn find_outside(pids: &[i32]) -> Vec<Outside> {
-    let mut pipes: BTreeMap<u64, PipeEnds> = BTreeMap::new();
+/// True if this entry stands for a stream of the restoring command. One of a file with such a name
+/// has a mode.
+pub(crate) fn is_stand_in(file: &RegFileEntry) -> bool {
+    file.mode.is_none() && file.name.strip_prefix('/').is_some_and(|name| name.starts_with(STAND_IN))
+}
+
+/// Finds the terminals of the processes that are outside of their tree. CRIU's arguments name them.
+pub(crate) fn find_terminals(pids: &[i32]) -> Vec<Outside> {
     let mut terminals: BTreeMap<String, (RawFd, Option<u32>)> = BTreeMap::new();
     let mut own_terminals = Vec::new();
     // Processes that have `/dev/tty` open.
@@ -51,10 +57,7 @@ pub(crate) fn find_outside(pids: &[i32]) -> Vec<Outside> {
         for descriptor in proc::descriptors(pid).unwrap_or_default() {
             let number = descriptor.number;
             let Ok(metadata) = std::fs::metadata(descriptor.path()) else { continue };
-            if metadata.file_type().is_fifo() && descriptor.link.starts_with(b"pipe:[") {
-                let flags = descriptor.flags().ok().flatten().unwrap_or_default();
-                pipes.entry(metadata.ino()).or_default().add(number, flags);
-            } else if metadata.file_type().is_char_device() {
+            if metadata.file_type().is_char_device() {
                 match Terminal::of(metadata.rdev()) {
                     Some(Terminal::Master) => {
                         own_terminals.extend(descriptor.info().ok().and_then(|info| info.number::<u64>("tty-index")));
@@ -79,22 +82,42 @@ pub(crate) fn find_outside(pids: &[i32]) -> Vec<Outside> {
         let terminal = Stat::read(pid).map_or(0, |stat| device_number(stat.terminal));
         devices.get(&terminal).is_some_and(is_outside)
     };
-    // It is the controlling terminal of each process: if that of one is in the tree, CRIU restores it.
+    // `/dev/tty` is the controlling terminal: CRIU restores it if that of one process is in the tree.
     let current = match current.iter().all(|(pid, ..)| leads_outside(*pid)) {
         true => current,
         false => Vec::new(),
     };
     let current: BTreeMap<String, RawFd> = current.into_iter().map(|(_, name, number)| (name, number)).collect();
     let current = current.into_iter().map(|(name, stream)| Outside { name, stream });
-    let pipes = pipes
-        .into_iter()
-        .filter(|(_, ends)| !(ends.reader && ends.writer))
-        .filter_map(|(inode, ends)| Some(Outside { name: format!("pipe[{inode}]"), stream: ends.stream? }));
     let terminals = terminals
         .into_iter()
         .filter(|(_, (_, index))| is_outside(index))
         .map(|(name, (stream, _))| Outside { name, stream });
-    pipes.chain(terminals).chain(current).collect()
+    terminals.chain(current).collect()
+}
+
+/// Finds the pipes among the standard streams that lead out of a tree, in its images: a list from
+/// before the freeze may lack a process that has the other end.
+///
+/// # Errors
+/// An image cannot be read.
+pub(super) fn find_pipes(directory: &Path) -> Result<Vec<Outside>, Error> {
+    let files: Vec<FileEntry> = read_all(&directory.join("files.img"), ImageKind::Files)?;
+    let ends: HashMap<u32, (u32, u32)> = files
+        .into_iter()
+        .filter_map(|file| Some((file.id, file.pipe?)))
+        .map(|(id, pipe)| (id, (pipe.pipe_id, pipe.flags)))
+        .collect();
+    let mut pipes: BTreeMap<u32, PipeEnds> = BTreeMap::new();
+    for entry in descriptor_tables(directory)?.iter().flat_map(|table| &table.entries) {
+        if let Some((pipe, flags)) = ends.get(&entry.id) {
+            pipes.entry(*pipe).or_default().add(entry.fd.cast_signed(), flags.cast_signed());
+        }
+    }
+    let outside = pipes.into_iter().filter(|(_, ends)| !(ends.reader && ends.writer));
+    let named =
+        outside.filter_map(|(inode, ends)| Some(Outside { name: format!("pipe[{inode}]"), stream: ends.stream? }));
+    Ok(named.collect())
 }
 
 /// CRIU's name of a terminal.
@@ -204,7 +227,7 @@ pub(crate) fn adopt_terminals(directory: &Path, session: u32, size: Option<Winsi
         for field in [TtyInfoEntry::SID, TtyInfoEntry::PGRP] {
             *message = with_varint(message, field, 0);
         }
-        // One that has hung up has no mode.
+        // A terminal that has hung up has no mode.
         if entry.termios.is_some() {
             *message = with_bytes(message, TtyInfoEntry::TERMIOS, &mode.encode_to_vec());
             if let Some(Winsize { ws_row, ws_col, ws_xpixel, ws_ypixel }) = size {
@@ -329,17 +352,12 @@ impl DescriptorTable {
 
 /// Reads the descriptors of all processes.
 pub(super) fn descriptor_tables(directory: &Path) -> Result<Vec<DescriptorTable>, Error> {
-    let io = |error| Error::criu_io(format!("read directory {}", directory.display()))(error);
-    let mut tables = Vec::new();
-    for entry in std::fs::read_dir(directory).map_err(io)? {
-        let path = entry.map_err(io)?.path();
-        if path.file_name().and_then(|name| name.to_str()).is_some_and(|name| name.starts_with("fdinfo-")) {
-            let image = Image::read(&path, ImageKind::Descriptors)?;
-            let entries = read_all(&path, ImageKind::Descriptors)?;
-            tables.push(DescriptorTable { path, image, entries });
-        }
-    }
-    Ok(tables)
+    let table = |path: PathBuf| {
+        let image = Image::read(&path, ImageKind::Descriptors)?;
+        let entries = image.decoded(&path)?;
+        Ok(DescriptorTable { path, image, entries })
+    };
+    images_of(directory, "fdinfo-")?.into_iter().map(table).collect()
 }
 
 /// Between fork and exec: begins a new session and keeps `inherited` open over the exec. Makes only

@@ -18,7 +18,7 @@
 use std::collections::HashSet;
 use std::time::{Duration, Instant};
 
-use pagemark::sys::proc::Status;
+use pagemark_linux::proc::Status;
 
 /// How long an attach waits for a process to take its stop signals. A process that waits for a
 /// disk takes none.

@@ -3,7 +3,7 @@
 use std::fs;
 use std::io;
 
-use crate::error::{Error, ErrorKind, Object};
+use pagemark_trace::error::{Error, ErrorKind, Object};
 
 /// The bits of an object's mode that are its permissions.
 pub(super) const PERMISSIONS: u32 = 0o777;

@@ -13,14 +13,15 @@ use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 use std::io;
 
-use pagemark::sys::memory::Memory;
-use pagemark::sys::proc::{self, Mapping, Status, maps};
 use pagemark::{Address, AddressRangeExt, ByteCount, PAGE_SIZE};
+use pagemark_linux::memory::Memory;
+use pagemark_linux::proc::{self, Mapping, Status, maps};
+use pagemark_trace::attach;
+use pagemark_trace::error::{Error, ErrorKind, Object};
+use pagemark_trace::inject::{self, Call};
+use pagemark_trace::objects;
 
 use super::sysv_ids::{Objects, PERMISSIONS};
-use crate::error::{Error, ErrorKind, Object};
-use crate::inject::{self, Call};
-use crate::objects;
 
 /// How the kernel names the mappings of a segment; its key follows.
 const NAME: &[u8] = b"/SYSV";
@@ -271,7 +272,7 @@ impl Segment {
             let status = Status::read(pid).map_err(|_| Error::no_process(pid))?;
             // The process may have given up the right by which it attached the segment.
             self.set_owner(status.effective_uid, 0o600).map_err(SEGMENTS.failed("give to a process", self.id))?;
-            inject::system_calls(pid, attachment.calls(self.id))?;
+            inject::system_calls(attach::find(pid)?, attachment.calls(self.id))?;
         }
         self.set_owner(self.uid, self.mode).map_err(SEGMENTS.failed("give back to its owner", self.id))?;
         if self.mode & REMOVED != 0 {

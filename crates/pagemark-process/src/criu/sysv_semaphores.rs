@@ -12,11 +12,12 @@
 use std::ffi::c_ushort;
 use std::io;
 
-use pagemark::sys::proc::{self, Stat, Status};
+use pagemark_linux::proc::{self, Stat, Status};
+use pagemark_trace::attach;
+use pagemark_trace::error::Error;
+use pagemark_trace::inject::{self, Call};
 
 use super::sysv_ids::{Objects, PERMISSIONS};
-use crate::error::Error;
-use crate::inject::{self, Call};
 
 const SETS: Objects = Objects {
     name: "System V semaphore set",
@@ -89,7 +90,7 @@ fn status(id: i32) -> io::Result<libc::semid_ds> {
 
 /// The values of the first `count` semaphores of a set.
 fn values(id: i32, count: usize) -> io::Result<Vec<u16>> {
-    // One by one: the kernel writes the values of all where nobody says how many there is space for.
+    // One at a time: GETALL writes as many values as the set has, whatever the length of the buffer.
     // SAFETY: the call takes numbers alone.
     let value = |index| done(unsafe { libc::semctl(id, index as i32, libc::GETVAL) });
     (0..count).map(|index| value(index).map(|value| value as u16)).collect()
@@ -204,7 +205,7 @@ impl SemaphoreSet {
             number: libc::SYS_semctl,
             arguments: [self.id as u64, index as u64, libc::SETVAL as u64, u64::from(*value), 0, 0],
         };
-        inject::system_calls(pid, self.values.iter().enumerate().map(call).collect())?;
+        inject::system_calls(attach::find(pid)?, self.values.iter().enumerate().map(call).collect())?;
         self.set_owner(self.uid, self.mode).map_err(SETS.failed("give back to its owner", self.id))
     }
 }

@@ -7,11 +7,11 @@
 
 use std::path::Path;
 
+use pagemark_trace::error::Error;
 use prost::Message;
 
 use super::images::schema::{FileEntry, TimerfdEntry};
 use super::images::{Image, ImageKind, with_bytes};
-use crate::error::Error;
 
 /// Corrects `files.img` in an images directory.
 pub(crate) fn arm_expired(directory: &Path) -> Result<(), Error> {

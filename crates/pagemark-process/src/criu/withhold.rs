@@ -14,12 +14,14 @@
 //! The same filter hands over CRIU's queries of resource limits, which the kernel refuses without
 //! CAP_SYS_RESOURCE for processes of other users, and the calls by which CRIU keeps what it found
 //! out about the kernel ([`KernelData`]), reads the flags of mappings ([`smaps`]), attaches to
-//! threads ([`Machines`]), records registers ([`Resumed`]), and stops processes again ([`Stops`]).
+//! threads ([`Machines`]), records registers ([`RecordChanges`]), and stops processes again
+//! ([`Stops`]).
 //!
 //! Of large mappings that are withheld, CRIU learns the first page alone ([`super::shortened`]).
 //!
 //! If Pagemark is killed, the calls fail, and CRIU cancels the dump as after any error.
 
+use std::collections::hash_map::Entry;
 use std::collections::{HashMap, HashSet};
 use std::fs::File;
 use std::io;
@@ -34,18 +36,19 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::uio::{RemoteIoVec, process_vm_readv, process_vm_writev};
 use nix::unistd::Pid;
-use pagemark::sys::pagemap::{Filter, Pagemap};
-use pagemark::sys::proc::{Limits, Mapping, descriptors, maps};
 use pagemark::{Address, Range, RangeSet};
+use pagemark_linux::pagemap::{Filter, Pagemap};
+use pagemark_linux::proc::{Limits, Mapping, Status, descriptors, maps};
+use pagemark_trace::objects::ObjectId;
 
 use super::kernel_data::{self, KernelData};
+use super::late_sockets::LateSockets;
 use super::machines::Machines;
-use super::notify::{Answer, CREATING, Call, GET_SIGNAL_MASK, Listener, SEIZE, Submitted};
-use super::resumed::Resumed;
-use super::shortened::Shortened;
+use super::notify::{Answer, CREATING, Call, GET_SIGNAL_MASK, Listener, SEIZE, SubmittedCalls};
+use super::record_changes::RecordChanges;
+use super::shortened::ShortenedMapping;
 use super::stops::Stops;
 use super::{Criu, smaps};
-use crate::objects::ObjectId;
 
 /// Category of guard pages: they have no content and forbid any access, and CRIU restores them.
 const GUARD: u64 = 1 << 8;
@@ -61,36 +64,37 @@ const MAX_REGIONS: usize = 1 << 16;
 /// Answers CRIU's queries in a thread of its own.
 #[derive(Debug)]
 pub(super) struct Withholding {
-    thread: std::thread::JoinHandle<Withheld>,
+    thread: std::thread::JoinHandle<WithheldMemory>,
     is_frozen: Arc<AtomicBool>,
 }
 
 /// What was answered in place of the kernel.
 #[derive(Debug, Default)]
-pub(super) struct Withheld {
+pub(super) struct WithheldMemory {
     /// The ranges of each process that were withheld, whether their pages hold data or not.
     pub ranges: HashMap<i32, RangeSet>,
     /// How often mappings were listed for CRIU.
     pub listed_mappings: u32,
     /// The mappings of each process of which CRIU knows the first page alone, in ascending order.
-    pub shortened: HashMap<i32, Vec<Shortened>>,
+    pub shortened: HashMap<i32, Vec<ShortenedMapping>>,
     /// The objects of shared memory whose content was withheld.
     pub objects: HashSet<ObjectId>,
 }
 
 impl Withholding {
-    /// Starts to answer the program that has sent its listener to `socket`. `tree` are the
-    /// processes being dumped, `objects` the shared memory whose content is withheld, and
-    /// `machines` are given up before the program attaches to a process. None if it could have no
-    /// listener, because somebody else listens to it: then CRIU examines the memory itself, which
-    /// takes longer.
+    /// Starts to answer the program that has sent its listener to `socket`. The dumped processes
+    /// are those that the program traces, whenever they were made. `objects` is the shared memory
+    /// whose content is withheld, `machines` are given up before the program attaches to a process,
+    /// and `late_sockets` are named to it when all are stopped. None if it could have no listener,
+    /// because somebody else listens to it: then CRIU examines the memory itself, which takes
+    /// longer.
     pub fn start(
         socket: &UnixStream,
-        tree: Vec<i32>,
         objects: &HashSet<ObjectId>,
         criu: &Criu,
-        submitted: Submitted,
+        submitted: SubmittedCalls,
         machines: Option<Machines>,
+        late_sockets: Option<LateSockets>,
     ) -> io::Result<Option<Withholding>> {
         let Some(listener) = Listener::receive(socket)? else { return Ok(None) };
         let is_frozen = Arc::new(AtomicBool::new(false));
@@ -98,16 +102,17 @@ impl Withholding {
             listener,
             is_frozen: is_frozen.clone(),
             submitted,
-            spaces: tree.into_iter().map(|pid| (pid, None)).collect(),
+            spaces: HashMap::new(),
             objects: objects.clone(),
             withheld_objects: HashSet::new(),
             kernel_data: criu.kernel_data.clone(),
-            resumed: Resumed::new(criu.interrupted.clone()),
+            resumed: RecordChanges::new(criu.interrupted.clone()),
             stops: Stops::default(),
             listed_mappings: 0,
             shortened: HashMap::new(),
             written: None,
             machines,
+            late_sockets,
         };
         let thread = std::thread::Builder::new().name("withhold".into()).spawn(move || answers.run())?;
         Ok(Some(Withholding { thread, is_frozen }))
@@ -120,7 +125,7 @@ impl Withholding {
     }
 
     /// Waits until the program has ended.
-    pub fn finish(self) -> Withheld {
+    pub fn finish(self) -> WithheldMemory {
         self.thread.join().unwrap_or_default()
     }
 }
@@ -128,20 +133,22 @@ impl Withholding {
 struct Answers {
     listener: Listener,
     is_frozen: Arc<AtomicBool>,
-    submitted: Submitted,
-    /// The dumped processes; None until the first query about a process.
-    spaces: HashMap<i32, Option<Space>>,
+    submitted: SubmittedCalls,
+    /// The dumped processes that were asked about.
+    spaces: HashMap<i32, Space>,
     /// Shared memory whose content is withheld, and that of it which CRIU has asked for.
     objects: HashSet<ObjectId>,
     withheld_objects: HashSet<ObjectId>,
     kernel_data: KernelData,
-    resumed: Resumed,
+    resumed: RecordChanges,
     stops: Stops,
     listed_mappings: u32,
-    shortened: HashMap<i32, Vec<Shortened>>,
+    shortened: HashMap<i32, Vec<ShortenedMapping>>,
     /// The file into which CRIU writes what it found out about the kernel.
     written: Option<File>,
     machines: Option<Machines>,
+    /// None when CRIU knows them.
+    late_sockets: Option<LateSockets>,
 }
 
 struct Space {
@@ -163,7 +170,7 @@ struct PageRegion {
 }
 
 impl Answers {
-    fn run(mut self) -> Withheld {
+    fn run(mut self) -> WithheldMemory {
         loop {
             let mut fds = [PollFd::new(self.listener.as_fd(), PollFlags::POLLIN)];
             match poll(&mut fds, PollTimeout::NONE) {
@@ -183,13 +190,13 @@ impl Answers {
                 break;
             }
         }
-        let ranges = self.spaces.into_iter().filter_map(|(pid, space)| Some((pid, space?.withheld)));
+        let ranges = self.spaces.into_iter().map(|(pid, space)| (pid, space.withheld));
         let mut ranges: HashMap<i32, RangeSet> = ranges.collect();
         for (&pid, shortened) in &self.shortened {
-            ranges.entry(pid).or_default().extend(&shortened.iter().map(Shortened::hidden).collect());
+            ranges.entry(pid).or_default().extend(&shortened.iter().map(ShortenedMapping::hidden).collect());
         }
         let Answers { listed_mappings, shortened, withheld_objects: objects, .. } = self;
-        Withheld { ranges, listed_mappings, shortened, objects }
+        WithheldMemory { ranges, listed_mappings, shortened, objects }
     }
 
     fn answer(&mut self, call: &Call) -> Option<Answer> {
@@ -215,6 +222,10 @@ impl Answers {
             return Some(if is_ready { Answer::Continue } else { Answer::Return(-i64::from(libc::EPERM)) });
         }
         if request == u64::from(GET_SIGNAL_MASK) {
+            // CRIU has stopped all processes, and looks at their sockets later.
+            if let Some(sockets) = self.late_sockets.take_if(|_| self.listener.is_valid(call)) {
+                sockets.name(call.pid as i32);
+            }
             self.resumed.begin(thread, address);
         } else if self.listener.is_valid(call) {
             // Without the change the interrupted call returns EINTR, which it may.
@@ -272,7 +283,7 @@ impl Answers {
         if !self.listener.is_valid(call) {
             return None;
         }
-        let anonymous = &self.space(pid)?.anonymous;
+        let anonymous = &self.space(call.pid as i32, pid)?.anonymous;
         let listed = smaps::file(pid, anonymous);
         self.is_frozen.store(true, Ordering::Relaxed);
         let (file, shortened) = listed.ok()?;
@@ -305,13 +316,16 @@ impl Answers {
         Some(Answer::Return(0))
     }
 
-    /// The memory of a dumped process, which is frozen.
-    fn space(&mut self, pid: i32) -> Option<&mut Space> {
-        let space = self.spaces.get_mut(&pid)?;
-        if space.is_none() {
-            *space = Space::open(pid);
+    /// The memory of a dumped process, which is frozen. None of any other process: CRIU also asks
+    /// about its own memory.
+    fn space(&mut self, criu: i32, pid: i32) -> Option<&mut Space> {
+        match self.spaces.entry(pid) {
+            Entry::Occupied(known) => Some(known.into_mut()),
+            Entry::Vacant(new) => {
+                let is_dumped = Status::read(pid).is_ok_and(|status| status.tracer_pid == criu);
+                is_dumped.then(|| Space::open(pid)).flatten().map(|space| new.insert(space))
+            }
         }
-        space.as_mut()
     }
 
     fn answer_scan(&mut self, call: &Call) -> Option<Answer> {
@@ -325,7 +339,7 @@ impl Answers {
         if flags != 0 || most_pages != 0 || inverted & !mask != 0 || start >= end || !self.listener.is_valid(call) {
             return None;
         }
-        let space = self.space(pid)?;
+        let space = self.space(criu.as_raw(), pid)?;
         let filter = Filter { all: mask & !inverted, none: inverted, any, report, ..Filter::default() };
         let (start, end) = (Address::new(start), Address::new(end));
         let (mut regions, withheld) = space.query(start..end, filter)?;

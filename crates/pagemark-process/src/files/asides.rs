@@ -15,21 +15,31 @@ use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use nix::fcntl::{OFlag, openat, renameat};
+use nix::sys::stat::{Mode, mkdirat};
+use nix::unistd::geteuid;
+use pagemark_trace::error::{Error, ErrorKind, Object, Result};
 use serde::{Deserialize, Serialize};
 
 use super::copy::copy;
+use super::directory::{Held, path_of};
 use super::path::encode_path;
-use crate::error::{Error, ErrorKind, Object, Result};
 
 /// The description in a directory.
-const DESCRIPTION: &str = "aside.json";
+pub(crate) const DESCRIPTION: &str = "aside.json";
 /// Longest part of a copy's name that is taken from the file's name.
 const NAME_MAX: usize = 100;
 
 /// The directory for asides of restores that name no other: `pagemark/asides` in the user's
-/// directory for state, `$XDG_STATE_HOME`, else `~/.local/state`; else in `/var/lib`.
+/// directory for state, `$XDG_STATE_HOME`, else `~/.local/state`; else in `/var/lib`. A directory
+/// of another user's, as `HOME` may be after `su`, does not count.
 pub fn default_directory() -> PathBuf {
-    let set = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+    let own = |path: &PathBuf| {
+        // The directory for state may be missing.
+        let existing = path.ancestors().find_map(|path| fs::metadata(path).ok());
+        existing.is_some_and(|found| found.uid() == geteuid().as_raw())
+    };
+    let set = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from).filter(own);
     let home = || set("HOME").map(|home| home.join(".local/state"));
     set("XDG_STATE_HOME").or_else(home).unwrap_or_else(|| "/var/lib".into()).join("pagemark/asides")
 }
@@ -96,8 +106,10 @@ pub(super) struct AsideDirectory {
     aside: Aside,
     /// Files that were copied or kept.
     file_count: u64,
-    /// Locked as long as the restore is in progress.
+    /// The directory. Locked as long as the restore is in progress.
     lock: File,
+    /// The directory that it is in.
+    parent: File,
 }
 
 impl AsideDirectory {
@@ -109,19 +121,23 @@ impl AsideDirectory {
                 .help("name another directory for asides")
         };
         private_directories(parent).map_err(failed)?;
+        let held = open_directory(parent).map_err(failed)?;
+        check_private(parent, &held)?;
         let name = format!("{checkpoint}-{}", stamp(now));
         for number in 1.. {
-            let path = parent.join(if number == 1 { name.clone() } else { format!("{name}-{number}") });
-            match DirBuilder::new().mode(0o700).create(&path) {
-                Err(error) if error.kind() == io::ErrorKind::AlreadyExists && number < 10_000 => {}
+            let name = if number == 1 { name.clone() } else { format!("{name}-{number}") };
+            match mkdirat(&held, &*name, Mode::S_IRWXU) {
+                Err(nix::Error::EEXIST) if number < 10_000 => {}
                 made => {
-                    made.map_err(failed)?;
-                    let lock = open_directory(&path).map_err(failed)?;
+                    made.map_err(|errno| failed(errno.into()))?;
+                    let flags = OFlag::O_DIRECTORY | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
+                    let lock = openat(&held, &*name, flags, Mode::empty()).map_err(|errno| failed(errno.into()))?;
+                    let lock = File::from(lock);
                     lock.lock().map_err(failed)?;
                     let begun_unix_us = now.duration_since(UNIX_EPOCH).map_or(0, |since| since.as_micros() as u64);
                     let (checkpoint, files) = (checkpoint.to_owned(), Vec::new());
                     let aside = Aside { checkpoint, begun_unix_us, is_complete: false, files };
-                    return Ok(AsideDirectory { path, aside, file_count: 0, lock });
+                    return Ok(AsideDirectory { path: parent.join(name), aside, file_count: 0, lock, parent: held });
                 }
             }
         }
@@ -133,17 +149,25 @@ impl AsideDirectory {
         self.path.join(name)
     }
 
-    /// Keeps the file at `path`, which is going to be removed; `at` leads to it. Returns its name
-    /// here. The file gets a second name if the directory is in the same file system, else a copy.
-    pub(super) fn keep(&mut self, path: &Path, at: &Path) -> Result<String> {
+    /// Keeps the file at `path`, which is going to be removed; `held` is it. Returns its name here.
+    /// The file gets a second name if the directory is in the same file system, else a copy.
+    pub(super) fn keep(&mut self, path: &Path, held: &Held, open: impl FnOnce() -> Result<File>) -> Result<String> {
         let name = self.new_name(path);
-        if fs::hard_link(at, self.path.join(&name)).is_ok() {
+        if held.link_to(&self.lock, &name).is_ok() {
             return Ok(name);
         }
-        let mut options = OpenOptions::new();
-        let file = options.read(true).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK).open(at);
-        let file = file.map_err(super::io("open", path))?;
-        self.copy(path, &file)
+        self.copy(path, &open()?)
+    }
+
+    /// Holds what was kept under this name.
+    pub(super) fn hold(&self, name: &str) -> io::Result<Held> {
+        Held::in_directory(&self.lock, name)
+    }
+
+    /// Opens what was kept under this name.
+    pub(super) fn open(&self, name: &str) -> io::Result<File> {
+        let flags = OFlag::O_RDONLY | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
+        Ok(openat(&self.lock, name, flags, Mode::empty())?.into())
     }
 
     /// A new name for what the file at `path` holds.
@@ -174,8 +198,7 @@ impl AsideDirectory {
         self.aside.files = files;
         self.publish()?;
         // The name of this directory is as durable as what is in it.
-        let parent = self.path.parent().unwrap_or(Path::new("/"));
-        open_directory(parent).and_then(|parent| parent.sync_all()).map_err(super::io("sync", parent))
+        self.parent.sync_all().map_err(super::io("sync the directory of", &self.path))
     }
 
     /// The restore has succeeded.
@@ -186,7 +209,8 @@ impl AsideDirectory {
 
     /// The files are as they were, so nothing has to be kept.
     pub(super) fn remove(self) -> Result<()> {
-        fs::remove_dir_all(&self.path).map_err(super::io("remove", &self.path))
+        let name = self.path.file_name().unwrap_or_default();
+        fs::remove_dir_all(path_of(&self.parent).join(name)).map_err(super::io("remove", &self.path))
     }
 
     pub(super) fn path(&self) -> &Path {
@@ -199,16 +223,28 @@ impl AsideDirectory {
             let mut file = self.new_file(&new)?;
             file.write_all(&text)?;
             file.sync_all()?;
-            fs::rename(self.path.join(&new), self.path.join(DESCRIPTION))?;
+            renameat(&self.lock, &*new, &self.lock, DESCRIPTION)?;
             self.lock.sync_all()
         });
         written.map_err(super::io("write", self.path.join(DESCRIPTION)))
     }
 
     fn new_file(&self, name: &str) -> io::Result<File> {
-        let mut options = OpenOptions::new();
-        options.read(true).write(true).create_new(true).mode(0o600).open(self.path.join(name))
+        let flags = OFlag::O_RDWR | OFlag::O_CREAT | OFlag::O_EXCL | OFlag::O_CLOEXEC;
+        Ok(openat(&self.lock, name, flags, Mode::S_IRUSR | Mode::S_IWUSR)?.into())
     }
+}
+
+/// Fails if another user could exchange what is in the directory: what is set aside comes back if
+/// the restore fails.
+fn check_private(path: &Path, directory: &File) -> Result<()> {
+    let found = directory.metadata().map_err(super::io("examine", path))?;
+    if found.uid() == geteuid().as_raw() && found.mode() & 0o022 == 0 {
+        return Ok(());
+    }
+    let reason = "can be changed by other users: the present content of files cannot be kept there";
+    Err(Error::about(ErrorKind::InTheWay, Object::File(path.into()), reason)
+        .help("no file was changed; name another directory with --asides, which is yours alone"))
 }
 
 impl Drop for AsideDirectory {
@@ -237,9 +273,9 @@ pub struct FoundAside {
 pub enum RestoreState {
     /// It succeeded.
     Complete,
-    /// It is in progress.
+    /// The restore is in progress.
     InProgress,
-    /// It was killed. Each of its files may have been changed.
+    /// The restore was killed. Each of its files may have been changed.
     Interrupted,
     /// It was killed before it changed a file.
     Unused,
@@ -250,18 +286,27 @@ pub enum RestoreState {
 /// # Errors
 /// [`ErrorKind::System`] if the directory cannot be read.
 pub fn list(parent: &Path) -> Result<Vec<FoundAside>> {
+    Ok(held(parent)?.map(|held| list_in(parent, &held)).transpose()?.unwrap_or_default())
+}
+
+/// Opens a directory of asides, which nobody else can exchange then. None if there is none.
+fn held(parent: &Path) -> Result<Option<File>> {
+    match open_directory(parent) {
+        Ok(held) => check_private(parent, &held).map(|()| Some(held)),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(super::io("read the directory", parent)(error)),
+    }
+}
+
+fn list_in(parent: &Path, held: &File) -> Result<Vec<FoundAside>> {
     let failed = || super::io("read the directory", parent);
-    let entries = match fs::read_dir(parent) {
-        Ok(entries) => entries,
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
-        Err(error) => return Err(failed()(error)),
-    };
+    let entries = fs::read_dir(path_of(held)).map_err(failed())?;
     let mut found = Vec::new();
     for entry in entries {
         let entry = entry.map_err(failed())?;
         // Directories alone are asides, and a directory may be removed meanwhile.
         if entry.file_type().is_ok_and(|kind| kind.is_dir())
-            && let Some(aside) = find(entry.path())?
+            && let Some(aside) = find(&entry.path(), parent.join(entry.file_name()))?
         {
             found.push(aside);
         }
@@ -270,8 +315,8 @@ pub fn list(parent: &Path) -> Result<Vec<FoundAside>> {
     Ok(found)
 }
 
-/// The asides in the directory `path`. None if it is gone.
-fn find(path: PathBuf) -> Result<Option<FoundAside>> {
+/// The asides in the directory `path`, which is open at `at`. None if it is gone.
+fn find(at: &Path, path: PathBuf) -> Result<Option<FoundAside>> {
     let read = |path: &Path| -> io::Result<(Option<Aside>, bool, u64)> {
         let is_locked = open_directory(path)?.try_lock_shared().is_err();
         let description = match fs::read(path.join(DESCRIPTION)) {
@@ -285,7 +330,7 @@ fn find(path: PathBuf) -> Result<Option<FoundAside>> {
         }
         Ok((description, is_locked, bytes))
     };
-    match read(&path) {
+    match read(at) {
         Ok((aside, is_locked, allocated_bytes)) => {
             let state = match &aside {
                 _ if is_locked => RestoreState::InProgress,
@@ -309,14 +354,18 @@ fn find(path: PathBuf) -> Result<Option<FoundAside>> {
 pub fn remove(parent: &Path, name: &OsStr) -> Result<()> {
     let path = parent.join(name);
     let is_plain = path.file_name() == Some(name) && path.parent() == Some(parent);
-    let found = if is_plain { list(parent)?.into_iter().find(|found| found.path == path) } else { None };
-    let Some(found) = found else {
+    let held = if is_plain { held(parent)? } else { None };
+    let found = match &held {
+        Some(held) => list_in(parent, held)?.into_iter().find(|found| found.path == path),
+        None => None,
+    };
+    let Some((found, held)) = found.zip(held) else {
         return Err(Error::about(ErrorKind::NoAside, Object::File(path), "holds no asides of a restore"));
     };
     if found.state == RestoreState::InProgress {
         return Err(Error::about(ErrorKind::FileInUse, Object::File(path), "belongs to a restore that is in progress"));
     }
-    fs::remove_dir_all(&path).map_err(super::io("remove", path))
+    fs::remove_dir_all(path_of(&held).join(name)).map_err(super::io("remove", path))
 }
 
 fn open_directory(path: &Path) -> io::Result<File> {
@@ -401,6 +450,28 @@ mod tests {
             remove(&parent, found.path.file_name().unwrap()).unwrap();
         }
         assert_eq!((state(), parent.exists()), (vec![], true));
+    }
+
+    #[test]
+    fn a_directory_that_others_can_exchange_is_neither_listed_nor_emptied() {
+        let directory = tempfile::tempdir().unwrap();
+        let parent = directory.path().join("asides");
+        drop(AsideDirectory::create(&parent, "job@1", UNIX_EPOCH).unwrap());
+        let link = directory.path().join("link");
+        std::os::unix::fs::symlink(&parent, &link).unwrap();
+        let name = OsStr::new("job@1-19700101T000000");
+        assert!(list(&link).is_err() && remove(&link, name).is_err());
+        let mode = |mode| fs::set_permissions(&parent, std::os::unix::fs::PermissionsExt::from_mode(mode)).unwrap();
+        mode(0o777);
+        assert_eq!(list(&parent).unwrap_err().kind(), ErrorKind::InTheWay);
+        assert_eq!(remove(&parent, name).unwrap_err().kind(), ErrorKind::InTheWay);
+        mode(0o700);
+        assert_eq!(list(&parent).unwrap().len(), 1);
+        // Another one takes its place while it is held.
+        let held = held(&parent).unwrap().unwrap();
+        fs::rename(&parent, directory.path().join("moved")).unwrap();
+        fs::create_dir_all(parent.join("other")).unwrap();
+        assert_eq!(list_in(&parent, &held).unwrap()[0].path, parent.join(name));
     }
 
     #[test]

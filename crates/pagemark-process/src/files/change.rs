@@ -1,20 +1,25 @@
 //! The changes that putting files back makes, with what is needed to undo them.
 
-use std::fs::{self, File, FileTimes, Metadata, Permissions};
+use std::fs::{FileTimes, Metadata};
 use std::io;
-use std::os::unix::fs::{MetadataExt, PermissionsExt, fchown, lchown, symlink};
-use std::path::{Path, PathBuf};
+use std::os::unix::fs::MetadataExt;
+use std::path::PathBuf;
 
+use pagemark_trace::error::{Error, ErrorKind, Object, Result};
+
+use super::asides::AsideDirectory;
 use super::copy::{copy, rewrite};
-use super::directory::{Entry, UnsyncedDirectories};
+use super::directory::{Entry, UnsyncedDirectories, set_attributes};
+use super::users::Actor;
 use super::writers::{Inode, inode};
-use crate::error::{Error, ErrorKind, Object, Result};
 
 /// A change of a file, a directory or a symbolic link.
 #[derive(Debug)]
 pub(super) struct Change {
     /// Its path.
     pub path: PathBuf,
+    /// In whose name it was changed.
+    pub actor: Actor,
     /// What was changed.
     pub kind: ChangeKind,
 }
@@ -25,7 +30,7 @@ pub(super) enum ChangeKind {
     /// The file has other attributes.
     FileAttributes { before: Metadata },
     /// The file has other content and attributes; its previous content is in `copy`.
-    Content { copy: PathBuf, before: Metadata },
+    Content { copy: String, before: Metadata },
     /// The file is new.
     CreatedFile { inode: Inode },
     /// The directory is new.
@@ -34,8 +39,8 @@ pub(super) enum ChangeKind {
     CreatedLink { inode: Inode },
     /// The directory has other attributes.
     DirectoryAttributes { before: Metadata },
-    /// The file was removed; it is still there as `kept`.
-    RemovedFile { kept: PathBuf, before: Metadata },
+    /// The file was removed from the directory `parent`; it is still there as `kept`.
+    RemovedFile { kept: String, parent: Inode, before: Metadata },
     /// The symbolic link to `target` was removed.
     RemovedLink { target: PathBuf, before: Metadata },
     /// The empty directory was removed.
@@ -47,85 +52,60 @@ impl Change {
     /// Directories whose entries change are added to `unsynced`.
     ///
     /// # Errors
-    /// [`ErrorKind::NotUndone`]. `aside` is the directory with the previous content.
-    pub fn undo(self, aside: &Path, unsynced: &mut UnsyncedDirectories) -> Result<()> {
-        let Change { path, kind } = self;
-        let undone = Entry::of(&path).map_err(io::Error::other).and_then(|entry| {
-            undo(&entry, kind)?;
+    /// [`ErrorKind::NotUndone`]. `aside` has the previous content.
+    pub fn undo(self, aside: &AsideDirectory, unsynced: &mut UnsyncedDirectories) -> Result<()> {
+        let Change { path, actor, kind } = self;
+        let undone = Entry::of(&actor, &path).map_err(io::Error::other).and_then(|entry| {
+            undo(&entry, kind, aside)?;
             unsynced.add(entry.directory());
             Ok(())
         });
         undone.map_err(|source| {
             Error::of(ErrorKind::NotUndone, "change back", Object::File(path), source)
-                .help(format!("the previous content is in {}", aside.display()))
+                .help(format!("the previous content is in {}", aside.path().display()))
         })
     }
 }
 
-fn undo(entry: &Entry, kind: ChangeKind) -> io::Result<()> {
-    let at = entry.path();
+fn undo(entry: &Entry, kind: ChangeKind, aside: &AsideDirectory) -> io::Result<()> {
+    let actor = entry.directory().actor();
     match kind {
-        ChangeKind::FileAttributes { before } => {
-            let file = entry.open_same(inode(&before), false)?;
-            set_file_attributes(&file, before.uid(), before.gid(), before.mode())
+        ChangeKind::FileAttributes { before } | ChangeKind::DirectoryAttributes { before } => {
+            entry.set_attributes(inode(&before), before.uid(), before.gid(), before.mode())
         }
         ChangeKind::Content { copy, before } => {
             let file = entry.open_same(inode(&before), true)?;
-            rewrite(&File::open(copy)?, &file)?;
-            set_file_attributes(&file, before.uid(), before.gid(), before.mode())?;
-            file.set_times(FileTimes::new().set_modified(before.modified()?))?;
+            rewrite(&aside.open(&copy)?, &file)?;
+            set_attributes(actor, &file, before.uid(), before.gid(), before.mode())?;
+            if actor.owns(before.uid()) {
+                file.set_times(FileTimes::new().set_modified(before.modified()?))?;
+            }
             file.sync_all()
         }
         ChangeKind::CreatedFile { inode } | ChangeKind::CreatedLink { inode } => match entry.is(inode)? {
-            true => fs::remove_file(at),
+            true => entry.remove(inode),
             false => Ok(()),
         },
-        ChangeKind::CreatedDirectory => match fs::remove_dir(at) {
+        ChangeKind::CreatedDirectory => match entry.remove_directory() {
             Err(error) if error.kind() == io::ErrorKind::DirectoryNotEmpty => Ok(()),
             removed => removed,
         },
-        ChangeKind::DirectoryAttributes { before } => {
-            entry.check_same(inode(&before))?;
-            set_attributes(&at, before.uid(), before.gid(), before.mode())
-        }
-        ChangeKind::RemovedFile { kept, before } => {
-            if fs::hard_link(&kept, &at).is_err() {
-                let file = File::create_new(&at)?;
-                copy(&File::open(&kept)?, &file)?;
-                file.set_times(FileTimes::new().set_modified(before.modified()?))?;
-                file.sync_all()?;
+        ChangeKind::RemovedFile { kept, parent, before } => {
+            let held = aside.hold(&kept)?;
+            if entry.link_again(&held, parent).is_ok() {
+                return held.set_attributes(&Actor::This, before.uid(), before.gid(), before.mode());
             }
-            set_attributes(&at, before.uid(), before.gid(), before.mode())
+            // Content of one user must not become another user's.
+            if !actor.owns(before.uid()) {
+                return Err(io::ErrorKind::PermissionDenied.into());
+            }
+            let file = entry.create()?;
+            copy(&aside.open(&kept)?, &file)?;
+            file.set_times(FileTimes::new().set_modified(before.modified()?))?;
+            set_attributes(actor, &file, before.uid(), before.gid(), before.mode())?;
+            file.sync_all()
         }
-        ChangeKind::RemovedLink { target, before } => {
-            symlink(target, &at)?;
-            lchown(&at, Some(before.uid()), Some(before.gid()))
-        }
-        ChangeKind::RemovedDirectory { before } => {
-            fs::create_dir(&at)?;
-            set_attributes(&at, before.uid(), before.gid(), before.mode())
-        }
+        ChangeKind::RemovedLink { target, before } => entry.make_link(&target, before.uid(), before.gid()).map(drop),
+        ChangeKind::RemovedDirectory { before } => entry.make_directory(before.uid(), before.gid(), before.mode()),
     }
-}
-
-/// Sets owner and mode of an open file.
-pub(super) fn set_file_attributes(file: &File, uid: u32, gid: u32, mode: u32) -> io::Result<()> {
-    let held = file.metadata()?;
-    // Without privilege a user may set the mode of own files, but not their owner, even to the same
-    // user.
-    if (held.uid(), held.gid()) != (uid, gid) {
-        fchown(file, Some(uid), Some(gid))?;
-    }
-    file.set_permissions(Permissions::from_mode(mode & 0o7777))
-}
-
-/// Sets owner and mode of what has a path. A directory cannot be opened for that: its mode may
-/// forbid to read it.
-pub(super) fn set_attributes(path: impl AsRef<Path>, uid: u32, gid: u32, mode: u32) -> io::Result<()> {
-    let path = path.as_ref();
-    let held = fs::symlink_metadata(path)?;
-    if (held.uid(), held.gid()) != (uid, gid) {
-        lchown(path, Some(uid), Some(gid))?;
-    }
-    fs::set_permissions(path, Permissions::from_mode(mode & 0o7777))
 }

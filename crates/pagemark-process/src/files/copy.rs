@@ -5,8 +5,8 @@ use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 
-use pagemark::sys::sparse::{next_data, read_full};
 use pagemark::{Address, AddressRangeExt, ByteCount};
+use pagemark_linux::sparse::{next_data, read_full};
 
 const BUFFER: usize = 1 << 20;
 

@@ -11,7 +11,7 @@
 //! Sockets, pipes and devices do not belong to it.
 
 use std::collections::HashMap;
-use std::fs::{self, Metadata};
+use std::fs::Metadata;
 use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -19,11 +19,13 @@ use std::time::SystemTime;
 
 use pagemark::repository::{Manifest, StateRecord};
 use pagemark::{Blob, Store};
+use pagemark_trace::error::{Error, ErrorKind, Object, Result};
 use serde::{Deserialize, Serialize};
 
+use super::directory::Directory;
 use super::list::{OpenFile, hides_mapped_writes, unix_ns};
 use super::path::encode_path;
-use crate::error::{Error, ErrorKind, Object, Result};
+use super::users::{Actor, Users};
 
 /// Name of the record of the trees among the files of a checkpoint's state.
 pub const TREES: &str = "pagemark-trees.json";
@@ -95,6 +97,8 @@ pub struct LinkRecord {
 pub(super) struct Listing {
     pub files: Vec<OpenFile>,
     pub record: TreeRecord,
+    /// What none of the job's users may read. It is not listed otherwise.
+    pub unreadable: Vec<PathBuf>,
 }
 
 impl DataTree {
@@ -116,45 +120,93 @@ impl DataTree {
     }
 
     /// Lists the tree: `open`, with the closed files of the tree, and the rest of the tree.
-    pub(crate) fn list_with(&self, open: Vec<OpenFile>) -> Result<(Vec<OpenFile>, TreeRecord)> {
-        let Listing { files, record } = self.list()?;
+    ///
+    /// # Errors
+    /// [`ErrorKind::NotPermitted`]: something in it is readable for none of the users of the job.
+    pub(crate) fn list_with(&self, open: Vec<OpenFile>, users: &Users) -> Result<(Vec<OpenFile>, TreeRecord)> {
+        let Listing { files, record, unreadable } = list_tree(&self.path, users)?;
+        if let Some(path) = unreadable.into_iter().next() {
+            let reason = "is in a directory that belongs to the job, and none of the job's users may read it";
+            return Err(Error::about(ErrorKind::NotPermitted, Object::File(path), reason)
+                .help("give that user the permission, or move it out of the directory"));
+        }
         Ok((with_closed(open, files), record))
     }
+}
 
-    /// Lists the tree. A running program may change it meanwhile: what is gone is left out.
-    pub(super) fn list(&self) -> Result<Listing> {
-        let mut listing = Listing::default();
-        listing.record.path = encode_path(&self.path);
-        let root = fs::symlink_metadata(&self.path).map_err(super::io("examine", &self.path))?;
-        let hides_writes = hides_mapped_writes(&self.path);
-        let mut directories = vec![(self.path.clone(), root.clone())];
-        while let Some((path, metadata)) = directories.pop() {
-            let (mode, uid, gid) = (metadata.mode() & 0o7777, metadata.uid(), metadata.gid());
-            listing.record.directories.push(DirectoryRecord { path: encode_path(&path), mode, uid, gid });
-            let failed = || super::io("list", &path);
-            let Some(entries) = unless_gone(fs::read_dir(&path)).map_err(failed())? else { continue };
-            for entry in entries {
-                let path = entry.map_err(failed())?.path();
-                let seen_ns = unix_ns(SystemTime::now());
-                let found = unless_gone(fs::symlink_metadata(&path)).map_err(super::io("examine", &path))?;
-                let Some(metadata) = found.filter(|metadata| metadata.dev() == root.dev()) else { continue };
-                if metadata.is_dir() {
-                    directories.push((path, metadata));
-                } else if metadata.is_file() {
-                    listing.files.push(OpenFile::closed(path, &metadata, seen_ns, hides_writes));
-                } else if metadata.is_symlink()
-                    && let Some(target) = unless_gone(fs::read_link(&path)).map_err(super::io("read", &path))?
-                {
-                    listing.record.links.push(link_record(&path, &target, &metadata));
-                }
+/// Lists the tree at `root`, in the name of its users. A running program may change it meanwhile:
+/// what is gone is left out.
+pub(super) fn list_tree(root: &Path, users: &Users) -> Result<Listing> {
+    let mut listing = Listing::default();
+    listing.record.path = encode_path(root);
+    let device = users.find(root, |actor| {
+        let directory = Directory::existing(actor, root)?;
+        directory.map(|directory| directory.metadata()).transpose().map_err(super::io("examine", root))
+    })?;
+    let Some(device) = device.map(|root| root.dev()) else {
+        return Err(super::io("examine", root)(io::ErrorKind::NotFound.into()));
+    };
+    let hides_writes = hides_mapped_writes(root);
+    let mut directories = vec![root.to_owned()];
+    while let Some(path) = directories.pop() {
+        let found = users.find(&path, |actor| list_directory(actor, &path, device, hides_writes));
+        match found {
+            Ok(Some(found)) => {
+                listing.record.directories.push(found.record);
+                listing.files.extend(found.files);
+                listing.record.links.extend(found.links);
+                listing.unreadable.extend(found.unreadable);
+                directories.extend(found.directories);
             }
+            Ok(None) => {}
+            Err(error) if error.kind() == ErrorKind::NotPermitted => listing.unreadable.push(path),
+            Err(error) => return Err(error),
         }
-        // A directory comes before those in it, whatever the order of the walk.
-        listing.record.directories.sort_by(|a, b| a.path.cmp(&b.path));
-        listing.record.links.sort_by(|a, b| a.path.cmp(&b.path));
-        listing.files.sort_by(|a, b| a.path.cmp(&b.path));
-        Ok(listing)
     }
+    // A directory comes before those in it, whatever the order of the walk.
+    listing.record.directories.sort_by(|a, b| a.path.cmp(&b.path));
+    listing.record.links.sort_by(|a, b| a.path.cmp(&b.path));
+    listing.files.sort_by(|a, b| a.path.cmp(&b.path));
+    Ok(listing)
+}
+
+/// What is in one directory.
+struct Found {
+    record: DirectoryRecord,
+    directories: Vec<PathBuf>,
+    files: Vec<OpenFile>,
+    links: Vec<LinkRecord>,
+    unreadable: Vec<PathBuf>,
+}
+
+/// Lists a directory. None if it is gone.
+fn list_directory(actor: &Actor, path: &Path, device: u64, hides_writes: bool) -> Result<Option<Found>> {
+    let failed = || super::io("list", path);
+    let Some(directory) = Directory::existing(actor, path)? else { return Ok(None) };
+    let metadata = directory.metadata().map_err(failed())?;
+    let (mode, uid, gid) = (metadata.mode() & 0o7777, metadata.uid(), metadata.gid());
+    let record = DirectoryRecord { path: encode_path(path), mode, uid, gid };
+    let mut found =
+        Found { record, directories: Vec::new(), files: Vec::new(), links: Vec::new(), unreadable: Vec::new() };
+    let Some(names) = unless_gone(directory.names()).map_err(failed())? else { return Ok(Some(found)) };
+    let all = directory.hold_all(&names, |name, held| {
+        let path = path.join(name);
+        let seen_ns = unix_ns(SystemTime::now());
+        let metadata = &held.metadata;
+        if metadata.dev() != device {
+        } else if metadata.is_dir() {
+            found.directories.push(path);
+        } else if metadata.is_file() && !held.could_read(actor) {
+            found.unreadable.push(path);
+        } else if metadata.is_file() {
+            found.files.push(OpenFile::closed(path, metadata, seen_ns, hides_writes));
+        } else if metadata.is_symlink() {
+            found.links.push(link_record(&path, &held.read_link()?, metadata));
+        }
+        Ok(())
+    });
+    all.map_err(failed())?;
+    Ok(Some(found))
 }
 
 /// The record of a symbolic link.
@@ -208,6 +260,7 @@ pub(crate) fn read(manifest: &Manifest, store: &dyn Store) -> Result<Vec<TreeRec
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
     use std::os::unix::fs::symlink;
 
     use super::*;
@@ -221,7 +274,8 @@ mod tests {
         fs::write(at("zero"), b"").unwrap();
         symlink("a/b/file", at("link")).unwrap();
         let _socket = std::os::unix::net::UnixListener::bind(at("socket")).unwrap();
-        let listing = DataTree::new(directory.path()).unwrap().list().unwrap();
+        let root = DataTree::new(directory.path()).unwrap();
+        let listing = list_tree(root.path(), &Users::this_process()).unwrap();
         let names = |paths: Vec<&String>| {
             paths.iter().map(|path| path.rsplit('/').next().unwrap().to_owned()).collect::<Vec<_>>()
         };

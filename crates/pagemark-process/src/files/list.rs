@@ -1,19 +1,23 @@
 //! Lists the files that a target can write, by `/proc`, while it runs or is frozen.
 
 use std::collections::HashMap;
-use std::fs::{self, File, Metadata, OpenOptions};
+use std::fs::{self, File, Metadata};
 use std::io;
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use nix::sys::statfs::{HUGETLBFS_MAGIC, TMPFS_MAGIC, statfs};
 use pagemark::Range;
-use pagemark::sys::pidfd;
-use pagemark::sys::proc::{self, Mapping, maps};
+use pagemark_linux::pidfd;
+use pagemark_linux::proc::locks::{self, WriteLease};
+use pagemark_linux::proc::{self, Mapping, maps};
+use pagemark_trace::error::{Error, ErrorKind, Object, Result};
 
+use super::directory::{Entry, Held};
+use super::users::{Actor, Users};
+use super::writers::inode;
 use crate::container::{FileLocation, HostPaths};
-use crate::error::{Error, ErrorKind, Object, Result};
 
 /// A regular file that a target can write, as it was when it was listed.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -72,7 +76,7 @@ pub struct Descriptor {
 
 /// A file that is open for reading.
 #[derive(Debug)]
-pub(super) struct Opened {
+pub(super) struct ReadableFile {
     pub file: File,
     /// True if the target has the same open file: its position must not change.
     pub is_targets: bool,
@@ -97,33 +101,61 @@ impl OpenFile {
         (self.dev, self.inode, self.born_ns)
     }
 
-    /// Opens this very file for reading, whatever its path means by now. A file with a lease is not
+    /// Opens this very file for reading, whatever its path means by now: through a process that has
+    /// it open, else by its path, in the name of the users of the job. A file with a lease is not
     /// opened, because that would break the lease; the target's own descriptor is copied.
-    pub(super) fn open(&self) -> Result<Opened> {
+    pub(super) fn open(&self, users: &Users) -> Result<ReadableFile> {
         if self.has_lease {
-            return self.copy_descriptor();
+            return self.copy_descriptor(None);
+        }
+        if let Some(lease) = self.lease().map_err(super::io("find out who has a lease on", &self.path))? {
+            return self.copy_descriptor(Some(&lease));
         }
         let through_descriptors = self.descriptors.iter().map(|d| proc::descriptors::path(d.pid, d.fd));
         let through_mappings = self.mappings.iter().map(|mapping| proc::mapped_file(mapping.pid, &mapping.addresses));
-        let mut failure = io::Error::from(io::ErrorKind::NotFound);
-        for path in through_descriptors.chain(through_mappings).chain([self.path.clone()]) {
-            // The access time is left unchanged if that is permitted.
-            let open = |flags| {
-                OpenOptions::new().read(true).custom_flags(flags | libc::O_NONBLOCK | libc::O_NOCTTY).open(&path)
-            };
-            match open(libc::O_NOATIME).or_else(|_| open(0)).and_then(|file| Ok((file.metadata()?, file))) {
-                Ok((metadata, file)) if (metadata.dev(), metadata.ino()) == (self.dev, self.inode) => {
-                    return Ok(Opened { file, is_targets: false });
-                }
-                Ok(_) => {}
-                Err(error) => failure = error,
+        let is_it = |held: &Held| inode(&held.metadata) == (self.dev, self.inode);
+        for link in through_descriptors.chain(through_mappings) {
+            // What the process has there may be another file by now, which is not opened.
+            if let Some(held) = Held::of_process(&link).ok().filter(is_it)
+                && let Ok(file) = held.read(&Actor::This)
+            {
+                return Ok(ReadableFile { file, is_targets: false });
             }
         }
-        Err(super::io("open", &self.path)(failure))
+        let failed = || super::io("open", &self.path);
+        users.find(&self.path, |actor| {
+            let held = Entry::of(actor, &self.path)?.hold().map_err(failed())?.filter(is_it);
+            let held = held.ok_or_else(|| failed()(io::ErrorKind::NotFound.into()))?;
+            Ok(ReadableFile { file: held.read(actor).map_err(failed())?, is_targets: false })
+        })
     }
 
-    fn copy_descriptor(&self) -> Result<Opened> {
-        let readable = self.descriptors.iter().find(|descriptor| descriptor.is_readable).ok_or_else(|| {
+    /// The lease of a process that cannot write the file, or is none of the target's, which opening
+    /// the file would break.
+    fn lease(&self) -> io::Result<Option<WriteLease>> {
+        let leases = locks::write_leases()?;
+        // The file system may have another device here than there.
+        let is_it = |lease: &WriteLease| {
+            lease.inode == self.inode && (lease.device == self.dev || self.descriptor_of(lease.pid).is_some())
+        };
+        Ok(leases.into_iter().find(is_it))
+    }
+
+    /// A descriptor by which a process can read the file.
+    fn descriptor_of(&self, pid: i32) -> Option<Descriptor> {
+        let is_it = |descriptor: &proc::descriptors::Descriptor| {
+            let reads = || descriptor.info().ok()?.in_base("flags", 8).and_then(|flags| i32::try_from(flags).ok());
+            let without = libc::O_PATH | libc::O_DIRECT;
+            fs::metadata(descriptor.path()).is_ok_and(|found| inode(&found) == (self.dev, self.inode))
+                && reads().is_some_and(|flags| flags & without == 0 && flags & libc::O_ACCMODE != libc::O_WRONLY)
+        };
+        let found = proc::descriptors(pid).ok()?.into_iter().find(is_it)?;
+        Some(Descriptor { pid, fd: found.number, is_readable: true })
+    }
+
+    fn copy_descriptor(&self, lease: Option<&WriteLease>) -> Result<ReadableFile> {
+        let own = self.descriptors.iter().find(|descriptor| descriptor.is_readable).copied();
+        let readable = own.or_else(|| self.descriptor_of(lease?.pid)).ok_or_else(|| {
             let reason = "has a lease, and the process that holds the lease cannot read it";
             Error::about(ErrorKind::Leased, Object::File(self.path.clone()), reason)
                 .help("opening the file would break the lease; the checkpoint is possible without the lease")
@@ -132,7 +164,7 @@ impl OpenFile {
             super::io("copy the descriptor (pidfd_getfd, Linux 5.6) of", &self.path)(source)
                 .help("the file has a lease, and opening the file would break it")
         })?;
-        Ok(Opened { file: File::from(copy), is_targets: true })
+        Ok(ReadableFile { file: File::from(copy), is_targets: true })
     }
 
     /// A file that no process has open. Its times are unreliable if a process may have mapped it
@@ -286,7 +318,7 @@ fn entry_of<'a>(
         if files.found.contains_key(&key) {
             return Ok(files.found.get_mut(&key));
         }
-        let is_it = |path: &Path| fs::symlink_metadata(path).is_ok_and(|named| (named.dev(), named.ino()) == key);
+        let is_it = |path: &Path| is_at(path, key);
         // A file that was opened outside has its path there.
         let place = if is_it(&path) { None } else { unless_gone(files.location(pid, &path, mount))? };
         let path = match place {
@@ -301,6 +333,12 @@ fn entry_of<'a>(
         }
     }
     Ok(None)
+}
+
+/// True if a file is at a path to which no link leads.
+pub(super) fn is_at(path: &Path, file: (u64, u64)) -> bool {
+    let entry = Entry::existing(&Actor::This, path).ok().flatten();
+    entry.is_some_and(|entry| entry.is(file).unwrap_or(false))
 }
 
 pub(super) fn hides_mapped_writes(link: &Path) -> bool {
@@ -329,6 +367,7 @@ pub(super) fn unix_ns(time: SystemTime) -> i64 {
 
 #[cfg(test)]
 mod tests {
+    use std::fs::OpenOptions;
     use std::io::Write;
     use std::os::unix::fs::symlink;
 
@@ -338,6 +377,29 @@ mod tests {
     fn listed(directory: &Path) -> Vec<OpenFile> {
         let files = open_for_writing(&[std::process::id() as i32]).expect("our own files can be listed");
         files.into_iter().filter(|file| file.path.starts_with(directory)).collect()
+    }
+
+    #[test]
+    fn a_lease_on_a_file_that_nobody_writes_is_not_broken() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("leased");
+        fs::write(&path, b"content").unwrap();
+        let holder = File::open(&path).unwrap();
+        // The signal at a break would end this process.
+        let lease = |command: i32, kind: i32| {
+            nix::errno::Errno::result(
+                // SAFETY: the call takes numbers alone.
+                unsafe { libc::fcntl(std::os::fd::AsRawFd::as_raw_fd(&holder), command, kind) },
+            )
+        };
+        lease(libc::F_SETLEASE, libc::F_WRLCK).unwrap();
+        let file = OpenFile::closed(path, &holder.metadata().unwrap(), 0, false);
+        let opened = file.open(&Users::this_process()).unwrap();
+        assert!(opened.is_targets);
+        assert_eq!(lease(libc::F_GETLEASE, 0).unwrap(), libc::F_WRLCK);
+        let mut content = [0; 7];
+        std::os::unix::fs::FileExt::read_exact_at(&opened.file, &mut content, 0).unwrap();
+        assert_eq!(&content, b"content");
     }
 
     #[test]

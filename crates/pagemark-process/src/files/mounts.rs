@@ -3,7 +3,7 @@
 use std::io;
 use std::path::Path;
 
-use pagemark::sys::proc::mounts::Mount;
+use pagemark_linux::proc::mounts::Mount;
 
 /// Types of file systems that hold no files of programs.
 const WITHOUT_FILES: [&str; 21] = [

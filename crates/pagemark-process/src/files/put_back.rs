@@ -12,27 +12,28 @@
 //!    are changed back from the copies.
 
 use std::collections::{HashMap, HashSet};
-use std::fs::{File, FileTimes, Metadata, OpenOptions};
+use std::fs::{File, FileTimes, Metadata};
 use std::io;
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Component, Path, PathBuf};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use nix::sys::statvfs::fstatvfs;
-use nix::unistd::{AccessFlags, faccessat};
+use nix::unistd::{AccessFlags, faccessat, geteuid};
 use pagemark::blob::{BlobReader, Difference};
 use pagemark::repository::FileRecord;
 use pagemark::{ByteCount, Store};
+use pagemark_trace::error::{Error, ErrorKind, Object, Result};
 
 use super::asides::{AsideDirectory, AsideFile};
-use super::change::{Change, ChangeKind, set_file_attributes};
+use super::change::{Change, ChangeKind};
 use super::data_tree::TreeRecord;
 use super::decode_path;
-use super::directory::{Directory, Entry, UnsyncedDirectories};
+use super::directory::{Directory, Entry, UnsyncedDirectories, set_attributes};
 use super::put_back_tree::TreePlan;
+use super::users::{Actor, Users};
 use super::writers::{inode, is_own_output, writers};
-use crate::error::{Error, ErrorKind, Object, Result};
 
 /// Pause before a process counts as a writer.
 const WRITER_RETRY: Duration = Duration::from_millis(50);
@@ -60,7 +61,7 @@ pub enum FileAction {
     Recreated,
     /// The checkpoint's content was written into it.
     Rewritten,
-    /// It is new since the checkpoint, in a directory that belongs to the job, and was removed.
+    /// The file was new since the checkpoint, in a directory of the job, and was removed.
     Removed,
 }
 
@@ -77,7 +78,8 @@ pub struct ChangedFiles {
 /// Puts back the files of `records`, with their content from `store`, and makes `trees` as they
 /// were: what is new in them is removed and kept among the asides. `checkpoint` is the name of the
 /// checkpoint, such as `simulate@12`. The present content of the files that change is copied to a
-/// new directory in `asides`.
+/// new directory in `asides`. All of it is done with the rights of this process: for a job of a
+/// user who may be hostile, use [`Restore`](crate::restore::Restore).
 ///
 /// # Errors
 /// No file was changed, or all changes were undone, unless the kind is [`ErrorKind::NotUndone`].
@@ -86,6 +88,22 @@ pub struct ChangedFiles {
 /// [`ErrorKind::Store`], [`ErrorKind::System`]: content cannot be read, or a file cannot be
 /// written.
 pub fn put_back(
+    records: &[FileRecord],
+    trees: &[TreeRecord],
+    store: &dyn Store,
+    checkpoint: &str,
+    asides: &Path,
+) -> Result<ChangedFiles> {
+    put_back_for(&Users::this_process(), records, trees, store, checkpoint, asides)
+}
+
+/// Like [`put_back`], in the name of the users of the job: nothing is done that none of them could
+/// do.
+///
+/// # Errors
+/// Also [`ErrorKind::NotPermitted`]: no user of the job may do it. No file was changed.
+pub(crate) fn put_back_for(
+    users: &Users,
     records: &[FileRecord],
     trees: &[TreeRecord],
     store: &dyn Store,
@@ -106,9 +124,9 @@ pub fn put_back(
         }
         paths.push(path);
     }
-    let plans = records.iter().zip(paths).map(|(record, path)| Plan::new(record, path, store));
+    let plans = records.iter().zip(paths).map(|(record, path)| Plan::new(record, path, store, users));
     let plans = plans.collect::<Result<Vec<_>>>()?;
-    let tree_plan = TreePlan::new(trees, &names)?;
+    let tree_plan = TreePlan::new(trees, &names, users)?;
     check_writers(&plans, &tree_plan)?;
     check_space(&plans)?;
     if plans.iter().all(|plan| matches!(plan.step, Step::Nothing)) && tree_plan.is_empty() {
@@ -125,12 +143,12 @@ pub fn put_back(
     }
 }
 
-/// The paths of the asides; None where there is no previous content.
+/// The names of the asides; None where there is no previous content.
 struct Asides {
     /// The copy for each plan.
-    copies: Vec<Option<PathBuf>>,
+    copies: Vec<Option<String>>,
     /// The aside of each file that is removed.
-    removed: Vec<Option<PathBuf>>,
+    removed: Vec<Option<String>>,
 }
 
 /// Copies the present content of the files whose content changes, and describes all files that
@@ -146,11 +164,11 @@ fn set_aside(plans: &[Plan<'_>], trees: &TreePlan, aside: &mut AsideDirectory) -
             Step::SetAttributes { present } => (None, Some(present)),
             Step::Create => (None, None),
             Step::Rewrite { present, .. } => {
-                let file = plan.open_same(present, false)?;
+                let file = plan.entry()?.open_same(inode(present), false).map_err(plan.io("open"))?;
                 (Some(aside.copy(&plan.path, &file)?), Some(present))
             }
         };
-        copies.push(copy.as_ref().map(|name| aside.path_of(name)));
+        copies.push(copy.clone());
         files.push(AsideFile::new(&plan.path, copy, present));
     }
     let removed = trees.set_aside(aside, &mut files)?;
@@ -172,10 +190,11 @@ fn carry_out(plans: &[Plan<'_>], trees: &TreePlan, asides: Asides, aside: AsideD
 impl ChangedFiles {
     fn carry_out(&mut self, plans: &[Plan<'_>], trees: &TreePlan, asides: Asides) -> Result<()> {
         let (changes, mut unsynced, mut tree_files) = (&mut self.changes, UnsyncedDirectories::default(), Vec::new());
-        trees.carry_out(asides.removed, changes, &mut unsynced, &mut tree_files)?;
+        let path_of = |name: String| self.aside.as_ref().map_or_else(PathBuf::new, |aside| aside.path_of(&name));
+        trees.carry_out(asides.removed, &path_of, changes, &mut unsynced, &mut tree_files)?;
         for (plan, copy) in plans.iter().zip(asides.copies) {
             let action = plan.carry_out(copy.as_deref(), changes, &mut unsynced)?;
-            self.files.push(plan.done(action, copy));
+            self.files.push(plan.done(action, copy.map(path_of)));
         }
         trees.make_links(changes, &mut unsynced, &mut tree_files)?;
         trees.set_attributes(changes, &mut tree_files)?;
@@ -207,7 +226,8 @@ impl ChangedFiles {
     /// # Errors
     /// [`ErrorKind::NotUndone`]: a file could not be changed back; the asides stay.
     pub fn undo(self) -> Result<()> {
-        let aside = self.aside.as_ref().map_or(Path::new("/"), AsideDirectory::path);
+        // Without asides, nothing was changed.
+        let Some(aside) = &self.aside else { return Ok(()) };
         let (mut failure, mut unsynced) = (None, UnsyncedDirectories::default());
         for change in self.changes.into_iter().rev() {
             // The others are changed back all the same.
@@ -226,6 +246,8 @@ struct Plan<'a> {
     record: &'a FileRecord,
     path: PathBuf,
     content: BlobReader<'a>,
+    /// In whose name it is put back.
+    actor: Actor,
     step: Step,
 }
 
@@ -242,39 +264,81 @@ enum Step {
 }
 
 impl<'a> Plan<'a> {
-    fn new(record: &'a FileRecord, path: PathBuf, store: &'a dyn Store) -> Result<Plan<'a>> {
+    fn new(record: &'a FileRecord, path: PathBuf, store: &'a dyn Store, users: &Users) -> Result<Plan<'a>> {
         let content = record.content.reader(store).map_err(super::store(&path))?;
-        let mut plan = Plan { record, path, content, step: Step::Nothing };
-        let (directory, missing) = Directory::open(plan.parent())?;
-        let entry = Entry::in_directory(directory, &plan.path);
-        let present = if missing.is_empty() { entry.present().map_err(plan.io("examine"))? } else { None };
-        let Some(present) = present else {
-            // Opened for reading, the checkpoint's content is known to be there.
-            plan.content.check().map_err(super::store(&plan.path))?;
-            let (access, flags) = (AccessFlags::W_OK | AccessFlags::X_OK, nix::fcntl::AtFlags::AT_EACCESS);
-            faccessat(entry.directory(), ".", access, flags).map_err(|errno| plan.io("create")(errno.into()))?;
-            plan.step = Step::Create;
+        let mut plan = Plan { record, path, content, actor: Actor::This, step: Step::Nothing };
+        // What is as it was is not touched, whoever may change it.
+        if let Ok(Step::Nothing) = plan.examine() {
             return Ok(plan);
+        }
+        let path = plan.path.clone();
+        users.find(&path, |actor| {
+            plan.actor = actor.clone();
+            plan.step = plan.examine()?;
+            Ok(())
+        })?;
+        Ok(plan)
+    }
+
+    /// Finds the step that is left to do, and whether the actor may do it.
+    fn examine(&self) -> Result<Step> {
+        let record = self.record;
+        let (directory, missing) = Directory::open(&self.actor, self.parent())?;
+        let entry = Entry::in_directory(directory, &self.path);
+        let held = if missing.is_empty() { entry.hold().map_err(self.io("examine"))? } else { None };
+        let Some(held) = held else {
+            // Opened for reading, the checkpoint's content is known to be there.
+            self.content.check().map_err(super::store(&self.path))?;
+            self.check_create(entry.directory()).map_err(self.io("create"))?;
+            return Ok(Step::Create);
         };
+        let present = held.metadata.clone();
         if !present.is_file() {
             let reason = "was a regular file at the checkpoint and is something else now";
-            return Err(Error::about(ErrorKind::BadPath, Object::File(plan.path), reason)
+            return Err(Error::about(ErrorKind::BadPath, Object::File(self.path.clone()), reason)
                 .help("nothing was changed; move it away and try again"));
         }
-        let readable = entry.open(false).map_err(plan.io("open"))?;
-        let present = readable.metadata().map_err(plan.io("examine"))?;
         if record.is_shared || is_own_output(&present) {
-            return Ok(plan);
+            return Ok(Step::Nothing);
         }
-        let difference = plan.content.difference(&readable).map_err(plan.content_error("compare"))?;
-        let held = (present.mode() & 0o7777, present.uid(), present.gid());
-        if !difference.is_empty() {
-            entry.open(true).map_err(plan.io("open for writing"))?;
-            plan.step = Step::Rewrite { present, difference };
-        } else if held != (record.mode, record.uid, record.gid) {
-            plan.step = Step::SetAttributes { present };
+        // That user may have put it there and have it open: root's content is not for it.
+        let is_planted =
+            matches!(self.actor, Actor::This) && geteuid().is_root() && ![0, record.uid].contains(&present.uid());
+        if is_planted {
+            let reason =
+                format!("was a file of user {} at the checkpoint and is one of user {} now", record.uid, present.uid());
+            return Err(Error::about(ErrorKind::BadPath, Object::File(self.path.clone()), reason)
+                .help("nothing was changed; move it away, or give it to its owner, and try again"));
         }
-        Ok(plan)
+        let readable = held.open(&self.actor, false).map_err(self.io("open"))?;
+        let difference = self.content.difference(&readable).map_err(self.content_error("compare"))?;
+        let is_changed =
+            (present.mode() & 0o7777, present.uid(), present.gid()) != (record.mode, record.uid, record.gid);
+        let is_owner = self.actor.owns(present.uid());
+        if is_changed && !(is_owner && self.actor.may_give(record.uid, record.gid, Some(present.gid()))) {
+            return Err(self.io("set the owner and the mode of")(io::ErrorKind::PermissionDenied.into()));
+        }
+        if difference.is_empty() {
+            return Ok(if is_changed { Step::SetAttributes { present } } else { Step::Nothing });
+        }
+        // A set-uid file that a user writes loses that bit, but not one that this process writes.
+        if !is_owner && present.mode() & (libc::S_ISUID | libc::S_ISGID) != 0 {
+            return Err(self.io("write")(io::ErrorKind::PermissionDenied.into()));
+        }
+        held.open(&self.actor, true).map_err(self.io("open for writing"))?;
+        Ok(Step::Rewrite { present, difference })
+    }
+
+    /// Fails if the actor may not create the file in `directory`, or in one below it that is
+    /// missing.
+    fn check_create(&self, directory: &Directory) -> io::Result<()> {
+        if matches!(self.actor, Actor::This) {
+            let (access, flags) = (AccessFlags::W_OK | AccessFlags::X_OK, nix::fcntl::AtFlags::AT_EACCESS);
+            return Ok(faccessat(directory, ".", access, flags)?);
+        }
+        let FileRecord { uid, gid, .. } = *self.record;
+        let is_permitted = directory.could_write()? && self.actor.may_give(uid, gid, directory.group_of_new()?);
+        if is_permitted { Ok(()) } else { Err(io::ErrorKind::PermissionDenied.into()) }
     }
 
     fn done(&self, action: FileAction, set_aside: Option<PathBuf>) -> PutBack {
@@ -286,79 +350,85 @@ impl<'a> Plan<'a> {
         self.path.parent().unwrap_or(Path::new("/"))
     }
 
-    /// Opens the file, which must be the one that was examined.
-    fn open_same(&self, present: &Metadata, write: bool) -> Result<File> {
-        Entry::of(&self.path)?.open_same(inode(present), write).map_err(self.io("open"))
+    /// The file's place in its directory.
+    fn entry(&self) -> Result<Entry> {
+        Entry::of(&self.actor, &self.path)
     }
 
     /// Changes the file. What was changed is added to `changes`, also if this fails. `copy` has the
     /// present content.
     fn carry_out(
         &self,
-        copy: Option<&Path>,
+        copy: Option<&str>,
         changes: &mut Vec<Change>,
         unsynced: &mut UnsyncedDirectories,
     ) -> Result<FileAction> {
-        let mut change = |kind| changes.push(Change { path: self.path.clone(), kind });
+        let FileRecord { mode, uid, gid, .. } = *self.record;
         match &self.step {
             Step::Nothing => Ok(FileAction::Untouched),
             Step::SetAttributes { present } => {
-                let file = self.open_same(present, false)?;
-                change(ChangeKind::FileAttributes { before: present.clone() });
-                self.give_owner_and_mode(&file)?;
+                let held = self.entry()?.hold_same(inode(present)).map_err(self.io("open"))?;
+                changes.push(self.change(ChangeKind::FileAttributes { before: present.clone() }));
+                let set = held.set_attributes(&self.actor, uid, gid, mode);
+                set.map_err(self.io("set the owner and the mode of"))?;
                 Ok(FileAction::Permissions)
             }
             Step::Rewrite { present, difference } => {
                 // There is a copy for each file that is rewritten.
                 let Some(copy) = copy else { return Ok(FileAction::Untouched) };
-                let file = self.open_same(present, true)?;
-                change(ChangeKind::Content { copy: copy.to_owned(), before: present.clone() });
+                let file = self.entry()?.open_same(inode(present), true).map_err(self.io("open"))?;
+                changes.push(self.change(ChangeKind::Content { copy: copy.to_owned(), before: present.clone() }));
                 self.content.apply(difference, &file).map_err(self.content_error("write"))?;
-                self.give_attributes(&file)?;
+                self.give_attributes(&file, present)?;
                 file.sync_all().map_err(self.io("sync"))?;
                 Ok(FileAction::Rewritten)
             }
             Step::Create => {
                 let entry = Entry::in_directory(self.make_directories(changes, unsynced)?, &self.path);
-                let options = OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(entry.path());
-                let file = options.map_err(self.io("create"))?;
+                let file = entry.create().map_err(self.io("create"))?;
                 let created = file.metadata().map_err(self.io("examine"))?;
-                let kind = ChangeKind::CreatedFile { inode: inode(&created) };
-                changes.push(Change { path: self.path.clone(), kind });
+                changes.push(self.change(ChangeKind::CreatedFile { inode: inode(&created) }));
                 unsynced.add(entry.directory());
                 self.content.copy_to_file(&file).map_err(self.content_error("write"))?;
-                self.give_attributes(&file)?;
+                self.give_attributes(&file, &created)?;
                 file.sync_all().map_err(self.io("sync"))?;
                 Ok(FileAction::Recreated)
             }
         }
     }
 
+    fn change(&self, kind: ChangeKind) -> Change {
+        Change { path: self.path.clone(), actor: self.actor.clone(), kind }
+    }
+
     /// Makes the missing directories above the file, one in the other. Returns the last.
     fn make_directories(&self, changes: &mut Vec<Change>, unsynced: &mut UnsyncedDirectories) -> Result<Directory> {
-        let (mut directory, missing) = Directory::open(self.parent())?;
+        let (mut directory, missing) = Directory::open(&self.actor, self.parent())?;
         for name in missing {
             unsynced.add(&directory);
             let path = directory.path().join(&name);
             let made = directory.make(&name, self.record.uid, self.record.gid);
             if directory.path() == path || made.is_ok() {
-                changes.push(Change { path: path.clone(), kind: ChangeKind::CreatedDirectory });
+                let (actor, kind) = (self.actor.clone(), ChangeKind::CreatedDirectory);
+                changes.push(Change { path: path.clone(), actor, kind });
             }
             made.map_err(super::io("create the directory", path))?;
         }
         Ok(directory)
     }
 
-    fn give_attributes(&self, file: &File) -> Result<()> {
-        self.give_owner_and_mode(file)?;
+    /// Gives an open file its attributes; `present` are those that it has.
+    fn give_attributes(&self, file: &File, present: &Metadata) -> Result<()> {
+        let FileRecord { mode, uid, gid, .. } = *self.record;
+        let set = set_attributes(&self.actor, file, uid, gid, mode);
+        set.map_err(self.io("set the owner and the mode of"))?;
+        if !self.actor.owns(present.uid()) {
+            // The right to write another user's file is not the right to set its time.
+            return Ok(());
+        }
         let since = Duration::from_nanos(self.record.modified_unix_ns.unsigned_abs());
         let modified = if self.record.modified_unix_ns < 0 { UNIX_EPOCH - since } else { UNIX_EPOCH + since };
         file.set_times(FileTimes::new().set_modified(modified)).map_err(self.io("set the time of"))
-    }
-
-    fn give_owner_and_mode(&self, file: &File) -> Result<()> {
-        let FileRecord { mode, uid, gid, .. } = *self.record;
-        set_file_attributes(file, uid, gid, mode).map_err(self.io("set the owner and the mode of"))
     }
 
     fn io(&self, operation: &'static str) -> impl FnOnce(io::Error) -> Error + use<> {
@@ -383,10 +453,10 @@ fn check_writers(plans: &[Plan<'_>], trees: &TreePlan) -> Result<()> {
         }
     }
     // This process may have them open, too.
-    let own = [std::process::id() as i32];
+    let own = std::process::id() as i32;
     let list = || {
         let files = changing.keys().copied().collect();
-        writers(&files, &own).map_err(Error::system("list the processes that write", Object::None))
+        writers(&files, |pid| pid == own).map_err(Error::system("list the processes that write", Object::None))
     };
     let mut found = list()?;
     if !found.is_empty() {
@@ -412,9 +482,12 @@ fn check_space(plans: &[Plan<'_>]) -> Result<()> {
     for plan in plans {
         // The file may be a mount point, on another file system than its directory.
         let (open, pages) = match &plan.step {
-            Step::Rewrite { present, difference } => (plan.open_same(present, false)?, difference.unallocated_pages),
+            Step::Rewrite { present, difference } => {
+                let open = plan.entry()?.open_same(inode(present), false).map_err(plan.io("open"))?;
+                (open, difference.unallocated_pages)
+            }
             Step::Create => {
-                let (directory, _) = Directory::open(plan.parent())?;
+                let (directory, _) = Directory::open(&plan.actor, plan.parent())?;
                 let open = directory.open_self().map_err(plan.io("open the directory of"))?;
                 (open, plan.content.allocated_pages())
             }
@@ -467,431 +540,4 @@ pub(super) fn check_path(path: &Path) -> Result<(), &'static str> {
 }
 
 #[cfg(test)]
-mod tests {
-    use std::fs::{self, Permissions};
-    use std::io::Write;
-    use std::os::unix::fs::{PermissionsExt, symlink};
-    use std::process::Command;
-
-    use pagemark::{Blob, ByteCount, ContentId, MemoryStore, PageNumber, PageTree};
-
-    use super::super::asides::{self, RestoreState};
-    use super::super::encode_path;
-    use super::*;
-
-    /// A record of `content` at `path`, owned by whoever runs the test.
-    fn record(path: &Path, content: &[u8], store: &mut MemoryStore) -> FileRecord {
-        FileRecord {
-            path: encode_path(path),
-            content: Blob::write(store, &mut &*content).unwrap(),
-            mode: 0o640,
-            uid: nix::unistd::geteuid().as_raw(),
-            gid: nix::unistd::getegid().as_raw(),
-            modified_unix_ns: 1_234_567_890_123_456_789,
-            is_shared: false,
-        }
-    }
-
-    /// A directory of files, and one for asides.
-    struct Directories {
-        directory: tempfile::TempDir,
-        asides: tempfile::TempDir,
-    }
-
-    impl Directories {
-        fn new() -> Directories {
-            Directories { directory: tempfile::tempdir().unwrap(), asides: tempfile::tempdir().unwrap() }
-        }
-
-        fn at(&self, name: &str) -> PathBuf {
-            self.directory.path().join(name)
-        }
-
-        fn change(&self, records: &[FileRecord], store: &MemoryStore) -> Result<ChangedFiles> {
-            put_back(records, &[], store, "job@7", self.asides.path())
-        }
-
-        fn put_back(&self, records: &[FileRecord], store: &MemoryStore) -> Vec<PutBack> {
-            self.change(records, store).unwrap().keep().unwrap()
-        }
-
-        /// Every name below the directory of files, with content or target and the attributes.
-        fn state(&self) -> Vec<String> {
-            let mut state = Vec::new();
-            let mut directories = vec![self.directory.path().to_path_buf()];
-            while let Some(directory) = directories.pop() {
-                for entry in fs::read_dir(directory).unwrap() {
-                    let path = entry.unwrap().path();
-                    let metadata = fs::symlink_metadata(&path).unwrap();
-                    let content = match metadata.file_type() {
-                        kind if kind.is_file() => format!("{:?}", fs::read(&path).unwrap()),
-                        kind if kind.is_symlink() => format!("{:?}", fs::read_link(&path).unwrap()),
-                        _ => {
-                            directories.push(path.clone());
-                            String::new()
-                        }
-                    };
-                    let time = if metadata.is_file() { metadata.modified().ok() } else { None };
-                    state.push(format!("{path:?} {} {:o} {time:?} {content}", metadata.ino(), metadata.mode()));
-                }
-            }
-            state.sort();
-            state
-        }
-
-        fn asides(&self) -> Vec<RestoreState> {
-            asides::list(self.asides.path()).unwrap().iter().map(|found| found.state).collect()
-        }
-    }
-
-    #[test]
-    fn a_file_is_put_back_in_place_and_its_present_content_is_kept() {
-        let place = Directories::new();
-        let path = place.at("file");
-        let mut store = MemoryStore::new();
-        fs::write(&path, b"").unwrap();
-        let inode = fs::metadata(&path).unwrap().ino();
-        for content in [&b"first"[..], b"second"] {
-            fs::write(&path, content).unwrap();
-            let then = record(&path, b"then", &mut store);
-            let done = place.put_back(&[then], &store);
-            let aside = done[0].set_aside.clone().unwrap();
-            assert!(aside.starts_with(place.asides.path()) && aside.ends_with("1-file"), "{aside:?}");
-            assert_eq!((done[0].action, fs::read(aside).unwrap()), (FileAction::Rewritten, content.to_vec()));
-            assert_eq!(fs::read(&path).unwrap(), b"then");
-        }
-        let metadata = fs::metadata(&path).unwrap();
-        assert_eq!(
-            (metadata.ino(), metadata.mode() & 0o7777, metadata.mtime(), metadata.mtime_nsec()),
-            (inode, 0o640, 1_234_567_890, 123_456_789)
-        );
-        assert_eq!(place.state().len(), 1, "nothing else is in the directory");
-        assert_eq!(place.asides(), [RestoreState::Complete; 2]);
-
-        fs::set_permissions(&path, Permissions::from_mode(0o600)).unwrap();
-        let then = [record(&path, b"then", &mut store)];
-        assert_eq!(place.put_back(&then, &store)[0].action, FileAction::Permissions);
-        assert_eq!(fs::metadata(&path).unwrap().mode() & 0o7777, 0o640);
-        assert_eq!(place.put_back(&then, &store)[0].action, FileAction::Untouched);
-    }
-
-    #[test]
-    fn asides_are_made_on_another_file_system() {
-        let place =
-            Directories { directory: tempfile::tempdir_in("/dev/shm").unwrap(), asides: tempfile::tempdir().unwrap() };
-        let mut store = MemoryStore::new();
-        fs::write(place.at("shared"), [3; 10_000]).unwrap();
-        let then = record(&place.at("shared"), &[4; 20_000], &mut store);
-        let done = place.put_back(&[then], &store);
-        assert_eq!(fs::read(done[0].set_aside.as_ref().unwrap()).unwrap(), [3; 10_000]);
-        assert_eq!((place.state().len(), fs::read(place.at("shared")).unwrap().len()), (1, 20_000));
-    }
-
-    #[test]
-    fn missing_directories_come_back() {
-        let place = Directories::new();
-        let mut store = MemoryStore::new();
-        let paths = [place.at("a/b/file"), place.at("a/b/c/file")];
-        let then = paths.each_ref().map(|path| record(path, &[7; 10_000], &mut store));
-        let done = place.put_back(&then, &store);
-        assert!(done.iter().all(|done| (done.action, &done.set_aside) == (FileAction::Recreated, &None)));
-        assert!(paths.iter().all(|path| fs::read(path).unwrap() == [7; 10_000]));
-    }
-
-    #[test]
-    fn a_file_with_further_names_keeps_them() {
-        let place = Directories::new();
-        let (path, second) = (place.at("file"), place.at("second"));
-        fs::write(&path, [9; 9000]).unwrap();
-        fs::hard_link(&path, &second).unwrap();
-        let mut store = MemoryStore::new();
-        let mut content = vec![0; 20_000];
-        content[15_000] = 1;
-        let then = record(&path, &content, &mut store);
-        let done = place.put_back(&[then], &store);
-        assert_eq!(done[0].action, FileAction::Rewritten);
-        assert_eq!(fs::read(done[0].set_aside.as_ref().unwrap()).unwrap(), [9; 9000]);
-        assert!(fs::read(&path).unwrap() == content && fs::read(&second).unwrap() == content);
-        assert_eq!(fs::metadata(&path).unwrap().nlink(), 2);
-    }
-
-    #[test]
-    fn a_mount_point_is_rewritten() {
-        let place = Directories::new();
-        let (path, below) = (place.at("file"), place.at("below"));
-        fs::write(&path, b"covered").unwrap();
-        fs::write(&below, b"now").unwrap();
-        if let Err(error) = bind_for_this_thread(&below, &path) {
-            pagemark_testing::skip!("mount in a namespace of its own: {error}");
-        }
-        let mut store = MemoryStore::new();
-        let then = record(&path, b"then", &mut store);
-        let done = place.put_back(&[then], &store);
-        assert_eq!(done[0].action, FileAction::Rewritten);
-        assert_eq!(fs::read(done[0].set_aside.as_ref().unwrap()).unwrap(), b"now");
-        assert_eq!(fs::read(&below).unwrap(), b"then");
-    }
-
-    /// Mounts one file over another, for the running thread alone: nobody has to unmount it.
-    fn bind_for_this_thread(from: &Path, to: &Path) -> io::Result<()> {
-        use std::ffi::CString;
-        let [from, to] = [from, to].map(|path| CString::new(path.as_os_str().as_bytes()).unwrap());
-        let none = std::ptr::null();
-        // SAFETY: the strings end with a zero and live longer than the calls; `none` stands for what is not
-        // used.
-        let failed = unsafe {
-            libc::unshare(libc::CLONE_NEWNS | libc::CLONE_FS) != 0
-                || libc::mount(none, c"/".as_ptr(), none, libc::MS_PRIVATE | libc::MS_REC, none.cast()) != 0
-                || libc::mount(from.as_ptr(), to.as_ptr(), none, libc::MS_BIND, none.cast()) != 0
-        };
-        if failed { Err(io::Error::last_os_error()) } else { Ok(()) }
-    }
-
-    #[test]
-    fn what_is_no_file_any_more_is_in_the_way_and_left_alone() {
-        let place = Directories::new();
-        let mut store = MemoryStore::new();
-        fs::write(place.at("secret"), b"secret").unwrap();
-        fs::write(place.at("file"), b"now").unwrap();
-        symlink(place.at("secret"), place.at("link")).unwrap();
-        fs::create_dir(place.at("folder")).unwrap();
-        fs::create_dir(place.at("elsewhere")).unwrap();
-        symlink("elsewhere", place.at("way")).unwrap();
-        let before = place.state();
-        for (wanted, in_the_way) in
-            [("link", "link"), ("folder", "folder"), ("way/file", "way"), ("file/below", "file")]
-        {
-            let records = [("file2", "new"), (wanted, "then")];
-            let records = records.map(|(name, content)| record(&place.at(name), content.as_bytes(), &mut store));
-            let error = place.change(&records, &store).unwrap_err();
-            assert_eq!(
-                (error.kind(), error.object()),
-                (ErrorKind::BadPath, &Object::File(place.at(in_the_way))),
-                "{error}"
-            );
-            assert_eq!((place.state(), place.asides()), (before.clone(), vec![]));
-        }
-    }
-
-    #[test]
-    fn a_file_that_another_process_writes_is_left_alone_unless_it_is_a_shared_output() {
-        let place = Directories::new();
-        let path = place.at("log");
-        let mut store = MemoryStore::new();
-        fs::write(&path, b"now").unwrap();
-        let log = OpenOptions::new().append(true).open(&path).unwrap();
-        let mut writer = Command::new("sleep").arg("60").stdout(log).spawn().unwrap();
-        let then = record(&path, b"then", &mut store);
-        let before = place.state();
-        let error = place.change(std::slice::from_ref(&then), &store).unwrap_err();
-        assert_eq!((error.kind(), error.object()), (ErrorKind::FileInUse, &Object::File(path.clone())));
-        assert!(error.to_string().contains(&format!("process {} (sleep)", writer.id())), "{error}");
-        assert_eq!(place.state(), before);
-
-        let shared = FileRecord { is_shared: true, ..then };
-        assert_eq!(place.put_back(std::slice::from_ref(&shared), &store)[0].action, FileAction::Untouched);
-        assert_eq!(place.state(), before);
-        writer.kill().unwrap();
-        writer.wait().unwrap();
-        fs::remove_file(&path).unwrap();
-        assert_eq!(place.put_back(&[shared], &store)[0].action, FileAction::Recreated);
-        assert_eq!(fs::read(path).unwrap(), b"then");
-    }
-
-    /// Files of every kind of change: the records, and the place with them.
-    fn one_of_each(store: &mut MemoryStore) -> (Directories, Vec<FileRecord>) {
-        let place = Directories::new();
-        fs::write(place.at("same"), b"same").unwrap();
-        fs::write(place.at("mode"), b"mode").unwrap();
-        fs::write(place.at("short"), b"now").unwrap();
-        let mut sparse = File::create(place.at("sparse")).unwrap();
-        sparse.write_all(&[1; 50_000]).unwrap();
-        sparse.set_len(1 << 20).unwrap();
-        let contents: [(&str, &[u8]); 6] = [
-            ("same", b"same"),
-            ("mode", b"mode"),
-            ("new/directory/file", b"new"),
-            ("short", &[2; 30_000]),
-            ("sparse", b"then"),
-            ("new/other", b"other"),
-        ];
-        let records = contents.map(|(name, content)| record(&place.at(name), content, store));
-        fs::set_permissions(place.at("same"), Permissions::from_mode(0o640)).unwrap();
-        (place, records.to_vec())
-    }
-
-    #[test]
-    fn changes_are_undone_exactly() {
-        let mut store = MemoryStore::new();
-        let (place, records) = one_of_each(&mut store);
-        let before = place.state();
-        let changed = place.change(&records, &store).unwrap();
-        let kinds: Vec<_> = changed.files().iter().map(|file| file.action).collect();
-        use FileAction::{Permissions, Recreated, Rewritten, Untouched};
-        assert_eq!(kinds, [Untouched, Permissions, Recreated, Rewritten, Rewritten, Recreated]);
-        assert_ne!(place.state(), before);
-        assert_eq!(place.asides(), [RestoreState::InProgress]);
-        changed.undo().unwrap();
-        assert_eq!((place.state(), place.asides()), (before, vec![]));
-    }
-
-    /// Names the directory of a test for the process that it starts to be killed.
-    const KILLED: &str = "PAGEMARK_TEST_PUT_BACK";
-
-    const FILES: u8 = 6;
-
-    /// The content that a file is given by turns.
-    fn content(file: u8, turn: u8) -> Vec<u8> {
-        vec![10 * turn + file; 100_000 + usize::from(turn) * 50_000]
-    }
-
-    /// The process that is killed: puts files back again and again.
-    #[test]
-    fn puts_files_back_until_it_is_killed() {
-        let Some(directory) = std::env::var_os(KILLED).map(PathBuf::from) else { return };
-        let mut store = MemoryStore::new();
-        let path = |file| directory.join(format!("files/{file}"));
-        let turns = [1, 2].map(|turn| -> Vec<_> {
-            (0..FILES).map(|file| record(&path(file), &content(file, turn), &mut store)).collect()
-        });
-        fs::write(directory.join("ready"), b"").unwrap();
-        for turn in turns.iter().cycle() {
-            put_back(turn, &[], &store, "job@7", &directory.join("asides")).unwrap().keep().unwrap();
-        }
-    }
-
-    #[test]
-    fn killed_at_any_instant_the_present_content_is_recoverable() {
-        const TRIALS: u64 = 40;
-        let mut interrupted = 0;
-        for trial in 0.. {
-            if trial >= TRIALS && interrupted > 0 {
-                break;
-            }
-            assert!(trial < 5 * TRIALS, "no process was killed while it changed files");
-            // On a slow disk, the copies of the first turn alone can take longer than the first trials.
-            let delay_ms = trial * 9 + trial.saturating_sub(TRIALS) * 100;
-            let directory = tempfile::tempdir().unwrap();
-            let at = |name: &str| directory.path().join(name);
-            fs::create_dir(at("files")).unwrap();
-            (0..FILES).for_each(|file| fs::write(at(&format!("files/{file}")), content(file, 0)).unwrap());
-            let mut child = Command::new(std::env::current_exe().unwrap())
-                .args(["--exact", "files::put_back::tests::puts_files_back_until_it_is_killed", "--nocapture"])
-                .env(KILLED, directory.path())
-                .stdout(std::process::Stdio::null())
-                .spawn()
-                .unwrap();
-            pagemark_testing::wait_until("the process is ready", || at("ready").exists());
-            std::thread::sleep(Duration::from_millis(delay_ms));
-            child.kill().unwrap();
-            child.wait().unwrap();
-            let found = asides::list(&at("asides")).unwrap();
-            let last: Vec<_> = found.iter().filter(|found| found.state == RestoreState::Interrupted).collect();
-            assert!(last.len() <= 1 && found.iter().all(|found| found.state != RestoreState::InProgress));
-            interrupted += last.len();
-            for file in 0..FILES {
-                let path = at(&format!("files/{file}"));
-                let is_whole = |held: &[u8]| (0..3).any(|turn| held == content(file, turn));
-                let aside = last.first().and_then(|found| Some((&found.path, found.aside.as_ref()?)));
-                let copy = aside.and_then(|(directory, aside)| {
-                    let described = aside.files.iter().find(|described| described.path == encode_path(&path))?;
-                    Some(fs::read(directory.join(described.copy.as_ref()?)).unwrap())
-                });
-                // The description says where the content is that the file had before.
-                assert!(copy.as_ref().is_none_or(|copy| is_whole(copy)), "trial {trial}, file {file}: the copy");
-                assert!(copy.is_some() || is_whole(&fs::read(&path).unwrap()), "trial {trial}, file {file}");
-            }
-        }
-    }
-
-    #[test]
-    fn hostile_records_are_refused() {
-        let (place, mut store) = (Directories::new(), MemoryStore::new());
-        let good = record(Path::new("/tmp/x"), b"then", &mut store);
-        for path in [
-            "",
-            "x",
-            "/",
-            "/tmp/",
-            "/tmp/../x",
-            "/tmp/./x",
-            "//tmp/x",
-            r"/tmp/\x00",
-            r"/tmp/\q",
-            "/proc/1/mem",
-            "/dev/vda",
-        ] {
-            let bad = FileRecord { path: path.into(), ..good.clone() };
-            let error = place.change(&[bad], &store).unwrap_err();
-            assert_eq!(error.kind(), ErrorKind::BadPath, "{path}: {error}");
-        }
-        let twice = place.change(&[good.clone(), good.clone()], &store).unwrap_err();
-        assert_eq!(twice.kind(), ErrorKind::BadPath, "{twice}");
-        let huge = FileRecord { content: Blob { bytes: ByteCount::MAX, ..good.content }, ..good };
-        assert_eq!(place.change(&[huge], &store).unwrap_err().kind(), ErrorKind::BadPath);
-    }
-
-    #[test]
-    fn content_that_cannot_be_read_touches_nothing() {
-        let mut store = MemoryStore::new();
-        let (place, mut records) = one_of_each(&mut store);
-        let before = place.state();
-        let mut tree = PageTree::new();
-        tree.set(PageNumber::MIN, ContentId([7; 16]));
-        let content = Blob { bytes: ByteCount::new(4), root: tree.save(&mut store).unwrap() };
-        for name in ["short", "another"] {
-            records.push(FileRecord { content, ..record(&place.at(name), b"then", &mut store) });
-            if name == "short" {
-                records.remove(3);
-            }
-            let error = place.change(&records, &store).unwrap_err();
-            assert_eq!(error.kind(), ErrorKind::Store, "{error}");
-            assert_eq!((place.state(), place.asides()), (before.clone(), vec![]));
-            records.pop();
-        }
-    }
-
-    #[test]
-    fn a_full_file_system_is_noticed_before_a_file_is_changed() {
-        let place = Directories::new();
-        if let Err(error) = mount_small_for_this_thread(place.directory.path()) {
-            pagemark_testing::skip!("mount in a namespace of its own: {error}");
-        }
-        let mut store = MemoryStore::new();
-        fs::write(place.at("first"), b"now").unwrap();
-        let random: Vec<u8> = (0..2 << 20).map(|byte: u32| (byte / 4096) as u8 | 1).collect();
-        let records =
-            [record(&place.at("first"), b"then", &mut store), record(&place.at("large"), &random, &mut store)];
-        let before = place.state();
-        let error = place.change(&records, &store).unwrap_err();
-        assert_eq!((error.kind(), error.object()), (ErrorKind::NoSpace, &Object::File(place.at("large"))));
-        assert_eq!((place.state(), place.asides()), (before.clone(), vec![]));
-
-        // Asides that do not fit: the same.
-        let asides = tempfile::tempdir().unwrap();
-        mount_small_for_this_thread(asides.path()).unwrap();
-        let place = Directories { directory: tempfile::tempdir().unwrap(), asides };
-        fs::write(place.at("first"), b"now").unwrap();
-        fs::write(place.at("large"), &random).unwrap();
-        let records = ["first", "large"].map(|name| record(&place.at(name), b"then", &mut store));
-        let before = place.state();
-        let error = place.change(&records, &store).unwrap_err();
-        assert!(error.to_string().contains("no file was changed"), "{error}");
-        assert_eq!((place.state(), place.asides()), (before, vec![]));
-    }
-
-    /// Mounts a file system of 1 MiB, for the running thread alone.
-    fn mount_small_for_this_thread(at: &Path) -> io::Result<()> {
-        use std::ffi::CString;
-        let at = CString::new(at.as_os_str().as_bytes()).unwrap();
-        let none = std::ptr::null();
-        // SAFETY: the strings end with a zero and live longer than the calls; `none` stands for what is not
-        // used.
-        let failed = unsafe {
-            libc::unshare(libc::CLONE_NEWNS | libc::CLONE_FS) != 0
-                || libc::mount(none, c"/".as_ptr(), none, libc::MS_PRIVATE | libc::MS_REC, none.cast()) != 0
-                || libc::mount(c"none".as_ptr(), at.as_ptr(), c"tmpfs".as_ptr(), 0, c"size=1m".as_ptr().cast()) != 0
-        };
-        if failed { Err(io::Error::last_os_error()) } else { Ok(()) }
-    }
-}
+mod tests;

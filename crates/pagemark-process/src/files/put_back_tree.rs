@@ -1,21 +1,23 @@
 //! Puts back the directories and symbolic links of a data tree, and removes what is new in it.
 
 use std::collections::{HashMap, HashSet};
-use std::fs::{self, Metadata};
+use std::fs::Metadata;
 use std::io;
-use std::os::unix::fs::{lchown, symlink};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
+use pagemark_trace::error::{Error, ErrorKind, Object, Result};
+
 use super::asides::{AsideDirectory, AsideFile};
-use super::change::{Change, ChangeKind, set_attributes};
-use super::data_tree::{DataTree, DirectoryRecord, LinkRecord, Listing, TreeRecord, link_record};
-use super::directory::{Entry, UnsyncedDirectories};
+use super::change::{Change, ChangeKind};
+use super::data_tree::{DirectoryRecord, LinkRecord, Listing, TreeRecord, link_record, list_tree};
+use super::directory::{Directory, Entry, UnsyncedDirectories};
 use super::list::{OpenFile, unix_ns};
 use super::put_back::{FileAction, PutBack, check_path};
+use super::users::{Actor, Users};
 use super::writers::inode;
 use super::{decode_path, encode_path};
-use crate::error::{Error, ErrorKind, Object, Result};
 
 /// The changes of the trees besides those of the content of their files.
 #[derive(Default)]
@@ -24,21 +26,25 @@ pub(super) struct TreePlan {
     /// first.
     removals: Vec<Removal>,
     /// The missing directories, the outermost first.
-    directories: Vec<(PathBuf, DirectoryRecord)>,
+    directories: Vec<(PathBuf, Actor, DirectoryRecord)>,
     /// The directories that have another mode or owner now.
-    attributes: Vec<(PathBuf, DirectoryRecord)>,
+    attributes: Vec<(PathBuf, Actor, Metadata, DirectoryRecord)>,
     /// The missing links.
-    links: Vec<(PathBuf, LinkRecord)>,
+    links: Vec<(PathBuf, Actor, LinkRecord)>,
 }
 
 struct Removal {
     path: PathBuf,
+    /// In whose name it is removed.
+    actor: Actor,
     present: Metadata,
+    /// What it leads to, if it is a link.
+    target: Option<PathBuf>,
 }
 
 impl TreePlan {
     /// Compares the trees with what is there now; `files` are the files of the checkpoint.
-    pub fn new(trees: &[TreeRecord], files: &HashSet<PathBuf>) -> Result<TreePlan> {
+    pub fn new(trees: &[TreeRecord], files: &HashSet<PathBuf>, users: &Users) -> Result<TreePlan> {
         let mut plan = TreePlan::default();
         let mut roots: Vec<PathBuf> = Vec::new();
         for tree in trees {
@@ -58,7 +64,7 @@ impl TreePlan {
             for link in &tree.links {
                 links.insert(checked(&link.path, &root)?, link);
             }
-            plan.add(&present_at(&root)?, files, &directories, &links)?;
+            plan.add(&present_at(&root, users)?, files, &directories, &links, users)?;
             roots.push(root);
         }
         plan.directories.sort_by(|a, b| a.0.cmp(&b.0));
@@ -71,9 +77,10 @@ impl TreePlan {
         files: &HashSet<PathBuf>,
         directories: &HashMap<PathBuf, &DirectoryRecord>,
         links: &HashMap<PathBuf, &LinkRecord>,
+        users: &Users,
     ) -> Result<()> {
         for file in present.files.iter().filter(|file| !files.contains(&file.path)) {
-            self.removals.push(Removal::new(&file.path)?);
+            self.removals.push(Removal::new(&file.path, users)?);
         }
         let mut kept_links = HashSet::new();
         for link in &present.record.links {
@@ -81,26 +88,36 @@ impl TreePlan {
             if links.get(&path).is_some_and(|record| record.target == link.target) {
                 kept_links.insert(path);
             } else {
-                self.removals.push(Removal::new(&path)?);
+                self.removals.push(Removal::new(&path, users)?);
             }
         }
         let there: HashSet<PathBuf> = present.record.directories.iter().filter_map(|d| decode_path(&d.path)).collect();
         let mut new: Vec<&PathBuf> = there.iter().filter(|path| !directories.contains_key(*path)).collect();
         new.sort();
         for path in new.into_iter().rev() {
-            self.removals.push(Removal::new(path)?);
+            self.removals.push(Removal::new(path, users)?);
         }
         for now in &present.record.directories {
             let path = decode_path(&now.path).unwrap_or_default();
             if let Some(record) = directories.get(&path).filter(|record| **record != now) {
-                self.attributes.push((path, (*record).clone()));
+                let (actor, present) = find_attributes(&path, record, users)?;
+                self.attributes.push((path, actor, present, (*record).clone()));
             }
         }
-        let missing = directories.iter().filter(|(path, _)| !there.contains(*path));
-        self.directories.extend(missing.map(|(path, record)| (path.clone(), (*record).clone())));
-        let missing = links.iter().filter(|(path, _)| !kept_links.contains(*path));
-        self.links.extend(missing.map(|(path, record)| (path.clone(), (*record).clone())));
+        for (path, record) in directories.iter().filter(|(path, _)| !there.contains(*path)) {
+            let actor = find_maker(path, record.uid, record.gid, users)?;
+            self.directories.push((path.clone(), actor, (*record).clone()));
+        }
+        for (path, record) in links.iter().filter(|(path, _)| !kept_links.contains(*path)) {
+            let actor = find_maker(path, record.uid, record.gid, users)?;
+            self.links.push((path.clone(), actor, (*record).clone()));
+        }
         Ok(())
+    }
+
+    /// The paths at which something is removed.
+    pub fn removed(&self) -> impl Iterator<Item = &PathBuf> {
+        self.removals.iter().map(|removal| &removal.path)
     }
 
     pub fn is_empty(&self) -> bool {
@@ -115,51 +132,52 @@ impl TreePlan {
             .map(|removal| (&removal.path, &removal.present))
     }
 
-    /// Keeps the files that are removed among the asides. Returns the path of each there.
-    pub fn set_aside(&self, aside: &mut AsideDirectory, files: &mut Vec<AsideFile>) -> Result<Vec<Option<PathBuf>>> {
+    /// Keeps the files that are removed among the asides. Returns the name of each there.
+    pub fn set_aside(&self, aside: &mut AsideDirectory, files: &mut Vec<AsideFile>) -> Result<Vec<Option<String>>> {
         let mut kept = Vec::with_capacity(self.removals.len());
         for removal in &self.removals {
             let mut described = AsideFile::new(&removal.path, None, Some(&removal.present));
-            let mut path = None;
             if removal.present.is_file() {
-                let name = aside.keep(&removal.path, removal.entry()?.path().as_ref())?;
-                path = Some(aside.path_of(&name));
-                described.copy = Some(name);
-            } else if removal.present.is_symlink() {
-                let target = fs::read_link(removal.entry()?.path());
-                described.link_target = Some(encode_path(&target.map_err(super::io("read", &removal.path))?));
+                let held = removal.entry()?.hold_same(inode(&removal.present));
+                let held = held.map_err(super::io("examine", &removal.path))?;
+                let open = || held.open(&removal.actor, false).map_err(super::io("open", &removal.path));
+                described.copy = Some(aside.keep(&removal.path, &held, open)?);
             }
+            described.link_target = removal.target.as_deref().map(encode_path);
+            kept.push(described.copy.clone());
             files.push(described);
-            kept.push(path);
         }
-        for (path, _) in &self.attributes {
-            let present = fs::symlink_metadata(path).map_err(super::io("examine", path))?;
-            files.push(AsideFile::new(path, None, Some(&present)));
-        }
-        let made = self.directories.iter().map(|(path, _)| path).chain(self.links.iter().map(|(path, _)| path));
+        files.extend(self.attributes.iter().map(|(path, _, present, _)| AsideFile::new(path, None, Some(present))));
+        let directories = self.directories.iter().map(|(path, ..)| path);
+        let made = directories.chain(self.links.iter().map(|(path, ..)| path));
         files.extend(made.map(|path| AsideFile::new(path, None, None)));
         Ok(kept)
     }
 
-    /// Removes what is new, and makes missing directories. `kept` is what `set_aside` returned.
+    /// Removes what is new, and makes missing directories. `kept` is what `set_aside` returned, and
+    /// `path_of` returns the path of what was kept.
     pub fn carry_out(
         &self,
-        kept: Vec<Option<PathBuf>>,
+        kept: Vec<Option<String>>,
+        path_of: &dyn Fn(String) -> PathBuf,
         changes: &mut Vec<Change>,
         unsynced: &mut UnsyncedDirectories,
         done: &mut Vec<PutBack>,
     ) -> Result<()> {
-        for (removal, set_aside) in self.removals.iter().zip(kept) {
-            removal.carry_out(set_aside.as_deref(), changes, unsynced)?;
+        for (removal, kept) in self.removals.iter().zip(kept) {
+            removal.carry_out(kept.as_deref(), changes, unsynced)?;
+            let set_aside = kept.map(path_of);
             done.push(PutBack { path: removal.path.clone(), action: FileAction::Removed, set_aside });
         }
-        for (path, record) in &self.directories {
-            let entry = Entry::of(path)?;
-            let failed = || super::io("create the directory", path);
-            fs::create_dir(entry.path()).map_err(failed())?;
-            changes.push(Change { path: path.clone(), kind: ChangeKind::CreatedDirectory });
+        for (path, actor, record) in &self.directories {
+            let entry = Entry::of(actor, path)?;
+            let made = entry.make_directory(record.uid, record.gid, record.mode);
+            if made.is_ok() || entry.present().is_ok_and(|present| present.is_some()) {
+                let (actor, kind) = (actor.clone(), ChangeKind::CreatedDirectory);
+                changes.push(Change { path: path.clone(), actor, kind });
+            }
+            made.map_err(super::io("create the directory", path))?;
             unsynced.add(entry.directory());
-            set_attributes(entry.path(), record.uid, record.gid, record.mode).map_err(failed())?;
             done.push(PutBack { path: path.clone(), action: FileAction::Recreated, set_aside: None });
         }
         Ok(())
@@ -167,12 +185,12 @@ impl TreePlan {
 
     /// Gives directories the mode and the owner that they had.
     pub fn set_attributes(&self, changes: &mut Vec<Change>, done: &mut Vec<PutBack>) -> Result<()> {
-        for (path, record) in &self.attributes {
-            let entry = Entry::of(path)?;
-            let failed = || super::io("set the owner and the mode of", path);
-            let before = fs::symlink_metadata(entry.path()).map_err(failed())?;
-            changes.push(Change { path: path.clone(), kind: ChangeKind::DirectoryAttributes { before } });
-            set_attributes(entry.path(), record.uid, record.gid, record.mode).map_err(failed())?;
+        for (path, actor, before, record) in &self.attributes {
+            let entry = Entry::of(actor, path)?;
+            let kind = ChangeKind::DirectoryAttributes { before: before.clone() };
+            changes.push(Change { path: path.clone(), actor: actor.clone(), kind });
+            let set = entry.set_attributes(inode(before), record.uid, record.gid, record.mode);
+            set.map_err(super::io("set the owner and the mode of", path))?;
             done.push(PutBack { path: path.clone(), action: FileAction::Permissions, set_aside: None });
         }
         Ok(())
@@ -185,56 +203,88 @@ impl TreePlan {
         unsynced: &mut UnsyncedDirectories,
         done: &mut Vec<PutBack>,
     ) -> Result<()> {
-        for (path, record) in &self.links {
+        for (path, actor, record) in &self.links {
             let target = decode_path(&record.target).ok_or_else(|| bad(&record.target, "its escapes are not right"))?;
-            let entry = Entry::of(path)?;
-            let failed = || super::io("create the link", path);
-            symlink(target, entry.path()).map_err(failed())?;
-            let made = fs::symlink_metadata(entry.path()).map_err(failed())?;
-            changes.push(Change { path: path.clone(), kind: ChangeKind::CreatedLink { inode: inode(&made) } });
+            let entry = Entry::of(actor, path)?;
+            let made = entry.make_link(&target, record.uid, record.gid);
+            let inode = made.map_err(super::io("create the link", path))?;
+            let kind = ChangeKind::CreatedLink { inode };
+            changes.push(Change { path: path.clone(), actor: actor.clone(), kind });
             unsynced.add(entry.directory());
-            lchown(entry.path(), Some(record.uid), Some(record.gid)).map_err(failed())?;
             done.push(PutBack { path: path.clone(), action: FileAction::Recreated, set_aside: None });
         }
         Ok(())
     }
 }
 
+/// Who may give a directory the attributes of the record. Also returns those that it has.
+fn find_attributes(path: &Path, record: &DirectoryRecord, users: &Users) -> Result<(Actor, Metadata)> {
+    users.find(path, |actor| {
+        let failed = || super::io("set the owner and the mode of", path);
+        let present = Entry::of(actor, path)?.present().map_err(failed())?;
+        let present = present.ok_or_else(|| failed()(io::ErrorKind::NotFound.into()))?;
+        match actor.owns(present.uid()) && actor.may_give(record.uid, record.gid, Some(present.gid())) {
+            true => Ok((actor.clone(), present)),
+            false => Err(failed()(io::ErrorKind::PermissionDenied.into())),
+        }
+    })
+}
+
+/// Who may make a directory or link with that owner.
+fn find_maker(path: &Path, uid: u32, gid: u32, users: &Users) -> Result<Actor> {
+    users.find(path, |actor| {
+        let failed = || super::io("create", path);
+        let (directory, _) = Directory::open(actor, path.parent().unwrap_or(Path::new("/")))?;
+        let may_make = directory.could_write().map_err(failed())?;
+        let group = directory.group_of_new().map_err(failed())?;
+        match may_make && actor.may_give(uid, gid, group) {
+            true => Ok(actor.clone()),
+            false => Err(failed()(io::ErrorKind::PermissionDenied.into())),
+        }
+    })
+}
+
 impl Removal {
-    fn new(path: &Path) -> Result<Removal> {
-        let gone = || super::io("examine", path)(io::ErrorKind::NotFound.into());
-        let present = Entry::of(path)?.present().map_err(super::io("examine", path))?.ok_or_else(gone)?;
-        Ok(Removal { path: path.to_owned(), present })
+    fn new(path: &Path, users: &Users) -> Result<Removal> {
+        let failed = || super::io("examine", path);
+        users.find(path, |actor| {
+            let entry = Entry::of(actor, path)?;
+            let held = entry.hold().map_err(failed())?.ok_or_else(|| failed()(io::ErrorKind::NotFound.into()))?;
+            let directory = entry.directory().metadata().map_err(failed())?;
+            let is_sticky = directory.mode() & libc::S_ISVTX != 0;
+            let is_owner = actor.owns(held.metadata.uid()) || actor.owns(directory.uid());
+            if !entry.directory().could_write().map_err(failed())? || (is_sticky && !is_owner) {
+                return Err(super::io("remove", path)(io::ErrorKind::PermissionDenied.into()));
+            }
+            let target = held.metadata.is_symlink().then(|| held.read_link()).transpose().map_err(failed())?;
+            Ok(Removal { path: path.to_owned(), actor: actor.clone(), present: held.metadata, target })
+        })
     }
 
-    /// The entry, which must still be the one that was examined.
     fn entry(&self) -> Result<Entry> {
-        let entry = Entry::of(&self.path)?;
-        entry.check_same(inode(&self.present)).map_err(super::io("remove", &self.path))?;
-        Ok(entry)
+        Entry::of(&self.actor, &self.path)
     }
 
     fn carry_out(
         &self,
-        kept: Option<&Path>,
+        kept: Option<&str>,
         changes: &mut Vec<Change>,
         unsynced: &mut UnsyncedDirectories,
     ) -> Result<()> {
         let entry = self.entry()?;
-        let at = entry.path();
-        let before = self.present.clone();
         let failed = || super::io("remove", &self.path);
-        let kind = match kept {
-            Some(kept) => {
-                fs::remove_file(&at).map_err(failed())?;
-                ChangeKind::RemovedFile { kept: kept.to_owned(), before }
+        let (file, before) = (inode(&self.present), self.present.clone());
+        let kind = match (kept, &self.target) {
+            (Some(kept), _) => {
+                let parent = inode(&entry.directory().metadata().map_err(failed())?);
+                entry.remove(file).map_err(failed())?;
+                ChangeKind::RemovedFile { kept: kept.to_owned(), parent, before }
             }
-            None if before.is_symlink() => {
-                let target = fs::read_link(&at).map_err(failed())?;
-                fs::remove_file(&at).map_err(failed())?;
-                ChangeKind::RemovedLink { target, before }
+            (None, Some(target)) => {
+                entry.remove(file).map_err(failed())?;
+                ChangeKind::RemovedLink { target: target.clone(), before }
             }
-            None => match fs::remove_dir(&at) {
+            (None, None) => match entry.hold_same(file).and_then(|_| entry.remove_directory()) {
                 // Sockets and other files that do not belong to the tree stay, and the directory with them.
                 Err(error) if error.kind() == io::ErrorKind::DirectoryNotEmpty => return Ok(()),
                 removed => {
@@ -243,31 +293,31 @@ impl Removal {
                 }
             },
         };
-        changes.push(Change { path: self.path.clone(), kind });
+        changes.push(Change { path: self.path.clone(), actor: self.actor.clone(), kind });
         unsynced.add(entry.directory());
         Ok(())
     }
 }
 
-/// What is at the root of a tree now.
-pub(super) fn present_at(root: &Path) -> Result<Listing> {
+/// What is at the root of a tree now, in the directories that no link leads to.
+pub(super) fn present_at(root: &Path, users: &Users) -> Result<Listing> {
     let seen_ns = unix_ns(SystemTime::now());
+    let failed = || super::io("examine", root);
+    let held = users.find(root, |actor| match Entry::existing(actor, root)? {
+        Some(entry) => entry.hold().map_err(failed()),
+        None => Ok(None),
+    })?;
     let mut listing = Listing::default();
-    match fs::symlink_metadata(root) {
-        Ok(metadata) if metadata.is_dir() => return DataTree::new(root)?.list(),
-        Ok(metadata) if metadata.is_file() => {
-            listing.files.push(OpenFile::closed(root.to_owned(), &metadata, seen_ns, false));
-        }
-        Ok(metadata) if metadata.is_symlink() => {
-            let target = fs::read_link(root).map_err(super::io("read", root))?;
-            listing.record.links.push(link_record(root, &target, &metadata));
-        }
-        Err(error) if !matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
-            return Err(super::io("examine", root)(error));
-        }
-        // Sockets, pipes and devices do not belong to a tree.
-        _ => {}
+    let Some(held) = held else { return Ok(listing) };
+    if held.metadata.is_dir() {
+        return list_tree(root, users);
+    } else if held.metadata.is_file() {
+        listing.files.push(OpenFile::closed(root.to_owned(), &held.metadata, seen_ns, false));
+    } else if held.metadata.is_symlink() {
+        let target = held.read_link().map_err(super::io("read", root))?;
+        listing.record.links.push(link_record(root, &target, &held.metadata));
     }
+    // Sockets, pipes and devices do not belong to a tree.
     Ok(listing)
 }
 
@@ -287,8 +337,8 @@ fn bad(text: &str, reason: &'static str) -> Error {
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeMap;
-    use std::fs::File;
-    use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
+    use std::fs::{self, File};
+    use std::os::unix::fs::{FileExt, PermissionsExt, symlink};
     use std::os::unix::process::CommandExt;
 
     use nix::errno::Errno;
@@ -297,6 +347,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::super::asides;
+    use super::super::data_tree::DataTree;
     use super::super::put_back::{ChangedFiles, put_back};
     use super::super::tracker::{FileTracker, Written};
     use super::*;
@@ -414,7 +465,7 @@ mod tests {
         }
 
         fn list(&self) -> (Vec<super::super::OpenFile>, TreeRecord) {
-            DataTree::new(self.root.path()).unwrap().list_with(Vec::new()).unwrap()
+            DataTree::new(self.root.path()).unwrap().list_with(Vec::new(), &Users::this_process()).unwrap()
         }
 
         fn precopy(&mut self) {

@@ -6,12 +6,12 @@ use std::hash::{BuildHasher, RandomState};
 use std::io;
 use std::path::Path;
 
-use pagemark::sys::sparse::{next_data, read_full};
 use pagemark::{Address, AddressRangeExt, ByteCount, PAGE_SIZE, PageNumber, PageRange, RangeSet};
+use pagemark_linux::sparse::{next_data, read_full};
+use pagemark_trace::error::Result;
 use xxhash_rust::xxh3::xxh3_128_with_seed;
 
-use super::list::Opened;
-use crate::error::Result;
+use super::list::ReadableFile;
 
 const BUFFER: usize = 1 << 20;
 const GROUP: u64 = 256;
@@ -89,7 +89,7 @@ pub(super) type Emit<'a> = &'a mut dyn FnMut(PageNumber, &Page) -> Result<()>;
 /// fingerprint differs from `known`, and updates `known`. Holes are not read. Returns the number of
 /// bytes read.
 pub(super) fn scan(
-    opened: &Opened,
+    opened: &ReadableFile,
     path: &Path,
     size: u64,
     bytes: &RangeSet,
@@ -155,7 +155,7 @@ mod tests {
 
     #[test]
     fn holes_are_zeros_and_are_not_read() {
-        let opened = Opened { file: tempfile::tempfile().unwrap(), is_targets: false };
+        let opened = ReadableFile { file: tempfile::tempfile().unwrap(), is_targets: false };
         let file = &opened.file;
         let size = 1 << 40;
         file.set_len(size).unwrap();

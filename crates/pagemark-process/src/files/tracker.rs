@@ -1,18 +1,18 @@
 //! Tracks the content of the target's files: what changed since the last checkpoint.
 
 use std::collections::HashMap;
-use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use pagemark::repository::FileRecord;
 use pagemark::{Address, Blob, ByteCount, PAGE_SIZE, PageNumber, PageTree, RangeSet, Store};
+use pagemark_trace::error::{Error, ErrorKind, Object, Result};
 
 use super::encode_path;
-use super::list::{Key, OpenFile, SharedMapping};
+use super::list::{Key, OpenFile, SharedMapping, is_at};
 use super::scan::{Fingerprints, Page, pages, sample_holds, scan};
-use super::writers::{Inode, inode as inode_of, writers};
-use crate::error::{Error, ErrorKind, Object, Result};
+use super::users::Users;
+use super::writers::{FrozenMembers, Inode, writers_outside};
 
 /// The addresses that each process has written since the previous call of the [`FileTracker`]. A
 /// process whose writes are unknown is not in the map.
@@ -35,18 +35,26 @@ pub type Written = HashMap<i32, RangeSet>;
 /// all sample pages. Memory: 16 bytes per page of the files, and the page tree.
 ///
 /// If the stored content is lost (a commit failed), call [`FileTracker::forget`].
-#[derive(Default)]
 pub struct FileTracker {
     held: HashMap<Key, TrackedFile>,
     /// The files of the checkpoint in progress.
     frozen: Vec<OpenFile>,
     /// When the processes that write outputs were listed last.
     listed_at: Option<Instant>,
+    /// In whose name closed files are opened.
+    users: Users,
+}
+
+impl Default for FileTracker {
+    fn default() -> FileTracker {
+        let users = Users::this_process();
+        FileTracker { held: HashMap::new(), frozen: Vec::new(), listed_at: None, users }
+    }
 }
 
 /// Cost of copying the files while the target was frozen.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub struct Copied {
+pub struct CopyCost {
     /// Number of files that were read.
     pub read_files: u64,
     /// Number of bytes read from them.
@@ -59,6 +67,17 @@ impl FileTracker {
     /// A tracker without files.
     pub fn new() -> FileTracker {
         FileTracker::default()
+    }
+
+    /// Opens closed files in the name of these users from now on. Until then, this process opens
+    /// them with its own rights.
+    pub(crate) fn set_users(&mut self, users: Users) {
+        self.users = users;
+    }
+
+    /// The users that were set last.
+    pub(crate) fn users(&self) -> &Users {
+        &self.users
     }
 
     /// Reads and stores changes while the target runs, so that fewer are left for the freeze.
@@ -76,7 +95,7 @@ impl FileTracker {
             let mut held = self.held.remove(&file.key()).unwrap_or_default();
             held.store_pending(&file.path, store)?;
             let TrackedFile { tree, known, seen, .. } = &mut held;
-            let done = read_changes(seen, known, file, written, &mut |page, content| {
+            let done = read_changes(seen, known, file, written, &self.users, &mut |page, content| {
                 let id = store.put_changed(tree.get(page), content).map_err(super::store(&file.path))?;
                 tree.set(page, id);
                 Ok(())
@@ -88,7 +107,7 @@ impl FileTracker {
                     self.held.insert(file.key(), held);
                 }
                 // Dropped: it is unknown which of its pages were stored.
-                Err(error) if error.kind() == ErrorKind::System => {}
+                Err(error) if [ErrorKind::System, ErrorKind::NotPermitted].contains(&error.kind()) => {}
                 Err(error) => return Err(error),
             }
         }
@@ -100,13 +119,13 @@ impl FileTracker {
     ///
     /// # Errors
     /// [`ErrorKind::System`] if a file cannot be read.
-    pub fn freeze_copy(&mut self, files: &[OpenFile], written: &Written) -> Result<Copied> {
-        let mut copied = Copied::default();
+    pub fn freeze_copy(&mut self, files: &[OpenFile], written: &Written) -> Result<CopyCost> {
+        let mut copied = CopyCost::default();
         self.frozen.clear();
         for file in files {
             let mut held = self.held.remove(&file.key()).unwrap_or_default();
             let TrackedFile { pending, known, seen, .. } = &mut held;
-            let read = read_changes(seen, known, file, written, &mut |page, content| {
+            let read = read_changes(seen, known, file, written, &self.users, &mut |page, content| {
                 pending.numbers.push(page);
                 pending.content.extend_from_slice(content);
                 copied.changed_pages += 1;
@@ -152,14 +171,14 @@ impl FileTracker {
     }
 
     /// Finds out which files of the checkpoint in progress processes outside the tree can write,
-    /// too; `pids` is the tree. An output of that kind is not rolled back by a restore. Any other
+    /// too. An output of that kind is not rolled back by a restore. Any other
     /// file in one of the directories `data` would not be consistent with the tree. The processes
     /// of the machine are listed only when a new output appears, and once a minute.
     ///
     /// # Errors
     /// [`ErrorKind::FileInUse`] if another process can write a file in `data` that is no output.
     /// [`ErrorKind::System`] if the processes cannot be listed.
-    pub fn find_other_writers(&mut self, pids: &[i32], data: &[PathBuf]) -> Result<()> {
+    pub fn find_other_writers(&mut self, tree: &FrozenMembers, data: &[PathBuf]) -> Result<()> {
         const LISTING_INTERVAL: Duration = Duration::from_secs(60);
         let is_unknown = |file: &OpenFile| {
             let held = self.held.get(&file.key());
@@ -172,12 +191,12 @@ impl FileTracker {
         let is_data = |file: &OpenFile| data.iter().any(|directory| file.path.starts_with(directory));
         let files = self.frozen.iter().filter(|file| file.is_output || is_data(file));
         let files: HashMap<Inode, &OpenFile> = files.map(|file| ((file.dev, file.inode), file)).collect();
-        let found = writers(&files.keys().copied().collect(), pids)
+        let found = writers_outside(&files.keys().copied().collect(), tree)
             .map_err(Error::system("list the processes that write", Object::None))?;
         for (inode, file) in files {
             let writer = found.get(&inode);
             // The target may have removed the file since the freeze, and a new file got its inode number.
-            let is_there = || fs::symlink_metadata(&file.path).is_ok_and(|metadata| inode_of(&metadata) == inode);
+            let is_there = || is_at(&file.path, inode);
             if let (Some(writer), false) = (writer, file.is_output)
                 && is_there()
             {
@@ -257,19 +276,20 @@ fn read_changes(
     known: &mut Fingerprints,
     file: &OpenFile,
     written: &Written,
+    users: &Users,
     emit: &mut dyn FnMut(PageNumber, &Page) -> Result<()>,
 ) -> Result<Option<u64>> {
     // If this fails, the file is read whole the next time.
     let last = seen.take();
-    let changed = last.as_ref().map_or(Changed::Anything, |last| last.changed(file, written));
+    let changed = last.as_ref().map_or(ChangedPart::Anything, |last| last.changed(file, written));
     let mut read_bytes = None;
-    if changed != Changed::Within(RangeSet::new()) {
-        let opened = file.open()?;
+    if changed != ChangedPart::Within(RangeSet::new()) {
+        let opened = file.open(users)?;
         let whole = || RangeSet::from(Address::MIN..Address::new(file.size));
         let bytes = match changed {
-            Changed::Within(bytes) => bytes,
-            Changed::Anything => whole(),
-            Changed::From(old_size) => {
+            ChangedPart::Within(bytes) => bytes,
+            ChangedPart::Anything => whole(),
+            ChangedPart::From(old_size) => {
                 if sample_holds(&opened.file, old_size, known).map_err(super::io("read", &file.path))? {
                     RangeSet::from(Address::new(old_size)..Address::new(file.size.max(old_size + 1)))
                 } else {
@@ -286,7 +306,7 @@ fn read_changes(
 
 /// The part of a file that may have changed.
 #[derive(PartialEq, Eq)]
-enum Changed {
+enum ChangedPart {
     /// At most these bytes.
     Within(RangeSet),
     /// At most the bytes from this offset on.
@@ -301,12 +321,14 @@ impl Attributes {
         Attributes { size, mtime_ns, ctime_ns, seen_ns, mappings: file.mappings.clone() }
     }
 
-    fn changed(&self, file: &OpenFile, written: &Written) -> Changed {
+    fn changed(&self, file: &OpenFile, written: &Written) -> ChangedPart {
         let same = (self.size, self.mtime_ns, self.ctime_ns) == (file.size, file.mtime_ns, file.ctime_ns);
         match self.mapped(file, written) {
-            Some(bytes) if same && !self.is_fresh() && !file.times_unreliable => Changed::Within(bytes),
-            Some(_) if file.append_only && file.size >= self.size && !file.times_unreliable => Changed::From(self.size),
-            _ => Changed::Anything,
+            Some(bytes) if same && !self.is_fresh() && !file.times_unreliable => ChangedPart::Within(bytes),
+            Some(_) if file.append_only && file.size >= self.size && !file.times_unreliable => {
+                ChangedPart::From(self.size)
+            }
+            _ => ChangedPart::Anything,
         }
     }
 
@@ -341,7 +363,7 @@ impl Attributes {
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeMap;
-    use std::fs::{File, OpenOptions};
+    use std::fs::{self, File, OpenOptions};
     use std::io::Write;
     use std::os::unix::fs::FileExt;
 
@@ -380,11 +402,14 @@ mod tests {
         let mut writer = writer.arg("60").stdout(file.try_clone().unwrap()).spawn().unwrap();
         let mut tracker = FileTracker::new();
         tracker.freeze_copy(&open_below(data.path()), &Written::new()).unwrap();
+        drop(file);
         let directories = [data.path().to_owned()];
-        let there = tracker.find_other_writers(&[own_pid()], &directories);
+        // This process, whose children would belong to it, is not in the tree.
+        let tree = FrozenMembers::now(Vec::new());
+        let there = tracker.find_other_writers(&tree, &directories);
         // Instead of a removed file and a new one that gets its number.
         fs::rename(&path, elsewhere.path().join("file")).unwrap();
-        let gone = tracker.find_other_writers(&[own_pid()], &directories);
+        let gone = tracker.find_other_writers(&tree, &directories);
         writer.kill().unwrap();
         writer.wait().unwrap();
         assert_eq!(there.unwrap_err().kind(), ErrorKind::FileInUse);
@@ -545,7 +570,7 @@ mod tests {
         tick();
         let pages = content.len().div_ceil(PAGE_SIZE) as u64;
         assert_eq!(checkpoint(&mut tracker).changed_pages, 2 * pages);
-        assert_eq!(checkpoint(&mut tracker), Copied::default());
+        assert_eq!(checkpoint(&mut tracker), CopyCost::default());
         log.write_all(b"more").unwrap();
         let copied = checkpoint(&mut tracker);
         assert_eq!((copied.read_files, copied.changed_pages), (1, 1));
@@ -584,6 +609,7 @@ mod tests {
                 sequence: 0,
                 taken_unix_us: 0,
                 command: Vec::new(),
+                program: None,
                 mechanism: pagemark::Mechanism::Full,
                 kind: TargetKind::Memory,
                 spaces: Vec::new(),

@@ -6,18 +6,20 @@
 
 use std::collections::HashSet;
 use std::fmt;
-use std::fs::{self, File, OpenOptions};
-use std::io;
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::fs::File;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use pagemark::Store;
 use pagemark::repository::FileRecord;
+use pagemark_trace::error::Result;
 
 use super::data_tree::{Origin, TreeRecord};
 use super::decode_path;
+use super::directory::Entry;
+use super::put_back_tree::TreePlan;
+use super::users::{Actor, Users};
 use super::writers::is_own_output;
-use crate::error::Result;
 
 /// A file that a restore would change, and should not change without consent.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -97,25 +99,25 @@ pub fn unusual_files(
     Ok(unusual)
 }
 
-/// The roots of `trees` that nobody named and that are outside of the working directories, where a
-/// restore would remove something, because nothing was there at the checkpoint.
+/// What a restore would remove outside of the working directories, in trees that nobody named.
+///
+/// # Errors
+/// What is there now cannot be listed, or the users of the job may not remove it.
 pub(crate) fn unusual_removals(
     trees: &[TreeRecord],
     working_directories: &[PathBuf],
     files: &[FileRecord],
-) -> Vec<UnusualFile> {
+    users: &Users,
+) -> Result<Vec<UnusualFile>> {
     let own: Vec<&PathBuf> = working_directories.iter().filter(|directory| is_own(directory)).collect();
-    let files: HashSet<&str> = files.iter().map(|record| record.path.as_str()).collect();
-    let is_empty = |tree: &&TreeRecord| {
-        tree.origin != Origin::Named
-            && tree.directories.is_empty()
-            && tree.links.is_empty()
-            && !files.contains(tree.path.as_str())
-    };
-    let roots = trees.iter().filter(is_empty).filter_map(|tree| decode_path(&tree.path));
-    let roots = roots.filter(|path| !own.iter().any(|directory| path.starts_with(directory)));
-    let present = roots.filter(|path| fs::symlink_metadata(path).is_ok());
-    present.map(|path| UnusualFile { path, reason: UnusualReason::OutsideOwnDirectories }).collect()
+    let files: HashSet<PathBuf> = files.iter().filter_map(|record| decode_path(&record.path)).collect();
+    let named = trees.iter().filter(|tree| tree.origin == Origin::Named);
+    let named: Vec<PathBuf> = named.filter_map(|tree| decode_path(&tree.path)).collect();
+    let plan = TreePlan::new(trees, &files, users)?;
+    let is_outside = |path: &&PathBuf| !own.iter().copied().chain(&named).any(|directory| path.starts_with(directory));
+    let removed = plan.removed().filter(is_outside);
+    let reason = UnusualReason::OutsideOwnDirectories;
+    Ok(removed.map(|path| UnusualFile { path: path.clone(), reason }).collect())
 }
 
 /// True if the present file is as in the checkpoint, so that a restore does not touch it.
@@ -132,15 +134,10 @@ fn is_unchanged(path: &Path, record: &FileRecord, store: &dyn Store) -> Result<b
     content.is_content_of(&file).map_err(super::content("read", path))
 }
 
-/// The present file. None if it is missing, cannot be read, or is no regular file: then it is not
-/// as in the checkpoint.
+/// The present file. None if it is missing, cannot be read, is no regular file, or is behind a
+/// link: then it is not as in the checkpoint.
 fn open_regular(path: &Path) -> Option<File> {
-    let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_NOCTTY;
-    let open = || -> io::Result<Option<File>> {
-        let file = OpenOptions::new().read(true).custom_flags(flags).open(path)?;
-        Ok(file.metadata()?.is_file().then_some(file))
-    };
-    open().ok().flatten()
+    Entry::existing(&Actor::This, path).ok().flatten()?.open(false).ok()
 }
 
 #[cfg(test)]

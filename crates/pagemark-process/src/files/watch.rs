@@ -1,7 +1,7 @@
 //! Finds out which files the processes of a job write, create, rename and remove, open or closed.
 //!
 //! fanotify reports the changes of whole file systems, each with the process that made it. The
-//! kernel's records of forks ([`forks`](pagemark::sys::forks)) say which processes belong to the
+//! kernel's records of forks ([`forks`](pagemark_linux::forks)) say which processes belong to the
 //! job, also those that are gone by the time their changes are read. Changes are reported before
 //! the system call returns, so in a freeze all changes of the job are known: a file counts as
 //! written when it is closed, and one that is open for writing is found by `/proc`.
@@ -15,16 +15,17 @@ use std::thread::JoinHandle;
 use std::time::{Duration, SystemTime};
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use pagemark::sys::fanotify::{DirectoryHandle, Event, Events, Fanotify};
-use pagemark::sys::forks::{Forks, Record, Records};
-use pagemark::sys::proc::mounts::Mount;
-use pagemark::sys::proc::{self, tree};
+use pagemark_linux::fanotify::{DirectoryHandle, Event, Events, Fanotify};
+use pagemark_linux::forks::{Forks, Record, Records};
+use pagemark_linux::proc::mounts::{Mount, MountChanges};
+use pagemark_linux::proc::{self, tree};
+use pagemark_trace::error::{Error, Object, Result};
 
 use super::data_tree::DataTree;
 use super::list::unix_ns;
 use super::mounts::file_systems;
+use super::users::Users;
 use super::written::{WrittenFiles, WrittenPaths};
-use crate::error::{Error, Object, Result};
 
 /// Time for which changes may wait to be read, so that many are read at once.
 const GATHER: Duration = Duration::from_millis(20);
@@ -34,7 +35,8 @@ const TICK_NS: i64 = 20_000_000;
 
 /// Watches the files that the processes of a job write.
 ///
-/// It watches the file systems that are mounted when it is made. Dropped, it ends.
+/// It watches the file systems that are mounted when it is made, and those that are mounted later,
+/// from a moment after that on. It holds none of them: each can be unmounted. Dropped, it ends.
 #[derive(Debug)]
 pub struct FileWatch {
     state: Arc<Mutex<State>>,
@@ -46,6 +48,7 @@ pub struct FileWatch {
 #[derive(Debug)]
 struct State {
     fanotify: Fanotify,
+    mounts: MountChanges,
     forks: Forks,
     /// The process at the root of the job.
     root: Option<i32>,
@@ -58,6 +61,8 @@ struct State {
     /// Before this time no change was missed, nanoseconds since 1970 UTC.
     complete_ns: i64,
     notices: Vec<String>,
+    /// The notices about file systems.
+    told: Vec<String>,
 }
 
 impl FileWatch {
@@ -72,25 +77,9 @@ impl FileWatch {
             Error::system("watch files (fanotify)", Object::None)(error)
                 .help("this needs Linux 5.9 and CAP_SYS_ADMIN; `--data DIR` does without")
         })?;
-        let mut notices = Vec::new();
-        let mut is_any_marked = false;
-        for Mount { point: path, file_system, .. } in
-            file_systems().map_err(super::io("list the mounts in", proc::own_path("mountinfo")))?
-        {
-            match fanotify.mark(&path) {
-                Ok(()) => is_any_marked = true,
-                Err(error) if error.raw_os_error() == Some(libc::EPERM) => {
-                    return Err(Error::system("watch the file system at", Object::File(path))(error)
-                        .help("this needs CAP_SYS_ADMIN; `--data DIR` does without"));
-                }
-                Err(error) => notices.push(format!(
-                    "files on {} ({file_system}) belong to checkpoints only while they are open, or in --data directories: \
-                     the file system cannot be watched ({error})",
-                    path.display()
-                )),
-            }
-        }
-        if !is_any_marked {
+        let mounts = MountChanges::new().map_err(list_mounts())?;
+        let notices = mark_all(&mut fanotify)?;
+        if !fanotify.has_marks() {
             let error = io::Error::from_raw_os_error(libc::EOPNOTSUPP);
             return Err(Error::system("watch any file system (fanotify)", Object::None)(error)
                 .help("`--data DIR` does without"));
@@ -101,6 +90,7 @@ impl FileWatch {
         })?;
         let state = State {
             fanotify,
+            mounts,
             forks,
             root: None,
             members: HashSet::new(),
@@ -108,6 +98,7 @@ impl FileWatch {
             directories: HashMap::new(),
             written: WrittenPaths::default(),
             complete_ns: unix_ns(SystemTime::now()) - TICK_NS,
+            told: notices.clone(),
             notices,
         };
         Ok(FileWatch { state: Arc::new(Mutex::new(state)), stop: None, reader: None })
@@ -136,10 +127,10 @@ impl FileWatch {
 
     /// What the job has written until now: its regular files as they are, and the rest. What is in
     /// `data` is left out. With the job frozen, this is complete.
-    pub(crate) fn list(&self, data: &[DataTree]) -> Result<WrittenFiles> {
+    pub(crate) fn list(&self, data: &[DataTree], users: &Users) -> Result<WrittenFiles> {
         let mut state = lock(&self.state);
         state.read()?;
-        state.written.list(data)
+        state.written.list(data, users)
     }
 
     /// What a user should know and was not told yet: files that others write too, changes that were
@@ -160,6 +151,30 @@ impl Drop for FileWatch {
     }
 }
 
+fn list_mounts() -> impl FnOnce(io::Error) -> Error {
+    super::io("list the mounts in", proc::own_path("mountinfo"))
+}
+
+/// Watches all mounted file systems. Returns notices about those that cannot be watched.
+fn mark_all(fanotify: &mut Fanotify) -> Result<Vec<String>> {
+    let mut notices = Vec::new();
+    for Mount { point: path, file_system, .. } in file_systems().map_err(list_mounts())? {
+        match fanotify.mark(&path) {
+            Ok(()) => {}
+            Err(error) if error.raw_os_error() == Some(libc::EPERM) => {
+                return Err(Error::system("watch the file system at", Object::File(path))(error)
+                    .help("this needs CAP_SYS_ADMIN; `--data DIR` does without"));
+            }
+            Err(error) => notices.push(format!(
+                "files on {} ({file_system}) belong to checkpoints only while they are open, or in --data directories: \
+                 the file system cannot be watched ({error})",
+                path.display()
+            )),
+        }
+    }
+    Ok(notices)
+}
+
 /// What a thread that panicked has left is as good as before: each event is handled for itself.
 fn lock(state: &Mutex<State>) -> MutexGuard<'_, State> {
     state.lock().unwrap_or_else(PoisonError::into_inner)
@@ -169,15 +184,21 @@ fn lock(state: &Mutex<State>) -> MutexGuard<'_, State> {
 fn read_until(stopped: &OwnedFd, state: &Mutex<State>) {
     // The descriptors stay the same.
     let Ok(descriptors) = lock(state).descriptors() else { return };
+    // Where there are no notices of mounts, they are seen at the next changes of files.
+    let mounts = MountChanges::new().ok();
     let mut failure = None;
     loop {
         let mut polled = vec![PollFd::new(stopped.as_fd(), PollFlags::empty())];
+        polled.extend(mounts.iter().map(|mounts| PollFd::new(mounts.as_fd(), PollFlags::POLLPRI)));
         polled.extend(descriptors.iter().map(|descriptor| PollFd::new(descriptor.as_fd(), PollFlags::POLLIN)));
         let _ = poll(&mut polled, PollTimeout::NONE);
         if polled[0].any() == Some(true) {
             return;
         }
-        std::thread::sleep(GATHER);
+        let is_mount = mounts.is_some() && polled[1].any() == Some(true);
+        if !is_mount {
+            std::thread::sleep(GATHER);
+        }
         let mut state = lock(state);
         if let Err(error) = state.read()
             && failure.replace(error.to_string()).is_none()
@@ -198,12 +219,20 @@ impl State {
     fn list_members(&mut self) {
         // A root that is gone has no descendants.
         let members = self.root.and_then(|root| tree::members(root).ok()).unwrap_or_default();
-        self.members.extend(members.iter().map(|member| member.pid));
+        self.members.extend(members.iter().map(|member| member.process.pid));
     }
 
     /// Reads and handles all changes that were made before.
     fn read(&mut self) -> Result<()> {
         let now_ns = unix_ns(SystemTime::now());
+        if self.mounts.have_come() {
+            // A file system that was unmounted and mounted again has lost its mark.
+            self.directories.clear();
+            let notices = mark_all(&mut self.fanotify)?;
+            let new = notices.into_iter().filter(|notice| !self.told.contains(notice)).collect::<Vec<_>>();
+            self.told.extend_from_slice(&new);
+            self.notices.extend(new);
+        }
         let Events { events, overflowed } =
             self.fanotify.read().map_err(Error::system("read the changes of files", Object::None))?;
         // The fork of a process is recorded before its changes are.
@@ -222,7 +251,9 @@ impl State {
             }
         }
         if overflowed || is_incomplete {
-            let found = self.written.search(self.complete_ns);
+            let members: Vec<i32> = self.members.iter().copied().collect();
+            let users = Users::of_tree(self.root.unwrap_or(0), &members);
+            let found = users.map_or(0, |users| self.written.search(self.complete_ns, &users));
             self.notices.push(format!(
                 "more files changed at once than the kernel reports (fs.fanotify.max_queued_events); {found} more files that \
                  changed in the directories where the program writes now belong to its checkpoints"
@@ -293,7 +324,7 @@ mod tests {
     use std::fs;
     use std::process::{Child, Command, Stdio};
 
-    use pagemark::sys::{fanotify, forks};
+    use pagemark_linux::{fanotify, forks};
     use pagemark_testing::{skip, wait_until};
 
     use super::super::data_tree::Origin;
@@ -341,7 +372,7 @@ mod tests {
         /// The files and the other paths that the watch lists, but for `done`.
         fn listed(&self, watch: &FileWatch) -> (Vec<String>, Vec<(String, Origin)>) {
             let name = |path: &Path| path.strip_prefix(self.directory.path()).unwrap().to_str().unwrap().to_owned();
-            let listed = watch.list(&[]).unwrap();
+            let listed = watch.list(&[], &Users::this_process()).unwrap();
             let is_ours = |path: &Path| path.starts_with(self.directory.path()) && !path.ends_with("done");
             let mut files: Vec<_> =
                 listed.files.iter().filter(|file| is_ours(&file.path)).map(|file| name(&file.path)).collect();
@@ -381,8 +412,55 @@ mod tests {
         assert_eq!(names, ["foreign", "link", "made", "moved", "new", "old", "renamed"]);
         // What has a name of --data is not listed twice.
         let data = DataTree::new(&shell.at("moved")).unwrap();
-        let listed = watch.list(&[data]).unwrap();
+        let listed = watch.list(&[data], &Users::this_process()).unwrap();
         assert!(!listed.files.iter().any(|file| file.path.starts_with(shell.at("moved"))), "{:?}", listed.files);
+    }
+
+    /// A file system that is mounted; unmounted when dropped. None where that is not permitted.
+    struct Mounted(PathBuf);
+
+    impl Mounted {
+        fn new(point: PathBuf) -> Option<Mounted> {
+            let mut command = Command::new("mount");
+            command.args(["-t", "tmpfs", "pagemark-test"]).arg(&point);
+            command.output().is_ok_and(|output| output.status.success()).then_some(Mounted(point))
+        }
+
+        fn unmount(self) -> Result<(), String> {
+            let output = Command::new("umount").arg(&self.0).output().unwrap();
+            if output.status.success() { Ok(()) } else { Err(String::from_utf8_lossy(&output.stderr).into_owned()) }
+        }
+    }
+
+    impl Drop for Mounted {
+        fn drop(&mut self) {
+            // It may be unmounted already.
+            let _ = Command::new("umount").arg(&self.0).output();
+        }
+    }
+
+    #[test]
+    fn a_file_system_can_be_unmounted_while_it_is_watched_and_is_watched_when_it_is_back() {
+        let parent = tempfile::tempdir().unwrap();
+        let Some(mounted) = Mounted::new(parent.path().to_owned()) else { skip!("nothing can be mounted") };
+        let Some((mut shell, watch)) = Shell::start() else { skip!("files cannot be watched") };
+        let there = parent.path().display();
+        shell.carry_out(&format!("echo first > {there}/first; echo here > here"));
+        let is_listed = |name: &str| {
+            let path = parent.path().join(name);
+            watch.list(&[], &Users::this_process()).unwrap().files.iter().any(|file| file.path == path)
+        };
+        assert!(is_listed("first"), "{:?}", watch.list(&[], &Users::this_process()).unwrap().files);
+        assert_eq!(mounted.unmount(), Ok(()));
+        // It is another one, or the same again.
+        let mounted = Mounted::new(parent.path().to_owned()).unwrap();
+        let changes = || lock(&watch.state).read();
+        changes().unwrap();
+        shell.carry_out(&format!("echo second > {there}/second; echo here too > here-too"));
+        assert!(is_listed("second"), "{:?}", watch.list(&[], &Users::this_process()).unwrap().files);
+        let (files, _) = shell.listed(&watch);
+        assert_eq!(files, ["here", "here-too"]);
+        assert_eq!(mounted.unmount(), Ok(()));
     }
 
     #[test]
@@ -393,7 +471,7 @@ mod tests {
         let log = shell.at("log");
         let status = Command::new("sh").arg("-c").arg(format!("echo other >> {}", log.display())).status().unwrap();
         assert!(status.success());
-        let listed = watch.list(&[]).unwrap();
+        let listed = watch.list(&[], &Users::this_process()).unwrap();
         let of = |path: &Path| listed.files.iter().find(|file| file.path == path).unwrap().has_other_writer;
         assert_eq!((of(&log), of(&shell.at("mine"))), (true, false));
         let notices = watch.take_notices();

@@ -1,18 +1,18 @@
 //! The paths at which a job has written, created, renamed or removed something.
 
-use std::collections::BTreeMap;
-use std::fs;
-use std::io;
-use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::collections::{BTreeMap, BTreeSet, btree_map};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
-use pagemark::sys::fanotify::Event;
+use pagemark_linux::fanotify::Event;
+use pagemark_trace::error::{ErrorKind, Object, Result};
 
-use super::data_tree::{DataTree, Listing, Origin, TreeRecord, link_record};
+use super::data_tree::{DataTree, Listing, Origin, TreeRecord, link_record, list_tree};
+use super::directory::{Directory, Entry};
 use super::list::{OpenFile, hides_mapped_writes, unix_ns};
 use super::path::encode_path;
-use crate::error::{Object, Result};
+use super::users::Users;
 
 /// Largest number of paths without a file that are kept. A program may use any number of names for
 /// temporary files.
@@ -23,6 +23,8 @@ const MAX_ABSENT: usize = 10_000;
 pub(super) struct WrittenPaths {
     paths: BTreeMap<PathBuf, State>,
     notices: Vec<String>,
+    /// Paths that the users of the job may not read, of which a notice says so.
+    unreadable: BTreeSet<PathBuf>,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -62,6 +64,12 @@ impl WrittenPaths {
         state.is_directory |= event.is_directory && is_there;
     }
 
+    /// Adds something that the job made.
+    #[cfg(test)]
+    pub fn add_made(&mut self, path: PathBuf, is_directory: bool) {
+        self.paths.insert(path, State { is_made: true, is_directory, has_other_writer: false });
+    }
+
     /// Adds a change that the process `pid` outside of the job has made at `path`.
     pub fn add_other_writer(&mut self, path: &Path, pid: i32) {
         let known = match self.directory_of(path) {
@@ -90,11 +98,12 @@ impl WrittenPaths {
         path.ancestors().skip(1).find(is_made).map(Path::to_owned)
     }
 
-    /// Lists what is at the paths now, but for what is in `data`. Forgets paths without a file if
-    /// there are too many.
-    pub fn list(&mut self, data: &[DataTree]) -> Result<WrittenFiles> {
+    /// Lists what is at the paths now, but for what is in `data`, in the name of the users of the
+    /// job. Forgets paths without a file if there are too many. A path that leads through a link is
+    /// one without a file: the job has written elsewhere.
+    pub fn list(&mut self, data: &[DataTree], users: &Users) -> Result<WrittenFiles> {
         let mut listed = WrittenFiles::default();
-        let mut absent = Vec::new();
+        let (mut absent, mut unreadable) = (Vec::new(), Vec::new());
         for (path, state) in &self.paths {
             let is_inside = data.iter().any(|tree| path.starts_with(tree.path()));
             if is_inside || self.directory_of(path).is_some() {
@@ -103,27 +112,45 @@ impl WrittenPaths {
             let origin = if state.is_made { Origin::Made } else { Origin::Written };
             let mut record = TreeRecord { path: encode_path(path), origin, ..TreeRecord::default() };
             let seen_ns = unix_ns(SystemTime::now());
-            match fs::symlink_metadata(path) {
-                Ok(metadata) if metadata.is_dir() && state.is_directory => {
-                    let Listing { files, record: mut all } = DataTree::new(path)?.list()?;
+            let found = users.find(path, |actor| {
+                let Some(entry) = Entry::existing(actor, path)? else { return Ok(None) };
+                let Some(held) = entry.hold().map_err(super::io("examine", path))? else { return Ok(None) };
+                let is_readable = !held.metadata.is_file() || held.could_read(actor);
+                if is_readable { Ok(Some(held)) } else { Err(super::io("read", path)(denied())) }
+            });
+            match found {
+                Ok(Some(held)) if held.metadata.is_dir() && state.is_directory => {
+                    let Listing { files, record: mut all, unreadable: left_out } = list_tree(path, users)?;
                     all.origin = origin;
                     record = all;
                     listed.files.extend(files);
+                    unreadable.extend(left_out);
                 }
-                Ok(metadata) if metadata.is_file() => {
-                    let file = OpenFile::closed(path.clone(), &metadata, seen_ns, hides_mapped_writes(path));
+                Ok(Some(held)) if held.metadata.is_file() => {
+                    let file = OpenFile::closed(path.clone(), &held.metadata, seen_ns, hides_mapped_writes(path));
                     listed.files.push(OpenFile { has_other_writer: state.has_other_writer, ..file });
                 }
-                Ok(metadata) if metadata.is_symlink() => match fs::read_link(path) {
-                    Ok(target) => record.links.push(link_record(path, &target, &metadata)),
+                Ok(Some(held)) if held.metadata.is_symlink() => match held.read_link() {
+                    Ok(target) => record.links.push(link_record(path, &target, &held.metadata)),
                     Err(_) => continue,
                 },
                 // Directories that were there before, sockets, pipes and devices do not belong to it.
-                Ok(_) => continue,
-                Err(error) if is_absent(&error) => absent.push(path.clone()),
-                Err(error) => return Err(super::io("examine", path)(error)),
+                Ok(Some(_)) => continue,
+                Ok(None) => absent.push(path.clone()),
+                Err(error) if error.kind() == ErrorKind::NotPermitted => {
+                    unreadable.push(path.clone());
+                    continue;
+                }
+                Err(error) => return Err(error),
             }
             listed.trees.push(record);
+        }
+        for path in unreadable {
+            let notice =
+                format!("{} does not belong to checkpoints: none of the job's users may read it", path.display());
+            if self.unreadable.insert(path) {
+                self.notices.push(notice);
+            }
         }
         if absent.len() > MAX_ABSENT {
             self.paths.retain(|path, _| absent.binary_search(path).is_err());
@@ -132,27 +159,39 @@ impl WrittenPaths {
     }
 
     /// Searches the directories of the paths for what changed after `since_ns`, nanoseconds since
-    /// 1970 UTC, because changes were missed. Directories where all users may write are left out.
-    /// Returns the number of files found.
-    pub fn search(&mut self, since_ns: i64) -> usize {
+    /// 1970 UTC, because changes were missed. Directories where all users may write, and those that
+    /// the users of the job may not read, are left out. Returns the number of files found.
+    pub fn search(&mut self, since_ns: i64, users: &Users) -> usize {
         let mut directories: Vec<PathBuf> =
             self.paths.keys().filter_map(|path| path.parent().map(Path::to_owned)).collect();
         directories.dedup();
         let mut found = 0;
         for directory in directories {
-            let is_shared = |metadata: fs::Metadata| metadata.permissions().mode() & libc::S_ISVTX != 0;
-            if self.directory_of(&directory.join("any")).is_some() || fs::metadata(&directory).is_ok_and(is_shared) {
+            if self.directory_of(&directory.join("any")).is_some() {
                 continue;
             }
-            for entry in fs::read_dir(&directory).into_iter().flatten().flatten() {
-                let path = entry.path();
-                let Ok(metadata) = fs::symlink_metadata(&path) else { continue };
-                let changed_ns = metadata.ctime().saturating_mul(1_000_000_000).saturating_add(metadata.ctime_nsec());
-                let is_made = metadata.created().is_ok_and(|created| unix_ns(created) >= since_ns);
-                let counts = if metadata.is_dir() { is_made } else { changed_ns >= since_ns };
-                if counts && !self.paths.contains_key(&path) {
-                    let state = State { is_made, is_directory: metadata.is_dir(), has_other_writer: false };
-                    self.paths.insert(path, state);
+            let changed = users.find(&directory, |actor| {
+                let failed = || super::io("list", &directory);
+                let Some(open) = Directory::existing(actor, &directory)? else { return Ok(Vec::new()) };
+                let is_shared = open.metadata().map_err(failed())?.mode() & libc::S_ISVTX != 0;
+                let names = if is_shared { Vec::new() } else { open.names().map_err(failed())? };
+                let mut changed = Vec::new();
+                let all = open.hold_all(&names, |name, held| {
+                    let (path, metadata) = (directory.join(name), &held.metadata);
+                    let changed_ns =
+                        metadata.ctime().saturating_mul(1_000_000_000).saturating_add(metadata.ctime_nsec());
+                    let is_made = metadata.created().is_ok_and(|created| unix_ns(created) >= since_ns);
+                    if if metadata.is_dir() { is_made } else { changed_ns >= since_ns } {
+                        let state = State { is_made, is_directory: metadata.is_dir(), has_other_writer: false };
+                        changed.push((path, state));
+                    }
+                    Ok(())
+                });
+                all.map_err(failed()).map(|()| changed)
+            });
+            for (path, state) in changed.unwrap_or_default() {
+                if let btree_map::Entry::Vacant(vacant) = self.paths.entry(path) {
+                    vacant.insert(state);
                     found += 1;
                 }
             }
@@ -161,6 +200,6 @@ impl WrittenPaths {
     }
 }
 
-fn is_absent(error: &io::Error) -> bool {
-    matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory)
+fn denied() -> std::io::Error {
+    std::io::ErrorKind::PermissionDenied.into()
 }

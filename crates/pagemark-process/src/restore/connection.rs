@@ -8,14 +8,14 @@ use std::sync::Arc;
 
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use pagemark::sys::userfaultfd::{MissingPages, MissingPagesEvent};
 use pagemark::{Address, PAGE_SIZE, Store};
+use pagemark_linux::userfaultfd::{MissingPages, MissingPagesEvent};
+use pagemark_trace::error::{Error, ErrorKind, Object};
 
 use super::gate::Gate;
 use super::memory::ProcessMemory;
 use super::running::below;
 use crate::criu::descriptors::receive_descriptor;
-use crate::error::{Error, ErrorKind, Object};
 
 /// The socket in the images directory to which CRIU connects.
 const SOCKET: &str = "lazy-pages.socket";
@@ -39,6 +39,26 @@ pub(super) struct Connection<'a> {
     /// The id here of the root process, once CRIU waits, if CRIU reports it.
     root_pid: Option<i32>,
     store: &'a (dyn Store + Sync),
+}
+
+/// A gate in which CRIU waits. Dropped, CRIU fails, and kills the processes.
+pub(super) struct ReachedGate {
+    gate: Gate,
+    /// CRIU's end is open until it exits.
+    stream: Option<UnixStream>,
+}
+
+impl ReachedGate {
+    /// A gate of a restore without a connection.
+    pub(super) fn without_connection(gate: Gate) -> ReachedGate {
+        ReachedGate { gate, stream: None }
+    }
+
+    /// Lets the processes run. The result is kept until CRIU has ended.
+    pub(super) fn open(self) -> Result<Option<UnixStream>, Error> {
+        self.gate.open().map_err(Error::criu_io("let CRIU continue"))?;
+        Ok(self.stream)
+    }
 }
 
 /// A process whose memory is delivered.
@@ -161,8 +181,16 @@ impl<'a> Connection<'a> {
         let unknown = || Error::criu_failed("restore a container", "it did not report the first process");
         match known {
             Some(pids) => Ok(pids.to_vec()),
-            None => self.root_pid.map(below).ok_or_else(unknown),
+            None => {
+                let tree = self.root_pid.map(below).ok_or_else(unknown)?;
+                Ok(tree.iter().map(|process| process.pid).collect())
+            }
         }
+    }
+
+    /// The id here of the root process, once CRIU waits in the gate, if CRIU reports it.
+    pub(super) fn root_pid(&self) -> Option<i32> {
+        self.root_pid
     }
 
     /// The processes that have missing pages. CRIU must wait in the gate, so that they have their
@@ -172,7 +200,7 @@ impl<'a> Connection<'a> {
         incomplete.map(|process| Ok((process.memory.pid, process.missing()?.clone()))).collect()
     }
 
-    /// As [`Connection::targets`], with their memory. Their faults are answered no longer.
+    /// Like [`Connection::targets`], with their memory. Their faults are answered no longer.
     pub(super) fn take_processes(&mut self) -> Result<Vec<(&'a ProcessMemory, Arc<MissingPages>)>, Error> {
         let processes = std::mem::take(&mut self.processes).into_iter();
         let incomplete = processes.filter(|process| !process.memory.delivered.is_empty());
@@ -183,14 +211,15 @@ impl<'a> Connection<'a> {
         incomplete.map(with_missing).collect()
     }
 
-    /// Lets the processes run. The kernel ends the registrations of those that were not taken; a
-    /// page of them that is missing now holds zeros.
-    pub(super) fn open_gate(&mut self) -> Result<(), Error> {
+    /// The gate in which CRIU waits. The kernel ends the registrations of the processes that were
+    /// not taken; a page of them that is missing then holds zeros.
+    ///
+    /// # Errors
+    /// The gate was given up.
+    pub(super) fn take_gate(&mut self) -> Result<ReachedGate, Error> {
         self.processes.clear();
-        match self.gate.take() {
-            Some(gate) => gate.open().map_err(Error::criu_io("let CRIU continue")),
-            None => Ok(()),
-        }
+        let gate = self.gate.take().ok_or_else(no_script)?;
+        Ok(ReachedGate { gate, stream: self.stream.take() })
     }
 
     /// Gives up: the gate fails, and nothing waits for a page any more.
@@ -215,6 +244,11 @@ fn listen(directory: &Path) -> io::Result<UnixListener> {
     let listener = UnixListener::bind(format!("/proc/self/fd/{}/{SOCKET}", opened.as_raw_fd()))?;
     listener.set_nonblocking(true)?;
     Ok(listener)
+}
+
+/// CRIU restored the processes without waiting in the gate.
+pub(super) fn no_script() -> Error {
+    Error::criu_failed("wait for the memory of the processes", "it did not run its script")
 }
 
 pub(super) fn not_filled(pid: i32, page: Address, error: io::Error) -> Error {
@@ -260,7 +294,7 @@ mod tests {
 
         while !connection.step().unwrap() {}
         assert_eq!(connection.targets().unwrap().iter().map(|(pid, _)| *pid).collect::<Vec<_>>(), [7, 8]);
-        connection.open_gate().unwrap();
+        let _stream = connection.take_gate().unwrap().open().unwrap();
         assert!(waiting.wait().unwrap().success());
     }
 }

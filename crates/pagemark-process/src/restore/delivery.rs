@@ -13,26 +13,29 @@
 
 use std::io;
 use std::ops::ControlFlow;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{Scope, ScopedJoinHandle};
 
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use pagemark::repository::Manifest;
 use pagemark::store::Piece;
-use pagemark::sys::proc::system;
-use pagemark::sys::userfaultfd::{MissingPages, probe_missing_pages};
 use pagemark::{ByteCount, ContentId, Kind, PageNumber, Store};
+use pagemark_linux::proc::{Process, system};
+use pagemark_linux::userfaultfd::{MissingPages, probe_missing_pages};
+use pagemark_trace::error::{Error, ErrorKind};
+use pagemark_trace::leaving;
 
-use super::connection::{Connection, POLL_MS, not_filled};
+use super::attempt::Reached;
+use super::before_they_run;
+use super::connection::{Connection, POLL_MS, ReachedGate, no_script, not_filled};
 use super::gate::{Gate, SHELL};
 use super::guard::Guard;
 use super::images::{Prepared, RestoreOptions, Restored};
 use super::memory::ProcessMemory;
-use super::running::{kill_all, wait_for_end};
+use super::restoring::Restoring;
 use crate::criu::Criu;
-use crate::error::{Error, ErrorKind};
-use crate::leaving;
 
 /// The most memory that is read before the processes have their mappings, bytes. Reading more than
 /// this takes longer than CRIU takes to make the mappings of most processes.
@@ -74,12 +77,12 @@ impl Delivery {
         Ok(Delivery { gate })
     }
 
-    /// Restores the processes and delivers their memory before they run. Calls `progress` with the
-    /// bytes delivered so far.
+    /// Has CRIU restore the processes up to the gate, and delivers their memory. Calls `progress`
+    /// with the bytes delivered so far.
     ///
     /// # Errors
-    /// As [`Prepared::run`]; also if a page cannot be read. Nothing of the tree is left then.
-    pub(super) fn run(
+    /// Those of [`Prepared::run`]; also if a page cannot be read. Nothing of the tree is left then.
+    pub(super) fn make(
         self,
         prepared: Prepared,
         memory: &[ProcessMemory],
@@ -87,44 +90,49 @@ impl Delivery {
         criu: &Criu,
         options: &RestoreOptions,
         progress: &mut dyn FnMut(ByteCount),
-    ) -> Result<Restored, Error> {
+    ) -> Result<WaitingTree, Error> {
         prepared.check_free()?;
         let state = FillState::new();
         let script = self.gate.path();
         let leaving = options.without_machine.then(|| prepared.pids_here());
         std::thread::scope(|scope| {
-            let fill = Some(start_fill(memory, store, &state, scope));
+            let fill = Some(start_fill(memory, store, &state, scope)?);
             let connection = Connection::new(&prepared.directory, memory, self.gate, store)?;
-            let mut server = Server { connection, is_complete: false, fill, state: &state, leaving, guard: None };
+            let images = (prepared.directory.clone(), options);
+            let mut server = Server { connection, images, fill, state: &state, leaving, guard: None };
             let mut failure = None;
-            let flags = ["--lazy-pages", "--action-script", &script];
-            let restored = prepared.run_with(criu, options, &flags, &mut || {
-                if failure.is_none()
-                    && let Err(error) = server.step()
-                {
-                    // CRIU fails at the gate and kills the processes.
-                    server.abandon();
-                    failure = Some(error);
+            let mut restoring = prepared.begin(criu, options, &["--lazy-pages", "--action-script", &script])?;
+            let reached = restoring.wait(&mut || {
+                let mut is_complete = false;
+                if failure.is_none() {
+                    match server.step() {
+                        Ok(is_now) => is_complete = is_now,
+                        Err(error) => {
+                            // CRIU fails at the gate and kills the processes.
+                            server.abandon();
+                            failure = Some(error);
+                        }
+                    }
                 }
                 if failure.is_some() {
                     std::thread::sleep(std::time::Duration::from_millis(u64::from(POLL_MS)));
                 }
                 progress(ByteCount::of_pages(state.filled_pages.load(Ordering::Relaxed)));
-                Ok(())
+                Ok(is_complete)
             });
-            let is_complete = server.is_complete;
-            server.abandon();
-            match (restored, failure) {
-                (Ok(restored), None) if is_complete => Ok(restored),
-                (Ok(restored), failure) => {
-                    kill_all(&restored.pids);
-                    wait_for_end(&restored.pids);
+            match (reached, failure) {
+                (Ok(Reached::Gate), _) => {
+                    let gate = server.connection.take_gate()?;
+                    Ok(WaitingTree { gate, restoring, _guard: server.guard.take() })
+                }
+                (Ok(Reached::End), failure) => {
+                    server.abandon();
+                    restoring.refuse();
                     Err(failure.unwrap_or_else(no_script))
                 }
                 // That a process is gone follows from what CRIU reports.
                 (Err(error), Some(failure)) if failure.kind() == ErrorKind::Gone => Err(error),
-                (Err(_), Some(failure)) => Err(failure),
-                (Err(error), None) => Err(error),
+                (Err(error), failure) => Err(failure.unwrap_or(error)),
             }
         })
     }
@@ -135,9 +143,48 @@ impl Delivery {
     }
 }
 
-/// CRIU restored the processes without waiting in the gate.
-pub(super) fn no_script() -> Error {
-    Error::criu_failed("wait for the memory of the processes", "it did not run its script")
+/// Processes that have all of their memory, and have not run: CRIU waits in the gate. Dropped in
+/// this order.
+pub(super) struct WaitingTree {
+    gate: ReachedGate,
+    restoring: Restoring,
+    /// Kills the processes if this one dies while they leave their machines.
+    _guard: Option<Guard>,
+}
+
+impl WaitingTree {
+    /// Lets the processes run.
+    ///
+    /// # Errors
+    /// Those of [`Prepared::run`]. Nothing of the tree is left.
+    pub(super) fn open(self) -> Result<Restored, Error> {
+        let _stream = self.gate.open()?;
+        self.restoring.finish()
+    }
+}
+
+/// Has CRIU restore the processes, whose memory is in the images, up to a gate where their files
+/// are compared.
+pub(super) fn make_staged(prepared: Prepared, criu: &Criu, options: &RestoreOptions) -> Result<WaitingTree, Error> {
+    let mut gate = Gate::new().map_err(|error| {
+        let error = Error::criu_io("make a file in memory that may be executed")(error);
+        error.help("sysctl vm.memfd_noexec=1 or lower allows it")
+    })?;
+    let script = gate.path();
+    let directory = prepared.directory.clone();
+    let mut restoring = prepared.begin(criu, options, &["--action-script", &script])?;
+    let reached = restoring.wait(&mut || {
+        let mut reached = [PollFd::new(gate.reached(), PollFlags::POLLIN)];
+        Ok(poll(&mut reached, PollTimeout::from(POLL_MS)).is_ok_and(|count| count > 0))
+    })?;
+    if reached == Reached::End {
+        restoring.refuse();
+        return Err(no_script());
+    }
+    let root_pid = gate.take_notice().map_err(Error::criu_io("wait for CRIU"))?;
+    let waiting = WaitingTree { gate: ReachedGate::without_connection(gate), restoring, _guard: None };
+    before_they_run(&directory, root_pid, options)?;
+    Ok(waiting)
 }
 
 /// Begins to read the memory of all processes, and to fill it as soon as they have their mappings.
@@ -146,8 +193,9 @@ fn start_fill<'scope, 'env>(
     store: &'env (dyn Store + Sync),
     state: &'env FillState,
     scope: &'scope Scope<'scope, 'env>,
-) -> Filling<'scope> {
-    scope.spawn(move || {
+) -> Result<Filling<'scope>, Error> {
+    let thread = std::thread::Builder::new().name("pagemark-fill".into());
+    let fill = thread.spawn_scoped(scope, move || {
         let mut fill = Fill { pages: Vec::new(), state };
         let mut ids = Vec::new();
         let incomplete = processes.iter().filter(|memory| !memory.delivered.is_empty());
@@ -157,7 +205,8 @@ fn start_fill<'scope, 'env>(
             ids.extend_from_slice(&pages.ids);
         }
         fill.run(&ids, store)
-    })
+    });
+    fill.map_err(Error::criu_io("start a thread"))
 }
 
 /// The processes whose memory is delivered, with the userfaultfd of each.
@@ -259,8 +308,8 @@ type Filling<'scope> = ScopedJoinHandle<'scope, Result<(), Error>>;
 
 struct Server<'scope, 'env> {
     connection: Connection<'env>,
-    /// All pages are there, and the gate is open.
-    is_complete: bool,
+    /// The directory of the images, and the options of the restore.
+    images: (PathBuf, &'env RestoreOptions),
     fill: Option<Filling<'scope>>,
     state: &'env FillState,
     /// The processes continue without their machines; their ids, if they are known.
@@ -283,8 +332,8 @@ impl Server<'_, '_> {
         self.state.stop();
     }
 
-    /// Waits a moment for something to do, and does it.
-    fn step(&mut self) -> Result<(), Error> {
+    /// Waits a moment for something to do, and does it. True once all pages are there.
+    fn step(&mut self) -> Result<bool, Error> {
         if self.fill.as_ref().is_some_and(ScopedJoinHandle::is_finished)
             && let Some(fill) = self.fill.take()
         {
@@ -294,15 +343,15 @@ impl Server<'_, '_> {
             if let Some(pids) = &self.leaving {
                 let pids = self.connection.pids(pids.as_deref())?;
                 self.guard = Some(Guard::start(&pids).map_err(Error::criu_io("start a guard"))?);
-                leaving::begin(&pids)?;
+                leaving::begin(&Process::find_all(&pids))?;
             }
-            self.is_complete = true;
-            return self.connection.open_gate();
+            return Ok(true);
         }
         if self.connection.step()? {
+            before_they_run(&self.images.0, self.connection.root_pid(), self.images.1)?;
             self.state.set_targets(Some(self.connection.targets()?.into()));
         }
-        Ok(())
+        Ok(false)
     }
 }
 

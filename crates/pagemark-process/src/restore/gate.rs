@@ -34,14 +34,23 @@ impl Gate {
     /// # Errors
     /// The system refuses executable files in memory (`vm.memfd_noexec`), or `EMFILE`.
     pub(super) fn new() -> io::Result<Gate> {
+        Gate::at(&["post-restore"])
+    }
+
+    /// Makes a gate in which CRIU waits at each of these stages.
+    ///
+    /// # Errors
+    /// Those of [`Gate::new`].
+    pub(super) fn at(stages: &[&str]) -> io::Result<Gate> {
         let gate = Gate { script: executable_in_memory()?, reached: io::pipe()?, opened: io::pipe()? };
         // The paths lead to descriptors of this process: if it has died, they cannot be opened.
         let text = format!(
             "#!{SHELL}\n\
-             [ \"$CRTOOLS_SCRIPT_ACTION\" = post-restore ] || exit 0\n\
+             case \"$CRTOOLS_SCRIPT_ACTION\" in {stages}) ;; *) exit 0 ;; esac\n\
              exec 3<{opened} 4>{reached} || exit 1\n\
              echo \"$CRTOOLS_INIT_PID\" >&4\n\
              read -r word <&3 && [ \"$word\" = {COMPLETE} ]\n",
+            stages = stages.join("|"),
             opened = path_of(&gate.opened.0),
             reached = path_of(&gate.reached.1),
         );
@@ -67,9 +76,14 @@ impl Gate {
         Ok(std::str::from_utf8(&notice[..length]).ok().and_then(|text| text.trim().parse().ok()))
     }
 
+    /// Lets CRIU pass at one stage of several.
+    pub(super) fn let_pass(&mut self) -> io::Result<()> {
+        self.opened.1.write_all(format!("{COMPLETE}\n").as_bytes())
+    }
+
     /// Lets the processes run.
     pub(super) fn open(mut self) -> io::Result<()> {
-        self.opened.1.write_all(format!("{COMPLETE}\n").as_bytes())
+        self.let_pass()
     }
 }
 

@@ -8,10 +8,16 @@
 //! until the guard has killed them. If a process is not found, the guard stays, and that process
 //! waits for its memory for ever; it never reads zeros.
 //!
+//! A kill of a whole control group kills the delivering process; the guard leaves its groups where
+//! that is permitted. If both die, the kernel kills the tree ([`LastSignal`]): the signals belong
+//! to descriptors of high numbers, which it closes before the userfaultfds.
+//!
 //! The guard executes no other program, and another thread may have held the lock of the allocator
 //! when the guard was made. It therefore does not allocate.
 
+use std::collections::HashMap;
 use std::ffi::CStr;
+use std::fs::File;
 use std::io;
 use std::mem::ManuallyDrop;
 use std::num::NonZeroUsize;
@@ -19,18 +25,22 @@ use std::ops::ControlFlow;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicI32, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
 use nix::sys::mman::{MapFlags, ProtFlags, mmap_anonymous, munmap};
+use nix::sys::resource::{Resource, getrlimit};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::{Pid, getppid};
-use pagemark::sys::pidfd;
-use pagemark::sys::proc::{Stat, stat};
-use pagemark::sys::userfaultfd::MissingPages;
+use pagemark_linux::last_signal::LastSignal;
+use pagemark_linux::pidfd;
+use pagemark_linux::plain_proc::{StatText, each_number};
+use pagemark_linux::proc::{Process, stat};
+use pagemark_linux::userfaultfd::MissingPages;
+use pagemark_trace::cgroups;
 
-use crate::criu::dump::outlive_requests_to_end;
-use crate::plain_proc::{StatText, each_number};
+use crate::spawn::outlive_requests_to_end;
 
 /// How many processes the list has room for.
 const MAX_MEMBERS: usize = 1 << 16;
@@ -60,7 +70,7 @@ struct Table {
     entries: [Entry; MAX_MEMBERS],
 }
 
-/// The start time distinguishes the process from a later one with the same id.
+/// A [`Process`] that another process can read.
 struct Entry {
     pid: AtomicI32,
     start_ticks: AtomicU64,
@@ -86,24 +96,27 @@ impl Members {
         unsafe { self.memory.as_ref() }
     }
 
-    fn entries(&self) -> impl Iterator<Item = (i32, u64)> {
+    fn processes(&self) -> impl Iterator<Item = Process> {
         let table = self.table();
         let entries = &table.entries[..table.count.load(Ordering::Acquire).min(MAX_MEMBERS)];
-        entries.iter().map(|entry| (entry.pid.load(Ordering::Relaxed), entry.start_ticks.load(Ordering::Relaxed)))
+        entries.iter().map(|entry| Process {
+            pid: entry.pid.load(Ordering::Relaxed),
+            start_ticks: entry.start_ticks.load(Ordering::Relaxed),
+        })
     }
 
     /// The last process with an id, which is the one that may be alive.
     fn start_of(&self, pid: i32) -> Option<u64> {
-        self.entries().filter(|entry| entry.0 == pid).map(|entry| entry.1).max()
+        self.processes().filter(|process| process.pid == pid).map(|process| process.start_ticks).max()
     }
 
     /// Adds a process. One thread of one process adds at a time.
-    fn add(&self, pid: i32, start_ticks: u64) {
+    fn add(&self, process: Process) {
         let table = self.table();
         let count = table.count.load(Ordering::Relaxed);
         if let Some(entry) = table.entries.get(count) {
-            entry.pid.store(pid, Ordering::Relaxed);
-            entry.start_ticks.store(start_ticks, Ordering::Relaxed);
+            entry.pid.store(process.pid, Ordering::Relaxed);
+            entry.start_ticks.store(process.start_ticks, Ordering::Relaxed);
             table.count.store(count + 1, Ordering::Release);
         }
     }
@@ -117,7 +130,7 @@ impl Members {
                 && self.start_of(pid) != Some(start_ticks)
                 && self.is_alive(proc, parent_pid)
             {
-                self.add(pid, start_ticks);
+                self.add(Process { pid, start_ticks });
                 added += 1;
             }
             ControlFlow::<()>::Continue(())
@@ -139,7 +152,7 @@ impl Members {
         let _ = each_number(c"/proc", |proc, pid| {
             if self.is_alive(proc, pid) {
                 alive += 1;
-                // One that has exited meanwhile needs no signal.
+                // A process that has exited meanwhile needs no signal.
                 let _ = kill(Pid::from_raw(pid), signal);
             }
             ControlFlow::<()>::Continue(())
@@ -174,8 +187,11 @@ impl Drop for Members {
 pub(super) struct Guard {
     process: Pid,
     members: Members,
-    /// The guard uses it: they have one table of descriptors.
+    /// By process.
+    killed_at_death: Mutex<HashMap<i32, LastSignal>>,
+    /// The guard uses these: they have one table of descriptors.
     _watched: Option<OwnedFd>,
+    _ways_out: Vec<File>,
 }
 
 impl Guard {
@@ -186,18 +202,32 @@ impl Guard {
     pub(super) fn start(pids: &[i32]) -> io::Result<Guard> {
         let members = Members::new()?;
         for &pid in pids {
-            members.add(pid, Stat::read(pid)?.start_ticks);
+            members.add(Process::find(pid)?);
         }
         let own_pid = std::process::id() as i32;
         let watched = if pidfd::OPEN.is_there() { Some(pidfd::open(own_pid, 0)?) } else { None };
+        let ways_out = cgroups::ways_out();
         // No signal when it ends, and only a wait for such children finds it.
         let flags = libc::CLONE_FILES;
         // SAFETY: as fork: the child has a copy of this thread alone, on a copy of its stack. It does not allocate, takes
         // no lock, and does not return.
         let process = unsafe { libc::syscall(libc::SYS_clone, flags, 0, 0, 0, 0) };
         match process {
-            0 => guard(Pid::from_raw(own_pid), watched.as_ref().map(AsRawFd::as_raw_fd), &members),
-            1.. => Ok(Guard { process: Pid::from_raw(process as i32), members, _watched: watched }),
+            0 => {
+                cgroups::take(&ways_out);
+                guard(Pid::from_raw(own_pid), watched.as_ref().map(AsRawFd::as_raw_fd), &members)
+            }
+            1.. => {
+                let guard = Guard {
+                    process: Pid::from_raw(process as i32),
+                    members,
+                    killed_at_death: Mutex::default(),
+                    _watched: watched,
+                    _ways_out: ways_out,
+                };
+                guard.arm();
+                Ok(guard)
+            }
             _ => Err(io::Error::last_os_error()),
         }
     }
@@ -205,6 +235,24 @@ impl Guard {
     /// Adds the children that the processes have now.
     pub(super) fn add_children(&self) {
         while self.members.scan() > 0 {}
+        self.arm();
+    }
+
+    /// Has the kernel kill all members when this process and the guard die.
+    fn arm(&self) {
+        let mut armed = self.killed_at_death.lock().unwrap_or_else(PoisonError::into_inner);
+        for process in self.members.processes() {
+            let pid = process.pid;
+            // The guard alone kills a process that has no descriptor left for this. A process that is gone needs
+            // no signal, and another process may have its id by now.
+            if !armed.contains_key(&pid)
+                && let Ok(last) = LastSignal::new(pid, libc::SIGKILL, high_number())
+                && process.stat().is_some()
+                && last.arm().is_ok()
+            {
+                armed.insert(pid, last);
+            }
+        }
     }
 
     /// Kills the tree, whose userfaultfds must still be open.
@@ -228,6 +276,12 @@ impl Drop for Guard {
     }
 }
 
+/// A number of descriptors that is higher than those of most others.
+fn high_number() -> RawFd {
+    let soft = getrlimit(Resource::RLIMIT_NOFILE).map_or(0, |(soft, _)| soft);
+    RawFd::try_from(soft / 2).unwrap_or(1 << 16).min(1 << 16)
+}
+
 /// The main function of the guard.
 fn guard(parent: Pid, watched: Option<RawFd>, members: &Members) -> ! {
     let _ = outlive_requests_to_end();
@@ -242,7 +296,7 @@ fn guard(parent: Pid, watched: Option<RawFd>, members: &Members) -> ! {
         unsafe { libc::poll(&raw mut exit, 1, WATCH_MS[usize::from(watched.is_none())]) };
     }
     members.kill();
-    // Whoever reads what the delivering process wrote must see the end.
+    // The reader of the delivering process's output must see its end.
     close_others();
     while has_processes() {
         members.kill();

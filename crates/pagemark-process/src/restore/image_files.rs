@@ -16,25 +16,19 @@ use pagemark::{
     Address, AddressRangeExt, ByteCount, ContentId, Kind, PAGE_SIZE, PageNumber, PageRange, PageRangeExt, RangeSet,
     Store,
 };
+use pagemark_trace::error::{Error, ErrorKind, Object};
 
-use super::io;
 use super::memory::{Pages, ProcessMemory};
-use crate::criu::dump::InMachine;
+use super::{io, reservations};
 use crate::criu::images::schema::{CoreEntry, MmEntry, PstreeEntry, VmaEntry};
-use crate::criu::images::{Image, ImageKind, PageRun, PageSource, Pagemap, mappings, read_first, with_varint};
-use crate::error::{Error, ErrorKind, Object};
+use crate::criu::images::{Image, ImageKind, PageRun, PageSource, Pagemap, read_first, with_varint};
+use crate::criu::notes::InMachine;
 
 /// Time between two reports of progress.
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(2);
 
-/// CRIU's status of a mapping that the program has made.
-const IS_REGULAR: u32 = 1 << 0;
 /// CRIU's status of a private mapping of a file.
 const IS_PRIVATE_FILE: u32 = 1 << 6;
-/// CRIU's status of a private mapping without a file.
-const IS_PRIVATE_ANONYMOUS: u32 = 1 << 9;
-/// CRIU's status of a mapping that needs no right to write for its restore.
-const NEEDS_NO_WRITE: u32 = 1 << 29;
 
 /// The memory that the images directory gets.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -82,13 +76,32 @@ impl Unwritten<'_> {
     fn is_relative_of(&self, other: &PstreeEntry) -> bool {
         other.pid == self.process.ppid || other.ppid == self.process.pid
     }
+
+    /// Where CRIU has a page from. `relatives` are the pages of the parent and of children.
+    fn source(&self, page: PageNumber, run: &PageRun, relatives: &[&Pages]) -> PageSource {
+        let is_deliverable = self.deliverable.contains(page.address());
+        if run.present {
+            // CRIU saved it itself: maybe a page that hides a file's, which has to be there even if it holds zeros.
+            return PageSource::Present;
+        }
+        if is_deliverable && relatives.is_empty() {
+            // Pages that are not delivered in the end hold zeros.
+            return PageSource::Lazy;
+        }
+        let id = self.pages.id(page);
+        if id.is_zero() {
+            PageSource::Absent
+        } else if is_deliverable && relatives.iter().all(|other| other.id(page) != id) {
+            PageSource::Lazy
+        } else {
+            // A page that a process may share with its parent since the fork, too: CRIU shares it again.
+            PageSource::Present
+        }
+    }
 }
 
 /// Writes the pages images of all processes and of their shared memory, and pagemap images that say
 /// so. Returns the memory of the processes.
-///
-/// Of a process without a parent or child, only the part of the page tree is read that names pages
-/// which are not delivered: the rest is read while CRIU starts.
 pub(super) fn write_pages(
     manifest: &Manifest,
     store: &(dyn Store + Sync),
@@ -97,59 +110,15 @@ pub(super) fn write_pages(
     processes: &[PstreeEntry],
     progress: Progress<'_>,
 ) -> Result<Vec<ProcessMemory>, Error> {
-    let mut all: Vec<Unwritten<'_>> = Vec::new();
-    for process in processes {
-        let path = directory.join(format!("pagemap-{}.img", process.pid));
-        if !path.exists() {
-            continue;
-        }
-        let pid = process.pid as i32;
-        let space = manifest.process(pid);
-        let space = space.ok_or_else(|| Error::damaged(format!("the memory of process {pid} is missing")))?;
-        let deliverable = if memory == ImageMemory::Whole { RangeSet::new() } else { deliverable(directory, process)? };
-        let (pagemap, pages) = (Pagemap::read(&path)?, Pages::default());
-        map_in_place(directory, process, &pagemap)?;
-        all.push(Unwritten { process, pagemap, root: space.root, deliverable, pages });
-    }
-    for index in 0..all.len() {
-        let is_alone = !all.iter().any(|other| other.is_relative_of(all[index].process));
-        let of = &mut all[index];
-        let runs = of.pagemap.runs();
-        let needed: RangeSet<PageNumber> = match is_alone {
-            true => runs.flat_map(|run| undeliverable(&run, &of.deliverable)).collect(),
-            false => runs.map(|run| run.page_range()).collect(),
-        };
-        of.pages = Pages::read(of.root, &needed, store)?;
-    }
+    let mut all = unwritten(manifest, directory, memory, processes)?;
+    read_needed_pages(&mut all, store)?;
     let mut written = 0;
     let mut memories = Vec::new();
     for of in &all {
         let Unwritten { process, pagemap, root, deliverable, pages } = of;
         let relatives: Vec<&Pages> =
             all.iter().filter(|other| other.is_relative_of(process)).map(|other| &other.pages).collect();
-        let source = |page: u64, run: &PageRun| {
-            let page = PageNumber::new(page);
-            let is_deliverable = deliverable.contains(page.address());
-            if run.present {
-                // CRIU saved it itself: maybe a page that hides a file's, which has to be there even if it holds
-                // zeros.
-                return PageSource::Present;
-            }
-            if is_deliverable && relatives.is_empty() {
-                // Pages that are not delivered in the end hold zeros.
-                return PageSource::Lazy;
-            }
-            let id = pages.id(page);
-            if id.is_zero() {
-                PageSource::Absent
-            } else if is_deliverable && relatives.iter().all(|other| other.id(page) != id) {
-                PageSource::Lazy
-            } else {
-                // A page that a process may share with its parent since the fork, too: CRIU shares it again.
-                PageSource::Present
-            }
-        };
-        let (image, runs) = pagemap.with_sources(source);
+        let (image, runs) = pagemap.with_sources(|page, run| of.source(PageNumber::new(page), run, &relatives));
         let path = directory.join(format!("pages-{}.img", pagemap.pages_id));
         let present: Vec<PageRange> = runs.iter().filter(|run| run.present).map(PageRun::page_range).collect();
         written += write_pages_image(&path, &present, pages, store, &mut |pages| {
@@ -169,6 +138,50 @@ pub(super) fn write_pages(
         }
     }
     Ok(memories)
+}
+
+/// The processes that have a pagemap image, whose mappings are made in their places.
+fn unwritten<'a>(
+    manifest: &Manifest,
+    directory: &Path,
+    memory: ImageMemory,
+    processes: &'a [PstreeEntry],
+) -> Result<Vec<Unwritten<'a>>, Error> {
+    let mut all: Vec<Unwritten<'a>> = Vec::new();
+    for process in processes {
+        let path = directory.join(format!("pagemap-{}.img", process.pid));
+        if !path.exists() {
+            continue;
+        }
+        let pid = process.pid as i32;
+        let space = manifest.process(pid);
+        let space = space.ok_or_else(|| Error::damaged(format!("the memory of process {pid} is missing")))?;
+        let deliverable = if memory == ImageMemory::Whole { RangeSet::new() } else { deliverable(directory, process)? };
+        let (pagemap, pages) = (Pagemap::read(&path)?, Pages::default());
+        all.push(Unwritten { process, pagemap, root: space.root, deliverable, pages });
+    }
+    let held: RangeSet = all.iter().flat_map(|of| of.pagemap.runs()).map(|run| run.page_range().addresses()).collect();
+    let divides = reservations::divides(directory, all.iter().map(|of| of.process))?;
+    for of in &all {
+        reservations::map_in_place(directory, of.process, &held, divides)?;
+    }
+    Ok(all)
+}
+
+/// Reads which pages must be known. Of a process without a parent or child, only the part of the
+/// page tree is read that names pages which are not delivered: the rest is read while CRIU starts.
+fn read_needed_pages(all: &mut [Unwritten<'_>], store: &(dyn Store + Sync)) -> Result<(), Error> {
+    for index in 0..all.len() {
+        let is_alone = !all.iter().any(|other| other.is_relative_of(all[index].process));
+        let of = &mut all[index];
+        let runs = of.pagemap.runs();
+        let needed: RangeSet<PageNumber> = match is_alone {
+            true => runs.flat_map(|run| undeliverable(&run, &of.deliverable)).collect(),
+            false => runs.map(|run| run.page_range()).collect(),
+        };
+        of.pages = Pages::read(of.root, &needed, store)?;
+    }
+    Ok(())
 }
 
 /// Writes the images of an object of shared memory, which the processes fill it from. Calls
@@ -253,39 +266,24 @@ fn write_pages_image(
     let read = std::thread::scope(|scope| {
         let (done, is_done) = mpsc::channel::<()>();
         let (ids, write) = (&ids, &write);
-        let reading = scope.spawn(move || {
+        let thread = std::thread::Builder::new().name("pagemark-images".into());
+        let reading = thread.spawn_scoped(scope, move || {
             // Dropped at the end, also in a panic.
             let _done = done;
             store.get_many(Kind::Page, ids, write)
         });
+        let reading = reading.map_err(io("start a thread"))?;
         while is_done.recv_timeout(PROGRESS_INTERVAL) == Err(RecvTimeoutError::Timeout) {
             progress(written.load(Ordering::Relaxed));
         }
         progress(written.load(Ordering::Relaxed));
-        reading.join()
-    });
+        Ok::<_, Error>(reading.join())
+    })?;
     read.map_err(|_| Error::criu_io("write images")(std::io::Error::other("a thread panicked")))??;
     match failure.into_inner().unwrap_or_else(PoisonError::into_inner) {
         Some(error) => Err(error),
         None => Ok(page_count),
     }
-}
-
-/// Has CRIU make mappings without pages that cannot be written in their place and as they are. It
-/// makes private mappings elsewhere first, writable, and moves them: the kernel refuses one that is
-/// larger than its memory, although it sets none aside for a mapping that cannot be written; and
-/// there are not enough addresses for twice the mappings of a program that reserves most of them.
-fn map_in_place(directory: &Path, process: &PstreeEntry, pagemap: &Pagemap) -> Result<(), Error> {
-    let path = directory.join(format!("mm-{}.img", process.pid));
-    let pages: RangeSet = pagemap.runs().map(|run| run.page_range().addresses()).collect();
-    let image = mappings::changed(&path, |entry, mapping| {
-        let is_ordinary = entry.status == IS_REGULAR | IS_PRIVATE_ANONYMOUS;
-        let is_writable = entry.prot & libc::PROT_WRITE as u32 != 0;
-        let range = Address::new(entry.start)..Address::new(entry.end);
-        let is_empty = is_ordinary && !is_writable && pages.within(range).next().is_none();
-        is_empty.then(|| with_varint(mapping, VmaEntry::STATUS, (IS_REGULAR | NEEDS_NO_WRITE).into()))
-    })?;
-    std::fs::write(&path, image.encode()).map_err(io(format!("write {}", path.display())))
 }
 
 /// Has CRIU restore a process with the link to its program's file that it has outside of a machine.

@@ -2,57 +2,33 @@
 //! it.
 
 use std::collections::HashMap;
-use std::fs::{OpenOptions, Permissions};
-use std::io::{IsTerminal, Write};
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::fs::Permissions;
 use std::os::unix::fs::PermissionsExt;
-use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use nix::sys::signal::{Signal, kill};
-use nix::unistd::Pid;
-
 use pagemark::repository::{Manifest, TargetKind};
-use pagemark::sys::proc::{self, Stat, Status, tree};
 use pagemark::{ByteCount, PageRangeExt, Store};
+use pagemark_linux::proc::{self, Stat};
+use pagemark_trace::error::{Error, ErrorKind, Object};
 
-use super::image_files::{ImageMemory, Progress, set_program, write_pages, write_states};
+use super::image_files::{ImageMemory, Progress, write_pages, write_states};
 use super::memory::ProcessMemory;
 use super::root::{read_notes, root_of};
-use super::running::{
-    Begun, Running, WAIT_POLL, ZOMBIE_WAIT, below, kill_all, kill_with_descendants, own_children, wait_for_end, wait_of,
-};
-use super::{io, surroundings};
-use crate::cgroups::{Joining, Memberships};
-use crate::container::network::{self, Network};
-use crate::container::{self, MissedEnd, OwnMounts};
-use crate::criu::connections::LockedConnections;
-use crate::criu::dump::{Notes, read_pstree};
-use crate::criu::images::schema::{CoreEntry, PstreeEntry};
-use crate::criu::images::{ImageKind, read_first};
+use super::running::{WAIT_POLL, ZOMBIE_WAIT};
+use super::{io, mounts, peers, surroundings};
+use crate::container;
+use crate::container::network::Network;
+use crate::criu::Criu;
+use crate::criu::dump::read_pstree;
+use crate::criu::images::schema::PstreeEntry;
+use crate::criu::notes::Notes;
 use crate::criu::regular_files::has_image;
 use crate::criu::stdio::{self, Own};
-use crate::criu::{Criu, errors_in_log, outside_sockets, own_network, sysv_memory, sysv_semaphores};
-use crate::error::{Error, ErrorKind, Object};
-use crate::leaving;
-use crate::scratch::{self, ScratchDirectory};
-use crate::terminal::{self, Terminal};
-
-/// CRIU's log in the images directory.
-const LOG: &str = "restore.log";
-
-/// CRIU's number of the state of a process that job control has stopped.
-const TASK_STOPPED: u32 = 3;
+use crate::scratch::ScratchDirectory;
 
 /// The file in the images directory into which CRIU writes the id of the root process.
 const ROOT_PID: &str = "root.pid";
-
-/// Descriptors that are handed over get numbers from here on, so that they are clear of CRIU's own.
-const HANDED_OVER: RawFd = 64;
-
-/// How many processes an error about a CRIU that takes too long names.
-const SHOWN_PROCESSES: usize = 4;
 
 /// What becomes of restored processes.
 #[derive(Clone, PartialEq, Eq, Debug, Default)]
@@ -79,6 +55,10 @@ pub struct RestoreOptions {
     pub network: Network,
     /// Processes that were in a machine of `pagemark-kvm` continue without it.
     pub without_machine: bool,
+    /// Paths at which the processes may have any file but a link, whatever their users may do.
+    pub trusted_paths: Vec<PathBuf>,
+    /// Sockets may have root as their peer that had another user.
+    pub root_peers: bool,
 }
 
 impl RestoreOptions {
@@ -134,12 +114,12 @@ pub struct Restored {
 #[derive(Debug)]
 pub struct Prepared {
     pub(super) directory: PathBuf,
-    notes: Notes,
+    pub(super) notes: Notes,
     processes: Vec<PstreeEntry>,
     /// Memory that is not in the directory.
     delivered: ByteCount,
     /// The scratch directory in which the directory is, if it is not that itself.
-    scratch: Option<PathBuf>,
+    pub(super) scratch: Option<PathBuf>,
 }
 
 /// Writes the images directory of a checkpoint and checks that its process ids are free. Nothing
@@ -150,7 +130,9 @@ pub struct Prepared {
 /// # Errors
 /// [`Error`]
 pub fn prepare(manifest: &Manifest, store: &(dyn Store + Sync), directory: &Path) -> Result<Prepared, Error> {
-    prepare_with(manifest, store, directory, ImageMemory::Whole, &mut |_| {}).map(|(prepared, _)| prepared)
+    let mut prepared = write_state(manifest, store, directory)?;
+    prepared.write_memory(manifest, store, ImageMemory::Whole, &mut |_| {})?;
+    Ok(prepared)
 }
 
 /// Takes a directory that [`prepare`] has written, maybe in another process.
@@ -173,23 +155,17 @@ pub fn check(manifest: &Manifest) -> Result<(), Error> {
     if manifest.kind == TargetKind::Process { Ok(()) } else { Err(no_processes(manifest)) }
 }
 
-/// As [`prepare`], with the given memory. Calls `progress` with the bytes of memory written so far.
-/// Also returns the memory of the processes.
-pub(super) fn prepare_with(
+/// Like [`prepare`], without memory.
+pub(super) fn write_state(
     manifest: &Manifest,
     store: &(dyn Store + Sync),
     directory: &Path,
-    memory: ImageMemory,
-    progress: Progress<'_>,
-) -> Result<(Prepared, Vec<ProcessMemory>), Error> {
+) -> Result<Prepared, Error> {
     check(manifest)?;
     write_states(manifest, store, directory)?;
-    let mut prepared = open_prepared(directory)?;
+    let prepared = open_prepared(directory)?;
     surroundings::check(directory, &prepared.notes.outside_files, manifest, store)?;
-    let spaces = write_pages(manifest, store, directory, memory, &prepared.processes, progress)?;
-    let delivered = spaces.iter().flat_map(|space| &space.delivered);
-    prepared.delivered = ByteCount::of_pages(delivered.map(PageRangeExt::page_count).sum());
-    Ok((prepared, spaces))
+    Ok(prepared)
 }
 
 /// Makes `directory` such that plain `criu restore` takes it. Returns the arguments that `criu
@@ -214,7 +190,7 @@ pub fn export_criu(manifest: &Manifest, store: &(dyn Store + Sync), directory: &
 }
 
 /// The arguments that mirror those of the dump.
-fn restore_flags(notes: &Notes) -> impl Iterator<Item = String> {
+pub(super) fn restore_flags(notes: &Notes) -> impl Iterator<Item = String> {
     let connections = if notes.keep_connections { "--tcp-established" } else { "--tcp-close" };
     let cgroups = format!("--manage-cgroups={}", notes.cgroups.criu_mode());
     let flags = ["--file-locks", "--skip-in-flight", "--ext-unix-sk", connections].map(String::from);
@@ -224,6 +200,21 @@ fn restore_flags(notes: &Notes) -> impl Iterator<Item = String> {
 }
 
 impl Prepared {
+    /// Completes the directory with the given memory. Calls `progress` with the bytes of memory
+    /// written so far. Returns the memory of the processes.
+    pub(super) fn write_memory(
+        &mut self,
+        manifest: &Manifest,
+        store: &(dyn Store + Sync),
+        memory: ImageMemory,
+        progress: Progress<'_>,
+    ) -> Result<Vec<ProcessMemory>, Error> {
+        let spaces = write_pages(manifest, store, &self.directory, memory, &self.processes, progress)?;
+        let delivered = spaces.iter().flat_map(|space| &space.delivered);
+        self.delivered = ByteCount::of_pages(delivered.map(PageRangeExt::page_count).sum());
+        Ok(spaces)
+    }
+
     /// The process ids that the tree will have, the root first. Those of a container are its ids in
     /// the container.
     pub fn pids(&self) -> Vec<i32> {
@@ -291,7 +282,7 @@ impl Prepared {
     }
 
     /// True if the tree has a user namespace of its own.
-    fn has_own_users(&self) -> bool {
+    pub(super) fn has_own_users(&self) -> bool {
         has_image(&self.directory, "userns-")
     }
 
@@ -318,9 +309,18 @@ impl Prepared {
         Ok(())
     }
 
-    /// Checks that the root directory is there, if the tree has one of its own.
-    pub(super) fn check_root(&self, options: &RestoreOptions) -> Result<(), Error> {
-        root_of(&self.notes, options.root.as_deref()).map(drop)
+    /// Checks, if the tree has mounts of its own, that its root directory is there, and that no
+    /// user decides where CRIU mounts it or makes something.
+    pub(super) fn check_mounts(&self, options: &RestoreOptions) -> Result<(), Error> {
+        match root_of(&self.notes, options.root.as_deref())? {
+            Some(root) => mounts::check(&self.directory, &root, options),
+            None => Ok(()),
+        }
+    }
+
+    /// Checks that no socket gets root as its peer that had another user, unless that is allowed.
+    pub(super) fn check_peers(&self, options: &RestoreOptions) -> Result<(), Error> {
+        if options.root_peers { Ok(()) } else { peers::check(&self.directory, &self.notes) }
     }
 
     /// Restores the tree and lets it run.
@@ -328,254 +328,24 @@ impl Prepared {
     /// # Errors
     /// [`ErrorKind::PidInUse`], or [`ErrorKind::Criu`] with CRIU's own words.
     pub fn run(self, criu: &Criu, options: &RestoreOptions) -> Result<Restored, Error> {
-        self.run_with(criu, options, &[], &mut || {
-            std::thread::sleep(WAIT_POLL);
-            Ok(())
-        })
+        self.begin(criu, options, &[])?.finish()
     }
 
-    /// Restores the tree, and calls `meanwhile` again and again until it runs.
-    pub(super) fn run_with(
-        self,
-        criu: &Criu,
-        options: &RestoreOptions,
-        further: &[&str],
-        meanwhile: &mut dyn FnMut() -> Result<(), Error>,
-    ) -> Result<Restored, Error> {
-        self.check_free()?;
-        if options.without_machine {
-            for process in &self.notes.in_machines {
-                set_program(&self.directory, process)?;
-            }
-        }
-        let pids = self.pids();
-        let root_pid = *pids.first().ok_or_else(|| Error::damaged("it has no process"))?;
-        let root = root_of(&self.notes, options.root.as_deref())?;
-        let mut streams = streams(options.streams)?;
-        let terminal = self.terminal(options, &mut streams)?;
-        if self.notes.shell_job {
-            let own = streams.iter().find(|stream| stream.is_terminal());
-            stdio::adopt_terminals(&self.directory, self.session(), own.and_then(terminal::size_of))?;
-        }
-        let own = |stream: &OwnedFd| Own { descriptor: stream.as_raw_fd(), is_terminal: stream.is_terminal() };
-        let own = [own(&streams[0]), own(&streams[1]), own(&streams[2])];
-        // CRIU also holds the directory, so that no sweep removes it.
-        let scratch = self.scratch.as_ref().unwrap_or(&self.directory);
-        let held = scratch::hold(scratch).map_err(io(format!("hold {}", scratch.display())))?;
-        let mut command = criu.command("restore", &self.directory, LOG);
-        command.arg("--restore-detached").args(restore_flags(&self.notes)).args(further);
-        if options.as_child {
-            command.arg("--restore-sibling");
-        }
-        let has_system_v = !(self.notes.segments.is_empty() && self.notes.semaphores.is_empty());
-        if options.stopped || has_system_v {
-            command.arg("--leave-stopped");
-        }
-        if self.notes.first_process.is_some() {
-            command.arg("--pidfile").arg(self.directory.join(ROOT_PID));
-        }
-        let own_mounts =
-            root.as_deref().map(OwnMounts::with_root).transpose().map_err(io("pass the root directory"))?;
-        if let Some(root) = &root {
-            command.arg("--root").arg(root);
-        }
-        if self.notes.shell_job {
-            // The session's terminal is found by CRIU's own standard input.
-            command.stdin(std::process::Stdio::inherit());
-        }
-        let mut copies: Vec<OwnedFd> = Vec::new();
-        command.args(stdio::redirect(&self.directory, &self.notes.outside, own, &mut |number| {
-            // SAFETY: it is one of `streams`, which are open.
-            let copy = duplicate(unsafe { BorrowedFd::borrow_raw(number) })?;
-            copies.push(copy);
-            Ok(copies[copies.len() - 1].as_raw_fd())
-        })?);
-        if let Some(had) = &self.notes.own_network {
-            if had.is_saved {
-                options.network.check_saved()?;
-            } else if self.has_own_users() {
-                options.network.check_made_by_criu(had)?;
-                own_network::make_by_criu(&self.directory)?;
-            } else {
-                let namespace = duplicate(options.network.open(had)?.as_fd()).map_err(io("duplicate a descriptor"))?;
-                command.args(network::restore_arguments(&namespace));
-                copies.push(namespace);
-            }
-            if !self.notes.keep_connections {
-                command.args(network::UNLOCKED);
-            }
-        }
-        for file in &self.notes.outside_files {
-            let copy = duplicate(file.open()?.as_fd()).map_err(io("duplicate a descriptor"))?;
-            command.args(["--inherit-fd".to_owned(), format!("fd[{}]:{}", copy.as_raw_fd(), file.name)]);
-            copies.push(copy);
-        }
-        let (reports, for_leader) = std::io::pipe().map_err(io("make a pipe"))?;
-        let session = terminal.as_ref().and_then(|(terminal, foreground)| {
-            Some(terminal.session(for_leader.as_raw_fd())?.of_restore(root_pid, *foreground))
-        });
-        if session.is_some() {
-            command.stdin(streams[0].try_clone().map_err(io("duplicate a standard stream"))?);
-        }
-        // A job that continues by itself is none of the caller's terminal.
-        let leaves_session = self.notes.shell_job && options.streams == Streams::Null && !options.as_child;
-        let connections = surroundings::connections(&self.directory)?;
-        let (kept, closed) = if self.notes.keep_connections { (connections, vec![]) } else { (vec![], connections) };
-        let mut closed_connections: Vec<String> = closed.iter().map(|(own, peer)| format!("{own} to {peer}")).collect();
-        let text = |closed: &String| closed.replace(|c: char| c.is_control(), "?");
-        closed_connections.extend(self.notes.closed_sockets.iter().map(text));
-        let (top, has_own_network) = (root.as_deref().unwrap_or(Path::new("/")), self.notes.own_network.is_some());
-        closed_connections.extend(outside_sockets::disconnect(&self.directory, top, has_own_network)?);
-        let memberships = if options.ignore_cgroups { Memberships::new() } else { self.notes.memberships.clone() };
-        let mut joining = Joining::new(memberships);
-        let groups = joining.open_groups_of(root_pid);
-        let numbers: Vec<RawFd> = copies.iter().map(AsRawFd::as_raw_fd).chain([held.as_raw_fd()]).collect();
-        // SAFETY: only system calls are made between fork and exec, which is allowed in a child of a
-        // process with threads.
-        unsafe {
-            command.pre_exec(move || {
-                // What is refused is found afterwards.
-                groups.iter().for_each(|mut group| drop(group.write_all(b"0")));
-                match session {
-                    Some(session) => session.begin()?,
-                    None if leaves_session => drop(nix::unistd::setsid()?),
-                    None => {}
-                }
-                own_mounts.as_ref().map_or(Ok(()), OwnMounts::enter)?;
-                stdio::keep_open(&numbers)
-            });
-        }
-        let limit = options.time_limit.unwrap_or_else(|| self.default_time_limit());
-        let begin = Instant::now();
-        let begun = match self.notes.first_process {
-            None => Begun::Process(root_pid),
-            Some(_) => Begun::Container { others: own_children() },
-        };
-        // In a network of the tree's own, CRIU locks all.
-        let _locked = LockedConnections::lock(if has_own_network { &[] } else { &kept })?;
-        let child = command.spawn().map_err(io(format!("start {}", criu.path().display())))?;
-        drop((command, for_leader, streams, copies));
-        let mut running = match session {
-            Some(_) => Running::below_leader(child, reports).map_err(io("begin a session"))?,
-            None => Running::Criu(child),
-        };
-        let mut end = MissedEnd::default();
-        let failure = loop {
-            match running.try_wait().map_err(io("wait for CRIU"))? {
-                Some(true) => break None,
-                Some(false) => break Some(errors_in_log(&self.directory.join(LOG))),
-                None if begin.elapsed() > limit => return Err(self.end_restore(running, &begun, limit)),
-                None if end.is_there(|| self.root_begun(&mut running, &begun)) => {
-                    break Some("the process was killed meanwhile".to_owned());
-                }
-                None => {
-                    if let Err(error) = meanwhile() {
-                        // The tree can't be completed; who has begun it ends it.
-                        running.end();
-                        return Err(error);
-                    }
-                }
-            }
-        };
-        if let Some(reason) = failure {
-            // CRIU kills what it has begun, unless it was killed itself, and leaves the root to its parent.
-            running.end();
-            begun.end();
-            self.wait_for_end();
-            let what = format!("restore process {root_pid}");
-            return Err(Error::criu_failed(what, reason));
-        }
-        let (root_pid, pids, ids) = match self.notes.first_process {
-            None => (root_pid, pids, HashMap::new()),
-            Some(_) => {
-                let root_pid = self.read_root_pid()?;
-                let members = tree::members(root_pid).unwrap_or_default();
-                (root_pid, members.iter().map(|member| member.pid).collect(), container::ids_here(root_pid))
-            }
-        };
-        if has_system_v && let Err(error) = self.put_back_system_v(&ids, options) {
-            kill_all(&pids);
-            running.end();
-            begun.end();
-            wait_for_end(&pids);
-            return Err(error);
-        }
-        if options.without_machine
-            && let Err(error) = leaving::complete(&pids)
-        {
-            kill_all(&pids);
-            running.end();
-            begun.end();
-            wait_for_end(&pids);
-            return Err(error);
-        }
-        let left_groups = joining.join_others(&ids).iter().map(ToString::to_string).collect();
-        let child = running.leader().unwrap_or(root_pid);
-        let relay = terminal.and_then(|(terminal, _)| terminal.leave()).map(Pid::as_raw);
-        Ok(Restored { root_pid, pids, left_groups, closed_connections, child, relay })
+    /// The file into which CRIU writes the id here of the root process of a container.
+    pub(super) fn root_pid_file(&self) -> PathBuf {
+        self.directory.join(ROOT_PID)
     }
 
-    /// Has the processes, which CRIU has left stopped, attach their System V shared memory and put
-    /// back their semaphores, and lets them run. `ids` are their ids here, by those of the images,
-    /// if these are others.
-    fn put_back_system_v(&self, ids: &HashMap<i32, i32>, options: &RestoreOptions) -> Result<(), Error> {
-        let pid_here = |image_pid: i32| ids.get(&image_pid).copied().unwrap_or(image_pid);
-        sysv_memory::attach(&self.notes.segments, &pid_here)?;
-        if let Some(root) = self.pids().first() {
-            sysv_semaphores::put_back(&self.notes.semaphores, pid_here(*root))?;
-        }
-        let was_stopped = |image_pid: i32| {
-            let path = self.directory.join(format!("core-{image_pid}.img"));
-            let core: Result<CoreEntry, Error> = read_first(&path, ImageKind::Core);
-            core.is_ok_and(|core| core.tc.is_some_and(|task| task.task_state == TASK_STOPPED))
-        };
-        for image_pid in self.pids().into_iter().filter(|&pid| !options.stopped && !was_stopped(pid)) {
-            // One that has ended needs no signal.
-            let _ = kill(Pid::from_raw(pid_here(image_pid)), Signal::SIGCONT);
-        }
-        Ok(())
-    }
-
-    /// The id here of the root process of a container, as CRIU has written it.
-    fn read_root_pid(&self) -> Result<i32, Error> {
-        let path = self.directory.join(ROOT_PID);
-        let text = std::fs::read_to_string(&path).map_err(io(format!("read {}", path.display())))?;
-        text.trim().parse().map_err(|_| Error::criu_failed("report the root process", format!("it wrote {text:?}")))
-    }
-
-    /// Waits until the processes of a failed restore run no more.
-    fn wait_for_end(&self) {
-        // Those of a container end with its first process.
-        if self.notes.first_process.is_none() {
-            wait_for_end(&self.pids());
-        }
-    }
-
-    /// A pseudo-terminal for a tree that was the job of a terminal outside, with the process group
-    /// that had the terminal. It takes the place of those `streams` that are the terminal of this
-    /// process.
-    fn terminal(&self, options: &RestoreOptions, streams: &mut [OwnedFd; 3]) -> Result<Option<(Terminal, i32)>, Error> {
-        let may_have = options.on_terminal && options.as_child && options.streams == Streams::Inherit;
-        if !may_have || !self.notes.shell_job || !stdio::has_terminal(&self.notes.outside) {
-            return Ok(None);
-        }
-        let Some(foreground) = stdio::foreground(&self.directory, self.session())? else { return Ok(None) };
-        let Some(terminal) = Terminal::open()? else { return Ok(None) };
-        terminal.input().keep();
-        let mut set_up = || -> std::io::Result<()> {
-            for (stream, of_terminal) in streams.iter_mut().zip(terminal.streams()?) {
-                if let Some(of_terminal) = of_terminal {
-                    *stream = duplicate(of_terminal.as_fd())?;
-                }
-            }
-            Ok(())
-        };
-        set_up().map_err(io("set up a pseudo-terminal"))?;
-        Ok(Some((terminal, foreground)))
+    /// Two minutes, and a second for each 8 MiB of images and memory, which a slow disk reads in
+    /// that time.
+    pub(super) fn default_time_limit(&self) -> Duration {
+        let entries = std::fs::read_dir(&self.directory).into_iter().flatten().flatten();
+        let bytes: u64 = entries.filter_map(|entry| Some(entry.metadata().ok()?.len())).sum();
+        Duration::from_secs(120 + (bytes + self.delivered.get()) / (8 << 20))
     }
 
     /// The session of the root process.
-    fn session(&self) -> u32 {
+    pub(super) fn session(&self) -> u32 {
         self.processes.first().map_or(0, |root| root.sid)
     }
 }
@@ -595,70 +365,6 @@ fn no_processes(manifest: &Manifest) -> Error {
         }
     };
     Error::about(ErrorKind::MemoryOnly, Object::None, format!("{checkpoint} {reason}")).help(help)
-}
-
-impl Prepared {
-    /// Two minutes, and a second for each 8 MiB of images and memory, which a slow disk reads in
-    /// that time.
-    fn default_time_limit(&self) -> Duration {
-        let entries = std::fs::read_dir(&self.directory).into_iter().flatten().flatten();
-        let bytes: u64 = entries.filter_map(|entry| Some(entry.metadata().ok()?.len())).sum();
-        Duration::from_secs(120 + (bytes + self.delivered.get()) / (8 << 20))
-    }
-
-    /// The root process that CRIU restores, as soon as there is one.
-    fn root_begun(&self, running: &mut Running, begun: &Begun) -> Vec<i32> {
-        let is_root = |pid: &i32| match self.notes.first_process {
-            Some(_) => Status::read(*pid).is_ok_and(|status| status.is_first_of_container()),
-            None => self.pids().first() == Some(pid),
-        };
-        // Its parent is CRIU or this process.
-        let criu = running.child().id() as i32;
-        below(criu).into_iter().chain(begun.child()).filter(is_root).collect()
-    }
-
-    /// Ends a CRIU that takes too long, with the processes that it has begun to restore, and says
-    /// what they waited for.
-    fn end_restore(&self, mut running: Running, begun: &Begun, limit: Duration) -> Error {
-        let criu = running.child().id() as i32;
-        let list = || -> Vec<i32> { below(criu).into_iter().chain(begun.below_child()).collect() };
-        let all = list();
-        let mut reason: Vec<String> = all.iter().take(SHOWN_PROCESSES).filter_map(|&pid| wait_of(pid)).collect();
-        reason.push(errors_in_log(&self.directory.join(LOG)));
-        let all = kill_with_descendants(list);
-        running.end();
-        begun.end();
-        wait_for_end(&all);
-        self.wait_for_end();
-        let root_pid = self.pids().first().copied().unwrap_or_default();
-        let operation = format!("CRIU did not restore process {root_pid} within {} s, and was ended", limit.as_secs());
-        Error::of(ErrorKind::Criu, operation, Object::None, reason.join("; "))
-    }
-}
-
-/// Descriptors for the standard streams, clear of the numbers of CRIU's own.
-fn streams(streams: Streams) -> Result<[OwnedFd; 3], Error> {
-    let null = OpenOptions::new().read(true).write(true).open("/dev/null").map_err(io("open /dev/null"))?;
-    let duplicate = |number: RawFd| -> Result<OwnedFd, Error> {
-        let source = if streams == Streams::Null { null.as_raw_fd() } else { number };
-        // SAFETY: borrowed only for the call, which fails if nothing is open under that number.
-        let source = unsafe { BorrowedFd::borrow_raw(source) };
-        match self::duplicate(source) {
-            // A standard stream that is closed here.
-            Err(error) if error.raw_os_error() == Some(libc::EBADF) => self::duplicate(null.as_fd()),
-            result => result,
-        }
-        .map_err(io("duplicate a standard stream"))
-    };
-    Ok([duplicate(0)?, duplicate(1)?, duplicate(2)?])
-}
-
-/// Duplicates a descriptor, clear of the numbers of CRIU's own.
-fn duplicate(descriptor: BorrowedFd<'_>) -> std::io::Result<OwnedFd> {
-    use nix::fcntl::{FcntlArg, fcntl};
-    let copy = fcntl(descriptor, FcntlArg::F_DUPFD_CLOEXEC(HANDED_OVER))?;
-    // SAFETY: the descriptor was just made and nothing else owns it.
-    Ok(unsafe { OwnedFd::from_raw_fd(copy) })
 }
 
 /// The ids of all sessions and process groups, each with its kind and a process in it. The kernel
@@ -695,6 +401,7 @@ mod tests {
     use std::process::{Command, Stdio};
 
     use nix::sys::signal::{Signal, kill};
+    use nix::unistd::Pid;
 
     use super::super::image_files::create;
     use super::*;

@@ -19,25 +19,26 @@ use std::ops::ControlFlow;
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::thread::Scope;
 use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use pagemark::store::Piece;
-use pagemark::sys::userfaultfd::MissingPages;
 use pagemark::{ContentId, Kind, PAGE_SIZE, PageNumber, Store};
+use pagemark_linux::proc::Process;
+use pagemark_linux::userfaultfd::MissingPages;
+use pagemark_trace::error::Error;
+use pagemark_trace::leaving;
 
-use super::connection::{Connection, POLL_MS};
-use super::delivery::no_script;
+use super::attempt::Reached;
+use super::before_they_run;
+use super::connection::{Connection, POLL_MS, ReachedGate, no_script};
 use super::gate::Gate;
 use super::guard::Guard;
 use super::images::{Prepared, RestoreOptions, Restored};
 use super::memory::ProcessMemory;
-use super::running::{kill_all, wait_for_end};
+use super::restoring::Restoring;
 use crate::criu::Criu;
-use crate::error::Error;
-use crate::leaving;
 use space::{Filled, Requests, Space};
 
 /// Pause between two reports of progress.
@@ -67,103 +68,122 @@ const CALM_POLL: Duration = Duration::from_millis(1);
 /// How long processes that were killed may hold their memory.
 const END_LIMIT: Duration = Duration::from_secs(2);
 
-/// What a restore reports.
-pub(super) struct Reports<'a> {
-    /// Called when the processes run.
-    pub(super) running: &'a mut dyn FnMut(&Restored),
-    /// Called with the pages that were delivered, and the pages that are delivered in all.
-    pub(super) progress: &'a mut dyn FnMut(u64, u64),
+/// Processes that have not run, and of whose memory pages are missing: CRIU waits in the gate.
+/// Dropped in this order.
+pub(super) struct WaitingTree<'a> {
+    gate: ReachedGate,
+    restoring: Restoring,
+    guard: Guard,
+    delivery: Delivery<'a>,
+    /// The processes, if they leave their machines.
+    leaving: Option<Vec<i32>>,
 }
 
-/// Restores the processes, and delivers their memory while they run.
+/// Has CRIU restore the processes up to the gate.
 ///
 /// # Errors
-/// The processes were not restored, or they were killed because a page could not be delivered. If
-/// it was reported that they run, they were killed.
-pub(super) fn run(
+/// The processes were not restored. Nothing of the tree is left.
+pub(super) fn make<'a>(
     gate: Gate,
     prepared: Prepared,
     memory: &[ProcessMemory],
-    store: &(dyn Store + Sync),
+    store: &'a (dyn Store + Sync),
     criu: &Criu,
     options: &RestoreOptions,
-    reports: Reports<'_>,
-) -> Result<Restored, Error> {
+) -> Result<WaitingTree<'a>, Error> {
     prepared.check_free()?;
-    let pids = prepared.pids_here();
+    let known_pids = prepared.pids_here();
     let script = gate.path();
     let mut connection = Connection::new(&prepared.directory, memory, gate, store)?;
+    let directory = prepared.directory.clone();
     let delivery = Delivery::new(store).map_err(Error::criu_io("make a pipe"))?;
-    let mut guard = None;
-    let mut failure = None;
-    let restored = std::thread::scope(|scope| {
-        // However this thread leaves, the others end.
-        let _stop = StopOnDrop(&delivery);
-        // Where no thread can be created, and where a tree cannot be read, `begin` reads it.
+    let restoring = std::thread::scope(|scope| {
+        // Where no thread can be created, and where a tree cannot be read, `add` reads it.
         let read_trees = || memory.iter().all(|memory| memory.pages(store).is_ok());
         drop(std::thread::Builder::new().name("pagemark-trees".into()).spawn_scoped(scope, read_trees));
-        let mut is_killed = false;
-        let flags = ["--lazy-pages", "--action-script", &script];
-        let restored = prepared.run_with(criu, options, &flags, &mut || {
-            if failure.is_some() || guard.is_some() {
+        let mut failure = None;
+        let mut restoring = prepared.begin(criu, options, &["--lazy-pages", "--action-script", &script])?;
+        let reached = restoring.wait(&mut || {
+            if failure.is_some() {
                 std::thread::sleep(Duration::from_millis(u64::from(POLL_MS)));
-            } else if let Err(error) = connection.step().and_then(|is_reached| match is_reached {
-                true => begin(scope, &delivery, &mut connection, pids.as_deref(), &mut guard, options.without_machine),
-                false => Ok(()),
-            }) {
+                return Ok(false);
+            }
+            let step = connection.step().and_then(|is_reached| match is_reached {
+                true => before_they_run(&directory, connection.root_pid(), options)
+                    .and_then(|()| delivery.add(connection.take_processes()?))
+                    .map(|()| true),
+                false => Ok(false),
+            });
+            step.or_else(|error| {
                 // CRIU fails at the gate and kills the processes.
                 connection.abandon();
                 failure = Some(error);
+                Ok(false)
+            })
+        });
+        match reached {
+            Ok(Reached::Gate) => Ok(restoring),
+            Ok(Reached::End) => {
+                restoring.refuse();
+                Err(failure.unwrap_or_else(no_script))
             }
-            is_killed = is_killed || delivery.kill_if_failed(guard.as_ref());
-            Ok(())
-        })?;
-        let Some(guard) = &guard else {
-            kill_all(&restored.pids);
-            wait_for_end(&restored.pids);
-            return Err(no_script());
-        };
-        if !is_killed && !delivery.kill_if_failed(Some(guard)) {
-            delivery.let_fill();
-            (reports.running)(&restored);
-            delivery.wait(guard, reports.progress);
-            delivery.kill_if_failed(Some(guard));
+            Err(error) => Err(failure.unwrap_or(error)),
         }
-        Ok(restored)
-    });
-    let delivery_failure = delivery.take_failure();
-    if let (Some(_), Some(guard)) = (&delivery_failure, guard) {
-        delivery.end(guard);
-    }
-    match (restored, failure.or(delivery_failure)) {
-        (Ok(restored), None) => Ok(restored),
-        (Ok(_), Some(error)) => Err(error),
-        (Err(error), failure) => Err(failure.unwrap_or(error)),
-    }
+    })?;
+    let pids = connection.pids(known_pids.as_deref())?;
+    let guard = Guard::start(&pids).map_err(Error::criu_io("start a guard"))?;
+    let leaving = options.without_machine.then_some(pids);
+    Ok(WaitingTree { gate: connection.take_gate()?, restoring, guard, delivery, leaving })
 }
 
-/// Begins to deliver, and lets the processes run: CRIU waits in the gate. `pids` are None for a
-/// container.
-fn begin<'scope, 'env>(
-    scope: &'scope Scope<'scope, 'env>,
-    delivery: &'env Delivery<'env>,
-    connection: &mut Connection<'_>,
-    pids: Option<&[i32]>,
-    guard: &mut Option<Guard>,
-    leaves_machine: bool,
-) -> Result<(), Error> {
-    delivery.add(connection.take_processes()?)?;
-    let pids = connection.pids(pids)?;
-    *guard = Some(Guard::start(&pids).map_err(Error::criu_io("start a guard"))?);
-    for work in [Delivery::answer, Delivery::fill_all] {
-        let thread = std::thread::Builder::new().name("pagemark-deliver".into());
-        let started = thread.spawn_scoped(scope, move || delivery.finish(work(delivery)));
-        started.map_err(Error::criu_io("start a thread"))?;
+impl WaitingTree<'_> {
+    /// Lets the processes run, and delivers their memory. Calls `running` once they run, whose
+    /// result this returns, and `progress` with the pages that were delivered, and those that are
+    /// delivered in all.
+    ///
+    /// # Errors
+    /// The processes were not restored, or they were killed because a page could not be delivered.
+    /// If it was reported that they run, they were killed.
+    pub(super) fn open<T>(
+        self,
+        running: &mut dyn FnMut(Restored) -> T,
+        progress: &mut dyn FnMut(u64, u64),
+    ) -> Result<T, Error> {
+        let WaitingTree { gate, mut restoring, guard, delivery, leaving } = self;
+        let restored = std::thread::scope(|scope| {
+            // However this thread leaves, the others end.
+            let _stop = StopOnDrop(&delivery);
+            for work in [Delivery::answer, Delivery::fill_all] {
+                let (thread, delivery) = (std::thread::Builder::new().name("pagemark-deliver".into()), &delivery);
+                let started = thread.spawn_scoped(scope, move || delivery.finish(work(delivery)));
+                started.map_err(Error::criu_io("start a thread"))?;
+            }
+            leaving.as_deref().map_or(Ok(()), |pids| leaving::begin(&Process::find_all(pids)))?;
+            let _stream = gate.open()?;
+            let mut is_killed = false;
+            restoring.wait(&mut || {
+                std::thread::sleep(Duration::from_millis(u64::from(POLL_MS)));
+                is_killed = is_killed || delivery.kill_if_failed(&guard);
+                Ok(false)
+            })?;
+            let restored = restoring.finish_restored()?;
+            if is_killed || delivery.kill_if_failed(&guard) {
+                return Err(Error::criu_failed("deliver memory", "the processes were killed"));
+            }
+            delivery.let_fill();
+            let running = running(restored);
+            delivery.wait(&guard, progress);
+            delivery.kill_if_failed(&guard);
+            Ok(running)
+        });
+        match delivery.take_failure() {
+            Some(failure) => {
+                delivery.end(guard);
+                Err(failure)
+            }
+            None => restored,
+        }
     }
-    if leaves_machine {
-        leaving::begin(&pids)?;
-    }
-    connection.open_gate()
 }
 
 /// A delivery to processes that run.
@@ -307,9 +327,9 @@ impl<'a> Delivery<'a> {
     }
 
     /// Kills the processes if their memory cannot be delivered. True if it cannot.
-    fn kill_if_failed(&self, guard: Option<&Guard>) -> bool {
+    fn kill_if_failed(&self, guard: &Guard) -> bool {
         let has_failed = self.failure().is_some();
-        if let Some(guard) = guard.filter(|_| has_failed) {
+        if has_failed {
             guard.kill_tree();
         }
         has_failed

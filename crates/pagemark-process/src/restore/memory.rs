@@ -4,8 +4,7 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use pagemark::{ContentId, PageNumber, PageRange, PageTree, RangeSet, Store};
-
-use crate::error::Error;
+use pagemark_trace::error::Error;
 
 /// Some pages of a process of the checkpoint. They are numbered by position.
 #[derive(Debug, Default)]
@@ -82,7 +81,7 @@ impl ProcessMemory {
     /// long for much memory; other calls wait for that.
     ///
     /// # Errors
-    /// As [`PageTree::load`].
+    /// Those of [`PageTree::load`].
     pub(super) fn pages(&self, store: &dyn Store) -> Result<Arc<Pages>, Error> {
         let mut pages = self.pages.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(pages) = &*pages {

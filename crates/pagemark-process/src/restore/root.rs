@@ -1,33 +1,53 @@
 //! The root directory that the tree gets, and the files of a checkpoint below it.
 
 use std::borrow::Cow;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd};
 use std::path::{Path, PathBuf};
 
+use nix::unistd::geteuid;
 use pagemark::Store;
 use pagemark::repository::{FileRecord, Manifest};
+use pagemark_trace::error::{Error, ErrorKind, Object};
 
-use crate::criu::dump::{NOTES, Notes};
-use crate::error::{Error, ErrorKind, Object};
+use super::walk::{Lost, find_directory, own_root};
+use super::watches::path_of;
+use crate::criu::notes::{NOTES, Notes};
 use crate::files::{
-    DirectoryRecord, LinkRecord, Origin, TreeRecord, UnusualFile, decode_path, encode_path, read_trees, unusual_files,
-    unusual_removals,
+    DirectoryRecord, LinkRecord, Origin, TreeRecord, UnusualFile, decode_path, encode_path, read_trees, read_users,
+    unusual_files, unusual_removals,
 };
 
 /// The root directory of the tree, if it has mounts of its own: `wanted`, or else that of the
-/// checkpoint.
+/// checkpoint. No link of a user is followed.
 pub(super) fn root_of(notes: &Notes, wanted: Option<&Path>) -> Result<Option<PathBuf>, Error> {
     let Some(noted) = &notes.own_root else { return Ok(None) };
     let noted = || decode_path(noted).ok_or_else(|| Error::damaged("the path of its root directory is damaged"));
     let root = wanted.map_or_else(noted, |wanted| Ok(wanted.to_owned()))?;
-    match root.canonicalize() {
-        Ok(root) if root.is_dir() => Ok(Some(root)),
-        found => {
-            let reason = found.err().map_or_else(|| "is no directory".to_owned(), |error| error.to_string());
-            let reason = format!("is not there, and the processes need it as their root directory: {reason}");
-            Err(Error::about(ErrorKind::InTheWay, Object::File(root), reason)
-                .help("mount the file system of the container there, or name another directory with --root"))
-        }
+    let missing = |root: PathBuf, reason: String| {
+        let reason = format!("is not there, and the processes need it as their root directory: {reason}");
+        Err(Error::about(ErrorKind::InTheWay, Object::File(root), reason)
+            .help("mount the file system of the container there, or name another directory with --root"))
+    };
+    let found = match geteuid().is_root() {
+        true => find_root(&root),
+        // Whoever leads the path elsewhere has the rights of this process.
+        false => root.canonicalize().map_err(|error| Lost::Failed(root.clone(), error)),
+    };
+    match found {
+        Ok(root) => Ok(Some(root)),
+        Err(lost @ Lost::Link(_)) => Err(lost.error(&root)),
+        Err(Lost::Failed(_, error)) => missing(root, error.to_string()),
+        Err(Lost::Missing(_)) => missing(root, io::Error::from_raw_os_error(libc::ENOENT).to_string()),
     }
+}
+
+/// The path of the directory that a path leads to, without links.
+fn find_root(path: &Path) -> Result<PathBuf, Lost> {
+    let failed = |error| Lost::Failed(path.to_owned(), error);
+    let root = own_root().map_err(failed)?;
+    let found = find_directory(root.as_fd(), &std::path::absolute(path).map_err(failed)?)?;
+    std::fs::read_link(path_of(found.file.as_raw_fd())).map_err(failed)
 }
 
 /// The notes among the state of a checkpoint.
@@ -97,12 +117,13 @@ pub(super) fn unusual_files_of(
         let new_root = NewRoot::of(&notes, root);
         let here = |text: &String| new_root.as_ref().map_or_else(|| text.clone(), |root| root.path_of(text));
         directories.extend(notes.working_directories.iter().filter_map(|text| decode_path(&here(text))));
-        // Whoever took the checkpoint named these as the job's own.
+        // The user named these as the job's own when the checkpoint was taken.
         let named = trees.iter().filter(|tree| tree.origin == Origin::Named);
         directories.extend(named.filter_map(|tree| decode_path(&tree.path)));
     }
     let mut unusual = unusual_files(&files, &directories, store)?;
-    unusual.extend(unusual_removals(&trees, &directories, &files));
+    let users = read_users(manifest, store)?;
+    unusual.extend(unusual_removals(&trees, &directories, &files, &users.with_root())?);
     Ok(unusual)
 }
 

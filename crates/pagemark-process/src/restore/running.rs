@@ -3,15 +3,16 @@
 use std::fs::File;
 use std::io::PipeReader;
 use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
 use std::process::Child;
 use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use nix::sys::signal::{Signal, kill};
 use nix::sys::wait::waitpid;
-use nix::unistd::Pid;
-use pagemark::sys::proc::{self, Stat, Status, tree};
+use nix::unistd::{Pid, geteuid};
+use pagemark_linux::proc::{self, Process, Stat, Status, tree};
 
 use crate::terminal::Leader;
 
@@ -81,10 +82,10 @@ impl Running {
 }
 
 /// A process and all its descendants; of a zombie, itself alone.
-pub(super) fn below(pid: i32) -> Vec<i32> {
+pub(super) fn below(pid: i32) -> Vec<Process> {
     let members = tree::members(pid).unwrap_or_default();
-    let descendants = members.iter().map(|member| member.pid).filter(|&member| member != pid);
-    [pid].into_iter().chain(descendants).collect()
+    let descendants = members.iter().map(|member| member.process).filter(|member| member.pid != pid);
+    Process::find(pid).into_iter().chain(descendants).collect()
 }
 
 /// The children of this process.
@@ -117,7 +118,7 @@ impl Begun {
     }
 
     /// The root process and all its descendants, if it was restored as a child of this process.
-    pub(super) fn below_child(&self) -> Vec<i32> {
+    pub(super) fn below_child(&self) -> Vec<Process> {
         self.child().map(below).unwrap_or_default()
     }
 
@@ -131,30 +132,49 @@ impl Begun {
 }
 
 /// Kills processes. One that is gone needs no end.
-pub(super) fn kill_all(pids: &[i32]) {
-    for &pid in pids {
-        let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
+pub(super) fn kill_all(processes: &[Process]) {
+    for process in processes {
+        let _ = process.signal(libc::SIGKILL);
     }
+}
+
+/// Kills what a killed CRIU has left that restored from `images`, a directory that no other CRIU
+/// has. While CRIU examines the kernel, it has children that stop themselves, until CRIU kills
+/// them. They have the arguments of CRIU; their parent is another by now.
+pub(super) fn end_examiners(images: &Path) {
+    let is_of_criu = |arguments: Vec<Vec<u8>>| {
+        arguments.windows(2).any(|pair| pair[0] == b"-D" && pair[1] == images.as_os_str().as_bytes())
+    };
+    let own = geteuid().as_raw();
+    let is_left = |process: &Process| {
+        let has_own_rights = Status::read(process.pid).is_ok_and(|status| status.effective_uid == own);
+        has_own_rights && proc::arguments(process.pid).is_ok_and(is_of_criu)
+    };
+    let mut processes = Process::find_all(&proc::processes().unwrap_or_default());
+    processes.retain(is_left);
+    kill_all(&processes);
 }
 
 /// Kills the processes that `list` returns, and what they begin meanwhile. Returns all.
 ///
 /// The children of a killed process get another parent and are in no list. So each process is
 /// stopped first, until no new ones appear: one that has stopped begins no other.
-pub(super) fn kill_with_descendants(list: impl Fn() -> Vec<i32>) -> Vec<i32> {
+pub(super) fn kill_with_descendants(list: impl Fn() -> Vec<Process>) -> Vec<Process> {
     let mut all = Vec::new();
     let deadline = Instant::now() + STOP_WAIT;
     loop {
-        let new: Vec<i32> = list().into_iter().filter(|pid| !all.contains(pid)).collect();
+        let new: Vec<Process> = list().into_iter().filter(|process| !all.contains(process)).collect();
         if new.is_empty() || Instant::now() > deadline {
             all.extend(new);
             break;
         }
-        for &pid in &new {
-            let _ = kill(Pid::from_raw(pid), Signal::SIGSTOP);
+        for process in &new {
+            let _ = process.signal(libc::SIGSTOP);
         }
-        let runs = |pid: i32| Stat::read(pid).is_ok_and(|stat| !stat.is_zombie() && !matches!(stat.state, 'T' | 't'));
-        while new.iter().any(|&pid| runs(pid)) && Instant::now() < deadline {
+        let runs = |process: &Process| {
+            process.stat().is_some_and(|stat| !stat.is_zombie() && !matches!(stat.state, 'T' | 't'))
+        };
+        while new.iter().any(runs) && Instant::now() < deadline {
             std::thread::sleep(WAIT_POLL);
         }
         all.extend(new);
@@ -164,11 +184,11 @@ pub(super) fn kill_with_descendants(list: impl Fn() -> Vec<i32>) -> Vec<i32> {
 }
 
 /// Waits until processes that were killed run no more; the ids of zombies are free soon. The wait
-/// has a limit, because another program may have an id by now.
-pub(super) fn wait_for_end(pids: &[i32]) {
+/// has a limit: one that waits for a disk ends later.
+pub(super) fn wait_for_end(processes: &[Process]) {
     let deadline = Instant::now() + ZOMBIE_WAIT;
-    for &pid in pids {
-        while Stat::read(pid).is_ok_and(|stat| !stat.is_zombie()) && Instant::now() < deadline {
+    for process in processes {
+        while process.runs() && Instant::now() < deadline {
             std::thread::sleep(WAIT_POLL);
         }
     }

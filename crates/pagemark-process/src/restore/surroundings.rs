@@ -5,7 +5,7 @@ use std::collections::{HashMap, HashSet};
 use std::fs;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
@@ -14,20 +14,25 @@ use nix::errno::Errno;
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, setsockopt, socket, sockopt};
 use pagemark::Store;
 use pagemark::repository::Manifest;
-use pagemark::sys::proc;
-use pagemark::sys::proc::descriptors::{InetSocket, parse_inet_sockets, parse_unix_sockets};
-use prost::Message;
+use pagemark_linux::proc;
+use pagemark_linux::proc::descriptors::{InetSocket, parse_inet_sockets, parse_unix_sockets};
+use pagemark_trace::error::{Error, ErrorKind, Object, Result};
 
-use crate::criu::images::schema::{FileEntry, InetSocketEntry, SOCKET_OUTSIDE, UnixSocketEntry};
-use crate::criu::images::{Image, ImageKind};
+use super::walk::{Lost, find_directory, own_root};
+use crate::criu::images::schema::{
+    FileEntry, InetSocketEntry, PSEUDO_TERMINAL, SOCKET_OUTSIDE, TtyInfoEntry, UnixSocketEntry,
+};
+use crate::criu::images::{ImageKind, read_all};
 use crate::criu::outside_files::OutsideFile;
 use crate::criu::regular_files::{Demand, RegularFile, has_image, has_own_mounts, revise};
-use crate::error::{Error, ErrorKind, Object, Result};
 use crate::files::{TreeRecord, decode_path, is_own_output, read_trees};
 
 /// The kernel's numbers of TCP's states.
 const TCP_CLOSE: u32 = 7;
 const TCP_LISTEN: u32 = 10;
+
+/// The device that is the other end of each pseudo-terminal: character device 5, 2.
+const MASTER: u32 = 5 << 8 | 2;
 
 /// Checks what the images in `directory` need, and adapts them to files that may have changed.
 /// `outside` are the files on mounts outside.
@@ -39,7 +44,50 @@ pub(super) fn check(directory: &Path, outside: &[OutsideFile], manifest: &Manife
         false => (!has_own_mounts).then(|| PathBuf::from(name)),
     };
     check_files(directory, &path_of, manifest, &read_trees(manifest, store)?)?;
+    if !has_own_mounts {
+        check_terminals(directory)?;
+    }
     check_sockets(directory)
+}
+
+/// Checks that the numbers of the pseudo-terminals that the processes had are free: programs know
+/// them by their paths.
+fn check_terminals(directory: &Path) -> Result<()> {
+    let path = directory.join("tty-info.img");
+    if !path.exists() {
+        return Ok(());
+    }
+    let terminals: Vec<TtyInfoEntry> = read_all(&path, ImageKind::Terminals)?;
+    let masters = terminals.iter().filter(|info| info.r#type == PSEUDO_TERMINAL && info.rdev == MASTER);
+    for number in masters.filter_map(|info| Some(info.pty.as_ref()?.index)) {
+        let path = PathBuf::from(format!("/dev/pts/{number}"));
+        if path.exists() {
+            let reason = match holder_of_terminal(number, &path) {
+                Some(pid) => format!("is in use by {}", describe(pid)),
+                None => "is in use".into(),
+            };
+            let error = Error::about(ErrorKind::InTheWay, Object::File(path), reason);
+            return Err(error.help("the processes had a pseudo-terminal of this number: end that process first"));
+        }
+    }
+    Ok(())
+}
+
+/// The process that has the other end of a pseudo-terminal, or else one that has the terminal.
+fn holder_of_terminal(number: u32, path: &Path) -> Option<i32> {
+    let processes = proc::processes().ok()?;
+    let has_master = |descriptor: &proc::descriptors::Descriptor| {
+        descriptor.link.ends_with(b"/ptmx")
+            && descriptor.info().is_ok_and(|info| info.number::<u32>("tty-index") == Some(number))
+    };
+    let has_slave = |descriptor: &proc::descriptors::Descriptor| descriptor.link == path.as_os_str().as_bytes();
+    let holds = |pid: i32, is_end: &dyn Fn(&proc::descriptors::Descriptor) -> bool| {
+        proc::descriptors(pid).unwrap_or_default().iter().any(is_end)
+    };
+    let of = |is_end: &dyn Fn(&proc::descriptors::Descriptor) -> bool| {
+        processes.iter().copied().find(|pid| holds(*pid, is_end))
+    };
+    of(&has_master).or_else(|| of(&has_slave))
 }
 
 fn check_files(
@@ -55,7 +103,7 @@ fn check_files(
         let present = fs::metadata(&file.path);
         match records.get(&file.path) {
             Some(is_shared) => match present {
-                // It is not put back, so what is written next belongs to its end.
+                // The file is not put back, so the next output belongs to its end.
                 Ok(present) if *is_shared || is_own_output(&present) => Ok(Demand::Position(present.len())),
                 _ => Ok(Demand::SameLength),
             },
@@ -72,6 +120,10 @@ fn check_file(file: &RegularFile, present: io::Result<fs::Metadata>) -> Result<D
     let in_the_way = |reason: String| Error::about(ErrorKind::InTheWay, Object::File(file.path.clone()), reason);
     // Those belong to processes and terminals, and come and go with them.
     if ["/proc", "/dev/pts"].iter().any(|made| file.path.starts_with(made)) {
+        return Ok(Demand::SameLength);
+    }
+    // The restore makes a FIFO that is gone.
+    if file.is_fifo && present.as_ref().is_err_and(|error| error.kind() == io::ErrorKind::NotFound) {
         return Ok(Demand::SameLength);
     }
     // The process has the link itself open, wherever that leads: the paths of files have no links.
@@ -93,7 +145,7 @@ fn check_file(file: &RegularFile, present: io::Result<fs::Metadata>) -> Result<D
 }
 
 /// The TCP connections that the processes had, each from its own address to the peer's.
-pub(super) fn connections(directory: &Path) -> Result<Vec<(SocketAddr, SocketAddr)>> {
+pub(crate) fn connections(directory: &Path) -> Result<Vec<(SocketAddr, SocketAddr)>> {
     let sockets = files(directory)?.into_iter().filter_map(|entry| entry.isk);
     Ok(sockets.filter_map(|socket| connection(&socket)).collect())
 }
@@ -108,11 +160,7 @@ fn connection(entry: &InetSocketEntry) -> Option<(SocketAddr, SocketAddr)> {
 
 /// The open files of all processes.
 fn files(directory: &Path) -> Result<Vec<FileEntry>> {
-    let path = directory.join("files.img");
-    let image = Image::read(&path, ImageKind::Files)?;
-    let decode = |message: &Vec<u8>| FileEntry::decode(message.as_slice());
-    let entries: std::result::Result<_, _> = image.messages.iter().map(decode).collect();
-    entries.map_err(|error| Error::image(path, error.to_string()))
+    read_all(&directory.join("files.img"), ImageKind::Files)
 }
 
 fn check_sockets(directory: &Path) -> Result<()> {
@@ -252,6 +300,7 @@ fn check_name(entry: &UnixSocketEntry) -> Result<()> {
     };
     let what = || format!("the socket {}", String::from_utf8_lossy(&shown));
     if let Some(path) = &path {
+        check_way(path)?;
         match fs::symlink_metadata(path) {
             Ok(present) if present.file_type().is_socket() => {}
             // Without a path nobody can reach a socket that may still be bound to it.
@@ -269,6 +318,16 @@ fn check_name(entry: &UnixSocketEntry) -> Result<()> {
             Err(in_the_way(what(), format!("is in use by {holder}")))
         }
         None => Ok(()),
+    }
+}
+
+/// Checks that no user has led the directory of a path elsewhere.
+fn check_way(path: &Path) -> Result<()> {
+    let root = own_root().map_err(super::io("open /"))?;
+    match path.parent().map(|parent| find_directory(root.as_fd(), parent)) {
+        Some(Err(lost @ Lost::Link(_))) => Err(lost.error(path)),
+        // The step that makes the socket reports other errors.
+        _ => Ok(()),
     }
 }
 
@@ -334,7 +393,8 @@ mod tests {
             // A connection of a server that has ended is not in the way.
             let client = std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
             drop((listener.accept().unwrap(), listener));
-            check_port(&entry).unwrap();
+            // A child that another test has just forked may have the listener for a moment.
+            pagemark_testing::wait_until("the port to be free", || check_port(&entry).is_ok());
             drop(client);
         }
         let socket = UdpSocket::bind("127.0.0.1:0").unwrap();
@@ -383,7 +443,7 @@ mod tests {
         fs::write(file.path(), [0; 100]).unwrap();
         let check = |size, is_only_read| {
             let path = file.path().to_owned();
-            let regular = RegularFile { path, size: Some(size), is_only_read, appends: false };
+            let regular = RegularFile { path, size: Some(size), is_only_read, appends: false, is_fifo: false };
             check_file(&regular, fs::metadata(file.path())).map_err(|error| error.to_string())
         };
         assert_eq!((check(100, true), check(50, true)), (Ok(Demand::AnyLength), Ok(Demand::AnyLength)));
@@ -392,7 +452,7 @@ mod tests {
         let link = directory.path().join("link");
         std::os::unix::fs::symlink("nowhere", &link).unwrap();
         for (path, size) in [(link.clone(), Some(7)), (link, None), (PathBuf::from("/dev/pts/123456"), Some(0))] {
-            let file = RegularFile { path: path.clone(), size, is_only_read: true, appends: false };
+            let file = RegularFile { path: path.clone(), size, is_only_read: true, appends: false, is_fifo: false };
             check_file(&file, fs::metadata(&path)).unwrap();
         }
         for (size, is_only_read) in [(101, true), (50, false), (101, false)] {

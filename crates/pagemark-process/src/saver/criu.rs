@@ -2,29 +2,35 @@
 
 use std::collections::HashSet;
 use std::fs::File;
+use std::net::SocketAddr;
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use pagemark::blob::BlobHistory;
 use pagemark::repository::StateRecord;
 use pagemark::target::VisitPage;
 use pagemark::{PageNumber, PageRange, Store};
+use pagemark_linux::proc::Process;
+use pagemark_trace::attach;
+use pagemark_trace::error::{Error, ErrorKind, Object, Result};
+use pagemark_trace::inject::memory_copy::MemoryCopy;
+use pagemark_trace::objects::ObjectId;
+use pagemark_trace::space::AddressSpace;
 
-use super::{FreezeStage, FrozenState, Meanwhile, SavedState, StateSaver, Thawed, unreadable_state};
-use crate::attach;
+use super::{FreezeStage, FrozenState, Meanwhile, ResumedTree, SavedState, StateSaver, unreadable_state};
 use crate::container;
 use crate::criu::images::PageRun;
 use crate::criu::{self, Criu, Dump, DumpOptions, ProcessImage};
-use crate::error::{Error, ErrorKind, Object, Result};
-use crate::objects::ObjectId;
 use crate::refusal;
+use crate::restore::tcp_connections;
 use crate::scratch::{self, ScratchDirectory};
-use crate::space::AddressSpace;
 
 /// The longest time without a call of `meanwhile`.
 const FREEZE_POLL: Duration = Duration::from_millis(16);
 
-/// How often a dump is repeated because the program has just connected a socket.
+/// How often a dump is repeated because the program was changing.
 const REPEATS: u32 = 3;
 
 /// Saves the whole state of a tree by CRIU, so that the tree can be restored.
@@ -32,18 +38,47 @@ const REPEATS: u32 = 3;
 pub struct CriuSaver {
     criu: Criu,
     options: DumpOptions,
+    notices: Arc<Notices>,
+}
+
+/// What there is to say of saved states.
+#[derive(Debug, Default)]
+struct Notices {
+    /// Said once.
+    has_told_connections: AtomicBool,
+    untold: Mutex<Vec<String>>,
+}
+
+impl Notices {
+    /// Tells of connections by TCP within the tree, which a restore closes.
+    fn tell_connections(&self, connections: &[(SocketAddr, SocketAddr)]) {
+        let ends: HashSet<_> = connections.iter().copied().collect();
+        let is_within = |&(own, peer): &(SocketAddr, SocketAddr)| own < peer && ends.contains(&(peer, own));
+        let mut within: Vec<_> = ends.iter().copied().filter(is_within).collect();
+        within.sort();
+        let Some((own, peer)) = within.first() else { return };
+        if self.has_told_connections.swap(true, Ordering::Relaxed) {
+            return;
+        }
+        let more = match within.len() {
+            1 => format!("the connection of the program with itself, {own} to {peer}"),
+            count => format!("{count} connections of the program with itself, as {own} to {peer}"),
+        };
+        let notice = format!("a restore closes {more}; --keep-connections keeps them");
+        self.untold.lock().unwrap_or_else(PoisonError::into_inner).push(notice);
+    }
 }
 
 impl CriuSaver {
     /// A saver that uses this CRIU.
     pub fn new(criu: Criu, options: DumpOptions) -> CriuSaver {
-        CriuSaver { criu, options }
+        CriuSaver { criu, options, notices: Arc::default() }
     }
 
     /// A saver that uses the CRIU of this machine.
     ///
     /// # Errors
-    /// As [`Criu::find`].
+    /// Those of [`Criu::find`].
     pub fn find(options: DumpOptions) -> Result<CriuSaver, Error> {
         Ok(CriuSaver::new(Criu::find()?, options))
     }
@@ -54,41 +89,46 @@ impl StateSaver for CriuSaver {
         true
     }
 
-    fn check(&self, root_pid: i32) -> Result<()> {
-        attach::check_namespace(root_pid)?;
-        let locked = container::locked_directory(root_pid)
-            .map_err(Error::system("read the mounts of", Object::Process(root_pid)))?;
+    fn check(&self, root: Process) -> Result<()> {
+        attach::check_namespace(root.pid)?;
+        attach::check_first_threads(root.pid)?;
+        let locked = container::locked_directory(root.pid)
+            .map_err(Error::system("read the mounts of", Object::Process(root.pid)))?;
         let Some(directory) = locked else { return Ok(()) };
         let reason = format!(
             "has a user namespace of its own and the directory {} from outside, below which something is mounted: a \
              restore could not mount it again",
             directory.display()
         );
-        Err(Error::about(ErrorKind::PidNamespace, Object::command(root_pid), reason).help(
+        Err(Error::about(ErrorKind::PidNamespace, Object::command(root.pid), reason).help(
             "start it with directories below which nothing is mounted outside, above all with a root directory of its \
              own, or save memory alone with --memory-only",
         ))
     }
 
     fn leaves_objects_out(&self, pids: &[i32]) -> bool {
-        criu::dump::may_withhold(pids)
+        criu::submission::may_withhold(pids)
     }
 
     fn gives_up_machines(&self) -> bool {
         true
     }
 
+    fn take_notices(&self) -> Vec<String> {
+        std::mem::take(&mut *self.notices.untold.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
     fn freeze(
         &self,
-        root_pid: i32,
+        root: Process,
         objects: &HashSet<ObjectId>,
         meanwhile: Meanwhile<'_>,
     ) -> Result<Box<dyn FrozenState>> {
         let mut repeats = 0..REPEATS;
         loop {
-            match self.dump(root_pid, objects, meanwhile) {
-                Err(error) if refusal::is_of_new_connection(&error) && repeats.next().is_some() => {}
-                Err(error) => return Err(refused(root_pid, error)),
+            match self.dump(root, objects, meanwhile) {
+                Err(error) if refusal::is_of_change(&error) && repeats.next().is_some() => {}
+                Err(error) => return Err(refused(root.pid, error)),
                 Ok(dumped) => return Ok(Box::new(dumped)),
             }
         }
@@ -96,9 +136,9 @@ impl StateSaver for CriuSaver {
 }
 
 impl CriuSaver {
-    fn dump(&self, root_pid: i32, objects: &HashSet<ObjectId>, meanwhile: Meanwhile<'_>) -> Result<Dumped> {
+    fn dump(&self, root: Process, objects: &HashSet<ObjectId>, meanwhile: Meanwhile<'_>) -> Result<Dumped> {
         let images = images_directory()?;
-        let mut dump = Dump::start_without(&self.criu, root_pid, images.path(), &self.options, objects)?;
+        let mut dump = Dump::start_without(&self.criu, root.pid, images.path(), &self.options, objects)?;
         while !dump.wait_frozen(FREEZE_POLL)? {
             meanwhile(FreezeStage::Freezing)?;
         }
@@ -106,7 +146,8 @@ impl CriuSaver {
             meanwhile(FreezeStage::Saving)?;
         }
         dump.wait_state_saved()?;
-        Ok(Dumped { dump, images })
+        let notices = (!self.options.keep_connections).then(|| self.notices.clone());
+        Ok(Dumped { dump, images, notices })
     }
 }
 
@@ -115,11 +156,17 @@ struct Dumped {
     // The directory is dropped last: CRIU writes into it.
     dump: Dump,
     images: ScratchDirectory,
+    /// None if the connections are kept.
+    notices: Option<Arc<Notices>>,
 }
 
 impl FrozenState for Dumped {
-    fn thaw(self: Box<Self>, spaces: &[&AddressSpace]) -> Result<Thawed> {
-        let Dumped { dump, images } = *self;
+    fn copy_memory(&self, pid: i32) -> Result<Option<MemoryCopy>> {
+        MemoryCopy::hold(self.dump.copy_memory(pid)?).map(Some)
+    }
+
+    fn thaw(self: Box<Self>, spaces: &[&AddressSpace]) -> Result<ResumedTree> {
+        let Dumped { dump, images, notices } = *self;
         let populated = || spaces.iter().map(|space| (space.pid(), (space.image_pid(), space.populated()))).collect();
         let (timings, saved) = dump.thaw(populated)?;
         if let Some(image) =
@@ -127,7 +174,10 @@ impl FrozenState for Dumped {
         {
             return Err(Error::killed(image.pid));
         }
-        Ok(Thawed {
+        if let Some(notices) = notices {
+            notices.tell_connections(&tcp_connections(images.path())?);
+        }
+        Ok(ResumedTree {
             frozen_at: timings.frozen_at,
             frozen_time: timings.downtime(),
             state: Box::new(Images { saved, _directory: images }),
@@ -192,4 +242,24 @@ fn images_directory() -> Result<ScratchDirectory> {
     let directory = scratch::parent();
     ScratchDirectory::new_in(&directory)
         .map_err(Error::system("cannot make a directory for the state in", Object::File(directory.clone())))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn connections_of_a_program_with_itself_are_told_once() {
+        let address = |port| SocketAddr::from(([127, 0, 0, 1], port));
+        let notices = Notices::default();
+        let take = || std::mem::take(&mut *notices.untold.lock().unwrap());
+        notices.tell_connections(&[(address(1), address(2)), (address(3), address(1))]);
+        assert_eq!(take(), Vec::<String>::new());
+        let both = [(address(2), address(1)), (address(9), address(1)), (address(1), address(2))];
+        notices.tell_connections(&both);
+        let told = take();
+        assert!(told.len() == 1 && told[0].contains("127.0.0.1:1 to 127.0.0.1:2"), "{told:?}");
+        notices.tell_connections(&both);
+        assert_eq!(take(), Vec::<String>::new());
+    }
 }

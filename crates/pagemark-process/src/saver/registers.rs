@@ -4,15 +4,16 @@ use std::collections::{HashMap, HashSet};
 
 use pagemark::blob::BlobHistory;
 use pagemark::repository::StateRecord;
-use pagemark::sys::proc;
 use pagemark::target::VisitPage;
 use pagemark::{AddressRangeExt, PageRange, RangeSet, Store};
+use pagemark_linux::proc::{self, Process};
+use pagemark_trace::error::Result;
+use pagemark_trace::freezer::{Freezer, ThreadRegisters};
+use pagemark_trace::inject::memory_copy::MemoryCopy;
+use pagemark_trace::objects::ObjectId;
+use pagemark_trace::space::AddressSpace;
 
-use super::{FrozenState, Meanwhile, SavedState, StateSaver, Thawed, unreadable_state};
-use crate::error::Result;
-use crate::freezer::{Freezer, ThreadRegisters};
-use crate::objects::ObjectId;
-use crate::space::AddressSpace;
+use super::{FrozenState, Meanwhile, ResumedTree, SavedState, StateSaver, unreadable_state};
 
 /// The state file with the registers of a checkpoint of memory alone: a list of [`ThreadRegisters`]
 /// in JSON.
@@ -34,7 +35,7 @@ impl StateSaver for RegisterSaver {
         false
     }
 
-    fn check(&self, _: i32) -> Result<()> {
+    fn check(&self, _: Process) -> Result<()> {
         Ok(())
     }
 
@@ -42,8 +43,8 @@ impl StateSaver for RegisterSaver {
         true
     }
 
-    fn freeze(&self, root_pid: i32, _: &HashSet<ObjectId>, _: Meanwhile<'_>) -> Result<Box<dyn FrozenState>> {
-        Ok(Box::new(Stopped(Freezer::freeze(root_pid)?)))
+    fn freeze(&self, root: Process, _: &HashSet<ObjectId>, _: Meanwhile<'_>) -> Result<Box<dyn FrozenState>> {
+        Ok(Box::new(Stopped(Freezer::freeze(root)?)))
     }
 }
 
@@ -51,7 +52,12 @@ impl StateSaver for RegisterSaver {
 struct Stopped(Freezer);
 
 impl FrozenState for Stopped {
-    fn thaw(self: Box<Self>, spaces: &[&AddressSpace]) -> Result<Thawed> {
+    /// The process that holds the tree makes none.
+    fn copy_memory(&self, _: i32) -> Result<Option<MemoryCopy>> {
+        Ok(None)
+    }
+
+    fn thaw(self: Box<Self>, spaces: &[&AddressSpace]) -> Result<ResumedTree> {
         let Stopped(freezer) = *self;
         let frozen_at = freezer.frozen_at();
         let auxiliary_vectors = spaces.iter().map(|space| {
@@ -63,7 +69,7 @@ impl FrozenState for Stopped {
         let frozen_time = freezer.thaw()?;
         let populated = spaces.iter().map(|space| (space.pid(), space.populated())).collect();
         let state = Registers { registers: registers?, auxiliary_vectors, populated };
-        Ok(Thawed { frozen_at, frozen_time, state: Box::new(state) })
+        Ok(ResumedTree { frozen_at, frozen_time, state: Box::new(state) })
     }
 }
 

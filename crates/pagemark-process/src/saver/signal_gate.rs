@@ -8,12 +8,13 @@ use std::collections::HashSet;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use pagemark::sys::proc::{Status, tree};
+use pagemark_linux::proc::{Process, Status, tree};
+use pagemark_trace::error::Result;
+use pagemark_trace::inject::memory_copy::MemoryCopy;
+use pagemark_trace::objects::ObjectId;
+use pagemark_trace::space::AddressSpace;
 
-use super::{FrozenState, Meanwhile, StateSaver, Thawed};
-use crate::error::Result;
-use crate::objects::ObjectId;
-use crate::space::AddressSpace;
+use super::{FrozenState, Meanwhile, ResumedTree, StateSaver};
 use crate::terminal::Input;
 
 /// A signal is forwarded after this time even if the freeze goes on: a saver that does not answer
@@ -97,7 +98,7 @@ impl SignalGate {
 fn is_pending(root_pid: i32, signal: i32) -> bool {
     let members = tree::members(root_pid).unwrap_or_default();
     members.iter().any(|member| {
-        Status::read(member.pid).is_ok_and(|status| {
+        Status::read(member.process.pid).is_ok_and(|status| {
             let taken = status.pending_signals & !status.blocked_signals;
             !status.is_dead() && taken >> (signal - 1) & 1 == 1
         })
@@ -129,8 +130,8 @@ impl StateSaver for GatedSaver {
         self.saver.is_restorable()
     }
 
-    fn check(&self, root_pid: i32) -> Result<()> {
-        self.saver.check(root_pid)
+    fn check(&self, root: Process) -> Result<()> {
+        self.saver.check(root)
     }
 
     fn leaves_objects_out(&self, pids: &[i32]) -> bool {
@@ -141,14 +142,18 @@ impl StateSaver for GatedSaver {
         self.saver.gives_up_machines()
     }
 
+    fn take_notices(&self) -> Vec<String> {
+        self.saver.take_notices()
+    }
+
     fn freeze(
         &self,
-        root_pid: i32,
+        root: Process,
         objects: &HashSet<ObjectId>,
         meanwhile: Meanwhile<'_>,
     ) -> Result<Box<dyn FrozenState>> {
         let closed = self.gate.close();
-        let frozen = self.saver.freeze(root_pid, objects, meanwhile)?;
+        let frozen = self.saver.freeze(root, objects, meanwhile)?;
         Ok(Box::new(GatedState { frozen, _closed: closed }))
     }
 }
@@ -160,7 +165,11 @@ struct GatedState {
 }
 
 impl FrozenState for GatedState {
-    fn thaw(self: Box<Self>, spaces: &[&AddressSpace]) -> Result<Thawed> {
+    fn copy_memory(&self, pid: i32) -> Result<Option<MemoryCopy>> {
+        self.frozen.copy_memory(pid)
+    }
+
+    fn thaw(self: Box<Self>, spaces: &[&AddressSpace]) -> Result<ResumedTree> {
         let GatedState { frozen, _closed } = *self;
         frozen.thaw(spaces)
     }

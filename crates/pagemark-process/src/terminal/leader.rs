@@ -6,7 +6,7 @@ use std::process::Child;
 
 use std::os::fd::RawFd;
 
-use crate::helper;
+use pagemark_linux::helper;
 
 /// What the leader reports: a process was started, or has ended.
 const STARTED: i32 = 1;
@@ -76,7 +76,7 @@ impl Session {
     /// program and its exit status.
     ///
     /// # Safety
-    /// As [`Session::begin`].
+    /// Those of [`Session::begin`].
     unsafe fn lead(self, child: i32) -> ! {
         const SLAVE: RawFd = helper::DESCRIPTOR;
         const REPORTS: RawFd = helper::DESCRIPTOR + 1;

@@ -4,22 +4,21 @@ use std::borrow::Cow;
 use std::fs::File;
 use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, AsRawFd, RawFd};
-use std::panic::AssertUnwindSafe;
 use std::time::{Duration, Instant};
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use nix::sys::signal::{SigSet, SigmaskHow, Signal, kill, sigprocmask};
+use nix::sys::signal::{SigSet, Signal, kill};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
 use nix::sys::termios::{OutputFlags, SetArg, Termios, cfmakeraw, tcgetattr, tcsetattr};
-use nix::unistd::{ForkResult, Pid, fork, getpgid, getpgrp, getppid, getsid, tcgetpgrp};
-use pagemark::sys::proc::Stat;
+use nix::unistd::{Pid, getpgid, getpgrp, getppid, getsid, tcgetpgrp};
+use pagemark_linux::helper;
+use pagemark_linux::proc::Stat;
 
 use super::{copy_size, is_in_foreground, take};
-use crate::helper;
 
 /// The caller asks that what the user types is held back. The answer is the same byte.
 pub(super) const HOLD: u8 = b'h';
-/// As [`HOLD`], until the caller asks that it is passed on. There is no answer.
+/// Like [`HOLD`], until the caller asks that it is passed on. There is no answer.
 pub(super) const KEEP: u8 = b'k';
 /// The caller asks that what the user types is passed on.
 pub(super) const PASS: u8 = b'p';
@@ -41,39 +40,32 @@ const MAX_PENDING: usize = 4096;
 /// the pipe on which the leader reports stops. `mode` is that of the outer terminal.
 pub(super) fn start(ends: [RawFd; 4], mode: Termios) -> io::Result<Pid> {
     let caller = nix::unistd::getpid();
-    // SAFETY: the child has a copy of this thread alone. It allocates, which the C library allows after
-    // a fork, takes no lock of this program, does not return from here, and ends without running
-    // destructors or exit handlers.
-    match unsafe { fork() }? {
-        ForkResult::Child => {
-            // A panic must not unwind into the copy of the caller.
-            let _ = std::panic::catch_unwind(AssertUnwindSafe(|| {
-                let _ = sigprocmask(SigmaskHow::SIG_SETMASK, Some(&SigSet::all()), None);
-                // SAFETY: this process uses no other descriptors, and ends by `_exit`.
-                unsafe { helper::keep_only(c"pagemark-relay", ends) };
-                // SAFETY: these are the numbers that the ends have now, and only this owns them.
-                let [outer, master, control, stops] = [0, 1, 2, 3].map(|n| unsafe { take(helper::DESCRIPTOR + n) });
-                let mut relay = Relay {
-                    caller,
-                    outer: Some(outer),
-                    master,
-                    control: Some(control),
-                    stops: Some(stops),
-                    before: mode,
-                    own_mode: None,
-                    pending: Vec::new(),
-                    held_since: None,
-                    is_kept: false,
-                    last_key: None,
-                };
-                let _ = relay.run();
-                relay.put_mode_back();
-            }));
-            // SAFETY: it only ends the process.
-            unsafe { libc::_exit(0) }
-        }
-        ForkResult::Parent { child } => Ok(child),
-    }
+    // SAFETY: the relay takes no lock of this program.
+    let started = unsafe {
+        helper::start(|| {
+            // This process uses no other descriptors.
+            helper::keep_only(c"pagemark-relay", ends);
+            // These are the numbers that the ends have now, and only this owns them.
+            let [outer, master, control, stops] = [0, 1, 2, 3].map(|n| take(helper::DESCRIPTOR + n));
+            let mut relay = Relay {
+                caller,
+                outer: Some(outer),
+                master,
+                control: Some(control),
+                stops: Some(stops),
+                before: mode,
+                own_mode: None,
+                pending: Vec::new(),
+                held_since: None,
+                is_kept: false,
+                last_key: None,
+            };
+            let _ = relay.run();
+            relay.put_mode_back();
+            libc::EXIT_SUCCESS
+        })
+    };
+    Ok(started?)
 }
 
 struct Relay {

@@ -18,15 +18,15 @@ use std::os::unix::fs::MetadataExt;
 use std::sync::{Arc, LazyLock};
 
 use pagemark::repository::MappingException;
-use pagemark::sys::forks::{Forks, Record};
-use pagemark::sys::proc::{self, Stat};
-use pagemark::sys::sparse::{next_data, read_full};
 use pagemark::target::SpaceId;
 use pagemark::{Address, AddressRangeExt, ByteCount, PageRange, Range, RangeSet};
+use pagemark_linux::forks::{Forks, Record};
+use pagemark_linux::proc::{self, Stat};
+use pagemark_linux::sparse::{next_data, read_full};
+use pagemark_trace::error::{Error, Object, Result};
+use pagemark_trace::objects::{ObjectId, ObjectMapping, TrackedPart};
+use pagemark_trace::space::Moment;
 
-use super::Phase;
-use crate::error::{Error, Object, Result};
-use crate::objects::{ObjectId, ObjectMapping, TrackedPart};
 use view::Views;
 
 mod view;
@@ -152,6 +152,16 @@ impl SharedObjects {
         }
     }
 
+    /// Leaves out the forks that were recorded since the tree was listed in its freeze: those of
+    /// copies of its memory, which write nothing.
+    pub(crate) fn leave_out_forks(&mut self) {
+        let Some(forks) = &mut self.forks else { return };
+        if forks.read().is_incomplete {
+            self.all_written();
+            self.family.extend(self.find_outsiders());
+        }
+    }
+
     /// Takes the listed processes that have memory; `is_one_replaced` if one of them executed a
     /// program since.
     pub(crate) fn take_processes(&mut self, listed: &HashSet<i32>, is_one_replaced: bool) {
@@ -197,17 +207,32 @@ impl SharedObjects {
     pub(crate) fn take_mappings(
         &mut self,
         mapped: Vec<Mapped>,
-        phase: Phase,
+        moment: Moment,
         next_space: &mut SpaceId,
     ) -> Result<bool> {
-        let may_begin = phase == Phase::Running;
-        let mut mappings: BTreeMap<ObjectId, Vec<Mapped>> = BTreeMap::new();
+        let mut mappings = Mappings::new();
         for place in mapped {
             mappings.entry(place.1.object).or_default().push(place);
         }
+        let has_new = self.take_objects(&mappings, moment);
+        if self.objects.is_empty() {
+            self.by_space.clear();
+            return Ok(false);
+        }
+        let must_list_again = moment.may_stop() && self.begin_to_follow(has_new)?;
+        self.choose_tracked(&mappings, moment, next_space)?;
+        for (id, object) in &mut self.objects {
+            object.take_mappings(places_of(&mappings, id), self.views.as_ref(), moment)?;
+        }
+        self.by_space = self.objects.values().filter_map(|object| Some((object.space?, object.id))).collect();
+        Ok(must_list_again)
+    }
+
+    /// Takes the objects that are mapped. True if some are new.
+    fn take_objects(&mut self, mappings: &Mappings, moment: Moment) -> bool {
         // A list that is read while mappings move may lack one. While the tree is being frozen, what is
         // tracked must stay so.
-        if phase != Phase::Freezing {
+        if moment != Moment::Freezing {
             self.objects.retain(|id, _| mappings.contains_key(id));
             if let Some(views) = &self.views {
                 views.retain(|id| self.objects.get(&id).is_some_and(|object| object.space.is_some()));
@@ -217,73 +242,57 @@ impl SharedObjects {
         for &id in mappings.keys() {
             self.objects.entry(id).or_insert_with(|| SharedObject::new(id));
         }
-        let has_new = self.objects.len() > known_count;
-        if self.objects.is_empty() {
-            self.by_space.clear();
-            return Ok(false);
-        }
+        self.objects.len() > known_count
+    }
+
+    /// Begins to follow the forks of the processes, and to watch what maps their objects. True if
+    /// the forks are followed only from now on.
+    fn begin_to_follow(&mut self, has_new_objects: bool) -> Result<bool> {
         let mut must_list_again = false;
-        if may_begin {
-            if self.forks.is_none() && !self.is_blind {
-                self.forks = Forks::new().ok();
-                self.is_blind = self.forks.is_none();
-                must_list_again = !self.is_blind;
-            }
-            if has_new {
-                self.outsiders.extend(self.find_outsiders());
-                self.family.extend(&self.outsiders);
-            }
+        if self.forks.is_none() && !self.is_blind {
+            self.forks = Forks::new().ok();
+            self.is_blind = self.forks.is_none();
+            must_list_again = !self.is_blind;
         }
-        let (is_blind, are_many) = (self.is_blind, self.objects.len() > MANY_OBJECTS);
-        if may_begin && self.is_tracked && self.views.is_none() {
+        if has_new_objects {
+            self.outsiders.extend(self.find_outsiders());
+            self.family.extend(&self.outsiders);
+        }
+        if self.is_tracked && self.views.is_none() {
             self.views = Some(Views::new().map_err(Error::system("start to watch shared memory", Object::None))?);
         }
+        Ok(must_list_again)
+    }
+
+    /// Chooses the objects that are tracked, and which part of each.
+    fn choose_tracked(&mut self, mappings: &Mappings, moment: Moment, next_space: &mut SpaceId) -> Result<()> {
+        let may_begin = moment.may_stop();
+        let (is_blind, are_many) = (self.is_blind, self.objects.len() > MANY_OBJECTS);
         let outside: HashSet<ObjectId> = self.outsiders.iter().flat_map(|&pid| mapped_by(pid)).collect();
-        let of_object = |id: &ObjectId| mappings.get(id).map_or(&[][..], Vec::as_slice);
         let may_track = |object: &SharedObject| {
-            let is_short = are_many && longest(of_object(&object.id)) < SHORT;
+            let is_short = are_many && longest(places_of(mappings, &object.id)) < SHORT;
             may_begin && !is_blind && !object.is_outside && !is_short
         };
         let mut tracked_bytes = ByteCount::ZERO;
         for (id, object) in &mut self.objects {
             object.is_outside = outside.contains(id);
             if self.is_tracked && (may_track(object) || object.space.is_some()) {
-                object.choose_part(of_object(id))?;
-                tracked_bytes += object.tracked_bytes(of_object(id));
+                object.choose_part(places_of(mappings, id))?;
+                tracked_bytes += object.tracked_bytes(places_of(mappings, id));
             }
         }
-        for (id, object) in &mut self.objects {
-            let mapped = of_object(id);
-            if may_begin {
-                let is_tracked = may_track(object) && (!self.is_tracked || tracked_bytes <= *MOST_MAPPED);
-                match object.space {
-                    None if is_tracked => {
-                        (object.space, object.is_whole) = (Some(*next_space), true);
-                        *next_space += 1;
-                    }
-                    Some(_) if !is_tracked => object.space = None,
-                    _ => {}
+        for object in self.objects.values_mut().filter(|_| may_begin) {
+            let is_tracked = may_track(object) && (!self.is_tracked || tracked_bytes <= *MOST_MAPPED);
+            match object.space {
+                None if is_tracked => {
+                    (object.space, object.is_whole) = (Some(*next_space), true);
+                    *next_space += 1;
                 }
-            }
-            // Nobody sees what a process outside writes.
-            object.is_whole |= object.is_outside;
-            if object.space.is_some() && object.file.is_none() {
-                object.open(mapped)?;
-                // Nothing can be copied until it is open.
-                object.is_whole |= object.file.is_none();
-            }
-            if let Some(views) = self.views.as_ref().filter(|_| object.space.is_some()) {
-                object.follow(views, mapped)?;
-            }
-            let is_partial = object.space.is_some() && object.is_mapped_in_part(mapped);
-            object.is_partial |= is_partial;
-            if phase == Phase::Frozen {
-                object.is_whole |= object.is_partial;
-                object.is_partial = is_partial;
+                Some(_) if !is_tracked => object.space = None,
+                _ => {}
             }
         }
-        self.by_space = self.objects.values().filter_map(|object| Some((object.space?, object.id))).collect();
-        Ok(must_list_again)
+        Ok(())
     }
 
     /// The spaces that are tracked.
@@ -356,7 +365,35 @@ impl SharedObjects {
     }
 }
 
+/// Where each object is mapped.
+type Mappings = BTreeMap<ObjectId, Vec<Mapped>>;
+
+fn places_of<'a>(mappings: &'a Mappings, id: &ObjectId) -> &'a [Mapped] {
+    mappings.get(id).map_or(&[], Vec::as_slice)
+}
+
 impl SharedObject {
+    /// Takes the places where the object is mapped now.
+    fn take_mappings(&mut self, mapped: &[Mapped], views: Option<&Views>, moment: Moment) -> Result<()> {
+        // The writes of a process outside of the tree are not tracked.
+        self.is_whole |= self.is_outside;
+        if self.space.is_some() && self.file.is_none() {
+            self.open(mapped)?;
+            // Nothing can be copied until it is open.
+            self.is_whole |= self.file.is_none();
+        }
+        if let Some(views) = views.filter(|_| self.space.is_some()) {
+            self.follow(views, mapped)?;
+        }
+        let is_partial = self.space.is_some() && self.is_mapped_in_part(mapped);
+        self.is_partial |= is_partial;
+        if moment.is_frozen() {
+            self.is_whole |= self.is_partial;
+            self.is_partial = is_partial;
+        }
+        Ok(())
+    }
+
     fn new(id: ObjectId) -> SharedObject {
         SharedObject {
             id,
@@ -424,8 +461,12 @@ impl SharedObject {
         Ok(data.iter().map(whole).collect())
     }
 
-    /// How much of the mappings is tracked, each counted.
+    /// How much of the mappings is tracked, each counted. Once the part is chosen, a large object
+    /// is open, or its mappings are gone, such as those of a child that has exited.
     fn tracked_bytes(&self, mapped: &[Mapped]) -> ByteCount {
+        if self.file.is_none() && longest(mapped) > SMALL {
+            return ByteCount::ZERO;
+        }
         mapped.iter().flat_map(|(_, mapping)| mapping.addresses(&self.part)).map(|part| part.byte_count()).sum()
     }
 
@@ -534,4 +575,40 @@ fn mapped_by(pid: i32) -> Vec<ObjectId> {
 fn is_mapped_by(pid: i32, object: ObjectId, range: &Range) -> bool {
     let path = proc::mapped_file(pid, range);
     path.metadata().is_ok_and(|metadata| metadata.ino() == object.inode()) || mapped_by(pid).contains(&object)
+}
+
+#[cfg(test)]
+mod tests {
+    use nix::sys::memfd::{MFdFlags, memfd_create};
+    use nix::sys::mman::{MapFlags, ProtFlags, mmap, munmap};
+
+    use super::*;
+
+    /// The reserved size of the memory of a heap.
+    const RESERVED: usize = 64 << 30;
+
+    #[test]
+    fn an_object_whose_mappings_are_gone_takes_no_page_tables() {
+        let file = memfd_create(c"pagemark-heap", MFdFlags::MFD_CLOEXEC).unwrap();
+        let length = RESERVED.try_into().unwrap();
+        let protection = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
+        let flags = MapFlags::MAP_SHARED | MapFlags::MAP_NORESERVE;
+        // SAFETY: a new mapping at an address that the kernel chooses.
+        let start = unsafe { mmap(None, length, protection, flags, &file, 0) }.unwrap();
+        let pid = std::process::id() as i32;
+        let at = Address::of(start.as_ptr().cast::<u8>());
+        let mappings = proc::maps::read(pid).unwrap();
+        let mapping = mappings.iter().find(|mapping| mapping.start == at).and_then(ObjectMapping::of).unwrap();
+        let mapped = [(pid, mapping)];
+
+        let mut known = SharedObject::new(mapped[0].1.object);
+        known.choose_part(&mapped).unwrap();
+        assert_eq!((known.file.is_some(), known.tracked_bytes(&mapped)), (true, ByteCount::ZERO), "it holds no data");
+        // SAFETY: the mapping is this test's, and nothing refers to it.
+        unsafe { munmap(start, RESERVED) }.unwrap();
+        // The list of the mappings was read before.
+        let mut gone = SharedObject::new(mapped[0].1.object);
+        gone.choose_part(&mapped).unwrap();
+        assert_eq!((gone.file.is_some(), gone.tracked_bytes(&mapped)), (false, ByteCount::ZERO));
+    }
 }

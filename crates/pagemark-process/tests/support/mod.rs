@@ -22,6 +22,7 @@ use pagemark::{
     Address, AddressRangeExt, Blob, ByteCount, Job, JobOptions, Kind, Mechanism, PAGE_SIZE, PageNumber, PageTree,
     Store, store::MemoryStore,
 };
+use pagemark_linux::proc::{Process, Stat};
 use pagemark_process::Error;
 use pagemark_process::criu::images::schema::CoreEntry;
 use pagemark_process::criu::images::{ImageKind, read_first};
@@ -30,7 +31,7 @@ use pagemark_process::files::{DataTree, FileWatch};
 use pagemark_process::restore::{Restore, RestoreEvent, RestoreFailure, RestoreOptions, Restored, prepare};
 use pagemark_process::saver::CriuSaver;
 use pagemark_process::target::ProcessTarget;
-use pagemark_testing::{skipped, wait_until};
+use pagemark_testing::{in_own_session, skipped, wait_until};
 
 /// The kernel leaves these bytes below a stack pointer alone.
 const RED_ZONE: u64 = 128;
@@ -115,17 +116,103 @@ static void report(const char *name, const char *text) {
 }
 "#;
 
+/// The end of a program in Python that defines `read()`: reports again and again what that gives,
+/// in the file `out`, of which readers see all or nothing.
+pub const REPORT_AGAIN: &str = "
+n = 0
+while True:
+    n += 1
+    with open('out.new', 'w') as out:
+        out.write('%d %s' % (n, read()))
+    os.rename('out.new', 'out')
+    time.sleep(0.01)
+";
+
+/// The Python of user 65534: that in PATH may be in root's home.
+const USERS_PYTHON: &str = "/usr/bin/python3";
+
+/// A directory of user 65534. None after reporting why the test is skipped, where that user has no
+/// Python.
+fn directory_of_a_user() -> Option<tempfile::TempDir> {
+    if !Path::new(USERS_PYTHON).exists() {
+        skipped("no /usr/bin/python3");
+        return None;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    std::os::unix::fs::chown(directory.path(), Some(65534), Some(65534)).unwrap();
+    Some(directory)
+}
+
 /// A program that is saved, killed and restored. It is killed when dropped.
 pub struct Program {
     directory: tempfile::TempDir,
     child: Option<Child>,
     pids: Vec<i32>,
+    /// When its processes have started.
+    starts: Vec<Option<u64>>,
 }
 
 impl Program {
     /// Runs a Python text in a directory of its own.
     pub fn python(text: &str) -> Program {
         Program::python_with(text, Stdio::null())
+    }
+
+    /// Runs a Python text as user 65534, in a directory of that user. None after reporting why the
+    /// test is skipped, where that user has no Python.
+    pub fn of_a_user(text: &str) -> Option<Program> {
+        let directory = directory_of_a_user()?;
+        let mut command = Command::new(USERS_PYTHON);
+        command.arg("-c").arg(text).stdin(Stdio::null()).stdout(Stdio::null()).uid(65534).gid(65534);
+        Some(Program::start_in(&mut command, directory))
+    }
+
+    /// Like [`Program::of_a_user`], with the file `log` as output, which root has opened and which
+    /// is root's alone.
+    pub fn of_a_user_with_output_of_root(text: &str) -> Option<Program> {
+        let directory = directory_of_a_user()?;
+        let log = std::fs::File::create(directory.path().join("log")).unwrap();
+        log.set_permissions(std::os::unix::fs::PermissionsExt::from_mode(0o600)).unwrap();
+        let mut command = Command::new(USERS_PYTHON);
+        command.arg("-c").arg(text).stdin(Stdio::null()).stdout(log).uid(65534).gid(65534);
+        Some(Program::start_in(&mut command, directory))
+    }
+
+    /// Runs a Python text as root, in a directory of user 65534.
+    pub fn of_root_in_a_directory_of_a_user(text: &str) -> Option<Program> {
+        let directory = directory_of_a_user()?;
+        let mut command = Command::new(USERS_PYTHON);
+        command.arg("-c").arg(text).stdin(Stdio::null()).stdout(Stdio::null());
+        Some(Program::start_in(&mut command, directory))
+    }
+
+    /// Like [`Program::of_a_user`], as the first process of a container with process ids and mounts
+    /// of its own.
+    pub fn of_a_user_in_a_container(text: &str) -> Option<Program> {
+        Program::of_a_user_in_a_container_after("true", text)
+    }
+
+    /// The same, after root has executed a line of the shell in the container's mounts, in the
+    /// program's directory.
+    pub fn of_a_user_in_a_container_after(line: &str, text: &str) -> Option<Program> {
+        Program::of_a_user_in_a_container_with(line, text, Stdio::null())
+    }
+
+    /// The same, with this output.
+    pub fn of_a_user_in_a_container_with(line: &str, text: &str, output: Stdio) -> Option<Program> {
+        let directory = directory_of_a_user()?;
+        let mut command = Command::new("unshare");
+        let line = format!("{line} && exec setsid setpriv --reuid=65534 --regid=65534 --clear-groups \"$@\"");
+        command.args(["--pid", "--fork", "--mount", "--mount-proc", "sh", "-c", &line, "sh", USERS_PYTHON, "-c", text]);
+        command.stdin(Stdio::null()).stdout(output);
+        let mut program = Program::start_in(&mut command, directory);
+        let mut pids = Vec::new();
+        wait_until("the container has a process", || {
+            pids = tree(program.pid());
+            pids.len() > 1
+        });
+        program.pids = vec![pids[1]];
+        Some(program)
     }
 
     pub fn python_with(text: &str, output: Stdio) -> Program {
@@ -178,15 +265,13 @@ impl Program {
 
     fn start_in(command: &mut Command, directory: tempfile::TempDir) -> Program {
         command.stderr(Stdio::null());
-        // SAFETY: setsid is a system call and nothing more.
-        unsafe { command.pre_exec(|| nix::unistd::setsid().map(drop).map_err(Into::into)) };
-        Program::start_as_it_is(command, directory)
+        Program::start_as_it_is(in_own_session(command), directory)
     }
 
     fn start_as_it_is(command: &mut Command, directory: tempfile::TempDir) -> Program {
         let child = command.current_dir(directory.path()).spawn().unwrap();
         let pids = vec![child.id() as i32];
-        Program { directory, child: Some(child), pids }
+        Program { directory, child: Some(child), starts: starts(&pids), pids }
     }
 
     pub fn pid(&self) -> i32 {
@@ -205,6 +290,14 @@ impl Program {
     pub fn read(&self, name: &str) -> Option<String> {
         let text = std::fs::read_to_string(self.directory.path().join(name)).ok()?;
         Some(text.trim().to_owned())
+    }
+
+    /// What [`REPORT_AGAIN`] reports from now on.
+    pub fn report(&self) -> String {
+        wait_until("the program reports", || self.read("out").is_some());
+        std::fs::remove_file(self.directory().join("out")).unwrap();
+        wait_until("the program reports", || self.read("out").is_some());
+        self.read("out").unwrap().split_once(' ').map_or_else(String::new, |(_, text)| text.to_owned())
     }
 
     /// Has a program end what it has: when there is a file `end`, it writes `ended`, or what is
@@ -231,24 +324,33 @@ impl Program {
 
     /// Kills the whole tree and waits until its process ids are free.
     pub fn kill(&mut self) {
+        let own = self.living();
         let pids = tree(self.pid());
-        for &pid in pids.iter().chain(&self.pids) {
+        let started = starts(&pids);
+        for &pid in pids.iter().chain(&own) {
             let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
         }
         if let Some(mut child) = self.child.take() {
             child.wait().unwrap();
         }
-        for pid in pids {
+        for (pid, started) in pids.into_iter().zip(started) {
             wait_until("a killed process is gone", || {
                 let _ = waitpid(Pid::from_raw(pid), Some(nix::sys::wait::WaitPidFlag::WNOHANG));
-                !Path::new(&format!("/proc/{pid}")).exists()
+                starts(&[pid]) != [started]
             });
         }
+    }
+
+    /// Its processes that are there. Another process may have the id of one that has ended.
+    fn living(&self) -> Vec<i32> {
+        let is_there = |&(&pid, start): &(&i32, &Option<u64>)| start.is_some() && starts(&[pid]) == [*start];
+        self.pids.iter().zip(&self.starts).filter(is_there).map(|(&pid, _)| pid).collect()
     }
 
     /// Takes over restored processes.
     pub fn adopt(&mut self, restored: &Restored) {
         self.pids = restored.pids.clone();
+        self.starts = starts(&self.pids);
     }
 
     /// Lets restored processes run.
@@ -274,10 +376,17 @@ impl Program {
 
 impl Drop for Program {
     fn drop(&mut self) {
-        if Path::new(&format!("/proc/{}", self.pid())).exists() {
+        // One that was restored, and not taken over, has its directory at least.
+        let directory = std::fs::read_link(format!("/proc/{}/cwd", self.pid()));
+        if !self.living().is_empty() || directory.is_ok_and(|directory| directory.starts_with(self.directory())) {
             self.kill();
         }
     }
+}
+
+/// When processes have started, in ticks since the boot. None for those that are gone.
+fn starts(pids: &[i32]) -> Vec<Option<u64>> {
+    pids.iter().map(|&pid| Stat::read(pid).ok().map(|stat| stat.start_ticks)).collect()
 }
 
 /// The interpreter itself; the program in PATH may be a script that starts it.
@@ -384,14 +493,24 @@ impl Checkpoints {
         self.directory.path().join("asides")
     }
 
+    /// A restore of a checkpoint that leaves the program by itself, by this CRIU.
+    pub fn restoring<'a>(&self, checkpoint: &'a Checkpoint, criu: &Criu) -> Restore<'a> {
+        Restore::new(checkpoint)
+            .detach(true)
+            .criu(criu.clone())
+            .scratch_in(self.directory.path())
+            .asides_in(self.asides())
+            .allow_unusual_files(true)
+    }
+
     /// Takes checkpoints of the program, with `between` before each but the first. Returns the
     /// last.
     pub fn take(&self, program: &Program, between: &[&dyn Fn()]) -> Checkpoint {
         self.take_all(program, Vec::new(), None, between).pop().unwrap()
     }
 
-    /// As [`Checkpoints::take`], with directories that belong to the program, or with what `watch`
-    /// finds. Returns all checkpoints.
+    /// Like [`Checkpoints::take`], with directories that belong to the program, or with what
+    /// `watch` finds. Returns all checkpoints.
     pub fn take_all(
         &self,
         program: &Program,
@@ -401,7 +520,9 @@ impl Checkpoints {
     ) -> Vec<Checkpoint> {
         let repository = Repository::open_or_create(&self.directory.path().join("repository")).unwrap();
         let saver = Arc::new(CriuSaver::new(self.criu.clone(), DumpOptions::default()));
-        let mut target = ProcessTarget::attach(program.pid(), Mechanism::choose(Scope::Process), saver).unwrap();
+        let mut target =
+            ProcessTarget::attach(Process::find(program.pid()).unwrap(), Mechanism::choose(Scope::Process), saver)
+                .unwrap();
         target.set_data(data);
         if let Some(watch) = watch {
             target.set_watch(Arc::new(watch));
@@ -420,7 +541,9 @@ impl Checkpoints {
     pub fn refusal(&self, program: &Program) -> String {
         let repository = Repository::open_or_create(&self.directory.path().join("repository")).unwrap();
         let saver = Arc::new(CriuSaver::new(self.criu.clone(), DumpOptions::default()));
-        let target = ProcessTarget::attach(program.pid(), Mechanism::choose(Scope::Process), saver).unwrap();
+        let target =
+            ProcessTarget::attach(Process::find(program.pid()).unwrap(), Mechanism::choose(Scope::Process), saver)
+                .unwrap();
         let mut job = Job::new(target, repository, JobOptions::new("job"));
         let refused = job.checkpoint().expect_err("the checkpoint is to be refused");
         job.detach();
@@ -510,6 +633,7 @@ pub fn take(criu: &Criu, pid: i32, options: &DumpOptions) -> Taken {
         sequence: 1,
         taken_unix_us: 0,
         command: Vec::new(),
+        program: None,
         mechanism: Mechanism::Full,
         kind: TargetKind::Process,
         spaces,

@@ -1,13 +1,18 @@
 """Simulates the intervals of a recorded machine in parallel, as tasks of Ray.
 
-``pagemark simulate run`` starts this module as a program, with a plan on its standard input. Each
-task runs ``pagemark simulate interval``, which keeps its result in a file. All nodes need that
-program, QEMU, the repository and the directory of the results, at the same paths. They do not need
-this package: Ray brings the function of the tasks.
+A program: it asks ``pagemark simulate plan --json`` what is to be done. Each task runs ``pagemark
+simulate interval``, which keeps its result in a file. All nodes need that program, QEMU, the
+repository and the directory of the results, at the same paths. They do not need this package: Ray
+brings the function of the tasks.
+
+    python3 -m pagemark.simulate --workers 8 -- pagemark simulate plan vm1 --plugin cache --json
+
+``pagemark simulate run`` starts it so.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
 import os
@@ -49,14 +54,10 @@ class Interval(TypedDict):
 
 
 class Plan(TypedDict):
-    """What ``pagemark simulate run`` asks for."""
+    """What ``pagemark simulate plan --json`` says."""
 
     job: str
     plugin: str
-    #: ``auto``: the Ray that runs here, or one of our own. Otherwise an address.
-    address: str
-    #: How many tasks run at once, at most.
-    workers: int | None
     #: Variables of the commands.
     environment: dict[str, str]
     intervals: list[Interval]
@@ -64,7 +65,7 @@ class Plan(TypedDict):
     kept: int
     #: The directory of the record of this run.
     directory: str
-    #: The command that ends the run: it merges the results.
+    #: The command that merges the results.
     merge: list[str]
 
 
@@ -162,8 +163,12 @@ class Progress:
 class Run:
     """A run of the intervals of a plan."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, address: str, limit: int | None) -> None:
         self.plan: Plan = plan
+        #: ``auto``: the Ray that runs here, or one of our own. Otherwise an address.
+        self.address: str = address
+        #: How many tasks run at once, at most.
+        self.limit: int | None = limit
         self.started: int = now_us()
         self.ready: int = 0
         self.workers: int = 0
@@ -178,19 +183,18 @@ class Run:
         import ray
 
         quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
-        workers = self.plan["workers"]
         if not self.join(quiet):
             self.own = tempfile.mkdtemp(prefix=os.path.basename(OWN), dir=os.path.dirname(OWN))
             ray.init(
                 address="local",
-                num_cpus=workers,
+                num_cpus=self.limit,
                 include_dashboard=False,
                 object_store_memory=OBJECT_STORE_BYTES,
                 _temp_dir=self.own,
                 **quiet,
             )
         processors = int(ray.cluster_resources().get("CPU", 0))
-        self.workers = min(processors, workers or processors)
+        self.workers = min(processors, self.limit or processors)
         self.ready = now_us()
 
     def join(self, quiet: dict[str, Any]) -> bool:
@@ -200,7 +204,7 @@ class Run:
         """
         import ray
 
-        address = self.plan["address"]
+        address = self.address
         try:
             ray.init(address=address, **quiet)
         except ConnectionError as error:
@@ -228,7 +232,7 @@ class Run:
         try:
             while waiting or running:
                 # Without a limit Ray starts as many at once as there are processors, also those of later nodes.
-                while waiting and len(running) < (self.plan["workers"] or len(self.plan["intervals"])):
+                while waiting and len(running) < (self.limit or len(self.plan["intervals"])):
                     interval = waiting.pop()
                     running[task.remote(interval["command"], self.plan["environment"])] = interval
                 ready, _ = ray.wait(list(running), num_returns=1, timeout=LOOK)
@@ -287,21 +291,34 @@ class Run:
             shutil.rmtree(self.own, ignore_errors=True)
 
 
+def read_plan(command: list[str]) -> Plan:
+    """Asks a command for the plan. Its own message says why it fails.
+
+    :raises SystemExit: it fails.
+    """
+    asked = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, check=False)
+    if asked.returncode != 0:
+        sys.exit(asked.returncode if asked.returncode > 0 else 1)
+    plan: Plan = json.loads(asked.stdout)
+    return plan
+
+
+def arguments() -> argparse.Namespace:
+    """The arguments of the program."""
+    parser = argparse.ArgumentParser(prog="pagemark.simulate", description=__doc__.splitlines()[0])
+    parser.add_argument("--ray", default="auto", help="HOST:PORT; auto: the Ray that runs here, or a new one")
+    parser.add_argument("--workers", type=int, help="simulate at most so many intervals at once")
+    parser.add_argument("--json", action="store_true", help="the merged results as one JSON document")
+    parser.add_argument("command", nargs="+", help="the command that prints the plan, behind --")
+    return parser.parse_args()
+
+
 def main() -> NoReturn:
     """The program."""
-    plan: Plan = json.load(sys.stdin)
-    # Ray reports lost workers on the standard output, which is for the merged results.
-    output = os.dup(1)
-    os.dup2(2, 1)
-    run = Run(plan)
+    asked = arguments()
     try:
-        try:
-            run.connect()
-            run.simulate()
-        finally:
-            if run.simulated:
-                run.write_record()
-            run.end()
+        plan = read_plan(asked.command)
+        simulate_all(plan, asked.ray, asked.workers)
     except Failed as error:
         print(error, file=sys.stderr)
         print("what was simulated is kept; the same command goes on from there", file=sys.stderr)
@@ -309,9 +326,30 @@ def main() -> NoReturn:
     except KeyboardInterrupt:
         print("pagemark: interrupted; the same command goes on from there", file=sys.stderr)
         sys.exit(INTERRUPTED)
+    merge = [*plan["merge"], "--json"] if asked.json else plan["merge"]
+    os.execv(merge[0], merge)
+
+
+def simulate_all(plan: Plan, address: str, limit: int | None) -> None:
+    """Simulates the intervals of a plan, and keeps a record of that.
+
+    :raises Failed: one of them is not the one that ran, or cannot be simulated.
+    """
+    if not plan["intervals"]:
+        return
+    # Ray reports lost workers on the standard output, which is for the merged results.
+    output = os.dup(1)
+    os.dup2(2, 1)
+    run = Run(plan, address, limit)
+    try:
+        run.connect()
+        run.simulate()
+    finally:
+        if run.simulated:
+            run.write_record()
+        run.end()
     sys.stdout.flush()
     os.dup2(output, 1)
-    os.execv(plan["merge"][0], plan["merge"])
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ impl Own {
         self.attach_by(|qemu| qemu.attach(mechanism))
     }
 
-    /// As [`Own::attach`], in this way.
+    /// Like [`Own::attach`], in this way.
     pub fn attach_by(
         &mut self,
         attach: impl Fn(&mut OwnQemu) -> pagemark_vm::Result<VmTarget>,

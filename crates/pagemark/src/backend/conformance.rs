@@ -5,7 +5,7 @@ use std::io::ErrorKind;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use super::{Backend, ListEntry, ListKind, WriterLease};
+use super::{Backend, Lease, LeaseMode, Leased, ListEntry, ListKind};
 
 /// An empty backend, and what has to be kept while it is used.
 pub type Fresh = (Arc<dyn Backend>, Box<dyn Any>);
@@ -18,7 +18,7 @@ type Rule = fn(&Arc<dyn Backend>);
 /// # Panics
 /// A rule is broken.
 pub fn check(make: &mut dyn FnMut() -> Fresh) {
-    let rules: [(&str, Rule); 12] = [
+    let rules: [(&str, Rule); 13] = [
         ("objects are read as they were written", read_as_written),
         ("reads beyond the end fail", reads_beyond_the_end),
         ("names", names),
@@ -26,7 +26,8 @@ pub fn check(make: &mut dyn FnMut() -> Fresh) {
         ("what is staged is not visible", staged),
         ("a publication replaces", replaces),
         ("removal", removal),
-        ("one writer has the lease", writer_lease),
+        ("a lease is held by one alone", leases),
+        ("a lease is shared", shared_leases),
         ("readers' leases keep objects", reader_leases),
         ("stamps tell every change", stamps),
         ("no half object is ever seen", never_half),
@@ -222,20 +223,52 @@ fn removal(backend: &Arc<dyn Backend>) {
     }
 }
 
-fn writer_lease(backend: &Arc<dyn Backend>) {
-    let WriterLease::Granted(lease) = backend.lease_writer("the first").expect("no error") else {
-        panic!("nobody holds the lease")
-    };
-    lease.check().expect("it is held");
-    for _ in 0..3 {
-        match backend.lease_writer("the second").expect("no error") {
-            WriterLease::Granted(_) => panic!("two hold the lease"),
-            WriterLease::Held { owner } => assert!(owner.is_empty() || owner == "the first", "{owner}"),
-        }
+/// The lease `name` for one holder alone; none if it is held.
+fn alone(backend: &Arc<dyn Backend>, name: &str, owner: &str) -> Option<Box<dyn Lease>> {
+    granted(backend.lease(name, LeaseMode::Alone, owner).expect("no error"))
+}
+
+fn granted(leased: Leased) -> Option<Box<dyn Lease>> {
+    match leased {
+        Leased::Granted(lease) => Some(lease),
+        Leased::Held { .. } => None,
     }
+}
+
+fn leases(backend: &Arc<dyn Backend>) {
+    let lease = alone(backend, "one", "the first").expect("nobody holds it");
+    lease.check().expect("it is held");
+    let stamp = |mode| match backend.lease("one", mode, "the second").expect("no error") {
+        Leased::Granted(_) => panic!("two hold the lease"),
+        Leased::Held { owner, stamp } => {
+            assert!(owner.is_empty() || owner == "the first", "{owner}");
+            stamp
+        }
+    };
+    let before = stamp(LeaseMode::Alone);
+    assert_eq!(stamp(LeaseMode::Shared), before);
+    lease.show_progress();
+    assert_ne!(stamp(LeaseMode::Alone), before);
+    let other = alone(backend, "two", "the second").expect("it is another lease");
     assert_eq!(backend.list("").expect("a list"), [], "a lease is no object");
-    drop(lease);
-    assert!(matches!(backend.lease_writer("the third").expect("no error"), WriterLease::Granted(_)));
+    drop((lease, other));
+    assert!(alone(backend, "one", "the third").is_some());
+    for wrong in ["", ".hidden", "a/b", "a b", "a\0"] {
+        assert!(backend.lease(wrong, LeaseMode::Alone, "x").is_err(), "{wrong:?}");
+    }
+}
+
+fn shared_leases(backend: &Arc<dyn Backend>) {
+    let shared = || granted(backend.lease("one", LeaseMode::Shared, "shares").expect("no error"));
+    let (first, second) = (shared().expect("it is free"), shared().expect("it is shared"));
+    assert!(alone(backend, "one", "alone").is_none());
+    drop(first);
+    assert!(alone(backend, "one", "alone").is_none());
+    drop(second);
+    let only = alone(backend, "one", "alone").expect("nobody holds it");
+    assert!(shared().is_none());
+    drop(only);
+    assert!(shared().is_some());
 }
 
 fn reader_leases(backend: &Arc<dyn Backend>) {
@@ -243,7 +276,7 @@ fn reader_leases(backend: &Arc<dyn Backend>) {
     publish(&**backend, "a", b"content");
     publish(&**backend, "b", b"content");
     let leases = [0, 1].map(|_| backend.lease_reader("a").expect("no error").expect("it exists"));
-    assert!(matches!(backend.lease_writer("a writer").expect("no error"), WriterLease::Granted(_)));
+    assert!(alone(backend, "one", "a writer").is_some());
     for lease in leases {
         lease.check().expect("it is held");
         assert!(!backend.remove_unleased("a").expect("no error"));
@@ -318,9 +351,9 @@ fn writers_in_threads(backend: &Arc<dyn Backend>) {
             scope.spawn(move || {
                 for round in 0..10 {
                     let lease = loop {
-                        match backend.lease_writer(&format!("thread {thread}")).expect("no error") {
-                            WriterLease::Granted(lease) => break lease,
-                            WriterLease::Held { .. } => std::thread::yield_now(),
+                        match alone(&backend, "one", &format!("thread {thread}")) {
+                            Some(lease) => break lease,
+                            None => std::thread::yield_now(),
                         }
                     };
                     assert!(!holders.swap(true, Ordering::AcqRel), "two threads hold the lease");

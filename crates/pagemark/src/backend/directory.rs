@@ -10,12 +10,13 @@ use std::io::{self, ErrorKind};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use nix::dir::{Dir, Type};
 use nix::errno::Errno;
 use nix::fcntl::{AT_FDCWD, AtFlags, OFlag, OpenHow, ResolveFlag, openat, openat2, renameat};
-use nix::sys::stat::{FileStat, Mode, SFlag, fstatat, mkdirat};
+use nix::sys::stat::{FileStat, Mode, SFlag, fchmod, fstatat, mkdirat};
 use nix::unistd::{UnlinkatFlags, geteuid, unlinkat};
 
 /// Flags of a descriptor through which a directory is reached.
@@ -115,6 +116,25 @@ impl Directory {
     /// Creates a directory for its owner alone.
     pub fn create_directory(&self, name: &str) -> io::Result<()> {
         Ok(mkdirat(&*self.handle, name, Mode::S_IRWXU)?)
+    }
+
+    /// Takes the permissions of others from this directory, if it is this user's. Nothing may be in
+    /// it yet: then it is no other directory, to which a path may lead by now.
+    pub fn keep_for_owner(&self) -> io::Result<()> {
+        let metadata = self.metadata()?;
+        let mode = Mode::from_bits_truncate(metadata.mode() & 0o7777);
+        if mode == Mode::S_IRWXU || metadata.uid() != geteuid().as_raw() {
+            return Ok(());
+        }
+        let readable = self.readable()?;
+        let mut is_empty = true;
+        for entry in Dir::from_fd(readable.try_clone()?.into())?.iter() {
+            is_empty = is_empty && [&b"."[..], b".."].contains(&entry?.file_name().to_bytes());
+        }
+        match is_empty {
+            true => Ok(fchmod(&readable, Mode::S_IRWXU)?),
+            false => Err(io::Error::new(ErrorKind::DirectoryNotEmpty, "it is not empty, and others may use it")),
+        }
     }
 
     /// Makes the entries durable.
@@ -269,12 +289,17 @@ fn open_beneath(directory: impl AsFd, path: &str, flags: OFlag, mode: Mode) -> i
 
 /// True if `openat2` works here.
 fn has_openat2() -> bool {
-    static WORKS: OnceLock<bool> = OnceLock::new();
-    *WORKS.get_or_init(|| {
+    static IS_TRIED: AtomicBool = AtomicBool::new(false);
+    static WORKS: AtomicBool = AtomicBool::new(false);
+    // No thread waits for another one, which a forked child would not have.
+    if !IS_TRIED.load(Ordering::Acquire) {
         let how = OpenHow::new().flags(REACH);
         // Container runtimes that do not know the call let it fail with EPERM.
-        !matches!(openat2(AT_FDCWD, "/", how), Err(Errno::ENOSYS | Errno::EPERM))
-    })
+        let works = !matches!(openat2(AT_FDCWD, "/", how), Err(Errno::ENOSYS | Errno::EPERM));
+        WORKS.store(works, Ordering::Relaxed);
+        IS_TRIED.store(true, Ordering::Release);
+    }
+    WORKS.load(Ordering::Relaxed)
 }
 
 fn open_at_once(directory: impl AsFd, path: &str, flags: OFlag, mode: Mode) -> nix::Result<OwnedFd> {

@@ -9,7 +9,9 @@ use std::io::{self, ErrorKind};
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use super::{Backend, BackendError, Lease, ListEntry, NewObject, Object, ReadAt, Stamp, WriterLease, directory_of};
+use super::{
+    Backend, BackendError, Lease, LeaseMode, Leased, ListEntry, NewObject, Object, ReadAt, Stamp, directory_of,
+};
 
 /// Appended content is written in pieces of this size, each of which is a step.
 const WRITE_BYTES: usize = 32 << 10;
@@ -233,8 +235,8 @@ impl Backend for FaultyBackend {
         self.inner.discard_staged()
     }
 
-    fn lease_writer(&self, owner: &str) -> Result<WriterLease, BackendError> {
-        self.inner.lease_writer(owner)
+    fn lease(&self, name: &str, mode: LeaseMode, owner: &str) -> Result<Leased, BackendError> {
+        self.inner.lease(name, mode, owner)
     }
 
     fn lease_reader(&self, name: &str) -> Result<Option<Box<dyn Lease>>, BackendError> {

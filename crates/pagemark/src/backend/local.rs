@@ -2,16 +2,17 @@
 //!
 //! An object's name is its path in the directory. It is staged under its name with `.tmp` at the
 //! end and published by a rename. Directories have the mode 0700 and files 0600: memory holds
-//! secrets. The writer's lease is an exclusive `flock` on the file `lock`, a reader's a shared
-//! `flock` on the object; the kernel ends both with the process.
+//! secrets. A lease is a `flock` on a file: on `locks/NAME`, on `lock` for the lease of this name,
+//! and a reader's on the object. The kernel ends each with the process. A file in `locks` whose
+//! name has a dot is removed before the lock of its only holder ends.
 //!
 //! The directory is held open, and every file is opened from its descriptor without following a
 //! link. Everything but regular files and directories is ignored. A directory that others can
 //! change is not refused here: [`LocalBackend::exposure`] reports it.
 
-use std::fs::{DirBuilder, File, Permissions, TryLockError};
+use std::fs::{DirBuilder, File, TryLockError};
 use std::io::{self, ErrorKind, Read, Seek, Write};
-use std::os::unix::fs::{DirBuilderExt, FileExt, MetadataExt, PermissionsExt};
+use std::os::unix::fs::{DirBuilderExt, FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
@@ -20,8 +21,8 @@ use nix::fcntl::{FcntlArg, OFlag, PosixFadviseAdvice, fcntl, posix_fadvise};
 
 use super::directory::{Directory, EntryKind, Exposure, kind_of};
 use super::{
-    Backend, BackendError, Lease, ListEntry, ListKind, NewObject, Object, ReadAt, Stamp, WriterLease, check_name,
-    directory_of,
+    Backend, BackendError, Lease, LeaseMode, Leased, ListEntry, ListKind, NewObject, Object, ReadAt, Stamp,
+    check_lease, check_name, directory_of,
 };
 
 /// Bytes that are written at once. Tests write often, to be able to fail often.
@@ -34,8 +35,10 @@ const ALIGNMENT_BYTES: usize = 4096;
 /// A directory that changed less than this ago may change again without a new time of modification.
 const CLOCK_TICK: Duration = Duration::from_millis(100);
 
-/// The file that the writer's lease is on.
+/// The lease whose file is in the directory itself, and stays.
 const LOCK: &str = "lock";
+/// The directory of the files that other leases are on.
+const LOCKS: &str = "locks";
 /// The end of the names of staged objects.
 const STAGED: &str = ".tmp";
 
@@ -144,16 +147,17 @@ impl LocalBackend {
         Ok(LocalBackend { path, root, files: Files::default() })
     }
 
-    /// Makes the directory `path`, with those above it, and makes it its owner's alone.
+    /// Makes the directory `path`, with those above it, and makes it its owner's alone if that is
+    /// this user.
     ///
     /// # Errors
-    /// The file system failed.
+    /// The file system failed, or others may use the directory and there is something in it.
     pub fn create_directory(path: &Path) -> Result<LocalBackend, BackendError> {
         let path = std::path::absolute(path).map_err(failed("find", path))?;
         DirBuilder::new().recursive(true).mode(0o700).create(&path).map_err(failed("create the directory", &path))?;
-        std::fs::set_permissions(&path, Permissions::from_mode(0o700))
-            .map_err(failed("set the permissions of", &path))?;
-        let backend = LocalBackend::new(&path)?;
+        let root = Directory::open(&path).map_err(failed("open", &path))?;
+        root.keep_for_owner().map_err(failed("set the permissions of", &path))?;
+        let backend = LocalBackend { path: path.clone(), root: Some(root), files: Files::default() };
         if let Some(parent) = path.parent() {
             let parent = Directory::open(parent).map_err(failed("open", parent))?;
             backend.files.sync_directory(&parent)?;
@@ -267,7 +271,8 @@ impl Backend for LocalBackend {
         let listed = unless_missing(listed).map_err(failed("list", &self.path(directory)))?;
         let mut entries = Vec::new();
         for entry in listed.unwrap_or_default() {
-            let is_own = entry.name.ends_with(STAGED) || (directory.is_empty() && entry.name == LOCK);
+            let is_own =
+                entry.name.ends_with(STAGED) || (directory.is_empty() && [LOCK, LOCKS].contains(&&*entry.name));
             if is_own {
                 continue;
             }
@@ -324,30 +329,50 @@ impl Backend for LocalBackend {
         self.discard_staged_in(self.root().map_err(failed("list", &self.path))?)
     }
 
-    fn lease_writer(&self, owner: &str) -> Result<WriterLease, BackendError> {
-        let path = self.path(LOCK);
+    fn lease(&self, name: &str, mode: LeaseMode, owner: &str) -> Result<Leased, BackendError> {
+        check_lease(name).map_err(BackendError::new("lock", format!("{name:?}")))?;
         let root = self.root().map_err(failed("open", &self.path))?;
         if !root.is_in_place().map_err(failed("find", &self.path))? {
             // What was written there would be lost, or not be found.
             return Err(failed("find", &self.path)(ErrorKind::StaleNetworkFileHandle.into()));
         }
-        let mut file = root.file_to_write(LOCK).map_err(failed("open", &path))?;
-        match file.try_lock() {
-            Ok(()) => {}
-            Err(TryLockError::WouldBlock) => {
-                let mut owner = String::new();
-                // The text only helps people: without it the lease is held all the same.
-                let _ = Read::take(&file, 256).read_to_string(&mut owner);
-                return Ok(WriterLease::Held { owner });
+        let directory = self.make_directory(if name == LOCK { "" } else { LOCKS })?;
+        let path = directory.path_of(name);
+        loop {
+            let mut file = directory.file_to_write(name).map_err(failed("open", &path))?;
+            let locked = match mode {
+                LeaseMode::Alone => file.try_lock(),
+                LeaseMode::Shared => file.try_lock_shared(),
+            };
+            match locked {
+                Ok(()) => {}
+                Err(TryLockError::WouldBlock) => {
+                    let mut owner = String::new();
+                    // The text only helps people: without it the lease is held all the same.
+                    let _ = Read::take(&file, 1024).read_to_string(&mut owner);
+                    let stamp = file.metadata().and_then(|metadata| metadata.modified()).ok();
+                    let stamp = stamp.and_then(|stamp| stamp.duration_since(SystemTime::UNIX_EPOCH).ok());
+                    return Ok(Leased::Held { owner, stamp: stamp.map_or(0, |stamp| stamp.as_nanos()) });
+                }
+                Err(TryLockError::Error(source)) => return Err(failed("lock", &path)(source)),
             }
-            Err(TryLockError::Error(source)) => return Err(failed("lock", &path)(source)),
+            let names = file.metadata().map_err(failed("read", &path))?.nlink();
+            if names == 0 {
+                // The last holder has removed it since it was opened.
+                continue;
+            }
+            // A file with a second name may be a foreign file: it is locked, and not written.
+            if names == 1 {
+                // On a full disk the file stays empty.
+                let _ = file.set_len(0).and_then(|()| file.rewind()).and_then(|()| file.write_all(owner.as_bytes()));
+            }
+            // There may be many such names.
+            let goes = mode == LeaseMode::Alone && name.contains('.');
+            let removed = goes.then(|| (directory, name.to_owned()));
+            let mut locked = LockedFile::new(file);
+            locked.removed = removed;
+            return Ok(Leased::Granted(Box::new(locked)));
         }
-        // A file with a second name may be a foreign file: it is locked, and not written.
-        if file.metadata().is_ok_and(|metadata| metadata.nlink() == 1) {
-            // On a full disk the file stays empty.
-            let _ = file.set_len(0).and_then(|()| file.rewind()).and_then(|()| file.write_all(owner.as_bytes()));
-        }
-        Ok(WriterLease::Granted(Box::new(LockedFile::new(file))))
     }
 
     fn lease_reader(&self, name: &str) -> Result<Option<Box<dyn Lease>>, BackendError> {
@@ -381,18 +406,24 @@ struct LockedFile {
     file: File,
     /// The process that holds the lock. What it forks does not release it.
     process: u32,
+    /// The file, if it is removed before the lock is released.
+    removed: Option<(Directory, String)>,
 }
 
 impl LockedFile {
     fn new(file: File) -> LockedFile {
-        LockedFile { file, process: std::process::id() }
+        LockedFile { file, process: std::process::id(), removed: None }
     }
 }
 
 impl Drop for LockedFile {
     fn drop(&mut self) {
         if self.process == std::process::id() {
-            // Without it, the lock ends with the last descriptor.
+            if let Some((directory, name)) = &self.removed {
+                // A process that waits for the lock of the removed file finds that, and opens a new file.
+                let _ = directory.remove(name);
+            }
+            // If the call fails, the lock ends when the last descriptor is closed.
             let _ = self.file.unlock();
         }
     }
@@ -401,6 +432,11 @@ impl Drop for LockedFile {
 impl Lease for LockedFile {
     fn check(&self) -> Result<(), BackendError> {
         Ok(())
+    }
+
+    fn show_progress(&self) {
+        // Without it, those who wait believe that this process does not go on, and say so.
+        let _ = self.file.set_modified(SystemTime::now());
     }
 }
 
@@ -643,6 +679,8 @@ fn stamp_of(metadata: &std::fs::Metadata, asked_at: SystemTime) -> Option<Stamp>
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
     use super::*;
 
     #[test]
@@ -766,6 +804,25 @@ mod tests {
         assert_eq!(listed, expected.map(|(name, kind)| entry(name, kind)));
     }
 
+    #[test]
+    fn a_directory_with_other_files_keeps_its_mode() {
+        let directory = tempfile::tempdir().unwrap();
+        let at = |name: &str| directory.path().join(name);
+        let mode = |path: &Path| std::fs::metadata(path).unwrap().permissions().mode() & 0o777;
+        for name in ["empty", "used"] {
+            std::fs::create_dir(at(name)).unwrap();
+            std::fs::set_permissions(at(name), std::fs::Permissions::from_mode(0o755)).unwrap();
+        }
+        std::fs::write(at("used/file"), "").unwrap();
+        // The path may lead to another directory than the one that was examined before.
+        std::os::unix::fs::symlink(at("used"), at("link")).unwrap();
+        let error = LocalBackend::create_directory(&at("link")).err().expect("it is not empty");
+        assert!(error.to_string().contains("not empty"), "{error}");
+        assert_eq!(mode(&at("used")), 0o755);
+        LocalBackend::create_directory(&at("empty")).unwrap();
+        assert_eq!(mode(&at("empty")), 0o700);
+    }
+
     /// A process that was forked and has done this, and waits to be killed.
     fn forked(work: impl FnOnce()) -> nix::unistd::Pid {
         let (mut ours, mut theirs) = std::io::pipe().unwrap();
@@ -790,8 +847,9 @@ mod tests {
     fn a_forked_process_neither_keeps_nor_releases_a_lease() {
         let directory = tempfile::tempdir().unwrap();
         let backend = LocalBackend::create_directory(directory.path()).unwrap();
-        let WriterLease::Granted(lease) = backend.lease_writer("the test").unwrap() else { panic!("it is held") };
-        let is_held = || matches!(backend.lease_writer("another").unwrap(), WriterLease::Held { .. });
+        let lease = |owner: &str| backend.lease(LOCK, LeaseMode::Alone, owner).unwrap();
+        let is_held = || matches!(lease("another"), Leased::Held { .. });
+        let Leased::Granted(lease) = lease("the test") else { panic!("it is held") };
         // One process keeps its copy of the lease, the other drops it.
         let mut lease = Some(lease);
         let children = [forked(|| {}), forked(|| drop(lease.take()))];

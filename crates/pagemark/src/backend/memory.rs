@@ -10,8 +10,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::{
-    Backend, BackendError, Lease, ListEntry, ListKind, NewObject, Object, ReadAt, Stamp, WriterLease, check_name,
-    directory_of,
+    Backend, BackendError, Lease, LeaseMode, Leased, ListEntry, ListKind, NewObject, Object, ReadAt, Stamp,
+    check_lease, check_name, directory_of,
 };
 
 /// Objects in memory. Clones have the same objects, as two processes that open one directory.
@@ -26,12 +26,21 @@ struct State {
     objects: BTreeMap<String, Arc<MemoryObject>>,
     /// Objects that are being written, or were when their writer died.
     staged: BTreeSet<String>,
-    writer: Option<String>,
+    leases: HashMap<String, HeldLease>,
     /// How many leases readers have on each object.
     readers: HashMap<String, usize>,
     /// How often each directory changed.
     changes: HashMap<String, u128>,
     stamps_taken: u64,
+}
+
+/// A lease that is held, by one holder or more.
+#[derive(Default)]
+struct HeldLease {
+    mode: Option<LeaseMode>,
+    holders: usize,
+    owner: String,
+    stamp: u128,
 }
 
 impl State {
@@ -143,13 +152,16 @@ impl Backend for MemoryBackend {
         Ok(())
     }
 
-    fn lease_writer(&self, owner: &str) -> Result<WriterLease, BackendError> {
+    fn lease(&self, name: &str, mode: LeaseMode, owner: &str) -> Result<Leased, BackendError> {
+        check_lease(name).map_err(BackendError::new("lease", format!("memory:{name:?}")))?;
         let mut state = self.state();
-        if let Some(owner) = &state.writer {
-            return Ok(WriterLease::Held { owner: owner.clone() });
+        let lease = state.leases.entry(name.to_owned()).or_default();
+        if lease.holders > 0 && (mode, lease.mode) != (LeaseMode::Shared, Some(LeaseMode::Shared)) {
+            return Ok(Leased::Held { owner: lease.owner.clone(), stamp: lease.stamp });
         }
-        state.writer = Some(owner.to_owned());
-        Ok(WriterLease::Granted(Box::new(MemoryLease { backend: self.clone(), object: None })))
+        let (holders, stamp) = (lease.holders + 1, lease.stamp + 1);
+        *lease = HeldLease { mode: Some(mode), holders, owner: owner.to_owned(), stamp };
+        Ok(Leased::Granted(Box::new(MemoryLease { backend: self.clone(), on: On::Name(name.to_owned()) })))
     }
 
     fn lease_reader(&self, name: &str) -> Result<Option<Box<dyn Lease>>, BackendError> {
@@ -159,7 +171,7 @@ impl Backend for MemoryBackend {
             return Ok(None);
         }
         *state.readers.entry(name.to_owned()).or_default() += 1;
-        Ok(Some(Box::new(MemoryLease { backend: self.clone(), object: Some(name.to_owned()) })))
+        Ok(Some(Box::new(MemoryLease { backend: self.clone(), on: On::Object(name.to_owned()) })))
     }
 
     fn remove_unleased(&self, name: &str) -> Result<bool, BackendError> {
@@ -173,24 +185,42 @@ impl Backend for MemoryBackend {
     }
 }
 
-/// A writer's lease, or a reader's on an object.
+/// What a lease is on.
+enum On {
+    Name(String),
+    Object(String),
+}
+
+/// A lease on a name, or a reader's on an object.
 struct MemoryLease {
     backend: MemoryBackend,
-    object: Option<String>,
+    on: On,
 }
 
 impl Lease for MemoryLease {
     fn check(&self) -> Result<(), BackendError> {
         Ok(())
     }
+
+    fn show_progress(&self) {
+        if let On::Name(name) = &self.on
+            && let Some(lease) = self.backend.state().leases.get_mut(name)
+        {
+            lease.stamp += 1;
+        }
+    }
 }
 
 impl Drop for MemoryLease {
     fn drop(&mut self) {
         let mut state = self.backend.state();
-        match &self.object {
-            None => state.writer = None,
-            Some(name) => match state.readers.get_mut(name) {
+        match &self.on {
+            On::Name(name) => {
+                if let Some(lease) = state.leases.get_mut(name) {
+                    lease.holders = lease.holders.saturating_sub(1);
+                }
+            }
+            On::Object(name) => match state.readers.get_mut(name) {
                 Some(count) if *count > 1 => *count -= 1,
                 _ => drop(state.readers.remove(name)),
             },

@@ -3,8 +3,9 @@
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 
+use pagemark_linux::sparse::{next_data, read_full};
+
 use super::{BATCH_PAGES, BlobReader};
-use crate::sys::sparse::{next_data, read_full};
 use crate::{Address, AddressRangeExt, ByteCount, Error, PAGE_SIZE, PageNumber, PageRange, PageRangeExt, RangeSet};
 
 /// The pages of a file whose content differs from that of a blob.
@@ -78,7 +79,7 @@ impl BlobReader<'_> {
     /// Reads each page of the content once, to find out whether all can be read.
     ///
     /// # Errors
-    /// As [`Store::get_page`](crate::Store::get_page).
+    /// Those of [`Store::get_page`](crate::Store::get_page).
     pub fn check(&self) -> Result<(), Error> {
         let mut page = [0; PAGE_SIZE];
         self.tree.range(self.pages()).try_for_each(|(_, id)| self.store.get_page(id, &mut page))

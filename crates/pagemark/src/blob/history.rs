@@ -35,7 +35,7 @@ impl BlobHistory {
     /// Puts the whole content of `reader` into `store`.
     ///
     /// # Errors
-    /// As [`Blob::write`].
+    /// Those of [`Blob::write`].
     pub fn write(&mut self, name: &str, store: &mut dyn Store, reader: &mut dyn Read) -> Result<Blob, Error> {
         let mut tree = self.last.remove(name).unwrap_or_default();
         let blob = Blob::write_changed(store, reader, &mut tree)?;

@@ -25,6 +25,10 @@ pub enum JobEvent<'a> {
     FirstCheckpoint,
     /// A checkpoint was taken.
     Taken(&'a Taken),
+    /// The target cannot keep the pages of a checkpoint beyond the freeze, which its strategy
+    /// ([`Strategy::Auto`](crate::checkpointer::Strategy::Auto)) had it try: from now on they are
+    /// copied in the freeze.
+    NotKept(&'a Error),
     /// The target could not be attached to. The next interval tries again.
     AttachFailed(&'a Error),
     /// A checkpoint could not be taken. The next interval tries again.
@@ -70,7 +74,7 @@ impl<T: Target> Job<T> {
         progress.summary(end)
     }
 
-    /// As [`Job::run`], for a target that may not yet be attachable: `attach` is called when the
+    /// Like [`Job::run`], for a target that may not yet be attachable: `attach` is called when the
     /// first checkpoint is due, and again at each interval until it succeeds.
     pub fn attach_and_run(
         attach: &mut dyn FnMut() -> Result<T, T::Error>,
@@ -111,6 +115,9 @@ impl<T: Target> Job<T> {
                 last = Some(taken);
                 progress.taken(taken);
                 events(JobEvent::Taken(&taken));
+                if let Some(error) = self.take_not_kept() {
+                    events(JobEvent::NotKept(&error));
+                }
                 match self.prune() {
                     Some(Ok(report)) => events(JobEvent::Pruned(&report)),
                     Some(Err(error)) => events(JobEvent::PruneFailed(&error)),
@@ -215,6 +222,7 @@ mod tests {
         match event {
             JobEvent::FirstCheckpoint => "first".into(),
             JobEvent::Taken(taken) => format!("taken {}", taken.sequence),
+            JobEvent::NotKept(error) => format!("not kept: {error}"),
             JobEvent::AttachFailed(error) => format!("attach: {error}"),
             JobEvent::CheckpointFailed(error) => format!("checkpoint: {error}"),
             JobEvent::Pruned(report) => format!("pruned {}", report.removed.len()),
@@ -223,7 +231,7 @@ mod tests {
     }
 
     fn options(retention: Option<Retention>) -> JobOptions {
-        JobOptions { name: "script".into(), policy: Policy { every: EVERY, retention, ..Policy::default() } }
+        JobOptions { policy: Policy { every: EVERY, retention, ..Policy::default() }, ..JobOptions::new("script") }
     }
 
     fn repository(directory: &tempfile::TempDir) -> Repository {

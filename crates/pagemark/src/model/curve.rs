@@ -22,6 +22,15 @@ pub struct DirtyCurve {
     classes: Vec<(f64, f64)>,
     /// Pages a second that are written once.
     linear: f64,
+    ceiling: Option<Ceiling>,
+}
+
+/// The pages that hold data: no interval has more that were written.
+#[derive(Clone, Copy, PartialEq, Debug)]
+struct Ceiling {
+    pages: f64,
+    /// Pages that come to hold data, a second.
+    growth: f64,
 }
 
 impl DirtyCurve {
@@ -51,13 +60,23 @@ impl DirtyCurve {
         let scale = points.iter().map(|point| point.1).fold(1.0, f64::max);
         let solution = non_negative_least_squares(&rows, terms, scale * PRECISION);
         let linear = solution.last().copied().unwrap_or(0.0) / longest;
-        Some(DirtyCurve { classes: times.into_iter().zip(solution).filter(|class| class.1 > 0.0).collect(), linear })
+        let classes = times.into_iter().zip(solution).filter(|class| class.1 > 0.0).collect();
+        Some(DirtyCurve { classes, linear, ceiling: None })
+    }
+
+    /// The same curve of a target of which `pages` hold data, and `growth` more each second: no
+    /// interval has more written pages than hold data at its end.
+    #[must_use]
+    pub fn below(self, pages: f64, growth: f64) -> DirtyCurve {
+        DirtyCurve { ceiling: Some(Ceiling { pages, growth }), ..self }
     }
 
     /// The number of pages that are written in an interval.
     pub fn pages(&self, interval: Duration) -> f64 {
         let at = interval.as_secs_f64();
-        self.classes.iter().map(|(time, pages)| pages * share_written(at, *time)).sum::<f64>() + self.linear * at
+        let classes = self.classes.iter().map(|(time, pages)| pages * share_written(at, *time)).sum::<f64>();
+        let pages = classes + self.linear * at;
+        self.ceiling.map_or(pages, |ceiling| pages.min(ceiling.pages + ceiling.growth * at))
     }
 
     /// The number of pages that are written in an interval and in each of the `intervals` of the

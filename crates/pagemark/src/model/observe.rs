@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
 use super::DirtyCurve;
-use crate::store::is_zero_page;
+use crate::id::pages::is_zero_page;
 use crate::target::{Captured, Frozen, SpaceId, Target, TargetMemory};
 use crate::{AddressRangeExt, ByteCount, Error, PAGE_SIZE, Range, RangeSet};
 
@@ -22,6 +22,8 @@ pub struct Observation {
     walk: Option<Duration>,
     /// What copying a sample of the written pages took, and what it would take up.
     sample: Sample,
+    /// What held data before the first slice.
+    held: HashMap<SpaceId, RangeSet>,
 }
 
 /// What was written in a time.
@@ -40,8 +42,9 @@ struct Sample {
 
 impl Observation {
     /// Observes a target in `count` slices of this length. `wait` waits for a time; if it returns
-    /// false, the observation ends with the last whole slice. What the target has written before is
-    /// of no concern. Reading a sample of the written pages is part of it; they are not changed.
+    /// false, the observation ends with the last whole slice. Nothing may have collected this
+    /// memory before, so that the observation begins with all that holds data. Reading a sample of
+    /// the written pages is part of it; they are not changed.
     ///
     /// # Errors
     /// Those of the target.
@@ -51,8 +54,7 @@ impl Observation {
         count: u32,
         wait: &mut dyn FnMut(Duration) -> bool,
     ) -> Result<Observation, M::Error> {
-        let mut observation = Observation::default();
-        collect(memory)?;
+        let mut observation = Observation { held: collect(memory)?, ..Observation::default() };
         let mut begin = Instant::now();
         for _ in 0..count {
             if !wait(slice) {
@@ -91,7 +93,11 @@ impl Observation {
 
     /// The curve of the pages that are written in an interval. None if there is no slice.
     pub fn curve(&self) -> Option<DirtyCurve> {
-        DirtyCurve::fit(&self.points())
+        let pages = |slice: &Slice| slice.pages() as f64;
+        let before = Slice { time: Duration::ZERO, written: self.held.clone() };
+        let after = self.slices.iter().fold(before.clone(), |held, slice| held.with(slice));
+        let growth = (pages(&after) - pages(&before)) / self.time().as_secs_f64().max(1e-9);
+        DirtyCurve::fit(&self.points()).map(|curve| curve.below(pages(&after), growth))
     }
 
     /// The time in which all memory is examined.
@@ -270,6 +276,21 @@ mod tests {
         assert!(times[0] >= Duration::from_micros(100) && times[3] == observation.time());
         assert!(observation.curve().unwrap().pages(observation.time()) > 8.0);
         assert!(observation.walk() < observation.time());
+    }
+
+    #[test]
+    fn no_interval_has_more_written_pages_than_hold_data() {
+        // 1000 pages hold data, and each slice has 100 others of them: a line, as far as is seen.
+        let observation = observe(8, |slice| match slice {
+            0 => (0..1000).collect(),
+            slice => (slice * 100..(slice + 1) * 100).collect(),
+        });
+        let curve = observation.curve().unwrap();
+        assert!(curve.pages(observation.time()) > 500.0);
+        assert_eq!(curve.pages(observation.time() * 1000), 1000.0);
+        // A target that grows has more.
+        let growing = observe(8, |slice| (slice * 100..(slice + 1) * 100).collect());
+        assert!(growing.curve().unwrap().pages(growing.time() * 100) > 10_000.0);
     }
 
     #[test]

@@ -2,10 +2,11 @@
 
 use std::ptr::NonNull;
 
+use pagemark_linux::memory::Memory;
+use pagemark_linux::own_mappings::{self, OwnMapping};
+
 use super::claim::Claim;
 use super::{Region, RegionMemory, RegionOptions};
-use crate::sys::memory::Memory;
-use crate::sys::own_mappings::{self, OwnMapping};
 use crate::track::{OwnMemory, Scope};
 use crate::{Address, AddressRangeExt, ByteCount, Error, Mechanism, PAGE_SIZE, Range, RangeSet};
 
@@ -38,15 +39,16 @@ impl Region {
         unsafe { adopt(start, bytes, options, false) }
     }
 
-    /// As [`Region::adopt`], also for shared memory, of which the caller promises the sole use. A
+    /// Like [`Region::adopt`], also for shared memory, of which the caller promises the sole use. A
     /// mechanism other than `compare` and `full` does not report writes that break the promise:
     /// they are missing in commits and snapshots, and rollback does not undo them.
     ///
     /// # Errors
-    /// As [`Region::adopt`], without `ErrorKind::Shared`. `emulate` cannot track shared memory.
+    /// Those of [`Region::adopt`], without `ErrorKind::Shared`. `emulate` cannot track shared
+    /// memory.
     ///
     /// # Safety
-    /// As for [`Region::adopt`]. While the region exists, the memory is written only by this
+    /// Those of [`Region::adopt`]. While the region exists, the memory is written only by this
     /// process and only at these addresses: not by another process, not through another mapping and
     /// not through a file descriptor.
     pub unsafe fn adopt_shared(start: NonNull<u8>, bytes: usize, options: RegionOptions) -> Result<Region, Error> {
@@ -56,7 +58,7 @@ impl Region {
 }
 
 /// # Safety
-/// As for [`Region::adopt`]; with `sole_use` as for [`Region::adopt_shared`].
+/// Those of [`Region::adopt`]; with `sole_use` as for [`Region::adopt_shared`].
 unsafe fn adopt(start: NonNull<u8>, bytes: usize, options: RegionOptions, sole_use: bool) -> Result<Region, Error> {
     let address = Address::of(start.as_ptr());
     let unaligned = |page_bytes| Error::unaligned(address, bytes, page_bytes);

@@ -2,10 +2,11 @@
 
 use std::io;
 
+use pagemark_linux::own_memory::{self, Mapping};
+use pagemark_linux::room;
+use pagemark_linux::shared_bytes::SharedBytes;
+
 use crate::snapshot::Snapshot;
-use crate::sys::own_memory::{self, Mapping};
-use crate::sys::room;
-use crate::sys::shared_bytes::SharedBytes;
 use crate::track::page_bits::{for_words, runs};
 use crate::{Address, AddressRangeExt, Error, PAGE_SIZE, PageNumber, PageRangeExt, Range, RangeSet};
 

@@ -3,18 +3,18 @@
 
 use std::fmt;
 
+use pagemark_linux::room;
+use pagemark_linux::shared_bytes::SharedBytes;
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::{Region, State};
 use crate::error::Object;
 use crate::snapshot::Snapshot;
-use crate::sys::room;
-use crate::sys::shared_bytes::SharedBytes;
 use crate::{Address, AddressRangeExt, ByteCount, Error, ErrorKind, Range, RangeSet};
 
 /// What is encoded, by its first bytes.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Encoded {
+pub(super) enum EncodedKind {
     Changes,
     /// A snapshot: its changes from a region of zeros.
     Snapshot,
@@ -56,7 +56,7 @@ pub struct Changes {
     offsets: RangeSet,
     /// The bytes at the offsets, in their order.
     new: Vec<u8>,
-    /// As long as `new`.
+    /// The content before; its length is that of `new`.
     old: Option<Vec<u8>>,
 }
 
@@ -155,7 +155,7 @@ impl Changes {
         self
     }
 
-    /// As [`Changes::without_old`], in place.
+    /// Like [`Changes::without_old`], in place.
     pub fn forget_old(&mut self) {
         self.old = None;
     }
@@ -173,7 +173,7 @@ impl Changes {
     /// Writes the old content to a region: undoes the changes if they are the last that were made.
     ///
     /// # Errors
-    /// As [`Changes::apply`], and `ErrorKind::NoRollback` if the old content is not known.
+    /// Those of [`Changes::apply`], and `ErrorKind::NoRollback` if the old content is not known.
     pub fn revert(&self, region: &Region) -> Result<(), Error> {
         if self.old.is_none() {
             return Err(Error::no_old_content());
@@ -184,24 +184,24 @@ impl Changes {
     /// The changes as bytes, for another process or a file. They end with a checksum. Without
     /// memory for them the program ends: see [`Changes::try_to_bytes`].
     pub fn to_bytes(&self) -> Vec<u8> {
-        self.encode(Encoded::Changes, Vec::with_capacity(self.encoded_bytes()))
+        self.encode(EncodedKind::Changes, Vec::with_capacity(self.encoded_bytes()))
     }
 
-    /// As [`Changes::to_bytes`].
+    /// Like [`Changes::to_bytes`].
     ///
     /// # Errors
     /// `ErrorKind::NoMemory`
     pub fn try_to_bytes(&self) -> Result<Vec<u8>, Error> {
-        self.try_encode(Encoded::Changes)
+        self.try_encode(EncodedKind::Changes)
     }
 
-    pub(super) fn try_encode(&self, as_what: Encoded) -> Result<Vec<u8>, Error> {
+    pub(super) fn try_encode(&self, as_what: EncodedKind) -> Result<Vec<u8>, Error> {
         let bytes = room::vector(self.encoded_bytes()).map_err(Error::no_memory_for_changes)?;
         Ok(self.encode(as_what, bytes))
     }
 
     /// Encodes into an empty vector.
-    fn encode(&self, as_what: Encoded, mut bytes: Vec<u8>) -> Vec<u8> {
+    fn encode(&self, as_what: EncodedKind, mut bytes: Vec<u8>) -> Vec<u8> {
         bytes.extend(as_what.magic());
         let flags = if self.has_old() { HAS_OLD } else { 0 };
         let header = [VERSION, flags, self.region_bytes.get(), self.offsets.range_count() as u64];
@@ -216,7 +216,10 @@ impl Changes {
     /// Length of what [`Changes::to_bytes`] returns.
     pub fn encoded_bytes(&self) -> usize {
         let numbers = HEADER_NUMBERS + 2 * self.offsets.range_count() + 1;
-        Encoded::Changes.magic().len() + NUMBER_BYTES * numbers + self.new.len() + self.old.as_ref().map_or(0, Vec::len)
+        EncodedKind::Changes.magic().len()
+            + NUMBER_BYTES * numbers
+            + self.new.len()
+            + self.old.as_ref().map_or(0, Vec::len)
     }
 
     /// The changes that [`Changes::to_bytes`] has encoded. Any bytes are examined safely; the
@@ -225,10 +228,10 @@ impl Changes {
     /// # Errors
     /// `ErrorKind::Damaged`, `ErrorKind::NewerFormat`, `ErrorKind::NoMemory`
     pub fn from_bytes(bytes: &[u8]) -> Result<Changes, Error> {
-        Changes::decode(bytes, Encoded::Changes)
+        Changes::decode(bytes, EncodedKind::Changes)
     }
 
-    pub(super) fn decode(bytes: &[u8], as_what: Encoded) -> Result<Changes, Error> {
+    pub(super) fn decode(bytes: &[u8], as_what: EncodedKind) -> Result<Changes, Error> {
         let damaged = |check| as_what.damaged(check);
         let (content, checksum) = bytes.split_last_chunk().ok_or_else(|| damaged("it is too short"))?;
         let first = content.strip_prefix(&as_what.magic());
@@ -288,18 +291,18 @@ impl fmt::Debug for Changes {
     }
 }
 
-impl Encoded {
+impl EncodedKind {
     fn magic(self) -> [u8; 8] {
         match self {
-            Encoded::Changes => *b"PMCHANGE",
-            Encoded::Snapshot => *b"PMSNAPSH",
+            EncodedKind::Changes => *b"PMCHANGE",
+            EncodedKind::Snapshot => *b"PMSNAPSH",
         }
     }
 
     fn object(self) -> Object {
         match self {
-            Encoded::Changes => Object::Other("the encoding of changes".into()),
-            Encoded::Snapshot => Object::Other("the encoding of a snapshot".into()),
+            EncodedKind::Changes => Object::Other("the encoding of changes".into()),
+            EncodedKind::Snapshot => Object::Other("the encoding of a snapshot".into()),
         }
     }
 
@@ -315,14 +318,15 @@ impl Encoded {
 }
 
 impl Region {
-    /// As [`Region::commit`], and returns the written content too, as it is after the transaction
+    /// Like [`Region::commit`], and returns the written content too, as it is after the transaction
     /// and, unless the region was made without rollback, as it was before it.
     ///
     /// The content that other threads write during the call is in these changes, and counts as
     /// written again afterwards.
     ///
     /// # Errors
-    /// As [`Region::commit`], and `ErrorKind::NoMemory` if there is no memory for the content.
+    /// Those of [`Region::commit`], and `ErrorKind::NoMemory` if there is no memory for the
+    /// content.
     pub fn commit_changes(&self) -> Result<Changes, Error> {
         self.check()?;
         let mut state = self.lock();

@@ -2,9 +2,10 @@
 
 use std::sync::{Mutex, PoisonError};
 
+use pagemark_linux::at_fork::hold_off;
+
 use crate::Error;
 use crate::Range;
-use crate::sys::at_fork::hold_off;
 
 /// Each range with the process that claimed it: a child made by `fork` has no claims.
 static CLAIMED: Mutex<Vec<(Range, u32)>> = Mutex::new(Vec::new());

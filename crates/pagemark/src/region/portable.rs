@@ -1,13 +1,14 @@
 //! Snapshots of regions that leave their process: as bytes, or in a repository.
 
-use super::changes::{Changes, Encoded};
+use pagemark_linux::own_memory::Mapping;
+use pagemark_linux::shared_bytes::SharedBytes;
+
+use super::changes::{Changes, EncodedKind};
 use super::claim::Claim;
 use super::{Region, RegionOptions, RegionSnapshot};
 use crate::job::Taken;
 use crate::repository::Repository;
 use crate::snapshot::SnapshotStore;
-use crate::sys::own_memory::Mapping;
-use crate::sys::shared_bytes::SharedBytes;
 use crate::{AddressRangeExt, Error, Mechanism, PAGE_SIZE, RangeSet};
 
 impl RegionSnapshot {
@@ -36,7 +37,7 @@ impl RegionSnapshot {
         for range in self.content.holding().iter() {
             changes.add_from(&range, &self.content)?;
         }
-        changes.try_encode(Encoded::Snapshot)
+        changes.try_encode(EncodedKind::Snapshot)
     }
 
     /// The snapshot that [`RegionSnapshot::to_bytes`] has encoded, in a store. It is equal to all
@@ -48,10 +49,10 @@ impl RegionSnapshot {
     /// `ErrorKind::Damaged`, `ErrorKind::NewerFormat`, and the errors of
     /// [`SnapshotStore::snapshot`].
     pub fn from_bytes(bytes: &[u8], store: &SnapshotStore) -> Result<RegionSnapshot, Error> {
-        let changes = Changes::decode(bytes, Encoded::Snapshot)?;
+        let changes = Changes::decode(bytes, EncodedKind::Snapshot)?;
         let region_bytes = changes.region_bytes();
         if changes.has_old() || !region_bytes.is_whole_pages() || region_bytes.get() == 0 {
-            return Err(Encoded::Snapshot.damaged("it is not of a region"));
+            return Err(EncodedKind::Snapshot.damaged("it is not of a region"));
         }
         let mut area = Mapping::new(region_bytes.to_usize()).map_err(Error::no_memory)?;
         for change in changes.iter() {
@@ -77,7 +78,7 @@ impl RegionSnapshot {
     /// [`RegionSnapshot::from_bytes`].
     ///
     /// # Errors
-    /// As [`Region::open`], and the errors of [`SnapshotStore::snapshot`].
+    /// Those of [`Region::open`], and the errors of [`SnapshotStore::snapshot`].
     pub fn open(repository: &Repository, job: &str, store: &SnapshotStore) -> Result<RegionSnapshot, Error> {
         let region = Region::open(repository, job, plain_options(Some(store.clone())))?;
         Ok(RegionSnapshot { region: None, ..region.snapshot()? })

@@ -1,11 +1,12 @@
 //! Saving a region to a repository, and opening a saved region.
 
-use super::target::{RegionTarget, Unsaved};
+use pagemark_linux::own_memory::Mapping;
+
+use super::target::{RegionTarget, UnsavedOffsets};
 use super::{Region, RegionOptions};
 use crate::checkpointer::{Checkpointer, Strategy};
 use crate::job::{Job, JobOptions, Policy, Taken};
 use crate::repository::{Checkpoint, Repository, SpaceKind, SpaceRecord};
-use crate::sys::own_memory::Mapping;
 use crate::{Error, PAGE_SIZE, PageNumber, PageTree, RangeSet, Store};
 
 use super::claim::Claim;
@@ -75,7 +76,7 @@ impl Region {
         // The caller waits until the checkpoint is durable, so copying in rounds would gain
         // nothing.
         let policy = Policy { strategy: Strategy::StopAndCopy, ..Policy::default() };
-        let options = JobOptions { name: job.to_owned(), policy };
+        let options = JobOptions { policy, ..JobOptions::new(job) };
         let mut running = Job::resumed(target, repository.clone(), options, checkpointer);
         let taken = running.checkpoint();
         let checkpointer = running.into_checkpointer();
@@ -93,7 +94,7 @@ impl Region {
         let checkpoint = newest(repository, job)?;
         let (region, tree) = Region::map_checkpoint(&checkpoint, LABEL, options)?;
         let target = RegionTarget::reserve_number();
-        region.lock().unsaved = Some(Unsaved::none(target));
+        region.lock().unsaved = Some(UnsavedOffsets::none(target));
         region.resume_from(repository, &checkpoint, tree, target);
         Ok(region)
     }
@@ -131,7 +132,7 @@ impl Region {
     /// written. Further saves to the job are incremental.
     ///
     /// # Errors
-    /// As [`Region::open`], `ErrorKind::SavedLengthDiffers`, `ErrorKind::TransactionOpen`. A
+    /// Those of [`Region::open`], `ErrorKind::SavedLengthDiffers`, `ErrorKind::TransactionOpen`. A
     /// page that can't be read from the repository leaves the region partly loaded.
     pub fn load(&self, repository: &Repository, job: &str) -> Result<RangeSet, Error> {
         self.check()?;
@@ -151,7 +152,7 @@ impl Region {
             state.collect()?;
             // Set before the loading, so that the next save includes what other threads write
             // meanwhile.
-            state.unsaved = Some(Unsaved::none(target));
+            state.unsaved = Some(UnsavedOffsets::none(target));
             let memory = self.shared_bytes();
             let mut content = [0; PAGE_SIZE];
             for page in (0..bytes / PAGE_SIZE).map(PageNumber::from) {

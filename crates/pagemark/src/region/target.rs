@@ -10,9 +10,10 @@ use std::sync::MutexGuard;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Instant, SystemTime};
 
+use pagemark_linux::at_fork::hold_off;
+
 use super::{Region, State};
 use crate::repository::{SpaceKind, TargetKind};
-use crate::sys::at_fork::hold_off;
 use crate::target::{
     CapturedSpace, CapturedSpaces, Frozen, SpaceId, Target, TargetDescription, TargetMemory, WhileFreezing,
 };
@@ -59,7 +60,7 @@ struct Member<'region> {
 }
 
 /// The offsets that a region has to save, and the target that saves them.
-pub(super) struct Unsaved {
+pub(super) struct UnsavedOffsets {
     /// Number of the target that saves the region.
     target: u64,
     /// Offsets that were written since that target collected last.
@@ -93,7 +94,7 @@ impl<'region> RegionTarget<'region> {
             // as zeros.
             state.collect()?;
             let written = state.holding_all()?;
-            state.unsaved = Some(Unsaved { target: target.number, written });
+            state.unsaved = Some(UnsavedOffsets { target: target.number, written });
         }
         Ok(target)
     }
@@ -123,10 +124,10 @@ fn position(space: SpaceId) -> usize {
     usize::try_from(space).unwrap_or(usize::MAX)
 }
 
-impl Unsaved {
+impl UnsavedOffsets {
     /// No offsets for `target` to save.
-    pub(super) fn none(target: u64) -> Unsaved {
-        Unsaved { target, written: RangeSet::new() }
+    pub(super) fn none(target: u64) -> UnsavedOffsets {
+        UnsavedOffsets { target, written: RangeSet::new() }
     }
 
     /// True if `target` saves the region.

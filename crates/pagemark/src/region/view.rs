@@ -4,10 +4,10 @@ use std::fmt;
 use std::marker::PhantomData;
 
 use bytemuck::Pod;
+use pagemark_linux::shared_bytes::SharedBytes;
 
 use super::Region;
 use crate::Error;
-use crate::sys::shared_bytes::SharedBytes;
 
 /// A part of a region as an array of values, which any thread may read and write: numbers, or
 /// structs of numbers without padding ([`Pod`], which `bytemuck` derives).

@@ -4,11 +4,12 @@ use std::ops::{ControlFlow, Range};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
+use pagemark_linux::room;
+
 use super::pack::{IdMap, RECORD_HEADER_BYTES, ReadBase, decode_base, decode_record};
 use super::table::Entry;
 use super::{Inner, delta, locked};
 use crate::store::{Piece, Visit};
-use crate::sys::room;
 use crate::{ContentId, Error, PAGE_SIZE};
 
 /// Maximum number of records in a batch, which a thread reads at once. Pages of a batch stay in the
@@ -151,7 +152,7 @@ impl Bases {
             let entries = &located[batch];
             let Some((stored, start)) = read_stored(inner, entries, &mut self.stored)? else { continue };
             for (entry, _) in entries {
-                // One with a wrong offset may end behind the last.
+                // An entry with a wrong offset may end behind the last entry.
                 let record = stored.get((u64::from(entry.offset) - start) as usize..(end_of(entry) - start) as usize);
                 let mut page = [0; PAGE_SIZE];
                 if record.is_some_and(|record| decode_base(record, &inner.format.key, entry, &mut page).is_ok()) {

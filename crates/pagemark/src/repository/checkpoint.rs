@@ -22,7 +22,20 @@ pub struct Checkpoint {
     _lease: Box<dyn Lease>,
 }
 
+/// Keeps a checkpoint from being pruned until it is dropped, in this process and in others.
+pub struct CheckpointHold {
+    _lease: Box<dyn Lease>,
+}
+
 impl Repository {
+    /// Keeps a checkpoint from being pruned.
+    ///
+    /// # Errors
+    /// [`ErrorKind::NoCheckpoint`], or that its record is damaged.
+    pub fn hold(&self, job: &str, sequence: u64) -> Result<CheckpointHold, Error> {
+        self.inner.pin(job, sequence).map(|(lease, _)| CheckpointHold { _lease: lease })
+    }
+
     /// Opens a checkpoint to read it.
     ///
     /// # Errors

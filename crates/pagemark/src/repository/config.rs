@@ -90,8 +90,12 @@ pub(super) fn damage_of_copy(backend: &dyn Backend, format: &Format) -> Option<S
 
 impl Inner {
     /// Makes sure that programs which know only lower formats refuse the repository: a prune by one
-    /// would take needed content for garbage. Only for the holder of the lock.
+    /// would take needed content for garbage. Only for who has the right to write.
     pub(super) fn require_format(&self, number: u32) -> Result<(), Error> {
+        if read(&*self.backend)?.number >= number {
+            return Ok(());
+        }
+        let _lock = self.lock_config()?;
         if read(&*self.backend)?.number < number {
             write(&*self.backend, CONFIG_COPY, &self.format, number)?;
             write(&*self.backend, CONFIG, &self.format, number)?;
@@ -101,22 +105,33 @@ impl Inner {
     }
 
     /// Writes `config` again from its copy, or the copy from `config`, where one of the two is
-    /// missing or damaged. Only for the holder of the lock.
+    /// missing or damaged. Only for who has the right to write.
     pub(super) fn repair_config(&self) -> Result<(), Error> {
+        if self.damaged_config()?.is_none() {
+            return Ok(());
+        }
+        let _lock = self.lock_config()?;
+        let Some((name, format, number)) = self.damaged_config()? else { return Ok(()) };
         let backend = &*self.backend;
-        let Config { format, number, damage } = read(backend)?;
-        let name = match (damage, read_object(backend, CONFIG_COPY)) {
-            (Some(_), _) => CONFIG,
-            // The copy of another repository's `config` may be the only one that is left.
-            (None, Ok(Some(copy))) if copy.number >= number || copy.format.id != format.id => return Ok(()),
-            (None, _) => CONFIG_COPY,
-        };
         // Whatever has the name but is no object makes way.
         if backend.bytes(name)?.is_none() {
             backend.remove(name)?;
         }
         write(backend, name, &format, number)?;
         Ok(backend.sync("")?)
+    }
+}
+
+impl Inner {
+    /// Which of the two objects is to be written again, if one is, and with what.
+    fn damaged_config(&self) -> Result<Option<(&'static str, Format, u32)>, Error> {
+        let Config { format, number, damage } = read(&*self.backend)?;
+        Ok(match (damage, read_object(&*self.backend, CONFIG_COPY)) {
+            (Some(_), _) => Some((CONFIG, format, number)),
+            // The copy of another repository's `config` may be the only one that is left.
+            (None, Ok(Some(copy))) if copy.number >= number || copy.format.id != format.id => None,
+            (None, _) => Some((CONFIG_COPY, format, number)),
+        })
     }
 }
 

@@ -7,11 +7,12 @@
 //! the disk holds would cost a read for each page. [`BaseCache`] keeps the pages that were written
 //! in an interval before and were stored whole: the pages that a program writes again and again.
 
+use pagemark_linux::proc::system;
+
 use super::Inner;
 use super::index::{BadTable, View};
 use super::pack::{self, IdMap, ReadBase};
 use super::table::Entry;
-use crate::sys::proc::system;
 use crate::{ContentId, Error, ErrorKind, PAGE_SIZE};
 
 /// Bytes of the id of the base, with which a delta begins.
@@ -30,7 +31,7 @@ const MANY_FAILURES: u32 = 64;
 /// See [`MANY_FAILURES`].
 const SAMPLE: u32 = 16;
 /// The most memory for bases: a sixteenth of what the machine has to spare, but at most this.
-const MAX_BYTES: usize = 128 << 20;
+const MAX_BYTES: usize = 1 << 30;
 /// Divisor of the available memory that gives the part for bases.
 const SHARE: usize = 16;
 
@@ -157,6 +158,16 @@ impl BaseCache {
         let slot = self.slot_of.remove(&last)?;
         self.free_slots.push(slot);
         self.slots[slot].take().map(|(_, base)| base)
+    }
+
+    /// The content of a page has changed from `last` to `now`, which was stored before: what the
+    /// page has next is compared with the same base.
+    pub(super) fn moved(&mut self, last: ContentId, now: ContentId) {
+        if last != now
+            && let Some(base) = self.take(last)
+        {
+            self.keep(now, base);
+        }
     }
 
     /// Keeps the base of a page whose content is `now`. Two pages with the same content have one
@@ -305,6 +316,18 @@ mod tests {
         assert!(encode(&base, &changed, PAGE_SIZE, &mut delta));
         assert_eq!(delta.len(), 2 * RUN_HEADER_BYTES + 3 * WORD_BYTES);
         assert_eq!(delta[..RUN_HEADER_BYTES], [56, 0, 16, 0]);
+    }
+
+    #[test]
+    fn a_base_follows_its_page() {
+        let (first, second, third) = (ContentId([1; 16]), ContentId([2; 16]), ContentId([3; 16]));
+        let mut cache = BaseCache::new(4 * PAGE_SIZE);
+        cache.keep(first, base(1));
+        cache.moved(first, first);
+        cache.moved(first, second);
+        cache.moved(third, first);
+        assert!(cache.take(first).is_none());
+        assert_eq!(cache.take(second).map(|base| base.id), Some(first));
     }
 
     #[test]

@@ -84,7 +84,7 @@ pub(super) fn job_directory(job: &str) -> String {
 
 /// Random bytes that nobody can guess.
 pub(super) fn random<const BYTES: usize>() -> Result<[u8; BYTES], BackendError> {
-    crate::sys::random::random().map_err(BackendError::new("read", "/dev/urandom"))
+    pagemark_linux::random::random().map_err(BackendError::new("read", "/dev/urandom"))
 }
 
 /// A number that no other file has or had.

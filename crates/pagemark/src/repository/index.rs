@@ -189,6 +189,11 @@ impl View {
         (group >= MERGE_TABLES).then(|| tables[..group].to_vec())
     }
 
+    /// True if it is time to merge tables.
+    pub(super) fn wants_merge(&self) -> bool {
+        self.merge_group().is_some()
+    }
+
     /// Merges tables if it is time to. Returns the view with the new one.
     pub(super) fn merged(&self, backend: &Arc<dyn Backend>, format: &Format) -> Result<Option<View>, Error> {
         self.merge_group().map(|group| self.merge(&group, backend, format)).transpose()

@@ -1,10 +1,11 @@
-//! The description of one checkpoint, stored as JSON: see "Manifests" in `docs/repository.md`.
+//! The description of one checkpoint, stored as JSON: see `docs/reference/repository-manifests.md`.
 
 use std::collections::HashSet;
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+use super::program::ProgramRecord;
 use crate::id::SpaceId;
 use crate::{Address, Blob, ByteCount, ContentId, Mechanism, Range};
 
@@ -26,6 +27,10 @@ pub struct Manifest {
     pub taken_unix_us: u64,
     /// The program's command line, for people to read.
     pub command: Vec<String>,
+    /// What tells the program from others. None in checkpoints of earlier programs, and where the
+    /// program itself saves its memory.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub program: Option<ProgramRecord>,
     /// How the written pages were found.
     pub mechanism: Mechanism,
     /// What can be restored from it.
@@ -254,6 +259,13 @@ pub struct Cost {
     pub written_bytes: u64,
 }
 
+impl Cost {
+    /// Pages that were kept as they were in the freeze, and copied when the target ran again.
+    pub fn kept_pages(&self) -> u64 {
+        self.concurrent_pages + self.cow_pages
+    }
+}
+
 /// Bytes are not a manifest that this program understands.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(super) enum Undecodable {
@@ -262,7 +274,7 @@ pub(super) enum Undecodable {
         /// Its version.
         found: u64,
     },
-    /// It is not what any program wrote.
+    /// The manifest is not what a program wrote.
     Damaged(String),
 }
 
@@ -359,6 +371,7 @@ mod tests {
             sequence: 3,
             taken_unix_us: 4,
             command: vec!["a".into()],
+            program: None,
             mechanism: Mechanism::Full,
             kind: TargetKind::Memory,
             spaces,

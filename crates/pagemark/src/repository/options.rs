@@ -81,7 +81,7 @@ impl RepositoryOptions {
     /// Opens the repository, or makes one where there is none.
     ///
     /// # Errors
-    /// As [`RepositoryOptions::open`] and [`RepositoryOptions::create`].
+    /// Those of [`RepositoryOptions::open`] and [`RepositoryOptions::create`].
     pub fn open_or_create(&self, path: &Path) -> Result<Repository, Error> {
         match self.open(path) {
             Err(error) if error.kind() == ErrorKind::NotARepository => match self.create(path) {

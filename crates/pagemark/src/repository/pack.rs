@@ -19,6 +19,8 @@ pub(super) const MAX_PIECE_BYTES: usize = 64 << 20;
 const MAX_PACK_RECORDS: usize = if cfg!(test) { 64 } else { 128 << 10 };
 /// A pack with this many bytes is ended. With one more record it still stays below 4 GiB.
 const MAX_PACK_BYTES: u64 = 256 << 20;
+/// A pack with this many bytes takes longer to make durable than to do so twice.
+const LONG_SYNC_BYTES: u64 = if cfg!(test) { 32 << 10 } else { 8 << 20 };
 /// LZ4 makes a byte into no more than this many.
 const MAX_EXPANSION: usize = 255;
 
@@ -307,15 +309,13 @@ impl Hasher for IdHasher {
 /// A map by id.
 pub(super) type IdMap<V> = HashMap<ContentId, V, BuildHasherDefault<IdHasher>>;
 
-/// Packs that are being written. Those that are dropped before [`NewPacks::keep`] leave nothing
-/// behind.
+/// Packs that are being written. What is not published leaves nothing behind. What is stays, though
+/// no commit record may name it in the end: other writers rely on content that they see.
 pub(super) struct NewPacks {
     backend: Arc<dyn Backend>,
     format: Format,
     current: Option<CurrentPack>,
     finished: Vec<FinishedPack>,
-    /// The names of published packs that are removed unless they are kept.
-    published: Vec<String>,
     /// Where content is encoded.
     scratch: Vec<u8>,
     has_deltas: bool,
@@ -327,6 +327,17 @@ pub(super) struct NewPacks {
 struct FinishedPack {
     object: Box<dyn NewObject>,
     table: Arc<Table>,
+    is_synced: bool,
+}
+
+impl FinishedPack {
+    fn sync(&mut self) -> Result<(), BackendError> {
+        if !self.is_synced {
+            self.object.sync()?;
+            self.is_synced = true;
+        }
+        Ok(())
+    }
 }
 
 /// A record in one of the new packs.
@@ -346,7 +357,6 @@ impl NewPacks {
             format,
             current: None,
             finished: Vec::new(),
-            published: Vec::new(),
             scratch: Vec::new(),
             has_deltas: false,
             failed: false,
@@ -360,7 +370,7 @@ impl NewPacks {
         {
             return Ok(Some((*entry, &*current.object)));
         }
-        for FinishedPack { object, table } in &self.finished {
+        for FinishedPack { object, table, .. } in &self.finished {
             match table.find(id)? {
                 Ok(Some((_, entry))) => return Ok(Some((entry, &**object))),
                 Ok(None) => {}
@@ -473,46 +483,53 @@ impl NewPacks {
         let table = Table::open(object, &self.backend, &self.format, FileKind::Pack, number)?;
         let table = Arc::new(table.map_err(|unreadable| unreadable.of(&pack_name(number)))?);
         if let Some(CurrentPack { object, .. }) = self.current.take() {
-            self.finished.push(FinishedPack { object, table });
+            self.finished.push(FinishedPack { object, table, is_synced: false });
         }
         Ok(())
     }
 
-    /// Makes all of it durable under its names. Returns the tables and the bytes of the files. The
-    /// packs stay only if [`NewPacks::keep`] is called too.
-    pub(super) fn publish(&mut self) -> Result<(Vec<Arc<Table>>, u64), Error> {
+    /// Makes durable what was added so far, though not yet visible, so that little is left for
+    /// [`NewPacks::publish`].
+    pub(super) fn sync(&mut self) -> Result<(), Error> {
+        if self.failed {
+            return Err(aborted());
+        }
+        self.failed = true;
+        for pack in &mut self.finished {
+            pack.sync()?;
+        }
+        if let Some(current) = self.current.as_mut().filter(|current| current.object.bytes() >= LONG_SYNC_BYTES) {
+            current.object.expect_reads()?;
+            current.object.sync()?;
+        }
+        self.failed = false;
+        Ok(())
+    }
+
+    /// Ends the last pack, and makes all of them durable, though not yet visible. Returns the bytes
+    /// of the files. From now on no more room is needed.
+    pub(super) fn finish(&mut self) -> Result<u64, Error> {
         if self.failed {
             return Err(aborted());
         }
         self.finish_current()?;
         for pack in &mut self.finished {
-            pack.object.sync()?;
+            pack.sync()?;
         }
-        let (mut tables, mut written_bytes) = (Vec::new(), 0);
-        for FinishedPack { object, table } in self.finished.drain(..) {
-            written_bytes += object.bytes();
-            // It may be visible after a failure too.
-            self.published.push(pack_name(table.number));
+        Ok(self.finished.iter().map(|pack| pack.object.bytes()).sum())
+    }
+
+    /// Makes all of it durable under its names. Returns the tables.
+    pub(super) fn publish(&mut self) -> Result<Vec<Arc<Table>>, Error> {
+        self.finish()?;
+        let mut tables = Vec::new();
+        for FinishedPack { object, table, .. } in self.finished.drain(..) {
             object.publish()?;
             tables.push(table);
         }
         if !tables.is_empty() {
             self.backend.sync(PACKS)?;
         }
-        Ok((tables, written_bytes))
-    }
-
-    /// Keeps the published packs when this value is dropped.
-    pub(super) fn keep(&mut self) {
-        self.published.clear();
-    }
-}
-
-impl Drop for NewPacks {
-    fn drop(&mut self) {
-        // No commit record names what is in them. What cannot be removed now, the next prune removes.
-        for name in &self.published {
-            let _ = self.backend.remove(name);
-        }
+        Ok(tables)
     }
 }

@@ -18,8 +18,8 @@ use crate::backend::{BackendError, ListKind, Object, check_name};
 use crate::tree::NodeRecord;
 use crate::{ContentId, Error, ErrorKind};
 
-/// How long to wait for a writer to end.
-const LOCK_WAIT: Duration = Duration::from_secs(30);
+/// How long to wait for another prune that shows no progress.
+const PATIENCE: Duration = Duration::from_secs(30);
 /// A pack is rewritten once less than this part of it, in percent, is needed.
 const MIN_LIVE_PERCENT: u64 = 75;
 /// Packs below this size are put together once there are [`MAX_SMALL_PACKS`].
@@ -79,7 +79,7 @@ impl Repository {
     /// # Errors
     /// Another process kept writing, or a file could not be read or removed.
     pub fn expire(&self, retention: &Retention, job: Option<&str>) -> Result<PruneReport, Error> {
-        let lock = self.inner.lock("removes checkpoints", LOCK_WAIT)?;
+        let lock = self.inner.lock("removes checkpoints", PATIENCE)?;
         let mut report = PruneReport::default();
         self.inner.expire(retention, job, &mut report, &lock)?;
         Ok(report)
@@ -87,7 +87,8 @@ impl Repository {
 
     /// Removes the checkpoints, of one job or of all, that `retention` does not keep, and all
     /// content that none needs any more. Readers continue; a checkpoint that a reader has open
-    /// stays. Writers wait meanwhile.
+    /// stays. Waits for writers that have begun before, as long as they go on; writers that want to
+    /// begin meanwhile wait.
     ///
     /// Costs reading the page trees of all checkpoints that stay, each shared part once, and
     /// writing the packs anew that are largely not needed.
@@ -101,21 +102,47 @@ impl Repository {
         job: Option<&str>,
         progress: &mut dyn FnMut(Progress),
     ) -> Result<PruneReport, Error> {
+        let lock = self.inner.lock_alone("prunes")?;
+        self.prune_alone(retention, job, progress, &lock)
+    }
+
+    /// Like [`Repository::prune`], without waiting for writers longer than `budget`. None if they
+    /// went on longer.
+    pub(crate) fn prune_within(
+        &self,
+        budget: Duration,
+        retention: &Retention,
+        job: Option<&str>,
+    ) -> Result<Option<PruneReport>, Error> {
+        let Some(lock) = self.inner.lock_alone_within("prunes", budget)? else { return Ok(None) };
+        self.prune_alone(retention, job, &mut |_| {}, &lock).map(Some)
+    }
+
+    fn prune_alone(
+        &self,
+        retention: &Retention,
+        job: Option<&str>,
+        progress: &mut dyn FnMut(Progress),
+        lock: &Lock,
+    ) -> Result<PruneReport, Error> {
         let inner = &self.inner;
-        let lock = inner.lock("prunes", LOCK_WAIT)?;
         let before_bytes = inner.file_bytes()?;
         let mut report = PruneReport::default();
         inner.clean()?;
-        inner.expire(retention, job, &mut report, &lock)?;
+        inner.expire(retention, job, &mut report, lock)?;
+        // Another process may have removed records, and died before that was durable.
+        for job in inner.job_names()? {
+            inner.backend.sync(&job_directory(&job))?;
+        }
         loop {
-            let (view, marks) = match inner.mark(&mut report)? {
+            let (view, marks) = match inner.mark(&mut report, lock)? {
                 Ok(marked) => marked,
                 Err(BadTable(number)) => {
                     inner.reject(number);
                     continue;
                 }
             };
-            match inner.sweep(&view, &marks, progress, &lock) {
+            match inner.sweep(&view, &marks, progress, lock) {
                 // The sweep did a part of its work; marking again finds the rest.
                 Err(error) if inner.reject_unreadable(&error, &view) => {}
                 swept => break swept?,
@@ -124,6 +151,14 @@ impl Repository {
         report.freed_bytes = before_bytes.saturating_sub(inner.file_bytes()?);
         Ok(report)
     }
+}
+
+/// Packs that need not be kept as they are.
+struct UnneededPacks {
+    /// Nothing of them is needed.
+    empty: Vec<u64>,
+    /// Little of them is needed, or they are many and small.
+    sparse: HashSet<u64>,
 }
 
 /// Which entries of a view's tables are needed: a bit each.
@@ -170,6 +205,7 @@ struct Marker<'a> {
     marks: Marks,
     reader: Reader,
     unreadable: HashSet<ContentId>,
+    lock: &'a Lock,
 }
 
 /// A table is damaged, or needed content cannot be found out.
@@ -188,6 +224,7 @@ impl Marker<'_> {
     /// Marks one copy of a piece of content, and the base of that. True if it is there and was not
     /// marked before.
     fn mark(&mut self, id: ContentId) -> Result<bool, MarkError> {
+        self.lock.show_progress();
         let Some(mut chosen) = self.view.find(id)?.map_err(MarkError::Table)? else {
             self.unreadable.insert(id);
             return Ok(false);
@@ -310,11 +347,15 @@ impl Inner {
     }
 
     /// Finds everything that a checkpoint needs.
-    fn mark(self: &Arc<Self>, report: &mut PruneReport) -> Result<Result<(Arc<View>, Marks), BadTable>, Error> {
+    fn mark(
+        self: &Arc<Self>,
+        report: &mut PruneReport,
+        lock: &Lock,
+    ) -> Result<Result<(Arc<View>, Marks), BadTable>, Error> {
         let view = self.refresh()?;
         let reader = Reader(self.clone());
         let marks = Marks::for_view(&view);
-        let mut marker = Marker { view: &view, marks, reader, unreadable: HashSet::new() };
+        let mut marker = Marker { view: &view, marks, reader, unreadable: HashSet::new(), lock };
         for job in self.job_names()? {
             for sequence in self.sequences(&job)? {
                 let info = match record::read(&*self.backend, &job, sequence, &self.format) {
@@ -358,6 +399,23 @@ impl Inner {
         progress: &mut dyn FnMut(Progress),
         lock: &Lock,
     ) -> Result<(), Error> {
+        let UnneededPacks { empty, sparse } = self.unneeded_packs(view, marks)?;
+        let mut moving = Vec::new();
+        marks.live(view, &mut |entry| moving.extend(sparse.contains(&entry.pack).then_some(entry)))?;
+        moving.sort_unstable_by_key(|entry| (entry.pack, entry.offset));
+        let mut now = view.with_packs(&[]);
+        // Only now: the tables at the ends of packs go with them.
+        self.remove_packs(&empty, &mut now, lock)?;
+        self.move_records(&moving, &mut now, progress, lock)?;
+        if now.packs != view.packs {
+            self.write_index(&mut now)?;
+        }
+        self.refresh()?;
+        Ok(())
+    }
+
+    /// The packs that need not be kept as they are.
+    fn unneeded_packs(&self, view: &View, marks: &Marks) -> Result<UnneededPacks, Error> {
         let mut live_bytes: HashMap<u64, u64> = HashMap::new();
         marks.live(view, &mut |entry| {
             *live_bytes.entry(entry.pack).or_default() +=
@@ -365,29 +423,34 @@ impl Inner {
         })?;
         let rebuilt: HashSet<u64> =
             view.tables.iter().filter(|table| table.is_rebuilt()).map(|table| table.number).collect();
-        let (mut dead, mut sparse, mut small) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut empty, mut sparse, mut small) = (Vec::new(), HashSet::new(), Vec::new());
         for &pack in &view.packs {
             // A pack that is gone already is as good as empty.
             let file_bytes = self.backend.bytes(&pack_name(pack))?.unwrap_or(0);
             match live_bytes.get(&pack) {
-                None => dead.push(pack),
+                None => empty.push(pack),
                 Some(live) if rebuilt.contains(&pack) || live * 100 < file_bytes * MIN_LIVE_PERCENT => {
-                    sparse.push(pack)
+                    sparse.insert(pack);
                 }
                 Some(_) if file_bytes < SMALL_PACK_BYTES => small.push(pack),
                 Some(_) => {}
             }
         }
         if sparse.len() + small.len() > MAX_SMALL_PACKS {
-            sparse.append(&mut small);
+            sparse.extend(small);
         }
-        let mut now = view.with_packs(&[]);
-        let sources: HashSet<u64> = sparse.iter().copied().collect();
-        let mut moving = Vec::new();
-        marks.live(view, &mut |entry| moving.extend(sources.contains(&entry.pack).then_some(entry)))?;
-        // Only now: the tables at the ends of packs go with them.
-        self.remove_packs(&dead, &mut now, lock)?;
-        moving.sort_unstable_by_key(|entry| (entry.pack, entry.offset));
+        Ok(UnneededPacks { empty, sparse })
+    }
+
+    /// Moves records, in the order of their packs, to new packs, and removes those that they were
+    /// in.
+    fn move_records(
+        self: &Arc<Self>,
+        moving: &[Entry],
+        now: &mut View,
+        progress: &mut dyn FnMut(Progress),
+        lock: &Lock,
+    ) -> Result<(), Error> {
         let total_bytes = moving.iter().map(|entry| u64::from(entry.stored_bytes)).sum();
         let (mut done_bytes, mut batch_bytes) = (0, 0);
         let mut packs = self.new_packs();
@@ -403,25 +466,26 @@ impl Inner {
             done_bytes += bytes;
             batch_bytes += bytes;
             progress(Progress { done_bytes, total_bytes });
+            lock.show_progress();
             if batch_bytes >= BATCH_BYTES {
-                self.replace_packs(std::mem::replace(&mut packs, self.new_packs()), &moved, &mut now, lock)?;
+                self.replace_packs(std::mem::replace(&mut packs, self.new_packs()), &moved, now, lock)?;
                 moved.clear();
                 batch_bytes = 0;
             }
         }
-        self.replace_packs(packs, &moved, &mut now, lock)?;
+        self.replace_packs(packs, &moved, now, lock)
+    }
 
-        if now.packs != view.packs {
-            if now.packs.is_empty() {
-                for table in now.tables.iter().filter(|table| table.kind == FileKind::Index) {
-                    self.backend.remove(&table.name())?;
-                }
-            } else {
-                let group = now.tables.clone();
-                now.merge(&group, &self.backend, &self.format)?;
+    /// Writes one index for the packs that are there now.
+    fn write_index(&self, now: &mut View) -> Result<(), Error> {
+        if now.packs.is_empty() {
+            for table in now.tables.iter().filter(|table| table.kind == FileKind::Index) {
+                self.backend.remove(&table.name())?;
             }
+            return Ok(());
         }
-        self.refresh()?;
+        let group = now.tables.clone();
+        now.merge(&group, &self.backend, &self.format)?;
         Ok(())
     }
 
@@ -439,8 +503,7 @@ impl Inner {
     }
 
     fn replace_packs(&self, mut packs: NewPacks, moved: &[u64], now: &mut View, lock: &Lock) -> Result<(), Error> {
-        let (tables, _) = packs.publish()?;
-        packs.keep();
+        let tables = packs.publish()?;
         *now = now.with_packs(&tables);
         Ok(self.remove_packs(moved, now, lock)?)
     }

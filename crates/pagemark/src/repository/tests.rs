@@ -13,9 +13,9 @@ use super::format::{ANY_SPACES, PROCESSES_ONLY};
 use super::manifest::MANIFEST_VERSION;
 use super::*;
 use crate::backend::faults::{Fault, FaultyBackend};
-use crate::backend::{ListKind, LocalBackend, MemoryBackend};
+use crate::backend::{LeaseMode, Leased, ListKind, LocalBackend, MemoryBackend};
 use crate::error::{Error, ErrorKind, Object};
-use crate::{ByteCount, Kind, Mechanism, PageNumber, PageTree, Store};
+use crate::{ByteCount, ChangedPage, Kind, Mechanism, PageNumber, PageTree, Store};
 
 /// The content of a checkpoint: the page number, and the number from which the content is made.
 type Pages = BTreeMap<u64, u64>;
@@ -28,6 +28,7 @@ fn manifest(job: &str, root: ContentId, pages: u64) -> Manifest {
         sequence: 0,
         taken_unix_us: 0,
         command: vec!["program".into()],
+        program: None,
         mechanism: Mechanism::Full,
         kind: TargetKind::Memory,
         spaces: vec![SpaceRecord::of_process(17, "program".into(), root, pages, Vec::new())],
@@ -83,11 +84,17 @@ fn commit(repository: &Repository, job: &str, pages: &Pages) -> Result<Checkpoin
     }
     let mut writer = repository.writer("a test", Duration::ZERO)?;
     let mut tree = PageTree::new();
-    for (&number, &content) in pages {
-        let place = (repository.id(), job.to_owned(), number);
-        let last = LAST.with_borrow(|last| last.get(&place).copied()).unwrap_or(ContentId::ZERO);
-        let id = writer.put_changed(last, &page(content))?;
-        LAST.with_borrow_mut(|last| last.insert(place, id));
+    let place = |number: u64| (repository.id(), job.to_owned(), number);
+    let contents: Vec<_> = pages.values().map(|&content| page(content)).collect();
+    let last = |&number: &u64| LAST.with_borrow(|last| last.get(&place(number)).copied()).unwrap_or(ContentId::ZERO);
+    let changed = pages.keys().zip(&contents).map(|(number, content)| ChangedPage { last: last(number), content });
+    let changed: Vec<_> = changed.collect();
+    let ids = match changed[..] {
+        [one] => vec![writer.put_changed(one.last, one.content)?],
+        _ => writer.put_changed_pages(&changed)?,
+    };
+    for (&number, id) in pages.keys().zip(ids) {
+        LAST.with_borrow_mut(|last| last.insert(place(number), id));
         tree.set(PageNumber::new(number), id);
     }
     let root = tree.save(&mut writer)?;
@@ -322,18 +329,94 @@ fn only_the_owner_reads() {
 }
 
 #[test]
-fn only_one_writes() {
+fn writers_write_at_once_and_only_a_prune_alone() {
     for kept in BOTH {
-        let (_bed, repository, _) = example(kept, 1);
-        let writer = repository.writer("holds it", Duration::ZERO).unwrap();
+        let (bed, repository, _) = example(kept, 1);
+        let writer = repository.writer("writes", Duration::ZERO).unwrap();
+        repository.writer("writes too", Duration::ZERO).unwrap();
+        assert!(repository.prune_within(Duration::ZERO, &Retention::default(), None).unwrap().is_none());
+        drop(writer);
+        assert!(repository.prune_within(Duration::ZERO, &Retention::default(), None).unwrap().is_some());
+        let alone = lock::Lock::alone(&*bed.backend, "prunes", Duration::ZERO).unwrap();
         let error = match repository.writer("waits", Duration::from_millis(30)) {
             Err(error) if error.kind() == ErrorKind::InUse => error.to_string(),
-            _ => panic!("two writers"),
+            _ => panic!("it writes beside a prune"),
         };
-        assert!(error.contains(&format!("process {} (holds it)", std::process::id())), "{error}");
-        drop(writer);
+        assert!(error.contains(&format!("process {} (prunes)", std::process::id())), "{error}");
+        drop(alone);
         repository.writer("waits", Duration::ZERO).unwrap();
     }
+}
+
+#[test]
+fn who_goes_on_is_waited_for() {
+    let (bed, repository, _) = example(Kept::InMemory, 1);
+    let patience = Duration::from_millis(100);
+    let Leased::Granted(alone) = bed.backend.lease("lock", LeaseMode::Alone, "goes on").unwrap() else {
+        panic!("it is held")
+    };
+    std::thread::scope(|scope| {
+        let waiting = scope.spawn(|| repository.writer("waits", patience).map(drop));
+        // Longer than the patience, in steps that are shorter.
+        for _ in 0..40 {
+            std::thread::sleep(patience / 10);
+            alone.show_progress();
+        }
+        assert!(!waiting.is_finished(), "it gave up, or did not wait");
+        drop(alone);
+        waiting.join().unwrap().unwrap();
+    });
+}
+
+#[test]
+fn content_that_another_writer_saw_stays_though_its_commit_fails() {
+    let (bed, _, _) = example(Kept::InMemory, 1);
+    let new: Pages = (0..90).map(|number| (number * 3, number + 5000)).collect();
+    // Every step of a commit fails once, after which another writer stores the same content.
+    let count = FaultyBackend::new(bed.copy().backend.clone(), Fault::None, 1);
+    commit(&Repository::on(Arc::new(count.clone())).unwrap(), "one", &new).unwrap();
+    for at in 1..=count.steps() {
+        let bed = bed.copy();
+        let other = bed.open();
+        let faulty = FaultyBackend::new(bed.backend.clone(), Fault::Error { at }, 1);
+        let _ = commit(&Repository::on(Arc::new(faulty)).unwrap(), "one", &new);
+        commit(&other, "two", &new).unwrap();
+        assert_eq!(other.verify(&mut |_| {}).unwrap().damaged, [], "step {at}");
+    }
+}
+
+#[test]
+fn a_job_is_claimed_by_one_program() {
+    for kept in BOTH {
+        let (bed, repository, _) = example(kept, 1);
+        let claim = repository.claim("web", "process 7 (web --port 80)").unwrap();
+        let refused = bed.open().claim("web", "process 8 (web --port 81)");
+        let error = refused.err().expect("it is claimed");
+        assert_eq!(error.kind(), ErrorKind::JobInUse);
+        assert_eq!(error.to_string(), "the job web is in use by process 7 (web --port 80)");
+        let other = bed.open().claim("web-2", "process 8").unwrap();
+        assert_eq!((claim.job(), other.job()), ("web", "web-2"));
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                std::thread::sleep(Duration::from_millis(30));
+                drop(claim);
+            });
+            bed.open().claim_within("web", "process 8", Duration::from_secs(300)).unwrap();
+        });
+    }
+}
+
+#[test]
+fn the_last_checkpoint_of_a_job_that_goes_on_is_not_pruned() {
+    let (_bed, repository, _) = example(Kept::Locally, 1);
+    let hold = repository.hold("one", 1).unwrap();
+    commit(&repository, "one", &Pages::new()).unwrap();
+    let retention = Retention { keep_last: Some(1), keep_every: None };
+    let report = repository.prune(&retention, Some("one"), &mut |_| {}).unwrap();
+    assert_eq!((report.removed, report.in_use), (vec![], vec![("one".into(), 1)]));
+    drop(hold);
+    let report = repository.prune(&retention, Some("one"), &mut |_| {}).unwrap();
+    assert_eq!(report.removed, [("one".into(), 1)]);
 }
 
 #[test]
@@ -888,7 +971,6 @@ fn content_of_a_later_version_is_neither_misread_nor_pruned() {
     let mut packs = inner.new_packs();
     packs.add(Kind::Manifest, id, json).unwrap();
     packs.publish().unwrap();
-    packs.keep();
     let info = CheckpointInfo { sequence: 3, taken_unix_us: 0, written_bytes: 0, manifest: id };
     record::NewRecord::write(&*inner.backend, "one", &inner.format, info).unwrap().publish().unwrap();
     let is_newer = |error: Error| {
@@ -982,6 +1064,18 @@ fn a_page_that_changes_a_little_is_stored_as_what_changed() {
         // A program that does not know deltas must not prune.
         assert_eq!(config::read(&*bed.backend).unwrap().number, format::DELTAS);
     }
+}
+
+#[test]
+fn a_page_that_had_its_content_before_keeps_its_base() {
+    let (_bed, repository, mut model) = changed_page(BOTH[0]);
+    for content in [9, 17] {
+        let pages = Pages::from([(7, content)]);
+        let info = commit(&repository, "one", &pages).unwrap();
+        model.insert(("one".into(), info.sequence), pages);
+    }
+    assert!(entry_of(&repository, "one", 6, 7).is_delta);
+    check(&repository, &model);
 }
 
 #[test]

@@ -11,10 +11,11 @@ use super::lock::Lock;
 use super::pack::NewPacks;
 use super::record::{self, CheckpointInfo, NewRecord};
 use super::table::Entry;
-use super::{Inner, Manifest, Repository, check_job_name, config, locked};
+use super::{Inner, Manifest, Repository, check_job_name, locked};
 use crate::backend::BackendError;
 use crate::error::{Error, ErrorKind, Object};
-use crate::store::is_zero_page;
+use crate::id::pages::{is_zero_page, visit_ids};
+use crate::store::ChangedPage;
 use crate::{ContentId, Kind, PAGE_SIZE, Store};
 
 /// The right to add one checkpoint. Content that is put becomes durable by [`Writer::commit`];
@@ -31,48 +32,44 @@ pub struct Writer {
 }
 
 impl Repository {
-    /// Waits until nobody else writes, at most for `wait`, and begins a checkpoint. Others who wait
-    /// meanwhile see `owner` in the error.
+    /// Begins a checkpoint. Any number of writers, in this process and in others, write at once;
+    /// only a prune is waited for, as long as it goes on: until it showed no progress for
+    /// `patience`. Others who wait meanwhile see `owner` in the error.
     ///
     /// # Errors
-    /// [`ErrorKind::InUse`] if another process kept writing.
-    pub fn writer(&self, owner: &str, wait: Duration) -> Result<Writer, Error> {
-        let lock = self.inner.lock(owner, wait)?;
-        let view = self.inner.clean()?;
+    /// [`ErrorKind::InUse`] if a prune went on no more.
+    pub fn writer(&self, owner: &str, patience: Duration) -> Result<Writer, Error> {
+        if let Some(_alone) = self.inner.try_lock_alone(owner)? {
+            self.inner.clean()?;
+        }
+        let lock = self.inner.lock(owner, patience)?;
+        // A full disk fails later, where it matters.
+        self.inner.repair_config_if_room()?;
+        let view = self.inner.refresh()?;
         Ok(Writer { packs: self.inner.new_packs(), inner: self.inner.clone(), view, delta: Vec::new(), lock })
     }
 }
 
 impl Inner {
-    pub(super) fn lock(&self, owner: &str, wait: Duration) -> Result<Lock, Error> {
-        let replaced = || {
-            let path = Object::Path(self.backend.location().to_owned());
-            let reason = "is not the repository that was opened: it was moved, removed or replaced meanwhile";
-            Error::about(ErrorKind::Replaced, path, reason)
-        };
-        let lock = match Lock::acquire(&*self.backend, owner, wait) {
-            Err(error) if error.kind() == ErrorKind::Replaced => return Err(replaced()),
-            acquired => acquired?,
-        };
-        match config::read(&*self.backend)?.format.id == self.format.id {
-            true => Ok(lock),
-            false => Err(replaced()),
-        }
-    }
-
     pub(super) fn new_packs(&self) -> NewPacks {
         NewPacks::new(self.backend.clone(), self.format.clone())
     }
 
+    /// Writes `config` and its copy again if one of them is damaged and there is room. A prune
+    /// makes room.
+    fn repair_config_if_room(&self) -> Result<(), Error> {
+        match self.repair_config() {
+            Err(error) if error.kind() == ErrorKind::NoRoom => Ok(()),
+            repaired => repaired,
+        }
+    }
+
     /// Removes what dead writers left behind, and index files that are of no use; repairs `config`
-    /// and its copy. Only for the holder of the lock.
+    /// and its copy. Only for who writes alone: what living writers have staged, and an index file
+    /// that takes the place of others, would go too.
     pub(super) fn clean(&self) -> Result<Arc<View>, Error> {
         self.backend.discard_staged()?;
-        match self.repair_config() {
-            // A prune makes room.
-            Err(error) if error.kind() == ErrorKind::NoRoom => {}
-            repaired => repaired?,
-        }
+        self.repair_config_if_room()?;
         let view = self.refresh()?;
         for number in numbers_in(&*self.backend, INDEXES, ".idx")? {
             if !view.tables.iter().any(|table| table.number == number) {
@@ -91,14 +88,20 @@ impl Inner {
         })
     }
 
-    /// Merges tables if it is time to. Content is found without it as well, only slower: if it
-    /// fails, the next writer merges.
+    /// Merges tables if it is time to, and nobody else does. Content is found without it as well,
+    /// only slower: if it fails, the next writer merges.
     fn merge_tables(&self, view: &View) {
+        if !view.wants_merge() {
+            return;
+        }
+        let Ok(Some(_lock)) = self.try_lock_tables() else { return };
+        // Another writer may have merged some of them.
+        let Ok(view) = self.refresh() else { return };
         match view.merged(&self.backend, &self.format) {
             Ok(Some(view)) => drop(self.set_view(view)),
             Ok(None) => {}
             // A damaged table is not used again: each pack has its own.
-            Err(error) => drop(self.reject_unreadable(&error, view)),
+            Err(error) => drop(self.reject_unreadable(&error, &view)),
         }
     }
 
@@ -120,7 +123,8 @@ impl Writer {
     /// number; what `manifest` says of `sequence` and of `cost.written_bytes` does not matter.
     ///
     /// # Errors
-    /// Then the repository is as it was.
+    /// Then the checkpoints are as they were. Content that was published before the failure stays
+    /// until the next prune.
     pub fn commit(mut self, mut manifest: Manifest) -> Result<CheckpointInfo, Error> {
         check_job_name(&manifest.job)?;
         if let Some(id) = manifest.duplicate_space() {
@@ -138,23 +142,43 @@ impl Writer {
         } else if manifest.spaces.iter().any(|space| space.pid().is_none()) {
             self.inner.require_format(ANY_SPACES)?;
         }
+        // What takes long is durable before others of this job have to wait.
+        self.packs.sync()?;
+        let records = self.inner.lock_records(&manifest.job)?;
         manifest.sequence = self.inner.next_sequence(&manifest.job)?;
         manifest.cost.written_bytes = 0;
         let failed = BackendError::new("encode the manifest of", manifest.job.clone());
         let json = manifest.encode().map_err(|error| failed(error.into()))?;
         let id = self.put(Kind::Manifest, &json)?;
 
-        let (tables, written_bytes) = self.packs.publish()?;
+        let written_bytes = self.packs.finish()?;
         let (sequence, taken_unix_us) = (manifest.sequence, manifest.taken_unix_us);
         let info = CheckpointInfo { sequence, taken_unix_us, written_bytes, manifest: id };
         let record = NewRecord::write(&*self.inner.backend, &manifest.job, &self.inner.format, info)?;
+        // All that needs room is written: a full disk leaves nothing of the checkpoint.
         self.lock.check()?;
-        self.packs.keep();
+        let tables = self.packs.publish()?;
+        self.lock.check()?;
+        records.check()?;
         let info = record.publish()?;
+        drop(records);
 
         let view = self.inner.set_view(self.view.with_packs(&tables));
         self.inner.merge_tables(&view);
         Ok(info)
+    }
+
+    /// Makes sure that the page with this id, which is not one of zeros, is there.
+    fn put_page(&mut self, id: ContentId, page: &ChangedPage<'_>) -> Result<(), Error> {
+        if self.holds(id)? {
+            locked(&self.inner.bases).moved(page.last, id);
+            Ok(())
+        } else if page.last.is_zero() {
+            // A page that was not written before will perhaps not be written again.
+            self.packs.add(Kind::Page, id, page.content).map(drop)
+        } else {
+            self.add_changed(id, page.last, page.content)
+        }
     }
 
     /// Stores a page that is not there and that had the content `last` in an earlier checkpoint:
@@ -188,6 +212,7 @@ impl Writer {
 
     /// True if the content is in the repository or was put.
     fn holds(&mut self, id: ContentId) -> Result<bool, Error> {
+        self.lock.show_progress();
         if self.packs.contains(id)? {
             return Ok(true);
         }
@@ -220,14 +245,22 @@ impl Store for Writer {
             return Ok(ContentId::ZERO);
         }
         let id = ContentId::of(&self.inner.format.key, page);
-        if !self.holds(id)? {
-            match last.is_zero() {
-                // A page that was not written before will perhaps not be written again.
-                true => drop(self.packs.add(Kind::Page, id, page)?),
-                false => self.add_changed(id, last, page)?,
-            }
-        }
+        self.put_page(id, &ChangedPage { last, content: page })?;
         Ok(id)
+    }
+
+    fn put_changed_pages(&mut self, pages: &[ChangedPage<'_>]) -> Result<Vec<ContentId>, Error> {
+        let inner = self.inner.clone();
+        let contents: Vec<_> = pages.iter().map(|page| page.content).collect();
+        let mut ids = Vec::with_capacity(pages.len());
+        visit_ids(&inner.format.key, &contents, &mut |part| {
+            let pages = &pages[ids.len()..];
+            let mut stored = part.iter().zip(pages).filter(|(id, _)| !id.is_zero());
+            stored.try_for_each(|(&id, page)| self.put_page(id, page))?;
+            ids.extend_from_slice(part);
+            Ok::<(), Error>(())
+        })?;
+        Ok(ids)
     }
 
     fn get(&self, kind: Kind, id: ContentId) -> Result<Vec<u8>, Error> {

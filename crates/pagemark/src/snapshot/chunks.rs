@@ -2,14 +2,14 @@
 
 use std::io;
 
+use pagemark_linux::room;
+use pagemark_linux::shared_bytes::prefetch;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use super::delta;
 use super::index::Index;
 use super::packing::{Packing, cell_sizes};
 use super::pool::Pool;
-use crate::sys::room;
-use crate::sys::shared_bytes::prefetch;
 
 /// Maximum size of a chunk, bytes.
 pub(super) const MAX_CHUNK_BYTES: usize = 64 << 10;

@@ -2,8 +2,8 @@
 
 use std::io;
 
-use crate::sys::room;
-use crate::sys::shared_bytes::prefetch;
+use pagemark_linux::room;
+use pagemark_linux::shared_bytes::prefetch;
 
 /// A hash table of numbers: open addressing, linear probing, no tombstones.
 ///

@@ -2,11 +2,11 @@
 
 use std::io;
 
+use pagemark_linux::room;
+use pagemark_linux::shared_bytes::prefetch;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use super::index::Index;
-use crate::sys::room;
-use crate::sys::shared_bytes::prefetch;
 
 /// Number of children of a node.
 pub(super) const FAN_OUT: usize = 16;

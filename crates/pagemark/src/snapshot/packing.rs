@@ -5,9 +5,10 @@ use std::collections::VecDeque;
 use std::io;
 use std::sync::atomic::{AtomicU8, Ordering::Relaxed};
 
+use pagemark_linux::room;
+
 use super::chunks::{BASE_BYTES, Form};
 use super::delta;
-use crate::sys::room;
 
 /// Smallest cell for packed content, bytes.
 const SMALLEST_CELL: usize = 64;

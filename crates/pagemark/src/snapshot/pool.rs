@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::io;
 use std::ops::Range;
 
-use crate::sys::slab::{SLAB_BYTES, Slab};
+use pagemark_linux::slab::{SLAB_BYTES, Slab};
 
 /// Bits of a word of the map of free cells.
 const WORD_BITS: usize = 64;

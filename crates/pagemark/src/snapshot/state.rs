@@ -4,12 +4,13 @@ use std::io;
 use std::iter::Peekable;
 use std::ops::Range;
 
+use pagemark_linux::room;
+
 use super::chunks::{Chunks, ENTRY_BYTES, Hashed, Staged};
 use super::nodes::{FAN_OUT, NODE_BYTES};
 use super::packing::Packing;
 use super::tree::{Change, Root, Trees};
 use super::{SharedBytes, Usage};
-use crate::sys::room;
 use crate::{Address, ByteCount, Error, ErrorKind, Range as AddressRange, RangeSet};
 
 /// When memory is scarce, packing frees more than needed: the budget divided by this.
@@ -27,7 +28,7 @@ const LOCATIONS_AHEAD: usize = 4;
 
 /// The positions of the chunks that a snapshot must read, and of the chunks that become zeros as a
 /// whole.
-struct Touched {
+struct TouchedChunks {
     dirty: RangeSet<u64>,
     zeros: RangeSet<u64>,
 }
@@ -121,7 +122,7 @@ impl State {
         set.iter().map(|range| range.start.get() / chunk_bytes..range.end.get().div_ceil(chunk_bytes)).collect()
     }
 
-    fn touched(&self, bytes: ByteCount, dirty: &RangeSet, forget: &RangeSet) -> Touched {
+    fn touched(&self, bytes: ByteCount, dirty: &RangeSet, forget: &RangeSet) -> TouchedChunks {
         let chunk_bytes = self.chunks.chunk_bytes() as u64;
         let end = |end: u64| if end == bytes.get() { end.div_ceil(chunk_bytes) } else { end / chunk_bytes };
         let zeros: RangeSet<u64> =
@@ -129,7 +130,7 @@ impl State {
         let mut dirty = self.rounded_out(dirty);
         dirty.extend(&self.rounded_out(forget));
         dirty.subtract(&zeros);
-        Touched { dirty, zeros }
+        TouchedChunks { dirty, zeros }
     }
 
     /// Puts the touched chunks, and appends to `changes` the chunks that differ from `old`, each
@@ -138,7 +139,7 @@ impl State {
         &mut self,
         old: Root,
         memory: &SharedBytes<'_>,
-        touched: Touched,
+        touched: TouchedChunks,
         forget: &RangeSet,
         changes: &mut Vec<Change>,
     ) -> Result<(), Error> {

@@ -10,6 +10,8 @@ use super::*;
 use crate::{AddressRangeExt, ByteCount, Error, Kind, Mechanism};
 
 pub(crate) const PAGES: u64 = 64;
+/// Every page whose number is a multiple of this cannot be kept.
+const UNKEPT_PAGES: u64 = 5;
 
 /// The page that the state saver of the scripted target saves itself, and its content there.
 pub(crate) const SAVED_PAGE: PageNumber = PageNumber::new(7);
@@ -32,6 +34,9 @@ pub(crate) struct Scripted {
     pub(crate) failures_until_gone: Option<u32>,
     /// The values of the pages that are kept.
     kept: Kept,
+    pub(crate) refuses_to_keep: bool,
+    /// What is written at the last moment before a freeze.
+    pub(crate) last_write: Option<(SpaceId, PageNumber, u8)>,
 }
 
 /// The values of pages; None for those that were not mapped.
@@ -84,6 +89,8 @@ impl Scripted {
             is_failure_reported: false,
             failures_until_gone: None,
             kept: Kept::new(),
+            refuses_to_keep: false,
+            last_write: None,
         }
     }
 
@@ -98,13 +105,15 @@ impl Scripted {
         Err(Failed { is_gone: *left == 0 })
     }
 
+    fn write(&mut self, space: SpaceId, page: PageNumber, value: u8) {
+        self.memory.insert((space, page), value);
+        self.written.entry(space).or_default().insert(page);
+    }
+
     pub(crate) fn run(&mut self) {
         let act = if self.is_frozen { None } else { self.script.pop() };
         match act {
-            Some(Act::Write(space, page, value)) if self.spaces.contains(&space) => {
-                self.memory.insert((space, page), value);
-                self.written.entry(space).or_default().insert(page);
-            }
+            Some(Act::Write(space, page, value)) if self.spaces.contains(&space) => self.write(space, page, value),
             Some(Act::Unmap(space, page)) => {
                 self.memory.remove(&(space, page));
             }
@@ -183,6 +192,9 @@ impl Target for Scripted {
         for _ in 0..2 {
             meanwhile(stopped.0)?;
         }
+        if let Some((space, page, value)) = stopped.0.last_write.take() {
+            stopped.0.write(space, page, value);
+        }
         stopped.0.is_frozen = true;
         stopped.0.call()?;
         Ok(stopped)
@@ -222,12 +234,20 @@ impl TargetMemory for Stopped<'_> {
 impl Frozen for Stopped<'_> {
     type Captured = CapturedMemory;
 
-    fn keep(&mut self, space: SpaceId, pages: &RangeSet) -> Result<bool, Failed> {
+    fn keep(&mut self, space: SpaceId, pages: &RangeSet, _: Keep) -> Result<Option<RangeSet>, Failed> {
         self.0.call()?;
-        for page in pages.iter().flat_map(|range| range.pages().collect::<Vec<_>>()) {
-            self.0.kept.insert((space, page), self.0.memory.get(&(space, page)).copied());
+        if self.0.refuses_to_keep {
+            return Err(Failed { is_gone: false });
         }
-        Ok(true)
+        let mut not_kept = RangeSet::new();
+        for page in pages.iter().flat_map(|range| range.pages().collect::<Vec<_>>()) {
+            if page.get().is_multiple_of(UNKEPT_PAGES) {
+                not_kept.insert(page.address()..(page + 1).address());
+            } else {
+                self.0.kept.insert((space, page), self.0.memory.get(&(space, page)).copied());
+            }
+        }
+        Ok(Some(not_kept))
     }
 
     fn thaw(self) -> Result<CapturedMemory, Failed> {

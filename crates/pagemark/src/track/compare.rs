@@ -5,11 +5,12 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use pagemark_linux::memory::Memory;
+use pagemark_linux::pagemap::Pagemap;
+
 use super::full::Full;
 use super::populated::{DataPages, Seen};
 use super::registry::{self, MachineTracking, MechanismEntry, MemoryPart, ProcessTracking};
-use crate::sys::memory::Memory;
-use crate::sys::pagemap::Pagemap;
 use crate::{
     AddressRangeExt, ByteCount, ContentId, Error, Mechanism, PAGE_SIZE, PageNumber, PageRangeExt, Range, RangeSet,
     Tracker, ranges,

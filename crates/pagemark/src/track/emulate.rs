@@ -12,15 +12,16 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use pagemark_linux::alias::Alias;
+use pagemark_linux::fault::{self, Fault, HandledRange, Outcome, WriteFault};
+use pagemark_linux::own_mappings::OwnMappings;
+use pagemark_linux::pagemap::Pagemap;
+
 use super::OwnMemory;
 use super::mprotect::{ByMprotect, forked, list};
 use super::pins::Pins;
 use super::protected::{Protected, Taken, WriteProtection};
 use super::registry::{MechanismEntry, own_mappings, own_pagemap};
-use crate::sys::alias::Alias;
-use crate::sys::fault::{self, Armed, Fault, Outcome, WriteFault};
-use crate::sys::own_mappings::OwnMappings;
-use crate::sys::pagemap::Pagemap;
 use crate::{Address, AddressRangeExt, ByteCount, Error, Mechanism, PageRangeExt, Range, RangeSet, Tracker};
 
 mod cache;
@@ -82,7 +83,7 @@ struct EmulatedRange {
     /// The file that is mapped twice.
     file: Option<([u32; 2], u64)>,
     taken: TakenWords,
-    _armed: Armed,
+    _armed: HandledRange,
 }
 
 /// What the signal handler uses.
@@ -102,8 +103,10 @@ impl Emulate {
     /// Tracks memory of this process. `pagemap` is the pagemap of the process.
     ///
     /// # Errors
-    /// `ErrorKind::Unavailable`: the system does not let programs make code.
+    /// `ErrorKind::Unavailable`: the system does not let programs make code, or valgrind lacks an
+    /// option.
     pub fn new(pagemap: Arc<Pagemap>, memory: OwnMemory) -> Result<Self, Error> {
+        fault::check_registers().map_err(|error| Error::unavailable(Mechanism::Emulate, error.to_string()))?;
         let stores = Stores::of_this_process().map_err(|error| {
             let what = "memory that can be written and executed, as instructions need that are redirected";
             Error::refused(Mechanism::Emulate, error, &format!("making {what}"), |error| format!("no {what} ({error})"))

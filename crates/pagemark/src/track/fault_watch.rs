@@ -8,11 +8,13 @@
 use std::io;
 use std::sync::OnceLock;
 
+use pagemark_linux::at_fork::made_once;
+use pagemark_linux::own_memory::Mapping;
+use pagemark_linux::page_faults;
+use pagemark_linux::room;
+use pagemark_linux::userfaultfd::Userfaultfd;
+
 use crate::PAGE_SIZE;
-use crate::sys::own_memory::Mapping;
-use crate::sys::page_faults;
-use crate::sys::room;
-use crate::sys::userfaultfd::Userfaultfd;
 
 /// The page faults that were seen at the last look at the pages.
 #[derive(Debug)]
@@ -27,7 +29,7 @@ impl FaultWatch {
         let are_counted = ARE_COUNTED.get().copied().unwrap_or_else(|| match are_counted() {
             // Another region may be luckier.
             Err(error) if room::is_passing(&error) => false,
-            tried => *ARE_COUNTED.get_or_init(|| tried.unwrap_or(false)),
+            tried => *made_once(&ARE_COUNTED, || tried.unwrap_or(false)),
         });
         are_counted.then_some(FaultWatch { seen: None })
     }

@@ -2,9 +2,10 @@
 
 use std::sync::Arc;
 
+use pagemark_linux::pagemap::Pagemap;
+
 use super::populated::{DataPages, Seen};
 use super::registry::{MachineTracking, MechanismEntry, MemoryPart, ProcessTracking, own_pagemap};
-use crate::sys::pagemap::Pagemap;
 use crate::{Error, Mechanism, RangeSet, Tracker};
 
 /// The mechanism `full`.

@@ -8,10 +8,11 @@
 use std::io;
 use std::sync::Arc;
 
+use pagemark_kvm_protocol::machine_calls::{self, Means};
+use pagemark_linux::pagemap::Pagemap;
+
 use super::OwnMemory;
 use super::registry::own_pagemap;
-use crate::sys::own_machine::{self, Means};
-use crate::sys::pagemap::Pagemap;
 use crate::{ByteCount, Error, Mechanism, Range, RangeSet, Tracker};
 
 /// Tracks by a means of the machine.
@@ -32,14 +33,14 @@ impl InMachine {
     /// `ErrorKind::Unavailable`: the program does not run in the machine, or the machine lacks the
     /// means.
     pub(super) fn new(mechanism: Mechanism, means: Means, memory: OwnMemory) -> Result<InMachine, Error> {
-        own_machine::check(means).map_err(|error| unavailable(mechanism, &error))?;
+        machine_calls::check(means).map_err(|error| unavailable(mechanism, &error))?;
         let pagemap = own_pagemap()?;
         Ok(InMachine { mechanism, means, pagemap, memory, tracked: Vec::new(), process: std::process::id() })
     }
 
     fn track(&mut self, range: Range, dirty: &mut RangeSet) -> Result<(), Error> {
         self.memory.check(&range)?;
-        own_machine::track(self.means, &range).map_err(|error| match error.raw_os_error() {
+        machine_calls::track(self.means, &range).map_err(|error| match error.raw_os_error() {
             Some(libc::EOPNOTSUPP) => unavailable(self.mechanism, &error),
             _ => Error::while_tracking(error, || format!("tracking {range:#x?} in the machine")),
         })?;
@@ -89,7 +90,7 @@ impl Tracker for InMachine {
             let stays = ranges.iter().any(|range| range == *tracked);
             if !stays {
                 // An error means that the range was mapped anew, which needs nothing.
-                let _ = own_machine::forget(means, tracked);
+                let _ = machine_calls::forget(means, tracked);
             }
             stays
         });
@@ -97,7 +98,7 @@ impl Tracker for InMachine {
             if !self.tracked.contains(&range) {
                 return self.track(range, dirty);
             }
-            own_machine::collect(means, &range, |run| dirty.insert(run)).map_err(|error| match error.raw_os_error() {
+            machine_calls::collect(means, &range, |run| dirty.insert(run)).map_err(|error| match error.raw_os_error() {
                 Some(libc::ESTALE) => Error::remapped(range.clone()),
                 _ => Error::while_tracking(error, || format!("asking the machine for {range:#x?}")),
             })
@@ -109,7 +110,7 @@ impl Drop for InMachine {
     fn drop(&mut self) {
         // The machine of a child made by `fork` tracks nothing.
         if self.process == std::process::id() {
-            self.tracked.iter().for_each(|range| _ = own_machine::forget(self.means, range));
+            self.tracked.iter().for_each(|range| _ = machine_calls::forget(self.means, range));
         }
     }
 }

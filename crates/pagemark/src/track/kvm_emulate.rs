@@ -2,10 +2,11 @@
 //! The machine's monitor executes each store with the emulator of [`emulate`](super::emulate), and
 //! records the words that it writes (Emulxen in HAC, IV-C).
 
+use pagemark_kvm_protocol::machine_calls::Means;
+
 use super::in_machine::InMachine;
 use super::registry::MechanismEntry;
 use crate::Mechanism;
-use crate::sys::own_machine::Means;
 
 /// The mechanism `kvm-emulate`.
 pub const ENTRY: MechanismEntry = MechanismEntry {

@@ -5,11 +5,12 @@
 //! The machine is that in which the program runs, or one of QEMU: those are tracked by
 //! `pagemark-vm`.
 
+use pagemark_kvm_protocol::machine_calls::Means;
+
 use super::in_machine::InMachine;
 use super::of_machine::{OfMachine, tracking};
 use super::registry::{MachineTracking, MechanismEntry};
 use crate::Mechanism;
-use crate::sys::own_machine::Means;
 
 /// The mechanism `kvm-ring`.
 pub const ENTRY: MechanismEntry = MechanismEntry {

@@ -6,11 +6,12 @@
 //! changes them, and the machine that the process makes afterwards has no translations for which
 //! the processor would not set the bits again.
 
+use pagemark_kvm_protocol::machine_calls::Means;
+
 use super::in_machine::InMachine;
 use super::of_machine::{OfMachine, tracking};
 use super::registry::MechanismEntry;
 use crate::Mechanism;
-use crate::sys::own_machine::Means;
 
 /// The mechanism `kvm-scan`.
 pub const ENTRY: MechanismEntry = MechanismEntry {

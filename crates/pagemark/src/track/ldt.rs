@@ -8,10 +8,11 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
+use pagemark_linux::pagemap::{Filter, LDT_DIRTY, Pagemap};
+use pagemark_linux::scratch::Scratch;
+
 use super::populated::{DataPages, Seen, check_alive};
 use super::registry::{MachineTracking, MechanismEntry, MemoryPart, ProcessTracking, own_pagemap};
-use crate::sys::pagemap::{Filter, LDT_DIRTY, Pagemap};
-use crate::sys::scratch::Scratch;
 use crate::{Error, Mechanism, RangeSet, Tracker};
 
 /// The mechanism `ldt`.

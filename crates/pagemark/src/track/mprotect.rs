@@ -8,14 +8,15 @@
 use std::io;
 use std::sync::Arc;
 
+use pagemark_linux::fault::{self, Fault, HandledRange, Outcome, WriteFault};
+use pagemark_linux::own_mappings::{OwnMapping, OwnMappings};
+use pagemark_linux::own_memory::{Access, set_access};
+use pagemark_linux::pagemap::Pagemap;
+
 use super::OwnMemory;
 use super::pins::Pins;
 use super::protected::{Protected, Taken, WriteProtection};
 use super::registry::{MechanismEntry, own_mappings, own_pagemap};
-use crate::sys::fault::{self, Armed, Fault, Outcome, WriteFault};
-use crate::sys::own_mappings::{OwnMapping, OwnMappings};
-use crate::sys::own_memory::{Access, set_access};
-use crate::sys::pagemap::Pagemap;
 use crate::{Error, Mechanism, Range, RangeSet, Tracker};
 
 /// The mechanism `mprotect`.
@@ -48,8 +49,9 @@ impl Mprotect {
     /// Tracks memory of this process. `pagemap` is the pagemap of the process.
     ///
     /// # Errors
-    /// `/proc` is not mounted.
+    /// `/proc` is not mounted. `ErrorKind::Unavailable`: valgrind lacks an option.
     pub fn new(pagemap: Arc<Pagemap>, memory: OwnMemory) -> Result<Self, Error> {
+        fault::check_registers().map_err(|error| Error::unavailable(Mechanism::Mprotect, error.to_string()))?;
         let mappings = own_mappings()?;
         Ok(Mprotect { pagemap, memory, mappings, tracked: Vec::new(), pins: Pins::default(), taken: Taken::default() })
     }
@@ -126,7 +128,7 @@ pub(super) fn list(mappings: &OwnMappings, range: &Range) -> Result<Vec<OwnMappi
 #[derive(Debug)]
 struct ProtectedRange {
     shared: Arc<Shared>,
-    _armed: Armed,
+    _armed: HandledRange,
 }
 
 impl Drop for ProtectedRange {

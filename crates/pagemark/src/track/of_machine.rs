@@ -8,13 +8,14 @@
 
 use std::sync::Arc;
 
+use pagemark_kvm_protocol::guest_tables::{Failure, GuestTables, Refused};
+use pagemark_kvm_protocol::machine_calls::Means;
+use pagemark_linux::pagemap::{MAYBE_ZERO, Pagemap, ZERO};
+
 use super::full::Full;
 use super::in_machine::keeps_other;
 use super::populated::{Pages, Seen, each_populated};
 use super::registry::{MemoryPart, NewTracker, ProcessMemory, ProcessTracking};
-use crate::sys::guest_tables::{Failure, GuestTables, Refused};
-use crate::sys::own_machine::Means;
-use crate::sys::pagemap::{MAYBE_ZERO, Pagemap, ZERO};
 use crate::{Error, ErrorKind, Mechanism, RangeSet, Tracker};
 
 /// How a mechanism tracks other processes whose trackers `tracker` makes.

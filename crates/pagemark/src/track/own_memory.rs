@@ -2,10 +2,11 @@
 
 use std::ptr::NonNull;
 
+use pagemark_linux::own_mappings::{self, OwnMapping};
+use pagemark_linux::pagemap::Pagemap;
+
 use super::populated::DataPages;
 use crate::error::{Error, ErrorKind, Object};
-use crate::sys::own_mappings::{self, OwnMapping};
-use crate::sys::pagemap::Pagemap;
 use crate::{AddressRangeExt, ByteCount, PAGE_SIZE, Range, RangeSet};
 
 /// Memory of this process, which its owner permits to be tracked.
@@ -45,10 +46,10 @@ impl OwnMemory {
         Ok(unsafe { OwnMemory::of_mappings(range, &mappings) })
     }
 
-    /// As [`OwnMemory::new`]; `mappings` are those of the range.
+    /// Like [`OwnMemory::new`]; `mappings` are those of the range.
     ///
     /// # Safety
-    /// As for [`OwnMemory::new`].
+    /// Those of [`OwnMemory::new`].
     pub(crate) unsafe fn of_mappings(range: Range, mappings: &[OwnMapping]) -> OwnMemory {
         let parts = |belongs: fn(&OwnMapping) -> bool| -> RangeSet {
             let parts = mappings.iter().filter(|mapping| belongs(mapping)).map(|mapping| mapping.range.overlap(&range));
@@ -62,7 +63,7 @@ impl OwnMemory {
     /// Private anonymous memory.
     ///
     /// # Safety
-    /// As for [`OwnMemory::new`], and the memory is private and anonymous.
+    /// Those of [`OwnMemory::new`], and the memory is private and anonymous.
     pub(crate) unsafe fn anonymous(range: Range) -> OwnMemory {
         let (backed, shared) = (RangeSet::new(), RangeSet::new());
         OwnMemory { range, backed, shared, page_bytes: ByteCount::PAGE, has_sole_use: false }
@@ -122,7 +123,7 @@ impl OwnMemory {
     /// The pages of `ranges` that may hold anything else than zeros.
     ///
     /// # Errors
-    /// As [`populated`](super::populated()).
+    /// Those of [`populated`](super::populated()).
     pub(crate) fn holding(&self, pagemap: &Pagemap, ranges: &RangeSet) -> Result<RangeSet, Error> {
         DataPages::from(self).find(pagemap, ranges)
     }

@@ -3,15 +3,15 @@
 use std::io;
 use std::ops::Range;
 
-#[cfg(not(loom))]
-use crate::sys::room;
-use crate::sys::sync::atomic::{AtomicU64, Ordering};
+#[cfg(not(feature = "loom"))]
+use pagemark_linux::room;
+use pagemark_linux::sync::atomic::{AtomicU64, Ordering};
 
 /// A set of pages of one range, by their index in the range. Each word of 64 bits is set by one
 /// atomic operation.
 ///
-/// What orders it with what the bits stand for is the [`Gate`](crate::sys::gate::Gate) that whoever
-/// sets and takes them passes.
+/// What orders it with what the bits stand for is the [`Gate`](pagemark_linux::gate::Gate) that
+/// whoever sets and takes them passes.
 #[derive(Debug)]
 pub(super) struct PageBits {
     words: Box<[AtomicU64]>,
@@ -24,9 +24,9 @@ impl PageBits {
     /// `ENOMEM`
     pub fn new(pages: usize) -> io::Result<Self> {
         let words = pages.div_ceil(64);
-        #[cfg(not(loom))]
+        #[cfg(not(feature = "loom"))]
         let words = room::zeros(words)?;
-        #[cfg(loom)]
+        #[cfg(feature = "loom")]
         let words = (0..words).map(|_| AtomicU64::new(0)).collect();
         Ok(PageBits { words })
     }
@@ -88,7 +88,7 @@ pub(crate) fn runs(mut word: u64, mut each: impl FnMut(Range<usize>)) {
     }
 }
 
-#[cfg(all(test, not(loom)))]
+#[cfg(all(test, not(feature = "loom")))]
 mod tests {
     use std::collections::BTreeSet;
 

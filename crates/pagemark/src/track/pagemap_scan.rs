@@ -14,12 +14,13 @@
 use std::io;
 use std::sync::Arc;
 
+use pagemark_linux::pagemap::{Filter, PRESENT, Pagemap, SWAPPED, WP_ALLOWED, WRITTEN};
+use pagemark_linux::userfaultfd::Userfaultfd;
+
 use super::populated::{Pages, Seen, check_alive};
 use super::region_scan::RegionScan;
 use super::registration::Registration;
 use super::registry::{MachineTracking, MechanismEntry, MemoryPart, ProcessMemory, ProcessTracking};
-use crate::sys::pagemap::{Filter, PRESENT, Pagemap, SWAPPED, WP_ALLOWED, WRITTEN};
-use crate::sys::userfaultfd::Userfaultfd;
 use crate::{AddressRangeExt, ByteCount, Error, Mechanism, Range, RangeSet, Tracker};
 
 /// The mechanism `pagemap-scan`. Regions have a tracker of their own (`RegionScan`).
@@ -67,7 +68,7 @@ pub struct PagemapScan {
     registered: RangeSet,
     seen: Seen,
     /// What [`Tracker::find_data_pages`] has found, until the next collect.
-    ahead: Option<Populated>,
+    ahead: Option<PopulatedPages>,
     /// Registers the mappings of another process. `None` for memory whose mappings nobody changes
     /// during a collect, which the tracker registers itself.
     registration: Option<Arc<Registration>>,
@@ -125,7 +126,12 @@ impl PagemapScan {
 
     /// Scans and protects the registered parts of `range`. Where all pages are known to hold data,
     /// the kernel's shortest form will do: it would also report those that hold none.
-    fn collect_registered(&self, range: &Range, ahead: Option<&Populated>, found: &mut Found) -> Result<(), Error> {
+    fn collect_registered(
+        &self,
+        range: &Range,
+        ahead: Option<&PopulatedPages>,
+        found: &mut Found,
+    ) -> Result<(), Error> {
         if self.pages == Pages::All {
             let shortest = Filter { all: WRITTEN, report: WRITTEN, protect: true, ..Filter::default() };
             let filter = Filter { any: self.pages.filter().any, ..shortest };
@@ -214,7 +220,7 @@ impl PagemapScan {
     }
 
     /// Finds the pages of `ranges` that hold data.
-    fn find_populated(&self, ranges: &RangeSet) -> Result<Populated, Error> {
+    fn find_populated(&self, ranges: &RangeSet) -> Result<PopulatedPages, Error> {
         let mut empty = RangeSet::new();
         let filter = Filter { none: PRESENT | SWAPPED, ..Filter::default() };
         in_parts(ranges, |part| {
@@ -227,7 +233,7 @@ impl PagemapScan {
         })?;
         let mut pages = ranges.clone();
         pages.subtract(&empty);
-        Ok(Populated { ranges: ranges.clone(), pages })
+        Ok(PopulatedPages { ranges: ranges.clone(), pages })
     }
 
     /// Collects. If `is_ahead`, pages that have stopped holding data are left to the next collect.
@@ -289,7 +295,7 @@ fn in_parts(ranges: &RangeSet, mut scan: impl FnMut(&Range) -> Result<bool, Erro
 
 /// The pages of ranges that hold data.
 #[derive(Debug)]
-struct Populated {
+struct PopulatedPages {
     ranges: RangeSet,
     pages: RangeSet,
 }

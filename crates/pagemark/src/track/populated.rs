@@ -1,7 +1,8 @@
 //! Pages that hold data, and pages that no longer hold data.
 
+use pagemark_linux::pagemap::{FILE, Filter, PRESENT, Pagemap, SWAPPED};
+
 use super::OwnMemory;
-use crate::sys::pagemap::{FILE, Filter, PRESENT, Pagemap, SWAPPED};
 use crate::{Error, Range, RangeSet};
 
 /// The pages of a mapping that hold data of their own.
@@ -50,7 +51,7 @@ impl DataPages {
     /// Finds these pages within `ranges`.
     ///
     /// # Errors
-    /// As [`populated`].
+    /// Those of [`populated`].
     pub fn find(&self, pagemap: &Pagemap, ranges: &RangeSet) -> Result<RangeSet, Error> {
         let mut rest = ranges.clone();
         rest.subtract(&self.backed);
@@ -84,7 +85,7 @@ pub fn populated(pagemap: &Pagemap, pages: Pages, ranges: &RangeSet) -> Result<R
 /// `report` that they have.
 ///
 /// # Errors
-/// As [`populated`].
+/// Those of [`populated`].
 pub(super) fn each_populated(
     pagemap: &Pagemap,
     pages: Pages,

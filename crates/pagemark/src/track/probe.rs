@@ -2,12 +2,13 @@
 
 use std::time::Instant;
 
+use pagemark_linux::scratch::Scratch;
+
 use super::adaptive::{HOT_AFTER, PROBE_SLICES};
 use super::registry::NewTracker;
 use super::{Mechanism, OwnMemory, Scope};
 use crate::Error;
 use crate::RangeSet;
-use crate::sys::scratch::Scratch;
 
 /// Pages on which costs are measured.
 const PROBE_PAGES: usize = if cfg!(test) { 256 } else { 4096 };
@@ -89,15 +90,15 @@ fn memory_of(scratch: &Scratch) -> OwnMemory {
 /// Measures what a mechanism costs in a scope, on memory of this process.
 ///
 /// # Errors
-/// As [`check`].
+/// Those of [`check`].
 pub fn cost(mechanism: Mechanism, scope: Scope) -> Result<Cost, Error> {
     cost_with(mechanism, &|memory| mechanism.tracker(scope, memory))
 }
 
-/// As [`cost`], of the trackers that `make` makes: for a crate that has trackers of its own.
+/// Like [`cost`], of the trackers that `make` makes: for a crate that has trackers of its own.
 ///
 /// # Errors
-/// As [`cost`].
+/// Those of [`cost`].
 pub fn cost_with(mechanism: Mechanism, make: &dyn Fn(&OwnMemory) -> NewTracker) -> Result<Cost, Error> {
     check_with(mechanism, make)?;
     let scratch = Scratch::new(PROBE_PAGES);

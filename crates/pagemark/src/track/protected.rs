@@ -3,11 +3,12 @@
 
 use std::io;
 
+use pagemark_linux::gate::Gate;
+use pagemark_linux::own_mappings::OwnMapping;
+use pagemark_linux::room;
+use pagemark_linux::signals::BlockedSignals;
+
 use super::page_bits::{self, PageBits};
-use crate::sys::gate::Gate;
-use crate::sys::own_mappings::OwnMapping;
-use crate::sys::room;
-use crate::sys::signals::Blocked;
 use crate::{Address, AddressRangeExt, ByteCount, Error, PageRangeExt, Range, RangeSet};
 
 /// A way to write-protect pages.
@@ -90,7 +91,7 @@ impl<P: WriteProtection> Protected<P> {
 
     /// Opens the pages that `range` touches, from outside of handlers.
     pub fn open(&self, range: &Range) -> io::Result<()> {
-        let _signals = Blocked::all();
+        let _signals = BlockedSignals::all();
         let _inside = self.gate.enter();
         self.open_pages(self.indices(range))
     }
@@ -123,7 +124,7 @@ impl<P: WriteProtection> Protected<P> {
         room::reserve(&mut taken.words, pages.div_ceil(64))?;
         taken.words.resize(pages.div_ceil(64), 0);
         let result = {
-            let _signals = Blocked::all();
+            let _signals = BlockedSignals::all();
             let _closed = self.gate.close();
             self.open.take(|run| taken.words[run.start / 64] |= (u64::MAX >> (64 - run.len())) << (run.start % 64));
             let result = if P::IS_IDEMPOTENT {
@@ -236,14 +237,14 @@ impl Taken {
     }
 }
 
-#[cfg(all(test, loom))]
+#[cfg(all(test, feature = "loom"))]
 mod models {
     use loom::sync::{Arc, Mutex};
     use loom::thread;
+    use pagemark_linux::sync::model;
 
     use super::*;
     use crate::address::offsets;
-    use crate::sys::sync::model;
     use crate::{PAGE_SIZE, PageNumber};
 
     const PAGES: usize = 2;

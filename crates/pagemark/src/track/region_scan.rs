@@ -17,14 +17,15 @@ use std::io;
 use std::ops::Range as Span;
 use std::sync::Arc;
 
+use pagemark_linux::pagemap::{Filter, PRESENT, Pagemap, SCAN, SWAPPED, WP_ALLOWED, WRITTEN};
+use pagemark_linux::per_process::PerProcess;
+use pagemark_linux::room;
+use pagemark_linux::userfaultfd::Userfaultfd;
+
 use super::OwnMemory;
 use super::fault_watch::FaultWatch;
 use super::pagemap_scan::unavailable;
 use super::registry::own_pagemap;
-use crate::sys::pagemap::{Filter, PRESENT, Pagemap, SCAN, SWAPPED, WP_ALLOWED, WRITTEN};
-use crate::sys::per_process::PerProcess;
-use crate::sys::room;
-use crate::sys::userfaultfd::Userfaultfd;
 use crate::{AddressRangeExt, Error, Mechanism, PageNumber, PageRangeExt, Range, RangeSet, Tracker};
 
 /// Number of consecutive transactions after which a page that was written in each is hot.
@@ -251,20 +252,8 @@ impl RegisteredRange {
         Collect { ends_transaction, protect }: Collect,
         written: &mut RangeSet,
     ) -> Result<(), Error> {
-        let dense = &self.dense;
         let scan = |range: &Range, protect: bool, found: &mut RangeSet| {
-            // A scan that protects is no check: where it fails, it has protected pages and reported
-            // none.
-            let filter =
-                Filter { all: WRITTEN, report: WRITTEN, protect, registered_only: !protect, ..Filter::default() };
-            dense.within(range.clone()).try_for_each(|part| scan(pagemap, &part, filter, found))?;
-            let mut sparse = RangeSet::from(range.clone());
-            sparse.subtract(dense);
-            let filter = Filter { any: PRESENT | SWAPPED, ..filter };
-            let mut populated = RangeSet::new();
-            let scanned = sparse.iter().try_for_each(|part| scan(pagemap, &part, filter, &mut populated));
-            found.append(&mut populated);
-            scanned
+            scan_around(pagemap, &self.dense, range, protect, found)
         };
         let Some(heat) = &mut self.heat else {
             check_registered(pagemap, &self.range)?;
@@ -272,19 +261,16 @@ impl RegisteredRange {
         };
         let first = self.range.start.page();
         let addresses = |pages: Span<usize>| (first + pages.start as u64..first + pages.end as u64).addresses();
-        let pages = |run: Range| (run.start.page() - first) as usize..(run.end.page() - first) as usize;
         let unit = self.unit;
         let write_protect = |pages: Span<usize>, protect: bool| {
             // The pages beside those that are hot are as hot if they are of the same unit.
             let run = addresses(pages.start / unit * unit..pages.end.next_multiple_of(unit));
-            userfaultfd
-                .write_protect(&run, protect)
-                .map_err(|error| Error::while_tracking(error, || format!("protecting {run:#x?}")))
+            let protected = userfaultfd.write_protect(&run, protect);
+            protected.map_err(|error| Error::while_tracking(error, || format!("protecting {run:#x?}")))
         };
 
         heat.transaction += u64::from(ends_transaction);
-        let hot_pages = heat.hot_pages;
-        let hot_runs = heat.hot_runs(first);
+        let (hot_pages, hot_runs) = (heat.hot_pages, heat.hot_runs(first));
         // Often the hot pages are found, and few others.
         let mut found = RangeSet::with_capacity(hot_runs.range_count() + 8);
         if hot_runs.range_count() * LONG_RUN_PAGES <= hot_pages {
@@ -298,14 +284,9 @@ impl RegisteredRange {
             written.extend(&found);
             scanned?;
             if ends_transaction {
-                let mut hot = PageRuns::default();
-                found
-                    .iter()
-                    .flat_map(pages)
-                    .filter(|&page| heat.is_hot_now(page, true))
-                    .for_each(|page| hot.push(page));
+                let hot = heat.newly_hot(&found, first);
                 if protect {
-                    hot.runs.into_iter().try_for_each(|run| write_protect(run, false))?;
+                    hot.into_iter().try_for_each(|run| write_protect(run, false))?;
                 }
             }
         } else {
@@ -313,19 +294,8 @@ impl RegisteredRange {
             // Often exactly the hot pages were written. They need no further look.
             let other = if found == *hot_runs { RangeSet::new() } else { found.clone() };
             written.append(&mut found);
-            // The pages that are not hot lie in spans between hot pages. The second scan finds
-            // writes between the two scans.
-            let (mut cold, mut last_hot): (Vec<Span<usize>>, _) = (Vec::new(), 0);
-            for page in other.iter().flat_map(pages) {
-                if heat.is_hot_now(page, ends_transaction) {
-                    last_hot = page;
-                    continue;
-                }
-                match cold.last_mut() {
-                    Some(span) if last_hot <= span.start => span.end = page + 1,
-                    _ => cold.push(page..page + 1),
-                }
-            }
+            // The second scan finds writes between the two scans.
+            let cold = heat.cold_spans(&other, first, ends_transaction);
             if protect {
                 cold.into_iter().try_for_each(|span| scan(&addresses(span), true, written))?;
             }
@@ -337,6 +307,32 @@ impl RegisteredRange {
         }
         Ok(())
     }
+}
+
+/// Adds the written pages of a range to `found`, and protects them if asked to. The `dense` part of
+/// the range is scanned as it is, the rest where pages are populated.
+fn scan_around(
+    pagemap: &Pagemap,
+    dense: &RangeSet,
+    range: &Range,
+    protect: bool,
+    found: &mut RangeSet,
+) -> Result<(), Error> {
+    // A scan that protects is no check: where it fails, it has protected pages and reported none.
+    let filter = Filter { all: WRITTEN, report: WRITTEN, protect, registered_only: !protect, ..Filter::default() };
+    dense.within(range.clone()).try_for_each(|part| scan(pagemap, &part, filter, found))?;
+    let mut sparse = RangeSet::from(range.clone());
+    sparse.subtract(dense);
+    let filter = Filter { any: PRESENT | SWAPPED, ..filter };
+    let mut populated = RangeSet::new();
+    let scanned = sparse.iter().try_for_each(|part| scan(pagemap, &part, filter, &mut populated));
+    found.append(&mut populated);
+    scanned
+}
+
+/// The pages of a range, by their numbers from `first` on.
+fn pages_from(first: PageNumber, run: &Range) -> Span<usize> {
+    (run.start.page() - first) as usize..(run.end.page() - first) as usize
 }
 
 impl Tracker for RegionScan {
@@ -494,6 +490,35 @@ impl Heat {
             self.pages[index] = page.to_number();
         }
         page.streak == HOT_AFTER
+    }
+
+    /// Records that the pages of `found` were written in a transaction that ends. Returns runs of
+    /// those that are hot now. Pages are numbered from `first` on.
+    fn newly_hot(&mut self, found: &RangeSet, first: PageNumber) -> Vec<Span<usize>> {
+        let mut hot = PageRuns::default();
+        for page in found.iter().flat_map(|run| pages_from(first, &run)) {
+            if self.is_hot_now(page, true) {
+                hot.push(page);
+            }
+        }
+        hot.runs
+    }
+
+    /// Records that the pages of `found` were written. Returns spans between hot pages, in which
+    /// those lie that are not hot.
+    fn cold_spans(&mut self, found: &RangeSet, first: PageNumber, ends_transaction: bool) -> Vec<Span<usize>> {
+        let (mut cold, mut last_hot): (Vec<Span<usize>>, _) = (Vec::new(), 0);
+        for page in found.iter().flat_map(|run| pages_from(first, &run)) {
+            if self.is_hot_now(page, ends_transaction) {
+                last_hot = page;
+                continue;
+            }
+            match cold.last_mut() {
+                Some(span) if last_hot <= span.start => span.end = page + 1,
+                _ => cold.push(page..page + 1),
+            }
+        }
+        cold
     }
 
     /// True if hot pages must be probed in the next transaction. Called when the writes of the last

@@ -10,9 +10,10 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
+use pagemark_linux::pagemap::{Filter, Pagemap, WP_ALLOWED, WRITTEN};
+use pagemark_linux::userfaultfd::Userfaultfd;
+
 use super::populated::Pages;
-use crate::sys::pagemap::{Filter, Pagemap, WP_ALLOWED, WRITTEN};
-use crate::sys::userfaultfd::Userfaultfd;
 use crate::{Error, Range, RangeSet};
 
 /// The registered mappings of a process.

@@ -23,18 +23,18 @@ use std::str::FromStr;
 use std::sync::{Arc, OnceLock};
 use std::{fmt, io};
 
+use pagemark_linux::at_fork::hold_off;
+use pagemark_linux::memory::Memory;
+use pagemark_linux::own_mappings::OwnMappings;
+use pagemark_linux::pagemap::Pagemap;
+use pagemark_linux::per_process::PerProcess;
+use pagemark_linux::room;
+use pagemark_linux::userfaultfd::Userfaultfd;
 use serde::{Deserialize, Serialize};
 
 use super::registration::Registration;
 use super::{OwnMemory, Pages, Tracker, pagemap_scan};
 use crate::Error;
-use crate::sys::at_fork::hold_off;
-use crate::sys::memory::Memory;
-use crate::sys::own_mappings::OwnMappings;
-use crate::sys::pagemap::Pagemap;
-use crate::sys::per_process::PerProcess;
-use crate::sys::room;
-use crate::sys::userfaultfd::Userfaultfd;
 
 /// Declares [`Mechanism`] and the entry of each.
 macro_rules! registry {
@@ -126,7 +126,7 @@ pub struct ProcessTracking {
     /// moment would be missed.
     pub needs_stop: bool,
     /// True if the process runs in a machine of `pagemark-kvm`, and must have given it up
-    /// ([`crate::sys::parking`]) during each collect.
+    /// ([`pagemark_kvm_protocol::description`]) during each collect.
     pub needs_parking: bool,
     /// True if writes are found by comparing content. Between a comparison and the copy of what
     /// differs, the memory must not change, so it is compared only while the target is frozen.
@@ -378,9 +378,10 @@ impl FromStr for Mechanism {
 mod tests {
     use std::collections::BTreeSet;
 
+    use pagemark_linux::scratch::Scratch;
+
     use super::*;
     use crate::ErrorKind;
-    use crate::sys::scratch::Scratch;
 
     #[test]
     fn names_are_unique_and_are_the_same_everywhere() {
@@ -397,16 +398,17 @@ mod tests {
     }
 
     #[test]
-    fn the_readme_lists_every_mechanism_in_the_order_of_preference() {
-        let readme = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../../README.md")).unwrap();
-        let rows: Vec<_> = readme
+    fn the_reference_lists_every_mechanism_in_the_order_of_preference() {
+        let page = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/reference/mechanisms.md");
+        let reference = std::fs::read_to_string(page).unwrap();
+        let rows: Vec<_> = reference
             .lines()
             .filter_map(|line| line.strip_prefix("| `")?.split_once("` |"))
             .filter_map(|(name, _)| name.parse::<Mechanism>().ok())
             .collect();
         assert_eq!(rows, Mechanism::of_scope(Scope::Process).collect::<Vec<_>>());
         for mechanism in Mechanism::ALL {
-            assert!(readme.contains(&format!("`{mechanism}`")), "{mechanism}");
+            assert!(reference.contains(&format!("`{mechanism}`")), "{mechanism}");
         }
     }
 

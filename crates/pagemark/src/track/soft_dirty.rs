@@ -6,12 +6,13 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
+use pagemark_linux::pagemap::{MAYBE_ZERO, Pagemap, SOFT_DIRTY, ZERO};
+use pagemark_linux::proc;
+use pagemark_linux::scratch::Scratch;
+
 use super::full::Full;
 use super::populated::{DataPages, Seen, each_populated};
 use super::registry::{MachineTracking, MechanismEntry, MemoryPart, ProcessTracking, own_pagemap};
-use crate::sys::pagemap::{MAYBE_ZERO, Pagemap, SOFT_DIRTY, ZERO};
-use crate::sys::proc;
-use crate::sys::scratch::Scratch;
 use crate::{Error, Mechanism, RangeSet, Tracker};
 
 /// The mechanism `soft-dirty`.

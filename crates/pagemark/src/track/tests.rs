@@ -3,20 +3,20 @@
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
+use pagemark_linux::memory::Memory;
+use pagemark_linux::page_faults;
+use pagemark_linux::pagemap::Pagemap;
+use pagemark_linux::scratch::Scratch;
+use pagemark_linux::userfaultfd::{Userfaultfd, WRITE_PROTECT_SHARED};
 use pagemark_testing::cases;
 use proptest::prelude::*;
 
 use super::adaptive::{Adaptive, HOT_AFTER, PROBE_SLICES};
 use super::pagemap_scan::PagemapScan;
 use super::{OwnMemory, Pages, Scope, populated};
-use crate::sys::memory::Memory;
-use crate::sys::page_faults;
-use crate::sys::pagemap::Pagemap;
-use crate::sys::scratch::Scratch;
-use crate::sys::userfaultfd::{Userfaultfd, WRITE_PROTECT_SHARED};
 use crate::{
     Address, AddressRangeExt, ByteCount, ErrorKind, Mechanism, PAGE_SIZE, PageNumber, Range, RangeSet, Tracker,
 };
@@ -290,9 +290,14 @@ proptest! {
     }
 }
 
+/// Held by the test that clears the soft-dirty bits, and by a test that counts page faults: a clear
+/// protects each page of the process, so that the next write to it raises a fault.
+static CLEARS_OF_THE_PROCESS: Mutex<()> = Mutex::new(());
+
 #[test]
 fn soft_dirty_misses_nothing() {
     // One test after the other: a clear clears the bits of the whole process.
+    let _alone = CLEARS_OF_THE_PROCESS.lock().unwrap_or_else(PoisonError::into_inner);
     misses_nothing_if_there(Mechanism::SoftDirty);
     soft_dirty_reports_a_page_that_was_dropped_and_read_again();
 }
@@ -382,7 +387,7 @@ fn only_written_pages_are_reported() {
 
 #[test]
 fn tracking_allocates_no_page_tables() {
-    let page_table_kib = || -> u64 { crate::sys::proc::Status::of_this_process().unwrap().page_table_bytes >> 10 };
+    let page_table_kib = || -> u64 { pagemark_linux::proc::Status::of_this_process().unwrap().page_table_bytes >> 10 };
     let Some(mut tracker) = tracker(Mechanism::Adaptive) else { return };
     // Page tables for all of the memory would take 256 MiB.
     let scratch = Scratch::new(32 << 20);
@@ -461,7 +466,7 @@ fn memory_of_another_userfaultfd_is_named() {
 
 /// Counts the pages of `range` that a write would meet protected.
 fn protected_pages(range: &Range) -> u64 {
-    use crate::sys::pagemap::{Filter, PRESENT, SWAPPED, WRITTEN};
+    use pagemark_linux::pagemap::{Filter, PRESENT, SWAPPED, WRITTEN};
     let mut pages = 0;
     // While the kernel moves a page, it reports it as swapped out.
     let filter = Filter { any: PRESENT | SWAPPED, none: WRITTEN, ..Filter::default() };
@@ -657,6 +662,7 @@ fn threads_that_write_all_the_time_lose_nothing_with_ldt() {
 /// was written since.
 #[test]
 fn what_a_collect_leaves_open_is_reported_again() {
+    let _alone = CLEARS_OF_THE_PROCESS.lock().unwrap_or_else(PoisonError::into_inner);
     let leave_open = [Mechanism::Adaptive, Mechanism::PagemapScan, Mechanism::Mprotect, Mechanism::Uffd];
     for (mechanism, sole_use) in leave_open.into_iter().flat_map(|mechanism| [(mechanism, false), (mechanism, true)]) {
         let scratch = Scratch::new(64);
@@ -731,8 +737,8 @@ fn uffd_tracks_shared_memory_or_names_the_kernel_that_can() {
     tracker.collect(&one(scratch.address(0)..scratch.address(4)), &mut RangeSet::new()).unwrap();
 }
 
-/// Runs the tests of trackers and of the interfaces below them once more as on older kernels.
+/// Runs the tests of trackers once more as on older kernels.
 #[test]
 fn trackers_miss_nothing_on_older_kernels() {
-    pagemark_testing::again_as_older_linux(&["track::", "sys::"], 60);
+    pagemark_testing::again_as_older_linux(&["track::"], 40);
 }

@@ -9,18 +9,19 @@ use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
+use pagemark_linux::own_mappings::{OwnMapping, OwnMappings};
+use pagemark_linux::own_memory::keep_unmerged;
+use pagemark_linux::pagemap::{Filter, PRESENT, Pagemap, ZERO};
+use pagemark_linux::populate;
+use pagemark_linux::room;
+use pagemark_linux::signals::BlockedSignals;
+use pagemark_linux::userfaultfd::{Synchronous, Userfaultfd, WRITE_PROTECT_SHARED};
+
 use super::OwnMemory;
 use super::mprotect::list;
 use super::pins::Pins;
 use super::protected::{Protected, Taken, WriteProtection};
 use super::registry::{MachineTracking, MechanismEntry, own_mappings, own_pagemap};
-use crate::sys::own_mappings::{OwnMapping, OwnMappings};
-use crate::sys::own_memory::keep_unmerged;
-use crate::sys::pagemap::{Filter, PRESENT, Pagemap, ZERO};
-use crate::sys::populate;
-use crate::sys::room;
-use crate::sys::signals::Blocked;
-use crate::sys::userfaultfd::{Synchronous, Userfaultfd, WRITE_PROTECT_SHARED};
 use crate::{Address, AddressRangeExt, ByteCount, Error, Mechanism, Range, RangeSet, Tracker};
 
 /// The mechanism `uffd`.
@@ -113,7 +114,7 @@ impl Uffd {
         room::for_threads(1).map_err(no_thread)?;
         // The thread starts with all signals blocked: a handler of the program that ran on it and
         // wrote to tracked memory would wait for itself.
-        let _signals = Blocked::all();
+        let _signals = BlockedSignals::all();
         let handler = std::thread::Builder::new()
             .name("pagemark-uffd".to_owned())
             .spawn(move || for_thread.handle_faults())

@@ -1,14 +1,15 @@
 //! Which pages of which views were written, by the log that the machine of `pagemark-kvm` keeps:
 //! the two-level form of FPM (sections 3.2 and 4).
 //!
-//! Each [view](crate::sys::views) of a page has a guest-physical page of its own, which the log
+//! Each [view](pagemark_linux::views) of a page has a guest-physical page of its own, which the log
 //! tells from the others although all of them are one page of memory (FPM's `ept_map_to`). A page
 //! of a view can be *moved* to the guest-physical page of another view, by the guest's page tables
 //! alone: both are then logged as one. The log, and what is armed, belong to the second level of
 //! page tables (`ept_mprotect`): a first write is a fault in KVM, and never one of the program.
 
-use crate::sys::own_machine::{self, Means, Move, Run};
-use crate::sys::views::Views;
+use pagemark_kvm_protocol::machine_calls::{self, Means, Move, Run};
+use pagemark_linux::views::Views;
+
 use crate::track::in_machine;
 use crate::{ByteCount, Error, ErrorKind, Mechanism, Range, RangeSet};
 
@@ -33,10 +34,10 @@ impl ViewLog {
     /// The views stay mapped as long as this value exists.
     pub unsafe fn new(views: &Views) -> Result<ViewLog, Error> {
         let failed = |error: std::io::Error| in_machine::unavailable(Mechanism::KvmLog, &error);
-        own_machine::check(Means::Log).map_err(failed)?;
+        machine_calls::check(Means::Log).map_err(failed)?;
         let count = views.count();
         let all = views.view(0).start..views.view(count - 1).end;
-        own_machine::declare_views(&all, count).map_err(failed)?;
+        machine_calls::declare_views(&all, count).map_err(failed)?;
         let views = (0..count).map(|view| views.view(view)).collect();
         Ok(ViewLog { views, tracked: ByteCount::ZERO, process: std::process::id() })
     }
@@ -52,11 +53,11 @@ impl ViewLog {
         }
         for (index, view) in self.views.iter().enumerate() {
             let new = view.start + self.tracked..view.start + end;
-            if let Err(error) = own_machine::track(Means::Log, &new) {
+            if let Err(error) = machine_calls::track(Means::Log, &new) {
                 // An error here means that it was mapped anew, which needs nothing.
                 let done = self.views[..index].iter();
                 let done = done.map(|view| view.start + self.tracked..view.start + end);
-                done.for_each(|part| _ = own_machine::forget(Means::Log, &part));
+                done.for_each(|part| _ = machine_calls::forget(Means::Log, &part));
                 return Err(Error::while_tracking(error, || format!("tracking the view {new:#x?} in the machine")));
             }
         }
@@ -76,7 +77,7 @@ impl ViewLog {
         if view.is_empty() {
             return Ok(());
         }
-        own_machine::read_view(&view, each).map_err(|error| match error.raw_os_error() {
+        machine_calls::read_view(&view, each).map_err(|error| match error.raw_os_error() {
             Some(libc::ESTALE) => Error::remapped(view.clone()),
             _ => Error::while_tracking(error, || format!("asking the machine for the view {view:#x?}")),
         })
@@ -90,7 +91,7 @@ impl ViewLog {
     pub fn arrange(&self, moves: &[Move], armed: &RangeSet) -> Result<(), Error> {
         self.check_process()?;
         let armed: Vec<Run> = armed.iter().map(|run| Run { start: run.start.get(), end: run.end.get() }).collect();
-        own_machine::arrange(moves, &armed)
+        machine_calls::arrange(moves, &armed)
             .map_err(|error| Error::while_tracking(error, || "arranging views in the machine".to_owned()))
     }
 
@@ -117,7 +118,7 @@ impl Drop for ViewLog {
     fn drop(&mut self) {
         if self.process == std::process::id() {
             // An error means that a view was mapped anew, which needs nothing.
-            self.views.iter().for_each(|view| _ = own_machine::forget(Means::Log, view));
+            self.views.iter().for_each(|view| _ = machine_calls::forget(Means::Log, view));
         }
     }
 }

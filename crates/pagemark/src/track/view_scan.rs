@@ -1,7 +1,7 @@
 //! Which pages of which views were written: the kernel's part of tracking below the page (FPM,
 //! section 3.1).
 //!
-//! Each [view](crate::sys::views) of a page has a page table entry of its own, so that a write
+//! Each [view](pagemark_linux::views) of a page has a page table entry of its own, so that a write
 //! through a view marks the page in that view only. Whoever gives out the addresses decides what a
 //! view means; the crate `pagemark-heap` gives out objects by the part of the page in which they
 //! begin.
@@ -13,12 +13,13 @@
 
 use std::sync::Arc;
 
+use pagemark_linux::pagemap::{Filter, Pagemap, WRITTEN};
+use pagemark_linux::populate;
+use pagemark_linux::userfaultfd::Userfaultfd;
+use pagemark_linux::views::Views;
+
 use super::pagemap_scan::unavailable;
 use super::registry::own_pagemap;
-use crate::sys::pagemap::{Filter, Pagemap, WRITTEN};
-use crate::sys::populate;
-use crate::sys::userfaultfd::Userfaultfd;
-use crate::sys::views::Views;
 use crate::{Error, ErrorKind, Mechanism, Range, RangeSet};
 
 /// Average length, in pages, from which runs of released pages are skipped by separate scans on

@@ -8,8 +8,8 @@ use std::ffi::{CStr, CString, OsStr};
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 
-use crate::image::{Image, Refused};
-use crate::start::{self, EXECUTE, Inherited};
+use crate::image::{Image, Unloadable};
+use crate::start::{self, EXECUTE, MonitorDescriptors};
 use crate::sys::host_call;
 use crate::sys::program_memory;
 use crate::thread::Thread;
@@ -22,8 +22,8 @@ const MOST_STRING: usize = 128 << 10;
 /// As many strings as fit into the limit of Linux.
 const MOST_STRINGS: usize = 1 << 20;
 
-impl From<Refused> for Refusal {
-    fn from(refused: Refused) -> Refusal {
+impl From<Unloadable> for Refusal {
+    fn from(refused: Unloadable) -> Refusal {
         Refusal { errno: refused.errno, lacking: refused.lacking.map(str::to_owned) }
     }
 }
@@ -109,7 +109,7 @@ impl Thread {
         let _in_use = self.machine.enter();
         Refusal::while_leaving(&self.machine)?;
         let mut list: Vec<CString> = self.process.again().to_vec();
-        let inherited = Inherited { device: self.machine.device(), monitor: self.process.monitor() };
+        let inherited = MonitorDescriptors { device: self.machine.device(), monitor: self.process.monitor() };
         list.extend([EXECUTE.to_owned(), inherited.to_argument()]);
         list.push(path.to_owned());
         list.extend(arguments);

@@ -26,7 +26,7 @@ fn listed(list: u64, count: u64) -> Result<Vec<u64>, Refusal> {
     Ok(program_memory::read_words(list, count as usize * 2)?)
 }
 
-/// As [`listed`], with all addresses checked.
+/// Like [`listed`], with all addresses checked.
 pub fn buffers(list: u64, count: u64) -> Result<Vec<u64>, Refusal> {
     let words = listed(list, count)?;
     if words.chunks_exact(2).any(|buffer| is_monitor(buffer[0])) {

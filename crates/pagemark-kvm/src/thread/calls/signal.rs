@@ -7,7 +7,7 @@
 use kvm_bindings::{kvm_regs, kvm_xsave};
 
 use crate::sys::program_memory::{self, Fault};
-use crate::sys::signals::{self, Action, Arrived, INFO_BYTES};
+use crate::sys::signals::{self, Action, ArrivedSignal, INFO_BYTES};
 use crate::thread::Thread;
 use crate::vcpu::{USER_CODE, USER_DATA, Vcpu};
 
@@ -251,7 +251,7 @@ impl Thread {
     }
 
     /// Delivers `arrived`. Returns the mask with which the program goes on.
-    fn deliver_one(&mut self, arrived: &Arrived) -> u64 {
+    fn deliver_one(&mut self, arrived: &ArrivedSignal) -> u64 {
         let action = self.process.action(arrived.number);
         if action.handler <= 1 {
             // The action has changed since: the kernel applies it.
@@ -261,7 +261,7 @@ impl Thread {
         self.enter_handler(arrived.number, &action, &arrived.info, arrived.mask)
     }
 
-    fn send_again(&self, arrived: &Arrived) {
+    fn send_again(&self, arrived: &ArrivedSignal) {
         signals::send_to_self(arrived.number, &arrived.info);
     }
 
@@ -281,7 +281,7 @@ impl Thread {
             if mask & bit(arrived.number) != 0 {
                 self.send_again(&arrived);
             } else {
-                mask = self.deliver_one(&Arrived { mask, ..arrived });
+                mask = self.deliver_one(&ArrivedSignal { mask, ..arrived });
             }
         }
         signals::mask(Some(mask));

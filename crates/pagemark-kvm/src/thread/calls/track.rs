@@ -1,7 +1,7 @@
 //! The call by which the library in the program uses the machine's trackers
-//! (`pagemark::sys::own_machine`).
+//! (`pagemark_kvm_protocol::machine_calls`).
 
-use pagemark::sys::own_machine::{
+use pagemark_kvm_protocol::machine_calls::{
     ARRANGE, CHECK, COLLECT, COUNT, FORGET, MEANS, MOST_ARRANGED, Means, Move, READ, Run, TRACK, VIEWS,
 };
 

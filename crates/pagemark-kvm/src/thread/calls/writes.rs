@@ -3,7 +3,7 @@
 //! A structure that says so itself is read before the call. What a device writes by itself later
 //! is not known here, nor to a mechanism of the host.
 
-use crate::call_table::{Kind, Passed, Target};
+use crate::call_table::{KernelCall, Kind, Target};
 use crate::sys::host_call::Call;
 use crate::sys::{descriptors, program_memory};
 use crate::writes::Writes;
@@ -45,7 +45,7 @@ const TCP_ZEROCOPY_RECEIVE: u64 = 35;
 const FIRST_FILTER_OPTION: u64 = 64;
 
 /// The writes of `call`, whose arguments `passed` describes.
-pub fn of(call: &Call, passed: &Passed) -> Writes {
+pub fn of(call: &Call, passed: &KernelCall) -> Writes {
     let arguments = call.arguments;
     match call.number as i64 {
         libc::SYS_ioctl => return of_ioctl(arguments[1] & 0xffff_ffff, arguments[2]),

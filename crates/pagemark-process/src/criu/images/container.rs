@@ -1,9 +1,11 @@
 //! The container of CRIU's images: two magic numbers, then messages, each preceded by its length.
 
-use crate::error::{Error, ErrorKind, Object};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
+use pagemark_trace::error::Error;
 use prost::Message;
+
+use super::schema::PacketEntry;
 
 /// First magic number of every image except the inventory.
 const COMMON_MAGIC: u32 = 0x5456_4319;
@@ -33,8 +35,20 @@ pub enum ImageKind {
     Network,
     /// `netdev-N.img`: the interfaces of a network namespace.
     Interfaces,
+    /// `mountpoints-N.img`: the mounts of a mount namespace.
+    Mounts,
     /// `remap-fpath.img`: the files whose paths did not lead to them.
     Remaps,
+    /// `fs-PID.img`: the directories of a process.
+    Directories,
+    /// `ids-PID.img`: what a process shares with others.
+    Ids,
+    /// `userns-N.img`: a user namespace.
+    UserNamespace,
+    /// `ghost-file-N.img`: a file without a name. Its content follows the first message.
+    Ghost,
+    /// `sk-queues.img`: what waits in sockets. The bytes of each follow its message.
+    Queues,
 }
 
 impl ImageKind {
@@ -50,16 +64,14 @@ impl ImageKind {
             ImageKind::Terminals => 0x5945_3036,
             ImageKind::Network => 0x5593_3752,
             ImageKind::Interfaces => 0x5737_3951,
+            ImageKind::Mounts => 0x5556_3928,
             ImageKind::Remaps => 0x5913_3954,
+            ImageKind::Directories => 0x5140_3912,
+            ImageKind::Ids => 0x5443_2030,
+            ImageKind::UserNamespace => 0x5547_4906,
+            ImageKind::Ghost => 0x5258_3605,
+            ImageKind::Queues => 0x5626_4026,
         }
-    }
-}
-
-impl Error {
-    /// The CRIU image in a file cannot be read.
-    pub(crate) fn image(path: impl Into<PathBuf>, reason: impl Into<String>) -> Error {
-        let object = Object::Image(path.into());
-        Error::about(ErrorKind::Image, object, "is damaged or of an unknown kind").caused_by(reason.into())
     }
 }
 
@@ -96,24 +108,22 @@ impl Image {
     /// # Errors
     /// The reason why it is no image of this kind.
     pub fn decode(bytes: &[u8], kind: ImageKind) -> Result<Image, String> {
-        let mut rest = bytes;
-        let mut number = || -> Option<u32> {
-            let (head, tail) = rest.split_first_chunk()?;
-            rest = tail;
-            Some(u32::from_le_bytes(*head))
-        };
-        if number() != Some(COMMON_MAGIC) || number() != Some(kind.magic()) {
-            return Err(format!("it does not begin as a {kind:?} image does"));
-        }
+        let mut rest = content_of(bytes, kind)?;
         let mut messages = Vec::new();
         while !rest.is_empty() {
-            let (length, tail) = rest.split_first_chunk().ok_or("it ends within a length")?;
-            let length = u32::from_le_bytes(*length) as usize;
-            let message = tail.get(..length).ok_or("it ends within a message")?;
-            messages.push(message.to_vec());
-            rest = &tail[length..];
+            messages.push(next_message(&mut rest)?.to_vec());
         }
         Ok(Image { kind, messages })
+    }
+
+    /// The messages of an image that was read from `path`, and whose messages are all of one type.
+    ///
+    /// # Errors
+    /// [`Error`]: one cannot be decoded.
+    pub(crate) fn decoded<M: Message + Default>(&self, path: &Path) -> Result<Vec<M>, Error> {
+        let decode = |message: &Vec<u8>| M::decode(message.as_slice());
+        let error = |e: prost::DecodeError| Error::image(path, e.to_string());
+        self.messages.iter().map(decode).collect::<Result<_, _>>().map_err(error)
     }
 
     /// Encodes the image as the content of a file.
@@ -127,6 +137,38 @@ impl Image {
         }
         bytes
     }
+}
+
+/// What follows the magic numbers of an image.
+fn content_of(bytes: &[u8], kind: ImageKind) -> Result<&[u8], String> {
+    let content = bytes.strip_prefix(&COMMON_MAGIC.to_le_bytes());
+    let content = content.and_then(|rest| rest.strip_prefix(&kind.magic().to_le_bytes()));
+    content.ok_or_else(|| format!("it does not begin as a {kind:?} image does"))
+}
+
+fn next_message<'a>(rest: &mut &'a [u8]) -> Result<&'a [u8], String> {
+    let (length, tail) = rest.split_first_chunk().ok_or("it ends within a length")?;
+    let length = u32::from_le_bytes(*length) as usize;
+    let message = tail.get(..length).ok_or("it ends within a message")?;
+    *rest = &tail[length..];
+    Ok(message)
+}
+
+/// Decodes the content of `sk-queues.img` into what waits in sockets, in its order, with the bytes
+/// of each.
+///
+/// # Errors
+/// The reason why it is no such image.
+pub fn decode_queues(bytes: &[u8]) -> Result<Vec<(PacketEntry, &[u8])>, String> {
+    let mut rest = content_of(bytes, ImageKind::Queues)?;
+    let mut packets = Vec::new();
+    while !rest.is_empty() {
+        let packet = PacketEntry::decode(next_message(&mut rest)?).map_err(|error| error.to_string())?;
+        let content = rest.get(..packet.length as usize).ok_or("it ends within a packet")?;
+        rest = &rest[content.len()..];
+        packets.push((packet, content));
+    }
+    Ok(packets)
 }
 
 /// Reads the first message of an image.
@@ -145,10 +187,7 @@ pub fn read_first<M: Message + Default>(path: &Path, kind: ImageKind) -> Result<
 /// # Errors
 /// [`Error`]: the image cannot be read or decoded.
 pub fn read_all<M: Message + Default>(path: &Path, kind: ImageKind) -> Result<Vec<M>, Error> {
-    let image = Image::read(path, kind)?;
-    let decode = |message: &Vec<u8>| M::decode(message.as_slice());
-    let error = |e: prost::DecodeError| Error::image(path, e.to_string());
-    image.messages.iter().map(decode).collect::<Result<_, _>>().map_err(error)
+    Image::read(path, kind)?.decoded(path)
 }
 
 /// Returns an encoded message with one field of varint type replaced. All other fields, also
@@ -209,10 +248,10 @@ pub(crate) fn without(message: &[u8], field: u32) -> Vec<u8> {
     output
 }
 
-/// Returns an encoded message in which `change` has replaced the content of each field of message
-/// type with this number, in its place, where it returns another. The message must have been
+/// Returns an encoded message in which `change` has replaced each field of message type with this
+/// number, in its place, where it returns the contents of others. The message must have been
 /// decoded successfully before.
-pub(crate) fn with_each(message: &[u8], field: u32, mut change: impl FnMut(&[u8]) -> Option<Vec<u8>>) -> Vec<u8> {
+pub(crate) fn with_each(message: &[u8], field: u32, mut change: impl FnMut(&[u8]) -> Option<Vec<Vec<u8>>>) -> Vec<u8> {
     use prost::encoding::{DecodeContext, WireType, decode_key, decode_varint, encode_key, encode_varint, skip_field};
     let mut output = Vec::with_capacity(message.len() + 64);
     let mut rest = message;
@@ -230,10 +269,12 @@ pub(crate) fn with_each(message: &[u8], field: u32, mut change: impl FnMut(&[u8]
             None
         };
         match changed {
-            Some(content) => {
-                encode_key(field, WireType::LengthDelimited, &mut output);
-                encode_varint(content.len() as u64, &mut output);
-                output.extend_from_slice(&content);
+            Some(contents) => {
+                for content in contents {
+                    encode_key(field, WireType::LengthDelimited, &mut output);
+                    encode_varint(content.len() as u64, &mut output);
+                    output.extend_from_slice(&content);
+                }
             }
             None => output.extend_from_slice(&begin[..begin.len() - rest.len()]),
         }
@@ -253,8 +294,9 @@ mod tests {
         fn any_bytes_are_decoded_or_refused(bytes in prop::collection::vec(any::<u8>(), 0..300), field in 0_u32..20) {
             let _ = Image::decode(&bytes, ImageKind::Core);
             let _ = without(&bytes, field);
+            let _ = decode_queues(&bytes);
             let _ = bytes_of(&bytes, field);
-            let _ = with_each(&bytes, field, |content| Some(content.to_vec()));
+            let _ = with_each(&bytes, field, |content| Some(vec![content.to_vec()]));
             let magics = [COMMON_MAGIC.to_le_bytes(), ImageKind::Core.magic().to_le_bytes()].concat();
             if let Ok(image) = Image::decode(&[magics, bytes].concat(), ImageKind::Core) {
                 prop_assert_eq!(Image::decode(&image.encode(), ImageKind::Core), Ok(image));

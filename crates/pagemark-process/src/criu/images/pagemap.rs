@@ -3,11 +3,11 @@
 use std::path::Path;
 
 use pagemark::{Address, AddressRangeExt, PageNumber, PageRange, PageRangeExt};
+use pagemark_trace::error::Error;
 use prost::Message;
 
 use super::container::{Image, ImageKind, with_varint};
 use super::schema::{PAGE_IN_PARENT, PAGE_LAZY, PAGE_PRESENT, PagemapEntry, PagemapHead};
-use crate::error::Error;
 
 /// A run of consecutive pages of a pagemap image.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

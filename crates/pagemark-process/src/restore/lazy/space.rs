@@ -4,11 +4,11 @@ use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
 
-use pagemark::sys::userfaultfd::{MissingPages, MissingPagesEvent};
 use pagemark::{Address, AddressRangeExt, ByteCount, PAGE_SIZE, PageNumber, RangeSet};
+use pagemark_linux::userfaultfd::{MissingPages, MissingPagesEvent};
+use pagemark_trace::error::Error;
 
 use super::layout::{Change, Layout};
-use crate::error::Error;
 use crate::restore::connection::not_filled;
 use crate::restore::memory::Pages;
 

@@ -18,11 +18,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use nix::sys::mman::{MapFlags, MmapAdvise, ProtFlags, madvise, mmap, munmap};
-use pagemark::sys::pagemap::{Filter, PRESENT, Pagemap};
 use pagemark::{Address, AddressRangeExt, ByteCount, Range, RangeSet};
+use pagemark_linux::pagemap::{Filter, PRESENT, Pagemap};
+use pagemark_trace::objects::ObjectId;
 
 use super::{Mapped, is_mapped_by};
-use crate::objects::ObjectId;
 
 /// How often objects are looked for that no process maps any more. This takes at most a hundredth
 /// of the time.

@@ -3,9 +3,10 @@
 
 use std::sync::Arc;
 
-use crate::sys::own_memory::{self, Mapping};
-use crate::sys::pagemap::Pagemap;
-use crate::sys::shared_bytes::SharedBytes;
+use pagemark_linux::own_memory::{self, Mapping};
+use pagemark_linux::pagemap::Pagemap;
+use pagemark_linux::shared_bytes::SharedBytes;
+
 use crate::track::OwnMemory;
 use crate::track::populated::{DataPages, Seen};
 use crate::{AddressRangeExt, Error, Mechanism, PAGE_SIZE, RangeSet, Tracker};
@@ -82,8 +83,9 @@ impl Tracker for CompareCopies {
 
 #[cfg(test)]
 mod tests {
+    use pagemark_linux::scratch::Scratch;
+
     use super::*;
-    use crate::sys::scratch::Scratch;
     use crate::track::own_pagemap;
     use crate::{ErrorKind, Range};
 

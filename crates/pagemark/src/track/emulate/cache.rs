@@ -5,10 +5,11 @@ use std::io;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
+use pagemark_linux::alias::CodeMemory;
+use pagemark_linux::at_fork::hold_off;
+
 use super::decode::{self, Kind, LONGEST, Store};
 use crate::PAGE_SIZE;
-use crate::sys::alias::CodeMemory;
-use crate::sys::at_fork::hold_off;
 
 /// Instructions that are remembered. Programs have few that write to one region; what does not fit
 /// is not emulated.
@@ -36,11 +37,11 @@ struct Entry {
     state: AtomicU32,
     address: AtomicU64,
     /// Written by whoever changed the state from empty to filling, and never after it is ready.
-    known: UnsafeCell<Known>,
+    known: UnsafeCell<DecodedStore>,
 }
 
 #[derive(Clone, Copy)]
-struct Known {
+struct DecodedStore {
     /// The instruction: other code may be at the address by now.
     bytes: [u8; LONGEST],
     store: Store,
@@ -74,7 +75,7 @@ impl Cache {
         let empty = || Entry {
             state: AtomicU32::new(EMPTY),
             address: AtomicU64::new(0),
-            known: UnsafeCell::new(Known { bytes: [0; LONGEST], store }),
+            known: UnsafeCell::new(DecodedStore { bytes: [0; LONGEST], store }),
         };
         // Never freed: a signal handler may use it at any time.
         let cache = Box::leak(Box::new(Cache { entries: (0..ENTRIES).map(|_| empty()).collect(), code }));
@@ -122,7 +123,7 @@ impl Cache {
     /// `FILLING`.
     ///
     /// # Safety
-    /// As for [`Cache::at`].
+    /// Those of [`Cache::at`].
     unsafe fn fill(&self, index: usize, address: u64) -> Option<Found<'_>> {
         let entry = &self.entries[index];
         // SAFETY: see the caller's promise.
@@ -131,7 +132,7 @@ impl Cache {
             return None;
         };
         // SAFETY: the state says that we alone have the entry.
-        unsafe { *entry.known.get() = Known { bytes, store } };
+        unsafe { *entry.known.get() = DecodedStore { bytes, store } };
         if let Kind::Execute { code, code_length, .. } = &store.kind {
             // SAFETY: nobody executes the code of an entry that is not ready.
             unsafe { self.code.write(index * CODE_BYTES, &code[..usize::from(*code_length)]) };

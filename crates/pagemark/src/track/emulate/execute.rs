@@ -30,7 +30,10 @@ pub unsafe fn execute(registers: &mut [libc::greg_t; 23], code: *const u8, vecto
 /// The vector state in a signal's context. None if the kernel has not told which components of it
 /// are there.
 pub fn vector_state(context: &libc::ucontext_t) -> Option<Vectors> {
-    let state: *const u8 = context.uc_mcontext.fpregs.cast();
+    // The field behind the registers, `fpregs`, which the crate libc does not name with musl.
+    let behind = (&raw const context.uc_mcontext).cast::<*const u8>().wrapping_add(context.uc_mcontext.gregs.len());
+    // SAFETY: the kernel has a pointer there, in the structure, which begins with the registers.
+    let state = unsafe { behind.read() };
     if state.is_null() {
         return None;
     }

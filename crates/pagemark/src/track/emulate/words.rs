@@ -4,7 +4,8 @@ use std::io;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 
-use crate::sys::room;
+use pagemark_linux::room;
+
 use crate::track::page_bits::{PageBits, runs};
 use crate::{Address, ByteCount, PAGE_SIZE, RangeSet};
 

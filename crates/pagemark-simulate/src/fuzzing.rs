@@ -1,0 +1,3 @@
+//! What the fuzz targets in `fuzz/` call: readers that are private otherwise.
+
+pub use crate::trace::fuzzing::trace;
