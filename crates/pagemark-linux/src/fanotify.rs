@@ -11,6 +11,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use super::interface::Interface;
 use super::proc::mounts::Mount;
@@ -39,8 +40,10 @@ const WATCHED: u64 = libc::FAN_CLOSE_WRITE
 /// Size of the buffer for events, bytes. An event has at most some 400.
 const BUFFER: usize = 64 << 10;
 
-/// How often a directory is looked for where the kernel has no memory for it, or says so.
-const TRIES: u32 = 1000;
+/// How long a directory is looked for where the kernel has no memory for it, or says so: longer
+/// than any thread of another process waits for a processor.
+const NO_MEMORY_LIMIT: Duration = Duration::from_secs(30);
+const PAUSE: Duration = Duration::from_micros(50);
 
 /// A change of a name in a directory. Changes by one process that follow each other closely are one
 /// event.
@@ -159,14 +162,14 @@ impl Fanotify {
     /// `EPERM`: CAP_DAC_READ_SEARCH is missing.
     pub fn path(&self, directory: &DirectoryHandle) -> io::Result<Option<PathBuf>> {
         let Some(mount) = self.open_mount(&directory.file_system) else { return Ok(None) };
-        let mut tries = 0..TRIES;
+        let start = Instant::now();
         let opened = loop {
             match open_by_handle(&mount, directory) {
                 Ok(opened) => break opened,
                 Err(error) => match error.raw_os_error() {
                     Some(libc::ESTALE | libc::ENOENT) => return Ok(None),
                     // ext4 returns it, too, while another file is made with the inode of one that is gone.
-                    Some(libc::ENOMEM) if tries.next().is_some() => std::thread::yield_now(),
+                    Some(libc::ENOMEM) if start.elapsed() < NO_MEMORY_LIMIT => std::thread::sleep(PAUSE),
                     _ => return Err(error),
                 },
             }
