@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::time::Duration;
 
-use pagemark_testing::skipped;
+use pagemark_testing::{assert_oracle, assert_oracle_eq, skipped};
 
 const MECHANISMS: [&str; 7] = ["auto", "adaptive", "pagemap-scan", "uffd", "mprotect", "emulate", "full"];
 
@@ -252,9 +252,9 @@ impl Installed {
             child.kill().unwrap();
             child.wait().unwrap();
         }
-        assert!(begun.is_sorted_by(|before, now| before < now), "saves were lost: {begun:?}");
+        assert_oracle!(begun.is_sorted_by(|before, now| before < now), "saves were lost: {begun:?}");
         let printed = self.with_repository(program, "killed").unwrap();
-        assert_eq!(printed.lines().last(), Some(expected));
+        assert_oracle_eq!(printed.lines().last(), Some(expected), "what the program ends with after it was killed");
     }
 }
 

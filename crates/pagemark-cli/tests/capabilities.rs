@@ -11,7 +11,7 @@ use std::process::{Command, Output, Stdio};
 use nix::sys::resource::{Resource, setrlimit};
 use nix::sys::signal::{Signal, killpg};
 use nix::unistd::Pid;
-use pagemark_testing::{in_own_session, skip};
+use pagemark_testing::{assert_oracle, in_own_session, skip};
 use subject::{NOBODY, Subject, assert_fails, has_criu, is_root, status_field, stderr};
 use support::{Pagemark, is_alive, kill_and_wait};
 
@@ -91,7 +91,7 @@ fn a_process_of_another_user_comes_back_with_its_limits() {
     subject.kill();
     let output = without_capability(&pagemark, &["restore", "--detach", "subject"]);
     assert!(output.status.success(), "{}", stderr(&output));
-    assert!(is_alive(pid));
+    assert_oracle!(is_alive(pid), "the restored program has ended");
     assert_eq!(limits(pid), before);
     assert_eq!(status_field(pid, "Uid").as_deref(), Some("65534\t65534\t65534\t65534"));
     kill_and_wait(pid);

@@ -15,7 +15,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use container::Container;
-use pagemark_testing::{SplitMix, copy_executable, skip, wait_for, wait_until};
+use pagemark_testing::{SplitMix, assert_oracle, assert_oracle_eq, copy_executable, skip, wait_for, wait_until};
 use subject::{Steps, assert_fails, continues, criu_on, descriptors, has_criu, status_field, subject, untouched};
 use support::{Pagemark, Restored, children, is_alive, kill_and_wait};
 
@@ -130,7 +130,7 @@ fn a_container_comes_back_with_its_ids_mounts_and_files() {
         story.steps.is_paused_at(checkpointed);
         assert_eq!(fs::metadata(story.data.join("steps")).expect("the steps").ino(), inode, "put back in place");
         assert_eq!(fs::read_to_string(&output).expect("the output").matches("more\n").count(), round);
-        assert_eq!(inside(restored.0, &["cat", "/tmp/file"]), "kept\n");
+        assert_oracle_eq!(inside(restored.0, &["cat", "/tmp/file"]), "kept\n", "a file of the container");
         assert!(inside(restored.0, &["cat", "/proc/1/cmdline"]).starts_with(story.program));
         assert!(inside(restored.0, &["cat", "/proc/net/dev"]).contains("lo:"));
         assert_eq!(mounts(), mounts_before, "no mount is left outside");
@@ -140,7 +140,7 @@ fn a_container_comes_back_with_its_ids_mounts_and_files() {
         story.checkpoint(restored.0);
         story.steps.goes_on(restored.0);
     }
-    story.pagemark.done(&["verify"]);
+    story.pagemark.verify(&[]);
 }
 
 /// Waits until a process that is traced executes code: CRIU's, for whose end CRIU waits.
@@ -203,12 +203,12 @@ fn a_container_runs_before_its_memory_is_there_and_ends_if_it_never_comes() {
     let program = ["setsid", story.program, "data", "64", "/data/checks"];
     let mut container = Container::start(&["--net"], &story.root, &story.data, &program);
     let checks = story.data.join("checks");
-    assert!(continues(&checks, container.pid));
+    assert_oracle!(continues(&checks, container.pid), "the program has ended");
     story.checkpoint(container.pid);
     container.kill();
     let restored = story.restore(&["box", "--lazy"]);
     assert_eq!(ids(restored.0)[1..], ["1"]);
-    assert!(continues(&checks, restored.0));
+    assert_oracle!(continues(&checks, restored.0), "the restored program has ended");
     // It can be saved like the first.
     story.checkpoint(restored.0);
     drop(restored);

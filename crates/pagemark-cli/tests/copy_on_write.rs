@@ -5,7 +5,7 @@ mod support;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-use pagemark_testing::{in_own_session, rounds, skip, violation, wait_for};
+use pagemark_testing::{assert_oracle, assert_unviolated, in_own_session, rounds, skip, wait_for};
 use support::{Pagemark, Restored, children, is_alive, kill_tree, now_unix_us};
 
 /// Pages that the program writes in each round: more than are copied in a freeze.
@@ -44,8 +44,8 @@ while True:
 fn goes_on(of: &Path, pid: i32, when: &str) {
     let before = rounds(of);
     wait_for(&format!("{when}: the program to go on"), || {
-        assert_eq!(violation(of), None, "{when}");
-        assert!(is_alive(pid), "{when}: the program has ended");
+        assert_unviolated(of);
+        assert_oracle!(is_alive(pid), "{when}: the program has ended");
         (rounds(of) > before + 2).then_some(())
     });
 }
@@ -75,7 +75,7 @@ fn comes_back(strategy: &str) -> Option<serde_json::Value> {
     goes_on(&of, restored.0, "restored");
     pagemark.done(&["checkpoint", "--job", "job", "--strategy", strategy, &pid.to_string()]);
     goes_on(&of, restored.0, "restored and checkpointed");
-    pagemark.done(&["verify"]);
+    pagemark.verify(&[]);
     let log = pagemark.done(&["log", "job"]);
     assert!(log.contains("strategy"), "{log}");
     Some(shown["cost"].clone())

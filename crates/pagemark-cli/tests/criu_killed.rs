@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use pagemark_testing::{SplitMix, skip, wait_for};
+use pagemark_testing::{SplitMix, assert_oracle, skip, wait_for};
 use subject::{Subject, criu_on, has_criu, status_field, stderr, verifies, wait_until_left_alone};
 use support::{Pagemark, children, is_alive};
 
@@ -60,7 +60,7 @@ fn requests_to_end_harm_nothing() {
         let output = child.wait_with_output().expect("it ends");
         assert!(output.status.success(), "round {round}: {}", stderr(&output));
         subject.is_untouched();
-        assert!(continues(&subject, &file), "round {round}: the subject has found its data wrong");
+        assert_oracle!(continues(&subject, &file), "round {round}: the subject has found its data wrong");
     }
     assert!(sent > 30, "CRIU was gone too soon: {sent} signals were sent");
     verifies(&pagemark);

@@ -13,9 +13,11 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use pagemark::repository::Repository;
-use pagemark_testing::{SplitMix, patience, rounds, skip, trackee, violation, wait_for};
+use pagemark_testing::{
+    SplitMix, assert_oracle, assert_unviolated, finding, patience, rounds, skip, trackee, wait_for,
+};
 use subject::{Subject, continues, descriptors, has_criu, is_root, untouched, verifies, wait_until_left_alone};
-use support::{Pagemark, Runner, kill_and_wait};
+use support::{Pagemark, Runner, is_alive, kill_and_wait};
 
 /// How often an attached Pagemark is killed.
 const ROUNDS: u64 = 40;
@@ -43,8 +45,11 @@ impl Tortured {
     fn assert_continues(&self, when: &str) {
         wait_until_left_alone(self.pid);
         let before = rounds(&self.directory);
-        wait_for("the target to go on", || (rounds(&self.directory) > before + 3).then_some(()));
-        assert_eq!(violation(&self.directory), None, "{when}");
+        wait_for(&format!("{when}: the target to go on"), || {
+            assert_unviolated(&self.directory);
+            assert_oracle!(is_alive(self.pid), "{when}: the target has ended");
+            (rounds(&self.directory) > before + 3).then_some(())
+        });
         untouched(self.pid, &self.descriptors);
     }
 }
@@ -66,13 +71,13 @@ fn kill(child: &mut Child, pagemark: &Pagemark, when: &str) {
 
 /// Asserts that every checkpoint that is listed can be read, and that none is missing in between.
 fn opens(repository: &Path, at_least: usize) -> usize {
-    let repository = Repository::open(repository).expect("the repository opens");
-    let list = repository.checkpoints("subject").expect("its list");
-    assert!(list.len() >= at_least, "checkpoints are lost: {} of {at_least}", list.len());
+    let repository = Repository::open(repository).unwrap_or_else(|error| finding(&error.to_string()));
+    let list = repository.checkpoints("subject").unwrap_or_else(|error| finding(&error.to_string()));
+    assert_oracle!(list.len() >= at_least, "checkpoints are lost: {} of {at_least}", list.len());
     let numbers: Vec<u64> = list.iter().map(|info| info.sequence).collect();
-    assert!(numbers.windows(2).all(|pair| pair[0] < pair[1]), "{numbers:?}");
+    assert_oracle!(numbers.windows(2).all(|pair| pair[0] < pair[1]), "checkpoints are not in their order: {numbers:?}");
     if let Some(last) = numbers.last() {
-        repository.read("subject", *last).expect("the last checkpoint reads");
+        repository.read("subject", *last).unwrap_or_else(|error| finding(&error.to_string()));
     }
     list.len()
 }
@@ -146,8 +151,10 @@ fn killed_at_any_instant_it_harms_nothing() {
         let name = format!("subject@{sequence}");
         pagemark.done(&["restore", "--detach", &name]);
         let before = rounds(&directory);
-        wait_for("the restored target to go on", || (rounds(&directory) > before + 3).then_some(()));
-        assert_eq!(violation(&directory), None, "{name}");
+        wait_for(&format!("{name}: the restored target to go on"), || {
+            assert_unviolated(&directory);
+            (rounds(&directory) > before + 3).then_some(())
+        });
         kill_and_wait(tortured.pid);
     }
 }
@@ -267,7 +274,7 @@ fn a_lazy_restore_that_is_killed_takes_the_program_with_it() {
         // memory already.
         wait_for("Pagemark to end", || started_with(&place).is_empty().then_some(()));
         let is_alive = continues(&data, pid);
-        assert!(is_alive || !is_complete, "the restored target has ended");
+        assert_oracle!(is_alive || !is_complete, "the restored target has ended");
         killed += u32::from(!is_alive);
         kill_and_wait(pid);
         wait_for("CRIU to end", || criu_in(&place).is_empty().then_some(()));
@@ -284,7 +291,7 @@ fn a_lazy_restore_that_is_killed_takes_the_program_with_it() {
 
 /// Asserts that a subject that holds data continues to check it, and that the data are right.
 fn assert_continues(data: &Path, pid: i32) {
-    assert!(continues(data, pid), "the restored target has ended");
+    assert_oracle!(continues(data, pid), "the restored target has ended");
 }
 
 /// The processes that were started with this directory for temporary files, whatever they execute

@@ -15,7 +15,7 @@ use std::process::Stdio;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use pagemark::repository::Repository;
-use pagemark_testing::{skip, wait_for};
+use pagemark_testing::{assert_oracle, assert_oracle_eq, skip, wait_for};
 use small_disk::SmallDisk;
 use subject::{Subject, assert_fails, has_criu};
 use support::{Pagemark, Runner, kill_and_wait};
@@ -34,14 +34,15 @@ fn a_full_disk_loses_nothing_but_the_checkpoint() {
     if !has_criu() {
         arguments.push("--memory-only");
     }
-    let verified = || {
-        pagemark.done(&["verify", "--repo", place]);
-    };
+    let verified = || pagemark.verify(&["--repo", place]);
     let count = || Repository::open(&repository).expect("it opens").checkpoints("subject").expect("a list").len();
     let progress = || fs::read_to_string(&data).unwrap_or_default();
     let goes_on = || {
         let before = progress().len();
-        wait_for("the target to go on", || (progress().len() > before + 3).then_some(()));
+        wait_for("the target to go on", || {
+            assert_oracle!(!progress().contains('!'), "the target has found its data wrong");
+            (progress().len() > before + 3).then_some(())
+        });
     };
     goes_on();
     pagemark.done(&arguments);
@@ -56,12 +57,12 @@ fn a_full_disk_loses_nothing_but_the_checkpoint() {
         assert_fails(&pagemark.output(&arguments), &["cannot checkpoint process", place, "No space left on device"]);
         subject.is_untouched();
         goes_on();
-        assert_eq!(count(), 1);
+        assert_oracle_eq!(count(), 1, "the number of checkpoints");
         verified();
     }
     fs::remove_file(&filler).expect("it goes");
     pagemark.done(&arguments);
-    assert_eq!(count(), 2);
+    assert_oracle_eq!(count(), 2, "the number of checkpoints");
     verified();
     subject.is_untouched();
 
@@ -72,7 +73,7 @@ fn a_full_disk_loses_nothing_but_the_checkpoint() {
     subject.kill();
     pagemark.done(&["restore", "--detach", "--repo", place, "subject@2"]);
     goes_on();
-    assert!(progress().ends_with('+'), "it has lost data");
+    assert_oracle!(progress().ends_with('+'), "it has lost data");
     support::kill_and_wait(target);
 }
 
@@ -93,7 +94,10 @@ fn recovers(pagemark: &Pagemark, disk: &SmallDisk, mut series: Runner, target: i
     let progress = || fs::read_to_string(data).unwrap_or_default();
     let goes_on = || {
         let before = progress().len();
-        wait_for("the target to go on", || (progress().len() > before + 3).then_some(()));
+        wait_for("the target to go on", || {
+            assert_oracle!(!progress().contains('!'), "the target has found its data wrong");
+            (progress().len() > before + 3).then_some(())
+        });
     };
     wait_for("two checkpoints", || (count() > 1).then_some(()));
 
@@ -113,13 +117,14 @@ fn recovers(pagemark: &Pagemark, disk: &SmallDisk, mut series: Runner, target: i
         }
         // Meanwhile checkpoints are tried and fail.
         let held = count();
-        assert!(held > 1, "checkpoints are lost");
+        assert_oracle!(held > 1, "checkpoints are lost");
         for _ in 0..8 {
             goes_on();
         }
+        assert_oracle!(count() >= held, "checkpoints are lost");
         assert_eq!(count(), held, "checkpoints came from nowhere, or went");
         assert_eq!(series.child.try_wait().expect("our child"), None, "the series has ended: {}", pagemark.log());
-        pagemark.done(&["verify", "--repo", place]);
+        pagemark.verify(&["--repo", place]);
 
         fs::remove_file(&filler).expect("it goes");
         wait_for("checkpoints after there is room again", || (count() > held + 1).then_some(()));
@@ -128,7 +133,7 @@ fn recovers(pagemark: &Pagemark, disk: &SmallDisk, mut series: Runner, target: i
     assert!(progress().ends_with('+'), "it has not got more data");
     kill(Pid::from_raw(series.child.id() as i32), Signal::SIGINT).expect("it runs");
     wait_for("the series to end", || series.child.try_wait().expect("our child"));
-    pagemark.done(&["verify", "--repo", place]);
+    pagemark.verify(&["--repo", place]);
 }
 
 /// Restores the target from the newest checkpoint; the target checks its data.
@@ -137,7 +142,7 @@ fn comes_back(pagemark: &Pagemark, disk: &SmallDisk, target: i32, data: &Path) {
     let repository = disk.path().join("repository");
     pagemark.done(&["restore", "--detach", "--repo", repository.to_str().expect("UTF-8"), "subject"]);
     wait_for("the restored target to go on", || {
-        assert!(support::is_alive(target), "the restored target has found its data wrong");
+        assert_oracle!(support::is_alive(target), "the restored target has found its data wrong");
         (fs::read(data).expect("its progress").len() > before + 3).then_some(())
     });
     kill_and_wait(target);

@@ -6,7 +6,7 @@ mod support;
 use std::path::Path;
 use std::process::Command;
 
-use pagemark_testing::{copy_executable, skip, wait_for, wait_until};
+use pagemark_testing::{assert_oracle, assert_oracle_eq, copy_executable, skip, wait_for, wait_until};
 use support::{Pagemark, Redis, free_port, is_alive, kill_tree, now_unix_us};
 
 /// True if a process has the heap, with as many views as parts.
@@ -57,7 +57,7 @@ fn has_the_same_result(command: &[&str], files: &[(&str, &str)]) {
         }
         assert!(had_heap, "{}", pagemark.log());
         pagemark.done(&["restore", job]);
-        assert!(std::fs::read(&result).expect("it has a result") == expected, "another result");
+        assert_oracle!(std::fs::read(&result).expect("it has a result") == expected, "another result");
         return;
     }
     panic!("the program always ended first: {}", pagemark.log());
@@ -135,7 +135,7 @@ fn goes_on(pagemark: &Pagemark, pid: i32) {
     let before = count(pagemark.directory());
     // A child is forked in five of them.
     wait_for("the program to go on", || {
-        assert!(is_alive(pid), "it ended: {}", pagemark.target_log());
+        assert_oracle!(is_alive(pid), "it ended: {}", pagemark.target_log());
         (count(pagemark.directory()) > before + 5).then_some(())
     });
 }
@@ -226,7 +226,7 @@ fn redis_comes_back_and_saves_its_data_itself() {
 
     pagemark.done(&["restore", "--detach", &format!("redis@{sequence}")]);
     let mut redis = wait_for("the restored server", || Redis::connect(port));
-    assert_eq!(redis.must(&["DEBUG", "DIGEST"]), digest);
+    assert_oracle_eq!(redis.must(&["DEBUG", "DIGEST"]), digest, "the restored data");
     // A child has a copy of the heap.
     assert_eq!(redis.must(&["BGSAVE"]), "Background saving started");
     load("1000", "set,lpush");

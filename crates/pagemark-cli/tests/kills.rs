@@ -18,7 +18,7 @@ use nix::sys::signal::{Signal, killpg};
 use nix::sys::wait::{Id, WaitPidFlag, waitid};
 use nix::unistd::Pid;
 use pagemark_linux::proc;
-use pagemark_testing::{SplitMix, patience, rounds, skip, trackee, violation, wait_until};
+use pagemark_testing::{SplitMix, assert_oracle, patience, rounds, skip, trackee, violation, wait_until};
 use subject::{has_criu, verifies};
 use support::Pagemark;
 
@@ -28,6 +28,9 @@ const ROLES: [&str; 8] = ["compute", "sleep", "futex", "epoll", "read", "sigwait
 /// Names of the processes that are killed alone. A process that holds or copies has the name of the
 /// command.
 const HELPERS: [&str; 4] = ["pagemark-inject", "pagemark-guard", "criu", "pagemark"];
+
+/// How the problem begins of a program that does not go on in time.
+const LATE: &str = "it is stuck";
 
 /// Who is killed.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -60,12 +63,20 @@ impl States {
             .process_group(0)
             .current_dir("/");
         let states = States { child: command.spawn().expect("it starts"), directory, role };
-        assert_eq!(states.goes_on(), Ok(()));
+        states.assert_goes_on();
         states
     }
 
     fn pid(&self) -> i32 {
         self.child.id() as i32
+    }
+
+    /// Requires that all threads complete another round, and none is stopped.
+    #[track_caller]
+    fn assert_goes_on(&self) {
+        let goes_on = self.goes_on();
+        assert_oracle!(!goes_on.as_ref().is_err_and(|problem| !is_late(problem)), "{goes_on:?}");
+        assert_eq!(goes_on, Ok(()));
     }
 
     /// Whether all threads complete another round, and none is stopped.
@@ -87,7 +98,7 @@ impl States {
                 return Ok(());
             }
             if Instant::now() > deadline {
-                return Err(format!("it is stuck: {:?}", statuses().collect::<Vec<_>>()));
+                return Err(format!("{LATE}: {:?}", statuses().collect::<Vec<_>>()));
             }
             std::thread::sleep(Duration::from_millis(2));
         }
@@ -157,6 +168,11 @@ fn attach(pagemark: &Pagemark, states: &States, group: Option<&Group>) -> Child 
 /// microseconds before it sees this end. The program ends by that.
 fn is_trap_of_criu((victim, problem): &(Victim, String)) -> bool {
     *victim == Victim::Helper("criu") && problem.contains("SIGTRAP")
+}
+
+/// True if a program is not harmed as far as is known, but has not gone on in time.
+fn is_late(problem: &str) -> bool {
+    problem.starts_with(LATE)
 }
 
 /// What was killed so far, and what it harmed.
@@ -254,6 +270,8 @@ fn kill_helpers(kills: u64, side_by_side: usize, harmful: usize) {
     });
     let counts = counts.into_inner().expect("none has failed");
     eprintln!("{counts}");
+    let is_harmed = |harmful: &(Victim, String)| !is_trap_of_criu(harmful) && !is_late(&harmful.1);
+    assert_oracle!(!counts.harmful.iter().any(is_harmed), "{counts}");
     assert!(counts.harmful.iter().all(is_trap_of_criu) && counts.harmful.len() <= harmful, "{counts}");
 }
 
@@ -280,7 +298,7 @@ fn who_kills_the_control_group_of_the_command_kills_no_criu() {
     assert_eq!(group.members(), [attached.id() as i32], "CRIU is {criu}");
     assert!(group.kill());
     attached.wait().expect("our child");
-    assert_eq!(states.goes_on(), Ok(()));
+    states.assert_goes_on();
 }
 
 #[test]

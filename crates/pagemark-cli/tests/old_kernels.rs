@@ -7,7 +7,7 @@ mod support;
 use std::process::{Command, Output, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use pagemark_testing::{LINUX_VERSIONS, as_linux, reason_without_as_linux, skip};
+use pagemark_testing::{LINUX_VERSIONS, as_linux, assert_oracle, reason_without_as_linux, skip};
 use serde_json::Value;
 use subject::{Steps, Subject, has_criu, is_root, stderr, subject};
 use support::{Pagemark, is_alive, kill_and_wait};
@@ -251,10 +251,10 @@ fn comes_back(version: &str) {
     subject.kill();
     steps.order_pause();
     done(&["restore", "--detach", "--yes", "subject"]);
-    assert!(is_alive(pid), "{version}");
+    assert_oracle!(is_alive(pid), "{version}: the program has ended");
     steps.is_paused_at(at);
     steps.resume();
     steps.goes_on(pid);
     kill_and_wait(pid);
-    pagemark.done(&["verify"]);
+    pagemark.verify(&[]);
 }

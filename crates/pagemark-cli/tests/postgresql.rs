@@ -18,7 +18,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::{Pid, User, chown};
 use pagemark_linux::proc::tree;
 use pagemark_linux::{fanotify, forks};
-use pagemark_testing::{SplitMix, skip, wait_for, wait_until};
+use pagemark_testing::{SplitMix, assert_oracle, finding, skip, wait_for, wait_until};
 use subject::{has_criu, is_root, public_directory};
 use support::{Pagemark, free_port, is_alive, now_unix_us};
 
@@ -176,16 +176,21 @@ impl Cluster {
             let rows = self.query(&format!("select count(*), coalesce(max(n), 0) from committed_{client}")).unwrap();
             let (count, last) = rows.split_once('|').expect("two columns");
             let (count, last): (u64, u64) = (count.parse().expect("a number"), last.parse().expect("a number"));
-            assert!(count == last && last >= *needed, "client {client}: {count} rows, last {last}, needed {needed}");
+            assert_oracle!(
+                count == last && last >= *needed,
+                "client {client}: {count} rows, last {last}, needed {needed}"
+            );
         }
-        self.output(self.client("pg_amcheck").args(["--heapallindexed", "-d", "postgres"])).unwrap();
+        let is_sound = self.output(self.client("pg_amcheck").args(["--heapallindexed", "-d", "postgres"]));
+        is_sound.unwrap_or_else(|problem| finding(&problem));
         self.query("insert into committed_0 values (1000000)").unwrap();
         self.query("create table later as select 1").unwrap();
         self.query("drop table later").unwrap();
         self.query("checkpoint").unwrap();
         self.end(Signal::SIGINT);
         let data = self.data();
-        self.output(self.as_user("pg_checksums").args(["--check", "-D"]).arg(&data)).unwrap();
+        let is_sound = self.output(self.as_user("pg_checksums").args(["--check", "-D"]).arg(&data));
+        is_sound.unwrap_or_else(|problem| finding(&problem));
     }
 }
 

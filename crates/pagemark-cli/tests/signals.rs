@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use nix::sys::signal::{Signal, kill, killpg};
 use nix::unistd::Pid;
 use pagemark_linux::proc::stat;
-use pagemark_testing::{skip, wait_for};
+use pagemark_testing::{assert_oracle, skip, wait_for};
 use subject::{Subject, criu_on, has_criu, status_field};
 use support::{Pagemark, Runner, is_alive, kill_and_wait};
 
@@ -122,7 +122,7 @@ fn a_signal_that_comes_during_a_freeze_is_not_part_of_the_checkpoint() {
 
         pagemark.done(&["restore", "--detach", "subject"]);
         run.goes_on("the restored program to go on", || {
-            assert!(is_alive(target), "{signal} ended the restored program: {}", pagemark.log());
+            assert_oracle!(is_alive(target), "{signal} ended the restored program: {}", pagemark.log());
         });
         kill_and_wait(target);
     }
@@ -273,7 +273,7 @@ fn a_process_that_is_continued_all_the_time_is_saved() {
     let target = run.target();
     let taken = wait_for("40 checkpoints", || {
         for _ in 0..100 {
-            assert!(is_alive(target), "a checkpoint has ended the program: {}", pagemark.log());
+            assert_oracle!(is_alive(target), "a checkpoint has ended the program: {}", pagemark.log());
             kill(Pid::from_raw(target), Signal::SIGCONT).expect("it runs");
             std::thread::sleep(Duration::from_millis(1));
         }

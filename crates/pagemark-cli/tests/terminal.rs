@@ -11,7 +11,7 @@ use std::os::fd::AsRawFd;
 use nix::pty::Winsize;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use pagemark_testing::{skip, wait_for};
+use pagemark_testing::{assert_oracle, skip, wait_for};
 use screen::{Screen, set_size};
 use subject::has_criu;
 use support::{Pagemark, children, is_alive, kill_and_wait, now_unix_us};
@@ -147,6 +147,6 @@ fn the_terminal_is_as_before_when_pagemark_is_killed_and_the_program_keeps_runni
     screen.expect("42\r\n");
     screen.types("");
     screen.expect("tick\r\ntick\r\n");
-    assert!(is_alive(program));
+    assert_oracle!(is_alive(program), "the program has ended");
     kill(Pid::from_raw(program), Signal::SIGKILL).expect("it runs");
 }

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use pagemark_testing::{MachinePaths, PLAIN, QEMU, TestMonitor, guest_program, skip, wait_for};
+use pagemark_testing::{MachinePaths, PLAIN, QEMU, TestMonitor, assert_oracle, guest_program, skip, wait_for};
 use screen::Screen;
 use serde_json::json;
 use support::{Pagemark, children, is_alive, kill_and_wait};
@@ -86,7 +86,7 @@ fn a_machine_is_checkpointed_from_its_begin_through_resets_to_its_end() {
     let restored = pagemark.json(&["restore", "--detach", "--json", "box"]);
     let mut own = TestMonitor::connect(&paths.join("test.qmp"));
     assert!(!own.is_running(), "it was paused at the checkpoint");
-    assert!(own.physical_memory(64 << 20, &paths.join("dump")) == memory, "its memory is that after the reset");
+    assert_oracle!(own.physical_memory(64 << 20, &paths.join("dump")) == memory, "its memory is that after the reset");
     kill_and_wait(restored["pid"].as_i64().expect("a process id") as i32);
 }
 

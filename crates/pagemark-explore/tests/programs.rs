@@ -7,6 +7,7 @@ use std::rc::Rc;
 
 use pagemark_explore::programs::{Flaw, Messages, Pattern, Queue};
 use pagemark_explore::{Bound, Exploration, Explorer, Fault, Order, Outcome, StateForm};
+use pagemark_testing::{assert_oracle, assert_oracle_eq};
 
 /// The next act of a process of the model.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -177,7 +178,7 @@ fn messages_behave_as_the_model_does() {
                     let now: Seen = (standing.received(), standing.waiting());
                     let mut seen = watched_seen.borrow_mut();
                     let known = seen.entry(event.to).or_insert_with(|| now.clone());
-                    assert_eq!(*known, now, "what is called the same state is the same");
+                    assert_oracle_eq!(*known, now, "what is called the same state is the same");
                     if let Some((from, choice)) = event.taken {
                         watched_edges.borrow_mut().insert((seen[&from].clone(), choice.actor, now));
                     }
@@ -188,8 +189,13 @@ fn messages_behave_as_the_model_does() {
             assert_eq!(found.outcome, Outcome::Exhausted, "{program:?}");
             println!("{program:?}: {} states of memory, {model_states} of the model", found.states);
             let all_seen: BTreeSet<Seen> = seen.borrow().values().cloned().collect();
-            assert!(all_seen == model_seen, "{program:?}: {} are seen, {} should be", all_seen.len(), model_seen.len());
-            assert!(*edges.borrow() == model_edges, "{program:?}: transitions differ");
+            assert_oracle!(
+                all_seen == model_seen,
+                "{program:?}: {} are seen, {} should be",
+                all_seen.len(),
+                model_seen.len()
+            );
+            assert_oracle!(*edges.borrow() == model_edges, "{program:?}: transitions differ");
             // Memory can distinguish more states: a stack may hold values that no step will use.
             assert!(found.states as usize >= model_states && found.transitions >= model_transitions, "{program:?}");
             if program.pattern == Pattern::SendReceive {
@@ -212,7 +218,7 @@ fn whatever_holds_the_states_finds_the_same() {
         for order in [Order::DepthFirst, Order::BreadthFirst] {
             let found = explore(&program, order, StateForm::Snapshots(Some(mechanism)));
             let differing = Exploration { depth: expected.depth, held_bytes: expected.held_bytes, ..found };
-            assert_eq!(differing, expected, "{mechanism}, {order:?}");
+            assert_oracle_eq!(differing, expected, "{mechanism}, {order:?}: what was explored");
         }
     }
     for chunk_bytes in [256, 1024, 16384] {

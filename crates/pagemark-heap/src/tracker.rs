@@ -358,6 +358,7 @@ mod tests {
     use std::alloc::{GlobalAlloc, Layout};
 
     use pagemark::ErrorKind;
+    use pagemark_testing::assert_oracle;
 
     use super::*;
     use crate::Parts;
@@ -394,14 +395,14 @@ mod tests {
                 object
             };
             let place = heap.canonical(object)..heap.canonical(object) + ByteCount::from(layout.size());
-            assert!(collect().covers(place.clone()));
+            assert_oracle!(collect().covers(place.clone()), "a write was missed");
             // SAFETY: the object is live, and not used again.
             unsafe { heap.dealloc(object, layout) };
             jemalloc::purge();
             // SAFETY: the layout has a size.
             let zeroed = unsafe { heap.alloc_zeroed(layout) };
             assert_eq!(heap.canonical(zeroed), place.start, "jemalloc does not use the same memory again");
-            assert!(collect().covers(place.clone()), "{parts:?}");
+            assert_oracle!(collect().covers(place.clone()), "{parts:?}: a write was missed");
             // SAFETY: the object has as many bytes.
             let content = unsafe { std::slice::from_raw_parts(zeroed, layout.size()) };
             assert!(content.iter().all(|&byte| byte == 0));
@@ -431,7 +432,7 @@ mod tests {
             tracker.collect_written(&mut written).unwrap();
             allocator.hand_out_written(object, layout.size(), reports);
             tracker.collect_written(&mut written).unwrap();
-            assert!(written.covers(pages), "{parts:?} {written:x?}");
+            assert_oracle!(written.covers(pages), "{parts:?}: a write was missed: {written:x?}");
             written.clear();
             // A report before the object is written says nothing of it.
             let reports = allocator.crossings().reports();

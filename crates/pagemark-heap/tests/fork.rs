@@ -8,6 +8,7 @@ use std::sync::{Mutex, MutexGuard};
 use pagemark::ByteCount;
 use pagemark_heap::{GlobalHeap, Heap, HeapTracker, Parts, grouping::Separate};
 use pagemark_linux::at_fork::call_at_fork;
+use pagemark_testing::{assert_oracle, assert_oracle_eq};
 
 #[global_allocator]
 static ALL: GlobalHeap = GlobalHeap::new(Parts::Four, ByteCount::new(4 << 30));
@@ -53,8 +54,8 @@ fn neither_process_sees_what_the_other_writes() {
         });
         was_right && grandchild
     });
-    assert!(is_right);
-    assert!(is_as_written() && words == expected);
+    assert_oracle!(is_right, "a child has other content");
+    assert_oracle!(is_as_written() && words == expected, "other content after a child has ended");
 }
 
 #[test]
@@ -81,7 +82,7 @@ fn a_tracker_goes_on_beside_children() {
     // SAFETY: as above.
     unsafe { object.write_volatile(1) };
     assert_eq!(tracker.collect_written(&mut written).unwrap().faults, 1);
-    assert!(written.contains(heap.canonical(object)));
+    assert_oracle!(written.contains(heap.canonical(object)), "a write was missed");
 }
 
 #[test]
@@ -92,10 +93,13 @@ fn threads_that_fork_and_allocate_do_not_disturb_each_other() {
                 for round in 0..6 {
                     let words: Vec<String> = (0..300).map(|number| format!("{thread} {round} {number}")).collect();
                     if thread < 2 {
-                        assert!(in_child(|| words
-                            .iter()
-                            .enumerate()
-                            .all(|(number, word)| word.ends_with(&number.to_string()))));
+                        assert_oracle!(
+                            in_child(|| words
+                                .iter()
+                                .enumerate()
+                                .all(|(number, word)| word.ends_with(&number.to_string()))),
+                            "a child has other content"
+                        );
                     }
                     drop(words);
                 }
@@ -123,7 +127,7 @@ fn a_child_without_the_handlers_has_no_heap() {
         let mut status = 0;
         assert_eq!(libc::waitpid(child, &raw mut status, 0), child);
         assert!(libc::WIFSIGNALED(status) && libc::WTERMSIG(status) == libc::SIGSEGV, "{status:#x}");
-        assert_eq!(object.read_volatile(), 5);
+        assert_oracle_eq!(object.read_volatile(), 5, "the content after a child has ended");
     }
 }
 

@@ -17,7 +17,7 @@ use pagemark::region::Region;
 use pagemark::repository::{Repository, SpaceKind};
 use pagemark::{ByteCount, PAGE_SIZE};
 use pagemark_heap::{Error, ErrorKind, HeapOptions, Parts, SavedHeap};
-use pagemark_testing::{SplitMix, skipped};
+use pagemark_testing::{SplitMix, assert_oracle, assert_oracle_eq, skipped};
 use proptest::prelude::*;
 
 #[path = "../examples/key_value_store.rs"]
@@ -155,12 +155,12 @@ fn check(heap: &SavedHeap, objects: &Objects) {
             (std::slice::from_raw_parts(object_start, object.content.len()), heap.usable_size(object_start))
         };
         let differs = content.iter().zip(&object.content).position(|(now, then)| now != then);
-        assert_eq!(differs, None, "in {} bytes at {at:#x}", object.content.len());
+        assert_oracle_eq!(differs, None, "other content in {} bytes at {at:#x}", object.content.len());
         let offset = (at as u64 - first.start.get()) % view_bytes.get();
         taken.push((offset, offset + usable as u64));
     }
     taken.sort_unstable();
-    assert!(taken.windows(2).all(|pair| pair[0].1 <= pair[1].0), "objects overlap");
+    assert_oracle!(taken.windows(2).all(|pair| pair[0].1 <= pair[1].0), "objects overlap");
 }
 
 proptest! {
@@ -313,7 +313,7 @@ fn nobody_else_can_save_to_the_job_unnoticed() {
     drop(heap);
     let heap = SavedHeap::open(&repository, JOB, options(Parts::Two)).unwrap();
     // SAFETY: the number is live.
-    assert_eq!(unsafe { heap.root::<u64>().read() }, 5);
+    assert_oracle_eq!(unsafe { heap.root::<u64>().read() }, 5, "the saved number");
 }
 
 #[test]
@@ -366,7 +366,7 @@ fn zeros_that_nobody_wrote_are_saved() {
     let heap = SavedHeap::open(&repository, JOB, options(Parts::Two)).unwrap();
     // SAFETY: the object is live, and nobody writes it.
     let content = unsafe { std::slice::from_raw_parts(second, layout.size()) };
-    assert!(content.iter().all(|&byte| byte == 0));
+    assert_oracle!(content.iter().all(|&byte| byte == 0), "zeros that were not saved");
     drop(heap);
 }
 
@@ -452,7 +452,7 @@ fn a_checkpoint_in_the_background_has_the_memory_of_its_call() {
         let heap = SavedHeap::open_at(&repository, JOB, number.into(), options(Parts::Two)).unwrap();
         // SAFETY: the object was saved, and nobody writes it.
         let content = unsafe { std::slice::from_raw_parts(heap.root::<u8>(), layout.size()) };
-        assert!(content.iter().all(|byte| *byte == number), "checkpoint {number}");
+        assert_oracle!(content.iter().all(|byte| *byte == number), "checkpoint {number} has other content");
     }
 }
 
@@ -491,7 +491,7 @@ fn a_checkpoint_in_the_background_that_fails_loses_nothing() {
         let heap = SavedHeap::open(&repository, JOB, options(Parts::One)).unwrap();
         // SAFETY: the object was saved, and nobody writes it.
         let content = unsafe { std::slice::from_raw_parts(heap.root::<u8>(), layout.size()) };
-        assert!(content.iter().all(|byte| *byte == at as u8), "after a failure at step {at}");
+        assert_oracle!(content.iter().all(|byte| *byte == at as u8), "other content after a failure at step {at}");
     }
     assert!(failures > 2, "{failures}");
 }
@@ -594,7 +594,7 @@ fn a_forked_child_does_not_have_the_heap() {
     });
     assert!(libc::WIFSIGNALED(fault) && libc::WTERMSIG(fault) == libc::SIGSEGV, "{fault:#x}");
     // SAFETY: the number is live.
-    assert_eq!(unsafe { number.read() }, 0);
+    assert_oracle_eq!(unsafe { number.read() }, 0, "the number beside children");
     heap.checkpoint().unwrap();
 }
 
@@ -639,11 +639,17 @@ fn survives(fault: Fault, seed: u64) -> Option<bool> {
     faulty.lose_power().unwrap();
     let repository = Repository::on(below).unwrap();
     match SavedHeap::open(&repository, JOB, options(parts)) {
-        Err(error) => assert!(error.kind() == ErrorKind::NeverSaved && last == 0, "{fault:?} {last}: {error}"),
+        Err(error) => assert_oracle!(
+            error.kind() == ErrorKind::NeverSaved && last == 0,
+            "{fault:?}: checkpoint {last} is lost: {error}"
+        ),
         Ok(heap) => {
             // SAFETY: the root is the number.
             let attempt = unsafe { heap.root::<u64>().read() };
-            assert!(attempt >= last && attempt < attempts.len() as u64, "{fault:?}: {attempt} after {last}");
+            assert_oracle!(
+                attempt >= last && attempt < attempts.len() as u64,
+                "{fault:?}: a checkpoint is lost: {attempt} after {last}"
+            );
             check(&heap, &attempts[attempt as usize]);
             heap.checkpoint().unwrap();
         }
@@ -729,7 +735,7 @@ fn a_store_that_is_killed_has_what_it_saved() {
     let mut saved = BTreeMap::new();
     for round in 0..24u64 {
         let mut store = Store::start(&path);
-        assert_eq!(store.list(), saved, "round {round}");
+        assert_oracle_eq!(store.list(), saved, "round {round}: what the store holds");
         let mut now = saved.clone();
         for _ in 0..1 + random.below(3) {
             for _ in 0..random.below(120) {
@@ -755,7 +761,7 @@ fn a_store_that_is_killed_has_what_it_saved() {
         store.kill();
         let mut store = Store::start(&path);
         let found = store.list();
-        assert!(found == saved || found == now, "round {round}: neither the last state nor the one before it");
+        assert_oracle!(found == saved || found == now, "round {round}: neither the last state nor the one before it");
         saved = found;
         store.kill();
     }

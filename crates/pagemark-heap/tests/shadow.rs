@@ -9,7 +9,7 @@ use pagemark_heap::grouping::{ByCost, ByHistory, Costs, Grouping, Groups, PageGr
 use pagemark_heap::{Form, Heap, HeapTracker, Parts};
 use pagemark_linux::interface;
 use pagemark_linux::pagemap::{Filter, PRESENT, Pagemap};
-use pagemark_testing::SplitMix;
+use pagemark_testing::{SplitMix, assert_oracle};
 use proptest::prelude::*;
 
 const CAPACITY: ByteCount = ByteCount::new(64 << 20);
@@ -271,7 +271,7 @@ fn a_write_is_reported_with_its_part_only() {
             let mut written = RangeSet::new();
             let interval = tracker.collect_written(&mut written).unwrap();
             assert_eq!((interval.faults, written.total_bytes()), (1, parts.part_bytes()));
-            assert!(written.contains(heap.canonical(object)));
+            assert_oracle!(written.contains(heap.canonical(object)), "a write to {object:?} was missed");
         }
         // Objects of all parts of a page.
         let page = heap.canonical(objects[0]).get() / 4096;
@@ -303,7 +303,10 @@ fn an_object_that_reaches_into_other_parts_is_reported_whole() {
             let mut written = RangeSet::new();
             let interval = tracker.collect_written(&mut written).unwrap();
             let start = heap.canonical(object);
-            assert!(written.covers(start..start + ByteCount::new(640)), "{parts:?} {start:x} {written:x?}");
+            assert_oracle!(
+                written.covers(start..start + ByteCount::new(640)),
+                "{parts:?}: a write to {start:x} was missed: {written:x?}"
+            );
             assert!(interval.faults <= 2);
             // On each page, the part with its number, and the rest of the object that begins last there.
             assert!(written.total_bytes().get() <= interval.faults * (parts.part_bytes().get() + 640));

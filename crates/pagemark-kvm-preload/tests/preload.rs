@@ -13,7 +13,7 @@ use std::sync::OnceLock;
 use pagemark_kvm_log::kernel::{self, Keeping, Lack};
 use pagemark_kvm_log::machine::Refusal;
 use pagemark_kvm_log::protocol::{LIBRARY, RINGS, Request, SOCKET, Status, receive_greeting, receive_reply};
-use pagemark_testing::{skip, wait_for};
+use pagemark_testing::{assert_oracle, assert_oracle_eq, skip, wait_for};
 
 const PAGE: u64 = 4096;
 const LOGGED: u32 = 1;
@@ -320,13 +320,13 @@ fn neither_loses_a_write_while_the_machine_runs() {
             monitor.answer().unwrap();
         }
         // The monitor compares its own copy.
-        assert_eq!(monitor.run("settle"), Ok(Vec::new()), "mode {mode}");
+        assert_oracle_eq!(monitor.run("settle"), Ok(Vec::new()), "mode {mode}: what the monitor has found");
         collected += copy_of(&mut log, &mut copy);
         assert!(collected > 0);
         let mut now = vec![0u8; copy.len()];
         memory.read_exact_at(&mut now, two).unwrap();
         let differs = copy.chunks(PAGE as usize).zip(now.chunks(PAGE as usize)).position(|(one, other)| one != other);
-        assert_eq!(differs, None, "mode {mode}");
+        assert_oracle_eq!(differs, None, "mode {mode}: a page whose write was missed");
         assert_eq!(log.collect(two), pages([]));
     }
 }
@@ -490,7 +490,10 @@ fn a_ring_that_is_full_is_emptied_and_the_monitor_does_not_notice_it() {
         assert_eq!(status, Status::Done);
         for buffer in 0..4 {
             let first = monitor.buffer(buffer) / PAGE;
-            assert!((first..first + 1024).all(|page| found.contains(&page)), "round {round}, buffer {buffer}");
+            assert_oracle!(
+                (first..first + 1024).all(|page| found.contains(&page)),
+                "round {round}, buffer {buffer}: a write was missed"
+            );
         }
     }
     assert!(log.ask(Request::Collect).1.is_empty());

@@ -9,6 +9,7 @@ use pagemark_heap::grouping::{Grouping, Groups, PageGroups, Seen, Separate};
 use pagemark_heap::{Form, Heap, HeapTracker, Parts};
 use pagemark_kvm_protocol::machine_calls::{ARRANGE, CALL, FORGET, Means, Move, READ, Run, TRACK, VIEWS};
 use pagemark_linux::views::Views;
+use pagemark_testing::assert_oracle_eq;
 
 /// Also tests of the heap, for the user-level form outside.
 #[path = "../../pagemark-heap/tests/shadow.rs"]
@@ -372,10 +373,11 @@ mod two_level {
             // SAFETY: mapped.
             let (first, second) = unsafe { (*(at(0, page) as *const u8), *(at(1, page) as *const u8)) };
             let is_new = (4..8).contains(&page);
-            assert_eq!((first, second), (2, if is_new { 0 } else { 2 }), "{page}");
+            assert_oracle_eq!((first, second), (2, if is_new { 0 } else { 2 }), "page {page} of two views");
             write(at(1, page) as *mut u8);
             // SAFETY: mapped.
-            assert_eq!(unsafe { *(at(0, page) as *const u8) }, if is_new { 2 } else { 3 }, "{page}");
+            let first = unsafe { *(at(0, page) as *const u8) };
+            assert_oracle_eq!(first, if is_new { 2 } else { 3 }, "page {page} of the first view");
         }
         let error = log.read(0, |_, _| ()).expect_err("mapped anew");
         assert_eq!(error.kind(), ErrorKind::Remapped, "{error}");

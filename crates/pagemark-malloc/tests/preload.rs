@@ -4,7 +4,7 @@ use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
-use pagemark_testing::in_machine;
+use pagemark_testing::{assert_oracle, assert_oracle_eq, in_machine};
 
 /// The library, which Cargo puts beside the tests.
 fn library() -> PathBuf {
@@ -27,6 +27,13 @@ fn printed(command: &mut Command) -> String {
     String::from_utf8(stdout).unwrap()
 }
 
+/// What a program prints that ends with an error if something that it wrote is not saved.
+fn checked(command: &mut Command) -> String {
+    let Output { status, stdout, stderr } = command.output().unwrap();
+    assert_oracle!(status.success(), "{command:?}: {status}: {}", String::from_utf8_lossy(&stderr));
+    String::from_utf8(stdout).unwrap()
+}
+
 fn is_installed(program: &str) -> bool {
     Command::new(program).arg("--version").output().is_ok_and(|output| output.status.success())
 }
@@ -45,7 +52,7 @@ fn the_functions_behave_as_those_of_the_c_library() {
             [("PAGEMARK_HEAP_TRACKED", "0"), ("PAGEMARK_HEAP_TRACKED", "1"), ("PAGEMARK_HEAP_POPULATE", "0")]
         {
             let text = printed(preloaded(&program, parts).env(name, value));
-            assert_eq!(text, "right\n", "{parts} parts, {name}={value}");
+            assert_oracle_eq!(text, "right\n", "{parts} parts, {name}={value}");
         }
     }
 }
@@ -72,11 +79,11 @@ fn a_program_in_c_saves_all_that_it_writes() {
     let program = program_in_c("checkpoints.c", directory.path());
     for parts in [1, 4, 8] {
         for strategy in ["separate", "by-history", "by-cost"] {
-            let text = printed(Command::new(&program).arg(strategy).env("PAGEMARK_HEAP_PARTS", parts.to_string()));
+            let text = checked(Command::new(&program).arg(strategy).env("PAGEMARK_HEAP_PARTS", parts.to_string()));
             if text == "not supported\n" {
                 pagemark_testing::skip!("the kernel cannot track a heap");
             }
-            assert_eq!(text, "all was saved\n", "{parts} parts, {strategy}");
+            assert_oracle_eq!(text, "all was saved\n", "{parts} parts, {strategy}");
         }
     }
     let outside = printed(Command::new(&program).args(["separate", "two-level"]));
@@ -94,7 +101,7 @@ fn a_program_forks_while_its_threads_track_and_save_the_heap() {
         if text == "not supported\n" {
             pagemark_testing::skip!("the kernel cannot track a heap");
         }
-        assert_eq!(text, "all forked\n", "{parts} parts");
+        assert_oracle_eq!(text, "all forked\n", "{parts} parts");
     }
 }
 
@@ -105,7 +112,7 @@ fn a_program_in_c_saves_all_that_it_writes_in_a_machine() {
     let inside = |keeps: &str, parts: usize, arguments: &[&str]| {
         let command = in_machine(&[&[program.to_str().unwrap()], arguments].concat(), keeps)?;
         let mut inside = Command::new(&command[0]);
-        Some(printed(inside.args(&command[1..]).env("PAGEMARK_HEAP_PARTS", parts.to_string())))
+        Some(checked(inside.args(&command[1..]).env("PAGEMARK_HEAP_PARTS", parts.to_string())))
     };
     for (parts, arguments) in [
         (4, &["by-cost"][..]),
@@ -114,7 +121,7 @@ fn a_program_in_c_saves_all_that_it_writes_in_a_machine() {
         (8, &["by-history", "two-level"]),
     ] {
         let Some(text) = inside("log", parts, arguments) else { return };
-        assert_eq!(text, "all was saved\n", "{parts} parts, {arguments:?}");
+        assert_oracle_eq!(text, "all was saved\n", "{parts} parts, {arguments:?}");
     }
     let Some(text) = inside("rings", 4, &["separate", "two-level"]) else { return };
     assert_eq!(text, "not supported\n", "with rings");
@@ -133,7 +140,7 @@ fn a_program_locks_what_it_uses() {
         if text == "not permitted\n" {
             pagemark_testing::skip!("memory cannot be locked");
         }
-        assert_eq!(text, "right\n", "{parts} parts");
+        assert_oracle_eq!(text, "right\n", "{parts} parts");
     }
 }
 

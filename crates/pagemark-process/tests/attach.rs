@@ -22,7 +22,7 @@ use pagemark_linux::proc::{self, Process};
 use pagemark_process::ErrorKind;
 use pagemark_process::saver::RegisterSaver;
 use pagemark_process::target::ProcessTarget;
-use pagemark_testing::{Swap, patience, pause_32, skip, wait_until};
+use pagemark_testing::{Swap, assert_oracle, assert_oracle_eq, patience, pause_32, skip, wait_until};
 use pagemark_trace::freezer::Freezer;
 use pagemark_trace::inject;
 use pagemark_trace::space::{AddressSpace, Moment};
@@ -90,7 +90,7 @@ impl Steady {
         let before = self.rounds();
         let deadline = Instant::now() + patience();
         while self.rounds() < before + 5 {
-            assert_eq!(self.child.try_wait().unwrap(), None, "the trackee has complained");
+            assert_oracle_eq!(self.child.try_wait().unwrap(), None, "the trackee has complained");
             assert!(Instant::now() < deadline, "the trackee makes no progress");
             std::thread::sleep(Duration::from_millis(1));
         }
@@ -437,7 +437,10 @@ fn writes_of_another_process_are_found_and_read() {
             let addresses = ranges.iter().flat_map(AddressRangeExt::pages).map(PageNumber::address);
             for (address, page) in addresses.zip(bytes.chunks(PAGE_SIZE)) {
                 if !missing.contains(address) {
-                    assert!(copy.get(&address).is_some_and(|copied| copied == page), "{mechanism}: {address:#x}");
+                    assert_oracle!(
+                        copy.get(&address).is_some_and(|copied| copied == page),
+                        "{mechanism}: a write to {address:#x} was missed"
+                    );
                 }
             }
             freezer.thaw().unwrap();
@@ -569,7 +572,7 @@ sys.stdin.read()";
         assert!(space.read(&ranges, &mut buffer).unwrap().is_empty());
         let numbers = ranges.iter().flat_map(AddressRangeExt::pages);
         for (number, content) in numbers.zip(buffer.chunks(PAGE_SIZE)) {
-            assert_eq!(content[..8], (number - first + 1).to_ne_bytes(), "page {number:#x}");
+            assert_oracle_eq!(content[..8], (number - first + 1).to_ne_bytes(), "the content of page {number:#x}");
         }
         let after = swapped_bytes();
         // No more than is read at once may be left in memory, nor what others' reading has brought in with

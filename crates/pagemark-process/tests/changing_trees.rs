@@ -17,7 +17,7 @@ use pagemark_process::ErrorKind;
 use pagemark_process::criu::{Criu, Dump, DumpOptions};
 use pagemark_process::saver::{CriuSaver, StateSaver};
 use pagemark_process::target::ProcessTarget;
-use pagemark_testing::wait_until;
+use pagemark_testing::{assert_oracle_eq, wait_until};
 use support::{Checkpoints, Program, REPORT};
 
 /// A CRIU that makes a file `begin` in `directory` before it saves a process, and waits for a file
@@ -83,7 +83,7 @@ fn a_child_that_was_made_since_criu_was_started_keeps_its_shared_memory() {
     assert_eq!(support::tree(program.pid()).len(), 2);
     std::fs::write(program.directory().join("check"), "").unwrap();
     wait_until("the program has checked its memory", || program.read("checked").is_some());
-    assert_eq!(program.read("checked").unwrap(), "fine");
+    assert_oracle_eq!(program.read("checked").unwrap(), "fine", "what the program has found in its memory");
 }
 
 /// A server that accepts a connection and makes a file `begun`. It sends back what it receives, and

@@ -12,7 +12,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use pagemark_process::criu::{Criu, Dump, DumpOptions};
 use pagemark_process::restore::{RestoreOptions, Streams};
-use pagemark_testing::{patience, skip, wait_until};
+use pagemark_testing::{assert_oracle, patience, skip, wait_until};
 use support::{Program, criu, is_running, take};
 
 /// CRIU locks so many one after the other, so that there is time to kill a process meanwhile.
@@ -195,7 +195,7 @@ fn what_is_between_two_ends_of_a_tree_arrives() {
             program.adopt(&restored);
             std::fs::write(program.directory().join("read"), "").unwrap();
             wait_until("all was read", || program.read("good").is_some() || !is_running(program.pid()));
-            assert!(program.read("good").is_some(), "the program has ended");
+            assert_oracle!(program.read("good").is_some(), "the program has ended");
             for tables in ["iptables", "ip6tables"] {
                 assert!(!output(tables, &["-w", "-S"]).contains(&port));
             }

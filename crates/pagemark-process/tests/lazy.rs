@@ -11,7 +11,7 @@ use pagemark::{ContentId, Kind, PAGE_SIZE, Store};
 use pagemark_process::ErrorKind;
 use pagemark_process::criu::DumpOptions;
 use pagemark_process::restore::{Restore, RestoreEvent, RestoreFailure, Restored, Stage};
-use pagemark_testing::wait_until;
+use pagemark_testing::{assert_oracle, assert_oracle_eq, wait_until};
 use support::{Program, Taken, criu, is_alive, is_running, take};
 
 /// A program that holds 64 MiB, and checks them when the file `check` is created.
@@ -150,7 +150,11 @@ fn a_program_runs_before_its_memory_is_there() {
         program.wait_until_count_exceeds(program.count() + 5);
         std::fs::write(program.directory().join("check"), "").unwrap();
         wait_until("the memory is checked", || program.read("checked").is_some_and(|text| !text.is_empty()));
-        assert_eq!(program.read("checked").as_deref(), Some("right"));
+        assert_oracle_eq!(
+            program.read("checked").as_deref(),
+            Some("right"),
+            "what the program has found in its memory"
+        );
     })
     .unwrap();
     assert_eq!(userfaultfds(), 0);
@@ -173,7 +177,7 @@ fn a_program_whose_memory_is_damaged_is_killed() {
         let failure = failure.unwrap_err();
         assert!([Stage::Deliver, Stage::Processes].contains(&failure.stage), "{failure:?}");
         assert!(!is_alive(program.pid()));
-        assert_ne!(program.read("checked").as_deref(), Some("wrong"));
+        assert_oracle!(program.read("checked").as_deref() != Some("wrong"), "the program has seen damaged memory");
         assert_eq!(userfaultfds(), 0);
         let _ = std::fs::remove_file(program.directory().join("check"));
     }
@@ -218,7 +222,7 @@ fn memory_is_right_whatever_the_program_does_meanwhile() {
         })
         .unwrap();
         wait_until("the program has ended", || program.read("result").is_some());
-        assert_eq!(program.read("result").as_deref(), Some("right"));
+        assert_oracle_eq!(program.read("result").as_deref(), Some("right"), "what the program has found in its memory");
         assert_eq!(userfaultfds(), 0);
         program.kill();
     }

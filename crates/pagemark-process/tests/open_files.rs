@@ -12,7 +12,7 @@ use pagemark_linux::{fanotify, forks};
 use pagemark_process::criu::Criu;
 use pagemark_process::files::{DataTree, FileWatch, asides};
 use pagemark_process::restore::{RestoreFailure, Stage};
-use pagemark_testing::{skip, wait_until};
+use pagemark_testing::{assert_oracle, assert_oracle_eq, skip, wait_until};
 use support::{Checkpoints, Program};
 
 /// Inserts rows in a database with a rollback journal, one per transaction, except while there is a
@@ -68,12 +68,12 @@ fn a_database_with_a_rollback_journal_is_written_on_after_a_restore() {
     program.adopt(&restored);
     assert_eq!(fs::metadata(&database).unwrap().ino(), inode);
     wait_until("rows after the restore", || {
-        assert_eq!(program.read("error"), None);
+        assert_oracle_eq!(program.read("error"), None, "the error of the program");
         rows(&program) > rows_then && rows(&program) < rows_then + 90 || rows(&program) > rows_then + 150
     });
     let now = rows(&program);
     wait_until("further rows", || {
-        assert_eq!(program.read("error"), None);
+        assert_oracle_eq!(program.read("error"), None, "the error of the program");
         rows(&program) > now + 50
     });
     File::create(&pause).unwrap();
@@ -85,14 +85,18 @@ database = sqlite3.connect(sys.argv[1])
 count, last = database.execute('select count(*), max(number) from rows').fetchone()
 print(database.execute('pragma integrity_check').fetchone()[0], count == last, last >= int(sys.argv[2]))";
     let output = Command::new("python3").args(["-c", check]).arg(&database).arg(now.to_string()).output().unwrap();
-    assert_eq!(String::from_utf8_lossy(&output.stdout).trim(), "ok True True", "{output:?}");
+    assert_oracle_eq!(String::from_utf8_lossy(&output.stdout).trim(), "ok True True", "the database: {output:?}");
     // The aside of the database is a consistent database too.
     let found = asides::list(&checkpoints.asides()).unwrap();
     let aside = found[0].aside.as_ref().unwrap();
     let described = aside.files.iter().find(|file| file.path.ends_with("/rows.db")).unwrap();
     let copy = found[0].path.join(described.copy.as_ref().unwrap());
     let output = Command::new("python3").args(["-c", check]).arg(&copy).arg((rows_then + 100).to_string()).output();
-    assert_eq!(String::from_utf8_lossy(&output.unwrap().stdout).trim(), "ok True True");
+    assert_oracle_eq!(
+        String::from_utf8_lossy(&output.unwrap().stdout).trim(),
+        "ok True True",
+        "the database in the aside"
+    );
 }
 
 /// Opens a database anew for each transaction, and also creates, renames and removes a file in each
@@ -171,8 +175,8 @@ fn closer_comes_back(mut program: Program, checkpoints: &Checkpoints, tree: Vec<
         program.adopt(&restored);
         let at_restore = committed[number];
         wait_until("rows after the restore", || {
-            assert_eq!(program.read("error"), None);
-            assert!(support::is_alive(program.pid()), "the program has ended");
+            assert_oracle_eq!(program.read("error"), None, "the error of the program");
+            assert_oracle!(support::is_alive(program.pid()), "the program has ended");
             rows(&program) > at_restore + 20
         });
         program.kill();
@@ -189,7 +193,11 @@ print(database.execute('pragma integrity_check').fetchone()[0], count == last, l
         let database = copy.path().join("rows.db");
         let output = Command::new("python3").args(["-c", check]).arg(database).arg(at_restore.to_string()).output();
         let output = output.unwrap();
-        assert_eq!(String::from_utf8_lossy(&output.stdout).trim(), "ok True True", "checkpoint {number}: {output:?}");
+        assert_oracle_eq!(
+            String::from_utf8_lossy(&output.stdout).trim(),
+            "ok True True",
+            "the database of checkpoint {number}: {output:?}"
+        );
     }
 }
 
@@ -392,7 +400,7 @@ fn an_output_that_others_write_too_is_not_rolled_back() {
         wait_until("lines after the restore", || fs::read_to_string(&log).unwrap().len() > before.len() + 100);
         program.kill();
         let after = fs::read_to_string(&log).unwrap();
-        assert!(after.starts_with(&before), "the log lost lines");
+        assert_oracle!(after.starts_with(&before), "the log lost lines");
         let next: u64 = after[before.len()..].lines().next().unwrap().strip_prefix("line ").unwrap().parse().unwrap();
         assert!(next <= then + 5, "it goes on with line {next}, after a checkpoint at {then}");
     }

@@ -15,7 +15,7 @@ use pagemark_linux::proc::{self, Fields};
 use pagemark_process::ErrorKind;
 use pagemark_process::criu::DumpOptions;
 use pagemark_process::restore::{Restore, RestoreEvent, Stage};
-use pagemark_testing::wait_until;
+use pagemark_testing::{assert_oracle, wait_until};
 use support::{Checkpoints, Program, criu, take};
 
 #[test]
@@ -210,7 +210,7 @@ fn memory_that_is_shared_since_a_fork_is_shared_again() {
     for name in ["parent", "child"] {
         let (before, _) = state(&program, name).unwrap();
         wait_until("the process checks its memory", || state(&program, name).is_some_and(|(now, _)| now > before + 2));
-        assert!(state(&program, name).unwrap().1, "{name}");
+        assert_oracle!(state(&program, name).unwrap().1, "{name} has found its memory wrong");
     }
 }
 

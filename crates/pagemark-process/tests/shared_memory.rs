@@ -13,7 +13,7 @@ use pagemark_process::criu::DumpOptions;
 use pagemark_process::restore::{Restore, RestoreEvent};
 use pagemark_process::saver::CriuSaver;
 use pagemark_process::target::ProcessTarget;
-use pagemark_testing::{patience, skip, wait_until};
+use pagemark_testing::{finding, patience, skip, wait_until};
 use support::{Checkpoints, Program};
 
 /// Skips the test where the mechanism does not find what is written to shared memory.
@@ -37,7 +37,7 @@ fn objects(manifest: &Manifest) -> Vec<&SpaceRecord> {
 /// How often each process of the family has compared its memory. Fails if one found a difference.
 fn rounds(program: &Program) -> [u64; MEMBERS] {
     if let Some(bad) = program.read("bad") {
-        panic!("{bad}");
+        finding(&bad);
     }
     std::array::from_fn(|number| program.read(&format!("round.{number}")).map_or(0, |text| text.parse().unwrap_or(0)))
 }

@@ -14,7 +14,7 @@ use std::time::Duration;
 use pagemark_process::criu::{Dump, DumpOptions};
 use pagemark_process::restore::{RestoreOptions, Streams, prepare};
 use pagemark_process::{ErrorKind, Object};
-use pagemark_testing::{skip, wait_until};
+use pagemark_testing::{assert_oracle, assert_oracle_eq, skip, wait_until};
 use support::{Program, criu, is_alive, is_running, read_number, take};
 
 /// A program that changes its memory without a pause, and shows every 2000th number.
@@ -159,8 +159,11 @@ fn a_family_with_pipes_comes_back() {
         program.adopt(&restored);
         program.resume();
         let before: u64 = program.read("count").unwrap().parse().unwrap();
-        wait_until("the family counts on", || program.read("count").unwrap().parse::<u64>().unwrap() > before + 1000);
-        assert_eq!(program.read("wrong"), None);
+        wait_until("the family counts on", || {
+            program.has_found_nothing_wrong();
+            program.read("count").unwrap().parse::<u64>().unwrap() > before + 1000
+        });
+        program.has_found_nothing_wrong();
     }
 }
 
@@ -180,10 +183,10 @@ fn threads_signals_and_timers_come_back() {
         program.resume();
         let before: u64 = program.read("count").unwrap().parse().unwrap();
         wait_until("the program counts on", || {
-            assert!(is_running(program.pid()), "{:?}", program.read("wrong"));
+            assert_oracle!(is_running(program.pid()), "the restored program does not run: {:?}", program.read("wrong"));
             program.read("count").unwrap().parse::<u64>().unwrap() > before + 20
         });
-        assert_eq!(program.read("wrong"), None);
+        program.has_found_nothing_wrong();
     }
 }
 
@@ -321,12 +324,16 @@ fn killed_at_any_instant_it_leaves_the_program_running() {
         wait_until("nobody traces the program", || support::tracer(program.pid()) == 0);
         let before: u64 = program.read("count").unwrap().parse().unwrap();
         wait_until("the program counts on", || {
-            assert!(is_alive(program.pid()), "round {round}: {:?}", program.read("wrong"));
+            assert_oracle!(
+                is_alive(program.pid()),
+                "round {round}: the program has ended: {:?}",
+                program.read("wrong")
+            );
             program.read("count").unwrap().parse::<u64>().unwrap() > before
         });
     }
     wait_until("no CRIU is left", || support::tracer(program.pid()) == 0);
-    assert_eq!(program.read("wrong"), None);
+    program.has_found_nothing_wrong();
     assert_eq!(program.descriptors(), descriptors);
     assert_eq!(program.executable_mappings(), code);
     let _ = take(&criu, program.pid(), &DumpOptions::default());
@@ -388,7 +395,11 @@ fn redis_keeps_its_clients_and_comes_back_with_every_key() {
                 while !stop.load(Ordering::Relaxed) {
                     count += 1;
                     assert!(client.ask(&format!("SET key:{} {count}", count % 5000)).unwrap().starts_with("+OK"));
-                    assert_eq!(client.ask(&format!("GET key:{}", count % 5000)).unwrap(), count.to_string());
+                    assert_oracle_eq!(
+                        client.ask(&format!("GET key:{}", count % 5000)).unwrap(),
+                        count.to_string(),
+                        "a value"
+                    );
                 }
                 count
             }
@@ -419,7 +430,7 @@ fn redis_keeps_its_clients_and_comes_back_with_every_key() {
             assert_eq!(reported.count(), 1, "{:?}", restored.closed_connections);
         }
         let mut client = Redis::connect(PORT).unwrap();
-        assert_eq!(client.ask("DEBUG DIGEST").unwrap(), digest);
+        assert_oracle_eq!(client.ask("DEBUG DIGEST").unwrap(), digest, "the restored data");
         assert!(client.ask("SET key:1 after").unwrap().starts_with("+OK"));
         assert_eq!(client.ask("GET key:1").unwrap(), "after");
         server.kill();

@@ -27,6 +27,7 @@ mod huge_pages;
 mod in_machine;
 mod memory;
 mod merging;
+mod oracle;
 mod patience;
 mod pause_32;
 mod qemu;
@@ -45,6 +46,7 @@ pub use huge_pages::HugePages;
 pub use in_machine::in_machine;
 pub use memory::{FilledMapping, SplitMix, expected};
 pub use merging::Merging;
+pub use oracle::{assert_unviolated, finding};
 pub use patience::{is_emulated, patience, wait_for, wait_for_described, wait_until, wait_until_it_has};
 pub use pause_32::pause_32;
 pub use qemu::{

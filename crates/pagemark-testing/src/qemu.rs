@@ -9,7 +9,7 @@ use std::sync::OnceLock;
 
 use serde_json::{Value, json};
 
-use crate::wait_for;
+use crate::{assert_oracle, wait_for};
 
 /// QEMU's program.
 pub const QEMU: &str = "qemu-system-x86_64";
@@ -93,7 +93,8 @@ impl MachinePaths {
     /// The number of steps that the program in the machine has made.
     pub fn steps(&self) -> u64 {
         let text = fs::read_to_string(self.join("serial")).unwrap_or_default();
-        assert!(!text.contains("WRONG"), "{}", &text[text.len().saturating_sub(200)..]);
+        let last = || &text[text.len().saturating_sub(200)..];
+        assert_oracle!(!text.contains("WRONG"), "the machine has found its data wrong: {}", last());
         // Not the number in the last line: a restored machine begins with a smaller one.
         text.matches('\n').count() as u64
     }

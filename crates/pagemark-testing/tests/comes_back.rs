@@ -20,7 +20,7 @@ use pagemark_process::restore::{RestoreOptions, Streams, prepare};
 use pagemark_process::saver::{CriuSaver, RegisterSaver, StateSaver};
 use pagemark_process::spawn::spawn;
 use pagemark_process::target::ProcessTarget;
-use pagemark_testing::{Swap, in_machine, skip, skipped, wait_for};
+use pagemark_testing::{Swap, assert_oracle, assert_unviolated, finding, in_machine, skip, skipped, wait_for};
 
 const PAGE: usize = 4096;
 
@@ -109,7 +109,7 @@ fn assert_same_pages(frozen: &Image, checkpoint: &Checkpoint, executes: bool) {
             checkpoint.get_page(tree.get(Address::new(*address).page()), &mut page).expect("the page");
             let differs = (0..PAGE).filter(|&at| page[at] != expected.content[at]);
             differing.extend(differs.map(|at| address + at as u64));
-            assert!(
+            assert_oracle!(
                 differing.is_empty() || executes && is_of_one_sequence(&differing),
                 "process {pid}: page {address:#x} of the checkpoint is not as it was at the freeze: {differing:x?}"
             );
@@ -137,7 +137,8 @@ fn assert_same_memory(frozen: &Image, pids: &[i32], end: u64) {
                 .find(|&at| page[at] != expected.content[at] && !written_by_kernel.contains(&(address + at as u64)));
             if let Some(at) = changed {
                 let (is, was) = (page[at], expected.content[at]);
-                panic!("process {pid}: {:#x} is {is:#x}, was {was:#x} at the freeze", address + at as u64);
+                let address = address + at as u64;
+                finding(&format!("process {pid}: {address:#x} is {is:#x}, was {was:#x} at the freeze"));
             }
         }
         let mut restored = Image::new();
@@ -145,7 +146,7 @@ fn assert_same_memory(frozen: &Image, pids: &[i32], end: u64) {
         restored.retain(|(_, address), _| *address < end);
         for (key, page) in &restored {
             let known = frozen.contains_key(key) || page.content.iter().all(|&byte| byte == 0);
-            assert!(known, "process {pid}: page {:#x} holds something, and was not there", key.1);
+            assert_oracle!(known, "process {pid}: page {:#x} holds something, and was not there", key.1);
         }
     }
 }
@@ -194,11 +195,10 @@ impl Program {
     }
 
     fn assert_well(&self) {
-        let violated = std::fs::read_to_string(self.path("violated"));
-        assert!(violated.is_err(), "{violated:?}");
+        assert_unviolated(self.directory.path());
         let stat = std::fs::read_to_string(format!("/proc/{}/stat", self.pid)).unwrap_or_default();
         let output = std::fs::read_to_string(self.path("output"));
-        assert!(!stat.is_empty() && !stat.contains(") Z"), "the program has ended: {output:?}");
+        assert_oracle!(!stat.is_empty() && !stat.contains(") Z"), "the program has ended: {output:?}");
     }
 
     fn signal(&self, signal: Signal) {

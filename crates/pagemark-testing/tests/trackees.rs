@@ -5,7 +5,7 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
 
-use pagemark_testing::{VIOLATED, rounds, trackee, violation, wait_until};
+use pagemark_testing::{VIOLATED, assert_oracle, assert_unviolated, rounds, trackee, violation, wait_until};
 use tempfile::TempDir;
 
 /// A running program, which is killed in the end.
@@ -27,8 +27,8 @@ impl Running {
     fn await_rounds(&mut self, more: u64) {
         let wanted = rounds(self.path()) + more;
         wait_until("the program gets on", || {
-            assert_eq!(violation(self.directory.path()), None);
-            assert!(self.child.try_wait().unwrap().is_none(), "it ended");
+            assert_unviolated(self.directory.path());
+            assert_oracle!(self.child.try_wait().unwrap().is_none(), "it ended");
             rounds(self.directory.path()) >= wanted
         });
     }

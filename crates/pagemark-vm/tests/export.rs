@@ -12,7 +12,9 @@ use dump::{assert_same_dump, dump_by_qemu};
 use pagemark::repository::{Checkpoint, Repository};
 use pagemark::track::Scope;
 use pagemark::{Job, JobOptions, Mechanism};
-use pagemark_testing::{MachinePaths, PLAIN, Qemu, RAM_BYTES, TestMonitor, guest_program, skip, with_disk};
+use pagemark_testing::{
+    MachinePaths, PLAIN, Qemu, RAM_BYTES, TestMonitor, assert_oracle_eq, guest_program, skip, with_disk,
+};
 use pagemark_vm::{ErrorKind, Restore, VmTarget, export_core, export_qemu};
 use serde_json::json;
 
@@ -135,7 +137,7 @@ fn plain_qemu_continues_from_an_export() {
                 });
                 let loaded = own.physical_memory(RAM_BYTES, &paths.join("memory"));
                 let differs = memory.chunks(4096).zip(loaded.chunks(4096)).position(|(one, other)| one != other);
-                assert_eq!(differs, None, "{further:?}");
+                assert_oracle_eq!(differs, None, "{further:?}: a page that differs");
                 own.run("cont", json!({}));
             }
             // Every page is checked in each step.

@@ -9,7 +9,10 @@ use nix::unistd::Pid;
 use pagemark::repository::{Checkpoint, Repository};
 use pagemark::track::Scope;
 use pagemark::{Job, JobOptions, Mechanism};
-use pagemark_testing::{MachinePaths, Qemu, RAM_BYTES, TestMonitor, guest_program, skip, wait_for, with_disk};
+use pagemark_testing::{
+    MachinePaths, Qemu, RAM_BYTES, TestMonitor, assert_oracle, assert_oracle_eq, guest_program, skip, wait_for,
+    with_disk,
+};
 use pagemark_vm::{ErrorKind, ForkedMachine, Replacement, Restore, VmTarget};
 use serde_json::json;
 
@@ -47,7 +50,7 @@ fn checkpoint(paths: &MachinePaths, further: &[impl AsRef<str>]) -> (Checkpoint,
 fn wait_for_steps(paths: &MachinePaths, number: u32, more: usize) {
     let steps = || {
         let text = std::fs::read_to_string(paths.join(&format!("serial.{number}"))).unwrap_or_default();
-        assert!(!text.contains("WRONG"), "machine {number}: {text}");
+        assert_oracle!(!text.contains("WRONG"), "machine {number} has found its data wrong: {text}");
         text.lines().count()
     };
     let before = steps();
@@ -94,7 +97,7 @@ fn machines_of_one_checkpoint_share_memory_and_run_by_themselves() {
         let mut own = TestMonitor::connect(&paths.join(&format!("test.qmp.{number}")));
         let restored = own.physical_memory(RAM_BYTES, &paths.join("dump"));
         let differs = memory.chunks(4096).zip(restored.chunks(4096)).position(|(one, other)| one != other);
-        assert_eq!(differs, None, "machine {number}");
+        assert_oracle_eq!(differs, None, "machine {number}: a page that differs");
         own.run("cont", json!({}));
     }
     (1..=3).for_each(|number| wait_for_steps(&paths, number, 5));
@@ -145,7 +148,7 @@ fn a_forked_machine_is_checkpointed_and_restored() {
         let mut own = TestMonitor::connect(&paths.join("test.qmp.2"));
         let restored = own.physical_memory(RAM_BYTES, &paths.join("dump"));
         let differs = memory.chunks(4096).zip(restored.chunks(4096)).position(|(one, other)| one != other);
-        assert_eq!(differs, None, "{mechanism}: checkpoint {sequence}");
+        assert_oracle_eq!(differs, None, "{mechanism}: checkpoint {sequence}: a page that differs");
         own.run("cont", json!({}));
         wait_for_steps(&paths, 2, 5);
         kill(Pid::from_raw(machine.pid()), Signal::SIGKILL).unwrap();

@@ -7,7 +7,9 @@ use pagemark::restore::{Gated, Prepared, Running};
 use pagemark::store::Visit;
 use pagemark::track::Scope;
 use pagemark::{ContentId, Job, JobOptions, Kind, Mechanism, PAGE_SIZE, Store};
-use pagemark_testing::{MachinePaths, PLAIN, Qemu, RAM_BYTES, TestMonitor, guest_program, skip, wait_for};
+use pagemark_testing::{
+    MachinePaths, PLAIN, Qemu, RAM_BYTES, TestMonitor, assert_oracle_eq, guest_program, skip, wait_for,
+};
 use pagemark_vm::{ErrorKind, Restore, RunningMachine, VmTarget};
 use serde_json::json;
 
@@ -97,7 +99,7 @@ fn memory_that_came_late_is_the_memory_at_the_checkpoint() {
         let mut own = TestMonitor::connect(&paths.join("test.qmp"));
         let restored = own.physical_memory(RAM_BYTES, &paths.join("dump"));
         let differs = memory.chunks(4096).zip(restored.chunks(4096)).position(|(one, other)| one != other);
-        assert_eq!(differs, None, "{further:?}");
+        assert_oracle_eq!(differs, None, "{further:?}: a page that differs");
         own.run("cont", json!({}));
         paths.wait_for_steps(5);
         // Nothing of the delivery is left: the machine is checkpointed like any other.

@@ -17,7 +17,7 @@ use nix::unistd::Pid;
 use pagemark::repository::{Repository, SpaceKind};
 use pagemark::track::Scope;
 use pagemark::{Job, JobOptions, Mechanism};
-use pagemark_testing::{QEMU, TestMonitor, skip, wait_for};
+use pagemark_testing::{QEMU, TestMonitor, assert_oracle, skip, wait_for};
 use pagemark_vm::{Restore, RunningMachine, VmTarget, export_core};
 use serde_json::json;
 
@@ -91,7 +91,11 @@ impl Linux {
     fn log(&self) -> String {
         let log = fs::read(self.path("log")).unwrap_or_default();
         let log = String::from_utf8_lossy(&log).into_owned();
-        assert!(!log.contains("WRONG") && !log.contains("panic"), "{}", &log[log.len().saturating_sub(2000)..]);
+        assert_oracle!(
+            !log.contains("WRONG") && !log.contains("panic"),
+            "the machine has found something wrong: {}",
+            &log[log.len().saturating_sub(2000)..]
+        );
         log
     }
 
@@ -117,7 +121,7 @@ impl Linux {
         // The first run replays the journal; the second finds nothing that is wrong.
         let replayed = Command::new("e2fsck").arg("-fy").arg(&raw).stdin(Stdio::null()).output().unwrap();
         let said = String::from_utf8_lossy(&replayed.stdout).into_owned();
-        assert!(replayed.status.code().is_some_and(|code| code <= 1), "{said}");
+        assert_oracle!(replayed.status.code().is_some_and(|code| code <= 1), "the file system on the disk: {said}");
         check(Command::new("e2fsck").arg("-fn").arg(&raw));
         for (from, to) in [("db", database.clone()), ("db-journal", self.path("database-journal"))] {
             let _ = fs::remove_file(&to);
@@ -129,7 +133,7 @@ impl Linux {
         let lines: Vec<&str> = said.lines().collect();
         let [integrity, sum, log] = lines[..] else { panic!("{said}") };
         let (count, last) = log.split_once('|').expect("two numbers");
-        assert!(integrity == "ok" && sum == "200000" && count == last, "{said}");
+        assert_oracle!(integrity == "ok" && sum == "200000" && count == last, "the database on the disk: {said}");
         count.parse().unwrap()
     }
 
@@ -168,7 +172,10 @@ fn checkpoints_of_linux(processors: u32, format: &'static str) {
         // What was committed before the checkpoint is on its disk; at most the transfer of the moment is not said.
         let (before, after) = steps[sequence as usize - 1];
         let on_disk = linux.check_disk(&machine.disks()[0].1);
-        assert!((before..=after + 1).contains(&on_disk), "{before} to {after}, not {on_disk}");
+        assert_oracle!(
+            (before..=after + 1).contains(&on_disk),
+            "the rows on the disk: {before} to {after}, not {on_disk}"
+        );
         let mut monitor = TestMonitor::connect(&linux.path("vm.qmp"));
         let (core, by_qemu) = (linux.path("core"), linux.path("core-by-qemu"));
         dump_by_qemu(&mut monitor, &by_qemu);

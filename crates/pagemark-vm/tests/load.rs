@@ -15,7 +15,9 @@ use pagemark::repository::{Repository, Retention};
 use pagemark::target::{SpaceId, Target, TargetDescription, TargetMemory, WhileFreezing};
 use pagemark::track::Scope;
 use pagemark::{Job, JobOptions, Mechanism, PAGE_SIZE, PageNumber, PageTree, Range, RangeSet, Store};
-use pagemark_testing::{MachinePaths, Qemu, TestMonitor, load_program, skip, wait_for};
+use pagemark_testing::{
+    MachinePaths, Qemu, TestMonitor, assert_oracle, assert_oracle_eq, load_program, skip, wait_for,
+};
 use pagemark_vm::{Activation, Restore, VmTarget, can_hold_writes};
 use serde_json::json;
 
@@ -84,7 +86,7 @@ fn compare(repository: &Repository, sequence: u64, dump: &[u8]) -> usize {
     for (number, expected) in (FIRST_BYTE / PAGE_SIZE..).zip(dump.chunks(PAGE_SIZE)) {
         let id = tree.get(PageNumber::new(number as u64));
         checkpoint.get_page(id, &mut page).unwrap();
-        assert!(page == *expected, "checkpoint {sequence}: page {number} is not that of the freeze");
+        assert_oracle!(page == *expected, "checkpoint {sequence}: page {number} is not that of the freeze");
         held += usize::from(id != pagemark::ContentId::ZERO);
     }
     held
@@ -209,7 +211,7 @@ fn checkpoints_of(arguments: &[&str], way: Way, processors: u32, count: u64) {
     dump(&mut monitor, &paths.join("dump"));
     let restored = fs::read(paths.join("dump")).unwrap();
     let differs = in_freeze.chunks(PAGE_SIZE).zip(restored.chunks(PAGE_SIZE)).position(|(one, other)| one != other);
-    assert_eq!(differs, None, "a page of the restored machine");
+    assert_oracle_eq!(differs, None, "a page of the restored machine");
     monitor.run("cont", json!({}));
     paths.wait_for_steps(5);
     kill(Pid::from_raw(machine.pid()), Signal::SIGKILL).unwrap();

@@ -11,7 +11,7 @@ use std::process::Command;
 
 use pagemark::repository::{Checkpoint, Repository};
 use pagemark::{Job, JobOptions, Mechanism};
-use pagemark_testing::{MachinePaths, Qemu, TestMonitor, guest_program, skip};
+use pagemark_testing::{MachinePaths, Qemu, TestMonitor, assert_oracle, guest_program, skip};
 use pagemark_vm::{Error, ErrorKind, Restore, VmTarget};
 use restored::Restored;
 use serde_json::json;
@@ -88,10 +88,13 @@ fn disks_are_put_into_the_files_that_are_named() {
     let error = restore(&checkpoint, &[("three", &one)]).err().unwrap();
     assert!(error.kind() == ErrorKind::Disk && error.to_string().contains("one, two"), "{error}");
     drop(restore(&checkpoint, &[("one", &one), ("two", &two)]).unwrap());
-    assert!(content(&one, "raw") == expected() && content(&two, "qcow2") == expected());
+    assert_oracle!(
+        content(&one, "raw") == expected() && content(&two, "qcow2") == expected(),
+        "other content of a restored disk"
+    );
     let error = restore(&checkpoint, &[("one", &one), ("two", &new.join("c"))]).err().unwrap();
     assert!(error.kind() == ErrorKind::Disk && error.to_string().contains("exists already"), "{error}");
-    assert!(content(&one, "raw") == expected());
+    assert_oracle!(content(&one, "raw") == expected(), "other content of a restored disk");
     // Forked machines share the disks, which are where the user says, with the overlays beside them.
     let (one, two) = (new.join("base-a"), new.join("base-b"));
     let forked = Restore::new(&checkpoint).disk("one", &one).disk("two", &two).paused(true).fork(1, &[]).unwrap();
@@ -100,7 +103,10 @@ fn disks_are_put_into_the_files_that_are_named() {
         assert_eq!(overlays, [&new, &new]);
         nix::sys::signal::kill(nix::unistd::Pid::from_raw(machine.pid), nix::sys::signal::SIGKILL).unwrap();
     }
-    assert!(content(&one, "raw") == expected() && content(&two, "qcow2") == expected());
+    assert_oracle!(
+        content(&one, "raw") == expected() && content(&two, "qcow2") == expected(),
+        "other content of a restored disk"
+    );
 }
 
 /// A block device over a file. Detached when dropped.
@@ -183,7 +189,10 @@ fn a_block_device_is_written_to_only_when_it_is_named() {
             assert_eq!(drivers(&paths, place), [driver]);
             drop(machine);
         }
-        assert!(other.content() == expected() && content(&paths.join("file"), "raw") == expected());
+        assert_oracle!(
+            other.content() == expected() && content(&paths.join("file"), "raw") == expected(),
+            "other content of a restored disk"
+        );
         fs::remove_file(paths.join("file")).unwrap();
         let error = Restore::new(&checkpoint).disk("disk", &other.0).fork(1, &[]).unwrap_err();
         assert!(error.kind() == ErrorKind::Disk && error.to_string().contains("block device"), "{error}");

@@ -12,7 +12,10 @@ use pagemark::checkpointer::{Checkpointer, Strategy};
 use pagemark::repository::{Repository, SpaceKind};
 use pagemark::track::Scope;
 use pagemark::{Job, JobOptions, Mechanism, MemoryStore, PAGE_SIZE, PageNumber, PageTree, Store};
-use pagemark_testing::{MachinePaths, PLAIN, Qemu, RAM_BYTES, TestMonitor, guest_program, skip, wait_for, with_disk};
+use pagemark_testing::{
+    MachinePaths, PLAIN, Qemu, RAM_BYTES, TestMonitor, assert_oracle, assert_oracle_eq, guest_program, skip, wait_for,
+    with_disk,
+};
 use pagemark_vm::{ErrorKind, Restore, VmTarget, can_hold_writes};
 use restored::{Restored, restore};
 use serde_json::json;
@@ -80,7 +83,7 @@ fn the_restored_memory_is_the_memory_at_the_checkpoint() {
             assert!(!own.is_running(), "it was paused at the checkpoint");
             let memory = own.physical_memory(RAM_BYTES, &paths.join("dump"));
             let differs = dump.chunks(4096).zip(memory.chunks(4096)).position(|(one, other)| one != other);
-            assert_eq!(differs, None, "{further:?}: checkpoint {sequence}");
+            assert_oracle_eq!(differs, None, "{further:?}: checkpoint {sequence}: a page that differs");
             // The program itself checks the rest.
             own.run("cont", json!({}));
             paths.wait_for_steps(20);
@@ -257,7 +260,11 @@ fn the_restored_disk_is_the_disk_at_the_checkpoint() {
                 assert!(expected.iter().any(|&byte| byte != 0), "the machine writes to its disk");
                 let restored = content(&paths, format, &named);
                 let differs = expected.chunks(512).zip(restored.chunks(512)).position(|(one, other)| one != other);
-                assert_eq!((differs, restored.len()), (None, expected.len()), "{format}: checkpoint {sequence}");
+                assert_oracle_eq!(
+                    (differs, restored.len()),
+                    (None, expected.len()),
+                    "{format}: checkpoint {sequence}: a sector that differs"
+                );
             }
             let mut own = TestMonitor::connect(&paths.join("test.qmp"));
             own.run("cont", json!({}));
@@ -266,7 +273,10 @@ fn the_restored_disk_is_the_disk_at_the_checkpoint() {
             drop(restored);
             let mut check = Command::new("qemu-img");
             let check = check.args(["check", "-q", "-f", format]).arg(&named);
-            assert!(format == "raw" || check.status().unwrap().success());
+            assert_oracle!(
+                format == "raw" || check.status().unwrap().success(),
+                "{format}: checkpoint {sequence}: the image is damaged"
+            );
         }
     }
 }
@@ -328,7 +338,7 @@ fn a_failed_checkpoint_leaves_what_was_written_to_a_disk_to_the_next_one() {
         for (number, expected) in (0..).zip(expected.chunks(PAGE_SIZE)) {
             let mut page = [0; PAGE_SIZE];
             store.get_page(tree.get(PageNumber::new(number)), &mut page).unwrap();
-            assert!(page == *expected, "round {round}: page {number}");
+            assert_oracle!(page == *expected, "round {round}: page {number} of the disk is not in the checkpoint");
         }
     }
     drop(target);

@@ -488,6 +488,7 @@ mod tests {
     use std::cell::Cell;
     use std::rc::Rc;
 
+    use pagemark_testing::assert_oracle;
     use proptest::prelude::{prop, prop_assert, prop_assert_eq, proptest};
 
     use super::*;
@@ -719,7 +720,7 @@ mod tests {
             let mut content = [0; PAGE_SIZE];
             let tree = PageTree::load(capture.spaces[0].root, &store).unwrap();
             store.get_page(tree.get(page), &mut content).unwrap();
-            assert_eq!(content, [value; PAGE_SIZE]);
+            assert_oracle!(content == [value; PAGE_SIZE], "the page of {value} is not in the checkpoint");
             checkpointer.committed();
             assert_eq!(checkpointer.take_not_kept().is_some(), value == 11);
         }
@@ -746,7 +747,7 @@ mod tests {
             for (number, page) in (0..).map(PageNumber::new).zip(restored.as_chunks_mut::<PAGE_SIZE>().0) {
                 store.get_page(tree.get(number), page).unwrap();
             }
-            assert!(restored == target.memory, "{strategy:?}: the write of 16 bytes is not in the checkpoint");
+            assert_oracle!(restored == target.memory, "{strategy:?}: the write of 16 bytes is not in the checkpoint");
         }
     }
 }

@@ -11,7 +11,7 @@ use std::sync::{Mutex, PoisonError};
 use pagemark::address::offsets;
 use pagemark::region::{Region, RegionOptions};
 use pagemark::{Error, ErrorKind, Mechanism, PAGE_SIZE};
-use pagemark_testing::{HugePages, Swap, skip, skipped};
+use pagemark_testing::{HugePages, Swap, assert_oracle, assert_oracle_eq, finding, skip, skipped};
 
 const HUGE_PAGE: usize = 2 << 20;
 
@@ -205,7 +205,7 @@ impl Subject {
             }
             let wrong = found.iter().zip(expected).filter(|(found, expected)| found != expected).count();
             let first = found.iter().zip(expected).position(|(found, expected)| found != expected);
-            panic!("{name}: {wrong} bytes of {place} are wrong, the first at {first:x?}");
+            finding(&format!("{name}: {wrong} bytes of {place} are wrong, the first at {first:x?}"));
         };
         let mut memory = vec![0; self.content.len()];
         // SAFETY: the mapping is as long, and no reference to it exists.
@@ -368,7 +368,7 @@ fn commit_reports_every_write() {
                 }
                 let reported = region.commit().unwrap();
                 for offset in written {
-                    assert!(
+                    assert_oracle!(
                         reported.covers(offsets(offset..offset + 1)),
                         "{mechanism}, {:?}: a write to {offset:#x} was missed: {reported:x?}",
                         subject.kind
@@ -388,12 +388,12 @@ fn snapshots_hold_all_content() {
         let before = (subject.content.clone(), subject.file_content.clone());
         let mut held = vec![0; subject.content.len()];
         first.content().read_at(pagemark::Address::MIN, &mut held).unwrap();
-        assert!(held == subject.content, "{mechanism}, {:?}: the snapshot is wrong", subject.kind);
+        assert_oracle!(held == subject.content, "{mechanism}, {:?}: the snapshot is wrong", subject.kind);
         subject.store(subject.kind.page_bytes() + 9, 9);
         subject.store(2 * subject.kind.page_bytes() + 9, 9);
         let second = region.snapshot().unwrap();
         second.content().read_at(pagemark::Address::MIN, &mut held).unwrap();
-        assert!(held == subject.content, "{mechanism}, {:?}: the second snapshot is wrong", subject.kind);
+        assert_oracle!(held == subject.content, "{mechanism}, {:?}: the second snapshot is wrong", subject.kind);
         region.restore(&first).unwrap();
         (subject.content, subject.file_content) = before;
         subject.check(&format!("{mechanism}, restored"));
@@ -422,7 +422,11 @@ fn discarded_pages_hold_zeros() {
         subject.check(&format!("{mechanism}, rolled back a discard"));
         region.begin().unwrap();
         region.discard(discarded).unwrap();
-        assert!(region.commit().unwrap().covers(offsets(whole_pages.clone())), "{mechanism}, {:?}", subject.kind);
+        assert_oracle!(
+            region.commit().unwrap().covers(offsets(whole_pages.clone())),
+            "{mechanism}, {:?}: discarded pages are not reported",
+            subject.kind
+        );
         subject.content[whole_pages.clone()].fill(0);
         if subject.kind.is_shared {
             subject.file_content[whole_pages].fill(0);
@@ -455,7 +459,7 @@ fn pages_beyond_the_end_of_a_file_are_refused() {
             region.begin().unwrap();
             subject.store(5, 5);
             region.rollback().unwrap();
-            assert_eq!(subject.load(5), byte(5));
+            assert_oracle_eq!(subject.load(5), byte(5), "the content after the rollback");
         }
     }
 }
@@ -504,11 +508,20 @@ fn shared_memory_is_adopted_only_with_sole_use() {
             region.begin().unwrap();
             file.write_all_at(&[99], offset as u64).unwrap();
             let reported = region.commit().unwrap();
-            assert!(reported.covers(offsets(offset..offset + 1)), "{mechanism}, {:?}: {reported:x?}", subject.kind);
+            assert_oracle!(
+                reported.covers(offsets(offset..offset + 1)),
+                "{mechanism}, {:?}: a write was missed: {reported:x?}",
+                subject.kind
+            );
             region.begin().unwrap();
             file.write_all_at(&[98], offset as u64).unwrap();
             region.rollback().unwrap();
-            assert_eq!(subject.load(offset), 99, "{mechanism}, {:?}", subject.kind);
+            assert_oracle_eq!(
+                subject.load(offset),
+                99,
+                "{mechanism}, {:?}: the content after the rollback",
+                subject.kind
+            );
         }
         assert_ne!(region.snapshot().unwrap(), first);
         region.restore(&first).unwrap();

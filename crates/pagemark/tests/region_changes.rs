@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use pagemark::address::offsets;
 use pagemark::region::{Changes, Region, RegionOptions};
 use pagemark::{ErrorKind, Mechanism, PAGE_SIZE, RangeSet};
-use pagemark_testing::cases;
+use pagemark_testing::{assert_oracle, cases};
 use proptest::prelude::*;
 
 const PAGES: usize = 40;
@@ -64,12 +64,15 @@ fn what_is_applied_belongs_to_the_transaction_of_the_replica() {
         changes.apply(&replica).unwrap();
         let after = content(&replica);
         let written = replica.rollback().unwrap();
-        assert!(changes.offsets().iter().all(|range| written.covers(range)), "{written:?}");
-        assert!(content(&replica).iter().all(|&byte| byte == 0));
+        assert_oracle!(changes.offsets().iter().all(|range| written.covers(range)), "a write was missed: {written:?}");
+        assert_oracle!(content(&replica).iter().all(|&byte| byte == 0), "other content after the rollback");
         changes.apply(&replica).unwrap();
-        assert!(content(&replica) == after && replica.snapshot().unwrap() != before);
+        assert_oracle!(
+            content(&replica) == after && replica.snapshot().unwrap() != before,
+            "the changes were not applied"
+        );
         changes.revert(&replica).unwrap();
-        assert!(replica.snapshot().unwrap() == before);
+        assert_oracle!(replica.snapshot().unwrap() == before, "the changes were not reverted");
     }
 }
 
@@ -105,7 +108,7 @@ fn a_replica_of_chained_transactions_of_eight_threads_misses_nothing() {
             stop.store(true, Ordering::Relaxed);
         });
         replicate();
-        assert!(content(&region) == content(&replica), "{}", region.mechanism());
+        assert_oracle!(content(&region) == content(&replica), "{}: the replica has other content", region.mechanism());
     }
 }
 

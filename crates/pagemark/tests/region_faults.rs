@@ -9,6 +9,7 @@ use pagemark::address::offsets;
 use pagemark::region::{Region, RegionOptions};
 use pagemark::{Address, ErrorKind, Mechanism, PAGE_SIZE, PageNumber, RangeSet};
 use pagemark_linux::own_memory::Mapping;
+use pagemark_testing::{assert_oracle, assert_oracle_eq};
 
 fn options(mechanism: Mechanism) -> RegionOptions {
     RegionOptions { mechanism: Some(mechanism), ..RegionOptions::default() }
@@ -130,11 +131,15 @@ fn track_in_a_child(mechanism: Mechanism) -> ! {
     for round in 1..4 {
         own.begin().unwrap();
         word(&own, 512).store(round, Ordering::Relaxed);
-        assert!(own.commit().unwrap().contains(Address::new(4096)), "{mechanism}: a write was missed");
+        assert_oracle!(own.commit().unwrap().contains(Address::new(4096)), "{mechanism}: a write was missed");
         own.begin().unwrap();
         word(&own, 512).store(77, Ordering::Relaxed);
         own.rollback().unwrap();
-        assert_eq!(word(&own, 512).load(Ordering::Relaxed), round);
+        assert_oracle_eq!(
+            word(&own, 512).load(Ordering::Relaxed),
+            round,
+            "{mechanism}: the content after the rollback"
+        );
     }
     // SAFETY: the call ends the child.
     unsafe { libc::_exit(0) }
@@ -225,13 +230,21 @@ fn in_a_process_of_its_own() {
     // Only cases whose handler returns reach this line.
     assert!(case == "ignored-sent" || FIXED.load(Ordering::Relaxed) == 1);
     if case == "nested" {
-        (0..8).for_each(|page| assert_eq!(word(&region, page * 512 + 2).load(Ordering::Relaxed), page as u64 + 3));
+        (0..8).for_each(|page| {
+            assert_oracle_eq!(
+                word(&region, page * 512 + 2).load(Ordering::Relaxed),
+                page as u64 + 3,
+                "what the handler wrote"
+            )
+        });
     } else {
         (0..8).for_each(|page| word(&region, page * 512 + 1).store(2, Ordering::Relaxed));
     }
     let written = region.commit().unwrap();
     let word_written = if case == "nested" { 2 } else { 0 };
-    (0..8).for_each(|page| assert!(written.contains(Address::new(page * 4096 + word_written * 8))));
+    (0..8).for_each(|page| {
+        assert_oracle!(written.contains(Address::new(page * 4096 + word_written * 8)), "a write was missed")
+    });
     // SAFETY: the call ends the process.
     unsafe { libc::_exit(0) }
 }
@@ -322,8 +335,12 @@ fn signal_handlers_write_at_any_moment() {
             region.begin().unwrap();
             take(&region.commit().unwrap());
             let now: Vec<_> = (0..16).map(|page| word(&region, page * 512).load(Ordering::Relaxed)).collect();
-            assert_eq!(copy[..], now, "{mechanism}");
-            assert_eq!(now[0], u64::from(TICKS.load(Ordering::Relaxed) - before));
+            assert_oracle_eq!(copy[..], now, "{mechanism}: what was reported and what was written");
+            assert_oracle_eq!(
+                now[0],
+                u64::from(TICKS.load(Ordering::Relaxed) - before),
+                "{mechanism}: what was written"
+            );
         });
     }
 }
@@ -364,13 +381,16 @@ fn a_forked_child_has_memory_of_its_own() {
         word(&region, 1024).store(2, Ordering::Relaxed);
         let rolled_back = region.rollback().unwrap();
         for page in [0, 1, 2] {
-            assert!(rolled_back.contains(PageNumber::new(page).address()), "{mechanism}: {rolled_back:x?}");
+            assert_oracle!(
+                rolled_back.contains(PageNumber::new(page).address()),
+                "{mechanism}: a write was missed: {rolled_back:x?}"
+            );
         }
         let words = [0, 7, 512, 1024].map(|index| word(&region, index).load(Ordering::Relaxed));
-        assert_eq!(words, [1, 0, 0, 0], "{mechanism}");
+        assert_oracle_eq!(words, [1, 0, 0, 0], "{mechanism}: the content after the rollback");
         region.begin().unwrap();
         word(&region, 2000).store(3, Ordering::Relaxed);
-        assert!(region.commit().unwrap().contains(Address::new(2000 * 8)), "{mechanism}");
+        assert_oracle!(region.commit().unwrap().contains(Address::new(2000 * 8)), "{mechanism}: a write was missed");
     }
 }
 
@@ -402,7 +422,10 @@ fn the_cost_of_a_region_does_not_grow_with_their_number() {
                 for region in &regions {
                     region.begin().unwrap();
                     word(region, 512).store(7, Ordering::Relaxed);
-                    assert!(region.commit().unwrap().contains(Address::new(4096)), "{mechanism}");
+                    assert_oracle!(
+                        region.commit().unwrap().contains(Address::new(4096)),
+                        "{mechanism}: a write was missed"
+                    );
                 }
                 drop(regions);
                 thread_time() - begin
@@ -449,7 +472,7 @@ fn memory_that_cannot_be_a_region_is_refused() {
     assert!(matches!(second.restore(&snapshot), Err(error) if error.kind() == ErrorKind::WrongRegion));
     let mut content = vec![0; 4 * PAGE_SIZE];
     second.read(0, &mut content).unwrap();
-    assert_eq!(&content[5000..5004], b"kept");
+    assert_oracle_eq!(&content[5000..5004], b"kept", "the content");
     assert_eq!(content.iter().filter(|&&byte| byte != 0).count(), 4);
     drop((first, second));
     // SAFETY: the page is in the mapping, which no other code uses.
@@ -478,10 +501,18 @@ fn adopted_memory_keeps_its_content_and_its_use() {
         region.begin().unwrap();
         (0..8).for_each(|page| write(page * 512 + 3, 77));
         region.rollback().unwrap();
-        (0..8).for_each(|page| assert_eq!(read(page * 512 + 3), if page % 2 == 0 { page as u64 + 1 } else { 0 }));
+        (0..8).for_each(|page| {
+            assert_oracle_eq!(
+                read(page * 512 + 3),
+                if page % 2 == 0 { page as u64 + 1 } else { 0 },
+                "{mechanism}: the content after the rollback"
+            )
+        });
         drop(region);
         (0..8).for_each(|page| write(page * 512 + 3, 5));
-        (0..8).for_each(|page| assert_eq!(read(page * 512 + 3), 5, "{mechanism}"));
+        (0..8).for_each(|page| {
+            assert_oracle_eq!(read(page * 512 + 3), 5, "{mechanism}: the content of what was a region")
+        });
     }
 }
 
@@ -513,7 +544,10 @@ fn memory_ceases_to_be_a_region_while_others_write_it() {
             done.store(true, Ordering::Relaxed);
         });
         let counts = words.iter().step_by(512).map(|word| word.load(Ordering::Relaxed));
-        assert!(counts.collect::<Vec<_>>().windows(2).all(|pair| pair[0] == pair[1]), "{mechanism}: a write was lost");
+        assert_oracle!(
+            counts.collect::<Vec<_>>().windows(2).all(|pair| pair[0] == pair[1]),
+            "{mechanism}: a write was lost"
+        );
     }
 }
 
@@ -543,8 +577,11 @@ fn system_calls_write_where_they_are_allowed_to() {
         });
         let mut held = vec![0; 20_100];
         region.read(0, &mut held).unwrap();
-        assert!(held[..100].iter().all(|&byte| byte == 0) && held[100..10_100].iter().all(|&byte| byte == 7));
-        assert!(held[10_100..].iter().all(|&byte| byte == 8), "{mechanism}");
+        assert_oracle!(
+            held[..100].iter().all(|&byte| byte == 0) && held[100..10_100].iter().all(|&byte| byte == 7),
+            "{mechanism}: what was read"
+        );
+        assert_oracle!(held[10_100..].iter().all(|&byte| byte == 8), "{mechanism}: what was read");
         region.rollback().unwrap();
         region.begin().unwrap();
         let writable = region.writable(0..5000).unwrap();
@@ -553,7 +590,7 @@ fn system_calls_write_where_they_are_allowed_to() {
         assert_eq!(count, 5000, "{mechanism}: {}", std::io::Error::last_os_error());
         drop(writable);
         let written = region.commit().unwrap();
-        assert!(written.covers(offsets(0..5000)), "{mechanism}: {written:x?}");
+        assert_oracle!(written.covers(offsets(0..5000)), "{mechanism}: a write was missed: {written:x?}");
     }
 }
 
@@ -598,9 +635,9 @@ fn stacks_can_lie_in_a_region() {
             let sum = unsafe { on_stack(region.as_ptr().add(region.bytes()), sum_to, 200 + round) };
             assert_eq!(sum, (200 + round) * (201 + round) / 2, "{mechanism}");
             let written = region.commit().unwrap();
-            assert!(
+            assert_oracle!(
                 written.iter().any(|range| range.end == Address::from(region.bytes())),
-                "{mechanism}: {written:x?}"
+                "{mechanism}: a write was missed: {written:x?}"
             );
         }
     }

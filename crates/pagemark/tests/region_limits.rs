@@ -9,6 +9,7 @@ use pagemark::region::{Region, RegionOptions, RegionSnapshot};
 use pagemark::repository::Repository;
 use pagemark::snapshot::SnapshotStore;
 use pagemark::{Error, ErrorKind, Mechanism, PAGE_SIZE};
+use pagemark_testing::assert_oracle;
 
 const PAGES: usize = 6000;
 const BYTES: usize = PAGES * PAGE_SIZE;
@@ -165,7 +166,7 @@ fn until_it_works<T>(
             Ok(done) => return done,
             Err(error) => {
                 assert!(is_expected(&error), "{name}, {}, room {room}: {error}", scarce.name());
-                assert!(region.map(content) == before, "{name}, room {room}: the content has changed");
+                assert_oracle!(region.map(content) == before, "{name}, room {room}: the content has changed");
             }
         }
     }
@@ -205,7 +206,11 @@ fn all_calls(scarce: Scarce, mechanism: Mechanism) {
     assert!(!region.in_transaction());
     for change in changes.iter() {
         let end = change.offset + change.new.len();
-        assert!(second[change.offset..end] == *change.new && first[change.offset..end] == *change.old.unwrap());
+        assert_oracle!(
+            second[change.offset..end] == *change.new && first[change.offset..end] == *change.old.unwrap(),
+            "commit_changes: other content at {:#x}",
+            change.offset
+        );
     }
     step("snapshot");
     let snapshot = until_it_works(scarce, "snapshot", Some(&region), || region.snapshot());
@@ -222,15 +227,16 @@ fn all_calls(scarce: Scarce, mechanism: Mechanism) {
     if region.in_transaction() {
         region.rollback().unwrap();
     }
-    assert!(content(&region) == second, "rollback, {}", scarce.name());
+    assert_oracle!(content(&region) == second, "rollback, {}: other content", scarce.name());
     region.begin().unwrap();
     fill(&region, 4);
     step("commit");
     let written = until_it_works(scarce, "commit", Some(&region), || region.commit());
-    assert!(
+    assert_oracle!(
         (0..PAGES)
             .filter(|page| page % 3 != 0)
-            .all(|page| { written.contains(pagemark::Address::from(page * PAGE_SIZE + page % 100)) })
+            .all(|page| { written.contains(pagemark::Address::from(page * PAGE_SIZE + page % 100)) }),
+        "a write was missed"
     );
     let fourth = content(&region);
     step("second snapshot");
@@ -242,13 +248,13 @@ fn all_calls(scarce: Scarce, mechanism: Mechanism) {
     let received = until_it_works(scarce, "from_bytes", None, || RegionSnapshot::from_bytes(&bytes, &store));
     step("copy");
     let copy = until_it_works(scarce, "copy", None, || received.content().copy());
-    assert!(copy[..] == fourth[..], "from_bytes, {}", scarce.name());
+    assert_oracle!(copy[..] == fourth[..], "from_bytes, {}: other content", scarce.name());
     drop((copy, received, store, bytes));
     step("save");
     until_it_works(scarce, "save", Some(&region), || region.save(&repository, "job"));
     step("open");
     let opened = until_it_works(scarce, "open", None, || Region::open(&repository, "job", options()));
-    assert!(content(&opened) == fourth, "open, {}", scarce.name());
+    assert_oracle!(content(&opened) == fourth, "open, {}: other content", scarce.name());
     drop(opened);
     step("restore");
     for &room in scarce.rooms() {
@@ -258,10 +264,10 @@ fn all_calls(scarce: Scarce, mechanism: Mechanism) {
         }
     }
     region.restore(&snapshot).unwrap();
-    assert!(content(&region) == second, "restore, {}", scarce.name());
+    assert_oracle!(content(&region) == second, "restore, {}: other content", scarce.name());
     step("discard");
     until_it_works(scarce, "discard", Some(&region), || region.discard(0..BYTES));
-    assert!(content(&region).iter().all(|&byte| byte == 0), "discard, {}", scarce.name());
+    assert_oracle!(content(&region).iter().all(|&byte| byte == 0), "discard, {}: other content", scarce.name());
     step("drop");
     scarce.with(0, || drop((region, snapshot, last)));
 }

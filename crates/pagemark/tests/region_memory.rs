@@ -5,6 +5,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use pagemark::region::{Region, RegionOptions};
 use pagemark::track::Scope;
 use pagemark::{ErrorKind, Mechanism, PAGE_SIZE};
+use pagemark_testing::{assert_oracle, assert_oracle_eq};
 
 const MIB: usize = 1 << 20;
 
@@ -92,7 +93,10 @@ fn a_snapshot_is_what_a_transaction_is_rolled_back_to() {
             }
             region.rollback().unwrap();
             check("after a rollback");
-            assert!(region.snapshot().unwrap() == first, "{mechanism}: rolled back to the snapshot");
+            assert_oracle!(
+                region.snapshot().unwrap() == first,
+                "{mechanism}: other content than in the snapshot after the rollback"
+            );
         }
         region.write(5, &[1]).unwrap();
         region.begin().unwrap();
@@ -105,7 +109,7 @@ fn a_snapshot_is_what_a_transaction_is_rolled_back_to() {
         region.read(PAGE_SIZE, &mut found[1..]).unwrap();
         let mut expected = [1, 0];
         first.content().read_at(pagemark::Address::new(PAGE_SIZE as u64), &mut expected[1..]).unwrap();
-        assert_eq!(found, expected, "{mechanism}: the transaction began after a write that the snapshot lacks");
+        assert_oracle_eq!(found, expected, "{mechanism}: the transaction began after a write that the snapshot lacks");
         check("in the end");
     }
 }
@@ -127,16 +131,19 @@ fn locked_memory_is_discarded() {
         (0..64).for_each(|page| region.write(page * PAGE_SIZE + 5, &[9]).unwrap());
         region.begin().unwrap();
         region.discard(30 * PAGE_SIZE..40 * PAGE_SIZE).unwrap();
-        assert!((0..64).all(|page| content(page) == if (30..40).contains(&page) { 0 } else { 9 }), "{mechanism}");
+        assert_oracle!(
+            (0..64).all(|page| content(page) == if (30..40).contains(&page) { 0 } else { 9 }),
+            "{mechanism}: the discarded pages"
+        );
         let written = region.commit().unwrap();
-        assert!(
+        assert_oracle!(
             (30..40u64).all(|page| written.contains(pagemark::Address::new(page * PAGE_SIZE as u64))),
-            "{mechanism}"
+            "{mechanism}: a write was missed"
         );
         region.begin().unwrap();
         region.discard(30 * PAGE_SIZE..40 * PAGE_SIZE).unwrap();
         region.write(35 * PAGE_SIZE + 5, &[3]).unwrap();
         region.rollback().unwrap();
-        assert_eq!(content(35), 0, "{mechanism}");
+        assert_oracle_eq!(content(35), 0, "{mechanism}: the content after the rollback");
     }
 }

@@ -5,6 +5,7 @@ use std::process::Command;
 
 use pagemark::region::{Region, RegionOptions};
 use pagemark::{Address, Error, ErrorKind, Mechanism, PAGE_SIZE};
+use pagemark_testing::{assert_oracle, assert_oracle_eq};
 
 const PAGES: usize = 40;
 const NOBODY: libc::uid_t = 65_534;
@@ -61,17 +62,17 @@ fn is_right(region: &Region) -> Result<(), Error> {
     region.begin()?;
     region.write(5000, &[2])?;
     region.write(9 * PAGE_SIZE, &[3])?;
-    assert!(region.rollback()?.contains(Address::new(5000)));
-    assert_eq!((byte(5000), byte(9 * PAGE_SIZE)), (1, 0));
+    assert_oracle!(region.rollback()?.contains(Address::new(5000)), "a write was missed");
+    assert_oracle_eq!((byte(5000), byte(9 * PAGE_SIZE)), (1, 0), "the content after the rollback");
     region.begin()?;
     region.write(20 * PAGE_SIZE, &[4])?;
-    assert!(region.commit()?.contains(Address::from(20 * PAGE_SIZE)));
+    assert_oracle!(region.commit()?.contains(Address::from(20 * PAGE_SIZE)), "a write was missed");
     let snapshot = region.snapshot()?;
     region.write(20 * PAGE_SIZE, &[5])?;
     region.restore(&snapshot)?;
-    assert_eq!(byte(20 * PAGE_SIZE), 4);
+    assert_oracle_eq!(byte(20 * PAGE_SIZE), 4, "the content after the restore");
     region.discard(0..8 * PAGE_SIZE)?;
-    assert_eq!(byte(5000), 0);
+    assert_oracle_eq!(byte(5000), 0, "the discarded content");
     Ok(())
 }
 

@@ -13,6 +13,7 @@ use pagemark::error::{ErrorKind, Object};
 use pagemark::region::{Region, RegionOptions, RegionTarget};
 use pagemark::repository::Repository;
 use pagemark::{Job, JobOptions, Mechanism, PAGE_SIZE};
+use pagemark_testing::assert_oracle;
 use proptest::prelude::*;
 
 /// Set in the process that is killed.
@@ -92,10 +93,10 @@ fn the_last_save_of_a_killed_program_is_there() {
         let mut number = [0; 8];
         region.read(0, &mut number).unwrap();
         let number = u64::from_le_bytes(number);
-        assert!(number == last || number == last + 1, "{last} was saved, {number} is there");
+        assert_oracle!(number == last || number == last + 1, "{last} was saved, {number} is there");
         (modelled + 1..=number).for_each(|number| step(&model, number));
         modelled = number;
-        assert!(content(&region) == content(&model), "step {number} is not as it was saved");
+        assert_oracle!(content(&region) == content(&model), "step {number} is not as it was saved");
     }
 }
 
@@ -238,18 +239,18 @@ fn survives(fault: Fault, seed: u64) -> usize {
     let repository = Repository::on(backend).unwrap();
     let opened = content(&Region::open(&repository, "job", RegionOptions::default()).unwrap());
     match saved {
-        Ok(_) => assert!(opened == now, "{fault:?}, {seed}: what was saved is lost"),
-        Err(_) => assert!(opened == before || opened == now, "{fault:?}, {seed}: neither checkpoint is there"),
+        Ok(_) => assert_oracle!(opened == now, "{fault:?}, {seed}: what was saved is lost"),
+        Err(_) => assert_oracle!(opened == before || opened == now, "{fault:?}, {seed}: neither checkpoint is there"),
     }
-    assert!(content(&region) == now, "{fault:?}, {seed}: the region itself has changed");
+    assert_oracle!(content(&region) == now, "{fault:?}, {seed}: the region itself has changed");
     if !is_dead {
         step(&region, 3);
         region.save(&repository, "job").unwrap();
         let opened = Region::open(&repository, "job", RegionOptions::default()).unwrap();
-        assert!(content(&opened) == content(&region), "{fault:?}, {seed}: a later save lacks something");
+        assert_oracle!(content(&opened) == content(&region), "{fault:?}, {seed}: a later save lacks something");
     }
     let report = repository.verify(&mut |_| {}).unwrap();
-    assert!(report.damaged.is_empty(), "{fault:?}, {seed}: {:?}", report.damaged);
+    assert_oracle!(report.damaged.is_empty(), "{fault:?}, {seed}: damaged: {:?}", report.damaged);
     steps
 }
 
@@ -342,5 +343,5 @@ fn threads_that_write_while_it_is_saved_lose_nothing() {
     });
     region.save(&repository, "job").unwrap();
     let opened = Region::open(&repository, "job", RegionOptions::default()).unwrap();
-    assert!(content(&opened) == content(&region));
+    assert_oracle!(content(&opened) == content(&region), "a write is not in the checkpoint");
 }

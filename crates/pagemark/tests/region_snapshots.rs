@@ -5,7 +5,7 @@ use pagemark::region::{Region, RegionOptions, RegionSnapshot};
 use pagemark::repository::Repository;
 use pagemark::snapshot::{SnapshotOptions, SnapshotStore};
 use pagemark::{ErrorKind, PAGE_SIZE, RangeSet};
-use pagemark_testing::cases;
+use pagemark_testing::{assert_oracle, cases};
 use proptest::prelude::*;
 
 const PAGES: usize = 300;
@@ -66,10 +66,10 @@ fn a_snapshot_is_saved_and_opened() {
 
     let opened = Region::open(&repository, "job", RegionOptions::default()).unwrap();
     region.restore(&first).unwrap();
-    assert!(content(&opened) == content(&region));
+    assert_oracle!(content(&opened) == content(&region), "the opened region has other content");
     let store = SnapshotStore::new();
     let snapshot = RegionSnapshot::open(&repository, "job", &store).unwrap();
-    assert!(*snapshot.content().copy().unwrap() == *content(&region));
+    assert_oracle!(*snapshot.content().copy().unwrap() == *content(&region), "the opened snapshot has other content");
     assert_eq!(store.usage().chunks, 1);
 
     region.write(9 * PAGE_SIZE, &[9; 10 * PAGE_SIZE]).unwrap();

@@ -12,7 +12,7 @@ use pagemark::track::emulate::{Counts, Emulate, HOT_STORES};
 use pagemark::{ByteCount, PAGE_SIZE, RangeSet, Tracker};
 use pagemark_linux::own_memory::Mapping;
 use pagemark_linux::pagemap::Pagemap;
-use pagemark_testing::skip;
+use pagemark_testing::{assert_oracle, assert_oracle_eq, finding, skip};
 
 const BYTES: usize = 64 * PAGE_SIZE;
 
@@ -85,12 +85,13 @@ fn is_exact(name: &str, stores: Stores, seed: u64) -> Counts {
         }
         let (expected, now) = (content(&plain), content(&tracked));
         if let Some(offset) = (0..BYTES).find(|&offset| expected[offset] != now[offset]) {
-            panic!("{name}: byte {offset:#x} is {:#x} and not {:#x}", now[offset], expected[offset]);
+            let (is, not) = (now[offset], expected[offset]);
+            finding(&format!("{name}: byte {offset:#x} is {is:#x} and not {not:#x}"));
         }
         let mut written = RangeSet::new();
         tracker.collect(&all, &mut written).unwrap();
         for offset in (0..BYTES).filter(|&offset| before[offset] != now[offset]) {
-            assert!(
+            assert_oracle!(
                 written.contains(tracked.range().start + ByteCount::from(offset)),
                 "{name}: a write to {offset:#x} was missed"
             );
@@ -165,7 +166,7 @@ fn atomics_are_atomic_between_threads() {
         }
     });
     let sums = (added.load(Ordering::Relaxed), exchanged.load(Ordering::Relaxed), small.load(Ordering::Relaxed));
-    assert_eq!(sums, (THREADS * EACH, THREADS * EACH, (THREADS * EACH) as u8));
+    assert_oracle_eq!(sums, (THREADS * EACH, THREADS * EACH, (THREADS * EACH) as u8), "the sums");
     assert_eq!(tracker.counts().opened_pages, 0);
 }
 
@@ -201,6 +202,6 @@ fn a_page_is_opened_after_a_few_stores_in_an_interval() {
         // SAFETY: as for `store`.
         let found = unsafe { mapping.start().as_ptr().cast::<u64>().add(512 + index).read_volatile() };
         let last = (0..STORES).rev().find(|store| store % 512 == index).unwrap();
-        assert_eq!(found, last as u64);
+        assert_oracle_eq!(found, last as u64, "word {index}");
     }
 }

@@ -2,6 +2,7 @@
 
 use pagemark::region::{Region, View, Writable};
 use pagemark::{Address, ErrorKind, PAGE_SIZE};
+use pagemark_testing::{assert_oracle, assert_oracle_eq};
 
 #[test]
 fn numbers_of_every_size_are_written_and_read_everywhere() {
@@ -28,11 +29,11 @@ fn writes_through_a_view_are_tracked() {
     let view = region.view::<u32>(PAGE_SIZE, 100).unwrap();
     region.begin().unwrap();
     view.set(5, 7);
-    assert!(region.commit().unwrap().contains((PAGE_SIZE + 20).into()));
+    assert_oracle!(region.commit().unwrap().contains((PAGE_SIZE + 20).into()), "a write was missed");
     let snapshot = region.snapshot().unwrap();
     view.set(5, 8);
     region.restore(&snapshot).unwrap();
-    assert_eq!(view.get(5), 7);
+    assert_oracle_eq!(view.get(5), 7, "the content after the restore");
 }
 
 #[test]
@@ -79,11 +80,14 @@ fn structs_are_tracked_rolled_back_and_read_from_snapshots() {
     view.set(crossing, particle(1000));
     assert_eq!(view.get(crossing), particle(1000));
     let written = region.commit().unwrap();
-    assert!([PAGE_SIZE - 1, PAGE_SIZE].iter().all(|&at| written.contains(at.into())));
+    assert_oracle!([PAGE_SIZE - 1, PAGE_SIZE].iter().all(|&at| written.contains(at.into())), "a write was missed");
     let saved: Particle = snapshot.content().read_value(Address::new((crossing * 24) as u64)).unwrap();
-    assert_eq!(saved, particle(crossing as u64));
+    assert_oracle_eq!(saved, particle(crossing as u64), "the content of the snapshot");
     region.restore(&snapshot).unwrap();
-    assert!(view.iter().enumerate().all(|(index, value)| value == particle(index as u64)));
+    assert_oracle!(
+        view.iter().enumerate().all(|(index, value)| value == particle(index as u64)),
+        "other content after the restore"
+    );
     // Aligned to its largest member, not to its size.
     assert_eq!(region.view::<Particle>(8, 1).unwrap().get(0).position[0], -1.0);
     assert_eq!(region.view::<Particle>(4, 1).unwrap_err().kind(), ErrorKind::Unaligned);
@@ -102,7 +106,10 @@ fn threads_read_whole_numbers() {
             }
         });
         for _ in 0..20_000 {
-            assert!([0, u64::MAX].contains(&view.get(0)) && [0, u32::MAX].contains(&small.get(0)));
+            assert_oracle!(
+                [0, u64::MAX].contains(&view.get(0)) && [0, u32::MAX].contains(&small.get(0)),
+                "half of a write was seen"
+            );
         }
     });
 }

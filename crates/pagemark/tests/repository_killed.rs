@@ -6,7 +6,8 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use pagemark::repository::{Cost, Manifest, Repository, Retention, SpaceRecord, TargetKind};
-use pagemark::{ContentId, Kind, Mechanism, PAGE_SIZE, PageNumber, PageTree, Store};
+use pagemark::{ContentId, Error, Kind, Mechanism, PAGE_SIZE, PageNumber, PageTree, Store};
+use pagemark_testing::{assert_oracle, assert_oracle_eq, finding};
 
 /// Set in the process that is killed.
 const ROLE: &str = "PAGEMARK_TEST_REPOSITORY";
@@ -31,6 +32,12 @@ fn manifest(root: ContentId, sequence: u64) -> Manifest {
 fn page(sequence: u64, number: u64) -> [u8; PAGE_SIZE] {
     let changed = (sequence + 4) - (sequence + number) % 5;
     std::array::from_fn(|at| ((changed * 31 + number) as u8) ^ (at as u8).wrapping_mul(changed as u8))
+}
+
+/// What was committed is read without an error.
+#[track_caller]
+fn or_lost<T>(read: Result<T, Error>) -> T {
+    read.unwrap_or_else(|error| finding(&error.to_string()))
 }
 
 fn commit_for_ever(path: &Path) -> ! {
@@ -81,21 +88,22 @@ fn the_commits_of_a_killed_process_are_there() {
         child.wait().unwrap();
         last = said.filter_map(|line| line.parse().ok()).last().unwrap_or(last);
 
-        let repository = Repository::open(&path).unwrap();
-        let checkpoints = repository.checkpoints("job").unwrap();
+        let repository = or_lost(Repository::open(&path));
+        let checkpoints = or_lost(repository.checkpoints("job"));
         let newest = checkpoints.last().unwrap().sequence;
-        assert!(newest == last || newest == last + 1, "it said {last}, there is {newest}");
+        assert_oracle!(newest == last || newest == last + 1, "it said {last}, there is {newest}");
         for info in &checkpoints {
-            let checkpoint = repository.read("job", info.sequence).unwrap();
-            let tree = PageTree::load(checkpoint.manifest.spaces[0].root, &checkpoint).unwrap();
-            assert_eq!(tree.page_count(), 60);
+            let checkpoint = or_lost(repository.read("job", info.sequence));
+            let tree = or_lost(PageTree::load(checkpoint.manifest.spaces[0].root, &checkpoint));
+            assert_oracle_eq!(tree.page_count(), 60, "the pages of job@{}", info.sequence);
             let mut content = [0; PAGE_SIZE];
             for (number, id) in tree.iter() {
-                checkpoint.get_page(id, &mut content).unwrap();
-                assert_eq!(content, page(info.sequence, number.get() / 100));
+                or_lost(checkpoint.get_page(id, &mut content));
+                let expected = page(info.sequence, number.get() / 100);
+                assert_oracle!(content == expected, "job@{}: page {number} has other content", info.sequence);
             }
         }
-        assert_eq!(repository.verify(&mut |_| {}).unwrap().damaged, []);
+        assert_oracle_eq!(repository.verify(&mut |_| {}).unwrap().damaged, [], "what is damaged");
         drop(repository.writer("cleans up", Duration::ZERO).unwrap());
         let is_left_over = |path: &Path| path.extension().is_some_and(|ending| ending == "tmp");
         for part in ["packs", "index", "checkpoints/job"] {

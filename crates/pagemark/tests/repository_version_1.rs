@@ -7,6 +7,7 @@ use std::time::Duration;
 use pagemark::address::offsets;
 use pagemark::repository::{Manifest, Repository, Retention, SpaceKind, TargetKind};
 use pagemark::{Kind, PAGE_SIZE, PageNumber, PageTree, Store};
+use pagemark_testing::{assert_oracle, assert_oracle_eq};
 use serde_json::Value;
 use tempfile::TempDir;
 
@@ -69,7 +70,7 @@ fn manifests_are_read_as_they_were_printed() {
 #[test]
 fn content_is_read() {
     let (_directory, repository) = repository();
-    assert_eq!(repository.verify(&mut |_| {}).unwrap().damaged, []);
+    assert_oracle_eq!(repository.verify(&mut |_| {}).unwrap().damaged, [], "what is damaged");
     for job in ["memory", "process"] {
         for sequence in [1, 2] {
             let checkpoint = repository.read(job, sequence).unwrap();
@@ -117,12 +118,12 @@ fn a_checkpoint_of_this_version_joins_them() {
     let report = repository.prune(&Retention { keep_last: Some(2), keep_every: None }, Some("process"), &mut |_| {});
     let report = report.unwrap();
     assert_eq!((report.removed, report.unreadable), (vec![("process".to_owned(), 1)], vec![]));
-    assert_eq!(repository.verify(&mut |_| {}).unwrap().damaged, []);
+    assert_oracle_eq!(repository.verify(&mut |_| {}).unwrap().damaged, [], "what is damaged");
     let read = repository.read("process", 3).unwrap();
     assert_eq!(read.manifest.spaces, new.spaces);
     assert_eq!(repository.read("process", 2).unwrap().manifest, old);
     let mut page = [0; PAGE_SIZE];
     read.get_page(PageTree::load(read.manifest.spaces[0].root, &read).unwrap().get(PageNumber::new(7)), &mut page)
         .unwrap();
-    assert_eq!(page, [5; PAGE_SIZE]);
+    assert_oracle!(page == [5; PAGE_SIZE], "other content");
 }

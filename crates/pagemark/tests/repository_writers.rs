@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use pagemark::repository::{Cost, Manifest, Repository, Retention, SpaceRecord, TargetKind};
 use pagemark::{ContentId, ErrorKind, Kind, Mechanism, PAGE_SIZE, PageNumber, PageTree, Store};
+use pagemark_testing::{assert_oracle, assert_oracle_eq};
 
 const JOBS: u64 = 12;
 const CHECKPOINTS: u64 = 25;
@@ -69,7 +70,10 @@ fn read(repository: &Repository, job: &str, sequence: u64) {
     let mut content = [0; PAGE_SIZE];
     for (number, id) in tree.iter() {
         checkpoint.get_page(id, &mut content).unwrap();
-        assert!(content == page(checkpoint.manifest.taken_unix_us, number.get() / 100), "{job}@{sequence}");
+        assert_oracle!(
+            content == page(checkpoint.manifest.taken_unix_us, number.get() / 100),
+            "{job}@{sequence}: page {number} has other content"
+        );
     }
 }
 
@@ -105,7 +109,7 @@ fn writers_prunes_and_verifies_of_one_repository_at_once() {
                         repository.newest(&job).unwrap().into_iter().for_each(|last| read(&repository, &job, last));
                     }
                     let damaged = repository.verify(&mut |_| {}).unwrap().damaged;
-                    assert!(damaged.iter().all(|damage| damage.touched.is_empty()), "{damaged:?}");
+                    assert_oracle!(damaged.iter().all(|damage| damage.touched.is_empty()), "damaged: {damaged:?}");
                 }
             }),
         ];
@@ -118,10 +122,10 @@ fn writers_prunes_and_verifies_of_one_repository_at_once() {
     for number in 0..JOBS {
         let name = format!("job{number}");
         let kept: Vec<u64> = repository.checkpoints(&name).unwrap().iter().map(|info| info.sequence).collect();
-        assert_eq!(kept, [CHECKPOINTS - 1, CHECKPOINTS], "{name}");
+        assert_oracle_eq!(kept, [CHECKPOINTS - 1, CHECKPOINTS], "the checkpoints of {name}");
         kept.iter().for_each(|sequence| read(&repository, &name, *sequence));
     }
-    assert_eq!(repository.verify(&mut |_| {}).unwrap().damaged, []);
+    assert_oracle_eq!(repository.verify(&mut |_| {}).unwrap().damaged, [], "what is damaged");
     let staged = |name: std::ffi::OsString| name.to_string_lossy().ends_with(".tmp");
     for part in ["packs", "index", "checkpoints/job1"] {
         let mut files = std::fs::read_dir(path.join(part)).unwrap();

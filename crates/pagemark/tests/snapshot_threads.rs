@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use pagemark::address::offsets;
 use pagemark::snapshot::{SharedBytes, Snapshot, SnapshotOptions, SnapshotStore};
 use pagemark::{Address, Error, ErrorKind, PAGE_SIZE, Range, RangeSet};
+use pagemark_testing::{assert_oracle, assert_oracle_eq};
 
 const THREADS: u64 = 8;
 const ROUNDS: usize = 200;
@@ -60,7 +61,7 @@ fn work(store: &SnapshotStore, seed: u64) -> u64 {
             0 => {
                 let (wanted, expected) = taken[chosen].clone();
                 store.restore(&wanted, Some((&current, &dirty)), &SharedBytes::of(&mut memory)).unwrap();
-                assert!(memory == expected, "restored something else");
+                assert_oracle!(memory == expected, "restored something else");
                 dirty.clear();
                 current = wanted;
             }
@@ -68,7 +69,7 @@ fn work(store: &SnapshotStore, seed: u64) -> u64 {
             _ => match store.snapshot(Some(&current), &SharedBytes::of(&mut memory), &dirty, &nothing) {
                 Ok(snapshot) => {
                     for (other, expected) in &taken {
-                        assert_eq!(*other == snapshot, *expected == memory);
+                        assert_oracle_eq!(*other == snapshot, *expected == memory, "the equality of two snapshots");
                     }
                     taken.push((snapshot.clone(), memory.clone()));
                     dirty.clear();
@@ -91,7 +92,7 @@ fn work(store: &SnapshotStore, seed: u64) -> u64 {
 fn drop_checked((snapshot, expected): (Snapshot, Vec<u8>)) {
     let mut content = vec![0; expected.len()];
     snapshot.read_at(Address::MIN, &mut content).unwrap();
-    assert!(content == expected, "a snapshot changed");
+    assert_oracle!(content == expected, "a snapshot changed");
 }
 
 fn run_threads(options: SnapshotOptions) -> u64 {
@@ -150,7 +151,11 @@ fn concurrent_writes_are_held_as_they_were_read() {
             let mut content = vec![0; WORDS * 8];
             snapshot.read_at(Address::MIN, &mut content).unwrap();
             // The chunk is held under the id of its own content, not of the content that was hashed.
-            assert_eq!(store.snapshot(None, &SharedBytes::of(&mut content), &everything, &nothing).unwrap(), snapshot);
+            assert_oracle_eq!(
+                store.snapshot(None, &SharedBytes::of(&mut content), &everything, &nothing).unwrap(),
+                snapshot,
+                "the snapshot of what a snapshot holds"
+            );
             last = Some(snapshot);
         }
         done.store(true, Ordering::Relaxed);

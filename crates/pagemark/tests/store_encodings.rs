@@ -6,6 +6,7 @@ use std::arch::naked_asm;
 use pagemark::track::{OwnMemory, Scope};
 use pagemark::{Address, ByteCount, ErrorKind, Mechanism, PAGE_SIZE, RangeSet, Tracker};
 use pagemark_linux::own_memory::Mapping;
+use pagemark_testing::{assert_oracle, assert_oracle_eq};
 
 const CASES: usize = 3000;
 /// Cases between two collects: few, so that hardly a page is opened as it has many stores.
@@ -484,16 +485,16 @@ fn compare(seed: u64) {
             for (number, case) in part.iter().enumerate() {
                 let index = first * INTERVAL + number;
                 let state = code.run(index, &case.state);
-                assert_eq!(state, expected[index].0, "{mechanism}: seed {seed}, {index}: {case:x?}");
+                assert_oracle_eq!(state, expected[index].0, "{mechanism}: seed {seed}, {index}: {case:x?}");
             }
             let after = content(&memory);
             let expected = &expected[first * INTERVAL + INTERVAL - 1].1;
-            assert!(after == *expected, "{mechanism}: seed {seed}: other memory after {:x?}", codes(part));
+            assert_oracle!(after == *expected, "{mechanism}: seed {seed}: other memory after {:x?}", codes(part));
             let written = collect(&mut *tracker, &all);
             opened += written.iter().filter(|run| run.end.get() - run.start.get() >= PAGE_SIZE as u64).count();
             for offset in (0..BYTES).filter(|&offset| before[offset] != after[offset]) {
                 let address = memory.range().start + ByteCount::from(offset);
-                assert!(
+                assert_oracle!(
                     written.contains(address),
                     "{mechanism}: seed {seed}: {offset:#x} was missed after {:x?}",
                     codes(part)

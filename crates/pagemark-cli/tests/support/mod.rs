@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
-use pagemark_testing::{patience, wait_for};
+use pagemark_testing::{assert_oracle, patience, wait_for};
 
 /// The command, with a repository and a working directory of its own.
 pub struct Pagemark {
@@ -53,6 +53,14 @@ impl Pagemark {
 
     pub fn output(&self, arguments: &[&str]) -> Output {
         self.command(arguments).stdin(Stdio::null()).output().expect("the command runs")
+    }
+
+    /// Requires that the repository is undamaged. `options` may name another one.
+    #[track_caller]
+    pub fn verify(&self, options: &[&str]) {
+        let output = self.output(&[&["verify"], options].concat());
+        let [told, errors] = [&output.stdout, &output.stderr].map(|stream| String::from_utf8_lossy(stream));
+        assert_oracle!(output.status.success(), "the repository is damaged: {told}{errors}");
     }
 
     pub fn json(&self, arguments: &[&str]) -> serde_json::Value {

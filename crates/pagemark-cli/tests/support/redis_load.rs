@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use pagemark_testing::Swap;
+use pagemark_testing::{Swap, assert_oracle};
 
 use crate::support::Redis;
 
@@ -60,7 +60,8 @@ impl Load {
                     if stop.load(Ordering::SeqCst) {
                         return;
                     }
-                    assert!(!reply.expect("the connection lives through checkpoints").is_empty());
+                    let value = reply.expect("the connection lives through checkpoints");
+                    assert_oracle!(!value.is_empty(), "key:{key} is lost");
                 }
             })
         };

@@ -11,7 +11,7 @@ use std::process::{Child, Command, Output, Stdio};
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
-use pagemark_testing::{patience, wait_for};
+use pagemark_testing::{assert_oracle, patience, wait_for};
 
 use crate::support::{Pagemark, command_line, is_alive};
 
@@ -158,7 +158,7 @@ impl Steps {
     pub fn goes_on(&self, pid: i32) {
         let before = self.state().0;
         wait_for("steps", || {
-            assert!(is_alive(pid), "it has ended: its data was wrong");
+            assert_oracle!(is_alive(pid), "it has ended: its data was wrong");
             (self.state().0 > before + 20).then_some(())
         });
     }
@@ -217,7 +217,7 @@ pub fn status_field(pid: i32, name: &str) -> Option<String> {
 /// userfaultfd.
 #[track_caller]
 pub fn untouched(pid: i32, expected: &[String]) {
-    assert!(is_alive(pid), "process {pid} is gone");
+    assert_oracle!(is_alive(pid), "process {pid} is gone");
     assert_eq!(status_field(pid, "TracerPid").as_deref(), Some("0"), "it is traced");
     let state = status_field(pid, "State").unwrap_or_default();
     assert!(!state.starts_with(['T', 't']), "it is stopped: {state}");
@@ -278,9 +278,7 @@ pub fn assert_fails(output: &Output, texts: &[&str]) {
 /// Asserts that the repository is undamaged.
 #[track_caller]
 pub fn verifies(pagemark: &Pagemark) {
-    let output = pagemark.output(&["verify"]);
-    let told = String::from_utf8_lossy(&output.stdout);
-    assert!(output.status.success(), "the repository is damaged: {told}{}", stderr(&output));
+    pagemark.verify(&[]);
 }
 
 pub fn is_root() -> bool {
@@ -300,7 +298,7 @@ pub fn continues(data: &Path, pid: i32) -> bool {
     wait_for("the restored target to go on or to end", || {
         let is_alive = is_alive(pid);
         let content = content();
-        assert!(!content.contains(&b'!'), "the restored target has found its data wrong");
+        assert_oracle!(!content.contains(&b'!'), "the restored target has found its data wrong");
         (!is_alive || content.len() > before + 2).then_some(is_alive)
     })
 }

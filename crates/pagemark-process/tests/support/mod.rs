@@ -31,7 +31,7 @@ use pagemark_process::files::{DataTree, FileWatch};
 use pagemark_process::restore::{Restore, RestoreEvent, RestoreFailure, RestoreOptions, Restored, prepare};
 use pagemark_process::saver::CriuSaver;
 use pagemark_process::target::ProcessTarget;
-use pagemark_testing::{in_own_session, skipped, wait_until};
+use pagemark_testing::{assert_oracle, assert_oracle_eq, in_own_session, skipped, wait_until};
 
 /// The kernel leaves these bytes below a stack pointer alone.
 const RED_ZONE: u64 = 128;
@@ -237,7 +237,16 @@ impl Program {
 
     /// Waits until a [`Program::counter`] has counted further than a number.
     pub fn wait_until_count_exceeds(&self, number: u64) {
-        wait_until("the program counts", || self.count() > number);
+        wait_until("the program counts", || {
+            self.has_found_nothing_wrong();
+            self.count() > number
+        });
+    }
+
+    /// Requires that a program that checks itself has written nothing into the file `wrong`.
+    #[track_caller]
+    pub fn has_found_nothing_wrong(&self) {
+        assert_oracle_eq!(self.read("wrong"), None, "what the program has found");
     }
 
     /// Runs a Python text on a terminal, which may be its controlling terminal.
@@ -305,7 +314,7 @@ impl Program {
     pub fn ends(&self) {
         std::fs::write(self.directory().join("end"), "").unwrap();
         wait_until("the program has ended what it has", || self.read("ended").is_some());
-        assert_eq!(self.read("ended").unwrap(), "ended");
+        assert_oracle_eq!(self.read("ended").unwrap(), "ended", "what the program has found");
     }
 
     /// Has a program of two processes check its memory: when there is a file `check`, each writes
@@ -317,7 +326,7 @@ impl Program {
         std::fs::write(self.directory().join("check"), "").unwrap();
         for process in ["checked.0", "checked.1"] {
             wait_until("the program has checked its memory", || self.read(process).is_some());
-            assert_eq!(self.read(process).unwrap(), "fine");
+            assert_oracle_eq!(self.read(process).unwrap(), "fine", "what the program has found in its memory");
         }
         std::fs::remove_file(self.directory().join("check")).unwrap();
     }
@@ -606,7 +615,7 @@ pub fn take(criu: &Criu, pid: i32, options: &DumpOptions) -> Taken {
         process
             .for_each_present::<Error>(&mut |page, bytes| {
                 match content.get(&page) {
-                    Some(seen) => assert!(seen[..] == bytes[..], "page {page:#x} is not as it was"),
+                    Some(seen) => assert_oracle!(seen[..] == bytes[..], "page {page:#x} is not as it was"),
                     // CRIU also saves the code that the kernel gives to each process.
                     None => tree.set(PageNumber::new(page), store.put(Kind::Page, bytes).unwrap()),
                 }
@@ -698,7 +707,11 @@ impl Taken {
                     differing.push(format!("new page {:#x}", byte_of(*page, 0)));
                 }
             }
-            assert!(differing.is_empty(), "process {pid}, {} pages: {differing:?}", then.len());
+            assert_oracle!(
+                differing.is_empty(),
+                "process {pid}: of {} pages these have other content: {differing:?}",
+                then.len()
+            );
         }
     }
 

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
 
 use pagemark_linux::proc;
 use pagemark_linux::ptrace::deaths;
-use pagemark_testing::{rounds, trackee, violation, wait_for};
+use pagemark_testing::{assert_oracle, assert_unviolated, rounds, trackee, wait_for};
 
 use super::*;
 
@@ -37,9 +37,8 @@ impl States {
     pub(super) fn go_on(&self, after: &str) {
         let before = rounds(self.path());
         let is_over = || {
-            let wrong = violation(self.path());
-            assert_eq!(wrong, None, "after {after}");
-            assert!(proc::live_thread(self.pid()).is_some(), "the program has ended after {after}");
+            assert_unviolated(self.path());
+            assert_oracle!(proc::live_thread(self.pid()).is_some(), "the program has ended after {after}");
             (rounds(self.path()) > before).then_some(())
         };
         wait_for("all threads to go on", is_over);

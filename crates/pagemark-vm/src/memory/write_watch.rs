@@ -630,7 +630,7 @@ mod tests {
     use std::sync::atomic::{AtomicU64, Ordering};
 
     use pagemark_linux::own_memory::Mapping;
-    use pagemark_testing::Merging;
+    use pagemark_testing::{Merging, assert_oracle, assert_oracle_eq};
 
     use super::*;
 
@@ -664,7 +664,7 @@ mod tests {
             watch.collect(&range, &mut written).unwrap();
             for page in (0..PAGES).step_by(3) {
                 let address = range.start + ByteCount::of_pages(page as u64);
-                assert!(written.contains(address), "the write to page {page} is not known");
+                assert_oracle!(written.contains(address), "the write to page {page} is not known");
             }
         }
     }
@@ -760,7 +760,7 @@ mod tests {
             twice.write(true, 30);
             assert_eq!(twice.faults(), 4, "{activation:?}");
             assert_eq!(twice.watch.counts().cow_pages, 3);
-            assert_eq!(twice.read_kept(kept), first[16..24]);
+            assert_oracle_eq!(twice.read_kept(kept), first[16..24], "what was kept");
             assert_eq!(twice.watch.counts().concurrent_pages, 5);
             // Of what was copied, and of what was not written since.
             twice.write(true, 16);

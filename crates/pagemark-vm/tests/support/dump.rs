@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::Path;
 
-use pagemark_testing::TestMonitor;
+use pagemark_testing::{TestMonitor, assert_oracle_eq};
 use serde_json::json;
 
 /// Has QEMU dump the machine.
@@ -54,7 +54,7 @@ pub fn assert_same_dump(ours: &Path, by_qemu: &Path) {
             [(&ours, our_offset), (&by_qemu, offset)].map(|(dump, &at)| dump.content[at..at + length].chunks(4096));
         let [one, other] = parts;
         let differs = one.zip(other).position(|(one, other)| one != other);
-        assert_eq!(differs, None, "a page behind address {:#x}", place[1]);
+        assert_oracle_eq!(differs, None, "a page behind address {:#x}", place[1]);
     }
     let differs = ours.notes.iter().zip(&by_qemu.notes).position(|(one, other)| one != other);
     assert_eq!((differs, ours.notes.len()), (None, by_qemu.notes.len()), "a byte of the notes");

@@ -6,6 +6,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::os::unix::fs::PermissionsExt;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use pagemark_testing::{assert_oracle, assert_oracle_eq, finding};
 use proptest::prelude::*;
 use tempfile::TempDir;
 
@@ -110,7 +111,7 @@ fn read(repository: &Repository, job: &str, sequence: u64) -> Result<Vec<(u64, [
         checkpoint.get_page(id, &mut content)?;
         pages.push((number.get(), content));
     }
-    assert_eq!(read_many(&checkpoint, &tree)?, pages);
+    assert_oracle!(read_many(&checkpoint, &tree)? == pages, "{job}@{sequence}: many pages read at once differ");
     Ok(pages)
 }
 
@@ -124,11 +125,10 @@ fn check(repository: &Repository, model: &Model) -> BTreeSet<(String, u64)> {
     for job in repository.jobs().unwrap() {
         for info in repository.checkpoints(&job).unwrap() {
             let expected = &model[&(job.clone(), info.sequence)];
-            assert!(
-                read(repository, &job, info.sequence).unwrap() == content(expected),
-                "{job}@{} differs",
-                info.sequence
-            );
+            let name = format!("{job}@{}", info.sequence);
+            let read = read(repository, &job, info.sequence);
+            let read = read.unwrap_or_else(|error| finding(&format!("{name} cannot be read: {error}")));
+            assert_oracle!(read == content(expected), "{name} differs");
             found.insert((job.clone(), info.sequence));
         }
     }
@@ -251,7 +251,7 @@ fn committed_content_is_read() {
         let (bed, repository, model) = example(kept, 30);
         for repository in [&repository, &bed.open()] {
             assert_eq!(repository.jobs().unwrap(), ["one", "two"]);
-            assert!(check(repository, &model).iter().eq(model.keys()));
+            assert_oracle!(check(repository, &model).iter().eq(model.keys()), "checkpoints are lost");
         }
         let info = repository.checkpoints("one").unwrap()[0];
         let checkpoint = repository.read("one", 1).unwrap();
@@ -272,7 +272,7 @@ fn many_pieces_are_read_at_once() {
     let pages: Pages = (0..300).map(|number| (number * 7, number % 50 + 1)).collect();
     let info = commit(&repository, "many", &pages).unwrap();
     // Equal pages are one piece; `read` compares the two ways to read.
-    assert_eq!(read(&repository, "many", info.sequence).unwrap(), content(&pages));
+    assert_oracle!(read(&repository, "many", info.sequence).unwrap() == content(&pages), "many pages differ");
     let checkpoint = repository.read("many", info.sequence).unwrap();
     let tree = PageTree::load(checkpoint.manifest.spaces[0].root, &checkpoint).unwrap();
 
@@ -381,7 +381,7 @@ fn content_that_another_writer_saw_stays_though_its_commit_fails() {
         let faulty = FaultyBackend::new(bed.backend.clone(), Fault::Error { at }, 1);
         let _ = commit(&Repository::on(Arc::new(faulty)).unwrap(), "one", &new);
         commit(&other, "two", &new).unwrap();
-        assert_eq!(other.verify(&mut |_| {}).unwrap().damaged, [], "step {at}");
+        assert_oracle_eq!(other.verify(&mut |_| {}).unwrap().damaged, [], "step {at}: what is damaged");
     }
 }
 
@@ -490,7 +490,7 @@ fn without_index_files_everything_is_found() {
         let indexes = objects(&*bed.backend).into_iter().filter(|name| name.starts_with(INDEXES));
         indexes.for_each(|name| bed.backend.remove(&name).unwrap());
         for repository in [&repository, &bed.open()] {
-            assert!(check(repository, &model).iter().eq(model.keys()));
+            assert_oracle!(check(repository, &model).iter().eq(model.keys()), "checkpoints are lost");
             let before = count(PACKS);
             let pages = model[&("one".into(), 1)].clone();
             let info = commit(repository, "one", &pages).unwrap();
@@ -516,7 +516,7 @@ fn a_pack_whose_table_is_damaged_is_read_and_then_written_anew() {
         assert_eq!(report.damaged.len(), packs.len());
         assert!(report.damaged.iter().all(|damage| damage.touched.is_empty()));
         repository.prune(&Retention::default(), None, &mut |_| {}).unwrap();
-        assert_eq!(repository.verify(&mut |_| {}).unwrap().damaged, []);
+        assert_oracle_eq!(repository.verify(&mut |_| {}).unwrap().damaged, [], "what is damaged");
         check(&repository, &model);
     }
 }
@@ -532,12 +532,12 @@ fn a_prune_frees_space_and_leaves_content_in_use() {
         assert_eq!((report.removed.len(), &report.in_use[..]), (27, &[("one".to_owned(), 2)][..]));
         assert!(report.freed_bytes > 0);
         model.retain(|(job, sequence), _| *sequence == 15 || (job == "one" && *sequence == 2));
-        assert!(check(&repository, &model).iter().eq(model.keys()), "another's view is out of date");
+        assert_oracle!(check(&repository, &model).iter().eq(model.keys()), "another's view is out of date");
         PageTree::load(reading.manifest.spaces[0].root, &reading).unwrap();
         drop(reading);
         assert_eq!(repository.prune(&retention, Some("one"), &mut |_| {}).unwrap().removed, [("one".to_owned(), 2)]);
         assert!(repository.prune(&retention, None, &mut |_| {}).unwrap().removed.is_empty());
-        assert_eq!(repository.verify(&mut |_| {}).unwrap().damaged, []);
+        assert_oracle_eq!(repository.verify(&mut |_| {}).unwrap().damaged, [], "what is damaged");
         assert!(matches!(repository.read("one", 2), Err(error) if error.kind() == ErrorKind::NoCheckpoint));
         let info = commit(&repository, "one", &Pages::new()).unwrap();
         assert_eq!(info.sequence, 16);
@@ -560,10 +560,14 @@ fn readers_continue_while_others_commit_and_prune() {
                             for job in ["one", "two"] {
                                 let Some(info) = repository.checkpoints(job).unwrap().pop() else { continue };
                                 match read(&repository, job, info.sequence) {
-                                    Ok(pages) => assert!(pages == content(&model[&(job.into(), 3)])),
+                                    Ok(pages) => assert_oracle!(
+                                        pages == content(&model[&(job.into(), 3)]),
+                                        "{job}@{} differs",
+                                        info.sequence
+                                    ),
                                     // It was pruned between the two calls.
                                     Err(error) if error.kind() == ErrorKind::NoCheckpoint => {}
-                                    Err(error) => panic!("{error}"),
+                                    Err(error) => finding(&format!("{job}: {error}")),
                                 }
                             }
                             rounds += 1;
@@ -583,7 +587,7 @@ fn readers_continue_while_others_commit_and_prune() {
             stop.store(true, std::sync::atomic::Ordering::Relaxed);
             readers.into_iter().for_each(|reader| reader.join().unwrap());
         });
-        assert_eq!(repository.verify(&mut |_| {}).unwrap().damaged, []);
+        assert_oracle_eq!(repository.verify(&mut |_| {}).unwrap().damaged, [], "what is damaged");
     }
 }
 
@@ -624,7 +628,7 @@ fn content_is_found_however_often_it_moves_while_packs_are_listed() {
             replace_packs(&bed.backend);
             moves_left.store(moves, Ordering::Relaxed);
             let pages = read(&reader, "one", 3).unwrap();
-            assert!(pages == content(&model[&("one".into(), 3)]), "after {moves} moves");
+            assert_oracle!(pages == content(&model[&("one".into(), 3)]), "other content after {moves} moves");
             assert_eq!(moves_left.load(Ordering::Relaxed), 0);
         }
         drop(reading);
@@ -742,7 +746,7 @@ fn strike(base: &Bed, model: &Model, work: Work, fault: Fault, seed: u64, power:
                 surely.insert(new_key.clone());
             } else if !faulty.is_dead() {
                 let now = check(&repository, &model);
-                assert!(now == surely, "{fault:?}: it failed but is there, or something is gone: {failed:?}");
+                assert_oracle!(now == surely, "{fault:?}: it failed but is there, or something is gone: {failed:?}");
                 if matches!(fault, Fault::DiskFull { .. }) {
                     assert_eq!(objects(&*bed.backend), before, "{fault:?} left something behind");
                     assert!(!bed.has_staged(), "{fault:?} left something staged");
@@ -765,16 +769,16 @@ fn strike(base: &Bed, model: &Model, work: Work, fault: Fault, seed: u64, power:
         Err(error) if error.kind() == ErrorKind::NotARepository && work == Work::Create && failed.is_some() => {
             Repository::create_on(bed.backend.clone()).unwrap()
         }
-        opened => opened.unwrap(),
+        opened => opened.unwrap_or_else(|error| finding(&format!("{fault:?}: {error}"))),
     };
     let found = check(&repository, &model);
-    assert!(found.is_superset(&surely), "{fault:?}: checkpoints are gone");
-    assert_eq!(repository.verify(&mut |_| {}).unwrap().damaged, [], "{fault:?}");
+    assert_oracle!(found.is_superset(&surely), "{fault:?}: checkpoints are gone");
+    assert_oracle_eq!(repository.verify(&mut |_| {}).unwrap().damaged, [], "{fault:?}: what is damaged");
     let last: Pages = (0..20).map(|number| (number, number + 7000)).collect();
     let info = commit(&repository, "one", &last).unwrap();
     model.insert(("one".into(), info.sequence), last);
     repository.prune(&Retention::default(), None, &mut |_| {}).unwrap();
-    assert_eq!(check(&repository, &model).len(), found.len() + 1);
+    assert_oracle_eq!(check(&repository, &model).len(), found.len() + 1, "{fault:?}: the number of checkpoints");
     assert!(!bed.has_staged(), "{fault:?} left something staged");
     Struck { failed, steps: faulty.steps() }
 }
@@ -835,7 +839,7 @@ fn unreadable(repository: &Repository, model: &Model) -> BTreeSet<(String, u64)>
     let mut failed = BTreeSet::new();
     for ((job, sequence), pages) in model {
         match read(repository, job, *sequence) {
-            Ok(read) => assert!(read == content(pages), "{job}@{sequence} is read, but wrong"),
+            Ok(read) => assert_oracle!(read == content(pages), "{job}@{sequence} is read, but wrong"),
             Err(_) => drop(failed.insert((job.clone(), *sequence))),
         }
     }
@@ -982,7 +986,7 @@ fn content_of_a_later_version_is_neither_misread_nor_pruned() {
     assert!(repository.prune(&Retention::default(), None, &mut |_| {}).is_err_and(is_newer));
     assert_eq!(inner.get(id).unwrap(), json);
     for ((job, sequence), pages) in &model {
-        assert!(read(&repository, job, *sequence).unwrap() == content(pages));
+        assert_oracle!(read(&repository, job, *sequence).unwrap() == content(pages), "{job}@{sequence} differs");
     }
 }
 
@@ -1001,7 +1005,7 @@ fn a_space_that_is_no_process_raises_the_format() {
     let committed = bed.open().read("one", 2).unwrap().manifest;
     assert_eq!(committed.spaces, manifest.spaces);
     model.insert(("one".into(), 2), [(3, 5)].into());
-    assert!(check(&bed.open(), &model).iter().eq(model.keys()));
+    assert_oracle!(check(&bed.open(), &model).iter().eq(model.keys()), "checkpoints are lost");
 
     let writer = repository.writer("a test", Duration::ZERO).unwrap();
     manifest.spaces.push(manifest.spaces[0].clone());
@@ -1059,7 +1063,7 @@ fn a_page_that_changes_a_little_is_stored_as_what_changed() {
         for repository in [&repository, &bed.open()] {
             check(repository, &model);
             let report = repository.verify(&mut |_| {}).unwrap();
-            assert!(report.damaged.is_empty(), "{report:?}");
+            assert_oracle!(report.damaged.is_empty(), "something is damaged: {report:?}");
         }
         // A program that does not know deltas must not prune.
         assert_eq!(config::read(&*bed.backend).unwrap().number, format::DELTAS);
@@ -1091,7 +1095,7 @@ fn a_page_that_changes_more_and_more_is_stored_whole_again() {
         tree.set(PageNumber::new(7), last);
         let root = tree.save(&mut writer).unwrap();
         let info = writer.commit(manifest("one", root, 1)).unwrap();
-        assert_eq!(read(&repository, "one", info.sequence).unwrap(), [(7, content)]);
+        assert_oracle!(read(&repository, "one", info.sequence).unwrap() == [(7, content)], "step {step} differs");
         were_deltas.push(entry_of(&repository, "one", info.sequence, 7).is_delta);
     }
     let whole: Vec<usize> = (0..20).filter(|step| !were_deltas[*step]).collect();
@@ -1109,8 +1113,8 @@ fn a_base_stays_as_long_as_a_delta_needs_it() {
             repository.prune(&retention, None, &mut |_| {}).unwrap();
             model.retain(|(_, sequence), _| *sequence == 4);
             for repository in [&repository, &bed.open()] {
-                assert!(check(repository, &model).iter().eq(model.keys()));
-                assert!(repository.verify(&mut |_| {}).unwrap().damaged.is_empty());
+                assert_oracle!(check(repository, &model).iter().eq(model.keys()), "checkpoints are lost");
+                assert_oracle!(repository.verify(&mut |_| {}).unwrap().damaged.is_empty(), "something is damaged");
                 assert!(repository.inner.holds(base.id).unwrap());
             }
         }
@@ -1135,7 +1139,8 @@ fn a_base_that_a_prune_removed_is_not_used() {
     model.clear();
     model.insert(("one".into(), info.sequence), pages);
     assert!(!entry_of(&repository, "one", info.sequence, 7).is_delta);
-    assert_eq!(read(&repository, "one", info.sequence).unwrap(), content(&model[&("one".into(), info.sequence)]));
+    let expected = content(&model[&("one".into(), info.sequence)]);
+    assert_oracle!(read(&repository, "one", info.sequence).unwrap() == expected, "the page differs");
 }
 
 #[test]
@@ -1149,12 +1154,12 @@ fn a_delta_whose_base_is_gone_does_not_count_as_stored() {
         (2..=4).for_each(|sequence| bed.backend.remove(&record::name("one", sequence)).unwrap());
         bed.backend.remove(&name).unwrap();
         let repository = bed.open();
-        assert!(repository.verify(&mut |_| {}).unwrap().damaged.is_empty());
+        assert_oracle!(repository.verify(&mut |_| {}).unwrap().damaged.is_empty(), "something is damaged");
         let pages = Pages::from([(9, 13)]);
         commit(&repository, "two", &pages).unwrap();
         for _ in 0..2 {
-            assert_eq!(read(&repository, "two", 1).unwrap(), content(&pages));
-            assert!(repository.verify(&mut |_| {}).unwrap().damaged.is_empty());
+            assert_oracle!(read(&repository, "two", 1).unwrap() == content(&pages), "two@1 differs");
+            assert_oracle!(repository.verify(&mut |_| {}).unwrap().damaged.is_empty(), "something is damaged");
             repository.prune(&Retention::default(), None, &mut |_| {}).unwrap();
         }
     }

@@ -2,6 +2,7 @@
 
 use std::collections::HashSet;
 
+use pagemark_testing::{assert_oracle, assert_oracle_eq};
 use proptest::prelude::*;
 use proptest::sample::Index;
 
@@ -134,7 +135,7 @@ impl Program {
                 let range = part(taken.expected.len(), range);
                 let mut read = vec![0xee; range.byte_count().to_usize()];
                 taken.snapshot.read_at(range.start, &mut read).unwrap();
-                assert_eq!(read, taken.expected[range.to_offsets()]);
+                assert_oracle!(read == taken.expected[range.to_offsets()], "{range:x?} of a snapshot was read wrong");
                 if read.len() >= 8 {
                     let word = u64::from_ne_bytes(read[..8].try_into().unwrap());
                     assert_eq!(taken.snapshot.read_value::<u64>(range.start).unwrap(), word);
@@ -234,7 +235,7 @@ impl Program {
         }
         let current = current.as_ref().map(|current| (&current.snapshot, &dirty));
         let written = self.store.restore(&wanted.snapshot, current, &SharedBytes::of(&mut area.memory)).unwrap();
-        assert!(area.memory == expected, "the memory is not what was restored");
+        assert_oracle!(area.memory == expected, "the memory is not what was restored");
         assert_eq!(written, expected_written);
         area.dirty.clear();
         area.current = Some(wanted);
@@ -242,20 +243,20 @@ impl Program {
 
     fn compare(&self, a: &Taken, b: &Taken) {
         let is_equal = a.expected == b.expected;
-        assert_eq!(a.snapshot == b.snapshot, is_equal);
+        assert_oracle_eq!(a.snapshot == b.snapshot, is_equal, "the equality of two snapshots");
         if a.expected.len() != b.expected.len() {
             assert!(matches!(a.snapshot.diff(&b.snapshot), Err(error) if error.kind() == ErrorKind::LengthDiffers));
             return;
         }
         let differs = |chunk: &Range| a.expected[chunk.to_offsets()] != b.expected[chunk.to_offsets()];
         let expected: RangeSet = self.chunks(a.expected.len()).into_iter().filter(differs).collect();
-        assert_eq!(a.snapshot.diff(&b.snapshot).unwrap(), expected);
+        assert_oracle_eq!(a.snapshot.diff(&b.snapshot).unwrap(), expected, "the difference of two snapshots");
     }
 
     fn check_content(&self, taken: &Taken) {
         let mut content = vec![0xee; taken.expected.len()];
         taken.snapshot.read_at(Address::MIN, &mut content).unwrap();
-        assert!(content == taken.expected, "a snapshot changed");
+        assert_oracle!(content == taken.expected, "a snapshot changed");
     }
 
     /// Each different chunk, and each different subtree, is held exactly once.
@@ -434,7 +435,7 @@ fn content_that_does_not_fit_is_refused_and_nothing_changes() {
     );
     let mut content = vec![0; 10 * PAGE_SIZE];
     held.read_at(Address::MIN, &mut content).unwrap();
-    assert!(content == small);
+    assert_oracle!(content == small, "a snapshot changed");
 }
 
 #[test]
@@ -456,7 +457,7 @@ fn refused_content_is_no_base_of_differences() {
     assert_eq!(store.usage().chunks, before.chunks);
     let mut content = vec![0; PAGE_SIZE];
     child.read_at(Address::MIN, &mut content).unwrap();
-    assert!(content == page);
+    assert_oracle!(content == page, "a snapshot changed");
 }
 
 #[test]
@@ -544,6 +545,6 @@ fn a_base_never_becomes_a_delta() {
     for (snapshot, expected) in taken.iter().zip(expected) {
         let mut content = vec![0; bytes];
         snapshot.read_at(Address::MIN, &mut content).unwrap();
-        assert!(content == expected);
+        assert_oracle!(content == expected, "a snapshot changed");
     }
 }

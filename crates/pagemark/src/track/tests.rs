@@ -11,7 +11,7 @@ use pagemark_linux::page_faults;
 use pagemark_linux::pagemap::Pagemap;
 use pagemark_linux::scratch::Scratch;
 use pagemark_linux::userfaultfd::{Userfaultfd, WRITE_PROTECT_SHARED};
-use pagemark_testing::cases;
+use pagemark_testing::{assert_oracle, assert_oracle_eq, cases};
 use proptest::prelude::*;
 
 use super::adaptive::{Adaptive, HOT_AFTER, PROBE_SLICES};
@@ -215,8 +215,8 @@ impl Machine {
         self.copy.extend(self.read(&now.intersection(&dirty)));
         for (address, page) in self.read(&now) {
             match self.copy.get(&address) {
-                Some(copied) => assert!(*copied == page, "a write to {address:#x} was missed"),
-                None => assert!(page.iter().all(|&byte| byte == 0), "data at {address:#x} was missed"),
+                Some(copied) => assert_oracle!(*copied == page, "a write to {address:#x} was missed"),
+                None => assert_oracle!(page.iter().all(|&byte| byte == 0), "data at {address:#x} was missed"),
             }
         }
     }
@@ -236,13 +236,16 @@ impl Machine {
         // The kernel itself may populate pages with zeros at any time, to make huge pages.
         let mut unknown = populated(&self.pagemap, self.pages, &mapped).unwrap();
         unknown.subtract(&now);
-        assert!(self.read(&unknown).values().flatten().all(|&byte| byte == 0), "data is not known: {unknown:x?}");
+        assert_oracle!(
+            self.read(&unknown).values().flatten().all(|&byte| byte == 0),
+            "data is not known: {unknown:x?}"
+        );
         self.copy.retain(|&address, _| mapped.contains(address) && !dirty.contains(address));
         self.copy.extend(self.read(&now.intersection(&dirty)));
         let expected = self.read(&now);
-        assert!(self.copy.keys().eq(expected.keys()), "pages that hold data differ");
+        assert_oracle!(self.copy.keys().eq(expected.keys()), "pages that hold data differ");
         for (address, page) in &expected {
-            assert!(self.copy[address] == *page, "a write to {address:#x} was missed");
+            assert_oracle!(self.copy[address] == *page, "a write to {address:#x} was missed");
         }
     }
 }
@@ -307,15 +310,15 @@ fn soft_dirty_reports_a_page_that_was_dropped_and_read_again() {
     let scratch = Scratch::new(8);
     (0..8).for_each(|page| scratch.write(page, 1));
     let all = one(scratch.range());
-    assert_eq!(collected(&mut *tracker, &all), all);
+    assert_reported(&mut *tracker, &all, &all, "at first");
     scratch.advise(3, 1, libc::MADV_DONTNEED);
     assert_eq!(scratch.read(3), 0);
     let third = one(scratch.address(3)..scratch.address(4));
-    assert_eq!(collected(&mut *tracker, &all), third);
+    assert_reported(&mut *tracker, &all, &third, "dropped");
     // Nothing was written since.
     assert!(collected(&mut *tracker, &all).is_empty());
     scratch.write(3, 1);
-    assert_eq!(collected(&mut *tracker, &all), third);
+    assert_reported(&mut *tracker, &all, &third, "written again");
 }
 
 #[test]
@@ -361,6 +364,15 @@ fn collected(tracker: &mut dyn Tracker, ranges: &RangeSet) -> RangeSet {
     dirty
 }
 
+/// Collects, and asserts that exactly `written` is reported.
+#[track_caller]
+fn assert_reported(tracker: &mut dyn Tracker, ranges: &RangeSet, written: &RangeSet, when: &str) {
+    let dirty = collected(tracker, ranges);
+    let is_missed = !written.iter().all(|range| dirty.covers(range));
+    assert_oracle!(!is_missed, "{when}: a write was missed: {dirty:x?} lacks some of {written:x?}");
+    assert_eq!(dirty, *written, "{when}");
+}
+
 #[test]
 fn only_written_pages_are_reported() {
     for mechanism in
@@ -381,7 +393,8 @@ fn only_written_pages_are_reported() {
         assert!(collected(tracker.as_mut(), &all).is_empty(), "{mechanism}");
         scratch.read(5);
         scratch.write(1 << 20, 2);
-        assert_eq!(collected(tracker.as_mut(), &all), one(scratch.address(1 << 20)..scratch.address((1 << 20) + 1)));
+        let written = one(scratch.address(1 << 20)..scratch.address((1 << 20) + 1));
+        assert_reported(tracker.as_mut(), &all, &written, mechanism.name());
     }
 }
 
@@ -412,12 +425,12 @@ fn a_page_of_a_private_file_is_reported_once_it_is_modified() {
     assert!(collected(&mut scan, &all).is_empty());
     scratch.write(7, 1);
     let seventh = one(scratch.address(7)..scratch.address(8));
-    assert_eq!(collected(&mut scan, &all), seventh);
+    assert_reported(&mut scan, &all, &seventh, "written");
     assert!(collected(&mut scan, &all).is_empty());
     // The page gets the content of the file again, without a write.
     scratch.advise(7, 1, libc::MADV_DONTNEED);
     assert_eq!(scratch.read(7), 0);
-    assert_eq!(collected(&mut scan, &all), seventh);
+    assert_reported(&mut scan, &all, &seventh, "dropped");
 }
 
 #[test]
@@ -429,10 +442,10 @@ fn a_write_through_a_shared_mapping_is_reported() {
     scratch.map_file(0, 64, &file, true);
     let all = one(scratch.range());
     (0..64).for_each(|page| scratch.write(page, 1));
-    assert_eq!(collected(&mut scan, &all), all);
+    assert_reported(&mut scan, &all, &all, "at first");
     assert!(collected(&mut scan, &all).is_empty());
     scratch.write(9, 2);
-    assert_eq!(collected(&mut scan, &all), one(scratch.address(9)..scratch.address(10)));
+    assert_reported(&mut scan, &all, &one(scratch.address(9)..scratch.address(10)), "written again");
 }
 
 #[test]
@@ -445,7 +458,7 @@ fn the_kernel_s_own_writes_are_reported() {
     // The kernel writes into the third page, as for any `read`.
     let mut file = File::open("/dev/zero").unwrap();
     scratch.fill_from(2, &mut file);
-    assert_eq!(collected(&mut scan, &all), one(scratch.address(2)..scratch.address(3)));
+    assert_reported(&mut scan, &all, &one(scratch.address(2)..scratch.address(3)), "written by the kernel");
 }
 
 #[test]
@@ -496,7 +509,7 @@ fn a_working_set_that_is_rewritten_meets_no_protection_once_warm() {
             hot.iter().map(|&page| protected_pages(&(scratch.address(page)..scratch.address(page + 1)))).sum();
         hot.iter().for_each(|&page| scratch.write(page, interval));
         let dirty = collected(&mut adaptive, &all);
-        assert!(hot.iter().all(|&page| dirty.contains(scratch.address(page))));
+        assert_oracle!(hot.iter().all(|&page| dirty.contains(scratch.address(page))), "a write was missed");
         // The rounds of a pre-copy that follow are exact.
         assert!(collected(&mut adaptive, &all).is_empty());
         scratch.write(hot[3], 7);
@@ -615,7 +628,7 @@ fn threads_lose_nothing(mechanism: Mechanism) {
                 continue;
             };
             let old = copy.insert(address, version).unwrap_or(0);
-            assert!(old <= version, "{mechanism}: time ran backwards at {address:#x}");
+            assert_oracle!(old <= version, "{mechanism}: time ran backwards at {address:#x}");
         }
     };
     for round in 0..60 {
@@ -629,7 +642,7 @@ fn threads_lose_nothing(mechanism: Mechanism) {
     take(tracker.as_mut());
     for page in 0..WRITERS * EACH {
         let copied = copy.get(&scratch.address(page)).copied().unwrap_or(0);
-        assert_eq!(Some(copied), Version::of_word(scratch.read(page)), "{mechanism}: page {page}");
+        assert_oracle_eq!(Some(copied), Version::of_word(scratch.read(page)), "{mechanism}: page {page}");
     }
 }
 
@@ -684,7 +697,7 @@ fn what_a_collect_leaves_open_is_reported_again() {
             (32..64).for_each(|page| scratch.write(page, 2));
             let mut dirty = RangeSet::new();
             assert!(tracker.collect_open(&all, &mut dirty).unwrap(), "{mechanism}");
-            assert!(is_reported(&dirty), "{mechanism}");
+            assert_oracle!(is_reported(&dirty), "{mechanism}: a write was missed");
             let before = page_faults::of_this_thread();
             (32..64).for_each(|page| scratch.write(page, 3));
             let faults = page_faults::of_this_thread() - before;
@@ -692,7 +705,10 @@ fn what_a_collect_leaves_open_is_reported_again() {
             if round % 2 == 0 {
                 tracker.begin_interval().unwrap();
             }
-            assert!(is_reported(&collected(&mut *tracker, &all)), "{mechanism}, sole use: {sole_use}");
+            assert_oracle!(
+                is_reported(&collected(&mut *tracker, &all)),
+                "{mechanism}, sole use: {sole_use}: a write was missed"
+            );
             assert!(!is_reported(&collected(&mut *tracker, &all)), "{mechanism}");
         }
     }
@@ -713,7 +729,7 @@ fn uffd_sees_writes_to_memory_that_was_only_read() {
             scratch.write(page, round);
             written.insert(scratch.address(page)..scratch.address(page + 1));
         }
-        assert_eq!(collected(&mut *tracker, &all), written, "round {round}");
+        assert_reported(&mut *tracker, &all, &written, &format!("round {round}"));
         assert!(collected(&mut *tracker, &all).is_empty());
     }
 }

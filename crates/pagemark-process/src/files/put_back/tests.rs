@@ -4,6 +4,7 @@ use std::os::unix::fs::{PermissionsExt, symlink};
 use std::process::Command;
 
 use pagemark::{Blob, ByteCount, ContentId, MemoryStore, PageNumber, PageTree};
+use pagemark_testing::assert_oracle;
 
 use super::super::asides::{self, RestoreState};
 use super::super::encode_path;
@@ -326,8 +327,14 @@ fn killed_at_any_instant_the_present_content_is_recoverable() {
                 Some(fs::read(directory.join(described.copy.as_ref()?)).unwrap())
             });
             // The description says where the content is that the file had before.
-            assert!(copy.as_ref().is_none_or(|copy| is_whole(copy)), "trial {trial}, file {file}: the copy");
-            assert!(copy.is_some() || is_whole(&fs::read(&path).unwrap()), "trial {trial}, file {file}");
+            assert_oracle!(
+                copy.as_ref().is_none_or(|copy| is_whole(copy)),
+                "trial {trial}, file {file}: the copy has other content"
+            );
+            assert_oracle!(
+                copy.is_some() || is_whole(&fs::read(&path).unwrap()),
+                "trial {trial}, file {file}: other content, and no copy"
+            );
         }
     }
 }

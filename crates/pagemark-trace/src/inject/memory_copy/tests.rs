@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use pagemark::Address;
 use pagemark_linux::proc::maps;
 use pagemark_linux::ptrace::deaths;
-use pagemark_testing::wait_for;
+use pagemark_testing::{assert_oracle, wait_for};
 
 use super::super::tests::{ROLES, States};
 use super::*;
@@ -77,7 +77,7 @@ fn a_copy_holds_what_the_memory_was_in_the_stop() {
                 // The kernel records the processor of the thread when that executes the code.
                 let block = first.first().map_or(0, |first| first / 32 * 32);
                 let is_recorded = first.iter().all(|address| matches!(address.wrapping_sub(block), 0..8 | 20..28));
-                assert!(is_recorded, "{role}: {range:?} is not as it was at {first:x?}");
+                assert_oracle!(is_recorded, "{role}: {range:?} is not as it was at {first:x?}");
                 let pages = RangeSet::from(range);
                 assert_eq!(copy.present(&pages).unwrap(), pages);
             }
