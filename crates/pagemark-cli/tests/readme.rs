@@ -14,7 +14,7 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
-use pagemark_testing::{ShownCommands, in_own_session, pages_of_commands, skip, wait_for};
+use pagemark_testing::{ShownCommands, assert_oracle, in_own_session, pages_of_commands, skip, wait_for};
 use subject::{has_criu, is_root};
 use support::{children, command_line, is_alive, kill_and_wait};
 
@@ -174,6 +174,8 @@ impl Shell {
         command.args(["-c", &text]).current_dir(self.path()).stdin(Stdio::null());
         command.env("PATH", format!("{programs}:{}", std::env::var("PATH").unwrap_or_default()));
         command.env("HOME", self.path()).env_remove("PAGEMARK_REPO").env_remove("XDG_DATA_HOME");
+        // What is killed leaves its temporary files.
+        command.env("TMPDIR", self.path());
         command
     }
 
@@ -232,7 +234,7 @@ fn the_commands_for_processes_run_as_written() {
     kill_and_wait(target);
     for command in RESTORES {
         let restored = shell.until(command, &[], "runs as process");
-        assert!(is_alive(target), "{command}: {}", restored.said());
+        assert_oracle!(is_alive(target), "{command}: the restored program has ended: {}", restored.said());
         restored.kill();
         kill_and_wait(target);
     }
@@ -247,7 +249,7 @@ fn the_commands_for_processes_run_as_written() {
     for command in OF_PROCESS {
         shell.done(command, &of_program);
     }
-    assert!(is_alive(program.child.id() as i32));
+    assert_oracle!(is_alive(program.child.id() as i32), "the program has ended");
     for command in EXAMINE {
         assert!(!shell.done(command, &[]).is_empty(), "{command}");
     }
@@ -280,7 +282,7 @@ fn the_tutorial_runs_as_written() {
     let restored = shell.until(RESTORE_COUNT, &[], "runs as process");
     // The program goes on with its old output, beyond what it had printed before the kill.
     wait_for("greater numbers", || last(&run.said()).filter(|number| *number > before));
-    assert!(is_alive(target), "{}", restored.said());
+    assert_oracle!(is_alive(target), "the restored program has ended: {}", restored.said());
     restored.kill();
     kill_and_wait(target);
     for command in EXAMINE_COUNT.into_iter().chain(TIDY_COUNT) {
