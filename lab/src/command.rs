@@ -112,9 +112,11 @@ pub fn exit_code(status: ExitStatus) -> i32 {
 pub fn built(name: &str) -> Result<PathBuf> {
     let program = std::env::current_exe().map_err(Error::file("find", "this program".as_ref()))?;
     let built = program.with_file_name(name);
-    match built.is_file() {
-        true => Ok(built),
-        false => Err(Error::unmet(format!("there is no {}", built.display()), "build it: cargo build --workspace")),
+    // Test binaries are one directory deeper.
+    let above = program.parent().and_then(Path::parent).unwrap_or(Path::new("")).join(name);
+    match [&built, &above].into_iter().find(|place| place.is_file()) {
+        Some(place) => Ok(place.clone()),
+        None => Err(Error::unmet(format!("there is no {}", built.display()), "build it: cargo build --workspace")),
     }
 }
 

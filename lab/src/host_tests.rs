@@ -3,53 +3,93 @@
 //! `cargo test` runs one after another. Most tests here wait for processes and for time to pass,
 //! so that it takes several to keep two processors busy.
 
+use std::collections::BTreeMap;
+use std::ffi::OsStr;
 use std::fs::File;
 use std::io::{PipeReader, Read, Write};
 use std::path::Path;
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use crate::failure::{Failure, Place, TestName, finding, is_undefined_behaviour};
+use crate::left_over::{self, TemporaryDirectory, Watch};
+use crate::libtest::{self, Summary};
 use crate::steps::lock;
 use crate::test_programs::{TestBinaries, TestBinary};
-use crate::{Error, Result, command, source_root};
+use crate::{Error, Result, command, contained, source_root};
 
 /// So many run at a time. More would take processors from the lab's machines, which run beside.
 const LANES: usize = 2;
-/// The lines that are quoted of a binary that failed: a crash leaves no list of failed tests.
-const QUOTED_LINES: usize = 15;
 /// How long the programs that a binary has left may still print.
 const LEFT_LIMIT: Duration = Duration::from_secs(30);
+/// How much longer the containing program may take than the contained one.
+const CONTAINED_LIMIT: Duration = Duration::from_secs(120);
+/// The name of the tests in the documentation, which cargo compiles and runs.
+const DOCUMENTATION: &str = "the examples of the documentation";
 
-/// Runs the test binaries and the tests in the documentation, with `arguments` of libtest and with
-/// the environment variables `environment`. Writes their outputs to `log`, one after another. A
-/// binary that runs longer than `limit` is killed.
-///
-/// Returns for each that failed its name, the reason, and the end of its output.
-///
-/// # Errors
-/// If a binary cannot be started, or the log cannot be written.
-pub fn run(
-    binaries: &TestBinaries,
-    arguments: &[&str],
-    environment: &[(&str, &str)],
-    limit: Duration,
-    log: &Path,
-) -> Result<Vec<String>> {
-    let mut documentation = Command::new("cargo");
-    // Its documentation is that of pagemark-heap.
-    documentation.args(["test", "--workspace", "--exclude", "pagemark-saved-heap", "--doc"]);
-    documentation.args(["--locked", "--no-fail-fast", "--"]).current_dir(source_root());
-    let mut programs = vec![("the examples of the documentation".to_owned(), documentation)];
-    for binary in binaries.all() {
-        let mut program = Command::new(&binary.path);
-        surround(&mut program, binary);
-        programs.push((binary.name(), program));
+/// A program whose tests libtest runs.
+pub struct TestProgram {
+    /// Its name in reports.
+    pub name: String,
+    /// The program, without the arguments of libtest.
+    base: Command,
+}
+
+impl TestProgram {
+    /// A program; `base` has none of libtest's arguments.
+    pub fn new(name: impl Into<String>, base: Command) -> TestProgram {
+        TestProgram { name: name.into(), base }
     }
-    for (_, program) in &mut programs {
-        program.args(arguments).envs(environment.iter().copied());
+
+    /// The test binaries, and the tests in the documentation, with these environment variables.
+    pub fn all(binaries: &TestBinaries, environment: &[(&str, &str)]) -> Vec<TestProgram> {
+        let mut documentation = Command::new("cargo");
+        // Its documentation is that of pagemark-heap.
+        documentation.args(["test", "--workspace", "--exclude", "pagemark-saved-heap", "--doc"]);
+        documentation.args(["--locked", "--no-fail-fast", "--"]).current_dir(source_root());
+        let mut programs = vec![TestProgram::new(DOCUMENTATION, documentation)];
+        for binary in binaries.all() {
+            let mut program = Command::new(&binary.path);
+            surround(&mut program, binary);
+            programs.push(TestProgram::new(binary.name(), program));
+        }
+        for program in &mut programs {
+            program.base.envs(environment.iter().copied());
+        }
+        programs
     }
-    run_programs(programs, limit, log)
+
+    /// The program, with words before it and libtest's arguments behind.
+    fn command<S: AsRef<OsStr>>(&self, before: &[S], arguments: &[&str]) -> Command {
+        let mut words = before.iter().map(AsRef::as_ref).chain([self.base.get_program()]).chain(self.base.get_args());
+        let mut command = Command::new(words.next().expect("there is a program"));
+        command.args(words).args(arguments);
+        for (name, value) in self.base.get_envs() {
+            match value {
+                Some(value) => command.env(name, value),
+                None => command.env_remove(name),
+            };
+        }
+        if let Some(directory) = self.base.get_current_dir() {
+            command.current_dir(directory);
+        }
+        command
+    }
+
+    /// The names of its tests.
+    ///
+    /// # Errors
+    /// If it cannot list them.
+    pub fn list(&self, arguments: &[&str]) -> Result<Vec<String>> {
+        let mut list = self.command::<&str>(&[], &[&["--list"], arguments].concat());
+        let listed = command::output(&mut list, &format!("listing the tests of {}", self.name), "see above")?;
+        Ok(listed.lines().filter_map(|line| line.strip_suffix(": test")).map(str::to_owned).collect())
+    }
+
+    fn place(&self) -> Place {
+        Place::Host(self.name.clone())
+    }
 }
 
 /// Lets a program that runs a test binary find what cargo lets it find.
@@ -57,130 +97,204 @@ pub(crate) fn surround(program: &mut Command, binary: &TestBinary) {
     program.current_dir(&binary.package).env("CARGO_MANIFEST_DIR", &binary.package);
 }
 
-/// Runs the programs. See [`run`].
-pub(crate) fn run_programs(programs: Vec<(String, Command)>, limit: Duration, log: &Path) -> Result<Vec<String>> {
-    let queue = Mutex::new(programs.into_iter());
+/// How tests are run.
+#[derive(Clone, Copy)]
+pub struct Manner<'a> {
+    /// The arguments of libtest.
+    pub arguments: &'a [&'a str],
+    /// A program that runs longer is killed.
+    pub limit: Duration,
+    /// Whether they are stopped for 100 ms at a time, see [`contained::run`].
+    pub stalls: bool,
+}
+
+/// What the tests of several programs have shown.
+#[derive(Debug, Default)]
+pub struct Results {
+    /// The tests that have failed.
+    pub failures: Vec<Failure>,
+    /// How long each test took.
+    pub durations: Vec<(TestName, Duration)>,
+}
+
+/// Runs the programs, several at a time. Writes their outputs to `log`, one after another. `watch`
+/// finds out what they leave.
+///
+/// # Errors
+/// If a program cannot be started, or the log cannot be written.
+pub fn run_programs(programs: &[TestProgram], manner: Manner, watch: &Watch, log: &Path) -> Result<Results> {
+    let queue = Mutex::new(programs.iter());
     let log_file = Mutex::new(File::create(log).map_err(Error::file("create", log))?);
-    let failed = Mutex::new(Vec::new());
+    let results = Mutex::new(Results::default());
     let lane = || -> Result<()> {
         loop {
-            let Some((name, mut program)) = lock(&queue).next() else { return Ok(()) };
-            let (failure, output) = output(&mut program, limit, log)?;
+            let Some(program) = lock(&queue).next() else { return Ok(()) };
+            watch.begin(&program.name);
+            let run = Run::of(program, manner);
+            watch.end(&program.name);
+            let run = run?;
             let mut file = lock(&log_file);
             // As cargo prints it; see `libtest`.
-            let written = writeln!(file, "     Running {name}").and_then(|()| file.write_all(&output));
+            let written = writeln!(file, "     Running {}", program.name).and_then(|()| file.write_all(&run.output));
             written.map_err(Error::file("write", log))?;
-            if let Some(failure) = failure {
-                let end = command::last_lines(&output, QUOTED_LINES);
-                lock(&failed).push(format!("{name} {failure}:\n{end}"));
-            }
+            let mut results = lock(&results);
+            results.failures.extend(run.failures(program, manner.arguments));
+            let named = |(test, took)| (TestName::one(program.place(), test), took);
+            results.durations.extend(run.durations.into_iter().map(named));
         }
     };
     std::thread::scope(|scope| {
         let lanes: Vec<_> = (0..LANES).map(|_| scope.spawn(lane)).collect();
         lanes.into_iter().try_for_each(|lane| lane.join().expect("a lane does not panic"))
     })?;
-    Ok(failed.into_inner().unwrap_or_else(PoisonError::into_inner))
+    Ok(results.into_inner().unwrap_or_else(PoisonError::into_inner))
 }
 
-/// Why the program failed, if it did, and all that it and its children print.
-fn output(program: &mut Command, limit: Duration, log: &Path) -> Result<(Option<String>, Vec<u8>)> {
-    let (reader, writer) = std::io::pipe().map_err(Error::file("make a pipe for", log))?;
-    let second = writer.try_clone().map_err(Error::file("make a pipe for", log))?;
-    program.stdin(std::process::Stdio::null()).stdout(writer).stderr(second);
-    let mut child = command::start(program)?;
-    // The command keeps the ends for writing open.
-    program.stdout(std::process::Stdio::null()).stderr(std::process::Stdio::null());
-    let output = Arc::new(Mutex::new(Vec::new()));
-    // Not a scoped thread: it waits as long as any process has the pipe open.
-    let reading = std::thread::spawn({
-        let output = Arc::clone(&output);
-        move || read_all(reader, &output)
-    });
-    let mut failure = match command::wait_for(&mut child, limit)? {
-        Some(status) if status.success() => None,
-        Some(status) => Some(format!("ended with status {}", command::exit_code(status))),
-        None => Some(format!("was killed after {} s", limit.as_secs())),
-    };
-    let end = Instant::now() + LEFT_LIMIT.min(limit);
-    while !reading.is_finished() && Instant::now() < end {
-        std::thread::sleep(Duration::from_millis(5));
-    }
-    match reading.is_finished() {
-        true => reading.join().expect("the reader does not panic").map_err(Error::file("read the output for", log))?,
-        false => {
-            failure.get_or_insert("has left a program that holds its output".to_owned());
+/// Runs tests of a program one after another, each alone. Returns the first failure.
+///
+/// # Errors
+/// If the program cannot be started, or has no such test.
+pub fn run_alone(program: &TestProgram, tests: &[String], limit: Duration, stalls: bool) -> Result<Option<Failure>> {
+    let tests = if tests.is_empty() { program.list(&[])? } else { tests.to_vec() };
+    for test in tests {
+        let arguments = [test.as_str(), "--exact", "--include-ignored", "--show-output"];
+        let watch = Watch::new();
+        watch.begin(&program.name);
+        let run = Run::of(program, Manner { arguments: &arguments, limit, stalls })?;
+        watch.end(&program.name);
+        let summary = Summary::parse(&run.text());
+        if let Some(failure) = run.failures(program, &arguments).into_iter().next() {
+            return Ok(Some(Failure { name: TestName::one(program.place(), test), ..failure }));
+        }
+        if summary.passed == 0 {
+            return Err(Error::unmet(format!("{} has no test {test}", program.name), "correct the name"));
+        }
+        if let Some(things) = watch.left(left_over::GRACE).remove(&program.name) {
+            return Ok(Some(has_left(TestName::one(program.place(), test), &things)));
         }
     }
-    let output = std::mem::take(&mut *lock(&output));
-    Ok((failure, output))
+    Ok(None)
+}
+
+/// The failure of tests that have left something.
+pub fn has_left(name: TestName, things: &[String]) -> Failure {
+    Failure { name, message: format!("left over: {}", things.join("; ")), is_finding: false }
+}
+
+/// A program that has ended.
+struct Run {
+    /// The exit status as a shell gives it.
+    status: i32,
+    /// All that it and its children have printed.
+    output: Vec<u8>,
+    /// What it has left, a line each.
+    left: Vec<String>,
+    durations: BTreeMap<String, Duration>,
+}
+
+impl Run {
+    /// Runs a program with a temporary directory of its own.
+    fn of(program: &TestProgram, manner: Manner) -> Result<Run> {
+        let Manner { arguments, limit, stalls } = manner;
+        let (directory, place) = (TemporaryDirectory::new()?, TemporaryDirectory::new()?);
+        let report = place.path().join("left");
+        let mut command = program.command(&contained::prefix(limit, stalls, &report)?, arguments);
+        let (reader, writer) = std::io::pipe().map_err(Error::file("make a pipe for", &report))?;
+        let second = writer.try_clone().map_err(Error::file("make a pipe for", &report))?;
+        command.env("TMPDIR", directory.path()).stdin(Stdio::null()).stdout(writer).stderr(second);
+        let mut child = command::start(&mut command)?;
+        // The command keeps the ends for writing open.
+        drop(command);
+        let output = Arc::new(Mutex::new(Output::default()));
+        // Not a scoped thread: it waits as long as any process has the pipe open.
+        let reading = std::thread::spawn({
+            let output = Arc::clone(&output);
+            move || read_all(reader, &output)
+        });
+        let ended = command::wait_for(&mut child, limit + CONTAINED_LIMIT)?;
+        let status = ended.map_or(contained::TIMED_OUT, command::exit_code);
+        let end = Instant::now() + LEFT_LIMIT.min(limit);
+        while !reading.is_finished() && Instant::now() < end {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        let mut left: Vec<String> =
+            std::fs::read_to_string(&report).unwrap_or_default().lines().map(str::to_owned).collect();
+        left.extend(directory.files());
+        match reading.is_finished() {
+            true => reading
+                .join()
+                .expect("the reader does not panic")
+                .map_err(Error::file("read the output for", &report))?,
+            false => left.push("a program that holds the output".to_owned()),
+        }
+        let Output { text, ended } = std::mem::take(&mut *lock(&output));
+        let threads = std::thread::available_parallelism().map_or(1, usize::from);
+        Ok(Run { status, output: text, left, durations: libtest::durations(&ended, threads) })
+    }
+
+    fn text(&self) -> String {
+        String::from_utf8_lossy(&self.output).into_owned()
+    }
+
+    /// The tests that have failed.
+    fn failures(&self, program: &TestProgram, arguments: &[&str]) -> Vec<Failure> {
+        let text = self.text();
+        let failed = |test: libtest::FailedTest| Failure {
+            name: TestName::one(program.place(), test.name),
+            message: test.message,
+            is_finding: test.is_finding,
+        };
+        let mut failures: Vec<Failure> = libtest::failed_tests(&text).into_iter().map(failed).collect();
+        if failures.is_empty() && self.status != 0 {
+            failures.push(self.death(program, arguments, &text));
+        }
+        if !self.left.is_empty() {
+            failures.push(has_left(TestName { place: program.place(), tests: Vec::new() }, &self.left));
+        }
+        failures
+    }
+
+    /// The failure of a program that hung or died, and so names no failed test.
+    fn death(&self, program: &TestProgram, arguments: &[&str], text: &str) -> Failure {
+        let ended_well = libtest::ended_well(text);
+        let mut tests = program.list(arguments).unwrap_or_default();
+        tests.retain(|test| !ended_well.contains(&test.as_str()));
+        let last = text.lines().rev().find(|line| !line.trim().is_empty()).unwrap_or_default();
+        let end = match self.status {
+            contained::TIMED_OUT => "did not end".to_owned(),
+            status => format!("ended with status {status}"),
+        };
+        Failure {
+            name: TestName { place: program.place(), tests },
+            message: finding(text).map_or(format!("{end}: {last}"), str::to_owned),
+            is_finding: is_undefined_behaviour(self.status) || finding(text).is_some(),
+        }
+    }
+}
+
+#[derive(Default)]
+struct Output {
+    text: Vec<u8>,
+    /// The tests that have ended, and when.
+    ended: Vec<(String, Duration)>,
 }
 
 /// Reads until no process has the other end of the pipe.
-fn read_all(mut reader: PipeReader, output: &Mutex<Vec<u8>>) -> std::io::Result<()> {
-    let mut part = [0; 1 << 16];
+fn read_all(mut reader: PipeReader, output: &Mutex<Output>) -> std::io::Result<()> {
+    let start = Instant::now();
+    let (mut part, mut line_begin) = ([0; 1 << 16], 0);
     loop {
-        match reader.read(&mut part)? {
-            0 => return Ok(()),
-            length => lock(output).extend_from_slice(&part[..length]),
+        let length = reader.read(&mut part)?;
+        if length == 0 {
+            return Ok(());
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::libtest::Summary;
-
-    const LONG: Duration = Duration::from_secs(60);
-
-    fn shell(script: &str) -> Command {
-        let mut shell = Command::new("sh");
-        shell.args(["-c", script]);
-        shell
-    }
-
-    #[test]
-    fn each_output_is_whole_and_failures_are_named() {
-        let directory = tempfile::tempdir().unwrap();
-        let log = directory.path().join("log");
-        let result = |word: &str| format!("echo 'test result: {word}. 2 passed; 0 failed; 0 ignored'; echo end >&2");
-        let mut programs: Vec<_> = (0..20).map(|index| (format!("number {index}"), shell(&result("ok")))).collect();
-        programs.push(("a crash".to_owned(), shell("echo begun; kill -SEGV $$")));
-        programs.push(("a failure".to_owned(), shell("exit 101")));
-        let mut failed = run_programs(programs, LONG, &log).unwrap();
-        failed.sort();
-        assert_eq!(failed, ["a crash ended with status 139:\nbegun", "a failure ended with status 101:\n"]);
-        let text = std::fs::read_to_string(&log).unwrap();
-        for index in 0..20 {
-            let part = format!("Running number {index}\ntest result: ok. 2 passed; 0 failed; 0 ignored\nend\n");
-            assert!(text.contains(&part), "{text}");
+        let mut output = lock(output);
+        let Output { text, ended } = &mut *output;
+        text.extend_from_slice(&part[..length]);
+        while let Some(line_length) = text[line_begin..].iter().position(|&byte| byte == b'\n') {
+            let line = String::from_utf8_lossy(&text[line_begin..line_begin + line_length]);
+            ended.extend(libtest::ended_test(&line).map(|name| (name.to_owned(), start.elapsed())));
+            line_begin += line_length + 1;
         }
-        assert_eq!(Summary::parse(&text).passed, 40);
-    }
-
-    #[test]
-    fn a_program_that_hangs_is_killed_and_named() {
-        let directory = tempfile::tempdir().unwrap();
-        let log = directory.path().join("log");
-        let programs = vec![("one".to_owned(), shell("echo begun; exec sleep 600"))];
-        let failed = run_programs(programs, Duration::from_secs(1), &log).unwrap();
-        assert_eq!(failed, ["one was killed after 1 s:\nbegun"]);
-    }
-
-    #[test]
-    fn a_program_that_another_one_has_left_is_a_failure() {
-        let directory = tempfile::tempdir().unwrap();
-        let log = directory.path().join("log");
-        let programs = vec![("one".to_owned(), shell("sleep 20 & echo begun"))];
-        let failed = run_programs(programs, Duration::from_secs(1), &log).unwrap();
-        assert_eq!(failed, ["one has left a program that holds its output:\nbegun"]);
-    }
-
-    #[test]
-    fn a_program_that_does_not_exist_is_an_error() {
-        let directory = tempfile::tempdir().unwrap();
-        let programs = vec![("none".to_owned(), Command::new("/nowhere/program"))];
-        assert!(run_programs(programs, LONG, &directory.path().join("log")).is_err());
     }
 }

@@ -1,5 +1,9 @@
 //! What cargo and libtest print.
 
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use crate::failure::finding;
 use crate::steps::Outcome;
 
 /// The results of all test binaries in a log of `cargo test -- --show-output`.
@@ -76,6 +80,94 @@ impl Summary {
         // libtest prints failures at the end of each binary, behind the output of what passed.
         if passed { Outcome::Passed(digest) } else { Outcome::Failed(digest + "\n" + &self.failures.join("\n")) }
     }
+}
+
+/// A test that has failed, as its binary reports it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct FailedTest {
+    /// Its name.
+    pub name: String,
+    /// The first line of its message.
+    pub message: String,
+    /// Whether an oracle has found a fault.
+    pub is_finding: bool,
+}
+
+/// The tests that have failed in the output of one binary, in the order of their reports.
+pub fn failed_tests(output: &str) -> Vec<FailedTest> {
+    let lines: Vec<&str> = output.lines().collect();
+    // The reports of those that failed are behind this line, their names behind the next one.
+    let Some(begin) = lines.iter().position(|&line| line == "failures:") else { return Vec::new() };
+    let name_of = |line: &str| {
+        let name = line.strip_prefix("---- ")?.strip_suffix(" ----")?;
+        name.strip_suffix(" stdout").or(name.strip_suffix(" stderr")).map(str::to_owned)
+    };
+    let mut reports: Vec<(String, String)> = Vec::new();
+    let mut rest = lines[begin + 1..].iter();
+    for line in rest.by_ref().take_while(|&&line| line != "failures:") {
+        match (name_of(line), reports.last_mut()) {
+            (Some(name), _) => reports.push((name, String::new())),
+            (None, Some((_, text))) => *text += &format!("{line}\n"),
+            (None, None) => {}
+        }
+    }
+    for name in rest.map_while(|line| line.strip_prefix("    ")) {
+        if !reports.iter().any(|(reported, _)| reported == name) {
+            reports.push((name.to_owned(), String::new()));
+        }
+    }
+    let failed = |(name, text): (String, String)| {
+        let found = finding(&text).map(str::to_owned);
+        let message = found.clone().unwrap_or_else(|| first_line(&text));
+        FailedTest { name, message, is_finding: found.is_some() }
+    };
+    reports.into_iter().map(failed).collect()
+}
+
+/// The first line of a test's message: behind the place of its panic, if it has one.
+fn first_line(report: &str) -> String {
+    let behind = report.lines().skip_while(|line| !line.contains(" panicked at ")).skip(1);
+    let mut lines = behind.chain(report.lines()).map(str::trim).filter(|line| !line.is_empty());
+    lines.next().unwrap_or("no message").chars().take(REASON_CHARACTERS).collect()
+}
+
+/// The names of the tests that have ended well, or were ignored, in the output of a binary.
+pub fn ended_well(output: &str) -> Vec<&str> {
+    let line = |line: &'_ str| -> Option<usize> {
+        let end = line.find(" ... ok").or_else(|| line.find(" ... ignored"))?;
+        line.starts_with("test ").then_some(end)
+    };
+    output
+        .lines()
+        .filter_map(|text| line(text).map(|end| text["test ".len()..end].trim_end_matches(" - should panic")))
+        .collect()
+}
+
+/// How long each test took, from the times at which its binary has reported that it had ended.
+///
+/// libtest starts tests in the order of their names, `threads` at first, and another one when one
+/// has ended.
+pub fn durations(ended: &[(String, Duration)], threads: usize) -> BTreeMap<String, Duration> {
+    let mut names: Vec<&str> = ended.iter().map(|(name, _)| name.as_str()).collect();
+    names.sort_unstable();
+    let mut waiting = names.into_iter();
+    let mut begun: BTreeMap<&str, Duration> =
+        waiting.by_ref().take(threads).map(|name| (name, Duration::ZERO)).collect();
+    let mut took = BTreeMap::new();
+    for (name, end) in ended {
+        let begin = begun.get(name.as_str()).copied().unwrap_or_default();
+        took.insert(name.clone(), end.saturating_sub(begin));
+        if let Some(next) = waiting.next() {
+            begun.insert(next, *end);
+        }
+    }
+    took
+}
+
+/// The test of which a line says how it ended: `test NAME ... ok`.
+pub fn ended_test(line: &str) -> Option<&str> {
+    let (name, result) = line.strip_prefix("test ")?.split_once(" ... ")?;
+    ["ok", "FAILED"].contains(&result.trim()).then(|| name.trim_end_matches(" - should panic"))
 }
 
 /// The first and the last lines of a message, each cut.
@@ -158,6 +250,43 @@ test result: ok. 12 passed; 0 failed; 0 ignored; 0 measured; 0 filtered out; fin
         assert!(!summary.failures.iter().any(|line| line.contains("no swap")), "{:?}", summary.failures);
         let reason = ["---- two stdout ----", "thread 'two' panicked at tests/two.rs:7:5:", "assertion failed: left"];
         assert_eq!(summary.reasons, reason);
+    }
+
+    #[test]
+    fn failed_tests_have_their_messages() {
+        let failed = failed_tests(LOG);
+        let two =
+            FailedTest { name: "two".to_owned(), message: "assertion failed: left".to_owned(), is_finding: false };
+        assert_eq!(failed, [two]);
+        assert_eq!(ended_well(LOG), ["one", "three"]);
+        assert_eq!(failed_tests("test one ... ok\n\ntest result: ok. 1 passed; 0 failed;\n"), []);
+    }
+
+    #[test]
+    fn a_finding_is_the_message() {
+        let found = LOG.replace("assertion failed: left", "\nfinding: page 3 differs");
+        let failed = failed_tests(&found);
+        assert_eq!((failed[0].message.as_str(), failed[0].is_finding), ("page 3 differs", true));
+        // A test that has passed may have caught one.
+        let caught = LOG.replace("skipped: one: no swap", "finding: page 3 differs");
+        assert!(!failed_tests(&caught)[0].is_finding);
+    }
+
+    #[test]
+    fn a_failed_test_without_a_report_is_named() {
+        let failed = failed_tests("failures:\n\nfailures:\n    a::b\n\ntest result: FAILED. 0 passed; 1 failed;\n");
+        assert_eq!((failed[0].name.as_str(), failed[0].message.as_str()), ("a::b", "no message"));
+    }
+
+    #[test]
+    fn a_test_begins_when_another_one_has_ended() {
+        let seconds = Duration::from_secs;
+        let ended: Vec<(String, Duration)> =
+            [("b", 2), ("a", 5), ("d", 6), ("c", 9)].map(|(name, end)| (name.to_owned(), seconds(end))).into();
+        let took = durations(&ended, 2);
+        assert_eq!(["a", "b", "c", "d"].map(|name| took[name].as_secs()), [5, 2, 7, 1]);
+        assert_eq!(ended_test("test a::b - should panic ... ok"), Some("a::b"));
+        assert_eq!(ended_test("test a::b ... ignored"), None);
     }
 
     #[test]

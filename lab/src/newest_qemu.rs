@@ -6,8 +6,10 @@ use std::process::Command;
 use std::time::Duration;
 
 use crate::archive::{self, Apt};
+use crate::host_tests::{self, Manner, TestProgram};
+use crate::left_over::Watch;
 use crate::test_programs::TestBinaries;
-use crate::{Error, Result, cache, command, host_tests, libtest::Summary, progress, setup};
+use crate::{Error, Result, cache, command, libtest::Summary, progress, setup};
 
 /// Built for Debian 12's libraries.
 const SUITE: &str = "bookworm-backports";
@@ -61,24 +63,26 @@ pub fn run(arguments: &[String], log: &Path) -> Result<(Vec<String>, bool)> {
     let version = version.lines().next().unwrap_or_default().to_owned();
     progress!("{version}");
     let binaries = TestBinaries::build()?;
-    let mut programs = vec![beside_the_host_s(&root, &binaries, arguments)?];
+    let mut programs = vec![beside_the_host_s(&root, &binaries)?];
     for (package, target) in TARGETS {
         let binary = binaries.find(package, target)?;
         let mut program = with_files_of(&root, &HIDDEN, &binary.path);
         host_tests::surround(&mut program, binary);
-        program.args(arguments);
-        programs.push((binary.name(), program));
+        programs.push(TestProgram::new(binary.name(), program));
     }
-    let failed = host_tests::run_programs(programs, LIMIT, log)?;
+    let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
+    let manner = Manner { arguments: &arguments, limit: LIMIT, stalls: false };
+    let failed = host_tests::run_programs(&programs, manner, &Watch::new(), log)?.failures;
     let summary = Summary::parse(&std::fs::read_to_string(log).map_err(Error::file("read", log))?);
     let is_good = failed.is_empty() && summary.passed > 0;
     let mut report = vec![format!("{version}: {} tests passed, {} failed", summary.passed, summary.failed)];
-    report.extend(summary.failures.into_iter().chain(failed));
+    report.extend(summary.failures);
+    report.extend(failed.iter().map(|failure| format!("{}: {}", failure.name, failure.message)));
     Ok((report, is_good))
 }
 
 /// The tests of machines that meet both versions: that of the host, and the newest.
-fn beside_the_host_s(root: &Path, binaries: &TestBinaries, arguments: &[String]) -> Result<(String, Command)> {
+fn beside_the_host_s(root: &Path, binaries: &TestBinaries) -> Result<TestProgram> {
     let script = root.with_extension("sh");
     // Executes the first of its arguments, with the others.
     let with_files = with_files_of(root, &HIDDEN, "env".as_ref());
@@ -91,8 +95,8 @@ fn beside_the_host_s(root: &Path, binaries: &TestBinaries, arguments: &[String])
     let binary = binaries.find("pagemark-cli", "vm_versions")?;
     let mut program = Command::new(&binary.path);
     host_tests::surround(&mut program, binary);
-    program.args(arguments).env("PAGEMARK_OTHER_QEMU", script);
-    Ok((binary.name(), program))
+    program.env("PAGEMARK_OTHER_QEMU", script);
+    Ok(TestProgram::new(binary.name(), program))
 }
 
 /// The directory of the cache into which QEMU is unpacked, once.

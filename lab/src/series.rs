@@ -158,7 +158,7 @@ impl<'a> Tree<'a> {
             let seconds = start.elapsed().as_secs();
             progress!("{}: {what}, {seconds} s", patch.name());
             let name = format!("series: {}: {what}", patch.name());
-            results.push(TestResult { name, failure, seconds: Some(seconds) });
+            results.push(TestResult::new(name, failure, Some(seconds)));
         }
         results.push(self.check_that_all_was_compiled());
         results.push(self.check_that_a_warning_is_noticed()?);
@@ -325,7 +325,7 @@ impl<'a> Tree<'a> {
             .map(|configuration| configuration.name())
             .collect();
         let failure = (!missing.is_empty()).then(|| format!("never possible: {}", missing.join(", ")));
-        TestResult { name: "series: every configuration was compiled".to_owned(), failure, seconds: None }
+        TestResult::new("series: every configuration was compiled", failure, None)
     }
 
     /// Adds a mistake to the last state, which the compiler must report.
@@ -343,7 +343,7 @@ impl<'a> Tree<'a> {
             }
         }
         let failure = (!failures.is_empty()).then(|| failures.join("\n"));
-        Ok(TestResult { name: "series: a warning is noticed".to_owned(), failure, seconds: None })
+        Ok(TestResult::new("series: a warning is noticed", failure, None))
     }
 }
 

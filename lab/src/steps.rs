@@ -5,6 +5,7 @@ use std::process::Command;
 use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
+use crate::failure::Failure;
 use crate::{Error, Result, cache, command};
 
 /// The exit status of a script that was skipped.
@@ -21,6 +22,8 @@ pub enum Outcome {
     Skipped,
     /// It failed. The text is printed.
     Failed(String),
+    /// Only these of its tests failed; they may be repeated. The text is printed.
+    TestsFailed(Vec<Failure>, String),
 }
 
 impl From<Result<()>> for Outcome {
@@ -36,8 +39,10 @@ pub struct Step {
     pub name: String,
     /// How long it took.
     pub duration: Duration,
-    /// Whether it failed.
+    /// Whether it failed by more than tests that may be repeated.
     pub failed: bool,
+    /// Its tests that have failed.
+    pub failures: Vec<Failure>,
 }
 
 /// A test run. Steps may run on several threads at a time; what each prints stays together.
@@ -46,6 +51,7 @@ pub struct Steps {
     start: Instant,
     ended: Mutex<Vec<Step>>,
     skips: Mutex<Vec<String>>,
+    notes: Mutex<Vec<String>>,
 }
 
 impl Steps {
@@ -53,7 +59,13 @@ impl Steps {
     pub fn new(logs: &Path) -> Result<Steps> {
         cache::remove(logs)?;
         cache::create(logs)?;
-        Ok(Steps { logs: logs.to_owned(), start: Instant::now(), ended: Mutex::default(), skips: Mutex::default() })
+        Ok(Steps {
+            logs: logs.to_owned(),
+            start: Instant::now(),
+            ended: Mutex::default(),
+            skips: Mutex::default(),
+            notes: Mutex::default(),
+        })
     }
 
     /// The directory of the logs.
@@ -72,35 +84,55 @@ impl Steps {
         let start = Instant::now();
         let outcome = step();
         let duration = start.elapsed();
-        let (text, word) = match &outcome {
-            Outcome::Passed(text) => (text.as_str(), ""),
-            Outcome::Skipped => ("", ", skipped"),
-            Outcome::Failed(text) => (text.as_str(), ", FAILED"),
-        };
         let failed = matches!(outcome, Outcome::Failed(_));
+        let (text, failures, word) = match outcome {
+            Outcome::Passed(text) => (text, Vec::new(), ""),
+            Outcome::Skipped => (String::new(), Vec::new(), ", skipped"),
+            Outcome::Failed(text) => (text, Vec::new(), ", FAILED"),
+            Outcome::TestsFailed(failures, text) => (text, failures, ", FAILED"),
+        };
+        let is_good = !failed && failures.is_empty();
         let mut ended = lock(&self.ended);
         // While the list is locked, so that what a step prints stays together.
         println!("\n== {name} ({} s{word})", duration.as_secs());
         if !text.is_empty() {
             println!("{}", text.trim_end());
         }
-        if failed {
+        if !is_good {
             println!("log: {}", self.log(name).display());
         }
-        ended.push(Step { name: name.to_owned(), duration, failed });
-        !failed
+        ended.push(Step { name: name.to_owned(), duration, failed, failures });
+        is_good
     }
 
     /// Runs a program as a step. `digest` makes of its output what is printed when it has passed.
     /// With exit status [`SKIPPED`] its lines `skipped: …` are added to the skips.
     pub fn program(&self, name: &str, program: &mut Command, digest: impl FnOnce(&str) -> String) -> bool {
+        self.tests(name, program, digest, |_| Vec::new())
+    }
+
+    /// Like [`Steps::program`], for a program that has run tests. `failures` finds in its output
+    /// those that have failed.
+    pub fn tests(
+        &self,
+        name: &str,
+        program: &mut Command,
+        digest: impl FnOnce(&str) -> String,
+        failures: impl FnOnce(&str) -> Vec<Failure>,
+    ) -> bool {
         self.run(name, || match self.output(name, program) {
             Ok((0, text)) => Outcome::Passed(digest(&text)),
             Ok((SKIPPED, text)) => {
                 text.lines().filter(|line| line.starts_with("skipped: ")).for_each(|line| self.skip(line));
                 Outcome::Skipped
             }
-            Ok((_, text)) => Outcome::Failed(command::last_lines(text.as_bytes(), QUOTED_LINES)),
+            Ok((_, text)) => {
+                let end = command::last_lines(text.as_bytes(), QUOTED_LINES);
+                match failures(&text) {
+                    failures if failures.is_empty() => Outcome::Failed(end),
+                    failures => Outcome::TestsFailed(failures, end),
+                }
+            }
             Err(error) => Outcome::Failed(error.to_string()),
         })
     }
@@ -128,9 +160,29 @@ impl Steps {
         lock(&self.skips).clone()
     }
 
-    /// The names of the steps that failed.
+    /// Adds a line that the summary has.
+    pub fn note(&self, line: &str) {
+        lock(&self.notes).push(line.to_owned());
+    }
+
+    /// The notes so far.
+    pub fn notes(&self) -> Vec<String> {
+        lock(&self.notes).clone()
+    }
+
+    /// The names of the steps that failed by more than tests that may be repeated.
     pub fn failed(&self) -> Vec<String> {
         lock(&self.ended).iter().filter(|step| step.failed).map(|step| step.name.clone()).collect()
+    }
+
+    /// The tests that have failed.
+    pub fn failures(&self) -> Vec<Failure> {
+        lock(&self.ended).iter().flat_map(|step| step.failures.clone()).collect()
+    }
+
+    /// Whether a test has failed of which an oracle has found that it is a fault.
+    pub fn has_finding(&self) -> bool {
+        lock(&self.ended).iter().flat_map(|step| &step.failures).any(|failure| failure.is_finding)
     }
 
     /// The lines that say how long each step took.
@@ -169,6 +221,7 @@ fn time_table(steps: &[Step], all: Duration) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::failure::{Place, TestName};
 
     fn steps() -> (tempfile::TempDir, Steps) {
         let directory = tempfile::tempdir().unwrap();
@@ -193,6 +246,19 @@ mod tests {
     }
 
     #[test]
+    fn a_step_of_which_only_tests_failed_names_them() {
+        let (_directory, steps) = steps();
+        let failure =
+            Failure { name: TestName::one(Place::Python, "a"), message: "too long".to_owned(), is_finding: false };
+        let failures = |text: &str| if text == "a\n" { vec![failure.clone()] } else { Vec::new() };
+        assert!(!steps.tests("first", &mut shell("echo a; exit 1"), str::to_owned, failures));
+        assert!(!steps.tests("second", &mut shell("echo b; exit 1"), str::to_owned, failures));
+        assert!(steps.tests("third", &mut shell("echo a"), str::to_owned, failures));
+        assert_eq!((steps.failed(), steps.failures()), (vec!["second".to_owned()], vec![failure]));
+        assert!(!steps.has_finding());
+    }
+
+    #[test]
     fn a_skipped_program_gives_its_reasons() {
         let (_directory, steps) = steps();
         assert!(steps.program("x", &mut shell("echo other; echo 'skipped: x: no y'; exit 77"), str::to_owned));
@@ -202,8 +268,12 @@ mod tests {
 
     #[test]
     fn the_table_of_times_has_every_step_and_fits() {
-        let step =
-            |name: &str, seconds| Step { name: name.to_owned(), duration: Duration::from_secs(seconds), failed: false };
+        let step = |name: &str, seconds| Step {
+            name: name.to_owned(),
+            duration: Duration::from_secs(seconds),
+            failed: false,
+            failures: Vec::new(),
+        };
         assert_eq!(
             time_table(&[step("a", 3), step("b", 61)], Duration::from_secs(64)),
             "time: a 3 s, b 61 s; 1 min 4 s in all"

@@ -5,17 +5,23 @@ use std::process::Command;
 use std::sync::{OnceLock, mpsc};
 use std::time::{Duration, Instant};
 
+use crate::failure::{Failure, Place, TestName};
 use crate::history::{self, Record};
+use crate::host_tests::{Manner, TestProgram};
+use crate::left_over::{self, Watch};
 use crate::libtest::Summary;
+use crate::load::Load;
+use crate::repeat::{self, Judged, Repeater};
 use crate::skips::{self, AllowedSkips};
 use crate::steps::{Outcome, Steps};
 use crate::surroundings::Surroundings;
 use crate::test_plan::{Extent, Part, Programs};
 use crate::test_programs::TestBinaries;
+use crate::unchanged::Content;
 use crate::zdtm::Flavor;
 use crate::{
-    Error, Result, cache, command, cpython, go_suite, host_tests, kernel_build, ltp, machine, newest_qemu, progress,
-    redis_suite, setup, source_root, sqlite_suite, zdtm,
+    Error, Result, batch, cache, command, cpython, flaky, go_suite, host_tests, kernel_build, ltp, machine,
+    newest_qemu, progress, redis_suite, setup, source_root, sqlite_suite, zdtm,
 };
 
 /// What runs beside the tests on the host gives way to them: many of them wait for time to pass.
@@ -24,6 +30,10 @@ const NICENESS: u32 = 10;
 const FULL_CASES: u32 = 10;
 /// The lines of a failed step that are printed again at the end of the run.
 const REPEATED_LINES: usize = 25;
+/// So many of the tests that took longest are printed.
+const LONGEST: usize = 20;
+/// How often the full tests run all tests beside a load.
+const LOADED_RUNS: u32 = 2;
 
 /// What a run of the tests includes.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -74,7 +84,15 @@ pub fn check() -> Result<bool> {
         }
         Err(error) => Outcome::Failed(error.to_string()),
     });
-    Ok(finish(&steps, &summary, false))
+    Ok(finish(&steps, &summary, &[], false))
+}
+
+/// The record of flaky tests in this build directory, as a table.
+///
+/// # Errors
+/// If it cannot be read.
+pub fn flaky() -> Result<bool> {
+    Ok(printed((flaky::table(&logs()?.with_file_name("flaky"))?, true)))
 }
 
 /// Prints the lines of a report, and returns whether the tests passed.
@@ -173,20 +191,50 @@ fn run(steps: &Steps, options: &Options) -> Result<bool> {
         return Ok(false);
     }
     // The tests on the host wait more than they compute, so two other threads have work beside them.
-    let (send_binaries, binaries) = mpsc::channel();
+    let (send_binaries, receive_binaries) = mpsc::channel();
     let (send_tools, tools) = mpsc::channel();
-    let summary = std::thread::scope(|scope| {
-        if lab {
-            scope.spawn(move || lab_steps(steps, options.extent, binaries));
-        }
+    let watch = &Watch::new();
+    let (tested, programs) = std::thread::scope(|scope| {
+        let of_the_lab = lab.then(|| scope.spawn(move || lab_steps(steps, options.extent, receive_binaries)));
         scope.spawn(move || {
             // Without tools, these steps are skipped or fail for themselves.
             let _ = tools.recv();
             separate_steps(steps, options);
         });
-        host_steps(steps, options, send_tools, send_binaries)
+        let tested = host_steps(steps, options, watch, send_tools, send_binaries);
+        (tested, of_the_lab.and_then(|thread| thread.join().expect("the lab's thread returns its errors")))
     });
-    Ok(finish(steps, &summary, options.ci))
+    for (name, things) in watch.left(left_over::GRACE) {
+        let failure = host_tests::has_left(name.parse()?, &things);
+        steps.run("what is left over", || Outcome::TestsFailed(vec![failure], things.join("\n")));
+    }
+    // Nothing else runs any more.
+    let repeater = Repeater {
+        host: tested.programs,
+        lab: programs.as_ref(),
+        extent: options.extent,
+        log: steps.log("repeated"),
+        stalls: false,
+    };
+    let judged = repeat_failures(steps, &repeater);
+    Ok(finish(steps, &tested.summary, &judged, options.ci))
+}
+
+/// Repeats the tests that have failed, and keeps a record of those that are flaky.
+fn repeat_failures(steps: &Steps, repeater: &Repeater) -> Vec<Judged> {
+    let failures = steps.failures();
+    let mut judged = Vec::new();
+    if !failures.is_empty() {
+        steps.run("repetitions", || {
+            judged = repeat::judge(failures, |name| repeater.once(name));
+            Outcome::Passed(judged.iter().map(Judged::line).collect::<Vec<_>>().join("\n"))
+        });
+    }
+    let flaky: Vec<String> = judged.iter().filter(|judged| !judged.is_failed()).map(Judged::line).collect();
+    if let Err(error) = flaky::keep(&steps.logs().with_file_name("flaky"), &flaky) {
+        progress!("{error}");
+    }
+    judged
 }
 
 fn reason_without_lab(options: &Options) -> Option<&'static str> {
@@ -204,7 +252,9 @@ fn reason_without_lab(options: &Options) -> Option<&'static str> {
 /// The steps on kernels that the host does not run. Those on kernels of distributions, which are
 /// only fetched, wait for no build of a kernel. The test binaries arrive when they are built; if
 /// none arrive, the build has failed.
-fn lab_steps(steps: &Steps, extent: Extent, binaries: mpsc::Receiver<TestBinaries>) {
+///
+/// Returns what these steps have run, if it could be built.
+fn lab_steps(steps: &Steps, extent: Extent, binaries: mpsc::Receiver<TestBinaries>) -> Option<Programs> {
     let is_fetched = |part: &&Part| {
         let kernels = part.kernels(extent);
         !kernels.is_empty() && kernels.iter().all(|kernel| kernel.package().is_some())
@@ -230,6 +280,7 @@ fn lab_steps(steps: &Steps, extent: Extent, binaries: mpsc::Receiver<TestBinarie
             built.iter().for_each(|part| lab_step(steps, extent, programs, **part));
         }
     });
+    programs.into_inner().flatten()
 }
 
 /// What the steps of the lab run. None if it cannot be built, which is a failed step.
@@ -247,8 +298,14 @@ fn lab_programs(steps: &Steps, binaries: mpsc::Receiver<TestBinaries>) -> Option
 
 fn lab_step(steps: &Steps, extent: Extent, programs: &Programs, part: Part) {
     let name = format!("lab {}", part.name());
+    // A content that is not known is not the same.
+    let content = content_of(part, extent).ok().flatten();
+    if let Some(date) = content.as_ref().and_then(|content| content.passed(&name)) {
+        steps.note(&format!("not run again: {name} has passed on the same content, on {date}"));
+        return;
+    }
     let log = steps.log(&name);
-    steps.run(&name, || match programs.run(part, extent, NICENESS, &log) {
+    let has_passed = steps.run(&name, || match programs.run(part, extent, &[], NICENESS, &log) {
         Ok(results) => {
             let lines: Vec<String> = results.iter().map(|result| result.line()).collect();
             let text = lines.join("\n");
@@ -256,19 +313,51 @@ fn lab_step(steps: &Steps, extent: Extent, programs: &Programs, part: Part) {
                 return Outcome::Passed(text);
             }
             let log = std::fs::read(&log).unwrap_or_default();
-            Outcome::Failed(format!("{}\n{text}", command::last_lines(&log, 150)))
+            let text = format!("{}\n{text}", command::last_lines(&log, 150));
+            Outcome::TestsFailed(batch::failures(part, &results), text)
         }
-        Err(error) => Outcome::Failed(error.to_string()),
+        Err(error) => {
+            let name = TestName { place: Place::Lab(part), tests: Vec::new() };
+            let failure = Failure { name, message: first_line(&error.to_string()), is_finding: false };
+            Outcome::TestsFailed(vec![failure], error.to_string())
+        }
     });
+    if let Some(content) = content.filter(|_| has_passed)
+        && let Err(error) = content.keep(&name)
+    {
+        progress!("{error}");
+    }
+}
+
+/// What a part of the lab's tests depends on.
+fn content_of(part: Part, extent: Extent) -> Result<Option<Content>> {
+    let mut words = vec![extent.name().to_owned()];
+    for &kernel in part.kernels(extent) {
+        words.push(kernel_build::image(kernel)?.path().display().to_string());
+    }
+    let words: Vec<&str> = words.iter().map(String::as_str).collect();
+    Content::of_source(&words)
+}
+
+fn first_line(text: &str) -> String {
+    text.lines().next().unwrap_or_default().to_owned()
+}
+
+/// What the tests of the workspace have shown, and the programs that have them.
+#[derive(Default)]
+struct Tested {
+    summary: Summary,
+    programs: Vec<TestProgram>,
 }
 
 /// The steps that share the build directory of the workspace.
 fn host_steps(
     steps: &Steps,
     options: &Options,
+    watch: &Watch,
     send_tools: mpsc::Sender<()>,
     send_binaries: mpsc::Sender<TestBinaries>,
-) -> Summary {
+) -> Tested {
     let mut tools = vec![setup::Part::Criu, setup::Part::Rust, setup::Part::C, setup::Part::Book, setup::Part::Python];
     if options.extent == Extent::Full {
         tools.extend([setup::Part::Fuzz, setup::Part::Miri, setup::Part::Semver]);
@@ -286,16 +375,11 @@ fn host_steps(
     // The receiver does not exist without the lab, or without its kernels.
     binaries.iter().for_each(|built| drop(send_binaries.send(built.clone())));
     drop(send_binaries);
-    format_and_lints(steps);
-    let mut documentation = cargo(&["doc", "--workspace", "--no-deps", "--locked", "--quiet"]);
-    steps.program("documentation", documentation.env("RUSTDOCFLAGS", "-Dwarnings"), str::to_owned);
-    steps.program("licences", &mut script("licences.py"), |log| command::last_lines(log.as_bytes(), 1));
-    steps.program("book", &mut script("book.py"), |log| command::last_lines(log.as_bytes(), 1));
-    binaries.map_or_else(Summary::default, |binaries| host_tests(steps, options.extent, &binaries))
+    binaries.map_or_else(Tested::default, |binaries| host_tests(steps, options.extent, watch, &binaries))
 }
 
-/// All tests of the workspace, as a step.
-fn host_tests(steps: &Steps, extent: Extent, binaries: &TestBinaries) -> Summary {
+/// All tests of the workspace, as a step; the full tests run them beside a load, too.
+fn host_tests(steps: &Steps, extent: Extent, watch: &Watch, binaries: &TestBinaries) -> Tested {
     const NAME: &str = "tests";
     let skip_log = steps.log("skips-of-tests");
     let (skip_log_name, factor) = (skip_log.to_string_lossy(), FULL_CASES.to_string());
@@ -305,33 +389,62 @@ fn host_tests(steps: &Steps, extent: Extent, binaries: &TestBinaries) -> Summary
         arguments.push("--include-ignored");
         environment.push(("PAGEMARK_CASES_FACTOR", &factor));
     }
+    let programs = TestProgram::all(binaries, &environment);
+    let limit = Duration::from_secs(extent.hangs_s());
     let mut summary = Summary::default();
-    steps.run(NAME, || {
-        let log = steps.log(NAME);
-        let limit = Duration::from_secs(extent.hangs_s());
-        let failed = match host_tests::run(binaries, &arguments, &environment, limit, &log) {
-            Ok(failed) => failed,
-            Err(error) => return Outcome::Failed(error.to_string()),
-        };
-        summary = Summary::parse(&String::from_utf8_lossy(&std::fs::read(&log).unwrap_or_default()));
-        let passed = failed.is_empty();
-        summary.failures.extend(failed);
-        summary.outcome(passed)
-    });
+    let run = |name: &str, stalls: bool, summary: &mut Summary| {
+        let log = steps.log(name);
+        match host_tests::run_programs(&programs, Manner { arguments: &arguments, limit, stalls }, watch, &log) {
+            Ok(results) => {
+                *summary = Summary::parse(&String::from_utf8_lossy(&std::fs::read(&log).unwrap_or_default()));
+                let longest = longest(results.durations);
+                match summary.outcome(results.failures.is_empty()) {
+                    Outcome::Passed(text) => Outcome::Passed(format!("{text}\n{longest}")),
+                    Outcome::Failed(text) => Outcome::TestsFailed(results.failures, format!("{text}\n{longest}")),
+                    other => other,
+                }
+            }
+            Err(error) => Outcome::Failed(error.to_string()),
+        }
+    };
+    steps.run(NAME, || run(NAME, false, &mut summary));
+    if extent == Extent::Full {
+        for number in 1..=LOADED_RUNS {
+            let name = format!("tests beside a load, {number}");
+            steps.run(&name, || match Load::start() {
+                Ok(_load) => run(&name, true, &mut Summary::default()),
+                Err(error) => Outcome::Failed(error.to_string()),
+            });
+        }
+    }
     let skips = std::fs::read_to_string(&skip_log).unwrap_or_default();
     summary.skips.extend(skips.lines().map(str::to_owned));
-    summary
+    Tested { summary, programs }
 }
 
-/// The steps beside those of the host. The first two build in the directory of the workspace, with
-/// the priority of those that wait for it, and run their tests with a lower one.
+/// The lines that name the tests that took longest.
+fn longest(mut durations: Vec<(TestName, Duration)>) -> String {
+    durations.sort_by_key(|(_, took)| std::cmp::Reverse(*took));
+    let line = |(name, took): &(TestName, Duration)| format!("{:>5} s  {name}", took.as_secs());
+    let lines: Vec<String> = durations.iter().take(LONGEST).map(line).collect();
+    format!("the {LONGEST} tests that took longest:\n{}", lines.join("\n"))
+}
+
+/// The steps beside those of the host. Those up to Python build in the directory of the workspace,
+/// with the priority of those that wait for it; models and Python run their tests with a lower one.
 fn separate_steps(steps: &Steps, options: &Options) {
+    let last = |log: &str| command::last_lines(log.as_bytes(), 1);
     steps.program("models", &mut script("models.sh"), |log| lines_with(log, &["test result:"]));
-    steps.program("python", &mut script("python.sh"), |log| command::last_lines(log.as_bytes(), 1));
+    format_and_lints(steps);
+    let mut documentation = cargo(&["doc", "--workspace", "--no-deps", "--locked", "--quiet"]);
+    steps.program("documentation", documentation.env("RUSTDOCFLAGS", "-Dwarnings"), str::to_owned);
+    steps.program("licences", &mut script("licences.py"), last);
+    steps.program("book", &mut script("book.py"), last);
+    steps.tests("python", &mut script("python.sh"), last, repeat::python_failures);
     // In a build directory of its own. The tool takes ten minutes to build, so only the full tests install it.
-    steps.program("semver", &mut low_priority_script("semver.sh"), |log| command::last_lines(log.as_bytes(), 1));
+    steps.program("semver", &mut low_priority_script("semver.sh"), last);
     if options.extent == Extent::Full {
-        steps.program("pythons", &mut low_priority_script("pythons.sh"), |log| command::last_lines(log.as_bytes(), 1));
+        steps.program("pythons", &mut low_priority_script("pythons.sh"), last);
         let selection = zdtm::Selection { flavors: Flavor::ALL.to_vec(), ..zdtm::Selection::default() };
         steps.run("zdtm", || reported(zdtm::run(&selection, &steps.log("zdtm"))));
         let all = ["--include-ignored".to_owned()];
@@ -376,15 +489,23 @@ fn format_and_lints(steps: &Steps) {
     steps.program("clippy of fuzz targets", &mut fuzz, str::to_owned);
 }
 
-/// Prints the summary of a run, and returns whether it passed.
-fn finish(steps: &Steps, summary: &Summary, ci: bool) -> bool {
+/// Prints the summary of a run, and returns whether it passed. The last lines are those that a
+/// reader needs first: a line for each failure.
+fn finish(steps: &Steps, summary: &Summary, judged: &[Judged], ci: bool) -> bool {
     let skips = skips::sorted([steps.skips(), summary.skips.clone()].concat());
     let mut problems: Vec<String> = steps.failed().iter().map(|name| format!("failed: {name}")).collect();
     if summary.passed == 0 {
         problems.push("failed: no test ran".to_owned());
     }
+    // Once more at the end: whoever sees only the last lines of a long run finds the reasons there.
+    for name in steps.failed() {
+        let log = std::fs::read(steps.log(&name)).unwrap_or_default();
+        println!("\n-- the end of the log of {name}\n{}", command::last_lines(&log, REPEATED_LINES));
+    }
+    if !summary.reasons.is_empty() {
+        println!("\n-- why tests have failed\n{}", summary.reasons.join("\n"));
+    }
     println!("\n== summary");
-    println!("{} tests passed, {} failed, {} skipped", summary.passed, summary.failed, skips.len());
     skips.iter().for_each(|skip| println!("{skip}"));
     if ci {
         let list = source_root().join("scripts/ci-skips.txt");
@@ -397,17 +518,12 @@ fn finish(steps: &Steps, summary: &Summary, ci: bool) -> bool {
             Err(error) => problems.push(format!("failed: {error}")),
         }
     }
-    // Once more at the end: whoever sees only the last lines of a long run finds the reasons there.
-    for name in steps.failed() {
-        let log = std::fs::read(steps.log(&name)).unwrap_or_default();
-        println!("\n-- the end of the log of {name}\n{}", command::last_lines(&log, REPEATED_LINES));
-    }
-    let failures = summary.failures.join("\n");
-    // A passed test of a document that must not compile prints errors, too.
-    if summary.failed > 0 && !failures.is_empty() {
-        println!("\n-- tests that failed\n{}", command::last_lines(failures.as_bytes(), REPEATED_LINES));
-        println!("\n-- why\n{}", summary.reasons.join("\n"));
-    }
+    let flaky = judged.iter().filter(|judged| !judged.is_failed());
+    let failed = judged.iter().filter(|judged| judged.is_failed()).map(Judged::line);
+    problems.extend(failed);
+    steps.notes().iter().for_each(|note| println!("{note}"));
+    println!("{} tests passed, {} failed, {} skipped", summary.passed, summary.failed, skips.len());
+    flaky.for_each(|judged| println!("{}", judged.line()));
     problems.iter().for_each(|problem| println!("{problem}"));
     if problems.is_empty() {
         println!("all good");

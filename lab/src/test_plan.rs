@@ -210,12 +210,20 @@ impl Programs {
         Ok(Programs { c: CPrograms::build(&directory.0)?, directory, binaries })
     }
 
-    /// Runs a part of the tests, in machines of this niceness. What they print is appended to
-    /// `log`.
+    /// Runs the tests of a part that are `named`, or all of them if none are, in machines of this
+    /// niceness. What they print is appended to `log`.
     ///
     /// # Errors
     /// If a kernel cannot be built, or a machine cannot be started. A test that fails is a result.
-    pub fn run(&self, part: Part, extent: Extent, niceness: u32, log: &Path) -> Result<Vec<TestResult>> {
+    pub fn run(
+        &self,
+        part: Part,
+        extent: Extent,
+        named: &[String],
+        niceness: u32,
+        log: &Path,
+    ) -> Result<Vec<TestResult>> {
+        let is_meant = |test: &GuestTest| named.is_empty() || named.contains(&test.name);
         match part {
             Part::Selftests => return self.run_selftests(extent),
             Part::Series => return series::compile_each_patch(log),
@@ -250,17 +258,20 @@ impl Programs {
             machine.shares.push(directory.to_owned());
         }
         let mut tests = tests(part, extent, self)?;
+        // What prepares the machine for all that follows is no choice.
+        tests.retain(|test| is_meant(test) || test.name == PRESSURE);
         let mut file = File::options().append(true).create(true).open(log).map_err(Error::file("open", log))?;
         writeln!(file, "\n== {}: {} tests", machine.kernel, tests.len()).map_err(Error::file("write", log))?;
         if tests.is_empty() {
             return Ok(Vec::new());
         }
         // What moves arrives on another machine.
-        let arriving = if part == Part::Migration { tests.split_off(tests.len() - 1) } else { Vec::new() };
+        let arriving =
+            if part == Part::Migration && tests.len() > 1 { tests.split_off(tests.len() - 1) } else { Vec::new() };
         let mut results = batch::run(machine.clone(), &tests, extent.hangs_s(), &self.directory.0, log)?;
-        if part == Part::Ldt {
-            // Costs are compared where the clock counts instructions, which a busy host does not distort.
-            let cost = GuestTest::new("the series' selftest of costs", format!("{} cost", self.c.selftest()));
+        // Costs are compared where the clock counts instructions, which a busy host does not distort.
+        let cost = GuestTest::new("the series' selftest of costs", format!("{} cost", self.c.selftest()));
+        if part == Part::Ldt && is_meant(&cost) {
             let mut counting = machine.clone();
             counting.counts_instructions = true;
             results.extend(batch::run(counting, &[cost], extent.hangs_s(), &self.directory.0, log)?);
@@ -312,11 +323,9 @@ impl Programs {
         let output = std::env::var_os("LDT_SELFTESTS_OUTPUT").map_or(self.directory.0.join("selftests"), PathBuf::from);
         cache::create(&output)?;
         let are_equal = selftests::compare_kernels(extent, unpatched, patched, &output)?;
-        Ok(vec![TestResult {
-            name: format!("selftests of the kernel, the same on {patched} as on {unpatched}"),
-            failure: (!are_equal).then(|| "results differ".to_owned()),
-            seconds: Some(start.elapsed().as_secs()),
-        }])
+        let name = format!("selftests of the kernel, the same on {patched} as on {unpatched}");
+        let failure = (!are_equal).then(|| "results differ".to_owned());
+        Ok(vec![TestResult::new(name, failure, Some(start.elapsed().as_secs()))])
     }
 }
 
@@ -326,6 +335,9 @@ const DAX_MEMORY: &str = "6G";
 /// The regions for devices, in the notation of the kernel's command line. Of the last, a page of 1
 /// GiB remains beside what describes the region.
 const DAX_REGIONS: [&str; 4] = ["1G!4G", "256M!5G", "256M!5376M", "2G!6G"];
+
+/// The name of what prepares a machine: swap, KSM and khugepaged for all tests.
+const PRESSURE: &str = "swap, KSM and khugepaged";
 
 /// Tests of the trackers that are slow in emulation, and that no kernel of the lab changes.
 const SAME_ON_THE_HOST: &[&str] = &[
@@ -391,12 +403,12 @@ fn tests(part: Part, extent: Extent, programs: &Programs) -> Result<Vec<GuestTes
     {
         // Swap, KSM and khugepaged for all that follows.
         let script = crate::source_root().join("lab/guest/memory-pressure.sh");
-        tests.push(GuestTest::new("swap, KSM and khugepaged", quoted(&script)));
+        tests.push(GuestTest::new(PRESSURE, quoted(&script)));
     }
     match part {
         Part::Ldt => {
             tests.push(selftest());
-            tests.push(GuestTest::new("what is written after MADV_FREE stays", c.madv_free()));
+            tests.push(GuestTest::oracle("what is written after MADV_FREE stays", c.madv_free()));
             for &seed in extent.seeds() {
                 tests.push(oracle(c, seed, seconds, ""));
                 tests.push(oracle(c, 10 + seed, seconds, "-m written"));
@@ -616,7 +628,7 @@ fn guest_of_xen(binaries: &TestBinaries) -> Result<Vec<GuestTest>> {
 
 fn oracle(c: &CPrograms, seed: u32, seconds: u64, options: &str) -> GuestTest {
     let space = if options.is_empty() { "" } else { " " };
-    GuestTest::new(
+    GuestTest::oracle(
         format!("oracle{space}{options}, seed {seed}"),
         format!("{} -s {seconds} -t 4 -r {seed}{space}{options}", c.oracle()),
     )
@@ -624,12 +636,12 @@ fn oracle(c: &CPrograms, seed: u32, seconds: u64, options: &str) -> GuestTest {
 
 fn hostile(c: &CPrograms, seed: u32, seconds: u64) -> GuestTest {
     let command = format!("{} -s {seconds} -r {seed}", c.hostile());
-    GuestTest::new(format!("hostile callers, seed {seed}"), command)
+    GuestTest::oracle(format!("hostile callers, seed {seed}"), command)
 }
 
 fn users(c: &CPrograms, seed: u32, seconds: u64) -> GuestTest {
     let command = format!("{} -s {seconds} -r {seed}", c.users());
-    GuestTest::new(format!("trackers come and go, seed {seed}"), command)
+    GuestTest::oracle(format!("trackers come and go, seed {seed}"), command)
 }
 
 fn regions(binaries: &TestBinaries, mechanism: &str) -> Result<GuestTest> {

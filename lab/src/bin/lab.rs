@@ -190,9 +190,9 @@ fn test(extent: Extent, parts: Vec<Part>, no_cargo: bool) -> Result<ExitCode> {
     let programs = Programs::build(binaries)?;
     let mut results = Vec::new();
     for part in parts {
-        let found = programs.run(part, extent, 0, log.path()).unwrap_or_else(|error| {
+        let found = programs.run(part, extent, &[], 0, log.path()).unwrap_or_else(|error| {
             // The other parts may still pass.
-            vec![TestResult { name: part.name().to_owned(), failure: Some(error.to_string()), seconds: None }]
+            vec![TestResult::new(part.name(), Some(error.to_string()), None)]
         });
         found.iter().for_each(|result| println!("{}", result.line()));
         results.extend(found);

@@ -1,14 +1,16 @@
 //! The program `suite`: sets a host up, and runs all tests of the project.
 
+use std::ffi::OsString;
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::time::Duration;
 
 use clap::{Parser, Subcommand};
 use pagemark_lab::suite::{self, Options};
 use pagemark_lab::surroundings::Surroundings;
 use pagemark_lab::test_plan::Extent;
 use pagemark_lab::zdtm::{self, Flavor, Mode, Selection};
-use pagemark_lab::{Result, progress, setup};
+use pagemark_lab::{Result, contained, load, progress, repeat, setup};
 
 /// Sets a host up, and runs all tests of the project.
 ///
@@ -102,6 +104,35 @@ enum Command {
         #[arg(last = true)]
         arguments: Vec<String>,
     },
+    /// Run a test again and again, alone or beside a load, and print how often which assertion
+    /// failed
+    Repeat {
+        /// A name as a run prints it, or a part of the names of tests
+        name: String,
+        /// How often
+        #[arg(long, default_value_t = 1)]
+        times: u32,
+        /// Beside a load: both processors busy, a writer on the disk, memory under pressure, and
+        /// the tests stopped for 100 ms at a time
+        #[arg(long)]
+        load: bool,
+    },
+    /// The tests that failed in a run and passed alone, by commit
+    Flaky,
+    /// Run a program with all that it starts, and leave no process of it
+    #[command(hide = true)]
+    Contained {
+        limit_s: u64,
+        /// Stop it for 100 ms at a time
+        #[arg(long)]
+        stalls: bool,
+        report: PathBuf,
+        #[arg(last = true, required = true)]
+        program: Vec<OsString>,
+    },
+    /// A part of the load beside tests, for ever
+    #[command(hide = true)]
+    Load { part: load::Part },
     /// A test of CRIU in a mode, as the first process of a PID namespace
     #[command(hide = true)]
     ZdtmTrial {
@@ -117,8 +148,7 @@ enum Command {
 
 fn main() -> ExitCode {
     match run(Arguments::parse().command) {
-        Ok(true) => ExitCode::SUCCESS,
-        Ok(false) => ExitCode::FAILURE,
+        Ok(status) => ExitCode::from(status),
         Err(error) => {
             progress!("{error}");
             ExitCode::FAILURE
@@ -126,8 +156,9 @@ fn main() -> ExitCode {
     }
 }
 
-fn run(command: Command) -> Result<bool> {
-    match command {
+/// Returns the exit status.
+fn run(command: Command) -> Result<u8> {
+    let passed = match command {
         Command::Setup { part } => setup::set_up(part).map(|()| true),
         Command::Check => suite::check(),
         Command::Test => suite::test(&Options::from_environment(Extent::Quick)?),
@@ -139,8 +170,16 @@ fn run(command: Command) -> Result<bool> {
         Command::Sqlite { within, files } => suite::sqlite(within, &files),
         Command::Ltp { within, root, commands } => suite::ltp(within, &root, &commands),
         Command::NewestQemu { arguments } => suite::newest_qemu(&arguments),
+        Command::Repeat { name, times, load } => repeat::repeat(&name, times, load),
+        Command::Flaky => suite::flaky(),
+        Command::Contained { limit_s, stalls, report, program } => {
+            let status = contained::run(Duration::from_secs(limit_s), stalls, &report, &program)?;
+            return Ok(u8::try_from(status).unwrap_or(u8::MAX));
+        }
+        Command::Load { part } => load::run(part).map(|()| true),
         Command::ZdtmTrial { test, mode, tree, work, criu, pagemark, verdict } => {
             zdtm::run_trial(&test, mode, &tree, &work, &criu, &pagemark, &verdict).map(|()| true)
         }
-    }
+    }?;
+    Ok(if passed { 0 } else { 1 })
 }

@@ -1,0 +1,110 @@
+//! How the suite runs test binaries: what fails, hangs, dies, or leaves something is named.
+
+use std::collections::BTreeSet;
+use std::path::Path;
+use std::process::Command;
+use std::time::Duration;
+
+use pagemark_lab::failure::Failure;
+use pagemark_lab::host_tests::{Manner, Results, TestProgram, run_alone, run_programs};
+use pagemark_lab::left_over::Watch;
+use pagemark_lab::libtest::Summary;
+use pagemark_lab::repeat::judge;
+
+const LONG: Duration = Duration::from_secs(60);
+
+/// A program that acts as one with tests: those that it lists, and what it does.
+fn shell(name: &str, tests: &[&str], script: &str) -> TestProgram {
+    let list: String = tests.iter().map(|test| format!("echo '{test}: test';")).collect();
+    let mut shell = Command::new("sh");
+    shell.args(["-c", &format!("case $1 in --list) {list} exit;; esac\n{script}"), "sh"]);
+    TestProgram::new(name, shell)
+}
+
+/// What libtest prints of a failed test.
+fn failed(test: &str, message: &str) -> String {
+    format!(
+        "echo 'test {test} ... FAILED\n\nfailures:\n\n---- {test} stdout ----\nthread panicked at a.rs:1:1:\n{message}\n\
+         \nfailures:\n    {test}\n\ntest result: FAILED. 0 passed; 1 failed; 0 ignored'; exit 101"
+    )
+}
+
+fn run(programs: &[TestProgram], limit: Duration, log: &Path) -> Results {
+    run_programs(programs, Manner { arguments: &[], limit, stalls: false }, &Watch::new(), log).unwrap()
+}
+
+fn run_one(program: TestProgram, limit: Duration) -> Vec<Failure> {
+    let directory = tempfile::tempdir().unwrap();
+    run(&[program], limit, &directory.path().join("log")).failures
+}
+
+#[test]
+fn each_output_is_whole_and_failures_are_named() {
+    let directory = tempfile::tempdir().unwrap();
+    let log = directory.path().join("log");
+    let good = "echo 'test a ... ok\ntest result: ok. 2 passed; 0 failed; 0 ignored'; echo end >&2";
+    let mut programs: Vec<_> = (0..20).map(|index| shell(&format!("number {index}"), &["a"], good)).collect();
+    programs.push(shell("a crash", &["b"], "echo begun; kill -SEGV $$"));
+    programs.push(shell("a failure", &["c"], &failed("c", "too long")));
+    let results = run(&programs, LONG, &log);
+    let lines = |failure: &Failure| format!("{}: {}, {}", failure.name, failure.message, failure.is_finding);
+    let lines: BTreeSet<String> = results.failures.iter().map(lines).collect();
+    let expected = ["a crash: b: ended with status 139: begun, true", "a failure: c: too long, false"];
+    assert_eq!(lines, expected.map(str::to_owned).into());
+    let text = std::fs::read_to_string(&log).unwrap();
+    for index in 0..20 {
+        let part =
+            format!("Running number {index}\ntest a ... ok\ntest result: ok. 2 passed; 0 failed; 0 ignored\nend\n");
+        assert!(text.contains(&part), "{text}");
+    }
+    assert_eq!(Summary::parse(&text).passed, 40);
+    assert!(results.durations.iter().filter(|(name, _)| name.to_string() == "number 7: a").count() == 1);
+}
+
+#[test]
+fn a_finding_of_an_oracle_fails_the_run_at_once() {
+    let found = run_one(shell("one", &["a"], &failed("a", "\nfinding: page 3 differs")), LONG);
+    assert_eq!((found[0].message.as_str(), found[0].is_finding), ("page 3 differs", true));
+    let judged = judge(found, |name| panic!("{name} was repeated"));
+    assert!(judged[0].is_failed());
+}
+
+#[test]
+fn a_program_that_hangs_is_killed_and_what_has_not_ended_is_named() {
+    let script = "echo 'test a ... ok'; echo begun; sleep 600";
+    let failed = run_one(shell("one", &["a", "b", "c"], script), Duration::from_secs(1));
+    assert_eq!(failed[0].name.to_string(), "one: b + c");
+    assert_eq!((failed[0].message.as_str(), failed[0].is_finding), ("did not end: begun", false));
+}
+
+#[test]
+fn what_a_program_leaves_is_a_failure_and_removed() {
+    // A session of its own does not hide a process.
+    let script = "echo x >$TMPDIR/file; setsid sleep 612 >/dev/null 2>&1 & echo begun";
+    let failed = run_one(shell("one", &["a"], script), LONG);
+    assert_eq!(failed[0].name.to_string(), "one");
+    let message = &failed[0].message;
+    assert!(message.starts_with("left over: process ") && message.contains("sleep 612; file "), "{message}");
+    let path = message.rsplit("file ").next().unwrap();
+    assert!(path.ends_with("/file") && !Path::new(path).exists(), "{path}");
+    let sleeps = Command::new("pgrep").args(["-f", "^sleep 612$"]).output().unwrap();
+    assert!(sleeps.stdout.is_empty(), "it still runs");
+}
+
+#[test]
+fn a_test_is_repeated_alone() {
+    let script = "echo \"test $1 ... ok\"; echo 'test result: ok. 1 passed; 0 failed'";
+    let program = shell("one", &["a", "b"], script);
+    assert_eq!(run_alone(&program, &["a".to_owned()], LONG, true).unwrap(), None);
+    assert_eq!(run_alone(&program, &[], LONG, false).unwrap(), None);
+    let nothing = shell("one", &[], "echo 'test result: ok. 0 passed; 0 failed'");
+    assert!(run_alone(&nothing, &["a".to_owned()], LONG, false).is_err());
+    let bad = shell("one", &["a"], &failed("a", "too long"));
+    assert_eq!(run_alone(&bad, &["a".to_owned()], LONG, false).unwrap().unwrap().message, "too long");
+}
+
+#[test]
+fn a_program_that_does_not_exist_is_a_failure() {
+    let failed = run_one(TestProgram::new("none", Command::new("/nowhere/program")), LONG);
+    assert!(failed[0].message.contains("/nowhere/program"), "{failed:?}");
+}
