@@ -16,6 +16,7 @@ pub(crate) mod held_files;
 pub mod images;
 mod injected;
 mod interrupted_calls;
+mod job_stops;
 mod kernel_data;
 mod late_sockets;
 mod leave_code;

@@ -7,7 +7,8 @@
 //! (`PTRACE_O_TRACEEXIT`), before it releases the threads, and while the memory of CRIU still
 //! holds the registers that CRIU saved. The guard reads these, sends SIGSTOP to each thread, lets
 //! CRIU exit, attaches to the threads, which have not executed an instruction since, and repairs
-//! them. Then it has each process unmap the code that CRIU has left there.
+//! them. Then it has each process unmap the code that CRIU has left there. A process that job
+//! control had stopped stays stopped, unless its user has continued it ([`job_stops`]).
 //!
 //! A CRIU that ends by itself without success may leave sockets in repair mode ([`Sockets`]). The
 //! guard resets them at its exit, too.
@@ -19,7 +20,7 @@
 //! threads by SIGSTOP, the kernel sends SIGCONT in its place ([`LastSignal`]). Who kills all of a
 //! control group kills CRIU too; the guard leaves its groups where that is permitted.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::io::{self, PipeReader, Read};
 use std::ops::ControlFlow;
 use std::os::fd::{AsRawFd, RawFd};
@@ -43,6 +44,7 @@ use super::injected::{
     BLOCKED_BY_CRIU, CODE_FILE, CODE_LENGTH, INJECTED_CALL, INJECTED_LENGTH, bit, code_of_criu, first_code,
     first_code_of_file, injected_call, is_code_file,
 };
+use super::job_stops;
 use super::leave_code::leave_code;
 use super::memory_copies::{self, Copier, Copies};
 use super::records::Records;
@@ -69,8 +71,10 @@ struct Original {
     process: Process,
     /// Address and content of the begin of the first executable mapping, where CRIU injects code.
     code: Option<(u64, [u8; CODE_LENGTH])>,
-    /// Job control has stopped the process, and nobody has continued it since.
+    /// Job control has stopped the process, and nobody has continued it since, as far as is known.
     is_stopped: bool,
+    /// SIGSTOP has come to the process, and CRIU may have dropped it.
+    lacks_stop: bool,
     /// The process is the first of a container, or of a container within another.
     is_first: bool,
 }
@@ -80,14 +84,15 @@ impl Original {
         let status = Status::read(process.pid).ok();
         let is_stopped = status.as_ref().is_some_and(|status| status.state == 'T');
         let is_first = status.as_ref().is_some_and(Status::is_first_of_namespace);
-        Original { process, code: first_code(process.pid), is_stopped, is_first }
+        Original { process, code: first_code(process.pid), is_stopped, lacks_stop: false, is_first }
     }
 
-    /// True if SIGCONT has come while the process was traced. The kernel keeps the signal for a
-    /// process that is traced, until a stop signal comes.
-    fn is_continued(&self) -> bool {
-        self.is_stopped
-            && Status::read(self.process.pid).is_ok_and(|status| status.pending_signals & bit(libc::SIGCONT) != 0)
+    /// Takes what has come to the process since, before this process sends it a stop signal.
+    fn take_continuation(&mut self, stops: &mut Stops) {
+        if self.is_stopped && job_stops::is_continued(self.process.pid) {
+            (self.is_stopped, self.lacks_stop) = (false, false);
+            stops.add(self.process);
+        }
     }
 }
 
@@ -263,30 +268,27 @@ impl Tree<'_> {
         continued: &TracedStops,
         stops: &mut Stops,
     ) -> bool {
+        if status == 0 {
+            return false;
+        }
         let is_killed = status & 0x7f != 0;
         for original in originals.iter_mut() {
-            original.is_stopped |= continued.was_asked_to_stop(original.process.pid);
-        }
-        // Before the stop signals, which remove it.
-        for original in originals.iter_mut().filter(|original| original.is_continued()) {
-            original.is_stopped = false;
-            stops.add(original.process);
+            let pid = original.process.pid;
+            original.lacks_stop = continued.may_lack_stop(pid);
+            // A killed CRIU leaves no time for the second.
+            original.is_stopped |= continued.was_asked_to_stop(pid) || !is_killed && job_stops::is_stopped(pid);
+            original.take_continuation(stops);
         }
         if is_killed && has_stopped {
             // At once: a thread must not reach the SIGTRAP at the end of a system call.
             originals.iter().for_each(|original| stops.stop(original.process, original.process.pid));
-        }
-        if status == 0 {
-            return false;
         }
         if let Some(sockets) = self.sockets {
             let members = tree::members(self.root_pid).unwrap_or_default();
             sockets.reset(&members.iter().map(|member| member.process.pid).collect::<Vec<i32>>());
         }
         rescue(self.criu_pid, self.root_pid, originals, is_killed && has_stopped, stops);
-        // CRIU may have dropped their SIGSTOP.
-        let stopped = originals.iter().filter(|original| original.is_stopped);
-        stopped.filter(|original| continued.was_asked_to_stop(original.process.pid)).for_each(stop_again);
+        originals.iter().filter(|original| original.lacks_stop).for_each(stop_again);
         true
     }
 }
@@ -367,7 +369,9 @@ impl Stops {
 
     /// Like [`Stops::prepare`], for a process that has come since.
     fn add(&mut self, process: Process) {
-        self.resumed.extend(resumed_at_death(process).map(|last| (process, last)));
+        if !self.resumed.contains_key(&process) {
+            self.resumed.extend(resumed_at_death(process).map(|last| (process, last)));
+        }
     }
 }
 
@@ -387,7 +391,7 @@ fn raise_descriptor_limit() {
 
 /// Repairs what CRIU leaves, which is stopped at its exit. `are_stopped`: all processes were sent
 /// SIGSTOP.
-fn rescue(criu_pid: i32, root_pid: i32, originals: &[Original], are_stopped: bool, stops: &mut Stops) {
+fn rescue(criu_pid: i32, root_pid: i32, originals: &mut [Original], are_stopped: bool, stops: &mut Stops) {
     let records = Records::read(criu_pid);
     let traced = |tid: &i32| Status::read(*tid).is_ok_and(|status| status.tracer_pid == criu_pid);
     let members = tree::members(root_pid).unwrap_or_default();
@@ -398,14 +402,19 @@ fn rescue(criu_pid: i32, root_pid: i32, originals: &[Original], are_stopped: boo
             (member.process, threads.into_iter().filter(traced).collect())
         })
         .collect();
-    for (process, threads) in &processes {
-        if !threads.is_empty() && originals.iter().all(|original| original.process != *process) {
-            stops.add(*process);
+    for (process, threads) in processes.iter().filter(|(_, threads)| !threads.is_empty()) {
+        match originals.iter_mut().find(|original| original.process == *process) {
+            // Once more, since the above takes a while.
+            Some(original) => original.take_continuation(stops),
+            None => stops.add(*process),
         }
         for tid in threads {
             stops.stop(*process, *tid);
         }
     }
+    // Nobody resumes them any more.
+    let all = processes.iter().flat_map(|(_, threads)| threads.iter().copied());
+    let held: HashSet<i32> = all.filter(|&tid| job_stops::is_held_before_stop(tid)).collect();
     let _ = ptrace::resume(criu_pid, ptrace::Until::Event, 0);
     while let Ok(Some(_)) = ptrace::wait_status(criu_pid) {
         let _ = ptrace::resume(criu_pid, ptrace::Until::Event, 0);
@@ -423,8 +432,14 @@ fn rescue(criu_pid: i32, root_pid: i32, originals: &[Original], are_stopped: boo
         let stopped: Vec<i32> = threads.iter().copied().filter(has_stopped).collect();
         drop(reports);
         let is_in_code = repair(process.pid, &stopped, original, &records);
-        let is_sent_stop = are_stopped || !threads.is_empty();
-        if is_sent_stop && original.is_none_or(|original| !original.is_stopped) {
+        let were_held = stopped == *threads && threads.iter().all(|tid| held.contains(tid));
+        let stays = match threads[..] {
+            // It was sent no signal, or by its first thread.
+            [] => !are_stopped || original.is_none() || job_stops::stays_stopped(process.pid, deadline),
+            _ if were_held => job_stops::was_stopped_before(threads) || original.is_some_and(|known| known.lacks_stop),
+            _ => original.is_some_and(|known| known.is_stopped),
+        };
+        if !stays {
             resume(*process);
         }
         if is_in_code {
@@ -438,7 +453,8 @@ fn rescue(criu_pid: i32, root_pid: i32, originals: &[Original], are_stopped: boo
     if are_stopped {
         let left =
             originals.iter().filter(|original| processes.iter().all(|(process, _)| *process != original.process));
-        left.filter(|original| !original.is_stopped).for_each(|original| resume(original.process));
+        let left = left.map(|original| original.process);
+        left.filter(|process| !job_stops::stays_stopped(process.pid, deadline)).for_each(resume);
     }
     processes.iter().for_each(|(process, _)| remove_code(*process));
 }
@@ -526,3 +542,6 @@ fn repair(pid: i32, threads: &[i32], original: Option<&Original>, records: &Reco
     }
     is_left_in_code
 }
+
+#[cfg(test)]
+mod tests;

@@ -20,10 +20,11 @@
 use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 
-use pagemark_linux::proc::{self, Fields, Status, stat};
+use pagemark_linux::proc::{self, Fields, Status};
 use pagemark_linux::ptrace::{self, Registers};
 
 use super::injected::{BLOCKED_BY_CRIU, code_of_criu};
+use super::job_stops::{self, unreported};
 
 /// The stops of the threads that CRIU traces.
 #[derive(Debug)]
@@ -32,8 +33,9 @@ pub(super) struct TracedStops {
     injected: HashMap<i32, Range<u64>>,
     /// The threads that have stopped for CRIU.
     stopped: HashSet<i32>,
-    /// The processes to which SIGSTOP came while they worked for CRIU.
-    asked_to_stop: HashSet<i32>,
+    /// The processes to which SIGSTOP came while they worked for CRIU, and whether CRIU has
+    /// delivered it.
+    asked_to_stop: HashMap<i32, bool>,
     /// The address of an instruction `syscall` of CRIU's.
     instruction: Option<u64>,
 }
@@ -41,20 +43,28 @@ pub(super) struct TracedStops {
 impl TracedStops {
     /// `injected`: where CRIU injects system calls into a process.
     pub fn new(injected: impl Iterator<Item = (i32, Range<u64>)>) -> TracedStops {
-        let (stopped, asked_to_stop) = (HashSet::new(), HashSet::new());
+        let (stopped, asked_to_stop) = (HashSet::new(), HashMap::new());
         TracedStops { injected: injected.collect(), stopped, asked_to_stop, instruction: None }
     }
 
     /// True if SIGSTOP came to a process while that worked for CRIU, or is about to be delivered to
     /// it. SIGCONT may have come since.
     pub fn was_asked_to_stop(&self, pid: i32) -> bool {
-        self.asked_to_stop.contains(&pid) || unreported(pid) == Some(libc::SIGSTOP as u64)
+        self.asked_to_stop.contains_key(&pid) || unreported(pid) == Some(libc::SIGSTOP as u64)
+    }
+
+    /// True if CRIU may have dropped the SIGSTOP that came to a process. What is delivered, the
+    /// kernel remembers.
+    pub fn may_lack_stop(&self, pid: i32) -> bool {
+        self.asked_to_stop.get(&pid) == Some(&false)
     }
 
     /// If SIGCONT or SIGSTOP has stopped a thread that works for CRIU, makes CRIU resume it. CRIU
     /// has stopped before SIGCHLD, and does not get that signal if this returns true.
     pub fn resume(&mut self, criu_pid: i32) -> bool {
         let Ok(info) = ptrace::signal_info(criu_pid) else { return false };
+        // Each SIGCONT makes its thread stop once more, so that this sees it while it is pending.
+        self.asked_to_stop.retain(|&pid, _| !job_stops::is_continued(pid));
         // SAFETY: the kernel has filled in a SIGCHLD.
         let (thread, status) = unsafe { (info.si_pid(), info.si_status()) };
         let is_asked_to_stop = info.si_code == libc::CLD_TRAPPED && status == libc::SIGSTOP;
@@ -93,7 +103,7 @@ impl TracedStops {
             return None;
         }
         if signal == libc::SIGSTOP {
-            self.asked_to_stop.insert(process_id);
+            self.asked_to_stop.insert(process_id, false);
         }
         let address = proc::next_instruction(thread)?;
         let is_call = self.injected.get(&process_id).is_some_and(|injected| injected.contains(&address));
@@ -104,17 +114,12 @@ impl TracedStops {
         {
             return None;
         }
-        resume_by(criu_pid, self.instruction?, thread, signal, !is_commanded)
+        resume_by(criu_pid, self.instruction?, thread, signal, !is_commanded)?;
+        if signal == libc::SIGSTOP {
+            self.asked_to_stop.insert(process_id, true);
+        }
+        Some(())
     }
-}
-
-/// What `wait` will return for the stop of a thread, without the lowest byte. 0 if somebody has
-/// waited for it.
-fn unreported(thread: i32) -> Option<u64> {
-    const EXIT_CODE: usize = 52;
-    // The file of the process has the signal that stopped the process there.
-    let text = std::fs::read(proc::path(thread, &format!("task/{thread}/stat"))).ok()?;
-    stat::number(&text, EXIT_CODE)
 }
 
 /// True if a thread has a stop like that of SIGCONT, for which nobody has waited yet.

@@ -234,10 +234,12 @@ impl Answers {
         Some(Answer::Continue)
     }
 
-    /// Answers a `kill` by a stop signal: nothing is to be done, or the kernel sends it.
+    /// Answers a `kill` by a stop signal, which is sent here if it is to be sent.
     fn answer_kill(&mut self, call: &Call) -> Option<Answer> {
-        let pid = call.arguments[0] as i32;
-        (!self.stops.may_stop(pid)).then_some(Answer::Return(0))
+        let [pid, signal, ..] = call.arguments;
+        // A CRIU that is gone has released the process.
+        let is_valid = self.listener.is_valid(call);
+        is_valid.then(|| self.stops.send(call.pid as i32, pid as i32, signal as i32)).flatten().map(Answer::Return)
     }
 
     /// Answers a query of a resource limit of a dumped process, which may have been forked since
