@@ -37,6 +37,7 @@ mod shown_commands;
 mod skip;
 mod swap;
 mod trackee;
+mod until_exit;
 
 pub use as_linux::{LINUX_VERSIONS, again_as_older_linux, as_linux, reason_without_as_linux};
 pub use cases::{cases, factor};
@@ -59,6 +60,11 @@ pub use shown_commands::{ShownCommands, pages_of_commands};
 pub use skip::skipped;
 pub use swap::Swap;
 pub use trackee::{rounds, trackee, violation};
+pub use until_exit::directory_until_exit;
+
+/// The environment variable by which a test knows that another test has started it as a program:
+/// one that never ends of its own accord is skipped without it.
+pub const STARTED: &str = "PAGEMARK_TEST_STARTED";
 
 /// Reports that the running test is skipped, with the reason (as for `format!`), and returns from
 /// it.

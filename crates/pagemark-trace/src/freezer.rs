@@ -376,6 +376,8 @@ mod tests {
     use std::process::Command;
     use std::sync::mpsc;
 
+    use pagemark_testing::{STARTED, skip};
+
     use super::*;
     use crate::inject;
 
@@ -383,6 +385,9 @@ mod tests {
     #[test]
     #[ignore = "is run by a_process_that_executes_programs_does_not_hold_up_its_tracer"]
     fn executes_itself() {
+        if std::env::var_os(STARTED).is_none() {
+            skip!("is run by a_process_that_executes_programs_does_not_hold_up_its_tracer");
+        }
         for _ in 0..8 {
             std::thread::spawn(|| std::thread::sleep(Duration::from_secs(1000)));
         }
@@ -392,7 +397,8 @@ mod tests {
 
     fn itself() -> Command {
         let mut command = Command::new(std::env::current_exe().unwrap());
-        command.args(["--ignored", "--exact", "freezer::tests::executes_itself"]).stdout(std::process::Stdio::null());
+        command.args(["--ignored", "--exact", "freezer::tests::executes_itself"]).env(STARTED, "1");
+        command.stdout(std::process::Stdio::null());
         command
     }
 

@@ -14,14 +14,22 @@ use pagemark_linux::proc::descriptors::Descriptor;
 use pagemark_linux::proc::{self, Mapping, Process, Stat, maps, tree};
 
 use crate::attach;
-use crate::error::{ErrorKind, Result};
+use crate::error::{Error, ErrorKind, Object, Result};
 use crate::inject;
 
-/// How long it may take until no process changes its machine. For a fault it does so for some
-/// microseconds, and a process that executes a program has none for some milliseconds.
-const PARK_LIMIT: Duration = Duration::from_secs(2);
+/// How long an attempt may take in which no process begins to change its machine, and those wait
+/// that need to. For a fault a process does so for some microseconds, and one that executes a
+/// program has none for some milliseconds. CRIU, which waits for an attempt, gives up after 10 s.
+const ATTEMPT_LIMIT: Duration = Duration::from_secs(4);
 
-/// Pause between two tries.
+/// How long attempts are repeated, and how long a process is waited for that starts. On a busy
+/// machine, a thread in the midst of a change is not scheduled for seconds.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// How long all processes go on between two attempts.
+const RUN: Duration = Duration::from_millis(50);
+
+/// Pause between two tries within an attempt.
 const PAUSE: Duration = Duration::from_millis(1);
 
 /// True if a process runs in a machine.
@@ -49,11 +57,12 @@ fn is_monitor(path: &Path) -> bool {
 }
 
 /// Waits while a process is about to make the machine in which its program will run, but not for
-/// longer than `PARK_LIMIT`.
+/// longer than a minute. It runs meanwhile.
 pub fn wait_for_machine(pid: i32) {
-    let deadline = Instant::now() + PARK_LIMIT;
-    let is_about_to = || !is_in_machine(pid) && (executes_monitor(pid) || holds_kvm(pid));
-    while is_about_to() && Instant::now() < deadline {
+    let begin = Instant::now();
+    // Who only has KVM open may be another monitor.
+    let starts = || executes_monitor(pid) || begin.elapsed() < ATTEMPT_LIMIT && holds_kvm(pid);
+    while !is_in_machine(pid) && starts() && begin.elapsed() < PATIENCE {
         std::thread::sleep(PAUSE);
     }
 }
@@ -72,6 +81,37 @@ pub fn list_tree(root_pid: i32) -> io::Result<Vec<Process>> {
     Ok(processes)
 }
 
+/// Decides whether processes that could not give up their machines are asked to once more.
+#[derive(Debug)]
+pub struct Repetition {
+    deadline: Instant,
+}
+
+impl Default for Repetition {
+    fn default() -> Repetition {
+        Repetition { deadline: Instant::now() + PATIENCE }
+    }
+}
+
+impl Repetition {
+    /// True if an attempt that has failed by `error` is to be repeated. All processes have gone on
+    /// for a moment then.
+    pub fn is_due(&self, error: &Error) -> bool {
+        let is_due = error.kind() == ErrorKind::Busy && Instant::now() < self.deadline && is_transient(error.object());
+        if is_due {
+            std::thread::sleep(RUN);
+        }
+        is_due
+    }
+}
+
+/// True if a process that was busy leaves that state by itself. One that has KVM open and is
+/// neither in a machine nor about to be may be another monitor, which keeps it.
+fn is_transient(object: &Object) -> bool {
+    let &Object::Process(pid) = object else { return true };
+    is_in_machine(pid) || executes_monitor(pid) || !holds_kvm(pid)
+}
+
 /// Processes that have given up their machines. Dropped, they may make them again.
 #[derive(Debug, Default)]
 pub struct ParkedProcesses {
@@ -81,12 +121,20 @@ pub struct ParkedProcesses {
 }
 
 impl ParkedProcesses {
-    /// Like [`ParkedProcesses::park`], of the tree of a process.
+    /// Like [`ParkedProcesses::park`], of the tree of a process. As long as a process is busy, this
+    /// is tried again, for a minute; between the attempts the processes run.
     ///
     /// # Errors
     /// A process cannot give it up, or the tree cannot be listed; all go on.
     pub fn park_tree(root_pid: i32) -> Result<ParkedProcesses> {
-        ParkedProcesses::park(|| list_tree(root_pid).map_err(attach::failed("list the processes below", root_pid)))
+        let list = || list_tree(root_pid).map_err(attach::failed("list the processes below", root_pid));
+        let repetition = Repetition::default();
+        loop {
+            match ParkedProcesses::park(list) {
+                Err(error) if repetition.is_due(&error) => {}
+                parked => return parked,
+            }
+        }
     }
 
     /// Has those processes of a tree that run in a machine give it up. `list` lists the tree. Until
@@ -94,9 +142,10 @@ impl ParkedProcesses {
     /// namespace of process ids they wait for 10 s at most.
     ///
     /// # Errors
-    /// A process cannot give it up; all go on.
+    /// A process cannot give it up within some seconds; all go on. [`ErrorKind::Busy`]: it may
+    /// later ([`Repetition`]).
     pub fn park(list: impl Fn() -> Result<Vec<Process>>) -> Result<ParkedProcesses> {
-        let deadline = Instant::now() + PARK_LIMIT;
+        let deadline = Instant::now() + ATTEMPT_LIMIT;
         let mut parked = ParkedProcesses::default();
         loop {
             let (mut busy, known) = (None, parked.parked.len());
@@ -192,7 +241,92 @@ fn holds_kvm(pid: i32) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::FileExt;
+    use std::process::{Child, Command};
+
+    use pagemark_kvm_protocol::description::{ADDRESS, Header, MAGIC};
+    use pagemark_kvm_protocol::state::MachineState;
+    use pagemark_testing::{STARTED, skip, wait_until};
+
     use super::*;
+
+    /// A program that has given up its machine, and a thread that has just begun to make it again.
+    #[test]
+    #[ignore = "is run by a_process_is_waited_for_whose_thread_is_not_scheduled"]
+    fn has_a_machine() {
+        if std::env::var_os(STARTED).is_none() {
+            skip!("is run by a_process_is_waited_for_whose_thread_is_not_scheduled");
+        }
+        let (protection, flags) =
+            (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED_NOREPLACE);
+        // SAFETY: a new mapping where nothing is mapped.
+        let at = unsafe { libc::mmap(ADDRESS as *mut libc::c_void, 4096, protection, flags, -1, 0) };
+        assert_eq!(at as u64, ADDRESS);
+        for (offset, word) in [
+            (std::mem::offset_of!(Header, users), 1),
+            (std::mem::offset_of!(Header, state), MachineState::Released.word().into()),
+            (std::mem::offset_of!(Header, magic), MAGIC),
+        ] {
+            write(std::process::id() as i32, offset, word);
+        }
+        loop {
+            std::thread::sleep(Duration::from_secs(1000));
+        }
+    }
+
+    /// Writes a word of the description, from the lowest byte on as far as it is not 0.
+    fn write(pid: i32, offset: usize, word: u64) {
+        let bytes = word.to_le_bytes();
+        let length = if word <= u64::from(u32::MAX) { 4 } else { 8 };
+        let memory = proc::open_memory_for_writing(pid).unwrap();
+        memory.write_all_at(&bytes[..length], ADDRESS + offset as u64).unwrap();
+    }
+
+    /// Ended when it is dropped.
+    struct Ended(Child);
+
+    impl Drop for Ended {
+        fn drop(&mut self) {
+            let _ = self.0.kill();
+            let _ = self.0.wait();
+        }
+    }
+
+    #[test]
+    fn a_process_is_waited_for_whose_thread_is_not_scheduled() {
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command.args(["--ignored", "--exact", "parked::tests::has_a_machine"]).env(STARTED, "1");
+        command.stdout(std::process::Stdio::null());
+        let program = Ended(command.spawn().unwrap());
+        let pid = program.0.id() as i32;
+        wait_until("the description", || is_in_machine(pid));
+        // One attempt fails. The thread is done at last.
+        assert_eq!(
+            ParkedProcesses::park(|| Ok(vec![Process::find(pid).unwrap()])).unwrap_err().kind(),
+            ErrorKind::Busy
+        );
+        let state = || ProcessDescription::of(pid).state().unwrap();
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                std::thread::sleep(ATTEMPT_LIMIT + Duration::from_secs(1));
+                write(pid, std::mem::offset_of!(Header, users), 0);
+            });
+            let parked = ParkedProcesses::park_tree(pid).unwrap();
+            assert_eq!(state(), Some(MachineState::Parked));
+            drop(parked);
+        });
+        assert_eq!(state(), Some(MachineState::Released));
+    }
+
+    #[test]
+    fn who_has_kvm_open_for_ever_is_not_waited_for_long() {
+        let Ok(device) = std::fs::File::open(OsStr::new(DEVICE)) else { skip!("no KVM") };
+        let program = Ended(Command::new("sleep").arg("1000").stdin(device).spawn().unwrap());
+        let begin = Instant::now();
+        let error = ParkedProcesses::park_tree(program.0.id() as i32).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Busy);
+        assert!(begin.elapsed() < PATIENCE / 2, "{:?}", begin.elapsed());
+    }
 
     #[test]
     fn a_process_without_code_is_about_to_execute_the_monitor() {

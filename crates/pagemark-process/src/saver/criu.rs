@@ -17,6 +17,7 @@ use pagemark_trace::attach;
 use pagemark_trace::error::{Error, ErrorKind, Object, Result};
 use pagemark_trace::inject::memory_copy::MemoryCopy;
 use pagemark_trace::objects::ObjectId;
+use pagemark_trace::parked::Repetition;
 use pagemark_trace::space::AddressSpace;
 
 use super::{FreezeStage, FrozenState, Meanwhile, ResumedTree, SavedState, StateSaver, unreadable_state};
@@ -125,9 +126,12 @@ impl StateSaver for CriuSaver {
         meanwhile: Meanwhile<'_>,
     ) -> Result<Box<dyn FrozenState>> {
         let mut repeats = 0..REPEATS;
+        // CRIU does not wait long for the machines of processes.
+        let repetition = Repetition::default();
         loop {
             match self.dump(root, objects, meanwhile) {
                 Err(error) if refusal::is_of_change(&error) && repeats.next().is_some() => {}
+                Err(error) if repetition.is_due(&error) => {}
                 Err(error) => return Err(refused(root.pid, error)),
                 Ok(dumped) => return Ok(Box::new(dumped)),
             }
