@@ -13,7 +13,7 @@ use std::sync::OnceLock;
 use pagemark_kvm_log::kernel::{self, Keeping, Lack};
 use pagemark_kvm_log::machine::Refusal;
 use pagemark_kvm_log::protocol::{LIBRARY, RINGS, Request, SOCKET, Status, receive_greeting, receive_reply};
-use pagemark_testing::{assert_oracle, assert_oracle_eq, skip, wait_for};
+use pagemark_testing::{assert_oracle, assert_oracle_eq, directory_until_exit, skip, wait_for};
 
 const PAGE: u64 = 4096;
 const LOGGED: u32 = 1;
@@ -28,21 +28,20 @@ fn library() -> PathBuf {
 
 /// The monitor's program; None where KVM makes no machine, or has no log.
 fn monitor_program() -> Option<&'static Path> {
-    static PROGRAM: OnceLock<Option<(tempfile::TempDir, PathBuf)>> = OnceLock::new();
+    static PROGRAM: OnceLock<Option<PathBuf>> = OnceLock::new();
     let made = PROGRAM.get_or_init(|| {
         if let Err(lack) = kernel::check(Keeping::Log) {
             assert!(!matches!(lack, Lack::Log), "this KVM has no log");
             return None;
         }
-        let directory = tempfile::tempdir().unwrap();
-        let program = directory.path().join("monitor");
+        let program = directory_until_exit().join("monitor");
         let source = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/monitor.c");
         let mut compiler = Command::new("cc");
         compiler.args(["-O1", "-Wall", "-Werror", "-pthread", source, "-o"]).arg(&program);
         assert!(compiler.status().ok()?.success(), "monitor.c does not compile");
-        Some((directory, program))
+        Some(program)
     });
-    made.as_ref().map(|(_, program)| &**program)
+    made.as_deref()
 }
 
 /// What this host's KVM can keep.

@@ -22,23 +22,24 @@ use pagemark_linux::proc::{self, Process};
 use pagemark_process::ErrorKind;
 use pagemark_process::saver::RegisterSaver;
 use pagemark_process::target::ProcessTarget;
-use pagemark_testing::{Swap, assert_oracle, assert_oracle_eq, patience, pause_32, skip, wait_until};
+use pagemark_testing::{
+    Swap, assert_oracle, assert_oracle_eq, directory_until_exit, patience, pause_32, skip, wait_until,
+};
 use pagemark_trace::freezer::Freezer;
 use pagemark_trace::inject;
 use pagemark_trace::space::{AddressSpace, Moment};
 
 /// The compiled trackee; none where there is no C compiler.
 fn steady() -> Option<&'static PathBuf> {
-    static PROGRAM: OnceLock<Option<(tempfile::TempDir, PathBuf)>> = OnceLock::new();
+    static PROGRAM: OnceLock<Option<PathBuf>> = OnceLock::new();
     let compile = || {
-        let directory = tempfile::tempdir().unwrap();
-        let program = directory.path().join("steady");
+        let program = directory_until_exit().join("steady");
         let source = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/trackee/steady.c");
         let done = Command::new("cc").args(["-O2", "-pthread", "-o"]).arg(&program).arg(source).status().ok()?;
         assert!(done.success(), "the trackee does not compile");
-        Some((directory, program))
+        Some(program)
     };
-    PROGRAM.get_or_init(compile).as_ref().map(|(_, program)| program)
+    PROGRAM.get_or_init(compile).as_ref()
 }
 
 /// The mechanisms for other processes that work here; reports those that do not.

@@ -235,6 +235,8 @@ fn killed_while_criu_waits_for_it_it_harms_no_program() {
         let mut saver = Command::new(std::env::current_exe().unwrap());
         saver.args(["--exact", "saves_until_it_is_killed", "--nocapture"]).process_group(0);
         saver.env("PAGEMARK_TEST_TARGET", program.pid().to_string()).env("PAGEMARK_CRIU", criu.path());
+        // What is killed leaves its images.
+        saver.env("TMPDIR", program.directory());
         let mut saver = saver.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
         wait_until("CRIU freezes the program", || tracer(program.pid()) != 0);
         let criu_pid = tracer(program.pid());

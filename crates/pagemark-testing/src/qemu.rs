@@ -9,7 +9,7 @@ use std::sync::OnceLock;
 
 use serde_json::{Value, json};
 
-use crate::{assert_oracle, wait_for};
+use crate::{assert_oracle, directory_until_exit, wait_for};
 
 /// QEMU's program.
 pub const QEMU: &str = "qemu-system-x86_64";
@@ -20,7 +20,7 @@ pub const RAM_BYTES: u64 = 16 << 20;
 /// The program that runs in the machine; none where there is no QEMU or no compiler for it.
 pub fn guest_program() -> Option<&'static Path> {
     static PROGRAM: Program = Program::new();
-    PROGRAM.get_or_init(|| compile("guest.c")).as_ref().map(|(_, program)| &**program)
+    PROGRAM.get_or_init(|| compile("guest.c")).as_deref()
 }
 
 /// A program that writes to memory all the time, on as many processors as the last character of its
@@ -28,35 +28,34 @@ pub fn guest_program() -> Option<&'static Path> {
 /// replaces the other program; none where that is none.
 pub fn load_program() -> Option<&'static Path> {
     static PROGRAM: Program = Program::new();
-    PROGRAM.get_or_init(|| compile("load.c")).as_ref().map(|(_, program)| &**program)
+    PROGRAM.get_or_init(|| compile("load.c")).as_deref()
 }
 
 /// A program that writes to disks by virtio-blk, and reads them. Used as [`load_program`].
 pub fn disk_program() -> Option<&'static Path> {
     static PROGRAM: Program = Program::new();
-    PROGRAM.get_or_init(|| compile("disk_guest.c")).as_ref().map(|(_, program)| &**program)
+    PROGRAM.get_or_init(|| compile("disk_guest.c")).as_deref()
 }
 
 /// A program that sends back each line that comes to its serial port. Used as [`load_program`].
 pub fn console_program() -> Option<&'static Path> {
     static PROGRAM: Program = Program::new();
-    PROGRAM.get_or_init(|| compile("console_guest.c")).as_ref().map(|(_, program)| &**program)
+    PROGRAM.get_or_init(|| compile("console_guest.c")).as_deref()
 }
 
 /// A program that counts the packets that come to its network card, an e1000. Used as
 /// [`load_program`].
 pub fn network_program() -> Option<&'static Path> {
     static PROGRAM: Program = Program::new();
-    PROGRAM.get_or_init(|| compile("network_guest.c")).as_ref().map(|(_, program)| &**program)
+    PROGRAM.get_or_init(|| compile("network_guest.c")).as_deref()
 }
 
 /// A program, and the directory that has it.
-type Program = OnceLock<Option<(tempfile::TempDir, PathBuf)>>;
+type Program = OnceLock<Option<PathBuf>>;
 
-fn compile(source: &str) -> Option<(tempfile::TempDir, PathBuf)> {
+fn compile(source: &str) -> Option<PathBuf> {
     Command::new(QEMU).arg("--version").stdout(Stdio::null()).status().ok()?;
-    let directory = tempfile::tempdir().expect("a temporary directory");
-    let program = directory.path().join("guest");
+    let program = directory_until_exit().join("guest");
     let path = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/src")).join(source);
     let mut compiler = Command::new("cc");
     compiler.args(["-m32", "-O2", "-ffreestanding", "-fno-pic", "-fno-stack-protector", "-nostdlib", "-static"]);
@@ -64,7 +63,7 @@ fn compile(source: &str) -> Option<(tempfile::TempDir, PathBuf)> {
     compiler.args(["-Wl,--section-start=.multiboot=0x100000", "-Wl,-Ttext=0x101000", "-Wl,--build-id=none"]);
     compiler.args(["-Wl,-z,max-page-size=4096", "-Wl,-z,noexecstack", "-o"]).arg(&program).arg(path);
     assert!(compiler.status().ok()?.success(), "{source} does not compile");
-    Some((directory, program))
+    Some(program)
 }
 
 /// Paths of one machine, in a directory of its own.

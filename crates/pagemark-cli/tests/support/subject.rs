@@ -11,7 +11,7 @@ use std::process::{Child, Command, Output, Stdio};
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
-use pagemark_testing::{assert_oracle, patience, wait_for};
+use pagemark_testing::{assert_oracle, directory_until_exit, patience, wait_for};
 
 use crate::support::{Pagemark, command_line, is_alive};
 
@@ -20,16 +20,15 @@ pub const NOBODY: u32 = 65534;
 
 /// The compiled program `subject.c`, for every user; none where there is no C compiler.
 pub fn subject() -> Option<PathBuf> {
-    static PROGRAM: OnceLock<Option<(tempfile::TempDir, PathBuf)>> = OnceLock::new();
+    static PROGRAM: OnceLock<Option<PathBuf>> = OnceLock::new();
     let compile = || {
-        let directory = public_directory();
-        let program = directory.path().join("subject");
+        let program = directory_until_exit().join("subject");
         let source = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/subject.c");
         let done = Command::new("cc").args(["-O1", "-o"]).arg(&program).arg(source).status().ok()?;
         assert!(done.success(), "subject.c does not compile");
-        Some((directory, program))
+        Some(program)
     };
-    PROGRAM.get_or_init(compile).as_ref().map(|(_, program)| program.clone())
+    PROGRAM.get_or_init(compile).clone()
 }
 
 /// A directory that every user can read.

@@ -152,9 +152,10 @@ fn a_mount_point_is_rewritten() {
     let (path, below) = (place.at("file"), place.at("below"));
     fs::write(&path, b"covered").unwrap();
     fs::write(&below, b"now").unwrap();
-    if let Err(error) = bind_for_this_thread(&below, &path) {
-        pagemark_testing::skip!("mount in a namespace of its own: {error}");
-    }
+    let _mounted = match bind_for_this_thread(&below, &path) {
+        Ok(mounted) => mounted,
+        Err(error) => pagemark_testing::skip!("mount in a namespace of its own: {error}"),
+    };
     let mut store = MemoryStore::new();
     let then = record(&path, b"then", &mut store);
     let done = place.put_back(&[then], &store);
@@ -163,9 +164,20 @@ fn a_mount_point_is_rewritten() {
     assert_eq!(fs::read(&below).unwrap(), b"then");
 }
 
-/// Mounts one file over another, for the running thread alone: nobody has to unmount it.
-fn bind_for_this_thread(from: &Path, to: &Path) -> io::Result<()> {
+/// What the running thread alone has mounted. Unmounted when it is dropped, so that its directory
+/// can be removed.
+struct Mounted(PathBuf);
+
+impl Drop for Mounted {
+    fn drop(&mut self) {
+        let _ = nix::mount::umount2(&self.0, nix::mount::MntFlags::MNT_DETACH);
+    }
+}
+
+/// Mounts one file over another, for the running thread alone.
+fn bind_for_this_thread(from: &Path, to: &Path) -> io::Result<Mounted> {
     use std::ffi::CString;
+    let mounted = Mounted(to.to_owned());
     let [from, to] = [from, to].map(|path| CString::new(path.as_os_str().as_bytes()).unwrap());
     let none = std::ptr::null();
     // SAFETY: the strings end with a zero and live longer than the calls; `none` stands for what is not
@@ -175,7 +187,7 @@ fn bind_for_this_thread(from: &Path, to: &Path) -> io::Result<()> {
             || libc::mount(none, c"/".as_ptr(), none, libc::MS_PRIVATE | libc::MS_REC, none.cast()) != 0
             || libc::mount(from.as_ptr(), to.as_ptr(), none, libc::MS_BIND, none.cast()) != 0
     };
-    if failed { Err(io::Error::last_os_error()) } else { Ok(()) }
+    if failed { Err(io::Error::last_os_error()) } else { Ok(mounted) }
 }
 
 #[test]
@@ -379,9 +391,10 @@ fn content_that_cannot_be_read_touches_nothing() {
 #[test]
 fn a_full_file_system_is_noticed_before_a_file_is_changed() {
     let place = Directories::new();
-    if let Err(error) = mount_small_for_this_thread(place.directory.path()) {
-        pagemark_testing::skip!("mount in a namespace of its own: {error}");
-    }
+    let _mounted = match mount_small_for_this_thread(place.directory.path()) {
+        Ok(mounted) => mounted,
+        Err(error) => pagemark_testing::skip!("mount in a namespace of its own: {error}"),
+    };
     let mut store = MemoryStore::new();
     fs::write(place.at("first"), b"now").unwrap();
     let random: Vec<u8> = (0..2 << 20).map(|byte: u32| (byte / 4096) as u8 | 1).collect();
@@ -392,9 +405,8 @@ fn a_full_file_system_is_noticed_before_a_file_is_changed() {
     assert_eq!((place.state(), place.asides()), (before.clone(), vec![]));
 
     // Asides that do not fit: the same.
-    let asides = tempfile::tempdir().unwrap();
-    mount_small_for_this_thread(asides.path()).unwrap();
-    let place = Directories { directory: tempfile::tempdir().unwrap(), asides };
+    let place = Directories::new();
+    let _mounted = mount_small_for_this_thread(place.asides.path()).unwrap();
     fs::write(place.at("first"), b"now").unwrap();
     fs::write(place.at("large"), &random).unwrap();
     let records = ["first", "large"].map(|name| record(&place.at(name), b"then", &mut store));
@@ -405,8 +417,9 @@ fn a_full_file_system_is_noticed_before_a_file_is_changed() {
 }
 
 /// Mounts a file system of 1 MiB, for the running thread alone.
-fn mount_small_for_this_thread(at: &Path) -> io::Result<()> {
+fn mount_small_for_this_thread(at: &Path) -> io::Result<Mounted> {
     use std::ffi::CString;
+    let mounted = Mounted(at.to_owned());
     let at = CString::new(at.as_os_str().as_bytes()).unwrap();
     let none = std::ptr::null();
     // SAFETY: the strings end with a zero and live longer than the calls; `none` stands for what is not
@@ -417,5 +430,5 @@ fn mount_small_for_this_thread(at: &Path) -> io::Result<()> {
             || libc::mount(c"none".as_ptr(), at.as_ptr(), c"tmpfs".as_ptr(), 0, c"size=1m,mode=700".as_ptr().cast())
                 != 0
     };
-    if failed { Err(io::Error::last_os_error()) } else { Ok(()) }
+    if failed { Err(io::Error::last_os_error()) } else { Ok(mounted) }
 }
