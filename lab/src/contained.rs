@@ -43,7 +43,7 @@ pub fn prefix(limit: Duration, stalls: bool, report: &Path) -> Result<Vec<OsStri
 }
 
 /// Runs the program with the arguments, for at most `limit`. With `stalls`, the processes of its
-/// group are stopped for 100 ms at a time. Processes that remain for longer than [`GRACE`] are
+/// group are stopped for 100 ms at a time. Processes that remain for longer than `GRACE` are
 /// written to `report`, a line each, and killed.
 ///
 /// Returns the exit status as a shell gives it, or [`TIMED_OUT`].

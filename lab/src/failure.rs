@@ -46,13 +46,19 @@ impl TestName {
     }
 }
 
+impl fmt::Display for Place {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Place::Host(binary) => formatter.write_str(binary),
+            Place::Lab(part) => write!(formatter, "lab {}", part.name()),
+            Place::Python => formatter.write_str("python"),
+        }
+    }
+}
+
 impl fmt::Display for TestName {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match &self.place {
-            Place::Host(binary) => formatter.write_str(binary)?,
-            Place::Lab(part) => write!(formatter, "lab {}", part.name())?,
-            Place::Python => formatter.write_str("python")?,
-        }
+        write!(formatter, "{}", self.place)?;
         if self.tests.is_empty() { Ok(()) } else { write!(formatter, ": {}", self.tests.join(AND)) }
     }
 }

@@ -115,6 +115,8 @@ pub struct Results {
     pub failures: Vec<Failure>,
     /// How long each test took.
     pub durations: Vec<(TestName, Duration)>,
+    /// The files that programs have left in their temporary directories, with the programs' names.
+    pub files: Vec<String>,
 }
 
 /// Runs the programs, several at a time. Writes their outputs to `log`, one after another. `watch`
@@ -138,6 +140,7 @@ pub fn run_programs(programs: &[TestProgram], manner: Manner, watch: &Watch, log
             let written = writeln!(file, "     Running {}", program.name).and_then(|()| file.write_all(&run.output));
             written.map_err(Error::file("write", log))?;
             let mut results = lock(&results);
+            results.files.extend(run.files.iter().map(|file| format!("{}: {file}", program.name)));
             results.failures.extend(run.failures(program, manner.arguments));
             let named = |(test, took)| (TestName::one(program.place(), test), took);
             results.durations.extend(run.durations.into_iter().map(named));
@@ -187,8 +190,9 @@ struct Run {
     status: i32,
     /// All that it and its children have printed.
     output: Vec<u8>,
-    /// What it has left, a line each.
+    /// What it has left, a line each, and the files, which are gone with their directory.
     left: Vec<String>,
+    files: Vec<String>,
     durations: BTreeMap<String, Duration>,
 }
 
@@ -219,7 +223,6 @@ impl Run {
         }
         let mut left: Vec<String> =
             std::fs::read_to_string(&report).unwrap_or_default().lines().map(str::to_owned).collect();
-        left.extend(directory.files());
         match reading.is_finished() {
             true => reading
                 .join()
@@ -229,7 +232,8 @@ impl Run {
         }
         let Output { text, ended } = std::mem::take(&mut *lock(&output));
         let threads = std::thread::available_parallelism().map_or(1, usize::from);
-        Ok(Run { status, output: text, left, durations: libtest::durations(&ended, threads) })
+        let files = directory.files();
+        Ok(Run { status, output: text, left, files, durations: libtest::durations(&ended, threads) })
     }
 
     fn text(&self) -> String {

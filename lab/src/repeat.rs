@@ -15,7 +15,7 @@ use crate::{Error, Result, batch, command, progress, source_root};
 
 /// How often a failed test is repeated.
 const REPETITIONS: u32 = 3;
-/// A run with so many failed tests has failed, whatever they do alone.
+/// From this number of failed tests on, a run has failed, whatever they do alone.
 const MOST_FLAKY: usize = 10;
 /// After this time, one repetition that passes is enough.
 const LONG: Duration = Duration::from_secs(600);
@@ -135,35 +135,30 @@ impl Repeater<'_> {
                     return Err(Error::unmet("the lab's tests were not built", "see the failed steps above"));
                 };
                 let results = programs.run(*part, self.extent, &name.tests, 0, &self.log)?;
-                if results.is_empty() {
-                    return Err(Error::unmet(format!("there is no test {name}"), "correct the name"));
+                let has_run = |test: &String| results.iter().any(|result| result.test.as_ref() == Some(test));
+                if let Some(test) = name.tests.iter().find(|test| !has_run(test)) {
+                    return Err(Error::unmet(format!("{} has no test {test}", name.place), "correct the name"));
                 }
                 Ok(batch::failures(*part, &results).into_iter().next())
             }
-            Place::Python => {
-                let text = self.python(&name.tests)?;
-                Ok(python_failures(&text).into_iter().next())
-            }
+            Place::Python => Ok(self.python(&name.tests)?.into_iter().next()),
         }
     }
 
-    fn python(&self, tests: &[String]) -> Result<String> {
+    fn python(&self, tests: &[String]) -> Result<Vec<Failure>> {
         let mut script = Command::new(source_root().join("scripts/python.sh"));
         script.args(tests).current_dir(source_root());
         let log = std::fs::File::create(&self.log).map_err(Error::file("create", &self.log))?;
         command::redirect(&mut script, log, &self.log)?;
         let status = command::start(&mut script)?.wait().map_err(Error::file("wait for the writer of", &self.log))?;
         let text = std::fs::read(&self.log).map_err(Error::file("read", &self.log))?;
-        let text = String::from_utf8_lossy(&text).into_owned();
-        Ok(if status.success() { String::new() } else { text })
+        Ok(if status.success() { Vec::new() } else { python_failures(&String::from_utf8_lossy(&text)) })
     }
 }
 
-/// The tests that have failed in the output of pytest; all of them where it names none.
+/// The tests that have failed in the output of pytest, which has failed; all of them where it names
+/// none.
 pub fn python_failures(text: &str) -> Vec<Failure> {
-    if text.is_empty() {
-        return Vec::new();
-    }
     let is_finding = finding(text).is_some() || text.contains("Fatal Python error: Segmentation fault");
     let failed = |line: &str| {
         let line = line.strip_prefix("FAILED ").or(line.strip_prefix("ERROR "))?;
@@ -296,6 +291,5 @@ mod tests {
         assert_eq!(found, expected.map(|(name, message)| (name.to_owned(), message.to_owned())));
         assert_eq!(python_failures("no wheel\n")[0].name.to_string(), "python");
         assert!(python_failures(&format!("Falsifying example: a\n{text}"))[0].is_finding);
-        assert!(python_failures("").is_empty());
     }
 }

@@ -180,11 +180,6 @@ impl Steps {
         lock(&self.ended).iter().flat_map(|step| step.failures.clone()).collect()
     }
 
-    /// Whether a test has failed of which an oracle has found that it is a fault.
-    pub fn has_finding(&self) -> bool {
-        lock(&self.ended).iter().flat_map(|step| &step.failures).any(|failure| failure.is_finding)
-    }
-
     /// The lines that say how long each step took.
     pub fn time_table(&self) -> String {
         time_table(&lock(&self.ended), self.start.elapsed())
@@ -255,7 +250,6 @@ mod tests {
         assert!(!steps.tests("second", &mut shell("echo b; exit 1"), str::to_owned, failures));
         assert!(steps.tests("third", &mut shell("echo a"), str::to_owned, failures));
         assert_eq!((steps.failed(), steps.failures()), (vec!["second".to_owned()], vec![failure]));
-        assert!(!steps.has_finding());
     }
 
     #[test]

@@ -30,7 +30,7 @@ const NICENESS: u32 = 10;
 const FULL_CASES: u32 = 10;
 /// The lines of a failed step that are printed again at the end of the run.
 const REPEATED_LINES: usize = 25;
-/// So many of the tests that took longest are printed.
+/// The number of tests that are printed because they took longest.
 const LONGEST: usize = 20;
 /// How often the full tests run all tests beside a load.
 const LOADED_RUNS: u32 = 2;
@@ -398,6 +398,7 @@ fn host_tests(steps: &Steps, extent: Extent, watch: &Watch, binaries: &TestBinar
             Ok(results) => {
                 *summary = Summary::parse(&String::from_utf8_lossy(&std::fs::read(&log).unwrap_or_default()));
                 let longest = longest(results.durations);
+                results.files.iter().for_each(|file| steps.note(&format!("left over: {file}")));
                 match summary.outcome(results.failures.is_empty()) {
                     Outcome::Passed(text) => Outcome::Passed(format!("{text}\n{longest}")),
                     Outcome::Failed(text) => Outcome::TestsFailed(results.failures, format!("{text}\n{longest}")),

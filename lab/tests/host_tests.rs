@@ -78,14 +78,15 @@ fn a_program_that_hangs_is_killed_and_what_has_not_ended_is_named() {
 }
 
 #[test]
-fn what_a_program_leaves_is_a_failure_and_removed() {
+fn what_a_program_leaves_is_found_and_removed() {
     // A session of its own does not hide a process.
     let script = "echo x >$TMPDIR/file; setsid sleep 612 >/dev/null 2>&1 & echo begun";
-    let failed = run_one(shell("one", &["a"], script), LONG);
-    assert_eq!(failed[0].name.to_string(), "one");
-    let message = &failed[0].message;
-    assert!(message.starts_with("left over: process ") && message.contains("sleep 612; file "), "{message}");
-    let path = message.rsplit("file ").next().unwrap();
+    let directory = tempfile::tempdir().unwrap();
+    let results = run(&[shell("one", &["a"], script)], LONG, &directory.path().join("log"));
+    let failed = &results.failures[0];
+    assert_eq!(failed.name.to_string(), "one");
+    assert!(failed.message.starts_with("left over: process ") && failed.message.ends_with(": sleep 612"), "{failed:?}");
+    let path = results.files[0].strip_prefix("one: file ").unwrap();
     assert!(path.ends_with("/file") && !Path::new(path).exists(), "{path}");
     let sleeps = Command::new("pgrep").args(["-f", "^sleep 612$"]).output().unwrap();
     assert!(sleeps.stdout.is_empty(), "it still runs");
