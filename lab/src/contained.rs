@@ -8,6 +8,8 @@ use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::path::Path;
 use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
@@ -58,20 +60,33 @@ pub fn run(limit: Duration, stalls: bool, report: &Path, program: &[OsString]) -
     command.args(["setpriv", "--pdeathsig", "KILL"]).args(program);
     let child = command::start(&mut command)?;
     let id = i32::try_from(child.id()).expect("ids of processes are positive");
-    let end = Instant::now() + limit;
-    let mut next_stall = Instant::now() + BETWEEN_STALLS;
-    let status = loop {
-        if stalls && Instant::now() >= next_stall {
-            stall(id);
-            next_stall = Instant::now() + BETWEEN_STALLS;
+    let has_timed_out = Arc::new(AtomicBool::new(false));
+    // It ends with this process.
+    std::thread::spawn({
+        let has_timed_out = Arc::clone(&has_timed_out);
+        move || {
+            let end = Instant::now() + limit;
+            while let Some(left) = end.checked_duration_since(Instant::now()) {
+                std::thread::sleep(left.min(if stalls { BETWEEN_STALLS } else { left }));
+                if stalls {
+                    stall(id);
+                }
+            }
+            has_timed_out.store(true, Ordering::Relaxed);
+            // It may have ended.
+            let _ = kill(Pid::from_raw(id), Signal::SIGKILL);
         }
-        match waitpid(None, Some(WaitPidFlag::WNOHANG)).map_err(failed)? {
-            WaitStatus::Exited(ended, status) if ended.as_raw() == id => break status,
-            WaitStatus::Signaled(ended, signal, _) if ended.as_raw() == id => break 128 + signal as i32,
-            WaitStatus::StillAlive if Instant::now() >= end => break TIMED_OUT,
-            WaitStatus::StillAlive => std::thread::sleep(PAUSE),
-            // A process whose parent has ended before it.
-            _ => {}
+    });
+    let status = loop {
+        // Those whose parents have ended are reaped at once, as the first process of a system does it.
+        match waitpid(None, None) {
+            Ok(WaitStatus::Exited(ended, status)) if ended.as_raw() == id => break status,
+            Ok(WaitStatus::Signaled(ended, ..)) if ended.as_raw() == id && has_timed_out.load(Ordering::Relaxed) => {
+                break TIMED_OUT;
+            }
+            Ok(WaitStatus::Signaled(ended, signal, _)) if ended.as_raw() == id => break 128 + signal as i32,
+            Ok(_) | Err(Errno::EINTR) => {}
+            Err(errno) => return Err(failed(errno)),
         }
     };
     let grace = if status == TIMED_OUT { Duration::ZERO } else { GRACE };

@@ -107,14 +107,12 @@ pub fn run(part: Part) -> Result<()> {
             let free_kib = free_kib().unwrap_or(1 << 20);
             let bytes = usize::try_from(free_kib / MEMORY_SHARE * 1024).unwrap_or(1 << 30);
             let mut memory = vec![0_u8; bytes];
-            for round in 0_u8.. {
+            let mut round = 0_u8;
+            loop {
                 memory.iter_mut().step_by(PAGE_BYTES).for_each(|byte| *byte = std::hint::black_box(round));
+                round = round.wrapping_add(1);
                 std::thread::sleep(IDLE);
-                if round == u8::MAX {
-                    break;
-                }
             }
-            run(part)
         }
     }
 }
