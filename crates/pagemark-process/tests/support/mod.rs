@@ -342,7 +342,8 @@ impl Program {
         if let Some(mut child) = self.child.take() {
             child.wait().unwrap();
         }
-        for (pid, started) in pids.into_iter().zip(started) {
+        // One that has ended by itself, and was reaped, has no start.
+        for (pid, started) in pids.into_iter().zip(started).filter(|(_, started)| started.is_some()) {
             wait_until("a killed process is gone", || {
                 let _ = waitpid(Pid::from_raw(pid), Some(nix::sys::wait::WaitPidFlag::WNOHANG));
                 starts(&[pid]) != [started]
