@@ -427,7 +427,8 @@ fn pages_of_a_base_are_read_when_a_machine_needs_them() {
     let files = || std::fs::read_dir(directory).unwrap().map(|file| file.unwrap().path());
     let file = files().find(|file| file.to_string_lossy().contains("pc_ram")).expect("a base");
     let held = std::os::unix::fs::MetadataExt::blocks(&file.metadata().unwrap()) * 512;
-    assert!(0 < held && held / (PAGE_SIZE as u64) < used(1) - UNUSED_PAGES / 2, "{held} bytes are there");
+    // The base may be the memory of the last one that was simulated, in which most pages are used.
+    assert!(0 < held && held / (PAGE_SIZE as u64) < used(3) - UNUSED_PAGES / 2, "{held} bytes are there");
     // A page that is damaged before a machine uses it leads to no result.
     std::fs::File::options().write(true).open(&file).unwrap().write_all_at(&[1], RAM_BYTES - (1 << 20)).unwrap();
     let error = sharing(&repository, 1).unwrap_err();

@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
+use pagemark_linux::proc::stat::Stat;
 use pagemark_testing::{assert_oracle, patience, wait_for};
 
 /// The command, with a repository and a working directory of its own.
@@ -194,8 +195,15 @@ pub fn kill_and_wait(pid: i32) {
     wait_for("a killed process to go", || (!is_same(pid, started)).then_some(()));
 }
 
-/// Kills a process and its descendants. The process first: it may not wait for its children.
+/// Kills a process and its descendants. The process first: it may not wait for its children. It is
+/// stopped before: it forks no child meanwhile. It may wait for something, and does not stop then.
 pub fn kill_tree(pid: i32) {
+    let _ = nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), nix::sys::signal::Signal::SIGSTOP);
+    let deadline = Instant::now() + Duration::from_secs(1);
+    let is_running = || Stat::read(pid).is_ok_and(|stat| !['T', 't', 'Z', 'X'].contains(&stat.state));
+    while is_running() && Instant::now() < deadline {
+        std::thread::sleep(Duration::from_millis(1));
+    }
     let children: Vec<_> = children(pid).into_iter().map(|child| (child, start(child))).collect();
     kill_and_wait(pid);
     let left = children.into_iter().filter(|(child, started)| is_same(*child, *started));
@@ -223,7 +231,7 @@ impl Drop for Restored {
 /// When a process has started, in ticks since the boot. None if it is gone. Another process may
 /// have its id then.
 pub fn start(pid: i32) -> Option<u64> {
-    pagemark_linux::proc::stat::Stat::read(pid).ok().map(|stat| stat.start_ticks)
+    Stat::read(pid).ok().map(|stat| stat.start_ticks)
 }
 
 /// True if the process of an id is there, and has started then: it is not another one of this id.

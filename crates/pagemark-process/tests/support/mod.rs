@@ -11,7 +11,7 @@ use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, Stdio};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use nix::sys::signal::{Signal, kill};
 use nix::sys::wait::waitpid;
@@ -334,7 +334,7 @@ impl Program {
     /// Kills the whole tree and waits until its process ids are free.
     pub fn kill(&mut self) {
         let own = self.living();
-        let pids = tree(self.pid());
+        let pids = stopped_tree(self.pid());
         let started = starts(&pids);
         for &pid in pids.iter().chain(&own) {
             let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
@@ -433,6 +433,22 @@ pub fn tree(root: i32) -> Vec<i32> {
         }
     }
     pids
+}
+
+/// The same, after its processes have stopped: none of them forks any more. One that does not stop,
+/// since it waits for something, does not fork either.
+fn stopped_tree(root: i32) -> Vec<i32> {
+    let mut stopped = Vec::new();
+    loop {
+        let pids = tree(root);
+        let Some(&running) = pids.iter().find(|pid| !stopped.contains(*pid)) else { return pids };
+        let _ = kill(Pid::from_raw(running), Signal::SIGSTOP);
+        let deadline = Instant::now() + Duration::from_secs(1);
+        while is_running(running) && Instant::now() < deadline {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        stopped.push(running);
+    }
 }
 
 /// The content of a process's memory: page number to page, without empty pages and unchanged pages

@@ -33,7 +33,7 @@ struct Case {
     guard: Guard,
 }
 
-/// The state of a process, one letter.
+/// The state of a thread, one letter.
 fn state(pid: i32) -> char {
     Status::read(pid).unwrap().state
 }
@@ -42,14 +42,19 @@ fn send(pid: i32, signal: Signal) {
     kill(Pid::from_raw(pid), signal).unwrap();
 }
 
+/// True if all threads of a process are in a state. They come to it one after another.
+fn are_all(pid: i32, wanted: char) -> bool {
+    proc::threads(pid).unwrap().into_iter().all(|thread| state(thread) == wanted)
+}
+
 fn stop(pid: i32) {
     send(pid, Signal::SIGSTOP);
-    wait_until("the stop", || state(pid) == 'T');
+    wait_until("the stop", || are_all(pid, 'T'));
 }
 
 fn proceed(pid: i32) {
     send(pid, Signal::SIGCONT);
-    wait_until("the continuation", || state(pid) == 'S');
+    wait_until("the continuation", || are_all(pid, 'S'));
 }
 
 /// A program with some threads.
@@ -59,7 +64,7 @@ fn target() -> Child {
                    time.sleep(1000)";
     let target = Command::new("python3").args(["-c", program]).spawn().unwrap();
     let pid = target.id() as i32;
-    wait_until("its threads", || proc::threads(pid).unwrap().len() == 3 && state(pid) == 'S');
+    wait_until("its threads", || proc::threads(pid).unwrap().len() == 3 && are_all(pid, 'S'));
     target
 }
 
