@@ -9,6 +9,7 @@ use std::fs::File;
 use std::io::{PipeReader, Read, Write};
 use std::path::Path;
 use std::process::{Command, Stdio};
+use std::sync::mpsc::{self, RecvTimeoutError};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -19,8 +20,12 @@ use crate::steps::lock;
 use crate::test_programs::{TestBinaries, TestBinary};
 use crate::{Error, Result, command, contained, source_root};
 
-/// So many run at a time. More would take processors from the lab's machines, which run beside.
+/// So many run at a time. More would take processors from what runs beside.
 const LANES: usize = 2;
+/// So many more run at a time once nothing runs beside.
+const MORE_LANES: usize = 2;
+/// How often a lane looks whether it can begin.
+const LANE_PAUSE: Duration = Duration::from_millis(200);
 /// How long the programs that a binary has left may still print.
 const LEFT_LIMIT: Duration = Duration::from_secs(30);
 /// How much longer the containing program may take than the contained one.
@@ -119,12 +124,18 @@ pub struct Results {
     pub files: Vec<String>,
 }
 
-/// Runs the programs, several at a time. Writes their outputs to `log`, one after another. `watch`
-/// finds out what they leave.
+/// Runs the programs, several at a time, and more at a time once nothing has the other end of
+/// `beside`. Writes their outputs to `log`, one after another. `watch` finds out what they leave.
 ///
 /// # Errors
 /// If a program cannot be started, or the log cannot be written.
-pub fn run_programs(programs: &[TestProgram], manner: Manner, watch: &Watch, log: &Path) -> Result<Results> {
+pub fn run_programs(
+    programs: &[TestProgram],
+    manner: Manner,
+    watch: &Watch,
+    log: &Path,
+    beside: &mpsc::Receiver<()>,
+) -> Result<Results> {
     let queue = Mutex::new(programs.iter());
     let log_file = Mutex::new(File::create(log).map_err(Error::file("create", log))?);
     let results = Mutex::new(Results::default());
@@ -147,17 +158,30 @@ pub fn run_programs(programs: &[TestProgram], manner: Manner, watch: &Watch, log
         }
     };
     std::thread::scope(|scope| {
-        let lanes: Vec<_> = (0..LANES).map(|_| scope.spawn(lane)).collect();
+        let mut lanes: Vec<_> = (0..LANES).map(|_| scope.spawn(lane)).collect();
+        while lock(&queue).len() > 0 {
+            if beside.recv_timeout(LANE_PAUSE) == Err(RecvTimeoutError::Disconnected) {
+                lanes.extend((0..MORE_LANES).map(|_| scope.spawn(lane)));
+                break;
+            }
+        }
         lanes.into_iter().try_for_each(|lane| lane.join().expect("a lane does not panic"))
     })?;
     Ok(results.into_inner().unwrap_or_else(PoisonError::into_inner))
 }
 
-/// Runs tests of a program one after another, each alone. Returns the first failure.
+/// Runs tests of a program one after another, each alone. Returns the first failure, whose
+/// output is added to `log`.
 ///
 /// # Errors
-/// If the program cannot be started, or has no such test.
-pub fn run_alone(program: &TestProgram, tests: &[String], limit: Duration, stalls: bool) -> Result<Option<Failure>> {
+/// If the program cannot be started, has no such test, or the log cannot be written.
+pub fn run_alone(
+    program: &TestProgram,
+    tests: &[String],
+    limit: Duration,
+    stalls: bool,
+    log: &Path,
+) -> Result<Option<Failure>> {
     let tests = if tests.is_empty() { program.list(&[])? } else { tests.to_vec() };
     for test in tests {
         let arguments = [test.as_str(), "--exact", "--include-ignored", "--show-output"];
@@ -167,6 +191,8 @@ pub fn run_alone(program: &TestProgram, tests: &[String], limit: Duration, stall
         watch.end(&program.name);
         let summary = Summary::parse(&run.text());
         if let Some(failure) = run.failures(program, &arguments).into_iter().next() {
+            let mut file = File::options().create(true).append(true).open(log).map_err(Error::file("open", log))?;
+            file.write_all(&run.output).map_err(Error::file("write", log))?;
             return Ok(Some(Failure { name: TestName::one(program.place(), test), ..failure }));
         }
         if summary.passed == 0 {

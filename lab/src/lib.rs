@@ -37,6 +37,7 @@ pub mod ltp;
 pub mod machine;
 pub mod newest_qemu;
 pub mod packages;
+pub mod process_ids;
 pub mod qemu;
 pub mod redis_suite;
 pub mod repeat;

@@ -110,7 +110,7 @@ pub struct Repeater<'a> {
     pub lab: Option<&'a Programs>,
     /// The extent of the lab's tests, which is that of the limits, too.
     pub extent: Extent,
-    /// Where the output of the repeated tests is kept.
+    /// Where the output of the tests that fail again is kept.
     pub log: PathBuf,
     /// Whether tests of the host are stopped for 100 ms at a time.
     pub stalls: bool,
@@ -128,7 +128,7 @@ impl Repeater<'_> {
                     Error::unmet(format!("there are no tests {binary}"), "take a name that a run has printed")
                 })?;
                 let limit = Duration::from_secs(self.extent.hangs_s());
-                host_tests::run_alone(program, &name.tests, limit, self.stalls)
+                host_tests::run_alone(program, &name.tests, limit, self.stalls, &self.log)
             }
             Place::Lab(part) => {
                 let Some(programs) = self.lab else {
@@ -187,7 +187,7 @@ pub fn repeat(words: &str, times: u32, beside_load: bool) -> Result<bool> {
     let is_of_the_lab = names.iter().any(|name| matches!(name.place, Place::Lab(_)));
     let lab = if is_of_the_lab { Some(Programs::build(Some(binaries))?) } else { None };
     let log = std::env::temp_dir().join(format!("pagemark-repeat.{}.log", std::process::id()));
-    let repeater = Repeater { host, lab: lab.as_ref(), extent: Extent::Quick, log, stalls: beside_load };
+    let repeater = Repeater { host, lab: lab.as_ref(), extent: Extent::Quick, log: log.clone(), stalls: beside_load };
     let _load = if beside_load { Some(Load::start()?) } else { None };
     let mut are_good = true;
     for name in names {
@@ -204,6 +204,9 @@ pub fn repeat(words: &str, times: u32, beside_load: bool) -> Result<bool> {
         let each_s = start.elapsed().as_secs_f64() / f64::from(times.max(1));
         println!("{name}: {failed} of {times} failed, {each_s:.1} s each");
         messages.iter().for_each(|(message, count)| println!("  {count} times: {message}"));
+    }
+    if !are_good {
+        println!("the output of the failures: {}", log.display());
     }
     Ok(are_good)
 }

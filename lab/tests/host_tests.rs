@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 use std::path::Path;
 use std::process::Command;
+use std::sync::mpsc;
 use std::time::Duration;
 
 use pagemark_lab::failure::Failure;
@@ -30,7 +31,9 @@ fn failed(test: &str, message: &str) -> String {
 }
 
 fn run(programs: &[TestProgram], limit: Duration, log: &Path) -> Results {
-    run_programs(programs, Manner { arguments: &[], limit, stalls: false }, &Watch::new(), log).unwrap()
+    // The second end is gone.
+    let (_, beside) = mpsc::channel();
+    run_programs(programs, Manner { arguments: &[], limit, stalls: false }, &Watch::new(), log, &beside).unwrap()
 }
 
 fn run_one(program: TestProgram, limit: Duration) -> Vec<Failure> {
@@ -95,13 +98,21 @@ fn what_a_program_leaves_is_found_and_removed() {
 #[test]
 fn a_test_is_repeated_alone() {
     let script = "echo \"test $1 ... ok\"; echo 'test result: ok. 1 passed; 0 failed'";
+    let directory = tempfile::tempdir().unwrap();
+    let log = directory.path().join("log");
+    let alone = |program: &TestProgram, tests: &[String], stalls| run_alone(program, tests, LONG, stalls, &log);
     let program = shell("one", &["a", "b"], script);
-    assert_eq!(run_alone(&program, &["a".to_owned()], LONG, true).unwrap(), None);
-    assert_eq!(run_alone(&program, &[], LONG, false).unwrap(), None);
+    assert_eq!(alone(&program, &["a".to_owned()], true).unwrap(), None);
+    assert_eq!(alone(&program, &[], false).unwrap(), None);
     let nothing = shell("one", &[], "echo 'test result: ok. 0 passed; 0 failed'");
-    assert!(run_alone(&nothing, &["a".to_owned()], LONG, false).is_err());
+    assert!(alone(&nothing, &["a".to_owned()], false).is_err());
+    assert!(!log.exists());
     let bad = shell("one", &["a"], &failed("a", "too long"));
-    assert_eq!(run_alone(&bad, &["a".to_owned()], LONG, false).unwrap().unwrap().message, "too long");
+    for times in 1..3 {
+        assert_eq!(alone(&bad, &["a".to_owned()], false).unwrap().unwrap().message, "too long");
+        let output = std::fs::read_to_string(&log).unwrap();
+        assert_eq!(output.matches("test a ... FAILED").count(), times, "{output}");
+    }
 }
 
 #[test]
