@@ -8,7 +8,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use pagemark_linux::pagemap::{Filter, LDT_DIRTY, Pagemap};
+use pagemark_linux::pagemap::{Filter, LDT_DIRTY, PRESENT, Pagemap, SWAPPED};
 use pagemark_linux::scratch::Scratch;
 
 use super::populated::{DataPages, Seen, check_alive};
@@ -47,6 +47,9 @@ pub struct Ldt {
     /// The ranges of the last collect. Intervals outside of them were not begun by this tracker.
     covered: RangeSet,
     seen: Seen,
+    /// The kernel has lost what was written to shared memory that left the page tables. It says so
+    /// once, by an error; the next collect reports every page.
+    has_lost: bool,
 }
 
 impl Ldt {
@@ -56,7 +59,7 @@ impl Ldt {
     /// `ErrorKind::Unavailable`: the kernel lacks the patches.
     pub fn new(pagemap: Arc<Pagemap>, data: impl Into<DataPages>) -> Result<Self, Error> {
         check_kernel()?;
-        Ok(Ldt { pagemap, data: data.into(), covered: RangeSet::new(), seen: Seen::default() })
+        Ok(Ldt { pagemap, data: data.into(), covered: RangeSet::new(), seen: Seen::default(), has_lost: false })
     }
 }
 
@@ -136,7 +139,12 @@ impl Tracker for Ldt {
     fn collect(&mut self, ranges: &RangeSet, dirty: &mut RangeSet) -> Result<(), Error> {
         let mut populated = RangeSet::new();
         let mut written = RangeSet::new();
-        let filter = Filter { report: LDT_DIRTY, restart: true, ..self.data.pages().filter() };
+        let filter = self.data.pages().filter();
+        // A page of shared memory may be written and then leave the page table, whose entry is a
+        // marker then: written, but neither present nor swapped.
+        let any = filter.any | LDT_DIRTY;
+        let filter = Filter { any, report: LDT_DIRTY | PRESENT | SWAPPED, restart: true, ..filter };
+        let mut is_lost = false;
         let result = ranges
             .iter()
             .try_for_each(|range| {
@@ -144,11 +152,15 @@ impl Tracker for Ldt {
                     if categories & LDT_DIRTY != 0 {
                         written.insert(run.clone());
                     }
-                    populated.insert(run);
+                    if categories & (PRESENT | SWAPPED) != 0 {
+                        populated.insert(run);
+                    }
                 });
+                is_lost |= scanned.as_ref().is_err_and(|error| error.raw_os_error() == Some(libc::ENOMEM));
                 scanned.map_err(|error| Error::while_tracking(error, || format!("scanning the pages of {range:#x?}")))
             })
             .and_then(|()| check_alive(&self.pagemap));
+        self.has_lost |= is_lost;
         // A page of a file may have been written, and then have left the page table.
         let mut absent = self.data.backed_within(ranges);
         absent.subtract(&populated);
@@ -164,6 +176,9 @@ impl Tracker for Ldt {
         }
         dirty.extend(&self.seen.advance(ranges, populated));
         self.covered = ranges.clone();
+        if std::mem::take(&mut self.has_lost) {
+            dirty.extend(ranges);
+        }
         Ok(())
     }
 }

@@ -16,6 +16,7 @@ use proptest::prelude::*;
 
 use super::adaptive::{Adaptive, HOT_AFTER, PROBE_SLICES};
 use super::pagemap_scan::PagemapScan;
+use super::registry::{MemoryPart, ProcessMemory};
 use super::{OwnMemory, Pages, Scope, populated};
 use crate::{
     Address, AddressRangeExt, ByteCount, ErrorKind, Mechanism, PAGE_SIZE, PageNumber, Range, RangeSet, Tracker,
@@ -446,6 +447,35 @@ fn a_write_through_a_shared_mapping_is_reported() {
     assert!(collected(&mut scan, &all).is_empty());
     scratch.write(9, 2);
     assert_reported(&mut scan, &all, &one(scratch.address(9)..scratch.address(10)), "written again");
+}
+
+/// The kernel leaves a marker in the page table. (For other mechanisms, who tracks a process looks
+/// for such pages in the file.)
+#[test]
+fn ldt_reports_what_is_written_to_shared_memory_and_leaves_the_page_table() {
+    let Ok(memory) = ProcessMemory::of_this_process(Mechanism::Ldt) else { return };
+    let process = Mechanism::Ldt.process_tracking().unwrap();
+    let mut tracker = match (process.tracker)(&memory, MemoryPart::SharedFile) {
+        Ok(tracker) => tracker,
+        Err(error) if error.kind() == ErrorKind::Unavailable => {
+            pagemark_testing::skipped(&format!("{error}"));
+            return;
+        }
+        Err(error) => panic!("{error}"),
+    };
+    let file = tempfile::tempfile().unwrap();
+    file.set_len(ByteCount::of_pages(64).get()).unwrap();
+    let scratch = Scratch::new(64);
+    scratch.map_file(0, 64, &file, true);
+    let all = one(scratch.range());
+    let _ = collected(&mut *tracker, &all);
+    for round in 1..4 {
+        scratch.write(9, round);
+        scratch.advise(9, 1, libc::MADV_DONTNEED);
+        let written = one(scratch.address(9)..scratch.address(10));
+        assert_reported(&mut *tracker, &all, &written, "written, and not in the page table");
+        assert!(collected(&mut *tracker, &all).is_empty(), "it was not written again");
+    }
 }
 
 #[test]
