@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
+use nix::sys::wait::{Id, WaitPidFlag, waitid};
 use pagemark_linux::proc::stat::Stat;
 use pagemark_testing::{assert_oracle, patience, wait_for};
 
@@ -111,12 +112,20 @@ impl Pagemark {
             }
             assert!(
                 Instant::now() < deadline && self.runner.get().is_none_or(is_alive),
-                "no checkpoint came; pagemark said:\n{}\nthe target said:\n{}",
+                "no checkpoint came; {}; pagemark said:\n{}\nthe target said:\n{}",
+                self.runner_state(),
                 self.log(),
                 self.target_log()
             );
             std::thread::sleep(Duration::from_millis(50));
         }
+    }
+
+    /// Whether the last `pagemark run` has ended, and how: its status is that of the target.
+    fn runner_state(&self) -> String {
+        let how = WaitPidFlag::WEXITED | WaitPidFlag::WNOHANG | WaitPidFlag::WNOWAIT;
+        let state = self.runner.get().map(|pid| waitid(Id::Pid(nix::unistd::Pid::from_raw(pid)), how));
+        format!("pagemark run is in the state {state:?}")
     }
 
     /// The messages of `pagemark run`.
