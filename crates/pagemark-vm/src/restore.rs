@@ -21,12 +21,13 @@ use pagemark::repository::{Checkpoint, Manifest, SpaceKind, SpaceRecord, StateRe
 use pagemark::restore::Prepared;
 use pagemark::{AddressRangeExt, ByteCount, PageNumber, PageTree, RangeSet, Store};
 use pagemark_linux::pagemap::{Filter, PRESENT, Pagemap, SWAPPED};
-use pagemark_linux::proc;
+use pagemark_linux::proc::{self, Mapping, maps};
 
 use crate::checkpoint::target::{DEVICES, INPUTS, MEMORY_MAP, STARTUP};
 use crate::error::{Error, ErrorKind, Object, Result, printable};
+use crate::memory::block_file::BlockFile;
 use crate::memory::memory_map::MemoryMap;
-use crate::memory::ram_blocks::RamBlock;
+use crate::memory::ram_blocks::{BlockMemory, RamBlock};
 use crate::qemu::drive::DiskImage;
 use crate::qemu::machine::{Machine, Startup};
 use crate::restore::images::{SavedDisk, WriteImage, copy_pages};
@@ -38,6 +39,9 @@ pub use states::{GatedMachine, LazyMachine, PreparedMachine, RunningMachine};
 /// How long QEMU may take to read the state of its devices.
 const LOAD_LIMIT: Duration = Duration::from_secs(60);
 const LOAD_POLL: Duration = Duration::from_millis(1);
+
+/// How many zeros are written at a time.
+const ZEROS: ByteCount = ByteCount::new(1 << 20);
 
 /// A restore of a virtual machine.
 ///
@@ -293,6 +297,7 @@ impl<'a> Restore<'a> {
             let mut written = RangeSet::new();
             let found = pagemap.find(&block.range, filter, |run, _| written.insert(run));
             found.map_err(write_failed(pid))?;
+            written.extend(&content_of_file(pid, block)?);
             let mut held = RangeSet::new();
             for (page, id) in tree.iter() {
                 if page.get() >= pages {
@@ -306,7 +311,7 @@ impl<'a> Restore<'a> {
                 }
             }
             written.subtract(&held);
-            for range in written.iter() {
+            for range in pagemark::ranges::split(written.iter(), ZEROS).flatten() {
                 write(range.start.page(), &vec![0; range.byte_count().to_usize()]).map_err(write_failed(pid))?;
             }
         }
@@ -314,6 +319,19 @@ impl<'a> Restore<'a> {
         progress.add(ids.len() as u64);
         Ok(())
     }
+}
+
+/// The pages of a block that hold data in its file, which may be older than QEMU: the memory of the
+/// machine when it last ran.
+fn content_of_file(pid: i32, block: &RamBlock) -> Result<RangeSet> {
+    if block.memory != BlockMemory::Shared {
+        return Ok(RangeSet::new());
+    }
+    let mappings = maps::read(pid).map_err(write_failed(pid))?;
+    let has = |mapping: &&Mapping| mapping.start <= block.range.start && block.range.end <= mapping.end;
+    let Some(mapping) = mappings.iter().find(has) else { return Ok(RangeSet::new()) };
+    let content = BlockFile::open(pid, mapping, block)?.content()?;
+    Ok(content.iter().map(|offsets| block.addresses(&offsets)).collect())
 }
 
 /// Which pages of the memory are filled before the machine continues.
