@@ -23,6 +23,7 @@ use crate::namespace_ids::image_id;
 use crate::objects::{ObjectId, ObjectMapping, ObjectWrites, TrackedPart, Written};
 use crate::parked::{self, ParkedProcesses};
 
+mod absent;
 mod moment;
 mod untracked;
 
@@ -467,8 +468,34 @@ impl AddressSpace {
         let mapped = ranges(&self.mappings, |mapping| self.shared_scope.has(mapping));
         let shared = self.untracked.without(mapped.clone());
         self.shared.collect(&shared, dirty).map_err(|source| track(self.process.pid, source))?;
+        if self.shared_scope == SharedScope::FilesAndMemory {
+            self.find_absent_writes(shared, dirty)?;
+        }
         // All of a file that is mapped in a way that cannot be registered counts as written.
         dirty.extend(&mapped.intersection(self.untracked.unregistrable()));
+        Ok(())
+    }
+
+    /// Finds what was written to shared memory and has left the page table. (The times of other
+    /// files tell of it.)
+    fn find_absent_writes(&self, shared: RangeSet, dirty: &mut RangeSet) -> Result<()> {
+        // The page table has an entry of such a page there, which the tracker knows.
+        if self.mechanism == Mechanism::Ldt {
+            return Ok(());
+        }
+        let mut absent = shared;
+        if let Some(populated) = self.shared.populated() {
+            absent.subtract(populated);
+        }
+        let registered = self.registration.as_ref().map(|_| &*self.pagemap);
+        for mapping in self.mappings.iter().filter(|mapping| self.shared_scope.has(mapping)) {
+            let absent: RangeSet = absent.within(mapping.range()).collect();
+            if absent.is_empty() {
+                continue;
+            }
+            let found = absent::find_writes(self.thread, mapping, &absent, registered, dirty);
+            found.map_err(|source| self.system("read the shared memory of", source))?;
+        }
         Ok(())
     }
 
