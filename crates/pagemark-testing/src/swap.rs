@@ -1,15 +1,15 @@
 //! Swap space for a test.
 
-use std::fs;
+use std::fs::{self, File};
 use std::path::Path;
 use std::process::{Command, Stdio};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// Swap space in compressed memory, until it is dropped. The tests of one program use it one after
-/// the other.
+/// Swap space in compressed memory, until it is dropped. The tests of a host use it one after the
+/// other: one that is removed must not be that of another test.
 pub struct Swap {
     is_ours: bool,
-    _turn: MutexGuard<'static, ()>,
+    /// Locked.
+    _turn: File,
 }
 
 impl Swap {
@@ -18,8 +18,8 @@ impl Swap {
     /// Takes the swap space that the machine has in `/dev/zram0`, or makes 256 MiB of it there.
     /// None where there is no such device, or using it is not permitted.
     pub fn on() -> Option<Swap> {
-        static TURN: Mutex<()> = Mutex::new(());
-        let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+        let turn = File::open(Swap::DEVICE).ok()?;
+        turn.lock().ok()?;
         if fs::read_to_string("/proc/swaps").ok()?.contains(Swap::DEVICE) {
             return Some(Swap { is_ours: false, _turn: turn });
         }
