@@ -212,7 +212,8 @@ fn stack_content(image: &Image, environment: &[CString], top: u64, auxiliary: &[
         (libc::AT_EUID, u64::from(euid)),
         (libc::AT_GID, u64::from(gid)),
         (libc::AT_EGID, u64::from(egid)),
-        (libc::AT_SECURE, 0),
+        // The kernel has executed the monitor with the same rights.
+        (libc::AT_SECURE, own(libc::AT_SECURE)),
         (libc::AT_RANDOM, random_at),
         // Bit 1: instructions for the bases of FS and GS.
         (libc::AT_HWCAP2, own(libc::AT_HWCAP2) & 2),

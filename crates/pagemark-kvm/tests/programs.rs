@@ -28,6 +28,8 @@ macro_rules! need_machine {
 /// Also a test of the library, for the mechanism outside.
 #[path = "../../pagemark/tests/store_encodings.rs"]
 mod store_encodings;
+#[path = "programs/execution.rs"]
+mod execution;
 #[path = "programs/trackers.rs"]
 mod trackers;
 
@@ -106,7 +108,7 @@ fn find(name: &str) -> Option<PathBuf> {
 }
 
 /// The C programs of `tests/programs`, with what the compiler needs for them.
-const PROGRAMS: [(&str, &[&str]); 20] = [
+const PROGRAMS: [(&str, &[&str]); 22] = [
     ("memory", &[]),
     ("memory", &["-static"]),
     ("memory", &["-no-pie"]),
@@ -127,6 +129,8 @@ const PROGRAMS: [(&str, &[&str]); 20] = [
     ("wild", &[]),
     ("monitor", &[]),
     ("missing", &[]),
+    ("injected", &["-shared", "-fPIC"]),
+    ("secure", &[]),
 ];
 
 /// Where there are compiled programs, for a computer that has no compiler.
