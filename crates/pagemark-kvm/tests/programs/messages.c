@@ -8,7 +8,12 @@
 #include <time.h>
 #include <unistd.h>
 
-#define SHOW(what) printf("%d: %s = %ld (%d)\n", __LINE__, #what, (long)(what), errno), errno = 0
+#define SHOW(what)                                                         \
+	do {                                                                   \
+		long result = (long)(what);                                        \
+		printf("%d: %s = %ld (%d)\n", __LINE__, #what, result, errno);     \
+		errno = 0;                                                         \
+	} while (0)
 #define COUNT 12
 
 int main(void)
@@ -59,6 +64,46 @@ int main(void)
 	last->msg_hdr.msg_controllen = 0;
 	SHOW(sendmmsg(ends[0], last, 2, 0));
 	SHOW(last->msg_len);
+	// Descriptors in one message, and in the second of two.
+	int pipes[2];
+	SHOW(pipe(pipes));
+	for (int i = 0; i < 3; i++) {
+		messages[i].msg_hdr.msg_iovlen = 1;
+		messages[i].msg_hdr.msg_controllen = i == 1 ? 0 : 64;
+		struct cmsghdr *header = (struct cmsghdr *)control[i];
+		*header = (struct cmsghdr){.cmsg_level = SOL_SOCKET, .cmsg_type = SCM_RIGHTS, .cmsg_len = CMSG_LEN(8)};
+		memcpy(CMSG_DATA(header), pipes, 8);
+		messages[i].msg_hdr.msg_controllen = i == 1 ? 0 : CMSG_SPACE(8);
+	}
+	SHOW(sendmsg(ends[0], &messages[0].msg_hdr, 0));
+	SHOW(sendmmsg(ends[0], messages + 1, 2, 0));
+	for (int i = 0; i < 5; i++) {
+		messages[i].msg_hdr.msg_control = control[i];
+		messages[i].msg_hdr.msg_controllen = 64;
+		SHOW(recvmsg(ends[1], &messages[i].msg_hdr, MSG_DONTWAIT));
+		struct cmsghdr *header = CMSG_FIRSTHDR(&messages[i].msg_hdr);
+		int passed[2] = {-1, -1};
+		for (; header; header = CMSG_NXTHDR(&messages[i].msg_hdr, header))
+			if (header->cmsg_type == SCM_RIGHTS)
+				memcpy(passed, CMSG_DATA(header), 8);
+		char end = 0;
+		SHOW(passed[1] < 0 ? -1 : write(passed[1], "x", 1) + read(pipes[0], &end, 1));
+		close(passed[0]);
+		close(passed[1]);
+	}
+	memcpy(CMSG_DATA((struct cmsghdr *)control[0]), (int[]){pipes[0], 99}, 8);
+	messages[0].msg_hdr.msg_controllen = CMSG_SPACE(8);
+	((struct cmsghdr *)control[0])->cmsg_len = CMSG_LEN(8);
+	((struct cmsghdr *)control[0])->cmsg_level = SOL_SOCKET;
+	((struct cmsghdr *)control[0])->cmsg_type = SCM_RIGHTS;
+	SHOW(sendmsg(ends[0], &messages[0].msg_hdr, 0));
+	((struct cmsghdr *)control[0])->cmsg_len = 3;
+	SHOW(sendmsg(ends[0], &messages[0].msg_hdr, 0));
+	messages[0].msg_hdr.msg_control = 0;
+	SHOW(sendmsg(ends[0], &messages[0].msg_hdr, 0));
+	messages[0].msg_hdr.msg_control = control[0];
+	messages[0].msg_hdr.msg_controllen = 8 << 20;
+	SHOW(sendmsg(ends[0], &messages[0].msg_hdr, 0));
 	messages[0].msg_hdr.msg_iovlen = 2000;
 	SHOW(sendmmsg(ends[0], messages, 1, 0));
 	return 0;

@@ -18,6 +18,22 @@ static void expect(const char *what, long result, int error)
 	printf("%s %s\n", what, result == -1 && errno == error ? "refused" : "ALLOWED");
 }
 
+// Sends `fd` behind a descriptor of the program.
+static void expect_unsent(int socket, int fd)
+{
+	char control[CMSG_SPACE(2 * sizeof(int))] = {0};
+	struct iovec bytes = {"a", 1};
+	struct mmsghdr message = {.msg_hdr = {.msg_iov = &bytes,
+	                                      .msg_iovlen = 1,
+	                                      .msg_control = control,
+	                                      .msg_controllen = sizeof control}};
+	struct cmsghdr *header = CMSG_FIRSTHDR(&message.msg_hdr);
+	*header = (struct cmsghdr){.cmsg_level = SOL_SOCKET, .cmsg_type = SCM_RIGHTS, .cmsg_len = CMSG_LEN(8)};
+	memcpy(CMSG_DATA(header), (int[]){socket, fd}, 8);
+	expect("sendmsg", sendmsg(socket, &message.msg_hdr, 0), EBADF);
+	expect("sendmmsg", sendmmsg(socket, &message, 1, 0), EBADF);
+}
+
 int main(void)
 {
 	// A writable mapping of the monitor.
@@ -65,6 +81,7 @@ int main(void)
 		expect("close", close(fd), EBADF);
 		expect("dup", dup(fd), EBADF);
 		expect("dup2", dup2(zero, fd), EBADF);
+		expect_unsent(pair[0], fd);
 	}
 	// The device, the machine, a virtual CPU, the monitor's file.
 	if (ours < 4)

@@ -12,6 +12,10 @@ use super::{Refusal, writes};
 
 /// Entries of a list of buffers, as for Linux (`UIO_MAXIOV`).
 const MOST_BUFFERS: u64 = 1024;
+/// Bytes of control data of a message that is sent. Linux allows fewer (`optmem_max`).
+const MOST_CONTROL: u64 = 1 << 20;
+/// Bytes of `struct cmsghdr`: a length, a level and a type.
+const CONTROL_HEADER_BYTES: usize = 16;
 
 /// Whether `address` is one that the program must not name: an address of the monitor.
 pub fn is_monitor(address: u64) -> bool {
@@ -74,6 +78,10 @@ impl Thread {
         let writes = if receives { received(Writes::NONE, &words, &buffers) } else { Writes::NONE };
         let list = words[2];
         words[2] = buffers.as_ptr() as u64;
+        let control = if receives { None } else { Some(control_data(&words)?) };
+        if let Some(control) = &control {
+            words[4] = control.as_ptr() as u64;
+        }
         call.arguments[1] = words.as_mut_ptr() as u64;
         let result = self.interruptible(&call, writes);
         if receives && result >= 0 {
@@ -92,15 +100,22 @@ impl Thread {
             return Err(libc::EFAULT.into());
         }
         let mut writes = if receives { Writes::NONE.and_structure(timeout) } else { Writes::NONE };
-        let (mut messages, mut lists) = (Vec::new(), Vec::new());
+        let (mut messages, mut lists, mut controls) = (Vec::new(), Vec::new(), Vec::new());
         for index in 0..u64::from(count as u32).min(MOST_BUFFERS) {
             let at = list.wrapping_add(index * MESSAGE_BYTES);
-            match message_at(at) {
-                Ok((words, buffers)) => {
+            let message = message_at(at).and_then(|(words, buffers)| {
+                let control = if receives { Vec::new() } else { control_data(&words)? };
+                Ok((words, buffers, control))
+            });
+            match message {
+                Ok((mut words, buffers, control)) => {
                     if receives {
                         writes = received(writes, &words, &buffers);
+                    } else {
+                        words[4] = control.as_ptr() as u64;
                     }
                     lists.push((at, words[2], buffers));
+                    controls.push(control);
                     messages.extend(words);
                     messages.push(0);
                 }
@@ -143,6 +158,34 @@ fn message_at(address: u64) -> Result<(Vec<u64>, Vec<u64>), Refusal> {
     Ok((words, buffers))
 }
 
+/// A copy of the control data of a message that is sent, whose descriptors are all the program's.
+fn control_data(message: &[u64]) -> Result<Vec<u8>, Refusal> {
+    let [_, _, _, _, at, len, _] = message[..] else { return Err(libc::EFAULT.into()) };
+    if len > MOST_CONTROL {
+        return Err(libc::ENOBUFS.into());
+    }
+    let mut control = vec![0; len as usize];
+    program_memory::read(at, &mut control)?;
+    sent_descriptors(&control).into_iter().try_for_each(|fd| descriptor(fd as u64).map(drop))?;
+    Ok(control)
+}
+
+/// The descriptors that control data sends. What follows data that the kernel refuses is left out.
+fn sent_descriptors(control: &[u8]) -> Vec<RawFd> {
+    let number = |bytes: &[u8]| bytes.try_into().map_or(0, i32::from_le_bytes);
+    let mut found = Vec::new();
+    let mut rest = control;
+    while let Some((header, _)) = rest.split_at_checked(CONTROL_HEADER_BYTES) {
+        let len = header[..8].try_into().map_or(0, u64::from_le_bytes) as usize;
+        let Some(data) = rest.get(CONTROL_HEADER_BYTES..len) else { break };
+        if [number(&header[8..12]), number(&header[12..])] == [libc::SOL_SOCKET, libc::SCM_RIGHTS] {
+            found.extend(data.chunks_exact(size_of::<RawFd>()).map(number));
+        }
+        rest = rest.get(len.next_multiple_of(size_of::<u64>())..).unwrap_or_default();
+    }
+    found
+}
+
 /// These writes, and those of a message that is received.
 fn received(writes: Writes, words: &[u64], buffers: &[u64]) -> Writes {
     written(writes.and_structure(words[0]).and(words[4], words[5]), buffers)
@@ -174,4 +217,33 @@ pub fn ranges_of_program(first: u32, last: u32) -> Vec<(u32, u32)> {
         ranges.push((from as u32, last));
     }
     ranges
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn control(level: i32, kind: i32, numbers: &[i32]) -> Vec<u8> {
+        let len = CONTROL_HEADER_BYTES + 4 * numbers.len();
+        let mut bytes = (len as u64).to_le_bytes().to_vec();
+        bytes.extend([level, kind].iter().chain(numbers).flat_map(|number| number.to_le_bytes()));
+        bytes.resize(len.next_multiple_of(8), 0);
+        bytes
+    }
+
+    #[test]
+    fn descriptors_are_found_in_all_control_data() {
+        let rights = |numbers| control(libc::SOL_SOCKET, libc::SCM_RIGHTS, numbers);
+        let other = control(libc::SOL_SOCKET, libc::SCM_CREDENTIALS, &[1, 2, 3]);
+        let all = [rights(&[4, 5, 6]), other, rights(&[7]), rights(&[])].concat();
+        assert_eq!(sent_descriptors(&all), [4, 5, 6, 7]);
+        // The last one need not be filled up, and none may be longer than the data.
+        assert_eq!(sent_descriptors(&rights(&[8])[..20]), [8]);
+        assert_eq!(sent_descriptors(&rights(&[8, 9])[..20]), [0; 0]);
+        for len in [0u64, 15, u64::MAX] {
+            let damaged = [len.to_le_bytes().as_slice(), &rights(&[8])[8..]].concat();
+            assert_eq!(sent_descriptors(&damaged), [0; 0]);
+        }
+        assert_eq!(sent_descriptors(&[]), [0; 0]);
+    }
 }
