@@ -697,7 +697,18 @@ fn out_of_tables() -> Error {
 
 /// What this process has mapped at the program's addresses, as the kernel says.
 fn mapped() -> Result<Mappings, Error> {
-    let all = maps::of_this_process().map_err(Error::system("read", "/proc/self/maps"))?;
+    let name = "/proc/thread-self/maps";
+    let read = || maps::of_this_process().map_err(Error::system("read", name));
+    let all = match read() {
+        // The program may have as many files open as it may have.
+        Err(error) if error.io_error().and_then(io::Error::raw_os_error) == Some(libc::EMFILE) => above_limit(read)?,
+        done => done?,
+    };
+    // A list without the monitor is not that of this memory.
+    let own = mapped as fn() -> Result<Mappings, Error> as usize as u64;
+    if !all.iter().any(|mapping| (mapping.start.get()..mapping.end.get()).contains(&own)) {
+        return Err(Error::new(ErrorKind::System, "read", name).reason("the monitor is not in it"));
+    }
     let mut mappings = Mappings::default();
     for mapping in all.iter().filter(|mapping| mapping.start.get() < PROGRAM_END) {
         let bits = [(mapping.readable, 1), (mapping.writable, 2), (mapping.executable, 4)];

@@ -108,7 +108,7 @@ fn find(name: &str) -> Option<PathBuf> {
 }
 
 /// The C programs of `tests/programs`, with what the compiler needs for them.
-const PROGRAMS: [(&str, &[&str]); 22] = [
+const PROGRAMS: [(&str, &[&str]); 23] = [
     ("memory", &[]),
     ("memory", &["-static"]),
     ("memory", &["-no-pie"]),
@@ -131,6 +131,7 @@ const PROGRAMS: [(&str, &[&str]); 22] = [
     ("missing", &[]),
     ("injected", &["-shared", "-fPIC"]),
     ("secure", &[]),
+    ("leader", &["-pthread"]),
 ];
 
 /// Where there are compiled programs, for a computer that has no compiler.
@@ -287,6 +288,14 @@ fn threads() {
     need_machine!();
     let dir = dir();
     same(compiled("threads", dir.path(), &["-pthread"]), &[], dir.path());
+}
+
+/// A process goes on without its first thread.
+#[test]
+fn programs_whose_first_thread_has_ended() {
+    need_machine!();
+    let dir = dir();
+    same(compiled("leader", dir.path(), &["-pthread"]), &[], dir.path());
 }
 
 #[test]

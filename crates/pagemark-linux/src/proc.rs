@@ -54,6 +54,13 @@ pub fn own_path(entry: &str) -> PathBuf {
     PathBuf::from(format!("/proc/self/{entry}"))
 }
 
+/// Like [`own_path`], of the calling thread. Its memory and descriptors are those of the process,
+/// and are there also after the first thread of the process has ended. To be used by this thread
+/// alone: it may end before others.
+pub fn thread_path(entry: &str) -> PathBuf {
+    PathBuf::from(format!("/proc/thread-self/{entry}"))
+}
+
 /// True if a process or thread has the id, zombies included.
 pub fn exists(id: i32) -> bool {
     PathBuf::from(format!("/proc/{id}")).exists()

@@ -93,7 +93,7 @@ pub struct ProgramMap {
 impl MemoryMap {
     /// As the kernel has it now, but for the auxiliary vector and the executable, which stay.
     fn of_monitor() -> io::Result<MemoryMap> {
-        let text = std::fs::read(proc::own_path("stat"))?;
+        let text = std::fs::read(proc::thread_path("stat"))?;
         let field = |field| proc::stat::number(&text, field).ok_or(io::ErrorKind::InvalidData);
         Ok(MemoryMap {
             start_code: field(START_CODE)?,

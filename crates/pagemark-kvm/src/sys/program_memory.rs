@@ -16,9 +16,10 @@ fn transfer(number: i64, local: *const u8, len: usize, address: u64) -> Result<(
     }
     let here = libc::iovec { iov_base: local as *mut _, iov_len: len };
     let there = libc::iovec { iov_base: address as *mut _, iov_len: len };
-    // A child that shares this memory has another id, so it is asked for each time.
+    // That of the process has no memory once its first thread has ended. A child that shares this
+    // memory has another id, so it is asked for each time.
     // SAFETY: has no effect.
-    let process = unsafe { libc::syscall(libc::SYS_getpid) };
+    let process = unsafe { libc::syscall(libc::SYS_gettid) };
     // SAFETY: `local` is valid for `len` bytes by the callers below, and the other side is memory
     // of the program.
     let result = unsafe {

@@ -194,7 +194,7 @@ pub fn read_into(pid: i32, text: &mut Vec<u8>) -> io::Result<Vec<Mapping>> {
 /// # Errors
 /// `/proc` is not mounted.
 pub fn of_this_process() -> io::Result<Vec<Mapping>> {
-    read_file(super::own_path("maps"), &mut Vec::new())
+    read_file(super::thread_path("maps"), &mut Vec::new())
 }
 
 fn read_file(path: PathBuf, text: &mut Vec<u8>) -> io::Result<Vec<Mapping>> {

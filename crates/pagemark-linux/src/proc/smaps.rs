@@ -55,7 +55,7 @@ fn for_each(text: impl BufRead, each: &mut dyn FnMut(NamedFlags) -> bool) -> io:
 /// The flags of the mappings of this process.
 pub(crate) fn own_flags() -> io::Result<Vec<NamedFlags>> {
     let mut found = Vec::new();
-    let file = File::open(super::own_path("smaps"))?;
+    let file = File::open(super::thread_path("smaps"))?;
     for_each(BufReader::new(file), &mut |flags| {
         found.push(flags);
         true
