@@ -3,23 +3,27 @@
 use std::ffi::{CStr, CString, OsStr};
 use std::fs::File;
 use std::io;
+use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
 use crate::elf::{self, Elf, HEADER_BYTES, NotElf};
+use crate::sys::execution::{self, Refused};
 
 /// How many scripts can be the interpreter of another, as for Linux.
 const MOST_SCRIPTS: usize = 5;
 /// How much of a script's first line counts, as for Linux.
 const SCRIPT_LINE: usize = 256;
+/// Before the number of a descriptor, in what the kernel calls a program that is given by it.
+pub(crate) const DESCRIPTORS: &[u8] = b"/dev/fd/";
 
 /// A program that can be loaded.
 #[derive(Debug)]
 pub struct Image {
     /// The program, which need not be the file that was named: that may be a script.
     pub file: File,
-    /// The path of `file`.
+    /// The path of `file`, without links. It need not lead there any more.
     pub path: PathBuf,
     /// The path that was named (`AT_EXECFN`).
     pub named: CString,
@@ -29,6 +33,21 @@ pub struct Image {
     pub elf: Elf,
     /// The dynamic linker.
     pub linker: Option<(File, Elf)>,
+    /// What the program would have outside, and does without here.
+    pub lacking: Option<&'static str>,
+}
+
+/// Where a program is to be found.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Place<'p> {
+    /// A directory, or the file if the path is empty.
+    pub directory: RawFd,
+    /// The path from there on.
+    pub path: &'p CStr,
+    /// What the program knows as its path.
+    pub named: &'p CStr,
+    /// Whether a link at the end of the path is followed.
+    pub follows: bool,
 }
 
 /// Why a program cannot be run: the errno of `execve`, and what the machine lacks if Linux would
@@ -59,34 +78,56 @@ impl From<std::ffi::NulError> for Unloadable {
     }
 }
 
-/// Opens `path` for execution.
-fn open(path: &Path) -> Result<File, Unloadable> {
-    let name = CString::new(path.as_os_str().as_bytes())?;
-    // SAFETY: `name` ends with zero.
-    let may = unsafe { libc::faccessat(libc::AT_FDCWD, name.as_ptr(), libc::X_OK, libc::AT_EACCESS) };
-    if may != 0 {
-        return Err(io::Error::last_os_error().into());
-    }
-    // Without O_NONBLOCK, opening a pipe would wait.
-    let file = File::options().read(true).custom_flags(libc::O_NONBLOCK).open(path).map_err(|error| {
+/// Opens the file at `place` for execution.
+fn open(place: &Place<'_>) -> Result<File, Unloadable> {
+    let opened = if place.path.is_empty() {
+        // Not a copy of the descriptor: that may not be open for reading.
+        let path = CString::new(execution::path_of(place.directory))?;
+        execution::open(libc::AT_FDCWD, &path, 0)
+    } else {
+        execution::open(place.directory, place.path, if place.follows { 0 } else { libc::O_NOFOLLOW })
+    };
+    let file = opened.map_err(|error| {
         // Linux runs programs that only may be executed, not read.
         let lacking = (error.raw_os_error() == Some(libc::EACCES)).then_some("running a program that cannot be read");
         Unloadable { lacking, ..Unloadable::from(error) }
     })?;
-    let metadata = file.metadata()?;
-    if !metadata.is_file() {
+    if !file.metadata()?.is_file() {
         return Err(Unloadable::new(libc::EACCES));
     }
-    // SAFETY: only ask.
-    let (user, group) = unsafe { (libc::geteuid(), libc::getegid()) };
+    execution::check(&file).map_err(|refused| match refused {
+        Refused::Rules(error) => error.into(),
+        Refused::Unknown => Unloadable {
+            errno: libc::EACCES,
+            lacking: Some("executing programs under rules of Landlock before Linux 6.14"),
+        },
+    })?;
+    Ok(file)
+}
+
+/// Opens the file at `path` for execution.
+fn open_path(path: &Path) -> Result<File, Unloadable> {
+    let path = CString::new(path.as_os_str().as_bytes())?;
+    open(&Place { directory: libc::AT_FDCWD, path: &path, named: &path, follows: true })
+}
+
+/// Whether a program gets the rights that its file gives outside. Returns what it does without.
+fn check_rights(file: &File) -> Result<Option<&'static str>, Unloadable> {
+    let metadata = file.metadata()?;
+    if execution::gives_no_rights(file) {
+        return Ok(None);
+    }
+    let (user, group) = execution::user_and_group();
     let sets_user = metadata.mode() & libc::S_ISUID != 0 && metadata.uid() != user;
     let sets_group =
         metadata.mode() & libc::S_ISGID != 0 && metadata.mode() & libc::S_IXGRP != 0 && metadata.gid() != group;
     if sets_user || sets_group {
-        let lacking = Some("running a program with the rights of its file's owner");
+        let lacking = Some("running a program with the rights of its file's owner or group");
         return Err(Unloadable { errno: libc::EPERM, lacking });
     }
-    Ok(file)
+    // Root has them anyway.
+    let lacks = user != 0 && execution::has_capabilities(file);
+    Ok(lacks.then_some("the capabilities of the program's file"))
 }
 
 /// Reads up to `len` bytes from `offset` on.
@@ -142,46 +183,102 @@ fn script(head: &[u8]) -> Option<(&[u8], Option<&[u8]>)> {
     (!name.is_empty()).then_some((name, (start < end).then_some(&rest[start..end])))
 }
 
+/// The dynamic linker that `elf`, the content of `file`, names.
+fn open_linker(file: &File, elf: &Elf) -> Result<Option<File>, Unloadable> {
+    let Some((offset, len)) = elf.linker else { return Ok(None) };
+    let mut name = read(file, offset, len)?;
+    if name.pop() != Some(0) || name.contains(&0) {
+        return Err(Unloadable::new(libc::ENOEXEC));
+    }
+    open_path(Path::new(OsStr::from_bytes(&name))).map(Some)
+}
+
+fn read_linker(file: File) -> Result<(File, Elf), Unloadable> {
+    let head = read(&file, 0, HEADER_BYTES)?;
+    match read_elf(&file, &head) {
+        Ok(elf) => Ok((file, elf)),
+        Err(error) if error.errno == libc::ENOEXEC => Err(Unloadable { errno: libc::ELIBBAD, ..error }),
+        Err(error) => Err(error),
+    }
+}
+
 impl Image {
     /// The program at `path`, or the interpreter of the script there.
+    ///
+    /// # Errors
+    /// The kernel would not execute it, or the machine cannot run it.
     pub fn open(path: &CStr, arguments: &[CString]) -> Result<Image, Unloadable> {
-        let named = path.to_owned();
-        let mut path = PathBuf::from(OsStr::from_bytes(path.to_bytes()));
+        Image::open_at(&Place { directory: libc::AT_FDCWD, path, named: path, follows: true }, arguments)
+    }
+
+    /// Like [`Image::open`].
+    pub(crate) fn open_at(place: &Place<'_>, arguments: &[CString]) -> Result<Image, Unloadable> {
         let mut arguments = arguments.to_vec();
+        let mut file = open(place)?;
+        // What the kernel calls the file that it executes.
+        let mut name = place.named.to_owned();
         for _ in 0..=MOST_SCRIPTS {
-            let file = open(&path)?;
             let head = read(&file, 0, SCRIPT_LINE.max(HEADER_BYTES))?;
-            if let Some((interpreter, argument)) = script(&head) {
-                let interpreter = interpreter.to_vec();
-                let mut added = vec![CString::new(interpreter.clone())?];
-                added.extend(argument.map(CString::new).transpose()?);
-                added.push(CString::new(path.as_os_str().as_bytes())?);
-                arguments = added.into_iter().chain(arguments.into_iter().skip(1)).collect();
-                path = PathBuf::from(OsStr::from_bytes(&interpreter));
-                continue;
-            }
-            let elf = read_elf(&file, &head)?;
-            let linker = match elf.linker {
-                None => None,
-                Some((offset, len)) => {
-                    let mut name = read(&file, offset, len)?;
-                    if name.pop() != Some(0) || name.contains(&0) {
-                        return Err(Unloadable::new(libc::ENOEXEC));
-                    }
-                    let file = open(Path::new(OsStr::from_bytes(&name)))?;
-                    let head = read(&file, 0, HEADER_BYTES)?;
-                    let elf = read_elf(&file, &head).map_err(|mut error| {
-                        if error.errno == libc::ENOEXEC {
-                            error.errno = libc::ELIBBAD;
-                        }
-                        error
-                    })?;
-                    Some((file, elf))
-                }
+            let Some((interpreter, argument)) = script(&head) else {
+                let lacking = check_rights(&file)?;
+                let elf = read_elf(&file, &head)?;
+                let linker = open_linker(&file, &elf)?;
+                return Image::of_files((file, elf), linker, place.named, arguments, lacking);
             };
-            return Ok(Image { file, path, named, arguments, elf, linker });
+            if place.directory != libc::AT_FDCWD && execution::is_closed_by_exec(place.directory) {
+                // The interpreter would not find the script.
+                return Err(Unloadable::new(libc::ENOENT));
+            }
+            let interpreter = CString::new(interpreter)?;
+            let mut added = vec![interpreter.clone()];
+            added.extend(argument.map(CString::new).transpose()?);
+            added.push(name);
+            arguments = added.into_iter().chain(arguments.into_iter().skip(1)).collect();
+            file = open_path(Path::new(OsStr::from_bytes(interpreter.to_bytes())))?;
+            name = interpreter;
         }
         Err(Unloadable::new(libc::ELOOP))
+    }
+
+    /// The program in `file`, which an [`Image`] has had with these arguments.
+    pub(crate) fn of_open(
+        file: File,
+        linker: Option<File>,
+        named: &CStr,
+        arguments: Vec<CString>,
+    ) -> Result<Image, Unloadable> {
+        let head = read(&file, 0, HEADER_BYTES)?;
+        let elf = read_elf(&file, &head)?;
+        Image::of_files((file, elf), linker, named, arguments, None)
+    }
+
+    fn of_files(
+        (file, elf): (File, Elf),
+        linker: Option<File>,
+        named: &CStr,
+        arguments: Vec<CString>,
+        lacking: Option<&'static str>,
+    ) -> Result<Image, Unloadable> {
+        let linker = linker.map(read_linker).transpose()?;
+        let path = std::fs::read_link(execution::path_of(file.as_raw_fd()));
+        let path = path.unwrap_or_else(|_| PathBuf::from(OsStr::from_bytes(named.to_bytes())));
+        Ok(Image { file, path, named: named.to_owned(), arguments, elf, linker, lacking })
+    }
+
+    /// The name of the program as the kernel has it (`comm`).
+    pub(crate) fn short_name(&self) -> Vec<u8> {
+        const MOST: usize = 15;
+        let last = |path: &[u8]| path.rsplit(|&byte| byte == b'/').next().unwrap_or_default().to_vec();
+        let named = self.named.to_bytes();
+        // A file that was given by its descriptor has the name of its place.
+        let name = match named.strip_prefix(DESCRIPTORS) {
+            Some(number) if number.iter().all(u8::is_ascii_digit) => {
+                let path = self.path.as_os_str().as_bytes();
+                last(path.strip_suffix(b" (deleted)").unwrap_or(path))
+            }
+            _ => last(named),
+        };
+        name.into_iter().take(MOST).collect()
     }
 }
 
@@ -204,7 +301,8 @@ mod tests {
         pagemark_testing::executable(&path, b"#!/bin/sh -e\n");
         let name = CString::new(path.as_os_str().as_bytes()).expect("no zero");
         let image = Image::open(&name, &[c"x".into(), c"y".into()]).expect("sh is there");
-        assert_eq!(image.path, Path::new("/bin/sh"));
+        assert_eq!(image.path, std::fs::canonicalize("/bin/sh").expect("sh is there"));
+        assert_eq!(image.short_name(), b"script");
         assert_eq!(image.arguments, [c"/bin/sh".to_owned(), c"-e".into(), name.clone(), c"y".into()]);
         assert_eq!(Image::open(c"/", &[]).expect_err("a directory").errno, libc::EACCES);
         assert_eq!(Image::open(c"/nowhere/at/all", &[]).expect_err("missing").errno, libc::ENOENT);

@@ -76,7 +76,8 @@ pub fn tells_time() -> Result<bool, Error> {
 ///
 /// When the program executes another, the file of this process is executed with the arguments
 /// `again`, then [`start::EXECUTE`], what the next monitor gets as `inherited`, the path, and the
-/// arguments of the program.
+/// arguments of the program. The next monitor does not look at the path, but gives it to the
+/// program: the file is among the descriptors.
 ///
 /// # Errors
 /// If the machine does not work here, or the file is no program for it.
@@ -88,29 +89,44 @@ pub fn run(
     inherited: Option<start::MonitorDescriptors>,
 ) -> Result<std::convert::Infallible, Error> {
     machine::check_layout()?;
-    let image = Image::open(path, arguments).map_err(|refused| not_runnable(path, &refused))?;
+    let image = match inherited {
+        Some(inherited) => inherited_image(inherited, path, arguments)?,
+        None => Image::open(path, arguments).map_err(|refused| not_runnable(path, &refused))?,
+    };
     let device = match inherited {
         Some(inherited) => machine::take_over(inherited.device)?,
         None => machine::open()?,
     };
     // Saved before the program begins, the process could not go on outside of the machine.
     let (machine, in_use) = machine::Machine::new(device, machine::write_record_of_environment()?)?;
-    let program = thread::resolved(&image.path);
     let start = loader::load(&machine, &image, environment)?;
     machine.describe_program(start.entry);
     // SAFETY: the name is copied, and ends with zero.
     unsafe {
-        let name = CString::new(loader::short_name(&image)).unwrap_or_default();
+        let name = CString::new(image.short_name()).unwrap_or_default();
         libc::prctl(libc::PR_SET_NAME, name.as_ptr());
     }
     // Without it, the monitor's arguments are shown.
     let _ = sys::arguments::show(&start.arguments, &start.environment);
-    drop(image);
+    let lacking = image.lacking;
+    let program = process::Program::of(image, inherited.is_some())?;
     let monitor = inherited.map(|inherited| inherited.monitor);
     let process = Arc::new(process::Process::new(program, again.to_vec(), monitor, start.stack)?);
+    if let Some(lacking) = lacking {
+        process.report_lacking(lacking);
+    }
     let thread = thread::Thread::new(machine, process, start)?;
     drop(in_use);
     thread.run_main()
+}
+
+/// The program that the monitor before this one has opened.
+fn inherited_image(inherited: start::MonitorDescriptors, path: &CStr, arguments: &[CString]) -> Result<Image, Error> {
+    let take_over =
+        |fd| sys::descriptors::open_file(fd).map_err(Error::system("take over", format!("descriptor {fd}")));
+    let program = take_over(inherited.program)?;
+    let linker = inherited.linker.map(take_over).transpose()?;
+    Image::of_open(program, linker, path, arguments.to_vec()).map_err(|refused| not_runnable(path, &refused))
 }
 
 fn not_runnable(path: &CStr, refused: &Unloadable) -> Error {

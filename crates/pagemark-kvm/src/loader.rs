@@ -4,7 +4,6 @@ use std::ffi::CString;
 use std::fs::File;
 use std::ops::Range;
 use std::os::fd::AsRawFd;
-use std::os::unix::ffi::OsStrExt;
 
 use pagemark_linux::machine_mark;
 
@@ -236,9 +235,4 @@ fn stack_content(image: &Image, environment: &[CString], top: u64, auxiliary: &[
         bytes.extend_from_slice(piece);
     }
     Stack { pointer: stack, bytes, arguments: argument_strings, environment: environment_strings }
-}
-
-/// The name of a program as the kernel has it (`comm`).
-pub fn short_name(image: &Image) -> Vec<u8> {
-    image.path.file_name().unwrap_or_default().as_bytes().iter().copied().take(15).collect()
 }

@@ -3,20 +3,48 @@
 use std::collections::BTreeSet;
 use std::ffi::{CStr, CString};
 use std::fs::File;
-use std::os::fd::{AsRawFd, RawFd};
+use std::os::fd::{AsRawFd, IntoRawFd, RawFd};
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::OpenOptionsExt;
 use std::sync::atomic::{AtomicI32, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crate::call_table;
 use crate::error::Error;
-use crate::sys::descriptors;
+use crate::image::Image;
 use crate::sys::signals::{self, Action};
+use crate::sys::{descriptors, execution};
+
+/// The program that a process runs.
+#[derive(Clone, Debug)]
+pub struct Program {
+    /// Its path, without links.
+    path: CString,
+    /// Its file, among the monitor's descriptors: the path may lead to another one by now.
+    file: RawFd,
+}
+
+impl Program {
+    /// The program of `image`, whose descriptor is above those of programs already if it
+    /// `is_raised`.
+    ///
+    /// # Errors
+    /// There is no number above those of the program.
+    pub fn of(image: Image, is_raised: bool) -> Result<Program, Error> {
+        let path = CString::new(image.path.as_os_str().as_bytes()).unwrap_or_default();
+        let file = if is_raised {
+            descriptors::take_over(image.file.into_raw_fd())
+        } else {
+            descriptors::raise(image.file.as_raw_fd(), false)
+        };
+        let file = file.map_err(Error::system("keep", "the program's file"))?;
+        Ok(Program { path, file })
+    }
+}
 
 /// The process in the machine.
 pub struct Process {
-    /// The path of the program, without links.
-    program: Mutex<CString>,
+    program: Program,
     /// The actions of signals 1 to 64 that the program has set.
     actions: Mutex<[Action; 65]>,
     /// What was reported; each is reported once.
@@ -31,11 +59,12 @@ pub struct Process {
     again: Vec<CString>,
     /// Where the stack pointer was when the program began.
     stack: u64,
+    /// Whether its memory is that of its parent.
+    shares_memory: bool,
 }
 
 /// The locks of a process, held during a `fork`.
 pub struct Locks<'p> {
-    _program: MutexGuard<'p, CString>,
     _actions: MutexGuard<'p, [Action; 65]>,
     _reported: MutexGuard<'p, BTreeSet<(u64, String)>>,
 }
@@ -51,7 +80,7 @@ impl Process {
     ///
     /// # Errors
     /// If the monitor's own file cannot be opened, or `monitor`, an open descriptor of it, is none.
-    pub fn new(program: CString, again: Vec<CString>, monitor: Option<RawFd>, stack: u64) -> Result<Process, Error> {
+    pub fn new(program: Program, again: Vec<CString>, monitor: Option<RawFd>, stack: u64) -> Result<Process, Error> {
         let mut actions = [Action::default(); 65];
         for number in 1..=64 {
             let Ok(own) = signals::action(number) else { continue };
@@ -70,7 +99,7 @@ impl Process {
         };
         call_table::prepare();
         Ok(Process {
-            program: Mutex::new(program),
+            program,
             actions: Mutex::new(actions),
             reported: Mutex::default(),
             threads: AtomicUsize::new(1),
@@ -78,13 +107,14 @@ impl Process {
             monitor,
             again,
             stack,
+            shares_memory: false,
         })
     }
 
     /// The process of a child that shares this memory (`vfork`), but not the signal actions.
     pub fn copy(&self) -> Process {
         Process {
-            program: Mutex::new(self.program()),
+            program: self.program.clone(),
             actions: Mutex::new(*lock(&self.actions)),
             reported: Mutex::new(lock(&self.reported).clone()),
             threads: AtomicUsize::new(1),
@@ -92,12 +122,13 @@ impl Process {
             monitor: self.monitor,
             again: self.again.clone(),
             stack: self.stack,
+            shares_memory: true,
         }
     }
 
     /// Locks all that threads share, so that a child made by `fork` finds it whole.
     pub fn lock_for_fork(&self) -> Locks<'_> {
-        Locks { _program: lock(&self.program), _actions: lock(&self.actions), _reported: lock(&self.reported) }
+        Locks { _actions: lock(&self.actions), _reported: lock(&self.reported) }
     }
 
     /// A child made by `fork` has one thread.
@@ -136,9 +167,24 @@ impl Process {
         self.stack
     }
 
+    /// Whether its memory is that of its parent, as that of a child made by `vfork`.
+    pub fn shares_memory(&self) -> bool {
+        self.shares_memory
+    }
+
     /// The path of the program.
-    pub fn program(&self) -> CString {
-        lock(&self.program).clone()
+    pub fn program(&self) -> &CStr {
+        &self.program.path
+    }
+
+    /// The file of the program.
+    pub fn program_file(&self) -> RawFd {
+        self.program.file
+    }
+
+    /// A path that leads to the file of the program, as its link in `/proc` does outside.
+    pub fn path_of_file(&self) -> CString {
+        CString::new(execution::path_of(self.program.file)).unwrap_or_default()
     }
 
     /// The action of a signal from 1 to 64.
@@ -200,10 +246,15 @@ impl Process {
         );
     }
 
+    /// Reports what a program that is executed has outside, and does without here.
+    pub fn report_lacking(&self, what: &str) {
+        self.report(libc::SYS_execve as u64, &format!("the machine does not have: {what}"));
+    }
+
     /// Reports `text` on the standard error stream, once.
     pub fn report(&self, kind: u64, text: &str) {
         if lock(&self.reported).insert((kind, text.to_owned())) {
-            report(&self.program(), text);
+            report(self.program(), text);
         }
     }
 

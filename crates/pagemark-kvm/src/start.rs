@@ -14,18 +14,30 @@ pub struct MonitorDescriptors {
     pub device: RawFd,
     /// The monitor's own file.
     pub monitor: RawFd,
+    /// The program, which is not looked up again.
+    pub program: RawFd,
+    /// Its dynamic linker, if it has one.
+    pub linker: Option<RawFd>,
 }
 
 impl MonitorDescriptors {
     /// As an argument.
     pub fn to_argument(self) -> CString {
-        CString::new(format!("{},{}", self.device, self.monitor)).unwrap_or_default()
+        let MonitorDescriptors { device, monitor, program, linker } = self;
+        let linker = linker.map_or_else(String::new, |linker| format!(",{linker}"));
+        CString::new(format!("{device},{monitor},{program}{linker}")).unwrap_or_default()
     }
 
     /// What the argument says; `None` if it is not one.
     pub fn of_argument(text: &str) -> Option<MonitorDescriptors> {
-        let (device, monitor) = text.split_once(',')?;
-        Some(MonitorDescriptors { device: device.parse().ok()?, monitor: monitor.parse().ok()? })
+        let numbers: Result<Vec<RawFd>, _> = text.split(',').map(str::parse).collect();
+        match numbers.ok()?[..] {
+            [device, monitor, program] => Some(MonitorDescriptors { device, monitor, program, linker: None }),
+            [device, monitor, program, linker] => {
+                Some(MonitorDescriptors { device, monitor, program, linker: Some(linker) })
+            }
+            _ => None,
+        }
     }
 }
 
@@ -67,10 +79,12 @@ mod tests {
 
     #[test]
     fn descriptors_come_through() {
-        let inherited = MonitorDescriptors { device: 57_344, monitor: 57_350 };
-        let argument = inherited.to_argument();
-        assert_eq!(MonitorDescriptors::of_argument(argument.to_str().expect("digits")), Some(inherited));
-        for text in ["", "1", "1,", ",1", "1,2,3", "a,b", "1,99999999999"] {
+        for linker in [None, Some(57_353)] {
+            let inherited = MonitorDescriptors { device: 57_344, monitor: 57_350, program: 57_352, linker };
+            let argument = inherited.to_argument();
+            assert_eq!(MonitorDescriptors::of_argument(argument.to_str().expect("digits")), Some(inherited));
+        }
+        for text in ["", "1", "1,2", "1,2,", ",1,2", "1,2,3,4,5", "a,b,c", "1,2,99999999999"] {
             assert_eq!(MonitorDescriptors::of_argument(text), None, "{text}");
         }
     }

@@ -14,6 +14,7 @@ pub mod child;
 pub mod descriptors;
 pub mod dirty_log;
 pub mod dirty_ring;
+pub mod execution;
 pub mod guard_page;
 pub mod host_call;
 pub mod host_vdso;

@@ -1,7 +1,6 @@
 //! A thread of the program: it runs on a virtual CPU, and this thread of the host carries out what
 //! it asks for.
 
-use std::ffi::CString;
 use std::sync::Arc;
 
 use pagemark_linux::ptrace::SYSCALL_BYTES;
@@ -337,7 +336,7 @@ impl Thread {
     /// The machine cannot go on: the reason is reported, and the process ends by `SIGKILL`.
     fn fail(&mut self, reason: &str) -> ! {
         let at = self.vcpu.registers().rip;
-        crate::process::report(&self.process.program(), &format!("the machine failed at {at:#x}: {reason}"));
+        crate::process::report(self.process.program(), &format!("the machine failed at {at:#x}: {reason}"));
         signals::die(libc::SIGKILL as u32, &fault_info(libc::SIGKILL as u32, code::SI_KERNEL, 0))
     }
 
@@ -374,11 +373,4 @@ fn describe(stuck: Stuck) -> String {
         Stuck::Entry(code) => format!("the processor refused the state of the virtual CPU ({code:#x})"),
         Stuck::Unexpected(reason) => format!("KVM returned for an unexpected reason ({reason})"),
     }
-}
-
-/// A program's path without links, as `/proc/PID/exe` has it.
-pub(crate) fn resolved(path: &std::path::Path) -> CString {
-    use std::os::unix::ffi::OsStrExt;
-    let path = std::fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
-    CString::new(path.as_os_str().as_bytes()).unwrap_or_default()
 }

@@ -28,8 +28,6 @@ macro_rules! need_machine {
 /// Also a test of the library, for the mechanism outside.
 #[path = "../../pagemark/tests/store_encodings.rs"]
 mod store_encodings;
-#[path = "programs/execution.rs"]
-mod execution;
 #[path = "programs/trackers.rs"]
 mod trackers;
 
@@ -100,6 +98,8 @@ macro_rules! program {
     };
 }
 
+#[path = "programs/execution.rs"]
+mod execution;
 #[path = "programs/large.rs"]
 mod large;
 
@@ -108,7 +108,7 @@ fn find(name: &str) -> Option<PathBuf> {
 }
 
 /// The C programs of `tests/programs`, with what the compiler needs for them.
-const PROGRAMS: [(&str, &[&str]); 23] = [
+const PROGRAMS: [(&str, &[&str]); 24] = [
     ("memory", &[]),
     ("memory", &["-static"]),
     ("memory", &["-no-pie"]),
@@ -131,6 +131,7 @@ const PROGRAMS: [(&str, &[&str]); 23] = [
     ("missing", &[]),
     ("injected", &["-shared", "-fPIC"]),
     ("secure", &[]),
+    ("execution", &[]),
     ("leader", &["-pthread"]),
 ];
 

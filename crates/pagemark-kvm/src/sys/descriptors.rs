@@ -1,7 +1,8 @@
 //! The monitor's file descriptors, above those that programs use.
 
+use std::fs::File;
 use std::io;
-use std::os::fd::RawFd;
+use std::os::fd::{AsRawFd, FromRawFd, RawFd};
 use std::sync::LazyLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -32,7 +33,9 @@ pub fn raise(fd: RawFd, stays: bool) -> io::Result<RawFd> {
             most => most / 2,
         };
         // SAFETY: makes a new descriptor.
-        made(unsafe { libc::fcntl(fd, operation, base as libc::c_int) })
+        let duplicate = |base| made(unsafe { libc::fcntl(fd, operation, base as libc::c_int) });
+        // Where there are few numbers, all may be needed.
+        duplicate(base).or_else(|_| duplicate(0))
     })??;
     let Some((word, bit)) = word_and_bit(high) else {
         // SAFETY: made above, and used by nothing.
@@ -104,6 +107,55 @@ pub fn take_over(fd: RawFd) -> io::Result<RawFd> {
     let Some((word, bit)) = word_and_bit(fd) else { return Err(io::Error::from_raw_os_error(libc::EBADF)) };
     word.fetch_or(bit, Ordering::AcqRel);
     Ok(fd)
+}
+
+/// The file that a monitor left open as `fd` for this one alone: programs that are executed do not
+/// have it.
+pub fn open_file(fd: RawFd) -> io::Result<File> {
+    // SAFETY: changes a flag of the descriptor.
+    if unsafe { libc::fcntl(fd, libc::F_SETFD, libc::FD_CLOEXEC) } < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the descriptor is open, and was left for whoever calls this.
+    Ok(unsafe { File::from_raw_fd(fd) })
+}
+
+/// A descriptor that the next monitor gets if a program is executed. It is closed when this is
+/// dropped.
+#[derive(Debug)]
+pub struct PassedOn {
+    fd: RawFd,
+    is_noted: bool,
+}
+
+impl PassedOn {
+    /// Passes on `file`. It is not noted as the monitor's if the process `shares_memory` with its
+    /// parent, which has not the descriptor: no other thread has it, and the note would stay.
+    ///
+    /// # Errors
+    /// There is no number above those of the program.
+    pub fn new(file: File, shares_memory: bool) -> io::Result<PassedOn> {
+        let fd = raise(file.as_raw_fd(), true)?;
+        if shares_memory {
+            forget(fd);
+        }
+        Ok(PassedOn { fd, is_noted: !shares_memory })
+    }
+
+    /// Its number.
+    pub fn number(&self) -> RawFd {
+        self.fd
+    }
+}
+
+impl Drop for PassedOn {
+    fn drop(&mut self) {
+        if self.is_noted {
+            forget(self.fd);
+        }
+        // SAFETY: made above, and used by nothing any more.
+        unsafe { libc::close(self.fd) };
+    }
 }
 
 /// Whether `fd` is of the monitor.

@@ -4,6 +4,7 @@ use pagemark_kvm_protocol::machine_calls;
 
 use crate::layout::is_program;
 use crate::machine::Machine;
+use crate::sys::execution;
 use crate::sys::host_call::{self, Call};
 use crate::sys::program_memory::{self, Fault};
 use crate::thread::Thread;
@@ -56,6 +57,11 @@ impl From<Fault> for Refusal {
     }
 }
 
+/// The refusal of a call of which a part has failed so.
+fn os_error(error: &std::io::Error) -> Refusal {
+    error.raw_os_error().unwrap_or(libc::EAGAIN).into()
+}
+
 /// How a call ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Outcome {
@@ -75,11 +81,17 @@ impl From<i64> for Outcome {
     }
 }
 
-/// Whether `openat2` is to fail at a link as that to the program is: the kernel then sees to it.
-fn refuses_links(call: &Call) -> bool {
+/// Whether a call stops at a link as that to the program is: the kernel then sees to it.
+fn stops_at_links(call: &Call) -> bool {
     const NO_LINKS: u64 = libc::RESOLVE_NO_MAGICLINKS | libc::RESOLVE_NO_SYMLINKS;
     let is_refused = |words: Vec<u64>| words.get(2).is_some_and(|resolve| resolve & NO_LINKS != 0);
-    call.number == libc::SYS_openat2 as u64 && program_memory::read_words(call.arguments[2], 3).is_ok_and(is_refused)
+    let [_, _, third, fourth, ..] = call.arguments;
+    match call.number as i64 {
+        libc::SYS_openat2 => program_memory::read_words(third, 3).is_ok_and(is_refused),
+        libc::SYS_newfstatat => fourth & libc::AT_SYMLINK_NOFOLLOW as u64 != 0,
+        libc::SYS_statx => third & libc::AT_SYMLINK_NOFOLLOW as u64 != 0,
+        _ => false,
+    }
 }
 
 impl Thread {
@@ -186,14 +198,18 @@ impl Thread {
                     if files::is_monitor(argument) {
                         return Err(libc::EFAULT.into());
                     }
-                    if self.names_own_program(argument) && !refuses_links(&call) {
-                        let path = own_path.insert(self.process.program());
+                    if self.names_own_program(argument) && !stops_at_links(&call) {
+                        let path = own_path.insert(self.process.path_of_file());
                         call.arguments[index] = path.as_ptr() as u64;
                     }
                 }
             }
         }
-        Ok(self.interruptible(&call, writes).into())
+        let result = self.interruptible(&call, writes);
+        if call.number == libc::SYS_landlock_restrict_self as u64 && result == 0 {
+            execution::note_rules();
+        }
+        Ok(result.into())
     }
 
     /// Makes a call whose arguments were checked, and in which the kernel may write as `writes`
@@ -219,8 +235,7 @@ impl Thread {
 
     fn readlink(&mut self, call: Call, path: u64, buffer: u64, len: u64) -> Result<Outcome, Refusal> {
         if self.names_own_program(path) {
-            let target = self.process.program();
-            let target = target.to_bytes();
+            let target = self.process.program().to_bytes();
             let len = (len as i32).max(0) as usize;
             if len == 0 {
                 return Err(libc::EINVAL.into());

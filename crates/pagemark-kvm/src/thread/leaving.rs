@@ -59,8 +59,7 @@ impl Thread {
             space.heap_start..space.heap_end
         };
         let stack = self.process.stack();
-        let path = self.process.program();
-        let path = Path::new(std::ffi::OsStr::from_bytes(path.to_bytes()));
+        let path = Path::new(std::ffi::OsStr::from_bytes(self.process.program().to_bytes()));
         let [code, data] = parts_of(path)?;
         let auxiliary = auxiliary_vector(stack).unwrap_or_default();
         // Without this right of the kernel's (CONFIG_CHECKPOINT_RESTORE) the heap does not grow any more,

@@ -34,5 +34,9 @@ int main(void) {
   printf("child: %#x\n", status);
   getrlimit(RLIMIT_NOFILE, &limit);
   printf("limit: %d, another: %d\n", (int)limit.rlim_cur, open("/dev/null", O_RDONLY));
-  return 0;
+  fflush(stdout);
+  for (int fd = 3; fd <= last; fd++) fcntl(fd, F_SETFD, FD_CLOEXEC);
+  execl("/bin/echo", "echo", "executed", (char *)0);
+  printf("exec: %s\n", strerror(errno));
+  return 1;
 }

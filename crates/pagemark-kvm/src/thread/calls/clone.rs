@@ -12,7 +12,7 @@ use crate::sys::signals::{self, Slot};
 use crate::sys::{child, descriptors};
 use crate::thread::Thread;
 
-use super::{Outcome, Refusal, files};
+use super::{Outcome, Refusal, files, os_error};
 
 const CLONE_VM: u64 = libc::CLONE_VM as u64;
 const CLONE_THREAD: u64 = libc::CLONE_THREAD as u64;
@@ -97,10 +97,6 @@ impl Clone {
             let _: Result<(), Fault> = thread.write(self.parent_tid, &bytes);
         }
     }
-}
-
-fn os_error(error: &std::io::Error) -> Refusal {
-    error.raw_os_error().unwrap_or(libc::EAGAIN).into()
 }
 
 impl Thread {
@@ -257,7 +253,7 @@ impl Thread {
         let process = self.process.clone();
         let space = machine.space();
         let locks = process.lock_for_fork();
-        let kept = [machine.device(), process.monitor()];
+        let kept = [machine.device(), process.monitor(), process.program_file()];
         let tracker = machine.tracker();
         let limit = descriptors::keep_limit();
         let id = child::fork().map_err(|error| os_error(&error))?;
@@ -273,7 +269,7 @@ impl Thread {
         let renewed = self.renew(&machine, &state, &vector);
         drop(in_use);
         if let Err(error) = renewed {
-            report(&process.program(), &format!("a child has no machine: {error}"));
+            report(process.program(), &format!("a child has no machine: {error}"));
             signals::die(libc::SIGKILL as u32, &super::signal::fault_info(libc::SIGKILL as u32, 0, 0));
         }
         // The parent's machine: its descriptors are closed, and its virtual CPUs not mapped here.

@@ -4,17 +4,17 @@
 //! resets signal actions, and lets a parent go on that waits after `vfork`. What the call can
 //! refuse is checked before.
 
-use std::ffi::{CStr, CString, OsStr};
-use std::os::unix::ffi::OsStrExt;
-use std::path::Path;
+use std::ffi::CString;
+use std::fs::File;
 
-use crate::image::{Image, Unloadable};
+use crate::image::{DESCRIPTORS, Image, Place, Unloadable};
 use crate::start::{self, EXECUTE, MonitorDescriptors};
+use crate::sys::descriptors::PassedOn;
 use crate::sys::host_call;
 use crate::sys::program_memory;
 use crate::thread::Thread;
 
-use super::{Outcome, Refusal, files};
+use super::{Outcome, Refusal, files, os_error};
 
 /// As long may a path be, and a string, as for Linux.
 const MOST_PATH: usize = 4096;
@@ -61,12 +61,7 @@ fn pointers(strings: &[CString]) -> Vec<u64> {
 impl Thread {
     /// `execve`.
     pub(super) fn execve(&mut self, path: u64, arguments: u64, environment: u64) -> Result<Outcome, Refusal> {
-        let path = if self.names_own_program(path) {
-            self.process.program()
-        } else {
-            string(path, MOST_PATH, libc::ENAMETOOLONG)?
-        };
-        self.execute(&path, arguments, environment)
+        self.execveat([libc::AT_FDCWD as u64, path, arguments, environment, 0, 0])
     }
 
     /// `execveat`.
@@ -74,44 +69,65 @@ impl Thread {
         &mut self,
         [fd, path, arguments, environment, flags, _]: [u64; 6],
     ) -> Result<Outcome, Refusal> {
+        let is_own = self.names_own_program(path);
         let path = string(path, MOST_PATH, libc::ENAMETOOLONG)?;
-        let is_here = fd as i32 == libc::AT_FDCWD || path.as_bytes().first() == Some(&b'/');
-        if flags & !(libc::AT_EMPTY_PATH as u64) != 0 {
-            return Err(Refusal::lacking(libc::EINVAL, format!("flags {flags:#x}")));
+        let unknown = flags & !(libc::AT_EMPTY_PATH | libc::AT_SYMLINK_NOFOLLOW) as u64;
+        if unknown != 0 {
+            return Err(Refusal::lacking(libc::EINVAL, format!("flags {unknown:#x}")));
         }
-        if is_here {
-            return self.execute(&path, arguments, environment);
-        }
-        let fd = files::descriptor(fd)?;
-        if path.is_empty() && flags == 0 {
+        if path.is_empty() && flags & libc::AT_EMPTY_PATH as u64 == 0 {
             return Err(libc::ENOENT.into());
         }
-        let directory = std::fs::read_link(format!("/proc/self/fd/{fd}")).map_err(|_| Refusal::from(libc::EBADF))?;
-        let path = if path.is_empty() { directory } else { directory.join(OsStr::from_bytes(path.as_bytes())) };
-        if !Path::new(&path).exists() {
-            return Err(Refusal::lacking(libc::ENOENT, "a file without a name"));
-        }
-        let path = CString::new(path.as_os_str().as_bytes()).map_err(|_| Refusal::from(libc::EINVAL))?;
-        self.execute(&path, arguments, environment)
+        let is_here = fd as i32 == libc::AT_FDCWD || path.as_bytes().first() == Some(&b'/');
+        let directory = if is_here { libc::AT_FDCWD } else { files::descriptor(fd)? };
+        let named = match path.as_bytes() {
+            _ if is_here => path.clone(),
+            [] => CString::new([DESCRIPTORS, directory.to_string().as_bytes()].concat()).unwrap_or_default(),
+            rest => {
+                CString::new([DESCRIPTORS, directory.to_string().as_bytes(), b"/", rest].concat()).unwrap_or_default()
+            }
+        };
+        let path = if is_own { self.process.path_of_file() } else { path };
+        let follows = flags & libc::AT_SYMLINK_NOFOLLOW as u64 == 0;
+        self.execute(&Place { directory, path: &path, named: &named, follows }, arguments, environment)
     }
 
-    fn execute(&mut self, path: &CStr, arguments: u64, environment: u64) -> Result<Outcome, Refusal> {
+    fn execute(&mut self, place: &Place<'_>, arguments: u64, environment: u64) -> Result<Outcome, Refusal> {
         let mut arguments = strings(arguments)?;
         let environment = strings(environment)?;
         if arguments.is_empty() {
             // As Linux does it since 5.18.
             arguments.push(CString::default());
         }
-        if path.is_empty() {
-            return Err(libc::ENOENT.into());
+        let image = Image::open_at(place, &arguments)?;
+        if let Some(lacking) = image.lacking {
+            self.process.report_lacking(lacking);
         }
-        drop(Image::open(path, &arguments)?);
         let _in_use = self.machine.enter();
         Refusal::while_leaving(&self.machine)?;
+        // The next monitor gets what was checked, not what has its name by then.
+        let pass_on = |file: File| PassedOn::new(file, self.process.shares_memory()).map_err(|error| os_error(&error));
+        let program = pass_on(image.file)?;
+        let linker = image.linker.map(|(file, _)| pass_on(file)).transpose()?;
+        let inherited = MonitorDescriptors {
+            device: self.machine.device(),
+            monitor: self.process.monitor(),
+            program: program.number(),
+            linker: linker.as_ref().map(PassedOn::number),
+        };
+        Ok(Outcome::Return(self.execute_monitor(inherited, (image.named, image.arguments), &environment)))
+    }
+
+    /// Has the kernel execute the monitor for the program of that name and arguments. Returns if
+    /// that fails.
+    fn execute_monitor(
+        &self,
+        inherited: MonitorDescriptors,
+        (named, arguments): (CString, Vec<CString>),
+        environment: &[CString],
+    ) -> i64 {
         let mut list: Vec<CString> = self.process.again().to_vec();
-        let inherited = MonitorDescriptors { device: self.machine.device(), monitor: self.process.monitor() };
-        list.extend([EXECUTE.to_owned(), inherited.to_argument()]);
-        list.push(path.to_owned());
+        list.extend([EXECUTE.to_owned(), inherited.to_argument(), named]);
         list.extend(arguments);
         let environment: Vec<CString> = environment.iter().map(|entry| start::hidden(entry)).collect();
         let (list, environment) = (pointers(&list), pointers(&environment));
@@ -125,7 +141,6 @@ impl Thread {
             0,
         ];
         // SAFETY: replaces this process; if it fails, nothing has changed.
-        let result = unsafe { host_call::immediate(libc::SYS_execveat, arguments) };
-        Ok(Outcome::Return(result))
+        unsafe { host_call::immediate(libc::SYS_execveat, arguments) }
     }
 }
