@@ -56,10 +56,14 @@ fn is_in_machine(pid: i32) -> bool {
     open_files(pid).1 > 0
 }
 
-/// The command of the program beside this file, which is compiled, and reports into the directory.
-/// None without a compiler.
+/// The command of the program `machine.c` beside this file, which is compiled, and reports into the
+/// directory. None without a compiler.
 fn subject(directory: &Path) -> Option<[String; 2]> {
-    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/machine.c");
+    compiled("machine", directory)
+}
+
+fn compiled(name: &str, directory: &Path) -> Option<[String; 2]> {
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests").join(name).with_extension("c");
     let program = directory.join("subject");
     let mut compiler = Command::new("cc");
     let status = compiler.args(["-O1", "-pthread", "-o"]).arg(&program).arg(source).status().ok()?;
@@ -278,6 +282,19 @@ fn threads_come_back_tracked_by(mechanism: &str) {
 #[test]
 fn threads_that_their_machine_tracks_come_back() {
     threads_come_back_tracked_by("kvm-scan");
+}
+
+/// Neither the log nor the tables of a machine have what another process writes.
+#[test]
+fn what_others_write_to_a_process_comes_back() {
+    need_machine!();
+    let mut keepers = vec!["kvm-scan"];
+    keepers.extend(cannot_keep("log").is_none().then_some("kvm-log"));
+    for mechanism in keepers {
+        let pagemark = Pagemark::new();
+        let Some(program) = compiled("machine_peers", pagemark.directory()) else { skip!("no C compiler") };
+        comes_back_tracked_by(&pagemark, &program, pagemark.directory(), mechanism);
+    }
 }
 
 #[test]

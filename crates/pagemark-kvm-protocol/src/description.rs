@@ -105,7 +105,20 @@ pub struct Header {
     pub blocking_call: [AtomicU64; 2],
     /// Where the program's file has its first instruction. 0 as long as no program is loaded.
     pub program_entry: AtomicU64,
+    /// Not 0 if another process has written somewhere to the program's memory since the machine's
+    /// own trackers were last asked ([`OF_MACHINE`]), and since a tracker outside was
+    /// ([`OF_OUTSIDE`]). The monitor of that process says so before the write and behind it.
+    pub written_by_others: [AtomicU64; 2],
 }
+
+/// The word of [`Header::written_by_others`] that trackers of the machine take.
+pub const OF_MACHINE: usize = 0;
+
+/// The word that a tracker outside takes.
+pub const OF_OUTSIDE: usize = 1;
+
+/// The address of [`Header::written_by_others`].
+pub const WRITTEN_BY_OTHERS: u64 = ADDRESS + std::mem::offset_of!(Header, written_by_others) as u64;
 
 /// A range of addresses: its start, and its end.
 pub type Words = [AtomicU64; 2];

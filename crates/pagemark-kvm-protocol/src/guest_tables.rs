@@ -10,7 +10,8 @@
 //!
 //! Writes that leave no trace there are listed by the monitor: those of the kernel on the program's
 //! behalf, and its own. System calls that have not ended are announced; what they write counts as
-//! written in each collect, and the monitor lists it once more at their end.
+//! written in each collect, and the monitor lists it once more at their end. Of a write by another
+//! process in a machine it is only known that there was one: everything counts as written then.
 
 use std::fs::File;
 use std::io;
@@ -20,8 +21,8 @@ use std::os::unix::fs::FileExt;
 use pagemark_linux::{Address, PAGE_SIZE, RangeSet, proc, random};
 
 use crate::description::{
-    ADDRESS, Header, LOG_BYTES, MAGIC, MOST_ANNOUNCED, MOST_SLOTS, MOST_VCPUS, MOST_WRITTEN, SLOT_SPAN, SLOTS_ADDRESS,
-    VcpuEntry, WRITTEN_ADDRESS, Words, log_address, tracker_number, vcpu_address,
+    ADDRESS, Header, LOG_BYTES, MAGIC, MOST_ANNOUNCED, MOST_SLOTS, MOST_VCPUS, MOST_WRITTEN, OF_OUTSIDE, SLOT_SPAN,
+    SLOTS_ADDRESS, VcpuEntry, WRITTEN_ADDRESS, Words, log_address, tracker_number, vcpu_address,
 };
 use crate::machine_calls::Means;
 use crate::state::MachineState;
@@ -153,6 +154,8 @@ impl GuestTables {
         };
         everything |= self.take_listed(written)?;
         everything |= self.add_announced(written)?;
+        // Nothing may fail behind it.
+        everything |= self.take_written_by_others()?;
         // A process that waits for too long makes its machine again.
         everything |= matches!(self.check(), Err(Failure::Running));
         if everything {
@@ -285,6 +288,16 @@ impl GuestTables {
         }
         let always = self.field(offset_of!(Header, always))?;
         Ok(always != 0 || listed as u64 != count)
+    }
+
+    /// True if another process has written to the memory, and nobody knows where.
+    fn take_written_by_others(&self) -> io::Result<bool> {
+        let word = offset_of!(Header, written_by_others) + OF_OUTSIDE * size_of::<u64>();
+        let is_written = self.field(word)? != 0;
+        if is_written {
+            self.set_field(word, 0)?;
+        }
+        Ok(is_written)
     }
 
     /// Adds what system calls that have not ended may write. True if that is everything.

@@ -20,6 +20,7 @@ pub mod host_call;
 pub mod host_vdso;
 pub mod leaving;
 pub mod noted_writes;
+pub mod other_process;
 pub mod owned_lock;
 pub mod parking;
 pub mod program_memory;

@@ -8,7 +8,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use pagemark::RangeSet;
-use pagemark_kvm_protocol::description::{Header, Words};
+use pagemark_kvm_protocol::description::{Header, OF_MACHINE, Words};
 
 use crate::layout::{PAGE, PROGRAM_END, page_floor};
 
@@ -78,11 +78,17 @@ impl WriteList {
         self.header.always.store(1, Ordering::Relaxed);
     }
 
+    /// True if another process has written to the program's memory since this was last asked.
+    pub fn take_written_by_others(&self) -> bool {
+        self.header.written_by_others[OF_MACHINE].swap(0, Ordering::SeqCst) != 0
+    }
+
     /// This process is a child made by `fork`: who tracks its parent does not track it. Somebody
     /// else may do so already; the first collect finds everything.
     pub fn begin_child(&self, tracker_of_parent: u64) {
         let _ = self.header.tracker.compare_exchange(tracker_of_parent, 0, Ordering::SeqCst, Ordering::Relaxed);
         self.header.always.store(0, Ordering::Relaxed);
+        self.header.written_by_others.iter().for_each(|word| word.store(0, Ordering::Relaxed));
         self.set_count(0);
     }
 

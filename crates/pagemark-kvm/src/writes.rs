@@ -202,7 +202,7 @@ impl Tracking {
     pub fn mark_calls(&mut self) {
         let calls: Vec<Writes> = self.calls.iter().map(|call| call.now()).collect();
         calls.iter().for_each(|writes| self.mark(writes));
-        if self.always {
+        if self.listed.take_written_by_others() || self.always {
             self.mark(&Writes::anywhere());
         }
     }

@@ -4,9 +4,9 @@ use pagemark_kvm_protocol::machine_calls;
 
 use crate::layout::is_program;
 use crate::machine::Machine;
-use crate::sys::execution;
 use crate::sys::host_call::{self, Call};
 use crate::sys::program_memory::{self, Fault};
+use crate::sys::{execution, other_process};
 use crate::thread::Thread;
 use crate::writes::Writes;
 
@@ -205,7 +205,8 @@ impl Thread {
                 }
             }
         }
-        let result = self.interruptible(&call, writes);
+        let other = writes::to_proc(&call, &writes).and_then(other_process::of_memory);
+        let result = other_process::noting(other, || self.interruptible(&call, writes));
         if call.number == libc::SYS_landlock_restrict_self as u64 && result == 0 {
             execution::note_rules();
         }

@@ -105,6 +105,14 @@ fn files(checked: &mut Checked) {
     checked.of("process_vm_writev", |at| {
         call!(SYS_process_vm_writev, std::process::id(), &raw const here, 1, [(at, 100usize)].as_ptr(), 1, 0)
     });
+    let itself = std::process::id();
+    checked.of("process_vm_writev by a child", |at| {
+        by_child(|| call!(SYS_process_vm_writev, itself, &raw const here, 1, [(at, 100usize)].as_ptr(), 1, 0))
+    });
+    let memory = std::fs::File::options().write(true).open(format!("/proc/{itself}/mem")).expect("the memory");
+    let to = memory.as_raw_fd();
+    checked.of("pwrite64 by a child", |at| by_child(|| call!(SYS_pwrite64, to, [7u8; 100].as_ptr(), 100, at)));
+    checked.of("pwritev by a child", |at| by_child(|| call!(SYS_pwritev, to, &raw const here, 1, at, 0)));
     checked.of("fstat", |at| call!(SYS_fstat, fd, at));
     checked.of("stat", |at| call!(SYS_stat, c"/".as_ptr(), at));
     checked.of("newfstatat", |at| call!(SYS_newfstatat, libc::AT_FDCWD, c"/".as_ptr(), at, 0));
@@ -134,6 +142,20 @@ fn files(checked: &mut Checked) {
         let page = at as usize / PAGE_SIZE * PAGE_SIZE;
         call!(SYS_madvise, page, PAGE_SIZE, libc::MADV_DONTNEED)
     });
+}
+
+/// Makes a call in a child.
+fn by_child(call: impl FnOnce() -> i64) -> i64 {
+    // SAFETY: the child makes the call, and ends.
+    unsafe {
+        let child = libc::fork();
+        if child == 0 {
+            libc::_exit(i32::from(call() < 0));
+        }
+        let mut status = -1;
+        assert_eq!(libc::waitpid(child, &mut status, 0), child);
+        -i64::from(status)
+    }
 }
 
 fn sockets(checked: &mut Checked) {

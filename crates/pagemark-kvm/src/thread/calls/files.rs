@@ -4,7 +4,7 @@ use std::os::fd::RawFd;
 
 use crate::layout::{PROGRAM_END, USER_END};
 use crate::sys::host_call::{self, Call};
-use crate::sys::{descriptors, program_memory};
+use crate::sys::{descriptors, other_process, program_memory};
 use crate::thread::Thread;
 use crate::writes::Writes;
 
@@ -46,13 +46,17 @@ impl Thread {
         descriptor(fd)?;
         let words = buffers(list, count)?;
         let only_reads = [libc::SYS_writev, libc::SYS_pwritev, libc::SYS_pwritev2].contains(&(call.number as i64));
+        let mut other = None;
         let writes = match only_reads {
-            true if writes::is_of_proc(fd) => Writes::anywhere(),
+            true if writes::is_of_proc(fd) => {
+                other = other_process::of_memory(fd);
+                Writes::anywhere()
+            }
             true => Writes::NONE,
             false => written(Writes::NONE, &words),
         };
         call.arguments[1] = words.as_ptr() as u64;
-        Ok(self.interruptible(&call, writes))
+        Ok(other_process::noting(other, || self.interruptible(&call, writes)))
     }
 
     /// `process_vm_readv` and `process_vm_writev`: a process, and two lists of buffers. The second
@@ -60,13 +64,14 @@ impl Thread {
     pub(super) fn between_processes(&self, mut call: Call) -> Result<i64, Refusal> {
         let [process, local, locals, remote, remotes, _] = call.arguments;
         let local = buffers(local, locals)?;
-        let remote =
-            if host_call::is_of_this_process(process) { buffers(remote, remotes)? } else { listed(remote, remotes)? };
+        let is_own = host_call::is_of_this_process(process);
+        let remote = if is_own { buffers(remote, remotes)? } else { listed(remote, remotes)? };
+        let reads = call.number == libc::SYS_process_vm_readv as u64;
         // A process may share this memory, so that nothing is left out.
-        let filled = if call.number == libc::SYS_process_vm_readv as u64 { &local } else { &remote };
-        let writes = written(Writes::NONE, filled);
+        let writes = written(Writes::NONE, if reads { &local } else { &remote });
+        let other = (!is_own && !reads).then_some(process as i32);
         (call.arguments[1], call.arguments[3]) = (local.as_ptr() as u64, remote.as_ptr() as u64);
-        Ok(self.interruptible(&call, writes))
+        Ok(other_process::noting(other, || self.interruptible(&call, writes)))
     }
 
     /// `sendmsg` and `recvmsg`: a call whose second argument is a `struct msghdr`.

@@ -51,11 +51,10 @@ pub fn of(call: &Call, passed: &KernelCall) -> Writes {
         libc::SYS_ioctl => return of_ioctl(arguments[1] & 0xffff_ffff, arguments[2]),
         libc::SYS_getsockopt => return of_getsockopt(arguments),
         libc::SYS_setsockopt => return of_setsockopt(arguments),
-        libc::SYS_write | libc::SYS_pwrite64 | libc::SYS_sendfile if is_of_proc(arguments[0]) => {
-            return Writes::anywhere();
-        }
-        libc::SYS_splice | libc::SYS_copy_file_range if is_of_proc(arguments[2]) => return Writes::anywhere(),
         _ => {}
+    }
+    if file_written_by(call).is_some_and(is_of_proc) {
+        return Writes::anywhere();
     }
     let mut writes = Writes::NONE;
     for (index, kind) in passed.kinds.iter().enumerate() {
@@ -73,6 +72,21 @@ pub fn of(call: &Call, passed: &KernelCall) -> Writes {
         };
     }
     writes
+}
+
+/// The file to which a call writes that does nothing else with it.
+fn file_written_by(call: &Call) -> Option<u64> {
+    match call.number as i64 {
+        libc::SYS_write | libc::SYS_pwrite64 | libc::SYS_sendfile => Some(call.arguments[0]),
+        libc::SYS_splice | libc::SYS_copy_file_range => Some(call.arguments[2]),
+        _ => None,
+    }
+}
+
+/// The file of `/proc` to which a call with these `writes` writes.
+pub fn to_proc(call: &Call, writes: &Writes) -> Option<u64> {
+    // Otherwise it is no such file.
+    file_written_by(call).filter(|_| *writes == Writes::anywhere())
 }
 
 /// Whether `fd` is a file of `/proc`: a write to `mem` there writes to memory.
