@@ -24,7 +24,7 @@ use crate::sys::owned_lock::{Guard, OwnedLock};
 use crate::sys::parking::{InUse, Parking};
 use crate::sys::statistics;
 use crate::sys::table_memory::TableMemory;
-use crate::vcpu::{Vcpu, stubs};
+use crate::vcpu::{Exit, Vcpu, stubs};
 use crate::views::Views;
 use crate::write_list::WriteList;
 use crate::writes::Tracking;
@@ -138,6 +138,9 @@ pub(crate) fn write_record_of_environment() -> Result<WriteRecord, Error> {
         }
     }
 }
+
+/// As often may a virtual CPU be interrupted before it has begun.
+const MOST_INTERRUPTIONS: u32 = 1000;
 
 /// How a fault ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -598,6 +601,22 @@ impl Machine {
         self.parking.set_vcpu(id, vcpu.descriptor(), vcpu.shared_address());
         self.check_time_of(&vcpu);
         Ok(vcpu)
+    }
+
+    /// Runs a new virtual CPU for the first time, which is when KVM makes what it still needs.
+    ///
+    /// # Errors
+    /// KVM cannot run it.
+    pub fn try_vcpu(&self, vcpu: &mut Vcpu) -> Result<(), Error> {
+        vcpu.go_to_call_stub();
+        for _ in 0..MOST_INTERRUPTIONS {
+            match vcpu.run()? {
+                Exit::Call => return Ok(()),
+                Exit::Interrupted => {}
+                _ => break,
+            }
+        }
+        Err(Error::new(ErrorKind::System, "run", "a virtual CPU").reason("it does not begin"))
     }
 
     fn create_vcpu(&self, id: usize) -> Result<VcpuFd, Error> {

@@ -10,6 +10,7 @@
 //! [`PROGRAM_END`]: crate::layout::PROGRAM_END
 
 pub mod arguments;
+pub mod birth;
 pub mod child;
 pub mod descriptors;
 pub mod dirty_log;

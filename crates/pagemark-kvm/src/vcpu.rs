@@ -4,6 +4,7 @@ use std::io;
 use std::os::fd::{AsRawFd, RawFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use kvm_bindings::{
     CpuId, KVM_EXIT_DIRTY_RING_FULL, KVM_EXIT_FAIL_ENTRY, KVM_EXIT_INTERNAL_ERROR, KVM_EXIT_IO, KVM_EXIT_SHUTDOWN,
@@ -38,6 +39,10 @@ const FLAGS_ALLOWED: u64 = 0x0024_4dd5;
 
 /// Clocks that are read one after the other differ by less.
 const LEAST_SUSPENSION: i64 = 1_000_000;
+
+/// As often is KVM asked again that does not run a virtual CPU for now, and after as long each time.
+const MOST_ATTEMPTS: u32 = 20;
+const BETWEEN_ATTEMPTS: Duration = Duration::from_millis(1);
 
 /// Why the program left the virtual CPU.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -104,6 +109,8 @@ pub struct Vcpu {
     suspended: i64,
     /// The vector state, if there is no virtual CPU any more that has it.
     kept: Option<Box<kvm_xsave>>,
+    /// How often KVM did not run it, since it did.
+    attempts: u32,
 }
 
 /// The address of the instruction `out` that is at or before `instruction`: KVM may or may not have
@@ -172,6 +179,7 @@ impl Vcpu {
             has_host_time: false,
             suspended: 0,
             kept: None,
+            attempts: 0,
         };
         vcpu.follow_host_time();
         vcpu.fd.set_sync_valid_reg(SyncReg::Register);
@@ -369,6 +377,12 @@ impl Vcpu {
         (&mut sregs.fs.base, &mut sregs.gs.base)
     }
 
+    /// Goes on at a system call whose number says nothing.
+    pub(crate) fn go_to_call_stub(&mut self) {
+        self.registers().rip = self.call_stub;
+        self.commit();
+    }
+
     /// The registers and bases that were changed are those with which the program goes on. Has to
     /// be called after each change.
     pub fn commit(&mut self) {
@@ -404,14 +418,20 @@ impl Vcpu {
         let run = self.fd.get_kvm_run();
         let reason = run.exit_reason;
         match error {
-            Some(libc::EINTR | libc::EAGAIN) => return Ok(self.interrupted()),
+            Some(libc::EINTR) => return Ok(self.interrupted()),
+            // KVM has no memory for a thread of its own, or the process may have none more.
+            Some(libc::EAGAIN) if self.attempts < MOST_ATTEMPTS => {
+                self.attempts += 1;
+                std::thread::sleep(BETWEEN_ATTEMPTS);
+                return Ok(Exit::Interrupted);
+            }
             Some(libc::EFAULT | libc::EHWPOISON) => return Ok(Exit::NoMemory),
             // The descriptor is closed, or its number kept by that of a machine.
             Some(libc::EBADF | libc::ENOTTY) => return Ok(Exit::Parked),
             Some(error) => {
                 return Err(Error::new(ErrorKind::System, "KVM_RUN", "").source(io::Error::from_raw_os_error(error)));
             }
-            None => {}
+            None => self.attempts = 0,
         }
         // SAFETY: plain numbers, of which the kernel filled those of the exit's reason.
         let (port, internal, entry) = unsafe {

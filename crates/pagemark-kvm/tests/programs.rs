@@ -108,7 +108,7 @@ fn find(name: &str) -> Option<PathBuf> {
 }
 
 /// The C programs of `tests/programs`, with what the compiler needs for them.
-const PROGRAMS: [(&str, &[&str]); 24] = [
+const PROGRAMS: [(&str, &[&str]); 25] = [
     ("memory", &[]),
     ("memory", &["-static"]),
     ("memory", &["-no-pie"]),
@@ -133,6 +133,7 @@ const PROGRAMS: [(&str, &[&str]); 24] = [
     ("secure", &[]),
     ("execution", &[]),
     ("leader", &["-pthread"]),
+    ("forks", &[]),
 ];
 
 /// Where there are compiled programs, for a computer that has no compiler.
@@ -341,6 +342,33 @@ fn children() {
     need_machine!();
     let dir = dir();
     same(compiled("children", dir.path(), &["-pthread"]), &[], dir.path());
+}
+
+/// Where a child has no machine, because of a limit that its parent has set, `fork` fails.
+#[test]
+fn children_at_limits() {
+    need_machine!();
+    if !is_root() {
+        pagemark_testing::skip!("needs root to give it up");
+    }
+    let dir = dir();
+    let program = compiled("forks", dir.path(), &[]);
+    let exceeded = ", then: Resource temporarily unavailable; 0 were killed\n";
+    // A machine has a thread of KVM, which the limit counts too: even and odd ones are exceeded by
+    // the one and by the other.
+    let processes = libc::RLIMIT_NPROC.to_string();
+    for limit in ["12", "13"] {
+        let (outside, inside) = both(&program, &[&processes, limit], dir.path());
+        for output in [outside, inside] {
+            assert_eq!(String::from_utf8_lossy(&output.stdout), format!("some children{exceeded}"), "{output:?}");
+            assert!(output.status.success(), "{output:?}");
+        }
+    }
+    let files = libc::RLIMIT_NOFILE.to_string();
+    same(&program, &[&files, "40"], dir.path());
+    let (_, inside) = both(&program, &[&files, "0"], dir.path());
+    assert_eq!(String::from_utf8_lossy(&inside.stdout), format!("no children{exceeded}"), "{inside:?}");
+    assert!(String::from_utf8_lossy(&inside.stderr).contains("a child has no machine"), "{inside:?}");
 }
 
 /// A program that has as many files open as it may still gets threads and children.

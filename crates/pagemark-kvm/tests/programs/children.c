@@ -134,6 +134,27 @@ int main(int argc, char **argv)
 	SHOW(caught);
 	signal(SIGUSR1, SIG_IGN);
 
+	// Descriptors of children that nobody waits for.
+	signal(SIGCHLD, SIG_IGN);
+	int lacking[2] = {0, 0};
+	for (int i = 0; i < 20; i++) {
+		pidfd = -2;
+		clone(exits, (char *)stack + sizeof stack, CLONE_VM | CLONE_VFORK | CLONE_PIDFD | SIGCHLD, 0, &pidfd);
+		lacking[0] += pidfd < 0;
+		close(pidfd);
+		pidfd = -2;
+		if (!syscall(SYS_clone, CLONE_PIDFD | SIGCHLD, 0, &pidfd, 0, 0))
+			_exit(0);
+		lacking[1] += pidfd < 0;
+		close(pidfd);
+	}
+	SHOW(lacking[0]);
+	SHOW(lacking[1]);
+	SHOW(syscall(SYS_clone, CLONE_PIDFD | SIGCHLD, 0, 8, 0, 0));
+	while (wait(0) > 0)
+		;
+	signal(SIGCHLD, SIG_DFL);
+
 	// posix_spawn, and its error.
 	char *arguments[] = {"sh", "-c", "exit 33", 0};
 	SHOW(posix_spawn(&child, "/bin/sh", 0, 0, arguments, environ));

@@ -1,10 +1,14 @@
 // A program that has as many files open as it may: threads and children need none.
+#define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
+#include <sched.h>
+#include <signal.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/resource.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -32,6 +36,12 @@ int main(void) {
   int status = -1;
   waitpid(child, &status, 0);
   printf("child: %#x\n", status);
+  // A descriptor of a child is one more.
+  int pidfd = -2;
+  errno = 0;
+  child = syscall(SYS_clone, CLONE_PIDFD | SIGCHLD, 0, &pidfd, 0, 0);
+  if (child == 0) _exit(0);
+  printf("pidfd: %d, %s, %d\n", child > 0, strerror(errno), wait(&status) > 0);
   getrlimit(RLIMIT_NOFILE, &limit);
   printf("limit: %d, another: %d\n", (int)limit.rlim_cur, open("/dev/null", O_RDONLY));
   fflush(stdout);

@@ -5,7 +5,7 @@ use std::sync::mpsc;
 
 use crate::machine::Machine;
 use crate::machine::tracking::Announcer;
-use crate::process::report;
+use crate::sys::birth::{Birth, Made};
 use crate::sys::owned_lock::own_id;
 use crate::sys::program_memory::{self, Fault};
 use crate::sys::signals::{self, Slot};
@@ -141,13 +141,24 @@ impl Thread {
             self.new_process(&clone)
         };
         signals::mask(Some(mask));
-        let id = result?;
-        if id != 0 && clone.has(libc::CLONE_PIDFD) {
-            // SAFETY: makes a descriptor for the program.
-            let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, id, 0) } as i32;
-            self.write(clone.pidfd, &fd.to_le_bytes())?;
+        Ok(Outcome::Return(i64::from(result?)))
+    }
+
+    /// Gives the program a descriptor of the child `id`, which has not begun, if it asks for one.
+    fn give_descriptor(&self, clone: &Clone, id: u32) -> Result<(), Refusal> {
+        if !clone.has(libc::CLONE_PIDFD) {
+            return Ok(());
         }
-        Ok(Outcome::Return(i64::from(id)))
+        // SAFETY: makes a descriptor for the program.
+        let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, id, 0) } as i32;
+        if fd < 0 {
+            return Err(os_error(&std::io::Error::last_os_error()));
+        }
+        self.write(clone.pidfd, &fd.to_le_bytes()).map_err(|fault| {
+            // SAFETY: made above, and not known to the program.
+            unsafe { libc::close(fd) };
+            fault.into()
+        })
     }
 
     /// A thread of the program with a virtual CPU whose state is that of this one. It is not
@@ -227,7 +238,9 @@ impl Thread {
             }
             thread.run_with_mask(mask);
         };
-        let result = child::sharing_memory(&mut body, STACK_BYTES, clone.exit_signal as i32);
+        let mut pidfd = -1;
+        let wanted = clone.has(libc::CLONE_PIDFD).then_some(&mut pidfd);
+        let result = child::sharing_memory(&mut body, STACK_BYTES, clone.exit_signal as i32, wanted);
         in_use.child_has_ended();
         drop(limit.take());
         // The child has taken this thread's place in the thread-local storage that both have.
@@ -240,15 +253,20 @@ impl Thread {
         }
         thread.give_back();
         clone.note(self, false, id);
+        if clone.has(libc::CLONE_PIDFD) {
+            self.write(clone.pidfd, &pidfd.to_le_bytes())?;
+        }
         Ok(id)
     }
 
-    /// `fork`: the child's memory is a copy, and it makes a machine of its own.
+    /// `fork`: the child's memory is a copy, and it makes a machine of its own. Without one, the call
+    /// fails in the parent.
     fn new_process(&mut self, clone: &Clone) -> Result<u32, Refusal> {
         let in_use = self.use_kvm();
         Refusal::while_leaving(&self.machine)?;
         let state = self.vcpu.state();
         let vector = self.vcpu.vector_state().map_err(|error| Refusal::lacking(libc::EAGAIN, error.to_string()))?;
+        let birth = Birth::new().map_err(|error| os_error(&error))?;
         let machine = self.machine.clone();
         let process = self.process.clone();
         let space = machine.space();
@@ -258,7 +276,8 @@ impl Thread {
         let limit = descriptors::keep_limit();
         let id = child::fork().map_err(|error| os_error(&error))?;
         if id != 0 {
-            drop((limit, space, locks, in_use));
+            drop((limit, space, locks));
+            self.wait_for_child(clone, &birth, id)?;
             clone.note(self, false, id);
             return Ok(id);
         }
@@ -269,9 +288,9 @@ impl Thread {
         let renewed = self.renew(&machine, &state, &vector);
         drop(in_use);
         if let Err(error) = renewed {
-            report(process.program(), &format!("a child has no machine: {error}"));
-            signals::die(libc::SIGKILL as u32, &super::signal::fault_info(libc::SIGKILL as u32, 0, 0));
+            birth.fail(&format!("a child has no machine: {error}"));
         }
+        birth.has_machine(clone.has(libc::CLONE_PIDFD));
         // The parent's machine: its descriptors are closed, and its virtual CPUs not mapped here.
         std::mem::forget(machine);
         self.become_child(clone);
@@ -280,6 +299,21 @@ impl Thread {
         }
         clone.note(self, true, own_id());
         Ok(0)
+    }
+
+    /// Waits until the child `id` has a machine.
+    fn wait_for_child(&self, clone: &Clone, birth: &Birth, id: u32) -> Result<(), Refusal> {
+        match birth.wait_for_machine(id) {
+            Made::Ready => {}
+            Made::Failed(reason) => return Err(Refusal::lacking(libc::EAGAIN, reason)),
+            // By a signal, as it can be at any time.
+            Made::Ended => return self.give_descriptor(clone, id),
+        }
+        let given = self.give_descriptor(clone, id);
+        if clone.has(libc::CLONE_PIDFD) {
+            birth.decide(id, given.is_ok());
+        }
+        given
     }
 
     /// In a child made by `fork`: a machine and a virtual CPU of its own.
@@ -293,6 +327,7 @@ impl Thread {
         // SAFETY: the parent's machine is forgotten below, and by the caller.
         let machine = unsafe { Machine::after_fork(parent) }?;
         let mut vcpu = machine.take_vcpu()?;
+        machine.try_vcpu(&mut vcpu)?;
         vcpu.set_state(state, vector)?;
         let slot = Slot::new(vcpu.immediate_exit());
         // SAFETY: as in `run`; all signals are blocked.
