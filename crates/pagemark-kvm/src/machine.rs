@@ -23,7 +23,7 @@ use crate::sys::noted_writes::NotedWrites;
 use crate::sys::owned_lock::{Guard, OwnedLock};
 use crate::sys::parking::{InUse, Parking};
 use crate::sys::statistics;
-use crate::sys::table_memory::TableMemory;
+use crate::sys::table_memory::{self, TableMemory};
 use crate::vcpu::{Exit, Vcpu, stubs};
 use crate::views::Views;
 use crate::write_list::WriteList;
@@ -178,6 +178,8 @@ pub struct Machine {
     most_vcpus: usize,
     /// How many virtual CPUs there are. KVM never frees one before its machine.
     made: AtomicUsize,
+    /// Numbers of those that could not be made.
+    unused: Mutex<Vec<usize>>,
     /// Those whose threads have ended.
     idle: Mutex<Vec<Vcpu>>,
     parking: Parking,
@@ -365,6 +367,7 @@ impl Machine {
             most_slots,
             most_vcpus,
             made: AtomicUsize::new(0),
+            unused: Mutex::default(),
             idle: Mutex::default(),
             parking,
             generation: AtomicU32::new(0),
@@ -582,22 +585,21 @@ impl Machine {
             vcpu.reset(&self.stubs, self.root)?;
             return Ok(vcpu);
         }
-        let id = self.made.fetch_add(1, Ordering::Relaxed);
-        if id >= self.most_vcpus {
-            let reason = format!("KVM allows {} virtual CPUs, one for each thread", self.most_vcpus);
-            return Err(Error::new(ErrorKind::Exhausted, "create", "a virtual CPU").reason(reason));
-        }
-        let vcpu = self.create_vcpu(id)?;
+        let (id, vcpu) = self.create_next_vcpu()?;
         let fd = raise(vcpu.as_raw_fd(), false)?;
         drop(vcpu);
         // SAFETY: `fd` is a descriptor of a virtual CPU of this machine, and owned by nothing else.
-        let vcpu = unsafe { self.vm.create_vcpu_from_rawfd(fd) }.map_err(Error::kvm("mmap of a virtual CPU"))?;
+        let vcpu = unsafe { self.vm.create_vcpu_from_rawfd(fd) }.map_err(|error| {
+            descriptors::forget(fd);
+            Error::kvm("mmap of a virtual CPU")(error)
+        })?;
         let stack = self.kernel_page()?;
         let generation = self.generation.load(Ordering::Relaxed);
-        let mut vcpu = Vcpu::new(vcpu, stack, self.tables.clone(), &self.cpuid, (id, generation))?;
+        let vcpu = Vcpu::new(vcpu, stack, self.tables.clone(), &self.cpuid, (id, generation));
+        let mut vcpu = vcpu.inspect_err(|_| descriptors::forget(fd))?;
         vcpu.keep_from_children(self.vm.run_size());
+        vcpu.reset(&self.stubs, self.root).inspect_err(|_| descriptors::forget(fd))?;
         self.add_ring(&vcpu);
-        vcpu.reset(&self.stubs, self.root)?;
         self.parking.set_vcpu(id, vcpu.descriptor(), vcpu.shared_address());
         self.check_time_of(&vcpu);
         Ok(vcpu)
@@ -617,6 +619,28 @@ impl Machine {
             }
         }
         Err(Error::new(ErrorKind::System, "run", "a virtual CPU").reason("it does not begin"))
+    }
+
+    /// A virtual CPU of a number that no other one has.
+    fn create_next_vcpu(&self) -> Result<(usize, VcpuFd), Error> {
+        // KVM does not give back the number of one that it has made, and that could not be mapped.
+        table_memory::check_room(self.vm.run_size()).map_err(Error::system("map", "a virtual CPU"))?;
+        loop {
+            let unused = lock(&self.unused).pop();
+            let id = unused.unwrap_or_else(|| self.made.fetch_add(1, Ordering::Relaxed));
+            if id >= self.most_vcpus {
+                let reason = format!("KVM allows {} virtual CPUs, one for each thread", self.most_vcpus);
+                return Err(Error::new(ErrorKind::Exhausted, "create", "a virtual CPU").reason(reason));
+            }
+            match self.create_vcpu(id) {
+                Ok(vcpu) => return Ok((id, vcpu)),
+                Err(error) if error.io_error().and_then(io::Error::raw_os_error) == Some(libc::EEXIST) => {}
+                Err(error) => {
+                    lock(&self.unused).push(id);
+                    return Err(error);
+                }
+            }
+        }
     }
 
     fn create_vcpu(&self, id: usize) -> Result<VcpuFd, Error> {

@@ -108,7 +108,7 @@ fn find(name: &str) -> Option<PathBuf> {
 }
 
 /// The C programs of `tests/programs`, with what the compiler needs for them.
-const PROGRAMS: [(&str, &[&str]); 25] = [
+const PROGRAMS: [(&str, &[&str]); 26] = [
     ("memory", &[]),
     ("memory", &["-static"]),
     ("memory", &["-no-pie"]),
@@ -134,6 +134,7 @@ const PROGRAMS: [(&str, &[&str]); 25] = [
     ("execution", &[]),
     ("leader", &["-pthread"]),
     ("forks", &[]),
+    ("failing", &["-pthread"]),
 ];
 
 /// Where there are compiled programs, for a computer that has no compiler.
@@ -298,6 +299,19 @@ fn programs_whose_first_thread_has_ended() {
     need_machine!();
     let dir = dir();
     same(compiled("leader", dir.path(), &["-pthread"]), &[], dir.path());
+}
+
+/// A thread that cannot be made takes nothing away from the machine.
+#[test]
+fn threads_that_cannot_be_made() {
+    need_machine!();
+    if !is_root() {
+        pagemark_testing::skip!("needs root to give it up");
+    }
+    let dir = dir();
+    let (outside, inside) = both(&compiled("failing", dir.path(), &["-pthread"]), &[], dir.path());
+    assert_eq!(String::from_utf8_lossy(&inside.stdout), String::from_utf8_lossy(&outside.stdout), "{inside:?}");
+    assert_eq!(inside.status, outside.status);
 }
 
 #[test]

@@ -68,6 +68,23 @@ impl TableMemory {
     }
 }
 
+/// Whether this process can map `bytes` more.
+///
+/// # Errors
+/// It cannot.
+pub fn check_room(bytes: usize) -> io::Result<()> {
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+    // SAFETY: a new mapping at an address of the kernel's choice, which nothing uses.
+    unsafe {
+        let at = libc::mmap(std::ptr::null_mut(), bytes, libc::PROT_NONE, flags, -1, 0);
+        if at == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error());
+        }
+        libc::munmap(at, bytes);
+    }
+    Ok(())
+}
+
 impl Drop for TableMemory {
     fn drop(&mut self) {
         // SAFETY: the mapping of `new`, which nothing uses any more.

@@ -1,7 +1,6 @@
 //! New threads and processes.
 
-use std::sync::Arc;
-use std::sync::mpsc;
+use std::sync::{Arc, Mutex, PoisonError, mpsc};
 
 use crate::machine::Machine;
 use crate::machine::tracking::Announcer;
@@ -167,8 +166,13 @@ impl Thread {
         let _in_use = self.use_kvm();
         Refusal::while_leaving(&self.machine)?;
         let copied = Thread::with(self.machine.clone(), self.process.clone()).and_then(|mut thread| {
-            thread.vcpu.copy_state(&mut self.vcpu)?;
-            Ok(thread)
+            match thread.vcpu.copy_state(&mut self.vcpu) {
+                Ok(()) => Ok(thread),
+                Err(error) => {
+                    thread.give_back();
+                    Err(error)
+                }
+            }
         });
         let mut thread = copied.map_err(|error| Refusal::lacking(libc::EAGAIN, error.to_string()))?;
         thread.become_child(clone);
@@ -188,7 +192,7 @@ impl Thread {
         self.clear_tid = if clone.has(libc::CLONE_CHILD_CLEARTID) { clone.child_tid } else { 0 };
     }
 
-    /// The thread has ended: another one may have its virtual CPU.
+    /// The thread has ended, or does not begin: another one may have its virtual CPU.
     fn give_back(self) {
         let Thread { machine, vcpu, announcer, .. } = self;
         // It announces at the place of the virtual CPU.
@@ -197,10 +201,13 @@ impl Thread {
     }
 
     fn new_thread(&mut self, clone: &Clone, mask: u64) -> Result<u32, Refusal> {
-        let mut thread = self.copy(clone)?;
+        // If there is no thread of the host for it, it is taken back.
+        let thread = Arc::new(Mutex::new(Some(self.copy(clone)?)));
+        let take = |from: &Mutex<Option<Thread>>| from.lock().unwrap_or_else(PoisonError::into_inner).take();
         let (send, receive) = mpsc::sync_channel(1);
-        let clone = *clone;
+        let (clone, passed) = (*clone, thread.clone());
         let body = move || {
+            let Some(mut thread) = take(&passed) else { return };
             // Before another thread of the program can send this one a signal.
             thread.process.keep_actions();
             let id = own_id();
@@ -215,6 +222,7 @@ impl Thread {
         let builder = std::thread::Builder::new().stack_size(STACK_BYTES);
         if let Err(error) = builder.spawn(body) {
             self.process.end_thread(false, 0);
+            take(&thread).into_iter().for_each(Thread::give_back);
             return Err(os_error(&error));
         }
         receive.recv().map_err(|_| Refusal::from(libc::EAGAIN))
