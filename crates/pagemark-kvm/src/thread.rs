@@ -10,12 +10,14 @@ use crate::layout::{PAGE, TABLE_SPAN};
 use crate::loader::Start;
 use crate::machine::tracking::Announcer;
 use crate::machine::{FaultOutcome, Machine};
+use crate::mappings::Mapping;
 use crate::process::Process;
 use crate::sys::guard_page;
 use crate::sys::host_call::Call;
+use crate::sys::owned_lock::own_id;
 use crate::sys::parking::InUse;
 use crate::sys::program_memory::{self, Fault};
-use crate::sys::robust;
+use crate::sys::robust::{self, Lock, Marked};
 use crate::sys::signals::{self, Slot};
 use crate::vcpu::{Exception, Exit, Stuck, Vcpu};
 use crate::writes::Writes;
@@ -340,19 +342,45 @@ impl Thread {
         signals::die(libc::SIGKILL as u32, &fault_info(libc::SIGKILL as u32, code::SI_KERNEL, 0))
     }
 
+    /// Wakes a thread that waits for a change of the word at `address`.
+    fn wake(&self, address: u64) {
+        let arguments = [address, libc::FUTEX_WAKE as u64, 1, 0, 0, 0];
+        self.interruptible(&Call { number: libc::SYS_futex as u64, arguments }, Writes::NONE);
+    }
+
+    /// The locks that this thread holds say that it has ended.
+    fn end_locks(&self) {
+        for lock in robust::locks() {
+            if lock.inherits {
+                // The kernel writes to it once more, after this thread's end.
+                self.machine.space().tracking.mark_always();
+            }
+            if self.end_lock(&lock) == Marked::Wakes {
+                self.wake(lock.address);
+            }
+        }
+        robust::forget();
+    }
+
+    fn end_lock(&self, lock: &Lock) -> Marked {
+        let _announced = self.announcer.announce(&self.machine, Writes::to(lock.address, 4));
+        let space = self.machine.space();
+        let is_writable = |mapping: Mapping| mapping.protection.writable() && mapping.protection.says_readable();
+        let is_there = lock.address.is_multiple_of(4)
+            && space.mappings.find(lock.address).is_some_and(is_writable)
+            && program_memory::read(lock.address, &mut [0; 4]).is_ok();
+        // SAFETY: the mapping was just found, and does not change while the space is locked. Nothing of
+        // the monitor is at addresses of the program.
+        if is_there { unsafe { robust::mark(lock, own_id()) } } else { Marked::Done }
+    }
+
     /// What the kernel does when a thread ends.
     fn end(&mut self) {
         signals::mask(Some(u64::MAX));
+        // Whoever joins this thread may unmap its locks.
+        self.end_locks();
         if self.clear_tid != 0 && self.write(self.clear_tid, &[0; 4]).is_ok() {
-            let call = Call {
-                number: libc::SYS_futex as u64,
-                arguments: [self.clear_tid, libc::FUTEX_WAKE as u64, 1, 0, 0, 0],
-            };
-            self.interruptible(&call, Writes::NONE);
-        }
-        if robust::has_locks() {
-            // The kernel writes to them after this thread's end.
-            self.machine.space().tracking.mark_always();
+            self.wake(self.clear_tid);
         }
         // SAFETY: only asks.
         let is_first = unsafe { libc::syscall(libc::SYS_getpid) == libc::syscall(libc::SYS_gettid) };

@@ -101,10 +101,20 @@ static void *group(void *argument)
 
 static pthread_mutex_t robust;
 
+static atomic_int holds, taken;
+
 static void *dies(void *argument)
 {
 	pthread_mutex_lock(&robust);
+	taken = 1;
+	while (holds)
+		usleep(100);
 	return 0;
+}
+
+static void *waits_for_robust(void *argument)
+{
+	return (void *)(long)pthread_mutex_lock(&robust);
 }
 
 static void *finish(void *argument)
@@ -187,8 +197,40 @@ int main(void)
 	pthread_mutex_init(&robust, &attributes);
 	pthread_create(&threads[0], 0, dies, 0);
 	pthread_join(threads[0], 0);
-	usleep(20000);
 	SHOW(pthread_mutex_lock(&robust));
+	// Each time right after the join, and its stack, where the list is, may go. A waiter is woken.
+	int found = 0, waiters = 0;
+	for (int i = 0; i < 100; i++) {
+		size_t bytes = 256 << 10;
+		char *stack = mmap(0, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+		pthread_attr_t own;
+		pthread_attr_init(&own);
+		pthread_attr_setstack(&own, stack, bytes);
+		memset(&robust, 0, sizeof robust);
+		if (i % 3 == 1)
+			pthread_mutexattr_setprotocol(&attributes, PTHREAD_PRIO_INHERIT);
+		else
+			pthread_mutexattr_setprotocol(&attributes, PTHREAD_PRIO_NONE);
+		pthread_mutex_init(&robust, &attributes);
+		holds = i % 3 == 2;
+		pthread_create(&threads[0], &own, dies, 0);
+		if (holds) {
+			while (!taken)
+				usleep(100);
+			pthread_create(&threads[1], 0, waits_for_robust, 0);
+			usleep(1000);
+			holds = 0;
+			pthread_join(threads[1], &result);
+			waiters += (long)result == EOWNERDEAD;
+		}
+		pthread_join(threads[0], 0);
+		munmap(stack, bytes);
+		if (i % 3 != 2)
+			found += pthread_mutex_trylock(&robust) == EOWNERDEAD;
+		taken = 0;
+	}
+	SHOW(found);
+	SHOW(waiters);
 	SHOW(syscall(SYS_gettid) == getpid());
 	fflush(stdout);
 	pthread_create(&threads[0], 0, finish, 0);
