@@ -13,7 +13,7 @@ use crate::call_table;
 use crate::error::Error;
 use crate::image::Image;
 use crate::sys::signals::{self, Action};
-use crate::sys::{descriptors, execution};
+use crate::sys::{descriptors, execution, reports};
 
 /// The program that a process runs.
 #[derive(Clone, Debug)]
@@ -98,6 +98,7 @@ impl Process {
             None => open_monitor()?,
         };
         call_table::prepare();
+        reports::begin();
         Ok(Process {
             program,
             actions: Mutex::new(actions),
@@ -274,10 +275,7 @@ fn open_monitor() -> Result<RawFd, Error> {
     file.and_then(|file| descriptors::raise(file.as_raw_fd(), true)).map_err(Error::system("open", path))
 }
 
-/// Writes a line about `program` to the standard error stream.
+/// Writes a line about `program` to the standard error stream with which it began.
 pub fn report(program: &CStr, text: &str) {
-    let line = format!("pagemark-kvm: {}: {text}\n", program.to_string_lossy().escape_debug());
-    // Without the lock of the standard library, which another thread may have had during a `fork`.
-    // SAFETY: writes from the buffer.
-    unsafe { libc::write(libc::STDERR_FILENO, line.as_ptr().cast(), line.len()) };
+    reports::write(&format!("pagemark-kvm: {}: {text}\n", program.to_string_lossy().escape_debug()));
 }

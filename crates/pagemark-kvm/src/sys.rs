@@ -25,6 +25,7 @@ pub mod other_process;
 pub mod owned_lock;
 pub mod parking;
 pub mod program_memory;
+pub mod reports;
 pub mod robust;
 pub mod signals;
 pub mod statistics;

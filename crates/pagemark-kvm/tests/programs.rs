@@ -108,7 +108,7 @@ fn find(name: &str) -> Option<PathBuf> {
 }
 
 /// The C programs of `tests/programs`, with what the compiler needs for them.
-const PROGRAMS: [(&str, &[&str]); 26] = [
+const PROGRAMS: [(&str, &[&str]); 27] = [
     ("memory", &[]),
     ("memory", &["-static"]),
     ("memory", &["-no-pie"]),
@@ -134,6 +134,7 @@ const PROGRAMS: [(&str, &[&str]); 26] = [
     ("execution", &[]),
     ("leader", &["-pthread"]),
     ("forks", &[]),
+    ("stream", &[]),
     ("failing", &["-pthread"]),
 ];
 
@@ -543,6 +544,17 @@ fn the_monitor_is_out_of_reach() {
     let text = String::from_utf8_lossy(&output.stdout);
     assert!(output.status.success(), "{} {text} {}", output.status, String::from_utf8_lossy(&output.stderr));
     assert!(text.lines().count() >= 10 && text.lines().all(|line| line.ends_with("refused")), "{text}");
+}
+
+/// Reports do not get into files of the program, nor does one that nobody reads end it.
+#[test]
+fn reports_go_to_the_stream_alone() {
+    need_machine!();
+    let dir = dir();
+    let program = compiled("stream", dir.path(), &[]);
+    for arguments in [&[][..], &["broken"], &["executed"]] {
+        same(&program, arguments, dir.path());
+    }
 }
 
 /// What the machine does not have is reported by name, and the program goes on.

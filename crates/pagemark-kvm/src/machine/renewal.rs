@@ -16,7 +16,7 @@ use crate::error::{Error, ErrorKind};
 use crate::layout::{PAGE, PROGRAM_END, Physical, TABLE_MEMORY};
 use crate::sys::parking::{InUse, Parking};
 use crate::sys::signals::{self, INFO_BYTES};
-use crate::sys::{descriptors, dirty_log};
+use crate::sys::{descriptors, dirty_log, reports};
 use crate::vcpu::Vcpu;
 
 impl Machine {
@@ -34,7 +34,7 @@ impl Machine {
             if let Some(_in_use) = self.parking.begin_renewal()
                 && let Err(error) = self.renew()
             {
-                eprintln!("pagemark-kvm: the machine cannot be made again: {error}");
+                reports::write(&format!("pagemark-kvm: the machine cannot be made again: {error}\n"));
                 signals::die(libc::SIGKILL as u32, &[0; INFO_BYTES]);
             }
         }

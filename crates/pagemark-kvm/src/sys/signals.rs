@@ -190,6 +190,24 @@ pub fn mask(new: Option<u64>) -> u64 {
     old
 }
 
+/// Calls `write`. A SIGPIPE that comes of it is taken back.
+pub fn without_broken_pipes(write: impl FnOnce()) {
+    let pipe = 1u64 << (libc::SIGPIPE - 1);
+    let before = mask(None);
+    mask(Some(before | pipe));
+    let mut pending = 0u64;
+    // SAFETY: fills the value.
+    unsafe { host_call::immediate(libc::SYS_rt_sigpending, [&raw mut pending as u64, 8, 0, 0, 0, 0]) };
+    write();
+    if pending & pipe == 0 {
+        let none = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+        let arguments = [&raw const pipe as u64, 0, &raw const none as u64, 8, 0, 0];
+        // SAFETY: reads the two values.
+        unsafe { host_call::immediate(libc::SYS_rt_sigtimedwait, arguments) };
+    }
+    mask(Some(before));
+}
+
 /// Sends signal `number` with `info` to the calling thread.
 pub fn send_to_self(number: u32, info: &[u8; INFO_BYTES]) {
     // SAFETY: no memory is concerned; what the signal does is what the program has set.
