@@ -12,7 +12,7 @@ use crate::error::{Error, ErrorKind};
 use crate::image::Image;
 use crate::layout::{PAGE, PROGRAM_BASE, PROGRAM_END, PROGRAM_START, RANDOM_SPAN, page_ceil, page_floor};
 use crate::machine::{Machine, Space};
-use crate::mappings::Protection;
+use crate::mappings::{Protection, on_host};
 use crate::random;
 use crate::sys::host_call;
 use crate::sys::program_memory;
@@ -48,6 +48,7 @@ fn map(space: &mut Space, start: u64, end: u64, protection: u64, file: Option<(&
     let flags = libc::MAP_PRIVATE | libc::MAP_FIXED | if file.is_none() { libc::MAP_ANONYMOUS } else { 0 };
     let (fd, offset) = file.map_or((u64::MAX, 0), |(file, offset)| (file.as_raw_fd() as u64, offset));
     debug_assert!(crate::layout::is_program(start, end - start));
+    let protection = on_host(protection);
     // SAFETY: at addresses of the program, where no value of the monitor lies.
     let result =
         unsafe { host_call::immediate(libc::SYS_mmap, [start, end - start, protection, flags as u64, fd, offset]) };

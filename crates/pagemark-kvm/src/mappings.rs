@@ -40,6 +40,14 @@ impl Protection {
     }
 }
 
+/// The protection that the host's mapping has. The processor reads what it may write, and what it
+/// may execute, as there are no protection keys in the machine. The kernel would keep KVM and the
+/// monitor from that.
+pub const fn on_host(protection: u64) -> u64 {
+    let implies = (libc::PROT_WRITE | libc::PROT_EXEC) as u64;
+    if protection & implies != 0 { protection | libc::PROT_READ as u64 } else { protection }
+}
+
 /// A mapped range of addresses with one protection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Mapping {

@@ -108,7 +108,7 @@ fn find(name: &str) -> Option<PathBuf> {
 }
 
 /// The C programs of `tests/programs`, with what the compiler needs for them.
-const PROGRAMS: [(&str, &[&str]); 27] = [
+const PROGRAMS: [(&str, &[&str]); 28] = [
     ("memory", &[]),
     ("memory", &["-static"]),
     ("memory", &["-no-pie"]),
@@ -134,6 +134,7 @@ const PROGRAMS: [(&str, &[&str]); 27] = [
     ("execution", &[]),
     ("leader", &["-pthread"]),
     ("forks", &[]),
+    ("unreadable", &[]),
     ("stream", &[]),
     ("failing", &["-pthread"]),
 ];
@@ -320,6 +321,13 @@ fn links_to_the_program() {
     need_machine!();
     let dir = dir();
     same(compiled("links", dir.path(), &[]), &[], dir.path());
+}
+
+#[test]
+fn memory_of_which_nobody_says_that_it_can_be_read() {
+    need_machine!();
+    let dir = dir();
+    same(compiled("unreadable", dir.path(), &[]), &[], dir.path());
 }
 
 #[test]

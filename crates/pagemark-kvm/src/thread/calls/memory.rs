@@ -3,7 +3,7 @@
 
 use crate::layout::{PAGE, PROGRAM_END, PROGRAM_START, TABLE_SPAN, is_program, page_ceil, page_floor};
 use crate::machine::{Machine, Space};
-use crate::mappings::Protection;
+use crate::mappings::{Protection, on_host};
 use crate::sys::{descriptors, host_call};
 
 use super::Refusal;
@@ -15,12 +15,6 @@ const MAP_32BIT_END: u64 = 0x8000_0000;
 
 fn is_page(address: u64) -> bool {
     address.is_multiple_of(PAGE)
-}
-
-/// The protection that the host's mapping has. The processor reads what it may execute, as there
-/// are no protection keys in the machine. The kernel would keep KVM from that by one of its own.
-fn on_host(protection: u64) -> u64 {
-    if protection & 7 == libc::PROT_EXEC as u64 { protection | libc::PROT_READ as u64 } else { protection }
 }
 
 /// Bytes of a segment of shared memory, in whole pages.
