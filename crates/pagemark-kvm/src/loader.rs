@@ -86,7 +86,7 @@ fn map_segments(space: &mut Space, elf: &Elf, file: &File, shift: u64) -> Result
 }
 
 /// How far `elf` is moved so that it lies at free addresses.
-fn shift(space: &Space, image: &Image, elf: &Elf, base: Option<u64>) -> Result<u64, Error> {
+fn shift(space: &mut Space, image: &Image, elf: &Elf, base: Option<u64>) -> Result<u64, Error> {
     let (start, end) = elf.span();
     let len = end - start;
     let at = if !elf.is_movable {

@@ -1,6 +1,7 @@
 //! What the program has mapped, and with which protection: faults of the guest are resolved by it.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 use crate::layout::{MMAP_TOP, PAGE, PROGRAM_END, PROGRAM_START};
 
@@ -64,24 +65,59 @@ pub struct Mapping {
 pub struct Mappings {
     /// By start: the end and the protection.
     ranges: BTreeMap<u64, (u64, Protection)>,
-    /// Where the search for free addresses begins.
-    top: Option<u64>,
+    /// Where nothing more is to be found.
+    full: Full,
+}
+
+/// Where searches for free addresses begin: they need not look at what is full.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Full {
+    /// Where the first one begins.
+    limit: u64,
+    /// For each power of two: there are no free addresses of as many bytes from here up to the
+    /// limit.
+    from: [u64; 64],
+}
+
+impl Default for Full {
+    fn default() -> Full {
+        Full::below(MMAP_TOP)
+    }
+}
+
+impl Full {
+    /// Nothing is known.
+    fn below(limit: u64) -> Full {
+        Full { limit, from: [limit; 64] }
+    }
+
+    /// Below `end` something is free again.
+    fn forget(&mut self, end: u64) {
+        self.from.iter_mut().for_each(|from| *from = (*from).max(end.min(self.limit)));
+    }
+}
+
+/// The power of two that is at most `len`.
+fn power(len: u64) -> usize {
+    len.max(1).ilog2() as usize
 }
 
 impl Mappings {
     /// No mappings; free addresses are searched below `top`.
     pub fn below(top: u64) -> Mappings {
-        Mappings { ranges: BTreeMap::new(), top: Some(top) }
+        Mappings { ranges: BTreeMap::new(), full: Full::below(top) }
     }
 
     /// Forgets all ranges, without a look at them: a killed child may have left them half changed.
     pub fn abandon(&mut self) {
         std::mem::forget(std::mem::take(&mut self.ranges));
+        self.full = Full::below(self.full.limit);
     }
 
     /// Takes the ranges of `other`.
     pub fn replace(&mut self, other: Mappings) {
         self.ranges = other.ranges;
+        self.full = Full::below(self.full.limit);
     }
 
     /// All mappings, in ascending order.
@@ -116,6 +152,13 @@ impl Mappings {
         if start >= end {
             return;
         }
+        self.cut(start, end);
+        // With its neighbours, it is free up to the next mapping.
+        let behind = self.ranges.range(end..).next().map_or(PROGRAM_END, |(&next, _)| next);
+        self.full.forget(behind);
+    }
+
+    fn cut(&mut self, start: u64, end: u64) {
         for part in self.within(start, end) {
             // `within` cuts, so the whole range is looked up again.
             let Some(whole) = self.find(part.start) else { continue };
@@ -134,7 +177,7 @@ impl Mappings {
         if start >= end {
             return;
         }
-        self.remove(start, end);
+        self.cut(start, end);
         let (mut from, mut to) = (start, end);
         if let Some((&before, &(last, same))) = self.ranges.range(..start).next_back()
             && last == start
@@ -161,24 +204,46 @@ impl Mappings {
     /// The highest free addresses for `len` bytes that begin at a multiple of `align` and end at or
     /// below `limit`, with an unmapped page on neither side required.
     pub fn free_below(&self, limit: u64, len: u64, align: u64) -> Option<u64> {
-        let mut end = limit.min(PROGRAM_END);
+        self.search(limit.min(PROGRAM_END), len, align, |_| {})
+    }
+
+    /// Like [`Mappings::free_below`]. Calls `skipped` with each range of free addresses that is too
+    /// short.
+    fn search(&self, limit: u64, len: u64, align: u64, mut skipped: impl FnMut(Range<u64>)) -> Option<u64> {
+        let mut end = limit;
         loop {
-            let start = end.checked_sub(len)? & !(align.max(PAGE) - 1);
-            if start < PROGRAM_START {
-                return None;
+            let below = self.ranges.range(..end).next_back();
+            let (before, last) = below.map_or((0, PROGRAM_START), |(&before, &(last, _))| (before, last));
+            if last < end {
+                let start = end.checked_sub(len).map(|start| start & !(align.max(PAGE) - 1));
+                match start {
+                    Some(start) if start >= last.max(PROGRAM_START) => return Some(start),
+                    _ => skipped(last..end),
+                }
             }
-            match self.ranges.range(..start + len).next_back() {
-                Some((&before, &(last, _))) if last > start => end = before,
-                _ => return Some(start),
-            }
+            below?;
+            end = before;
         }
     }
 
     /// Free addresses for `len` bytes that begin at a multiple of `align`: the highest below the
     /// top, or anywhere.
-    pub fn place_aligned(&self, len: u64, align: u64) -> Option<u64> {
-        let below = self.free_below(self.top.unwrap_or(MMAP_TOP), len, align);
-        below.or_else(|| self.free_below(PROGRAM_END, len, align))
+    pub fn place_aligned(&mut self, len: u64, align: u64) -> Option<u64> {
+        let power = power(len);
+        // The highest addresses that such a search has to look at again.
+        let mut next = None;
+        let found = self.search(self.full.from[power], len, align, |skipped| {
+            if next.is_none() && skipped.end - skipped.start >= 1 << power {
+                next = Some(skipped.end);
+            }
+        });
+        self.full.from[power] = next.or_else(|| found.map(|start| self.end_of_gap(start))).unwrap_or(PROGRAM_START);
+        found.or_else(|| self.free_below(PROGRAM_END, len, align))
+    }
+
+    /// Where the free addresses end in which `start` is.
+    fn end_of_gap(&self, start: u64) -> u64 {
+        self.ranges.range(start..).next().map_or(PROGRAM_END, |(&next, _)| next).min(self.full.limit)
     }
 }
 
@@ -224,6 +289,31 @@ mod tests {
         }
 
         #[test]
+        fn places_are_the_highest_although_searches_skip_what_is_full(
+            steps in prop::collection::vec((0u8..4, 0u64..60, 1u64..8, 0u32..3), 1..120)
+        ) {
+            let limit = BASE + 48 * PAGE;
+            let mut mappings = Mappings::below(limit);
+            for (kind, page, pages, align) in steps {
+                let (at, len) = (BASE + page * PAGE, pages * PAGE);
+                match kind {
+                    0 => mappings.remove(at, at + len),
+                    1 => mappings.insert(at, at + len, Protection::new(page & 1)),
+                    _ => {
+                        let align = PAGE << align;
+                        let below = mappings.free_below(limit, len, align);
+                        let expected = below.or_else(|| mappings.free_below(PROGRAM_END, len, align));
+                        let place = mappings.place_aligned(len, align);
+                        prop_assert_eq!(place, expected);
+                        if let (Some(place), 3) = (place, kind) {
+                            mappings.insert(place, place + len, Protection::new(page & 1));
+                        }
+                    }
+                }
+            }
+        }
+
+        #[test]
         fn free_addresses_are_the_highest(
             taken in prop::collection::vec(any::<bool>(), 64), len in 1u64..10, limit in 1u64..64
         ) {
@@ -237,5 +327,17 @@ mod tests {
             let found = mappings.free_below(BASE + limit * PAGE, len * PAGE, PAGE);
             prop_assert_eq!(found, best.map(|page| BASE + page * PAGE));
         }
+    }
+    /// With a search from the top for each, this would take minutes.
+    #[test]
+    fn many_mappings_are_placed_at_once() {
+        let mut mappings = Mappings::below(MMAP_TOP);
+        for number in 0..200_000 {
+            let len = if number % 3 == 0 { PAGE } else { 2 * PAGE };
+            let place = mappings.place_aligned(len, PAGE).expect("room for it");
+            mappings.insert(place, place + len, Protection::new(number & 1));
+        }
+        let lowest = mappings.iter().next().expect("all of them").start;
+        assert!(mappings.is_free(PROGRAM_START, lowest) && lowest > MMAP_TOP - 200_000 * 2 * PAGE);
     }
 }
