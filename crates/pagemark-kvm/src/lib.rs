@@ -29,6 +29,7 @@ mod layout;
 mod loader;
 mod machine;
 mod mappings;
+mod operands;
 mod page_table;
 mod process;
 mod random;

@@ -6,11 +6,12 @@ use std::sync::Arc;
 use pagemark_linux::ptrace::SYSCALL_BYTES;
 
 use crate::error::Error;
-use crate::layout::{PAGE, TABLE_SPAN};
+use crate::layout::{PAGE, TABLE_SPAN, page_floor};
 use crate::loader::Start;
 use crate::machine::tracking::Announcer;
 use crate::machine::{FaultOutcome, Machine};
-use crate::mappings::Mapping;
+use crate::mappings::{Mapping, Protection};
+use crate::operands;
 use crate::process::Process;
 use crate::sys::guard_page;
 use crate::sys::host_call::Call;
@@ -64,6 +65,11 @@ pub struct Thread {
     /// The search for the page that the host does not have, while it goes on.
     search: Option<Search>,
 }
+
+/// Bits of the error code of a page fault.
+const FAULT_WRITE: u64 = 1 << 1;
+const FAULT_USER: u64 = 1 << 2;
+const FAULT_FETCH: u64 = 1 << 4;
 
 /// A search for the address of an access for which the host has no memory.
 #[derive(Clone, Copy, Debug, Default)]
@@ -294,9 +300,55 @@ impl Thread {
     }
 
     /// The guest's tables map a page that the host does not have, for example behind the end of a
-    /// mapped file. KVM does not say which: all entries are cleared and then made page by page, so
-    /// that the last page that the program faults on is the one.
+    /// mapped file. KVM does not say which: it is among those that the instruction accesses.
     fn on_no_memory(&mut self) {
+        match self.missing_page() {
+            Some((address, code)) => {
+                self.search = None;
+                self.signal_missing(address, code);
+            }
+            None => self.search_page(),
+        }
+    }
+
+    /// The address that the instruction accesses in vain, and the error code of that access. None if
+    /// the host has all that is known of the instruction.
+    fn missing_page(&mut self) -> Option<(u64, u64)> {
+        let (registers, fs, gs) = self.vcpu.state();
+        let mut code = [0; operands::LONGEST];
+        let mut len = 0;
+        // Up to the end of the page, and then into the next one, if that is there.
+        for end in [code.len().min((PAGE - registers.rip % PAGE) as usize), code.len()] {
+            let at = registers.rip.wrapping_add(len as u64);
+            if len < end && program_memory::read(at, &mut code[len..end]).is_ok() {
+                len = end;
+            }
+        }
+        // Where the mapping does not allow the access, the processor has an exception for it.
+        let allows = |address, is_right: fn(Protection) -> bool| {
+            self.machine.space().mappings.find(address).is_some_and(|mapping| is_right(mapping.protection))
+        };
+        if len == 0 && allows(registers.rip, Protection::executable) {
+            return Some((registers.rip, FAULT_USER | FAULT_FETCH));
+        }
+        let accessed = operands::of(&code[..len], &registers, (fs, gs)).into_iter().flat_map(|operand| {
+            let last = operand.address.saturating_add(operand.len - 1);
+            // The page of the first byte, and that of the last one.
+            let mut places = vec![operand.address];
+            places.extend((page_floor(last) > page_floor(operand.address)).then_some(page_floor(last)));
+            places.into_iter().map(move |address| (address, operand.writes))
+        });
+        let is_missing = |&(address, writes): &(u64, bool)| {
+            let is_right = if writes { Protection::writable } else { Protection::readable };
+            allows(address, is_right) && !program_memory::has_page(address, writes)
+        };
+        let code = |writes| FAULT_USER | if writes { FAULT_WRITE } else { 0 };
+        accessed.into_iter().find(is_missing).map(|(address, writes)| (address, code(writes)))
+    }
+
+    /// Searches the page: all entries are cleared and then made page by page, so that the last page
+    /// that the program faults on is the one.
+    fn search_page(&mut self) {
         let Some(searched) = self.search.replace(Search::default()) else {
             return self.machine.clear_entries(&mut self.machine.space(), 0, crate::layout::PROGRAM_END);
         };
@@ -309,6 +361,11 @@ impl Thread {
             return self.machine.clear_entries(&mut self.machine.space(), 0, crate::layout::PROGRAM_END);
         };
         self.search = None;
+        self.signal_missing(address, searched.code);
+    }
+
+    /// The program gets the signal of an access to `address`, for which the host has no page.
+    fn signal_missing(&mut self, address: u64, fault: u64) {
         let result = {
             let mut space = self.machine.space();
             self.machine.reload(&mut space).map(|()| space.mappings.find(address).is_some())
@@ -319,7 +376,7 @@ impl Thread {
             Ok(false) => (libc::SIGSEGV, code::SEGV_MAPERR),
             Err(error) => self.fail(&error.to_string()),
         };
-        self.last_fault = (searched.code, 14, address);
+        self.last_fault = (fault, 14, address);
         self.force(&fault_info(signal as u32, code, address));
     }
 

@@ -40,7 +40,8 @@ const FLAGS_ALLOWED: u64 = 0x0024_4dd5;
 /// Clocks that are read one after the other differ by less.
 const LEAST_SUSPENSION: i64 = 1_000_000;
 
-/// As often is KVM asked again that does not run a virtual CPU for now, and after as long each time.
+/// As often is KVM asked again that does not run a virtual CPU for now, and after as long each
+/// time.
 const MOST_ATTEMPTS: u32 = 20;
 const BETWEEN_ATTEMPTS: Duration = Duration::from_millis(1);
 

@@ -108,7 +108,7 @@ fn find(name: &str) -> Option<PathBuf> {
 }
 
 /// The C programs of `tests/programs`, with what the compiler needs for them.
-const PROGRAMS: [(&str, &[&str]); 28] = [
+const PROGRAMS: [(&str, &[&str]); 29] = [
     ("memory", &[]),
     ("memory", &["-static"]),
     ("memory", &["-no-pie"]),
@@ -134,6 +134,7 @@ const PROGRAMS: [(&str, &[&str]); 28] = [
     ("execution", &[]),
     ("leader", &["-pthread"]),
     ("forks", &[]),
+    ("missing_pages", &["-pthread"]),
     ("unreadable", &[]),
     ("stream", &[]),
     ("failing", &["-pthread"]),
@@ -328,6 +329,13 @@ fn memory_of_which_nobody_says_that_it_can_be_read() {
     need_machine!();
     let dir = dir();
     same(compiled("unreadable", dir.path(), &[]), &[], dir.path());
+}
+
+#[test]
+fn pages_behind_the_end_of_files() {
+    need_machine!();
+    let dir = dir();
+    same(compiled("missing_pages", dir.path(), &["-pthread"]), &[], dir.path());
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! Reads and writes of the program's memory by the monitor.
 
 use super::host_call;
-use crate::layout::is_program;
+use crate::layout::{PAGE, is_program, page_floor};
 
 /// The program's memory cannot be accessed there: for the program, `EFAULT`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -36,6 +36,26 @@ pub fn read(address: u64, buffer: &mut [u8]) -> Result<(), Fault> {
 /// Copies `bytes` to the program's memory at `address`.
 pub fn write(address: u64, bytes: &[u8]) -> Result<(), Fault> {
     transfer(libc::SYS_process_vm_writev, bytes.as_ptr(), bytes.len(), address)
+}
+
+/// Whether the host has memory for an access to the mapped page of `address`, or can get it.
+pub fn has_page(address: u64, writes: bool) -> bool {
+    let page = page_floor(address);
+    if !is_program(page, PAGE) {
+        return false;
+    }
+    if writes {
+        // SAFETY: a page of the program is made, as its own access would.
+        let result =
+            unsafe { host_call::immediate(libc::SYS_madvise, [page, PAGE, libc::MADV_POPULATE_WRITE as u64, 0, 0, 0]) };
+        match host_call::errno(result) {
+            None => return true,
+            Some(libc::EFAULT | libc::EHWPOISON) => return false,
+            // Before Linux 5.14, or a mapping of a device.
+            Some(_) => {}
+        }
+    }
+    read(address, &mut [0]).is_ok()
 }
 
 /// `count` words of eight bytes from `address` on.
