@@ -58,6 +58,8 @@ pub struct Thread {
     /// Where the kernel would write 0 when the thread ends (`set_tid_address`).
     pub(crate) clear_tid: u64,
     pub(crate) alternate: AlternateStack,
+    /// The signal mask of the call that a signal has interrupted, if it has one of its own.
+    pub(crate) call_mask: Option<u64>,
     /// Of the last exception: error code, vector, address. Signal frames have them.
     pub(crate) last_fault: (u64, u64, u64),
     /// The exit status of the thread.
@@ -110,6 +112,7 @@ impl Thread {
             announcer,
             clear_tid: 0,
             alternate,
+            call_mask: None,
             last_fault: (0, 0, 0),
             status: 0,
             search: None,

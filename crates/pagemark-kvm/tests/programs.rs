@@ -108,7 +108,7 @@ fn find(name: &str) -> Option<PathBuf> {
 }
 
 /// The C programs of `tests/programs`, with what the compiler needs for them.
-const PROGRAMS: [(&str, &[&str]); 29] = [
+const PROGRAMS: [(&str, &[&str]); 30] = [
     ("memory", &[]),
     ("memory", &["-static"]),
     ("memory", &["-no-pie"]),
@@ -134,6 +134,7 @@ const PROGRAMS: [(&str, &[&str]); 29] = [
     ("execution", &[]),
     ("leader", &["-pthread"]),
     ("forks", &[]),
+    ("masks", &[]),
     ("missing_pages", &["-pthread"]),
     ("unreadable", &[]),
     ("stream", &[]),
@@ -287,6 +288,13 @@ fn signals() {
     need_machine!();
     let dir = dir();
     same(compiled("signals", dir.path(), &[]), &[], dir.path());
+}
+
+#[test]
+fn masks_of_calls() {
+    need_machine!();
+    let dir = dir();
+    same(compiled("masks", dir.path(), &[]), &[], dir.path());
 }
 
 #[test]

@@ -207,6 +207,9 @@ impl Thread {
         }
         let other = writes::to_proc(&call, &writes).and_then(other_process::of_memory);
         let result = other_process::noting(other, || self.interruptible(&call, writes));
+        if result == -i64::from(libc::EINTR) && self.slot.waits() {
+            self.call_mask = signal::mask_of(&call);
+        }
         if call.number == libc::SYS_landlock_restrict_self as u64 && result == 0 {
             execution::note_rules();
         }

@@ -6,6 +6,7 @@
 
 use kvm_bindings::{kvm_regs, kvm_xsave};
 
+use crate::sys::host_call::Call;
 use crate::sys::program_memory::{self, Fault};
 use crate::sys::signals::{self, Action, ArrivedSignal, INFO_BYTES};
 use crate::thread::Thread;
@@ -87,6 +88,24 @@ impl AlternateStack {
         }
         Ok(())
     }
+}
+
+/// The signal mask that holds while `call` waits, if it has one.
+pub fn mask_of(call: &Call) -> Option<u64> {
+    let [first, _, _, fourth, fifth, sixth] = call.arguments;
+    let at = match call.number as i64 {
+        libc::SYS_rt_sigsuspend => first,
+        libc::SYS_ppoll => fourth,
+        libc::SYS_epoll_pwait | libc::SYS_epoll_pwait2 => fifth,
+        // Its address, and its length.
+        libc::SYS_pselect6 if sixth != 0 => program_memory::read_words(sixth, 1).ok()?[0],
+        _ => 0,
+    };
+    if at == 0 {
+        return None;
+    }
+    let unblockable = bit(libc::SIGKILL as u32) | bit(libc::SIGSTOP as u32);
+    Some(program_memory::read_words(at, 1).ok()?[0] & !unblockable)
 }
 
 /// What a `siginfo_t` of a fault says.
@@ -253,12 +272,13 @@ impl Thread {
     /// Delivers `arrived`. Returns the mask with which the program goes on.
     fn deliver_one(&mut self, arrived: &ArrivedSignal) -> u64 {
         let action = self.process.action(arrived.number);
+        let during = self.call_mask.take().unwrap_or(arrived.mask);
         if action.handler <= 1 {
             // The action has changed since: the kernel applies it.
             self.send_again(arrived);
             return arrived.mask;
         }
-        self.enter_handler(arrived.number, &action, &arrived.info, arrived.mask)
+        self.enter_handler(arrived.number, &action, &arrived.info, (arrived.mask, during))
     }
 
     fn send_again(&self, arrived: &ArrivedSignal) {
@@ -276,7 +296,7 @@ impl Thread {
         if action.handler <= 1 || mask & bit(number) != 0 {
             signals::die(number, info);
         }
-        let mut mask = self.enter_handler(number, &action, info, mask);
+        let mut mask = self.enter_handler(number, &action, info, (mask, mask));
         if let Some(arrived) = waiting {
             if mask & bit(arrived.number) != 0 {
                 self.send_again(&arrived);
@@ -287,10 +307,17 @@ impl Thread {
         signals::mask(Some(mask));
     }
 
-    /// Puts a frame on the program's stack, so that it goes on in its handler. Returns the mask
-    /// with which it goes on. If there is no room for the frame, the program gets `SIGSEGV`, or
-    /// ends by it.
-    fn enter_handler(&mut self, number: u32, action: &Action, info: &[u8; INFO_BYTES], mask: u64) -> u64 {
+    /// Puts a frame on the program's stack, so that it goes on in its handler. The first mask is that
+    /// with which it goes on behind the handler, the second that of what was interrupted. Returns the
+    /// mask of the handler. If there is no room for the frame, the program gets `SIGSEGV`, or ends by
+    /// it.
+    fn enter_handler(
+        &mut self,
+        number: u32,
+        action: &Action,
+        info: &[u8; INFO_BYTES],
+        (mask, during): (u64, u64),
+    ) -> u64 {
         if action.flags & libc::SA_RESETHAND as u64 != 0 {
             let _ = self.process.set_action(number, Some(Action { handler: 0, ..*action }));
         }
@@ -300,10 +327,10 @@ impl Thread {
             if number == fault || action.handler <= 1 || mask & bit(fault) != 0 {
                 signals::die(fault, &info);
             }
-            return self.enter_handler(fault, &action, &info, mask);
+            return self.enter_handler(fault, &action, &info, (mask, during));
         }
         let own = if action.flags & libc::SA_NODEFER as u64 != 0 { 0 } else { bit(number) };
-        mask | action.mask | own
+        during | action.mask | own
     }
 
     fn push_frame(&mut self, number: u32, action: &Action, info: &[u8; INFO_BYTES], mask: u64) -> Result<(), Fault> {
