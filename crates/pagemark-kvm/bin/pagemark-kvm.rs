@@ -62,12 +62,7 @@ fn execute(arguments: Vec<OsString>, inherited: Option<MonitorDescriptors>) -> u
     let strings = |values: &mut dyn Iterator<Item = OsString>| -> Vec<CString> {
         values.filter_map(|value| CString::new(value.into_vec()).ok()).collect()
     };
-    let environment = strings(&mut std::env::vars_os().map(|(mut name, value)| {
-        name.push("=");
-        name.push(value);
-        name
-    }));
-    let environment = start::shown(&environment);
+    let environment = start::shown(&pagemark_kvm::environment());
     let arguments = strings(&mut arguments.into_iter());
     let Some((path, arguments)) = arguments.split_first() else { return fail(USAGE) };
     let again = [c"pagemark-kvm".into()];

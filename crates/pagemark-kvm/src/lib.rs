@@ -71,6 +71,12 @@ pub fn tells_time() -> Result<bool, Error> {
     Ok(works)
 }
 
+/// The environment of this process, with the entries that are not of the form `NAME=VALUE`. The
+/// process must have no other thread, which could change it.
+pub fn environment() -> Vec<CString> {
+    sys::arguments::environment()
+}
+
 /// Turns this process into the program at `path` with `arguments` (the first is its name) and
 /// `environment`, in a machine. Returns only if the program cannot be started. The process must
 /// have no other thread, which would continue beside the program.

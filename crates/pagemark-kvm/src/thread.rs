@@ -147,6 +147,12 @@ impl Thread {
                 drop(self.use_kvm());
                 continue;
             }
+            if !is_address(self.vcpu.registers().rip) {
+                // A processor that is to go on there refuses its whole state.
+                self.on_exception(Exception { vector: 13, code: 0, address: 0 });
+                self.vcpu.commit();
+                continue;
+            }
             match self.vcpu.run() {
                 Ok(Exit::Interrupted) => {}
                 Ok(Exit::Call) => {
@@ -193,7 +199,8 @@ impl Thread {
     fn on_call(&mut self) -> Outcome {
         let registers = self.vcpu.registers();
         let call = Call {
-            number: registers.rax,
+            // Linux takes no other bits.
+            number: registers.rax & 0xffff_ffff,
             arguments: [registers.rdi, registers.rsi, registers.rdx, registers.r10, registers.r8, registers.r9],
         };
         // Outside of the machine the call is made again.
@@ -245,7 +252,7 @@ impl Thread {
             1 => (libc::SIGTRAP, self.trap_code(), instruction),
             3 => (libc::SIGTRAP, code::SI_KERNEL, 0),
             6 => (libc::SIGILL, code::ILL_ILLOPN, instruction),
-            10..=12 => (libc::SIGBUS, code::SI_KERNEL, 0),
+            11 | 12 => (libc::SIGBUS, code::SI_KERNEL, 0),
             16 | 19 => (libc::SIGFPE, self.float_code(vector), instruction),
             17 => (libc::SIGBUS, code::BUS_ADRALN, 0),
             _ => {
@@ -450,6 +457,12 @@ impl Thread {
             unsafe { libc::syscall(libc::SYS_exit, 0) };
         }
     }
+}
+
+/// Whether a processor with four levels of page tables has the address.
+fn is_address(address: u64) -> bool {
+    const UNUSED_BITS: u32 = 16;
+    ((address << UNUSED_BITS) as i64 >> UNUSED_BITS) as u64 == address
 }
 
 fn describe(stuck: Stuck) -> String {

@@ -108,7 +108,7 @@ fn find(name: &str) -> Option<PathBuf> {
 }
 
 /// The C programs of `tests/programs`, with what the compiler needs for them.
-const PROGRAMS: [(&str, &[&str]); 30] = [
+const PROGRAMS: [(&str, &[&str]); 31] = [
     ("memory", &[]),
     ("memory", &["-static"]),
     ("memory", &["-no-pie"]),
@@ -134,6 +134,7 @@ const PROGRAMS: [(&str, &[&str]); 30] = [
     ("execution", &[]),
     ("leader", &["-pthread"]),
     ("forks", &[]),
+    ("corners", &[]),
     ("masks", &[]),
     ("missing_pages", &["-pthread"]),
     ("unreadable", &[]),
@@ -295,6 +296,13 @@ fn masks_of_calls() {
     need_machine!();
     let dir = dir();
     same(compiled("masks", dir.path(), &[]), &[], dir.path());
+}
+
+#[test]
+fn corners_of_calls() {
+    need_machine!();
+    let dir = dir();
+    same(compiled("corners", dir.path(), &[]), &[], dir.path());
 }
 
 #[test]

@@ -1,6 +1,7 @@
 //! What the kernel shows of this process: its arguments and environment (`/proc/PID/cmdline` and
 //! `environ`), and outside of the machine its code, heap and stack.
 
+use std::ffi::{CStr, CString};
 use std::io;
 use std::ops::Range;
 
@@ -35,6 +36,24 @@ struct MemoryMap {
     auxv: *mut u64,
     auxv_size: u32,
     exe_fd: u32,
+}
+
+/// The environment of this process, with entries that are not of the form `NAME=VALUE`.
+pub fn environment() -> Vec<CString> {
+    unsafe extern "C" {
+        static mut environ: *const *const libc::c_char;
+    }
+    let mut entries = Vec::new();
+    // SAFETY: the list of the C library ends with 0, and each entry with zero. Nothing changes it
+    // meanwhile: the process has one thread.
+    unsafe {
+        let mut at = environ;
+        while !at.is_null() && !(*at).is_null() {
+            entries.push(CStr::from_ptr(*at).to_owned());
+            at = at.add(1);
+        }
+    }
+    entries
 }
 
 /// Has the kernel show the program's arguments and environment, which are in its memory, in place

@@ -2,6 +2,7 @@
 
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
 
+use crate::layout::USER_END;
 use crate::machine::Machine;
 use crate::machine::tracking::Announcer;
 use crate::sys::birth::{Birth, Made};
@@ -123,6 +124,9 @@ impl Thread {
         }
         if clone.exit_signal > 64 {
             return Err(libc::EINVAL.into());
+        }
+        if clone.has(libc::CLONE_SETTLS) && clone.tls >= USER_END {
+            return Err(libc::EPERM.into());
         }
         if !is_thread && !shares && clone.exit_signal != libc::SIGCHLD as u64 {
             return Err(Refusal::lacking(libc::EINVAL, format!("the exit signal {}", clone.exit_signal)));
@@ -259,8 +263,13 @@ impl Thread {
         if let Err(error) = self.machine.take_over(id) {
             self.fail(&error.to_string());
         }
+        let cleared = thread.clear_tid;
         thread.give_back();
         clone.note(self, false, id);
+        // The kernel does so when the child gives up the memory, however it does.
+        if cleared != 0 && self.write(cleared, &[0; 4]).is_ok() {
+            self.wake(cleared);
+        }
         if clone.has(libc::CLONE_PIDFD) {
             self.write(clone.pidfd, &pidfd.to_le_bytes())?;
         }

@@ -222,20 +222,22 @@ impl Machine {
             let align = if new_len >= TABLE_SPAN { TABLE_SPAN } else { PAGE };
             space.mappings.place_aligned(new_len, align).ok_or(libc::ENOMEM)?
         };
+        // Linux 6.17 moves several mappings at once, and what is between them stays at the target.
+        let is_one = old + old_len <= mapping.end;
         self.clear(&mut space, old, old + old_len);
         self.clear(&mut space, target, target + new_len);
         let flags = flags | libc::MREMAP_FIXED as u64;
         match host(libc::SYS_mremap, [old, old_len, new_len, flags, target, 0]) {
-            Ok(at) => {
+            Ok(at) if is_one => {
                 if !keeps {
                     space.mappings.remove(old, old + old_len);
                 }
                 space.mappings.insert(target, target + new_len, protection);
                 Ok(at)
             }
-            Err(error) => {
+            moved => {
                 self.reload_or_fail(&mut space)?;
-                Err(error.into())
+                Ok(moved?)
             }
         }
     }

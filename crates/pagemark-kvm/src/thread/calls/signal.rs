@@ -251,9 +251,8 @@ impl Thread {
         if new != 0 {
             let mut bytes = [0; 24];
             program_memory::read(new, &mut bytes)?;
-            // SAFETY: reads the auxiliary vector.
-            let least = unsafe { libc::getauxval(libc::AT_MINSIGSTKSZ) }.max(libc::MINSIGSTKSZ as u64);
-            self.alternate.set(&bytes, stack, least)?;
+            // Whether a frame has room is seen when there is one.
+            self.alternate.set(&bytes, stack, libc::MINSIGSTKSZ as u64)?;
         }
         if old != 0 {
             self.write(old, &before)?;
@@ -345,12 +344,13 @@ impl Thread {
         let registers = self.vcpu.registers();
         let mut stack = registers.rsp.wrapping_sub(RED_ZONE);
         let uses_alternate = action.flags & libc::SA_ONSTACK as u64 != 0;
-        if uses_alternate && alternate.size > 0 && !alternate.has(registers.rsp) {
-            stack = alternate.start + alternate.size;
+        let is_there = uses_alternate && alternate.size > 0;
+        if is_there && !alternate.has(registers.rsp) {
+            stack = alternate.start.wrapping_add(alternate.size);
         }
         let state_at = stack.wrapping_sub(state.len() as u64) & !63;
         let frame_at = (state_at.wrapping_sub(FRAME_BYTES as u64) & !15).wrapping_sub(8);
-        if uses_alternate && alternate.has(registers.rsp) && frame_at < alternate.start {
+        if is_there && !(frame_at > alternate.start && frame_at - alternate.start <= alternate.size) {
             return Err(Fault);
         }
 
@@ -377,20 +377,19 @@ impl Thread {
 
     /// `rt_sigreturn`.
     pub(super) fn rt_sigreturn(&mut self) -> Outcome {
-        signals::mask(Some(ALL));
+        let mask = signals::mask(Some(ALL));
         if self.slot.waits() {
             // That signal comes first, as if it had come before the call.
             return Outcome::Restart;
         }
         match self.pop_frame() {
-            Ok(mask) => {
-                signals::mask(Some(mask));
-                Outcome::Resume
-            }
+            Ok(mask) => _ = signals::mask(Some(mask)),
             Err(Fault) => {
-                signals::die(libc::SIGSEGV as u32, &fault_info(libc::SIGSEGV as u32, libc::SI_KERNEL, 0));
+                signals::mask(Some(mask));
+                self.force(&fault_info(libc::SIGSEGV as u32, libc::SI_KERNEL, 0));
             }
         }
+        Outcome::Resume
     }
 
     /// Takes the registers from the frame; returns its mask.
