@@ -23,6 +23,7 @@ use crate::sys::signals::{self, Slot};
 use crate::vcpu::{Exception, Exit, Stuck, Vcpu};
 use crate::writes::Writes;
 
+mod breakpoints;
 mod calls;
 mod leaving;
 
@@ -250,7 +251,14 @@ impl Thread {
         let (signal, code, address) = match vector {
             0 => (libc::SIGFPE, code::FPE_INTDIV, instruction),
             1 => (libc::SIGTRAP, self.trap_code(), instruction),
-            3 => (libc::SIGTRAP, code::SI_KERNEL, 0),
+            3 => {
+                if breakpoints::is_foreign(instruction.wrapping_sub(1)) {
+                    let text = "there is a breakpoint in its code that its file does not have, for example of a uprobe, \
+                                which the machine does not have; the program gets SIGTRAP";
+                    self.process.report(u64::MAX, text);
+                }
+                (libc::SIGTRAP, code::SI_KERNEL, 0)
+            }
             6 => (libc::SIGILL, code::ILL_ILLOPN, instruction),
             11 | 12 => (libc::SIGBUS, code::SI_KERNEL, 0),
             16 | 19 => (libc::SIGFPE, self.float_code(vector), instruction),
@@ -321,8 +329,8 @@ impl Thread {
         }
     }
 
-    /// The address that the instruction accesses in vain, and the error code of that access. None if
-    /// the host has all that is known of the instruction.
+    /// The address that the instruction accesses in vain, and the error code of that access. None
+    /// if the host has all that is known of the instruction.
     fn missing_page(&mut self) -> Option<(u64, u64)> {
         let (registers, fs, gs) = self.vcpu.state();
         let mut code = [0; operands::LONGEST];

@@ -108,7 +108,7 @@ fn find(name: &str) -> Option<PathBuf> {
 }
 
 /// The C programs of `tests/programs`, with what the compiler needs for them.
-const PROGRAMS: [(&str, &[&str]); 31] = [
+const PROGRAMS: [(&str, &[&str]); 33] = [
     ("memory", &[]),
     ("memory", &["-static"]),
     ("memory", &["-no-pie"]),
@@ -134,6 +134,8 @@ const PROGRAMS: [(&str, &[&str]); 31] = [
     ("execution", &[]),
     ("leader", &["-pthread"]),
     ("forks", &[]),
+    ("limits", &["-pthread"]),
+    ("breakpoint", &[]),
     ("corners", &[]),
     ("masks", &[]),
     ("missing_pages", &["-pthread"]),
@@ -416,6 +418,25 @@ fn children_at_limits() {
     let (_, inside) = both(&program, &[&files, "0"], dir.path());
     assert_eq!(String::from_utf8_lossy(&inside.stdout), format!("no children{exceeded}"), "{inside:?}");
     assert!(String::from_utf8_lossy(&inside.stderr).contains("a child has no machine"), "{inside:?}");
+}
+
+/// What the monitor has is not data of the program.
+#[test]
+fn programs_that_limit_their_data() {
+    need_machine!();
+    let dir = dir();
+    same(compiled("limits", dir.path(), &["-pthread"]), &[], dir.path());
+}
+
+/// The program gets a signal for a breakpoint that it does not have outside, and learns why.
+#[test]
+fn breakpoints_of_others_are_reported() {
+    need_machine!();
+    let dir = dir();
+    let (outside, inside) = both(&compiled("breakpoint", dir.path(), &[]), &[], dir.path());
+    assert_eq!(inside.status, outside.status);
+    let text = String::from_utf8_lossy(&inside.stderr);
+    assert!(text.contains("a breakpoint in its code that its file does not have"), "{text}");
 }
 
 /// A program that has as many files open as it may still gets threads and children.

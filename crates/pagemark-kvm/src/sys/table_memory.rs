@@ -11,7 +11,13 @@ use crate::layout::{PAGE, Physical, TABLE_MEMORY};
 pub struct TableMemory {
     base: NonNull<AtomicU64>,
     next: AtomicU64,
+    /// As many bytes can be accessed. All of them would count as data of the program
+    /// (`RLIMIT_DATA`), and as memory that the host must have where it promises no more than that.
+    usable: AtomicU64,
 }
+
+/// As many more bytes can be accessed each time.
+const STEP: u64 = 2 << 20;
 
 // SAFETY: the memory stays mapped for the life of the value, and all accesses are atomic.
 unsafe impl Send for TableMemory {}
@@ -21,10 +27,9 @@ unsafe impl Sync for TableMemory {}
 impl TableMemory {
     /// Memory that is all zeros. The first page is never handed out, so that 0 is no table.
     pub fn new() -> io::Result<TableMemory> {
-        let (protection, flags) =
-            (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE);
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
         // SAFETY: a new mapping at an address of the kernel's choice.
-        let base = unsafe { libc::mmap(std::ptr::null_mut(), TABLE_MEMORY as usize, protection, flags, -1, 0) };
+        let base = unsafe { libc::mmap(std::ptr::null_mut(), TABLE_MEMORY as usize, libc::PROT_NONE, flags, -1, 0) };
         if base == libc::MAP_FAILED {
             return Err(io::Error::last_os_error());
         }
@@ -32,7 +37,28 @@ impl TableMemory {
         // SAFETY: the mapping that was just made.
         unsafe { libc::madvise(base, TABLE_MEMORY as usize, libc::MADV_DONTDUMP) };
         let base = NonNull::new(base.cast()).ok_or_else(|| io::Error::other("mapped at address 0"))?;
-        Ok(TableMemory { base, next: AtomicU64::new(PAGE) })
+        let memory = TableMemory { base, next: AtomicU64::new(PAGE), usable: AtomicU64::new(0) };
+        memory.make_usable(PAGE)?;
+        Ok(memory)
+    }
+
+    /// The first `bytes` can be accessed. There is no lock that a killed child which shares the
+    /// memory could leave: it does no harm if several threads do the same.
+    fn make_usable(&self, bytes: u64) -> io::Result<()> {
+        let (usable, bytes) = (self.usable.load(Ordering::Acquire), bytes.next_multiple_of(STEP));
+        if bytes <= usable {
+            return Ok(());
+        }
+        let start = self.host_address() + usable;
+        // SAFETY: within the mapping; what can be accessed already stays so.
+        let result = unsafe {
+            libc::mprotect(start as *mut libc::c_void, (bytes - usable) as usize, libc::PROT_READ | libc::PROT_WRITE)
+        };
+        if result != 0 {
+            return Err(io::Error::last_os_error());
+        }
+        self.usable.fetch_max(bytes, Ordering::AcqRel);
+        Ok(())
     }
 
     /// The address of guest-physical address 0 in this process.
@@ -43,7 +69,7 @@ impl TableMemory {
     /// The guest-physical address of a page of zeros; `None` if there is no memory left.
     pub fn allocate(&self) -> Option<Physical> {
         let page = self.next.fetch_add(PAGE, Ordering::Relaxed);
-        (page < TABLE_MEMORY).then_some(Physical::new(page))
+        (page < TABLE_MEMORY && self.make_usable(page + PAGE).is_ok()).then_some(Physical::new(page))
     }
 
     /// The eight bytes at guest-physical address `address`.

@@ -276,8 +276,8 @@ impl Thread {
         Ok(id)
     }
 
-    /// `fork`: the child's memory is a copy, and it makes a machine of its own. Without one, the call
-    /// fails in the parent.
+    /// `fork`: the child's memory is a copy, and it makes a machine of its own. Without one, the
+    /// call fails in the parent.
     fn new_process(&mut self, clone: &Clone) -> Result<u32, Refusal> {
         let in_use = self.use_kvm();
         Refusal::while_leaving(&self.machine)?;

@@ -306,10 +306,10 @@ impl Thread {
         signals::mask(Some(mask));
     }
 
-    /// Puts a frame on the program's stack, so that it goes on in its handler. The first mask is that
-    /// with which it goes on behind the handler, the second that of what was interrupted. Returns the
-    /// mask of the handler. If there is no room for the frame, the program gets `SIGSEGV`, or ends by
-    /// it.
+    /// Puts a frame on the program's stack, so that it goes on in its handler. The first mask is
+    /// that with which it goes on behind the handler, the second that of what was interrupted.
+    /// Returns the mask of the handler. If there is no room for the frame, the program gets
+    /// `SIGSEGV`, or ends by it.
     fn enter_handler(
         &mut self,
         number: u32,
