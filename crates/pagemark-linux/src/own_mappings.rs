@@ -94,7 +94,7 @@ impl OwnMappings {
     /// # Errors
     /// `/proc` is not mounted.
     pub fn open() -> io::Result<OwnMappings> {
-        Ok(OwnMappings { file: File::open(proc::thread_path("maps"))? })
+        Ok(OwnMappings { file: File::open(proc::own_path("maps"))? })
     }
 
     /// The mappings that overlap `range`, in ascending order. On a kernel before 6.11, the page
@@ -177,7 +177,7 @@ fn read_with_page_sizes(range: &Range) -> io::Result<Vec<OwnMapping>> {
         return Ok(mappings);
     }
     let mut current = None;
-    for line in BufReader::new(File::open(proc::thread_path("smaps"))?).split(b'\n') {
+    for line in BufReader::new(File::open(proc::own_path("smaps"))?).split(b'\n') {
         let line = line?;
         if let Some(size) = line.strip_prefix(b"KernelPageSize:") {
             let kib = String::from_utf8_lossy(size).trim().trim_end_matches("kB").trim().parse::<u64>();

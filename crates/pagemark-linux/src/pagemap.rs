@@ -75,7 +75,7 @@ impl Pagemap {
     /// # Errors
     /// `/proc` is not mounted.
     pub fn of_this_process() -> io::Result<Self> {
-        Self::open(&proc::thread_path("pagemap"))
+        Self::open(&proc::own_path("pagemap"))
     }
 
     /// Opens the pagemap of a process, by its id or that of any of its threads.

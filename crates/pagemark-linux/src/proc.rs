@@ -55,8 +55,8 @@ pub fn own_path(entry: &str) -> PathBuf {
 }
 
 /// Like [`own_path`], of the calling thread. Its memory and descriptors are those of the process,
-/// and are there also after the first thread of the process has ended. To be used by this thread
-/// alone: it may end before others.
+/// and are there also after the first thread of the process has ended. To be used at once by this
+/// thread alone: it may end before others, and CRIU restores no process that has such a file open.
 pub fn thread_path(entry: &str) -> PathBuf {
     PathBuf::from(format!("/proc/thread-self/{entry}"))
 }

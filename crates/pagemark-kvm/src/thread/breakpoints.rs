@@ -9,18 +9,24 @@ use std::path::Path;
 
 use pagemark_linux::proc::maps;
 
+use crate::sys::program_memory;
+
 /// The instruction `int3`.
 const BREAKPOINT: u8 = 0xcc;
 
 /// Whether the code at `address` is of a file that has another instruction there. False where the
 /// file cannot be read, or the program can write to its code.
 pub fn is_foreign(address: u64) -> bool {
+    let mut byte = [0];
+    // `int 3` in two bytes leads here too.
+    if program_memory::read(address, &mut byte).is_err() || byte != [BREAKPOINT] {
+        return false;
+    }
     let Ok(all) = maps::of_this_process() else { return false };
     let has_it = |mapping: &&maps::Mapping| (mapping.start.get()..mapping.end.get()).contains(&address);
     let Some(mapping) = all.iter().find(has_it).filter(|mapping| !mapping.writable && mapping.inode != 0) else {
         return false;
     };
-    let mut byte = [BREAKPOINT];
     let at = mapping.offset.wrapping_add(address - mapping.start.get());
     let file = File::open(Path::new(std::ffi::OsStr::from_bytes(mapping.name.as_ref())));
     file.is_ok_and(|file| file.read_exact_at(&mut byte, at).is_ok()) && byte != [BREAKPOINT]
