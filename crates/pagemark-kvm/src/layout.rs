@@ -12,8 +12,17 @@ pub const PROGRAM_END: u64 = 0x5000_0000_0000;
 /// The end of the addresses that a process can have on x86-64 with four levels of page tables.
 pub const USER_END: u64 = 0x8000_0000_0000;
 
-/// Mappings without an address of their own are placed below this address, the highest first.
-pub const MMAP_TOP: u64 = 0x4fff_f000_0000;
+/// The largest stack that is mapped, whatever the limit says.
+pub const MOST_STACK: u64 = 1 << 30;
+
+/// The stack ends at most so far below [`PROGRAM_END`].
+pub const STACK_SPAN: u64 = 1 << 30;
+
+/// Mappings without an address of their own are placed below this address, the highest first. The
+/// stack is above it, and has room to grow.
+pub const MMAP_TOP: u64 = 0x4fff_0000_0000;
+
+const _: () = assert!(MMAP_TOP + 2 * MOST_STACK + STACK_SPAN < PROGRAM_END);
 
 /// Programs that can lie anywhere are loaded above this address, and their heap above them.
 pub const PROGRAM_BASE: u64 = 0x4500_0000_0000;

@@ -10,7 +10,9 @@ use pagemark_linux::machine_mark;
 use crate::elf::{Elf, Segment};
 use crate::error::{Error, ErrorKind};
 use crate::image::Image;
-use crate::layout::{PAGE, PROGRAM_BASE, PROGRAM_END, PROGRAM_START, RANDOM_SPAN, page_ceil, page_floor};
+use crate::layout::{
+    MOST_STACK, PAGE, PROGRAM_BASE, PROGRAM_END, PROGRAM_START, RANDOM_SPAN, STACK_SPAN, page_ceil, page_floor,
+};
 use crate::machine::{Machine, Space};
 use crate::mappings::{Protection, on_host};
 use crate::random;
@@ -33,8 +35,6 @@ pub struct Start {
 }
 
 const READ_WRITE: u64 = (libc::PROT_READ | libc::PROT_WRITE) as u64;
-/// The largest stack that is mapped, whatever the limit says.
-const MOST_STACK: u64 = 1 << 30;
 const LEAST_STACK: u64 = 256 << 10;
 /// Unmapped addresses below the stack, as Linux keeps them (`stack_guard_gap`).
 const STACK_GAP: u64 = 256 * PAGE;
@@ -128,14 +128,13 @@ pub fn load(machine: &Machine, image: &Image, environment: &[CString]) -> Result
     space.heap_end = space.heap_start;
 
     let size = stack_size();
-    let bottom = space
-        .mappings
-        .place_aligned(size + STACK_GAP, PAGE)
-        .ok_or_else(|| not_loaded(image, "there are no free addresses for its stack"))?;
-    let top = bottom + STACK_GAP + size;
+    // Nothing else is mapped there, so that it can grow, and faults below it are at no mapping.
+    let end = PROGRAM_END - PAGE - page_floor(random::below(STACK_SPAN));
+    let top = space.mappings.free_below(end, size, PAGE).map(|bottom| bottom + size);
+    let top = top.ok_or_else(|| not_loaded(image, "there are no free addresses for its stack"))?;
     let protection = READ_WRITE | if image.elf.executable_stack { libc::PROT_EXEC as u64 } else { 0 };
-    map(space, bottom, bottom + STACK_GAP, 0, None)?;
-    map(space, bottom + STACK_GAP, top, protection, None)?;
+    map(space, top - size, top, protection, None)?;
+    space.stack = top - size..top;
     let headers = image.elf.headers.wrapping_add(moved);
     let entry = image.elf.entry.wrapping_add(moved);
     let mut auxiliary = vec![(libc::AT_PHDR, headers), (libc::AT_BASE, linker_base), (libc::AT_ENTRY, entry)];
@@ -147,6 +146,21 @@ pub fn load(machine: &Machine, image: &Image, environment: &[CString]) -> Result
     program_memory::write(pointer, &bytes)
         .map_err(|program_memory::Fault| not_loaded(image, "its stack cannot be written"))?;
     Ok(Start { instruction, entry, stack: pointer, arguments, environment })
+}
+
+/// Maps more of the stack, if its limit is higher than when it was mapped and there is room: it
+/// cannot grow by faults, as the kernel has to find it mapped in system calls.
+pub fn grow_stack(machine: &Machine) {
+    let mut space = machine.space();
+    let (bottom, top) = (space.stack.start, space.stack.end);
+    let wanted = top.saturating_sub(stack_size());
+    let Some(lowest) = space.mappings.find(bottom).filter(|mapping| mapping.protection.writable()) else { return };
+    if wanted >= bottom || !space.mappings.is_free(wanted - STACK_GAP, bottom) {
+        return;
+    }
+    if map(&mut space, wanted, bottom, lowest.protection.bits(), None).is_ok() {
+        space.stack.start = wanted;
+    }
 }
 
 fn stack_size() -> u64 {

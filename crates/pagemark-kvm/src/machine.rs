@@ -1,7 +1,7 @@
 //! The virtual machine of a process: KVM, memory slots, page tables.
 
 use std::io;
-use std::ops::{Deref, DerefMut};
+use std::ops::{Deref, DerefMut, Range};
 use std::os::fd::{AsRawFd, FromRawFd, RawFd};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -108,6 +108,8 @@ pub struct Space {
     pub heap_start: u64,
     /// The end of the program's heap, as `brk` reports it.
     pub heap_end: u64,
+    /// The stack of the first thread, as far as it was mapped.
+    pub stack: Range<u64>,
     /// The span of [`SLOT_SPAN`] that each memory slot from 1 on stands for. Slot N is at
     /// guest-physical address N * [`SLOT_SPAN`]. There is room for all, so that the list is whole
     /// whenever a child that shares it is killed.
@@ -235,6 +237,7 @@ impl Machine {
             mappings: Mappings::below(top),
             heap_start: 0,
             heap_end: 0,
+            stack: 0..0,
             slots: Vec::new(),
             tracking: Tracking::new(parking.listed()),
             clock: None,

@@ -30,6 +30,11 @@ impl Protection {
         self.0 & libc::PROT_READ as u8 != 0
     }
 
+    /// The bits.
+    pub const fn bits(self) -> u64 {
+        self.0 as u64
+    }
+
     /// The same, but for writes.
     pub const fn without_writes(self) -> Protection {
         Protection(self.0 & !(libc::PROT_WRITE as u8))

@@ -108,7 +108,7 @@ fn find(name: &str) -> Option<PathBuf> {
 }
 
 /// The C programs of `tests/programs`, with what the compiler needs for them.
-const PROGRAMS: [(&str, &[&str]); 33] = [
+const PROGRAMS: [(&str, &[&str]); 34] = [
     ("memory", &[]),
     ("memory", &["-static"]),
     ("memory", &["-no-pie"]),
@@ -134,6 +134,7 @@ const PROGRAMS: [(&str, &[&str]); 33] = [
     ("execution", &[]),
     ("leader", &["-pthread"]),
     ("forks", &[]),
+    ("stack", &[]),
     ("limits", &["-pthread"]),
     ("breakpoint", &[]),
     ("corners", &[]),
@@ -418,6 +419,13 @@ fn children_at_limits() {
     let (_, inside) = both(&program, &[&files, "0"], dir.path());
     assert_eq!(String::from_utf8_lossy(&inside.stdout), format!("no children{exceeded}"), "{inside:?}");
     assert!(String::from_utf8_lossy(&inside.stderr).contains("a child has no machine"), "{inside:?}");
+}
+
+#[test]
+fn stacks_follow_their_limit() {
+    need_machine!();
+    let dir = dir();
+    same(compiled("stack", dir.path(), &[]), &[], dir.path());
 }
 
 /// What the monitor has is not data of the program.

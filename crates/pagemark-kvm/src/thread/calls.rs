@@ -3,6 +3,7 @@
 use pagemark_kvm_protocol::machine_calls;
 
 use crate::layout::is_program;
+use crate::loader;
 use crate::machine::Machine;
 use crate::sys::host_call::{self, Call};
 use crate::sys::program_memory::{self, Fault};
@@ -210,10 +211,24 @@ impl Thread {
         if result == -i64::from(libc::EINTR) && self.slot.waits() {
             self.call_mask = signal::mask_of(&call);
         }
-        if call.number == libc::SYS_landlock_restrict_self as u64 && result == 0 {
-            execution::note_rules();
+        if result == 0 {
+            self.note_change(&call);
         }
         Ok(result.into())
+    }
+
+    /// The kernel has carried out a call which may concern what the monitor does for the program.
+    fn note_change(&self, call: &Call) {
+        let [first, second, third, ..] = call.arguments;
+        let own_limit = match call.number as i64 {
+            libc::SYS_landlock_restrict_self => return execution::note_rules(),
+            libc::SYS_setrlimit => first,
+            libc::SYS_prlimit64 if third != 0 && (first == 0 || host_call::is_of_this_process(first)) => second,
+            _ => return,
+        };
+        if own_limit as u32 == libc::RLIMIT_STACK {
+            loader::grow_stack(&self.machine);
+        }
     }
 
     /// Makes a call whose arguments were checked, and in which the kernel may write as `writes`
