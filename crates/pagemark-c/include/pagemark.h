@@ -303,7 +303,7 @@ typedef struct {
      * and not through a file descriptor, while the region exists. Without this promise shared
      * memory is refused by all mechanisms except `compare` and `full`, because the others do not
      * see writes of other processes. With it, `adaptive` looks at no page in a commit if the
-     * process had no page fault in the transaction.
+     * process has one thread and had no page fault in the transaction.
      */
     bool sole_use;
 } pagemark_options;

@@ -41,7 +41,7 @@ pub struct Options {
     /// and not through a file descriptor, while the region exists. Without this promise shared
     /// memory is refused by all mechanisms except `compare` and `full`, because the others do not
     /// see writes of other processes. With it, `adaptive` looks at no page in a commit if the
-    /// process had no page fault in the transaction.
+    /// process has one thread and had no page fault in the transaction.
     pub sole_use: bool,
 }
 

@@ -49,6 +49,7 @@ pub mod slab;
 pub mod slots;
 pub mod sparse;
 pub mod sync;
+pub mod thread_count;
 pub mod userfaultfd;
 pub mod valgrind;
 pub mod views;

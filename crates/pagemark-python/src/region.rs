@@ -36,8 +36,8 @@ pub use writable::Writable;
 /// does not work here raises MechanismError; no other takes its place. With `rollback=False` the
 /// region keeps no copy for a rollback, and a transaction begins where the last one ended. The
 /// snapshots of regions that share a `store` hold equal content once. `sole_use=True` promises that
-/// no other process writes the memory, as a debugger does; a transaction that writes the same pages
-/// as those before it then costs less.
+/// no other process writes the memory, as a debugger does; in a process with one thread, a
+/// transaction that writes the same pages as those before it then costs less.
 ///
 /// With the mechanisms `mprotect` and `emulate`, system calls that write into the buffer
 /// (`file.readinto`) fail with EFAULT. `read_from` works with every mechanism, and so does every

@@ -70,9 +70,9 @@ pub struct RegionOptions {
     pub store: Option<SnapshotStore>,
     /// The promise that only threads of this process write the region's memory, their system calls
     /// among them: no debugger, no `process_vm_writev` of another process, and no child of `vfork`,
-    /// which shares the memory. With `adaptive`, a commit then looks at no page if the process had
-    /// no page fault in the transaction. A write that breaks the promise may be missing there and
-    /// in the next commits, and counts as written later.
+    /// which shares the memory. With `adaptive`, a commit then looks at no page if the process has
+    /// one thread and had no page fault in the transaction. A write that breaks the promise may be
+    /// missing there and in the next commits, and counts as written later.
     pub sole_use: bool,
 }
 

@@ -4,14 +4,20 @@
 //! thread that writes, also within a system call. If the process had none, its threads wrote to no
 //! protected page. Writes of other processes (of debuggers, by `process_vm_writev`) are faults of
 //! theirs, which this process cannot count.
+//!
+//! The kernel makes the page writable first, and counts the fault a moment later. In between,
+//! another thread can write the page without a fault. Nothing is concluded from the count of a
+//! process that has several threads.
 
 use std::io;
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 
 use pagemark_linux::at_fork::made_once;
 use pagemark_linux::own_memory::Mapping;
 use pagemark_linux::page_faults;
+use pagemark_linux::per_process::PerProcess;
 use pagemark_linux::room;
+use pagemark_linux::thread_count::ThreadCount;
 use pagemark_linux::userfaultfd::Userfaultfd;
 
 use crate::PAGE_SIZE;
@@ -20,10 +26,12 @@ use crate::PAGE_SIZE;
 #[derive(Debug)]
 pub(super) struct FaultWatch {
     seen: Option<u64>,
+    threads: Arc<ThreadCount>,
 }
 
 impl FaultWatch {
-    /// `None` where the kernel does not count the faults of protected pages.
+    /// `None` where the kernel does not count the faults of protected pages, or `/proc` does not
+    /// show the threads.
     pub fn new() -> Option<FaultWatch> {
         static ARE_COUNTED: OnceLock<bool> = OnceLock::new();
         let are_counted = ARE_COUNTED.get().copied().unwrap_or_else(|| match are_counted() {
@@ -31,12 +39,16 @@ impl FaultWatch {
             Err(error) if room::is_passing(&error) => false,
             tried => *made_once(&ARE_COUNTED, || tried.unwrap_or(false)),
         });
-        are_counted.then_some(FaultWatch { seen: None })
+        static THREADS: PerProcess<ThreadCount> = PerProcess::new();
+        let threads = are_counted.then(|| THREADS.get(ThreadCount::of_this_process).ok())??;
+        Some(FaultWatch { seen: None, threads })
     }
 
-    /// The faults until now, for [`FaultWatch::is_quiet`] and [`FaultWatch::record`].
-    pub fn now(&self) -> u64 {
-        page_faults::of_this_process()
+    /// The faults until now, for [`FaultWatch::is_quiet`] and [`FaultWatch::record`]. `None` while
+    /// the process has several threads.
+    pub fn now(&self) -> Option<u64> {
+        // In this order: the faults of a thread that has just ended are counted.
+        self.threads.is_one().then(page_faults::of_this_process)
     }
 
     /// True if there were no faults from the last recorded look until `now`.
@@ -77,7 +89,8 @@ mod tests {
     #[test]
     fn what_was_seen_is_quiet_until_it_is_forgotten() {
         let Some(mut watch) = FaultWatch::new() else { return };
-        let now = watch.now();
+        assert_eq!(watch.now(), None, "the thread of the tests is there, too");
+        let now = page_faults::of_this_process();
         assert!(!watch.is_quiet(now));
         watch.record(now);
         assert!(watch.is_quiet(now) && !watch.is_quiet(now + 1));

@@ -11,7 +11,7 @@
 //!
 //! With the promise that no other process writes the memory, `adaptive` does not look at the pages
 //! of a transaction in which the process had no page fault ([`FaultWatch`]): the hot pages were
-//! written then, and no other.
+//! written then, and no other. It looks at them while the process has several threads.
 
 use std::io;
 use std::ops::Range as Span;
@@ -160,7 +160,7 @@ impl RegionScan {
         });
         let ends_transaction = std::mem::take(&mut self.in_transaction);
         // Faults after this moment are those of the next collect.
-        let faults = self.fault_watch.as_ref().map(FaultWatch::now);
+        let faults = self.fault_watch.as_ref().and_then(FaultWatch::now);
         if ends_transaction && self.is_quiet(ranges, faults) {
             return self.tracked.iter_mut().try_for_each(|tracked| tracked.collect_quiet(&self.pagemap, dirty));
         }
@@ -182,9 +182,9 @@ impl RegionScan {
             })
         });
         dirty.append(&mut written);
-        if let (Some(watch), Some(faults)) = (&mut self.fault_watch, faults) {
-            match &result {
-                Ok(()) if protect => watch.record(faults),
+        if let Some(watch) = &mut self.fault_watch {
+            match (&result, faults) {
+                (Ok(()), Some(faults)) if protect => watch.record(faults),
                 _ => watch.forget(),
             }
         }
@@ -192,7 +192,7 @@ impl RegionScan {
     }
 
     /// True if no protected page was written in the transaction that ends, and none of the ranges
-    /// is to be probed. `faults` are those until now.
+    /// is to be probed. `faults` are those until now, if they tell.
     fn is_quiet(&self, ranges: &RangeSet, faults: Option<u64>) -> bool {
         let (Some(watch), Some(faults)) = (&self.fault_watch, faults) else { return false };
         let is_tracked = |range: &Range| self.tracked.iter().any(|tracked| tracked.range == *range);
