@@ -19,10 +19,11 @@ use std::io;
 use std::mem::MaybeUninit;
 use std::os::fd::{FromRawFd, IntoRawFd, OwnedFd};
 use std::ptr::null_mut;
-use std::sync::atomic::{AtomicI32, AtomicPtr, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicI32, AtomicPtr, Ordering};
 
 use pagemark::Address;
 use pagemark_linux::at_fork::call_at_fork;
+use pagemark_linux::this_process::LastProcess;
 
 use crate::jemalloc;
 use crate::space::Space;
@@ -44,7 +45,7 @@ struct Entry {
 }
 
 /// The process that forks.
-static FORKING: AtomicU32 = AtomicU32::new(0);
+static FORKING: LastProcess = LastProcess::none();
 
 /// What is shared by the handlers of one fork at a time.
 struct Shared {
@@ -159,7 +160,7 @@ unsafe extern "C" fn before() {
     if has_none() {
         return;
     }
-    FORKING.store(std::process::id(), Ordering::Relaxed);
+    FORKING.set();
     for (entry, space) in heaps() {
         let copy = space.views.copy(space.used());
         entry.copy.store(copy.map_or(NO_COPY, IntoRawFd::into_raw_fd), Ordering::Release);
@@ -233,8 +234,7 @@ fn map_copies() {
 /// Maps the views in a child that uses them before its handlers have run. Other faults are left to
 /// the previous handler.
 extern "C" fn on_fault(_: c_int, _: *mut libc::siginfo_t, _: *mut c_void) {
-    let is_missing =
-        std::process::id() != FORKING.load(Ordering::Relaxed) && heaps().any(|(_, space)| !space.views.are_here());
+    let is_missing = !FORKING.is_here() && heaps().any(|(_, space)| !space.views.are_here());
     if is_missing {
         map_copies();
     } else {

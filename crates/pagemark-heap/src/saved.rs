@@ -2,7 +2,7 @@
 //! was, so that the pointers in it hold.
 
 use std::alloc::{GlobalAlloc, Layout};
-use std::hash::{BuildHasher, DefaultHasher, Hash, Hasher, RandomState};
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::io;
 use std::ops::ControlFlow;
 use std::ptr::without_provenance_mut;
@@ -14,6 +14,7 @@ use pagemark::checkpointer::{Checkpointer, Strategy};
 use pagemark::job::Taken;
 use pagemark::repository::{Checkpoint, Repository, SpaceKind, SpaceRecord};
 use pagemark::{Address, ByteCount, Job, JobOptions, Kind, PAGE_SIZE, PageNumber, PageTree, Policy, Range, Store};
+use pagemark_linux::random::random;
 use pagemark_linux::shared_bytes::SharedBytes;
 
 use crate::tracked::Tracked;
@@ -196,7 +197,7 @@ impl SavedHeap {
         let memory = Memory::map(&header).map_err(|error| Error::mapping(error, &header.place()))?;
         load(&checkpoint, &tree, &memory, job)?;
         let objects = Arc::new(Objects::load(memory)?);
-        let header = Header { session: session(), ..header };
+        let header = Header { session: session().map_err(Error::creating)?, ..header };
         let mut target = HeapTarget::new(objects.clone(), repository.clone(), job, newest, &header)?;
         target.count_as_saved()?;
         objects.memory.field(Field::Session).store(header.session, Ordering::Relaxed);
@@ -348,9 +349,9 @@ fn job_options(name: &str, strategy: Strategy) -> JobOptions {
     JobOptions { policy: Policy { strategy, ..Policy::default() }, ..JobOptions::new(name) }
 }
 
-/// A number that no other program has.
-fn session() -> u64 {
-    RandomState::new().hash_one(std::process::id())
+/// A number that no other program has, nor a child of this one.
+fn session() -> io::Result<u64> {
+    random().map(u64::from_ne_bytes)
 }
 
 /// Maps a new heap at a place that depends on its name, or at another one if that is taken.
@@ -367,8 +368,8 @@ fn place(
         let mut hasher = DefaultHasher::new();
         (repository.id(), job, attempt).hash(&mut hasher);
         let start = Address::new(PLACES.start + hasher.finish() % places * ALIGN_BYTES as u64);
-        let header =
-            Header { start, capacity, parts: options.parts, program_version: options.version, session: session() };
+        let (parts, program_version, session) = (options.parts, options.version, session()?);
+        let header = Header { start, capacity, parts, program_version, session };
         match Memory::map(&header) {
             Ok(memory) => return Ok((header, memory)),
             Err(error) if error.raw_os_error() == Some(libc::EEXIST) => taken = Some(error),

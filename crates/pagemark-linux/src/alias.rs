@@ -8,6 +8,7 @@ use std::ptr::NonNull;
 
 use super::memory_file::anonymous_file;
 use super::sparse::next_data;
+use super::this_process::OfThisProcess;
 use crate::{Address, AddressRangeExt, Range, RangeSet};
 
 /// A second mapping of a range's memory.
@@ -16,7 +17,7 @@ pub struct Alias {
     memory: Option<File>,
     start: NonNull<u8>,
     bytes: usize,
-    process: u32,
+    process: OfThisProcess,
 }
 
 // SAFETY: the mapping belongs to this value alone, and any thread may access or unmap it.
@@ -89,7 +90,7 @@ impl Alias {
         // SAFETY: the mapping was just made.
         unsafe { libc::madvise(start, bytes, libc::MADV_DONTFORK) };
         let start = NonNull::new(start.cast()).ok_or(io::ErrorKind::OutOfMemory)?;
-        Ok(Alias { memory: None, start, bytes, process: std::process::id() })
+        Ok(Alias { memory: None, start, bytes, process: OfThisProcess::new() })
     }
 
     /// Where it begins.
@@ -100,7 +101,7 @@ impl Alias {
 
 impl Drop for Alias {
     fn drop(&mut self) {
-        if self.process == std::process::id() {
+        if self.process.is_here() {
             // SAFETY: the mapping is ours, and nobody can reach it any more.
             unsafe { libc::munmap(self.start.as_ptr().cast(), self.bytes) };
         }

@@ -21,6 +21,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 #[cfg(not(feature = "loom"))]
 use super::gate::Gate;
+use super::this_process::{self, OfThisProcess};
 
 /// Entered by the threads that hold forks off, and closed during a fork.
 #[cfg(not(feature = "loom"))]
@@ -135,10 +136,12 @@ extern "C" fn register_behind_the_allocator() {
 /// The threads that come meanwhile do not wait: their own fork could interrupt the registration.
 pub fn register() {
     if !IS_REGISTERED.swap(true, Ordering::Relaxed) {
+        // Before there are threads that could fork meanwhile.
+        let _ = OfThisProcess::new();
         // SAFETY: the handlers are functions of this module; the C library forgets them if the
         // library that they are in is unloaded.
         // Without memory for them, forks are not held off.
-        let _ = unsafe { call_at_fork(before, after, after) };
+        let _ = unsafe { call_at_fork(before, after, in_child) };
     }
 }
 
@@ -187,6 +190,12 @@ unsafe extern "C" fn before() {
     unsafe { libc::pthread_mutex_lock(FORKING.0.get()) };
     #[cfg(not(feature = "loom"))]
     std::mem::forget(GATE.close());
+}
+
+unsafe extern "C" fn in_child() {
+    this_process::clear_kept();
+    // SAFETY: this is the thread that has forked.
+    unsafe { after() };
 }
 
 /// In the parent and in the child, whose only thread is the copy of the one that forked.

@@ -16,6 +16,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use super::at_fork::{hold_off, made_once};
 use super::own_memory::{Access, Mapping, set_access};
 use super::slots::{SlotIndex, Slots};
+use super::this_process::OfThisProcess;
 use super::valgrind;
 use super::write_access::is_writable;
 use crate::{Address, ByteCount, PAGE_SIZE, Range};
@@ -58,7 +59,7 @@ pub trait WriteFault: Send + Sync {
 pub struct HandledRange {
     /// `None` once the slot is empty.
     slot: Option<SlotIndex>,
-    process: u32,
+    process: OfThisProcess,
 }
 
 #[cfg(not(feature = "loom"))]
@@ -69,7 +70,7 @@ loom::lazy_static! { static ref TABLE: Slots<Handler, SLOTS> = Slots::new(); }
 /// A handler, and the process that armed it. A child made by `fork` inherits the table, and may
 /// have other memory at the addresses.
 struct Handler {
-    process: u32,
+    process: OfThisProcess,
     handler: Arc<dyn WriteFault>,
 }
 
@@ -87,8 +88,8 @@ pub fn arm(range: Range, handler: Arc<dyn WriteFault>) -> io::Result<HandledRang
     let _forks = hold_off();
     install()?;
     let full = || io::Error::other(format!("{SLOTS} ranges are tracked by signals already"));
-    let process = std::process::id();
-    TABLE.hide_stale(&range, |inherited| inherited.process != process);
+    let process = OfThisProcess::new();
+    TABLE.hide_stale(&range, |inherited| !inherited.process.is_here());
     let slot = TABLE.fill(range, Handler { process, handler }).ok_or_else(full)?;
     Ok(HandledRange { slot: Some(slot), process })
 }
@@ -148,7 +149,7 @@ impl Drop for HandledRange {
     fn drop(&mut self) {
         // In a child made by fork, threads that were in the handler are counted, but are not there
         // to leave it.
-        if let Some(slot) = self.slot.take().filter(|_| self.process == std::process::id()) {
+        if let Some(slot) = self.slot.take().filter(|_| self.process.is_here()) {
             let _forks = hold_off();
             TABLE.empty(slot);
         }

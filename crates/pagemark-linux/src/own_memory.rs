@@ -3,6 +3,7 @@
 use std::io;
 use std::ptr::NonNull;
 
+use super::this_process::OfThisProcess;
 use crate::{Address, AddressRangeExt, ByteCount, PAGE_SIZE, Range};
 
 /// Permitted access to pages.
@@ -19,7 +20,7 @@ pub enum Access {
 pub struct Mapping {
     start: NonNull<u8>,
     bytes: usize,
-    process: u32,
+    process: OfThisProcess,
 }
 
 // SAFETY: the mapping belongs to this value alone, and any thread may access or unmap it.
@@ -51,7 +52,7 @@ impl Mapping {
             return Err(io::Error::last_os_error());
         }
         let start = NonNull::new(start.cast()).ok_or(io::ErrorKind::OutOfMemory)?;
-        Ok(Mapping { start, bytes, process: std::process::id() })
+        Ok(Mapping { start, bytes, process: OfThisProcess::new() })
     }
 
     /// Where it begins.
@@ -88,7 +89,7 @@ impl Mapping {
 impl Drop for Mapping {
     fn drop(&mut self) {
         // In a child made by fork the mapping may not be there, and the place be another's.
-        if self.process == std::process::id() {
+        if self.process.is_here() {
             // SAFETY: the mapping is ours, and nobody can reach it any more.
             unsafe { libc::munmap(self.start.as_ptr().cast(), self.bytes) };
         }

@@ -5,11 +5,12 @@ use std::io;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use super::at_fork::hold_off;
+use super::this_process::OfThisProcess;
 
 /// A value of this process, as long as somebody uses it.
 #[derive(Debug)]
 pub struct PerProcess<T> {
-    value: Mutex<Option<(u32, Weak<T>)>>,
+    value: Mutex<Option<(OfThisProcess, Weak<T>)>>,
 }
 
 impl<T> Default for PerProcess<T> {
@@ -31,13 +32,12 @@ impl<T> PerProcess<T> {
     pub fn get(&self, make: impl FnOnce() -> io::Result<T>) -> io::Result<Arc<T>> {
         let _forks = hold_off();
         let mut value = self.value.lock().unwrap_or_else(PoisonError::into_inner);
-        let process = std::process::id();
-        let known = value.as_ref().filter(|(maker, _)| *maker == process).and_then(|(_, value)| value.upgrade());
+        let known = value.as_ref().filter(|(maker, _)| maker.is_here()).and_then(|(_, value)| value.upgrade());
         if let Some(known) = known {
             return Ok(known);
         }
         let made = Arc::new(make()?);
-        *value = Some((process, Arc::downgrade(&made)));
+        *value = Some((OfThisProcess::new(), Arc::downgrade(&made)));
         Ok(made)
     }
 }

@@ -61,6 +61,13 @@ pub fn thread_path(entry: &str) -> PathBuf {
     PathBuf::from(format!("/proc/thread-self/{entry}"))
 }
 
+/// True if it is the id of the process that calls this. It may be that of the parent of a child,
+/// too: [`OfThisProcess`](super::this_process::OfThisProcess) tells whether the process is still
+/// the same.
+pub fn is_own_id(id: i32) -> bool {
+    id.cast_unsigned() == std::process::id()
+}
+
 /// True if a process or thread has the id, zombies included.
 pub fn exists(id: i32) -> bool {
     PathBuf::from(format!("/proc/{id}")).exists()

@@ -12,7 +12,7 @@ use std::io;
 use std::mem::ManuallyDrop;
 use std::os::fd::{AsRawFd, FromRawFd, IntoRawFd, OwnedFd, RawFd};
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicI32, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicI32, Ordering};
 
 use self::bits::Bits;
 use self::fresh::{FreshPages, numbers, take_pages};
@@ -21,6 +21,7 @@ use super::memory_file::anonymous_file;
 use super::own_memory::{self, Access};
 use super::pieces::{Pieces, addresses};
 use super::sparse::next_data;
+use super::this_process::LastProcess;
 use crate::{Address, AddressRangeExt, ByteCount, PAGE_SIZE, Range};
 
 /// The lowest number of the file's descriptor, where the limit of descriptors permits it. Programs
@@ -51,7 +52,7 @@ pub struct Views {
     /// Which parts of each view may be accessed.
     pieces: Pieces,
     /// The process that has the views.
-    process: AtomicU32,
+    process: LastProcess,
 }
 
 // SAFETY: the mappings belong to this value alone, and any thread may access or unmap them.
@@ -122,7 +123,7 @@ impl Views {
             freed,
             fresh,
             pieces,
-            process: AtomicU32::new(std::process::id()),
+            process: LastProcess::this(),
         };
         // SAFETY: the addresses were just reserved, and nobody knows them. On an error, dropping the
         // value unmaps them.
@@ -310,7 +311,7 @@ impl Views {
     /// True in the process that has the views: false in a child made by `fork`, until it calls
     /// [`Views::map_again`].
     pub fn are_here(&self) -> bool {
-        self.process.load(Ordering::Relaxed) == std::process::id()
+        self.process.is_here()
     }
 
     /// In a child made by `fork`: maps the views at the same addresses, of a copy that was made
@@ -330,7 +331,7 @@ impl Views {
         if let Some(file) = self.file() {
             drop(ManuallyDrop::into_inner(file));
         }
-        self.process.store(std::process::id(), Ordering::Relaxed);
+        self.process.set();
         self.keep(copy)
     }
 }

@@ -14,6 +14,7 @@ use pagemark::RangeSet;
 use pagemark_heap::grouping::{ByCost, ByHistory, Costs, Grouping, Separate};
 use pagemark_heap::{Form, HeapTracker};
 use pagemark_linux::at_fork::hold_off;
+use pagemark_linux::this_process::OfThisProcess;
 
 use crate::HEAP;
 
@@ -21,7 +22,7 @@ type Tracker = HeapTracker<Box<dyn Grouping>>;
 
 /// The tracker of a process, if it has one. Locked while a checkpoint is taken and saved.
 struct OfProcess {
-    process: u32,
+    process: OfThisProcess,
     tracker: Mutex<Option<Tracker>>,
 }
 
@@ -32,7 +33,7 @@ static TRACKER: AtomicPtr<OfProcess> = AtomicPtr::new(null_mut());
 
 /// Locks the tracker of this process.
 fn locked() -> MutexGuard<'static, Option<Tracker>> {
-    let process = std::process::id();
+    let process = OfThisProcess::new();
     loop {
         let forks = hold_off();
         let found = TRACKER.load(Ordering::Acquire);

@@ -1,6 +1,5 @@
 //! Checkpoints of a process tree.
 
-use std::process;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
@@ -13,6 +12,7 @@ use pagemark::track::Scope;
 use pagemark::{Job as CoreJob, JobOptions, Mechanism, Policy};
 use pagemark_linux::exit_watch::ExitWatch;
 use pagemark_linux::proc::{self, Process};
+use pagemark_linux::this_process::OfThisProcess;
 use pagemark_process::attach;
 use pagemark_process::criu::DumpOptions;
 use pagemark_process::saver::{CriuSaver, RegisterSaver, StateSaver};
@@ -52,7 +52,7 @@ pub struct Job {
     name: String,
     mechanism: Mechanism,
     /// The process that made the job.
-    owner: u32,
+    owner: OfThisProcess,
 }
 
 #[pymethods]
@@ -97,7 +97,7 @@ impl Job {
             let target = attach::check(pid).and_then(|process| ProcessTarget::attach(process, mechanism, saver));
             let target = target.map_err(|error| errors::of_process(&error))?;
             let job = Mutex::new(Some(CoreJob::new(target, repository, options)));
-            Ok(Job { job, pid, name: name.to_owned(), mechanism, owner: process::id() })
+            Ok(Job { job, pid, name: name.to_owned(), mechanism, owner: OfThisProcess::new() })
         })
     }
 
@@ -206,7 +206,7 @@ impl Job {
     /// Fails in a forked child. It shares the descriptors of the trackers, so that the pages that
     /// it collected would be missing in the parent's checkpoints.
     fn check_owner(&self) -> PyResult<()> {
-        if self.owner == process::id() {
+        if self.owner.is_here() {
             return Ok(());
         }
         Err(ForkedError::new_err("the job belongs to the process that this one was forked from"))

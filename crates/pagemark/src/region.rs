@@ -25,12 +25,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::{fmt, io};
 
 use pagemark_linux::at_fork::{Locked, hold_off};
-use pagemark_linux::fork_mark::ForkMark;
 use pagemark_linux::own_mappings::{self, OwnMapping};
 use pagemark_linux::own_memory::{self, Mapping};
 use pagemark_linux::pagemap::Pagemap;
-use pagemark_linux::per_process::PerProcess;
 use pagemark_linux::shared_bytes::SharedBytes;
+use pagemark_linux::this_process::OfThisProcess;
 
 use crate::address::offsets as addresses_of;
 use crate::snapshot::{Snapshot, SnapshotStore};
@@ -115,8 +114,7 @@ pub struct Region {
     memory: RegionMemory,
     mechanism: Mechanism,
     granularity: ByteCount,
-    process: u32,
-    fork_mark: Arc<ForkMark>,
+    process: OfThisProcess,
     /// Unique among all regions that the process has made.
     number: u64,
 }
@@ -248,8 +246,6 @@ impl Region {
         state.collect()?;
         // The earlier content matters to the base only; it is not a write of the program.
         state.written.clear();
-        static FORK_MARK: PerProcess<ForkMark> = PerProcess::new();
-        let fork_mark = FORK_MARK.get(ForkMark::new).map_err(Error::system("mapping a page that `fork` clears"))?;
         static REGIONS: AtomicU64 = AtomicU64::new(0);
         let number = REGIONS.fetch_add(1, Ordering::Relaxed);
         let granularity = state.tracker.granularity();
@@ -259,8 +255,7 @@ impl Region {
             memory,
             mechanism,
             granularity,
-            process: std::process::id(),
-            fork_mark,
+            process: OfThisProcess::new(),
             number,
         })
     }
@@ -291,7 +286,7 @@ impl Region {
 
     /// True between begin and commit or rollback. False in a child made by `fork`.
     pub fn in_transaction(&self) -> bool {
-        self.process == std::process::id() && self.lock().is_open
+        self.process.is_here() && self.lock().is_open
     }
 
     /// Begins a transaction.
@@ -566,7 +561,7 @@ impl Region {
     }
 
     fn check(&self) -> Result<(), Error> {
-        if self.process != std::process::id() {
+        if !self.process.is_here() {
             return Err(Error::forked_child());
         }
         self.check_mapped()
@@ -577,7 +572,7 @@ impl Region {
     /// [`Region::adopt`]. A child made by `fork` lacks it under `emulate`.
     #[inline]
     fn check_inherited(&self) -> Result<(), Error> {
-        if self.fork_mark.is_here() { Ok(()) } else { self.check_mapped() }
+        if self.process.is_here() { Ok(()) } else { self.check_mapped() }
     }
 
     fn check_mapped(&self) -> Result<(), Error> {
@@ -713,7 +708,7 @@ pub struct Writable<'a> {
 impl Drop for Writable<'_> {
     fn drop(&mut self) {
         // In a forked child, a thread that the child does not have may hold the lock.
-        if self.region.process == std::process::id() {
+        if self.region.process.is_here() {
             self.region.lock().unpin(&self.pinned);
         }
     }

@@ -7,6 +7,8 @@
 
 #[path = "architecture/imports.rs"]
 mod imports;
+#[path = "architecture/process_ids.rs"]
+mod process_ids;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -94,17 +96,17 @@ fn modules(files: &BTreeMap<String, String>) -> Result<(BTreeSet<String>, BTreeS
         let imports = Imports::read(source, &module_path(file)).map_err(|error| format!("{file}: {error}"))?;
         parsed.insert(file, imports);
     }
-    let mut test_files: BTreeSet<String> = BTreeSet::new();
-    for (file, imports) in &parsed {
-        let directory = if *file == root { String::new() } else { format!("{}/", file.trim_end_matches(".rs")) };
-        test_files.extend(imports.test_modules.iter().map(|name| format!("{directory}{name}")));
-    }
+    let test_modules: BTreeSet<String> = parsed
+        .iter()
+        .flat_map(|(file, imports)| {
+            let directory = if *file == root { String::new() } else { format!("{}/", file.trim_end_matches(".rs")) };
+            imports.test_modules.iter().map(move |name| format!("{directory}{name}"))
+        })
+        .collect();
 
     let mut edges = BTreeSet::new();
     for (file, imports) in &parsed {
-        let stem = file.trim_end_matches(".rs");
-        let is_test = test_files.iter().any(|test| stem == test || stem.starts_with(&format!("{test}/")));
-        if *file == root || is_test {
+        if *file == root || is_of_module(file, &test_modules) {
             continue;
         }
         let from = &module_path(file)[0];
@@ -127,6 +129,12 @@ fn modules(files: &BTreeMap<String, String>) -> Result<(BTreeSet<String>, BTreeS
         }
     }
     Ok((existing, edges))
+}
+
+/// True of the files of the modules, given by their paths below `src` without `.rs`.
+fn is_of_module(file: &str, modules: &BTreeSet<String>) -> bool {
+    let stem = file.trim_end_matches(".rs");
+    modules.iter().any(|module| stem == module || stem.starts_with(&format!("{module}/")))
 }
 
 /// The names of a workspace's packages and the dependencies between them. `manifests` has the text

@@ -232,3 +232,66 @@ fn a_lock_of_the_program_is_taken_by_its_forks_and_around_regions() {
         is_done.store(true, Ordering::Relaxed);
     });
 }
+
+/// The status of the exit of a child, whose number of the first step that is wrong is 0 if none is.
+fn child(run: impl FnOnce() -> i32) -> i32 {
+    // SAFETY: the child calls what this is a test of, and ends.
+    let child = unsafe { libc::fork() };
+    assert!(child >= 0, "{}", std::io::Error::last_os_error());
+    if child == 0 {
+        // SAFETY: the calls take numbers; the second one ends the child.
+        unsafe {
+            libc::alarm(patience().as_secs() as u32);
+            libc::_exit(run());
+        }
+    }
+    let mut status = 0;
+    // SAFETY: the call waits for a child of this process.
+    assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+    status
+}
+
+/// Has the next child begin a namespace of process ids.
+fn begin_namespace() -> bool {
+    // SAFETY: the call takes a number, and changes only where children are.
+    unsafe { libc::unshare(libc::CLONE_NEWPID) == 0 }
+}
+
+/// As the first process of a namespace of process ids, which starts the first one of another.
+fn parent_and_child_with_one_id(mechanism: Mechanism) -> i32 {
+    let options = RegionOptions { mechanism: Some(mechanism), ..RegionOptions::default() };
+    let Ok(region) = Region::with_options(PAGES * PAGE_SIZE, options) else { return 0 };
+    let is_begun = region.begin().is_ok() && region.write(5 * PAGE_SIZE, &[77]).is_ok();
+    if !is_begun || std::process::id() != 1 || !begin_namespace() {
+        return 1;
+    }
+    let status = child(|| {
+        if std::process::id() != 1 {
+            return 2;
+        }
+        let _ = region.write(9 * PAGE_SIZE, &[1]);
+        match region.commit().map_err(|error| error.kind()) {
+            Err(ErrorKind::ForkedChild) => i32::from(region.in_transaction()) * 3,
+            _ => 4,
+        }
+    });
+    if status != 0 {
+        return 5 + libc::WEXITSTATUS(status);
+    }
+    let written = region.commit();
+    i32::from(!written.is_ok_and(|written| written.contains(Address::from(5 * PAGE_SIZE)))) * 20
+}
+
+#[test]
+fn a_child_with_the_id_of_its_parent_is_another_process() {
+    if child(|| i32::from(!begin_namespace())) != 0 {
+        return pagemark_testing::skipped("this user may not begin a namespace of process ids");
+    }
+    for mechanism in Mechanism::ALL {
+        let wrong = child(|| {
+            begin_namespace();
+            libc::WEXITSTATUS(child(|| parent_and_child_with_one_id(mechanism)))
+        });
+        assert_oracle_eq!(wrong, 0, "{mechanism}: the step that is wrong");
+    }
+}

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use pagemark::{ByteCount, PAGE_SIZE, PageNumber, PageRange, PageRangeExt, RangeSet};
-use pagemark_linux::fork_mark::ForkMark;
+use pagemark_linux::this_process::OfThisProcess;
 
 use super::memory::{BITMAP_BITS, Field, Memory};
 use super::runs::{List, Nodes, Runs};
@@ -77,7 +77,7 @@ pub(crate) struct Objects {
     /// that it has room for. Locked before `free_pages`, and in ascending order.
     with_room: [Mutex<List>; Class::COUNT],
     free_pages: Mutex<Runs>,
-    mark: ForkMark,
+    process: OfThisProcess,
 }
 
 /// The allocator while nobody else allocates or frees.
@@ -96,7 +96,7 @@ impl Objects {
     /// An allocator of a memory without objects.
     ///
     /// # Errors
-    /// There is no address space, or the kernel does not clear pages in children (`EINVAL`).
+    /// There is no address space.
     pub(super) fn new(memory: Memory) -> std::io::Result<Objects> {
         let objects = Objects::without_free_pages(memory)?;
         let first = objects.memory.first_page();
@@ -105,14 +105,16 @@ impl Objects {
     }
 
     fn without_free_pages(memory: Memory) -> std::io::Result<Objects> {
-        let mark = ForkMark::new()?;
-        if !mark.is_here() {
-            return Err(std::io::Error::from_raw_os_error(libc::EINVAL));
-        }
         // The numbers of the tables do not reach from one part into the next, and are written through
         // their own views.
         let (nodes, free_pages) = (Nodes::new(memory.pages)?, Mutex::new(Runs::none(memory.pages)));
-        Ok(Objects { memory, nodes, with_room: std::array::from_fn(|_| Mutex::default()), free_pages, mark })
+        Ok(Objects {
+            memory,
+            nodes,
+            with_room: std::array::from_fn(|_| Mutex::default()),
+            free_pages,
+            process: OfThisProcess::new(),
+        })
     }
 
     /// An allocator of a memory that was saved. Checks all tables.
@@ -214,7 +216,7 @@ impl Objects {
     /// True in the process that has the heap, false in a child made by `fork`.
     #[inline]
     pub fn is_here(&self) -> bool {
-        self.mark.is_here()
+        self.process.is_here()
     }
 
     /// Allocates an object; null if there is no room, and in a forked child. `align` is a power of

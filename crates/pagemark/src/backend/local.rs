@@ -18,6 +18,7 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use nix::fcntl::{FcntlArg, OFlag, PosixFadviseAdvice, fcntl, posix_fadvise};
+use pagemark_linux::this_process::OfThisProcess;
 
 use super::directory::{Directory, EntryKind, Exposure, kind_of};
 use super::{
@@ -405,20 +406,20 @@ impl Backend for LocalBackend {
 struct LockedFile {
     file: File,
     /// The process that holds the lock. What it forks does not release it.
-    process: u32,
+    process: OfThisProcess,
     /// The file, if it is removed before the lock is released.
     removed: Option<(Directory, String)>,
 }
 
 impl LockedFile {
     fn new(file: File) -> LockedFile {
-        LockedFile { file, process: std::process::id(), removed: None }
+        LockedFile { file, process: OfThisProcess::new(), removed: None }
     }
 }
 
 impl Drop for LockedFile {
     fn drop(&mut self) {
-        if self.process == std::process::id() {
+        if self.process.is_here() {
             if let Some((directory, name)) = &self.removed {
                 // A process that waits for the lock of the removed file finds that, and opens a new file.
                 let _ = directory.remove(name);

@@ -16,9 +16,10 @@ use pagemark_linux::alias::Alias;
 use pagemark_linux::fault::{self, Fault, HandledRange, Outcome, WriteFault};
 use pagemark_linux::own_mappings::OwnMappings;
 use pagemark_linux::pagemap::Pagemap;
+use pagemark_linux::this_process::OfThisProcess;
 
 use super::OwnMemory;
-use super::mprotect::{ByMprotect, forked, list};
+use super::mprotect::{ByMprotect, list};
 use super::pins::Pins;
 use super::protected::{Protected, Taken, WriteProtection};
 use super::registry::{MechanismEntry, own_mappings, own_pagemap};
@@ -94,7 +95,7 @@ struct Shared {
     words: Words,
     open_after: Option<u8>,
     stores: Stores,
-    process: u32,
+    process: OfThisProcess,
     emulated_stores: AtomicU64,
     opened_pages: AtomicU64,
 }
@@ -164,7 +165,7 @@ impl Emulate {
             words,
             open_after: self.open_after,
             stores: self.stores,
-            process: std::process::id(),
+            process: OfThisProcess::new(),
             emulated_stores: AtomicU64::new(0),
             opened_pages: AtomicU64::new(0),
         });
@@ -237,7 +238,7 @@ impl Drop for EmulatedRange {
     fn drop(&mut self) {
         // The handler must still be armed here. An error means that the range was unmapped, which
         // needs nothing. A child made by `fork` does not have the range.
-        if !forked(self.shared.process) {
+        if self.shared.process.is_here() {
             let _ = self.shared.pages.protection().unprotect(self.shared.pages.range());
         }
     }
@@ -245,7 +246,7 @@ impl Drop for EmulatedRange {
 
 impl WriteFault for Shared {
     fn handle(&self, fault: &mut Fault<'_>) -> Outcome {
-        if forked(self.process) {
+        if !self.process.is_here() {
             return Outcome::Crash;
         }
         let _inside = self.pages.gate().enter();

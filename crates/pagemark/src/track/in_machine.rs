@@ -10,6 +10,7 @@ use std::sync::Arc;
 
 use pagemark_kvm_protocol::machine_calls::{self, Means};
 use pagemark_linux::pagemap::Pagemap;
+use pagemark_linux::this_process::OfThisProcess;
 
 use super::OwnMemory;
 use super::registry::own_pagemap;
@@ -23,7 +24,7 @@ pub struct InMachine {
     pagemap: Arc<Pagemap>,
     memory: OwnMemory,
     tracked: Vec<Range>,
-    process: u32,
+    process: OfThisProcess,
 }
 
 impl InMachine {
@@ -35,7 +36,7 @@ impl InMachine {
     pub(super) fn new(mechanism: Mechanism, means: Means, memory: OwnMemory) -> Result<InMachine, Error> {
         machine_calls::check(means).map_err(|error| unavailable(mechanism, &error))?;
         let pagemap = own_pagemap()?;
-        Ok(InMachine { mechanism, means, pagemap, memory, tracked: Vec::new(), process: std::process::id() })
+        Ok(InMachine { mechanism, means, pagemap, memory, tracked: Vec::new(), process: OfThisProcess::new() })
     }
 
     fn track(&mut self, range: Range, dirty: &mut RangeSet) -> Result<(), Error> {
@@ -109,7 +110,7 @@ impl Tracker for InMachine {
 impl Drop for InMachine {
     fn drop(&mut self) {
         // The machine of a child made by `fork` tracks nothing.
-        if self.process == std::process::id() {
+        if self.process.is_here() {
             self.tracked.iter().for_each(|range| _ = machine_calls::forget(self.means, range));
         }
     }

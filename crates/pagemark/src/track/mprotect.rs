@@ -12,6 +12,7 @@ use pagemark_linux::fault::{self, Fault, HandledRange, Outcome, WriteFault};
 use pagemark_linux::own_mappings::{OwnMapping, OwnMappings};
 use pagemark_linux::own_memory::{Access, set_access};
 use pagemark_linux::pagemap::Pagemap;
+use pagemark_linux::this_process::OfThisProcess;
 
 use super::OwnMemory;
 use super::pins::Pins;
@@ -61,7 +62,7 @@ impl Mprotect {
         self.memory.check(&range)?;
         let unavailable = |error| Error::while_tracking(error, || format!("protecting {range:#x?}"));
         let pages = Protected::new(range.clone(), self.memory.pages_per_unit(), ByMprotect).map_err(unavailable)?;
-        let shared = Arc::new(Shared { pages, process: std::process::id() });
+        let shared = Arc::new(Shared { pages, process: OfThisProcess::new() });
         let armed = fault::arm(range.clone(), shared.clone()).map_err(unavailable)?;
         let tracked = ProtectedRange { shared, _armed: armed };
         tracked.shared.pages.close_all().map_err(unavailable)?;
@@ -143,12 +144,12 @@ impl Drop for ProtectedRange {
 #[derive(Debug)]
 struct Shared {
     pages: Protected<ByMprotect>,
-    process: u32,
+    process: OfThisProcess,
 }
 
 impl WriteFault for Shared {
     fn handle(&self, fault: &mut Fault<'_>) -> Outcome {
-        let opened = if forked(self.process) {
+        let opened = if !self.process.is_here() {
             // The child inherits the protection, but collects nothing. The gate may have been
             // closed by a thread that does not exist in the child.
             self.pages.protection().unprotect(self.pages.range())
@@ -158,12 +159,6 @@ impl WriteFault for Shared {
         };
         if opened.is_ok() { Outcome::Resume } else { Outcome::Crash }
     }
-}
-
-/// True in a child made by `fork`. Async-signal-safe.
-pub(super) fn forked(process: u32) -> bool {
-    // SAFETY: the call only returns a number.
-    unsafe { libc::getpid() as u32 != process }
 }
 
 /// Write-protection by `mprotect`.

@@ -11,6 +11,7 @@ use std::sync::Arc;
 use pagemark_kvm_protocol::guest_tables::{Failure, GuestTables, Refused};
 use pagemark_kvm_protocol::machine_calls::Means;
 use pagemark_linux::pagemap::{MAYBE_ZERO, Pagemap, ZERO};
+use pagemark_linux::proc;
 
 use super::full::Full;
 use super::in_machine::keeps_other;
@@ -56,7 +57,7 @@ impl OfMachine {
     fn new(mechanism: Mechanism, means: Means, memory: &ProcessMemory, pages: Pages) -> Result<OfMachine, Error> {
         let lacking = "of a whole process, it tracks one that runs in the machine of `pagemark-kvm`, as `pagemark run \
                        --kvm` starts it";
-        if memory.thread == std::process::id() as i32 {
+        if proc::is_own_id(memory.thread) {
             return Err(Error::unavailable(mechanism, lacking));
         }
         let tables = GuestTables::begin(memory.thread, means).map_err(|refused| match refused {

@@ -20,6 +20,7 @@ use std::sync::Arc;
 use pagemark_linux::pagemap::{Filter, PRESENT, Pagemap, SCAN, SWAPPED, WP_ALLOWED, WRITTEN};
 use pagemark_linux::per_process::PerProcess;
 use pagemark_linux::room;
+use pagemark_linux::this_process::OfThisProcess;
 use pagemark_linux::userfaultfd::Userfaultfd;
 
 use super::OwnMemory;
@@ -61,14 +62,14 @@ pub struct RegionScan {
     in_transaction: bool,
     /// `None` where each collect looks at the pages.
     fault_watch: Option<FaultWatch>,
-    process: u32,
+    process: OfThisProcess,
 }
 
 impl Drop for RegionScan {
     fn drop(&mut self) {
         // Closing the descriptor is not enough: a child made by `fork` may hold a copy. The child
         // itself undoes nothing.
-        if self.process == std::process::id() {
+        if self.process.is_here() {
             self.tracked.iter().for_each(|tracked| _ = self.userfaultfd.unregister(&tracked.range));
         }
     }
@@ -129,7 +130,7 @@ impl RegionScan {
             is_adaptive,
             in_transaction: false,
             fault_watch,
-            process: std::process::id(),
+            process: OfThisProcess::new(),
         })
     }
 

@@ -4,11 +4,11 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
 
 use pagemark_linux::pagemap::{MAYBE_ZERO, Pagemap, SOFT_DIRTY, ZERO};
 use pagemark_linux::proc;
 use pagemark_linux::scratch::Scratch;
+use pagemark_linux::this_process::{LastProcess, OfThisProcess};
 
 use super::full::Full;
 use super::populated::{DataPages, Seen, each_populated};
@@ -36,9 +36,7 @@ pub const ENTRY: MechanismEntry = MechanismEntry {
             Ok(match part {
                 // Whether a file was written shows in its times.
                 MemoryPart::SharedFile => Box::new(Full::new(pagemap, part.pages())),
-                _ if memory.thread == std::process::id() as i32 => {
-                    Box::new(SoftDirty::of_this_process(pagemap, part.pages())?)
-                }
+                _ if proc::is_own_id(memory.thread) => Box::new(SoftDirty::of_this_process(pagemap, part.pages())?),
                 _ => Box::new(SoftDirty::new(
                     pagemap,
                     open_clear_refs(&proc::path(memory.thread, "clear_refs"))?,
@@ -97,32 +95,34 @@ impl SoftDirty {
     }
 }
 
-/// The process whose bits are claimed, or 0. A child made by `fork` has its own bits.
-static OWNER: AtomicU32 = AtomicU32::new(0);
+/// The process whose bits are claimed. A child made by `fork` has its own bits.
+static OWNER: LastProcess = LastProcess::none();
 
 /// Claim on the soft-dirty bits of this process, until it is dropped.
 #[derive(Debug)]
 struct Own {
-    process: u32,
+    process: OfThisProcess,
 }
 
 impl Own {
     fn claim() -> Result<Own, Error> {
-        let process = std::process::id();
-        let claim = |owner| (owner != process).then_some(process);
-        OWNER.fetch_update(Ordering::Relaxed, Ordering::Relaxed, claim).map(|_| Own { process }).map_err(|_| {
-            Error::unavailable(
+        if OWNER.set() {
+            return Err(Error::unavailable(
                 Mechanism::SoftDirty,
                 "an address space has one set of soft-dirty bits, and this one's are in use by another region or \
                          tracker: track one at a time, or choose another mechanism",
-            )
-        })
+            ));
+        }
+        Ok(Own { process: OfThisProcess::new() })
     }
 }
 
 impl Drop for Own {
     fn drop(&mut self) {
-        let _ = OWNER.compare_exchange(self.process, 0, Ordering::Relaxed, Ordering::Relaxed);
+        // A child may have claimed its own bits.
+        if self.process.is_here() {
+            OWNER.clear();
+        }
     }
 }
 

@@ -15,6 +15,7 @@ use pagemark_linux::pagemap::{Filter, PRESENT, Pagemap, ZERO};
 use pagemark_linux::populate;
 use pagemark_linux::room;
 use pagemark_linux::signals::BlockedSignals;
+use pagemark_linux::this_process::OfThisProcess;
 use pagemark_linux::userfaultfd::{Synchronous, Userfaultfd, WRITE_PROTECT_SHARED};
 
 use super::OwnMemory;
@@ -56,7 +57,7 @@ pub struct Uffd {
     /// The pages that held data when their range was armed, and those that were reported since. The
     /// page table does not show them: protection makes entries for unpopulated pages, too.
     data: RangeSet,
-    process: u32,
+    process: OfThisProcess,
     protects_shared: bool,
     protects_unpopulated: bool,
 }
@@ -120,7 +121,7 @@ impl Uffd {
             .spawn(move || for_thread.handle_faults())
             .map_err(no_thread)?;
         let (pins, taken) = (Pins::default(), Taken::default());
-        let process = std::process::id();
+        let process = OfThisProcess::new();
         Ok(Uffd {
             pagemap,
             memory,
@@ -258,7 +259,7 @@ impl Tracker for Uffd {
 impl Drop for Uffd {
     fn drop(&mut self) {
         // A child made by `fork` has no such thread, and the descriptor belongs to the parent.
-        if self.process != std::process::id() {
+        if !self.process.is_here() {
             return;
         }
         // Closing the descriptor is not enough: a child may hold a copy, and writers would then

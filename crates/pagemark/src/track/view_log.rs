@@ -8,6 +8,7 @@
 //! page tables (`ept_mprotect`): a first write is a fault in KVM, and never one of the program.
 
 use pagemark_kvm_protocol::machine_calls::{self, Means, Move, Run};
+use pagemark_linux::this_process::OfThisProcess;
 use pagemark_linux::views::Views;
 
 use crate::track::in_machine;
@@ -19,7 +20,7 @@ pub struct ViewLog {
     views: Vec<Range>,
     /// The part of each view that is tracked, from its beginning on.
     tracked: ByteCount,
-    process: u32,
+    process: OfThisProcess,
 }
 
 impl ViewLog {
@@ -39,7 +40,7 @@ impl ViewLog {
         let all = views.view(0).start..views.view(count - 1).end;
         machine_calls::declare_views(&all, count).map_err(failed)?;
         let views = (0..count).map(|view| views.view(view)).collect();
-        Ok(ViewLog { views, tracked: ByteCount::ZERO, process: std::process::id() })
+        Ok(ViewLog { views, tracked: ByteCount::ZERO, process: OfThisProcess::new() })
     }
 
     /// Tracks the views from their beginnings up to `end`. What is new is armed.
@@ -106,7 +107,7 @@ impl ViewLog {
     /// # Errors
     /// `ErrorKind::ForkedChild`
     pub fn check_process(&self) -> Result<(), Error> {
-        if self.process == std::process::id() {
+        if self.process.is_here() {
             return Ok(());
         }
         let reason = "the views were tracked by the parent of this process: make a new tracker";
@@ -116,7 +117,7 @@ impl ViewLog {
 
 impl Drop for ViewLog {
     fn drop(&mut self) {
-        if self.process == std::process::id() {
+        if self.process.is_here() {
             // An error means that a view was mapped anew, which needs nothing.
             self.views.iter().for_each(|view| _ = machine_calls::forget(Means::Log, view));
         }

@@ -15,6 +15,7 @@ use std::sync::Arc;
 
 use pagemark_linux::pagemap::{Filter, Pagemap, WRITTEN};
 use pagemark_linux::populate;
+use pagemark_linux::this_process::OfThisProcess;
 use pagemark_linux::userfaultfd::Userfaultfd;
 use pagemark_linux::views::Views;
 
@@ -32,13 +33,13 @@ pub struct ViewScan {
     pagemap: Arc<Pagemap>,
     userfaultfd: Userfaultfd,
     views: Vec<Range>,
-    process: u32,
+    process: OfThisProcess,
 }
 
 impl Drop for ViewScan {
     fn drop(&mut self) {
         // A child made by `fork` may hold a copy of the descriptor, so closing it is not enough.
-        if self.process == std::process::id() {
+        if self.process.is_here() {
             // An error means that the view is no longer mapped, which needs nothing.
             self.views.iter().for_each(|view| _ = self.userfaultfd.unregister(view));
         }
@@ -63,7 +64,7 @@ impl ViewScan {
                 .register(view)
                 .map_err(|error| Error::while_tracking(error, || format!("registering the view {view:#x?}")))?;
         }
-        Ok(ViewScan { pagemap, userfaultfd, views, process: std::process::id() })
+        Ok(ViewScan { pagemap, userfaultfd, views, process: OfThisProcess::new() })
     }
 
     /// Calls `each` for runs of pages of `range`, part of one view, that were written since the
@@ -150,7 +151,7 @@ impl ViewScan {
     /// # Errors
     /// `ErrorKind::ForkedChild`
     pub fn check_process(&self) -> Result<(), Error> {
-        if self.process == std::process::id() {
+        if self.process.is_here() {
             return Ok(());
         }
         let reason = "the views were registered by the parent of this process: make a new tracker";

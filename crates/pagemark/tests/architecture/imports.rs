@@ -79,7 +79,7 @@ impl Imports {
 }
 
 /// True for what exists in tests only: `cfg(test)`, `cfg(all(test, …))`.
-fn is_for_tests(attributes: &[Attribute]) -> bool {
+pub fn is_for_tests(attributes: &[Attribute]) -> bool {
     let names_test = |meta: &Meta| meta.path().is_ident("test");
     attributes.iter().filter(|attribute| attribute.path().is_ident("cfg")).any(|attribute| {
         let Ok(condition) = attribute.parse_args::<Meta>() else { return false };
@@ -92,7 +92,8 @@ fn is_for_tests(attributes: &[Attribute]) -> bool {
     })
 }
 
-fn attributes_of(item: &syn::Item) -> &[Attribute] {
+/// The attributes of an item.
+pub fn attributes_of(item: &syn::Item) -> &[Attribute] {
     match item {
         syn::Item::Const(item) => &item.attrs,
         syn::Item::Enum(item) => &item.attrs,

@@ -20,6 +20,7 @@ use std::time::{Duration, Instant};
 use nix::sys::mman::{MapFlags, MmapAdvise, ProtFlags, madvise, mmap, munmap};
 use pagemark::{Address, AddressRangeExt, ByteCount, Range, RangeSet};
 use pagemark_linux::pagemap::{Filter, PRESENT, Pagemap};
+use pagemark_linux::this_process::OfThisProcess;
 use pagemark_trace::objects::ObjectId;
 
 use super::{Mapped, is_mapped_by};
@@ -42,7 +43,7 @@ pub(super) struct Views {
 struct View {
     /// In this process.
     range: Range,
-    process: u32,
+    process: OfThisProcess,
     mapped: Vec<Mapped>,
 }
 
@@ -129,7 +130,7 @@ impl View {
         // SAFETY: a new mapping at an address that the kernel chooses.
         let start = unsafe { mmap(None, length, ProtFlags::PROT_READ, MapFlags::MAP_SHARED, file, 0) }?;
         let at = Address::of(start.as_ptr().cast::<u8>());
-        let mut view = View { range: at..at, process: std::process::id(), mapped };
+        let mut view = View { range: at..at, process: OfThisProcess::new(), mapped };
         view.range = view.range_of(bytes);
         view.advise(&view.range, MmapAdvise::MADV_DONTFORK)?;
         view.advise(&view.range, MmapAdvise::MADV_DONTDUMP)?;
@@ -169,7 +170,7 @@ impl Drop for View {
     fn drop(&mut self) {
         let Some(start) = NonNull::new(self.range.start.as_mut_ptr()) else { return };
         // A child made by fork does not have the mapping.
-        if self.process == std::process::id() {
+        if self.process.is_here() {
             // SAFETY: the mapping is this view's alone, and nothing refers to it any more.
             let _ = unsafe { munmap(start, self.range.byte_count().to_usize()) };
         }

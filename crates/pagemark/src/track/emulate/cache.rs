@@ -7,6 +7,7 @@ use std::sync::{Mutex, PoisonError};
 
 use pagemark_linux::alias::CodeMemory;
 use pagemark_linux::at_fork::hold_off;
+use pagemark_linux::this_process::OfThisProcess;
 
 use super::decode::{self, Kind, LONGEST, Store};
 use crate::PAGE_SIZE;
@@ -62,11 +63,10 @@ impl Cache {
     /// The cache of this process. A child made by `fork` makes its own: the memory of the code is
     /// shared with its parent, which decodes other instructions.
     pub fn get() -> io::Result<&'static Cache> {
-        static CACHE: Mutex<Option<(u32, &'static Cache)>> = Mutex::new(None);
+        static CACHE: Mutex<Option<(OfThisProcess, &'static Cache)>> = Mutex::new(None);
         let _forks = hold_off();
         let mut known = CACHE.lock().unwrap_or_else(PoisonError::into_inner);
-        let process = std::process::id();
-        if let Some((_, cache)) = known.filter(|(maker, _)| *maker == process) {
+        if let Some((_, cache)) = known.filter(|(maker, _)| maker.is_here()) {
             return Ok(cache);
         }
         decode::warm_up();
@@ -79,7 +79,7 @@ impl Cache {
         };
         // Never freed: a signal handler may use it at any time.
         let cache = Box::leak(Box::new(Cache { entries: (0..ENTRIES).map(|_| empty()).collect(), code }));
-        *known = Some((process, cache));
+        *known = Some((OfThisProcess::new(), cache));
         Ok(cache)
     }
 
