@@ -217,17 +217,30 @@ fn map_copies() {
             continue;
         }
         let copy = entry.copy.swap(NO_COPY, Ordering::Acquire);
-        // SAFETY: the descriptor was kept for this entry alone. This is a child, which maps nothing
-        // before its handlers have run.
-        let is_mapped = copy != NO_COPY && unsafe { space.views.map_again(OwnedFd::from_raw_fd(copy)).is_ok() };
-        if !is_mapped {
-            let message = b"pagemark-heap: there is no memory to copy the heap for a forked child, which ends now\n";
-            // SAFETY: both calls are async-signal-safe, and the message is as long as is said.
-            unsafe {
-                libc::write(libc::STDERR_FILENO, message.as_ptr().cast(), message.len());
-                libc::_exit(127);
-            }
+        if copy == NO_COPY {
+            end(NO_MEMORY);
         }
+        // SAFETY: the descriptor was kept for this entry alone. This is a child.
+        match unsafe { space.views.map_again(OwnedFd::from_raw_fd(copy)) } {
+            Ok(()) => {}
+            Err(error) if error.raw_os_error() == Some(libc::EEXIST) => end(TAKEN),
+            Err(_) => end(NO_MEMORY),
+        }
+    }
+}
+
+const NO_MEMORY: &str = "pagemark-heap: there is no memory to copy the heap for a forked child, which ends now\n";
+
+/// A handler of `pthread_atfork` that was registered earlier runs before ours.
+const TAKEN: &str = "pagemark-heap: something was mapped in the place of the heap of a forked child before its \
+                     handler of pthread_atfork ran; the child ends now\n";
+
+/// Ends a child that cannot have its heap. Async-signal-safe.
+fn end(message: &str) -> ! {
+    // SAFETY: both calls are async-signal-safe, and the message is as long as is said.
+    unsafe {
+        libc::write(libc::STDERR_FILENO, message.as_ptr().cast(), message.len());
+        libc::_exit(127);
     }
 }
 

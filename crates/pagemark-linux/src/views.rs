@@ -98,22 +98,7 @@ impl Views {
         let file = anonymous_file(c"pagemark-heap", view_bytes)?;
         let (freed, fresh) = (Bits::new(view_bytes / PAGE_SIZE)?, FreshPages::new(view_bytes)?);
         let pieces = Pieces::new(view_bytes, PIECE_BYTES)?;
-        let exactly = if place.is_some() { libc::MAP_FIXED_NOREPLACE } else { 0 };
-        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | exactly;
-        let wanted = place.map_or(std::ptr::null_mut(), Address::as_mut_ptr);
-        // SAFETY: a new mapping at an address that the kernel chooses, or where nothing else is mapped,
-        // touches no other memory.
-        let start = unsafe { libc::mmap(wanted, total, libc::PROT_NONE, flags, -1, 0) };
-        if start == libc::MAP_FAILED {
-            return Err(io::Error::last_os_error());
-        }
-        if place.is_some() && start != wanted {
-            // A kernel before 4.17 takes the address for a hint.
-            // SAFETY: the mapping was just made, and nobody knows it.
-            unsafe { libc::munmap(start, total) };
-            return Err(io::Error::from_raw_os_error(libc::EEXIST));
-        }
-        let start = NonNull::new(start.cast()).ok_or(io::ErrorKind::OutOfMemory)?;
+        let start = reserve_addresses(place, total)?;
         let views = Views {
             descriptor: AtomicI32::new(-1),
             identity: Default::default(),
@@ -318,13 +303,14 @@ impl Views {
     /// before the fork. Async-signal-safe.
     ///
     /// # Errors
-    /// `ENOMEM`.
+    /// `ENOMEM`. `EEXIST`: something else was mapped there since the fork, as a handler of
+    /// `pthread_atfork` may do that runs before the caller.
     ///
     /// # Safety
-    /// The calling process is a child of the one that has the views, and nothing was mapped at the
-    /// addresses since.
+    /// The calling process is a child of the one that has the views.
     pub unsafe fn map_again(&self, copy: OwnedFd) -> io::Result<()> {
-        // SAFETY: the kernel mapped nothing here in the child, and the caller neither.
+        reserve_addresses(Some(self.view(0).start), self.view_bytes * self.count)?;
+        // SAFETY: the addresses were just reserved.
         unsafe { self.map(&copy)? };
         self.pieces.open_runs().try_for_each(|run| self.open_in_all(&run))?;
         // The copy of the parent's descriptor, if it is one still.
@@ -334,6 +320,31 @@ impl Views {
         self.process.set();
         self.keep(copy)
     }
+}
+
+/// Takes addresses of which none may be accessed: at a place, or where the kernel chooses.
+/// Async-signal-safe.
+///
+/// # Errors
+/// `EEXIST`: something else is mapped at the place. `ENOMEM`; and `EINVAL` and `EPERM` for a place
+/// where nothing can be mapped.
+fn reserve_addresses(place: Option<Address>, bytes: usize) -> io::Result<NonNull<u8>> {
+    let exactly = if place.is_some() { libc::MAP_FIXED_NOREPLACE } else { 0 };
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | exactly;
+    let wanted = place.map_or(std::ptr::null_mut(), Address::as_mut_ptr);
+    // SAFETY: a new mapping at an address that the kernel chooses, or where nothing else is mapped,
+    // touches no other memory.
+    let start = unsafe { libc::mmap(wanted, bytes, libc::PROT_NONE, flags, -1, 0) };
+    if start == libc::MAP_FAILED {
+        return Err(io::Error::last_os_error());
+    }
+    if place.is_some() && start != wanted {
+        // A kernel before 4.17 takes the address for a hint.
+        // SAFETY: the mapping was just made, and nobody knows it.
+        unsafe { libc::munmap(start, bytes) };
+        return Err(io::Error::from_raw_os_error(libc::EEXIST));
+    }
+    NonNull::new(start.cast()).ok_or_else(|| io::ErrorKind::OutOfMemory.into())
 }
 
 /// Device and inode of an open file.
@@ -469,7 +480,7 @@ mod tests {
         // SAFETY: the child maps and reads memory, and exits.
         let child = unsafe { libc::fork() };
         if child == 0 {
-            // SAFETY: this is the child, in which nothing else was mapped.
+            // SAFETY: this is the child.
             let is_mapped = unsafe { views.map_again(copy) }.is_ok();
             let is_right = is_mapped && read(&views, 0, 3 * PIECE_BYTES) == 5 && accessible(1) == expected;
             // SAFETY: ends the child without its handlers.
@@ -485,6 +496,34 @@ mod tests {
     }
 
     #[test]
+    fn what_a_child_has_mapped_there_stays() {
+        let views = Views::new(ByteCount::of_pages(8), 2).unwrap();
+        let copies = [0, 5, 15].map(|page| (page, views.copy(views.view_bytes()).unwrap()));
+        for (page, copy) in copies {
+            // SAFETY: the child maps and reads memory, and exits.
+            let child = unsafe { libc::fork() };
+            if child == 0 {
+                let place = views.view(0).start + ByteCount::of_pages(page);
+                // SAFETY: nothing else is mapped there, and the page may be written then. The last
+                // call ends the child without its handlers.
+                unsafe {
+                    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED_NOREPLACE;
+                    let protection = libc::PROT_READ | libc::PROT_WRITE;
+                    let mapped = libc::mmap(place.as_mut_ptr(), PAGE_SIZE, protection, flags, -1, 0).cast::<u8>();
+                    mapped.write_volatile(77);
+                    let error = views.map_again(copy).err().and_then(|error| error.raw_os_error());
+                    let is_right = error == Some(libc::EEXIST) && !views.are_here() && mapped.read_volatile() == 77;
+                    libc::_exit(i32::from(!is_right));
+                }
+            }
+            let mut status = 0;
+            // SAFETY: waits for the child that was just made.
+            assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+            assert!(libc::WIFEXITED(status) && libc::WEXITSTATUS(status) == 0, "status {status:#x}");
+        }
+    }
+
+    #[test]
     fn a_child_has_a_copy_and_never_the_memory_of_its_parent() {
         let views = Views::new(ByteCount::of_pages(8), 2).unwrap();
         write(&views, 1, 3 * PAGE_SIZE, 5);
@@ -494,7 +533,7 @@ mod tests {
         let child = unsafe { libc::fork() };
         if child == 0 {
             let is_missing = !views.are_here() && !own_memory::is_mapped(&views.view(0));
-            // SAFETY: this is the child, in which nothing else was mapped.
+            // SAFETY: this is the child.
             let is_mapped = unsafe { views.map_again(copy) }.is_ok();
             let is_copy = is_mapped && views.are_here() && read(&views, 0, 3 * PAGE_SIZE) == 5;
             write(&views, 0, 3 * PAGE_SIZE, 9);
